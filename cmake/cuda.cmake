@@ -1,0 +1,20 @@
+# The CUDA copier: a shared library of its own beside the extension, loaded only
+# when a CUDA cache is registered; cudart is linked statically, so that a node
+# without CUDA imports and runs everything else.
+string(TOUPPER "${KV_OFFLOAD_CUDA}" cuda_wanted)
+if(cuda_wanted STREQUAL "OFF")
+  return()
+endif()
+include(CheckLanguage)
+check_language(CUDA)
+if(NOT CMAKE_CUDA_COMPILER)
+  if(cuda_wanted STREQUAL "ON")
+    message(FATAL_ERROR "KV_OFFLOAD_CUDA=ON but no nvcc was found: put it on PATH, set CUDACXX, or configure with KV_OFFLOAD_CUDA=AUTO or OFF")
+  endif()
+  message(STATUS "nvcc not found: the CUDA copier is left out (KV_OFFLOAD_CUDA=AUTO)")
+  return()
+endif()
+file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/copy/cuda_*.cc csrc/copy/*.cu)
+if(NOT cuda_sources)
+  return()
+endif()

@@ -1,0 +1,11 @@
+# KV_OFFLOAD_SANITIZE=address,undefined | thread: the whole build, core and tests.
+if(KV_OFFLOAD_SANITIZE)
+  string(REPLACE "," ";" kinds "${KV_OFFLOAD_SANITIZE}")
+  foreach(kind IN LISTS kinds)
+    if(NOT kind MATCHES "^(address|undefined|thread)$")
+      message(FATAL_ERROR "KV_OFFLOAD_SANITIZE=${KV_OFFLOAD_SANITIZE}: '${kind}' is not one of address, undefined, thread")
+    endif()
+  endforeach()
+  add_compile_options(-fsanitize=${KV_OFFLOAD_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
+  add_link_options(-fsanitize=${KV_OFFLOAD_SANITIZE})
+endif()

@@ -1,0 +1,63 @@
+// Lock annotations checked by Clang's -Wthread-safety, and the mutex that
+// carries them (names from Clang's documentation of the analysis).
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+
+#if defined(__clang__)
+#define KVO_ANNOTATE(x) __attribute__((x))
+#else
+#define KVO_ANNOTATE(x)
+#endif
+
+#define GUARDED_BY(m) KVO_ANNOTATE(guarded_by(m))
+#define PT_GUARDED_BY(m) KVO_ANNOTATE(pt_guarded_by(m))
+#define REQUIRES(...) KVO_ANNOTATE(requires_capability(__VA_ARGS__))
+#define EXCLUDES(...) KVO_ANNOTATE(locks_excluded(__VA_ARGS__))
+#define ACQUIRE(...) KVO_ANNOTATE(acquire_capability(__VA_ARGS__))
+#define RELEASE(...) KVO_ANNOTATE(release_capability(__VA_ARGS__))
+#define TRY_ACQUIRE(...) KVO_ANNOTATE(try_acquire_capability(__VA_ARGS__))
+#define NO_THREAD_SAFETY_ANALYSIS KVO_ANNOTATE(no_thread_safety_analysis)
+
+namespace kv_offload {
+
+class KVO_ANNOTATE(capability("mutex")) Mutex {
+ public:
+  void lock() ACQUIRE() { mutex_.lock(); }
+  void unlock() RELEASE() { mutex_.unlock(); }
+  bool try_lock() TRY_ACQUIRE(true) { return mutex_.try_lock(); }
+
+ private:
+  std::mutex mutex_;
+};
+
+// Scoped lock; usable with CondVar.
+class KVO_ANNOTATE(scoped_lockable) MutexLock {
+ public:
+  explicit MutexLock(Mutex& mutex) ACQUIRE(mutex) : mutex_(mutex) { mutex_.lock(); }
+  ~MutexLock() RELEASE() { mutex_.unlock(); }
+  MutexLock(const MutexLock&) = delete;
+  MutexLock& operator=(const MutexLock&) = delete;
+
+ private:
+  Mutex& mutex_;
+};
+
+// Waits with the mutex held by the caller. Spurious wake-ups happen: loop.
+class CondVar {
+ public:
+  void wait(Mutex& mutex) REQUIRES(mutex) { cv_.wait(mutex); }
+  template <typename Rep, typename Period>
+  void wait_for(Mutex& mutex, std::chrono::duration<Rep, Period> time) REQUIRES(mutex) {
+    cv_.wait_for(mutex, time);
+  }
+  void notify_one() { cv_.notify_one(); }
+  void notify_all() { cv_.notify_all(); }
+
+ private:
+  std::condition_variable_any cv_;
+};
+
+}  // namespace kv_offload

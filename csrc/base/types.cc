@@ -1,0 +1,89 @@
+#include "base/types.h"
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <cmath>
+#include <iterator>
+
+#include "base/status.h"
+
+namespace kv_offload {
+
+ChunkKey::ChunkKey(std::string_view bytes) {
+  if (!fits(bytes.size())) {
+    throw_invalid(
+        "a chunk key of {} bytes was given; {}..{} bytes are possible (hash and 4 bytes of group id)",
+        bytes.size(), kMinBytes, kMaxBytes);
+  }
+  size_ = static_cast<std::uint8_t>(bytes.size());
+  std::memcpy(bytes_.data(), bytes.data(), bytes.size());
+}
+
+std::string ChunkKey::hex() const {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  text.reserve(size_ * 2u);
+  for (const char c : bytes()) {
+    const auto value = static_cast<unsigned char>(c);
+    text.push_back(kDigits[value >> 4]);
+    text.push_back(kDigits[value & 15]);
+  }
+  return text;
+}
+
+ChunkKey ChunkKey::from_hex(std::string_view hex) {
+  const auto digit = [&](char c) -> int {
+    if (c >= '0' && c <= '9') return c - '0';
+    if (c >= 'a' && c <= 'f') return c - 'a' + 10;
+    throw_invalid("'{}' is not a chunk key in hex: '{}' is not a lower-case hex digit", hex, c);
+  };
+  if (hex.size() % 2 != 0) throw_invalid("'{}' is not a chunk key in hex: odd length", hex);
+  std::string bytes;
+  bytes.reserve(hex.size() / 2);
+  for (std::size_t i = 0; i < hex.size(); i += 2) {
+    bytes.push_back(static_cast<char>(digit(hex[i]) << 4 | digit(hex[i + 1])));
+  }
+  return ChunkKey(bytes);
+}
+
+std::uint64_t parse_byte_size(std::string_view text) {
+  struct Unit {
+    std::string_view name;
+    double factor;
+  };
+  static constexpr Unit kUnits[] = {
+      {"", 1},         {"b", 1},    {"kib", 0x1p10}, {"mib", 0x1p20}, {"gib", 0x1p30},
+      {"tib", 0x1p40}, {"kb", 1e3}, {"mb", 1e6},     {"gb", 1e9},     {"tb", 1e12},
+  };
+  double number = 0;
+  const char* end = text.data() + text.size();
+  const auto [rest, error] = std::from_chars(text.data(), end, number);
+  std::string unit;
+  for (const char* c = rest; c != end; ++c) {
+    if (*c != ' ') unit.push_back(static_cast<char>(std::tolower(static_cast<unsigned char>(*c))));
+  }
+  const auto* found =
+      std::find_if(std::begin(kUnits), std::end(kUnits), [&](const Unit& u) { return u.name == unit; });
+  if (error != std::errc{} || found == std::end(kUnits) || !std::isfinite(number) || number < 0 ||
+      number * found->factor >= 0x1p63) {
+    throw_invalid(
+        "'{}' is not a size; write bytes or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB, such as "
+        "32GiB",
+        text);
+  }
+  return static_cast<std::uint64_t>(number * found->factor);
+}
+
+std::string format_bytes(std::uint64_t bytes) {
+  static constexpr std::string_view kNames[] = {"B", "KiB", "MiB", "GiB", "TiB", "PiB"};
+  double value = static_cast<double>(bytes);
+  std::size_t unit = 0;
+  while (value >= 1024 && unit + 1 < std::size(kNames)) {
+    value /= 1024;
+    ++unit;
+  }
+  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", value, kNames[unit]);
+}
+
+}  // namespace kv_offload

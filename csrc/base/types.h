@@ -1,0 +1,111 @@
+// The words every layer shares: chunk keys, rows, shards, sizes.
+#pragma once
+
+#include <array>
+#include <compare>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace kv_offload {
+
+inline constexpr std::size_t kPageBytes = 4096;  // alignment of every shard, record, transfer
+
+constexpr std::size_t round_up(std::size_t value, std::size_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+constexpr std::size_t round_down(std::size_t value, std::size_t multiple) {
+  return value / multiple * multiple;
+}
+
+// The key of a chunk: vLLM's OffloadKey, i.e. the (opaque) hash bytes of the
+// chunk's last hash unit followed by 4 bytes of big-endian group id. Hashes are
+// chained, so a key stands for its whole prefix. 5..47 bytes; value type.
+class ChunkKey {
+ public:
+  static constexpr std::size_t kMaxBytes = 47;
+  static constexpr std::size_t kMinBytes = 5;
+
+  ChunkKey() = default;
+  // Throws InvalidArgument when the length is out of range.
+  explicit ChunkKey(std::string_view bytes);
+  // No check: for the lookup path. REQUIRES: fits(bytes.size()).
+  static ChunkKey unchecked(const char* data, std::size_t size) {
+    ChunkKey key;
+    key.size_ = static_cast<std::uint8_t>(size);
+    std::memcpy(key.bytes_.data(), data, size);
+    return key;
+  }
+  static constexpr bool fits(std::size_t size) { return size >= kMinBytes && size <= kMaxBytes; }
+
+  std::string_view bytes() const { return {bytes_.data(), size_}; }
+  std::size_t size() const { return size_; }
+  // The ORIGINAL group id in the last four bytes.
+  std::uint32_t group_id() const {
+    const auto* tail = reinterpret_cast<const unsigned char*>(bytes_.data()) + size_ - 4;
+    return std::uint32_t{tail[0]} << 24 | std::uint32_t{tail[1]} << 16 | std::uint32_t{tail[2]} << 8 |
+           std::uint32_t{tail[3]};
+  }
+  // Lower-case hex of all bytes.
+  std::string hex() const;
+  // Throws InvalidArgument on anything that hex() cannot have made.
+  static ChunkKey from_hex(std::string_view hex);
+
+  bool operator==(const ChunkKey& other) const { return bytes_ == other.bytes_ && size_ == other.size_; }
+  auto operator<=>(const ChunkKey& other) const { return bytes() <=> other.bytes(); }
+
+  struct Hash {
+    std::size_t operator()(const ChunkKey& key) const {
+      // The bytes are a digest already; fold the head and the tail (group).
+      std::uint64_t head;
+      std::memcpy(&head, key.bytes_.data(), sizeof(head));
+      std::uint64_t mixed = head ^ (std::uint64_t{key.group_id()} * 0x9E3779B97F4A7C15ull);
+      mixed ^= mixed >> 32;
+      return static_cast<std::size_t>(mixed * 0xD6E8FEB86659FD93ull);
+    }
+  };
+
+ private:
+  std::array<char, kMaxBytes> bytes_{};  // zero padded, so that == may compare all
+  std::uint8_t size_ = 0;
+};
+static_assert(sizeof(ChunkKey) == 48);
+
+// A row's place: its first 4 KiB page inside EVERY area of the region (an area
+// is one rank's part; a row is at the same place in each). 2^32 pages = 16 TiB
+// per area.
+using RowId = std::uint32_t;
+inline constexpr RowId kNoRow = 0xFFFFFFFFu;
+
+// The number under which a store or load job's result is found in the control
+// page. Never 0, never reused within a run.
+using Ticket = std::uint64_t;
+inline constexpr Ticket kNoTicket = 0;
+
+// One rank's bytes of one chunk in memory.
+using Shard = std::span<std::byte>;
+
+// What the layers know of one selected KV cache group. `position` (its place in
+// the vector) is what block_indices and group_sizes are indexed by; `group_id`
+// is vLLM's original id, found in the keys.
+struct GroupGeometry {
+  std::uint32_t group_id = 0;
+  // Bytes of one chunk on each rank, unpadded; 0 for a rank that holds none.
+  // One entry per area of the region.
+  std::array<std::uint64_t, 64> shard_bytes{};
+  std::uint32_t tokens_per_chunk = 0;
+};
+
+// "32GiB", "500 GB", "1048576" -> bytes. Throws InvalidArgument naming the text.
+std::uint64_t parse_byte_size(std::string_view text);
+// 34359738368 -> "32.0 GiB"
+std::string format_bytes(std::uint64_t bytes);
+
+}  // namespace kv_offload
+
+template <>
+struct std::hash<kv_offload::ChunkKey> : kv_offload::ChunkKey::Hash {};

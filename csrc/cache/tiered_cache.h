@@ -1,0 +1,152 @@
+// TieredCache: the one place where index, region and tiers meet. It is the
+// scheduler-side brain behind vLLM's OffloadingManager.
+//
+// Threads: one (the scheduler's); no call waits for storage. Tier results are
+// polled in end_step() and at the start of lookup passes.
+//
+// States of a key: ChunkIndex holds what has a row; a tier's catalogue holds
+// what is recorded. lookup():
+//   resident            -> kHit
+//   filling, fetching   -> kPending until the request's deadline, then kMiss
+//   recorded on a tier  -> kPending, noted; end_step() makes a plan
+//   tier says unknown   -> kRetry (bounded by the same deadline)
+//   else                -> kMiss, with a reason that is counted once per request
+//
+// Plans (end_step): per waiting request, in the order requests arrived: decide
+// load or recompute; reserve rows for the reads or trim the plan to what fits;
+// submit; pin what the request already hit. Keys of groups after the first one
+// (in lookup order) with pending keys are not fetched in this step, so that
+// nothing is read that the agreed prefix does not need; groups that full_groups
+// marks are taken together. A request never waits past its deadline.
+//
+// Failure: a fetch or fill that fails makes the key absent for everybody, with
+// the reason, once. prepare_load only ever gets resident chunks and pins them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/types.h"
+#include "index/chunk_index.h"
+#include "memory/host_region.h"
+#include "memory/row_allocator.h"
+#include "metrics/metrics.h"
+#include "storage/tier.h"
+
+namespace kv_offload {
+
+enum class LookupResult : std::uint8_t { kMiss, kHit, kPending, kRetry };
+enum class LoadPolicy : std::uint8_t { kAuto, kAlways, kNever };
+
+enum class MissReason : std::uint8_t {
+  kNotStored,
+  kEvicted,
+  kRecomputeCheaper,
+  kDeadline,
+  kCorrupt,
+  kIoError,
+  kPressure,
+  kDisabled
+};
+std::string_view to_string(MissReason reason);
+
+enum class WritePolicy : std::uint8_t { kThrough, kOnEvict, kReuse };
+
+struct TierSlotOptions {
+  WritePolicy write_policy = WritePolicy::kThrough;
+  std::uint32_t reuse_threshold = 2;  // for kReuse
+};
+
+struct CacheOptions {
+  std::vector<GroupGeometry> groups;  // by position
+  std::vector<bool> full_attention;   // by position; empty = unknown (vLLM <= 0.32)
+  std::string eviction_policy = "lru";
+  LoadPolicy load_policy = LoadPolicy::kAuto;
+  Nanos lookup_deadline{std::chrono::seconds(5)};
+  std::vector<TierSlotOptions> tiers;  // one per tier
+  bool keep_events = false;
+};
+
+struct RequestOptions {
+  bool load_from_cpu = true;  // kv_load_tiers
+  bool load_from_tiers = true;
+  bool skip_store = false;
+  std::optional<LoadPolicy> load_policy;
+  std::int32_t priority = 0;
+};
+
+using RequestHandle = std::uint32_t;  // dense, reused after end_request
+
+// What the worker needs: rows of each group, in the order of the keys.
+struct RowTransfer {
+  Ticket ticket = kNoTicket;
+  std::vector<RowId> rows;
+  std::vector<std::uint32_t> group_rows;  // rows per group position
+};
+struct StoreGrant {
+  std::vector<std::uint32_t> accepted;  // indices into the keys that were offered, ascending
+  RowTransfer transfer;
+  std::vector<ChunkKey> evicted;  // left host memory to make room
+};
+
+struct CacheEvent {
+  std::vector<ChunkKey> keys;
+  bool storage = false;  // false: CPU medium
+  bool removed = false;
+  std::string owner;  // tier name for storage
+};
+
+class TieredCache {
+ public:
+  // The region must have all ranks attached. Throws InvalidArgument (region
+  // smaller than one row of each group, unknown policy).
+  TieredCache(CacheOptions options, HostRegion& region, std::vector<std::unique_ptr<Tier>> tiers,
+              Metrics& metrics, const Clock& clock);
+  ~TieredCache();  // close()
+
+  // ---- requests
+  RequestHandle begin_request(std::string_view request_id, const RequestOptions& options);
+  void end_request(RequestHandle request);  // drops its pins and plan
+
+  // ---- vLLM's manager verbs
+  LookupResult lookup(RequestHandle request, const ChunkKey& key);
+  // -1: host memory by a store; else index of the tier its bytes came from.
+  int load_source(const ChunkKey& key) const;
+  // REQUIRES: all hit in this step. Pins until complete_load or reset.
+  RowTransfer prepare_load(RequestHandle request, std::span<const ChunkKey> keys);
+  void complete_load(std::span<const ChunkKey> keys);
+  // Accepts a prefix of what is new (keys known in any state with a row are
+  // skipped, not declined). The first decline ends it: no holes.
+  StoreGrant prepare_store(RequestHandle request, std::span<const ChunkKey> keys,
+                           std::span<const std::uint32_t> depths = {});
+  // All ranks reported; the ticket in the control page decides per group
+  // whether the keys become resident.
+  void complete_store(std::span<const ChunkKey> keys, bool success = true);
+  void end_step();                // poll tiers, make plans, expire deadlines, free quarantined rows
+  bool has_pending_work() const;  // only while a request waits for us
+  void reset();                   // forget everything in memory and on every tier; rows of copies in flight
+                                  // are reused only after their tickets are reported
+  std::vector<CacheEvent> take_events();
+
+  // ---- figures
+  struct Stats {
+    std::uint64_t resident_chunks, resident_bytes, capacity_bytes;
+    std::uint64_t pinned_chunks, quarantined_rows, waiting_requests, requests;
+  };
+  Stats stats() const;
+  void publish_gauges();  // residency, capacities, queue depths into Metrics
+  const std::vector<std::unique_ptr<Tier>>& tiers() const;
+  void close();  // sheds queued writes, closes tiers. Idempotent
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,64 @@
+// BlockCopier: moves bytes between a rank's cache blocks and its area of the
+// region, asynchronously. Two implementations, byte for byte equal: host_copier
+// (threads and memcpy) and cuda_copier (streams and DMA), the latter in a
+// library of its own.
+//
+// A load that was given rows of resident chunks cannot fail for storage reasons.
+// A job always ends; one that failed names the groups that must never become a
+// hit. Threads: one (the model runner's) calls everything but the inside.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "copy/copy_plan.h"
+
+namespace kv_offload {
+
+struct CopyResult {
+  std::uint64_t job_id = 0;
+  Ticket ticket = kNoTicket;
+  CopyDirection direction = CopyDirection::kStore;
+  Status status;                    // kDevice on failure
+  std::uint64_t failed_groups = 0;  // bit per group position
+  std::uint64_t bytes = 0;
+  std::uint64_t segments = 0;
+  double seconds = 0;
+};
+
+struct CopierOptions {
+  CacheLayout layout;
+  std::span<std::byte> area;   // this rank's part of the region; outlives the copier
+  unsigned threads = 2;        // host copier
+  int device = -1;             // CUDA device ordinal
+  unsigned kernel_blocks = 8;  // SMs' worth of blocks for the pack kernels
+  bool calibrate = true;
+};
+
+class BlockCopier {
+ public:
+  virtual ~BlockCopier() = default;  // waits for what runs
+  // "host" or "cuda", and for info: which path is used when.
+  virtual std::string describe() const = 0;
+  // Never blocks on the copy. A plan that contradicts itself throws
+  // InvalidArgument; anything else ends as a CopyResult.
+  virtual void submit(CopyJob job) = 0;
+  // Finished since the last call, in order of completion. Never blocks.
+  virtual std::vector<CopyResult> poll() = 0;
+  // Returns when the listed jobs no longer touch cache memory. Unknown and
+  // finished ids are fine. Their results still come from poll().
+  virtual void wait(std::span<const std::uint64_t> job_ids) = 0;
+  virtual void close() = 0;
+};
+
+std::unique_ptr<BlockCopier> make_host_copier(const CopierOptions& options);
+// Loads the CUDA library beside this one on first use. Throws ResourceError
+// saying what is missing where there is none.
+std::unique_ptr<BlockCopier> make_cuda_copier(const CopierOptions& options);
+// "" when the CUDA copier can be loaded here, else why not.
+std::string cuda_unavailable_reason();
+
+}  // namespace kv_offload

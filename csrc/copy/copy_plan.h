@@ -1,0 +1,71 @@
+// CopyPlan: from block ids and rows to merged byte segments.
+//
+// A job names, per group position: block ids (in request order), the logical
+// index of the first block, and one row per chunk. A row holds a chunk's bytes
+// of this rank block-major: block b of the chunk at b * block_bytes(g), inside
+// it the group's refs in order, page_bytes each. Everything here is pure.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "base/types.h"
+
+namespace kv_offload {
+
+struct CacheTensor {
+  std::byte* base = nullptr;  // host or device address of block 0
+  std::uint64_t num_blocks = 0;
+  std::uint64_t block_stride = 0;  // bytes from block to block, >= every page in it
+};
+struct GroupRef {
+  std::uint32_t tensor = 0;
+  std::uint64_t page_bytes = 0;  // unpadded bytes of one block in that tensor
+};
+struct CacheLayout {
+  std::vector<CacheTensor> tensors;
+  std::vector<std::vector<GroupRef>> groups;  // by position
+  std::uint32_t blocks_per_chunk = 1;
+
+  std::uint64_t block_bytes(std::uint32_t group) const;  // sum of the refs' pages
+  std::uint64_t shard_bytes(std::uint32_t group) const;  // blocks_per_chunk * block_bytes
+  // Throws InvalidArgument naming what is wrong (tensor index, page > stride, ...).
+  void validate() const;
+};
+
+enum class CopyDirection : std::uint8_t { kStore /* cache -> row */, kLoad /* row -> cache */ };
+
+struct CopyJob {
+  std::uint64_t id = 0;  // vLLM's job id
+  Ticket ticket = kNoTicket;
+  CopyDirection direction = CopyDirection::kStore;
+  bool expedited = false;
+  std::vector<std::int64_t> block_ids;       // concatenated by group
+  std::vector<std::uint32_t> group_sizes;    // blocks per group position
+  std::vector<std::uint64_t> block_indices;  // logical index of each group's first block
+  std::vector<RowId> rows;                   // concatenated by group
+  std::vector<std::uint32_t> group_rows;     // rows per group position
+};
+
+// One contiguous copy: cache byte address <-> offset in this rank's area.
+struct CopySegment {
+  std::byte* cache = nullptr;
+  std::uint64_t area_offset = 0;
+  std::uint64_t bytes = 0;
+};
+
+struct CopyPlan {
+  std::vector<CopySegment> segments;  // sorted by area offset; runs adjacent on BOTH sides merged
+  std::uint64_t bytes = 0;
+  // Groups whose blocks do not add up to their rows (a store's chunk must be
+  // whole): nothing is copied for them and they must never become a hit.
+  std::uint64_t failed_groups = 0;
+};
+
+// Throws InvalidArgument on what vLLM can never send (block id out of range,
+// row outside the area, sizes that contradict each other): caller's mistake.
+CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, const CopyJob& job);
+
+}  // namespace kv_offload

@@ -1,0 +1,80 @@
+// ChunkIndex: key -> state of every chunk that has a row or is on the way to
+// one. (What is only on a tier is known by that tier: see Tier::contains.)
+//
+//   absent -> filling -> resident -> absent         store from the workers
+//   absent -> fetching -> resident -> absent        read from a tier
+//
+// A chunk in `filling` or `fetching` has a row but no valid bytes; `resident`
+// means every rank's bytes are there and verified. Pins count the jobs, ops and
+// plans that use the row; a pinned chunk is never evicted. Eviction order is the
+// policy's. Invariants, asserted: pins == 0 for absent; a row belongs to one
+// entry; the policy knows exactly the resident entries, and pins of the policy
+// equal (entry.pins > 0).
+//
+// Not thread-safe: the scheduler thread owns it. All calls O(1) but for the
+// policy's O(log n).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/types.h"
+#include "policy/eviction_policy.h"
+
+namespace kv_offload {
+
+enum class ChunkState : std::uint8_t { kAbsent, kFilling, kResident, kFetching };
+
+// Where a resident chunk's bytes came from, for hit accounting.
+enum class ChunkOrigin : std::uint8_t { kStore, kTier };
+
+struct ChunkEntry {
+  ChunkKey key;
+  RowId row = kNoRow;
+  std::uint32_t group = 0;  // position, not id
+  std::uint32_t pins = 0;
+  std::uint32_t depth = 0;
+  ChunkState state = ChunkState::kAbsent;
+  ChunkOrigin origin = ChunkOrigin::kStore;
+  std::uint8_t tier = 0;      // index of the tier it came from, when origin == kTier
+  bool writing = false;       // a write op of this chunk is queued or running
+  Ticket ticket = kNoTicket;  // the store that fills it
+};
+
+class ChunkIndex {
+ public:
+  ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity_hint);
+  ~ChunkIndex();
+
+  // nullptr when absent. The pointer is valid until the next insert or erase.
+  ChunkEntry* find(const ChunkKey& key);
+  // New entry in `state` (filling or fetching) holding `row`, with one pin
+  // (the job or op that brings the bytes). REQUIRES: absent.
+  Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, std::uint32_t depth, ChunkState state);
+  Slot slot_of(const ChunkEntry* entry) const;
+  ChunkEntry& at(Slot slot);
+
+  // filling/fetching -> resident, dropping that first pin; the policy learns it.
+  void make_resident(Slot slot, ChunkOrigin origin);
+  // Any state -> absent. The caller frees the row. REQUIRES: no pins but the
+  // first one of a filling/fetching entry.
+  void erase(Slot slot);
+  void pin(Slot slot);
+  void unpin(Slot slot);
+  void access(Slot slot);  // recency; only resident entries matter
+  std::optional<Slot> victim();
+
+  std::size_t size() const;
+  std::size_t resident() const;
+  void for_each(const std::function<void(Slot, ChunkEntry&)>& visit);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,121 @@
+// HostRegion: the host memory of one engine, shared by its scheduler process
+// and its workers (design: one mapping, one area per rank, one control page).
+//
+//   [ control | area 0 | area 1 | ... | area N-1 ]
+//
+// A row is the same place (RowId = 4 KiB page number) in every area, so a rank
+// touches, pins and prefaults only its own area, and a record is gathered from
+// all areas by one vectored call.
+//
+// Life: whichever process attaches first creates the shared memory object under
+// a name derived from engine_id (mode 0600); every attached process holds a
+// shared flock on it; when the scheduler and all ranks have mapped it the name
+// is unlinked, so that no way of dying leaks it. Objects of ours whose lock
+// nobody holds are leftovers of a crash before that point and are swept by the
+// next attach. All sizes are checked against free shm and the cgroup limit
+// BEFORE anything is allocated.
+//
+// Threads: attach, wait_for_ranks, prefault: one thread. The rest: any thread.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "base/types.h"
+
+namespace kv_offload {
+
+struct RegionOptions {
+  std::string engine_id;        // equal in all processes of one engine
+  std::uint64_t bytes = 0;      // cpu_bytes_to_use: for the whole engine, exact
+  std::uint32_t num_areas = 1;  // ranks; 1 for a replicated cache. <= 64
+  // Processes that attach besides the scheduler (= world size; for a
+  // replicated cache it is larger than num_areas). <= 64
+  std::uint32_t num_workers = 1;
+  std::string shm_directory = "/dev/shm";
+  bool huge_pages = true;  // madvise(MADV_HUGEPAGE) where the system offers it
+};
+
+// What one rank publishes when it attaches.
+struct RankGeometry {
+  std::vector<std::uint64_t> shard_bytes;  // per selected group: bytes of one chunk, unpadded
+  std::string fingerprint;                 // layout facts that go into the namespace, <= 4095 bytes
+};
+
+enum class TicketResult : std::uint8_t {
+  kPending,  // some rank has not reported
+  kDone,     // every rank reported; see failed_groups
+};
+
+class HostRegion {
+ public:
+  static constexpr std::size_t kTicketSlots = 32768;
+
+  // Attach as the scheduler. Throws ResourceError (naming asked, available and
+  // cpu_bytes_to_use) or InvalidArgument; then nothing is left behind.
+  static std::unique_ptr<HostRegion> attach_scheduler(const RegionOptions& options);
+  // Attach as worker `rank` (area = rank, or 0 when replicated) and publish its
+  // geometry. Throws as above, also when the other processes disagree.
+  static std::unique_ptr<HostRegion> attach_worker(const RegionOptions& options, std::uint32_t rank,
+                                                   const RankGeometry& geometry);
+  ~HostRegion();  // unmaps; unlinks the name when it is still there and ours was the last lock
+  HostRegion(const HostRegion&) = delete;
+  HostRegion& operator=(const HostRegion&) = delete;
+
+  // Scheduler: true once all ranks attached and published, or kTimeout naming
+  // the ranks that are missing. Polls; no thread is left behind.
+  Status wait_for_ranks(std::chrono::nanoseconds timeout) const;
+  // REQUIRES: wait_for_ranks succeeded (or this is that rank).
+  RankGeometry geometry(std::uint32_t rank) const;
+
+  std::uint32_t num_areas() const;
+  std::uint64_t area_bytes() const;  // multiple of 4 KiB (2 MiB where large enough)
+  std::span<std::byte> area(std::uint32_t index) const;
+  // [row * 4 KiB, + bytes) in area `index`. REQUIRES: inside the area.
+  Shard shard(std::uint32_t index, RowId row, std::uint64_t bytes) const;
+
+  // Populate this process's own area (worker: its area; scheduler: none unless
+  // asked) with MADV_POPULATE_WRITE on `threads` threads, `progress(done, total)`
+  // called from the calling thread now and then.
+  Status prefault(std::uint32_t index, unsigned threads,
+                  const std::function<void(std::uint64_t, std::uint64_t)>& progress = {});
+
+  // Control page: job results. Worker `rank` reports one ticket once;
+  // bit g of failed_groups = group position g's bytes must never become a hit.
+  void report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups);
+  // Scheduler: `ranks` = how many workers must report (those that got the job).
+  // On kDone, *failed_groups is the union. A slot overwritten by a later ticket
+  // (ring wrapped) counts as done with every group failed.
+  TicketResult result(Ticket ticket, std::uint64_t* failed_groups) const;
+  // Heartbeat of each worker, nanoseconds of CLOCK_MONOTONIC; 0 = never.
+  void beat(std::uint32_t rank);
+  std::uint64_t heartbeat(std::uint32_t rank) const;
+
+  // Names of leftovers removed by the last attach (for the log and for tests).
+  const std::vector<std::string>& swept() const;
+
+ private:
+  HostRegion();
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Remove shared memory objects of ours that no process holds. Returns names.
+std::vector<std::string> sweep_leftovers(const std::string& shm_directory);
+
+// Bytes that may still be allocated: min(cgroup limit - usage, MemAvailable,
+// free bytes of shm_directory), with the name of the binding limit.
+struct MemoryHeadroom {
+  std::uint64_t bytes;
+  std::string limited_by;  // "/dev/shm", "cgroup memory limit", "MemAvailable"
+};
+MemoryHeadroom memory_headroom(const std::string& shm_directory);
+
+}  // namespace kv_offload

@@ -1,0 +1,64 @@
+// Metrics: the only list of metric names. Counters, gauges and histograms live
+// in a prometheus-cpp registry; drain() hands their changes to vLLM's /metrics,
+// an optional exposer serves the registry of this process itself.
+//
+// Any thread may record (prometheus-cpp's metrics are atomic; observations kept
+// for drain() are behind a mutex).
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace kv_offload {
+
+enum class MetricType : std::uint8_t { kCounter, kGauge, kHistogram };
+
+struct MetricDefinition {
+  std::string name;
+  MetricType type;
+  std::string documentation;
+  std::vector<std::string> labels;
+  std::vector<double> buckets;  // histograms
+  bool worker = false;          // seen only on a worker's own /metrics, never drained
+};
+// Every metric there is, in order of design: what build_metric_definitions
+// declares to vLLM is exactly this list less the worker ones.
+std::span<const MetricDefinition> metric_definitions();
+
+struct MetricChange {
+  const MetricDefinition* definition = nullptr;
+  std::vector<std::string> label_values;
+  double value = 0;                  // counter: increase; gauge: now
+  std::vector<double> observations;  // histogram
+};
+
+class Metrics {
+ public:
+  using Labels = std::initializer_list<std::string_view>;
+  Metrics();
+  ~Metrics();
+  // Unknown name or wrong number of labels: std::logic_error (our mistake).
+  void add(std::string_view name, Labels label_values, double increase = 1);
+  void set(std::string_view name, Labels label_values, double value);
+  void observe(std::string_view name, Labels label_values, double value);
+  // Changes since the last drain; empty when nothing changed (cheap to ask).
+  std::vector<MetricChange> drain();
+  // Value now (tests, CLI).
+  double value(std::string_view name, Labels label_values) const;
+  // Serve this registry on address:port ("127.0.0.1:9400"). Throws ResourceError
+  // naming the address when it cannot listen.
+  void expose(const std::string& address);
+  // Prometheus text format of everything.
+  std::string text() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kv_offload

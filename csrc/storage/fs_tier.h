@@ -1,0 +1,57 @@
+// FsTier: records as files under one root directory, bounded, shared by several
+// processes (replicas on one host, hosts on a shared file system).
+//
+//   ROOT/                                       0700
+//     kv_offload.json          format of the root
+//     ledger, lease            byte account and evictor's lease shared by the processes
+//     <namespace hex>/namespace.json            readable, verified at open
+//     <namespace hex>/g<generation>/ab/cd/<key hex>.<size>.rec
+//     .../<same directory>/.tmp-<pid>-<n>       temporaries, counted, swept
+//
+// write: reserve bytes -> temporary -> (fsync) -> rename -> catalogue. A failed
+// write leaves no temporary and no entry. read: open, verify length, header, key,
+// checksum. A proven-bad record is removed; an unreadable one is a failure with
+// back-off, not deleted. O_DIRECT from and into the shards where the root
+// supports it (probed), buffered otherwise, both counted.
+// Start: the catalogue is rebuilt behind, from names and sizes alone; recency
+// from the files' times.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "storage/record.h"
+#include "storage/tier.h"
+
+namespace kv_offload {
+
+enum class FsyncMode : std::uint8_t { kNone, kData, kFull };
+enum class DirectMode : std::uint8_t { kAuto, kOn, kOff };
+
+// What the file system is asked through; tests give one that fails.
+class FileOps;
+
+struct FsTierOptions {
+  std::string name = "fs";
+  std::string root_dir;
+  std::uint64_t max_bytes = 0;  // hard bound on the whole root
+  NamespaceId namespace_id{};
+  std::string namespace_json;  // written beside, compared at open
+  FsyncMode fsync = FsyncMode::kNone;
+  DirectMode o_direct = DirectMode::kAuto;
+  unsigned n_read_threads = 4;
+  unsigned n_write_threads = 2;
+  Nanos op_deadline{std::chrono::seconds(10)};  // an op older than this trips the breaker
+  std::string eviction_policy = "lru";
+  const Clock* clock = nullptr;  // null: a steady clock of its own
+  FileOps* file_ops = nullptr;   // null: POSIX
+};
+
+// Throws ResourceError (root cannot be made or written, no space for one
+// record, owned by another user; names asked, available, setting) or
+// InvalidArgument (namespace.json of this id says something else).
+std::unique_ptr<Tier> make_fs_tier(const FsTierOptions& options);
+
+}  // namespace kv_offload

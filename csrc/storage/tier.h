@@ -1,0 +1,108 @@
+// Tier: a place below host memory that keeps records. Batched asynchronous
+// verbs; every op ends in exactly one Completion carrying one Status.
+//
+// The tier owns its catalogue (which keys it holds, their sizes and order of
+// eviction), its bound (max_bytes, never exceeded: space is reserved before a
+// write) and its threads. The caller owns the memory behind an op's shards until
+// its completion was polled. No callback ever runs on a tier's thread: results
+// are polled by the caller's thread.
+//
+// Threads: submit, cancel, poll, contains, touch, reset, stats may be called
+// from one thread (the scheduler's); the tier's own threads are inside.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "base/types.h"
+
+namespace kv_offload {
+
+using OpId = std::uint64_t;
+
+enum class OpKind : std::uint8_t { kRead, kWrite, kRemove };
+
+struct TierOp {
+  OpId id = 0;  // chosen by the caller, unique among its ops in flight
+  OpKind kind = OpKind::kRead;
+  ChunkKey key;
+  std::uint32_t group = 0;  // group position, stored in the record and checked
+  std::uint32_t depth = 0;  // hint for the tier's eviction policy
+  // The chunk's shards, one per area with bytes, page-aligned; the record's
+  // payload is their concatenation, each padded to 4 KiB. Read: filled and
+  // verified before the op completes ok; garbage on failure.
+  std::vector<Shard> shards;
+  // Absolute time after which the op is not started any more (kTimeout). 0 = none.
+  Nanos deadline{0};
+};
+
+struct Completion {
+  OpId id = 0;
+  OpKind kind = OpKind::kRead;
+  ChunkKey key;
+  Status status;
+  std::uint64_t bytes = 0;  // payload moved when ok
+  double seconds = 0;       // start to end on the device, queue time not included
+  double queued_seconds = 0;
+};
+
+enum class Presence : std::uint8_t { kAbsent, kPresent, kUnknown /* probe started: ask again */ };
+
+// Why a key the tier once held is gone; for events and miss reasons.
+struct TierRemoval {
+  ChunkKey key;
+  enum class Reason : std::uint8_t { kEvicted, kCorrupt, kVanished, kReset } reason = Reason::kEvicted;
+};
+
+struct TierStats {
+  std::uint64_t bytes = 0;           // on the root, all of it: records, temporaries, old namespaces
+  std::uint64_t capacity_bytes = 0;  // max_bytes
+  std::uint64_t chunks = 0;          // records in the catalogue of this namespace
+  std::uint64_t evicted_bytes = 0;   // running total
+  std::uint64_t direct_ops = 0, buffered_ops = 0;     // O_DIRECT used or not
+  std::uint32_t queued_reads = 0, queued_writes = 0;  // waiting or running
+  double oldest_read_seconds = 0, oldest_write_seconds = 0;
+  bool scan_complete = false;  // start-up rebuild of the catalogue has ended
+  bool available = true;       // false while the breaker is open
+  std::uint64_t breaker_trips = 0;
+};
+
+class Tier {
+ public:
+  virtual ~Tier() = default;                  // closes
+  virtual std::string_view name() const = 0;  // the label: "fs"
+
+  // Takes all ops or (closing) completes them with kUnavailable; never blocks
+  // on storage. Ops are served in order within a kind; reads go before writes.
+  virtual void submit(std::vector<TierOp> ops) = 0;
+  // Give up a queued op that has not started: true, and it completes kCancelled.
+  // False when it runs or is done (its completion comes or came as usual).
+  virtual bool cancel(OpId id) = 0;
+  // Appends finished ops and removals since the last call. Never blocks.
+  virtual void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) = 0;
+
+  // Is a complete record of this key here, as far as the catalogue knows. O(1),
+  // no I/O on the calling thread.
+  virtual Presence contains(const ChunkKey& key) = 0;
+  // Recency: the key was hit.
+  virtual void touch(const ChunkKey& key) = 0;
+  // Forget everything: from this call on no older record is found again by
+  // anybody who starts later or by us; the bytes are reclaimed behind.
+  virtual Status reset() = 0;
+  virtual TierStats stats() const = 0;
+  // Refuse new ops, cancel the queued writes, finish what runs, join. Idempotent.
+  virtual void close() = 0;
+
+  // Is this op's device busy or slow: estimated seconds until a read of `bytes`
+  // submitted now would complete (queue included); 0 when unknown.
+  virtual double estimate_read_seconds(std::uint64_t bytes) const = 0;
+};
+
+}  // namespace kv_offload
