@@ -1,0 +1,217 @@
+"""The C++ core. No logic lives in the bindings; every call that can take time releases the GIL.
+
+Errors: ValueError for what the caller got wrong, ResourceError for what the machine does not have.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__version__: str
+
+class ResourceError(RuntimeError):
+    """Something the machine does not have: names asked, available and the setting to change."""
+
+class MetricDefinition:
+    name: str
+    type: str  # "counter", "gauge", "histogram"
+    documentation: str
+    labels: tuple[str, ...]
+    buckets: tuple[float, ...]
+    worker: bool  # only on a worker's own /metrics
+
+def parse_byte_size(text: str) -> int: ...
+def format_bytes(count: int) -> str: ...
+def metric_definitions() -> list[MetricDefinition]: ...
+def eviction_policy_names() -> list[str]: ...
+def cuda_unavailable_reason() -> str: ...
+def memory_headroom(shm_directory: str = "/dev/shm") -> tuple[int, str]: ...
+def sweep_leftovers(shm_directory: str = "/dev/shm") -> list[str]: ...
+def measure_copy(total_bytes: int, threads: int) -> float:
+    """Bytes per second of the host copier between two buffers of ``total_bytes``."""
+
+class Metrics:
+    def __init__(self) -> None: ...
+    def drain(self) -> list[tuple[str, str, tuple[str, ...], float | list[float]]]:
+        """Changes since the last call: (name, type, label values, increase | value | observations)."""
+    def add(self, name: str, labels: Sequence[str], increase: float = 1) -> None: ...
+    def set(self, name: str, labels: Sequence[str], value: float) -> None: ...
+    def observe(self, name: str, labels: Sequence[str], value: float) -> None: ...
+    def value(self, name: str, labels: Sequence[str] = ()) -> float: ...
+    def text(self) -> str: ...
+    def expose(self, address: str) -> None: ...
+
+class HostRegion:
+    @staticmethod
+    def attach_scheduler(
+        engine_id: str,
+        bytes: int,
+        num_areas: int,
+        num_workers: int,
+        shm_directory: str = "/dev/shm",
+        huge_pages: bool = True,
+    ) -> HostRegion: ...
+    @staticmethod
+    def attach_worker(
+        engine_id: str,
+        bytes: int,
+        num_areas: int,
+        num_workers: int,
+        rank: int,
+        shard_bytes: Sequence[int],
+        fingerprint: str,
+        shm_directory: str = "/dev/shm",
+        huge_pages: bool = True,
+    ) -> HostRegion: ...
+    def wait_for_ranks(self, timeout_seconds: float) -> None:
+        """Raises ResourceError naming the ranks that did not attach in time."""
+    def geometry(self, rank: int) -> tuple[list[int], str]: ...
+    @property
+    def num_areas(self) -> int: ...
+    @property
+    def area_bytes(self) -> int: ...
+    @property
+    def swept(self) -> list[str]: ...
+    def area(self, index: int) -> npt.NDArray[np.uint8]:
+        """The area's bytes, shape (area_bytes,), writable, no copy. For tests and tools."""
+    def prefault(
+        self, index: int, threads: int, progress: Callable[[int, int], None] | None = None
+    ) -> None: ...
+    def report(self, rank: int, ticket: int, failed_groups: int) -> None: ...
+    def result(self, ticket: int) -> int | None:
+        """None while pending, else the bit set of failed group positions."""
+
+class FsTier:
+    """What TieredCache opens; opening (and its checks) happens in TieredCache's constructor."""
+
+    def __init__(
+        self,
+        *,
+        root_dir: str,
+        max_bytes: int,
+        namespace_id: bytes,  # 32 bytes
+        namespace_json: str,
+        name: str = "fs",
+        fsync: str = "none",  # none | data | full
+        o_direct: str = "auto",  # auto | on | off
+        n_read_threads: int = 4,
+        n_write_threads: int = 2,
+        op_deadline_seconds: float = 10.0,
+        eviction_policy: str = "lru",
+        write_policy: str = "through",  # through | on_evict | reuse:N
+    ) -> None: ...
+
+class TieredCache:
+    def __init__(
+        self,
+        region: HostRegion,
+        metrics: Metrics,
+        *,
+        group_ids: Sequence[int],
+        tokens_per_chunk: Sequence[int],
+        shard_bytes: Sequence[Sequence[int]],  # [group position][area]
+        full_attention: Sequence[bool] = (),  # empty: unknown
+        tiers: Sequence[FsTier] = (),
+        eviction_policy: str = "lru",
+        load_policy: str = "auto",
+        lookup_deadline_seconds: float = 5.0,
+        keep_events: bool = False,
+    ) -> None: ...
+    def begin_request(
+        self,
+        request_id: str,
+        *,
+        load_from_cpu: bool = True,
+        load_from_tiers: bool = True,
+        skip_store: bool = False,
+        load_policy: str | None = None,
+        priority: int = 0,
+    ) -> int: ...
+    def end_request(self, request: int) -> None: ...
+    def make_lookup(
+        self, results: tuple[Any, Any, Any, Any], handle_of: Callable[[Any], int]
+    ) -> Callable[[bytes, Any], Any]:
+        """A builtin ``lookup(key, context)`` returning one of results = (miss, hit, pending, retry).
+
+        ``handle_of(context)`` gives the request handle; it is asked again only when another context
+        object than last time is passed. Call ``forget_context`` when a request ends.
+        """
+    def forget_context(self) -> None: ...
+    def lookup(self, request: int, key: bytes) -> int:
+        """0 miss, 1 hit, 2 pending, 3 retry. The slow twin of make_lookup's function."""
+    def load_source(self, key: bytes) -> int:
+        """-1: host memory, else the index of the tier whose bytes a hit came from."""
+    def prepare_load(
+        self, request: int, keys: Sequence[bytes]
+    ) -> tuple[int, npt.NDArray[np.uint32], tuple[int, ...]]:
+        """(ticket, rows in the order of the keys, rows per group position)."""
+    def complete_load(self, keys: Sequence[bytes] | set[bytes]) -> None: ...
+    def prepare_store(
+        self, request: int, keys: Sequence[bytes], depths: Sequence[int] | None = None
+    ) -> tuple[list[bytes], int, npt.NDArray[np.uint32], tuple[int, ...], list[bytes]]:
+        """(accepted keys, ticket, rows, rows per group position, evicted keys)."""
+    def complete_store(self, keys: Sequence[bytes] | set[bytes], success: bool = True) -> None: ...
+    def end_step(self) -> None: ...
+    def has_pending_work(self) -> bool: ...
+    def reset(self) -> None: ...
+    def take_events(self) -> list[tuple[list[bytes], bool, bool, str]]:
+        """(keys, on storage, removed, tier name)."""
+    def publish_gauges(self) -> None: ...
+    def stats(self) -> dict[str, int]: ...
+    def tier_stats(self, tier: int) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+class RankWorker:
+    def __init__(
+        self,
+        region: HostRegion,
+        rank: int,
+        metrics: Metrics,
+        *,
+        copier: str,  # "host" | "cuda"
+        tensors: Sequence[tuple[int, int, int]],  # (address of block 0, number of blocks, block stride)
+        groups: Sequence[Sequence[tuple[int, int]]],  # per position: (tensor index, page bytes)
+        blocks_per_chunk: int,
+        area: int,
+        threads: int = 2,
+        device: int = -1,
+        keep_alive: Any = None,
+    ) -> None: ...
+    def submit(
+        self,
+        job_id: int,
+        ticket: int,
+        store: bool,
+        block_ids: npt.NDArray[np.int32] | npt.NDArray[np.int64],
+        group_sizes: Sequence[int],
+        block_indices: Sequence[int],
+        rows: npt.NDArray[np.uint32],
+        group_rows: Sequence[int],
+        expedited: bool = False,
+    ) -> None: ...
+    def poll(self) -> list[tuple[int, int, float]]:
+        """Finished jobs: (job id, bytes, seconds). Their tickets are already reported."""
+    def wait(self, job_ids: Sequence[int] | set[int]) -> None: ...
+    def describe(self) -> str: ...
+    def close(self) -> None: ...
+
+class FsRoot:
+    """A root on disk, read and mended without vLLM (the CLI)."""
+
+    def __init__(self, root_dir: str) -> None:
+        """ValueError when it is not a root of this project."""
+    def stat(self) -> dict[str, Any]:
+        """bytes, records, temporaries, namespaces: list of {id, json, generation, bytes, records, oldest, newest}."""
+    def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
+        """{namespace, generation, key (hex), bytes, mtime, path} of each record, not opened."""
+    def verify(
+        self, repair: bool = False, progress: Callable[[int, int], None] | None = None
+    ) -> list[dict[str, Any]]:
+        """Opens every record; {path, kind, message, removed} for each that is damaged."""
+    def purge(self, namespace: str | None = None) -> tuple[int, int]:
+        """Removes the records of one namespace, or all: (records, bytes) removed."""
+
+def probe_disk(directory: str, total_bytes: int, record_bytes: int) -> dict[str, Any]:
+    """Writes and reads temporary records: {o_direct, write_bytes_per_second, read_bytes_per_second}."""
