@@ -70,7 +70,8 @@ def panels() -> list[Panel]:
             "Tier fill",
             "percentunit",
             {
-                "{{tier}}": f"max by (tier) (kv_offload_tier_bytes{SELECTOR} / kv_offload_tier_capacity_bytes{SELECTOR})"
+                "{{tier}}": f"max by (tier) (kv_offload_tier_bytes{SELECTOR}"
+                f" / kv_offload_tier_capacity_bytes{SELECTOR})"
             },
         ),
         Panel("Bytes held", "bytes", {"{{tier}}": f"sum by (tier) (kv_offload_tier_bytes{SELECTOR})"}),
