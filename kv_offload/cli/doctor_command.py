@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +45,7 @@ def doctor(
     """
     total = parse_byte_size(measure_size)
     found: list[Check] = []
-    parsed, notes = None, []
+    parsed: OffloadConfig | None = None
     if config is not None:
         given = read_config(config)
         extra = given.get("kv_connector_extra_config", given)
@@ -63,7 +64,7 @@ def doctor(
         ("memory", lambda: [checks.memory(parsed)]),
     ]
     for tier in tiers:
-        questions.append((f"disk {tier.root_dir}", lambda tier=tier: _disk(tier, measure, total)))
+        questions.append((f"disk {tier.root_dir}", partial(_disk, tier, measure, total)))
     if measure:
         threads = parsed.copy_threads if parsed else OffloadConfig.model_fields["copy_threads"].default
         questions.append(("copy", lambda: [checks.copy_speed(threads, total)]))
