@@ -43,8 +43,13 @@ def software() -> Iterator[Check]:
     if found is None:
         yield Check("vllm", "refused", "not installed here; install vllm in the same environment")
         return
-    reason = vllm_versions.unsupported_reason(found[1])
-    yield Check("vllm", "refused" if reason else "ok", reason or f"{found[0]} {found[1]}, supported")
+    name, version = found
+    problem = vllm_versions.version_problem(version)
+    if problem:
+        supported = vllm_versions.SUPPORTED
+        yield Check("vllm", "refused", f"{name} {version}: {problem}; supported are {supported}")
+    else:
+        yield Check("vllm", "ok", f"{name} {version}, supported")
     yield plugin()
 
 

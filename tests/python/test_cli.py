@@ -213,7 +213,7 @@ def test_doctor_tells_all_problems_of_a_config_and_asks_on(core, vllm):
 
 @pytest.mark.parametrize(
     ("version", "part"),
-    [("0.30.1", "vllm-kv-offload supports vLLM 0.31, 0.32 and 0.33"), (None, "not installed here")],
+    [("0.30.1", "supported are 0.31, 0.32 and 0.33"), (None, "not installed here")],
 )
 def test_doctor_refuses_another_vllm(core, vllm, version, part):
     vllm(version)
@@ -275,10 +275,19 @@ def test_doctor_sees_plugins_shut_out(core, vllm, monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "supported"),
-    [("0.31.0", True), ("0.33.2.post1", True), ("0.3.1", False), ("0.34.0", False), ("dev", False)],
+    [
+        ("0.31.0", True),
+        ("0.33.2.post1", True),
+        ("0.3.1", False),
+        ("0.34.0", False),
+        ("1.32.0", False),
+        ("dev", True),
+        ("0.0.0+from.source", True),
+    ],
 )
 def test_supported_versions(version, supported):
-    assert (vllm_versions.unsupported_reason(version) is None) is supported
+    assert (vllm_versions.version_problem(version, {}) is None) is supported
+    assert vllm_versions.version_problem(version, {vllm_versions.ALLOW_UNTESTED: "1"}) is None
 
 
 def test_both_distributions_of_vllm_are_found():
