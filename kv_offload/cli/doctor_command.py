@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from kv_offload.cli import doctor_checks as checks
 from kv_offload.cli.doctor_checks import Check
-from kv_offload.cli.terminal import OK, PROBLEM, USAGE, console, fail, print_json, table, told
+from kv_offload.cli.terminal import OK, PROBLEM, USAGE, console, fail, print_json, sentence, table, told
 from kv_offload.config import ConfigError, FsTierConfig, OffloadConfig
 from kv_offload.sizes import parse_byte_size
 
@@ -39,6 +40,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Say whether vLLM would be served here, and how: version, device, memory, disks, effective plan.
+
+    [bold]Example[/bold]: kv-offload doctor --config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
 
     Allocates no host memory for serving and changes no root; to measure a disk it writes temporary
     records in a directory that it removes again. Exit status 1 when something would be refused.
@@ -94,7 +97,7 @@ def _answers(name: str, question: Callable[[], Iterable[Check]]) -> list[Check]:
     except ImportError as error:
         return [Check(name, "refused", f"the C++ core cannot be loaded: {error}")]
     except (OSError, RuntimeError, ValueError) as error:
-        return [Check(name, "refused", str(error))]
+        return [Check(name, "refused", sentence(error))]
 
 
 def read_config(text: str) -> dict[str, Any]:
@@ -130,11 +133,11 @@ def _print(found: list[Check], plan: list[tuple[str, str, bool]]) -> None:
     out = console()
     answers = table("", "", "", "")
     for check in found:
-        answers.add_row(f"[{_COLOURS[check.state]}]{check.state}[/]", check.name, check.text)
+        answers.add_row(f"[{_COLOURS[check.state]}]{check.state}[/]", escape(check.name), escape(check.text))
     out.print(answers)
     if plan:
         out.print()
         settings = table("effective plan", "setting", "value", "")
         for name, value, given in plan:
-            settings.add_row(name, value, "" if given else "[dim]default[/]")
+            settings.add_row(escape(name), escape(value), "" if given else "[dim]default[/]")
         out.print(settings)

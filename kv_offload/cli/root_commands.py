@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kv_offload.cli.terminal import OK, PROBLEM, USAGE, console, fail, print_json, table, told
+from kv_offload.cli.terminal import OK, PROBLEM, USAGE, add_row, console, fail, print_json, table, told
 from kv_offload.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def stat(root: Root, as_json: Json = False) -> None:
         return
     out = console()
     out.print(
-        f"[bold]{root}[/bold]: {format_bytes(facts['bytes'])} in {facts['records']:,} records, "
+        f"[bold]{escape(root)}[/bold]: {format_bytes(facts['bytes'])} in {facts['records']:,} records, "
         f"{facts['temporaries']:,} temporaries, {_count(facts['namespaces'], 'namespace')}"
     )
     shown = table(
@@ -48,7 +49,8 @@ def stat(root: Root, as_json: Json = False) -> None:
     )  # fmt: skip
     for space in facts["namespaces"]:
         meaning = _meaning(space["json"])
-        shown.add_row(
+        add_row(
+            shown,
             space["id"][:12],
             model_name(meaning),
             str(meaning.get("kv_dtype", "?")),
@@ -87,7 +89,8 @@ def ls(
     out = console()
     shown = table("", "key", "bytes", "age", "namespace", "generation", right=("bytes", "age", "generation"))
     for record in found:
-        shown.add_row(
+        add_row(
+            shown,
             record["key"],
             format_bytes(record["bytes"]),
             age(record["mtime"]),
@@ -141,7 +144,7 @@ def _print_damage(checked: int, damaged: list[dict[str, Any]], repair: bool) -> 
         return
     shown = table("", "record", "kind", "what", "removed")
     for bad in damaged:
-        shown.add_row(bad["path"], bad["kind"], bad["message"], "yes" if bad["removed"] else "no")
+        add_row(shown, bad["path"], bad["kind"], bad["message"], "yes" if bad["removed"] else "no")
     out.print(shown)
     removed = sum(1 for bad in damaged if bad["removed"])
     advice = f"{removed:,} removed" if repair else "run again with --repair to remove what is proven bad"

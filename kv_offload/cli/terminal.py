@@ -8,6 +8,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 P = ParamSpec("P")
@@ -30,16 +31,23 @@ def told(command: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
-        except (typer.Exit, typer.Abort):
-            raise
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise  # the last: who reads us has seen enough
         except ValueError as error:
             fail(str(error), USAGE)
         except ImportError as error:
             fail(f"the C++ core cannot be loaded ({error}); install vllm-kv-offload again", PROBLEM)
         except (OSError, RuntimeError) as error:
-            fail(str(error), PROBLEM)
+            fail(sentence(error), PROBLEM)
 
     return run
+
+
+def sentence(error: Exception) -> str:
+    """What an error says, the file first when it names one."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def console(stderr: bool = False) -> Console:
@@ -56,6 +64,11 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
             column, justify="right" if column in right else "left", overflow="fold", no_wrap=column in right
         )
     return made
+
+
+def add_row(to: Table, *cells: str) -> None:
+    """A row of plain text: brackets in it are no markup."""
+    to.add_row(*(escape(cell) for cell in cells))
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:

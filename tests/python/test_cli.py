@@ -310,7 +310,7 @@ def test_both_distributions_of_vllm_are_found():
 @pytest.mark.parametrize("command", ["stat", "ls", "verify", "purge"])
 def test_what_is_no_root_is_told_in_one_sentence(core, command):
     refused(command, "/not-a-root", status=2, part="is no root of kv-offload")
-    refused(command, "/forbidden", status=1, part="Permission denied: '/forbidden'")
+    refused(command, "/forbidden", status=1, part="/forbidden: Permission denied")
 
 
 def test_stat(core):
@@ -318,6 +318,12 @@ def test_stat(core):
     assert "/root: 3.0 MiB in 3 records, 1 temporaries, 2 namespaces" in text
     assert "abababababab org/model@c0ffee12 bfloat16 1 2 2.0 MiB" in text
     assert "acacacacacac ? ? 0 1 1.0 MiB" in text, "a broken namespace.json is shown, not fatal"
+
+
+def test_brackets_in_names_are_no_markup(core, vllm, tmp_path):
+    assert "/r[bold]oot/x: 3.0 MiB" in said("stat", "/r[bold]oot/x")
+    (tmp_path / "a[bold]b").mkdir()
+    assert "a[bold]b" in said("doctor", "--no-measure", "--root", tmp_path / "a[bold]b")
 
 
 def test_stat_as_json(core):
