@@ -2,6 +2,7 @@
 
 import os
 import re
+import struct
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from kv_offload.config import DEFAULT_DISK_SHARE, FsTierConfig, OffloadConfig
 from kv_offload.sizes import format_bytes
 
 _RECORD_NAME = re.compile(r"[0-9a-f]+\.([0-9]+)\.rec")  # the size is in the name (csrc/storage/fs_tier.h)
+_LEDGER = struct.Struct("<8sQQ")  # magic, trusted, bytes: the head of Ledger::Page in csrc/storage/ledger.cc
 _HEADER_BYTES = 4096
 _SMALLEST_RECORD = 64 << 10  # what must fit when the record size is not known yet
 
@@ -31,7 +33,21 @@ def free_bytes(root_dir: str) -> int:
 
 
 def held_bytes(root_dir: str) -> int:
-    """Bytes of the files below ``root_dir``; 0 when it is not there. Records tell it by their names."""
+    """Bytes of the files below ``root_dir``, about; 0 when it is not there.
+
+    From the root's own account when it has one, else by walking: records tell their size by their names.
+    """
+    try:
+        with open(os.path.join(root_dir, "ledger"), "rb") as file:
+            magic, trusted, total = _LEDGER.unpack(file.read(_LEDGER.size))
+        if magic == b"KVOLEDG1" and trusted:
+            return int(total)
+    except (OSError, struct.error):
+        pass
+    return _walked_bytes(root_dir)
+
+
+def _walked_bytes(root_dir: str) -> int:
     total, directories = 0, [root_dir]
     while directories:
         try:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import struct
 import subprocess
 import sys
 
@@ -382,6 +383,19 @@ def test_a_tier_without_bound_gets_half_of_free_and_held(tmp_path, monkeypatch):
     (records / ".tmp-1-1").write_bytes(b"x" * 100)
     assert held_bytes(str(tmp_path)) == 600
     assert tier_bounds(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}])) == (800,)
+
+
+def test_the_account_of_a_root_is_believed_when_it_is_trusted(tmp_path):
+    (tmp_path / "abcd.500.rec").write_text("")
+    ledger = tmp_path / "ledger"
+    for head, expected in (
+        (struct.pack("<8sQQ", b"KVOLEDG1", 1, 7000), 7000),
+        (struct.pack("<8sQQ", b"KVOLEDG1", 0, 7000), 500 + 24),
+        (struct.pack("<8sQQ", b"SOMEELSE", 1, 7000), 500 + 24),
+        (b"torn", 500 + 4),
+    ):
+        ledger.write_bytes(head)
+        assert held_bytes(str(tmp_path)) == expected
 
 
 def test_unbounded_tiers_of_one_disk_share_it(tmp_path, monkeypatch):
