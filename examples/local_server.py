@@ -9,6 +9,7 @@ ended together, whatever they rename themselves to. Only the standard library is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -108,8 +109,23 @@ class LocalServer:
         self.stop()
 
     def command(self) -> list[str]:
-        command = [sys.executable, "-m", SERVER_MODULE, "--model", str(self.model), "--served-model-name", "tiny"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--max-model-len", str(self.max_model_len)]
+        command = [
+            sys.executable,
+            "-m",
+            SERVER_MODULE,
+            "--model",
+            str(self.model),
+            "--served-model-name",
+            "tiny",
+        ]
+        command += [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--max-model-len",
+            str(self.max_model_len),
+        ]
         command += ["--enforce-eager", "--enable-prompt-tokens-details", "--max-logprobs", "20"]
         # Without this vLLM would serve a float32 model in bfloat16.
         command += ["--dtype", json.loads((self.model / "config.json").read_text())["dtype"]]
@@ -209,7 +225,9 @@ class LocalServer:
             with urllib.request.urlopen(request, timeout=timeout) as reply:
                 text = reply.read().decode()
         except urllib.error.HTTPError as error:
-            raise ServerError(f"{path}: {error.code} {error.read().decode()[:500]}\n{self.log_tail()}") from error
+            raise ServerError(
+                f"{path}: {error.code} {error.read().decode()[:500]}\n{self.log_tail()}"
+            ) from error
         return json.loads(text) if text else None
 
     def metric(self, name: str, **labels: str) -> float:
@@ -229,10 +247,8 @@ class LocalServer:
         if self.process is None:
             return
         self.process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            pass
         self.kill()
 
     def kill(self) -> None:
@@ -242,10 +258,8 @@ class LocalServer:
         deadline = time.monotonic() + 30
         while members := self.processes():
             for member in members:
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(member.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             self.process.poll()
             if time.monotonic() > deadline:
                 raise ServerError(f"processes that do not die: {members}")
