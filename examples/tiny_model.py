@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 VOCABULARY = 2048
 LOGIT_STD = 2.0  # of the attention logits
@@ -63,8 +63,7 @@ def make_model(directory: str | Path, kind: str = "small", seed: int = 0) -> Pat
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     _make_tokenizer(root, shape)
-    config = _gemma_config(shape) if shape.sliding else _llama_config(shape)
-    config.save_pretrained(root)
+    _write_json(root / "config.json", _config(shape))
     save_file(_make_weights(shape, seed), str(root / "model.safetensors"), metadata={"format": "pt"})
     return root
 
@@ -80,13 +79,22 @@ def _make_tokenizer(root: Path, shape: Shape) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(inspect.getsource(argparse).splitlines(), trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=shape.max_tokens
-    ).save_pretrained(root)
+    tokenizer.save(str(root / "tokenizer.json"))
+    _write_json(
+        root / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "model_max_length": shape.max_tokens,
+        },
+    )
 
 
-def _common(shape: Shape) -> dict[str, Any]:
-    return {
+def _config(shape: Shape) -> dict[str, Any]:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
         "vocab_size": VOCABULARY,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.mlp,
@@ -100,22 +108,20 @@ def _common(shape: Shape) -> dict[str, Any]:
         "eos_token_id": 1,
         "dtype": str(shape.dtype).removeprefix("torch."),
     }
+    if shape.sliding:
+        every_third = ["sliding_attention", "sliding_attention", "full_attention"]
+        config |= {
+            "model_type": "gemma3_text",
+            "architectures": ["Gemma3ForCausalLM"],
+            "sliding_window": shape.sliding,
+            "layer_types": [every_third[layer % 3] for layer in range(shape.layers)],
+            "query_pre_attn_scalar": shape.head_dim,
+        }
+    return config
 
 
-def _llama_config(shape: Shape) -> PretrainedConfig:
-    return LlamaConfig(architectures=["LlamaForCausalLM"], **_common(shape))
-
-
-def _gemma_config(shape: Shape) -> PretrainedConfig:
-    return Gemma3TextConfig(
-        architectures=["Gemma3ForCausalLM"],
-        sliding_window=shape.sliding,
-        layer_types=[
-            "full_attention" if layer % 3 == 2 else "sliding_attention" for layer in range(shape.layers)
-        ],
-        query_pre_attn_scalar=shape.head_dim,
-        **_common(shape),
-    )
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 def _make_weights(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
