@@ -71,8 +71,7 @@ bool split_into_chunks(const CacheLayout& layout, const CopyJob& job, std::uint3
   const std::uint64_t blocks = job.group_sizes[group];
   const std::uint64_t skipped = blocks == 0 ? 0 : job.block_indices[group] % per_chunk;
   if ((blocks + skipped + per_chunk - 1) / per_chunk != rows.size()) return false;
-  if (job.direction == CopyDirection::kStore && (skipped != 0 || blocks != rows.size() * per_chunk))
-    return false;
+  if (job.direction == CopyDirection::kStore && blocks != rows.size() * per_chunk) return false;
 
   std::uint64_t left = blocks;
   std::uint64_t slot = skipped;
