@@ -2,11 +2,11 @@
 
     python benchmarks/closed_loop.py [--rounds 12] [--seconds 8] [--clients 4]
 
-Two servers of one model, one with the connector (host memory and disk), one without. The working set fits into
-vLLM's own cache, so nothing is ever reloaded. Clients in a closed loop (each sends its next request when it has
-the answer) load one server, then the other, round after round, in alternating order. Reported is the ratio of
-requests per second, with against without: the median over the rounds and the interval that holds it with 95%
-confidence (bootstrap), and the same for the mean and the 99th percentile of the request times.
+Two servers of one model, one with the connector (host memory and disk), one without. The working set fits
+into vLLM's own cache, so nothing is ever reloaded. Clients in a closed loop (each sends its next request when
+it has the answer) load one server, then the other, round after round, in alternating order. Reported is the
+ratio of requests per second, with against without: the median over the rounds and the interval that holds it
+with 95% confidence (bootstrap); and the ratios of the mean and of the 99th percentile of the request times.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Round:
     latencies: list[float] = field(repr=False)
 
 
-def load(server: LocalServer, prompts: Sequence[Sequence[int]], clients: int, seconds: float, seed: int) -> Round:
+def load(
+    server: LocalServer, prompts: Sequence[Sequence[int]], clients: int, seconds: float, seed: int
+) -> Round:
     """``clients`` threads ask prompts of the working set for ``seconds``; all requests are finished then."""
     latencies: list[list[float]] = [[] for _ in range(clients)]
     errors: list[BaseException] = []
@@ -110,7 +112,11 @@ def measure(directory: Path, rounds: int, seconds: float, clients: int) -> dict[
         for name in NAMES:
             say(f"starting the server {name} the connector")
             servers[name] = LocalServer(
-                model, directory / f"{name}.log", blocks=256, kv_transfer=kv_transfer[name], max_model_len=2048
+                model,
+                directory / f"{name}.log",
+                blocks=256,
+                kv_transfer=kv_transfer[name],
+                max_model_len=2048,
             )
             servers[name].start()
             for prompt in prompts:  # into the cache, and vLLM's helpers compiled
@@ -121,8 +127,8 @@ def measure(directory: Path, rounds: int, seconds: float, clients: int) -> dict[
                 taken[name].append(load(servers[name], prompts, clients, seconds, seed=number))
             pair = {name: taken[name][-1].requests_per_second for name in NAMES}
             say(
-                f"round {number + 1} of {rounds}: {pair['without']:.2f} requests/s without, {pair['with']:.2f} with, "
-                f"ratio {pair['with'] / pair['without']:.3f}"
+                f"round {number + 1} of {rounds}: {pair['without']:.2f} requests/s without, "
+                f"{pair['with']:.2f} with, ratio {pair['with'] / pair['without']:.3f}"
             )
         reloaded = servers["with"].metric("kv_offload_hit_tokens_total")
         assert reloaded == 0, f"the working set is not inside the cache: {reloaded} tokens were reloaded"
@@ -137,7 +143,9 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--clients", type=int, default=4)

@@ -3,8 +3,8 @@
     python examples/migrate.py < before.json > after.json
 
 Reads the value of ``--kv-transfer-config`` and writes the new one. All that changes is ``spec_name`` (and
-``spec_module_path``), and a bound is asked for each directory, which vLLM's own tier does not have. What we do
-not need or do not know is said on stderr.
+``spec_module_path``), and that each directory gets a bound, which vLLM's own tier does not have. What is not
+needed or not known is said on stderr.
 """
 
 from __future__ import annotations

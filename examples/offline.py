@@ -1,5 +1,5 @@
-"""Offline inference with vLLM's ``LLM``: a prompt that its cache has forgotten comes back from host memory, and
-from disk when the script runs again on the same directory.
+"""Offline inference with vLLM's ``LLM``: a prompt that its cache has forgotten comes back from host memory,
+and from disk when the script runs again on the same directory.
 
     python examples/offline.py MODEL [--directory /var/cache/kv]
 """
@@ -13,7 +13,9 @@ from vllm.config import KVTransferConfig
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--directory", default="/var/cache/kv")
     arguments = parser.parse_args()
@@ -35,7 +37,8 @@ def main() -> None:
     document = "The quick brown fox jumps over the lazy dog. " * 100
     for question in ("What does the fox do?", "What does the dog do?"):
         (output,) = llm.generate([document + question], SamplingParams(temperature=0, max_tokens=16))
-        print(f"{question} {output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens were not computed")
+        tokens = len(output.prompt_token_ids)
+        print(f"{question} {output.num_cached_tokens} of {tokens} tokens were not computed")
         # Forget vLLM's own cache, so that the next question must come from ours.
         llm.reset_prefix_cache()
 
