@@ -203,9 +203,12 @@ class FsRoot:
     def __init__(self, root_dir: str) -> None:
         """ValueError when it is not a root of this project."""
     def stat(self) -> dict[str, Any]:
-        """bytes, records, temporaries, namespaces: list of {id, json, generation, bytes, records, oldest, newest}."""
+        """bytes, records, temporaries, namespaces.
+
+        namespaces: list of {id, json, generation, bytes, records, oldest, newest}; times in unix seconds.
+        """
     def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
-        """{namespace, generation, key (hex), bytes, mtime, path} of each record, not opened."""
+        """{namespace, generation, key (hex), bytes, mtime (unix seconds), path} of each record, unopened."""
     def verify(
         self, repair: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> list[dict[str, Any]]:

@@ -1,0 +1,248 @@
+"""What an operator may set: ``kv_connector_extra_config`` of ``--kv-transfer-config``.
+
+Everything wrong with a configuration is reported at once, in one text that names each key, what was
+given and what is possible. Importing this module loads neither the C++ core nor vLLM.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from kv_offload import config_compat
+from kv_offload.log import get_logger
+from kv_offload.sizes import parse_byte_size
+
+logger = get_logger(__name__)
+
+EVICTION_POLICIES = ("lru",)  # a test compares it with what the core has
+DEFAULT_DISK_SHARE = 0.5  # of (free + already held) bytes, for an fs tier without max_bytes
+MAX_TIERS = 8
+
+ByteSize = Annotated[int, BeforeValidator(parse_byte_size)]
+Threads = Annotated[int, Field(ge=1, le=256)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be meant. ``problems`` has one sentence for each thing wrong."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__(
+            f"kv_connector_extra_config has {count}:" + "".join(f"\n  - {text}" for text in problems)
+        )
+
+
+def _direct_mode(value: object) -> object:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+class FsTierConfig(BaseModel):
+    """One tier of records in files under one root directory."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["fs"] = "fs"
+    root_dir: str = Field(
+        description="directory of the records; made if it is not there, owned by the serving user"
+    )
+    max_bytes: ByteSize | None = Field(
+        default=None,
+        gt=0,
+        description="hard bound on the whole root; default: half of the free space and of what the root "
+        "already holds",
+    )
+    write_policy: str = Field(
+        default="through",
+        description='"through" (record every stored chunk), "on_evict" (when it leaves host memory), '
+        '"reuse:N" (after its Nth sight)',
+    )
+    fsync: Literal["none", "data", "full"] = Field(
+        default="none", description="wait for the device after each record; checksums make it unnecessary"
+    )
+    o_direct: Annotated[Literal["auto", "on", "off"], BeforeValidator(_direct_mode)] = Field(
+        default="auto", description="bypass the page cache: where the root supports it, or on, or off"
+    )
+    n_read_threads: Threads = 4
+    n_write_threads: Threads = 2
+    op_deadline_ms: int = Field(
+        default=10_000, ge=1, description="a read or write older than this turns the tier off for a while"
+    )
+    locality: Literal["LOCAL", "REMOTE"] | None = Field(
+        default=None, description="passed on in KV events: storage of this host or shared"
+    )
+    enable_kv_events: bool = Field(
+        default=True, description="publish this tier's KV events when vLLM publishes any"
+    )
+
+    @field_validator("root_dir")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("is empty; name a directory")
+        return os.path.abspath(os.path.expanduser(value))
+
+    @field_validator("write_policy")
+    @classmethod
+    def _known_write_policy(cls, value: str) -> str:
+        reuse = re.fullmatch(r"reuse:([0-9]{1,6})", value)
+        if value not in ("through", "on_evict") and (reuse is None or int(reuse.group(1)) < 1):
+            raise ValueError(
+                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1, 2, ...: the Nth sight)"
+            )
+        return value
+
+    @property
+    def op_deadline_seconds(self) -> float:
+        return self.op_deadline_ms / 1000
+
+
+class OffloadConfig(BaseModel):
+    """Everything of ``kv_connector_extra_config`` that is ours. Make it with ``from_extra_config``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cpu_bytes_to_use: ByteSize = Field(
+        gt=0, description="host memory of the whole engine, all ranks together, exact"
+    )
+    secondary_tiers: tuple[FsTierConfig, ...] = Field(default=(), max_length=MAX_TIERS)
+    eviction_policy: str = Field(default="lru", description="of host memory and of every tier")
+    load_policy: Literal["auto", "always", "never"] = Field(
+        default="auto", description="load from a tier when it beats computing, or always, or never"
+    )
+    lookup_deadline_ms: int = Field(
+        default=5_000, ge=1, description="no request waits longer than this for a tier"
+    )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65_535,
+        description="each process also serves its own /metrics: the scheduler here, rank r at +1+r",
+    )
+    metrics_host: str = "127.0.0.1"
+    copy_threads: Threads = Field(default=2, description="per rank, of the CPU platform's copier")
+    prefault: bool = Field(default=True, description="touch all host memory at start, not in first use")
+    huge_pages: bool = Field(default=True, description="where the system offers them")
+
+    @field_validator("metrics_port", mode="before")
+    @classmethod
+    def _zero_is_off(cls, value: object) -> object:
+        return None if value in (0, "0", "") else value
+
+    @field_validator("eviction_policy")
+    @classmethod
+    def _known_eviction_policy(cls, value: str) -> str:
+        if value not in EVICTION_POLICIES:
+            raise ValueError(f"is {value!r}; possible: {', '.join(EVICTION_POLICIES)}")
+        return value
+
+    @field_validator("secondary_tiers")
+    @classmethod
+    def _roots_apart(cls, value: tuple[FsTierConfig, ...]) -> tuple[FsTierConfig, ...]:
+        roots = [tier.root_dir for tier in value]
+        twice = sorted({root for root in roots if roots.count(root) > 1})
+        if twice:
+            raise ValueError(f"name {', '.join(twice)} more than once; each tier needs a root_dir of its own")
+        return value
+
+    @classmethod
+    def from_extra_config(cls, extra: Mapping[str, Any]) -> "OffloadConfig":
+        """The configuration in vLLM's ``kv_connector_extra_config``.
+
+        Keys that belong to vLLM are left alone; what vLLM's own specs know and we do not need is ignored
+        with one warning. Raises ConfigError (a ValueError) with every problem in one text.
+        """
+        config, notes = cls.parse(extra)
+        if notes:
+            logger.warning("kv_connector_extra_config: %s", "; ".join(notes))
+        return config
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> tuple["OffloadConfig", list[str]]:
+        """As ``from_extra_config``, but gives the warning's sentences instead of logging them."""
+        if not isinstance(extra, Mapping):
+            raise ConfigError([f"it is {type(extra).__name__}, not a table of keys and values"])
+        if config_compat.is_llmd_config(extra):
+            raise ConfigError([config_compat.llmd_advice(extra)])
+        notes: list[str] = []
+        problems: list[str] = []
+        ours = config_compat.own_keys(
+            extra,
+            tuple(cls.model_fields),
+            tuple(FsTierConfig.model_fields),
+            EVICTION_POLICIES,
+            notes,
+            problems,
+        )
+        tiers = ours.get("secondary_tiers") or []
+        if not isinstance(tiers, (list, tuple)):
+            problems.append(
+                f"secondary_tiers is {type(tiers).__name__}; it must be a list of tables such as "
+                + json.dumps([config_compat.EXAMPLE_TIER])
+            )
+            tiers = []
+        ours["secondary_tiers"] = []
+        for index, given in enumerate(tiers):
+            tier = _tier(index, given, notes, problems)
+            if tier is not None:
+                ours["secondary_tiers"].append(tier)
+        try:
+            config = cls.model_validate(ours)
+        except ValidationError as error:
+            problems = [_sentence(detail) for detail in error.errors()] + problems
+        if problems:
+            raise ConfigError(problems)
+        return config, notes
+
+    @property
+    def lookup_deadline_seconds(self) -> float:
+        return self.lookup_deadline_ms / 1000
+
+    def tier_names(self) -> tuple[str, ...]:
+        """Labels of the tiers in metrics and events: fs, fs-2, fs-3, ..."""
+        return tuple("fs" if n == 0 else f"fs-{n + 1}" for n in range(len(self.secondary_tiers)))
+
+    def metrics_address(
+        self, rank: int | None, world_size: int = 1, data_parallel_index: int = 0
+    ) -> str | None:
+        """host:port of one process's own /metrics, or None when off.
+
+        ``rank`` None is the scheduler. Replicas of one host follow each other: a replica takes
+        ``1 + world_size`` ports. Raises ConfigError when the port would be above 65535.
+        """
+        if self.metrics_port is None:
+            return None
+        process = 0 if rank is None else 1 + rank
+        port = self.metrics_port + data_parallel_index * (1 + world_size) + process
+        if port > 65_535:
+            raise ConfigError(
+                [f"metrics_port {self.metrics_port} gives this process port {port}; choose a lower one"]
+            )
+        return f"{self.metrics_host}:{port}"
+
+
+def _tier(index: int, given: Any, notes: list[str], problems: list[str]) -> FsTierConfig | None:
+    ours = config_compat.own_tier_keys(index, given, tuple(FsTierConfig.model_fields), notes, problems)
+    try:
+        return None if ours is None else FsTierConfig.model_validate(ours)
+    except ValidationError as error:
+        problems.extend(_sentence(detail, f"secondary_tiers[{index}]") for detail in error.errors())
+        return None
+
+
+def _sentence(detail: Any, where: str = "") -> str:
+    """One problem as pydantic found it, in our words: key, what is wrong, what was given."""
+    for part in detail["loc"]:
+        where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
+    if detail["type"] == "missing":
+        if where == "cpu_bytes_to_use":
+            return 'cpu_bytes_to_use is needed: host memory for the whole engine, such as "32GiB"'
+        return f"{where} is needed"
+    if detail["type"] == "value_error":
+        return f"{where}: {detail['ctx']['error']}"
+    message = detail["msg"].replace("Input should", "it should")
+    return f"{where} is {detail['input']!r}; {message}"

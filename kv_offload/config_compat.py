@@ -1,0 +1,149 @@
+"""Configurations written for others: vLLM's own offloading specs (0.31 to 0.33) and the llm-d backend."""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SPEC_NAME = "KVOffloadSpec"
+SPEC_MODULE = "kv_offload.specs"
+EXAMPLE_TIER = {"type": "fs", "root_dir": "/var/cache/kv", "max_bytes": "500GiB"}
+
+# Read by vLLM itself (OffloadingConnector, OffloadingSpec, the factory), whatever the spec.
+VLLM_KEYS = (
+    "spec_name",
+    "spec_module_path",
+    "block_size",
+    "blocks_per_chunk",
+    "offload_prompt_only",
+    "self_describing_kv_events",
+    "sync_load_budget_bytes",
+    "canonical_layout",
+)
+# Of CPUOffloadingSpec and TieringOffloadingSpec, without an equivalent here: why each can be dropped.
+IGNORED_KEYS = {
+    "cache_policy_module_path": "eviction policies are part of the core",
+    "max_tracker_size": "there is no tracker table to size",
+    "tier_poll_interval_s": "tiers have threads of their own and are never polled by one in Python",
+    "backpressure": "writes are shed by measured queue depth",
+}
+IGNORED_TIER_KEYS = {
+    "module_path": "the fs tier is part of the core",
+    "backpressure": IGNORED_KEYS["backpressure"],
+}
+# vLLM's tier types, and what to do instead of each here.
+OTHER_TIERS = {
+    "example": "it keeps nothing",
+    "obj": "mount the store as a directory and use fs",
+    "p2p": "share one root_dir between the hosts and use fs",
+    "kvcr": "share one root_dir between the hosts and use fs",
+}
+
+
+def own_keys(
+    extra: Mapping[str, Any],
+    known: Sequence[str],
+    tier_keys: Sequence[str],
+    eviction_policies: Sequence[str],
+    notes: list[str],
+    problems: list[str],
+) -> dict[str, Any]:
+    """The top-level keys that are ours. Adds a note per ignored key and a problem per unknown one."""
+    ours: dict[str, Any] = {}
+    for key, value in extra.items():
+        if key in known:
+            ours[key] = value
+        elif key in IGNORED_KEYS:
+            notes.append(f"{key} is ignored: {IGNORED_KEYS[key]}")
+        elif key == "store_threshold":
+            _note_store_threshold(value, notes, problems)
+        elif key in tier_keys:
+            problems.append(f"{key!r} belongs into a tier: secondary_tiers[...].{key}")
+        elif key not in VLLM_KEYS:
+            problems.append(unknown_key(key, (*known, *VLLM_KEYS)))
+    policy = ours.get("eviction_policy")
+    foreign = policy == "arc" or (policy is not None and "cache_policy_module_path" in extra)
+    if foreign and policy not in eviction_policies:
+        ours["eviction_policy"] = "lru"
+        notes.append(f"eviction_policy {policy!r} is not here yet, lru is used")
+    for key in ("eviction_policy", "secondary_tiers"):
+        if ours.get(key, ...) is None:
+            del ours[key]
+    return ours
+
+
+def _note_store_threshold(value: Any, notes: list[str], problems: list[str]) -> None:
+    try:
+        threshold = int(value)
+    except (TypeError, ValueError):
+        problems.append(f"store_threshold is {value!r}; it must be a number")
+        return
+    if threshold >= 2:  # below 2 it is off in vLLM too
+        notes.append(
+            f"store_threshold {threshold} is ignored, host memory takes every chunk: to spare a disk, "
+            f'give its tier "write_policy": "reuse:{threshold}"'
+        )
+
+
+def own_tier_keys(
+    index: int, tier: Any, known: Sequence[str], notes: list[str], problems: list[str]
+) -> dict[str, Any] | None:
+    """The keys of one tier that are ours, or None when it is no tier of ours (a problem says why)."""
+    where = f"secondary_tiers[{index}]"
+    if not isinstance(tier, Mapping):
+        problems.append(f"{where} is {tier!r}; it must be a table such as {json.dumps(EXAMPLE_TIER)}")
+        return None
+    kind = tier.get("type")
+    if kind != "fs":
+        given = "has no type" if kind is None else f"is of type {kind!r}"
+        hint = OTHER_TIERS.get(str(kind))
+        problems.append(
+            f"{where} {given}; possible: fs{f' ({hint})' if hint else ''}, such as {json.dumps(EXAMPLE_TIER)}"
+        )
+        return None
+    ours: dict[str, Any] = {}
+    for key, value in tier.items():
+        if key in known:
+            ours[key] = value
+        elif key in IGNORED_TIER_KEYS:
+            notes.append(f"{where}.{key} is ignored: {IGNORED_TIER_KEYS[key]}")
+        else:
+            problems.append(f"{where}: {unknown_key(key, known)}")
+    return ours
+
+
+def unknown_key(key: object, possible: Sequence[str]) -> str:
+    """One sentence: the key, the nearest known one, all possible ones."""
+    near = difflib.get_close_matches(str(key).lower(), possible, n=1, cutoff=0.6)
+    meant = f" did you mean {near[0]!r}?" if near else ""
+    return f"{key!r} is not known;{meant} possible: {', '.join(sorted(possible))}"
+
+
+def is_llmd_config(extra: Mapping[str, Any]) -> bool:
+    """Written for llm-d's file system backend (SharedStorageOffloadingSpec)."""
+    return (
+        "shared_storage_path" in extra
+        or extra.get("spec_name") == "SharedStorageOffloadingSpec"
+        or str(extra.get("spec_module_path", "")).startswith("llmd_fs_backend")
+    )
+
+
+def llmd_advice(extra: Mapping[str, Any]) -> str:
+    """What to write here instead of a configuration of llm-d's file system backend."""
+    root = str(extra.get("shared_storage_path", EXAMPLE_TIER["root_dir"]))
+    tier: dict[str, Any] = {"type": "fs", "root_dir": root, "max_bytes": EXAMPLE_TIER["max_bytes"]}
+    try:
+        threads = min(int(extra.get("threads_per_gpu", 0)), 256)
+    except (TypeError, ValueError):
+        threads = 0
+    if threads > 0:
+        tier["n_read_threads"] = threads
+    equivalent: dict[str, Any] = {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE}
+    for key in VLLM_KEYS[2:]:
+        if key in extra:
+            equivalent[key] = extra[key]
+    equivalent |= {"cpu_bytes_to_use": extra.get("cpu_bytes_to_use", "32GiB"), "secondary_tiers": [tier]}
+    return (
+        "it is written for the llm-d file system backend; here the same is (set cpu_bytes_to_use and "
+        "max_bytes to what this host can give):\n" + json.dumps(equivalent, indent=2)
+    )

@@ -1,0 +1,101 @@
+"""How many tokens of this model a number of bytes holds, and the one line at boot that says so."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_offload.config import OffloadConfig
+from kv_offload.sizes import format_bytes
+
+PAGE_BYTES = 4096  # every shard starts and ends on a page; a record's header is one
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class GroupSize:
+    """One KV cache group: tokens of a chunk and the chunk's bytes in each area, unpadded."""
+
+    tokens_per_chunk: int
+    shard_bytes: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """A chunk in host memory, all areas together, padded."""
+        return sum(-(-size // PAGE_BYTES) * PAGE_BYTES for size in self.shard_bytes)
+
+    @property
+    def record_bytes(self) -> int:
+        """A chunk on a tier, header included."""
+        return PAGE_BYTES + self.row_bytes
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """All groups of a model. A token is held when every group holds its part."""
+
+    groups: tuple[GroupSize, ...]
+
+    @classmethod
+    def of(cls, tokens_per_chunk: Sequence[int], shard_bytes: Sequence[Sequence[int]]) -> "Geometry":
+        """From what TieredCache takes: per group position its tokens and its bytes per area."""
+        pairs = zip(tokens_per_chunk, shard_bytes, strict=True)
+        return cls(tuple(GroupSize(tokens, tuple(shards)) for tokens, shards in pairs))
+
+    @property
+    def bytes_per_token(self) -> float:
+        """KV bytes of one token, without padding."""
+        return self._per_period([sum(group.shard_bytes) for group in self.groups])
+
+    @property
+    def largest_record_bytes(self) -> int:
+        return max((group.record_bytes for group in self.groups), default=0)
+
+    def tokens_in_memory(self, size: int) -> int:
+        """Whole tokens that ``size`` bytes of host memory hold."""
+        return self._tokens(size, [group.row_bytes for group in self.groups])
+
+    def tokens_on_tier(self, size: int) -> int:
+        """Whole tokens that ``size`` bytes of records hold, headers included."""
+        return self._tokens(size, [group.record_bytes for group in self.groups])
+
+    def _period(self) -> int:
+        return math.lcm(*(group.tokens_per_chunk for group in self.groups))
+
+    def _period_bytes(self, chunk_bytes: Sequence[int]) -> int:
+        period = self._period()
+        pairs = zip(self.groups, chunk_bytes, strict=True)
+        return sum(size * (period // group.tokens_per_chunk) for group, size in pairs)
+
+    def _per_period(self, chunk_bytes: Sequence[int]) -> float:
+        return self._period_bytes(chunk_bytes) / self._period()
+
+    def _tokens(self, size: int, chunk_bytes: Sequence[int]) -> int:
+        needed = self._period_bytes(chunk_bytes)
+        return size * self._period() // needed if needed else 0
+
+
+def boot_line(
+    config: OffloadConfig,
+    bounds: Sequence[int],
+    geometry: Geometry,
+    *,
+    copier: str,
+    namespace: str,
+    version: str,
+) -> str:
+    """One line: tiers, capacity in bytes and in tokens of this model, copier, namespace.
+
+    ``bounds``: max_bytes of each tier (machine.tier_bounds); ``copier``: RankWorker.describe() or its name.
+    """
+    memory = config.cpu_bytes_to_use
+    tiers = [f"cpu {format_bytes(memory)} = {geometry.tokens_in_memory(memory):,} tokens"]
+    tiers += [
+        f"{name} {tier.root_dir} {format_bytes(bound)} = {geometry.tokens_on_tier(bound):,} tokens "
+        f"({tier.write_policy})"
+        for name, tier, bound in zip(config.tier_names(), config.secondary_tiers, bounds, strict=True)
+    ]
+    per_token = format_bytes(round(geometry.bytes_per_token))
+    return (
+        f"kv-offload {version}: {'; '.join(tiers)}; {per_token} a token "
+        f"({geometry.tokens_in_memory(GIB):,} tokens/GiB); copier {copier}; namespace {namespace}"
+    )

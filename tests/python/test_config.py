@@ -1,0 +1,413 @@
+"""The configuration: what is meant, what is refused, and what the operator reads then."""
+
+import json
+import logging
+import os
+import struct
+import subprocess
+import sys
+
+import pytest
+
+from kv_offload.config import EVICTION_POLICIES, ConfigError, FsTierConfig, OffloadConfig
+from kv_offload.machine import cautions, check_machine, held_bytes, tier_bounds
+from kv_offload.sizes import format_bytes, parse_byte_size
+
+GIB = 1 << 30
+FS = {"type": "fs", "root_dir": "/var/cache/kv"}
+
+
+def read(**extra):
+    return OffloadConfig.from_extra_config({"cpu_bytes_to_use": GIB} | extra)
+
+
+def problems(extra):
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_extra_config(extra)
+    return caught.value.problems
+
+
+def test_three_keys_are_enough():
+    config = OffloadConfig.from_extra_config(
+        {
+            "spec_name": "KVOffloadSpec",
+            "spec_module_path": "kv_offload.specs",
+            "cpu_bytes_to_use": "32GiB",
+            "secondary_tiers": [FS | {"max_bytes": "500GiB"}],
+        }
+    )
+    assert config.cpu_bytes_to_use == 32 * GIB
+    assert config.secondary_tiers == (FsTierConfig(root_dir="/var/cache/kv", max_bytes=500 * GIB),)
+    assert (config.eviction_policy, config.load_policy, config.metrics_port) == ("lru", "auto", None)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(123, 123), (2.0 * GIB, 2 * GIB), ("1e3", 1000), ("1.5 KiB", 1536), ("32GB", 32 * 10**9), ("7b", 7)],
+)
+def test_sizes_as_people_write_them(given, expected):
+    assert read(cpu_bytes_to_use=given).cpu_bytes_to_use == expected
+
+
+@pytest.mark.parametrize(
+    "given", [True, 1.5, "32gigs", "", "-1", " 1", "+1", "nan", "inf", "1e400", None, [1]]
+)
+def test_what_is_no_size_is_refused_with_what_was_given(given):
+    (problem,) = problems({"cpu_bytes_to_use": given})
+    assert problem.startswith("cpu_bytes_to_use")
+    assert repr(given) in problem
+    assert "32GiB" in problem
+
+
+@pytest.mark.parametrize("size", [0, 1023, 1024, 1536, GIB, 5 * 10**14, 1 << 60])
+def test_sizes_for_people(size):
+    core = pytest.importorskip("kv_offload._core", reason="the core is not built")
+    assert format_bytes(size) == core.format_bytes(size)
+
+
+def test_both_size_parsers_read_the_same():
+    core = pytest.importorskip("kv_offload._core", reason="the core is not built")
+    numbers = ["0", "1", "1.", ".5", "1.5", "1e3", "1E3", "1e-3", "2e", "-0", "-1", "+1", "9.3e18", "x", ""]
+    units = ["", "B", "KiB", "gib", " GB", "TIB", " t b", "gigs", "K", "\t"]
+    for text in (number + unit for number in numbers for unit in units):
+        try:
+            expected = core.parse_byte_size(text)
+        except ValueError:
+            with pytest.raises(ValueError, match="is not a size"):
+                parse_byte_size(text)
+        else:
+            assert parse_byte_size(text) == expected, text
+
+
+def test_policies_are_those_of_the_core():
+    core = pytest.importorskip("kv_offload._core", reason="the core is not built")
+    assert list(EVICTION_POLICIES) == core.eviction_policy_names()
+
+
+def test_missing_size_says_what_to_write():
+    (problem,) = problems({})
+    assert "cpu_bytes_to_use is needed" in problem
+    assert "32GiB" in problem
+
+
+@pytest.mark.parametrize("given", [0, "0GiB", -5])
+def test_no_memory_at_all_is_refused(given):
+    assert problems({"cpu_bytes_to_use": given})[0].startswith("cpu_bytes_to_use")
+
+
+def test_unknown_key_names_the_nearest_and_all():
+    (problem,) = problems({"cpu_bytes_to_use": 1, "secondary_teirs": []})
+    assert "'secondary_teirs' is not known" in problem
+    assert "did you mean 'secondary_tiers'?" in problem
+    assert "lookup_deadline_ms" in problem
+    assert "blocks_per_chunk" in problem
+
+
+def test_unknown_tier_key_names_the_tier_and_the_nearest():
+    tiers = [FS, {"type": "fs", "root_dir": "/other", "maxbytes": 1}]
+    (problem,) = problems({"cpu_bytes_to_use": 1, "secondary_tiers": tiers})
+    assert problem.startswith("secondary_tiers[1]: 'maxbytes' is not known; did you mean 'max_bytes'?")
+
+
+def test_a_tier_key_outside_of_a_tier_is_sent_there():
+    (problem,) = problems({"cpu_bytes_to_use": 1, "n_read_threads": 4})
+    assert problem == "'n_read_threads' belongs into a tier: secondary_tiers[...].n_read_threads"
+
+
+def test_all_problems_are_told_at_once():
+    text = "\n".join(
+        problems(
+            {
+                "bogus": 1,
+                "load_policy": "sometimes",
+                "secondary_tiers": [{"type": "fs"}, FS | {"fsync": "maybe", "write_policy": "reuse:0"}],
+            }
+        )
+    )
+    for part in (
+        "'bogus' is not known",
+        "load_policy is 'sometimes'; it should be 'auto', 'always' or 'never'",
+        "cpu_bytes_to_use is needed",
+        "secondary_tiers[0].root_dir is needed",
+        "secondary_tiers[1].fsync is 'maybe'; it should be 'none', 'data' or 'full'",
+        "secondary_tiers[1].write_policy: is 'reuse:0'; possible: through, on_evict, reuse:N",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("tier", "part"),
+    [
+        ("fs", "must be a table"),
+        ({}, "has no type"),
+        ({"type": "obj", "bucket": "b"}, "type 'obj'; possible: fs (mount the store"),
+        ({"type": "p2p"}, "type 'p2p'"),
+        ({"type": "example"}, "type 'example'"),
+        ({"type": "MyTier", "module_path": "m"}, "type 'MyTier'; possible: fs, such as"),
+    ],
+)
+def test_a_tier_that_is_not_ours_is_refused_naming_what_is_possible(tier, part):
+    (problem,) = problems({"cpu_bytes_to_use": 1, "secondary_tiers": [tier]})
+    assert problem.startswith("secondary_tiers[0]")
+    assert part in problem
+    assert '"type": "fs"' in problem
+
+
+def test_tiers_must_be_a_list():
+    (problem,) = problems({"cpu_bytes_to_use": 1, "secondary_tiers": FS})
+    assert "secondary_tiers is dict; it must be a list" in problem
+
+
+def test_two_tiers_need_two_roots():
+    (problem,) = problems(
+        {"cpu_bytes_to_use": 1, "secondary_tiers": [FS, FS | {"root_dir": "/var/cache/./kv"}]}
+    )
+    assert "/var/cache/kv more than once" in problem
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(True, "on"), (False, "off"), ("auto", "auto"), ("on", "on"), ("off", "off")]
+)
+def test_o_direct_takes_words_and_bools(given, expected):
+    assert read(secondary_tiers=[FS | {"o_direct": given}]).secondary_tiers[0].o_direct == expected
+
+
+def test_root_dir_is_made_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    tiers = [FS | {"root_dir": "kv"}, FS | {"root_dir": "~/kv"}]
+    roots = [tier.root_dir for tier in read(secondary_tiers=tiers).secondary_tiers]
+    assert roots == [str(tmp_path / "kv"), "/home/someone/kv"]
+
+
+def test_ports_of_the_processes_do_not_meet():
+    config = read(metrics_port="9400", metrics_host="0.0.0.0")
+    ranks = (None, 0, 1)
+    addresses = [config.metrics_address(rank, 2, replica) for replica in (0, 1) for rank in ranks]
+    assert addresses == [f"0.0.0.0:{port}" for port in range(9400, 9406)]
+
+
+@pytest.mark.parametrize("off", [0, None, "0"])
+def test_no_metrics_port_no_address(off):
+    assert read(metrics_port=off).metrics_address(None) is None
+
+
+def test_a_port_beyond_the_last_is_refused_by_name():
+    with pytest.raises(ConfigError, match="metrics_port 65535 gives this process port 65536"):
+        read(metrics_port=65535).metrics_address(0)
+
+
+def test_tier_names_are_distinct():
+    config = read(secondary_tiers=[FS | {"root_dir": f"/r{i}"} for i in range(3)])
+    assert config.tier_names() == ("fs", "fs-2", "fs-3")
+
+
+# ---- configurations written for others
+
+
+IN_TREE = {
+    "spec_name": "TieringOffloadingSpec",
+    "cpu_bytes_to_use": 10 * GIB,
+    "block_size": 256,
+    "eviction_policy": "arc",
+    "offload_prompt_only": False,
+    "self_describing_kv_events": True,
+    "sync_load_budget_bytes": 1 << 20,
+    "canonical_layout": False,
+    "store_threshold": 0,
+    "max_tracker_size": 64_000,
+    "tier_poll_interval_s": 0.001,
+    "backpressure": {"backpressure_cls": "EMABackpressureDetector"},
+    "secondary_tiers": [
+        {
+            "type": "fs",
+            "root_dir": "/mnt/kv",
+            "n_read_threads": "16",
+            "n_write_threads": 8,
+            "enable_kv_events": True,
+            "locality": "REMOTE",
+            "backpressure": {},
+        }
+    ],
+}
+
+
+def test_a_config_of_the_in_tree_specs_keeps_its_meaning():
+    config, notes = OffloadConfig.parse(IN_TREE)
+    (tier,) = config.secondary_tiers
+    assert config.cpu_bytes_to_use == 10 * GIB
+    assert (tier.root_dir, tier.n_read_threads, tier.n_write_threads) == ("/mnt/kv", 16, 8)
+    assert (tier.enable_kv_events, tier.locality) == (True, "REMOTE")
+    assert config.eviction_policy == "lru"
+    named = ("max_tracker_size", "tier_poll_interval_s", "backpressure", "eviction_policy 'arc'")
+    for key in (*named, "secondary_tiers[0].backpressure"):
+        assert any(note.startswith(key) for note in notes), key
+    assert not any("store_threshold" in note for note in notes), "it is off, in vLLM too"
+
+
+def test_what_is_ignored_is_told_in_one_warning(caplog):
+    with caplog.at_level(logging.WARNING, logger="vllm.kv_offload"):
+        OffloadConfig.from_extra_config(IN_TREE)
+    (record,) = caplog.records
+    assert "max_tracker_size is ignored" in record.getMessage()
+    assert "secondary_tiers[0].backpressure is ignored" in record.getMessage()
+
+
+def test_nothing_ignored_no_warning(caplog):
+    with caplog.at_level(logging.DEBUG, logger="vllm.kv_offload"):
+        read(secondary_tiers=[FS])
+    assert not caplog.records
+
+
+def test_reading_leaves_the_given_table_alone():
+    given = json.loads(json.dumps(IN_TREE))
+    OffloadConfig.parse(given)
+    assert given == IN_TREE
+
+
+def test_store_threshold_is_pointed_to_the_write_policy():
+    _, notes = OffloadConfig.parse({"cpu_bytes_to_use": 1, "store_threshold": "2"})
+    assert '"write_policy": "reuse:2"' in notes[0]
+    assert "store_threshold is 'x'" in problems({"cpu_bytes_to_use": 1, "store_threshold": "x"})[0]
+
+
+def test_a_foreign_eviction_policy_falls_back_only_with_its_module():
+    foreign = {"cpu_bytes_to_use": 1, "eviction_policy": "Mine"}
+    config, notes = OffloadConfig.parse(foreign | {"cache_policy_module_path": "my.policy"})
+    assert config.eviction_policy == "lru"
+    assert any("'Mine'" in note for note in notes)
+    assert "eviction_policy: is 'Mine'; possible: lru" in problems(foreign)[0]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"shared_storage_path": "/mnt/files"},
+        {"spec_name": "SharedStorageOffloadingSpec"},
+        {"spec_module_path": "llmd_fs_backend.spec"},
+    ],
+)
+def test_an_llmd_config_is_answered_with_ours(extra):
+    (problem,) = problems(extra | {"block_size": 256, "threads_per_gpu": "64"})
+    assert "llm-d" in problem
+    ours = json.loads(problem[problem.index("{") :])
+    config = OffloadConfig.from_extra_config(ours)
+    assert ours["block_size"] == 256
+    assert config.secondary_tiers[0].n_read_threads == 64
+    assert config.secondary_tiers[0].root_dir == extra.get("shared_storage_path", "/var/cache/kv")
+
+
+def test_what_is_no_table_is_refused():
+    assert "is list, not a table" in problems([1])[0]  # type: ignore[arg-type]
+
+
+def test_import_loads_neither_core_nor_numpy_nor_vllm():
+    code = (
+        "import sys, kv_offload, kv_offload.config, kv_offload.namespace, kv_offload.sizing\n"
+        "assert isinstance(kv_offload.__version__, str)\n"
+        "heavy = {'kv_offload._core', 'numpy', 'vllm', 'torch'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# ---- what the machine can give
+
+
+def plenty(_directory):
+    return 1 << 50, "/dev/shm"
+
+
+def checked(config, available=plenty, **options):
+    return check_machine(config, headroom=available, **options)
+
+
+def test_a_machine_with_room_has_no_problems(tmp_path):
+    assert checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path / "a" / "b")}])) == []
+    assert not (tmp_path / "a").exists(), "asking makes nothing"
+
+
+@pytest.mark.parametrize(
+    ("limit", "remedy"),
+    [("/dev/shm", "--shm-size"), ("cgroup memory limit", "container"), ("MemAvailable", "free memory")],
+)
+def test_too_little_memory_names_asked_available_and_setting(limit, remedy):
+    (problem,) = checked(read(cpu_bytes_to_use="2GiB"), lambda _: (GIB // 2, limit))
+    for part in ("cpu_bytes_to_use", "2.0 GiB", "512.0 MiB", limit, remedy):
+        assert part in problem
+
+
+def test_unwritable_root_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}]))
+    assert f"root_dir {tmp_path}" in problem
+    assert "may not write" in problem
+
+
+def test_root_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path / "file" / "kv")}]))
+    assert "is not a directory" in problem
+
+
+def test_root_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}]))
+    assert f"belongs to user {tmp_path.stat().st_uid}" in problem
+
+
+def disk(monkeypatch, free):
+    monkeypatch.setattr("kv_offload.machine.free_bytes", lambda _root: free)
+
+
+def test_root_without_space_is_refused_but_a_full_root_of_records_is_not(tmp_path, monkeypatch):
+    disk(monkeypatch, 4096)
+    config = read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}])
+    (problem,) = checked(config, record_bytes=1 << 20)
+    assert "4.0 KiB free on its file system, one record takes 1.0 MiB" in problem
+    (tmp_path / "ab.2097152.rec").write_text("")
+    assert checked(config, record_bytes=1 << 20) == []
+
+
+def test_a_bound_below_one_record_is_refused(tmp_path):
+    config = read(secondary_tiers=[FS | {"root_dir": str(tmp_path), "max_bytes": "1MiB"}])
+    (problem,) = checked(config, record_bytes=2 << 20)
+    assert "max_bytes is 1.0 MiB, one record takes 2.0 MiB" in problem
+
+
+def test_a_tier_without_bound_gets_half_of_free_and_held(tmp_path, monkeypatch):
+    disk(monkeypatch, 1000)
+    records = tmp_path / "ns" / "g1" / "ab" / "cd"
+    records.mkdir(parents=True)
+    (records / "abcd.500.rec").write_text("")  # told by its name, not opened
+    (records / ".tmp-1-1").write_bytes(b"x" * 100)
+    assert held_bytes(str(tmp_path)) == 600
+    assert tier_bounds(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}])) == (800,)
+
+
+def test_the_account_of_a_root_is_believed_when_it_is_trusted(tmp_path):
+    (tmp_path / "abcd.500.rec").write_text("")
+    ledger = tmp_path / "ledger"
+    for head, expected in (
+        (struct.pack("<8sQQ", b"KVOLEDG1", 1, 7000), 7000),
+        (struct.pack("<8sQQ", b"KVOLEDG1", 0, 7000), 500 + 24),
+        (struct.pack("<8sQQ", b"SOMEELSE", 1, 7000), 500 + 24),
+        (b"torn", 500 + 4),
+    ):
+        ledger.write_bytes(head)
+        assert held_bytes(str(tmp_path)) == expected
+
+
+def test_unbounded_tiers_of_one_disk_share_it(tmp_path, monkeypatch):
+    disk(monkeypatch, 1000)
+    roots = [FS | {"root_dir": str(tmp_path / name)} for name in "abc"]
+    roots[2] |= {"max_bytes": 7}
+    assert tier_bounds(read(secondary_tiers=roots)) == (250, 250, 7)
+
+
+def test_a_bound_above_the_disk_is_a_caution_not_a_problem(tmp_path, monkeypatch):
+    disk(monkeypatch, GIB)
+    config = read(secondary_tiers=[FS | {"root_dir": str(tmp_path), "max_bytes": "4GiB"}])
+    assert checked(config) == []
+    (caution,) = cautions(config)
+    assert "max_bytes is 4.0 GiB, its file system can hold 1.0 GiB" in caution

@@ -1,0 +1,223 @@
+"""The namespace: equal exactly when the bytes mean the same."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+
+import pytest
+
+from kv_offload.model_identity import model_identity
+from kv_offload.namespace import (
+    GroupFacts,
+    NamespaceFacts,
+    hash_seed_is_random,
+    random_seed_warning,
+    setting_text,
+)
+
+GROUP = GroupFacts(group_id=0, tokens_per_block=16, num_layers=32, shard_bytes=(65536, 65536))
+FACTS = NamespaceFacts(
+    model={"name": "org/model", "revision": "abc"},
+    kv_dtype="bfloat16",
+    kv_cache_layout="LBHNC",
+    groups=(GROUP,),
+    blocks_per_chunk=4,
+    tokens_per_hash=16,
+    hash_algorithm="sha256",
+    hash_seed="00ff",
+    tp_size=2,
+    world_size=2,
+    settings={"compute_dtype": "bfloat16", "platform": "cuda"},
+)
+
+
+def test_id_is_the_digest_of_the_canonical_json():
+    assert FACTS.namespace_id() == hashlib.sha256(FACTS.canonical_json().encode()).digest()
+    assert len(FACTS.namespace_id()) == 32
+    assert FACTS.namespace_id().hex().startswith(FACTS.short_id())
+
+
+def test_the_readable_json_says_the_same():
+    assert json.loads(FACTS.readable_json()) == json.loads(FACTS.canonical_json())
+
+
+def test_the_id_of_these_facts_never_changes():
+    """Every record on every disk depends on it: change FORMAT_VERSION, not this number."""
+    assert FACTS.short_id() == "c650a2f10f08"
+
+
+CHANGES = {
+    "model": {"name": "org/model", "revision": "abd"},
+    "kv_dtype": "fp8",
+    "kv_cache_layout": "BLHNC",
+    "groups": (dataclasses.replace(GROUP, group_id=1),),
+    "blocks_per_chunk": 8,
+    "tokens_per_hash": 32,
+    "hash_algorithm": "sha256_cbor",
+    "hash_seed": "00fe",
+    "tp_size": 1,
+    "pp_size": 2,
+    "pcp_size": 2,
+    "dcp_size": 2,
+    "world_size": 4,
+    "replicated": True,
+    "settings": {"compute_dtype": "float16", "platform": "cuda"},
+}
+
+
+def test_every_fact_is_tried():
+    assert set(CHANGES) == {field.name for field in dataclasses.fields(NamespaceFacts)}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_fact_changes_the_id(name):
+    assert dataclasses.replace(FACTS, **{name: CHANGES[name]}).namespace_id() != FACTS.namespace_id()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("group_id", 9), ("tokens_per_block", 32), ("num_layers", 31), ("shard_bytes", (65536, 65535))],
+)
+def test_each_fact_of_a_group_changes_the_id(name, value):
+    groups = (dataclasses.replace(GROUP, **{name: value}),)
+    assert dataclasses.replace(FACTS, groups=groups).namespace_id() != FACTS.namespace_id()
+
+
+def test_order_of_settings_does_not_matter():
+    settings = dict(reversed(FACTS.settings.items()))
+    assert dataclasses.replace(FACTS, settings=settings).namespace_id() == FACTS.namespace_id()
+
+
+def test_floats_are_refused_by_name():
+    facts = dataclasses.replace(FACTS, settings={"rope_theta": 1e6})
+    with pytest.raises(TypeError, match=r"facts\.settings\.rope_theta is 1000000\.0"):
+        facts.canonical_json()
+
+
+def test_a_setting_as_text_is_stable():
+    assert setting_text({"b": 1.5, "a": [1, "x"]}) == setting_text({"a": [1, "x"], "b": 1.5})
+
+
+# ---- which weights
+
+
+@pytest.fixture
+def model(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(
+        json.dumps({"architectures": ["TinyForCausalLM"], "rope_theta": 1e4, "transformers_version": "5.1"})
+    )
+    (directory / "model-1.safetensors").write_bytes(bytes(range(256)) * 2048)  # 512 KiB
+    (directory / "model-2.safetensors").write_bytes(b"second")
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def identity(directory):
+    return model_identity(str(directory))
+
+
+def test_a_copied_model_keeps_its_hits(model, tmp_path):
+    before = identity(model)
+    assert identity(shutil.copytree(model, tmp_path / "elsewhere")) == before
+    shutil.move(model, tmp_path / "moved")
+    assert identity(tmp_path / "moved") == before
+    assert str(tmp_path) not in json.dumps(before)
+
+
+def test_it_says_what_it_is(model):
+    facts = identity(model)
+    assert facts["architecture"] == "TinyForCausalLM"
+    assert (facts["weight_files"], facts["weight_bytes"]) == (2, (512 << 10) + 6)
+
+
+@pytest.mark.parametrize("offset", [0, 65535, (512 << 10) - 65536, (512 << 10) - 1])
+def test_weights_saved_again_with_the_same_size_lose_them(model, offset):
+    before = identity(model)
+    with (model / "model-1.safetensors").open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+    assert identity(model) != before
+
+
+def change_config(model):
+    (model / "config.json").write_text(json.dumps({"architectures": ["TinyForCausalLM"], "rope_theta": 1e6}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: (model / "model-2.safetensors").write_bytes(b"other!"),
+        lambda model: (model / "model-2.safetensors").rename(model / "model-3.safetensors"),
+        lambda model: (model / "model-2.safetensors").unlink(),
+        lambda model: (model / "quantize_config.json").write_text("{}"),
+        change_config,
+    ],
+)
+def test_other_weights_or_config_lose_them(model, change):
+    before = identity(model)
+    change(model)
+    assert identity(model) != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: (model / "tokenizer.json").write_text('{"a": 1}'),
+        lambda model: (model / "README.md").write_text("read me"),
+        lambda model: (model / "training_args.bin").write_text("x"),
+        lambda model: (model / "config.json").write_text(
+            '{"rope_theta": 10000.0, "_name_or_path": "/x",\n "architectures": ["TinyForCausalLM"]}'
+        ),
+    ],
+)
+def test_what_changes_no_byte_keeps_them(model, change):
+    before = identity(model)
+    change(model)
+    assert identity(model) == before
+
+
+def test_a_single_file_is_a_model_too(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"gguf")
+    assert model_identity(str(tmp_path / "model.gguf"))["weight_bytes"] == 4
+
+
+def test_a_hub_name_is_known_by_its_commit(tmp_path):
+    references = tmp_path / "models--org--name" / "refs"
+    references.mkdir(parents=True)
+    (references / "main").write_text("c0ffee\n")
+    named = {"name": "org/name", "revision": "c0ffee"}
+    assert model_identity("org/name", cache_dir=str(tmp_path)) == named
+    assert model_identity("org/name", environ={"HF_HUB_CACHE": str(tmp_path)}) == named
+    assert model_identity("org/name", "v2", cache_dir=str(tmp_path)) == named | {"revision": "v2"}
+    assert model_identity("org/other", cache_dir=str(tmp_path))["revision"] == "unknown"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    assert model_identity(str(snapshot)) == named, "started offline: the same model"
+
+
+# ---- the seed of the hashes
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "environ", "random"),
+    [
+        ("sha256", {}, False),
+        ("sha256_cbor", {}, False),
+        ("xxhash", {}, True),
+        ("xxhash_cbor", {}, True),
+        ("xxhash", {"PYTHONHASHSEED": "0"}, False),
+    ],
+)
+def test_a_random_seed_is_seen(algorithm, environ, random):
+    assert hash_seed_is_random(algorithm, environ) is random
+
+
+def test_the_warning_says_what_to_set():
+    warning = random_seed_warning("xxhash")
+    assert "PYTHONHASHSEED" in warning
+    assert "sha256" in warning

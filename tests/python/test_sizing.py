@@ -1,0 +1,67 @@
+"""Capacity in tokens."""
+
+import pytest
+
+from kv_offload.config import OffloadConfig
+from kv_offload.sizing import Geometry, boot_line
+
+MIB = 1 << 20
+# 64 tokens a chunk, two ranks of 1 MiB: 32 KiB a token.
+PLAIN = Geometry.of([64], [[MIB, MIB]])
+
+
+def test_bytes_and_tokens_of_a_plain_model():
+    assert PLAIN.bytes_per_token == 32 << 10
+    assert PLAIN.tokens_in_memory(1 << 30) == 32768
+    assert PLAIN.tokens_in_memory(0) == 0
+
+
+def test_a_record_has_a_header_more_than_a_row():
+    (group,) = PLAIN.groups
+    assert (group.row_bytes, group.record_bytes) == (2 * MIB, 2 * MIB + 4096)
+    assert PLAIN.tokens_on_tier(2 * MIB + 4096) == 64
+    assert PLAIN.tokens_on_tier(2 * MIB + 4095) == 63
+
+
+def test_shards_are_padded_to_pages_each():
+    geometry = Geometry.of([16], [[1000, 5000]])
+    assert geometry.groups[0].row_bytes == 4096 + 8192
+    assert geometry.tokens_in_memory(12288) == 16
+    assert geometry.bytes_per_token == 6000 / 16
+
+
+def test_groups_with_other_chunks_add_up():
+    """A token takes 1 KiB of the first group's 16-token chunk and 256 B of the second's 64-token one."""
+    geometry = Geometry.of([16, 64], [[16 << 10], [16 << 10]])
+    assert geometry.bytes_per_token == 1024 + 256
+    assert geometry.tokens_in_memory(1280 * 1000) == 1000
+    assert geometry.largest_record_bytes == (16 << 10) + 4096
+
+
+def test_lists_of_other_length_are_refused():
+    with pytest.raises(ValueError, match="shorter"):
+        Geometry.of([16, 16], [[1]])
+
+
+def test_no_bytes_are_no_tokens():
+    assert Geometry.of([16], [[0]]).tokens_in_memory(1 << 30) == 0
+
+
+def test_the_boot_line_says_it_all():
+    config = OffloadConfig.from_extra_config(
+        {
+            "cpu_bytes_to_use": "2GiB",
+            "secondary_tiers": [{"type": "fs", "root_dir": "/kv", "write_policy": "reuse:2"}],
+        }
+    )
+    line = boot_line(config, [1 << 40], PLAIN, copier="host, 2 threads", namespace="abc123", version="0.1.0")
+    assert "\n" not in line
+    for part in (
+        "kv-offload 0.1.0: cpu 2.0 GiB = 65,536 tokens",
+        "fs /kv 1.0 TiB = 33,489,023 tokens",
+        "(reuse:2)",
+        "32.0 KiB a token (32,768 tokens/GiB)",
+        "copier host, 2 threads",
+        "namespace abc123",
+    ):
+        assert part in line
