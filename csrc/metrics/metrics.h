@@ -46,6 +46,12 @@ class Metrics {
   void add(std::string_view name, Labels label_values, double increase = 1);
   void set(std::string_view name, Labels label_values, double value);
   void observe(std::string_view name, Labels label_values, double value);
+  // The same with label values known only at run time (the bindings).
+  using LabelSpan = std::span<const std::string_view>;
+  void add(std::string_view name, LabelSpan label_values, double increase = 1);
+  void set(std::string_view name, LabelSpan label_values, double value);
+  void observe(std::string_view name, LabelSpan label_values, double value);
+  double value(std::string_view name, LabelSpan label_values) const;
   // Changes since the last drain; empty when nothing changed (cheap to ask).
   std::vector<MetricChange> drain();
   // Value now (tests, CLI).

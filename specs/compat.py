@@ -1,0 +1,226 @@
+"""The one place that knows how vLLM's offloading interface differs between releases.
+
+Supported are 0.31, 0.32 and 0.33, told apart by what they have, not by their number. Anything of another
+shape is refused here, in one sentence, when the spec is first used: importing this module raises
+UnsupportedVllmError (an ImportError). What differs:
+
+                                    0.31   0.32   0.33
+    get_load_source, CacheHitSource  -      x      x
+    submit_load(expedited=)          -      -      x
+    on_reset_flushed                 -      -      x
+    config_info, config_info_keys    -      -      x
+    sliding_window_size_in_chunks    -      -      x      (of a group; before, the workers tell)
+    on_schedule_end                  before the stores    the last call of a step
+"""
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Callable, Set
+from typing import Any
+
+SUPPORTED = "0.31, 0.32 and 0.33"
+ALLOW_UNTESTED = "KV_OFFLOAD_ALLOW_UNTESTED_VLLM"
+_FIRST, _LAST = (0, 31), (0, 33)
+
+
+class UnsupportedVllmError(ImportError):
+    """This vLLM has no offloading interface that we know; the text names what was found."""
+
+
+def vllm_version() -> str:
+    """The version that vLLM gives itself, or "unknown"."""
+    try:
+        import vllm
+
+        return str(vllm.__version__)
+    except (ImportError, AttributeError):
+        return "unknown"
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    parts = version.split(".")
+    try:
+        return int(parts[0]), int(parts[1])
+    except (ValueError, IndexError):
+        return None
+
+
+def refusal(version: str, found: str) -> str:
+    """The one sentence for a vLLM that is not supported."""
+    return (
+        f"KVOffloadSpec supports vLLM {SUPPORTED}, and this is vLLM {version}, where {found}; "
+        "install a supported vLLM or another version of vllm-kv-offload"
+    )
+
+
+def version_problem(version: str, environ: Any = os.environ) -> str | None:
+    """Why this version is refused whatever its shape, or None. A version without a number (a build from
+    source) is judged by its shape alone; KV_OFFLOAD_ALLOW_UNTESTED_VLLM=1 does so for every version."""
+    minor = _minor(version)
+    if minor is None or minor == (0, 0) or _FIRST <= minor <= _LAST or environ.get(ALLOW_UNTESTED) == "1":
+        return None
+    return f"nothing was tested ({ALLOW_UNTESTED}=1 tries it all the same)"
+
+
+def shape_problems(base: Any, config: Any) -> list[str]:
+    """How vLLM's modules ``kv_offload.base`` and ``kv_offload.config`` differ from all that we know."""
+    problems: list[str] = []
+    for name, methods in (
+        ("OffloadingManager", {"lookup", "prepare_load", "prepare_store"}),
+        ("OffloadingWorker", {"submit_store", "submit_load", "get_finished", "wait"}),
+        ("OffloadingSpec", {"get_manager", "get_worker"}),
+    ):
+        found = set(getattr(getattr(base, name, None), "__abstractmethods__", ()))
+        if found != methods:
+            problems.append(f"{name} asks for {', '.join(sorted(found)) or 'nothing'}")
+    for module, name, fields in (
+        (base, "PrepareStoreOutput", {"keys_to_store", "store_spec", "evicted_keys"}),
+        (base, "TransferResult", {"job_id", "success", "transfer_size", "transfer_time"}),
+        (base, "OffloadingEvent", {"keys", "medium", "removed"}),
+        (base, "CanonicalKVCaches", {"tensors", "group_data_refs"}),
+        (base, "CanonicalKVCacheRef", {"tensor_idx", "page_size_bytes"}),
+        (config, "OffloadingGroupConfig", {"tokens_per_block", "layer_names", "group_id"}),
+        (config, "OffloadingConfig", {"groups", "extra_config", "engine_id", "model", "cache", "parallel"}),
+        (config, "OffloadingCacheConfig", {"tokens_per_hash", "blocks_per_chunk"}),
+        (config, "OffloadingParallelConfig", {"rank", "world_size", "tp_size", "pp_size"}),
+    ):
+        missing = fields - _field_names(getattr(module, name, None))
+        if missing:
+            problems.append(f"{name} has no {', '.join(sorted(missing))}")
+    results = {result.name for result in getattr(base, "LookupResult", ())}
+    if results != {"HIT", "HIT_PENDING", "RETRY", "MISS"}:
+        problems.append(f"LookupResult is one of {', '.join(sorted(results)) or 'nothing'}")
+    parameters = _parameters(getattr(base, "GPULoadStoreSpec", None))
+    if not {"block_ids", "group_sizes", "block_indices"} <= parameters:
+        problems.append("GPULoadStoreSpec is made from other arguments")
+    return problems
+
+
+def _field_names(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+
+
+def _parameters(kind: Any) -> set[str]:
+    try:
+        return set(inspect.signature(kind).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def _supported_modules() -> tuple[Any, Any]:
+    """vLLM's ``kv_offload.base`` and ``kv_offload.config``; raises UnsupportedVllmError."""
+    version = vllm_version()
+    problem = version_problem(version)
+    if problem is not None:
+        raise UnsupportedVllmError(refusal(version, problem))
+    try:
+        from vllm.v1.kv_offload import base, config
+    except ImportError as error:
+        raise UnsupportedVllmError(refusal(version, f"importing its kv_offload fails ({error})")) from error
+    problems = shape_problems(base, config)
+    if problems:
+        raise UnsupportedVllmError(refusal(version, "; ".join(problems)))
+    return base, config
+
+
+base, _config = _supported_modules()
+
+LoadStoreSpec = base.LoadStoreSpec
+LookupResult = base.LookupResult
+Locality = base.Locality
+Medium = base.Medium
+OffloadingEvent = base.OffloadingEvent
+OffloadingManager = base.OffloadingManager
+OffloadingSpec = base.OffloadingSpec
+OffloadingWorker = base.OffloadingWorker
+PrepareStoreOutput = base.PrepareStoreOutput
+RequestOffloadingContext = base.RequestOffloadingContext
+TransferResult = base.TransferResult
+
+_EVENT_FIELDS = _field_names(OffloadingEvent)
+
+
+def load_sources() -> tuple[Any, Any] | None:
+    """(host memory, disk) as vLLM names where a hit came from; None before 0.32."""
+    if not hasattr(OffloadingManager, "get_load_source"):
+        return None
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    return CacheHitSource.HOST, CacheHitSource.DISK
+
+
+def has_config_info() -> bool:
+    """Whether vLLM publishes ``vllm:kv_offload_config_info`` (0.33)."""
+    return hasattr(OffloadingManager, "config_info")
+
+
+def new_stats() -> Any:
+    """An empty OffloadingConnectorStats."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+
+    return OffloadingConnectorStats()
+
+
+def make_event(keys: list[bytes], *, removed: bool, tier: str | None = None, locality: str = "LOCAL") -> Any:
+    """An OffloadingEvent of host memory (``tier`` None) or of a tier below it."""
+    if tier is None:
+        return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed)
+    # removal_expected: vLLM keeps a stored chunk's payload until every residency it was told of is removed.
+    told = {"ownership": tier, "locality": Locality(locality), "removal_expected": True}
+    known = {name: value for name, value in told.items() if name in _EVENT_FIELDS}
+    return OffloadingEvent(keys=keys, medium=Medium.STORAGE, removed=removed, **known)
+
+
+def tiers_allowed(req_context: Any, localities: Set[str]) -> tuple[bool, bool]:
+    """(host memory, any tier below it) that a request may load from: its ``kv_load_tiers``.
+
+    ``localities``: LOCAL or REMOTE, of the tiers there are.
+    """
+    allowed = getattr(req_context, "load_tier_filter", None)
+    if allowed is None:
+        return True, True
+    storage = any(allowed.allows(Medium.STORAGE, Locality(name)) for name in localities)
+    return bool(allowed.allows(Medium.CPU, Locality.LOCAL)), storage
+
+
+def group_has_window(group: Any) -> bool | None:
+    """Whether a group of the OffloadingConfig forgets blocks behind a window; None before 0.33."""
+    if not hasattr(group, "sliding_window_size_in_chunks"):
+        return None
+    return group.sliding_window_size_in_chunks is not None
+
+
+def current_vllm_config() -> Any | None:
+    """The VllmConfig of this process, if it is inside vLLM's context (workers are, the scheduler is not)."""
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+
+        return get_current_vllm_config_or_none()
+    except ImportError:
+        return None
+
+
+def layer_has_window(layer: Any, vllm_config: Any) -> bool:
+    """Whether a layer's cache is anything but full attention. Raises what vLLM raises for odd layers."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return not isinstance(layer.get_kv_cache_spec(vllm_config), FullAttentionSpec)
+
+
+def block_hash_seed(algorithm: str) -> tuple[str, bool]:
+    """(the seed of vLLM's block hashes in hex or as text, whether each process draws another one).
+
+    vLLM sets NONE_HASH only after the manager was made, so the seed is resolved as it will do it.
+    """
+    try:
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+
+        hash_function: Callable[[Any], bytes] = get_hash_fn_by_name(algorithm)
+        seed = resolve_none_hash_seed(hash_function)
+        if seed != resolve_none_hash_seed(hash_function):
+            return os.urandom(16).hex(), True
+        return hash_function(seed).hex(), False
+    except (ImportError, ValueError, TypeError):
+        return os.environ.get("PYTHONHASHSEED", "unknown"), False

@@ -1,0 +1,166 @@
+"""What the workers know and the scheduler must: facts that each rank publishes in the region, as JSON.
+
+vLLM sets its VllmConfig in the workers but not around the manager, and there is no channel from worker to
+scheduler; the region's control page carries at most 4095 bytes of text for each rank.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kv_offload.log import get_logger
+from kv_offload.model_identity import model_identity
+from kv_offload.namespace import GroupFacts, NamespaceFacts, setting_text
+
+from . import compat
+
+logger = get_logger(__name__)
+
+MAX_FINGERPRINT_BYTES = 4095
+UNKNOWN = "unknown"
+
+
+def worker_fingerprint(config: Any, device_type: str, copier: str, pages: Sequence[Sequence[int]]) -> str:
+    """One rank's facts. ``pages``: bytes of one block of each ref, per group position.
+
+    Long values are replaced by their digest, so that the text fits in the control page.
+    """
+    vllm_config = compat.current_vllm_config()
+    layout = [
+        (list(group.layer_names), list(sizes)) for group, sizes in zip(config.groups, pages, strict=True)
+    ]
+    facts: dict[str, Any] = {
+        "copier": copier,
+        "shard": _digest(setting_text(layout)),  # may differ between ranks (pipeline stages)
+        "settings": {"device": device_type} | (_settings(vllm_config, config) if vllm_config else {}),
+    }
+    if vllm_config is not None:
+        facts["model"] = {
+            "revision": getattr(vllm_config.model_config, "revision", None),
+            "cache_dir": getattr(vllm_config.load_config, "download_dir", None),
+        }
+        facts["hash_algorithm"] = vllm_config.cache_config.prefix_caching_hash_algo
+        facts["windowed"] = _windowed(vllm_config, config)
+    text = json.dumps(facts, sort_keys=True, default=str)
+    if len(text.encode()) > MAX_FINGERPRINT_BYTES:
+        facts["settings"] = {"digest": _digest(setting_text(facts["settings"]))}
+        text = json.dumps(facts, sort_keys=True, default=str)
+    return text
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _settings(vllm_config: Any, config: Any) -> dict[str, str]:
+    """Settings that change the bytes of a block, beside those that the OffloadingConfig names."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    settings: dict[str, Any] = {
+        "compute_dtype": getattr(model, "dtype", None),
+        "quantization": getattr(model, "quantization", None),
+        "hf_overrides": getattr(model, "hf_overrides", None) or None,
+        "calculate_kv_scales": getattr(cache, "calculate_kv_scales", None),
+        "kv_cache_dtype": getattr(cache, "cache_dtype", None),
+        "mamba_cache_dtype": getattr(cache, "mamba_cache_dtype", None),
+        "mamba_ssm_cache_dtype": getattr(cache, "mamba_ssm_cache_dtype", None),
+        "backends": _backends(vllm_config, config),
+    }
+    rope = getattr(getattr(model, "hf_text_config", None), "rope_scaling", None) or {}
+    if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in ("longrope", "su", "dynamic"):
+        settings["max_model_len"] = model.max_model_len  # chooses the rotation of every position
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "model", None)
+    if draft is not None:
+        settings["draft_model"] = draft
+    texts = {name: setting_text(value) for name, value in settings.items() if value is not None}
+    return {name: text if len(text) <= 128 else _digest(text) for name, text in texts.items()}
+
+
+def _layers(vllm_config: Any, config: Any) -> list[list[Any]]:
+    known = vllm_config.compilation_config.static_forward_context
+    return [[known[name] for name in group.layer_names if name in known] for group in config.groups]
+
+
+def _backends(vllm_config: Any, config: Any) -> list[str]:
+    """Names of the attention backends: each lays a page out in its own way."""
+    names = set()
+    try:
+        for layer in (layer for layers in _layers(vllm_config, config) for layer in layers):
+            backend = getattr(layer, "attn_backend", None)
+            names.add(backend.get_name() if backend is not None else type(layer).__name__)
+    except Exception as error:  # a layer of a shape we do not know tells less, and serves all the same
+        logger.debug("attention backends are not in the namespace: %s", error)
+    return sorted(names)
+
+
+def _windowed(vllm_config: Any, config: Any) -> list[bool] | None:
+    """Per group position whether it forgets blocks behind a window; None when a layer does not say."""
+    told = [compat.group_has_window(group) for group in config.groups]
+    if None not in told:
+        return [bool(value) for value in told]
+    try:
+        groups = _layers(vllm_config, config)
+        if not all(groups):
+            return None
+        return [compat.layer_has_window(layers[0], vllm_config) for layers in groups]
+    except Exception as error:
+        logger.debug("which groups have a window is not known: %s", error)
+        return None
+
+
+def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
+    """The facts of all ranks as one: rank 0's, the settings all agree on, windows that any rank saw.
+
+    Raises ValueError when two ranks contradict each other in what must be equal.
+    """
+    ranks = [json.loads(text) for text in texts]
+    merged = dict(ranks[0])
+    for key in ("settings", "hash_algorithm", "model"):
+        for rank, facts in enumerate(ranks):
+            if key != "settings" and facts.get(key) != merged.get(key):
+                raise ValueError(
+                    f"rank {rank} has {key} {facts.get(key)!r}, rank 0 has {merged.get(key)!r}; "
+                    "all ranks of one engine must be started with the same settings"
+                )
+    merged["settings"] = dict(merged["settings"])
+    if any(facts["settings"] != merged["settings"] for facts in ranks):  # stages with other backends
+        merged["settings"]["ranks"] = _digest(setting_text([facts["settings"] for facts in ranks]))
+    merged["shards"] = _digest(setting_text([facts["shard"] for facts in ranks]))
+    windowed = [facts["windowed"] for facts in ranks if facts.get("windowed") is not None]
+    merged["windowed"] = [any(flags) for flags in zip(*windowed, strict=True)] if windowed else None
+    return merged
+
+
+def namespace_facts(
+    config: Any, shard_bytes: Sequence[Sequence[int]], merged: Mapping[str, Any], replicated: bool
+) -> tuple[NamespaceFacts, bool]:
+    """(everything the records' bytes depend on, whether the hash seed is drawn anew by each process).
+
+    ``shard_bytes``: [group position][area]. ``merged``: of merge_fingerprints.
+    """
+    algorithm = merged.get("hash_algorithm", UNKNOWN)
+    seed, seed_is_random = compat.block_hash_seed(algorithm)
+    model = merged.get("model", {})
+    parallel = config.parallel
+    settings = dict(merged["settings"]) | {"shards": merged["shards"]}
+    facts = NamespaceFacts(
+        model=model_identity(config.model.name, model.get("revision"), cache_dir=model.get("cache_dir")),
+        kv_dtype=config.model.dtype,
+        kv_cache_layout=str(getattr(config, "kv_cache_layout", None)),
+        groups=tuple(
+            GroupFacts(group.group_id, group.tokens_per_block, len(group.layer_names), tuple(shards))
+            for group, shards in zip(config.groups, shard_bytes, strict=True)
+        ),
+        blocks_per_chunk=config.cache.blocks_per_chunk,
+        tokens_per_hash=config.cache.tokens_per_hash,
+        hash_algorithm=algorithm,
+        hash_seed=seed,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        pcp_size=getattr(parallel, "pcp_size", 1),
+        dcp_size=getattr(parallel, "dcp_size", 1),
+        world_size=parallel.world_size,
+        replicated=replicated,
+        settings=settings,
+    )
+    return facts, seed_is_random

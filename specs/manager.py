@@ -1,0 +1,219 @@
+"""The scheduler side: vLLM's OffloadingManager over the core's TieredCache. Thin; no loop over keys."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kv_offload.log import get_logger
+
+from . import compat
+from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, RequestOffloadingContext
+from .load_spec import RowLoadStoreSpec, no_rows
+from .request import RequestState, request_hints
+from .watch import HitWatch
+
+if TYPE_CHECKING:
+    from kv_offload._core import Metrics, TieredCache
+
+logger = get_logger(__name__)
+
+_GAUGE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class ManagerOptions:
+    """What the manager needs beside the cache and its metrics."""
+
+    # Original ids of groups that forget blocks behind a window; None: not known.
+    windowed_groups: frozenset[int] | None = None
+    tiers: Mapping[str, str] = field(default_factory=dict)  # name of each tier below -> LOCAL or REMOTE
+    event_tiers: Set[str] = frozenset()  # names of those that publish KV events
+    info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
+
+
+class KVOffloadManager(OffloadingManager):
+    """Every decision is the core's; here vLLM's words become its calls.
+
+    One thread (the scheduler's). ``lookup`` is a builtin of the core set on the instance, because vLLM calls
+    it for each key of each waiting request in each step.
+    """
+
+    def __init__(
+        self,
+        cache: "TieredCache",
+        metrics: "Metrics",
+        options: ManagerOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache = cache
+        self._metrics = metrics
+        self._options = options or ManagerOptions()
+        self._clock = clock
+        self._localities = frozenset(self._options.tiers.values()) or frozenset({"LOCAL"})
+        self._next_gauges = 0.0
+        self._watch = HitWatch(metrics, ("cpu", *self._options.tiers))
+        self._generation = 0
+        self._closed = False
+        results = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY)
+        self._results = results
+        self._sources = compat.load_sources()
+        self.lookup = cache.make_lookup(results, self._handle_of)  # type: ignore[method-assign,assignment]
+
+    # ---- requests
+
+    def on_new_request(self, req_context: Any) -> Any:
+        """A request arrived. Its id may have been used before; its context has not."""
+        self._begin(req_context)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """No more lookups or offers of this request; completions of its jobs may still come."""
+        state = req_context.get_state(RequestState)
+        if state is None or state.handle < 0:
+            return
+        self._cache.end_request(state.handle)
+        state.handle = -1
+        self._cache.forget_context()
+
+    def _begin(self, req_context: Any) -> RequestState:
+        load_from_cpu, load_from_tiers = compat.tiers_allowed(req_context, self._localities)
+        handle = self._cache.begin_request(
+            req_context.req_id,
+            load_from_cpu=load_from_cpu,
+            load_from_tiers=load_from_tiers,
+            **request_hints(req_context.kv_transfer_params),
+        )
+        state = RequestState(handle, self._generation)
+        req_context.set_state(state)
+        return state
+
+    def _state(self, req_context: Any) -> RequestState:
+        state: RequestState | None = req_context.get_state(RequestState)
+        if state is None or state.handle < 0:
+            return self._begin(req_context)
+        return state
+
+    def _handle_of(self, req_context: Any) -> int:
+        return self._state(req_context).handle
+
+    # ---- lookup and load
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        """Is this chunk loadable now. Each instance has the core's builtin under this name instead."""
+        return self._results[self._cache.lookup(self._handle_of(req_context), key)]
+
+    def get_load_source(self, key: bytes, req_context: Any) -> Any:
+        """Where the bytes of a hit came from: host memory, or the disk they were fetched from."""
+        assert self._sources is not None  # vLLM 0.31 does not ask
+        host, disk = self._sources
+        return host if self._cache.load_source(key) < 0 else disk
+
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> RowLoadStoreSpec:
+        """Pin chunks that all were hits in this step, and name their rows."""
+        ticket, rows, group_rows = self._cache.prepare_load(self._handle_of(req_context), _sequence(keys))
+        return RowLoadStoreSpec(ticket, rows, group_rows)
+
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
+        """All ranks have loaded."""
+        self._cache.complete_load(keys)  # type: ignore[arg-type]
+
+    # ---- store
+
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> Any:
+        """Rows for the chunks of ``keys`` that are new, as many from the left as fit. Never None: what does
+        not fit now is not worth a warning in each step."""
+        state = self._state(req_context)
+        offered = _sequence(keys)
+        if state.generation != self._generation:
+            offered = self._trusted_after_reset(offered)
+        if not offered:
+            return PrepareStoreOutput([], no_rows(), [])
+        depths = _depths(offered, req_context)
+        accepted, ticket, rows, group_rows, evicted = self._cache.prepare_store(state.handle, offered, depths)
+        return PrepareStoreOutput(accepted, RowLoadStoreSpec(ticket, rows, group_rows), evicted)
+
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+        """All ranks have reported. Whether the copies succeeded stands in the region, under the ticket."""
+        self._cache.complete_store(keys, success)  # type: ignore[arg-type]
+
+    def _trusted_after_reset(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """vLLM 0.32 and 0.33 offer all chunks of a running request again after reset_cache(), those whose
+        blocks fell behind a window and hold other bytes now included. So such a request stores nothing of a
+        windowed group any more; nothing at all where vLLM does not say which groups have a window."""
+        windowed = self._options.windowed_groups
+        if windowed is None:
+            return []
+        if not windowed:
+            return keys
+        return [key for key in keys if int.from_bytes(key[-4:], "big") not in windowed]
+
+    # ---- step, reset, end
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Poll the tiers, make plans for waiting requests, let deadlines pass."""
+        self._cache.end_step()
+
+    def has_pending_work(self) -> bool:
+        """Whether a request waits for us: keeps an idle engine stepping."""
+        return self._cache.has_pending_work()
+
+    def reset_cache(self) -> None:
+        """Forget everything, in memory and on every tier."""
+        self._generation += 1
+        self._cache.reset()
+        self._cache.forget_context()
+
+    def on_reset_flushed(self) -> None:
+        """vLLM 0.33: the jobs of before the reset ended. The ranks say so themselves, by ticket."""
+
+    def shutdown(self) -> None:
+        """Shed queued writes, let what runs end, close the tiers. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._cache.close()
+
+    # ---- what is told
+
+    def take_events(self) -> Iterable[Any]:
+        """KV events of host memory and of every tier that publishes them."""
+        for keys, on_storage, removed, tier in self._cache.take_events():
+            if not on_storage:
+                yield compat.make_event(keys, removed=removed)
+            elif tier in self._options.event_tiers:
+                yield compat.make_event(keys, removed=removed, tier=tier, locality=self._options.tiers[tier])
+
+    def get_stats(self) -> Any | None:
+        """Changes of our metrics since the last call, None when there are none. Called in every step."""
+        now = self._clock()
+        if now >= self._next_gauges:
+            self._next_gauges = now + _GAUGE_SECONDS
+            self._cache.publish_gauges()
+            self._watch.look(now)
+        changes = self._metrics.drain()
+        if not changes:
+            return None
+        stats = compat.new_stats()
+        for name, kind, labels, value in changes:
+            if isinstance(value, list):
+                for observation in value:
+                    stats.observe_histogram(name, observation, labels)
+            elif kind == "counter":
+                stats.increase_counter(name, value, labels)
+            else:
+                stats.set_gauge(name, value, labels)
+        return stats
+
+    def config_info(self) -> Sequence[Mapping[str, str]]:
+        """Labels of ``vllm:kv_offload_config_info`` (0.33)."""
+        return [dict(self._options.info)]
+
+
+def _sequence(keys: Collection[bytes]) -> Sequence[bytes]:
+    return keys if isinstance(keys, (list, tuple)) else list(keys)
+
+
+def _depths(keys: Sequence[bytes], req_context: Any) -> list[int] | None:
+    """How many tokens of prefix each key stands for, where vLLM knows it of all of them."""
+    depths = list(map(req_context.get_offload_key_position, keys))
+    return None if None in depths else depths

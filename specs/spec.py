@@ -1,0 +1,238 @@
+"""The spec: what vLLM makes in every process, to ask it for a manager (scheduler) or a worker (each rank).
+
+Importing this module starts nothing and loads no extension: the API server asks it for metric names only.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kv_offload import __version__
+from kv_offload.config import OffloadConfig
+from kv_offload.log import get_logger
+from kv_offload.machine import cautions, tier_bounds
+from kv_offload.metrics import metric_definitions
+from kv_offload.namespace import NamespaceFacts, random_seed_warning
+from kv_offload.sizing import Geometry, boot_line
+
+from .compat import OffloadingSpec, base
+from .facts import merge_fingerprints, namespace_facts
+
+if TYPE_CHECKING:
+    from kv_offload._core import FsTier, HostRegion, TieredCache
+
+    from .manager import KVOffloadManager
+    from .worker import KVOffloadWorker
+
+logger = get_logger(__name__)
+
+RANKS_DEADLINE_SECONDS = 120.0
+INFO_LABELS = ("version", "namespace", "layout", "copier", "cpu_bytes_to_use", "tiers", "eviction_policy")
+
+
+class KVOffloadSpec(OffloadingSpec):
+    """KV cache in host memory and on storage; see ``kv_offload.config.OffloadConfig`` for its settings."""
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Every metric that ``get_stats`` may report, as vLLM's /metrics declares them."""
+        return {
+            definition.name: _metric_metadata(definition.type, definition)
+            for definition in metric_definitions()
+        }
+
+    @classmethod
+    def config_info_keys(cls, extra_config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Labels of ``vllm:kv_offload_config_info`` that the manager fills (0.33)."""
+        return INFO_LABELS
+
+    def __init__(self, config: Any) -> None:
+        """Raises ValueError, with all that is wrong with the configuration in one text."""
+        super().__init__(config)
+        self._options = OffloadConfig.from_extra_config(config.extra_config)
+        # With a replicated cache (pure MLA under TP) only rank 0 stores, and all load from one area.
+        self.replicated_layout = bool(getattr(config, "replicated_layout", False))
+        if getattr(config, "canonical_layout", False):
+            self.replicated_layout = False  # vLLM then makes every rank store
+            logger.warning(
+                "canonical_layout is ignored: chunks are kept as each rank holds them, so another "
+                "tensor-parallel size does not find them again"
+            )
+        self._manager: KVOffloadManager | None = None
+        self._worker: KVOffloadWorker | None = None
+
+    def get_worker(self, kv_caches: Any) -> "KVOffloadWorker":
+        """This rank's worker. Raises ValueError or ResourceError, naming what to change."""
+        if self._worker is None:
+            from .worker import make_worker
+
+            self._worker = make_worker(self.config, self._options, self.replicated_layout, kv_caches)
+        return self._worker
+
+    def get_manager(self) -> "KVOffloadManager":
+        """The scheduler's manager; waits for the ranks. Raises ValueError or ResourceError."""
+        if self._manager is None:
+            self._manager = self._make_manager()
+        return self._manager
+
+    @property
+    def num_areas(self) -> int:
+        return 1 if self.replicated_layout else int(self.config.parallel.world_size)
+
+    def _make_manager(self) -> "KVOffloadManager":
+        from kv_offload import _core
+
+        from .manager import KVOffloadManager, ManagerOptions
+
+        options = self._options
+        region = self._attach()
+        shard_bytes, merged = self._geometry(region)
+        facts, seed_is_random = namespace_facts(self.config, shard_bytes, merged, self.replicated_layout)
+        if seed_is_random and options.secondary_tiers:
+            logger.warning(random_seed_warning(facts.hash_algorithm))
+        bounds = tier_bounds(options)
+        for caution in cautions(options):
+            logger.warning(caution)
+        windowed = merged["windowed"]
+        metrics = _core.Metrics()
+        cache = self._make_cache(region, metrics, shard_bytes, windowed, self._make_tiers(bounds, facts))
+        parallel = self.config.parallel
+        address = options.metrics_address(None, parallel.world_size, parallel.data_parallel_index)
+        if address is not None:
+            metrics.expose(address)
+        geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes)
+        logger.info(
+            boot_line(
+                options,
+                bounds,
+                geometry,
+                copier=merged["copier"],
+                namespace=facts.short_id(),
+                version=__version__,
+            )
+        )
+        return KVOffloadManager(
+            cache,
+            metrics,
+            ManagerOptions(
+                windowed_groups=self._windowed_groups(windowed),
+                tiers={
+                    name: tier.locality or "LOCAL"
+                    for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
+                },
+                event_tiers=frozenset(
+                    name
+                    for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
+                    if tier.enable_kv_events
+                ),
+                info=self._info(merged["copier"], facts),
+            ),
+        )
+
+    def _attach(self) -> "HostRegion":
+        from kv_offload import _core
+
+        world_size = self.config.parallel.world_size
+        region = _core.HostRegion.attach_scheduler(
+            self.config.engine_id,
+            self._options.cpu_bytes_to_use,
+            self.num_areas,
+            world_size,
+            huge_pages=self._options.huge_pages,
+        )
+        try:
+            region.wait_for_ranks(RANKS_DEADLINE_SECONDS)
+        except _core.ResourceError as error:
+            raise _core.ResourceError(
+                f"{error}; all ranks of an engine must be on this host (several hosts are not supported)"
+            ) from error
+        return region
+
+    def _geometry(self, region: "HostRegion") -> tuple[list[list[int]], dict[str, Any]]:
+        """([group position][area] bytes of a chunk, the facts of all ranks)."""
+        ranks = [region.geometry(rank) for rank in range(self.config.parallel.world_size)]
+        per_area = [shards for shards, _ in ranks[: self.num_areas]]
+        for rank, (shards, _) in enumerate(ranks):
+            if len(shards) != len(self.config.groups) or (self.replicated_layout and shards != per_area[0]):
+                raise ValueError(
+                    f"rank {rank} has chunks of {shards} bytes for {len(self.config.groups)} cache groups, "
+                    f"rank 0 of {per_area[0]}; the ranks of this engine do not run the same model"
+                )
+        by_group = [[shards[group] for shards in per_area] for group in range(len(self.config.groups))]
+        return by_group, merge_fingerprints([text for _, text in ranks])
+
+    def _tokens_per_chunk(self) -> list[int]:
+        return [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]
+
+    def _make_tiers(self, bounds: Sequence[int], facts: NamespaceFacts) -> "list[FsTier]":
+        from kv_offload import _core
+
+        return [
+            _core.FsTier(
+                root_dir=tier.root_dir,
+                max_bytes=bound,
+                namespace_id=facts.namespace_id(),
+                namespace_json=facts.readable_json(),
+                name=name,
+                fsync=tier.fsync,
+                o_direct=tier.o_direct,
+                n_read_threads=tier.n_read_threads,
+                n_write_threads=tier.n_write_threads,
+                op_deadline_seconds=tier.op_deadline_seconds,
+                eviction_policy=self._options.eviction_policy,
+                write_policy=tier.write_policy,
+            )
+            for name, tier, bound in zip(
+                self._options.tier_names(), self._options.secondary_tiers, bounds, strict=True
+            )
+        ]
+
+    def _make_cache(
+        self,
+        region: "HostRegion",
+        metrics: Any,
+        shard_bytes: Sequence[Sequence[int]],
+        windowed: Sequence[bool] | None,
+        tiers: "Sequence[FsTier]",
+    ) -> "TieredCache":
+        from kv_offload import _core
+
+        return _core.TieredCache(
+            region,
+            metrics,
+            group_ids=[group.group_id for group in self.config.groups],
+            tokens_per_chunk=self._tokens_per_chunk(),
+            shard_bytes=shard_bytes,
+            full_attention=() if windowed is None else [not flag for flag in windowed],
+            tiers=tiers,
+            eviction_policy=self._options.eviction_policy,
+            load_policy=self._options.load_policy,
+            lookup_deadline_seconds=self._options.lookup_deadline_seconds,
+            keep_events=self.kv_events_config.enable_kv_cache_events,
+        )
+
+    def _windowed_groups(self, windowed: Sequence[bool] | None) -> frozenset[int] | None:
+        if windowed is None:
+            return None
+        pairs = zip(self.config.groups, windowed, strict=True)
+        return frozenset(group.group_id for group, flag in pairs if flag)
+
+    def _info(self, copier: str, facts: NamespaceFacts) -> dict[str, str]:
+        return {
+            "version": __version__,
+            "namespace": facts.short_id(),
+            "layout": facts.kv_cache_layout,
+            "copier": copier,
+            "cpu_bytes_to_use": str(self._options.cpu_bytes_to_use),
+            "tiers": ",".join(self._options.tier_names()),
+            "eviction_policy": self._options.eviction_policy,
+        }
+
+
+def _metric_metadata(kind: str, definition: Any) -> Any:
+    if kind == "counter":
+        return base.OffloadingCounterMetadata(definition.documentation, tuple(definition.labels))
+    if kind == "gauge":
+        return base.OffloadingGaugeMetadata(definition.documentation, tuple(definition.labels))
+    return base.OffloadingHistogramMetadata(
+        definition.documentation, tuple(definition.labels), buckets=tuple(definition.buckets)
+    )

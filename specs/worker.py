@@ -1,0 +1,202 @@
+"""The worker side: one rank's copies between its cache blocks and its area of the host region."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kv_offload.config import OffloadConfig
+from kv_offload.log import get_logger
+from kv_offload.machine import check_root
+from kv_offload.sizes import format_bytes
+
+from . import compat
+from .compat import OffloadingWorker, TransferResult
+from .facts import worker_fingerprint
+from .load_spec import RowLoadStoreSpec
+
+if TYPE_CHECKING:
+    from kv_offload._core import HostRegion, RankWorker
+
+logger = get_logger(__name__)
+
+_PROGRESS_SECONDS = 3.0
+
+
+class KVOffloadWorker(OffloadingWorker):
+    """Hands jobs to the core and results back. One thread (the model runner's).
+
+    vLLM allows no failure here. A store that failed is reported under its ticket, in the region, and its
+    chunks never become a hit; a load of a hit reads pinned host memory, where storage cannot fail.
+    """
+
+    def __init__(self, rank_worker: "RankWorker") -> None:
+        self._rank_worker = rank_worker
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: RowLoadStoreSpec) -> bool:
+        """Cache blocks -> rows. Never blocks, always True."""
+        self._submit(job_id, True, src_spec, dst_spec)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: RowLoadStoreSpec, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        """Rows -> cache blocks. Never blocks, always True. ``expedited``: vLLM waits for it in this step."""
+        self._submit(job_id, False, dst_spec, src_spec, expedited)
+        return True
+
+    def _submit(
+        self, job_id: int, store: bool, blocks: Any, rows: RowLoadStoreSpec, expedited: bool = False
+    ) -> None:
+        self._rank_worker.submit(
+            job_id,
+            rows.ticket,
+            store,
+            blocks.block_ids,
+            blocks.group_sizes,
+            blocks.block_indices,
+            rows.rows,
+            rows.group_rows,
+            expedited,
+        )
+
+    def get_finished(self) -> list[Any]:
+        """TransferResults of jobs that ended since the last call."""
+        return [
+            TransferResult(job_id, True, size, seconds) for job_id, size, seconds in self._rank_worker.poll()
+        ]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return when these jobs no longer touch cache memory. Ids may be finished or unknown."""
+        self._rank_worker.wait(job_ids)
+
+    def describe(self) -> str:
+        """Which copier runs and how."""
+        return self._rank_worker.describe()
+
+    def shutdown(self) -> None:
+        """Let running copies end and give the memory back. Idempotent."""
+        self._rank_worker.close()
+
+
+def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches: Any) -> KVOffloadWorker:
+    """Attach this rank to the engine's region and start its copier.
+
+    Raises ValueError for what is not supported (several hosts, an unknown device), ResourceError for what
+    the machine does not have; each names what to change.
+    """
+    from kv_offload import _core
+
+    parallel = config.parallel
+    refuse_several_hosts()
+    tensors = [entry.tensor for entry in kv_caches.tensors]
+    pages = [[ref.page_size_bytes for ref in refs] for refs in kv_caches.group_data_refs]
+    copier, device = choose_copier(tensors)
+    area = 0 if replicated else parallel.rank
+    if parallel.rank == 0:
+        _check_roots(options)
+    region = _core.HostRegion.attach_worker(
+        config.engine_id,
+        options.cpu_bytes_to_use,
+        1 if replicated else parallel.world_size,
+        parallel.world_size,
+        parallel.rank,
+        [config.cache.blocks_per_chunk * sum(sizes) for sizes in pages],
+        worker_fingerprint(config, tensors[0].device.type, copier, pages),
+        huge_pages=options.huge_pages,
+    )
+    for name in region.swept:
+        logger.warning("removed %s from shared memory: left by an engine that died while it started", name)
+    if options.prefault and (not replicated or parallel.rank == 0):
+        _prefault(region, area, parallel.world_size)
+    metrics = _core.Metrics()
+    address = options.metrics_address(parallel.rank, parallel.world_size, parallel.data_parallel_index)
+    if address is not None:
+        metrics.expose(address)
+    rank_worker = _core.RankWorker(
+        region,
+        parallel.rank,
+        metrics,
+        copier=copier,
+        tensors=[(t.data_ptr(), t.shape[0], t.stride(0) * t.element_size()) for t in tensors],
+        groups=[
+            [(ref.tensor_idx, ref.page_size_bytes) for ref in refs] for refs in kv_caches.group_data_refs
+        ],
+        blocks_per_chunk=config.cache.blocks_per_chunk,
+        area=area,
+        threads=options.copy_threads,
+        device=device,
+        keep_alive=tensors,
+    )
+    logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())
+    return KVOffloadWorker(rank_worker)
+
+
+def refuse_several_hosts() -> None:
+    """Raises ValueError when this engine's ranks are on more than one host, as far as vLLM says."""
+    vllm_config = compat.current_vllm_config()
+    hosts = getattr(getattr(vllm_config, "parallel_config", None), "nnodes_within_dp", 1)
+    if isinstance(hosts, int) and hosts > 1:
+        raise ValueError(
+            f"KVOffloadSpec keeps one engine's KV cache on one host, and this engine spans {hosts}: "
+            "serve with tensor and pipeline parallelism inside a host, and data parallelism across hosts"
+        )
+
+
+def choose_copier(tensors: list[Any]) -> tuple[str, int]:
+    """(copier of the core, device ordinal or -1) for these cache tensors. Raises ValueError."""
+    from kv_offload import _core
+
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if len(devices) != 1:
+        raise ValueError(
+            f"the KV cache is on {len(devices)} devices ({', '.join(devices)}); one is supported"
+        )
+    device = tensors[0].device
+    if device.type == "cpu":
+        return "host", -1
+    if device.type != "cuda":
+        raise ValueError(f"the KV cache is on {devices[0]}; supported are cpu and cuda")
+    reason = _core.cuda_unavailable_reason()
+    if reason:
+        raise ValueError(f"the KV cache is on {devices[0]}, and this build cannot copy from there: {reason}")
+    if device.index is not None:
+        return "cuda", device.index
+    import torch
+
+    return "cuda", torch.cuda.current_device()
+
+
+def _check_roots(options: OffloadConfig) -> None:
+    problems = [problem for tier in options.secondary_tiers for problem in check_root(tier)]
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _prefault(region: "HostRegion", area: int, world_size: int) -> None:
+    """Touch this rank's area now, so that no store waits for pages; with a line every few seconds."""
+    threads = max(1, min(8, (os.cpu_count() or 1) // world_size))
+    started = time.monotonic()
+    region.prefault(area, threads, progress_logger(started))
+    logger.info(
+        "area %d: %s of host memory ready in %.1f s",
+        area,
+        format_bytes(region.area_bytes),
+        time.monotonic() - started,
+    )
+
+
+def progress_logger(
+    started: float, clock: Callable[[], float] = time.monotonic
+) -> Callable[[int, int], None]:
+    """A callback (done, total) in bytes that logs at most once every few seconds."""
+    next_line = started + _PROGRESS_SECONDS
+
+    def progress(done: int, total: int) -> None:
+        nonlocal next_line
+        if clock() < next_line:
+            return
+        next_line = clock() + _PROGRESS_SECONDS
+        logger.info("preparing host memory: %s of %s", format_bytes(done), format_bytes(total))
+
+    return progress
