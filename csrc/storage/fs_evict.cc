@@ -19,18 +19,19 @@ Status FsStore::reserve(std::uint64_t bytes) {
   for (int attempt = 0; attempt < kReserveAttempts; ++attempt) {
     std::uint64_t missing = 0;
     status = open_.ledger->reserve(bytes, &missing);
-    if (status || missing == 0 || bytes > options_.max_bytes || !make_room(missing)) return status;
+    if (status || missing == 0 || bytes > options_.max_bytes) return status;
+    if (!open_.lease->try_take()) {
+      open_.ledger->ask_room(bytes);  // the evictor's next tick
+      return status;
+    }
+    if (!make_room(missing)) return status;
   }
   return status;
 }
 
-// Order: what nobody can hit any more, our records by policy, at last those of
+// REQUIRES: the lease. Order: what nobody can hit any more, our records by policy, at last those of
 // namespaces that others have open.
 bool FsStore::make_room(std::uint64_t bytes) {
-  if (!open_.lease->try_take()) {
-    open_.ledger->ask_room(bytes);
-    return false;
-  }
   // What is not in the catalogue yet may be older than what is.
   if (!scan_complete_.load() || !own_counted_.load()) return false;
   const MutexLock lock(evict_mutex_);

@@ -29,6 +29,7 @@ Status FsStore::probe(std::uint32_t leaf) {
 }
 
 void FsStore::start() {
+  if (open_.fresh) return;
   if (open_.lease->try_take()) {
     (void)open_.ledger->trusted();  // distrusts another boot's
     recount();

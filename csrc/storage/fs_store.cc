@@ -13,9 +13,16 @@ FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
       generation_(std::move(open_.generation)),
       leaf_states_(layout::kLeaves, LeafState::kUnknown),
       leaf_bytes_(layout::kLeaves, 0),
-      last_write_back_(clock.now()) {}
+      last_write_back_(clock.now()),
+      scan_complete_(open_.fresh),
+      counted_(open_.fresh) {}
 
 FsStore::~FsStore() = default;
+
+void FsStore::release() {
+  open_.lease->release();
+  open_.open_mark.reset();
+}
 
 std::shared_ptr<Generation> FsStore::generation() const {
   const MutexLock lock(mutex_);

@@ -44,6 +44,9 @@ class FsStore {
   Status make_generation() EXCLUDES(generation_mutex_);
   void write_back_touches();
 
+  // When no op can come any more: others may evict, and take the namespace.
+  void release();
+
   // ---- any thread, never block on storage
   Presence presence(const ChunkKey& key, bool* start_probe);
   void give_up_probe(std::uint32_t leaf);

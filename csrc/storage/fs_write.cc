@@ -137,7 +137,7 @@ Status FsStore::make_leaf(const Generation& generation, std::uint32_t leaf, Rese
                            generation.path + "/" + path);
     }
     FileInfo info;
-    if (ops_.stat(generation.directory.get(), path, &info) != 0) continue;
+    if (ops_.stat(generation.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
     reservation->used += info.disk_bytes;
     if (path.size() > 2) {
       const MutexLock lock(mutex_);

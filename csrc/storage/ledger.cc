@@ -202,4 +202,8 @@ bool Lease::try_take() {
   return true;
 }
 
+void Lease::release() {
+  if (held_.exchange(false)) (void)lock_file(ops_, fd_.get(), LOCK_UN);
+}
+
 }  // namespace kv_offload

@@ -74,6 +74,7 @@ class Lease {
   bool held() const { return held_.load(std::memory_order_acquire); }
   // True when held afterwards. Does not wait. Any thread.
   bool try_take();
+  void release();
 
  private:
   FileOps& ops_;
