@@ -71,6 +71,8 @@ class ChunkIndex {
   // Any state -> absent. The caller frees the row. REQUIRES: no pins but the
   // first one of a filling/fetching entry.
   void erase(Slot slot);
+  // All entries -> absent, whatever their pins. The caller has dealt with rows.
+  void clear();
   void pin(Slot slot);
   void unpin(Slot slot);
   void access(Slot slot);  // recency; only resident entries matter
