@@ -2,6 +2,8 @@
 
 import os
 import re
+import stat
+import struct
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from kv_offload.config import DEFAULT_DISK_SHARE, FsTierConfig, OffloadConfig
 from kv_offload.sizes import format_bytes
 
 _RECORD_NAME = re.compile(r"[0-9a-f]+\.([0-9]+)\.rec")  # the size is in the name (csrc/storage/fs_tier.h)
+_LEDGER = struct.Struct("<8sQQ")  # magic, trusted, bytes: the head of Ledger::Page in csrc/storage/ledger.cc
 _HEADER_BYTES = 4096
 _SMALLEST_RECORD = 64 << 10  # what must fit when the record size is not known yet
 
@@ -31,7 +34,21 @@ def free_bytes(root_dir: str) -> int:
 
 
 def held_bytes(root_dir: str) -> int:
-    """Bytes of the files below ``root_dir``; 0 when it is not there. Records tell it by their names."""
+    """Bytes of the files below ``root_dir``, about; 0 when it is not there.
+
+    From the root's own account when it has one, else by walking: records tell their size by their names.
+    """
+    try:
+        with open(os.path.join(root_dir, "ledger"), "rb") as file:
+            magic, trusted, total = _LEDGER.unpack(file.read(_LEDGER.size))
+        if magic == b"KVOLEDG1" and trusted:
+            return int(total)
+    except (OSError, struct.error):
+        pass
+    return _walked_bytes(root_dir)
+
+
+def _walked_bytes(root_dir: str) -> int:
     total, directories = 0, [root_dir]
     while directories:
         try:
@@ -105,14 +122,24 @@ def _memory_remedy(limited_by: str) -> str:
 
 
 def check_root(tier: FsTierConfig, record_bytes: int = 0) -> list[str]:
-    """Why this root cannot be used, each naming what was asked, what is there and the setting."""
+    """Why this root cannot be used, each naming what was asked, what is there and the setting.
+
+    The same refusals as the core's when it opens the root, before anything is made.
+    """
     root = tier.root_dir
     there = existing_part(root)
     asked = f"root_dir {root}"
     if not there.is_dir():
         return [f"{asked}: {there} is not a directory; choose another root_dir"]
+    if Path(root).is_symlink():
+        return [f"{asked} is a symbolic link; give the directory it points to: {os.path.realpath(root)}"]
     problems = []
-    if there == Path(root) and there.stat().st_uid != os.geteuid():
+    if there == Path(root) and there.stat().st_mode & stat.S_IWOTH:
+        problems.append(
+            f"{asked} can be written by every user: chmod 700 it, or name a directory below it, "
+            f"such as {root}/kv"
+        )
+    elif there == Path(root) and there.stat().st_uid != os.geteuid():
         problems.append(
             f"{asked} belongs to user {there.stat().st_uid}, this process is user {os.geteuid()}: "
             "chown it, or name a directory below it that this user makes"

@@ -22,7 +22,7 @@ struct CopyResult {
   std::uint64_t job_id = 0;
   Ticket ticket = kNoTicket;
   CopyDirection direction = CopyDirection::kStore;
-  Status status;                    // kDevice on failure
+  Status status{};                  // kDevice on failure
   std::uint64_t failed_groups = 0;  // bit per group position
   std::uint64_t bytes = 0;
   std::uint64_t segments = 0;

@@ -42,11 +42,11 @@ struct CopyJob {
   Ticket ticket = kNoTicket;
   CopyDirection direction = CopyDirection::kStore;
   bool expedited = false;
-  std::vector<std::int64_t> block_ids;       // concatenated by group
-  std::vector<std::uint32_t> group_sizes;    // blocks per group position
-  std::vector<std::uint64_t> block_indices;  // logical index of each group's first block
-  std::vector<RowId> rows;                   // concatenated by group
-  std::vector<std::uint32_t> group_rows;     // rows per group position
+  std::vector<std::int64_t> block_ids{};       // concatenated by group
+  std::vector<std::uint32_t> group_sizes{};    // blocks per group position
+  std::vector<std::uint64_t> block_indices{};  // logical index of each group's first block
+  std::vector<RowId> rows{};                   // concatenated by group
+  std::vector<std::uint32_t> group_rows{};     // rows per group position
 };
 
 // One contiguous copy: cache byte address <-> offset in this rank's area.

@@ -3,6 +3,9 @@
 //
 //   [ control | area 0 | area 1 | ... | area N-1 ]
 //
+// The control page comes on top of cpu_bytes_to_use: 4 KiB, and 264 KiB for each
+// worker (< 2% where a worker's part of the region is >= 16 MiB).
+//
 // A row is the same place (RowId = 4 KiB page number) in every area, so a rank
 // touches, pins and prefaults only its own area, and a record is gathered from
 // all areas by one vectored call.
@@ -14,6 +17,11 @@
 // nobody holds are leftovers of a crash before that point and are swept by the
 // next attach. All sizes are checked against free shm and the cgroup limit
 // BEFORE anything is allocated.
+//
+// Memory is taken by prefault(), which reports a tmpfs or cgroup that filled up
+// in between as a Status. In an area that was not prefaulted a copy takes the
+// pages itself, and dies by SIGBUS when none are left: prefault before copying.
+// (System calls on such pages fail with EFAULT.) Areas are left out of core dumps.
 //
 // Threads: attach, wait_for_ranks, prefault: one thread. The rest: any thread.
 #pragma once
@@ -50,13 +58,17 @@ struct RankGeometry {
 };
 
 enum class TicketResult : std::uint8_t {
-  kPending,  // some rank has not reported
+  kPending,  // some rank that must has not reported
   kDone,     // every rank reported; see failed_groups
 };
 
+// Who gets a job and so reports its ticket: all workers, but of a replicated cache
+// (num_areas 1, several workers) only rank 0 stores.
+enum class TicketKind : std::uint8_t { kStore, kLoad };
+
 class HostRegion {
  public:
-  static constexpr std::size_t kTicketSlots = 32768;
+  static constexpr std::size_t kTicketSlots = 16384;
 
   // Attach as the scheduler. Throws ResourceError (naming asked, available and
   // cpu_bytes_to_use) or InvalidArgument; then nothing is left behind.
@@ -83,17 +95,21 @@ class HostRegion {
 
   // Populate this process's own area (worker: its area; scheduler: none unless
   // asked) with MADV_POPULATE_WRITE on `threads` threads, `progress(done, total)`
-  // called from the calling thread now and then.
+  // called from the calling thread now and then. no_space, naming the limit and
+  // the setting, when memory ran out; what was populated stays until the end.
   Status prefault(std::uint32_t index, unsigned threads,
                   const std::function<void(std::uint64_t, std::uint64_t)>& progress = {});
 
-  // Control page: job results. Worker `rank` reports one ticket once;
+  // Control page: job results. Worker `rank` reports one ticket once, from one
+  // thread at a time;
   // bit g of failed_groups = group position g's bytes must never become a hit.
   void report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups);
-  // Scheduler: `ranks` = how many workers must report (those that got the job).
-  // On kDone, *failed_groups is the union. A slot overwritten by a later ticket
-  // (ring wrapped) counts as done with every group failed.
-  TicketResult result(Ticket ticket, std::uint64_t* failed_groups) const;
+  // Scheduler: kDone when every worker that got the job has reported; then
+  // *failed_groups is the union. A result overwritten by one kTicketSlots later
+  // (ring wrapped) counts as done with every group failed (all bits). REQUIRES:
+  // tickets are given out ascending, ticket != kNoTicket.
+  TicketResult result(Ticket ticket, std::uint64_t* failed_groups,
+                      TicketKind kind = TicketKind::kStore) const;
   // Heartbeat of each worker, nanoseconds of CLOCK_MONOTONIC; 0 = never.
   void beat(std::uint32_t rank);
   std::uint64_t heartbeat(std::uint32_t rank) const;

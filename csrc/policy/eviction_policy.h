@@ -29,7 +29,7 @@ struct EntryInfo {
 class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
-  // A new entry, unpinned, most recent.
+  // REQUIRES: unknown. A new entry, unpinned, most recent. All others: known.
   virtual void insert(Slot slot, const EntryInfo& info) = 0;
   // A hit (lookup that led to a load, or a load).
   virtual void access(Slot slot) = 0;

@@ -5,8 +5,11 @@
 //     kv_offload.json          format of the root
 //     ledger, lease            byte account and evictor's lease shared by the processes
 //     <namespace hex>/namespace.json            readable, verified at open
+//     <namespace hex>/open                      locked (shared) by all that have it open
 //     <namespace hex>/g<generation>/ab/cd/<key hex>.<size>.rec
-//     .../<same directory>/.tmp-<pid>-<n>       temporaries, counted, swept
+//     .../<same directory>/.tmp-<pid>-<writer>-<n>   temporaries, counted; locked by
+//                                               their writer, swept when they are not
+// Other files under the root count against the bound and are left alone.
 //
 // write: reserve bytes -> temporary -> (fsync) -> rename -> catalogue. A failed
 // write leaves no temporary and no entry. read: open, verify length, header, key,
@@ -36,7 +39,8 @@ class FileOps;
 struct FsTierOptions {
   std::string name = "fs";
   std::string root_dir;
-  std::uint64_t max_bytes = 0;  // hard bound on the whole root
+  std::uint64_t max_bytes = 0;     // hard bound on the whole root
+  std::uint64_t record_bytes = 0;  // largest record to come, for the checks at start; 0: unknown
   NamespaceId namespace_id{};
   std::string namespace_json;  // written beside, compared at open
   FsyncMode fsync = FsyncMode::kNone;
@@ -45,7 +49,11 @@ struct FsTierOptions {
   unsigned n_write_threads = 2;
   Nanos op_deadline{std::chrono::seconds(10)};  // an op older than this trips the breaker
   std::string eviction_policy = "lru";
-  const Clock* clock = nullptr;  // null: a steady clock of its own
+  // How long close() waits, in real time, for a thread that is stuck in the
+  // kernel. Later the thread is let go with all it needs (see tier.h).
+  Nanos close_wait{std::chrono::seconds(10)};
+  // Both outlive the tier and any thread it had to let go.
+  const Clock* clock = nullptr;  // null: a steady clock
   FileOps* file_ops = nullptr;   // null: POSIX
 };
 

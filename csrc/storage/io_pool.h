@@ -1,17 +1,24 @@
 // IoPool: threads that run ops in two lanes. Reads go first; writes never
-// starve (one write is started for every kReadsPerWrite reads while both wait,
-// and write threads are their own). An op is a function that ends in a Status;
-// the pool knows nothing of files. Each op has a tag and a deadline: one that
-// has not started by then ends kTimeout without running. cancel() ends a queued
-// op kCancelled. Every submitted op ends exactly once in `done`.
+// starve: read threads take reads only; write threads take reads too while any
+// wait, but start one write for every kReadsPerWrite reads started meanwhile.
+// An op is a function that ends in a Status; the pool knows nothing of files.
+// Each op has a tag and a deadline: one that has not started by then ends
+// kTimeout without running (noticed by a thread that comes free, or by
+// expire()). cancel() ends a queued op kCancelled. Every submitted op ends
+// exactly once in `done`.
 //
-// `done` runs on the pool's thread (or the caller's, for cancel and close) and
-// must not throw or block.
+// `done` runs on the pool's thread (or the caller's, for cancel, fail_queued,
+// expire and close) without any lock of the pool, and must not throw or block.
+//
+// A thread stuck inside `run` blocks no call here. close() waits for it at most
+// close_wait of real time and then lets the thread go: the thread owns what it
+// still needs of the pool, runs `done` when it comes back, and reads no clock.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/clock.h"
@@ -25,10 +32,13 @@ struct IoPoolOptions {
   unsigned read_threads = 2;
   unsigned write_threads = 1;
   const Clock* clock = nullptr;  // required; outlives the pool
+  Nanos close_wait{std::chrono::seconds(10)};
 };
 
 class IoPool {
  public:
+  static constexpr unsigned kReadsPerWrite = 8;
+
   struct Op {
     std::uint64_t tag = 0;
     Lane lane = Lane::kRead;
@@ -42,18 +52,26 @@ class IoPool {
 
   void submit(std::vector<Op> ops);
   bool cancel(std::uint64_t tag);
+  // Ends every queued op with this status; what runs goes on.
+  void fail_queued(const Status& status);
+  void fail_queued(Lane lane, const Status& status);
+  // Ends queued ops whose deadline has passed, even while all threads are stuck.
+  void expire();
   // Refuse new (kUnavailable), cancel what is queued, wait for what runs, join.
-  void close();
+  // False when a thread was stuck and let go. Idempotent.
+  bool close();
 
   struct Depth {
     std::uint32_t queued = 0, running = 0;
     double oldest_seconds = 0;  // since submit, of ops queued or running
   };
   Depth depth(Lane lane) const;
+  // When the longest-running op that started after `after` was started.
+  std::optional<Nanos> oldest_start(Nanos after) const;
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  struct State;
+  std::shared_ptr<State> state_;
 };
 
 }  // namespace kv_offload

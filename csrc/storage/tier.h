@@ -36,8 +36,12 @@ struct TierOp {
   std::uint32_t group = 0;  // group position, stored in the record and checked
   std::uint32_t depth = 0;  // hint for the tier's eviction policy
   // The chunk's shards, one per area with bytes, page-aligned; the record's
-  // payload is their concatenation, each padded to 4 KiB. Read: filled and
-  // verified before the op completes ok; garbage on failure.
+  // payload is their concatenation, each padded to 4 KiB. The bytes behind a
+  // shard up to the next 4 KiB are part of the row: a write makes them zero, a
+  // read fills them. Read: filled and verified before the op completes ok;
+  // garbage on failure. An op that is stuck in the kernel does NOT complete
+  // until the kernel lets go of the memory, whatever its deadline, and not at
+  // all when the tier was closed meanwhile: until then the row stays the op's.
   std::vector<Shard> shards;
   // Absolute time after which the op is not started any more (kTimeout). 0 = none.
   Nanos deadline{0};
@@ -97,7 +101,11 @@ class Tier {
   // anybody who starts later or by us; the bytes are reclaimed behind.
   virtual Status reset() = 0;
   virtual TierStats stats() const = 0;
-  // Refuse new ops, cancel the queued writes, finish what runs, join. Idempotent.
+  // Refuse new ops, cancel what is queued, finish what runs, join. Idempotent;
+  // poll() still hands out what completed. A thread that does not come back in
+  // a bounded time (a hung mount) is let go, with shared ownership of all of the
+  // tier that it touches: the row of an op that has not completed after close()
+  // may still be written and must not be freed or reused.
   virtual void close() = 0;
 
   // Is this op's device busy or slow: estimated seconds until a read of `bytes`

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import struct
 import subprocess
 import sys
 
@@ -349,6 +350,20 @@ def test_root_below_a_file_is_refused(tmp_path):
     assert "is not a directory" in problem
 
 
+def test_a_link_as_root_is_answered_with_where_it_points(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path / "link")}]))
+    assert problem.endswith(f"is a symbolic link; give the directory it points to: {tmp_path}/there")
+
+
+def test_a_root_that_everybody_may_write_is_refused(tmp_path):
+    tmp_path.chmod(0o1777)
+    (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}]))
+    assert "can be written by every user" in problem
+    assert checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path / "kv")}])) == []
+
+
 def test_root_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}]))
@@ -382,6 +397,19 @@ def test_a_tier_without_bound_gets_half_of_free_and_held(tmp_path, monkeypatch):
     (records / ".tmp-1-1").write_bytes(b"x" * 100)
     assert held_bytes(str(tmp_path)) == 600
     assert tier_bounds(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}])) == (800,)
+
+
+def test_the_account_of_a_root_is_believed_when_it_is_trusted(tmp_path):
+    (tmp_path / "abcd.500.rec").write_text("")
+    ledger = tmp_path / "ledger"
+    for head, expected in (
+        (struct.pack("<8sQQ", b"KVOLEDG1", 1, 7000), 7000),
+        (struct.pack("<8sQQ", b"KVOLEDG1", 0, 7000), 500 + 24),
+        (struct.pack("<8sQQ", b"SOMEELSE", 1, 7000), 500 + 24),
+        (b"torn", 500 + 4),
+    ):
+        ledger.write_bytes(head)
+        assert held_bytes(str(tmp_path)) == expected
 
 
 def test_unbounded_tiers_of_one_disk_share_it(tmp_path, monkeypatch):

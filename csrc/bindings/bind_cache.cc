@@ -1,0 +1,195 @@
+#include <algorithm>
+#include <charconv>
+
+#include "bindings/bindings.h"
+#include "bindings/bound_cache.h"
+#include "bindings/lookup.h"
+
+namespace kv_offload::bindings {
+namespace {
+
+using Cache = std::shared_ptr<BoundCache>;
+
+LoadPolicy load_policy_of(std::string_view text) {
+  return one_of<LoadPolicy>(
+      "load_policy", text,
+      {{"auto", LoadPolicy::kAuto}, {"always", LoadPolicy::kAlways}, {"never", LoadPolicy::kNever}});
+}
+
+std::vector<GroupGeometry> groups_of(const std::vector<std::uint32_t>& group_ids,
+                                     const std::vector<std::uint32_t>& tokens_per_chunk,
+                                     const std::vector<std::vector<std::uint64_t>>& shard_bytes,
+                                     const HostRegion& region) {
+  if (tokens_per_chunk.size() != group_ids.size() || shard_bytes.size() != group_ids.size()) {
+    throw_invalid("{} group_ids, {} tokens_per_chunk, {} shard_bytes: give one of each per group",
+                  group_ids.size(), tokens_per_chunk.size(), shard_bytes.size());
+  }
+  std::vector<GroupGeometry> groups(group_ids.size());
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    if (shard_bytes[g].size() != region.num_areas()) {
+      throw_invalid("shard_bytes of group position {} has {} entries: the region has {} areas", g,
+                    shard_bytes[g].size(), region.num_areas());
+    }
+    groups[g].group_id = group_ids[g];
+    groups[g].tokens_per_chunk = tokens_per_chunk[g];
+    std::copy(shard_bytes[g].begin(), shard_bytes[g].end(), groups[g].shard_bytes.begin());
+  }
+  return groups;
+}
+
+Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> metrics,
+                 const std::vector<std::uint32_t>& group_ids,
+                 const std::vector<std::uint32_t>& tokens_per_chunk,
+                 const std::vector<std::vector<std::uint64_t>>& shard_bytes, std::vector<bool> full_attention,
+                 const std::vector<FsTierSpec>& tiers, std::string eviction_policy,
+                 const std::string& load_policy, double lookup_deadline_seconds, bool keep_events) {
+  CacheOptions options;
+  options.groups = groups_of(group_ids, tokens_per_chunk, shard_bytes, *region);
+  options.full_attention = std::move(full_attention);
+  options.eviction_policy = std::move(eviction_policy);
+  options.load_policy = load_policy_of(load_policy);
+  options.lookup_deadline = to_nanos(lookup_deadline_seconds, "lookup_deadline_seconds");
+  options.keep_events = keep_events;
+  auto bound = std::make_shared<BoundCache>();
+  bound->region = std::move(region);
+  bound->metrics = std::move(metrics);
+
+  const py::gil_scoped_release release;
+  std::vector<std::unique_ptr<Tier>> opened;
+  for (const FsTierSpec& tier : tiers) {
+    options.tiers.push_back(tier.slot);
+    opened.push_back(make_fs_tier(tier.options));
+  }
+  bound->cache = std::make_unique<TieredCache>(std::move(options), *bound->region, std::move(opened),
+                                               *bound->metrics, bound->clock);
+  return bound;
+}
+
+RequestHandle begin_request(const Cache& self, const std::string& request_id, bool load_from_cpu,
+                            bool load_from_tiers, bool skip_store,
+                            const std::optional<std::string>& load_policy, std::int32_t priority) {
+  RequestOptions options;
+  options.load_from_cpu = load_from_cpu;
+  options.load_from_tiers = load_from_tiers;
+  options.skip_store = skip_store;
+  if (load_policy) options.load_policy = load_policy_of(*load_policy);
+  options.priority = priority;
+  return self->cache->begin_request(request_id, options);
+}
+
+py::array_t<std::uint32_t> to_array(const std::vector<RowId>& rows) {
+  return py::array_t<std::uint32_t>(static_cast<py::ssize_t>(rows.size()), rows.data());
+}
+
+py::tuple prepare_load(const Cache& self, RequestHandle request, const py::object& keys) {
+  const RowTransfer transfer = self->cache->prepare_load(request, to_keys(keys));
+  return py::make_tuple(transfer.ticket, to_array(transfer.rows), to_tuple(transfer.group_rows));
+}
+
+py::tuple prepare_store(const Cache& self, RequestHandle request, const py::sequence& keys,
+                        const std::optional<std::vector<std::uint32_t>>& depths) {
+  const std::vector<ChunkKey> offered = to_keys(keys);
+  if (depths && depths->size() != offered.size()) {
+    throw_invalid("{} depths for {} keys: give one per key, or none", depths->size(), offered.size());
+  }
+  const StoreGrant grant = self->cache->prepare_store(
+      request, offered, depths ? std::span<const std::uint32_t>(*depths) : std::span<const std::uint32_t>());
+  py::list accepted(grant.accepted.size());
+  for (std::size_t i = 0; i < grant.accepted.size(); ++i) accepted[i] = keys[grant.accepted[i]];
+  return py::make_tuple(std::move(accepted), grant.transfer.ticket, to_array(grant.transfer.rows),
+                        to_tuple(grant.transfer.group_rows), to_bytes_list(grant.evicted));
+}
+
+py::list take_events(const Cache& self) {
+  py::list events;
+  for (const CacheEvent& event : self->cache->take_events()) {
+    events.append(py::make_tuple(to_bytes_list(event.keys), event.storage, event.removed, event.owner));
+  }
+  return events;
+}
+
+py::dict stats(const Cache& self) {
+  using namespace py::literals;
+  const TieredCache::Stats stats = self->cache->stats();
+  return py::dict("resident_chunks"_a = stats.resident_chunks, "resident_bytes"_a = stats.resident_bytes,
+                  "capacity_bytes"_a = stats.capacity_bytes, "pinned_chunks"_a = stats.pinned_chunks,
+                  "quarantined_rows"_a = stats.quarantined_rows,
+                  "waiting_requests"_a = stats.waiting_requests, "requests"_a = stats.requests);
+}
+
+py::dict tier_stats(const Cache& self, std::size_t tier) {
+  using namespace py::literals;
+  const auto& tiers = self->cache->tiers();
+  if (tier >= tiers.size()) throw_invalid("tier {} is not there: the cache has {}", tier, tiers.size());
+  const TierStats stats = tiers[tier]->stats();
+  return py::dict(
+      "name"_a = tiers[tier]->name(), "bytes"_a = stats.bytes, "capacity_bytes"_a = stats.capacity_bytes,
+      "chunks"_a = stats.chunks, "evicted_bytes"_a = stats.evicted_bytes, "direct_ops"_a = stats.direct_ops,
+      "buffered_ops"_a = stats.buffered_ops, "queued_reads"_a = stats.queued_reads,
+      "queued_writes"_a = stats.queued_writes, "oldest_read_seconds"_a = stats.oldest_read_seconds,
+      "oldest_write_seconds"_a = stats.oldest_write_seconds, "scan_complete"_a = stats.scan_complete,
+      "available"_a = stats.available, "breaker_trips"_a = stats.breaker_trips);
+}
+
+// Calls that go to storage or wait for it.
+template <auto Method>
+void released(const Cache& self) {
+  const py::gil_scoped_release release;
+  (self->cache.get()->*Method)();
+}
+
+}  // namespace
+
+void bind_cache(py::module_& module) {
+  py::class_<BoundCache, Cache>(module, "TieredCache")
+      .def(py::init(&make_cache), py::arg("region").none(false), py::arg("metrics").none(false),
+           py::kw_only(), py::arg("group_ids"), py::arg("tokens_per_chunk"), py::arg("shard_bytes"),
+           py::arg("full_attention") = std::vector<bool>{}, py::arg("tiers") = std::vector<FsTierSpec>{},
+           py::arg("eviction_policy") = "lru", py::arg("load_policy") = "auto",
+           py::arg("lookup_deadline_seconds") = 5.0, py::arg("keep_events") = false)
+      .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
+           py::arg("load_from_cpu") = true, py::arg("load_from_tiers") = true, py::arg("skip_store") = false,
+           py::arg("load_policy") = py::none(), py::arg("priority") = 0)
+      .def(
+          "end_request",
+          [](const Cache& self, RequestHandle request) {
+            forget_context(*self);
+            self->cache->end_request(request);
+          },
+          py::arg("request"))
+      .def("make_lookup", &make_lookup, py::arg("results"), py::arg("handle_of"))
+      .def("forget_context", [](const Cache& self) { forget_context(*self); })
+      .def(
+          "lookup",
+          [](const Cache& self, RequestHandle request, const py::object& key) {
+            return static_cast<int>(self->cache->lookup(request, to_key(key)));
+          },
+          py::arg("request"), py::arg("key"))
+      .def(
+          "load_source",
+          [](const Cache& self, const py::object& key) { return self->cache->load_source(to_key(key)); },
+          py::arg("key"))
+      .def("prepare_load", &prepare_load, py::arg("request"), py::arg("keys"))
+      .def(
+          "complete_load",
+          [](const Cache& self, const py::object& keys) { self->cache->complete_load(to_keys(keys)); },
+          py::arg("keys"))
+      .def("prepare_store", &prepare_store, py::arg("request"), py::arg("keys"),
+           py::arg("depths") = py::none())
+      .def(
+          "complete_store",
+          [](const Cache& self, const py::object& keys, bool success) {
+            self->cache->complete_store(to_keys(keys), success);
+          },
+          py::arg("keys"), py::arg("success") = true)
+      .def("end_step", [](const Cache& self) { self->cache->end_step(); })
+      .def("has_pending_work", [](const Cache& self) { return self->cache->has_pending_work(); })
+      .def("reset", &released<&TieredCache::reset>)
+      .def("take_events", &take_events)
+      .def("publish_gauges", [](const Cache& self) { self->cache->publish_gauges(); })
+      .def("stats", &stats)
+      .def("tier_stats", &tier_stats, py::arg("tier"))
+      .def("close", &released<&TieredCache::close>);
+}
+
+}  // namespace kv_offload::bindings

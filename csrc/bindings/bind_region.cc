@@ -1,0 +1,139 @@
+#include <algorithm>
+#include <exception>
+
+#include "bindings/bindings.h"
+#include "memory/host_region.h"
+
+namespace kv_offload::bindings {
+namespace {
+
+RegionOptions region_options(std::string engine_id, std::uint64_t bytes, std::uint32_t num_areas,
+                             std::uint32_t num_workers, std::string shm_directory, bool huge_pages) {
+  RegionOptions options;
+  options.engine_id = std::move(engine_id);
+  options.bytes = bytes;
+  options.num_areas = num_areas;
+  options.num_workers = num_workers;
+  options.shm_directory = std::move(shm_directory);
+  options.huge_pages = huge_pages;
+  return options;
+}
+
+std::shared_ptr<HostRegion> attach_scheduler(std::string engine_id, std::uint64_t bytes,
+                                             std::uint32_t num_areas, std::uint32_t num_workers,
+                                             std::string shm_directory, bool huge_pages) {
+  const py::gil_scoped_release release;
+  return HostRegion::attach_scheduler(region_options(std::move(engine_id), bytes, num_areas, num_workers,
+                                                     std::move(shm_directory), huge_pages));
+}
+
+std::shared_ptr<HostRegion> attach_worker(std::string engine_id, std::uint64_t bytes, std::uint32_t num_areas,
+                                          std::uint32_t num_workers, std::uint32_t rank,
+                                          std::vector<std::uint64_t> shard_bytes, std::string fingerprint,
+                                          std::string shm_directory, bool huge_pages) {
+  const py::gil_scoped_release release;
+  return HostRegion::attach_worker(region_options(std::move(engine_id), bytes, num_areas, num_workers,
+                                                  std::move(shm_directory), huge_pages),
+                                   rank, RankGeometry{std::move(shard_bytes), std::move(fingerprint)});
+}
+
+// In slices, so that Ctrl-C ends the wait.
+void wait_for_ranks(const HostRegion& region, double timeout_seconds) {
+  constexpr Nanos kSlice = std::chrono::milliseconds(200);
+  Nanos left = to_nanos(timeout_seconds, "timeout_seconds");
+  while (true) {
+    const Nanos slice = std::min(left, kSlice);
+    Status status;
+    {
+      const py::gil_scoped_release release;
+      status = region.wait_for_ranks(slice);
+    }
+    left -= slice;
+    if (status.is_ok()) return;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (status.kind() != StatusKind::kTimeout || left <= Nanos(0)) raise_unless_ok(status);
+  }
+}
+
+void check_area(const HostRegion& region, std::uint32_t index) {
+  if (index >= region.num_areas()) {
+    throw_invalid("area {} is not there: the region has areas 0 to {}", index, region.num_areas() - 1);
+  }
+}
+
+py::array_t<std::uint8_t> area(const std::shared_ptr<HostRegion>& region, std::uint32_t index) {
+  check_area(*region, index);
+  const auto bytes = region->area(index);
+  return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(bytes.size()),
+                                   reinterpret_cast<std::uint8_t*>(bytes.data()), py::cast(region));
+}
+
+// What `progress` raises is kept until the region's threads have joined.
+void prefault(HostRegion& region, std::uint32_t index, unsigned threads, const py::object& progress) {
+  check_area(region, index);
+  std::exception_ptr raised;
+  std::function<void(std::uint64_t, std::uint64_t)> report;
+  if (!progress.is_none()) {
+    report = [&progress, &raised](std::uint64_t done, std::uint64_t total) {
+      const py::gil_scoped_acquire acquire;
+      if (raised) return;
+      try {
+        progress(done, total);
+      } catch (...) {
+        raised = std::current_exception();
+      }
+    };
+  }
+  Status status;
+  {
+    const py::gil_scoped_release release;
+    status = region.prefault(index, threads, report);
+  }
+  if (raised) std::rethrow_exception(raised);
+  raise_unless_ok(status);
+}
+
+std::optional<std::uint64_t> result(const HostRegion& region, Ticket ticket) {
+  std::uint64_t failed_groups = 0;
+  if (region.result(ticket, &failed_groups) == TicketResult::kPending) return std::nullopt;
+  return failed_groups;
+}
+
+}  // namespace
+
+void bind_region(py::module_& module) {
+  py::class_<HostRegion, std::shared_ptr<HostRegion>>(module, "HostRegion")
+      .def_static("attach_scheduler", &attach_scheduler, py::arg("engine_id"), py::arg("bytes"),
+                  py::arg("num_areas"), py::arg("num_workers"), py::arg("shm_directory") = "/dev/shm",
+                  py::arg("huge_pages") = true)
+      .def_static("attach_worker", &attach_worker, py::arg("engine_id"), py::arg("bytes"),
+                  py::arg("num_areas"), py::arg("num_workers"), py::arg("rank"), py::arg("shard_bytes"),
+                  py::arg("fingerprint"), py::arg("shm_directory") = "/dev/shm", py::arg("huge_pages") = true)
+      .def("wait_for_ranks", &wait_for_ranks, py::arg("timeout_seconds"))
+      .def(
+          "geometry",
+          [](const HostRegion& self, std::uint32_t rank) {
+            RankGeometry geometry = self.geometry(rank);
+            return py::make_tuple(std::move(geometry.shard_bytes), std::move(geometry.fingerprint));
+          },
+          py::arg("rank"))
+      .def_property_readonly("num_areas", &HostRegion::num_areas)
+      .def_property_readonly("area_bytes", &HostRegion::area_bytes)
+      .def_property_readonly("swept", &HostRegion::swept)
+      .def("area", &area, py::arg("index"))
+      .def("prefault", &prefault, py::arg("index"), py::arg("threads"), py::arg("progress") = py::none())
+      .def("report", &HostRegion::report, py::arg("rank"), py::arg("ticket"), py::arg("failed_groups"))
+      .def("result", &result, py::arg("ticket"));
+
+  module.def("sweep_leftovers", &sweep_leftovers, py::arg("shm_directory") = "/dev/shm",
+             py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "memory_headroom",
+      [](const std::string& shm_directory) {
+        MemoryHeadroom headroom = memory_headroom(shm_directory);
+        return py::make_tuple(headroom.bytes, std::move(headroom.limited_by));
+      },
+      py::arg("shm_directory") = "/dev/shm");
+}
+
+}  // namespace kv_offload::bindings

@@ -1,0 +1,14 @@
+// The extension module kv_offload._core; its face is kv_offload/_core.pyi.
+#include "bindings/bindings.h"
+
+PYBIND11_MODULE(_core, module) {
+  namespace bindings = kv_offload::bindings;
+  module.doc() = "The C++ core of kv_offload.";
+  module.attr("__version__") = KV_OFFLOAD_VERSION;
+  bindings::bind_base(module);
+  bindings::bind_metrics(module);
+  bindings::bind_region(module);
+  bindings::bind_fs(module);
+  bindings::bind_cache(module);
+  bindings::bind_worker(module);
+}

@@ -1,0 +1,71 @@
+# Libraries by find_package or find_library. One that is missing stops the build
+# with the name of the Debian package, or is fetched at a pinned commit when
+# KV_OFFLOAD_FETCH is ON.
+include(FetchContent)
+find_package(Threads REQUIRED)
+
+function(kv_offload_missing library package)
+  message(FATAL_ERROR
+    "${library} was not found. On Debian or Ubuntu: apt install ${package}. "
+    "Or configure with -DKV_OFFLOAD_FETCH=ON to build a pinned version of it.")
+endfunction()
+
+# Fetches a library and adds its targets without its install rules, so that a
+# wheel holds nothing of it but what is linked. Sets <name>_SOURCE_DIR.
+macro(kv_offload_fetch name repository commit)
+  message(STATUS "Fetching ${name} at ${commit}")
+  # SOURCE_SUBDIR names nothing on purpose: add_subdirectory is called below.
+  FetchContent_Declare(${name} GIT_REPOSITORY ${repository} GIT_TAG ${commit} SOURCE_SUBDIR not_there)
+  FetchContent_MakeAvailable(${name})
+  if(EXISTS ${${name}_SOURCE_DIR}/CMakeLists.txt)
+    add_subdirectory(${${name}_SOURCE_DIR} ${${name}_BINARY_DIR} EXCLUDE_FROM_ALL)
+  endif()
+endmacro()
+
+find_package(fmt CONFIG QUIET)
+if(NOT fmt_FOUND)
+  if(NOT KV_OFFLOAD_FETCH)
+    kv_offload_missing(fmt libfmt-dev)
+  endif()
+  kv_offload_fetch(fmt https://github.com/fmtlib/fmt.git a33701196adfad74917046096bf5a2aa0ab0bb50)  # 9.1.0
+endif()
+
+add_library(kv_offload_prometheus INTERFACE)
+find_package(prometheus-cpp CONFIG QUIET)
+if(NOT prometheus-cpp_FOUND)
+  if(NOT KV_OFFLOAD_FETCH)
+    kv_offload_missing(prometheus-cpp prometheus-cpp-dev)
+  endif()
+  set(ENABLE_PUSH OFF)
+  set(ENABLE_TESTING OFF)
+  set(ENABLE_COMPRESSION OFF)
+  kv_offload_fetch(prometheus-cpp https://github.com/jupp0r/prometheus-cpp.git
+    c9ffcdda9086ffd9e1283ea7a0276d831f3c8a8d)  # 1.1.0
+endif()
+target_link_libraries(kv_offload_prometheus INTERFACE prometheus-cpp::core prometheus-cpp::pull)
+
+add_library(kv_offload_xxhash INTERFACE)
+find_path(KV_OFFLOAD_XXHASH_INCLUDE xxhash.h)
+find_library(KV_OFFLOAD_XXHASH_LIBRARY xxhash)
+if(KV_OFFLOAD_XXHASH_INCLUDE AND KV_OFFLOAD_XXHASH_LIBRARY)
+  target_include_directories(kv_offload_xxhash INTERFACE ${KV_OFFLOAD_XXHASH_INCLUDE})
+  target_link_libraries(kv_offload_xxhash INTERFACE ${KV_OFFLOAD_XXHASH_LIBRARY})
+elseif(KV_OFFLOAD_FETCH)
+  kv_offload_fetch(xxhash https://github.com/Cyan4973/xxHash.git
+    bbb27a5efb85b92a0486cf361a8635715a53f6ba)  # 0.8.2, used as headers
+  target_include_directories(kv_offload_xxhash INTERFACE ${xxhash_SOURCE_DIR})
+  target_compile_definitions(kv_offload_xxhash INTERFACE XXH_INLINE_ALL)
+else()
+  kv_offload_missing(xxhash libxxhash-dev)
+endif()
+
+if(KV_OFFLOAD_DEVELOPER)
+  find_package(GTest CONFIG QUIET)
+  if(NOT TARGET GTest::gmock)
+    if(NOT KV_OFFLOAD_FETCH)
+      kv_offload_missing(googletest "libgtest-dev libgmock-dev")
+    endif()
+    kv_offload_fetch(googletest https://github.com/google/googletest.git
+      f8d7d77c06936315286eb55f8de22cd23c188571)  # 1.14.0
+  endif()
+endif()

@@ -1,0 +1,169 @@
+#include "memory/control_page.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+namespace kv_offload {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x6B765F6F66666C64;  // "kv_offld"
+constexpr std::uint32_t kVersion = 1;
+constexpr std::size_t kMostGroups = 64;  // as bits in failed_groups
+constexpr std::size_t kMostFingerprint = 4095;
+constexpr std::size_t kWorkerBytes = 8192;
+constexpr std::uint64_t kAllGroups = ~std::uint64_t{0};
+
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+
+void check_equal(const char* what, std::uint64_t mine, std::uint64_t theirs) {
+  if (mine == theirs) return;
+  throw_invalid(
+      "{} is {} in this process and {} in the process that made the host memory region: all ranks and the "
+      "scheduler of one engine need the same configuration",
+      what, mine, theirs);
+}
+
+}  // namespace
+
+struct ControlPage::Header {
+  std::atomic<std::uint64_t> magic;
+  std::uint32_t version;
+  Sizes sizes;
+  std::atomic<std::uint32_t> scheduler;  // 1: attached
+  std::atomic<std::uint32_t> attached;   // scheduler and workers
+};
+
+struct ControlPage::Worker {
+  std::atomic<std::uint32_t> attached;
+  std::atomic<std::uint32_t> published;  // after all of the geometry
+  std::atomic<std::uint64_t> heartbeat;
+  std::uint32_t num_groups;
+  std::uint32_t fingerprint_bytes;
+  std::array<std::uint64_t, kMostGroups> shard_bytes;
+  std::array<char, kMostFingerprint> fingerprint;
+};
+
+// A slot serves ticket after ticket. Before failed_groups of the next is there,
+// ticket is 0: a reader that finds the same ticket before and after it read
+// failed_groups has read what belongs to it.
+struct ControlPage::Slot {
+  std::atomic<std::uint64_t> ticket;
+  std::atomic<std::uint64_t> failed_groups;
+};
+
+std::uint64_t ControlPage::bytes(std::uint32_t num_workers) {
+  static_assert(sizeof(Header) <= kPageBytes && sizeof(Worker) <= kWorkerBytes && sizeof(Slot) == 16);
+  return kPageBytes + num_workers * (kWorkerBytes + HostRegion::kTicketSlots * sizeof(Slot));
+}
+
+std::uint64_t ControlPage::padded_bytes(std::uint32_t num_workers) {
+  return round_up(bytes(num_workers), kHugePageBytes);
+}
+
+void ControlPage::initialise(std::byte* base, const Sizes& sizes) {
+  auto* header = new (base) Header{};
+  header->version = kVersion;
+  header->sizes = sizes;
+  header->magic.store(kMagic, std::memory_order_release);
+}
+
+ControlPage::ControlPage(std::byte* base, const Sizes& mine) : base_(base), num_workers_(mine.num_workers) {
+  if (header().magic.load(std::memory_order_acquire) != kMagic) {
+    throw_resource("the shared memory file of this engine id is not a region: serve under another engine id");
+  }
+  if (header().version != kVersion) {
+    throw_resource(
+        "the host memory region has format {}, this process knows {}: all processes of one engine need the "
+        "same version of this package",
+        header().version, kVersion);
+  }
+  const Sizes& theirs = header().sizes;
+  check_equal("cpu_bytes_to_use", mine.bytes, theirs.bytes);
+  check_equal("the number of workers", mine.num_workers, theirs.num_workers);
+  check_equal("the number of areas", mine.num_areas, theirs.num_areas);
+  check_equal("the size of an area", mine.area_bytes, theirs.area_bytes);
+}
+
+ControlPage::Header& ControlPage::header() const { return *reinterpret_cast<Header*>(base_); }
+
+ControlPage::Worker& ControlPage::worker(std::uint32_t rank) const {
+  return *reinterpret_cast<Worker*>(base_ + kPageBytes + rank * kWorkerBytes);
+}
+
+ControlPage::Slot& ControlPage::slot(std::uint32_t rank, Ticket ticket) const {
+  auto* rings = reinterpret_cast<Slot*>(base_ + kPageBytes + num_workers_ * kWorkerBytes);
+  return rings[rank * HostRegion::kTicketSlots + ticket % HostRegion::kTicketSlots];
+}
+
+bool ControlPage::count_in() { return header().attached.fetch_add(1) + 1 == num_workers_ + 1; }
+
+bool ControlPage::attach_scheduler() {
+  if (header().scheduler.exchange(1) != 0) {
+    throw_resource("a scheduler is attached to this region: does another engine have the same engine id?");
+  }
+  return count_in();
+}
+
+bool ControlPage::attach_worker(std::uint32_t rank, const RankGeometry& geometry) {
+  if (geometry.shard_bytes.size() > kMostGroups) {
+    throw_invalid("{} KV cache groups were given; up to {} are possible", geometry.shard_bytes.size(),
+                  kMostGroups);
+  }
+  if (geometry.fingerprint.size() > kMostFingerprint) {
+    throw_invalid("a fingerprint of {} bytes was given; up to {} are possible", geometry.fingerprint.size(),
+                  kMostFingerprint);
+  }
+  Worker& mine = worker(rank);
+  if (mine.attached.exchange(1) != 0) {
+    throw_resource("rank {} is attached to this region: does another engine have the same engine id?", rank);
+  }
+  mine.num_groups = static_cast<std::uint32_t>(geometry.shard_bytes.size());
+  mine.fingerprint_bytes = static_cast<std::uint32_t>(geometry.fingerprint.size());
+  std::copy(geometry.shard_bytes.begin(), geometry.shard_bytes.end(), mine.shard_bytes.begin());
+  std::copy(geometry.fingerprint.begin(), geometry.fingerprint.end(), mine.fingerprint.begin());
+  mine.published.store(1, std::memory_order_release);
+  return count_in();
+}
+
+bool ControlPage::is_published(std::uint32_t rank) const {
+  return worker(rank).published.load(std::memory_order_acquire) != 0;
+}
+
+RankGeometry ControlPage::geometry(std::uint32_t rank) const {
+  if (!is_published(rank)) throw_invalid("rank {} has not attached yet: wait_for_ranks first", rank);
+  const Worker& theirs = worker(rank);
+  RankGeometry geometry;
+  geometry.shard_bytes.assign(theirs.shard_bytes.begin(), theirs.shard_bytes.begin() + theirs.num_groups);
+  geometry.fingerprint.assign(theirs.fingerprint.data(), theirs.fingerprint_bytes);
+  return geometry;
+}
+
+void ControlPage::beat(std::uint32_t rank, std::uint64_t now) {
+  worker(rank).heartbeat.store(now, std::memory_order_relaxed);
+}
+
+std::uint64_t ControlPage::heartbeat(std::uint32_t rank) const {
+  return worker(rank).heartbeat.load(std::memory_order_relaxed);
+}
+
+void ControlPage::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups) {
+  Slot& mine = slot(rank, ticket);
+  // A job overtaken by a whole ring counts as failed; its successor's stays.
+  if (mine.ticket.load(std::memory_order_relaxed) >= ticket) return;
+  mine.ticket.store(kNoTicket, std::memory_order_relaxed);
+  mine.failed_groups.store(failed_groups, std::memory_order_release);
+  mine.ticket.store(ticket, std::memory_order_release);
+}
+
+TicketResult ControlPage::result(std::uint32_t rank, Ticket ticket, std::uint64_t* failed_groups) const {
+  const Slot& theirs = slot(rank, ticket);
+  const Ticket before = theirs.ticket.load(std::memory_order_acquire);
+  const std::uint64_t failed = theirs.failed_groups.load(std::memory_order_acquire);
+  const Ticket after = theirs.ticket.load(std::memory_order_relaxed);
+  if (before < ticket) return TicketResult::kPending;
+  *failed_groups = before == ticket && after == ticket ? failed : kAllGroups;
+  return TicketResult::kDone;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,74 @@
+// ControlPage: the head of the shared mapping, before the areas. What processes
+// tell each other lies here; only lock-free atomics and bytes that are written
+// before a flag is.
+//
+//   header     4 KiB   sizes that all must agree on, who is attached
+//   workers    8 KiB each: geometry and fingerprint, heartbeat
+//   tickets    256 KiB each worker: a ring of kTicketSlots results
+//   padding    to 2 MiB, so that the areas may have huge pages; takes no memory
+//
+// Private to memory/. Methods: any thread, any process, unless said otherwise.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "memory/host_region.h"
+
+namespace kv_offload {
+
+inline constexpr std::uint32_t kMostWorkers = 64;
+inline constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+
+class ControlPage {
+ public:
+  struct Sizes {
+    std::uint64_t bytes = 0;  // cpu_bytes_to_use
+    std::uint64_t area_bytes = 0;
+    std::uint32_t num_areas = 0;
+    std::uint32_t num_workers = 0;
+  };
+
+  static std::uint64_t bytes(std::uint32_t num_workers);         // without the padding
+  static std::uint64_t padded_bytes(std::uint32_t num_workers);  // area 0 starts here
+  // For who makes the file, once, before others can see it. `base` is zeroed.
+  static void initialise(std::byte* base, const Sizes& sizes);
+
+  ControlPage() = default;
+  // REQUIRES: initialised. Throws ResourceError when it is not or is of another
+  // version, InvalidArgument naming both values where the sizes differ.
+  ControlPage(std::byte* base, const Sizes& mine);
+
+  // True when the caller was the last of all. Throws ResourceError when that
+  // part is taken (two processes of one rank), InvalidArgument when the geometry
+  // is too large; then nothing has changed.
+  bool attach_scheduler();
+  bool attach_worker(std::uint32_t rank, const RankGeometry& geometry);
+
+  bool is_published(std::uint32_t rank) const;
+  RankGeometry geometry(std::uint32_t rank) const;
+
+  void beat(std::uint32_t rank, std::uint64_t now);
+  std::uint64_t heartbeat(std::uint32_t rank) const;
+
+  // One thread per rank.
+  void report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups);
+  // Of one rank; kPending while it has not reported.
+  TicketResult result(std::uint32_t rank, Ticket ticket, std::uint64_t* failed_groups) const;
+
+ private:
+  struct Header;
+  struct Worker;
+  struct Slot;
+  Header& header() const;
+  Worker& worker(std::uint32_t rank) const;
+  Slot& slot(std::uint32_t rank, Ticket ticket) const;
+  bool count_in();
+
+  std::byte* base_ = nullptr;
+  std::uint32_t num_workers_ = 0;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,308 @@
+#include "memory/host_region.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "base/clock.h"
+#include "memory/control_page.h"
+#include "memory/memory_headroom.h"
+#include "memory/populate.h"
+#include "memory/shared_file.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::uint64_t kLargeArea = std::uint64_t{64} << 20;
+constexpr auto kPollAtMost = std::chrono::milliseconds(20);
+
+// A mapping of a file from its start. The start is aligned for huge pages.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(int fd, std::uint64_t bytes) : bytes_(bytes) {
+    void* reserved = ::mmap(nullptr, bytes + kHugePageBytes, PROT_NONE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserved == MAP_FAILED) fail(errno);
+    auto* const from = static_cast<std::byte*>(reserved);
+    auto* const start =
+        reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(from), kHugePageBytes));
+    auto* const end = start + round_up(bytes, kPageBytes);
+    if (start > from) ::munmap(from, static_cast<std::size_t>(start - from));
+    if (from + bytes + kHugePageBytes > end) {
+      ::munmap(end, static_cast<std::size_t>(from + bytes + kHugePageBytes - end));
+    }
+    if (::mmap(start, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+      const int error = errno;
+      ::munmap(start, bytes);
+      fail(error);
+    }
+    start_ = start;
+  }
+  ~Mapping() {
+    if (start_ != nullptr) ::munmap(start_, bytes_);
+  }
+  Mapping(Mapping&& other) noexcept : start_(std::exchange(other.start_, nullptr)), bytes_(other.bytes_) {}
+  Mapping& operator=(Mapping&& other) noexcept {
+    std::swap(start_, other.start_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+
+  std::byte* start() const { return start_; }
+
+ private:
+  [[noreturn]] void fail(int error) const {
+    throw_resource(
+        "{} of address space for the host memory region: {}; raise ulimit -v or lower cpu_bytes_to_use",
+        format_bytes(bytes_), std::strerror(error));
+  }
+
+  std::byte* start_ = nullptr;
+  std::uint64_t bytes_ = 0;
+};
+
+ControlPage::Sizes sizes_of(const RegionOptions& options) {
+  if (options.engine_id.empty())
+    throw_invalid("engine_id is empty; all processes of one engine need the same one");
+  if (options.num_workers < 1 || options.num_workers > kMostWorkers) {
+    throw_invalid("{} workers were given; 1 to {} are possible", options.num_workers, kMostWorkers);
+  }
+  if (options.num_areas != 1 && options.num_areas != options.num_workers) {
+    throw_invalid("{} areas for {} workers were given; possible are one for each or one for all",
+                  options.num_areas, options.num_workers);
+  }
+  std::uint64_t area_bytes = options.bytes / options.num_areas;
+  area_bytes = round_down(area_bytes, area_bytes >= kLargeArea ? kHugePageBytes : kPageBytes);
+  if (area_bytes == 0 || options.bytes > std::uint64_t{1} << 60) {
+    throw_invalid(
+        "cpu_bytes_to_use is {} bytes; at least {} per rank ({} ranks) and at most 1 EiB are possible",
+        options.bytes, kPageBytes, options.num_areas);
+  }
+  return {options.bytes, area_bytes, options.num_areas, options.num_workers};
+}
+
+std::string what_to_change(const MemoryHeadroom& headroom, const std::string& shm_directory) {
+  if (headroom.limited_by == shm_directory) {
+    return fmt::format(
+        "lower cpu_bytes_to_use or enlarge {} (docker run --shm-size, Kubernetes emptyDir with medium "
+        "Memory, "
+        "mount -o remount,size=)",
+        shm_directory);
+  }
+  if (headroom.limited_by == "MemAvailable") return "lower cpu_bytes_to_use or free memory on this machine";
+  return "lower cpu_bytes_to_use or raise the memory limit of the container or service";
+}
+
+void check_headroom(const RegionOptions& options, std::uint64_t needed) {
+  const MemoryHeadroom headroom = memory_headroom(options.shm_directory);
+  if (needed <= headroom.bytes) return;
+  throw_resource(
+      "host memory: {} ({} bytes) asked by cpu_bytes_to_use, with the control page {} bytes; {} ({} bytes) "
+      "available, limited by {}: {}",
+      format_bytes(options.bytes), options.bytes, needed, format_bytes(headroom.bytes), headroom.bytes,
+      headroom.limited_by, what_to_change(headroom, options.shm_directory));
+}
+
+// What is not known does not limit: for threads, which never throw.
+std::uint64_t headroom_bytes(const std::string& shm_directory) {
+  try {
+    return memory_headroom(shm_directory).bytes;
+  } catch (const std::exception&) {
+    return std::numeric_limits<std::uint64_t>::max();
+  }
+}
+
+// The control page is allocated at once, so that no process dies writing to it.
+void fill_in(int fd, const RegionOptions& options, const ControlPage::Sizes& sizes) {
+  const std::uint64_t control = ControlPage::bytes(sizes.num_workers);
+  check_headroom(options, control + sizes.area_bytes * sizes.num_areas);
+  if (const int error = ::posix_fallocate(fd, 0, static_cast<off_t>(control)); error != 0) {
+    throw_resource("{} for the control page in {}: {}; enlarge it", format_bytes(control),
+                   options.shm_directory, std::strerror(error));
+  }
+  const Mapping page(fd, kPageBytes);
+  ControlPage::initialise(page.start(), sizes);
+}
+
+// Before the whole is mapped: a file of other sizes must not be touched beyond
+// its end.
+void check_agreement(const SharedFile& file, std::uint64_t bytes, const ControlPage::Sizes& sizes) {
+  if (file.size() < kPageBytes) throw_resource("the shared memory file of this engine id is not a region");
+  const Mapping page(file.fd(), kPageBytes);
+  const ControlPage control(page.start(), sizes);
+  if (file.size() != bytes) throw_resource("the region has {} bytes, not {}", file.size(), bytes);
+}
+
+}  // namespace
+
+struct HostRegion::Impl {
+  RegionOptions options;
+  ControlPage::Sizes sizes;
+  std::vector<std::string> swept;
+  SharedFile file;  // outlives the mapping
+  Mapping mapping;
+  ControlPage control;
+
+  explicit Impl(const RegionOptions& given);
+  std::uint64_t area_offset(std::uint32_t index) const {
+    return ControlPage::padded_bytes(sizes.num_workers) + index * sizes.area_bytes;
+  }
+  void check_area(std::uint32_t index) const;
+  void check_rank(std::uint32_t rank) const;
+  std::vector<std::uint32_t> missing_ranks() const;
+};
+
+HostRegion::Impl::Impl(const RegionOptions& given) : options(given), sizes(sizes_of(given)) {
+  swept = remove_unheld_files(options.shm_directory);
+  const std::uint64_t bytes = area_offset(sizes.num_areas);
+  file = SharedFile::open_or_create(SharedFile::path_of(options.shm_directory, options.engine_id), bytes,
+                                    [&](int fd) { fill_in(fd, options, sizes); });
+  check_agreement(file, bytes, sizes);
+  mapping = Mapping(file.fd(), bytes);
+  control = ControlPage(mapping.start(), sizes);
+  std::byte* const areas = mapping.start() + area_offset(0);
+  const std::size_t areas_bytes = sizes.area_bytes * sizes.num_areas;
+  ::madvise(areas, areas_bytes, MADV_DONTDUMP);
+  if (options.huge_pages) ::madvise(areas, areas_bytes, MADV_HUGEPAGE);  // offered, not owed
+}
+
+void HostRegion::Impl::check_area(std::uint32_t index) const {
+  if (index >= sizes.num_areas) throw_invalid("area {} was named; there are {}", index, sizes.num_areas);
+}
+
+void HostRegion::Impl::check_rank(std::uint32_t rank) const {
+  if (rank >= sizes.num_workers) throw_invalid("rank {} was named; there are {}", rank, sizes.num_workers);
+}
+
+std::vector<std::uint32_t> HostRegion::Impl::missing_ranks() const {
+  std::vector<std::uint32_t> missing;
+  for (std::uint32_t rank = 0; rank < sizes.num_workers; ++rank) {
+    if (!control.is_published(rank)) missing.push_back(rank);
+  }
+  return missing;
+}
+
+HostRegion::HostRegion() = default;
+HostRegion::~HostRegion() = default;
+
+std::unique_ptr<HostRegion> HostRegion::attach_scheduler(const RegionOptions& options) {
+  std::unique_ptr<HostRegion> region(new HostRegion);
+  region->impl_ = std::make_unique<Impl>(options);
+  if (region->impl_->control.attach_scheduler()) region->impl_->file.unlink_name();
+  return region;
+}
+
+std::unique_ptr<HostRegion> HostRegion::attach_worker(const RegionOptions& options, std::uint32_t rank,
+                                                      const RankGeometry& geometry) {
+  if (rank >= options.num_workers) {
+    throw_invalid("rank {} was given; ranks 0 to num_workers - 1 = {} are possible", rank,
+                  static_cast<std::int64_t>(options.num_workers) - 1);
+  }
+  std::unique_ptr<HostRegion> region(new HostRegion);
+  region->impl_ = std::make_unique<Impl>(options);
+  if (region->impl_->control.attach_worker(rank, geometry)) region->impl_->file.unlink_name();
+  return region;
+}
+
+Status HostRegion::wait_for_ranks(std::chrono::nanoseconds timeout) const {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  std::chrono::nanoseconds pause = std::chrono::milliseconds(1);
+  while (true) {
+    const std::vector<std::uint32_t> missing = impl_->missing_ranks();
+    if (missing.empty()) return Status::ok();
+    if (std::chrono::steady_clock::now() >= deadline) {
+      return Status::error(
+          StatusKind::kTimeout,
+          fmt::format("of {} ranks, these did not attach to the host memory region in {:.1f} s: {}",
+                      impl_->sizes.num_workers, to_seconds(timeout), fmt::join(missing, ", ")));
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min<std::chrono::nanoseconds>(pause * 2, kPollAtMost);
+  }
+}
+
+RankGeometry HostRegion::geometry(std::uint32_t rank) const {
+  impl_->check_rank(rank);
+  return impl_->control.geometry(rank);
+}
+
+std::uint32_t HostRegion::num_areas() const { return impl_->sizes.num_areas; }
+std::uint64_t HostRegion::area_bytes() const { return impl_->sizes.area_bytes; }
+
+std::span<std::byte> HostRegion::area(std::uint32_t index) const {
+  impl_->check_area(index);
+  return {impl_->mapping.start() + impl_->area_offset(index), impl_->sizes.area_bytes};
+}
+
+Shard HostRegion::shard(std::uint32_t index, RowId row, std::uint64_t bytes) const {
+  const std::uint64_t start = row * std::uint64_t{kPageBytes};
+  if (start > impl_->sizes.area_bytes || bytes > impl_->sizes.area_bytes - start) {
+    throw std::logic_error(fmt::format("row {} with {} bytes is not inside an area of {} bytes", row, bytes,
+                                       impl_->sizes.area_bytes));
+  }
+  return area(index).subspan(start, bytes);
+}
+
+Status HostRegion::prefault(std::uint32_t index, unsigned threads,
+                            const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
+  Population population;
+  population.range = area(index);
+  population.fd = impl_->file.fd();
+  population.file_offset = impl_->area_offset(index);
+  population.available = [this] { return headroom_bytes(impl_->options.shm_directory); };
+  const Status status = populate(population, threads, progress);
+  if (status.kind() != StatusKind::kNoSpace) return status;
+  const MemoryHeadroom headroom = memory_headroom(impl_->options.shm_directory);
+  return Status::error(
+      status.kind(),
+      fmt::format(
+          "area {} of the host memory region (cpu_bytes_to_use {}): {}; now {} available, limited by {}: {}",
+          index, format_bytes(impl_->options.bytes), status.message(), format_bytes(headroom.bytes),
+          headroom.limited_by, what_to_change(headroom, impl_->options.shm_directory)),
+      status.error_number(), impl_->options.shm_directory);
+}
+
+void HostRegion::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups) {
+  impl_->check_rank(rank);
+  if (ticket != kNoTicket) impl_->control.report(rank, ticket, failed_groups);
+}
+
+TicketResult HostRegion::result(Ticket ticket, std::uint64_t* failed_groups, TicketKind kind) const {
+  if (ticket == kNoTicket) throw std::logic_error("a result was asked for no ticket");
+  const bool only_rank_0 = kind == TicketKind::kStore && impl_->sizes.num_areas == 1;
+  const std::uint32_t reporting = only_rank_0 ? 1 : impl_->sizes.num_workers;
+  std::uint64_t all_failed = 0;
+  for (std::uint32_t rank = 0; rank < reporting; ++rank) {
+    std::uint64_t failed = 0;
+    if (impl_->control.result(rank, ticket, &failed) == TicketResult::kPending) return TicketResult::kPending;
+    all_failed |= failed;
+  }
+  *failed_groups = all_failed;
+  return TicketResult::kDone;
+}
+
+void HostRegion::beat(std::uint32_t rank) {
+  impl_->check_rank(rank);
+  impl_->control.beat(rank, static_cast<std::uint64_t>(SteadyClock().now().count()));
+}
+
+std::uint64_t HostRegion::heartbeat(std::uint32_t rank) const {
+  impl_->check_rank(rank);
+  return impl_->control.heartbeat(rank);
+}
+
+const std::vector<std::string>& HostRegion::swept() const { return impl_->swept; }
+
+std::vector<std::string> sweep_leftovers(const std::string& shm_directory) {
+  return remove_unheld_files(shm_directory);
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,180 @@
+#include "memory/shared_file.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "base/status.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kPatience = 10s;
+
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
+
+ private:
+  int fd_;
+};
+
+bool name_means(const std::string& path, int fd) {
+  struct stat named {
+  }, opened{};
+  return ::lstat(path.c_str(), &named) == 0 && ::fstat(fd, &opened) == 0 && named.st_ino == opened.st_ino &&
+         named.st_dev == opened.st_dev;
+}
+
+// A sweep holds the exclusive lock for a moment only.
+bool lock_shared_until(int fd, std::chrono::steady_clock::time_point deadline) {
+  while (::flock(fd, LOCK_SH | LOCK_NB) != 0) {
+    if (errno != EWOULDBLOCK && errno != EINTR) return false;
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(1ms);
+  }
+  return true;
+}
+
+void check_is_ours(const std::string& path, int fd) {
+  struct stat opened {};
+  if (::fstat(fd, &opened) != 0 || !S_ISREG(opened.st_mode) || opened.st_uid != ::geteuid()) {
+    throw_resource("{} is there but is not a file of user {}: remove it, or serve under another engine id",
+                   path, ::geteuid());
+  }
+}
+
+}  // namespace
+
+SharedFile::SharedFile(int fd, std::string path) : fd_(fd), owner_pid_(::getpid()), path_(std::move(path)) {}
+
+SharedFile::SharedFile(SharedFile&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)), owner_pid_(other.owner_pid_), path_(std::move(other.path_)) {}
+
+SharedFile& SharedFile::operator=(SharedFile&& other) noexcept {
+  if (this == &other) return *this;
+  close_file();
+  fd_ = std::exchange(other.fd_, -1);
+  owner_pid_ = other.owner_pid_;
+  path_ = std::move(other.path_);
+  return *this;
+}
+
+SharedFile::~SharedFile() { close_file(); }
+
+void SharedFile::close_file() {
+  if (fd_ < 0) return;
+  const bool last = owner_pid_ == ::getpid() && ::flock(fd_, LOCK_EX | LOCK_NB) == 0;
+  if (last) unlink_name();
+  ::close(fd_);
+  fd_ = -1;
+}
+
+std::string SharedFile::path_of(const std::string& directory, std::string_view engine_id) {
+  const XXH128_hash_t digest = XXH3_128bits(engine_id.data(), engine_id.size());
+  return fmt::format("{}/{}{:016x}{:016x}", directory, kSharedNamePrefix, digest.high64, digest.low64);
+}
+
+std::uint64_t SharedFile::size() const {
+  struct stat opened {};
+  return ::fstat(fd_, &opened) == 0 ? static_cast<std::uint64_t>(opened.st_size) : 0;
+}
+
+void SharedFile::unlink_name() {
+  if (name_means(path_, fd_)) ::unlink(path_.c_str());
+}
+
+SharedFile SharedFile::open_or_create(const std::string& path, std::uint64_t bytes,
+                                      const std::function<void(int fd)>& fill_in) {
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  do {
+    if (SharedFile file = try_open(path); file.fd_ >= 0) return file;
+    if (SharedFile file = try_create(path, bytes, fill_in); file.fd_ >= 0) return file;
+  } while (std::chrono::steady_clock::now() < deadline);
+  throw_resource("{} was removed or locked by others again and again for {} s: is something else using it?",
+                 path, std::chrono::seconds(kPatience).count());
+}
+
+// Nothing when there is none (any more).
+SharedFile SharedFile::try_open(const std::string& path) {
+  Descriptor fd(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
+  if (fd.get() < 0) {
+    if (errno == ENOENT) return {};
+    throw_resource("{} is there but cannot be opened: {}; remove it, or serve under another engine id", path,
+                   std::strerror(errno));
+  }
+  check_is_ours(path, fd.get());
+  if (!lock_shared_until(fd.get(), std::chrono::steady_clock::now() + kPatience)) return {};
+  if (!name_means(path, fd.get())) return {};
+  return SharedFile(fd.release(), path);
+}
+
+// Nothing when another process was first.
+SharedFile SharedFile::try_create(const std::string& path, std::uint64_t bytes,
+                                  const std::function<void(int)>& fill_in) {
+  // Threads of one process may race too: the address of a local tells them apart.
+  const int here = 0;
+  const std::string own_name =
+      fmt::format("{}.{}.{:x}", path, ::getpid(), reinterpret_cast<std::uintptr_t>(&here));
+  Descriptor fd(::open(own_name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+  if (fd.get() < 0) {
+    if (errno == EEXIST) {  // of an earlier process with our number, so its lock is gone
+      ::unlink(own_name.c_str());
+      return {};
+    }
+    throw_resource("a shared memory file cannot be made in {}: {}; mount a writable tmpfs there",
+                   path.substr(0, path.rfind('/')), std::strerror(errno));
+  }
+  SharedFile file(fd.release(), own_name);  // removes own_name on every way out
+  if (::flock(file.fd_, LOCK_SH | LOCK_NB) != 0) return {};
+  if (::ftruncate(file.fd_, static_cast<off_t>(bytes)) != 0) {
+    throw_resource("a shared memory file of {} bytes cannot be made in {}: {}; lower cpu_bytes_to_use", bytes,
+                   path.substr(0, path.rfind('/')), std::strerror(errno));
+  }
+  fill_in(file.fd_);
+  if (::link(own_name.c_str(), path.c_str()) != 0) {
+    if (errno == EEXIST || errno == ENOENT) return {};
+    throw_resource("{} cannot be linked: {}", path, std::strerror(errno));
+  }
+  ::unlink(own_name.c_str());
+  file.path_ = path;
+  return file;
+}
+
+std::vector<std::string> remove_unheld_files(const std::string& directory) {
+  std::vector<std::string> removed;
+  const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(directory.c_str()), &::closedir);
+  if (!entries) return removed;
+  while (const dirent* entry = ::readdir(entries.get())) {
+    const std::string_view name = entry->d_name;
+    if (!name.starts_with(kSharedNamePrefix)) continue;
+    const std::string path = fmt::format("{}/{}", directory, name);
+    const Descriptor fd(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
+    struct stat opened {};
+    if (fd.get() < 0 || ::fstat(fd.get(), &opened) != 0 || !S_ISREG(opened.st_mode)) continue;
+    if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) continue;
+    if (name_means(path, fd.get()) && ::unlink(path.c_str()) == 0) removed.emplace_back(name);
+  }
+  return removed;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,40 @@
+#include "policy/eviction_policy.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "base/status.h"
+#include "policy/lru.h"
+
+namespace kv_offload {
+namespace {
+
+struct KnownPolicy {
+  std::string_view name;
+  std::unique_ptr<EvictionPolicy> (*make)(std::size_t capacity_hint);
+};
+
+constexpr KnownPolicy kPolicies[] = {
+    {"lru",
+     [](std::size_t hint) -> std::unique_ptr<EvictionPolicy> { return std::make_unique<LruPolicy>(hint); }},
+};
+
+}  // namespace
+
+std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name, std::size_t capacity_hint) {
+  const auto* found = std::find_if(std::begin(kPolicies), std::end(kPolicies),
+                                   [&](const KnownPolicy& policy) { return policy.name == name; });
+  if (found == std::end(kPolicies)) {
+    throw_invalid("eviction_policy '{}' is not known; known: {}", name,
+                  fmt::join(eviction_policy_names(), ", "));
+  }
+  return found->make(capacity_hint);
+}
+
+std::vector<std::string> eviction_policy_names() {
+  std::vector<std::string> names;
+  for (const KnownPolicy& policy : kPolicies) names.emplace_back(policy.name);
+  return names;
+}
+
+}  // namespace kv_offload

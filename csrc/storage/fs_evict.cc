@@ -1,0 +1,146 @@
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <limits>
+
+#include "storage/fs_layout.h"
+#include "storage/fs_store.h"
+
+namespace kv_offload {
+namespace {
+constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
+constexpr int kReserveAttempts = 4;  // others may take the room that we made
+}  // namespace
+
+Status FsStore::reserve(std::uint64_t bytes) {
+  Status status;
+  for (int attempt = 0; attempt < kReserveAttempts; ++attempt) {
+    std::uint64_t missing = 0;
+    status = open_.ledger->reserve(bytes, &missing);
+    if (status || missing == 0 || bytes > options_.max_bytes) return status;
+    if (!open_.lease->try_take()) {
+      open_.ledger->ask_room(bytes);  // the evictor's next tick
+      return status;
+    }
+    if (!make_room(missing)) return status;
+  }
+  return status;
+}
+
+// REQUIRES: the lease. Order: what nobody can hit any more, our records by policy, at last those of
+// namespaces that others have open.
+bool FsStore::make_room(std::uint64_t bytes) {
+  // What is not in the catalogue yet may be older than what is.
+  if (!scan_complete_.load() || !own_counted_.load()) return false;
+  const MutexLock lock(evict_mutex_);
+  std::uint64_t freed = 0;
+  if (counted_.load() && !garbage_exhausted_.load()) {
+    freed += reclaim_others(bytes, false);
+    if (freed < bytes) garbage_exhausted_.store(true);
+  }
+  while (freed < bytes && evict_own(&freed)) {
+  }
+  if (freed < bytes && counted_.load()) freed += reclaim_others(bytes - freed, true);
+  if (freed < bytes) starved_.store(true);
+  return freed >= bytes;
+}
+
+bool FsStore::evict_own(std::uint64_t* freed) {
+  std::optional<FsCatalogue::Record> victim;
+  std::shared_ptr<Generation> generation;
+  {
+    const MutexLock lock(mutex_);
+    generation = generation_;
+    if (generation) victim = catalogue_.take_victim();
+    if (!victim) return false;
+    removals_.push_back({victim->key, TierRemoval::Reason::kEvicted});
+  }
+  bool failed = false;
+  const std::uint64_t bytes =
+      remove_file(*generation, layout::record_path(victim->key, victim->file_bytes), &failed);
+  give_back(bytes);
+  evicted_bytes_.fetch_add(bytes);
+  *freed += bytes;
+  return true;
+}
+
+std::uint64_t FsStore::remove_file(const Generation& generation, const std::string& path, bool* failed) {
+  const int directory = generation.directory.get();
+  FileInfo info;
+  int rc = ops_.stat(directory, path, &info);
+  if (rc == 0) rc = ops_.unlink(directory, path);
+  *failed = rc < 0 && rc != -ENOENT;
+  return rc == 0 ? info.disk_bytes : 0;
+}
+
+// While a count is under way, a removed file may or may not have been counted:
+// then the count must not be lowered (a little high is safe and heals).
+void FsStore::give_back(std::uint64_t bytes) {
+  if (open_.lease->held() && own_counted_.load()) {
+    open_.ledger->adjust(-static_cast<std::int64_t>(bytes));
+  } else {
+    open_.ledger->give_back(bytes);
+  }
+}
+
+std::uint64_t FsStore::reclaim_others(std::uint64_t enough, bool even_open) {
+  std::vector<std::string> names;
+  if (!list_namespaces(ops_, open_.root.get(), &names)) return 0;
+  std::uint64_t freed = 0;
+  for (const std::string& name : names) {
+    if (freed >= enough || stop_.load()) break;
+    if (name != open_.namespace_name) freed += reclaim_namespace(name, enough - freed, even_open);
+  }
+  evicted_bytes_.fetch_add(freed);
+  return freed;
+}
+
+std::uint64_t FsStore::reclaim_namespace(const std::string& name, std::uint64_t enough, bool even_open) {
+  int error = 0;
+  const Fd directory = open_fd(ops_, open_.root.get(), name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW, 0, &error);
+  if (!directory) return 0;
+  const std::string mark_name(layout::kOpenFile);
+  const Fd mark = open_fd(ops_, directory.get(), mark_name, O_RDWR | O_NOFOLLOW, 0, &error);
+  // Held while we remove, so that nobody opens it under our hands.
+  const bool closed = !mark || lock_file(ops_, mark.get(), LOCK_EX | LOCK_NB) == 0;
+  if (!closed && !even_open) return 0;
+  std::vector<std::uint64_t> generations;
+  if (!list_generations(ops_, directory.get(), &generations)) return 0;
+  std::uint64_t freed = 0;
+  for (const std::uint64_t number : generations) {
+    if (freed >= enough) break;
+    freed += reclaim_generation(ops_, directory.get(), layout::generation_name(number), enough - freed,
+                                closed, stop_, [this](std::uint64_t bytes) { give_back(bytes); });
+  }
+  generations.clear();
+  if (!closed || !list_generations(ops_, directory.get(), &generations) || !generations.empty()) return freed;
+  std::uint64_t last = 0;
+  FileInfo info;
+  for (const std::string& file : {std::string(layout::kNamespaceFile), mark_name}) {
+    if (ops_.stat(directory.get(), file, &info) == 0 && ops_.unlink(directory.get(), file) == 0) {
+      last += info.disk_bytes;
+    }
+  }
+  if (ops_.stat(open_.root.get(), name, &info) == 0 && ops_.rmdir(open_.root.get(), name) == 0) {
+    last += info.disk_bytes;
+  }
+  give_back(last);
+  return freed + last;
+}
+
+void FsStore::reclaim_old_generations(const std::string& name, std::uint64_t below) {
+  int error = 0;
+  const Fd directory = open_fd(ops_, open_.root.get(), name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW, 0, &error);
+  std::vector<std::uint64_t> generations;
+  if (!directory || !list_generations(ops_, directory.get(), &generations)) return;
+  for (const std::uint64_t number : generations) {
+    if (number >= below || number == generations.back()) break;
+    evicted_bytes_.fetch_add(reclaim_generation(ops_, directory.get(), layout::generation_name(number), kAll,
+                                                true, stop_,
+                                                [this](std::uint64_t bytes) { give_back(bytes); }));
+  }
+}
+
+}  // namespace kv_offload

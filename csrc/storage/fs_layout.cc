@@ -1,0 +1,95 @@
+#include "storage/fs_layout.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+
+namespace kv_offload::layout {
+namespace {
+
+int hex_digit(char c) {
+  if (c >= '0' && c <= '9') return c - '0';
+  if (c >= 'a' && c <= 'f') return c - 'a' + 10;
+  return -1;
+}
+
+std::optional<std::uint64_t> parse_number(std::string_view text) {
+  std::uint64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const bool canonical = text.size() == 1 || (!text.empty() && text[0] != '0');
+  if (error != std::errc{} || end != text.data() + text.size() || !canonical) return std::nullopt;
+  return value;
+}
+
+}  // namespace
+
+std::string namespace_name(const NamespaceId& id) {
+  std::string text;
+  for (const std::uint8_t byte : id) text += fmt::format("{:02x}", byte);
+  return text;
+}
+
+bool is_namespace_name(std::string_view name) {
+  return name.size() == 64 && std::all_of(name.begin(), name.end(), [](char c) { return hex_digit(c) >= 0; });
+}
+
+std::string generation_name(std::uint64_t generation) { return fmt::format("g{}", generation); }
+
+std::optional<std::uint64_t> parse_generation(std::string_view name) {
+  if (name.size() < 2 || name[0] != 'g') return std::nullopt;
+  return parse_number(name.substr(1));
+}
+
+std::uint32_t leaf_of(const ChunkKey& key) {
+  const std::string_view bytes = key.bytes();
+  return std::uint32_t{static_cast<unsigned char>(bytes[0])} << 8 | static_cast<unsigned char>(bytes[1]);
+}
+
+std::string leaf_parent(std::uint32_t leaf) { return fmt::format("{:02x}", leaf >> 8); }
+std::string leaf_path(std::uint32_t leaf) { return fmt::format("{:02x}/{:02x}", leaf >> 8, leaf & 255); }
+
+std::optional<std::uint8_t> parse_hex_byte(std::string_view name) {
+  if (name.size() != 2) return std::nullopt;
+  const int high = hex_digit(name[0]), low = hex_digit(name[1]);
+  if (high < 0 || low < 0) return std::nullopt;
+  return static_cast<std::uint8_t>(high << 4 | low);
+}
+
+std::string record_name(const ChunkKey& key, std::uint64_t file_bytes) {
+  return fmt::format("{}.{}.rec", key.hex(), file_bytes);
+}
+
+std::string record_path(const ChunkKey& key, std::uint64_t file_bytes) {
+  return leaf_path(leaf_of(key)) + '/' + record_name(key, file_bytes);
+}
+
+std::optional<ParsedRecord> parse_record(std::string_view name) {
+  const std::size_t dot = name.find('.');
+  if (dot == std::string_view::npos || !name.ends_with(".rec")) return std::nullopt;
+  const std::string_view hex = name.substr(0, dot);
+  if (hex.size() % 2 != 0 || !ChunkKey::fits(hex.size() / 2)) return std::nullopt;
+  if (name.size() < dot + 1 + 4) return std::nullopt;
+  const auto bytes = parse_number(name.substr(dot + 1, name.size() - dot - 1 - 4));
+  if (!bytes || *bytes < kRecordHeaderBytes || *bytes % kPageBytes != 0) return std::nullopt;
+  char raw[ChunkKey::kMaxBytes];
+  for (std::size_t i = 0; i < hex.size() / 2; ++i) {
+    const int high = hex_digit(hex[2 * i]), low = hex_digit(hex[2 * i + 1]);
+    if (high < 0 || low < 0) return std::nullopt;
+    raw[i] = static_cast<char>(high << 4 | low);
+  }
+  return ParsedRecord{ChunkKey::unchecked(raw, hex.size() / 2), *bytes};
+}
+
+std::string temporary_name(std::uint64_t writer, std::uint64_t number) {
+  return fmt::format(".tmp-{}-{:016x}-{}", ::getpid(), writer, number);
+}
+
+bool is_temporary(std::string_view name) { return name.starts_with(".tmp-"); }
+
+bool is_temporary_of(std::string_view name, std::uint64_t writer) {
+  return is_temporary(name) && name.find(fmt::format("-{:016x}-", writer)) != std::string_view::npos;
+}
+
+}  // namespace kv_offload::layout

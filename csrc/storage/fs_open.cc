@@ -1,0 +1,280 @@
+#include "storage/fs_open.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <random>
+
+#include "base/aligned_buffer.h"
+#include "storage/fs_layout.h"
+#include "storage/fs_walk.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr int kOpenDirectory = O_RDONLY | O_DIRECTORY | O_NOFOLLOW;
+constexpr std::uint64_t kSmallestBound = std::uint64_t{1} << 20;
+
+[[noreturn]] void fail(const std::string& path, std::string_view verb, int error) {
+  throw_resource("cannot {} {}: {}; set root_dir to a directory that this user (uid {}) can write", verb,
+                 path, std::strerror(error), ::geteuid());
+}
+
+Fd open_root_directory(const FsTierOptions& options, FileOps& ops) {
+  const std::string& path = options.root_dir;
+  if (path.empty()) throw_invalid("root_dir is empty; name a directory on the disk to use");
+  if (options.max_bytes < kSmallestBound + options.record_bytes) {
+    throw_invalid("max_bytes of {} was given for {}; at least {} are needed to hold one record of {}",
+                  format_bytes(options.max_bytes), path, format_bytes(kSmallestBound + options.record_bytes),
+                  format_bytes(options.record_bytes));
+  }
+  std::string made;
+  for (const auto& part : std::filesystem::path(path)) {
+    made = made.empty() ? part.string() : (std::filesystem::path(made) / part).string();
+    const int rc = ops.mkdir(AT_FDCWD, made, 0700);
+    FileInfo info;
+    // Some file systems say EACCES or EROFS for a directory that exists.
+    if (rc < 0 && rc != -EEXIST && ops.stat(AT_FDCWD, made, &info) != 0) fail(made, "make directory", -rc);
+  }
+  FileInfo info;
+  if (const int rc = ops.stat(AT_FDCWD, path, &info); rc < 0) fail(path, "look at", -rc);
+  if (info.is_symlink())
+    throw_resource("root_dir {} is a symbolic link; give the directory it points to", path);
+  if (!info.is_directory()) throw_resource("root_dir {} is not a directory", path);
+  if (info.owner != ::geteuid()) {
+    throw_resource(
+        "root_dir {} belongs to uid {}, this process is uid {}; give a directory of its own, such as {}/kv",
+        path, info.owner, ::geteuid(), path);
+  }
+  if ((info.mode & S_IWOTH) != 0) {
+    throw_resource(
+        "root_dir {} can be written by every user; chmod 700 it, or give a directory inside, such as {}/kv",
+        path, path);
+  }
+  int error = 0;
+  Fd root = open_fd(ops, AT_FDCWD, path, kOpenDirectory, 0, &error);
+  if (!root) fail(path, "open", error);
+  return root;
+}
+
+// Writes the file if it is not there; then it holds some opener's whole text.
+std::string write_once(FileOps& ops, int directory, const std::string& where, const std::string& name,
+                       const std::string& text, std::uint64_t writer) {
+  std::string found;
+  int rc = read_text(ops, directory, name, &found);
+  if (rc == -ENOENT) {
+    Fd fd;
+    std::string temporary;
+    rc = create_temporary(ops, directory, "", O_WRONLY, writer, &fd, &temporary);
+    if (rc < 0) fail(where + "/" + name, "write", -rc);
+    const iovec part{const_cast<char*>(text.data()), text.size()};
+    const std::int64_t written = ops.pwritev(fd.get(), &part, 1, 0);
+    rc = written < 0                                         ? static_cast<int>(written)
+         : written != static_cast<std::int64_t>(text.size()) ? -ENOSPC
+                                                             : 0;
+    if (rc == 0) rc = ops.fsync(fd.get(), false);
+    if (rc == 0) rc = ops.rename(directory, temporary, name, true);
+    // No such mode here (NFS): both openers then write the same text, or differ and one is refused below.
+    if (rc == -EINVAL) rc = ops.rename(directory, temporary, name, false);
+    if (rc < 0) (void)ops.unlink(directory, temporary);
+    if (rc < 0 && rc != -EEXIST) fail(where + "/" + name, "write", -rc);
+    rc = read_text(ops, directory, name, &found);
+  }
+  if (rc < 0) fail(where + "/" + name, "read", -rc);
+  return found;
+}
+
+std::string around(const std::string& text, std::size_t at) {
+  const std::size_t start = at < 24 ? 0 : at - 24;
+  return text.substr(start, 64);
+}
+
+void check_same(const std::string& path, const std::string& found, const std::string& given) {
+  if (found == given) return;
+  const auto [a, b] = std::mismatch(found.begin(), found.end(), given.begin(), given.end());
+  const auto at = static_cast<std::size_t>(a - found.begin());
+  throw_invalid(
+      "{} describes another namespace under the same id: there '...{}...', given '...{}...' (byte {}); "
+      "remove that "
+      "directory or use another root_dir",
+      path, around(found, at), around(given, static_cast<std::size_t>(b - given.begin())), at);
+}
+
+// The mark is taken on the file that is there by name: a reclaimer may have
+// removed the directory between our opening and our lock.
+void open_namespace(const FsTierOptions& options, FileOps& ops, OpenRoot* open) {
+  const std::string path = open->path + "/" + open->namespace_name;
+  int error = 0;
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    const int rc = ops.mkdir(open->root.get(), open->namespace_name, 0700);
+    if (rc < 0 && rc != -EEXIST) fail(path, "make directory", -rc);
+    open->namespace_directory =
+        open_fd(ops, open->root.get(), open->namespace_name, kOpenDirectory, 0, &error);
+    if (!open->namespace_directory && error == ENOENT) continue;
+    if (!open->namespace_directory) fail(path, "open", error);
+    const int directory = open->namespace_directory.get();
+    open->open_mark =
+        open_fd(ops, directory, std::string(layout::kOpenFile), O_RDWR | O_CREAT | O_NOFOLLOW, 0600, &error);
+    if (!open->open_mark && error == ENOENT) continue;
+    if (!open->open_mark) fail(path + "/open", "open", error);
+    if (const int locked = lock_file(ops, open->open_mark.get(), LOCK_SH); locked < 0) {
+      throw_resource("cannot lock {}/open: {}; the file system of root_dir must support file locks", path,
+                     std::strerror(-locked));
+    }
+    FileInfo mine, named;
+    if (ops.fstat(open->open_mark.get(), &mine) != 0 ||
+        ops.stat(directory, std::string(layout::kOpenFile), &named) != 0 || mine.inode != named.inode) {
+      continue;
+    }
+    const std::string name(layout::kNamespaceFile);
+    check_same(path + "/" + name,
+               write_once(ops, directory, path, name, options.namespace_json, open->writer),
+               options.namespace_json);
+    return;
+  }
+  fail(path, "open", EBUSY);
+}
+
+void open_newest_generation(FileOps& ops, OpenRoot* open) {
+  const std::string path = open->path + "/" + open->namespace_name;
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    std::vector<std::uint64_t> numbers;
+    const Status status = list_generations(ops, open->namespace_directory.get(), &numbers);
+    if (!status) throw_resource("cannot list {}: {}", path, status.to_string());
+    const bool make = numbers.empty();
+    const int rc = open_generation(ops, open->namespace_directory.get(), path, make ? 1 : numbers.back(),
+                                   make, &open->generation);
+    if (rc == 0) return;
+    if (rc != -ENOENT && rc != -EEXIST) fail(path, "open the newest generation of", -rc);
+  }
+  fail(path, "open the newest generation of", EBUSY);
+}
+
+bool probe_direct(FileOps& ops, const OpenRoot& open, DirectMode mode) {
+  if (mode == DirectMode::kOff) return false;
+  Fd fd;
+  std::string path;
+  int rc =
+      create_temporary(ops, open.namespace_directory.get(), "", O_RDWR | O_DIRECT, open.writer, &fd, &path);
+  std::int64_t moved = rc;
+  if (rc == 0) {
+    const AlignedBuffer page(kPageBytes);
+    const iovec part{page.data(), page.size()};
+    moved = ops.pwritev(fd.get(), &part, 1, 0);
+    if (moved >= 0) moved = ops.preadv(fd.get(), &part, 1, 0);
+    (void)ops.unlink(open.namespace_directory.get(), path);
+  }
+  if (moved == static_cast<std::int64_t>(kPageBytes)) return true;
+  if (mode == DirectMode::kOn) {
+    throw_resource("the file system of {} refuses O_DIRECT ({}); set o_direct to auto or off", open.path,
+                   moved < 0 ? std::strerror(static_cast<int>(-moved)) : "short transfer");
+  }
+  return false;
+}
+
+void check_space(const FsTierOptions& options, FileOps& ops, const OpenRoot& open) {
+  SpaceInfo space;
+  if (const int rc = ops.statvfs(open.root.get(), &space); rc < 0)
+    fail(open.path, "ask for free space of", -rc);
+  // What is there already can be evicted.
+  const std::uint64_t available = space.free_bytes + open.ledger->total();
+  const std::uint64_t needed = std::max<std::uint64_t>(options.record_bytes, kPageBytes) + 16 * kPageBytes;
+  if (available < needed) {
+    throw_resource("{} has {} free; one record needs {}; free some space or set root_dir elsewhere",
+                   open.path, format_bytes(available), format_bytes(needed));
+  }
+}
+
+// A root that holds nothing but this new namespace is counted on the spot, so
+// that the first write finds an account.
+bool count_new_root(FileOps& ops, const OpenRoot& open) {
+  std::vector<std::string> names;
+  if (!list_namespaces(ops, open.root.get(), &names) || names.size() > 1) return false;
+  std::vector<std::uint64_t> generations;
+  std::vector<std::uint32_t> leaves;
+  std::uint64_t ignored = 0;
+  if (!list_generations(ops, open.namespace_directory.get(), &generations) || generations.size() > 1)
+    return false;
+  if (!list_leaves(ops, open.generation->directory.get(), &leaves, &ignored) || !leaves.empty()) return false;
+  if (!open.lease->try_take() || !open.ledger->begin_recount(0)) return false;
+  const std::atomic<bool> stop{false};
+  const LeafOptions options{true, open.writer};
+  return open.ledger->finish_recount(count_tree(ops, open.root.get(), ".", options, stop)).is_ok();
+}
+
+}  // namespace
+
+int create_temporary(FileOps& ops, int directory, const std::string& prefix, int flags, std::uint64_t writer,
+                     Fd* fd, std::string* path) {
+  static std::atomic<std::uint64_t> next{1};  // names only; uniqueness is O_EXCL's
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    *path = prefix + layout::temporary_name(writer, next.fetch_add(1));
+    int error = 0;
+    *fd = open_fd(ops, directory, *path, flags | O_CREAT | O_EXCL | O_NOFOLLOW, 0600, &error);
+    if (!*fd && error == EEXIST) continue;
+    if (!*fd) return -error;
+    // A sweeper may have come between the open and the lock.
+    FileInfo info;
+    const int locked = lock_file(ops, fd->get(), LOCK_EX | LOCK_NB);
+    const int known = locked == 0 ? ops.fstat(fd->get(), &info) : 0;
+    if (locked == 0 && known == 0 && info.links > 0) return 0;
+    (void)ops.unlink(directory, *path);
+    if (locked < 0 && locked != -EWOULDBLOCK) return locked;
+    if (known < 0) return known;
+  }
+  return -EBUSY;
+}
+
+int open_generation(FileOps& ops, int namespace_directory, const std::string& namespace_path,
+                    std::uint64_t number, bool make, std::shared_ptr<Generation>* generation) {
+  const std::string name = layout::generation_name(number);
+  if (make) {
+    if (const int rc = ops.mkdir(namespace_directory, name, 0700); rc < 0) return rc;
+    // Durable: after a power failure nothing older may be found again.
+    if (const int rc = ops.fsync(namespace_directory, false); rc < 0) return rc;
+  }
+  auto opened = std::make_shared<Generation>();
+  int error = 0;
+  opened->directory = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
+  if (!opened->directory) return -error;
+  opened->number = number;
+  opened->path = namespace_path + "/" + name;
+  *generation = std::move(opened);
+  return 0;
+}
+
+OpenRoot open_root(const FsTierOptions& options, FileOps& ops) {
+  OpenRoot open;
+  open.path = options.root_dir;
+  open.namespace_name = layout::namespace_name(options.namespace_id);
+  std::random_device random;
+  open.writer = std::uint64_t{random()} << 32 | random();
+  open.root = open_root_directory(options, ops);
+  const std::string name(layout::kRootFile);
+  const std::string text =
+      write_once(ops, open.root.get(), open.path, name, std::string(layout::kRootText), open.writer);
+  if (text != layout::kRootText) {
+    throw_invalid("{}/{} is of another format: '{}', this version writes '{}'; use another root_dir",
+                  open.path, name, text.substr(0, 80),
+                  layout::kRootText.substr(0, layout::kRootText.size() - 1));
+  }
+  open.metadata_bytes = 16 * kPageBytes;
+  open.ledger =
+      std::make_unique<Ledger>(ops, open.root.get(), open.path, options.max_bytes - open.metadata_bytes);
+  open.lease = std::make_unique<Lease>(ops, open.root.get(), open.path);
+  open_namespace(options, ops, &open);
+  open_newest_generation(ops, &open);
+  open.direct = probe_direct(ops, open, options.o_direct);
+  check_space(options, ops, open);
+  open.fresh = count_new_root(ops, open);
+  return open;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,119 @@
+#include <fcntl.h>
+
+#include <cerrno>
+
+#include "base/aligned_buffer.h"
+#include "storage/fs_layout.h"
+#include "storage/fs_store.h"
+#include "storage/record_file.h"
+
+namespace kv_offload {
+
+Status FsStore::read(const TierOp& op, std::uint64_t* moved) {
+  std::shared_ptr<Generation> generation;
+  std::optional<FsCatalogue::Ref> ref;
+  {
+    const MutexLock lock(mutex_);
+    generation = generation_;
+    if (generation) ref = catalogue_.begin_read(op.key);
+  }
+  if (!ref) return Status::error(StatusKind::kNotFound, "no record of this key");
+  std::uint64_t inode = 0;
+  Status status = read_file(op, *generation, ref->file_bytes, &inode);
+  {
+    const MutexLock lock(mutex_);
+    catalogue_.end_read(*ref);
+    if (generation != generation_) {
+      return Status::error(StatusKind::kCancelled, "the tier was reset meanwhile");
+    }
+    if (status) {
+      catalogue_.read_succeeded(op.key);
+    } else if (status.kind() == StatusKind::kIo) {
+      catalogue_.read_failed(op.key, clock_.now());
+    }
+  }
+  if (status.kind() == StatusKind::kCorrupt) drop_corrupt(op.key, generation, ref->file_bytes, inode);
+  if (status.kind() == StatusKind::kNotFound) drop_vanished(op.key, generation);
+  if (status) *moved = padded_payload_bytes(op.shards);
+  return status;
+}
+
+Status FsStore::read_file(const TierOp& op, const Generation& generation, std::uint64_t file_bytes,
+                          std::uint64_t* inode) {
+  const std::string path = layout::record_path(op.key, file_bytes);
+  const std::string shown = generation.path + "/" + path;
+  bool direct = open_.direct && aligned(op.shards);
+  // O_NONBLOCK: a pipe in the file's place must not hold the thread.
+  constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
+  int error = 0;
+  Fd fd = open_fd(ops_, generation.directory.get(), path, kFlags | (direct ? O_DIRECT : 0), 0, &error);
+  if (!fd && error == EINVAL && direct) {  // a directory or device in its place, or no O_DIRECT here
+    direct = false;
+    fd = open_fd(ops_, generation.directory.get(), path, kFlags, 0, &error);
+  }
+  if (!fd) return Status::from_errno(error == ESTALE ? ENOENT : error, "open", shown);
+  FileInfo info;
+  if (const int rc = ops_.fstat(fd.get(), &info); rc < 0) {
+    return Status::error(StatusKind::kIo, Status::from_errno(-rc, "stat").message(), -rc, shown);
+  }
+  if (!info.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, shown);
+  *inode = info.inode;
+  const std::uint64_t expected = kRecordHeaderBytes + padded_payload_bytes(op.shards);
+  if (info.size != expected) {
+    return Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, expected {}", info.size, expected),
+                         0, shown);
+  }
+  (direct ? direct_ops_ : buffered_ops_).fetch_add(1, std::memory_order_relaxed);
+  const AlignedBuffer page(kRecordHeaderBytes);
+  Status status =
+      transfer_all(ops_, fd.get(), record_parts(page.span(), op.shards), Transfer::kRead, direct, shown);
+  if (status) status = verify_record(page.span(), options_.namespace_id, op.key, op.group, op.shards);
+  if (status || !status.path().empty()) return status;
+  return Status::error(status.kind(), status.message(), status.error_number(), shown);
+}
+
+void FsStore::drop_corrupt(const ChunkKey& key, const std::shared_ptr<Generation>& generation,
+                           std::uint64_t file_bytes, std::uint64_t inode) {
+  {
+    const MutexLock lock(mutex_);
+    if (generation == generation_ && catalogue_.erase(key)) {
+      removals_.push_back({key, TierRemoval::Reason::kCorrupt});
+    }
+  }
+  // Not if another process has put a new record in its place.
+  const std::string path = layout::record_path(key, file_bytes);
+  FileInfo info;
+  if (ops_.stat(generation->directory.get(), path, &info) != 0 || info.inode != inode) return;
+  bool failed = false;
+  give_back(remove_file(*generation, path, &failed));
+}
+
+void FsStore::drop_vanished(const ChunkKey& key, const std::shared_ptr<Generation>& generation) {
+  const MutexLock lock(mutex_);
+  if (generation == generation_ && catalogue_.erase(key)) {
+    removals_.push_back({key, TierRemoval::Reason::kVanished});
+  }
+}
+
+Status FsStore::remove(const TierOp& op) {
+  std::shared_ptr<Generation> generation;
+  std::optional<FsCatalogue::Ref> ref;
+  {
+    const MutexLock lock(mutex_);
+    generation = generation_;
+    if (generation) ref = catalogue_.begin_read(op.key);
+    if (ref) {
+      catalogue_.end_read(*ref);
+      catalogue_.erase(op.key);
+    }
+  }
+  if (!ref) return Status::error(StatusKind::kNotFound, "no record of this key");
+  bool failed = false;
+  const std::string path = layout::record_path(op.key, ref->file_bytes);
+  give_back(remove_file(*generation, path, &failed));
+  if (!failed) return Status::ok();
+  return Status::error(StatusKind::kIo, "the record could not be removed", EIO,
+                       generation->path + "/" + path);
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,229 @@
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+
+#include "storage/fs_layout.h"
+#include "storage/fs_store.h"
+
+namespace kv_offload {
+namespace {
+constexpr Nanos kRecountEvery{std::chrono::seconds(30)};
+constexpr std::size_t kInsertsPerLock = 1024;  // the scheduler thread waits for no more
+}  // namespace
+
+Status FsStore::probe(std::uint32_t leaf) {
+  const std::shared_ptr<Generation> own = generation();
+  LeafFound found;
+  Status status;
+  if (own) status = scan_leaf(ops_, own->directory.get(), leaf, {false, open_.writer}, &found);
+  std::sort(found.records.begin(), found.records.end(),
+            [](const FoundRecord& a, const FoundRecord& b) { return a.mtime_nanos < b.mtime_nanos; });
+  const MutexLock lock(mutex_);
+  if (own == generation_) {
+    for (const FoundRecord& record : found.records) catalogue_.insert({record.key, record.file_bytes}, 0);
+  }
+  leaf_states_[leaf] = LeafState::kKnown;  // also after a failure: a miss, not a loop
+  return status;
+}
+
+void FsStore::start() {
+  if (open_.fresh) return;
+  if (open_.lease->try_take()) {
+    (void)open_.ledger->trusted();  // distrusts another boot's
+    recount();
+    const std::shared_ptr<Generation> own = generation();
+    if (own && !stop_.load()) reclaim_old_generations(open_.namespace_name, own->number);
+  } else {
+    std::uint64_t counted = 0;
+    if (scan_own(&counted)) scan_complete_.store(true);
+  }
+}
+
+// False when it gave up.
+bool FsStore::scan_own(std::uint64_t* counted) {
+  const std::shared_ptr<Generation> own = generation();
+  if (!own) return true;
+  std::vector<std::uint32_t> leaves;
+  if (!list_leaves(ops_, own->directory.get(), &leaves, counted)) return true;
+  FileInfo info;
+  if (ops_.fstat(own->directory.get(), &info) == 0) *counted += info.disk_bytes;
+  const LeafOptions options{open_.lease->held(), open_.writer};
+  std::vector<FoundRecord> records;
+  for (const std::uint32_t leaf : leaves) {
+    if (stop_.load()) return false;
+    LeafFound found;
+    // An unreadable directory hides its records; the rest is served.
+    (void)scan_leaf(ops_, own->directory.get(), leaf, options, &found);
+    *counted += found.directory_bytes + found.other_bytes;
+    const MutexLock lock(mutex_);
+    if (own != generation_) return true;
+    leaf_bytes_[leaf] = static_cast<std::uint32_t>(found.directory_bytes);
+    for (const FoundRecord& record : found.records) {
+      if (fresh_.empty() || !fresh_.contains(record.key)) *counted += record.disk_bytes;
+    }
+    records.insert(records.end(), found.records.begin(), found.records.end());
+  }
+  adopt(own, std::move(records));
+  return true;
+}
+
+void FsStore::adopt(const std::shared_ptr<Generation>& generation, std::vector<FoundRecord> records) {
+  std::vector<std::pair<std::int64_t, std::uint32_t>> order(records.size());
+  for (std::uint32_t i = 0; i < records.size(); ++i) order[i] = {records[i].mtime_nanos, i};
+  std::sort(order.begin(), order.end());
+  std::size_t next = 0;
+  while (next < order.size() && !stop_.load()) {
+    const MutexLock lock(mutex_);
+    if (generation != generation_) return;
+    if (next == 0) catalogue_.reserve(records.size());
+    const std::size_t end = std::min(next + kInsertsPerLock, order.size());
+    for (; next < end; ++next) {
+      const FoundRecord& record = records[order[next].second];
+      catalogue_.insert({record.key, record.file_bytes}, 0);
+    }
+  }
+}
+
+void FsStore::recount() {
+  starved_.store(false);
+  last_recount_.store(clock_.now());
+  std::uint64_t in_flight = 0;
+  {
+    const MutexLock lock(mutex_);
+    counting_ = true;
+    in_flight = writing_bytes_;
+  }
+  own_counted_.store(false);
+  std::uint64_t counted = 0;
+  Status status = open_.ledger->begin_recount(in_flight);
+  const std::shared_ptr<Generation> own = generation();
+  bool whole = scan_own(&counted);
+  own_counted_.store(true);
+  if (whole) scan_complete_.store(true);
+  counted += count_others(own ? own->number : 0);
+  whole = whole && !stop_.load();
+  if (status && whole) status = open_.ledger->finish_recount(counted);
+  {
+    const MutexLock lock(mutex_);
+    counting_ = false;
+    std::erase_if(fresh_, [](const auto& entry) { return !entry.second; });
+  }
+  counted_.store(status && whole);
+}
+
+// All of the root but the records below our own generation.
+std::uint64_t FsStore::count_others(std::uint64_t own_generation) {
+  const LeafOptions options{true, open_.writer};
+  std::uint64_t bytes = 0;
+  FileInfo info;
+  const auto each = [&](int directory, const std::string& but) {
+    if (ops_.fstat(directory, &info) == 0) bytes += info.disk_bytes;
+    std::vector<DirEntry> entries;
+    int error = 0;
+    const Fd self = open_fd(ops_, directory, ".", O_RDONLY | O_DIRECTORY, 0, &error);
+    if (!self || ops_.list(self.get(), &entries) < 0) return;
+    for (const DirEntry& entry : entries) {
+      if (entry.name != but) bytes += count_tree(ops_, directory, entry.name, options, stop_);
+    }
+  };
+  each(open_.root.get(), open_.namespace_name);
+  each(open_.namespace_directory.get(), layout::generation_name(own_generation));
+  return bytes;
+}
+
+void FsStore::tick() {
+  const bool held = open_.lease->try_take();
+  // Full, and nothing known to evict: others' records have yet to be found.
+  const bool recount_again = starved_.load() && clock_.now() - last_recount_.load() >= kRecountEvery;
+  if (held && (recount_again || !open_.ledger->trusted() || !counted_.load())) recount();
+  if (held) {
+    garbage_exhausted_.store(false);
+    // A little at a time: who asked may be gone.
+    const std::uint64_t wanted = std::min(open_.ledger->take_room_requests(), options_.max_bytes / 16);
+    if (wanted > 0 && reserve(wanted)) open_.ledger->adjust(-static_cast<std::int64_t>(wanted));
+  } else {
+    (void)open_.ledger->refresh();
+  }
+  follow_reset();
+  bool write_back = false;
+  {
+    const MutexLock lock(mutex_);
+    const Nanos now = clock_.now();
+    write_back = now - last_write_back_ >= FsCatalogue::kTouchEvery;
+    if (write_back) last_write_back_ = now;
+  }
+  if (write_back) write_back_touches();
+}
+
+// A process that shares the namespace may have reset it.
+void FsStore::follow_reset() {
+  std::vector<std::uint64_t> numbers;
+  std::shared_ptr<Generation> own = generation();
+  if (!own && !make_generation()) return;
+  own = generation();
+  if (!own || !list_generations(ops_, open_.namespace_directory.get(), &numbers) || numbers.empty()) return;
+  if (numbers.back() > own->number) {
+    std::shared_ptr<Generation> newest;
+    const std::string path = open_.path + "/" + open_.namespace_name;
+    if (open_generation(ops_, open_.namespace_directory.get(), path, numbers.back(), false, &newest) != 0)
+      return;
+    forget();
+    set_generation(std::move(newest), false);
+    std::uint64_t counted = 0;
+    if (scan_own(&counted)) scan_complete_.store(true);
+  }
+  if (numbers.size() > 1 && open_.lease->held())
+    reclaim_old_generations(open_.namespace_name, numbers.back());
+}
+
+Status FsStore::make_generation() {
+  const std::string path = open_.path + "/" + open_.namespace_name;
+  const MutexLock making(generation_mutex_);
+  int rc = -EBUSY;
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    std::vector<std::uint64_t> numbers;
+    if (Status status = list_generations(ops_, open_.namespace_directory.get(), &numbers); !status)
+      return status;
+    std::uint64_t number = 0;
+    {
+      const MutexLock lock(mutex_);
+      if (generation_) return Status::ok();
+      number = std::max(least_generation_, numbers.empty() ? 1 : numbers.back() + 1);
+    }
+    std::shared_ptr<Generation> made;
+    rc = open_generation(ops_, open_.namespace_directory.get(), path, number, true, &made);
+    if (rc == -EEXIST) continue;  // another process resets too
+    if (rc < 0) break;
+    FileInfo info;
+    if (ops_.fstat(made->directory.get(), &info) == 0) {
+      open_.ledger->adjust(static_cast<std::int64_t>(info.disk_bytes));
+    }
+    set_generation(std::move(made), true);
+    return Status::ok();
+  }
+  return Status::error(rc == -ENOSPC || rc == -EDQUOT ? StatusKind::kNoSpace : StatusKind::kIo,
+                       Status::from_errno(-rc, "make the next generation").message(), -rc, path);
+}
+
+void FsStore::write_back_touches() {
+  std::vector<FsCatalogue::Record> records;
+  std::shared_ptr<Generation> own;
+  {
+    const MutexLock lock(mutex_);
+    own = generation_;
+    records = catalogue_.take_touched();
+  }
+  if (!own) return;
+  // One nanosecond apart, so that their order survives too.
+  std::int64_t nanos =
+      std::chrono::duration_cast<Nanos>(std::chrono::system_clock::now().time_since_epoch()).count() -
+      static_cast<std::int64_t>(records.size());
+  for (const FsCatalogue::Record& record : records) {
+    // Best effort: a lost touch costs a place in the order, nothing else.
+    (void)ops_.set_mtime(own->directory.get(), layout::record_path(record.key, record.file_bytes), nanos++);
+  }
+}
+
+}  // namespace kv_offload

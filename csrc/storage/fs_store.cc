@@ -1,0 +1,94 @@
+#include "storage/fs_store.h"
+
+#include "storage/fs_layout.h"
+
+namespace kv_offload {
+
+FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
+    : options_(options),
+      ops_(ops),
+      clock_(clock),
+      open_(open_root(options, ops)),
+      catalogue_(options.eviction_policy),
+      generation_(std::move(open_.generation)),
+      leaf_states_(layout::kLeaves, LeafState::kUnknown),
+      leaf_bytes_(layout::kLeaves, 0),
+      last_write_back_(clock.now()),
+      scan_complete_(open_.fresh),
+      counted_(open_.fresh) {}
+
+FsStore::~FsStore() = default;
+
+void FsStore::release() {
+  open_.lease->release();
+  open_.open_mark.reset();
+}
+
+std::shared_ptr<Generation> FsStore::generation() const {
+  const MutexLock lock(mutex_);
+  return generation_;
+}
+
+Presence FsStore::presence(const ChunkKey& key, bool* start_probe) {
+  *start_probe = false;
+  const Nanos now = clock_.now();
+  const MutexLock lock(mutex_);
+  if (catalogue_.offers(key, now)) return Presence::kPresent;
+  if (scan_complete_.load(std::memory_order_relaxed) || catalogue_.holds(key)) return Presence::kAbsent;
+  LeafState& state = leaf_states_[layout::leaf_of(key)];
+  if (state == LeafState::kKnown) return Presence::kAbsent;
+  *start_probe = state == LeafState::kUnknown;
+  state = LeafState::kProbing;
+  return Presence::kUnknown;
+}
+
+void FsStore::give_up_probe(std::uint32_t leaf) {
+  const MutexLock lock(mutex_);
+  leaf_states_[leaf] = LeafState::kKnown;
+}
+
+void FsStore::touch(const ChunkKey& key) {
+  const Nanos now = clock_.now();
+  const MutexLock lock(mutex_);
+  catalogue_.touch(key, now);
+}
+
+void FsStore::forget() {
+  const MutexLock lock(mutex_);
+  for (const ChunkKey& key : catalogue_.clear()) removals_.push_back({key, TierRemoval::Reason::kReset});
+  if (generation_) least_generation_ = generation_->number + 1;
+  generation_.reset();
+  leaf_states_.assign(layout::kLeaves, LeafState::kKnown);  // nothing to be found until there is one
+}
+
+void FsStore::set_generation(std::shared_ptr<Generation> generation, bool empty) {
+  const MutexLock lock(mutex_);
+  generation_ = std::move(generation);
+  leaf_bytes_.assign(layout::kLeaves, 0);
+  leaf_states_.assign(layout::kLeaves, empty ? LeafState::kKnown : LeafState::kUnknown);
+  scan_complete_.store(empty);
+}
+
+void FsStore::take_removals(std::vector<TierRemoval>* removals) {
+  const MutexLock lock(mutex_);
+  removals->insert(removals->end(), removals_.begin(), removals_.end());
+  removals_.clear();
+}
+
+bool FsStore::has_touches() const {
+  const MutexLock lock(mutex_);
+  return catalogue_.has_touched();
+}
+
+void FsStore::figures(TierStats* stats) const {
+  stats->bytes = open_.ledger->total();
+  stats->capacity_bytes = options_.max_bytes;
+  stats->evicted_bytes = evicted_bytes_.load();
+  stats->direct_ops = direct_ops_.load();
+  stats->buffered_ops = buffered_ops_.load();
+  stats->scan_complete = scan_complete_.load();
+  const MutexLock lock(mutex_);
+  stats->chunks = catalogue_.size();
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,143 @@
+// FsStore: the synchronous heart of the fs tier. What a pool thread runs (write,
+// read, remove, scan, reclaim) and what the scheduler thread asks (presence,
+// touch, figures). It knows no queues, no breaker.
+//
+// Threads: any. mutex_ guards the catalogue and is never held across a call to
+// the file system; the figures are atomics. So the scheduler thread never waits
+// for storage, however stuck other threads are.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/thread_annotations.h"
+#include "storage/fs_catalogue.h"
+#include "storage/fs_open.h"
+#include "storage/fs_walk.h"
+#include "storage/tier.h"
+
+namespace kv_offload {
+
+class FsStore {
+ public:
+  // Opens the root; throws as make_fs_tier says.
+  FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock);
+  ~FsStore();
+
+  // ---- pool threads, may block on storage
+  Status write(const TierOp& op, std::uint64_t* moved);
+  Status read(const TierOp& op, std::uint64_t* moved);
+  Status remove(const TierOp& op);
+  // Finds the records of one leaf directory before the scan has come there.
+  Status probe(std::uint32_t leaf);
+  // Rebuilds the catalogue; the lease holder also counts the root anew and
+  // removes what the dead left behind.
+  void start();
+  // Once a second: take the lease when it is free, make the room others asked
+  // for, notice another process's reset, write recency back.
+  void tick();
+  // After forget(): makes the next generation's directory.
+  Status make_generation() EXCLUDES(generation_mutex_);
+  void write_back_touches();
+
+  // When no op can come any more: others may evict, and take the namespace.
+  void release();
+
+  // ---- any thread, never block on storage
+  Presence presence(const ChunkKey& key, bool* start_probe);
+  void give_up_probe(std::uint32_t leaf);
+  void touch(const ChunkKey& key);
+  void forget();  // drops the generation and its catalogue
+  void take_removals(std::vector<TierRemoval>* removals);
+  void stop() { stop_.store(true); }  // long walks give up soon
+  void figures(TierStats* stats) const;
+  bool has_touches() const;
+
+ private:
+  enum class LeafState : std::uint8_t { kUnknown, kProbing, kKnown };
+  struct Reservation;
+
+  // fs_write.cc
+  Status write_record(const TierOp& op, const std::shared_ptr<Generation>& generation, bool replace,
+                      Reservation* reservation);
+  Status make_leaf(const Generation& generation, std::uint32_t leaf, Reservation* reservation);
+  Status open_temporary(const Generation& generation, std::uint32_t leaf, bool direct,
+                        Reservation* reservation, Fd* fd, std::string* path);
+  Status put_in_place(const Generation& generation, const std::string& temporary, const std::string& path,
+                      bool replace, std::uint64_t disk_bytes, Reservation* reservation);
+  void note_leaf_growth(const Generation& generation, std::uint32_t leaf, Reservation* reservation);
+
+  // fs_read.cc
+  Status read_file(const TierOp& op, const Generation& generation, std::uint64_t file_bytes,
+                   std::uint64_t* inode);
+  void drop_corrupt(const ChunkKey& key, const std::shared_ptr<Generation>& generation,
+                    std::uint64_t file_bytes, std::uint64_t inode);
+  void drop_vanished(const ChunkKey& key, const std::shared_ptr<Generation>& generation);
+
+  // fs_evict.cc
+  Status reserve(std::uint64_t bytes);
+  bool make_room(std::uint64_t bytes) EXCLUDES(evict_mutex_);
+  bool evict_own(std::uint64_t* freed);  // one record; false when there is none
+  std::uint64_t reclaim_others(std::uint64_t enough, bool even_open) REQUIRES(evict_mutex_);
+  std::uint64_t reclaim_namespace(const std::string& name, std::uint64_t enough, bool even_open);
+  void reclaim_old_generations(const std::string& name, std::uint64_t below);
+  // Returns the bytes gone; 0 with *failed when the file is still there.
+  std::uint64_t remove_file(const Generation& generation, const std::string& path, bool* failed);
+  void give_back(std::uint64_t bytes);
+
+  // fs_scan.cc
+  bool scan_own(std::uint64_t* counted);
+  void adopt(const std::shared_ptr<Generation>& generation, std::vector<FoundRecord> records);
+  void recount();
+  std::uint64_t count_others(std::uint64_t own_generation);
+  void set_generation(std::shared_ptr<Generation> generation, bool empty);
+  void follow_reset();
+
+  std::shared_ptr<Generation> generation() const EXCLUDES(mutex_);
+  static bool aligned(std::span<const Shard> shards);
+
+  const FsTierOptions options_;
+  FileOps& ops_;
+  const Clock& clock_;
+  OpenRoot open_;  // its generation moves into generation_
+
+  mutable Mutex mutex_;
+  FsCatalogue catalogue_ GUARDED_BY(mutex_);
+  std::shared_ptr<Generation> generation_ GUARDED_BY(mutex_);
+  std::uint64_t least_generation_ GUARDED_BY(mutex_) = 1;  // a reset's next is above
+  std::vector<TierRemoval> removals_ GUARDED_BY(mutex_);
+  std::vector<LeafState> leaf_states_ GUARDED_BY(mutex_);
+  std::vector<std::uint32_t> leaf_bytes_ GUARDED_BY(mutex_);  // of each leaf directory, 0: unknown
+  // Keys being written now (true), or written since a count began: a count
+  // leaves them out, for the ledger adds what was reserved meanwhile.
+  std::unordered_map<ChunkKey, bool> fresh_ GUARDED_BY(mutex_);
+  std::uint64_t writing_bytes_ GUARDED_BY(mutex_) = 0;
+  bool counting_ GUARDED_BY(mutex_) = false;
+  Nanos last_write_back_ GUARDED_BY(mutex_){0};
+
+  Mutex generation_mutex_;  // one maker at a time; held across file system calls
+  Mutex evict_mutex_;       // one evictor at a time; held across file system calls
+  std::atomic<bool> stop_{false};
+  std::atomic<bool> scan_complete_{false};
+  std::atomic<bool> own_counted_{true};  // false while a count may miss or double what is removed
+  std::atomic<bool> counted_{false};     // as holder of the lease
+  std::atomic<bool> garbage_exhausted_{false};
+  std::atomic<bool> starved_{false};  // found nothing to evict
+  std::atomic<Nanos> last_recount_{Nanos{0}};
+  std::atomic<std::uint64_t> evicted_bytes_{0}, direct_ops_{0}, buffered_ops_{0};
+};
+
+// What one write holds of the ledger, and what of it was used so far. Whatever
+// was not used goes back when it dies.
+struct FsStore::Reservation {
+  Ledger& ledger;
+  std::uint64_t reserved = 0;
+  std::uint64_t used = 0;
+  ~Reservation() { ledger.adjust(static_cast<std::int64_t>(used) - static_cast<std::int64_t>(reserved)); }
+};
+
+}  // namespace kv_offload

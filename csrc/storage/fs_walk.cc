@@ -1,0 +1,188 @@
+#include "storage/fs_walk.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "storage/fs_layout.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr int kOpenDirectory = O_RDONLY | O_DIRECTORY | O_NOFOLLOW;
+
+std::uint64_t disk_bytes_of(FileOps& ops, int directory, const std::string& name) {
+  FileInfo info;
+  return ops.stat(directory, name, &info) == 0 ? info.disk_bytes : 0;
+}
+
+// Lists directory/name; ENOENT (vanished) is an empty list.
+Status list_at(FileOps& ops, int directory, const std::string& name, Fd* fd, std::vector<DirEntry>* entries) {
+  int error = 0;
+  *fd = open_fd(ops, directory, name, kOpenDirectory, 0, &error);
+  if (!*fd) return error == ENOENT ? Status::ok() : Status::from_errno(error, "open directory", name);
+  const int rc = ops.list(fd->get(), entries);
+  return rc < 0 && rc != -ENOENT ? Status::from_errno(-rc, "list", name) : Status::ok();
+}
+
+bool may_be_directory(const DirEntry& entry) { return entry.type == DT_DIR || entry.type == DT_UNKNOWN; }
+
+}  // namespace
+
+bool sweep_temporary(FileOps& ops, int directory, const std::string& name) {
+  int error = 0;
+  const Fd fd = open_fd(ops, directory, name, O_RDWR | O_NOFOLLOW | O_NONBLOCK, 0, &error);
+  if (!fd) return error == ENOENT;
+  if (lock_file(ops, fd.get(), LOCK_EX | LOCK_NB) != 0) return false;
+  return ops.unlink(directory, name) == 0;
+}
+
+Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOptions& options,
+                 LeafFound* found) {
+  Fd fd;
+  std::vector<DirEntry> entries;
+  if (Status status = list_at(ops, generation, layout::leaf_path(leaf), &fd, &entries); !status)
+    return status;
+  if (!fd) return Status::ok();
+  FileInfo info;
+  if (ops.fstat(fd.get(), &info) == 0) found->directory_bytes = info.disk_bytes;
+  for (const DirEntry& entry : entries) {
+    if (layout::is_temporary(entry.name)) {
+      if (layout::is_temporary_of(entry.name, options.own_writer)) continue;
+      const std::uint64_t bytes = disk_bytes_of(ops, fd.get(), entry.name);
+      if (!options.sweep || !sweep_temporary(ops, fd.get(), entry.name)) found->other_bytes += bytes;
+      continue;
+    }
+    if (ops.stat(fd.get(), entry.name, &info) != 0) continue;  // vanished
+    const auto record = layout::parse_record(entry.name);
+    if (record && layout::leaf_of(record->key) == leaf) {
+      found->records.push_back({record->key, record->file_bytes, info.disk_bytes, info.mtime_nanos});
+    } else {
+      found->other_bytes += info.disk_bytes;
+    }
+  }
+  return Status::ok();
+}
+
+Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* leaves,
+                   std::uint64_t* parent_bytes) {
+  std::vector<DirEntry> parents;
+  Fd self;  // a descriptor of our own: listing moves its position
+  if (Status status = list_at(ops, generation, ".", &self, &parents); !status) return status;
+  for (const DirEntry& parent : parents) {
+    const auto high = layout::parse_hex_byte(parent.name);
+    if (!high || !may_be_directory(parent)) {
+      *parent_bytes += disk_bytes_of(ops, generation, parent.name);  // foreign
+      continue;
+    }
+    Fd fd;
+    std::vector<DirEntry> children;
+    if (Status status = list_at(ops, generation, parent.name, &fd, &children); !status) return status;
+    if (!fd) continue;
+    FileInfo info;
+    if (ops.fstat(fd.get(), &info) == 0) *parent_bytes += info.disk_bytes;
+    for (const DirEntry& child : children) {
+      const auto low = layout::parse_hex_byte(child.name);
+      if (low && may_be_directory(child)) {
+        leaves->push_back(std::uint32_t{*high} << 8 | *low);
+      } else {
+        *parent_bytes += disk_bytes_of(ops, fd.get(), child.name);
+      }
+    }
+  }
+  return Status::ok();
+}
+
+std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, const LeafOptions& options,
+                         const std::atomic<bool>& stop) {
+  FileInfo info;
+  if (stop.load() || ops.stat(directory, name, &info) != 0) return 0;
+  if (!info.is_directory()) {
+    if (layout::is_temporary(name)) {
+      if (layout::is_temporary_of(name, options.own_writer)) return 0;
+      if (options.sweep && sweep_temporary(ops, directory, name)) return 0;
+    }
+    return info.disk_bytes;
+  }
+  std::uint64_t bytes = info.disk_bytes;
+  Fd fd;
+  std::vector<DirEntry> entries;
+  if (!list_at(ops, directory, name, &fd, &entries) || !fd) return bytes;
+  for (const DirEntry& entry : entries) bytes += count_tree(ops, fd.get(), entry.name, options, stop);
+  return bytes;
+}
+
+std::uint64_t reclaim_generation(FileOps& ops, int parent, const std::string& name, std::uint64_t enough,
+                                 bool remove_directories, const std::atomic<bool>& stop,
+                                 const std::function<void(std::uint64_t)>& gone) {
+  std::uint64_t freed = 0;
+  const auto note = [&](std::uint64_t bytes) {
+    freed += bytes;
+    if (bytes > 0) gone(bytes);
+  };
+  const auto remove_directory = [&](int at, const std::string& path) {
+    if (!remove_directories) return;
+    const std::uint64_t bytes = disk_bytes_of(ops, at, path);
+    if (ops.rmdir(at, path) == 0) note(bytes);
+  };
+  int error = 0;
+  const Fd generation = open_fd(ops, parent, name, kOpenDirectory, 0, &error);
+  if (!generation) return 0;
+  std::vector<DirEntry> parents;
+  if (ops.list(generation.get(), &parents) < 0) return 0;
+  for (const DirEntry& high : parents) {
+    if (!layout::parse_hex_byte(high.name)) continue;
+    Fd high_fd;
+    std::vector<DirEntry> leaves;
+    if (!list_at(ops, generation.get(), high.name, &high_fd, &leaves) || !high_fd) continue;
+    for (const DirEntry& leaf : leaves) {
+      if (stop.load() || freed >= enough) return freed;
+      if (!layout::parse_hex_byte(leaf.name)) continue;
+      Fd leaf_fd;
+      std::vector<DirEntry> files;
+      if (!list_at(ops, high_fd.get(), leaf.name, &leaf_fd, &files) || !leaf_fd) continue;
+      std::uint64_t leaf_freed = 0;
+      for (const DirEntry& file : files) {
+        if (freed + leaf_freed >= enough) break;
+        const std::uint64_t bytes = disk_bytes_of(ops, leaf_fd.get(), file.name);
+        const bool removed = layout::is_temporary(file.name) ? sweep_temporary(ops, leaf_fd.get(), file.name)
+                                                             : layout::parse_record(file.name).has_value() &&
+                                                                   ops.unlink(leaf_fd.get(), file.name) == 0;
+        if (removed) leaf_freed += bytes;
+      }
+      note(leaf_freed);
+      remove_directory(high_fd.get(), leaf.name);
+    }
+    remove_directory(generation.get(), high.name);
+  }
+  remove_directory(parent, name);
+  return freed;
+}
+
+Status list_generations(FileOps& ops, int namespace_directory, std::vector<std::uint64_t>* generations) {
+  std::vector<DirEntry> entries;
+  Fd self;
+  if (Status status = list_at(ops, namespace_directory, ".", &self, &entries); !status) return status;
+  for (const DirEntry& entry : entries) {
+    const auto generation = layout::parse_generation(entry.name);
+    if (generation && may_be_directory(entry)) generations->push_back(*generation);
+  }
+  std::sort(generations->begin(), generations->end());
+  return Status::ok();
+}
+
+Status list_namespaces(FileOps& ops, int root, std::vector<std::string>* names) {
+  std::vector<DirEntry> entries;
+  Fd self;
+  if (Status status = list_at(ops, root, ".", &self, &entries); !status) return status;
+  for (const DirEntry& entry : entries) {
+    if (layout::is_namespace_name(entry.name) && may_be_directory(entry)) names->push_back(entry.name);
+  }
+  std::sort(names->begin(), names->end());
+  return Status::ok();
+}
+
+}  // namespace kv_offload

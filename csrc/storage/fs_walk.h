@@ -1,0 +1,63 @@
+// Walking a root: counting what `du` counts, finding records, removing what is
+// garbage. Used by the tier's keeper and by FsRoot. Functions only; they may
+// take long, and give up between directories when *stop becomes true.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "base/types.h"
+#include "storage/file_ops.h"
+
+namespace kv_offload {
+
+struct FoundRecord {
+  ChunkKey key;
+  std::uint64_t file_bytes = 0;
+  std::uint64_t disk_bytes = 0;
+  std::int64_t mtime_nanos = 0;
+};
+
+// A temporary is swept when nobody holds its lock: its writer is dead. Removed:
+// true. `own` temporaries (this writer's) are never touched.
+bool sweep_temporary(FileOps& ops, int directory, const std::string& name);
+
+// One leaf directory: its records, what it and its other files take on disk.
+// Temporaries of dead writers are removed on the way when `sweep`.
+struct LeafFound {
+  std::vector<FoundRecord> records;
+  std::uint64_t directory_bytes = 0;
+  std::uint64_t other_bytes = 0;  // temporaries that live, foreign files
+};
+struct LeafOptions {
+  bool sweep = false;
+  std::uint64_t own_writer = 0;  // its temporaries are neither swept nor counted
+};
+Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOptions& options,
+                 LeafFound* found);
+// The leaf directories that exist; `parent_bytes`: of the directories above them.
+Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* leaves,
+                   std::uint64_t* parent_bytes);
+
+// Everything at and below directory/name, as `du`; dead temporaries are swept
+// when asked. Vanished files count nothing.
+std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, const LeafOptions& options,
+                         const std::atomic<bool>& stop);
+
+// Removes our files (records, temporaries of the dead) below a generation until
+// `enough` bytes are gone; with remove_directories also emptied directories and
+// at last the generation itself. Returns the bytes that are gone from disk.
+// `gone` is told of each step's bytes as they go.
+std::uint64_t reclaim_generation(FileOps& ops, int parent, const std::string& name, std::uint64_t enough,
+                                 bool remove_directories, const std::atomic<bool>& stop,
+                                 const std::function<void(std::uint64_t)>& gone);
+
+// Ascending.
+Status list_generations(FileOps& ops, int namespace_directory, std::vector<std::uint64_t>* generations);
+Status list_namespaces(FileOps& ops, int root, std::vector<std::string>* names);
+
+}  // namespace kv_offload

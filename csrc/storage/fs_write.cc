@@ -1,0 +1,191 @@
+#include <fcntl.h>
+
+#include <cerrno>
+#include <chrono>
+
+#include "base/aligned_buffer.h"
+#include "storage/fs_layout.h"
+#include "storage/fs_store.h"
+#include "storage/record_file.h"
+
+namespace kv_offload {
+namespace {
+
+// Two directories that may be made, one that may grow, one block of extents.
+constexpr std::uint64_t kOverhead = 4 * kPageBytes;
+
+std::uint64_t unix_nanos() {
+  return static_cast<std::uint64_t>(
+      std::chrono::duration_cast<Nanos>(std::chrono::system_clock::now().time_since_epoch()).count());
+}
+
+}  // namespace
+
+bool FsStore::aligned(std::span<const Shard> shards) {
+  for (const Shard& shard : shards) {
+    if (reinterpret_cast<std::uintptr_t>(shard.data()) % kPageBytes != 0) return false;
+  }
+  return true;
+}
+
+Status FsStore::write(const TierOp& op, std::uint64_t* moved) {
+  const std::uint64_t payload = padded_payload_bytes(op.shards);
+  const std::uint64_t file_bytes = kRecordHeaderBytes + payload;
+  std::shared_ptr<Generation> generation;
+  bool replace = false;
+  {
+    const MutexLock lock(mutex_);
+    generation = generation_;
+    if (!generation) return Status::error(StatusKind::kUnavailable, "a reset is under way");
+    if (catalogue_.offers(op.key, clock_.now())) return Status::ok();
+    replace = catalogue_.holds(op.key);  // unreadable for now: better written anew
+    fresh_[op.key] = true;
+    writing_bytes_ += file_bytes + kOverhead;
+  }
+  Status status = reserve(file_bytes + kOverhead);
+  if (status) {
+    Reservation reservation{*open_.ledger, file_bytes + kOverhead};
+    status = write_record(op, generation, replace, &reservation);
+  }
+  const MutexLock lock(mutex_);
+  writing_bytes_ -= file_bytes + kOverhead;
+  if (counting_) {
+    fresh_[op.key] = false;
+  } else {
+    fresh_.erase(op.key);
+  }
+  if (!status) return status;
+  if (generation != generation_) {
+    return Status::error(StatusKind::kCancelled, "the tier was reset meanwhile");
+  }
+  catalogue_.insert({op.key, file_bytes}, op.depth);
+  catalogue_.read_succeeded(op.key);
+  *moved = payload;
+  return Status::ok();
+}
+
+Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>& generation, bool replace,
+                             Reservation* reservation) {
+  zero_padding(op.shards);
+  RecordHeader header;
+  header.namespace_id = options_.namespace_id;
+  header.key = op.key;
+  header.group = op.group;
+  for (const Shard& shard : op.shards) header.shard_bytes.push_back(shard.size());
+  header.payload_bytes = padded_payload_bytes(op.shards);
+  header.payload_checksum = payload_checksum(op.shards);
+  header.created_unix_nanos = unix_nanos();
+  const AlignedBuffer page(kRecordHeaderBytes);
+  encode_header(header, page.span());
+
+  const std::uint32_t leaf = layout::leaf_of(op.key);
+  const std::string path = layout::record_path(op.key, kRecordHeaderBytes + header.payload_bytes);
+  const std::string shown = generation->path + "/" + path;
+  const bool direct = open_.direct && aligned(op.shards);
+  Fd fd;
+  std::string temporary;
+  if (Status status = open_temporary(*generation, leaf, direct, reservation, &fd, &temporary); !status) {
+    return status;
+  }
+  (direct ? direct_ops_ : buffered_ops_).fetch_add(1, std::memory_order_relaxed);
+  Status status =
+      transfer_all(ops_, fd.get(), record_parts(page.span(), op.shards), Transfer::kWrite, direct, shown);
+  if (status && options_.fsync != FsyncMode::kNone) {
+    const int rc = ops_.fsync(fd.get(), options_.fsync == FsyncMode::kData);
+    if (rc < 0) status = Status::from_errno(-rc, "fsync", shown);
+  }
+  FileInfo info;
+  if (const int rc = ops_.fstat(fd.get(), &info); rc < 0 && status)
+    status = Status::from_errno(-rc, "stat", shown);
+  if (status) status = put_in_place(*generation, temporary, path, replace, info.disk_bytes, reservation);
+  if (!status) {
+    int rc = ops_.unlink(generation->directory.get(), temporary);
+    if (rc < 0 && rc != -ENOENT) rc = ops_.unlink(generation->directory.get(), temporary);
+    // Still there: it stays on the account, to be swept with the dead.
+    if (rc < 0 && rc != -ENOENT) reservation->used += info.disk_bytes;
+    return status;
+  }
+  note_leaf_growth(*generation, leaf, reservation);
+  return Status::ok();
+}
+
+Status FsStore::open_temporary(const Generation& generation, std::uint32_t leaf, bool direct,
+                               Reservation* reservation, Fd* fd, std::string* path) {
+  const std::string prefix = layout::leaf_path(leaf) + '/';
+  const int flags = O_WRONLY | (direct ? O_DIRECT : 0);
+  int rc = 0;
+  // Twice: a reclaimer may remove the empty directory just made.
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    rc = create_temporary(ops_, generation.directory.get(), prefix, flags, open_.writer, fd, path);
+    if (rc != -ENOENT) break;
+    if (Status status = make_leaf(generation, leaf, reservation); !status) return status;
+  }
+  if (rc == 0) return Status::ok();
+  Status status = Status::from_errno(-rc, "create", generation.path + "/" + *path);
+  // ENOENT on a write is no missing record: the directory went away (reset).
+  if (rc == -ENOENT) status = Status::error(StatusKind::kIo, status.message(), ENOENT, status.path());
+  return status;
+}
+
+Status FsStore::make_leaf(const Generation& generation, std::uint32_t leaf, Reservation* reservation) {
+  for (const std::string& path : {layout::leaf_parent(leaf), layout::leaf_path(leaf)}) {
+    const int rc = ops_.mkdir(generation.directory.get(), path, 0700);
+    if (rc == -EEXIST) continue;
+    if (rc < 0) {
+      return Status::error(rc == -ENOSPC || rc == -EDQUOT ? StatusKind::kNoSpace : StatusKind::kIo,
+                           Status::from_errno(-rc, "make directory").message(), -rc,
+                           generation.path + "/" + path);
+    }
+    FileInfo info;
+    if (ops_.stat(generation.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
+    reservation->used += info.disk_bytes;
+    if (path.size() > 2) {
+      const MutexLock lock(mutex_);
+      leaf_bytes_[leaf] = static_cast<std::uint32_t>(info.disk_bytes);
+    }
+  }
+  return Status::ok();
+}
+
+// The record keeps its name if another process wrote the same one meanwhile.
+Status FsStore::put_in_place(const Generation& generation, const std::string& temporary,
+                             const std::string& path, bool replace, std::uint64_t disk_bytes,
+                             Reservation* reservation) {
+  const int directory = generation.directory.get();
+  FileInfo old;
+  const bool replaced = replace && ops_.stat(directory, path, &old) == 0 && old.is_regular();
+  int rc = ops_.rename(directory, temporary, path, !replace);
+  if (rc == -EINVAL && !replace) {  // NFS and others have no such mode
+    rc = ops_.stat(directory, path, &old) == 0 ? -EEXIST : ops_.rename(directory, temporary, path, false);
+  }
+  if (rc == -EEXIST) {
+    int gone = ops_.unlink(directory, temporary);
+    if (gone < 0 && gone != -ENOENT) reservation->used += disk_bytes;
+    return Status::ok();
+  }
+  if (rc < 0) {
+    Status status = Status::from_errno(-rc, "rename", generation.path + "/" + path);
+    if (rc == -ENOENT) status = Status::error(StatusKind::kIo, status.message(), ENOENT, status.path());
+    return status;
+  }
+  reservation->used += disk_bytes;
+  if (replaced) give_back(old.disk_bytes);
+  if (options_.fsync == FsyncMode::kFull) {
+    int error = 0;
+    const Fd leaf = open_fd(ops_, directory, path.substr(0, 5), O_RDONLY | O_DIRECTORY, 0, &error);
+    // The record is whole either way; only its durability is in question.
+    if (leaf) (void)ops_.fsync(leaf.get(), false);
+  }
+  return Status::ok();
+}
+
+void FsStore::note_leaf_growth(const Generation& generation, std::uint32_t leaf, Reservation* reservation) {
+  FileInfo info;
+  if (ops_.stat(generation.directory.get(), layout::leaf_path(leaf), &info) != 0) return;
+  const MutexLock lock(mutex_);
+  std::uint32_t& known = leaf_bytes_[leaf];
+  if (known != 0 && info.disk_bytes > known) reservation->used += info.disk_bytes - known;
+  known = static_cast<std::uint32_t>(info.disk_bytes);
+}
+
+}  // namespace kv_offload

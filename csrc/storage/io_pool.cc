@@ -1,0 +1,270 @@
+#include "storage/io_pool.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <deque>
+#include <thread>
+
+#include "base/thread_annotations.h"
+
+namespace kv_offload {
+namespace {
+
+struct Queued {
+  IoPool::Op op;
+  Nanos submitted{0};
+};
+struct Running {
+  std::uint64_t number = 0;
+  Lane lane = Lane::kRead;
+  Nanos submitted{0}, started{0};
+};
+using Queue = std::deque<Queued>;
+
+std::size_t index(Lane lane) { return static_cast<std::size_t>(lane); }
+
+void finish(const Queued& queued, const Status& status, Nanos now) {
+  queued.op.done(status, 0, to_seconds(now - queued.submitted));
+}
+
+}  // namespace
+
+// Shared by the pool and its threads, so that a thread that was let go while
+// stuck finds it alive.
+struct IoPool::State {
+  const Clock* clock = nullptr;
+  Nanos close_wait{0};
+  mutable Mutex mutex;
+  CondVar work, left;
+  std::array<Queue, 2> queues GUARDED_BY(mutex);
+  std::vector<Running> running GUARDED_BY(mutex);
+  std::vector<std::thread> threads GUARDED_BY(mutex);
+  Nanos next_deadline GUARDED_BY(mutex) = Nanos::max();
+  std::uint64_t next_number GUARDED_BY(mutex) = 1;
+  unsigned reads_since_write GUARDED_BY(mutex) = 0;
+  unsigned live GUARDED_BY(mutex) = 0;
+  bool closing GUARDED_BY(mutex) = false;
+  bool abandoned GUARDED_BY(mutex) = false;
+
+  std::optional<Lane> next_lane(Lane own) const REQUIRES(mutex) {
+    const bool reads = !queues[index(Lane::kRead)].empty();
+    const bool writes = !queues[index(Lane::kWrite)].empty();
+    if (own == Lane::kWrite && writes && (!reads || reads_since_write >= kReadsPerWrite)) return Lane::kWrite;
+    if (reads) return Lane::kRead;
+    return std::nullopt;
+  }
+
+  Queued take(Lane lane) REQUIRES(mutex) {
+    Queue& queue = queues[index(lane)];
+    Queued next = std::move(queue.front());
+    queue.pop_front();
+    if (lane == Lane::kWrite) {
+      reads_since_write = 0;
+    } else if (!queues[index(Lane::kWrite)].empty()) {
+      ++reads_since_write;
+    }
+    return next;
+  }
+
+  void thread_body(Lane own) {
+    mutex.lock();
+    while (!closing) {
+      const std::optional<Lane> lane = next_lane(own);
+      if (!lane) {
+        work.wait(mutex);
+        continue;
+      }
+      run_one(take(*lane));
+    }
+    --live;
+    left.notify_all();
+    mutex.unlock();
+  }
+
+  // Called and left with the mutex held.
+  void run_one(Queued next) REQUIRES(mutex) {
+    const Nanos started = clock->now();
+    if (next.op.deadline.count() != 0 && started >= next.op.deadline) {
+      mutex.unlock();
+      finish(next, Status::error(StatusKind::kTimeout, "the deadline passed before the op was started"),
+             started);
+      mutex.lock();
+      return;
+    }
+    const std::uint64_t number = next_number++;
+    running.push_back({number, next.op.lane, next.submitted, started});
+    mutex.unlock();
+    const Status status = next.op.run();
+    mutex.lock();
+    // Once let go, the clock may be gone.
+    const Nanos ended = abandoned ? started : clock->now();
+    std::erase_if(running, [&](const Running& r) { return r.number == number; });
+    mutex.unlock();
+    next.op.done(status, to_seconds(ended - started), to_seconds(started - next.submitted));
+    next = {};
+    mutex.lock();
+  }
+
+  void fail(Queue failed, const Status& status) {
+    const Nanos now = clock->now();
+    for (const Queued& queued : failed) finish(queued, status, now);
+  }
+};
+
+IoPool::IoPool(const IoPoolOptions& options) : state_(std::make_shared<State>()) {
+  if (options.clock == nullptr) throw_invalid("an I/O pool needs a clock");
+  state_->clock = options.clock;
+  state_->close_wait = options.close_wait;
+  const auto start = [&](unsigned count, Lane lane) {
+    for (unsigned i = 0; i < count; ++i) {
+      const MutexLock lock(state_->mutex);
+      state_->threads.emplace_back([state = state_, lane] { state->thread_body(lane); });
+      ++state_->live;
+    }
+  };
+  try {
+    start(options.read_threads, Lane::kRead);
+    start(options.write_threads, Lane::kWrite);
+  } catch (...) {
+    close();
+    throw_resource("the system refused a thread for storage ({} read and {} write threads asked)",
+                   options.read_threads, options.write_threads);
+  }
+}
+
+IoPool::~IoPool() { close(); }
+
+void IoPool::submit(std::vector<Op> ops) {
+  const Nanos now = state_->clock->now();
+  {
+    const MutexLock lock(state_->mutex);
+    if (!state_->closing) {
+      for (Op& op : ops) {
+        if (op.deadline.count() != 0) state_->next_deadline = std::min(state_->next_deadline, op.deadline);
+        Queue& queue = state_->queues[index(op.lane)];
+        queue.push_back({std::move(op), now});
+      }
+      ops.clear();
+      state_->work.notify_all();
+    }
+  }
+  for (const Op& op : ops) op.done(Status::error(StatusKind::kUnavailable, "closing"), 0, 0);
+}
+
+bool IoPool::cancel(std::uint64_t tag) {
+  Queue found;
+  {
+    const MutexLock lock(state_->mutex);
+    for (Queue& queue : state_->queues) {
+      const auto at = std::find_if(queue.begin(), queue.end(),
+                                   [&](const Queued& queued) { return queued.op.tag == tag; });
+      if (at == queue.end()) continue;
+      found.push_back(std::move(*at));
+      queue.erase(at);
+      break;
+    }
+  }
+  const bool cancelled = !found.empty();
+  state_->fail(std::move(found), Status::error(StatusKind::kCancelled, "cancelled before it was started"));
+  return cancelled;
+}
+
+void IoPool::fail_queued(const Status& status) {
+  fail_queued(Lane::kRead, status);
+  fail_queued(Lane::kWrite, status);
+}
+
+void IoPool::fail_queued(Lane lane, const Status& status) {
+  Queue failed;
+  {
+    const MutexLock lock(state_->mutex);
+    failed.swap(state_->queues[index(lane)]);
+  }
+  state_->fail(std::move(failed), status);
+}
+
+void IoPool::expire() {
+  const Nanos now = state_->clock->now();
+  Queue late;
+  {
+    const MutexLock lock(state_->mutex);
+    if (now < state_->next_deadline) return;
+    state_->next_deadline = Nanos::max();
+    for (Queue& queue : state_->queues) {
+      Queue kept;
+      for (Queued& queued : queue) {
+        const Nanos deadline = queued.op.deadline;
+        if (deadline.count() != 0 && now >= deadline) {
+          late.push_back(std::move(queued));
+          continue;
+        }
+        if (deadline.count() != 0) state_->next_deadline = std::min(state_->next_deadline, deadline);
+        kept.push_back(std::move(queued));
+      }
+      queue.swap(kept);
+    }
+  }
+  state_->fail(std::move(late),
+               Status::error(StatusKind::kTimeout, "the deadline passed before the op was started"));
+}
+
+bool IoPool::close() {
+  std::vector<std::thread> threads;
+  {
+    const MutexLock lock(state_->mutex);
+    state_->closing = true;
+    threads.swap(state_->threads);
+    state_->work.notify_all();
+  }
+  fail_queued(Status::error(StatusKind::kCancelled, "closing"));
+  if (threads.empty()) return true;
+  const auto give_up = std::chrono::steady_clock::now() + state_->close_wait;
+  bool all_left = false;
+  {
+    const MutexLock lock(state_->mutex);
+    while (state_->live > 0) {
+      const auto remaining = give_up - std::chrono::steady_clock::now();
+      if (remaining <= remaining.zero()) break;
+      state_->left.wait_for(state_->mutex, remaining);
+    }
+    all_left = state_->live == 0;
+    state_->abandoned = !all_left;
+  }
+  for (std::thread& thread : threads) {
+    if (all_left) {
+      thread.join();
+    } else {
+      thread.detach();  // owns the state; see the header
+    }
+  }
+  return all_left;
+}
+
+IoPool::Depth IoPool::depth(Lane lane) const {
+  const Nanos now = state_->clock->now();
+  Depth depth;
+  Nanos oldest = now;
+  const MutexLock lock(state_->mutex);
+  const Queue& queue = state_->queues[index(lane)];
+  depth.queued = static_cast<std::uint32_t>(queue.size());
+  if (!queue.empty()) oldest = std::min(oldest, queue.front().submitted);
+  for (const Running& running : state_->running) {
+    if (running.lane != lane) continue;
+    ++depth.running;
+    oldest = std::min(oldest, running.submitted);
+  }
+  depth.oldest_seconds = to_seconds(now - oldest);
+  return depth;
+}
+
+std::optional<Nanos> IoPool::oldest_start(Nanos after) const {
+  std::optional<Nanos> oldest;
+  const MutexLock lock(state_->mutex);
+  for (const Running& running : state_->running) {
+    if (running.started > after && (!oldest || running.started < *oldest)) oldest = running.started;
+  }
+  return oldest;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,85 @@
+// Ledger: the byte account of a root, shared by every process that has it open.
+// One small file, read and written under an flock, so that it also holds on a
+// shared file system.
+//
+// Rule: bytes are added BEFORE they can appear on disk and taken off AFTER they
+// are gone. So whoever dies in between leaves the account too high, never too
+// low; the next holder of the lease recounts. An account that cannot be trusted
+// (new file, other boot, bad checksum) refuses every reservation until then.
+//
+// Any thread. Calls block on the file; total() does not.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "base/status.h"
+#include "base/thread_annotations.h"
+#include "storage/file_ops.h"
+
+namespace kv_offload {
+
+class Ledger {
+ public:
+  // Opens or makes ROOT/ledger. Throws ResourceError (also when the file system
+  // has no locks).
+  Ledger(FileOps& ops, int root, const std::string& root_path, std::uint64_t max_bytes);
+
+  // ok: all of `bytes` is ours. kNoSpace: it would pass the bound (*missing is
+  // what must be given back first) or the account is being counted (*missing 0).
+  Status reserve(std::uint64_t bytes, std::uint64_t* missing);
+  // Corrects an earlier reservation to what was used. Never fails: a change that
+  // cannot be written now is written with the next one.
+  void adjust(std::int64_t delta);
+  // Bytes that were seen on disk and are gone.
+  void give_back(std::uint64_t bytes);
+  // Asks the evictor for room; it takes the sum of all such requests.
+  void ask_room(std::uint64_t bytes);
+  std::uint64_t take_room_requests();
+
+  // REQUIRES: the lease. Between the two, reservations go on against the old
+  // figure. finish adds what was reserved since begin (and `in_flight`, reserved
+  // before for what is not counted), so files that appeared in between may count
+  // twice, but never not at all.
+  Status begin_recount(std::uint64_t in_flight);
+  Status finish_recount(std::uint64_t counted);
+  // An account of another boot is not to be trusted. REQUIRES: the lease.
+  bool trusted();
+
+  std::uint64_t total() const { return seen_total_.load(std::memory_order_relaxed); }
+  // Refreshes total() from the file.
+  Status refresh();
+
+ private:
+  struct Page;
+  template <typename Change>
+  Status update(Change change) EXCLUDES(mutex_);
+
+  FileOps& ops_;
+  const std::string path_;
+  const std::uint64_t max_bytes_;
+  Fd fd_;
+  Mutex mutex_;                                     // an flock does not keep our own threads apart
+  std::int64_t owed_ GUARDED_BY(mutex_) = 0;        // not yet written, by adjust
+  std::uint64_t owed_back_ GUARDED_BY(mutex_) = 0;  // not yet written, by give_back
+  std::atomic<std::uint64_t> seen_total_{0};
+};
+
+// The evictor's lease: an exclusive flock on ROOT/lease, gone with its holder.
+class Lease {
+ public:
+  // Throws ResourceError.
+  Lease(FileOps& ops, int root, const std::string& root_path);
+  bool held() const { return held_.load(std::memory_order_acquire); }
+  // True when held afterwards. Does not wait. Any thread.
+  bool try_take();
+  void release();
+
+ private:
+  FileOps& ops_;
+  Fd fd_;
+  std::atomic<bool> held_{false};
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,163 @@
+#include "storage/record.h"
+
+#include <xxhash.h>
+
+// The library picks the widest vectors of the machine at run time when it was
+// built with its dispatcher (it then installs this header).
+#if !defined(XXH_INLINE_ALL) && defined(__x86_64__) && __has_include(<xxh_x86dispatch.h>)
+#include <xxh_x86dispatch.h>
+#endif
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+
+namespace kv_offload {
+namespace {
+
+constexpr char kMagic[] = "KVOREC1\n";
+constexpr std::size_t kChecksumAt = kRecordHeaderBytes - 8;
+constexpr std::size_t kShardsAt = 136;
+constexpr std::size_t kShardsEnd = kShardsAt + 8 * kMaxShards;
+alignas(64) constexpr std::byte kZeroPage[kPageBytes]{};
+
+template <typename T>
+void put(std::span<std::byte> page, std::size_t at, T value) {
+  for (std::size_t i = 0; i < sizeof(T); ++i) page[at + i] = static_cast<std::byte>(value >> (8 * i));
+}
+
+template <typename T>
+T get(std::span<const std::byte> page, std::size_t at) {
+  T value = 0;
+  for (std::size_t i = 0; i < sizeof(T); ++i) value |= static_cast<T>(page[at + i]) << (8 * i);
+  return value;
+}
+
+template <typename A, typename B>
+Status wrong(std::string_view field, const A& found, const B& expected) {
+  return Status::error(StatusKind::kCorrupt,
+                       fmt::format("record header: {} is {}, expected {}", field, found, expected));
+}
+
+std::string hex(const NamespaceId& id) {
+  std::string text;
+  for (const std::uint8_t byte : id) text += fmt::format("{:02x}", byte);
+  return text;
+}
+
+bool all_zero(std::span<const std::byte> bytes) {
+  return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
+}
+
+}  // namespace
+
+void encode_header(const RecordHeader& header, std::span<std::byte> page) {
+  std::memset(page.data(), 0, page.size());
+  std::memcpy(page.data(), kMagic, 8);
+  put(page, 8, kRecordVersion);
+  put(page, 12, static_cast<std::uint32_t>(kRecordHeaderBytes));
+  std::memcpy(page.data() + 16, header.namespace_id.data(), header.namespace_id.size());
+  put(page, 48, static_cast<std::uint32_t>(header.key.size()));
+  std::memcpy(page.data() + 52, header.key.bytes().data(), header.key.size());
+  put(page, 100, header.group);
+  put(page, 104, static_cast<std::uint32_t>(header.shard_bytes.size()));
+  put(page, 112, header.payload_bytes);
+  put(page, 120, header.payload_checksum);
+  put(page, 128, header.created_unix_nanos);
+  for (std::size_t i = 0; i < header.shard_bytes.size(); ++i) {
+    put(page, kShardsAt + 8 * i, header.shard_bytes[i]);
+  }
+  put(page, kChecksumAt, static_cast<std::uint64_t>(XXH3_64bits(page.data(), kChecksumAt)));
+}
+
+Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
+  if (page.size() != kRecordHeaderBytes) return wrong("length", page.size(), kRecordHeaderBytes);
+  if (std::memcmp(page.data(), kMagic, 8) != 0) {
+    return wrong("magic", fmt::format("{:#018x}", get<std::uint64_t>(page, 0)), "KVOREC1");
+  }
+  const auto checksum = get<std::uint64_t>(page, kChecksumAt);
+  const std::uint64_t computed = XXH3_64bits(page.data(), kChecksumAt);
+  if (checksum != computed) {
+    return wrong("checksum", fmt::format("{:#018x}", checksum), fmt::format("{:#018x}", computed));
+  }
+  // From here on the bytes are what some writer meant; they may still not be ours.
+  const auto version = get<std::uint32_t>(page, 8);
+  if (version != kRecordVersion) return wrong("version", version, kRecordVersion);
+  const auto length = get<std::uint32_t>(page, 12);
+  if (length != kRecordHeaderBytes) return wrong("header length", length, kRecordHeaderBytes);
+  const auto key_length = get<std::uint32_t>(page, 48);
+  if (!ChunkKey::fits(key_length)) {
+    return wrong("key length", key_length,
+                 fmt::format("{}..{}", std::size_t{ChunkKey::kMinBytes}, std::size_t{ChunkKey::kMaxBytes}));
+  }
+  if (!all_zero(page.subspan(52 + key_length, 48 - key_length))) return wrong("key padding", "set", "zero");
+  const auto shards = get<std::uint32_t>(page, 104);
+  if (shards < 1 || shards > kMaxShards) return wrong("number of shards", shards, "1..64");
+  if (get<std::uint32_t>(page, 108) != 0) return wrong("reserved field", "set", "zero");
+  std::uint64_t padded = 0;
+  std::vector<std::uint64_t> shard_bytes(shards);
+  for (std::size_t i = 0; i < shards; ++i) {
+    shard_bytes[i] = get<std::uint64_t>(page, kShardsAt + 8 * i);
+    if (shard_bytes[i] > (std::uint64_t{1} << 48))
+      return wrong("shard bytes", shard_bytes[i], "at most 2^48");
+    padded += round_up(shard_bytes[i], kPageBytes);
+  }
+  const std::size_t used = kShardsAt + 8 * shards;
+  if (!all_zero(page.subspan(used, kShardsEnd - used))) return wrong("unused shards", "set", "zero");
+  if (!all_zero(page.subspan(kShardsEnd, kChecksumAt - kShardsEnd))) return wrong("padding", "set", "zero");
+  const auto payload = get<std::uint64_t>(page, 112);
+  if (payload != padded) return wrong("payload bytes", payload, padded);
+
+  std::memcpy(header->namespace_id.data(), page.data() + 16, header->namespace_id.size());
+  header->key = ChunkKey::unchecked(reinterpret_cast<const char*>(page.data()) + 52, key_length);
+  header->group = get<std::uint32_t>(page, 100);
+  header->shard_bytes = std::move(shard_bytes);
+  header->payload_bytes = payload;
+  header->payload_checksum = get<std::uint64_t>(page, 120);
+  header->created_unix_nanos = get<std::uint64_t>(page, 128);
+  return Status::ok();
+}
+
+Status match_header(const RecordHeader& header, const NamespaceId& namespace_id, const ChunkKey& key,
+                    std::uint32_t group, std::span<const Shard> shards) {
+  if (header.namespace_id != namespace_id) {
+    return wrong("namespace", hex(header.namespace_id), hex(namespace_id));
+  }
+  if (header.key != key) return wrong("key", header.key.hex(), key.hex());
+  if (header.group != group) return wrong("group", header.group, group);
+  if (header.shard_bytes.size() != shards.size()) {
+    return wrong("number of shards", header.shard_bytes.size(), shards.size());
+  }
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    if (header.shard_bytes[i] != shards[i].size()) {
+      return wrong(fmt::format("bytes of shard {}", i), header.shard_bytes[i], shards[i].size());
+    }
+  }
+  return Status::ok();
+}
+
+std::uint64_t payload_checksum(std::span<const Shard> shards) {
+  if (shards.size() == 1 && shards[0].size() % kPageBytes == 0) {
+    return XXH3_64bits(shards[0].data(), shards[0].size());
+  }
+  struct Free {
+    void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
+  };
+  const std::unique_ptr<XXH3_state_t, Free> state(XXH3_createState());
+  if (state == nullptr) throw std::bad_alloc();
+  XXH3_64bits_reset(state.get());
+  for (const Shard& shard : shards) {
+    XXH3_64bits_update(state.get(), shard.data(), shard.size());
+    XXH3_64bits_update(state.get(), kZeroPage, round_up(shard.size(), kPageBytes) - shard.size());
+  }
+  return XXH3_64bits_digest(state.get());
+}
+
+std::uint64_t padded_payload_bytes(std::span<const Shard> shards) {
+  std::uint64_t bytes = 0;
+  for (const Shard& shard : shards) bytes += round_up(shard.size(), kPageBytes);
+  return bytes;
+}
+
+}  // namespace kv_offload

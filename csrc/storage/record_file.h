@@ -1,0 +1,37 @@
+// The one way a record's bytes reach a file and come back: vectored transfers
+// that go on after short counts and EINTR. Any thread; no state.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/aligned_buffer.h"
+#include "base/status.h"
+#include "storage/file_ops.h"
+#include "storage/record.h"
+
+namespace kv_offload {
+
+// Makes the bytes behind each shard, up to the next 4 KiB, zero. They belong to
+// the row; what is on disk is then determined by the shards alone.
+void zero_padding(std::span<const Shard> shards);
+
+// The header page and the padded shards, in file order.
+std::vector<iovec> record_parts(std::span<std::byte> header_page, std::span<const Shard> shards);
+
+enum class Transfer : std::uint8_t { kRead, kWrite };
+// Moves all parts from file offset 0. direct: continue only at 4 KiB steps.
+// kCorrupt when the file ends early (reads); kIo, kNoSpace with errno otherwise.
+Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer direction, bool direct,
+                    const std::string& path);
+
+// After transfer_all into header_page and shards: is all of it what `key` of
+// `group` in this namespace must be.
+Status verify_record(std::span<const std::byte> header_page, const NamespaceId& namespace_id,
+                     const ChunkKey& key, std::uint32_t group, std::span<const Shard> shards);
+
+}  // namespace kv_offload

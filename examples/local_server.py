@@ -1,0 +1,328 @@
+"""A vLLM OpenAI server on this machine, as a context manager: start, ask, read metrics, stop or kill.
+
+    with LocalServer(model, log_file, blocks=40, kv_transfer=kv_transfer_config("1GiB", root)) as server:
+        answer = server.ask(token_ids)
+
+The server runs in a session of its own, so that its API process, engine core and workers can be found and
+ended together, whatever they rename themselves to. Only the standard library is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+# The CPU build of vLLM has no working `vllm serve`; this is the same server.
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+
+
+class ServerError(RuntimeError):
+    """The server did not come up, died, or refused a request; carries the end of its log."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one greedy completion gave.
+
+    ``top`` holds, per generated token, the log-probabilities of the most likely token ids;
+    ``cached_tokens`` how many tokens of the prompt were not computed; ``seconds`` the whole request.
+    """
+
+    token_ids: tuple[int, ...]
+    top: tuple[dict[int, float], ...]
+    text: str
+    cached_tokens: int
+    seconds: float
+
+
+def difference(one: Answer, other: Answer) -> float:
+    """How far two answers to one prompt are apart.
+
+    Infinite for other tokens, else the root mean square of the differences of the log-probabilities.
+    """
+    if one.token_ids != other.token_ids:
+        return math.inf
+    squares = [
+        (left[token] - right[token]) ** 2
+        for left, right in zip(one.top, other.top, strict=True)
+        for token in left.keys() & right.keys()
+    ]
+    return math.sqrt(sum(squares) / len(squares))
+
+
+@dataclass(frozen=True)
+class Process:
+    """A member of the server's session."""
+
+    pid: int
+    parent: int
+    command: str
+
+
+def kv_transfer_config(
+    cpu_bytes: int | str, root_dir: str | Path | None = None, max_bytes: int | str = "4GiB", **extra: Any
+) -> dict[str, Any]:
+    """The value of ``--kv-transfer-config``: host memory, and a disk tier when ``root_dir`` is given."""
+    tiers = [{"type": "fs", "root_dir": str(root_dir), "max_bytes": max_bytes}] if root_dir else []
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "KVOffloadSpec",
+            "spec_module_path": "kv_offload.specs",
+            "cpu_bytes_to_use": cpu_bytes,
+            **({"secondary_tiers": tiers} if tiers else {}),
+            **extra,
+        },
+    }
+
+
+@dataclass
+class LocalServer:
+    """Options of the server and, once started, its process.
+
+    blocks: KV blocks of vLLM's own cache (128 tokens each on CPU); small, so that it overflows.
+    cache_gib: memory that vLLM sets aside for its own cache, at least what ``blocks`` need.
+    environment: added to the inherited one.
+    on_wait: called about twice a second while the server starts, with the seconds so far.
+    """
+
+    model: Path
+    log_file: Path
+    blocks: int | None = None
+    kv_transfer: dict[str, Any] | None = None
+    max_model_len: int = 4096
+    cache_gib: int = 1
+    arguments: Sequence[str] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    start_seconds: float = 240.0
+    on_wait: Callable[[float], None] | None = None
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    boot_seconds: float = 0.0
+
+    def __enter__(self) -> LocalServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def command(self) -> list[str]:
+        command = [
+            sys.executable,
+            "-m",
+            SERVER_MODULE,
+            "--model",
+            str(self.model),
+            "--served-model-name",
+            "tiny",
+        ]
+        command += [
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--max-model-len",
+            str(self.max_model_len),
+        ]
+        command += ["--enforce-eager", "--enable-prompt-tokens-details", "--max-logprobs", "20"]
+        # Without this vLLM would serve a float32 model in bfloat16.
+        command += ["--dtype", json.loads((self.model / "config.json").read_text())["dtype"]]
+        if self.blocks is not None:
+            command += ["--num-gpu-blocks-override", str(self.blocks)]
+        if self.kv_transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(self.kv_transfer)]
+        return [*command, *self.arguments]
+
+    def start(self) -> None:
+        """Starts the server and returns when it answers; ServerError if that takes too long."""
+        self.port = self.port or free_port()
+        environment = dict(os.environ)
+        environment.update(
+            VLLM_CPU_KVCACHE_SPACE=str(self.cache_gib),
+            VLLM_NO_USAGE_STATS="1",
+            HF_HUB_OFFLINE="1",
+            TRANSFORMERS_OFFLINE="1",
+            TOKENIZERS_PARALLELISM="false",
+        )
+        environment.update(self.environment)
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command(), stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        try:
+            self._wait_until_ready(began)
+        except BaseException:
+            self.kill()
+            raise
+        self.boot_seconds = time.monotonic() - began
+
+    def _wait_until_ready(self, began: float) -> None:
+        assert self.process is not None
+        while True:
+            if self.process.poll() is not None:
+                raise ServerError(f"the server ended with code {self.process.returncode}\n{self.log_tail()}")
+            elapsed = time.monotonic() - began
+            if elapsed > self.start_seconds:
+                raise ServerError(f"the server was not ready after {elapsed:.0f} s\n{self.log_tail()}")
+            try:
+                self.get("/health", timeout=2)
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.4)
+            if self.on_wait is not None:
+                self.on_wait(elapsed)
+
+    def ask(
+        self,
+        prompt: Sequence[int] | str,
+        max_tokens: int = 8,
+        logprobs: int = 8,
+        timeout: float = 300,
+        **extra: Any,
+    ) -> Answer:
+        """A greedy completion of ``prompt`` (token ids or text)."""
+        body = {
+            "model": "tiny",
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": logprobs,
+            "return_tokens_as_token_ids": True,
+            **extra,
+        }
+        began = time.perf_counter()
+        reply = self.post("/v1/completions", body, timeout)
+        seconds = time.perf_counter() - began
+        choice = reply["choices"][0]
+        details = reply["usage"].get("prompt_tokens_details") or {}
+        return Answer(
+            token_ids=tuple(_token_id(name) for name in choice["logprobs"]["tokens"]),
+            top=tuple(
+                {_token_id(name): value for name, value in entry.items()}
+                for entry in choice["logprobs"]["top_logprobs"]
+            ),
+            text=choice["text"],
+            cached_tokens=int(details.get("cached_tokens") or 0),
+            seconds=seconds,
+        )
+
+    def get(self, path: str, timeout: float = 30) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=timeout) as reply:
+            return str(reply.read().decode())
+
+    def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=json.dumps(body or {}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as reply:
+                text = reply.read().decode()
+        except urllib.error.HTTPError as error:
+            raise ServerError(
+                f"{path}: {error.code} {error.read().decode()[:500]}\n{self.log_tail()}"
+            ) from error
+        return json.loads(text) if text else None
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all series of ``name`` on /metrics that carry ``labels``; 0 when there is none."""
+        return sum(
+            value
+            for found, series, value in parse_metrics(self.get("/metrics"))
+            if found == name and all(series.get(label) == wanted for label, wanted in labels.items())
+        )
+
+    def processes(self) -> list[Process]:
+        """The processes of the server's session that are alive."""
+        return session_processes(self.process.pid) if self.process is not None else []
+
+    def stop(self, timeout: float = 60) -> None:
+        """Asks the server to end; kills what is left of its session after ``timeout`` seconds."""
+        if self.process is None:
+            return
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the session; returns when all are gone."""
+        if self.process is None:
+            return
+        deadline = time.monotonic() + 30
+        while members := self.processes():
+            for member in members:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member.pid, signal.SIGKILL)
+            self.process.poll()
+            if time.monotonic() > deadline:
+                raise ServerError(f"processes that do not die: {members}")
+            time.sleep(0.05)
+        self.process.wait()
+        self.process = None
+
+    def log_tail(self, lines: int = 60) -> str:
+        text = self.log_file.read_text(errors="replace").splitlines()
+        return "\n".join([f"--- the last lines of {self.log_file}", *text[-lines:]])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def session_processes(session: int) -> list[Process]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            # pid (command) state parent group session ...; the command may hold spaces and parentheses.
+            after = (entry / "stat").read_text().rpartition(")")[2].split()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:
+            continue
+        if int(after[3]) == session and after[0] not in "ZX":
+            found.append(Process(int(entry.name), int(after[1]), command))
+    return found
+
+
+def parse_metrics(text: str) -> list[tuple[str, dict[str, str], float]]:
+    """(name, labels, value) of every sample in a Prometheus text page."""
+    samples = []
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        series, _, value = line.rpartition(" ")
+        name, _, inside = series.partition("{")
+        pairs = [pair.partition("=") for pair in inside.rstrip("}").split('",') if "=" in pair]
+        labels = {label.strip(): text.strip().strip('"') for label, _, text in pairs}
+        samples.append((name, labels, float(value)))
+    return samples
+
+
+def _token_id(name: str) -> int:
+    return int(name.removeprefix("token_id:"))

@@ -1,0 +1,14 @@
+"""The command ``kv-offload``: configuration, a look at this machine, and care of a root, without vLLM.
+
+Exit status: 0 all is well, 1 something is damaged or refused, 2 the command was used wrongly.
+"""
+
+from kv_offload.cli.app import app
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="kv-offload")
+
+
+__all__ = ["app", "main"]

@@ -1,0 +1,132 @@
+"""``kv-offload config``: the JSON of ``--kv-transfer-config``."""
+
+import json
+import shlex
+from typing import Annotated, Any
+
+import typer
+
+from kv_offload.cli.terminal import fail, told
+from kv_offload.config import OffloadConfig
+from kv_offload.config_compat import SPEC_MODULE, SPEC_NAME
+
+
+def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's KV transfer configuration with ``extra`` as our part of it."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"spec_name": SPEC_NAME, "spec_module_path": SPEC_MODULE} | extra,
+    }
+
+
+@told
+def config(
+    cpu: Annotated[
+        str, typer.Option(metavar="SIZE", help="Host memory for the whole engine, all ranks together: 32GiB.")
+    ],
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIRECTORY", help="Root of a tier on disk. May be repeated: fastest first."),
+    ] = None,
+    disk_size: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Hard bound of the --disk of the same place: 500GiB. Without it: half of what is free.",
+        ),
+    ] = None,
+    write_policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="What is written to disk: through (all), on_evict (what leaves host memory), "
+            "reuse:N (what is seen N times; spares the SSD).",
+        ),
+    ] = None,
+    fsync: Annotated[
+        str | None,
+        typer.Option(metavar="MODE", help="none, data or full. Torn files are found by checksum either way."),
+    ] = None,
+    o_direct: Annotated[
+        str | None, typer.Option(metavar="MODE", help="auto, on or off: bypass the page cache.")
+    ] = None,
+    read_threads: Annotated[int | None, typer.Option(metavar="N", help="Reading threads of a tier.")] = None,
+    write_threads: Annotated[int | None, typer.Option(metavar="N", help="Writing threads of a tier.")] = None,
+    load_policy: Annotated[
+        str | None,
+        typer.Option(metavar="POLICY", help="auto: load when it beats computing. always. never: write only."),
+    ] = None,
+    blocks_per_chunk: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="vLLM blocks per chunk: larger records, coarser hits. vLLM: 1."),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(metavar="PORT", help="Own /metrics of each process: scheduler here, rank r at +1+r."),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=JSON", help="Any other key: --set lookup_deadline_ms=2000."),
+    ] = None,
+    shell: Annotated[
+        bool, typer.Option("--shell", help="Print the whole option, quoted for a shell.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the JSON alone, on one line. This is the default.")
+    ] = False,
+) -> None:
+    """Write the JSON for [bold]vllm serve --kv-transfer-config[/bold], checked.
+
+    Nothing of this machine is looked at: see [bold]kv-offload doctor[/bold] for that.
+
+    [bold]Example[/bold]
+
+      vllm serve MODEL --kv-transfer-config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
+    """
+    if shell and as_json:
+        fail("--shell and --json exclude each other", 2)
+    roots, bounds = disk or [], disk_size or []
+    if len(bounds) > len(roots):
+        fail(f"{len(bounds)} --disk-size for {len(roots)} --disk; give each bound after its --disk", 2)
+    options = {
+        "write_policy": write_policy,
+        "fsync": fsync,
+        "o_direct": o_direct,
+        "n_read_threads": read_threads,
+        "n_write_threads": write_threads,
+    }
+    per_tier = {key: value for key, value in options.items() if value is not None}
+    if per_tier and not roots:
+        fail(f"{', '.join(per_tier)}: an option of a tier, but there is no --disk", 2)
+    extra: dict[str, Any] = {"cpu_bytes_to_use": cpu}
+    if roots:
+        extra["secondary_tiers"] = [
+            {"type": "fs", "root_dir": root}
+            | ({"max_bytes": bounds[n]} if n < len(bounds) else {})
+            | per_tier
+            for n, root in enumerate(roots)
+        ]
+    for key, value in (
+        ("load_policy", load_policy),
+        ("blocks_per_chunk", blocks_per_chunk),
+        ("metrics_port", metrics_port),
+    ):
+        if value is not None:
+            extra[key] = value
+    extra |= dict(_setting(text) for text in setting or [])
+    _, notes = OffloadConfig.parse(extra)
+    for note in notes:
+        typer.echo(f"kv-offload: note: {note}", err=True)
+    text = json.dumps(transfer_config(extra))
+    typer.echo(f"--kv-transfer-config {shlex.quote(text)}" if shell else text)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        fail(f"--set {text}: write KEY=VALUE", 2)
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value  # a word needs no quotes

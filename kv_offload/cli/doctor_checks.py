@@ -1,0 +1,176 @@
+"""What ``kv-offload doctor`` asks of this machine: each question gives checks, none prints."""
+
+import os
+import platform
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+import kv_offload
+from kv_offload import vllm_versions
+from kv_offload.config import FsTierConfig, OffloadConfig
+from kv_offload.config_compat import SPEC_NAME
+from kv_offload.machine import cautions, check_root, existing_part, free_bytes, tier_bounds
+from kv_offload.machine import check_machine as machine_problems
+from kv_offload.sizes import format_bytes
+
+State = Literal["ok", "note", "refused"]
+PLUGIN_GROUP = "vllm.general_plugins"
+_RECORD_BYTES = 2 << 20
+_SMALLEST_PROBE = 8 * _RECORD_BYTES
+
+
+@dataclass(frozen=True)
+class Check:
+    """One answer. ``figures`` are for --json: plain numbers in bytes and seconds."""
+
+    name: str
+    state: State
+    text: str
+    figures: dict[str, Any] | None = None
+
+
+def software() -> Iterator[Check]:
+    """This package, its core, vLLM and whether vLLM will find us."""
+    yield Check(
+        "kv-offload",
+        "ok",
+        f"{kv_offload.__version__}, Python {platform.python_version()}, {platform.platform()}",
+    )
+    found = vllm_versions.installed_vllm()
+    if found is None:
+        yield Check("vllm", "refused", "not installed here; install vllm in the same environment")
+        return
+    name, version = found
+    problem = vllm_versions.version_problem(version)
+    if problem:
+        supported = vllm_versions.SUPPORTED
+        yield Check("vllm", "refused", f"{name} {version}: {problem}; supported are {supported}")
+    else:
+        yield Check("vllm", "ok", f"{name} {version}, supported")
+    yield plugin()
+
+
+def plugin() -> Check:
+    """Is our entry point there, and does VLLM_PLUGINS let it in."""
+    names = [point.name for point in entry_points(group=PLUGIN_GROUP) if "kv_offload" in point.value]
+    allowed = os.environ.get("VLLM_PLUGINS")
+    needs_path = 'give spec_module_path "kv_offload.specs" beside spec_name'
+    if not names:
+        return Check(
+            "plugin", "note", f"no {PLUGIN_GROUP} entry point, not installed as a package; {needs_path}"
+        )
+    if allowed is not None and names[0] not in allowed.split(","):
+        return Check("plugin", "note", f"VLLM_PLUGINS={allowed} leaves {names[0]} out; {needs_path}")
+    return Check("plugin", "ok", "spec_name alone is enough")
+
+
+def device() -> Check:
+    """Which copier would be used."""
+    from kv_offload import _core
+
+    reason = _core.cuda_unavailable_reason()
+    return Check("device", "note" if reason else "ok", f"host copier: {reason}" if reason else "CUDA copier")
+
+
+def memory(config: OffloadConfig | None) -> Check:
+    """Host memory asked for and available."""
+    from kv_offload import _core
+
+    available, limited_by = _core.memory_headroom()
+    figures = {"available_bytes": available, "limited_by": limited_by}
+    text = f"{format_bytes(available)} available ({limited_by})"
+    if config is None:
+        return Check("memory", "ok", text, figures)
+    alone = config.model_copy(update={"secondary_tiers": ()})
+    problems = machine_problems(alone, headroom=lambda _: (available, limited_by))
+    asked = f"{format_bytes(config.cpu_bytes_to_use)} of {text}"
+    return Check("memory", "refused" if problems else "ok", problems[0] if problems else asked, figures)
+
+
+def root(tier: FsTierConfig) -> list[Check]:
+    """Can this root be used, and how fast is its disk without us."""
+    name = f"disk {tier.root_dir}"
+    problems = check_root(tier)
+    if problems:
+        return [Check(name, "refused", problem) for problem in problems]
+    return [Check(name, "ok", f"{format_bytes(free_bytes(tier.root_dir))} free")]
+
+
+def disk_speed(tier: FsTierConfig, total_bytes: int) -> Check:
+    """Writes and reads temporary records beside the root's own, in a directory that is removed again."""
+    from kv_offload import _core
+
+    name = f"disk {tier.root_dir}"
+    total = min(total_bytes, free_bytes(tier.root_dir) // 4) // _RECORD_BYTES * _RECORD_BYTES
+    if total < _SMALLEST_PROBE:
+        return Check(name, "note", "too little free space to measure its speed")
+    with tempfile.TemporaryDirectory(
+        prefix=".kv-offload-doctor-", dir=existing_part(tier.root_dir), ignore_cleanup_errors=True
+    ) as directory:
+        figures = _core.probe_disk(directory, total, _RECORD_BYTES)
+    direct = "O_DIRECT" if figures["o_direct"] else "buffered (O_DIRECT is refused there)"
+    state: State = "ok" if figures["o_direct"] or tier.o_direct == "off" else "note"
+    if tier.o_direct == "on" and not figures["o_direct"]:
+        return Check(name, "refused", 'o_direct is "on", the file system refuses it: set "auto"', figures)
+    write, read = (rate(figures[f"{verb}_bytes_per_second"]) for verb in ("write", "read"))
+    size = f"{format_bytes(total)} of {format_bytes(_RECORD_BYTES)} records"
+    text = f"writes {write}, reads {read}, {direct}; {size}"
+    return Check(name, state, text, figures)
+
+
+def copy_speed(threads: int, total_bytes: int) -> Check:
+    """The host copier between two buffers."""
+    from kv_offload import _core
+
+    speed = _core.measure_copy(total_bytes, threads)
+    text = f"{rate(speed)} with {threads} threads, host memory to host memory"
+    return Check("copy", "ok", text, {"bytes_per_second": speed, "threads": threads})
+
+
+def rate(bytes_per_second: float) -> str:
+    return f"{format_bytes(int(bytes_per_second))}/s"
+
+
+def plan(config: OffloadConfig) -> list[tuple[str, str, bool]]:
+    """The effective settings: (name, value, whether it was given)."""
+    rows = []
+    for name in type(config).model_fields:
+        if name == "secondary_tiers":
+            continue
+        value = getattr(config, name)
+        text = format_bytes(value) if name == "cpu_bytes_to_use" else _shown(value)
+        rows.append((name, text, name in config.model_fields_set))
+    for label, tier, bound in zip(
+        config.tier_names(), config.secondary_tiers, tier_bounds(config), strict=True
+    ):
+        for name in type(tier).model_fields:
+            if name == "type":
+                continue
+            value = getattr(tier, name)
+            text = format_bytes(bound) if name == "max_bytes" else _shown(value)
+            rows.append((f"{label}.{name}", text, name in tier.model_fields_set))
+    return rows
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "-"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def transfer(given: dict[str, Any]) -> Iterator[Check]:
+    """Does what --kv-transfer-config gets lead vLLM to us."""
+    connector = given.get("kv_connector", "OffloadingConnector")
+    if connector != "OffloadingConnector":
+        yield Check("config", "refused", f'kv_connector is {connector!r}; it must be "OffloadingConnector"')
+    spec = given.get("kv_connector_extra_config", given).get("spec_name")
+    if spec != SPEC_NAME:
+        yield Check("config", "note", f'spec_name is {spec!r}: vLLM takes its own spec; set "{SPEC_NAME}"')
+
+
+def warnings(config: OffloadConfig, notes: list[str]) -> list[Check]:
+    """What the configuration says but nobody does."""
+    return [Check("config", "note", text) for text in (*notes, *cautions(config))]

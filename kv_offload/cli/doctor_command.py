@@ -1,0 +1,143 @@
+"""``kv-offload doctor``: what would happen on this machine."""
+
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from kv_offload.cli import doctor_checks as checks
+from kv_offload.cli.doctor_checks import Check
+from kv_offload.cli.terminal import OK, PROBLEM, USAGE, console, fail, print_json, sentence, table, told
+from kv_offload.config import ConfigError, FsTierConfig, OffloadConfig
+from kv_offload.sizes import parse_byte_size
+
+_COLOURS = {"ok": "green", "note": "yellow", "refused": "bold red"}
+
+
+@told
+def doctor(
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON|@FILE",
+            help="What --kv-transfer-config gets, or its kv_connector_extra_config alone; or a file of it.",
+        ),
+    ] = None,
+    root: Annotated[
+        list[str] | None,
+        typer.Option(metavar="DIRECTORY", help="Also ask about this directory. May be repeated."),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure the speed of disks and of copies.")
+    ] = True,
+    measure_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="How much to write to each disk to measure it.")
+    ] = "256MiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say whether vLLM would be served here, and how: version, device, memory, disks, effective plan.
+
+    [bold]Example[/bold]: kv-offload doctor --config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
+
+    Allocates no host memory for serving and changes no root; to measure a disk it writes temporary
+    records in a directory that it removes again. Exit status 1 when something would be refused.
+    """
+    total = parse_byte_size(measure_size)
+    found: list[Check] = []
+    parsed: OffloadConfig | None = None
+    if config is not None:
+        given = read_config(config)
+        extra = given.get("kv_connector_extra_config", given)
+        found += checks.transfer(given)
+        try:
+            parsed, notes = OffloadConfig.parse(extra)
+        except ConfigError as error:
+            found += [Check("config", "refused", text) for text in error.problems]
+        else:
+            found += checks.warnings(parsed, notes)
+    tiers = list(parsed.secondary_tiers if parsed else ())
+    tiers += [FsTierConfig(root_dir=path) for path in root or []]
+    questions: list[tuple[str, Callable[[], Iterable[Check]]]] = [
+        ("software", checks.software),
+        ("device", lambda: [checks.device()]),
+        ("memory", lambda: [checks.memory(parsed)]),
+    ]
+    for tier in tiers:
+        questions.append((f"disk {tier.root_dir}", partial(_disk, tier, measure, total)))
+    if measure:
+        threads = parsed.copy_threads if parsed else OffloadConfig.model_fields["copy_threads"].default
+        questions.append(("copy", lambda: [checks.copy_speed(threads, total)]))
+    with console(stderr=True).status("asking this machine") as status:
+        for name, question in questions:
+            status.update(f"asking: {name}")
+            found += _answers(name, question)
+    plan = checks.plan(parsed) if parsed else []
+    if as_json:
+        print_json(_as_json(found, plan))
+    else:
+        _print(found, plan)
+    raise typer.Exit(PROBLEM if any(check.state == "refused" for check in found) else OK)
+
+
+def _disk(tier: FsTierConfig, measure: bool, total: int) -> list[Check]:
+    found = checks.root(tier)
+    if measure and all(check.state == "ok" for check in found):
+        found.append(checks.disk_speed(tier, total))
+    return found
+
+
+def _answers(name: str, question: Callable[[], Iterable[Check]]) -> list[Check]:
+    """A question that fails is an answer too, and the others are still asked."""
+    try:
+        return list(question())
+    except ImportError as error:
+        return [Check(name, "refused", f"the C++ core cannot be loaded: {error}")]
+    except (OSError, RuntimeError, ValueError) as error:
+        return [Check(name, "refused", sentence(error))]
+
+
+def read_config(text: str) -> dict[str, Any]:
+    """The object in JSON, or in a file's JSON after ``@``."""
+    source = "--config"
+    if text.startswith("@"):
+        source = text[1:]
+        text = Path(source).read_text(encoding="utf-8")
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        fail(f"{source} is not JSON: {error}", USAGE)
+    if not isinstance(value, dict):
+        fail(f"{source} is not a JSON object", USAGE)
+    extra = value.get("kv_connector_extra_config", value)
+    if not isinstance(extra, dict):
+        fail(f"{source}: kv_connector_extra_config is not a JSON object", USAGE)
+    return value
+
+
+def _as_json(found: list[Check], plan: list[tuple[str, str, bool]]) -> dict[str, Any]:
+    return {
+        "ok": not any(check.state == "refused" for check in found),
+        "checks": [
+            {"name": check.name, "state": check.state, "text": check.text} | (check.figures or {})
+            for check in found
+        ],
+        "plan": {name: {"value": value, "given": given} for name, value, given in plan},
+    }
+
+
+def _print(found: list[Check], plan: list[tuple[str, str, bool]]) -> None:
+    out = console()
+    answers = table("", "", "", "")
+    for check in found:
+        answers.add_row(f"[{_COLOURS[check.state]}]{check.state}[/]", escape(check.name), escape(check.text))
+    out.print(answers)
+    if plan:
+        out.print()
+        settings = table("effective plan", "setting", "value", "")
+        for name, value, given in plan:
+            settings.add_row(escape(name), escape(value), "" if given else "[dim]default[/]")
+        out.print(settings)

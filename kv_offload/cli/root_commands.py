@@ -1,0 +1,228 @@
+"""``kv-offload stat|ls|verify|purge ROOT``: read and mend a root, without vLLM."""
+
+import heapq
+import json
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kv_offload.cli.terminal import OK, PROBLEM, USAGE, add_row, console, fail, print_json, table, told
+from kv_offload.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from kv_offload._core import FsRoot
+
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="A root_dir of an fs tier.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Namespace = Annotated[
+    str | None,
+    typer.Option("--namespace", "-n", metavar="ID", help="Only this namespace; its first digits suffice."),
+]
+
+
+def open_root(path: str) -> "FsRoot":
+    """The root at ``path``. Raises ValueError when it is none of this project."""
+    from kv_offload import _core
+
+    return _core.FsRoot(path)
+
+
+@told
+def stat(root: Root, as_json: Json = False) -> None:
+    """Show what a root holds: bytes, records, and each namespace (one per model, layout and format)."""
+    facts = open_root(root).stat()
+    if as_json:
+        print_json(facts)
+        return
+    out = console()
+    out.print(
+        f"[bold]{escape(root)}[/bold]: {format_bytes(facts['bytes'])} in {facts['records']:,} records, "
+        f"{facts['temporaries']:,} temporaries, {_count(facts['namespaces'], 'namespace')}"
+    )
+    shown = table(
+        "", "namespace", "model", "kv dtype", "generation", "records", "bytes", "oldest", "newest",
+        right=("generation", "records", "bytes", "oldest", "newest"),
+    )  # fmt: skip
+    for space in facts["namespaces"]:
+        meaning = _meaning(space["json"])
+        add_row(
+            shown,
+            space["id"][:12],
+            model_name(meaning),
+            str(meaning.get("kv_dtype", "?")),
+            str(space["generation"]),
+            f"{space['records']:,}",
+            format_bytes(space["bytes"]),
+            age(space["oldest"]),
+            age(space["newest"]),
+        )
+    if facts["namespaces"]:
+        out.print(shown)
+
+
+@told
+def ls(
+    root: Root,
+    namespace: Namespace = None,
+    limit: Annotated[
+        int,
+        typer.Option("--limit", "-l", min=0, metavar="N", help="The N newest; 0: all, as they come."),
+    ] = 50,
+    as_json: Json = False,
+) -> None:
+    """List the records of a root, newest first. Records are not opened.
+
+    With [bold]--json[/bold] each record is one line: namespace, generation, key, bytes, mtime, path.
+    """
+    opened = open_root(root)
+    found: Iterable[dict[str, Any]] = opened.records(full_id(opened, namespace))
+    if limit:
+        found = heapq.nlargest(limit, found, key=lambda record: record["mtime"])
+    if as_json:
+        for record in found:
+            typer.echo(json.dumps(record))
+        return
+    out = console()
+    shown = table("", "key", "bytes", "age", "namespace", "generation", right=("bytes", "age", "generation"))
+    for record in found:
+        add_row(
+            shown,
+            record["key"],
+            format_bytes(record["bytes"]),
+            age(record["mtime"]),
+            record["namespace"][:12],
+            str(record["generation"]),
+        )
+    out.print(shown if shown.row_count else "no records")
+
+
+@told
+def verify(
+    root: Root,
+    repair: Annotated[bool, typer.Option("--repair", help="Remove what is proven bad.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Open every record and check its length, header, key and checksums.
+
+    A server that uses the root may keep running: it checks each record again when it reads it. Records
+    that cannot be read (an I/O error, permissions) are named but never removed. Exit status 1 when
+    anything is damaged, repaired or not.
+    """
+    opened = open_root(root)
+    with Progress(
+        TextColumn("verifying"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console(stderr=True),
+        transient=True,
+    ) as progress:
+        bar = progress.add_task("", total=None)
+        checked = 0
+
+        def show(done: int, total: int) -> None:
+            nonlocal checked
+            checked = done
+            progress.update(bar, completed=done, total=total)
+
+        damaged = opened.verify(repair, show)
+    if as_json:
+        print_json({"checked": checked, "damaged": damaged})
+    else:
+        _print_damage(checked, damaged, repair)
+    raise typer.Exit(PROBLEM if damaged else OK)
+
+
+def _print_damage(checked: int, damaged: list[dict[str, Any]], repair: bool) -> None:
+    out = console()
+    if not damaged:
+        out.print(f"{checked:,} records, all good")
+        return
+    shown = table("", "record", "kind", "what", "removed")
+    for bad in damaged:
+        add_row(shown, bad["path"], bad["kind"], bad["message"], "yes" if bad["removed"] else "no")
+    out.print(shown)
+    removed = sum(1 for bad in damaged if bad["removed"])
+    advice = f"{removed:,} removed" if repair else "run again with --repair to remove what is proven bad"
+    out.print(f"{checked:,} records, {len(damaged):,} damaged; {advice}")
+
+
+@told
+def purge(
+    root: Root,
+    namespace: Namespace = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove the records of one namespace, or of all.
+
+    A server that uses the root may keep running: what it no longer finds it computes again.
+    """
+    opened = open_root(root)
+    chosen = full_id(opened, namespace)
+    if not yes:
+        if as_json:
+            fail("--json does not ask; give --yes as well", USAGE)
+        facts = opened.stat()
+        spaces = [space for space in facts["namespaces"] if chosen in (None, space["id"])]
+        records = sum(space["records"] for space in spaces)
+        size = sum(space["bytes"] for space in spaces)
+        typer.confirm(
+            f"Remove {records:,} records ({format_bytes(size)}, {_count(spaces, 'namespace')}) from {root}?",
+            abort=True,
+        )
+    records, size = opened.purge(chosen)
+    if as_json:
+        print_json({"records": records, "bytes": size})
+    else:
+        console().print(f"{records:,} records removed, {format_bytes(size)}")
+
+
+def full_id(root: "FsRoot", prefix: str | None) -> str | None:
+    """The one namespace whose id starts with ``prefix``. Raises ValueError naming those there are."""
+    if prefix is None:
+        return None
+    ids = [str(space["id"]) for space in root.stat()["namespaces"]]
+    found = [known for known in ids if known.startswith(prefix.lower())]
+    if len(found) == 1:
+        return found[0]
+    there = ", ".join(known[:12] for known in ids) or "none"
+    raise ValueError(
+        f"namespace {prefix} is {'not there' if not found else 'not the only one that starts so'}; "
+        f"there are: {there}"
+    )
+
+
+def age(unix_seconds: float | None) -> str:
+    """How long ago, in one unit: 12 s, 5 min, 3 h, 8 d."""
+    if not unix_seconds:
+        return "-"
+    seconds = max(0, int(time.time() - unix_seconds))
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "min"), (172_800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds // size} {unit}"
+    return f"{seconds // 86_400} d"
+
+
+def model_name(meaning: dict[str, Any]) -> str:
+    """The model of a namespace.json, for people."""
+    model = meaning.get("model", {})
+    if "name" in model:
+        return f"{model['name']}@{str(model.get('revision', '?'))[:8]}"
+    return str(model.get("architecture") or "?")
+
+
+def _meaning(text: Any) -> dict[str, Any]:
+    try:
+        parsed = json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _count(things: list[Any], name: str) -> str:
+    return f"{len(things):,} {name}{'' if len(things) == 1 else 's'}"

@@ -1,0 +1,132 @@
+#include "memory/control_page.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "memory/shm_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::uint64_t kAllGroups = ~std::uint64_t{0};
+
+// One scheduler and two workers in one process: the mapping is what is shared.
+class Tickets : public ShmTest {
+ protected:
+  TicketResult result(Ticket ticket) { return region_->result(ticket, &failed_); }
+  void report(Ticket ticket, std::uint64_t failed = 0) {
+    region_->report(0, ticket, failed);
+    region_->report(1, ticket, failed);
+  }
+  std::unique_ptr<HostRegion> region_ = HostRegion::attach_scheduler(options(8 * kMiB, 2));
+  std::uint64_t failed_ = 0;
+};
+
+TEST_F(Tickets, are_pending_until_every_rank_has_reported) {
+  EXPECT_EQ(result(1), TicketResult::kPending);
+  region_->report(1, 1, 0);
+  EXPECT_EQ(result(1), TicketResult::kPending);
+  region_->report(0, 1, 0);
+  EXPECT_EQ(result(1), TicketResult::kDone);
+  EXPECT_EQ(failed_, 0u);
+  EXPECT_EQ(result(2), TicketResult::kPending);
+}
+
+TEST_F(Tickets, a_group_fails_when_any_rank_failed_it) {
+  region_->report(0, 9, 0b0110);
+  region_->report(1, 9, 0b1100);
+  EXPECT_EQ(result(9), TicketResult::kDone);
+  EXPECT_EQ(failed_, 0b1110u);
+}
+
+TEST_F(Tickets, come_in_any_order) {
+  report(7, 7);
+  report(3, 3);
+  EXPECT_EQ(result(3), TicketResult::kDone);
+  EXPECT_EQ(failed_, 3u);
+  EXPECT_EQ(result(7), TicketResult::kDone);
+  EXPECT_EQ(failed_, 7u);
+}
+
+TEST_F(Tickets, one_overwritten_after_a_whole_ring_failed_every_group) {
+  report(5, 0);
+  report(5 + HostRegion::kTicketSlots, 0b1);
+  EXPECT_EQ(result(5), TicketResult::kDone);
+  EXPECT_EQ(failed_, kAllGroups);
+  EXPECT_EQ(result(5 + HostRegion::kTicketSlots), TicketResult::kDone);
+  EXPECT_EQ(failed_, 0b1u);
+}
+
+TEST_F(Tickets, one_that_comes_a_ring_late_does_not_hide_its_successor) {
+  report(5 + HostRegion::kTicketSlots, 0b1);
+  report(5, 0);
+  EXPECT_EQ(result(5), TicketResult::kDone);
+  EXPECT_EQ(failed_, kAllGroups);
+  EXPECT_EQ(result(5 + HostRegion::kTicketSlots), TicketResult::kDone);
+  EXPECT_EQ(failed_, 0b1u);
+}
+
+TEST_F(Tickets, every_slot_of_the_ring_is_its_own) {
+  for (Ticket ticket = 1; ticket <= HostRegion::kTicketSlots; ++ticket) report(ticket, ticket);
+  for (Ticket ticket = 1; ticket <= HostRegion::kTicketSlots; ++ticket) {
+    ASSERT_EQ(result(ticket), TicketResult::kDone);
+    ASSERT_EQ(failed_, ticket);
+  }
+}
+
+TEST_F(Tickets, no_ticket_has_no_result) {
+  EXPECT_THROW(result(kNoTicket), std::logic_error);
+  EXPECT_THROW(region_->report(2, 1, 0), InvalidArgument);
+}
+
+// A reader that takes the result of one ticket for another's would let bytes
+// become a hit that never arrived.
+TEST_F(Tickets, a_result_read_while_it_is_overwritten_is_never_anothers) {
+  std::atomic<Ticket> newest{0};
+  std::atomic<bool> stop{false};
+  std::thread reader([&] {
+    while (!stop) {
+      const Ticket ticket = newest.load();
+      std::uint64_t failed = 0;
+      if (ticket == 0 || region_->result(ticket, &failed) == TicketResult::kPending) continue;
+      if (failed != kAllGroups && failed != ticket / HostRegion::kTicketSlots) {
+        ADD_FAILURE() << "ticket " << ticket << " has the result " << failed;
+        return;
+      }
+    }
+  });
+  for (std::uint64_t turn = 1; turn <= 300'000; ++turn) {
+    report(turn * HostRegion::kTicketSlots, turn);
+    newest = turn * HostRegion::kTicketSlots;
+  }
+  stop = true;
+  reader.join();
+}
+
+TEST_F(Tickets, of_a_replicated_cache_are_stores_of_rank_0_and_loads_of_all) {
+  RegionOptions replicated = options(8 * kMiB, 2, "replicated");
+  replicated.num_areas = 1;
+  const auto region = HostRegion::attach_scheduler(replicated);
+  region->report(0, 4, 0);
+  EXPECT_EQ(region->result(4, &failed_), TicketResult::kDone);
+  EXPECT_EQ(region->result(4, &failed_, TicketKind::kLoad), TicketResult::kPending);
+  region->report(1, 4, 0b1);
+  EXPECT_EQ(region->result(4, &failed_, TicketKind::kLoad), TicketResult::kDone);
+  EXPECT_EQ(failed_, 0b1u);
+}
+
+TEST(ControlPage, is_small_beside_the_region) {
+  EXPECT_LE(ControlPage::bytes(1), 64 * kMiB / 50);
+  EXPECT_LE(ControlPage::bytes(4), 64 * kMiB / 50);
+  EXPECT_EQ(ControlPage::padded_bytes(64) % kHugePageBytes, 0u);
+}
+
+TEST(ControlPage, memory_that_is_not_one_is_refused) {
+  alignas(4096) static std::byte page[4096]{};
+  EXPECT_THROW(ControlPage(page, {4096, 4096, 1, 1}), ResourceError);
+}
+
+}  // namespace
+}  // namespace kv_offload

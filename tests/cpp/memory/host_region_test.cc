@@ -1,0 +1,416 @@
+#include "memory/host_region.h"
+
+#include <fcntl.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+
+#include <fstream>
+#include <stdexcept>
+#include <thread>
+
+#include "memory/child_process.h"
+#include "memory/shared_file.h"
+#include "memory/shm_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+class HostRegionTest : public ShmTest {};
+
+template <typename Error, typename Action>
+std::string message_of(Action action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return {};
+}
+
+bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+TEST_F(HostRegionTest, scheduler_and_worker_see_the_same_bytes) {
+  const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 1));
+  const auto worker = HostRegion::attach_worker(options(8 * kMiB, 1), 0, some_geometry());
+  worker->shard(0, 3, 5)[4] = std::byte{42};
+  EXPECT_EQ(scheduler->area(0)[3 * kPageBytes + 4], std::byte{42});
+  EXPECT_EQ(scheduler->area_bytes(), 8 * kMiB);
+  EXPECT_EQ(scheduler->area(0)[0], std::byte{0});
+}
+
+TEST_F(HostRegionTest, areas_are_equal_parts_on_page_boundaries) {
+  EXPECT_EQ(HostRegion::attach_scheduler(options(10 * kMiB + 5, 3))->area_bytes(),
+            10 * kMiB / 3 / 4096 * 4096);
+  const auto large = HostRegion::attach_scheduler(options(130 * kMiB + 5, 2, "large"));
+  EXPECT_EQ(large->area_bytes(), 64 * kMiB);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(large->area(0).data()) % (2 * kMiB), 0u);
+  EXPECT_EQ(large->area(1).data(), large->area(0).data() + 64 * kMiB);
+  EXPECT_THROW(large->area(2), InvalidArgument);
+}
+
+TEST_F(HostRegionTest, a_shard_stays_inside_its_area) {
+  const auto region = HostRegion::attach_scheduler(options(8 * kMiB, 2));
+  EXPECT_EQ(region->shard(1, 1023, 4096).data(), region->area(1).data() + 1023 * kPageBytes);
+  EXPECT_THROW(region->shard(0, 1023, 4097), std::logic_error);
+  EXPECT_THROW(region->shard(0, kNoRow, 1), std::logic_error);
+}
+
+TEST_F(HostRegionTest, impossible_options_are_refused) {
+  const auto refused = [&](auto change) {
+    RegionOptions changed = options(8 * kMiB, 2);
+    change(changed);
+    EXPECT_THROW(HostRegion::attach_scheduler(changed), InvalidArgument);
+  };
+  refused([](RegionOptions& o) { o.engine_id.clear(); });
+  refused([](RegionOptions& o) { o.bytes = 4095; });
+  refused([](RegionOptions& o) { o.num_workers = 0; });
+  refused([](RegionOptions& o) { o.num_workers = o.num_areas = 65; });
+  refused([](RegionOptions& o) { o.num_areas = 3; });
+  EXPECT_THROW(HostRegion::attach_worker(options(8 * kMiB, 2), 2, some_geometry()), InvalidArgument);
+  EXPECT_THROW(HostRegion::attach_worker(options(8 * kMiB, 2), 0, {{}, std::string(4096, 'x')}),
+               InvalidArgument);
+  EXPECT_TRUE(names().empty());
+}
+
+TEST_F(HostRegionTest, only_the_owner_may_open_the_file) {
+  const auto region = HostRegion::attach_scheduler(options(8 * kMiB, 1));
+  struct stat figures {};
+  ASSERT_EQ(::stat((directory_ + "/" + names().at(0)).c_str(), &figures), 0);
+  EXPECT_EQ(figures.st_mode & 0777, 0600u);
+}
+
+TEST_F(HostRegionTest, the_name_goes_when_the_last_has_attached) {
+  const auto worker_1 = HostRegion::attach_worker(options(8 * kMiB, 2), 1, some_geometry());
+  const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
+  EXPECT_EQ(names().size(), 1u);
+  const auto worker_0 = HostRegion::attach_worker(options(8 * kMiB, 2), 0, some_geometry());
+  EXPECT_TRUE(names().empty());
+}
+
+TEST_F(HostRegionTest, the_name_goes_when_those_attached_leave_early) {
+  auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
+  auto worker = HostRegion::attach_worker(options(8 * kMiB, 2), 1, some_geometry());
+  scheduler.reset();
+  EXPECT_EQ(names().size(), 1u);
+  worker.reset();
+  EXPECT_TRUE(names().empty());
+}
+
+TEST_F(HostRegionTest, waiting_names_the_ranks_that_are_missing) {
+  const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 4));
+  const auto worker = HostRegion::attach_worker(options(8 * kMiB, 4), 2, some_geometry());
+  const Status status = scheduler->wait_for_ranks(std::chrono::nanoseconds(0));
+  EXPECT_EQ(status.kind(), StatusKind::kTimeout);
+  EXPECT_TRUE(has(status.message(), ": 0, 1, 3")) << status.to_string();
+  EXPECT_THROW(scheduler->geometry(0), InvalidArgument);
+}
+
+TEST_F(HostRegionTest, geometry_arrives_as_published) {
+  const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
+  const RankGeometry full{std::vector<std::uint64_t>(64, 7), std::string(4095, 'f')};
+  const auto worker_0 = HostRegion::attach_worker(options(8 * kMiB, 2), 0, full);
+  const auto worker_1 = HostRegion::attach_worker(options(8 * kMiB, 2), 1, {{}, ""});
+  ASSERT_TRUE(scheduler->wait_for_ranks(std::chrono::seconds(0)).is_ok());
+  EXPECT_EQ(scheduler->geometry(0).shard_bytes, full.shard_bytes);
+  EXPECT_EQ(scheduler->geometry(0).fingerprint, full.fingerprint);
+  EXPECT_TRUE(scheduler->geometry(1).shard_bytes.empty());
+}
+
+TEST_F(HostRegionTest, heartbeats_are_seen_by_the_scheduler) {
+  const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
+  const auto worker = HostRegion::attach_worker(options(8 * kMiB, 2), 1, some_geometry());
+  EXPECT_EQ(scheduler->heartbeat(1), 0u);
+  worker->beat(1);
+  EXPECT_GT(scheduler->heartbeat(1), 0u);
+  EXPECT_EQ(scheduler->heartbeat(0), 0u);
+}
+
+TEST_F(HostRegionTest, processes_that_disagree_are_told_both_values) {
+  const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
+  const std::string sizes = message_of<InvalidArgument>(
+      [&] { HostRegion::attach_worker(options(16 * kMiB, 2), 0, some_geometry()); });
+  EXPECT_TRUE(has(sizes, "cpu_bytes_to_use") && has(sizes, "8388608") && has(sizes, "16777216")) << sizes;
+  const std::string workers = message_of<InvalidArgument>(
+      [&] { HostRegion::attach_worker(options(8 * kMiB, 4), 0, some_geometry()); });
+  EXPECT_TRUE(has(workers, "workers") && has(workers, "2") && has(workers, "4")) << workers;
+  EXPECT_EQ(names().size(), 1u);
+  EXPECT_NO_THROW(HostRegion::attach_worker(options(8 * kMiB, 2), 0, some_geometry()));
+}
+
+TEST_F(HostRegionTest, a_rank_attaches_once) {
+  const auto worker = HostRegion::attach_worker(options(8 * kMiB, 2), 1, some_geometry(1));
+  EXPECT_THROW(HostRegion::attach_worker(options(8 * kMiB, 2), 1, some_geometry(9)), ResourceError);
+  EXPECT_EQ(worker->geometry(1).fingerprint, "rank 1") << "the second one changed it";
+}
+
+TEST_F(HostRegionTest, more_than_the_machine_has_is_refused_before_anything_is_made) {
+  const std::string text =
+      message_of<ResourceError>([&] { HostRegion::attach_scheduler(options(1ull << 50, 1)); });
+  EXPECT_TRUE(has(text, "1.0 PiB") && has(text, "available") && has(text, "cpu_bytes_to_use")) << text;
+  EXPECT_TRUE(names().empty());
+}
+
+TEST_F(HostRegionTest, a_shm_directory_that_is_not_there_is_named) {
+  RegionOptions elsewhere = options(8 * kMiB, 1);
+  elsewhere.shm_directory += "/none";
+  const std::string text = message_of<ResourceError>([&] { HostRegion::attach_scheduler(elsewhere); });
+  EXPECT_TRUE(has(text, elsewhere.shm_directory)) << text;
+}
+
+TEST_F(HostRegionTest, a_link_laid_at_our_name_is_not_followed) {
+  const std::string victim = directory_ + "/victim";
+  std::ofstream(victim) << "precious";
+  std::filesystem::create_symlink(victim, SharedFile::path_of(directory_, "engine"));
+  EXPECT_THROW(HostRegion::attach_scheduler(options(8 * kMiB, 1)), ResourceError);
+  EXPECT_EQ(std::filesystem::file_size(victim), 8u);
+}
+
+TEST_F(HostRegionTest, engines_side_by_side_keep_apart) {
+  const auto a = HostRegion::attach_scheduler(options(8 * kMiB, 1, "a"));
+  const auto b = HostRegion::attach_scheduler(options(16 * kMiB, 1, "b"));
+  EXPECT_TRUE(b->swept().empty()) << "swept a living engine";
+  a->area(0)[0] = std::byte{1};
+  EXPECT_EQ(b->area(0)[0], std::byte{0});
+  const auto worker = HostRegion::attach_worker(options(8 * kMiB, 1, "a"), 0, some_geometry());
+  EXPECT_EQ(worker->area(0)[0], std::byte{1});
+  EXPECT_EQ(names().size(), 1u) << "b waits for its worker";
+}
+
+TEST_F(HostRegionTest, areas_are_left_out_of_core_dumps) {
+  const auto region = HostRegion::attach_scheduler(options(8 * kMiB, 1));
+  const std::string start = fmt::format("{:x}-", reinterpret_cast<std::uintptr_t>(region->area(0).data()));
+  std::ifstream smaps("/proc/self/smaps");
+  std::string line, flags;
+  while (std::getline(smaps, line) && !line.starts_with(start)) {
+  }
+  while (std::getline(smaps, line) && !line.starts_with("VmFlags:")) {
+  }
+  EXPECT_TRUE(has(line, " dd")) << line;
+}
+
+// ---- several processes
+
+class HostRegionProcesses : public ShmTest {
+ protected:
+  std::unique_ptr<HostRegion> attach(int who, std::uint64_t bytes = 8 * kMiB) {
+    if (who < 0) return HostRegion::attach_scheduler(options(bytes, 2));
+    const auto rank = static_cast<std::uint32_t>(who);
+    return HostRegion::attach_worker(options(bytes, 2), rank, some_geometry(rank));
+  }
+};
+
+TEST_F(HostRegionProcesses, see_the_same_bytes_whoever_comes_first) {
+  std::vector<int> order{-1, 0, 1};
+  do {
+    Signal may_attach[3], attached, may_write, written, may_check;
+    std::vector<Child> children;
+    for (const int who : order) {
+      children.emplace_back([&, who] {
+        may_attach[who + 1].wait();
+        const auto region = attach(who);
+        attached.raise();
+        may_write.wait();
+        if (who >= 0) region->area(static_cast<std::uint32_t>(who))[77] = std::byte(10 + who);
+        written.raise();
+        may_check.wait();
+        EXPECT_EQ(region->area(0)[77], std::byte{10});
+        EXPECT_EQ(region->area(1)[77], std::byte{11});
+      });
+    }
+    for (int i = 0; i < 3; ++i) {
+      may_attach[order[i] + 1].raise();
+      attached.wait();
+      EXPECT_EQ(names().size(), i < 2 ? 1u : 0u);
+    }
+    may_write.raise(3);
+    written.wait(3);
+    may_check.raise(3);
+    for (Child& child : children) EXPECT_EQ(child.wait(), 0);
+  } while (std::next_permutation(order.begin(), order.end()));
+}
+
+TEST_F(HostRegionProcesses, all_starting_at_once_find_each_other_while_others_sweep) {
+  for (int round = 0; round < 50; ++round) {
+    Signal start, attached, leave;
+    std::vector<Child> children;
+    for (const int who : {-1, 0, 1}) {
+      children.emplace_back([&, who] {
+        start.wait();
+        const auto region = attach(who);
+        EXPECT_TRUE(region->wait_for_ranks(std::chrono::seconds(30)).is_ok());
+        EXPECT_EQ(region->geometry(1).fingerprint, "rank 1");
+        attached.raise();
+        leave.wait();
+      });
+    }
+    children.emplace_back([&] {
+      start.wait();
+      for (int i = 0; i < 30; ++i) (void)sweep_leftovers(directory_);
+      attached.raise();
+      leave.wait();
+    });
+    start.raise(4);
+    attached.wait(4);
+    EXPECT_TRUE(names().empty());
+    leave.raise(4);
+    for (Child& child : children) ASSERT_EQ(child.wait(), 0) << "round " << round;
+  }
+}
+
+TEST_F(HostRegionProcesses, what_a_killed_process_left_is_swept_by_the_next_start) {
+  Signal attached, never;
+  Child child([&] {
+    const auto region = attach(0);
+    attached.raise();
+    never.wait();
+  });
+  attached.wait();
+  EXPECT_TRUE(sweep_leftovers(directory_).empty()) << "it lives";
+  child.kill();
+  child.wait();
+  const std::vector<std::string> left = names();
+  ASSERT_EQ(left.size(), 1u);
+  const auto region = attach(0);
+  EXPECT_EQ(region->swept(), left);
+  EXPECT_EQ(region->area(0)[0], std::byte{0});
+}
+
+TEST_F(HostRegionProcesses, a_file_left_half_made_is_swept) {
+  std::ofstream(directory_ + "/kv_offload-0123.99.7f") << "half";
+  std::ofstream(directory_ + "/somebody-elses") << "stays";
+  EXPECT_EQ(sweep_leftovers(directory_), std::vector<std::string>{"kv_offload-0123.99.7f"});
+  EXPECT_EQ(names(), std::vector<std::string>{"somebody-elses"});
+}
+
+TEST_F(HostRegionProcesses, nothing_is_left_when_all_are_killed_after_attaching) {
+  Signal attached, never;
+  std::vector<Child> children;
+  for (const int who : {-1, 0, 1}) {
+    children.emplace_back([&, who] {
+      const auto region = attach(who);
+      attached.raise();
+      never.wait();
+    });
+  }
+  attached.wait(3);
+  for (Child& child : children) child.kill();
+  for (Child& child : children) child.wait();
+  EXPECT_TRUE(names().empty());
+}
+
+TEST_F(HostRegionProcesses, a_forked_child_does_not_give_up_its_parents_region) {
+  auto region = attach(-1);
+  EXPECT_EQ(Child([&] { region.reset(); }).wait(), 0);
+  EXPECT_TRUE(sweep_leftovers(directory_).empty());
+  EXPECT_EQ(names().size(), 1u);
+}
+
+TEST_F(HostRegionProcesses, tickets_pass_between_processes) {
+  const auto scheduler = attach(-1);
+  const auto reporting = [&](int rank, std::uint64_t failed) {
+    return Child([&, rank, failed] { attach(rank)->report(static_cast<std::uint32_t>(rank), 5, failed); })
+        .wait();
+  };
+  std::uint64_t failed = 0;
+  EXPECT_EQ(reporting(0, 0b001), 0);
+  EXPECT_EQ(scheduler->result(5, &failed), TicketResult::kPending);
+  EXPECT_EQ(reporting(1, 0b100), 0);
+  EXPECT_EQ(scheduler->result(5, &failed), TicketResult::kDone);
+  EXPECT_EQ(failed, 0b101u);
+}
+
+// ---- memory
+
+std::uint64_t shared_memory_resident() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("RssShmem:")) return std::stoull(line.substr(9)) * 1024;
+  }
+  return 0;
+}
+
+TEST_F(HostRegionTest, prefault_takes_the_whole_area_and_no_more) {
+  const auto region = HostRegion::attach_scheduler(options(200 * kMiB, 2));
+  const std::uint64_t before = shared_memory_resident();
+  std::uint64_t last = 0;
+  const Status status = region->prefault(1, 3, [&](std::uint64_t done, std::uint64_t total) {
+    EXPECT_GE(done, last);
+    EXPECT_EQ(total, 100 * kMiB);
+    last = done;
+  });
+  ASSERT_TRUE(status.is_ok()) << status.to_string();
+  EXPECT_EQ(last, 100 * kMiB);
+  EXPECT_NEAR(static_cast<double>(shared_memory_resident() - before), 100.0 * kMiB, 2.0 * kMiB);
+}
+
+TEST_F(HostRegionTest, prefault_keeps_what_is_written) {
+  const auto region = HostRegion::attach_scheduler(options(8 * kMiB, 1));
+  region->area(0)[5000] = std::byte{9};
+  ASSERT_TRUE(region->prefault(0, 1).is_ok());
+  EXPECT_EQ(region->area(0)[5000], std::byte{9});
+  EXPECT_THROW((void)region->prefault(1, 1), InvalidArgument);
+}
+
+TEST_F(HostRegionTest, a_progress_callback_may_throw) {
+  const auto region = HostRegion::attach_scheduler(options(128 * kMiB, 1));
+  const auto throwing = [](std::uint64_t, std::uint64_t) { throw std::runtime_error("interrupted"); };
+  EXPECT_THROW((void)region->prefault(0, 2, throwing), std::runtime_error);
+}
+
+class HostRegionOnSmallTmpfs : public HostRegionTest {
+ protected:
+  // Skips where mounting is not allowed.
+  bool mount_tmpfs(std::uint64_t bytes) {
+    mounted_ = ::mount("tmpfs", directory_.c_str(), "tmpfs", 0, fmt::format("size={}", bytes).c_str()) == 0;
+    return mounted_;
+  }
+  void TearDown() override {
+    if (mounted_) ::umount2(directory_.c_str(), MNT_DETACH);
+  }
+  bool mounted_ = false;
+};
+
+#define MOUNT_OR_SKIP(bytes) \
+  if (!mount_tmpfs(bytes)) GTEST_SKIP() << "mounting a tmpfs needs root"
+
+TEST_F(HostRegionOnSmallTmpfs, a_region_that_fits_is_all_usable) {
+  MOUNT_OR_SKIP(77 * kMiB);
+  const auto region = HostRegion::attach_scheduler(options(64 * kMiB, 1));
+  ASSERT_TRUE(region->prefault(0, 2).is_ok());
+  std::fill(region->area(0).begin(), region->area(0).end(), std::byte{1});
+}
+
+TEST_F(HostRegionOnSmallTmpfs, a_region_that_does_not_fit_is_refused_and_leaves_nothing) {
+  MOUNT_OR_SKIP(51 * kMiB);
+  const std::string text =
+      message_of<ResourceError>([&] { HostRegion::attach_scheduler(options(64 * kMiB, 1)); });
+  for (const char* part : {"64.0 MiB", "51.0 MiB", "cpu_bytes_to_use", "--shm-size", directory_.c_str()}) {
+    EXPECT_TRUE(has(text, part)) << part << " in: " << text;
+  }
+  EXPECT_TRUE(names().empty());
+}
+
+TEST_F(HostRegionOnSmallTmpfs, one_that_fills_up_later_fails_the_prefault_and_nothing_else) {
+  MOUNT_OR_SKIP(80 * kMiB);
+  const auto region = HostRegion::attach_scheduler(options(64 * kMiB, 1));
+  const std::string hog = directory_ + "/hog";
+  const int fd = ::open(hog.c_str(), O_CREAT | O_WRONLY, 0600);
+  ASSERT_EQ(::posix_fallocate(fd, 0, 60 * kMiB), 0);
+  const Status status = region->prefault(0, 2);
+  EXPECT_EQ(status.kind(), StatusKind::kNoSpace);
+  EXPECT_TRUE(has(status.message(), "cpu_bytes_to_use") && has(status.message(), directory_))
+      << status.to_string();
+  ::close(fd);
+  std::filesystem::remove(hog);
+  EXPECT_TRUE(region->prefault(0, 2).is_ok()) << "room again";
+}
+
+TEST_F(HostRegionOnSmallTmpfs, a_tmpfs_without_room_for_the_control_page_is_refused) {
+  MOUNT_OR_SKIP(kMiB / 8);
+  EXPECT_THROW(HostRegion::attach_scheduler(options(4096, 1)), ResourceError);
+  EXPECT_TRUE(names().empty());
+}
+
+}  // namespace
+}  // namespace kv_offload

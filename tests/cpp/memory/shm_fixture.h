@@ -1,0 +1,50 @@
+// A shared memory directory of the test's own, gone afterwards.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "memory/host_region.h"
+
+namespace kv_offload {
+
+inline constexpr std::uint64_t kMiB = 1024 * 1024;
+
+class ShmTest : public testing::Test {
+ protected:
+  ShmTest() {
+    std::string pattern = "/dev/shm/region-test-XXXXXX";
+    directory_ = ::mkdtemp(pattern.data());
+  }
+  ~ShmTest() override { std::filesystem::remove_all(directory_); }
+
+  RegionOptions options(std::uint64_t bytes, std::uint32_t workers,
+                        const std::string& engine = "engine") const {
+    RegionOptions options;
+    options.engine_id = engine;
+    options.bytes = bytes;
+    options.num_areas = workers;
+    options.num_workers = workers;
+    options.shm_directory = directory_;
+    return options;
+  }
+  std::vector<std::string> names() const {
+    std::vector<std::string> found;
+    for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
+      found.push_back(entry.path().filename());
+    }
+    return found;
+  }
+
+  std::string directory_;
+};
+
+inline RankGeometry some_geometry(std::uint32_t rank = 0) {
+  return {{4096 + rank, 100}, "rank " + std::to_string(rank)};
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,95 @@
+"""What is on a disk tier, seen from outside: sizes, and records damaged on purpose."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from pathlib import Path
+
+import xxhash
+
+HEADER = 4096
+# Offsets in the header.
+PAYLOAD_CHECKSUM = 120  # XXH3-64 of the payload
+CREATED = 128  # unix nanoseconds
+HEADER_CHECKSUM = 4088  # XXH3-64 of all before it
+
+
+def files(root: Path) -> list[Path]:
+    """Every record under ``root`` (files that start with a record's magic), in the order of their making."""
+    found = []
+    for path in root.rglob("*"):
+        try:
+            with path.open("rb") as record:
+                header = record.read(HEADER)
+        except OSError:  # a directory, or gone meanwhile
+            continue
+        if header.startswith(b"KVOREC1\n") and len(header) == HEADER:
+            found.append((_u64(header, CREATED), path))
+    return [path for _, path in sorted(found)]
+
+
+def flip(path: Path, offset: int) -> None:
+    """Inverts one byte; the checksum no longer holds."""
+    with path.open("r+b") as record:
+        record.seek(offset)
+        byte = record.read(1)[0]
+        record.seek(offset)
+        record.write(bytes([byte ^ 0xFF]))
+
+
+def truncate(path: Path) -> None:
+    with path.open("r+b") as record:
+        record.truncate(path.stat().st_size // 2)
+
+
+def plant(path: Path, donor: Path) -> None:
+    """Gives ``path`` the payload of ``donor`` under checksums that hold.
+
+    Nothing can tell this wrong chunk from a right one, except by the answers.
+    """
+    header = bytearray(path.read_bytes()[:HEADER])
+    payload = donor.read_bytes()[HEADER:]
+    assert xxhash.xxh3_64_intdigest(bytes(header[:HEADER_CHECKSUM])) == _u64(header, HEADER_CHECKSUM)
+    struct.pack_into("<Q", header, PAYLOAD_CHECKSUM, xxhash.xxh3_64_intdigest(payload))
+    struct.pack_into("<Q", header, HEADER_CHECKSUM, xxhash.xxh3_64_intdigest(bytes(header[:HEADER_CHECKSUM])))
+    path.write_bytes(bytes(header) + payload)
+
+
+def used_bytes(root: Path) -> int:
+    """What ``du`` says of ``root``: the blocks of all files and directories in it."""
+    total = 0
+    for path in [root, *root.rglob("*")]:
+        try:
+            total += path.lstat().st_blocks * 512
+        except OSError:
+            continue
+    return total
+
+
+class UsageWatch:
+    """Samples ``used_bytes`` in a thread while the block runs; ``peak`` is the most it saw."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.peak = 0
+        self.samples = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.02):
+            self.peak = max(self.peak, used_bytes(self.root))
+            self.samples += 1
+
+    def __enter__(self) -> UsageWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def _u64(data: bytes | bytearray, offset: int) -> int:
+    return int(struct.unpack_from("<Q", data, offset)[0])

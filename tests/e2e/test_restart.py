@@ -1,0 +1,198 @@
+"""One directory through four lives of a server: written, reloaded after damage, killed while writing, reset.
+
+Each life is a fixture that starts where the one before ended; the tests look at what it brought.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import records
+import waiting
+from answers import BLOCK, NOISE, assert_same, make_prompts
+from conftest import PROMPT_BLOCKS, Reference, Serve
+from local_server import Answer, LocalServer, ServerError, difference, kv_transfer_config, parse_metrics
+
+SWAPPED, FLIPPED, TRUNCATED = (
+    3,
+    4,
+    5,
+)  # prompts of which one record is damaged between the first and second life
+MORE_PROMPTS = 12
+RECORDED_BEFORE_KILL = 200  # of the records of MORE_PROMPTS
+
+
+@dataclass
+class Life:
+    """What a server's life left: its answers and, while it lasts, the server."""
+
+    server: LocalServer
+    answers: list[Answer]
+
+    def cached_blocks(self) -> list[int]:
+        return [answer.cached_tokens // BLOCK for answer in self.answers]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("restart")
+
+
+def leftovers() -> set[str]:
+    """Names in /dev/shm, less those that vLLM itself leaves behind."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(("psm_", "sem.mp-"))}
+
+
+@pytest.fixture(scope="module")
+def first(start: Serve, model: Path, reference: Reference, root: Path) -> tuple[Life, list[list[Path]]]:
+    """Computes and records all prompts; also gives the records of each prompt."""
+    of_prompt: list[list[Path]] = []
+    seen: set[Path] = set()
+    life = Life(start(model, kv_transfer_config("1GiB", root)), [])
+    for prompt in reference.prompts:
+        life.answers.append(life.server.ask(prompt))
+        waiting.recorded(root, len(seen) + PROMPT_BLOCKS, life.server)
+        of_prompt.append([path for path in records.files(root) if path not in seen])
+        seen.update(of_prompt[-1])
+    life.server.stop()
+    return life, of_prompt
+
+
+@pytest.fixture(scope="module")
+def second(
+    start: Serve, model: Path, reference: Reference, root: Path, first: tuple[Life, list[list[Path]]]
+) -> Life:
+    """Reloads them, three with a damaged record."""
+    of_prompt = first[1]
+    middle = PROMPT_BLOCKS // 2
+    records.plant(of_prompt[SWAPPED][middle], donor=of_prompt[SWAPPED][middle + 1])
+    records.flip(of_prompt[FLIPPED][middle], records.HEADER + 100_000)
+    records.truncate(of_prompt[TRUNCATED][middle])
+    server = start(model, kv_transfer_config("1GiB", root))
+    return Life(server, [server.ask(prompt) for prompt in reference.prompts])
+
+
+def test_every_chunk_computed_is_recorded_once(
+    first: tuple[Life, list[list[Path]]], reference: Reference
+) -> None:
+    life, of_prompt = first
+    assert [len(paths) for paths in of_prompt] == [PROMPT_BLOCKS] * len(reference.prompts)
+    assert_same(life.answers, reference.answers)
+
+
+def test_a_restart_brings_back_whole_prompts_from_disk(second: Life, reference: Reference) -> None:
+    assert second.cached_blocks()[:SWAPPED] == [PROMPT_BLOCKS] * SWAPPED
+    assert_same(second.answers[:SWAPPED], reference.answers[:SWAPPED])
+    expected = sum(answer.cached_tokens for answer in second.answers)
+    assert second.server.metric("kv_offload_hit_tokens_total", tier="fs") >= expected
+
+
+def test_the_comparison_sees_one_wrong_chunk(second: Life, reference: Reference) -> None:
+    # The control: this record is wrong under checksums that hold, so it is loaded as if it were right.
+    assert second.cached_blocks()[SWAPPED] == PROMPT_BLOCKS
+    assert difference(second.answers[SWAPPED], reference.answers[SWAPPED]) > 4 * NOISE
+
+
+def test_a_damaged_record_is_computed_again_and_counted(second: Life, reference: Reference) -> None:
+    cached = second.cached_blocks()
+    assert max(cached[FLIPPED:]) < PROMPT_BLOCKS
+    assert_same(second.answers[FLIPPED:], reference.answers[FLIPPED:])
+    assert second.server.metric("kv_offload_failures_total", kind="corrupt") == 2
+
+
+@dataclass
+class Killed:
+    """What was on disk when the server was killed, and the answers it had given."""
+
+    records: int
+    prompts: list[list[int]]
+    answers: list[Answer]
+    left_in_shm: set[str]
+
+
+@pytest.fixture(scope="module")
+def killed(second: Life, root: Path) -> Killed:
+    """SIGKILL to all its processes while it computes and writes new prompts."""
+    prompts = make_prompts(MORE_PROMPTS, PROMPT_BLOCKS, seed=1)
+    answers: list[Answer] = []
+    waiting.recorded(root, len(second.answers) * PROMPT_BLOCKS, second.server)
+    before, shm_before = len(records.files(root)), leftovers()
+
+    def ask_all() -> None:
+        try:
+            for prompt in prompts:
+                answers.append(second.server.ask(prompt))
+        except (OSError, ServerError):
+            return  # killed in the middle, as meant
+
+    asking = threading.Thread(target=ask_all)
+    asking.start()
+    waiting.until(
+        lambda: len(records.files(root)) >= before + RECORDED_BEFORE_KILL, 120, "records of the new prompts"
+    )
+    second.server.kill()
+    asking.join()
+    assert len(answers) < MORE_PROMPTS, "it had finished before it was killed"
+    return Killed(len(records.files(root)), prompts, answers, leftovers() - shm_before)
+
+
+@pytest.fixture(scope="module")
+def third(start: Serve, model: Path, reference: Reference, root: Path, killed: Killed) -> Life:
+    server = start(model, kv_transfer_config("1GiB", root))
+    return Life(server, [server.ask(prompt) for prompt in reference.prompts + killed.prompts])
+
+
+def test_after_a_kill_all_that_was_recorded_is_hit(third: Life, killed: Killed) -> None:
+    assert sum(third.cached_blocks()) >= 0.99 * killed.records
+    assert third.server.metric("kv_offload_failures_total") == 0
+
+
+def test_after_a_kill_the_answers_are_the_same(third: Life, reference: Reference, killed: Killed) -> None:
+    of_reference = len(reference.prompts)
+    assert_same(third.answers[:SWAPPED], reference.answers[:SWAPPED])
+    given = len(killed.answers)
+    assert_same(third.answers[of_reference : of_reference + given], killed.answers)
+
+
+def test_a_kill_leaves_nothing_in_shared_memory(killed: Killed) -> None:
+    assert killed.left_in_shm == set()
+
+
+@pytest.fixture(scope="module")
+def reset(third: Life, reference: Reference, root: Path) -> Answer:
+    """Everything forgotten while serving; the first prompt asked again, recorded again."""
+    waiting.until(
+        lambda: bool(third.server.post("/reset_prefix_cache?reset_external=true")["success"]), 30, "a reset"
+    )
+    answer = third.server.ask(reference.prompts[0])
+    waiting.until(lambda: _idle(third.server), 60, "all writes done")
+    third.server.stop()
+    return answer
+
+
+@pytest.fixture(scope="module")
+def fourth(start: Serve, model: Path, reference: Reference, root: Path, reset: Answer) -> Life:
+    server = start(model, kv_transfer_config("1GiB", root))
+    return Life(server, [server.ask(prompt) for prompt in reference.prompts[:2]])
+
+
+def test_nothing_is_hit_after_a_reset(reset: Answer, reference: Reference) -> None:
+    assert reset.cached_tokens == 0
+    assert_same([reset], reference.answers[:1])
+
+
+def test_what_a_reset_forgot_stays_forgotten_after_a_restart(fourth: Life, reference: Reference) -> None:
+    # The first prompt was recorded again after the reset, the second was not.
+    assert fourth.cached_blocks() == [PROMPT_BLOCKS, 0]
+    assert_same(fourth.answers, reference.answers[:2])
+
+
+def _idle(server: LocalServer) -> bool:
+    server.ask([7] * 16, max_tokens=1)
+    return not any(
+        value for name, _, value in parse_metrics(server.get("/metrics")) if name == "kv_offload_queue_depth"
+    )

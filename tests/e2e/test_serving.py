@@ -1,0 +1,137 @@
+"""One server with both tiers: prompts evicted from vLLM's cache come back, and a real Prometheus sees it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import waiting
+from answers import BLOCK, assert_same
+from conftest import PROMPT_BLOCKS, Reference, Serve
+from local_server import Answer, LocalServer, free_port, kv_transfer_config
+
+Query = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def server(start: Serve, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    with start(model, kv_transfer_config("512MiB", tmp_path_factory.mktemp("root"))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def rounds(server: LocalServer, reference: Reference) -> list[list[Answer]]:
+    """Every prompt asked, then every prompt asked again, when vLLM's own cache has long lost it."""
+    return [[server.ask(prompt) for prompt in reference.prompts] for _ in range(2)]
+
+
+def test_evicted_prompts_come_back_from_host_memory(
+    server: LocalServer, rounds: list[list[Answer]], reference: Reference
+) -> None:
+    first, again = rounds
+    assert_same(first, reference.answers)
+    assert_same(again, reference.answers)
+    assert [answer.cached_tokens for answer in first] == [0] * len(first)
+    assert [answer.cached_tokens for answer in again] == [PROMPT_BLOCKS * BLOCK] * len(again)
+    assert server.metric("kv_offload_hit_tokens_total", tier="cpu") == len(again) * PROMPT_BLOCKS * BLOCK
+
+
+def test_what_was_never_stored_is_a_miss_with_its_reason(
+    server: LocalServer, rounds: list[list[Answer]]
+) -> None:
+    missed = server.metric("kv_offload_miss_tokens_total", reason="not_stored")
+    assert missed >= len(rounds[0]) * PROMPT_BLOCKS * BLOCK
+    assert server.metric("kv_offload_miss_tokens_total") == missed
+
+
+def test_nothing_failed(server: LocalServer, rounds: list[list[Answer]]) -> None:
+    assert server.metric("kv_offload_failures_total") == 0
+    assert server.metric("kv_offload_dropped_bytes_total") == 0
+
+
+@pytest.fixture(scope="module")
+def prometheus(server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Query]:
+    """A Prometheus that scrapes the server; gives a function that queries it."""
+    binary = shutil.which("prometheus")
+    if binary is None:
+        pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
+    directory, port = tmp_path_factory.mktemp("prometheus"), free_port()
+    configuration = directory / "prometheus.yml"
+    target = {"job_name": "vllm", "static_configs": [{"targets": [f"127.0.0.1:{server.port}"]}]}
+    # JSON is YAML.
+    configuration.write_text(
+        json.dumps({"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [target]})
+    )
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                binary,
+                f"--config.file={configuration}",
+                f"--storage.tsdb.path={directory}/data",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=log,
+            stderr=log,
+        )
+
+    def query(expression: str) -> list[dict[str, Any]]:
+        address = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
+        try:
+            with urllib.request.urlopen(address, timeout=10) as reply:
+                result: list[dict[str, Any]] = json.loads(reply.read())["data"]["result"]
+        except (urllib.error.URLError, OSError):
+            return []  # not up yet
+        return result
+
+    try:
+        waiting.until(lambda: bool(query("kv_offload_info")), 60, f"a first scrape, see {directory}/log")
+        yield query
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_prometheus_sees_hits_by_tier(
+    server: LocalServer, rounds: list[list[Answer]], prometheus: Query
+) -> None:
+    expected = server.metric("kv_offload_hit_tokens_total", tier="cpu")
+    assert expected > 0
+    waiting.until(
+        lambda: (
+            [float(row["value"][1]) for row in prometheus('kv_offload_hit_tokens_total{tier="cpu"}')]
+            == [expected]
+        ),
+        20,
+        f"{expected} hit tokens in Prometheus, it says {prometheus('kv_offload_hit_tokens_total')}",
+    )
+
+
+def test_prometheus_sees_what_each_tier_holds(
+    rounds: list[list[Answer]], prometheus: Query, reference: Reference
+) -> None:
+    held = len(reference.prompts) * PROMPT_BLOCKS
+    for tier in ("cpu", "fs"):
+        waiting.until(
+            lambda tier=tier: (
+                [  # type: ignore[misc]
+                    row
+                    for row in prometheus(f'kv_offload_tier_chunks{{tier="{tier}"}}')
+                    if float(row["value"][1]) >= held
+                ]
+                != []
+            ),
+            20,
+            f"{held} chunks on {tier}: {prometheus('kv_offload_tier_chunks')}",
+        )
+        (row,) = prometheus(
+            f'kv_offload_tier_bytes{{tier="{tier}"}} / kv_offload_tier_capacity_bytes{{tier="{tier}"}}'
+        )
+        assert 0 < float(row["value"][1]) <= 1

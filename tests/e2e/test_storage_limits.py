@@ -1,0 +1,82 @@
+"""A bounded directory and a full file system: the bound holds, and serving goes on with the same answers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import records
+import waiting
+from answers import assert_same, make_prompts
+from conftest import PROMPT_BLOCKS, Reference, Serve
+from local_server import Answer, kv_transfer_config
+
+MIB = 1024**2
+RECORD = MIB + records.HEADER
+
+
+def test_a_directory_never_grows_beyond_its_bound(
+    start: Serve, model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    bound = 36 * MIB  # the prompts need four times as much
+    assert len(reference.prompts) * PROMPT_BLOCKS * RECORD > 4 * bound
+    with (
+        start(model, kv_transfer_config("512MiB", tmp_path, max_bytes=bound)) as server,
+        records.UsageWatch(tmp_path) as watch,
+    ):
+        answers = [server.ask(prompt) for prompt in reference.prompts]
+        waiting.until(lambda: server.metric("kv_offload_evicted_bytes_total", tier="fs") > 0, 30, "evictions")
+        waiting.recorded(tmp_path, 30, server)
+    assert_same(answers, reference.answers)
+    assert watch.samples > 20
+    assert bound / 2 < watch.peak <= bound + RECORD
+
+
+@pytest.fixture
+def small_filesystem(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 64 MiB."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(directory)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.strip()}")
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def test_a_full_file_system_costs_hits_and_nothing_else(
+    start: Serve, model: Path, reference: Reference, small_filesystem: Path
+) -> None:
+    root = small_filesystem / "root"
+    root.mkdir()
+    with start(model, kv_transfer_config("64MiB", root, max_bytes="48MiB")) as server:
+        # Somebody else takes the space that was free when the server started.
+        ballast = small_filesystem / "ballast"
+        free = os.statvfs(small_filesystem).f_bavail * 4096
+        ballast.write_bytes(bytes(free - 10 * MIB))
+        answers = [server.ask(prompt) for prompt in reference.prompts + reference.prompts]
+        assert server.metric("kv_offload_failures_total", tier="fs", kind="no_space") > 0
+        held = records.files(root)
+        assert records.used_bytes(root) <= len(held) * RECORD + MIB, "something half-written was left"
+        # With the space back, records are made again.
+        ballast.unlink()
+        _ask_until_recorded(server.ask, root, len(held) + PROMPT_BLOCKS)
+    assert_same(answers, reference.answers * 2)
+
+
+def _ask_until_recorded(ask: object, root: Path, count: int) -> None:
+    """New prompts until there are ``count`` records: writing may be off for a while after many failures."""
+    assert callable(ask)
+    prompts = iter(make_prompts(40, PROMPT_BLOCKS, seed=2))
+
+    def enough() -> bool:
+        answer = ask(next(prompts))
+        assert isinstance(answer, Answer)
+        return len(records.files(root)) >= count
+
+    waiting.until(enough, 90, f"{count} records again")

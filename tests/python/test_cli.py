@@ -1,0 +1,405 @@
+"""The command kv-offload: what it prints, and with which status it ends."""
+
+import json
+import shlex
+import sys
+
+import fake_core
+import pytest
+from typer.testing import CliRunner
+
+import kv_offload
+from kv_offload import vllm_versions
+from kv_offload.cli import app
+from kv_offload.config import OffloadConfig
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def core(monkeypatch):
+    """The core as a stand-in; the test may change its answers."""
+    monkeypatch.setitem(sys.modules, "kv_offload._core", fake_core)
+    monkeypatch.setattr(kv_offload, "_core", fake_core, raising=False)
+    monkeypatch.setattr(fake_core.FsRoot, "last_purge", "nothing", raising=False)
+    return monkeypatch
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """vLLM of a version that the test chooses."""
+
+    def install(version):
+        found = None if version is None else ("vllm", version)
+        monkeypatch.setattr(vllm_versions, "installed_vllm", lambda: found)
+
+    install("0.33.0")
+    return install
+
+
+def run(*arguments, status=0, given=""):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
+    assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
+    assert "Traceback" not in result.output
+    return result
+
+
+def said(*arguments, status=0, given=""):
+    """Everything printed, with folded lines joined."""
+    return " ".join(run(*arguments, status=status, given=given).output.split())
+
+
+def refused(*arguments, status, part):
+    result = run(*arguments, status=status)
+    assert result.stdout == ""
+    assert result.stderr.startswith("kv-offload: ")
+    assert part in result.stderr
+
+
+def as_json(*arguments, status=0):
+    return json.loads(run(*arguments, status=status).stdout)
+
+
+def test_version():
+    assert run("--version").stdout == f"kv-offload {kv_offload.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["config"], ["doctor"], ["stat"], ["ls"], ["verify"], ["purge"]])
+def test_each_command_explains_itself(command):
+    assert " ".join(["Usage: kv-offload", *command]) in said(*command, "--help")
+
+
+@pytest.mark.parametrize("arguments", [["bogus"], ["stat"], ["config"], ["ls", "--limit", "-1", "r"]])
+def test_wrong_use_ends_with_2(arguments):
+    assert "Traceback" not in run(*arguments, status=2).output
+
+
+def test_a_core_that_cannot_load_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kv_offload._core", None)
+    monkeypatch.delattr(kv_offload, "_core", raising=False)
+    refused("stat", "/root", status=1, part="the C++ core cannot be loaded")
+
+
+# ---- config
+
+
+def extra_of(transfer):
+    assert transfer["kv_connector"] == "OffloadingConnector"
+    assert transfer["kv_role"] == "kv_both"
+    extra = transfer["kv_connector_extra_config"]
+    assert (extra["spec_name"], extra["spec_module_path"]) == ("KVOffloadSpec", "kv_offload.specs")
+    return extra
+
+
+def test_config_of_memory_alone():
+    transfer = as_json("config", "--cpu", "32GiB")
+    assert extra_of(transfer)["cpu_bytes_to_use"] == "32GiB"
+    assert "secondary_tiers" not in extra_of(transfer)
+
+
+def test_config_says_what_was_asked_and_is_read_back():
+    extra = extra_of(
+        as_json(
+            "config", "--cpu", "2GiB", "--disk", "/fast", "--disk", "/slow", "--disk-size", "500GiB",
+            "--write-policy", "reuse:2", "--fsync", "data", "--o-direct", "off", "--read-threads", 8,
+            "--write-threads", 3, "--load-policy", "always", "--blocks-per-chunk", 4,
+            "--metrics-port", 9400, "--set", "lookup_deadline_ms=2000", "--set", "metrics_host=0.0.0.0",
+        )
+    )  # fmt: skip
+    config, notes = OffloadConfig.parse(extra)
+    assert not notes
+    assert config.cpu_bytes_to_use == 2 * GIB
+    assert [tier.max_bytes for tier in config.secondary_tiers] == [500 * GIB, None]
+    for tier in config.secondary_tiers:
+        assert (tier.write_policy, tier.fsync, tier.o_direct) == ("reuse:2", "data", "off")
+        assert (tier.n_read_threads, tier.n_write_threads) == (8, 3)
+    assert (config.load_policy, config.lookup_deadline_ms) == ("always", 2000)
+    assert (config.metrics_port, config.metrics_host) == (9400, "0.0.0.0")
+    assert extra["blocks_per_chunk"] == 4
+
+
+def test_config_for_a_shell_is_quoted():
+    option, text = shlex.split(run("config", "--cpu", "1GiB", "--disk", "/it's here", "--shell").stdout)
+    assert option == "--kv-transfer-config"
+    assert extra_of(json.loads(text))["secondary_tiers"][0]["root_dir"] == "/it's here"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--cpu", "32gigs"], "'32gigs' is not a size"),
+        (["--cpu", "1GiB", "--disk-size", "1GiB"], "1 --disk-size for 0 --disk"),
+        (["--cpu", "1GiB", "--fsync", "data"], "there is no --disk"),
+        (["--cpu", "1GiB", "--disk", "/d", "--fsync", "often"], "'none', 'data' or 'full'"),
+        (["--cpu", "1GiB", "--set", "lookup_deadline=1"], "did you mean 'lookup_deadline_ms'?"),
+        (["--cpu", "1GiB", "--set", "nothing"], "write KEY=VALUE"),
+        (["--cpu", "1GiB", "--shell", "--json"], "exclude each other"),
+    ],
+)
+def test_a_config_that_cannot_be_meant_is_refused(arguments, part):
+    refused("config", *arguments, status=2, part=part)
+
+
+def test_config_notes_do_not_spoil_the_json():
+    result = run("config", "--cpu", "1GiB", "--set", "max_tracker_size=1")
+    extra_of(json.loads(result.stdout))
+    assert "max_tracker_size is ignored" in result.stderr
+
+
+# ---- doctor
+
+
+def states(answer):
+    return {check["name"]: check["state"] for check in answer["checks"]}
+
+
+def config_text(**extra):
+    return json.dumps({"spec_name": "KVOffloadSpec", "cpu_bytes_to_use": "1GiB"} | extra)
+
+
+def test_doctor_on_a_machine_that_can(core, vllm, tmp_path):
+    tiers = [{"type": "fs", "root_dir": str(tmp_path / "kv")}]
+    text = said("doctor", "--config", config_text(secondary_tiers=tiers))
+    for part in (
+        "vllm 0.33.0, supported",
+        "host copier: no CUDA driver",
+        "1.0 GiB of 8.0 GiB available (/dev/shm)",
+        "writes 1.0 GiB/s, reads 2.0 GiB/s, O_DIRECT",
+        "10.0 GiB/s with 2 threads",
+        "effective plan",
+        "fs.max_bytes",
+        "lookup_deadline_ms 5000 default",
+    ):
+        assert part in text
+    assert list(tmp_path.iterdir()) == [], "measuring leaves nothing"
+
+
+def test_doctor_as_json(core, vllm, tmp_path):
+    answer = as_json("doctor", "--json", "--config", config_text(), "--root", tmp_path)
+    assert answer["ok"] is True
+    assert states(answer)["memory"] == "ok"
+    speeds = [check for check in answer["checks"] if "read_bytes_per_second" in check]
+    assert speeds[0]["read_bytes_per_second"] == 2 * GIB
+    assert answer["plan"]["cpu_bytes_to_use"] == {"value": "1.0 GiB", "given": True}
+    assert answer["plan"]["load_policy"] == {"value": "auto", "given": False}
+
+
+def test_doctor_needs_no_config(core, vllm):
+    answer = as_json("doctor", "--json", "--no-measure")
+    assert "copy" not in states(answer)
+    assert answer["plan"] == {}
+
+
+def test_doctor_reads_files_and_whole_transfer_configs(core, vllm, tmp_path):
+    whole = run("config", "--cpu", "2GiB").stdout
+    (tmp_path / "kv.json").write_text(whole)
+    answer = as_json("doctor", "--json", "--no-measure", "--config", f"@{tmp_path}/kv.json")
+    assert answer["plan"]["cpu_bytes_to_use"]["value"] == "2.0 GiB"
+    assert "config" not in states(answer)
+
+
+def test_doctor_refuses_too_much_memory(core, vllm):
+    text = said("doctor", "--no-measure", "--config", config_text(cpu_bytes_to_use="9GiB"), status=1)
+    assert "cpu_bytes_to_use asks for 9.0 GiB of host memory, 8.0 GiB are available (/dev/shm)" in text
+
+
+def test_doctor_tells_all_problems_of_a_config_and_asks_on(core, vllm):
+    answer = as_json(
+        "doctor", "--json", "--no-measure", "--config", config_text(bogus=1, load_policy="x"), status=1
+    )
+    assert [check["state"] for check in answer["checks"] if check["name"] == "config"] == ["refused"] * 2
+    assert states(answer)["memory"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("version", "part"),
+    [("0.30.1", "supported are 0.31, 0.32 and 0.33"), (None, "not installed here")],
+)
+def test_doctor_refuses_another_vllm(core, vllm, version, part):
+    vllm(version)
+    assert part in said("doctor", "--no-measure", status=1)
+
+
+def test_doctor_refuses_an_unusable_root(core, vllm, tmp_path):
+    (tmp_path / "file").write_text("")
+    text = said("doctor", "--root", tmp_path / "file" / "kv", status=1)
+    assert "is not a directory" in text
+    assert "writes" not in text, "nothing is measured where nothing can be written"
+
+
+def test_doctor_refuses_o_direct_on_where_it_is_not(core, vllm, tmp_path):
+    core.setattr(fake_core, "probe_disk", lambda *_: {"o_direct": False})
+    tiers = [{"type": "fs", "root_dir": str(tmp_path), "o_direct": "on"}]
+    assert 'set "auto"' in said("doctor", "--config", config_text(secondary_tiers=tiers), status=1)
+
+
+def test_a_question_that_fails_does_not_end_the_others(core, vllm, tmp_path):
+    def broken(*_):
+        raise fake_core.ResourceError("the disk is gone")
+
+    core.setattr(fake_core, "probe_disk", broken)
+    text = said("doctor", "--root", tmp_path, status=1)
+    assert "the disk is gone" in text
+    assert "10.0 GiB/s" in text
+
+
+def test_doctor_notes_a_config_that_leads_elsewhere(core, vllm):
+    in_tree = {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": GIB},
+    }
+    text = said("doctor", "--no-measure", "--config", json.dumps(in_tree))
+    assert "spec_name is 'CPUOffloadingSpec': vLLM takes its own spec; set \"KVOffloadSpec\"" in text
+    other = json.dumps({"kv_connector": "NixlConnector"})
+    assert "kv_connector is 'NixlConnector'" in said("doctor", "--no-measure", "--config", other, status=1)
+
+
+@pytest.mark.parametrize("given", ["{", "[]", '{"kv_connector_extra_config": 1}'])
+def test_doctor_needs_a_json_object(core, given):
+    refused("doctor", "--config", given, status=2, part="not")
+
+
+def test_doctor_names_a_file_that_is_not_there(core):
+    refused("doctor", "--config", "@/no/such.json", status=1, part="/no/such.json")
+
+
+def test_doctor_sees_plugins_shut_out(core, vllm, monkeypatch):
+    class Point:
+        name, value = "kv_offload", "kv_offload.specs.plugin:register"
+
+    monkeypatch.setattr("kv_offload.cli.doctor_checks.entry_points", lambda group: [Point])
+    assert "spec_name alone is enough" in said("doctor", "--no-measure")
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert "leaves kv_offload out" in said("doctor", "--no-measure")
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("0.31.0", True),
+        ("0.33.2.post1", True),
+        ("0.3.1", False),
+        ("0.34.0", False),
+        ("1.32.0", False),
+        ("dev", True),
+        ("0.0.0+from.source", True),
+    ],
+)
+def test_supported_versions(version, supported):
+    assert (vllm_versions.version_problem(version, {}) is None) is supported
+    assert vllm_versions.version_problem(version, {vllm_versions.ALLOW_UNTESTED: "1"}) is None
+
+
+def test_both_distributions_of_vllm_are_found():
+    def only(name):
+        def version_of(asked):
+            if asked != name:
+                raise vllm_versions.PackageNotFoundError(asked)
+            return "1"
+
+        return version_of
+
+    for name in vllm_versions.DISTRIBUTIONS:
+        assert vllm_versions.installed_vllm(only(name)) == (name, "1")
+    assert vllm_versions.installed_vllm(only("other")) is None
+
+
+# ---- stat, ls, verify, purge
+
+
+@pytest.mark.parametrize("command", ["stat", "ls", "verify", "purge"])
+def test_what_is_no_root_is_told_in_one_sentence(core, command):
+    refused(command, "/not-a-root", status=2, part="is no root of kv-offload")
+    refused(command, "/forbidden", status=1, part="/forbidden: Permission denied")
+
+
+def test_stat(core):
+    text = said("stat", "/root")
+    assert "/root: 3.0 MiB in 3 records, 1 temporaries, 2 namespaces" in text
+    assert "abababababab org/model@c0ffee12 bfloat16 1 2 2.0 MiB" in text
+    assert "acacacacacac ? ? 0 1 1.0 MiB" in text, "a broken namespace.json is shown, not fatal"
+
+
+def test_brackets_in_names_are_no_markup(core, vllm, tmp_path):
+    assert "/r[bold]oot/x: 3.0 MiB" in said("stat", "/r[bold]oot/x")
+    (tmp_path / "a[bold]b").mkdir()
+    assert "a[bold]b" in said("doctor", "--no-measure", "--root", tmp_path / "a[bold]b")
+
+
+def test_stat_as_json(core):
+    assert as_json("stat", "/root", "--json") == fake_core.FsRoot("r").stat()
+
+
+def keys_of(*arguments):
+    return [
+        json.loads(line)["key"][:2] for line in run("ls", "/root", "--json", *arguments).stdout.splitlines()
+    ]
+
+
+def test_ls_newest_first(core):
+    assert keys_of() == ["01", "02", "00"]
+    assert keys_of("--limit", 1) == ["01"]
+    assert keys_of("--limit", 0) == ["00", "01", "02"]
+    assert keys_of("-n", "AB") == ["01", "00"]
+    text = said("ls", "/root")
+    assert "0101010101010101 1.0 MiB" in text
+
+
+def test_ls_of_nothing(core):
+    core.setattr(fake_core.FsRoot, "records", lambda *_: iter(()))
+    assert said("ls", "/root") == "no records"
+
+
+@pytest.mark.parametrize(("prefix", "part"), [("a", "not the only one"), ("ff", "is not there")])
+@pytest.mark.parametrize("command", ["ls", "purge"])
+def test_a_namespace_must_be_one(core, command, prefix, part):
+    refused(command, "/root", "-n", prefix, status=2, part=part)
+    refused(command, "/root", "-n", prefix, status=2, part="abababababab, acacacacacac")
+
+
+def test_verify_names_the_damage_and_ends_with_1(core):
+    text = said("verify", "/root", status=1)
+    assert "/r/0.rec corrupt payload checksum 1, expected 2 no" in text
+    assert "3 records, 2 damaged; run again with --repair" in text
+
+
+def test_verify_repairs_what_is_proven_bad(core):
+    text = said("verify", "/root", "--repair", status=1)
+    assert "/r/0.rec corrupt payload checksum 1, expected 2 yes" in text
+    assert "/r/1.rec io Input/output error no" in text
+    assert "2 damaged; 1 removed" in text
+
+
+def test_verify_as_json(core):
+    assert as_json("verify", "/root", "--json", status=1) == {
+        "checked": 3,
+        "damaged": list(fake_core.FsRoot.damaged),
+    }
+
+
+def test_verify_of_a_good_root_ends_with_0(core):
+    core.setattr(fake_core.FsRoot, "damaged", ())
+    assert said("verify", "/root") == "3 records, all good"
+
+
+def test_purge_asks_first(core):
+    text = said("purge", "/root", given="n\n", status=1)
+    assert "Remove 3 records (3.0 MiB, 2 namespaces) from /root?" in text
+    assert fake_core.FsRoot.last_purge == "nothing"
+    assert "3 records removed, 3.0 MiB" in said("purge", "/root", given="y\n")
+    assert fake_core.FsRoot.last_purge is None
+
+
+def test_purge_without_an_answer_removes_nothing(core):
+    run("purge", "/root", status=1)
+    assert fake_core.FsRoot.last_purge == "nothing"
+
+
+def test_purge_of_one_namespace_without_asking(core):
+    assert as_json("purge", "/root", "-n", "ab", "--yes", "--json") == {"records": 2, "bytes": 2 << 20}
+    assert fake_core.FsRoot.last_purge == "ab" * 32
+
+
+def test_purge_does_not_mix_questions_and_json(core):
+    refused("purge", "/root", "--json", status=2, part="--yes")
+    assert fake_core.FsRoot.last_purge == "nothing"

@@ -1,0 +1,177 @@
+"""Who may include whom, so that no arrow of the layer diagram turns back.
+
+base <- memory, policy, index, storage, copy, metrics <- cache <- bindings <- kv_offload <- specs
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+LAYERS = {
+    "base": set(),
+    "policy": {"base"},
+    "memory": {"base"},
+    "index": {"base", "policy"},
+    "storage": {"base", "policy"},
+    "copy": {"base"},
+    "metrics": {"base"},
+    "cache": {"base", "policy", "memory", "index", "storage", "copy", "metrics"},
+    "bindings": {"base", "policy", "memory", "index", "storage", "copy", "metrics", "cache"},
+}
+
+# What an #include of a library looks like, and the files (under csrc/) that may have it.
+LIBRARIES = {
+    "CUDA": (
+        r"(cuda|cub|thrust|cooperative_groups|nvml|device_launch)\b|cuda[_a-zA-Z]*\.h",
+        r"copy/(cuda_.*|.*\.cuh?)",
+    ),
+    "torch": (r"(torch|ATen|c10|caffe2)/", r"bindings/torch_.*"),
+    "Python": (r"(pybind11/|Python\.h)", r"bindings/(?!torch_).*"),
+    "prometheus-cpp": (r"prometheus/", r"metrics/.*"),
+    "xxhash": (r"xxhash", r"(storage|memory)/.*"),
+}
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+SOURCES = {".h", ".cc", ".cu", ".cuh"}
+
+
+def include_errors(root: Path) -> list[str]:
+    csrc = root / "csrc"
+    errors = []
+    pinning = []
+    for path in sorted(p for p in csrc.rglob("*") if p.suffix in SOURCES):
+        name = path.relative_to(csrc).as_posix()
+        layer = name.split("/")[0]
+        if layer not in LAYERS:
+            errors.append(f"{name}: {layer} is no layer")
+            continue
+        for quote, header in INCLUDE.findall(path.read_text()):
+            target = header.partition("/")[0] if "/" in header else ""  # <memory> is not memory/
+            if quote == '"' and target not in LAYERS:
+                errors.append(f"{name}: write {header} as <layer>/<file>")
+            elif target in LAYERS and target != layer and target not in LAYERS[layer]:
+                errors.append(f"{name}: {layer} must not include {header}")
+            for library, (pattern, allowed) in LIBRARIES.items():
+                if not re.match(pattern, header) or re.fullmatch(allowed, name):
+                    continue
+                if library == "CUDA" and layer == "memory":
+                    pinning.append(name)
+                else:
+                    errors.append(f"{name}: {library} header {header}")
+    if len(set(pinning)) > 1:
+        errors.append(f"CUDA headers in several files of memory: {', '.join(sorted(set(pinning)))}")
+    return errors
+
+
+def imported_modules(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def import_errors(root: Path) -> list[str]:
+    """Every import counts: of the module, inside functions, and for type checking only."""
+    errors = []
+    for path in sorted((root / "kv_offload").rglob("*.py")):
+        for module in sorted(imported_modules(path)):
+            forbidden = module.split(".")[0] in ("vllm", "torch", "specs") or module.startswith(
+                "kv_offload.specs"
+            )
+            if forbidden:
+                errors.append(f"{path.relative_to(root).as_posix()}: imports {module}")
+    return errors
+
+
+def test_c_plus_plus_files_include_only_the_layers_below():
+    assert include_errors(REPOSITORY) == []
+
+
+def test_only_the_adapter_imports_vllm():
+    assert import_errors(REPOSITORY) == []
+
+
+def test_every_layer_is_there_to_be_checked():
+    found = {p.parent.name for p in (REPOSITORY / "csrc").rglob("*") if p.suffix in SOURCES}
+    assert set(LAYERS) <= found
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "error"),
+    [
+        ("base/a.h", '#include "memory/host_region.h"', "base must not include memory/host_region.h"),
+        ("memory/a.cc", '#include "index/chunk_index.h"', "memory must not include index/chunk_index.h"),
+        (
+            "storage/a.cc",
+            "#  include <cache/tiered_cache.h>",
+            "storage must not include cache/tiered_cache.h",
+        ),
+        ("copy/a.cc", '#include "storage/tier.h"', "copy must not include storage/tier.h"),
+        ("cache/a.h", '#include "bindings/bindings.h"', "cache must not include bindings/bindings.h"),
+        ("cache/a.h", '#include "../index/chunk_index.h"', "write ../index/chunk_index.h as <layer>/<file>"),
+        ("copy/host_copier.cc", "#include <cuda_runtime.h>", "CUDA header cuda_runtime.h"),
+        ("copy/plan.cc", "#include <cuda.h>", "CUDA header cuda.h"),
+        ("cache/a.cc", "#include <torch/csrc/stable/library.h>", "torch header torch/csrc/stable/library.h"),
+        ("bindings/module.cc", "#include <ATen/ATen.h>", "torch header ATen/ATen.h"),
+        ("cache/a.cc", "#include <pybind11/pybind11.h>", "Python header pybind11/pybind11.h"),
+        ("cache/a.cc", "#include <prometheus/counter.h>", "prometheus-cpp header prometheus/counter.h"),
+        ("extra/a.h", "", "extra is no layer"),
+    ],
+)
+def test_a_planted_include_is_caught(tmp_path, name, line, error):
+    path = tmp_path / "csrc" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(f"{line}\n")
+    assert include_errors(tmp_path) == [f"{name}: {error}"]
+
+
+def test_a_second_file_that_pins_is_caught(tmp_path):
+    (tmp_path / "csrc/memory").mkdir(parents=True)
+    for name in ("pin.cc", "region.cc"):
+        (tmp_path / "csrc/memory" / name).write_text("#include <cuda_runtime_api.h>\n")
+    assert include_errors(tmp_path) == [
+        "CUDA headers in several files of memory: memory/pin.cc, memory/region.cc"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("copy/cuda_copier.cc", "#include <cuda_runtime.h>"),
+        ("copy/pack_kernels.cu", "#include <cuda_runtime.h>"),
+        ("memory/pin.cc", "#include <cuda_runtime_api.h>"),
+        ("bindings/torch_ops.cc", "#include <torch/csrc/stable/library.h>"),
+        ("cache/a.cc", '#include "storage/tier.h"'),
+        ("cache/a.cc", "#include <cstdint>"),
+    ],
+)
+def test_what_the_diagram_allows_passes(tmp_path, name, line):
+    path = tmp_path / "csrc" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(f"{line}\n")
+    assert include_errors(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import vllm\n",
+        "from vllm.v1 import core\n",
+        "def f():\n    import vllm.config\n",
+        "import torch\n",
+        "from kv_offload import specs\n",
+        "from kv_offload.specs.spec import KVOffloadSpec\n",
+    ],
+)
+def test_a_planted_import_is_caught(tmp_path, source):
+    (tmp_path / "kv_offload").mkdir()
+    (tmp_path / "kv_offload/cli.py").write_text(source)
+    assert import_errors(tmp_path)
