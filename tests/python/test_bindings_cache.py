@@ -67,14 +67,19 @@ def test_what_leaves_to_make_room_is_told(cache, region):
     first = keys(capacity)
     assert store(cache, region[1][0], request, first) == first
     cache.end_step()
-    *_, evicted = cache.prepare_store(request, keys(1, first=10_000))
-    assert evicted == [first[0]]
+    other = cache.begin_request("s")
+    *_, evicted = cache.prepare_store(other, keys(1, first=10_000))
+    assert len(evicted) == 1
+    assert cache.lookup(other, evicted[0]) == MISS
+    assert evicted[0] in first
 
 
 def test_events_name_keys_medium_and_owner(region):
     cache = make_cache(region[0], keep_events=True)
     stored = store(cache, region[1][0], cache.begin_request("r"), keys(2))
-    assert cache.take_events() == [(stored, False, False, "")]
+    ((told, storage, removed, owner),) = cache.take_events()
+    assert sorted(told) == sorted(stored)
+    assert (storage, removed, owner) == (False, False, "")
     assert cache.take_events() == []
 
 
@@ -112,7 +117,7 @@ def test_gauges_are_published_into_the_metrics(region):
         ({"eviction_policy": "random"}, "random.*lru"),
         ({"lookup_deadline_seconds": -1.0}, "lookup_deadline_seconds=-1"),
         ({"lookup_deadline_seconds": float("nan")}, "lookup_deadline_seconds=nan"),
-        ({"shard_bytes": [[1 << 40]]}, ""),
+        ({"shard_bytes": [[1 << 40]]}, "cpu_bytes_to_use"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(region, change, match):
@@ -156,12 +161,11 @@ def test_a_request_that_was_never_begun_is_a_value_error(cache):
 
 
 def test_nothing_is_none_that_the_cache_needs(region):
+    facts = {"group_ids": [GROUP], "tokens_per_chunk": [16], "shard_bytes": [[SHARD_BYTES]]}
     with pytest.raises(TypeError):
-        make_cache(None)
+        _core.TieredCache(None, _core.Metrics(), **facts)
     with pytest.raises(TypeError):
-        _core.TieredCache(
-            region[0], None, group_ids=[GROUP], tokens_per_chunk=[16], shard_bytes=[[SHARD_BYTES]]
-        )
+        _core.TieredCache(region[0], None, **facts)
 
 
 def test_the_cache_keeps_region_and_metrics_alive(tmp_path):

@@ -93,7 +93,8 @@ def test_the_end_of_a_request_forgets_its_context(cache, lookup, asked):
     assert len(asked.contexts) == 2
 
 
-def test_a_context_is_held_so_that_its_address_cannot_come_back_as_another(cache, lookup):
+def test_a_context_is_held_so_that_its_address_cannot_come_back_as_another(cache):
+    lookup = cache.make_lookup(RESULTS, lambda context: context.handle)
     context = Context(cache.begin_request("r"))
     gone = weakref.ref(context)
     lookup(key(1), context)
@@ -171,7 +172,8 @@ def test_a_cycle_through_the_function_is_collected(cache):
     assert gone() is None
 
 
-def test_references_stay_balanced_over_many_calls(cache, lookup):
+def test_references_stay_balanced_over_many_calls(cache):
+    lookup = cache.make_lookup(RESULTS, lambda context: context.handle)
     context, other = (Context(cache.begin_request(name)) for name in "ab")
     lookup(key(1), other)
     counted = [context, MISS, lookup, key(1)]

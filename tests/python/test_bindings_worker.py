@@ -132,8 +132,8 @@ def test_it_says_which_copier_it_is(region, tensor):
     [
         ({"copier": "tpu"}, ValueError, 'copier="tpu".*host, cuda'),
         ({"area": 1}, ValueError, "area 1"),
-        ({"groups": [[(1, SHARD_BYTES)]]}, ValueError, ""),
-        ({"groups": [[(0, SHARD_BYTES + 1)]]}, ValueError, ""),
+        ({"groups": [[(1, SHARD_BYTES)]]}, ValueError, "tensor|page"),
+        ({"groups": [[(0, SHARD_BYTES + 1)]]}, ValueError, "tensor|page"),
         ({"threads": 0}, ValueError, "thread"),
     ],
 )
