@@ -5,6 +5,11 @@ string(TOUPPER "${KV_OFFLOAD_CUDA}" cuda_wanted)
 if(cuda_wanted STREQUAL "OFF")
   return()
 endif()
+# One fat binary: code for each generation in use, PTX for those to come. (Set
+# before the language is enabled, which would choose one of its own.)
+if(NOT CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 80-real 86-real 89-real 90-real 100-real 120)
+endif()
 include(CheckLanguage)
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
@@ -14,7 +19,23 @@ if(NOT CMAKE_CUDA_COMPILER)
   message(STATUS "nvcc not found: the CUDA copier is left out (KV_OFFLOAD_CUDA=AUTO)")
   return()
 endif()
+set(CMAKE_CUDA_STANDARD 17)  # kernels include no header of ours that needs more
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+enable_language(CUDA)
+
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/copy/cuda_*.cc csrc/copy/*.cu)
-if(NOT cuda_sources)
-  return()
+add_library(kv_offload_cuda SHARED ${cuda_sources})
+target_compile_options(kv_offload_cuda PRIVATE
+  $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${KV_OFFLOAD_DEVELOPER}>>:-Werror=all-warnings>
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>
+  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${KV_OFFLOAD_DEVELOPER}>>:-Werror>)
+# CUDA's headers belong to others: no warnings of ours about them.
+target_include_directories(kv_offload_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+target_link_libraries(kv_offload_cuda PRIVATE kv_offload_core Threads::Threads)
+# Only the three C symbols of copy/cuda_library.h are seen from outside.
+set_target_properties(kv_offload_cuda PROPERTIES CUDA_VISIBILITY_PRESET hidden)
+target_link_options(kv_offload_cuda PRIVATE -Wl,--exclude-libs,ALL -Wl,-z,defs)
+if(SKBUILD OR KV_OFFLOAD_PYTHON)
+  install(TARGETS kv_offload_cuda LIBRARY DESTINATION kv_offload)
 endif()
