@@ -25,17 +25,31 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/copy/cuda_*.cc csrc/copy/*.cu)
-add_library(kv_offload_cuda SHARED ${cuda_sources})
-target_compile_options(kv_offload_cuda PRIVATE
+add_library(kv_offload_cuda_objects OBJECT ${cuda_sources})
+target_compile_options(kv_offload_cuda_objects PRIVATE
   $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${KV_OFFLOAD_DEVELOPER}>>:-Werror=all-warnings>
   $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>
   $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${KV_OFFLOAD_DEVELOPER}>>:-Werror>)
-# CUDA's headers belong to others: no warnings of ours about them.
-target_include_directories(kv_offload_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-target_link_libraries(kv_offload_cuda PRIVATE kv_offload_core Threads::Threads)
-# Only the three C symbols of copy/cuda_library.h are seen from outside.
-set_target_properties(kv_offload_cuda PROPERTIES CUDA_VISIBILITY_PRESET hidden)
+target_include_directories(kv_offload_cuda_objects SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+target_link_libraries(kv_offload_cuda_objects PUBLIC kv_offload_core Threads::Threads)
+set_target_properties(kv_offload_cuda_objects PROPERTIES CUDA_VISIBILITY_PRESET hidden)
+
+add_library(kv_offload_cuda SHARED)
+target_link_libraries(kv_offload_cuda PRIVATE kv_offload_cuda_objects)
+# Only the three C symbols of copy/cuda_library.h are for others.
 target_link_options(kv_offload_cuda PRIVATE -Wl,--exclude-libs,ALL -Wl,-z,defs)
 if(SKBUILD OR KV_OFFLOAD_PYTHON)
   install(TARGETS kv_offload_cuda LIBRARY DESTINATION kv_offload)
+endif()
+
+# Built wherever nvcc is, so that they cannot rot; without a device they skip.
+if(KV_OFFLOAD_DEVELOPER)
+  enable_testing()
+  file(GLOB_RECURSE gpu_tests CONFIGURE_DEPENDS tests/cpp/gpu_*.cc)
+  add_executable(kv_offload_gpu_tests ${gpu_tests})
+  target_include_directories(kv_offload_gpu_tests PRIVATE tests/cpp)
+  target_link_libraries(kv_offload_gpu_tests PRIVATE kv_offload_cuda_objects kv_offload_warnings
+    GTest::gtest GTest::gtest_main)
+  add_test(NAME gpu COMMAND kv_offload_gpu_tests)
+  set_tests_properties(gpu PROPERTIES LABELS gpu TIMEOUT 900)
 endif()
