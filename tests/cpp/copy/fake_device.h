@@ -37,7 +37,7 @@ inline void run_copy(const DeviceCopy& copy, std::span<std::byte> area, std::uin
     pieces.resize(cut_for_area(copy.segments, area.data(), pieces.data(), pieces.size()));
     run_pack_twin(pieces, store, 3, 64);
   } else {
-    const std::vector<RowRun> runs = row_runs(copy.segments);
+    const std::vector<RowRun> runs = row_runs(copy.segments, 0);
     if (staging_bytes(runs) > staging_capacity) throw std::logic_error("staging overflows");
     std::vector<std::byte> staging(staging_capacity);
     pieces.resize(cut_for_staging(copy.segments, runs, staging.data(), pieces.data(), pieces.size()));
