@@ -44,7 +44,7 @@ struct TieredCache::Impl {
     bool usable = true;         // asked once per step
     bool reset_failed = false;  // old records may still be there: never used again
     std::uint32_t writes = 0;   // ops in flight
-    std::uint64_t evicted_bytes_seen = 0;
+    TierStats published;        // running totals up to here are in the metrics
   };
   struct Waiter {
     RequestHandle request;
@@ -106,6 +106,7 @@ struct TieredCache::Impl {
   std::vector<Completion> completions;
   std::vector<TierRemoval> removals;
 
+  std::uint64_t evicted_bytes = 0;  // of host memory, not in the metrics yet
   std::vector<CacheEvent> events;
   bool closed = false;
 
@@ -117,6 +118,7 @@ struct TieredCache::Impl {
   std::optional<std::uint32_t> position_of(const ChunkKey& key) const;
   std::uint32_t require_position(const ChunkKey& key, std::uint32_t at_least) const;
   RequestState& require_live(RequestHandle request);
+  void flush_tallies();
   void note_event(const ChunkKey& key, bool storage, bool removed, std::string_view owner);
 
   // ---- lookup.cc

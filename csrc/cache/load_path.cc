@@ -59,8 +59,9 @@ RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<cons
   }
   for (std::size_t i = 0; i < hit_tokens.size(); ++i) {
     if (hit_tokens[i] == 0) continue;
-    metrics.add("kv_offload_hit_tokens_total", {i == 0 ? "cpu" : std::string_view(tier_slots[i - 1].name)},
-                hit_tokens[i]);
+    const std::string_view tier = i == 0 ? "cpu" : std::string_view(tier_slots[i - 1].name);
+    metrics.add("kv_offload_hit_tokens_total", {tier}, hit_tokens[i]);
+    metrics.add("kv_offload_lookup_tokens_total", {}, hit_tokens[i]);
   }
   if (request.waiting && fetched_tokens > 0) {
     const double saved =

@@ -4,8 +4,8 @@
 // of its last lookup pass is settled. Hits are the chunks that it loads
 // (load_path.cc); misses are the chunks that the pass was told kMiss, with the
 // reason. vLLM ends the scan of a full-attention group at its first miss, so what
-// lies behind is never asked for and never counted: hit_tokens + miss_tokens =
-// tokens of the chunks that were asked for and settled.
+// lies behind is never asked for and never counted: lookup_tokens = hit_tokens +
+// miss_tokens, over all tiers and reasons.
 #include <algorithm>
 
 #include "cache/cache_impl.h"
@@ -135,6 +135,7 @@ void TieredCache::Impl::settle(RequestState& request) {
       if (sight.kind != Sight::Kind::kMiss) continue;
       const auto reason = static_cast<MissReason>(sight.detail);
       metrics.add("kv_offload_miss_tokens_total", {to_string(reason)}, groups[group].tokens);
+      metrics.add("kv_offload_lookup_tokens_total", {}, groups[group].tokens);
     }
     counted[group] = true;
     end = begin;

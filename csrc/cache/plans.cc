@@ -23,6 +23,7 @@ void TieredCache::end_step() {
   }
   impl.asked.clear();
   impl.clean_cold_end();
+  impl.flush_tallies();
   impl.costs.end_step(now);
   ++impl.step;
   impl.polled_in_step = false;

@@ -60,7 +60,7 @@ bool TieredCache::Impl::reclaim_slab(std::uint32_t group, std::uint32_t holder,
 void TieredCache::Impl::evict(Slot slot, std::vector<ChunkKey>* evicted) {
   const ChunkEntry& entry = index.at(slot);
   const ChunkKey key = entry.key;
-  metrics.add("kv_offload_evicted_bytes_total", {"cpu"}, static_cast<double>(groups[entry.group].bytes));
+  evicted_bytes += groups[entry.group].bytes;
   memory.note_gone(key, static_cast<std::uint8_t>(MissReason::kEvicted));
   // A tier counts its records as used until now: they were, from here.
   for (TierSlot& tier : tier_slots) tier.tier->touch(key);

@@ -51,6 +51,7 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
     metrics.add("kv_offload_dropped_bytes_total", {"cpu", "pressure"},
                 static_cast<double>(declined * groups[g].bytes));
   }
+  flush_tallies();
   costs.note_prefill(*std::max_element(fresh.begin(), fresh.end()));
   return grant;
 }
@@ -81,7 +82,12 @@ void TieredCache::Impl::complete_store(std::span<const ChunkKey> keys, bool succ
     const std::uint32_t depth_a = index.at(a).depth, depth_b = index.at(b).depth;
     return depth_a != depth_b ? depth_a > depth_b : index.at(a).row > index.at(b).row;
   });
-  for (const Slot slot : stored) make_resident(slot, ChunkOrigin::kStore);
+  double tokens = 0;
+  for (const Slot slot : stored) {
+    make_resident(slot, ChunkOrigin::kStore);
+    tokens += groups[index.at(slot).group].tokens;
+  }
+  if (tokens > 0) metrics.add("kv_offload_stored_tokens_total", {}, tokens);
   std::reverse(stored.begin(), stored.end());
   write_stored(stored);
 }

@@ -24,8 +24,10 @@ MissReason miss_reason_of(StatusKind kind) {
   }
 }
 
-// The words of the kind label.
-std::string_view failure_label(StatusKind kind) { return to_string(kind); }
+// The words of the kind label; a tier that is switched off is a device that failed.
+std::string_view failure_label(StatusKind kind) {
+  return to_string(kind == StatusKind::kUnavailable ? StatusKind::kIo : kind);
+}
 
 }  // namespace
 
@@ -85,7 +87,7 @@ void TieredCache::Impl::finish_read(Op& op, const Completion& completion) {
   const StatusKind kind = completion.status.kind();
   if (completion.status.is_ok()) {
     metrics.add("kv_offload_read_bytes_total", {name}, static_cast<double>(completion.bytes));
-    metrics.observe("kv_offload_read_seconds", {name}, completion.seconds);
+    metrics.observe("kv_offload_read_seconds", {name}, completion.queued_seconds + completion.seconds);
   } else if (kind != StatusKind::kCancelled && kind != StatusKind::kNotFound) {
     metrics.add("kv_offload_failures_total", {name, "read", failure_label(kind)});
   }
@@ -119,7 +121,7 @@ void TieredCache::Impl::finish_write(Op& op, const Completion& completion) {
   const StatusKind kind = completion.status.kind();
   if (completion.status.is_ok()) {
     metrics.add("kv_offload_write_bytes_total", {slot.name}, static_cast<double>(completion.bytes));
-    metrics.observe("kv_offload_write_seconds", {slot.name}, completion.seconds);
+    metrics.observe("kv_offload_write_seconds", {slot.name}, completion.queued_seconds + completion.seconds);
   } else if (kind != StatusKind::kCancelled) {  // those are counted where they are cancelled
     metrics.add("kv_offload_failures_total", {slot.name, "write", failure_label(kind)});
     metrics.add("kv_offload_dropped_bytes_total", {slot.name, failure_label(kind)},

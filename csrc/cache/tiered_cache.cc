@@ -137,6 +137,12 @@ RequestState& TieredCache::Impl::require_live(RequestHandle request) {
   return requests[request];
 }
 
+void TieredCache::Impl::flush_tallies() {
+  if (evicted_bytes == 0) return;
+  metrics.add("kv_offload_evicted_bytes_total", {"cpu"}, static_cast<double>(evicted_bytes));
+  evicted_bytes = 0;
+}
+
 void TieredCache::Impl::note_event(const ChunkKey& key, bool storage, bool removed, std::string_view owner) {
   if (!options.keep_events) return;
   if (events.empty() || events.back().storage != storage || events.back().removed != removed ||
@@ -216,11 +222,16 @@ void TieredCache::publish_gauges() {
     };
     queue("read", tier.queued_reads, tier.oldest_read_seconds);
     queue("write", tier.queued_writes, tier.oldest_write_seconds);
-    const std::uint64_t evicted = tier.evicted_bytes - slot.evicted_bytes_seen;
-    if (evicted > 0) {
-      impl.metrics.add("kv_offload_evicted_bytes_total", {slot.name}, static_cast<double>(evicted));
-    }
-    slot.evicted_bytes_seen = tier.evicted_bytes;
+    const auto count = [&](std::string_view metric, Metrics::Labels labels, std::uint64_t now,
+                           std::uint64_t before) {
+      if (now > before) impl.metrics.add(metric, labels, static_cast<double>(now - before));
+    };
+    const TierStats& before = slot.published;
+    count("kv_offload_evicted_bytes_total", {slot.name}, tier.evicted_bytes, before.evicted_bytes);
+    count("kv_offload_io_ops_total", {slot.name, "direct"}, tier.direct_ops, before.direct_ops);
+    count("kv_offload_io_ops_total", {slot.name, "buffered"}, tier.buffered_ops, before.buffered_ops);
+    count("kv_offload_breaker_trips_total", {slot.name}, tier.breaker_trips, before.breaker_trips);
+    slot.published = tier;
   }
 }
 
