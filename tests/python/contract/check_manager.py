@@ -14,11 +14,12 @@ import pytest
 adapter.use_specs()
 core = adapter.use_core()
 
-from contract.parts import blocks, context, key, keys, kv_caches, offloading_config  # noqa: E402
 from kv_offload.specs import KVOffloadSpec, compat  # noqa: E402
 from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402
 from kv_offload.specs.manager import KVOffloadManager, ManagerOptions  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
+
+from contract.parts import blocks, context, key, keys, kv_caches, offloading_config  # noqa: E402
 
 HIT, MISS = base.LookupResult.HIT, base.LookupResult.MISS
 PENDING, RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
