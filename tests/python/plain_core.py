@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class Metrics:
 class HostRegion:
     """Areas in ordinary memory, found by engine_id within this process."""
 
-    engines: dict[str, "HostRegion"] = {}
+    engines: ClassVar[dict[str, "HostRegion"]] = {}
 
     def __init__(self, size: int, num_areas: int, num_workers: int) -> None:
         self.num_areas, self.num_workers = num_areas, num_workers

@@ -1,4 +1,4 @@
-"""Every byte that a request reads is checked, through vLLM's real scheduler and connector, for each release."""
+"""Every byte that a request reads is checked, through vLLM's real scheduler, for each release."""
 
 import pytest
 from vllm_trees import MINORS, run_under, trees

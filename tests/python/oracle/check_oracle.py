@@ -88,8 +88,7 @@ def test_storing_after_a_reset_what_fell_behind_a_window_is_seen() -> None:
     rates = Rates(reset=0.05, evict_prefixes=0.1)
     setup = replace(HYBRID, wrap_manager=faults.TrustingAfterReset)
     with pytest.raises(WrongBytes):
-        for seed in range(6):
-            live(setup, seed, steps=800, rates=rates)
+        [live(setup, seed, steps=800, rates=rates) for seed in range(6)]
 
 
 def test_many_resets_leave_nothing_wrong() -> None:

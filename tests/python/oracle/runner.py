@@ -123,8 +123,8 @@ class FakeRunner:
                 wrong = (found != sequence.digests[positions, None] * salts).any(axis=1)
                 if wrong.any():
                     raise WrongBytes(
-                        f"{request_id}: {int(wrong.sum())} of {len(positions)} computed tokens are wrong in group "
-                        f"{group}, layer {layer}, first at {int(positions[wrong][0])} of {computed}"
+                        f"{request_id}: {int(wrong.sum())} of {len(positions)} computed tokens are wrong in "
+                        f"group {group}, layer {layer}, first at {int(positions[wrong][0])} of {computed}"
                     )
             self.checked_tokens += len(positions)
 
