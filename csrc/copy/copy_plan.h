@@ -42,6 +42,9 @@ struct CopyJob {
   Ticket ticket = kNoTicket;
   CopyDirection direction = CopyDirection::kStore;
   bool expedited = false;
+  // The stream that wrote or still reads the blocks (a CUstream as a number; 0 =
+  // the device's default stream). Copies in host memory do not need it.
+  std::uintptr_t compute_stream = 0;
   std::vector<std::int64_t> block_ids{};       // concatenated by group
   std::vector<std::uint32_t> group_sizes{};    // blocks per group position
   std::vector<std::uint64_t> block_indices{};  // logical index of each group's first block

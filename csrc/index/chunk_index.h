@@ -49,7 +49,7 @@ struct ChunkEntry {
 static_assert(sizeof(ChunkEntry) == 80);
 
 // Memory: 80 bytes an entry, 8 bytes a table cell at a load of 0.25 to 0.5 (16 to
-// 32), 12 of the policy (lru): 108 to 124 bytes a chunk.
+// 32), 24 of the policy (lru), 4 of the free queue: 124 to 140 bytes a chunk.
 class ChunkIndex {
  public:
   ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity_hint);

@@ -9,8 +9,8 @@
 
 namespace kv_offload {
 namespace {
-constexpr Nanos kRecountEvery{std::chrono::seconds(30)};
-constexpr std::size_t kInsertsPerLock = 1024;  // the scheduler thread waits for no more
+constexpr Nanos kRecountEvery{std::chrono::seconds(1)};  // and twenty times as long as one takes
+constexpr std::size_t kInsertsPerLock = 1024;            // the scheduler thread waits for no more
 }  // namespace
 
 Status FsStore::probe(std::uint32_t leaf) {
@@ -88,7 +88,7 @@ void FsStore::adopt(const std::shared_ptr<Generation>& generation, std::vector<F
 
 void FsStore::recount() {
   starved_.store(false);
-  last_recount_.store(clock_.now());
+  const Nanos started = clock_.now();
   std::uint64_t in_flight = 0;
   {
     const MutexLock lock(mutex_);
@@ -111,6 +111,8 @@ void FsStore::recount() {
     std::erase_if(fresh_, [](const auto& entry) { return !entry.second; });
   }
   counted_.store(status && whole);
+  const Nanos ended = clock_.now();
+  next_recount_.store(ended + std::max(kRecountEvery, (ended - started) * 20));
 }
 
 // All of the root but the records below our own generation.
@@ -135,9 +137,10 @@ std::uint64_t FsStore::count_others(std::uint64_t own_generation) {
 
 void FsStore::tick() {
   const bool held = open_.lease->try_take();
-  // Full, and nothing known to evict: others' records have yet to be found.
-  const bool recount_again = starved_.load() && clock_.now() - last_recount_.load() >= kRecountEvery;
-  if (held && (recount_again || !open_.ledger->trusted() || !counted_.load())) recount();
+  // Others' records have to be found before they can be evicted in their turn.
+  const bool unknown = starved_.load() || open_.ledger->added_by_others() > options_.max_bytes / 16;
+  const bool rested = clock_.now() >= next_recount_.load();
+  if (held && ((unknown && rested) || !open_.ledger->trusted() || !counted_.load())) recount();
   if (held) {
     garbage_exhausted_.store(false);
     // A little at a time: who asked may be gone.

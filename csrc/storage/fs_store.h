@@ -127,7 +127,7 @@ class FsStore {
   std::atomic<bool> counted_{false};     // as holder of the lease
   std::atomic<bool> garbage_exhausted_{false};
   std::atomic<bool> starved_{false};  // found nothing to evict
-  std::atomic<Nanos> last_recount_{Nanos{0}};
+  std::atomic<Nanos> next_recount_{Nanos{0}};
   std::atomic<std::uint64_t> evicted_bytes_{0}, direct_ops_{0}, buffered_ops_{0};
 };
 

@@ -76,9 +76,11 @@ inline CopyCase draw_case(std::mt19937_64& random, CopyDirection direction, cons
   const std::uint64_t num_groups = pick(1, 3);
   for (std::uint64_t g = 0; g < num_groups; ++g) {
     auto& refs = layout.groups.emplace_back();
-    const std::uint64_t num_refs = pick(1, 5);
-    for (std::uint64_t r = 0; r < num_refs; ++r) {
-      const auto tensor = static_cast<std::uint32_t>(pick(0, num_tensors - 1));
+    std::vector<std::uint32_t> tensors(num_tensors);
+    std::iota(tensors.begin(), tensors.end(), 0u);
+    std::shuffle(tensors.begin(), tensors.end(), random);
+    tensors.resize(pick(1, num_tensors));
+    for (const std::uint32_t tensor : tensors) {
       const std::uint64_t page =
           pick(0, 3) == 0 ? pick(1, page_limit[tensor] / limits.page_multiple) * limits.page_multiple
                           : page_limit[tensor];
