@@ -46,7 +46,8 @@ bool FsStore::scan_own(std::uint64_t* counted) {
   const std::shared_ptr<Generation> own = generation();
   if (!own) return true;
   std::vector<std::uint32_t> leaves;
-  if (!list_leaves(ops_, own->directory.get(), &leaves, counted)) return true;
+  const auto marked = [this](const std::string& path) { return account_.is_marked(path); };
+  if (!list_leaves(ops_, own->directory.get(), &leaves, counted, marked)) return true;
   FileInfo info;
   if (ops_.fstat(own->directory.get(), &info) == 0) *counted += info.disk_bytes;
   const LeafOptions options{open_.lease->held(), open_.writer};
@@ -56,13 +57,17 @@ bool FsStore::scan_own(std::uint64_t* counted) {
     LeafFound found;
     // An unreadable directory hides its records; the rest is served.
     (void)scan_leaf(ops_, own->directory.get(), leaf, options, &found);
-    *counted += found.directory_bytes + found.other_bytes;
+    // Looked at after the files: what was marked before it appeared is seen as such.
+    const bool marks = account_.has_marks();
+    *counted += found.other_bytes;
+    if (!marks || !account_.is_marked(layout::leaf_path(leaf))) *counted += found.directory_bytes;
+    for (const FoundRecord& record : found.records) {
+      if (marks && account_.is_marked(layout::record_path(record.key, record.file_bytes))) continue;
+      *counted += record.disk_bytes;
+    }
     const MutexLock lock(mutex_);
     if (own != generation_) return true;
     leaf_bytes_[leaf] = static_cast<std::uint32_t>(found.directory_bytes);
-    for (const FoundRecord& record : found.records) {
-      if (fresh_.empty() || !fresh_.contains(record.key)) *counted += record.disk_bytes;
-    }
     records.insert(records.end(), found.records.begin(), found.records.end());
   }
   adopt(own, std::move(records));
@@ -89,26 +94,27 @@ void FsStore::adopt(const std::shared_ptr<Generation>& generation, std::vector<F
 void FsStore::recount() {
   starved_.store(false);
   const Nanos started = clock_.now();
-  std::uint64_t in_flight = 0;
-  {
-    const MutexLock lock(mutex_);
-    counting_ = true;
-    in_flight = writing_bytes_;
-  }
-  own_counted_.store(false);
   std::uint64_t counted = 0;
-  Status status = open_.ledger->begin_recount(in_flight);
+  Status status;
+  {
+    const MutexLock none_removes(evict_mutex_);
+    own_counted_.store(false);
+    counted_.store(false);
+    status = account_.begin_count();
+  }
   const std::shared_ptr<Generation> own = generation();
   bool whole = scan_own(&counted);
-  own_counted_.store(true);
+  {
+    const MutexLock none_removes(evict_mutex_);
+    own_counted_.store(true);
+  }
   if (whole) scan_complete_.store(true);
   counted += count_others(own ? own->number : 0);
   whole = whole && !stop_.load();
-  if (status && whole) status = open_.ledger->finish_recount(counted);
-  {
-    const MutexLock lock(mutex_);
-    counting_ = false;
-    std::erase_if(fresh_, [](const auto& entry) { return !entry.second; });
+  if (status && whole) {
+    status = account_.finish_count(counted);
+  } else {
+    account_.give_up_count();
   }
   counted_.store(status && whole);
   const Nanos ended = clock_.now();
@@ -145,7 +151,7 @@ void FsStore::tick() {
     garbage_exhausted_.store(false);
     // A little at a time: who asked may be gone.
     const std::uint64_t wanted = std::min(open_.ledger->take_room_requests(), options_.max_bytes / 16);
-    if (wanted > 0 && reserve(wanted)) open_.ledger->adjust(-static_cast<std::int64_t>(wanted));
+    if (wanted > 0 && reserve(wanted)) account_.settle(wanted, 0, {});
   } else {
     (void)open_.ledger->refresh();
   }
