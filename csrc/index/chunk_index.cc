@@ -1,0 +1,217 @@
+#include "index/chunk_index.h"
+
+#include <algorithm>
+#include <bit>
+#include <cassert>
+#include <utility>
+
+namespace kv_offload {
+namespace {
+
+constexpr Slot kNoSlot = 0xFFFFFFFFu;
+constexpr std::size_t kMinCells = 64;
+
+// The tag saves the entry's cache line on a collision.
+struct Cell {
+  std::uint32_t tag = 0;
+  Slot slot = kNoSlot;
+};
+
+}  // namespace
+
+struct ChunkIndex::Impl {
+  std::unique_ptr<EvictionPolicy> policy;
+  std::vector<ChunkEntry> entries;
+  std::vector<Slot> next_free;  // links of the queue of free slots
+  Slot first_free = kNoSlot;
+  Slot last_free = kNoSlot;
+  std::vector<Cell> cells;  // linear probing, at most half full
+  std::size_t mask = 0;
+  std::size_t size = 0;
+  std::size_t resident = 0;
+  std::size_t pinned = 0;
+  Slot last_found = 0;
+
+  static std::uint64_t hash(const ChunkKey& key) { return ChunkKey::Hash{}(key); }
+  static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash >> 32); }
+  std::size_t home(std::uint64_t hash) const { return hash & mask; }
+
+  bool is_at(Slot slot, const ChunkKey& key) const {
+    return slot < entries.size() && entries[slot].key == key && entries[slot].state != ChunkState::kAbsent;
+  }
+  // The cell of a key, or the empty cell where it would go.
+  std::size_t locate(const ChunkKey& key, std::uint64_t hash) const {
+    std::size_t at = home(hash);
+    while (cells[at].slot != kNoSlot) {
+      if (cells[at].tag == tag(hash) && entries[cells[at].slot].key == key) break;
+      at = (at + 1) & mask;
+    }
+    return at;
+  }
+  void resize_table(std::size_t cell_count) {
+    cells.assign(cell_count, Cell{});
+    mask = cell_count - 1;
+    for (Slot slot = 0; slot < entries.size(); ++slot) {
+      if (entries[slot].state != ChunkState::kAbsent) place(slot);
+    }
+  }
+  void place(Slot slot) {
+    const std::uint64_t h = hash(entries[slot].key);
+    cells[locate(entries[slot].key, h)] = Cell{tag(h), slot};
+  }
+  // Moves later cells of the run back over the hole: no tombstones.
+  void remove_cell(std::size_t hole) {
+    for (std::size_t at = (hole + 1) & mask; cells[at].slot != kNoSlot; at = (at + 1) & mask) {
+      const std::size_t want = home(hash(entries[cells[at].slot].key));
+      if (((at - want) & mask) >= ((at - hole) & mask)) {
+        cells[hole] = cells[at];
+        hole = at;
+      }
+    }
+    cells[hole] = Cell{};
+  }
+  Slot take_slot() {
+    if (first_free == kNoSlot) {
+      entries.emplace_back();
+      next_free.push_back(kNoSlot);
+      return static_cast<Slot>(entries.size() - 1);
+    }
+    const Slot slot = first_free;
+    first_free = next_free[slot];
+    if (first_free == kNoSlot) last_free = kNoSlot;
+    return slot;
+  }
+  void give_slot(Slot slot) {
+    next_free[slot] = kNoSlot;
+    (last_free == kNoSlot ? first_free : next_free[last_free]) = slot;
+    last_free = slot;
+  }
+};
+
+ChunkIndex::ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity_hint)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->policy = std::move(policy);
+  impl_->entries.reserve(capacity_hint);
+  impl_->next_free.reserve(capacity_hint);
+  impl_->resize_table(std::bit_ceil(std::max(kMinCells, 2 * capacity_hint)));
+}
+
+ChunkIndex::~ChunkIndex() = default;
+
+ChunkEntry* ChunkIndex::find(const ChunkKey& key) {
+  Impl& impl = *impl_;
+  for (const Slot guess : {impl.last_found + 1, impl.last_found - 1}) {
+    if (impl.is_at(guess, key)) {
+      impl.last_found = guess;
+      return &impl.entries[guess];
+    }
+  }
+  const Slot slot = impl.cells[impl.locate(key, Impl::hash(key))].slot;
+  if (slot == kNoSlot) return nullptr;
+  impl.last_found = slot;
+  return &impl.entries[slot];
+}
+
+Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, std::uint32_t depth,
+                        ChunkState state) {
+  Impl& impl = *impl_;
+  assert(state == ChunkState::kFilling || state == ChunkState::kFetching);
+  if (2 * (impl.size + 1) > impl.cells.size()) impl.resize_table(2 * impl.cells.size());
+  const std::uint64_t hash = Impl::hash(key);
+  const std::size_t at = impl.locate(key, hash);
+  assert(impl.cells[at].slot == kNoSlot);
+  const Slot slot = impl.take_slot();
+  ChunkEntry& entry = impl.entries[slot];
+  entry = ChunkEntry{};
+  entry.key = key;
+  entry.row = row;
+  entry.pins = 1;
+  entry.depth = depth;
+  entry.group = static_cast<std::uint16_t>(group);
+  entry.state = state;
+  impl.cells[at] = Cell{Impl::tag(hash), slot};
+  ++impl.size;
+  ++impl.pinned;
+  return slot;
+}
+
+Slot ChunkIndex::slot_of(const ChunkEntry* entry) const {
+  return static_cast<Slot>(entry - impl_->entries.data());
+}
+
+ChunkEntry& ChunkIndex::at(Slot slot) { return impl_->entries[slot]; }
+
+void ChunkIndex::make_resident(Slot slot, ChunkOrigin origin) {
+  ChunkEntry& entry = impl_->entries[slot];
+  assert(entry.state == ChunkState::kFilling || entry.state == ChunkState::kFetching);
+  assert(entry.pins > 0);
+  entry.state = ChunkState::kResident;
+  entry.origin = origin;
+  ++impl_->resident;
+  impl_->policy->insert(slot, EntryInfo{.key = &entry.key, .depth = entry.depth});
+  if (--entry.pins > 0) {
+    impl_->policy->pin(slot);
+  } else {
+    --impl_->pinned;
+  }
+}
+
+void ChunkIndex::erase(Slot slot) {
+  Impl& impl = *impl_;
+  ChunkEntry& entry = impl.entries[slot];
+  assert(entry.state != ChunkState::kAbsent);
+  assert(entry.pins == (entry.state == ChunkState::kResident ? 0u : 1u));
+  if (entry.state == ChunkState::kResident) {
+    impl.policy->erase(slot);
+    --impl.resident;
+  }
+  if (entry.pins > 0) --impl.pinned;
+  impl.remove_cell(impl.locate(entry.key, Impl::hash(entry.key)));
+  entry = ChunkEntry{};
+  impl.give_slot(slot);
+  --impl.size;
+}
+
+void ChunkIndex::clear() {
+  for (Slot slot = 0; slot < impl_->entries.size(); ++slot) {
+    ChunkEntry& entry = impl_->entries[slot];
+    if (entry.state == ChunkState::kAbsent) continue;
+    entry.pins = entry.state == ChunkState::kResident ? 0 : 1;
+    erase(slot);
+  }
+  impl_->pinned = 0;
+}
+
+void ChunkIndex::pin(Slot slot) {
+  ChunkEntry& entry = impl_->entries[slot];
+  assert(entry.state != ChunkState::kAbsent);
+  if (entry.pins++ > 0) return;
+  ++impl_->pinned;
+  impl_->policy->pin(slot);
+}
+
+void ChunkIndex::unpin(Slot slot) {
+  ChunkEntry& entry = impl_->entries[slot];
+  assert(entry.pins > (entry.state == ChunkState::kResident ? 0u : 1u));
+  if (--entry.pins > 0) return;
+  --impl_->pinned;
+  impl_->policy->unpin(slot);
+}
+
+void ChunkIndex::access(Slot slot) {
+  if (impl_->entries[slot].state == ChunkState::kResident) impl_->policy->access(slot);
+}
+
+std::optional<Slot> ChunkIndex::victim() { return impl_->policy->victim(); }
+
+std::size_t ChunkIndex::size() const { return impl_->size; }
+std::size_t ChunkIndex::resident() const { return impl_->resident; }
+std::size_t ChunkIndex::pinned() const { return impl_->pinned; }
+
+void ChunkIndex::for_each(const std::function<void(Slot, ChunkEntry&)>& visit) {
+  for (Slot slot = 0; slot < impl_->entries.size(); ++slot) {
+    if (impl_->entries[slot].state != ChunkState::kAbsent) visit(slot, impl_->entries[slot]);
+  }
+}
+
+}  // namespace kv_offload
