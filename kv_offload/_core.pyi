@@ -205,7 +205,8 @@ class FsRoot:
     def stat(self) -> dict[str, Any]:
         """bytes, records, temporaries, namespaces.
 
-        namespaces: list of {id, json, generation, bytes, records, oldest, newest}; times in unix seconds.
+        namespaces: list of {id, json, generation, bytes, records, oldest, newest, open}; times in unix
+        seconds; open: some process has it open.
         """
     def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
         """{namespace, generation, key (hex), bytes, mtime (unix seconds), path} of each record, unopened."""

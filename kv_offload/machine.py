@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -121,14 +122,24 @@ def _memory_remedy(limited_by: str) -> str:
 
 
 def check_root(tier: FsTierConfig, record_bytes: int = 0) -> list[str]:
-    """Why this root cannot be used, each naming what was asked, what is there and the setting."""
+    """Why this root cannot be used, each naming what was asked, what is there and the setting.
+
+    The same refusals as the core's when it opens the root, before anything is made.
+    """
     root = tier.root_dir
     there = existing_part(root)
     asked = f"root_dir {root}"
     if not there.is_dir():
         return [f"{asked}: {there} is not a directory; choose another root_dir"]
+    if Path(root).is_symlink():
+        return [f"{asked} is a symbolic link; give the directory it points to: {os.path.realpath(root)}"]
     problems = []
-    if there == Path(root) and there.stat().st_uid != os.geteuid():
+    if there == Path(root) and there.stat().st_mode & stat.S_IWOTH:
+        problems.append(
+            f"{asked} can be written by every user: chmod 700 it, or name a directory below it, "
+            f"such as {root}/kv"
+        )
+    elif there == Path(root) and there.stat().st_uid != os.geteuid():
         problems.append(
             f"{asked} belongs to user {there.stat().st_uid}, this process is user {os.geteuid()}: "
             "chown it, or name a directory below it that this user makes"

@@ -1,9 +1,8 @@
-# Libraries by find_package or pkg-config. One that is missing stops the build
-# with the name of the Debian package, or is fetched at a pinned hash when
+# Libraries by find_package or find_library. One that is missing stops the build
+# with the name of the Debian package, or is fetched at a pinned commit when
 # KV_OFFLOAD_FETCH is ON.
 include(FetchContent)
 find_package(Threads REQUIRED)
-find_package(PkgConfig QUIET)
 
 function(kv_offload_missing library package)
   message(FATAL_ERROR
@@ -11,31 +10,41 @@ function(kv_offload_missing library package)
     "Or configure with -DKV_OFFLOAD_FETCH=ON to build a pinned version of it.")
 endfunction()
 
+# Fetches a library and adds its targets without its install rules, so that a
+# wheel holds nothing of it but what is linked. Further arguments are
+# FetchContent_Declare's. Sets <name>_SOURCE_DIR.
+macro(kv_offload_fetch name repository commit)
+  message(STATUS "Fetching ${name} at ${commit}")
+  # SOURCE_SUBDIR names nothing on purpose: add_subdirectory is called below.
+  FetchContent_Declare(${name} GIT_REPOSITORY ${repository} GIT_TAG ${commit} SOURCE_SUBDIR not_there
+    ${ARGN})
+  FetchContent_MakeAvailable(${name})
+  if(EXISTS ${${name}_SOURCE_DIR}/CMakeLists.txt)
+    add_subdirectory(${${name}_SOURCE_DIR} ${${name}_BINARY_DIR} EXCLUDE_FROM_ALL)
+  endif()
+endmacro()
+
 find_package(fmt CONFIG QUIET)
 if(NOT fmt_FOUND)
   if(NOT KV_OFFLOAD_FETCH)
     kv_offload_missing(fmt libfmt-dev)
   endif()
-  FetchContent_Declare(fmt GIT_REPOSITORY https://github.com/fmtlib/fmt.git
-    GIT_TAG a33701196adfad74917046096bf5a2aa0ab0bb50)  # 9.1.0
-  FetchContent_MakeAvailable(fmt)
+  kv_offload_fetch(fmt https://github.com/fmtlib/fmt.git a33701196adfad74917046096bf5a2aa0ab0bb50)  # 9.1.0
 endif()
 
 add_library(kv_offload_prometheus INTERFACE)
 find_package(prometheus-cpp CONFIG QUIET)
-if(prometheus-cpp_FOUND)
-  target_link_libraries(kv_offload_prometheus INTERFACE prometheus-cpp::core prometheus-cpp::pull)
-elseif(KV_OFFLOAD_FETCH)
+if(NOT prometheus-cpp_FOUND)
+  if(NOT KV_OFFLOAD_FETCH)
+    kv_offload_missing(prometheus-cpp prometheus-cpp-dev)
+  endif()
   set(ENABLE_PUSH OFF)
   set(ENABLE_TESTING OFF)
   set(ENABLE_COMPRESSION OFF)
-  FetchContent_Declare(prometheus-cpp GIT_REPOSITORY https://github.com/jupp0r/prometheus-cpp.git
-    GIT_TAG c9ffcdda9086ffd9e1283ea7a0276d831f3c8a8d)  # 1.1.0
-  FetchContent_MakeAvailable(prometheus-cpp)
-  target_link_libraries(kv_offload_prometheus INTERFACE prometheus-cpp::core prometheus-cpp::pull)
-else()
-  kv_offload_missing(prometheus-cpp prometheus-cpp-dev)
+  kv_offload_fetch(prometheus-cpp https://github.com/jupp0r/prometheus-cpp.git
+    c9ffcdda9086ffd9e1283ea7a0276d831f3c8a8d GIT_SUBMODULES 3rdparty/civetweb)  # 1.1.0
 endif()
+target_link_libraries(kv_offload_prometheus INTERFACE prometheus-cpp::core prometheus-cpp::pull)
 
 add_library(kv_offload_xxhash INTERFACE)
 find_path(KV_OFFLOAD_XXHASH_INCLUDE xxhash.h)
@@ -44,9 +53,8 @@ if(KV_OFFLOAD_XXHASH_INCLUDE AND KV_OFFLOAD_XXHASH_LIBRARY)
   target_include_directories(kv_offload_xxhash INTERFACE ${KV_OFFLOAD_XXHASH_INCLUDE})
   target_link_libraries(kv_offload_xxhash INTERFACE ${KV_OFFLOAD_XXHASH_LIBRARY})
 elseif(KV_OFFLOAD_FETCH)
-  FetchContent_Declare(xxhash GIT_REPOSITORY https://github.com/Cyan4973/xxHash.git
-    GIT_TAG bbb27a5efb85b92a0486cf361a8635715a53f6ba)  # 0.8.2
-  FetchContent_MakeAvailable(xxhash)
+  kv_offload_fetch(xxhash https://github.com/Cyan4973/xxHash.git
+    bbb27a5efb85b92a0486cf361a8635715a53f6ba)  # 0.8.2, used as headers
   target_include_directories(kv_offload_xxhash INTERFACE ${xxhash_SOURCE_DIR})
   target_compile_definitions(kv_offload_xxhash INTERFACE XXH_INLINE_ALL)
 else()
@@ -55,12 +63,11 @@ endif()
 
 if(KV_OFFLOAD_DEVELOPER)
   find_package(GTest CONFIG QUIET)
-  if(NOT GTest_FOUND)
+  if(NOT TARGET GTest::gmock)
     if(NOT KV_OFFLOAD_FETCH)
       kv_offload_missing(googletest "libgtest-dev libgmock-dev")
     endif()
-    FetchContent_Declare(googletest GIT_REPOSITORY https://github.com/google/googletest.git
-      GIT_TAG f8d7d77c06936315286eb55f8de22cd23c188571)  # 1.14.0
-    FetchContent_MakeAvailable(googletest)
+    kv_offload_fetch(googletest https://github.com/google/googletest.git
+      f8d7d77c06936315286eb55f8de22cd23c188571)  # 1.14.0
   endif()
 endif()

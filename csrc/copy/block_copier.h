@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -22,20 +23,26 @@ struct CopyResult {
   std::uint64_t job_id = 0;
   Ticket ticket = kNoTicket;
   CopyDirection direction = CopyDirection::kStore;
-  Status status;                    // kDevice on failure
+  Status status{};                  // kDevice on failure
   std::uint64_t failed_groups = 0;  // bit per group position
   std::uint64_t bytes = 0;
   std::uint64_t segments = 0;
-  double seconds = 0;
+  double seconds = 0;  // from the first byte's start to the last one's end
 };
 
 struct CopierOptions {
   CacheLayout layout;
-  std::span<std::byte> area;   // this rank's part of the region; outlives the copier
-  unsigned threads = 2;        // host copier
-  int device = -1;             // CUDA device ordinal
-  unsigned kernel_blocks = 8;  // SMs' worth of blocks for the pack kernels
-  bool calibrate = true;
+  std::span<std::byte> area;  // this rank's part of the region; outlives the copier
+  unsigned threads = 2;       // host copier
+  // The rest is for the CUDA copier.
+  int device = -1;                        // CUDA device ordinal
+  unsigned kernel_blocks = 8;             // SMs' worth of blocks for the pack kernels
+  std::uint64_t staging_bytes = 8 << 20;  // device memory for staged copies; 0: none
+  bool calibrate = true;                  // measure the paths at start (below a second), else built-in rates
+  // Bytes of the area that are pinned, of all; from the constructor's thread.
+  std::function<void(std::uint64_t done, std::uint64_t total)> pin_progress{};
+  // Tests only: false leaves out the wait for the compute stream.
+  bool order_after_compute = true;
 };
 
 class BlockCopier {

@@ -42,11 +42,14 @@ struct CopyJob {
   Ticket ticket = kNoTicket;
   CopyDirection direction = CopyDirection::kStore;
   bool expedited = false;
-  std::vector<std::int64_t> block_ids;       // concatenated by group
-  std::vector<std::uint32_t> group_sizes;    // blocks per group position
-  std::vector<std::uint64_t> block_indices;  // logical index of each group's first block
-  std::vector<RowId> rows;                   // concatenated by group
-  std::vector<std::uint32_t> group_rows;     // rows per group position
+  // The stream that wrote or still reads the blocks (a CUstream as a number; 0 =
+  // the device's default stream). Copies in host memory do not need it.
+  std::uintptr_t compute_stream = 0;
+  std::vector<std::int64_t> block_ids{};       // concatenated by group
+  std::vector<std::uint32_t> group_sizes{};    // blocks per group position
+  std::vector<std::uint64_t> block_indices{};  // logical index of each group's first block
+  std::vector<RowId> rows{};                   // concatenated by group
+  std::vector<std::uint32_t> group_rows{};     // rows per group position
 };
 
 // One contiguous copy: cache byte address <-> offset in this rank's area.

@@ -350,6 +350,20 @@ def test_root_below_a_file_is_refused(tmp_path):
     assert "is not a directory" in problem
 
 
+def test_a_link_as_root_is_answered_with_where_it_points(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path / "link")}]))
+    assert problem.endswith(f"is a symbolic link; give the directory it points to: {tmp_path}/there")
+
+
+def test_a_root_that_everybody_may_write_is_refused(tmp_path):
+    tmp_path.chmod(0o1777)
+    (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}]))
+    assert "can be written by every user" in problem
+    assert checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path / "kv")}])) == []
+
+
 def test_root_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}]))

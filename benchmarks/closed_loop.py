@@ -1,0 +1,184 @@
+"""Does the connector cost anything while it is not needed?
+
+    python benchmarks/closed_loop.py [--rounds 12] [--seconds 8] [--clients 4]
+
+Two servers of one model, one with the connector (host memory and disk), one without. The working set fits
+into vLLM's own cache, so nothing is ever reloaded. Clients in a closed loop (each sends its next request when
+it has the answer) load one server, then the other, round after round, in alternating order. Reported is the
+ratio of requests per second, with against without: the median over the rounds and the interval that holds it
+with 95% confidence (bootstrap); and the ratios of the mean and of the 99th percentile of the request times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from local_server import LocalServer, kv_transfer_config
+from reporting import describe_machine, say, write_results
+from tiny_model import make_model
+
+BLOCK = 128
+NAMES = ("without", "with")
+
+
+@dataclass
+class Round:
+    """One server under load for a while."""
+
+    requests_per_second: float
+    latencies: list[float] = field(repr=False)
+
+
+def load(
+    server: LocalServer, prompts: Sequence[Sequence[int]], clients: int, seconds: float, seed: int
+) -> Round:
+    """``clients`` threads ask prompts of the working set for ``seconds``; all requests are finished then."""
+    latencies: list[list[float]] = [[] for _ in range(clients)]
+    errors: list[BaseException] = []
+    start = threading.Barrier(clients + 1)
+    until = [0.0]
+
+    def client(number: int) -> None:
+        choose = random.Random(seed * 1000 + number)
+        start.wait()
+        try:
+            while time.perf_counter() < until[0]:
+                prompt = prompts[choose.randrange(len(prompts))]
+                # A question of its own at the end of a shared prefix: 40 tokens are computed, 24 generated.
+                question = [choose.randrange(2, 2048) for _ in range(40)]
+                latencies[number].append(server.ask([*prompt, *question], max_tokens=24, logprobs=0).seconds)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    began = time.perf_counter()
+    until[0] = began + seconds
+    start.wait()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    taken = time.perf_counter() - began
+    flat = [value for own in latencies for value in own]
+    return Round(len(flat) / taken, flat)
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """The 95% bootstrap interval of the median."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return medians[50], medians[-51]
+
+
+def draw_rounds(path: Path, rounds: dict[str, list[Round]], ratio: float) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.5))
+    for name in NAMES:
+        axes.plot([each.requests_per_second for each in rounds[name]], marker="o", label=f"{name} connector")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("round")
+    axes.set_ylabel("requests per second")
+    axes.set_title(f"Working set inside vLLM's cache: median ratio {ratio:.3f}, {describe_machine()['name']}")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def measure(directory: Path, rounds: int, seconds: float, clients: int) -> dict[str, list[Round]]:
+    model = make_model(directory / "model", "small")
+    generator = random.Random(0)
+    prompts = [[generator.randrange(2, 2048) for _ in range(8 * BLOCK)] for _ in range(8)]
+    kv_transfer = {"without": None, "with": kv_transfer_config("1GiB", directory / "kv", "4GiB")}
+    servers: dict[str, LocalServer] = {}
+    taken: dict[str, list[Round]] = {name: [] for name in NAMES}
+    try:
+        for name in NAMES:
+            say(f"starting the server {name} the connector")
+            servers[name] = LocalServer(
+                model,
+                directory / f"{name}.log",
+                blocks=256,
+                kv_transfer=kv_transfer[name],
+                max_model_len=2048,
+            )
+            servers[name].start()
+            for prompt in prompts:  # into the cache, and vLLM's helpers compiled
+                servers[name].ask(prompt, max_tokens=2)
+            load(servers[name], prompts, clients, seconds, seed=-1)
+        for number in range(rounds):
+            for name in NAMES if number % 2 == 0 else NAMES[::-1]:
+                taken[name].append(load(servers[name], prompts, clients, seconds, seed=number))
+            pair = {name: taken[name][-1].requests_per_second for name in NAMES}
+            say(
+                f"round {number + 1} of {rounds}: {pair['without']:.2f} requests/s without, "
+                f"{pair['with']:.2f} with, ratio {pair['with'] / pair['without']:.3f}"
+            )
+        reloaded = servers["with"].metric("kv_offload_hit_tokens_total")
+        assert reloaded == 0, f"the working set is not inside the cache: {reloaded} tokens were reloaded"
+    finally:
+        for server in servers.values():
+            server.stop()
+    return taken
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--clients", type=int, default=4)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="closed-loop-") as directory:
+        rounds = measure(Path(directory), arguments.rounds, arguments.seconds, arguments.clients)
+    ratios = [
+        one.requests_per_second / other.requests_per_second
+        for one, other in zip(rounds["with"], rounds["without"], strict=True)
+    ]
+    low, high = interval(ratios)
+    ratio = statistics.median(ratios)
+    times = {name: [value for each in rounds[name] for value in each.latencies] for name in NAMES}
+    mean = statistics.mean(times["with"]) / statistics.mean(times["without"])
+    tail = percentile(times["with"], 0.99) / percentile(times["without"], 0.99)
+    say(f"machine: {describe_machine()['text']}")
+    say(f"requests per second, with / without: {ratio:.3f} (95%: {low:.3f} .. {high:.3f}), aim >= 0.99")
+    say(f"request time, with / without: mean {mean:.3f}, 99th percentile {tail:.3f}")
+    write_results(
+        "closed_loop",
+        {
+            "ratio": ratio,
+            "ratio_95": [low, high],
+            "mean_time_ratio": mean,
+            "p99_time_ratio": tail,
+            "clients": arguments.clients,
+            "requests_per_second": {
+                name: [each.requests_per_second for each in rounds[name]] for name in NAMES
+            },
+        },
+        lambda path: draw_rounds(path, rounds, ratio),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""How much faster is a prompt reloaded than computed again?
+
+    python benchmarks/prompt_reload.py [--tokens 8192] [--prompts 3]
+
+Serves a model made on the spot with vLLM on CPU and asks prompts of 8K tokens: computed, reloaded from host
+memory after vLLM's own cache lost them, reloaded from disk after a restart. Without a connector, with this
+one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of vllm_tiering_on_cpu.py: its own refuses
+CPU). All in one run on one machine; times are whole requests for one token, medians over the prompts. The
+files of both disk tiers are dropped from the page cache before the restart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from local_server import Answer, LocalServer, difference, kv_transfer_config
+from reporting import describe_machine, say, write_results
+from tiny_model import make_model
+
+BLOCK = 128
+HOST_BYTES = 2 * 1024**3
+SYSTEMS = ("none", "kv_offload", "vllm")
+
+
+@dataclass
+class Times:
+    """Seconds of each prompt; tokens that were not computed, in the reloading runs."""
+
+    compute: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    disk: list[float] = field(default_factory=list)
+    host_tokens: list[int] = field(default_factory=list)
+    disk_tokens: list[int] = field(default_factory=list)
+    worst_difference: float = 0.0  # of log-probabilities, reloaded against computed; bfloat16 rounding: 0.04
+
+    def medians(self) -> dict[str, float]:
+        rows = {"compute": self.compute, "host": self.host, "disk": self.disk}
+        return {name: statistics.median(values) for name, values in rows.items() if values}
+
+
+@dataclass(frozen=True)
+class Setup:
+    model: Path
+    directory: Path
+    prompts: list[list[int]]
+
+    def serve(self, name: str, kv_transfer: dict[str, Any] | None) -> LocalServer:
+        tokens = len(self.prompts[0])
+        return LocalServer(
+            self.model,
+            self.directory / f"{name}.log",
+            blocks=tokens // BLOCK + 8,  # one prompt: the next pushes it out
+            kv_transfer=kv_transfer,
+            max_model_len=tokens + BLOCK,
+            environment={"PYTHONPATH": str(Path(__file__).resolve().parent)},
+        )
+
+    def ask_all(self, server: LocalServer, what: str) -> list[Answer]:
+        answers: list[Answer] = []
+        for number, prompt in enumerate(self.prompts, 1):
+            answers.append(server.ask(prompt, max_tokens=1))
+            reloaded = answers[-1].cached_tokens
+            say(f"  {what}, prompt {number}: {answers[-1].seconds:.3f} s, {reloaded} tokens reloaded")
+        return answers
+
+
+def connector(name: str, root: Path | None) -> dict[str, Any] | None:
+    if root is None:
+        return None
+    if name == "kv_offload":
+        return kv_transfer_config(HOST_BYTES, root, "8GiB")
+    config = kv_transfer_config(HOST_BYTES, root)
+    extra = config["kv_connector_extra_config"]
+    extra |= {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_tiering_on_cpu"}
+    del extra["secondary_tiers"][0]["max_bytes"]  # it knows no bound
+    return config
+
+
+def measure(setup: Setup, name: str, kv_transfer: dict[str, Any] | None, root: Path | None) -> Times:
+    """Computes all prompts; with a connector reloads them from host memory and, restarted, from disk."""
+    times = Times()
+    say(f"{name}: starting")
+    with setup.serve(name, kv_transfer) as server:
+        warm_up(server, setup)
+        computed = setup.ask_all(server, f"{name}: compute")
+        assert not any(answer.cached_tokens for answer in computed), "the first time must be computed"
+        times.compute = [answer.seconds for answer in computed]
+        if root is None:
+            return times
+        host = setup.ask_all(server, f"{name}: from host memory")
+        wait_until_written(root, len(setup.prompts) * (len(setup.prompts[0]) // BLOCK), server)
+    drop_from_page_cache(root)
+    say(f"{name}: starting again")
+    with setup.serve(name, kv_transfer) as server:
+        warm_up(server, setup)
+        disk = setup.ask_all(server, f"{name}: from disk")
+    times.host, times.host_tokens = [each.seconds for each in host], [each.cached_tokens for each in host]
+    times.disk, times.disk_tokens = [each.seconds for each in disk], [each.cached_tokens for each in disk]
+    times.worst_difference = max(map(difference, computed * 2, host + disk))
+    say(f"{name}: answers reloaded differ from those computed by at most {times.worst_difference:.4f}")
+    return times
+
+
+def warm_up(server: LocalServer, setup: Setup) -> None:
+    """vLLM compiles its helpers at the first request; one block is too short to be stored and found again."""
+    server.ask([2] * (BLOCK - 1), max_tokens=4)
+    server.ask([random.randrange(2, 2048) for _ in setup.prompts[0]], max_tokens=1)
+
+
+def wait_until_written(root: Path, records: int, server: LocalServer) -> None:
+    """Until ``root`` has as many files of a chunk's size as there are chunks, and no longer grows."""
+    deadline, before = time.monotonic() + 120, -1
+    while time.monotonic() < deadline:
+        found = sum(1 for path in root.rglob("*") if path.is_file() and path.stat().st_size > 65536)
+        if found >= records and found == before:
+            return
+        before = found
+        server.ask([2] * 16, max_tokens=1)
+        time.sleep(1)
+    raise TimeoutError(f"{before} of {records} chunks are on disk after 120 s")
+
+
+def drop_from_page_cache(root: Path) -> None:
+    os.sync()
+    for path in root.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def draw(path: Path, medians: dict[str, dict[str, float]], tokens: int) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    baseline = medians["none"]["compute"]
+    bars = [("computed, no connector", baseline)]
+    for name, label in (("kv_offload", "kv_offload"), ("vllm", "vLLM tiering")):
+        for kind, what in (("host", "host memory"), ("disk", "disk, after restart")):
+            if name in medians:
+                bars.append((f"{label}: {what}", medians[name][kind]))
+    figure, axes = plt.subplots(figsize=(8, 0.5 * len(bars) + 1.2))
+    axes.barh([label for label, _ in bars], [seconds for _, seconds in bars])
+    for row, (_, seconds) in enumerate(bars):
+        axes.text(seconds, row, f" {seconds:.2f} s ({baseline / seconds:.0f}x)", va="center")
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set_xlabel("seconds to the first token")
+    axes.set_title(f"A prompt of {tokens} tokens, {describe_machine()['name']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--only", choices=SYSTEMS, action="append", help="for trying out: nothing is written")
+    parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
+    parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
+    arguments = parser.parse_args()
+    generator = random.Random(0)
+    prompts = [
+        [generator.randrange(2, 2048) for _ in range(arguments.tokens)] for _ in range(arguments.prompts)
+    ]
+    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="prompt-reload-") as name:
+        directory = Path(name)
+        setup = Setup(make_model(directory / "model", arguments.kind), directory, prompts)
+        results = {}
+        for name in arguments.only or SYSTEMS:
+            root = None if name == "none" else directory / name
+            if root is not None:
+                root.mkdir()
+            results[name] = measure(setup, name, connector(name, root), root)
+    medians = {name: times.medians() for name, times in results.items()}
+    if arguments.only:
+        return
+    baseline = medians["none"]["compute"]
+    say(f"machine: {describe_machine()['text']}")
+    say(f"{arguments.tokens} tokens, computed without a connector: {baseline:.2f} s")
+    for name in SYSTEMS[1:]:
+        for kind, seconds in medians[name].items():
+            say(f"  {name:10} {kind:8} {seconds:7.3f} s   {baseline / seconds:6.1f}x")
+    write_results(
+        "prompt_reload",
+        {
+            "tokens": arguments.tokens,
+            "model": arguments.kind,
+            "seconds": {name: asdict(times) for name, times in results.items()},
+            "ratio_to_recompute": {
+                name: {kind: baseline / seconds for kind, seconds in rows.items()}
+                for name, rows in medians.items()
+            },
+        },
+        lambda path: draw(path, medians, arguments.tokens),
+    )
+
+
+if __name__ == "__main__":
+    main()

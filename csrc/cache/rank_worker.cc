@@ -1,0 +1,121 @@
+#include "cache/rank_worker.h"
+
+#include <cstdio>
+#include <iterator>
+#include <utility>
+
+namespace kv_offload {
+namespace {
+
+constexpr std::uint64_t kAllGroups = ~std::uint64_t{0};
+
+const char* word(CopyDirection direction) { return direction == CopyDirection::kStore ? "store" : "load"; }
+
+void log_to_stderr(const std::string& line) { fmt::print(stderr, "kv_offload: {}\n", line); }
+
+}  // namespace
+
+struct RankWorker::Impl {
+  std::shared_ptr<HostRegion> region;
+  std::uint32_t rank;
+  Metrics& metrics;
+  Log log;
+  std::vector<CopyResult> finished;  // reported, not handed out
+  std::string failed_load;           // the sentence, once there is one
+  bool device_failure_logged = false;
+  std::unique_ptr<BlockCopier> copier;  // last: it dies first
+
+  void end(CopyResult result);
+  void drain();
+  void count(const CopyResult& result);
+  void tell(const CopyResult& result);
+  void refuse_after_failed_load() const {
+    if (!failed_load.empty()) throw ResourceError(failed_load);
+  }
+};
+
+// The one way a job ends.
+void RankWorker::Impl::end(CopyResult result) {
+  if (!result.status.is_ok() && result.failed_groups == 0) result.failed_groups = kAllGroups;
+  if (result.ticket != kNoTicket) region->report(rank, result.ticket, result.failed_groups);
+  count(result);
+  if (result.failed_groups != 0) tell(result);
+  finished.push_back(std::move(result));
+}
+
+void RankWorker::Impl::drain() {
+  for (CopyResult& result : copier->poll()) end(std::move(result));
+}
+
+void RankWorker::Impl::count(const CopyResult& result) {
+  const char* direction = word(result.direction);
+  if (result.failed_groups != 0) metrics.add("kv_offload_copy_failures_total", {direction});
+  if (!result.status.is_ok()) return;
+  metrics.add("kv_offload_copy_bytes_total", {direction}, static_cast<double>(result.bytes));
+  metrics.add("kv_offload_copy_segments_total", {direction}, static_cast<double>(result.segments));
+  metrics.observe("kv_offload_copy_seconds", {direction}, result.seconds);
+}
+
+// Incomplete chunks of a store are only counted: vLLM sends them. The first
+// device failure of a store is told once; after it every job would repeat it.
+void RankWorker::Impl::tell(const CopyResult& result) {
+  if (result.direction == CopyDirection::kLoad) {
+    if (!failed_load.empty()) return;
+    failed_load = fmt::format(
+        "load job {} failed on rank {} ({}); its blocks hold foreign bytes, so this worker must stop",
+        result.job_id, rank, result.status.to_string());
+    log(failed_load);
+  } else if (!result.status.is_ok() && !std::exchange(device_failure_logged, true)) {
+    log(fmt::format(
+        "store job {} failed on rank {} ({}); its chunks will never be hit, and failures are counted "
+        "in kv_offload_copy_failures_total from here on",
+        result.job_id, rank, result.status.to_string()));
+  }
+}
+
+RankWorker::RankWorker(std::shared_ptr<HostRegion> region, std::uint32_t rank,
+                       std::unique_ptr<BlockCopier> copier, Metrics& metrics, Log log)
+    : impl_(new Impl{.region = std::move(region),
+                     .rank = rank,
+                     .metrics = metrics,
+                     .log = log ? std::move(log) : Log(log_to_stderr),
+                     .finished = {},
+                     .failed_load = {},
+                     .copier = std::move(copier)}) {}
+
+RankWorker::~RankWorker() { close(); }
+
+void RankWorker::submit(CopyJob job) {
+  CopyResult refused;
+  refused.job_id = job.id;
+  refused.ticket = job.ticket;
+  refused.direction = job.direction;
+  try {
+    impl_->copier->submit(std::move(job));
+  } catch (const std::exception& error) {
+    refused.status = Status::error(StatusKind::kDevice, fmt::format("submit: {}", error.what()));
+    impl_->end(std::move(refused));
+  }
+}
+
+std::vector<CopyResult> RankWorker::poll() {
+  impl_->region->beat(impl_->rank);
+  impl_->drain();
+  impl_->refuse_after_failed_load();
+  return std::exchange(impl_->finished, {});
+}
+
+void RankWorker::wait(std::span<const std::uint64_t> job_ids) {
+  impl_->copier->wait(job_ids);
+  impl_->drain();
+  impl_->refuse_after_failed_load();
+}
+
+std::string RankWorker::describe() const { return impl_->copier->describe(); }
+
+void RankWorker::close() {
+  impl_->copier->close();
+  impl_->drain();
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,201 @@
+#include "copy/copy_plan.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+namespace kv_offload {
+namespace {
+
+// One row's share of a group: blocks [first_block, + num_blocks) of the job's
+// ids land at block `first_slot` of the row.
+struct ChunkPart {
+  std::uint64_t area_offset;  // of the row
+  std::uint64_t first_id;     // index into block_ids
+  std::uint32_t group;
+  std::uint32_t first_slot;
+  std::uint32_t num_blocks;
+};
+
+bool mul_overflows(std::uint64_t a, std::uint64_t b, std::uint64_t* product) {
+  return __builtin_mul_overflow(a, b, product);
+}
+
+void check_page(std::size_t group, const CacheTensor& tensor, const GroupRef& ref) {
+  if (ref.page_bytes == 0 || ref.page_bytes > tensor.block_stride) {
+    throw_invalid("group {}: a page of {} bytes does not fit the block stride of {} bytes of tensor {}",
+                  group, ref.page_bytes, tensor.block_stride, ref.tensor);
+  }
+}
+
+template <typename Counts>
+std::uint64_t sum(const Counts& counts) {
+  return std::accumulate(counts.begin(), counts.end(), std::uint64_t{0});
+}
+
+void check_shape(const CacheLayout& layout, const CopyJob& job) {
+  const std::size_t groups = layout.groups.size();
+  if (job.group_sizes.size() != groups || job.block_indices.size() != groups ||
+      job.group_rows.size() != groups) {
+    throw_invalid("job {}: {} group sizes, {} block indices, {} row counts for {} groups", job.id,
+                  job.group_sizes.size(), job.block_indices.size(), job.group_rows.size(), groups);
+  }
+  if (sum(job.group_sizes) != job.block_ids.size()) {
+    throw_invalid("job {}: group sizes add up to {} but there are {} block ids", job.id, sum(job.group_sizes),
+                  job.block_ids.size());
+  }
+  if (sum(job.group_rows) != job.rows.size()) {
+    throw_invalid("job {}: row counts add up to {} but there are {} rows", job.id, sum(job.group_rows),
+                  job.rows.size());
+  }
+}
+
+void check_ids(const CacheLayout& layout, const CopyJob& job, std::size_t group,
+               std::span<const std::int64_t> ids) {
+  std::uint64_t limit = std::numeric_limits<std::int64_t>::max();
+  for (const GroupRef& ref : layout.groups[group]) {
+    limit = std::min(limit, layout.tensors[ref.tensor].num_blocks);
+  }
+  for (const std::int64_t id : ids) {
+    if (id < 0 || static_cast<std::uint64_t>(id) >= limit) {
+      throw_invalid("job {}: block id {} of group {} is outside 0..{}", job.id, id, group, limit - 1);
+    }
+  }
+}
+
+// Which slots of which row the group's blocks take; false when they do not add
+// up to the rows.
+bool split_into_chunks(const CacheLayout& layout, const CopyJob& job, std::uint32_t group,
+                       std::uint64_t first_id, std::span<const RowId> rows, std::vector<ChunkPart>* parts) {
+  const std::uint64_t per_chunk = layout.blocks_per_chunk;
+  const std::uint64_t blocks = job.group_sizes[group];
+  const std::uint64_t skipped = blocks == 0 ? 0 : job.block_indices[group] % per_chunk;
+  if ((blocks + skipped + per_chunk - 1) / per_chunk != rows.size()) return false;
+  if (job.direction == CopyDirection::kStore && blocks != rows.size() * per_chunk) return false;
+
+  std::uint64_t left = blocks;
+  std::uint64_t slot = skipped;
+  for (const RowId row : rows) {
+    const std::uint64_t count = std::min(left, per_chunk - slot);
+    parts->push_back({std::uint64_t{row} * kPageBytes, first_id, group, static_cast<std::uint32_t>(slot),
+                      static_cast<std::uint32_t>(count)});
+    first_id += count;
+    left -= count;
+    slot = 0;
+  }
+  return true;
+}
+
+void append(CopyPlan* plan, const CopySegment& segment) {
+  if (!plan->segments.empty()) {
+    CopySegment& last = plan->segments.back();
+    if (last.cache + last.bytes == segment.cache && last.area_offset + last.bytes == segment.area_offset) {
+      last.bytes += segment.bytes;
+      return;
+    }
+  }
+  plan->segments.push_back(segment);
+}
+
+void emit(const CacheLayout& layout, const CopyJob& job, const ChunkPart& part, CopyPlan* plan) {
+  const auto& refs = layout.groups[part.group];
+  std::uint64_t offset = part.area_offset + part.first_slot * layout.block_bytes(part.group);
+  for (std::uint32_t i = 0; i < part.num_blocks; ++i) {
+    const auto id = static_cast<std::uint64_t>(job.block_ids[part.first_id + i]);
+    for (const GroupRef& ref : refs) {
+      const CacheTensor& tensor = layout.tensors[ref.tensor];
+      append(plan, {tensor.base + id * tensor.block_stride, offset, ref.page_bytes});
+      offset += ref.page_bytes;
+      plan->bytes += ref.page_bytes;
+    }
+  }
+}
+
+// Rows may come in any order; sorting chunks instead of segments keeps a plan
+// of many small pages cheap.
+void sort_by_row(const CacheLayout& layout, std::uint64_t area_bytes, const CopyJob& job,
+                 std::vector<ChunkPart>* parts) {
+  const auto by_offset = [](const ChunkPart& a, const ChunkPart& b) { return a.area_offset < b.area_offset; };
+  if (!std::is_sorted(parts->begin(), parts->end(), by_offset)) {
+    std::sort(parts->begin(), parts->end(), by_offset);
+  }
+  std::uint64_t end = 0;
+  for (const ChunkPart& part : *parts) {
+    const std::uint64_t bytes = layout.shard_bytes(part.group);
+    if (part.area_offset > area_bytes || bytes > area_bytes - part.area_offset) {
+      throw_invalid("job {}: row {} of group {} ({} bytes) ends outside the area of {} bytes", job.id,
+                    part.area_offset / kPageBytes, part.group, bytes, area_bytes);
+    }
+    if (part.area_offset < end) {
+      throw_invalid("job {}: row {} of group {} overlaps another row of the job", job.id,
+                    part.area_offset / kPageBytes, part.group);
+    }
+    end = part.area_offset + bytes;
+  }
+}
+
+}  // namespace
+
+std::uint64_t CacheLayout::block_bytes(std::uint32_t group) const {
+  std::uint64_t bytes = 0;
+  for (const GroupRef& ref : groups[group]) bytes += ref.page_bytes;
+  return bytes;
+}
+
+std::uint64_t CacheLayout::shard_bytes(std::uint32_t group) const {
+  return blocks_per_chunk * block_bytes(group);
+}
+
+void CacheLayout::validate() const {
+  if (blocks_per_chunk == 0) throw_invalid("blocks_per_chunk is 0; it must be at least 1");
+  if (groups.empty() || groups.size() > 64) throw_invalid("{} groups; 1 to 64 are possible", groups.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const CacheTensor& tensor = tensors[i];
+    std::uint64_t bytes = 0;
+    if (tensor.base == nullptr || tensor.num_blocks == 0 ||
+        mul_overflows(tensor.num_blocks, tensor.block_stride, &bytes)) {
+      throw_invalid("tensor {}: base {}, {} blocks, stride {} is not a cache", i,
+                    static_cast<const void*>(tensor.base), tensor.num_blocks, tensor.block_stride);
+    }
+  }
+  for (std::size_t g = 0; g < groups.size(); ++g) {
+    for (const GroupRef& ref : groups[g]) {
+      if (ref.tensor >= tensors.size()) {
+        throw_invalid("group {}: tensor {} of {} does not exist", g, ref.tensor, tensors.size());
+      }
+      check_page(g, tensors[ref.tensor], ref);
+    }
+  }
+}
+
+CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, const CopyJob& job) {
+  check_shape(layout, job);
+  CopyPlan plan;
+  std::vector<ChunkPart> parts;
+  parts.reserve(job.rows.size());
+  std::uint64_t first_id = 0;
+  std::uint64_t first_row = 0;
+  std::uint64_t most_segments = 0;
+  for (std::uint32_t group = 0; group < layout.groups.size(); ++group) {
+    const auto ids = std::span(job.block_ids).subspan(first_id, job.group_sizes[group]);
+    const auto rows = std::span(job.rows).subspan(first_row, job.group_rows[group]);
+    check_ids(layout, job, group, ids);
+    if (split_into_chunks(layout, job, group, first_id, rows, &parts)) {
+      most_segments += ids.size() * layout.groups[group].size();
+    } else if (job.direction == CopyDirection::kStore) {
+      plan.failed_groups |= std::uint64_t{1} << group;
+    } else {
+      throw_invalid("job {}: {} blocks of group {} from logical block {} do not fill {} rows of {} blocks",
+                    job.id, ids.size(), group, job.block_indices[group], rows.size(),
+                    layout.blocks_per_chunk);
+    }
+    first_id += ids.size();
+    first_row += rows.size();
+  }
+  sort_by_row(layout, area_bytes, job, &parts);
+  plan.segments.reserve(most_segments);
+  for (const ChunkPart& part : parts) emit(layout, job, part, &plan);
+  return plan;
+}
+
+}  // namespace kv_offload

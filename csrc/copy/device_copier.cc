@@ -1,0 +1,265 @@
+#include "copy/device_copier.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+
+namespace kv_offload {
+namespace {
+
+// How long the thread sleeps between two looks at copies in flight: short
+// against a sub-job, long against the cost of looking.
+constexpr auto kLookAgain = std::chrono::microseconds(40);
+
+constexpr std::uint32_t index(CopyLane lane) { return static_cast<std::uint32_t>(lane); }
+
+CopyLane urgent(CopyLane lane) {
+  return lane <= CopyLane::kLoads ? CopyLane::kUrgentLoads : CopyLane::kUrgentStores;
+}
+
+CopyLane lane_of(const CopyJob& job) {
+  if (job.direction == CopyDirection::kStore)
+    return job.expedited ? CopyLane::kUrgentStores : CopyLane::kStores;
+  return job.expedited ? CopyLane::kUrgentLoads : CopyLane::kLoads;
+}
+
+}  // namespace
+
+SplitLimits split_limits_for(CopyPath path, const DeviceLimits& limits) {
+  SplitLimits split{limits.sub_job_bytes, limits.sub_job_segments, limits.boundary};
+  if (path != CopyPath::kStaged) return split;
+  // Every run of the area may be padded in staging, and a segment may be a run.
+  constexpr std::uint64_t kPadding = 32;
+  const std::uint64_t most = std::max<std::uint64_t>(limits.staged_bytes / (4 * kPadding), 1);
+  split.max_segments = static_cast<std::uint32_t>(std::min<std::uint64_t>(split.max_segments, most));
+  split.max_bytes = limits.staged_bytes - split.max_segments * kPadding;
+  return split;
+}
+
+DeviceCopier::DeviceCopier(const CopierOptions& options, std::unique_ptr<CopyDevice> device,
+                           const CopyTable& table, const DeviceLimits& limits)
+    : layout_(options.layout),
+      area_(options.area),
+      order_after_compute_(options.order_after_compute),
+      table_(table),
+      limits_(limits),
+      device_(std::move(device)) {
+  layout_.validate();
+  thread_ = std::thread([this] { run_thread(); });
+}
+
+DeviceCopier::~DeviceCopier() { close(); }
+
+std::string DeviceCopier::describe() const {
+  return fmt::format("cuda: {}; rates {}", device_->name(), table_.describe());
+}
+
+void DeviceCopier::submit(CopyJob job) {
+  CopyPlan plan = make_copy_plan(layout_, area_.size(), job);
+  auto queued = std::make_unique<Job>();
+  queued->result = {.job_id = job.id,
+                    .ticket = job.ticket,
+                    .direction = job.direction,
+                    .status = Status::ok(),
+                    .failed_groups = plan.failed_groups,
+                    .bytes = plan.bytes,
+                    .segments = plan.segments.size()};
+  queued->lane = lane_of(job);
+  queued->path = choose_path(table_, job.direction, plan.bytes, plan.segments.size());
+  if (queued->path == CopyPath::kStaged && limits_.staged_bytes == 0) queued->path = CopyPath::kKernel;
+  queued->segments = std::move(plan.segments);
+  queued->ranges = split(&queued->segments, split_limits_for(queued->path, limits_));
+  Status marked = Status::ok();
+  if (order_after_compute_ && !queued->ranges.empty())
+    marked = device_->mark(job.compute_stream, &queued->after);
+
+  MutexLock lock(mutex_);
+  if (jobs_.contains(job.id)) {
+    if (queued->after != kNoEvent) device_->release(queued->after);
+    throw_invalid("job {} was submitted twice", job.id);
+  }
+  Job& added = *jobs_.emplace(job.id, std::move(queued)).first->second;
+  if (closing_) {
+    fail(added, Status::error(StatusKind::kUnavailable, "submit: the copier is closed"));
+  } else if (!marked.is_ok()) {
+    fail(added, std::move(marked));
+  } else if (!added.all_issued()) {
+    queues_[index(added.lane)].push_back(&added);
+    work_.notify_one();
+    return;
+  }
+  finish_if_done(added);
+}
+
+std::vector<CopyResult> DeviceCopier::poll() {
+  MutexLock lock(mutex_);
+  return std::exchange(finished_, {});
+}
+
+void DeviceCopier::wait(std::span<const std::uint64_t> job_ids) {
+  MutexLock lock(mutex_);
+  for (const std::uint64_t id : job_ids) {
+    if (const auto found = jobs_.find(id); found != jobs_.end()) raise_urgency(*found->second);
+  }
+  ++waiting_;
+  work_.notify_one();
+  for (const std::uint64_t id : job_ids) {
+    while (jobs_.contains(id)) done_.wait(mutex_);
+  }
+  --waiting_;
+}
+
+void DeviceCopier::close() {
+  {
+    MutexLock lock(mutex_);
+    closing_ = true;
+    work_.notify_one();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+void DeviceCopier::run_thread() {
+  pthread_setname_np(pthread_self(), "kvo-copy");
+  device_->enter_thread();
+  MutexLock lock(mutex_);
+  while (true) {
+    mutex_.unlock();
+    const bool landed = look_at_flights();
+    mutex_.lock();
+    if (landed) land_flights();
+    DeviceCopy copy;
+    if (take_copy(&copy)) {
+      mutex_.unlock();
+      issue(copy);
+      mutex_.lock();
+    } else if (anything_in_flight()) {
+      if (waiting_ == 0) {
+        work_.wait_for(mutex_, kLookAgain);
+      } else {  // somebody holds up the forward pass for this
+        mutex_.unlock();
+        std::this_thread::yield();
+        mutex_.lock();
+      }
+    } else if (jobs_.empty()) {
+      if (closing_) return;
+      work_.wait(mutex_);
+    }
+  }
+}
+
+// Asks the device about every copy in flight; true when one has ended.
+bool DeviceCopier::look_at_flights() {
+  bool any = false;
+  for (std::uint32_t lane = 0; lane < kCopyLanes; ++lane) {
+    for (std::uint32_t slot = 0; slot < kLaneSlots; ++slot) {
+      Flight& flight = flights_[lane][slot];
+      if (flight.job == nullptr) continue;
+      if (!flight.ended) {
+        bool done = false;
+        flight.status = device_->query(lane, slot, &done);
+        flight.ended = done || !flight.status.is_ok();
+      }
+      any = any || flight.ended;
+    }
+  }
+  return any;
+}
+
+void DeviceCopier::land_flights() {
+  for (LaneFlights& lane : flights_) {
+    for (Flight& flight : lane) {
+      if (flight.job == nullptr || !flight.ended) continue;
+      const Flight landed = std::exchange(flight, Flight{});
+      Job& job = *landed.job;
+      --job.running;
+      if (!landed.status.is_ok()) fail(job, landed.status);
+      finish_if_done(job);
+    }
+  }
+}
+
+bool DeviceCopier::anything_in_flight() const {
+  for (const LaneFlights& lane : flights_) {
+    for (const Flight& flight : lane) {
+      if (flight.job != nullptr) return true;
+    }
+  }
+  return false;
+}
+
+// Of one direction, a lane waits while a more urgent one has work to hand out.
+bool DeviceCopier::lane_may_issue(std::uint32_t lane) const {
+  if (queues_[lane].empty()) return false;
+  const bool urgent_too = lane == index(CopyLane::kLoads) || lane == index(CopyLane::kStores);
+  return !urgent_too || queues_[lane - 1].empty();
+}
+
+// The next sub-job that has a free slot; its flight has begun when this returns.
+bool DeviceCopier::take_copy(DeviceCopy* copy) {
+  for (std::uint32_t lane = 0; lane < kCopyLanes; ++lane) {
+    if (!lane_may_issue(lane)) continue;
+    auto& slots = flights_[lane];
+    const auto slot =
+        std::find_if(slots.begin(), slots.end(), [](const Flight& f) { return f.job == nullptr; });
+    if (slot == slots.end()) continue;
+    Job& job = *queues_[lane].front();
+    if (job.next_range == 0) job.started = clock_.now();
+    const SegmentRange range = job.ranges[job.next_range++];
+    if (job.all_issued()) queues_[lane].pop_front();
+    ++job.running;
+    slot->job = &job;
+    *copy = {.direction = job.result.direction,
+             .path = job.path,
+             .lane = lane,
+             .slot = static_cast<std::uint32_t>(slot - slots.begin()),
+             .segments = std::span(job.segments).subspan(range.first, range.count),
+             .after = job.after};
+    return true;
+  }
+  return false;
+}
+
+void DeviceCopier::issue(const DeviceCopy& copy) {
+  Status status = device_->issue(copy);
+  if (status.is_ok()) return;
+  Flight& flight = flights_[copy.lane][copy.slot];  // landed by the next look
+  flight.ended = true;
+  flight.status = std::move(status);
+}
+
+// Nothing more of the job is issued.
+void DeviceCopier::fail(Job& job, Status status) {
+  if (!job.all_issued()) {
+    auto& queue = queues_[index(job.lane)];
+    queue.erase(std::remove(queue.begin(), queue.end(), &job), queue.end());
+    job.next_range = job.ranges.size();
+  }
+  if (job.result.status.is_ok()) job.result.status = std::move(status);
+  job.result.failed_groups = ~std::uint64_t{0};
+}
+
+void DeviceCopier::finish_if_done(Job& job) {
+  if (job.running != 0 || !job.all_issued()) return;
+  if (job.started != Nanos{0}) job.result.seconds = to_seconds(clock_.now() - job.started);
+  finish(job.result.job_id);
+}
+
+void DeviceCopier::finish(std::uint64_t job_id) {
+  const auto found = jobs_.find(job_id);
+  if (found->second->after != kNoEvent) device_->release(found->second->after);
+  finished_.push_back(std::move(found->second->result));
+  jobs_.erase(found);
+  done_.notify_all();
+}
+
+void DeviceCopier::raise_urgency(Job& job) {
+  const CopyLane lane = urgent(job.lane);
+  if (lane == job.lane) return;
+  auto& queue = queues_[index(job.lane)];
+  job.lane = lane;
+  if (job.all_issued()) return;
+  queue.erase(std::find(queue.begin(), queue.end(), &job));
+  queues_[index(lane)].push_back(&job);
+}
+
+}  // namespace kv_offload

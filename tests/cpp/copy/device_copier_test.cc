@@ -1,0 +1,286 @@
+#include "copy/device_copier.h"
+
+#include <gtest/gtest.h>
+
+#include "copy/copy_cases.h"
+#include "copy/fake_device.h"
+
+namespace kv_offload {
+namespace {
+
+using testing::CopyCase;
+using testing::draw_case;
+using testing::expected_after;
+using testing::FakeDevice;
+using testing::FakeDeviceState;
+using testing::snapshot;
+using enum CopyDirection;
+using Ids = std::vector<std::uint64_t>;
+
+// A table in which one path always wins.
+CopyTable only(CopyPath path) {
+  CopyTable table = default_copy_table();
+  for (auto& paths : table.rates) {
+    for (std::size_t p = 0; p < kCopyPaths; ++p) {
+      if (p != static_cast<std::size_t>(path)) paths[p].fill(0);
+    }
+  }
+  return table;
+}
+
+class DeviceCopierPaths : public ::testing::TestWithParam<CopyPath> {};
+INSTANTIATE_TEST_SUITE_P(Every, DeviceCopierPaths,
+                         ::testing::Values(CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged),
+                         [](const auto& path) { return std::string(to_string(path.param)); });
+
+TEST_P(DeviceCopierPaths, agree_with_the_plain_reference_whatever_the_sub_jobs) {
+  std::mt19937_64 random(17);
+  for (int i = 0; i < 200; ++i) {
+    CopyCase c = draw_case(random, i % 2 == 0 ? kStore : kLoad,
+                           {.max_page = i % 8 == 0 ? 40'000u : 700u, .page_multiple = i % 3 == 0 ? 16u : 1u});
+    const auto expected = expected_after(c);
+    FakeDeviceState state;
+    state.area = c.area;
+    state.staging_capacity = 2048 + random() % 30'000;
+    CopierOptions options;
+    options.layout = c.layout;
+    options.area = c.area;
+    const DeviceLimits limits{.sub_job_bytes = 1 + random() % 20'000,
+                              .staged_bytes = state.staging_capacity,
+                              .sub_job_segments = static_cast<std::uint32_t>(1 + random() % 50),
+                              .boundary = (1 + random() % 4) * kPageBytes};
+    DeviceCopier copier(options, std::make_unique<FakeDevice>(&state), only(GetParam()), limits);
+    copier.submit(c.job);
+    copier.wait(Ids{c.job.id});
+    const auto results = copier.poll();
+    ASSERT_EQ(results.size(), 1u);
+    ASSERT_TRUE(results[0].status.is_ok());
+    ASSERT_EQ(results[0].ticket, c.job.ticket);
+    ASSERT_TRUE(snapshot(c) == expected) << "case " << i;
+    for (const DeviceCopy& copy : state.issued) ASSERT_EQ(copy.path, GetParam());
+    ASSERT_TRUE(state.live_events.empty());
+  }
+}
+
+// One cache of 64 blocks, one block one sub-job; the row of block b is b.
+class DeviceCopierTest : public ::testing::Test {
+ protected:
+  static constexpr std::uint64_t kBlocks = 64;
+  DeviceCopierTest() : cache_(kBlocks * kPageBytes), area_(kBlocks * kPageBytes) {
+    for (std::size_t i = 0; i < cache_.size(); ++i) cache_[i] = static_cast<std::byte>(i / kPageBytes + 1);
+    state_.area = area_;
+    state_.automatic = false;
+    options_.layout = {.tensors = {{cache_.data(), kBlocks, kPageBytes}},
+                       .groups = {{{0, kPageBytes}}},
+                       .blocks_per_chunk = 1};
+    options_.area = area_;
+  }
+  void start() {
+    copier_ = std::make_unique<DeviceCopier>(options_, std::make_unique<FakeDevice>(&state_),
+                                             only(CopyPath::kDma), DeviceLimits{.sub_job_bytes = kPageBytes});
+  }
+  void submit(std::uint64_t id, CopyDirection direction, std::int64_t first, std::int64_t count,
+              bool expedited = false) {
+    CopyJob job;
+    job.id = id;
+    job.ticket = 100 + id;
+    job.direction = direction;
+    job.expedited = expedited;
+    for (std::int64_t b = first; b < first + count; ++b) {
+      job.block_ids.push_back(b);
+      job.rows.push_back(static_cast<RowId>(b));
+    }
+    job.group_sizes = {static_cast<std::uint32_t>(count)};
+    job.group_rows = job.group_sizes;
+    job.block_indices = {0};
+    copier_->submit(std::move(job));
+  }
+  // Blocks in the order in which their copies were issued.
+  Ids blocks() {
+    std::lock_guard lock(state_.mutex);
+    Ids blocks;
+    for (const DeviceCopy& copy : state_.issued) blocks.push_back(copy.segments[0].area_offset / kPageBytes);
+    return blocks;
+  }
+  static Ids ids(const std::vector<CopyResult>& results) {
+    Ids found;
+    for (const CopyResult& r : results) found.push_back(r.job_id);
+    return found;
+  }
+  void TearDown() override {
+    state_.reach_events();
+    state_.end_everything();
+    copier_.reset();
+    EXPECT_TRUE(state_.live_events.empty());
+  }
+
+  std::vector<std::byte> cache_;
+  std::vector<std::byte> area_;
+  FakeDeviceState state_;
+  CopierOptions options_;
+  std::unique_ptr<DeviceCopier> copier_;
+};
+
+TEST_F(DeviceCopierTest, a_long_job_keeps_only_a_few_copies_in_flight) {
+  start();
+  submit(1, kStore, 0, 10);
+  state_.until_issued(kLaneSlots);
+  EXPECT_EQ(blocks(), (Ids{0, 1, 2, 3}));
+  state_.end(2);
+  state_.until_issued(kLaneSlots + 1);
+  EXPECT_EQ(blocks().back(), 4u);
+  EXPECT_TRUE(copier_->poll().empty());
+}
+
+TEST_F(DeviceCopierTest, a_load_does_not_wait_for_a_long_store) {
+  start();
+  submit(1, kStore, 0, 20);
+  state_.until_issued(kLaneSlots);
+  submit(2, kLoad, 30, 1);
+  state_.until_issued(kLaneSlots + 1);
+  state_.end(kLaneSlots);
+  copier_->wait(Ids{2});
+  EXPECT_EQ(ids(copier_->poll()), (Ids{2}));
+}
+
+TEST_F(DeviceCopierTest, an_expedited_load_passes_the_loads_before_it) {
+  start();
+  submit(1, kLoad, 0, 20);
+  state_.until_issued(kLaneSlots);
+  submit(2, kLoad, 30, 1, /*expedited=*/true);
+  state_.until_issued(kLaneSlots + 1);
+  EXPECT_EQ(blocks().back(), 30u);
+}
+
+TEST_F(DeviceCopierTest, wait_moves_the_listed_store_past_the_others_and_returns_for_it_alone) {
+  start();
+  submit(1, kStore, 0, 20);
+  submit(2, kStore, 30, 6);
+  state_.until_issued(kLaneSlots);
+  std::thread waiter([&] { copier_->wait(Ids{2, 99}); });
+  state_.until_issued(2 * kLaneSlots);
+  for (std::size_t i = kLaneSlots; i < kLaneSlots + 6; ++i) {
+    state_.until_issued(i + 1);
+    state_.end(i);
+  }
+  waiter.join();
+  EXPECT_EQ(ids(copier_->poll()), (Ids{2}));
+}
+
+TEST_F(DeviceCopierTest, plain_stores_hold_back_while_urgent_ones_have_work) {
+  start();
+  submit(1, kStore, 0, 20);
+  submit(2, kStore, 30, 20);
+  state_.until_issued(kLaneSlots);
+  std::thread waiter([&] { copier_->wait(Ids{2}); });
+  state_.until_issued(2 * kLaneSlots);
+  state_.end(0);  // a slot of the plain lane is free again
+  state_.end(kLaneSlots);
+  state_.until_issued(2 * kLaneSlots + 1);
+  EXPECT_EQ(blocks().back(), 34u);
+  state_.end_everything();
+  waiter.join();
+}
+
+TEST_F(DeviceCopierTest, nothing_moves_before_the_compute_stream_is_there) {
+  state_.automatic = true;
+  state_.compute_runs_ahead = false;
+  start();
+  submit(1, kStore, 0, 2);
+  state_.until_issued(2);
+  EXPECT_TRUE(copier_->poll().empty());
+  cache_[5] = std::byte{0xAB};  // the compute stream is not done with it
+  state_.reach_events();
+  copier_->wait(Ids{1});
+  EXPECT_EQ(area_[5], std::byte{0xAB});
+}
+
+// The control of the test above: it must fail when the event is left out.
+TEST_F(DeviceCopierTest, leaving_the_event_out_is_seen) {
+  state_.automatic = true;
+  state_.compute_runs_ahead = false;
+  options_.order_after_compute = false;
+  start();
+  submit(1, kStore, 0, 2);
+  copier_->wait(Ids{1});
+  cache_[5] = std::byte{0xAB};
+  EXPECT_NE(area_[5], std::byte{0xAB});
+}
+
+TEST_F(DeviceCopierTest, a_copy_that_cannot_be_issued_fails_its_job_and_no_other) {
+  state_.automatic = true;
+  start();
+  submit(1, kStore, 0, 2);
+  copier_->wait(Ids{1});
+  {
+    std::lock_guard lock(state_.mutex);
+    state_.issue_status = Status::error(StatusKind::kDevice, "copy: refused");
+  }
+  submit(2, kStore, 4, 8);
+  copier_->wait(Ids{2});
+  {
+    std::lock_guard lock(state_.mutex);
+    state_.issue_status = Status::ok();
+  }
+  submit(3, kStore, 20, 2);
+  copier_->wait(Ids{3});
+  const auto results = copier_->poll();
+  ASSERT_EQ(ids(results), (Ids{1, 2, 3}));
+  EXPECT_TRUE(results[0].status.is_ok());
+  EXPECT_EQ(results[1].status.message(), "copy: refused");
+  EXPECT_EQ(results[1].failed_groups, ~std::uint64_t{0});
+  EXPECT_EQ(results[1].ticket, 102u);
+  EXPECT_TRUE(results[2].status.is_ok());
+}
+
+TEST_F(DeviceCopierTest, a_copy_that_fails_ends_its_job_only_when_nothing_of_it_runs) {
+  start();
+  submit(1, kStore, 0, 20);
+  state_.until_issued(kLaneSlots);
+  {
+    std::lock_guard lock(state_.mutex);
+    state_.query_status = Status::error(StatusKind::kDevice, "query: context lost");
+  }
+  copier_->wait(Ids{1});
+  const auto results = copier_->poll();
+  ASSERT_EQ(results.size(), 1u);
+  EXPECT_EQ(results[0].status.kind(), StatusKind::kDevice);
+  EXPECT_EQ(results[0].failed_groups, ~std::uint64_t{0});
+  EXPECT_LE(blocks().size(), 20u);
+  EXPECT_TRUE(state_.in_flight.empty());
+}
+
+TEST_F(DeviceCopierTest, a_compute_stream_that_cannot_be_marked_fails_the_job) {
+  state_.mark_status = Status::error(StatusKind::kDevice, "mark: bad stream");
+  start();
+  submit(1, kStore, 0, 2);
+  const auto results = copier_->poll();
+  ASSERT_EQ(results.size(), 1u);
+  EXPECT_EQ(results[0].failed_groups, ~std::uint64_t{0});
+  EXPECT_TRUE(blocks().empty());
+}
+
+TEST_F(DeviceCopierTest, close_finishes_what_was_queued_and_refuses_what_comes_after) {
+  state_.automatic = true;
+  start();
+  for (std::uint64_t id = 0; id < 32; ++id) submit(id, kStore, static_cast<std::int64_t>(id * 2), 2);
+  copier_->close();
+  EXPECT_EQ(cache_, area_);
+  submit(99, kStore, 0, 1);
+  copier_->wait(Ids{99});
+  const auto results = copier_->poll();
+  ASSERT_EQ(results.size(), 33u);
+  EXPECT_EQ(results.back().status.kind(), StatusKind::kUnavailable);
+}
+
+TEST_F(DeviceCopierTest, empty_and_contradicting_jobs_never_reach_the_device) {
+  start();
+  submit(1, kLoad, 0, 0);
+  EXPECT_EQ(ids(copier_->poll()), (Ids{1}));
+  EXPECT_THROW(submit(2, kLoad, 63, 2), InvalidArgument);
+  copier_->wait(Ids{2});
+  EXPECT_TRUE(blocks().empty());
+}
+
+}  // namespace
+}  // namespace kv_offload

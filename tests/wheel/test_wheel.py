@@ -1,0 +1,93 @@
+"""The wheel that .ci/wheel makes, in an environment that holds nothing else of the project."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEPENDENCIES = ["numpy", "pydantic", "typer", "rich"]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def run(*command: str | Path, **options) -> str:
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    run(REPOSITORY / ".ci/wheel", out, env={**os.environ, "PYTHON": sys.executable})
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="session")
+def empty_environment(wheel, tmp_path_factory) -> Path:
+    """A virtual environment with the wheel and its Python dependencies; the folder is no checkout."""
+    root = tmp_path_factory.mktemp("empty")
+    venv.create(root / "venv", with_pip=True)
+    python = root / "venv/bin/python"
+    run(python, "-m", "pip", "install", "-q", *DEPENDENCIES)
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
+    return root
+
+
+def python(environment: Path, code: str) -> str:
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+    return run(environment / "venv/bin/python", "-I", "-c", code, cwd=environment, env=clean).strip()
+
+
+def test_it_carries_its_own_libraries(wheel):
+    assert "linux_x86_64" not in wheel.name or "manylinux" in wheel.name
+    names = zipfile.ZipFile(wheel).namelist()
+    assert any(name.startswith("vllm_kv_offload.libs/libfmt") for name in names)
+    assert "kv_offload/_core.pyi" in names
+    assert "kv_offload/py.typed" in names
+    assert "kv_offload/specs/spec.py" in names
+    assert not [name for name in names if name.startswith(("specs/", "tests/", "include/"))]
+
+
+def test_it_imports_where_nothing_else_is_installed(empty_environment):
+    code = "import kv_offload, kv_offload._core as c; print(kv_offload.__version__, c.__version__)"
+    package, core = python(empty_environment, code).split()
+    assert package == core
+
+
+def test_every_library_it_needs_is_found(empty_environment):
+    where = python(empty_environment, "import kv_offload._core as c; print(c.__file__)")
+    package = Path(where).parent
+    libraries = [*package.glob("*.so*"), *(package.parent / "vllm_kv_offload.libs").glob("*.so*")]
+    assert len(libraries) > 1
+    for library in libraries:
+        assert "not found" not in run("ldd", library), library
+
+
+def test_the_core_works_there(empty_environment):
+    code = "import kv_offload._core as c; print(c.parse_byte_size('32GiB'), c.eviction_policy_names())"
+    assert python(empty_environment, code).startswith("34359738368 ['lru'")
+
+
+def test_it_has_the_command(empty_environment):
+    assert "doctor" in run(empty_environment / "venv/bin/kv-offload", "--help", cwd=empty_environment)
+
+
+def test_the_adapter_says_that_vllm_is_missing_instead_of_breaking(empty_environment):
+    code = (
+        "try:\n    from kv_offload.specs import KVOffloadSpec\nexcept ImportError as error:\n    print(error)"
+    )
+    assert "vllm" in python(empty_environment, code).lower()
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here: the wheel has no CUDA copier")
+def test_without_a_gpu_the_cuda_copier_says_why_it_is_not_there(wheel, empty_environment):
+    assert "kv_offload/libkv_offload_cuda.so" in zipfile.ZipFile(wheel).namelist()
+    assert python(empty_environment, "import kv_offload._core as c; print(c.cuda_unavailable_reason())")
