@@ -175,7 +175,7 @@ struct TieredCache::Impl {
 
   // ---- room.cc
   RowId take_row(std::uint32_t group, std::uint32_t holder, std::vector<ChunkKey>* evicted);
-  bool evict_one(std::uint32_t holder, std::vector<ChunkKey>* evicted);
+  bool evict_one(std::uint32_t holder, bool may_write, std::vector<ChunkKey>* evicted);
   bool reclaim_slab(std::uint32_t group, std::uint32_t holder, std::vector<ChunkKey>* evicted);
   void evict(Slot slot, std::vector<ChunkKey>* evicted);
   bool shed_writes();
