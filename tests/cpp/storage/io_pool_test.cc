@@ -104,7 +104,6 @@ TEST(IoPool, read_threads_leave_writes_alone) {
   })));
   running.wait();
   pool.submit(one(op(log, 1, Lane::kWrite, &all)));
-  std::latch read(1);
   IoPool::Op reading = op(log, 2, Lane::kRead, &all);
   pool.submit(one(std::move(reading)));
   while (log.endings().empty()) std::this_thread::yield();
