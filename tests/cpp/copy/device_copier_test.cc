@@ -177,7 +177,7 @@ TEST_F(DeviceCopierTest, plain_stores_hold_back_while_urgent_ones_have_work) {
   state_.end(0);  // a slot of the plain lane is free again
   state_.end(kLaneSlots);
   state_.until_issued(2 * kLaneSlots + 1);
-  EXPECT_EQ(blocks().back(), 34u);
+  EXPECT_EQ(blocks().at(2 * kLaneSlots), 34u);
   state_.end_everything();
   waiter.join();
 }
