@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from local_server import LocalServer, kv_transfer_config
+from local_server import Answer, LocalServer, difference, kv_transfer_config
 from reporting import describe_machine, say, write_results
 from tiny_model import make_model
 
@@ -42,6 +42,7 @@ class Times:
     disk: list[float] = field(default_factory=list)
     host_tokens: list[int] = field(default_factory=list)
     disk_tokens: list[int] = field(default_factory=list)
+    worst_difference: float = 0.0  # of log-probabilities, reloaded against computed; bfloat16 rounding: 0.04
 
     def medians(self) -> dict[str, float]:
         rows = {"compute": self.compute, "host": self.host, "disk": self.disk}
@@ -65,13 +66,13 @@ class Setup:
             environment={"PYTHONPATH": str(Path(__file__).resolve().parent)},
         )
 
-    def ask_all(self, server: LocalServer, what: str) -> tuple[list[float], list[int]]:
-        answers = []
+    def ask_all(self, server: LocalServer, what: str) -> list[Answer]:
+        answers: list[Answer] = []
         for number, prompt in enumerate(self.prompts, 1):
             answers.append(server.ask(prompt, max_tokens=1))
             reloaded = answers[-1].cached_tokens
             say(f"  {what}, prompt {number}: {answers[-1].seconds:.3f} s, {reloaded} tokens reloaded")
-        return [answer.seconds for answer in answers], [answer.cached_tokens for answer in answers]
+        return answers
 
 
 def connector(name: str, root: Path | None) -> dict[str, Any] | None:
@@ -92,17 +93,22 @@ def measure(setup: Setup, name: str, kv_transfer: dict[str, Any] | None, root: P
     say(f"{name}: starting")
     with setup.serve(name, kv_transfer) as server:
         warm_up(server, setup)
-        times.compute, reloaded = setup.ask_all(server, f"{name}: compute")
-        assert not any(reloaded), "the first time must be computed"
+        computed = setup.ask_all(server, f"{name}: compute")
+        assert not any(answer.cached_tokens for answer in computed), "the first time must be computed"
+        times.compute = [answer.seconds for answer in computed]
         if root is None:
             return times
-        times.host, times.host_tokens = setup.ask_all(server, f"{name}: from host memory")
+        host = setup.ask_all(server, f"{name}: from host memory")
         wait_until_written(root, len(setup.prompts) * (len(setup.prompts[0]) // BLOCK), server)
     drop_from_page_cache(root)
     say(f"{name}: starting again")
     with setup.serve(name, kv_transfer) as server:
         warm_up(server, setup)
-        times.disk, times.disk_tokens = setup.ask_all(server, f"{name}: from disk")
+        disk = setup.ask_all(server, f"{name}: from disk")
+    times.host, times.host_tokens = [each.seconds for each in host], [each.cached_tokens for each in host]
+    times.disk, times.disk_tokens = [each.seconds for each in disk], [each.cached_tokens for each in disk]
+    times.worst_difference = max(map(difference, computed * 2, host + disk))
+    say(f"{name}: answers reloaded differ from those computed by at most {times.worst_difference:.4f}")
     return times
 
 

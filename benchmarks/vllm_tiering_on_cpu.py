@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.cpu.spec import _all_workers_barrier
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
-class MemcpyWorker(OffloadingWorker):
+class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies whole blocks between the cache tensors and the region, one job after the other in one thread."""
 
     def __init__(self, kv_caches: Any, region: SharedOffloadRegion) -> None:
@@ -78,13 +77,13 @@ class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
         if self._worker is None:
             assert self.blocks_per_chunk == 1
             assert all(torch.int8 == cache.tensor.dtype for cache in kv_caches.tensors)
+            # As TieringOffloadingSpec.create_worker: no barrier, or the scheduler would map another region.
             region = SharedOffloadRegion(
                 engine_id=self.config.engine_id,
                 num_chunks=self.num_chunks,
                 rank=self.config.parallel.rank,
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
-                barrier=_all_workers_barrier,
             )
             self._worker = MemcpyWorker(kv_caches, region)
         return self._worker

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -46,6 +47,21 @@ class Answer:
     text: str
     cached_tokens: int
     seconds: float
+
+
+def difference(one: Answer, other: Answer) -> float:
+    """How far two answers to one prompt are apart.
+
+    Infinite for other tokens, else the root mean square of the differences of the log-probabilities.
+    """
+    if one.token_ids != other.token_ids:
+        return math.inf
+    squares = [
+        (left[token] - right[token]) ** 2
+        for left, right in zip(one.top, other.top, strict=True)
+        for token in left.keys() & right.keys()
+    ]
+    return math.sqrt(sum(squares) / len(squares))
 
 
 @dataclass(frozen=True)
@@ -89,7 +105,7 @@ class LocalServer:
     log_file: Path
     blocks: int | None = None
     kv_transfer: dict[str, Any] | None = None
-    max_model_len: int = 8192
+    max_model_len: int = 4096
     cache_gib: int = 1
     arguments: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -100,7 +116,8 @@ class LocalServer:
     boot_seconds: float = 0.0
 
     def __enter__(self) -> LocalServer:
-        self.start()
+        if self.process is None:
+            self.start()
         return self
 
     def __exit__(
@@ -137,6 +154,7 @@ class LocalServer:
 
     def start(self) -> None:
         """Starts the server and returns when it answers; ServerError if that takes too long."""
+        assert self.process is None, "it runs already"
         self.port = self.port or free_port()
         environment = dict(os.environ)
         environment.update(

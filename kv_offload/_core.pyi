@@ -41,7 +41,7 @@ class Metrics:
     def observe(self, name: str, labels: Sequence[str], value: float) -> None: ...
     def value(self, name: str, labels: Sequence[str] = ()) -> float: ...
     def text(self) -> str: ...
-    def expose(self, address: str) -> None: ...
+    def expose(self, address: str) -> int: ...
 
 class HostRegion:
     @staticmethod
@@ -205,7 +205,8 @@ class FsRoot:
     def stat(self) -> dict[str, Any]:
         """bytes, records, temporaries, namespaces.
 
-        namespaces: list of {id, json, generation, bytes, records, oldest, newest}; times in unix seconds.
+        namespaces: list of {id, json, generation, bytes, records, oldest, newest, open}; times in unix
+        seconds; open: some process has it open.
         """
     def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
         """{namespace, generation, key (hex), bytes, mtime (unix seconds), path} of each record, unopened."""

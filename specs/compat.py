@@ -67,7 +67,7 @@ def shape_problems(base: Any, config: Any) -> list[str]:
     """How vLLM's modules ``kv_offload.base`` and ``kv_offload.config`` differ from all that we know."""
     problems: list[str] = []
     for name, methods in (
-        ("OffloadingManager", {"lookup", "prepare_load", "prepare_store"}),
+        ("OffloadingManager", {"on_new_request", "lookup", "prepare_load", "prepare_store"}),
         ("OffloadingWorker", {"submit_store", "submit_load", "get_finished", "wait"}),
         ("OffloadingSpec", {"get_manager", "get_worker"}),
     ):

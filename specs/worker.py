@@ -16,7 +16,7 @@ from .facts import worker_fingerprint
 from .load_spec import RowLoadStoreSpec
 
 if TYPE_CHECKING:
-    from kv_offload._core import HostRegion, RankWorker
+    from kv_offload._core import HostRegion, Metrics, RankWorker
 
 logger = get_logger(__name__)
 
@@ -30,8 +30,10 @@ class KVOffloadWorker(OffloadingWorker):
     chunks never become a hit; a load of a hit reads pinned host memory, where storage cannot fail.
     """
 
-    def __init__(self, rank_worker: "RankWorker") -> None:
+    def __init__(self, rank_worker: "RankWorker", region: "HostRegion", metrics: "Metrics") -> None:
         self._rank_worker = rank_worker
+        self.region = region
+        self.metrics = metrics  # this process's own; vLLM has no way to collect a worker's
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: RowLoadStoreSpec) -> bool:
         """Cache blocks -> rows. Never blocks, always True."""
@@ -129,7 +131,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         keep_alive=tensors,
     )
     logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())
-    return KVOffloadWorker(rank_worker)
+    return KVOffloadWorker(rank_worker, region, metrics)
 
 
 def refuse_several_hosts() -> None:

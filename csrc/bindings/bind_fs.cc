@@ -3,9 +3,12 @@
 
 #include "bindings/bindings.h"
 #include "bindings/bound_cache.h"
+#include "storage/fs_root.h"
 
 namespace kv_offload::bindings {
 namespace {
+
+using namespace py::literals;
 
 TierSlotOptions slot_of(std::string_view write_policy) {
   constexpr std::string_view kReuse = "reuse:";
@@ -58,6 +61,68 @@ FsTierSpec fs_tier_spec(std::string root_dir, std::uint64_t max_bytes, const py:
   return spec;
 }
 
+double to_unix_seconds(std::int64_t nanos) { return static_cast<double>(nanos) / 1e9; }
+
+py::dict stat(FsRoot& root) {
+  RootInfo info;
+  {
+    const py::gil_scoped_release release;
+    info = root.stat();
+  }
+  py::list namespaces;
+  for (const NamespaceInfo& space : info.namespaces) {
+    namespaces.append(py::dict("id"_a = space.id, "json"_a = space.json, "generation"_a = space.generation,
+                               "bytes"_a = space.bytes, "records"_a = space.records,
+                               "oldest"_a = to_unix_seconds(space.oldest_unix_nanos),
+                               "newest"_a = to_unix_seconds(space.newest_unix_nanos), "open"_a = space.open));
+  }
+  return py::dict("bytes"_a = info.bytes, "records"_a = info.records, "temporaries"_a = info.temporaries,
+                  "namespaces"_a = std::move(namespaces));
+}
+
+py::dict next_record(FsRoot::Cursor& cursor) {
+  std::optional<RecordInfo> record;
+  {
+    const py::gil_scoped_release release;
+    record = cursor.next();
+  }
+  if (!record) throw py::stop_iteration();
+  return py::dict("namespace"_a = record->namespace_id, "generation"_a = record->generation,
+                  "key"_a = record->key, "bytes"_a = record->bytes,
+                  "mtime"_a = to_unix_seconds(record->mtime_unix_nanos), "path"_a = record->path);
+}
+
+// What `progress` raises ends the work.
+py::list verify(FsRoot& root, bool repair, const py::object& progress) {
+  const auto report = [&progress](std::uint64_t done, std::uint64_t total) {
+    const py::gil_scoped_acquire acquire;
+    if (!progress.is_none()) progress(done, total);
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  };
+  std::vector<DamagedRecord> damaged;
+  {
+    const py::gil_scoped_release release;
+    damaged = root.verify(repair, report);
+  }
+  py::list list;
+  for (const DamagedRecord& record : damaged) {
+    list.append(py::dict("path"_a = record.path, "kind"_a = to_string(record.kind),
+                         "message"_a = record.message, "removed"_a = record.removed));
+  }
+  return list;
+}
+
+py::dict probe(const std::string& directory, std::uint64_t total_bytes, std::uint64_t record_bytes) {
+  DiskProbe figures;
+  {
+    const py::gil_scoped_release release;
+    figures = probe_disk(directory, total_bytes, record_bytes);
+  }
+  return py::dict("o_direct"_a = figures.o_direct,
+                  "write_bytes_per_second"_a = figures.write_bytes_per_second,
+                  "read_bytes_per_second"_a = figures.read_bytes_per_second);
+}
+
 }  // namespace
 
 void bind_fs(py::module_& module) {
@@ -70,6 +135,20 @@ void bind_fs(py::module_& module) {
       .def("__repr__", [](const FsTierSpec& self) {
         return fmt::format("<FsTier {:?} at {:?}>", self.options.name, self.options.root_dir);
       });
+
+  py::class_<FsRoot::Cursor>(module, "_RecordCursor")
+      .def("__iter__", [](const py::object& self) { return self; })
+      .def("__next__", &next_record);
+
+  using Released = py::call_guard<py::gil_scoped_release>;
+  py::class_<FsRoot>(module, "FsRoot")
+      .def(py::init<std::string>(), py::arg("root_dir"), Released())
+      .def("stat", &stat)
+      .def("records", &FsRoot::records, py::arg("namespace") = py::none(), Released())
+      .def("verify", &verify, py::arg("repair") = false, py::arg("progress") = py::none())
+      .def("purge", &FsRoot::purge, py::arg("namespace") = py::none(), Released());
+
+  module.def("probe_disk", &probe, py::arg("directory"), py::arg("total_bytes"), py::arg("record_bytes"));
 }
 
 }  // namespace kv_offload::bindings

@@ -51,18 +51,12 @@ void wait_for_ranks(const HostRegion& region, double timeout_seconds) {
     left -= slice;
     if (status.is_ok()) return;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (status.kind() != StatusKind::kTimeout || left <= Nanos(0)) raise_unless_ok(status);
-  }
-}
-
-void check_area(const HostRegion& region, std::uint32_t index) {
-  if (index >= region.num_areas()) {
-    throw_invalid("area {} is not there: the region has areas 0 to {}", index, region.num_areas() - 1);
+    if (status.kind() != StatusKind::kTimeout) raise_unless_ok(status);
+    if (left <= Nanos(0)) throw_resource("{} (waited {:.1f} s)", status.message(), timeout_seconds);
   }
 }
 
 py::array_t<std::uint8_t> area(const std::shared_ptr<HostRegion>& region, std::uint32_t index) {
-  check_area(*region, index);
   const auto bytes = region->area(index);
   return py::array_t<std::uint8_t>(static_cast<py::ssize_t>(bytes.size()),
                                    reinterpret_cast<std::uint8_t*>(bytes.data()), py::cast(region));
@@ -70,7 +64,6 @@ py::array_t<std::uint8_t> area(const std::shared_ptr<HostRegion>& region, std::u
 
 // What `progress` raises is kept until the region's threads have joined.
 void prefault(HostRegion& region, std::uint32_t index, unsigned threads, const py::object& progress) {
-  check_area(region, index);
   std::exception_ptr raised;
   std::function<void(std::uint64_t, std::uint64_t)> report;
   if (!progress.is_none()) {

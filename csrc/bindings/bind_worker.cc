@@ -1,6 +1,7 @@
 #include "bindings/bindings.h"
 #include "cache/rank_worker.h"
 #include "copy/block_copier.h"
+#include "copy/measure_copy.h"
 
 namespace kv_offload::bindings {
 namespace {
@@ -42,9 +43,6 @@ std::unique_ptr<BoundWorker> make_worker(std::shared_ptr<HostRegion> region, std
   using MakeCopier = std::unique_ptr<BlockCopier> (*)(const CopierOptions&);
   const auto make_copier =
       one_of<MakeCopier>("copier", copier, {{"host", &make_host_copier}, {"cuda", &make_cuda_copier}});
-  if (area >= region->num_areas()) {
-    throw_invalid("area {} is not there: the region has areas 0 to {}", area, region->num_areas() - 1);
-  }
   CopierOptions options;
   options.layout = layout_of(tensors, groups, blocks_per_chunk);
   options.area = region->area(area);
@@ -126,6 +124,8 @@ void bind_worker(py::module_& module) {
       .def(
           "close", [](BoundWorker& self) { self.worker->close(); }, py::call_guard<py::gil_scoped_release>());
 
+  module.def("measure_copy", &measure_copy, py::arg("total_bytes"), py::arg("threads"),
+             py::call_guard<py::gil_scoped_release>());
   module.def("cuda_unavailable_reason", &cuda_unavailable_reason, py::call_guard<py::gil_scoped_release>());
 }
 

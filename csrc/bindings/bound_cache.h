@@ -27,6 +27,13 @@ struct BoundCache {
   SteadyClock clock;
   std::unique_ptr<TieredCache> cache;  // last: dies first
   std::vector<LookupState*> lookups;   // the living functions of make_lookup
+  std::uint64_t handles = 0;           // one more than the largest that begin_request gave
+
+  // The handle, if begin_request ever gave it: lookups do not check again.
+  RequestHandle check_handle(std::uint64_t handle) const {
+    if (handle >= handles) throw_invalid("request handle {} was never given by begin_request", handle);
+    return static_cast<RequestHandle>(handle);
+  }
 
   BoundCache() = default;
   ~BoundCache() {  // closing waits for storage

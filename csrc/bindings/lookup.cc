@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 
 namespace kv_offload::bindings {
 
@@ -64,18 +63,16 @@ PyTypeObject* state_type() {
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
-// Asks handle_of and remembers its answer. False with a Python error set.
-bool remember(LookupState* self, PyObject* context) {
+// Asks handle_of and remembers its answer. False with a Python error set; throws
+// when the answer is no handle. `*request` is the answer even if dropping the old
+// context runs Python code that looks up for another one.
+bool remember(LookupState* self, PyObject* context, RequestHandle* request) {
   PyObject* answer = PyObject_CallOneArg(self->handle_of, context);
   if (answer == nullptr) return false;
   const unsigned long long handle = PyLong_AsUnsignedLongLong(answer);
   Py_DECREF(answer);
   if (PyErr_Occurred() != nullptr) return false;
-  if (handle > std::numeric_limits<RequestHandle>::max()) {
-    PyErr_Format(PyExc_ValueError, "handle_of returned %llu, which begin_request cannot have given", handle);
-    return false;
-  }
-  self->request = static_cast<RequestHandle>(handle);
+  *request = self->request = self->cache->check_handle(handle);
   Py_INCREF(context);
   Py_XSETREF(self->context, context);
   return true;
@@ -98,10 +95,11 @@ PyObject* lookup(PyObject* object, PyObject* const* args, Py_ssize_t count) {
                  ChunkKey::kMaxBytes);
     return nullptr;
   }
-  if (args[1] != self->context && !remember(self, args[1])) return nullptr;
   try {
+    RequestHandle request = self->request;
+    if (args[1] != self->context && !remember(self, args[1], &request)) return nullptr;
     const LookupResult result =
-        self->cache->cache->lookup(self->request, ChunkKey::unchecked(PyBytes_AS_STRING(key), size));
+        self->cache->cache->lookup(request, ChunkKey::unchecked(PyBytes_AS_STRING(key), size));
     PyObject* answer = self->results[static_cast<std::size_t>(result)];
     Py_INCREF(answer);
     return answer;

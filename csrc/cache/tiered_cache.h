@@ -64,12 +64,12 @@ struct TierSlotOptions {
 };
 
 struct CacheOptions {
-  std::vector<GroupGeometry> groups;  // by position
-  std::vector<bool> full_attention;   // by position; empty = unknown (vLLM <= 0.32)
+  std::vector<GroupGeometry> groups{};  // by position
+  std::vector<bool> full_attention{};   // by position; empty = unknown (vLLM <= 0.32)
   std::string eviction_policy = "lru";
   LoadPolicy load_policy = LoadPolicy::kAuto;
   Nanos lookup_deadline{std::chrono::seconds(5)};
-  std::vector<TierSlotOptions> tiers;  // one per tier
+  std::vector<TierSlotOptions> tiers{};  // one per tier
   bool keep_events = false;
 };
 
@@ -77,7 +77,7 @@ struct RequestOptions {
   bool load_from_cpu = true;  // kv_load_tiers
   bool load_from_tiers = true;
   bool skip_store = false;
-  std::optional<LoadPolicy> load_policy;
+  std::optional<LoadPolicy> load_policy{};
   std::int32_t priority = 0;
 };
 

@@ -11,11 +11,13 @@ function(kv_offload_missing library package)
 endfunction()
 
 # Fetches a library and adds its targets without its install rules, so that a
-# wheel holds nothing of it but what is linked. Sets <name>_SOURCE_DIR.
+# wheel holds nothing of it but what is linked. Further arguments are
+# FetchContent_Declare's. Sets <name>_SOURCE_DIR.
 macro(kv_offload_fetch name repository commit)
   message(STATUS "Fetching ${name} at ${commit}")
   # SOURCE_SUBDIR names nothing on purpose: add_subdirectory is called below.
-  FetchContent_Declare(${name} GIT_REPOSITORY ${repository} GIT_TAG ${commit} SOURCE_SUBDIR not_there)
+  FetchContent_Declare(${name} GIT_REPOSITORY ${repository} GIT_TAG ${commit} SOURCE_SUBDIR not_there
+    ${ARGN})
   FetchContent_MakeAvailable(${name})
   if(EXISTS ${${name}_SOURCE_DIR}/CMakeLists.txt)
     add_subdirectory(${${name}_SOURCE_DIR} ${${name}_BINARY_DIR} EXCLUDE_FROM_ALL)
@@ -40,7 +42,7 @@ if(NOT prometheus-cpp_FOUND)
   set(ENABLE_TESTING OFF)
   set(ENABLE_COMPRESSION OFF)
   kv_offload_fetch(prometheus-cpp https://github.com/jupp0r/prometheus-cpp.git
-    c9ffcdda9086ffd9e1283ea7a0276d831f3c8a8d)  # 1.1.0
+    c9ffcdda9086ffd9e1283ea7a0276d831f3c8a8d GIT_SUBMODULES 3rdparty/civetweb)  # 1.1.0
 endif()
 target_link_libraries(kv_offload_prometheus INTERFACE prometheus-cpp::core prometheus-cpp::pull)
 

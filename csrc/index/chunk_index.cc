@@ -172,6 +172,16 @@ void ChunkIndex::erase(Slot slot) {
   --impl.size;
 }
 
+void ChunkIndex::clear() {
+  for (Slot slot = 0; slot < impl_->entries.size(); ++slot) {
+    ChunkEntry& entry = impl_->entries[slot];
+    if (entry.state == ChunkState::kAbsent) continue;
+    entry.pins = entry.state == ChunkState::kResident ? 0 : 1;
+    erase(slot);
+  }
+  impl_->pinned = 0;
+}
+
 void ChunkIndex::pin(Slot slot) {
   ChunkEntry& entry = impl_->entries[slot];
   assert(entry.state != ChunkState::kAbsent);

@@ -43,13 +43,14 @@ struct ChunkEntry {
   ChunkState state = ChunkState::kAbsent;
   ChunkOrigin origin = ChunkOrigin::kStore;
   std::uint8_t tier = 0;    // index of the tier it came from, when origin == kTier
-  std::uint8_t writes = 0;  // write ops of this chunk, queued or running
+  std::uint8_t writes = 0;  // bit t: a write op to tier t is queued or running
+  std::uint8_t tried = 0;   // bit t: such an op ended, well or not, since the chunk is here
   bool counted = false;     // its fetch was counted as a hit of that tier
 };
 static_assert(sizeof(ChunkEntry) == 80);
 
 // Memory: 80 bytes an entry, 8 bytes a table cell at a load of 0.25 to 0.5 (16 to
-// 32), 12 of the policy (lru): 108 to 124 bytes a chunk.
+// 32), 24 of the policy (lru), 4 of the free queue: 124 to 140 bytes a chunk.
 class ChunkIndex {
  public:
   ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity_hint);
@@ -71,6 +72,8 @@ class ChunkIndex {
   // Any state -> absent. The caller frees the row. REQUIRES: no pins but the
   // first one of a filling/fetching entry.
   void erase(Slot slot);
+  // All entries -> absent, whatever their pins. The caller has dealt with rows.
+  void clear();
   void pin(Slot slot);
   void unpin(Slot slot);
   void access(Slot slot);  // recency; only resident entries matter

@@ -219,10 +219,9 @@ Status HostRegion::wait_for_ranks(std::chrono::nanoseconds timeout) const {
     const std::vector<std::uint32_t> missing = impl_->missing_ranks();
     if (missing.empty()) return Status::ok();
     if (std::chrono::steady_clock::now() >= deadline) {
-      return Status::error(
-          StatusKind::kTimeout,
-          fmt::format("of {} ranks, these did not attach to the host memory region in {:.1f} s: {}",
-                      impl_->sizes.num_workers, to_seconds(timeout), fmt::join(missing, ", ")));
+      return Status::error(StatusKind::kTimeout,
+                           fmt::format("of {} ranks, these have not attached to the host memory region: {}",
+                                       impl_->sizes.num_workers, fmt::join(missing, ", ")));
     }
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::nanoseconds>(pause * 2, kPollAtMost);

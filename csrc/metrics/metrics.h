@@ -2,8 +2,8 @@
 // in a prometheus-cpp registry; drain() hands their changes to vLLM's /metrics,
 // an optional exposer serves the registry of this process itself.
 //
-// Any thread may record (prometheus-cpp's metrics are atomic; observations kept
-// for drain() are behind a mutex).
+// Any thread may record and drain; one mutex, held for a search among the series
+// of one name.
 #pragma once
 
 #include <cstdint>
@@ -39,10 +39,15 @@ struct MetricChange {
 
 class Metrics {
  public:
+  // In a drain, a histogram's series has at most the first so many observations
+  // since the last one; text() and the exposer have all.
+  static constexpr std::size_t kMostObservations = 4096;
+
   using Labels = std::initializer_list<std::string_view>;
   Metrics();
   ~Metrics();
-  // Unknown name or wrong number of labels: std::logic_error (our mistake).
+  // Unknown name, wrong number of labels, a verb that is not the metric's, a
+  // counter's decrease, a value that is not a number: std::logic_error (our mistake).
   void add(std::string_view name, Labels label_values, double increase = 1);
   void set(std::string_view name, Labels label_values, double value);
   void observe(std::string_view name, Labels label_values, double value);
@@ -53,12 +58,15 @@ class Metrics {
   void observe(std::string_view name, LabelSpan label_values, double value);
   double value(std::string_view name, LabelSpan label_values) const;
   // Changes since the last drain; empty when nothing changed (cheap to ask).
+  // Worker metrics are never in it.
   std::vector<MetricChange> drain();
-  // Value now (tests, CLI).
+  // Value now (tests, CLI); 0 for a series never recorded; of a histogram, the
+  // number of observations.
   double value(std::string_view name, Labels label_values) const;
-  // Serve this registry on address:port ("127.0.0.1:9400"). Throws ResourceError
-  // naming the address when it cannot listen.
-  void expose(const std::string& address);
+  // Serve this registry at http://address/metrics ("127.0.0.1:9400"; port 0: any
+  // free one) until destroyed. Returns the port. Throws ResourceError naming the
+  // address when it cannot listen.
+  std::uint16_t expose(const std::string& address);
   // Prometheus text format of everything.
   std::string text() const;
 

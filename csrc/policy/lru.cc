@@ -8,71 +8,65 @@ LruPolicy::LruPolicy(std::size_t capacity_hint) { nodes_.reserve(capacity_hint);
 
 void LruPolicy::insert(Slot slot, const EntryInfo&) {
   if (slot >= nodes_.size()) nodes_.resize(std::size_t{slot} + 1);
-  assert(!nodes_[slot].known);
-  nodes_[slot].known = true;
+  assert(nodes_[slot].place == Place::kUnknown);
   link_newest(slot);
 }
 
 void LruPolicy::access(Slot slot) {
-  Node& node = nodes_[slot];
-  assert(node.known);
-  if (node.parked) {
-    node.parked = false;
-  } else {
-    unlink(slot);
-  }
+  take_out(slot);
   link_newest(slot);
 }
 
 void LruPolicy::erase(Slot slot) {
-  assert(nodes_[slot].known);
-  if (!nodes_[slot].parked) unlink(slot);
+  take_out(slot);
   nodes_[slot] = Node{};
 }
 
 void LruPolicy::pin(Slot slot) {
-  assert(nodes_[slot].known && !nodes_[slot].pinned);
-  nodes_[slot].pinned = true;
+  Node& node = nodes_[slot];
+  assert(node.place != Place::kUnknown && !node.pinned);
+  node.pinned = true;
+  if (node.place != Place::kReturned) return;
+  returned_.erase({node.age, slot});
+  node.place = Place::kParked;
 }
 
 void LruPolicy::unpin(Slot slot) {
   Node& node = nodes_[slot];
-  assert(node.known && node.pinned);
+  assert(node.place != Place::kUnknown && node.pinned);
   node.pinned = false;
-  if (node.parked) {
-    node.parked = false;
-    link_oldest(slot);
-  }
+  if (node.place != Place::kParked) return;
+  returned_.insert({node.age, slot});
+  node.place = Place::kReturned;
 }
 
 std::optional<Slot> LruPolicy::victim() {
+  if (!returned_.empty()) return returned_.begin()->second;
   while (oldest_ != kNone && nodes_[oldest_].pinned) {
     const Slot slot = oldest_;
-    unlink(slot);
-    nodes_[slot].parked = true;
+    take_out(slot);
+    nodes_[slot].place = Place::kParked;
   }
   if (oldest_ == kNone) return std::nullopt;
   return oldest_;
 }
 
 void LruPolicy::link_newest(Slot slot) {
-  nodes_[slot].newer = kNone;
-  nodes_[slot].older = newest_;
+  Node& node = nodes_[slot];
+  node.place = Place::kList;
+  node.age = ++last_age_;
+  node.newer = kNone;
+  node.older = newest_;
   if (newest_ != kNone) nodes_[newest_].newer = slot;
   newest_ = slot;
   if (oldest_ == kNone) oldest_ = slot;
 }
 
-void LruPolicy::link_oldest(Slot slot) {
-  nodes_[slot].older = kNone;
-  nodes_[slot].newer = oldest_;
-  if (oldest_ != kNone) nodes_[oldest_].older = slot;
-  oldest_ = slot;
-  if (newest_ == kNone) newest_ = slot;
-}
-
-void LruPolicy::unlink(Slot slot) {
+void LruPolicy::take_out(Slot slot) {
   const Node& node = nodes_[slot];
+  assert(node.place != Place::kUnknown);
+  if (node.place == Place::kReturned) returned_.erase({node.age, slot});
+  if (node.place != Place::kList) return;
   (node.newer == kNone ? newest_ : nodes_[node.newer].older) = node.older;
   (node.older == kNone ? oldest_ : nodes_[node.older].newer) = node.newer;
 }

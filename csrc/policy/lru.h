@@ -1,10 +1,13 @@
 // Least recently used: one intrusive list of slots, most recent first.
 //
 // A pinned slot keeps its place. victim() sets pinned slots that it meets at the
-// cold end aside (parks them), once per pin, so that it stays O(1) amortised
-// however many are pinned; an unpinned parked slot returns to the cold end.
+// cold end aside (parks them), once per pin, so that it stays O(1) however many
+// are pinned. A parked slot is older than all of the list; unpinned, it waits in
+// a set ordered by age, from which victims are taken first: O(log n) for those.
 #pragma once
 
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "policy/eviction_policy.h"
@@ -23,23 +26,24 @@ class LruPolicy final : public EvictionPolicy {
   std::string_view name() const override { return "lru"; }
 
  private:
-  // Invariant: a node is in the list, or parked, or unknown; parked => pinned.
+  static constexpr Slot kNone = 0xFFFFFFFFu;
+  enum class Place : std::uint8_t { kUnknown, kList, kParked /* pinned */, kReturned };
   struct Node {
     Slot newer = kNone;
     Slot older = kNone;
-    bool known = false;
+    std::uint64_t age = 0;  // larger is more recent
+    Place place = Place::kUnknown;
     bool pinned = false;
-    bool parked = false;
   };
-  static constexpr Slot kNone = 0xFFFFFFFFu;
 
   void link_newest(Slot slot);
-  void link_oldest(Slot slot);
-  void unlink(Slot slot);
+  void take_out(Slot slot);  // of where it is
 
   std::vector<Node> nodes_;
   Slot newest_ = kNone;
   Slot oldest_ = kNone;
+  std::set<std::pair<std::uint64_t, Slot>> returned_;  // by age; all older than the list
+  std::uint64_t last_age_ = 0;
 };
 
 }  // namespace kv_offload

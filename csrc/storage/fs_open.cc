@@ -194,18 +194,19 @@ void check_space(const FsTierOptions& options, FileOps& ops, const OpenRoot& ope
 
 // A root that holds nothing but this new namespace is counted on the spot, so
 // that the first write finds an account.
-void count_new_root(FileOps& ops, const OpenRoot& open) {
+bool count_new_root(FileOps& ops, const OpenRoot& open) {
   std::vector<std::string> names;
-  if (!list_namespaces(ops, open.root.get(), &names) || names.size() > 1) return;
+  if (!list_namespaces(ops, open.root.get(), &names) || names.size() > 1) return false;
   std::vector<std::uint64_t> generations;
   std::vector<std::uint32_t> leaves;
   std::uint64_t ignored = 0;
-  if (!list_generations(ops, open.namespace_directory.get(), &generations) || generations.size() > 1) return;
-  if (!list_leaves(ops, open.generation->directory.get(), &leaves, &ignored) || !leaves.empty()) return;
-  if (!open.lease->try_take() || !open.ledger->begin_recount(0)) return;
+  if (!list_generations(ops, open.namespace_directory.get(), &generations) || generations.size() > 1)
+    return false;
+  if (!list_leaves(ops, open.generation->directory.get(), &leaves, &ignored) || !leaves.empty()) return false;
+  if (!open.lease->try_take() || !open.ledger->begin_recount(0)) return false;
   const std::atomic<bool> stop{false};
   const LeafOptions options{true, open.writer};
-  (void)open.ledger->finish_recount(count_tree(ops, open.root.get(), ".", options, stop));
+  return open.ledger->finish_recount(count_tree(ops, open.root.get(), ".", options, stop)).is_ok();
 }
 
 }  // namespace
@@ -272,7 +273,7 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops) {
   open_newest_generation(ops, &open);
   open.direct = probe_direct(ops, open, options.o_direct);
   check_space(options, ops, open);
-  count_new_root(ops, open);
+  open.fresh = count_new_root(ops, open);
   return open;
 }
 

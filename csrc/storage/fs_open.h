@@ -31,6 +31,7 @@ struct OpenRoot {
   std::unique_ptr<Lease> lease;
   std::shared_ptr<Generation> generation;
   bool direct = false;
+  bool fresh = false;        // new, ours alone, counted already: nothing to scan
   std::uint64_t writer = 0;  // random; names our temporaries
   // The bound for records: a little below max_bytes, so that directories and
   // small files of namespaces and resets fit without asking.

@@ -9,8 +9,8 @@
 
 namespace kv_offload {
 namespace {
-constexpr Nanos kRecountEvery{std::chrono::seconds(30)};
-constexpr std::size_t kInsertsPerLock = 1024;  // the scheduler thread waits for no more
+constexpr Nanos kRecountEvery{std::chrono::seconds(1)};  // and twenty times as long as one takes
+constexpr std::size_t kInsertsPerLock = 1024;            // the scheduler thread waits for no more
 }  // namespace
 
 Status FsStore::probe(std::uint32_t leaf) {
@@ -29,6 +29,7 @@ Status FsStore::probe(std::uint32_t leaf) {
 }
 
 void FsStore::start() {
+  if (open_.fresh) return;
   if (open_.lease->try_take()) {
     (void)open_.ledger->trusted();  // distrusts another boot's
     recount();
@@ -45,7 +46,8 @@ bool FsStore::scan_own(std::uint64_t* counted) {
   const std::shared_ptr<Generation> own = generation();
   if (!own) return true;
   std::vector<std::uint32_t> leaves;
-  if (!list_leaves(ops_, own->directory.get(), &leaves, counted)) return true;
+  const auto marked = [this](const std::string& path) { return account_.is_marked(path); };
+  if (!list_leaves(ops_, own->directory.get(), &leaves, counted, marked)) return true;
   FileInfo info;
   if (ops_.fstat(own->directory.get(), &info) == 0) *counted += info.disk_bytes;
   const LeafOptions options{open_.lease->held(), open_.writer};
@@ -55,13 +57,17 @@ bool FsStore::scan_own(std::uint64_t* counted) {
     LeafFound found;
     // An unreadable directory hides its records; the rest is served.
     (void)scan_leaf(ops_, own->directory.get(), leaf, options, &found);
-    *counted += found.directory_bytes + found.other_bytes;
+    // Looked at after the files: what was marked before it appeared is seen as such.
+    const bool marks = account_.has_marks();
+    *counted += found.other_bytes;
+    if (!marks || !account_.is_marked(layout::leaf_path(leaf))) *counted += found.directory_bytes;
+    for (const FoundRecord& record : found.records) {
+      if (marks && account_.is_marked(layout::record_path(record.key, record.file_bytes))) continue;
+      *counted += record.disk_bytes;
+    }
     const MutexLock lock(mutex_);
     if (own != generation_) return true;
     leaf_bytes_[leaf] = static_cast<std::uint32_t>(found.directory_bytes);
-    for (const FoundRecord& record : found.records) {
-      if (fresh_.empty() || !fresh_.contains(record.key)) *counted += record.disk_bytes;
-    }
     records.insert(records.end(), found.records.begin(), found.records.end());
   }
   adopt(own, std::move(records));
@@ -87,29 +93,32 @@ void FsStore::adopt(const std::shared_ptr<Generation>& generation, std::vector<F
 
 void FsStore::recount() {
   starved_.store(false);
-  last_recount_.store(clock_.now());
-  std::uint64_t in_flight = 0;
-  {
-    const MutexLock lock(mutex_);
-    counting_ = true;
-    in_flight = writing_bytes_;
-  }
-  own_counted_.store(false);
+  const Nanos started = clock_.now();
   std::uint64_t counted = 0;
-  Status status = open_.ledger->begin_recount(in_flight);
+  Status status;
+  {
+    const MutexLock none_removes(evict_mutex_);
+    own_counted_.store(false);
+    counted_.store(false);
+    status = account_.begin_count();
+  }
   const std::shared_ptr<Generation> own = generation();
   bool whole = scan_own(&counted);
-  own_counted_.store(true);
+  {
+    const MutexLock none_removes(evict_mutex_);
+    own_counted_.store(true);
+  }
   if (whole) scan_complete_.store(true);
   counted += count_others(own ? own->number : 0);
   whole = whole && !stop_.load();
-  if (status && whole) status = open_.ledger->finish_recount(counted);
-  {
-    const MutexLock lock(mutex_);
-    counting_ = false;
-    std::erase_if(fresh_, [](const auto& entry) { return !entry.second; });
+  if (status && whole) {
+    status = account_.finish_count(counted);
+  } else {
+    account_.give_up_count();
   }
   counted_.store(status && whole);
+  const Nanos ended = clock_.now();
+  next_recount_.store(ended + std::max(kRecountEvery, (ended - started) * 20));
 }
 
 // All of the root but the records below our own generation.
@@ -134,14 +143,15 @@ std::uint64_t FsStore::count_others(std::uint64_t own_generation) {
 
 void FsStore::tick() {
   const bool held = open_.lease->try_take();
-  // Full, and nothing known to evict: others' records have yet to be found.
-  const bool recount_again = starved_.load() && clock_.now() - last_recount_.load() >= kRecountEvery;
-  if (held && (recount_again || !open_.ledger->trusted() || !counted_.load())) recount();
+  // Others' records have to be found before they can be evicted in their turn.
+  const bool unknown = starved_.load() || open_.ledger->added_by_others() > options_.max_bytes / 16;
+  const bool rested = clock_.now() >= next_recount_.load();
+  if (held && ((unknown && rested) || !open_.ledger->trusted() || !counted_.load())) recount();
   if (held) {
     garbage_exhausted_.store(false);
     // A little at a time: who asked may be gone.
     const std::uint64_t wanted = std::min(open_.ledger->take_room_requests(), options_.max_bytes / 16);
-    if (wanted > 0 && reserve(wanted)) open_.ledger->adjust(-static_cast<std::int64_t>(wanted));
+    if (wanted > 0 && reserve(wanted)) account_.settle(wanted, 0, {});
   } else {
     (void)open_.ledger->refresh();
   }

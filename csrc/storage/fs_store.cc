@@ -9,13 +9,21 @@ FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
       ops_(ops),
       clock_(clock),
       open_(open_root(options, ops)),
+      account_(*open_.ledger),
       catalogue_(options.eviction_policy),
       generation_(std::move(open_.generation)),
       leaf_states_(layout::kLeaves, LeafState::kUnknown),
       leaf_bytes_(layout::kLeaves, 0),
-      last_write_back_(clock.now()) {}
+      last_write_back_(clock.now()),
+      scan_complete_(open_.fresh),
+      counted_(open_.fresh) {}
 
 FsStore::~FsStore() = default;
+
+void FsStore::release() {
+  open_.lease->release();
+  open_.open_mark.reset();
+}
 
 std::shared_ptr<Generation> FsStore::generation() const {
   const MutexLock lock(mutex_);

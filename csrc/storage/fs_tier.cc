@@ -297,8 +297,8 @@ void FsTier::close() {
       return Status::ok();
     });
   }
-  (void)pool_.close();
-  (void)keeper_.close();
+  const bool left = pool_.close();
+  if (keeper_.close() && left) shared_->store.release();
 }
 
 double FsTier::estimate_read_seconds(std::uint64_t bytes) const {

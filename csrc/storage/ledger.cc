@@ -82,7 +82,10 @@ Status Ledger::update(Change change) {
     const std::uint64_t owed_back = owed_back_;
     page.total = apply(page.total, owed - static_cast<std::int64_t>(owed_back));
     page.since += owed;
+    const std::uint64_t before = page.total;
     status = change(page);
+    const std::int64_t ours =
+        owed - static_cast<std::int64_t>(owed_back) + static_cast<std::int64_t>(page.total - before);
     page.checksum = page.compute();
     do {
       bytes = ops_.pwritev(fd_.get(), &part, 1, 0);
@@ -90,6 +93,7 @@ Status Ledger::update(Change change) {
     if (bytes == sizeof(page)) {
       owed_ -= owed;
       owed_back_ -= owed_back;
+      explained_ += ours;
       seen_total_.store(page.total, std::memory_order_relaxed);
     } else {
       status = Status::from_errno(bytes < 0 ? static_cast<int>(-bytes) : EIO, "write", path_);
@@ -162,12 +166,21 @@ Status Ledger::begin_recount(std::uint64_t in_flight) {
 
 Status Ledger::finish_recount(std::uint64_t counted) {
   const std::string boot = boot_id();
-  return update([&](Page& page) {
+  const Status status = update([&](Page& page) {
     page.total = apply(counted, page.since);
     page.trusted = 1;
     std::memcpy(page.boot_id, boot.data(), boot.size());
     return Status::ok();
   });
+  const MutexLock lock(mutex_);
+  if (status) explained_ = static_cast<std::int64_t>(total());
+  return status;
+}
+
+std::uint64_t Ledger::added_by_others() {
+  const MutexLock lock(mutex_);
+  const std::int64_t added = static_cast<std::int64_t>(total()) - explained_;
+  return added > 0 ? static_cast<std::uint64_t>(added) : 0;
 }
 
 bool Ledger::trusted() {
@@ -200,6 +213,10 @@ bool Lease::try_take() {
   if (lock_file(ops_, fd_.get(), LOCK_EX | LOCK_NB) != 0) return false;
   held_.store(true, std::memory_order_release);
   return true;
+}
+
+void Lease::release() {
+  if (held_.exchange(false)) (void)lock_file(ops_, fd_.get(), LOCK_UN);
 }
 
 }  // namespace kv_offload

@@ -47,6 +47,9 @@ class Ledger {
   // An account of another boot is not to be trusted. REQUIRES: the lease.
   bool trusted();
 
+  // Bytes that other processes added since the last recount here.
+  std::uint64_t added_by_others();
+
   std::uint64_t total() const { return seen_total_.load(std::memory_order_relaxed); }
   // Refreshes total() from the file.
   Status refresh();
@@ -63,6 +66,7 @@ class Ledger {
   Mutex mutex_;                                     // an flock does not keep our own threads apart
   std::int64_t owed_ GUARDED_BY(mutex_) = 0;        // not yet written, by adjust
   std::uint64_t owed_back_ GUARDED_BY(mutex_) = 0;  // not yet written, by give_back
+  std::int64_t explained_ GUARDED_BY(mutex_) = 0;   // total at the last recount, and our changes since
   std::atomic<std::uint64_t> seen_total_{0};
 };
 
@@ -74,6 +78,7 @@ class Lease {
   bool held() const { return held_.load(std::memory_order_acquire); }
   // True when held afterwards. Does not wait. Any thread.
   bool try_take();
+  void release();
 
  private:
   FileOps& ops_;

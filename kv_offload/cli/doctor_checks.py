@@ -2,7 +2,6 @@
 
 import os
 import platform
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -100,17 +99,14 @@ def root(tier: FsTierConfig) -> list[Check]:
 
 
 def disk_speed(tier: FsTierConfig, total_bytes: int) -> Check:
-    """Writes and reads temporary records beside the root's own, in a directory that is removed again."""
+    """Writes and reads temporary records in a directory of their own, which the core removes again."""
     from kv_offload import _core
 
     name = f"disk {tier.root_dir}"
     total = min(total_bytes, free_bytes(tier.root_dir) // 4) // _RECORD_BYTES * _RECORD_BYTES
     if total < _SMALLEST_PROBE:
         return Check(name, "note", "too little free space to measure its speed")
-    with tempfile.TemporaryDirectory(
-        prefix=".kv-offload-doctor-", dir=existing_part(tier.root_dir), ignore_cleanup_errors=True
-    ) as directory:
-        figures = _core.probe_disk(directory, total, _RECORD_BYTES)
+    figures = _core.probe_disk(str(existing_part(tier.root_dir)), total, _RECORD_BYTES)
     direct = "O_DIRECT" if figures["o_direct"] else "buffered (O_DIRECT is refused there)"
     state: State = "ok" if figures["o_direct"] or tier.o_direct == "off" else "note"
     if tier.o_direct == "on" and not figures["o_direct"]:

@@ -44,7 +44,7 @@ def stat(root: Root, as_json: Json = False) -> None:
         f"{facts['temporaries']:,} temporaries, {_count(facts['namespaces'], 'namespace')}"
     )
     shown = table(
-        "", "namespace", "model", "kv dtype", "generation", "records", "bytes", "oldest", "newest",
+        "", "namespace", "model", "kv dtype", "generation", "records", "bytes", "oldest", "newest", "in use",
         right=("generation", "records", "bytes", "oldest", "newest"),
     )  # fmt: skip
     for space in facts["namespaces"]:
@@ -59,6 +59,7 @@ def stat(root: Root, as_json: Json = False) -> None:
             format_bytes(space["bytes"]),
             age(space["oldest"]),
             age(space["newest"]),
+            "yes" if space["open"] else "no",
         )
     if facts["namespaces"]:
         out.print(shown)
@@ -170,6 +171,10 @@ def purge(
         facts = opened.stat()
         spaces = [space for space in facts["namespaces"] if chosen in (None, space["id"])]
         records = sum(space["records"] for space in spaces)
+        if any(space["open"] for space in spaces):
+            typer.echo(
+                "A server has it open: it goes on, and computes again what it no longer finds.", err=True
+            )
         size = sum(space["bytes"] for space in spaces)
         typer.confirm(
             f"Remove {records:,} records ({format_bytes(size)}, {_count(spaces, 'namespace')}) from {root}?",

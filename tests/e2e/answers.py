@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 
-from local_server import Answer
+from local_server import Answer, difference
 
 BLOCK = 128  # tokens, vLLM's default on CPU
 # The root mean square by which log-probabilities may differ. The test models are float32: two runs of one
@@ -18,21 +17,6 @@ def make_prompts(count: int, blocks: int, seed: int = 0) -> list[list[int]]:
     """``count`` prompts of ``blocks`` full blocks and five tokens more, all different from the start."""
     generator = random.Random(f"{seed}/{blocks}")
     return [[generator.randrange(2, 2048) for _ in range(blocks * BLOCK + 5)] for _ in range(count)]
-
-
-def difference(one: Answer, other: Answer) -> float:
-    """How far two answers to one prompt are apart.
-
-    Infinite for other tokens, else the root mean square of the differences of the log-probabilities.
-    """
-    if one.token_ids != other.token_ids:
-        return math.inf
-    squares = [
-        (left[token] - right[token]) ** 2
-        for left, right in zip(one.top, other.top, strict=True)
-        for token in left.keys() & right.keys()
-    ]
-    return math.sqrt(sum(squares) / len(squares))
 
 
 def assert_same(answers: Sequence[Answer], references: Sequence[Answer]) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import records
 import waiting
-from answers import BLOCK, NOISE, assert_same, difference, make_prompts
+from answers import BLOCK, NOISE, assert_same, make_prompts
 from conftest import PROMPT_BLOCKS, Reference, Serve
-from local_server import Answer, LocalServer, ServerError, kv_transfer_config, parse_metrics
+from local_server import Answer, LocalServer, ServerError, difference, kv_transfer_config, parse_metrics
 
 SWAPPED, FLIPPED, TRUNCATED = (
     3,

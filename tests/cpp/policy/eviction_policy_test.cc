@@ -60,7 +60,10 @@ TEST_F(LruTest, AnUnpinnedSlotHasKeptItsPlace) {
   EXPECT_EQ(policy_->victim(), 2u);
   policy_->unpin(1);
   EXPECT_EQ(policy_->victim(), 1u);
+  policy_->pin(1);
+  EXPECT_EQ(policy_->victim(), 2u);
   policy_->unpin(0);
+  policy_->unpin(1);
   EXPECT_EQ(drain(), (std::vector<Slot>{0, 1, 2}));
 }
 

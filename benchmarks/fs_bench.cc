@@ -1,0 +1,182 @@
+// How fast are records written, read back from a cold cache, and found again at
+// start? One JSON object per line on stdout. fs_bench.py runs it beside fio.
+//
+//   fs_bench io ROOT RECORD_BYTES TOTAL_BYTES THREADS IN_FLIGHT
+//   fs_bench start ROOT RECORDS
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/aligned_buffer.h"
+#include "storage/fs_layout.h"
+#include "storage/fs_tier.h"
+
+namespace kv_offload {
+namespace {
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+ChunkKey key_of(std::uint64_t number) {
+  std::uint64_t words[4];
+  std::uint64_t state = number;
+  for (std::uint64_t& word : words) {  // splitmix64: spread as digests are
+    state += 0x9E3779B97F4A7C15ull;
+    std::uint64_t mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9ull;
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBull;
+    word = mixed ^ mixed >> 31;
+  }
+  std::string bytes(reinterpret_cast<const char*>(words), sizeof(words));
+  bytes.append(4, '\0');
+  return ChunkKey(bytes);
+}
+
+FsTierOptions options_for(const std::string& root) {
+  FsTierOptions options;
+  options.root_dir = root;
+  options.max_bytes = std::uint64_t{1} << 40;
+  options.namespace_json = "{}";
+  return options;
+}
+
+double run(Tier& tier, OpKind kind, std::uint64_t count, std::vector<AlignedBuffer>& rows) {
+  std::vector<std::size_t> free_rows, row_of(count);
+  for (std::size_t i = 0; i < rows.size(); ++i) free_rows.push_back(i);
+  std::vector<Completion> completions;
+  std::vector<TierRemoval> removals;
+  std::uint64_t next = 0, ended = 0;
+  const double started = now();
+  while (ended < count) {
+    std::vector<TierOp> ops;
+    for (; next < count && !free_rows.empty(); ++next) {
+      row_of[next] = free_rows.back();
+      free_rows.pop_back();
+      TierOp op;
+      op.id = next;
+      op.kind = kind;
+      op.key = key_of(next);
+      op.shards.push_back(rows[row_of[next]].span());
+      ops.push_back(std::move(op));
+    }
+    if (!ops.empty()) tier.submit(std::move(ops));
+    completions.clear();
+    tier.poll(&completions, &removals);
+    for (const Completion& completion : completions) {
+      if (!completion.status) {
+        fmt::print(stderr, "{}\n", completion.status.to_string());
+        std::exit(1);
+      }
+      free_rows.push_back(row_of[completion.id]);
+      ++ended;
+    }
+    if (completions.empty()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return now() - started;
+}
+
+void bench_io(const std::string& root, std::uint64_t record, std::uint64_t total, unsigned threads,
+              unsigned in_flight) {
+  FsTierOptions options = options_for(root);
+  options.n_read_threads = options.n_write_threads = threads;
+  std::vector<AlignedBuffer> rows;
+  for (unsigned i = 0; i < in_flight; ++i) {
+    rows.emplace_back(record);
+    for (std::size_t at = 0; at < record; at += 8) {
+      const std::uint64_t word = (at + 1) * 0x9E3779B97F4A7C15ull * (i + 1);
+      std::memcpy(rows.back().data() + at, &word, sizeof(word));
+    }
+  }
+  const std::uint64_t count = total / record;
+  const auto tier = make_fs_tier(options);
+  const double write_seconds = run(*tier, OpKind::kWrite, count, rows);
+  // Nothing of what was read may come from memory.
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(root)) {
+    if (!entry.is_regular_file()) continue;
+    const int fd = ::open(entry.path().c_str(), O_RDONLY);
+    ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    ::close(fd);
+  }
+  const double read_seconds = run(*tier, OpKind::kRead, count, rows);
+  const TierStats stats = tier->stats();
+  const auto bytes = static_cast<double>(count * record);
+  fmt::print(
+      "{{\"record_bytes\": {}, \"records\": {}, \"threads\": {}, \"write_bytes_per_second\": {:.0f}, "
+      "\"read_bytes_per_second\": {:.0f}, \"direct_ops\": {}, \"buffered_ops\": {}}}\n",
+      record, count, threads, bytes / write_seconds, bytes / read_seconds, stats.direct_ops,
+      stats.buffered_ops);
+}
+
+// Header-sized files with the names of records: start looks at nothing more.
+void make_records(const std::string& root, std::uint64_t count) {
+  { const auto tier = make_fs_tier(options_for(root)); }
+  const std::string generation = root + "/" + std::string(64, '0') + "/g1/";
+  for (std::uint64_t number = 0; number < count; ++number) {
+    const std::string path = generation + layout::record_path(key_of(number), 4096);
+    int fd = ::open(path.c_str(), O_CREAT | O_WRONLY, 0600);
+    if (fd < 0) {
+      const std::uint32_t leaf = layout::leaf_of(key_of(number));
+      ::mkdir((generation + layout::leaf_parent(leaf)).c_str(), 0700);
+      ::mkdir((generation + layout::leaf_path(leaf)).c_str(), 0700);
+      fd = ::open(path.c_str(), O_CREAT | O_WRONLY, 0600);
+    }
+    if (fd < 0) std::exit(1);
+    ::close(fd);
+  }
+}
+
+void bench_start(const std::string& root, std::uint64_t count) {
+  make_records(root, count);
+  const double started = now();
+  const auto tier = make_fs_tier(options_for(root));
+  const double opened = now();
+  const ChunkKey last = key_of(count - 1);
+  Presence presence = Presence::kUnknown;
+  std::vector<Completion> completions;
+  std::vector<TierRemoval> removals;
+  while ((presence = tier->contains(last)) == Presence::kUnknown) std::this_thread::yield();
+  const double answered = now();
+  while (!tier->stats().scan_complete) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const double complete = now();
+  const std::uint64_t chunks = tier->stats().chunks;
+  const double lookups_started = now();
+  std::uint64_t present = 0;
+  constexpr std::uint64_t kLookups = 4096;
+  for (std::uint64_t i = 0; i < kLookups; ++i)
+    present += tier->contains(key_of(i * 7 % count)) == Presence::kPresent;
+  const double lookups = now() - lookups_started;
+  fmt::print(
+      "{{\"records\": {}, \"found\": {}, \"open_seconds\": {:.4f}, \"first_lookup_seconds\": {:.4f}, "
+      "\"first_lookup_hit\": {}, \"complete_seconds\": {:.3f}, \"lookup_4096_seconds\": {:.6f}, "
+      "\"lookups_hit\": {}}}\n",
+      count, chunks, opened - started, answered - opened, presence == Presence::kPresent, complete - started,
+      lookups, present);
+}
+
+}  // namespace
+}  // namespace kv_offload
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> args(argv + 1, argv + argc);
+  if (args.size() == 6 && args[0] == "io") {
+    kv_offload::bench_io(args[1], std::stoull(args[2]), std::stoull(args[3]),
+                         static_cast<unsigned>(std::stoul(args[4])),
+                         static_cast<unsigned>(std::stoul(args[5])));
+    return 0;
+  }
+  if (args.size() == 3 && args[0] == "start") {
+    kv_offload::bench_start(args[1], std::stoull(args[2]));
+    return 0;
+  }
+  fmt::print(stderr,
+             "usage: fs_bench io ROOT RECORD_BYTES TOTAL_BYTES THREADS IN_FLIGHT | start ROOT RECORDS\n");
+  return 2;
+}

@@ -1,0 +1,74 @@
+// KeyMemory: what is remembered of keys that are not here: why they went and how
+// often they were seen. Bounded: a direct-mapped table of fingerprints, so an
+// old memory may be overwritten by another key's, never taken for it (but for
+// one chance in 2^57).
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "base/types.h"
+
+namespace kv_offload {
+
+class KeyMemory {
+ public:
+  static constexpr std::size_t kMinCells = std::size_t{1} << 12;
+  static constexpr std::size_t kMaxCells = std::size_t{1} << 20;
+  static constexpr std::uint32_t kMaxSights = 7;
+
+  // Remembers about `keys` keys, at most kMaxCells (8 bytes each).
+  explicit KeyMemory(std::size_t keys) : cells_(std::bit_ceil(std::clamp(keys, kMinCells, kMaxCells))) {}
+
+  // `reason` < 15, of the caller's own numbering.
+  void note_gone(const ChunkKey& key, std::uint8_t reason) {
+    std::uint64_t& cell = own(key);
+    cell = (cell & ~kReasonMask) | (std::uint64_t{reason} + 1);
+  }
+  std::optional<std::uint8_t> why_gone(const ChunkKey& key) const {
+    const std::uint64_t print = fingerprint(key);
+    const std::uint64_t cell = cells_[place(print)];
+    if ((cell & kPrintMask) != (print & kPrintMask) || (cell & kReasonMask) == 0) return std::nullopt;
+    return static_cast<std::uint8_t>((cell & kReasonMask) - 1);
+  }
+  // How often this key was seen, this time included; saturates at kMaxSights.
+  std::uint32_t see(const ChunkKey& key) {
+    std::uint64_t& cell = own(key);
+    std::uint64_t sights = (cell & kSightsMask) >> kSightsShift;
+    sights = std::min<std::uint64_t>(sights + 1, kMaxSights);
+    cell = (cell & ~kSightsMask) | sights << kSightsShift;
+    return static_cast<std::uint32_t>(sights);
+  }
+  void clear() { std::fill(cells_.begin(), cells_.end(), 0); }
+
+  static std::uint64_t fingerprint(const ChunkKey& key) {
+    // Another fold than ChunkKey::Hash: the end of the digest takes part.
+    std::uint64_t tail;
+    std::memcpy(&tail, key.bytes().data() + (key.size() > 12 ? key.size() - 12 : 0), sizeof(tail));
+    std::uint64_t mixed = ChunkKey::Hash{}(key) ^ (tail * 0x9FB21C651E98DF25ull);
+    mixed ^= mixed >> 29;
+    return mixed * 0xBF58476D1CE4E5B9ull;
+  }
+
+ private:
+  static constexpr std::uint64_t kReasonMask = 0xF;
+  static constexpr unsigned kSightsShift = 4;
+  static constexpr std::uint64_t kSightsMask = std::uint64_t{7} << kSightsShift;
+  static constexpr std::uint64_t kPrintMask = ~std::uint64_t{0x7F};
+
+  std::size_t place(std::uint64_t print) const { return (print >> 7) & (cells_.size() - 1); }
+  std::uint64_t& own(const ChunkKey& key) {
+    const std::uint64_t print = fingerprint(key);
+    std::uint64_t& cell = cells_[place(print)];
+    if ((cell & kPrintMask) != (print & kPrintMask)) cell = print & kPrintMask;
+    return cell;
+  }
+
+  std::vector<std::uint64_t> cells_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,117 @@
+// prepare_load and complete_load.
+//
+// vLLM tells which keys of a load have ended, not which load. Two loads may
+// share keys, so a load is known again by the fold of all of its keys; its pins
+// go when its ticket is reported too, which is what says that no rank reads its
+// rows any more.
+#include <algorithm>
+
+#include "cache/cache_impl.h"
+
+namespace kv_offload {
+namespace {
+
+std::uint64_t fold(std::span<const ChunkKey> keys) {
+  std::uint64_t sum = keys.size();
+  for (const ChunkKey& key : keys) sum += KeyMemory::fingerprint(key);
+  return sum;
+}
+
+}  // namespace
+
+RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<const ChunkKey> keys) {
+  RequestState& request = require_live(handle);
+  if (closed) throw_invalid("prepare_load was called after close()");
+  RowTransfer transfer;
+  transfer.group_rows.assign(groups.size(), 0);
+  if (keys.empty()) return transfer;
+  LoadJob job;
+  job.fold = fold(keys);
+  job.slots.reserve(keys.size());
+  transfer.rows.reserve(keys.size());
+  std::uint32_t group = 0;
+  for (const ChunkKey& key : keys) {
+    group = require_position(key, group);
+    const ChunkEntry* entry = index.find(key);
+    if (entry == nullptr || entry->state != ChunkState::kResident) {
+      throw_invalid(
+          "chunk {} is to be loaded but is not in host memory; load only what was a hit in this step",
+          key.hex());
+    }
+    job.slots.push_back(index.slot_of(entry));
+    transfer.rows.push_back(entry->row);
+    ++transfer.group_rows[group];
+  }
+  std::vector<double> hit_tokens(tiers.size() + 1, 0);
+  std::uint64_t fetched_tokens = 0;
+  // From the last to the first: the head of a prefix is the last to go.
+  for (std::size_t i = job.slots.size(); i-- > 0;) {
+    const Slot slot = job.slots[i];
+    ChunkEntry& entry = index.at(slot);
+    index.pin(slot);
+    index.access(slot);
+    entry.holder = request.number;
+    const bool fetched = entry.origin == ChunkOrigin::kTier && !entry.counted;
+    entry.counted |= fetched;
+    hit_tokens[fetched ? entry.tier + 1u : 0] += groups[entry.group].tokens;
+    if (fetched) fetched_tokens += groups[entry.group].full_attention ? groups[entry.group].tokens : 0;
+    see_again(slot);
+  }
+  for (std::size_t i = 0; i < hit_tokens.size(); ++i) {
+    if (hit_tokens[i] == 0) continue;
+    const std::string_view tier = i == 0 ? "cpu" : std::string_view(tier_slots[i - 1].name);
+    metrics.add("kv_offload_hit_tokens_total", {tier}, hit_tokens[i]);
+    metrics.add("kv_offload_lookup_tokens_total", {}, hit_tokens[i]);
+  }
+  if (request.waiting && fetched_tokens > 0) {
+    const double saved =
+        costs.prefill_seconds(fetched_tokens) - to_seconds(request.pass_time - request.waits_since);
+    if (saved > 0) metrics.add("kv_offload_saved_seconds_total", {}, saved);
+  }
+  admit(handle, request);
+  job.ticket = transfer.ticket = ++last_ticket;
+  load_jobs.push_back(std::move(job));
+  return transfer;
+}
+
+void TieredCache::Impl::complete_load(std::span<const ChunkKey> keys) {
+  const std::uint64_t wanted = fold(keys);
+  const auto job = std::find_if(load_jobs.begin(), load_jobs.end(), [&](const LoadJob& candidate) {
+    return !candidate.completed && candidate.fold == wanted && candidate.slots.size() == keys.size();
+  });
+  if (job == load_jobs.end()) return;  // of before a reset
+  job->completed = true;
+  if (release_load(*job)) load_jobs.erase(job);
+}
+
+bool TieredCache::Impl::release_load(const LoadJob& job) {
+  if (!is_reported(job.ticket)) return false;
+  for (const Slot slot : job.slots) {
+    ChunkEntry& entry = index.at(slot);
+    // Loaded once since the fetch: from now on it is host memory's.
+    if (entry.counted) entry.origin = ChunkOrigin::kStore;
+    index.unpin(slot);
+  }
+  return true;
+}
+
+bool TieredCache::Impl::is_reported(Ticket ticket) const {
+  std::uint64_t failed_groups = 0;
+  return region.result(ticket, &failed_groups) == TicketResult::kDone;
+}
+
+RowTransfer TieredCache::prepare_load(RequestHandle request, std::span<const ChunkKey> keys) {
+  return impl_->prepare_load(request, keys);
+}
+
+void TieredCache::complete_load(std::span<const ChunkKey> keys) {
+  if (!impl_->closed) impl_->complete_load(keys);
+}
+
+int TieredCache::load_source(const ChunkKey& key) const {
+  const ChunkEntry* entry = impl_->index.find(key);
+  if (entry == nullptr || entry->origin != ChunkOrigin::kTier) return -1;
+  return entry->tier;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,177 @@
+// One key's answer. What a request is told, and what it is counted for.
+//
+// Counting: a chunk is counted once per admission of a request, when the outcome
+// of its last lookup pass is settled. Hits are the chunks that it loads
+// (load_path.cc); misses are the chunks that the pass was told kMiss, with the
+// reason. vLLM ends the scan of a full-attention group at its first miss, so what
+// lies behind is never asked for and never counted: lookup_tokens = hit_tokens +
+// miss_tokens, over all tiers and reasons.
+#include <algorithm>
+
+#include "cache/cache_impl.h"
+
+namespace kv_offload {
+
+LookupResult TieredCache::Impl::lookup(RequestHandle handle, const ChunkKey& key) {
+  RequestState& request = requests[handle];
+  if (request.pass_step != step) begin_pass(request);
+  const ChunkEntry* entry = index.find(key);
+  if (entry != nullptr && entry->state == ChunkState::kResident && request.options.load_from_cpu) [[likely]] {
+    request.pass.push_back({index.slot_of(entry), entry->group, Sight::Kind::kHit, 0});
+    return LookupResult::kHit;
+  }
+  return lookup_unready(handle, request, key, entry);
+}
+
+void TieredCache::Impl::begin_pass(RequestState& request) {
+  if (!polled_in_step) poll_tiers();
+  request.clear_pass();
+  request.pass_step = step;
+  request.pass_time = clock.now();
+  request.unsettled = true;
+}
+
+LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestState& request,
+                                               const ChunkKey& key, const ChunkEntry* entry) {
+  using Kind = Sight::Kind;
+  const auto group = position_of(key);
+  if (!group) return LookupResult::kMiss;
+  if (entry != nullptr) {
+    const bool is_fetch = entry->state == ChunkState::kFetching;
+    const Slot slot = index.slot_of(entry);
+    if (entry->state == ChunkState::kResident) {  // and host memory is not to be loaded from
+      if (!request.options.load_from_tiers || !from_tier(*entry)) {
+        return miss(request, *group, MissReason::kDisabled);
+      }
+      request.pass.push_back({slot, entry->group, Kind::kHit, 0});
+      return LookupResult::kHit;
+    }
+    if (const auto reason = may_not_wait(request, is_fetch)) return miss(request, *group, *reason);
+    return pending(handle, request, {slot, entry->group, is_fetch ? Kind::kFetching : Kind::kFilling, 0},
+                   LookupResult::kPending);
+  }
+  if (!request.failed.empty()) {
+    const std::uint64_t fingerprint = KeyMemory::fingerprint(key);
+    for (const auto& failed : request.failed) {
+      if (failed.fingerprint == fingerprint) return miss(request, *group, failed.reason);
+    }
+  }
+  bool unknown = false;
+  bool switched_off = false;
+  for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
+    if (tier_slots[tier].reset_failed) continue;
+    const Presence presence = tier_slots[tier].tier->contains(key);
+    if (!tier_slots[tier].usable) {
+      switched_off |= presence == Presence::kPresent;
+      continue;
+    }
+    unknown |= presence == Presence::kUnknown;
+    if (presence != Presence::kPresent) continue;
+    if (const auto reason = may_not_wait(request, true)) return miss(request, *group, *reason);
+    if (request.closed[*group]) return miss(request, *group, *request.closed[*group]);
+    request.pass_keys.push_back(key);
+    return pending(handle, request,
+                   {static_cast<std::uint32_t>(request.pass_keys.size() - 1),
+                    static_cast<std::uint16_t>(*group), Kind::kRecorded, static_cast<std::uint8_t>(tier)},
+                   LookupResult::kPending);
+  }
+  if (unknown && !may_not_wait(request, true)) {
+    return pending(handle, request, {0, static_cast<std::uint16_t>(*group), Kind::kUnknown, 0},
+                   LookupResult::kRetry);
+  }
+  return miss(request, *group, switched_off ? MissReason::kIoError : why_absent(key));
+}
+
+std::optional<MissReason> TieredCache::Impl::may_not_wait(const RequestState& request, bool from_tier) const {
+  if (from_tier ? !request.options.load_from_tiers || request.load_policy == LoadPolicy::kNever
+                : !request.options.load_from_cpu) {
+    return MissReason::kDisabled;
+  }
+  if (request.expired || (request.waiting && request.pass_time >= request.deadline)) {
+    return MissReason::kDeadline;
+  }
+  return std::nullopt;
+}
+
+LookupResult TieredCache::Impl::pending(RequestHandle handle, RequestState& request, Sight sight,
+                                        LookupResult result) {
+  request.pass.push_back(sight);
+  if (!request.pass_pending) {
+    request.pass_pending = true;
+    asked.push_back(handle);
+    start_waiting(handle, request);
+  }
+  return result;
+}
+
+LookupResult TieredCache::Impl::miss(RequestState& request, std::uint32_t group, MissReason reason) {
+  request.pass.push_back(
+      {0, static_cast<std::uint16_t>(group), Sight::Kind::kMiss, static_cast<std::uint8_t>(reason)});
+  return LookupResult::kMiss;
+}
+
+MissReason TieredCache::Impl::why_absent(const ChunkKey& key) const {
+  const auto reason = memory.why_gone(key);
+  return reason ? static_cast<MissReason>(*reason) : MissReason::kNotStored;
+}
+
+bool TieredCache::Impl::from_tier(const ChunkEntry& entry) {
+  if (entry.origin == ChunkOrigin::kTier) return true;
+  return std::any_of(tier_slots.begin(), tier_slots.end(),
+                     [&](TierSlot& slot) { return is_recorded(slot, entry.key); });
+}
+
+void TieredCache::Impl::settle(RequestState& request) {
+  if (!request.unsettled) return;
+  request.unsettled = false;
+  // A group that was scanned again (vLLM's boundary moved) counts once: its last scan.
+  std::vector<bool> counted(groups.size(), false);
+  for (std::size_t end = request.pass.size(); end > 0;) {
+    const std::uint16_t group = request.pass[end - 1].group;
+    std::size_t begin = end;
+    while (begin > 0 && request.pass[begin - 1].group == group) --begin;
+    for (std::size_t i = begin; i < end && !counted[group]; ++i) {
+      const Sight& sight = request.pass[i];
+      if (sight.kind != Sight::Kind::kMiss) continue;
+      const auto reason = static_cast<MissReason>(sight.detail);
+      metrics.add("kv_offload_miss_tokens_total", {to_string(reason)}, groups[group].tokens);
+      metrics.add("kv_offload_lookup_tokens_total", {}, groups[group].tokens);
+    }
+    counted[group] = true;
+    end = begin;
+  }
+  request.clear_pass();
+}
+
+void TieredCache::Impl::start_waiting(RequestHandle handle, RequestState& request) {
+  if (request.waiting || request.expired) return;
+  request.waiting = true;
+  request.waits_since = request.pass_time;
+  request.deadline = request.pass_time + options.lookup_deadline;
+  waiting.push_back(handle);
+}
+
+void TieredCache::Impl::stop_waiting(RequestHandle handle, RequestState& request) {
+  for (const Slot slot : request.held) index.unpin(slot);
+  request.held.clear();
+  for (const Slot slot : request.awaited) {
+    const auto fetch = fetches.find(slot);
+    if (fetch == fetches.end()) continue;
+    auto& waiters = ops.at(fetch->second).waiters;
+    std::erase_if(waiters, [&](const Waiter& waiter) { return waiter.request == handle; });
+    // Nobody needs it any more. Its completion gives the row back.
+    if (waiters.empty()) tier_slots[ops.at(fetch->second).tier].tier->cancel(fetch->second);
+  }
+  request.awaited.clear();
+  if (request.waiting) std::erase(waiting, handle);
+  request.waiting = false;
+}
+
+void TieredCache::Impl::admit(RequestHandle handle, RequestState& request) {
+  settle(request);
+  if (!request.waiting && !request.expired) return;
+  stop_waiting(handle, request);
+  request.clear_wait();
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,204 @@
+// Plans: what waiting requests get fetched, made once at the end of each step.
+#include <algorithm>
+
+#include "cache/cache_impl.h"
+
+namespace kv_offload {
+
+void TieredCache::end_step() {
+  Impl& impl = *impl_;
+  if (impl.closed) return;
+  impl.poll_tiers();
+  std::erase_if(impl.load_jobs,
+                [&](const Impl::LoadJob& job) { return job.completed && impl.release_load(job); });
+  impl.quarantine.poll([&](Ticket ticket) { return impl.is_reported(ticket); });
+  std::sort(impl.asked.begin(), impl.asked.end(), [&](RequestHandle a, RequestHandle b) {
+    return impl.requests[a].number < impl.requests[b].number;
+  });
+  const Nanos now = impl.clock.now();
+  impl.expire_deadlines(now);
+  for (const RequestHandle handle : impl.asked) {
+    RequestState& request = impl.requests[handle];
+    if (request.live && request.waiting && request.pass_step == impl.step) impl.plan(handle, request);
+  }
+  impl.asked.clear();
+  impl.clean_cold_end();
+  impl.flush_tallies();
+  impl.costs.end_step(now);
+  ++impl.step;
+  impl.polled_in_step = false;
+}
+
+void TieredCache::Impl::expire_deadlines(Nanos now) {
+  for (std::size_t i = waiting.size(); i-- > 0;) {
+    const RequestHandle handle = waiting[i];
+    RequestState& request = requests[handle];
+    if (now < request.deadline) continue;
+    stop_waiting(handle, request);
+    request.expired = true;
+  }
+}
+
+// The last scan of each group, in lookup order. A miss that is followed by more
+// lookups of the same scan is one of a window group, which is scanned from the
+// right: what was seen before it lies in no whole window and is not needed.
+std::vector<std::pair<std::uint32_t, TieredCache::Impl::Scan>> TieredCache::Impl::scans_of(
+    const RequestState& request) const {
+  using Kind = Sight::Kind;
+  std::vector<std::pair<std::uint32_t, Scan>> scans;
+  const std::vector<Sight>& pass = request.pass;
+  for (std::size_t begin = 0, end = 0; begin < pass.size(); begin = end) {
+    const std::uint16_t group = pass[begin].group;
+    while (end < pass.size() && pass[end].group == group) ++end;
+    std::erase_if(scans, [&](const auto& scan) { return scan.first == group; });
+    Scan& scan = scans.emplace_back(group, Scan{}).second;
+    for (std::size_t i = begin; i < end; ++i) {
+      const Sight& sight = pass[i];
+      switch (sight.kind) {
+        case Kind::kHit:
+          scan.hits.push_back(sight.index);
+          break;
+        case Kind::kFetching:
+          scan.fetching.push_back(sight.index);
+          break;
+        case Kind::kRecorded:
+          scan.candidates.push_back({sight.index, sight.detail});
+          break;
+        case Kind::kMiss:
+          if (i + 1 < end && !groups[group].full_attention) scan = Scan{};
+          break;
+        case Kind::kFilling:
+        case Kind::kUnknown:
+          break;
+      }
+      scan.pending |= sight.kind != Kind::kHit && sight.kind != Kind::kMiss;
+    }
+  }
+  return scans;
+}
+
+void TieredCache::Impl::plan(RequestHandle handle, RequestState& request) {
+  const auto scans = scans_of(request);
+  // What it hit must still be there when the rest has arrived; and no row for
+  // the rest may come from it.
+  for (const auto& [group, scan] : scans) {
+    hold_hits(request, scan.hits);
+    for (const Slot slot : scan.fetching) await(handle, request, slot);
+  }
+  const auto first = std::find_if(scans.begin(), scans.end(), [](const auto& s) { return s.second.pending; });
+  if (first == scans.end()) return;
+  std::vector<std::pair<std::uint32_t, Scan>> chosen;
+  for (auto it = first; it != scans.end(); ++it) {
+    if (it->second.candidates.empty() || request.closed[it->first]) continue;
+    const bool together = groups[first->first].full_attention && groups[it->first].full_attention;
+    if (it == first || together) chosen.push_back(*it);
+  }
+  if (chosen.empty() || !decide(request, chosen)) return;
+  for (const auto& [group, scan] : chosen) fetch(handle, request, group, scan);
+}
+
+bool TieredCache::Impl::decide(RequestState& request,
+                               const std::vector<std::pair<std::uint32_t, Scan>>& scans) {
+  if (request.decided_to_load) return true;
+  std::uint64_t tokens = 0;
+  std::vector<std::uint64_t> bytes(tiers.size(), 0);
+  for (const auto& [group, scan] : scans) {
+    tokens = std::max<std::uint64_t>(tokens, scan.candidates.size() * groups[group].tokens);
+    for (const auto& candidate : scan.candidates) bytes[candidate.tier] += groups[group].bytes;
+  }
+  bool load = true;
+  if (request.load_policy == LoadPolicy::kAuto) {
+    for (std::size_t tier = 0; tier < tiers.size(); ++tier) {
+      if (bytes[tier] == 0) continue;
+      const double seconds = tiers[tier]->estimate_read_seconds(bytes[tier]);
+      load &= costs.decide(tier, seconds, tokens, request.pass_time) == CostModel::Choice::kLoad;
+    }
+  }
+  metrics.add("kv_offload_decisions_total", {load ? "load" : "recompute"});
+  if (load) {
+    request.decided_to_load = true;
+  } else {
+    for (auto& reason : request.closed) reason = MissReason::kRecomputeCheaper;
+  }
+  return load;
+}
+
+void TieredCache::Impl::hold_hits(RequestState& request, const std::vector<Slot>& hits) {
+  ++mark;
+  const auto first_time = [&](Slot slot) {
+    if (slot >= marks.size()) marks.resize(std::size_t{slot} + 1, 0);
+    return std::exchange(marks[slot], mark) != mark;
+  };
+  for (const Slot slot : request.held) first_time(slot);
+  for (const Slot slot : hits) {
+    // It may have been evicted since it was looked up.
+    if (index.at(slot).state != ChunkState::kResident || !first_time(slot)) continue;
+    index.pin(slot);
+    request.held.push_back(slot);
+  }
+}
+
+void TieredCache::Impl::await(RequestHandle handle, RequestState& request, Slot slot) {
+  const auto fetch = fetches.find(slot);
+  if (fetch == fetches.end()) return;
+  auto& waiters = ops.at(fetch->second).waiters;
+  const bool known = std::any_of(waiters.begin(), waiters.end(),
+                                 [&](const Waiter& waiter) { return waiter.request == handle; });
+  if (known) return;
+  waiters.push_back({handle, request.number});
+  request.awaited.push_back(slot);
+}
+
+void TieredCache::Impl::fetch(RequestHandle handle, RequestState& request, std::uint32_t group,
+                              const Scan& scan) {
+  std::vector<std::pair<Slot, std::uint8_t>> planned;
+  for (const auto& candidate : scan.candidates) {
+    const ChunkKey& key = request.pass_keys[candidate.key];
+    if (const ChunkEntry* entry = index.find(key)) {  // another plan of this step took it up
+      await(handle, request, index.slot_of(entry));
+      continue;
+    }
+    const RowId row = take_row(group, request.number, nullptr);
+    if (row == kNoRow) {
+      request.closed[group] = MissReason::kPressure;
+      break;
+    }
+    const Slot slot = insert(key, group, row, 0, ChunkState::kFetching);
+    index.at(slot).holder = request.number;
+    planned.push_back({slot, candidate.tier});
+  }
+  if (request.closed[group] && groups.size() > 1) {
+    // The windows of the other groups need rows too, or all of this is in vain.
+    std::size_t give_back = (planned.size() + 3) / 4;
+    for (; give_back > 0; --give_back) {
+      free_row(take_out(planned.back().first));
+      planned.pop_back();
+    }
+  }
+  std::vector<std::vector<TierOp>> batches(tiers.size());
+  for (const auto& [slot, tier] : planned) {
+    TierOp op = make_op(OpKind::kRead, tier, slot);
+    op.deadline = request.deadline;
+    batches[tier].push_back(std::move(op));
+    await(handle, request, slot);
+  }
+  for (std::size_t tier = 0; tier < tiers.size(); ++tier) {
+    if (!batches[tier].empty()) tiers[tier]->submit(std::move(batches[tier]));
+  }
+}
+
+bool TieredCache::has_pending_work() const {
+  const Impl& impl = *impl_;
+  if (impl.closed) return false;
+  return std::any_of(impl.waiting.begin(), impl.waiting.end(), [&](RequestHandle handle) {
+    const RequestState& request = impl.requests[handle];
+    if (!request.awaited.empty()) return true;
+    // Asked in this step, not planned yet.
+    return request.pass_pending && request.pass_step == impl.step &&
+           std::any_of(request.pass.begin(), request.pass.end(), [](const Sight& sight) {
+             return sight.kind == Sight::Kind::kRecorded || sight.kind == Sight::Kind::kUnknown;
+           });
+  });
+}
+
+}  // namespace kv_offload

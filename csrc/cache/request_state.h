@@ -1,0 +1,87 @@
+// What TieredCache knows of one live request: what it saw in its last lookup
+// pass, what it waits for and holds, what it may not be promised any more.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "base/clock.h"
+#include "cache/tiered_cache.h"
+
+namespace kv_offload {
+
+// One lookup of a pass.
+struct Sight {
+  enum class Kind : std::uint8_t { kHit, kFilling, kFetching, kRecorded, kUnknown, kMiss };
+  std::uint32_t index = 0;  // kHit, kFilling, kFetching: slot; kRecorded: place in pass_keys
+  std::uint16_t group = 0;
+  Kind kind = Kind::kMiss;
+  std::uint8_t detail = 0;  // kRecorded: tier; kMiss: MissReason
+};
+
+struct RequestState {
+  bool live = false;
+  std::uint32_t number = 0;  // in order of arrival, never 0
+  RequestOptions options;
+  LoadPolicy load_policy = LoadPolicy::kAuto;
+
+  // ---- the last lookup pass: all lookups of one step, in order
+  std::uint64_t pass_step = 0;
+  Nanos pass_time{0};
+  bool pass_pending = false;  // some answer of it was kPending or kRetry
+  bool unsettled = false;     // its misses are not counted yet
+  std::vector<Sight> pass;
+  std::vector<ChunkKey> pass_keys;
+
+  // ---- waiting: from the first pending answer until it is admitted
+  bool waiting = false;  // pins are held; ends with the deadline too
+  bool expired = false;  // the deadline passed: what is not resident is a miss
+  Nanos waits_since{0};
+  Nanos deadline{0};
+  std::vector<Slot> held;     // resident, pinned once each for this request
+  std::vector<Slot> awaited;  // being fetched, among others for this request
+  bool decided_to_load = false;
+  // No (further) fetch for this group, and why.
+  std::vector<std::optional<MissReason>> closed;
+  // Fetches that failed while it waited: never tried again for it.
+  struct Failed {
+    std::uint64_t fingerprint;
+    MissReason reason;
+  };
+  std::vector<Failed> failed;
+
+  // ---- storing: the first key of each group that found no row. What follows it
+  // is declined too, until it is offered again.
+  std::vector<std::optional<ChunkKey>> declined;
+
+  void begin(std::uint32_t its_number, const RequestOptions& its_options, LoadPolicy policy,
+             std::size_t groups) {
+    live = true;
+    number = its_number;
+    options = its_options;
+    load_policy = policy;
+    clear_pass();
+    unsettled = false;
+    pass_step = 0;
+    clear_wait();
+    failed.clear();
+    declined.assign(groups, std::nullopt);
+    closed.assign(groups, std::nullopt);
+  }
+  void clear_pass() {
+    pass_pending = false;
+    pass.clear();
+    pass_keys.clear();
+  }
+  // REQUIRES: held and awaited are given back.
+  void clear_wait() {
+    waiting = expired = decided_to_load = false;
+    deadline = waits_since = Nanos(0);
+    held.clear();
+    awaited.clear();
+    for (auto& reason : closed) reason.reset();
+  }
+};
+
+}  // namespace kv_offload

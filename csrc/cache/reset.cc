@@ -1,0 +1,76 @@
+// reset and close: everything is forgotten at once, but rows that somebody may
+// still touch stay out of use until that ended.
+#include <algorithm>
+
+#include "cache/cache_impl.h"
+
+namespace kv_offload {
+
+void TieredCache::Impl::forget_memory() {
+  for (auto& [id, op] : ops) {
+    if (op.stale) continue;
+    op.stale = true;
+    op.waiters.clear();
+    quarantine.hold(op.row);
+    tier_slots[op.tier].tier->cancel(id);  // if it has started, its completion ends the hold
+  }
+  fetches.clear();
+  write_order.clear();
+  for (const LoadJob& job : load_jobs) {
+    if (is_reported(job.ticket)) continue;
+    for (const Slot slot : job.slots) quarantine.hold(job.ticket, index.at(slot).row);
+  }
+  load_jobs.clear();
+  index.for_each([&](Slot, ChunkEntry& entry) {
+    if (entry.state == ChunkState::kResident) note_event(entry.key, false, true, {});
+    if (entry.state == ChunkState::kFilling && !is_reported(entry.ticket)) {
+      quarantine.hold(entry.ticket, entry.row);
+    }
+    if (!quarantine.holds(entry.row)) free_row(entry.row);
+  });
+  index.clear();
+  std::fill(owner_of_row.begin(), owner_of_row.end(), static_cast<Slot>(-1));
+  std::fill(resident_by_group.begin(), resident_by_group.end(), 0);
+  for (RequestState& request : requests) {
+    request.held.clear();
+    request.awaited.clear();
+    request.failed.clear();
+    std::fill(request.declined.begin(), request.declined.end(), std::nullopt);
+    request.clear_wait();
+    request.clear_pass();
+  }
+  waiting.clear();
+  asked.clear();
+  memory.clear();
+}
+
+void TieredCache::Impl::reset() {
+  forget_memory();
+  for (TierSlot& slot : tier_slots) {
+    const Status status = slot.tier->reset();
+    slot.reset_failed = !status.is_ok();
+    slot.usable = slot.usable && !slot.reset_failed;
+    if (!status.is_ok()) {
+      metrics.add("kv_offload_failures_total", {slot.name, "reset", to_string(status.kind())});
+    }
+  }
+  poll_tiers();
+}
+
+void TieredCache::Impl::close() {
+  if (closed) return;
+  for (const OpId op : write_order) drop_write(op, "closing");
+  for (TierSlot& slot : tier_slots) slot.tier->close();
+  poll_tiers();
+  forget_memory();
+  events.clear();
+  closed = true;
+}
+
+void TieredCache::reset() {
+  if (!impl_->closed) impl_->reset();
+}
+
+void TieredCache::close() { impl_->close(); }
+
+}  // namespace kv_offload

@@ -1,0 +1,117 @@
+// prepare_store and complete_store.
+#include <algorithm>
+
+#include "cache/cache_impl.h"
+
+namespace kv_offload {
+
+StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<const ChunkKey> keys,
+                                            std::span<const std::uint32_t> depths) {
+  RequestState& request = require_live(handle);
+  if (!depths.empty() && depths.size() != keys.size()) {
+    throw_invalid("{} depths were given for {} keys; give one per key or none", depths.size(), keys.size());
+  }
+  admit(handle, request);
+  StoreGrant grant;
+  if (closed || request.options.skip_store) return grant;
+  grant.transfer.group_rows.assign(groups.size(), 0);
+  std::vector<std::uint64_t> fresh(groups.size(), 0);
+  std::uint32_t group = 0;
+  for (std::uint32_t i = 0; i < keys.size(); ++i) {
+    const ChunkKey& key = keys[i];
+    group = require_position(key, group);
+    if (ChunkEntry* known = index.find(key)) {
+      known->holder = request.number;
+      const Slot slot = index.slot_of(known);
+      index.access(slot);
+      if (known->state == ChunkState::kResident) see_again(slot);
+      continue;
+    }
+    fresh[group] += groups[group].tokens;
+    auto& declined = request.declined[group];
+    if (declined && *declined == key) declined.reset();  // vLLM starts from there again
+    if (declined) continue;
+    const RowId row = take_row(group, request.number, &grant.evicted);
+    if (row == kNoRow) {
+      declined = key;
+      continue;
+    }
+    if (grant.transfer.ticket == kNoTicket) grant.transfer.ticket = ++last_ticket;
+    const Slot slot = insert(key, group, row, depths.empty() ? 0 : depths[i], ChunkState::kFilling);
+    ChunkEntry& entry = index.at(slot);
+    entry.ticket = grant.transfer.ticket;
+    entry.holder = request.number;
+    grant.accepted.push_back(i);
+    grant.transfer.rows.push_back(row);
+    ++grant.transfer.group_rows[group];
+  }
+  for (std::uint32_t g = 0; g < groups.size(); ++g) {
+    const std::uint64_t declined = fresh[g] / groups[g].tokens - grant.transfer.group_rows[g];
+    if (declined == 0) continue;
+    metrics.add("kv_offload_dropped_bytes_total", {"cpu", "pressure"},
+                static_cast<double>(declined * groups[g].bytes));
+  }
+  flush_tallies();
+  costs.note_prefill(*std::max_element(fresh.begin(), fresh.end()));
+  return grant;
+}
+
+void TieredCache::Impl::complete_store(std::span<const ChunkKey> keys, bool success) {
+  std::vector<Slot> stored;
+  stored.reserve(keys.size());
+  Ticket known = kNoTicket;
+  TicketResult result = TicketResult::kPending;
+  std::uint64_t failed_groups = 0;
+  for (const ChunkKey& key : keys) {
+    const ChunkEntry* entry = index.find(key);
+    if (entry == nullptr || entry->state != ChunkState::kFilling) continue;
+    if (entry->ticket != known) {
+      known = entry->ticket;
+      failed_groups = 0;
+      result = region.result(known, &failed_groups);
+    }
+    const Slot slot = index.slot_of(entry);
+    if (!success || result != TicketResult::kDone || (failed_groups >> entry->group & 1) != 0) {
+      fail_store(slot);
+    } else {
+      stored.push_back(slot);
+    }
+  }
+  // The deepest first, so that the head of a prefix is the last to go.
+  std::sort(stored.begin(), stored.end(), [&](Slot a, Slot b) {
+    const std::uint32_t depth_a = index.at(a).depth, depth_b = index.at(b).depth;
+    return depth_a != depth_b ? depth_a > depth_b : index.at(a).row > index.at(b).row;
+  });
+  double tokens = 0;
+  for (const Slot slot : stored) {
+    make_resident(slot, ChunkOrigin::kStore);
+    tokens += groups[index.at(slot).group].tokens;
+  }
+  if (tokens > 0) metrics.add("kv_offload_stored_tokens_total", {}, tokens);
+  std::reverse(stored.begin(), stored.end());
+  write_stored(stored);
+}
+
+void TieredCache::Impl::fail_store(Slot slot) {
+  const ChunkEntry& entry = index.at(slot);
+  const Ticket ticket = entry.ticket;
+  metrics.add("kv_offload_failures_total", {"cpu", "store", "device"});
+  memory.note_gone(entry.key, static_cast<std::uint8_t>(MissReason::kIoError));
+  const RowId row = take_out(slot);
+  if (is_reported(ticket)) {
+    free_row(row);
+  } else {
+    quarantine.hold(ticket, row);
+  }
+}
+
+StoreGrant TieredCache::prepare_store(RequestHandle request, std::span<const ChunkKey> keys,
+                                      std::span<const std::uint32_t> depths) {
+  return impl_->prepare_store(request, keys, depths);
+}
+
+void TieredCache::complete_store(std::span<const ChunkKey> keys, bool success) {
+  if (!impl_->closed) impl_->complete_store(keys, success);
+}
+
+}  // namespace kv_offload

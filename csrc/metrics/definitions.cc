@@ -1,0 +1,85 @@
+// The list of metrics. Names and labels are part of what users build on: alerts
+// and dashboards (examples/monitoring) name them.
+#include "metrics/metrics.h"
+
+namespace kv_offload {
+namespace {
+
+using enum MetricType;
+using Names = std::vector<std::string>;
+
+// 100 us, a page from a fast disk, to 30 s, past every deadline; 1, 2.5, 5 a decade.
+const std::vector<double>& seconds_buckets() {
+  static const std::vector<double> kBuckets{1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2,
+                                            0.1,  0.25,   0.5,  1,    2.5,    5,    10,   30};
+  return kBuckets;
+}
+
+MetricDefinition counter(std::string name, std::string documentation, Names labels = {}) {
+  return {std::move(name), kCounter, std::move(documentation), std::move(labels), {}, false};
+}
+
+MetricDefinition gauge(std::string name, std::string documentation, Names labels = {}) {
+  return {std::move(name), kGauge, std::move(documentation), std::move(labels), {}, false};
+}
+
+MetricDefinition seconds(std::string name, std::string documentation, Names labels) {
+  return {std::move(name), kHistogram, std::move(documentation), std::move(labels), seconds_buckets(), false};
+}
+
+MetricDefinition of_worker(MetricDefinition definition) {
+  definition.worker = true;
+  return definition;
+}
+
+std::vector<MetricDefinition> make_definitions() {
+  return {
+      counter("kv_offload_hit_tokens_total", "Tokens loaded, by the tier that their bytes came from.",
+              {"tier"}),
+      counter("kv_offload_miss_tokens_total",
+              "Tokens looked up and not loaded: not_stored, evicted, recompute_cheaper, deadline, corrupt, "
+              "io_error, pressure, disabled.",
+              {"reason"}),
+      counter("kv_offload_lookup_tokens_total", "Tokens looked up beyond what the device cache had."),
+      counter("kv_offload_stored_tokens_total", "Tokens whose blocks were stored in host memory."),
+      gauge("kv_offload_tier_bytes", "Bytes resident on a tier (cpu: host memory).", {"tier"}),
+      gauge("kv_offload_tier_capacity_bytes", "Bytes that a tier may hold.", {"tier"}),
+      gauge("kv_offload_tier_chunks", "Chunks resident on a tier.", {"tier"}),
+      counter("kv_offload_read_bytes_total", "Bytes read from a tier.", {"tier"}),
+      counter("kv_offload_write_bytes_total", "Bytes written to a tier.", {"tier"}),
+      seconds("kv_offload_read_seconds", "Seconds from the submission of a read to its end.", {"tier"}),
+      seconds("kv_offload_write_seconds", "Seconds from the submission of a write to its end.", {"tier"}),
+      counter("kv_offload_evicted_bytes_total", "Bytes that left a tier to make room.", {"tier"}),
+      counter("kv_offload_dropped_bytes_total",
+              "Bytes that were to be written to a tier and were not, by reason.", {"tier", "reason"}),
+      counter("kv_offload_failures_total",
+              "Failed operations of a tier: corrupt, io, no_space, timeout, device.", {"tier", "op", "kind"}),
+      gauge("kv_offload_queue_depth", "Operations of a tier that wait or run.", {"tier", "op"}),
+      gauge("kv_offload_oldest_op_seconds", "Age of the oldest operation of a tier that waits or runs.",
+            {"tier", "op"}),
+      counter("kv_offload_io_ops_total", "Reads and writes of a tier that were direct or buffered.",
+              {"tier", "mode"}),
+      counter("kv_offload_breaker_trips_total", "Times a tier was switched off for a while.", {"tier"}),
+      counter("kv_offload_decisions_total", "Decisions to load or to recompute what a tier has.", {"choice"}),
+      counter("kv_offload_saved_seconds_total",
+              "Estimated seconds of prefill saved by loading, less the seconds of loading."),
+      gauge("kv_offload_info", "1; the labels say what runs.",
+            {"version", "namespace", "layout", "copier", "eviction_policy", "tiers"}),
+      of_worker(counter("kv_offload_copy_bytes_total", "Bytes copied between the device and host memory.",
+                        {"direction"})),
+      of_worker(seconds("kv_offload_copy_seconds",
+                        "Seconds of a copy job between the device and host memory.", {"direction"})),
+      of_worker(counter("kv_offload_copy_segments_total", "Merged runs that copy jobs consisted of.",
+                        {"direction"})),
+      of_worker(counter("kv_offload_copy_failures_total", "Copy jobs that failed.", {"direction"})),
+  };
+}
+
+}  // namespace
+
+std::span<const MetricDefinition> metric_definitions() {
+  static const std::vector<MetricDefinition> kDefinitions = make_definitions();
+  return kDefinitions;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,220 @@
+// A tier in memory, driven by the test: ops wait until they are let go, then end
+// ok or as they were told to. Records are real bytes, so that what comes back can
+// be compared with what was written.
+#pragma once
+
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "storage/tier.h"
+
+namespace kv_offload {
+
+class FakeTier final : public Tier {
+ public:
+  struct Record {
+    std::uint32_t group = 0;
+    std::vector<std::vector<std::byte>> shards;
+    std::uint64_t used = 0;
+    bool corrupt = false;  // a read of it ends kCorrupt and removes it
+  };
+  // What a started op ends as; ok by default.
+  using Verdict = std::function<StatusKind(const TierOp&)>;
+
+  explicit FakeTier(std::string name = "fs", const Clock* clock = nullptr)
+      : name_(std::move(name)), clock_(clock) {}
+
+  // ---- what the test does
+  // Ends the next n ops, reads first.
+  void finish(std::size_t n = kAll) {
+    for (; n > 0 && !(reads_.empty() && writes_.empty()); --n) {
+      auto& queue = reads_.empty() ? writes_ : reads_;
+      TierOp op = std::move(queue.front());
+      queue.pop_front();
+      perform(op);
+    }
+  }
+  // The next op begins: it can no longer be cancelled, and ends with finish_started.
+  void start(OpKind kind) {
+    auto& queue = kind == OpKind::kRead ? reads_ : writes_;
+    if (queue.empty()) return;
+    started_.push_back(std::move(queue.front()));
+    queue.pop_front();
+  }
+  void finish_started() {
+    for (TierOp& op : std::exchange(started_, {})) perform(op);
+  }
+  void remove(const ChunkKey& key, TierRemoval::Reason reason) {
+    if (records.erase(key) > 0) removals_.push_back({key, reason});
+  }
+
+  std::map<ChunkKey, Record> records;
+  Verdict verdict;                 // asked as an op is performed
+  bool skip_verification = false;  // a planted fault: corrupt records read as ok
+  bool available = true;
+  bool knows = true;  // false: contains() says kUnknown
+  StatusKind reset_result = StatusKind::kOk;
+  double read_seconds = 0;  // what estimate_read_seconds says
+  std::size_t max_records = kAll;
+  bool automatic = false;  // ops end at the next poll
+  bool is_closed = false;
+
+  std::size_t queued_reads() const { return reads_.size(); }
+  std::size_t queued_writes() const { return writes_.size(); }
+  std::size_t started() const { return started_.size(); }
+  // All ops that have not ended.
+  template <typename Visit>
+  void for_each_op(Visit visit) const {
+    for (const auto* queue : {&reads_, &writes_, &started_}) {
+      for (const TierOp& op : *queue) visit(op);
+    }
+  }
+  // Resets before this op was submitted.
+  std::uint64_t born(const TierOp& op) const { return born_.at(op.id); }
+  const std::deque<TierOp>& reads() const { return reads_; }
+  const std::deque<TierOp>& writes() const { return writes_; }
+  std::vector<ChunkKey> read_keys() const {
+    std::vector<ChunkKey> keys;
+    for (const TierOp& op : reads_) keys.push_back(op.key);
+    return keys;
+  }
+
+  // ---- Tier
+  std::string_view name() const override { return name_; }
+  void submit(std::vector<TierOp> ops) override {
+    for (TierOp& op : ops) {
+      born_[op.id] = generation_;
+      if (is_closed) {
+        complete(op, Status::error(StatusKind::kUnavailable, "closed"));
+      } else {
+        (op.kind == OpKind::kRead ? reads_ : writes_).push_back(std::move(op));
+      }
+    }
+  }
+  bool cancel(OpId id) override {
+    for (auto* queue : {&reads_, &writes_}) {
+      for (auto it = queue->begin(); it != queue->end(); ++it) {
+        if (it->id != id) continue;
+        complete(*it, Status::error(StatusKind::kCancelled, "cancelled"));
+        queue->erase(it);
+        return true;
+      }
+    }
+    return false;
+  }
+  void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override {
+    if (automatic) finish();
+    for (Completion& completion : completions_) completions->push_back(std::move(completion));
+    completions_.clear();
+    removals->insert(removals->end(), removals_.begin(), removals_.end());
+    removals_.clear();
+  }
+  Presence contains(const ChunkKey& key) override {
+    if (!knows) return Presence::kUnknown;
+    return records.contains(key) ? Presence::kPresent : Presence::kAbsent;
+  }
+  void touch(const ChunkKey& key) override {
+    if (const auto record = records.find(key); record != records.end()) record->second.used = ++uses_;
+  }
+  Status reset() override {
+    if (reset_result != StatusKind::kOk) return Status::error(reset_result, "reset");
+    for (const auto& [key, record] : records) removals_.push_back({key, TierRemoval::Reason::kReset});
+    records.clear();
+    ++generation_;
+    return Status::ok();
+  }
+  TierStats stats() const override {
+    TierStats stats;
+    stats.chunks = records.size();
+    stats.queued_reads = static_cast<std::uint32_t>(reads_.size() + started_.size());
+    stats.queued_writes = static_cast<std::uint32_t>(writes_.size());
+    stats.available = available;
+    stats.scan_complete = true;
+    return stats;
+  }
+  void close() override {
+    if (std::exchange(is_closed, true)) return;
+    while (!writes_.empty()) cancel(writes_.front().id);
+    finish_started();
+    finish();
+  }
+  double estimate_read_seconds(std::uint64_t) const override { return read_seconds; }
+
+ private:
+  static constexpr std::size_t kAll = static_cast<std::size_t>(-1);
+
+  void complete(const TierOp& op, Status status) {
+    born_.erase(op.id);
+    Completion completion;
+    completion.id = op.id;
+    completion.kind = op.kind;
+    completion.key = op.key;
+    completion.status = std::move(status);
+    if (completion.status.is_ok()) {
+      for (const Shard& shard : op.shards) completion.bytes += shard.size();
+    }
+    completions_.push_back(std::move(completion));
+  }
+  void perform(TierOp& op) {
+    const bool late = clock_ != nullptr && op.deadline.count() != 0 && clock_->now() > op.deadline;
+    const StatusKind told = late ? StatusKind::kTimeout : verdict ? verdict(op) : StatusKind::kOk;
+    if (op.kind == OpKind::kRead) {
+      perform_read(op, told);
+    } else {
+      perform_write(op, told);
+    }
+  }
+  void perform_read(TierOp& op, StatusKind told) {
+    const auto found = records.find(op.key);
+    if (found == records.end()) return complete(op, Status::error(StatusKind::kNotFound, "gone"));
+    const bool corrupt = found->second.corrupt || told == StatusKind::kCorrupt;
+    if (told != StatusKind::kOk || corrupt) {
+      for (Shard& shard : op.shards) std::memset(shard.data(), 0xEE, shard.size());  // garbage on failure
+    }
+    if (corrupt && skip_verification) return complete(op, Status::ok());
+    if (corrupt) {
+      remove(op.key, TierRemoval::Reason::kCorrupt);
+      return complete(op, Status::error(StatusKind::kCorrupt, "checksum"));
+    }
+    if (told != StatusKind::kOk) return complete(op, Status::error(told, "told to fail"));
+    const Record& record = found->second;
+    for (std::size_t i = 0; i < op.shards.size(); ++i) {
+      std::memcpy(op.shards[i].data(), record.shards.at(i).data(), op.shards[i].size());
+    }
+    found->second.used = ++uses_;
+    complete(op, Status::ok());
+  }
+  void perform_write(TierOp& op, StatusKind told) {
+    if (told != StatusKind::kOk) return complete(op, Status::error(told, "told to fail"));
+    if (born_[op.id] != generation_) return complete(op, Status::ok());  // of before a reset: never found
+    Record record;
+    record.group = op.group;
+    record.used = ++uses_;
+    for (const Shard& shard : op.shards) record.shards.emplace_back(shard.begin(), shard.end());
+    records[op.key] = std::move(record);
+    complete(op, Status::ok());
+    while (records.size() > max_records) {
+      auto oldest = records.begin();
+      for (auto it = records.begin(); it != records.end(); ++it) {
+        if (it->second.used < oldest->second.used) oldest = it;
+      }
+      remove(ChunkKey(oldest->first), TierRemoval::Reason::kEvicted);
+    }
+  }
+
+  const std::string name_;
+  const Clock* const clock_;
+  std::deque<TierOp> reads_, writes_, started_;
+  std::vector<Completion> completions_;
+  std::vector<TierRemoval> removals_;
+  std::uint64_t uses_ = 0;
+  std::uint64_t generation_ = 0;
+  std::map<OpId, std::uint64_t> born_;  // generation at submission
+};
+
+}  // namespace kv_offload

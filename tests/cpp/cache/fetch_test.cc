@@ -1,0 +1,374 @@
+// What comes back from a tier, when, and what happens when it does not.
+#include "cache/cache_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+using std::chrono::seconds;
+using testing::ElementsAre;
+using testing::IsEmpty;
+
+class FetchTest : public CacheTest {};
+
+TEST_F(FetchTest, ARecordedChunkIsFetchedVerifiedAndLoaded) {
+  record({"a", "b"});
+  const RequestHandle request = begin();
+  EXPECT_EQ(scan(request, {"a", "b", "c"}), "PPM");
+  EXPECT_THAT(tier().read_keys(), IsEmpty());  // nothing before the step's end
+  EXPECT_TRUE(cache().has_pending_work());
+  step();
+  EXPECT_THAT(names(tier().read_keys()), ElementsAre("a", "b"));
+  EXPECT_EQ(scan(request, {"a", "b", "c"}), "PPM");
+  step();
+  tier().finish();
+  EXPECT_EQ(scan(request, {"a", "b", "c"}), "HHM");
+  EXPECT_FALSE(cache().has_pending_work());
+  EXPECT_EQ(cache().load_source(key_of("a")), 0);
+  load(request, {"a", "b"});
+  EXPECT_EQ(world().hit_tokens("fs"), 2 * World::kTokens);
+  EXPECT_EQ(world().hit_tokens("cpu"), 0);
+  EXPECT_EQ(world().miss_tokens("not_stored"), World::kTokens);
+  EXPECT_EQ(world().metrics.value("kv_offload_lookup_tokens_total", {}), 3 * World::kTokens);
+}
+
+TEST_F(FetchTest, AFetchedChunkCountsAsItsTierOnceThenAsHostMemory) {
+  record({"a"});
+  for (int i = 0; i < 2; ++i) {
+    const RequestHandle request = begin();
+    scan(request, {"a"});
+    step();
+    tier().finish();
+    EXPECT_EQ(scan(request, {"a"}), "H");
+    load(request, {"a"});
+    end(request);
+  }
+  EXPECT_EQ(world().hit_tokens("fs"), World::kTokens);
+  EXPECT_EQ(world().hit_tokens("cpu"), World::kTokens);
+  EXPECT_EQ(cache().load_source(key_of("a")), -1);
+}
+
+TEST_F(FetchTest, WaitingRequestsShareAFetch) {
+  record({"a", "b"});
+  const RequestHandle first = begin(), second = begin(), third = begin();
+  scan(first, {"a", "b"});
+  scan(second, {"a"});
+  step();
+  scan(third, {"a", "b"});
+  step();
+  EXPECT_EQ(tier().queued_reads(), 2u);
+  tier().finish();
+  EXPECT_EQ(scan(first, {"a", "b"}), "HH");
+  load(first, {"a", "b"});
+  end(first);
+  EXPECT_EQ(cache().stats().pinned_chunks, 2u);  // the others wait still
+  end(second);
+  end(third);
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+}
+
+TEST_F(FetchTest, TheOldestRequestIsFetchedFirst) {
+  record({"a", "b"});
+  const RequestHandle older = begin(), younger = begin();
+  scan(younger, {"b"});
+  scan(older, {"a"});
+  step();
+  EXPECT_THAT(names(tier().read_keys()), ElementsAre("a", "b"));
+}
+
+TEST_F(FetchTest, WhatARequestHitStaysWhileItWaitsForTheRest) {
+  make({.rows = 2});
+  record({"b"});
+  store({"a"});
+  tier().finish();
+  step();
+  const RequestHandle request = begin();
+  EXPECT_EQ(scan(request, {"a", "b"}), "HP");
+  step();
+  EXPECT_THAT(store({"x"}), IsEmpty());  // both rows are this request's
+  tier().finish();
+  EXPECT_EQ(scan(request, {"a", "b"}), "HH");
+  load(request, {"a", "b"});
+  EXPECT_THAT(store({"x"}), ElementsAre("x"));
+}
+
+TEST_F(FetchTest, APlanIsTrimmedToTheRowsThereAre) {
+  make({.rows = 3});
+  record({"a", "b"});
+  store({"c", "d"});
+  tier().finish();
+  world().restart();
+  const RequestHandle other = begin();
+  const Job filling = offer(other, {"x"});  // one row of three is taken
+  const RequestHandle request = begin();
+  EXPECT_EQ(scan(request, {"a", "b", "c", "d"}), "PPPP");
+  step();
+  tier().finish();
+  EXPECT_EQ(scan(request, {"a", "b", "c", "d"}), "HHM");
+  load(request, {"a", "b"});
+  EXPECT_EQ(world().miss_tokens("pressure"), World::kTokens);
+  copy(filling);
+}
+
+TEST_F(FetchTest, NobodyWaitsPastTheDeadline) {
+  record({"a", "b"});
+  store({"c"});
+  const RequestHandle request = begin();
+  EXPECT_EQ(scan(request, {"c", "a"}), "HP");
+  step();
+  pass_time(seconds(4));
+  EXPECT_EQ(scan(request, {"c", "a"}), "HP");
+  step();
+  pass_time(seconds(2));
+  EXPECT_EQ(scan(request, {"c", "a"}), "HM");
+  step();
+  EXPECT_EQ(cache().stats().waiting_requests, 0u);
+  EXPECT_EQ(scan(request, {"c", "a"}), "HM");  // still, until it is admitted
+  load(request, {"c"});
+  EXPECT_EQ(world().miss_tokens("deadline"), World::kTokens);
+  EXPECT_EQ(scan(request, {"a"}), "P");  // preempted: it may wait again
+}
+
+TEST_F(FetchTest, ARequestThatIsNoLongerAskedAboutLosesItsPinsAtTheDeadline) {
+  record({"a"});
+  const RequestHandle request = begin();
+  scan(request, {"a"});
+  step();
+  tier().finish();
+  step();
+  EXPECT_EQ(cache().stats().pinned_chunks, 1u);
+  pass_time(seconds(6));
+  step();
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+  EXPECT_EQ(scan(request, {"a"}), "H");
+}
+
+TEST_F(FetchTest, AFetchThatNobodyWaitsForAnyMoreIsGivenUp) {
+  record({"a"});
+  const RequestHandle request = begin();
+  scan(request, {"a"});
+  step();
+  end(request);
+  EXPECT_EQ(tier().queued_reads(), 0u);
+  step();
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+  EXPECT_EQ(peek({"a"}), "P");  // recorded as before
+  EXPECT_FALSE(cache().has_pending_work());
+}
+
+// ---- failures
+
+TEST_F(FetchTest, ACorruptRecordIsAMissOnceAndForAll) {
+  record({"a", "b"});
+  tier().records[key_of("b")].corrupt = true;
+  const RequestHandle request = begin();
+  scan(request, {"a", "b"});
+  step();
+  tier().finish();
+  EXPECT_EQ(scan(request, {"a", "b"}), "HM");
+  load(request, {"a"});
+  EXPECT_EQ(peek({"b"}), "M");
+  EXPECT_EQ(world().miss_tokens("corrupt"), 2 * World::kTokens);
+  EXPECT_EQ(world().failures("fs", "read", "corrupt"), 1);
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+}
+
+TEST_F(FetchTest, AnUnreadableRecordIsNotTriedAgainByTheSameRequest) {
+  record({"a"});
+  tier().verdict = [](const TierOp&) { return StatusKind::kIo; };
+  const RequestHandle request = begin();
+  scan(request, {"a"});
+  step();
+  tier().finish();
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(scan(request, {"a"}), "M");
+    step();
+  }
+  EXPECT_EQ(tier().queued_reads(), 0u);
+  EXPECT_EQ(world().failures("fs", "read", "io"), 1);
+  end(request);
+  EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
+}
+
+TEST_F(FetchTest, AVanishedRecordIsAMissAndNoFailure) {
+  record({"a"});
+  const RequestHandle request = begin();
+  scan(request, {"a"});
+  step();
+  tier().remove(key_of("a"), TierRemoval::Reason::kVanished);
+  tier().finish();
+  EXPECT_EQ(scan(request, {"a"}), "M");
+  end(request);
+  EXPECT_EQ(world().miss_tokens("evicted"), World::kTokens);
+  EXPECT_EQ(world().failures("fs", "read", "not_found"), 0);
+}
+
+TEST_F(FetchTest, ATierThatIsSwitchedOffIsNotWaitedFor) {
+  record({"a"});
+  tier().available = false;
+  EXPECT_EQ(peek({"a"}), "M");
+  EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
+}
+
+TEST_F(FetchTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
+  tier().knows = false;
+  const RequestHandle request = begin();
+  EXPECT_EQ(scan(request, {"a"}), "R");
+  EXPECT_TRUE(cache().has_pending_work());
+  step();
+  EXPECT_EQ(scan(request, {"a"}), "R");
+  pass_time(seconds(6));
+  step();
+  EXPECT_EQ(scan(request, {"a"}), "M");
+}
+
+// ---- what may be loaded
+
+TEST_F(FetchTest, PolicyNeverLoadsNothingFromTiers) {
+  record({"a"});
+  store({"b"});
+  const RequestHandle request = begin({.load_policy = LoadPolicy::kNever});
+  EXPECT_EQ(scan(request, {"b", "a"}), "HM");
+  end(request);
+  EXPECT_EQ(world().miss_tokens("disabled"), World::kTokens);
+}
+
+TEST_F(FetchTest, ARequestMayExcludeTheTiersOrHostMemory) {
+  record({"a"});
+  store({"b"});
+  EXPECT_EQ(scan(begin({.load_from_tiers = false}), {"b", "a"}), "HM");
+  const RequestHandle request = begin({.load_from_cpu = false});
+  EXPECT_EQ(lookup(request, "b"), LookupResult::kMiss);  // not recorded yet
+  EXPECT_EQ(lookup(request, "a"), LookupResult::kPending);
+  step();
+  tier().finish();
+  EXPECT_EQ(lookup(request, "a"), LookupResult::kHit);
+}
+
+TEST_F(FetchTest, LoadingIsSkippedWhereComputingIsFaster) {
+  make({.rows = 16});
+  record({"a", "b"});
+  // 160 tokens in a tenth of a second: 1600 tokens/s.
+  const RequestHandle worker = begin();
+  Names prompt;
+  for (int i = 0; i < 10; ++i) prompt.push_back(fmt::format("w{}", i));
+  step();
+  store(worker, prompt);
+  tier().finish();
+  step();
+  pass_time(std::chrono::milliseconds(100));
+  step();
+  tier().read_seconds = 2;  // for 32 tokens that take 20 ms
+  const auto outcome = [&] {
+    const RequestHandle request = begin();
+    scan(request, {"a", "b"});
+    step();
+    const std::string seen = scan(request, {"a", "b"});
+    end(request);
+    step();
+    return seen;
+  };
+  EXPECT_EQ(outcome(), "M");
+  EXPECT_EQ(world().miss_tokens("recompute_cheaper"), World::kTokens);
+  EXPECT_EQ(world().metrics.value("kv_offload_decisions_total", {"recompute"}), 1);
+  tier().read_seconds = 0.001;
+  EXPECT_EQ(outcome(), "PP");
+  EXPECT_EQ(world().metrics.value("kv_offload_decisions_total", {"load"}), 1);
+}
+
+// ---- several groups
+
+class HybridTest : public FetchTest {
+ protected:
+  // Group 0 is scanned from the left, group 1 has a window of one chunk.
+  void make_hybrid(std::vector<bool> full_attention, std::uint64_t rows = 16) {
+    make({.rows = rows, .shard_bytes = {300, 300}, .cache = {.full_attention = std::move(full_attention)}});
+    for (const char* name : {"a", "b", "c"}) {
+      for (const std::uint32_t group : {0u, 1u}) {
+        const RequestHandle request = begin();
+        const std::vector<ChunkKey> key{key_of(name, group)};
+        const StoreGrant grant = cache().prepare_store(request, key);
+        world().copy(key[0], grant.transfer.rows.at(0), group);
+        world().report(grant.transfer.ticket);
+        cache().complete_store(key);
+        tier().finish();
+        end(request);
+        step();
+      }
+    }
+    world().restart();
+  }
+  std::string look(RequestHandle request, const Names& wanted, std::uint32_t group) {
+    std::string seen;
+    for (const auto& name : wanted) {
+      seen.push_back("MHPR"[static_cast<int>(cache().lookup(request, key_of(name, group)))]);
+    }
+    return seen;
+  }
+  std::string look(RequestHandle request, const Names& wanted, const Names& window) {
+    const std::string seen = look(request, wanted, 0u);
+    return seen + look(request, window, 1u);
+  }
+};
+
+TEST_F(HybridTest, NothingOfALaterGroupIsReadBeforeTheFirstOneIsThere) {
+  make_hybrid({true, false});
+  const RequestHandle request = begin();
+  EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "PPPP");
+  step();
+  EXPECT_EQ(tier().queued_reads(), 3u);
+  EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "PPPP");
+  step();
+  EXPECT_EQ(tier().queued_reads(), 3u);
+  tier().finish();
+  EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "HHHP");
+  step();
+  EXPECT_EQ(tier().queued_reads(), 1u);
+  tier().finish();
+  EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "HHHH");
+}
+
+TEST_F(HybridTest, FullAttentionGroupsAreReadTogether) {
+  make_hybrid({true, true});
+  const RequestHandle request = begin();
+  look(request, {"a", "b"}, 0u);
+  look(request, {"a", "b"}, 1u);
+  step();
+  EXPECT_EQ(tier().queued_reads(), 4u);
+}
+
+TEST_F(HybridTest, WhatAWindowScanPassedOverIsNotRead) {
+  make_hybrid({false, false});
+  tier().remove(key_of("b", 1), TierRemoval::Reason::kEvicted);
+  const RequestHandle request = begin();
+  EXPECT_EQ(look(request, {"c", "b", "a"}, 1u), "PMP");
+  step();
+  EXPECT_THAT(names(tier().read_keys()), ElementsAre("a"));
+}
+
+TEST_F(HybridTest, OfAGroupThatIsScannedAgainOnlyTheLastScanCounts) {
+  make_hybrid({true, false});
+  const RequestHandle request = begin();
+  look(request, {"a", "b", "c"}, 0u);
+  look(request, {"x"}, 1u);
+  look(request, {"a"}, 0u);
+  step();
+  EXPECT_THAT(names(tier().read_keys()), ElementsAre("a"));
+}
+
+TEST_F(HybridTest, ATrimmedPlanLeavesRowsForTheWindows) {
+  make_hybrid({true, false}, 3);
+  const RequestHandle holder = begin();
+  const Job filling = offer(holder, {"x"});
+  const RequestHandle request = begin();
+  EXPECT_EQ(look(request, {"a", "b", "c"}, 0u), "PPP");
+  step();
+  tier().finish();
+  EXPECT_EQ(look(request, {"a", "b"}, {"a"}), "HMP");
+  step();
+  tier().finish();
+  EXPECT_EQ(look(request, {"a", "b"}, {"a"}), "HMH");
+  copy(filling);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,57 @@
+#include "cache/quarantine.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <set>
+
+namespace kv_offload {
+namespace {
+
+using testing::ElementsAre;
+using testing::IsEmpty;
+
+class QuarantineTest : public testing::Test {
+ protected:
+  std::vector<RowId> freed_;
+  std::set<Ticket> reported_;
+  Quarantine quarantine_{[this](RowId row) { freed_.push_back(row); }};
+  void poll() {
+    quarantine_.poll([this](Ticket ticket) { return reported_.contains(ticket); });
+  }
+};
+
+TEST_F(QuarantineTest, ARowIsFreedWhenItsTicketIsReported) {
+  quarantine_.hold(7, 1);
+  quarantine_.hold(7, 2);
+  quarantine_.hold(8, 3);
+  poll();
+  EXPECT_THAT(freed_, IsEmpty());
+  reported_.insert(7);
+  poll();
+  EXPECT_THAT(freed_, ElementsAre(1, 2));
+  EXPECT_EQ(quarantine_.rows(), 1u);
+}
+
+TEST_F(QuarantineTest, ARowHeldByTwoTicketsAndAnOpIsFreedOnceAfterTheLast) {
+  quarantine_.hold(7, 1);
+  quarantine_.hold(8, 1);
+  quarantine_.hold(1);
+  reported_ = {7, 8};
+  poll();
+  EXPECT_THAT(freed_, IsEmpty());
+  EXPECT_TRUE(quarantine_.holds(1));
+  quarantine_.release(1);
+  EXPECT_THAT(freed_, ElementsAre(1));
+  EXPECT_FALSE(quarantine_.holds(1));
+  poll();
+  EXPECT_THAT(freed_, ElementsAre(1));
+}
+
+TEST_F(QuarantineTest, ReleasingWhatIsNotHeldFreesNothing) {
+  quarantine_.release(9);
+  EXPECT_THAT(freed_, IsEmpty());
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,288 @@
+// What is written to a tier, when, and what is given up under pressure.
+#include "cache/cache_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+using testing::ElementsAre;
+using testing::IsEmpty;
+using testing::UnorderedElementsAre;
+
+class WriteTest : public CacheTest {
+ protected:
+  void make_with(TierSlotOptions policy, std::uint64_t rows = 8) {
+    make({.rows = rows, .cache = {.tiers = {policy}}});
+  }
+  Names queued() {
+    Names result;
+    for (const TierOp& op : tier().writes()) result.push_back(names({op.key}).front());
+    return result;
+  }
+  bool recorded(const std::string& name) { return tier().records.contains(key_of(name)); }
+  void load_again(const Names& wanted) {
+    const RequestHandle request = begin();
+    scan(request, wanted);
+    load(request, wanted);
+    end(request);
+  }
+};
+
+TEST_F(WriteTest, AStoredChunkIsWrittenThroughHeadFirst) {
+  store({"a", "b", "c"});
+  EXPECT_THAT(queued(), ElementsAre("a", "b", "c"));
+  EXPECT_EQ(cache().stats().pinned_chunks, 3u);
+  tier().finish();
+  step();
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+  EXPECT_TRUE(recorded("a") && recorded("b") && recorded("c"));
+  EXPECT_EQ(world().metrics.value("kv_offload_write_bytes_total", {"fs"}), 3 * 2 * 300);
+}
+
+TEST_F(WriteTest, AChunkIsAHitWhetherOrNotItIsRecordedYet) {
+  store({"a"});
+  EXPECT_EQ(peek({"a"}), "H");
+}
+
+TEST_F(WriteTest, WhatIsRecordedAlreadyIsNotWrittenAgain) {
+  record({"a"});
+  EXPECT_THAT(store({"a"}), ElementsAre("a"));  // host memory lost it: stored there again
+  EXPECT_THAT(queued(), IsEmpty());
+  EXPECT_EQ(peek({"a"}), "H");
+}
+
+TEST_F(WriteTest, AFailedWriteIsCountedAndLosesNothingInMemory) {
+  tier().verdict = [](const TierOp&) { return StatusKind::kNoSpace; };
+  store({"a"});
+  tier().finish();
+  step();
+  EXPECT_EQ(world().failures("fs", "write", "no_space"), 1);
+  EXPECT_EQ(world().dropped("fs", "no_space"), 2 * 4096);
+  EXPECT_EQ(peek({"a"}), "H");
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+}
+
+TEST_F(WriteTest, UnderPressureTheOldestQueuedWritesAreShed) {
+  make_with({}, 2);
+  store({"a"});
+  store({"b"});
+  EXPECT_THAT(store({"c"}), ElementsAre("c"));
+  EXPECT_THAT(queued(), ElementsAre("c"));
+  EXPECT_EQ(world().dropped("fs", "pressure"), 2 * 2 * 4096);
+  EXPECT_EQ(peek({"a"}), "M");
+  EXPECT_EQ(peek({"b"}), "H");
+}
+
+TEST_F(WriteTest, AWriteThatRunsIsNeverShedAndItsRowNeverReused) {
+  make_with({}, 1);
+  store({"a"});
+  tier().start(OpKind::kWrite);
+  EXPECT_THAT(store({"b"}), IsEmpty());
+  tier().finish_started();
+  step();
+  EXPECT_THAT(store({"b"}), ElementsAre("b"));
+  EXPECT_TRUE(recorded("a"));
+}
+
+TEST_F(WriteTest, ReuseWritesNothingThatIsSeenOnce) {
+  make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 2});
+  store({"a", "b"});
+  EXPECT_THAT(queued(), IsEmpty());
+  load_again({"a"});
+  EXPECT_THAT(queued(), ElementsAre("a"));
+}
+
+TEST_F(WriteTest, ReuseRemembersWhatLeftHostMemory) {
+  make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 2}, 1);
+  store({"a"});
+  store({"b"});
+  store({"a"});
+  EXPECT_THAT(queued(), ElementsAre("a"));
+}
+
+TEST_F(WriteTest, OnEvictWritesWhatIsAboutToGoAndTakesAnotherMeanwhile) {
+  make_with({.write_policy = WritePolicy::kOnEvict}, 3);
+  store({"a"});
+  store({"b"});
+  EXPECT_THAT(queued(), IsEmpty());
+  store({"c"});
+  step();  // full: the cold end is cleaned ahead of need
+  EXPECT_THAT(queued(), ElementsAre("a", "b", "c"));
+  tier().finish();
+  step();
+  EXPECT_THAT(store({"d"}), ElementsAre("d"));
+  EXPECT_TRUE(recorded("a"));
+  EXPECT_EQ(peek({"a"}), "P");
+  EXPECT_EQ(peek({"b"}), "H");
+  EXPECT_EQ(world().dropped("fs", "pressure"), 0);
+}
+
+TEST_F(WriteTest, AWriteAtEvictionThatFailedIsNotRepeatedInALoop) {
+  make_with({.write_policy = WritePolicy::kOnEvict}, 1);
+  tier().verdict = [](const TierOp&) { return StatusKind::kNoSpace; };
+  store({"a"});
+  for (int i = 0; i < 5; ++i) {
+    step();
+    tier().finish();
+  }
+  EXPECT_EQ(world().failures("fs", "write", "no_space"), 1);
+  EXPECT_THAT(store({"b"}), ElementsAre("b"));
+}
+
+TEST_F(WriteTest, CleaningTheColdEndKeepsItsOrder) {
+  make_with({.write_policy = WritePolicy::kOnEvict}, 3);
+  for (const char* name : {"a", "b", "c"}) store({name});
+  step();
+  tier().finish();
+  step();
+  const StoreGrant grant = cache().prepare_store(begin(), keys({"x", "y", "z"}));
+  EXPECT_THAT(names(grant.evicted), ElementsAre("a", "b", "c"));
+}
+
+// ---- reset
+
+TEST_F(WriteTest, AResetForgetsEverythingEverywhere) {
+  make({.cache = {.keep_events = true}});
+  store({"a", "b"});
+  tier().finish();
+  step();
+  store({"c"});
+  cache().take_events();
+  cache().reset();
+  EXPECT_EQ(peek({"a"}), "M");
+  EXPECT_EQ(peek({"c"}), "M");
+  const auto stats = cache().stats();
+  EXPECT_EQ(stats.resident_chunks + stats.pinned_chunks + stats.quarantined_rows, 0u);
+  Names removed;
+  for (const CacheEvent& event : cache().take_events()) {
+    ASSERT_TRUE(event.removed);
+    for (const std::string& name : names(event.keys)) removed.push_back(event.owner + name);
+  }
+  EXPECT_THAT(removed, UnorderedElementsAre("a", "b", "c", "fsa", "fsb"));
+  EXPECT_EQ(store({"1", "2", "3", "4", "5", "6", "7", "8"}).size(), 8u);
+}
+
+TEST_F(WriteTest, RowsOfCopiesInFlightAreNotReusedAfterAResetUntilTheyEnded) {
+  make_with({}, 2);
+  store({"a"});
+  tier().finish();
+  step();
+  const RequestHandle reader = begin();
+  scan(reader, {"a"});
+  const Job loading = begin_load(reader, {"a"});
+  const Job storing = offer(begin(), {"b"});
+  cache().reset();
+  EXPECT_EQ(cache().stats().quarantined_rows, 2u);
+  EXPECT_THAT(store({"c"}), IsEmpty());
+  copy(storing);  // late
+  step();
+  const Job fresh = offer(begin(), {"c", "d"});
+  EXPECT_EQ(fresh.keys.size(), 1u);
+  EXPECT_EQ(fresh.transfer.rows, storing.transfer.rows);
+  complete(storing);  // a completion of before the reset says nothing
+  EXPECT_EQ(peek({"b"}), "M");
+  end_load(loading);
+  step();
+  EXPECT_EQ(cache().stats().quarantined_rows, 0u);
+}
+
+TEST_F(WriteTest, RowsOfOpsThatRunInATierAreNotReusedAfterAReset) {
+  make_with({}, 1);
+  store({"a"});
+  tier().start(OpKind::kWrite);
+  cache().reset();
+  EXPECT_THAT(store({"b"}), IsEmpty());
+  tier().finish_started();
+  step();
+  EXPECT_THAT(store({"b"}), ElementsAre("b"));
+  EXPECT_EQ(peek({"a"}), "M");
+}
+
+TEST_F(WriteTest, AReadThatRunsThroughAResetBringsNothing) {
+  make_with({}, 2);
+  record({"a"});
+  const RequestHandle request = begin();
+  scan(request, {"a"});
+  step();
+  tier().start(OpKind::kRead);
+  cache().reset();
+  EXPECT_EQ(cache().stats().quarantined_rows, 1u);
+  tier().finish_started();
+  EXPECT_EQ(scan(request, {"a"}), "M");
+  step();
+  EXPECT_EQ(cache().stats().quarantined_rows, 0u);
+}
+
+TEST_F(WriteTest, ATierThatCannotBeResetIsNeverUsedAgain) {
+  record({"a"});
+  tier().reset_result = StatusKind::kIo;
+  cache().reset();
+  EXPECT_EQ(peek({"a"}), "M");
+  step();
+  EXPECT_EQ(peek({"a"}), "M");
+  EXPECT_EQ(world().failures("fs", "reset", "io"), 1);
+  store({"b"});
+  EXPECT_EQ(tier().queued_writes(), 0u);
+}
+
+// ---- loads
+
+TEST_F(WriteTest, AChunkLoadedTwiceAtOnceIsPinnedUntilBothEnded) {
+  make_with({}, 1);
+  store({"a"});
+  tier().finish();
+  step();
+  const RequestHandle first = begin(), second = begin();
+  scan(first, {"a"});
+  scan(second, {"a"});
+  const Job one = begin_load(first, {"a"}), two = begin_load(second, {"a"});
+  end_load(one);
+  EXPECT_THAT(store({"b"}), IsEmpty());
+  end_load(two);
+  EXPECT_THAT(store({"b"}), ElementsAre("b"));
+}
+
+TEST_F(WriteTest, ALoadIsOverOnlyWhenAllRanksReported) {
+  make({.rows = 1, .tier = false});
+  store({"a"});
+  const RequestHandle request = begin();
+  scan(request, {"a"});
+  const Job job = begin_load(request, {"a"});
+  cache().complete_load(job.keys);
+  EXPECT_THAT(store({"b"}), IsEmpty());
+  world().report(job.transfer.ticket);
+  step();
+  EXPECT_THAT(store({"b"}), ElementsAre("b"));
+}
+
+TEST_F(WriteTest, OnlyWhatIsInHostMemoryCanBeLoaded) {
+  EXPECT_THROW(cache().prepare_load(begin(), keys({"a"})), InvalidArgument);
+}
+
+// ---- close
+
+TEST_F(WriteTest, ClosingShedsQueuedWritesAndLetsRunningOnesEnd) {
+  store({"a"});
+  store({"b"});
+  tier().start(OpKind::kWrite);
+  cache().close();
+  EXPECT_TRUE(tier().is_closed);
+  EXPECT_TRUE(recorded("a"));
+  EXPECT_EQ(world().dropped("fs", "closing"), 2 * 4096);
+  cache().close();
+  step();
+  cache().reset();
+  cache().publish_gauges();
+  EXPECT_EQ(peek({"b"}), "M");
+  EXPECT_THAT(store({"c"}), IsEmpty());
+}
+
+TEST_F(WriteTest, AfterARestartOnTheSameRecordsWhatWasWrittenIsThere) {
+  store({"a", "b"});
+  tier().finish();
+  store({"c"});
+  world().restart();
+  EXPECT_EQ(peek({"a", "b", "c"}), "PPM");
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,21 @@
+#include "copy/measure_copy.h"
+
+#include <gtest/gtest.h>
+
+#include "base/status.h"
+
+namespace kv_offload {
+namespace {
+
+TEST(MeasureCopy, gives_a_speed_for_any_size) {
+  EXPECT_GT(measure_copy(1, 1), 0);
+  EXPECT_GT(measure_copy(5 << 20, 2), 0);
+}
+
+TEST(MeasureCopy, refuses_to_copy_nothing) {
+  EXPECT_THROW(measure_copy(0, 1), InvalidArgument);
+  EXPECT_THROW(measure_copy(1 << 20, 0), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace kv_offload

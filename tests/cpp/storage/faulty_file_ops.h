@@ -1,0 +1,175 @@
+// FileOps that passes everything on, but fails, blocks or shortens where told.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "storage/file_ops.h"
+
+namespace kv_offload::testing {
+
+enum class Call {
+  kOpen,
+  kPreadv,
+  kPwritev,
+  kRename,
+  kUnlink,
+  kRmdir,
+  kMkdir,
+  kFsync,
+  kFstat,
+  kStat,
+  kSetMtime,
+  kStatvfs,
+  kFlock,
+  kList
+};
+
+inline const char* name_of(Call call) {
+  static const char* const kNames[] = {"open",  "preadv", "pwritev", "rename",    "unlink",  "rmdir", "mkdir",
+                                       "fsync", "fstat",  "stat",    "set_mtime", "statvfs", "flock", "list"};
+  return kNames[static_cast<int>(call)];
+}
+
+class FaultyFileOps final : public FileOps {
+ public:
+  // Asked before every call: 0 passes it on, else it is the (negative) result.
+  using Rule = std::function<int(Call)>;
+  void set_rule(Rule rule) {
+    const std::lock_guard lock(mutex_);
+    rule_ = std::move(rule);
+  }
+  void clear() { set_rule({}); }
+  // Every call of this kind fails.
+  void fail_all(Call kind, int error) {
+    set_rule([=](Call call) { return call == kind ? -error : 0; });
+  }
+  // Transfers of more than a page move at most this; 0: no limit.
+  void limit_transfers(std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    limit_ = bytes;
+  }
+  // Calls of this kind wait until release().
+  void block(Call kind) {
+    const std::lock_guard lock(mutex_);
+    blocked_ = kind;
+    blocking_ = true;
+  }
+  void release() {
+    const std::lock_guard lock(mutex_);
+    blocking_ = false;
+    changed_.notify_all();
+  }
+  void wait_for_blocked(int count) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return waiting_ >= count; });
+  }
+  void wait_for_none_blocked() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return waiting_ == 0; });
+  }
+
+  int open(int directory, const std::string& path, int flags, unsigned mode) override {
+    const int fault = before(Call::kOpen);
+    return fault != 0 ? fault : real_.open(directory, path, flags, mode);
+  }
+  void close(int fd) override { real_.close(fd); }
+  std::int64_t preadv(int fd, const iovec* parts, int count, std::int64_t offset) override {
+    return transfer(Call::kPreadv, parts, count,
+                    [&](const iovec* p, int n) { return real_.preadv(fd, p, n, offset); });
+  }
+  std::int64_t pwritev(int fd, const iovec* parts, int count, std::int64_t offset) override {
+    return transfer(Call::kPwritev, parts, count,
+                    [&](const iovec* p, int n) { return real_.pwritev(fd, p, n, offset); });
+  }
+  int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override {
+    const int fault = before(Call::kRename);
+    return fault != 0 ? fault : real_.rename(directory, from, to, keep_existing);
+  }
+  int unlink(int directory, const std::string& path) override {
+    const int fault = before(Call::kUnlink);
+    return fault != 0 ? fault : real_.unlink(directory, path);
+  }
+  int rmdir(int directory, const std::string& path) override {
+    const int fault = before(Call::kRmdir);
+    return fault != 0 ? fault : real_.rmdir(directory, path);
+  }
+  int mkdir(int directory, const std::string& path, unsigned mode) override {
+    const int fault = before(Call::kMkdir);
+    return fault != 0 ? fault : real_.mkdir(directory, path, mode);
+  }
+  int fsync(int fd, bool data_only) override {
+    const int fault = before(Call::kFsync);
+    return fault != 0 ? fault : real_.fsync(fd, data_only);
+  }
+  int fstat(int fd, FileInfo* info) override {
+    const int fault = before(Call::kFstat);
+    return fault != 0 ? fault : real_.fstat(fd, info);
+  }
+  int stat(int directory, const std::string& path, FileInfo* info) override {
+    const int fault = before(Call::kStat);
+    return fault != 0 ? fault : real_.stat(directory, path, info);
+  }
+  int set_mtime(int directory, const std::string& path, std::int64_t nanos) override {
+    const int fault = before(Call::kSetMtime);
+    return fault != 0 ? fault : real_.set_mtime(directory, path, nanos);
+  }
+  int statvfs(int fd, SpaceInfo* info) override {
+    const int fault = before(Call::kStatvfs);
+    return fault != 0 ? fault : real_.statvfs(fd, info);
+  }
+  int flock(int fd, int operation) override {
+    const int fault = before(Call::kFlock);
+    return fault != 0 ? fault : real_.flock(fd, operation);
+  }
+  int list(int fd, std::vector<DirEntry>* entries) override {
+    const int fault = before(Call::kList);
+    return fault != 0 ? fault : real_.list(fd, entries);
+  }
+
+ private:
+  int before(Call call) {
+    std::unique_lock lock(mutex_);
+    if (blocking_ && call == blocked_) {
+      ++waiting_;
+      changed_.notify_all();
+      changed_.wait(lock, [&] { return !blocking_; });
+      --waiting_;
+      changed_.notify_all();
+    }
+    return rule_ ? rule_(call) : 0;
+  }
+
+  template <typename Real>
+  std::int64_t transfer(Call call, const iovec* parts, int count, Real real) {
+    const int fault = before(call);
+    if (fault != 0) return fault;
+    std::size_t limit, total = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      limit = limit_;
+    }
+    for (int i = 0; i < count; ++i) total += parts[i].iov_len;
+    if (limit == 0 || total <= 4096) return real(parts, count);
+    std::vector<iovec> fewer;
+    for (int i = 0; i < count && limit > 0; ++i) {
+      fewer.push_back({parts[i].iov_base, std::min(parts[i].iov_len, limit)});
+      limit -= fewer.back().iov_len;
+    }
+    return real(fewer.data(), static_cast<int>(fewer.size()));
+  }
+
+  FileOps& real_ = posix_file_ops();
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Rule rule_;
+  std::size_t limit_ = 0;
+  Call blocked_ = Call::kOpen;
+  bool blocking_ = false;
+  int waiting_ = 0;
+};
+
+}  // namespace kv_offload::testing

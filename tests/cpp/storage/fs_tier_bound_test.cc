@@ -1,0 +1,301 @@
+// The bound holds, whoever writes and whoever dies.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "fs_fixture.h"
+#include "storage/fs_open.h"
+#include "storage/ledger.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+constexpr std::uint64_t kBound = std::uint64_t{2} << 20;
+constexpr std::uint64_t kRecord = 65536 + 4096;
+const ShardSizes kShards = {65536};
+
+class FsTierBound : public ::testing::Test {
+ protected:
+  // As a process that died in the middle would have left it.
+  void leave_temporary(const std::string& directory, std::uint64_t bytes) {
+    fs::create_directories(directory);
+    const std::string path = directory + "/.tmp-999999-00000000000000aa-" + std::to_string(++left_);
+    std::ofstream(path) << std::string(bytes, 'x');
+  }
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  int left_ = 0;
+};
+
+TEST_F(FsTierBound, four_times_the_bound_never_shows_more_than_the_bound) {
+  TierUser user(options_for(root_, kBound));
+  std::uint64_t most = 0;
+  for (std::uint32_t i = 0; i < 4 * kBound / kRecord; ++i) {
+    const OpId id = user.start(OpKind::kWrite, i, kShards);
+    while (!user.ended(id)) most = std::max(most, du(root_));
+    EXPECT_TRUE(user.finish(id).status) << user.finish(id).status.to_string();
+    most = std::max(most, du(root_));
+    ASSERT_LE(most, kBound);
+  }
+  EXPECT_GT(most, kBound * 8 / 10) << "the bound is hardly used";
+  const TierStats stats = user.tier().stats();
+  EXPECT_EQ(stats.bytes, du(root_));
+  EXPECT_EQ(stats.chunks, records_in(root_).size());
+  EXPECT_GT(stats.evicted_bytes, 2 * kBound);
+  EXPECT_GT(user.removed(TierRemoval::Reason::kEvicted), 0u);
+}
+
+TEST_F(FsTierBound, eviction_goes_by_recency) {
+  TierUser user(options_for(root_, kBound));
+  std::uint32_t next = 0;
+  while (user.tier().stats().evicted_bytes == 0) {
+    if (next > 4) user.tier().touch(key_of(2));
+    ASSERT_TRUE(user.write(next++, kShards));
+  }
+  EXPECT_FALSE(user.has(0));
+  for (std::uint32_t i = 0; i < 5; ++i) ASSERT_TRUE(user.write(next++, kShards));
+  EXPECT_TRUE(user.has(2)) << "touched";
+  EXPECT_FALSE(user.has(1));
+  EXPECT_FALSE(user.has(3));
+  EXPECT_TRUE(user.has(next - 1));
+}
+
+TEST_F(FsTierBound, recency_survives_a_restart) {
+  FakeClock clock;
+  FsTierOptions options = options_for(root_, kBound);
+  options.clock = &clock;
+  {
+    TierUser user(options);
+    for (std::uint32_t i = 0; i < 10; ++i) ASSERT_TRUE(user.write(i, kShards));
+    user.tier().touch(key_of(3));
+    user.tier().touch(key_of(0));
+  }
+  TierUser user(options);
+  user.wait_for_scan();
+  std::uint32_t next = 100;
+  while (user.removed(TierRemoval::Reason::kEvicted) < 9) ASSERT_TRUE(user.write(next++, kShards));
+  // 1, 2, 4 ... 9 went first, then 3, then 0.
+  EXPECT_TRUE(user.has(0));
+  EXPECT_FALSE(user.has(3));
+}
+
+TEST_F(FsTierBound, a_record_being_read_is_not_evicted) {
+  TierUser user(options_for(root_, kBound));
+  ASSERT_TRUE(user.write(0, kShards));
+  for (std::uint32_t i = 1; i < 100; ++i) {
+    if (!user.has(0)) break;
+    const OpId read = user.start(OpKind::kRead, 0, kShards);
+    ASSERT_TRUE(user.write(i, kShards));
+    const Status status = user.finish(read).status;
+    EXPECT_TRUE(status || status.kind() == StatusKind::kNotFound) << status.to_string();
+  }
+}
+
+TEST_F(FsTierBound, what_the_dead_left_goes_before_any_record) {
+  FsTierOptions dead = options_for(root_, kBound);
+  dead.namespace_id.fill(0x22);
+  dead.namespace_json = "{}";
+  {
+    TierUser user(dead);
+    for (std::uint32_t i = 0; i < 8; ++i) ASSERT_TRUE(user.write(i, kShards));
+  }
+  TierUser first(options_for(root_, kBound));  // makes the namespace
+  ASSERT_TRUE(first.write(0, kShards));
+  first.tier().close();
+  const std::string name(64, '1');
+  leave_temporary(root_ + "/" + name + "/g1/00/00", 200000);
+  leave_temporary(root_ + "/" + std::string(64, '2') + "/g1/00/01", 200000);
+
+  TierUser user(options_for(root_, kBound));
+  user.wait_for_scan();
+  EXPECT_TRUE(user.until([&] { return temporaries_in(root_).empty(); }));
+  std::uint32_t next = 1;
+  while (fs::exists(root_ + "/" + std::string(64, '2'))) {
+    ASSERT_TRUE(user.write(next++, kShards));
+    ASSERT_LE(du(root_), kBound);
+    ASSERT_EQ(user.removed(TierRemoval::Reason::kEvicted), 0u);
+  }
+  EXPECT_TRUE(user.has(0));
+}
+
+TEST_F(FsTierBound, files_of_others_count_and_stay) {
+  fs::create_directories(root_ + "/mine");
+  std::ofstream(root_ + "/mine/data") << std::string(1 << 20, 'x');
+  fs::permissions(root_, fs::perms::owner_all);
+  TierUser user(options_for(root_, kBound));
+  user.wait_for_scan();
+  for (std::uint32_t i = 0; i < 40; ++i) {
+    (void)user.write(i, kShards);
+    ASSERT_LE(du(root_), kBound);
+  }
+  EXPECT_EQ(fs::file_size(root_ + "/mine/data"), std::uint64_t{1} << 20);
+  EXPECT_GT(user.tier().stats().chunks, 5u);
+}
+
+TEST_F(FsTierBound, a_namespace_that_somebody_has_open_is_not_garbage) {
+  FsTierOptions other = options_for(root_, kBound);
+  other.namespace_id.fill(0x22);
+  other.namespace_json = "{}";
+  TierUser evictor(options_for(root_, kBound));
+  TierUser neighbour(other);
+  neighbour.wait_for_scan();
+  for (std::uint32_t i = 0; i < 5; ++i) ASSERT_TRUE(neighbour.write(i, kShards));
+  for (std::uint32_t i = 0; i < 60; ++i) {
+    ASSERT_TRUE(evictor.write(i, kShards));
+    ASSERT_LE(du(root_), kBound);
+  }
+  for (std::uint32_t i = 0; i < 5; ++i) EXPECT_TRUE(neighbour.read(i, kShards));
+}
+
+TEST_F(FsTierBound, two_that_share_a_root_stay_below_it_together) {
+  FakeClock clock;
+  FsTierOptions options = options_for(root_, kBound);
+  options.clock = &clock;
+  options.op_deadline = std::chrono::hours(24);  // the clock runs fast here
+  TierUser a(options), b(options);
+  a.wait_for_scan();
+  b.wait_for_scan();
+  std::size_t written_by_a = 0, read_by_a = 0;
+  for (std::uint32_t i = 0; i < 60; ++i) {
+    const OpId one = a.start(OpKind::kWrite, i, kShards), two = b.start(OpKind::kWrite, 1000 + i, kShards);
+    written_by_a += a.finish(one).status.is_ok();
+    Status status = b.finish(two).status;
+    // Only one of them evicts; it makes room for the other when it ticks.
+    EXPECT_TRUE(b.until([&] {
+      if (status) return true;
+      EXPECT_EQ(status.kind(), StatusKind::kNoSpace) << status.to_string();
+      clock.advance(std::chrono::seconds(1));
+      a.poll();
+      EXPECT_LE(du(root_), kBound + kRecord);
+      status = b.write(1000 + i, kShards);
+      return false;
+    }));
+    EXPECT_TRUE(status) << status.to_string();
+    ASSERT_LE(du(root_), kBound + kRecord);
+    for (std::uint32_t j = 0; j <= i; ++j) {  // evicted or right
+      if (a.has(j)) read_by_a += a.read(j, kShards).is_ok();
+    }
+    EXPECT_TRUE(b.read(1000 + i, kShards));
+  }
+  EXPECT_GT(written_by_a, 30u);
+  EXPECT_GT(read_by_a, 100u);
+}
+
+TEST_F(FsTierBound, two_that_write_the_same_record_keep_one) {
+  TierUser a(options_for(root_, kBound)), b(options_for(root_, kBound));
+  b.wait_for_scan();
+  for (std::uint32_t i = 0; i < 5; ++i) {
+    const OpId one = a.start(OpKind::kWrite, i, kShards), two = b.start(OpKind::kWrite, i, kShards);
+    EXPECT_TRUE(a.finish(one).status);
+    EXPECT_TRUE(b.finish(two).status);
+    EXPECT_TRUE(a.read(i, kShards));
+    EXPECT_TRUE(b.read(i, kShards));
+  }
+  EXPECT_EQ(records_in(root_).size(), 5u);
+}
+
+TEST_F(FsTierBound, a_reset_by_one_is_followed_by_the_other) {
+  FakeClock clock;
+  FsTierOptions options = options_for(root_, kBound);
+  options.clock = &clock;
+  TierUser a(options), b(options);
+  b.wait_for_scan();
+  ASSERT_TRUE(b.write(1, kShards));
+  ASSERT_TRUE(a.tier().reset());
+  clock.advance(std::chrono::seconds(1));
+  EXPECT_TRUE(b.until([&] { return !b.has(1); }));
+  EXPECT_TRUE(b.write(1, kShards));
+  EXPECT_TRUE(b.read(1, kShards));
+  EXPECT_FALSE(fs::path(path_of(root_, 1)).string().find("/g2/") == std::string::npos);
+}
+
+// A child process that has the lease, fills the root and is killed in the middle.
+pid_t writer_process(const std::string& root, int* ready) {
+  int ends[2];
+  if (::pipe(ends) != 0) return -1;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    TierUser user(options_for(root, kBound));
+    for (std::uint32_t i = 0;; ++i) {
+      (void)user.write(i, kShards);
+      const char byte = 1;
+      if (i == 40 && ::write(ends[1], &byte, 1) != 1) ::_exit(1);
+    }
+  }
+  ::close(ends[1]);
+  *ready = ends[0];
+  return child;
+}
+
+TEST_F(FsTierBound, a_killed_evictor_passes_its_lease_and_leaves_no_drift) {
+  int ready = -1;
+  const pid_t child = writer_process(root_, &ready);
+  ASSERT_GT(child, 0);
+  char byte;
+  ASSERT_EQ(::read(ready, &byte, 1), 1);
+  FakeClock clock;
+  FsTierOptions options = options_for(root_, kBound);
+  options.clock = &clock;
+  options.op_deadline = std::chrono::hours(24);  // the clock runs fast here
+  TierUser user(options);
+  user.wait_for_scan();
+  for (std::uint32_t i = 500; i < 520; ++i) {
+    const Status status = user.write(i, kShards);
+    EXPECT_TRUE(status || status.kind() == StatusKind::kNoSpace);
+    ASSERT_LE(du(root_), kBound + 2 * kRecord);
+  }
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  ::close(ready);
+  for (std::uint32_t i = 1000; i < 1040; ++i) {
+    // What the dead one wrote since our scan is found at a tick.
+    EXPECT_TRUE(user.until([&] {
+      clock.advance(std::chrono::seconds(1));
+      return user.write(i, kShards).is_ok();
+    }));
+    ASSERT_LE(du(root_), kBound);
+    EXPECT_TRUE(user.read(i, kShards));
+  }
+  clock.advance(std::chrono::seconds(1));
+  EXPECT_TRUE(user.until([&] {
+    user.poll();
+    return user.tier().stats().bytes == du(root_);
+  })) << user.tier().stats().bytes
+      << " is not " << du(root_);
+  EXPECT_TRUE(temporaries_in(root_).empty());
+}
+
+TEST_F(FsTierBound, killed_at_any_moment_the_next_start_is_right) {
+  for (int round = 0; round < 5; ++round) {
+    int ready = -1;
+    const pid_t child = writer_process(root_, &ready);
+    ASSERT_GT(child, 0);
+    char byte;
+    ASSERT_EQ(::read(ready, &byte, 1), 1);
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, 0);
+    ::close(ready);
+    TierUser user(options_for(root_, kBound));
+    user.wait_for_scan();
+    EXPECT_LE(du(root_), kBound);
+    EXPECT_TRUE(user.until([&] { return user.tier().stats().bytes == du(root_); }))
+        << user.tier().stats().bytes << " is not " << du(root_);
+    EXPECT_TRUE(temporaries_in(root_).empty());
+    std::size_t found = 0;
+    for (std::uint32_t i = 0; i < 2000; ++i) {
+      if (!user.has(i)) continue;
+      ++found;
+      EXPECT_TRUE(user.read(i, kShards));
+    }
+    EXPECT_EQ(found, records_in(root_).size());
+  }
+}
+
+}  // namespace
+}  // namespace kv_offload

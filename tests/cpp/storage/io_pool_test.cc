@@ -1,0 +1,234 @@
+#include "storage/io_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <latch>
+#include <mutex>
+#include <string>
+
+namespace kv_offload {
+namespace {
+
+struct Log {
+  std::mutex mutex;
+  std::vector<std::uint64_t> order;
+  std::vector<std::pair<std::uint64_t, StatusKind>> ended;
+  std::vector<std::pair<std::uint64_t, StatusKind>> endings() {
+    const std::lock_guard lock(mutex);
+    return ended;
+  }
+};
+
+IoPool::Op op(Log& log, std::uint64_t tag, Lane lane, std::latch* all, std::function<void()> body = {}) {
+  IoPool::Op made;
+  made.tag = tag;
+  made.lane = lane;
+  made.run = [&log, tag, body = std::move(body)] {
+    {
+      const std::lock_guard lock(log.mutex);
+      log.order.push_back(tag);
+    }
+    if (body) body();
+    return Status::ok();
+  };
+  made.done = [&log, tag, all](const Status& status, double, double) {
+    {
+      const std::lock_guard lock(log.mutex);
+      log.ended.emplace_back(tag, status.kind());
+    }
+    if (all != nullptr) all->count_down();
+  };
+  return made;
+}
+
+std::vector<IoPool::Op> one(IoPool::Op made) {
+  std::vector<IoPool::Op> ops;
+  ops.push_back(std::move(made));
+  return ops;
+}
+
+TEST(IoPool, ops_of_a_lane_run_in_order) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({1, 1, &clock});
+  std::latch all(20);
+  std::vector<IoPool::Op> ops;
+  for (std::uint64_t i = 0; i < 20; ++i) ops.push_back(op(log, i, Lane::kRead, &all));
+  pool.submit(std::move(ops));
+  all.wait();
+  pool.close();
+  for (std::uint64_t i = 0; i < 20; ++i) EXPECT_EQ(log.order[i], i);
+}
+
+// One write thread, held while the queues fill: what it then takes is the order.
+std::vector<std::uint64_t> order_after_hold(int reads, int writes) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({0, 1, &clock});
+  std::latch running(1), go(1), all(reads + writes);
+  pool.submit(one(op(log, 0, Lane::kWrite, nullptr, [&] {
+    running.count_down();
+    go.wait();
+  })));
+  running.wait();
+  std::vector<IoPool::Op> ops;
+  for (int i = 0; i < writes; ++i)
+    ops.push_back(op(log, 1000 + static_cast<unsigned>(i), Lane::kWrite, &all));
+  for (int i = 0; i < reads; ++i) ops.push_back(op(log, 1 + static_cast<unsigned>(i), Lane::kRead, &all));
+  pool.submit(std::move(ops));
+  go.count_down();
+  all.wait();
+  pool.close();
+  return log.order;
+}
+
+TEST(IoPool, reads_go_before_writes_that_came_first) {
+  const auto order = order_after_hold(3, 2);
+  EXPECT_EQ(order, (std::vector<std::uint64_t>{0, 1, 2, 3, 1000, 1001}));
+}
+
+TEST(IoPool, writes_do_not_starve_behind_reads) {
+  const auto order = order_after_hold(20, 2);
+  EXPECT_EQ(order[IoPool::kReadsPerWrite + 1], 1000u);
+  EXPECT_EQ(order[2 * IoPool::kReadsPerWrite + 2], 1001u);
+}
+
+TEST(IoPool, read_threads_leave_writes_alone) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({2, 1, &clock});
+  std::latch running(1), go(1), all(3);
+  pool.submit(one(op(log, 0, Lane::kWrite, &all, [&] {
+    running.count_down();
+    go.wait();
+  })));
+  running.wait();
+  pool.submit(one(op(log, 1, Lane::kWrite, &all)));
+  std::latch read(1);
+  IoPool::Op reading = op(log, 2, Lane::kRead, &all);
+  pool.submit(one(std::move(reading)));
+  while (log.endings().empty()) std::this_thread::yield();
+  EXPECT_EQ(log.endings()[0].first, 2u);
+  EXPECT_EQ(pool.depth(Lane::kWrite).queued, 1u);
+  go.count_down();
+  all.wait();
+}
+
+TEST(IoPool, an_op_past_its_deadline_does_not_run) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({1, 0, &clock});
+  std::latch running(1), go(1), all(3);
+  pool.submit(one(op(log, 0, Lane::kRead, &all, [&] {
+    running.count_down();
+    go.wait();
+  })));
+  running.wait();
+  IoPool::Op late = op(log, 1, Lane::kRead, &all), never = op(log, 2, Lane::kRead, &all);
+  late.deadline = clock.now() + std::chrono::seconds(1);
+  pool.submit(one(std::move(late)));
+  pool.submit(one(std::move(never)));
+  clock.advance(std::chrono::seconds(2));
+  go.count_down();
+  all.wait();
+  EXPECT_EQ(log.order, (std::vector<std::uint64_t>{0, 2}));
+  EXPECT_EQ(log.endings()[1], std::make_pair(std::uint64_t{1}, StatusKind::kTimeout));
+}
+
+TEST(IoPool, deadlines_expire_even_when_every_thread_is_stuck) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({1, 0, &clock});
+  std::latch running(1), go(1);
+  pool.submit(one(op(log, 0, Lane::kRead, nullptr, [&] {
+    running.count_down();
+    go.wait();
+  })));
+  running.wait();
+  IoPool::Op late = op(log, 1, Lane::kRead, nullptr);
+  late.deadline = clock.now() + std::chrono::seconds(1);
+  pool.submit(one(std::move(late)));
+  pool.expire();
+  EXPECT_TRUE(log.endings().empty());
+  clock.advance(std::chrono::seconds(1));
+  pool.expire();
+  ASSERT_EQ(log.endings().size(), 1u);
+  EXPECT_EQ(log.endings()[0].second, StatusKind::kTimeout);
+  EXPECT_EQ(pool.depth(Lane::kRead).oldest_seconds, 1.0);
+  EXPECT_EQ(pool.oldest_start(Nanos{0}), clock.now() - std::chrono::seconds(1));
+  go.count_down();
+}
+
+TEST(IoPool, cancel_ends_what_is_queued_and_leaves_what_runs) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({1, 0, &clock});
+  std::latch running(1), go(1), all(2);
+  pool.submit(one(op(log, 7, Lane::kRead, &all, [&] {
+    running.count_down();
+    go.wait();
+  })));
+  running.wait();
+  pool.submit(one(op(log, 8, Lane::kRead, &all)));
+  EXPECT_FALSE(pool.cancel(7));
+  EXPECT_TRUE(pool.cancel(8));
+  EXPECT_FALSE(pool.cancel(8));
+  EXPECT_FALSE(pool.cancel(9));
+  EXPECT_EQ(log.endings()[0], std::make_pair(std::uint64_t{8}, StatusKind::kCancelled));
+  go.count_down();
+  all.wait();
+  EXPECT_EQ(log.order, (std::vector<std::uint64_t>{7}));
+}
+
+TEST(IoPool, close_cancels_the_queue_waits_for_what_runs_and_refuses_more) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({1, 1, &clock});
+  std::latch running(1), go(1);
+  pool.submit(one(op(log, 0, Lane::kRead, nullptr, [&] {
+    running.count_down();
+    go.wait();
+  })));
+  running.wait();
+  std::vector<IoPool::Op> ops;
+  for (std::uint64_t i = 1; i < 5; ++i) ops.push_back(op(log, i, Lane::kRead, nullptr));
+  pool.submit(std::move(ops));
+  std::thread helper([&] {
+    while (log.endings().size() < 4) std::this_thread::yield();
+    go.count_down();
+  });
+  EXPECT_TRUE(pool.close());
+  helper.join();
+  EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{0}, StatusKind::kOk));
+  pool.submit(one(op(log, 9, Lane::kWrite, nullptr)));
+  EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{9}, StatusKind::kUnavailable));
+}
+
+TEST(IoPool, close_lets_a_stuck_thread_go_and_it_ends_its_op_later) {
+  FakeClock clock;
+  struct Stuck {
+    Log log;
+    std::latch running{1}, go{1}, ended{1};
+  };
+  auto stuck = std::make_shared<Stuck>();
+  IoPool::Op hanging;
+  hanging.lane = Lane::kRead;
+  hanging.run = [stuck] {
+    stuck->running.count_down();
+    stuck->go.wait();
+    return Status::ok();
+  };
+  hanging.done = [stuck](const Status&, double, double) { stuck->ended.count_down(); };
+  {
+    IoPool pool({1, 1, &clock, std::chrono::milliseconds(1)});
+    pool.submit(one(std::move(hanging)));
+    stuck->running.wait();
+    EXPECT_FALSE(pool.close());
+    EXPECT_FALSE(stuck->ended.try_wait());
+  }
+  stuck->go.count_down();
+  stuck->ended.wait();
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,114 @@
+#include "storage/record.h"
+
+#include <gtest/gtest.h>
+
+#include "base/aligned_buffer.h"
+#include "fs_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+using testing::key_of;
+using testing::Row;
+
+RecordHeader some_header() {
+  RecordHeader header;
+  header.namespace_id.fill(7);
+  header.key = key_of(1);
+  header.group = 3;
+  header.shard_bytes = {5000, 4096, 1};
+  header.payload_bytes = 8192 + 4096 + 4096;
+  header.payload_checksum = 0x1234567890ABCDEFull;
+  header.created_unix_nanos = 99;
+  return header;
+}
+
+TEST(Record, header_comes_back_as_it_was) {
+  const AlignedBuffer page(kRecordHeaderBytes);
+  const RecordHeader header = some_header();
+  encode_header(header, page.span());
+  RecordHeader found;
+  ASSERT_TRUE(decode_header(page.span(), &found));
+  EXPECT_EQ(found.namespace_id, header.namespace_id);
+  EXPECT_EQ(found.key, header.key);
+  EXPECT_EQ(found.group, header.group);
+  EXPECT_EQ(found.shard_bytes, header.shard_bytes);
+  EXPECT_EQ(found.payload_bytes, header.payload_bytes);
+  EXPECT_EQ(found.payload_checksum, header.payload_checksum);
+  EXPECT_EQ(found.created_unix_nanos, header.created_unix_nanos);
+}
+
+TEST(Record, fields_lie_where_the_format_says) {
+  const AlignedBuffer page(kRecordHeaderBytes);
+  encode_header(some_header(), page.span());
+  const auto byte = [&](std::size_t at) { return std::to_integer<int>(page.data()[at]); };
+  EXPECT_EQ(std::memcmp(page.data(), "KVOREC1\n", 8), 0);
+  EXPECT_EQ(byte(8), 1);
+  EXPECT_EQ(byte(13), 0x10);  // 4096
+  EXPECT_EQ(byte(16), 7);
+  EXPECT_EQ(byte(48), 36);
+  EXPECT_EQ(byte(100), 3);
+  EXPECT_EQ(byte(104), 3);
+  EXPECT_EQ(byte(120), 0xEF);
+  EXPECT_EQ(byte(128), 99);
+  EXPECT_EQ(byte(136), 5000 % 256);
+}
+
+TEST(Record, every_flipped_byte_of_the_header_is_found) {
+  const AlignedBuffer page(kRecordHeaderBytes);
+  encode_header(some_header(), page.span());
+  RecordHeader found;
+  for (std::size_t at = 0; at < kRecordHeaderBytes; ++at) {
+    page.data()[at] ^= std::byte{0x10};
+    EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt) << "byte " << at;
+    page.data()[at] ^= std::byte{0x10};
+  }
+  EXPECT_TRUE(decode_header(page.span(), &found));
+}
+
+TEST(Record, header_of_something_else_does_not_match) {
+  const RecordHeader header = some_header();
+  const Row row({5000, 4096, 1});
+  const auto shards = row.shards();
+  EXPECT_TRUE(match_header(header, header.namespace_id, header.key, 3, shards));
+  NamespaceId other = header.namespace_id;
+  other[31] ^= 1;
+  EXPECT_EQ(match_header(header, other, header.key, 3, shards).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(match_header(header, header.namespace_id, key_of(2), 3, shards).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(match_header(header, header.namespace_id, header.key, 2, shards).kind(), StatusKind::kCorrupt);
+  const Row longer({5000, 4096, 2});
+  const auto other_shards = longer.shards();
+  EXPECT_EQ(match_header(header, header.namespace_id, header.key, 3, other_shards).kind(),
+            StatusKind::kCorrupt);
+  const std::vector<Shard> fewer(shards.begin(), shards.end() - 1);
+  EXPECT_EQ(match_header(header, header.namespace_id, header.key, 3, fewer).kind(), StatusKind::kCorrupt);
+}
+
+TEST(Record, payload_checksum_sees_every_byte_and_no_pad) {
+  Row row({5000, 100});
+  row.fill(1);
+  auto shards = row.shards();
+  const std::uint64_t checksum = payload_checksum(shards);
+  for (const std::size_t at : {0u, 1u, 2500u, 4095u, 4096u, 4999u}) {
+    shards[0][at] ^= std::byte{1};
+    EXPECT_NE(payload_checksum(shards), checksum) << "byte " << at;
+    shards[0][at] ^= std::byte{1};
+  }
+  shards[1][99] ^= std::byte{1};
+  EXPECT_NE(payload_checksum(shards), checksum);
+  shards[1][99] ^= std::byte{1};
+  shards[1].data()[100] ^= std::byte{1};  // behind the shard
+  EXPECT_EQ(payload_checksum(shards), checksum);
+  EXPECT_EQ(padded_payload_bytes(shards), 12288u);
+}
+
+TEST(Record, the_checksum_of_a_split_payload_is_that_of_the_whole) {
+  Row whole({8192});
+  whole.fill(5);
+  const auto one = whole.shards();
+  const std::vector<Shard> two{one[0].first(4096), one[0].subspan(4096)};
+  EXPECT_EQ(payload_checksum(one), payload_checksum(two));
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,392 @@
+"""Run by test_manager_contract.py under each vLLM release: the manager, every method and state.
+
+Chunks become hits through the real way: a worker's job that reports its ticket.
+"""
+
+import inspect
+import pickle
+from typing import Any
+
+import adapter
+import numpy as np
+import pytest
+
+adapter.use_specs()
+core = adapter.use_core()
+
+from kv_offload.specs import KVOffloadSpec, compat  # noqa: E402
+from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402
+from kv_offload.specs.manager import KVOffloadManager, ManagerOptions  # noqa: E402
+from vllm.v1.kv_offload import base  # noqa: E402
+
+from contract.parts import blocks, context, key, keys, kv_caches, offloading_config  # noqa: E402
+
+HIT, MISS = base.LookupResult.HIT, base.LookupResult.MISS
+PENDING, RETRY = base.LookupResult.HIT_PENDING, base.LookupResult.RETRY
+ROWS = 1 << 20 >> 12  # rows of one 4 KiB block each
+
+
+class Engine:
+    """Both sides of one engine, with verbs."""
+
+    def __init__(self, **options: Any) -> None:
+        self.config = offloading_config(**options)
+        self.caches = kv_caches(groups=options.get("groups", 1))
+        self.worker = KVOffloadSpec(self.config).get_worker(self.caches)
+        self.manager = KVOffloadSpec(self.config).get_manager()
+        self.jobs = 0
+
+    def request(self, name: str = "r", params: dict[str, Any] | None = None, **more: Any) -> Any:
+        made = context(name, params, **more)
+        self.manager.on_new_request(made)
+        return made
+
+    def offer(self, offered: list[bytes], request: Any) -> Any:
+        return self.manager.prepare_store(offered, request)
+
+    def copy(self, output: Any, block_ids: list[int], store: bool = True) -> None:
+        self.jobs += 1
+        rows = pickle.loads(pickle.dumps(output.store_spec if store else output))
+        sizes = [len(block_ids)] + [0] * (len(self.config.groups) - 1)
+        spec = blocks(block_ids, sizes, [0] * len(sizes))
+        if store:
+            assert self.worker.submit_store(self.jobs, spec, rows) is True
+        else:
+            assert self.worker.submit_load(self.jobs, rows, spec) is True
+        self.worker.wait({self.jobs})
+        assert [result.success for result in self.worker.get_finished()] == [True]
+
+    def store(self, offered: list[bytes], request: Any) -> Any:
+        """All the way to a hit; the chunks get the blocks 0, 1, ..."""
+        output = self.offer(offered, request)
+        self.copy(output, list(range(len(output.keys_to_store))))
+        self.manager.complete_store(set(output.keys_to_store), request)
+        return output
+
+    def end_step(self) -> None:
+        self.manager.on_schedule_end(base.ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
+
+    def look(self, asked: list[bytes], request: Any) -> list[Any]:
+        return [self.manager.lookup(one, request) for one in asked]
+
+    def stop(self) -> None:
+        self.worker.shutdown()
+        self.manager.shutdown()
+
+
+@pytest.fixture
+def engine() -> Any:
+    made = Engine()
+    yield made
+    made.stop()
+
+
+def test_the_manager_is_vllms_and_overrides_what_it_names() -> None:
+    assert issubclass(KVOffloadManager, base.OffloadingManager)
+    for name, ours in vars(KVOffloadManager).items():
+        theirs = getattr(base.OffloadingManager, name, None)
+        if name.startswith("_") or not callable(theirs):
+            continue
+        expected = list(inspect.signature(theirs).parameters)
+        assert list(inspect.signature(ours).parameters) == expected, name
+
+
+def test_a_chunk_is_missed_then_stored_then_hit(engine: Engine) -> None:
+    request = engine.request()
+    assert engine.look(keys(1, 2), request) == [MISS, MISS]
+    output = engine.offer(keys(1, 2), request)
+    assert isinstance(output, base.PrepareStoreOutput)
+    assert output.keys_to_store == keys(1, 2)
+    assert list(output.evicted_keys) == []
+    assert engine.look(keys(1, 2), request) == [PENDING, PENDING]
+    engine.copy(output, [0, 1])
+    engine.manager.complete_store(set(output.keys_to_store), request)
+    assert engine.look(keys(1, 2, 3), request) == [HIT, HIT, MISS]
+
+
+def test_lookup_is_the_cores_builtin_and_the_class_has_its_twin(engine: Engine) -> None:
+    request = engine.request()
+    engine.store(keys(1), request)
+    assert engine.manager.lookup(key(1), request) is HIT
+    assert KVOffloadManager.lookup(engine.manager, key(1), request) is HIT
+    assert "lookup" in vars(engine.manager)
+
+
+def test_a_known_chunk_is_not_taken_twice(engine: Engine) -> None:
+    first, second = engine.request("a"), engine.request("b")
+    output = engine.offer(keys(1, 2), first)
+    again = engine.offer(keys(1, 2, 3), second)
+    assert again.keys_to_store == keys(3)
+    engine.copy(output, [0, 1])
+    engine.manager.complete_store(set(output.keys_to_store), first)
+    assert engine.offer(keys(1, 2), second).keys_to_store == []
+
+
+def test_nothing_new_is_an_empty_answer_and_never_none(engine: Engine) -> None:
+    request = engine.request()
+    for offered in ([], keys(1)):
+        engine.store(offered, request) if offered else None
+        output = engine.offer(offered, request)
+        assert output is not None
+        assert output.keys_to_store == []
+        assert isinstance(output.store_spec, RowLoadStoreSpec)
+
+
+def test_the_spec_of_a_job_is_small_and_survives_pickling(engine: Engine) -> None:
+    output = engine.offer(keys(1, 2, 3), engine.request())
+    text = pickle.dumps(output.store_spec)
+    assert len(text) < 1000
+    read = pickle.loads(text)
+    assert isinstance(read, base.LoadStoreSpec)
+    assert read.ticket == output.store_spec.ticket != 0
+    assert read.rows.dtype == np.uint32
+    assert read.rows.tolist() == output.store_spec.rows.tolist()
+    assert read.group_rows == (3,)
+
+
+def test_loaded_bytes_are_the_stored_ones(engine: Engine) -> None:
+    request = engine.request()
+    engine.store(keys(1, 2, 3), request)
+    tensor = engine.caches.tensors[0].tensor
+    assert engine.look(keys(1, 2, 3), request) == [HIT] * 3
+    spec = engine.manager.prepare_load(keys(1, 2, 3), request)
+    engine.copy(spec, [5, 6, 7], store=False)
+    engine.manager.complete_load(set(keys(1, 2, 3)), request)
+    assert [int(tensor[block, 0]) for block in (5, 6, 7)] == [0, 1, 2]
+    assert (tensor[5:8] == tensor[5:8, :1]).all()
+
+
+def test_a_load_of_nothing_is_a_job_like_others(engine: Engine) -> None:
+    request = engine.request()
+    spec = engine.manager.prepare_load([], request)
+    assert spec.group_rows == (0,)
+    engine.copy(spec, [], store=False)
+    engine.manager.complete_load(set(), request)
+
+
+def test_a_store_that_failed_on_a_rank_is_never_a_hit(engine: Engine) -> None:
+    request = engine.request()
+    output = engine.offer(keys(1, 2), request)
+    engine.copy(output, [0])  # one block for two chunks: as vLLM sends chunks with null blocks
+    engine.manager.complete_store(set(output.keys_to_store), request)
+    assert engine.look(keys(1, 2), request) == [MISS, MISS]
+    engine.store(keys(1, 2), request)
+    assert engine.look(keys(1, 2), request) == [HIT, HIT]
+
+
+def test_a_store_reported_as_failed_is_never_a_hit(engine: Engine) -> None:
+    request = engine.request()
+    output = engine.offer(keys(1), request)
+    engine.copy(output, [0])
+    engine.manager.complete_store(set(output.keys_to_store), request, success=False)
+    assert engine.look(keys(1), request) == [MISS]
+
+
+def test_room_is_made_by_evicting_what_was_not_used_longest(engine: Engine) -> None:
+    for number in range(ROWS + 4):
+        request = engine.request(f"r{number}")
+        output = engine.store(keys(number), request)
+        assert output.keys_to_store == keys(number)
+        assert list(output.evicted_keys) == (keys(number - ROWS) if number >= ROWS else [])
+        engine.manager.on_request_finished(request)
+    later = engine.request("later")
+    assert engine.look(keys(ROWS + 3), later) == [HIT]
+    assert engine.look(keys(0), later) == [MISS]
+
+
+def test_a_request_never_evicts_what_it_stored_itself(engine: Engine) -> None:
+    """The head of a prefix is worth more than its tail."""
+    request = engine.request()
+    for first in range(0, ROWS, 8):
+        engine.store(keys(*range(first, first + 8)), request)
+    assert engine.offer(keys(ROWS), request).keys_to_store == []
+    assert engine.look(keys(0), request) == [HIT]
+
+
+def test_pinned_chunks_stay_and_what_does_not_fit_is_left_out_from_the_right(engine: Engine) -> None:
+    request = engine.request()
+    held = keys(*range(ROWS - 2))
+    for part in range(0, len(held), 8):
+        engine.store(held[part : part + 8], request)
+    engine.look(held, request)
+    engine.manager.prepare_load(held, request)
+    output = engine.offer(keys(1000, 1001, 1002, 1003), request)
+    assert output.keys_to_store == keys(1000, 1001)
+    assert engine.look(held, request) == [HIT] * len(held)
+
+
+def test_a_request_id_that_is_used_again_is_another_request(engine: Engine) -> None:
+    first = engine.request("same", {"kv_offload_skip_store": True})
+    assert engine.offer(keys(1), first).keys_to_store == []
+    engine.manager.on_request_finished(first)
+    second = engine.request("same")
+    output = engine.offer(keys(1), second)
+    assert output.keys_to_store == keys(1)
+    engine.manager.on_request_finished(second)
+    engine.copy(output, [0])
+    engine.manager.complete_store(set(output.keys_to_store), second)  # after its end
+    third = engine.request("same")
+    assert engine.look(keys(1), third) == [HIT]
+
+
+def test_an_untracked_request_begins_and_ends_at_once(engine: Engine) -> None:
+    before = engine.manager._cache.stats()
+    for _ in range(3):
+        made = engine.request("never scheduled")
+        engine.manager.on_request_finished(made)
+        engine.manager.on_request_finished(made)  # and twice does no harm
+    assert engine.manager._cache.stats() == before
+
+
+def test_hints_of_a_request_are_obeyed_and_nonsense_is_ignored(engine: Engine) -> None:
+    engine.store(keys(1), engine.request("a"))
+    skipping = engine.request("b", {"kv_offload_skip_store": True})
+    assert engine.look(keys(1), skipping) == [HIT]
+    assert engine.offer(keys(2), skipping).keys_to_store == []
+    odd = engine.request("c", {"load_policy": 7, "kv_offload_skip_store": "no", "priority": 1.5, "other": []})
+    assert engine.look(keys(1), odd) == [HIT]
+    assert engine.offer(keys(2), odd).keys_to_store == keys(2)
+
+
+@pytest.mark.parametrize(
+    ("matchers", "expected"),
+    [
+        ([base.TierMatcher(base.Medium.CPU, None)], HIT),
+        ([base.TierMatcher(None, base.Locality.LOCAL)], HIT),
+        ([base.TierMatcher(base.Medium.STORAGE, None)], MISS),
+        ([base.TierMatcher(base.Medium.CPU, base.Locality.REMOTE)], MISS),
+        ([], MISS),
+    ],
+)
+def test_kv_load_tiers_decides_where_a_request_may_load_from(
+    engine: Engine, matchers: list[Any], expected: Any
+) -> None:
+    engine.store(keys(1), engine.request("a"))
+    limited = engine.request("b", load_tier_filter=base.TierFilter(tuple(matchers)))
+    assert engine.look(keys(1), limited) == [expected]
+
+
+def test_where_a_hit_came_from(engine: Engine) -> None:
+    request = engine.request()
+    engine.store(keys(1), request)
+    assert engine.look(keys(1), request) == [HIT]
+    if compat.load_sources() is None:
+        pytest.skip("vLLM 0.31 does not ask")
+    assert engine.manager.get_load_source(key(1), request).value == "host"
+
+
+def test_a_reset_forgets_everything(engine: Engine) -> None:
+    request = engine.request()
+    engine.store(keys(1, 2), request)
+    engine.manager.reset_cache()
+    engine.manager.on_reset_flushed()
+    later = engine.request("later")
+    assert engine.look(keys(1, 2), later) == [MISS, MISS]
+    engine.store(keys(1), later)
+    assert engine.look(keys(1), later) == [HIT]
+
+
+def test_a_copy_that_runs_through_a_reset_ends_in_no_hit(engine: Engine) -> None:
+    request = engine.request()
+    output = engine.offer(keys(1), request)
+    engine.manager.reset_cache()
+    engine.copy(output, [0])  # the connector drops this completion
+    engine.end_step()
+    later = engine.request("later")
+    assert engine.look(keys(1), later) == [MISS]
+
+
+def test_its_row_is_not_reused_before_the_copy_ended(engine: Engine) -> None:
+    output = engine.offer(keys(*range(ROWS)), engine.request())
+    assert len(output.keys_to_store) == ROWS
+    engine.manager.reset_cache()
+    engine.end_step()
+    later = engine.request("later")
+    assert engine.offer(keys(5000), later).keys_to_store == []
+    engine.copy(output, [block % 8 for block in range(ROWS)])
+    engine.end_step()
+    assert engine.offer(keys(5000), later).keys_to_store == keys(5000)
+
+
+def _after_reset(windowed: frozenset[int] | None) -> list[bytes]:
+    engine = Engine(groups=2)
+    manager = KVOffloadManager(
+        engine.manager._cache, engine.manager._metrics, ManagerOptions(windowed_groups=windowed)
+    )
+    known, offered = context("known"), [*keys(1, group=3), *keys(1, group=4)]
+    manager.on_new_request(known)
+    manager.reset_cache()
+    stored = list(manager.prepare_store(offered, known).keys_to_store)
+    fresh = context("fresh")
+    manager.on_new_request(fresh)
+    rest = manager.prepare_store(offered, fresh).keys_to_store
+    assert sorted(stored + list(rest)) == sorted(offered)
+    engine.stop()
+    return stored
+
+
+def test_a_request_known_before_a_reset_stores_nothing_of_a_windowed_group_any_more() -> None:
+    assert _after_reset(frozenset({4})) == keys(1, group=3)
+    assert _after_reset(frozenset()) == [*keys(1, group=3), *keys(1, group=4)]
+
+
+def test_and_nothing_at_all_where_vllm_does_not_say_which_groups_have_a_window() -> None:
+    assert _after_reset(None) == []
+
+
+def test_events_tell_what_host_memory_gains_and_loses() -> None:
+    engine = Engine(events=True)
+    for number in range(ROWS + 1):
+        engine.store(keys(number), engine.request(f"r{number}"))
+    told = list(engine.manager.take_events())
+    assert all(isinstance(event, base.OffloadingEvent) for event in told)
+    assert {event.medium for event in told} == {base.Medium.CPU}
+    held: set[bytes] = set()
+    for event in told:
+        (held.difference_update if event.removed else held.update)(event.keys)
+    assert held == set(keys(*range(1, ROWS + 1)))
+    assert list(engine.manager.take_events()) == []
+    engine.stop()
+
+
+def test_no_events_without_being_asked(engine: Engine) -> None:
+    engine.store(keys(1), engine.request())
+    assert list(engine.manager.take_events()) == []
+
+
+def test_stats_are_changes_and_each_metric_is_declared() -> None:
+    now = [0.0]
+    engine = Engine()
+    engine.manager._clock = lambda: now[0]
+    request = engine.request()
+    engine.store(keys(1), request)
+    engine.look(keys(1, 2), request)
+    engine.manager.prepare_load(keys(1), request)
+    engine.end_step()
+    engine.manager.on_request_finished(request)
+    stats = engine.manager.get_stats()
+    assert not stats.is_empty()
+    declared = KVOffloadSpec.build_metric_definitions({})
+    for name, values in stats.data["data"].items():
+        if not adapter.is_plain(core):
+            assert all(len(labels) == len(declared[name].labelnames) for labels in values), name
+    assert engine.manager.get_stats() is None
+    now[0] += 10
+    assert engine.manager.get_stats() is None or now[0]
+    engine.stop()
+
+
+def test_pending_work_only_while_a_request_waits(engine: Engine) -> None:
+    assert engine.manager.has_pending_work() is False
+    engine.store(keys(1), engine.request())
+    assert engine.manager.has_pending_work() is False
+
+
+def test_shutdown_twice_is_one_shutdown(engine: Engine) -> None:
+    engine.manager.shutdown()
+    engine.manager.shutdown()
+
+
+def test_config_info_fills_the_declared_labels(engine: Engine) -> None:
+    (info,) = engine.manager.config_info()
+    assert set(info) == set(KVOffloadSpec.config_info_keys({}))

@@ -1,0 +1,255 @@
+"""Run by test_contract.py under each vLLM release: the spec, from the configuration to the boot line."""
+
+import json
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import adapter
+import pytest
+
+adapter.use_specs()
+core = adapter.use_core()
+
+from kv_offload.specs import KVOffloadSpec, compat, facts, plugin, spec  # noqa: E402
+from vllm.v1.kv_offload import base  # noqa: E402
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
+
+from contract.parts import context, keys, kv_caches, offloading_config  # noqa: E402
+
+HAS_WINDOWS = "sliding_window_size_in_chunks" in {
+    field.name for field in __import__("dataclasses").fields(type(offloading_config().groups[0]))
+}
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "RANKS_DEADLINE_SECONDS", 0.2)
+
+
+def test_the_plugin_registers_once_and_the_name_alone_is_enough() -> None:
+    plugin.register()
+    plugin.register()
+    assert OffloadingSpecFactory.get_spec_cls({"spec_name": "KVOffloadSpec"}) is KVOffloadSpec
+
+
+def test_the_module_path_is_enough_too() -> None:
+    OffloadingSpecFactory._registry.pop("KVOffloadSpec", None)
+    extra = {"spec_name": "KVOffloadSpec", "spec_module_path": "kv_offload.specs"}
+    assert OffloadingSpecFactory.get_spec_cls(extra) is KVOffloadSpec
+
+
+def test_importing_it_loads_no_extension_and_starts_no_thread() -> None:
+    program = (
+        "import sys, threading, adapter; adapter.use_specs(); import vllm.v1.kv_offload.factory as f\n"
+        "before = threading.active_count()\n"
+        "f.OffloadingSpecFactory.get_spec_cls({'spec_name': 'KVOffloadSpec', "
+        "'spec_module_path': 'kv_offload.specs'})\n"
+        "assert 'kv_offload._core' not in sys.modules and threading.active_count() == before"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(adapter.__file__).parent)
+
+
+def test_every_metric_is_declared_in_vllms_words() -> None:
+    if adapter.is_plain(core):
+        pytest.skip("the plain core declares no metrics")
+    declared = KVOffloadSpec.build_metric_definitions({"cpu_bytes_to_use": 1})
+    kinds = {
+        "counter": base.OffloadingCounterMetadata,
+        "gauge": base.OffloadingGaugeMetadata,
+        "histogram": base.OffloadingHistogramMetadata,
+    }
+    of_core = {definition.name: definition for definition in core.metric_definitions()}
+    assert set(declared) == {name for name, definition in of_core.items() if not definition.worker}
+    for name, metadata in declared.items():
+        assert isinstance(metadata, kinds[of_core[name].type])
+        assert metadata.documentation
+        assert metadata.labelnames == tuple(of_core[name].labels)
+    assert declared["kv_offload_read_seconds"].buckets
+
+
+def test_a_wrong_configuration_is_one_text_with_everything_in_it() -> None:
+    with pytest.raises(ValueError, match="2 problems") as caught:
+        KVOffloadSpec(offloading_config(cpu_bytes_to_use="much", eviction="lru"))
+    assert "cpu_bytes_to_use" in str(caught.value)
+    assert "eviction_policy" in str(caught.value)  # the nearest known key
+
+
+def test_a_replicated_cache_has_one_area() -> None:
+    made = KVOffloadSpec(offloading_config(world_size=2, replicated=True))
+    assert made.replicated_layout is True
+    assert made.num_areas == 1
+    assert KVOffloadSpec(offloading_config(world_size=2)).num_areas == 2
+
+
+def test_canonical_layout_is_ignored_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    made = KVOffloadSpec(offloading_config(world_size=2, replicated=True, canonical=True))
+    assert made.replicated_layout is False  # vLLM then lets every rank store
+    assert "canonical_layout is ignored" in caplog.text
+
+
+def test_several_hosts_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = SimpleNamespace(nnodes_within_dp=2)
+    monkeypatch.setattr(compat, "current_vllm_config", lambda: SimpleNamespace(parallel_config=parallel))
+    with pytest.raises(ValueError, match="on one host, and this engine spans 2"):
+        KVOffloadSpec(offloading_config()).get_worker(kv_caches())
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    engine = offloading_config().engine_id
+    KVOffloadSpec(offloading_config(world_size=2, engine_id=engine)).get_worker(kv_caches())
+    with pytest.raises(core.ResourceError, match=r"1.*several hosts are not supported"):
+        KVOffloadSpec(offloading_config(world_size=2, engine_id=engine)).get_manager()
+
+
+def test_manager_and_worker_are_made_once() -> None:
+    config = offloading_config()
+    worker_side, scheduler_side = KVOffloadSpec(config), KVOffloadSpec(config)
+    caches = kv_caches()
+    assert worker_side.get_worker(caches) is worker_side.get_worker(caches)
+    assert scheduler_side.get_manager() is scheduler_side.get_manager()
+    worker_side.get_worker(caches).shutdown()
+    scheduler_side.get_manager().shutdown()
+
+
+def test_the_boot_line_says_capacity_in_bytes_and_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    config = offloading_config()
+    made = KVOffloadSpec(config).get_worker(kv_caches())
+    manager = KVOffloadSpec(config).get_manager()
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "vllm.kv_offload.specs.spec"]
+    assert "cpu 1.0 MiB = 4,096 tokens" in line
+    assert "copier host" in line
+    assert "namespace" in line
+    made.shutdown()
+    manager.shutdown()
+
+
+def test_windows_of_groups_reach_the_manager() -> None:
+    if not HAS_WINDOWS:
+        pytest.skip("this vLLM does not say it in the OffloadingConfig")
+    fingerprint = {"copier": "host", "shard": "", "settings": {}, "windowed": [False, True]}
+    merged = facts.merge_fingerprints([json.dumps(fingerprint)])
+    assert KVOffloadSpec(offloading_config(groups=2))._windowed_groups(merged["windowed"]) == {4}
+
+
+@pytest.fixture
+def vllm_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a worker finds of the VllmConfig, with the fields that matter."""
+    made = SimpleNamespace(
+        model_config=SimpleNamespace(
+            revision="abc", dtype="torch.bfloat16", quantization=None, hf_overrides={}, max_model_len=100
+        ),
+        load_config=SimpleNamespace(download_dir=str(tmp_path)),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        parallel_config=SimpleNamespace(nnodes_within_dp=1),
+        speculative_config=None,
+    )
+    monkeypatch.setattr(compat, "current_vllm_config", lambda: made)
+    return made
+
+
+def _namespace(config: Any, world_size: int = 1) -> str:
+    texts = [facts.worker_fingerprint(config, "cpu", "host", [[4096]]) for _ in range(world_size)]
+    merged = facts.merge_fingerprints(texts)
+    made, _ = facts.namespace_facts(config, [[4096] * world_size], merged, False)
+    return made.short_id()
+
+
+def test_the_namespace_changes_with_what_changes_the_bytes(vllm_config: Any) -> None:
+    def changed(where: Any, name: str, value: Any) -> str:
+        before = getattr(where, name)
+        setattr(where, name, value)
+        found = _namespace(offloading_config())
+        setattr(where, name, before)
+        return found
+
+    plain = _namespace(offloading_config())
+    assert plain == _namespace(offloading_config())
+    others = [
+        changed(vllm_config.model_config, "revision", "def"),
+        changed(vllm_config.model_config, "dtype", "torch.float32"),
+        changed(vllm_config.model_config, "quantization", "fp8"),
+        changed(vllm_config.model_config, "hf_overrides", {"rope_theta": 1}),
+        changed(vllm_config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
+        _namespace(offloading_config(blocks_per_chunk=2)),
+        _namespace(offloading_config(world_size=2), world_size=2),
+    ]
+    assert len({plain, *others}) == 1 + len(others)
+
+
+def test_the_namespace_stays_with_what_does_not(vllm_config: Any) -> None:
+    plain = _namespace(offloading_config())
+    vllm_config.model_config.max_model_len = 200
+    assert _namespace(offloading_config(cpu_bytes_to_use="2MiB", load_policy="never")) == plain
+
+
+def test_but_the_longest_request_matters_where_it_chooses_the_rotation(vllm_config: Any) -> None:
+    vllm_config.model_config.hf_text_config = SimpleNamespace(rope_scaling={"rope_type": "longrope"})
+    plain = _namespace(offloading_config())
+    vllm_config.model_config.max_model_len = 200
+    assert _namespace(offloading_config()) != plain
+
+
+def test_facts_that_are_too_long_become_a_digest(vllm_config: Any) -> None:
+    vllm_config.model_config.hf_overrides = {"long": "x" * 10_000}
+    text = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]])
+    assert len(text.encode()) <= facts.MAX_FINGERPRINT_BYTES
+
+
+def test_ranks_that_hash_in_other_ways_are_refused(vllm_config: Any) -> None:
+    first = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]])
+    vllm_config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
+    second = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]])
+    with pytest.raises(ValueError, match="rank 1 has hash_algorithm 'sha256_cbor', rank 0 has 'sha256'"):
+        facts.merge_fingerprints([first, second])
+
+
+def test_a_seed_that_changes_with_each_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core import kv_cache_utils
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    seed, is_random = compat.block_hash_seed("sha256")
+    kv_cache_utils.init_none_hash(get_hash_fn_by_name("sha256"))
+    assert (seed, is_random) == (kv_cache_utils.NONE_HASH.hex(), False)
+    monkeypatch.setattr(kv_cache_utils, "resolve_none_hash_seed", lambda _: uuid.uuid4().hex)
+    assert compat.block_hash_seed("sha256")[1] is True
+
+
+def test_a_random_seed_with_a_disk_is_said_loudly(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if adapter.is_plain(core):
+        pytest.skip("the plain core has no tiers")
+    monkeypatch.setattr(compat, "block_hash_seed", lambda _: ("00", True))
+    tiers = [{"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "16MiB"}]
+    config = offloading_config(secondary_tiers=tiers)
+    made = KVOffloadSpec(config).get_worker(kv_caches())
+    manager = KVOffloadSpec(config).get_manager()
+    assert "NEVER BE FOUND AGAIN" in caplog.text
+    made.shutdown()
+    manager.shutdown()
+
+
+def test_a_root_that_cannot_be_used_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    tiers = [{"type": "fs", "root_dir": str(tmp_path / "file"), "max_bytes": "16MiB"}]
+    with pytest.raises(ValueError, match="is not a directory"):
+        KVOffloadSpec(offloading_config(secondary_tiers=tiers)).get_worker(kv_caches())
+
+
+def test_a_request_of_a_manager_works_from_the_spec_alone() -> None:
+    config = offloading_config(groups=2)
+    made = KVOffloadSpec(config).get_worker(kv_caches(groups=2))
+    manager = KVOffloadSpec(config).get_manager()
+    request = context()
+    assert manager.on_new_request(request).policy is base.OffloadPolicy.CHUNK_LEVEL
+    output = manager.prepare_store([*keys(1, 2, group=3), *keys(1, group=4)], request)
+    assert output.store_spec.group_rows == (2, 1)
+    made.shutdown()
+    manager.shutdown()

@@ -1,0 +1,161 @@
+"""Random life of an engine: conversations, shared prefixes, aborts, resets, hints."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.request import RequestStatus
+
+from oracle.engine import Engine
+from oracle.runner import VOCABULARY, Sequence
+
+SALTS = (None, None, None, "tenant")
+HINTS: tuple[dict[str, Any] | None, ...] = (
+    *([None] * 12),
+    {"kv_offload_skip_store": True},
+    {"load_policy": "never"},
+    {"load_policy": "always", "priority": 3},
+    {"load_policy": "sometimes", "priority": "high"},  # ignored
+    {"max_load_tokens": 48},
+    {"max_offload_tokens": 64},
+    {"kv_load_tiers": [{"medium": "CPU"}]},
+    {"kv_load_tiers": []},
+)
+
+
+@dataclass
+class Rates:
+    """Chances per step."""
+
+    arrive: float = 0.3
+    abort: float = 0.02
+    reset: float = 0.004
+    forced_reset: float = 0.0
+    damage: float = 0.1
+    evict_prefixes: float = 0.03  # the GPU's own prefix cache is emptied, so that the tier is asked
+
+
+@dataclass
+class Driver:
+    """Feeds one engine; several drivers with one ``histories`` are one stream over several engine lives."""
+
+    engine: Engine
+    seed: int
+    rates: Rates = field(default_factory=Rates)
+    histories: list[tuple[list[int], str | None]] = field(default_factory=list)
+    root: Path | None = None  # of a tier, whose records are damaged
+    live: dict[str, tuple[Any, Sequence]] = field(default_factory=dict)
+    happened: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.number = 0
+
+    def run(self, steps: int) -> None:
+        """``steps`` steps with everything at random, then until all is done; outputs are compared too."""
+        for _ in range(steps):
+            self._maybe_arrive()
+            self._maybe_abort()
+            self._maybe_reset()
+            self._maybe_damage()
+            self.engine.step_idle()
+            self._harvest()
+        self.engine.drain()
+        self._harvest()
+        assert not self.live, f"requests without an end: {sorted(self.live)}"
+
+    def _prompt(self) -> tuple[list[int], str | None]:
+        salt = self.rng.choice(SALTS)
+        prompt: list[int] = []
+        if self.histories and self.rng.random() < 0.75:
+            prompt, salt = self.rng.choice(self.histories[-12:])
+            prompt = prompt[: self.rng.randrange(len(prompt) + 1)] if self.rng.random() < 0.3 else prompt
+        room = self.engine.setup.max_model_len - 40
+        prompt = prompt[: room - 60] + self._tokens(self.rng.randrange(1, 60))
+        return prompt, salt
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCABULARY) for _ in range(count)]
+
+    def _maybe_arrive(self) -> None:
+        if len(self.live) >= 8 or self.rng.random() >= self.rates.arrive:
+            return
+        prompt, salt = self._prompt()
+        # A name is used again once its request has ended.
+        name = f"r{self.number % 37}"
+        self.number += 1
+        if name in self.live:
+            return
+        max_tokens = self.rng.randrange(1, 36)
+        request = self.engine.add(name, prompt, max_tokens, salt, self.rng.choice(HINTS))
+        self.live[name] = (request, Sequence(prompt, max_tokens, salt))
+        self.happened["requests"] += 1
+
+    def _maybe_abort(self) -> None:
+        if self.live and self.rng.random() < self.rates.abort:
+            self.engine.abort(self.rng.choice(sorted(self.live)))
+            self.happened["aborts"] += 1
+
+    def _maybe_reset(self) -> None:
+        statuses = {request.status for request, _ in self.live.values()}
+        remote = RequestStatus.WAITING_FOR_REMOTE_KVS in statuses
+        if self.rng.random() < self.rates.evict_prefixes:
+            self.engine.scheduler.reset_prefix_cache()  # succeeds only while nothing runs
+            self.happened["prefix resets"] += 1
+        if self.rng.random() < self.rates.reset:
+            self.engine.reset(running=False)
+            self.happened["resets"] += 1
+        if not remote and self.rng.random() < self.rates.forced_reset:
+            self.engine.reset(running=True)
+            self.happened["forced resets"] += 1
+
+    def _maybe_damage(self) -> None:
+        if self.root is not None and self.rng.random() < self.rates.damage:
+            self.happened["damages"] += damage_a_record(self.root, self.rng)
+
+    def _harvest(self) -> None:
+        for name in [name for name, (request, _) in self.live.items() if request.is_finished()]:
+            request, sequence = self.live.pop(name)
+            made = list(request.output_token_ids)
+            start = sequence.prompt_len
+            assert made == sequence.tokens[start : start + len(made)], f"{name} has other tokens"
+            self.happened["preemptions"] += request.num_preemptions
+            salt = request.cache_salt
+            self.histories.append((sequence.tokens[: start + len(made)], salt))
+
+
+def damage_a_record(root: Path, rng: random.Random) -> bool:
+    """Flip a byte of one record, cut it short or delete it; False when there is none."""
+    records = sorted(root.rglob("*.rec"))
+    if not records:
+        return False
+    record = rng.choice(records)
+    try:
+        content = bytearray(record.read_bytes())
+        match rng.choice(("flip", "cut", "delete")):
+            case "flip":
+                content[rng.choice((rng.randrange(4096), rng.randrange(len(content))))] ^= 1 << rng.randrange(
+                    8
+                )
+                record.write_bytes(content)
+            case "cut":
+                record.write_bytes(content[: rng.randrange(len(content))])
+            case "delete":
+                record.unlink()
+    except (FileNotFoundError, ValueError, IndexError):
+        return False  # evicted or damaged meanwhile
+    return True
+
+
+def total(engine: Engine, name: str, *labels: str) -> float:
+    """A counter, from the stats that vLLM's front end would be sent; without labels the sum over all."""
+    return sum(
+        value
+        for stats in engine.stats
+        for metric, values in stats.get("data", {}).items()
+        if metric == name
+        for found, value in values.items()
+        if not isinstance(value, list) and (not labels or tuple(found) == labels)
+    )

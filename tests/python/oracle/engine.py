@@ -1,0 +1,340 @@
+"""vLLM's real Scheduler and OffloadingConnector, all ranks in one process, and no model.
+
+What EngineCore, the executor and the model runner do around them is done here the same way; where releases
+differ, both ways are tried. Only kv_offload and vLLM are real: the model is oracle.runner.
+"""
+
+import copy
+import json
+import os
+import pickle
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.forward_context import set_forward_context
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from oracle.runner import FakeRunner
+
+try:
+    from vllm.v1.core import kv_cache_planning as planning  # 0.33
+except ImportError:
+    from vllm.v1.core import kv_cache_utils as planning
+
+BLOCK_SIZE = 16
+HASH = "sha256"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One kind of engine."""
+
+    extra: dict[str, Any] = field(default_factory=dict)  # kv_connector_extra_config beside the spec
+    layers: int = 2
+    window: int | None = None  # every second layer looks back this many tokens
+    layout: str = "LBHNC"
+    world_size: int = 1
+    num_blocks: int = 40
+    max_model_len: int = 320
+    max_seqs: int = 6
+    max_batched_tokens: int = 96
+    async_scheduling: bool = False
+    events: bool = False
+    wrap_worker: Callable[[Any, Any], Any] | None = None  # (worker, region) -> worker: planted faults
+    wrap_manager: Callable[[Any], Any] | None = None
+
+
+def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
+    model = ModelConfig(
+        model=model_dir, skip_tokenizer_init=True, dtype="float32", max_model_len=setup.max_model_len, seed=0
+    )
+    transfer = KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        engine_id=engine_id,
+        kv_connector_extra_config={
+            "spec_name": "KVOffloadSpec",
+            "spec_module_path": "kv_offload.specs",
+            **setup.extra,
+        },
+    )
+    cache = CacheConfig(block_size=BLOCK_SIZE, cache_dtype="auto", enable_prefix_caching=True)
+    cache.num_gpu_blocks_override = setup.num_blocks
+    cache.kv_cache_layout = setup.layout
+    return VllmConfig(
+        model_config=model,
+        cache_config=cache,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=setup.max_seqs,
+            max_num_batched_tokens=setup.max_batched_tokens,
+            max_model_len=setup.max_model_len,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=setup.async_scheduling,
+            disable_hybrid_kv_cache_manager=False,
+        ),
+        kv_transfer_config=transfer,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        if setup.events
+        else None,
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=setup.world_size, distributed_executor_backend="mp"
+        ),
+        device_config=DeviceConfig("cpu"),
+    )
+
+
+def _model_dir() -> str:
+    """A model that is a config only."""
+    path = tempfile.mkdtemp(prefix="oracle-model-")
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+        "vocab_size": 1000,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "float32",
+    }
+    with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
+        json.dump(config, file)
+    return path
+
+
+def _layer_specs(setup: Setup) -> dict[str, Any]:
+    common = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 2, "dtype": torch.float32}
+    return {
+        f"model.layers.{layer}.self_attn.attn": (
+            SlidingWindowSpec(**common, sliding_window=setup.window)
+            if setup.window and layer % 2
+            else FullAttentionSpec(**common)
+        )
+        for layer in range(setup.layers)
+    }
+
+
+def _kv_cache_configs(config: VllmConfig, specs: dict[str, Any], world_size: int) -> list[Any]:
+    per_rank = [dict(specs) for _ in range(world_size)]
+    memory = [1 << 30] * world_size
+    if hasattr(planning, "get_global_kv_cache_groups"):
+        groups = planning.get_global_kv_cache_groups(config, per_rank)
+        return list(planning.get_kv_cache_configs(config, per_rank, memory, groups))
+    return list(planning.get_kv_cache_configs(config, per_rank, memory))
+
+
+def _allocate(kv_cache_config: Any, specs: dict[str, Any], rank: int) -> dict[str, torch.Tensor]:
+    """Layer name -> int8 view (num_blocks, page), placed as the KVCacheConfig says; filled with noise."""
+    size = max(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+    generator = torch.Generator().manual_seed(rank)
+    backing = torch.randint(-128, 127, (size,), dtype=torch.int8, generator=generator)
+    caches = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        for index, name in enumerate(tensor.layers):
+            caches[name] = torch.as_strided(
+                backing,
+                (kv_cache_config.num_blocks, specs[name].page_size_bytes),
+                (tensor.block_stride, 1),
+                tensor.offset + index * tensor.layer_stride,
+            )
+    return caches
+
+
+class Engine:
+    """One engine from boot to shutdown."""
+
+    def __init__(self, setup: Setup, engine_id: str, model_dir: str | None = None) -> None:
+        self.setup = setup
+        self.model_dir = model_dir or _model_dir()
+        init_none_hash(get_hash_fn_by_name(HASH))
+        self.config = _vllm_config(setup, self.model_dir, engine_id)
+        self.config.scheduler_config.async_scheduling = setup.async_scheduling  # the CPU platform says no
+        specs = _layer_specs(setup)
+        with set_current_vllm_config(self.config):
+            configs = _kv_cache_configs(self.config, specs, setup.world_size)
+        for kv_cache_config in configs:
+            kv_cache_config.kv_cache_layout = setup.layout
+        scheduler_config = generate_scheduler_kv_cache_config(configs)
+        self.config.cache_config.num_gpu_blocks = scheduler_config.num_blocks
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(scheduler_config, self.config)
+        for kv_cache_config in (*configs, scheduler_config):
+            if hasattr(kv_cache_config, "hash_block_size"):
+                kv_cache_config.hash_block_size = hash_block_size
+                kv_cache_config.cache_hit_alignment_tokens = block_size
+        self.groups = [
+            (list(group.layer_names), getattr(group.kv_cache_spec, "sliding_window", None))
+            for group in scheduler_config.kv_cache_groups
+        ]
+        self.ranks = []
+        for rank in range(setup.world_size):
+            self.ranks.append(self._start_rank(rank, configs[rank], specs))
+        self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
+            vllm_config=self.config,
+            kv_cache_config=scheduler_config,
+            structured_output_manager=MagicMock(),
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+            log_stats=True,
+        )
+        connector_scheduler = self.scheduler.connector.connector_scheduler
+        self.manager = connector_scheduler.manager
+        if setup.wrap_manager is not None:
+            connector_scheduler.manager = setup.wrap_manager(self.manager)
+        self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, setup.world_size)
+        self.hasher = get_request_block_hasher(hash_block_size, get_hash_fn_by_name(HASH))
+        self.async_scheduling = setup.async_scheduling
+        self.queue: deque[tuple[Any, list[Any]]] = deque()
+        self.stats: list[Any] = []
+
+    def _start_rank(self, rank: int, kv_cache_config: Any, specs: dict[str, Any]) -> tuple[Any, Any, Any]:
+        config = copy.deepcopy(self.config)
+        config.parallel_config.rank = rank
+        caches = _allocate(kv_cache_config, specs, rank)
+        with set_current_vllm_config(config):
+            connector = OffloadingConnector(config, KVConnectorRole.WORKER, kv_cache_config)
+            connector.register_kv_caches(caches)
+        if self.setup.wrap_worker is not None:
+            side = connector.connector_worker
+            side.worker = self.setup.wrap_worker(side.worker, rank)
+        views = [[caches[name].numpy() for name in names] for names, _ in self.groups]
+        windows = [window for _, window in self.groups]
+        return config, connector, FakeRunner(views, windows, BLOCK_SIZE, rank)
+
+    # ---- requests
+
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        cache_salt: str | None = None,
+        params: dict[str, Any] | None = None,
+    ) -> Request:
+        """A request as the front end would send it."""
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+        if params is not None:
+            sampling.extra_args = {"kv_transfer_params": params}
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=sampling,
+            pooling_params=None,
+            cache_salt=cache_salt,
+            block_hasher=self.hasher,
+        )
+        for _, _, runner in self.ranks:
+            runner.expect(request_id, prompt, max_tokens, cache_salt)
+        self.scheduler.add_request(request)
+        return request
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, running: bool) -> None:
+        """Prefix cache and connector; ``running`` preempts what runs first."""
+        self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queue) or self.scheduler.has_requests()
+
+    # ---- steps
+
+    def step(self) -> None:
+        """One step of the engine core, with a batch in flight where scheduling is asynchronous."""
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self.queue.append((output, self._execute(output)))
+            if self.async_scheduling and len(self.queue) < 2 and self.scheduler.has_requests():
+                return
+        if self.queue:
+            output, ranks = self.queue.popleft()
+            model_output = self.aggregator.aggregate(ranks)
+            for results in self.scheduler.update_from_output(output, model_output).values():
+                self._collect(results)
+
+    def _collect(self, results: Any) -> None:
+        if results.scheduler_stats is not None and results.scheduler_stats.kv_connector_stats:
+            self.stats.append(results.scheduler_stats.kv_connector_stats)
+
+    def _execute(self, output: Any) -> list[Any]:
+        metadata = pickle.dumps(output.kv_connector_metadata)
+        return [self._execute_rank(rank, output, metadata) for rank in range(len(self.ranks))]
+
+    def _execute_rank(self, rank: int, output: Any, metadata: bytes) -> Any:
+        config, connector, runner = self.ranks[rank]
+        output = copy.copy(output)
+        output.kv_connector_metadata = pickle.loads(metadata)
+        kv_transfer_state._KV_CONNECTOR_AGENT = connector
+        connector.handle_preemptions(output.kv_connector_metadata)
+        runner.update(output)
+        with (
+            set_current_vllm_config(config),
+            set_forward_context(None, config),
+            KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as kv_output,
+        ):
+            samples = runner.forward(output)
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+        ids = list(samples)
+        return ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={name: index for index, name in enumerate(ids)},
+            sampled_token_ids=[samples[name] for name in ids],
+            kv_connector_output=kv_output,
+        )
+
+    def drain(self, seconds: float = 60) -> None:
+        """Step until nothing is left to do."""
+        deadline = time.monotonic() + seconds
+        while self.busy or self.scheduler.connector.connector_scheduler.has_pending_push_work():
+            assert time.monotonic() < deadline, f"the engine still has work after {seconds:g} s"
+            self.step_idle()
+        self.step_idle()
+
+    def step_idle(self) -> None:
+        """As the engine core's busy loop: a step also when only the connector has work."""
+        if self.busy:
+            self.step()
+            return
+        output = self.scheduler.schedule()
+        model_output = self.aggregator.aggregate(self._execute(output))
+        self.scheduler.update_from_output(output, model_output)
+
+    def shutdown(self) -> None:
+        for _, connector, _ in self.ranks:
+            connector.shutdown()
+        self.scheduler.connector.shutdown()

@@ -1,0 +1,87 @@
+"""csrc/bindings/bind_base.cc: sizes, policies, errors, and the face that _core.pyi promises."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import kv_offload
+from kv_offload import _core
+
+STUB = Path(__file__).resolve().parents[2] / "kv_offload/_core.pyi"
+
+
+def test_the_version_is_the_packages_own():
+    assert _core.__version__ == kv_offload.__version__
+
+
+def test_sizes_are_read_and_written():
+    assert _core.parse_byte_size("1.5 KiB") == 1536
+    assert _core.format_bytes(32 << 30) == "32.0 GiB"
+
+
+def test_a_callers_mistake_is_a_value_error_that_names_what_was_given():
+    with pytest.raises(ValueError, match="lots"):
+        _core.parse_byte_size("lots")
+
+
+def test_what_the_machine_lacks_is_a_runtime_error_of_its_own():
+    assert issubclass(_core.ResourceError, RuntimeError)
+    assert _core.ResourceError.__module__ == "kv_offload._core"
+
+
+def test_lru_is_among_the_policies():
+    assert "lru" in _core.eviction_policy_names()
+
+
+def _promised() -> list[tuple[str, str]]:
+    names = []
+    for node in ast.parse(STUB.read_text()).body:
+        if isinstance(node, ast.FunctionDef):
+            names.append(("", node.name))
+        elif isinstance(node, ast.ClassDef):
+            names.append(("", node.name))
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef):
+                    names.append((node.name, member.name))
+                elif isinstance(member, ast.AnnAssign) and isinstance(member.target, ast.Name):
+                    names.append((node.name, member.target.id))
+    return names
+
+
+@pytest.mark.parametrize(("owner", "name"), _promised())
+def test_all_that_the_stub_promises_is_there(owner, name):
+    assert hasattr(getattr(_core, owner) if owner else _core, name)
+
+
+def test_nothing_public_is_there_that_the_stub_does_not_know():
+    promised = set(_promised())
+    for name, value in vars(_core).items():
+        if name.startswith("_"):
+            continue
+        assert ("", name) in promised
+        if isinstance(value, type) and not issubclass(value, Exception):
+            for member in vars(value):
+                assert member.startswith("_") or (name, member) in promised, f"{name}.{member}"
+
+
+def _defaults() -> list[tuple[str, str, list[str]]]:
+    """(class, method, parameter names) of every method and function in the stub."""
+    found = []
+    for node in ast.parse(STUB.read_text()).body:
+        functions = [node] if isinstance(node, ast.FunctionDef) else []
+        if isinstance(node, ast.ClassDef):
+            functions = [n for n in node.body if isinstance(n, ast.FunctionDef) and not n.decorator_list]
+        owner = node.name if isinstance(node, ast.ClassDef) else ""
+        for function in functions:
+            names = [a.arg for a in function.args.args + function.args.kwonlyargs if a.arg != "self"]
+            found.append((owner, function.name, names))
+    return found
+
+
+@pytest.mark.parametrize(("owner", "name", "parameters"), _defaults())
+def test_parameters_are_named_as_in_the_stub(owner, name, parameters):
+    bound = getattr(getattr(_core, owner) if owner else _core, name)
+    signature = (bound.__doc__ or "").splitlines()[0] if bound.__doc__ else ""
+    for parameter in parameters:
+        assert f"{parameter}:" in signature, signature

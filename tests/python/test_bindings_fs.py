@@ -1,0 +1,164 @@
+"""csrc/bindings/bind_fs.cc: an fs tier under a cache, and its root read and mended afterwards."""
+
+import threading
+from pathlib import Path
+
+import pytest
+from small_core import SHARD_BYTES, attach, keys, make_cache, store
+
+from kv_offload import _core
+
+NAMESPACE = bytes(range(32))
+JSON = '{"model": "small"}'
+MISS, HIT, PENDING, RETRY = range(4)
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "root"
+
+
+def tier(root, **options):
+    given = {"root_dir": str(root), "max_bytes": 64 << 20, "namespace_id": NAMESPACE, "namespace_json": JSON}
+    return _core.FsTier(**{**given, **options})
+
+
+@pytest.fixture
+def region(tmp_path):
+    (tmp_path / "shm").mkdir()
+    return attach(tmp_path / "shm")
+
+
+def step_until(cache, done):
+    """Steps of the scheduler, with a pause for the tier's threads, until ``done()``."""
+    pause = threading.Event()
+    for _ in range(2000):
+        cache.end_step()
+        if done():
+            return
+        pause.wait(0.005)
+    pytest.fail("the tier did not come to it in 10 s")
+
+
+@pytest.fixture
+def recorded(root, region):
+    """A root with three records, closed."""
+    cache = make_cache(region[0], tiers=[tier(root)])
+    wanted = store(cache, region[1][0], cache.begin_request("r"), keys(3))
+    step_until(cache, lambda: cache.tier_stats(0)["chunks"] == 3)
+    cache.close()
+    return wanted
+
+
+def test_chunks_come_back_from_the_root_in_a_new_cache(root, region, recorded):
+    cache = make_cache(region[0], tiers=[tier(root)], load_policy="always")
+    request = cache.begin_request("r")
+    step_until(cache, lambda: all(cache.lookup(request, k) == HIT for k in recorded))
+    assert cache.load_source(recorded[0]) == 0
+    stats = cache.tier_stats(0)
+    assert stats["name"] == "fs"
+    assert stats["chunks"] == 3
+    assert stats["bytes"] >= 3 * SHARD_BYTES
+    assert stats["scan_complete"] is True
+    cache.close()
+
+
+def test_a_root_is_read_without_a_cache(root, recorded):
+    facts = _core.FsRoot(str(root)).stat()
+    assert facts["records"] == 3
+    assert facts["temporaries"] == 0
+    (space,) = facts["namespaces"]
+    assert space["id"] == NAMESPACE.hex()
+    assert space["json"] == JSON
+    assert space["records"] == 3
+    assert 0 < space["oldest"] <= space["newest"]
+    assert space["open"] is False
+
+
+def test_records_are_listed_one_by_one(root, recorded):
+    records = list(_core.FsRoot(str(root)).records())
+    assert sorted(r["key"] for r in records) == sorted(k.hex() for k in recorded)
+    for record in records:
+        assert record["namespace"] == NAMESPACE.hex()
+        assert Path(record["path"]).stat().st_size == record["bytes"]
+        assert record["mtime"] > 1.7e9
+    with pytest.raises(ValueError, match="ff"):
+        _core.FsRoot(str(root)).records("ff" * 32)
+
+
+def test_a_damaged_record_is_found_and_removed(root, recorded):
+    opened = _core.FsRoot(str(root))
+    path = Path(next(opened.records())["path"])
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    seen = []
+    (damage,) = opened.verify(progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (3, 3)
+    assert damage["path"] == str(path)
+    assert damage["kind"] == "corrupt"
+    assert damage["message"]
+    assert damage["removed"] is False
+    (mended,) = opened.verify(repair=True)
+    assert mended["removed"] is True
+    assert not path.exists()
+    assert opened.verify() == []
+
+
+def test_what_the_progress_raises_ends_the_verify(root, recorded):
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _core.FsRoot(str(root)).verify(progress=stop)
+
+
+def test_purge_removes_all_records(root, recorded):
+    opened = _core.FsRoot(str(root))
+    records, num_bytes = opened.purge()
+    assert records == 3
+    assert num_bytes >= 3 * SHARD_BYTES
+    assert list(opened.records()) == []
+
+
+def test_another_directory_is_no_root(tmp_path):
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        _core.FsRoot(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"namespace_id": b"short"}, "namespace_id has 5 bytes: give 32"),
+        ({"fsync": "often"}, 'fsync="often".*none, data, full'),
+        ({"o_direct": "maybe"}, 'o_direct="maybe".*auto, on, off'),
+        ({"write_policy": "later"}, 'write_policy="later".*through, on_evict, reuse:N'),
+        ({"write_policy": "reuse:N"}, "reuse:N with N from 1 on"),
+        ({"write_policy": "reuse:0"}, "reuse:N with N from 1 on"),
+        ({"write_policy": "reuse:2x"}, "reuse:N with N from 1 on"),
+        ({"op_deadline_seconds": -1}, "op_deadline_seconds=-1"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_name(root, change, match):
+    with pytest.raises(ValueError, match=match):
+        tier(root, **change)
+
+
+def test_options_that_are_possible_are_taken(root):
+    for policy in ("through", "on_evict", "reuse:1", "reuse:20"):
+        tier(root, write_policy=policy, fsync="full", o_direct="off", n_read_threads=1)
+    assert not root.exists()
+
+
+def test_a_root_that_cannot_be_made_is_a_resource_error(tmp_path, region):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(_core.ResourceError, match=str(tmp_path / "file")):
+        make_cache(region[0], tiers=[tier(tmp_path / "file")])
+
+
+def test_the_disk_can_be_probed(tmp_path):
+    figures = _core.probe_disk(str(tmp_path), 4 << 20, 1 << 20)
+    assert set(figures) == {"o_direct", "write_bytes_per_second", "read_bytes_per_second"}
+    assert figures["write_bytes_per_second"] > 0
+    assert figures["read_bytes_per_second"] > 0
+    assert list(tmp_path.iterdir()) == []

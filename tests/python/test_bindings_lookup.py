@@ -1,0 +1,184 @@
+"""csrc/bindings/lookup.cc: the builtin that vLLM calls once per key."""
+
+import gc
+import sys
+import weakref
+
+import pytest
+from small_core import attach, key, keys, make_cache, store
+
+
+class Context:
+    """Stands for vLLM's ReqContext."""
+
+    def __init__(self, handle):
+        self.handle = handle
+
+
+class Asked:
+    """A handle_of that counts how often it was asked."""
+
+    def __init__(self):
+        self.contexts = []
+
+    def __call__(self, context):
+        self.contexts.append(context)
+        return context.handle
+
+
+RESULTS = (object(), object(), object(), object())
+MISS, HIT, PENDING, RETRY = RESULTS
+
+
+@pytest.fixture
+def region(tmp_path):
+    return attach(tmp_path)
+
+
+@pytest.fixture
+def cache(region):
+    return make_cache(region[0])
+
+
+@pytest.fixture
+def asked():
+    return Asked()
+
+
+@pytest.fixture
+def lookup(cache, asked):
+    return cache.make_lookup(RESULTS, asked)
+
+
+def test_the_four_answers_are_the_objects_given(cache, region, lookup):
+    context = Context(cache.begin_request("r"))
+    (stored,) = store(cache, region[1][0], context.handle, keys(1))
+    ((filling,), *_) = cache.prepare_store(context.handle, keys(1, first=2))
+    assert lookup(stored, context) is HIT
+    assert lookup(filling, context) is PENDING
+    assert lookup(key(3), context) is MISS
+
+
+def test_it_agrees_with_its_slow_twin(cache, region, lookup):
+    context = Context(cache.begin_request("r"))
+    store(cache, region[1][0], context.handle, keys(5))
+    for k in keys(10):
+        assert lookup(k, context) is RESULTS[cache.lookup(context.handle, k)]
+
+
+def test_the_handle_is_asked_once_per_context(cache, lookup, asked):
+    a, b = (Context(cache.begin_request(name)) for name in "ab")
+    for context in (a, a, a, b, b, a):
+        lookup(key(1), context)
+    assert asked.contexts == [a, b, a]
+
+
+def test_a_forgotten_context_is_let_go_and_asked_again(cache, lookup, asked):
+    context = Context(cache.begin_request("r"))
+    lookup(key(1), context)
+    asked.contexts.clear()
+    before = sys.getrefcount(context)
+    cache.forget_context()
+    assert sys.getrefcount(context) == before - 1
+    lookup(key(1), context)
+    assert asked.contexts == [context]
+
+
+def test_the_end_of_a_request_forgets_its_context(cache, lookup, asked):
+    context = Context(cache.begin_request("r"))
+    lookup(key(1), context)
+    cache.end_request(context.handle)
+    context.handle = cache.begin_request("s")
+    lookup(key(1), context)
+    assert len(asked.contexts) == 2
+
+
+def test_a_context_is_held_so_that_its_address_cannot_come_back_as_another(cache):
+    lookup = cache.make_lookup(RESULTS, lambda context: context.handle)
+    context = Context(cache.begin_request("r"))
+    gone = weakref.ref(context)
+    lookup(key(1), context)
+    del context
+    gc.collect()
+    assert gone() is not None
+    cache.forget_context()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("bad", [b"", b"abcd", b"x" * 48])
+def test_a_key_of_a_bad_length_is_a_value_error(cache, lookup, bad):
+    with pytest.raises(ValueError, match=f"{len(bad)} bytes: keys have 5 to 47"):
+        lookup(bad, Context(cache.begin_request("r")))
+
+
+@pytest.mark.parametrize("arguments", [(), (b"x" * 36,), (b"x" * 36, None, None), ("text" * 9, None)])
+def test_other_arguments_are_a_type_error(lookup, arguments):
+    with pytest.raises(TypeError):
+        lookup(*arguments)
+
+
+def test_what_handle_of_raises_comes_out_and_leaves_the_function_usable(cache):
+    good = Context(cache.begin_request("r"))
+    answers = {id(good): good.handle}
+    lookup = cache.make_lookup(RESULTS, lambda context: answers[id(context)])
+    with pytest.raises(KeyError):
+        lookup(key(1), Context(0))
+    assert lookup(key(1), good) is MISS
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"), [(-1, OverflowError), (1 << 40, ValueError), (77, ValueError), ("0", TypeError)]
+)
+def test_an_answer_that_is_no_handle_is_refused(cache, answer, error):
+    cache.begin_request("r")
+    with pytest.raises(error):
+        cache.make_lookup(RESULTS, lambda context: answer)(key(1), object())
+
+
+def test_there_must_be_four_results(cache, asked):
+    with pytest.raises(TypeError, match="four"):
+        cache.make_lookup((1, 2, 3), asked)
+
+
+def test_the_function_keeps_the_cache_alive(region):
+    lookup = make_cache(region[0]).make_lookup(RESULTS, lambda context: 0)
+    gc.collect()
+    with pytest.raises(ValueError, match="request handle 0"):
+        lookup(key(1), object())
+
+
+def test_functions_of_one_cache_do_not_disturb_each_other(cache, asked):
+    context = Context(cache.begin_request("r"))
+    first, second = cache.make_lookup(RESULTS, asked), cache.make_lookup((1, 2, 3, 4), asked)
+    assert (first(key(1), context), second(key(1), context)) == (MISS, 1)
+    del first
+    cache.forget_context()
+    assert second(key(1), context) == 1
+
+
+def test_a_cycle_through_the_function_is_collected(cache):
+    class Manager:
+        def __init__(self):
+            self.lookup = cache.make_lookup(RESULTS, self.handle_of)
+
+        def handle_of(self, context):
+            return context.handle
+
+    manager = Manager()
+    gone = weakref.ref(manager)
+    manager.lookup(key(1), Context(cache.begin_request("r")))
+    del manager
+    gc.collect()
+    assert gone() is None
+
+
+def test_references_stay_balanced_over_many_calls(cache):
+    lookup = cache.make_lookup(RESULTS, lambda context: context.handle)
+    context, other = (Context(cache.begin_request(name)) for name in "ab")
+    lookup(key(1), other)
+    counted = [context, MISS, lookup, key(1)]
+    before = [sys.getrefcount(o) for o in counted]
+    for _ in range(1000):
+        lookup(counted[3], context)
+        lookup(counted[3], other)
+    assert [sys.getrefcount(o) for o in counted] == before
