@@ -123,6 +123,7 @@ class FakeDevice final : public CopyDevice {
       throw std::logic_error("the slot is taken");
     }
     state_.issued.push_back(copy);
+    state_.offsets.push_back(copy.segments.front().area_offset);
     state_.changed.notify_all();
     return Status::ok();
   }
