@@ -35,7 +35,7 @@ export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1
 # ---- setup ----------------------------------------------------------------
 vllm_version=0.32.0
 packages=(
-  g++ cmake ninja-build ccache git ca-certificates patchelf file
+  g++ cmake ninja-build ccache git ca-certificates file
   libfmt-dev prometheus-cpp-dev libxxhash-dev libgtest-dev libgmock-dev
   clang clang-format libclang-rt-14-dev python3-dev python3-venv
   fio prometheus curl e2fsprogs procps numactl
