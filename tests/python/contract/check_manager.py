@@ -156,6 +156,14 @@ def test_loaded_bytes_are_the_stored_ones(engine: Engine) -> None:
     assert (tensor[5:8] == tensor[5:8, :1]).all()
 
 
+def test_a_load_of_nothing_is_a_job_like_others(engine: Engine) -> None:
+    request = engine.request()
+    spec = engine.manager.prepare_load([], request)
+    assert spec.group_rows == (0,)
+    engine.copy(spec, [], store=False)
+    engine.manager.complete_load(set(), request)
+
+
 def test_a_store_that_failed_on_a_rank_is_never_a_hit(engine: Engine) -> None:
     request = engine.request()
     output = engine.offer(keys(1, 2), request)
@@ -175,12 +183,24 @@ def test_a_store_reported_as_failed_is_never_a_hit(engine: Engine) -> None:
 
 
 def test_room_is_made_by_evicting_what_was_not_used_longest(engine: Engine) -> None:
-    request = engine.request()
     for number in range(ROWS + 4):
+        request = engine.request(f"r{number}")
         output = engine.store(keys(number), request)
         assert output.keys_to_store == keys(number)
-    assert engine.look(keys(ROWS + 3), request) == [HIT]
-    assert engine.look(keys(0), request) == [MISS]
+        assert list(output.evicted_keys) == (keys(number - ROWS) if number >= ROWS else [])
+        engine.manager.on_request_finished(request)
+    later = engine.request("later")
+    assert engine.look(keys(ROWS + 3), later) == [HIT]
+    assert engine.look(keys(0), later) == [MISS]
+
+
+def test_a_request_never_evicts_what_it_stored_itself(engine: Engine) -> None:
+    """The head of a prefix is worth more than its tail."""
+    request = engine.request()
+    for first in range(0, ROWS, 8):
+        engine.store(keys(*range(first, first + 8)), request)
+    assert engine.offer(keys(ROWS), request).keys_to_store == []
+    assert engine.look(keys(0), request) == [HIT]
 
 
 def test_pinned_chunks_stay_and_what_does_not_fit_is_left_out_from_the_right(engine: Engine) -> None:
@@ -285,7 +305,7 @@ def test_its_row_is_not_reused_before_the_copy_ended(engine: Engine) -> None:
     assert engine.offer(keys(5000), later).keys_to_store == []
     engine.copy(output, [block % 8 for block in range(ROWS)])
     engine.end_step()
-    assert engine.offer(keys(5001), later).keys_to_store == keys(5001)
+    assert engine.offer(keys(5000), later).keys_to_store == keys(5000)
 
 
 def _after_reset(windowed: frozenset[int] | None) -> list[bytes]:
@@ -316,9 +336,8 @@ def test_and_nothing_at_all_where_vllm_does_not_say_which_groups_have_a_window()
 
 def test_events_tell_what_host_memory_gains_and_loses() -> None:
     engine = Engine(events=True)
-    request = engine.request()
     for number in range(ROWS + 1):
-        engine.store(keys(number), request)
+        engine.store(keys(number), engine.request(f"r{number}"))
     told = list(engine.manager.take_events())
     assert all(isinstance(event, base.OffloadingEvent) for event in told)
     assert {event.medium for event in told} == {base.Medium.CPU}

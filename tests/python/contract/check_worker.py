@@ -13,7 +13,7 @@ adapter.use_specs()
 core = adapter.use_core()
 
 from kv_offload.specs import KVOffloadSpec, worker  # noqa: E402
-from kv_offload.specs.load_spec import RowLoadStoreSpec, no_rows  # noqa: E402
+from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402
 from kv_offload.specs.worker import KVOffloadWorker  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 
@@ -60,7 +60,7 @@ def test_a_result_tells_bytes_and_seconds_and_always_success() -> None:
 
 def test_a_job_without_chunks_is_reported_too() -> None:
     made = start(kv_caches())
-    assert made.submit_load(1, no_rows(), blocks([], (0,))) is True
+    assert made.submit_load(1, rows(groups=(0,)), blocks([], (0,))) is True
     assert finish(made, 1).success is True
     made.shutdown()
 

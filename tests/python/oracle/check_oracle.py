@@ -1,8 +1,11 @@
 """Run by test_oracle.py under each vLLM release. More: KV_OFFLOAD_ORACLE_STEPS, KV_OFFLOAD_ORACLE_SEEDS."""
 
 import os
+import random
+import time
 import uuid
 from dataclasses import replace
+from pathlib import Path
 
 import adapter
 import pytest
@@ -17,6 +20,7 @@ from oracle.drive import Driver, Rates, total  # noqa: E402
 from oracle.engine import Engine, Setup  # noqa: E402
 from oracle.runner import WrongBytes  # noqa: E402
 
+Histories = list[tuple[list[int], str | None]]
 STEPS = int(os.environ.get("KV_OFFLOAD_ORACLE_STEPS", "500"))
 SEEDS = range(int(os.environ.get("KV_OFFLOAD_ORACLE_SEEDS", "1")))
 REAL = not adapter.is_plain(core)
@@ -43,20 +47,46 @@ KINDS = {
 }
 
 
-def boot(setup: Setup) -> Engine:
-    return Engine(setup, engine_id=f"oracle-{uuid.uuid4()}")
-
-
-def live(setup: Setup, seed: int, steps: int = STEPS, rates: Rates | None = None) -> Engine:
+def live(
+    setup: Setup,
+    seed: int,
+    steps: int = STEPS,
+    rates: Rates | None = None,
+    histories: Histories | None = None,
+    root: Path | None = None,
+    model_dir: str | None = None,
+) -> Engine:
     """One life of an engine; raises WrongBytes when a request is about to read what is not its own."""
-    engine = boot(setup)
+    engine = Engine(setup, f"oracle-{uuid.uuid4()}", model_dir)
     try:
-        driver = Driver(engine, seed, rates or Rates(forced_reset=FORCED))
+        driver = Driver(engine, seed, rates or Rates(forced_reset=FORCED), root=root)
+        if histories is not None:
+            driver.histories = histories
         driver.run(steps)
         engine.happened = driver.happened
+        if REAL:
+            _check_at_rest(engine)
     finally:
         engine.shutdown()
     return engine
+
+
+def _check_at_rest(engine: Engine) -> None:
+    """Nothing is held when nothing is asked for; and writes have gone to disk."""
+    cache = engine.manager._cache
+    deadline = time.monotonic() + 20
+    while engine.setup.extra.get("secondary_tiers") and cache.tier_stats(0)["queued_writes"]:
+        assert time.monotonic() < deadline, cache.tier_stats(0)
+        engine.step_idle()
+    stats = cache.stats()
+    for name in ("waiting_requests", "requests", "quarantined_rows"):
+        assert stats[name] == 0, stats
+
+
+def with_disk(setup: Setup, root: Path, **tier: object) -> Setup:
+    """The same engine over a tier; whatever it has is loaded, so that all of it is checked."""
+    tiers = [{"type": "fs", "root_dir": str(root), "max_bytes": "4MiB", **tier}]
+    return replace(setup, extra={**setup.extra, "secondary_tiers": tiers, "load_policy": "always"})
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -89,6 +119,83 @@ def test_storing_after_a_reset_what_fell_behind_a_window_is_seen() -> None:
     setup = replace(HYBRID, wrap_manager=faults.TrustingAfterReset)
     with pytest.raises(WrongBytes):
         [live(setup, seed, steps=800, rates=rates) for seed in range(6)]
+
+
+DISK_KINDS = (
+    "full attention",
+    "two ranks",
+    "hybrid",
+    "hybrid, two blocks a chunk",
+    "asynchronous scheduling",
+)
+needs_disk = pytest.mark.skipif(not REAL, reason="the plain core has no tiers")
+
+
+@needs_disk
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", DISK_KINDS)
+def test_so_is_every_byte_from_disk_also_in_the_next_life(kind: str, seed: int, tmp_path: Path) -> None:
+    setup = with_disk(KINDS[kind], tmp_path / "root")
+    histories: Histories = []
+    first = live(setup, seed, histories=histories, rates=Rates(reset=0, forced_reset=0))
+    second = live(setup, seed + 100, STEPS // 4, Rates(reset=0), histories[:], None, first.model_dir)
+    loaded = total(second, "kv_offload_hit_tokens_total", "fs")
+    print(kind, dict(second.happened), f"{loaded:,.0f} tokens from disk in the second life")
+    assert loaded > 0
+
+
+def ask_again(engine: Engine, prompts: list[list[int]]) -> list[int]:
+    """Each prompt alone and with an empty GPU cache: how many tokens of each came from us."""
+    loaded = []
+    for number, prompt in enumerate(prompts):
+        assert engine.scheduler.reset_prefix_cache()
+        engine.add(f"again-{number}", prompt, 1)
+        engine.drain()
+        _, _, runner = engine.ranks[0]
+        loaded.append(runner.sequences[f"again-{number}"].found)
+    return loaded
+
+
+@needs_disk
+@pytest.mark.parametrize("kind", ["full attention", "packed blocks", "two blocks a chunk", "two ranks"])
+def test_all_that_was_stored_is_loaded_again_from_memory_and_after_a_restart(
+    kind: str, tmp_path: Path
+) -> None:
+    setup = with_disk(KINDS[kind], tmp_path / "root", max_bytes="64MiB")
+    rng = random.Random(7)
+    prompts = [[rng.randrange(1000) for _ in range(rng.randrange(33, 270))] for _ in range(12)]
+    chunk = 16 * setup.extra.get("blocks_per_chunk", 1)
+    whole = [(len(prompt) - 1) // chunk * chunk for prompt in prompts]
+    first = Engine(setup, f"oracle-{uuid.uuid4()}")
+    assert ask_again(first, prompts) == [0] * len(prompts)
+    again = ask_again(first, prompts)
+    _check_at_rest(first)
+    first.shutdown()
+    second = Engine(setup, f"oracle-{uuid.uuid4()}", first.model_dir)
+    after_restart = ask_again(second, prompts)
+    from_disk = total(second, "kv_offload_hit_tokens_total", "fs")
+    second.shutdown()
+    assert [min(pair) for pair in zip(again, whole, strict=True)] == whole
+    assert [min(pair) for pair in zip(after_restart, whole, strict=True)] == whole
+    assert from_disk >= sum(whole)
+
+
+@needs_disk
+@pytest.mark.parametrize("kind", ["full attention", "hybrid"])
+def test_damaged_records_are_misses_and_never_wrong(kind: str, tmp_path: Path) -> None:
+    setup = with_disk(
+        replace(KINDS[kind], extra={**FULL.extra, "cpu_bytes_to_use": "128KiB"}), tmp_path / "root"
+    )
+    engine = live(setup, 3, STEPS * 2, Rates(reset=0), root=tmp_path / "root")
+    assert engine.happened["damages"] > 20
+    assert total(engine, "kv_offload_failures_total", "fs", "read", "corrupt") > 0
+    assert total(engine, "kv_offload_hit_tokens_total", "fs") > 100
+
+
+@needs_disk
+def test_resets_with_a_disk_leave_nothing_wrong(tmp_path: Path) -> None:
+    setup = with_disk(HYBRID, tmp_path / "root")
+    live(setup, 5, rates=Rates(reset=0.03, forced_reset=FORCED * 5))
 
 
 def test_many_resets_leave_nothing_wrong() -> None:

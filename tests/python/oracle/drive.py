@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -32,6 +33,7 @@ class Rates:
     abort: float = 0.02
     reset: float = 0.004
     forced_reset: float = 0.0
+    damage: float = 0.1
     evict_prefixes: float = 0.03  # the GPU's own prefix cache is emptied, so that the tier is asked
 
 
@@ -43,6 +45,7 @@ class Driver:
     seed: int
     rates: Rates = field(default_factory=Rates)
     histories: list[tuple[list[int], str | None]] = field(default_factory=list)
+    root: Path | None = None  # of a tier, whose records are damaged
     live: dict[str, tuple[Any, Sequence]] = field(default_factory=dict)
     happened: Counter[str] = field(default_factory=Counter)
 
@@ -56,6 +59,7 @@ class Driver:
             self._maybe_arrive()
             self._maybe_abort()
             self._maybe_reset()
+            self._maybe_damage()
             self.engine.step_idle()
             self._harvest()
         self.engine.drain()
@@ -104,8 +108,11 @@ class Driver:
             self.engine.reset(running=False)
             self.happened["resets"] += 1
         if not remote and self.rng.random() < self.rates.forced_reset:
-            self.engine.reset(running=True)
-            self.happened["forced resets"] += 1
+            self.happened["forced resets"] += self.engine.reset(running=True)
+
+    def _maybe_damage(self) -> None:
+        if self.root is not None and self.rng.random() < self.rates.damage:
+            self.happened["damages"] += damage_a_record(self.root, self.rng)
 
     def _harvest(self) -> None:
         for name in [name for name, (request, _) in self.live.items() if request.is_finished()]:
@@ -118,13 +125,36 @@ class Driver:
             self.histories.append((sequence.tokens[: start + len(made)], salt))
 
 
-def total(engine: Engine, name: str) -> float:
-    """Sum of a counter over all label values, from the stats that vLLM's front end would be sent."""
+def damage_a_record(root: Path, rng: random.Random) -> bool:
+    """Flip a byte of one record, cut it short or delete it; False when there is none."""
+    records = sorted(root.rglob("*.rec"))
+    if not records:
+        return False
+    record = rng.choice(records)
+    try:
+        content = bytearray(record.read_bytes())
+        match rng.choice(("flip", "cut", "delete")):
+            case "flip":
+                content[rng.choice((rng.randrange(4096), rng.randrange(len(content))))] ^= 1 << rng.randrange(
+                    8
+                )
+                record.write_bytes(content)
+            case "cut":
+                record.write_bytes(content[: rng.randrange(len(content))])
+            case "delete":
+                record.unlink()
+    except (FileNotFoundError, ValueError, IndexError):
+        return False  # evicted or damaged meanwhile
+    return True
+
+
+def total(engine: Engine, name: str, *labels: str) -> float:
+    """A counter, from the stats that vLLM's front end would be sent; without labels the sum over all."""
     return sum(
         value
         for stats in engine.stats
         for metric, values in stats.get("data", {}).items()
         if metric == name
-        for value in values.values()
-        if not isinstance(value, list)
+        for found, value in values.items()
+        if not isinstance(value, list) and (not labels or tuple(found) == labels)
     )
