@@ -7,8 +7,13 @@
 namespace kv_offload {
 
 void TieredCache::Impl::forget_memory() {
-  for (auto& [id, op] : ops) {
-    if (op.stale) continue;
+  std::vector<OpId> in_flight;
+  for (const auto& [id, op] : ops) {
+    if (!op.stale) in_flight.push_back(id);
+  }
+  std::sort(in_flight.begin(), in_flight.end());  // as tiers have queued them: each is found at once
+  for (const OpId id : in_flight) {
+    Op& op = ops.at(id);
     op.stale = true;
     op.waiters.clear();
     quarantine.hold(op.row);
