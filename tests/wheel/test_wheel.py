@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEPENDENCIES = ["numpy", "pydantic", "typer", "rich"]
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1200)
 
 
 def run(*command: str | Path, **options) -> str:
