@@ -4,6 +4,11 @@
 #include "cache/cache_impl.h"
 
 namespace kv_offload {
+namespace {
+
+constexpr std::size_t kAhead = 8;  // keys whose cells are fetched ahead of their turn
+
+}  // namespace
 
 StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<const ChunkKey> keys,
                                             std::span<const std::uint32_t> depths) {
@@ -18,6 +23,7 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
   std::vector<std::uint64_t> fresh(groups.size(), 0);
   std::uint32_t group = 0;
   for (std::uint32_t i = 0; i < keys.size(); ++i) {
+    if (i + kAhead < keys.size()) index.prefetch(keys[i + kAhead]);
     const ChunkKey& key = keys[i];
     group = require_position(key, group);
     if (ChunkEntry* known = index.find(key)) {

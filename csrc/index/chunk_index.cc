@@ -11,7 +11,8 @@ namespace {
 constexpr Slot kNoSlot = 0xFFFFFFFFu;
 constexpr std::size_t kMinCells = 64;
 
-// The tag saves the entry's cache line on a collision.
+// The tag saves the entry's cache line on a collision, and when cells move: the
+// home of a cell is in its tag.
 struct Cell {
   std::uint32_t tag = 0;
   Slot slot = kNoSlot;
@@ -33,15 +34,15 @@ struct ChunkIndex::Impl {
   Slot last_found = 0;
 
   static std::uint64_t hash(const ChunkKey& key) { return ChunkKey::Hash{}(key); }
-  static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash >> 32); }
-  std::size_t home(std::uint64_t hash) const { return hash & mask; }
+  static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash); }
+  std::size_t home(std::uint32_t tag) const { return tag & mask; }
 
   bool is_at(Slot slot, const ChunkKey& key) const {
     return slot < entries.size() && entries[slot].key == key && entries[slot].state != ChunkState::kAbsent;
   }
   // The cell of a key, or the empty cell where it would go.
   std::size_t locate(const ChunkKey& key, std::uint64_t hash) const {
-    std::size_t at = home(hash);
+    std::size_t at = home(tag(hash));
     while (cells[at].slot != kNoSlot) {
       if (cells[at].tag == tag(hash) && entries[cells[at].slot].key == key) break;
       at = (at + 1) & mask;
@@ -62,7 +63,7 @@ struct ChunkIndex::Impl {
   // Moves later cells of the run back over the hole: no tombstones.
   void remove_cell(std::size_t hole) {
     for (std::size_t at = (hole + 1) & mask; cells[at].slot != kNoSlot; at = (at + 1) & mask) {
-      const std::size_t want = home(hash(entries[cells[at].slot].key));
+      const std::size_t want = home(cells[at].tag);
       if (((at - want) & mask) >= ((at - hole) & mask)) {
         cells[hole] = cells[at];
         hole = at;
@@ -110,6 +111,10 @@ ChunkEntry* ChunkIndex::find(const ChunkKey& key) {
   if (slot == kNoSlot) return nullptr;
   impl.last_found = slot;
   return &impl.entries[slot];
+}
+
+void ChunkIndex::prefetch(const ChunkKey& key) const {
+  __builtin_prefetch(&impl_->cells[impl_->home(Impl::tag(Impl::hash(key)))]);
 }
 
 Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, std::uint32_t depth,

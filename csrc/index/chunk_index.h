@@ -60,6 +60,8 @@ class ChunkIndex {
   // Keys that are asked for in the order in which they were inserted (a prefix)
   // are found without a probe of the table.
   ChunkEntry* find(const ChunkKey& key);
+  // A hint that find(key) comes soon: with millions of chunks its cell is far away.
+  void prefetch(const ChunkKey& key) const;
   // New entry in `state` (filling or fetching) holding `row`, with one pin
   // (the job or op that brings the bytes). REQUIRES: absent. Slots are reused in
   // the order in which they were freed, so that a prefix stays side by side.
