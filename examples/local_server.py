@@ -109,7 +109,7 @@ class LocalServer:
     cache_gib: int = 1
     arguments: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    start_seconds: float = 240.0
+    start_seconds: float = 480.0
     on_wait: Callable[[float], None] | None = None
     port: int = 0
     process: subprocess.Popen[bytes] | None = None

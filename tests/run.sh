@@ -35,7 +35,7 @@ export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1
 # ---- setup ----------------------------------------------------------------
 vllm_version=0.32.0
 packages=(
-  g++ cmake ninja-build ccache git ca-certificates patchelf file
+  g++ cmake ninja-build ccache git ca-certificates file
   libfmt-dev prometheus-cpp-dev libxxhash-dev libgtest-dev libgmock-dev
   clang clang-format libclang-rt-14-dev python3-dev python3-venv
   fio prometheus curl e2fsprogs procps numactl
@@ -133,8 +133,11 @@ stage_lint() {
   return $status
 }
 stage_cpp() {
-  ninja -C build/cpp -j "$jobs" --quiet && # configured by setup
-    ctest --test-dir build/cpp -j "$jobs" --output-on-failure --progress | tail -n 40
+  ninja -C build/cpp -j "$jobs" --quiet || return # configured by setup
+  ctest --test-dir build/cpp -j "$jobs" --output-on-failure >build/ctest.log
+  local status=$?
+  grep -vE '^ +Start +[0-9]+:|^ *[0-9]+/[0-9]+ Test .* Passed ' build/ctest.log
+  return $status
 }
 stage_asan() { UBSAN_OPTIONS=print_stacktrace=1 sanitized asan address,undefined; }
 stage_tsan() { TSAN_OPTIONS=halt_on_error=1 sanitized tsan thread; }

@@ -189,7 +189,7 @@ struct TieredCache::Impl {
   RowTransfer prepare_load(RequestHandle handle, std::span<const ChunkKey> keys);
   void complete_load(std::span<const ChunkKey> keys);
   bool release_load(const LoadJob& job);
-  bool is_reported(Ticket ticket) const;
+  bool is_reported(Ticket ticket, TicketKind kind) const;
 
   // ---- store_path.cc
   StoreGrant prepare_store(RequestHandle handle, std::span<const ChunkKey> keys,

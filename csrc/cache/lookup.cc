@@ -75,9 +75,13 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
                     static_cast<std::uint16_t>(*group), Kind::kRecorded, static_cast<std::uint8_t>(tier)},
                    LookupResult::kPending);
   }
-  if (unknown && !may_not_wait(request, true)) {
-    return pending(handle, request, {0, static_cast<std::uint16_t>(*group), Kind::kUnknown, 0},
-                   LookupResult::kRetry);
+  if (unknown) {
+    const auto reason = may_not_wait(request, true);
+    if (!reason) {
+      return pending(handle, request, {0, static_cast<std::uint16_t>(*group), Kind::kUnknown, 0},
+                     LookupResult::kRetry);
+    }
+    if (*reason == MissReason::kDeadline) return miss(request, *group, *reason);
   }
   return miss(request, *group, switched_off ? MissReason::kIoError : why_absent(key));
 }

@@ -7,8 +7,13 @@
 namespace kv_offload {
 
 void TieredCache::Impl::forget_memory() {
-  for (auto& [id, op] : ops) {
-    if (op.stale) continue;
+  std::vector<OpId> in_flight;
+  for (const auto& [id, op] : ops) {
+    if (!op.stale) in_flight.push_back(id);
+  }
+  std::sort(in_flight.begin(), in_flight.end());  // as tiers have queued them: each is found at once
+  for (const OpId id : in_flight) {
+    Op& op = ops.at(id);
     op.stale = true;
     op.waiters.clear();
     quarantine.hold(op.row);
@@ -17,14 +22,14 @@ void TieredCache::Impl::forget_memory() {
   fetches.clear();
   write_order.clear();
   for (const LoadJob& job : load_jobs) {
-    if (is_reported(job.ticket)) continue;
-    for (const Slot slot : job.slots) quarantine.hold(job.ticket, index.at(slot).row);
+    if (is_reported(job.ticket, TicketKind::kLoad)) continue;
+    for (const Slot slot : job.slots) quarantine.hold(job.ticket, TicketKind::kLoad, index.at(slot).row);
   }
   load_jobs.clear();
   index.for_each([&](Slot, ChunkEntry& entry) {
     if (entry.state == ChunkState::kResident) note_event(entry.key, false, true, {});
-    if (entry.state == ChunkState::kFilling && !is_reported(entry.ticket)) {
-      quarantine.hold(entry.ticket, entry.row);
+    if (entry.state == ChunkState::kFilling && !is_reported(entry.ticket, TicketKind::kStore)) {
+      quarantine.hold(entry.ticket, TicketKind::kStore, entry.row);
     }
     if (!quarantine.holds(entry.row)) free_row(entry.row);
   });

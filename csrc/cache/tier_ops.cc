@@ -80,6 +80,7 @@ void TieredCache::Impl::poll_tiers() {
     for (const TierRemoval& removal : removals) note_removal(slot, removal);
     slot.usable = !slot.reset_failed && slot.tier->stats().available;
   }
+  while (!write_order.empty() && !ops.contains(write_order.front())) write_order.pop_front();
 }
 
 void TieredCache::Impl::finish_read(Op& op, const Completion& completion) {

@@ -182,7 +182,7 @@ void TieredCache::end_request(RequestHandle handle) {
 }
 
 LookupResult TieredCache::lookup(RequestHandle request, const ChunkKey& key) {
-  return impl_->lookup(request, key);
+  return impl_->closed ? LookupResult::kMiss : impl_->lookup(request, key);
 }
 
 std::vector<CacheEvent> TieredCache::take_events() { return std::exchange(impl_->events, {}); }

@@ -92,7 +92,9 @@ class FsStore {
   void give_back(std::uint64_t bytes);
 
   // fs_scan.cc
+  struct Scan;
   bool scan_own(std::uint64_t* counted);
+  void scan_leaves(Scan& scan);
   void adopt(const std::shared_ptr<Generation>& generation, std::vector<FoundRecord> records);
   void recount();
   std::uint64_t count_others(std::uint64_t own_generation);

@@ -84,7 +84,7 @@ def test_offline_example_reloads_from_host_memory_and_from_disk(model: Path, tmp
 
 
 def test_demo_shows_the_same_text_three_times(tmp_path: Path) -> None:
-    output = run("demo.py", "--directory", str(tmp_path), "--prompts", "2", "--tokens", "2048")
+    output = run("demo.py", "--directory", str(tmp_path), "--prompts", "2", "--tokens", "2048", seconds=540)
     assert output.count("yes") == 2
 
 

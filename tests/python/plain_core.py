@@ -400,5 +400,13 @@ def as_module() -> Any:
     names = ("ResourceError", "Metrics", "HostRegion", "TieredCache", "RankWorker")
     module = SimpleNamespace(is_plain=True, **{name: globals()[name] for name in names})
     module.cuda_unavailable_reason = lambda: "no CUDA here"
-    module.metric_definitions = lambda: []
+    info = SimpleNamespace(
+        name="kv_offload_info",
+        type="gauge",
+        documentation="",
+        labels=("version", "namespace"),
+        buckets=(),
+        worker=False,
+    )
+    module.metric_definitions = lambda: [info]
     return module

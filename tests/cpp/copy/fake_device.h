@@ -62,6 +62,8 @@ struct FakeDeviceState {
   std::uint64_t staging_capacity = 0;
   bool automatic = true;           // copies end when asked about
   std::vector<DeviceCopy> issued;  // in order
+  std::vector<std::uint64_t>
+      offsets;  // of each one's first segment: the segments themselves die with their job
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t>
       in_flight;                 // (lane, slot) -> index in issued
   std::set<std::size_t> ended;   // by the test

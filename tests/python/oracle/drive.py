@@ -108,8 +108,7 @@ class Driver:
             self.engine.reset(running=False)
             self.happened["resets"] += 1
         if not remote and self.rng.random() < self.rates.forced_reset:
-            self.engine.reset(running=True)
-            self.happened["forced resets"] += 1
+            self.happened["forced resets"] += self.engine.reset(running=True)
 
     def _maybe_damage(self) -> None:
         if self.root is not None and self.rng.random() < self.rates.damage:

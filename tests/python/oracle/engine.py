@@ -264,9 +264,16 @@ class Engine:
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
-    def reset(self, running: bool) -> None:
-        """Prefix cache and connector; ``running`` preempts what runs first."""
-        self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
+    def reset(self, running: bool) -> bool:
+        """Prefix cache and connector; ``running`` preempts what runs first. False when vLLM refuses, because
+        a load or a batch in flight still holds blocks."""
+        try:
+            self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
+        except RuntimeError as error:
+            if "Failed to reset KV cache" not in str(error):
+                raise
+            return False
+        return True
 
     @property
     def busy(self) -> bool:

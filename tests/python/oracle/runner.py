@@ -31,6 +31,7 @@ class Sequence:
         self.tokens = list(prompt)
         self.block_ids: list[list[int]] = []
         self.computed = 0
+        self.found = 0  # tokens that were not computed: how many there were when it was first scheduled
         self.known = len(prompt)  # tokens that have a value: prompt and samples
         digest = _mix(sum(byte << (8 * (index % 7)) for index, byte in enumerate((salt or "").encode())) + 1)
         digests = []
@@ -71,7 +72,7 @@ class FakeRunner:
         for new in output.scheduled_new_reqs:
             sequence = self.sequences[new.req_id]
             sequence.block_ids = [list(ids) for ids in new.block_ids]
-            sequence.computed = new.num_computed_tokens
+            sequence.computed = sequence.found = new.num_computed_tokens
             prefill = getattr(new, "prefill_token_ids", None)
             sequence.known = len(prefill) if prefill else sequence.prompt_len
         cached = output.scheduled_cached_reqs
