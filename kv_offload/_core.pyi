@@ -190,6 +190,7 @@ class RankWorker:
         rows: npt.NDArray[np.uint32],
         group_rows: Sequence[int],
         expedited: bool = False,
+        compute_stream: int = 0,  # cudaStream_t of the computation; 0: the default stream
     ) -> None: ...
     def poll(self) -> list[tuple[int, int, float]]:
         """Finished jobs: (job id, bytes, seconds). Their tickets are already reported."""

@@ -30,8 +30,15 @@ class KVOffloadWorker(OffloadingWorker):
     chunks never become a hit; a load of a hit reads pinned host memory, where storage cannot fail.
     """
 
-    def __init__(self, rank_worker: "RankWorker", region: "HostRegion", metrics: "Metrics") -> None:
+    def __init__(
+        self,
+        rank_worker: "RankWorker",
+        region: "HostRegion",
+        metrics: "Metrics",
+        compute_stream: Callable[[], int] | None = None,
+    ) -> None:
         self._rank_worker = rank_worker
+        self._compute_stream = compute_stream  # the CUDA stream that the copies come behind; None on the CPU
         self.region = region
         self.metrics = metrics  # this process's own; vLLM has no way to collect a worker's
 
@@ -50,6 +57,7 @@ class KVOffloadWorker(OffloadingWorker):
     def _submit(
         self, job_id: int, store: bool, blocks: Any, rows: RowLoadStoreSpec, expedited: bool = False
     ) -> None:
+        stream = {} if self._compute_stream is None else {"compute_stream": self._compute_stream()}
         self._rank_worker.submit(
             job_id,
             rows.ticket,
@@ -60,6 +68,7 @@ class KVOffloadWorker(OffloadingWorker):
             rows.rows,
             rows.group_rows,
             expedited,
+            **stream,
         )
 
     def get_finished(self) -> list[Any]:
@@ -131,7 +140,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         keep_alive=tensors,
     )
     logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())
-    return KVOffloadWorker(rank_worker, region, metrics)
+    return KVOffloadWorker(rank_worker, region, metrics, _compute_stream_of(copier, device))
 
 
 def refuse_several_hosts() -> None:
@@ -167,6 +176,15 @@ def choose_copier(tensors: list[Any]) -> tuple[str, int]:
     import torch
 
     return "cuda", torch.cuda.current_device()
+
+
+def _compute_stream_of(copier: str, device: int) -> Callable[[], int] | None:
+    """What gives the handle of the stream that vLLM computes on; asked at every submit."""
+    if copier != "cuda":
+        return None
+    import torch
+
+    return lambda: int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def _check_roots(options: OffloadConfig) -> None:

@@ -78,12 +78,14 @@ std::vector<RowId> rows_of(const py::array& array) {
 
 void submit(BoundWorker& self, std::uint64_t job_id, Ticket ticket, bool store, const py::array& block_ids,
             std::vector<std::uint32_t> group_sizes, std::vector<std::uint64_t> block_indices,
-            const py::array& rows, std::vector<std::uint32_t> group_rows, bool expedited) {
+            const py::array& rows, std::vector<std::uint32_t> group_rows, bool expedited,
+            std::uintptr_t compute_stream) {
   CopyJob job;
   job.id = job_id;
   job.ticket = ticket;
   job.direction = store ? CopyDirection::kStore : CopyDirection::kLoad;
   job.expedited = expedited;
+  job.compute_stream = compute_stream;
   job.block_ids = block_ids_of(block_ids);
   job.group_sizes = std::move(group_sizes);
   job.block_indices = std::move(block_indices);
@@ -117,7 +119,7 @@ void bind_worker(py::module_& module) {
            py::arg("device") = -1, py::arg("keep_alive") = py::none())
       .def("submit", &submit, py::arg("job_id"), py::arg("ticket"), py::arg("store"), py::arg("block_ids"),
            py::arg("group_sizes"), py::arg("block_indices"), py::arg("rows"), py::arg("group_rows"),
-           py::arg("expedited") = false)
+           py::arg("expedited") = false, py::arg("compute_stream") = 0)
       .def("poll", &poll)
       .def("wait", &wait, py::arg("job_ids"))
       .def("describe", [](const BoundWorker& self) { return self.worker->describe(); })

@@ -1,0 +1,131 @@
+"""How near do copies come to the link, for every way that vLLM lays out a cache?
+
+Baselines, in the same run: the link (one big cudaMemcpyAsync each way, and both at once), and batched DMA
+with one descriptor per page, which is what vLLM's own copies are made of. A row that misses its aim says so.
+
+    python benchmarks/copy_gpu.py --program build/copy_gpu             # on a machine with a GPU
+    python benchmarks/copy_gpu.py --program build/copy_gpu --host      # tries the benchmark without one
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from reporting import say, write_results
+
+QUESTIONS = ("one_way", "both_ways", "layer_major", "decode", "submit")
+
+
+def aim(row: dict[str, Any]) -> tuple[str, bool] | None:
+    """What the row should show, and whether it does; None where nothing was promised."""
+    question = row["question"]
+    if question == "one_way" and row["page_bytes"] == 2 << 20:
+        return ">= 0.95 of the link", row["ratio"] >= 0.95
+    if question == "one_way":
+        return "> one descriptor per page", row["ours"] >= 0.98 * row["dma"]
+    if question == "both_ways":
+        return ">= 0.95 of the link", row["ratio"] >= 0.95
+    if question == "layer_major" and row["page_bytes"] == 16 << 10 and row["run"] == 1:
+        return ">= 0.85 of the link", row["ratio"] >= 0.85
+    if question == "decode":
+        most = 0.03 if row["path"] == "dma" else 0.08
+        return f"slowed <= {most:.0%}", row["slowed"] <= most
+    if question == "submit" and row["segments"] == 1:
+        return "< 20 us", row["seconds"] < 20e-6
+    return None
+
+
+def line(row: dict[str, Any]) -> str:
+    question = row["question"]
+    if question in ("one_way", "layer_major"):
+        size = f"{row['page_bytes'] >> 10} KiB x {row['layers']}"
+        order = "in order" if row["run"] == 0 else f"runs of {row['run']}"
+        rates = ", ".join(
+            f"{name} {row[name] / 1e9:.1f}" for name in ("ours", "dma", "kernel", "staged", "link")
+        )
+        return (
+            f"{question:11} {row['direction']:5} {size:14} {order:10} GB/s: {rates}; ratio {row['ratio']:.2f}"
+        )
+    if question == "both_ways":
+        return (
+            f"both_ways   {row['stores']} blocks out, {row['loads']} in: {row['ours'] / 1e9:.1f} GB/s, "
+            f"link {row['link'] / 1e9:.1f}; ratio {row['ratio']:.2f}"
+        )
+    if question == "decode":
+        return f"decode      beside a {row['direction']} by {row['path']}: slowed {row['slowed']:.1%}"
+    return f"submit      {row['segments']} segments: {row['seconds'] * 1e6:.1f} us"
+
+
+def draw(rows: list[dict[str, Any]], device: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True)
+    for axis, question in zip(axes, ("one_way", "layer_major"), strict=True):
+        chosen = [r for r in rows if r["question"] == question and r["direction"] == "load" and r["run"] == 1]
+        sizes = [row["page_bytes"] / 1024 for row in chosen]
+        for name in ("ours", "dma", "kernel", "staged", "link"):
+            style = "k--" if name == "link" else "o-"
+            axis.plot(sizes, [row[name] / 1e9 for row in chosen], style, label=name)
+        axis.set(title=f"{question}, loads, blocks shuffled", xlabel="page, KiB", xscale="log")
+        axis.grid(alpha=0.3)
+    axes[0].set(ylabel="GB/s", ylim=(0, None))
+    axes[1].legend()
+    figure.suptitle(device, fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--program", type=Path, required=True, help="the built copy_gpu")
+    parser.add_argument("--host", action="store_true", help="on the host twin; nothing is kept")
+    parser.add_argument("--quick", action="store_true", help="small and once: does it run?")
+    parser.add_argument("questions", nargs="*", choices=[*QUESTIONS, []], help="default: all")
+    options = parser.parse_args()
+    if not options.program.exists():
+        print(
+            f"{options.program} is not there: it is built where nvcc is (KV_OFFLOAD_CUDA=ON)", file=sys.stderr
+        )
+        return 2
+    command = [str(options.program), *options.questions]
+    command += ["--host"] if options.host else []
+    command += ["--quick"] if options.quick else []
+    rows: list[dict[str, Any]] = []
+    header: dict[str, Any] = {}
+    missed = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        for text in program.stdout:
+            row = json.loads(text)
+            if "device" in row:
+                header = row
+                say(f"{row['device']}; {row['table']}")
+                continue
+            rows.append(row)
+            goal = aim(row)
+            verdict = "" if goal is None or options.host else f"  [{goal[0]}: {'yes' if goal[1] else 'NO'}]"
+            missed += verdict.endswith("NO]")
+            say(line(row) + verdict)
+    if program.returncode != 0:
+        return program.returncode
+    if options.host or options.quick:
+        say("tried only: nothing is kept")
+        return 0
+    say(f"{missed} of {len(rows)} rows miss their aim")
+    name = "copy_gpu-" + "-".join(header["device"].lower().split())
+    write_results(name, {**header, "rows": rows}, lambda path: draw(rows, header["device"], path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Does the host copier move bytes as fast as memcpy can with the same threads?
+
+Baseline: plain memcpy over the very same segments with as many threads, alternated round by round in
+the same run; medians are compared.
+
+    python benchmarks/copy_host.py --program build/copy_host
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from reporting import describe_machine, say, write_results
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(9, 4.5))
+    labels = [f"{row['case']}, {row['direction']}" for row in rows]
+    places = range(len(rows))
+    axis.barh([p + 0.2 for p in places], [row["ours"] / 1e9 for row in rows], 0.4, label="kv_offload")
+    axis.barh([p - 0.2 for p in places], [row["memcpy"] / 1e9 for row in rows], 0.4, label="memcpy")
+    axis.set_yticks(list(places), labels, fontsize=7)
+    axis.set_xlabel("GB/s")
+    axis.invert_yaxis()
+    axis.legend()
+    axis.set_title(f"{describe_machine()['text']}, {rows[0]['threads']} threads", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--program", type=Path, required=True, help="the built copy_host")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--mebibytes", type=int, default=512, help="bytes per job")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    say(describe_machine()["text"])
+    command = [options.program, options.threads, options.mebibytes, options.rounds]
+    rows: list[dict[str, Any]] = []
+    with subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        for line in program.stdout:
+            row = json.loads(line)
+            rows.append(row)
+            say(
+                f"{row['case']:45} {row['direction']:5} {row['ours'] / 1e9:6.2f} GB/s, "
+                f"memcpy {row['memcpy'] / 1e9:6.2f}, ratio {row['ratio']:.2f}, "
+                f"plan of {row['segments']} segments {row['plan_seconds'] * 1e3:.2f} ms"
+            )
+    if program.returncode != 0:
+        raise SystemExit(program.returncode)
+    write_results("copy_host", {"rows": rows}, lambda path: draw(rows, path))
+
+
+if __name__ == "__main__":
+    main()

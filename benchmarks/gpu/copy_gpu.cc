@@ -1,0 +1,266 @@
+// How near do copies come to the link, for every way that vLLM lays out a cache?
+// One JSON object per line; the link is measured in the same run, and so is DMA
+// with one descriptor per page, which is what vLLM's own copies are made of.
+//
+//   copy_gpu [--host] [--quick] [QUESTION ...]
+//   questions: one_way both_ways layer_major decode submit        default: all
+//
+// --host: on the host twin, to try the benchmark where there is no GPU.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "platform.h"
+
+namespace kv_offload::bench {
+namespace {
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+const char* word(CopyDirection direction) { return direction == CopyDirection::kStore ? "store" : "load"; }
+constexpr CopyDirection kBoth[] = {CopyDirection::kStore, CopyDirection::kLoad};
+
+double best(std::vector<double> seconds) { return *std::min_element(seconds.begin(), seconds.end()); }
+
+// A cache of `layers` tensors in one stretch of memory.
+CacheLayout layout_of(std::byte* cache, std::uint64_t page, std::uint64_t layers, std::uint64_t blocks) {
+  CacheLayout layout;
+  auto& refs = layout.groups.emplace_back();
+  for (std::uint32_t i = 0; i < layers; ++i) {
+    layout.tensors.push_back({cache + i * page * blocks, blocks, page});
+    refs.push_back({i, page});
+  }
+  return layout;
+}
+
+struct Shape {
+  std::uint64_t page, layers, blocks;
+  std::uint64_t run;  // adjacent block ids; 0: all in order
+};
+
+CopyJob job_of(const Shape& shape, CopyDirection direction, std::uint64_t first_row) {
+  std::vector<std::int64_t> ids(shape.blocks);
+  std::iota(ids.begin(), ids.end(), 0);
+  if (shape.run != 0) {
+    std::vector<std::int64_t> runs(shape.blocks / shape.run);
+    std::iota(runs.begin(), runs.end(), 0);
+    std::mt19937_64 random(1);
+    std::shuffle(runs.begin(), runs.end(), random);
+    for (std::size_t i = 0; i < runs.size() * shape.run; ++i) {
+      ids[i] = runs[i / shape.run] * static_cast<std::int64_t>(shape.run) +
+               static_cast<std::int64_t>(i % shape.run);
+    }
+  }
+  CopyJob job;
+  job.direction = direction;
+  job.block_ids = std::move(ids);
+  const std::uint64_t row_pages = round_up(shape.page * shape.layers, kPageBytes) / kPageBytes;
+  for (std::uint64_t i = 0; i < shape.blocks; ++i)
+    job.rows.push_back(static_cast<RowId>(first_row + i * row_pages));
+  job.group_sizes = {static_cast<std::uint32_t>(shape.blocks)};
+  job.group_rows = job.group_sizes;
+  job.block_indices = {0};
+  return job;
+}
+
+class Bench {
+ public:
+  Bench(Platform* platform, bool quick) : platform_(*platform), rounds_(quick ? 1 : 5), quick_(quick) {}
+
+  void one_way() {
+    std::vector<std::uint64_t> sizes = {4 << 10, 16 << 10, 64 << 10, 256 << 10,
+                                        1 << 20, 2 << 20,  4 << 20,  16 << 20};
+    for (const std::uint64_t page : sizes) {
+      for (const std::uint64_t run : {std::uint64_t{0}, std::uint64_t{1}}) {
+        const Shape shape{page, 1, std::min<std::uint64_t>(1000, room() / page), run};
+        for (const CopyDirection direction : kBoth) report("one_way", shape, direction);
+      }
+    }
+  }
+
+  void layer_major() {
+    for (const std::uint64_t page : {4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10}) {
+      for (const std::uint64_t run : {1, 4, 16}) {
+        const std::uint64_t blocks =
+            std::min<std::uint64_t>(quick_ ? 16 : 512, room() / (32 * page)) / 16 * 16;
+        if (blocks == 0) continue;
+        const Shape shape{page, 32, blocks, run};
+        for (const CopyDirection direction : kBoth) report("layer_major", shape, direction);
+      }
+    }
+  }
+
+  void both_ways() {
+    constexpr std::uint64_t kPage = 2 << 20;
+    const std::uint64_t blocks = room() / kPage;
+    for (const std::uint64_t tenth : {1, 3, 5, 7, 9}) {
+      const std::uint64_t stores = std::max<std::uint64_t>(1, blocks * tenth / 10);
+      const std::uint64_t loads = std::max<std::uint64_t>(1, blocks - stores);
+      std::vector<double> link;
+      std::vector<double> ours;
+      const CacheLayout layout = layout_of(platform_.cache().data(), kPage, 1, blocks);
+      const auto copier = platform_.copier(layout, std::nullopt);
+      for (int i = 0; i <= rounds_; ++i) {
+        link.push_back(platform_.link_both(stores * kPage, loads * kPage));
+        CopyJob store = job_of({kPage, 1, stores, 1}, CopyDirection::kStore, 0);
+        CopyJob load = job_of({kPage, 1, loads, 1}, CopyDirection::kLoad, stores * kPage / kPageBytes);
+        for (std::int64_t& id : load.block_ids) id += static_cast<std::int64_t>(stores);
+        ours.push_back(run(*copier, {store, load}));
+      }
+      const double bytes = static_cast<double>((stores + loads) * kPage);
+      fmt::print(
+          "{{\"question\": \"both_ways\", \"stores\": {}, \"loads\": {}, \"ours\": {:.0f}, \"link\": {:.0f}, "
+          "\"ratio\": {:.3f}}}\n",
+          stores, loads, bytes / best(ours), bytes / best(link), best(link) / best(ours));
+      std::fflush(stdout);
+    }
+  }
+
+  void decode() {
+    const int steps = quick_ ? 2 : 40;
+    for (const CopyPath path : {CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged}) {
+      for (const CopyDirection direction : kBoth) {
+        const Shape shape{16 << 10, 32, std::max<std::uint64_t>(16, room() / (32 * (16 << 10)) / 2), 1};
+        const CacheLayout layout =
+            layout_of(platform_.cache().data(), shape.page, shape.layers, shape.blocks);
+        const auto copier = platform_.copier(layout, path);
+        std::vector<double> alone;
+        std::vector<double> beside;
+        for (int i = 0; i <= rounds_; ++i) {
+          alone.push_back(platform_.decode_steps(steps));
+          submit(*copier, job_of(shape, direction, 0));
+          beside.push_back(platform_.decode_steps(steps));
+          finish(*copier);
+        }
+        fmt::print(
+            "{{\"question\": \"decode\", \"path\": \"{}\", \"direction\": \"{}\", \"alone_seconds\": {:.6f}, "
+            "\"beside_seconds\": {:.6f}, \"slowed\": {:.4f}}}\n",
+            to_string(path), word(direction), best(alone), best(beside), best(beside) / best(alone) - 1);
+        std::fflush(stdout);
+      }
+    }
+  }
+
+  void submit_cost() {
+    for (const std::uint64_t segments : {1, 10, 100, 1000, 10000, 50000}) {
+      const std::uint64_t page = 4096;
+      if (segments * page * 2 > room()) continue;
+      CacheLayout layout = layout_of(platform_.cache().data(), page, 1, segments);
+      layout.tensors[0].block_stride = 2 * page;  // nothing merges
+      const auto copier = platform_.copier(layout, std::nullopt);
+      std::vector<double> seconds;
+      for (int i = 0; i <= rounds_; ++i) {
+        CopyJob job = job_of({page, 1, segments, 0}, CopyDirection::kStore, 0);
+        job.id = ++last_id_;
+        const double begun = now();
+        copier->submit(std::move(job));
+        seconds.push_back(now() - begun);
+        finish(*copier);
+      }
+      fmt::print("{{\"question\": \"submit\", \"segments\": {}, \"seconds\": {:.9f}}}\n", segments,
+                 best(seconds));
+      std::fflush(stdout);
+    }
+  }
+
+ private:
+  std::uint64_t room() const { return platform_.cache().size() / 4 * 3; }
+
+  void submit(DeviceCopier& copier, CopyJob job) {
+    job.id = ++last_id_;
+    waiting_.push_back(job.id);
+    copier.submit(std::move(job));
+  }
+  void finish(DeviceCopier& copier) {
+    waiting_.push_back(last_id_);
+    copier.wait(waiting_);
+    waiting_.clear();
+    for (const CopyResult& result : copier.poll()) {
+      if (!result.status.is_ok()) throw std::runtime_error(result.status.to_string());
+    }
+  }
+  double run(DeviceCopier& copier, const std::vector<CopyJob>& jobs) {
+    const double begun = now();
+    for (const CopyJob& job : jobs) submit(copier, job);
+    finish(copier);
+    return now() - begun;
+  }
+
+  // Ours, each path by force, and the link, round by round.
+  void report(const char* question, const Shape& shape, CopyDirection direction) {
+    const std::uint64_t bytes = shape.page * shape.layers * shape.blocks;
+    const CacheLayout layout = layout_of(platform_.cache().data(), shape.page, shape.layers, shape.blocks);
+    const CopyJob job = job_of(shape, direction, 0);
+    const std::vector<std::optional<CopyPath>> ways = {std::nullopt, CopyPath::kDma, CopyPath::kKernel,
+                                                       CopyPath::kStaged};
+    std::vector<std::unique_ptr<DeviceCopier>> copiers;
+    for (const auto& way : ways) copiers.push_back(platform_.copier(layout, way));
+    std::vector<std::vector<double>> seconds(ways.size());
+    std::vector<double> link;
+    for (int i = 0; i <= rounds_; ++i) {
+      link.push_back(platform_.link(direction, bytes));
+      for (std::size_t w = 0; w < ways.size(); ++w) seconds[w].push_back(run(*copiers[w], {job}));
+    }
+    const double total = static_cast<double>(bytes);
+    fmt::print(
+        "{{\"question\": \"{}\", \"direction\": \"{}\", \"page_bytes\": {}, \"layers\": {}, \"blocks\": {}, "
+        "\"run\": {}, \"link\": {:.0f}, \"ours\": {:.0f}, \"dma\": {:.0f}, \"kernel\": {:.0f}, \"staged\": "
+        "{:.0f}, \"ratio\": {:.3f}}}\n",
+        question, word(direction), shape.page, shape.layers, shape.blocks, shape.run, total / best(link),
+        total / best(seconds[0]), total / best(seconds[1]), total / best(seconds[2]),
+        total / best(seconds[3]), best(link) / best(seconds[0]));
+    std::fflush(stdout);
+  }
+
+  Platform& platform_;
+  const int rounds_;
+  const bool quick_;
+  std::uint64_t last_id_ = 0;
+  std::vector<std::uint64_t> waiting_;
+};
+
+int run_questions(bool host, bool quick, const std::set<std::string>& questions) {
+  const std::uint64_t bytes = quick ? 64 << 20 : kCacheBytes;
+  const auto platform = host ? make_host_twin(bytes) : make_gpu(bytes);
+  if (platform == nullptr) {
+    fmt::print(stderr, "no CUDA device on this machine (--host tries the benchmark without one)\n");
+    return 2;
+  }
+  fmt::print("{{\"device\": \"{}\", \"table\": \"{}\"}}\n", platform->name(), platform->table());
+  Bench bench(platform.get(), quick);
+  const auto wanted = [&](const char* question) { return questions.empty() || questions.contains(question); };
+  if (wanted("one_way")) bench.one_way();
+  if (wanted("layer_major")) bench.layer_major();
+  if (wanted("both_ways")) bench.both_ways();
+  if (wanted("decode")) bench.decode();
+  if (wanted("submit")) bench.submit_cost();
+  return 0;
+}
+
+}  // namespace
+}  // namespace kv_offload::bench
+
+int main(int argc, char** argv) {
+  bool host = false;
+  bool quick = false;
+  std::set<std::string> questions;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (word == "--host") {
+      host = true;
+    } else if (word == "--quick") {
+      quick = true;
+    } else {
+      questions.insert(word);
+    }
+  }
+  return kv_offload::bench::run_questions(host, quick, questions);
+}
