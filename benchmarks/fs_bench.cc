@@ -5,6 +5,7 @@
 //   fs_bench start ROOT RECORDS
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -24,6 +25,10 @@ namespace {
 
 double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double seconds(const timeval& time) {
+  return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) / 1e6;
 }
 
 ChunkKey key_of(std::uint64_t number) {
@@ -135,6 +140,9 @@ void make_records(const std::string& root, std::uint64_t count) {
 
 void bench_start(const std::string& root, std::uint64_t count) {
   make_records(root, count);
+  rusage before{};
+  ::getrusage(RUSAGE_SELF, &before);
+  const double cpu_before = seconds(before.ru_utime) + seconds(before.ru_stime);
   const double started = now();
   const auto tier = make_fs_tier(options_for(root));
   const double opened = now();
@@ -147,6 +155,9 @@ void bench_start(const std::string& root, std::uint64_t count) {
   while (!tier->stats().scan_complete) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   const double complete = now();
   const std::uint64_t chunks = tier->stats().chunks;
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const double cpu = seconds(usage.ru_utime) + seconds(usage.ru_stime) - cpu_before;
   const double lookups_started = now();
   std::uint64_t present = 0;
   constexpr std::uint64_t kLookups = 4096;
@@ -155,10 +166,11 @@ void bench_start(const std::string& root, std::uint64_t count) {
   const double lookups = now() - lookups_started;
   fmt::print(
       "{{\"records\": {}, \"found\": {}, \"open_seconds\": {:.4f}, \"first_lookup_seconds\": {:.4f}, "
-      "\"first_lookup_hit\": {}, \"complete_seconds\": {:.3f}, \"lookup_4096_seconds\": {:.6f}, "
+      "\"first_lookup_hit\": {}, \"complete_seconds\": {:.3f}, \"complete_cpu_seconds\": {:.3f}, "
+      "\"lookup_4096_seconds\": {:.6f}, "
       "\"lookups_hit\": {}}}\n",
       count, chunks, opened - started, answered - opened, presence == Presence::kPresent, complete - started,
-      lookups, present);
+      cpu, lookups, present);
 }
 
 }  // namespace

@@ -109,14 +109,15 @@ class LocalServer:
     cache_gib: int = 1
     arguments: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    start_seconds: float = 240.0
+    start_seconds: float = 480.0
     on_wait: Callable[[float], None] | None = None
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
     boot_seconds: float = 0.0
 
     def __enter__(self) -> LocalServer:
-        self.start()
+        if self.process is None:
+            self.start()
         return self
 
     def __exit__(
@@ -153,6 +154,7 @@ class LocalServer:
 
     def start(self) -> None:
         """Starts the server and returns when it answers; ServerError if that takes too long."""
+        assert self.process is None, "it runs already"
         self.port = self.port or free_port()
         environment = dict(os.environ)
         environment.update(

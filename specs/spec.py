@@ -99,6 +99,8 @@ class KVOffloadSpec(OffloadingSpec):
         address = options.metrics_address(None, parallel.world_size, parallel.data_parallel_index)
         if address is not None:
             metrics.expose(address)
+        info = self._info(merged["copier"], facts)
+        metrics.set("kv_offload_info", [info[label] for label in _labels_of("kv_offload_info")], 1)
         geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes)
         logger.info(
             boot_line(
@@ -124,7 +126,7 @@ class KVOffloadSpec(OffloadingSpec):
                     for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
                     if tier.enable_kv_events
                 ),
-                info=self._info(merged["copier"], facts),
+                info=info,
             ),
         )
 
@@ -226,6 +228,10 @@ class KVOffloadSpec(OffloadingSpec):
             "tiers": ",".join(self._options.tier_names()),
             "eviction_policy": self._options.eviction_policy,
         }
+
+
+def _labels_of(name: str) -> Sequence[str]:
+    return next(tuple(definition.labels) for definition in metric_definitions() if definition.name == name)
 
 
 def _metric_metadata(kind: str, definition: Any) -> Any:

@@ -175,7 +175,7 @@ struct TieredCache::Impl {
 
   // ---- room.cc
   RowId take_row(std::uint32_t group, std::uint32_t holder, std::vector<ChunkKey>* evicted);
-  bool evict_one(std::uint32_t holder, std::vector<ChunkKey>* evicted);
+  bool evict_one(std::uint32_t holder, bool may_write, std::vector<ChunkKey>* evicted);
   bool reclaim_slab(std::uint32_t group, std::uint32_t holder, std::vector<ChunkKey>* evicted);
   void evict(Slot slot, std::vector<ChunkKey>* evicted);
   bool shed_writes();
@@ -189,7 +189,7 @@ struct TieredCache::Impl {
   RowTransfer prepare_load(RequestHandle handle, std::span<const ChunkKey> keys);
   void complete_load(std::span<const ChunkKey> keys);
   bool release_load(const LoadJob& job);
-  bool is_reported(Ticket ticket) const;
+  bool is_reported(Ticket ticket, TicketKind kind) const;
 
   // ---- store_path.cc
   StoreGrant prepare_store(RequestHandle handle, std::span<const ChunkKey> keys,

@@ -85,7 +85,7 @@ void TieredCache::Impl::complete_load(std::span<const ChunkKey> keys) {
 }
 
 bool TieredCache::Impl::release_load(const LoadJob& job) {
-  if (!is_reported(job.ticket)) return false;
+  if (!is_reported(job.ticket, TicketKind::kLoad)) return false;
   for (const Slot slot : job.slots) {
     ChunkEntry& entry = index.at(slot);
     // Loaded once since the fetch: from now on it is host memory's.
@@ -95,9 +95,10 @@ bool TieredCache::Impl::release_load(const LoadJob& job) {
   return true;
 }
 
-bool TieredCache::Impl::is_reported(Ticket ticket) const {
+// Of a replicated cache one rank stores, but all ranks load.
+bool TieredCache::Impl::is_reported(Ticket ticket, TicketKind kind) const {
   std::uint64_t failed_groups = 0;
-  return region.result(ticket, &failed_groups) == TicketResult::kDone;
+  return region.result(ticket, &failed_groups, kind) == TicketResult::kDone;
 }
 
 RowTransfer TieredCache::prepare_load(RequestHandle request, std::span<const ChunkKey> keys) {

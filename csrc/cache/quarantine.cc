@@ -4,13 +4,13 @@
 
 namespace kv_offload {
 
-void Quarantine::hold(Ticket ticket, RowId row) {
+void Quarantine::hold(Ticket ticket, TicketKind kind, RowId row) {
   const auto known = std::find_if(tickets_.rbegin(), tickets_.rend(),
-                                  [&](const auto& entry) { return entry.first == ticket; });
+                                  [&](const Held& held) { return held.ticket == ticket; });
   if (known != tickets_.rend()) {
-    known->second.push_back(row);
+    known->rows.push_back(row);
   } else {
-    tickets_.push_back({ticket, {row}});
+    tickets_.push_back({ticket, kind, {row}});
   }
   hold(row);
 }
@@ -23,9 +23,9 @@ void Quarantine::release(RowId row) {
 }
 
 void Quarantine::poll(const IsReported& is_reported) {
-  std::erase_if(tickets_, [&](const auto& entry) {
-    if (!is_reported(entry.first)) return false;
-    for (const RowId row : entry.second) release(row);
+  std::erase_if(tickets_, [&](const Held& held) {
+    if (!is_reported(held.ticket, held.kind)) return false;
+    for (const RowId row : held.rows) release(row);
     return true;
   });
 }

@@ -8,21 +8,21 @@
 #include <cstdint>
 #include <functional>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "base/types.h"
+#include "memory/host_region.h"
 
 namespace kv_offload {
 
 class Quarantine {
  public:
   using Free = std::function<void(RowId)>;
-  using IsReported = std::function<bool(Ticket)>;
+  using IsReported = std::function<bool(Ticket, TicketKind)>;
   explicit Quarantine(Free free) : free_(std::move(free)) {}
 
   // Until the ticket is reported. A row may be held several times.
-  void hold(Ticket ticket, RowId row);
+  void hold(Ticket ticket, TicketKind kind, RowId row);
   // Until release(row).
   void hold(RowId row) { ++holds_[row]; }
   void release(RowId row);
@@ -34,7 +34,12 @@ class Quarantine {
  private:
   Free free_;
   std::unordered_map<RowId, std::uint32_t> holds_;
-  std::vector<std::pair<Ticket, std::vector<RowId>>> tickets_;
+  struct Held {
+    Ticket ticket;
+    TicketKind kind;
+    std::vector<RowId> rows;
+  };
+  std::vector<Held> tickets_;
 };
 
 }  // namespace kv_offload

@@ -17,14 +17,14 @@ void TieredCache::Impl::forget_memory() {
   fetches.clear();
   write_order.clear();
   for (const LoadJob& job : load_jobs) {
-    if (is_reported(job.ticket)) continue;
-    for (const Slot slot : job.slots) quarantine.hold(job.ticket, index.at(slot).row);
+    if (is_reported(job.ticket, TicketKind::kLoad)) continue;
+    for (const Slot slot : job.slots) quarantine.hold(job.ticket, TicketKind::kLoad, index.at(slot).row);
   }
   load_jobs.clear();
   index.for_each([&](Slot, ChunkEntry& entry) {
     if (entry.state == ChunkState::kResident) note_event(entry.key, false, true, {});
-    if (entry.state == ChunkState::kFilling && !is_reported(entry.ticket)) {
-      quarantine.hold(entry.ticket, entry.row);
+    if (entry.state == ChunkState::kFilling && !is_reported(entry.ticket, TicketKind::kStore)) {
+      quarantine.hold(entry.ticket, TicketKind::kStore, entry.row);
     }
     if (!quarantine.holds(entry.row)) free_row(entry.row);
   });

@@ -12,6 +12,7 @@ constexpr int kShedAtOnce = 16;
 
 RowId TieredCache::Impl::take_row(std::uint32_t group, std::uint32_t holder, std::vector<ChunkKey>* evicted) {
   bool reclaimed = true;
+  bool may_write = true;
   for (;;) {
     const RowId row = rows.allocate(group);
     if (row != kNoRow) return row;
@@ -23,21 +24,22 @@ RowId TieredCache::Impl::take_row(std::uint32_t group, std::uint32_t holder, std
       reclaimed = reclaim_slab(group, holder, evicted);
       if (reclaimed) continue;
     }
-    if (evict_one(holder, evicted)) continue;
+    if (evict_one(holder, may_write, evicted)) continue;
     if (!one_row_size && reclaimed) {
       reclaimed = reclaim_slab(group, holder, evicted);
       if (reclaimed) continue;
     }
     if (!shed_writes()) return kNoRow;
+    may_write = false;  // or what was shed would be queued again
   }
 }
 
-bool TieredCache::Impl::evict_one(std::uint32_t holder, std::vector<ChunkKey>* evicted) {
+bool TieredCache::Impl::evict_one(std::uint32_t holder, bool may_write, std::vector<ChunkKey>* evicted) {
   for (;;) {
     const auto victim = index.victim();
     // Its own prefix goes last: a chunk is worth nothing without those before it.
     if (!victim || index.at(*victim).holder == holder) return false;
-    if (write_before_eviction(*victim)) continue;  // pinned now: the next one
+    if (may_write && write_before_eviction(*victim)) continue;  // pinned now: the next one
     evict(*victim, evicted);
     return true;
   }

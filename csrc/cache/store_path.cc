@@ -98,10 +98,10 @@ void TieredCache::Impl::fail_store(Slot slot) {
   metrics.add("kv_offload_failures_total", {"cpu", "store", "device"});
   memory.note_gone(entry.key, static_cast<std::uint8_t>(MissReason::kIoError));
   const RowId row = take_out(slot);
-  if (is_reported(ticket)) {
+  if (is_reported(ticket, TicketKind::kStore)) {
     free_row(row);
   } else {
-    quarantine.hold(ticket, row);
+    quarantine.hold(ticket, TicketKind::kStore, row);
   }
 }
 

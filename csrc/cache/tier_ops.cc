@@ -130,6 +130,7 @@ void TieredCache::Impl::finish_write(Op& op, const Completion& completion) {
   if (op.stale) return quarantine.release(op.row);
   ChunkEntry& entry = index.at(op.slot);
   entry.writes &= static_cast<std::uint8_t>(~(1u << op.tier));
+  if (kind != StatusKind::kCancelled) entry.tried |= static_cast<std::uint8_t>(1u << op.tier);
   if (completion.status.is_ok()) note_event(entry.key, true, false, slot.name);
   index.unpin(op.slot);
 }
@@ -193,7 +194,9 @@ bool TieredCache::Impl::write_before_eviction(Slot slot) {
   bool started = false;
   for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
     TierSlot& to = tier_slots[tier];
-    if (to.options.write_policy != WritePolicy::kOnEvict || is_recorded(to, index.at(slot).key)) continue;
+    if (to.options.write_policy != WritePolicy::kOnEvict || to.reset_failed) continue;
+    if ((index.at(slot).tried >> tier & 1) != 0) continue;
+    if (is_recorded(to, index.at(slot).key)) continue;
     if (!to.usable || to.writes >= kMaxEvictionWrites) {
       metrics.add("kv_offload_dropped_bytes_total", {to.name, "pressure"},
                   static_cast<double>(groups[index.at(slot).group].bytes));
@@ -220,6 +223,7 @@ void TieredCache::Impl::clean_cold_end() {
     for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
       TierSlot& to = tier_slots[tier];
       if (to.options.write_policy != WritePolicy::kOnEvict || !to.usable) continue;
+      if ((index.at(*victim).tried >> tier & 1) != 0) continue;  // a failed write is not repeated
       if (to.writes < kMaxEvictionWrites) start_writes(static_cast<std::uint8_t>(tier), {*victim});
     }
   }

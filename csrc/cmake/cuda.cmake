@@ -5,6 +5,11 @@ string(TOUPPER "${KV_OFFLOAD_CUDA}" cuda_wanted)
 if(cuda_wanted STREQUAL "OFF")
   return()
 endif()
+# One fat binary: code for each generation in use, PTX for those to come. (Set
+# before the language is enabled, which would choose one of its own.)
+if(NOT CMAKE_CUDA_ARCHITECTURES)
+  set(CMAKE_CUDA_ARCHITECTURES 80-real 86-real 89-real 90-real 100-real 120)
+endif()
 include(CheckLanguage)
 check_language(CUDA)
 if(NOT CMAKE_CUDA_COMPILER)
@@ -14,7 +19,37 @@ if(NOT CMAKE_CUDA_COMPILER)
   message(STATUS "nvcc not found: the CUDA copier is left out (KV_OFFLOAD_CUDA=AUTO)")
   return()
 endif()
+set(CMAKE_CUDA_STANDARD 17)  # kernels include no header of ours that needs more
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+enable_language(CUDA)
+
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/copy/cuda_*.cc csrc/copy/*.cu)
-if(NOT cuda_sources)
-  return()
+add_library(kv_offload_cuda_objects OBJECT ${cuda_sources})
+target_compile_options(kv_offload_cuda_objects PRIVATE
+  $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${KV_OFFLOAD_DEVELOPER}>>:-Werror=all-warnings>
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>
+  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${KV_OFFLOAD_DEVELOPER}>>:-Werror>)
+target_include_directories(kv_offload_cuda_objects SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+target_link_libraries(kv_offload_cuda_objects PUBLIC kv_offload_core Threads::Threads)
+set_target_properties(kv_offload_cuda_objects PROPERTIES CUDA_VISIBILITY_PRESET hidden)
+
+add_library(kv_offload_cuda SHARED)
+target_link_libraries(kv_offload_cuda PRIVATE kv_offload_cuda_objects)
+# Only the three C symbols of copy/cuda_library.h are for others.
+target_link_options(kv_offload_cuda PRIVATE -Wl,--exclude-libs,ALL -Wl,-z,defs)
+if(SKBUILD OR KV_OFFLOAD_PYTHON)
+  install(TARGETS kv_offload_cuda LIBRARY DESTINATION kv_offload)
+endif()
+
+# Built wherever nvcc is, so that they cannot rot; without a device they skip.
+if(KV_OFFLOAD_DEVELOPER)
+  enable_testing()
+  file(GLOB_RECURSE gpu_tests CONFIGURE_DEPENDS tests/cpp/gpu_*.cc)
+  add_executable(kv_offload_gpu_tests ${gpu_tests})
+  target_include_directories(kv_offload_gpu_tests PRIVATE tests/cpp)
+  target_link_libraries(kv_offload_gpu_tests PRIVATE kv_offload_cuda_objects kv_offload_warnings
+    GTest::gtest GTest::gtest_main)
+  add_test(NAME gpu COMMAND kv_offload_gpu_tests)
+  set_tests_properties(gpu PROPERTIES LABELS gpu TIMEOUT 900)
 endif()

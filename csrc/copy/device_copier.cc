@@ -23,20 +23,18 @@ CopyLane lane_of(const CopyJob& job) {
   return job.expedited ? CopyLane::kUrgentLoads : CopyLane::kLoads;
 }
 
-// A row of staging may be padded once per run of the area.
-constexpr std::uint64_t kPaddingPerSegment = 32;
+}  // namespace
 
-SplitLimits limits_for(CopyPath path, const DeviceLimits& limits) {
+SplitLimits split_limits_for(CopyPath path, const DeviceLimits& limits) {
   SplitLimits split{limits.sub_job_bytes, limits.sub_job_segments, limits.boundary};
   if (path != CopyPath::kStaged) return split;
-  split.max_segments = std::min<std::uint32_t>(
-      split.max_segments,
-      static_cast<std::uint32_t>(std::max<std::uint64_t>(limits.staged_bytes / 4 / kPaddingPerSegment, 1)));
-  split.max_bytes = limits.staged_bytes - split.max_segments * kPaddingPerSegment;
+  // Every run of the area may be padded in staging, and a segment may be a run.
+  constexpr std::uint64_t kPadding = 32;
+  const std::uint64_t most = std::max<std::uint64_t>(limits.staged_bytes / (4 * kPadding), 1);
+  split.max_segments = static_cast<std::uint32_t>(std::min<std::uint64_t>(split.max_segments, most));
+  split.max_bytes = limits.staged_bytes - split.max_segments * kPadding;
   return split;
 }
-
-}  // namespace
 
 DeviceCopier::DeviceCopier(const CopierOptions& options, std::unique_ptr<CopyDevice> device,
                            const CopyTable& table, const DeviceLimits& limits)
@@ -70,7 +68,7 @@ void DeviceCopier::submit(CopyJob job) {
   queued->path = choose_path(table_, job.direction, plan.bytes, plan.segments.size());
   if (queued->path == CopyPath::kStaged && limits_.staged_bytes == 0) queued->path = CopyPath::kKernel;
   queued->segments = std::move(plan.segments);
-  queued->ranges = split(&queued->segments, limits_for(queued->path, limits_));
+  queued->ranges = split(&queued->segments, split_limits_for(queued->path, limits_));
   Status marked = Status::ok();
   if (order_after_compute_ && !queued->ranges.empty())
     marked = device_->mark(job.compute_stream, &queued->after);

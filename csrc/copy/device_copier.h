@@ -43,6 +43,9 @@ struct DeviceLimits {
   std::uint64_t boundary = 0;  // area offsets that no DMA crosses
 };
 
+// How the jobs of a path are cut. REQUIRES: staged_bytes of 128 at least for staged copies.
+SplitLimits split_limits_for(CopyPath path, const DeviceLimits& limits);
+
 class DeviceCopier final : public BlockCopier {
  public:
   // Throws InvalidArgument (layout).

@@ -1,4 +1,4 @@
-#include "copy/pack_kernels.h"
+#include "copy/cuda_pack.h"
 
 namespace kv_offload {
 namespace {

@@ -74,10 +74,11 @@ std::size_t cut_for_area(std::span<const CopySegment> segments, std::byte* area,
   return count;
 }
 
-std::vector<RowRun> row_runs(std::span<const CopySegment> segments) {
+std::vector<RowRun> row_runs(std::span<const CopySegment> segments, std::uint64_t boundary) {
   std::vector<RowRun> runs;
   for (const CopySegment& segment : segments) {
-    if (!runs.empty() && runs.back().area_offset + runs.back().bytes == segment.area_offset) {
+    const bool at_boundary = boundary != 0 && segment.area_offset % boundary == 0;
+    if (!runs.empty() && !at_boundary && runs.back().area_offset + runs.back().bytes == segment.area_offset) {
       runs.back().bytes += segment.bytes;
       continue;
     }

@@ -41,9 +41,10 @@ struct RowRun {
   std::uint64_t staging_offset = 0;
   std::uint64_t bytes = 0;
 };
-// Segments adjacent in the area become one run; a run starts in staging at the
-// same offset modulo 16 as in the area, so that vectors stay aligned.
-std::vector<RowRun> row_runs(std::span<const CopySegment> segments);
+// Segments adjacent in the area become one run, which starts in staging at the
+// same offset modulo 16 as in the area, so that vectors stay aligned. No run
+// crosses a multiple of `boundary` (0: none). REQUIRES: no segment does.
+std::vector<RowRun> row_runs(std::span<const CopySegment> segments, std::uint64_t boundary);
 // Staging bytes that the runs take.
 std::uint64_t staging_bytes(std::span<const RowRun> runs);
 std::size_t cut_for_staging(std::span<const CopySegment> segments, std::span<const RowRun> runs,

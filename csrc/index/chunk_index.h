@@ -43,7 +43,8 @@ struct ChunkEntry {
   ChunkState state = ChunkState::kAbsent;
   ChunkOrigin origin = ChunkOrigin::kStore;
   std::uint8_t tier = 0;    // index of the tier it came from, when origin == kTier
-  std::uint8_t writes = 0;  // write ops of this chunk, queued or running
+  std::uint8_t writes = 0;  // bit t: a write op to tier t is queued or running
+  std::uint8_t tried = 0;   // bit t: such an op ended, well or not, since the chunk is here
   bool counted = false;     // its fetch was counted as a hit of that tier
 };
 static_assert(sizeof(ChunkEntry) == 80);

@@ -12,7 +12,6 @@ constexpr std::uint32_t kVersion = 1;
 constexpr std::size_t kMostGroups = 64;  // as bits in failed_groups
 constexpr std::size_t kMostFingerprint = 4095;
 constexpr std::size_t kWorkerBytes = 8192;
-constexpr std::uint64_t kAllGroups = ~std::uint64_t{0};
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
@@ -42,14 +41,6 @@ struct ControlPage::Worker {
   std::uint32_t fingerprint_bytes;
   std::array<std::uint64_t, kMostGroups> shard_bytes;
   std::array<char, kMostFingerprint> fingerprint;
-};
-
-// A slot serves ticket after ticket. Before failed_groups of the next is there,
-// ticket is 0: a reader that finds the same ticket before and after it read
-// failed_groups has read what belongs to it.
-struct ControlPage::Slot {
-  std::atomic<std::uint64_t> ticket;
-  std::atomic<std::uint64_t> failed_groups;
 };
 
 std::uint64_t ControlPage::bytes(std::uint32_t num_workers) {
@@ -148,22 +139,11 @@ std::uint64_t ControlPage::heartbeat(std::uint32_t rank) const {
 }
 
 void ControlPage::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups) {
-  Slot& mine = slot(rank, ticket);
-  // A job overtaken by a whole ring counts as failed; its successor's stays.
-  if (mine.ticket.load(std::memory_order_relaxed) >= ticket) return;
-  mine.ticket.store(kNoTicket, std::memory_order_relaxed);
-  mine.failed_groups.store(failed_groups, std::memory_order_release);
-  mine.ticket.store(ticket, std::memory_order_release);
+  slot(rank, ticket).report(ticket, failed_groups);
 }
 
 TicketResult ControlPage::result(std::uint32_t rank, Ticket ticket, std::uint64_t* failed_groups) const {
-  const Slot& theirs = slot(rank, ticket);
-  const Ticket before = theirs.ticket.load(std::memory_order_acquire);
-  const std::uint64_t failed = theirs.failed_groups.load(std::memory_order_acquire);
-  const Ticket after = theirs.ticket.load(std::memory_order_relaxed);
-  if (before < ticket) return TicketResult::kPending;
-  *failed_groups = before == ticket && after == ticket ? failed : kAllGroups;
-  return TicketResult::kDone;
+  return slot(rank, ticket).result(ticket, failed_groups);
 }
 
 }  // namespace kv_offload

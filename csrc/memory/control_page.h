@@ -16,6 +16,7 @@
 #include <string>
 
 #include "memory/host_region.h"
+#include "memory/ticket_slot.h"
 
 namespace kv_offload {
 
@@ -61,7 +62,7 @@ class ControlPage {
  private:
   struct Header;
   struct Worker;
-  struct Slot;
+  using Slot = TicketSlot<std::atomic<std::uint64_t>>;
   Header& header() const;
   Worker& worker(std::uint32_t rank) const;
   Slot& slot(std::uint32_t rank, Ticket ticket) const;

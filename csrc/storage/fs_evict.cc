@@ -18,7 +18,7 @@ Status FsStore::reserve(std::uint64_t bytes) {
   Status status;
   for (int attempt = 0; attempt < kReserveAttempts; ++attempt) {
     std::uint64_t missing = 0;
-    status = open_.ledger->reserve(bytes, &missing);
+    status = account_.reserve(bytes, &missing);
     if (status || missing == 0 || bytes > options_.max_bytes) return status;
     if (!open_.lease->try_take()) {
       open_.ledger->ask_room(bytes);  // the evictor's next tick
@@ -32,9 +32,9 @@ Status FsStore::reserve(std::uint64_t bytes) {
 // REQUIRES: the lease. Order: what nobody can hit any more, our records by policy, at last those of
 // namespaces that others have open.
 bool FsStore::make_room(std::uint64_t bytes) {
+  const MutexLock lock(evict_mutex_);
   // What is not in the catalogue yet may be older than what is.
   if (!scan_complete_.load() || !own_counted_.load()) return false;
-  const MutexLock lock(evict_mutex_);
   std::uint64_t freed = 0;
   if (counted_.load() && !garbage_exhausted_.load()) {
     freed += reclaim_others(bytes, false);
@@ -57,25 +57,25 @@ bool FsStore::evict_own(std::uint64_t* freed) {
     if (!victim) return false;
     removals_.push_back({victim->key, TierRemoval::Reason::kEvicted});
   }
-  bool failed = false;
-  const std::uint64_t bytes =
-      remove_file(*generation, layout::record_path(victim->key, victim->file_bytes), &failed);
-  give_back(bytes);
+  std::uint64_t bytes = 0;
+  (void)remove_file(*generation, layout::record_path(victim->key, victim->file_bytes), &bytes);
   evicted_bytes_.fetch_add(bytes);
   *freed += bytes;
   return true;
 }
 
-std::uint64_t FsStore::remove_file(const Generation& generation, const std::string& path, bool* failed) {
+int FsStore::remove_file(const Generation& generation, const std::string& path, std::uint64_t* freed) {
   const int directory = generation.directory.get();
   FileInfo info;
   int rc = ops_.stat(directory, path, &info);
   if (rc == 0) rc = ops_.unlink(directory, path);
-  *failed = rc < 0 && rc != -ENOENT;
-  return rc == 0 ? info.disk_bytes : 0;
+  if (rc < 0) return rc == -ENOENT ? 0 : rc;
+  give_back(info.disk_bytes);
+  *freed += info.disk_bytes;
+  return 0;
 }
 
-// While a count is under way, a removed file may or may not have been counted:
+// While our generation is being counted, a removed file may or may not have been counted:
 // then the count must not be lowered (a little high is safe and heals).
 void FsStore::give_back(std::uint64_t bytes) {
   if (open_.lease->held() && own_counted_.load()) {

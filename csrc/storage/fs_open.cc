@@ -198,11 +198,10 @@ bool count_new_root(FileOps& ops, const OpenRoot& open) {
   std::vector<std::string> names;
   if (!list_namespaces(ops, open.root.get(), &names) || names.size() > 1) return false;
   std::vector<std::uint64_t> generations;
-  std::vector<std::uint32_t> leaves;
-  std::uint64_t ignored = 0;
+  std::vector<DirEntry> entries;
   if (!list_generations(ops, open.namespace_directory.get(), &generations) || generations.size() > 1)
     return false;
-  if (!list_leaves(ops, open.generation->directory.get(), &leaves, &ignored) || !leaves.empty()) return false;
+  if (ops.list(open.generation->directory.get(), &entries) < 0 || !entries.empty()) return false;
   if (!open.lease->try_take() || !open.ledger->begin_recount(0)) return false;
   const std::atomic<bool> stop{false};
   const LeafOptions options{true, open.writer};

@@ -84,8 +84,9 @@ void FsStore::drop_corrupt(const ChunkKey& key, const std::shared_ptr<Generation
   const std::string path = layout::record_path(key, file_bytes);
   FileInfo info;
   if (ops_.stat(generation->directory.get(), path, &info) != 0 || info.inode != inode) return;
-  bool failed = false;
-  give_back(remove_file(*generation, path, &failed));
+  const MutexLock lock(evict_mutex_);
+  std::uint64_t freed = 0;
+  (void)remove_file(*generation, path, &freed);
 }
 
 void FsStore::drop_vanished(const ChunkKey& key, const std::shared_ptr<Generation>& generation) {
@@ -108,12 +109,11 @@ Status FsStore::remove(const TierOp& op) {
     }
   }
   if (!ref) return Status::error(StatusKind::kNotFound, "no record of this key");
-  bool failed = false;
   const std::string path = layout::record_path(op.key, ref->file_bytes);
-  give_back(remove_file(*generation, path, &failed));
-  if (!failed) return Status::ok();
-  return Status::error(StatusKind::kIo, "the record could not be removed", EIO,
-                       generation->path + "/" + path);
+  const MutexLock lock(evict_mutex_);
+  std::uint64_t freed = 0;
+  const int rc = remove_file(*generation, path, &freed);
+  return rc == 0 ? Status::ok() : Status::from_errno(-rc, "remove", generation->path + "/" + path);
 }
 
 }  // namespace kv_offload

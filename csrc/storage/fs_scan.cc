@@ -1,8 +1,11 @@
 #include <fcntl.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <system_error>
+#include <thread>
 
 #include "storage/fs_layout.h"
 #include "storage/fs_store.h"
@@ -10,7 +13,8 @@
 namespace kv_offload {
 namespace {
 constexpr Nanos kRecountEvery{std::chrono::seconds(1)};  // and twenty times as long as one takes
-constexpr std::size_t kInsertsPerLock = 1024;            // the scheduler thread waits for no more
+constexpr std::size_t kScanThreads = 4;
+constexpr std::size_t kInsertsPerLock = 1024;  // the scheduler thread waits for no more
 }  // namespace
 
 Status FsStore::probe(std::uint32_t leaf) {
@@ -41,32 +45,77 @@ void FsStore::start() {
   }
 }
 
+// One scan's shared work: leaves are taken in turn by a few threads.
+struct FsStore::Scan {
+  std::shared_ptr<Generation> own;
+  std::vector<std::uint32_t> leaves;
+  LeafOptions options;
+  std::atomic<std::size_t> next{0};
+  std::atomic<bool> outdated{false};  // reset meanwhile
+  Mutex mutex;
+  std::uint64_t counted GUARDED_BY(mutex) = 0;
+  std::vector<FoundRecord> records GUARDED_BY(mutex);
+};
+
 // False when it gave up.
 bool FsStore::scan_own(std::uint64_t* counted) {
-  const std::shared_ptr<Generation> own = generation();
-  if (!own) return true;
-  std::vector<std::uint32_t> leaves;
-  if (!list_leaves(ops_, own->directory.get(), &leaves, counted)) return true;
+  Scan scan;
+  scan.own = generation();
+  if (!scan.own) return true;
+  const int directory = scan.own->directory.get();
+  const auto marked = [this](const std::string& path) { return account_.is_marked(path); };
+  if (!list_leaves(ops_, directory, &scan.leaves, counted, marked)) return true;
   FileInfo info;
-  if (ops_.fstat(own->directory.get(), &info) == 0) *counted += info.disk_bytes;
-  const LeafOptions options{open_.lease->held(), open_.writer};
+  if (ops_.fstat(directory, &info) == 0) *counted += info.disk_bytes;
+  scan.options = {open_.lease->held(), open_.writer};
+  const std::size_t helpers =
+      std::min<std::size_t>({scan.leaves.size() / 256, kScanThreads, std::thread::hardware_concurrency()});
+  std::vector<std::thread> threads;
+  try {
+    for (std::size_t i = 1; i < helpers; ++i) threads.emplace_back([&] { scan_leaves(scan); });
+  } catch (const std::system_error&) {  // no thread to be had: alone, then
+  }
+  scan_leaves(scan);
+  for (std::thread& thread : threads) thread.join();
+  if (stop_.load()) return false;
   std::vector<FoundRecord> records;
-  for (const std::uint32_t leaf : leaves) {
-    if (stop_.load()) return false;
+  {
+    const MutexLock lock(scan.mutex);
+    *counted += scan.counted;
+    records.swap(scan.records);
+  }
+  if (!scan.outdated.load()) adopt(scan.own, std::move(records));
+  return true;
+}
+
+void FsStore::scan_leaves(Scan& scan) {
+  std::uint64_t counted = 0;
+  std::vector<FoundRecord> records;
+  for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
+    if (stop_.load() || scan.outdated.load()) break;
+    const std::uint32_t leaf = scan.leaves[at];
     LeafFound found;
     // An unreadable directory hides its records; the rest is served.
-    (void)scan_leaf(ops_, own->directory.get(), leaf, options, &found);
-    *counted += found.directory_bytes + found.other_bytes;
-    const MutexLock lock(mutex_);
-    if (own != generation_) return true;
-    leaf_bytes_[leaf] = static_cast<std::uint32_t>(found.directory_bytes);
+    (void)scan_leaf(ops_, scan.own->directory.get(), leaf, scan.options, &found);
+    // Looked at after the files: what was marked before it appeared is seen as such.
+    const bool marks = account_.has_marks();
+    counted += found.other_bytes;
+    if (!marks || !account_.is_marked(layout::leaf_path(leaf))) counted += found.directory_bytes;
     for (const FoundRecord& record : found.records) {
-      if (fresh_.empty() || !fresh_.contains(record.key)) *counted += record.disk_bytes;
+      if (marks && account_.is_marked(layout::record_path(record.key, record.file_bytes))) continue;
+      counted += record.disk_bytes;
     }
     records.insert(records.end(), found.records.begin(), found.records.end());
+    const MutexLock lock(mutex_);
+    if (scan.own != generation_) {
+      scan.outdated.store(true);
+      break;
+    }
+    leaf_bytes_[leaf] = static_cast<std::uint32_t>(found.directory_bytes);
   }
-  adopt(own, std::move(records));
-  return true;
+  const MutexLock lock(scan.mutex);
+  scan.counted += counted;
+  scan.records.insert(scan.records.end(), records.begin(), records.end());
 }
 
 void FsStore::adopt(const std::shared_ptr<Generation>& generation, std::vector<FoundRecord> records) {
@@ -89,26 +138,27 @@ void FsStore::adopt(const std::shared_ptr<Generation>& generation, std::vector<F
 void FsStore::recount() {
   starved_.store(false);
   const Nanos started = clock_.now();
-  std::uint64_t in_flight = 0;
-  {
-    const MutexLock lock(mutex_);
-    counting_ = true;
-    in_flight = writing_bytes_;
-  }
-  own_counted_.store(false);
   std::uint64_t counted = 0;
-  Status status = open_.ledger->begin_recount(in_flight);
+  Status status;
+  {
+    const MutexLock none_removes(evict_mutex_);
+    own_counted_.store(false);
+    counted_.store(false);
+    status = account_.begin_count();
+  }
   const std::shared_ptr<Generation> own = generation();
   bool whole = scan_own(&counted);
-  own_counted_.store(true);
+  {
+    const MutexLock none_removes(evict_mutex_);
+    own_counted_.store(true);
+  }
   if (whole) scan_complete_.store(true);
   counted += count_others(own ? own->number : 0);
   whole = whole && !stop_.load();
-  if (status && whole) status = open_.ledger->finish_recount(counted);
-  {
-    const MutexLock lock(mutex_);
-    counting_ = false;
-    std::erase_if(fresh_, [](const auto& entry) { return !entry.second; });
+  if (status && whole) {
+    status = account_.finish_count(counted);
+  } else {
+    account_.give_up_count();
   }
   counted_.store(status && whole);
   const Nanos ended = clock_.now();
@@ -145,7 +195,7 @@ void FsStore::tick() {
     garbage_exhausted_.store(false);
     // A little at a time: who asked may be gone.
     const std::uint64_t wanted = std::min(open_.ledger->take_room_requests(), options_.max_bytes / 16);
-    if (wanted > 0 && reserve(wanted)) open_.ledger->adjust(-static_cast<std::int64_t>(wanted));
+    if (wanted > 0 && reserve(wanted)) account_.settle(wanted, 0, {});
   } else {
     (void)open_.ledger->refresh();
   }

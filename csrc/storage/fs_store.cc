@@ -9,6 +9,7 @@ FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
       ops_(ops),
       clock_(clock),
       open_(open_root(options, ops)),
+      account_(*open_.ledger),
       catalogue_(options.eviction_policy),
       generation_(std::move(open_.generation)),
       leaf_states_(layout::kLeaves, LeafState::kUnknown),

@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "base/thread_annotations.h"
@@ -19,6 +18,7 @@
 #include "storage/fs_open.h"
 #include "storage/fs_walk.h"
 #include "storage/tier.h"
+#include "storage/write_account.h"
 
 namespace kv_offload {
 
@@ -59,16 +59,15 @@ class FsStore {
 
  private:
   enum class LeafState : std::uint8_t { kUnknown, kProbing, kKnown };
-  struct Reservation;
 
   // fs_write.cc
-  Status write_record(const TierOp& op, const std::shared_ptr<Generation>& generation, bool replace,
+  Status write_record(const TierOp& op, const std::shared_ptr<Generation>& generation,
                       Reservation* reservation);
   Status make_leaf(const Generation& generation, std::uint32_t leaf, Reservation* reservation);
   Status open_temporary(const Generation& generation, std::uint32_t leaf, bool direct,
                         Reservation* reservation, Fd* fd, std::string* path);
   Status put_in_place(const Generation& generation, const std::string& temporary, const std::string& path,
-                      bool replace, std::uint64_t disk_bytes, Reservation* reservation);
+                      std::uint64_t disk_bytes, Reservation* reservation);
   void note_leaf_growth(const Generation& generation, std::uint32_t leaf, Reservation* reservation);
 
   // fs_read.cc
@@ -81,16 +80,21 @@ class FsStore {
   // fs_evict.cc
   Status reserve(std::uint64_t bytes);
   bool make_room(std::uint64_t bytes) EXCLUDES(evict_mutex_);
-  bool evict_own(std::uint64_t* freed);  // one record; false when there is none
+  bool evict_own(std::uint64_t* freed) REQUIRES(evict_mutex_);  // one record; false when there is none
   std::uint64_t reclaim_others(std::uint64_t enough, bool even_open) REQUIRES(evict_mutex_);
-  std::uint64_t reclaim_namespace(const std::string& name, std::uint64_t enough, bool even_open);
-  void reclaim_old_generations(const std::string& name, std::uint64_t below);
-  // Returns the bytes gone; 0 with *failed when the file is still there.
-  std::uint64_t remove_file(const Generation& generation, const std::string& path, bool* failed);
+  std::uint64_t reclaim_namespace(const std::string& name, std::uint64_t enough, bool even_open)
+      REQUIRES(evict_mutex_);
+  void reclaim_old_generations(const std::string& name, std::uint64_t below) EXCLUDES(evict_mutex_);
+  // Off the disk and off the account. 0 or -errno; a file that is gone already is no error.
+  int remove_file(const Generation& generation, const std::string& path, std::uint64_t* freed)
+      REQUIRES(evict_mutex_);
+  // Under evict_mutex_, or on the keeper's thread, which is the one that counts.
   void give_back(std::uint64_t bytes);
 
   // fs_scan.cc
+  struct Scan;
   bool scan_own(std::uint64_t* counted);
+  void scan_leaves(Scan& scan);
   void adopt(const std::shared_ptr<Generation>& generation, std::vector<FoundRecord> records);
   void recount();
   std::uint64_t count_others(std::uint64_t own_generation);
@@ -104,6 +108,7 @@ class FsStore {
   FileOps& ops_;
   const Clock& clock_;
   OpenRoot open_;  // its generation moves into generation_
+  WriteAccount account_;
 
   mutable Mutex mutex_;
   FsCatalogue catalogue_ GUARDED_BY(mutex_);
@@ -112,15 +117,12 @@ class FsStore {
   std::vector<TierRemoval> removals_ GUARDED_BY(mutex_);
   std::vector<LeafState> leaf_states_ GUARDED_BY(mutex_);
   std::vector<std::uint32_t> leaf_bytes_ GUARDED_BY(mutex_);  // of each leaf directory, 0: unknown
-  // Keys being written now (true), or written since a count began: a count
-  // leaves them out, for the ledger adds what was reserved meanwhile.
-  std::unordered_map<ChunkKey, bool> fresh_ GUARDED_BY(mutex_);
-  std::uint64_t writing_bytes_ GUARDED_BY(mutex_) = 0;
-  bool counting_ GUARDED_BY(mutex_) = false;
   Nanos last_write_back_ GUARDED_BY(mutex_){0};
 
   Mutex generation_mutex_;  // one maker at a time; held across file system calls
-  Mutex evict_mutex_;       // one evictor at a time; held across file system calls
+  // One remover at a time, and none while a count begins: a file that is off the
+  // disk is off the account too. Held across file system calls.
+  Mutex evict_mutex_;
   std::atomic<bool> stop_{false};
   std::atomic<bool> scan_complete_{false};
   std::atomic<bool> own_counted_{true};  // false while a count may miss or double what is removed
@@ -129,15 +131,6 @@ class FsStore {
   std::atomic<bool> starved_{false};  // found nothing to evict
   std::atomic<Nanos> next_recount_{Nanos{0}};
   std::atomic<std::uint64_t> evicted_bytes_{0}, direct_ops_{0}, buffered_ops_{0};
-};
-
-// What one write holds of the ledger, and what of it was used so far. Whatever
-// was not used goes back when it dies.
-struct FsStore::Reservation {
-  Ledger& ledger;
-  std::uint64_t reserved = 0;
-  std::uint64_t used = 0;
-  ~Reservation() { ledger.adjust(static_cast<std::int64_t>(used) - static_cast<std::int64_t>(reserved)); }
 };
 
 }  // namespace kv_offload

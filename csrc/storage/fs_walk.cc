@@ -68,7 +68,7 @@ Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOpt
 }
 
 Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* leaves,
-                   std::uint64_t* parent_bytes) {
+                   std::uint64_t* parent_bytes, const std::function<bool(const std::string&)>& skip) {
   std::vector<DirEntry> parents;
   Fd self;  // a descriptor of our own: listing moves its position
   if (Status status = list_at(ops, generation, ".", &self, &parents); !status) return status;
@@ -83,7 +83,8 @@ Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* lea
     if (Status status = list_at(ops, generation, parent.name, &fd, &children); !status) return status;
     if (!fd) continue;
     FileInfo info;
-    if (ops.fstat(fd.get(), &info) == 0) *parent_bytes += info.disk_bytes;
+    const bool skipped = skip && skip(parent.name);
+    if (!skipped && ops.fstat(fd.get(), &info) == 0) *parent_bytes += info.disk_bytes;
     for (const DirEntry& child : children) {
       const auto low = layout::parse_hex_byte(child.name);
       if (low && may_be_directory(child)) {

@@ -39,9 +39,10 @@ struct LeafOptions {
 };
 Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOptions& options,
                  LeafFound* found);
-// The leaf directories that exist; `parent_bytes`: of the directories above them.
+// The leaf directories that exist; adds to *parent_bytes what the directories
+// above them take, but those `skip` says yes to.
 Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* leaves,
-                   std::uint64_t* parent_bytes);
+                   std::uint64_t* parent_bytes, const std::function<bool(const std::string&)>& skip = {});
 
 // Everything at and below directory/name, as `du`; dead temporaries are swept
 // when asked. Vanished files count nothing.

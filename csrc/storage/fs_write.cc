@@ -32,29 +32,24 @@ Status FsStore::write(const TierOp& op, std::uint64_t* moved) {
   const std::uint64_t payload = padded_payload_bytes(op.shards);
   const std::uint64_t file_bytes = kRecordHeaderBytes + payload;
   std::shared_ptr<Generation> generation;
-  bool replace = false;
+  bool unreadable = false;
   {
     const MutexLock lock(mutex_);
     generation = generation_;
     if (!generation) return Status::error(StatusKind::kUnavailable, "a reset is under way");
     if (catalogue_.offers(op.key, clock_.now())) return Status::ok();
-    replace = catalogue_.holds(op.key);  // unreadable for now: better written anew
-    fresh_[op.key] = true;
-    writing_bytes_ += file_bytes + kOverhead;
+    unreadable = catalogue_.holds(op.key);
+  }
+  if (unreadable) {  // backing off: better written anew
+    if (Status status = remove(op); !status && status.kind() != StatusKind::kNotFound) return status;
   }
   Status status = reserve(file_bytes + kOverhead);
   if (status) {
-    Reservation reservation{*open_.ledger, file_bytes + kOverhead};
-    status = write_record(op, generation, replace, &reservation);
-  }
-  const MutexLock lock(mutex_);
-  writing_bytes_ -= file_bytes + kOverhead;
-  if (counting_) {
-    fresh_[op.key] = false;
-  } else {
-    fresh_.erase(op.key);
+    Reservation reservation(account_, file_bytes + kOverhead);
+    status = write_record(op, generation, &reservation);
   }
   if (!status) return status;
+  const MutexLock lock(mutex_);
   if (generation != generation_) {
     return Status::error(StatusKind::kCancelled, "the tier was reset meanwhile");
   }
@@ -64,7 +59,7 @@ Status FsStore::write(const TierOp& op, std::uint64_t* moved) {
   return Status::ok();
 }
 
-Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>& generation, bool replace,
+Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>& generation,
                              Reservation* reservation) {
   zero_padding(op.shards);
   RecordHeader header;
@@ -82,6 +77,7 @@ Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>
   const std::string path = layout::record_path(op.key, kRecordHeaderBytes + header.payload_bytes);
   const std::string shown = generation->path + "/" + path;
   const bool direct = open_.direct && aligned(op.shards);
+  reservation->mark(path);
   Fd fd;
   std::string temporary;
   if (Status status = open_temporary(*generation, leaf, direct, reservation, &fd, &temporary); !status) {
@@ -97,7 +93,7 @@ Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>
   FileInfo info;
   if (const int rc = ops_.fstat(fd.get(), &info); rc < 0 && status)
     status = Status::from_errno(-rc, "stat", shown);
-  if (status) status = put_in_place(*generation, temporary, path, replace, info.disk_bytes, reservation);
+  if (status) status = put_in_place(*generation, temporary, path, info.disk_bytes, reservation);
   if (!status) {
     int rc = ops_.unlink(generation->directory.get(), temporary);
     if (rc < 0 && rc != -ENOENT) rc = ops_.unlink(generation->directory.get(), temporary);
@@ -129,6 +125,9 @@ Status FsStore::open_temporary(const Generation& generation, std::uint32_t leaf,
 
 Status FsStore::make_leaf(const Generation& generation, std::uint32_t leaf, Reservation* reservation) {
   for (const std::string& path : {layout::leaf_parent(leaf), layout::leaf_path(leaf)}) {
+    FileInfo info;
+    if (ops_.stat(generation.directory.get(), path, &info) == 0) continue;
+    reservation->mark(path);
     const int rc = ops_.mkdir(generation.directory.get(), path, 0700);
     if (rc == -EEXIST) continue;
     if (rc < 0) {
@@ -136,7 +135,6 @@ Status FsStore::make_leaf(const Generation& generation, std::uint32_t leaf, Rese
                            Status::from_errno(-rc, "make directory").message(), -rc,
                            generation.path + "/" + path);
     }
-    FileInfo info;
     if (ops_.stat(generation.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
     reservation->used += info.disk_bytes;
     if (path.size() > 2) {
@@ -149,13 +147,11 @@ Status FsStore::make_leaf(const Generation& generation, std::uint32_t leaf, Rese
 
 // The record keeps its name if another process wrote the same one meanwhile.
 Status FsStore::put_in_place(const Generation& generation, const std::string& temporary,
-                             const std::string& path, bool replace, std::uint64_t disk_bytes,
-                             Reservation* reservation) {
+                             const std::string& path, std::uint64_t disk_bytes, Reservation* reservation) {
   const int directory = generation.directory.get();
-  FileInfo old;
-  const bool replaced = replace && ops_.stat(directory, path, &old) == 0 && old.is_regular();
-  int rc = ops_.rename(directory, temporary, path, !replace);
-  if (rc == -EINVAL && !replace) {  // NFS and others have no such mode
+  int rc = ops_.rename(directory, temporary, path, true);
+  if (rc == -EINVAL) {  // NFS and others have no such mode
+    FileInfo old;
     rc = ops_.stat(directory, path, &old) == 0 ? -EEXIST : ops_.rename(directory, temporary, path, false);
   }
   if (rc == -EEXIST) {
@@ -169,7 +165,6 @@ Status FsStore::put_in_place(const Generation& generation, const std::string& te
     return status;
   }
   reservation->used += disk_bytes;
-  if (replaced) give_back(old.disk_bytes);
   if (options_.fsync == FsyncMode::kFull) {
     int error = 0;
     const Fd leaf = open_fd(ops_, directory, path.substr(0, 5), O_RDONLY | O_DIRECTORY, 0, &error);

@@ -28,9 +28,23 @@ class FsRoot:
             "records": 3,
             "temporaries": 1,
             "namespaces": [
-                {"id": self.ids[0], "json": NAMESPACE, "generation": 1, "bytes": 2 << 20, "records": 2}
+                {
+                    "id": self.ids[0],
+                    "json": NAMESPACE,
+                    "generation": 1,
+                    "bytes": 2 << 20,
+                    "records": 2,
+                    "open": True,
+                }
                 | times,
-                {"id": self.ids[1], "json": "broken", "generation": 0, "bytes": 1 << 20, "records": 1}
+                {
+                    "id": self.ids[1],
+                    "json": "broken",
+                    "generation": 0,
+                    "bytes": 1 << 20,
+                    "records": 1,
+                    "open": False,
+                }
                 | times,
             ],
         }

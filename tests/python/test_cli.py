@@ -385,6 +385,8 @@ def test_verify_of_a_good_root_ends_with_0(core):
 def test_purge_asks_first(core):
     text = said("purge", "/root", given="n\n", status=1)
     assert "Remove 3 records (3.0 MiB, 2 namespaces) from /root?" in text
+    assert "A server has it open" in text
+    assert "A server has it open" not in said("purge", "/root", "-n", "ac", given="n\n", status=1)
     assert fake_core.FsRoot.last_purge == "nothing"
     assert "3 records removed, 3.0 MiB" in said("purge", "/root", given="y\n")
     assert fake_core.FsRoot.last_purge is None

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <cerrno>
+
 #include "base/status.h"
 #include "base/types.h"
 
@@ -10,6 +12,28 @@ TEST(Status, carries_kind_errno_and_path) {
   const Status status = Status::from_errno(ENOSPC, "write", "/some/file");
   EXPECT_EQ(status.kind(), StatusKind::kNoSpace);
   EXPECT_EQ(status.to_string(), "no_space: write: No space left on device (errno 28) [/some/file]");
+}
+
+TEST(Status, tells_kinds_of_errno_apart) {
+  EXPECT_TRUE(Status::ok().is_ok());
+  EXPECT_EQ(Status::ok().to_string(), "ok");
+  EXPECT_EQ(Status::from_errno(ENOENT, "open").kind(), StatusKind::kNotFound);
+  EXPECT_EQ(Status::from_errno(EDQUOT, "write").kind(), StatusKind::kNoSpace);
+  EXPECT_EQ(Status::from_errno(ETIMEDOUT, "read").kind(), StatusKind::kTimeout);
+  EXPECT_EQ(Status::from_errno(EACCES, "open").kind(), StatusKind::kIo);
+  EXPECT_EQ(to_string(StatusKind::kUnavailable), "unavailable");
+}
+
+TEST(ChunkKey, differs_by_length_order_and_group) {
+  const ChunkKey a(std::string("\x01\x00\x00\x00\x00", 5));
+  const ChunkKey longer(std::string("\x01\x00\x00\x00\x00\x00", 6));
+  const ChunkKey group_1(std::string("\x01\x00\x00\x00\x01", 5));
+  EXPECT_NE(a, longer) << "zero padding is not part of the key";
+  EXPECT_LT(a, longer);
+  EXPECT_LT(a, group_1);
+  EXPECT_NE(ChunkKey::Hash()(a), ChunkKey::Hash()(group_1));
+  EXPECT_THROW(ChunkKey(std::string(4, 'x')), InvalidArgument);
+  EXPECT_THROW(ChunkKey::from_hex("012"), InvalidArgument);
 }
 
 TEST(ChunkKey, hex_round_trip_and_group) {
@@ -28,6 +52,12 @@ TEST(ByteSize, parses_units_and_names_what_it_cannot) {
   EXPECT_EQ(parse_byte_size("2GB"), 2'000'000'000u);
   EXPECT_THROW(parse_byte_size("lots"), InvalidArgument);
   EXPECT_THROW(parse_byte_size("-1GiB"), InvalidArgument);
+}
+
+TEST(ByteSize, is_shown_in_the_largest_unit) {
+  EXPECT_EQ(format_bytes(1023), "1023 B");
+  EXPECT_EQ(format_bytes(1536), "1.5 KiB");
+  EXPECT_EQ(format_bytes(32ull << 30), "32.0 GiB");
 }
 
 }  // namespace

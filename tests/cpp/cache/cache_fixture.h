@@ -29,17 +29,19 @@ inline ChunkKey key_of(std::string_view name, std::uint32_t group_id = 0) {
 }
 
 // The bytes that a rank computes for a chunk: its key and place, again and again.
-inline std::byte pattern(const ChunkKey& key, std::uint32_t area, std::size_t offset) {
+// `weights`: another model computes other bytes under the same key.
+inline std::byte pattern(const ChunkKey& key, std::uint32_t area, std::size_t offset, std::uint64_t weights) {
   const std::string_view bytes = key.bytes();
   return static_cast<std::byte>(static_cast<unsigned char>(bytes[offset % bytes.size()]) + 31 * area +
-                                7 * (offset / bytes.size()));
+                                7 * (offset / bytes.size()) + 101 * weights);
 }
-inline void fill(Shard shard, const ChunkKey& key, std::uint32_t area) {
-  for (std::size_t i = 0; i < shard.size(); ++i) shard[i] = pattern(key, area, i);
+inline void fill(Shard shard, const ChunkKey& key, std::uint32_t area, std::uint64_t weights = 0) {
+  for (std::size_t i = 0; i < shard.size(); ++i) shard[i] = pattern(key, area, i, weights);
 }
-inline bool matches(Shard shard, const ChunkKey& key, std::uint32_t area) {
+inline bool matches(std::span<const std::byte> shard, const ChunkKey& key, std::uint32_t area,
+                    std::uint64_t weights = 0) {
   for (std::size_t i = 0; i < shard.size(); ++i) {
-    if (shard[i] != pattern(key, area, i)) return false;
+    if (shard[i] != pattern(key, area, i, weights)) return false;
   }
   return true;
 }
@@ -107,14 +109,15 @@ class World {
   }
 
   // ---- the ranks
-  void copy(const ChunkKey& key, RowId row, std::uint32_t group) {
+  void copy(const ChunkKey& key, RowId row, std::uint32_t group, std::uint64_t weights = 0) {
     for (std::uint32_t area = 0; area < options_.ranks; ++area) {
-      fill(ranks[area]->shard(area, row, options_.shard_bytes[group]), key, area);
+      fill(ranks[area]->shard(area, row, options_.shard_bytes[group]), key, area, weights);
     }
   }
-  bool holds(const ChunkKey& key, RowId row, std::uint32_t group) const {
+  bool holds(const ChunkKey& key, RowId row, std::uint32_t group, std::uint64_t weights = 0) const {
     for (std::uint32_t area = 0; area < options_.ranks; ++area) {
-      if (!matches(ranks[area]->shard(area, row, options_.shard_bytes[group]), key, area)) return false;
+      const Shard shard = ranks[area]->shard(area, row, options_.shard_bytes[group]);
+      if (!matches(shard, key, area, weights)) return false;
     }
     return true;
   }

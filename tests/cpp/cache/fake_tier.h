@@ -67,6 +67,15 @@ class FakeTier final : public Tier {
   std::size_t queued_reads() const { return reads_.size(); }
   std::size_t queued_writes() const { return writes_.size(); }
   std::size_t started() const { return started_.size(); }
+  // All ops that have not ended.
+  template <typename Visit>
+  void for_each_op(Visit visit) const {
+    for (const auto* queue : {&reads_, &writes_, &started_}) {
+      for (const TierOp& op : *queue) visit(op);
+    }
+  }
+  // Resets before this op was submitted.
+  std::uint64_t born(const TierOp& op) const { return born_.at(op.id); }
   const std::deque<TierOp>& reads() const { return reads_; }
   const std::deque<TierOp>& writes() const { return writes_; }
   std::vector<ChunkKey> read_keys() const {

@@ -17,14 +17,16 @@ class QuarantineTest : public testing::Test {
   std::set<Ticket> reported_;
   Quarantine quarantine_{[this](RowId row) { freed_.push_back(row); }};
   void poll() {
-    quarantine_.poll([this](Ticket ticket) { return reported_.contains(ticket); });
+    quarantine_.poll([this](Ticket ticket, TicketKind kind) {
+      return reported_.contains(ticket) && kind == TicketKind::kStore;
+    });
   }
 };
 
 TEST_F(QuarantineTest, ARowIsFreedWhenItsTicketIsReported) {
-  quarantine_.hold(7, 1);
-  quarantine_.hold(7, 2);
-  quarantine_.hold(8, 3);
+  quarantine_.hold(7, TicketKind::kStore, 1);
+  quarantine_.hold(7, TicketKind::kStore, 2);
+  quarantine_.hold(8, TicketKind::kStore, 3);
   poll();
   EXPECT_THAT(freed_, IsEmpty());
   reported_.insert(7);
@@ -34,8 +36,8 @@ TEST_F(QuarantineTest, ARowIsFreedWhenItsTicketIsReported) {
 }
 
 TEST_F(QuarantineTest, ARowHeldByTwoTicketsAndAnOpIsFreedOnceAfterTheLast) {
-  quarantine_.hold(7, 1);
-  quarantine_.hold(8, 1);
+  quarantine_.hold(7, TicketKind::kStore, 1);
+  quarantine_.hold(8, TicketKind::kStore, 1);
   quarantine_.hold(1);
   reported_ = {7, 8};
   poll();
@@ -46,6 +48,13 @@ TEST_F(QuarantineTest, ARowHeldByTwoTicketsAndAnOpIsFreedOnceAfterTheLast) {
   EXPECT_FALSE(quarantine_.holds(1));
   poll();
   EXPECT_THAT(freed_, ElementsAre(1));
+}
+
+TEST_F(QuarantineTest, ATicketIsAskedForAsTheKindOfJobItIs) {
+  quarantine_.hold(7, TicketKind::kLoad, 1);
+  reported_ = {7};  // as a store
+  poll();
+  EXPECT_THAT(freed_, IsEmpty());
 }
 
 TEST_F(QuarantineTest, ReleasingWhatIsNotHeldFreesNothing) {

@@ -116,6 +116,18 @@ TEST_F(WriteTest, OnEvictWritesWhatIsAboutToGoAndTakesAnotherMeanwhile) {
   EXPECT_EQ(world().dropped("fs", "pressure"), 0);
 }
 
+TEST_F(WriteTest, AWriteAtEvictionThatFailedIsNotRepeatedInALoop) {
+  make_with({.write_policy = WritePolicy::kOnEvict}, 1);
+  tier().verdict = [](const TierOp&) { return StatusKind::kNoSpace; };
+  store({"a"});
+  for (int i = 0; i < 5; ++i) {
+    step();
+    tier().finish();
+  }
+  EXPECT_EQ(world().failures("fs", "write", "no_space"), 1);
+  EXPECT_THAT(store({"b"}), ElementsAre("b"));
+}
+
 TEST_F(WriteTest, CleaningTheColdEndKeepsItsOrder) {
   make_with({.write_policy = WritePolicy::kOnEvict}, 3);
   for (const char* name : {"a", "b", "c"}) store({name});

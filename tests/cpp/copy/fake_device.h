@@ -37,7 +37,7 @@ inline void run_copy(const DeviceCopy& copy, std::span<std::byte> area, std::uin
     pieces.resize(cut_for_area(copy.segments, area.data(), pieces.data(), pieces.size()));
     run_pack_twin(pieces, store, 3, 64);
   } else {
-    const std::vector<RowRun> runs = row_runs(copy.segments);
+    const std::vector<RowRun> runs = row_runs(copy.segments, 0);
     if (staging_bytes(runs) > staging_capacity) throw std::logic_error("staging overflows");
     std::vector<std::byte> staging(staging_capacity);
     pieces.resize(cut_for_staging(copy.segments, runs, staging.data(), pieces.data(), pieces.size()));
@@ -62,9 +62,12 @@ struct FakeDeviceState {
   std::uint64_t staging_capacity = 0;
   bool automatic = true;           // copies end when asked about
   std::vector<DeviceCopy> issued;  // in order
+  std::vector<std::uint64_t>
+      offsets;  // of each one's first segment: the segments themselves die with their job
   std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t>
-      in_flight;                // (lane, slot) -> index in issued
-  std::set<std::size_t> ended;  // by the test
+      in_flight;                 // (lane, slot) -> index in issued
+  std::set<std::size_t> ended;   // by the test
+  std::set<std::size_t> landed;  // the copier has seen them end
   DeviceEvent last_event = kNoEvent;
   std::set<DeviceEvent> live_events;
   std::set<DeviceEvent> reached;   // by the compute stream
@@ -78,8 +81,9 @@ struct FakeDeviceState {
     changed.wait(lock, [&] { return issued.size() >= count; });
   }
   void end(std::size_t index) {
-    std::lock_guard lock(mutex);
+    std::unique_lock lock(mutex);
     ended.insert(index);
+    changed.wait(lock, [&] { return landed.contains(index); });
   }
   void end_everything() {
     std::lock_guard lock(mutex);
@@ -121,6 +125,7 @@ class FakeDevice final : public CopyDevice {
       throw std::logic_error("the slot is taken");
     }
     state_.issued.push_back(copy);
+    state_.offsets.push_back(copy.segments.front().area_offset);
     state_.changed.notify_all();
     return Status::ok();
   }
@@ -136,7 +141,9 @@ class FakeDevice final : public CopyDevice {
     }
     if (!*done) return Status::ok();
     run_copy(copy, state_.area, state_.staging_capacity);
+    state_.landed.insert(found->second);
     state_.in_flight.erase(found);
+    state_.changed.notify_all();
     return Status::ok();
   }
 

@@ -213,7 +213,7 @@ TEST_F(HostCopierTest, a_job_that_contradicts_itself_leaves_nothing_behind) {
 
 TEST(HostCopier, agrees_with_the_plain_reference_over_many_jobs_and_threads) {
   std::mt19937_64 random(99);
-  for (int i = 0; i < 300; ++i) {
+  for (int i = 0; i < 150; ++i) {
     CopyCase c = draw_case(random, i % 2 == 0 ? kStore : kLoad);
     const auto expected = expected_after(c);
     CopierOptions options;

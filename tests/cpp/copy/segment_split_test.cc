@@ -61,13 +61,18 @@ TEST(RowRuns, lie_apart_in_staging_and_keep_their_alignment) {
   std::mt19937_64 random(9);
   std::vector<std::byte> cache(100'000);
   for (int i = 0; i < 200; ++i) {
-    const std::vector<CopySegment> segments = draw_segments(random, cache.data(), 1 + random() % 40);
-    const std::vector<RowRun> runs = row_runs(segments);
+    std::vector<CopySegment> segments = draw_segments(random, cache.data(), 1 + random() % 40);
+    const std::uint64_t boundary = i % 2 == 0 ? 0 : kPageBytes * (1 + random() % 5);
+    (void)split(&segments, {.boundary = boundary});
+    const std::vector<RowRun> runs = row_runs(segments, boundary);
     std::uint64_t end = 0;
     std::uint64_t bytes = 0;
     for (const RowRun& run : runs) {
       ASSERT_GE(run.staging_offset, end);
       ASSERT_EQ(run.staging_offset % 16, run.area_offset % 16);
+      if (boundary != 0) {
+        ASSERT_EQ(run.area_offset / boundary, (run.area_offset + run.bytes - 1) / boundary);
+      }
       end = run.staging_offset + run.bytes;
       bytes += run.bytes;
     }
@@ -90,7 +95,7 @@ TEST(Pieces, that_do_not_fit_are_refused_and_never_written_past) {
   pieces[2] = {};
   EXPECT_EQ(cut_for_area(segments, area.data(), pieces.data(), 2), 3u);
   EXPECT_EQ(pieces[2].cache, nullptr);
-  const std::vector<RowRun> runs = row_runs(segments);
+  const std::vector<RowRun> runs = row_runs(segments, 0);
   EXPECT_EQ(cut_for_staging(segments, runs, area.data(), pieces.data(), 2), 3u);
 }
 

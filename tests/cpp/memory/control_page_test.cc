@@ -2,8 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <thread>
+#include <stdexcept>
 
 #include "memory/shm_fixture.h"
 
@@ -79,30 +78,6 @@ TEST_F(Tickets, every_slot_of_the_ring_is_its_own) {
 TEST_F(Tickets, no_ticket_has_no_result) {
   EXPECT_THROW(result(kNoTicket), std::logic_error);
   EXPECT_THROW(region_->report(2, 1, 0), InvalidArgument);
-}
-
-// A reader that takes the result of one ticket for another's would let bytes
-// become a hit that never arrived.
-TEST_F(Tickets, a_result_read_while_it_is_overwritten_is_never_anothers) {
-  std::atomic<Ticket> newest{0};
-  std::atomic<bool> stop{false};
-  std::thread reader([&] {
-    while (!stop) {
-      const Ticket ticket = newest.load();
-      std::uint64_t failed = 0;
-      if (ticket == 0 || region_->result(ticket, &failed) == TicketResult::kPending) continue;
-      if (failed != kAllGroups && failed != ticket / HostRegion::kTicketSlots) {
-        ADD_FAILURE() << "ticket " << ticket << " has the result " << failed;
-        return;
-      }
-    }
-  });
-  for (std::uint64_t turn = 1; turn <= 300'000; ++turn) {
-    report(turn * HostRegion::kTicketSlots, turn);
-    newest = turn * HostRegion::kTicketSlots;
-  }
-  stop = true;
-  reader.join();
 }
 
 TEST_F(Tickets, of_a_replicated_cache_are_stores_of_rank_0_and_loads_of_all) {

@@ -43,6 +43,22 @@ class ShmTest : public testing::Test {
   std::string directory_;
 };
 
+// What an action that must throw `Error` says.
+template <typename Error, typename Action>
+std::string message_of(Action action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return {};
+}
+
+inline bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
 inline RankGeometry some_geometry(std::uint32_t rank = 0) {
   return {{4096 + rank, 100}, "rank " + std::to_string(rank)};
 }

@@ -67,16 +67,24 @@ class FaultyFileOps final : public FileOps {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return waiting_ >= count; });
   }
-  void wait_for_none_blocked() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return waiting_ == 0; });
-  }
-
   int open(int directory, const std::string& path, int flags, unsigned mode) override {
     const int fault = before(Call::kOpen);
-    return fault != 0 ? fault : real_.open(directory, path, flags, mode);
+    const int fd = fault != 0 ? fault : real_.open(directory, path, flags, mode);
+    const std::lock_guard lock(mutex_);
+    open_ += fd >= 0;
+    return fd;
   }
-  void close(int fd) override { real_.close(fd); }
+  void close(int fd) override {
+    real_.close(fd);
+    const std::lock_guard lock(mutex_);
+    --open_;
+    changed_.notify_all();
+  }
+  // The last owner of what uses these ops is gone.
+  void wait_for_all_closed() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return open_ == 0; });
+  }
   std::int64_t preadv(int fd, const iovec* parts, int count, std::int64_t offset) override {
     return transfer(Call::kPreadv, parts, count,
                     [&](const iovec* p, int n) { return real_.preadv(fd, p, n, offset); });
@@ -170,6 +178,7 @@ class FaultyFileOps final : public FileOps {
   Call blocked_ = Call::kOpen;
   bool blocking_ = false;
   int waiting_ = 0;
+  int open_ = 0;
 };
 
 }  // namespace kv_offload::testing

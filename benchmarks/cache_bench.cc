@@ -1,0 +1,176 @@
+// Does a verb of the cache cost the same with a million chunks as with four
+// thousand? Nanoseconds a key of lookup (a prompt's prefix, and in random order),
+// prepare_store, complete_store, prepare_load and complete_load, 4,096 keys a
+// call, the median of many. One JSON object per line.
+//
+//   cache_bench [RESIDENT_CHUNKS ...]        default: 4096 1000000
+//
+// The rows are 4 KiB of a sparse region that nobody touches: no bytes move.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cache/tiered_cache.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::size_t kCall = 4096;  // keys a call: 64k tokens in chunks of 16
+constexpr int kRounds = 31;
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+ChunkKey key_of(std::uint64_t number) {
+  std::uint64_t words[4];
+  std::uint64_t state = number;
+  for (std::uint64_t& word : words) {  // splitmix64: spread as digests are
+    state += 0x9E3779B97F4A7C15ull;
+    std::uint64_t mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9ull;
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBull;
+    word = mixed ^ mixed >> 31;
+  }
+  std::string bytes(reinterpret_cast<const char*>(words), sizeof(words));
+  bytes.append(4, '\0');
+  return ChunkKey(bytes);
+}
+
+class Bench {
+ public:
+  explicit Bench(std::size_t resident) : resident_(resident) {
+    RegionOptions options;
+    options.engine_id = fmt::format("cache-bench-{}", ::getpid());
+    options.bytes = (resident + 2 * kCall) * kPageBytes;
+    region_ = HostRegion::attach_scheduler(options);
+    rank_ = HostRegion::attach_worker(options, 0, {{kPageBytes}, "bench"});
+    CacheOptions cache;
+    cache.groups.resize(1);
+    cache.groups[0].shard_bytes[0] = kPageBytes;
+    cache.groups[0].tokens_per_chunk = 16;
+    cache_ = std::make_unique<TieredCache>(cache, *region_, std::vector<std::unique_ptr<Tier>>{}, metrics_,
+                                           clock_);
+    while (keys_.size() < resident) store(nullptr, nullptr);
+  }
+
+  void run() {
+    measure("lookup, a prefix", [&](std::size_t) { return look(prompt()); });
+    measure("lookup, random order", [&](std::size_t) {
+      std::vector<ChunkKey> keys(kCall);
+      for (ChunkKey& key : keys) key = keys_[random_() % keys_.size()];
+      return look(keys);
+    });
+    measure("lookup, absent", [&](std::size_t round) {
+      std::vector<ChunkKey> keys(kCall);
+      for (std::size_t i = 0; i < kCall; ++i) keys[i] = key_of((std::uint64_t{1} << 40) + round * kCall + i);
+      return look(keys);
+    });
+    std::vector<double> prepare_load, complete_load, prepare_store, complete_store;
+    for (int round = 0; round < kRounds; ++round) {
+      const auto keys = prompt();
+      const RequestHandle request = cache_->begin_request("r", {});
+      look(keys, request);
+      double at = now();
+      const RowTransfer transfer = cache_->prepare_load(request, keys);
+      prepare_load.push_back(now() - at);
+      rank_->report(0, transfer.ticket, 0);
+      at = now();
+      cache_->complete_load(keys);
+      complete_load.push_back(now() - at);
+      cache_->end_request(request);
+      cache_->end_step();
+    }
+    for (int round = 0; round < kRounds; ++round) {
+      prepare_store.emplace_back();
+      complete_store.emplace_back();
+      store(&prepare_store.back(), &complete_store.back());  // evicts, from the third round on
+    }
+    print("prepare_load", prepare_load);
+    print("complete_load", complete_load);
+    print("prepare_store, evicting", prepare_store);
+    print("complete_store", complete_store);
+  }
+
+ private:
+  // The keys of one store call: a prompt of 4,096 chunks, or as many as there are.
+  std::vector<ChunkKey> prompt() {
+    const std::size_t calls = std::max<std::size_t>(1, resident_ / kCall);
+    const std::size_t from = random_() % calls * kCall;
+    return {keys_.begin() + static_cast<long>(from),
+            keys_.begin() + static_cast<long>(std::min(from + kCall, keys_.size()))};
+  }
+  void store(double* prepare_seconds, double* complete_seconds) {
+    std::vector<ChunkKey> keys;
+    std::vector<std::uint32_t> depths;
+    for (std::uint32_t i = 0; i < kCall; ++i) {
+      keys.push_back(key_of(keys_.size() + i));
+      depths.push_back(i);
+    }
+    const RequestHandle request = cache_->begin_request("r", {});
+    double at = now();
+    const StoreGrant grant = cache_->prepare_store(request, keys, depths);
+    if (prepare_seconds != nullptr) *prepare_seconds = now() - at;
+    if (grant.accepted.size() != kCall) std::abort();
+    rank_->report(0, grant.transfer.ticket, 0);
+    at = now();
+    cache_->complete_store(keys);
+    if (complete_seconds != nullptr) *complete_seconds = now() - at;
+    keys_.insert(keys_.end(), keys.begin(), keys.end());
+    cache_->end_request(request);
+    cache_->end_step();
+  }
+  double look(const std::vector<ChunkKey>& keys, std::optional<RequestHandle> given = {}) {
+    const RequestHandle request = given ? *given : cache_->begin_request("r", {});
+    std::size_t hits = 0;
+    const double at = now();
+    for (const ChunkKey& key : keys) hits += cache_->lookup(request, key) == LookupResult::kHit;
+    const double seconds = now() - at;
+    sink_ += hits;
+    if (!given) {
+      cache_->end_request(request);
+      cache_->end_step();
+    }
+    return seconds;
+  }
+  template <typename Round>
+  void measure(const char* name, Round round) {
+    std::vector<double> seconds;
+    for (int i = 0; i < kRounds; ++i) seconds.push_back(round(static_cast<std::size_t>(i)));
+    print(name, seconds);
+  }
+  void print(const char* name, std::vector<double> seconds) {
+    std::sort(seconds.begin(), seconds.end());
+    fmt::print(
+        "{{\"verb\": \"{}\", \"resident\": {}, \"keys\": {}, \"median_ns_per_key\": {:.1f}, "
+        "\"least_ns_per_key\": {:.1f}, \"median_ms\": {:.3f}}}\n",
+        name, resident_, kCall, seconds[seconds.size() / 2] / kCall * 1e9, seconds.front() / kCall * 1e9,
+        seconds[seconds.size() / 2] * 1e3);
+    std::fflush(stdout);
+  }
+
+  std::size_t resident_;
+  std::size_t sink_ = 0;
+  std::mt19937_64 random_{1};
+  Metrics metrics_;
+  SteadyClock clock_;
+  std::unique_ptr<HostRegion> region_, rank_;
+  std::unique_ptr<TieredCache> cache_;
+  std::vector<ChunkKey> keys_;
+};
+
+}  // namespace
+}  // namespace kv_offload
+
+int main(int argc, char** argv) {
+  std::vector<std::size_t> sizes;
+  for (int i = 1; i < argc; ++i) sizes.push_back(std::strtoull(argv[i], nullptr, 10));
+  if (sizes.empty()) sizes = {4096, 1'000'000};
+  for (const std::size_t size : sizes) kv_offload::Bench(size).run();
+  return 0;
+}

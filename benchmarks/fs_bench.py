@@ -1,0 +1,185 @@
+"""Are records written and read as fast as the device allows, and found again quickly at start?
+
+Baseline, in the same run and on the same path: the better of fio's libaio and io_uring with O_DIRECT,
+the same bytes, one new file per record where the record size allows it, the same number in flight.
+Each round runs the engines one after another; the medians over the rounds are compared.
+
+    python benchmarks/fs_bench.py --program build/fs_bench --directory /path/on/the/disk
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+ENGINES = ("libaio", "io_uring")
+
+
+def machine(directory: Path) -> dict[str, str]:
+    """What the numbers were measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
+    filesystem = subprocess.run(
+        ["stat", "-f", "-c", "%T", str(directory)], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    return {
+        "cpu": f"{os.cpu_count()} x {cpu}",
+        "kernel": platform.release(),
+        "filesystem": filesystem,
+        "load": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+def fio(directory: Path, engine: str, direction: str, record: int, total: int, in_flight: int) -> float:
+    """Bytes per second of fio's whole run, files of one record each."""
+    jobs = [
+        "fio",
+        "--name=records",
+        f"--directory={directory}",
+        f"--rw={direction}",
+        f"--bs={record}",
+        f"--filesize={record}",
+        f"--size={total}",
+        f"--nrfiles={total // record}",
+        "--file_service_type=sequential",
+        "--openfiles=64",
+        f"--iodepth={in_flight}",
+        "--direct=1",
+        "--fallocate=none",
+        "--create_on_open=1" if direction == "write" else "--create_on_open=0",
+        f"--ioengine={engine}",
+        "--output-format=json",
+    ]
+    answer = subprocess.run(jobs, capture_output=True, text=True, timeout=120, check=True).stdout
+    return float(json.loads(answer[answer.index("{") :])["jobs"][0][direction]["bw_bytes"])
+
+
+def measure(
+    program: Path, directory: Path, record: int, total: int, threads: int, rounds: int
+) -> dict[str, Any]:
+    """Medians of ours and of each fio engine, and the ratio to the better engine."""
+    samples: dict[str, list[float]] = {}
+    for done in range(rounds):
+        for name in ("ours", *ENGINES):
+            with tempfile.TemporaryDirectory(dir=directory) as scratch:
+                at = Path(scratch)
+                if name == "ours":
+                    command = [program, "io", at / "root", record, total, threads, 2 * threads]
+                    words = [str(word) for word in command]
+                    answer = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+                    found = json.loads(answer.stdout)
+                    for direction in ("write", "read"):
+                        rate = float(found[f"{direction}_bytes_per_second"])
+                        samples.setdefault(f"ours {direction}", []).append(rate)
+                else:
+                    for direction in ("write", "read"):
+                        rate = fio(at, name, direction, record, total, threads)
+                        samples.setdefault(f"{name} {direction}", []).append(rate)
+        print(f"  {record / 2**20:g} MiB, round {done + 1} of {rounds}", file=sys.stderr, flush=True)
+    medians = {name: statistics.median(rates) for name, rates in samples.items()}
+    result: dict[str, Any] = {"record_bytes": record, "threads": threads, "rounds": rounds}
+    for direction in ("write", "read"):
+        best = max(ENGINES, key=lambda engine: medians[f"{engine} {direction}"])
+        result[direction] = {
+            "ours": medians[f"ours {direction}"],
+            **{engine: medians[f"{engine} {direction}"] for engine in ENGINES},
+            "baseline": f"fio {best}",
+            "ratio": medians[f"ours {direction}"] / medians[f"{best} {direction}"],
+            "samples": {engine: samples[f"{engine} {direction}"] for engine in ("ours", *ENGINES)},
+        }
+    return result
+
+
+def measure_start(program: Path, directory: Path, records: int) -> dict[str, Any]:
+    """Seconds until a root of so many records is open, answers, is complete."""
+    print(f"  start with {records} records", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        command = [str(program), "start", str(Path(scratch) / "root"), str(records)]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+        found: dict[str, Any] = json.loads(answer.stdout)
+    return found
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Throughput against record size, ours beside fio's engines."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axis, direction in zip(axes, ("write", "read"), strict=True):
+        sizes = [entry["record_bytes"] / 2**20 for entry in results["io"]]
+        for name in ("ours", *ENGINES):
+            label = "kv_offload (checksums on)" if name == "ours" else f"fio {name}"
+            axis.plot(sizes, [entry[direction][name] / 1e9 for entry in results["io"]], "o-", label=label)
+        axis.set(title=direction, xlabel="record, MiB", xscale="log")
+        axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        axis.grid(alpha=0.3)
+    axes[0].set(ylabel="GB/s", ylim=(0, None))
+    axes[1].legend()
+    where = results["machine"]
+    in_flight = results["io"][0]["threads"]
+    figure.suptitle(f"fs tier: {where['cpu']}, {where['filesystem']}, {in_flight} in flight")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--program", type=Path, required=True, help="the built fs_bench")
+    parser.add_argument("--directory", type=Path, required=True, help="a directory on the disk to measure")
+    parser.add_argument("--total", type=int, default=1 << 30, help="bytes per measurement")
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", type=float, nargs="+", default=[0.5, 1, 2, 4, 8], help="records, MiB")
+    parser.add_argument("--start", type=int, nargs="*", default=[100_000, 1_000_000], help="records at start")
+    parser.add_argument("--name", default="fs_bench", help="of the result files")
+    options = parser.parse_args()
+    if shutil.which("fio") is None:
+        sys.exit("fio is the baseline and is not installed: apt install fio")
+    results: dict[str, Any] = {"machine": machine(options.directory), "io": [], "start": []}
+    print(json.dumps(results["machine"]), file=sys.stderr)
+    for size in options.sizes:
+        record = int(size * 2**20)
+        found = measure(
+            options.program, options.directory, record, options.total, options.threads, options.rounds
+        )
+        results["io"].append(found)
+        for direction in ("write", "read"):
+            entry = found[direction]
+            print(
+                f"{size:>4g} MiB {direction:5}: {entry['ours'] / 1e9:6.2f} GB/s, {entry['baseline']} "
+                f"{entry[entry['baseline'].split()[1]] / 1e9:6.2f} GB/s, ratio {entry['ratio']:.2f}",
+                flush=True,
+            )
+    for records in options.start:
+        found = measure_start(options.program, options.directory, records)
+        results["start"].append(found)
+        print(
+            f"start with {records} records: open {found['open_seconds'] * 1e3:.1f} ms, first answer "
+            f"{found['first_lookup_seconds'] * 1e3:.1f} ms, complete {found['complete_seconds']:.2f} s "
+            f"({found['complete_cpu_seconds']:.2f} s of CPU), "
+            f"4096 lookups {found['lookup_4096_seconds'] * 1e3:.2f} ms",
+            flush=True,
+        )
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{options.name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    if results["io"]:
+        draw(results, RESULTS / f"{options.name}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+#include "base/clock.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "base/thread_annotations.h"
+
+namespace kv_offload {
+namespace {
+
+TEST(Clock, fake_stands_still_until_told) {
+  FakeClock clock;
+  const Nanos start = clock.now();
+  EXPECT_EQ(clock.now(), start);
+  clock.advance(std::chrono::milliseconds(1500));
+  EXPECT_DOUBLE_EQ(to_seconds(clock.now() - start), 1.5);
+}
+
+TEST(Clock, steady_never_goes_back) {
+  const SteadyClock clock;
+  const Nanos first = clock.now();
+  EXPECT_LE(first, clock.now());
+}
+
+TEST(CondVar, wakes_who_waits_with_the_mutex_held) {
+  Mutex mutex;
+  CondVar changed;
+  bool ready = false;
+  std::thread other([&] {
+    const MutexLock lock(mutex);
+    ready = true;
+    changed.notify_all();
+  });
+  {
+    const MutexLock lock(mutex);
+    while (!ready) changed.wait(mutex);
+  }
+  other.join();
+  EXPECT_TRUE(ready);
+}
+
+}  // namespace
+}  // namespace kv_offload

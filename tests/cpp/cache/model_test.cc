@@ -1,0 +1,66 @@
+// The cache against a plain model, 10^5 random calls and more. And the model
+// against faults planted in the world around the cache: it must see each.
+#include "cache/model_run.h"
+
+namespace kv_offload {
+namespace {
+
+using testing::IsEmpty;
+using testing::Not;
+
+void expect_clean(const ModelOptions& options, std::uint64_t calls,
+                  const std::vector<std::string>& must_happen = {"hit", "pending", "miss", "load", "eviction",
+                                                                 "reset", "preemption", "late report"}) {
+  ModelRun run(options);
+  run.run(calls);
+  run.quiesce();
+  EXPECT_THAT(run.violations(), IsEmpty()) << "seed " << options.seed;
+  for (const std::string& what : must_happen) EXPECT_GT(run.happened[what], 2u) << what;
+}
+
+class ModelSeeds : public testing::TestWithParam<std::uint64_t> {};
+
+TEST_P(ModelSeeds, OneGroup) { expect_clean({.seed = GetParam()}, 100000); }
+
+TEST_P(ModelSeeds, AStepThatEndsBeforeItsStores) {
+  expect_clean({.seed = GetParam(), .step_ends_before_stores = true}, 20000);
+}
+
+TEST_P(ModelSeeds, AWindowGroupOfTheSameSize) {
+  expect_clean({.seed = GetParam(), .rows = 40, .shard_bytes = {200, 200}, .full_attention = {true, false}},
+               20000);
+}
+
+TEST_P(ModelSeeds, GroupsOfDifferentSizes) {
+  expect_clean({.seed = GetParam(), .rows = 96, .shard_bytes = {5000, 200}, .full_attention = {true, false}},
+               20000);
+}
+
+TEST_P(ModelSeeds, WritesAtEviction) {
+  expect_clean({.seed = GetParam(), .tier = {.write_policy = WritePolicy::kOnEvict}}, 20000);
+}
+
+TEST_P(ModelSeeds, WritesAtReuse) {
+  expect_clean({.seed = GetParam(), .tier = {.write_policy = WritePolicy::kReuse}}, 20000);
+}
+
+TEST_P(ModelSeeds, HardlyAnyMemory) {
+  expect_clean({.seed = GetParam(), .rows = 5}, 20000, {"hit", "pending", "miss", "load", "eviction"});
+}
+
+INSTANTIATE_TEST_SUITE_P(Model, ModelSeeds, testing::Values(1, 2, 3));
+
+class PlantedFaults : public testing::TestWithParam<Planted> {};
+
+TEST_P(PlantedFaults, AreSeen) {
+  ModelRun run({.planted = GetParam()});
+  run.run(40000);
+  EXPECT_THAT(run.violations(), Not(IsEmpty()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Model, PlantedFaults,
+                         testing::Values(Planted::kWrongRow, Planted::kEarlyCompletion,
+                                         Planted::kSkippedVerification, Planted::kStaleRow));
+
+}  // namespace
+}  // namespace kv_offload

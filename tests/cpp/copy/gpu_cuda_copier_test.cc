@@ -1,0 +1,375 @@
+// On a GPU: the CUDA copier moves the bytes the plain reference moves, in the
+// order the compute stream demands. Without one every test skips and says so.
+//
+// KV_OFFLOAD_GPU_SECONDS (default 5) is how long the random test goes on.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <future>
+
+#include "copy/block_copier.h"
+#include "copy/copy_cases.h"
+#include "copy/cuda_device.h"
+#include "copy/cuda_library.h"
+#include "copy/cuda_pinning.h"
+#include "copy/device_copier.h"
+
+extern "C" kv_offload::BlockCopier* kv_offload_cuda_make_copier(const kv_offload::CopierOptions* options,
+                                                                bool* callers_mistake, char* message,
+                                                                std::size_t capacity);
+
+namespace kv_offload {
+namespace {
+
+using testing::CopyCase;
+using testing::draw_case;
+using testing::Expected;
+using testing::expected_after;
+using testing::snapshot;
+using enum CopyDirection;
+using Ids = std::vector<std::uint64_t>;
+
+void check(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
+
+std::unique_ptr<BlockCopier> make(const CopierOptions& options) {
+  std::array<char, kCudaMessageBytes> message{};
+  bool mistake = false;
+  std::unique_ptr<BlockCopier> copier(
+      kv_offload_cuda_make_copier(&options, &mistake, message.data(), message.size()));
+  if (copier == nullptr) throw std::runtime_error(message.data());
+  return copier;
+}
+
+// A case whose caches live on the device: host memory of the case is the copy
+// that goes up before a job and comes down after it.
+class OnDevice {
+ public:
+  explicit OnDevice(CopyCase* c) : case_(*c) {
+    layout_ = c->layout;
+    for (std::size_t t = 0; t < c->caches.size(); ++t) {
+      void* memory = nullptr;
+      check(cudaMalloc(&memory, c->caches[t].size()));
+      memory_.push_back(static_cast<std::byte*>(memory));
+      layout_.tensors[t].base = memory_[t] + (c->layout.tensors[t].base - c->caches[t].data());
+    }
+    up();
+  }
+  ~OnDevice() {
+    for (std::byte* memory : memory_) (void)cudaFree(memory);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+  void up() {
+    for (std::size_t t = 0; t < memory_.size(); ++t) {
+      check(cudaMemcpy(memory_[t], case_.caches[t].data(), case_.caches[t].size(), cudaMemcpyHostToDevice));
+    }
+  }
+  void down() {
+    for (std::size_t t = 0; t < memory_.size(); ++t) {
+      check(cudaMemcpy(case_.caches[t].data(), memory_[t], case_.caches[t].size(), cudaMemcpyDeviceToHost));
+    }
+  }
+  const CacheLayout& layout() const { return layout_; }
+  std::byte* memory(std::size_t t) { return memory_[t]; }
+
+ private:
+  CopyCase& case_;
+  CacheLayout layout_;
+  std::vector<std::byte*> memory_;
+};
+
+class Gpu : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0)
+      GTEST_SKIP() << "no CUDA device on this machine";
+    check(cudaSetDevice(0));
+    check(cudaStreamCreateWithFlags(&compute_, cudaStreamNonBlocking));
+  }
+  void TearDown() override {
+    if (compute_ != nullptr) (void)cudaStreamDestroy(compute_);
+  }
+  std::uintptr_t compute_handle() const { return reinterpret_cast<std::uintptr_t>(compute_); }
+  cudaStream_t compute_ = nullptr;
+};
+
+CopyTable only(CopyPath path) {
+  CopyTable table = default_copy_table();
+  for (auto& paths : table.rates) {
+    for (std::size_t p = 0; p < kCopyPaths; ++p) {
+      if (p != static_cast<std::size_t>(path)) paths[p].fill(0);
+    }
+  }
+  return table;
+}
+
+class GpuPaths : public Gpu, public ::testing::WithParamInterface<CopyPath> {};
+INSTANTIATE_TEST_SUITE_P(Every, GpuPaths,
+                         ::testing::Values(CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged),
+                         [](const auto& path) { return std::string(to_string(path.param)); });
+
+TEST_P(GpuPaths, move_the_bytes_the_plain_reference_moves) {
+  std::mt19937_64 random(31);
+  for (int i = 0; i < 300; ++i) {
+    CopyCase c = draw_case(random, i % 2 == 0 ? kStore : kLoad,
+                           {.max_page = i % 8 == 0 ? 60'000u : 700u, .page_multiple = i % 3 == 0 ? 16u : 1u});
+    const Expected expected = expected_after(c);
+    OnDevice on_device(&c);
+    {
+      PinnedArea pinned(c.area, {.piece_bytes = 2 << 20});
+      CopierOptions options;
+      options.layout = on_device.layout();
+      options.area = c.area;
+      const DeviceLimits limits{
+          .sub_job_bytes = 1 + random() % 100'000, .staged_bytes = 40'000, .boundary = pinned.piece_bytes()};
+      auto device = std::make_unique<CudaDevice>(
+          CudaDeviceOptions{.area = c.area, .boundary = limits.boundary, .staging_bytes = 40'000});
+      DeviceCopier copier(options, std::move(device), only(GetParam()), limits);
+      CopyJob job = c.job;
+      job.compute_stream = compute_handle();
+      copier.submit(std::move(job));
+      copier.wait(Ids{c.job.id});
+      const auto results = copier.poll();
+      ASSERT_EQ(results.size(), 1u);
+      ASSERT_TRUE(results[0].status.is_ok()) << results[0].status.to_string();
+    }
+    on_device.down();
+    ASSERT_TRUE(snapshot(c) == expected) << "case " << i;
+  }
+}
+
+TEST_F(Gpu, random_jobs_through_the_whole_copier) {
+  const char* wanted = std::getenv("KV_OFFLOAD_GPU_SECONDS");
+  const auto end =
+      std::chrono::steady_clock::now() + std::chrono::seconds(wanted != nullptr ? std::atoi(wanted) : 5);
+  std::mt19937_64 random(32);
+  for (int i = 0; std::chrono::steady_clock::now() < end; ++i) {
+    CopyCase c = draw_case(random, i % 2 == 0 ? kStore : kLoad, {.max_blocks = 48, .max_page = 40'000});
+    const Expected expected = expected_after(c);
+    OnDevice on_device(&c);
+    CopierOptions options;
+    options.layout = on_device.layout();
+    options.area = c.area;
+    options.calibrate = false;
+    auto copier = make(options);
+    CopyJob job = c.job;
+    job.compute_stream = compute_handle();
+    copier->submit(std::move(job));
+    if (i % 3 == 0) copier->wait(Ids{c.job.id});
+    copier->close();
+    const auto results = copier->poll();
+    ASSERT_EQ(results.size(), 1u);
+    ASSERT_TRUE(results[0].status.is_ok()) << results[0].status.to_string();
+    copier.reset();
+    on_device.down();
+    ASSERT_TRUE(snapshot(c) == expected) << "case " << i;
+  }
+}
+
+// The compute stream stands still until the test lets it go on: a writer, or a
+// reader, that is as slow as can be.
+class GpuOrder : public Gpu, public ::testing::WithParamInterface<CopyPath> {
+ protected:
+  static constexpr std::uint64_t kBlock = 64 << 10;
+  static constexpr std::uint64_t kBlocks = 16;
+
+  void SetUp() override {
+    Gpu::SetUp();
+    if (IsSkipped()) return;
+    check(cudaMalloc(reinterpret_cast<void**>(&cache_), kBlock * kBlocks));
+    check(cudaMalloc(reinterpret_cast<void**>(&seen_), kBlock * kBlocks));
+    check(cudaMemset(cache_, 1, kBlock * kBlocks));
+    check(cudaDeviceSynchronize());
+    area_.assign(kBlock * kBlocks, std::byte{2});
+    pinned_ = std::make_unique<PinnedArea>(area_, PinOptions{.piece_bytes = 2 << 20});
+  }
+  void TearDown() override {
+    let_go();
+    copier_.reset();
+    pinned_.reset();
+    if (cache_ != nullptr) (void)cudaFree(cache_);
+    if (seen_ != nullptr) (void)cudaFree(seen_);
+    Gpu::TearDown();
+  }
+  void start(bool ordered) {
+    CopierOptions options;
+    options.layout = {
+        .tensors = {{cache_, kBlocks, kBlock}}, .groups = {{{0, kBlock}}}, .blocks_per_chunk = 1};
+    options.area = area_;
+    options.order_after_compute = ordered;
+    const DeviceLimits limits{.sub_job_bytes = 256 << 10, .staged_bytes = 300 << 10};
+    auto device = std::make_unique<CudaDevice>(CudaDeviceOptions{.area = area_, .staging_bytes = 300 << 10});
+    copier_ = std::make_unique<DeviceCopier>(options, std::move(device), only(GetParam()), limits);
+  }
+  void hold_compute() {
+    check(cudaLaunchHostFunc(
+        compute_, [](void* self) { static_cast<GpuOrder*>(self)->gate_.get_future().wait(); }, this));
+  }
+  void let_go() {
+    if (!let_go_) gate_.set_value();
+    let_go_ = true;
+  }
+  void submit(CopyDirection direction) {
+    CopyJob job;
+    job.id = 1;
+    job.direction = direction;
+    job.compute_stream = compute_handle();
+    for (std::uint64_t b = 0; b < kBlocks; ++b) {
+      job.block_ids.push_back(static_cast<std::int64_t>(b));
+      job.rows.push_back(static_cast<RowId>(b * kBlock / kPageBytes));
+    }
+    job.group_sizes = {kBlocks};
+    job.group_rows = {kBlocks};
+    job.block_indices = {0};
+    copier_->submit(std::move(job));
+  }
+  std::vector<std::byte> device_bytes(const std::byte* memory) {
+    std::vector<std::byte> bytes(kBlock * kBlocks);
+    check(cudaMemcpy(bytes.data(), memory, bytes.size(), cudaMemcpyDeviceToHost));
+    return bytes;
+  }
+  static std::vector<std::byte> all(int value) {
+    return std::vector<std::byte>(kBlock * kBlocks, static_cast<std::byte>(value));
+  }
+
+  std::byte* cache_ = nullptr;
+  std::byte* seen_ = nullptr;
+  std::vector<std::byte> area_;
+  std::unique_ptr<PinnedArea> pinned_;
+  std::unique_ptr<DeviceCopier> copier_;
+  std::promise<void> gate_;
+  bool let_go_ = false;
+};
+INSTANTIATE_TEST_SUITE_P(Every, GpuOrder,
+                         ::testing::Values(CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged),
+                         [](const auto& path) { return std::string(to_string(path.param)); });
+
+TEST_P(GpuOrder, a_store_reads_what_a_slow_writer_wrote_before_it) {
+  start(true);
+  hold_compute();
+  check(cudaMemsetAsync(cache_, 9, kBlock * kBlocks, compute_));
+  submit(kStore);
+  let_go();
+  copier_->wait(Ids{1});
+  EXPECT_EQ(area_, all(9));
+}
+
+// The control: without the event the corruption must be seen.
+TEST_P(GpuOrder, a_store_without_the_event_reads_what_was_there) {
+  start(false);
+  hold_compute();
+  check(cudaMemsetAsync(cache_, 9, kBlock * kBlocks, compute_));
+  submit(kStore);
+  copier_->wait(Ids{1});
+  EXPECT_EQ(area_, all(1));
+}
+
+TEST_P(GpuOrder, a_load_leaves_a_slow_reader_what_it_came_for) {
+  start(true);
+  hold_compute();
+  check(cudaMemcpyAsync(seen_, cache_, kBlock * kBlocks, cudaMemcpyDeviceToDevice, compute_));
+  submit(kLoad);
+  let_go();
+  copier_->wait(Ids{1});
+  check(cudaStreamSynchronize(compute_));
+  EXPECT_EQ(device_bytes(seen_), all(1));
+  EXPECT_EQ(device_bytes(cache_), all(2));
+}
+
+TEST_P(GpuOrder, a_load_without_the_event_is_seen_by_the_reader) {
+  start(false);
+  hold_compute();
+  check(cudaMemcpyAsync(seen_, cache_, kBlock * kBlocks, cudaMemcpyDeviceToDevice, compute_));
+  submit(kLoad);
+  copier_->wait(Ids{1});
+  let_go();
+  check(cudaStreamSynchronize(compute_));
+  EXPECT_EQ(device_bytes(seen_), all(2));
+}
+
+TEST_P(GpuOrder, a_graph_capture_elsewhere_is_not_disturbed) {
+  start(true);
+  cudaStream_t captured = nullptr;
+  check(cudaStreamCreateWithFlags(&captured, cudaStreamNonBlocking));
+  check(cudaStreamBeginCapture(captured, cudaStreamCaptureModeGlobal));
+  check(cudaMemsetAsync(seen_, 7, kBlock, captured));
+  submit(kStore);
+  copier_->wait(Ids{1});
+  cudaGraph_t graph = nullptr;
+  check(cudaStreamEndCapture(captured, &graph));
+  EXPECT_NE(graph, nullptr);
+  EXPECT_EQ(area_, all(1));
+  check(cudaGraphDestroy(graph));
+  check(cudaStreamDestroy(captured));
+}
+
+TEST_F(Gpu, an_address_that_is_no_cache_fails_its_job_and_leaves_no_sticky_error) {
+  std::vector<std::byte> area(1 << 20);
+  PinnedArea pinned(area, {.piece_bytes = 2 << 20});
+  CudaDevice device({.area = area});
+  device.enter_thread();
+  const std::vector<CopySegment> nowhere = {{reinterpret_cast<std::byte*>(0x10), 0, 4096}};
+  const Status status = device.issue({.direction = kStore, .path = CopyPath::kDma, .segments = nowhere});
+  EXPECT_EQ(status.kind(), StatusKind::kDevice) << status.to_string();
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+}
+
+TEST_F(Gpu, pinning_reports_progress_and_leaves_nothing_registered) {
+  std::vector<std::byte> area(64 << 20);
+  std::uint64_t last = 0;
+  {
+    PinnedArea pinned(area,
+                      {.piece_bytes = 4 << 20, .progress = [&](std::uint64_t done, std::uint64_t total) {
+                         EXPECT_EQ(total, area.size());
+                         EXPECT_GE(done, last);
+                         last = done;
+                       }});
+    EXPECT_EQ(last, area.size());
+    EXPECT_TRUE(pinned.reachable_by_kernels());
+  }
+  PinnedArea again(area, {.piece_bytes = 4 << 20});
+}
+
+TEST_F(Gpu, calibration_is_quick_and_shows_in_the_description) {
+  std::vector<std::byte> area(1 << 20);
+  void* cache = nullptr;
+  check(cudaMalloc(&cache, 1 << 20));
+  CopierOptions options;
+  options.layout = {.tensors = {{static_cast<std::byte*>(cache), 256, 4096}},
+                    .groups = {{{0, 4096}}},
+                    .blocks_per_chunk = 1};
+  options.area = area;
+  const auto copier = make(options);
+  EXPECT_NE(copier->describe().find("measured"), std::string::npos) << copier->describe();
+  std::puts(copier->describe().c_str());
+  copier->close();
+  (void)cudaFree(cache);
+}
+
+TEST_F(Gpu, opening_and_closing_copiers_leaks_no_device_memory) {
+  std::vector<std::byte> area(1 << 20);
+  void* cache = nullptr;
+  check(cudaMalloc(&cache, 1 << 20));
+  CopierOptions options;
+  options.layout = {.tensors = {{static_cast<std::byte*>(cache), 256, 4096}},
+                    .groups = {{{0, 4096}}},
+                    .blocks_per_chunk = 1};
+  options.area = area;
+  options.calibrate = false;
+  std::size_t free_before = 0;
+  std::size_t total = 0;
+  (void)make(options);
+  check(cudaMemGetInfo(&free_before, &total));
+  for (int i = 0; i < 20; ++i) (void)make(options);
+  std::size_t free_after = 0;
+  check(cudaMemGetInfo(&free_after, &total));
+  EXPECT_EQ(free_before, free_after);
+  (void)cudaFree(cache);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,83 @@
+#include "memory/shared_file.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <stdexcept>
+#include <thread>
+
+#include "memory/shm_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+class SharedFileTest : public ShmTest {
+ protected:
+  SharedFile open(const std::function<void(int)>& fill_in = [](int) {}) {
+    return SharedFile::open_or_create(path_, 4096, fill_in);
+  }
+  // How often this process has the file at our path open.
+  int times_open() const {
+    int times = 0;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      std::error_code ignored;
+      if (std::filesystem::read_symlink(entry.path(), ignored) == path_) ++times;
+    }
+    return times;
+  }
+  // Somebody else's file at our name, held by a lock of theirs.
+  int hold(int lock) {
+    const int fd = ::open(path_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    EXPECT_EQ(::flock(fd, lock), 0);
+    return fd;
+  }
+
+  std::string path_ = SharedFile::path_of(directory_, "engine");
+};
+
+TEST_F(SharedFileTest, is_filled_in_by_the_first_only) {
+  int times = 0;
+  const auto count = [&](int) { ++times; };
+  const SharedFile first = open(count);
+  const SharedFile second = open(count);
+  EXPECT_EQ(times, 1);
+  EXPECT_EQ(second.size(), 4096u);
+}
+
+TEST_F(SharedFileTest, leaves_nothing_when_filling_in_fails) {
+  EXPECT_THROW(open([](int) { throw std::runtime_error("no memory"); }), std::runtime_error);
+  EXPECT_TRUE(names().empty());
+}
+
+TEST_F(SharedFileTest, has_its_name_only_when_complete) {
+  open([&](int) { EXPECT_FALSE(std::filesystem::exists(path_)); });
+}
+
+TEST_F(SharedFileTest, is_not_taken_when_swept_between_opening_and_locking) {
+  const int sweeper = hold(LOCK_EX);
+  SharedFile file;
+  std::thread opener([&] { file = open(); });
+  while (times_open() < 2) std::this_thread::yield();
+  std::filesystem::remove(path_);
+  ::close(sweeper);
+  opener.join();
+  EXPECT_TRUE(std::filesystem::exists(path_)) << "it holds a file that nobody else can find";
+  EXPECT_EQ(file.size(), 4096u);
+}
+
+TEST_F(SharedFileTest, of_another_kind_is_refused_by_a_region) {
+  const int other = hold(LOCK_SH);
+  EXPECT_THROW(HostRegion::attach_scheduler(options(8 * kMiB, 1)), ResourceError) << "empty";
+  ASSERT_EQ(::ftruncate(other, 1 << 20), 0);
+  EXPECT_THROW(HostRegion::attach_scheduler(options(8 * kMiB, 1)), ResourceError) << "zeros";
+  ::close(other);
+}
+
+TEST_F(SharedFileTest, differs_by_engine) {
+  EXPECT_EQ(path_, SharedFile::path_of(directory_, "engine"));
+  EXPECT_NE(path_, SharedFile::path_of(directory_, "engine2"));
+}
+
+}  // namespace
+}  // namespace kv_offload
