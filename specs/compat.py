@@ -19,9 +19,7 @@ import os
 from collections.abc import Callable, Set
 from typing import Any
 
-SUPPORTED = "0.31, 0.32 and 0.33"
-ALLOW_UNTESTED = "KV_OFFLOAD_ALLOW_UNTESTED_VLLM"
-_FIRST, _LAST = (0, 31), (0, 33)
+from kv_offload.vllm_versions import SUPPORTED, version_problem
 
 
 class UnsupportedVllmError(ImportError):
@@ -38,29 +36,12 @@ def vllm_version() -> str:
         return "unknown"
 
 
-def _minor(version: str) -> tuple[int, int] | None:
-    parts = version.split(".")
-    try:
-        return int(parts[0]), int(parts[1])
-    except (ValueError, IndexError):
-        return None
-
-
 def refusal(version: str, found: str) -> str:
     """The one sentence for a vLLM that is not supported."""
     return (
         f"KVOffloadSpec supports vLLM {SUPPORTED}, and this is vLLM {version}, where {found}; "
         "install a supported vLLM or another version of vllm-kv-offload"
     )
-
-
-def version_problem(version: str, environ: Any = os.environ) -> str | None:
-    """Why this version is refused whatever its shape, or None. A version without a number (a build from
-    source) is judged by its shape alone; KV_OFFLOAD_ALLOW_UNTESTED_VLLM=1 does so for every version."""
-    minor = _minor(version)
-    if minor is None or minor == (0, 0) or _FIRST <= minor <= _LAST or environ.get(ALLOW_UNTESTED) == "1":
-        return None
-    return f"nothing was tested ({ALLOW_UNTESTED}=1 tries it all the same)"
 
 
 def shape_problems(base: Any, config: Any) -> list[str]:

@@ -39,7 +39,7 @@ def trees() -> dict[str, Path]:
     return found
 
 
-def run_under(tree: Path, file: str, *arguments: str, timeout: float = 600, **environment: str) -> str:
+def run_under(tree: Path, file: str, *arguments: str, timeout: float = 1800, **environment: str) -> str:
     """Run one ``check_*.py`` with pytest, in a process of its own whose vLLM is ``tree``. Returns its output;
     raises AssertionError with it when a check fails or none ran."""
     command = [sys.executable, "-m", "pytest", str(TESTS / file), "-q", "-ra", "-p", "no:cacheprovider"]

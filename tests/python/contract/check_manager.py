@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 adapter.use_specs()
-core = adapter.use_core()
 
 from kv_offload.specs import KVOffloadSpec, compat  # noqa: E402
 from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402
@@ -368,8 +367,7 @@ def test_stats_are_changes_and_each_metric_is_declared() -> None:
     assert not stats.is_empty()
     declared = KVOffloadSpec.build_metric_definitions({})
     for name, values in stats.data["data"].items():
-        if not adapter.is_plain(core):
-            assert all(len(labels) == len(declared[name].labelnames) for labels in values), name
+        assert all(len(labels) == len(declared[name].labelnames) for labels in values), name
     assert engine.manager.get_stats() is None
     now[0] += 10
     assert engine.manager.get_stats() is None or now[0]

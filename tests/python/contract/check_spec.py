@@ -12,13 +12,13 @@ import adapter
 import pytest
 
 adapter.use_specs()
-core = adapter.use_core()
 
 from kv_offload.specs import KVOffloadSpec, compat, facts, plugin, spec  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
 
 from contract.parts import context, keys, kv_caches, offloading_config  # noqa: E402
+from kv_offload import _core  # noqa: E402
 
 HAS_WINDOWS = "sliding_window_size_in_chunks" in {
     field.name for field in __import__("dataclasses").fields(type(offloading_config().groups[0]))
@@ -54,15 +54,13 @@ def test_importing_it_loads_no_extension_and_starts_no_thread() -> None:
 
 
 def test_every_metric_is_declared_in_vllms_words() -> None:
-    if adapter.is_plain(core):
-        pytest.skip("the plain core declares no metrics")
     declared = KVOffloadSpec.build_metric_definitions({"cpu_bytes_to_use": 1})
     kinds = {
         "counter": base.OffloadingCounterMetadata,
         "gauge": base.OffloadingGaugeMetadata,
         "histogram": base.OffloadingHistogramMetadata,
     }
-    of_core = {definition.name: definition for definition in core.metric_definitions()}
+    of_core = {definition.name: definition for definition in _core.metric_definitions()}
     assert set(declared) == {name for name, definition in of_core.items() if not definition.worker}
     for name, metadata in declared.items():
         assert isinstance(metadata, kinds[of_core[name].type])
@@ -101,7 +99,7 @@ def test_several_hosts_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPat
 def test_ranks_that_do_not_come_are_named() -> None:
     engine = offloading_config().engine_id
     KVOffloadSpec(offloading_config(world_size=2, engine_id=engine)).get_worker(kv_caches())
-    with pytest.raises(core.ResourceError, match=r"1.*several hosts are not supported"):
+    with pytest.raises(_core.ResourceError, match=r"1.*several hosts are not supported"):
         KVOffloadSpec(offloading_config(world_size=2, engine_id=engine)).get_manager()
 
 
@@ -224,8 +222,6 @@ def test_a_seed_that_changes_with_each_process_is_known(monkeypatch: pytest.Monk
 def test_a_random_seed_with_a_disk_is_said_loudly(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if adapter.is_plain(core):
-        pytest.skip("the plain core has no tiers")
     monkeypatch.setattr(compat, "block_hash_seed", lambda _: ("00", True))
     tiers = [{"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "16MiB"}]
     config = offloading_config(secondary_tiers=tiers)

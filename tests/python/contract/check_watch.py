@@ -4,13 +4,14 @@ import adapter
 import pytest
 
 adapter.use_specs()
-core = adapter.use_core()
 
 from kv_offload.specs.watch import HitWatch  # noqa: E402
 
+from kv_offload import _core  # noqa: E402
+
 
 def _watched(*misses: tuple[str, float], hits: float = 0, chunks: float = 10) -> tuple[HitWatch, object]:
-    metrics = core.Metrics()
+    metrics = _core.Metrics()
     metrics.set("kv_offload_tier_chunks", ("cpu",), chunks)
     for reason, tokens in misses:
         metrics.add("kv_offload_miss_tokens_total", (reason,), tokens)

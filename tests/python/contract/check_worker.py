@@ -10,7 +10,6 @@ import pytest
 import torch
 
 adapter.use_specs()
-core = adapter.use_core()
 
 from kv_offload.specs import KVOffloadSpec, worker  # noqa: E402
 from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402

@@ -1,7 +1,7 @@
 """vLLM's real Scheduler and OffloadingConnector, all ranks in one process, and no model.
 
 What EngineCore, the executor and the model runner do around them is done here the same way; where releases
-differ, both ways are tried. Only kv_offload and vLLM are real: the model is oracle.runner.
+differ, both ways are tried. All but the model (oracle.runner) is real.
 """
 
 import copy
