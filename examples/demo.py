@@ -128,7 +128,7 @@ def demonstrate(directory: Path, prompt_count: int, tokens: int) -> bool:
         computed = ask_all(server, prompts, "computing")
         host = ask_all(server, prompts, "asking again, vLLM's cache has lost it")
         with step("letting the last records reach the disk"):
-            wait_until_recorded(server, prompt_count * (tokens // BLOCK))
+            wait_until_recorded(server, (prompt_count + 1) * (tokens // BLOCK))  # with the first request of all
         with step("stopping vLLM"):
             server.stop()
         with step("starting vLLM again, on the same directory"):
