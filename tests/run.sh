@@ -104,7 +104,7 @@ PY
   # Editable: the Python files are the checkout's. The extension comes out of the
   # same build as the C++ tests, so that its core is compiled once and asserts.
   .venv/bin/python -m pip -q install --no-deps --no-build-isolation -e . -Cbuild-dir=build/cpp \
-    -Ccmake.build-type=RelWithDebInfo -Cbuild.targets=_core -Ccmake.define.KV_OFFLOAD_DEVELOPER=ON \
+    -Ccmake.build-type=RelWithDebInfo -Cbuild.targets="_core;kv_offload_torch" -Ccmake.define.KV_OFFLOAD_DEVELOPER=ON \
     -Ccmake.define.KV_OFFLOAD_CUDA=OFF
 }
 
