@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+
 from kv_offload import torch_ops
 
 torch_ops.load()
