@@ -1,6 +1,6 @@
 """How much faster is a prompt's KV loaded from host memory than computed again?
 
-    python benchmarks/copy_prefill.py                  # on a machine with a GPU: Llama 8B's shape, 1K-64K tokens
+    python benchmarks/copy_prefill.py                  # on a GPU: Llama 8B's shape, 1K-64K tokens
     python benchmarks/copy_prefill.py --device cpu     # tries the benchmark with a small model on the host
 
 Baseline, in the same run: prefill by transformers' Llama with random weights (bfloat16, scaled dot-product
