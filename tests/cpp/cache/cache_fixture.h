@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -52,6 +53,8 @@ struct WorldOptions {
   std::vector<std::uint64_t> shard_bytes{300};  // per group
   bool tier = true;
   CacheOptions cache{};  // groups are filled in
+  // Instead of the fake tier.
+  std::function<std::unique_ptr<Tier>(const Clock&)> make_tier{};
 };
 
 // The machine around one cache.
@@ -92,7 +95,9 @@ class World {
 
   void open(std::map<ChunkKey, FakeTier::Record> records = {}) {
     std::vector<std::unique_ptr<Tier>> tiers;
-    if (options_.tier) {
+    if (options_.make_tier) {
+      tiers.push_back(options_.make_tier(clock));
+    } else if (options_.tier) {
       auto made = std::make_unique<FakeTier>("fs", &clock);
       tier = made.get();
       tier->records = std::move(records);
