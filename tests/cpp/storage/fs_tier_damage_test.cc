@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "fs_fixture.h"
+#include "rounds.h"
 #include "sim_disk.h"
 #include "storage/record.h"
 
@@ -88,7 +89,7 @@ TEST_F(FsTierDamage, ten_thousand_at_random_are_all_found) {
   ASSERT_TRUE(user.write(kOther, kShards));
   const SimDisk::Bytes other = disk_.content(path_of(kOther));
   std::uint32_t planted = 0;
-  for (std::uint32_t round = 0; planted < 10000; ++round) {
+  for (std::uint32_t round = 0; planted < static_cast<std::uint32_t>(rounds(10000)); ++round) {
     const std::uint32_t number = round % 100;
     ASSERT_TRUE(user.write(number, kShards));
     const SimDisk::Bytes good = disk_.content(path_of(number));
