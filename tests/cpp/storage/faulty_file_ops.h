@@ -1,6 +1,7 @@
 // FileOps that passes everything on, but fails, blocks or shortens where told.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <functional>
 #include <map>
@@ -85,6 +86,7 @@ class FaultyFileOps final : public FileOps {
     const int fd = fault != 0 ? fault : real_.open(directory, path, flags, mode);
     const std::lock_guard lock(mutex_);
     open_ += fd >= 0;
+    most_open_ = std::max(most_open_, open_);
     return fd;
   }
   void close(int fd) override {
@@ -92,6 +94,11 @@ class FaultyFileOps final : public FileOps {
     const std::lock_guard lock(mutex_);
     --open_;
     changed_.notify_all();
+  }
+  // Descriptors at once, at most.
+  int most_open() {
+    const std::lock_guard lock(mutex_);
+    return most_open_;
   }
   // The last owner of what uses these ops is gone.
   void wait_for_all_closed() {
@@ -193,7 +200,7 @@ class FaultyFileOps final : public FileOps {
   bool blocking_ = false, all_ = false;
   std::map<std::thread::id, int> calls_;
   int waiting_ = 0;
-  int open_ = 0;
+  int open_ = 0, most_open_ = 0;
 };
 
 }  // namespace kv_offload::testing
