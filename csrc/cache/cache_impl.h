@@ -41,7 +41,8 @@ struct TieredCache::Impl {
     Tier* tier = nullptr;
     TierSlotOptions options;
     std::string name;
-    bool usable = true;         // asked once per step
+    bool readable = true;       // asked once per step
+    bool writable = true;       // the same
     bool reset_failed = false;  // old records may still be there: never used again
     std::uint32_t writes = 0;   // ops in flight
     TierStats published;        // running totals up to here are in the metrics

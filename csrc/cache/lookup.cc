@@ -61,7 +61,7 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
   for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
     if (tier_slots[tier].reset_failed) continue;
     const Presence presence = tier_slots[tier].tier->contains(key);
-    if (!tier_slots[tier].usable) {
+    if (!tier_slots[tier].readable) {
       switched_off |= presence == Presence::kPresent;
       continue;
     }

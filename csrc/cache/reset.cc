@@ -54,7 +54,8 @@ void TieredCache::Impl::reset() {
   for (TierSlot& slot : tier_slots) {
     const Status status = slot.tier->reset();
     slot.reset_failed = !status.is_ok();
-    slot.usable = slot.usable && !slot.reset_failed;
+    slot.readable = slot.readable && !slot.reset_failed;
+    slot.writable = slot.writable && !slot.reset_failed;
     if (!status.is_ok()) {
       metrics.add("kv_offload_failures_total", {slot.name, "reset", to_string(status.kind())});
     }

@@ -231,6 +231,10 @@ void TieredCache::publish_gauges() {
     count("kv_offload_io_ops_total", {slot.name, "direct"}, tier.direct_ops, before.direct_ops);
     count("kv_offload_io_ops_total", {slot.name, "buffered"}, tier.buffered_ops, before.buffered_ops);
     count("kv_offload_breaker_trips_total", {slot.name}, tier.breaker_trips, before.breaker_trips);
+    count("kv_offload_failures_total", {slot.name, "read", "timeout"}, tier.read_timeouts,
+          before.read_timeouts);
+    count("kv_offload_failures_total", {slot.name, "write", "timeout"}, tier.write_timeouts,
+          before.write_timeouts);
     slot.published = tier;
   }
 }

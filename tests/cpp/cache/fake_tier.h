@@ -133,7 +133,7 @@ class FakeTier final : public Tier {
     stats.chunks = records.size();
     stats.queued_reads = static_cast<std::uint32_t>(reads_.size() + started_.size());
     stats.queued_writes = static_cast<std::uint32_t>(writes_.size());
-    stats.available = available;
+    stats.available = stats.readable = stats.writable = available;
     stats.scan_complete = true;
     return stats;
   }
