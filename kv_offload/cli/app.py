@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import kv_offload
-from kv_offload.cli import config_command, doctor_command, root_commands
+from kv_offload.cli import config_command, doctor_command, root_commands, size_command
 
 app = typer.Typer(
     name="kv-offload",
@@ -37,6 +37,7 @@ def _options(
 
 app.command("config")(config_command.config)
 app.command("doctor")(doctor_command.doctor)
+app.command("size")(size_command.size)
 app.command("stat")(root_commands.stat)
 app.command("ls")(root_commands.ls)
 app.command("verify")(root_commands.verify)

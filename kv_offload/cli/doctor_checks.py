@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import kv_offload
 from kv_offload import vllm_versions
+from kv_offload.cli.terminal import rate
 from kv_offload.config import FsTierConfig, OffloadConfig
 from kv_offload.config_compat import SPEC_NAME
 from kv_offload.machine import cautions, check_root, existing_part, free_bytes, tier_bounds
@@ -124,10 +125,6 @@ def copy_speed(threads: int, total_bytes: int) -> Check:
     speed = _core.measure_copy(total_bytes, threads)
     text = f"{rate(speed)} with {threads} threads, host memory to host memory"
     return Check("copy", "ok", text, {"bytes_per_second": speed, "threads": threads})
-
-
-def rate(bytes_per_second: float) -> str:
-    return f"{format_bytes(int(bytes_per_second))}/s"
 
 
 def plan(config: OffloadConfig) -> list[tuple[str, str, bool]]:
