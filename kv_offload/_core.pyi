@@ -32,6 +32,7 @@ def describe_cuda_copier(device: int = -1) -> str:
 
     Raises ResourceError where there is no CUDA.
     """
+
 def memory_headroom(shm_directory: str = "/dev/shm") -> tuple[int, str]: ...
 def sweep_leftovers(shm_directory: str = "/dev/shm") -> list[str]: ...
 def measure_copy(total_bytes: int, threads: int) -> float:
@@ -220,8 +221,25 @@ class FsRoot:
         self, repair: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> list[dict[str, Any]]:
         """Opens every record; {path, kind, message, removed} for each that is damaged."""
+    def evict(
+        self,
+        *,
+        target_bytes: int,
+        dead_before: float = 0.0,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> dict[str, Any]:
+        """Removes until the root takes ``target_bytes`` (as du): dead first, then by age, all namespaces.
+
+        ``dead_before``: unix seconds; a namespace that no process has open and that was last used before is
+        dead. ``progress`` is given the bytes freed so far. Gives {bytes_before, bytes_freed, dead_bytes,
+        records, dead_namespaces}.
+        """
     def purge(self, namespace: str | None = None) -> tuple[int, int]:
         """Removes the records of one namespace, or all: (records, bytes) removed."""
+
+def record_created(path: str) -> float:
+    """When a record was written, in unix seconds, from its header; 0.0 when that cannot be read."""
 
 def probe_disk(directory: str, total_bytes: int, record_bytes: int) -> dict[str, Any]:
     """Writes and reads temporary records: {o_direct, write_bytes_per_second, read_bytes_per_second}."""

@@ -50,7 +50,7 @@ class NamespaceFacts:
         """Sorted keys, no spaces, no floats: equal facts give equal text. Raises TypeError on a float."""
         facts = asdict(self) | {"format_version": FORMAT_VERSION}
         _refuse_floats(facts, "facts")
-        return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return _canonical(facts)
 
     def readable_json(self) -> str:
         """The same facts for people: the text of namespace.json."""
@@ -63,6 +63,18 @@ class NamespaceFacts:
     def short_id(self) -> str:
         """The first 12 hex digits, for logs and metrics."""
         return self.namespace_id().hex()[:12]
+
+
+def _canonical(facts: Mapping[str, Any]) -> str:
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def described_id(text: str) -> str | None:
+    """The id (hex) of the namespace that a namespace.json describes; None when it is not JSON."""
+    try:
+        return hashlib.sha256(_canonical(json.loads(text)).encode()).hexdigest()
+    except ValueError:
+        return None
 
 
 def setting_text(value: object) -> str:

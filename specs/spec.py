@@ -110,6 +110,8 @@ class KVOffloadSpec(OffloadingSpec):
                 copier=merged["copier"],
                 namespace=facts.short_id(),
                 version=__version__,
+                replica=parallel.data_parallel_index,
+                replicas=parallel.data_parallel_size,
             )
         )
         return KVOffloadManager(
