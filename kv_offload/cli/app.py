@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import kv_offload
-from kv_offload.cli import config_command, doctor_command, root_commands
+from kv_offload.cli import config_command, doctor_command, replay_command, root_commands
 
 app = typer.Typer(
     name="kv-offload",
@@ -41,3 +41,4 @@ app.command("stat")(root_commands.stat)
 app.command("ls")(root_commands.ls)
 app.command("verify")(root_commands.verify)
 app.command("purge")(root_commands.purge)
+app.command("replay")(replay_command.replay)
