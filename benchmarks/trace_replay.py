@@ -125,9 +125,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="a synthetic trace instead")
     parser.add_argument("--seed", type=int, default=1, help="of the synthetic trace")
     parser.add_argument("--capacities", type=int, nargs="+", default=list(CAPACITIES), help="blocks")
-    parser.add_argument(
-        "--tier-factor", type=int, default=8, help="blocks of the disk for one of host memory"
-    )
+    parser.add_argument("--tier-factor", type=int, default=8, help="disk blocks for one of memory")
     parser.add_argument("--prefill-speed", type=float, default=10_000, help="tokens/s")
     parser.add_argument("--without-vllm", action="store_true", help="leave its policies out")
     options = parser.parse_args()
@@ -139,9 +137,7 @@ def main() -> None:
         trace = read_trace(options.trace)
         name = options.trace.stem
     core = trace.to_core()
-    say(
-        f"{name}: {len(trace.prompts):,} requests, {trace.blocks:,} blocks, {trace.unique_blocks():,} different"
-    )
+    say(f"{name}: {len(trace.prompts):,} requests, {trace.blocks:,} blocks, {trace.unique_blocks():,} unique")
     results: dict[str, Any] = {
         "trace": name,
         "requests": len(trace.prompts),

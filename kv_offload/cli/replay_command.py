@@ -27,7 +27,7 @@ def replay(
         list[str] | None,
         typer.Option(
             metavar="POLICY",
-            help=f"{', '.join(EVICTION_POLICIES)}, or {OPTIMUM} (knows the future). Repeatable; default: all.",
+            help=f"{', '.join(EVICTION_POLICIES)}, or {OPTIMUM} (knows the future). Default: all.",
         ),
     ] = None,
     write_policy: Annotated[

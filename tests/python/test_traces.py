@@ -17,9 +17,7 @@ PROMPTS = [[1, 2, 3], [4, 5], [1, 2, 3], [4, 5]]
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "trace.jsonl"
-    lines = [
-        {"timestamp": 0, "input_length": 10 * len(p), "output_length": 1, "hash_ids": p} for p in PROMPTS
-    ]
+    lines = [{"timestamp": 0, "input_length": 10 * len(p), "hash_ids": p} for p in PROMPTS]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     return path
 
@@ -50,7 +48,7 @@ def test_a_trace_is_read_line_by_line(trace):
 def test_a_line_that_is_no_request_is_named(tmp_path, line, part):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"hash_ids": [1]}\n' + line + "\n")
-    with pytest.raises(ValueError, match="bad.jsonl:2 ") as caught:
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2 ") as caught:
         read_trace(path)
     assert part in str(caught.value)
 
