@@ -169,6 +169,25 @@ class TieredCache:
     def tier_stats(self, tier: int) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
+class Trace:
+    """Prompts as block numbers, for replays without memory or storage behind them."""
+
+    def __init__(self, ends: npt.NDArray[np.uint32], blocks: npt.NDArray[np.uint64]) -> None:
+        """blocks of all requests, one after the other; ends of each request's part of them."""
+    def __len__(self) -> int: ...
+    def replay(
+        self,
+        *,
+        host_chunks: int,
+        tier_chunks: int = 0,
+        eviction_policy: str = "lru",
+        tier_eviction_policy: str = "lru",
+        write_policy: str = "through",
+    ) -> dict[str, int]:
+        """requests; in blocks: blocks, host_hits, tier_hits, stored, declined, evicted, written, tier_evicted."""
+    def optimal_hits(self, capacity: int) -> int:
+        """The most that any cache of so many blocks could have hit: it knows the future."""
+
 class RankWorker:
     def __init__(
         self,

@@ -78,12 +78,9 @@ class KVOffloadManager(OffloadingManager):
 
     def _begin(self, req_context: Any) -> RequestState:
         load_from_cpu, load_from_tiers = compat.tiers_allowed(req_context, self._localities)
-        handle = self._cache.begin_request(
-            req_context.req_id,
-            load_from_cpu=load_from_cpu,
-            load_from_tiers=load_from_tiers,
-            **request_hints(req_context.kv_transfer_params),
-        )
+        allowed = {"load_from_cpu": load_from_cpu, "load_from_tiers": load_from_tiers}
+        hints = request_hints(req_context.kv_transfer_params)
+        handle = self._cache.begin_request(req_context.req_id, **(allowed | hints))
         state = RequestState(handle, self._generation)
         req_context.set_state(state)
         return state

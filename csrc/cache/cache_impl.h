@@ -147,16 +147,19 @@ struct TieredCache::Impl {
     struct Candidate {
       std::uint32_t key;  // place in pass_keys
       std::uint8_t tier;
+      ChunkId parent;  // what was looked up before it
     };
     std::vector<Candidate> candidates;
   };
-  std::vector<std::pair<std::uint32_t, Scan>> scans_of(const RequestState& request) const;
+  std::vector<std::pair<std::uint32_t, Scan>> scans_of(const RequestState& request);
   void plan(RequestHandle handle, RequestState& request);
   bool decide(RequestState& request, const std::vector<std::pair<std::uint32_t, Scan>>& scans);
   void hold_hits(RequestState& request, const std::vector<Slot>& hits);
   void fetch(RequestHandle handle, RequestState& request, std::uint32_t group, const Scan& scan);
   void await(RequestHandle handle, RequestState& request, Slot slot);
   void expire_deadlines(Nanos now);
+  // The chunk that this is a sight of; 0 when it was not remembered.
+  ChunkId seen_chunk(const RequestState& request, const Sight& sight);
 
   // ---- tier_ops.cc
   void poll_tiers();
@@ -180,7 +183,7 @@ struct TieredCache::Impl {
   bool reclaim_slab(std::uint32_t group, std::uint32_t holder, std::vector<ChunkKey>* evicted);
   void evict(Slot slot, std::vector<ChunkKey>* evicted);
   bool shed_writes();
-  Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, std::uint32_t depth, ChunkState state);
+  Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about, ChunkState state);
   void make_resident(Slot slot, ChunkOrigin origin);
   // The entry goes; its row is the caller's.
   RowId take_out(Slot slot);

@@ -40,6 +40,7 @@ RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<cons
     }
     job.slots.push_back(index.slot_of(entry));
     transfer.rows.push_back(entry->row);
+    request.offered[group] = {chunk_id(key), entry->depth};
     ++transfer.group_rows[group];
   }
   std::vector<double> hit_tokens(tiers.size() + 1, 0);
@@ -49,8 +50,7 @@ RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<cons
     const Slot slot = job.slots[i];
     ChunkEntry& entry = index.at(slot);
     index.pin(slot);
-    index.access(slot);
-    entry.holder = request.number;
+    index.access(slot, request.number, request.priority());
     const bool fetched = entry.origin == ChunkOrigin::kTier && !entry.counted;
     entry.counted |= fetched;
     hit_tokens[fetched ? entry.tier + 1u : 0] += groups[entry.group].tokens;

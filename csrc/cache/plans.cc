@@ -43,7 +43,7 @@ void TieredCache::Impl::expire_deadlines(Nanos now) {
 // lookups of the same scan is one of a window group, which is scanned from the
 // right: what was seen before it lies in no whole window and is not needed.
 std::vector<std::pair<std::uint32_t, TieredCache::Impl::Scan>> TieredCache::Impl::scans_of(
-    const RequestState& request) const {
+    const RequestState& request) {
   using Kind = Sight::Kind;
   std::vector<std::pair<std::uint32_t, Scan>> scans;
   const std::vector<Sight>& pass = request.pass;
@@ -52,6 +52,7 @@ std::vector<std::pair<std::uint32_t, TieredCache::Impl::Scan>> TieredCache::Impl
     while (end < pass.size() && pass[end].group == group) ++end;
     std::erase_if(scans, [&](const auto& scan) { return scan.first == group; });
     Scan& scan = scans.emplace_back(group, Scan{}).second;
+    ChunkId before = 0;
     for (std::size_t i = begin; i < end; ++i) {
       const Sight& sight = pass[i];
       switch (sight.kind) {
@@ -62,7 +63,7 @@ std::vector<std::pair<std::uint32_t, TieredCache::Impl::Scan>> TieredCache::Impl
           scan.fetching.push_back(sight.index);
           break;
         case Kind::kRecorded:
-          scan.candidates.push_back({sight.index, sight.detail});
+          scan.candidates.push_back({sight.index, sight.detail, before});
           break;
         case Kind::kMiss:
           if (i + 1 < end && !groups[group].full_attention) scan = Scan{};
@@ -72,9 +73,25 @@ std::vector<std::pair<std::uint32_t, TieredCache::Impl::Scan>> TieredCache::Impl
           break;
       }
       scan.pending |= sight.kind != Kind::kHit && sight.kind != Kind::kMiss;
+      before = groups[group].full_attention ? seen_chunk(request, sight) : 0;
     }
   }
   return scans;
+}
+
+ChunkId TieredCache::Impl::seen_chunk(const RequestState& request, const Sight& sight) {
+  switch (sight.kind) {
+    case Sight::Kind::kHit:
+    case Sight::Kind::kFilling:
+    case Sight::Kind::kFetching:  // its slot may have been given away since: then of no state
+      return index.at(sight.index).state == ChunkState::kAbsent ? 0 : chunk_id(index.at(sight.index).key);
+    case Sight::Kind::kRecorded:
+      return chunk_id(request.pass_keys[sight.index]);
+    case Sight::Kind::kUnknown:
+    case Sight::Kind::kMiss:
+      break;
+  }
+  return 0;
 }
 
 void TieredCache::Impl::plan(RequestHandle handle, RequestState& request) {
@@ -163,8 +180,7 @@ void TieredCache::Impl::fetch(RequestHandle handle, RequestState& request, std::
       request.closed[group] = MissReason::kPressure;
       break;
     }
-    const Slot slot = insert(key, group, row, 0, ChunkState::kFetching);
-    index.at(slot).holder = request.number;
+    const Slot slot = insert(key, group, row, request.about(candidate.parent, 0), ChunkState::kFetching);
     planned.push_back({slot, candidate.tier});
   }
   if (request.closed[group] && groups.size() > 1) {

@@ -2,8 +2,10 @@
 // pass, what it waits for and holds, what it may not be promised any more.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -54,6 +56,23 @@ struct RequestState {
   // ---- storing: the first key of each group that found no row. What follows it
   // is declined too, until it is offered again.
   std::vector<std::optional<ChunkKey>> declined;
+  // The chunk of each group that was offered last: the one before the next.
+  struct Offered {
+    ChunkId id = 0;
+    std::uint32_t depth = 0;
+  };
+  std::vector<Offered> offered;
+
+  std::int8_t priority() const { return static_cast<std::int8_t>(std::clamp(options.priority, -1, 1)); }
+  EntryInfo about(ChunkId parent, std::uint32_t depth) const {
+    return {0, parent, depth, number, priority()};
+  }
+  // `key` is offered now: the chunk before it in its prefix, 0 when that is not known.
+  // vLLM offers a prefix in order, once or from its head again.
+  ChunkId follow(std::uint32_t group, const ChunkKey& key, std::uint32_t depth) {
+    const Offered before = std::exchange(offered[group], {chunk_id(key), depth});
+    return depth > before.depth ? before.id : 0;
+  }
 
   void begin(std::uint32_t its_number, const RequestOptions& its_options, LoadPolicy policy,
              std::size_t groups) {
@@ -67,6 +86,7 @@ struct RequestState {
     clear_wait();
     failed.clear();
     declined.assign(groups, std::nullopt);
+    offered.assign(groups, {});
     closed.assign(groups, std::nullopt);
   }
   void clear_pass() {

@@ -26,10 +26,12 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
     if (i + kAhead < keys.size()) index.prefetch(keys[i + kAhead]);
     const ChunkKey& key = keys[i];
     group = require_position(key, group);
-    if (ChunkEntry* known = index.find(key)) {
-      known->holder = request.number;
+    const std::uint32_t depth = depths.empty() ? 0 : depths[i];
+    const ChunkId parent =
+        groups[group].full_attention ? request.follow(group, key, depths.empty() ? i + 1 : depth) : 0;
+    if (const ChunkEntry* known = index.find(key)) {
       const Slot slot = index.slot_of(known);
-      index.access(slot);
+      index.access(slot, request.number, request.priority());
       if (known->state == ChunkState::kResident) see_again(slot);
       continue;
     }
@@ -43,10 +45,8 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
       continue;
     }
     if (grant.transfer.ticket == kNoTicket) grant.transfer.ticket = ++last_ticket;
-    const Slot slot = insert(key, group, row, depths.empty() ? 0 : depths[i], ChunkState::kFilling);
-    ChunkEntry& entry = index.at(slot);
-    entry.ticket = grant.transfer.ticket;
-    entry.holder = request.number;
+    const Slot slot = insert(key, group, row, request.about(parent, depth), ChunkState::kFilling);
+    index.at(slot).ticket = grant.transfer.ticket;
     grant.accepted.push_back(i);
     grant.transfer.rows.push_back(row);
     ++grant.transfer.group_rows[group];

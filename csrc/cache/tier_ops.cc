@@ -56,7 +56,7 @@ TierOp TieredCache::Impl::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
   order.kind = kind;
   order.key = entry.key;
   order.group = entry.group;
-  order.depth = entry.depth;
+  order.about = index.about(entry);
   order.shards = shards_of(entry.row, entry.group);
   return order;
 }

@@ -242,6 +242,8 @@ def test_hints_of_a_request_are_obeyed_and_nonsense_is_ignored(engine: Engine) -
     skipping = engine.request("b", {"kv_offload_skip_store": True})
     assert engine.look(keys(1), skipping) == [HIT]
     assert engine.offer(keys(2), skipping).keys_to_store == []
+    forgetful = engine.request("d", {"kv_offload_skip_load": True, "priority": -1})
+    assert engine.look(keys(1), forgetful) == [MISS]
     odd = engine.request("c", {"load_policy": 7, "kv_offload_skip_store": "no", "priority": 1.5, "other": []})
     assert engine.look(keys(1), odd) == [HIT]
     assert engine.offer(keys(2), odd).keys_to_store == keys(2)
