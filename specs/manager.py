@@ -1,5 +1,6 @@
 """The scheduler side: vLLM's OffloadingManager over the core's TieredCache. Thin; no loop over keys."""
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from kv_offload.log import get_logger
 from . import compat
 from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, RequestOffloadingContext
 from .load_spec import RowLoadStoreSpec, no_rows
+from .report import report_text
 from .request import RequestState, request_hints
 from .watch import HitWatch
 
@@ -58,7 +60,9 @@ class KVOffloadManager(OffloadingManager):
         results = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY)
         self._results = results
         self._sources = compat.load_sources()
-        self.lookup = cache.make_lookup(results, self._handle_of)  # type: ignore[method-assign,assignment]
+        self.lookup = cache.make_lookup(  # type: ignore[method-assign,assignment]
+            results, self._handle_of, compat.asked_span
+        )
 
     # ---- requests
 
@@ -73,6 +77,8 @@ class KVOffloadManager(OffloadingManager):
         if state is None or state.handle < 0:
             return
         self._cache.end_request(state.handle)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("Request %s: %s", req_context.req_id, report_text(self._cache.report(state.handle)))
         state.handle = -1
         self._cache.forget_context()
 

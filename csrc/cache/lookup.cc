@@ -173,7 +173,7 @@ void TieredCache::Impl::settle_scan(RequestState& request, std::span<const Sight
   // Scanned from the left, and ended there.
   if (!first || misses != 1 || scan.back().kind != Sight::Kind::kMiss) return;
   const std::uint64_t asked = request.first_end + (scan.size() - 1) * chunk;
-  if (request.first_end == 0 || asked >= request.last_end) return;
+  if (!request.knows_span || asked >= request.last_end) return;
   count_misses(request, scan.back().detail, round_down(request.last_end - asked, chunk));
 }
 
