@@ -87,6 +87,8 @@ std::vector<MetricDefinition> make_definitions() {
                         "Seconds of a copy job between the device and host memory.", {"direction"})),
       of_worker(counter("kv_offload_copy_segments_total", "Merged runs that copy jobs consisted of.",
                         {"direction"})),
+      of_worker(gauge("kv_offload_copy_info",
+                      "1; the label says which copier runs, and which path from which size.", {"copier"})),
       of_worker(counter("kv_offload_copy_failures_total", "Copy jobs that failed.", {"direction"})),
   };
 }

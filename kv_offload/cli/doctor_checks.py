@@ -71,7 +71,9 @@ def device() -> Check:
     from kv_offload import _core
 
     reason = _core.cuda_unavailable_reason()
-    return Check("device", "note" if reason else "ok", f"host copier: {reason}" if reason else "CUDA copier")
+    if reason:
+        return Check("device", "note", f"host copier: {reason}")
+    return Check("device", "ok", f"CUDA copier: {_core.describe_cuda_copier()}")
 
 
 def memory(config: OffloadConfig | None) -> Check:
