@@ -32,6 +32,7 @@ def describe_cuda_copier(device: int = -1) -> str:
 
     Raises ResourceError where there is no CUDA.
     """
+
 def memory_headroom(shm_directory: str = "/dev/shm") -> tuple[int, str]: ...
 def sweep_leftovers(shm_directory: str = "/dev/shm") -> list[str]: ...
 def measure_copy(total_bytes: int, threads: int) -> float:

@@ -28,6 +28,7 @@ class SimulatedTier final : public Tier {
 
   double bytes_per_second = 1e9;
   double latency_seconds = 0;
+  double noise = 0;    // share by which the speed of single reads differs
   bool stuck = false;  // nothing ends any more
   std::set<ChunkKey> records;
   std::uint64_t read_bytes = 0;  // of reads that ended
@@ -98,12 +99,15 @@ class SimulatedTier final : public Tier {
     std::uint64_t bytes;
     Nanos submitted;
   };
+  double wobble(OpId id) const {  // the same for an op, whenever it is asked for
+    return 1 + noise * (2 * static_cast<double>(id * 0x9E3779B97F4A7C15ull >> 40) / (1 << 24) - 1);
+  }
   // Ends what has ended by now. What follows is read at the speed of its start.
   void work() {
     while (!stuck && !queue_.empty()) {
       const Queued& op = queue_.front();
       const Nanos start = std::max(free_at_, op.submitted);
-      const Nanos end = start + nanos(static_cast<double>(op.bytes) / bytes_per_second);
+      const Nanos end = start + nanos(static_cast<double>(op.bytes) / bytes_per_second * wobble(op.id));
       if (start > clock_.now() || end > clock_.now()) return;
       free_at_ = end;
       const Nanos arrives = end + nanos(latency_seconds);
@@ -132,7 +136,8 @@ struct EngineOptions {
   double context_seconds = 2e-9;     // and per token that lies before
   std::uint32_t step_tokens = 2048;  // vLLM cuts longer prompts
   double copy_bytes_per_second = 1e12;
-  double wait_step_seconds = 0.0005;  // an engine that only waits steps this often
+  double wait_step_seconds = 0.0005;  // an engine that only waits steps this often,
+  double wait_step_share = 0;         // or each time it has waited this much longer
   StepOrder order = StepOrder::kStoresFirst;
   std::uint64_t rows = 16384;
   std::vector<double> tiers{1e9};  // bytes per second
@@ -208,7 +213,7 @@ class SimulatedEngine {
     std::size_t hits = 0;
     while (!look(request, prompt, &hits)) {
       cache->end_step();
-      pass(options.wait_step_seconds);
+      pass(std::max(options.wait_step_seconds, options.wait_step_share * to_seconds(clock.now() - arrived)));
     }
     Served served;
     served.loaded_tokens = static_cast<std::uint32_t>(hits) * kChunk;
