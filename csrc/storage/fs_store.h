@@ -18,6 +18,7 @@
 #include "storage/fs_catalogue.h"
 #include "storage/fs_open.h"
 #include "storage/fs_walk.h"
+#include "storage/staging.h"
 #include "storage/tier.h"
 #include "storage/write_account.h"
 
@@ -111,6 +112,7 @@ class FsStore {
   const Clock& clock_;
   OpenRoot open_;  // its generation moves into generation_
   WriteAccount account_;
+  Staging staging_;
 
   mutable Mutex mutex_;
   FsCatalogue catalogue_ GUARDED_BY(mutex_);
