@@ -64,8 +64,8 @@ def own_keys(
     policy = ours.get("eviction_policy")
     foreign = policy == "arc" or (policy is not None and "cache_policy_module_path" in extra)
     if foreign and policy not in eviction_policies:
-        ours["eviction_policy"] = "lru"
-        notes.append(f"eviction_policy {policy!r} is not here yet, lru is used")
+        del ours["eviction_policy"]
+        notes.append(f"eviction_policy {policy!r} is not here, prefix is used: it learns what comes back")
     for key in ("eviction_policy", "secondary_tiers"):
         if ours.get(key, ...) is None:
             del ours[key]

@@ -13,7 +13,7 @@
 #   tsan     the same tests under ThreadSanitizer
 #   clang    the core under clang with -Wthread-safety
 #   fuzz     libFuzzer on what is read from files, a bounded time (KV_OFFLOAD_FUZZ_SECONDS, 20 each)
-#   cuda     the CUDA copier is compiled, where nvcc is
+#   cuda     the CUDA copier and torch's operators for CUDA are compiled, where nvcc is
 #   python   tests/python (bindings, configuration, manager contract, layers, oracle)
 #   wheel    tests/wheel (a self-contained wheel in an empty environment)
 #   e2e      tests/e2e (a real vLLM server on CPU)
@@ -105,7 +105,7 @@ PY
   # Editable: the Python files are the checkout's. The extension comes out of the
   # same build as the C++ tests, so that its core is compiled once and asserts.
   .venv/bin/python -m pip -q install --no-deps --no-build-isolation -e . -Cbuild-dir=build/cpp \
-    -Ccmake.build-type=RelWithDebInfo -Cbuild.targets=_core -Ccmake.define.KV_OFFLOAD_DEVELOPER=ON \
+    -Ccmake.build-type=RelWithDebInfo -Cbuild.targets="_core;kv_offload_torch" -Ccmake.define.KV_OFFLOAD_DEVELOPER=ON \
     -Ccmake.define.KV_OFFLOAD_CUDA=OFF
 }
 
@@ -170,7 +170,8 @@ stage_cuda() {
     echo "skipped: no nvcc here"
     return
   fi
-  cmake -S . -B build/cuda -G Ninja -DKV_OFFLOAD_CUDA=ON >build/cuda.log || { cat build/cuda.log; return 1; }
+  cmake -S . -B build/cuda -G Ninja -DKV_OFFLOAD_CUDA=ON -DKV_OFFLOAD_TORCH=ON \
+    -DPython_EXECUTABLE="$root/.venv/bin/python" >build/cuda.log || { cat build/cuda.log; return 1; }
   ninja -C build/cuda -j "$jobs" --quiet
 }
 

@@ -37,6 +37,7 @@ void TieredCache::Impl::forget_memory() {
   std::fill(owner_of_row.begin(), owner_of_row.end(), static_cast<Slot>(-1));
   std::fill(resident_by_group.begin(), resident_by_group.end(), 0);
   for (RequestState& request : requests) {
+    request.knows_span = false;
     request.held.clear();
     request.awaited.clear();
     request.failed.clear();

@@ -56,7 +56,7 @@ TierOp TieredCache::Impl::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
   order.kind = kind;
   order.key = entry.key;
   order.group = entry.group;
-  order.depth = entry.depth;
+  order.about = index.about(entry);
   order.shards = shards_of(entry.row, entry.group);
   return order;
 }
@@ -86,9 +86,18 @@ void TieredCache::Impl::poll_tiers() {
   while (!write_order.empty() && !ops.contains(write_order.front())) write_order.pop_front();
 }
 
+void TieredCache::Impl::note_read_ended(const Op& op, const Completion& completion) {
+  costs.note_ended(op.tier, static_cast<double>(groups[op.group].bytes));
+  if (!completion.status.is_ok()) return;
+  const double seconds = completion.queued_seconds + completion.seconds;
+  const auto took = std::chrono::duration_cast<Nanos>(std::chrono::duration<double>(seconds));
+  costs.note_read(op.tier, op.bytes_ahead, seconds, op.submitted + took);
+}
+
 void TieredCache::Impl::finish_read(Op& op, const Completion& completion) {
   const std::string& name = tier_slots[op.tier].name;
   const StatusKind kind = completion.status.kind();
+  note_read_ended(op, completion);
   if (completion.status.is_ok()) {
     metrics.add("kv_offload_read_bytes_total", {name}, static_cast<double>(completion.bytes));
     metrics.observe("kv_offload_read_seconds", {name}, completion.queued_seconds + completion.seconds);

@@ -28,6 +28,7 @@ Status FsStore::read(const TierOp& op, std::uint64_t* moved) {
     }
     if (status) {
       catalogue_.read_succeeded(op.key);
+      catalogue_.hit(op.key, op.about, clock_.now());
     } else if (status.kind() == StatusKind::kIo) {
       catalogue_.read_failed(op.key, clock_.now());
     }

@@ -53,7 +53,7 @@ Status FsStore::write(const TierOp& op, std::uint64_t* moved) {
   if (generation != generation_) {
     return Status::error(StatusKind::kCancelled, "the tier was reset meanwhile");
   }
-  catalogue_.insert({op.key, file_bytes}, op.depth);
+  catalogue_.insert({op.key, file_bytes}, op.about);
   catalogue_.read_succeeded(op.key);
   *moved = payload;
   return Status::ok();

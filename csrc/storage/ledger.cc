@@ -186,10 +186,13 @@ Status Ledger::finish_recount(std::uint64_t counted) {
   return status;
 }
 
-std::uint64_t Ledger::added_by_others() {
+std::int64_t Ledger::change_by_others() {
   const MutexLock lock(mutex_);
-  const std::int64_t added = static_cast<std::int64_t>(total() - static_cast<std::uint64_t>(explained_));
-  return added > 0 ? static_cast<std::uint64_t>(added) : 0;
+  return static_cast<std::int64_t>(total() - static_cast<std::uint64_t>(explained_));
+}
+
+std::uint64_t Ledger::added_by_others() {
+  return static_cast<std::uint64_t>(std::max<std::int64_t>(change_by_others(), 0));
 }
 
 bool Ledger::trusted() {

@@ -22,6 +22,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/types.h"
+#include "policy/eviction_policy.h"
 
 namespace kv_offload {
 
@@ -34,7 +35,7 @@ struct TierOp {
   OpKind kind = OpKind::kRead;
   ChunkKey key;
   std::uint32_t group = 0;  // group position, stored in the record and checked
-  std::uint32_t depth = 0;  // hint for the tier's eviction policy
+  EntryInfo about;          // for the tier's eviction policy
   // The chunk's shards, one per area with bytes, page-aligned; the record's
   // payload is their concatenation, each padded to 4 KiB. The bytes behind a
   // shard up to the next 4 KiB are part of the row: a write makes them zero, a
@@ -99,7 +100,7 @@ class Tier {
   // Is a complete record of this key here, as far as the catalogue knows. O(1),
   // no I/O on the calling thread.
   virtual Presence contains(const ChunkKey& key) = 0;
-  // Recency: the key was hit.
+  // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;
   // Forget everything: from this call on no older record is found again by
   // anybody who starts later or by us; the bytes are reclaimed behind.
