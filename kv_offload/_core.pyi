@@ -178,7 +178,7 @@ class Trace:
         tier_eviction_policy: str = "lru",
         write_policy: str = "through",
     ) -> dict[str, int]:
-        """requests; in blocks: blocks, host_hits, tier_hits, stored, declined, evicted, written, tier_evicted."""
+        """In blocks: blocks, host_hits, tier_hits, stored, declined, evicted, written, tier_evicted."""
     def optimal_hits(self, capacity: int) -> int:
         """The most that any cache of so many blocks could have hit: it knows the future."""
 
