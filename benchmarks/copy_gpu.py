@@ -1,7 +1,8 @@
 """How near do copies come to the link, for every way that vLLM lays out a cache?
 
 Baselines, in the same run: the link (one big cudaMemcpyAsync each way, and both at once), and batched DMA
-with one descriptor per page, which is what vLLM's own copies are made of. A row that misses its aim says so.
+alone ("dma": one descriptor per run, and at runs of 1 one per page, which is what vLLM's own copies are made
+of). A row that misses its aim says so.
 
     python benchmarks/copy_gpu.py --program build/copy_gpu             # on a machine with a GPU
     python benchmarks/copy_gpu.py --program build/copy_gpu --host      # tries the benchmark without one

@@ -1,8 +1,9 @@
 """Are records written and read as fast as the device allows, and found again quickly at start?
 
 Baseline, in the same run and on the same path: the better of fio's libaio and io_uring with O_DIRECT,
-the same bytes, one new file per record where the record size allows it, the same number in flight.
-Each round runs the engines one after another; the medians over the rounds are compared.
+the same bytes, one new file per record where the record size allows it, the same number in flight; and
+vLLM's own batch calls (vllm_fs_io.py), which take no checksums. Each round runs the engines one after
+another; the medians over the rounds are compared.
 
     python benchmarks/fs_bench.py --program build/fs_bench --directory /path/on/the/disk
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 ENGINES = ("libaio", "io_uring")
+ALL = ("ours", "vllm", *ENGINES)
 
 
 def machine(directory: Path) -> dict[str, str]:
@@ -70,17 +72,28 @@ def measure(
     """Medians of ours and of each fio engine, and the ratio to the better engine."""
     samples: dict[str, list[float]] = {}
     for done in range(rounds):
-        for name in ("ours", *ENGINES):
+        for name in ALL:
             with tempfile.TemporaryDirectory(dir=directory) as scratch:
                 at = Path(scratch)
-                if name == "ours":
-                    command = [program, "io", at / "root", record, total, threads, 2 * threads]
+                if name in ("ours", "vllm"):
+                    command = (
+                        [program, "io", at / "root", record, total, threads, 2 * threads]
+                        if name == "ours"
+                        else [
+                            sys.executable,
+                            Path(__file__).parent / "vllm_fs_io.py",
+                            at,
+                            record,
+                            total,
+                            threads,
+                        ]
+                    )
                     words = [str(word) for word in command]
                     answer = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
-                    found = json.loads(answer.stdout)
+                    found = json.loads(answer.stdout.splitlines()[-1])
                     for direction in ("write", "read"):
                         rate = float(found[f"{direction}_bytes_per_second"])
-                        samples.setdefault(f"ours {direction}", []).append(rate)
+                        samples.setdefault(f"{name} {direction}", []).append(rate)
                 else:
                     for direction in ("write", "read"):
                         rate = fio(at, name, direction, record, total, threads)
@@ -92,10 +105,11 @@ def measure(
         best = max(ENGINES, key=lambda engine: medians[f"{engine} {direction}"])
         result[direction] = {
             "ours": medians[f"ours {direction}"],
-            **{engine: medians[f"{engine} {direction}"] for engine in ENGINES},
+            **{engine: medians[f"{engine} {direction}"] for engine in ALL[1:]},
             "baseline": f"fio {best}",
             "ratio": medians[f"ours {direction}"] / medians[f"{best} {direction}"],
-            "samples": {engine: samples[f"{engine} {direction}"] for engine in ("ours", *ENGINES)},
+            "times_vllm": medians[f"ours {direction}"] / medians[f"vllm {direction}"],
+            "samples": {engine: samples[f"{engine} {direction}"] for engine in ALL},
         }
     return result
 
@@ -120,8 +134,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     for axis, direction in zip(axes, ("write", "read"), strict=True):
         sizes = [entry["record_bytes"] / 2**20 for entry in results["io"]]
-        for name in ("ours", *ENGINES):
-            label = "kv_offload (checksums on)" if name == "ours" else f"fio {name}"
+        labels = {"ours": "kv_offload (checksums on)", "vllm": "vLLM's fs.io (no checksums)"}
+        for name in ALL:
+            label = labels.get(name, f"fio {name}")
             axis.plot(sizes, [entry[direction][name] / 1e9 for entry in results["io"]], "o-", label=label)
         axis.set(title=direction, xlabel="record, MiB", xscale="log")
         axis.set_xticks(sizes, [f"{size:g}" for size in sizes])
@@ -162,7 +177,8 @@ def main() -> None:
             entry = found[direction]
             print(
                 f"{size:>4g} MiB {direction:5}: {entry['ours'] / 1e9:6.2f} GB/s, {entry['baseline']} "
-                f"{entry[entry['baseline'].split()[1]] / 1e9:6.2f} GB/s, ratio {entry['ratio']:.2f}",
+                f"{entry[entry['baseline'].split()[1]] / 1e9:6.2f} GB/s, ratio {entry['ratio']:.2f}; "
+                f"vLLM {entry['vllm'] / 1e9:6.2f} GB/s, times vLLM's {entry['times_vllm']:.2f}",
                 flush=True,
             )
     for records in options.start:

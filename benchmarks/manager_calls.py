@@ -62,8 +62,8 @@ class Ours:
         )
         self.manager: Any = KVOffloadManager(cache, metrics)
 
-    def copied(self, output: Any) -> None:
-        self.worker.report(0, output.store_spec.ticket, 0)
+    def copied(self, spec: Any) -> None:
+        self.worker.report(0, spec.ticket, 0)
 
     def end_step(self) -> None:
         self.manager.on_schedule_end(None)
@@ -78,7 +78,7 @@ class Theirs:
     def __init__(self, resident: int) -> None:
         self.manager: Any = CPUOffloadingManager(num_chunks=resident)
 
-    def copied(self, output: Any) -> None:
+    def copied(self, spec: Any) -> None:
         pass
 
     def end_step(self) -> None:
@@ -116,7 +116,7 @@ class Side:
         self.next_key += count
         prepared, output = milliseconds(lambda: self.manager.prepare_store(keys, request))
         assert len(output.keys_to_store) == count
-        self.made.copied(output)
+        self.made.copied(output.store_spec)
         done = set(output.keys_to_store)
         completed, _ = milliseconds(lambda: self.manager.complete_store(done, request))
         self.made.end_step()
@@ -135,7 +135,9 @@ class Side:
         assert str(lookup(hits[0], request)).endswith(".HIT")
         self._note("lookup hits", milliseconds(lambda: look(hits))[0])
         self._note("lookup misses", milliseconds(lambda: look(misses))[0])
-        self._note("prepare_load", milliseconds(lambda: self.manager.prepare_load(hits, request))[0])
+        prepared_load, spec = milliseconds(lambda: self.manager.prepare_load(hits, request))
+        self._note("prepare_load", prepared_load)
+        self.made.copied(spec)
         loaded = set(hits)
         self._note("complete_load", milliseconds(lambda: self.manager.complete_load(loaded, request))[0])
         self.made.end_step()

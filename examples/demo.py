@@ -128,7 +128,8 @@ def demonstrate(directory: Path, prompt_count: int, tokens: int) -> bool:
         computed = ask_all(server, prompts, "computing")
         host = ask_all(server, prompts, "asking again, vLLM's cache has lost it")
         with step("letting the last records reach the disk"):
-            wait_until_recorded(server, prompt_count * (tokens // BLOCK))
+            prompts_asked = prompt_count + 1  # with the first request of all
+            wait_until_recorded(server, prompts_asked * (tokens // BLOCK))
         with step("stopping vLLM"):
             server.stop()
         with step("starting vLLM again, on the same directory"):

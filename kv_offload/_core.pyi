@@ -27,6 +27,12 @@ def format_bytes(count: int) -> str: ...
 def metric_definitions() -> list[MetricDefinition]: ...
 def eviction_policy_names() -> list[str]: ...
 def cuda_unavailable_reason() -> str: ...
+def describe_cuda_copier(device: int = -1) -> str:
+    """Which copy path is taken from which size, as measured now on this device (-1: the current one).
+
+    Raises ResourceError where there is no CUDA.
+    """
+
 def memory_headroom(shm_directory: str = "/dev/shm") -> tuple[int, str]: ...
 def sweep_leftovers(shm_directory: str = "/dev/shm") -> list[str]: ...
 def measure_copy(total_bytes: int, threads: int) -> float:
@@ -131,13 +137,26 @@ class TieredCache:
     ) -> int: ...
     def end_request(self, request: int) -> None: ...
     def make_lookup(
-        self, results: tuple[Any, Any, Any, Any], handle_of: Callable[[Any], int]
+        self,
+        results: tuple[Any, Any, Any, Any],
+        handle_of: Callable[[Any], int],
+        span_of: Callable[[Any, bytes], tuple[int, int] | None] | None = None,
     ) -> Callable[[bytes, Any], Any]:
         """A builtin ``lookup(key, context)`` returning one of results = (miss, hit, pending, retry).
 
         ``handle_of(context)`` gives the request handle; it is asked again only when another context
-        object than last time is passed. Call ``forget_context`` when a request ends.
+        object than last time is passed. Then ``span_of(context, key)`` gives the ends, in tokens, of the
+        chunk asked for and of the request's last whole chunk, unless they are known. Call
+        ``forget_context`` when a request ends.
         """
+    def report(self, request: int) -> dict[str, Any]:
+        """What became of a request, also after its end until another one begins.
+
+        hit_tokens: {tier: tokens}, miss_tokens: {reason: tokens}, choice: load, partial, recompute or "",
+        load_seconds and compute_seconds (what that was decided on, 0 = unknown), waited_seconds.
+        """
+    def sights(self) -> list[tuple[int, int]]:
+        """(chunks that lookups found, chunks that they missed) of each group position, since the start."""
     def forget_context(self) -> None: ...
     def lookup(self, request: int, key: bytes) -> int:
         """0 miss, 1 hit, 2 pending, 3 retry. The slow twin of make_lookup's function."""
@@ -178,7 +197,10 @@ class Trace:
         tier_eviction_policy: str = "lru",
         write_policy: str = "through",
     ) -> dict[str, int]:
-        """In blocks: blocks, host_hits, tier_hits, stored, declined, evicted, written, tier_evicted."""
+        """requests; the rest in blocks.
+
+        blocks, host_hits, tier_hits, stored, declined, evicted, written, tier_evicted.
+        """
     def optimal_hits(self, capacity: int) -> int:
         """The most that any cache of so many blocks could have hit: it knows the future."""
 
@@ -234,8 +256,25 @@ class FsRoot:
         self, repair: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> list[dict[str, Any]]:
         """Opens every record; {path, kind, message, removed} for each that is damaged."""
+    def evict(
+        self,
+        *,
+        target_bytes: int,
+        dead_before: float = 0.0,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> dict[str, Any]:
+        """Removes until the root takes ``target_bytes`` (as du): dead first, then by age, all namespaces.
+
+        ``dead_before``: unix seconds; a namespace that no process has open and that was last used before is
+        dead. ``progress`` is given the bytes freed so far. Gives {bytes_before, bytes_freed, dead_bytes,
+        records, dead_namespaces}.
+        """
     def purge(self, namespace: str | None = None) -> tuple[int, int]:
         """Removes the records of one namespace, or all: (records, bytes) removed."""
+
+def record_created(path: str) -> float:
+    """When a record was written, in unix seconds, from its header; 0.0 when that cannot be read."""
 
 def probe_disk(directory: str, total_bytes: int, record_bytes: int) -> dict[str, Any]:
     """Writes and reads temporary records: {o_direct, write_bytes_per_second, read_bytes_per_second}."""

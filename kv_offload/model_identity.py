@@ -107,12 +107,24 @@ def _hub_commit(
     name: str, revision: str | None, cache_dir: str | None, environ: Mapping[str, str]
 ) -> str | None:
     """The commit that a branch or tag stands for in the local cache of the hub (its refs/ files)."""
-    home = environ.get("HF_HOME") or os.path.join(
-        environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
-    )
-    cache = cache_dir or environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
-    reference = Path(cache) / f"models--{name.replace('/', '--')}" / "refs" / (revision or "main")
+    reference = _hub_folder(name, cache_dir, environ) / "refs" / (revision or "main")
     try:
         return reference.read_text(encoding="utf-8").strip() or None
     except (OSError, ValueError):
         return None
+
+
+def _hub_folder(name: str, cache_dir: str | None, environ: Mapping[str, str]) -> Path:
+    home = environ.get("HF_HOME") or os.path.join(
+        environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
+    cache = cache_dir or environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(cache) / f"models--{name.replace('/', '--')}"
+
+
+def hub_snapshot(name: str, environ: Mapping[str, str] | None = None) -> Path | None:
+    """Where the local cache of the hub keeps the main revision of ``name``; None when it does not."""
+    environment = os.environ if environ is None else environ
+    commit = _hub_commit(name, None, None, environment)
+    folder = _hub_folder(name, None, environment) / "snapshots" / (commit or "")
+    return folder if commit and folder.is_dir() else None

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 FORMAT_VERSION = 1  # of the record format and of these facts
@@ -50,7 +51,7 @@ class NamespaceFacts:
         """Sorted keys, no spaces, no floats: equal facts give equal text. Raises TypeError on a float."""
         facts = asdict(self) | {"format_version": FORMAT_VERSION}
         _refuse_floats(facts, "facts")
-        return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return _canonical(facts)
 
     def readable_json(self) -> str:
         """The same facts for people: the text of namespace.json."""
@@ -63,6 +64,60 @@ class NamespaceFacts:
     def short_id(self) -> str:
         """The first 12 hex digits, for logs and metrics."""
         return self.namespace_id().hex()[:12]
+
+
+def _canonical(facts: Mapping[str, Any]) -> str:
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def described_id(text: str) -> str | None:
+    """The id (hex) of the namespace that a namespace.json describes; None when it is not JSON."""
+    try:
+        return hashlib.sha256(_canonical(json.loads(text)).encode()).hexdigest()
+    except ValueError:
+        return None
+
+
+def other_namespaces(root_dir: str, own: NamespaceFacts, most: int = 3) -> list[str]:
+    """What is different in the newest other namespaces of a root, one text each: the facts' names.
+
+    Reads a few small files; what cannot be read is left out.
+    """
+    try:
+        found = [
+            path
+            for path in Path(root_dir).glob("*/namespace.json")
+            if path.parent.name != own.namespace_id().hex()
+        ]
+        found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        return []
+    mine = _flat(json.loads(own.canonical_json()))
+    texts = []
+    for path in found[:most]:
+        try:
+            theirs = _flat(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue
+        different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+        if different:
+            texts.append(", ".join(different))
+    return texts
+
+
+def _flat(value: object, name: str = "") -> dict[str, object]:
+    """Nested tables and lists as one table: {"model.revision": ..., "groups.0.num_layers": ...}."""
+    if isinstance(value, Mapping):
+        parts = list(value.items())
+    elif isinstance(value, list):
+        parts = list(enumerate(value))
+    else:
+        return {name: value}
+    return {
+        inner: leaf
+        for key, part in parts
+        for inner, leaf in _flat(part, f"{name}.{key}" if name else str(key)).items()
+    }
 
 
 def setting_text(value: object) -> str:

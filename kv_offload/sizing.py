@@ -82,20 +82,25 @@ def boot_line(
     copier: str,
     namespace: str,
     version: str,
+    replica: int = 0,
+    replicas: int = 1,
 ) -> str:
     """One line: tiers, capacity in bytes and in tokens of this model, copier, namespace.
 
-    ``bounds``: max_bytes of each tier (machine.tier_bounds); ``copier``: RankWorker.describe() or its name.
+    ``bounds``: max_bytes of each tier (machine.tier_bounds); ``copier``: RankWorker.describe() or its name;
+    ``replica`` of ``replicas``: with data parallelism every engine says its own line, and its own budget.
     """
     memory = config.cpu_bytes_to_use
-    tiers = [f"cpu {format_bytes(memory)} = {geometry.tokens_in_memory(memory):,} tokens"]
+    engine = f" engine {replica + 1} of {replicas}" if replicas > 1 else ""
+    each, shared = (" for this engine", " for all engines") if replicas > 1 else ("", "")
+    tiers = [f"cpu {format_bytes(memory)}{each} = {geometry.tokens_in_memory(memory):,} tokens"]
     tiers += [
-        f"{name} {tier.root_dir} {format_bytes(bound)} = {geometry.tokens_on_tier(bound):,} tokens "
+        f"{name} {tier.root_dir} {format_bytes(bound)}{shared} = {geometry.tokens_on_tier(bound):,} tokens "
         f"({tier.write_policy})"
         for name, tier, bound in zip(config.tier_names(), config.secondary_tiers, bounds, strict=True)
     ]
     per_token = format_bytes(round(geometry.bytes_per_token))
     return (
-        f"kv-offload {version}: {'; '.join(tiers)}; {per_token} a token "
+        f"kv-offload {version}{engine}: {'; '.join(tiers)}; {per_token} a token "
         f"({geometry.tokens_in_memory(GIB):,} tokens/GiB); copier {copier}; namespace {namespace}"
     )

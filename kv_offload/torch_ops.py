@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
+from kv_offload import _core
 from kv_offload._core import ResourceError
 
-_DIRECTORY = Path(__file__).parent
+# Beside the extension: in an editable install that is not where this file is.
+_DIRECTORY = Path(_core.__file__).parent
 
 
 def load() -> None:

@@ -140,6 +140,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         keep_alive=tensors,
     )
     logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())
+    metrics.set("kv_offload_copy_info", [rank_worker.describe()], 1)
     return KVOffloadWorker(rank_worker, region, metrics, _compute_stream_of(copier, device))
 
 

@@ -1,6 +1,6 @@
 // How near do copies come to the link, for every way that vLLM lays out a cache?
-// One JSON object per line; the link is measured in the same run, and so is DMA
-// with one descriptor per page, which is what vLLM's own copies are made of.
+// One JSON object per line; the link is measured in the same run, and so is each
+// path alone ("dma" at runs of 1: a descriptor per page, as vLLM's own copies).
 //
 //   copy_gpu [--host] [--quick] [QUESTION ...]
 //   questions: one_way both_ways layer_major decode submit        default: all

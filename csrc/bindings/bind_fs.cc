@@ -4,6 +4,7 @@
 #include "bindings/bindings.h"
 #include "bindings/bound_cache.h"
 #include "storage/fs_root.h"
+#include "storage/fs_verify.h"
 
 namespace kv_offload::bindings {
 
@@ -113,6 +114,24 @@ py::list verify(FsRoot& root, bool repair, const py::object& progress) {
   return list;
 }
 
+// What `progress` raises ends the work; what is gone by then is off the account.
+py::dict evict(FsRoot& root, std::uint64_t target_bytes, double dead_before, bool dry_run,
+               const py::object& progress) {
+  const auto report = [&progress](std::uint64_t freed) {
+    const py::gil_scoped_acquire acquire;
+    if (!progress.is_none()) progress(freed);
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  };
+  EvictReport found;
+  {
+    const py::gil_scoped_release release;
+    found = root.evict({target_bytes, static_cast<std::int64_t>(dead_before * 1e9), dry_run}, report);
+  }
+  return py::dict("bytes_before"_a = found.bytes_before, "bytes_freed"_a = found.bytes_freed,
+                  "dead_bytes"_a = found.dead_bytes, "records"_a = found.records,
+                  "dead_namespaces"_a = found.dead_namespaces);
+}
+
 py::dict probe(const std::string& directory, std::uint64_t total_bytes, std::uint64_t record_bytes) {
   DiskProbe figures;
   {
@@ -147,8 +166,13 @@ void bind_fs(py::module_& module) {
       .def("stat", &stat)
       .def("records", &FsRoot::records, py::arg("namespace") = py::none(), Released())
       .def("verify", &verify, py::arg("repair") = false, py::arg("progress") = py::none())
+      .def("evict", &evict, py::kw_only(), py::arg("target_bytes"), py::arg("dead_before") = 0.0,
+           py::arg("dry_run") = false, py::arg("progress") = py::none())
       .def("purge", &FsRoot::purge, py::arg("namespace") = py::none(), Released());
 
+  module.def(
+      "record_created", [](const std::string& path) { return to_unix_seconds(record_created(path)); },
+      py::arg("path"), Released());
   module.def("probe_disk", &probe, py::arg("directory"), py::arg("total_bytes"), py::arg("record_bytes"));
 }
 

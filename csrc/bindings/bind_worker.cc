@@ -128,6 +128,8 @@ void bind_worker(py::module_& module) {
 
   module.def("measure_copy", &measure_copy, py::arg("total_bytes"), py::arg("threads"),
              py::call_guard<py::gil_scoped_release>());
+  module.def("describe_cuda_copier", &describe_cuda_copier, py::arg("device") = -1,
+             py::call_guard<py::gil_scoped_release>());
   module.def("cuda_unavailable_reason", &cuda_unavailable_reason, py::call_guard<py::gil_scoped_release>());
 }
 

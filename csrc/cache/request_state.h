@@ -38,12 +38,15 @@ struct RequestState {
 
   // ---- waiting: from the first pending answer until it is admitted
   bool waiting = false;  // pins are held; ends with the deadline too
-  bool expired = false;  // the deadline passed: what is not resident is a miss
+  bool expired = false;  // it waits no more: what is not resident is a miss, for this reason
+  MissReason expired_for = MissReason::kDeadline;
   Nanos waits_since{0};
   Nanos deadline{0};
-  std::vector<Slot> held;     // resident, pinned once each for this request
-  std::vector<Slot> awaited;  // being fetched, among others for this request
-  bool decided_to_load = false;
+  Nanos patience{0};              // after this computing is cheaper than waiting on; 0: no such time
+  std::uint32_t fetched_for = 0;  // fetches that it ever awaited in this wait
+  std::vector<Slot> held;         // resident, pinned once each for this request
+  std::vector<Slot> awaited;      // being fetched, among others for this request
+  bool decided = false;           // load or recompute
   // No (further) fetch for this group, and why.
   std::vector<std::optional<MissReason>> closed;
   // Fetches that failed while it waited: never tried again for it.
@@ -53,7 +56,18 @@ struct RequestState {
   };
   std::vector<Failed> failed;
 
-  // ---- storing: the first key of each group that found no row. What follows it
+  // ---- what it is: end positions, in tokens, of the first chunk that was asked for
+  // and of its last whole chunk; 0 while not told
+  std::uint32_t first_end = 0;
+  std::uint32_t last_end = 0;
+  bool knows_span = false;
+  bool host_dear = false;  // copying from host memory takes longer than computing
+
+  RequestReport report;
+
+  // ---- storing: per group, the end of what was offered so far
+  std::vector<std::uint32_t> offered_end;
+  // The first key of each group that found no row. What follows it
   // is declined too, until it is offered again.
   std::vector<std::optional<ChunkKey>> declined;
   // The chunk of each group that was offered last: the one before the next.
@@ -85,6 +99,10 @@ struct RequestState {
     pass_step = 0;
     clear_wait();
     failed.clear();
+    first_end = last_end = 0;
+    host_dear = knows_span = false;
+    report = {};
+    offered_end.assign(groups, 0);
     declined.assign(groups, std::nullopt);
     offered.assign(groups, {});
     closed.assign(groups, std::nullopt);
@@ -96,8 +114,9 @@ struct RequestState {
   }
   // REQUIRES: held and awaited are given back.
   void clear_wait() {
-    waiting = expired = decided_to_load = false;
-    deadline = waits_since = Nanos(0);
+    waiting = expired = decided = false;
+    deadline = waits_since = patience = Nanos(0);
+    fetched_for = 0;
     held.clear();
     awaited.clear();
     for (auto& reason : closed) reason.reset();

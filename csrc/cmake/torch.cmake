@@ -3,7 +3,7 @@
 # version: only its headers and, to link, its libtorch_cpu are used).
 set(KV_OFFLOAD_TORCH AUTO CACHE STRING "Build the torch operators: AUTO (when Python has torch), ON, OFF")
 string(TOUPPER "${KV_OFFLOAD_TORCH}" torch_wanted)
-if(torch_wanted STREQUAL "OFF" OR NOT (SKBUILD OR KV_OFFLOAD_PYTHON))
+if(torch_wanted STREQUAL "OFF" OR (torch_wanted STREQUAL "AUTO" AND NOT (SKBUILD OR KV_OFFLOAD_PYTHON)))
   return()
 endif()
 find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
@@ -45,5 +45,6 @@ if(TARGET kv_offload_cuda_objects)
   set_target_properties(torch_cuda_stand_in PROPERTIES OUTPUT_NAME torch_cuda
     LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/stand_in C_VISIBILITY_PRESET default)
   kv_offload_torch_library(kv_offload_torch_cuda csrc/bindings/torch_ops_cuda.cc)
+  target_compile_definitions(kv_offload_torch_cuda PRIVATE USE_CUDA)  # torch's headers declare the call then
   target_link_libraries(kv_offload_torch_cuda PRIVATE kv_offload_cuda_objects torch_cuda_stand_in)
 endif()

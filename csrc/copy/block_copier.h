@@ -67,5 +67,9 @@ std::unique_ptr<BlockCopier> make_host_copier(const CopierOptions& options);
 std::unique_ptr<BlockCopier> make_cuda_copier(const CopierOptions& options);
 // "" when the CUDA copier can be loaded here, else why not.
 std::string cuda_unavailable_reason();
+// Makes the CUDA copier of a device (-1: the current one) on a little memory of
+// its own and says what it measured: which path is taken from which size. Throws
+// as make_cuda_copier does.
+std::string describe_cuda_copier(int device);
 
 }  // namespace kv_offload

@@ -5,6 +5,7 @@
 #include <array>
 #include <filesystem>
 
+#include "base/aligned_buffer.h"
 #include "copy/block_copier.h"
 #include "copy/cuda_library.h"
 
@@ -75,6 +76,15 @@ std::unique_ptr<BlockCopier> make_cuda_copier(const CopierOptions& options) {
   if (copier == nullptr && callers_mistake) throw InvalidArgument(message.data());
   if (copier == nullptr) throw_resource("no CUDA copier: {}", message.data());
   return copier;
+}
+
+std::string describe_cuda_copier(int device) {
+  AlignedBuffer area(2 << 20);
+  CopierOptions options;
+  options.layout.groups.emplace_back();
+  options.area = area.span();
+  options.device = device;
+  return make_cuda_copier(options)->describe();
 }
 
 }  // namespace kv_offload

@@ -1,11 +1,11 @@
 #include <fcntl.h>
-#include <sys/file.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <limits>
 
 #include "storage/fs_layout.h"
+#include "storage/fs_reclaim.h"
 #include "storage/fs_store.h"
 
 namespace kv_offload {
@@ -91,43 +91,12 @@ std::uint64_t FsStore::reclaim_others(std::uint64_t enough, bool even_open) {
   std::uint64_t freed = 0;
   for (const std::string& name : names) {
     if (freed >= enough || stop_.load()) break;
-    if (name != open_.namespace_name) freed += reclaim_namespace(name, enough - freed, even_open);
+    if (name == open_.namespace_name) continue;
+    freed += reclaim_namespace(ops_, open_.root.get(), name, enough - freed, even_open, stop_,
+                               [this](std::uint64_t bytes) { give_back(bytes); });
   }
   evicted_bytes_.fetch_add(freed);
   return freed;
-}
-
-std::uint64_t FsStore::reclaim_namespace(const std::string& name, std::uint64_t enough, bool even_open) {
-  int error = 0;
-  const Fd directory = open_fd(ops_, open_.root.get(), name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW, 0, &error);
-  if (!directory) return 0;
-  const std::string mark_name(layout::kOpenFile);
-  const Fd mark = open_fd(ops_, directory.get(), mark_name, O_RDWR | O_NOFOLLOW, 0, &error);
-  // Held while we remove, so that nobody opens it under our hands.
-  const bool closed = !mark || lock_file(ops_, mark.get(), LOCK_EX | LOCK_NB) == 0;
-  if (!closed && !even_open) return 0;
-  std::vector<std::uint64_t> generations;
-  if (!list_generations(ops_, directory.get(), &generations)) return 0;
-  std::uint64_t freed = 0;
-  for (const std::uint64_t number : generations) {
-    if (freed >= enough) break;
-    freed += reclaim_generation(ops_, directory.get(), layout::generation_name(number), enough - freed,
-                                closed, stop_, [this](std::uint64_t bytes) { give_back(bytes); });
-  }
-  generations.clear();
-  if (!closed || !list_generations(ops_, directory.get(), &generations) || !generations.empty()) return freed;
-  std::uint64_t last = 0;
-  FileInfo info;
-  for (const std::string& file : {std::string(layout::kNamespaceFile), mark_name}) {
-    if (ops_.stat(directory.get(), file, &info) == 0 && ops_.unlink(directory.get(), file) == 0) {
-      last += info.disk_bytes;
-    }
-  }
-  if (ops_.stat(open_.root.get(), name, &info) == 0 && ops_.rmdir(open_.root.get(), name) == 0) {
-    last += info.disk_bytes;
-  }
-  give_back(last);
-  return freed + last;
 }
 
 void FsStore::reclaim_old_generations(const std::string& name, std::uint64_t below) {

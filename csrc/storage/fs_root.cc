@@ -1,7 +1,6 @@
 #include "storage/fs_root.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 
 #include <algorithm>
 #include <atomic>
@@ -9,11 +8,11 @@
 #include <cstring>
 #include <limits>
 
-#include "base/aligned_buffer.h"
 #include "storage/fs_layout.h"
+#include "storage/fs_reclaim.h"
+#include "storage/fs_verify.h"
 #include "storage/fs_walk.h"
 #include "storage/ledger.h"
-#include "storage/record_file.h"
 
 namespace kv_offload {
 namespace {
@@ -52,42 +51,20 @@ std::vector<std::string> namespaces_of(int root, const std::optional<std::string
   return {*only};
 }
 
-// Header and payload of one file, checked against each other and its name.
-Status verify_file(int leaf, const std::string& name, const RecordInfo& info, const NamespaceId& id) {
-  FileOps& ops = posix_file_ops();
-  int error = 0;
-  const Fd fd = open_fd(ops, leaf, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0, &error);
-  if (!fd) return Status::from_errno(error, "open", info.path);
-  FileInfo file;
-  if (const int rc = ops.fstat(fd.get(), &file); rc < 0) return Status::from_errno(-rc, "stat", info.path);
-  if (!file.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, info.path);
-  if (file.size != info.bytes) {
-    return Status::error(StatusKind::kCorrupt,
-                         fmt::format("{} bytes long, its name says {}", file.size, info.bytes));
+// What a reset left behind; nobody can hit it.
+std::uint64_t reclaim_left_behind(FileOps& ops, int root, const std::string& name, bool dry_run,
+                                  const Gone& gone) {
+  const std::atomic<bool> stop{false};
+  const Fd directory = open_directory(root, name);
+  std::vector<std::uint64_t> generations;
+  if (!directory || !list_generations(ops, directory.get(), &generations)) return 0;
+  std::uint64_t freed = 0;
+  for (std::size_t i = 0; i + 1 < generations.size(); ++i) {
+    const std::string old = layout::generation_name(generations[i]);
+    freed += dry_run ? count_tree(ops, directory.get(), old, {}, stop)
+                     : reclaim_generation(ops, directory.get(), old, kAll, true, stop, gone);
   }
-  const AlignedBuffer bytes(file.size);
-  Status status = transfer_all(ops, fd.get(), {{bytes.data(), file.size}}, Transfer::kRead, false, info.path);
-  if (!status) return status;
-  const auto page = bytes.span().first(kRecordHeaderBytes);
-  RecordHeader header;
-  if (status = decode_header(page, &header); !status) return status;
-  if (header.payload_bytes + kRecordHeaderBytes != file.size) {
-    return Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, its header says {}", file.size,
-                                                           header.payload_bytes + kRecordHeaderBytes));
-  }
-  std::vector<Shard> shards;
-  std::size_t at = kRecordHeaderBytes;
-  for (const std::uint64_t size : header.shard_bytes) {
-    shards.push_back(bytes.span().subspan(at, size));
-    at += round_up(size, kPageBytes);
-  }
-  return verify_record(page, id, ChunkKey::from_hex(info.key), header.group, shards);
-}
-
-NamespaceId parse_id(const std::string& hex) {
-  NamespaceId id{};
-  for (std::size_t i = 0; i < id.size(); ++i) id[i] = *layout::parse_hex_byte(hex.substr(2 * i, 2));
-  return id;
+  return freed;
 }
 
 }  // namespace
@@ -96,12 +73,6 @@ struct FsRoot::Impl {
   std::string path;
   Fd root;
 
-  bool is_open(int directory) const {
-    int error = 0;
-    FileOps& ops = posix_file_ops();
-    const Fd mark = open_fd(ops, directory, std::string(layout::kOpenFile), O_RDWR | O_NOFOLLOW, 0, &error);
-    return mark && lock_file(ops, mark.get(), LOCK_EX | LOCK_NB) != 0;
-  }
   std::unique_ptr<Ledger> ledger() const {
     return std::make_unique<Ledger>(posix_file_ops(), root.get(), path, std::uint64_t{1} << 62);
   }
@@ -194,7 +165,7 @@ RootInfo FsRoot::stat() {
     const Fd directory = open_directory(impl_->root.get(), name);
     if (!directory) continue;
     (void)read_text(ops, directory.get(), std::string(layout::kNamespaceFile), &found.json);
-    found.open = impl_->is_open(directory.get());
+    found.open = namespace_is_open(ops, directory.get());
     std::vector<std::uint64_t> generations;
     (void)list_generations(ops, directory.get(), &generations);
     found.generation = generations.empty() ? 0 : generations.back();
@@ -227,52 +198,96 @@ std::vector<DamagedRecord> FsRoot::verify(bool repair,
   for (Cursor cursor = records(std::nullopt); cursor.next();) ++all;
   const std::unique_ptr<Ledger> ledger = repair ? impl_->ledger() : nullptr;
   std::vector<DamagedRecord> damaged;
+  const auto found = [&](const std::string& path, const Status& status) {
+    bool removed = false;
+    FileInfo info;
+    if (repair && status.kind() == StatusKind::kCorrupt && ops.stat(AT_FDCWD, path, &info) == 0) {
+      removed = ops.unlink(AT_FDCWD, path) == 0;
+      if (removed) ledger->give_back(info.disk_bytes);
+    }
+    damaged.push_back({path, status.kind(), status.message(), removed});
+  };
   Cursor cursor = records(std::nullopt);
   while (const auto record = cursor.next()) {
-    const Status status = verify_file(AT_FDCWD, record->path, *record, parse_id(record->namespace_id));
+    const Status status = verify_record_file(record->path, record->bytes, record->namespace_id, record->key);
     // Vanished: evicted by a process that serves.
-    if (!status && status.kind() != StatusKind::kNotFound) {
-      bool removed = false;
-      FileInfo info;
-      if (repair && status.kind() == StatusKind::kCorrupt && ops.stat(AT_FDCWD, record->path, &info) == 0) {
-        removed = ops.unlink(AT_FDCWD, record->path) == 0;
-        if (removed) ledger->give_back(info.disk_bytes);
-      }
-      damaged.push_back({record->path, status.kind(), status.message(), removed});
-    }
+    if (!status && status.kind() != StatusKind::kNotFound) found(record->path, status);
     if (progress) progress(++done, std::max(all, done));
+  }
+  for (const std::string& name : namespaces_of(impl_->root.get(), std::nullopt, impl_->path)) {
+    for (const std::string& stray : stray_records(impl_->root.get(), name)) {
+      found(impl_->path + "/" + stray,
+            Status::error(StatusKind::kCorrupt, "no record can have this name here; it is never read"));
+    }
   }
   return damaged;
 }
 
 std::pair<std::uint64_t, std::uint64_t> FsRoot::purge(const std::optional<std::string>& namespace_id) {
-  FileOps& ops = posix_file_ops();
   const std::atomic<bool> stop{false};
   const std::unique_ptr<Ledger> ledger = impl_->ledger();
   std::uint64_t records_removed = 0, bytes = 0;
   for (const std::string& name : namespaces_of(impl_->root.get(), namespace_id, impl_->path)) {
     for (Cursor cursor = records(name); cursor.next();) ++records_removed;
-    const Fd directory = open_directory(impl_->root.get(), name);
-    std::vector<std::uint64_t> generations;
-    if (!directory || !list_generations(ops, directory.get(), &generations)) continue;
-    int error = 0;
-    const std::string mark_name(layout::kOpenFile);
-    const Fd mark = open_fd(ops, directory.get(), mark_name, O_RDWR | O_NOFOLLOW, 0, &error);
-    const bool closed = !mark || lock_file(ops, mark.get(), LOCK_EX | LOCK_NB) == 0;
-    for (const std::uint64_t generation : generations) {
-      bytes += reclaim_generation(ops, directory.get(), layout::generation_name(generation), kAll, closed,
-                                  stop, [&](std::uint64_t gone) { ledger->give_back(gone); });
-    }
-    if (!closed) continue;
-    const std::uint64_t before = count_tree(ops, impl_->root.get(), name, {}, stop);
-    (void)ops.unlink(directory.get(), std::string(layout::kNamespaceFile));
-    (void)ops.unlink(directory.get(), mark_name);
-    (void)ops.rmdir(impl_->root.get(), name);
-    const std::uint64_t gone = before - std::min(before, count_tree(ops, impl_->root.get(), name, {}, stop));
-    ledger->give_back(gone);
-    bytes += gone;
+    bytes += reclaim_namespace(posix_file_ops(), impl_->root.get(), name, kAll, true, stop,
+                               [&](std::uint64_t gone) { ledger->give_back(gone); });
   }
   return {records_removed, bytes};
+}
+
+EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(std::uint64_t)>& gone) {
+  FileOps& ops = posix_file_ops();
+  const int root = impl_->root.get();
+  const std::atomic<bool> stop{false};
+  EvictReport report;
+  report.bytes_before = count_tree(ops, root, ".", {}, stop);
+  if (report.bytes_before <= options.target_bytes) return report;
+  const std::uint64_t wanted = report.bytes_before - options.target_bytes;
+  const std::unique_ptr<Ledger> ledger = options.dry_run ? nullptr : impl_->ledger();
+  std::uint64_t freed = 0;
+  const Gone note = [&](std::uint64_t bytes) {
+    ledger->give_back(bytes);
+    freed += bytes;
+    if (gone) gone(freed);
+  };
+  std::vector<std::string> live;
+  for (const std::string& name : namespaces_of(root, std::nullopt, impl_->path)) {
+    if (report.dead_bytes < wanted) {
+      report.dead_bytes += reclaim_left_behind(ops, root, name, options.dry_run, note);
+    }
+    if (!is_dead(name, options.dead_before_unix_nanos)) {
+      live.push_back(name);
+    } else if (report.dead_bytes < wanted) {
+      const std::uint64_t enough = wanted - report.dead_bytes;
+      report.dead_namespaces.push_back(name);
+      report.dead_bytes += options.dry_run ? std::min(enough, count_tree(ops, root, name, {}, stop))
+                                           : reclaim_namespace(ops, root, name, enough, false, stop, note);
+    }
+  }
+  report.bytes_freed = report.dead_bytes;
+  if (report.dead_bytes < wanted) {
+    const Reclaimed oldest =
+        reclaim_oldest(ops, root, live, wanted - report.dead_bytes, options.dry_run, note);
+    report.records = oldest.records;
+    report.bytes_freed += oldest.bytes;
+  }
+  return report;
+}
+
+// Nobody has it open, and nobody used it for long: a restart takes a while too.
+bool FsRoot::is_dead(const std::string& name, std::int64_t before_unix_nanos) {
+  const Fd directory = open_directory(impl_->root.get(), name);
+  if (!directory || namespace_is_open(posix_file_ops(), directory.get())) return false;
+  FileInfo info;
+  const std::string mark(layout::kOpenFile);
+  if (posix_file_ops().stat(directory.get(), mark, &info) == 0 && info.mtime_nanos >= before_unix_nanos) {
+    return false;
+  }
+  Cursor cursor = records(name);
+  while (const auto record = cursor.next()) {
+    if (record->mtime_unix_nanos >= before_unix_nanos) return false;
+  }
+  return true;
 }
 
 }  // namespace kv_offload

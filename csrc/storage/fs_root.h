@@ -50,6 +50,20 @@ struct DamagedRecord {
   bool removed = false;
 };
 
+struct EvictOptions {
+  std::uint64_t target_bytes = 0;           // the root shall take no more, as `du`
+  std::int64_t dead_before_unix_nanos = 0;  // of a namespace that nobody has open: last used before
+  bool dry_run = false;                     // only tell
+};
+
+struct EvictReport {
+  std::uint64_t bytes_before = 0;
+  std::uint64_t bytes_freed = 0;
+  std::uint64_t dead_bytes = 0;  // of these: dead namespaces, generations that a reset left
+  std::uint64_t records = 0;     // removed by age, of namespaces that live
+  std::vector<std::string> dead_namespaces;
+};
+
 class FsRoot {
  public:
   // Throws InvalidArgument when it is not a root of this project.
@@ -83,7 +97,16 @@ class FsRoot {
   // namespace itself when nobody has it open: (records, bytes on disk) removed.
   std::pair<std::uint64_t, std::uint64_t> purge(const std::optional<std::string>& namespace_id);
 
+  // Makes room as the evictor of a tier does, for all processes that share the
+  // root: first what nobody can hit any more (generations that a reset left
+  // behind, dead namespaces), then records of all namespaces by age. Takes no
+  // lease: who holds it goes on, and finds the room. gone(bytes freed so far) may
+  // throw to end it early.
+  EvictReport evict(const EvictOptions& options, const std::function<void(std::uint64_t)>& gone);
+
  private:
+  bool is_dead(const std::string& name, std::int64_t before_unix_nanos);
+
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

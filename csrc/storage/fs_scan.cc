@@ -200,6 +200,7 @@ void FsStore::tick() {
     (void)open_.ledger->refresh();
   }
   follow_reset();
+  look_for_news();
   bool write_back = false;
   {
     const MutexLock lock(mutex_);

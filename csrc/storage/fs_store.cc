@@ -66,6 +66,7 @@ void FsStore::set_generation(std::shared_ptr<Generation> generation, bool empty)
   const MutexLock lock(mutex_);
   generation_ = std::move(generation);
   leaf_bytes_.assign(layout::kLeaves, 0);
+  durable_leaves_.clear();
   leaf_states_.assign(layout::kLeaves, empty ? LeafState::kKnown : LeafState::kUnknown);
   scan_complete_.store(empty);
 }

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "base/thread_annotations.h"
@@ -38,7 +39,7 @@ class FsStore {
   // removes what the dead left behind.
   void start();
   // Once a second: take the lease when it is free, make the room others asked
-  // for, notice another process's reset, write recency back.
+  // for, notice another process's reset and its records, write recency back.
   void tick();
   // After forget(): makes the next generation's directory.
   Status make_generation() EXCLUDES(generation_mutex_);
@@ -67,7 +68,8 @@ class FsStore {
   Status open_temporary(const Generation& generation, std::uint32_t leaf, bool direct,
                         Reservation* reservation, Fd* fd, std::string* path);
   Status put_in_place(const Generation& generation, const std::string& temporary, const std::string& path,
-                      std::uint64_t disk_bytes, Reservation* reservation);
+                      std::uint64_t file_bytes, std::uint64_t disk_bytes, Reservation* reservation);
+  Status sync_names(const Generation& generation, const std::string& path);
   void note_leaf_growth(const Generation& generation, std::uint32_t leaf, Reservation* reservation);
 
   // fs_read.cc
@@ -82,8 +84,6 @@ class FsStore {
   bool make_room(std::uint64_t bytes) EXCLUDES(evict_mutex_);
   bool evict_own(std::uint64_t* freed) REQUIRES(evict_mutex_);  // one record; false when there is none
   std::uint64_t reclaim_others(std::uint64_t enough, bool even_open) REQUIRES(evict_mutex_);
-  std::uint64_t reclaim_namespace(const std::string& name, std::uint64_t enough, bool even_open)
-      REQUIRES(evict_mutex_);
   void reclaim_old_generations(const std::string& name, std::uint64_t below) EXCLUDES(evict_mutex_);
   // Off the disk and off the account. 0 or -errno; a file that is gone already is no error.
   int remove_file(const Generation& generation, const std::string& path, std::uint64_t* freed)
@@ -100,6 +100,8 @@ class FsStore {
   std::uint64_t count_others(std::uint64_t own_generation);
   void set_generation(std::shared_ptr<Generation> generation, bool empty);
   void follow_reset();
+  void look_for_news();
+  std::uint64_t adopt_changed_leaves(std::int64_t since_mtime);
 
   std::shared_ptr<Generation> generation() const EXCLUDES(mutex_);
   static bool aligned(std::span<const Shard> shards);
@@ -116,7 +118,8 @@ class FsStore {
   std::uint64_t least_generation_ GUARDED_BY(mutex_) = 1;  // a reset's next is above
   std::vector<TierRemoval> removals_ GUARDED_BY(mutex_);
   std::vector<LeafState> leaf_states_ GUARDED_BY(mutex_);
-  std::vector<std::uint32_t> leaf_bytes_ GUARDED_BY(mutex_);  // of each leaf directory, 0: unknown
+  std::vector<std::uint32_t> leaf_bytes_ GUARDED_BY(mutex_);           // of each leaf directory, 0: unknown
+  std::unordered_set<std::string> durable_leaves_ GUARDED_BY(mutex_);  // with fsync: full
   Nanos last_write_back_ GUARDED_BY(mutex_){0};
 
   Mutex generation_mutex_;  // one maker at a time; held across file system calls
@@ -130,6 +133,10 @@ class FsStore {
   std::atomic<bool> garbage_exhausted_{false};
   std::atomic<bool> starved_{false};  // found nothing to evict
   std::atomic<Nanos> next_recount_{Nanos{0}};
+  // Of the keeper's thread alone: what was known when news were looked for last.
+  std::int64_t seen_change_ = 0;        // by others, on the ledger
+  std::int64_t newest_leaf_mtime_ = 0;  // by the file system's clock
+  Nanos next_news_{0};
   std::atomic<std::uint64_t> evicted_bytes_{0}, direct_ops_{0}, buffered_ops_{0};
 };
 

@@ -16,6 +16,9 @@ namespace kv_offload {
 namespace {
 
 constexpr Nanos kTickEvery{std::chrono::seconds(1)};
+// An idle engine does not tick. What others wrote meanwhile is waited for, shortly.
+constexpr Nanos kNewsAge{std::chrono::seconds(2)};
+constexpr Nanos kNewsWait{std::chrono::milliseconds(500)};
 constexpr std::uint64_t kProbeTag = std::uint64_t{1} << 63;  // above every caller's id
 
 Lane lane_of(OpKind kind) { return kind == OpKind::kRead ? Lane::kRead : Lane::kWrite; }
@@ -46,6 +49,7 @@ struct Shared {
   FsStore store;
   Breaker breakers[2];  // by lane: a full disk must not stop reads
   std::atomic<bool> ticking{false};
+  std::atomic<Nanos> ticked{Nanos{0}};  // when the last tick ended
   std::atomic<std::uint64_t> read_bytes_waiting{0};
   mutable Mutex mutex;
   std::vector<Completion> completions GUARDED_BY(mutex);
@@ -96,6 +100,7 @@ class FsTier final : public Tier {
         pool_({options.n_read_threads, options.n_write_threads, &clock, options.close_wait}),
         keeper_({1, 1, &clock, options.close_wait}) {
     next_tick_ = clock_.now() + kTickEvery;
+    shared_->ticked.store(clock_.now());  // opening it was as good
     keep(Lane::kWrite, [](FsStore& store) { store.start(); });
   }
   ~FsTier() override { close(); }
@@ -116,13 +121,17 @@ class FsTier final : public Tier {
   void keep(Lane lane, std::function<void(FsStore&)> work);
   // On the keeper's fast lane; kTimeout when it did not end in time (it goes on).
   Status keep_and_wait(Nanos wait, std::function<Status(FsStore&)> work);
+  bool waits_for_news() const;
   void watch();  // trips the breakers when an op is stuck
 
   const FsTierOptions options_;
   const Clock& clock_;
   const std::shared_ptr<Shared> shared_;
   Nanos next_tick_{0};
-  Nanos watched_from_{0};  // ops that started before are known to be stuck
+  Nanos tick_started_{0};
+  Nanos tripped_at_{0};             // ops that started before trip no breaker again
+  Nanos counted_until_{0};          // ops that started up to here were found stuck, or ended
+  std::uint64_t timeouts_[2] = {};  // by lane
   bool closed_ = false;
   // Last: their threads end before what they use.
   IoPool pool_;
@@ -193,9 +202,15 @@ void FsTier::submit(std::vector<TierOp> ops) {
 // Threads are stuck when an op has been running for longer than op_deadline.
 void FsTier::watch() {
   const Nanos now = clock_.now();
-  const std::optional<Nanos> oldest = pool_.oldest_start(watched_from_);
-  if (!oldest || now - *oldest <= options_.op_deadline) return;
-  watched_from_ = now;
+  const Nanos too_long_ago = now - options_.op_deadline;
+  bool stuck = false;
+  for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
+    timeouts_[static_cast<std::size_t>(lane)] += pool_.running_since(lane, counted_until_, too_long_ago);
+    stuck |= pool_.running_since(lane, tripped_at_, too_long_ago) > 0;
+  }
+  counted_until_ = std::max(counted_until_, too_long_ago - Nanos{1});
+  if (!stuck) return;
+  tripped_at_ = now;
   for (Breaker& breaker : shared_->breakers) breaker.trip(now);
   pool_.fail_queued(off());
 }
@@ -206,8 +221,10 @@ void FsTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>
   const Nanos now = clock_.now();
   if (!closed_ && now >= next_tick_ && !shared_->ticking.exchange(true)) {
     next_tick_ = now + kTickEvery;
-    keep(Lane::kWrite, [shared = shared_.get()](FsStore& store) {
+    tick_started_ = now;
+    keep(Lane::kWrite, [shared = shared_.get(), clock = &clock_](FsStore& store) {
       store.tick();
+      shared->ticked.store(clock->now());
       shared->ticking.store(false);
     });
   }
@@ -222,6 +239,7 @@ Presence FsTier::contains(const ChunkKey& key) {
   if (!breaker.closed() && !breaker.offers(clock_.now())) return Presence::kAbsent;
   bool start_probe = false;
   const Presence presence = shared_->store.presence(key, &start_probe);
+  if (presence == Presence::kAbsent && waits_for_news()) return Presence::kUnknown;
   if (start_probe) {
     IoPool::Op op;
     op.tag = kProbeTag;
@@ -234,6 +252,12 @@ Presence FsTier::contains(const ChunkKey& key) {
     pool_.submit(std::move(ops));
   }
   return presence;
+}
+
+bool FsTier::waits_for_news() const {
+  if (!shared_->ticking.load(std::memory_order_relaxed)) return false;
+  const Nanos now = clock_.now();
+  return now - shared_->ticked.load(std::memory_order_relaxed) > kNewsAge && now - tick_started_ < kNewsWait;
 }
 
 Status FsTier::keep_and_wait(Nanos wait, std::function<Status(FsStore&)> work) {
@@ -280,6 +304,14 @@ TierStats FsTier::stats() const {
   stats.queued_writes = writes.queued + writes.running;
   stats.oldest_read_seconds = reads.oldest_seconds;
   stats.oldest_write_seconds = writes.oldest_seconds;
+  stats.read_timeouts = timeouts_[static_cast<std::size_t>(Lane::kRead)];
+  stats.write_timeouts = timeouts_[static_cast<std::size_t>(Lane::kWrite)];
+  const Nanos now = clock_.now();
+  const auto takes = [&](Lane lane) {
+    return shared_->breaker(lane).closed() || shared_->breaker(lane).offers(now);
+  };
+  stats.readable = takes(Lane::kRead);
+  stats.writable = takes(Lane::kWrite);
   for (const Breaker& breaker : shared_->breakers) {
     stats.available = stats.available && breaker.closed();
     stats.breaker_trips += breaker.trips();

@@ -49,6 +49,9 @@ class Ledger {
 
   // Bytes that other processes added since the last recount here.
   std::uint64_t added_by_others();
+  // Differs from its last answer when other processes added or took off bytes
+  // between (as of the last refresh).
+  std::int64_t change_by_others();
 
   std::uint64_t total() const { return seen_total_.load(std::memory_order_relaxed); }
   // Refreshes total() from the file.

@@ -5,7 +5,16 @@ from typing import Annotated
 import typer
 
 import kv_offload
-from kv_offload.cli import config_command, doctor_command, replay_command, root_commands
+from kv_offload.cli import (
+    bench_command,
+    config_command,
+    doctor_command,
+    evict_command,
+    replay_command,
+    root_commands,
+    size_command,
+    top_command,
+)
 
 app = typer.Typer(
     name="kv-offload",
@@ -37,8 +46,12 @@ def _options(
 
 app.command("config")(config_command.config)
 app.command("doctor")(doctor_command.doctor)
+app.command("size")(size_command.size)
+app.command("bench")(bench_command.bench)
+app.command("top")(top_command.top)
 app.command("stat")(root_commands.stat)
 app.command("ls")(root_commands.ls)
 app.command("verify")(root_commands.verify)
 app.command("purge")(root_commands.purge)
+app.command("evict")(evict_command.evict)
 app.command("replay")(replay_command.replay)

@@ -83,6 +83,8 @@ def config(
     [bold]Example[/bold]
 
       vllm serve MODEL --kv-transfer-config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
+
+    Exit status: 0 written; 2 the configuration cannot be meant.
     """
     if shell and as_json:
         fail("--shell and --json exclude each other", 2)

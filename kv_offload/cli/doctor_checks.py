@@ -2,6 +2,7 @@
 
 import os
 import platform
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -9,7 +10,8 @@ from typing import Any, Literal
 
 import kv_offload
 from kv_offload import vllm_versions
-from kv_offload.config import FsTierConfig, OffloadConfig
+from kv_offload.cli.terminal import rate
+from kv_offload.config import ConfigError, FsTierConfig, OffloadConfig
 from kv_offload.config_compat import SPEC_NAME
 from kv_offload.machine import cautions, check_root, existing_part, free_bytes, tier_bounds
 from kv_offload.machine import check_machine as machine_problems
@@ -71,7 +73,9 @@ def device() -> Check:
     from kv_offload import _core
 
     reason = _core.cuda_unavailable_reason()
-    return Check("device", "note" if reason else "ok", f"host copier: {reason}" if reason else "CUDA copier")
+    if reason:
+        return Check("device", "note", f"host copier: {reason}")
+    return Check("device", "ok", f"CUDA copier: {_core.describe_cuda_copier()}")
 
 
 def memory(config: OffloadConfig | None) -> Check:
@@ -126,8 +130,30 @@ def copy_speed(threads: int, total_bytes: int) -> Check:
     return Check("copy", "ok", text, {"bytes_per_second": speed, "threads": threads})
 
 
-def rate(bytes_per_second: float) -> str:
-    return f"{format_bytes(int(bytes_per_second))}/s"
+def metrics_port(config: OffloadConfig, ranks: int) -> list[Check]:
+    """Is the port of each process's own /metrics free; none when they are off."""
+    found = []
+    for rank in (None, *range(ranks)):
+        try:
+            address = config.metrics_address(rank, ranks)
+        except ConfigError as error:
+            return [Check("metrics port", "refused", error.problems[0])]
+        if address is None:
+            return []
+        host, _, port = address.rpartition(":")
+        whose = "the scheduler" if rank is None else f"rank {rank}"
+        try:
+            with socket.socket() as probe:
+                # As a server does it: the end of an earlier connection is no reason to refuse.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, int(port)))
+        except OSError as error:
+            what = f"{address} for {whose}: {error.strerror}; set another metrics_port or metrics_host"
+            found.append(Check("metrics port", "refused", what))
+    if not found:
+        text = f"{config.metrics_host}:{config.metrics_port} to +{ranks} are free"
+        found.append(Check("metrics port", "ok", text))
+    return found
 
 
 def plan(config: OffloadConfig) -> list[tuple[str, str, bool]]:

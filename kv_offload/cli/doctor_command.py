@@ -31,6 +31,9 @@ def doctor(
         list[str] | None,
         typer.Option(metavar="DIRECTORY", help="Also ask about this directory. May be repeated."),
     ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Worker processes of the engine, for metrics_port.")
+    ] = 1,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Measure the speed of disks and of copies.")
     ] = True,
@@ -39,12 +42,15 @@ def doctor(
     ] = "256MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Say whether vLLM would be served here, and how: version, device, memory, disks, effective plan.
+    """Say whether vLLM would be served here, and how: version, device, memory, ports, disks, effective
+    plan.
 
     [bold]Example[/bold]: kv-offload doctor --config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
 
     Allocates no host memory for serving and changes no root; to measure a disk it writes temporary
-    records in a directory that it removes again. Exit status 1 when something would be refused.
+    records in a directory that it removes again.
+
+    Exit status: 0 it would be served; 1 something would be refused; 2 the command was used wrongly.
     """
     total = parse_byte_size(measure_size)
     found: list[Check] = []
@@ -66,6 +72,8 @@ def doctor(
         ("device", lambda: [checks.device()]),
         ("memory", lambda: [checks.memory(parsed)]),
     ]
+    if parsed is not None:
+        questions.append(("metrics port", partial(checks.metrics_port, parsed, ranks)))
     for tier in tiers:
         questions.append((f"disk {tier.root_dir}", partial(_disk, tier, measure, total)))
     if measure:

@@ -2,8 +2,10 @@
 
 import heapq
 import json
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kv_offload.cli.terminal import OK, PROBLEM, USAGE, add_row, console, fail, print_json, table, told
+from kv_offload.namespace import described_id
 from kv_offload.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -24,6 +27,9 @@ Namespace = Annotated[
 ]
 
 
+_SAME_SECONDS = 2.0  # from the header to the end of the file: a last use up to here is the write itself
+
+
 def open_root(path: str) -> "FsRoot":
     """The root at ``path``. Raises ValueError when it is none of this project."""
     from kv_offload import _core
@@ -33,7 +39,12 @@ def open_root(path: str) -> "FsRoot":
 
 @told
 def stat(root: Root, as_json: Json = False) -> None:
-    """Show what a root holds: bytes, records, and each namespace (one per model, layout and format)."""
+    """Show what a root holds: bytes, records, and each namespace (one per model, layout and format).
+
+    [bold]Example[/bold]: kv-offload stat /var/cache/kv --json | jq .bytes
+
+    Exit status: 0 shown; 2 ROOT is no root.
+    """
     facts = open_root(root).stat()
     if as_json:
         print_json(facts)
@@ -65,40 +76,95 @@ def stat(root: Root, as_json: Json = False) -> None:
         out.print(shown)
 
 
+class Order(str, Enum):
+    """What ``ls --by`` knows."""
+
+    NEWEST = "newest"
+    OLDEST = "oldest"
+    LARGEST = "largest"
+    SMALLEST = "smallest"
+    NAMESPACE = "namespace"
+    HITS = "hits"
+
+
+# Smallest first.
+_ORDERS: dict[Order, Callable[[dict[str, Any]], Any]] = {
+    Order.NEWEST: lambda record: -record["mtime"],
+    Order.OLDEST: lambda record: record["mtime"],
+    Order.LARGEST: lambda record: (-record["bytes"], -record["mtime"]),
+    Order.SMALLEST: lambda record: (record["bytes"], -record["mtime"]),
+    Order.NAMESPACE: lambda record: (record["namespace"], -record["mtime"]),
+    Order.HITS: lambda record: (not record["hit"], -record["mtime"]),
+}
+
+
 @told
 def ls(
     root: Root,
     namespace: Namespace = None,
+    by: Annotated[
+        Order,
+        typer.Option(help="newest, oldest: by last use. hits: those hit since they were written first."),
+    ] = Order.NEWEST,
     limit: Annotated[
         int,
-        typer.Option("--limit", "-l", min=0, metavar="N", help="The N newest; 0: all, as they come."),
+        typer.Option("--limit", "-l", min=0, metavar="N", help="The first N; 0: all."),
     ] = 50,
     as_json: Json = False,
 ) -> None:
-    """List the records of a root, newest first. Records are not opened.
+    """List the records of a root, last used first.
 
-    With [bold]--json[/bold] each record is one line: namespace, generation, key, bytes, mtime, path.
+    A record's age is that of its last use: servers write it back to the file once a minute. Whether it was
+    hit at all since it was written is known (from its header, which is read for what is shown, and of all
+    records for [bold]--by hits[/bold]); how often is not kept on disk.
+
+    With [bold]--json[/bold] each record is one line: namespace, generation, key, bytes, mtime (last use, unix
+    seconds), created, hit, path. With [bold]--limit 0[/bold] and by newest they come as they are found.
+
+    [bold]Examples[/bold]
+
+      kv-offload ls /var/cache/kv --by largest -l 10
+
+      kv-offload ls /var/cache/kv -n 3fa2 --by hits --json
+
+    Exit status: 0 listed; 2 ROOT is no root, or has no such namespace.
     """
     opened = open_root(root)
     found: Iterable[dict[str, Any]] = opened.records(full_id(opened, namespace))
+    if by is Order.HITS:
+        found = map(_with_history, found)
     if limit:
-        found = heapq.nlargest(limit, found, key=lambda record: record["mtime"])
+        found = heapq.nsmallest(limit, found, key=_ORDERS[by])
+    elif by is not Order.NEWEST:
+        found = sorted(found, key=_ORDERS[by])
+    if by is not Order.HITS:
+        found = map(_with_history, found)
     if as_json:
         for record in found:
             typer.echo(json.dumps(record))
         return
-    out = console()
-    shown = table("", "key", "bytes", "age", "namespace", "generation", right=("bytes", "age", "generation"))
+    numbers = ("bytes", "last used", "written", "generation")
+    shown = table("", "key", *numbers[:3], "hit", "namespace", "generation", right=numbers)
     for record in found:
         add_row(
             shown,
             record["key"],
             format_bytes(record["bytes"]),
             age(record["mtime"]),
+            age(record["created"]),
+            "yes" if record["hit"] else "no",
             record["namespace"][:12],
             str(record["generation"]),
         )
-    out.print(shown if shown.row_count else "no records")
+    console().print(shown if shown.row_count else "no records")
+
+
+def _with_history(record: dict[str, Any]) -> dict[str, Any]:
+    """With when it was written, and whether it was used since."""
+    from kv_offload import _core
+
+    created = _core.record_created(record["path"])
+    return record | {"created": created, "hit": bool(created) and record["mtime"] > created + _SAME_SECONDS}
 
 
 @told
@@ -109,9 +175,16 @@ def verify(
 ) -> None:
     """Open every record and check its length, header, key and checksums.
 
-    A server that uses the root may keep running: it checks each record again when it reads it. Records
-    that cannot be read (an I/O error, permissions) are named but never removed. Exit status 1 when
-    anything is damaged, repaired or not.
+    Finds as well records that no server can find, because their name or directory is wrong, and
+    namespaces whose namespace.json is not what their id was made of (a server refuses to start with one;
+    without it, it writes it again). [bold]--repair[/bold] removes all that is proven bad, nothing else:
+    what is removed is computed again. A server that uses the root may keep running: it checks each record
+    again when it reads it. Records that cannot be read (an I/O error, permissions) are named but never
+    removed.
+
+    [bold]Example[/bold]: kv-offload verify /var/cache/kv --repair --json
+
+    Exit status: 0 all is well; 1 something is damaged, repaired or not; 2 ROOT is no root.
     """
     opened = open_root(root)
     with Progress(
@@ -130,12 +203,26 @@ def verify(
             checked = done
             progress.update(bar, completed=done, total=total)
 
-        damaged = opened.verify(repair, show)
+        damaged = opened.verify(repair, show) + damaged_descriptions(root, opened, repair)
     if as_json:
         print_json({"checked": checked, "damaged": damaged})
     else:
         _print_damage(checked, damaged, repair)
     raise typer.Exit(PROBLEM if damaged else OK)
+
+
+def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict[str, Any]]:
+    """A namespace's id is the digest of its namespace.json: those where it is not, as ``verify`` tells."""
+    damaged = []
+    for space in opened.stat()["namespaces"]:
+        if not space["json"] or described_id(space["json"]) == space["id"]:
+            continue
+        path = os.path.join(root, space["id"], "namespace.json")
+        if repair:
+            os.unlink(path)
+        message = "it describes another namespace than the one whose directory it is in"
+        damaged.append({"path": path, "kind": "corrupt", "message": message, "removed": repair})
+    return damaged
 
 
 def _print_damage(checked: int, damaged: list[dict[str, Any]], repair: bool) -> None:
@@ -162,6 +249,10 @@ def purge(
     """Remove the records of one namespace, or of all.
 
     A server that uses the root may keep running: what it no longer finds it computes again.
+
+    [bold]Example[/bold]: kv-offload purge /var/cache/kv --namespace 3fa2 --yes
+
+    Exit status: 0 removed; 1 not confirmed; 2 ROOT is no root, or has no such namespace.
     """
     opened = open_root(root)
     chosen = full_id(opened, namespace)

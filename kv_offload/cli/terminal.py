@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kv_offload.sizes import format_bytes
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -69,6 +71,11 @@ def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
 def add_row(to: Table, *cells: str) -> None:
     """A row of plain text: brackets in it are no markup."""
     to.add_row(*(escape(cell) for cell in cells))
+
+
+def rate(bytes_per_second: float) -> str:
+    """A speed for people: 1.2 GiB/s."""
+    return f"{format_bytes(int(bytes_per_second))}/s"
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:

@@ -81,6 +81,10 @@ class FsRoot:
         return (3, 3 << 20) if namespace is None else (2, 2 << 20)
 
 
+def record_created(path: str) -> float:
+    return {"/r/0.rec": 10.0, "/r/1.rec": 5.0, "/r/2.rec": 20.0}[path]
+
+
 def memory_headroom(shm_directory: str = "/dev/shm") -> tuple[int, str]:
     return 8 * GIB, "/dev/shm"
 

@@ -148,6 +148,8 @@ def test_without_cuda_there_is_a_reason(region, tensor):
         pytest.skip("a CUDA device is here")
     with pytest.raises(_core.ResourceError):
         make_worker(region, tensor, copier="cuda", device=0)
+    with pytest.raises(_core.ResourceError, match="no CUDA copier"):
+        _core.describe_cuda_copier()
 
 
 def test_the_copier_can_be_measured():

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import socket
 import sys
 
 import fake_core
@@ -22,6 +23,8 @@ def core(monkeypatch):
     monkeypatch.setitem(sys.modules, "kv_offload._core", fake_core)
     monkeypatch.setattr(kv_offload, "_core", fake_core, raising=False)
     monkeypatch.setattr(fake_core.FsRoot, "last_purge", "nothing", raising=False)
+    # Its namespaces are called ab... and ac..., whatever they hold.
+    monkeypatch.setattr("kv_offload.cli.root_commands.damaged_descriptions", lambda *_: [])
     return monkeypatch
 
 
@@ -60,13 +63,28 @@ def as_json(*arguments, status=0):
     return json.loads(run(*arguments, status=status).stdout)
 
 
+COMMANDS = ("config", "doctor", "size", "bench", "top", "stat", "ls", "verify", "purge", "evict")
+
+
 def test_version():
     assert run("--version").stdout == f"kv-offload {kv_offload.__version__}\n"
 
 
-@pytest.mark.parametrize("command", [[], ["config"], ["doctor"], ["stat"], ["ls"], ["verify"], ["purge"]])
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_each_command_explains_itself(command):
     assert " ".join(["Usage: kv-offload", *command]) in said(*command, "--help")
+
+
+def test_the_list_of_commands_is_whole():
+    assert {command.name for command in app.registered_commands} >= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_json_an_example_and_its_exit_statuses(command):
+    text = said(command, "--help")
+    assert "--json" in text
+    assert "Example" in text
+    assert "Exit status" in text
 
 
 @pytest.mark.parametrize("arguments", [["bogus"], ["stat"], ["config"], ["ls", "--limit", "-1", "r"]])
@@ -220,6 +238,26 @@ def test_doctor_refuses_another_vllm(core, vllm, version, part):
     assert part in said("doctor", "--no-measure", status=1)
 
 
+def test_doctor_refuses_a_metrics_port_that_is_taken(core, vllm):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for given, whose in ((port, "the scheduler"), (port - 1, "rank 0")):
+            text = said("doctor", "--no-measure", "--config", config_text(metrics_port=given), status=1)
+            assert f"127.0.0.1:{port} for {whose}: Address already in use; set another metrics_port" in text
+    text = said("doctor", "--no-measure", "--config", config_text(metrics_port=port))
+    assert f"127.0.0.1:{port} to +1 are free" in text
+    assert "metrics port" not in said("doctor", "--no-measure", "--config", config_text())
+
+
+def test_doctor_refuses_a_metrics_port_that_is_too_high_for_its_ranks(core, vllm):
+    text = said(
+        "doctor", "--no-measure", "--ranks", 4, "--config", config_text(metrics_port=65_534), status=1
+    )
+    assert "gives this process port 65536" in text
+
+
 def test_doctor_refuses_an_unusable_root(core, vllm, tmp_path):
     (tmp_path / "file").write_text("")
     text = said("doctor", "--root", tmp_path / "file" / "kv", status=1)
@@ -336,13 +374,42 @@ def keys_of(*arguments):
     ]
 
 
-def test_ls_newest_first(core):
+def test_ls_last_used_first(core):
     assert keys_of() == ["01", "02", "00"]
     assert keys_of("--limit", 1) == ["01"]
     assert keys_of("--limit", 0) == ["00", "01", "02"]
     assert keys_of("-n", "AB") == ["01", "00"]
     text = said("ls", "/root")
     assert "0101010101010101 1.0 MiB" in text
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [
+        ("newest", ["01", "02", "00"]),
+        ("oldest", ["00", "02", "01"]),
+        ("largest", ["00", "01", "02"]),
+        ("smallest", ["02", "01", "00"]),
+        ("namespace", ["01", "00", "02"]),
+        ("hits", ["01", "02", "00"]),
+    ],
+)
+def test_ls_by(core, by, expected):
+    plain = fake_core.FsRoot.records
+
+    def of_sizes(self, namespace=None):
+        return (record | {"bytes": 3 - n} for n, record in enumerate(plain(self, namespace)))
+
+    core.setattr(fake_core.FsRoot, "records", of_sizes)
+    assert keys_of("--by", by) == expected
+    if by != "newest":
+        assert keys_of("--by", by, "--limit", 0) == expected
+
+
+def test_ls_knows_what_was_hit_since_it_was_written(core):
+    lines = run("ls", "/root", "--json", "--by", "oldest").stdout.splitlines()
+    assert [json.loads(line)["hit"] for line in lines] == [False, False, True]
+    assert keys_of("--by", "hits", "--limit", 1) == ["01"]
 
 
 def test_ls_of_nothing(core):

@@ -1,71 +1,23 @@
 """kv-offload on a root that the core itself has written: the stand-in of test_cli.py must not lie."""
 
 import json
-import os
 import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from written_root import CHUNK, FACTS, KEYS, write_root
 
 from kv_offload.cli import app
 from kv_offload.machine import held_bytes
-from kv_offload.namespace import GroupFacts, NamespaceFacts
 
-core = pytest.importorskip("kv_offload._core", reason="the core is not built")
-
-CHUNK = 64 << 10
-KEYS = [bytes([number]) * 32 + bytes(4) for number in range(1, 6)]
-FACTS = NamespaceFacts(
-    model={"name": "org/model", "revision": "c0ffee"},
-    kv_dtype="bfloat16",
-    kv_cache_layout="LBHNC",
-    groups=(GroupFacts(0, 16, 2, (CHUNK,)),),
-    blocks_per_chunk=1,
-    tokens_per_hash=16,
-    hash_algorithm="sha256",
-    hash_seed="00",
-)
+pytest.importorskip("kv_offload._core", reason="the core is not built")
 
 
 @pytest.fixture
 def root(tmp_path):
     """A root with one record for each of KEYS."""
-    path = tmp_path / "root"
-    engine = f"cli-{os.getpid()}-{tmp_path.name}"
-    size = 16 << 20
-    worker = core.HostRegion.attach_worker(engine, size, 1, 1, 0, [CHUNK], "layout", huge_pages=False)
-    region = core.HostRegion.attach_scheduler(engine, size, 1, 1, huge_pages=False)
-    region.wait_for_ranks(10)
-    tier = core.FsTier(
-        root_dir=str(path),
-        max_bytes=1 << 30,
-        namespace_id=FACTS.namespace_id(),
-        namespace_json=FACTS.readable_json(),
-    )
-    cache = core.TieredCache(
-        region,
-        core.Metrics(),
-        group_ids=[0],
-        tokens_per_chunk=[16],
-        shard_bytes=[[CHUNK]],
-        full_attention=[True],
-        tiers=[tier],
-    )
-    request = cache.begin_request("r")
-    accepted, ticket, rows, _, _ = cache.prepare_store(request, KEYS)
-    assert accepted == KEYS
-    for number, row in enumerate(rows):
-        worker.area(0)[int(row) * 4096 :][:CHUNK] = number
-    worker.report(0, ticket, 0)
-    cache.complete_store(accepted)
-    cache.end_request(request)
-    deadline = time.monotonic() + 30
-    while cache.tier_stats(0)["chunks"] < len(KEYS):
-        cache.end_step()
-        assert time.monotonic() < deadline, cache.tier_stats(0)
-    cache.close()
-    return path
+    return write_root(tmp_path / "root")
 
 
 def run(*arguments, status=0):
@@ -111,6 +63,97 @@ def test_verify_finds_and_removes_a_flipped_bit(root):
     assert "1 removed" in run("verify", root, "--repair", status=1)
     assert not bad.exists()
     assert "4 records, all good" in run("verify", root)
+
+
+def planted(root):
+    """Ways to damage a root, by name: each gives the path that verify must name."""
+
+    def flip(path, at):
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        path.write_bytes(data)
+        return path
+
+    first, second, *_ = records(root)
+
+    def truncated():
+        first.write_bytes(first.read_bytes()[:-4096])
+        return first
+
+    def emptied():
+        first.write_bytes(b"")
+        return first
+
+    def of_another_key():
+        first.write_bytes(second.read_bytes())
+        return first
+
+    def in_another_directory():
+        return first.rename(second.parent / first.name)
+
+    def misspelt():
+        return first.rename(first.with_name("x" + first.name))
+
+    def description():
+        path = next(root.glob("*/namespace.json"))
+        path.write_text(path.read_text().replace("bfloat16", "float16"))
+        return path
+
+    def description_cut():
+        path = next(root.glob("*/namespace.json"))
+        path.write_text(path.read_text()[:-20])
+        return path
+
+    return {
+        "magic": lambda: flip(first, 0),
+        "header": lambda: flip(first, 200),
+        "header checksum": lambda: flip(first, 4090),
+        "payload": lambda: flip(first, 5000),
+        "last byte": lambda: flip(first, first.stat().st_size - 1),
+        "truncated": truncated,
+        "emptied": emptied,
+        "of another key": of_another_key,
+        "in another directory": in_another_directory,
+        "misspelt": misspelt,
+        "description of the namespace": description,
+        "description cut short": description_cut,
+    }
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "magic",
+        "header",
+        "header checksum",
+        "payload",
+        "last byte",
+        "truncated",
+        "emptied",
+        "of another key",
+        "in another directory",
+        "misspelt",
+        "description of the namespace",
+        "description cut short",
+    ],
+)
+def test_verify_finds_every_planted_damage_and_removes_it(root, damage):
+    bad = planted(root)[damage]()
+    (found,) = json.loads(run("verify", root, "--json", status=1))["damaged"]
+    assert (Path(found["path"]), found["kind"], found["removed"]) == (bad, "corrupt", False)
+    (found,) = json.loads(run("verify", root, "--repair", "--json", status=1))["damaged"]
+    assert found["removed"]
+    assert not bad.exists()
+    assert json.loads(run("verify", root, "--json"))["damaged"] == []
+
+
+def test_a_root_serves_again_after_repair(root):
+    planted(root)["description cut short"]()
+    with pytest.raises(ValueError, match="another namespace under the same id"):
+        write_root(root)
+    run("verify", root, "--repair", status=1)
+    write_root(root)
+    assert "5 records, all good" in run("verify", root)
 
 
 def test_purge_leaves_nothing(root):

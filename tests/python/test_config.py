@@ -371,10 +371,10 @@ def test_a_link_as_root_is_answered_with_where_it_points(tmp_path):
     assert problem.endswith(f"is a symbolic link; give the directory it points to: {tmp_path}/there")
 
 
-def test_a_root_that_everybody_may_write_is_refused(tmp_path):
+def test_a_root_that_others_may_write_is_refused(tmp_path):
     tmp_path.chmod(0o1777)
     (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}]))
-    assert "can be written by every user" in problem
+    assert "can be written by other users" in problem
     assert checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path / "kv")}])) == []
 
 

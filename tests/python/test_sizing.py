@@ -65,3 +65,14 @@ def test_the_boot_line_says_it_all():
         "namespace abc123",
     ):
         assert part in line
+
+
+def test_the_boot_line_of_a_replica_says_what_is_its_own():
+    config = OffloadConfig.from_extra_config(
+        {"cpu_bytes_to_use": "2GiB", "secondary_tiers": [{"type": "fs", "root_dir": "/kv"}]}
+    )
+    line = boot_line(
+        config, [1 << 40], PLAIN, copier="host", namespace="abc", version="1", replica=1, replicas=4
+    )
+    assert "kv-offload 1 engine 2 of 4: cpu 2.0 GiB for this engine = " in line
+    assert "fs /kv 1.0 TiB for all engines = " in line

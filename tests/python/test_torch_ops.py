@@ -5,15 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-from kv_offload import torch_ops  # noqa: E402
-from kv_offload._core import ResourceError  # noqa: E402
+from kv_offload import torch_ops
 
-try:
-    torch_ops.load()
-except ResourceError as error:
-    pytest.skip(str(error), allow_module_level=True)
+torch_ops.load()
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 DEVICES = ["cpu", pytest.param("cuda", marks=[gpu, pytest.mark.gpu])]

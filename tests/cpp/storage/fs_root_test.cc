@@ -89,6 +89,20 @@ TEST_F(FsRootTest, verify_finds_damage_and_repair_removes_it) {
   EXPECT_TRUE(user.until([&] { return user.tier().stats().bytes == du(root_); }));
 }
 
+TEST_F(FsRootTest, verify_finds_records_that_nobody_can_find) {
+  const fs::path misplaced = path_of(root_, 1).parent_path() / path_of(root_, 2).filename();
+  fs::rename(path_of(root_, 2), misplaced);
+  const fs::path misspelt = path_of(root_, 3).parent_path() / "abc.rec";
+  fs::rename(path_of(root_, 3), misspelt);
+  FsRoot root(root_);
+  const auto damaged = root.verify(true, {});
+  ASSERT_EQ(damaged.size(), 2u);
+  for (const DamagedRecord& record : damaged) EXPECT_TRUE(record.removed) << record.path;
+  EXPECT_FALSE(fs::exists(misplaced));
+  EXPECT_FALSE(fs::exists(misspelt));
+  EXPECT_TRUE(root.verify(false, {}).empty());
+}
+
 TEST_F(FsRootTest, purge_removes_one_namespace_or_all_even_while_served) {
   FsRoot root(root_);
   TierUser user(options_for(root_));

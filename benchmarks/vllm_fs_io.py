@@ -1,0 +1,63 @@
+"""Writes records and reads them back with vLLM's own batch calls; fs_bench.py runs it beside ours.
+
+    python benchmarks/vllm_fs_io.py DIRECTORY RECORD_BYTES TOTAL_BYTES THREADS
+
+One JSON object on stdout: bytes per second. ``vllm.v1.kv_offload.tiering.fs.io`` as vLLM's tier calls it: a
+batch per thread (its C implementation where the installed vLLM has it), O_DIRECT, no checksums, no bound on
+the directory. The files are dropped from the page cache between writing and reading.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from vllm.v1.kv_offload.tiering.fs import io
+
+ROWS = 8  # of memory for each thread, used over and over: a batch is one call
+
+
+def main() -> None:
+    directory = Path(sys.argv[1])
+    record, total, threads = (int(word) for word in sys.argv[2:])
+    count = total // record
+    memory = mmap.mmap(-1, threads * ROWS * record)  # page-aligned
+    for start in range(0, len(memory), 1 << 20):
+        piece = min(1 << 20, len(memory) - start)
+        memory[start : start + piece] = os.urandom(piece)
+    view = memoryview(memory)
+    parts = [range(number, count, threads) for number in range(threads)]
+
+    def run(batch_call: object, number: int) -> None:
+        part = parts[number]
+        for first in range(0, len(part), ROWS):
+            batch = part[first : first + ROWS]
+            paths = [str(directory / f"{index % 256:02x}" / f"{index}.bin") for index in batch]
+            offsets = [(number * ROWS + row) * record for row in range(len(batch))]
+            batch_call(paths, view, offsets, record, True)  # type: ignore[operator]
+
+    def timed(batch_call: object) -> float:
+        with ThreadPoolExecutor(threads) as pool:
+            began = time.perf_counter()
+            for done in [pool.submit(run, batch_call, number) for number in range(threads)]:
+                done.result()
+            return count * record / (time.perf_counter() - began)
+
+    write = timed(io.batch_store_block)
+    for path in directory.rglob("*.bin"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    read = timed(io.batch_load_block)
+    print(
+        json.dumps({"write_bytes_per_second": write, "read_bytes_per_second": read, "in_c": io._HAS_FSIO_C})
+    )
+
+
+if __name__ == "__main__":
+    main()

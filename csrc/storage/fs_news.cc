@@ -1,0 +1,51 @@
+// Records that other processes wrote into our namespace. The ledger tells for
+// nothing that somebody wrote; then the directories that changed are listed.
+#include <fcntl.h>
+
+#include <algorithm>
+
+#include "storage/fs_layout.h"
+#include "storage/fs_store.h"
+
+namespace kv_offload {
+namespace {
+// A directory may change again within the grain of its time.
+constexpr std::int64_t kGrainNanos = 1'000'000'000;
+}  // namespace
+
+void FsStore::look_for_news() {
+  if (!scan_complete_.load()) return;
+  const std::int64_t change = open_.ledger->change_by_others();
+  const Nanos started = clock_.now();
+  if (change == seen_change_ || started < next_news_) return;
+  seen_change_ = change;
+  (void)adopt_changed_leaves(newest_leaf_mtime_ - kGrainNanos);
+  // Large roots are looked at less often: one twentieth of a thread.
+  next_news_ = started + (clock_.now() - started) * 20;
+}
+
+// Adds the records of directories changed since; returns how many were new.
+std::uint64_t FsStore::adopt_changed_leaves(std::int64_t since_mtime) {
+  const std::shared_ptr<Generation> own = generation();
+  std::vector<std::uint32_t> leaves;
+  std::uint64_t ignored = 0;
+  if (!own || !list_leaves(ops_, own->directory.get(), &leaves, &ignored)) return 0;
+  std::uint64_t added = 0;
+  FileInfo info;
+  for (const std::uint32_t leaf : leaves) {
+    if (stop_.load()) break;
+    const int directory = own->directory.get();
+    if (ops_.stat(directory, layout::leaf_path(leaf), &info) != 0 || info.mtime_nanos < since_mtime) continue;
+    newest_leaf_mtime_ = std::max(newest_leaf_mtime_, info.mtime_nanos);
+    LeafFound found;
+    (void)scan_leaf(ops_, directory, leaf, {false, open_.writer}, &found);
+    const MutexLock lock(mutex_);
+    if (own != generation_) break;
+    for (const FoundRecord& record : found.records) {
+      added += catalogue_.insert({record.key, record.file_bytes}, 0);
+    }
+  }
+  return added;
+}
+
+}  // namespace kv_offload

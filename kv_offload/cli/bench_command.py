@@ -1,0 +1,192 @@
+"""``kv-offload bench ROOT``: disk and copies of this machine against their limits, and what follows."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from kv_offload.cli import doctor_checks
+from kv_offload.cli.config_command import transfer_config
+from kv_offload.cli.size_command import break_even, chosen_dtype
+from kv_offload.cli.terminal import OK, PROBLEM, USAGE, add_row, console, fail, print_json, rate, table, told
+from kv_offload.config import FsTierConfig, OffloadConfig
+from kv_offload.machine import existing_part, tier_bounds
+from kv_offload.model_shape import read_model
+from kv_offload.sizes import format_bytes, parse_byte_size
+
+# What a token takes in models of today, for those who name none.
+TOKEN_BYTES = (32 << 10, 70_272, 128 << 10, 320 << 10)
+MARGIN = 1.2  # loading must beat computing by so much to be worth a tier
+
+
+@told
+def bench(
+    root: Annotated[
+        str, typer.Argument(metavar="ROOT", help="Where the tier is or shall be.", show_default=False)
+    ],
+    measure_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="How much to write to the disk, and to copy.")
+    ] = "512MiB",
+    threads: Annotated[int, typer.Option(min=1, metavar="N", help="Threads of the host copier.")] = 2,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Plan for this model: see kv-offload size.")
+    ] = None,
+    kv_dtype: Annotated[str, typer.Option(metavar="DTYPE", help="As vLLM's --kv-cache-dtype.")] = "auto",
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", "-t", min=1, metavar="N", help="Ranks of the engine.")
+    ] = 1,
+    prefill: Annotated[
+        float | None,
+        typer.Option(metavar="TOKENS/S", min=1, help="Its prefill speed here: does a tier on this disk pay?"),
+    ] = None,
+    cpu: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Also write the configuration, with this host memory.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Measure disk and copies here, beside what the same disk and memory give to plain system calls and
+    memcpy, and say what follows for serving.
+
+    Writes temporary files below ROOT, or its nearest parent that exists, and removes them. The plan names
+    for each size of a token how many tokens per second a request gets back; [bold]load_policy: auto[/bold]
+    measures the same again while it serves, so the plan need not be exact. With --prefill it says whether a
+    tier on this disk pays, and whether it can take all that is computed or should see a chunk twice before
+    it writes it (write_policy reuse:2).
+
+    [bold]Examples[/bold]
+
+      kv-offload bench /var/cache/kv
+
+      kv-offload bench /mnt/nvme/kv --model /models/Llama-3.1-8B --prefill 8000 --cpu 32GiB --json
+
+    Exit status: 0 measured, and with --prefill: a tier here pays; 1 it does not, or nothing can be written
+    there; 2 the command was used wrongly.
+    """
+    if prefill is not None and model is None:
+        fail("--prefill is the speed of a model: give --model as well", USAGE)
+    shape = read_model(model) if model else None
+    total = parse_byte_size(measure_size)
+    tier = FsTierConfig(root_dir=root)
+    refused = [check for check in doctor_checks.root(tier) if check.state == "refused"]
+    if refused:
+        fail(refused[0].text, PROBLEM)
+    with console(stderr=True).status("measuring") as status:
+        status.update("measuring the disk")
+        speeds = _speeds(tier, threads, total)
+    facts: dict[str, Any] = {"root": tier.root_dir, "speeds": speeds}
+    if shape is None:
+        facts["plan"] = [token_plan(speeds, size) for size in TOKEN_BYTES]
+    else:
+        dtype = chosen_dtype(shape, kv_dtype)
+        size = shape.bytes_per_token(dtype, tensor_parallel)
+        facts["plan"] = [token_plan(speeds, size, prefill) | {"model": shape.name, "kv_dtype": dtype}]
+    verdict = facts["plan"][0]
+    if cpu is not None:
+        facts["config"] = suggested_config(tier, parse_byte_size(cpu), verdict)
+    if as_json:
+        print_json(facts)
+    else:
+        _print(facts, prefill)
+    raise typer.Exit(OK if verdict.get("disk_pays", True) else PROBLEM)
+
+
+def _speeds(tier: FsTierConfig, threads: int, total: int) -> dict[str, dict[str, float]]:
+    """Bytes per second by what moves: ours, the limit measured beside it, their ratio."""
+    from kv_offload.raw_speed import raw_copy, raw_disk
+
+    disk = doctor_checks.disk_speed(tier, total)
+    if disk.figures is None:
+        fail(f"{tier.root_dir}: {disk.text}", PROBLEM)
+    limit = raw_disk(str(existing_part(tier.root_dir)), total)
+    copy = doctor_checks.copy_speed(threads, min(total, 256 << 20)).figures or {}
+    pairs = {
+        f"disk {verb}": (disk.figures[f"{verb}_bytes_per_second"], limit[f"{verb}_bytes_per_second"])
+        for verb in ("write", "read")
+    }
+    pairs["copy"] = (copy["bytes_per_second"], raw_copy(min(total, 256 << 20), threads))
+    return {
+        name: {"bytes_per_second": ours, "limit_bytes_per_second": raw, "ratio": ours / raw}
+        for name, (ours, raw) in pairs.items()
+    }
+
+
+def token_plan(
+    speeds: dict[str, dict[str, float]], token_bytes: float, prefill: float | None = None
+) -> dict[str, Any]:
+    """What these speeds mean for tokens of ``token_bytes``; with ``prefill`` (tokens/s) whether they pay."""
+    read = speeds["disk read"]["bytes_per_second"]
+    write = speeds["disk write"]["bytes_per_second"]
+    plan: dict[str, Any] = {
+        "bytes_per_token": token_bytes,
+        "disk_tokens_per_second": read / token_bytes,
+        "memory_tokens_per_second": speeds["copy"]["bytes_per_second"] / token_bytes,
+    }
+    if prefill is not None:
+        needed = break_even(token_bytes, prefill)
+        plan |= {
+            "prefill_tokens_per_second": prefill,
+            "break_even_bytes_per_second": needed,
+            "disk_pays": read >= MARGIN * needed,
+            "write_policy": "through" if write >= needed else "reuse:2",
+        }
+    return plan
+
+
+def suggested_config(tier: FsTierConfig, cpu_bytes: int, plan: dict[str, Any]) -> dict[str, Any]:
+    """The value of --kv-transfer-config that the plan implies: no tier where it does not pay."""
+    extra: dict[str, Any] = {"cpu_bytes_to_use": cpu_bytes}
+    if plan.get("disk_pays", True):
+        bounded = OffloadConfig(cpu_bytes_to_use=cpu_bytes, secondary_tiers=(tier,))
+        entry = {"type": "fs", "root_dir": tier.root_dir, "max_bytes": tier_bounds(bounded)[0]}
+        if plan.get("write_policy", "through") != "through":
+            entry["write_policy"] = plan["write_policy"]
+        extra["secondary_tiers"] = [entry]
+    return transfer_config(extra)
+
+
+def _print(facts: dict[str, Any], prefill: float | None) -> None:
+    out = console()
+    speeds = table("", facts["root"], "here", "limit", "ratio", right=("here", "limit", "ratio"))
+    for name, row in facts["speeds"].items():
+        add_row(
+            speeds,
+            name,
+            rate(row["bytes_per_second"]),
+            rate(row["limit_bytes_per_second"]),
+            f"{row['ratio']:.2f}",
+        )
+    out.print(speeds)
+    plan = table(
+        "\nwhat a request gets back",
+        "a token takes",
+        "tokens/s from disk",
+        "from host memory",
+        right=("tokens/s from disk", "from host memory"),
+    )
+    for row in facts["plan"]:
+        add_row(
+            plan,
+            format_bytes(int(row["bytes_per_token"])),
+            f"{row['disk_tokens_per_second']:,.0f}",
+            f"{row['memory_tokens_per_second']:,.0f}",
+        )
+    out.print(plan)
+    if prefill is not None:
+        out.print(_verdict(facts["plan"][0]))
+    if "config" in facts:
+        out.print("\n--kv-transfer-config", escape(json.dumps(facts["config"])), soft_wrap=True)
+
+
+def _verdict(plan: dict[str, Any]) -> str:
+    factor = plan["disk_tokens_per_second"] / plan["prefill_tokens_per_second"]
+    policy = {
+        "through": "it can take all that is computed (write_policy through)",
+        "reuse:2": "it cannot take all that is computed: write_policy reuse:2",
+    }[plan["write_policy"]]
+    if plan["disk_pays"]:
+        return f"\na tier here pays: loading is {factor:.1f} times as fast as computing; {policy}"
+    return (
+        f"\na tier here does not pay: it gives {factor:.2f} times the speed of computing, "
+        f"{MARGIN:g} or more are worth it; keep to host memory"
+    )

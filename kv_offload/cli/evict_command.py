@@ -1,0 +1,208 @@
+"""``kv-offload evict ROOT``: keeps a root below a bound from outside, once or for as long as it runs."""
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kv_offload.cli.root_commands import Json, Root, open_root
+from kv_offload.cli.terminal import OK, PROBLEM, console, print_json, told
+from kv_offload.machine import held_bytes
+from kv_offload.sizes import format_bytes, parse_byte_size
+
+if TYPE_CHECKING:
+    from kv_offload._core import FsRoot
+
+_UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
+_NO_TARGET = 1 << 62
+_WALK_EVERY_SECONDS = 3600.0  # in between the root's own account is believed
+_REST_SECONDS = 60.0  # after a walk that found nothing to remove: the account is too high, or all is foreign
+
+
+class Stopped(Exception):
+    """Asked to end."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """When to start evicting and when to stop, in bytes; and which namespaces are dead."""
+
+    max_bytes: int
+    start_above: int
+    stop_at: int
+    dead_after_seconds: float
+
+
+@told
+def evict(
+    root: Root,
+    max_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bound of everything in the root: 500GiB.", show_default=False)
+    ],
+    high: Annotated[
+        float, typer.Option(min=1, max=100, metavar="PERCENT", help="Of --max-bytes: evict when above.")
+    ] = 95,
+    low: Annotated[
+        float, typer.Option(min=0, max=100, metavar="PERCENT", help="Of --max-bytes: evict until below.")
+    ] = 90,
+    dead_after: Annotated[
+        str,
+        typer.Option(
+            metavar="DURATION",
+            help="A namespace that no server has open, unused for so long, goes first: 30min, 12h, 7d.",
+        ),
+    ] = "1h",
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until SIGTERM or SIGINT.")] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="With --watch: how often to look.")
+    ] = 5,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, remove nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove records until a root is below its bound, beside the servers that use it.
+
+    First goes what nobody can hit any more: generations that a reset left behind, and namespaces (another
+    model, revision or layout) that no server has open and that were not used for [bold]--dead-after[/bold].
+    Then records of all namespaces, least recently used first. Servers write recency back once a minute.
+
+    Servers keep their own bound and need no evictor. It is for volumes that several of them share: one
+    place that sees all their records, in one order. It may run anywhere that mounts the volume, takes no
+    lock that a server waits for, and what it removes is taken off the account that servers reserve from;
+    what a server no longer finds it computes again. Give servers a max_bytes at or above this one.
+
+    With [bold]--watch[/bold] it looks at that account every few seconds, which costs nothing, walks the root
+    once an hour and when it evicts, and waits for a ROOT that is not there yet. Each eviction is one line.
+
+    [bold]Examples[/bold]
+
+      kv-offload evict /mnt/kv --max-bytes 500GiB --dry-run
+
+      kv-offload evict /mnt/kv --max-bytes 2TiB --high 95 --low 85 --watch --json
+
+    Exit status: 0 the root is below its bound, or --watch was ended by a signal; 1 it could not be brought
+    below, because what is left are no records; 2 the command was used wrongly or ROOT is no root.
+    """
+    size = parse_byte_size(max_bytes)
+    if low > high:
+        raise ValueError(f"--low {low:g} is above --high {high:g}; eviction would never start or never stop")
+    bound = Bound(size, int(size * high / 100), int(size * low / 100), parse_duration(dead_after))
+    show = print_line if as_json else print_sentence
+    if watch:
+        if dry_run:
+            raise ValueError("--watch and --dry-run exclude each other")
+        Watch(root, bound, interval, show).run()
+        return
+    report = evict_once(open_root(root), bound, dry_run=dry_run)
+    if as_json:
+        print_json(report)
+    else:
+        show(report)
+    raise typer.Exit(OK if report["below_bound"] else PROBLEM)
+
+
+def evict_once(
+    root: "FsRoot", bound: Bound, *, dry_run: bool = False, progress: Callable[[int], None] | None = None
+) -> dict[str, Any]:
+    """Brings the root to the low mark if it is above the high one; walks it in any case."""
+    used = root.evict(target_bytes=_NO_TARGET, dry_run=True)["bytes_before"]
+    report: dict[str, Any] = {
+        "bytes_before": used, "bytes_freed": 0, "dead_bytes": 0, "records": 0, "dead_namespaces": [],
+    }  # fmt: skip
+    if used > bound.start_above:
+        dead_before = time.time() - bound.dead_after_seconds
+        report = root.evict(
+            target_bytes=bound.stop_at, dead_before=dead_before, dry_run=dry_run, progress=progress
+        )
+    after = report["bytes_before"] - report["bytes_freed"]
+    return report | {
+        "bytes_after": after,
+        "max_bytes": bound.max_bytes,
+        "below_bound": after <= bound.max_bytes,
+        "dry_run": dry_run,
+    }
+
+
+class Watch:
+    """The loop of ``--watch``. ``run`` returns after SIGTERM or SIGINT."""
+
+    def __init__(
+        self, path: str, bound: Bound, interval: float, show: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._path = path
+        self._bound = bound
+        self._interval = interval
+        self._show = show
+        self._ended = threading.Event()
+        self._next_walk = 0.0  # the first look is a walk: the account may be older than the files
+        self._rest_until = 0.0
+
+    def run(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._end)
+        told_waiting = False
+        while not self._ended.is_set():
+            try:
+                self.look()
+            except ValueError as error:  # no root yet: the first server makes it
+                if not told_waiting:
+                    typer.echo(f"kv-offload: waiting: {error}", err=True)
+                told_waiting = True
+            except Stopped:
+                return
+            except OSError as error:  # a volume that is away for a while comes back
+                typer.echo(f"kv-offload: {error}", err=True)
+            self._ended.wait(self._interval)
+
+    def look(self) -> None:
+        """One turn: nothing but a glance at the account while the root is below its high mark."""
+        root = open_root(self._path)
+        now = time.monotonic()
+        resting = now < self._rest_until
+        if now < self._next_walk and (resting or held_bytes(self._path) <= self._bound.start_above):
+            return
+        self._next_walk = now + _WALK_EVERY_SECONDS
+        report = evict_once(root, self._bound, progress=self._goes_on)
+        if not report["bytes_freed"]:
+            self._rest_until = now + _REST_SECONDS
+        if report["bytes_freed"] or not report["below_bound"]:
+            self._show(report)
+
+    def _goes_on(self, _: int) -> None:
+        if self._ended.is_set():
+            raise Stopped
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self._ended.set()
+
+
+def print_line(report: dict[str, Any]) -> None:
+    print_json({"time": time.time()} | report, indent=None)
+
+
+def print_sentence(report: dict[str, Any]) -> None:
+    dead = len(report["dead_namespaces"])
+    would = "would be " if report["dry_run"] else ""
+    parts = [f"{report['records']:,} records by age"]
+    if report["dead_bytes"]:
+        parts.append(f"{format_bytes(report['dead_bytes'])} of {dead} dead namespaces and old generations")
+    console().print(
+        f"{format_bytes(report['bytes_before'])} of {format_bytes(report['max_bytes'])}; "
+        f"{would}removed: {format_bytes(report['bytes_freed'])}"
+        + (f" ({', '.join(parts)})" if report["bytes_freed"] else "")
+        + f"; {format_bytes(report['bytes_after'])} left"
+        + ("" if report["below_bound"] else ", ABOVE THE BOUND: the rest are no records of ours")
+    )
+
+
+def parse_duration(text: str) -> float:
+    """Seconds meant by ``90``, ``30min``, ``12h``, ``7d``. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d)?", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no duration; write seconds, or a number with s, min, h or d: 12h")
+    return float(match.group(1)) * _UNITS[match.group(2) or "s"]

@@ -1,0 +1,180 @@
+"""``kv-offload size``: what a model's KV cache takes, and what a tier must be able to pay for itself."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from kv_offload.cli.doctor_command import read_config
+from kv_offload.cli.terminal import add_row, console, print_json, rate, table, told
+from kv_offload.config import OffloadConfig
+from kv_offload.machine import tier_bounds
+from kv_offload.model_shape import DTYPE_BYTES, ModelShape, read_model
+from kv_offload.sizes import format_bytes, parse_byte_size
+from kv_offload.sizing import GIB, Geometry
+
+PREFILL_SPEEDS = (1_000.0, 5_000.0, 10_000.0, 20_000.0, 50_000.0)
+
+
+@told
+def size(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model directory, a config.json, or the name of a model in the local Hugging Face cache.",
+            show_default=False,
+        ),
+    ],
+    kv_dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="As vLLM's --kv-cache-dtype: auto, bfloat16, fp8, ...")
+    ] = "auto",
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", "-t", min=1, metavar="N", help="Ranks of the engine.")
+    ] = 1,
+    block_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of a vLLM block: 16 on GPU, 128 on CPU.")
+    ] = 16,
+    blocks_per_chunk: Annotated[
+        int, typer.Option(min=1, metavar="N", help="vLLM blocks per chunk, as in the configuration.")
+    ] = 1,
+    cpu: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Also say how many tokens this host memory holds.")
+    ] = None,
+    disk_size: Annotated[
+        list[str] | None, typer.Option(metavar="SIZE", help="The same of a tier on disk. May be repeated.")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="JSON|@FILE", help="Take the tiers from what --kv-transfer-config gets."),
+    ] = None,
+    prefill: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="TOKENS/S",
+            min=0,
+            help="Prefill speed of this model on this machine, of one request. May be repeated.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Say how many bytes a token of this model takes, what the tiers hold, and when loading pays.
+
+    Reads config.json only: no weights, no vLLM, no network. The break-even bandwidth is the speed that a
+    tier must deliver to a request for loading a prompt to take as long as computing it: below it, computing
+    is faster. Measure a disk with [bold]kv-offload bench[/bold].
+
+    [bold]Examples[/bold]
+
+      kv-offload size /models/Llama-3.1-8B --cpu 32GiB --disk-size 500GiB
+
+      kv-offload size config.json -t 8 --kv-dtype fp8 --prefill 12000 --json
+
+    Exit status: 0 sized; 2 the model or an option cannot be understood.
+    """
+    shape = read_model(model)
+    dtype = chosen_dtype(shape, kv_dtype)
+    geometry = shape.geometry(dtype, tensor_parallel, block_size * blocks_per_chunk)
+    tiers = _tiers(geometry, cpu, disk_size or [], config)
+    speeds = prefill or list(PREFILL_SPEEDS)
+    per_token = shape.bytes_per_token(dtype, tensor_parallel)
+    dtypes = list(dict.fromkeys([shape.dtype, dtype, "fp8"]))
+    facts: dict[str, Any] = {
+        "model": shape.name,
+        "dtype": shape.dtype,
+        "kv_dtype": dtype,
+        "tensor_parallel": tensor_parallel,
+        "tokens_per_chunk": block_size * blocks_per_chunk,
+        "groups": [
+            {
+                "name": group.name,
+                "layers": group.layers,
+                "bytes_per_token": {name: group.bytes_per_token(name, tensor_parallel) for name in dtypes},
+            }
+            for group in shape.groups
+        ],
+        "bytes_per_token": {name: shape.bytes_per_token(name, tensor_parallel) for name in dtypes},
+        "largest_record_bytes": geometry.largest_record_bytes,
+        "tokens_per_gib": {
+            "memory": geometry.tokens_in_memory(GIB),
+            "disk": geometry.tokens_on_tier(GIB),
+        },
+        "tiers": tiers,
+        "break_even": [
+            {"prefill_tokens_per_second": speed, "bytes_per_second": break_even(per_token, speed)}
+            for speed in speeds
+        ],
+        "notes": list(shape.notes),
+    }
+    if as_json:
+        print_json(facts)
+    else:
+        _print(facts)
+
+
+def chosen_dtype(shape: ModelShape, given: str) -> str:
+    """The dtype of the cache that ``--kv-dtype`` means. Raises ValueError naming those there are."""
+    if given == "auto":
+        return shape.dtype
+    if given not in DTYPE_BYTES:
+        raise ValueError(f"--kv-dtype {given} is not known; possible: auto, {', '.join(DTYPE_BYTES)}")
+    return given
+
+
+def break_even(bytes_per_token: float, tokens_per_second: float) -> float:
+    """Bytes per second below which computing a token is faster than loading it."""
+    return bytes_per_token * tokens_per_second
+
+
+def _tiers(geometry: Geometry, cpu: str | None, disks: list[str], config: str | None) -> list[dict[str, Any]]:
+    sizes: list[tuple[str, int]] = []
+    if cpu is not None:
+        sizes.append(("cpu", parse_byte_size(cpu)))
+    sizes += [(f"fs-{n}" if n > 1 else "fs", parse_byte_size(text)) for n, text in enumerate(disks, start=1)]
+    if config is not None:
+        if sizes:
+            raise ValueError("--config names the tiers; give it without --cpu and --disk-size")
+        given = read_config(config)
+        parsed, _ = OffloadConfig.parse(given.get("kv_connector_extra_config", given))
+        sizes.append(("cpu", parsed.cpu_bytes_to_use))
+        sizes += zip(parsed.tier_names(), tier_bounds(parsed), strict=True)
+    return [
+        {
+            "name": name,
+            "bytes": size,
+            "tokens": geometry.tokens_in_memory(size) if name == "cpu" else geometry.tokens_on_tier(size),
+        }
+        for name, size in sizes
+    ]
+
+
+def _print(facts: dict[str, Any]) -> None:
+    out = console()
+    dtypes = list(facts["bytes_per_token"])
+    ranks = f", {facts['tensor_parallel']} ranks" if facts["tensor_parallel"] > 1 else ""
+    out.print(
+        f"[bold]{escape(facts['model'])}[/bold]: a token takes "
+        f"{format_bytes(facts['bytes_per_token'][facts['kv_dtype']])} in {facts['kv_dtype']}{ranks}; "
+        f"{facts['tokens_per_gib']['memory']:,} tokens/GiB of host memory, "
+        f"{facts['tokens_per_gib']['disk']:,} on disk "
+        f"(chunks of {facts['tokens_per_chunk']} tokens, records up to "
+        f"{format_bytes(facts['largest_record_bytes'])})"
+    )
+    for note in facts["notes"]:
+        out.print(f"note: {note}", style="yellow", markup=False)
+    groups = table("\nbytes per token", "kind", "layers", *dtypes, right=("layers", *dtypes))
+    for group in facts["groups"]:
+        cells = [f"{group['bytes_per_token'][name]:,}" for name in dtypes]
+        add_row(groups, group["name"], str(group["layers"]), *cells)
+    if len(facts["groups"]) > 1:
+        add_row(groups, "all", "", *[f"{facts['bytes_per_token'][name]:,}" for name in dtypes])
+    out.print(groups)
+    if facts["tiers"]:
+        tiers = table("\ntokens per tier", "tier", "bytes", "tokens", right=("bytes", "tokens"))
+        for tier in facts["tiers"]:
+            add_row(tiers, tier["name"], format_bytes(tier["bytes"]), f"{tier['tokens']:,}")
+        out.print(tiers)
+    pays = table("\nloading pays above", "prefill", "a tier must deliver", right=("prefill",))
+    for row in facts["break_even"]:
+        add_row(pays, f"{row['prefill_tokens_per_second']:,.0f} tokens/s", rate(row["bytes_per_second"]))
+    out.print(pays)

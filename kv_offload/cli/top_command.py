@@ -1,0 +1,211 @@
+"""``kv-offload top URL``: what a serving engine's tiers do, from its /metrics."""
+
+import time
+from typing import Annotated, Any
+from urllib.parse import urlsplit, urlunsplit
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from kv_offload.cli.terminal import OK, PROBLEM, add_row, console, fail, print_json, rate, table, told
+from kv_offload.exposition import Page, fetch
+from kv_offload.sizes import format_bytes
+
+PREFIX = "kv_offload_"
+
+
+@told
+def top(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="The server, or its metrics page.")
+    ] = "http://127.0.0.1:8000/metrics",
+    interval: Annotated[
+        float, typer.Option("--interval", "-i", min=0.05, metavar="SECONDS", help="Between two looks.")
+    ] = 2,
+    once: Annotated[
+        bool, typer.Option("--once", help="One interval, then end: for scripts and without a terminal.")
+    ] = False,
+    count: Annotated[int, typer.Option(min=0, metavar="N", help="End after N intervals; 0: go on.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON for each interval.")] = False,
+) -> None:
+    """Show tiers, hit rates, speeds and misses by reason of a running server, live.
+
+    Looks at the server's own /metrics every few seconds; rates are those of the last interval, engines of
+    one server are taken together. On a terminal the page is redrawn until Ctrl-C, elsewhere each interval
+    is printed below the one before.
+
+    [bold]Examples[/bold]
+
+      kv-offload top http://gpu-7:8000
+
+      kv-offload top http://gpu-7:8000 --once --json | jq .hit_rate
+
+    Exit status: 0 shown; 1 the server cannot be reached, or its page has no metrics of KVOffloadSpec.
+    """
+    address = metrics_url(url)
+    before, then = scrape(address), time.monotonic()
+    turns = 1 if once else count
+    out = console()
+    live = Live(console=out, auto_refresh=False) if out.is_terminal and not as_json else None
+    try:
+        if live:
+            live.start()
+        turn = 0
+        while turns == 0 or turn < turns:
+            time.sleep(interval)
+            turn += 1
+            try:
+                page, now = scrape(address), time.monotonic()
+            except OSError as error:
+                if live is None:
+                    raise
+                live.update(Text(f"{address}: {error}"), refresh=True)  # a restart; it comes back
+                continue
+            figures = compare(before, page, now - then)
+            before, then = page, now
+            if as_json:
+                print_json({"time": time.time()} | figures, indent=None)
+            elif live:
+                live.update(view(address, figures), refresh=True)
+            else:
+                out.print(view(address, figures))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if live:
+            live.stop()
+    raise typer.Exit(OK)
+
+
+def metrics_url(given: str) -> str:
+    """The page that ``given`` means: http and /metrics are understood."""
+    parts = urlsplit(given if "://" in given else f"http://{given}")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{given} is no address of a server; such as http://127.0.0.1:8000/metrics")
+    return urlunsplit(parts._replace(path=parts.path if parts.path.strip("/") else "/metrics"))
+
+
+def scrape(address: str) -> Page:
+    """The page at ``address``. Raises OSError; ends the command when it is of another server."""
+    page = Page(fetch(address))
+    if not page.has(PREFIX):
+        fail(
+            f"{address} has no {PREFIX}* metrics: is vLLM served with KVOffloadSpec, and had it a request?",
+            PROBLEM,
+        )
+    return page
+
+
+def compare(before: Page, page: Page, seconds: float) -> dict[str, Any]:
+    """What happened between two scrapes that are ``seconds`` apart, and what is there now."""
+
+    def grown(name: str, **labels: str) -> float:
+        now, then = page.sum(PREFIX + name, **labels), before.sum(PREFIX + name, **labels)
+        return now if now < then else now - then  # the server began anew
+
+    def per_second(name: str, **labels: str) -> float:
+        return grown(name, **labels) / seconds
+
+    def total(name: str, **labels: str) -> float:
+        return page.sum(PREFIX + name, **labels)
+
+    def mean(name: str, tier: str) -> float | None:
+        ended = grown(f"{name}_count", tier=tier)
+        return grown(f"{name}_sum", tier=tier) / ended if ended else None
+
+    def share(part: float, rest: float) -> float | None:
+        return part / (part + rest) if part + rest else None
+
+    tiers = {
+        tier: {
+            "bytes": total("tier_bytes", tier=tier),
+            "capacity_bytes": total("tier_capacity_bytes", tier=tier),
+            "chunks": total("tier_chunks", tier=tier),
+            "hit_tokens": total("hit_tokens_total", tier=tier),
+            "hit_tokens_per_second": per_second("hit_tokens_total", tier=tier),
+            "read_bytes_per_second": per_second("read_bytes_total", tier=tier),
+            "write_bytes_per_second": per_second("write_bytes_total", tier=tier),
+            "read_seconds": mean("read_seconds", tier),
+            "write_seconds": mean("write_seconds", tier),
+            "evicted_bytes_per_second": per_second("evicted_bytes_total", tier=tier),
+            "dropped_bytes_per_second": per_second("dropped_bytes_total", tier=tier),
+            "queue_depth": total("queue_depth", tier=tier),
+            "oldest_op_seconds": page.max(PREFIX + "oldest_op_seconds", tier=tier),
+            "failures": total("failures_total", tier=tier),
+        }
+        for tier in page.values_of(PREFIX + "tier_capacity_bytes", "tier")
+    }
+    misses = {
+        reason: {
+            "tokens": total("miss_tokens_total", reason=reason),
+            "tokens_per_second": per_second("miss_tokens_total", reason=reason),
+        }
+        for reason in page.values_of(PREFIX + "miss_tokens_total", "reason")
+    }
+    decisions = page.values_of(PREFIX + "decisions_total", "choice")
+    return {
+        "seconds": seconds,
+        "info": page.labels(PREFIX + "info"),
+        "hit_rate": share(grown("hit_tokens_total"), grown("miss_tokens_total")),
+        "hit_rate_since_start": share(total("hit_tokens_total"), total("miss_tokens_total")),
+        "stored_tokens_per_second": per_second("stored_tokens_total"),
+        "saved_seconds": total("saved_seconds_total"),
+        "saved_seconds_per_second": per_second("saved_seconds_total"),
+        "tiers": tiers,
+        "misses": misses,
+        "decisions": {choice: total("decisions_total", choice=choice) for choice in decisions},
+    }
+
+
+def view(address: str, figures: dict[str, Any]) -> RenderableType:
+    """The page for people."""
+    parts: list[RenderableType] = [Text(_headline(address, figures))]
+    right = ("held", "of", "full", "chunks", "hits/s", "read", "write", "latency", "queue", "oldest", "fail")
+    tiers = table("", "tier", *right, right=right)
+    for name, tier in figures["tiers"].items():
+        latency = tier["read_seconds"]
+        add_row(
+            tiers,
+            name,
+            format_bytes(int(tier["bytes"])),
+            format_bytes(int(tier["capacity_bytes"])),
+            _percent(tier["bytes"] / tier["capacity_bytes"] if tier["capacity_bytes"] else None),
+            f"{tier['chunks']:,.0f}",
+            f"{tier['hit_tokens_per_second']:,.0f}",
+            rate(tier["read_bytes_per_second"]),
+            rate(tier["write_bytes_per_second"]),
+            "-" if latency is None else f"{latency * 1000:.1f} ms",
+            f"{tier['queue_depth']:.0f}",
+            f"{tier['oldest_op_seconds']:.1f} s",
+            f"{tier['failures']:.0f}",
+        )
+    parts.append(tiers)
+    misses = table("\nmisses", "reason", "tokens/s", "tokens", right=("tokens/s", "tokens"))
+    by_rate = sorted(
+        figures["misses"].items(), key=lambda item: (-item[1]["tokens_per_second"], -item[1]["tokens"])
+    )
+    for reason, miss in by_rate:
+        if miss["tokens"]:
+            add_row(misses, reason, f"{miss['tokens_per_second']:,.0f}", f"{miss['tokens']:,.0f}")
+    parts.append(misses if misses.row_count else Text("\nno misses"))
+    if figures["decisions"]:
+        told = ", ".join(f"{choice} {number:,.0f}" for choice, number in figures["decisions"].items())
+        parts.append(Text(f"\ndecisions: {told}"))
+    return Group(*parts)
+
+
+def _headline(address: str, figures: dict[str, Any]) -> str:
+    known = figures["info"][0] if figures["info"] else {}
+    said = [f"{key} {known[key]}" for key in ("version", "namespace", "copier") if known.get(key)]
+    now, ever = _percent(figures["hit_rate"]), _percent(figures["hit_rate_since_start"])
+    return (
+        f"{address}  {'  '.join(said)}\n"
+        f"hit rate {now} now, {ever} since start; {figures['stored_tokens_per_second']:,.0f} tokens/s stored"
+        f"; {figures['saved_seconds']:,.1f} s of prefill saved"
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}%"

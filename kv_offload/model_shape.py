@@ -1,0 +1,216 @@
+"""What one token of a model takes in its KV cache, read from the model's config.json.
+
+No weights and no vLLM are needed. The arithmetic is vLLM's (vllm/v1/kv_cache_interface.py): a layer keeps
+``heads * (key size + value size)`` values of each token, an MLA layer one latent vector.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kv_offload.model_identity import hub_snapshot
+from kv_offload.sizing import Geometry
+
+# Bytes of one value, by vLLM's names for --kv-cache-dtype and the names in a config.json.
+DTYPE_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp8": 1,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+    "int8": 1,
+}
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+# Layers that keep a state of fixed size for each sequence instead of something for each token.
+_STATE_LAYERS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "short_conv", "M"}
+_NO_CACHE_LAYERS = {"mlp", "moe", "-", "E"}
+_FULL = {"full_attention", "attention", "hybrid", "*", "global"}
+_WINDOWED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of one kind. ``values`` of each token and head, keys and values together."""
+
+    name: str
+    layers: int
+    heads: int
+    values: int
+    replicated: bool = False  # MLA: every rank holds the same, we keep it once
+    value_bytes: int | None = None  # where the dtype of the cache does not matter
+
+    def bytes_per_token(self, dtype: str, ranks: int = 1) -> int:
+        """Bytes that the whole engine keeps of one token; heads below the number of ranks are copied."""
+        heads = self.heads if self.replicated else self.heads_of_rank(ranks) * ranks
+        return self.layers * heads * self.values * (self.value_bytes or DTYPE_BYTES[dtype])
+
+    def heads_of_rank(self, ranks: int) -> int:
+        return self.heads if self.replicated else max(1, self.heads // ranks)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The layers of a model that keep something for each token."""
+
+    name: str
+    dtype: str  # in which vLLM serves it, and keeps its cache unless told otherwise
+    groups: tuple[LayerGroup, ...]
+    notes: tuple[str, ...]  # what the figures leave out
+
+    def bytes_per_token(self, dtype: str, ranks: int = 1) -> int:
+        return sum(group.bytes_per_token(dtype, ranks) for group in self.groups)
+
+    def geometry(self, dtype: str, ranks: int = 1, tokens_per_chunk: int = 16) -> Geometry:
+        """The chunks of this model as ``TieredCache`` would be told of them."""
+        replicated = all(group.replicated for group in self.groups)
+        areas = 1 if replicated else ranks
+        shards = []
+        for group in self._as_vllm_groups():
+            size = group.layers * group.heads_of_rank(ranks) * group.values
+            size *= tokens_per_chunk * (group.value_bytes or DTYPE_BYTES[dtype])
+            shards.append([size] * areas)
+        return Geometry.of([tokens_per_chunk] * len(shards), shards)
+
+    def _as_vllm_groups(self) -> list[LayerGroup]:
+        """Kinds of layers split as vLLM does, so that every group has about as many layers."""
+        counts = [group.layers for group in self.groups]
+        size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+        split = []
+        for group in self.groups:
+            parts = -(-group.layers // size)
+            for part in range(parts):
+                layers = (group.layers - part + parts - 1) // parts
+                split.append(LayerGroup(**{**vars(group), "layers": layers}))
+        return split
+
+
+def read_model(given: str) -> ModelShape:
+    """The shape of a model directory, a config.json, or a name in the local cache of the Hugging Face hub.
+
+    Raises ValueError, naming what is missing, when the config says too little or is of an unknown kind.
+    """
+    path = Path(given).expanduser()
+    if not path.exists():
+        snapshot = hub_snapshot(given)
+        if snapshot is None:
+            raise ValueError(
+                f"{given}: no such file or directory, and no model of that name in the local cache of the hub"
+            )
+        path = snapshot
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} has no config.json; give a model directory or its config.json") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{file} is not a JSON object")
+    try:
+        return model_shape(config, name=given.rstrip(os.sep))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
+    """The shape that a parsed config.json describes. Raises ValueError when it cannot be told."""
+    text: Mapping[str, Any] = config
+    for part in _TEXT_PARTS:  # nested in multimodal models, twice in some
+        text = text.get(part) or text
+    notes: list[str] = []
+    kinds = Counter(_kept_layers(text, notes))
+    groups: list[LayerGroup] = []
+    for kind, layers in kinds.items():
+        if kind in _STATE_LAYERS:
+            notes.append(f"{layers} {kind} layers keep a state of fixed size per chunk, not counted here")
+        elif kind not in _NO_CACHE_LAYERS:
+            groups += _layer_groups(text, kind, layers)
+    if not groups:
+        raise ValueError("no layer keeps anything for each token; there is nothing to size")
+    return ModelShape(name, _serving_dtype(config, text, notes), tuple(groups), tuple(notes))
+
+
+def _kept_layers(text: Mapping[str, Any], notes: list[str]) -> list[str]:
+    """One word of each layer that has a cache of its own."""
+    count = _number(text, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    kinds = _listed_layers(text, count)
+    shared = int(text.get("num_kv_shared_layers") or 0)
+    if shared:
+        notes.append(f"the last {shared} layers share the cache of others")
+        kinds = kinds[: count - shared]
+    unknown = sorted(set(kinds) - _STATE_LAYERS - _NO_CACHE_LAYERS - _FULL - set(_WINDOWED))
+    if unknown:
+        raise ValueError(f"layers of an unknown kind: {', '.join(unknown)}")
+    return ["full_attention" if kind in _FULL else kind for kind in kinds]
+
+
+def _listed_layers(text: Mapping[str, Any], count: int) -> list[str]:
+    for key in ("layer_types", "layers_block_type", "block_types"):
+        if text.get(key):
+            return [str(kind) for kind in text[key]]
+    if text.get("hybrid_override_pattern"):
+        return list(str(text["hybrid_override_pattern"]))
+    if text.get("attn_layer_period"):
+        period, offset = int(text["attn_layer_period"]), int(text.get("attn_layer_offset") or 0)
+        return ["attention" if n % period == offset else "mamba" for n in range(count)]
+    if text.get("full_attn_idxs") is not None:
+        return ["attention" if n in text["full_attn_idxs"] else "conv" for n in range(count)]
+    if not text.get("sliding_window") or text.get("use_sliding_window") is False:
+        return ["full_attention"] * count
+    every = int(text.get("sliding_window_pattern") or (2 if text.get("model_type") == "gemma2" else 0))
+    whole = {n for n in range(count) if every and (n + 1) % every == 0}
+    return ["full_attention" if n in whole else "sliding_attention" for n in range(count)]
+
+
+def _layer_groups(text: Mapping[str, Any], kind: str, layers: int) -> list[LayerGroup]:
+    if text.get("compress_ratios"):
+        raise ValueError("caches compressed by ratios of their own (compress_ratios) are not known here")
+    if text.get("kv_lora_rank"):
+        latent = _number(text, "kv_lora_rank") + _number(text, "qk_rope_head_dim")
+        groups = [LayerGroup("latent (MLA)", layers, 1, latent, replicated=True)]
+        if text.get("index_head_dim"):  # keys of the sparse attention's indexer: fp8, a scale for 128 values
+            values = _number(text, "index_head_dim")
+            groups.append(LayerGroup("indexer", layers, 1, values + values // 128 * 4, True, 1))
+        return groups
+    window = text.get(_WINDOWED[kind]) if kind in _WINDOWED else None
+    whole = kind == "full_attention"
+    heads = text.get("num_global_key_value_heads") if whole else None
+    head_size = text.get("global_head_dim") if whole else None
+    heads = heads or text.get("num_key_value_heads") or text.get("num_kv_heads") or text.get("n_head_kv")
+    if text.get("multi_query") and not heads:
+        heads = 1
+    heads = int(heads or _number(text, "num_attention_heads", "n_head", "num_heads"))
+    size = int(head_size or text.get("head_dim") or 0)
+    if not size:
+        hidden = _number(text, "hidden_size", "n_embd", "d_model")
+        size = hidden // _number(text, "num_attention_heads", "n_head", "num_heads")
+    values = size + int(text.get("v_head_dim") or size)
+    name = "full attention" if whole else f"{kind.split('_')[0]} attention"
+    return [LayerGroup(name + (f" ({window:,} tokens)" if window else ""), layers, heads, values)]
+
+
+def _serving_dtype(config: Mapping[str, Any], text: Mapping[str, Any], notes: list[str]) -> str:
+    given = next(
+        (part[key] for part in (text, config) for key in ("dtype", "torch_dtype") if part.get(key)), "float16"
+    )
+    given = str(given).removeprefix("torch.")
+    if given == "float32":
+        notes.append("the weights are float32; vLLM serves them in bfloat16 unless --dtype float32 is given")
+        return "bfloat16"
+    if given not in DTYPE_BYTES:
+        notes.append(f"dtype {given!r} is not known here; counted as bfloat16")
+        return "bfloat16"
+    return given
+
+
+def _number(text: Mapping[str, Any], *names: str) -> int:
+    for name in names:
+        value = text.get(name)
+        if isinstance(value, int) and value > 0:
+            return value
+    raise ValueError(f"it has no {' or '.join(names)}")

@@ -1,0 +1,94 @@
+"""kv-offload bench: what it measures, and the plan that follows from the figures."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kv_offload.cli import app
+from kv_offload.cli.bench_command import suggested_config, token_plan
+from kv_offload.config import FsTierConfig, OffloadConfig
+
+pytest.importorskip("kv_offload._core", reason="the core is not built")
+
+GIB = 1 << 30
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+def run(*arguments, status=0):
+    result = CliRunner().invoke(app, ["bench", *(str(argument) for argument in arguments)])
+    assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
+    return result
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    return path
+
+
+def speeds(write, read):
+    rows = {"disk write": write, "disk read": read, "copy": 10 * GIB}
+    return {name: {"bytes_per_second": float(speed)} for name, speed in rows.items()}
+
+
+def test_it_measures_beside_the_limits_and_leaves_nothing(tmp_path):
+    facts = json.loads(run(tmp_path / "kv", "--measure-size", "32MiB", "--json").stdout)
+    assert set(facts["speeds"]) == {"disk write", "disk read", "copy"}
+    for row in facts["speeds"].values():
+        assert row["bytes_per_second"] > 0
+        assert row["ratio"] == row["bytes_per_second"] / row["limit_bytes_per_second"]
+    assert [row["bytes_per_token"] for row in facts["plan"]] == [32 << 10, 70_272, 128 << 10, 320 << 10]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whether_a_tier_pays_is_the_exit_status(tmp_path, model):
+    arguments = (tmp_path / "kv", "--measure-size", "32MiB", "--model", model, "--cpu", "1GiB")
+    text = " ".join(run(*arguments, "--prefill", 1).output.split())
+    assert "a tier here pays" in text
+    assert '"secondary_tiers"' in text
+    text = " ".join(run(*arguments, "--prefill", 1e12, status=1).output.split())
+    assert "a tier here does not pay" in text
+    assert '"secondary_tiers"' not in text
+
+
+def test_the_plan_of_a_fast_disk():
+    plan = token_plan(speeds(2 * GIB, 4 * GIB), 128 << 10, prefill=8192)
+    assert plan["disk_tokens_per_second"] == 32_768
+    assert plan["break_even_bytes_per_second"] == GIB
+    assert (plan["disk_pays"], plan["write_policy"]) == (True, "through")
+
+
+@pytest.mark.parametrize(
+    ("write", "read", "pays", "policy"),
+    [
+        (2 * GIB, 1.1 * GIB, False, "through"),  # faster than computing, but hardly
+        (2 * GIB, 1.3 * GIB, True, "through"),
+        (0.9 * GIB, 2 * GIB, True, "reuse:2"),  # cannot take what is computed
+    ],
+)
+def test_the_plan_near_break_even(write, read, pays, policy):
+    plan = token_plan(speeds(write, read), 128 << 10, prefill=8192)
+    assert (plan["disk_pays"], plan["write_policy"]) == (pays, policy)
+
+
+def test_the_suggested_configuration_is_valid(tmp_path):
+    plan = token_plan(speeds(0.9 * GIB, 2 * GIB), 128 << 10, prefill=8192)
+    extra = suggested_config(FsTierConfig(root_dir=str(tmp_path)), GIB, plan)["kv_connector_extra_config"]
+    config, notes = OffloadConfig.parse(extra)
+    assert not notes
+    assert config.secondary_tiers[0].write_policy == "reuse:2"
+    assert config.secondary_tiers[0].max_bytes
+
+
+def test_what_cannot_be_measured_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "is not a directory" in run(tmp_path / "file" / "kv", status=1).stderr
+    assert "give --model as well" in run(tmp_path, "--prefill", 10, status=2).stderr

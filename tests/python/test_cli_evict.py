@@ -1,0 +1,180 @@
+"""kv-offload evict: order, marks, statuses, and the watching form as a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from written_root import CHUNK, FACTS, KEYS, write_root
+
+from kv_offload.cli import app
+from kv_offload.cli.evict_command import parse_duration
+
+pytest.importorskip("kv_offload._core", reason="the core is not built")
+
+OTHER = replace(FACTS, kv_dtype="fp8")
+RECORD = CHUNK + 4096
+DAY = 86_400.0
+
+
+def used(root):
+    return sum(path.lstat().st_blocks * 512 for path in [root, *root.rglob("*")])
+
+
+def records(root, facts=FACTS):
+    return sorted((root / facts.namespace_id().hex()).rglob("*.rec"))
+
+
+def last_used(paths, seconds_ago):
+    for number, path in enumerate(paths):
+        os.utime(path, (time.time(), time.time() - seconds_ago + number))
+        mark = path.parents[3] / "open"
+        os.utime(mark, (time.time(), time.time() - seconds_ago))
+
+
+def evict(*arguments, status=0):
+    result = CliRunner().invoke(app, ["evict", *(str(argument) for argument in arguments)])
+    assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
+    return result
+
+
+@pytest.fixture
+def root(tmp_path):
+    """One namespace used a day ago, its records one second apart."""
+    root = write_root(tmp_path / "root")
+    last_used(records(root), DAY)
+    return root
+
+
+def test_below_the_high_mark_nothing_goes(root):
+    bound = int(used(root) / 0.95) + 1
+    report = json.loads(evict(root, "--max-bytes", bound, "--json").stdout)
+    assert (report["bytes_freed"], report["below_bound"]) == (0, True)
+    assert len(records(root)) == len(KEYS)
+
+
+def test_above_it_the_oldest_go_down_to_the_low_mark(root):
+    kept = records(root)[2:]
+    size = used(root)
+    low = 100 * (size - 2 * RECORD + 1000) / size
+    report = json.loads(
+        evict(root, "--max-bytes", size, "--high", 99, "--low", low, "--dead-after", "7d", "--json").stdout
+    )
+    assert (report["records"], report["bytes_freed"], report["below_bound"]) == (2, 2 * RECORD, True)
+    assert report["bytes_after"] == used(root)
+    assert records(root) == kept
+
+
+def test_a_dry_run_removes_nothing(root):
+    text = " ".join(evict(root, "--max-bytes", 3 * RECORD, "--dead-after", "7d", "--dry-run").output.split())
+    assert "would be removed" in text
+    assert len(records(root)) == len(KEYS)
+
+
+def test_a_dead_namespace_goes_before_older_records_of_one_that_lives(root):
+    write_root(root, OTHER)
+    last_used(records(root, OTHER), 2 * DAY)
+    last_used(records(root, OTHER)[-1:], 60)  # used a minute ago: alive
+    bound = used(root) - RECORD
+    report = json.loads(evict(root, "--max-bytes", bound, "--high", 100, "--low", 100, "--json").stdout)
+    assert report["dead_namespaces"] == [FACTS.namespace_id().hex()]
+    assert len(records(root)) < len(KEYS)
+    assert len(records(root, OTHER)) == len(KEYS)
+
+
+def test_what_is_not_ours_cannot_be_brought_below_the_bound(root):
+    (root / "foreign").write_bytes(bytes(1 << 20))
+    report = evict(root, "--max-bytes", 1 << 19, "--dead-after", "0", status=1)
+    assert "ABOVE THE BOUND" in report.output
+    assert (root / "foreign").exists()
+    assert records(root) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--max-bytes", "much"], "is not a size"),
+        (["--max-bytes", "1GiB", "--high", 50, "--low", 60], "--low 60 is above --high 50"),
+        (["--max-bytes", "1GiB", "--dead-after", "soon"], "is no duration"),
+        (["--max-bytes", "1GiB", "--watch", "--dry-run"], "exclude each other"),
+    ],
+)
+def test_wrong_use_ends_with_2(root, arguments, part):
+    assert part in evict(root, *arguments, status=2).stderr
+
+
+def test_a_directory_of_others_is_left_alone(tmp_path):
+    (tmp_path / "kept").write_text("kept")
+    assert "is no root" in evict(tmp_path, "--max-bytes", "1", status=2).stderr
+    assert (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("30min", 1800), ("12h", 43_200), ("0.5d", 43_200)]
+)
+def test_durations(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+class Watching:
+    """``kv-offload evict --watch --json`` as a process; ``line()`` is its next report."""
+
+    def __init__(self, root, *arguments):
+        command = "from kv_offload.cli import main; main()"
+        options = ["evict", str(root), "--watch", "--json", "--interval", "0.1", *arguments]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", command, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+
+    def line(self):
+        return json.loads(self.process.stdout.readline())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_watching_waits_for_the_root_evicts_and_ends_with_0_on_sigterm(tmp_path):
+    root = tmp_path / "root"
+    bound = str(4 * RECORD + (1 << 18))
+    arguments = ("--max-bytes", bound, "--high", "100", "--low", "100", "--dead-after", "7d")
+    with Watching(root, *arguments) as watching:
+        assert "waiting" in watching.process.stderr.readline()
+        root.mkdir(mode=0o700)
+        (root / "foreign").write_bytes(bytes(1 << 18))
+        write_root(root)
+        report = watching.line()
+        assert report["below_bound"]
+        assert report["bytes_after"] <= int(bound)
+        assert 0 < len(records(root)) < len(KEYS)
+        watching.process.send_signal(signal.SIGTERM)
+        assert watching.process.wait(30) == 0
+
+
+def test_watching_beside_a_writer_keeps_what_it_writes_servable(tmp_path):
+    """The root is written and evicted at the same time; the account is right in the end."""
+    root = write_root(tmp_path / "root")
+    arguments = ("--max-bytes", str(used(root)), "--high", "90", "--low", "50", "--dead-after", "7d")
+    with Watching(root, *arguments) as watching:
+        first = watching.line()
+        assert first["bytes_after"] <= used(root) + RECORD
+        for _ in range(3):
+            write_root(root)  # opens, recounts, stores what is missing, closes
+        watching.process.send_signal(signal.SIGINT)
+        assert watching.process.wait(30) == 0
+    result = CliRunner().invoke(app, ["verify", str(root), "--json"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["damaged"] == []

@@ -1,0 +1,179 @@
+"""kv-offload top: rates out of two scrapes of a page that a small HTTP server gives."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from typer.testing import CliRunner
+
+from kv_offload.cli import app
+from kv_offload.cli.top_command import compare, metrics_url
+from kv_offload.exposition import Page, parse
+
+# As vLLM's /metrics gives it, an engine more than usual; recorded from a server and shortened.
+RECORDED = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="tiny"} 1.0
+# TYPE kv_offload_info gauge
+kv_offload_info{copier="host",engine="0",eviction_policy="lru",layout="LBHNC",model_name="tiny",\
+namespace="3fa2c0ffee12",tiers="fs",version="0.1.0"} 1.0
+# TYPE kv_offload_tier_bytes gauge
+kv_offload_tier_bytes{engine="0",model_name="tiny",tier="cpu"} 2.68435456e+08
+kv_offload_tier_bytes{engine="0",model_name="tiny",tier="fs"} 1.073741824e+09
+kv_offload_tier_capacity_bytes{engine="0",model_name="tiny",tier="cpu"} 5.36870912e+08
+kv_offload_tier_capacity_bytes{engine="0",model_name="tiny",tier="fs"} 4.294967296e+09
+kv_offload_tier_chunks{engine="0",model_name="tiny",tier="cpu"} 128.0
+kv_offload_tier_chunks{engine="0",model_name="tiny",tier="fs"} 512.0
+# TYPE kv_offload_hit_tokens_total counter
+kv_offload_hit_tokens_total{engine="0",model_name="tiny",tier="cpu"} %(cpu)s
+kv_offload_hit_tokens_total{engine="1",model_name="tiny",tier="cpu"} 0.0
+kv_offload_hit_tokens_total{engine="0",model_name="tiny",tier="fs"} 1000.0
+kv_offload_miss_tokens_total{engine="0",model_name="tiny",reason="not_stored"} %(missed)s
+kv_offload_miss_tokens_total{engine="0",model_name="tiny",reason="a \\"new\\" reason"} 5.0
+kv_offload_read_bytes_total{engine="0",model_name="tiny",tier="fs"} %(read)s
+kv_offload_read_seconds_bucket{engine="0",le="+Inf",model_name="tiny",tier="fs"} %(reads)s
+kv_offload_read_seconds_count{engine="0",model_name="tiny",tier="fs"} %(reads)s
+kv_offload_read_seconds_sum{engine="0",model_name="tiny",tier="fs"} %(seconds)s
+kv_offload_queue_depth{engine="0",model_name="tiny",op="read",tier="fs"} 3.0
+kv_offload_queue_depth{engine="0",model_name="tiny",op="write",tier="fs"} 4.0
+kv_offload_oldest_op_seconds{engine="0",model_name="tiny",op="read",tier="fs"} 0.25
+kv_offload_oldest_op_seconds{engine="0",model_name="tiny",op="write",tier="fs"} 0.5
+kv_offload_failures_total{engine="0",kind="corrupt",model_name="tiny",op="read",tier="fs"} 2.0
+kv_offload_decisions_total{choice="load",engine="0",model_name="tiny"} 7.0
+kv_offload_decisions_total{choice="recompute",engine="0",model_name="tiny"} 2.0
+kv_offload_saved_seconds_total{engine="0",model_name="tiny"} 12.5
+"""
+FIRST = RECORDED % {"cpu": "4000.0", "missed": "1000.0", "read": "1.0e+06", "reads": "10.0", "seconds": "1.0"}
+LATER = RECORDED % {
+    "cpu": "4600.0",
+    "missed": "1200.0",
+    "read": "5.0e+06",
+    "reads": "20.0",
+    "seconds": "1.05",
+}
+
+
+@pytest.fixture
+def serve():
+    """Serves the given pages one after another, the last for ever; gives the address."""
+    servers = []
+
+    def begin(*pages):
+        left = list(pages)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                body = (left.pop(0) if len(left) > 1 else left[0]).encode()
+                self.send_response(200 if self.path == "/metrics" else 404)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        servers.append((server, thread))
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield begin
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def run(*arguments, status=0):
+    result = CliRunner().invoke(app, ["top", "--interval", "0.05", *arguments])
+    assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
+    return result
+
+
+def test_figures_of_an_interval():
+    figures = compare(Page(FIRST), Page(LATER), 2.0)
+    cpu, fs = figures["tiers"]["cpu"], figures["tiers"]["fs"]
+    assert (cpu["hit_tokens"], cpu["hit_tokens_per_second"]) == (4600, 300)
+    assert (cpu["bytes"], cpu["capacity_bytes"], cpu["chunks"]) == (256 << 20, 512 << 20, 128)
+    assert (fs["read_bytes_per_second"], fs["queue_depth"], fs["oldest_op_seconds"]) == (2.0e6, 7, 0.5)
+    assert fs["read_seconds"] == pytest.approx(0.005)
+    assert fs["failures"] == 2
+    assert figures["misses"] == {
+        "not_stored": {"tokens": 1200, "tokens_per_second": 100},
+        'a "new" reason': {"tokens": 5, "tokens_per_second": 0},
+    }
+    assert figures["hit_rate"] == pytest.approx(600 / 800)
+    assert figures["hit_rate_since_start"] == pytest.approx(5600 / (5600 + 1205))
+    assert figures["decisions"] == {"load": 7, "recompute": 2}
+
+
+def test_an_idle_interval_has_no_rate():
+    figures = compare(Page(FIRST), Page(FIRST), 2.0)
+    assert figures["hit_rate"] is None
+    assert figures["tiers"]["fs"]["read_seconds"] is None
+
+
+def test_a_server_that_began_anew_counts_from_nothing():
+    assert compare(Page(LATER), Page(FIRST), 1.0)["tiers"]["cpu"]["hit_tokens_per_second"] == 4000
+
+
+def test_once_for_people(serve):
+    text = " ".join(run(serve(FIRST, LATER), "--once").output.split())
+    for part in (
+        "version 0.1.0 namespace 3fa2c0ffee12 copier host",
+        "hit rate 75.0% now, 82.3% since start",
+        "cpu 256.0 MiB 512.0 MiB 50.0% 128",
+        "fs 1.0 GiB 4.0 GiB 25.0% 512",
+        "5.0 ms 7 0.5 s 2",
+        "decisions: load 7, recompute 2",
+    ):
+        assert part in text
+    assert text.index("not_stored") < text.index('a "new" reason'), "the worst first"
+
+
+def test_once_as_json(serve):
+    (line,) = run(serve(FIRST, LATER) + "/metrics", "--once", "--json").stdout.splitlines()
+    assert json.loads(line)["hit_rate"] == pytest.approx(0.75)
+
+
+def test_each_interval_is_printed_where_there_is_no_terminal(serve):
+    assert run(serve(FIRST, LATER), "--count", "3").output.count("hit rate") == 3
+
+
+def test_a_server_that_is_not_there_ends_with_1(serve):
+    result = run("127.0.0.1:1", "--once", status=1)
+    assert result.stderr.startswith("kv-offload: ")
+    assert "refused" in result.stderr
+
+
+def test_a_page_of_another_server_ends_with_1(serve):
+    assert "no kv_offload_* metrics" in run(serve("up 1\n"), "--once", status=1).stderr
+
+
+@pytest.mark.parametrize("given", ["ftp://host/metrics", "http://"])
+def test_what_is_no_address_ends_with_2(given):
+    assert "is no address of a server" in run(given, "--once", status=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("host:8000", "http://host:8000/metrics"),
+        ("http://host:8000/", "http://host:8000/metrics"),
+        ("https://host/vllm/metrics", "https://host/vllm/metrics"),
+    ],
+)
+def test_addresses(given, meant):
+    assert metrics_url(given) == meant
+
+
+def test_lines_that_are_no_samples_are_passed_over():
+    text = '# a comment\n\nbad line here too\nname{a="x, y",b="}"} 1 1700000000\nno_number x\nother +Inf\n'
+    samples = parse(text)
+    assert [(sample.name, sample.labels) for sample in samples] == [
+        ("name", {"a": "x, y", "b": "}"}),
+        ("other", {}),
+    ]

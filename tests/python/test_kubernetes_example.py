@@ -1,0 +1,148 @@
+"""examples/kubernetes: valid by Kubernetes' own schemas; its sizes, paths and commands belong together."""
+
+import copy
+import json
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from kv_offload.cli import app
+from kv_offload.config import OffloadConfig
+from kv_offload.sizes import parse_byte_size
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "kubernetes" / "vllm.yaml"
+VERSIONS = ("1.30", "1.37")  # sidecars came with 1.29
+
+
+def documents():
+    return list(yaml.safe_load_all(EXAMPLE.read_text()))
+
+
+def validate(document, version):
+    kubernetes_validate.validate(document, version, strict=True)
+
+
+def kind(name):
+    (found,) = [document for document in documents() if document["kind"] == name]
+    return found
+
+
+@pytest.fixture
+def pod():
+    return kind("Deployment")["spec"]["template"]["spec"]
+
+
+@pytest.fixture
+def server(pod):
+    (container,) = pod["containers"]
+    return container
+
+
+@pytest.fixture
+def evictor(pod):
+    (container,) = pod["initContainers"]
+    return container
+
+
+@pytest.fixture
+def transfer():
+    return json.loads(kind("ConfigMap")["data"]["kv-transfer-config"])
+
+
+@pytest.fixture
+def config(transfer):
+    config, notes = OffloadConfig.parse(transfer["kv_connector_extra_config"])
+    assert not notes
+    return config
+
+
+def size(quantity):
+    """Bytes of a Kubernetes quantity: 32Gi is our 32GiB."""
+    return parse_byte_size(f"{quantity}B")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_each_document_is_valid(version):
+    for document in documents():
+        validate(document, version)
+
+
+def misspelt_probe(document):
+    container = document["spec"]["template"]["spec"]["containers"][0]
+    container["readynessProbe"] = container.pop("readinessProbe")
+
+
+def port_as_text(document):
+    document["spec"]["template"]["spec"]["containers"][0]["ports"][0]["containerPort"] = "8000"
+
+
+def no_selector(document):
+    del document["spec"]["selector"]
+
+
+@pytest.mark.parametrize("plant", [misspelt_probe, port_as_text, no_selector])
+def test_a_planted_mistake_is_seen(plant):
+    document = copy.deepcopy(kind("Deployment"))
+    plant(document)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate(document, VERSIONS[0])
+
+
+def test_the_server_gets_the_configuration(server, transfer):
+    assert transfer["kv_connector"] == "OffloadingConnector"
+    (source,) = [entry["valueFrom"]["configMapKeyRef"] for entry in server["env"]]
+    assert source["name"] == kind("ConfigMap")["metadata"]["name"]
+    assert source["key"] in kind("ConfigMap")["data"]
+    assert f"--kv-transfer-config=$({server['env'][0]['name']})" in server["args"]
+
+
+def test_memory_fits(pod, server, config):
+    (shm,) = [volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm"]
+    (mount,) = [mount for mount in server["volumeMounts"] if mount["name"] == "shm"]
+    assert (shm["medium"], mount["mountPath"]) == ("Memory", "/dev/shm")
+    limit = size(server["resources"]["limits"]["memory"])
+    assert config.cpu_bytes_to_use < size(shm["sizeLimit"]) < limit
+    assert size(server["resources"]["requests"]["memory"]) == limit, "or the node may take it back"
+
+
+def test_the_bounds_fit(evictor, config):
+    (tier,) = config.secondary_tiers
+    evicts_at = parse_byte_size(evictor["args"][evictor["args"].index("--max-bytes") + 1])
+    volume = size(kind("PersistentVolumeClaim")["spec"]["resources"]["requests"]["storage"])
+    assert evicts_at <= tier.max_bytes < volume
+
+
+def test_both_see_the_root_as_one_user(pod, server, evictor, config):
+    (tier,) = config.secondary_tiers
+    assert evictor["args"][1] == tier.root_dir
+    for container in (server, evictor):
+        (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "cache"]
+        # Below the mount, which belongs to root: the server makes a directory of its own.
+        assert Path(tier.root_dir).parent == Path(mount["mountPath"])
+        assert "securityContext" not in container
+    assert pod["securityContext"]["runAsNonRoot"]
+
+
+def test_the_evictor_is_a_sidecar_with_a_command_that_exists(evictor, tmp_path):
+    assert evictor["restartPolicy"] == "Always"
+    assert evictor["command"] == ["kv-offload"]
+    arguments = [argument for argument in evictor["args"] if argument != "--watch"]
+    arguments[1] = str(tmp_path)
+    result = CliRunner().invoke(app, arguments)
+    assert f"{tmp_path} is no root" in result.stderr, "every option was understood"
+
+
+def test_probes_and_service_name_the_port(server):
+    names = {port["name"] for port in server["ports"]}
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert server[probe]["httpGet"]["path"] == "/health"
+        assert server[probe]["httpGet"]["port"] in names
+    assert {port["targetPort"] for port in kind("Service")["spec"]["ports"]} <= names
+
+
+def test_what_is_queued_is_written_before_the_end(pod, server):
+    (timeout,) = [int(text.split("=")[1]) for text in server["args"] if "--shutdown-timeout" in text]
+    assert 0 < timeout < pod["terminationGracePeriodSeconds"]

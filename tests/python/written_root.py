@@ -1,0 +1,60 @@
+"""A root that the core itself has written, for the tests of what reads and mends one."""
+
+import os
+import time
+from pathlib import Path
+
+from kv_offload.namespace import GroupFacts, NamespaceFacts
+
+CHUNK = 64 << 10
+KEYS = [bytes([number]) * 32 + bytes(4) for number in range(1, 6)]
+FACTS = NamespaceFacts(
+    model={"name": "org/model", "revision": "c0ffee"},
+    kv_dtype="bfloat16",
+    kv_cache_layout="LBHNC",
+    groups=(GroupFacts(0, 16, 2, (CHUNK,)),),
+    blocks_per_chunk=1,
+    tokens_per_hash=16,
+    hash_algorithm="sha256",
+    hash_seed="00",
+)
+
+
+def write_root(path: Path, facts: NamespaceFacts = FACTS, max_bytes: int = 1 << 30) -> Path:
+    """Writes one record for each of KEYS into the root at ``path``, in the namespace of ``facts``."""
+    from kv_offload import _core as core
+
+    engine = f"cli-{os.getpid()}-{path.parent.name}-{path.name}"
+    size = 16 << 20
+    worker = core.HostRegion.attach_worker(engine, size, 1, 1, 0, [CHUNK], "layout", huge_pages=False)
+    region = core.HostRegion.attach_scheduler(engine, size, 1, 1, huge_pages=False)
+    region.wait_for_ranks(10)
+    tier = core.FsTier(
+        root_dir=str(path),
+        max_bytes=max_bytes,
+        namespace_id=facts.namespace_id(),
+        namespace_json=facts.readable_json(),
+    )
+    cache = core.TieredCache(
+        region,
+        core.Metrics(),
+        group_ids=[0],
+        tokens_per_chunk=[16],
+        shard_bytes=[[CHUNK]],
+        full_attention=[True],
+        tiers=[tier],
+    )
+    request = cache.begin_request("r")
+    accepted, ticket, rows, _, _ = cache.prepare_store(request, KEYS)
+    assert accepted == KEYS
+    for number, row in enumerate(rows):
+        worker.area(0)[int(row) * 4096 :][:CHUNK] = number
+    worker.report(0, ticket, 0)
+    cache.complete_store(accepted)
+    cache.end_request(request)
+    deadline = time.monotonic() + 30
+    while cache.tier_stats(0)["chunks"] < len(KEYS):
+        cache.end_step()
+        assert time.monotonic() < deadline, cache.tier_stats(0)
+    cache.close()
+    return path
