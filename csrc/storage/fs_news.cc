@@ -42,7 +42,7 @@ std::uint64_t FsStore::adopt_changed_leaves(std::int64_t since_mtime) {
     const MutexLock lock(mutex_);
     if (own != generation_) break;
     for (const FoundRecord& record : found.records) {
-      added += catalogue_.insert({record.key, record.file_bytes}, 0);
+      added += catalogue_.insert({record.key, record.file_bytes}, {});
     }
   }
   return added;
