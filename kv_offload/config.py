@@ -21,6 +21,7 @@ logger = get_logger(__name__)
 EVICTION_POLICIES = ("lru", "s3fifo", "prefix")  # a test compares it with what the core has
 DEFAULT_DISK_SHARE = 0.5  # of (free + already held) bytes, for an fs tier without max_bytes
 MAX_TIERS = 8
+MAX_SIGHTS = 127  # that the core counts, for write_policy reuse:N
 
 ByteSize = Annotated[int, BeforeValidator(parse_byte_size)]
 Threads = Annotated[int, Field(ge=1, le=256)]
@@ -101,10 +102,12 @@ class FsTierConfig(BaseModel):
     @field_validator("write_policy")
     @classmethod
     def _known_write_policy(cls, value: str) -> str:
-        reuse = re.fullmatch(r"reuse:([0-9]{1,6})", value)
-        if value not in ("through", "on_evict") and (reuse is None or int(reuse.group(1)) < 1):
+        reuse = re.fullmatch(r"reuse:([0-9]{1,3})", value)
+        if value not in ("through", "on_evict") and (
+            reuse is None or not 1 <= int(reuse.group(1)) <= MAX_SIGHTS
+        ):
             raise ValueError(
-                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1, 2, ...: the Nth sight)"
+                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_SIGHTS}: the Nth sight)"
             )
         return value
 
