@@ -68,7 +68,9 @@ class FsTierConfig(BaseModel):
         description='"through" (record every stored chunk), "on_evict" (when it leaves host memory), '
         '"reuse:N" (after its Nth sight)',
     )
-    eviction_policy: str | None = Field(default=None, description="of this tier; default: as of host memory")
+    eviction_policy: str = Field(
+        default="lru", description='of this tier: "lru"; "prefix" and "s3fifo" as for host memory'
+    )
     fsync: Literal["none", "data", "full"] = Field(
         default="none", description="wait for the device after each record; checksums make it unnecessary"
     )
@@ -96,8 +98,8 @@ class FsTierConfig(BaseModel):
 
     @field_validator("eviction_policy")
     @classmethod
-    def _known_eviction_policy(cls, value: str | None) -> str | None:
-        return None if value is None else _known_eviction_policy(value)
+    def _known_eviction_policy(cls, value: str) -> str:
+        return _known_eviction_policy(value)
 
     @field_validator("write_policy")
     @classmethod
@@ -127,8 +129,8 @@ class OffloadConfig(BaseModel):
     secondary_tiers: tuple[FsTierConfig, ...] = Field(default=(), max_length=MAX_TIERS)
     eviction_policy: str = Field(
         default="prefix",
-        description='of host memory, and of every tier that names none: "prefix" (ends of prompts first, by '
-        'what it learns of their return), "s3fifo", "lru"',
+        description='of host memory: "prefix" (ends of prompts first, by what it learns of their return), '
+        '"s3fifo", "lru"',
     )
     load_policy: Literal["auto", "always", "never"] = Field(
         default="auto", description="load from a tier when it beats computing, or always, or never"

@@ -284,7 +284,7 @@ def test_host_memory_and_each_tier_may_have_a_policy_of_their_own(policy):
     tiers = [{"type": "fs", "root_dir": "/a", "eviction_policy": policy}, {"type": "fs", "root_dir": "/b"}]
     config = read(cpu_bytes_to_use=1, eviction_policy=policy, secondary_tiers=tiers)
     assert config.eviction_policy == policy
-    assert [tier.eviction_policy for tier in config.secondary_tiers] == [policy, None]
+    assert [tier.eviction_policy for tier in config.secondary_tiers] == [policy, "lru"]
 
 
 @pytest.mark.parametrize("given", ["reuse:0", "reuse:128", "reuse:", "reuse:2.0"])
