@@ -292,6 +292,47 @@ def test_doctor_notes_a_config_that_leads_elsewhere(core, vllm):
     assert "kv_connector is 'NixlConnector'" in said("doctor", "--no-measure", "--config", other, status=1)
 
 
+def multi(*connectors):
+    return json.dumps(
+        {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": list(connectors)}}
+    )
+
+
+OURS = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": json.loads(config_text())}
+
+
+def test_doctor_finds_us_in_a_multi_connector(core, vllm):
+    answer = as_json("doctor", "--json", "--no-measure", "--config", multi({"kv_connector": "X"}, OURS))
+    assert answer["plan"]["cpu_bytes_to_use"]["value"] == "1.0 GiB"
+    assert "config" not in states(answer)
+
+
+@pytest.mark.parametrize(
+    ("connectors", "part"),
+    [
+        ([{"kv_connector": "NixlConnector"}], 'has no "OffloadingConnector" among its connectors'),
+        ([OURS, OURS], "MultiConnector has 2 OffloadingConnectors (spec_name KVOffloadSpec, KVOffloadSpec)"),
+    ],
+)
+def test_doctor_refuses_a_multi_connector_that_vllm_cannot_serve(core, vllm, connectors, part):
+    assert part in said("doctor", "--no-measure", "--config", multi(*connectors), status=1)
+
+
+def test_doctor_answers_a_config_of_llmd_with_ours(core, vllm):
+    theirs = {
+        "spec_name": "SharedStorageOffloadingSpec",
+        "spec_module_path": "llmd_fs_backend.spec",
+        "shared_storage_path": "/mnt/files",
+        "block_size": 256,
+        "threads_per_gpu": 64,
+    }
+    transfer = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": theirs}
+    text = said("doctor", "--no-measure", "--config", json.dumps(transfer), status=1)
+    for part in ("llm-d", '"root_dir": "/mnt/files"', '"n_read_threads": 64', '"block_size": 256'):
+        assert part in text
+    assert "vLLM takes its own spec" not in text
+
+
 @pytest.mark.parametrize("given", ["{", "[]", '{"kv_connector_extra_config": 1}'])
 def test_doctor_needs_a_json_object(core, given):
     refused("doctor", "--config", given, status=2, part="not")
