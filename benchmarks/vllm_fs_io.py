@@ -29,7 +29,7 @@ def main() -> None:
     memory = mmap.mmap(-1, threads * ROWS * record)  # page-aligned
     for start in range(0, len(memory), 1 << 20):
         piece = min(1 << 20, len(memory) - start)
-        memory[start : start + piece] = os.urandom(4096) * (piece // 4096)
+        memory[start : start + piece] = os.urandom(piece)
     view = memoryview(memory)
     parts = [range(number, count, threads) for number in range(threads)]
 

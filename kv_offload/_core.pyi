@@ -137,13 +137,26 @@ class TieredCache:
     ) -> int: ...
     def end_request(self, request: int) -> None: ...
     def make_lookup(
-        self, results: tuple[Any, Any, Any, Any], handle_of: Callable[[Any], int]
+        self,
+        results: tuple[Any, Any, Any, Any],
+        handle_of: Callable[[Any], int],
+        span_of: Callable[[Any, bytes], tuple[int, int] | None] | None = None,
     ) -> Callable[[bytes, Any], Any]:
         """A builtin ``lookup(key, context)`` returning one of results = (miss, hit, pending, retry).
 
         ``handle_of(context)`` gives the request handle; it is asked again only when another context
-        object than last time is passed. Call ``forget_context`` when a request ends.
+        object than last time is passed. Then ``span_of(context, key)`` gives the ends, in tokens, of the
+        chunk asked for and of the request's last whole chunk, unless they are known. Call
+        ``forget_context`` when a request ends.
         """
+    def report(self, request: int) -> dict[str, Any]:
+        """What became of a request, also after its end until another one begins.
+
+        hit_tokens: {tier: tokens}, miss_tokens: {reason: tokens}, choice: load, partial, recompute or "",
+        load_seconds and compute_seconds (what that was decided on, 0 = unknown), waited_seconds.
+        """
+    def sights(self) -> list[tuple[int, int]]:
+        """(chunks that lookups found, chunks that they missed) of each group position, since the start."""
     def forget_context(self) -> None: ...
     def lookup(self, request: int, key: bytes) -> int:
         """0 miss, 1 hit, 2 pending, 3 retry. The slow twin of make_lookup's function."""
@@ -168,6 +181,28 @@ class TieredCache:
     def stats(self) -> dict[str, int]: ...
     def tier_stats(self, tier: int) -> dict[str, Any]: ...
     def close(self) -> None: ...
+
+class Trace:
+    """Prompts as block numbers, for replays without memory or storage behind them."""
+
+    def __init__(self, ends: npt.NDArray[np.uint32], blocks: npt.NDArray[np.uint64]) -> None:
+        """blocks of all requests, one after the other; ends of each request's part of them."""
+    def __len__(self) -> int: ...
+    def replay(
+        self,
+        *,
+        host_chunks: int,
+        tier_chunks: int = 0,
+        eviction_policy: str = "lru",
+        tier_eviction_policy: str = "lru",
+        write_policy: str = "through",
+    ) -> dict[str, int]:
+        """requests; the rest in blocks.
+
+        blocks, host_hits, tier_hits, stored, declined, evicted, written, tier_evicted.
+        """
+    def optimal_hits(self, capacity: int) -> int:
+        """The most that any cache of so many blocks could have hit: it knows the future."""
 
 class RankWorker:
     def __init__(

@@ -18,7 +18,7 @@ from kv_offload.sizes import parse_byte_size
 
 logger = get_logger(__name__)
 
-EVICTION_POLICIES = ("lru",)  # a test compares it with what the core has
+EVICTION_POLICIES = ("lru", "s3fifo", "prefix")  # a test compares it with what the core has
 DEFAULT_DISK_SHARE = 0.5  # of (free + already held) bytes, for an fs tier without max_bytes
 MAX_TIERS = 8
 
@@ -35,6 +35,12 @@ class ConfigError(ValueError):
         super().__init__(
             f"kv_connector_extra_config has {count}:" + "".join(f"\n  - {text}" for text in problems)
         )
+
+
+def _known_eviction_policy(value: str) -> str:
+    if value not in EVICTION_POLICIES:
+        raise ValueError(f"is {value!r}; possible: {', '.join(EVICTION_POLICIES)}")
+    return value
 
 
 def _direct_mode(value: object) -> object:
@@ -61,6 +67,7 @@ class FsTierConfig(BaseModel):
         description='"through" (record every stored chunk), "on_evict" (when it leaves host memory), '
         '"reuse:N" (after its Nth sight)',
     )
+    eviction_policy: str | None = Field(default=None, description="of this tier; default: as of host memory")
     fsync: Literal["none", "data", "full"] = Field(
         default="none", description="wait for the device after each record; checksums make it unnecessary"
     )
@@ -86,6 +93,11 @@ class FsTierConfig(BaseModel):
             raise ValueError("is empty; name a directory")
         return os.path.abspath(os.path.expanduser(value))
 
+    @field_validator("eviction_policy")
+    @classmethod
+    def _known_eviction_policy(cls, value: str | None) -> str | None:
+        return None if value is None else _known_eviction_policy(value)
+
     @field_validator("write_policy")
     @classmethod
     def _known_write_policy(cls, value: str) -> str:
@@ -110,7 +122,11 @@ class OffloadConfig(BaseModel):
         gt=0, description="host memory of the whole engine, all ranks together, exact"
     )
     secondary_tiers: tuple[FsTierConfig, ...] = Field(default=(), max_length=MAX_TIERS)
-    eviction_policy: str = Field(default="lru", description="of host memory and of every tier")
+    eviction_policy: str = Field(
+        default="prefix",
+        description='of host memory, and of every tier that names none: "prefix" (ends of prompts first, by '
+        'what it learns of their return), "s3fifo", "lru"',
+    )
     load_policy: Literal["auto", "always", "never"] = Field(
         default="auto", description="load from a tier when it beats computing, or always, or never"
     )
@@ -136,9 +152,7 @@ class OffloadConfig(BaseModel):
     @field_validator("eviction_policy")
     @classmethod
     def _known_eviction_policy(cls, value: str) -> str:
-        if value not in EVICTION_POLICIES:
-            raise ValueError(f"is {value!r}; possible: {', '.join(EVICTION_POLICIES)}")
-        return value
+        return _known_eviction_policy(value)
 
     @field_validator("secondary_tiers")
     @classmethod

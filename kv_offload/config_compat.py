@@ -64,8 +64,8 @@ def own_keys(
     policy = ours.get("eviction_policy")
     foreign = policy == "arc" or (policy is not None and "cache_policy_module_path" in extra)
     if foreign and policy not in eviction_policies:
-        ours["eviction_policy"] = "lru"
-        notes.append(f"eviction_policy {policy!r} is not here yet, lru is used")
+        del ours["eviction_policy"]
+        notes.append(f"eviction_policy {policy!r} is not here, prefix is used: it learns what comes back")
     for key in ("eviction_policy", "secondary_tiers"):
         if ours.get(key, ...) is None:
             del ours[key]
@@ -119,6 +119,10 @@ def unknown_key(key: object, possible: Sequence[str]) -> str:
     return f"{key!r} is not known;{meant} possible: {', '.join(sorted(possible))}"
 
 
+# vLLM's connector for specs, and the one of ours that adds a report to each response.
+_CONNECTORS = ("OffloadingConnector", "ReportingConnector")
+
+
 def own_extra_config(transfer: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
     """Our part of what ``--kv-transfer-config`` gets, and what keeps vLLM from coming to us.
 
@@ -126,14 +130,14 @@ def own_extra_config(transfer: Mapping[str, Any]) -> tuple[Mapping[str, Any], li
     """
     extra = transfer.get("kv_connector_extra_config", transfer)
     connector = transfer.get("kv_connector", "OffloadingConnector")
-    if connector == "OffloadingConnector":
+    if connector in _CONNECTORS:
         return extra, []
     if connector != "MultiConnector":
         possible = '"OffloadingConnector", or a "MultiConnector" with one among its connectors'
         return extra, [f"kv_connector is {connector!r}; it must be {possible}"]
     problems = multi_connector_problems(transfer)
     for child in _children(transfer):
-        if child.get("kv_connector") == "OffloadingConnector":
+        if child.get("kv_connector") in _CONNECTORS:
             return child.get("kv_connector_extra_config") or {}, problems
     return {}, problems
 

@@ -134,9 +134,9 @@ def check_root(tier: FsTierConfig, record_bytes: int = 0) -> list[str]:
     if Path(root).is_symlink():
         return [f"{asked} is a symbolic link; give the directory it points to: {os.path.realpath(root)}"]
     problems = []
-    if there == Path(root) and there.stat().st_mode & stat.S_IWOTH:
+    if there == Path(root) and there.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         problems.append(
-            f"{asked} can be written by every user: chmod 700 it, or name a directory below it, "
+            f"{asked} can be written by other users: chmod 700 it, or name a directory below it, "
             f"such as {root}/kv"
         )
     elif there == Path(root) and there.stat().st_uid != os.geteuid():

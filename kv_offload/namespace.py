@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 FORMAT_VERSION = 1  # of the record format and of these facts
@@ -75,6 +76,48 @@ def described_id(text: str) -> str | None:
         return hashlib.sha256(_canonical(json.loads(text)).encode()).hexdigest()
     except ValueError:
         return None
+
+
+def other_namespaces(root_dir: str, own: NamespaceFacts, most: int = 3) -> list[str]:
+    """What is different in the newest other namespaces of a root, one text each: the facts' names.
+
+    Reads a few small files; what cannot be read is left out.
+    """
+    try:
+        found = [
+            path
+            for path in Path(root_dir).glob("*/namespace.json")
+            if path.parent.name != own.namespace_id().hex()
+        ]
+        found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        return []
+    mine = _flat(json.loads(own.canonical_json()))
+    texts = []
+    for path in found[:most]:
+        try:
+            theirs = _flat(json.loads(path.read_text()))
+        except (OSError, ValueError):
+            continue
+        different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
+        if different:
+            texts.append(", ".join(different))
+    return texts
+
+
+def _flat(value: object, name: str = "") -> dict[str, object]:
+    """Nested tables and lists as one table: {"model.revision": ..., "groups.0.num_layers": ...}."""
+    if isinstance(value, Mapping):
+        parts = list(value.items())
+    elif isinstance(value, list):
+        parts = list(enumerate(value))
+    else:
+        return {name: value}
+    return {
+        inner: leaf
+        for key, part in parts
+        for inner, leaf in _flat(part, f"{name}.{key}" if name else str(key)).items()
+    }
 
 
 def setting_text(value: object) -> str:

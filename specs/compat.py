@@ -165,6 +165,19 @@ def tiers_allowed(req_context: Any, localities: Set[str]) -> tuple[bool, bool]:
     return bool(allowed.allows(Medium.CPU, Locality.LOCAL)), storage
 
 
+def asked_span(req_context: Any, key: bytes) -> tuple[int, int] | None:
+    """(end of the chunk under ``key``, end of the request's last whole chunk), both in tokens.
+
+    vLLM notes the position of every key of a request in the order of its chunks, group by group; what it
+    has no public question for is how many there are. None where that is not to be had.
+    """
+    positions = getattr(req_context, "_offload_key_positions", None)
+    first = req_context.get_offload_key_position(key)
+    if not positions or first is None:
+        return None
+    return first, positions[next(reversed(positions))]
+
+
 def group_has_window(group: Any) -> bool | None:
     """Whether a group of the OffloadingConfig forgets blocks behind a window; None before 0.33."""
     if not hasattr(group, "sliding_window_size_in_chunks"):

@@ -1,5 +1,6 @@
 """The scheduler side: vLLM's OffloadingManager over the core's TieredCache. Thin; no loop over keys."""
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -10,8 +11,9 @@ from kv_offload.log import get_logger
 from . import compat
 from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, RequestOffloadingContext
 from .load_spec import RowLoadStoreSpec, no_rows
+from .report import report_text
 from .request import RequestState, request_hints
-from .watch import HitWatch
+from .watch import HitWatch, Surroundings
 
 if TYPE_CHECKING:
     from kv_offload._core import Metrics, TieredCache
@@ -30,6 +32,7 @@ class ManagerOptions:
     tiers: Mapping[str, str] = field(default_factory=dict)  # name of each tier below -> LOCAL or REMOTE
     event_tiers: Set[str] = frozenset()  # names of those that publish KV events
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
 
 class KVOffloadManager(OffloadingManager):
@@ -52,13 +55,16 @@ class KVOffloadManager(OffloadingManager):
         self._clock = clock
         self._localities = frozenset(self._options.tiers.values()) or frozenset({"LOCAL"})
         self._next_gauges = 0.0
-        self._watch = HitWatch(metrics, ("cpu", *self._options.tiers))
+        self._watch = HitWatch(metrics, ("cpu", *self._options.tiers), cache, self._options.surroundings)
+        self._live: dict[str, RequestState] = {}
         self._generation = 0
         self._closed = False
         results = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY)
         self._results = results
         self._sources = compat.load_sources()
-        self.lookup = cache.make_lookup(results, self._handle_of)  # type: ignore[method-assign,assignment]
+        self.lookup = cache.make_lookup(  # type: ignore[method-assign,assignment]
+            results, self._handle_of, compat.asked_span
+        )
 
     # ---- requests
 
@@ -73,18 +79,25 @@ class KVOffloadManager(OffloadingManager):
         if state is None or state.handle < 0:
             return
         self._cache.end_request(state.handle)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("Request %s: %s", req_context.req_id, report_text(self._cache.report(state.handle)))
         state.handle = -1
+        if self._live.get(req_context.req_id) is state:
+            del self._live[req_context.req_id]
         self._cache.forget_context()
+
+    def report_of(self, request_id: str) -> dict[str, Any] | None:
+        """What became of a request so far (TieredCache.report); None when it is not known any more."""
+        state = self._live.get(request_id)
+        return None if state is None else self._cache.report(state.handle)
 
     def _begin(self, req_context: Any) -> RequestState:
         load_from_cpu, load_from_tiers = compat.tiers_allowed(req_context, self._localities)
-        handle = self._cache.begin_request(
-            req_context.req_id,
-            load_from_cpu=load_from_cpu,
-            load_from_tiers=load_from_tiers,
-            **request_hints(req_context.kv_transfer_params),
-        )
+        allowed = {"load_from_cpu": load_from_cpu, "load_from_tiers": load_from_tiers}
+        hints = request_hints(req_context.kv_transfer_params)
+        handle = self._cache.begin_request(req_context.req_id, **(allowed | hints))
         state = RequestState(handle, self._generation)
+        self._live[req_context.req_id] = state
         req_context.set_state(state)
         return state
 

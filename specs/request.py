@@ -22,7 +22,8 @@ class RequestState:
 def request_hints(params: Any) -> dict[str, Any]:
     """Arguments for ``TieredCache.begin_request``; what cannot be meant is ignored with a warning.
 
-    ``load_policy``: auto, always, never; ``kv_offload_skip_store``: bool; ``priority``: int (larger first).
+    ``load_policy``: auto, always, never; ``kv_offload_skip_load``, ``kv_offload_skip_store``: bool;
+    ``priority``: int, below 0: what the request stores goes first, above 0: last.
     """
     if not isinstance(params, dict):
         return {}
@@ -32,17 +33,23 @@ def request_hints(params: Any) -> dict[str, Any]:
         hints["load_policy"] = policy
     elif policy is not None:
         _ignored("load_policy", policy, "auto, always, never")
-    skip = params.get("kv_offload_skip_store")
-    if isinstance(skip, bool):
-        hints["skip_store"] = skip
-    elif skip is not None:
-        _ignored("kv_offload_skip_store", skip, "true, false")
+    if _flag(params, "kv_offload_skip_store"):
+        hints["skip_store"] = True
+    if _flag(params, "kv_offload_skip_load"):
+        hints |= {"load_from_cpu": False, "load_from_tiers": False}
     priority = params.get("priority")
     if type(priority) is int and priority in _PRIORITIES:
         hints["priority"] = priority
     elif priority is not None:
         _ignored("priority", priority, "an integer of 32 bits")
     return hints
+
+
+def _flag(params: dict[str, Any], name: str) -> bool:
+    value = params.get(name)
+    if value is not None and not isinstance(value, bool):
+        _ignored(name, value, "true, false")
+    return value is True
 
 
 def _ignored(name: str, value: object, possible: str) -> None:

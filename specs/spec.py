@@ -11,7 +11,7 @@ from kv_offload.config import OffloadConfig
 from kv_offload.log import get_logger
 from kv_offload.machine import cautions, tier_bounds
 from kv_offload.metrics import metric_definitions
-from kv_offload.namespace import NamespaceFacts, random_seed_warning
+from kv_offload.namespace import NamespaceFacts, other_namespaces, random_seed_warning
 from kv_offload.sizing import Geometry, boot_line
 
 from .compat import OffloadingSpec, base
@@ -82,6 +82,7 @@ class KVOffloadSpec(OffloadingSpec):
         from kv_offload import _core
 
         from .manager import KVOffloadManager, ManagerOptions
+        from .watch import Surroundings
 
         options = self._options
         region = self._attach()
@@ -131,6 +132,18 @@ class KVOffloadSpec(OffloadingSpec):
                     if tier.enable_kv_events
                 ),
                 info=info,
+                surroundings=Surroundings(
+                    random_seed=facts.hash_algorithm if seed_is_random else "",
+                    other_namespaces=tuple(
+                        text
+                        for tier in options.secondary_tiers
+                        for text in other_namespaces(tier.root_dir, facts)
+                    ),
+                    group_ids=tuple(group.group_id for group in self.config.groups),
+                    capacity_tokens=geometry.tokens_in_memory(options.cpu_bytes_to_use)
+                    + sum(map(geometry.tokens_on_tier, bounds)),
+                    write_policies=tuple(tier.write_policy for tier in options.secondary_tiers),
+                ),
             ),
         )
 
@@ -184,7 +197,7 @@ class KVOffloadSpec(OffloadingSpec):
                 n_read_threads=tier.n_read_threads,
                 n_write_threads=tier.n_write_threads,
                 op_deadline_seconds=tier.op_deadline_seconds,
-                eviction_policy=self._options.eviction_policy,
+                eviction_policy=tier.eviction_policy or self._options.eviction_policy,
                 write_policy=tier.write_policy,
             )
             for name, tier, bound in zip(

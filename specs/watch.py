@@ -1,12 +1,13 @@
 """The one warning when much is stored and nothing is ever hit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kv_offload.log import get_logger
 
 if TYPE_CHECKING:
-    from kv_offload._core import Metrics
+    from kv_offload._core import Metrics, TieredCache
 
 logger = get_logger(__name__)
 
@@ -27,13 +28,32 @@ _REASONS = {
 }
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What may keep chunks from being found, as far as it is known at start."""
+
+    random_seed: str = ""  # the hash algorithm, when each process draws another seed
+    other_namespaces: tuple[str, ...] = ()  # in the roots: what is different in each
+    group_ids: tuple[int, ...] = ()  # vLLM's, by position
+    capacity_tokens: int = 0  # of host memory and all tiers; 0: not known
+    write_policies: tuple[str, ...] = ()  # of each tier
+
+
 class HitWatch:
     """Looks at the counters now and then, and warns once."""
 
-    def __init__(self, metrics: "Metrics", tiers: Sequence[str]) -> None:
-        """``tiers``: every label that a hit can have."""
+    def __init__(
+        self,
+        metrics: "Metrics",
+        tiers: Sequence[str],
+        cache: "TieredCache | None" = None,
+        surroundings: Surroundings | None = None,
+    ) -> None:
+        """``tiers``: every label that a hit can have. ``cache``: asked for what lookups found, if given."""
         self._metrics = metrics
         self._tiers = tiers
+        self._cache = cache
+        self._surroundings = surroundings or Surroundings()
         self._next_look = 0.0
         self._done = False
 
@@ -62,5 +82,52 @@ class HitWatch:
             asked,
             misses[reason],
             reason,
-            _REASONS[reason],
+            self._cause(reason, misses),
+        )
+
+    def _cause(self, reason: str, misses: Mapping[str, float]) -> str:
+        """The most particular cause that fits; else what the most frequent reason means."""
+        around = self._surroundings
+        veto = self._vetoing_groups()
+        if veto:
+            return veto
+        longest = self._cache.stats()["longest_prompt"] if self._cache is not None else 0
+        if reason in ("evicted", "pressure", "not_stored") and 0 < around.capacity_tokens < longest:
+            return (
+                f"a prompt has up to {longest:,} tokens, and host memory and tiers together hold "
+                f"{around.capacity_tokens:,}: no prompt fits; raise cpu_bytes_to_use or max_bytes"
+            )
+        if reason != "not_stored":
+            return _REASONS[reason]
+        if around.random_seed and around.write_policies:
+            return (
+                f"the hash algorithm {around.random_seed} draws a new random seed in each process, so that "
+                "nothing of before a restart, and of no other server, is ever found: set PYTHONHASHSEED to "
+                "the same value everywhere, or use sha256"
+            )
+        if around.other_namespaces:
+            return (
+                "what the directory holds is of other namespaces, which differ from this server's in "
+                + "; or in ".join(around.other_namespaces)
+            )
+        reuse = [policy for policy in around.write_policies if policy.startswith("reuse:")]
+        if reuse and misses["evicted"] > 0:
+            return (
+                f"write_policy {reuse[0]} records only what was seen that often while it is in host memory, "
+                "and it is evicted before: raise cpu_bytes_to_use, or use through"
+            )
+        return _REASONS[reason]
+
+    def _vetoing_groups(self) -> str:
+        """Chunks of some groups are found and none of another: the boundary that all agree on is nothing."""
+        sights = self._cache.sights() if self._cache is not None else []
+        ids = self._surroundings.group_ids or tuple(range(len(sights)))
+        found = [str(ids[position]) for position, (hits, _) in enumerate(sights) if hits]
+        never = [str(ids[position]) for position, (hits, misses) in enumerate(sights) if misses and not hits]
+        if not found or not never:
+            return ""
+        return (
+            f"chunks of cache group {', '.join(found)} are found, but none of group {', '.join(never)}, and "
+            "a hit needs all groups: that group's windows are not stored or are evicted first (see "
+            "blocks_per_chunk and cpu_bytes_to_use)"
         )

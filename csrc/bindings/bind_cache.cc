@@ -116,7 +116,27 @@ py::dict stats(const Cache& self) {
   return py::dict("resident_chunks"_a = stats.resident_chunks, "resident_bytes"_a = stats.resident_bytes,
                   "capacity_bytes"_a = stats.capacity_bytes, "pinned_chunks"_a = stats.pinned_chunks,
                   "quarantined_rows"_a = stats.quarantined_rows,
-                  "waiting_requests"_a = stats.waiting_requests, "requests"_a = stats.requests);
+                  "waiting_requests"_a = stats.waiting_requests, "requests"_a = stats.requests,
+                  "longest_prompt"_a = stats.longest_prompt);
+}
+
+// Only what is not nothing.
+py::dict report(const Cache& self, std::uint64_t request) {
+  using namespace py::literals;
+  const RequestReport report = self->cache->report(self->check_handle(request));
+  const auto& tiers = self->cache->tiers();
+  py::dict hits, misses;
+  for (std::size_t i = 0; i <= tiers.size(); ++i) {
+    if (report.hit_tokens[i] > 0)
+      hits[py::str(i == 0 ? std::string("cpu") : std::string(tiers[i - 1]->name()))] = report.hit_tokens[i];
+  }
+  for (std::size_t i = 0; i < RequestReport::kReasons; ++i) {
+    const std::string reason(to_string(static_cast<MissReason>(i)));
+    if (report.miss_tokens[i] > 0) misses[py::str(reason)] = report.miss_tokens[i];
+  }
+  return py::dict("hit_tokens"_a = hits, "miss_tokens"_a = misses, "choice"_a = report.choice,
+                  "load_seconds"_a = report.load_seconds, "compute_seconds"_a = report.compute_seconds,
+                  "waited_seconds"_a = report.waited_seconds);
 }
 
 py::dict tier_stats(const Cache& self, std::size_t tier) {
@@ -159,7 +179,15 @@ void bind_cache(py::module_& module) {
             self->cache->end_request(request);
           },
           py::arg("request"))
-      .def("make_lookup", &make_lookup, py::arg("results"), py::arg("handle_of"))
+      .def("make_lookup", &make_lookup, py::arg("results"), py::arg("handle_of"),
+           py::arg("span_of") = py::none())
+      .def("report", &report, py::arg("request"))
+      .def("sights",
+           [](const Cache& self) {
+             std::vector<std::pair<std::uint64_t, std::uint64_t>> groups;
+             for (const auto& [found, missed] : self->cache->sights()) groups.emplace_back(found, missed);
+             return groups;
+           })
       .def("forget_context", [](const Cache& self) { forget_context(*self); })
       .def(
           "lookup",

@@ -7,11 +7,8 @@
 #include "storage/fs_verify.h"
 
 namespace kv_offload::bindings {
-namespace {
 
-using namespace py::literals;
-
-TierSlotOptions slot_of(std::string_view write_policy) {
+TierSlotOptions write_policy_of(std::string_view write_policy) {
   constexpr std::string_view kReuse = "reuse:";
   if (write_policy.starts_with(kReuse)) {
     const std::string_view digits = write_policy.substr(kReuse.size());
@@ -28,6 +25,10 @@ TierSlotOptions slot_of(std::string_view write_policy) {
                                {"reuse:N", WritePolicy::kReuse}})};
 }
 
+namespace {
+
+using namespace py::literals;
+
 NamespaceId namespace_id_of(std::string_view bytes) {
   NamespaceId id{};
   if (bytes.size() != id.size()) {
@@ -43,7 +44,7 @@ FsTierSpec fs_tier_spec(std::string root_dir, std::uint64_t max_bytes, const py:
                         double op_deadline_seconds, std::string eviction_policy,
                         const std::string& write_policy) {
   FsTierSpec spec;
-  spec.slot = slot_of(write_policy);
+  spec.slot = write_policy_of(write_policy);
   FsTierOptions& options = spec.options;
   options.name = std::move(name);
   options.root_dir = std::move(root_dir);

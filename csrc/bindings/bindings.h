@@ -29,6 +29,7 @@ void bind_region(py::module_& module);
 void bind_fs(py::module_& module);
 void bind_cache(py::module_& module);
 void bind_worker(py::module_& module);
+void bind_replay(py::module_& module);
 
 // TypeError unless bytes; InvalidArgument when the length is out of range.
 ChunkKey to_key(py::handle bytes);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -11,6 +12,9 @@
 #include "storage/fs_tier.h"
 
 namespace kv_offload::bindings {
+
+// "through", "on_evict", "reuse:N"; InvalidArgument naming them.
+TierSlotOptions write_policy_of(std::string_view write_policy);
 
 // A tier that TieredCache's constructor opens.
 struct FsTierSpec {

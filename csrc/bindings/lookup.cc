@@ -13,6 +13,7 @@ struct LookupState {
   std::shared_ptr<BoundCache> cache;
   std::array<PyObject*, 4> results;  // indexed by LookupResult
   PyObject* handle_of;
+  PyObject* span_of;
   PyObject* context;  // null, or the object that `request` belongs to
   RequestHandle request;
 };
@@ -24,6 +25,7 @@ int traverse(PyObject* object, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(object));
   for (PyObject* result : self->results) Py_VISIT(result);
   Py_VISIT(self->handle_of);
+  Py_VISIT(self->span_of);
   Py_VISIT(self->context);
   return 0;
 }
@@ -32,6 +34,7 @@ int clear(PyObject* object) {
   auto* self = reinterpret_cast<LookupState*>(object);
   for (PyObject*& result : self->results) Py_CLEAR(result);
   Py_CLEAR(self->handle_of);
+  Py_CLEAR(self->span_of);
   Py_CLEAR(self->context);
   return 0;
 }
@@ -63,10 +66,23 @@ PyTypeObject* state_type() {
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
+// False with a Python error set.
+bool learn_span(LookupState* self, PyObject* context, PyObject* key, RequestHandle request) {
+  PyObject* const args[] = {context, key};
+  PyObject* answer = PyObject_Vectorcall(self->span_of, args, 2, nullptr);
+  if (answer == nullptr) return false;
+  const py::object span = py::reinterpret_steal<py::object>(answer);
+  if (span.is_none()) return true;
+  unsigned int first_end = 0, last_end = 0;
+  if (!PyArg_ParseTuple(answer, "II", &first_end, &last_end)) return false;
+  self->cache->cache->set_span(request, first_end, last_end);
+  return true;
+}
+
 // Asks handle_of and remembers its answer. False with a Python error set; throws
 // when the answer is no handle. `*request` is the answer even if dropping the old
 // context runs Python code that looks up for another one.
-bool remember(LookupState* self, PyObject* context, RequestHandle* request) {
+bool remember(LookupState* self, PyObject* context, PyObject* key, RequestHandle* request) {
   PyObject* answer = PyObject_CallOneArg(self->handle_of, context);
   if (answer == nullptr) return false;
   const unsigned long long handle = PyLong_AsUnsignedLongLong(answer);
@@ -75,7 +91,8 @@ bool remember(LookupState* self, PyObject* context, RequestHandle* request) {
   *request = self->request = self->cache->check_handle(handle);
   Py_INCREF(context);
   Py_XSETREF(self->context, context);
-  return true;
+  return self->span_of == Py_None || self->cache->cache->knows_span(*request) ||
+         learn_span(self, context, key, *request);
 }
 
 PyObject* lookup(PyObject* object, PyObject* const* args, Py_ssize_t count) {
@@ -97,7 +114,7 @@ PyObject* lookup(PyObject* object, PyObject* const* args, Py_ssize_t count) {
   }
   try {
     RequestHandle request = self->request;
-    if (args[1] != self->context && !remember(self, args[1], &request)) return nullptr;
+    if (args[1] != self->context && !remember(self, args[1], key, &request)) return nullptr;
     const LookupResult result =
         self->cache->cache->lookup(request, ChunkKey::unchecked(PyBytes_AS_STRING(key), size));
     PyObject* answer = self->results[static_cast<std::size_t>(result)];
@@ -117,7 +134,8 @@ PyMethodDef lookup_method = {"lookup", reinterpret_cast<PyCFunction>(reinterpret
 
 }  // namespace
 
-py::object make_lookup(std::shared_ptr<BoundCache> cache, const py::tuple& results, py::object handle_of) {
+py::object make_lookup(std::shared_ptr<BoundCache> cache, const py::tuple& results, py::object handle_of,
+                       py::object span_of) {
   if (results.size() != 4) {
     throw py::type_error("results must be four objects: miss, hit, pending, retry");
   }
@@ -127,6 +145,7 @@ py::object make_lookup(std::shared_ptr<BoundCache> cache, const py::tuple& resul
   std::construct_at(&self->cache, std::move(cache));
   for (std::size_t i = 0; i < 4; ++i) self->results[i] = Py_NewRef(PyTuple_GET_ITEM(results.ptr(), i));
   self->handle_of = handle_of.release().ptr();
+  self->span_of = span_of.release().ptr();
   const auto state = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
   self->cache->lookups.push_back(self);
   PyObject* function = PyCFunction_NewEx(&lookup_method, state.ptr(), nullptr);

@@ -11,4 +11,5 @@ PYBIND11_MODULE(_core, module) {
   bindings::bind_fs(module);
   bindings::bind_cache(module);
   bindings::bind_worker(module);
+  bindings::bind_replay(module);
 }

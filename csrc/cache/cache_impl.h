@@ -5,6 +5,7 @@
 //   store_path.cc    prepare_store, complete_store
 //   load_path.cc     prepare_load, complete_load
 //   plans.cc         end_step: what waiting requests get fetched
+//   decision.cc      load or recompute: what of it, how long to wait, probes
 //   tier_ops.cc      ops to and from tiers, write policies
 //   room.cc          a row for a chunk: eviction, shedding
 //   reset.cc         reset, close
@@ -41,7 +42,8 @@ struct TieredCache::Impl {
     Tier* tier = nullptr;
     TierSlotOptions options;
     std::string name;
-    bool usable = true;         // asked once per step
+    bool readable = true;       // asked once per step
+    bool writable = true;       // the same
     bool reset_failed = false;  // old records may still be there: never used again
     std::uint32_t writes = 0;   // ops in flight
     TierStats published;        // running totals up to here are in the metrics
@@ -54,9 +56,12 @@ struct TieredCache::Impl {
     OpKind kind;
     std::uint8_t tier;
     bool stale = false;  // of before a reset: only its row is given back
+    bool probe = false;  // a read that nobody waits for: how fast is the tier now
     Slot slot = 0;
     RowId row = kNoRow;
     std::uint32_t group = 0;
+    Nanos submitted{0};
+    double bytes_ahead = 0;       // on the tier when it was submitted, its own included
     std::vector<Waiter> waiters;  // kRead
   };
   struct LoadJob {
@@ -64,6 +69,9 @@ struct TieredCache::Impl {
     std::uint64_t fold;  // of its keys, in any order
     bool completed = false;
     std::vector<Slot> slots;
+    // What it is worth, told when it ends.
+    Nanos prepared{0};
+    double waited_seconds = 0, compute_seconds = 0, bytes = 0;
   };
 
   CacheOptions options;
@@ -78,6 +86,7 @@ struct TieredCache::Impl {
   KeyMemory memory;
   Quarantine quarantine;
   CostModel costs;
+  double bytes_per_token = 0;  // of all groups
 
   // ---- rows
   bool one_row_size = true;
@@ -89,6 +98,9 @@ struct TieredCache::Impl {
   std::vector<RequestState> requests;
   std::vector<RequestHandle> free_requests;
   std::uint32_t last_number = 0;
+  Nanos idle_since{0};  // while no request lives
+  std::uint64_t longest_prompt = 0;
+  std::vector<Sights> sights;  // by group position
   std::uint64_t step = 1;
   bool polled_in_step = false;
   std::vector<RequestHandle> asked;    // with a pending answer in this step
@@ -128,11 +140,14 @@ struct TieredCache::Impl {
                               const ChunkEntry* entry);
   LookupResult pending(RequestHandle handle, RequestState& request, Sight sight, LookupResult result);
   LookupResult miss(RequestState& request, std::uint32_t group, MissReason reason);
+  bool is_probe(Slot slot) const;  // being read, and nobody waits for it
   std::optional<MissReason> may_not_wait(const RequestState& request, bool from_tier) const;
   MissReason why_absent(const ChunkKey& key) const;
   bool from_tier(const ChunkEntry& entry);
   // Counts the misses of the last pass, once.
   void settle(RequestState& request);
+  void settle_scan(RequestState& request, std::span<const Sight> scan, bool first);
+  void count_misses(RequestState& request, std::uint8_t reason, std::uint64_t tokens);
   // The request got what it gets (prepare_load) or goes without (prepare_store).
   void admit(RequestHandle handle, RequestState& request);
   void start_waiting(RequestHandle handle, RequestState& request);
@@ -142,20 +157,42 @@ struct TieredCache::Impl {
   // The parts of a pass that its outcome depends on.
   struct Scan {
     std::vector<Slot> hits, fetching;
-    bool pending = false;  // filling, fetching, recorded or unknown
+    bool pending = false;              // filling, fetching, recorded or unknown
+    std::uint32_t begin = 0, end = 0;  // in the pass
+    bool is_prefix = false;            // scanned from the left
     struct Candidate {
       std::uint32_t key;  // place in pass_keys
       std::uint8_t tier;
+      ChunkId parent;  // what was looked up before it
     };
     std::vector<Candidate> candidates;
   };
-  std::vector<std::pair<std::uint32_t, Scan>> scans_of(const RequestState& request) const;
+  using Scans = std::vector<std::pair<std::uint32_t, Scan>>;  // by group position
+  Scans scans_of(const RequestState& request);
   void plan(RequestHandle handle, RequestState& request);
-  bool decide(RequestState& request, const std::vector<std::pair<std::uint32_t, Scan>>& scans);
   void hold_hits(RequestState& request, const std::vector<Slot>& hits);
-  void fetch(RequestHandle handle, RequestState& request, std::uint32_t group, const Scan& scan);
+  void fetch(RequestHandle handle, RequestState& request, std::uint32_t group,
+             std::span<const Scan::Candidate> candidates);
+  void submit_reads(const std::vector<std::pair<Slot, std::uint8_t>>& planned, Nanos deadline, bool probe);
   void await(RequestHandle handle, RequestState& request, Slot slot);
   void expire_deadlines(Nanos now);
+  // The chunk that this is a sight of; 0 when it was not remembered.
+  ChunkId seen_chunk(const RequestState& request, const Sight& sight);
+
+  // ---- decision.cc
+  // Leaves in `scans` what is to be fetched; closes the groups of which not all is.
+  void decide(RequestState& request, Scans& scans);
+  std::vector<Stretch> stretches_of(const RequestState& request, const Scans& scans,
+                                    std::uint32_t* hits_before) const;
+  void cut(RequestState& request, Scans& scans, std::uint64_t tokens) const;
+  void record(RequestState& request, const Decision& decision);
+  void be_patient(RequestState& request, const Decision& decision) const;
+  // Its patience ended: does it get the rest sooner by waiting on?
+  bool waits_on(RequestState& request, Nanos now);
+  void probe(RequestState& request, std::uint32_t group, std::span<const Scan::Candidate> candidates);
+  double context_of(const RequestState& request, std::uint32_t group) const;
+  void note_outcome(const LoadJob& job);
+  void publish_speeds();
 
   // ---- tier_ops.cc
   void poll_tiers();
@@ -164,6 +201,7 @@ struct TieredCache::Impl {
   void note_removal(TierSlot& from, const TierRemoval& removal);
   std::vector<Shard> shards_of(RowId row, std::uint32_t group) const;
   TierOp make_op(OpKind kind, std::uint8_t tier, Slot slot);  // registers it
+  void note_read_ended(const Op& op, const Completion& completion);
   bool is_recorded(TierSlot& slot, const ChunkKey& key);
   void start_writes(std::uint8_t tier, const std::vector<Slot>& slots);
   void write_stored(const std::vector<Slot>& slots);  // just became resident
@@ -179,7 +217,7 @@ struct TieredCache::Impl {
   bool reclaim_slab(std::uint32_t group, std::uint32_t holder, std::vector<ChunkKey>* evicted);
   void evict(Slot slot, std::vector<ChunkKey>* evicted);
   bool shed_writes();
-  Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, std::uint32_t depth, ChunkState state);
+  Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about, ChunkState state);
   void make_resident(Slot slot, ChunkOrigin origin);
   // The entry goes; its row is the caller's.
   RowId take_out(Slot slot);
@@ -196,6 +234,8 @@ struct TieredCache::Impl {
                            std::span<const std::uint32_t> depths);
   void complete_store(std::span<const ChunkKey> keys, bool success);
   void fail_store(Slot slot);
+  void note_prefill(RequestState& request, std::span<const ChunkKey> keys,
+                    std::span<const std::uint32_t> depths);
 
   // ---- reset.cc
   void forget_memory();

@@ -1,38 +1,135 @@
 #include "cache/cost_model.h"
 
-#include <cmath>
+#include <algorithm>
+#include <utility>
 
 namespace kv_offload {
 
-void CostModel::end_step(Nanos now) {
-  const Nanos lasted = now - step_began_;
-  if (running_tokens_ >= options_.min_step_tokens && lasted > Nanos(0) && lasted <= options_.max_step) {
-    const double rate = static_cast<double>(running_tokens_) / to_seconds(lasted);
-    const double keep =
-        rate_ > 0 ? std::exp2(-static_cast<double>(running_tokens_) / options_.half_life_tokens) : 0;
-    // Rates average by time per token, not by tokens per time.
-    rate_ = keep > 0 ? 1 / (keep / rate_ + (1 - keep) / rate) : rate;
-  }
-  running_tokens_ = step_tokens_;
-  step_tokens_ = 0;
-  step_began_ = now;
+void CostModel::note_read(std::size_t index, double bytes_ahead, double seconds, Nanos now) {
+  Tier& tier = tiers_[index];
+  // What was known when the tier was left is of another time.
+  if (std::exchange(tier.probing, false)) tier.reads.restart();
+  tier.reads.note(bytes_ahead, seconds);
+  tier.last_read = now;
 }
 
-CostModel::Choice CostModel::decide(std::size_t index, double load_seconds, std::uint64_t tokens, Nanos now) {
-  Tier& tier = tiers_[index];
-  const double compute_seconds = prefill_seconds(tokens);
-  bool load = true;
-  if (load_seconds > 0 && compute_seconds > 0) {
-    load = tier.recompute ? load_seconds < compute_seconds * options_.margin
-                          : load_seconds * options_.margin < compute_seconds;
-    tier.recompute = !load;
-    // What is not used is not measured: try now and then.
-    if (!load && now - tier.last_load >= options_.probe_interval) load = true;
-  } else {
-    tier.recompute = false;
+void CostModel::note_overdue_read(std::size_t index, double bytes_ahead, double seconds_so_far, Nanos now) {
+  tiers_[index].reads.note_overdue(bytes_ahead, seconds_so_far);
+  tiers_[index].last_read = now;
+}
+
+double CostModel::read_seconds(std::size_t index, double bytes, double hint) const {
+  const Tier& tier = tiers_[index];
+  return tier.reads.known() ? tier.reads.seconds(tier.waiting_bytes + bytes) : hint;
+}
+
+double CostModel::hint(const Question& question, std::size_t tier) const {
+  return question.hints.empty() ? 0 : question.hints[tier];
+}
+
+void CostModel::extend(Cut* cut, const Stretch& stretch, double chunks) {
+  const double share = stretch.chunks > 0 ? chunks / stretch.chunks : 0;
+  const double bytes = share * static_cast<double>(stretch.bytes);
+  cut->chunks += static_cast<std::uint32_t>(chunks);
+  cut->tokens += share * static_cast<double>(stretch.tokens);
+  cut->copy_bytes += bytes;
+  if (stretch.tier >= 0) cut->tier_bytes[static_cast<std::size_t>(stretch.tier)] += bytes;
+}
+
+// Tiers read side by side; the copy follows.
+void CostModel::judge(Cut* cut, const Question& question) const {
+  double longest = 0, longest_with_margin = 0;
+  for (std::size_t t = 0; t < tiers_.size(); ++t) {
+    if (cut->tier_bytes[t] <= 0) continue;
+    const double seconds =
+        read_seconds(t, cut->tier_bytes[t], hint(question, t) * cut->tier_bytes[t] / all_[t]);
+    longest = std::max(longest, seconds);
+    const double factor = tiers_[t].recompute ? 1 / options_.margin : options_.margin;
+    longest_with_margin = std::max(longest_with_margin, factor * seconds);
   }
-  if (load) tier.last_load = now;
-  return load ? Choice::kLoad : Choice::kRecompute;
+  const double rate = copy_.bytes_per_second();
+  const double copy = (rate > 0 ? cut->copy_bytes / rate : 0) + (question.loads_anyway ? 0 : copy_.latency());
+  cut->load_seconds = longest + copy;
+  cut->compute_seconds = prefill.seconds(cut->tokens, question.context);
+  cut->gain = cut->compute_seconds - longest_with_margin - copy;
+}
+
+// Within a stretch the gain is convex (a tier's latency is paid once, and what
+// lies deeper is dearer to compute), so only the end of a stretch can be best, or
+// the last chunk that arrives in time.
+CostModel::Cut CostModel::best_cut(const Question& question, Cut* whole) const {
+  Cut best, at;
+  const auto in_time = [&](const Cut& cut) {
+    return question.deadline_seconds <= 0 || cut.load_seconds <= question.deadline_seconds;
+  };
+  bool all_in_time = true;
+  for (const Stretch& stretch : question.stretches) {
+    const Cut before = at;
+    extend(&at, stretch, stretch.chunks);
+    judge(&at, question);
+    if (!all_in_time) continue;
+    if (in_time(at)) {
+      if (at.gain > best.gain) best = at;
+      continue;
+    }
+    all_in_time = false;
+    for (std::uint32_t fit = 0, too_many = stretch.chunks; too_many - fit > 1;) {
+      const std::uint32_t middle = fit + (too_many - fit) / 2;
+      Cut part = before;
+      extend(&part, stretch, middle);
+      judge(&part, question);
+      (in_time(part) ? fit : too_many) = middle;
+      if (in_time(part) && part.gain > best.gain) best = part;
+    }
+  }
+  *whole = at;
+  return best;
+}
+
+Decision CostModel::decide(const Question& question) {
+  using Choice = Decision::Choice;
+  all_.fill(0);
+  for (const Stretch& stretch : question.stretches) {
+    if (stretch.tier >= 0) all_[static_cast<std::size_t>(stretch.tier)] += static_cast<double>(stretch.bytes);
+  }
+  Cut whole;
+  const Cut best = best_cut(question, &whole);
+  bool known = prefill.known();
+  for (std::size_t t = 0; t < tiers_.size(); ++t) {
+    if (all_[t] > 0) known &= read_seconds(t, all_[t], hint(question, t)) > 0;
+  }
+  if (!known) return {Choice::kLoad, whole.chunks, 0, whole.compute_seconds};
+  for (std::size_t t = 0; t < tiers_.size(); ++t) {
+    if (all_[t] > 0) tiers_[t].recompute = true;
+  }
+  std::uint32_t at = 0;
+  for (const Stretch& stretch : question.stretches) {
+    if (stretch.tier >= 0 && at < best.chunks)
+      tiers_[static_cast<std::size_t>(stretch.tier)].recompute = false;
+    at += stretch.chunks;
+  }
+  if (best.chunks == 0) return {Choice::kRecompute, 0, whole.load_seconds, whole.compute_seconds};
+  const Choice choice = best.chunks == whole.chunks ? Choice::kLoad : Choice::kPartial;
+  return {choice, best.chunks, best.load_seconds, best.compute_seconds};
+}
+
+bool CostModel::should_probe(std::size_t index, Nanos now) {
+  Tier& tier = tiers_[index];
+  const bool still_read = tier.probing && tier.waiting_bytes > 0;
+  if (!tier.recompute || still_read || now - tier.last_read < options_.probe_interval) return false;
+  tier.probing = true;
+  tier.last_read = now;
+  return true;
+}
+
+bool CostModel::host_pays(double bytes_per_token, Nanos now) {
+  if (!prefill.known() || !copy_.told_apart() || copy_.bytes_per_second() <= 0) return true;
+  const double copy = bytes_per_token / copy_.bytes_per_second();
+  // Of the first tokens of a prompt: those behind them are dearer.
+  const bool pays = copy < options_.host_patience * prefill.seconds(1, 0);
+  if (!pays && now - last_host_load_ < options_.probe_interval) return false;
+  last_host_load_ = now;
+  return true;
 }
 
 }  // namespace kv_offload

@@ -40,34 +40,38 @@ RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<cons
     }
     job.slots.push_back(index.slot_of(entry));
     transfer.rows.push_back(entry->row);
+    request.offered[group] = {chunk_id(key), entry->depth};
     ++transfer.group_rows[group];
   }
-  std::vector<double> hit_tokens(tiers.size() + 1, 0);
-  std::uint64_t fetched_tokens = 0;
+  RequestReport::Places hit_tokens{};
   // From the last to the first: the head of a prefix is the last to go.
   for (std::size_t i = job.slots.size(); i-- > 0;) {
     const Slot slot = job.slots[i];
     ChunkEntry& entry = index.at(slot);
     index.pin(slot);
-    index.access(slot);
-    entry.holder = request.number;
+    index.access(slot, request.number, request.priority());
     const bool fetched = entry.origin == ChunkOrigin::kTier && !entry.counted;
     entry.counted |= fetched;
     hit_tokens[fetched ? entry.tier + 1u : 0] += groups[entry.group].tokens;
-    if (fetched) fetched_tokens += groups[entry.group].full_attention ? groups[entry.group].tokens : 0;
+    job.bytes += static_cast<double>(groups[entry.group].bytes);
     see_again(slot);
   }
   for (std::size_t i = 0; i < hit_tokens.size(); ++i) {
     if (hit_tokens[i] == 0) continue;
     const std::string_view tier = i == 0 ? "cpu" : std::string_view(tier_slots[i - 1].name);
-    metrics.add("kv_offload_hit_tokens_total", {tier}, hit_tokens[i]);
-    metrics.add("kv_offload_lookup_tokens_total", {}, hit_tokens[i]);
+    request.report.hit_tokens[i] += hit_tokens[i];
+    metrics.add("kv_offload_hit_tokens_total", {tier}, static_cast<double>(hit_tokens[i]));
+    metrics.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(hit_tokens[i]));
   }
-  if (request.waiting && fetched_tokens > 0) {
-    const double saved =
-        costs.prefill_seconds(fetched_tokens) - to_seconds(request.pass_time - request.waits_since);
-    if (saved > 0) metrics.add("kv_offload_saved_seconds_total", {}, saved);
+  // A window's chunks stand for all of the prefix: the widest group says how much it is.
+  double tokens = 0;
+  for (std::uint32_t g = 0; g < groups.size(); ++g) {
+    tokens = std::max<double>(tokens, std::uint64_t{transfer.group_rows[g]} * groups[g].tokens);
   }
+  job.compute_seconds = costs.prefill.seconds(tokens, context_of(request, index.at(job.slots.front()).group));
+  if (request.waiting || request.expired)
+    job.waited_seconds = to_seconds(request.pass_time - request.waits_since);
+  job.prepared = request.pass_step == step ? request.pass_time : clock.now();
   admit(handle, request);
   job.ticket = transfer.ticket = ++last_ticket;
   load_jobs.push_back(std::move(job));
@@ -81,6 +85,7 @@ void TieredCache::Impl::complete_load(std::span<const ChunkKey> keys) {
   });
   if (job == load_jobs.end()) return;  // of before a reset
   job->completed = true;
+  note_outcome(*job);
   if (release_load(*job)) load_jobs.erase(job);
 }
 

@@ -3,8 +3,9 @@
 // Counting: a chunk is counted once per admission of a request, when the outcome
 // of its last lookup pass is settled. Hits are the chunks that it loads
 // (load_path.cc); misses are the chunks that the pass was told kMiss, with the
-// reason. vLLM ends the scan of a full-attention group at its first miss, so what
-// lies behind is never asked for and never counted: lookup_tokens = hit_tokens +
+// reason. vLLM ends the scan of a full-attention group at its first miss; where
+// the request's length is known (set_span), what lies behind counts under that
+// chunk's reason, for that chunk made it useless. lookup_tokens = hit_tokens +
 // miss_tokens, over all tiers and reasons.
 #include <algorithm>
 
@@ -16,7 +17,8 @@ LookupResult TieredCache::Impl::lookup(RequestHandle handle, const ChunkKey& key
   RequestState& request = requests[handle];
   if (request.pass_step != step) begin_pass(request);
   const ChunkEntry* entry = index.find(key);
-  if (entry != nullptr && entry->state == ChunkState::kResident && request.options.load_from_cpu) [[likely]] {
+  if (entry != nullptr && entry->state == ChunkState::kResident && request.options.load_from_cpu &&
+      !request.host_dear) [[likely]] {
     request.pass.push_back({index.slot_of(entry), entry->group, Sight::Kind::kHit, 0});
     return LookupResult::kHit;
   }
@@ -29,6 +31,16 @@ void TieredCache::Impl::begin_pass(RequestState& request) {
   request.pass_step = step;
   request.pass_time = clock.now();
   request.unsettled = true;
+  if (!request.waiting && !request.expired && request.load_policy == LoadPolicy::kAuto) {
+    request.host_dear = !costs.host_pays(bytes_per_token, request.pass_time);
+  }
+}
+
+bool TieredCache::Impl::is_probe(Slot slot) const {
+  const auto fetch = fetches.find(slot);
+  if (fetch == fetches.end()) return false;
+  const Op& op = ops.at(fetch->second);
+  return op.probe && op.waiters.empty();
 }
 
 LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestState& request,
@@ -39,6 +51,11 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
   if (entry != nullptr) {
     const bool is_fetch = entry->state == ChunkState::kFetching;
     const Slot slot = index.slot_of(entry);
+    // Of a tier that was judged too slow; or host memory was.
+    const bool dear = is_fetch ? is_probe(slot) : request.host_dear && request.options.load_from_cpu;
+    if (dear && request.load_policy == LoadPolicy::kAuto) {
+      return miss(request, *group, MissReason::kRecomputeCheaper);
+    }
     if (entry->state == ChunkState::kResident) {  // and host memory is not to be loaded from
       if (!request.options.load_from_tiers || !from_tier(*entry)) {
         return miss(request, *group, MissReason::kDisabled);
@@ -61,7 +78,7 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
   for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
     if (tier_slots[tier].reset_failed) continue;
     const Presence presence = tier_slots[tier].tier->contains(key);
-    if (!tier_slots[tier].usable) {
+    if (!tier_slots[tier].readable) {
       switched_off |= presence == Presence::kPresent;
       continue;
     }
@@ -81,7 +98,7 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
       return pending(handle, request, {0, static_cast<std::uint16_t>(*group), Kind::kUnknown, 0},
                      LookupResult::kRetry);
     }
-    if (*reason == MissReason::kDeadline) return miss(request, *group, *reason);
+    if (*reason != MissReason::kDisabled) return miss(request, *group, *reason);
   }
   return miss(request, *group, switched_off ? MissReason::kIoError : why_absent(key));
 }
@@ -91,9 +108,8 @@ std::optional<MissReason> TieredCache::Impl::may_not_wait(const RequestState& re
                 : !request.options.load_from_cpu) {
     return MissReason::kDisabled;
   }
-  if (request.expired || (request.waiting && request.pass_time >= request.deadline)) {
-    return MissReason::kDeadline;
-  }
+  if (request.expired) return request.expired_for;
+  if (request.waiting && request.pass_time >= request.deadline) return MissReason::kDeadline;
   return std::nullopt;
 }
 
@@ -130,21 +146,43 @@ void TieredCache::Impl::settle(RequestState& request) {
   request.unsettled = false;
   // A group that was scanned again (vLLM's boundary moved) counts once: its last scan.
   std::vector<bool> counted(groups.size(), false);
+  const std::uint16_t first = request.pass.empty() ? 0 : request.pass.front().group;
   for (std::size_t end = request.pass.size(); end > 0;) {
     const std::uint16_t group = request.pass[end - 1].group;
     std::size_t begin = end;
     while (begin > 0 && request.pass[begin - 1].group == group) --begin;
-    for (std::size_t i = begin; i < end && !counted[group]; ++i) {
-      const Sight& sight = request.pass[i];
-      if (sight.kind != Sight::Kind::kMiss) continue;
-      const auto reason = static_cast<MissReason>(sight.detail);
-      metrics.add("kv_offload_miss_tokens_total", {to_string(reason)}, groups[group].tokens);
-      metrics.add("kv_offload_lookup_tokens_total", {}, groups[group].tokens);
-    }
+    if (!counted[group])
+      settle_scan(request, std::span(request.pass).subspan(begin, end - begin), group == first);
     counted[group] = true;
     end = begin;
   }
   request.clear_pass();
+}
+
+void TieredCache::Impl::settle_scan(RequestState& request, std::span<const Sight> scan, bool first) {
+  const std::uint16_t group = scan.front().group;
+  const std::uint64_t chunk = groups[group].tokens;
+  std::uint64_t misses = 0;
+  for (const Sight& sight : scan) {
+    if (sight.kind != Sight::Kind::kMiss) continue;
+    ++misses;
+    count_misses(request, sight.detail, chunk);
+  }
+  sights[group].missed += misses;
+  sights[group].found += scan.size() - misses;
+  // Scanned from the left, and ended there.
+  if (!first || misses != 1 || scan.back().kind != Sight::Kind::kMiss) return;
+  const std::uint64_t asked = request.first_end + (scan.size() - 1) * chunk;
+  if (!request.knows_span || asked >= request.last_end) return;
+  count_misses(request, scan.back().detail, round_down(request.last_end - asked, chunk));
+}
+
+void TieredCache::Impl::count_misses(RequestState& request, std::uint8_t reason, std::uint64_t tokens) {
+  if (tokens == 0) return;
+  request.report.miss_tokens[reason] += tokens;
+  metrics.add("kv_offload_miss_tokens_total", {to_string(static_cast<MissReason>(reason))},
+              static_cast<double>(tokens));
+  metrics.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(tokens));
 }
 
 void TieredCache::Impl::start_waiting(RequestHandle handle, RequestState& request) {
@@ -173,7 +211,9 @@ void TieredCache::Impl::stop_waiting(RequestHandle handle, RequestState& request
 
 void TieredCache::Impl::admit(RequestHandle handle, RequestState& request) {
   settle(request);
+  request.knows_span = false;  // it may be asked about again, from another place
   if (!request.waiting && !request.expired) return;
+  request.report.waited_seconds += to_seconds(request.pass_time - request.waits_since);
   stop_waiting(handle, request);
   request.clear_wait();
 }

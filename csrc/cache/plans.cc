@@ -16,6 +16,7 @@ void TieredCache::end_step() {
     return impl.requests[a].number < impl.requests[b].number;
   });
   const Nanos now = impl.clock.now();
+  impl.costs.prefill.end_step(now);
   impl.expire_deadlines(now);
   for (const RequestHandle handle : impl.asked) {
     RequestState& request = impl.requests[handle];
@@ -24,7 +25,6 @@ void TieredCache::end_step() {
   impl.asked.clear();
   impl.clean_cold_end();
   impl.flush_tallies();
-  impl.costs.end_step(now);
   ++impl.step;
   impl.polled_in_step = false;
 }
@@ -33,25 +33,35 @@ void TieredCache::Impl::expire_deadlines(Nanos now) {
   for (std::size_t i = waiting.size(); i-- > 0;) {
     const RequestHandle handle = waiting[i];
     RequestState& request = requests[handle];
-    if (now < request.deadline) continue;
+    const bool late = now >= request.deadline;
+    const bool dear = request.patience > Nanos(0) && now >= request.patience && !waits_on(request, now);
+    if (!late && !dear) continue;
+    if (!request.awaited.empty()) {  // the oldest: the fewest bytes were ahead of it
+      const Op& op = ops.at(fetches.at(request.awaited.front()));
+      costs.note_overdue_read(op.tier, op.bytes_ahead, to_seconds(now - op.submitted), now);
+    }
+    if (!late) metrics.add("kv_offload_decisions_total", {"give_up"});
     stop_waiting(handle, request);
     request.expired = true;
+    request.expired_for = late ? MissReason::kDeadline : MissReason::kRecomputeCheaper;
   }
 }
 
 // The last scan of each group, in lookup order. A miss that is followed by more
 // lookups of the same scan is one of a window group, which is scanned from the
 // right: what was seen before it lies in no whole window and is not needed.
-std::vector<std::pair<std::uint32_t, TieredCache::Impl::Scan>> TieredCache::Impl::scans_of(
-    const RequestState& request) const {
+TieredCache::Impl::Scans TieredCache::Impl::scans_of(const RequestState& request) {
   using Kind = Sight::Kind;
-  std::vector<std::pair<std::uint32_t, Scan>> scans;
+  Scans scans;
   const std::vector<Sight>& pass = request.pass;
   for (std::size_t begin = 0, end = 0; begin < pass.size(); begin = end) {
     const std::uint16_t group = pass[begin].group;
     while (end < pass.size() && pass[end].group == group) ++end;
     std::erase_if(scans, [&](const auto& scan) { return scan.first == group; });
     Scan& scan = scans.emplace_back(group, Scan{}).second;
+    ChunkId before = 0;
+    // Where vLLM does not say which groups have a window, those come after the others.
+    scan.is_prefix = groups[group].full_attention || (options.full_attention.empty() && scans.size() == 1);
     for (std::size_t i = begin; i < end; ++i) {
       const Sight& sight = pass[i];
       switch (sight.kind) {
@@ -62,19 +72,37 @@ std::vector<std::pair<std::uint32_t, TieredCache::Impl::Scan>> TieredCache::Impl
           scan.fetching.push_back(sight.index);
           break;
         case Kind::kRecorded:
-          scan.candidates.push_back({sight.index, sight.detail});
+          scan.candidates.push_back({sight.index, sight.detail, before});
           break;
         case Kind::kMiss:
-          if (i + 1 < end && !groups[group].full_attention) scan = Scan{};
+          if (i + 1 < end && !groups[group].full_attention) scan = Scan{};  // and no prefix
           break;
         case Kind::kFilling:
         case Kind::kUnknown:
           break;
       }
       scan.pending |= sight.kind != Kind::kHit && sight.kind != Kind::kMiss;
+      before = groups[group].full_attention ? seen_chunk(request, sight) : 0;
     }
+    scan.begin = static_cast<std::uint32_t>(begin);
+    scan.end = static_cast<std::uint32_t>(end);
   }
   return scans;
+}
+
+ChunkId TieredCache::Impl::seen_chunk(const RequestState& request, const Sight& sight) {
+  switch (sight.kind) {
+    case Sight::Kind::kHit:
+    case Sight::Kind::kFilling:
+    case Sight::Kind::kFetching:  // its slot may have been given away since: then of no state
+      return index.at(sight.index).state == ChunkState::kAbsent ? 0 : chunk_id(index.at(sight.index).key);
+    case Sight::Kind::kRecorded:
+      return chunk_id(request.pass_keys[sight.index]);
+    case Sight::Kind::kUnknown:
+    case Sight::Kind::kMiss:
+      break;
+  }
+  return 0;
 }
 
 void TieredCache::Impl::plan(RequestHandle handle, RequestState& request) {
@@ -87,40 +115,15 @@ void TieredCache::Impl::plan(RequestHandle handle, RequestState& request) {
   }
   const auto first = std::find_if(scans.begin(), scans.end(), [](const auto& s) { return s.second.pending; });
   if (first == scans.end()) return;
-  std::vector<std::pair<std::uint32_t, Scan>> chosen;
+  Scans chosen;
   for (auto it = first; it != scans.end(); ++it) {
     if (it->second.candidates.empty() || request.closed[it->first]) continue;
     const bool together = groups[first->first].full_attention && groups[it->first].full_attention;
     if (it == first || together) chosen.push_back(*it);
   }
-  if (chosen.empty() || !decide(request, chosen)) return;
-  for (const auto& [group, scan] : chosen) fetch(handle, request, group, scan);
-}
-
-bool TieredCache::Impl::decide(RequestState& request,
-                               const std::vector<std::pair<std::uint32_t, Scan>>& scans) {
-  if (request.decided_to_load) return true;
-  std::uint64_t tokens = 0;
-  std::vector<std::uint64_t> bytes(tiers.size(), 0);
-  for (const auto& [group, scan] : scans) {
-    tokens = std::max<std::uint64_t>(tokens, scan.candidates.size() * groups[group].tokens);
-    for (const auto& candidate : scan.candidates) bytes[candidate.tier] += groups[group].bytes;
-  }
-  bool load = true;
-  if (request.load_policy == LoadPolicy::kAuto) {
-    for (std::size_t tier = 0; tier < tiers.size(); ++tier) {
-      if (bytes[tier] == 0) continue;
-      const double seconds = tiers[tier]->estimate_read_seconds(bytes[tier]);
-      load &= costs.decide(tier, seconds, tokens, request.pass_time) == CostModel::Choice::kLoad;
-    }
-  }
-  metrics.add("kv_offload_decisions_total", {load ? "load" : "recompute"});
-  if (load) {
-    request.decided_to_load = true;
-  } else {
-    for (auto& reason : request.closed) reason = MissReason::kRecomputeCheaper;
-  }
-  return load;
+  if (chosen.empty()) return;
+  decide(request, chosen);
+  for (const auto& [group, scan] : chosen) fetch(handle, request, group, scan.candidates);
 }
 
 void TieredCache::Impl::hold_hits(RequestState& request, const std::vector<Slot>& hits) {
@@ -147,12 +150,13 @@ void TieredCache::Impl::await(RequestHandle handle, RequestState& request, Slot 
   if (known) return;
   waiters.push_back({handle, request.number});
   request.awaited.push_back(slot);
+  ++request.fetched_for;
 }
 
 void TieredCache::Impl::fetch(RequestHandle handle, RequestState& request, std::uint32_t group,
-                              const Scan& scan) {
+                              std::span<const Scan::Candidate> candidates) {
   std::vector<std::pair<Slot, std::uint8_t>> planned;
-  for (const auto& candidate : scan.candidates) {
+  for (const auto& candidate : candidates) {
     const ChunkKey& key = request.pass_keys[candidate.key];
     if (const ChunkEntry* entry = index.find(key)) {  // another plan of this step took it up
       await(handle, request, index.slot_of(entry));
@@ -163,8 +167,7 @@ void TieredCache::Impl::fetch(RequestHandle handle, RequestState& request, std::
       request.closed[group] = MissReason::kPressure;
       break;
     }
-    const Slot slot = insert(key, group, row, 0, ChunkState::kFetching);
-    index.at(slot).holder = request.number;
+    const Slot slot = insert(key, group, row, request.about(candidate.parent, 0), ChunkState::kFetching);
     planned.push_back({slot, candidate.tier});
   }
   if (request.closed[group] && groups.size() > 1) {
@@ -175,12 +178,23 @@ void TieredCache::Impl::fetch(RequestHandle handle, RequestState& request, std::
       planned.pop_back();
     }
   }
+  submit_reads(planned, request.deadline, false);
+  for (const auto& [slot, tier] : planned) await(handle, request, slot);
+}
+
+void TieredCache::Impl::submit_reads(const std::vector<std::pair<Slot, std::uint8_t>>& planned,
+                                     Nanos deadline, bool probe) {
+  const Nanos now = clock.now();
   std::vector<std::vector<TierOp>> batches(tiers.size());
   for (const auto& [slot, tier] : planned) {
-    TierOp op = make_op(OpKind::kRead, tier, slot);
-    op.deadline = request.deadline;
-    batches[tier].push_back(std::move(op));
-    await(handle, request, slot);
+    TierOp order = make_op(OpKind::kRead, tier, slot);
+    order.deadline = deadline;
+    Op& op = ops.at(order.id);
+    op.probe = probe;
+    op.submitted = now;
+    costs.note_submitted(tier, static_cast<double>(groups[op.group].bytes));
+    op.bytes_ahead = costs.waiting_bytes(tier);
+    batches[tier].push_back(std::move(order));
   }
   for (std::size_t tier = 0; tier < tiers.size(); ++tier) {
     if (!batches[tier].empty()) tiers[tier]->submit(std::move(batches[tier]));

@@ -37,6 +37,7 @@ void TieredCache::Impl::forget_memory() {
   std::fill(owner_of_row.begin(), owner_of_row.end(), static_cast<Slot>(-1));
   std::fill(resident_by_group.begin(), resident_by_group.end(), 0);
   for (RequestState& request : requests) {
+    request.knows_span = false;
     request.held.clear();
     request.awaited.clear();
     request.failed.clear();
@@ -54,7 +55,8 @@ void TieredCache::Impl::reset() {
   for (TierSlot& slot : tier_slots) {
     const Status status = slot.tier->reset();
     slot.reset_failed = !status.is_ok();
-    slot.usable = slot.usable && !slot.reset_failed;
+    slot.readable = slot.readable && !slot.reset_failed;
+    slot.writable = slot.writable && !slot.reset_failed;
     if (!status.is_ok()) {
       metrics.add("kv_offload_failures_total", {slot.name, "reset", to_string(status.kind())});
     }

@@ -36,9 +36,8 @@ RowId TieredCache::Impl::take_row(std::uint32_t group, std::uint32_t holder, std
 
 bool TieredCache::Impl::evict_one(std::uint32_t holder, bool may_write, std::vector<ChunkKey>* evicted) {
   for (;;) {
-    const auto victim = index.victim();
-    // Its own prefix goes last: a chunk is worth nothing without those before it.
-    if (!victim || index.at(*victim).holder == holder) return false;
+    const auto victim = index.victim(holder);
+    if (!victim) return false;
     if (may_write && write_before_eviction(*victim)) continue;  // pinned now: the next one
     evict(*victim, evicted);
     return true;
@@ -84,9 +83,9 @@ bool TieredCache::Impl::shed_writes() {
   return index.pinned() < pinned;
 }
 
-Slot TieredCache::Impl::insert(const ChunkKey& key, std::uint32_t group, RowId row, std::uint32_t depth,
+Slot TieredCache::Impl::insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
                                ChunkState state) {
-  const Slot slot = index.insert(key, group, row, depth, state);
+  const Slot slot = index.insert(key, group, row, about, state);
   if (!one_row_size) owner_of_row[row / (row_unit / kPageBytes)] = slot;
   return slot;
 }

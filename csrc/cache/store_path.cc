@@ -21,15 +21,18 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
   if (closed || request.options.skip_store) return grant;
   grant.transfer.group_rows.assign(groups.size(), 0);
   std::vector<std::uint64_t> fresh(groups.size(), 0);
+  note_prefill(request, keys, depths);
   std::uint32_t group = 0;
   for (std::uint32_t i = 0; i < keys.size(); ++i) {
     if (i + kAhead < keys.size()) index.prefetch(keys[i + kAhead]);
     const ChunkKey& key = keys[i];
     group = require_position(key, group);
-    if (ChunkEntry* known = index.find(key)) {
-      known->holder = request.number;
+    const std::uint32_t depth = depths.empty() ? 0 : depths[i];
+    const ChunkId parent =
+        groups[group].full_attention ? request.follow(group, key, depths.empty() ? i + 1 : depth) : 0;
+    if (const ChunkEntry* known = index.find(key)) {
       const Slot slot = index.slot_of(known);
-      index.access(slot);
+      index.access(slot, request.number, request.priority());
       if (known->state == ChunkState::kResident) see_again(slot);
       continue;
     }
@@ -43,10 +46,8 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
       continue;
     }
     if (grant.transfer.ticket == kNoTicket) grant.transfer.ticket = ++last_ticket;
-    const Slot slot = insert(key, group, row, depths.empty() ? 0 : depths[i], ChunkState::kFilling);
-    ChunkEntry& entry = index.at(slot);
-    entry.ticket = grant.transfer.ticket;
-    entry.holder = request.number;
+    const Slot slot = insert(key, group, row, request.about(parent, depth), ChunkState::kFilling);
+    index.at(slot).ticket = grant.transfer.ticket;
     grant.accepted.push_back(i);
     grant.transfer.rows.push_back(row);
     ++grant.transfer.group_rows[group];
@@ -58,8 +59,35 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
                 static_cast<double>(declined * groups[g].bytes));
   }
   flush_tallies();
-  costs.note_prefill(*std::max_element(fresh.begin(), fresh.end()));
   return grant;
+}
+
+// What is offered now is computed in this step, but for what the device cache had
+// and for what vLLM offers again (after a reset). The widest group says how much.
+void TieredCache::Impl::note_prefill(RequestState& request, std::span<const ChunkKey> keys,
+                                     std::span<const std::uint32_t> depths) {
+  double most = 0, context_of_most = 0;
+  for (std::size_t begin = 0, end = 0; begin < keys.size(); begin = end) {
+    const std::uint32_t id = keys[begin].group_id();
+    while (end < keys.size() && keys[end].group_id() == id) ++end;
+    const auto group = position_of(keys[begin]);
+    if (!group) return;
+    const std::uint32_t chunk = groups[*group].tokens;
+    std::uint32_t& offered = request.offered_end[*group];
+    double tokens = 0, token_context = 0;
+    for (std::size_t i = begin; i < end; ++i) {
+      const std::uint32_t depth = depths.empty() ? 0 : depths[i];
+      const bool before = depth > 0 && (depth <= offered || depth < request.first_end);
+      if (before || (request.first_end == 0 && index.find(keys[i]) != nullptr)) continue;
+      tokens += chunk;
+      token_context += depth > chunk ? static_cast<double>(chunk) * (depth - 0.5 * chunk) : 0;
+    }
+    if (!depths.empty()) offered = std::max(offered, depths[end - 1]);
+    if (tokens <= most) continue;
+    most = tokens;
+    context_of_most = token_context / tokens;
+  }
+  if (most > 0) costs.prefill.note(most, context_of_most);
 }
 
 void TieredCache::Impl::complete_store(std::span<const ChunkKey> keys, bool success) {

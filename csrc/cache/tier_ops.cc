@@ -24,9 +24,10 @@ MissReason miss_reason_of(StatusKind kind) {
   }
 }
 
-// The words of the kind label; a tier that is switched off is a device that failed.
-std::string_view failure_label(StatusKind kind) {
-  return to_string(kind == StatusKind::kUnavailable ? StatusKind::kIo : kind);
+// Given up before it was tried (those are counted where they are cancelled), refused
+// by a tier that is switched off (counted as what switched it off), or no fault at all.
+bool is_failure(StatusKind kind) {
+  return kind != StatusKind::kCancelled && kind != StatusKind::kUnavailable && kind != StatusKind::kNotFound;
 }
 
 }  // namespace
@@ -55,7 +56,7 @@ TierOp TieredCache::Impl::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
   order.kind = kind;
   order.key = entry.key;
   order.group = entry.group;
-  order.depth = entry.depth;
+  order.about = index.about(entry);
   order.shards = shards_of(entry.row, entry.group);
   return order;
 }
@@ -78,19 +79,30 @@ void TieredCache::Impl::poll_tiers() {
       }
     }
     for (const TierRemoval& removal : removals) note_removal(slot, removal);
-    slot.usable = !slot.reset_failed && slot.tier->stats().available;
+    const TierStats stats = slot.tier->stats();
+    slot.readable = !slot.reset_failed && stats.readable;
+    slot.writable = !slot.reset_failed && stats.writable;
   }
   while (!write_order.empty() && !ops.contains(write_order.front())) write_order.pop_front();
+}
+
+void TieredCache::Impl::note_read_ended(const Op& op, const Completion& completion) {
+  costs.note_ended(op.tier, static_cast<double>(groups[op.group].bytes));
+  if (!completion.status.is_ok()) return;
+  const double seconds = completion.queued_seconds + completion.seconds;
+  const auto took = std::chrono::duration_cast<Nanos>(std::chrono::duration<double>(seconds));
+  costs.note_read(op.tier, op.bytes_ahead, seconds, op.submitted + took);
 }
 
 void TieredCache::Impl::finish_read(Op& op, const Completion& completion) {
   const std::string& name = tier_slots[op.tier].name;
   const StatusKind kind = completion.status.kind();
+  note_read_ended(op, completion);
   if (completion.status.is_ok()) {
     metrics.add("kv_offload_read_bytes_total", {name}, static_cast<double>(completion.bytes));
     metrics.observe("kv_offload_read_seconds", {name}, completion.queued_seconds + completion.seconds);
-  } else if (kind != StatusKind::kCancelled && kind != StatusKind::kNotFound) {
-    metrics.add("kv_offload_failures_total", {name, "read", failure_label(kind)});
+  } else if (is_failure(kind)) {
+    metrics.add("kv_offload_failures_total", {name, "read", to_string(kind)});
   }
   if (op.stale) return quarantine.release(op.row);
   fetches.erase(op.slot);
@@ -123,9 +135,9 @@ void TieredCache::Impl::finish_write(Op& op, const Completion& completion) {
   if (completion.status.is_ok()) {
     metrics.add("kv_offload_write_bytes_total", {slot.name}, static_cast<double>(completion.bytes));
     metrics.observe("kv_offload_write_seconds", {slot.name}, completion.queued_seconds + completion.seconds);
-  } else if (kind != StatusKind::kCancelled) {  // those are counted where they are cancelled
-    metrics.add("kv_offload_failures_total", {slot.name, "write", failure_label(kind)});
-    metrics.add("kv_offload_dropped_bytes_total", {slot.name, failure_label(kind)},
+  } else if (kind != StatusKind::kCancelled) {
+    if (is_failure(kind)) metrics.add("kv_offload_failures_total", {slot.name, "write", to_string(kind)});
+    metrics.add("kv_offload_dropped_bytes_total", {slot.name, to_string(kind)},
                 static_cast<double>(groups[op.group].bytes));
   }
   if (op.stale) return quarantine.release(op.row);
@@ -198,7 +210,7 @@ bool TieredCache::Impl::write_before_eviction(Slot slot) {
     if (to.options.write_policy != WritePolicy::kOnEvict || to.reset_failed) continue;
     if ((index.at(slot).tried >> tier & 1) != 0) continue;
     if (is_recorded(to, index.at(slot).key)) continue;
-    if (!to.usable || to.writes >= kMaxEvictionWrites) {
+    if (!to.writable || to.writes >= kMaxEvictionWrites) {
       metrics.add("kv_offload_dropped_bytes_total", {to.name, "pressure"},
                   static_cast<double>(groups[index.at(slot).group].bytes));
       continue;
@@ -211,7 +223,7 @@ bool TieredCache::Impl::write_before_eviction(Slot slot) {
 
 void TieredCache::Impl::clean_cold_end() {
   const bool any = std::any_of(tier_slots.begin(), tier_slots.end(), [](const TierSlot& slot) {
-    return slot.options.write_policy == WritePolicy::kOnEvict && slot.usable;
+    return slot.options.write_policy == WritePolicy::kOnEvict && slot.writable;
   });
   const std::uint64_t area = region.area_bytes();
   if (!any || rows.bytes_in_use() + rows.wasted_bytes() < area - area / 8) return;
@@ -223,7 +235,7 @@ void TieredCache::Impl::clean_cold_end() {
     seen.push_back(*victim);
     for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
       TierSlot& to = tier_slots[tier];
-      if (to.options.write_policy != WritePolicy::kOnEvict || !to.usable) continue;
+      if (to.options.write_policy != WritePolicy::kOnEvict || !to.writable) continue;
       if ((index.at(*victim).tried >> tier & 1) != 0) continue;  // a failed write is not repeated
       if (to.writes < kMaxEvictionWrites) start_writes(static_cast<std::uint8_t>(tier), {*victim});
     }

@@ -10,7 +10,8 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kMaxTiers = 8;            // bits of ChunkEntry::writes
+constexpr std::size_t kMaxTiers = CostModel::kMaxTiers;  // bits of ChunkEntry::writes
+static_assert(RequestReport::kPlaces == kMaxTiers + 1);
 constexpr std::size_t kMaxIndexHint = 1 << 20;  // entries reserved ahead
 
 std::vector<std::uint64_t> row_bytes_of(const CacheOptions& options, const HostRegion& region) {
@@ -93,6 +94,7 @@ TieredCache::Impl::Impl(CacheOptions cache_options, HostRegion& host_region,
       group.bytes += round_up(geometry.shard_bytes[area], kPageBytes);
     }
     group.geometry = geometry;
+    bytes_per_token += static_cast<double>(group.bytes) / group.tokens;
     groups.push_back(group);
   }
   for (std::size_t t = 0; t < tiers.size(); ++t) {
@@ -103,6 +105,8 @@ TieredCache::Impl::Impl(CacheOptions cache_options, HostRegion& host_region,
     tier_slots.push_back(std::move(slot));
   }
   resident_by_group.assign(groups.size(), 0);
+  sights.assign(groups.size(), {});
+  idle_since = clock.now();
   row_unit = rows.row_bytes(0);
   for (std::uint32_t g = 1; g < groups.size(); ++g) {
     one_row_size &= rows.row_bytes(g) == rows.row_bytes(0);
@@ -164,6 +168,9 @@ RequestHandle TieredCache::begin_request(std::string_view, const RequestOptions&
     impl.free_requests.push_back(static_cast<RequestHandle>(impl.requests.size()));
     impl.requests.emplace_back();
   }
+  if (impl.free_requests.size() == impl.requests.size()) {
+    impl.costs.prefill.note_idle(impl.idle_since, impl.clock.now());
+  }
   const RequestHandle handle = impl.free_requests.back();
   impl.free_requests.pop_back();
   if (++impl.last_number == 0) ++impl.last_number;
@@ -179,7 +186,25 @@ void TieredCache::end_request(RequestHandle handle) {
   impl.stop_waiting(handle, request);
   request.live = false;
   impl.free_requests.push_back(handle);
+  if (impl.free_requests.size() == impl.requests.size()) impl.idle_since = impl.clock.now();
 }
+
+bool TieredCache::knows_span(RequestHandle request) const { return impl_->requests[request].knows_span; }
+
+void TieredCache::set_span(RequestHandle handle, std::uint32_t first_end, std::uint32_t last_end) {
+  RequestState& request = impl_->require_live(handle);
+  request.knows_span = true;
+  request.first_end = first_end;
+  request.last_end = last_end;
+  impl_->longest_prompt = std::max<std::uint64_t>(impl_->longest_prompt, last_end);
+}
+
+RequestReport TieredCache::report(RequestHandle request) const {
+  if (request >= impl_->requests.size()) throw_invalid("request handle {} never was one", request);
+  return impl_->requests[request].report;
+}
+
+std::vector<TieredCache::Sights> TieredCache::sights() const { return impl_->sights; }
 
 LookupResult TieredCache::lookup(RequestHandle request, const ChunkKey& key) {
   return impl_->closed ? LookupResult::kMiss : impl_->lookup(request, key);
@@ -199,6 +224,7 @@ TieredCache::Stats TieredCache::stats() const {
   stats.quarantined_rows = impl.quarantine.rows();
   stats.waiting_requests = impl.waiting.size();
   stats.requests = impl.requests.size() - impl.free_requests.size();
+  stats.longest_prompt = impl.longest_prompt;
   return stats;
 }
 
@@ -212,6 +238,7 @@ void TieredCache::publish_gauges() {
     impl.metrics.set("kv_offload_tier_capacity_bytes", {name}, static_cast<double>(capacity));
     impl.metrics.set("kv_offload_tier_chunks", {name}, static_cast<double>(chunks));
   };
+  impl.publish_speeds();
   publish("cpu", own.resident_bytes, own.capacity_bytes, own.resident_chunks);
   for (Impl::TierSlot& slot : impl.tier_slots) {
     const TierStats tier = slot.tier->stats();
@@ -231,6 +258,10 @@ void TieredCache::publish_gauges() {
     count("kv_offload_io_ops_total", {slot.name, "direct"}, tier.direct_ops, before.direct_ops);
     count("kv_offload_io_ops_total", {slot.name, "buffered"}, tier.buffered_ops, before.buffered_ops);
     count("kv_offload_breaker_trips_total", {slot.name}, tier.breaker_trips, before.breaker_trips);
+    count("kv_offload_failures_total", {slot.name, "read", "timeout"}, tier.read_timeouts,
+          before.read_timeouts);
+    count("kv_offload_failures_total", {slot.name, "write", "timeout"}, tier.write_timeouts,
+          before.write_timeouts);
     slot.published = tier;
   }
 }

@@ -23,6 +23,7 @@
 // the reason, once. prepare_load only ever gets resident chunks and pins them.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -81,6 +82,19 @@ struct RequestOptions {
   std::int32_t priority = 0;
 };
 
+// What became of one request's prompt, all its admissions together.
+struct RequestReport {
+  static constexpr std::size_t kPlaces = 9;   // host memory, then the tiers
+  static constexpr std::size_t kReasons = 8;  // indexed by MissReason
+  using Places = std::array<std::uint64_t, kPlaces>;
+  Places hit_tokens{};
+  std::array<std::uint64_t, kReasons> miss_tokens{};
+  std::string_view choice{};  // of the last decision; empty: there was none to make
+  double load_seconds = 0;    // estimated by it; 0 = unknown
+  double compute_seconds = 0;
+  double waited_seconds = 0;  // measured, until its loads could begin
+};
+
 using RequestHandle = std::uint32_t;  // dense, reused after end_request
 
 // What the worker needs: rows of each group, in the order of the keys.
@@ -113,6 +127,14 @@ class TieredCache {
   // ---- requests
   RequestHandle begin_request(std::string_view request_id, const RequestOptions& options);
   void end_request(RequestHandle request);  // drops its pins and plan
+  // Where in its prompt a request's lookups start and how long it is: end
+  // positions, in tokens, of the first chunk that is asked for and of its last
+  // whole chunk. Without it the cost of computing is taken as that of a prompt's
+  // first tokens, and a miss counts its own chunk alone.
+  bool knows_span(RequestHandle request) const;
+  void set_span(RequestHandle request, std::uint32_t first_end, std::uint32_t last_end);
+  // So far; complete once the request ended (until the handle is used again).
+  RequestReport report(RequestHandle request) const;
 
   // ---- vLLM's manager verbs
   LookupResult lookup(RequestHandle request, const ChunkKey& key);
@@ -138,9 +160,15 @@ class TieredCache {
   struct Stats {
     std::uint64_t resident_chunks, resident_bytes, capacity_bytes;
     std::uint64_t pinned_chunks, quarantined_rows, waiting_requests, requests;
+    std::uint64_t longest_prompt;  // tokens, of those asked for since the start
   };
   Stats stats() const;
-  void publish_gauges();  // residency, capacities, queue depths into Metrics
+  // Chunks of a group that lookups found and that they missed, since the start.
+  struct Sights {
+    std::uint64_t found = 0, missed = 0;
+  };
+  std::vector<Sights> sights() const;  // by group position
+  void publish_gauges();               // residency, capacities, queue depths into Metrics
   const std::vector<std::unique_ptr<Tier>>& tiers() const;
   void close();  // sheds queued writes, closes tiers. Idempotent
 

@@ -117,7 +117,7 @@ void ChunkIndex::prefetch(const ChunkKey& key) const {
   __builtin_prefetch(&impl_->cells[impl_->home(Impl::tag(Impl::hash(key)))]);
 }
 
-Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, std::uint32_t depth,
+Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
                         ChunkState state) {
   Impl& impl = *impl_;
   assert(state == ChunkState::kFilling || state == ChunkState::kFetching);
@@ -131,8 +131,11 @@ Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, std
   entry.key = key;
   entry.row = row;
   entry.pins = 1;
-  entry.depth = depth;
-  entry.group = static_cast<std::uint16_t>(group);
+  entry.parent = about.parent;
+  entry.depth = about.depth;
+  entry.holder = about.request;
+  entry.group = static_cast<std::uint8_t>(group);
+  entry.priority = about.priority;
   entry.state = state;
   impl.cells[at] = Cell{Impl::tag(hash), slot};
   ++impl.size;
@@ -153,7 +156,7 @@ void ChunkIndex::make_resident(Slot slot, ChunkOrigin origin) {
   entry.state = ChunkState::kResident;
   entry.origin = origin;
   ++impl_->resident;
-  impl_->policy->insert(slot, EntryInfo{.key = &entry.key, .depth = entry.depth});
+  impl_->policy->insert(slot, about(entry));
   if (--entry.pins > 0) {
     impl_->policy->pin(slot);
   } else {
@@ -203,11 +206,26 @@ void ChunkIndex::unpin(Slot slot) {
   impl_->policy->unpin(slot);
 }
 
-void ChunkIndex::access(Slot slot) {
-  if (impl_->entries[slot].state == ChunkState::kResident) impl_->policy->access(slot);
+void ChunkIndex::access(Slot slot, std::uint32_t request, std::int8_t priority) {
+  ChunkEntry& entry = impl_->entries[slot];
+  entry.holder = request;
+  entry.priority = std::max(entry.priority, priority);
+  if (entry.state == ChunkState::kResident) impl_->policy->access(slot, about(entry));
 }
 
-std::optional<Slot> ChunkIndex::victim() { return impl_->policy->victim(); }
+std::optional<Slot> ChunkIndex::victim(std::uint32_t spared_holder) {
+  EvictionPolicy& policy = *impl_->policy;
+  std::optional<Slot> victim = policy.victim();
+  if (spared_holder == 0 || !victim || impl_->entries[*victim].holder != spared_holder) return victim;
+  std::vector<Slot> spared;
+  while (victim && impl_->entries[*victim].holder == spared_holder) {
+    policy.pin(*victim);
+    spared.push_back(*victim);
+    victim = policy.victim();
+  }
+  for (std::size_t i = spared.size(); i-- > 0;) policy.unpin(spared[i]);
+  return victim;
+}
 
 std::size_t ChunkIndex::size() const { return impl_->size; }
 std::size_t ChunkIndex::resident() const { return impl_->resident; }

@@ -35,11 +35,13 @@ enum class ChunkOrigin : std::uint8_t { kStore, kTier };
 struct ChunkEntry {
   ChunkKey key;
   Ticket ticket = kNoTicket;  // the store that fills it
+  ChunkId parent = 0;         // the chunk before it in its prefix; 0 = none or not known
   RowId row = kNoRow;
   std::uint32_t pins = 0;
   std::uint32_t depth = 0;
   std::uint32_t holder = 0;  // number of the request that stored or loaded it last; 0 = none
-  std::uint16_t group = 0;   // position, not id
+  std::uint8_t group = 0;    // position, not id
+  std::int8_t priority = 0;  // the highest of those requests
   ChunkState state = ChunkState::kAbsent;
   ChunkOrigin origin = ChunkOrigin::kStore;
   std::uint8_t tier = 0;    // index of the tier it came from, when origin == kTier
@@ -47,10 +49,10 @@ struct ChunkEntry {
   std::uint8_t tried = 0;   // bit t: such an op ended, well or not, since the chunk is here
   bool counted = false;     // its fetch was counted as a hit of that tier
 };
-static_assert(sizeof(ChunkEntry) == 80);
+static_assert(sizeof(ChunkEntry) == 88);
 
-// Memory: 80 bytes an entry, 8 bytes a table cell at a load of 0.25 to 0.5 (16 to
-// 32), 24 of the policy (lru), 4 of the free queue: 124 to 140 bytes a chunk.
+// Memory: 88 bytes an entry, 8 bytes a table cell at a load of 0.25 to 0.5 (16 to
+// 32), 26 of the policy (lru), 4 of the free queue: 134 to 150 bytes a chunk.
 class ChunkIndex {
  public:
   ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity_hint);
@@ -65,7 +67,8 @@ class ChunkIndex {
   // New entry in `state` (filling or fetching) holding `row`, with one pin
   // (the job or op that brings the bytes). REQUIRES: absent. Slots are reused in
   // the order in which they were freed, so that a prefix stays side by side.
-  Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, std::uint32_t depth, ChunkState state);
+  // `about` (but its id) is what the policy is told of it.
+  Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about, ChunkState state);
   Slot slot_of(const ChunkEntry* entry) const;
   ChunkEntry& at(Slot slot);
 
@@ -78,8 +81,15 @@ class ChunkIndex {
   void clear();
   void pin(Slot slot);
   void unpin(Slot slot);
-  void access(Slot slot);  // recency; only resident entries matter
-  std::optional<Slot> victim();
+  // A request (its number and priority) uses it, and is its holder from now on.
+  void access(Slot slot, std::uint32_t request, std::int8_t priority);
+  // What is known of an entry, for policies: its own and those of tiers.
+  EntryInfo about(const ChunkEntry& entry) const {
+    return {chunk_id(entry.key), entry.parent, entry.depth, entry.holder, entry.priority};
+  }
+  // The next to go that is not of this holder: its own prefix goes last, as a chunk
+  // is worth nothing without those before it.
+  std::optional<Slot> victim(std::uint32_t spared_holder = 0);
 
   std::size_t size() const;
   std::size_t resident() const;

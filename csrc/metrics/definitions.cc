@@ -37,7 +37,8 @@ std::vector<MetricDefinition> make_definitions() {
       counter("kv_offload_hit_tokens_total", "Tokens loaded, by the tier that their bytes came from.",
               {"tier"}),
       counter("kv_offload_miss_tokens_total",
-              "Tokens looked up and not loaded: not_stored, evicted, recompute_cheaper, deadline, corrupt, "
+              "Tokens of prompts that were looked up and not loaded, by what was missing first: not_stored, "
+              "evicted, recompute_cheaper, deadline, corrupt, "
               "io_error, pressure, disabled.",
               {"reason"}),
       counter("kv_offload_lookup_tokens_total", "Tokens looked up beyond what the device cache had."),
@@ -61,9 +62,24 @@ std::vector<MetricDefinition> make_definitions() {
       counter("kv_offload_io_ops_total", "Reads and writes of a tier that were direct or buffered.",
               {"tier", "mode"}),
       counter("kv_offload_breaker_trips_total", "Times a tier was switched off for a while.", {"tier"}),
-      counter("kv_offload_decisions_total", "Decisions to load or to recompute what a tier has.", {"choice"}),
+      counter(
+          "kv_offload_decisions_total",
+          "Decisions on what a tier has: load, partial (a part of it), recompute, give_up (a load was slower "
+          "than estimated), probe (a read that nobody waits for).",
+          {"choice"}),
+      counter("kv_offload_estimated_seconds_total",
+              "What the decisions were made on: estimated seconds of loading and of computing.",
+              {"choice", "side"}),
+      seconds("kv_offload_load_seconds",
+              "Seconds of loads, from a request's first wait until its bytes were on the device.", {}),
       counter("kv_offload_saved_seconds_total",
-              "Estimated seconds of prefill saved by loading, less the seconds of loading."),
+              "Seconds of prefill that loads made unnecessary, less the seconds that they took."),
+      counter("kv_offload_lost_seconds_total", "Seconds by which loads took longer than prefill would have."),
+      gauge("kv_offload_prefill_tokens_per_second",
+            "Estimated speed of computing a prompt of so many tokens on its own.", {"prompt_tokens"}),
+      gauge("kv_offload_load_bytes_per_second",
+            "Estimated speed of reading from a tier (cpu: of copying from host memory to the device).",
+            {"tier"}),
       gauge("kv_offload_info", "1; the labels say what runs.",
             {"version", "namespace", "layout", "copier", "eviction_policy", "tiers"}),
       of_worker(counter("kv_offload_copy_bytes_total", "Bytes copied between the device and host memory.",

@@ -5,6 +5,9 @@
 
 #include "base/status.h"
 #include "policy/lru.h"
+#include "policy/prefix.h"
+#include "policy/priorities.h"
+#include "policy/s3fifo.h"
 
 namespace kv_offload {
 namespace {
@@ -14,9 +17,15 @@ struct KnownPolicy {
   std::unique_ptr<EvictionPolicy> (*make)(std::size_t capacity_hint);
 };
 
+template <typename Policy>
+std::unique_ptr<EvictionPolicy> make(std::size_t capacity_hint) {
+  return std::make_unique<Policy>(capacity_hint);
+}
+
 constexpr KnownPolicy kPolicies[] = {
-    {"lru",
-     [](std::size_t hint) -> std::unique_ptr<EvictionPolicy> { return std::make_unique<LruPolicy>(hint); }},
+    {"lru", &make<LruPolicy>},
+    {"s3fifo", &make<S3FifoPolicy>},
+    {"prefix", &make<PrefixPolicy>},
 };
 
 }  // namespace
@@ -28,7 +37,7 @@ std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name, std:
     throw_invalid("eviction_policy '{}' is not known; known: {}", name,
                   fmt::join(eviction_policy_names(), ", "));
   }
-  return found->make(capacity_hint);
+  return std::make_unique<Prioritised>(found->make, capacity_hint);
 }
 
 std::vector<std::string> eviction_policy_names() {

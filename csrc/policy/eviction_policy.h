@@ -19,11 +19,18 @@ namespace kv_offload {
 
 using Slot = std::uint32_t;
 
+// A chunk's key in 64 bits, the same in host memory and on every tier; never 0.
+using ChunkId = std::uint64_t;
+inline ChunkId chunk_id(const ChunkKey& key) { return ChunkKey::Hash{}(key) | 1; }
+
+// What is known of an entry and of the request that stores or hits it. All of it
+// but `id` is a hint: 0 where it is not known.
 struct EntryInfo {
-  const ChunkKey* key = nullptr;  // for policies with a ghost list; valid during the call
-  std::uint64_t bytes = 0;
-  std::uint32_t depth = 0;    // chunks before this one in its prefix; 0 if unknown
-  std::int32_t priority = 0;  // request hint: higher stays longer; 0 = normal
+  ChunkId id = 0;
+  ChunkId parent = 0;         // the chunk before it in its prefix, without which it is worth nothing
+  std::uint32_t depth = 0;    // how much prefix lies before it
+  std::uint32_t request = 0;  // number of the request
+  std::int8_t priority = 0;   // of the request: below 0 goes first, above 0 last
 };
 
 class EvictionPolicy {
@@ -31,8 +38,10 @@ class EvictionPolicy {
   virtual ~EvictionPolicy() = default;
   // REQUIRES: unknown. A new entry, unpinned, most recent. All others: known.
   virtual void insert(Slot slot, const EntryInfo& info) = 0;
-  // A hit (lookup that led to a load, or a load).
-  virtual void access(Slot slot) = 0;
+  // A hit: a request uses it. `info`: of the entry, with the request that hits it.
+  virtual void access(Slot slot, const EntryInfo& info) = 0;
+  // As recent as after a hit, though nobody asked for it (it was used elsewhere).
+  virtual void refresh(Slot slot, const EntryInfo& info) { access(slot, info); }
   // Gone for any reason. Pinned or not.
   virtual void erase(Slot slot) = 0;
   // A pinned slot keeps its place in the order but is never returned by
@@ -45,6 +54,7 @@ class EvictionPolicy {
   virtual std::string_view name() const = 0;
 };
 
+// A policy of this name, within the levels of EntryInfo::priority (priorities.h).
 // Throws InvalidArgument naming the known ones. capacity_hint: entries expected.
 std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name, std::size_t capacity_hint);
 std::vector<std::string> eviction_policy_names();

@@ -12,7 +12,7 @@ void LruPolicy::insert(Slot slot, const EntryInfo&) {
   link_newest(slot);
 }
 
-void LruPolicy::access(Slot slot) {
+void LruPolicy::access(Slot slot, const EntryInfo&) {
   take_out(slot);
   link_newest(slot);
 }

@@ -18,7 +18,7 @@ class LruPolicy final : public EvictionPolicy {
  public:
   explicit LruPolicy(std::size_t capacity_hint);
   void insert(Slot slot, const EntryInfo& info) override;
-  void access(Slot slot) override;
+  void access(Slot slot, const EntryInfo& info) override;
   void erase(Slot slot) override;
   void pin(Slot slot) override;
   void unpin(Slot slot) override;

@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <limits>
 
 namespace kv_offload {
 
@@ -30,7 +31,13 @@ void fill(const struct ::stat& from, FileInfo* to) {
   to->disk_bytes = static_cast<std::uint64_t>(from.st_blocks) * 512;
   to->inode = from.st_ino;
   to->device = from.st_dev;
-  to->mtime_nanos = std::int64_t{from.st_mtim.tv_sec} * 1'000'000'000 + from.st_mtim.tv_nsec;
+  // Some file systems keep seconds that have no nanoseconds in 64 bits.
+  if (__builtin_mul_overflow(std::int64_t{from.st_mtim.tv_sec}, std::int64_t{1'000'000'000},
+                             &to->mtime_nanos) ||
+      __builtin_add_overflow(to->mtime_nanos, from.st_mtim.tv_nsec, &to->mtime_nanos)) {
+    to->mtime_nanos = from.st_mtim.tv_sec < 0 ? std::numeric_limits<std::int64_t>::min()
+                                              : std::numeric_limits<std::int64_t>::max();
+  }
   to->mode = from.st_mode;
   to->owner = from.st_uid;
   to->links = static_cast<std::uint32_t>(from.st_nlink);
@@ -144,6 +151,7 @@ int read_text(FileOps& ops, int directory, const std::string& path, std::string*
     if (bytes == -EINTR) continue;
     if (bytes < 0) return static_cast<int>(bytes);
     if (bytes == 0) return 0;
+    if (text->size() + static_cast<std::size_t>(bytes) > kMostTextBytes) return -EFBIG;
     text->append(buffer, static_cast<std::size_t>(bytes));
   }
 }

@@ -94,7 +94,8 @@ class Fd {
 Fd open_fd(FileOps& ops, int directory, const std::string& path, int flags, unsigned mode, int* error);
 // flock() with EINTR retried.
 int lock_file(FileOps& ops, int fd, int operation);
-// A whole small file; -errno or 0.
+// A whole small file; -errno or 0, -EFBIG when it is none.
+inline constexpr std::size_t kMostTextBytes = std::size_t{1} << 20;
 int read_text(FileOps& ops, int directory, const std::string& path, std::string* text);
 
 }  // namespace kv_offload

@@ -61,7 +61,7 @@ bool FsCatalogue::offers(const ChunkKey& key, Nanos now) const {
   return !entries_[slot].backing_off || back_off_.at(slot).until <= now;
 }
 
-bool FsCatalogue::insert(const Record& record, std::uint32_t depth) {
+bool FsCatalogue::insert(const Record& record, const EntryInfo& about) {
   const Slot known = find(record.key);
   if (known != kNone) {
     entries_[known].file_bytes = record.file_bytes;
@@ -84,7 +84,9 @@ bool FsCatalogue::insert(const Record& record, std::uint32_t depth) {
   entry.used = true;
   link(slot);
   ++used_;
-  policy_->insert(slot, {&entry.key, record.file_bytes, depth, 0});
+  EntryInfo info = about;
+  info.id = chunk_id(record.key);
+  policy_->insert(slot, info);
   return true;
 }
 
@@ -163,7 +165,20 @@ void FsCatalogue::read_succeeded(const ChunkKey& key) {
 void FsCatalogue::touch(const ChunkKey& key, Nanos now) {
   const Slot slot = find(key);
   if (slot == kNone) return;
-  policy_->access(slot);
+  policy_->refresh(slot, {.id = chunk_id(key)});
+  note_touched(slot, now);
+}
+
+void FsCatalogue::hit(const ChunkKey& key, const EntryInfo& about, Nanos now) {
+  const Slot slot = find(key);
+  if (slot == kNone) return;
+  EntryInfo info = about;
+  info.id = chunk_id(key);
+  policy_->access(slot, info);
+  note_touched(slot, now);
+}
+
+void FsCatalogue::note_touched(Slot slot, Nanos now) {
   Entry& entry = entries_[slot];
   const auto second =
       static_cast<std::uint32_t>(std::chrono::duration_cast<std::chrono::seconds>(now).count());

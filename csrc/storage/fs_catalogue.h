@@ -42,7 +42,7 @@ class FsCatalogue {
   // Held and not backing off: what is offered to readers.
   bool offers(const ChunkKey& key, Nanos now) const;
   // False when it was there already (then only its size is kept up to date).
-  bool insert(const Record& record, std::uint32_t depth);
+  bool insert(const Record& record, const EntryInfo& about);
   void reserve(std::size_t entries);
   bool erase(const ChunkKey& key);
   std::size_t size() const { return used_; }
@@ -57,6 +57,8 @@ class FsCatalogue {
   void read_failed(const ChunkKey& key, Nanos now);  // back off: 1 s doubling to 60 s
   void read_succeeded(const ChunkKey& key);
 
+  // It was read for the request in `about`; or it was in use elsewhere until now.
+  void hit(const ChunkKey& key, const EntryInfo& about, Nanos now);
   void touch(const ChunkKey& key, Nanos now);
   // Entries touched since, oldest touch first; each at most once a minute.
   std::vector<Record> take_touched();
@@ -82,6 +84,7 @@ class FsCatalogue {
   void unlink(Slot slot);
   void grow(std::size_t buckets);
   void drop(Slot slot);
+  void note_touched(Slot slot, Nanos now);
   std::size_t home(const ChunkKey& key) const { return ChunkKey::Hash{}(key) & (table_.size() - 1); }
 
   const std::string policy_name_;

@@ -86,7 +86,19 @@ std::string temporary_name(std::uint64_t writer, std::uint64_t number) {
   return fmt::format(".tmp-{}-{:016x}-{}", ::getpid(), writer, number);
 }
 
-bool is_temporary(std::string_view name) { return name.starts_with(".tmp-"); }
+bool is_temporary(std::string_view name) {
+  constexpr std::string_view kPrefix = ".tmp-";
+  if (!name.starts_with(kPrefix)) return false;
+  const std::size_t writer = name.find('-', kPrefix.size());
+  const std::size_t number = writer == name.npos ? name.npos : name.find('-', writer + 1);
+  if (number == name.npos || number - writer - 1 > 16) return false;
+  const auto all_hex = [](std::string_view text) {
+    return !text.empty() && std::all_of(text.begin(), text.end(), [](char c) { return hex_digit(c) >= 0; });
+  };
+  return parse_number(name.substr(kPrefix.size(), writer - kPrefix.size())).has_value() &&
+         all_hex(name.substr(writer + 1, number - writer - 1)) &&
+         parse_number(name.substr(number + 1)).has_value();
+}
 
 bool is_temporary_of(std::string_view name, std::uint64_t writer) {
   return is_temporary(name) && name.find(fmt::format("-{:016x}-", writer)) != std::string_view::npos;

@@ -27,6 +27,13 @@ constexpr std::uint64_t kSmallestBound = std::uint64_t{1} << 20;
                  path, std::strerror(error), ::geteuid());
 }
 
+// Best effort where nobody asked for durability; not all file systems can.
+void sync_directory(FileOps& ops, int at, const std::string& path) {
+  int error = 0;
+  const Fd fd = open_fd(ops, at, path, O_RDONLY | O_DIRECTORY, 0, &error);
+  if (fd) (void)ops.fsync(fd.get(), false);
+}
+
 Fd open_root_directory(const FsTierOptions& options, FileOps& ops) {
   const std::string& path = options.root_dir;
   if (path.empty()) throw_invalid("root_dir is empty; name a directory on the disk to use");
@@ -42,6 +49,7 @@ Fd open_root_directory(const FsTierOptions& options, FileOps& ops) {
     FileInfo info;
     // Some file systems say EACCES or EROFS for a directory that exists.
     if (rc < 0 && rc != -EEXIST && ops.stat(AT_FDCWD, made, &info) != 0) fail(made, "make directory", -rc);
+    if (rc == 0) sync_directory(ops, AT_FDCWD, made + "/..");
   }
   FileInfo info;
   if (const int rc = ops.stat(AT_FDCWD, path, &info); rc < 0) fail(path, "look at", -rc);
@@ -53,10 +61,11 @@ Fd open_root_directory(const FsTierOptions& options, FileOps& ops) {
         "root_dir {} belongs to uid {}, this process is uid {}; give a directory of its own, such as {}/kv",
         path, info.owner, ::geteuid(), path);
   }
-  if ((info.mode & S_IWOTH) != 0) {
+  if ((info.mode & (S_IWGRP | S_IWOTH)) != 0) {
     throw_resource(
-        "root_dir {} can be written by every user; chmod 700 it, or give a directory inside, such as {}/kv",
-        path, path);
+        "root_dir {} can be written by other users (mode {:o}); chmod 700 it, or give a directory inside, "
+        "such as {}/kv",
+        path, info.mode & 07777, path);
   }
   int error = 0;
   Fd root = open_fd(ops, AT_FDCWD, path, kOpenDirectory, 0, &error);
@@ -64,12 +73,23 @@ Fd open_root_directory(const FsTierOptions& options, FileOps& ops) {
   return root;
 }
 
-// Writes the file if it is not there; then it holds some opener's whole text.
+// What a power failure leaves of a file whose data was not on the disk yet: a
+// part of it, or zeros in its place.
+bool is_torn(const std::string& found, const std::string& whole) {
+  if (found == whole || found.size() > whole.size()) return false;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    if (found[i] != whole[i] && found[i] != '\0') return false;
+  }
+  return true;
+}
+
+// Writes the file if it is not there, or torn; then it holds some opener's whole text.
 std::string write_once(FileOps& ops, int directory, const std::string& where, const std::string& name,
                        const std::string& text, std::uint64_t writer) {
   std::string found;
   int rc = read_text(ops, directory, name, &found);
-  if (rc == -ENOENT) {
+  const bool torn = rc == 0 && is_torn(found, text);
+  if (rc == -ENOENT || torn) {
     Fd fd;
     std::string temporary;
     rc = create_temporary(ops, directory, "", O_WRONLY, writer, &fd, &temporary);
@@ -80,7 +100,7 @@ std::string write_once(FileOps& ops, int directory, const std::string& where, co
          : written != static_cast<std::int64_t>(text.size()) ? -ENOSPC
                                                              : 0;
     if (rc == 0) rc = ops.fsync(fd.get(), false);
-    if (rc == 0) rc = ops.rename(directory, temporary, name, true);
+    if (rc == 0) rc = ops.rename(directory, temporary, name, !torn);
     // No such mode here (NFS): both openers then write the same text, or differ and one is refused below.
     if (rc == -EINVAL) rc = ops.rename(directory, temporary, name, false);
     if (rc < 0) (void)ops.unlink(directory, temporary);
@@ -88,6 +108,7 @@ std::string write_once(FileOps& ops, int directory, const std::string& where, co
     rc = read_text(ops, directory, name, &found);
   }
   if (rc < 0) fail(where + "/" + name, "read", -rc);
+  sync_directory(ops, directory, ".");
   return found;
 }
 
@@ -119,7 +140,14 @@ void open_namespace(const FsTierOptions& options, FileOps& ops, OpenRoot* open) 
         open_fd(ops, open->root.get(), open->namespace_name, kOpenDirectory, 0, &error);
     if (!open->namespace_directory && error == ENOENT) continue;
     if (!open->namespace_directory) fail(path, "open", error);
+    if (rc == 0) sync_directory(ops, open->root.get(), ".");
     const int directory = open->namespace_directory.get();
+    FileInfo mine, named;
+    if (const int known = ops.fstat(directory, &mine); known < 0) fail(path, "look at", -known);
+    if (mine.owner != ::geteuid()) {
+      throw_resource("{} belongs to uid {}, this process is uid {}; remove it or use another root_dir", path,
+                     mine.owner, ::geteuid());
+    }
     open->open_mark =
         open_fd(ops, directory, std::string(layout::kOpenFile), O_RDWR | O_CREAT | O_NOFOLLOW, 0600, &error);
     if (!open->open_mark && error == ENOENT) continue;
@@ -128,7 +156,6 @@ void open_namespace(const FsTierOptions& options, FileOps& ops, OpenRoot* open) 
       throw_resource("cannot lock {}/open: {}; the file system of root_dir must support file locks", path,
                      std::strerror(-locked));
     }
-    FileInfo mine, named;
     if (ops.fstat(open->open_mark.get(), &mine) != 0 ||
         ops.stat(directory, std::string(layout::kOpenFile), &named) != 0 || mine.inode != named.inode) {
       continue;

@@ -26,7 +26,7 @@ Status FsStore::probe(std::uint32_t leaf) {
             [](const FoundRecord& a, const FoundRecord& b) { return a.mtime_nanos < b.mtime_nanos; });
   const MutexLock lock(mutex_);
   if (own == generation_) {
-    for (const FoundRecord& record : found.records) catalogue_.insert({record.key, record.file_bytes}, 0);
+    for (const FoundRecord& record : found.records) catalogue_.insert({record.key, record.file_bytes}, {});
   }
   leaf_states_[leaf] = LeafState::kKnown;  // also after a failure: a miss, not a loop
   return status;
@@ -130,7 +130,7 @@ void FsStore::adopt(const std::shared_ptr<Generation>& generation, std::vector<F
     const std::size_t end = std::min(next + kInsertsPerLock, order.size());
     for (; next < end; ++next) {
       const FoundRecord& record = records[order[next].second];
-      catalogue_.insert({record.key, record.file_bytes}, 0);
+      catalogue_.insert({record.key, record.file_bytes}, {});
     }
   }
 }

@@ -10,6 +10,7 @@ FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
       clock_(clock),
       open_(open_root(options, ops)),
       account_(*open_.ledger),
+      staging_(clock),
       catalogue_(options.eviction_policy),
       generation_(std::move(open_.generation)),
       leaf_states_(layout::kLeaves, LeafState::kUnknown),
@@ -66,6 +67,7 @@ void FsStore::set_generation(std::shared_ptr<Generation> generation, bool empty)
   const MutexLock lock(mutex_);
   generation_ = std::move(generation);
   leaf_bytes_.assign(layout::kLeaves, 0);
+  durable_leaves_.clear();
   leaf_states_.assign(layout::kLeaves, empty ? LeafState::kKnown : LeafState::kUnknown);
   scan_complete_.store(empty);
 }

@@ -11,12 +11,14 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "base/thread_annotations.h"
 #include "storage/fs_catalogue.h"
 #include "storage/fs_open.h"
 #include "storage/fs_walk.h"
+#include "storage/staging.h"
 #include "storage/tier.h"
 #include "storage/write_account.h"
 
@@ -67,7 +69,8 @@ class FsStore {
   Status open_temporary(const Generation& generation, std::uint32_t leaf, bool direct,
                         Reservation* reservation, Fd* fd, std::string* path);
   Status put_in_place(const Generation& generation, const std::string& temporary, const std::string& path,
-                      std::uint64_t disk_bytes, Reservation* reservation);
+                      std::uint64_t file_bytes, std::uint64_t disk_bytes, Reservation* reservation);
+  Status sync_names(const Generation& generation, const std::string& path);
   void note_leaf_growth(const Generation& generation, std::uint32_t leaf, Reservation* reservation);
 
   // fs_read.cc
@@ -109,6 +112,7 @@ class FsStore {
   const Clock& clock_;
   OpenRoot open_;  // its generation moves into generation_
   WriteAccount account_;
+  Staging staging_;
 
   mutable Mutex mutex_;
   FsCatalogue catalogue_ GUARDED_BY(mutex_);
@@ -116,7 +120,8 @@ class FsStore {
   std::uint64_t least_generation_ GUARDED_BY(mutex_) = 1;  // a reset's next is above
   std::vector<TierRemoval> removals_ GUARDED_BY(mutex_);
   std::vector<LeafState> leaf_states_ GUARDED_BY(mutex_);
-  std::vector<std::uint32_t> leaf_bytes_ GUARDED_BY(mutex_);  // of each leaf directory, 0: unknown
+  std::vector<std::uint32_t> leaf_bytes_ GUARDED_BY(mutex_);           // of each leaf directory, 0: unknown
+  std::unordered_set<std::string> durable_leaves_ GUARDED_BY(mutex_);  // with fsync: full
   Nanos last_write_back_ GUARDED_BY(mutex_){0};
 
   Mutex generation_mutex_;  // one maker at a time; held across file system calls

@@ -129,7 +129,9 @@ class FsTier final : public Tier {
   const std::shared_ptr<Shared> shared_;
   Nanos next_tick_{0};
   Nanos tick_started_{0};
-  Nanos watched_from_{0};  // ops that started before are known to be stuck
+  Nanos tripped_at_{0};             // ops that started before trip no breaker again
+  Nanos counted_until_{0};          // ops that started up to here were found stuck, or ended
+  std::uint64_t timeouts_[2] = {};  // by lane
   bool closed_ = false;
   // Last: their threads end before what they use.
   IoPool pool_;
@@ -200,9 +202,15 @@ void FsTier::submit(std::vector<TierOp> ops) {
 // Threads are stuck when an op has been running for longer than op_deadline.
 void FsTier::watch() {
   const Nanos now = clock_.now();
-  const std::optional<Nanos> oldest = pool_.oldest_start(watched_from_);
-  if (!oldest || now - *oldest <= options_.op_deadline) return;
-  watched_from_ = now;
+  const Nanos too_long_ago = now - options_.op_deadline;
+  bool stuck = false;
+  for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
+    timeouts_[static_cast<std::size_t>(lane)] += pool_.running_since(lane, counted_until_, too_long_ago);
+    stuck |= pool_.running_since(lane, tripped_at_, too_long_ago) > 0;
+  }
+  counted_until_ = std::max(counted_until_, too_long_ago - Nanos{1});
+  if (!stuck) return;
+  tripped_at_ = now;
   for (Breaker& breaker : shared_->breakers) breaker.trip(now);
   pool_.fail_queued(off());
 }
@@ -296,6 +304,14 @@ TierStats FsTier::stats() const {
   stats.queued_writes = writes.queued + writes.running;
   stats.oldest_read_seconds = reads.oldest_seconds;
   stats.oldest_write_seconds = writes.oldest_seconds;
+  stats.read_timeouts = timeouts_[static_cast<std::size_t>(Lane::kRead)];
+  stats.write_timeouts = timeouts_[static_cast<std::size_t>(Lane::kWrite)];
+  const Nanos now = clock_.now();
+  const auto takes = [&](Lane lane) {
+    return shared_->breaker(lane).closed() || shared_->breaker(lane).offers(now);
+  };
+  stats.readable = takes(Lane::kRead);
+  stats.writable = takes(Lane::kWrite);
   for (const Breaker& breaker : shared_->breakers) {
     stats.available = stats.available && breaker.closed();
     stats.breaker_trips += breaker.trips();

@@ -21,6 +21,26 @@ NamespaceId parse_id(const std::string& hex) {
   return id;
 }
 
+// In pieces: the length of a file may be anything.
+Status verify_payload(int fd, const RecordHeader& header, const std::string& path) {
+  const AlignedBuffer piece(std::size_t{1} << 20);
+  PayloadChecksum checksum;
+  for (std::uint64_t done = 0; done < header.payload_bytes;) {
+    const iovec part{piece.data(), std::min<std::uint64_t>(piece.size(), header.payload_bytes - done)};
+    const std::int64_t bytes =
+        posix_file_ops().preadv(fd, &part, 1, static_cast<std::int64_t>(kRecordHeaderBytes + done));
+    if (bytes == -EINTR) continue;
+    if (bytes < 0) return Status::from_errno(static_cast<int>(-bytes), "read", path);
+    if (bytes == 0) return Status::error(StatusKind::kCorrupt, "the file ends early");
+    checksum.add(piece.span().first(static_cast<std::size_t>(bytes)));
+    done += static_cast<std::uint64_t>(bytes);
+  }
+  if (checksum.value() == header.payload_checksum) return Status::ok();
+  return Status::error(StatusKind::kCorrupt,
+                       fmt::format("payload checksum is {:#018x}, the header says {:#018x}", checksum.value(),
+                                   header.payload_checksum));
+}
+
 }  // namespace
 
 Status verify_record_file(const std::string& path, std::uint64_t named_bytes, const std::string& namespace_id,
@@ -36,23 +56,19 @@ Status verify_record_file(const std::string& path, std::uint64_t named_bytes, co
     return Status::error(StatusKind::kCorrupt,
                          fmt::format("{} bytes long, its name says {}", file.size, named_bytes));
   }
-  const AlignedBuffer bytes(file.size);
-  Status status = transfer_all(ops, fd.get(), {{bytes.data(), file.size}}, Transfer::kRead, false, path);
-  if (!status) return status;
-  const auto page = bytes.span().first(kRecordHeaderBytes);
+  const AlignedBuffer page(kRecordHeaderBytes);
+  Status status = transfer_all(ops, fd.get(), {{page.data(), page.size()}}, Transfer::kRead, false, path);
   RecordHeader header;
-  if (status = decode_header(page, &header); !status) return status;
+  if (status) status = decode_header(page.span(), &header);
+  if (!status) return status;
   if (header.payload_bytes + kRecordHeaderBytes != file.size) {
     return Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, its header says {}", file.size,
                                                            header.payload_bytes + kRecordHeaderBytes));
   }
-  std::vector<Shard> shards;
-  std::size_t at = kRecordHeaderBytes;
-  for (const std::uint64_t size : header.shard_bytes) {
-    shards.push_back(bytes.span().subspan(at, size));
-    at += round_up(size, kPageBytes);
+  if (header.namespace_id != parse_id(namespace_id) || header.key != ChunkKey::from_hex(key)) {
+    return Status::error(StatusKind::kCorrupt, "the header is of another namespace or key");
   }
-  return verify_record(page, parse_id(namespace_id), ChunkKey::from_hex(key), header.group, shards);
+  return verify_payload(fd.get(), header, path);
 }
 
 std::int64_t record_created(const std::string& path) {

@@ -98,7 +98,7 @@ Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* lea
 }
 
 std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, const LeafOptions& options,
-                         const std::atomic<bool>& stop) {
+                         const std::atomic<bool>& stop, int levels) {
   FileInfo info;
   if (stop.load() || ops.stat(directory, name, &info) != 0) return 0;
   if (!info.is_directory()) {
@@ -111,8 +111,9 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
   std::uint64_t bytes = info.disk_bytes;
   Fd fd;
   std::vector<DirEntry> entries;
-  if (!list_at(ops, directory, name, &fd, &entries) || !fd) return bytes;
-  for (const DirEntry& entry : entries) bytes += count_tree(ops, fd.get(), entry.name, options, stop);
+  if (levels == 0 || !list_at(ops, directory, name, &fd, &entries) || !fd) return bytes;
+  for (const DirEntry& entry : entries)
+    bytes += count_tree(ops, fd.get(), entry.name, options, stop, levels - 1);
   return bytes;
 }
 

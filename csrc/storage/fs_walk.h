@@ -45,9 +45,11 @@ Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* lea
                    std::uint64_t* parent_bytes, const std::function<bool(const std::string&)>& skip = {});
 
 // Everything at and below directory/name, as `du`; dead temporaries are swept
-// when asked. Vanished files count nothing.
+// when asked. Vanished files count nothing; nor does what lies deeper than any
+// tree of ours (each level holds a descriptor).
+inline constexpr int kDeepestTree = 32;
 std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, const LeafOptions& options,
-                         const std::atomic<bool>& stop);
+                         const std::atomic<bool>& stop, int levels = kDeepestTree);
 
 // Removes our files (records, temporaries of the dead) below a generation until
 // `enough` bytes are gone; with remove_directories also emptied directories and

@@ -53,7 +53,7 @@ Status FsStore::write(const TierOp& op, std::uint64_t* moved) {
   if (generation != generation_) {
     return Status::error(StatusKind::kCancelled, "the tier was reset meanwhile");
   }
-  catalogue_.insert({op.key, file_bytes}, op.depth);
+  catalogue_.insert({op.key, file_bytes}, op.about);
   catalogue_.read_succeeded(op.key);
   *moved = payload;
   return Status::ok();
@@ -84,8 +84,7 @@ Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>
     return status;
   }
   (direct ? direct_ops_ : buffered_ops_).fetch_add(1, std::memory_order_relaxed);
-  Status status =
-      transfer_all(ops_, fd.get(), record_parts(page.span(), op.shards), Transfer::kWrite, direct, shown);
+  Status status = staging_.transfer(ops_, fd.get(), page.span(), op.shards, Transfer::kWrite, direct, shown);
   if (status && options_.fsync != FsyncMode::kNone) {
     const int rc = ops_.fsync(fd.get(), options_.fsync == FsyncMode::kData);
     if (rc < 0) status = Status::from_errno(-rc, "fsync", shown);
@@ -93,7 +92,9 @@ Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>
   FileInfo info;
   if (const int rc = ops_.fstat(fd.get(), &info); rc < 0 && status)
     status = Status::from_errno(-rc, "stat", shown);
-  if (status) status = put_in_place(*generation, temporary, path, info.disk_bytes, reservation);
+  if (status)
+    status = put_in_place(*generation, temporary, path, kRecordHeaderBytes + header.payload_bytes,
+                          info.disk_bytes, reservation);
   if (!status) {
     int rc = ops_.unlink(generation->directory.get(), temporary);
     if (rc < 0 && rc != -ENOENT) rc = ops_.unlink(generation->directory.get(), temporary);
@@ -147,7 +148,8 @@ Status FsStore::make_leaf(const Generation& generation, std::uint32_t leaf, Rese
 
 // The record keeps its name if another process wrote the same one meanwhile.
 Status FsStore::put_in_place(const Generation& generation, const std::string& temporary,
-                             const std::string& path, std::uint64_t disk_bytes, Reservation* reservation) {
+                             const std::string& path, std::uint64_t file_bytes, std::uint64_t disk_bytes,
+                             Reservation* reservation) {
   const int directory = generation.directory.get();
   int rc = ops_.rename(directory, temporary, path, true);
   if (rc == -EINVAL) {  // NFS and others have no such mode
@@ -155,9 +157,18 @@ Status FsStore::put_in_place(const Generation& generation, const std::string& te
     rc = ops_.stat(directory, path, &old) == 0 ? -EEXIST : ops_.rename(directory, temporary, path, false);
   }
   if (rc == -EEXIST) {
-    int gone = ops_.unlink(directory, temporary);
-    if (gone < 0 && gone != -ENOENT) reservation->used += disk_bytes;
-    return Status::ok();
+    FileInfo old;
+    const int known = ops_.stat(directory, path, &old);
+    if (known == 0 && old.is_regular() && old.size == file_bytes) {
+      const int gone = ops_.unlink(directory, temporary);
+      if (gone < 0 && gone != -ENOENT) reservation->used += disk_bytes;
+      return Status::ok();
+    }
+    if (known == 0 && !old.is_regular()) {
+      return Status::error(StatusKind::kIo, "something that is no record is in its place", EEXIST,
+                           generation.path + "/" + path);
+    }
+    rc = ops_.rename(directory, temporary, path, false);  // a stump
   }
   if (rc < 0) {
     Status status = Status::from_errno(-rc, "rename", generation.path + "/" + path);
@@ -165,12 +176,32 @@ Status FsStore::put_in_place(const Generation& generation, const std::string& te
     return status;
   }
   reservation->used += disk_bytes;
-  if (options_.fsync == FsyncMode::kFull) {
-    int error = 0;
-    const Fd leaf = open_fd(ops_, directory, path.substr(0, 5), O_RDONLY | O_DIRECTORY, 0, &error);
-    // The record is whole either way; only its durability is in question.
-    if (leaf) (void)ops_.fsync(leaf.get(), false);
+  if (options_.fsync != FsyncMode::kFull) return Status::ok();
+  const Status status = sync_names(generation, path);
+  // Not what was asked for: it goes again.
+  if (!status && ops_.unlink(directory, path) == 0) reservation->used -= disk_bytes;
+  return status;
+}
+
+// The name of a record, and once the names of the directories above it.
+Status FsStore::sync_names(const Generation& generation, const std::string& path) {
+  const std::string leaf = path.substr(0, 5);
+  std::vector<std::string> directories = {leaf};
+  {
+    const MutexLock lock(mutex_);
+    if (!durable_leaves_.contains(leaf)) directories.insert(directories.end(), {leaf.substr(0, 2), "."});
   }
+  for (const std::string& name : directories) {
+    int error = 0;
+    const Fd fd = open_fd(ops_, generation.directory.get(), name, O_RDONLY | O_DIRECTORY, 0, &error);
+    if (fd) error = -ops_.fsync(fd.get(), false);
+    if (error == 0) continue;
+    const Status status = Status::from_errno(error, "fsync", generation.path + "/" + name);
+    return Status::error(status.kind() == StatusKind::kNotFound ? StatusKind::kIo : status.kind(),
+                         status.message(), error, status.path());
+  }
+  const MutexLock lock(mutex_);
+  if (generation_.get() == &generation) durable_leaves_.insert(leaf);
   return Status::ok();
 }
 

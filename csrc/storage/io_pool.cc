@@ -4,6 +4,7 @@
 #include <array>
 #include <chrono>
 #include <deque>
+#include <optional>
 #include <thread>
 
 #include "base/thread_annotations.h"
@@ -258,13 +259,12 @@ IoPool::Depth IoPool::depth(Lane lane) const {
   return depth;
 }
 
-std::optional<Nanos> IoPool::oldest_start(Nanos after) const {
-  std::optional<Nanos> oldest;
+std::uint32_t IoPool::running_since(Lane lane, Nanos after, Nanos until) const {
   const MutexLock lock(state_->mutex);
-  for (const Running& running : state_->running) {
-    if (running.started > after && (!oldest || running.started < *oldest)) oldest = running.started;
-  }
-  return oldest;
+  return static_cast<std::uint32_t>(
+      std::count_if(state_->running.begin(), state_->running.end(), [&](const Running& running) {
+        return running.lane == lane && running.started > after && running.started < until;
+      }));
 }
 
 }  // namespace kv_offload

@@ -18,7 +18,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "base/clock.h"
@@ -66,8 +65,8 @@ class IoPool {
     double oldest_seconds = 0;  // since submit, of ops queued or running
   };
   Depth depth(Lane lane) const;
-  // When the longest-running op that started after `after` was started.
-  std::optional<Nanos> oldest_start(Nanos after) const;
+  // Ops of a lane that run, and started after `after` and before `until`.
+  std::uint32_t running_since(Lane lane, Nanos after, Nanos until) const;
 
  private:
   struct State;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 
 #include "base/types.h"
 #include "storage/fs_layout.h"
@@ -30,16 +31,23 @@ namespace {
 
 constexpr char kMagic[] = "KVOLEDG1";
 
-std::string boot_id() {
+std::string boot_id(FileOps& ops) {
   std::string text;
-  if (read_text(posix_file_ops(), AT_FDCWD, "/proc/sys/kernel/random/boot_id", &text) != 0) text = "unknown";
+  if (read_text(ops, AT_FDCWD, "/proc/sys/kernel/random/boot_id", &text) != 0) text = "unknown";
   text.resize(36, ' ');
   return text;
 }
 
+// What is in the file may be anything: no sum wraps.
 std::uint64_t apply(std::uint64_t total, std::int64_t delta) {
-  if (delta < 0 && total < static_cast<std::uint64_t>(-delta)) return 0;
-  return total + static_cast<std::uint64_t>(delta);
+  const std::uint64_t size =
+      delta < 0 ? 0 - static_cast<std::uint64_t>(delta) : static_cast<std::uint64_t>(delta);
+  if (delta < 0) return total < size ? 0 : total - size;
+  return size > std::numeric_limits<std::uint64_t>::max() - total ? std::numeric_limits<std::uint64_t>::max()
+                                                                  : total + size;
+}
+std::int64_t sum(std::int64_t a, std::int64_t b) {
+  return static_cast<std::int64_t>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b));
 }
 
 }  // namespace
@@ -81,11 +89,11 @@ Status Ledger::update(Change change) {
     const std::int64_t owed = owed_;
     const std::uint64_t owed_back = owed_back_;
     page.total = apply(page.total, owed - static_cast<std::int64_t>(owed_back));
-    page.since += owed;
+    page.since = sum(page.since, owed);
     const std::uint64_t before = page.total;
     status = change(page);
     const std::int64_t ours =
-        owed - static_cast<std::int64_t>(owed_back) + static_cast<std::int64_t>(page.total - before);
+        sum(owed - static_cast<std::int64_t>(owed_back), static_cast<std::int64_t>(page.total - before));
     page.checksum = page.compute();
     do {
       bytes = ops_.pwritev(fd_.get(), &part, 1, 0);
@@ -93,7 +101,7 @@ Status Ledger::update(Change change) {
     if (bytes == sizeof(page)) {
       owed_ -= owed;
       owed_back_ -= owed_back;
-      explained_ += ours;
+      explained_ = sum(explained_, ours);
       seen_total_.store(page.total, std::memory_order_relaxed);
     } else {
       status = Status::from_errno(bytes < 0 ? static_cast<int>(-bytes) : EIO, "write", path_);
@@ -110,15 +118,16 @@ Status Ledger::reserve(std::uint64_t bytes, std::uint64_t* missing) {
       return Status::error(StatusKind::kNoSpace, "the bytes under the root are still being counted", 0,
                            path_);
     }
-    if (page.total + bytes > max_bytes_) {
-      *missing = page.total + bytes - max_bytes_;
+    const std::uint64_t wanted = apply(page.total, static_cast<std::int64_t>(bytes));
+    if (wanted > max_bytes_) {
+      *missing = wanted - max_bytes_;
       return Status::error(StatusKind::kNoSpace,
                            fmt::format("{} in use, {} asked, max_bytes is {}", format_bytes(page.total),
                                        format_bytes(bytes), format_bytes(max_bytes_)),
                            0, path_);
     }
     page.total += bytes;
-    page.since += static_cast<std::int64_t>(bytes);
+    page.since = sum(page.since, static_cast<std::int64_t>(bytes));
     return Status::ok();
   });
 }
@@ -165,7 +174,7 @@ Status Ledger::begin_recount(std::uint64_t in_flight) {
 }
 
 Status Ledger::finish_recount(std::uint64_t counted) {
-  const std::string boot = boot_id();
+  const std::string boot = boot_id(ops_);
   const Status status = update([&](Page& page) {
     page.total = apply(counted, page.since);
     page.trusted = 1;
@@ -179,7 +188,7 @@ Status Ledger::finish_recount(std::uint64_t counted) {
 
 std::int64_t Ledger::change_by_others() {
   const MutexLock lock(mutex_);
-  return static_cast<std::int64_t>(total()) - explained_;
+  return static_cast<std::int64_t>(total() - static_cast<std::uint64_t>(explained_));
 }
 
 std::uint64_t Ledger::added_by_others() {
@@ -187,7 +196,7 @@ std::uint64_t Ledger::added_by_others() {
 }
 
 bool Ledger::trusted() {
-  const std::string boot = boot_id();
+  const std::string boot = boot_id(ops_);
   bool trusted = false;
   (void)update([&](Page& page) {
     // After a power failure the file may be older than the records beside it.

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
 #include <new>
 
 namespace kv_offload {
@@ -137,21 +136,28 @@ Status match_header(const RecordHeader& header, const NamespaceId& namespace_id,
   return Status::ok();
 }
 
+PayloadChecksum::PayloadChecksum() : state_(XXH3_createState()) {
+  if (state_ == nullptr) throw std::bad_alloc();
+  XXH3_64bits_reset(static_cast<XXH3_state_t*>(state_));
+}
+PayloadChecksum::~PayloadChecksum() { XXH3_freeState(static_cast<XXH3_state_t*>(state_)); }
+void PayloadChecksum::add(std::span<const std::byte> bytes) {
+  XXH3_64bits_update(static_cast<XXH3_state_t*>(state_), bytes.data(), bytes.size());
+}
+std::uint64_t PayloadChecksum::value() const {
+  return XXH3_64bits_digest(static_cast<const XXH3_state_t*>(state_));
+}
+
 std::uint64_t payload_checksum(std::span<const Shard> shards) {
   if (shards.size() == 1 && shards[0].size() % kPageBytes == 0) {
     return XXH3_64bits(shards[0].data(), shards[0].size());
   }
-  struct Free {
-    void operator()(XXH3_state_t* state) const { XXH3_freeState(state); }
-  };
-  const std::unique_ptr<XXH3_state_t, Free> state(XXH3_createState());
-  if (state == nullptr) throw std::bad_alloc();
-  XXH3_64bits_reset(state.get());
+  PayloadChecksum checksum;
   for (const Shard& shard : shards) {
-    XXH3_64bits_update(state.get(), shard.data(), shard.size());
-    XXH3_64bits_update(state.get(), kZeroPage, round_up(shard.size(), kPageBytes) - shard.size());
+    checksum.add(shard);
+    checksum.add({kZeroPage, round_up(shard.size(), kPageBytes) - shard.size()});
   }
-  return XXH3_64bits_digest(state.get());
+  return checksum.value();
 }
 
 std::uint64_t padded_payload_bytes(std::span<const Shard> shards) {

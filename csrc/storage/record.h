@@ -55,6 +55,20 @@ Status decode_header(std::span<const std::byte> page, RecordHeader* header);
 Status match_header(const RecordHeader& header, const NamespaceId& namespace_id, const ChunkKey& key,
                     std::uint32_t group, std::span<const Shard> shards);
 
+// XXH3-64 of a padded payload that comes in pieces.
+class PayloadChecksum {
+ public:
+  PayloadChecksum();
+  ~PayloadChecksum();
+  PayloadChecksum(const PayloadChecksum&) = delete;
+  PayloadChecksum& operator=(const PayloadChecksum&) = delete;
+  void add(std::span<const std::byte> bytes);
+  std::uint64_t value() const;
+
+ private:
+  void* state_;
+};
+
 // XXH3-64 over the shards in order, each padded with zeros to 4 KiB.
 std::uint64_t payload_checksum(std::span<const Shard> shards);
 std::uint64_t padded_payload_bytes(std::span<const Shard> shards);

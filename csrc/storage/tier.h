@@ -22,6 +22,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/types.h"
+#include "policy/eviction_policy.h"
 
 namespace kv_offload {
 
@@ -34,7 +35,7 @@ struct TierOp {
   OpKind kind = OpKind::kRead;
   ChunkKey key;
   std::uint32_t group = 0;  // group position, stored in the record and checked
-  std::uint32_t depth = 0;  // hint for the tier's eviction policy
+  EntryInfo about;          // for the tier's eviction policy
   // The chunk's shards, one per area with bytes, page-aligned; the record's
   // payload is their concatenation, each padded to 4 KiB. The bytes behind a
   // shard up to the next 4 KiB are part of the row: a write makes them zero, a
@@ -74,8 +75,12 @@ struct TierStats {
   std::uint32_t queued_reads = 0, queued_writes = 0;  // waiting or running
   double oldest_read_seconds = 0, oldest_write_seconds = 0;
   bool scan_complete = false;  // start-up rebuild of the catalogue has ended
-  bool available = true;       // false while the breaker is open
+  bool available = true;       // false while reads or writes are switched off
+  bool readable = true;        // reads would be taken now: on, or due for a try
+  bool writable = true;        // the same of writes
   std::uint64_t breaker_trips = 0;
+  // Ops that ran for longer than the tier allows, each once, ended since or not.
+  std::uint64_t read_timeouts = 0, write_timeouts = 0;
 };
 
 class Tier {
@@ -95,7 +100,7 @@ class Tier {
   // Is a complete record of this key here, as far as the catalogue knows. O(1),
   // no I/O on the calling thread.
   virtual Presence contains(const ChunkKey& key) = 0;
-  // Recency: the key was hit.
+  // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;
   // Forget everything: from this call on no older record is found again by
   // anybody who starts later or by us; the bytes are reclaimed behind.

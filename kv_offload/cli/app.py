@@ -10,6 +10,7 @@ from kv_offload.cli import (
     config_command,
     doctor_command,
     evict_command,
+    replay_command,
     root_commands,
     size_command,
     top_command,
@@ -53,3 +54,4 @@ app.command("ls")(root_commands.ls)
 app.command("verify")(root_commands.verify)
 app.command("purge")(root_commands.purge)
 app.command("evict")(evict_command.evict)
+app.command("replay")(replay_command.replay)

@@ -182,3 +182,33 @@ def test_references_stay_balanced_over_many_calls(cache):
         lookup(counted[3], context)
         lookup(counted[3], other)
     assert [sys.getrefcount(o) for o in counted] == before
+
+
+def test_the_span_is_asked_for_once_per_admission(cache, asked):
+    spans = []
+
+    def span_of(context, key):
+        spans.append((context, key))
+        return 16, 64
+
+    lookup = cache.make_lookup(RESULTS, asked, span_of)
+    one, other = Context(cache.begin_request("a")), Context(cache.begin_request("b"))
+    for _ in range(2):
+        for context in (one, other):
+            lookup(key(1), context)
+        cache.end_step()
+    assert spans == [(one, key(1)), (other, key(1))]
+    cache.end_request(one.handle)
+    assert cache.report(one.handle)["miss_tokens"] == {"not_stored": 64}
+
+
+def test_what_span_of_raises_or_gives_wrongly_comes_out(cache, asked):
+    context = Context(cache.begin_request("a"))
+    lookup = cache.make_lookup(RESULTS, asked, lambda context, key: (1,))
+    with pytest.raises(TypeError):
+        lookup(key(1), context)
+    lookup = cache.make_lookup(RESULTS, asked, lambda context, key: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        lookup(key(1), context)
+    lookup = cache.make_lookup(RESULTS, asked, lambda context, key: None)
+    assert lookup(key(1), context) is MISS

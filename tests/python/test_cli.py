@@ -307,6 +307,11 @@ def test_doctor_finds_us_in_a_multi_connector(core, vllm):
     assert "config" not in states(answer)
 
 
+def test_doctor_knows_our_reporting_connector(core, vllm):
+    given = json.dumps(OURS | {"kv_connector": "ReportingConnector"})
+    assert "config" not in states(as_json("doctor", "--json", "--no-measure", "--config", given))
+
+
 @pytest.mark.parametrize(
     ("connectors", "part"),
     [

@@ -38,7 +38,7 @@ def test_three_keys_are_enough():
     )
     assert config.cpu_bytes_to_use == 32 * GIB
     assert config.secondary_tiers == (FsTierConfig(root_dir="/var/cache/kv", max_bytes=500 * GIB),)
-    assert (config.eviction_policy, config.load_policy, config.metrics_port) == ("lru", "auto", None)
+    assert (config.eviction_policy, config.load_policy, config.metrics_port) == ("prefix", "auto", None)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_config_of_the_in_tree_specs_keeps_its_meaning():
     assert config.cpu_bytes_to_use == 10 * GIB
     assert (tier.root_dir, tier.n_read_threads, tier.n_write_threads) == ("/mnt/kv", 16, 8)
     assert (tier.enable_kv_events, tier.locality) == (True, "REMOTE")
-    assert config.eviction_policy == "lru"
+    assert config.eviction_policy == "prefix"
     named = ("max_tracker_size", "tier_poll_interval_s", "backpressure", "eviction_policy 'arc'")
     for key in (*named, "secondary_tiers[0].backpressure"):
         assert any(note.startswith(key) for note in notes), key
@@ -274,9 +274,23 @@ def test_store_threshold_is_pointed_to_the_write_policy():
 def test_a_foreign_eviction_policy_falls_back_only_with_its_module():
     foreign = {"cpu_bytes_to_use": 1, "eviction_policy": "Mine"}
     config, notes = OffloadConfig.parse(foreign | {"cache_policy_module_path": "my.policy"})
-    assert config.eviction_policy == "lru"
+    assert config.eviction_policy == "prefix"
     assert any("'Mine'" in note for note in notes)
     assert "eviction_policy: is 'Mine'; possible: lru" in problems(foreign)[0]
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_host_memory_and_each_tier_may_have_a_policy_of_their_own(policy):
+    tiers = [{"type": "fs", "root_dir": "/a", "eviction_policy": policy}, {"type": "fs", "root_dir": "/b"}]
+    config = read(cpu_bytes_to_use=1, eviction_policy=policy, secondary_tiers=tiers)
+    assert config.eviction_policy == policy
+    assert [tier.eviction_policy for tier in config.secondary_tiers] == [policy, None]
+
+
+def test_an_unknown_policy_of_a_tier_is_refused_naming_the_known_ones():
+    tier = {"type": "fs", "root_dir": "/a", "eviction_policy": "fifo"}
+    (problem,) = problems({"cpu_bytes_to_use": 1, "secondary_tiers": [tier]})
+    assert problem.startswith("secondary_tiers[0].eviction_policy: is 'fifo'; possible: lru, s3fifo, prefix")
 
 
 @pytest.mark.parametrize(
@@ -357,10 +371,10 @@ def test_a_link_as_root_is_answered_with_where_it_points(tmp_path):
     assert problem.endswith(f"is a symbolic link; give the directory it points to: {tmp_path}/there")
 
 
-def test_a_root_that_everybody_may_write_is_refused(tmp_path):
+def test_a_root_that_others_may_write_is_refused(tmp_path):
     tmp_path.chmod(0o1777)
     (problem,) = checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}]))
-    assert "can be written by every user" in problem
+    assert "can be written by other users" in problem
     assert checked(read(secondary_tiers=[FS | {"root_dir": str(tmp_path / "kv")}])) == []
 
 

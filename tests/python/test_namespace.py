@@ -12,6 +12,7 @@ from kv_offload.namespace import (
     GroupFacts,
     NamespaceFacts,
     hash_seed_is_random,
+    other_namespaces,
     random_seed_warning,
     setting_text,
 )
@@ -221,3 +222,16 @@ def test_the_warning_says_what_to_set():
     warning = random_seed_warning("xxhash")
     assert "PYTHONHASHSEED" in warning
     assert "sha256" in warning
+
+
+def test_what_other_namespaces_of_a_root_differ_in(tmp_path):
+    own = FACTS
+    other = dataclasses.replace(own, kv_dtype="fp8", settings={**own.settings, "attention": "other"})
+    for which in (own, other):
+        directory = tmp_path / which.namespace_id().hex()
+        directory.mkdir()
+        (directory / "namespace.json").write_text(which.readable_json())
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "namespace.json").write_text("{")
+    assert other_namespaces(str(tmp_path), own) == ["kv_dtype, settings.attention"]
+    assert other_namespaces(str(tmp_path / "missing"), own) == []

@@ -10,3 +10,8 @@ def test_byte_oracle(minor: str) -> None:
     if tree is None:
         pytest.skip(f"vLLM {minor} is neither installed nor unpacked in .cache/vllm-{minor}")
     print(run_under(tree, "oracle/check_oracle.py"))
+
+
+def test_records_are_shared_exactly_where_their_bytes_are_equal() -> None:
+    tree = trees()[max(trees())]
+    print(run_under(tree, "oracle/check_identity.py"))

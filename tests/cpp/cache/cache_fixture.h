@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -52,6 +53,10 @@ struct WorldOptions {
   std::vector<std::uint64_t> shard_bytes{300};  // per group
   bool tier = true;
   CacheOptions cache{};  // groups are filled in
+  std::string engine_id = "engine";
+  std::string shm_directory{};  // empty: one of its own
+  // Instead of the fake tier.
+  std::function<std::unique_ptr<Tier>(const Clock&)> make_tier{};
 };
 
 // The machine around one cache.
@@ -61,9 +66,9 @@ class World {
 
   explicit World(WorldOptions world_options = {}) : options_(std::move(world_options)) {
     std::string pattern = "/dev/shm/cache-test-XXXXXX";
-    directory_ = ::mkdtemp(pattern.data());
+    directory_ = options_.shm_directory.empty() ? ::mkdtemp(pattern.data()) : options_.shm_directory;
     RegionOptions region_options;
-    region_options.engine_id = "engine";
+    region_options.engine_id = options_.engine_id;
     region_options.bytes = options_.rows * kPageBytes * options_.ranks;
     region_options.num_areas = options_.ranks;
     region_options.num_workers = options_.ranks;
@@ -87,12 +92,14 @@ class World {
     cache.reset();
     ranks.clear();
     region.reset();
-    std::filesystem::remove_all(directory_);
+    if (options_.shm_directory.empty()) std::filesystem::remove_all(directory_);
   }
 
   void open(std::map<ChunkKey, FakeTier::Record> records = {}) {
     std::vector<std::unique_ptr<Tier>> tiers;
-    if (options_.tier) {
+    if (options_.make_tier) {
+      tiers.push_back(options_.make_tier(clock));
+    } else if (options_.tier) {
       auto made = std::make_unique<FakeTier>("fs", &clock);
       tier = made.get();
       tier->records = std::move(records);

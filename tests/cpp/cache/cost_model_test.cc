@@ -5,77 +5,163 @@
 namespace kv_offload {
 namespace {
 
-using std::chrono::milliseconds;
 using std::chrono::seconds;
-constexpr auto kLoad = CostModel::Choice::kLoad;
-constexpr auto kRecompute = CostModel::Choice::kRecompute;
+using Choice = Decision::Choice;
 
+// Computing 1,000 tokens/s; tiers are told by how many tokens they give in a
+// second. A chunk has ten tokens and as many bytes.
 class CostModelTest : public testing::Test {
  protected:
-  CostModel model_{1};
+  CostModel model_{2};
   Nanos now_{seconds(100)};
 
-  void prefill(std::uint64_t tokens, Nanos took) {
-    model_.note_prefill(tokens);
-    model_.end_step(now_);
-    now_ += took;
-    model_.end_step(now_);
+  void compute(double tokens, double took) {
+    model_.prefill.note(tokens, tokens / 2);
+    model_.prefill.end_step(now_);
+    now_ += Nanos(static_cast<std::int64_t>(took * 1e9));
+    for (int i = 0; i < 3; ++i) model_.prefill.end_step(now_);
   }
-  CostModel::Choice decide(double load_seconds, std::uint64_t tokens) {
-    return model_.decide(0, load_seconds, tokens, now_);
+  void read(std::size_t tier, double tokens_per_second) {
+    for (int i = 1; i <= 32; ++i) model_.note_read(tier, 10.0 * i, 10.0 * i / tokens_per_second, now_);
+  }
+  static Stretch on(std::int32_t tier, std::uint32_t chunks) {
+    return {tier, chunks, 10 * chunks, 10 * chunks};
+  }
+  Decision decide(std::vector<Stretch> stretches, double deadline_seconds = 0) {
+    CostModel::Question question;
+    question.stretches = stretches;
+    question.deadline_seconds = deadline_seconds;
+    return model_.decide(question);
   }
 };
 
 TEST_F(CostModelTest, WhatIsUnknownIsLoaded) {
-  EXPECT_EQ(decide(0, 1000), kLoad);
-  EXPECT_EQ(decide(100, 1000), kLoad);
-  prefill(1000, seconds(1));
-  EXPECT_EQ(decide(0, 1000), kLoad);
-}
-
-TEST_F(CostModelTest, TheRateIsTokensOverTheTimeUntilTheNextStep) {
-  prefill(2000, milliseconds(500));
-  EXPECT_DOUBLE_EQ(model_.prefill_tokens_per_second(), 4000);
-  EXPECT_DOUBLE_EQ(model_.prefill_seconds(1000), 0.25);
-}
-
-TEST_F(CostModelTest, TheRateFollowsSlowly) {
-  prefill(2000, milliseconds(500));
-  prefill(2000, seconds(1));
-  EXPECT_GT(model_.prefill_tokens_per_second(), 3000);
-  EXPECT_LT(model_.prefill_tokens_per_second(), 4000);
-  for (int i = 0; i < 100; ++i) prefill(2000, seconds(1));
-  EXPECT_NEAR(model_.prefill_tokens_per_second(), 2000, 20);
-}
-
-TEST_F(CostModelTest, IdleTimeAndTinyStepsTeachNothing) {
-  prefill(2000, seconds(60));
-  prefill(4, milliseconds(1));
-  EXPECT_EQ(model_.prefill_tokens_per_second(), 0);
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
+  compute(1000, 1);
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
+  EXPECT_NEAR(decide({on(0, 100)}).compute_seconds, 1, 0.01);
 }
 
 TEST_F(CostModelTest, TheFasterSideWins) {
-  prefill(1000, seconds(1));
-  EXPECT_EQ(decide(0.5, 1000), kLoad);
-  EXPECT_EQ(decide(40, 1000), kRecompute);
+  compute(1000, 1);
+  read(0, 5000);
+  const Decision load = decide({on(0, 100)});
+  EXPECT_EQ(load.choice, Choice::kLoad);
+  EXPECT_NEAR(load.load_seconds, 0.2, 0.01);
+  EXPECT_NEAR(load.compute_seconds, 1, 0.01);
+  read(0, 200);
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
+}
+
+TEST_F(CostModelTest, ATiersOwnEstimateCountsUntilSomethingWasMeasured) {
+  compute(1000, 1);
+  CostModel::Question question;
+  const std::vector<Stretch> stretches{on(0, 100)};
+  const std::vector<double> hints{40, 0};
+  question.stretches = stretches;
+  question.hints = hints;
+  EXPECT_EQ(model_.decide(question).choice, Choice::kRecompute);
+  read(0, 5000);
+  EXPECT_EQ(model_.decide(question).choice, Choice::kLoad);
+}
+
+TEST_F(CostModelTest, WhatWaitsOnTheTierIsWaitedForToo) {
+  compute(1000, 1);
+  read(0, 5000);
+  model_.note_submitted(0, 20000);
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
+  model_.note_ended(0, 20000);
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
+}
+
+TEST_F(CostModelTest, TheCopyToTheDeviceCountsToo) {
+  compute(1000, 1);
+  read(0, 5000);
+  for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.1 * i);  // 1,000 tokens/s
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
 }
 
 TEST_F(CostModelTest, AChoiceIsKeptWhileTheSidesAreClose) {
-  prefill(1000, seconds(1));
-  EXPECT_EQ(decide(1.05, 1000), kLoad);  // loading so far
-  EXPECT_EQ(decide(2, 1000), kRecompute);
-  EXPECT_EQ(decide(0.95, 1000), kRecompute);
-  EXPECT_EQ(decide(0.8, 1000), kLoad);
-  EXPECT_EQ(decide(1.05, 1000), kLoad);
+  compute(1000, 1);
+  read(0, 970);
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);  // so far
+  read(0, 800);
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
+  read(0, 1030);
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
+  read(0, 1200);
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
+  read(0, 970);
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
 }
 
-TEST_F(CostModelTest, ASlowTierIsTriedAgainNowAndThen) {
-  prefill(1000, seconds(1));
-  EXPECT_EQ(decide(0.5, 1000), kLoad);
-  EXPECT_EQ(decide(9, 1000), kRecompute);
-  now_ += seconds(31);
-  EXPECT_EQ(decide(9, 1000), kLoad);
-  EXPECT_EQ(decide(9, 1000), kRecompute);
+TEST_F(CostModelTest, WhatLiesOnTheFastTierIsLoadedWithoutTheRest) {
+  compute(1000, 1);
+  read(0, 10000);
+  read(1, 100);
+  const Decision decision = decide({on(0, 60), on(1, 40)});
+  EXPECT_EQ(decision.choice, Choice::kPartial);
+  EXPECT_EQ(decision.chunks, 60u);
+  EXPECT_NEAR(decision.compute_seconds, 0.6, 0.01);
+}
+
+TEST_F(CostModelTest, ASlowChunkIsReadForWhatItUnlocks) {
+  compute(1000, 1);
+  read(1, 100);
+  const Decision decision = decide({on(1, 1), on(Stretch::kHere, 99)});
+  EXPECT_EQ(decision.choice, Choice::kLoad);
+  EXPECT_EQ(decision.chunks, 100u);
+}
+
+TEST_F(CostModelTest, OnlyWhatArrivesInTimeIsPlanned) {
+  compute(1000, 1);
+  read(0, 2000);
+  const Decision decision = decide({on(0, 1000)}, 2);  // all of it: 5 s
+  EXPECT_EQ(decision.choice, Choice::kPartial);
+  EXPECT_NEAR(decision.chunks, 400, 1);
+  EXPECT_LE(decision.load_seconds, 2);
+}
+
+TEST_F(CostModelTest, ATierThatIsNotUsedIsProbedNowAndThen) {
+  compute(1000, 1);
+  read(0, 100);
+  EXPECT_FALSE(model_.should_probe(0, now_ + seconds(60))) << "it is in use";
+  decide({on(0, 100)});
+  EXPECT_FALSE(model_.should_probe(0, now_ + seconds(29)));
+  EXPECT_TRUE(model_.should_probe(0, now_ + seconds(31)));
+  EXPECT_FALSE(model_.should_probe(0, now_ + seconds(32)));
+  EXPECT_TRUE(model_.should_probe(0, now_ + seconds(62)));
+}
+
+TEST_F(CostModelTest, AProbeThatIsStillReadIsTheOnlyOne) {
+  compute(1000, 1);
+  read(0, 100);
+  decide({on(0, 100)});
+  EXPECT_TRUE(model_.should_probe(0, now_ + seconds(31)));
+  model_.note_submitted(0, 80);
+  EXPECT_FALSE(model_.should_probe(0, now_ + seconds(300)));
+}
+
+TEST_F(CostModelTest, AProbeTellsTheTierAnew) {
+  compute(1000, 1);
+  read(0, 100);
+  decide({on(0, 100)});
+  EXPECT_TRUE(model_.should_probe(0, now_ + seconds(31)));
+  for (int i = 1; i <= 8; ++i) model_.note_read(0, 10.0 * i, 10.0 * i / 5000, now_);
+  EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kLoad);
+}
+
+TEST_F(CostModelTest, HostMemoryIsUsedUnlessCopyingIsMeasuredToBeMuchSlower) {
+  EXPECT_TRUE(model_.host_pays(1, now_));
+  compute(1000, 1);
+  model_.note_copy(1000, 10);
+  EXPECT_TRUE(model_.host_pays(1, now_)) << "one size tells nothing: it may be all latency";
+  for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.15 * i);
+  EXPECT_TRUE(model_.host_pays(1, now_)) << "1.5 times as long as computing";
+  for (int i = 1; i <= 32; ++i) model_.note_copy(100.0 * i, 1.0 * i);
+  EXPECT_FALSE(model_.host_pays(1, now_));
+  EXPECT_TRUE(model_.host_pays(1, now_ + seconds(31))) << "tried again";
+  EXPECT_FALSE(model_.host_pays(1, now_ + seconds(32)));
 }
 
 }  // namespace

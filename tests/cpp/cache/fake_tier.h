@@ -59,7 +59,7 @@ class FakeTier final : public Tier {
   bool available = true;
   bool knows = true;  // false: contains() says kUnknown
   StatusKind reset_result = StatusKind::kOk;
-  double read_seconds = 0;  // what estimate_read_seconds says
+  double read_seconds = 0;  // what estimate_read_seconds and each read's completion say
   std::size_t max_records = kAll;
   bool automatic = false;  // ops end at the next poll
   bool is_closed = false;
@@ -133,7 +133,7 @@ class FakeTier final : public Tier {
     stats.chunks = records.size();
     stats.queued_reads = static_cast<std::uint32_t>(reads_.size() + started_.size());
     stats.queued_writes = static_cast<std::uint32_t>(writes_.size());
-    stats.available = available;
+    stats.available = stats.readable = stats.writable = available;
     stats.scan_complete = true;
     return stats;
   }
@@ -157,6 +157,7 @@ class FakeTier final : public Tier {
     completion.status = std::move(status);
     if (completion.status.is_ok()) {
       for (const Shard& shard : op.shards) completion.bytes += shard.size();
+      if (op.kind == OpKind::kRead) completion.seconds = read_seconds;
     }
     completions_.push_back(std::move(completion));
   }

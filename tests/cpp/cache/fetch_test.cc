@@ -1,4 +1,6 @@
 // What comes back from a tier, when, and what happens when it does not.
+#include <algorithm>
+
 #include "cache/cache_fixture.h"
 
 namespace kv_offload {
@@ -276,6 +278,83 @@ TEST_F(FetchTest, LoadingIsSkippedWhereComputingIsFaster) {
 }
 
 // ---- several groups
+
+// As vLLM does: asks each step, loads when nothing is pending, ends. Steps until all have ended.
+class FetchTogetherTest : public FetchTest {
+ protected:
+  struct Ask {
+    RequestHandle request;
+    Names wanted;
+    std::size_t loaded = 0;
+    bool ended = false;
+  };
+  void run(std::vector<Ask>& asks, int most_steps) {
+    for (int i = 0; i < most_steps; ++i) {
+      bool all = true;
+      for (Ask& ask : asks) {
+        if (ask.ended) continue;
+        const std::string seen = scan(ask.request, ask.wanted);
+        if (seen.find_first_of("PR") != std::string::npos) {
+          all = false;
+          continue;
+        }
+        ask.loaded = static_cast<std::size_t>(std::count(seen.begin(), seen.end(), 'H'));
+        if (ask.loaded > 0)
+          load(ask.request,
+               {ask.wanted.begin(), ask.wanted.begin() + static_cast<std::ptrdiff_t>(ask.loaded)});
+        end(ask.request);
+        ask.ended = true;
+      }
+      if (all) return;
+      step();
+      tier().finish();
+    }
+  }
+  static Names numbered(const char* name, int count) {
+    Names all;
+    for (int i = 0; i < count; ++i) all.push_back(fmt::format("{}{}", name, i));
+    return all;
+  }
+};
+
+TEST_F(FetchTogetherTest, TwoPlansThatDoNotBothFitBothFinish) {
+  make({.rows = 5});
+  record(numbered("a", 4));
+  record(numbered("b", 4));
+  std::vector<Ask> asks{{begin(), numbered("a", 4)}, {begin(), numbered("b", 4)}};
+  run(asks, 20);  // and no time passes: nobody is ended by a deadline
+  for (const Ask& ask : asks) EXPECT_TRUE(ask.ended) << ask.wanted[0];
+  EXPECT_EQ(asks[0].loaded, 4u);
+  EXPECT_GE(asks[1].loaded, 1u);
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+  EXPECT_EQ(cache().stats().waiting_requests, 0u);
+}
+
+TEST_F(FetchTogetherTest, APrefixLargerThanHostMemoryLoadsWhatFits) {
+  make({.rows = 5});
+  for (int i = 0; i < 12; i += 4) {
+    Names part = numbered("p", 12);
+    record({part.begin() + i, part.begin() + i + 4});
+  }
+  std::vector<Ask> asks{{begin(), numbered("p", 12)}};
+  run(asks, 20);
+  EXPECT_TRUE(asks[0].ended);
+  EXPECT_EQ(asks[0].loaded, 5u);
+  EXPECT_EQ(world().miss_tokens("pressure"), World::kTokens);
+}
+
+TEST_F(FetchTogetherTest, ManyThatWantMoreThanThereIsAllFinish) {
+  make({.rows = 7});
+  const Names letters{"a", "b", "c", "d", "e", "f", "g", "h"};
+  for (const std::string& letter : letters) record(numbered(letter.c_str(), 3));
+  std::vector<Ask> asks;
+  for (int round = 0; round < 3; ++round) {
+    for (const std::string& letter : letters) asks.push_back({begin(), numbered(letter.c_str(), 3)});
+  }
+  run(asks, 200);
+  for (const Ask& ask : asks) EXPECT_TRUE(ask.ended) << ask.wanted[0];
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+}
 
 class HybridTest : public FetchTest {
  protected:

@@ -14,6 +14,7 @@ WorldOptions world_of(const ModelOptions& options) {
   world.cache.tiers = {options.tier};
   world.cache.lookup_deadline = kDeadline;
   world.cache.keep_events = true;
+  world.cache.load_policy = options.load_policy;
   return world;
 }
 
@@ -110,7 +111,9 @@ LookupResult ModelRun::look(Request& request, const ChunkKey& key) {
   ++calls_;
   drain_events();
   const bool is_pending = result == LookupResult::kPending || result == LookupResult::kRetry;
-  if ((result == LookupResult::kHit) != resident_.contains(key)) {
+  // What is there may be judged not worth copying; the time that passes here is random.
+  const bool may_decline = options_.load_policy == LoadPolicy::kAuto && result == LookupResult::kMiss;
+  if ((result == LookupResult::kHit) != resident_.contains(key) && !may_decline) {
     violate(fmt::format("lookup said {} of a chunk that is {}resident", static_cast<int>(result),
                         resident_.contains(key) ? "" : "not "));
   }
@@ -367,6 +370,8 @@ void ModelRun::check_loaded(const Job& job, const char* when) {
 // ---- the tier
 
 void ModelRun::work_on_tier() {
+  if (options_.load_policy == LoadPolicy::kAuto && chance(5))
+    world_.tier->read_seconds = chance(50) ? 1e-3 : 20;
   FakeTier& tier = *world_.tier;
   if (chance(20)) tier.start(OpKind::kRead);
   if (chance(20)) tier.start(OpKind::kWrite);
@@ -393,6 +398,10 @@ void ModelRun::drain_events() {
 // ---- the end
 
 void ModelRun::quiesce() {
+  for (const char* choice : {"load", "recompute", "probe", "give_up"}) {
+    happened[fmt::format("{}, decided", choice)] =
+        static_cast<std::uint64_t>(world_.metrics.value("kv_offload_decisions_total", {choice}));
+  }
   while (!requests_.empty()) end_request(requests_.begin()->first);
   for (int i = 0; i < 10; ++i) {
     while (!jobs_.empty()) work_on_jobs(100);

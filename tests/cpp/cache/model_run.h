@@ -31,6 +31,7 @@ struct ModelOptions {
   std::vector<std::uint64_t> shard_bytes{200};
   std::vector<bool> full_attention{true};  // a group that is not has a window of two chunks
   TierSlotOptions tier{};
+  LoadPolicy load_policy = LoadPolicy::kAlways;
   bool step_ends_before_stores = false;  // vLLM 0.32
   Planted planted = Planted::kNone;
 };

@@ -22,6 +22,12 @@ class ModelSeeds : public testing::TestWithParam<std::uint64_t> {};
 
 TEST_P(ModelSeeds, OneGroup) { expect_clean({.seed = GetParam()}, 100000); }
 
+TEST_P(ModelSeeds, LoadOrRecomputeByCost) {
+  expect_clean(
+      {.seed = GetParam(), .load_policy = LoadPolicy::kAuto}, 100000,
+      {"hit", "pending", "miss", "load", "reset", "load, decided", "recompute, decided", "probe, decided"});
+}
+
 TEST_P(ModelSeeds, AStepThatEndsBeforeItsStores) {
   expect_clean({.seed = GetParam(), .step_ends_before_stores = true}, 20000);
 }

@@ -21,7 +21,7 @@ class ChunkIndexTest : public testing::Test {
   RowId next_row_ = 100;
 
   Slot fill(std::string_view name) {
-    return index_.insert(key_of(name), 0, next_row_++, 0, ChunkState::kFilling);
+    return index_.insert(key_of(name), 0, next_row_++, {}, ChunkState::kFilling);
   }
   Slot store(std::string_view name) {
     const Slot slot = fill(name);
@@ -58,7 +58,7 @@ TEST_F(ChunkIndexTest, AFillingChunkIsNoVictimAndAResidentOneIs) {
 }
 
 TEST_F(ChunkIndexTest, PinsOfWaitersOutliveTheFetchThatBroughtTheChunk) {
-  const Slot slot = index_.insert(key_of("a"), 0, 1, 0, ChunkState::kFetching);
+  const Slot slot = index_.insert(key_of("a"), 0, 1, {}, ChunkState::kFetching);
   index_.pin(slot);
   index_.make_resident(slot, ChunkOrigin::kTier);
   EXPECT_EQ(index_.victim(), std::nullopt);
@@ -97,7 +97,7 @@ TEST_F(ChunkIndexTest, SlotsAreReusedInTheOrderTheyWereFreed) {
 TEST_F(ChunkIndexTest, AnAccessProtectsFromEviction) {
   const Slot a = store("a");
   const Slot b = store("b");
-  index_.access(a);
+  index_.access(a, 1, 0);
   EXPECT_EQ(index_.victim(), b);
 }
 

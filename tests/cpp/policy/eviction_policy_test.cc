@@ -41,7 +41,7 @@ TEST_F(LruTest, AskingForTheVictimDoesNotRemoveIt) {
 
 TEST_F(LruTest, AnAccessMakesItTheLastToGo) {
   for (const Slot slot : {0u, 1u, 2u}) insert(slot);
-  policy_->access(0);
+  policy_->access(0, {});
   EXPECT_EQ(drain(), (std::vector<Slot>{1, 2, 0}));
 }
 
@@ -71,7 +71,7 @@ TEST_F(LruTest, ASlotThatWasAccessedWhilePinnedIsTheLastToGo) {
   for (const Slot slot : {0u, 1u, 2u}) insert(slot);
   policy_->pin(0);
   EXPECT_EQ(policy_->victim(), 1u);
-  policy_->access(0);
+  policy_->access(0, {});
   policy_->unpin(0);
   EXPECT_EQ(drain(), (std::vector<Slot>{1, 2, 0}));
 }
@@ -96,45 +96,93 @@ TEST(EvictionPolicyFactory, AnUnknownNameIsRefusedNamingTheKnownOnes) {
 }
 
 // Whatever the policy, a victim is known, unpinned, and everything unpinned goes in the end.
-class AnyPolicy : public testing::TestWithParam<std::string> {};
+class AnyPolicy : public testing::TestWithParam<std::string> {
+ protected:
+  std::unique_ptr<EvictionPolicy> policy_ = make_eviction_policy(GetParam(), 64);
+  std::vector<Slot> drain() {
+    std::vector<Slot> order;
+    while (const auto victim = policy_->victim()) {
+      order.push_back(*victim);
+      policy_->erase(*victim);
+    }
+    return order;
+  }
+  // As the cache stores a prompt: the deepest chunk first. Slot n is the nth chunk of it.
+  void store_prompt(Slot first, Slot count, std::uint32_t request) {
+    for (Slot i = count; i-- > 0;) {
+      policy_->insert(first + i, {.id = first + i + 1, .parent = i == 0 ? 0 : first + i, .request = request});
+    }
+  }
+};
 
 TEST_P(AnyPolicy, GivesOnlyUnpinnedKnownVictimsUnderRandomCalls) {
   std::mt19937 random(7);
-  const auto policy = make_eviction_policy(GetParam(), 64);
   std::set<Slot> unpinned, pinned;
-  for (int i = 0; i < 20000; ++i) {
+  for (int i = 0; i < 60000; ++i) {
     const Slot slot = random() % 64;
     const bool is_pinned = pinned.contains(slot);
     const bool known = is_pinned || unpinned.contains(slot);
-    const auto action = random() % 5;
+    const auto action = random() % 6;
+    // Ids come again in other slots, parents may be strangers or form circles.
+    const EntryInfo info{.id = i % 3 == 0 ? 0 : 1 + random() % 96,
+                         .parent = random() % 96,
+                         .request = static_cast<std::uint32_t>(random() % 20),
+                         .priority = static_cast<std::int8_t>(random() % 8 == 0 ? random() % 3 - 1 : 0)};
     if (!known) {
-      policy->insert(slot, EntryInfo{});
+      policy_->insert(slot, info);
       unpinned.insert(slot);
     } else if (action == 0) {
-      policy->access(slot);
+      policy_->access(slot, info);
     } else if (action == 1) {
-      policy->erase(slot);
+      policy_->erase(slot);
       pinned.erase(slot);
       unpinned.erase(slot);
-    } else if (is_pinned) {
-      policy->unpin(slot);
-      unpinned.insert(pinned.extract(slot));
     } else if (action == 2) {
-      policy->pin(slot);
+      policy_->refresh(slot, info);
+    } else if (is_pinned) {
+      policy_->unpin(slot);
+      unpinned.insert(pinned.extract(slot));
+    } else if (action == 3) {
+      policy_->pin(slot);
       pinned.insert(unpinned.extract(slot));
     }
-    const auto victim = policy->victim();
+    const auto victim = policy_->victim();
     ASSERT_EQ(victim.has_value(), !unpinned.empty()) << "call " << i;
     ASSERT_TRUE(!victim || unpinned.contains(*victim)) << "call " << i;
   }
-  while (const auto victim = policy->victim()) {
-    ASSERT_EQ(unpinned.erase(*victim), 1u);
-    policy->erase(*victim);
-  }
+  for (const Slot slot : drain()) ASSERT_EQ(unpinned.erase(slot), 1u);
   EXPECT_TRUE(unpinned.empty());
 }
 
-INSTANTIATE_TEST_SUITE_P(EvictionPolicy, AnyPolicy, testing::ValuesIn(eviction_policy_names()));
+TEST_P(AnyPolicy, LetsTheEndOfAPromptGoBeforeItsHead) {
+  store_prompt(0, 5, 1);
+  EXPECT_EQ(drain(), (std::vector<Slot>{4, 3, 2, 1, 0}));
+}
+
+TEST_P(AnyPolicy, LetsTheEndGoBeforeTheHeadAfterAHitToo) {
+  store_prompt(0, 5, 1);
+  for (Slot slot = 3; slot-- > 0;) policy_->access(slot, {.id = slot + 1u, .parent = slot, .request = 2});
+  EXPECT_EQ(drain(), (std::vector<Slot>{4, 3, 2, 1, 0}));
+}
+
+TEST_P(AnyPolicy, OneVictimStaysTheVictimUntilSomethingHappens) {
+  store_prompt(0, 20, 1);
+  store_prompt(20, 20, 2);
+  EXPECT_EQ(policy_->victim(), policy_->victim());
+}
+
+TEST_P(AnyPolicy, PromptsOfLowPriorityGoFirstAndOfHighPriorityLast) {
+  policy_->insert(0, {.id = 1, .request = 1, .priority = 1});
+  policy_->insert(1, {.id = 2, .request = 2});
+  policy_->insert(2, {.id = 3, .request = 3});
+  policy_->insert(3, {.id = 4, .request = 4, .priority = -1});
+  const std::vector<Slot> order = drain();
+  EXPECT_EQ(order.front(), 3u);
+  EXPECT_EQ(order.back(), 0u);
+}
+
+INSTANTIATE_TEST_SUITE_P(EvictionPolicy, AnyPolicy, testing::ValuesIn(eviction_policy_names()),
+                         [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace kv_offload

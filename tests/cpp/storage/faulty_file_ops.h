@@ -1,10 +1,13 @@
 // FileOps that passes everything on, but fails, blocks or shortens where told.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "storage/file_ops.h"
@@ -36,6 +39,12 @@ inline const char* name_of(Call call) {
 
 class FaultyFileOps final : public FileOps {
  public:
+  explicit FaultyFileOps(FileOps& real = posix_file_ops()) : real_(real) {}
+  // Calls that this thread made.
+  int calls_here() {
+    const std::lock_guard lock(mutex_);
+    return calls_[std::this_thread::get_id()];
+  }
   // Asked before every call: 0 passes it on, else it is the (negative) result.
   using Rule = std::function<int(Call)>;
   void set_rule(Rule rule) {
@@ -58,9 +67,14 @@ class FaultyFileOps final : public FileOps {
     blocked_ = kind;
     blocking_ = true;
   }
+  // All calls wait until release(): a mount that hangs.
+  void freeze() {
+    const std::lock_guard lock(mutex_);
+    blocking_ = all_ = true;
+  }
   void release() {
     const std::lock_guard lock(mutex_);
-    blocking_ = false;
+    blocking_ = all_ = false;
     changed_.notify_all();
   }
   void wait_for_blocked(int count) {
@@ -72,6 +86,7 @@ class FaultyFileOps final : public FileOps {
     const int fd = fault != 0 ? fault : real_.open(directory, path, flags, mode);
     const std::lock_guard lock(mutex_);
     open_ += fd >= 0;
+    most_open_ = std::max(most_open_, open_);
     return fd;
   }
   void close(int fd) override {
@@ -79,6 +94,11 @@ class FaultyFileOps final : public FileOps {
     const std::lock_guard lock(mutex_);
     --open_;
     changed_.notify_all();
+  }
+  // Descriptors at once, at most.
+  int most_open() {
+    const std::lock_guard lock(mutex_);
+    return most_open_;
   }
   // The last owner of what uses these ops is gone.
   void wait_for_all_closed() {
@@ -141,7 +161,8 @@ class FaultyFileOps final : public FileOps {
  private:
   int before(Call call) {
     std::unique_lock lock(mutex_);
-    if (blocking_ && call == blocked_) {
+    ++calls_[std::this_thread::get_id()];
+    if (blocking_ && (all_ || call == blocked_)) {
       ++waiting_;
       changed_.notify_all();
       changed_.wait(lock, [&] { return !blocking_; });
@@ -170,15 +191,16 @@ class FaultyFileOps final : public FileOps {
     return real(fewer.data(), static_cast<int>(fewer.size()));
   }
 
-  FileOps& real_ = posix_file_ops();
+  FileOps& real_;
   std::mutex mutex_;
   std::condition_variable changed_;
   Rule rule_;
   std::size_t limit_ = 0;
   Call blocked_ = Call::kOpen;
-  bool blocking_ = false;
+  bool blocking_ = false, all_ = false;
+  std::map<std::thread::id, int> calls_;
   int waiting_ = 0;
-  int open_ = 0;
+  int open_ = 0, most_open_ = 0;
 };
 
 }  // namespace kv_offload::testing

@@ -118,7 +118,7 @@ class TierUser {
     op.key = key_of(number);
     op.deadline = deadline;
     auto row = std::make_unique<Row>(sizes);
-    if (kind == OpKind::kWrite) row->fill(number);
+    if (kind == OpKind::kWrite) row->fill(content_of(number));
     if (kind != OpKind::kRemove) op.shards = row->shards();
     rows_[op.id] = {number, std::move(row)};
     std::vector<TierOp> ops;
@@ -149,8 +149,13 @@ class TierUser {
   Status read(std::uint32_t number, const ShardSizes& sizes = {8192}) {
     const OpId id = start(OpKind::kRead, number, sizes);
     const Status status = finish(id).status;
-    EXPECT_TRUE(!status || rows_[id].second->holds(number)) << "wrong bytes for record " << number;
+    EXPECT_TRUE(!status || holds_what_it_should(id)) << "wrong bytes for record " << number;
     return status;
+  }
+  // Of a read that ended ok.
+  bool holds_what_it_should(OpId id) const {
+    const auto& [number, row] = rows_.at(id);
+    return row->holds(content_of(number));
   }
   Status remove(std::uint32_t number) { return finish(start(OpKind::kRemove, number, {})).status; }
   bool has(std::uint32_t number) {
@@ -183,8 +188,10 @@ class TierUser {
     return count;
   }
   std::vector<TierRemoval> removals;
+  std::uint32_t weights = 0;  // other weights give other bytes under the same key
 
  private:
+  std::uint32_t content_of(std::uint32_t number) const { return number + 1000003 * weights; }
   std::map<OpId, std::pair<std::uint32_t, std::unique_ptr<Row>>> rows_;  // outlive the tier
   std::map<OpId, Completion> done_;
   OpId last_id_ = 0;

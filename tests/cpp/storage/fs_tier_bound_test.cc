@@ -2,10 +2,12 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "fs_fixture.h"
 #include "storage/fs_open.h"
@@ -269,6 +271,75 @@ TEST_F(FsTierBound, a_killed_evictor_passes_its_lease_and_leaves_no_drift) {
   })) << user.tier().stats().bytes
       << " is not " << du(root_);
   EXPECT_TRUE(temporaries_in(root_).empty());
+}
+
+// Processes that write for ever, each with a clock of its own that runs fast.
+class Writers {
+ public:
+  ~Writers() {
+    for (std::size_t i = 0; i < children_.size(); ++i) kill(i);
+    ::munmap(written_, 4096);
+  }
+  void start(const std::string& root, std::uint8_t namespace_byte) {
+    const std::size_t index = children_.size();
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(120);
+      FakeClock clock;
+      FsTierOptions options = options_for(root, kBound);
+      options.namespace_id.fill(namespace_byte);
+      options.namespace_json = "{}";
+      options.clock = &clock;
+      options.op_deadline = std::chrono::hours(24 * 365);
+      TierUser user(options);
+      for (std::uint32_t i = static_cast<std::uint32_t>(index) * 100000;; ++i) {
+        written_[index] += user.write(i, kShards).is_ok();
+        clock.advance(std::chrono::seconds(1));
+        user.poll();
+      }
+    }
+    children_.push_back(child);
+  }
+  std::uint64_t written(std::size_t index) const { return written_[index].load(); }
+  void kill(std::size_t index) {
+    if (children_[index] <= 0) return;
+    ::kill(children_[index], SIGKILL);
+    ::waitpid(children_[index], nullptr, 0);
+    children_[index] = -1;
+  }
+
+ private:
+  std::atomic<std::uint64_t>* const written_ = static_cast<std::atomic<std::uint64_t>*>(
+      ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  std::vector<pid_t> children_;
+};
+
+TEST_F(FsTierBound, three_processes_keep_it_together_and_one_is_killed) {
+  Writers writers;
+  for (const std::uint8_t space : {0x11, 0x11, 0x22}) writers.start(root_, space);
+  std::uint64_t most = 0, samples = 0;
+  // Until each of them (but `dead`) has written so many more.
+  const auto sample = [&](std::uint64_t each, std::size_t dead) {
+    const std::uint64_t start[] = {writers.written(0), writers.written(1), writers.written(2)};
+    const auto done = [&] {
+      for (std::size_t i = 0; i < 3; ++i) {
+        if (i != dead && writers.written(i) < start[i] + each) return false;
+      }
+      return true;
+    };
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!done() && std::chrono::steady_clock::now() < give_up) {
+      most = std::max(most, du(root_));
+      ++samples;
+    }
+    return done();
+  };
+  EXPECT_TRUE(sample(40, 3)) << writers.written(0) << " " << writers.written(1) << " " << writers.written(2);
+  writers.kill(0);  // which may hold the lease
+  EXPECT_TRUE(sample(40, 0)) << writers.written(1) << " " << writers.written(2);
+  EXPECT_LE(most, kBound + 3 * kRecord);
+  EXPECT_GT(most, kBound * 8 / 10);
+  EXPECT_GT(samples, 50u);
 }
 
 TEST_F(FsTierBound, killed_at_any_moment_the_next_start_is_right) {

@@ -154,7 +154,11 @@ TEST(IoPool, deadlines_expire_even_when_every_thread_is_stuck) {
   ASSERT_EQ(log.endings().size(), 1u);
   EXPECT_EQ(log.endings()[0].second, StatusKind::kTimeout);
   EXPECT_EQ(pool.depth(Lane::kRead).oldest_seconds, 1.0);
-  EXPECT_EQ(pool.oldest_start(Nanos{0}), clock.now() - std::chrono::seconds(1));
+  const Nanos started = clock.now() - std::chrono::seconds(1);
+  EXPECT_EQ(pool.running_since(Lane::kRead, Nanos{0}, clock.now()), 1u);
+  EXPECT_EQ(pool.running_since(Lane::kWrite, Nanos{0}, clock.now()), 0u);
+  EXPECT_EQ(pool.running_since(Lane::kRead, Nanos{0}, started), 0u);
+  EXPECT_EQ(pool.running_since(Lane::kRead, started, clock.now()), 0u);
   go.count_down();
 }
 

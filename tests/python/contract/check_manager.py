@@ -242,6 +242,8 @@ def test_hints_of_a_request_are_obeyed_and_nonsense_is_ignored(engine: Engine) -
     skipping = engine.request("b", {"kv_offload_skip_store": True})
     assert engine.look(keys(1), skipping) == [HIT]
     assert engine.offer(keys(2), skipping).keys_to_store == []
+    forgetful = engine.request("d", {"kv_offload_skip_load": True, "priority": -1})
+    assert engine.look(keys(1), forgetful) == [MISS]
     odd = engine.request("c", {"load_policy": 7, "kv_offload_skip_store": "no", "priority": 1.5, "other": []})
     assert engine.look(keys(1), odd) == [HIT]
     assert engine.offer(keys(2), odd).keys_to_store == keys(2)
@@ -388,3 +390,36 @@ def test_shutdown_twice_is_one_shutdown(engine: Engine) -> None:
 def test_config_info_fills_the_declared_labels(engine: Engine) -> None:
     (info,) = engine.manager.config_info()
     assert set(info) == set(KVOffloadSpec.config_info_keys({}))
+
+
+def _positions(request: Any, asked: list[bytes]) -> None:
+    for index, one in enumerate(asked):
+        request.set_offload_key_position(one, 16 * (index + 1))
+
+
+def test_a_miss_counts_the_rest_of_its_prompt(engine: Engine) -> None:
+    request = engine.request()
+    asked = keys(1, 2, 3, 4, 5)
+    _positions(request, asked)
+    assert engine.look(asked[2:3], request) == [MISS]  # the device cache had two chunks
+    engine.offer(asked[2:], request)
+    stats = engine.manager.get_stats()
+    assert engine.manager._metrics.value("kv_offload_miss_tokens_total", ("not_stored",)) == 48
+    assert stats is not None
+
+
+def test_one_debug_line_says_what_became_of_a_request(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = keys(1, 2, 3)
+    first = engine.request("first")
+    engine.store(asked[:2], first)
+    second = engine.request("second")
+    _positions(second, asked)
+    assert engine.look(asked, second) == [HIT, HIT, MISS]
+    engine.manager.prepare_load(asked[:2], second)
+    with caplog.at_level("DEBUG"):
+        engine.manager.on_request_finished(second)
+        engine.manager.on_request_finished(second)  # again is nothing
+    (record,) = [record for record in caplog.records if "second" in record.getMessage()]
+    assert record.getMessage() == "Request second: 32 tokens from cpu, 16 tokens missing (not_stored)"

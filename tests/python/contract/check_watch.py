@@ -1,23 +1,40 @@
 """Run by test_contract.py: the one warning when nothing is ever hit."""
 
+from typing import Any
+
 import adapter
 import pytest
 
 adapter.use_specs()
 
-from kv_offload.specs.watch import HitWatch  # noqa: E402
+from kv_offload.specs.watch import HitWatch, Surroundings  # noqa: E402
 
 from kv_offload import _core  # noqa: E402
 
 
-def _watched(*misses: tuple[str, float], hits: float = 0, chunks: float = 10) -> tuple[HitWatch, object]:
+class Looked:
+    """What a cache says of its lookups."""
+
+    def __init__(self, *sights: tuple[int, int], longest_prompt: int = 100) -> None:
+        self._sights, self._longest_prompt = list(sights), longest_prompt
+
+    def sights(self) -> list[tuple[int, int]]:
+        return self._sights
+
+    def stats(self) -> dict[str, int]:
+        return {"longest_prompt": self._longest_prompt}
+
+
+def _watched(
+    *misses: tuple[str, float], hits: float = 0, chunks: float = 10, cache: Any = None, **around: Any
+) -> tuple[HitWatch, object]:
     metrics = _core.Metrics()
     metrics.set("kv_offload_tier_chunks", ("cpu",), chunks)
     for reason, tokens in misses:
         metrics.add("kv_offload_miss_tokens_total", (reason,), tokens)
     if hits:
         metrics.add("kv_offload_hit_tokens_total", ("fs",), hits)
-    return HitWatch(metrics, ("cpu", "fs")), metrics
+    return HitWatch(metrics, ("cpu", "fs"), cache, Surroundings(**around)), metrics
 
 
 def test_it_warns_once_and_names_the_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -44,3 +61,55 @@ def test_it_is_silent_where_nothing_is_strange(
     watch.look(0.0)
     watch.look(100.0)
     assert not caplog.records
+
+
+NEVER = (("not_stored", 2_000_000),)
+DISKS = {"write_policies": ("through",)}
+
+
+@pytest.mark.parametrize(
+    ("misses", "cache", "around", "cause"),
+    [
+        (NEVER, None, {"random_seed": "xxhash", **DISKS}, "set PYTHONHASHSEED"),
+        (NEVER, None, {"random_seed": "xxhash"}, "were never stored"),  # no disk: no restart to survive
+        (
+            NEVER,
+            None,
+            {"other_namespaces": ("kv_dtype, model.revision",), **DISKS},
+            "in kv_dtype, model.revision",
+        ),
+        (
+            NEVER,
+            Looked((90, 10), (0, 100)),
+            {"group_ids": (0, 2), "other_namespaces": ("kv_dtype",)},
+            "cache group 0 are found, but none of group 2",
+        ),
+        (NEVER, Looked((0, 100), (0, 100)), {"group_ids": (0, 2)}, "were never stored"),
+        (
+            (("evicted", 300_000),),
+            Looked(longest_prompt=9000),
+            {"capacity_tokens": 4096},
+            "up to 9,000 tokens",
+        ),
+        ((("evicted", 300_000),), Looked(longest_prompt=900), {"capacity_tokens": 4096}, "evicted before"),
+        (
+            (("not_stored", 2_000_000), ("evicted", 10)),
+            None,
+            {"write_policies": ("reuse:3",)},
+            "write_policy reuse:3",
+        ),
+        ((("recompute_cheaper", 300_000),), None, DISKS, "load_policy always"),
+        ((("disabled", 300_000),), None, DISKS, "load_policy never"),
+    ],
+)
+def test_it_names_the_cause(
+    misses: tuple[tuple[str, float], ...],
+    cache: Any,
+    around: dict[str, Any],
+    cause: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watch, _ = _watched(*misses, cache=cache, **around)
+    watch.look(0.0)
+    (record,) = caplog.records
+    assert cause in record.getMessage()

@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.forward_context import set_forward_context
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
@@ -41,7 +42,7 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -53,8 +54,7 @@ try:
 except ImportError:
     from vllm.v1.core import kv_cache_utils as planning
 
-BLOCK_SIZE = 16
-HASH = "sha256"
+STATE = 0  # the window of a group whose pages hold one state instead of tokens
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,11 @@ class Setup:
 
     extra: dict[str, Any] = field(default_factory=dict)  # kv_connector_extra_config beside the spec
     layers: int = 2
-    window: int | None = None  # every second layer looks back this many tokens
+    window: int | None = None  # every second layer looks back this many tokens; STATE: Mamba-like
+    replicated: bool = False  # one latent vector for all ranks (MLA)
+    block_size: int = 16
+    kv_dtype: str = "float32"
+    hash_algorithm: str = "sha256"
     layout: str = "LBHNC"
     world_size: int = 1
     num_blocks: int = 40
@@ -78,7 +82,11 @@ class Setup:
 
 def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
     model = ModelConfig(
-        model=model_dir, skip_tokenizer_init=True, dtype="float32", max_model_len=setup.max_model_len, seed=0
+        model=model_dir,
+        skip_tokenizer_init=True,
+        dtype=setup.kv_dtype,
+        max_model_len=setup.max_model_len,
+        seed=0,
     )
     transfer = KVTransferConfig(
         kv_connector="OffloadingConnector",
@@ -90,7 +98,10 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
             **setup.extra,
         },
     )
-    cache = CacheConfig(block_size=BLOCK_SIZE, cache_dtype="auto", enable_prefix_caching=True)
+    cache = CacheConfig(block_size=setup.block_size, cache_dtype="auto", enable_prefix_caching=True)
+    cache.prefix_caching_hash_algo = setup.hash_algorithm
+    if setup.window == STATE:
+        cache.mamba_cache_mode = "all"
     cache.num_gpu_blocks_override = setup.num_blocks
     cache.kv_cache_layout = setup.layout
     return VllmConfig(
@@ -116,7 +127,7 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
     )
 
 
-def _model_dir() -> str:
+def make_model_dir(**changes: Any) -> str:
     """A model that is a config only."""
     path = tempfile.mkdtemp(prefix="oracle-model-")
     config = {
@@ -130,22 +141,33 @@ def _model_dir() -> str:
         "vocab_size": 1000,
         "max_position_embeddings": 4096,
         "torch_dtype": "float32",
-    }
+    } | changes
     with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
         json.dump(config, file)
     return path
 
 
 def _layer_specs(setup: Setup) -> dict[str, Any]:
-    common = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 2, "dtype": torch.float32}
-    return {
-        f"model.layers.{layer}.self_attn.attn": (
-            SlidingWindowSpec(**common, sliding_window=setup.window)
-            if setup.window and layer % 2
-            else FullAttentionSpec(**common)
+    dtype = getattr(torch, setup.kv_dtype)
+    common = {"block_size": setup.block_size, "num_kv_heads": 2, "head_size": 2, "dtype": dtype}
+
+    def spec_of(layer: int) -> Any:
+        if setup.replicated:
+            return MLAAttentionSpec(**{**common, "num_kv_heads": 1, "head_size": 8})
+        if setup.window is None or layer % 2 == 0:
+            return FullAttentionSpec(**common)
+        if setup.window != STATE:
+            return SlidingWindowSpec(**common, sliding_window=setup.window)
+        page = FullAttentionSpec(**common).page_size_bytes
+        return MambaSpec(
+            block_size=setup.block_size,
+            shapes=((page // 4 - 8,),),  # the page is padded
+            dtypes=(torch.float32,),
+            page_size_padded=page,
+            mamba_cache_mode="all",
         )
-        for layer in range(setup.layers)
-    }
+
+    return {f"model.layers.{layer}.self_attn.attn": spec_of(layer) for layer in range(setup.layers)}
 
 
 def _kv_cache_configs(config: VllmConfig, specs: dict[str, Any], world_size: int) -> list[Any]:
@@ -174,13 +196,20 @@ def _allocate(kv_cache_config: Any, specs: dict[str, Any], rank: int) -> dict[st
     return caches
 
 
+def _window_of(spec: Any) -> int | None:
+    if isinstance(spec, MambaSpec):
+        return STATE
+    window: int | None = getattr(spec, "sliding_window", None)
+    return window
+
+
 class Engine:
     """One engine from boot to shutdown."""
 
     def __init__(self, setup: Setup, engine_id: str, model_dir: str | None = None) -> None:
         self.setup = setup
-        self.model_dir = model_dir or _model_dir()
-        init_none_hash(get_hash_fn_by_name(HASH))
+        self.model_dir = model_dir or make_model_dir()
+        init_none_hash(get_hash_fn_by_name(setup.hash_algorithm))
         self.config = _vllm_config(setup, self.model_dir, engine_id)
         self.config.scheduler_config.async_scheduling = setup.async_scheduling  # the CPU platform says no
         specs = _layer_specs(setup)
@@ -188,6 +217,8 @@ class Engine:
             configs = _kv_cache_configs(self.config, specs, setup.world_size)
         for kv_cache_config in configs:
             kv_cache_config.kv_cache_layout = setup.layout
+            if setup.replicated:
+                kv_cache_config.kv_tp_replicas = setup.world_size
         scheduler_config = generate_scheduler_kv_cache_config(configs)
         self.config.cache_config.num_gpu_blocks = scheduler_config.num_blocks
         block_size, hash_block_size = resolve_kv_cache_block_sizes(scheduler_config, self.config)
@@ -196,7 +227,7 @@ class Engine:
                 kv_cache_config.hash_block_size = hash_block_size
                 kv_cache_config.cache_hit_alignment_tokens = block_size
         self.groups = [
-            (list(group.layer_names), getattr(group.kv_cache_spec, "sliding_window", None))
+            (list(group.layer_names), _window_of(group.kv_cache_spec))
             for group in scheduler_config.kv_cache_groups
         ]
         self.ranks = []
@@ -215,7 +246,7 @@ class Engine:
         if setup.wrap_manager is not None:
             connector_scheduler.manager = setup.wrap_manager(self.manager)
         self.aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, setup.world_size)
-        self.hasher = get_request_block_hasher(hash_block_size, get_hash_fn_by_name(HASH))
+        self.hasher = get_request_block_hasher(hash_block_size, get_hash_fn_by_name(setup.hash_algorithm))
         self.async_scheduling = setup.async_scheduling
         self.queue: deque[tuple[Any, list[Any]]] = deque()
         self.stats: list[Any] = []
@@ -232,7 +263,8 @@ class Engine:
             side.worker = self.setup.wrap_worker(side.worker, rank)
         views = [[caches[name].numpy() for name in names] for names, _ in self.groups]
         windows = [window for _, window in self.groups]
-        return config, connector, FakeRunner(views, windows, BLOCK_SIZE, rank)
+        known_as = 0 if self.setup.replicated else rank  # all ranks have the same bytes then
+        return config, connector, FakeRunner(views, windows, self.setup.block_size, known_as)
 
     # ---- requests
 
@@ -243,6 +275,7 @@ class Engine:
         max_tokens: int,
         cache_salt: str | None = None,
         params: dict[str, Any] | None = None,
+        lora: str | None = None,
     ) -> Request:
         """A request as the front end would send it."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
@@ -254,10 +287,11 @@ class Engine:
             sampling_params=sampling,
             pooling_params=None,
             cache_salt=cache_salt,
+            lora_request=LoRARequest(lora, 1, "/nowhere") if lora else None,
             block_hasher=self.hasher,
         )
         for _, _, runner in self.ranks:
-            runner.expect(request_id, prompt, max_tokens, cache_salt)
+            runner.expect(request_id, prompt, max_tokens, f"{lora}/{cache_salt}" if lora else cache_salt)
         self.scheduler.add_request(request)
         return request
 

@@ -12,6 +12,7 @@ import numpy as np
 _MASK = (1 << 64) - 1
 _ODD = 0x9E3779B97F4A7C15
 VOCABULARY = 1000
+PADDING_WORDS = 4  # at the end of a state's page: not offloaded
 
 
 class WrongBytes(AssertionError):
@@ -55,7 +56,9 @@ class FakeRunner:
         for group, layer_views in enumerate(views):
             self.layers.append([])
             for layer, view in enumerate(layer_views):
-                words = view.view(np.uint64).reshape(view.shape[0], block_size, -1)
+                # A page holds the bytes of each of its tokens, or one state: that after its last token.
+                tokens = 1 if windows[group] == 0 else block_size
+                words = view.view(np.uint64).reshape(view.shape[0], tokens, -1)
                 assert np.shares_memory(words, view)
                 salts = [
                     _mix(rank << 40 | group << 24 | layer << 8 | word + 1) for word in range(words.shape[2])
@@ -95,6 +98,8 @@ class FakeRunner:
         """
         assert not output.kv_cache_block_copies
         samples: dict[str, list[int]] = {}
+        for request_id in output.num_scheduled_tokens:  # a state is overwritten by the next of its block
+            self._check_states(request_id, self.sequences[request_id])
         for request_id, count in output.num_scheduled_tokens.items():
             sequence = self.sequences[request_id]
             end = sequence.computed + count
@@ -112,6 +117,8 @@ class FakeRunner:
     def check(self, request_id: str, sequence: Sequence, computed: int) -> None:
         """Every byte that attention over the computed tokens would read."""
         for group, window in enumerate(self.windows):
+            if window == 0:
+                continue
             first = 0 if window is None else max(0, computed - window + 1)
             positions = np.arange(first, computed)
             if not len(positions):
@@ -132,8 +139,36 @@ class FakeRunner:
     def _write(self, sequence: Sequence, start: int, end: int) -> None:
         positions = np.arange(start, end)
         for group, layers in enumerate(self.layers):
+            if self.windows[group] == 0:
+                self._write_states(group, sequence, start, end)
+                continue
             blocks = np.array(sequence.block_ids[group], dtype=np.int64)[positions // self.block_size]
             written = blocks != 0
             for words, salts in layers:
                 values = sequence.digests[positions[written], None] * salts
                 words[blocks[written], positions[written] % self.block_size] = values
+
+    def _check_states(self, request_id: str, sequence: Sequence) -> None:
+        """The one state that the next token is computed from; of its page, all but the padding."""
+        computed = sequence.computed
+        for group, window in enumerate(self.windows):
+            if window != 0 or computed == 0:
+                continue
+            block = sequence.block_ids[group][(computed - 1) // self.block_size]
+            if block == 0:
+                raise WrongBytes(f"{request_id}: group {group} reads the null block")
+            for layer, (words, salts) in enumerate(self.layers[group]):
+                used = len(salts) - PADDING_WORDS
+                if (words[block, 0, :used] != sequence.digests[computed - 1] * salts[:used]).any():
+                    raise WrongBytes(
+                        f"{request_id}: state {computed} of group {group}, layer {layer} is wrong"
+                    )
+            self.checked_tokens += 1
+
+    def _write_states(self, group: int, sequence: Sequence, start: int, end: int) -> None:
+        for index in range(start // self.block_size, (end - 1) // self.block_size + 1):
+            block = sequence.block_ids[group][index]
+            last = min((index + 1) * self.block_size, end) - 1
+            for words, salts in self.layers[group]:
+                if block != 0:
+                    words[block, 0] = sequence.digests[last] * salts

@@ -1,0 +1,227 @@
+#include "cache/trace_replay.h"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <tuple>
+#include <unordered_map>
+
+#include "cache/key_memory.h"
+#include "storage/fs_catalogue.h"
+
+namespace kv_offload {
+namespace {
+
+ChunkKey key_of(std::uint64_t block) {
+  char bytes[20] = {};
+  std::uint64_t mixed = block + 0x9E3779B97F4A7C15ull;  // splitmix64: spread as digests are
+  for (int word = 0; word < 2; ++word) {
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9ull;
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBull;
+    mixed ^= mixed >> 31;
+    std::memcpy(bytes + 8 * word, &mixed, sizeof(mixed));
+    mixed += block;
+  }
+  return ChunkKey({bytes, sizeof(bytes)});
+}
+
+class Replayer {
+ public:
+  Replayer(const Trace& trace, const ReplayOptions& options)
+      : trace_(trace),
+        options_(options),
+        index_(make_eviction_policy(options.eviction_policy, options.host_chunks), options.host_chunks),
+        catalogue_(options.tier_eviction_policy),
+        memory_(4 * options.host_chunks) {}
+
+  ReplayResult run() {
+    for (std::size_t i = 0; i < trace_.size(); ++i) request(static_cast<std::uint32_t>(i + 1), i);
+    return result_;
+  }
+
+ private:
+  void request(std::uint32_t number, std::size_t at) {
+    keys_.clear();
+    for (const std::uint64_t block : trace_.request(at)) keys_.push_back(key_of(block));
+    ++result_.requests;
+    result_.blocks += keys_.size();
+    held_.clear();
+    const std::size_t hits = load(number);
+    store(number, hits);
+  }
+
+  // What is resident or recorded, up to the first that is neither. Hits are pinned
+  // until all of them are here.
+  std::size_t load(std::uint32_t number) {
+    std::size_t known = 0;
+    for (; known < keys_.size(); ++known) {
+      const ChunkEntry* entry = index_.find(keys_[known]);
+      if (entry == nullptr && !recorded(keys_[known])) break;
+      if (entry != nullptr) hold(index_.slot_of(entry));
+    }
+    for (std::size_t i = 0; i < known; ++i) {
+      if (index_.find(keys_[i]) != nullptr) {
+        ++result_.host_hits;
+        continue;
+      }
+      if (!make_room(number)) {
+        known = i;
+        break;
+      }
+      const Slot slot = insert(number, i, ChunkState::kFetching);
+      catalogue_.hit(keys_[i], index_.about(index_.at(slot)), Nanos(1));
+      index_.pin(slot);
+      held_.push_back(slot);
+      index_.make_resident(slot, ChunkOrigin::kTier);
+      ++result_.tier_hits;
+    }
+    for (std::size_t i = known; i-- > 0;) {
+      const Slot slot = index_.slot_of(index_.find(keys_[i]));
+      index_.access(slot, number, 0);
+      see_again(slot);
+    }
+    for (const Slot slot : held_) index_.unpin(slot);
+    return known;
+  }
+
+  void store(std::uint32_t number, std::size_t from) {
+    stored_.clear();
+    for (std::size_t i = from; i < keys_.size(); ++i) {
+      if (const ChunkEntry* entry = index_.find(keys_[i])) {
+        const Slot slot = index_.slot_of(entry);
+        index_.access(slot, number, 0);
+        if (entry->state == ChunkState::kResident) see_again(slot);
+        continue;
+      }
+      if (!make_room(number)) {
+        result_.declined += keys_.size() - i;
+        break;
+      }
+      stored_.push_back(insert(number, i, ChunkState::kFilling));
+    }
+    for (std::size_t i = stored_.size(); i-- > 0;) index_.make_resident(stored_[i], ChunkOrigin::kStore);
+    result_.stored += stored_.size();
+    for (const Slot slot : stored_) {
+      if (options_.tier.write_policy == WritePolicy::kThrough) write(slot);
+    }
+    for (const Slot slot : stored_) see_again(slot);
+  }
+
+  Slot insert(std::uint32_t number, std::size_t i, ChunkState state) {
+    const ChunkId parent = i == 0 ? 0 : chunk_id(keys_[i - 1]);
+    return index_.insert(keys_[i], 0, 0, {0, parent, static_cast<std::uint32_t>(i), number, 0}, state);
+  }
+  void hold(Slot slot) {
+    index_.pin(slot);
+    held_.push_back(slot);
+  }
+
+  bool make_room(std::uint32_t number) {
+    while (index_.size() >= options_.host_chunks) {
+      const auto victim = index_.victim(number);
+      if (!victim) return false;
+      const ChunkKey key = index_.at(*victim).key;
+      if (options_.tier.write_policy == WritePolicy::kOnEvict) write(*victim);
+      if (options_.tier_chunks > 0) catalogue_.touch(key, Nanos(1));
+      index_.erase(*victim);
+      ++result_.evicted;
+    }
+    return true;
+  }
+
+  bool recorded(const ChunkKey& key) const { return options_.tier_chunks > 0 && catalogue_.holds(key); }
+  void write(Slot slot) {
+    const ChunkEntry& entry = index_.at(slot);
+    if (options_.tier_chunks == 0 || catalogue_.holds(entry.key)) return;
+    while (catalogue_.size() >= options_.tier_chunks) {
+      if (!catalogue_.take_victim()) return;
+      ++result_.tier_evicted;
+    }
+    catalogue_.insert({entry.key, kPageBytes}, index_.about(entry));
+    ++result_.written;
+  }
+  void see_again(Slot slot) {
+    if (options_.tier.write_policy != WritePolicy::kReuse) return;
+    const std::uint32_t sights = memory_.see(index_.at(slot).key);
+    if (sights >= std::min(options_.tier.reuse_threshold, KeyMemory::kMaxSights)) write(slot);
+  }
+
+  const Trace& trace_;
+  const ReplayOptions& options_;
+  ChunkIndex index_;
+  FsCatalogue catalogue_;
+  KeyMemory memory_;
+  ReplayResult result_;
+  std::vector<ChunkKey> keys_;  // of the request
+  std::vector<Slot> held_, stored_;
+};
+
+constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
+
+// The next request that has the block, for each place in trace.blocks.
+std::vector<std::uint64_t> next_uses(const Trace& trace) {
+  std::vector<std::uint64_t> next(trace.blocks.size(), kNever);
+  std::unordered_map<std::uint64_t, std::uint64_t> seen;
+  for (std::size_t i = trace.size(), end = trace.blocks.size(); i-- > 0;) {
+    const auto blocks = trace.request(i);
+    const std::size_t begin = end - blocks.size();
+    for (std::size_t at = begin; at < end; ++at) {
+      if (const auto found = seen.find(trace.blocks[at]); found != seen.end()) next[at] = found->second;
+    }
+    for (std::size_t at = begin; at < end; ++at) seen[trace.blocks[at]] = i;
+    end = begin;
+  }
+  return next;
+}
+
+void require_order(const Trace& trace) {
+  if (!std::is_sorted(trace.ends.begin(), trace.ends.end()) ||
+      (trace.ends.empty() ? 0 : trace.ends.back()) != trace.blocks.size()) {
+    throw_invalid("the ends of a trace's requests must ascend to the number of its blocks, {}",
+                  trace.blocks.size());
+  }
+}
+
+}  // namespace
+
+ReplayResult replay(const Trace& trace, const ReplayOptions& options) {
+  require_order(trace);
+  if (options.host_chunks == 0) throw_invalid("host_chunks is 0; a replay needs room for one chunk or more");
+  return Replayer(trace, options).run();
+}
+
+std::uint64_t optimal_hits(const Trace& trace, std::size_t capacity) {
+  require_order(trace);
+  const std::vector<std::uint64_t> next = next_uses(trace);
+  struct Use {
+    std::uint64_t next;
+    std::size_t depth;
+  };
+  std::unordered_map<std::uint64_t, Use> here;
+  std::set<std::tuple<std::uint64_t, std::size_t, std::uint64_t>> order;  // next use, depth, block
+  std::uint64_t hits = 0;
+  std::size_t at = 0;
+  for (std::size_t i = 0; i < trace.size(); ++i) {
+    const auto blocks = trace.request(i);
+    bool all = true;
+    for (std::size_t depth = 0; depth < blocks.size(); ++depth) {
+      const auto found = here.find(blocks[depth]);
+      all &= found != here.end();
+      hits += all;
+      if (found == here.end()) continue;
+      order.erase({found->second.next, found->second.depth, blocks[depth]});
+      here.erase(found);
+    }
+    for (std::size_t depth = 0; depth < blocks.size(); ++depth, ++at) {
+      if (next[at] == kNever || !here.emplace(blocks[depth], Use{next[at], depth}).second) continue;
+      order.insert({next[at], depth, blocks[depth]});
+    }
+    while (order.size() > capacity) {
+      here.erase(std::get<2>(*order.rbegin()));
+      order.erase(std::prev(order.end()));
+    }
+  }
+  return hits;
+}
+
+}  // namespace kv_offload

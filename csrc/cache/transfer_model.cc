@@ -1,0 +1,65 @@
+#include "cache/transfer_model.h"
+
+#include <algorithm>
+
+namespace kv_offload {
+
+void TransferModel::note(double bytes, double seconds) {
+  if (bytes <= 0 || seconds <= 0) return;
+  samples_[next_] = {bytes, seconds};
+  next_ = (next_ + 1) % kWindow;
+  count_ = std::min(count_ + 1, kWindow);
+  dirty_ = true;
+}
+
+void TransferModel::note_overdue(double bytes, double so_far) {
+  if (bytes <= 0 || so_far <= seconds(bytes)) return;
+  restart();
+  note(bytes, so_far);
+}
+
+double TransferModel::seconds(double bytes) const {
+  if (!known()) return 0;
+  const Fit& line = fit();
+  return line.latency + line.per_byte * bytes;
+}
+
+double TransferModel::bytes_per_second() const {
+  const double per_byte = known() ? fit().per_byte : 0;
+  return per_byte > 0 ? 1 / per_byte : 0;
+}
+
+// Least squares of the relative error, 1/bytes being a sample's weight: a large
+// plan that came slowly counts as much as many small reads that came fast.
+const TransferModel::Fit& TransferModel::fit() const {
+  if (!dirty_ && count_ > 0) return fit_;
+  fit_ = {};
+  dirty_ = false;
+  if (count_ == 0) return fit_;
+  double weight = 0, x = 0, y = 0, xx = 0, xy = 0;
+  for (std::size_t i = 0; i < count_; ++i) {
+    const auto [bytes, seconds] = samples_[i];
+    const double w = 1 / bytes;
+    weight += w;
+    x += w * bytes;
+    y += w * seconds;
+    xx += w * bytes * bytes;
+    xy += w * bytes * seconds;
+  }
+  const double spread = weight * xx - x * x;
+  fit_.told_apart = spread > 0.05 * weight * xx;
+  if (fit_.told_apart) {
+    fit_.per_byte = (weight * xy - x * y) / spread;
+    fit_.latency = (y - fit_.per_byte * x) / weight;
+  }
+  if (!fit_.told_apart || fit_.latency < 0) {
+    fit_.latency = 0;
+    fit_.per_byte = xy / xx;
+  } else if (fit_.per_byte < 0) {
+    fit_.per_byte = 0;
+    fit_.latency = y / weight;
+  }
+  return fit_;
+}
+
+}  // namespace kv_offload

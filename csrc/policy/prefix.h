@@ -1,0 +1,93 @@
+// The policy of this project: `prefix`. It keeps what is most likely to come back
+// soon, by what a KV cache knows and others do not:
+//
+// - A chunk without those before it is worth nothing: only the last known chunks
+//   of prefixes (leaves) are victims. While an unpinned leaf is left, nothing goes
+//   before a chunk that lies behind it.
+// - What a request brought tells what becomes of it. Requests are classed by how
+//   much new prompt they bring; how soon the chunks of each class come back, by
+//   age, is learned while serving (ReturnHistory, ReturnModel). The leaf with the
+//   least worth goes, when that is clearly less than what the least recent leaf is
+//   worth; else that one goes. So without anything learned it is LRU on leaves, and
+//   it stays near LRU where there is nothing to be learned.
+//
+// Leaves stand in one set for each class and age, by time. A leaf that grew older
+// is moved when it comes up as a candidate, at most kMaxMoves in a call. O(log n).
+// Memory: about 90 bytes an entry, and at most 24 MB of samples.
+#pragma once
+
+#include <array>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "policy/eviction_policy.h"
+#include "policy/prefix_tree.h"
+#include "policy/request_classes.h"
+#include "policy/return_history.h"
+#include "policy/return_model.h"
+
+namespace kv_offload {
+
+class PrefixPolicy final : public EvictionPolicy {
+ public:
+  explicit PrefixPolicy(std::size_t capacity_hint) { nodes_.reserve(capacity_hint); }
+  void insert(Slot slot, const EntryInfo& info) override;
+  void access(Slot slot, const EntryInfo& info) override;
+  void refresh(Slot slot, const EntryInfo& info) override;
+  void erase(Slot slot) override;
+  void pin(Slot slot) override;
+  void unpin(Slot slot) override;
+  std::optional<Slot> victim() override;
+  std::string_view name() const override { return "prefix"; }
+
+ private:
+  static constexpr Slot kNone = 0xFFFFFFFFu;
+  static constexpr int kMaxMoves = 32;
+  enum class Place : std::uint8_t {
+    kUnknown,
+    kLeaf,
+    kInner,  // has children: in the list of what is taken only when no leaf is left
+    kPinned,
+  };
+  struct Node {
+    std::uint64_t time = 0;  // of its last use
+    PrefixTree::Node tree = PrefixTree::kNone;
+    RequestClasses::Record record = 0;
+    Slot newer = kNone;  // kInner
+    Slot older = kNone;
+    Place place = Place::kUnknown;
+    std::uint8_t of_class = 0;  // kLeaf: the set that it is in
+    std::uint8_t bucket = 0;
+  };
+  using Leaves = std::set<std::pair<std::uint64_t, Slot>>;
+
+  void pass_time();
+  Slot parent_of(const Node& node) const;
+  // By what it is now: leaf, inner or pinned. lift: out of where it is.
+  void put(Slot slot);
+  void lift(Slot slot);
+  void put_leaf(Slot slot);
+  void settle_oldest(unsigned of_class, unsigned bucket, int* moves);
+  bool has_children(const Node& node) const {
+    return node.tree != PrefixTree::kNone && tree_.children(node.tree) > 0;
+  }
+  bool is_branched(const Node& node) const {
+    return node.tree != PrefixTree::kNone && tree_.branched(node.tree);
+  }
+
+  std::vector<Node> nodes_;
+  std::size_t known_ = 0;
+  std::uint64_t now_ = 0;   // entries stored so far
+  std::uint64_t uses_ = 0;  // stored or hit
+  PrefixTree tree_;
+  RequestClasses classes_;
+  ReturnModel model_;
+  ReturnHistory history_{model_, classes_};
+  std::array<std::array<Leaves, ReturnModel::kBuckets>, ReturnModel::kClasses> leaves_;
+  std::array<std::uint64_t, ReturnModel::kClasses> filled_{};  // bit b: leaves_[class][b] is not empty
+  Slot newest_inner_ = kNone;
+  Slot oldest_inner_ = kNone;
+};
+
+}  // namespace kv_offload

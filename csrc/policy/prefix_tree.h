@@ -1,0 +1,59 @@
+// PrefixTree: which known entry lies right behind which in a prefix. Entries come
+// and go in any order: a parent that is not here (yet) is a placeholder for as
+// long as it has children. Every call is O(1).
+//
+// Invariants: a node is taken (has a slot) or has children; only taken nodes are
+// counted as their parent's children. Memory: 24 bytes a node, 8 to 16 of the table.
+#pragma once
+
+#include <vector>
+
+#include "policy/eviction_policy.h"
+
+namespace kv_offload {
+
+class PrefixTree {
+ public:
+  using Node = std::uint32_t;
+  static constexpr Node kNone = 0xFFFFFFFFu;
+
+  PrefixTree() : cells_(kMinCells, kNone) {}
+
+  // The entry's node, or kNone when it has no id (0) or another entry has the same.
+  Node take(ChunkId id, ChunkId parent, Slot slot);
+  // REQUIRES: taken. The node is not to be used any more.
+  void leave(Node node);
+
+  // kNone: a placeholder.
+  Slot slot(Node node) const { return nodes_[node].slot; }
+  Node parent(Node node) const { return nodes_[node].parent; }
+  std::uint32_t children(Node node) const { return nodes_[node].children; }
+  // Has (or had, while it is here) more than one child: the head of several prefixes.
+  bool branched(Node node) const { return nodes_[node].child_tag == kSeveral; }
+  std::size_t size() const { return used_; }
+
+ private:
+  static constexpr std::size_t kMinCells = 64;
+  static constexpr std::uint32_t kSeveral = 0xFFFFFFFFu;
+  struct Data {
+    ChunkId id = 0;
+    Node parent = kNone;
+    Slot slot = kNone;
+    std::uint32_t children = 0;
+    std::uint32_t child_tag = 0;  // of the one child that it ever had
+  };
+
+  std::size_t home(ChunkId id) const { return (id >> 16) & (cells_.size() - 1); }
+  std::size_t locate(ChunkId id) const;
+  Node find_or_make(ChunkId id);
+  void note_child(Node parent, ChunkId child);
+  void remove(Node node);
+  void grow();
+
+  std::vector<Data> nodes_;
+  std::vector<Node> free_;
+  std::vector<Node> cells_;  // linear probing, at most half full
+  std::size_t used_ = 0;
+};
+
+}  // namespace kv_offload

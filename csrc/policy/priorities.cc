@@ -1,0 +1,64 @@
+#include "policy/priorities.h"
+
+#include <utility>
+
+namespace kv_offload {
+
+Prioritised::Prioritised(Make make, std::size_t capacity_hint) : make_(std::move(make)) {
+  levels_[kNormal] = make_(capacity_hint);
+  states_.reserve(capacity_hint);
+}
+
+EvictionPolicy& Prioritised::make_level(Level level) {
+  if (!levels_[level]) levels_[level] = make_(0);
+  return *levels_[level];
+}
+
+void Prioritised::insert(Slot slot, const EntryInfo& info) {
+  if (slot >= states_.size()) states_.resize(std::size_t{slot} + 1);
+  const Level level = level_of_priority(info.priority);
+  states_[slot] = {level, false};
+  ++known_[level];
+  make_level(level).insert(slot, info);
+}
+
+void Prioritised::access(Slot slot, const EntryInfo& info) {
+  State& state = states_[slot];
+  const Level level = level_of_priority(info.priority);
+  if (level <= state.level) return level_of(slot).access(slot, info);
+  level_of(slot).erase(slot);
+  --known_[state.level];
+  state.level = level;
+  ++known_[level];
+  make_level(level).insert(slot, info);
+  if (state.pinned) level_of(slot).pin(slot);
+}
+
+void Prioritised::erase(Slot slot) {
+  level_of(slot).erase(slot);
+  --known_[states_[slot].level];
+  states_[slot] = State{};
+}
+
+void Prioritised::pin(Slot slot) {
+  states_[slot].pinned = true;
+  level_of(slot).pin(slot);
+}
+
+void Prioritised::unpin(Slot slot) {
+  states_[slot].pinned = false;
+  level_of(slot).unpin(slot);
+}
+
+std::optional<Slot> Prioritised::victim() {
+  const bool high_gives = 2 * known_[kHigh] > known_[kLow] + known_[kNormal] + known_[kHigh];
+  constexpr std::array<Level, 3> kUsual = {kLow, kNormal, kHigh};
+  constexpr std::array<Level, 3> kCrowded = {kLow, kHigh, kNormal};
+  for (const Level level : high_gives ? kCrowded : kUsual) {
+    if (!levels_[level]) continue;
+    if (const auto victim = levels_[level]->victim()) return victim;
+  }
+  return std::nullopt;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,49 @@
+// Prioritised: any policy, in three levels of EntryInfo::priority. What requests
+// of priority below 0 brought goes first, what those above 0 brought or hit goes
+// last; within a level the policy decides. So that nobody can fill the cache for
+// good, the level above gives when it holds more than half of all.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <vector>
+
+#include "policy/eviction_policy.h"
+
+namespace kv_offload {
+
+class Prioritised final : public EvictionPolicy {
+ public:
+  // `make` is called for a level when its first entry comes.
+  using Make = std::function<std::unique_ptr<EvictionPolicy>(std::size_t capacity_hint)>;
+  Prioritised(Make make, std::size_t capacity_hint);
+
+  void insert(Slot slot, const EntryInfo& info) override;
+  // A request of higher priority lifts what it hits to its level.
+  void access(Slot slot, const EntryInfo& info) override;
+  void refresh(Slot slot, const EntryInfo& info) override { level_of(slot).refresh(slot, info); }
+  void erase(Slot slot) override;
+  void pin(Slot slot) override;
+  void unpin(Slot slot) override;
+  std::optional<Slot> victim() override;
+  std::string_view name() const override { return levels_[kNormal]->name(); }
+
+ private:
+  enum Level : std::uint8_t { kLow, kNormal, kHigh };
+  struct State {
+    Level level = kNormal;
+    bool pinned = false;
+  };
+  static Level level_of_priority(std::int8_t priority) {
+    return priority < 0 ? kLow : priority == 0 ? kNormal : kHigh;
+  }
+  EvictionPolicy& level_of(Slot slot) { return *levels_[states_[slot].level]; }
+  EvictionPolicy& make_level(Level level);
+
+  Make make_;
+  std::array<std::unique_ptr<EvictionPolicy>, 3> levels_;
+  std::array<std::size_t, 3> known_{};
+  std::vector<State> states_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,89 @@
+// RequestClasses: what the entries of one request have in common: how much new
+// prompt it brought, in octaves. A request's record lives as long as entries or
+// samples refer to it.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <unordered_map>
+#include <vector>
+
+#include "policy/return_model.h"
+
+namespace kv_offload {
+
+class RequestClasses {
+ public:
+  using Record = std::uint32_t;
+  static constexpr unsigned kUnknown = ReturnModel::kClasses - 1;
+
+  RequestClasses() { records_.emplace_back(); }  // of request 0: not known
+
+  // The record of this request with one more reference to it.
+  Record refer(std::uint32_t request) {
+    if (request == 0) return 0;
+    if (request != last_request_) {
+      const auto [found, fresh] = by_number_.try_emplace(request, 0);
+      if (fresh) found->second = make(request);
+      last_request_ = request;
+      last_record_ = found->second;
+    }
+    return refer_again(last_record_);
+  }
+  Record refer_again(Record record) {
+    if (record != 0) ++records_[record].references;
+    return record;
+  }
+  void release(Record record) {
+    if (record == 0 || --records_[record].references > 0) return;
+    by_number_.erase(records_[record].request);
+    if (last_request_ == records_[record].request) last_request_ = 0;
+    free_.push_back(record);
+  }
+
+  bool is_of(Record record, std::uint32_t request) const {
+    return request != 0 && records_[record].request == request;
+  }
+  // The request stored an entry. Of those in the sample it is known whether they
+  // were here before; the others are taken to be new in the same proportion.
+  void note_stored(Record record, bool sampled, bool was_here) {
+    Data& data = records_[record];
+    ++data.stored;
+    data.sampled += sampled;
+    data.fresh += sampled && !was_here;
+  }
+  unsigned class_of(Record record) const {
+    if (record == 0) return kUnknown;
+    const Data& data = records_[record];
+    const std::uint64_t fresh = std::uint64_t{data.stored} * (data.fresh + 1) / (data.sampled + 1);
+    return std::min(kUnknown - 1, static_cast<unsigned>(std::bit_width(fresh + 1)) - 1);
+  }
+  std::size_t size() const { return records_.size() - free_.size() - 1; }
+
+ private:
+  struct Data {
+    std::uint32_t request = 0;
+    std::uint32_t references = 0;
+    std::uint32_t stored = 0;
+    std::uint32_t sampled = 0;  // of those
+    std::uint32_t fresh = 0;    // of those
+  };
+  Record make(std::uint32_t request) {
+    if (free_.empty()) {
+      free_.push_back(static_cast<Record>(records_.size()));
+      records_.emplace_back();
+    }
+    const Record record = free_.back();
+    free_.pop_back();
+    records_[record] = {.request = request};
+    return record;
+  }
+
+  std::vector<Data> records_;
+  std::vector<Record> free_;
+  std::unordered_map<std::uint32_t, Record> by_number_;
+  std::uint32_t last_request_ = 0;
+  Record last_record_ = 0;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,108 @@
+#include "policy/return_history.h"
+
+namespace kv_offload {
+
+void ReturnHistory::used(ChunkId id, RequestClasses::Record record, std::uint64_t now, bool branched) {
+  if (!sampled(id)) return;
+  if (const auto found = by_id_.find(id); found != by_id_.end()) {
+    const std::uint32_t at = found->second;
+    unlink(at);
+    Sample& sample = samples_[at];
+    if (!branched) {
+      const unsigned bucket = ReturnModel::bucket_of(now - sample.time);
+      catch_up(sample, bucket);
+      const unsigned of_class = classes_.class_of(sample.record);
+      if (bucket == 0) model_.reached(of_class, 0);
+      model_.returned(of_class, bucket);
+    }
+    forget(at);
+  }
+  add(id, record, now);
+}
+
+void ReturnHistory::renewed(ChunkId id, RequestClasses::Record record, std::uint64_t now) {
+  if (!sampled(id)) return;
+  if (const auto found = by_id_.find(id); found != by_id_.end()) drop(found->second);
+  add(id, record, now);
+}
+
+// Counts the ages that it reached since it was looked at. (The first one is
+// counted when it is left: until then its request may still be growing.)
+void ReturnHistory::catch_up(Sample& sample, unsigned bucket) {
+  const unsigned of_class = classes_.class_of(sample.record);
+  for (; sample.bucket < bucket; ++sample.bucket) {
+    if (sample.bucket == 0) model_.reached(of_class, 0);
+    model_.reached(of_class, sample.bucket + 1u);
+  }
+}
+
+void ReturnHistory::advance(std::uint64_t now, std::uint64_t horizon) {
+  for (unsigned b = 0; b + 1 < ReturnModel::kBuckets; ++b) {
+    for (std::uint32_t at = queues_[b].oldest; at != kNone; at = queues_[b].oldest) {
+      const unsigned bucket = ReturnModel::bucket_of(now - samples_[at].time);
+      if (bucket <= b) break;
+      unlink(at);
+      catch_up(samples_[at], bucket);
+      link(at);
+    }
+  }
+  while (!by_id_.empty()) {
+    const std::uint32_t at = oldest();
+    if (now - samples_[at].time <= horizon && sampled(samples_[at].id)) break;
+    drop(at);
+  }
+}
+
+void ReturnHistory::add(ChunkId id, RequestClasses::Record record, std::uint64_t now) {
+  if (by_id_.size() == kMaxSamples) {
+    skip_mask_ = 2 * skip_mask_ + 1;
+    drop(oldest());
+    if (!sampled(id)) return;
+  }
+  if (free_.empty()) {
+    free_.push_back(static_cast<std::uint32_t>(samples_.size()));
+    samples_.emplace_back();
+  }
+  const std::uint32_t at = free_.back();
+  free_.pop_back();
+  samples_[at] = {id, now, classes_.refer_again(record), kNone, kNone, 0};
+  by_id_.emplace(id, at);
+  link(at);
+}
+
+void ReturnHistory::drop(std::uint32_t at) {
+  unlink(at);
+  forget(at);
+}
+
+// REQUIRES: in no queue.
+void ReturnHistory::forget(std::uint32_t at) {
+  by_id_.erase(samples_[at].id);
+  classes_.release(samples_[at].record);
+  free_.push_back(at);
+}
+
+void ReturnHistory::link(std::uint32_t at) {
+  Sample& sample = samples_[at];
+  Ends& ends = queues_[sample.bucket];
+  sample.newer = kNone;
+  sample.older = ends.newest;
+  (ends.newest == kNone ? ends.oldest : samples_[ends.newest].newer) = at;
+  ends.newest = at;
+}
+
+void ReturnHistory::unlink(std::uint32_t at) {
+  const Sample& sample = samples_[at];
+  Ends& ends = queues_[sample.bucket];
+  (sample.newer == kNone ? ends.newest : samples_[sample.newer].older) = sample.older;
+  (sample.older == kNone ? ends.oldest : samples_[sample.older].newer) = sample.newer;
+}
+
+std::uint32_t ReturnHistory::oldest() const {
+  for (unsigned b = ReturnModel::kBuckets; b-- > 0;) {
+    if (queues_[b].oldest != kNone) return queues_[b].oldest;
+  }
+  return kNone;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,69 @@
+// ReturnHistory: when entries were used last, of a sample of all that came by in
+// a long while, whether they are still here or not. Feeds a ReturnModel: what
+// came back at which age, and what reached which age without.
+//
+// Bounded: at most kMaxSamples, whatever the number of entries. When they do not
+// reach back `horizon` uses, every other id is left out of the sample from then on
+// (by hash: all of an id or nothing of it).
+#pragma once
+
+#include <array>
+#include <unordered_map>
+#include <vector>
+
+#include "policy/eviction_policy.h"
+#include "policy/request_classes.h"
+#include "policy/return_model.h"
+
+namespace kv_offload {
+
+class ReturnHistory {
+ public:
+  static constexpr std::size_t kMaxSamples = std::size_t{1} << 18;
+
+  ReturnHistory(ReturnModel& model, RequestClasses& classes) : model_(model), classes_(classes) {}
+
+  // An entry was stored or hit by the request of `record`, at this time (which grows).
+  // `branched`: it is the head of several prefixes, whose returns say nothing of others.
+  void used(ChunkId id, RequestClasses::Record record, std::uint64_t now, bool branched);
+  // Used, though not because it was asked for: its age begins again.
+  void renewed(ChunkId id, RequestClasses::Record record, std::uint64_t now);
+  bool sampled(ChunkId id) const { return id != 0 && (id * 0x9E3779B97F4A7C15ull >> 40 & skip_mask_) == 0; }
+  bool knows(ChunkId id) const { return by_id_.contains(id); }
+  // Lets time pass: samples reach higher ages, the oldest beyond `horizon` are dropped.
+  void advance(std::uint64_t now, std::uint64_t horizon);
+  std::size_t size() const { return by_id_.size(); }
+
+ private:
+  static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
+  struct Sample {
+    ChunkId id = 0;
+    std::uint64_t time = 0;
+    RequestClasses::Record record = 0;
+    std::uint32_t newer = kNone;
+    std::uint32_t older = kNone;
+    std::uint8_t bucket = 0;
+  };
+  struct Ends {
+    std::uint32_t newest = kNone;
+    std::uint32_t oldest = kNone;
+  };
+
+  void catch_up(Sample& sample, unsigned bucket);
+  void add(ChunkId id, RequestClasses::Record record, std::uint64_t now);
+  void drop(std::uint32_t at);
+  void forget(std::uint32_t at);
+  void link(std::uint32_t at);
+  void unlink(std::uint32_t at);
+  std::uint32_t oldest() const;
+
+  ReturnModel& model_;
+  RequestClasses& classes_;
+  std::vector<Sample> samples_;
+  std::vector<std::uint32_t> free_;
+  std::unordered_map<ChunkId, std::uint32_t> by_id_;
+  std::array<Ends, ReturnModel::kBuckets> queues_;  // by age, each by time
+  std::uint64_t skip_mask_ = 0;
+};
+
+}  // namespace kv_offload

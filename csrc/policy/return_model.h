@@ -1,0 +1,55 @@
+// ReturnModel: how soon entries come back, learned while serving, by class of
+// entry and by age. Ages are counted in entries that were stored since, in half
+// octaves: the model knows no unit of time and no capacity.
+//
+// worth(class, age) is the Gittins index of keeping such an entry: the largest
+// rate of returns per unit of age, over all spans for which it could be kept.
+// Of two entries the one worth less is the one to let go.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdint>
+
+namespace kv_offload {
+
+class ReturnModel {
+ public:
+  static constexpr unsigned kClasses = 9;
+  static constexpr unsigned kBuckets = 40;  // the last one: 47 million and more
+
+  ReturnModel();
+
+  static unsigned bucket_of(std::uint64_t age) {
+    if (age < kUnit) return 0;
+    const unsigned octave = static_cast<unsigned>(std::bit_width(age)) - 1;
+    const unsigned half = static_cast<unsigned>(age >> (octave - 1)) & 1;
+    const unsigned bucket = 1 + 2 * (octave - kUnitBits) + half;
+    return bucket < kBuckets ? bucket : kBuckets - 1;
+  }
+  // The youngest age of a bucket.
+  static std::uint64_t edge(unsigned bucket) {
+    return bucket == 0 ? 0 : ((kUnit / 2) * (2 + (bucket - 1) % 2)) << ((bucket - 1) / 2);
+  }
+
+  // An entry of this class reached this age; and: it came back at this age.
+  void reached(unsigned of_class, unsigned bucket) { exposed_[of_class][bucket] += 1; }
+  void returned(unsigned of_class, unsigned bucket) { returns_[of_class][bucket] += 1; }
+
+  float worth(unsigned of_class, unsigned bucket) const { return worth_[of_class][bucket]; }
+  // Works one class's figures into worth(); classes take turns. What was learned
+  // counts `keep` of itself from now on.
+  void learn(float keep);
+
+ private:
+  static constexpr unsigned kUnitBits = 6;
+  static constexpr std::uint64_t kUnit = 1u << kUnitBits;
+  using Table = std::array<std::array<float, kBuckets>, kClasses>;
+
+  void rate(unsigned of_class);
+
+  Table exposed_{}, returns_{}, worth_{};
+  unsigned next_class_ = 0;
+};
+
+}  // namespace kv_offload

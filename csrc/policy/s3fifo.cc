@@ -1,0 +1,115 @@
+#include "policy/s3fifo.h"
+
+#include <algorithm>
+#include <cassert>
+
+namespace kv_offload {
+
+void S3FifoPolicy::insert(Slot slot, const EntryInfo& info) {
+  if (slot >= nodes_.size()) nodes_.resize(std::size_t{slot} + 1);
+  Node& node = nodes_[slot];
+  assert(node.place == Place::kUnknown);
+  node = Node{};
+  node.id = info.id;
+  node.request = info.request;
+  node.queue = ghosts_.contains(info.id) ? kMain : kSmall;
+  ++queues_[node.queue].known;
+  link_newest(slot);
+}
+
+void S3FifoPolicy::access(Slot slot, const EntryInfo& info) {
+  Node& node = nodes_[slot];
+  assert(node.place != Place::kUnknown);
+  if (info.request != 0 && node.request == info.request) return;
+  node.request = info.request;
+  node.hits = static_cast<std::uint8_t>(std::min<int>(node.hits + 1, kMaxHits));
+}
+
+void S3FifoPolicy::erase(Slot slot) {
+  Node& node = nodes_[slot];
+  assert(node.place != Place::kUnknown);
+  if (node.place == Place::kQueued) unlink(slot);
+  --queues_[node.queue].known;
+  const std::size_t known = queues_[kSmall].known + queues_[kMain].known;
+  if (node.queue == kSmall) ghosts_.add(node.id, known + 1);
+  node = Node{};
+}
+
+void S3FifoPolicy::pin(Slot slot) {
+  assert(nodes_[slot].place != Place::kUnknown && !nodes_[slot].pinned);
+  nodes_[slot].pinned = true;
+}
+
+void S3FifoPolicy::unpin(Slot slot) {
+  Node& node = nodes_[slot];
+  assert(node.place != Place::kUnknown && node.pinned);
+  node.pinned = false;
+  if (node.place == Place::kParked) link_oldest(slot);
+}
+
+std::optional<Slot> S3FifoPolicy::victim() {
+  const std::size_t known = queues_[kSmall].known + queues_[kMain].known;
+  for (int step = 0;; ++step) {
+    const bool small_first = queues_[kSmall].known * 10 > known;
+    Slot slot = coldest(small_first ? kSmall : kMain);
+    if (slot == kNone) slot = coldest(small_first ? kMain : kSmall);
+    if (slot == kNone) return std::nullopt;
+    Node& node = nodes_[slot];
+    if (node.hits == 0 || step == kMaxSteps) return slot;
+    if (node.queue == kSmall) {
+      move_to_main(slot);
+    } else {
+      --node.hits;
+      unlink(slot);
+      link_newest(slot);
+    }
+  }
+}
+
+Slot S3FifoPolicy::coldest(Queue queue) {
+  Slot slot = queues_[queue].oldest;
+  while (slot != kNone && nodes_[slot].pinned) {
+    unlink(slot);
+    nodes_[slot].place = Place::kParked;
+    slot = queues_[queue].oldest;
+  }
+  return slot;
+}
+
+void S3FifoPolicy::move_to_main(Slot slot) {
+  unlink(slot);
+  --queues_[kSmall].known;
+  ++queues_[kMain].known;
+  nodes_[slot].queue = kMain;
+  nodes_[slot].hits = 0;
+  link_newest(slot);
+}
+
+void S3FifoPolicy::link_newest(Slot slot) {
+  Node& node = nodes_[slot];
+  Ends& ends = queues_[node.queue];
+  node.place = Place::kQueued;
+  node.newer = kNone;
+  node.older = ends.newest;
+  (ends.newest == kNone ? ends.oldest : nodes_[ends.newest].newer) = slot;
+  ends.newest = slot;
+}
+
+void S3FifoPolicy::link_oldest(Slot slot) {
+  Node& node = nodes_[slot];
+  Ends& ends = queues_[node.queue];
+  node.place = Place::kQueued;
+  node.older = kNone;
+  node.newer = ends.oldest;
+  (ends.oldest == kNone ? ends.newest : nodes_[ends.oldest].older) = slot;
+  ends.oldest = slot;
+}
+
+void S3FifoPolicy::unlink(Slot slot) {
+  const Node& node = nodes_[slot];
+  Ends& ends = queues_[node.queue];
+  (node.newer == kNone ? ends.newest : nodes_[node.newer].older) = node.older;
+  (node.older == kNone ? ends.oldest : nodes_[node.older].newer) = node.newer;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,105 @@
+"""``kv-offload replay TRACE``: what caches of several sizes and policies would have hit."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from kv_offload.cli.terminal import add_row, console, print_json, table, told
+from kv_offload.config import EVICTION_POLICIES
+from kv_offload.sizes import format_bytes, parse_byte_size
+from kv_offload.traces import OPTIMUM, Setting, read_trace
+from kv_offload.traces import replay as replay_one
+
+
+@told
+def replay(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="Requests, one JSON object a line.", show_default=False)
+    ],
+    host: Annotated[
+        list[int] | None,
+        typer.Option(metavar="BLOCKS", min=1, help="Capacity of host memory. May be repeated."),
+    ] = None,
+    disk: Annotated[int, typer.Option(metavar="BLOCKS", min=0, help="Capacity of a tier below it.")] = 0,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="POLICY",
+            help=f"{', '.join(EVICTION_POLICIES)}, or {OPTIMUM} (knows the future). Default: all.",
+        ),
+    ] = None,
+    write_policy: Annotated[
+        str, typer.Option(metavar="POLICY", help="Of the disk: through, on_evict, reuse:N.")
+    ] = "through",
+    block_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="KV cache bytes of a block, to show the bytes written.")
+    ] = "0",
+    prefill_speed: Annotated[
+        float, typer.Option(metavar="TOKENS/S", min=1, help="What a hit token saves is one by this.")
+    ] = 10_000,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-l", metavar="N", min=1, help="Only the first N requests.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Replay a trace of requests through the index and the eviction policies, as a server would use them.
+
+    Each line is an object such as {"input_length": 1024, "hash_ids": [0, 1]}: the numbers of the prompt's
+    blocks, equal numbers for equal prefixes. The traces that Mooncake published are written so. No memory
+    and no disk is used; hits count from the start of each prompt up to its first missing block.
+
+    [bold]Example[/bold]
+
+      kv-offload replay trace.jsonl --host 5000 --host 20000 --disk 200000
+    """
+    policies = policy or [*EVICTION_POLICIES, OPTIMUM]
+    for name in policies:
+        if name not in (*EVICTION_POLICIES, OPTIMUM):
+            raise ValueError(f"policy {name!r} is not known: use {', '.join((*EVICTION_POLICIES, OPTIMUM))}")
+    size = parse_byte_size(block_bytes)
+    read = read_trace(trace, limit)
+    core = read.to_core()
+    unique = read.unique_blocks()
+    capacities = host or [max(1, round(unique * share)) for share in (0.01, 0.05, 0.2, 0.5)]
+    rows: list[dict[str, Any]] = []
+    for capacity in capacities:
+        for name in policies:
+            setting = Setting(name, capacity, disk, write_policy=write_policy)
+            row = replay_one(core, read, setting, prefill_speed)
+            row["written_bytes"] = None if row["written"] is None else row["written"] * size
+            rows.append(row)
+    facts = {
+        "requests": len(read.prompts),
+        "blocks": read.blocks,
+        "unique_blocks": unique,
+        "tokens": read.tokens,
+        "prefill_tokens_per_second": prefill_speed,
+    }
+    if as_json:
+        print_json({"trace": facts, "replays": rows})
+        return
+    out = console()
+    out.print(
+        f"[bold]{escape(str(trace))}[/bold]: {facts['requests']:,} requests, {facts['blocks']:,} blocks "
+        f"({unique:,} different), {facts['tokens']:,} tokens"
+    )
+    columns = ("hits", "hit tokens", "from disk", "saved prefill", "written")
+    shown = table("", "host blocks", "disk blocks", "policy", *columns, right=("host blocks", *columns))
+    for row in rows:
+        written = "-" if row["written"] is None else f"{row['written']:,}"
+        if size and row["written"] is not None:
+            written = format_bytes(row["written_bytes"])
+        add_row(
+            shown,
+            f"{row['host_blocks']:,}",
+            f"{row['tier_blocks']:,}",
+            row["policy"],
+            f"{row['hit_ratio']:.1%}",
+            f"{row['hit_tokens']:,}",
+            "-" if row["policy"] == OPTIMUM else f"{row['tier_hits']:,}",
+            f"{row['saved_prefill_seconds']:,.0f} s",
+            written,
+        )
+    out.print(shown)

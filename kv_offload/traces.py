@@ -1,0 +1,116 @@
+"""Request traces: one JSON object a line, as the Mooncake traces are written.
+
+``hash_ids``: numbers of the prompt's blocks, in order; equal numbers are equal prefixes. ``input_length``:
+tokens of the prompt. ``timestamp`` and ``output_length`` may be there and are not needed.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kv_offload._core import Trace as CoreTrace
+
+OPTIMUM = "optimum"  # knows the future
+
+
+@dataclass
+class Trace:
+    """Prompts in the order in which they came."""
+
+    prompts: list[list[int]] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def block_tokens(self) -> float:
+        """Tokens a block, on average; 1 when no lengths are known."""
+        return self.tokens / self.blocks if self.tokens and self.blocks else 1.0
+
+    def unique_blocks(self) -> int:
+        return len({block for prompt in self.prompts for block in prompt})
+
+    def to_core(self) -> "CoreTrace":
+        import numpy as np
+
+        from kv_offload import _core
+
+        ends = np.cumsum([len(prompt) for prompt in self.prompts], dtype=np.uint32)
+        return _core.Trace(ends, np.array([block for p in self.prompts for block in p], dtype=np.uint64))
+
+
+def read_trace(path: Path, limit: int | None = None) -> Trace:
+    """The first ``limit`` requests of a trace, or all. Raises ValueError naming the line that is none."""
+    trace = Trace()
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if limit is not None and len(trace.prompts) >= limit:
+                break
+            if not line.strip():
+                continue
+            prompt, tokens = _request(line, f"{path}:{number}")
+            trace.prompts.append(prompt)
+            trace.tokens += tokens
+    if not trace.prompts:
+        raise ValueError(f"{path} has no request; write one JSON object a line: " + _EXAMPLE)
+    return trace
+
+
+_EXAMPLE = '{"input_length": 1024, "hash_ids": [0, 1]}'
+
+
+def _request(line: str, where: str) -> tuple[list[int], int]:
+    try:
+        request = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON ({error}); write {_EXAMPLE}") from error
+    blocks = request.get("hash_ids") if isinstance(request, dict) else None
+    if not isinstance(blocks, list) or not all(type(b) is int and 0 <= b < 2**64 for b in blocks):
+        raise ValueError(f"{where} has no hash_ids (a list of numbers from 0 on); write {_EXAMPLE}")
+    tokens = request.get("input_length", 0)
+    if not isinstance(tokens, int) or tokens < 0:
+        raise ValueError(f"{where} has an input_length of {tokens!r}; give the tokens of the prompt")
+    return blocks, tokens
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one replay is made with. Capacities in blocks of the trace."""
+
+    policy: str
+    host_blocks: int
+    tier_blocks: int = 0
+    tier_policy: str | None = None  # None: the same
+    write_policy: str = "through"
+
+
+def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: float) -> dict[str, Any]:
+    """What ``setting`` would have hit, in blocks, tokens and seconds of prefill at so many tokens/s."""
+    if setting.policy == OPTIMUM:
+        hits = core.optimal_hits(setting.host_blocks + setting.tier_blocks)
+        found = {"host_hits": hits, "tier_hits": 0, "stored": None, "written": None, "declined": 0}
+    else:
+        result = core.replay(
+            host_chunks=setting.host_blocks,
+            tier_chunks=setting.tier_blocks,
+            eviction_policy=setting.policy,
+            tier_eviction_policy=setting.tier_policy or setting.policy,
+            write_policy=setting.write_policy,
+        )
+        hits = result["host_hits"] + result["tier_hits"]
+        found = {name: result[name] for name in ("host_hits", "tier_hits", "stored", "written", "declined")}
+    tokens = hits * trace.block_tokens
+    return {
+        "policy": setting.policy,
+        "host_blocks": setting.host_blocks,
+        "tier_blocks": setting.tier_blocks,
+        "hit_blocks": hits,
+        "hit_ratio": hits / trace.blocks if trace.blocks else 0.0,
+        "hit_tokens": round(tokens),
+        "saved_prefill_seconds": tokens / prefill_speed,
+        **found,
+    }

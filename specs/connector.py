@@ -1,0 +1,36 @@
+"""vLLM's OffloadingConnector, with a report in each response.
+
+vLLM lets only a connector put something into a response's ``kv_transfer_params``, and its OffloadingConnector
+puts nothing there (0.31 to 0.33). This one does nothing else differently. It is asked for by
+
+    "kv_connector": "ReportingConnector", "kv_connector_module_path": "kv_offload.specs.connector"
+
+and a response then carries {"kv_offload": {"hit_tokens": {"fs": 3072}, "miss_tokens": {"not_stored": 512},
+"choice": "load", "load_seconds": ..., "compute_seconds": ..., "waited_seconds": ...}}.
+"""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+Answer = tuple[bool, dict[str, Any] | None]
+
+
+class ReportingConnector(OffloadingConnector):  # type: ignore[misc]
+    """OffloadingConnector; what our manager says of a request goes into its response."""
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Answer:
+        """As vLLM's, with the report."""
+        return self._with_report(request, super().request_finished(request, block_ids))
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Answer:
+        """As vLLM's, with the report."""
+        return self._with_report(request, super().request_finished_all_groups(request, block_ids))
+
+    def _with_report(self, request: Any, answer: Answer) -> Answer:
+        keep_blocks, params = answer
+        report_of = getattr(getattr(self.connector_scheduler, "manager", None), "report_of", None)
+        report = report_of(request.request_id) if report_of is not None else None
+        if report is None:
+            return answer
+        return keep_blocks, {**(params or {}), "kv_offload": report}

@@ -1,0 +1,16 @@
+// The control of the leak check at the end of the asan stage (tests/run.sh), which
+// runs this test, disabled elsewhere, and must see it fail.
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace {
+
+void leak() {
+  auto* lost = new std::vector<int>(1000, 7);
+  EXPECT_EQ(lost->size(), 1000u);
+}
+
+TEST(LeakCheck, DISABLED_a_leak_is_told) { leak(); }
+
+}  // namespace

@@ -1,0 +1,229 @@
+// Load or recompute, as a served request feels it: fast, throttled, failing and
+// recovering tiers, in virtual time.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "cache/simulated_engine.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr double kFast = 256e6;         // 1,000,000 tokens/s: a hundredth of what computing takes
+constexpr double kThrottled = 64e3;     // 250 tokens/s: forty times what computing takes
+constexpr std::uint32_t kChunks = 256;  // 4,096 tokens: about half a second to compute
+
+class DecisionTest : public testing::Test {
+ protected:
+  SimulatedEngine& make(EngineOptions options = {}) {
+    engine_ = std::make_unique<SimulatedEngine>(std::move(options));
+    return *engine_;
+  }
+  SimulatedEngine& engine() { return *engine_; }
+  // Prompts that no tier has: the engine's speed is learnt.
+  void warm_up() {
+    for (const std::uint32_t chunks : {32u, 64u, 256u, 512u}) engine_->serve(engine_->new_prompt(chunks));
+  }
+  // A prompt that is recorded and not in host memory. Seconds over computing it: 1 = as without a tier.
+  double served(std::uint32_t chunks = kChunks, std::size_t tier = 0) {
+    const auto prompt = engine_->new_prompt(chunks);
+    engine_->put(prompt, tier);
+    last_ = engine_->serve(prompt);
+    engine_->pass(1);
+    return last_.first_token_seconds / engine_->compute_seconds(prompt);
+  }
+  double mean_served(int requests) {
+    double sum = 0;
+    for (int i = 0; i < requests; ++i) sum += served();
+    return sum / requests;
+  }
+
+  std::unique_ptr<SimulatedEngine> engine_;
+  SimulatedEngine::Served last_;
+};
+
+TEST_F(DecisionTest, AFastTierIsAlwaysUsed) {
+  make({.tiers = {kFast}});
+  warm_up();
+  for (int i = 0; i < 50; ++i) {
+    EXPECT_LT(served(), 0.2);
+    EXPECT_EQ(last_.loaded_tokens, kChunks * SimulatedEngine::kChunk);
+  }
+  EXPECT_EQ(engine().decisions("recompute"), 0);
+}
+
+TEST_F(DecisionTest, AThrottledTierCostsAtMostATenth) {
+  make({.tiers = {kThrottled}});
+  warm_up();
+  const double first = served();
+  EXPECT_LT(first, 2.1) << "even the first one, which teaches it, ends before twice the time";
+  EXPECT_LT((first + 99 * mean_served(99)) / 100, 1.1);
+  EXPECT_GT(engine().decisions("recompute"), 90);
+}
+
+TEST_F(DecisionTest, ATierThatSlowsDownIsLeftBeforeItCostsTwice) {
+  make({.tiers = {kFast}});
+  warm_up();
+  EXPECT_LT(mean_served(10), 0.2);
+  engine().tiers[0]->bytes_per_second = kThrottled;
+  EXPECT_LT(served(), 1.6);
+  EXPECT_EQ(engine().decisions("give_up"), 1);
+  EXPECT_LT(mean_served(20), 1.1);
+}
+
+TEST_F(DecisionTest, AStuckTierIsLeftAsWell) {
+  make({.tiers = {kFast}});
+  warm_up();
+  served();
+  engine().tiers[0]->stuck = true;
+  EXPECT_LT(served(), 1.6);
+  EXPECT_LT(mean_served(20), 1.1);
+}
+
+TEST_F(DecisionTest, ATierThatRecoveredIsUsedAgainWithinAProbe) {
+  make({.tiers = {kFast}});
+  warm_up();
+  served();
+  engine().tiers[0]->bytes_per_second = kThrottled;
+  mean_served(5);
+  engine().tiers[0]->bytes_per_second = kFast;
+  engine().pass(60);
+  served();  // probes; nobody waits for it
+  EXPECT_LT(mean_served(5), 0.2);
+}
+
+TEST_F(DecisionTest, ProbesAreFewReadsAndNobodyWaitsForThem) {
+  make({.tiers = {kThrottled}});
+  warm_up();
+  served();
+  const std::uint64_t before = engine().tiers[0]->submitted_reads;
+  for (int minute = 0; minute < 10; ++minute) {
+    engine().pass(58);
+    EXPECT_LT(served(), 1.02);
+  }
+  EXPECT_EQ(engine().decisions("probe"), 10);
+  EXPECT_EQ(engine().tiers[0]->submitted_reads - before, 10u * 8);
+}
+
+TEST_F(DecisionTest, LongPromptsAreLoadedAndShortOnesComputedWhereThatIsRight) {
+  // Reading 4,500 tokens/s: less than computing a short prompt, more than the end of a long one.
+  make({.token_seconds = 100e-6, .context_seconds = 20e-9, .rows = 32768, .tiers = {4500 * 256.0}});
+  warm_up();
+  for (int i = 0; i < 3; ++i) served(64), served(1024);
+  const double loads = engine().decisions("load");
+  served(64);
+  EXPECT_EQ(engine().decisions("load"), loads);
+  served(1024);  // 16,384 tokens: 4.3 s to compute, 3.6 s to load
+  EXPECT_EQ(engine().decisions("load"), loads + 1);
+}
+
+TEST_F(DecisionTest, APartThatPaysIsLoadedAndTheRestComputed) {
+  make({.tiers = {kFast, kThrottled}});
+  warm_up();
+  for (const std::size_t tier : {0u, 1u}) served(kChunks, tier);  // both are known
+  const auto prompt = engine().new_prompt(kChunks);
+  engine().put(prompt, 0, 0, 200);
+  engine().put(prompt, 1, 200);
+  const auto result = engine().serve(prompt);
+  EXPECT_EQ(result.loaded_tokens, 200 * SimulatedEngine::kChunk);
+  EXPECT_EQ(engine().decisions("partial"), 1);
+  EXPECT_EQ(engine().last_report.choice, "partial");
+}
+
+TEST_F(DecisionTest, OneSlowChunkIsWorthItWhenMuchLiesBehindIt) {
+  make({.tiers = {kThrottled}});
+  warm_up();
+  served();
+  const auto prompt = engine().new_prompt(kChunks);
+  engine().serve(prompt);  // in host memory now, but for its first chunk:
+  const auto twin = [&] {
+    auto mixed = engine().new_prompt(1);
+    engine().put(mixed, 0);
+    mixed.keys.insert(mixed.keys.end(), prompt.keys.begin() + 1, prompt.keys.end());
+    return mixed;
+  }();
+  engine().pass(1);
+  EXPECT_EQ(engine().serve(twin).loaded_tokens, kChunks * SimulatedEngine::kChunk);
+}
+
+TEST_F(DecisionTest, WhatCannotArriveBeforeTheDeadlineIsNotWaitedFor) {
+  // Loading all takes 8 s and computing 16 s, but nobody may wait longer than 5 s.
+  make({.token_seconds = 1e-3, .context_seconds = 0, .rows = 32768, .tiers = {2000 * 256.0}});
+  warm_up();
+  served(64);
+  const double part = served(1024);
+  EXPECT_EQ(engine().last_report.choice, "partial");
+  EXPECT_NEAR(last_.loaded_tokens, 8000, 400);  // in the 4 s that are planned with
+  EXPECT_LT(part, 0.8);
+  EXPECT_EQ(engine().counter("kv_offload_miss_tokens_total", {"deadline"}), 0);
+}
+
+TEST_F(DecisionTest, HostMemoryIsNotCopiedWhereComputingIsMuchFaster) {
+  make({.copy_bytes_per_second = 256 * 1000.0, .tiers = {}});  // 1,000 tokens/s
+  warm_up();
+  const auto ask = [&](std::uint32_t chunks) {
+    const auto prompt = engine().new_prompt(chunks);
+    engine().serve(prompt);
+    return engine().serve(prompt).loaded_tokens;
+  };
+  EXPECT_GT(ask(64), 0u);  // learns
+  EXPECT_GT(ask(128), 0u);
+  EXPECT_EQ(ask(128), 0u);
+  EXPECT_GT(engine().counter("kv_offload_miss_tokens_total", {"recompute_cheaper"}), 0);
+}
+
+TEST_F(DecisionTest, ThePolicyOfARequestGoesBeforeWhatIsCheaper) {
+  make({.tiers = {kThrottled}});
+  warm_up();
+  served();
+  const auto prompt = engine().new_prompt(16);
+  engine().put(prompt, 0);
+  EXPECT_EQ(engine().serve(prompt, {.load_policy = LoadPolicy::kAlways}).loaded_tokens, 256u);
+  make({.tiers = {kFast}});
+  const auto other = engine().new_prompt(16);
+  engine().put(other, 0);
+  EXPECT_EQ(engine().serve(other, {.load_policy = LoadPolicy::kNever}).loaded_tokens, 0u);
+}
+
+TEST_F(DecisionTest, WhatLoadsSavedIsWhatTheRequestsGained) {
+  make({.tiers = {kFast}});
+  warm_up();
+  double gained = 0;
+  for (int i = 0; i < 20; ++i) {
+    const auto prompt = engine().new_prompt(kChunks);
+    engine().put(prompt, 0);
+    gained += engine().compute_seconds(prompt) - engine().serve(prompt).first_token_seconds;
+  }
+  EXPECT_NEAR(engine().counter("kv_offload_saved_seconds_total"), gained, 0.05 * gained);
+  EXPECT_EQ(engine().counter("kv_offload_lost_seconds_total"), 0);
+  EXPECT_EQ(engine().counter("kv_offload_load_seconds"), 20);
+}
+
+TEST_F(DecisionTest, ALossIsCountedAsOne) {
+  make({.tiers = {2500 * 256.0}, .cache = {.load_policy = LoadPolicy::kAlways}});
+  warm_up();
+  EXPECT_GT(served(), 2);
+  EXPECT_EQ(engine().counter("kv_offload_saved_seconds_total"), 0);
+  EXPECT_NEAR(engine().counter("kv_offload_lost_seconds_total"), 1.1, 0.2);
+}
+
+class StepOrderTest : public DecisionTest, public testing::WithParamInterface<StepOrder> {};
+
+TEST_P(StepOrderTest, TheEnginesSpeedIsLearntHoweverItSteps) {
+  make({.order = GetParam(), .tiers = {}});
+  for (const std::uint32_t chunks : {32u, 256u, 64u, 512u, 128u, 96u, 512u}) {
+    engine().serve(engine().new_prompt(chunks));
+    engine().pass(2);
+  }
+  engine().serve(engine().new_prompt(1));
+  engine().cache->publish_gauges();
+  const auto prompt = engine().new_prompt(512);
+  const double speed = 8192 / engine().compute_seconds(prompt);
+  EXPECT_NEAR(engine().counter("kv_offload_prefill_tokens_per_second", {"8192"}), speed, 0.1 * speed);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, StepOrderTest,
+                         testing::Values(StepOrder::kStoresFirst, StepOrder::kStepEndFirst,
+                                         StepOrder::kOneAhead));
+
+}  // namespace
+}  // namespace kv_offload

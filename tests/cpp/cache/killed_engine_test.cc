@@ -1,0 +1,170 @@
+// Fifty engines, one after the other, each killed at a random moment, in shared
+// memory that has room for 1.2 of them: every one starts, finds what was
+// recorded, and reads no wrong byte.
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+
+#include <atomic>
+#include <random>
+
+#include "cache/cache_fixture.h"
+#include "memory/child_process.h"
+#include "rounds.h"
+#include "storage/fs_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::uint64_t kRows = 1024;  // 8 MiB in two areas
+constexpr std::uint64_t kRegion = 2 * kRows * kPageBytes;
+constexpr std::uint32_t kMostKeys = 700;
+
+// What a life leaves for the next, and for the test.
+struct Told {
+  std::atomic<std::uint32_t> next_key{0};
+  std::atomic<std::uint64_t> progress{0};  // of this life
+  std::atomic<bool> started{false}, looked{false};
+  std::atomic<std::uint64_t> hits{0}, wrong{0};
+};
+
+class KilledEngine : public ::testing::Test {
+ protected:
+  KilledEngine() : told_(make_told()) {
+    std::filesystem::create_directory(shm_);
+    // 1.2 regions, control page included.
+    const std::string size = fmt::format("size={}", (kRegion + (std::uint64_t{600} << 10)) * 12 / 10);
+    mounted_ = ::mount("tmpfs", shm_.c_str(), "tmpfs", 0, size.c_str()) == 0;
+  }
+  ~KilledEngine() override {
+    if (mounted_) ::umount2(shm_.c_str(), MNT_DETACH);
+    ::munmap(told_, sizeof(Told));
+  }
+  static Told* make_told() {
+    void* memory = ::mmap(nullptr, sizeof(Told), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    return new (memory) Told;
+  }
+  WorldOptions engine(int life) {
+    return {.rows = kRows,
+            .cache = {.load_policy = LoadPolicy::kAlways},
+            .engine_id = fmt::format("engine-{}", life),
+            .shm_directory = shm_,
+            .make_tier = [this](const Clock& clock) {
+              FsTierOptions options = testing::options_for(root_, std::uint64_t{16} << 20);
+              options.clock = &clock;
+              return make_fs_tier(options);
+            }};
+  }
+  static ChunkKey key(std::uint32_t number) { return key_of(fmt::format("k{}", number)); }
+
+  // Asks for every chunk that was ever stored.
+  void look_at_all(World& world) {
+    for (std::uint32_t number = 0; number < told_->next_key; ++number) {
+      const RequestHandle request = world.cache->begin_request("r", {});
+      const std::vector<ChunkKey> keys{key(number)};
+      LookupResult seen;
+      while ((seen = world.cache->lookup(request, keys[0])) != LookupResult::kMiss &&
+             seen != LookupResult::kHit) {
+        world.cache->end_step();
+        std::this_thread::yield();
+      }
+      if (seen == LookupResult::kHit) {
+        const RowTransfer transfer = world.cache->prepare_load(request, keys);
+        told_->wrong += !world.holds(keys[0], transfer.rows[0], 0);
+        world.report(transfer.ticket);
+        world.cache->complete_load(keys);
+        ++told_->hits;
+      }
+      world.cache->end_request(request);
+      world.cache->end_step();
+      ++told_->progress;
+    }
+    told_->looked = true;
+  }
+  void store_on(World& world) {
+    for (;;) {
+      const std::uint32_t number = told_->next_key < kMostKeys ? told_->next_key++ : 0;
+      const RequestHandle request = world.cache->begin_request("r", {});
+      const std::vector<ChunkKey> keys{key(number)};
+      const StoreGrant grant = world.cache->prepare_store(request, keys);
+      if (!grant.accepted.empty()) {
+        world.copy(keys[0], grant.transfer.rows[0], 0);
+        world.report(grant.transfer.ticket);
+      }
+      world.cache->complete_store(keys);
+      world.cache->end_request(request);
+      world.cache->end_step();
+      ++told_->progress;
+      std::this_thread::yield();
+    }
+  }
+  void live(int life) {
+    ++told_->progress;
+    World world(engine(life));
+    for (std::uint32_t rank = 0; rank < 2; ++rank) {
+      if (!world.ranks[rank]->prefault(rank, 1)) throw std::runtime_error("no memory");
+    }
+    told_->started = true;
+    ++told_->progress;
+    look_at_all(world);
+    store_on(world);
+  }
+  // Starts a life and kills it when it has come so far. False when it ended on its own.
+  bool live_and_die(int life, std::uint64_t progress) {
+    told_->progress = told_->hits = 0;
+    told_->started = told_->looked = false;
+    Child child([&] { live(life); });
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(50);
+    while (told_->progress < progress && std::chrono::steady_clock::now() < give_up)
+      std::this_thread::yield();
+    child.kill();
+    return child.wait() == SIGKILL;
+  }
+  std::size_t names_in_shm() const {
+    return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(shm_), {}));
+  }
+
+  testing::TempDir dir_;
+  std::string root_ = dir_.path() + "/root", shm_ = dir_.path() + "/shm";
+  Told* const told_;
+  bool mounted_ = false;
+};
+
+TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneStartsAndFindsEverything) {
+  if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
+  std::mt19937 random(3);
+  const int lives = testing::rounds(50);
+  int started = 0, looked = 0;
+  for (int life = 0; life < lives; ++life) {
+    const std::size_t recorded = std::filesystem::exists(root_) ? testing::records_in(root_).size() : 0;
+    // A third in the middle of starting, the rest wherever they have come to.
+    const std::uint64_t progress = random() % 3 == 0 ? 1 : 2 + told_->next_key + random() % 60;
+    ASSERT_TRUE(live_and_die(life, progress)) << "life " << life << " could not start";
+    started += told_->started;
+    if (!told_->looked) continue;
+    ++looked;
+    EXPECT_GE(told_->hits, recorded * 99 / 100) << "life " << life;
+  }
+  EXPECT_EQ(told_->wrong, 0u);
+  EXPECT_GT(looked, lives / 3);
+  EXPECT_LT(started, lives) << "none was killed while it started";
+  {
+    World last(engine(lives));
+    EXPECT_EQ(names_in_shm(), 0u);
+    look_at_all(last);
+  }
+  EXPECT_EQ(told_->wrong, 0u);
+  EXPECT_GT(testing::records_in(root_).size(), 20u);
+  EXPECT_THAT(testing::temporaries_in(root_), ::testing::IsEmpty());
+}
+
+// The control: with memory that somebody still holds, the next one cannot start.
+TEST_F(KilledEngine, WhatWasNotGivenBackWouldBeSeen) {
+  if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
+  World holding(engine(0));
+  for (std::uint32_t rank = 0; rank < 2; ++rank) ASSERT_TRUE(holding.ranks[rank]->prefault(rank, 1));
+  EXPECT_THROW(World(engine(1)), ResourceError);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,239 @@
+// The cache over a real directory whose file system fails, hangs and comes back:
+// what a request gets, what is counted, and that the scheduler never waits.
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <thread>
+
+#include "cache/cache_fixture.h"
+#include "storage/faulty_file_ops.h"
+#include "storage/fs_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+using std::chrono::seconds;
+using testing::Call;
+using testing::FaultyFileOps;
+using ::testing::IsEmpty;
+
+// ops outlive the threads that a test leaves behind.
+class OnDiskTest : public CacheTest {
+ protected:
+  OnDiskTest() {
+    make({.rows = 64, .cache = {.load_policy = LoadPolicy::kAlways}, .make_tier = [this](const Clock& clock) {
+            FsTierOptions options = testing::options_for(root_, std::uint64_t{8} << 20);
+            options.file_ops = &ops_;
+            options.clock = &clock;
+            return make_fs_tier(options);
+          }});
+    EXPECT_TRUE(until([&] { return stats().scan_complete; }));
+  }
+  ~OnDiskTest() override {
+    ops_.clear();
+    ops_.release();
+    world_.reset();
+  }
+  TierStats stats() { return cache().tiers()[0]->stats(); }
+  bool until(const std::function<bool()>& condition) {
+    const auto give_up = std::chrono::steady_clock::now() + seconds(30);
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > give_up) return false;
+      step();
+      std::this_thread::yield();
+    }
+    return true;
+  }
+  // Writes that are done have given back their pins.
+  void write_all() {
+    EXPECT_TRUE(until([&] { return cache().stats().pinned_chunks == 0; }));
+  }
+  void store_and_write(const Names& names) {
+    store(names);
+    write_all();
+  }
+  // Recorded, and gone from host memory.
+  void record(const Names& names) {
+    store_and_write(names);
+    cache().close();
+    world().cache.reset();
+    world().open();
+    EXPECT_TRUE(until([&] { return stats().scan_complete; }));
+  }
+  // Waits as vLLM does; the letters of the last scan.
+  std::string ask(RequestHandle request, const Names& wanted) {
+    std::string seen;
+    EXPECT_TRUE(until([&] {
+      seen = scan(request, wanted);
+      return seen.find_first_of("PR") == std::string::npos;
+    }));
+    return seen;
+  }
+  std::map<std::string, double> failures() {
+    cache().publish_gauges();
+    std::map<std::string, double> found;
+    for (const char* op : {"read", "write", "reset", "store", "load"}) {
+      for (const char* kind : {"corrupt", "io", "no_space", "timeout", "device", "unavailable"}) {
+        const double count = world().failures("fs", op, kind);
+        if (count > 0) found[fmt::format("{} {}", op, kind)] = count;
+      }
+    }
+    return found;
+  }
+  void expect_one_more(const std::string& what, std::map<std::string, double> before) {
+    ++before[what];
+    EXPECT_EQ(failures(), before);
+  }
+
+  testing::TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  FaultyFileOps ops_;
+};
+
+struct Fault {
+  Call call;
+  int error;
+  const char* kind;
+};
+class OnDiskWriteFaults : public OnDiskTest, public ::testing::WithParamInterface<Fault> {};
+
+TEST_P(OnDiskWriteFaults, AreCountedOnceAndCostNothingInMemory) {
+  const auto before = failures();
+  ops_.set_rule([&](Call call) { return call == GetParam().call ? -GetParam().error : 0; });
+  store_and_write({"a"});
+  ops_.clear();
+  expect_one_more(std::string("write ") + GetParam().kind, before);
+  EXPECT_EQ(peek({"a"}), "H");
+  EXPECT_EQ(world().dropped("fs", GetParam().kind), 2 * 4096);
+  EXPECT_THAT(testing::temporaries_in(root_), IsEmpty());
+  EXPECT_THAT(testing::records_in(root_), IsEmpty());
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Faults, OnDiskWriteFaults,
+    ::testing::Values(Fault{Call::kPwritev, EIO, "io"}, Fault{Call::kPwritev, ENOSPC, "no_space"},
+                      Fault{Call::kPwritev, EDQUOT, "no_space"}, Fault{Call::kRename, EIO, "io"},
+                      Fault{Call::kRename, ENOSPC, "no_space"}, Fault{Call::kOpen, EMFILE, "io"},
+                      Fault{Call::kOpen, EROFS, "io"}, Fault{Call::kFstat, EIO, "io"}));
+
+class OnDiskReadFaults : public OnDiskTest, public ::testing::WithParamInterface<Fault> {};
+
+TEST_P(OnDiskReadFaults, AreAMissCountedOnce) {
+  record({"a", "b"});
+  const auto before = failures();
+  const RequestHandle request = begin();
+  std::atomic<int> failed{0};
+  ops_.set_rule(
+      [&](Call call) { return call == GetParam().call && failed.fetch_add(1) == 0 ? -GetParam().error : 0; });
+  EXPECT_EQ(ask(request, {"a"}), "M");
+  ops_.clear();
+  expect_one_more(std::string("read ") + GetParam().kind, before);
+  end(request);
+  EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
+  world().clock.advance(seconds(2));  // its back-off
+  const RequestHandle again = begin();
+  EXPECT_EQ(ask(again, {"a", "b"}), "HH");
+  load(again, {"a", "b"});  // checks the bytes
+}
+
+INSTANTIATE_TEST_SUITE_P(Faults, OnDiskReadFaults,
+                         ::testing::Values(Fault{Call::kPreadv, EIO, "io"}, Fault{Call::kOpen, EMFILE, "io"},
+                                           Fault{Call::kOpen, EACCES, "io"}, Fault{Call::kFstat, EIO, "io"}));
+
+TEST_F(OnDiskTest, ADamagedRecordIsOneCorruptFailureAndARecordThatVanishedIsNone) {
+  record({"a", "b"});
+  const auto before = failures();
+  const auto records = testing::records_in(root_);
+  ASSERT_EQ(records.size(), 2u);
+  std::fstream(records[0], std::ios::in | std::ios::out | std::ios::binary).seekp(5000).put('!');
+  std::filesystem::remove(records[1]);
+  const RequestHandle first = begin(), second = begin();
+  EXPECT_EQ(ask(first, {"a"}) + ask(second, {"b"}), "MM");
+  expect_one_more("read corrupt", before);
+}
+
+// ---- a device that hangs
+
+TEST_F(OnDiskTest, AFrozenDeviceNeverHoldsTheSchedulerNorARequest) {
+  record({"a"});
+  const int opened_with = ops_.calls_here();
+  EXPECT_GT(opened_with, 0) << "the tier was opened on this thread: the count would see a call";
+  ops_.freeze();
+  const RequestHandle request = begin();
+  EXPECT_EQ(scan(request, {"a"}), "P");
+  step();
+  store({"s"});
+  ops_.wait_for_blocked(2);
+  for (int i = 0; i < 100; ++i) {  // stores go on, all of them
+    EXPECT_EQ(store({fmt::format("s{}", i)}).size(), 1u);
+    EXPECT_EQ(peek({fmt::format("s{}", i)}), "H");
+    step();
+  }
+  EXPECT_EQ(scan(request, {"a"}), "P");
+  pass_time(seconds(5));
+  step();
+  EXPECT_EQ(scan(request, {"a"}), "M");  // the deadline
+  EXPECT_FALSE(cache().has_pending_work());
+  pass_time(seconds(6));
+  step();
+  EXPECT_FALSE(stats().available);
+  store({"late"});
+  step();
+  cache().publish_gauges();
+  EXPECT_EQ(ops_.calls_here(), opened_with) << "the scheduler's thread called the file system";
+  EXPECT_GT(world().dropped("fs", "pressure"), 0);
+  EXPECT_GT(world().dropped("fs", "unavailable"), 0);
+  // What was inside the device is a timeout, once; the rest was never tried.
+  auto found = failures();
+  EXPECT_EQ(found.size(), 2u);
+  EXPECT_EQ(found["read timeout"], 1);
+  EXPECT_GE(found["write timeout"], 1);
+  EXPECT_LE(found["write timeout"], 6);
+  pass_time(seconds(30));
+  step();
+  EXPECT_EQ(failures(), found) << "counted again";
+}
+
+TEST_F(OnDiskTest, AFrozenDeviceThatComesBackIsUsedAgain) {
+  record({"a", "b"});
+  ops_.freeze();
+  const RequestHandle request = begin();
+  scan(request, {"a"});
+  step();
+  ops_.wait_for_blocked(1);
+  pass_time(seconds(11));
+  step();
+  EXPECT_EQ(scan(request, {"a"}), "M");
+  end(request);
+  EXPECT_FALSE(stats().available);
+  ops_.release();
+  EXPECT_TRUE(until([&] { return stats().queued_reads + stats().queued_writes == 0; }));
+  EXPECT_EQ(peek({"b"}), "M") << "cooling down";
+  pass_time(seconds(61));
+  step();
+  const RequestHandle again = begin();
+  EXPECT_EQ(ask(again, {"b"}), "H");
+  load(again, {"b"});
+  store_and_write({"c"});
+  EXPECT_TRUE(stats().available);
+  EXPECT_EQ(testing::records_in(root_).size(), 3u);
+}
+
+// Everything is read once, however many wait for it.
+TEST_F(OnDiskTest, ABurstOverOneMissingPrefixReadsItOnce) {
+  const Names prefix{"a", "b", "c", "d"};
+  record(prefix);
+  std::vector<RequestHandle> burst;
+  for (int i = 0; i < 50; ++i) burst.push_back(begin());
+  for (const RequestHandle request : burst) EXPECT_EQ(scan(request, prefix), "PPPP");
+  for (const RequestHandle request : burst) EXPECT_EQ(ask(request, prefix), "HHHH");
+  for (const RequestHandle request : burst) {
+    load(request, prefix);
+    end(request);
+  }
+  EXPECT_EQ(world().metrics.value("kv_offload_read_bytes_total", {"fs"}), 4 * 2 * 4096);
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+}
+
+}  // namespace
+}  // namespace kv_offload

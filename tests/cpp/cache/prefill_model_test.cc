@@ -1,0 +1,119 @@
+#include "cache/prefill_model.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+namespace kv_offload {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+// An engine whose steps follow the law that the model looks for.
+class PrefillModelTest : public testing::Test {
+ protected:
+  double base_ = 0.004, per_token_ = 50e-6, per_context_ = 5e-9, noise_ = 0;
+
+  double law(double tokens, double context) {
+    const double exact = base_ + tokens * (per_token_ + per_context_ * context);
+    return exact * (1 + noise_ * (static_cast<double>(random_() % 2001) / 1000 - 1));
+  }
+  // A prompt in steps of 2,048 tokens, then some that compute nothing.
+  void serve(double prompt, int idle_steps = 5) {
+    for (double at = 0; at < prompt; at += 2048) {
+      const double tokens = std::min(2048.0, prompt - at);
+      step(tokens, at + tokens / 2);
+    }
+    for (int i = 0; i < idle_steps; ++i) step(0, 0);
+  }
+  void step(double tokens, double context) {
+    if (tokens > 0) model_.note(tokens, context);
+    model_.end_step(now_);
+    now_ += Nanos(static_cast<std::int64_t>(1e9 * law(tokens, context)));
+  }
+  double exact(double prompt) {
+    return std::ceil(prompt / 2048) * base_ + prompt * (per_token_ + per_context_ * prompt / 2);
+  }
+  void expect_right(double tolerance) {
+    for (const double prompt : {512.0, 2048.0, 8192.0, 32768.0}) {
+      EXPECT_NEAR(model_.seconds(prompt, 0), exact(prompt), tolerance * exact(prompt)) << prompt;
+    }
+  }
+
+  std::mt19937 random_{1};
+  PrefillModel model_;
+  Nanos now_{seconds(100)};
+};
+
+TEST_F(PrefillModelTest, NothingIsKnownBeforeTheFirstStep) {
+  EXPECT_FALSE(model_.known());
+  EXPECT_EQ(model_.seconds(1000, 0), 0);
+}
+
+TEST_F(PrefillModelTest, OnePromptGivesASpeed) {
+  serve(2000);
+  EXPECT_NEAR(model_.seconds(2000, 0), exact(2000), 0.05 * exact(2000));
+}
+
+TEST_F(PrefillModelTest, PromptsOfSeveralLengthsGiveTheLaw) {
+  for (const double prompt : {600.0, 4000.0, 20000.0, 1200.0, 9000.0}) serve(prompt);
+  expect_right(0.1);
+  EXPECT_GT(model_.tokens_per_second(1024), 1.5 * model_.tokens_per_second(65536));
+}
+
+TEST_F(PrefillModelTest, NoiseDoesNotHideIt) {
+  noise_ = 0.2;
+  for (int i = 0; i < 10; ++i) {
+    for (const double prompt : {600.0, 4000.0, 20000.0, 1200.0, 9000.0}) serve(prompt);
+  }
+  expect_right(0.2);
+}
+
+TEST_F(PrefillModelTest, BehindALongPrefixTokensAreDearer) {
+  for (const double prompt : {600.0, 4000.0, 20000.0}) serve(prompt);
+  EXPECT_GT(model_.seconds(1000, 50000), 3 * model_.seconds(1000, 0));
+}
+
+TEST_F(PrefillModelTest, AnotherSpeedIsFollowed) {
+  for (int i = 0; i < 20; ++i) serve(4000);
+  per_token_ *= 3;
+  for (int i = 0; i < 60; ++i) serve(4000);
+  EXPECT_NEAR(model_.seconds(4000, 0), exact(4000), 0.1 * exact(4000));
+}
+
+TEST_F(PrefillModelTest, IdleTimeTeachesNothing) {
+  serve(2000);
+  const double before = model_.seconds(1000, 0);
+  for (int i = 0; i < 20; ++i) {
+    const Nanos idle_since = now_;
+    now_ += seconds(3);
+    model_.note_idle(idle_since, now_);
+    serve(2000, 1);
+  }
+  EXPECT_NEAR(model_.seconds(1000, 0), before, 0.1 * before);
+}
+
+TEST_F(PrefillModelTest, ThePromptBeforeAnIdleTimeIsLearntAfterIt) {
+  model_.note(2000, 1000);
+  model_.end_step(now_);
+  now_ += milliseconds(200);
+  model_.end_step(now_);
+  EXPECT_FALSE(model_.known());
+  model_.note_idle(now_, now_ + seconds(5));
+  EXPECT_NEAR(model_.seconds(2000, 0), 0.2, 0.02);
+}
+
+TEST_F(PrefillModelTest, AStepThatHungTeachesNothing) {
+  serve(2000);
+  const double before = model_.seconds(1000, 0);
+  model_.note(2000, 1000);
+  model_.end_step(now_);
+  now_ += seconds(60);
+  for (int i = 0; i < 3; ++i) model_.end_step(now_);
+  EXPECT_NEAR(model_.seconds(1000, 0), before, 1e-9);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,181 @@
+#include "cache/trace_replay.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "base/status.h"
+#include "cache/cache_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+Trace trace_of(const std::vector<std::vector<std::uint64_t>>& requests) {
+  Trace trace;
+  for (const auto& blocks : requests) {
+    trace.blocks.insert(trace.blocks.end(), blocks.begin(), blocks.end());
+    trace.ends.push_back(static_cast<std::uint32_t>(trace.blocks.size()));
+  }
+  return trace;
+}
+
+ReplayResult lru(const Trace& trace, std::size_t host, std::size_t tier = 0, TierSlotOptions options = {}) {
+  return replay(trace, {.host_chunks = host, .tier_chunks = tier, .tier = options});
+}
+
+TEST(TraceReplay, HitsAreCountedFromTheLeft) {
+  const Trace trace = trace_of({{1, 2, 3}, {1, 2, 4}, {9, 2, 3}, {1, 2, 3}});
+  const ReplayResult result = lru(trace, 100);
+  EXPECT_EQ(result.host_hits, 0u + 2 + 0 + 3);
+  EXPECT_EQ(result.stored, 5u);  // 1 2 3 4 9: no block twice
+  EXPECT_EQ(result.evicted, 0u);
+}
+
+TEST(TraceReplay, TheEndOfThePromptThatIsLeastRecentGoesFirst) {
+  // Room for four: {4, 5} takes the ends of {1, 2, 3}: 1 and 2 stay.
+  EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 4).host_hits, 2u);
+  EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 5).host_hits, 3u);
+  EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 2).host_hits, 0u);
+}
+
+TEST(TraceReplay, APromptLongerThanTheCacheKeepsItsHead) {
+  const ReplayResult result = lru(trace_of({{1, 2, 3, 4, 5}, {1, 2, 3, 4, 5}}), 3);
+  EXPECT_EQ(result.host_hits, 3u);
+  EXPECT_EQ(result.declined, 4u);
+}
+
+TEST(TraceReplay, WhatLeftHostMemoryIsHitOnTheTier) {
+  const Trace trace = trace_of({{1, 2}, {3, 4}, {1, 2}, {3, 4}});
+  const ReplayResult result = lru(trace, 2, 4);
+  EXPECT_EQ(result.host_hits, 0u);
+  EXPECT_EQ(result.tier_hits, 4u);
+  EXPECT_EQ(result.written, 4u);
+  EXPECT_EQ(result.stored, 4u);
+}
+
+TEST(TraceReplay, OnEvictWritesOnlyWhatLeaves) {
+  const Trace trace = trace_of({{1, 2}, {3, 4}, {1, 2}});
+  const ReplayResult result = lru(trace, 3, 4, {.write_policy = WritePolicy::kOnEvict});
+  EXPECT_EQ(result.host_hits + result.tier_hits, 2u);
+  EXPECT_EQ(result.written, 2u);  // 2, then 4
+}
+
+TEST(TraceReplay, ReuseWritesNothingForOneOffPrompts) {
+  const TierSlotOptions reuse{.write_policy = WritePolicy::kReuse, .reuse_threshold = 2};
+  EXPECT_EQ(lru(trace_of({{1, 2}, {3, 4}, {5, 6}, {7}}), 4, 100, reuse).written, 0u);
+  EXPECT_EQ(lru(trace_of({{1, 2}, {3, 4}, {1, 2}}), 4, 100, reuse).written, 2u);
+  // Seen twice, though it was not here any more.
+  EXPECT_EQ(lru(trace_of({{1, 2}, {3, 4}, {5, 6}, {1, 2}}), 2, 100, reuse).written, 2u);
+}
+
+TEST(TraceReplay, TheTierIsBounded) {
+  const Trace trace = trace_of({{1, 2}, {3, 4}, {5, 6}, {5, 6}, {1, 2}});
+  const ReplayResult result = lru(trace, 2, 2);
+  EXPECT_EQ(result.tier_evicted, 6u);
+  EXPECT_EQ(result.host_hits, 2u);
+  EXPECT_EQ(result.tier_hits, 0u);
+}
+
+TEST(TraceReplay, TheOptimumKeepsWhatComesBackSoonest) {
+  const Trace trace = trace_of({{1}, {2}, {3}, {1}, {4}, {2}, {1}});
+  EXPECT_EQ(optimal_hits(trace, 1), 2u);  // 1, 1
+  EXPECT_EQ(optimal_hits(trace, 2), 3u);
+  EXPECT_EQ(optimal_hits(trace_of({{1, 2, 3}, {4, 5, 6}, {1, 2, 3}}), 2), 2u);
+}
+
+TEST(TraceReplay, NoPolicyBeatsTheOptimumAndAllAreEqualWhereEverythingFits) {
+  std::mt19937 random(2);
+  std::vector<std::vector<std::uint64_t>> requests;
+  std::uint64_t next = 1;
+  for (int i = 0; i < 2000; ++i) {
+    std::vector<std::uint64_t> blocks;
+    if (!requests.empty() && random() % 3 > 0) {
+      blocks = requests[requests.size() - 1 - random() % std::min<std::size_t>(requests.size(), 60)];
+      blocks.resize(1 + random() % blocks.size());
+    }
+    for (auto fresh = 1 + random() % 6; fresh-- > 0;) blocks.push_back(next++);
+    requests.push_back(blocks);
+  }
+  const Trace trace = trace_of(requests);
+  for (const std::string& policy : eviction_policy_names()) {
+    for (const std::size_t capacity : {50, 200, 800}) {
+      const ReplayResult result = replay(trace, {.host_chunks = capacity, .eviction_policy = policy});
+      EXPECT_LE(result.host_hits, optimal_hits(trace, capacity)) << policy << " " << capacity;
+      EXPECT_EQ(result.stored - result.evicted, capacity);
+    }
+    const ReplayResult all = replay(trace, {.host_chunks = 100000, .eviction_policy = policy});
+    EXPECT_EQ(all.host_hits, optimal_hits(trace, 100000)) << policy;
+  }
+}
+
+// The same requests through the cache itself, with rows and ranks.
+class ReplayTwin : public CacheTest, public testing::WithParamInterface<std::string> {
+ protected:
+  std::size_t serve(std::span<const std::uint64_t> blocks) {
+    Names prompt;
+    std::vector<std::uint32_t> depths;
+    for (const std::uint64_t block : blocks) {
+      depths.push_back(static_cast<std::uint32_t>(prompt.size() + 1) * World::kTokens);
+      prompt.push_back(fmt::format("{}", block));
+    }
+    const RequestHandle request = begin();
+    const std::string seen = scan(request, prompt);
+    const auto hits = static_cast<std::size_t>(std::count(seen.begin(), seen.end(), 'H'));
+    if (hits > 0) load(request, {prompt.begin(), prompt.begin() + static_cast<long>(hits)});
+    const auto all = keys(prompt);
+    const StoreGrant grant =
+        cache().prepare_store(request, std::span(all).subspan(hits), std::span(depths).subspan(hits));
+    if (grant.transfer.ticket != kNoTicket) world().report(grant.transfer.ticket);
+    for (std::size_t i = 0; i < grant.accepted.size(); ++i) {
+      world().copy(all[hits + grant.accepted[i]], grant.transfer.rows[i], 0);
+    }
+    cache().complete_store(std::span(all).subspan(hits));
+    end(request);
+    step();
+    return hits;
+  }
+};
+
+TEST_P(ReplayTwin, HitsWhatTheCacheHits) {
+  constexpr std::size_t kRows = 64;
+  WorldOptions options;
+  options.ranks = 1;
+  options.rows = kRows;
+  options.tier = false;
+  options.cache.eviction_policy = GetParam();
+  make(options);
+  std::mt19937 random(4);
+  std::vector<std::vector<std::uint64_t>> requests;
+  std::uint64_t next = 1;
+  for (int i = 0; i < 600; ++i) {
+    std::vector<std::uint64_t> blocks;
+    if (!requests.empty() && random() % 2 == 0) {
+      blocks = requests[requests.size() - 1 - random() % std::min<std::size_t>(requests.size(), 12)];
+      blocks.resize(1 + random() % blocks.size());
+    }
+    for (auto fresh = 1 + random() % 5; fresh-- > 0 && blocks.size() < 20;) blocks.push_back(next++);
+    requests.push_back(blocks);
+  }
+  const Trace trace = trace_of(requests);
+  std::size_t hits = 0;
+  for (std::size_t i = 0; i < trace.size(); ++i) hits += serve(trace.request(i));
+  const ReplayResult result = replay(trace, {.host_chunks = kRows, .eviction_policy = GetParam()});
+  EXPECT_EQ(result.host_hits, hits);
+  EXPECT_GT(result.evicted, 500u);
+}
+
+INSTANTIATE_TEST_SUITE_P(TraceReplay, ReplayTwin, testing::ValuesIn(eviction_policy_names()),
+                         [](const auto& info) { return info.param; });
+
+TEST(TraceReplay, WhatCannotBeMeantIsRefused) {
+  Trace trace = trace_of({{1, 2}, {3}});
+  EXPECT_THROW(lru(trace, 0), InvalidArgument);
+  EXPECT_THROW(replay(trace, {.host_chunks = 1, .eviction_policy = "mru"}), InvalidArgument);
+  trace.ends = {2, 2};
+  EXPECT_THROW(lru(trace, 1), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace kv_offload

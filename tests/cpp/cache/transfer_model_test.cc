@@ -1,0 +1,58 @@
+#include "cache/transfer_model.h"
+
+#include <gtest/gtest.h>
+
+namespace kv_offload {
+namespace {
+
+class TransferModelTest : public testing::Test {
+ protected:
+  // A queue of so many records of 1,000 bytes.
+  void read(int records, double latency, double bytes_per_second) {
+    for (int i = 1; i <= records; ++i) model_.note(1000.0 * i, latency + 1000.0 * i / bytes_per_second);
+  }
+  TransferModel model_;
+};
+
+TEST_F(TransferModelTest, NothingIsKnownBeforeTheFirstSample) {
+  EXPECT_FALSE(model_.known());
+  EXPECT_EQ(model_.seconds(1000), 0);
+}
+
+TEST_F(TransferModelTest, LatencyAndRateAreToldApart) {
+  read(8, 0.01, 1e6);
+  EXPECT_TRUE(model_.told_apart());
+  EXPECT_NEAR(model_.latency(), 0.01, 1e-9);
+  EXPECT_NEAR(model_.bytes_per_second(), 1e6, 1);
+  EXPECT_NEAR(model_.seconds(1e6), 1.01, 1e-6);
+}
+
+TEST_F(TransferModelTest, OfOneSizeAllTimeIsTheRates) {
+  for (int i = 0; i < 5; ++i) model_.note(1000, 0.002);
+  EXPECT_FALSE(model_.told_apart());
+  EXPECT_NEAR(model_.seconds(5000), 0.01, 1e-9);
+}
+
+TEST_F(TransferModelTest, AWindowOfNewSamplesIsAllThatCounts) {
+  read(32, 0, 1e6);
+  read(32, 0, 1e3);
+  EXPECT_NEAR(model_.bytes_per_second(), 1e3, 1);
+}
+
+TEST_F(TransferModelTest, WhatIsOverdueReplacesABetterEstimate) {
+  read(32, 0, 1e6);
+  model_.note_overdue(1000, 0.0005);  // not late yet
+  EXPECT_NEAR(model_.bytes_per_second(), 1e6, 1);
+  model_.note_overdue(1000, 2);
+  EXPECT_NEAR(model_.seconds(1000), 2, 1e-9);
+}
+
+TEST_F(TransferModelTest, FallingTimesMakeNoNegativeRate) {
+  model_.note(1000, 0.2);
+  model_.note(9000, 0.1);
+  EXPECT_GE(model_.seconds(1e6), 0);
+  EXPECT_GE(model_.latency(), 0);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,144 @@
+#include "policy/prefix.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+#include <set>
+
+namespace kv_offload {
+namespace {
+
+// Prompts as the cache stores and hits them: what is new the deepest first, then
+// hits from the deepest to the head. Slots are chunk numbers.
+class PrefixPolicyTest : public testing::Test {
+ protected:
+  PrefixPolicy policy_{16};
+  std::map<Slot, Slot> parent_of_;  // known slots; their own number: none
+  std::uint32_t request_ = 0;
+
+  EntryInfo info(Slot slot, Slot parent) const {
+    return {.id = id_of(slot), .parent = parent == slot ? 0 : id_of(parent), .request = request_};
+  }
+  static ChunkId id_of(Slot slot) { return (slot + 1) * 0xD6E8FEB86659FD93ull | 1; }
+  // Returns how many of the prompt's chunks were hit.
+  std::size_t serve(const std::vector<Slot>& prompt) {
+    ++request_;
+    std::size_t hits = 0;
+    while (hits < prompt.size() && parent_of_.contains(prompt[hits])) ++hits;
+    const auto parent = [&](std::size_t i) { return i == 0 ? prompt[i] : prompt[i - 1]; };
+    for (std::size_t i = hits; i-- > 0;) policy_.access(prompt[i], info(prompt[i], parent(i)));
+    for (std::size_t i = prompt.size(); i-- > hits;) {
+      if (!parent_of_.emplace(prompt[i], parent(i)).second) continue;
+      policy_.insert(prompt[i], info(prompt[i], parent(i)));
+    }
+    return hits;
+  }
+  Slot evict() {
+    const Slot victim = policy_.victim().value();
+    policy_.erase(victim);
+    parent_of_.erase(victim);
+    return victim;
+  }
+  bool has_children(Slot slot) const {
+    for (const auto& [child, parent] : parent_of_) {
+      if (parent == slot && child != slot) return true;
+    }
+    return false;
+  }
+  static std::vector<Slot> prompt(Slot first, Slot count) {
+    std::vector<Slot> slots;
+    for (Slot i = 0; i < count; ++i) slots.push_back(first + i);
+    return slots;
+  }
+};
+
+TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentPromptGoesFromItsEnd) {
+  serve(prompt(0, 3));
+  serve(prompt(10, 2));
+  serve(prompt(0, 3));
+  std::vector<Slot> order;
+  while (!parent_of_.empty()) order.push_back(evict());
+  EXPECT_EQ(order, (std::vector<Slot>{11, 10, 2, 1, 0}));
+}
+
+TEST_F(PrefixPolicyTest, NothingGoesBeforeWhatLiesBehindIt) {
+  std::mt19937 random(5);
+  std::vector<std::vector<Slot>> prompts;
+  Slot next = 0;
+  for (int i = 0; i < 3000; ++i) {
+    std::vector<Slot> chunks;
+    if (!prompts.empty() && random() % 2 == 0) {
+      chunks = prompts[random() % prompts.size()];
+      chunks.resize(1 + random() % chunks.size());
+    }
+    for (auto fresh = random() % 5; fresh-- > 0 || chunks.empty();) chunks.push_back(next++);
+    serve(chunks);
+    prompts.push_back(chunks);
+    while (parent_of_.size() > 100) {
+      const Slot victim = policy_.victim().value();
+      ASSERT_FALSE(has_children(victim)) << "request " << i;
+      evict();
+    }
+  }
+}
+
+TEST_F(PrefixPolicyTest, AHeadSharedByPromptsOutlivesThemAll) {
+  for (Slot i = 0; i < 20; ++i) serve({0, 1, 10 + 2 * i, 11 + 2 * i});
+  for (int i = 0; i < 40; ++i) EXPECT_GT(evict(), 1u);
+  EXPECT_EQ(evict(), 1u);
+  EXPECT_EQ(evict(), 0u);
+}
+
+TEST_F(PrefixPolicyTest, APinnedEndKeepsAllBeforeIt) {
+  serve(prompt(0, 3));
+  serve(prompt(10, 1));
+  policy_.pin(2);
+  EXPECT_EQ(policy_.victim(), 10u);
+  evict();
+  // Nothing else is left: then what lies before it goes, rather than nothing.
+  EXPECT_TRUE(policy_.victim() == 0u || policy_.victim() == 1u);
+  policy_.unpin(2);
+  EXPECT_EQ(policy_.victim(), 2u);
+}
+
+// One-off prompts of eight chunks against conversations that come back after as
+// long as an LRU of this size forgets them.
+TEST_F(PrefixPolicyTest, LearnsThatOnePromptsKindComesBackAndAnotherDoesNot) {
+  constexpr std::size_t kCapacity = 400;
+  Slot next = 0;
+  std::vector<std::vector<Slot>> talks(50);
+  std::size_t hits = 0, possible = 0;
+  for (int i = 0; i < 6000; ++i) {
+    if (i % 2 == 0) {
+      serve(prompt(next, 8));
+      next += 8;
+    } else {
+      auto& talk = talks[static_cast<std::size_t>(i / 2) % talks.size()];
+      if (talk.size() > 6) talk.clear();
+      talk.push_back(next++);
+      if (i > 3000) possible += talk.size() - 1;
+      const std::size_t found = serve(talk);
+      if (i > 3000) hits += found;
+    }
+    while (parent_of_.size() > kCapacity) evict();
+  }
+  // Between two turns come 50 one-off prompts, 400 chunks: LRU would hit nothing.
+  EXPECT_GT(hits, possible * 9 / 10) << possible;
+}
+
+TEST_F(PrefixPolicyTest, AnOfferOfWhatARequestStoredItselfIsNoReturn) {
+  for (int i = 0; i < 500; ++i) {
+    serve(prompt(static_cast<Slot>(100 * i), 4));
+    for (Slot slot = 4; slot-- > 0;) {
+      policy_.access(static_cast<Slot>(100 * i) + slot, {.id = id_of(100 * i + slot), .request = request_});
+    }
+    while (parent_of_.size() > 40) evict();
+  }
+  // Had these been returns, the youngest would be worth most by far; as it is, it is LRU.
+  const Slot victim = policy_.victim().value();
+  EXPECT_EQ(victim / 100, 490u);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,77 @@
+#include "policy/prefix_tree.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+
+namespace kv_offload {
+namespace {
+
+TEST(PrefixTree, CountsChildrenInWhateverOrderTheyCome) {
+  PrefixTree tree;
+  const auto child = tree.take(2, 1, 20);
+  const auto parent = tree.take(1, 0, 10);  // after its child
+  EXPECT_EQ(tree.parent(child), parent);
+  EXPECT_EQ(tree.slot(parent), 10u);
+  EXPECT_EQ(tree.children(parent), 1u);
+  tree.leave(child);
+  EXPECT_EQ(tree.children(parent), 0u);
+}
+
+TEST(PrefixTree, AParentThatGoesLeavesAPlaceholderThatItsReturnFills) {
+  PrefixTree tree;
+  const auto parent = tree.take(1, 0, 10);
+  const auto child = tree.take(2, 1, 20);
+  tree.leave(parent);
+  EXPECT_EQ(tree.slot(tree.parent(child)), PrefixTree::kNone);
+  const auto again = tree.take(1, 0, 11);
+  EXPECT_EQ(tree.parent(child), again);
+  EXPECT_EQ(tree.children(again), 1u);
+}
+
+TEST(PrefixTree, OnlyTheHeadOfSeveralPrefixesIsBranched) {
+  PrefixTree tree;
+  const auto parent = tree.take(1, 0, 10);
+  const auto only = tree.take(0x123456789ull << 20, 1, 20);
+  tree.leave(only);
+  tree.take(0x123456789ull << 20, 1, 20);
+  EXPECT_FALSE(tree.branched(parent));
+  tree.take(0x987654321ull << 20, 1, 21);
+  EXPECT_TRUE(tree.branched(parent));
+}
+
+TEST(PrefixTree, AnIdWithoutANameOrTwiceHasNoNode) {
+  PrefixTree tree;
+  EXPECT_EQ(tree.take(0, 1, 1), PrefixTree::kNone);
+  tree.take(5, 0, 1);
+  EXPECT_EQ(tree.take(5, 0, 2), PrefixTree::kNone);
+}
+
+TEST(PrefixTree, KeepsNothingOfWhatIsGone) {
+  std::mt19937_64 random(1);
+  PrefixTree tree;
+  std::map<ChunkId, std::pair<PrefixTree::Node, ChunkId>> known;  // id -> node, parent
+  for (int i = 0; i < 50000; ++i) {
+    const ChunkId id = (1 + random() % 300) << 16;
+    if (const auto found = known.find(id); found != known.end()) {
+      tree.leave(found->second.first);
+      known.erase(found);
+    } else {
+      const ChunkId parent = random() % 4 == 0 ? 0 : (1 + random() % 300) << 16;
+      known[id] = {tree.take(id, parent, static_cast<Slot>(id >> 16)), parent == id ? 0 : parent};
+    }
+    if (i % 500 != 0) continue;
+    std::map<ChunkId, std::uint32_t> children;
+    for (const auto& [child, entry] : known) ++children[entry.second];
+    for (const auto& [node_id, entry] : known) {
+      ASSERT_EQ(tree.slot(entry.first), node_id >> 16);
+      ASSERT_EQ(tree.children(entry.first), children[node_id]) << "call " << i;
+    }
+  }
+  for (const auto& [id, entry] : known) tree.leave(entry.first);
+  EXPECT_EQ(tree.size(), 0u);
+}
+
+}  // namespace
+}  // namespace kv_offload

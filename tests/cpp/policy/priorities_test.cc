@@ -1,0 +1,64 @@
+#include "policy/priorities.h"
+
+#include <gtest/gtest.h>
+
+#include "policy/lru.h"
+
+namespace kv_offload {
+namespace {
+
+class PrioritisedTest : public testing::Test {
+ protected:
+  Prioritised policy_{[](std::size_t hint) { return std::make_unique<LruPolicy>(hint); }, 16};
+  void insert(Slot slot, std::int8_t priority) { policy_.insert(slot, {.priority = priority}); }
+  std::vector<Slot> drain() {
+    std::vector<Slot> order;
+    while (const auto victim = policy_.victim()) {
+      order.push_back(*victim);
+      policy_.erase(*victim);
+    }
+    return order;
+  }
+};
+
+TEST_F(PrioritisedTest, WithinALevelThePolicyDecides) {
+  for (const Slot slot : {2u, 0u, 1u}) insert(slot, 0);
+  insert(4, -5);
+  insert(3, -1);
+  EXPECT_EQ(drain(), (std::vector<Slot>{4, 3, 2, 0, 1}));
+}
+
+TEST_F(PrioritisedTest, AHitByAMoreUrgentRequestLiftsAnEntry) {
+  for (const Slot slot : {0u, 1u, 2u}) insert(slot, 0);
+  policy_.access(0, {.priority = 1});
+  policy_.access(0, {.priority = 0});  // and it stays there
+  policy_.access(1, {.priority = -1});
+  EXPECT_EQ(drain(), (std::vector<Slot>{2, 1, 0}));
+}
+
+TEST_F(PrioritisedTest, ALiftedEntryStaysPinned) {
+  insert(0, 0);
+  policy_.pin(0);
+  policy_.access(0, {.priority = 1});
+  EXPECT_EQ(policy_.victim(), std::nullopt);
+  policy_.unpin(0);
+  EXPECT_EQ(policy_.victim(), 0u);
+}
+
+TEST_F(PrioritisedTest, TheHighLevelGivesWhenItHoldsMoreThanHalf) {
+  for (Slot slot = 0; slot < 3; ++slot) insert(slot, 0);
+  for (Slot slot = 3; slot < 6; ++slot) insert(slot, 1);
+  EXPECT_EQ(policy_.victim(), 0u);
+  insert(6, 1);
+  EXPECT_EQ(policy_.victim(), 3u);
+}
+
+TEST_F(PrioritisedTest, APinnedLevelIsPassedOver) {
+  insert(0, -1);
+  insert(1, 0);
+  policy_.pin(0);
+  EXPECT_EQ(policy_.victim(), 1u);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,56 @@
+#include "policy/request_classes.h"
+
+#include <gtest/gtest.h>
+
+namespace kv_offload {
+namespace {
+
+TEST(RequestClasses, ClassesByOctavesOfNewPrompt) {
+  RequestClasses classes;
+  const auto record = classes.refer(9);
+  const std::vector<unsigned> expected = {1, 1, 2, 2, 2, 2, 3};  // after 1, 2, ... new entries
+  for (const unsigned of_class : expected) {
+    classes.note_stored(record, true, false);
+    EXPECT_EQ(classes.class_of(record), of_class);
+  }
+  for (int i = 0; i < 10000; ++i) classes.note_stored(record, true, false);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kUnknown - 1);
+}
+
+TEST(RequestClasses, WhatWasHereBeforeIsNotNew) {
+  RequestClasses classes;
+  const auto record = classes.refer(9);
+  for (int i = 0; i < 50; ++i) classes.note_stored(record, true, true);
+  EXPECT_EQ(classes.class_of(record), 0u);
+}
+
+TEST(RequestClasses, WhatIsNotInTheSampleIsTakenToBeAsTheSampleIs) {
+  RequestClasses classes;
+  const auto record = classes.refer(9);
+  for (int i = 0; i < 800; ++i) classes.note_stored(record, i % 8 == 0, true);
+  EXPECT_LE(classes.class_of(record), 3u);
+  const auto other = classes.refer(10);
+  for (int i = 0; i < 800; ++i) classes.note_stored(other, false, false);
+  EXPECT_EQ(classes.class_of(other), RequestClasses::kUnknown - 1);
+}
+
+TEST(RequestClasses, ARecordLivesAsLongAsItIsReferredTo) {
+  RequestClasses classes;
+  const auto record = classes.refer(9);
+  EXPECT_EQ(classes.refer(9), record);
+  EXPECT_TRUE(classes.is_of(record, 9));
+  classes.release(record);
+  EXPECT_EQ(classes.size(), 1u);
+  classes.release(record);
+  EXPECT_EQ(classes.size(), 0u);
+  EXPECT_EQ(classes.class_of(classes.refer(9)), 0u);  // another one now
+}
+
+TEST(RequestClasses, ARequestWithoutANumberIsNotKnown) {
+  RequestClasses classes;
+  EXPECT_EQ(classes.class_of(classes.refer(0)), RequestClasses::kUnknown);
+  EXPECT_EQ(classes.size(), 0u);
+}
+
+}  // namespace
+}  // namespace kv_offload

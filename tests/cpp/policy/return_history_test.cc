@@ -1,0 +1,72 @@
+#include "policy/return_history.h"
+
+#include <gtest/gtest.h>
+
+namespace kv_offload {
+namespace {
+
+ChunkId id_of(std::uint64_t n) { return n * 0xD6E8FEB86659FD93ull | 1; }
+
+class ReturnHistoryTest : public testing::Test {
+ protected:
+  ReturnModel model_;
+  RequestClasses classes_;
+  ReturnHistory history_{model_, classes_};
+  void learn() {
+    for (unsigned c = 0; c < ReturnModel::kClasses; ++c) model_.learn(1);
+  }
+  static constexpr unsigned kClass = RequestClasses::kUnknown;
+};
+
+TEST_F(ReturnHistoryTest, AReturnIsLearnedAtItsAge) {
+  for (std::uint64_t n = 0; n < 500; ++n) history_.used(id_of(n), 0, 0, false);
+  history_.advance(1000, 100000);
+  for (std::uint64_t n = 0; n < 500; ++n) history_.used(id_of(n), 0, 1000, false);
+  learn();
+  const unsigned at = ReturnModel::bucket_of(1000);
+  EXPECT_GT(model_.worth(kClass, at), 5 * model_.worth(kClass, at + 1));
+}
+
+TEST_F(ReturnHistoryTest, TheHeadOfSeveralPrefixesTeachesNothing) {
+  const float before = model_.worth(kClass, 0);
+  for (std::uint64_t time = 0; time < 500; ++time) history_.used(id_of(1), 0, time, true);
+  learn();
+  EXPECT_EQ(model_.worth(kClass, 0), before);
+}
+
+TEST_F(ReturnHistoryTest, WhatWasOnlyInUseElsewhereIsNoReturn) {
+  const float before = model_.worth(kClass, 0);
+  for (std::uint64_t time = 0; time < 500; ++time) history_.renewed(id_of(1), 0, time);
+  learn();
+  EXPECT_EQ(model_.worth(kClass, 0), before);
+}
+
+TEST_F(ReturnHistoryTest, DropsWhatLiesBeyondTheHorizon) {
+  for (std::uint64_t n = 0; n < 100; ++n) history_.used(id_of(n), 0, n, false);
+  history_.advance(149, 99);
+  EXPECT_EQ(history_.size(), 50u);
+  EXPECT_FALSE(history_.knows(id_of(49)));
+  EXPECT_TRUE(history_.knows(id_of(50)));
+}
+
+TEST_F(ReturnHistoryTest, IsBoundedAndReachesFurtherBackWithFewerSamples) {
+  constexpr std::uint64_t kUses = 4 * ReturnHistory::kMaxSamples;
+  for (std::uint64_t n = 0; n < kUses; ++n) {
+    history_.used(id_of(n), 0, n, false);
+    if (n % 16 == 0) history_.advance(n, kUses);
+    ASSERT_LE(history_.size(), ReturnHistory::kMaxSamples);
+  }
+  EXPECT_GT(history_.size(), ReturnHistory::kMaxSamples / 8);
+}
+
+TEST_F(ReturnHistoryTest, HoldsTheRecordsOfItsSamplesAndNoOthers) {
+  const auto record = classes_.refer(5);
+  history_.used(id_of(1), record, 0, false);
+  classes_.release(record);
+  EXPECT_EQ(classes_.size(), 1u);
+  history_.advance(1000, 10);
+  EXPECT_EQ(classes_.size(), 0u);
+}
+
+}  // namespace
+}  // namespace kv_offload

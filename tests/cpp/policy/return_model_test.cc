@@ -1,0 +1,53 @@
+#include "policy/return_model.h"
+
+#include <gtest/gtest.h>
+
+namespace kv_offload {
+namespace {
+
+TEST(ReturnModel, BucketsBeginAtTheirEdges) {
+  EXPECT_EQ(ReturnModel::bucket_of(0), 0u);
+  EXPECT_EQ(ReturnModel::bucket_of(63), 0u);
+  for (unsigned b = 1; b < ReturnModel::kBuckets; ++b) {
+    EXPECT_EQ(ReturnModel::bucket_of(ReturnModel::edge(b)), b);
+    EXPECT_EQ(ReturnModel::bucket_of(ReturnModel::edge(b) - 1), b - 1);
+  }
+  EXPECT_EQ(ReturnModel::bucket_of(~std::uint64_t{0}), ReturnModel::kBuckets - 1);
+}
+
+TEST(ReturnModel, KnowingNothingTheYoungerIsWorthMore) {
+  const ReturnModel model;
+  for (unsigned b = 1; b < ReturnModel::kBuckets; ++b) EXPECT_LE(model.worth(3, b), model.worth(3, b - 1));
+  EXPECT_EQ(model.worth(0, 7), model.worth(5, 7));
+}
+
+TEST(ReturnModel, WhatComesBackIsWorthMoreThanWhatDoesNot) {
+  ReturnModel model;
+  for (int i = 0; i < 1000; ++i) {
+    for (unsigned b = 0; b <= 10; ++b) {
+      model.reached(1, b);
+      if (b < 10 || i % 2 == 0) model.reached(2, b);
+    }
+    if (i % 2 == 0) model.returned(2, 10);
+  }
+  for (unsigned c = 0; c < ReturnModel::kClasses; ++c) model.learn(1);
+  EXPECT_GT(model.worth(2, 0), 2 * model.worth(1, 0));
+  // And it is worth more the nearer its return is.
+  EXPECT_GT(model.worth(2, 9), model.worth(2, 3));
+  EXPECT_LT(model.worth(2, 12), model.worth(2, 9));
+}
+
+TEST(ReturnModel, ForgetsWhatIsNotSeenAgain) {
+  ReturnModel model;
+  for (int i = 0; i < 1000; ++i) {
+    model.reached(1, 0);
+    model.returned(1, 0);
+  }
+  for (unsigned c = 0; c < ReturnModel::kClasses; ++c) model.learn(0.5f);
+  const float before = model.worth(1, 0);
+  for (unsigned c = 0; c < 20 * ReturnModel::kClasses; ++c) model.learn(0.5f);
+  EXPECT_LT(model.worth(1, 0), before / 10);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,127 @@
+"""Traces of requests, read and replayed through the core: alone and as ``kv-offload replay``."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kv_offload.cli import app
+from kv_offload.traces import OPTIMUM, Setting, Trace, read_trace, replay
+
+core = pytest.importorskip("kv_offload._core", reason="the core is not built")
+
+# Room for four blocks: the second prompt takes the end of the first.
+PROMPTS = [[1, 2, 3], [4, 5], [1, 2, 3], [4, 5]]
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 0, "input_length": 10 * len(p), "hash_ids": p} for p in PROMPTS]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    return path
+
+
+def run(*arguments, status=0):
+    result = CliRunner().invoke(app, ["replay", *map(str, arguments)])
+    assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
+    return result
+
+
+def test_a_trace_is_read_line_by_line(trace):
+    read = read_trace(trace)
+    assert read.prompts == PROMPTS
+    assert (read.blocks, read.unique_blocks(), read.tokens, read.block_tokens) == (10, 5, 100, 10.0)
+    assert read_trace(trace, limit=1).prompts == PROMPTS[:1]
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("{", "is no JSON"),
+        ("[1]", "has no hash_ids"),
+        ('{"hash_ids": [-1]}', "has no hash_ids"),
+        ('{"hash_ids": [true]}', "has no hash_ids"),
+        ('{"hash_ids": [1], "input_length": "x"}', "input_length of 'x'"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named(tmp_path, line, part):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"hash_ids": [1]}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2 ") as caught:
+        read_trace(path)
+    assert part in str(caught.value)
+
+
+def test_an_empty_trace_is_refused(tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="has no request"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("policy", "host", "tier", "hits", "from_tier"),
+    [
+        ("lru", 4, 0, 3, 0),
+        ("lru", 5, 0, 5, 0),
+        ("lru", 2, 9, 5, 3),
+        ("prefix", 4, 0, 3, 0),
+        (OPTIMUM, 4, 0, 4, 0),
+    ],
+)
+def test_hits_of_a_small_trace(trace, policy, host, tier, hits, from_tier):
+    read = read_trace(trace)
+    row = replay(read.to_core(), read, Setting(policy, host, tier), prefill_speed=100)
+    assert row["hit_blocks"] == hits
+    assert row["tier_hits"] <= row["hit_blocks"]
+    assert row["hit_tokens"] == 10 * hits
+    assert row["saved_prefill_seconds"] == pytest.approx(hits / 10)
+    assert (row["tier_hits"] > 0) == (from_tier > 0)
+
+
+def test_what_the_core_cannot_replay_is_refused():
+    read = Trace([[1]])
+    with pytest.raises(ValueError, match="host_chunks is 0"):
+        read.to_core().replay(host_chunks=0)
+    with pytest.raises(ValueError, match="reuse"):
+        read.to_core().replay(host_chunks=1, tier_chunks=1, write_policy="reuse:x")
+
+
+def test_the_command_prints_a_row_for_each_capacity_and_policy(trace):
+    found = json.loads(run(trace, "--host", 4, "--host", 5, "--json").stdout)
+    assert found["trace"]["requests"] == 4
+    assert [(row["host_blocks"], row["policy"]) for row in found["replays"]] == [
+        (capacity, policy) for capacity in (4, 5) for policy in ("lru", "s3fifo", "prefix", OPTIMUM)
+    ]
+    assert [row["hit_blocks"] for row in found["replays"] if row["host_blocks"] == 5] == [5] * 4
+
+
+def test_the_command_knows_the_bytes_written(trace):
+    options = ("--host", 2, "--disk", 9, "--policy", "lru", "--block-bytes", "1MiB")
+    (row,) = json.loads(run(trace, *options, "--json").stdout)["replays"]
+    assert row["written_bytes"] == 5 << 20
+    options = (*options, "--write-policy", "reuse:2")
+    (row,) = json.loads(run(trace, *options, "--json").stdout)["replays"]
+    assert 0 < row["written_bytes"] < 6 << 20
+
+
+def test_the_table_names_what_it_shows(trace):
+    said = run(trace, "--host", 5).stdout
+    for part in ("4 requests", "10 blocks", "prefix", "50.0%", OPTIMUM):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "part"),
+    [
+        (("--policy", "mru"), 2, "policy 'mru' is not known"),
+        (("--host", "1", "--write-policy", "sometimes", "--disk", "1"), 2, "write_policy"),
+    ],
+)
+def test_what_cannot_be_meant_is_said(trace, arguments, status, part):
+    assert part in run(trace, *arguments, status=status).stderr
+
+
+def test_a_trace_that_is_not_there_is_said(tmp_path):
+    assert "nowhere.jsonl" in run(tmp_path / "nowhere.jsonl", status=1).stderr
