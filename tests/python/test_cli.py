@@ -437,7 +437,7 @@ def test_ls_last_used_first(core):
         ("largest", ["00", "01", "02"]),
         ("smallest", ["02", "01", "00"]),
         ("namespace", ["01", "00", "02"]),
-        ("hits", ["01", "02", "00"]),
+        ("hits", ["00", "01", "02"]),
     ],
 )
 def test_ls_by(core, by, expected):
@@ -454,8 +454,8 @@ def test_ls_by(core, by, expected):
 
 def test_ls_knows_what_was_hit_since_it_was_written(core):
     lines = run("ls", "/root", "--json", "--by", "oldest").stdout.splitlines()
-    assert [json.loads(line)["hit"] for line in lines] == [False, False, True]
-    assert keys_of("--by", "hits", "--limit", 1) == ["01"]
+    assert [json.loads(line)["hit"] for line in lines] == [True, False, False]
+    assert keys_of("--by", "hits", "--limit", 1) == ["00"]
 
 
 def test_ls_of_nothing(core):
