@@ -87,7 +87,7 @@ def test_each_command_has_json_an_example_and_its_exit_statuses(command):
     assert "Exit status" in text
 
 
-@pytest.mark.parametrize("arguments", [["bogus"], ["stat"], ["config"], ["ls", "--limit", "-1", "r"]])
+@pytest.mark.parametrize("arguments", [["bogus"], ["stat"], ["size"], ["ls", "--limit", "-1", "r"]])
 def test_wrong_use_ends_with_2(arguments):
     assert "Traceback" not in run(*arguments, status=2).output
 
@@ -113,6 +113,16 @@ def test_config_of_memory_alone():
     transfer = as_json("config", "--cpu", "32GiB")
     assert extra_of(transfer)["cpu_bytes_to_use"] == "32GiB"
     assert "secondary_tiers" not in extra_of(transfer)
+
+
+def test_config_asks_nothing(core):
+    result = run("config")
+    assert extra_of(json.loads(result.stdout))["cpu_bytes_to_use"] == "2GiB", "of 8 GiB"
+    assert "--cpu 2GiB, a quarter of 8.0 GiB (/dev/shm)" in result.stderr
+    core.setattr(fake_core, "memory_headroom", lambda *_: (100 << 20, "cgroup"))
+    assert extra_of(as_json("config"))["cpu_bytes_to_use"] == "25MiB"
+    core.setattr(fake_core, "memory_headroom", lambda *_: (1 << 20, "cgroup"))
+    refused("config", status=1, part="1.0 MiB of host memory available (cgroup); give --cpu")
 
 
 def test_config_says_what_was_asked_and_is_read_back():
