@@ -102,7 +102,7 @@ class FsStore {
   void set_generation(std::shared_ptr<Generation> generation, bool empty);
   void follow_reset();
   void look_for_news();
-  std::uint64_t adopt_changed_leaves(std::int64_t since_mtime);
+  void adopt_changed_leaves(std::int64_t since_mtime);
 
   std::shared_ptr<Generation> generation() const EXCLUDES(mutex_);
   static bool aligned(std::span<const Shard> shards);
