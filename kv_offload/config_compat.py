@@ -119,6 +119,56 @@ def unknown_key(key: object, possible: Sequence[str]) -> str:
     return f"{key!r} is not known;{meant} possible: {', '.join(sorted(possible))}"
 
 
+# vLLM's connector for specs, and the one of ours that adds a report to each response.
+_CONNECTORS = ("OffloadingConnector", "ReportingConnector")
+
+
+def own_extra_config(transfer: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """Our part of what ``--kv-transfer-config`` gets, and what keeps vLLM from coming to us.
+
+    Understood are an OffloadingConnector, a MultiConnector with one among its connectors, and our part alone.
+    """
+    extra = transfer.get("kv_connector_extra_config", transfer)
+    connector = transfer.get("kv_connector", "OffloadingConnector")
+    if connector in _CONNECTORS:
+        return extra, []
+    if connector != "MultiConnector":
+        possible = '"OffloadingConnector", or a "MultiConnector" with one among its connectors'
+        return extra, [f"kv_connector is {connector!r}; it must be {possible}"]
+    problems = multi_connector_problems(transfer)
+    for child in _children(transfer):
+        if child.get("kv_connector") in _CONNECTORS:
+            return child.get("kv_connector_extra_config") or {}, problems
+    return {}, problems
+
+
+def multi_connector_problems(transfer: Mapping[str, Any]) -> list[str]:
+    """Why a MultiConnector of these connectors cannot serve with ours among them.
+
+    vLLM (0.31 to 0.33) declares the metrics of the first OffloadingConnector alone and ends with an
+    assertion when another reports its own; and two of ours would share one region of host memory.
+    """
+    offloading = [
+        child for child in _children(transfer) if child.get("kv_connector") == "OffloadingConnector"
+    ]
+    if not offloading:
+        return ['MultiConnector has no "OffloadingConnector" among its connectors, so vLLM never comes here']
+    if len(offloading) == 1:
+        return []
+    names = ", ".join(
+        str((child.get("kv_connector_extra_config") or {}).get("spec_name")) for child in offloading
+    )
+    return [
+        f"MultiConnector has {len(offloading)} OffloadingConnectors (spec_name {names}); vLLM can serve one: "
+        "keep ours, and give it what the others have as cpu_bytes_to_use and secondary_tiers"
+    ]
+
+
+def _children(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    children = (transfer.get("kv_connector_extra_config") or {}).get("connectors") or []
+    return [child for child in children if isinstance(child, Mapping)]
+
+
 def is_llmd_config(extra: Mapping[str, Any]) -> bool:
     """Written for llm-d's file system backend (SharedStorageOffloadingSpec)."""
     return (

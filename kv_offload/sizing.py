@@ -58,6 +58,13 @@ class Geometry:
         """Whole tokens that ``size`` bytes of records hold, headers included."""
         return self._tokens(size, [group.record_bytes for group in self.groups])
 
+    def tokens_by_tier(self, config: OffloadConfig, bounds: Sequence[int]) -> dict[str, int]:
+        """Whole tokens that each tier holds, by the tier's name; ``bounds``: max_bytes of those below cpu."""
+        tokens = {"cpu": self.tokens_in_memory(config.cpu_bytes_to_use)}
+        return tokens | {
+            name: self.tokens_on_tier(bound) for name, bound in zip(config.tier_names(), bounds, strict=True)
+        }
+
     def _period(self) -> int:
         return math.lcm(*(group.tokens_per_chunk for group in self.groups))
 

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 Answer = tuple[bool, dict[str, Any] | None]
 
 
-class ReportingConnector(OffloadingConnector):  # type: ignore[misc]
+class ReportingConnector(OffloadingConnector):
     """OffloadingConnector; what our manager says of a request goes into its response."""
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Answer:

@@ -103,6 +103,8 @@ class KVOffloadSpec(OffloadingSpec):
         info = self._info(merged["copier"], facts)
         metrics.set("kv_offload_info", [info[label] for label in _labels_of("kv_offload_info")], 1)
         geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes)
+        for tier, tokens in geometry.tokens_by_tier(options, bounds).items():
+            metrics.set("kv_offload_tier_capacity_tokens", [tier], tokens)
         logger.info(
             boot_line(
                 options,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kv_offload.config import OffloadConfig
+from kv_offload.config_compat import multi_connector_problems
 from kv_offload.log import get_logger
 from kv_offload.machine import check_root
 from kv_offload.sizes import format_bytes
@@ -100,6 +101,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
 
     parallel = config.parallel
     refuse_several_hosts()
+    refuse_several_offloading_connectors()
     tensors = [entry.tensor for entry in kv_caches.tensors]
     pages = [[ref.page_size_bytes for ref in refs] for refs in kv_caches.group_data_refs]
     copier, device = choose_copier(tensors)
@@ -153,6 +155,18 @@ def refuse_several_hosts() -> None:
             f"KVOffloadSpec keeps one engine's KV cache on one host, and this engine spans {hosts}: "
             "serve with tensor and pipeline parallelism inside a host, and data parallelism across hosts"
         )
+
+
+def refuse_several_offloading_connectors() -> None:
+    """Raises ValueError when vLLM's MultiConnector has another OffloadingConnector beside this one."""
+    transfer = getattr(compat.current_vllm_config(), "kv_transfer_config", None)
+    if getattr(transfer, "kv_connector", None) != "MultiConnector":
+        return
+    problems = multi_connector_problems(
+        {"kv_connector_extra_config": getattr(transfer, "kv_connector_extra_config", None)}
+    )
+    if problems:
+        raise ValueError(problems[0])
 
 
 def choose_copier(tensors: list[Any]) -> tuple[str, int]:

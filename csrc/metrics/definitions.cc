@@ -45,6 +45,7 @@ std::vector<MetricDefinition> make_definitions() {
       counter("kv_offload_stored_tokens_total", "Tokens whose blocks were stored in host memory."),
       gauge("kv_offload_tier_bytes", "Bytes resident on a tier (cpu: host memory).", {"tier"}),
       gauge("kv_offload_tier_capacity_bytes", "Bytes that a tier may hold.", {"tier"}),
+      gauge("kv_offload_tier_capacity_tokens", "Tokens of this model that a tier may hold.", {"tier"}),
       gauge("kv_offload_tier_chunks", "Chunks resident on a tier.", {"tier"}),
       counter("kv_offload_read_bytes_total", "Bytes read from a tier.", {"tier"}),
       counter("kv_offload_write_bytes_total", "Bytes written to a tier.", {"tier"}),

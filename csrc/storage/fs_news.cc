@@ -19,18 +19,17 @@ void FsStore::look_for_news() {
   const Nanos started = clock_.now();
   if (change == seen_change_ || started < next_news_) return;
   seen_change_ = change;
-  (void)adopt_changed_leaves(newest_leaf_mtime_ - kGrainNanos);
+  adopt_changed_leaves(newest_leaf_mtime_ - kGrainNanos);
   // Large roots are looked at less often: one twentieth of a thread.
   next_news_ = started + (clock_.now() - started) * 20;
 }
 
-// Adds the records of directories changed since; returns how many were new.
-std::uint64_t FsStore::adopt_changed_leaves(std::int64_t since_mtime) {
+// Adds the records of directories changed since.
+void FsStore::adopt_changed_leaves(std::int64_t since_mtime) {
   const std::shared_ptr<Generation> own = generation();
   std::vector<std::uint32_t> leaves;
   std::uint64_t ignored = 0;
-  if (!own || !list_leaves(ops_, own->directory.get(), &leaves, &ignored)) return 0;
-  std::uint64_t added = 0;
+  if (!own || !list_leaves(ops_, own->directory.get(), &leaves, &ignored)) return;
   FileInfo info;
   for (const std::uint32_t leaf : leaves) {
     if (stop_.load()) break;
@@ -42,10 +41,9 @@ std::uint64_t FsStore::adopt_changed_leaves(std::int64_t since_mtime) {
     const MutexLock lock(mutex_);
     if (own != generation_) break;
     for (const FoundRecord& record : found.records) {
-      added += catalogue_.insert({record.key, record.file_bytes}, {});
+      catalogue_.insert({record.key, record.file_bytes}, {});
     }
   }
-  return added;
 }
 
 }  // namespace kv_offload

@@ -10,6 +10,7 @@ FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
       clock_(clock),
       open_(open_root(options, ops)),
       account_(*open_.ledger),
+      staging_(clock),
       catalogue_(options.eviction_policy),
       generation_(std::move(open_.generation)),
       leaf_states_(layout::kLeaves, LeafState::kUnknown),

@@ -18,6 +18,7 @@
 #include "storage/fs_catalogue.h"
 #include "storage/fs_open.h"
 #include "storage/fs_walk.h"
+#include "storage/staging.h"
 #include "storage/tier.h"
 #include "storage/write_account.h"
 
@@ -101,7 +102,7 @@ class FsStore {
   void set_generation(std::shared_ptr<Generation> generation, bool empty);
   void follow_reset();
   void look_for_news();
-  std::uint64_t adopt_changed_leaves(std::int64_t since_mtime);
+  void adopt_changed_leaves(std::int64_t since_mtime);
 
   std::shared_ptr<Generation> generation() const EXCLUDES(mutex_);
   static bool aligned(std::span<const Shard> shards);
@@ -111,6 +112,7 @@ class FsStore {
   const Clock& clock_;
   OpenRoot open_;  // its generation moves into generation_
   WriteAccount account_;
+  Staging staging_;
 
   mutable Mutex mutex_;
   FsCatalogue catalogue_ GUARDED_BY(mutex_);

@@ -17,7 +17,9 @@
 // back-off, not deleted. O_DIRECT from and into the shards where the root
 // supports it (probed), buffered otherwise, both counted.
 // Start: the catalogue is rebuilt behind, from names and sizes alone; recency
-// from the files' times.
+// from the files' times. What other processes record in the namespace is found
+// within about a second: the ledger tells that somebody wrote, the directories'
+// times tell where.
 #pragma once
 
 #include <cstdint>

@@ -75,6 +75,16 @@ def panels() -> list[Panel]:
             },
         ),
         Panel("Bytes held", "bytes", {"{{tier}}": f"sum by (tier) (kv_offload_tier_bytes{SELECTOR})"}),
+        Panel(
+            "Capacity and content in tokens",
+            "short",
+            {
+                "{{tier}} capacity": f"sum by (tier) (kv_offload_tier_capacity_tokens{SELECTOR})",
+                "{{tier}} held": f"sum by (tier) (kv_offload_tier_capacity_tokens{SELECTOR} * "
+                f"kv_offload_tier_bytes{SELECTOR} / kv_offload_tier_capacity_bytes{SELECTOR})",
+            },
+            "Tokens of this model. A directory's bytes are those of all who share it.",
+        ),
         Panel("Chunks held", "short", {"{{tier}}": f"sum by (tier) (kv_offload_tier_chunks{SELECTOR})"}),
         Panel("Evicted", "Bps", {"{{tier}}": rate("kv_offload_evicted_bytes_total", "tier")}),
         Panel(

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kv_offload.cli.terminal import fail, told
+from kv_offload.cli.terminal import PROBLEM, fail, told
 from kv_offload.config import OffloadConfig
 from kv_offload.config_compat import SPEC_MODULE, SPEC_NAME
+from kv_offload.sizes import format_bytes
 
 
 def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
@@ -23,8 +24,13 @@ def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
 @told
 def config(
     cpu: Annotated[
-        str, typer.Option(metavar="SIZE", help="Host memory for the whole engine, all ranks together: 32GiB.")
-    ],
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Host memory for the whole engine, all ranks together: 32GiB. Without it: a quarter of what "
+            "is available here.",
+        ),
+    ] = None,
     disk: Annotated[
         list[str] | None,
         typer.Option(metavar="DIRECTORY", help="Root of a tier on disk. May be repeated: fastest first."),
@@ -78,13 +84,14 @@ def config(
 ) -> None:
     """Write the JSON for [bold]vllm serve --kv-transfer-config[/bold], checked.
 
-    Nothing of this machine is looked at: see [bold]kv-offload doctor[/bold] for that.
+    Nothing is asked: without options it is host memory alone, a quarter of what this machine has to give.
+    Whether the machine can serve it is what [bold]kv-offload doctor[/bold] says.
 
     [bold]Example[/bold]
 
       vllm serve MODEL --kv-transfer-config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
 
-    Exit status: 0 written; 2 the configuration cannot be meant.
+    Exit status: 0 written; 1 this machine has no memory to give; 2 the configuration cannot be meant.
     """
     if shell and as_json:
         fail("--shell and --json exclude each other", 2)
@@ -101,7 +108,7 @@ def config(
     per_tier = {key: value for key, value in options.items() if value is not None}
     if per_tier and not roots:
         fail(f"{', '.join(per_tier)}: an option of a tier, but there is no --disk", 2)
-    extra: dict[str, Any] = {"cpu_bytes_to_use": cpu}
+    extra: dict[str, Any] = {"cpu_bytes_to_use": cpu or _share_of_memory()}
     if roots:
         extra["secondary_tiers"] = [
             {"type": "fs", "root_dir": root}
@@ -122,6 +129,23 @@ def config(
         typer.echo(f"kv-offload: note: {note}", err=True)
     text = json.dumps(transfer_config(extra))
     typer.echo(f"--kv-transfer-config {shlex.quote(text)}" if shell else text)
+
+
+def _share_of_memory() -> str:
+    """A quarter of the host memory that is available here, in whole GiB or MiB."""
+    from kv_offload import _core
+
+    available, limited_by = _core.memory_headroom()
+    size = available // 4
+    unit = "GiB" if size >= 1 << 30 else "MiB"
+    count = size >> (30 if unit == "GiB" else 20)
+    if count == 0:
+        fail(f"{format_bytes(available)} of host memory available ({limited_by}); give --cpu", PROBLEM)
+    typer.echo(
+        f"kv-offload: note: --cpu {count}{unit}, a quarter of {format_bytes(available)} ({limited_by})",
+        err=True,
+    )
+    return f"{count}{unit}"
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -12,7 +12,7 @@ import kv_offload
 from kv_offload import vllm_versions
 from kv_offload.cli.terminal import rate
 from kv_offload.config import ConfigError, FsTierConfig, OffloadConfig
-from kv_offload.config_compat import SPEC_NAME
+from kv_offload.config_compat import SPEC_NAME, is_llmd_config, own_extra_config
 from kv_offload.machine import cautions, check_root, existing_part, free_bytes, tier_bounds
 from kv_offload.machine import check_machine as machine_problems
 from kv_offload.sizes import format_bytes
@@ -185,11 +185,11 @@ def _shown(value: object) -> str:
 
 def transfer(given: dict[str, Any]) -> Iterator[Check]:
     """Does what --kv-transfer-config gets lead vLLM to us."""
-    connector = given.get("kv_connector", "OffloadingConnector")
-    if connector != "OffloadingConnector":
-        yield Check("config", "refused", f'kv_connector is {connector!r}; it must be "OffloadingConnector"')
-    spec = given.get("kv_connector_extra_config", given).get("spec_name")
-    if spec != SPEC_NAME:
+    extra, problems = own_extra_config(given)
+    for problem in problems:
+        yield Check("config", "refused", problem)
+    spec = extra.get("spec_name")
+    if spec != SPEC_NAME and not is_llmd_config(extra):
         yield Check("config", "note", f'spec_name is {spec!r}: vLLM takes its own spec; set "{SPEC_NAME}"')
 
 

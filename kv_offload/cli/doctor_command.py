@@ -13,6 +13,7 @@ from kv_offload.cli import doctor_checks as checks
 from kv_offload.cli.doctor_checks import Check
 from kv_offload.cli.terminal import OK, PROBLEM, USAGE, console, fail, print_json, sentence, table, told
 from kv_offload.config import ConfigError, FsTierConfig, OffloadConfig
+from kv_offload.config_compat import own_extra_config
 from kv_offload.sizes import parse_byte_size
 
 _COLOURS = {"ok": "green", "note": "yellow", "refused": "bold red"}
@@ -57,7 +58,7 @@ def doctor(
     parsed: OffloadConfig | None = None
     if config is not None:
         given = read_config(config)
-        extra = given.get("kv_connector_extra_config", given)
+        extra, _ = own_extra_config(given)
         found += checks.transfer(given)
         try:
             parsed, notes = OffloadConfig.parse(extra)

@@ -56,6 +56,8 @@ def replay(
     [bold]Example[/bold]
 
       kv-offload replay trace.jsonl --host 5000 --host 20000 --disk 200000
+
+    Exit status: 0 replayed; 1 the trace cannot be read; 2 it is no trace, or an option is not known.
     """
     policies = policy or [*EVICTION_POLICIES, OPTIMUM]
     for name in policies:

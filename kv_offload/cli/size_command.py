@@ -8,6 +8,7 @@ from rich.markup import escape
 from kv_offload.cli.doctor_command import read_config
 from kv_offload.cli.terminal import add_row, console, print_json, rate, table, told
 from kv_offload.config import OffloadConfig
+from kv_offload.config_compat import own_extra_config
 from kv_offload.machine import tier_bounds
 from kv_offload.model_shape import DTYPE_BYTES, ModelShape, read_model
 from kv_offload.sizes import format_bytes, parse_byte_size
@@ -134,8 +135,7 @@ def _tiers(geometry: Geometry, cpu: str | None, disks: list[str], config: str | 
     if config is not None:
         if sizes:
             raise ValueError("--config names the tiers; give it without --cpu and --disk-size")
-        given = read_config(config)
-        parsed, _ = OffloadConfig.parse(given.get("kv_connector_extra_config", given))
+        parsed, _ = OffloadConfig.parse(own_extra_config(read_config(config))[0])
         sizes.append(("cpu", parsed.cpu_bytes_to_use))
         sizes += zip(parsed.tier_names(), tier_bounds(parsed), strict=True)
     return [

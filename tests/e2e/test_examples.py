@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from answers import BLOCK, assert_same
 from conftest import PROMPT_BLOCKS, REPOSITORY, Reference
 from local_server import LocalServer
@@ -86,6 +87,16 @@ def test_offline_example_reloads_from_host_memory_and_from_disk(model: Path, tmp
 def test_demo_shows_the_same_text_three_times(tmp_path: Path) -> None:
     output = run("demo.py", "--directory", str(tmp_path), "--prompts", "2", "--tokens", "2048", seconds=540)
     assert output.count("yes") == 2
+
+
+def test_live_monitoring_draws_the_dashboard(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib (extra: bench)")
+    file = tmp_path / "dashboard.png"
+    output = run("monitoring/live.py", str(file), "--seconds", "40", seconds=300)
+    shown = re.search(r"(\d+) of (\d+) panels have data", output)
+    assert shown is not None
+    assert int(shown.group(1)) > 0.7 * int(shown.group(2)), "counters of what did not happen are not there"
+    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_migration_keeps_the_meaning() -> None:

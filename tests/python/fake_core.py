@@ -82,7 +82,7 @@ class FsRoot:
 
 
 def record_created(path: str) -> float:
-    return {"/r/0.rec": 10.0, "/r/1.rec": 5.0, "/r/2.rec": 20.0}[path]
+    return {"/r/0.rec": 5.0, "/r/1.rec": 29.0, "/r/2.rec": 20.0}[path]
 
 
 def memory_headroom(shm_directory: str = "/dev/shm") -> tuple[int, str]:

@@ -63,7 +63,7 @@ def as_json(*arguments, status=0):
     return json.loads(run(*arguments, status=status).stdout)
 
 
-COMMANDS = ("config", "doctor", "size", "bench", "top", "stat", "ls", "verify", "purge", "evict")
+COMMANDS = ("config", "doctor", "size", "bench", "top", "stat", "ls", "verify", "purge", "evict", "replay")
 
 
 def test_version():
@@ -76,7 +76,7 @@ def test_each_command_explains_itself(command):
 
 
 def test_the_list_of_commands_is_whole():
-    assert {command.name for command in app.registered_commands} >= set(COMMANDS)
+    assert {command.name for command in app.registered_commands} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -87,7 +87,7 @@ def test_each_command_has_json_an_example_and_its_exit_statuses(command):
     assert "Exit status" in text
 
 
-@pytest.mark.parametrize("arguments", [["bogus"], ["stat"], ["config"], ["ls", "--limit", "-1", "r"]])
+@pytest.mark.parametrize("arguments", [["bogus"], ["stat"], ["size"], ["ls", "--limit", "-1", "r"]])
 def test_wrong_use_ends_with_2(arguments):
     assert "Traceback" not in run(*arguments, status=2).output
 
@@ -113,6 +113,16 @@ def test_config_of_memory_alone():
     transfer = as_json("config", "--cpu", "32GiB")
     assert extra_of(transfer)["cpu_bytes_to_use"] == "32GiB"
     assert "secondary_tiers" not in extra_of(transfer)
+
+
+def test_config_asks_nothing(core):
+    result = run("config")
+    assert extra_of(json.loads(result.stdout))["cpu_bytes_to_use"] == "2GiB", "of 8 GiB"
+    assert "--cpu 2GiB, a quarter of 8.0 GiB (/dev/shm)" in result.stderr
+    core.setattr(fake_core, "memory_headroom", lambda *_: (100 << 20, "cgroup"))
+    assert extra_of(as_json("config"))["cpu_bytes_to_use"] == "25MiB"
+    core.setattr(fake_core, "memory_headroom", lambda *_: (1 << 20, "cgroup"))
+    refused("config", status=1, part="1.0 MiB of host memory available (cgroup); give --cpu")
 
 
 def test_config_says_what_was_asked_and_is_read_back():
@@ -292,6 +302,52 @@ def test_doctor_notes_a_config_that_leads_elsewhere(core, vllm):
     assert "kv_connector is 'NixlConnector'" in said("doctor", "--no-measure", "--config", other, status=1)
 
 
+def multi(*connectors):
+    return json.dumps(
+        {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": list(connectors)}}
+    )
+
+
+OURS = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": json.loads(config_text())}
+
+
+def test_doctor_finds_us_in_a_multi_connector(core, vllm):
+    answer = as_json("doctor", "--json", "--no-measure", "--config", multi({"kv_connector": "X"}, OURS))
+    assert answer["plan"]["cpu_bytes_to_use"]["value"] == "1.0 GiB"
+    assert "config" not in states(answer)
+
+
+def test_doctor_knows_our_reporting_connector(core, vllm):
+    given = json.dumps(OURS | {"kv_connector": "ReportingConnector"})
+    assert "config" not in states(as_json("doctor", "--json", "--no-measure", "--config", given))
+
+
+@pytest.mark.parametrize(
+    ("connectors", "part"),
+    [
+        ([{"kv_connector": "NixlConnector"}], 'has no "OffloadingConnector" among its connectors'),
+        ([OURS, OURS], "MultiConnector has 2 OffloadingConnectors (spec_name KVOffloadSpec, KVOffloadSpec)"),
+    ],
+)
+def test_doctor_refuses_a_multi_connector_that_vllm_cannot_serve(core, vllm, connectors, part):
+    assert part in said("doctor", "--no-measure", "--config", multi(*connectors), status=1)
+
+
+def test_doctor_answers_a_config_of_llmd_with_ours(core, vllm):
+    theirs = {
+        "spec_name": "SharedStorageOffloadingSpec",
+        "spec_module_path": "llmd_fs_backend.spec",
+        "shared_storage_path": "/mnt/files",
+        "block_size": 256,
+        "threads_per_gpu": 64,
+    }
+    transfer = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": theirs}
+    text = said("doctor", "--no-measure", "--config", json.dumps(transfer), status=1)
+    for part in ("llm-d", '"root_dir": "/mnt/files"', '"n_read_threads": 64', '"block_size": 256'):
+        assert part in text
+    assert "vLLM takes its own spec" not in text
+
+
 @pytest.mark.parametrize("given", ["{", "[]", '{"kv_connector_extra_config": 1}'])
 def test_doctor_needs_a_json_object(core, given):
     refused("doctor", "--config", given, status=2, part="not")
@@ -391,7 +447,7 @@ def test_ls_last_used_first(core):
         ("largest", ["00", "01", "02"]),
         ("smallest", ["02", "01", "00"]),
         ("namespace", ["01", "00", "02"]),
-        ("hits", ["01", "02", "00"]),
+        ("hits", ["00", "01", "02"]),
     ],
 )
 def test_ls_by(core, by, expected):
@@ -408,8 +464,8 @@ def test_ls_by(core, by, expected):
 
 def test_ls_knows_what_was_hit_since_it_was_written(core):
     lines = run("ls", "/root", "--json", "--by", "oldest").stdout.splitlines()
-    assert [json.loads(line)["hit"] for line in lines] == [False, False, True]
-    assert keys_of("--by", "hits", "--limit", 1) == ["01"]
+    assert [json.loads(line)["hit"] for line in lines] == [True, False, False]
+    assert keys_of("--by", "hits", "--limit", 1) == ["00"]
 
 
 def test_ls_of_nothing(core):

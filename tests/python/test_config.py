@@ -187,6 +187,10 @@ def test_ports_of_the_processes_do_not_meet():
     assert addresses == [f"0.0.0.0:{port}" for port in range(9400, 9406)]
 
 
+def test_metrics_are_served_to_this_machine_only_unless_asked():
+    assert read(metrics_port=9400).metrics_address(None) == "127.0.0.1:9400"
+
+
 @pytest.mark.parametrize("off", [0, None, "0"])
 def test_no_metrics_port_no_address(off):
     assert read(metrics_port=off).metrics_address(None) is None

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -21,7 +22,22 @@ import pytest
 
 from kv_offload import _core
 
+EXAMPLE_LABELS = {
+    "tier": "fs",
+    "reason": "not_stored",
+    "op": "read",
+    "kind": "io",
+    "choice": "load",
+    "direction": "load",
+    "mode": "direct",
+}
 MONITORING = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def load_dashboard() -> Any:
@@ -43,17 +59,43 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of a Prometheus that scrapes nothing."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def busy_core() -> Iterator[str]:
+    """host:port of the core's own /metrics, every metric with values on it that grow all the time."""
+    metrics = _core.Metrics()
+    address = f"127.0.0.1:{free_port()}"
+    metrics.expose(address)
+    ended = threading.Event()
+
+    def serve() -> None:
+        while not ended.wait(0.1):
+            for definition in _core.metric_definitions():
+                labels = [EXAMPLE_LABELS.get(label, "x") for label in definition.labels]
+                if definition.type == "gauge":
+                    metrics.set(definition.name, labels, 4.0)
+                elif definition.type == "counter":
+                    metrics.add(definition.name, labels, 8)
+                else:
+                    metrics.observe(definition.name, labels, 0.02)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield address
+    ended.set()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory, busy_core: str) -> Iterator[str]:
+    """The base URL of a Prometheus that scrapes the core."""
+    port = free_port()
     folder = tmp_path_factory.mktemp("prometheus")
-    (folder / "empty.yml").write_text("scrape_configs: []\n")
+    target = {"job_name": "vllm", "static_configs": [{"targets": [busy_core]}]}
+    scraping = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [target]}
+    (folder / "scrape.yml").write_text(json.dumps(scraping))  # JSON is YAML
     server = subprocess.Popen(
         [
             "prometheus",
-            f"--config.file={folder / 'empty.yml'}",
+            f"--config.file={folder / 'scrape.yml'}",
             f"--storage.tsdb.path={folder / 'data'}",
             f"--web.listen-address=127.0.0.1:{port}",
         ],
@@ -107,12 +149,58 @@ def test_a_broken_rule_fails_the_unit_tests(tmp_path: Path) -> None:
     assert done.returncode != 0
 
 
-def test_every_dashboard_query_runs(prometheus: str) -> None:
-    queries = [expression for panel in load_dashboard().panels() for expression in panel.queries.values()]
-    assert len(queries) > 15
-    for expression in queries:
-        answer = query(prometheus, expression)
-        assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
+def test_every_dashboard_query_shows_what_is_scraped(prometheus: str) -> None:
+    left = [expression for panel in load_dashboard().panels() for expression in panel.queries.values()]
+    assert len(left) > 15
+    deadline = time.monotonic() + 60
+    while left and time.monotonic() < deadline:
+        for expression in list(left):
+            answer = query(prometheus, expression)
+            assert answer["status"] == "success", f"{expression}: {answer.get('error')}"
+            values = [float(row["value"][1]) for row in answer["data"]["result"]]
+            if values and all(value > 0 for value in values):
+                left.remove(expression)
+        time.sleep(0.2)
+    assert left == [], "these show nothing though every metric is there and grows"
+
+
+PANELS_NEEDED = (
+    "hit_tokens",
+    "miss_tokens",
+    "saved_seconds",
+    "tier_bytes",
+    "tier_capacity_tokens",
+    "read_bytes",
+    "write_bytes",
+    "queue_depth",
+    "failures",
+    "decisions",
+)
+
+
+@pytest.mark.parametrize("metric", PANELS_NEEDED)
+def test_the_dashboard_has_a_panel_of(metric: str) -> None:
+    panels = load_dashboard().panels()
+    assert any(f"kv_offload_{metric}" in text for panel in panels for text in panel.queries.values())
+
+
+def test_the_picture_is_drawn_from_the_dashboards_own_queries(prometheus: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib (extra: bench)")
+    file = tmp_path / "dashboard.png"
+    deadline = time.monotonic() + 60
+    rate = "rate(kv_offload_hit_tokens_total[5s])"
+    while not query(prometheus, rate)["data"]["result"] and time.monotonic() < deadline:
+        time.sleep(0.2)
+    done = subprocess.run(
+        [sys.executable, str(MONITORING / "picture.py"), prometheus, str(file), "--minutes", "1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert file.read_bytes().startswith(b"\x89PNG")
+    shown = int(re.search(r"(\d+) of (\d+) panels have data", done.stdout).group(1))  # type: ignore[union-attr]
+    assert shown == len(load_dashboard().panels())
 
 
 def test_a_query_with_a_mistake_is_told(prometheus: str) -> None:

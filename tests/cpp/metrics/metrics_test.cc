@@ -51,6 +51,7 @@ TEST(MetricDefinitions, keep_the_names_and_labels_that_users_build_on) {
       {"kv_offload_tier_bytes", {"tier"}},
       {"kv_offload_tier_capacity_bytes", {"tier"}},
       {"kv_offload_tier_chunks", {"tier"}},
+      {"kv_offload_tier_capacity_tokens", {"tier"}},
       {"kv_offload_read_bytes_total", {"tier"}},
       {"kv_offload_write_bytes_total", {"tier"}},
       {"kv_offload_read_seconds", {"tier"}},

@@ -96,6 +96,23 @@ def test_several_hosts_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPat
         KVOffloadSpec(offloading_config()).get_worker(kv_caches())
 
 
+def connector_of(spec_name: str) -> dict[str, Any]:
+    return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": spec_name}}
+
+
+@pytest.mark.parametrize("other", ["CPUOffloadingSpec", "KVOffloadSpec"])
+def test_a_second_offloading_connector_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    connectors = [connector_of(other), connector_of("KVOffloadSpec")]
+    transfer = SimpleNamespace(
+        kv_connector="MultiConnector", kv_connector_extra_config={"connectors": connectors}
+    )
+    monkeypatch.setattr(compat, "current_vllm_config", lambda: SimpleNamespace(kv_transfer_config=transfer))
+    with pytest.raises(ValueError, match=f"2 OffloadingConnectors \\(spec_name {other}, KVOffloadSpec\\)"):
+        KVOffloadSpec(offloading_config()).get_worker(kv_caches())
+
+
 def test_ranks_that_do_not_come_are_named() -> None:
     engine = offloading_config().engine_id
     KVOffloadSpec(offloading_config(world_size=2, engine_id=engine)).get_worker(kv_caches())

@@ -1,0 +1,99 @@
+"""This folder on a live server: serves a small model on CPU, scrapes it, draws the dashboard.
+
+    python live.py dashboard.png --seconds 150
+
+Conversations overflow vLLM's cache and host memory, so that prompts come back from memory and from disk;
+four records are damaged on purpose halfway, so that failures are seen. Needs vLLM, prometheus and matplotlib;
+takes a minute more than asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import picture
+from local_server import LocalServer, free_port, kv_transfer_config
+from tiny_model import make_model
+
+BLOCK = 128
+CONVERSATIONS = 14
+
+
+@contextlib.contextmanager
+def prometheus(target: str, folder: Path) -> Iterator[str]:
+    """The address of a Prometheus that scrapes ``target`` every second."""
+    job = {"job_name": "vllm", "static_configs": [{"targets": [target]}]}
+    file = folder / "prometheus.yml"
+    scraping = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [job]}
+    file.write_text(json.dumps(scraping))  # JSON is YAML
+    address = f"127.0.0.1:{free_port()}"
+    command = ["prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}"]
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, f"--web.listen-address={address}"], stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def damage_one(root: Path) -> None:
+    """Flips a byte in the oldest records, so that some request meets one."""
+    for path in sorted(root.rglob("*.rec"), key=lambda path: path.stat().st_mtime)[:4]:
+        with path.open("r+b") as record:
+            record.seek(5000)
+            record.write(b"damaged")
+
+
+def talk(server: LocalServer, root: Path, seconds: float) -> None:
+    """Conversations that grow, picked at random, for so long."""
+    choose = random.Random(0)
+    histories = [[choose.randrange(2, 2048) for _ in range(8 * BLOCK)] for _ in range(CONVERSATIONS)]
+    began, damaged = time.monotonic(), False
+    while (elapsed := time.monotonic() - began) < seconds:
+        history = histories[choose.randrange(CONVERSATIONS)]
+        server.ask(history, max_tokens=4, logprobs=1)
+        if len(history) < 24 * BLOCK:
+            history += [choose.randrange(2, 2048) for _ in range(2 * BLOCK)]
+        if elapsed > seconds / 2 and not damaged:
+            damaged = True
+            damage_one(root)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--memory", default="96MiB", help="cpu_bytes_to_use")
+    parser.add_argument("--disk", default="256MiB", help="max_bytes")
+    arguments = parser.parse_args()
+    if shutil.which("prometheus") is None:
+        parser.error("prometheus is not installed (Debian: apt-get install prometheus)")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_model(folder / "model", "small")
+        transfer = kv_transfer_config(arguments.memory, folder / "kv", arguments.disk)
+        server = LocalServer(model, folder / "server.log", blocks=40, kv_transfer=transfer)
+        with server, prometheus(f"127.0.0.1:{server.port}", folder) as base:
+            start = time.time()
+            talk(server, folder / "kv", arguments.seconds)
+            count = picture.draw(base, arguments.file, start, time.time())
+    print(f"{count} of {len(picture.panels())} panels have data; {arguments.file}")
+
+
+if __name__ == "__main__":
+    main()
