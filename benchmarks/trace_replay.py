@@ -23,6 +23,7 @@ CONVERSATIONS = ROOT.parent / "shared" / "data" / "conversation_trace.jsonl"
 CAPACITIES = (1_000, 2_500, 5_000, 10_000, 20_000, 35_000, 50_000)
 OURS = ("lru", "s3fifo", "prefix")
 VLLM = ("lru", "arc")
+PAIRS = (("lru", "lru"), ("prefix", "lru"), ("prefix", "prefix"), ("s3fifo", "s3fifo"))  # host, disk
 
 
 def vllm_hits(trace: Trace, policy: str, capacity: int) -> int:
@@ -79,12 +80,13 @@ def host_rows(trace: Trace, core: Any, capacity: int, speed: float, with_vllm: b
 def tier_rows(trace: Trace, core: Any, host: int, tier: int, speed: float) -> list[dict[str, Any]]:
     rows = []
     for write_policy in ("through", "on_evict", "reuse:2"):
-        for policy in OURS:
-            row = replay(core, trace, Setting(policy, host, tier, write_policy=write_policy), speed)
+        for policy, below in PAIRS:
+            row = replay(core, trace, Setting(policy, host, tier, below, write_policy), speed)
             row["write_policy"] = write_policy
             rows.append(row)
         shown = ", ".join(
-            f"{row['policy']} {row['hit_ratio']:.1%} ({row['written']:,} written)" for row in rows[-3:]
+            f"{row['policy']}/{row['tier_policy']} {row['hit_ratio']:.1%} ({row['written']:,} written)"
+            for row in rows[-len(PAIRS) :]
         )
         say(f"host {host:>6,}, disk {tier:>6,}, {write_policy:8}: {shown}")
     rows.append(replay(core, trace, Setting(OPTIMUM, host, tier), speed))

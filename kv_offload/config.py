@@ -21,6 +21,7 @@ logger = get_logger(__name__)
 EVICTION_POLICIES = ("lru", "s3fifo", "prefix")  # a test compares it with what the core has
 DEFAULT_DISK_SHARE = 0.5  # of (free + already held) bytes, for an fs tier without max_bytes
 MAX_TIERS = 8
+MAX_SIGHTS = 127  # that the core counts, for write_policy reuse:N
 
 ByteSize = Annotated[int, BeforeValidator(parse_byte_size)]
 Threads = Annotated[int, Field(ge=1, le=256)]
@@ -67,7 +68,9 @@ class FsTierConfig(BaseModel):
         description='"through" (record every stored chunk), "on_evict" (when it leaves host memory), '
         '"reuse:N" (after its Nth sight)',
     )
-    eviction_policy: str | None = Field(default=None, description="of this tier; default: as of host memory")
+    eviction_policy: str = Field(
+        default="lru", description='of this tier: "lru"; "prefix" and "s3fifo" as for host memory'
+    )
     fsync: Literal["none", "data", "full"] = Field(
         default="none", description="wait for the device after each record; checksums make it unnecessary"
     )
@@ -95,16 +98,18 @@ class FsTierConfig(BaseModel):
 
     @field_validator("eviction_policy")
     @classmethod
-    def _known_eviction_policy(cls, value: str | None) -> str | None:
-        return None if value is None else _known_eviction_policy(value)
+    def _known_eviction_policy(cls, value: str) -> str:
+        return _known_eviction_policy(value)
 
     @field_validator("write_policy")
     @classmethod
     def _known_write_policy(cls, value: str) -> str:
-        reuse = re.fullmatch(r"reuse:([0-9]{1,6})", value)
-        if value not in ("through", "on_evict") and (reuse is None or int(reuse.group(1)) < 1):
+        reuse = re.fullmatch(r"reuse:([0-9]{1,3})", value)
+        if value not in ("through", "on_evict") and (
+            reuse is None or not 1 <= int(reuse.group(1)) <= MAX_SIGHTS
+        ):
             raise ValueError(
-                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1, 2, ...: the Nth sight)"
+                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_SIGHTS}: the Nth sight)"
             )
         return value
 
@@ -124,8 +129,8 @@ class OffloadConfig(BaseModel):
     secondary_tiers: tuple[FsTierConfig, ...] = Field(default=(), max_length=MAX_TIERS)
     eviction_policy: str = Field(
         default="prefix",
-        description='of host memory, and of every tier that names none: "prefix" (ends of prompts first, by '
-        'what it learns of their return), "s3fifo", "lru"',
+        description='of host memory: "prefix" (ends of prompts first, by what it learns of their return), '
+        '"s3fifo", "lru"',
     )
     load_policy: Literal["auto", "always", "never"] = Field(
         default="auto", description="load from a tier when it beats computing, or always, or never"

@@ -84,7 +84,7 @@ class Setting:
     policy: str
     host_blocks: int
     tier_blocks: int = 0
-    tier_policy: str | None = None  # None: the same
+    tier_policy: str = "lru"
     write_policy: str = "through"
 
 
@@ -98,7 +98,7 @@ def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: flo
             host_chunks=setting.host_blocks,
             tier_chunks=setting.tier_blocks,
             eviction_policy=setting.policy,
-            tier_eviction_policy=setting.tier_policy or setting.policy,
+            tier_eviction_policy=setting.tier_policy,
             write_policy=setting.write_policy,
         )
         hits = result["host_hits"] + result["tier_hits"]
@@ -106,6 +106,7 @@ def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: flo
     tokens = hits * trace.block_tokens
     return {
         "policy": setting.policy,
+        "tier_policy": setting.tier_policy if setting.tier_blocks else None,
         "host_blocks": setting.host_blocks,
         "tier_blocks": setting.tier_blocks,
         "hit_blocks": hits,

@@ -197,7 +197,7 @@ class KVOffloadSpec(OffloadingSpec):
                 n_read_threads=tier.n_read_threads,
                 n_write_threads=tier.n_write_threads,
                 op_deadline_seconds=tier.op_deadline_seconds,
-                eviction_policy=tier.eviction_policy or self._options.eviction_policy,
+                eviction_policy=tier.eviction_policy,
                 write_policy=tier.write_policy,
             )
             for name, tier, bound in zip(

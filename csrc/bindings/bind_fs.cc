@@ -3,6 +3,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/bound_cache.h"
+#include "cache/key_memory.h"
 #include "storage/fs_root.h"
 #include "storage/fs_verify.h"
 
@@ -14,10 +15,12 @@ TierSlotOptions write_policy_of(std::string_view write_policy) {
     const std::string_view digits = write_policy.substr(kReuse.size());
     std::uint32_t threshold = 0;
     const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), threshold);
-    if (error == std::errc() && end == digits.data() + digits.size() && threshold > 0) {
+    if (error == std::errc() && end == digits.data() + digits.size() && threshold > 0 &&
+        threshold <= KeyMemory::kMaxSights) {
       return {WritePolicy::kReuse, threshold};
     }
-    throw_invalid("write_policy={:?}: write reuse:N with N from 1 on", write_policy);
+    throw_invalid("write_policy={:?}: write reuse:N with N from 1 to {}", write_policy,
+                  KeyMemory::kMaxSights);
   }
   return {one_of<WritePolicy>("write_policy", write_policy,
                               {{"through", WritePolicy::kThrough},

@@ -189,6 +189,7 @@ struct TieredCache::Impl {
   void be_patient(RequestState& request, const Decision& decision) const;
   // Its patience ended: does it get the rest sooner by waiting on?
   bool waits_on(RequestState& request, Nanos now);
+  void give_up(RequestState& request, Nanos now);
   void probe(RequestState& request, std::uint32_t group, std::span<const Scan::Candidate> candidates);
   double context_of(const RequestState& request, std::uint32_t group) const;
   void note_outcome(const LoadJob& job);

@@ -117,9 +117,13 @@ bool CostModel::should_probe(std::size_t index, Nanos now) {
   Tier& tier = tiers_[index];
   const bool still_read = tier.probing && tier.waiting_bytes > 0;
   if (!tier.recompute || still_read || now - tier.last_read < options_.probe_interval) return false;
-  tier.probing = true;
-  tier.last_read = now;
+  begin_probe(index, now);
   return true;
+}
+
+void CostModel::begin_probe(std::size_t index, Nanos now) {
+  tiers_[index].probing = true;
+  tiers_[index].last_read = now;
 }
 
 bool CostModel::host_pays(double bytes_per_token, Nanos now) {

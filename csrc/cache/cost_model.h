@@ -85,6 +85,8 @@ class CostModel {
   Decision decide(const Question& question);
   // Whether a tier that is not used should be probed now; then it counts as probed.
   bool should_probe(std::size_t tier, Nanos now);
+  // Reads that are under way are a probe from now on.
+  void begin_probe(std::size_t tier, Nanos now);
   // False when copying this from host memory takes clearly longer than computing it.
   bool host_pays(double bytes_per_token, Nanos now);
 

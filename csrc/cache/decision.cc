@@ -165,6 +165,21 @@ bool TieredCache::Impl::waits_on(RequestState& request, Nanos now) {
   return true;
 }
 
+// That it took too long says little of why: the first reads go on, and tell.
+void TieredCache::Impl::give_up(RequestState& request, Nanos now) {
+  metrics.add("kv_offload_decisions_total", {"give_up"});
+  std::uint32_t kept = 0;
+  std::erase_if(request.awaited, [&](Slot slot) {
+    Op& op = ops.at(fetches.at(slot));
+    if (kept == kProbeChunks || op.waiters.size() > 1) return false;
+    ++kept;
+    op.probe = true;
+    op.waiters.clear();
+    costs.begin_probe(op.tier, now);
+    return true;
+  });
+}
+
 // Reads the first chunks from tiers that are not used at present. They are worth
 // having, but nobody is told to wait for them.
 void TieredCache::Impl::probe(RequestState& request, std::uint32_t group,

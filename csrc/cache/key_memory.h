@@ -1,7 +1,7 @@
 // KeyMemory: what is remembered of keys that are not here: why they went and how
 // often they were seen. Bounded: a direct-mapped table of fingerprints, so an
 // old memory may be overwritten by another key's, never taken for it (but for
-// one chance in 2^57).
+// one chance in 2^53).
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ class KeyMemory {
  public:
   static constexpr std::size_t kMinCells = std::size_t{1} << 12;
   static constexpr std::size_t kMaxCells = std::size_t{1} << 20;
-  static constexpr std::uint32_t kMaxSights = 7;
+  static constexpr std::uint32_t kMaxSights = 127;
 
   // Remembers about `keys` keys, at most kMaxCells (8 bytes each).
   explicit KeyMemory(std::size_t keys) : cells_(std::bit_ceil(std::clamp(keys, kMinCells, kMaxCells))) {}
@@ -57,10 +57,10 @@ class KeyMemory {
  private:
   static constexpr std::uint64_t kReasonMask = 0xF;
   static constexpr unsigned kSightsShift = 4;
-  static constexpr std::uint64_t kSightsMask = std::uint64_t{7} << kSightsShift;
-  static constexpr std::uint64_t kPrintMask = ~std::uint64_t{0x7F};
+  static constexpr std::uint64_t kSightsMask = std::uint64_t{kMaxSights} << kSightsShift;
+  static constexpr std::uint64_t kPrintMask = ~std::uint64_t{0x7FF};
 
-  std::size_t place(std::uint64_t print) const { return (print >> 7) & (cells_.size() - 1); }
+  std::size_t place(std::uint64_t print) const { return (print >> 11) & (cells_.size() - 1); }
   std::uint64_t& own(const ChunkKey& key) {
     const std::uint64_t print = fingerprint(key);
     std::uint64_t& cell = cells_[place(print)];

@@ -40,7 +40,7 @@ void TieredCache::Impl::expire_deadlines(Nanos now) {
       const Op& op = ops.at(fetches.at(request.awaited.front()));
       costs.note_overdue_read(op.tier, op.bytes_ahead, to_seconds(now - op.submitted), now);
     }
-    if (!late) metrics.add("kv_offload_decisions_total", {"give_up"});
+    if (!late) give_up(request, now);
     stop_waiting(handle, request);
     request.expired = true;
     request.expired_for = late ? MissReason::kDeadline : MissReason::kRecomputeCheaper;

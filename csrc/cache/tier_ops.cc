@@ -197,7 +197,7 @@ void TieredCache::Impl::see_again(Slot slot) {
   for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
     if (tier_slots[tier].options.write_policy != WritePolicy::kReuse) continue;
     if (sights == 0) sights = memory.see(index.at(slot).key);
-    if (sights >= std::min(tier_slots[tier].options.reuse_threshold, KeyMemory::kMaxSights)) {
+    if (sights >= tier_slots[tier].options.reuse_threshold) {
       start_writes(static_cast<std::uint8_t>(tier), {slot});
     }
   }

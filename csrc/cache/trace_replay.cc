@@ -143,7 +143,7 @@ class Replayer {
   void see_again(Slot slot) {
     if (options_.tier.write_policy != WritePolicy::kReuse) return;
     const std::uint32_t sights = memory_.see(index_.at(slot).key);
-    if (sights >= std::min(options_.tier.reuse_threshold, KeyMemory::kMaxSights)) write(slot);
+    if (sights >= options_.tier.reuse_threshold) write(slot);
   }
 
   const Trace& trace_;

@@ -1,14 +1,18 @@
 #include "cache/transfer_model.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace kv_offload {
 
 void TransferModel::note(double bytes, double seconds) {
   if (bytes <= 0 || seconds <= 0) return;
-  samples_[next_] = {bytes, seconds};
-  next_ = (next_ + 1) % kWindow;
-  count_ = std::min(count_ + 1, kWindow);
+  const auto units = static_cast<std::uint64_t>(bytes) / 64;
+  auto& of_size =
+      samples_[std::min<std::size_t>(static_cast<std::size_t>(std::bit_width(units)), kSizes - 1)];
+  const auto oldest = std::min_element(of_size.begin(), of_size.end(),
+                                       [](const Sample& a, const Sample& b) { return a.number < b.number; });
+  *oldest = {bytes, seconds, ++noted_};
   dirty_ = true;
 }
 
@@ -29,23 +33,26 @@ double TransferModel::bytes_per_second() const {
   return per_byte > 0 ? 1 / per_byte : 0;
 }
 
-// Least squares of the relative error, 1/bytes being a sample's weight: a large
-// plan that came slowly counts as much as many small reads that came fast.
+// Least squares, 1/bytes being a sample's weight: a large plan that came slowly
+// counts as much as many small reads that came fast.
 const TransferModel::Fit& TransferModel::fit() const {
-  if (!dirty_ && count_ > 0) return fit_;
+  if (!dirty_) return fit_;
   fit_ = {};
   dirty_ = false;
-  if (count_ == 0) return fit_;
+  const std::uint64_t too_old = std::max(first_, noted_ > kOld ? noted_ - kOld : 0);
   double weight = 0, x = 0, y = 0, xx = 0, xy = 0;
-  for (std::size_t i = 0; i < count_; ++i) {
-    const auto [bytes, seconds] = samples_[i];
-    const double w = 1 / bytes;
-    weight += w;
-    x += w * bytes;
-    y += w * seconds;
-    xx += w * bytes * bytes;
-    xy += w * bytes * seconds;
+  for (const auto& of_size : samples_) {
+    for (const auto& [bytes, seconds, number] : of_size) {
+      if (number <= too_old) continue;
+      const double w = 1 / bytes;
+      weight += w;
+      x += w * bytes;
+      y += w * seconds;
+      xx += w * bytes * bytes;
+      xy += w * bytes * seconds;
+    }
   }
+  if (weight <= 0) return fit_;
   const double spread = weight * xx - x * x;
   fit_.told_apart = spread > 0.05 * weight * xx;
   if (fit_.told_apart) {

@@ -24,14 +24,13 @@ void PrefixPolicy::insert(Slot slot, const EntryInfo& info) {
   ++now_;
   Node& node = nodes_[slot];
   node = Node{};
-  node.time = now_;
+  note_use(node);
   node.record = classes_.refer(info.request);
   node.tree = tree_.take(info.id, info.parent, slot);
   if (node.record != 0) {
     classes_.note_stored(node.record, history_.sampled(info.id), history_.knows(info.id));
   }
   history_.used(info.id, node.record, now_, is_branched(node));
-  pass_time();
   const Slot parent = parent_of(node);
   if (parent != kNone && nodes_[parent].place == Place::kLeaf) {
     lift(parent);
@@ -47,10 +46,9 @@ void PrefixPolicy::access(Slot slot, const EntryInfo& info) {
   if (node.place != Place::kPinned) lift(slot);
   const RequestClasses::Record before = node.record;
   node.record = classes_.refer(info.request);
-  node.time = now_;
+  note_use(node);
   history_.used(info.id, node.record, now_, is_branched(node));
   classes_.release(before);
-  pass_time();
   if (node.place != Place::kPinned) put(slot);
 }
 
@@ -58,9 +56,8 @@ void PrefixPolicy::refresh(Slot slot, const EntryInfo& info) {
   Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown);
   if (node.place != Place::kPinned) lift(slot);
-  node.time = now_;
+  note_use(node);
   history_.renewed(info.id, node.record, now_);
-  pass_time();
   if (node.place != Place::kPinned) put(slot);
 }
 
@@ -134,8 +131,9 @@ void PrefixPolicy::settle_oldest(unsigned of_class, unsigned bucket, int* moves)
   }
 }
 
-void PrefixPolicy::pass_time() {
-  ++uses_;
+void PrefixPolicy::note_use(Node& node) {
+  node.time = now_;
+  node.use = ++uses_;
   if (uses_ % kAdvanceEvery == 0) history_.advance(now_, std::max(kMinHorizon, kHorizon * known_));
   if (uses_ % kLearnEvery == 0) model_.learn(kKeep);
 }
@@ -160,7 +158,7 @@ void PrefixPolicy::put_leaf(Slot slot) {
   node.place = Place::kLeaf;
   node.of_class = static_cast<std::uint8_t>(classes_.class_of(node.record));
   node.bucket = static_cast<std::uint8_t>(ReturnModel::bucket_of(now_ - node.time));
-  leaves_[node.of_class][node.bucket].insert({node.time, slot});
+  leaves_[node.of_class][node.bucket].insert({node.use, slot});
   filled_[node.of_class] |= std::uint64_t{1} << node.bucket;
 }
 
@@ -168,7 +166,7 @@ void PrefixPolicy::lift(Slot slot) {
   const Node& node = nodes_[slot];
   if (node.place == Place::kLeaf) {
     Leaves& set = leaves_[node.of_class][node.bucket];
-    set.erase({node.time, slot});
+    set.erase({node.use, slot});
     if (set.empty()) filled_[node.of_class] &= ~(std::uint64_t{1} << node.bucket);
   } else if (node.place == Place::kInner) {
     (node.newer == kNone ? newest_inner_ : nodes_[node.newer].older) = node.older;

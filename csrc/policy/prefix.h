@@ -11,9 +11,9 @@
 //   worth; else that one goes. So without anything learned it is LRU on leaves, and
 //   it stays near LRU where there is nothing to be learned.
 //
-// Leaves stand in one set for each class and age, by time. A leaf that grew older
+// Leaves stand in one set for each class and age, by recency. A leaf that grew older
 // is moved when it comes up as a candidate, at most kMaxMoves in a call. O(log n).
-// Memory: about 90 bytes an entry, and at most 24 MB of samples.
+// Memory: about 100 bytes an entry, and at most 24 MB of samples.
 #pragma once
 
 #include <array>
@@ -51,6 +51,7 @@ class PrefixPolicy final : public EvictionPolicy {
     kPinned,
   };
   struct Node {
+    std::uint64_t use = 0;   // number of its last use: the order of recency
     std::uint64_t time = 0;  // of its last use
     PrefixTree::Node tree = PrefixTree::kNone;
     RequestClasses::Record record = 0;
@@ -60,9 +61,9 @@ class PrefixPolicy final : public EvictionPolicy {
     std::uint8_t of_class = 0;  // kLeaf: the set that it is in
     std::uint8_t bucket = 0;
   };
-  using Leaves = std::set<std::pair<std::uint64_t, Slot>>;
+  using Leaves = std::set<std::pair<std::uint64_t, Slot>>;  // use, slot
 
-  void pass_time();
+  void note_use(Node& node);
   Slot parent_of(const Node& node) const;
   // By what it is now: leaf, inner or pinned. lift: out of where it is.
   void put(Slot slot);

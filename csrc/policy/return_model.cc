@@ -7,6 +7,10 @@ namespace {
 
 // What all classes show stands for this many entries of each, until it has more of its own.
 constexpr float kPriorEntries = 20;
+// And this share of them comes back in each bucket, until anything is known. (The
+// first bucket has all octaves below the second.)
+constexpr float kPriorReturns = 0.01f;
+constexpr float kFirstPriorReturns = 0.025f;
 
 }  // namespace
 
@@ -32,7 +36,7 @@ void ReturnModel::rate(unsigned of_class) {
       exposed += exposed_[c][b];
       returns += returns_[c][b];
     }
-    const float prior = (returns + 0.01f) / (exposed + 1);
+    const float prior = (returns + (b == 0 ? kFirstPriorReturns : kPriorReturns)) / (exposed + 1);
     hazard[b] = std::min(
         1.0f, (returns_[of_class][b] + kPriorEntries * prior) / (exposed_[of_class][b] + kPriorEntries));
   }

@@ -41,7 +41,7 @@ void FsStore::adopt_changed_leaves(std::int64_t since_mtime) {
     const MutexLock lock(mutex_);
     if (own != generation_) break;
     for (const FoundRecord& record : found.records) {
-      catalogue_.insert({record.key, record.file_bytes}, 0);
+      catalogue_.insert({record.key, record.file_bytes}, {});
     }
   }
 }

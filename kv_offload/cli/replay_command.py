@@ -30,6 +30,9 @@ def replay(
             help=f"{', '.join(EVICTION_POLICIES)}, or {OPTIMUM} (knows the future). Default: all.",
         ),
     ] = None,
+    disk_policy: Annotated[
+        str, typer.Option(metavar="POLICY", help="Of the disk: what goes first when it is full.")
+    ] = "lru",
     write_policy: Annotated[
         str, typer.Option(metavar="POLICY", help="Of the disk: through, on_evict, reuse:N.")
     ] = "through",
@@ -68,7 +71,7 @@ def replay(
     rows: list[dict[str, Any]] = []
     for capacity in capacities:
         for name in policies:
-            setting = Setting(name, capacity, disk, write_policy=write_policy)
+            setting = Setting(name, capacity, disk, disk_policy, write_policy)
             row = replay_one(core, read, setting, prefill_speed)
             row["written_bytes"] = None if row["written"] is None else row["written"] * size
             rows.append(row)

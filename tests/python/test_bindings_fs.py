@@ -133,9 +133,10 @@ def test_another_directory_is_no_root(tmp_path):
         ({"fsync": "often"}, 'fsync="often".*none, data, full'),
         ({"o_direct": "maybe"}, 'o_direct="maybe".*auto, on, off'),
         ({"write_policy": "later"}, 'write_policy="later".*through, on_evict, reuse:N'),
-        ({"write_policy": "reuse:N"}, "reuse:N with N from 1 on"),
-        ({"write_policy": "reuse:0"}, "reuse:N with N from 1 on"),
-        ({"write_policy": "reuse:2x"}, "reuse:N with N from 1 on"),
+        ({"write_policy": "reuse:N"}, "reuse:N with N from 1 to 127"),
+        ({"write_policy": "reuse:0"}, "reuse:N with N from 1 to 127"),
+        ({"write_policy": "reuse:128"}, "reuse:N with N from 1 to 127"),
+        ({"write_policy": "reuse:2x"}, "reuse:N with N from 1 to 127"),
         ({"op_deadline_seconds": -1}, "op_deadline_seconds=-1"),
     ],
 )
@@ -145,7 +146,7 @@ def test_an_option_that_cannot_be_is_refused_by_name(root, change, match):
 
 
 def test_options_that_are_possible_are_taken(root):
-    for policy in ("through", "on_evict", "reuse:1", "reuse:20"):
+    for policy in ("through", "on_evict", "reuse:1", "reuse:127"):
         tier(root, write_policy=policy, fsync="full", o_direct="off", n_read_threads=1)
     assert not root.exists()
 

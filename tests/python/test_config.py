@@ -187,6 +187,10 @@ def test_ports_of_the_processes_do_not_meet():
     assert addresses == [f"0.0.0.0:{port}" for port in range(9400, 9406)]
 
 
+def test_metrics_are_served_to_this_machine_only_unless_asked():
+    assert read(metrics_port=9400).metrics_address(None) == "127.0.0.1:9400"
+
+
 @pytest.mark.parametrize("off", [0, None, "0"])
 def test_no_metrics_port_no_address(off):
     assert read(metrics_port=off).metrics_address(None) is None
@@ -284,7 +288,14 @@ def test_host_memory_and_each_tier_may_have_a_policy_of_their_own(policy):
     tiers = [{"type": "fs", "root_dir": "/a", "eviction_policy": policy}, {"type": "fs", "root_dir": "/b"}]
     config = read(cpu_bytes_to_use=1, eviction_policy=policy, secondary_tiers=tiers)
     assert config.eviction_policy == policy
-    assert [tier.eviction_policy for tier in config.secondary_tiers] == [policy, None]
+    assert [tier.eviction_policy for tier in config.secondary_tiers] == [policy, "lru"]
+
+
+@pytest.mark.parametrize("given", ["reuse:0", "reuse:128", "reuse:", "reuse:2.0"])
+def test_sights_are_counted_within_bounds(given):
+    assert read(cpu_bytes_to_use=1, secondary_tiers=[FS | {"write_policy": "reuse:127"}])
+    (problem,) = problems({"cpu_bytes_to_use": 1, "secondary_tiers": [FS | {"write_policy": given}]})
+    assert "N = 1 to 127" in problem
 
 
 def test_an_unknown_policy_of_a_tier_is_refused_naming_the_known_ones():

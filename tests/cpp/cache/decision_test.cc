@@ -91,6 +91,16 @@ TEST_F(DecisionTest, ATierThatRecoveredIsUsedAgainWithinAProbe) {
   EXPECT_LT(mean_served(5), 0.2);
 }
 
+TEST_F(DecisionTest, LatencyIsNotTakenForALowSpeed) {
+  make({.tiers = {kFast}});
+  engine().tiers[0]->latency_seconds = 0.02;
+  warm_up();
+  served(16);  // 25 ms to compute: given up, but its first reads go on
+  EXPECT_EQ(engine().decisions("give_up"), 1);
+  EXPECT_LT(served(), 0.2);
+  EXPECT_LT(served(32), 0.8);
+}
+
 TEST_F(DecisionTest, ProbesAreFewReadsAndNobodyWaitsForThem) {
   make({.tiers = {kThrottled}});
   warm_up();

@@ -21,7 +21,7 @@ TEST(KeyMemoryTest, RemembersWhyAKeyIsGone) {
 TEST(KeyMemoryTest, CountsSightsUpToItsLimitBesideTheReason) {
   KeyMemory memory(100);
   memory.note_gone(key_of("a"), 3);
-  for (std::uint32_t i = 1; i < 12; ++i) {
+  for (std::uint32_t i = 1; i < 200; ++i) {
     EXPECT_EQ(memory.see(key_of("a")), std::min(i, KeyMemory::kMaxSights));
   }
   EXPECT_EQ(memory.why_gone(key_of("a")), 3);

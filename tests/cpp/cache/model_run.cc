@@ -15,6 +15,7 @@ WorldOptions world_of(const ModelOptions& options) {
   world.cache.lookup_deadline = kDeadline;
   world.cache.keep_events = true;
   world.cache.load_policy = options.load_policy;
+  world.cache.eviction_policy = options.eviction_policy;
   return world;
 }
 
@@ -60,6 +61,7 @@ void ModelRun::begin_request() {
   if (chance(5)) request.options.load_from_tiers = false;
   if (chance(5)) request.options.load_policy = LoadPolicy::kNever;
   if (chance(5)) request.options.skip_store = true;
+  if (chance(10)) request.options.priority = chance(50) ? 1 : -1;
   // Prompts share prefixes: a document, left somewhere for a branch of its own.
   const auto document = random_() % 6;
   const std::size_t length = 1 + random_() % kPromptChunks;

@@ -32,6 +32,7 @@ struct ModelOptions {
   std::vector<bool> full_attention{true};  // a group that is not has a window of two chunks
   TierSlotOptions tier{};
   LoadPolicy load_policy = LoadPolicy::kAlways;
+  std::string eviction_policy = "lru";
   bool step_ends_before_stores = false;  // vLLM 0.32
   Planted planted = Planted::kNone;
 };

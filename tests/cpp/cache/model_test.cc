@@ -54,6 +54,17 @@ TEST_P(ModelSeeds, HardlyAnyMemory) {
   expect_clean({.seed = GetParam(), .rows = 5}, 20000, {"hit", "pending", "miss", "load", "eviction"});
 }
 
+TEST_P(ModelSeeds, EveryEvictionPolicy) {
+  for (const std::string& policy : eviction_policy_names()) {
+    SCOPED_TRACE(policy);
+    expect_clean({.seed = GetParam(), .eviction_policy = policy}, 20000);
+    expect_clean({.seed = GetParam(),
+                  .tier = {.write_policy = WritePolicy::kOnEvict},
+                  .eviction_policy = policy},
+                 10000);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Model, ModelSeeds, testing::Values(1, 2, 3));
 
 class PlantedFaults : public testing::TestWithParam<Planted> {};

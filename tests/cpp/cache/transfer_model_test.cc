@@ -33,10 +33,21 @@ TEST_F(TransferModelTest, OfOneSizeAllTimeIsTheRates) {
   EXPECT_NEAR(model_.seconds(5000), 0.01, 1e-9);
 }
 
-TEST_F(TransferModelTest, AWindowOfNewSamplesIsAllThatCounts) {
+TEST_F(TransferModelTest, NewSamplesOfEachSizeAreAllThatCounts) {
   read(32, 0, 1e6);
   read(32, 0, 1e3);
   EXPECT_NEAR(model_.bytes_per_second(), 1e3, 1);
+}
+
+TEST_F(TransferModelTest, ManyLargeSamplesDoNotHideTheLatency) {
+  read(300, 0.01, 1e6);
+  EXPECT_NEAR(model_.latency(), 0.01, 1e-6);
+}
+
+TEST_F(TransferModelTest, ASizeThatIsNotSeenAnyMoreIsForgotten) {
+  read(300, 0, 1e6);
+  for (int i = 0; i < 600; ++i) model_.note(1000, 1);
+  EXPECT_NEAR(model_.seconds(1000), 1, 1e-6);
 }
 
 TEST_F(TransferModelTest, WhatIsOverdueReplacesABetterEstimate) {

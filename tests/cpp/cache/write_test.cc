@@ -91,6 +91,15 @@ TEST_F(WriteTest, ReuseWritesNothingThatIsSeenOnce) {
   EXPECT_THAT(queued(), ElementsAre("a"));
 }
 
+TEST_F(WriteTest, ReuseCountsAsFarAsItIsAsked) {
+  make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 20});
+  store({"a"});
+  for (int sight = 2; sight < 20; ++sight) load_again({"a"});
+  EXPECT_THAT(queued(), IsEmpty());
+  load_again({"a"});
+  EXPECT_THAT(queued(), ElementsAre("a"));
+}
+
 TEST_F(WriteTest, ReuseRemembersWhatLeftHostMemory) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 2}, 1);
   store({"a"});

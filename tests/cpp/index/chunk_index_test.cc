@@ -57,6 +57,27 @@ TEST_F(ChunkIndexTest, AFillingChunkIsNoVictimAndAResidentOneIs) {
   EXPECT_EQ(index_.pinned(), 0u);
 }
 
+TEST_F(ChunkIndexTest, AHoldersOwnChunksAreSparedAndKeepTheirPlace) {
+  const Slot own = store("own"), later = store("later"), other = store("other");
+  index_.access(own, 7, 0);
+  index_.access(later, 7, 0);
+  index_.access(other, 8, 0);
+  EXPECT_EQ(index_.victim(7), other);
+  EXPECT_EQ(index_.victim(), own);
+  EXPECT_EQ(index_.victim(8), own);
+  index_.erase(other);
+  EXPECT_EQ(index_.victim(7), std::nullopt);
+  EXPECT_EQ(index_.victim(), own);
+}
+
+TEST_F(ChunkIndexTest, AnEntryKeepsTheHighestPriorityOfThoseThatUsedIt) {
+  const Slot slot = store("a");
+  index_.access(slot, 7, 1);
+  index_.access(slot, 8, -1);
+  EXPECT_EQ(index_.about(index_.at(slot)).priority, 1);
+  EXPECT_EQ(index_.about(index_.at(slot)).request, 8u);
+}
+
 TEST_F(ChunkIndexTest, PinsOfWaitersOutliveTheFetchThatBroughtTheChunk) {
   const Slot slot = index_.insert(key_of("a"), 0, 1, {}, ChunkState::kFetching);
   index_.pin(slot);

@@ -72,7 +72,7 @@ TEST_F(PrefixPolicyTest, NothingGoesBeforeWhatLiesBehindIt) {
       chunks = prompts[random() % prompts.size()];
       chunks.resize(1 + random() % chunks.size());
     }
-    for (auto fresh = random() % 5; fresh-- > 0 || chunks.empty();) chunks.push_back(next++);
+    for (auto fresh = 1 + random() % 5; fresh-- > 0;) chunks.push_back(next++);
     serve(chunks);
     prompts.push_back(chunks);
     while (parent_of_.size() > 100) {

@@ -14,8 +14,7 @@ namespace {
 class PlainS3Fifo {
  public:
   void insert(Slot slot, ChunkId id) {
-    const auto ghost = std::find(ghosts_.begin(), ghosts_.end(), id);
-    (ghost != ghosts_.end() ? main_ : small_).push_back(slot);
+    (ghosts_.contains(id) ? main_ : small_).push_back(slot);
     entries_[slot] = {id, 0};
   }
   void access(Slot slot) { entries_[slot].hits = std::min(3, entries_[slot].hits + 1); }
@@ -33,12 +32,11 @@ class PlainS3Fifo {
   void erase(Slot slot) {
     if (const auto at = std::find(small_.begin(), small_.end(), slot); at != small_.end()) {
       small_.erase(at);
-      ghosts_.push_back(entries_[slot].id);
+      ghosts_.add(entries_[slot].id, entries_.size());
     } else {
       main_.erase(std::find(main_.begin(), main_.end(), slot));
     }
     entries_.erase(slot);
-    while (ghosts_.size() > entries_.size() + 1) ghosts_.pop_front();
   }
   bool knows(Slot slot) const { return entries_.contains(slot); }
   std::size_t size() const { return entries_.size(); }
@@ -50,7 +48,7 @@ class PlainS3Fifo {
   };
   std::map<Slot, Entry> entries_;
   std::deque<Slot> small_, main_;
-  std::deque<ChunkId> ghosts_;
+  GhostList ghosts_;
 };
 
 TEST(S3FifoPolicy, DoesWhatThePlainAlgorithmDoes) {

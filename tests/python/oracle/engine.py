@@ -51,8 +51,12 @@ from oracle.runner import FakeRunner
 
 try:
     from vllm.v1.core import kv_cache_planning as planning  # 0.33
+
+    STATE_MODE = "align"  # a state per step, where a block ends
 except ImportError:
     from vllm.v1.core import kv_cache_utils as planning
+
+    STATE_MODE = "all"  # a state at the end of each block
 
 STATE = 0  # the window of a group whose pages hold one state instead of tokens
 
@@ -101,7 +105,7 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
     cache = CacheConfig(block_size=setup.block_size, cache_dtype="auto", enable_prefix_caching=True)
     cache.prefix_caching_hash_algo = setup.hash_algorithm
     if setup.window == STATE:
-        cache.mamba_cache_mode = "all"
+        cache.mamba_cache_mode = STATE_MODE
     cache.num_gpu_blocks_override = setup.num_blocks
     cache.kv_cache_layout = setup.layout
     return VllmConfig(
@@ -164,7 +168,7 @@ def _layer_specs(setup: Setup) -> dict[str, Any]:
             shapes=((page // 4 - 8,),),  # the page is padded
             dtypes=(torch.float32,),
             page_size_padded=page,
-            mamba_cache_mode="all",
+            mamba_cache_mode=STATE_MODE,
         )
 
     return {f"model.layers.{layer}.self_attn.attn": spec_of(layer) for layer in range(setup.layers)}
