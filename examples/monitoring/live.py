@@ -2,9 +2,8 @@
 
     python live.py dashboard.png --seconds 150
 
-Conversations overflow vLLM's cache and host memory, so that prompts come back from memory and from disk;
-four records are damaged on purpose halfway, so that failures are seen. Needs vLLM, prometheus and matplotlib;
-takes a minute more than asked.
+Conversations overflow vLLM's cache and host memory, so that prompts come back from memory and from disk.
+Needs vLLM, prometheus and matplotlib; takes a minute more than asked.
 """
 
 from __future__ import annotations
@@ -51,27 +50,16 @@ def prometheus(target: str, folder: Path) -> Iterator[str]:
         process.wait(30)
 
 
-def damage_one(root: Path) -> None:
-    """Flips a byte in the oldest records, so that some request meets one."""
-    for path in sorted(root.rglob("*.rec"), key=lambda path: path.stat().st_mtime)[:4]:
-        with path.open("r+b") as record:
-            record.seek(5000)
-            record.write(b"damaged")
-
-
-def talk(server: LocalServer, root: Path, seconds: float) -> None:
+def talk(server: LocalServer, seconds: float) -> None:
     """Conversations that grow, picked at random, for so long."""
     choose = random.Random(0)
     histories = [[choose.randrange(2, 2048) for _ in range(8 * BLOCK)] for _ in range(CONVERSATIONS)]
-    began, damaged = time.monotonic(), False
-    while (elapsed := time.monotonic() - began) < seconds:
+    began = time.monotonic()
+    while time.monotonic() - began < seconds:
         history = histories[choose.randrange(CONVERSATIONS)]
         server.ask(history, max_tokens=4, logprobs=1)
         if len(history) < 24 * BLOCK:
             history += [choose.randrange(2, 2048) for _ in range(2 * BLOCK)]
-        if elapsed > seconds / 2 and not damaged:
-            damaged = True
-            damage_one(root)
 
 
 def main() -> None:
@@ -90,7 +78,7 @@ def main() -> None:
         server = LocalServer(model, folder / "server.log", blocks=40, kv_transfer=transfer)
         with server, prometheus(f"127.0.0.1:{server.port}", folder) as base:
             start = time.time()
-            talk(server, folder / "kv", arguments.seconds)
+            talk(server, arguments.seconds)
             count = picture.draw(base, arguments.file, start, time.time())
     print(f"{count} of {len(picture.panels())} panels have data; {arguments.file}")
 
