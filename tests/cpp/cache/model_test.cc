@@ -60,7 +60,7 @@ TEST_P(ModelSeeds, EveryEvictionPolicy) {
     expect_clean({.seed = GetParam(), .eviction_policy = policy}, 20000);
     expect_clean(
         {.seed = GetParam(), .tier = {.write_policy = WritePolicy::kOnEvict}, .eviction_policy = policy},
-        10000);
+        20000);
   }
 }
 
