@@ -159,7 +159,7 @@ stage_fuzz() {
   build_tests fuzz fuzzers -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 || return
   for target in fuzz_record fuzz_root; do
     mkdir -p "build/corpus/$target"
-    "build/fuzz/$target" -max_total_time="$seconds" -max_len=5000 -timeout=10 -rss_limit_mb=1024 \
+    "build/fuzz/$target" -max_total_time="$seconds" -max_len=5000 -timeout=10 -dict=tests/cpp/storage/fuzz.dict -rss_limit_mb=1024 \
       -artifact_prefix="build/corpus/$target-" "build/corpus/$target" >"build/$target.log" 2>&1 || status=1
     tail -n $((status ? 40 : 1)) "build/$target.log"
   done

@@ -13,5 +13,7 @@ def test_byte_oracle(minor: str) -> None:
 
 
 def test_records_are_shared_exactly_where_their_bytes_are_equal() -> None:
-    tree = trees()[max(trees())]
+    tree = trees().get("0.32")
+    if tree is None:
+        pytest.skip("vLLM 0.32 is neither installed nor unpacked")
     print(run_under(tree, "oracle/check_identity.py"))

@@ -12,7 +12,13 @@
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace kv_offload;
   const AlignedBuffer page(kRecordHeaderBytes), again(kRecordHeaderBytes);
-  std::memcpy(page.data(), data, size < kRecordHeaderBytes ? size : kRecordHeaderBytes);
+  // Over a good header, so that most inputs are good but for a little.
+  RecordHeader good;
+  good.key = ChunkKey::unchecked("0123456789abcdef0123456789abcdefgrou", 36);
+  good.shard_bytes = {5000, 4096};
+  good.payload_bytes = 8192 + 4096;
+  encode_header(good, page.span());
+  for (std::size_t i = 0; i < size && i < kRecordHeaderBytes; ++i) page.data()[i] ^= std::byte{data[i]};
   const bool keep_checksum = size > kRecordHeaderBytes;
   const std::uint64_t checksum = XXH3_64bits(page.data(), kRecordHeaderBytes - 8);
   if (!keep_checksum) std::memcpy(page.data() + kRecordHeaderBytes - 8, &checksum, 8);

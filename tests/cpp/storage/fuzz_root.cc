@@ -1,6 +1,7 @@
 // libFuzzer on everything else that a root tells us: the byte account, the readable
 // twins, file names. Whatever they hold, opening the root ends in an account that
 // keeps the bound or in one sentence. Clang only (CMake: fuzz_root).
+#include <fcntl.h>
 #include <xxhash.h>
 
 #include <cstdlib>
@@ -84,6 +85,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   testing::SimDisk disk;
   const FsTierOptions options = options_on(disk);
   { const OpenRoot made = open_root(options, disk); }
+  // With a second namespace the root is not counted anew as it is opened.
+  if (disk.mkdir(AT_FDCWD, "/root/" + std::string(64, '2'), 0700) != 0) std::abort();
   const std::string space = "/root/" + layout::namespace_name(options.namespace_id);
   switch (data[0] % 4) {
     case 0:
