@@ -6,7 +6,7 @@
 namespace kv_offload {
 namespace {
 
-ChunkKey key_of(int n) { return ChunkKey(fmt::format("{:<16}", n) + std::string(4, '\0')); }
+ChunkKey key_of(int n) { return ChunkKey(fmt::format("{:08}--------", n) + std::string(4, '\0')); }
 
 class FsCatalogueTest : public testing::TestWithParam<std::string> {
  protected:
@@ -19,7 +19,7 @@ class FsCatalogueTest : public testing::TestWithParam<std::string> {
   std::vector<int> drain() {
     std::vector<int> order;
     while (const auto victim = catalogue_.take_victim()) {
-      order.push_back(std::stoi(std::string(victim->key.bytes().substr(0, 16))));
+      order.push_back(std::stoi(std::string(victim->key.bytes().substr(0, 8))));
     }
     return order;
   }
