@@ -54,8 +54,14 @@ std::vector<Stretch> TieredCache::Impl::stretches_of(const RequestState& request
     last.bytes += chunk_bytes;
   };
   *hits_before = 0;
-  if (!first.is_prefix) {  // a window: all of it, or it is worth nothing
+  if (!first.is_prefix) {  // a window: all of it, or what was found of the prefix is worth nothing
     for (const auto& candidate : first.candidates) add(candidate.tier);
+    const std::uint16_t prefix = request.pass.front().group;
+    const auto sights = std::find_if(request.pass.begin(), request.pass.end(),
+                                     [&](const Sight& sight) { return sight.group != prefix; }) -
+                        request.pass.begin();
+    stretches.back().tokens =
+        std::max(stretches.back().tokens, static_cast<std::uint64_t>(sights) * groups[prefix].tokens);
     return stretches;
   }
   for (std::uint32_t i = first.begin; i < first.end; ++i) {

@@ -1,5 +1,7 @@
 #include "policy/return_history.h"
 
+#include <algorithm>
+
 namespace kv_offload {
 
 void ReturnHistory::used(ChunkId id, RequestClasses::Record record, std::uint64_t now, bool branched) {
@@ -54,8 +56,12 @@ void ReturnHistory::advance(std::uint64_t now, std::uint64_t horizon) {
 }
 
 void ReturnHistory::add(ChunkId id, RequestClasses::Record record, std::uint64_t now) {
+  sweep();
   if (by_id_.size() == kMaxSamples) {
-    skip_mask_ = 2 * skip_mask_ + 1;
+    if (swept_ >= samples_.size()) {
+      skip_mask_ = 2 * skip_mask_ + 1;
+      swept_ = 0;
+    }
     drop(oldest());
     if (!sampled(id)) return;
   }
@@ -70,6 +76,15 @@ void ReturnHistory::add(ChunkId id, RequestClasses::Record record, std::uint64_t
   link(at);
 }
 
+// A little per sample: all at once would be a long call.
+void ReturnHistory::sweep() {
+  const std::size_t end = std::min(samples_.size(), swept_ + kSweepAtOnce);
+  for (; swept_ < end; ++swept_) {
+    const ChunkId id = samples_[swept_].id;
+    if (id != 0 && !sampled(id)) drop(static_cast<std::uint32_t>(swept_));
+  }
+}
+
 void ReturnHistory::drop(std::uint32_t at) {
   unlink(at);
   forget(at);
@@ -79,6 +94,7 @@ void ReturnHistory::drop(std::uint32_t at) {
 void ReturnHistory::forget(std::uint32_t at) {
   by_id_.erase(samples_[at].id);
   classes_.release(samples_[at].record);
+  samples_[at].id = 0;
   free_.push_back(at);
 }
 

@@ -36,6 +36,7 @@ class ReturnHistory {
 
  private:
   static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
+  static constexpr std::size_t kSweepAtOnce = 4;
   struct Sample {
     ChunkId id = 0;
     std::uint64_t time = 0;
@@ -51,6 +52,7 @@ class ReturnHistory {
 
   void catch_up(Sample& sample, unsigned bucket);
   void add(ChunkId id, RequestClasses::Record record, std::uint64_t now);
+  void sweep();  // drops what is in the sample no more
   void drop(std::uint32_t at);
   void forget(std::uint32_t at);
   void link(std::uint32_t at);
@@ -64,6 +66,7 @@ class ReturnHistory {
   std::unordered_map<ChunkId, std::uint32_t> by_id_;
   std::array<Ends, ReturnModel::kBuckets> queues_;  // by age, each by time
   std::uint64_t skip_mask_ = 0;
+  std::size_t swept_ = 0;  // samples below this one were looked at since the mask changed
 };
 
 }  // namespace kv_offload

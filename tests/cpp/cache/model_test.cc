@@ -58,10 +58,9 @@ TEST_P(ModelSeeds, EveryEvictionPolicy) {
   for (const std::string& policy : eviction_policy_names()) {
     SCOPED_TRACE(policy);
     expect_clean({.seed = GetParam(), .eviction_policy = policy}, 20000);
-    expect_clean({.seed = GetParam(),
-                  .tier = {.write_policy = WritePolicy::kOnEvict},
-                  .eviction_policy = policy},
-                 10000);
+    expect_clean(
+        {.seed = GetParam(), .tier = {.write_policy = WritePolicy::kOnEvict}, .eviction_policy = policy},
+        20000);
   }
 }
 

@@ -49,14 +49,21 @@ TEST_F(ReturnHistoryTest, DropsWhatLiesBeyondTheHorizon) {
   EXPECT_TRUE(history_.knows(id_of(50)));
 }
 
-TEST_F(ReturnHistoryTest, IsBoundedAndReachesFurtherBackWithFewerSamples) {
-  constexpr std::uint64_t kUses = 4 * ReturnHistory::kMaxSamples;
+TEST_F(ReturnHistoryTest, IsBoundedAndTakesEveryOtherWhenItIsFull) {
+  constexpr std::uint64_t kUses = 2 * ReturnHistory::kMaxSamples - 1000;
   for (std::uint64_t n = 0; n < kUses; ++n) {
     history_.used(id_of(n), 0, n, false);
     if (n % 16 == 0) history_.advance(n, kUses);
     ASSERT_LE(history_.size(), ReturnHistory::kMaxSamples);
   }
-  EXPECT_GT(history_.size(), ReturnHistory::kMaxSamples / 8);
+  EXPECT_GT(history_.size(), ReturnHistory::kMaxSamples * 9 / 10);
+  int early = 0, late = 0;
+  for (std::uint64_t n = 0; n < 2000; ++n) {
+    early += history_.knows(id_of(n));
+    late += history_.knows(id_of(kUses - 1 - n));
+  }
+  EXPECT_NEAR(late, 1000, 150);
+  EXPECT_NEAR(early, 1000, 150);
 }
 
 TEST_F(ReturnHistoryTest, HoldsTheRecordsOfItsSamplesAndNoOthers) {

@@ -6,7 +6,7 @@
 namespace kv_offload {
 namespace {
 
-ChunkKey key_of(int n) { return ChunkKey(fmt::format("{:016}", n) + std::string(4, '\0')); }
+ChunkKey key_of(int n) { return ChunkKey(fmt::format("{:<16}", n) + std::string(4, '\0')); }
 
 class FsCatalogueTest : public testing::TestWithParam<std::string> {
  protected:
