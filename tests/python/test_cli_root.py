@@ -148,7 +148,7 @@ def test_verify_finds_every_planted_damage_and_removes_it(root, damage):
 
 
 def test_a_root_serves_again_after_repair(root):
-    planted(root)["description cut short"]()
+    planted(root)["description of the namespace"]()
     with pytest.raises(ValueError, match="another namespace under the same id"):
         write_root(root)
     run("verify", root, "--repair", status=1)
