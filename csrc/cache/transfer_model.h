@@ -14,8 +14,8 @@ namespace kv_offload {
 
 class TransferModel {
  public:
-  static constexpr std::size_t kOfSize = 4;   // samples of each power of two of bytes
-  static constexpr std::uint64_t kOld = 512;  // so many samples later one counts no more
+  static constexpr std::size_t kOfSize = 4;    // samples of each power of two of bytes
+  static constexpr std::uint64_t kOld = 8192;  // so many samples later one counts no more
 
   // `bytes` had arrived `seconds` after they were asked for: all bytes that were
   // ahead and the transfer's own.

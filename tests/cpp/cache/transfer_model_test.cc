@@ -40,13 +40,13 @@ TEST_F(TransferModelTest, NewSamplesOfEachSizeAreAllThatCounts) {
 }
 
 TEST_F(TransferModelTest, ManyLargeSamplesDoNotHideTheLatency) {
-  read(300, 0.01, 1e6);
+  read(2048, 0.01, 1e6);
   EXPECT_NEAR(model_.latency(), 0.01, 1e-6);
 }
 
 TEST_F(TransferModelTest, ASizeThatIsNotSeenAnyMoreIsForgotten) {
   read(300, 0, 1e6);
-  for (int i = 0; i < 600; ++i) model_.note(1000, 1);
+  for (std::uint64_t i = 0; i < TransferModel::kOld; ++i) model_.note(1000, 1);
   EXPECT_NEAR(model_.seconds(1000), 1, 1e-6);
 }
 
