@@ -1,6 +1,6 @@
 """What the scheduler thread pays for our calls: 4,096 keys, against vLLM's CPUOffloadingManager.
 
-    python benchmarks/manager_calls.py [--resident 8192 1000000] [--rounds 15]
+    python benchmarks/manager_calls.py [--resident 8192 1000000] [--rounds 15] [--eviction-policy prefix]
 
 Both managers hold the same number of resident chunks, are full, and are asked the same in turns, in one
 process: lookup of hits and of misses, prepare_load, complete_load, prepare_store (which evicts as many) and
@@ -50,7 +50,7 @@ class Ours:
 
     name = "KVOffloadManager"
 
-    def __init__(self, resident: int) -> None:
+    def __init__(self, resident: int, eviction_policy: str) -> None:
         engine = f"benchmark-{uuid.uuid4()}"
         size = resident * ROW_BYTES
         self.worker = _core.HostRegion.attach_worker(engine, size, 1, 1, 0, [ROW_BYTES], "{}")
@@ -58,7 +58,12 @@ class Ours:
         self.region.wait_for_ranks(10)
         metrics = _core.Metrics()
         cache = _core.TieredCache(
-            self.region, metrics, group_ids=[0], tokens_per_chunk=[16], shard_bytes=[[ROW_BYTES]]
+            self.region,
+            metrics,
+            group_ids=[0],
+            tokens_per_chunk=[16],
+            shard_bytes=[[ROW_BYTES]],
+            eviction_policy=eviction_policy,
         )
         self.manager: Any = KVOffloadManager(cache, metrics)
 
@@ -71,11 +76,11 @@ class Ours:
 
 
 class Theirs:
-    """vLLM's manager of host memory."""
+    """vLLM's manager of host memory (always LRU)."""
 
     name = "CPUOffloadingManager"
 
-    def __init__(self, resident: int) -> None:
+    def __init__(self, resident: int, eviction_policy: str) -> None:
         self.manager: Any = CPUOffloadingManager(num_chunks=resident)
 
     def copied(self, spec: Any) -> None:
@@ -149,12 +154,12 @@ class Side:
         self.times[call].append(spent)
 
 
-def measure(resident: int, rounds: int) -> dict[str, Any]:
+def measure(resident: int, rounds: int, eviction_policy: str) -> dict[str, Any]:
     """Medians in milliseconds of both, and how many times faster ours is."""
     sides = []
     for kind in (Ours, Theirs):
         say(f"filling {kind.name} with {resident:,} chunks")
-        sides.append(Side(kind(resident), resident))
+        sides.append(Side(kind(resident, eviction_policy), resident))
     gc.collect()
     gc.freeze()  # as the engine core does
     for _ in range(rounds + 1):
@@ -200,19 +205,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--resident", type=int, nargs="+", default=[2 * KEYS, 1_000_000])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--eviction-policy", default="prefix", help="ours; prefix is what is configured by default"
+    )
     options = parser.parse_args()
     print(describe_machine()["text"])
+    name = f"manager_calls-{options.eviction_policy}"
     results: dict[str, Any] = {}
     for resident in options.resident:
-        results[str(resident)] = measure(resident, options.rounds)
+        results[str(resident)] = measure(resident, options.rounds, options.eviction_policy)
         show(resident, results[str(resident)])
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         say("no picture: matplotlib is not installed")
-        write_results("manager_calls", {"milliseconds": results})
+        write_results(name, {"milliseconds": results})
         return
-    write_results("manager_calls", {"milliseconds": results}, lambda path: draw(path, results))
+    write_results(name, {"milliseconds": results}, lambda path: draw(path, results))
 
 
 if __name__ == "__main__":

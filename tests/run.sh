@@ -220,7 +220,7 @@ printf '%s\n' "${summary[@]}"
 pytest_status=0
 if [ ${#tests[@]} -gt 0 ]; then
   printf '\n==== pytest %s\n' "${tests[*]}"
-  bounded 2400 .venv/bin/pytest --timeout 600 "${tests[@]}"
+  bounded 3900 .venv/bin/pytest --timeout 600 "${tests[@]}"
   pytest_status=$?
 fi
 if [ ${#failed[@]} -gt 0 ]; then
