@@ -181,7 +181,8 @@ def test_a_store_reported_as_failed_is_never_a_hit(engine: Engine) -> None:
     assert engine.look(keys(1), request) == [MISS]
 
 
-def test_room_is_made_by_evicting_what_was_not_used_longest(engine: Engine) -> None:
+def test_room_is_made_by_evicting_what_was_not_used_longest() -> None:
+    engine = Engine(eviction_policy="lru")
     for number in range(ROWS + 4):
         request = engine.request(f"r{number}")
         output = engine.store(keys(number), request)
@@ -336,7 +337,7 @@ def test_and_nothing_at_all_where_vllm_does_not_say_which_groups_have_a_window()
 
 
 def test_events_tell_what_host_memory_gains_and_loses() -> None:
-    engine = Engine(events=True)
+    engine = Engine(events=True, eviction_policy="lru")
     for number in range(ROWS + 1):
         engine.store(keys(number), engine.request(f"r{number}"))
     told = list(engine.manager.take_events())
