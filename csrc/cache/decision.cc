@@ -40,7 +40,8 @@ double TieredCache::Impl::context_of(const RequestState& request, std::uint32_t 
 // are read together add their bytes.
 std::vector<Stretch> TieredCache::Impl::stretches_of(const RequestState& request, const Scans& scans,
                                                      std::uint32_t* hits_before) const {
-  const auto& [group, first] = scans.front();
+  const std::uint32_t group = scans.front().first;  // not a binding: lambdas capture it
+  const Scan& first = scans.front().second;
   std::uint64_t chunk_bytes = 0;
   for (const auto& [other, scan] : scans) {
     chunk_bytes += groups[other].bytes * groups[group].tokens / groups[other].tokens;
