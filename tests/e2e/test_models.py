@@ -1,4 +1,4 @@
-"""Other shapes than one rank with full attention: tensor and pipeline parallel, sliding windows.
+"""Other shapes than one rank with full attention: tensor parallel, sliding windows.
 
 Host memory is smaller than the working set, so that prompts come back from both tiers.
 """
@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from answers import BLOCK, assert_same, make_prompts
 from conftest import PROMPT_BLOCKS, PROMPTS, Reference, Serve
 from local_server import kv_transfer_config
 
 
-@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 def test_two_ranks_reload_from_host_memory_and_disk(
-    kind: str, start: Serve, model: Path, reference: Reference, tmp_path: Path
+    start: Serve, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     with start(
         model,
         kv_transfer_config("72MiB", tmp_path),
-        arguments=[f"--{kind}-parallel-size", "2"],
+        arguments=["--tensor-parallel-size", "2"],
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     ) as server:
         first = [server.ask(prompt) for prompt in reference.prompts]
