@@ -68,7 +68,10 @@ def test_every_library_it_needs_is_found(empty_environment):
     libraries = [*package.glob("*.so*"), *(package.parent / "vllm_kv_offload.libs").glob("*.so*")]
     assert len(libraries) > 1
     for library in libraries:
-        assert "not found" not in run("ldd", library), library
+        missing = [line.split()[0] for line in run("ldd", library).splitlines() if "not found" in line]
+        # torch's own are loaded with torch, which is not here.
+        allowed = ("libtorch", "libc10") if library.name.startswith("libkv_offload_torch") else ()
+        assert [name for name in missing if not allowed or not name.startswith(allowed)] == [], library
 
 
 def test_the_core_works_there(empty_environment):
