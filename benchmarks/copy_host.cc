@@ -16,14 +16,13 @@
 #include <vector>
 
 #include "base/aligned_buffer.h"
+#include "bench.h"
 #include "copy/block_copier.h"
 
 namespace kv_offload {
 namespace {
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+using bench::now;
 
 struct Case {
   std::string name;

@@ -17,32 +17,18 @@
 #include <vector>
 
 #include "base/aligned_buffer.h"
+#include "bench.h"
 #include "storage/fs_layout.h"
 #include "storage/fs_tier.h"
 
 namespace kv_offload {
 namespace {
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+using bench::key_of;
+using bench::now;
 
 double seconds(const timeval& time) {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) / 1e6;
-}
-
-ChunkKey key_of(std::uint64_t number) {
-  std::uint64_t words[4];
-  std::uint64_t state = number;
-  for (std::uint64_t& word : words) {  // splitmix64: spread as digests are
-    state += 0x9E3779B97F4A7C15ull;
-    std::uint64_t mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9ull;
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBull;
-    word = mixed ^ mixed >> 31;
-  }
-  std::string bytes(reinterpret_cast<const char*>(words), sizeof(words));
-  bytes.append(4, '\0');
-  return ChunkKey(bytes);
 }
 
 FsTierOptions options_for(const std::string& root) {

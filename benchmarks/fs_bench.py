@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -22,24 +20,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from reporting import describe_machine, write_results
+
 ENGINES = ("libaio", "io_uring")
 ALL = ("ours", "vllm", *ENGINES)
 
 
-def machine(directory: Path) -> dict[str, str]:
-    """What the numbers were measured on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
-    filesystem = subprocess.run(
-        ["stat", "-f", "-c", "%T", str(directory)], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    return {
-        "cpu": f"{os.cpu_count()} x {cpu}",
-        "kernel": platform.release(),
-        "filesystem": filesystem,
-        "load": f"{os.getloadavg()[0]:.1f}",
-    }
+def file_system(directory: Path) -> str:
+    """The kind of file system that is measured."""
+    command = ["stat", "-f", "-c", "%T", str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def fio(directory: Path, engine: str, direction: str, record: int, total: int, in_flight: int) -> float:
@@ -143,9 +133,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set(ylabel="GB/s", ylim=(0, None))
     axes[1].legend()
-    where = results["machine"]
     in_flight = results["io"][0]["threads"]
-    figure.suptitle(f"fs tier: {where['cpu']}, {where['filesystem']}, {in_flight} in flight")
+    figure.suptitle(f"fs tier: {describe_machine()['text']}, {results['filesystem']}, {in_flight} in flight")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -165,8 +154,8 @@ def main() -> None:
     options = parser.parse_args()
     if shutil.which("fio") is None:
         sys.exit("fio is the baseline and is not installed: apt install fio")
-    results: dict[str, Any] = {"machine": machine(options.directory), "io": [], "start": []}
-    print(json.dumps(results["machine"]), file=sys.stderr)
+    results: dict[str, Any] = {"filesystem": file_system(options.directory), "io": [], "start": []}
+    print(f"{describe_machine()['text']}, {results['filesystem']}", file=sys.stderr)
     for size in options.sizes:
         record = int(size * 2**20)
         found = measure(
@@ -191,10 +180,7 @@ def main() -> None:
             f"4096 lookups {found['lookup_4096_seconds'] * 1e3:.2f} ms",
             flush=True,
         )
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{options.name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    if results["io"]:
-        draw(results, RESULTS / f"{options.name}.png")
+    write_results(options.name, results, (lambda path: draw(results, path)) if results["io"] else None)
 
 
 if __name__ == "__main__":

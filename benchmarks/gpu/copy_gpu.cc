@@ -16,14 +16,11 @@
 #include <set>
 #include <vector>
 
+#include "bench.h"
 #include "platform.h"
 
 namespace kv_offload::bench {
 namespace {
-
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 const char* word(CopyDirection direction) { return direction == CopyDirection::kStore ? "store" : "load"; }
 constexpr CopyDirection kBoth[] = {CopyDirection::kStore, CopyDirection::kLoad};

@@ -1,6 +1,7 @@
 #include <chrono>
 
 #include "base/aligned_buffer.h"
+#include "bench.h"
 #include "copy/cuda_calibration.h"
 #include "copy/cuda_check.h"
 #include "copy/cuda_device.h"
@@ -10,10 +11,6 @@
 
 namespace kv_offload::bench {
 namespace {
-
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 class Gpu final : public Platform {
  public:
@@ -49,7 +46,7 @@ class Gpu final : public Platform {
     options.layout = layout;
     options.area = area_.span();
     return std::make_unique<DeviceCopier>(options, std::make_unique<CudaDevice>(options_),
-                                          path ? only(*path) : table_, limits_);
+                                          path ? single_path_table(*path) : table_, limits_);
   }
   double link(CopyDirection direction, std::uint64_t bytes) override {
     const double begun = now();

@@ -3,14 +3,11 @@
 #include <vector>
 
 #include "base/aligned_buffer.h"
+#include "bench.h"
 #include "platform.h"
 
 namespace kv_offload::bench {
 namespace {
-
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // Copies at once, in the issuing thread.
 class TwinDevice final : public CopyDevice {
@@ -71,7 +68,7 @@ class HostTwin final : public Platform {
     options.layout = layout;
     options.area = area_.span();
     return std::make_unique<DeviceCopier>(options, std::make_unique<TwinDevice>(area_.span()),
-                                          path ? only(*path) : default_copy_table(),
+                                          path ? single_path_table(*path) : default_copy_table(),
                                           DeviceLimits{.staged_bytes = 1 << 20});
   }
   double link(CopyDirection direction, std::uint64_t bytes) override {
@@ -101,15 +98,5 @@ class HostTwin final : public Platform {
 }  // namespace
 
 std::unique_ptr<Platform> make_host_twin(std::uint64_t bytes) { return std::make_unique<HostTwin>(bytes); }
-
-CopyTable only(CopyPath path) {
-  CopyTable table = default_copy_table();
-  for (auto& paths : table.rates) {
-    for (std::size_t p = 0; p < kCopyPaths; ++p) {
-      if (p != static_cast<std::size_t>(path)) paths[p].fill(0);
-    }
-  }
-  return table;
-}
 
 }  // namespace kv_offload::bench

@@ -36,7 +36,4 @@ inline constexpr std::uint64_t kCacheBytes = 3ull << 30;
 std::unique_ptr<Platform> make_gpu(std::uint64_t bytes);
 std::unique_ptr<Platform> make_host_twin(std::uint64_t bytes);
 
-// A table in which one path always wins.
-CopyTable only(CopyPath path);
-
 }  // namespace kv_offload::bench

@@ -55,6 +55,6 @@ if(KV_OFFLOAD_DEVELOPER)
 
   file(GLOB gpu_benchmark CONFIGURE_DEPENDS benchmarks/gpu/*.cc benchmarks/gpu/*.cu)
   add_executable(copy_gpu ${gpu_benchmark})
-  target_include_directories(copy_gpu PRIVATE benchmarks/gpu)
+  target_include_directories(copy_gpu PRIVATE benchmarks benchmarks/gpu)
   target_link_libraries(copy_gpu PRIVATE kv_offload_cuda_objects)
 endif()

@@ -101,6 +101,16 @@ CopyTable default_copy_table() {
   return table;
 }
 
+CopyTable single_path_table(CopyPath path) {
+  CopyTable table = default_copy_table();
+  for (auto& paths : table.rates) {
+    for (std::size_t p = 0; p < kCopyPaths; ++p) {
+      if (p != static_cast<std::size_t>(path)) paths[p].fill(0);
+    }
+  }
+  return table;
+}
+
 CopyPath choose_path(const CopyTable& table, CopyDirection direction, std::uint64_t bytes,
                      std::uint64_t segments) {
   const double dma = seconds(table, direction, CopyPath::kDma, bytes, segments);

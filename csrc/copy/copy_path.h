@@ -40,6 +40,8 @@ struct CopyTable {
 // For a PCIe 5 link, from published measurements: DMA at the link's speed for
 // long segments and far below it for pages of a few KiB, where kernels hold on.
 CopyTable default_copy_table();
+// The same with one path only, which is therefore always taken: for comparing paths.
+CopyTable single_path_table(CopyPath path);
 
 // The path with the least estimated time. A path that takes SMs from the model
 // must be faster than DMA by this factor.

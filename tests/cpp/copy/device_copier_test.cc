@@ -17,17 +17,6 @@ using testing::snapshot;
 using enum CopyDirection;
 using Ids = std::vector<std::uint64_t>;
 
-// A table in which one path always wins.
-CopyTable only(CopyPath path) {
-  CopyTable table = default_copy_table();
-  for (auto& paths : table.rates) {
-    for (std::size_t p = 0; p < kCopyPaths; ++p) {
-      if (p != static_cast<std::size_t>(path)) paths[p].fill(0);
-    }
-  }
-  return table;
-}
-
 class DeviceCopierPaths : public ::testing::TestWithParam<CopyPath> {};
 INSTANTIATE_TEST_SUITE_P(Every, DeviceCopierPaths,
                          ::testing::Values(CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged),
@@ -49,7 +38,7 @@ TEST_P(DeviceCopierPaths, agree_with_the_plain_reference_whatever_the_sub_jobs) 
                               .staged_bytes = state.staging_capacity,
                               .sub_job_segments = static_cast<std::uint32_t>(1 + random() % 50),
                               .boundary = (1 + random() % 4) * kPageBytes};
-    DeviceCopier copier(options, std::make_unique<FakeDevice>(&state), only(GetParam()), limits);
+    DeviceCopier copier(options, std::make_unique<FakeDevice>(&state), single_path_table(GetParam()), limits);
     copier.submit(c.job);
     copier.wait(Ids{c.job.id});
     const auto results = copier.poll();
@@ -77,7 +66,8 @@ class DeviceCopierTest : public ::testing::Test {
   }
   void start() {
     copier_ = std::make_unique<DeviceCopier>(options_, std::make_unique<FakeDevice>(&state_),
-                                             only(CopyPath::kDma), DeviceLimits{.sub_job_bytes = kPageBytes});
+                                             single_path_table(CopyPath::kDma),
+                                             DeviceLimits{.sub_job_bytes = kPageBytes});
   }
   void submit(std::uint64_t id, CopyDirection direction, std::int64_t first, std::int64_t count,
               bool expedited = false) {

@@ -97,16 +97,6 @@ class Gpu : public ::testing::Test {
   cudaStream_t compute_ = nullptr;
 };
 
-CopyTable only(CopyPath path) {
-  CopyTable table = default_copy_table();
-  for (auto& paths : table.rates) {
-    for (std::size_t p = 0; p < kCopyPaths; ++p) {
-      if (p != static_cast<std::size_t>(path)) paths[p].fill(0);
-    }
-  }
-  return table;
-}
-
 class GpuPaths : public Gpu, public ::testing::WithParamInterface<CopyPath> {};
 INSTANTIATE_TEST_SUITE_P(Every, GpuPaths,
                          ::testing::Values(CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged),
@@ -128,7 +118,7 @@ TEST_P(GpuPaths, move_the_bytes_the_plain_reference_moves) {
           .sub_job_bytes = 1 + random() % 100'000, .staged_bytes = 40'000, .boundary = pinned.piece_bytes()};
       auto device = std::make_unique<CudaDevice>(
           CudaDeviceOptions{.area = c.area, .boundary = limits.boundary, .staging_bytes = 40'000});
-      DeviceCopier copier(options, std::move(device), only(GetParam()), limits);
+      DeviceCopier copier(options, std::move(device), single_path_table(GetParam()), limits);
       CopyJob job = c.job;
       job.compute_stream = compute_handle();
       copier.submit(std::move(job));
@@ -203,7 +193,8 @@ class GpuOrder : public Gpu, public ::testing::WithParamInterface<CopyPath> {
     options.order_after_compute = ordered;
     const DeviceLimits limits{.sub_job_bytes = 256 << 10, .staged_bytes = 300 << 10};
     auto device = std::make_unique<CudaDevice>(CudaDeviceOptions{.area = area_, .staging_bytes = 300 << 10});
-    copier_ = std::make_unique<DeviceCopier>(options, std::move(device), only(GetParam()), limits);
+    copier_ =
+        std::make_unique<DeviceCopier>(options, std::move(device), single_path_table(GetParam()), limits);
   }
   void hold_compute() {
     check(cudaLaunchHostFunc(

@@ -1,0 +1,32 @@
+// What the C++ benchmarks share: the clock, and keys as vLLM makes them.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+#include "base/types.h"
+
+namespace kv_offload::bench {
+
+// Seconds of the steady clock.
+inline double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// The key of group 0 with this number.
+inline ChunkKey key_of(std::uint64_t number) {
+  std::uint64_t words[4];
+  std::uint64_t state = number;
+  for (std::uint64_t& word : words) {  // splitmix64: spread as digests are
+    state += 0x9E3779B97F4A7C15ull;
+    std::uint64_t mixed = (state ^ state >> 30) * 0xBF58476D1CE4E5B9ull;
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBull;
+    word = mixed ^ mixed >> 31;
+  }
+  std::string bytes(reinterpret_cast<const char*>(words), sizeof(words));
+  bytes.append(4, '\0');
+  return ChunkKey(bytes);
+}
+
+}  // namespace kv_offload::bench
