@@ -188,6 +188,8 @@ std::uint64_t FsStore::count_others(std::uint64_t own_generation) {
 void FsStore::tick() {
   const bool held = open_.lease->try_take();
   // Others' records have to be found before they can be evicted in their turn.
+  follow_reset();
+  look_for_news();
   const bool unknown = starved_.load() || open_.ledger->added_by_others() > options_.max_bytes / 16;
   const bool rested = clock_.now() >= next_recount_.load();
   if (held && ((unknown && rested) || !open_.ledger->trusted() || !counted_.load())) recount();
@@ -199,8 +201,6 @@ void FsStore::tick() {
   } else {
     (void)open_.ledger->refresh();
   }
-  follow_reset();
-  look_for_news();
   bool write_back = false;
   {
     const MutexLock lock(mutex_);
