@@ -71,7 +71,7 @@ def test_and_the_other_way(
 ) -> None:
     reader, writer = servers
     writer.ask(reference.prompts[4])
-    waiting.recorded(root, 4 * PROMPT_BLOCKS, writer)
+    waiting.known(4 * PROMPT_BLOCKS, reader)
     loaded = reader.ask(reference.prompts[4])
     assert_same([loaded], [reference.answers[4]])
     assert loaded.cached_tokens == WHOLE

@@ -35,3 +35,13 @@ def recorded(root: Path, count: int, server: LocalServer, seconds: float = 60) -
         seconds,
         f"{count} records under {root}, {len(records.files(root))} there\n{server.log_tail()}",
     )
+
+
+def known(count: int, server: LocalServer, seconds: float = 60) -> None:
+    """Until ``server`` knows of ``count`` records, its own and others': a server in use looks once a second."""
+
+    def enough() -> bool:
+        server.ask([7] * 16, max_tokens=1)
+        return server.metric("kv_offload_tier_chunks", tier="fs") >= count
+
+    until(enough, seconds, f"{count} records known to the server\n{server.log_tail()}")
