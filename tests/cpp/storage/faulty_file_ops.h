@@ -81,6 +81,10 @@ class FaultyFileOps final : public FileOps {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return waiting_ >= count; });
   }
+  void wait_for_blocked_in(Call kind) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return waiting_in_[kind] > 0; });
+  }
   int open(int directory, const std::string& path, int flags, unsigned mode) override {
     const int fault = before(Call::kOpen);
     const int fd = fault != 0 ? fault : real_.open(directory, path, flags, mode);
@@ -164,9 +168,11 @@ class FaultyFileOps final : public FileOps {
     ++calls_[std::this_thread::get_id()];
     if (blocking_ && (all_ || call == blocked_)) {
       ++waiting_;
+      ++waiting_in_[call];
       changed_.notify_all();
       changed_.wait(lock, [&] { return !blocking_; });
       --waiting_;
+      --waiting_in_[call];
       changed_.notify_all();
     }
     return rule_ ? rule_(call) : 0;
@@ -200,6 +206,7 @@ class FaultyFileOps final : public FileOps {
   bool blocking_ = false, all_ = false;
   std::map<std::thread::id, int> calls_;
   int waiting_ = 0;
+  std::map<Call, int> waiting_in_;
   int open_ = 0, most_open_ = 0;
 };
 
