@@ -41,7 +41,7 @@ def held_bytes(root_dir: str) -> int:
     try:
         with open(os.path.join(root_dir, "ledger"), "rb") as file:
             magic, trusted, total = _LEDGER.unpack(file.read(_LEDGER.size))
-        if magic == b"KVOLEDG1" and trusted:
+        if magic == b"KVOLEDG2" and trusted:
             return int(total)
     except (OSError, struct.error):
         pass

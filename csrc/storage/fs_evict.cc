@@ -66,23 +66,32 @@ bool FsStore::evict_own(std::uint64_t* freed) {
 
 int FsStore::remove_file(const Generation& generation, const std::string& path, std::uint64_t* freed) {
   const int directory = generation.directory.get();
+  const Removal removal = begin_removal();
   FileInfo info;
   int rc = ops_.stat(directory, path, &info);
   if (rc == 0) rc = ops_.unlink(directory, path);
   if (rc < 0) return rc == -ENOENT ? 0 : rc;
-  give_back(info.disk_bytes);
+  give_back(info.disk_bytes, removal);
   *freed += info.disk_bytes;
   return 0;
 }
 
-// While our generation is being counted, a removed file may or may not have been counted:
-// then the count must not be lowered (a little high is safe and heals).
-void FsStore::give_back(std::uint64_t bytes) {
-  if (open_.lease->held() && own_counted_.load()) {
-    open_.ledger->adjust(-static_cast<std::int64_t>(bytes));
-  } else {
-    open_.ledger->give_back(bytes);
-  }
+FsStore::Removal FsStore::begin_removal() const {
+  // In this order: a recount that begins in between has another epoch.
+  const Ledger::Epoch since = open_.ledger->epoch();
+  return {since, open_.lease->held() && own_counted_.load()};
+}
+
+void FsStore::give_back(std::uint64_t bytes, const Removal& removal) {
+  open_.ledger->give_back(bytes, removal.since, removal.counted);
+}
+
+// For a reclaimer: each file goes after the one before was given back.
+Gone FsStore::each_given_back() {
+  return [this, removal = begin_removal()](std::uint64_t bytes) mutable {
+    give_back(bytes, removal);
+    removal = begin_removal();
+  };
 }
 
 std::uint64_t FsStore::reclaim_others(std::uint64_t enough, bool even_open) {
@@ -92,8 +101,8 @@ std::uint64_t FsStore::reclaim_others(std::uint64_t enough, bool even_open) {
   for (const std::string& name : names) {
     if (freed >= enough || stop_.load()) break;
     if (name == open_.namespace_name) continue;
-    freed += reclaim_namespace(ops_, open_.root.get(), name, enough - freed, even_open, stop_,
-                               [this](std::uint64_t bytes) { give_back(bytes); });
+    freed +=
+        reclaim_namespace(ops_, open_.root.get(), name, enough - freed, even_open, stop_, each_given_back());
   }
   evicted_bytes_.fetch_add(freed);
   return freed;
@@ -107,8 +116,7 @@ void FsStore::reclaim_old_generations(const std::string& name, std::uint64_t bel
   for (const std::uint64_t number : generations) {
     if (number >= below || number == generations.back()) break;
     evicted_bytes_.fetch_add(reclaim_generation(ops_, directory.get(), layout::generation_name(number), kAll,
-                                                true, stop_,
-                                                [this](std::uint64_t bytes) { give_back(bytes); }));
+                                                true, stop_, each_given_back()));
   }
 }
 

@@ -203,7 +203,7 @@ std::vector<DamagedRecord> FsRoot::verify(bool repair,
     FileInfo info;
     if (repair && status.kind() == StatusKind::kCorrupt && ops.stat(AT_FDCWD, path, &info) == 0) {
       removed = ops.unlink(AT_FDCWD, path) == 0;
-      if (removed) ledger->give_back(info.disk_bytes);
+      if (removed) ledger->give_back(info.disk_bytes, ledger->epoch());
     }
     damaged.push_back({path, status.kind(), status.message(), removed});
   };
@@ -230,7 +230,7 @@ std::pair<std::uint64_t, std::uint64_t> FsRoot::purge(const std::optional<std::s
   for (const std::string& name : namespaces_of(impl_->root.get(), namespace_id, impl_->path)) {
     for (Cursor cursor = records(name); cursor.next();) ++records_removed;
     bytes += reclaim_namespace(posix_file_ops(), impl_->root.get(), name, kAll, true, stop,
-                               [&](std::uint64_t gone) { ledger->give_back(gone); });
+                               [&](std::uint64_t gone) { ledger->give_back(gone, ledger->epoch()); });
   }
   return {records_removed, bytes};
 }
@@ -246,7 +246,7 @@ EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(
   const std::unique_ptr<Ledger> ledger = options.dry_run ? nullptr : impl_->ledger();
   std::uint64_t freed = 0;
   const Gone note = [&](std::uint64_t bytes) {
-    ledger->give_back(bytes);
+    ledger->give_back(bytes, ledger->epoch());
     freed += bytes;
     if (gone) gone(freed);
   };

@@ -190,7 +190,8 @@ void FsStore::tick() {
   // Others' records have to be found before they can be evicted in their turn.
   follow_reset();
   look_for_news();
-  const bool unknown = starved_.load() || open_.ledger->added_by_others() > options_.max_bytes / 16;
+  const bool unknown = starved_.load() || open_.ledger->added_by_others() > options_.max_bytes / 16 ||
+                       open_.ledger->recount_wanted();
   const bool rested = clock_.now() >= next_recount_.load();
   if (held && ((unknown && rested) || !open_.ledger->trusted() || !counted_.load())) recount();
   if (held) {

@@ -17,6 +17,7 @@
 #include "base/thread_annotations.h"
 #include "storage/fs_catalogue.h"
 #include "storage/fs_open.h"
+#include "storage/fs_reclaim.h"
 #include "storage/fs_walk.h"
 #include "storage/staging.h"
 #include "storage/tier.h"
@@ -89,8 +90,15 @@ class FsStore {
   // Off the disk and off the account. 0 or -errno; a file that is gone already is no error.
   int remove_file(const Generation& generation, const std::string& path, std::uint64_t* freed)
       REQUIRES(evict_mutex_);
+  // What is to be known before a file goes, so that its bytes come off the account once.
+  struct Removal {
+    Ledger::Epoch since;
+    bool counted;  // by us, in the recount that runs (or none does)
+  };
+  Removal begin_removal() const;
   // Under evict_mutex_, or on the keeper's thread, which is the one that counts.
-  void give_back(std::uint64_t bytes);
+  void give_back(std::uint64_t bytes, const Removal& removal);
+  Gone each_given_back();
 
   // fs_scan.cc
   struct Scan;

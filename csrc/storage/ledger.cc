@@ -21,6 +21,8 @@ struct Ledger::Page {
   std::uint64_t total;
   std::int64_t since;  // net reservations since begin_recount
   std::uint64_t room_wanted;
+  std::uint64_t epoch;  // odd: a recount runs, or its process died in it
+  std::uint64_t recount_wanted;
   char boot_id[40];
   std::uint64_t checksum;
 
@@ -29,7 +31,7 @@ struct Ledger::Page {
 
 namespace {
 
-constexpr char kMagic[] = "KVOLEDG1";
+constexpr char kMagic[] = "KVOLEDG2";
 
 std::string boot_id(FileOps& ops) {
   std::string text;
@@ -87,22 +89,22 @@ Status Ledger::update(Change change) {
       std::memcpy(page.magic, kMagic, sizeof(page.magic));
     }
     const std::int64_t owed = owed_;
-    const std::uint64_t owed_back = owed_back_;
-    page.total = apply(page.total, owed - static_cast<std::int64_t>(owed_back));
+    page.total = apply(page.total, owed);
     page.since = sum(page.since, owed);
+    if (recount_wanted_.load(std::memory_order_relaxed)) page.recount_wanted = 1;
     const std::uint64_t before = page.total;
     status = change(page);
-    const std::int64_t ours =
-        sum(owed - static_cast<std::int64_t>(owed_back), static_cast<std::int64_t>(page.total - before));
+    const std::int64_t ours = sum(owed, static_cast<std::int64_t>(page.total - before));
     page.checksum = page.compute();
     do {
       bytes = ops_.pwritev(fd_.get(), &part, 1, 0);
     } while (bytes == -EINTR);
     if (bytes == sizeof(page)) {
       owed_ -= owed;
-      owed_back_ -= owed_back;
       explained_ = sum(explained_, ours);
       seen_total_.store(page.total, std::memory_order_relaxed);
+      seen_epoch_.store(page.epoch, std::memory_order_release);
+      recount_wanted_.store(page.recount_wanted != 0, std::memory_order_relaxed);
     } else {
       status = Status::from_errno(bytes < 0 ? static_cast<int>(-bytes) : EIO, "write", path_);
     }
@@ -141,13 +143,22 @@ void Ledger::adjust(std::int64_t delta) {
   (void)refresh();  // a failure leaves it owed
 }
 
-void Ledger::give_back(std::uint64_t bytes) {
+void Ledger::give_back(std::uint64_t bytes, Epoch since, bool counted) {
   if (bytes == 0) return;
-  {
-    const MutexLock lock(mutex_);
-    owed_back_ += bytes;
-  }
-  (void)refresh();
+  const Status status = update([&](Page& page) {
+    if (page.epoch != since) {
+      page.recount_wanted = 1;
+      return Status::ok();
+    }
+    page.total = apply(page.total, -static_cast<std::int64_t>(bytes));
+    if (counted) {
+      page.since = sum(page.since, -static_cast<std::int64_t>(bytes));
+    } else if (page.epoch % 2 != 0) {
+      page.recount_wanted = 1;
+    }
+    return Status::ok();
+  });
+  if (!status) recount_wanted_.store(true, std::memory_order_relaxed);
 }
 
 void Ledger::ask_room(std::uint64_t bytes) {
@@ -169,6 +180,8 @@ std::uint64_t Ledger::take_room_requests() {
 Status Ledger::begin_recount(std::uint64_t in_flight) {
   return update([&](Page& page) {
     page.since = static_cast<std::int64_t>(in_flight);
+    page.epoch += page.epoch % 2 == 0 ? 1 : 2;
+    page.recount_wanted = 0;
     return Status::ok();
   });
 }
@@ -178,6 +191,7 @@ Status Ledger::finish_recount(std::uint64_t counted) {
   const Status status = update([&](Page& page) {
     page.total = apply(counted, page.since);
     page.trusted = 1;
+    page.epoch += page.epoch % 2;
     std::memcpy(page.boot_id, boot.data(), boot.size());
     return Status::ok();
   });

@@ -6,6 +6,7 @@
 // are gone. So whoever dies in between leaves the account too high, never too
 // low; the next holder of the lease recounts. An account that cannot be trusted
 // (new file, other boot, bad checksum) refuses every reservation until then.
+// What goes while somebody recounts may or may not have been counted: see Epoch.
 //
 // Any thread. Calls block on the file; total() does not.
 #pragma once
@@ -32,8 +33,17 @@ class Ledger {
   // Corrects an earlier reservation to what was used. Never fails: a change that
   // cannot be written now is written with the next one.
   void adjust(std::int64_t delta);
-  // Bytes that were seen on disk and are gone.
-  void give_back(std::uint64_t bytes);
+  // Changes whenever a recount begins or ends. Taken before a file is removed, it
+  // tells give_back whether a recount may have passed by in between. As of the last
+  // call that touched the file; an older one errs towards too high.
+  using Epoch = std::uint64_t;
+  Epoch epoch() const { return seen_epoch_.load(std::memory_order_acquire); }
+  // Bytes that were on disk at `since` and are gone. They stay on the account, and
+  // a recount is wanted, when one began or ended meanwhile or this cannot be written.
+  // counted: the caller, who holds the lease, has counted them in the recount that runs.
+  void give_back(std::uint64_t bytes, Epoch since, bool counted = false);
+  // Somebody left bytes on the account that are gone. As of the last refresh.
+  bool recount_wanted() const { return recount_wanted_.load(std::memory_order_relaxed); }
   // Asks the evictor for room; it takes the sum of all such requests.
   void ask_room(std::uint64_t bytes);
   std::uint64_t take_room_requests();
@@ -66,11 +76,12 @@ class Ledger {
   const std::string path_;
   const std::uint64_t max_bytes_;
   Fd fd_;
-  Mutex mutex_;                                     // an flock does not keep our own threads apart
-  std::int64_t owed_ GUARDED_BY(mutex_) = 0;        // not yet written, by adjust
-  std::uint64_t owed_back_ GUARDED_BY(mutex_) = 0;  // not yet written, by give_back
-  std::int64_t explained_ GUARDED_BY(mutex_) = 0;   // total at the last recount, and our changes since
+  Mutex mutex_;                                    // an flock does not keep our own threads apart
+  std::int64_t owed_ GUARDED_BY(mutex_) = 0;       // not yet written, by adjust
+  std::int64_t explained_ GUARDED_BY(mutex_) = 0;  // total at the last recount, and our changes since
   std::atomic<std::uint64_t> seen_total_{0};
+  std::atomic<Epoch> seen_epoch_{0};
+  std::atomic<bool> recount_wanted_{false};  // in the file, or not yet written
 };
 
 // The evictor's lease: an exclusive flock on ROOT/lease, gone with its holder.

@@ -61,10 +61,12 @@ class FaultyFileOps final : public FileOps {
     const std::lock_guard lock(mutex_);
     limit_ = bytes;
   }
-  // Calls of this kind wait until release().
-  void block(Call kind) {
+  // Calls of this kind wait until release(); transfers only of at least so many bytes (the account of a
+  // root is one of under a page).
+  void block(Call kind, std::size_t at_least = 0) {
     const std::lock_guard lock(mutex_);
     blocked_ = kind;
+    blocked_bytes_ = at_least;
     blocking_ = true;
   }
   // All calls wait until release(): a mount that hangs.
@@ -163,10 +165,10 @@ class FaultyFileOps final : public FileOps {
   }
 
  private:
-  int before(Call call) {
+  int before(Call call, std::size_t bytes = 0) {
     std::unique_lock lock(mutex_);
     ++calls_[std::this_thread::get_id()];
-    if (blocking_ && (all_ || call == blocked_)) {
+    if (blocking_ && (all_ || (call == blocked_ && bytes >= blocked_bytes_))) {
       ++waiting_;
       ++waiting_in_[call];
       changed_.notify_all();
@@ -180,14 +182,14 @@ class FaultyFileOps final : public FileOps {
 
   template <typename Real>
   std::int64_t transfer(Call call, const iovec* parts, int count, Real real) {
-    const int fault = before(call);
-    if (fault != 0) return fault;
     std::size_t limit, total = 0;
+    for (int i = 0; i < count; ++i) total += parts[i].iov_len;
+    const int fault = before(call, total);
+    if (fault != 0) return fault;
     {
       const std::lock_guard lock(mutex_);
       limit = limit_;
     }
-    for (int i = 0; i < count; ++i) total += parts[i].iov_len;
     if (limit == 0 || total <= 4096) return real(parts, count);
     std::vector<iovec> fewer;
     for (int i = 0; i < count && limit > 0; ++i) {
@@ -203,6 +205,7 @@ class FaultyFileOps final : public FileOps {
   Rule rule_;
   std::size_t limit_ = 0;
   Call blocked_ = Call::kOpen;
+  std::size_t blocked_bytes_ = 0;
   bool blocking_ = false, all_ = false;
   std::map<std::thread::id, int> calls_;
   int waiting_ = 0;

@@ -117,8 +117,11 @@ TEST_F(FsRootTest, purge_removes_one_namespace_or_all_even_while_served) {
   EXPECT_EQ(user.read(1, {5000, 4096}).kind(), StatusKind::kNotFound);
   EXPECT_TRUE(user.write(9));
   EXPECT_TRUE(user.read(9));
-  EXPECT_TRUE(user.until([&] { return user.tier().stats().bytes == du(root_); }))
-      << user.tier().stats().bytes << " is not " << du(root_);
+  EXPECT_TRUE(user.until([&] {
+    user.poll();
+    return user.tier().stats().bytes == du(root_);
+  })) << user.tier().stats().bytes
+      << " is not " << du(root_);
 }
 
 TEST_F(FsRootTest, a_directory_that_is_no_root_is_refused) {

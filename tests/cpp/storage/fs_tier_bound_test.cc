@@ -312,12 +312,13 @@ TEST_F(FsTierBound, three_processes_keep_it_together_and_one_is_killed) {
   Writers writers;
   for (const std::uint8_t space : {0x11, 0x11, 0x22}) writers.start(root_, space);
   std::uint64_t most = 0, samples = 0;
-  // Until together they have written so many more. (Who gets how much of the room
-  // is a matter of speed.)
+  // Until together they have written so many more, and were looked at often. (Who gets how much of the
+  // room is a matter of speed.)
   const auto sample = [&](std::uint64_t more) {
     const auto all = [&] { return writers.written(0) + writers.written(1) + writers.written(2); };
     const std::uint64_t start = all();
-    const auto done = [&] { return all() >= start + more; };
+    const std::uint64_t often = samples + 30;
+    const auto done = [&] { return all() >= start + more && samples >= often; };
     const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (!done() && std::chrono::steady_clock::now() < give_up) {
       most = std::max(most, du(root_));
@@ -330,7 +331,6 @@ TEST_F(FsTierBound, three_processes_keep_it_together_and_one_is_killed) {
   EXPECT_TRUE(sample(80)) << writers.written(1) << " " << writers.written(2);
   EXPECT_LE(most, kBound + 3 * kRecord);
   EXPECT_GT(most, kBound * 8 / 10);
-  EXPECT_GT(samples, 50u);
 }
 
 TEST_F(FsTierBound, killed_at_any_moment_the_next_start_is_right) {

@@ -202,7 +202,7 @@ TEST(PowerCut, nothing_of_before_a_reset_comes_back) {
 TEST(PowerCut, the_bound_holds_through_all_of_it) {
   SimDisk disk;
   Lives lives(disk, {.max_bytes = kSmallBound + (std::uint64_t{256} << 10)});
-  lives.live(rounds(150), 300);
+  lives.live_until([&] { return lives.peak > kSmallBound; }, rounds(150), 300);
   EXPECT_EQ(lives.wrong + lives.above, 0u);
   EXPECT_GT(lives.peak, kSmallBound) << "the bound was never reached";
 }
@@ -210,7 +210,7 @@ TEST(PowerCut, the_bound_holds_through_all_of_it) {
 TEST(Kill, at_any_call_loses_nothing_that_was_recorded) {
   SimDisk disk;
   Lives lives(disk, {.power = false});
-  lives.live(rounds(100), 60);
+  lives.live_until([&] { return lives.promises > 10; }, rounds(100), 60);
   EXPECT_GT(lives.promises, 10u);
   EXPECT_EQ(lives.broken_promises + lives.wrong + lives.corrupt + lives.unswept + lives.drifted, 0u);
 }
@@ -218,7 +218,7 @@ TEST(Kill, at_any_call_loses_nothing_that_was_recorded) {
 TEST(Kill, at_any_call_with_resets_and_a_bound) {
   SimDisk disk;
   Lives lives(disk, {.power = false, .max_bytes = kSmallBound + (std::uint64_t{256} << 10), .resets = true});
-  lives.live(rounds(200), 300);
+  lives.live_until([&] { return lives.peak > kSmallBound; }, rounds(200), 300);
   EXPECT_EQ(lives.wrong + lives.old + lives.corrupt + lives.unswept + lives.drifted, 0u);
   EXPECT_LE(lives.peak, kSmallBound + (std::uint64_t{256} << 10));
   EXPECT_GT(lives.peak, kSmallBound) << "the bound was never reached";

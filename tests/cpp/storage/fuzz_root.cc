@@ -16,7 +16,7 @@ namespace kv_offload {
 namespace {
 
 constexpr std::uint64_t kBound = std::uint64_t{4} << 20;
-constexpr std::size_t kAccountBytes = 88;  // of ROOT/ledger, its checksum last
+constexpr std::size_t kAccountBytes = 104;  // of ROOT/ledger, its checksum last
 
 testing::SimDisk::Bytes bytes_of(const std::uint8_t* data, std::size_t size) {
   testing::SimDisk::Bytes bytes(size);
@@ -50,7 +50,7 @@ void use(const FsTierOptions& options, testing::SimDisk& disk) {
     const bool granted = open.ledger->reserve(kBound + 1, &missing).is_ok();
     if (granted) std::abort();  // more than the bound
     open.ledger->adjust(-4096);
-    open.ledger->give_back(4096);
+    open.ledger->give_back(4096, open.ledger->epoch());
     (void)open.ledger->reserve(4096, &missing);
     (void)open.ledger->added_by_others();
     (void)open.ledger->take_room_requests();
