@@ -43,7 +43,7 @@ bool FsStore::make_room(std::uint64_t bytes) {
   while (freed < bytes && evict_own(&freed)) {
   }
   if (freed < bytes && counted_.load()) freed += reclaim_others(bytes - freed, true);
-  if (freed < bytes) starved_.store(true);
+  if (freed < bytes) recount_due_.store(true);
   return freed >= bytes;
 }
 

@@ -136,7 +136,7 @@ void FsStore::adopt(const std::shared_ptr<Generation>& generation, std::vector<F
 }
 
 void FsStore::recount() {
-  starved_.store(false);
+  recount_due_.store(false);
   const Nanos started = clock_.now();
   std::uint64_t counted = 0;
   Status status;
@@ -161,6 +161,8 @@ void FsStore::recount() {
     account_.give_up_count();
   }
   counted_.store(status && whole);
+  // A reset meanwhile: what it made was counted beside its reservations.
+  if (own != generation()) recount_due_.store(true);
   const Nanos ended = clock_.now();
   next_recount_.store(ended + std::max(kRecountEvery, (ended - started) * 20));
 }
@@ -190,7 +192,7 @@ void FsStore::tick() {
   // Others' records have to be found before they can be evicted in their turn.
   follow_reset();
   look_for_news();
-  const bool unknown = starved_.load() || open_.ledger->added_by_others() > options_.max_bytes / 16 ||
+  const bool unknown = recount_due_.load() || open_.ledger->added_by_others() > options_.max_bytes / 16 ||
                        open_.ledger->recount_wanted();
   const bool rested = clock_.now() >= next_recount_.load();
   if (held && ((unknown && rested) || !open_.ledger->trusted() || !counted_.load())) recount();

@@ -141,7 +141,7 @@ class FsStore {
   std::atomic<bool> own_counted_{true};  // false while a count may miss or double what is removed
   std::atomic<bool> counted_{false};     // as holder of the lease
   std::atomic<bool> garbage_exhausted_{false};
-  std::atomic<bool> starved_{false};  // found nothing to evict
+  std::atomic<bool> recount_due_{false};  // nothing was found to evict, or the last one may be too high
   std::atomic<Nanos> next_recount_{Nanos{0}};
   // Of the keeper's thread alone: what was known when news were looked for last.
   std::int64_t seen_change_ = 0;        // by others, on the ledger

@@ -146,7 +146,8 @@ void Ledger::adjust(std::int64_t delta) {
 void Ledger::give_back(std::uint64_t bytes, Epoch since, bool counted) {
   if (bytes == 0) return;
   const Status status = update([&](Page& page) {
-    if (page.epoch != since) {
+    const bool ended = counted && since % 2 != 0 && page.epoch == since + 1;  // with them in its sum
+    if (page.epoch != since && !ended) {
       page.recount_wanted = 1;
       return Status::ok();
     }

@@ -61,8 +61,8 @@ class FaultyFileOps final : public FileOps {
     const std::lock_guard lock(mutex_);
     limit_ = bytes;
   }
-  // Calls of this kind wait until release(); transfers only of at least so many bytes (the account of a
-  // root is one of under a page).
+  // Calls of this kind wait until release(); transfers only of at least so many bytes (what a
+  // root keeps beside records is read by a page at most).
   void block(Call kind, std::size_t at_least = 0) {
     const std::lock_guard lock(mutex_);
     blocked_ = kind;

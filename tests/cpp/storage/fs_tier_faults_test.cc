@@ -196,7 +196,7 @@ TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_nobody) {
   TierUser user(options_);
   user.wait_for_scan();
   for (std::uint32_t i = 0; i < 20; ++i) ASSERT_TRUE(user.write(i));
-  ops_.block(Call::kPreadv, kPageBytes);
+  ops_.block(Call::kPreadv, 2 * kPageBytes);
   std::vector<OpId> stuck;
   for (std::uint32_t i = 0; i < 10; ++i) stuck.push_back(user.start(OpKind::kRead, i, {8192}));
   ops_.wait_for_blocked(4);
@@ -281,7 +281,7 @@ TEST_F(FsTierFaults, closing_with_a_stuck_read_returns_and_nothing_is_freed_unde
   }
   tier = make_fs_tier(options);
   while (!tier->stats().scan_complete) std::this_thread::yield();
-  left->ops.block(Call::kPreadv, kPageBytes);
+  left->ops.block(Call::kPreadv, 2 * kPageBytes);
   TierOp op;
   op.id = 1;
   op.key = key_of(1);

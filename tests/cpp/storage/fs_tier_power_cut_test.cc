@@ -102,6 +102,7 @@ class Lives {
     }
     promised_.clear();
     drifted += !user.until([&] {
+      clock_.advance(std::chrono::milliseconds(100));
       user.poll();
       return user.tier().stats().bytes == disk_.du();
     });

@@ -82,6 +82,16 @@ TEST_F(LedgerTest, what_the_counter_removes_after_it_counted_it_comes_off) {
   EXPECT_FALSE(server_.recount_wanted());
 }
 
+TEST_F(LedgerTest, what_the_counter_removes_while_its_count_ends_comes_off) {
+  count(1000);
+  ASSERT_TRUE(server_.begin_recount(0));
+  const Ledger::Epoch since = server_.epoch();
+  ASSERT_TRUE(server_.finish_recount(1000));
+  server_.give_back(300, since, true);
+  EXPECT_EQ(total(), 700u);
+  EXPECT_FALSE(server_.recount_wanted());
+}
+
 TEST_F(LedgerTest, a_count_that_died_is_another_epoch) {
   count(1000);
   ASSERT_TRUE(server_.begin_recount(0));
