@@ -38,50 +38,23 @@ void PrefixTree::note_child(Node parent, ChunkId child) {
   }
 }
 
-std::size_t PrefixTree::locate(ChunkId id) const {
-  std::size_t at = home(id);
-  while (cells_[at] != kNone && nodes_[cells_[at]].id != id) at = (at + 1) & (cells_.size() - 1);
-  return at;
-}
-
 PrefixTree::Node PrefixTree::find_or_make(ChunkId id) {
-  if (2 * (used_ + 1) > cells_.size()) grow();
-  const std::size_t at = locate(id);
-  if (cells_[at] != kNone) return cells_[at];
+  Node& node = by_id_.at(id);
+  if (node != kNone) return node;
   if (free_.empty()) {
     free_.push_back(static_cast<Node>(nodes_.size()));
     nodes_.emplace_back();
   }
-  const Node node = free_.back();
+  node = free_.back();
   free_.pop_back();
   nodes_[node] = Data{};
   nodes_[node].id = id;
-  cells_[at] = node;
-  ++used_;
   return node;
 }
 
-// Moves later cells of the run back over the hole: no tombstones.
 void PrefixTree::remove(Node node) {
-  const std::size_t mask = cells_.size() - 1;
-  std::size_t hole = locate(nodes_[node].id);
-  for (std::size_t at = (hole + 1) & mask; cells_[at] != kNone; at = (at + 1) & mask) {
-    if (((at - home(nodes_[cells_[at]].id)) & mask) >= ((at - hole) & mask)) {
-      cells_[hole] = cells_[at];
-      hole = at;
-    }
-  }
-  cells_[hole] = kNone;
+  by_id_.erase(nodes_[node].id);
   free_.push_back(node);
-  --used_;
-}
-
-void PrefixTree::grow() {
-  const std::vector<Node> old = std::move(cells_);
-  cells_.assign(2 * old.size(), kNone);
-  for (const Node node : old) {
-    if (node != kNone) cells_[locate(nodes_[node].id)] = node;
-  }
 }
 
 }  // namespace kv_offload

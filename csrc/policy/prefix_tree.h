@@ -3,21 +3,20 @@
 // long as it has children. Every call is O(1).
 //
 // Invariants: a node is taken (has a slot) or has children; only taken nodes are
-// counted as their parent's children. Memory: 24 bytes a node, 8 to 16 of the table.
+// counted as their parent's children. Memory: 32 bytes a node, 32 to 64 of the table.
 #pragma once
 
 #include <vector>
 
 #include "policy/eviction_policy.h"
+#include "policy/id_table.h"
 
 namespace kv_offload {
 
 class PrefixTree {
  public:
   using Node = std::uint32_t;
-  static constexpr Node kNone = 0xFFFFFFFFu;
-
-  PrefixTree() : cells_(kMinCells, kNone) {}
+  static constexpr Node kNone = IdTable::kNone;
 
   // The entry's node, or kNone when it has no id (0) or another entry has the same.
   Node take(ChunkId id, ChunkId parent, Slot slot);
@@ -30,10 +29,9 @@ class PrefixTree {
   std::uint32_t children(Node node) const { return nodes_[node].children; }
   // Has (or had, while it is here) more than one child: the head of several prefixes.
   bool branched(Node node) const { return nodes_[node].child_tag == kSeveral; }
-  std::size_t size() const { return used_; }
+  std::size_t size() const { return by_id_.size(); }
 
  private:
-  static constexpr std::size_t kMinCells = 64;
   static constexpr std::uint32_t kSeveral = 0xFFFFFFFFu;
   struct Data {
     ChunkId id = 0;
@@ -43,17 +41,13 @@ class PrefixTree {
     std::uint32_t child_tag = 0;  // of the one child that it ever had
   };
 
-  std::size_t home(ChunkId id) const { return (id >> 16) & (cells_.size() - 1); }
-  std::size_t locate(ChunkId id) const;
   Node find_or_make(ChunkId id);
   void note_child(Node parent, ChunkId child);
   void remove(Node node);
-  void grow();
 
   std::vector<Data> nodes_;
   std::vector<Node> free_;
-  std::vector<Node> cells_;  // linear probing, at most half full
-  std::size_t used_ = 0;
+  IdTable by_id_;
 };
 
 }  // namespace kv_offload

@@ -1,31 +1,41 @@
 #include "policy/return_history.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace kv_offload {
 
 void ReturnHistory::used(ChunkId id, RequestClasses::Record record, std::uint64_t now, bool branched) {
   if (!sampled(id)) return;
-  if (const auto found = by_id_.find(id); found != by_id_.end()) {
-    const std::uint32_t at = found->second;
-    unlink(at);
+  const std::uint32_t at = by_id_.find(id);
+  if (at == kNone) return add(id, record, now);
+  unlink(at);
+  if (!branched) {
     Sample& sample = samples_[at];
-    if (!branched) {
-      const unsigned bucket = ReturnModel::bucket_of(now - sample.time);
-      catch_up(sample, bucket);
-      const unsigned of_class = classes_.class_of(sample.record);
-      if (bucket == 0) model_.reached(of_class, 0);
-      model_.returned(of_class, bucket);
-    }
-    forget(at);
+    const unsigned bucket = ReturnModel::bucket_of(now - sample.time);
+    catch_up(sample, bucket);
+    const unsigned of_class = classes_.class_of(sample.record);
+    if (bucket == 0) model_.reached(of_class, 0);
+    model_.returned(of_class, bucket);
   }
-  add(id, record, now);
+  begin_again(at, record, now);
 }
 
 void ReturnHistory::renewed(ChunkId id, RequestClasses::Record record, std::uint64_t now) {
   if (!sampled(id)) return;
-  if (const auto found = by_id_.find(id); found != by_id_.end()) drop(found->second);
-  add(id, record, now);
+  const std::uint32_t at = by_id_.find(id);
+  if (at == kNone) return add(id, record, now);
+  unlink(at);
+  begin_again(at, record, now);
+}
+
+// REQUIRES: in no queue.
+void ReturnHistory::begin_again(std::uint32_t at, RequestClasses::Record record, std::uint64_t now) {
+  Sample& sample = samples_[at];
+  classes_.release(std::exchange(sample.record, classes_.refer_again(record)));
+  sample.time = now;
+  sample.bucket = 0;
+  link(at);
 }
 
 // Counts the ages that it reached since it was looked at. (The first one is
@@ -48,7 +58,7 @@ void ReturnHistory::advance(std::uint64_t now, std::uint64_t horizon) {
       link(at);
     }
   }
-  while (!by_id_.empty()) {
+  while (by_id_.size() > 0) {
     const std::uint32_t at = oldest();
     if (now - samples_[at].time <= horizon && sampled(samples_[at].id)) break;
     drop(at);
@@ -72,7 +82,7 @@ void ReturnHistory::add(ChunkId id, RequestClasses::Record record, std::uint64_t
   const std::uint32_t at = free_.back();
   free_.pop_back();
   samples_[at] = {id, now, classes_.refer_again(record), kNone, kNone, 0};
-  by_id_.emplace(id, at);
+  by_id_.at(id) = at;
   link(at);
 }
 

@@ -8,10 +8,10 @@
 #pragma once
 
 #include <array>
-#include <unordered_map>
 #include <vector>
 
 #include "policy/eviction_policy.h"
+#include "policy/id_table.h"
 #include "policy/request_classes.h"
 #include "policy/return_model.h"
 
@@ -29,13 +29,13 @@ class ReturnHistory {
   // Used, though not because it was asked for: its age begins again.
   void renewed(ChunkId id, RequestClasses::Record record, std::uint64_t now);
   bool sampled(ChunkId id) const { return id != 0 && (id * 0x9E3779B97F4A7C15ull >> 40 & skip_mask_) == 0; }
-  bool knows(ChunkId id) const { return by_id_.contains(id); }
+  bool knows(ChunkId id) const { return by_id_.find(id) != kNone; }
   // Lets time pass: samples reach higher ages, the oldest beyond `horizon` are dropped.
   void advance(std::uint64_t now, std::uint64_t horizon);
   std::size_t size() const { return by_id_.size(); }
 
  private:
-  static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
+  static constexpr std::uint32_t kNone = IdTable::kNone;
   static constexpr std::size_t kSweepAtOnce = 4;
   struct Sample {
     ChunkId id = 0;
@@ -50,6 +50,7 @@ class ReturnHistory {
     std::uint32_t oldest = kNone;
   };
 
+  void begin_again(std::uint32_t at, RequestClasses::Record record, std::uint64_t now);
   void catch_up(Sample& sample, unsigned bucket);
   void add(ChunkId id, RequestClasses::Record record, std::uint64_t now);
   void sweep();  // drops what is in the sample no more
@@ -63,7 +64,7 @@ class ReturnHistory {
   RequestClasses& classes_;
   std::vector<Sample> samples_;
   std::vector<std::uint32_t> free_;
-  std::unordered_map<ChunkId, std::uint32_t> by_id_;
+  IdTable by_id_;
   std::array<Ends, ReturnModel::kBuckets> queues_;  // by age, each by time
   std::uint64_t skip_mask_ = 0;
   std::size_t swept_ = 0;  // samples below this one were looked at since the mask changed
