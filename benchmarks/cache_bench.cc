@@ -3,13 +3,14 @@
 // prepare_store, complete_store, prepare_load and complete_load, 4,096 keys a
 // call, the median of many. One JSON object per line.
 //
-//   cache_bench [RESIDENT_CHUNKS ...]        default: 4096 1000000
+//   cache_bench [prefix|s3fifo|lru] [RESIDENT_CHUNKS ...]        default: prefix 4096 1000000
 //
 // The rows are 4 KiB of a sparse region that nobody touches: no bytes move.
 #include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <chrono>
 #include <cstdlib>
 #include <random>
@@ -30,13 +31,14 @@ constexpr int kRounds = 31;
 
 class Bench {
  public:
-  explicit Bench(std::size_t resident) : resident_(resident) {
+  Bench(std::size_t resident, const std::string& policy) : resident_(resident) {
     RegionOptions options;
     options.engine_id = fmt::format("cache-bench-{}", ::getpid());
     options.bytes = (resident + 2 * kCall) * kPageBytes;
     region_ = HostRegion::attach_scheduler(options);
     rank_ = HostRegion::attach_worker(options, 0, {{kPageBytes}, "bench"});
     CacheOptions cache;
+    cache.eviction_policy = policy;
     cache.groups.resize(1);
     cache.groups[0].shard_bytes[0] = kPageBytes;
     cache.groups[0].tokens_per_chunk = 16;
@@ -155,8 +157,15 @@ class Bench {
 
 int main(int argc, char** argv) {
   std::vector<std::size_t> sizes;
-  for (int i = 1; i < argc; ++i) sizes.push_back(std::strtoull(argv[i], nullptr, 10));
+  std::string policy = "prefix";
+  for (int i = 1; i < argc; ++i) {
+    if (std::isdigit(static_cast<unsigned char>(*argv[i])) != 0) {
+      sizes.push_back(std::strtoull(argv[i], nullptr, 10));
+    } else {
+      policy = argv[i];
+    }
+  }
   if (sizes.empty()) sizes = {4096, 1'000'000};
-  for (const std::size_t size : sizes) kv_offload::Bench(size).run();
+  for (const std::size_t size : sizes) kv_offload::Bench(size, policy).run();
   return 0;
 }

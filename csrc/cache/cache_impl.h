@@ -142,12 +142,12 @@ struct TieredCache::Impl {
   LookupResult miss(RequestState& request, std::uint32_t group, MissReason reason);
   bool is_probe(Slot slot) const;  // being read, and nobody waits for it
   std::optional<MissReason> may_not_wait(const RequestState& request, bool from_tier) const;
-  MissReason why_absent(const ChunkKey& key) const;
+  MissReason why_missed(const RequestState& request, const Sight& sight) const;
   bool from_tier(const ChunkEntry& entry);
   // Counts the misses of the last pass, once.
   void settle(RequestState& request);
   void settle_scan(RequestState& request, std::span<const Sight> scan, bool first);
-  void count_misses(RequestState& request, std::uint8_t reason, std::uint64_t tokens);
+  void count_misses(RequestState& request, MissReason reason, std::uint64_t tokens);
   // The request got what it gets (prepare_load) or goes without (prepare_store).
   void admit(RequestHandle handle, RequestState& request);
   void start_waiting(RequestHandle handle, RequestState& request);

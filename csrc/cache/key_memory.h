@@ -29,8 +29,8 @@ class KeyMemory {
     std::uint64_t& cell = own(key);
     cell = (cell & ~kReasonMask) | (std::uint64_t{reason} + 1);
   }
-  std::optional<std::uint8_t> why_gone(const ChunkKey& key) const {
-    const std::uint64_t print = fingerprint(key);
+  std::optional<std::uint8_t> why_gone(const ChunkKey& key) const { return why_gone(fingerprint(key)); }
+  std::optional<std::uint8_t> why_gone(std::uint64_t print) const {
     const std::uint64_t cell = cells_[place(print)];
     if ((cell & kPrintMask) != (print & kPrintMask) || (cell & kReasonMask) == 0) return std::nullopt;
     return static_cast<std::uint8_t>((cell & kReasonMask) - 1);

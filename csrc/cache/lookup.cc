@@ -1,5 +1,8 @@
 // One key's answer. What a request is told, and what it is counted for.
 //
+// Why a chunk is absent is looked up when it is counted, not here: vLLM asks again
+// in each step for each request that waits.
+//
 // Counting: a chunk is counted once per admission of a request, when the outcome
 // of its last lookup pass is settled. Hits are the chunks that it loads
 // (load_path.cc); misses are the chunks that the pass was told kMiss, with the
@@ -8,6 +11,7 @@
 // chunk's reason, for that chunk made it useless. lookup_tokens = hit_tokens +
 // miss_tokens, over all tiers and reasons.
 #include <algorithm>
+#include <array>
 
 #include "cache/cache_impl.h"
 
@@ -100,7 +104,11 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
     }
     if (*reason != MissReason::kDisabled) return miss(request, *group, *reason);
   }
-  return miss(request, *group, switched_off ? MissReason::kIoError : why_absent(key));
+  if (switched_off) return miss(request, *group, MissReason::kIoError);
+  request.pass.push_back({static_cast<std::uint32_t>(request.pass_absent.size()),
+                          static_cast<std::uint16_t>(*group), Kind::kMiss, Sight::kWhyLater});
+  request.pass_absent.push_back(KeyMemory::fingerprint(key));
+  return LookupResult::kMiss;
 }
 
 std::optional<MissReason> TieredCache::Impl::may_not_wait(const RequestState& request, bool from_tier) const {
@@ -130,8 +138,9 @@ LookupResult TieredCache::Impl::miss(RequestState& request, std::uint32_t group,
   return LookupResult::kMiss;
 }
 
-MissReason TieredCache::Impl::why_absent(const ChunkKey& key) const {
-  const auto reason = memory.why_gone(key);
+MissReason TieredCache::Impl::why_missed(const RequestState& request, const Sight& sight) const {
+  if (sight.detail != Sight::kWhyLater) return static_cast<MissReason>(sight.detail);
+  const auto reason = memory.why_gone(request.pass_absent[sight.index]);
   return reason ? static_cast<MissReason>(*reason) : MissReason::kNotStored;
 }
 
@@ -163,10 +172,14 @@ void TieredCache::Impl::settle_scan(RequestState& request, std::span<const Sight
   const std::uint16_t group = scan.front().group;
   const std::uint64_t chunk = groups[group].tokens;
   std::uint64_t misses = 0;
+  std::array<std::uint64_t, RequestReport::kReasons> by_reason{};
   for (const Sight& sight : scan) {
     if (sight.kind != Sight::Kind::kMiss) continue;
     ++misses;
-    count_misses(request, sight.detail, chunk);
+    ++by_reason[static_cast<std::size_t>(why_missed(request, sight))];
+  }
+  for (std::size_t reason = 0; reason < by_reason.size(); ++reason) {
+    count_misses(request, static_cast<MissReason>(reason), by_reason[reason] * chunk);
   }
   sights[group].missed += misses;
   sights[group].found += scan.size() - misses;
@@ -174,14 +187,13 @@ void TieredCache::Impl::settle_scan(RequestState& request, std::span<const Sight
   if (!first || misses != 1 || scan.back().kind != Sight::Kind::kMiss) return;
   const std::uint64_t asked = request.first_end + (scan.size() - 1) * chunk;
   if (!request.knows_span || asked >= request.last_end) return;
-  count_misses(request, scan.back().detail, round_down(request.last_end - asked, chunk));
+  count_misses(request, why_missed(request, scan.back()), round_down(request.last_end - asked, chunk));
 }
 
-void TieredCache::Impl::count_misses(RequestState& request, std::uint8_t reason, std::uint64_t tokens) {
+void TieredCache::Impl::count_misses(RequestState& request, MissReason reason, std::uint64_t tokens) {
   if (tokens == 0) return;
-  request.report.miss_tokens[reason] += tokens;
-  metrics.add("kv_offload_miss_tokens_total", {to_string(static_cast<MissReason>(reason))},
-              static_cast<double>(tokens));
+  request.report.miss_tokens[static_cast<std::size_t>(reason)] += tokens;
+  metrics.add("kv_offload_miss_tokens_total", {to_string(reason)}, static_cast<double>(tokens));
   metrics.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(tokens));
 }
 

@@ -16,10 +16,12 @@ namespace kv_offload {
 // One lookup of a pass.
 struct Sight {
   enum class Kind : std::uint8_t { kHit, kFilling, kFetching, kRecorded, kUnknown, kMiss };
-  std::uint32_t index = 0;  // kHit, kFilling, kFetching: slot; kRecorded: place in pass_keys
+  std::uint32_t index = 0;  // kHit, kFilling, kFetching: slot; kRecorded: place in pass_keys;
+                            // kWhyLater: in pass_absent
   std::uint16_t group = 0;
   Kind kind = Kind::kMiss;
-  std::uint8_t detail = 0;  // kRecorded: tier; kMiss: MissReason
+  std::uint8_t detail = 0;  // kRecorded: tier; kMiss: MissReason or kWhyLater
+  static constexpr std::uint8_t kWhyLater = 0xFF;
 };
 
 struct RequestState {
@@ -35,6 +37,7 @@ struct RequestState {
   bool unsettled = false;     // its misses are not counted yet
   std::vector<Sight> pass;
   std::vector<ChunkKey> pass_keys;
+  std::vector<std::uint64_t> pass_absent;  // fingerprints, for KeyMemory
 
   // ---- waiting: from the first pending answer until it is admitted
   bool waiting = false;  // pins are held; ends with the deadline too
@@ -111,6 +114,7 @@ struct RequestState {
     pass_pending = false;
     pass.clear();
     pass_keys.clear();
+    pass_absent.clear();
   }
   // REQUIRES: held and awaited are given back.
   void clear_wait() {

@@ -6,7 +6,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kAhead = 8;  // keys whose cells are fetched ahead of their turn
+constexpr std::size_t kAhead = 8;  // of what comes, the cells are fetched ahead of its turn
 
 }  // namespace
 
@@ -117,9 +117,10 @@ void TieredCache::Impl::complete_store(std::span<const ChunkKey> keys, bool succ
     return depth_a != depth_b ? depth_a > depth_b : index.at(a).row > index.at(b).row;
   });
   double tokens = 0;
-  for (const Slot slot : stored) {
-    make_resident(slot, ChunkOrigin::kStore);
-    tokens += groups[index.at(slot).group].tokens;
+  for (std::size_t i = 0; i < stored.size(); ++i) {
+    if (i + kAhead < stored.size()) index.prefetch(stored[i + kAhead]);
+    make_resident(stored[i], ChunkOrigin::kStore);
+    tokens += groups[index.at(stored[i]).group].tokens;
   }
   if (tokens > 0) metrics.add("kv_offload_stored_tokens_total", {}, tokens);
   std::reverse(stored.begin(), stored.end());

@@ -117,6 +117,8 @@ void ChunkIndex::prefetch(const ChunkKey& key) const {
   __builtin_prefetch(&impl_->cells[impl_->home(Impl::tag(Impl::hash(key)))]);
 }
 
+void ChunkIndex::prefetch(Slot slot) const { impl_->policy->prefetch(chunk_id(impl_->entries[slot].key)); }
+
 Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
                         ChunkState state) {
   Impl& impl = *impl_;

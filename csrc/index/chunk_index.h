@@ -64,6 +64,8 @@ class ChunkIndex {
   ChunkEntry* find(const ChunkKey& key);
   // A hint that find(key) comes soon: with millions of chunks its cell is far away.
   void prefetch(const ChunkKey& key) const;
+  // As much for the policy: that this entry becomes resident or is used soon.
+  void prefetch(Slot slot) const;
   // New entry in `state` (filling or fetching) holding `row`, with one pin
   // (the job or op that brings the bytes). REQUIRES: absent. Slots are reused in
   // the order in which they were freed, so that a prefix stays side by side.

@@ -42,6 +42,8 @@ class EvictionPolicy {
   virtual void access(Slot slot, const EntryInfo& info) = 0;
   // As recent as after a hit, though nobody asked for it (it was used elsewhere).
   virtual void refresh(Slot slot, const EntryInfo& info) { access(slot, info); }
+  // A hint that this chunk is inserted or hit soon: what is known of it may be far away.
+  virtual void prefetch(ChunkId) const {}
   // Gone for any reason. Pinned or not.
   virtual void erase(Slot slot) = 0;
   // A pinned slot keeps its place in the order but is never returned by

@@ -35,6 +35,10 @@ class PrefixPolicy final : public EvictionPolicy {
   void insert(Slot slot, const EntryInfo& info) override;
   void access(Slot slot, const EntryInfo& info) override;
   void refresh(Slot slot, const EntryInfo& info) override;
+  void prefetch(ChunkId id) const override {
+    tree_.prefetch(id);
+    history_.prefetch(id);
+  }
   void erase(Slot slot) override;
   void pin(Slot slot) override;
   void unpin(Slot slot) override;

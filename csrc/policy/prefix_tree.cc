@@ -39,7 +39,7 @@ void PrefixTree::note_child(Node parent, ChunkId child) {
 }
 
 PrefixTree::Node PrefixTree::find_or_make(ChunkId id) {
-  Node& node = by_id_.at(id);
+  Node& node = by_id_.at(id, id_of());
   if (node != kNone) return node;
   if (free_.empty()) {
     free_.push_back(static_cast<Node>(nodes_.size()));
@@ -53,7 +53,7 @@ PrefixTree::Node PrefixTree::find_or_make(ChunkId id) {
 }
 
 void PrefixTree::remove(Node node) {
-  by_id_.erase(nodes_[node].id);
+  by_id_.erase(nodes_[node].id, id_of());
   free_.push_back(node);
 }
 

@@ -22,6 +22,7 @@ class Prioritised final : public EvictionPolicy {
   // A request of higher priority lifts what it hits to its level.
   void access(Slot slot, const EntryInfo& info) override;
   void refresh(Slot slot, const EntryInfo& info) override { level_of(slot).refresh(slot, info); }
+  void prefetch(ChunkId id) const override { levels_[kNormal]->prefetch(id); }
   void erase(Slot slot) override;
   void pin(Slot slot) override;
   void unpin(Slot slot) override;

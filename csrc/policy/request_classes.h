@@ -17,7 +17,7 @@ class RequestClasses {
   using Record = std::uint32_t;
   static constexpr unsigned kUnknown = ReturnModel::kClasses - 1;
 
-  RequestClasses() { records_.emplace_back(); }  // of request 0: not known
+  RequestClasses() { records_.push_back({.of_class = kUnknown}); }  // of request 0: not known
 
   // The record of this request with one more reference to it.
   Record refer(std::uint32_t request) {
@@ -51,13 +51,10 @@ class RequestClasses {
     ++data.stored;
     data.sampled += sampled;
     data.fresh += sampled && !was_here;
-  }
-  unsigned class_of(Record record) const {
-    if (record == 0) return kUnknown;
-    const Data& data = records_[record];
     const std::uint64_t fresh = std::uint64_t{data.stored} * (data.fresh + 1) / (data.sampled + 1);
-    return std::min(kUnknown - 1, static_cast<unsigned>(std::bit_width(fresh + 1)) - 1);
+    data.of_class = std::min(kUnknown - 1, static_cast<unsigned>(std::bit_width(fresh + 1)) - 1);
   }
+  unsigned class_of(Record record) const { return records_[record].of_class; }
   std::size_t size() const { return records_.size() - free_.size() - 1; }
 
  private:
@@ -67,6 +64,7 @@ class RequestClasses {
     std::uint32_t stored = 0;
     std::uint32_t sampled = 0;  // of those
     std::uint32_t fresh = 0;    // of those
+    std::uint32_t of_class = 0;
   };
   Record make(std::uint32_t request) {
     if (free_.empty()) {

@@ -1,13 +1,14 @@
 #include "policy/return_history.h"
 
 #include <algorithm>
+#include <cassert>
 #include <utility>
 
 namespace kv_offload {
 
 void ReturnHistory::used(ChunkId id, RequestClasses::Record record, std::uint64_t now, bool branched) {
   if (!sampled(id)) return;
-  const std::uint32_t at = by_id_.find(id);
+  const std::uint32_t at = find(id);
   if (at == kNone) return add(id, record, now);
   unlink(at);
   if (!branched) {
@@ -23,7 +24,7 @@ void ReturnHistory::used(ChunkId id, RequestClasses::Record record, std::uint64_
 
 void ReturnHistory::renewed(ChunkId id, RequestClasses::Record record, std::uint64_t now) {
   if (!sampled(id)) return;
-  const std::uint32_t at = by_id_.find(id);
+  const std::uint32_t at = find(id);
   if (at == kNone) return add(id, record, now);
   unlink(at);
   begin_again(at, record, now);
@@ -50,18 +51,32 @@ void ReturnHistory::catch_up(Sample& sample, unsigned bucket) {
 
 void ReturnHistory::advance(std::uint64_t now, std::uint64_t horizon) {
   for (unsigned b = 0; b + 1 < ReturnModel::kBuckets; ++b) {
-    for (std::uint32_t at = queues_[b].oldest; at != kNone; at = queues_[b].oldest) {
-      const unsigned bucket = ReturnModel::bucket_of(now - samples_[at].time);
-      if (bucket <= b) break;
-      unlink(at);
-      catch_up(samples_[at], bucket);
-      link(at);
-    }
+    if (now >= due_[b]) cross(b, now);
   }
-  while (by_id_.size() > 0) {
-    const std::uint32_t at = oldest();
-    if (now - samples_[at].time <= horizon && sampled(samples_[at].id)) break;
-    drop(at);
+  while (oldest_ != kNone) {
+    const Sample& sample = samples_[oldest_];
+    if (now - sample.time <= horizon && sampled(sample.id)) break;
+    drop(oldest_);
+  }
+}
+
+// Those that get older than this bucket.
+void ReturnHistory::cross(unsigned bucket, std::uint64_t now) {
+  const std::uint64_t edge = ReturnModel::edge(bucket + 1);
+  std::array<std::uint32_t, ReturnModel::kClasses> counts{};
+  std::uint32_t at = crossed_[bucket] == kNone ? oldest_ : samples_[crossed_[bucket]].newer;
+  for (; at != kNone && now - samples_[at].time >= edge; at = samples_[at].newer) {
+    Sample& sample = samples_[at];
+    __builtin_prefetch(&sample + 4);
+    ++counts[classes_.class_of(sample.record)];
+    sample.bucket = static_cast<std::uint8_t>(bucket + 1);
+    crossed_[bucket] = at;
+  }
+  due_[bucket] = (at == kNone ? now : samples_[at].time) + edge;
+  for (unsigned c = 0; c < counts.size(); ++c) {
+    if (counts[c] == 0) continue;
+    if (bucket == 0) model_.reached(c, 0, counts[c]);
+    model_.reached(c, bucket + 1, counts[c]);
   }
 }
 
@@ -72,17 +87,19 @@ void ReturnHistory::add(ChunkId id, RequestClasses::Record record, std::uint64_t
       skip_mask_ = 2 * skip_mask_ + 1;
       swept_ = 0;
     }
-    drop(oldest());
+    drop(oldest_);
     if (!sampled(id)) return;
   }
-  if (free_.empty()) {
-    free_.push_back(static_cast<std::uint32_t>(samples_.size()));
+  std::uint32_t at = first_free_;
+  if (at == kNone) {
+    at = static_cast<std::uint32_t>(samples_.size());
     samples_.emplace_back();
+  } else {
+    first_free_ = samples_[at].newer;
+    if (first_free_ == kNone) last_free_ = kNone;
   }
-  const std::uint32_t at = free_.back();
-  free_.pop_back();
   samples_[at] = {id, now, classes_.refer_again(record), kNone, kNone, 0};
-  by_id_.at(id) = at;
+  by_id_.at(id, id_of()) = at;
   link(at);
 }
 
@@ -97,38 +114,32 @@ void ReturnHistory::sweep() {
 
 void ReturnHistory::drop(std::uint32_t at) {
   unlink(at);
-  forget(at);
-}
-
-// REQUIRES: in no queue.
-void ReturnHistory::forget(std::uint32_t at) {
-  by_id_.erase(samples_[at].id);
+  by_id_.erase(samples_[at].id, id_of());
   classes_.release(samples_[at].record);
   samples_[at].id = 0;
-  free_.push_back(at);
+  samples_[at].newer = kNone;
+  (last_free_ == kNone ? first_free_ : samples_[last_free_].newer) = at;
+  last_free_ = at;
 }
 
+// As the newest.
 void ReturnHistory::link(std::uint32_t at) {
   Sample& sample = samples_[at];
-  Ends& ends = queues_[sample.bucket];
+  assert(sample.bucket == 0);
   sample.newer = kNone;
-  sample.older = ends.newest;
-  (ends.newest == kNone ? ends.oldest : samples_[ends.newest].newer) = at;
-  ends.newest = at;
+  sample.older = newest_;
+  (newest_ == kNone ? oldest_ : samples_[newest_].newer) = at;
+  newest_ = at;
 }
 
 void ReturnHistory::unlink(std::uint32_t at) {
   const Sample& sample = samples_[at];
-  Ends& ends = queues_[sample.bucket];
-  (sample.newer == kNone ? ends.newest : samples_[sample.newer].older) = sample.older;
-  (sample.older == kNone ? ends.oldest : samples_[sample.older].newer) = sample.newer;
-}
-
-std::uint32_t ReturnHistory::oldest() const {
-  for (unsigned b = ReturnModel::kBuckets; b-- > 0;) {
-    if (queues_[b].oldest != kNone) return queues_[b].oldest;
+  for (unsigned b = sample.newer == kNone ? 0 : samples_[sample.newer].bucket; b < sample.bucket; ++b) {
+    assert(crossed_[b] == at);
+    crossed_[b] = sample.older;
   }
-  return kNone;
+  (sample.newer == kNone ? newest_ : samples_[sample.newer].older) = sample.older;
+  (sample.older == kNone ? oldest_ : samples_[sample.older].newer) = sample.newer;
 }
 
 }  // namespace kv_offload

@@ -21,7 +21,9 @@ class ReturnHistory {
  public:
   static constexpr std::size_t kMaxSamples = std::size_t{1} << 18;
 
-  ReturnHistory(ReturnModel& model, RequestClasses& classes) : model_(model), classes_(classes) {}
+  ReturnHistory(ReturnModel& model, RequestClasses& classes) : model_(model), classes_(classes) {
+    crossed_.fill(kNone);
+  }
 
   // An entry was stored or hit by the request of `record`, at this time (which grows).
   // `branched`: it is the head of several prefixes, whose returns say nothing of others.
@@ -29,7 +31,8 @@ class ReturnHistory {
   // Used, though not because it was asked for: its age begins again.
   void renewed(ChunkId id, RequestClasses::Record record, std::uint64_t now);
   bool sampled(ChunkId id) const { return id != 0 && (id * 0x9E3779B97F4A7C15ull >> 40 & skip_mask_) == 0; }
-  bool knows(ChunkId id) const { return by_id_.find(id) != kNone; }
+  bool knows(ChunkId id) const { return find(id) != kNone; }
+  void prefetch(ChunkId id) const { by_id_.prefetch(id); }
   // Lets time pass: samples reach higher ages, the oldest beyond `horizon` are dropped.
   void advance(std::uint64_t now, std::uint64_t horizon);
   std::size_t size() const { return by_id_.size(); }
@@ -45,27 +48,32 @@ class ReturnHistory {
     std::uint32_t older = kNone;
     std::uint8_t bucket = 0;
   };
-  struct Ends {
-    std::uint32_t newest = kNone;
-    std::uint32_t oldest = kNone;
-  };
-
+  auto id_of() const {
+    return [this](std::uint32_t at) { return samples_[at].id; };
+  }
+  std::uint32_t find(ChunkId id) const { return by_id_.find(id, id_of()); }
   void begin_again(std::uint32_t at, RequestClasses::Record record, std::uint64_t now);
   void catch_up(Sample& sample, unsigned bucket);
   void add(ChunkId id, RequestClasses::Record record, std::uint64_t now);
   void sweep();  // drops what is in the sample no more
   void drop(std::uint32_t at);
-  void forget(std::uint32_t at);
   void link(std::uint32_t at);
   void unlink(std::uint32_t at);
-  std::uint32_t oldest() const;
+  void cross(unsigned bucket, std::uint64_t now);
 
   ReturnModel& model_;
   RequestClasses& classes_;
   std::vector<Sample> samples_;
-  std::vector<std::uint32_t> free_;
+  // Linked by `newer`, taken in the order in which they came: samples that follow each other in time
+  // come to lie side by side.
+  std::uint32_t first_free_ = kNone;
+  std::uint32_t last_free_ = kNone;
   IdTable by_id_;
-  std::array<Ends, ReturnModel::kBuckets> queues_;  // by age, each by time
+  // All by time, so buckets fall from the oldest to the newest.
+  std::uint32_t newest_ = kNone;
+  std::uint32_t oldest_ = kNone;
+  std::array<std::uint32_t, ReturnModel::kBuckets> crossed_;  // [b]: the newest sample older than bucket b
+  std::array<std::uint64_t, ReturnModel::kBuckets> due_{};  // [b]: until then no other one gets older than b
   std::uint64_t skip_mask_ = 0;
   std::size_t swept_ = 0;  // samples below this one were looked at since the mask changed
 };

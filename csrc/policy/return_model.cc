@@ -12,6 +12,14 @@ constexpr float kPriorEntries = 20;
 constexpr float kPriorReturns = 0.01f;
 constexpr float kFirstPriorReturns = 0.025f;
 
+constexpr auto kWidths = [] {
+  std::array<float, ReturnModel::kBuckets> widths{};
+  for (unsigned b = 0; b < widths.size(); ++b) {
+    widths[b] = static_cast<float>(ReturnModel::edge(b + 1) - ReturnModel::edge(b));
+  }
+  return widths;
+}();
+
 }  // namespace
 
 ReturnModel::ReturnModel() {
@@ -40,17 +48,26 @@ void ReturnModel::rate(unsigned of_class) {
     hazard[b] = std::min(
         1.0f, (returns_[of_class][b] + kPriorEntries * prior) / (exposed_[of_class][b] + kPriorEntries));
   }
-  for (unsigned from = 0; from < kBuckets; ++from) {
-    float best = 0, here = 1, gained = 0, kept = 0;
-    for (unsigned b = from; b < kBuckets; ++b) {
-      const auto width = static_cast<float>(edge(b + 1) - edge(b));
-      kept += here * (b == from ? width / 2 : width) * (1 - hazard[b] / 2);
-      gained += here * hazard[b];
-      here *= 1 - hazard[b];
-      best = std::max(best, gained / kept);
+  // For every age `from` at once, so that the inner loop is one of vectors: what is left
+  // of an entry kept since then (none before it), its returns and what keeping it took.
+  // The largest gained / kept is found by products: a division costs as much as all the rest.
+  std::array<float, kBuckets> here{}, gained{}, kept{}, best_gained{}, best_kept;
+  best_kept.fill(1);
+  for (unsigned b = 0; b < kBuckets; ++b) {
+    const float left = 1 - hazard[b], cost = kWidths[b] * (1 - hazard[b] / 2);
+    here[b] = 1;
+    kept[b] = -cost / 2;  // it is in the middle of its own bucket
+    for (unsigned from = 0; from < kBuckets; ++from) {
+      kept[from] += here[from] * cost;
+      gained[from] += here[from] * hazard[b];
+      here[from] *= left;
+      const bool better = gained[from] * best_kept[from] > best_gained[from] * kept[from];
+      best_gained[from] = better ? gained[from] : best_gained[from];
+      best_kept[from] = better ? kept[from] : best_kept[from];
     }
-    worth_[of_class][from] = best;
   }
+  for (unsigned from = 0; from < kBuckets; ++from)
+    worth_[of_class][from] = best_gained[from] / best_kept[from];
 }
 
 }  // namespace kv_offload

@@ -28,12 +28,14 @@ class ReturnModel {
     return bucket < kBuckets ? bucket : kBuckets - 1;
   }
   // The youngest age of a bucket.
-  static std::uint64_t edge(unsigned bucket) {
+  static constexpr std::uint64_t edge(unsigned bucket) {
     return bucket == 0 ? 0 : ((kUnit / 2) * (2 + (bucket - 1) % 2)) << ((bucket - 1) / 2);
   }
 
-  // An entry of this class reached this age; and: it came back at this age.
-  void reached(unsigned of_class, unsigned bucket) { exposed_[of_class][bucket] += 1; }
+  // Entries of this class reached this age; and: one came back at this age.
+  void reached(unsigned of_class, unsigned bucket, std::uint32_t entries = 1) {
+    exposed_[of_class][bucket] += static_cast<float>(entries);
+  }
   void returned(unsigned of_class, unsigned bucket) { returns_[of_class][bucket] += 1; }
 
   float worth(unsigned of_class, unsigned bucket) const { return worth_[of_class][bucket]; }
