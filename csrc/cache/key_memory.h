@@ -9,7 +9,8 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
-#include <vector>
+
+#include "base/table_vector.h"
 
 #include "base/types.h"
 
@@ -68,7 +69,7 @@ class KeyMemory {
     return cell;
   }
 
-  std::vector<std::uint64_t> cells_;
+  TableVector<std::uint64_t> cells_;
 };
 
 }  // namespace kv_offload

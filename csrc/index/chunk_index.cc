@@ -5,6 +5,8 @@
 #include <cassert>
 #include <utility>
 
+#include "base/table_vector.h"
+
 namespace kv_offload {
 namespace {
 
@@ -22,11 +24,11 @@ struct Cell {
 
 struct ChunkIndex::Impl {
   std::unique_ptr<EvictionPolicy> policy;
-  std::vector<ChunkEntry> entries;
+  TableVector<ChunkEntry> entries;
   std::vector<Slot> next_free;  // links of the queue of free slots
   Slot first_free = kNoSlot;
   Slot last_free = kNoSlot;
-  std::vector<Cell> cells;  // linear probing, at most half full
+  TableVector<Cell> cells;  // linear probing, at most half full
   std::size_t mask = 0;
   std::size_t size = 0;
   std::size_t resident = 0;

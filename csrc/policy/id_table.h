@@ -9,7 +9,8 @@
 #include <cassert>
 #include <cstdint>
 #include <utility>
-#include <vector>
+
+#include "base/table_vector.h"
 
 #include "policy/eviction_policy.h"
 
@@ -80,13 +81,13 @@ class IdTable {
   }
   template <typename IdOf>
   void grow(IdOf id_of) {
-    const std::vector<Cell> old = std::exchange(cells_, std::vector<Cell>(2 * cells_.size()));
+    const TableVector<Cell> old = std::exchange(cells_, TableVector<Cell>(2 * cells_.size()));
     for (const Cell& cell : old) {
       if (cell.value != kNone) cells_[locate(id_of(cell.value), id_of)] = cell;
     }
   }
 
-  std::vector<Cell> cells_;
+  TableVector<Cell> cells_;
   std::size_t size_ = 0;
 };
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/table_vector.h"
 #include "policy/eviction_policy.h"
 
 namespace kv_offload {
@@ -39,7 +40,7 @@ class LruPolicy final : public EvictionPolicy {
   void link_newest(Slot slot);
   void take_out(Slot slot);  // of where it is
 
-  std::vector<Node> nodes_;
+  TableVector<Node> nodes_;
   Slot newest_ = kNone;
   Slot oldest_ = kNone;
   std::set<std::pair<std::uint64_t, Slot>> returned_;  // by age; all older than the list

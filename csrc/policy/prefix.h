@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/table_vector.h"
 #include "policy/eviction_policy.h"
 #include "policy/prefix_tree.h"
 #include "policy/request_classes.h"
@@ -81,7 +82,7 @@ class PrefixPolicy final : public EvictionPolicy {
     return node.tree != PrefixTree::kNone && tree_.branched(node.tree);
   }
 
-  std::vector<Node> nodes_;
+  TableVector<Node> nodes_;
   std::size_t known_ = 0;
   std::uint64_t now_ = 0;   // entries stored so far
   std::uint64_t uses_ = 0;  // stored or hit

@@ -8,6 +8,7 @@
 
 #include <vector>
 
+#include "base/table_vector.h"
 #include "policy/eviction_policy.h"
 #include "policy/id_table.h"
 
@@ -49,7 +50,7 @@ class PrefixTree {
   void note_child(Node parent, ChunkId child);
   void remove(Node node);
 
-  std::vector<Data> nodes_;
+  TableVector<Data> nodes_;
   std::vector<Node> free_;
   IdTable by_id_;
 };

@@ -8,6 +8,7 @@
 #include <functional>
 #include <vector>
 
+#include "base/table_vector.h"
 #include "policy/eviction_policy.h"
 
 namespace kv_offload {
@@ -44,7 +45,7 @@ class Prioritised final : public EvictionPolicy {
   Make make_;
   std::array<std::unique_ptr<EvictionPolicy>, 3> levels_;
   std::array<std::size_t, 3> known_{};
-  std::vector<State> states_;
+  TableVector<State> states_;
 };
 
 }  // namespace kv_offload

@@ -10,6 +10,7 @@
 #include <array>
 #include <vector>
 
+#include "base/table_vector.h"
 #include "policy/eviction_policy.h"
 #include "policy/id_table.h"
 #include "policy/request_classes.h"
@@ -63,7 +64,7 @@ class ReturnHistory {
 
   ReturnModel& model_;
   RequestClasses& classes_;
-  std::vector<Sample> samples_;
+  TableVector<Sample> samples_;
   // Linked by `newer`, taken in the order in which they came: samples that follow each other in time
   // come to lie side by side.
   std::uint32_t first_free_ = kNone;

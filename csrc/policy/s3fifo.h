@@ -11,6 +11,7 @@
 #include <array>
 #include <vector>
 
+#include "base/table_vector.h"
 #include "policy/eviction_policy.h"
 #include "policy/ghost_list.h"
 
@@ -56,7 +57,7 @@ class S3FifoPolicy final : public EvictionPolicy {
   Slot coldest(Queue queue);
   void move_to_main(Slot slot);
 
-  std::vector<Node> nodes_;
+  TableVector<Node> nodes_;
   std::array<Ends, 2> queues_;
   GhostList ghosts_;
 };

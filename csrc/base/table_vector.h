@@ -1,0 +1,43 @@
+// TableVector: a vector for tables that are read in no order. Large ones lie on huge
+// pages where the system offers them (madvise): with millions of entries of 4 KiB pages
+// every probe would walk the page tables as well.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+#include "base/types.h"
+
+namespace kv_offload {
+
+template <typename T>
+struct HugePageAllocator {
+  static constexpr std::size_t kHugePage = std::size_t{2} << 20;
+  static constexpr std::size_t kLarge = 4 * kHugePage;  // so that rounding up costs little
+
+  using value_type = T;
+  HugePageAllocator() = default;
+  template <typename U>
+  HugePageAllocator(const HugePageAllocator<U>&) {}  // NOLINT: as allocators are
+
+  T* allocate(std::size_t count) {
+    if (count > static_cast<std::size_t>(-1) / 2 / sizeof(T)) throw std::bad_array_new_length();
+    const std::size_t bytes = count * sizeof(T);
+    const bool large = bytes >= kLarge;
+    void* memory = large ? std::aligned_alloc(kHugePage, round_up(bytes, kHugePage)) : std::malloc(bytes);
+    if (memory == nullptr) throw std::bad_alloc();
+    if (large) (void)::madvise(memory, round_up(bytes, kHugePage), MADV_HUGEPAGE);  // offered, not owed
+    return static_cast<T*>(memory);
+  }
+  void deallocate(T* memory, std::size_t) { std::free(memory); }
+  friend bool operator==(const HugePageAllocator&, const HugePageAllocator&) { return true; }
+};
+
+template <typename T>
+using TableVector = std::vector<T, HugePageAllocator<T>>;
+
+}  // namespace kv_offload
