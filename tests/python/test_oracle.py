@@ -1,6 +1,7 @@
 """Every byte that a request reads is checked, through vLLM's real scheduler, for each release."""
 
 import pytest
+import torch
 from vllm_trees import MINORS, run_under, trees
 
 
@@ -10,6 +11,18 @@ def test_byte_oracle(minor: str) -> None:
     if tree is None:
         pytest.skip(f"vLLM {minor} is neither installed nor unpacked in .cache/vllm-{minor}")
     print(run_under(tree, "oracle/check_oracle.py"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("minor", MINORS)
+def test_byte_oracle_with_caches_on_a_gpu(minor: str) -> None:
+    tree = trees().get(minor)
+    if tree is None:
+        pytest.skip(f"vLLM {minor} is neither installed nor unpacked in .cache/vllm-{minor}")
+    print(
+        run_under(tree, "oracle/check_oracle.py", KV_OFFLOAD_ORACLE_DEVICE="cuda", VLLM_TARGET_DEVICE="cuda")
+    )
 
 
 def test_records_are_shared_exactly_where_their_bytes_are_equal() -> None:

@@ -1,4 +1,5 @@
-"""Run by test_oracle.py under each vLLM release. More: KV_OFFLOAD_ORACLE_STEPS, KV_OFFLOAD_ORACLE_SEEDS."""
+"""Run by test_oracle.py under each vLLM release. More: KV_OFFLOAD_ORACLE_STEPS, KV_OFFLOAD_ORACLE_SEEDS,
+KV_OFFLOAD_ORACLE_DEVICE (cuda: with the caches on a GPU)."""
 
 import os
 import random
@@ -30,7 +31,11 @@ SEEDS = range(MINOR[1] * 1000, MINOR[1] * 1000 + int(os.environ.get("KV_OFFLOAD_
 # 0.31 and 0.32 assert in build_connector_meta when a forced reset and a reload meet in one step.
 FORCED = 0.004 if MINOR >= (0, 33) else 0.0
 
-FULL = Setup(extra={"cpu_bytes_to_use": "512KiB"}, layers=4)
+FULL = Setup(
+    extra={"cpu_bytes_to_use": "512KiB"},
+    layers=4,
+    device=os.environ.get("KV_OFFLOAD_ORACLE_DEVICE", "cpu"),
+)
 HYBRID = replace(FULL, window=40)
 
 KINDS = {
@@ -48,6 +53,7 @@ KINDS = {
     "mamba-like": replace(FULL, window=STATE),
     "mamba-like, two ranks": replace(FULL, window=STATE, world_size=2, extra={"cpu_bytes_to_use": "1MiB"}),
     "replicated, two ranks": replace(FULL, replicated=True, world_size=2),
+    "mirrored": replace(HYBRID, mirrored=True),
     "decoded tokens too": replace(HYBRID, extra={**FULL.extra, "offload_prompt_only": False}),
 }
 
@@ -126,7 +132,7 @@ WORKER_FAULTS = (faults.WrongRow, faults.SkippedLoad, faults.EarlyLoad, faults.E
 
 
 @pytest.mark.parametrize("fault", WORKER_FAULTS, ids=lambda fault: fault.__name__)
-@pytest.mark.parametrize("kind", kinds("full attention", "hybrid"))
+@pytest.mark.parametrize("kind", kinds("full attention", "hybrid", "mirrored"))
 def test_a_fault_of_the_worker_is_seen(fault: type, kind: str) -> None:
     with pytest.raises(WrongBytes):
         live(replace(KINDS[kind], wrap_worker=fault), seed=0, steps=1500)

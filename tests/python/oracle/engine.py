@@ -80,6 +80,8 @@ class Setup:
     max_batched_tokens: int = 96
     async_scheduling: bool = False
     events: bool = False
+    device: str = "cpu"  # where the caches are
+    mirrored: bool = False  # the model works on a copy of them, as it does where they are on a GPU
     wrap_worker: Callable[[Any, Any], Any] | None = None  # (worker, region) -> worker: planted faults
     wrap_manager: Callable[[Any], Any] | None = None
 
@@ -127,7 +129,7 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
         parallel_config=ParallelConfig(
             tensor_parallel_size=setup.world_size, distributed_executor_backend="mp"
         ),
-        device_config=DeviceConfig("cpu"),
+        device_config=DeviceConfig(setup.device),
     )
 
 
@@ -183,11 +185,15 @@ def _kv_cache_configs(config: VllmConfig, specs: dict[str, Any], world_size: int
     return list(planning.get_kv_cache_configs(config, per_rank, memory))
 
 
-def _allocate(kv_cache_config: Any, specs: dict[str, Any], rank: int) -> dict[str, torch.Tensor]:
-    """Layer name -> int8 view (num_blocks, page), placed as the KVCacheConfig says; filled with noise."""
+def _noise(kv_cache_config: Any, rank: int) -> torch.Tensor:
+    """What all caches of a rank lie in, int8, before anything is computed."""
     size = max(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
     generator = torch.Generator().manual_seed(rank)
-    backing = torch.randint(-128, 127, (size,), dtype=torch.int8, generator=generator)
+    return torch.randint(-128, 127, (size,), dtype=torch.int8, generator=generator)
+
+
+def _views(kv_cache_config: Any, specs: dict[str, Any], backing: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Layer name -> int8 view (num_blocks, page) of ``backing``, placed as the KVCacheConfig says."""
     caches = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         for index, name in enumerate(tensor.layers):
@@ -205,6 +211,28 @@ def _window_of(spec: Any) -> int | None:
         return STATE
     window: int | None = getattr(spec, "sliding_window", None)
     return window
+
+
+class Mirror:
+    """A copy in host memory of caches that lie elsewhere, for a model that computes on the host.
+
+    Only what the model wrote goes back: loads may arrive beside it in the meantime.
+    """
+
+    def __init__(self, backing: torch.Tensor) -> None:
+        self.backing = backing
+        self.host = backing.cpu().clone()
+        self.pulled = self.host.clone()
+
+    def pull(self) -> None:
+        """What is there now, to the host."""
+        self.host.copy_(self.backing)
+        self.pulled.copy_(self.host)
+
+    def push(self) -> None:
+        """What the model changed, back, on the current stream."""
+        changed = (self.host != self.pulled).nonzero().flatten()
+        self.backing[changed.to(self.backing.device)] = self.host[changed].to(self.backing.device)
 
 
 class Engine:
@@ -234,6 +262,7 @@ class Engine:
             (list(group.layer_names), _window_of(group.kv_cache_spec))
             for group in scheduler_config.kv_cache_groups
         ]
+        self.mirrors: list[Mirror | None] = []
         self.ranks = []
         for rank in range(setup.world_size):
             self.ranks.append(self._start_rank(rank, configs[rank], specs))
@@ -258,16 +287,20 @@ class Engine:
     def _start_rank(self, rank: int, kv_cache_config: Any, specs: dict[str, Any]) -> tuple[Any, Any, Any]:
         config = copy.deepcopy(self.config)
         config.parallel_config.rank = rank
-        caches = _allocate(kv_cache_config, specs, rank)
+        backing = _noise(kv_cache_config, rank).to(self.setup.device)
+        mirror = Mirror(backing) if self.setup.mirrored or self.setup.device != "cpu" else None
+        caches = _views(kv_cache_config, specs, backing)
+        seen = caches if mirror is None else _views(kv_cache_config, specs, mirror.host)
         with set_current_vllm_config(config):
             connector = OffloadingConnector(config, KVConnectorRole.WORKER, kv_cache_config)
             connector.register_kv_caches(caches)
         if self.setup.wrap_worker is not None:
             side = connector.connector_worker
             side.worker = self.setup.wrap_worker(side.worker, rank)
-        views = [[caches[name].numpy() for name in names] for names, _ in self.groups]
+        views = [[seen[name].numpy() for name in names] for names, _ in self.groups]
         windows = [window for _, window in self.groups]
         known_as = 0 if self.setup.replicated else rank  # all ranks have the same bytes then
+        self.mirrors.append(mirror)
         return config, connector, FakeRunner(views, windows, self.setup.block_size, known_as)
 
     # ---- requests
@@ -352,7 +385,12 @@ class Engine:
             set_forward_context(None, config),
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as kv_output,
         ):
+            mirror = self.mirrors[rank]
+            if mirror is not None:
+                mirror.pull()
             samples = runner.forward(output)
+            if mirror is not None:
+                mirror.push()
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         ids = list(samples)
         return ModelRunnerOutput(
