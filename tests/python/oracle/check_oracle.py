@@ -44,7 +44,9 @@ KINDS = {
     "two blocks a chunk": replace(FULL, extra={**FULL.extra, "blocks_per_chunk": 2}),
     "four blocks a chunk": replace(FULL, extra={**FULL.extra, "blocks_per_chunk": 4}),
     "two ranks": replace(FULL, world_size=2, extra={"cpu_bytes_to_use": "1MiB"}),
+    "two stages of a pipeline": replace(FULL, world_size=2, pipelined=True, layers=5),
     "hybrid": HYBRID,
+    "hybrid, two stages of a pipeline": replace(HYBRID, world_size=2, pipelined=True),
     "hybrid, two blocks a chunk": replace(HYBRID, extra={**FULL.extra, "blocks_per_chunk": 2}),
     "hybrid, packed, two ranks": replace(HYBRID, layout="BLHNC", world_size=2),
     "asynchronous scheduling": replace(FULL, async_scheduling=True),
@@ -153,6 +155,7 @@ def test_storing_after_a_reset_what_fell_behind_a_window_is_seen() -> None:
 DISK_KINDS = (
     "full attention",
     "two ranks",
+    "two stages of a pipeline",
     "hybrid",
     "hybrid, two blocks a chunk",
     "asynchronous scheduling",

@@ -5,6 +5,7 @@ differ, both ways are tried. All but the model (oracle.runner) is real.
 """
 
 import copy
+import itertools
 import json
 import os
 import pickle
@@ -74,6 +75,7 @@ class Setup:
     hash_algorithm: str = "sha256"
     layout: str = "LBHNC"
     world_size: int = 1
+    pipelined: bool = False  # each rank has layers of its own, not a share of every layer
     num_blocks: int = 40
     max_model_len: int = 320
     max_seqs: int = 6
@@ -127,7 +129,9 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
         if setup.events
         else None,
         parallel_config=ParallelConfig(
-            tensor_parallel_size=setup.world_size, distributed_executor_backend="mp"
+            tensor_parallel_size=1 if setup.pipelined else setup.world_size,
+            pipeline_parallel_size=setup.world_size if setup.pipelined else 1,
+            distributed_executor_backend="mp",
         ),
         device_config=DeviceConfig(setup.device),
     )
@@ -176,9 +180,16 @@ def _layer_specs(setup: Setup) -> dict[str, Any]:
     return {f"model.layers.{layer}.self_attn.attn": spec_of(layer) for layer in range(setup.layers)}
 
 
-def _kv_cache_configs(config: VllmConfig, specs: dict[str, Any], world_size: int) -> list[Any]:
-    per_rank = [dict(specs) for _ in range(world_size)]
-    memory = [1 << 30] * world_size
+def _specs_by_rank(setup: Setup) -> list[dict[str, Any]]:
+    specs = _layer_specs(setup)
+    if not setup.pipelined:
+        return [dict(specs) for _ in range(setup.world_size)]
+    ends = [setup.layers * rank // setup.world_size for rank in range(setup.world_size + 1)]
+    return [dict(list(specs.items())[first:end]) for first, end in itertools.pairwise(ends)]
+
+
+def _kv_cache_configs(config: VllmConfig, per_rank: list[dict[str, Any]]) -> list[Any]:
+    memory = [1 << 30] * len(per_rank)
     if hasattr(planning, "get_global_kv_cache_groups"):
         groups = planning.get_global_kv_cache_groups(config, per_rank)
         return list(planning.get_kv_cache_configs(config, per_rank, memory, groups))
@@ -244,9 +255,9 @@ class Engine:
         init_none_hash(get_hash_fn_by_name(setup.hash_algorithm))
         self.config = _vllm_config(setup, self.model_dir, engine_id)
         self.config.scheduler_config.async_scheduling = setup.async_scheduling  # the CPU platform says no
-        specs = _layer_specs(setup)
+        specs = _specs_by_rank(setup)
         with set_current_vllm_config(self.config):
-            configs = _kv_cache_configs(self.config, specs, setup.world_size)
+            configs = _kv_cache_configs(self.config, specs)
         for kv_cache_config in configs:
             kv_cache_config.kv_cache_layout = setup.layout
             if setup.replicated:
@@ -258,14 +269,11 @@ class Engine:
             if hasattr(kv_cache_config, "hash_block_size"):
                 kv_cache_config.hash_block_size = hash_block_size
                 kv_cache_config.cache_hit_alignment_tokens = block_size
-        self.groups = [
-            (list(group.layer_names), _window_of(group.kv_cache_spec))
-            for group in scheduler_config.kv_cache_groups
-        ]
+        self.windows = [_window_of(group.kv_cache_spec) for group in scheduler_config.kv_cache_groups]
         self.mirrors: list[Mirror | None] = []
         self.ranks = []
         for rank in range(setup.world_size):
-            self.ranks.append(self._start_rank(rank, configs[rank], specs))
+            self.ranks.append(self._start_rank(rank, configs[rank], specs[rank]))
         self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
             vllm_config=self.config,
             kv_cache_config=scheduler_config,
@@ -297,11 +305,12 @@ class Engine:
         if self.setup.wrap_worker is not None:
             side = connector.connector_worker
             side.worker = self.setup.wrap_worker(side.worker, rank)
-        views = [[seen[name].numpy() for name in names] for names, _ in self.groups]
-        windows = [window for _, window in self.groups]
+        views = [
+            [seen[name].numpy() for name in group.layer_names] for group in kv_cache_config.kv_cache_groups
+        ]
         known_as = 0 if self.setup.replicated else rank  # all ranks have the same bytes then
         self.mirrors.append(mirror)
-        return config, connector, FakeRunner(views, windows, self.setup.block_size, known_as)
+        return config, connector, FakeRunner(views, self.windows, self.setup.block_size, known_as)
 
     # ---- requests
 
