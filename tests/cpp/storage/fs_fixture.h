@@ -181,6 +181,15 @@ class TierUser {
     }
     return true;
   }
+  // The account becomes what is on the disk: at once, or with the next count.
+  ::testing::AssertionResult account_becomes_exact(const std::string& root) {
+    const bool exact = until([&] {
+      poll();
+      return tier_->stats().bytes == du(root);
+    });
+    if (exact) return ::testing::AssertionSuccess();
+    return ::testing::AssertionFailure() << tier_->stats().bytes << " is not " << du(root);
+  }
   std::size_t removed(TierRemoval::Reason reason) {
     poll();
     std::size_t count = 0;

@@ -134,8 +134,7 @@ TEST_F(FsReclaimTest, a_serving_process_goes_on_and_finds_the_room) {
   EXPECT_EQ(hits, 3u);
   EXPECT_TRUE(user.write(9));
   EXPECT_TRUE(user.read(9));
-  EXPECT_TRUE(user.until([&] { return user.tier().stats().bytes == du(root_); }))
-      << user.tier().stats().bytes << " is not " << du(root_);
+  EXPECT_TRUE(user.account_becomes_exact(root_));
 }
 
 }  // namespace

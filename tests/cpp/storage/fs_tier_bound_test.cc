@@ -259,11 +259,7 @@ TEST_F(FsTierBound, a_killed_evictor_passes_its_lease_and_leaves_no_drift) {
     ASSERT_LE(du(root_), kBound);
     EXPECT_TRUE(user.read(i, kShards));
   }
-  EXPECT_TRUE(user.until([&] {
-    user.poll();
-    return user.tier().stats().bytes == du(root_);
-  })) << user.tier().stats().bytes
-      << " is not " << du(root_);
+  EXPECT_TRUE(user.account_becomes_exact(root_));
   EXPECT_TRUE(temporaries_in(root_).empty());
 }
 
@@ -359,8 +355,7 @@ TEST_F(FsTierBound, killed_at_any_moment_the_next_start_is_right) {
     TierUser user(options_for(root_, kBound));
     user.wait_for_scan();
     EXPECT_LE(du(root_), kBound);
-    EXPECT_TRUE(user.until([&] { return user.tier().stats().bytes == du(root_); }))
-        << user.tier().stats().bytes << " is not " << du(root_);
+    EXPECT_TRUE(user.account_becomes_exact(root_));
     EXPECT_TRUE(temporaries_in(root_).empty());
     std::size_t found = 0;
     for (std::uint32_t i = 0; i < 2000; ++i) {

@@ -23,9 +23,7 @@ class FsTierFaults : public ::testing::Test {
     options_.clock = &clock_;
     options_.close_wait = std::chrono::seconds(5);
   }
-  bool account_is_exact(TierUser& user) {
-    return user.until([&] { return user.tier().stats().bytes == du(root_); });
-  }
+  ::testing::AssertionResult account_is_exact(TierUser& user) { return user.account_becomes_exact(root_); }
 
   TempDir dir_;
   std::string root_ = dir_.path() + "/root";
