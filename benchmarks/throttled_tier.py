@@ -21,9 +21,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(REPOSITORY / "examples"))
-sys.path.insert(0, str(REPOSITORY / "tests" / "slow_disk"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "slow_disk"))
 
 from local_server import LocalServer, difference, kv_transfer_config
 from prompt_reload import wait_until_written
