@@ -131,14 +131,13 @@ def test_a_tier_slower_than_computing_is_left_and_used_again_when_it_is_fast(set
 
 
 def test_a_frozen_disk_holds_no_request_longer_than_its_deadline_and_comes_back(setting: Setting) -> None:
-    trips = setting.trips()
-    assert setting.failures("timeout") == 0
+    trips, timeouts = setting.trips(), setting.failures("timeout")
     setting.disk.tell(frozen=1)
     late = setting.server.metric("kv_offload_miss_tokens_total", reason="deadline")
     # Each of these waits for the disk, which never answers: without the deadline none would end.
     setting.ask_until(lambda: setting.trips() > trips, "the breaker tripped", ALWAYS)
     assert setting.disk.tell()["held"] > 0, "nobody was inside the frozen disk"
-    assert setting.failures("timeout") > 0
+    assert setting.failures("timeout") > timeouts
     assert setting.server.metric("kv_offload_miss_tokens_total", reason="deadline") > late
 
     setting.disk.tell(frozen=0)
