@@ -110,6 +110,13 @@ def setting(start: Serve, model: Path, reference: Reference, disk: SlowDisk) -> 
             disk.tell(frozen=0)  # who waits in a frozen call cannot be killed
 
 
+@pytest.fixture(autouse=True)
+def whole_again(disk: SlowDisk) -> Iterator[None]:
+    """What a failed test leaves must not fail the next one."""
+    yield
+    disk.tell(read_bytes_per_second=0, frozen=0, read_errors=0)
+
+
 def test_a_tier_slower_than_computing_is_left_and_used_again_when_it_is_fast(setting: Setting) -> None:
     setting.disk.tell(read_bytes_per_second=THROTTLED)
     # It must find out by itself; what it gives up meanwhile is computed.
