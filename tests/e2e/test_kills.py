@@ -88,6 +88,8 @@ def ask_until_killed(server: LocalServer, prompts: Sequence[list[int]], history:
 
 
 def check_all_is_there(server: LocalServer, history: History) -> None:
+    if not history.prompts:
+        return
     again = [server.ask(prompt) for prompt in history.prompts]
     assert_same(again, history.answers)
     cached = sum(answer.cached_tokens // BLOCK for answer in again)
