@@ -92,7 +92,9 @@ class Bench:
         """Until the tier is treated as it should be from now on."""
         for _ in range(LEARNING):
             before = self.decisions()[choice]
-            case.learning.append(self.tiered.ask(next(self.turns), max_tokens=1).seconds)
+            prompt = next(self.turns)
+            self.plain.ask(prompt, max_tokens=1)  # both keep to the same turns
+            case.learning.append(self.tiered.ask(prompt, max_tokens=1).seconds)
             if self.decisions()[choice] > before:
                 return
         say(f"{case.name}: after {LEARNING} requests still no {choice!r}: {self.decisions()}")
