@@ -39,7 +39,7 @@ packages=(
   g++ cmake ninja-build ccache git ca-certificates file
   libfmt-dev prometheus-cpp-dev libxxhash-dev libgtest-dev libgmock-dev
   clang clang-format libclang-rt-14-dev python3-dev python3-venv
-  fio prometheus curl e2fsprogs procps numactl
+  fio prometheus curl e2fsprogs procps numactl fuse3 libfuse3-dev pkg-config
 )
 
 install_packages() {

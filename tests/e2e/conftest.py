@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(REPOSITORY / "examples"), str(Path(__file__).parent)]
+sys.path[:0] = [
+    str(REPOSITORY / "examples"),
+    str(REPOSITORY / "tests" / "slow_disk"),
+    str(Path(__file__).parent),
+]
 
 from answers import make_prompts  # noqa: E402
 from local_server import Answer, LocalServer  # noqa: E402

@@ -5,13 +5,13 @@ Each life is a fixture that starts where the one before ended; the tests look at
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import records
+import shared_memory
 import waiting
 from answers import BLOCK, NOISE, assert_same, make_prompts
 from conftest import PROMPT_BLOCKS, Reference, Serve
@@ -40,11 +40,6 @@ class Life:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("restart")
-
-
-def leftovers() -> set[str]:
-    """Names in /dev/shm, less those that vLLM itself leaves behind."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("psm_", "sem.mp-"))}
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +115,7 @@ def killed(second: Life, root: Path) -> Killed:
     prompts = make_prompts(MORE_PROMPTS, PROMPT_BLOCKS, seed=1)
     answers: list[Answer] = []
     waiting.recorded(root, len(second.answers) * PROMPT_BLOCKS, second.server)
-    before, shm_before = len(records.files(root)), leftovers()
+    before, shm_before = len(records.files(root)), shared_memory.names()
 
     def ask_all() -> None:
         try:
@@ -137,7 +132,7 @@ def killed(second: Life, root: Path) -> Killed:
     second.server.kill()
     asking.join()
     assert len(answers) < MORE_PROMPTS, "it had finished before it was killed"
-    return Killed(len(records.files(root)), prompts, answers, leftovers() - shm_before)
+    return Killed(len(records.files(root)), prompts, answers, shared_memory.names() - shm_before)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,216 @@
+"""What does a tier cost that is slower than computing?
+
+    python benchmarks/throttled_tier.py [--tokens 3072] [--rounds 2] [--speeds 20 5]
+
+Prompts return, in turn, to two servers with the same little host memory: one has no tier below it and
+computes them again, the other has all of them on a disk (tests/slow_disk, FUSE) that is fast, then throttled
+to so many MB/s. Each request is asked of both, one after the other: that is the baseline of that moment.
+`auto` is the default, measured once it has learnt (what learning cost is told apart), `always` loads whatever
+it takes. Times are whole requests for one token. The aim: `auto` at most 10% above no tier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "slow_disk"))
+
+from local_server import LocalServer, difference, kv_transfer_config
+from prompt_reload import wait_until_written
+from reporting import describe_machine, say, write_results
+from slow_disk import SlowDisk, build
+from tiny_model import SHAPES, make_model
+
+BLOCK = 128
+AIM = 1.10
+LEARNING = 3  # requests that are not measured after the disk has changed
+PATIENT_MS = 120_000  # deadlines that do not end a slow load: its price is the question
+CHOICES = ("load", "partial", "recompute", "give_up", "probe")
+LOAD_POLICIES = {"auto": {}, "always": {"kv_transfer_params": {"load_policy": "always"}}}
+
+
+@dataclass
+class Case:
+    """Seconds of each request with the tier and, in the same order, without; what was decided on it."""
+
+    name: str
+    with_tier: list[float] = field(default_factory=list)
+    without: list[float] = field(default_factory=list)
+    decisions: dict[str, int] = field(default_factory=dict)
+    learning: list[float] = field(default_factory=list)  # requests before it was measured
+
+    def summary(self) -> dict[str, Any]:
+        pairs = [slow / plain for slow, plain in zip(self.with_tier, self.without, strict=True)]
+        return {
+            "with_tier": self.with_tier,
+            "without": self.without,
+            "learning": self.learning,
+            "decisions": self.decisions,
+            "median_seconds": statistics.median(self.with_tier),
+            "median_seconds_without": statistics.median(self.without),
+            "ratio": statistics.median(self.with_tier) / statistics.median(self.without),
+            "worst_ratio_of_a_pair": max(pairs),
+        }
+
+
+@dataclass
+class Bench:
+    tiered: LocalServer
+    plain: LocalServer
+    disk: SlowDisk
+    prompts: list[list[int]]
+    rounds: int
+    worst_difference: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.turns = cycle(self.prompts)
+
+    def decisions(self) -> dict[str, int]:
+        return {
+            choice: int(self.tiered.metric("kv_offload_decisions_total", choice=choice)) for choice in CHOICES
+        }
+
+    def ask(self, case: Case, policy: str) -> None:
+        prompt = next(self.turns)
+        if len(case.without) % 2 == 0:  # either goes first as often: the other then rests
+            computed = self.plain.ask(prompt, max_tokens=1)
+        answer = self.tiered.ask(prompt, max_tokens=1, **LOAD_POLICIES[policy])
+        if len(case.without) % 2 != 0:
+            computed = self.plain.ask(prompt, max_tokens=1)
+        assert computed.cached_tokens == 0, "the baseline must compute"
+        self.worst_difference = max(self.worst_difference, difference(answer, computed))
+        case.with_tier.append(answer.seconds)
+        case.without.append(computed.seconds)
+
+    def learn(self, case: Case) -> None:
+        """What it makes of the disk as it is now is its choice: load, if that is still faster."""
+        for _ in range(LEARNING):
+            prompt = next(self.turns)
+            self.plain.ask(prompt, max_tokens=1)  # both keep to the same turns
+            case.learning.append(self.tiered.ask(prompt, max_tokens=1).seconds)
+
+    def measure(self, name: str, policy: str, requests: int) -> Case:
+        case = Case(name)
+        if policy == "auto":
+            self.learn(case)
+        before = self.decisions()
+        for _ in range(requests):
+            self.ask(case, policy)
+        case.decisions = {choice: count - before[choice] for choice, count in self.decisions().items()}
+        result = case.summary()
+        say(
+            f"{name}: {result['median_seconds']:.3f} s, no tier {result['median_seconds_without']:.3f} s, "
+            f"ratio {result['ratio']:.2f}; {case.decisions}"
+        )
+        return case
+
+
+def run(bench: Bench, records: int, speeds: list[float]) -> list[Case]:
+    """From fast to slow, so that no case waits for a probe."""
+    each = bench.rounds * len(bench.prompts)
+    for number, prompt in enumerate(bench.prompts, 1):
+        for server in (bench.plain, bench.tiered):
+            server.ask(prompt, max_tokens=1)
+        wait_until_written(bench.disk.directory, number * records, bench.tiered)
+    say("all prompts are on the disk")
+    cases = [bench.measure("fast disk, auto", "auto", each)]
+    for speed in speeds:
+        bench.disk.tell(read_bytes_per_second=int(speed * 1e6))
+        cases.append(bench.measure(f"{speed:g} MB/s, auto", "auto", each))
+        cases.append(bench.measure(f"{speed:g} MB/s, always", "always", 2))
+    bench.disk.tell(read_bytes_per_second=0)
+    return cases
+
+
+def draw(path: Path, cases: list[Case], tokens: int) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 0.5 * len(cases) + 1.4))
+    ratios = [case.summary()["ratio"] for case in cases]
+    axes.barh([case.name for case in cases], ratios)
+    for row, ratio in enumerate(ratios):
+        axes.text(ratio, row, f" {ratio:.2f}", va="center")
+    axes.axvline(1, color="black", linewidth=1)
+    axes.axvline(AIM, color="red", linewidth=1, linestyle="--")
+    axes.set_xscale("log")
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set_xlabel("time to the first token / without a tier below host memory (red: the aim for auto)")
+    axes.set_title(f"Prompts of {tokens} tokens that return, {describe_machine()['name']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=3072)
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2, help="how often each prompt returns, in each case")
+    parser.add_argument("--speeds", type=float, nargs="+", default=[20.0, 5.0], help="MB/s, falling")
+    parser.add_argument("--kind", choices=sorted(SHAPES), default="small")
+    parser.add_argument("--directory", type=Path, help="where the tier is; default: a temporary one")
+    parser.add_argument("--try-out", action="store_true", help="nothing is written")
+    arguments = parser.parse_args()
+    generator = random.Random(0)
+    tokens = arguments.tokens // BLOCK * BLOCK
+    prompts = [[generator.randrange(2, 2048) for _ in range(tokens + 5)] for _ in range(arguments.prompts)]
+    shape = SHAPES[arguments.kind]
+    prompt_bytes = tokens * 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+    host_bytes = int(prompt_bytes * 2.3)  # fewer than there are: in turn, each comes from the tier
+    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="throttled-tier-") as name:
+        folder = Path(name)
+        model = make_model(folder / "model", arguments.kind)
+        options: dict[str, Any] = {"blocks": tokens // BLOCK + 8, "max_model_len": tokens + BLOCK}
+        with SlowDisk(folder / "directory", folder / "mounted", build(folder)) as disk:
+            common = {"eviction_policy": "lru", "lookup_deadline_ms": PATIENT_MS}
+            tiered = kv_transfer_config(host_bytes, disk.mountpoint, **common)
+            extra = tiered["kv_connector_extra_config"]
+            extra["secondary_tiers"][0]["op_deadline_ms"] = PATIENT_MS
+            plain = kv_transfer_config(host_bytes, **common)
+            say("starting both servers")
+            with (
+                LocalServer(model, folder / "plain.log", kv_transfer=plain, **options) as without,
+                LocalServer(model, folder / "tiered.log", kv_transfer=tiered, **options) as with_tier,
+            ):
+                for server in (without, with_tier):
+                    server.ask([2] * (BLOCK - 1), max_tokens=4)  # vLLM compiles its helpers
+                bench = Bench(with_tier, without, disk, prompts, arguments.rounds)
+                cases = run(bench, tokens // BLOCK, arguments.speeds)
+    report(cases, bench, arguments, tokens)
+
+
+def report(cases: list[Case], bench: Bench, arguments: argparse.Namespace, tokens: int) -> None:
+    say(f"machine: {describe_machine()['text']}")
+    say(f"answers differ by at most {bench.worst_difference:.5f} in log-probability")
+    results = {case.name: case.summary() for case in cases}
+    for name, result in results.items():
+        throttled_auto = name.endswith("MB/s, auto")
+        verdict = (
+            f"  aim {AIM:.2f}: {'met' if result['ratio'] <= AIM else 'MISSED'}" if throttled_auto else ""
+        )
+        say(f"  {name:18} {result['median_seconds']:7.3f} s   ratio {result['ratio']:5.2f}{verdict}")
+    if arguments.try_out:
+        return
+    write_results(
+        "throttled_tier",
+        {"tokens": tokens, "model": arguments.kind, "aim": AIM, "cases": results},
+        lambda path: draw(path, cases, tokens),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""SIGKILL to one process of a server with two ranks while it writes: the next one starts and has everything.
+
+One directory through several lives; in each another process is killed: the engine core, a worker, the API
+server. (All at once: test_restart.) KV_OFFLOAD_SOAK=<n> adds n lives, killed anywhere at a random moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import records
+import shared_memory
+import waiting
+from answers import BLOCK, assert_same, make_prompts
+from conftest import PROMPT_BLOCKS, Serve
+from local_server import Answer, LocalServer, ServerError, kv_transfer_config
+
+VICTIMS = ("EngineCore", "Worker_TP1", "APIServer")
+NEW_PROMPTS = 4  # in each life
+RECORDED_BEFORE_KILL = 30  # of their records: the second prompt is being written
+
+
+@dataclass
+class History:
+    """Prompts that were answered so far, in the order of their asking."""
+
+    root: Path
+    prompts: list[list[int]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    records: int = 0  # there when the last server was killed
+
+
+def serve(start: Serve, model: Path, root: Path) -> LocalServer:
+    return start(
+        model,
+        kv_transfer_config("96MiB", root),
+        arguments=["--tensor-parallel-size", "2"],
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
+
+
+def kill(server: LocalServer, victim: str) -> None:
+    """SIGKILL to one process; vLLM ends the others, or we do."""
+    assert server.process is not None
+    if victim == "all":
+        server.kill()
+        return
+    pids = [process.pid for process in server.processes() if f"VLLM::{victim}" in process.command]
+    if victim == "APIServer":
+        pids = [server.process.pid]
+    assert len(pids) == 1, f"{victim}: {[process.command for process in server.processes()]}"
+    os.kill(pids[0], signal.SIGKILL)
+    with contextlib.suppress(AssertionError):
+        waiting.until(lambda: not _alive(server), 30, "the others end")
+    server.kill()
+
+
+def _alive(server: LocalServer) -> bool:
+    assert server.process is not None
+    server.process.poll()
+    return bool(server.processes())
+
+
+def ask_until_killed(server: LocalServer, prompts: Sequence[list[int]], history: History) -> threading.Thread:
+    """Asks in a thread; what was answered goes into ``history``."""
+
+    def ask_all() -> None:
+        for prompt in prompts:
+            try:
+                answer = server.ask(prompt, timeout=120)
+            except (OSError, ServerError, KeyError):
+                return  # killed in the middle, as meant
+            history.prompts.append(prompt)
+            history.answers.append(answer)
+
+    thread = threading.Thread(target=ask_all)
+    thread.start()
+    return thread
+
+
+def check_all_is_there(server: LocalServer, history: History) -> None:
+    if not history.prompts:
+        return
+    again = [server.ask(prompt) for prompt in history.prompts]
+    assert_same(again, history.answers)
+    cached = sum(answer.cached_tokens // BLOCK for answer in again)
+    # Of a prompt that was never answered the records count as well, but nobody asks for them.
+    whole = min(history.records, len(history.prompts) * PROMPT_BLOCKS)
+    assert cached >= 0.99 * whole, f"{cached} blocks hit, {history.records} were recorded"
+    assert server.metric("kv_offload_failures_total") == 0
+
+
+def live(start: Serve, model: Path, history: History, victim: str, number: int, moment: float | None) -> None:
+    """One life: has all of the lives before, then is killed while it writes, or ``moment`` seconds later."""
+    shm_before = shared_memory.names()
+    server = serve(start, model, history.root)
+    check_all_is_there(server, history)
+    before = len(records.files(history.root))
+    asking = ask_until_killed(server, make_prompts(NEW_PROMPTS, PROMPT_BLOCKS, seed=100 + number), history)
+    try:
+        if moment is None:
+            wanted = before + RECORDED_BEFORE_KILL
+            waiting.until(lambda: len(records.files(history.root)) >= wanted, 120, "records of new prompts")
+        else:
+            time.sleep(moment)
+        kill(server, victim)
+    finally:
+        server.kill()
+        asking.join()
+    history.records = len(records.files(history.root))
+    assert shared_memory.names() - shm_before == set()
+
+
+def test_any_process_may_be_killed_while_it_writes(start: Serve, model: Path, tmp_path: Path) -> None:
+    history = History(tmp_path)
+    for number, victim in enumerate(VICTIMS):
+        live(start, model, history, victim, number, None)
+    with serve(start, model, history.root) as server:
+        assert len(history.answers) >= len(VICTIMS), "each life answered its first new prompt"
+        check_all_is_there(server, history)
+
+
+@pytest.mark.skipif("KV_OFFLOAD_SOAK" not in os.environ, reason="long: KV_OFFLOAD_SOAK=<lives>")
+@pytest.mark.timeout(24 * 3600)
+def test_any_process_may_be_killed_at_any_moment(start: Serve, model: Path, tmp_path: Path) -> None:
+    history, generator = History(tmp_path), random.Random(os.environ.get("KV_OFFLOAD_SEED", "0"))
+    for number in range(int(float(os.environ["KV_OFFLOAD_SOAK"]))):
+        victim = generator.choice([*VICTIMS, "all"])
+        live(start, model, history, victim, 1000 + number, generator.uniform(0, 6))
+    with serve(start, model, history.root) as server:
+        check_all_is_there(server, history)

@@ -1,0 +1,169 @@
+"""One server over a disk that is throttled, frozen, and fails to read: answers stay right, and it recovers.
+
+The disk is a FUSE file system (tests/slow_disk) that is told what to be at run time. Each test leaves it
+whole and used again; they run in this order. Time only bounds the waiting: what a slow tier costs in time is
+measured by benchmarks/throttled_tier.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import records
+import waiting
+from answers import assert_same
+from conftest import PROMPT_BLOCKS, Reference, Serve
+from local_server import Answer, LocalServer, kv_transfer_config
+from slow_disk import NoFuseError, SlowDisk, build
+
+HOST_MEMORY = "56MiB"  # two prompts of the six: a prompt that returns in turn comes from disk
+LOOKUP_DEADLINE_MS = 3000
+OP_DEADLINE_MS = 4000
+# Three records are read at a time, so each arrives within its op's deadline; a prompt takes 13 s.
+THROTTLED = 2_000_000
+ALWAYS = {"load_policy": "always"}
+RECOVERY_SECONDS = 120  # the tier is probed after 30 s, a breaker tried after up to 60
+
+
+@dataclass
+class Setting:
+    """The server, its disk, and the prompts asked in turn."""
+
+    server: LocalServer
+    disk: SlowDisk
+    reference: Reference
+    turn: int = 0
+
+    def ask(self, count: int = 1, load_policy: dict[str, str] | None = None) -> None:
+        """Asks the next prompts; each answer must be the one without the connector."""
+        for _ in range(count):
+            at = self.turn % len(self.reference.prompts)
+            self.turn += 1
+            extra = {"kv_transfer_params": load_policy} if load_policy else {}
+            answer: Answer = self.server.ask(self.reference.prompts[at], timeout=60, **extra)
+            assert_same([answer], [self.reference.answers[at]])
+
+    def ask_until(
+        self, condition: Callable[[], bool], what: str, load_policy: dict[str, str] | None = None
+    ) -> None:
+        def met() -> bool:
+            self.ask(1, load_policy)
+            return condition()
+
+        waiting.until(met, RECOVERY_SECONDS, f"{what}\n{self.server.log_tail()}")
+
+    def ask_until_loaded(self, tokens: float, load_policy: dict[str, str] | None = None) -> None:
+        """Until the disk has given so many tokens more."""
+        before = self.hits()
+        self.ask_until(lambda: self.hits() >= before + tokens, "hits from disk again", load_policy)
+
+    def hits(self) -> float:
+        return self.server.metric("kv_offload_hit_tokens_total", tier="fs")
+
+    def decisions(self, choice: str) -> float:
+        return self.server.metric("kv_offload_decisions_total", choice=choice)
+
+    def failures(self, kind: str) -> float:
+        return self.server.metric("kv_offload_failures_total", tier="fs", op="read", kind=kind)
+
+    def trips(self) -> float:
+        return self.server.metric("kv_offload_breaker_trips_total", tier="fs")
+
+
+PROMPT_TOKENS = PROMPT_BLOCKS * 128
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowDisk]:
+    folder = tmp_path_factory.mktemp("slow-disk")
+    slow_disk = SlowDisk(folder / "directory", folder / "mounted", build(folder))
+    try:
+        slow_disk.__enter__()
+    except NoFuseError as error:
+        pytest.skip(f"no slow disk: {error}")
+    try:
+        yield slow_disk
+    finally:
+        slow_disk.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def setting(start: Serve, model: Path, reference: Reference, disk: SlowDisk) -> Iterator[Setting]:
+    """All prompts are recorded, and the disk, still fast, is used."""
+    kv_transfer = kv_transfer_config(
+        HOST_MEMORY, disk.mountpoint, eviction_policy="lru", lookup_deadline_ms=LOOKUP_DEADLINE_MS
+    )
+    tier = kv_transfer["kv_connector_extra_config"]["secondary_tiers"][0]
+    tier |= {"op_deadline_ms": OP_DEADLINE_MS, "n_read_threads": 2, "n_write_threads": 1}
+    with start(model, kv_transfer) as server:
+        setting = Setting(server, disk, reference)
+        try:
+            for number in range(len(reference.prompts)):
+                setting.ask()
+                waiting.recorded(disk.directory, (number + 1) * PROMPT_BLOCKS, server)
+            setting.ask_until_loaded(2 * PROMPT_TOKENS)
+            yield setting
+        finally:
+            disk.tell(frozen=0)  # who waits in a frozen call cannot be killed
+
+
+@pytest.fixture(autouse=True)
+def whole_again(disk: SlowDisk) -> Iterator[None]:
+    """What a failed test leaves must not fail the next one."""
+    yield
+    disk.tell(read_bytes_per_second=0, frozen=0, read_errors=0)
+
+
+def test_a_tier_slower_than_computing_is_left_and_used_again_when_it_is_fast(setting: Setting) -> None:
+    setting.disk.tell(read_bytes_per_second=THROTTLED)
+    # It must find out by itself; what it gives up meanwhile is computed.
+    setting.ask_until(lambda: setting.decisions("recompute") > 0, "a prompt recomputed by choice")
+    before = {choice: setting.decisions(choice) for choice in ("load", "partial", "recompute")}
+    hits = setting.hits()
+    setting.ask(4)
+    assert setting.decisions("recompute") >= before["recompute"] + 4
+    assert setting.decisions("load") == before["load"]
+    assert setting.decisions("partial") == before["partial"]
+    assert setting.hits() == hits
+    missed = setting.server.metric("kv_offload_miss_tokens_total", reason="recompute_cheaper")
+    assert missed >= 4 * PROMPT_TOKENS
+
+    setting.disk.tell(read_bytes_per_second=0)
+    setting.ask_until_loaded(2 * PROMPT_TOKENS)
+    assert setting.decisions("probe") > 0
+    assert setting.decisions("load") > before["load"]
+
+
+def test_a_frozen_disk_holds_no_request_longer_than_its_deadline_and_comes_back(setting: Setting) -> None:
+    trips, timeouts = setting.trips(), setting.failures("timeout")
+    setting.disk.tell(frozen=1)
+    late = setting.server.metric("kv_offload_miss_tokens_total", reason="deadline")
+    # Each of these waits for the disk, which never answers: without the deadline none would end.
+    setting.ask_until(lambda: setting.trips() > trips, "the breaker tripped", ALWAYS)
+    assert setting.disk.tell()["held"] > 0, "nobody was inside the frozen disk"
+    assert setting.failures("timeout") > timeouts
+    assert setting.server.metric("kv_offload_miss_tokens_total", reason="deadline") > late
+
+    setting.disk.tell(frozen=0)
+    setting.ask_until_loaded(2 * PROMPT_TOKENS, ALWAYS)
+
+
+def test_a_disk_that_fails_to_read_costs_hits_and_no_record(setting: Setting) -> None:
+    held = records.files(setting.disk.directory)
+    failures, trips = setting.failures("io"), setting.trips()
+    given = setting.disk.tell(read_errors=1)["read_bytes"]
+    setting.ask(len(setting.reference.prompts), ALWAYS)
+    counts = setting.disk.tell()
+    assert counts["read_errors"] > 0
+    assert counts["read_bytes"] == given, "not all reads failed"
+    assert setting.failures("io") >= failures + 8
+    assert setting.trips() > trips, "it goes on trying at full speed"
+    # Some may have been written anew, none is lost.
+    assert set(records.files(setting.disk.directory)) >= set(held), "a record that could not be read is gone"
+    assert setting.failures("corrupt") == 0
+
+    setting.disk.tell(read_errors=0)
+    setting.ask_until_loaded(2 * PROMPT_TOKENS, ALWAYS)

@@ -1,0 +1,285 @@
+// A directory seen through a disk that is as bad as it is told to be:
+//
+//   slow_disk DIRECTORY MOUNTPOINT
+//
+// mounts DIRECTORY at MOUNTPOINT (FUSE), says "mounted", then obeys the lines of
+// its standard input, "SETTING NUMBER" each, and answers every line with the
+// counts so far ("ok read_bytes=..."):
+//
+//   read_bytes_per_second, write_bytes_per_second   0 = as fast as it goes
+//   latency_ms                                      of every read and write
+//   frozen                                          1: no call returns until 0
+//   read_errors, write_errors                       1: each ends in EIO
+//   counts                                          changes nothing
+//
+// A change is for the calls that wait as well. At the end of the input all calls
+// are let go, it unmounts and ends: whoever started it cannot leave it behind.
+#define FUSE_USE_VERSION 312
+#include <fuse.h>
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <thread>
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+class Disk {
+ public:
+  enum Direction { kRead, kWrite };
+
+  // False: no such setting.
+  bool set(const std::string& name, std::uint64_t value) {
+    const std::lock_guard lock(mutex_);
+    const auto setting = settings_.find(name);
+    if (setting == settings_.end()) return name == "counts";
+    setting->second = value;
+    ++changes_;
+    free_at_[kRead] = free_at_[kWrite] = Clock::now();
+    changed_.notify_all();
+    return true;
+  }
+
+  std::string counts() {
+    const std::lock_guard lock(mutex_);
+    std::ostringstream text;
+    text << "ok read_bytes=" << bytes_[kRead] << " write_bytes=" << bytes_[kWrite]
+         << " read_errors=" << errors_[kRead] << " write_errors=" << errors_[kWrite] << " held=" << held_;
+    return text.str();
+  }
+
+  // Every call comes through here first; waits while the disk is frozen.
+  void arrive() {
+    std::unique_lock lock(mutex_);
+    wait_while_frozen(lock);
+  }
+
+  // A transfer of so many bytes: waits its turn; false when it must fail.
+  bool transfer(Direction direction, std::size_t bytes) {
+    std::unique_lock lock(mutex_);
+    wait_while_frozen(lock);
+    const bool reads = direction == kRead;
+    const std::uint64_t rate = settings_.at(reads ? "read_bytes_per_second" : "write_bytes_per_second");
+    const std::uint64_t change = changes_;
+    // One after another, as on a real device; the latencies overlap.
+    Clock::time_point done = Clock::now();
+    if (rate > 0) {
+      const std::chrono::duration<double> seconds(static_cast<double>(bytes) / static_cast<double>(rate));
+      free_at_[direction] =
+          std::max(free_at_[direction], done) + std::chrono::duration_cast<Clock::duration>(seconds);
+      done = free_at_[direction];
+    }
+    done += std::chrono::milliseconds(settings_.at("latency_ms"));
+    ++held_;
+    changed_.wait_until(lock, done, [&] { return changes_ != change; });
+    --held_;
+    wait_while_frozen(lock);
+    if (settings_.at(reads ? "read_errors" : "write_errors") != 0) {
+      ++errors_[direction];
+      return false;
+    }
+    bytes_[direction] += bytes;
+    return true;
+  }
+
+ private:
+  void wait_while_frozen(std::unique_lock<std::mutex>& lock) {
+    ++held_;
+    changed_.wait(lock, [&] { return settings_.at("frozen") == 0; });
+    --held_;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::uint64_t> settings_{{"read_bytes_per_second", 0},
+                                                 {"write_bytes_per_second", 0},
+                                                 {"latency_ms", 0},
+                                                 {"frozen", 0},
+                                                 {"read_errors", 0},
+                                                 {"write_errors", 0}};
+  std::uint64_t changes_ = 0;
+  Clock::time_point free_at_[2]{};
+  std::uint64_t bytes_[2]{}, errors_[2]{}, held_ = 0;
+};
+
+Disk disk;
+int base = -1;  // the mirrored directory
+
+const char* relative(const char* path) { return path[1] == '\0' ? "." : path + 1; }
+int or_errno(long result) { return result < 0 ? -errno : static_cast<int>(result); }
+int handle(const fuse_file_info* info) { return static_cast<int>(info->fh); }
+
+void* on_start(fuse_conn_info*, fuse_config* config) {
+  // Nothing is answered from a cache: what a process asks for reaches the disk.
+  config->use_ino = 1;
+  config->hard_remove = 1;
+  config->entry_timeout = config->attr_timeout = config->negative_timeout = 0;
+  return nullptr;
+}
+
+int on_getattr(const char* path, struct stat* result, fuse_file_info* info) {
+  disk.arrive();
+  if (info != nullptr) return or_errno(fstat(handle(info), result));
+  return or_errno(fstatat(base, relative(path), result, AT_SYMLINK_NOFOLLOW));
+}
+
+int on_open(const char* path, fuse_file_info* info, int flags, mode_t mode) {
+  disk.arrive();
+  // The buffers that arrive here are not aligned as theirs were.
+  const int file = openat(base, relative(path), (flags & ~(O_DIRECT | O_NOFOLLOW)) | O_CLOEXEC, mode);
+  if (file < 0) return -errno;
+  info->fh = static_cast<std::uint64_t>(file);
+  info->direct_io = 1;
+  return 0;
+}
+int on_open(const char* path, fuse_file_info* info) { return on_open(path, info, info->flags, 0); }
+int on_create(const char* path, mode_t mode, fuse_file_info* info) {
+  return on_open(path, info, info->flags | O_CREAT, mode);
+}
+
+int on_release(const char*, fuse_file_info* info) { return or_errno(close(handle(info))); }
+
+int on_read(const char*, char* data, std::size_t bytes, off_t offset, fuse_file_info* info) {
+  if (!disk.transfer(Disk::kRead, bytes)) return -EIO;
+  return or_errno(pread(handle(info), data, bytes, offset));
+}
+
+int on_write(const char*, const char* data, std::size_t bytes, off_t offset, fuse_file_info* info) {
+  if (!disk.transfer(Disk::kWrite, bytes)) return -EIO;
+  return or_errno(pwrite(handle(info), data, bytes, offset));
+}
+
+int on_truncate(const char* path, off_t bytes, fuse_file_info* info) {
+  disk.arrive();
+  if (info != nullptr) return or_errno(ftruncate(handle(info), bytes));
+  const int file = openat(base, relative(path), O_WRONLY | O_CLOEXEC);
+  if (file < 0) return -errno;
+  const int result = or_errno(ftruncate(file, bytes));
+  close(file);
+  return result;
+}
+
+int on_fsync(const char*, int data_only, fuse_file_info* info) {
+  disk.arrive();
+  return or_errno(data_only != 0 ? fdatasync(handle(info)) : fsync(handle(info)));
+}
+
+int on_rename(const char* from, const char* to, unsigned flags) {
+  disk.arrive();
+  return or_errno(renameat2(base, relative(from), base, relative(to), flags));
+}
+
+int on_unlink(const char* path) {
+  disk.arrive();
+  return or_errno(unlinkat(base, relative(path), 0));
+}
+int on_rmdir(const char* path) {
+  disk.arrive();
+  return or_errno(unlinkat(base, relative(path), AT_REMOVEDIR));
+}
+int on_mkdir(const char* path, mode_t mode) {
+  disk.arrive();
+  return or_errno(mkdirat(base, relative(path), mode));
+}
+int on_chmod(const char* path, mode_t mode, fuse_file_info*) {
+  disk.arrive();
+  return or_errno(fchmodat(base, relative(path), mode, 0));
+}
+int on_utimens(const char* path, const timespec times[2], fuse_file_info*) {
+  disk.arrive();
+  return or_errno(utimensat(base, relative(path), times, AT_SYMLINK_NOFOLLOW));
+}
+int on_statfs(const char*, struct statvfs* result) {
+  disk.arrive();
+  return or_errno(fstatvfs(base, result));
+}
+
+int on_readdir(const char* path, void* buffer, fuse_fill_dir_t fill, off_t, fuse_file_info*,
+               fuse_readdir_flags) {
+  disk.arrive();
+  const int directory = openat(base, relative(path), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (directory < 0) return -errno;
+  DIR* entries = fdopendir(directory);
+  while (const dirent* entry = readdir(entries)) {
+    struct stat about {};
+    about.st_ino = entry->d_ino;
+    about.st_mode = static_cast<mode_t>(DTTOIF(entry->d_type));
+    fill(buffer, entry->d_name, &about, 0, fuse_fill_dir_flags{});
+  }
+  closedir(entries);
+  return 0;
+}
+
+void obey(fuse* mounted) {
+  std::string line;
+  while (std::getline(std::cin, line)) {
+    std::istringstream words(line);
+    std::string name;
+    std::uint64_t value = 0;
+    words >> name >> value;
+    std::cout << (disk.set(name, value) ? disk.counts() : "unknown setting: " + name) << std::endl;
+  }
+  fuse_unmount(mounted);
+  std::_Exit(0);  // closes the device: calls that wait end with an error
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count != 3) {
+    std::cerr << "usage: slow_disk DIRECTORY MOUNTPOINT\n";
+    return 2;
+  }
+  umask(0);  // the modes that arrive have the caller's applied
+  base = open(arguments[1], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (base < 0) {
+    std::perror(arguments[1]);
+    return 2;
+  }
+  fuse_operations calls{};
+  calls.init = on_start;
+  calls.getattr = on_getattr;
+  calls.open = on_open;
+  calls.create = on_create;
+  calls.release = on_release;
+  calls.read = on_read;
+  calls.write = on_write;
+  calls.truncate = on_truncate;
+  calls.fsync = on_fsync;
+  calls.rename = on_rename;
+  calls.unlink = on_unlink;
+  calls.rmdir = on_rmdir;
+  calls.mkdir = on_mkdir;
+  calls.chmod = on_chmod;
+  calls.utimens = on_utimens;
+  calls.statfs = on_statfs;
+  calls.readdir = on_readdir;
+  char* options[] = {arguments[0], nullptr};
+  fuse_args given = FUSE_ARGS_INIT(1, options);
+  fuse* mounted = fuse_new(&given, &calls, sizeof(calls), nullptr);
+  if (mounted == nullptr || fuse_mount(mounted, arguments[2]) != 0) return 3;  // it has said why
+  std::cout << "mounted" << std::endl;
+  std::thread control(obey, mounted);
+  fuse_loop_config* threads = fuse_loop_cfg_create();
+  fuse_loop_cfg_set_max_threads(threads, 64);  // frozen calls hold one each
+  fuse_loop_mt(mounted, threads);              // until it is unmounted from outside
+  std::_Exit(0);
+}
