@@ -54,15 +54,19 @@ KINDS = {
     "events": replace(HYBRID, events=True),
     "mamba-like": replace(FULL, window=STATE),
     "mamba-like, two ranks": replace(FULL, window=STATE, world_size=2, extra={"cpu_bytes_to_use": "1MiB"}),
+    "a drafter in the group": replace(FULL, drafts=2),
+    "a drafter in the group, two blocks a chunk": replace(
+        FULL, drafts=3, extra={**FULL.extra, "blocks_per_chunk": 2}
+    ),
+    "hybrid, a drafter in one group": replace(HYBRID, drafts=2),
+    "hybrid, a drafter, two ranks": replace(HYBRID, drafts=2, world_size=2, layout="BLHNC"),
     "replicated, two ranks": replace(FULL, replicated=True, world_size=2),
     "mirrored": replace(HYBRID, mirrored=True),
     "decoded tokens too": replace(HYBRID, extra={**FULL.extra, "offload_prompt_only": False}),
 }
 
 
-# 0.33 keeps states in another way (one for each step), which the oracle's model does not follow yet.
-UNSEEN = {kind for kind in KINDS if "mamba" in kind and MINOR != (0, 32)}
-UNSEEN |= {kind for kind in KINDS if "replicated" in kind and MINOR < (0, 32)}
+UNSEEN = {kind for kind in KINDS if "replicated" in kind and MINOR < (0, 32)}
 
 
 def kinds(*names: str) -> list[str]:
