@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import adapter
+import numpy as np
 import pytest
 
 adapter.use_specs()
@@ -21,7 +22,7 @@ from vllm.config import ModelConfig  # noqa: E402
 from oracle import faults  # noqa: E402
 from oracle.drive import Driver, Rates, total  # noqa: E402
 from oracle.engine import STATE, Engine, Setup  # noqa: E402
-from oracle.runner import WrongBytes  # noqa: E402
+from oracle.runner import FakeRunner, WrongBytes  # noqa: E402
 
 Histories = list[tuple[list[int], str | None]]
 STEPS = int(os.environ.get("KV_OFFLOAD_ORACLE_STEPS", "1000"))
@@ -131,6 +132,11 @@ def test_every_byte_that_a_request_reads_is_its_own(kind: str, seed: int) -> Non
     loaded = total(engine, "vllm:kv_offload_load_bytes")
     print(kind, dict(engine.happened), f"loaded {loaded:,.0f} bytes")
     assert loaded > 10_000, "hardly anything was loaded: the run shows nothing"
+    assert sum(engine.draft_groups) == (1 if engine.setup.drafts else 0)
+    if engine.setup.drafts:
+        _, _, runner = engine.ranks[0]
+        print(f"{runner.rejected} drafts rejected, {runner.stale} bytes of other continuations")
+        assert runner.rejected > STEPS // 20
     assert engine.happened["requests"] > STEPS // 20
 
 
@@ -142,6 +148,30 @@ WORKER_FAULTS = (faults.WrongRow, faults.SkippedLoad, faults.EarlyLoad, faults.E
 def test_a_fault_of_the_worker_is_seen(fault: type, kind: str) -> None:
     with pytest.raises(WrongBytes):
         live(replace(KINDS[kind], wrap_worker=fault), seed=0, steps=1500)
+
+
+@pytest.mark.parametrize("kind", kinds("mamba-like", "hybrid, a drafter in one group"))
+def test_rows_of_other_chunks_are_seen_in_states_and_drafts_too(kind: str) -> None:
+    with pytest.raises(WrongBytes):
+        live(replace(KINDS[kind], wrap_worker=faults.WrongRow), seed=0, steps=1500)
+
+
+def test_in_a_layer_of_a_drafter_only_the_last_of_a_block_may_be_of_another_continuation() -> None:
+    blocks = np.zeros((4, 16, 32), dtype=np.int8)
+    runner = FakeRunner([[blocks]], [None], 16, 0, draft_layers={(0, 0)})
+    prompt = list(range(40))
+    for name, at in (("same", None), ("after the block", 16), ("in the block", 15)):
+        runner.expect(name, [999 if at == index else token for index, token in enumerate(prompt)], 4, None)
+        runner.sequences[name].block_ids = [[1, 2, 3]]
+    runner._write(runner.sequences["same"], 32, 32)
+    for name, blocks_seen in (("same", 32), ("after the block", 16)):
+        runner.check(name, runner.sequences[name], blocks_seen)
+    assert runner.stale == 1
+    with pytest.raises(WrongBytes):
+        runner.check("in the block", runner.sequences["in the block"], 16)
+    blocks[2, 15, 0] ^= 1
+    with pytest.raises(WrongBytes):
+        runner.check("same", runner.sequences["same"], 32)
 
 
 def test_a_row_that_is_given_out_twice_is_seen() -> None:
