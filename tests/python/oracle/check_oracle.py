@@ -132,10 +132,12 @@ def test_every_byte_that_a_request_reads_is_its_own(kind: str, seed: int) -> Non
     loaded = total(engine, "vllm:kv_offload_load_bytes")
     print(kind, dict(engine.happened), f"loaded {loaded:,.0f} bytes")
     assert loaded > 10_000, "hardly anything was loaded: the run shows nothing"
-    assert sum(engine.draft_groups) == (1 if engine.setup.drafts else 0)
     if engine.setup.drafts:
+        # Before 0.33 vLLM names no drafter where there is one group: the connector drops no block there.
+        named = MINOR >= (0, 33) or engine.setup.window is not None
+        assert sum(engine.draft_groups) == int(named)
         _, _, runner = engine.ranks[0]
-        print(f"{runner.rejected} drafts rejected, {runner.stale} bytes of other continuations")
+        print(f"{runner.rejected} drafts rejected, {runner.stale} positions of other continuations")
         assert runner.rejected > STEPS // 20
     assert engine.happened["requests"] > STEPS // 20
 
@@ -193,6 +195,8 @@ DISK_KINDS = (
     "hybrid",
     "hybrid, two blocks a chunk",
     "asynchronous scheduling",
+    "mamba-like",
+    "hybrid, a drafter in one group",
     "replicated, two ranks",
 )
 
