@@ -8,7 +8,7 @@ namespace kv_offload {
 namespace {
 
 constexpr std::uint64_t kAdvanceEvery = 16;  // uses
-constexpr std::uint64_t kLearnEvery = 64;
+constexpr std::uint64_t kLearnEvery = 32;
 constexpr float kKeep = 0.993f;        // of what was learned, each time
 constexpr std::uint64_t kHorizon = 8;  // times the number of entries
 constexpr std::uint64_t kMinHorizon = 4096;
@@ -47,7 +47,9 @@ void PrefixPolicy::access(Slot slot, const EntryInfo& info) {
   const RequestClasses::Record before = node.record;
   node.record = classes_.refer(info.request);
   note_use(node);
-  history_.used(info.id, node.record, now_, is_branched(node));
+  const bool branched = is_branched(node);
+  if (!branched) classes_.note_return(node.record);
+  history_.used(info.id, node.record, now_, branched);
   classes_.release(before);
   if (node.place != Place::kPinned) put(slot);
 }

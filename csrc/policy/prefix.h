@@ -4,12 +4,12 @@
 // - A chunk without those before it is worth nothing: only the last known chunks
 //   of prefixes (leaves) are victims. While an unpinned leaf is left, nothing goes
 //   before a chunk that lies behind it.
-// - What a request brought tells what becomes of it. Requests are classed by how
-//   much new prompt they bring; how soon the chunks of each class come back, by
-//   age, is learned while serving (ReturnHistory, ReturnModel). The leaf with the
-//   least worth goes, when that is clearly less than what the least recent leaf is
-//   worth; else that one goes. So without anything learned it is LRU on leaves, and
-//   it stays near LRU where there is nothing to be learned.
+// - What a request brought tells what becomes of it. Requests are classed by whether
+//   they came back to something, and by how much new prompt they bring; how soon the
+//   chunks of each class come back, by age, is learned while serving (ReturnHistory, ReturnModel). The leaf
+//   with the least worth goes, when that is clearly less than what the least recent leaf is worth; else that
+//   one goes. So without anything learned it is LRU on leaves, and it stays near LRU where there is nothing
+//   to be learned.
 //
 // Leaves stand in one set for each class and age, by recency. A leaf that grew older
 // is moved when it comes up as a candidate, at most kMaxMoves in a call. O(log n).

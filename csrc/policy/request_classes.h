@@ -1,4 +1,5 @@
-// RequestClasses: what the entries of one request have in common: how much new
+// RequestClasses: what the entries of one request have in common: whether it came
+// back to what an earlier one left (a conversation that goes on), and how much new
 // prompt it brought, in octaves. A request's record lives as long as entries or
 // samples refer to it.
 #pragma once
@@ -16,6 +17,8 @@ class RequestClasses {
  public:
   using Record = std::uint32_t;
   static constexpr unsigned kUnknown = ReturnModel::kClasses - 1;
+  // Classes below this one brought all there is anew, those from here on came back to something.
+  static constexpr unsigned kCameBack = kUnknown / 2;
 
   RequestClasses() { records_.push_back({.of_class = kUnknown}); }  // of request 0: not known
 
@@ -51,8 +54,14 @@ class RequestClasses {
     ++data.stored;
     data.sampled += sampled;
     data.fresh += sampled && !was_here;
-    const std::uint64_t fresh = std::uint64_t{data.stored} * (data.fresh + 1) / (data.sampled + 1);
-    data.of_class = std::min(kUnknown - 1, static_cast<unsigned>(std::bit_width(fresh + 1)) - 1);
+    data.came_back |= was_here;
+    rate(data);
+  }
+  // The request came back to an entry that is no common head of several prefixes.
+  void note_return(Record record) {
+    if (record == 0 || records_[record].came_back) return;
+    records_[record].came_back = true;
+    rate(records_[record]);
   }
   unsigned class_of(Record record) const { return records_[record].of_class; }
   std::size_t size() const { return records_.size() - free_.size() - 1; }
@@ -65,7 +74,13 @@ class RequestClasses {
     std::uint32_t sampled = 0;  // of those
     std::uint32_t fresh = 0;    // of those
     std::uint32_t of_class = 0;
+    bool came_back = false;  // it goes on from an earlier one
   };
+  static void rate(Data& data) {
+    const std::uint64_t fresh = std::uint64_t{data.stored} * (data.fresh + 1) / (data.sampled + 1);
+    const unsigned octave = std::min(kCameBack - 1, static_cast<unsigned>(std::bit_width(fresh + 1)) - 1);
+    data.of_class = (data.came_back ? kCameBack : 0) + octave;
+  }
   Record make(std::uint32_t request) {
     if (free_.empty()) {
       free_.push_back(static_cast<Record>(records_.size()));

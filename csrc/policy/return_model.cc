@@ -37,14 +37,15 @@ void ReturnModel::learn(float keep) {
 }
 
 void ReturnModel::rate(unsigned of_class) {
-  std::array<float, kBuckets> hazard{};
-  for (unsigned b = 0; b < kBuckets; ++b) {
-    float exposed = 0, returns = 0;
-    for (unsigned c = 0; c < kClasses; ++c) {
-      exposed += exposed_[c][b];
-      returns += returns_[c][b];
+  std::array<float, kBuckets> exposed{}, returns{}, hazard;
+  for (unsigned c = 0; c < kClasses; ++c) {
+    for (unsigned b = 0; b < kBuckets; ++b) {
+      exposed[b] += exposed_[c][b];
+      returns[b] += returns_[c][b];
     }
-    const float prior = (returns + (b == 0 ? kFirstPriorReturns : kPriorReturns)) / (exposed + 1);
+  }
+  for (unsigned b = 0; b < kBuckets; ++b) {
+    const float prior = (returns[b] + (b == 0 ? kFirstPriorReturns : kPriorReturns)) / (exposed[b] + 1);
     hazard[b] = std::min(
         1.0f, (returns_[of_class][b] + kPriorEntries * prior) / (exposed_[of_class][b] + kPriorEntries));
   }

@@ -15,7 +15,7 @@ namespace kv_offload {
 
 class ReturnModel {
  public:
-  static constexpr unsigned kClasses = 9;
+  static constexpr unsigned kClasses = 17;
   static constexpr unsigned kBuckets = 40;  // the last one: 47 million and more
 
   ReturnModel();

@@ -38,7 +38,7 @@ def recorded(root: Path, count: int, server: LocalServer, seconds: float = 60) -
 
 
 def known(count: int, server: LocalServer, seconds: float = 60) -> None:
-    """Until ``server`` knows of ``count`` records, its own and others': a server in use looks once a second."""
+    """Until ``server`` knows of ``count`` records, its own and others': in use, it looks once a second."""
 
     def enough() -> bool:
         server.ask([7] * 16, max_tokens=1)

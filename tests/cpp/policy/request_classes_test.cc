@@ -14,24 +14,37 @@ TEST(RequestClasses, ClassesByOctavesOfNewPrompt) {
     EXPECT_EQ(classes.class_of(record), of_class);
   }
   for (int i = 0; i < 10000; ++i) classes.note_stored(record, true, false);
-  EXPECT_EQ(classes.class_of(record), RequestClasses::kUnknown - 1);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack - 1);
+}
+
+TEST(RequestClasses, WhatComesBackIsAnotherClass) {
+  RequestClasses classes;
+  const auto record = classes.refer(9);
+  for (int i = 0; i < 3; ++i) classes.note_stored(record, true, false);
+  EXPECT_EQ(classes.class_of(record), 2u);
+  classes.note_return(record);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack + 2);
+  classes.note_stored(record, true, false);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack + 2);
+  classes.note_return(classes.refer(0));
+  EXPECT_EQ(classes.class_of(0), RequestClasses::kUnknown);
 }
 
 TEST(RequestClasses, WhatWasHereBeforeIsNotNew) {
   RequestClasses classes;
   const auto record = classes.refer(9);
   for (int i = 0; i < 50; ++i) classes.note_stored(record, true, true);
-  EXPECT_EQ(classes.class_of(record), 0u);
+  EXPECT_EQ(classes.class_of(record), RequestClasses::kCameBack);
 }
 
 TEST(RequestClasses, WhatIsNotInTheSampleIsTakenToBeAsTheSampleIs) {
   RequestClasses classes;
   const auto record = classes.refer(9);
   for (int i = 0; i < 800; ++i) classes.note_stored(record, i % 8 == 0, true);
-  EXPECT_LE(classes.class_of(record), 3u);
+  EXPECT_LE(classes.class_of(record), RequestClasses::kCameBack + 3);
   const auto other = classes.refer(10);
   for (int i = 0; i < 800; ++i) classes.note_stored(other, false, false);
-  EXPECT_EQ(classes.class_of(other), RequestClasses::kUnknown - 1);
+  EXPECT_EQ(classes.class_of(other), RequestClasses::kCameBack - 1);
 }
 
 TEST(RequestClasses, ARecordLivesAsLongAsItIsReferredTo) {
