@@ -164,10 +164,14 @@ class FakeRunner:
             blocks = np.array(sequence.block_ids[group], dtype=np.int64)[positions // self.block_size]
             if (blocks == 0).any():
                 raise WrongBytes(f"{request_id}: group {group} reads the null block")
+            slots = positions % self.block_size
             for layer, (words, salts) in enumerate(self.layers[group]):
                 ahead = (group, layer) in self.draft_layers
-                found = words[blocks, positions % self.block_size]
-                wrong = (found != sequence.digests[positions + ahead, None] * salts).any(axis=1)
+                found = words[blocks, slots]
+                differs = found != sequence.digests[first + ahead : computed + ahead, None] * salts
+                if not differs.any():
+                    continue
+                wrong = differs.any(axis=1)
                 if ahead:
                     for index in np.flatnonzero(wrong):
                         wrong[index] = not self._is_of_another_continuation(
@@ -198,17 +202,28 @@ class FakeRunner:
             if self.windows[group] == 0:
                 self._write_state(group, sequence, end)
                 continue
-            ids = np.array(sequence.block_ids[group], dtype=np.int64)
+            targets: dict[bool, tuple[np.ndarray, ...]] = {}
             for layer, (words, salts) in enumerate(layers):
                 ahead = (group, layer) in self.draft_layers
-                # A drafter goes on from its own drafts, into blocks kept for that.
-                last = min(end + MAX_DRAFTS, len(ids) * self.block_size) if ahead else end
-                positions = np.arange(sequence.computed, last)
-                blocks = ids[positions // self.block_size]
-                values = sequence.digests[np.minimum(positions + ahead, len(sequence.digests) - 1)]
-                values = np.where(positions < right, values, ~values)[:, None] * salts
-                written = blocks != 0
-                words[blocks[written], positions[written] % self.block_size] = values[written]
+                if ahead not in targets:
+                    targets[ahead] = self._targets(sequence, group, end, right, ahead)
+                blocks, slots, values = targets[ahead]
+                words[blocks, slots] = values * salts
+
+    def _targets(
+        self, sequence: Sequence, group: int, end: int, right: int, ahead: bool
+    ) -> tuple[np.ndarray, ...]:
+        """(block, slot, value) of each position that a step writes in a layer."""
+        ids = np.array(sequence.block_ids[group], dtype=np.int64)
+        # A drafter goes on from its own drafts, into blocks kept for that.
+        last = min(end + MAX_DRAFTS, len(ids) * self.block_size) if ahead else end
+        positions = np.arange(sequence.computed, last)
+        blocks = ids[positions // self.block_size]
+        values = sequence.digests[np.minimum(positions + ahead, len(sequence.digests) - 1)]
+        if right < last:
+            values = np.where(positions < right, values, ~values)
+        written = blocks != 0
+        return blocks[written], positions[written] % self.block_size, values[written, None]
 
     def _check_states(self, request_id: str, sequence: Sequence) -> None:
         """The one state that the next token is computed from; of its page, all but the padding."""
