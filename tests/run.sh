@@ -9,7 +9,7 @@
 #
 #   lint     clang-format, ruff, mypy --strict
 #   cpp      build of the core and its tests, ctest
-#   asan     the same tests under AddressSanitizer and UndefinedBehaviorSanitizer
+#   asan     the same tests, and the byte oracle, under AddressSanitizer and UndefinedBehaviorSanitizer
 #   tsan     the same tests under ThreadSanitizer
 #   clang    the core under clang with -Wthread-safety
 #   fuzz     libFuzzer on what is read from files, a bounded time (KV_OFFLOAD_FUZZ_SECONDS, 20 each)
@@ -148,6 +148,21 @@ stage_asan() {
     echo "a planted leak was not seen"
     return 1
   fi
+  sanitized_oracle
+}
+# The core as Python drives it, under vLLM's scheduler. Python itself is not sanitized, so the libraries are
+# loaded first, with that of C++ (whose exceptions they follow); what Python never frees is no leak.
+sanitized_oracle() {
+  build_tests asan _core -DKV_OFFLOAD_PYTHON=ON "-Dpybind11_DIR=$(.venv/bin/pybind11-config --cmakedir)" || return
+  local preloaded library
+  for library in libasan libubsan libstdc++; do
+    preloaded+="$(realpath "$(g++ -print-file-name=$library.so)") "
+  done
+  LD_PRELOAD=$preloaded ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+    KV_OFFLOAD_TEST_CORE=$(echo "$root"/build/asan/_core*.so) KV_OFFLOAD_ORACLE_STEPS=${KV_OFFLOAD_ORACLE_STEPS:-300} \
+    VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=tests/python:. \
+    .venv/bin/python -m pytest -q -p no:cacheprovider -o python_files='check_*.py' -o filterwarnings=default \
+    tests/python/oracle/check_sanitized.py
 }
 stage_tsan() { TSAN_OPTIONS=halt_on_error=1 sanitized tsan thread; }
 stage_clang() {

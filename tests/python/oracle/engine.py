@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -26,6 +26,7 @@ from vllm.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
     set_current_vllm_config,
 )
@@ -44,7 +45,7 @@ from vllm.v1.core.kv_cache_utils import (
     resolve_kv_cache_block_sizes,
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -52,13 +53,10 @@ from oracle.runner import FakeRunner
 
 try:
     from vllm.v1.core import kv_cache_planning as planning  # 0.33
-
-    STATE_MODE = "align"  # a state per step, where a block ends
 except ImportError:
     from vllm.v1.core import kv_cache_utils as planning
 
-    STATE_MODE = "all"  # a state at the end of each block
-
+STATE_MODE = "align"  # a state per step; steps end where blocks end, as long as a prompt is computed
 STATE = 0  # the window of a group whose pages hold one state instead of tokens
 
 
@@ -83,6 +81,7 @@ class Setup:
     async_scheduling: bool = False
     events: bool = False
     device: str = "cpu"  # where the caches are
+    drafts: int = 0  # tokens that the last layer, a drafter's, guesses in each step (EAGLE, MTP)
     mirrored: bool = False  # the model works on a copy of them, as it does where they are on a GPU
     wrap_worker: Callable[[Any, Any], Any] | None = None  # (worker, region) -> worker: planted faults
     wrap_manager: Callable[[Any], Any] | None = None
@@ -112,7 +111,7 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
         cache.mamba_cache_mode = STATE_MODE
     cache.num_gpu_blocks_override = setup.num_blocks
     cache.kv_cache_layout = setup.layout
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model,
         cache_config=cache,
         scheduler_config=SchedulerConfig(
@@ -135,6 +134,22 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
         ),
         device_config=DeviceConfig(setup.device),
     )
+    if setup.drafts:
+        config.speculative_config = _drafting(config, setup.drafts)
+    return config
+
+
+def _drafting(config: VllmConfig, tokens: int) -> SpeculativeConfig:
+    """As an MTP drafter has it, without its weights."""
+    drafting = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=tokens,
+        prompt_lookup_max=2,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    drafting.method = "mtp"
+    return drafting
 
 
 def make_model_dir(**changes: Any) -> str:
@@ -177,7 +192,15 @@ def _layer_specs(setup: Setup) -> dict[str, Any]:
             mamba_cache_mode=STATE_MODE,
         )
 
-    return {f"model.layers.{layer}.self_attn.attn": spec_of(layer) for layer in range(setup.layers)}
+    specs = {_layer_name(layer): spec_of(layer) for layer in range(setup.layers)}
+    last = _layer_name(setup.layers - 1)
+    if setup.drafts and hasattr(specs[last], "is_draft"):  # 0.33; before it, vLLM takes MTP's to be the last
+        specs[last] = replace(specs[last], is_draft=True)
+    return specs
+
+
+def _layer_name(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn.attn"
 
 
 def _specs_by_rank(setup: Setup) -> list[dict[str, Any]]:
@@ -263,6 +286,7 @@ class Engine:
             if setup.replicated:
                 kv_cache_config.kv_tp_replicas = setup.world_size
         scheduler_config = generate_scheduler_kv_cache_config(configs)
+        self.draft_groups = [group.is_eagle_group for group in scheduler_config.kv_cache_groups]
         self.config.cache_config.num_gpu_blocks = scheduler_config.num_blocks
         block_size, hash_block_size = resolve_kv_cache_block_sizes(scheduler_config, self.config)
         for kv_cache_config in (*configs, scheduler_config):
@@ -277,7 +301,7 @@ class Engine:
         self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
             vllm_config=self.config,
             kv_cache_config=scheduler_config,
-            structured_output_manager=MagicMock(),
+            structured_output_manager=MagicMock(validate_tokens=lambda request, tokens: tokens),
             block_size=block_size,
             hash_block_size=hash_block_size,
             log_stats=True,
@@ -308,9 +332,19 @@ class Engine:
         views = [
             [seen[name].numpy() for name in group.layer_names] for group in kv_cache_config.kv_cache_groups
         ]
+        drafter = _layer_name(self.setup.layers - 1) if self.setup.drafts else None
+        draft_layers = {
+            (number, group.layer_names.index(drafter))
+            for number, group in enumerate(kv_cache_config.kv_cache_groups)
+            if drafter in group.layer_names
+        }
         known_as = 0 if self.setup.replicated else rank  # all ranks have the same bytes then
         self.mirrors.append(mirror)
-        return config, connector, FakeRunner(views, self.windows, self.setup.block_size, known_as)
+        return (
+            config,
+            connector,
+            FakeRunner(views, self.windows, self.setup.block_size, known_as, draft_layers),
+        )
 
     # ---- requests
 
@@ -373,6 +407,13 @@ class Engine:
             model_output = self.aggregator.aggregate(ranks)
             for results in self.scheduler.update_from_output(output, model_output).values():
                 self._collect(results)
+            self._propose(model_output.req_ids)
+
+    def _propose(self, request_ids: list[str]) -> None:
+        _, _, runner = self.ranks[0]
+        if self.setup.drafts:
+            drafts = [runner.propose(name, self.setup.drafts) for name in request_ids]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(list(request_ids), drafts))
 
     def _collect(self, results: Any) -> None:
         if results.scheduler_stats is not None and results.scheduler_stats.kv_connector_stats:

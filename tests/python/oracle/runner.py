@@ -3,8 +3,13 @@
 A token at position t of a sequence has a 64-bit digest of (cache salt, tokens 0..t). Its bytes in layer l of
 group g on rank r are words made from the digest and (g, l, r). The next token follows from the digest too, so
 a sequence is known from its prompt alone, however often it is preempted.
+
+Layers of a drafter (EAGLE) are one token ahead: what they keep for position t follows from tokens 0..t+1.
+A block's key says nothing of the token after it, so its last position may hold what another continuation left
+there. vLLM drops the last block of a hit for that reason; where it does not, only drafts are worse.
 """
 
+import random
 from typing import Any
 
 import numpy as np
@@ -13,6 +18,7 @@ _MASK = (1 << 64) - 1
 _ODD = 0x9E3779B97F4A7C15
 VOCABULARY = 1000
 PADDING_WORDS = 4  # at the end of a state's page: not offloaded
+MAX_DRAFTS = 8
 
 
 class WrongBytes(AssertionError):
@@ -22,6 +28,10 @@ class WrongBytes(AssertionError):
 def _mix(value: int) -> int:
     value = (value ^ (value >> 31)) * 0xD6E8FEB86659FD93 & _MASK
     return value ^ (value >> 32)
+
+
+def _next(digest: int, token: int) -> int:
+    return _mix(digest * 3 + token + 1 & _MASK)
 
 
 class Sequence:
@@ -36,10 +46,10 @@ class Sequence:
         self.known = len(prompt)  # tokens that have a value: prompt and samples
         digest = _mix(sum(byte << (8 * (index % 7)) for index, byte in enumerate((salt or "").encode())) + 1)
         digests = []
-        for position in range(len(prompt) + max_tokens + 2):
+        for position in range(len(prompt) + max_tokens + 2 + MAX_DRAFTS):
             if position >= len(self.tokens):
                 self.tokens.append(_mix(digest ^ _ODD) % VOCABULARY)
-            digest = _mix(digest * 3 + self.tokens[position] + 1 & _MASK)
+            digest = _next(digest, self.tokens[position])
             digests.append(digest)
         self.digests = np.array(digests, dtype=np.uint64)
 
@@ -48,9 +58,18 @@ class FakeRunner:
     """One rank: writes what a forward pass would write, after checking what it would read."""
 
     def __init__(
-        self, views: list[list[np.ndarray]], windows: list[int | None], block_size: int, rank: int
+        self,
+        views: list[list[np.ndarray]],
+        windows: list[int | None],
+        block_size: int,
+        rank: int,
+        draft_layers: set[tuple[int, int]] | None = None,
     ) -> None:
         self.block_size, self.windows = block_size, windows
+        self.draft_layers = draft_layers or set()  # (group, layer)
+        self.rng = random.Random(len(views))
+        self.stale = 0
+        self.rejected = 0
         # Per group, per layer: (num_blocks, block_size, words) uint64, and what sets this layer apart.
         self.layers: list[list[tuple[np.ndarray, np.ndarray]]] = []
         for group, layer_views in enumerate(views):
@@ -100,19 +119,38 @@ class FakeRunner:
         samples: dict[str, list[int]] = {}
         for request_id in output.num_scheduled_tokens:  # a state is overwritten by the next of its block
             self._check_states(request_id, self.sequences[request_id])
+        right: dict[str, int] = {}
         for request_id, count in output.num_scheduled_tokens.items():
             sequence = self.sequences[request_id]
+            drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            right[request_id] = self._verified(sequence, drafts)
             end = sequence.computed + count
-            assert end <= sequence.known, f"{request_id}: token {end} of {sequence.known} is not known yet"
-            self._write(sequence, sequence.computed, end)
+            known = sequence.known + len(drafts)
+            assert end <= known, f"{request_id}: token {end} of {known} is not known yet"
+            self._write(sequence, end, min(end, sequence.known + right[request_id]))
         for request_id, count in output.num_scheduled_tokens.items():
             sequence = self.sequences[request_id]
             self.check(request_id, sequence, sequence.computed)
             samples[request_id] = []
-            if sequence.computed + count == sequence.known:
-                samples[request_id].append(sequence.tokens[sequence.known])
-                sequence.known += 1
+            if sequence.computed + count >= sequence.known:
+                after = sequence.known + right[request_id] + 1
+                samples[request_id] = sequence.tokens[sequence.known : after]
+                sequence.known = after
         return samples
+
+    def _verified(self, sequence: Sequence, drafts: list[int]) -> int:
+        """How many of the drafts are what the model would have said."""
+        truth = sequence.tokens[sequence.known : sequence.known + len(drafts)]
+        pairs = list(zip(drafts, truth, strict=True))
+        right = next((index for index, (draft, token) in enumerate(pairs) if draft != token), len(pairs))
+        self.rejected += len(drafts) - right
+        return right
+
+    def propose(self, request_id: str, count: int) -> list[int]:
+        """Drafts of the next tokens, of which about a third are wrong."""
+        sequence = self.sequences[request_id]
+        truth = sequence.tokens[sequence.known : sequence.known + count]
+        return [token if self.rng.random() < 0.7 else (token + 1) % VOCABULARY for token in truth]
 
     def check(self, request_id: str, sequence: Sequence, computed: int) -> None:
         """Every byte that attention over the computed tokens would read."""
@@ -126,9 +164,19 @@ class FakeRunner:
             blocks = np.array(sequence.block_ids[group], dtype=np.int64)[positions // self.block_size]
             if (blocks == 0).any():
                 raise WrongBytes(f"{request_id}: group {group} reads the null block")
+            slots = positions % self.block_size
             for layer, (words, salts) in enumerate(self.layers[group]):
-                found = words[blocks, positions % self.block_size]
-                wrong = (found != sequence.digests[positions, None] * salts).any(axis=1)
+                ahead = (group, layer) in self.draft_layers
+                found = words[blocks, slots]
+                differs = found != sequence.digests[first + ahead : computed + ahead, None] * salts
+                if not differs.any():
+                    continue
+                wrong = differs.any(axis=1)
+                if ahead:
+                    for index in np.flatnonzero(wrong):
+                        wrong[index] = not self._is_of_another_continuation(
+                            sequence, int(positions[index]), found[index], salts
+                        )
                 if wrong.any():
                     raise WrongBytes(
                         f"{request_id}: {int(wrong.sum())} of {len(positions)} computed tokens are wrong in "
@@ -136,17 +184,46 @@ class FakeRunner:
                     )
             self.checked_tokens += len(positions)
 
-    def _write(self, sequence: Sequence, start: int, end: int) -> None:
-        positions = np.arange(start, end)
+    def _is_of_another_continuation(
+        self, sequence: Sequence, position: int, found: np.ndarray, salts: np.ndarray
+    ) -> bool:
+        """Whether these words, of a drafter's layer, follow from the same prefix and another next token."""
+        if (position + 1) % self.block_size != 0:
+            return False
+        digest = int(sequence.digests[position])
+        nexts = np.array([_next(digest, token) for token in range(VOCABULARY)], dtype=np.uint64)
+        is_stale = bool((nexts[:, None] * salts == found).all(axis=1).any())
+        self.stale += is_stale
+        return is_stale
+
+    def _write(self, sequence: Sequence, end: int, right: int) -> None:
+        """KV of all that was scheduled; from ``right`` on it is that of drafts that are rejected."""
         for group, layers in enumerate(self.layers):
             if self.windows[group] == 0:
-                self._write_states(group, sequence, start, end)
+                self._write_state(group, sequence, end)
                 continue
-            blocks = np.array(sequence.block_ids[group], dtype=np.int64)[positions // self.block_size]
-            written = blocks != 0
-            for words, salts in layers:
-                values = sequence.digests[positions[written], None] * salts
-                words[blocks[written], positions[written] % self.block_size] = values
+            targets: dict[bool, tuple[np.ndarray, ...]] = {}
+            for layer, (words, salts) in enumerate(layers):
+                ahead = (group, layer) in self.draft_layers
+                if ahead not in targets:
+                    targets[ahead] = self._targets(sequence, group, end, right, ahead)
+                blocks, slots, values = targets[ahead]
+                words[blocks, slots] = values * salts
+
+    def _targets(
+        self, sequence: Sequence, group: int, end: int, right: int, ahead: bool
+    ) -> tuple[np.ndarray, ...]:
+        """(block, slot, value) of each position that a step writes in a layer."""
+        ids = np.array(sequence.block_ids[group], dtype=np.int64)
+        # A drafter goes on from its own drafts, into blocks kept for that.
+        last = min(end + MAX_DRAFTS, len(ids) * self.block_size) if ahead else end
+        positions = np.arange(sequence.computed, last)
+        blocks = ids[positions // self.block_size]
+        values = sequence.digests[np.minimum(positions + ahead, len(sequence.digests) - 1)]
+        if right < last:
+            values = np.where(positions < right, values, ~values)
+        written = blocks != 0
+        return blocks[written], positions[written] % self.block_size, values[written, None]
 
     def _check_states(self, request_id: str, sequence: Sequence) -> None:
         """The one state that the next token is computed from; of its page, all but the padding."""
@@ -165,10 +242,9 @@ class FakeRunner:
                     )
             self.checked_tokens += 1
 
-    def _write_states(self, group: int, sequence: Sequence, start: int, end: int) -> None:
-        for index in range(start // self.block_size, (end - 1) // self.block_size + 1):
-            block = sequence.block_ids[group][index]
-            last = min((index + 1) * self.block_size, end) - 1
-            for words, salts in self.layers[group]:
-                if block != 0:
-                    words[block, 0] = sequence.digests[last] * salts
+    def _write_state(self, group: int, sequence: Sequence, end: int) -> None:
+        """A step leaves one state, in the block of its last token; that in the block before stays."""
+        block = sequence.block_ids[group][(end - 1) // self.block_size]
+        assert block != 0
+        for words, salts in self.layers[group]:
+            words[block, 0] = sequence.digests[end - 1] * salts
