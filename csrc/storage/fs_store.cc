@@ -44,6 +44,12 @@ Presence FsStore::presence(const ChunkKey& key, bool* start_probe) {
   return Presence::kUnknown;
 }
 
+bool FsStore::offers(const ChunkKey& key) const {
+  const Nanos now = clock_.now();
+  const MutexLock lock(mutex_);
+  return catalogue_.offers(key, now);
+}
+
 void FsStore::give_up_probe(std::uint32_t leaf) {
   const MutexLock lock(mutex_);
   leaf_states_[leaf] = LeafState::kKnown;

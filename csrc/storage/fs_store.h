@@ -52,6 +52,7 @@ class FsStore {
 
   // ---- any thread, never block on storage
   Presence presence(const ChunkKey& key, bool* start_probe);
+  bool offers(const ChunkKey& key) const;  // what is known, without a probe
   void give_up_probe(std::uint32_t leaf);
   void touch(const ChunkKey& key);
   void forget();  // drops the generation and its catalogue

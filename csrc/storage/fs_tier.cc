@@ -236,7 +236,9 @@ void FsTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>
 
 Presence FsTier::contains(const ChunkKey& key) {
   Breaker& breaker = shared_->breaker(Lane::kRead);
-  if (!breaker.closed() && !breaker.offers(clock_.now())) return Presence::kAbsent;
+  if (!breaker.closed() && !breaker.offers(clock_.now())) {
+    return shared_->store.offers(key) ? Presence::kPresent : Presence::kAbsent;
+  }
   bool start_probe = false;
   const Presence presence = shared_->store.presence(key, &start_probe);
   if (presence == Presence::kAbsent && waits_for_news()) return Presence::kUnknown;

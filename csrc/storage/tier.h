@@ -97,8 +97,9 @@ class Tier {
   // Appends finished ops and removals since the last call. Never blocks.
   virtual void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) = 0;
 
-  // Is a complete record of this key here, as far as the catalogue knows. O(1),
-  // no I/O on the calling thread.
+  // Is a complete record of this key here, as far as the catalogue knows, whether
+  // or not it would be read now (TierStats::readable). O(1), no I/O on the calling
+  // thread.
   virtual Presence contains(const ChunkKey& key) = 0;
   // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;

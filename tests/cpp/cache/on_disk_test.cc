@@ -220,7 +220,9 @@ TEST_F(OnDiskTest, AFrozenDeviceThatComesBackIsUsedAgain) {
   end(request);
   ops_.release();
   EXPECT_TRUE(until([&] { return stats().queued_reads + stats().queued_writes == 0; }));
+  const double switched_off = world().miss_tokens("io_error");
   EXPECT_EQ(peek({"b"}), "M") << "cooling down";
+  EXPECT_EQ(world().miss_tokens("io_error"), switched_off + World::kTokens);
   pass_time(seconds(61));
   step();
   const RequestHandle again = begin();

@@ -206,7 +206,8 @@ TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_nobody) {
   EXPECT_FALSE(stats.available);
   EXPECT_EQ(stats.breaker_trips, 2u);
   EXPECT_GE(stats.oldest_read_seconds, 11);
-  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
+  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent) << "known, and not to be read";
+  EXPECT_FALSE(stats.readable);
   EXPECT_EQ(user.read(1).kind(), StatusKind::kUnavailable);
   EXPECT_EQ(user.write(100).kind(), StatusKind::kUnavailable);
   // What was waiting has ended; what is in the kernel has not, for it may write.
@@ -221,7 +222,7 @@ TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_nobody) {
   EXPECT_GE(unended, 4u);
   ops_.release();
   for (const OpId id : stuck) user.finish(id);
-  EXPECT_FALSE(user.has(1)) << "still cooling down";
+  EXPECT_FALSE(user.tier().stats().readable) << "still cooling down";
   clock_.advance(std::chrono::seconds(1));
   EXPECT_TRUE(user.has(1));
   EXPECT_TRUE(user.read(1));
