@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import Answer, LocalServer, difference, kv_transfer_config
-from reporting import describe_machine, say, write_results
+from reporting import describe_machine, draw_bars, say, write_results
 from tiny_model import make_model
 
 BLOCK = 128
@@ -141,27 +141,18 @@ def drop_from_page_cache(root: Path) -> None:
 
 
 def draw(path: Path, medians: dict[str, dict[str, float]], tokens: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     baseline = medians["none"]["compute"]
-    bars = [("computed, no connector", baseline)]
+    rows = [("computed, no connector", baseline)]
     for name, label in (("kv_offload", "kv_offload"), ("vllm", "vLLM tiering")):
         for kind, what in (("host", "host memory"), ("disk", "disk, after restart")):
             if name in medians:
-                bars.append((f"{label}: {what}", medians[name][kind]))
-    figure, axes = plt.subplots(figsize=(8, 0.5 * len(bars) + 1.2))
-    axes.barh([label for label, _ in bars], [seconds for _, seconds in bars])
-    for row, (_, seconds) in enumerate(bars):
-        axes.text(seconds, row, f" {seconds:.2f} s ({baseline / seconds:.0f}x)", va="center")
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.set_xlabel("seconds to the first token")
-    axes.set_title(f"A prompt of {tokens} tokens, {describe_machine()['name']}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+                rows.append((f"{label}: {what}", medians[name][kind]))
+    draw_bars(
+        path,
+        [(label, seconds, f"{seconds:.2f} s ({baseline / seconds:.0f}x)") for label, seconds in rows],
+        "seconds to the first token",
+        f"A prompt of {tokens} tokens",
+    )
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,39 @@ def describe_machine() -> dict[str, Any]:
 def say(text: str) -> None:
     """A line of progress with the seconds since the start."""
     print(f"[{time.monotonic() - _BEGAN:6.1f} s] {text}", flush=True)
+
+
+def draw_bars(
+    path: Path,
+    bars: Sequence[tuple[str, float, str]],
+    xlabel: str,
+    title: str,
+    marks: Mapping[float, str] | None = None,
+) -> None:
+    """One horizontal bar a row, from the top: its label, its value, what is written beside it.
+
+    ``marks``: values at which a dashed line stands, and its color; the scale is logarithmic then, as they are
+    ratios.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 0.5 * len(bars) + 1.4))
+    axes.barh([label for label, _, _ in bars], [value for _, value, _ in bars])
+    for row, (_, value, text) in enumerate(bars):
+        axes.text(value, row, f" {text}", va="center")
+    for value, color in (marks or {}).items():
+        axes.axvline(value, color=color, linewidth=1, linestyle="--")
+    if marks:
+        axes.set_xscale("log")
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set_xlabel(xlabel)
+    axes.set_title(f"{title}, {describe_machine()['name']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
 
 
 def write_results(name: str, results: dict[str, Any], draw: Callable[[Path], None] | None = None) -> None:

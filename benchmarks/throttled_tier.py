@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "slow_
 
 from local_server import LocalServer, difference, kv_transfer_config
 from prompt_reload import wait_until_written
-from reporting import describe_machine, say, write_results
+from reporting import describe_machine, draw_bars, say, write_results
 from slow_disk import SlowDisk, build
 from tiny_model import SHAPES, make_model
 
@@ -132,25 +132,14 @@ def run(bench: Bench, records: int, speeds: list[float]) -> list[Case]:
 
 
 def draw(path: Path, cases: list[Case], tokens: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 0.5 * len(cases) + 1.4))
-    ratios = [case.summary()["ratio"] for case in cases]
-    axes.barh([case.name for case in cases], ratios)
-    for row, ratio in enumerate(ratios):
-        axes.text(ratio, row, f" {ratio:.2f}", va="center")
-    axes.axvline(1, color="black", linewidth=1)
-    axes.axvline(AIM, color="red", linewidth=1, linestyle="--")
-    axes.set_xscale("log")
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.set_xlabel("time to the first token / without a tier below host memory (red: the aim for auto)")
-    axes.set_title(f"Prompts of {tokens} tokens that return, {describe_machine()['name']}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    ratios = [(case.name, case.summary()["ratio"]) for case in cases]
+    draw_bars(
+        path,
+        [(name, ratio, f"{ratio:.2f}") for name, ratio in ratios],
+        "time to the first token / without a tier below host memory (red: the aim for auto)",
+        f"Prompts of {tokens} tokens that return",
+        {1: "black", AIM: "red"},
+    )
 
 
 def main() -> None:

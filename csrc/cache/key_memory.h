@@ -11,7 +11,6 @@
 #include <optional>
 
 #include "base/table_vector.h"
-
 #include "base/types.h"
 
 namespace kv_offload {

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "base/table_vector.h"
-
 #include "policy/eviction_policy.h"
 
 namespace kv_offload {

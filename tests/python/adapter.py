@@ -8,17 +8,18 @@ from pathlib import Path
 SPECS = Path(__file__).parent.parent.parent / "specs"
 
 
-def use_core(path: str) -> None:
-    """Take the extension at ``path`` for ``kv_offload._core``, whatever is installed."""
+def _install(name: str, path: str | Path, search: list[str] | None = None) -> None:
+    """Load the file at ``path`` as ``kv_offload.<name>``, whatever is installed."""
     import kv_offload
 
-    spec = importlib.util.spec_from_file_location("kv_offload._core", path)
+    full_name = f"kv_offload.{name}"
+    spec = importlib.util.spec_from_file_location(full_name, path, submodule_search_locations=search)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["kv_offload._core"] = module
+    sys.modules[full_name] = module
     spec.loader.exec_module(module)
-    kv_offload._core = module  # type: ignore[attr-defined]
+    setattr(kv_offload, name, module)
 
 
 def use_specs() -> None:
@@ -27,17 +28,6 @@ def use_specs() -> None:
     KV_OFFLOAD_TEST_CORE names another build of the core to take (one with sanitizers).
     """
     if other_core := os.environ.get("KV_OFFLOAD_TEST_CORE"):
-        use_core(other_core)
-    if importlib.util.find_spec("kv_offload.specs") is not None:
-        return
-    import kv_offload
-
-    spec = importlib.util.spec_from_file_location(
-        "kv_offload.specs", SPECS / "__init__.py", submodule_search_locations=[str(SPECS)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["kv_offload.specs"] = module
-    spec.loader.exec_module(module)
-    kv_offload.specs = module  # type: ignore[attr-defined]
+        _install("_core", other_core)
+    if importlib.util.find_spec("kv_offload.specs") is None:
+        _install("specs", SPECS / "__init__.py", [str(SPECS)])

@@ -1,32 +1,31 @@
 """Every byte that a request reads is checked, through vLLM's real scheduler, for each release."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from vllm_trees import MINORS, run_under, trees
 
 
-@pytest.mark.parametrize("minor", MINORS)
-def test_byte_oracle(minor: str) -> None:
+def tree_of(minor: str) -> Path:
     tree = trees().get(minor)
     if tree is None:
         pytest.skip(f"vLLM {minor} is neither installed nor unpacked in .cache/vllm-{minor}")
-    print(run_under(tree, "oracle/check_oracle.py"))
+    return tree
+
+
+@pytest.mark.parametrize("minor", MINORS)
+def test_byte_oracle(minor: str) -> None:
+    print(run_under(tree_of(minor), "oracle/check_oracle.py"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @pytest.mark.parametrize("minor", MINORS)
 def test_byte_oracle_with_caches_on_a_gpu(minor: str) -> None:
-    tree = trees().get(minor)
-    if tree is None:
-        pytest.skip(f"vLLM {minor} is neither installed nor unpacked in .cache/vllm-{minor}")
-    print(
-        run_under(tree, "oracle/check_oracle.py", KV_OFFLOAD_ORACLE_DEVICE="cuda", VLLM_TARGET_DEVICE="cuda")
-    )
+    device = {"KV_OFFLOAD_ORACLE_DEVICE": "cuda", "VLLM_TARGET_DEVICE": "cuda"}
+    print(run_under(tree_of(minor), "oracle/check_oracle.py", **device))
 
 
 def test_records_are_shared_exactly_where_their_bytes_are_equal() -> None:
-    tree = trees().get("0.32")
-    if tree is None:
-        pytest.skip("vLLM 0.32 is neither installed nor unpacked")
-    print(run_under(tree, "oracle/check_identity.py"))
+    print(run_under(tree_of("0.32"), "oracle/check_identity.py"))

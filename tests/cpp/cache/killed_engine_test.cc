@@ -134,14 +134,13 @@ TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneStartsAndFindsEverything) {
   if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
   std::mt19937 random(3);
   const int least = testing::rounds(50);
-  int lives = 0, started = 0, looked = 0;
+  int life = 0, started = 0, looked = 0;
   const auto recorded_now = [&] {
     return std::filesystem::exists(root_) ? testing::records_in(root_).size() : 0;
   };
   // Where a kill hits is chance.
-  const auto seen_all = [&] { return looked > lives / 3 && started < lives && recorded_now() > 20; };
-  for (; lives < least || (lives < 10 * least && !seen_all()); ++lives) {
-    const int life = lives;
+  const auto seen_all = [&] { return looked > life / 3 && started < life && recorded_now() > 20; };
+  for (; life < least || (life < 10 * least && !seen_all()); ++life) {
     const std::size_t recorded = recorded_now();
     // A third in the middle of starting, the rest wherever they have come to.
     const std::uint64_t progress = random() % 3 == 0 ? 1 : 2 + told_->next_key + random() % 60;
@@ -152,10 +151,10 @@ TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneStartsAndFindsEverything) {
     EXPECT_GE(told_->hits, recorded * 99 / 100) << "life " << life;
   }
   EXPECT_EQ(told_->wrong, 0u);
-  EXPECT_GT(looked, lives / 3);
-  EXPECT_LT(started, lives) << "none was killed while it started";
+  EXPECT_GT(looked, life / 3);
+  EXPECT_LT(started, life) << "none was killed while it started";
   {
-    World last(engine(lives));
+    World last(engine(life));
     EXPECT_EQ(names_in_shm(), 0u);
     look_at_all(last);
   }

@@ -23,7 +23,6 @@ class FsTierFaults : public ::testing::Test {
     options_.clock = &clock_;
     options_.close_wait = std::chrono::seconds(5);
   }
-  ::testing::AssertionResult account_is_exact(TierUser& user) { return user.account_becomes_exact(root_); }
 
   TempDir dir_;
   std::string root_ = dir_.path() + "/root";
@@ -39,7 +38,7 @@ TEST_P(FsTierEveryStep, a_write_that_fails_anywhere_leaves_nothing) {
   options_.fsync = FsyncMode::kFull;
   TierUser user(options_);
   user.wait_for_scan();
-  ASSERT_TRUE(account_is_exact(user));
+  ASSERT_TRUE(user.account_becomes_exact(root_));
   std::atomic<int> calls{0};
   ops_.set_rule([&](Call) { return calls.fetch_add(1), 0; });
   ASSERT_TRUE(user.write(0));
@@ -187,7 +186,7 @@ TEST_F(FsTierFaults, an_unreadable_record_is_replaced_by_a_new_write) {
   EXPECT_TRUE(user.has(1));
   EXPECT_TRUE(user.read(1));
   EXPECT_EQ(records_in(root_).size(), 1u);
-  EXPECT_TRUE(account_is_exact(user));
+  EXPECT_TRUE(user.account_becomes_exact(root_));
 }
 
 TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_nobody) {
