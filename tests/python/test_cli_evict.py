@@ -1,5 +1,6 @@
 """kv-offload evict: order, marks, statuses, and the watching form as a process of its own."""
 
+import contextlib
 import json
 import os
 import signal
@@ -24,7 +25,13 @@ DAY = 86_400.0
 
 
 def used(root):
-    return sum(path.lstat().st_blocks * 512 for path in [root, *root.rglob("*")])
+    """Bytes of all blocks under ``root``; something may be removed meanwhile, so not by ``rglob``."""
+    found = 0
+    for directory, _, names in os.walk(root):
+        for path in (Path(directory), *(Path(directory, name) for name in names)):
+            with contextlib.suppress(FileNotFoundError):
+                found += path.lstat().st_blocks * 512
+    return found
 
 
 def records(root, facts=FACTS):
