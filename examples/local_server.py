@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -163,6 +164,7 @@ class LocalServer:
             HF_HUB_OFFLINE="1",
             TRANSFORMERS_OFFLINE="1",
             TOKENIZERS_PARALLELISM="false",
+            PYTHONSAFEPATH="1",  # started from a checkout: its kv_offload/ is not the one installed
         )
         environment.update(self.environment)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -286,8 +288,11 @@ class LocalServer:
         self.process = None
 
     def log_tail(self, lines: int = 60) -> str:
+        """The end of the log, and before it the errors further up: vLLM's last one is seldom the cause."""
         text = self.log_file.read_text(errors="replace").splitlines()
-        return "\n".join([f"--- the last lines of {self.log_file}", *text[-lines:]])
+        errors = [line for line in text[:-lines] if re.search(r"\w(Error|Exception): ", line)]
+        causes = [f"--- errors before that in {self.log_file}", *errors[-10:]] if errors else []
+        return "\n".join([*causes, f"--- the last lines of {self.log_file}", *text[-lines:]])
 
 
 def free_port() -> int:
