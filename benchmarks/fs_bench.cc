@@ -116,7 +116,6 @@ void make_records(const std::string& root, std::uint64_t count) {
     int fd = ::open(path.c_str(), O_CREAT | O_WRONLY, 0600);
     if (fd < 0) {
       const std::uint32_t leaf = layout::leaf_of(key_of(number));
-      ::mkdir((generation + layout::leaf_parent(leaf)).c_str(), 0700);
       ::mkdir((generation + layout::leaf_path(leaf)).c_str(), 0700);
       fd = ::open(path.c_str(), O_CREAT | O_WRONLY, 0600);
     }

@@ -65,8 +65,32 @@ bool FsCatalogue::insert(const Record& record, const EntryInfo& about) {
   const Slot known = find(record.key);
   if (known != kNone) {
     entries_[known].file_bytes = record.file_bytes;
+    entries_[known].unordered = false;
     return false;
   }
+  add(record, about);
+  return true;
+}
+
+void FsCatalogue::insert_unordered(const Record& record) {
+  if (!holds(record.key)) entries_[add(record, {})].unordered = true;
+}
+
+bool FsCatalogue::insert_in_order(const Record& record) {
+  const Slot slot = find(record.key);
+  if (slot == kNone) {
+    add(record, {});
+    return true;
+  }
+  Entry& entry = entries_[slot];
+  if (!entry.unordered || entry.readers > 0) return false;
+  entry.unordered = false;
+  policy_->erase(slot);
+  policy_->insert(slot, {.id = chunk_id(record.key)});
+  return true;
+}
+
+Slot FsCatalogue::add(const Record& record, const EntryInfo& about) {
   if ((used_ + 1) * 2 > table_.size()) grow(table_.size() * 2);
   Slot slot;
   if (free_.empty()) {
@@ -87,7 +111,7 @@ bool FsCatalogue::insert(const Record& record, const EntryInfo& about) {
   EntryInfo info = about;
   info.id = chunk_id(record.key);
   policy_->insert(slot, info);
-  return true;
+  return slot;
 }
 
 void FsCatalogue::drop(Slot slot) {
@@ -165,6 +189,7 @@ void FsCatalogue::read_succeeded(const ChunkKey& key) {
 void FsCatalogue::touch(const ChunkKey& key, Nanos now) {
   const Slot slot = find(key);
   if (slot == kNone) return;
+  entries_[slot].unordered = false;
   policy_->refresh(slot, {.id = chunk_id(key)});
   note_touched(slot, now);
 }
@@ -174,6 +199,7 @@ void FsCatalogue::hit(const ChunkKey& key, const EntryInfo& about, Nanos now) {
   if (slot == kNone) return;
   EntryInfo info = about;
   info.id = chunk_id(key);
+  entries_[slot].unordered = false;
   policy_->access(slot, info);
   note_touched(slot, now);
 }

@@ -43,6 +43,11 @@ class FsCatalogue {
   bool offers(const ChunkKey& key, Nanos now) const;
   // False when it was there already (then only its size is kept up to date).
   bool insert(const Record& record, const EntryInfo& about);
+  // For a start that does not know yet what was used when. The first: nothing is known of its recency. The
+  // second, called from the least recently used on, gives it its place, also to those of the first; false
+  // when it has been used meanwhile (it keeps the place it has).
+  void insert_unordered(const Record& record);
+  bool insert_in_order(const Record& record);
   void reserve(std::size_t entries);
   bool erase(const ChunkKey& key);
   std::size_t size() const { return used_; }
@@ -75,6 +80,7 @@ class FsCatalogue {
     bool used = false;
     bool backing_off = false;
     bool touched = false;
+    bool unordered = false;
   };
   struct BackOff {
     Nanos until{0}, wait{0};
@@ -83,6 +89,7 @@ class FsCatalogue {
   void link(Slot slot);
   void unlink(Slot slot);
   void grow(std::size_t buckets);
+  Slot add(const Record& record, const EntryInfo& about);  // REQUIRES: not there
   void drop(Slot slot);
   void note_touched(Slot slot, Nanos now);
   std::size_t home(const ChunkKey& key) const { return ChunkKey::Hash{}(key) & (table_.size() - 1); }

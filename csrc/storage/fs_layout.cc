@@ -42,13 +42,9 @@ std::optional<std::uint64_t> parse_generation(std::string_view name) {
   return parse_number(name.substr(1));
 }
 
-std::uint32_t leaf_of(const ChunkKey& key) {
-  const std::string_view bytes = key.bytes();
-  return std::uint32_t{static_cast<unsigned char>(bytes[0])} << 8 | static_cast<unsigned char>(bytes[1]);
-}
+std::uint32_t leaf_of(const ChunkKey& key) { return static_cast<unsigned char>(key.bytes()[0]); }
 
-std::string leaf_parent(std::uint32_t leaf) { return fmt::format("{:02x}", leaf >> 8); }
-std::string leaf_path(std::uint32_t leaf) { return fmt::format("{:02x}/{:02x}", leaf >> 8, leaf & 255); }
+std::string leaf_path(std::uint32_t leaf) { return fmt::format("{:02x}", leaf); }
 
 std::optional<std::uint8_t> parse_hex_byte(std::string_view name) {
   if (name.size() != 2) return std::nullopt;

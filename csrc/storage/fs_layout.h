@@ -14,7 +14,7 @@
 namespace kv_offload::layout {
 
 inline constexpr std::string_view kRootFile = "kv_offload.json";
-inline constexpr std::string_view kRootText = "{\"kind\": \"kv_offload fs root\", \"format\": 1}\n";
+inline constexpr std::string_view kRootText = "{\"kind\": \"kv_offload fs root\", \"format\": 2}\n";
 inline constexpr std::string_view kLedgerFile = "ledger";
 inline constexpr std::string_view kLeaseFile = "lease";
 inline constexpr std::string_view kNamespaceFile = "namespace.json";
@@ -25,10 +25,11 @@ bool is_namespace_name(std::string_view name);
 std::string generation_name(std::uint64_t generation);  // g<N>
 std::optional<std::uint64_t> parse_generation(std::string_view name);
 
-inline constexpr std::uint32_t kLeaves = 65536;  // two levels of 256 directories
-std::uint32_t leaf_of(const ChunkKey& key);      // from the first two bytes
-std::string leaf_parent(std::uint32_t leaf);     // "ab"
-std::string leaf_path(std::uint32_t leaf);       // "ab/cd"
+// One level, few of them: making a directory costs about as much as writing a small record, and a start lists
+// them all. A million records are 4,000 names in each, which file systems of today look up by hash.
+inline constexpr std::uint32_t kLeaves = 256;
+std::uint32_t leaf_of(const ChunkKey& key);  // from the first byte
+std::string leaf_path(std::uint32_t leaf);   // "ab"
 std::optional<std::uint8_t> parse_hex_byte(std::string_view name);
 
 // "<key hex>.<file bytes>.rec"

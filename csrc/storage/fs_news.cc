@@ -37,12 +37,8 @@ void FsStore::adopt_changed_leaves(std::int64_t since_mtime) {
     if (ops_.stat(directory, layout::leaf_path(leaf), &info) != 0 || info.mtime_nanos < since_mtime) continue;
     newest_leaf_mtime_ = std::max(newest_leaf_mtime_, info.mtime_nanos);
     LeafFound found;
-    (void)scan_leaf(ops_, directory, leaf, {false, open_.writer}, &found);
-    const MutexLock lock(mutex_);
-    if (own != generation_) break;
-    for (const FoundRecord& record : found.records) {
-      catalogue_.insert({record.key, record.file_bytes}, {});
-    }
+    (void)scan_leaf(ops_, directory, leaf, {.names_only = true}, &found);
+    adopt_names(own, found.records, true);
   }
 }
 

@@ -231,7 +231,7 @@ bool count_new_root(FileOps& ops, const OpenRoot& open) {
   if (ops.list(open.generation->directory.get(), &entries) < 0 || !entries.empty()) return false;
   if (!open.lease->try_take() || !open.ledger->begin_recount(0)) return false;
   const std::atomic<bool> stop{false};
-  const LeafOptions options{true, open.writer};
+  const LeafOptions options{.sweep = true, .own_writer = open.writer};
   return open.ledger->finish_recount(count_tree(ops, open.root.get(), ".", options, stop)).is_ok();
 }
 

@@ -106,16 +106,14 @@ Reclaimed reclaim_oldest(FileOps& ops, int root, const std::vector<std::string>&
     for (const std::uint32_t leaf : generation.leaves) {
       LeafFound found;
       (void)scan_leaf(ops, generation.directory.get(), leaf, {}, &found);
-      std::uint64_t bytes = 0;
       for (const FoundRecord& record : found.records) {
-        if (record.mtime_nanos > newest || reclaimed.bytes + bytes >= enough) continue;
+        if (record.mtime_nanos > newest || reclaimed.bytes >= enough) continue;
         const std::string path = layout::record_path(record.key, record.file_bytes);
         if (!dry_run && ops.unlink(generation.directory.get(), path) != 0) continue;
-        bytes += record.disk_bytes;
+        reclaimed.bytes += record.disk_bytes;
         ++reclaimed.records;
+        if (!dry_run) gone(record.disk_bytes);
       }
-      reclaimed.bytes += bytes;
-      if (bytes > 0 && !dry_run) gone(bytes);
     }
   }
   return reclaimed;

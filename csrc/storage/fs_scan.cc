@@ -21,13 +21,9 @@ Status FsStore::probe(std::uint32_t leaf) {
   const std::shared_ptr<Generation> own = generation();
   LeafFound found;
   Status status;
-  if (own) status = scan_leaf(ops_, own->directory.get(), leaf, {false, open_.writer}, &found);
-  std::sort(found.records.begin(), found.records.end(),
-            [](const FoundRecord& a, const FoundRecord& b) { return a.mtime_nanos < b.mtime_nanos; });
+  if (own) status = scan_leaf(ops_, own->directory.get(), leaf, {.names_only = true}, &found);
+  adopt_names(own, found.records, false);
   const MutexLock lock(mutex_);
-  if (own == generation_) {
-    for (const FoundRecord& record : found.records) catalogue_.insert({record.key, record.file_bytes}, {});
-  }
   leaf_states_[leaf] = LeafState::kKnown;  // also after a failure: a miss, not a loop
   return status;
 }
@@ -63,13 +59,12 @@ bool FsStore::scan_own(std::uint64_t* counted) {
   scan.own = generation();
   if (!scan.own) return true;
   const int directory = scan.own->directory.get();
-  const auto marked = [this](const std::string& path) { return account_.is_marked(path); };
-  if (!list_leaves(ops_, directory, &scan.leaves, counted, marked)) return true;
+  if (!list_leaves(ops_, directory, &scan.leaves, counted)) return true;
   FileInfo info;
   if (ops_.fstat(directory, &info) == 0) *counted += info.disk_bytes;
-  scan.options = {open_.lease->held(), open_.writer};
+  scan.options = {.sweep = open_.lease->held(), .own_writer = open_.writer};
   const std::size_t helpers =
-      std::min<std::size_t>({scan.leaves.size() / 256, kScanThreads, std::thread::hardware_concurrency()});
+      std::min<std::size_t>({scan.leaves.size() / 16, kScanThreads, std::thread::hardware_concurrency()});
   std::vector<std::thread> threads;
   try {
     for (std::size_t i = 1; i < helpers; ++i) threads.emplace_back([&] { scan_leaves(scan); });
@@ -122,6 +117,7 @@ void FsStore::adopt(const std::shared_ptr<Generation>& generation, std::vector<F
   std::vector<std::pair<std::int64_t, std::uint32_t>> order(records.size());
   for (std::uint32_t i = 0; i < records.size(); ++i) order[i] = {records[i].mtime_nanos, i};
   std::sort(order.begin(), order.end());
+  std::vector<ChunkKey> used;  // since the start: more recent than all that was there before
   std::size_t next = 0;
   while (next < order.size() && !stop_.load()) {
     const MutexLock lock(mutex_);
@@ -130,7 +126,28 @@ void FsStore::adopt(const std::shared_ptr<Generation>& generation, std::vector<F
     const std::size_t end = std::min(next + kInsertsPerLock, order.size());
     for (; next < end; ++next) {
       const FoundRecord& record = records[order[next].second];
-      catalogue_.insert({record.key, record.file_bytes}, {});
+      if (!catalogue_.insert_in_order({record.key, record.file_bytes})) used.push_back(record.key);
+    }
+  }
+  const MutexLock lock(mutex_);
+  for (const ChunkKey& key : used) catalogue_.touch(key, clock_.now());
+}
+
+// Names without times. in_order: they are more recent than what is known; else the scan tells.
+void FsStore::adopt_names(const std::shared_ptr<Generation>& generation,
+                          const std::vector<FoundRecord>& records, bool in_order) {
+  std::size_t next = 0;
+  while (next < records.size() && !stop_.load()) {
+    const MutexLock lock(mutex_);
+    if (generation != generation_) return;
+    const std::size_t end = std::min(next + kInsertsPerLock, records.size());
+    for (; next < end; ++next) {
+      const FsCatalogue::Record record{records[next].key, records[next].file_bytes};
+      if (in_order) {
+        catalogue_.insert(record, {});
+      } else {
+        catalogue_.insert_unordered(record);
+      }
     }
   }
 }
@@ -169,7 +186,7 @@ void FsStore::recount() {
 
 // All of the root but the records below our own generation.
 std::uint64_t FsStore::count_others(std::uint64_t own_generation) {
-  const LeafOptions options{true, open_.writer};
+  const LeafOptions options{.sweep = true, .own_writer = open_.writer};
   std::uint64_t bytes = 0;
   FileInfo info;
   const auto each = [&](int directory, const std::string& but) {

@@ -65,7 +65,7 @@ class FsStore {
   enum class LeafState : std::uint8_t { kUnknown, kProbing, kKnown };
 
   // fs_write.cc
-  Status write_record(const TierOp& op, const std::shared_ptr<Generation>& generation,
+  Status write_record(const TierOp& op, const std::shared_ptr<Generation>& generation, bool replace,
                       Reservation* reservation);
   Status make_leaf(const Generation& generation, std::uint32_t leaf, Reservation* reservation);
   Status open_temporary(const Generation& generation, std::uint32_t leaf, bool direct,
@@ -106,6 +106,8 @@ class FsStore {
   bool scan_own(std::uint64_t* counted);
   void scan_leaves(Scan& scan);
   void adopt(const std::shared_ptr<Generation>& generation, std::vector<FoundRecord> records);
+  void adopt_names(const std::shared_ptr<Generation>& generation, const std::vector<FoundRecord>& records,
+                   bool in_order);
   void recount();
   std::uint64_t count_others(std::uint64_t own_generation);
   void set_generation(std::shared_ptr<Generation> generation, bool empty);

@@ -50,6 +50,12 @@ Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOpt
   FileInfo info;
   if (ops.fstat(fd.get(), &info) == 0) found->directory_bytes = info.disk_bytes;
   for (const DirEntry& entry : entries) {
+    const auto record = layout::parse_record(entry.name);
+    const bool in_place = record && layout::leaf_of(record->key) == leaf;
+    if (options.names_only) {
+      if (in_place) found->records.push_back({record->key, record->file_bytes, 0, 0});
+      continue;
+    }
     if (layout::is_temporary(entry.name)) {
       if (layout::is_temporary_of(entry.name, options.own_writer)) continue;
       const std::uint64_t bytes = disk_bytes_of(ops, fd.get(), entry.name);
@@ -57,8 +63,7 @@ Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOpt
       continue;
     }
     if (ops.stat(fd.get(), entry.name, &info) != 0) continue;  // vanished
-    const auto record = layout::parse_record(entry.name);
-    if (record && layout::leaf_of(record->key) == leaf) {
+    if (in_place) {
       found->records.push_back({record->key, record->file_bytes, info.disk_bytes, info.mtime_nanos});
     } else {
       found->other_bytes += info.disk_bytes;
@@ -68,30 +73,16 @@ Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOpt
 }
 
 Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* leaves,
-                   std::uint64_t* parent_bytes, const std::function<bool(const std::string&)>& skip) {
-  std::vector<DirEntry> parents;
+                   std::uint64_t* other_bytes) {
+  std::vector<DirEntry> entries;
   Fd self;  // a descriptor of our own: listing moves its position
-  if (Status status = list_at(ops, generation, ".", &self, &parents); !status) return status;
-  for (const DirEntry& parent : parents) {
-    const auto high = layout::parse_hex_byte(parent.name);
-    if (!high || !may_be_directory(parent)) {
-      *parent_bytes += disk_bytes_of(ops, generation, parent.name);  // foreign
-      continue;
-    }
-    Fd fd;
-    std::vector<DirEntry> children;
-    if (Status status = list_at(ops, generation, parent.name, &fd, &children); !status) return status;
-    if (!fd) continue;
-    FileInfo info;
-    const bool skipped = skip && skip(parent.name);
-    if (!skipped && ops.fstat(fd.get(), &info) == 0) *parent_bytes += info.disk_bytes;
-    for (const DirEntry& child : children) {
-      const auto low = layout::parse_hex_byte(child.name);
-      if (low && may_be_directory(child)) {
-        leaves->push_back(std::uint32_t{*high} << 8 | *low);
-      } else {
-        *parent_bytes += disk_bytes_of(ops, fd.get(), child.name);
-      }
+  if (Status status = list_at(ops, generation, ".", &self, &entries); !status) return status;
+  for (const DirEntry& entry : entries) {
+    const auto leaf = layout::parse_hex_byte(entry.name);
+    if (leaf && may_be_directory(entry)) {
+      leaves->push_back(*leaf);
+    } else {
+      *other_bytes += disk_bytes_of(ops, generation, entry.name);
     }
   }
   return Status::ok();
@@ -133,32 +124,23 @@ std::uint64_t reclaim_generation(FileOps& ops, int parent, const std::string& na
   int error = 0;
   const Fd generation = open_fd(ops, parent, name, kOpenDirectory, 0, &error);
   if (!generation) return 0;
-  std::vector<DirEntry> parents;
-  if (ops.list(generation.get(), &parents) < 0) return 0;
-  for (const DirEntry& high : parents) {
-    if (!layout::parse_hex_byte(high.name)) continue;
-    Fd high_fd;
-    std::vector<DirEntry> leaves;
-    if (!list_at(ops, generation.get(), high.name, &high_fd, &leaves) || !high_fd) continue;
-    for (const DirEntry& leaf : leaves) {
+  std::vector<DirEntry> leaves;
+  if (ops.list(generation.get(), &leaves) < 0) return 0;
+  for (const DirEntry& leaf : leaves) {
+    if (!layout::parse_hex_byte(leaf.name)) continue;
+    Fd leaf_fd;
+    std::vector<DirEntry> files;
+    if (!list_at(ops, generation.get(), leaf.name, &leaf_fd, &files) || !leaf_fd) continue;
+    for (const DirEntry& file : files) {
       if (stop.load() || freed >= enough) return freed;
-      if (!layout::parse_hex_byte(leaf.name)) continue;
-      Fd leaf_fd;
-      std::vector<DirEntry> files;
-      if (!list_at(ops, high_fd.get(), leaf.name, &leaf_fd, &files) || !leaf_fd) continue;
-      std::uint64_t leaf_freed = 0;
-      for (const DirEntry& file : files) {
-        if (freed + leaf_freed >= enough) break;
-        const std::uint64_t bytes = disk_bytes_of(ops, leaf_fd.get(), file.name);
-        const bool removed = layout::is_temporary(file.name) ? sweep_temporary(ops, leaf_fd.get(), file.name)
-                                                             : layout::parse_record(file.name).has_value() &&
-                                                                   ops.unlink(leaf_fd.get(), file.name) == 0;
-        if (removed) leaf_freed += bytes;
-      }
-      note(leaf_freed);
-      remove_directory(high_fd.get(), leaf.name);
+      const std::uint64_t bytes = disk_bytes_of(ops, leaf_fd.get(), file.name);
+      const bool removed = layout::is_temporary(file.name) ? sweep_temporary(ops, leaf_fd.get(), file.name)
+                                                           : layout::parse_record(file.name).has_value() &&
+                                                                 ops.unlink(leaf_fd.get(), file.name) == 0;
+      if (removed) note(bytes);
     }
-    remove_directory(generation.get(), high.name);
+    if (stop.load() || freed >= enough) return freed;
+    remove_directory(generation.get(), leaf.name);
   }
   remove_directory(parent, name);
   return freed;

@@ -36,13 +36,13 @@ struct LeafFound {
 struct LeafOptions {
   bool sweep = false;
   std::uint64_t own_writer = 0;  // its temporaries are neither swept nor counted
+  bool names_only = false;       // records without disk_bytes and mtime; nothing else is looked at
 };
 Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOptions& options,
                  LeafFound* found);
-// The leaf directories that exist; adds to *parent_bytes what the directories
-// above them take, but those `skip` says yes to.
+// The leaf directories that exist; adds to *other_bytes what is no leaf.
 Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* leaves,
-                   std::uint64_t* parent_bytes, const std::function<bool(const std::string&)>& skip = {});
+                   std::uint64_t* other_bytes);
 
 // Everything at and below directory/name, as `du`; dead temporaries are swept
 // when asked. Vanished files count nothing; nor does what lies deeper than any
@@ -54,7 +54,7 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
 // Removes our files (records, temporaries of the dead) below a generation until
 // `enough` bytes are gone; with remove_directories also emptied directories and
 // at last the generation itself. Returns the bytes that are gone from disk.
-// `gone` is told of each step's bytes as they go.
+// `gone` is told of each file's bytes as it goes.
 std::uint64_t reclaim_generation(FileOps& ops, int parent, const std::string& name, std::uint64_t enough,
                                  bool remove_directories, const std::atomic<bool>& stop,
                                  const std::function<void(std::uint64_t)>& gone);

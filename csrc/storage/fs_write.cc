@@ -11,7 +11,7 @@
 namespace kv_offload {
 namespace {
 
-// Two directories that may be made, one that may grow, one block of extents.
+// A directory that may be made, one that may grow by two, one block of extents.
 constexpr std::uint64_t kOverhead = 4 * kPageBytes;
 
 std::uint64_t unix_nanos() {
@@ -32,21 +32,18 @@ Status FsStore::write(const TierOp& op, std::uint64_t* moved) {
   const std::uint64_t payload = padded_payload_bytes(op.shards);
   const std::uint64_t file_bytes = kRecordHeaderBytes + payload;
   std::shared_ptr<Generation> generation;
-  bool unreadable = false;
+  bool replace = false;
   {
     const MutexLock lock(mutex_);
     generation = generation_;
     if (!generation) return Status::error(StatusKind::kUnavailable, "a reset is under way");
     if (catalogue_.offers(op.key, clock_.now())) return Status::ok();
-    unreadable = catalogue_.holds(op.key);
-  }
-  if (unreadable) {  // backing off: better written anew
-    if (Status status = remove(op); !status && status.kind() != StatusKind::kNotFound) return status;
+    replace = catalogue_.holds(op.key);  // backing off: better written anew
   }
   Status status = reserve(file_bytes + kOverhead);
   if (status) {
     Reservation reservation(account_, file_bytes + kOverhead);
-    status = write_record(op, generation, &reservation);
+    status = write_record(op, generation, replace, &reservation);
   }
   if (!status) return status;
   const MutexLock lock(mutex_);
@@ -59,7 +56,7 @@ Status FsStore::write(const TierOp& op, std::uint64_t* moved) {
   return Status::ok();
 }
 
-Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>& generation,
+Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>& generation, bool replace,
                              Reservation* reservation) {
   zero_padding(op.shards);
   RecordHeader header;
@@ -77,7 +74,6 @@ Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>
   const std::string path = layout::record_path(op.key, kRecordHeaderBytes + header.payload_bytes);
   const std::string shown = generation->path + "/" + path;
   const bool direct = open_.direct && aligned(op.shards);
-  reservation->mark(path);
   Fd fd;
   std::string temporary;
   if (Status status = open_temporary(*generation, leaf, direct, reservation, &fd, &temporary); !status) {
@@ -92,6 +88,14 @@ Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>
   FileInfo info;
   if (const int rc = ops_.fstat(fd.get(), &info); rc < 0 && status)
     status = Status::from_errno(-rc, "stat", shown);
+  if (status && replace) {
+    // Only now that there is another. Before the mark, or a count would pass by what is taken off here.
+    const MutexLock lock(evict_mutex_);
+    std::uint64_t freed = 0;
+    const int rc = remove_file(*generation, path, &freed);
+    if (rc < 0) status = Status::from_errno(-rc, "replace", shown);
+  }
+  reservation->mark(path);
   if (status)
     status = put_in_place(*generation, temporary, path, kRecordHeaderBytes + header.payload_bytes,
                           info.disk_bytes, reservation);
@@ -125,24 +129,21 @@ Status FsStore::open_temporary(const Generation& generation, std::uint32_t leaf,
 }
 
 Status FsStore::make_leaf(const Generation& generation, std::uint32_t leaf, Reservation* reservation) {
-  for (const std::string& path : {layout::leaf_parent(leaf), layout::leaf_path(leaf)}) {
-    FileInfo info;
-    if (ops_.stat(generation.directory.get(), path, &info) == 0) continue;
-    reservation->mark(path);
-    const int rc = ops_.mkdir(generation.directory.get(), path, 0700);
-    if (rc == -EEXIST) continue;
-    if (rc < 0) {
-      return Status::error(rc == -ENOSPC || rc == -EDQUOT ? StatusKind::kNoSpace : StatusKind::kIo,
-                           Status::from_errno(-rc, "make directory").message(), -rc,
-                           generation.path + "/" + path);
-    }
-    if (ops_.stat(generation.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
-    reservation->used += info.disk_bytes;
-    if (path.size() > 2) {
-      const MutexLock lock(mutex_);
-      leaf_bytes_[leaf] = static_cast<std::uint32_t>(info.disk_bytes);
-    }
+  const std::string path = layout::leaf_path(leaf);
+  FileInfo info;
+  if (ops_.stat(generation.directory.get(), path, &info) == 0) return Status::ok();
+  reservation->mark(path);
+  const int rc = ops_.mkdir(generation.directory.get(), path, 0700);
+  if (rc == -EEXIST) return Status::ok();
+  if (rc < 0) {
+    return Status::error(rc == -ENOSPC || rc == -EDQUOT ? StatusKind::kNoSpace : StatusKind::kIo,
+                         Status::from_errno(-rc, "make directory").message(), -rc,
+                         generation.path + "/" + path);
   }
+  if (ops_.stat(generation.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
+  reservation->used += info.disk_bytes;
+  const MutexLock lock(mutex_);
+  leaf_bytes_[leaf] = static_cast<std::uint32_t>(info.disk_bytes);
   return Status::ok();
 }
 
@@ -183,13 +184,13 @@ Status FsStore::put_in_place(const Generation& generation, const std::string& te
   return status;
 }
 
-// The name of a record, and once the names of the directories above it.
+// The name of a record, and once that of its directory.
 Status FsStore::sync_names(const Generation& generation, const std::string& path) {
-  const std::string leaf = path.substr(0, 5);
+  const std::string leaf = path.substr(0, path.find('/'));
   std::vector<std::string> directories = {leaf};
   {
     const MutexLock lock(mutex_);
-    if (!durable_leaves_.contains(leaf)) directories.insert(directories.end(), {leaf.substr(0, 2), "."});
+    if (!durable_leaves_.contains(leaf)) directories.emplace_back(".");
   }
   for (const std::string& name : directories) {
     int error = 0;

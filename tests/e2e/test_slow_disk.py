@@ -161,5 +161,7 @@ def test_a_disk_that_fails_to_read_costs_hits_until_it_reads_again(setting: Sett
     assert setting.trips() > trips, "it goes on trying at full speed"
     assert setting.failures("corrupt") == 0
 
+    # Computed again, so offered for storing again: they were replaced, or are there as they were.
+    waiting.recorded(setting.disk.directory, len(setting.reference.prompts) * PROMPT_BLOCKS, setting.server)
     setting.disk.tell(read_errors=0)
     setting.ask_until_loaded(2 * PROMPT_TOKENS, ALWAYS)

@@ -41,7 +41,7 @@ def records(root, facts=FACTS):
 def last_used(paths, seconds_ago):
     for number, path in enumerate(paths):
         os.utime(path, (time.time(), time.time() - seconds_ago + number))
-        mark = path.parents[3] / "open"
+        mark = path.parents[2] / "open"
         os.utime(mark, (time.time(), time.time() - seconds_ago))
 
 

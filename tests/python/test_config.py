@@ -416,7 +416,7 @@ def test_a_bound_below_one_record_is_refused(tmp_path):
 
 def test_a_tier_without_bound_gets_half_of_free_and_held(tmp_path, monkeypatch):
     disk(monkeypatch, 1000)
-    records = tmp_path / "ns" / "g1" / "ab" / "cd"
+    records = tmp_path / "ns" / "g1" / "ab"
     records.mkdir(parents=True)
     (records / "abcd.500.rec").write_text("")  # told by its name, not opened
     (records / ".tmp-1-1").write_bytes(b"x" * 100)

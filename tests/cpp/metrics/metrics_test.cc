@@ -196,6 +196,8 @@ TEST_F(MetricsTest, threads_lose_nothing) {
 
 std::string http_get(std::uint16_t port, const std::string& path) {
   const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+  const timeval patience{.tv_sec = 20, .tv_usec = 0};  // an answer that does not come is a failure, no hang
+  ::setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_port = htons(port);

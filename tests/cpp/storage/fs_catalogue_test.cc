@@ -49,8 +49,29 @@ TEST_P(FsCatalogueTest, AHitAndATouchAreWrittenBackOnceAMinute) {
   EXPECT_EQ(catalogue_.take_touched().size(), 1u);
 }
 
+TEST_P(FsCatalogueTest, WhatIsUsedBeforeTheScanIsLeftToItsUser) {
+  for (const int n : {1, 0, 2}) catalogue_.insert_unordered({key_of(n), 8192});
+  catalogue_.touch(key_of(0), Nanos(1));
+  const auto ref = catalogue_.begin_read(key_of(1));
+  EXPECT_FALSE(catalogue_.insert_in_order({key_of(0), 8192}));
+  EXPECT_FALSE(catalogue_.insert_in_order({key_of(1), 8192})) << "pinned: its read will tell";
+  EXPECT_TRUE(catalogue_.insert_in_order({key_of(2), 8192}));
+  catalogue_.end_read(*ref);
+  EXPECT_EQ(catalogue_.size(), 3u);
+}
+
 INSTANTIATE_TEST_SUITE_P(FsCatalogue, FsCatalogueTest, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
+
+// A start: a probe finds names in any order, then the scan tells the order of use.
+TEST(FsCatalogueStart, WhatAProbeFoundGetsItsPlaceFromTheScan) {
+  for (const char* policy : {"lru", "prefix"}) {  // s3fifo takes what comes back for wanted
+    FsCatalogue catalogue(policy);
+    for (const int n : {2, 0, 3}) catalogue.insert_unordered({key_of(n), 8192});
+    for (int n = 0; n < 5; ++n) EXPECT_TRUE(catalogue.insert_in_order({key_of(n), 8192})) << n;
+    for (int n = 0; n < 5; ++n) EXPECT_EQ(catalogue.take_victim()->key, key_of(n)) << policy;
+  }
+}
 
 // Several threads write a prompt's records: they end in any order, mostly from the head.
 TEST(FsCataloguePrefix, APromptWrittenInAnyOrderGoesFromItsEnd) {

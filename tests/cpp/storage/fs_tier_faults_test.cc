@@ -189,6 +189,24 @@ TEST_F(FsTierFaults, an_unreadable_record_is_replaced_by_a_new_write) {
   EXPECT_TRUE(user.account_becomes_exact(root_));
 }
 
+TEST_F(FsTierFaults, an_unreadable_record_stays_when_it_cannot_be_replaced) {
+  TierUser user(options_);
+  user.wait_for_scan();
+  ASSERT_TRUE(user.write(1));
+  ops_.fail_all(Call::kPreadv, EIO);
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kIo);
+  ops_.clear();
+  ops_.fail_all(Call::kPwritev, ENOSPC);
+  EXPECT_EQ(user.write(1).kind(), StatusKind::kNoSpace);
+  ops_.clear();
+  EXPECT_EQ(records_in(root_).size(), 1u);
+  clock_.advance(std::chrono::seconds(61));
+  EXPECT_TRUE(user.has(1));
+  EXPECT_TRUE(user.read(1));
+  EXPECT_TRUE(user.removals.empty());
+  EXPECT_TRUE(user.account_becomes_exact(root_));
+}
+
 TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_nobody) {
   TierUser user(options_);
   user.wait_for_scan();
