@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <functional>
 #include <system_error>
 #include <thread>
 
@@ -15,6 +16,19 @@ namespace {
 constexpr Nanos kRecountEvery{std::chrono::seconds(1)};  // and twenty times as long as one takes
 constexpr std::size_t kScanThreads = 4;
 constexpr std::size_t kInsertsPerLock = 1024;  // the scheduler thread waits for no more
+
+// Runs `body` on up to `wanted` threads at once, this one among them.
+void by_threads(std::size_t wanted, const std::function<void()>& body) {
+  wanted = std::min<std::size_t>({wanted, kScanThreads, std::thread::hardware_concurrency()});
+  std::vector<std::thread> threads;
+  try {
+    for (std::size_t i = 1; i < wanted; ++i) threads.emplace_back(body);
+  } catch (const std::system_error&) {  // no thread to be had: alone, then
+  }
+  body();
+  for (std::thread& thread : threads) thread.join();
+}
+
 }  // namespace
 
 Status FsStore::probe(std::uint32_t leaf) {
@@ -37,7 +51,7 @@ void FsStore::start() {
     if (own && !stop_.load()) reclaim_old_generations(open_.namespace_name, own->number);
   } else {
     std::uint64_t counted = 0;
-    if (scan_own(&counted)) scan_complete_.store(true);
+    if (scan_own(&counted)) set_scan_complete();
   }
 }
 
@@ -48,6 +62,7 @@ struct FsStore::Scan {
   LeafOptions options;
   std::atomic<std::size_t> next{0};
   std::atomic<bool> outdated{false};  // reset meanwhile
+  bool first = false;                 // the catalogue is not complete yet
   Mutex mutex;
   std::uint64_t counted GUARDED_BY(mutex) = 0;
   std::vector<FoundRecord> records GUARDED_BY(mutex);
@@ -63,15 +78,14 @@ bool FsStore::scan_own(std::uint64_t* counted) {
   FileInfo info;
   if (ops_.fstat(directory, &info) == 0) *counted += info.disk_bytes;
   scan.options = {.sweep = open_.lease->held(), .own_writer = open_.writer};
-  const std::size_t helpers =
-      std::min<std::size_t>({scan.leaves.size() / 16, kScanThreads, std::thread::hardware_concurrency()});
-  std::vector<std::thread> threads;
-  try {
-    for (std::size_t i = 1; i < helpers; ++i) threads.emplace_back([&] { scan_leaves(scan); });
-  } catch (const std::system_error&) {  // no thread to be had: alone, then
+  scan.first = !scan_complete_.load();
+  if (scan.first) {  // who asks has to know soon what is there; how old it is can wait
+    by_threads(scan.leaves.size() / 16, [&] { name_leaves(scan); });
+    scan.next.store(0);
+    const MutexLock lock(mutex_);
+    if (!stop_.load() && scan.own == generation_) names_complete_.store(true);
   }
-  scan_leaves(scan);
-  for (std::thread& thread : threads) thread.join();
+  by_threads(scan.leaves.size() / 16, [&] { scan_leaves(scan); });
   if (stop_.load()) return false;
   std::vector<FoundRecord> records;
   {
@@ -79,8 +93,20 @@ bool FsStore::scan_own(std::uint64_t* counted) {
     *counted += scan.counted;
     records.swap(scan.records);
   }
-  if (!scan.outdated.load()) adopt(scan.own, std::move(records));
+  if (!scan.outdated.load()) adopt(scan, std::move(records));
   return true;
+}
+
+void FsStore::set_scan_complete() {
+  names_complete_.store(true);
+  scan_complete_.store(true);
+}
+
+void FsStore::name_leaves(Scan& scan) {
+  for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
+    if (stop_.load()) return;
+    (void)probe(scan.leaves[at]);
+  }
 }
 
 void FsStore::scan_leaves(Scan& scan) {
@@ -113,7 +139,7 @@ void FsStore::scan_leaves(Scan& scan) {
   scan.records.insert(scan.records.end(), records.begin(), records.end());
 }
 
-void FsStore::adopt(const std::shared_ptr<Generation>& generation, std::vector<FoundRecord> records) {
+void FsStore::adopt(const Scan& scan, std::vector<FoundRecord> records) {
   std::vector<std::pair<std::int64_t, std::uint32_t>> order(records.size());
   for (std::uint32_t i = 0; i < records.size(); ++i) order[i] = {records[i].mtime_nanos, i};
   std::sort(order.begin(), order.end());
@@ -121,12 +147,13 @@ void FsStore::adopt(const std::shared_ptr<Generation>& generation, std::vector<F
   std::size_t next = 0;
   while (next < order.size() && !stop_.load()) {
     const MutexLock lock(mutex_);
-    if (generation != generation_) return;
+    if (scan.own != generation_) return;
     if (next == 0) catalogue_.reserve(records.size());
     const std::size_t end = std::min(next + kInsertsPerLock, order.size());
     for (; next < end; ++next) {
       const FoundRecord& record = records[order[next].second];
-      if (!catalogue_.insert_in_order({record.key, record.file_bytes})) used.push_back(record.key);
+      if (!catalogue_.insert_in_order({record.key, record.file_bytes}) && scan.first)
+        used.push_back(record.key);
     }
   }
   const MutexLock lock(mutex_);
@@ -169,7 +196,7 @@ void FsStore::recount() {
     const MutexLock none_removes(evict_mutex_);
     own_counted_.store(true);
   }
-  if (whole) scan_complete_.store(true);
+  if (whole) set_scan_complete();
   counted += count_others(own ? own->number : 0);
   whole = whole && !stop_.load();
   if (status && whole) {
@@ -246,7 +273,7 @@ void FsStore::follow_reset() {
     forget();
     set_generation(std::move(newest), false);
     std::uint64_t counted = 0;
-    if (scan_own(&counted)) scan_complete_.store(true);
+    if (scan_own(&counted)) set_scan_complete();
   }
   if (numbers.size() > 1 && open_.lease->held())
     reclaim_old_generations(open_.namespace_name, numbers.back());

@@ -16,6 +16,7 @@ FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
       leaf_states_(layout::kLeaves, LeafState::kUnknown),
       leaf_bytes_(layout::kLeaves, 0),
       last_write_back_(clock.now()),
+      names_complete_(open_.fresh),
       scan_complete_(open_.fresh),
       counted_(open_.fresh) {}
 
@@ -36,7 +37,7 @@ Presence FsStore::presence(const ChunkKey& key, bool* start_probe) {
   const Nanos now = clock_.now();
   const MutexLock lock(mutex_);
   if (catalogue_.offers(key, now)) return Presence::kPresent;
-  if (scan_complete_.load(std::memory_order_relaxed) || catalogue_.holds(key)) return Presence::kAbsent;
+  if (names_complete_.load(std::memory_order_relaxed) || catalogue_.holds(key)) return Presence::kAbsent;
   LeafState& state = leaf_states_[layout::leaf_of(key)];
   if (state == LeafState::kKnown) return Presence::kAbsent;
   *start_probe = state == LeafState::kUnknown;
@@ -75,6 +76,7 @@ void FsStore::set_generation(std::shared_ptr<Generation> generation, bool empty)
   leaf_bytes_.assign(layout::kLeaves, 0);
   durable_leaves_.clear();
   leaf_states_.assign(layout::kLeaves, empty ? LeafState::kKnown : LeafState::kUnknown);
+  names_complete_.store(empty);
   scan_complete_.store(empty);
 }
 
@@ -95,6 +97,7 @@ void FsStore::figures(TierStats* stats) const {
   stats->evicted_bytes = evicted_bytes_.load();
   stats->direct_ops = direct_ops_.load();
   stats->buffered_ops = buffered_ops_.load();
+  stats->names_complete = names_complete_.load();
   stats->scan_complete = scan_complete_.load();
   const MutexLock lock(mutex_);
   stats->chunks = catalogue_.size();

@@ -104,8 +104,10 @@ class FsStore {
   // fs_scan.cc
   struct Scan;
   bool scan_own(std::uint64_t* counted);
+  void set_scan_complete();
+  void name_leaves(Scan& scan);
   void scan_leaves(Scan& scan);
-  void adopt(const std::shared_ptr<Generation>& generation, std::vector<FoundRecord> records);
+  void adopt(const Scan& scan, std::vector<FoundRecord> records);
   void adopt_names(const std::shared_ptr<Generation>& generation, const std::vector<FoundRecord>& records,
                    bool in_order);
   void recount();
@@ -140,9 +142,10 @@ class FsStore {
   // disk is off the account too. Held across file system calls.
   Mutex evict_mutex_;
   std::atomic<bool> stop_{false};
-  std::atomic<bool> scan_complete_{false};
-  std::atomic<bool> own_counted_{true};  // false while a count may miss or double what is removed
-  std::atomic<bool> counted_{false};     // as holder of the lease
+  std::atomic<bool> names_complete_{false};  // what is not in the catalogue is not on disk
+  std::atomic<bool> scan_complete_{false};   // and its order is that of use
+  std::atomic<bool> own_counted_{true};      // false while a count may miss or double what is removed
+  std::atomic<bool> counted_{false};         // as holder of the lease
   std::atomic<bool> garbage_exhausted_{false};
   std::atomic<bool> recount_due_{false};  // nothing was found to evict, or the last one may be too high
   std::atomic<Nanos> next_recount_{Nanos{0}};

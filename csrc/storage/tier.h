@@ -74,10 +74,11 @@ struct TierStats {
   std::uint64_t direct_ops = 0, buffered_ops = 0;     // O_DIRECT used or not
   std::uint32_t queued_reads = 0, queued_writes = 0;  // waiting or running
   double oldest_read_seconds = 0, oldest_write_seconds = 0;
-  bool scan_complete = false;  // start-up rebuild of the catalogue has ended
-  bool available = true;       // false while reads or writes are switched off
-  bool readable = true;        // reads would be taken now: on, or due for a try
-  bool writable = true;        // the same of writes
+  bool names_complete = false;  // after a start: all that is there is known
+  bool scan_complete = false;   // and the order of its use, and its bytes
+  bool available = true;        // false while reads or writes are switched off
+  bool readable = true;         // reads would be taken now: on, or due for a try
+  bool writable = true;         // the same of writes
   std::uint64_t breaker_trips = 0;
   // Ops that ran for longer than the tier allows, each once, ended since or not.
   std::uint64_t read_timeouts = 0, write_timeouts = 0;

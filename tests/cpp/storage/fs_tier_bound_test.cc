@@ -68,6 +68,30 @@ TEST_F(FsTierBound, eviction_goes_by_recency) {
   EXPECT_TRUE(user.has(next - 1));
 }
 
+// A count reads the times of files, which are up to a minute behind what is known in memory.
+TEST_F(FsTierBound, recency_survives_a_recount) {
+  FakeClock clock;
+  FsTierOptions options = options_for(root_, kBound);
+  options.clock = &clock;
+  TierUser user(options), other(options);
+  user.wait_for_scan();
+  other.wait_for_scan();
+  for (std::uint32_t i = 0; i < 10; ++i) ASSERT_TRUE(user.write(i, kShards));
+  user.tier().touch(key_of(0));
+  // Another writes more than a sixteenth of the bound: what there is has to be counted.
+  for (std::uint32_t i = 100; i < 104; ++i) ASSERT_TRUE(other.write(i, kShards));
+  EXPECT_TRUE(user.until([&] {
+    clock.advance(std::chrono::seconds(2));
+    user.poll();
+    return user.has(100) && user.has(103);
+  }));
+  EXPECT_TRUE(user.account_becomes_exact(root_));
+  std::uint32_t next = 1000;
+  while (user.removed(TierRemoval::Reason::kEvicted) < 9) ASSERT_TRUE(user.write(next++, kShards));
+  EXPECT_FALSE(user.has(9));
+  EXPECT_TRUE(user.has(0)) << "used last of the ten";
+}
+
 TEST_F(FsTierBound, recency_survives_a_restart) {
   FakeClock clock;
   FsTierOptions options = options_for(root_, kBound);
