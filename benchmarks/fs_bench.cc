@@ -40,7 +40,9 @@ FsTierOptions options_for(const std::string& root) {
   return options;
 }
 
-double run(Tier& tier, OpKind kind, std::uint64_t count, std::vector<AlignedBuffer>& rows) {
+// Keys from `first` on, one after the other, as many at once as there are rows.
+double run(Tier& tier, OpKind kind, std::uint64_t first, std::uint64_t count,
+           std::vector<AlignedBuffer>& rows) {
   std::vector<std::size_t> free_rows, row_of(count);
   for (std::size_t i = 0; i < rows.size(); ++i) free_rows.push_back(i);
   std::vector<Completion> completions;
@@ -55,7 +57,7 @@ double run(Tier& tier, OpKind kind, std::uint64_t count, std::vector<AlignedBuff
       TierOp op;
       op.id = next;
       op.kind = kind;
-      op.key = key_of(next);
+      op.key = key_of(first + next);
       op.shards.push_back(rows[row_of[next]].span());
       ops.push_back(std::move(op));
     }
@@ -89,7 +91,12 @@ void bench_io(const std::string& root, std::uint64_t record, std::uint64_t total
   }
   const std::uint64_t count = total / record;
   const auto tier = make_fs_tier(options);
-  const double write_seconds = run(*tier, OpKind::kWrite, count, rows);
+  {  // A root in use has its directories: small records make them.
+    std::vector<AlignedBuffer> small;
+    for (unsigned i = 0; i < in_flight; ++i) small.emplace_back(kPageBytes);
+    (void)run(*tier, OpKind::kWrite, count, std::uint64_t{8} * layout::kLeaves, small);
+  }
+  const double write_seconds = run(*tier, OpKind::kWrite, 0, count, rows);
   // Nothing of what was read may come from memory.
   for (const auto& entry : std::filesystem::recursive_directory_iterator(root)) {
     if (!entry.is_regular_file()) continue;
@@ -97,7 +104,7 @@ void bench_io(const std::string& root, std::uint64_t record, std::uint64_t total
     ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
     ::close(fd);
   }
-  const double read_seconds = run(*tier, OpKind::kRead, count, rows);
+  const double read_seconds = run(*tier, OpKind::kRead, 0, count, rows);
   const TierStats stats = tier->stats();
   const auto bytes = static_cast<double>(count * record);
   fmt::print(

@@ -48,6 +48,8 @@ def main() -> None:
                 done.result()
             return count * record / (time.perf_counter() - began)
 
+    for number in range(256):  # as ours: a directory in use has them
+        (directory / f"{number:02x}").mkdir(exist_ok=True)
     write = timed(io.batch_store_block)
     for path in directory.rglob("*.bin"):
         descriptor = os.open(path, os.O_RDONLY)
