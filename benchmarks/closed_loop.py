@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "slow_
 
 from local_server import LocalServer, kv_transfer_config
 from reporting import describe_machine, say, write_results
+from same_for_all import environment
 from slow_disk import SlowDisk, build
 from tiny_model import make_model
 
@@ -131,6 +132,7 @@ def measure(
                 blocks=256,
                 kv_transfer=kv_transfer[name],
                 max_model_len=2048,
+                environment=environment(),
             )
             servers[name].start()
             for prompt in prompts:  # into the cache, and vLLM's helpers compiled

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import LocalServer, kv_transfer_config
 from reporting import describe_machine, say, write_results
+from same_for_all import environment
 from tiny_model import make_model
 
 BLOCK = 128
@@ -176,7 +177,7 @@ def measure(
         blocks=arguments.clients * (longest // BLOCK + 2) + 2,
         kv_transfer=connector(name, size, root),
         max_model_len=longest + BLOCK,
-        environment={"PYTHONPATH": str(Path(__file__).resolve().parent)},
+        environment=environment(),
     ) as server:
         for _ in range(2):  # vLLM compiles its helpers at the first requests
             server.ask([random.randrange(2, 2048) for _ in range(4 * BLOCK)], max_tokens=4)

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import Answer, LocalServer, difference, kv_transfer_config
 from reporting import describe_machine, draw_bars, say, write_results
+from same_for_all import environment
 from tiny_model import make_model
 
 BLOCK = 128
@@ -63,7 +64,7 @@ class Setup:
             blocks=tokens // BLOCK + 8,  # one prompt: the next pushes it out
             kv_transfer=kv_transfer,
             max_model_len=tokens + BLOCK,
-            environment={"PYTHONPATH": str(Path(__file__).resolve().parent)},
+            environment=environment(),
         )
 
     def ask_all(self, server: LocalServer, what: str) -> list[Answer]:

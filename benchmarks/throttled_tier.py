@@ -163,7 +163,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="throttled-tier-") as name:
         folder = Path(name)
         model = make_model(folder / "model", arguments.kind)
-        options: dict[str, Any] = {"blocks": tokens // BLOCK + 8, "max_model_len": tokens + BLOCK}
+        options: dict[str, Any] = {
+            "blocks": tokens // BLOCK + 8,
+            "max_model_len": tokens + BLOCK,
+            "environment": environment(),
+        }
         with SlowDisk(folder / "directory", folder / "mounted", build(folder)) as disk:
             common = {"eviction_policy": "lru", "lookup_deadline_ms": PATIENT_MS}
             tiered = kv_transfer_config(host_bytes, disk.mountpoint, **common)

@@ -1,0 +1,19 @@
+"""What every server of a comparison is started with, so that only the connector differs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def environment() -> dict[str, str]:
+    """For one rank on CPU.
+
+    vLLM keeps one core free for its scheduler, and one more when there is a connector, unless none would be
+    left (its ompmultiprocessing.py): of two cores a server with a connector computes on both, one without on
+    one. Here all compute on all. The benchmarks' directory is importable, for vllm_tiering_on_cpu.
+    """
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+        "PYTHONPATH": str(Path(__file__).resolve().parent),
+    }
