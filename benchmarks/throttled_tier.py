@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "slow_
 from local_server import LocalServer, difference, kv_transfer_config
 from prompt_reload import wait_until_written
 from reporting import describe_machine, draw_bars, say, write_results
+from same_for_all import environment
 from slow_disk import SlowDisk, build
 from tiny_model import SHAPES, make_model
 
