@@ -30,8 +30,16 @@ class FsTierBound : public ::testing::Test {
     const std::string path = directory + "/.tmp-999999-00000000000000aa-" + std::to_string(++left_);
     std::ofstream(path) << std::string(bytes, 'x');
   }
+  // Of tiers whose time goes by only as a test says.
+  FsTierOptions timed_options() {
+    FsTierOptions options = options_for(root_, kBound);
+    options.clock = &clock_;
+    return options;
+  }
+
   TempDir dir_;
   std::string root_ = dir_.path() + "/root";
+  FakeClock clock_;
   int left_ = 0;
 };
 
@@ -70,10 +78,7 @@ TEST_F(FsTierBound, eviction_goes_by_recency) {
 
 // A count reads the times of files, which are up to a minute behind what is known in memory.
 TEST_F(FsTierBound, recency_survives_a_recount) {
-  FakeClock clock;
-  FsTierOptions options = options_for(root_, kBound);
-  options.clock = &clock;
-  TierUser user(options), other(options);
+  TierUser user(timed_options()), other(timed_options());
   user.wait_for_scan();
   other.wait_for_scan();
   for (std::uint32_t i = 0; i < 10; ++i) ASSERT_TRUE(user.write(i, kShards));
@@ -81,7 +86,7 @@ TEST_F(FsTierBound, recency_survives_a_recount) {
   // Another writes more than a sixteenth of the bound: what there is has to be counted.
   for (std::uint32_t i = 100; i < 104; ++i) ASSERT_TRUE(other.write(i, kShards));
   EXPECT_TRUE(user.until([&] {
-    clock.advance(std::chrono::seconds(2));
+    clock_.advance(std::chrono::seconds(2));
     user.poll();
     return user.has(100) && user.has(103);
   }));
@@ -93,16 +98,13 @@ TEST_F(FsTierBound, recency_survives_a_recount) {
 }
 
 TEST_F(FsTierBound, recency_survives_a_restart) {
-  FakeClock clock;
-  FsTierOptions options = options_for(root_, kBound);
-  options.clock = &clock;
   {
-    TierUser user(options);
+    TierUser user(timed_options());
     for (std::uint32_t i = 0; i < 10; ++i) ASSERT_TRUE(user.write(i, kShards));
     user.tier().touch(key_of(3));
     user.tier().touch(key_of(0));
   }
-  TierUser user(options);
+  TierUser user(timed_options());
   user.wait_for_scan();
   std::uint32_t next = 100;
   while (user.removed(TierRemoval::Reason::kEvicted) < 9) ASSERT_TRUE(user.write(next++, kShards));
@@ -180,9 +182,7 @@ TEST_F(FsTierBound, a_namespace_that_somebody_has_open_is_not_garbage) {
 }
 
 TEST_F(FsTierBound, two_that_share_a_root_stay_below_it_together) {
-  FakeClock clock;
-  FsTierOptions options = options_for(root_, kBound);
-  options.clock = &clock;
+  FsTierOptions options = timed_options();
   options.op_deadline = std::chrono::hours(24);  // the clock runs fast here
   TierUser a(options), b(options);
   a.wait_for_scan();
@@ -196,7 +196,7 @@ TEST_F(FsTierBound, two_that_share_a_root_stay_below_it_together) {
     EXPECT_TRUE(b.until([&] {
       if (status) return true;
       EXPECT_EQ(status.kind(), StatusKind::kNoSpace) << status.to_string();
-      clock.advance(std::chrono::seconds(1));
+      clock_.advance(std::chrono::seconds(1));
       a.poll();
       EXPECT_LE(du(root_), kBound + kRecord);
       status = b.write(1000 + i, kShards);
@@ -230,14 +230,11 @@ TEST_F(FsTierBound, two_that_write_the_same_record_keep_one) {
 }
 
 TEST_F(FsTierBound, a_reset_by_one_is_followed_by_the_other) {
-  FakeClock clock;
-  FsTierOptions options = options_for(root_, kBound);
-  options.clock = &clock;
-  TierUser a(options), b(options);
+  TierUser a(timed_options()), b(timed_options());
   b.wait_for_scan();
   ASSERT_TRUE(b.write(1, kShards));
   ASSERT_TRUE(a.tier().reset());
-  clock.advance(std::chrono::seconds(1));
+  clock_.advance(std::chrono::seconds(1));
   EXPECT_TRUE(b.until([&] { return !b.has(1); }));
   EXPECT_TRUE(b.write(1, kShards));
   EXPECT_TRUE(b.read(1, kShards));

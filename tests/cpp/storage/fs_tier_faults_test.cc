@@ -24,6 +24,12 @@ class FsTierFaults : public ::testing::Test {
     options_.close_wait = std::chrono::seconds(5);
   }
 
+  void fail_to_read(TierUser& user, std::uint32_t number) {
+    ops_.fail_all(Call::kPreadv, EIO);
+    EXPECT_EQ(user.read(number).kind(), StatusKind::kIo);
+    ops_.clear();
+  }
+
   TempDir dir_;
   std::string root_ = dir_.path() + "/root";
   FaultyFileOps ops_;
@@ -162,9 +168,7 @@ TEST_F(FsTierFaults, an_unreadable_record_is_kept_and_offered_again_later) {
   TierUser user(options_);
   ASSERT_TRUE(user.write(1));
   for (int seconds = 1; seconds <= 4; seconds *= 2) {
-    ops_.fail_all(Call::kPreadv, EIO);
-    EXPECT_EQ(user.read(1).kind(), StatusKind::kIo);
-    ops_.clear();
+    fail_to_read(user, 1);
     EXPECT_FALSE(user.has(1));
     clock_.advance(std::chrono::milliseconds(seconds * 1000 - 1));
     EXPECT_FALSE(user.has(1)) << seconds;
@@ -179,9 +183,7 @@ TEST_F(FsTierFaults, an_unreadable_record_is_replaced_by_a_new_write) {
   TierUser user(options_);
   user.wait_for_scan();
   ASSERT_TRUE(user.write(1));
-  ops_.fail_all(Call::kPreadv, EIO);
-  EXPECT_EQ(user.read(1).kind(), StatusKind::kIo);
-  ops_.clear();
+  fail_to_read(user, 1);
   EXPECT_TRUE(user.write(1));
   EXPECT_TRUE(user.has(1));
   EXPECT_TRUE(user.read(1));
@@ -193,9 +195,7 @@ TEST_F(FsTierFaults, an_unreadable_record_stays_when_it_cannot_be_replaced) {
   TierUser user(options_);
   user.wait_for_scan();
   ASSERT_TRUE(user.write(1));
-  ops_.fail_all(Call::kPreadv, EIO);
-  EXPECT_EQ(user.read(1).kind(), StatusKind::kIo);
-  ops_.clear();
+  fail_to_read(user, 1);
   ops_.fail_all(Call::kPwritev, ENOSPC);
   EXPECT_EQ(user.write(1).kind(), StatusKind::kNoSpace);
   ops_.clear();
