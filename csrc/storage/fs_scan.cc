@@ -79,6 +79,12 @@ bool FsStore::scan_own(std::uint64_t* counted) {
   if (ops_.fstat(directory, &info) == 0) *counted += info.disk_bytes;
   scan.options = {.sweep = open_.lease->held(), .own_writer = open_.writer};
   scan.first = !scan_complete_.load();
+  if (scan.first) {  // who asks has to know soon what is there; how old it is can wait
+    by_threads(scan.leaves.size() / 16, [&] { name_leaves(scan); });
+    scan.next.store(0);
+    const MutexLock lock(mutex_);
+    if (!stop_.load() && scan.own == generation_) names_complete_.store(true);
+  }
   by_threads(scan.leaves.size() / 16, [&] { scan_leaves(scan); });
   if (stop_.load()) return false;
   std::vector<FoundRecord> records;
@@ -94,6 +100,13 @@ bool FsStore::scan_own(std::uint64_t* counted) {
 void FsStore::set_scan_complete() {
   names_complete_.store(true);
   scan_complete_.store(true);
+}
+
+void FsStore::name_leaves(Scan& scan) {
+  for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
+    if (stop_.load()) return;
+    (void)probe(scan.leaves[at]);
+  }
 }
 
 void FsStore::scan_leaves(Scan& scan) {

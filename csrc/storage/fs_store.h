@@ -105,6 +105,7 @@ class FsStore {
   struct Scan;
   bool scan_own(std::uint64_t* counted);
   void set_scan_complete();
+  void name_leaves(Scan& scan);
   void scan_leaves(Scan& scan);
   void adopt(const Scan& scan, std::vector<FoundRecord> records);
   void adopt_names(const std::shared_ptr<Generation>& generation, const std::vector<FoundRecord>& records,
