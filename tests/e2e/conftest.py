@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [
     str(REPOSITORY / "examples"),
     str(REPOSITORY / "tests" / "slow_disk"),
+    str(REPOSITORY / "tests" / "python"),
     str(Path(__file__).parent),
 ]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import threading
 from pathlib import Path
 
 import xxhash
+from live_root import paths_in, used_bytes
 
 HEADER = 4096
 # Offsets in the header.
@@ -19,7 +19,7 @@ HEADER_CHECKSUM = 4088  # XXH3-64 of all before it
 def files(root: Path) -> list[Path]:
     """Every record under ``root`` (files that start with a record's magic), in the order of their making."""
     found = []
-    for path in _everything(root):
+    for path in paths_in(root):
         try:
             with path.open("rb") as record:
                 header = record.read(HEADER)
@@ -57,17 +57,6 @@ def plant(path: Path, donor: Path) -> None:
     path.write_bytes(bytes(header) + payload)
 
 
-def used_bytes(root: Path) -> int:
-    """What ``du`` says of ``root``: the blocks of all files and directories in it."""
-    total = 0
-    for path in [root, *_everything(root)]:
-        try:
-            total += path.lstat().st_blocks * 512
-        except OSError:
-            continue
-    return total
-
-
 class UsageWatch:
     """Samples ``used_bytes`` in a thread while the block runs; ``peak`` is the most it saw."""
 
@@ -90,11 +79,6 @@ class UsageWatch:
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
-
-
-def _everything(root: Path) -> list[Path]:
-    """What is under ``root``. Unlike ``rglob`` it does not raise when a directory goes while it looks."""
-    return [Path(parent, name) for parent, dirs, names in os.walk(root) for name in dirs + names]
 
 
 def _u64(data: bytes | bytearray, offset: int) -> int:

@@ -1,6 +1,5 @@
 """kv-offload evict: order, marks, statuses, and the watching form as a process of its own."""
 
-import contextlib
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from live_root import used_bytes
 from typer.testing import CliRunner
 from written_root import CHUNK, FACTS, KEYS, write_root
 
@@ -22,16 +22,6 @@ pytest.importorskip("kv_offload._core", reason="the core is not built")
 OTHER = replace(FACTS, kv_dtype="fp8")
 RECORD = CHUNK + 4096
 DAY = 86_400.0
-
-
-def used(root):
-    """Bytes of all blocks under ``root``; something may be removed meanwhile, so not by ``rglob``."""
-    found = 0
-    for directory, _, names in os.walk(root):
-        for path in (Path(directory), *(Path(directory, name) for name in names)):
-            with contextlib.suppress(FileNotFoundError):
-                found += path.lstat().st_blocks * 512
-    return found
 
 
 def records(root, facts=FACTS):
@@ -60,7 +50,7 @@ def root(tmp_path):
 
 
 def test_below_the_high_mark_nothing_goes(root):
-    bound = int(used(root) / 0.95) + 1
+    bound = int(used_bytes(root) / 0.95) + 1
     report = json.loads(evict(root, "--max-bytes", bound, "--json").stdout)
     assert (report["bytes_freed"], report["below_bound"]) == (0, True)
     assert len(records(root)) == len(KEYS)
@@ -68,13 +58,13 @@ def test_below_the_high_mark_nothing_goes(root):
 
 def test_above_it_the_oldest_go_down_to_the_low_mark(root):
     kept = records(root)[2:]
-    size = used(root)
+    size = used_bytes(root)
     low = 100 * (size - 2 * RECORD + 1000) / size
     report = json.loads(
         evict(root, "--max-bytes", size, "--high", 99, "--low", low, "--dead-after", "7d", "--json").stdout
     )
     assert (report["records"], report["bytes_freed"], report["below_bound"]) == (2, 2 * RECORD, True)
-    assert report["bytes_after"] == used(root)
+    assert report["bytes_after"] == used_bytes(root)
     assert records(root) == kept
 
 
@@ -88,7 +78,7 @@ def test_a_dead_namespace_goes_before_older_records_of_one_that_lives(root):
     write_root(root, OTHER)
     last_used(records(root, OTHER), 2 * DAY)
     last_used(records(root, OTHER)[-1:], 60)  # used a minute ago: alive
-    bound = used(root) - RECORD
+    bound = used_bytes(root) - RECORD
     report = json.loads(evict(root, "--max-bytes", bound, "--high", 100, "--low", 100, "--json").stdout)
     assert report["dead_namespaces"] == [FACTS.namespace_id().hex()]
     assert len(records(root)) < len(KEYS)
@@ -174,10 +164,10 @@ def test_watching_waits_for_the_root_evicts_and_ends_with_0_on_sigterm(tmp_path)
 def test_watching_beside_a_writer_keeps_what_it_writes_servable(tmp_path):
     """The root is written and evicted at the same time; the account is right in the end."""
     root = write_root(tmp_path / "root")
-    arguments = ("--max-bytes", str(used(root)), "--high", "90", "--low", "50", "--dead-after", "7d")
+    arguments = ("--max-bytes", str(used_bytes(root)), "--high", "90", "--low", "50", "--dead-after", "7d")
     with Watching(root, *arguments) as watching:
         first = watching.line()
-        assert first["bytes_after"] <= used(root) + RECORD
+        assert first["bytes_after"] <= used_bytes(root) + RECORD
         for _ in range(3):
             write_root(root)  # opens, recounts, stores what is missing, closes
         watching.process.send_signal(signal.SIGINT)

@@ -1,12 +1,12 @@
 """Random life of an engine: conversations, shared prefixes, aborts, resets, hints."""
 
-import os
 import random
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from live_root import paths_in
 from vllm.v1.request import RequestStatus
 
 from oracle.engine import Engine
@@ -128,9 +128,7 @@ class Driver:
 
 def damage_a_record(root: Path, rng: random.Random) -> bool:
     """Flip a byte of one record, cut it short or delete it; False when there is none."""
-    # Not rglob: it raises when a directory goes while it looks, and a reset takes directories away.
-    files = [Path(directory, name) for directory, _, names in os.walk(root) for name in names]
-    records = sorted(path for path in files if path.suffix == ".rec")
+    records = sorted(path for path in paths_in(root) if path.suffix == ".rec")
     if not records:
         return False
     record = rng.choice(records)
