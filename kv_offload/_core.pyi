@@ -124,6 +124,8 @@ class TieredCache:
         load_policy: str = "auto",
         lookup_deadline_seconds: float = 5.0,
         keep_events: bool = False,
+        cache_blocks: int = 0,  # of the cache that vLLM computes in; 0: unknown
+        blocks_per_chunk: int = 1,
     ) -> None: ...
     def begin_request(
         self,

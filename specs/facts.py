@@ -21,8 +21,11 @@ MAX_FINGERPRINT_BYTES = 4095
 UNKNOWN = "unknown"
 
 
-def worker_fingerprint(config: Any, device_type: str, copier: str, pages: Sequence[Sequence[int]]) -> str:
-    """One rank's facts. ``pages``: bytes of one block of each ref, per group position.
+def worker_fingerprint(
+    config: Any, device_type: str, copier: str, pages: Sequence[Sequence[int]], cache_blocks: int
+) -> str:
+    """One rank's facts. ``pages``: bytes of one block of each ref, per group position. ``cache_blocks``: how
+    many blocks its cache has.
 
     Long values are replaced by their digest, so that the text fits in the control page.
     """
@@ -32,6 +35,7 @@ def worker_fingerprint(config: Any, device_type: str, copier: str, pages: Sequen
     ]
     facts: dict[str, Any] = {
         "copier": copier,
+        "cache_blocks": cache_blocks,
         "shard": _digest(setting_text(layout)),  # may differ between ranks (pipeline stages)
         "settings": {"device": device_type} | (_settings(vllm_config, config) if vllm_config else {}),
     }
@@ -125,6 +129,7 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
     merged["settings"] = dict(merged["settings"])
     if any(facts["settings"] != merged["settings"] for facts in ranks):  # stages with other backends
         merged["settings"]["ranks"] = _digest(setting_text([facts["settings"] for facts in ranks]))
+    merged["cache_blocks"] = min(facts.get("cache_blocks", 0) for facts in ranks)
     merged["shards"] = _digest(setting_text([facts["shard"] for facts in ranks]))
     windowed = [facts["windowed"] for facts in ranks if facts.get("windowed") is not None]
     merged["windowed"] = [any(flags) for flags in zip(*windowed, strict=True)] if windowed else None

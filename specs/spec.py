@@ -95,7 +95,7 @@ class KVOffloadSpec(OffloadingSpec):
             logger.warning(caution)
         windowed = merged["windowed"]
         metrics = _core.Metrics()
-        cache = self._make_cache(region, metrics, shard_bytes, windowed, self._make_tiers(bounds, facts))
+        cache = self._make_cache(region, metrics, shard_bytes, merged, self._make_tiers(bounds, facts))
         parallel = self.config.parallel
         address = options.metrics_address(None, parallel.world_size, parallel.data_parallel_index)
         if address is not None:
@@ -210,11 +210,12 @@ class KVOffloadSpec(OffloadingSpec):
         region: "HostRegion",
         metrics: Any,
         shard_bytes: Sequence[Sequence[int]],
-        windowed: Sequence[bool] | None,
+        merged: Mapping[str, Any],
         tiers: "Sequence[FsTier]",
     ) -> "TieredCache":
         from kv_offload import _core
 
+        windowed = merged["windowed"]
         return _core.TieredCache(
             region,
             metrics,
@@ -227,6 +228,8 @@ class KVOffloadSpec(OffloadingSpec):
             load_policy=self._options.load_policy,
             lookup_deadline_seconds=self._options.lookup_deadline_seconds,
             keep_events=self.kv_events_config.enable_kv_cache_events,
+            cache_blocks=merged["cache_blocks"],
+            blocks_per_chunk=self.config.cache.blocks_per_chunk,
         )
 
     def _windowed_groups(self, windowed: Sequence[bool] | None) -> frozenset[int] | None:

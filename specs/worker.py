@@ -115,7 +115,9 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         parallel.world_size,
         parallel.rank,
         [config.cache.blocks_per_chunk * sum(sizes) for sizes in pages],
-        worker_fingerprint(config, tensors[0].device.type, copier, pages),
+        worker_fingerprint(
+            config, tensors[0].device.type, copier, pages, min(tensor.shape[0] for tensor in tensors)
+        ),
         huge_pages=options.huge_pages,
     )
     for name in region.swept:

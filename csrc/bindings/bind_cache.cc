@@ -42,7 +42,8 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
                  const std::vector<std::uint32_t>& tokens_per_chunk,
                  const std::vector<std::vector<std::uint64_t>>& shard_bytes, std::vector<bool> full_attention,
                  const std::vector<FsTierSpec>& tiers, std::string eviction_policy,
-                 const std::string& load_policy, double lookup_deadline_seconds, bool keep_events) {
+                 const std::string& load_policy, double lookup_deadline_seconds, bool keep_events,
+                 std::uint32_t cache_blocks, std::uint32_t blocks_per_chunk) {
   CacheOptions options;
   options.groups = groups_of(group_ids, tokens_per_chunk, shard_bytes, *region);
   options.full_attention = std::move(full_attention);
@@ -50,6 +51,8 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
   options.load_policy = load_policy_of(load_policy);
   options.lookup_deadline = to_nanos(lookup_deadline_seconds, "lookup_deadline_seconds");
   options.keep_events = keep_events;
+  options.cache_blocks = cache_blocks;
+  options.blocks_per_chunk = blocks_per_chunk;
   auto bound = std::make_shared<BoundCache>();
   bound->region = std::move(region);
   bound->metrics = std::move(metrics);
@@ -168,7 +171,8 @@ void bind_cache(py::module_& module) {
            py::kw_only(), py::arg("group_ids"), py::arg("tokens_per_chunk"), py::arg("shard_bytes"),
            py::arg("full_attention") = std::vector<bool>{}, py::arg("tiers") = std::vector<FsTierSpec>{},
            py::arg("eviction_policy") = "lru", py::arg("load_policy") = "auto",
-           py::arg("lookup_deadline_seconds") = 5.0, py::arg("keep_events") = false)
+           py::arg("lookup_deadline_seconds") = 5.0, py::arg("keep_events") = false,
+           py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1)
       .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
            py::arg("load_from_cpu") = true, py::arg("load_from_tiers") = true, py::arg("skip_store") = false,
            py::arg("load_policy") = py::none(), py::arg("priority") = 0)

@@ -68,6 +68,7 @@ struct TieredCache::Impl {
     Ticket ticket;
     std::uint64_t fold;  // of its keys, in any order
     bool completed = false;
+    std::uint64_t cache_blocks = 0;  // that its request needs, for all of its prompt
     std::vector<Slot> slots;
     // What it is worth, told when it ends.
     Nanos prepared{0};
@@ -111,6 +112,7 @@ struct TieredCache::Impl {
   // ---- jobs and ops
   Ticket last_ticket = kNoTicket;
   std::vector<LoadJob> load_jobs;
+  std::uint64_t loading_blocks = 0;  // sum of cache_blocks of those not completed
   OpId last_op = 0;
   std::unordered_map<OpId, Op> ops;
   std::unordered_map<Slot, OpId> fetches;
@@ -225,6 +227,8 @@ struct TieredCache::Impl {
   void free_row(RowId row) { rows.free(row); }
 
   // ---- load_path.cc
+  std::uint64_t cache_blocks_of(const RequestState& request) const;
+  bool must_hold_back(const RequestState& request) const;
   RowTransfer prepare_load(RequestHandle handle, std::span<const ChunkKey> keys);
   void complete_load(std::span<const ChunkKey> keys);
   bool release_load(const LoadJob& job);

@@ -19,6 +19,32 @@ std::uint64_t fold(std::span<const ChunkKey> keys) {
 
 }  // namespace
 
+// Upper bound of what vLLM gives a request for its whole prompt. A chunk more, for
+// the part of one at its end, and one block of each group for what it drafts.
+std::uint64_t TieredCache::Impl::cache_blocks_of(const RequestState& request) const {
+  if (request.last_end == 0) return options.cache_blocks;
+  std::uint64_t blocks = 0;
+  for (const Group& group : groups) {
+    blocks += (request.last_end / group.tokens + 1) * std::uint64_t{options.blocks_per_chunk} + 1;
+  }
+  return blocks;
+}
+
+// vLLM admits a load beside others that run when it leaves free what those still
+// need for the rest of their prompts. Of a group with a window it counts blocks that
+// were given back as if they were still held, so it leaves too few: requests whose
+// loads ended hold all blocks, none of them gets its next ones, nothing runs that could
+// give any back, and the engine stands still for good (0.31 to 0.33, Scheduler.
+// _request_remaining_blocks). So loads run side by side only as long as all of their
+// requests fit into the cache, whatever vLLM counts. One whose load ended needs no
+// watching: vLLM lets it run before it asks about another.
+bool TieredCache::Impl::must_hold_back(const RequestState& request) const {
+  if (loading_blocks == 0 || options.cache_blocks == 0) return false;
+  const bool windows =
+      std::any_of(groups.begin(), groups.end(), [](const Group& g) { return !g.full_attention; });
+  return windows && loading_blocks + cache_blocks_of(request) >= options.cache_blocks;  // one is vLLM's own
+}
+
 RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<const ChunkKey> keys) {
   RequestState& request = require_live(handle);
   if (closed) throw_invalid("prepare_load was called after close()");
@@ -71,6 +97,8 @@ RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<cons
   job.compute_seconds = costs.prefill.seconds(tokens, context_of(request, index.at(job.slots.front()).group));
   if (request.waiting || request.expired)
     job.waited_seconds = to_seconds(request.pass_time - request.waits_since);
+  job.cache_blocks = cache_blocks_of(request);
+  loading_blocks += job.cache_blocks;
   job.prepared = request.pass_step == step ? request.pass_time : clock.now();
   admit(handle, request);
   job.ticket = transfer.ticket = ++last_ticket;
@@ -85,6 +113,7 @@ void TieredCache::Impl::complete_load(std::span<const ChunkKey> keys) {
   });
   if (job == load_jobs.end()) return;  // of before a reset
   job->completed = true;
+  loading_blocks -= job->cache_blocks;
   note_outcome(*job);
   if (release_load(*job)) load_jobs.erase(job);
 }

@@ -21,8 +21,7 @@ LookupResult TieredCache::Impl::lookup(RequestHandle handle, const ChunkKey& key
   RequestState& request = requests[handle];
   if (request.pass_step != step) begin_pass(request);
   const ChunkEntry* entry = index.find(key);
-  if (entry != nullptr && entry->state == ChunkState::kResident && request.options.load_from_cpu &&
-      !request.host_dear) [[likely]] {
+  if (entry != nullptr && entry->state == ChunkState::kResident && request.host_hits) [[likely]] {
     request.pass.push_back({index.slot_of(entry), entry->group, Sight::Kind::kHit, 0});
     return LookupResult::kHit;
   }
@@ -38,6 +37,8 @@ void TieredCache::Impl::begin_pass(RequestState& request) {
   if (!request.waiting && !request.expired && request.load_policy == LoadPolicy::kAuto) {
     request.host_dear = !costs.host_pays(bytes_per_token, request.pass_time);
   }
+  request.held_back = must_hold_back(request);
+  request.host_hits = request.options.load_from_cpu && !request.host_dear && !request.held_back;
 }
 
 bool TieredCache::Impl::is_probe(Slot slot) const {
@@ -60,9 +61,14 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
     if (dear && request.load_policy == LoadPolicy::kAuto) {
       return miss(request, *group, MissReason::kRecomputeCheaper);
     }
-    if (entry->state == ChunkState::kResident) {  // and host memory is not to be loaded from
-      if (!request.options.load_from_tiers || !from_tier(*entry)) {
+    if (entry->state == ChunkState::kResident) {
+      const bool as_of_tier = !request.options.load_from_cpu;
+      if (as_of_tier && (!request.options.load_from_tiers || !from_tier(*entry))) {
         return miss(request, *group, MissReason::kDisabled);
+      }
+      if (request.held_back) {
+        if (const auto reason = may_not_wait(request, as_of_tier)) return miss(request, *group, *reason);
+        return pending(handle, request, {slot, entry->group, Kind::kHit, 0}, LookupResult::kPending);
       }
       request.pass.push_back({slot, entry->group, Kind::kHit, 0});
       return LookupResult::kHit;

@@ -65,6 +65,8 @@ struct RequestState {
   std::uint32_t last_end = 0;
   bool knows_span = false;
   bool host_dear = false;  // copying from host memory takes longer than computing
+  bool held_back = false;  // may not load yet: others' loads run
+  bool host_hits = false;  // what is resident is a hit
 
   RequestReport report;
 
@@ -103,7 +105,7 @@ struct RequestState {
     clear_wait();
     failed.clear();
     first_end = last_end = 0;
-    host_dear = knows_span = false;
+    host_dear = held_back = host_hits = knows_span = false;
     report = {};
     offered_end.assign(groups, 0);
     declined.assign(groups, std::nullopt);

@@ -7,6 +7,7 @@
 // States of a key: ChunkIndex holds what has a row; a tier's catalogue holds
 // what is recorded. lookup():
 //   resident            -> kHit
+//                          (kPending while it must be held back, see load_path.cc)
 //   filling, fetching   -> kPending until the request's deadline, then kMiss
 //   recorded on a tier  -> kPending, noted; end_step() makes a plan
 //   tier says unknown   -> kRetry (bounded by the same deadline)
@@ -67,6 +68,10 @@ struct TierSlotOptions {
 struct CacheOptions {
   std::vector<GroupGeometry> groups{};  // by position
   std::vector<bool> full_attention{};   // by position; empty = unknown (vLLM <= 0.32)
+  // Blocks of the cache that vLLM computes in, shared by all groups; 0 = unknown.
+  // See TieredCache::Impl::must_hold_back.
+  std::uint32_t cache_blocks = 0;
+  std::uint32_t blocks_per_chunk = 1;
   std::string eviction_policy = "lru";
   LoadPolicy load_policy = LoadPolicy::kAuto;
   Nanos lookup_deadline{std::chrono::seconds(5)};

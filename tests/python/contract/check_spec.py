@@ -169,7 +169,7 @@ def vllm_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _namespace(config: Any, world_size: int = 1) -> str:
-    texts = [facts.worker_fingerprint(config, "cpu", "host", [[4096]]) for _ in range(world_size)]
+    texts = [facts.worker_fingerprint(config, "cpu", "host", [[4096]], 100) for _ in range(world_size)]
     merged = facts.merge_fingerprints(texts)
     made, _ = facts.namespace_facts(config, [[4096] * world_size], merged, False)
     return made.short_id()
@@ -212,16 +212,21 @@ def test_but_the_longest_request_matters_where_it_chooses_the_rotation(vllm_conf
 
 def test_facts_that_are_too_long_become_a_digest(vllm_config: Any) -> None:
     vllm_config.model_config.hf_overrides = {"long": "x" * 10_000}
-    text = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]])
+    text = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
     assert len(text.encode()) <= facts.MAX_FINGERPRINT_BYTES
 
 
 def test_ranks_that_hash_in_other_ways_are_refused(vllm_config: Any) -> None:
-    first = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]])
+    first = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
     vllm_config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
-    second = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]])
+    second = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
     with pytest.raises(ValueError, match="rank 1 has hash_algorithm 'sha256_cbor', rank 0 has 'sha256'"):
         facts.merge_fingerprints([first, second])
+
+
+def test_the_smallest_cache_of_the_ranks_is_that_of_the_engine(vllm_config: Any) -> None:
+    texts = [facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], n) for n in (300, 200)]
+    assert facts.merge_fingerprints(texts)["cache_blocks"] == 200
 
 
 def test_a_seed_that_changes_with_each_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,131 @@
+// Loads of requests that together need more of vLLM's cache than there is run one after the other.
+#include "cache/cache_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+using testing::ElementsAre;
+
+// Two groups; a prompt of four chunks needs at most (4 + 1) + 1 blocks in each.
+class HoldBackTest : public CacheTest {
+ protected:
+  static constexpr std::uint32_t kNeed = 12;
+  const Names prompt_a_{"a0", "a1", "a2", "a3"}, prompt_b_{"b0", "b1", "b2", "b3"};
+
+  void make_cache(std::uint32_t cache_blocks, std::vector<bool> full_attention = {true, false}) {
+    make({.rows = 16,
+          .shard_bytes = {300, 300},
+          .cache = {.full_attention = std::move(full_attention), .cache_blocks = cache_blocks}});
+    store(prompt_a_);
+    store(prompt_b_);
+    tier().finish();
+    step();
+  }
+  RequestHandle ask() {
+    const RequestHandle request = begin();
+    cache().set_span(request, World::kTokens, 4 * World::kTokens);
+    return request;
+  }
+  // The first letter: what the whole prompt is told.
+  char told(RequestHandle request, const Names& prompt) {
+    const std::string seen = scan(request, prompt);
+    EXPECT_EQ(seen, std::string(seen.size(), seen[0]));
+    return seen[0];
+  }
+};
+
+TEST_F(HoldBackTest, TheSecondLoadBeginsWhenTheFirstHasEnded) {
+  make_cache(2 * kNeed);  // of which vLLM keeps one for itself
+  const RequestHandle a = ask(), b = ask();
+  ASSERT_EQ(told(a, prompt_a_), 'H');
+  const Job loading = begin_load(a, prompt_a_);
+  EXPECT_EQ(told(b, prompt_b_), 'P');
+  step();
+  EXPECT_EQ(told(b, prompt_b_), 'P');
+  end_load(loading);
+  step();
+  EXPECT_EQ(told(b, prompt_b_), 'H');
+  load(b, prompt_b_);
+  EXPECT_EQ(world().hit_tokens("cpu"), 2 * 4 * World::kTokens);
+  EXPECT_EQ(world().metrics.value("kv_offload_lookup_tokens_total", {}), 2 * 4 * World::kTokens) << "no miss";
+  end(a);
+  end(b);
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+  EXPECT_EQ(cache().stats().waiting_requests, 0u);
+}
+
+TEST_F(HoldBackTest, LoadsThatFitTogetherRunTogether) {
+  make_cache(2 * kNeed + 1);
+  const RequestHandle a = ask(), b = ask();
+  const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
+  EXPECT_EQ(told(b, prompt_b_), 'H');
+  end_load(loading);
+}
+
+TEST_F(HoldBackTest, WithoutWindowsVllmCountsRightAndNobodyIsHeldBack) {
+  make_cache(kNeed, {true, true});
+  const RequestHandle a = ask(), b = ask();
+  const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
+  EXPECT_EQ(told(b, prompt_b_), 'H');
+  end_load(loading);
+}
+
+TEST_F(HoldBackTest, OneLoadAloneIsNeverHeldBack) {
+  make_cache(1);
+  EXPECT_EQ(told(ask(), prompt_a_), 'H');
+}
+
+TEST_F(HoldBackTest, ARequestOfUnknownLengthCountsAsTheWholeCache) {
+  make_cache(100 * kNeed);
+  const RequestHandle a = ask(), b = begin();
+  const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
+  EXPECT_EQ(told(b, prompt_b_), 'P');
+  end_load(loading);
+}
+
+TEST_F(HoldBackTest, NobodyIsHeldBackPastTheDeadline) {
+  make_cache(kNeed);
+  const RequestHandle a = ask(), b = ask();
+  const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
+  EXPECT_EQ(told(b, prompt_b_), 'P');
+  step();
+  pass_time(world().options().cache.lookup_deadline);
+  step();
+  EXPECT_EQ(told(b, prompt_b_), 'M');
+  end(b);
+  EXPECT_EQ(world().miss_tokens("deadline"), 4 * World::kTokens);
+  end_load(loading);
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+}
+
+TEST_F(HoldBackTest, WhatItWaitsForStaysAndIsFetchedMeanwhile) {
+  make_cache(kNeed);
+  world().restart();
+  store(prompt_a_);
+  store({"b0", "b1"});
+  const RequestHandle a = ask(), b = ask();
+  const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
+  EXPECT_EQ(told(b, prompt_b_), 'P');
+  step();
+  EXPECT_THAT(names(tier().read_keys()), ElementsAre("b2", "b3"));
+  store({"x0", "x1", "x2", "x3", "x4", "x5", "x6", "x7", "x8", "x9"});  // all the rows that are left
+  tier().finish();
+  step();
+  EXPECT_EQ(told(b, prompt_b_), 'P');
+  end_load(loading);
+  step();
+  EXPECT_EQ(told(b, prompt_b_), 'H');
+}
+
+TEST_F(HoldBackTest, AResetForgetsTheLoads) {
+  make_cache(kNeed);
+  const RequestHandle a = ask(), b = ask();
+  const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
+  world().report(loading.transfer.ticket);
+  cache().reset();
+  store(prompt_b_);
+  EXPECT_EQ(told(b, prompt_b_), 'H');
+}
+
+}  // namespace
+}  // namespace kv_offload
