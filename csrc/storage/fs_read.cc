@@ -66,8 +66,10 @@ Status FsStore::read_file(const TierOp& op, const Generation& generation, std::u
   }
   (direct ? direct_ops_ : buffered_ops_).fetch_add(1, std::memory_order_relaxed);
   const AlignedBuffer page(kRecordHeaderBytes);
-  Status status = staging_.transfer(ops_, fd.get(), page.span(), op.shards, Transfer::kRead, direct, shown);
-  if (status) status = verify_record(page.span(), options_.namespace_id, op.key, op.group, op.shards);
+  std::uint64_t checksum = 0;
+  Status status = staging_.read(ops_, fd.get(), page.span(), op.shards, direct, shown, &checksum);
+  if (status)
+    status = verify_record(page.span(), options_.namespace_id, op.key, op.group, op.shards, checksum);
   if (status || !status.path().empty()) return status;
   return Status::error(status.kind(), status.message(), status.error_number(), shown);
 }

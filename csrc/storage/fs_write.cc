@@ -80,7 +80,7 @@ Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>
     return status;
   }
   (direct ? direct_ops_ : buffered_ops_).fetch_add(1, std::memory_order_relaxed);
-  Status status = staging_.transfer(ops_, fd.get(), page.span(), op.shards, Transfer::kWrite, direct, shown);
+  Status status = staging_.write(ops_, fd.get(), page.span(), op.shards, direct, shown);
   if (status && options_.fsync != FsyncMode::kNone) {
     const int rc = ops_.fsync(fd.get(), options_.fsync == FsyncMode::kData);
     if (rc < 0) status = Status::from_errno(-rc, "fsync", shown);

@@ -18,9 +18,6 @@ std::size_t skip(std::vector<iovec>& parts, std::size_t first, std::size_t bytes
   return first;
 }
 
-// The shard with the bytes up to its page's end, as they lie in the row.
-Shard padded(const Shard& shard) { return {shard.data(), round_up(shard.size(), kPageBytes)}; }
-
 }  // namespace
 
 void zero_padding(std::span<const Shard> shards) {
@@ -44,12 +41,25 @@ std::vector<iovec> record_parts(std::span<std::byte> header_page, std::span<cons
   return parts;
 }
 
+std::vector<iovec> take_front(std::vector<iovec>* parts, std::size_t bytes) {
+  std::vector<iovec> front;
+  std::size_t left = bytes;
+  for (const iovec& part : *parts) {
+    if (left == 0) break;
+    front.push_back({part.iov_base, std::min(left, part.iov_len)});
+    left -= front.back().iov_len;
+  }
+  const std::size_t first = skip(*parts, 0, bytes - left);
+  parts->erase(parts->begin(), parts->begin() + static_cast<std::ptrdiff_t>(first));
+  return front;
+}
+
 Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer direction, bool direct,
-                    const std::string& path) {
+                    const std::string& path, std::int64_t from) {
   const bool reading = direction == Transfer::kRead;
   constexpr int kMaxStalls = 8;  // short counts in a row that move nothing
   std::size_t first = 0;
-  std::int64_t offset = 0;
+  std::int64_t offset = from;
   int stalls = 0;
   while (first < parts.size()) {
     const int count = static_cast<int>(std::min<std::size_t>(parts.size() - first, IOV_MAX));
@@ -75,19 +85,15 @@ Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer dir
 }
 
 Status verify_record(std::span<const std::byte> header_page, const NamespaceId& namespace_id,
-                     const ChunkKey& key, std::uint32_t group, std::span<const Shard> shards) {
+                     const ChunkKey& key, std::uint32_t group, std::span<const Shard> shards,
+                     std::uint64_t payload_checksum) {
   RecordHeader header;
   if (Status status = decode_header(header_page, &header); !status) return status;
   if (Status status = match_header(header, namespace_id, key, group, shards); !status) return status;
-  // Over the pads as they were read: the checksum covers all that is on disk.
-  std::vector<Shard> whole;
-  whole.reserve(shards.size());
-  for (const Shard& shard : shards) whole.push_back(padded(shard));
-  const std::uint64_t computed = payload_checksum(whole);
-  if (computed != header.payload_checksum) {
+  if (payload_checksum != header.payload_checksum) {
     return Status::error(StatusKind::kCorrupt,
-                         fmt::format("payload checksum is {:#018x}, the header says {:#018x}", computed,
-                                     header.payload_checksum));
+                         fmt::format("payload checksum is {:#018x}, the header says {:#018x}",
+                                     payload_checksum, header.payload_checksum));
   }
   return Status::ok();
 }

@@ -23,15 +23,19 @@ void zero_padding(std::span<const Shard> shards);
 // The header page and the padded shards, in file order.
 std::vector<iovec> record_parts(std::span<std::byte> header_page, std::span<const Shard> shards);
 
+// Takes the first `bytes` of the parts away from them; fewer when there are no more.
+std::vector<iovec> take_front(std::vector<iovec>* parts, std::size_t bytes);
+
 enum class Transfer : std::uint8_t { kRead, kWrite };
-// Moves all parts from file offset 0. direct: continue only at 4 KiB steps.
+// Moves all parts from file offset `from` on. direct: continue only at 4 KiB steps.
 // kCorrupt when the file ends early (reads); kIo, kNoSpace with errno otherwise.
 Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer direction, bool direct,
-                    const std::string& path);
+                    const std::string& path, std::int64_t from = 0);
 
-// After transfer_all into header_page and shards: is all of it what `key` of
-// `group` in this namespace must be.
+// After header_page and shards were read, with this checksum over the padded
+// shards: is all of it what `key` of `group` in this namespace must be.
 Status verify_record(std::span<const std::byte> header_page, const NamespaceId& namespace_id,
-                     const ChunkKey& key, std::uint32_t group, std::span<const Shard> shards);
+                     const ChunkKey& key, std::uint32_t group, std::span<const Shard> shards,
+                     std::uint64_t payload_checksum);
 
 }  // namespace kv_offload

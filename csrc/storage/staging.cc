@@ -9,28 +9,25 @@ namespace kv_offload {
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr double kWeightOfNew = 1.0 / 8;
+constexpr double kFade = 31.0 / 32;
 
 }  // namespace
 
 FasterWay::Way FasterWay::pick() {
   const std::uint64_t number = picked_++;
-  if (number < 2 * kFirstTries) return number % 2 == 0 ? Way::kStraight : Way::kStaged;
+  if (number < 2 * kTries) return number < kTries ? Way::kStraight : Way::kStaged;
   const Seen& straight = seen_[0];
   const Seen& staged = seen_[1];
-  const bool staged_wins = staged.tries > 0 && straight.tries > 0 &&
-                           staged.nanos_per_byte < kStagedMustTake * straight.nanos_per_byte;
-  const bool other = number % kTryOtherEvery == 0;
+  const bool staged_wins = staged.bytes > 0 && straight.bytes > 0 &&
+                           staged.nanos * straight.bytes < kStagedMustTake * straight.nanos * staged.bytes;
+  const bool other = number % kTryOtherEvery >= kTryOtherEvery - kTries;
   return staged_wins != other ? Way::kStaged : Way::kStraight;
 }
 
 void FasterWay::note(Way way, std::uint64_t bytes, Nanos took) {
-  if (bytes == 0) return;
   Seen& seen = seen_[static_cast<std::size_t>(way)];
-  const double sample = static_cast<double>(took.count()) / static_cast<double>(bytes);
-  // The first tries weigh alike.
-  const double weight = std::max(kWeightOfNew, 1.0 / ++seen.tries);
-  seen.nanos_per_byte += weight * (sample - seen.nanos_per_byte);
+  seen.bytes = seen.bytes * kFade + static_cast<double>(bytes);
+  seen.nanos = seen.nanos * kFade + static_cast<double>(took.count());
 }
 
 // Memory of our own, in huge pages where the system has them.
@@ -43,6 +40,8 @@ class Staging::Buffer {
     mapped_ = memory;
     data_ = reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(memory), kHugePage));
     (void)::madvise(data_, size_, MADV_HUGEPAGE);  // offered, not owed
+    for (std::size_t at = 0; at < size_; at += kPageBytes)
+      data_[at] = std::byte{0};  // now, or it counts as transfer
   }
   ~Buffer() {
     if (mapped_ != nullptr) ::munmap(mapped_, size_ + kHugePage);
@@ -61,12 +60,15 @@ class Staging::Buffer {
 Staging::Staging(const Clock& clock) : clock_(clock) {}
 Staging::~Staging() = default;
 
-std::unique_ptr<Staging::Buffer> Staging::take(std::size_t bytes) {
+std::unique_ptr<Staging::Buffer> Staging::begin(Transfer direction, bool choose, std::uint64_t bytes) {
+  if (!choose) return nullptr;
   {
     const MutexLock lock(mutex_);
-    if (!free_.empty()) {
-      std::unique_ptr<Buffer> buffer = std::move(free_.back());
-      free_.pop_back();
+    if (way(direction).pick() == FasterWay::Way::kStraight) return nullptr;
+    std::vector<std::unique_ptr<Buffer>>& buffers = free_[static_cast<std::size_t>(direction)];
+    if (!buffers.empty()) {
+      std::unique_ptr<Buffer> buffer = std::move(buffers.back());
+      buffers.pop_back();
       if (buffer->size() >= bytes) return buffer;
     }
   }
@@ -74,51 +76,58 @@ std::unique_ptr<Staging::Buffer> Staging::take(std::size_t bytes) {
   return buffer->data() == nullptr ? nullptr : std::move(buffer);
 }
 
-void Staging::give_back(std::unique_ptr<Buffer> buffer) {
+void Staging::end(Transfer direction, bool chosen, std::unique_ptr<Buffer> buffer, const Status& status,
+                  std::uint64_t bytes, Nanos took) {
+  if (!chosen) return;
   const MutexLock lock(mutex_);
-  free_.push_back(std::move(buffer));
+  if (status) way(direction).note(buffer ? FasterWay::Way::kStaged : FasterWay::Way::kStraight, bytes, took);
+  if (buffer) free_[static_cast<std::size_t>(direction)].push_back(std::move(buffer));
 }
 
-Status Staging::transfer(FileOps& ops, int fd, std::span<std::byte> header_page,
-                         std::span<const Shard> shards, Transfer direction, bool direct,
-                         const std::string& path) {
+Status Staging::write(FileOps& ops, int fd, std::span<std::byte> header_page, std::span<const Shard> shards,
+                      bool direct, const std::string& path) {
   std::vector<iovec> parts = record_parts(header_page, shards);
-  std::uint64_t bytes = 0;
-  for (const iovec& part : parts) bytes += part.iov_len;
+  const std::uint64_t bytes = header_page.size() + padded_payload_bytes(shards);
   // The page cache copies anyway.
-  if (!direct || bytes > kMaxBytes) return transfer_all(ops, fd, std::move(parts), direction, direct, path);
-
-  FasterWay::Way way;
-  {
-    const MutexLock lock(mutex_);
-    way = ways_[static_cast<std::size_t>(direction)].pick();
-  }
-  std::unique_ptr<Buffer> buffer = way == FasterWay::Way::kStaged ? take(bytes) : nullptr;
+  const bool choose = direct && bytes >= kMinBytes && bytes <= kMaxWriteBytes;
+  std::unique_ptr<Buffer> buffer = begin(Transfer::kWrite, choose, bytes);
   const Nanos began = clock_.now();
-  Status status;
-  if (buffer == nullptr) {
-    way = FasterWay::Way::kStraight;
-    status = transfer_all(ops, fd, std::move(parts), direction, direct, path);
-  } else {
+  if (buffer) {
     std::byte* at = buffer->data();
-    if (direction == Transfer::kWrite) {
-      for (const iovec& part : parts)
-        at = std::copy_n(static_cast<std::byte*>(part.iov_base), part.iov_len, at);
-    }
-    status = transfer_all(ops, fd, {{buffer->data(), bytes}}, direction, direct, path);
-    if (status && direction == Transfer::kRead) {
-      for (const iovec& part : parts) {
-        std::memcpy(part.iov_base, at, part.iov_len);
-        at += part.iov_len;
-      }
+    for (const iovec& part : parts)
+      at = std::copy_n(static_cast<std::byte*>(part.iov_base), part.iov_len, at);
+    parts = {{buffer->data(), bytes}};
+  }
+  Status status = transfer_all(ops, fd, std::move(parts), Transfer::kWrite, direct, path);
+  end(Transfer::kWrite, choose, std::move(buffer), status, bytes, clock_.now() - began);
+  return status;
+}
+
+Status Staging::read(FileOps& ops, int fd, std::span<std::byte> header_page, std::span<const Shard> shards,
+                     bool direct, const std::string& path, std::uint64_t* payload_checksum) {
+  std::vector<iovec> parts = record_parts(header_page, shards);
+  const std::uint64_t bytes = header_page.size() + padded_payload_bytes(shards);
+  const bool choose = direct && bytes >= kMinBytes;
+  std::unique_ptr<Buffer> buffer = begin(Transfer::kRead, choose, std::min(bytes, kReadBytes));
+  const Nanos began = clock_.now();
+  PayloadChecksum checksum;
+  Status status;
+  for (std::uint64_t offset = 0; status && offset < bytes; offset += kReadBytes) {
+    const std::uint64_t length = std::min(bytes - offset, kReadBytes);
+    const std::vector<iovec> front = take_front(&parts, length);
+    status = transfer_all(ops, fd, buffer ? std::vector<iovec>{{buffer->data(), length}} : front,
+                          Transfer::kRead, direct, path, static_cast<std::int64_t>(offset));
+    if (!status) break;
+    std::size_t at = 0;
+    for (const iovec& part : front) {
+      if (buffer) std::memcpy(part.iov_base, buffer->data() + at, part.iov_len);
+      at += part.iov_len;
+      if (part.iov_base == header_page.data()) continue;
+      checksum.add({static_cast<const std::byte*>(part.iov_base), part.iov_len});
     }
   }
-  const Nanos took = clock_.now() - began;
-  if (buffer != nullptr) give_back(std::move(buffer));
-  if (status) {
-    const MutexLock lock(mutex_);
-    ways_[static_cast<std::size_t>(direction)].note(way, bytes, took);
-  }
+  end(Transfer::kRead, choose, std::move(buffer), status, bytes, clock_.now() - began);
+  *payload_checksum = checksum.value();
   return status;
 }
 

@@ -24,8 +24,11 @@ namespace kv_offload {
 class FasterWay {
  public:
   enum class Way : std::uint8_t { kStraight, kStaged };
-  static constexpr unsigned kFirstTries = 4;      // of each, in turns, before the figures count
-  static constexpr unsigned kTryOtherEvery = 64;  // the one that is not used, from then on
+  // Several in a row: those that are under way at once share the device, and a
+  // slow one slows the fast ones.
+  static constexpr unsigned kTries = 4;
+  // First each is tried, then from time to time the one that is not used.
+  static constexpr unsigned kTryOtherEvery = 256;
   // A copy costs memory bandwidth that others want: it must win by this much.
   static constexpr double kStagedMustTake = 0.85;
 
@@ -33,36 +36,46 @@ class FasterWay {
   void note(Way way, std::uint64_t bytes, Nanos took);
 
  private:
-  struct Seen {
-    unsigned tries = 0;
-    double nanos_per_byte = 0;  // moving average
+  struct Seen {  // older ones fade
+    double bytes = 0, nanos = 0;
   };
   Seen seen_[2];
   std::uint64_t picked_ = 0;
 };
 
 // Any thread. Memory: at most a buffer of a record's size for each thread that
-// is inside transfer() at once.
+// is inside at once.
 class Staging {
  public:
-  static constexpr std::uint64_t kMaxBytes = std::uint64_t{16} << 20;  // larger records go straight
+  // Smaller records go straight: what they take is not in their bytes.
+  static constexpr std::uint64_t kMinBytes = std::uint64_t{128} << 10;
+  // Larger ones are written straight.
+  static constexpr std::uint64_t kMaxWriteBytes = std::uint64_t{16} << 20;
+  // Read, copied and summed before the next is read: while it is in the CPU's cache.
+  static constexpr std::uint64_t kReadBytes = std::uint64_t{2} << 20;
 
   explicit Staging(const Clock& clock);
   ~Staging();
 
   // As transfer_all of record_parts(header_page, shards).
-  Status transfer(FileOps& ops, int fd, std::span<std::byte> header_page, std::span<const Shard> shards,
-                  Transfer direction, bool direct, const std::string& path);
+  Status write(FileOps& ops, int fd, std::span<std::byte> header_page, std::span<const Shard> shards,
+               bool direct, const std::string& path);
+  // The same, and the checksum over the padded shards as they were read.
+  Status read(FileOps& ops, int fd, std::span<std::byte> header_page, std::span<const Shard> shards,
+              bool direct, const std::string& path, std::uint64_t* payload_checksum);
 
  private:
   class Buffer;
-  std::unique_ptr<Buffer> take(std::size_t bytes);  // null: no memory
-  void give_back(std::unique_ptr<Buffer> buffer);
+  // The buffer to go through; null: go straight. choose: false where there is no choice.
+  std::unique_ptr<Buffer> begin(Transfer direction, bool choose, std::uint64_t bytes) EXCLUDES(mutex_);
+  void end(Transfer direction, bool chosen, std::unique_ptr<Buffer> buffer, const Status& status,
+           std::uint64_t bytes, Nanos took) EXCLUDES(mutex_);
+  FasterWay& way(Transfer direction) REQUIRES(mutex_) { return ways_[static_cast<std::size_t>(direction)]; }
 
   const Clock& clock_;
   Mutex mutex_;
-  FasterWay ways_[2] GUARDED_BY(mutex_);  // by direction
-  std::vector<std::unique_ptr<Buffer>> free_ GUARDED_BY(mutex_);
+  FasterWay ways_[2] GUARDED_BY(mutex_);                             // by direction
+  std::vector<std::unique_ptr<Buffer>> free_[2] GUARDED_BY(mutex_);  // the same
 };
 
 }  // namespace kv_offload
