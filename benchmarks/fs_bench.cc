@@ -1,10 +1,11 @@
 // How fast are records written, read back from a cold cache, and found again at
 // start? One JSON object per line on stdout. fs_bench.py runs it beside fio.
 //
-//   fs_bench io ROOT RECORD_BYTES TOTAL_BYTES THREADS IN_FLIGHT
+//   fs_bench io ROOT RECORD_BYTES TOTAL_BYTES THREADS MEMORY
 //   fs_bench start ROOT RECORDS
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -16,7 +17,6 @@
 #include <thread>
 #include <vector>
 
-#include "base/aligned_buffer.h"
 #include "bench.h"
 #include "storage/fs_layout.h"
 #include "storage/fs_tier.h"
@@ -40,11 +40,33 @@ FsTierOptions options_for(const std::string& root) {
   return options;
 }
 
+// Memory as that of a host region, and of vLLM's: a file in /dev/shm.
+class Rows {
+ public:
+  // As many as the file has room for.
+  Rows(const std::string& path, std::size_t bytes)
+      : bytes_(bytes), size_(std::filesystem::file_size(path) / bytes * bytes) {
+    const int fd = ::open(path.c_str(), O_RDWR);
+    void* memory = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    ::close(fd);
+    memory_ = static_cast<std::byte*>(memory);
+  }
+  ~Rows() { ::munmap(memory_, size_); }
+  Rows(const Rows&) = delete;
+  Rows& operator=(const Rows&) = delete;
+  std::size_t count() const { return size_ / bytes_; }
+  Shard operator[](std::size_t row) const { return {memory_ + row * bytes_, bytes_}; }
+
+ private:
+  std::size_t bytes_, size_;
+  std::byte* memory_ = nullptr;
+};
+
 // Keys from `first` on, one after the other, as many at once as there are rows.
-double run(Tier& tier, OpKind kind, std::uint64_t first, std::uint64_t count,
-           std::vector<AlignedBuffer>& rows) {
+double run(Tier& tier, OpKind kind, std::uint64_t first, std::uint64_t count, const Rows& rows) {
   std::vector<std::size_t> free_rows, row_of(count);
-  for (std::size_t i = 0; i < rows.size(); ++i) free_rows.push_back(i);
+  for (std::size_t i = 0; i < rows.count(); ++i) free_rows.push_back(i);
   std::vector<Completion> completions;
   std::vector<TierRemoval> removals;
   std::uint64_t next = 0, ended = 0;
@@ -58,7 +80,7 @@ double run(Tier& tier, OpKind kind, std::uint64_t first, std::uint64_t count,
       op.id = next;
       op.kind = kind;
       op.key = key_of(first + next);
-      op.shards.push_back(rows[row_of[next]].span());
+      op.shards.push_back(rows[row_of[next]]);
       ops.push_back(std::move(op));
     }
     if (!ops.empty()) tier.submit(std::move(ops));
@@ -78,24 +100,14 @@ double run(Tier& tier, OpKind kind, std::uint64_t first, std::uint64_t count,
 }
 
 void bench_io(const std::string& root, std::uint64_t record, std::uint64_t total, unsigned threads,
-              unsigned in_flight) {
+              const std::string& memory) {
   FsTierOptions options = options_for(root);
   options.n_read_threads = options.n_write_threads = threads;
-  std::vector<AlignedBuffer> rows;
-  for (unsigned i = 0; i < in_flight; ++i) {
-    rows.emplace_back(record);
-    for (std::size_t at = 0; at < record; at += 8) {
-      const std::uint64_t word = (at + 1) * 0x9E3779B97F4A7C15ull * (i + 1);
-      std::memcpy(rows.back().data() + at, &word, sizeof(word));
-    }
-  }
+  const Rows rows(memory, record);
   const std::uint64_t count = total / record;
   const auto tier = make_fs_tier(options);
-  {  // A root in use has its directories: small records make them.
-    std::vector<AlignedBuffer> small;
-    for (unsigned i = 0; i < in_flight; ++i) small.emplace_back(kPageBytes);
-    (void)run(*tier, OpKind::kWrite, count, std::uint64_t{8} * layout::kLeaves, small);
-  }
+  // A root in use has its directories: small records make them.
+  (void)run(*tier, OpKind::kWrite, count, std::uint64_t{8} * layout::kLeaves, Rows(memory, kPageBytes));
   const double write_seconds = run(*tier, OpKind::kWrite, 0, count, rows);
   // Nothing of what was read may come from memory.
   for (const auto& entry : std::filesystem::recursive_directory_iterator(root)) {
@@ -176,8 +188,7 @@ int main(int argc, char** argv) {
   const std::vector<std::string> args(argv + 1, argv + argc);
   if (args.size() == 6 && args[0] == "io") {
     kv_offload::bench_io(args[1], std::stoull(args[2]), std::stoull(args[3]),
-                         static_cast<unsigned>(std::stoul(args[4])),
-                         static_cast<unsigned>(std::stoul(args[5])));
+                         static_cast<unsigned>(std::stoul(args[4])), args[5]);
     return 0;
   }
   if (args.size() == 3 && args[0] == "start") {
@@ -185,6 +196,6 @@ int main(int argc, char** argv) {
     return 0;
   }
   fmt::print(stderr,
-             "usage: fs_bench io ROOT RECORD_BYTES TOTAL_BYTES THREADS IN_FLIGHT | start ROOT RECORDS\n");
+             "usage: fs_bench io ROOT RECORD_BYTES TOTAL_BYTES THREADS MEMORY | start ROOT RECORDS\n");
   return 2;
 }

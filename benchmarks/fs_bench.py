@@ -2,8 +2,9 @@
 
 Baseline, in the same run and on the same path: the better of fio's libaio and io_uring with O_DIRECT,
 the same bytes, one new file per record where the record size allows it, the same number in flight; and
-vLLM's own batch calls (vllm_fs_io.py), which take no checksums. Each round runs the engines one after
-another; the medians over the rounds are compared.
+vLLM's own batch calls (vllm_fs_io.py), which take no checksums. Ours and vLLM's use the same memory, a file
+in /dev/shm as in serving: how its pages lie in the machine is half of the speed here. Each round runs the
+engines one after another; the medians over the rounds are compared.
 
     python benchmarks/fs_bench.py --program build/fs_bench --directory /path/on/the/disk
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -24,6 +26,7 @@ from reporting import describe_machine, write_results
 
 ENGINES = ("libaio", "io_uring")
 ALL = ("ours", "vllm", *ENGINES)
+ROWS = 8  # of memory for each thread
 
 
 def file_system(directory: Path) -> str:
@@ -56,37 +59,43 @@ def fio(directory: Path, engine: str, direction: str, record: int, total: int, i
     return float(json.loads(answer[answer.index("{") :])["jobs"][0][direction]["bw_bytes"])
 
 
+def fill(memory: Path, size: int) -> None:
+    """A file of noise."""
+    with memory.open("wb") as file:
+        for start in range(0, size, 1 << 20):
+            file.write(os.urandom(min(1 << 20, size - start)))
+
+
 def measure(
     program: Path, directory: Path, record: int, total: int, threads: int, rounds: int
 ) -> dict[str, Any]:
     """Medians of ours and of each fio engine, and the ratio to the better engine."""
     samples: dict[str, list[float]] = {}
+    vllm_program = Path(__file__).parent / "vllm_fs_io.py"
     for done in range(rounds):
-        for name in ALL:
-            with tempfile.TemporaryDirectory(dir=directory) as scratch:
-                at = Path(scratch)
-                if name in ("ours", "vllm"):
-                    command = (
-                        [program, "io", at / "root", record, total, threads, 2 * threads]
-                        if name == "ours"
-                        else [
-                            sys.executable,
-                            Path(__file__).parent / "vllm_fs_io.py",
-                            at,
-                            record,
-                            total,
-                            threads,
-                        ]
-                    )
-                    words = [str(word) for word in command]
-                    answer = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
-                    found = json.loads(answer.stdout.splitlines()[-1])
-                    for direction in ("write", "read"):
-                        rate = float(found[f"{direction}_bytes_per_second"])
-                        samples.setdefault(f"{name} {direction}", []).append(rate)
-                else:
-                    for direction in ("write", "read"):
-                        rate = fio(at, name, direction, record, total, threads)
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+            memory = Path(shared) / "rows"
+            fill(memory, threads * ROWS * record)
+            for name in ALL:
+                with tempfile.TemporaryDirectory(dir=directory) as scratch:
+                    at = Path(scratch)
+                    rates = {}
+                    if name in ENGINES:
+                        for direction in ("write", "read"):
+                            rates[direction] = fio(at, name, direction, record, total, threads)
+                    else:
+                        start = (
+                            [program, "io", at / "root"]
+                            if name == "ours"
+                            else [sys.executable, vllm_program, at]
+                        )
+                        words = [str(word) for word in (*start, record, total, threads, memory)]
+                        answer = subprocess.run(
+                            words, capture_output=True, text=True, timeout=120, check=True
+                        )
+                        found = json.loads(answer.stdout.splitlines()[-1])
+                        rates = {d: float(found[f"{d}_bytes_per_second"]) for d in ("write", "read")}
+                    for direction, rate in rates.items():
                         samples.setdefault(f"{name} {direction}", []).append(rate)
         print(f"  {record / 2**20:g} MiB, round {done + 1} of {rounds}", file=sys.stderr, flush=True)
     medians = {name: statistics.median(rates) for name, rates in samples.items()}

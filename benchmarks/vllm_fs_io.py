@@ -1,6 +1,6 @@
 """Writes records and reads them back with vLLM's own batch calls; fs_bench.py runs it beside ours.
 
-    python benchmarks/vllm_fs_io.py DIRECTORY RECORD_BYTES TOTAL_BYTES THREADS
+    python benchmarks/vllm_fs_io.py DIRECTORY RECORD_BYTES TOTAL_BYTES THREADS MEMORY
 
 One JSON object on stdout: bytes per second. ``vllm.v1.kv_offload.tiering.fs.io`` as vLLM's tier calls it: a
 batch per thread (its C implementation where the installed vLLM has it), O_DIRECT, no checksums, no bound on
@@ -24,12 +24,10 @@ ROWS = 8  # of memory for each thread, used over and over: a batch is one call
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    record, total, threads = (int(word) for word in sys.argv[2:])
+    record, total, threads = (int(word) for word in sys.argv[2:5])
     count = total // record
-    memory = mmap.mmap(-1, threads * ROWS * record)  # page-aligned
-    for start in range(0, len(memory), 1 << 20):
-        piece = min(1 << 20, len(memory) - start)
-        memory[start : start + piece] = os.urandom(piece)
+    with Path(sys.argv[5]).open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), threads * ROWS * record)
     view = memoryview(memory)
     parts = [range(number, count, threads) for number in range(threads)]
 
