@@ -70,6 +70,44 @@ def test_a_full_file_system_costs_hits_and_nothing_else(
     assert_same(answers, reference.answers * 2)
 
 
+@pytest.fixture
+def failing_filesystem(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 of 128 MiB in a file."""
+    image, directory = tmp_path / "image", tmp_path / "ext4"
+    directory.mkdir()
+    with image.open("wb") as file:
+        file.truncate(128 * MIB)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
+    mounted = subprocess.run(
+        ["mount", "-o", "loop", str(image), str(directory)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting a loop device needs root: {mounted.stderr.strip()}")
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def test_a_file_system_that_turns_read_only_is_read_on(
+    start: Serve, model: Path, reference: Reference, failing_filesystem: Path
+) -> None:
+    root = failing_filesystem / "root"
+    root.mkdir()
+    extra = {"load_policy": "always"}
+    with start(model, kv_transfer_config("64MiB", root, max_bytes="64MiB", **extra)) as server:
+        answers = [server.ask(prompt) for prompt in reference.prompts[:2]]
+        waiting.recorded(root, 30, server)
+        held = records.files(root)
+        # As after an error of the device: the kernel refuses every write, those to open files too.
+        subprocess.run(["mount", "-o", "remount,abort", str(failing_filesystem)], check=True)
+        answers += [server.ask(prompt) for prompt in reference.prompts[2:]]
+        loaded = server.metric("kv_offload_hit_tokens_total", tier="fs")
+        answers.append(server.ask(reference.prompts[0]))  # not in host memory any more
+        assert server.metric("kv_offload_failures_total", tier="fs", op="write", kind="io") > 0
+        assert server.metric("kv_offload_hit_tokens_total", tier="fs") > loaded
+        assert set(records.files(root)) == set(held)
+    assert_same(answers, [*reference.answers, reference.answers[0]])
+
+
 def _ask_until_recorded(ask: object, root: Path, count: int) -> None:
     """New prompts until there are ``count`` records: writing may be off for a while after many failures."""
     assert callable(ask)
