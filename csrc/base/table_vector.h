@@ -17,7 +17,10 @@ namespace kv_offload {
 template <typename T>
 struct HugePageAllocator {
   static constexpr std::size_t kHugePage = std::size_t{2} << 20;
-  static constexpr std::size_t kLarge = 4 * kHugePage;  // so that rounding up costs little
+  // Rounding up to whole pages must cost little.
+  static constexpr bool pays(std::size_t bytes) {
+    return bytes >= kHugePage && round_up(bytes, kHugePage) - bytes <= bytes / 8;
+  }
 
   using value_type = T;
   HugePageAllocator() = default;
@@ -27,7 +30,7 @@ struct HugePageAllocator {
   T* allocate(std::size_t count) {
     if (count > static_cast<std::size_t>(-1) / 2 / sizeof(T)) throw std::bad_array_new_length();
     const std::size_t bytes = count * sizeof(T);
-    const bool large = bytes >= kLarge;
+    const bool large = pays(bytes);
     void* memory = large ? std::aligned_alloc(kHugePage, round_up(bytes, kHugePage)) : std::malloc(bytes);
     if (memory == nullptr) throw std::bad_alloc();
     if (large) (void)::madvise(memory, round_up(bytes, kHugePage), MADV_HUGEPAGE);  // offered, not owed

@@ -29,6 +29,8 @@ class KeyMemory {
     std::uint64_t& cell = own(key);
     cell = (cell & ~kReasonMask) | (std::uint64_t{reason} + 1);
   }
+  // A hint that this key is noted or seen soon: its cell may be far away.
+  void prefetch(const ChunkKey& key) const { __builtin_prefetch(&cells_[place(fingerprint(key))]); }
   std::optional<std::uint8_t> why_gone(const ChunkKey& key) const { return why_gone(fingerprint(key)); }
   std::optional<std::uint8_t> why_gone(std::uint64_t print) const {
     const std::uint64_t cell = cells_[place(print)];

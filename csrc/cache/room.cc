@@ -61,13 +61,15 @@ bool TieredCache::Impl::reclaim_slab(std::uint32_t group, std::uint32_t holder,
 void TieredCache::Impl::evict(Slot slot, std::vector<ChunkKey>* evicted) {
   const ChunkEntry& entry = index.at(slot);
   const ChunkKey key = entry.key;
+  index.prefetch_erase(slot);
+  memory.prefetch(key);
   evicted_bytes += groups[entry.group].bytes;
-  memory.note_gone(key, static_cast<std::uint8_t>(MissReason::kEvicted));
   // A tier counts its records as used until now: they were, from here.
   for (TierSlot& tier : tier_slots) tier.tier->touch(key);
   note_event(key, false, true, {});
   if (evicted != nullptr) evicted->push_back(key);
   free_row(take_out(slot));
+  memory.note_gone(key, static_cast<std::uint8_t>(MissReason::kEvicted));
 }
 
 bool TieredCache::Impl::shed_writes() {

@@ -101,6 +101,7 @@ void ReturnHistory::add(ChunkId id, RequestClasses::Record record, std::uint64_t
   samples_[at] = {id, now, classes_.refer_again(record), kNone, kNone, 0};
   by_id_.at(id, id_of()) = at;
   link(at);
+  if (by_id_.size() == kMaxSamples) by_id_.prefetch(samples_[oldest_].id);  // the next to drop
 }
 
 // A little per sample: all at once would be a long call.
