@@ -10,7 +10,7 @@
 #   lint     clang-format, ruff, mypy --strict
 #   cpp      build of the core and its tests, ctest
 #   asan     the same tests, and the byte oracle, under AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan     the same tests under ThreadSanitizer
+#   tsan     the same tests and oracle under ThreadSanitizer
 #   clang    the core under clang with -Wthread-safety
 #   fuzz     libFuzzer on what is read from files, a bounded time (KV_OFFLOAD_FUZZ_SECONDS, 20 each)
 #   cuda     the CUDA copier and torch's operators for CUDA are compiled, where nvcc is
@@ -148,23 +148,29 @@ stage_asan() {
     echo "a planted leak was not seen"
     return 1
   fi
-  sanitized_oracle
+  sanitized_oracle asan libasan libubsan
+}
+stage_tsan() {
+  export TSAN_OPTIONS=halt_on_error=1
+  sanitized tsan thread && sanitized_oracle tsan libtsan
 }
 # The core as Python drives it, under vLLM's scheduler. Python itself is not sanitized, so the libraries are
-# loaded first, with that of C++ (whose exceptions they follow); what Python never frees is no leak.
-sanitized_oracle() {
-  build_tests asan _core -DKV_OFFLOAD_PYTHON=ON "-Dpybind11_DIR=$(.venv/bin/pybind11-config --cmakedir)" || return
-  local preloaded library
-  for library in libasan libubsan libstdc++; do
+# loaded first, with that of C++ (whose exceptions they follow); what Python never frees is no leak. A report ends
+# the process: it must not lie in what pytest captured.
+sanitized_oracle() { # FOLDER, libraries...
+  local folder=$1 preloaded library
+  shift
+  build_tests "$folder" _core -DKV_OFFLOAD_PYTHON=ON "-Dpybind11_DIR=$(.venv/bin/pybind11-config --cmakedir)" || return
+  for library in "$@" libstdc++; do
     preloaded+="$(realpath "$(g++ -print-file-name=$library.so)") "
   done
   LD_PRELOAD=$preloaded ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-    KV_OFFLOAD_TEST_CORE=$(echo "$root"/build/asan/_core*.so) KV_OFFLOAD_ORACLE_STEPS=${KV_OFFLOAD_ORACLE_STEPS:-300} \
+    KV_OFFLOAD_TEST_SANITIZER=$folder KV_OFFLOAD_TEST_CORE=$(echo "$root/build/$folder"/_core*.so) \
+    KV_OFFLOAD_ORACLE_STEPS=${KV_OFFLOAD_ORACLE_STEPS:-300} \
     VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=tests/python:. \
-    .venv/bin/python -m pytest -q -p no:cacheprovider -o python_files='check_*.py' -o filterwarnings=default \
-    tests/python/oracle/check_sanitized.py
+    .venv/bin/python -m pytest -q --capture=sys -p no:cacheprovider -o python_files='check_*.py' \
+    -o filterwarnings=default tests/python/oracle/check_sanitized.py
 }
-stage_tsan() { TSAN_OPTIONS=halt_on_error=1 sanitized tsan thread; }
 stage_clang() {
   build_tests clang kv_offload_tests -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O0
 }

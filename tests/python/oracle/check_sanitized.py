@@ -1,11 +1,13 @@
-"""Some kinds of the oracle with a core that was built with sanitizers; run by stage ``asan`` of tests/run.sh,
-which preloads their libraries and names the core in KV_OFFLOAD_TEST_CORE."""
+"""Some kinds of the oracle with a core that was built with sanitizers; run by the stages ``asan`` and
+``tsan`` of tests/run.sh, which preload their libraries, name the core in KV_OFFLOAD_TEST_CORE and say which
+they are in KV_OFFLOAD_TEST_SANITIZER."""
 
 import ctypes
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import adapter
 import pytest
@@ -15,32 +17,59 @@ adapter.use_specs()
 from kv_offload import _core  # noqa: E402
 from oracle.check_oracle import KINDS, STEPS, Rates, kinds, live, with_disk  # noqa: E402
 
-READS_WHAT_IT_FREED = """
-import ctypes
+PRELUDE = """
+import ctypes, threading
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 block = ctypes.c_void_p(libc.malloc(64))
+"""
+WRITES_WHAT_IT_FREED = """
 libc.free(block)
 libc.memset(block, 0, 64)
 """
+WRITES_FROM_TWO_THREADS = """
+both = threading.Barrier(2)
+def write():
+    both.wait()
+    for _ in range(1000): libc.memset(block, 0, 64)
+threads = [threading.Thread(target=write) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+class Sanitizer(NamedTuple):
+    symbols: tuple[str, ...]  # in a core that was built with it
+    fault: str
+    complaint: str
+
+
+SANITIZER = {
+    "asan": Sanitizer(
+        ("__asan_report_load8", "__ubsan_handle_pointer_overflow"),
+        WRITES_WHAT_IT_FREED,
+        "AddressSanitizer: heap-use-after-free",
+    ),
+    "tsan": Sanitizer(("__tsan_write8",), WRITES_FROM_TWO_THREADS, "ThreadSanitizer: data race"),
+}[os.environ["KV_OFFLOAD_TEST_SANITIZER"]]
 
 
 def test_the_core_is_the_one_with_sanitizers() -> None:
     path = _core.__file__
     assert path == os.environ["KV_OFFLOAD_TEST_CORE"]
     content = Path(path).read_bytes()
-    assert b"__asan_report_load8" in content
-    assert b"__ubsan_handle_pointer_overflow" in content
-    assert ctypes.CDLL(None).__asan_report_load8, "and the sanitizers are in this process"
+    for symbol in SANITIZER.symbols:
+        assert symbol.encode() in content
+        assert hasattr(ctypes.CDLL(None), symbol), "and the sanitizers are in this process"
 
 
-def test_what_is_written_after_it_was_freed_is_seen_in_a_process_like_this() -> None:
+def test_a_fault_is_seen_in_a_process_like_this() -> None:
     """The control."""
     result = subprocess.run(
-        [sys.executable, "-c", READS_WHAT_IT_FREED], capture_output=True, text=True, check=False
+        [sys.executable, "-c", PRELUDE + SANITIZER.fault], capture_output=True, text=True, check=False
     )
     assert result.returncode != 0
-    assert "AddressSanitizer: heap-use-after-free" in result.stderr
+    assert SANITIZER.complaint in result.stderr
 
 
 @pytest.mark.parametrize(
