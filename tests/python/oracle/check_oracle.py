@@ -61,9 +61,13 @@ KINDS = {
     ),
     "hybrid, a drafter in one group": replace(HYBRID, drafts=2),
     "hybrid, a drafter, two ranks": replace(HYBRID, drafts=2, world_size=2, layout="BLHNC"),
+    "a drafter, asynchronous scheduling": replace(FULL, drafts=2, async_scheduling=True),
     "replicated, two ranks": replace(FULL, replicated=True, world_size=2),
     "mirrored": replace(HYBRID, mirrored=True),
     "decoded tokens too": replace(HYBRID, extra={**FULL.extra, "offload_prompt_only": False}),
+    "decoded tokens too, a drafter, asynchronous scheduling": replace(
+        HYBRID, drafts=3, async_scheduling=True, extra={**FULL.extra, "offload_prompt_only": False}
+    ),
 }
 
 

@@ -411,7 +411,7 @@ class Engine:
 
     def _propose(self, request_ids: list[str]) -> None:
         _, _, runner = self.ranks[0]
-        if self.setup.drafts:
+        if self.setup.drafts and not self.async_scheduling:
             drafts = [runner.propose(name, self.setup.drafts) for name in request_ids]
             self.scheduler.update_draft_token_ids(DraftTokenIds(list(request_ids), drafts))
 

@@ -107,7 +107,8 @@ class FakeRunner:
             elif blocks is not None:
                 for known, ids in zip(sequence.block_ids, blocks, strict=True):
                     known.extend(ids)
-            sequence.computed = cached.num_computed_tokens[index]
+            # Scheduled ahead of the last step's samples, it counts all of that step's drafts as right.
+            sequence.computed = min(cached.num_computed_tokens[index], sequence.known - 1)
 
     def forward(self, output: Any) -> dict[str, list[int]]:
         """Write, check, sample: request id -> sampled tokens (none while its prompt is being computed).
@@ -123,6 +124,8 @@ class FakeRunner:
         for request_id, count in output.num_scheduled_tokens.items():
             sequence = self.sequences[request_id]
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
+            if -1 in drafts:  # scheduled ahead: the workers know them
+                drafts = self.propose(request_id, len(drafts))
             right[request_id] = self._verified(sequence, drafts)
             end = sequence.computed + count
             known = sequence.known + len(drafts)
