@@ -65,6 +65,24 @@ TEST_F(CostModelTest, ATiersOwnEstimateCountsUntilSomethingWasMeasured) {
   EXPECT_EQ(model_.decide(question).choice, Choice::kLoad);
 }
 
+TEST_F(CostModelTest, OfATiersOwnEstimateAPartCountsAsMuchAsItsBytes) {
+  compute(1000, 1);
+  CostModel::Question question;
+  const std::vector<Stretch> stretches{on(0, 1000)};
+  const std::vector<double> hints{5, 0};
+  question.stretches = stretches;
+  question.hints = hints;
+  question.deadline_seconds = 2;
+  EXPECT_NEAR(model_.decide(question).chunks, 400, 1);
+}
+
+TEST_F(CostModelTest, TiersReadSideBySide) {
+  compute(1000, 1);
+  read(0, 1500);
+  read(1, 1500);
+  EXPECT_NEAR(decide({on(0, 50), on(1, 50)}).load_seconds, 0.333, 0.01);
+}
+
 TEST_F(CostModelTest, WhatWaitsOnTheTierIsWaitedForToo) {
   compute(1000, 1);
   read(0, 5000);
@@ -79,6 +97,18 @@ TEST_F(CostModelTest, TheCopyToTheDeviceCountsToo) {
   read(0, 5000);
   for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.1 * i);  // 1,000 tokens/s
   EXPECT_EQ(decide({on(0, 100)}).choice, Choice::kRecompute);
+}
+
+TEST_F(CostModelTest, ACopyThatIsMadeAnywayCostsItsBytesOnly) {
+  compute(1000, 1);
+  read(0, 5000);
+  for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.5 + 1e-4 * i);
+  EXPECT_EQ(decide({on(0, 40)}).choice, Choice::kRecompute);  // 0.4 s against 0.08 and 0.5
+  CostModel::Question question;
+  const std::vector<Stretch> stretches{on(0, 40)};
+  question.stretches = stretches;
+  question.loads_anyway = true;
+  EXPECT_EQ(model_.decide(question).choice, Choice::kLoad);
 }
 
 TEST_F(CostModelTest, AChoiceIsKeptWhileTheSidesAreClose) {
@@ -131,6 +161,15 @@ TEST_F(CostModelTest, ATierThatIsNotUsedIsProbedNowAndThen) {
   EXPECT_TRUE(model_.should_probe(0, now_ + seconds(31)));
   EXPECT_FALSE(model_.should_probe(0, now_ + seconds(32)));
   EXPECT_TRUE(model_.should_probe(0, now_ + seconds(62)));
+}
+
+TEST_F(CostModelTest, AReadThatIsOverdueIsAsGoodAsAProbe) {
+  compute(1000, 1);
+  read(0, 100);
+  decide({on(0, 100)});
+  model_.note_overdue_read(0, 10, 100, now_ + seconds(20));
+  EXPECT_FALSE(model_.should_probe(0, now_ + seconds(49)));
+  EXPECT_TRUE(model_.should_probe(0, now_ + seconds(51)));
 }
 
 TEST_F(CostModelTest, AProbeThatIsStillReadIsTheOnlyOne) {

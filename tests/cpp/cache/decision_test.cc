@@ -23,6 +23,14 @@ class DecisionTest : public testing::Test {
   void warm_up() {
     for (const std::uint32_t chunks : {32u, 64u, 256u, 512u}) engine_->serve(engine_->new_prompt(chunks));
   }
+  // A prompt whose first chunks are in host memory.
+  SimulatedEngine::Prompt with_head_in_memory(std::uint32_t head, std::uint32_t tail) {
+    auto prompt = engine_->new_prompt(head);
+    engine_->serve(prompt);
+    const auto rest = engine_->new_prompt(tail);
+    prompt.keys.insert(prompt.keys.end(), rest.keys.begin(), rest.keys.end());
+    return prompt;
+  }
   // A prompt that is recorded and not in host memory. Seconds over computing it: 1 = as without a tier.
   double served(std::uint32_t chunks = kChunks, std::size_t tier = 0) {
     const auto prompt = engine_->new_prompt(chunks);
@@ -77,6 +85,57 @@ TEST_F(DecisionTest, AStuckTierIsLeftAsWell) {
   engine().tiers[0]->stuck = true;
   EXPECT_LT(served(), 1.6);
   EXPECT_LT(mean_served(20), 1.1);
+}
+
+TEST_F(DecisionTest, WhatIsStillReadAfterItWasGivenUpIsTheProbe) {
+  make({.tiers = {kFast}});
+  warm_up();
+  served();
+  engine().tiers[0]->stuck = true;
+  served();
+  EXPECT_EQ(engine().decisions("give_up"), 1);
+  for (int minute = 0; minute < 3; ++minute) {
+    engine().pass(60);
+    served();
+  }
+  EXPECT_EQ(engine().decisions("probe"), 0);
+}
+
+TEST_F(DecisionTest, WhoGivesUpLeavesTheReadsThatOthersWaitForAsWell) {
+  make({.tiers = {kFast}});
+  warm_up();
+  served();
+  const auto prompt = engine().new_prompt(kChunks);
+  engine().put(prompt, 0);
+  engine().tiers[0]->stuck = true;
+  TieredCache& cache = *engine().cache;
+  const auto begin = [&] {
+    const RequestHandle request = cache.begin_request("r", {});
+    cache.set_span(request, SimulatedEngine::kChunk, kChunks * SimulatedEngine::kChunk);
+    return request;
+  };
+  // How many of its chunks are answered so.
+  const auto answered = [&](RequestHandle request, LookupResult wanted) {
+    std::uint32_t count = 0;
+    for (const ChunkKey& key : prompt.keys) count += cache.lookup(request, key) == wanted;
+    cache.end_step();
+    return count;
+  };
+  const RequestHandle first = begin();
+  EXPECT_EQ(answered(first, LookupResult::kPending), kChunks);
+  engine().pass(0.1);  // it waits for a quarter of what computing takes: 0.13 s
+  const RequestHandle second = begin();
+  EXPECT_EQ(answered(second, LookupResult::kPending), kChunks);
+  engine().pass(0.05);
+  cache.end_step();
+  EXPECT_EQ(answered(first, LookupResult::kMiss), kChunks);
+  EXPECT_EQ(engine().decisions("give_up"), 1);
+  EXPECT_EQ(answered(second, LookupResult::kPending), kChunks);
+  engine().tiers[0]->stuck = false;
+  engine().pass(0.05);
+  EXPECT_EQ(answered(second, LookupResult::kHit), kChunks);
+  cache.end_request(first);
+  cache.end_request(second);
 }
 
 TEST_F(DecisionTest, ATierThatRecoveredIsUsedAgainWithinAProbe) {
@@ -137,6 +196,24 @@ TEST_F(DecisionTest, APartThatPaysIsLoadedAndTheRestComputed) {
   EXPECT_EQ(result.loaded_tokens, 200 * SimulatedEngine::kChunk);
   EXPECT_EQ(engine().decisions("partial"), 1);
   EXPECT_EQ(engine().last_report.choice, "partial");
+  // The same behind chunks that are in host memory.
+  const auto longer = with_head_in_memory(50, kChunks);
+  engine().put(longer, 0, 50, 250);
+  engine().put(longer, 1, 250);
+  EXPECT_EQ(engine().serve(longer).loaded_tokens, 250 * SimulatedEngine::kChunk);
+  EXPECT_EQ(engine().decisions("partial"), 2);
+}
+
+TEST_F(DecisionTest, WhatLiesBehindALongPrefixIsDearerToCompute) {
+  // Reading 4,500 tokens/s: less than computing at the start of a prompt, more than behind 12,288 tokens.
+  make({.token_seconds = 100e-6, .context_seconds = 20e-9, .rows = 32768, .tiers = {4500 * 256.0}});
+  warm_up();
+  for (int i = 0; i < 3; ++i) served(64), served(1024);
+  served(64);
+  EXPECT_EQ(last_.loaded_tokens, 0u);
+  const auto prompt = with_head_in_memory(768, 64);
+  engine().put(prompt, 0, 768);
+  EXPECT_EQ(engine().serve(prompt).loaded_tokens, (768 + 64) * SimulatedEngine::kChunk);
 }
 
 TEST_F(DecisionTest, OneSlowChunkIsWorthItWhenMuchLiesBehindIt) {
@@ -153,6 +230,32 @@ TEST_F(DecisionTest, OneSlowChunkIsWorthItWhenMuchLiesBehindIt) {
   }();
   engine().pass(1);
   EXPECT_EQ(engine().serve(twin).loaded_tokens, kChunks * SimulatedEngine::kChunk);
+}
+
+TEST_F(DecisionTest, ACopyThatIsMadeAnywayCostsMoreOnlyByItsBytes) {
+  make({.copy_bytes_per_second = kFast, .copy_latency_seconds = 0.05, .tiers = {kFast}});
+  warm_up();
+  for (const std::uint32_t chunks : {64u, 512u, 256u}) served(chunks);  // the latency is known
+  served(16);                                                           // 25 ms to compute
+  EXPECT_EQ(last_.loaded_tokens, 0u);
+  const auto prompt = with_head_in_memory(kChunks, 16);
+  engine().put(prompt, 0, kChunks);
+  EXPECT_EQ(engine().serve(prompt).loaded_tokens, (kChunks + 16) * SimulatedEngine::kChunk);
+}
+
+TEST_F(DecisionTest, ARequestIsDecidedAboutOnce) {
+  make({.tiers = {kFast}});
+  const auto prompt = engine().new_prompt(kChunks);
+  engine().put(prompt, 0);
+  TieredCache& cache = *engine().cache;
+  const RequestHandle request = cache.begin_request("r", {});
+  for (const std::uint32_t asked : {kChunks / 2, kChunks}) {  // the second time for more
+    for (std::uint32_t i = 0; i < asked; ++i) (void)cache.lookup(request, prompt.keys[i]);
+    cache.end_step();
+  }
+  EXPECT_EQ(engine().tiers[0]->submitted_reads, kChunks);
+  EXPECT_EQ(engine().decisions("load"), 1);
+  cache.end_request(request);
 }
 
 TEST_F(DecisionTest, WhatCannotArriveBeforeTheDeadlineIsNotWaitedFor) {

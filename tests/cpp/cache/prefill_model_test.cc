@@ -33,6 +33,12 @@ class PrefillModelTest : public testing::Test {
     model_.end_step(now_);
     now_ += Nanos(static_cast<std::int64_t>(1e9 * law(tokens, context)));
   }
+  void one_step(double tokens, double context, double seconds) {
+    model_.note(tokens, context);
+    model_.end_step(now_);
+    now_ += Nanos(static_cast<std::int64_t>(1e9 * seconds));
+    for (int i = 0; i < 3; ++i) model_.end_step(now_);
+  }
   double exact(double prompt) {
     return std::ceil(prompt / 2048) * base_ + prompt * (per_token_ + per_context_ * prompt / 2);
   }
@@ -76,6 +82,22 @@ TEST_F(PrefillModelTest, BehindALongPrefixTokensAreDearer) {
   EXPECT_GT(model_.seconds(1000, 50000), 3 * model_.seconds(1000, 0));
 }
 
+TEST_F(PrefillModelTest, NoPartOfTheLawIsNegative) {
+  for (int i = 0; i < 8; ++i) {  // steps behind long prefixes that were fast by chance
+    one_step(2000, 1000, 0.2);
+    one_step(2000, 10000, 0.1);
+  }
+  EXPECT_GT(model_.seconds(1000, 100000), 0);
+}
+
+TEST_F(PrefillModelTest, PrefixesThatHardlyDifferSayNothingOfTheirCost) {
+  for (int i = 0; i < 8; ++i) {
+    one_step(2000, 1000, 0.2);
+    one_step(2000, 1005, 0.201);
+  }
+  EXPECT_NEAR(model_.seconds(2000, 50000), 0.2, 0.02);
+}
+
 TEST_F(PrefillModelTest, AnotherSpeedIsFollowed) {
   for (int i = 0; i < 20; ++i) serve(4000);
   per_token_ *= 3;
@@ -99,7 +121,6 @@ TEST_F(PrefillModelTest, ThePromptBeforeAnIdleTimeIsLearntAfterIt) {
   model_.note(2000, 1000);
   model_.end_step(now_);
   now_ += milliseconds(200);
-  model_.end_step(now_);
   EXPECT_FALSE(model_.known());
   model_.note_idle(now_, now_ + seconds(5));
   EXPECT_NEAR(model_.seconds(2000, 0), 0.2, 0.02);

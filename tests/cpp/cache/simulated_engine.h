@@ -136,6 +136,7 @@ struct EngineOptions {
   double context_seconds = 2e-9;     // and per token that lies before
   std::uint32_t step_tokens = 2048;  // vLLM cuts longer prompts
   double copy_bytes_per_second = 1e12;
+  double copy_latency_seconds = 0;
   double wait_step_seconds = 0.0005;  // an engine that only waits steps this often,
   double wait_step_share = 0;         // or each time it has waited this much longer
   StepOrder order = StepOrder::kStoresFirst;
@@ -259,7 +260,8 @@ class SimulatedEngine {
     const std::vector<ChunkKey> keys(prompt.keys.begin(), prompt.keys.begin() + static_cast<long>(hits));
     const RowTransfer transfer = cache->prepare_load(request, keys);
     cache->end_step();
-    pass(static_cast<double>(hits * kChunkBytes) / options.copy_bytes_per_second);
+    pass(options.copy_latency_seconds +
+         static_cast<double>(hits * kChunkBytes) / options.copy_bytes_per_second);
     rank_->report(0, transfer.ticket, 0);
     cache->complete_load(keys);
   }

@@ -44,6 +44,13 @@ TEST_F(TransferModelTest, ManyLargeSamplesDoNotHideTheLatency) {
   EXPECT_NEAR(model_.latency(), 0.01, 1e-6);
 }
 
+TEST_F(TransferModelTest, LargeSamplesThatWanderDoNotHideItEither) {
+  for (int i = 0; i < 4; ++i) model_.note(1000, 0.011);
+  model_.note(1e6, 1.06);
+  model_.note(2e6, 1.91);
+  EXPECT_NEAR(model_.seconds(1000), 0.011, 0.002);
+}
+
 TEST_F(TransferModelTest, ASizeThatIsNotSeenAnyMoreIsForgotten) {
   read(300, 0, 1e6);
   for (std::uint64_t i = 0; i < TransferModel::kOld; ++i) model_.note(1000, 1);
@@ -56,6 +63,13 @@ TEST_F(TransferModelTest, WhatIsOverdueReplacesABetterEstimate) {
   EXPECT_NEAR(model_.bytes_per_second(), 1e6, 1);
   model_.note_overdue(1000, 2);
   EXPECT_NEAR(model_.seconds(1000), 2, 1e-9);
+}
+
+TEST_F(TransferModelTest, TimesThatGrowFasterThanBytesMakeNoNegativeLatency) {
+  model_.note(1000, 0.001);
+  model_.note(100'000, 0.2);
+  EXPECT_EQ(model_.latency(), 0);
+  EXPECT_GT(model_.seconds(100), 0);
 }
 
 TEST_F(TransferModelTest, FallingTimesMakeNoNegativeRate) {
