@@ -233,7 +233,7 @@ tests=()
 for name in $stages; do
   case $name in
     python | wheel | e2e) [ ! -d "tests/$name" ] || tests+=("tests/$name") ;;
-    *) stage "$name" 1200 "stage_$name" ;;
+    *) stage "$name" 1800 "stage_$name" ;;
   esac
 done
 printf '\n==== summary of all but pytest\n'
