@@ -32,6 +32,8 @@ if [ $# -gt 0 ] && [ "$1" != --stage ]; then
   done
 fi
 export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1
+# Compiled modules are kept (pip makes none, see install_vllm): each process of a server imports thousands.
+unset PYTHONDONTWRITEBYTECODE
 
 # ---- setup ----------------------------------------------------------------
 vllm_version=0.32.0
