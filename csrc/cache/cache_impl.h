@@ -112,7 +112,6 @@ struct TieredCache::Impl {
   // ---- jobs and ops
   Ticket last_ticket = kNoTicket;
   std::vector<LoadJob> load_jobs;
-  std::uint64_t loading_blocks = 0;  // sum of cache_blocks of those not completed
   OpId last_op = 0;
   std::unordered_map<OpId, Op> ops;
   std::unordered_map<Slot, OpId> fetches;

@@ -39,10 +39,12 @@ std::uint64_t TieredCache::Impl::cache_blocks_of(const RequestState& request) co
 // requests fit into the cache, whatever vLLM counts. One whose load ended needs no
 // watching: vLLM lets it run before it asks about another.
 bool TieredCache::Impl::must_hold_back(const RequestState& request) const {
-  if (loading_blocks == 0 || options.cache_blocks == 0) return false;
+  std::uint64_t loading = 0;
+  for (const LoadJob& job : load_jobs) loading += job.completed ? 0 : job.cache_blocks;
+  if (loading == 0 || options.cache_blocks == 0) return false;
   const bool windows =
       std::any_of(groups.begin(), groups.end(), [](const Group& g) { return !g.full_attention; });
-  return windows && loading_blocks + cache_blocks_of(request) >= options.cache_blocks;  // one is vLLM's own
+  return windows && loading + cache_blocks_of(request) >= options.cache_blocks;  // one is vLLM's own
 }
 
 RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<const ChunkKey> keys) {
@@ -98,7 +100,6 @@ RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<cons
   if (request.waiting || request.expired)
     job.waited_seconds = to_seconds(request.pass_time - request.waits_since);
   job.cache_blocks = cache_blocks_of(request);
-  loading_blocks += job.cache_blocks;
   job.prepared = request.pass_step == step ? request.pass_time : clock.now();
   admit(handle, request);
   job.ticket = transfer.ticket = ++last_ticket;
@@ -113,7 +114,6 @@ void TieredCache::Impl::complete_load(std::span<const ChunkKey> keys) {
   });
   if (job == load_jobs.end()) return;  // of before a reset
   job->completed = true;
-  loading_blocks -= job->cache_blocks;
   note_outcome(*job);
   if (release_load(*job)) load_jobs.erase(job);
 }

@@ -26,7 +26,6 @@ void TieredCache::Impl::forget_memory() {
     for (const Slot slot : job.slots) quarantine.hold(job.ticket, TicketKind::kLoad, index.at(slot).row);
   }
   load_jobs.clear();
-  loading_blocks = 0;
   index.for_each([&](Slot, ChunkEntry& entry) {
     if (entry.state == ChunkState::kResident) note_event(entry.key, false, true, {});
     if (entry.state == ChunkState::kFilling && !is_reported(entry.ticket, TicketKind::kStore)) {

@@ -86,7 +86,6 @@ struct ChunkIndex::Impl {
         hole = at;
       }
     }
-    cells[hole] = Cell{};
     marks[hole] = 0;
   }
   Slot take_slot() {
