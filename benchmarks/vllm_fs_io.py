@@ -19,24 +19,23 @@ from pathlib import Path
 
 from vllm.v1.kv_offload.tiering.fs import io
 
-ROWS = 8  # of memory for each thread, used over and over: a batch is one call
-
 
 def main() -> None:
     directory = Path(sys.argv[1])
     record, total, threads = (int(word) for word in sys.argv[2:5])
     count = total // record
     with Path(sys.argv[5]).open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), threads * ROWS * record)
+        memory = mmap.mmap(file.fileno(), 0)
+    rows = len(memory) // record // threads  # used over and over: a batch is one call
     view = memoryview(memory)
     parts = [range(number, count, threads) for number in range(threads)]
 
     def run(batch_call: object, number: int) -> None:
         part = parts[number]
-        for first in range(0, len(part), ROWS):
-            batch = part[first : first + ROWS]
+        for first in range(0, len(part), rows):
+            batch = part[first : first + rows]
             paths = [str(directory / f"{index % 256:02x}" / f"{index}.bin") for index in batch]
-            offsets = [(number * ROWS + row) * record for row in range(len(batch))]
+            offsets = [(number * rows + row) * record for row in range(len(batch))]
             batch_call(paths, view, offsets, record, True)  # type: ignore[operator]
 
     def timed(batch_call: object) -> float:

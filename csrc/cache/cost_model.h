@@ -76,11 +76,11 @@ class CostModel {
   double waiting_bytes(std::size_t tier) const { return tiers_[tier].waiting_bytes; }
 
   struct Question {
-    std::span<const Stretch> stretches;  // from the first chunk that is not in host memory on
-    std::span<const double> hints;       // per tier: see read_seconds, for all of its bytes
-    double context = 0;                  // tokens before the stretches
-    bool loads_anyway = false;           // something before them is loaded
-    double deadline_seconds = 0;         // what arrives later is of no use
+    std::span<const Stretch> stretches{};  // from the first chunk that is not in host memory on
+    std::span<const double> hints{};       // per tier: see read_seconds, for all of its bytes
+    double context = 0;                    // tokens before the stretches
+    bool loads_anyway = false;             // something before them is loaded
+    double deadline_seconds = 0;           // what arrives later is of no use
   };
   Decision decide(const Question& question);
   // Whether a tier that is not used should be probed now; then it counts as probed.

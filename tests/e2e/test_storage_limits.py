@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -36,18 +37,22 @@ def test_a_directory_never_grows_beyond_its_bound(
     assert bound / 2 < watch.peak <= bound + RECORD
 
 
+@contextmanager
+def _mounted(*arguments: str, at: Path) -> Iterator[Path]:
+    """What ``mount`` is told, at this new directory."""
+    at.mkdir()
+    mounted = subprocess.run(["mount", *arguments, str(at)], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting needs root: {mounted.stderr.strip()}")
+    yield at
+    subprocess.run(["umount", "-l", str(at)], check=True)
+
+
 @pytest.fixture
 def small_filesystem(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 64 MiB."""
-    directory = tmp_path / "small"
-    directory.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(directory)], capture_output=True, text=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a tmpfs needs root: {mounted.stderr.strip()}")
-    yield directory
-    subprocess.run(["umount", "-l", str(directory)], check=True)
+    with _mounted("-t", "tmpfs", "-o", "size=64m", "tmpfs", at=tmp_path / "small") as directory:
+        yield directory
 
 
 def test_a_full_file_system_costs_hits_and_nothing_else(
@@ -73,18 +78,12 @@ def test_a_full_file_system_costs_hits_and_nothing_else(
 @pytest.fixture
 def failing_filesystem(tmp_path: Path) -> Iterator[Path]:
     """An ext4 of 128 MiB in a file."""
-    image, directory = tmp_path / "image", tmp_path / "ext4"
-    directory.mkdir()
+    image = tmp_path / "image"
     with image.open("wb") as file:
         file.truncate(128 * MIB)
     subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    mounted = subprocess.run(
-        ["mount", "-o", "loop", str(image), str(directory)], capture_output=True, text=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a loop device needs root: {mounted.stderr.strip()}")
-    yield directory
-    subprocess.run(["umount", "-l", str(directory)], check=True)
+    with _mounted("-o", "loop", str(image), at=tmp_path / "ext4") as directory:
+        yield directory
 
 
 def test_a_file_system_that_turns_read_only_is_read_on(

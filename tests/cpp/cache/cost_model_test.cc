@@ -27,10 +27,9 @@ class CostModelTest : public testing::Test {
   static Stretch on(std::int32_t tier, std::uint32_t chunks) {
     return {tier, chunks, 10 * chunks, 10 * chunks};
   }
-  Decision decide(std::vector<Stretch> stretches, double deadline_seconds = 0) {
-    CostModel::Question question;
+  // `question`: all but the stretches.
+  Decision decide(std::vector<Stretch> stretches, CostModel::Question question = {}) {
     question.stretches = stretches;
-    question.deadline_seconds = deadline_seconds;
     return model_.decide(question);
   }
 };
@@ -55,25 +54,16 @@ TEST_F(CostModelTest, TheFasterSideWins) {
 
 TEST_F(CostModelTest, ATiersOwnEstimateCountsUntilSomethingWasMeasured) {
   compute(1000, 1);
-  CostModel::Question question;
-  const std::vector<Stretch> stretches{on(0, 100)};
   const std::vector<double> hints{40, 0};
-  question.stretches = stretches;
-  question.hints = hints;
-  EXPECT_EQ(model_.decide(question).choice, Choice::kRecompute);
+  EXPECT_EQ(decide({on(0, 100)}, {.hints = hints}).choice, Choice::kRecompute);
   read(0, 5000);
-  EXPECT_EQ(model_.decide(question).choice, Choice::kLoad);
+  EXPECT_EQ(decide({on(0, 100)}, {.hints = hints}).choice, Choice::kLoad);
 }
 
 TEST_F(CostModelTest, OfATiersOwnEstimateAPartCountsAsMuchAsItsBytes) {
   compute(1000, 1);
-  CostModel::Question question;
-  const std::vector<Stretch> stretches{on(0, 1000)};
   const std::vector<double> hints{5, 0};
-  question.stretches = stretches;
-  question.hints = hints;
-  question.deadline_seconds = 2;
-  EXPECT_NEAR(model_.decide(question).chunks, 400, 1);
+  EXPECT_NEAR(decide({on(0, 1000)}, {.hints = hints, .deadline_seconds = 2}).chunks, 400, 1);
 }
 
 TEST_F(CostModelTest, TiersReadSideBySide) {
@@ -104,11 +94,7 @@ TEST_F(CostModelTest, ACopyThatIsMadeAnywayCostsItsBytesOnly) {
   read(0, 5000);
   for (int i = 1; i <= 8; ++i) model_.note_copy(100.0 * i, 0.5 + 1e-4 * i);
   EXPECT_EQ(decide({on(0, 40)}).choice, Choice::kRecompute);  // 0.4 s against 0.08 and 0.5
-  CostModel::Question question;
-  const std::vector<Stretch> stretches{on(0, 40)};
-  question.stretches = stretches;
-  question.loads_anyway = true;
-  EXPECT_EQ(model_.decide(question).choice, Choice::kLoad);
+  EXPECT_EQ(decide({on(0, 40)}, {.loads_anyway = true}).choice, Choice::kLoad);
 }
 
 TEST_F(CostModelTest, AChoiceIsKeptWhileTheSidesAreClose) {
@@ -146,7 +132,7 @@ TEST_F(CostModelTest, ASlowChunkIsReadForWhatItUnlocks) {
 TEST_F(CostModelTest, OnlyWhatArrivesInTimeIsPlanned) {
   compute(1000, 1);
   read(0, 2000);
-  const Decision decision = decide({on(0, 1000)}, 2);  // all of it: 5 s
+  const Decision decision = decide({on(0, 1000)}, {.deadline_seconds = 2});  // all of it: 5 s
   EXPECT_EQ(decision.choice, Choice::kPartial);
   EXPECT_NEAR(decision.chunks, 400, 1);
   EXPECT_LE(decision.load_seconds, 2);
