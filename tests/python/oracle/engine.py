@@ -82,6 +82,7 @@ class Setup:
     events: bool = False
     device: str = "cpu"  # where the caches are
     drafts: int = 0  # tokens that the last layer, a drafter's, guesses in each step (EAGLE, MTP)
+    retention: int | None = 0  # of windows one per so many tokens is kept and stored; 0: the last of a prompt
     mirrored: bool = False  # the model works on a copy of them, as it does where they are on a GPU
     wrap_worker: Callable[[Any, Any], Any] | None = None  # (worker, region) -> worker: planted faults
     wrap_manager: Callable[[Any], Any] | None = None
@@ -107,6 +108,7 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
     )
     cache = CacheConfig(block_size=setup.block_size, cache_dtype="auto", enable_prefix_caching=True)
     cache.prefix_caching_hash_algo = setup.hash_algorithm
+    cache.prefix_cache_retention_interval = setup.retention
     if setup.window == STATE:
         cache.mamba_cache_mode = STATE_MODE
     cache.num_gpu_blocks_override = setup.num_blocks
