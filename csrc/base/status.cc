@@ -19,6 +19,8 @@ std::string_view to_string(StatusKind kind) {
       return "no_space";
     case StatusKind::kTimeout:
       return "timeout";
+    case StatusKind::kExpired:
+      return "expired";
     case StatusKind::kCancelled:
       return "cancelled";
     case StatusKind::kDevice:

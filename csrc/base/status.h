@@ -22,7 +22,8 @@ enum class StatusKind : unsigned char {
   kCorrupt,      // bytes are there and proven wrong
   kIo,           // the device or file system refused (EIO, EACCES, ...)
   kNoSpace,      // ENOSPC, EDQUOT, or our own bound
-  kTimeout,      // a deadline passed
+  kTimeout,      // it did not end in time
+  kExpired,      // its deadline passed before it was begun (not a fault of what it was for)
   kCancelled,    // given up on purpose before it started
   kDevice,       // CUDA or another accelerator failed
   kUnavailable,  // switched off for now (breaker, closing)

@@ -111,7 +111,12 @@ struct TieredCache::Impl {
 
   // ---- jobs and ops
   Ticket last_ticket = kNoTicket;
+  struct ForgottenLoad {  // by a reset, while it ran: vLLM does not say when it ends
+    Ticket ticket;
+    std::uint64_t cache_blocks;
+  };
   std::vector<LoadJob> load_jobs;
+  std::vector<ForgottenLoad> forgotten_loads;
   OpId last_op = 0;
   std::unordered_map<OpId, Op> ops;
   std::unordered_map<Slot, OpId> fetches;
@@ -231,6 +236,7 @@ struct TieredCache::Impl {
   RowTransfer prepare_load(RequestHandle handle, std::span<const ChunkKey> keys);
   void complete_load(std::span<const ChunkKey> keys);
   bool release_load(const LoadJob& job);
+  void poll_loads();
   bool is_reported(Ticket ticket, TicketKind kind) const;
 
   // ---- store_path.cc

@@ -41,6 +41,7 @@ std::uint64_t TieredCache::Impl::cache_blocks_of(const RequestState& request) co
 bool TieredCache::Impl::must_hold_back(const RequestState& request) const {
   std::uint64_t loading = 0;
   for (const LoadJob& job : load_jobs) loading += job.completed ? 0 : job.cache_blocks;
+  for (const ForgottenLoad& load : forgotten_loads) loading += load.cache_blocks;
   if (loading == 0 || options.cache_blocks == 0) return false;
   const bool windows =
       std::any_of(groups.begin(), groups.end(), [](const Group& g) { return !g.full_attention; });
@@ -127,6 +128,13 @@ bool TieredCache::Impl::release_load(const LoadJob& job) {
     index.unpin(slot);
   }
   return true;
+}
+
+// What a step reported vLLM takes up before it asks in the next one.
+void TieredCache::Impl::poll_loads() {
+  std::erase_if(load_jobs, [&](const LoadJob& job) { return job.completed && release_load(job); });
+  std::erase_if(forgotten_loads,
+                [&](const ForgottenLoad& load) { return is_reported(load.ticket, TicketKind::kLoad); });
 }
 
 // Of a replicated cache one rank stores, but all ranks load.

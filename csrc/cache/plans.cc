@@ -9,8 +9,7 @@ void TieredCache::end_step() {
   Impl& impl = *impl_;
   if (impl.closed) return;
   impl.poll_tiers();
-  std::erase_if(impl.load_jobs,
-                [&](const Impl::LoadJob& job) { return job.completed && impl.release_load(job); });
+  impl.poll_loads();
   impl.quarantine.poll([&](Ticket ticket, TicketKind kind) { return impl.is_reported(ticket, kind); });
   std::sort(impl.asked.begin(), impl.asked.end(), [&](RequestHandle a, RequestHandle b) {
     return impl.requests[a].number < impl.requests[b].number;

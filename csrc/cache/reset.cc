@@ -22,6 +22,7 @@ void TieredCache::Impl::forget_memory() {
   fetches.clear();
   write_order.clear();
   for (const LoadJob& job : load_jobs) {
+    if (!job.completed) forgotten_loads.push_back({job.ticket, job.cache_blocks});
     if (is_reported(job.ticket, TicketKind::kLoad)) continue;
     for (const Slot slot : job.slots) quarantine.hold(job.ticket, TicketKind::kLoad, index.at(slot).row);
   }

@@ -18,16 +18,27 @@ MissReason miss_reason_of(StatusKind kind) {
     case StatusKind::kNotFound:
       return MissReason::kEvicted;
     case StatusKind::kTimeout:
+    case StatusKind::kExpired:
       return MissReason::kDeadline;
     default:
       return MissReason::kIoError;
   }
 }
 
-// Given up before it was tried (those are counted where they are cancelled), refused
-// by a tier that is switched off (counted as what switched it off), or no fault at all.
+// Not: given up before it was tried (those are counted where they are cancelled), too
+// late to be tried (a miss tells it), refused by a tier that is switched off (counted
+// as what switched it off), not there.
 bool is_failure(StatusKind kind) {
-  return kind != StatusKind::kCancelled && kind != StatusKind::kUnavailable && kind != StatusKind::kNotFound;
+  switch (kind) {
+    case StatusKind::kOk:
+    case StatusKind::kNotFound:
+    case StatusKind::kExpired:
+    case StatusKind::kCancelled:
+    case StatusKind::kUnavailable:
+      return false;
+    default:
+      return true;
+  }
 }
 
 }  // namespace

@@ -12,6 +12,10 @@
 namespace kv_offload {
 namespace {
 
+Status too_late() {
+  return Status::error(StatusKind::kExpired, "the deadline passed before the op was started");
+}
+
 struct Queued {
   IoPool::Op op;
   Nanos submitted{0};
@@ -88,8 +92,7 @@ struct IoPool::State {
     const Nanos started = clock->now();
     if (next.op.deadline.count() != 0 && started >= next.op.deadline) {
       mutex.unlock();
-      finish(next, Status::error(StatusKind::kTimeout, "the deadline passed before the op was started"),
-             started);
+      finish(next, too_late(), started);
       mutex.lock();
       return;
     }
@@ -206,8 +209,7 @@ void IoPool::expire() {
       queue.swap(kept);
     }
   }
-  state_->fail(std::move(late),
-               Status::error(StatusKind::kTimeout, "the deadline passed before the op was started"));
+  state_->fail(std::move(late), too_late());
 }
 
 bool IoPool::close() {

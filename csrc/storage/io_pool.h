@@ -3,7 +3,7 @@
 // wait, but start one write for every kReadsPerWrite reads started meanwhile.
 // An op is a function that ends in a Status; the pool knows nothing of files.
 // Each op has a tag and a deadline: one that has not started by then ends
-// kTimeout without running (noticed by a thread that comes free, or by
+// kExpired without running (noticed by a thread that comes free, or by
 // expire()). cancel() ends a queued op kCancelled. Every submitted op ends
 // exactly once in `done`.
 //

@@ -44,7 +44,7 @@ struct TierOp {
   // until the kernel lets go of the memory, whatever its deadline, and not at
   // all when the tier was closed meanwhile: until then the row stays the op's.
   std::vector<Shard> shards;
-  // Absolute time after which the op is not started any more (kTimeout). 0 = none.
+  // Absolute time after which the op is not started any more (kExpired). 0 = none.
   Nanos deadline{0};
 };
 

@@ -22,6 +22,7 @@ TEST(Status, tells_kinds_of_errno_apart) {
   EXPECT_EQ(Status::from_errno(ETIMEDOUT, "read").kind(), StatusKind::kTimeout);
   EXPECT_EQ(Status::from_errno(EACCES, "open").kind(), StatusKind::kIo);
   EXPECT_EQ(to_string(StatusKind::kUnavailable), "unavailable");
+  EXPECT_EQ(to_string(StatusKind::kExpired), "expired");
 }
 
 TEST(ChunkKey, differs_by_length_order_and_group) {

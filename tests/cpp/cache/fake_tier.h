@@ -163,7 +163,7 @@ class FakeTier final : public Tier {
   }
   void perform(TierOp& op) {
     const bool late = clock_ != nullptr && op.deadline.count() != 0 && clock_->now() > op.deadline;
-    const StatusKind told = late ? StatusKind::kTimeout : verdict ? verdict(op) : StatusKind::kOk;
+    const StatusKind told = late ? StatusKind::kExpired : verdict ? verdict(op) : StatusKind::kOk;
     if (op.kind == OpKind::kRead) {
       perform_read(op, told);
     } else {

@@ -117,14 +117,30 @@ TEST_F(HoldBackTest, WhatItWaitsForStaysAndIsFetchedMeanwhile) {
   EXPECT_EQ(told(b, prompt_b_), 'H');
 }
 
-TEST_F(HoldBackTest, AResetForgetsTheLoads) {
+TEST_F(HoldBackTest, LoadsThatAResetForgotCountUntilTheyAreReported) {
   make_cache(kNeed);
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
+  cache().reset();
+  store(prompt_b_);
+  EXPECT_EQ(told(b, prompt_b_), 'P');
+  step();
+  EXPECT_EQ(told(b, prompt_b_), 'P');
   world().report(loading.transfer.ticket);
+  step();
+  EXPECT_EQ(told(b, prompt_b_), 'H');
+}
+
+TEST_F(HoldBackTest, LoadsThatHadEndedBeforeAResetDoNotCount) {
+  make_cache(kNeed);
+  const RequestHandle a = ask(), b = ask();
+  ASSERT_EQ(told(a, prompt_a_), 'H');
+  const Job loading = begin_load(a, prompt_a_);
+  cache().complete_load(keys(prompt_a_));  // one rank has not reported yet
   cache().reset();
   store(prompt_b_);
   EXPECT_EQ(told(b, prompt_b_), 'H');
+  world().report(loading.transfer.ticket);
 }
 
 }  // namespace

@@ -34,6 +34,8 @@ class OnDiskTest : public CacheTest {
     ops_.release();
     world_.reset();
   }
+  // In one call of a read or a write, at least; of all else there is, a page at most.
+  static constexpr std::size_t kRecordBytes = 8192;
   TierStats stats() { return cache().tiers()[0]->stats(); }
   bool until(const std::function<bool()>& condition) {
     const auto give_up = std::chrono::steady_clock::now() + seconds(30);
@@ -73,7 +75,7 @@ class OnDiskTest : public CacheTest {
     cache().publish_gauges();
     std::map<std::string, double> found;
     for (const char* op : {"read", "write", "reset", "store", "load"}) {
-      for (const char* kind : {"corrupt", "io", "no_space", "timeout", "device", "unavailable"}) {
+      for (const char* kind : {"corrupt", "io", "no_space", "timeout", "expired", "device", "unavailable"}) {
         const double count = world().failures("fs", op, kind);
         if (count > 0) found[fmt::format("{} {}", op, kind)] = count;
       }
@@ -157,14 +159,16 @@ TEST_F(OnDiskTest, AFrozenDeviceNeverHoldsTheSchedulerNorARequest) {
   record({"a"});
   const int opened_with = ops_.calls_here();
   EXPECT_GT(opened_with, 0) << "the tier was opened on this thread: the count would see a call";
-  ops_.freeze();
+  // With a read and a write of a record inside; what keeps the tier may be inside as well.
+  ops_.block(Call::kPwritev, kRecordBytes);
+  store({"s"});
+  ops_.wait_for_blocked_in(Call::kPwritev);
+  ops_.block(Call::kPreadv, kRecordBytes);
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a"}), "P");
   step();
-  store({"s"});
-  // A read opens its record, a write asks for room first; what keeps the tier may be inside as well.
-  ops_.wait_for_blocked_in(Call::kOpen);
-  ops_.wait_for_blocked_in(Call::kFlock);
+  ops_.wait_for_blocked_in(Call::kPreadv);
+  ops_.freeze();
   for (int i = 0; i < 100; ++i) {  // stores go on, all of them
     EXPECT_EQ(store({fmt::format("s{}", i)}).size(), 1u);
     EXPECT_EQ(peek({fmt::format("s{}", i)}), "H");
@@ -199,6 +203,23 @@ TEST_F(OnDiskTest, AFrozenDeviceNeverHoldsTheSchedulerNorARequest) {
   pass_time(seconds(30));
   step();
   EXPECT_EQ(failures(), found) << "counted again";
+}
+
+TEST_F(OnDiskTest, ReadsThatNeverCameToTheDeviceAreMissesAndNoFailures) {
+  const Names prompt{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"};  // more than there are threads
+  record(prompt);
+  ops_.block(Call::kPreadv, kRecordBytes);
+  const RequestHandle request = begin();
+  EXPECT_EQ(scan(request, prompt), "PPPPPPPPPP");
+  step();
+  ops_.wait_for_blocked_in(Call::kPreadv);
+  pass_time(seconds(5));
+  step();
+  EXPECT_EQ(scan(request, prompt), "M");
+  end(request);
+  EXPECT_EQ(world().miss_tokens("deadline"), World::kTokens)
+      << "of a prompt of unknown length the first chunk";
+  EXPECT_THAT(failures(), IsEmpty());
 }
 
 TEST_F(OnDiskTest, AFrozenDeviceThatComesBackIsUsedAgain) {

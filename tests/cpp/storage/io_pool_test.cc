@@ -131,7 +131,7 @@ TEST(IoPool, an_op_past_its_deadline_does_not_run) {
   go.count_down();
   all.wait();
   EXPECT_EQ(log.order, (std::vector<std::uint64_t>{0, 2}));
-  EXPECT_EQ(log.endings()[1], std::make_pair(std::uint64_t{1}, StatusKind::kTimeout));
+  EXPECT_EQ(log.endings()[1], std::make_pair(std::uint64_t{1}, StatusKind::kExpired));
 }
 
 TEST(IoPool, deadlines_expire_even_when_every_thread_is_stuck) {
@@ -152,7 +152,7 @@ TEST(IoPool, deadlines_expire_even_when_every_thread_is_stuck) {
   clock.advance(std::chrono::seconds(1));
   pool.expire();
   ASSERT_EQ(log.endings().size(), 1u);
-  EXPECT_EQ(log.endings()[0].second, StatusKind::kTimeout);
+  EXPECT_EQ(log.endings()[0].second, StatusKind::kExpired);
   EXPECT_EQ(pool.depth(Lane::kRead).oldest_seconds, 1.0);
   const Nanos started = clock.now() - std::chrono::seconds(1);
   EXPECT_EQ(pool.running_since(Lane::kRead, Nanos{0}, clock.now()), 1u);
