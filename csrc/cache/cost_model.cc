@@ -54,21 +54,22 @@ void CostModel::judge(Cut* cut, const Question& question) const {
   cut->gain = cut->compute_seconds - longest_with_margin - copy;
 }
 
+bool CostModel::in_time(const Cut& cut, const Question& question) const {
+  return question.deadline_seconds <= 0 || cut.load_seconds <= question.deadline_seconds;
+}
+
 // Within a stretch the gain is convex (a tier's latency is paid once, and what
 // lies deeper is dearer to compute), so only the end of a stretch can be best, or
 // the last chunk that arrives in time.
 CostModel::Cut CostModel::best_cut(const Question& question, Cut* whole) const {
   Cut best, at;
-  const auto in_time = [&](const Cut& cut) {
-    return question.deadline_seconds <= 0 || cut.load_seconds <= question.deadline_seconds;
-  };
   bool all_in_time = true;
   for (const Stretch& stretch : question.stretches) {
     const Cut before = at;
     extend(&at, stretch, stretch.chunks);
     judge(&at, question);
     if (!all_in_time) continue;
-    if (in_time(at)) {
+    if (in_time(at, question)) {
       if (at.gain > best.gain) best = at;
       continue;
     }
@@ -78,12 +79,13 @@ CostModel::Cut CostModel::best_cut(const Question& question, Cut* whole) const {
       Cut part = before;
       extend(&part, stretch, middle);
       judge(&part, question);
-      (in_time(part) ? fit : too_many) = middle;
-      if (in_time(part) && part.gain > best.gain) best = part;
+      (in_time(part, question) ? fit : too_many) = middle;
+      if (in_time(part, question) && part.gain > best.gain) best = part;
     }
   }
   *whole = at;
-  return best;
+  if (question.divisible) return best;
+  return in_time(at, question) && at.gain > 0 ? at : Cut{};
 }
 
 Decision CostModel::decide(const Question& question) {

@@ -80,6 +80,7 @@ class CostModel {
     std::span<const double> hints{};       // per tier: see read_seconds, for all of its bytes
     double context = 0;                    // tokens before the stretches
     bool loads_anyway = false;             // something before them is loaded
+    bool divisible = true;                 // some of them from the left are of use without the rest
     double deadline_seconds = 0;           // what arrives later is of no use
   };
   Decision decide(const Question& question);
@@ -107,6 +108,7 @@ class CostModel {
   };
   static void extend(Cut* cut, const Stretch& stretch, double chunks);
   void judge(Cut* cut, const Question& question) const;
+  bool in_time(const Cut& cut, const Question& question) const;
   Cut best_cut(const Question& question, Cut* whole) const;
   double hint(const Question& question, std::size_t tier) const;
 

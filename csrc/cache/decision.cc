@@ -101,10 +101,8 @@ void TieredCache::Impl::decide(RequestState& request, Scans& scans) {
   question.context = context_of(request, group) + hits_before * static_cast<double>(groups[group].tokens);
   question.loads_anyway = hits_before > 0;
   question.deadline_seconds = kOfDeadline * to_seconds(request.deadline - request.pass_time);
-  Decision decision = costs.decide(question);
-  if (decision.choice == Decision::Choice::kPartial && !scans.front().second.is_prefix) {
-    decision.choice = Decision::Choice::kLoad;
-  }
+  question.divisible = scans.front().second.is_prefix;  // of a window all is needed
+  const Decision decision = costs.decide(question);
   record(request, decision);
   const Scans all = scans;
   if (decision.choice == Decision::Choice::kRecompute) {

@@ -138,6 +138,21 @@ TEST_F(CostModelTest, OnlyWhatArrivesInTimeIsPlanned) {
   EXPECT_LE(decision.load_seconds, 2);
 }
 
+TEST_F(CostModelTest, WhatCannotBeDividedIsLoadedAsAWholeOrNotAtAll) {
+  compute(1000, 1);
+  read(0, 2000);
+  EXPECT_EQ(decide({on(0, 1000)}, {.divisible = false, .deadline_seconds = 2}).choice, Choice::kRecompute);
+  EXPECT_EQ(decide({on(0, 1000)}, {.divisible = false, .deadline_seconds = 6}).choice, Choice::kLoad);
+  read(1, 300);
+  EXPECT_EQ(decide({on(0, 100), on(1, 100)}).chunks, 100u) << "the control: the slow end is left out";
+  const Decision slow_end = decide({on(0, 100), on(1, 100)}, {.divisible = false});
+  EXPECT_EQ(slow_end.choice, Choice::kRecompute);
+  EXPECT_EQ(decide({on(0, 100), on(1, 30)}).chunks, 100u) << "the control: without its end it is sooner";
+  const Decision short_end = decide({on(0, 100), on(1, 30)}, {.divisible = false});
+  EXPECT_EQ(short_end.choice, Choice::kLoad);
+  EXPECT_EQ(short_end.chunks, 130u);
+}
+
 TEST_F(CostModelTest, ATierThatIsNotUsedIsProbedNowAndThen) {
   compute(1000, 1);
   read(0, 100);

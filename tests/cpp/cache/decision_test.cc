@@ -68,6 +68,29 @@ TEST_F(DecisionTest, AThrottledTierCostsAtMostATenth) {
   EXPECT_GT(engine().decisions("recompute"), 90);
 }
 
+TEST_F(DecisionTest, AWindowThatCannotArriveInTimeIsNotWaitedFor) {
+  constexpr std::uint32_t kLong = 512;
+  for (const double speed : {kFast, kThrottled / 16}) {  // 8 chunks: 0.1 ms; 8.2 s, the deadline is 5
+    make({.token_seconds = 2e-3, .tiers = {speed}, .window = 8});
+    warm_up();
+    const auto teaches = engine().new_prompt(2);
+    engine().put(teaches, 0);
+    engine().put_window(teaches, 0);
+    engine().serve(teaches, {.load_policy = LoadPolicy::kAlways});
+    const auto prompt = engine().new_prompt(kLong);
+    engine().serve(prompt);  // now all of it is in host memory, but for the window
+    engine().put_window(prompt, 0);
+    const double seconds = engine().serve(prompt).first_token_seconds;
+    const double share = seconds / engine().compute_seconds(prompt);
+    if (speed == kFast) {
+      EXPECT_LT(share, 0.1);
+    } else {
+      EXPECT_LT(share, 1.05) << "16 s, and not those after 5 of waiting";
+      EXPECT_EQ(engine().decisions("recompute"), 1);
+    }
+  }
+}
+
 TEST_F(DecisionTest, ATierThatSlowsDownIsLeftBeforeItCostsTwice) {
   make({.tiers = {kFast}});
   warm_up();

@@ -142,6 +142,7 @@ struct EngineOptions {
   StepOrder order = StepOrder::kStoresFirst;
   std::uint64_t rows = 16384;
   std::vector<double> tiers{1e9};  // bytes per second
+  std::uint32_t window = 0;        // chunks that a second group looks back; it stores nothing
   CacheOptions cache{};
 };
 
@@ -158,9 +159,14 @@ class SimulatedEngine {
     region_ = HostRegion::attach_scheduler(region_options);
     rank_ = HostRegion::attach_worker(region_options, 0, {{kChunkBytes}, "simulated"});
     CacheOptions cache_options = options.cache;
-    cache_options.groups.resize(1);
-    cache_options.groups[0].shard_bytes[0] = kChunkBytes;
-    cache_options.groups[0].tokens_per_chunk = kChunk;
+    cache_options.groups.resize(options.window > 0 ? 2 : 1);
+    for (GroupGeometry& group : cache_options.groups) {
+      group.group_id = static_cast<std::uint32_t>(&group - cache_options.groups.data());
+      group.shard_bytes[0] = kChunkBytes;
+      group.tokens_per_chunk = kChunk;
+    }
+    cache_options.full_attention = {true, false};
+    cache_options.full_attention.resize(cache_options.groups.size());
     std::vector<std::unique_ptr<Tier>> made;
     for (std::size_t t = 0; t < options.tiers.size(); ++t) {
       auto tier = std::make_unique<SimulatedTier>("tier" + std::to_string(t), clock);
@@ -194,6 +200,10 @@ class SimulatedEngine {
   void put(const Prompt& prompt, std::size_t tier, std::size_t from = 0, std::size_t to = ~std::size_t{0}) {
     for (std::size_t i = from; i < std::min(to, prompt.keys.size()); ++i)
       tiers[tier]->records.insert(prompt.keys[i]);
+  }
+  // The chunks of the window before its end are on a tier.
+  void put_window(const Prompt& prompt, std::size_t tier) {
+    for (const ChunkKey& key : window_of(prompt, prompt.keys.size())) tiers[tier]->records.insert(key);
   }
   // What all of its tokens take without a connector.
   double compute_seconds(const Prompt& prompt, std::uint32_t from = 0) const {
@@ -254,10 +264,29 @@ class SimulatedEngine {
       pending |= result != LookupResult::kHit;
       ++*hits;
     }
-    return !pending;
+    bool window_misses = false;
+    for (const ChunkKey& key : window_of(prompt, *hits)) {
+      const LookupResult result = cache->lookup(request, key);
+      window_misses |= result == LookupResult::kMiss;
+      pending |= result == LookupResult::kPending || result == LookupResult::kRetry;
+    }
+    if (window_misses) *hits = 0;  // as if no window before it were there either
+    return !pending || *hits == 0;
+  }
+  // From the last to the first, as vLLM looks.
+  std::vector<ChunkKey> window_of(const Prompt& prompt, std::size_t end) const {
+    std::vector<ChunkKey> keys;
+    for (std::size_t i = end; i-- > 0 && keys.size() < options.window;) {
+      std::string bytes(prompt.keys[i].bytes());
+      bytes.back() = 1;  // the group's number, big-endian
+      keys.emplace_back(bytes);
+    }
+    return keys;
   }
   void load(RequestHandle request, const Prompt& prompt, std::size_t hits) {
-    const std::vector<ChunkKey> keys(prompt.keys.begin(), prompt.keys.begin() + static_cast<long>(hits));
+    std::vector<ChunkKey> keys(prompt.keys.begin(), prompt.keys.begin() + static_cast<long>(hits));
+    const std::vector<ChunkKey> window = window_of(prompt, hits);
+    keys.insert(keys.end(), window.rbegin(), window.rend());
     const RowTransfer transfer = cache->prepare_load(request, keys);
     cache->end_step();
     pass(options.copy_latency_seconds +
