@@ -65,10 +65,7 @@ Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>
   header.group = op.group;
   for (const Shard& shard : op.shards) header.shard_bytes.push_back(shard.size());
   header.payload_bytes = padded_payload_bytes(op.shards);
-  header.payload_checksum = payload_checksum(op.shards);
   header.created_unix_nanos = unix_nanos();
-  const AlignedBuffer page(kRecordHeaderBytes);
-  encode_header(header, page.span());
 
   const std::uint32_t leaf = layout::leaf_of(op.key);
   const std::string path = layout::record_path(op.key, kRecordHeaderBytes + header.payload_bytes);
@@ -80,7 +77,7 @@ Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>
     return status;
   }
   (direct ? direct_ops_ : buffered_ops_).fetch_add(1, std::memory_order_relaxed);
-  Status status = staging_.write(ops_, fd.get(), page.span(), op.shards, direct, shown);
+  Status status = staging_.write(ops_, fd.get(), header, op.shards, direct, shown);
   if (status && options_.fsync != FsyncMode::kNone) {
     const int rc = ops_.fsync(fd.get(), options_.fsync == FsyncMode::kData);
     if (rc < 0) status = Status::from_errno(-rc, "fsync", shown);

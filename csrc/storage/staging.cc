@@ -5,11 +5,28 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/aligned_buffer.h"
+
 namespace kv_offload {
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr double kFade = 31.0 / 32;
+
+// The shards with their pads.
+std::uint64_t copy_and_sum(std::span<const Shard> shards, std::byte* to) {
+  PayloadChecksum checksum;
+  for (const Shard& shard : shards) {
+    const std::size_t padded = round_up(shard.size(), kPageBytes);
+    for (std::size_t at = 0; at < padded; at += Staging::kSumBytes) {
+      const std::size_t length = std::min(padded - at, Staging::kSumBytes);
+      std::memcpy(to, shard.data() + at, length);
+      checksum.add({to, length});
+      to += length;
+    }
+  }
+  return checksum.value();
+}
 
 }  // namespace
 
@@ -84,19 +101,24 @@ void Staging::end(Transfer direction, bool chosen, std::unique_ptr<Buffer> buffe
   if (buffer) free_[static_cast<std::size_t>(direction)].push_back(std::move(buffer));
 }
 
-Status Staging::write(FileOps& ops, int fd, std::span<std::byte> header_page, std::span<const Shard> shards,
-                      bool direct, const std::string& path) {
-  std::vector<iovec> parts = record_parts(header_page, shards);
-  const std::uint64_t bytes = header_page.size() + padded_payload_bytes(shards);
+Status Staging::write(FileOps& ops, int fd, RecordHeader header, std::span<const Shard> shards, bool direct,
+                      const std::string& path) {
+  const std::uint64_t bytes = kRecordHeaderBytes + padded_payload_bytes(shards);
   // The page cache copies anyway.
   const bool choose = direct && bytes >= kMinBytes && bytes <= kMaxWriteBytes;
   std::unique_ptr<Buffer> buffer = begin(Transfer::kWrite, choose, bytes);
   const Nanos began = clock_.now();
+  AlignedBuffer page;
+  std::vector<iovec> parts;
   if (buffer) {
-    std::byte* at = buffer->data();
-    for (const iovec& part : parts)
-      at = std::copy_n(static_cast<std::byte*>(part.iov_base), part.iov_len, at);
+    header.payload_checksum = copy_and_sum(shards, buffer->data() + kRecordHeaderBytes);
+    encode_header(header, {buffer->data(), kRecordHeaderBytes});
     parts = {{buffer->data(), bytes}};
+  } else {
+    page = AlignedBuffer(kRecordHeaderBytes);
+    header.payload_checksum = payload_checksum(shards);
+    encode_header(header, page.span());
+    parts = record_parts(page.span(), shards);
   }
   Status status = transfer_all(ops, fd, std::move(parts), Transfer::kWrite, direct, path);
   end(Transfer::kWrite, choose, std::move(buffer), status, bytes, clock_.now() - began);

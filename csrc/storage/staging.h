@@ -57,10 +57,14 @@ class Staging {
   explicit Staging(const Clock& clock);
   ~Staging();
 
-  // As transfer_all of record_parts(header_page, shards).
-  Status write(FileOps& ops, int fd, std::span<std::byte> header_page, std::span<const Shard> shards,
-               bool direct, const std::string& path);
-  // The same, and the checksum over the padded shards as they were read.
+  // Copied, then summed, before the next: while it is in the nearest cache that it fits.
+  static constexpr std::size_t kSumBytes = std::size_t{256} << 10;
+
+  // A record of these shards, whose pads are zero; the header's checksum is put in here.
+  Status write(FileOps& ops, int fd, RecordHeader header, std::span<const Shard> shards, bool direct,
+               const std::string& path);
+  // As transfer_all of record_parts(header_page, shards), and the checksum over the padded
+  // shards as they were read.
   Status read(FileOps& ops, int fd, std::span<std::byte> header_page, std::span<const Shard> shards,
               bool direct, const std::string& path, std::uint64_t* payload_checksum);
 

@@ -56,9 +56,20 @@ class Staging : public ::testing::TestWithParam<bool> {
 
   Staging() : fd_(::open(path_.c_str(), O_RDWR | O_CREAT | (GetParam() ? O_DIRECT : 0), 0600)) {}
   ~Staging() override { ::close(fd_); }
-  Status write() { return staging_.write(posix_file_ops(), fd_, header_.span(), shards_, GetParam(), path_); }
+  Status write() {
+    RecordHeader header;
+    header.key = testing::key_of(1);
+    for (const Shard& shard : shards_) header.shard_bytes.push_back(shard.size());
+    header.payload_bytes = kFirst + kSecond;
+    return staging_.write(posix_file_ops(), fd_, header, shards_, GetParam(), path_);
+  }
   Status read(std::uint64_t* checksum) {
     return staging_.read(posix_file_ops(), fd_, header_.span(), shards_, GetParam(), path_, checksum);
+  }
+  std::vector<std::byte> payload() const {
+    std::vector<std::byte> bytes(first_.span().begin(), first_.span().end());
+    bytes.insert(bytes.end(), second_.span().begin(), second_.span().end());
+    return bytes;
   }
   // Both ways are tried.
   static constexpr unsigned kRounds = 2 * FasterWay::kTries;
@@ -74,24 +85,23 @@ class Staging : public ::testing::TestWithParam<bool> {
 
 TEST_P(Staging, both_ways_move_the_same_bytes_and_sum_what_was_read) {
   ASSERT_GE(fd_, 0);
-  std::vector<std::byte> expected;
   for (unsigned round = 0; round < kRounds; ++round) {
-    expected.clear();
-    for (AlignedBuffer* part : {&header_, &first_, &second_}) {
+    for (AlignedBuffer* part : {&first_, &second_}) {
       for (std::size_t i = 0; i < part->size(); ++i)
-        part->data()[i] = static_cast<std::byte>(i * 31 + (i >> 12) + round + expected.size());
-      expected.insert(expected.end(), part->span().begin(), part->span().end());
+        part->data()[i] = static_cast<std::byte>(i * 31 + (i >> 12) + round + part->size());
     }
+    zero_padding(shards_);
+    std::vector<std::byte> expected = payload();
     ASSERT_TRUE(write());
-    for (AlignedBuffer* part : {&header_, &first_, &second_}) std::memset(part->data(), 0, part->size());
+    for (AlignedBuffer* part : {&header_, &first_, &second_}) std::memset(part->data(), 0xEE, part->size());
     std::uint64_t checksum = 0;
     ASSERT_TRUE(read(&checksum));
-    std::vector<std::byte> found;
-    for (AlignedBuffer* part : {&header_, &first_, &second_})
-      found.insert(found.end(), part->span().begin(), part->span().end());
-    ASSERT_TRUE(found == expected) << "round " << round;
-    const Shard payload{expected.data() + kRecordHeaderBytes, kFirst + kSecond};
-    EXPECT_EQ(checksum, payload_checksum({&payload, 1})) << "round " << round;
+    ASSERT_TRUE(payload() == expected) << "round " << round;
+    const Shard all{expected.data(), expected.size()};
+    EXPECT_EQ(checksum, payload_checksum({&all, 1})) << "round " << round;
+    RecordHeader header;
+    ASSERT_TRUE(decode_header(header_.span(), &header)) << "round " << round;
+    EXPECT_EQ(header.payload_checksum, checksum) << "round " << round;
   }
 }
 
