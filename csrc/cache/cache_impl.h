@@ -74,6 +74,10 @@ struct TieredCache::Impl {
     Nanos prepared{0};
     double waited_seconds = 0, compute_seconds = 0, bytes = 0;
   };
+  struct ForgottenLoad {  // by a reset, while it ran: vLLM does not say when it ends
+    Ticket ticket;
+    std::uint64_t cache_blocks;
+  };
 
   CacheOptions options;
   HostRegion& region;
@@ -111,10 +115,6 @@ struct TieredCache::Impl {
 
   // ---- jobs and ops
   Ticket last_ticket = kNoTicket;
-  struct ForgottenLoad {  // by a reset, while it ran: vLLM does not say when it ends
-    Ticket ticket;
-    std::uint64_t cache_blocks;
-  };
   std::vector<LoadJob> load_jobs;
   std::vector<ForgottenLoad> forgotten_loads;
   OpId last_op = 0;

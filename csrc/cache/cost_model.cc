@@ -54,7 +54,7 @@ void CostModel::judge(Cut* cut, const Question& question) const {
   cut->gain = cut->compute_seconds - longest_with_margin - copy;
 }
 
-bool CostModel::in_time(const Cut& cut, const Question& question) const {
+bool CostModel::in_time(const Cut& cut, const Question& question) {
   return question.deadline_seconds <= 0 || cut.load_seconds <= question.deadline_seconds;
 }
 

@@ -108,7 +108,7 @@ class CostModel {
   };
   static void extend(Cut* cut, const Stretch& stretch, double chunks);
   void judge(Cut* cut, const Question& question) const;
-  bool in_time(const Cut& cut, const Question& question) const;
+  static bool in_time(const Cut& cut, const Question& question);
   Cut best_cut(const Question& question, Cut* whole) const;
   double hint(const Question& question, std::size_t tier) const;
 

@@ -39,13 +39,14 @@ std::uint64_t TieredCache::Impl::cache_blocks_of(const RequestState& request) co
 // requests fit into the cache, whatever vLLM counts. One whose load ended needs no
 // watching: vLLM lets it run before it asks about another.
 bool TieredCache::Impl::must_hold_back(const RequestState& request) const {
+  const bool windows =
+      std::any_of(groups.begin(), groups.end(), [](const Group& g) { return !g.full_attention; });
+  if (!windows || options.cache_blocks == 0) return false;
   std::uint64_t loading = 0;
   for (const LoadJob& job : load_jobs) loading += job.completed ? 0 : job.cache_blocks;
   for (const ForgottenLoad& load : forgotten_loads) loading += load.cache_blocks;
-  if (loading == 0 || options.cache_blocks == 0) return false;
-  const bool windows =
-      std::any_of(groups.begin(), groups.end(), [](const Group& g) { return !g.full_attention; });
-  return windows && loading + cache_blocks_of(request) >= options.cache_blocks;  // one is vLLM's own
+  if (loading == 0) return false;
+  return loading + cache_blocks_of(request) >= options.cache_blocks;  // one is vLLM's own
 }
 
 RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<const ChunkKey> keys) {

@@ -42,33 +42,27 @@ void LruPolicy::unpin(Slot slot) {
 
 std::optional<Slot> LruPolicy::victim() {
   if (!returned_.empty()) return returned_.begin()->second;
-  while (oldest_ != kNone && nodes_[oldest_].pinned) {
-    const Slot slot = oldest_;
+  while (list_.oldest != kNone && nodes_[list_.oldest].pinned) {
+    const Slot slot = list_.oldest;
     take_out(slot);
     nodes_[slot].place = Place::kParked;
   }
-  if (oldest_ == kNone) return std::nullopt;
-  return oldest_;
+  if (list_.oldest == kNone) return std::nullopt;
+  return list_.oldest;
 }
 
 void LruPolicy::link_newest(Slot slot) {
   Node& node = nodes_[slot];
   node.place = Place::kList;
   node.age = ++last_age_;
-  node.newer = kNone;
-  node.older = newest_;
-  if (newest_ != kNone) nodes_[newest_].newer = slot;
-  newest_ = slot;
-  if (oldest_ == kNone) oldest_ = slot;
+  list_.link_newest(nodes_, slot);
 }
 
 void LruPolicy::take_out(Slot slot) {
   const Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown);
   if (node.place == Place::kReturned) returned_.erase({node.age, slot});
-  if (node.place != Place::kList) return;
-  (node.newer == kNone ? newest_ : nodes_[node.newer].older) = node.older;
-  (node.older == kNone ? oldest_ : nodes_[node.older].newer) = node.newer;
+  if (node.place == Place::kList) list_.unlink(nodes_, slot);
 }
 
 }  // namespace kv_offload

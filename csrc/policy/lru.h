@@ -12,6 +12,7 @@
 
 #include "base/table_vector.h"
 #include "policy/eviction_policy.h"
+#include "policy/recency_list.h"
 
 namespace kv_offload {
 
@@ -27,7 +28,7 @@ class LruPolicy final : public EvictionPolicy {
   std::string_view name() const override { return "lru"; }
 
  private:
-  static constexpr Slot kNone = 0xFFFFFFFFu;
+  static constexpr Slot kNone = RecencyList::kNone;
   enum class Place : std::uint8_t { kUnknown, kList, kParked /* pinned */, kReturned };
   struct Node {
     Slot newer = kNone;
@@ -41,8 +42,7 @@ class LruPolicy final : public EvictionPolicy {
   void take_out(Slot slot);  // of where it is
 
   TableVector<Node> nodes_;
-  Slot newest_ = kNone;
-  Slot oldest_ = kNone;
+  RecencyList list_;
   std::set<std::pair<std::uint64_t, Slot>> returned_;  // by age; all older than the list
   std::uint64_t last_age_ = 0;
 };

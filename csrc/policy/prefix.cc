@@ -112,7 +112,7 @@ std::optional<Slot> PrefixPolicy::victim() {
       if (oldest.set == nullptr || *here.set->begin() < *oldest.set->begin()) oldest = here;
     }
   }
-  if (least.set == nullptr) return oldest_inner_ == kNone ? std::nullopt : std::optional(oldest_inner_);
+  if (least.set == nullptr) return inner_.oldest == kNone ? std::nullopt : std::optional(inner_.oldest);
   if (least.worth >= kClearlyLess * oldest.worth) return oldest.set->begin()->second;
   // What becomes worth more with age is let go before it has.
   return least.rising ? least.set->rbegin()->second : least.set->begin()->second;
@@ -149,10 +149,7 @@ void PrefixPolicy::put(Slot slot) {
   Node& node = nodes_[slot];
   if (!has_children(node)) return put_leaf(slot);
   node.place = Place::kInner;
-  node.newer = kNone;
-  node.older = newest_inner_;
-  (newest_inner_ == kNone ? oldest_inner_ : nodes_[newest_inner_].newer) = slot;
-  newest_inner_ = slot;
+  inner_.link_newest(nodes_, slot);
 }
 
 void PrefixPolicy::put_leaf(Slot slot) {
@@ -171,8 +168,7 @@ void PrefixPolicy::lift(Slot slot) {
     set.erase({node.use, slot});
     if (set.empty()) filled_[node.of_class] &= ~(std::uint64_t{1} << node.bucket);
   } else if (node.place == Place::kInner) {
-    (node.newer == kNone ? newest_inner_ : nodes_[node.newer].older) = node.older;
-    (node.older == kNone ? oldest_inner_ : nodes_[node.older].newer) = node.newer;
+    inner_.unlink(nodes_, slot);
   }
 }
 

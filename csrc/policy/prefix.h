@@ -24,6 +24,7 @@
 #include "base/table_vector.h"
 #include "policy/eviction_policy.h"
 #include "policy/prefix_tree.h"
+#include "policy/recency_list.h"
 #include "policy/request_classes.h"
 #include "policy/return_history.h"
 #include "policy/return_model.h"
@@ -47,7 +48,7 @@ class PrefixPolicy final : public EvictionPolicy {
   std::string_view name() const override { return "prefix"; }
 
  private:
-  static constexpr Slot kNone = 0xFFFFFFFFu;
+  static constexpr Slot kNone = RecencyList::kNone;
   static constexpr int kMaxMoves = 32;
   enum class Place : std::uint8_t {
     kUnknown,
@@ -92,8 +93,7 @@ class PrefixPolicy final : public EvictionPolicy {
   ReturnHistory history_{model_, classes_};
   std::array<std::array<Leaves, ReturnModel::kBuckets>, ReturnModel::kClasses> leaves_;
   std::array<std::uint64_t, ReturnModel::kClasses> filled_{};  // bit b: leaves_[class][b] is not empty
-  Slot newest_inner_ = kNone;
-  Slot oldest_inner_ = kNone;
+  RecencyList inner_;
 };
 
 }  // namespace kv_offload

@@ -53,10 +53,10 @@ void ReturnHistory::advance(std::uint64_t now, std::uint64_t horizon) {
   for (unsigned b = 0; b + 1 < ReturnModel::kBuckets; ++b) {
     if (now >= due_[b]) cross(b, now);
   }
-  while (oldest_ != kNone) {
-    const Sample& sample = samples_[oldest_];
+  while (by_time_.oldest != kNone) {
+    const Sample& sample = samples_[by_time_.oldest];
     if (now - sample.time <= horizon && sampled(sample.id)) break;
-    drop(oldest_);
+    drop(by_time_.oldest);
   }
 }
 
@@ -64,7 +64,7 @@ void ReturnHistory::advance(std::uint64_t now, std::uint64_t horizon) {
 void ReturnHistory::cross(unsigned bucket, std::uint64_t now) {
   const std::uint64_t edge = ReturnModel::edge(bucket + 1);
   std::array<std::uint32_t, ReturnModel::kClasses> counts{};
-  std::uint32_t at = crossed_[bucket] == kNone ? oldest_ : samples_[crossed_[bucket]].newer;
+  std::uint32_t at = crossed_[bucket] == kNone ? by_time_.oldest : samples_[crossed_[bucket]].newer;
   for (; at != kNone && now - samples_[at].time >= edge; at = samples_[at].newer) {
     Sample& sample = samples_[at];
     __builtin_prefetch(&sample + 4);
@@ -87,7 +87,7 @@ void ReturnHistory::add(ChunkId id, RequestClasses::Record record, std::uint64_t
       skip_mask_ = 2 * skip_mask_ + 1;
       swept_ = 0;
     }
-    drop(oldest_);
+    drop(by_time_.oldest);
     if (!sampled(id)) return;
   }
   std::uint32_t at = first_free_;
@@ -101,7 +101,7 @@ void ReturnHistory::add(ChunkId id, RequestClasses::Record record, std::uint64_t
   samples_[at] = {id, now, classes_.refer_again(record), kNone, kNone, 0};
   by_id_.at(id, id_of()) = at;
   link(at);
-  if (by_id_.size() == kMaxSamples) by_id_.prefetch(samples_[oldest_].id);  // the next to drop
+  if (by_id_.size() == kMaxSamples) by_id_.prefetch(samples_[by_time_.oldest].id);  // the next to drop
 }
 
 // A little per sample: all at once would be a long call.
@@ -125,12 +125,8 @@ void ReturnHistory::drop(std::uint32_t at) {
 
 // As the newest.
 void ReturnHistory::link(std::uint32_t at) {
-  Sample& sample = samples_[at];
-  assert(sample.bucket == 0);
-  sample.newer = kNone;
-  sample.older = newest_;
-  (newest_ == kNone ? oldest_ : samples_[newest_].newer) = at;
-  newest_ = at;
+  assert(samples_[at].bucket == 0);
+  by_time_.link_newest(samples_, at);
 }
 
 void ReturnHistory::unlink(std::uint32_t at) {
@@ -139,8 +135,7 @@ void ReturnHistory::unlink(std::uint32_t at) {
     assert(crossed_[b] == at);
     crossed_[b] = sample.older;
   }
-  (sample.newer == kNone ? newest_ : samples_[sample.newer].older) = sample.older;
-  (sample.older == kNone ? oldest_ : samples_[sample.older].newer) = sample.newer;
+  by_time_.unlink(samples_, at);
 }
 
 }  // namespace kv_offload

@@ -13,6 +13,7 @@
 #include "base/table_vector.h"
 #include "policy/eviction_policy.h"
 #include "policy/id_table.h"
+#include "policy/recency_list.h"
 #include "policy/request_classes.h"
 #include "policy/return_model.h"
 
@@ -71,8 +72,7 @@ class ReturnHistory {
   std::uint32_t last_free_ = kNone;
   IdTable by_id_;
   // All by time, so buckets fall from the oldest to the newest.
-  std::uint32_t newest_ = kNone;
-  std::uint32_t oldest_ = kNone;
+  RecencyList by_time_;
   std::array<std::uint32_t, ReturnModel::kBuckets> crossed_;  // [b]: the newest sample older than bucket b
   std::array<std::uint64_t, ReturnModel::kBuckets> due_{};  // [b]: until then no other one gets older than b
   std::uint64_t skip_mask_ = 0;

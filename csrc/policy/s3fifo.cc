@@ -13,8 +13,9 @@ void S3FifoPolicy::insert(Slot slot, const EntryInfo& info) {
   node.id = info.id;
   node.request = info.request;
   node.queue = ghosts_.contains(info.id) ? kMain : kSmall;
+  node.place = Place::kQueued;
   ++queues_[node.queue].known;
-  link_newest(slot);
+  list_of(slot).link_newest(nodes_, slot);
 }
 
 void S3FifoPolicy::access(Slot slot, const EntryInfo& info) {
@@ -28,7 +29,7 @@ void S3FifoPolicy::access(Slot slot, const EntryInfo& info) {
 void S3FifoPolicy::erase(Slot slot) {
   Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown);
-  if (node.place == Place::kQueued) unlink(slot);
+  if (node.place == Place::kQueued) list_of(slot).unlink(nodes_, slot);
   --queues_[node.queue].known;
   const std::size_t known = queues_[kSmall].known + queues_[kMain].known;
   if (node.queue == kSmall) ghosts_.add(node.id, known + 1);
@@ -44,7 +45,9 @@ void S3FifoPolicy::unpin(Slot slot) {
   Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown && node.pinned);
   node.pinned = false;
-  if (node.place == Place::kParked) link_oldest(slot);
+  if (node.place != Place::kParked) return;
+  node.place = Place::kQueued;
+  list_of(slot).link_oldest(nodes_, slot);
 }
 
 std::optional<Slot> S3FifoPolicy::victim() {
@@ -60,56 +63,28 @@ std::optional<Slot> S3FifoPolicy::victim() {
       move_to_main(slot);
     } else {
       --node.hits;
-      unlink(slot);
-      link_newest(slot);
+      list_of(slot).unlink(nodes_, slot);
+      list_of(slot).link_newest(nodes_, slot);
     }
   }
 }
 
 Slot S3FifoPolicy::coldest(Queue queue) {
-  Slot slot = queues_[queue].oldest;
-  while (slot != kNone && nodes_[slot].pinned) {
-    unlink(slot);
-    nodes_[slot].place = Place::kParked;
-    slot = queues_[queue].oldest;
+  RecencyList& list = queues_[queue].list;
+  while (list.oldest != kNone && nodes_[list.oldest].pinned) {
+    nodes_[list.oldest].place = Place::kParked;
+    list.unlink(nodes_, list.oldest);
   }
-  return slot;
+  return list.oldest;
 }
 
 void S3FifoPolicy::move_to_main(Slot slot) {
-  unlink(slot);
+  queues_[kSmall].list.unlink(nodes_, slot);
   --queues_[kSmall].known;
   ++queues_[kMain].known;
   nodes_[slot].queue = kMain;
   nodes_[slot].hits = 0;
-  link_newest(slot);
-}
-
-void S3FifoPolicy::link_newest(Slot slot) {
-  Node& node = nodes_[slot];
-  Ends& ends = queues_[node.queue];
-  node.place = Place::kQueued;
-  node.newer = kNone;
-  node.older = ends.newest;
-  (ends.newest == kNone ? ends.oldest : nodes_[ends.newest].newer) = slot;
-  ends.newest = slot;
-}
-
-void S3FifoPolicy::link_oldest(Slot slot) {
-  Node& node = nodes_[slot];
-  Ends& ends = queues_[node.queue];
-  node.place = Place::kQueued;
-  node.older = kNone;
-  node.newer = ends.oldest;
-  (ends.oldest == kNone ? ends.newest : nodes_[ends.oldest].older) = slot;
-  ends.oldest = slot;
-}
-
-void S3FifoPolicy::unlink(Slot slot) {
-  const Node& node = nodes_[slot];
-  Ends& ends = queues_[node.queue];
-  (node.newer == kNone ? ends.newest : nodes_[node.newer].older) = node.older;
-  (node.older == kNone ? ends.oldest : nodes_[node.older].newer) = node.newer;
+  queues_[kMain].list.link_newest(nodes_, slot);
 }
 
 }  // namespace kv_offload

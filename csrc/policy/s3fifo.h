@@ -14,6 +14,7 @@
 #include "base/table_vector.h"
 #include "policy/eviction_policy.h"
 #include "policy/ghost_list.h"
+#include "policy/recency_list.h"
 
 namespace kv_offload {
 
@@ -29,7 +30,7 @@ class S3FifoPolicy final : public EvictionPolicy {
   std::string_view name() const override { return "s3fifo"; }
 
  private:
-  static constexpr Slot kNone = 0xFFFFFFFFu;
+  static constexpr Slot kNone = RecencyList::kNone;
   static constexpr std::uint8_t kMaxHits = 3;
   static constexpr int kMaxSteps = 256;
   enum Queue : std::uint8_t { kSmall, kMain };
@@ -44,21 +45,18 @@ class S3FifoPolicy final : public EvictionPolicy {
     std::uint8_t hits = 0;
     bool pinned = false;
   };
-  struct Ends {
-    Slot newest = kNone;
-    Slot oldest = kNone;
+  struct Members {
+    RecencyList list;
     std::size_t known = 0;  // parked ones too
   };
 
-  void link_newest(Slot slot);
-  void link_oldest(Slot slot);
-  void unlink(Slot slot);
+  RecencyList& list_of(Slot slot) { return queues_[nodes_[slot].queue].list; }
   // Parks what is pinned at the cold end; the coldest of the rest, or kNone.
   Slot coldest(Queue queue);
   void move_to_main(Slot slot);
 
   TableVector<Node> nodes_;
-  std::array<Ends, 2> queues_;
+  std::array<Members, 2> queues_;
   GhostList ghosts_;
 };
 
