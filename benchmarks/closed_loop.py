@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "slow_disk"))
 
 from local_server import LocalServer, kv_transfer_config
-from reporting import describe_machine, say, write_results
+from reporting import describe_machine, interval_of_median, say, write_results
 from same_for_all import environment
 from slow_disk import SlowDisk, build
 from tiny_model import make_model
@@ -84,13 +84,6 @@ def load(
     taken = time.perf_counter() - began
     flat = [value for own in latencies for value in own]
     return Round(len(flat) / taken, flat)
-
-
-def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """The 95% bootstrap interval of the median."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return medians[50], medians[-51]
 
 
 def draw_rounds(path: Path, rounds: dict[str, list[Round]], ratio: float, frozen: bool) -> None:
@@ -184,7 +177,7 @@ def main() -> None:
         one.requests_per_second / other.requests_per_second
         for one, other in zip(rounds["with"], rounds["without"], strict=True)
     ]
-    low, high = interval(ratios)
+    low, high = interval_of_median(ratios)
     aim = AIM_FROZEN if arguments.frozen_disk else AIM
     ratio = statistics.median(ratios)
     times = {name: [value for each in rounds[name] for value in each.latencies] for name in NAMES}

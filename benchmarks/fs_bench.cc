@@ -27,6 +27,8 @@ namespace {
 using bench::key_of;
 using bench::now;
 
+constexpr std::uint64_t kWarmUp = 32;  // records
+
 double seconds(const timeval& time) {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) / 1e6;
 }
@@ -102,12 +104,16 @@ double run(Tier& tier, OpKind kind, std::uint64_t first, std::uint64_t count, co
 void bench_io(const std::string& root, std::uint64_t record, std::uint64_t total, unsigned threads,
               const std::string& memory) {
   FsTierOptions options = options_for(root);
-  options.n_read_threads = options.n_write_threads = threads;
+  options.n_write_threads = threads;
   const Rows rows(memory, record);
   const std::uint64_t count = total / record;
-  const auto tier = make_fs_tier(options);
-  // A root in use has its directories: small records make them.
-  (void)run(*tier, OpKind::kWrite, count, std::uint64_t{8} * layout::kLeaves, Rows(memory, kPageBytes));
+  auto tier = make_fs_tier(options);
+  // A root in use has its directories, and the tier its buffers: others before make them.
+  std::uint64_t others = count;
+  (void)run(*tier, OpKind::kWrite, others, std::uint64_t{8} * layout::kLeaves, Rows(memory, kPageBytes));
+  others += std::uint64_t{8} * layout::kLeaves;
+  (void)run(*tier, OpKind::kWrite, others, kWarmUp, rows);
+  ::sync();
   const double write_seconds = run(*tier, OpKind::kWrite, 0, count, rows);
   // Nothing of what was read may come from memory.
   for (const auto& entry : std::filesystem::recursive_directory_iterator(root)) {
@@ -116,6 +122,13 @@ void bench_io(const std::string& root, std::uint64_t record, std::uint64_t total
     ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
     ::close(fd);
   }
+  // Writing threads read too: together as many as are to be in flight. By a tier that has learnt as well.
+  tier.reset();
+  options.n_write_threads = 1;
+  options.n_read_threads = threads - 1;
+  tier = make_fs_tier(options);
+  while (!tier->stats().scan_complete) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  (void)run(*tier, OpKind::kRead, others, kWarmUp, rows);
   const double read_seconds = run(*tier, OpKind::kRead, 0, count, rows);
   const TierStats stats = tier->stats();
   const auto bytes = static_cast<double>(count * record);

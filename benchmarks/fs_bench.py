@@ -3,8 +3,9 @@
 Baseline, in the same run and on the same path: the better of fio's libaio and io_uring with O_DIRECT,
 the same bytes, one new file per record where the record size allows it, the same number in flight; and
 vLLM's own batch calls (vllm_fs_io.py), which take no checksums. Ours and vLLM's use the same memory, a file
-in /dev/shm as in serving: how its pages lie in the machine is half of the speed here. Each round runs the
-engines one after another; the medians over the rounds are compared.
+in /dev/shm as in serving: how its pages lie in the machine is half of the speed here. Each round runs all of
+them, another one first each time; a ratio is the median of the rounds' ratios, because the device's speed
+wanders by more from minute to minute than any of them differ.
 
     python benchmarks/fs_bench.py --program build/fs_bench --directory /path/on/the/disk
 """
@@ -22,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from reporting import describe_machine, write_results
+from reporting import describe_machine, interval_of_median, write_results
 
 ENGINES = ("libaio", "io_uring")
 ALL = ("ours", "vllm", *ENGINES)
@@ -69,14 +70,14 @@ def fill(memory: Path, size: int) -> None:
 def measure(
     program: Path, directory: Path, record: int, total: int, threads: int, rounds: int
 ) -> dict[str, Any]:
-    """Medians of ours and of each fio engine, and the ratio to the better engine."""
+    """Medians of each, and the ratios to the better engine of fio's and to vLLM's."""
     samples: dict[str, list[float]] = {}
     vllm_program = Path(__file__).parent / "vllm_fs_io.py"
     for done in range(rounds):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
             memory = Path(shared) / "rows"
             fill(memory, threads * ROWS * record)
-            for name in ALL:
+            for name in (*ALL[done % len(ALL) :], *ALL[: done % len(ALL)]):
                 with tempfile.TemporaryDirectory(dir=directory) as scratch:
                     at = Path(scratch)
                     rates = {}
@@ -102,12 +103,23 @@ def measure(
     result: dict[str, Any] = {"record_bytes": record, "threads": threads, "rounds": rounds}
     for direction in ("write", "read"):
         best = max(ENGINES, key=lambda engine: medians[f"{engine} {direction}"])
+        ratios = {
+            name: [
+                mine / other
+                for mine, other in zip(
+                    samples[f"ours {direction}"], samples[f"{name} {direction}"], strict=True
+                )
+            ]
+            for name in (best, "vllm")
+        }
         result[direction] = {
             "ours": medians[f"ours {direction}"],
             **{engine: medians[f"{engine} {direction}"] for engine in ALL[1:]},
             "baseline": f"fio {best}",
-            "ratio": medians[f"ours {direction}"] / medians[f"{best} {direction}"],
-            "times_vllm": medians[f"ours {direction}"] / medians[f"vllm {direction}"],
+            "ratio": statistics.median(ratios[best]),
+            "ratio_interval": interval_of_median(ratios[best]),
+            "times_vllm": statistics.median(ratios["vllm"]),
+            "times_vllm_interval": interval_of_median(ratios["vllm"]),
             "samples": {engine: samples[f"{engine} {direction}"] for engine in ALL},
         }
     return result
@@ -156,7 +168,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, required=True, help="a directory on the disk to measure")
     parser.add_argument("--total", type=int, default=1 << 30, help="bytes per measurement")
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.5, 1, 2, 4, 8], help="records, MiB")
     parser.add_argument("--start", type=int, nargs="*", default=[100_000, 1_000_000], help="records at start")
     parser.add_argument("--name", default="fs_bench", help="of the result files")
@@ -173,10 +185,13 @@ def main() -> None:
         results["io"].append(found)
         for direction in ("write", "read"):
             entry = found[direction]
+            low, high = entry["ratio_interval"]
+            vllm_low, vllm_high = entry["times_vllm_interval"]
             print(
-                f"{size:>4g} MiB {direction:5}: {entry['ours'] / 1e9:6.2f} GB/s, {entry['baseline']} "
-                f"{entry[entry['baseline'].split()[1]] / 1e9:6.2f} GB/s, ratio {entry['ratio']:.2f}; "
-                f"vLLM {entry['vllm'] / 1e9:6.2f} GB/s, times vLLM's {entry['times_vllm']:.2f}",
+                f"{size:>4g} MiB {direction:5}: {entry['ours'] / 1e9:6.2f} GB/s; {entry['baseline']} "
+                f"{entry[entry['baseline'].split()[1]] / 1e9:6.2f}, ratio {entry['ratio']:.2f} "
+                f"(95%: {low:.2f} to {high:.2f}); vLLM {entry['vllm'] / 1e9:6.2f}, "
+                f"ratio {entry['times_vllm']:.2f} (95%: {vllm_low:.2f} to {vllm_high:.2f})",
                 flush=True,
             )
     for records in options.start:

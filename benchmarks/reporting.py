@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import re
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +40,13 @@ def describe_machine() -> dict[str, Any]:
 def say(text: str) -> None:
     """A line of progress with the seconds since the start."""
     print(f"[{time.monotonic() - _BEGAN:6.1f} s] {text}", flush=True)
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Between which the median lies with 95% confidence (bootstrap)."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
+    return medians[50], medians[-51]
 
 
 def draw_bars(

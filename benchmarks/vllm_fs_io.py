@@ -19,6 +19,8 @@ from pathlib import Path
 
 from vllm.v1.kv_offload.tiering.fs import io
 
+WARM_UP = 32  # records, as ours
+
 
 def main() -> None:
     directory = Path(sys.argv[1])
@@ -47,6 +49,9 @@ def main() -> None:
 
     for number in range(256):  # as ours: a directory in use has them
         (directory / f"{number:02x}").mkdir(exist_ok=True)
+    paths = [str(directory / "00" / f"other-{index}.bin") for index in range(WARM_UP)]
+    io.batch_store_block(paths, view, [index % rows * record for index in range(WARM_UP)], record, True)
+    os.sync()
     write = timed(io.batch_store_block)
     for path in directory.rglob("*.bin"):
         descriptor = os.open(path, os.O_RDONLY)
