@@ -103,6 +103,10 @@ double run(Tier& tier, OpKind kind, std::uint64_t first, std::uint64_t count, co
 
 void bench_io(const std::string& root, std::uint64_t record, std::uint64_t total, unsigned threads,
               const std::string& memory) {
+  if (threads < 2) {  // one of them must be able to write
+    fmt::print(stderr, "{} threads were given; give at least 2\n", threads);
+    std::exit(2);
+  }
   FsTierOptions options = options_for(root);
   options.n_write_threads = threads;
   const Rows rows(memory, record);
@@ -123,7 +127,7 @@ void bench_io(const std::string& root, std::uint64_t record, std::uint64_t total
     ::close(fd);
   }
   // Writing threads read too: together as many as are to be in flight. By a tier that has learnt as well.
-  tier.reset();
+  tier = nullptr;
   options.n_write_threads = 1;
   options.n_read_threads = threads - 1;
   tier = make_fs_tier(options);

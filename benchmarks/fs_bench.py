@@ -103,13 +103,9 @@ def measure(
     result: dict[str, Any] = {"record_bytes": record, "threads": threads, "rounds": rounds}
     for direction in ("write", "read"):
         best = max(ENGINES, key=lambda engine: medians[f"{engine} {direction}"])
+        ours = samples[f"ours {direction}"]
         ratios = {
-            name: [
-                mine / other
-                for mine, other in zip(
-                    samples[f"ours {direction}"], samples[f"{name} {direction}"], strict=True
-                )
-            ]
+            name: [mine / other for mine, other in zip(ours, samples[f"{name} {direction}"], strict=True)]
             for name in (best, "vllm")
         }
         result[direction] = {
@@ -167,7 +163,7 @@ def main() -> None:
     parser.add_argument("--program", type=Path, required=True, help="the built fs_bench")
     parser.add_argument("--directory", type=Path, required=True, help="a directory on the disk to measure")
     parser.add_argument("--total", type=int, default=1 << 30, help="bytes per measurement")
-    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=4, help="in flight, at least 2")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.5, 1, 2, 4, 8], help="records, MiB")
     parser.add_argument("--start", type=int, nargs="*", default=[100_000, 1_000_000], help="records at start")
