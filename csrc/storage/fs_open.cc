@@ -235,13 +235,17 @@ bool count_new_root(FileOps& ops, const OpenRoot& open) {
   return open.ledger->finish_recount(count_tree(ops, open.root.get(), ".", options, stop)).is_ok();
 }
 
+std::string next_temporary(const std::string& prefix, std::uint64_t writer) {
+  static std::atomic<std::uint64_t> next{1};  // a name that others have is seen by who uses it
+  return prefix + layout::temporary_name(writer, next.fetch_add(1));
+}
+
 }  // namespace
 
 int create_temporary(FileOps& ops, int directory, const std::string& prefix, int flags, std::uint64_t writer,
                      Fd* fd, std::string* path) {
-  static std::atomic<std::uint64_t> next{1};  // names only; uniqueness is O_EXCL's
   for (int attempt = 0; attempt < 100; ++attempt) {
-    *path = prefix + layout::temporary_name(writer, next.fetch_add(1));
+    *path = next_temporary(prefix, writer);
     int error = 0;
     *fd = open_fd(ops, directory, *path, flags | O_CREAT | O_EXCL | O_NOFOLLOW, 0600, &error);
     if (!*fd && error == EEXIST) continue;
@@ -256,6 +260,21 @@ int create_temporary(FileOps& ops, int directory, const std::string& prefix, int
     if (known < 0) return known;
   }
   return -EBUSY;
+}
+
+int rename_to_temporary(FileOps& ops, int directory, const std::string& from, const std::string& prefix,
+                        int flags, std::uint64_t writer, Fd* fd, std::string* path) {
+  *path = next_temporary(prefix, writer);
+  if (const int rc = ops.rename(directory, from, *path, false); rc < 0) return rc;
+  int error = 0;
+  Fd opened = open_fd(ops, directory, *path, flags | O_NOFOLLOW | O_NONBLOCK, 0, &error);
+  FileInfo info;
+  // A sweeper may have come between the rename and the lock: no name is left then.
+  if (opened && lock_file(ops, opened.get(), LOCK_EX | LOCK_NB) == 0 && ops.fstat(opened.get(), &info) == 0 &&
+      info.is_regular() && info.links == 1 && info.owner == ::geteuid()) {
+    *fd = std::move(opened);
+  }
+  return 0;
 }
 
 int open_generation(FileOps& ops, int namespace_directory, const std::string& namespace_path,

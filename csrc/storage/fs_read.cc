@@ -70,6 +70,9 @@ Status FsStore::read_file(const TierOp& op, const Generation& generation, std::u
   Status status = staging_.read(ops_, fd.get(), page.span(), op.shards, direct, shown, &checksum);
   if (status)
     status = verify_record(page.span(), options_.namespace_id, op.key, op.group, op.shards, checksum);
+  // Another process may have evicted it meanwhile and written another record into its file.
+  if (status.kind() == StatusKind::kCorrupt && !leads_to(ops_, generation.directory.get(), path, info.inode))
+    status = Status::error(StatusKind::kNotFound, "evicted while it was read");
   if (status || !status.path().empty()) return status;
   return Status::error(status.kind(), status.message(), status.error_number(), shown);
 }
@@ -87,8 +90,7 @@ void FsStore::drop_corrupt(const ChunkKey& key, const std::shared_ptr<Generation
   FileInfo info;
   if (ops_.stat(generation->directory.get(), path, &info) != 0 || info.inode != inode) return;
   const MutexLock lock(evict_mutex_);
-  std::uint64_t freed = 0;
-  (void)remove_file(*generation, path, &freed);
+  (void)remove_file(*generation, path);
 }
 
 void FsStore::drop_vanished(const ChunkKey& key, const std::shared_ptr<Generation>& generation) {
@@ -113,8 +115,7 @@ Status FsStore::remove(const TierOp& op) {
   if (!ref) return Status::error(StatusKind::kNotFound, "no record of this key");
   const std::string path = layout::record_path(op.key, ref->file_bytes);
   const MutexLock lock(evict_mutex_);
-  std::uint64_t freed = 0;
-  const int rc = remove_file(*generation, path, &freed);
+  const int rc = remove_file(*generation, path);
   return rc == 0 ? Status::ok() : Status::from_errno(-rc, "remove", generation->path + "/" + path);
 }
 

@@ -244,7 +244,8 @@ void FsStore::tick() {
     garbage_exhausted_.store(false);
     // A little at a time: who asked may be gone.
     const std::uint64_t wanted = std::min(open_.ledger->take_room_requests(), options_.max_bytes / 16);
-    if (wanted > 0 && reserve(wanted)) account_.settle(wanted, 0, {});
+    Reservation room(account_);
+    if (wanted > 0) (void)reserve(wanted, nullptr, &room);
   } else {
     (void)open_.ledger->refresh();
   }

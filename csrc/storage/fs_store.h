@@ -64,12 +64,22 @@ class FsStore {
  private:
   enum class LeafState : std::uint8_t { kUnknown, kProbing, kKnown };
 
+  // A record in the making.
+  struct Draft {
+    std::shared_ptr<Generation> generation;
+    std::uint32_t leaf = 0;
+    std::uint64_t file_bytes = 0;
+    bool direct = false;
+    // Its temporary, once there is one: a new file, or that of an evicted record of the same size.
+    Fd fd;
+    std::string path;
+  };
+
   // fs_write.cc
-  Status write_record(const TierOp& op, const std::shared_ptr<Generation>& generation, bool replace,
-                      Reservation* reservation);
+  Status write_record(const TierOp& op, bool replace, Draft* draft, Reservation* reservation);
   Status make_leaf(const Generation& generation, std::uint32_t leaf, Reservation* reservation);
-  Status open_temporary(const Generation& generation, std::uint32_t leaf, bool direct,
-                        Reservation* reservation, Fd* fd, std::string* path);
+  Status open_temporary(Draft* draft, Reservation* reservation);
+  void discard(const Draft& draft, Reservation* reservation);
   Status put_in_place(const Generation& generation, const std::string& temporary, const std::string& path,
                       std::uint64_t file_bytes, std::uint64_t disk_bytes, Reservation* reservation);
   Status sync_names(const Generation& generation, const std::string& path);
@@ -83,14 +93,19 @@ class FsStore {
   void drop_vanished(const ChunkKey& key, const std::shared_ptr<Generation>& generation);
 
   // fs_evict.cc
-  Status reserve(std::uint64_t bytes);
-  bool make_room(std::uint64_t bytes) EXCLUDES(evict_mutex_);
-  bool evict_own(std::uint64_t* freed) REQUIRES(evict_mutex_);  // one record; false when there is none
+  // What has to go for it stays on the account, as part of the reservation: nobody else takes the room. draft
+  // (or null) may take over the file of a record.
+  Status reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation);
+  bool make_room(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(evict_mutex_);
+  // One record; false when there is none.
+  bool evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) REQUIRES(evict_mutex_);
+  bool take_over(const std::string& path, const std::string& leaf, Draft* draft, std::uint64_t* freed)
+      REQUIRES(evict_mutex_);
   std::uint64_t reclaim_others(std::uint64_t enough, bool even_open) REQUIRES(evict_mutex_);
   void reclaim_old_generations(const std::string& name, std::uint64_t below) EXCLUDES(evict_mutex_);
-  // Off the disk and off the account. 0 or -errno; a file that is gone already is no error.
-  int remove_file(const Generation& generation, const std::string& path, std::uint64_t* freed)
-      REQUIRES(evict_mutex_);
+  // 0 or -errno; a file that is gone already is no error. The second: off the account, too.
+  int unlink_file(const Generation& generation, const std::string& path, std::uint64_t* freed);
+  int remove_file(const Generation& generation, const std::string& path) REQUIRES(evict_mutex_);
   // What is to be known before a file goes, so that its bytes come off the account once.
   struct Removal {
     Ledger::Epoch since;

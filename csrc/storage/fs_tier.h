@@ -6,13 +6,14 @@
 //     ledger, lease            byte account and evictor's lease shared by the processes
 //     <namespace hex>/namespace.json            readable, verified at open
 //     <namespace hex>/open                      locked (shared) by all that have it open
-//     <namespace hex>/g<generation>/ab/cd/<key hex>.<size>.rec
+//     <namespace hex>/g<generation>/ab/<key hex>.<size>.rec
 //     .../<same directory>/.tmp-<pid>-<writer>-<n>   temporaries, counted; locked by
 //                                               their writer, swept when they are not
 // Other files under the root count against the bound and are left alone.
 //
 // write: reserve bytes -> temporary -> (fsync) -> rename -> catalogue. A failed
-// write leaves no temporary and no entry. read: open, verify length, header, key,
+// write leaves no temporary and no entry. In a full root the temporary is the file
+// of an evicted record of the same size, but with fsync. read: open, verify length, header, key,
 // checksum. A proven-bad record is removed; an unreadable one is a failure with
 // back-off, not deleted. O_DIRECT from and into the shards where the root
 // supports it (probed), buffered otherwise, both counted.

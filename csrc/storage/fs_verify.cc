@@ -41,23 +41,15 @@ Status verify_payload(int fd, const RecordHeader& header, const std::string& pat
                                    header.payload_checksum));
 }
 
-}  // namespace
-
-Status verify_record_file(const std::string& path, std::uint64_t named_bytes, const std::string& namespace_id,
-                          const std::string& key) {
-  FileOps& ops = posix_file_ops();
-  int error = 0;
-  const Fd fd = open_fd(ops, AT_FDCWD, path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0, &error);
-  if (!fd) return Status::from_errno(error, "open", path);
-  FileInfo file;
-  if (const int rc = ops.fstat(fd.get(), &file); rc < 0) return Status::from_errno(-rc, "stat", path);
-  if (!file.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, path);
+Status verify_open_file(const Fd& fd, const FileInfo& file, const std::string& path,
+                        std::uint64_t named_bytes, const std::string& namespace_id, const std::string& key) {
   if (file.size != named_bytes) {
     return Status::error(StatusKind::kCorrupt,
                          fmt::format("{} bytes long, its name says {}", file.size, named_bytes));
   }
   const AlignedBuffer page(kRecordHeaderBytes);
-  Status status = transfer_all(ops, fd.get(), {{page.data(), page.size()}}, Transfer::kRead, false, path);
+  Status status =
+      transfer_all(posix_file_ops(), fd.get(), {{page.data(), page.size()}}, Transfer::kRead, false, path);
   RecordHeader header;
   if (status) status = decode_header(page.span(), &header);
   if (!status) return status;
@@ -69,6 +61,24 @@ Status verify_record_file(const std::string& path, std::uint64_t named_bytes, co
     return Status::error(StatusKind::kCorrupt, "the header is of another namespace or key");
   }
   return verify_payload(fd.get(), header, path);
+}
+
+}  // namespace
+
+Status verify_record_file(const std::string& path, std::uint64_t named_bytes, const std::string& namespace_id,
+                          const std::string& key) {
+  FileOps& ops = posix_file_ops();
+  int error = 0;
+  const Fd fd = open_fd(ops, AT_FDCWD, path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0, &error);
+  if (!fd) return Status::from_errno(error, "open", path);
+  FileInfo file;
+  if (const int rc = ops.fstat(fd.get(), &file); rc < 0) return Status::from_errno(-rc, "stat", path);
+  if (!file.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, path);
+  const Status status = verify_open_file(fd, file, path, named_bytes, namespace_id, key);
+  // A server may have evicted it meanwhile and written another record into its file.
+  if (status.kind() == StatusKind::kCorrupt && !leads_to(ops, AT_FDCWD, path, file.inode))
+    return Status::error(StatusKind::kNotFound, "evicted while it was read");
+  return status;
 }
 
 std::int64_t record_created(const std::string& path) {

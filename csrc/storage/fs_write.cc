@@ -30,34 +30,37 @@ bool FsStore::aligned(std::span<const Shard> shards) {
 
 Status FsStore::write(const TierOp& op, std::uint64_t* moved) {
   const std::uint64_t payload = padded_payload_bytes(op.shards);
-  const std::uint64_t file_bytes = kRecordHeaderBytes + payload;
-  std::shared_ptr<Generation> generation;
+  Draft draft;
+  draft.leaf = layout::leaf_of(op.key);
+  draft.file_bytes = kRecordHeaderBytes + payload;
+  draft.direct = open_.direct && aligned(op.shards);
   bool replace = false;
   {
     const MutexLock lock(mutex_);
-    generation = generation_;
-    if (!generation) return Status::error(StatusKind::kUnavailable, "a reset is under way");
+    draft.generation = generation_;
+    if (!generation_) return Status::error(StatusKind::kUnavailable, "a reset is under way");
     if (catalogue_.offers(op.key, clock_.now())) return Status::ok();
     replace = catalogue_.holds(op.key);  // backing off: better written anew
   }
-  Status status = reserve(file_bytes + kOverhead);
-  if (status) {
-    Reservation reservation(account_, file_bytes + kOverhead);
-    status = write_record(op, generation, replace, &reservation);
+  Status status;
+  {
+    Reservation reservation(account_);
+    status = reserve(draft.file_bytes + kOverhead, &draft, &reservation);
+    if (status) status = write_record(op, replace, &draft, &reservation);
+    if (!status) discard(draft, &reservation);
   }
   if (!status) return status;
   const MutexLock lock(mutex_);
-  if (generation != generation_) {
+  if (draft.generation != generation_) {
     return Status::error(StatusKind::kCancelled, "the tier was reset meanwhile");
   }
-  catalogue_.insert({op.key, file_bytes}, op.about);
+  catalogue_.insert({op.key, draft.file_bytes}, op.about);
   catalogue_.read_succeeded(op.key);
   *moved = payload;
   return Status::ok();
 }
 
-Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>& generation, bool replace,
-                             Reservation* reservation) {
+Status FsStore::write_record(const TierOp& op, bool replace, Draft* draft, Reservation* reservation) {
   zero_padding(op.shards);
   RecordHeader header;
   header.namespace_id = options_.namespace_id;
@@ -67,59 +70,63 @@ Status FsStore::write_record(const TierOp& op, const std::shared_ptr<Generation>
   header.payload_bytes = padded_payload_bytes(op.shards);
   header.created_unix_nanos = unix_nanos();
 
-  const std::uint32_t leaf = layout::leaf_of(op.key);
-  const std::string path = layout::record_path(op.key, kRecordHeaderBytes + header.payload_bytes);
-  const std::string shown = generation->path + "/" + path;
-  const bool direct = open_.direct && aligned(op.shards);
-  Fd fd;
-  std::string temporary;
-  if (Status status = open_temporary(*generation, leaf, direct, reservation, &fd, &temporary); !status) {
-    return status;
-  }
-  (direct ? direct_ops_ : buffered_ops_).fetch_add(1, std::memory_order_relaxed);
-  Status status = staging_.write(ops_, fd.get(), header, op.shards, direct, shown);
+  const Generation& generation = *draft->generation;
+  const std::string path = layout::record_path(op.key, draft->file_bytes);
+  const std::string shown = generation.path + "/" + path;
+  // The file of an evicted record lies in the directory that it lay in.
+  const Status opened =
+      draft->fd ? make_leaf(generation, draft->leaf, reservation) : open_temporary(draft, reservation);
+  if (!opened) return opened;
+  (draft->direct ? direct_ops_ : buffered_ops_).fetch_add(1, std::memory_order_relaxed);
+  Status status = staging_.write(ops_, draft->fd.get(), header, op.shards, draft->direct, shown);
   if (status && options_.fsync != FsyncMode::kNone) {
-    const int rc = ops_.fsync(fd.get(), options_.fsync == FsyncMode::kData);
+    const int rc = ops_.fsync(draft->fd.get(), options_.fsync == FsyncMode::kData);
     if (rc < 0) status = Status::from_errno(-rc, "fsync", shown);
   }
+  if (!status) return status;
   FileInfo info;
-  if (const int rc = ops_.fstat(fd.get(), &info); rc < 0 && status)
-    status = Status::from_errno(-rc, "stat", shown);
-  if (status && replace) {
+  if (const int rc = ops_.fstat(draft->fd.get(), &info); rc < 0)
+    return Status::from_errno(-rc, "stat", shown);
+  if (replace) {
     // Only now that there is another. Before the mark, or a count would pass by what is taken off here.
     const MutexLock lock(evict_mutex_);
-    std::uint64_t freed = 0;
-    const int rc = remove_file(*generation, path, &freed);
-    if (rc < 0) status = Status::from_errno(-rc, "replace", shown);
+    const int rc = remove_file(generation, path);
+    if (rc < 0) return Status::from_errno(-rc, "replace", shown);
   }
   reservation->mark(path);
-  if (status)
-    status = put_in_place(*generation, temporary, path, kRecordHeaderBytes + header.payload_bytes,
-                          info.disk_bytes, reservation);
-  if (!status) {
-    int rc = ops_.unlink(generation->directory.get(), temporary);
-    if (rc < 0 && rc != -ENOENT) rc = ops_.unlink(generation->directory.get(), temporary);
-    // Still there: it stays on the account, to be swept with the dead.
-    if (rc < 0 && rc != -ENOENT) reservation->used += info.disk_bytes;
-    return status;
-  }
-  note_leaf_growth(*generation, leaf, reservation);
-  return Status::ok();
+  status = put_in_place(generation, draft->path, path, draft->file_bytes, info.disk_bytes, reservation);
+  if (status) note_leaf_growth(generation, draft->leaf, reservation);
+  return status;
 }
 
-Status FsStore::open_temporary(const Generation& generation, std::uint32_t leaf, bool direct,
-                               Reservation* reservation, Fd* fd, std::string* path) {
-  const std::string prefix = layout::leaf_path(leaf) + '/';
-  const int flags = O_WRONLY | (direct ? O_DIRECT : 0);
+// After a failure anywhere. What stays all the same stays on the account, to be swept with the dead.
+void FsStore::discard(const Draft& draft, Reservation* reservation) {
+  if (!draft.fd) return;
+  const int directory = draft.generation->directory.get();
+  FileInfo info;
+  if (ops_.fstat(draft.fd.get(), &info) != 0) info.disk_bytes = draft.file_bytes;
+  int rc = ops_.unlink(directory, draft.path);
+  if (rc < 0 && rc != -ENOENT) rc = ops_.unlink(directory, draft.path);
+  if (rc < 0 && rc != -ENOENT) reservation->used += info.disk_bytes;
+}
+
+Status FsStore::open_temporary(Draft* draft, Reservation* reservation) {
+  const Generation& generation = *draft->generation;
+  const std::string prefix = layout::leaf_path(draft->leaf) + '/';
+  const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
+  Fd fd;
   int rc = 0;
   // Twice: a reclaimer may remove the empty directory just made.
   for (int attempt = 0; attempt < 3; ++attempt) {
-    rc = create_temporary(ops_, generation.directory.get(), prefix, flags, open_.writer, fd, path);
+    rc = create_temporary(ops_, generation.directory.get(), prefix, flags, open_.writer, &fd, &draft->path);
     if (rc != -ENOENT) break;
-    if (Status status = make_leaf(generation, leaf, reservation); !status) return status;
+    if (Status status = make_leaf(generation, draft->leaf, reservation); !status) return status;
   }
-  if (rc == 0) return Status::ok();
-  Status status = Status::from_errno(-rc, "create", generation.path + "/" + *path);
+  if (rc == 0) {
+    draft->fd = std::move(fd);
+    return Status::ok();
+  }
+  Status status = Status::from_errno(-rc, "create", generation.path + "/" + draft->path);
   // ENOENT on a write is no missing record: the directory went away (reset).
   if (rc == -ENOENT) status = Status::error(StatusKind::kIo, status.message(), ENOENT, status.path());
   return status;

@@ -9,6 +9,11 @@ Status WriteAccount::reserve(std::uint64_t bytes, std::uint64_t* missing) {
   return status;
 }
 
+void WriteAccount::adopt(std::uint64_t bytes) {
+  const MutexLock lock(mutex_);
+  in_flight_ += bytes;
+}
+
 void WriteAccount::mark(const std::string& path) {
   const MutexLock lock(mutex_);
   marks_[path] = true;

@@ -23,6 +23,9 @@ class WriteAccount {
 
   // As Ledger::reserve.
   Status reserve(std::uint64_t bytes, std::uint64_t* missing) EXCLUDES(mutex_);
+  // Bytes that are on the account as a record's become part of a reservation. REQUIRES: they were counted
+  // by the count that runs, if one does, or it has yet to begin.
+  void adopt(std::uint64_t bytes) EXCLUDES(mutex_);
   // This path below the generation is about to appear on behalf of a reservation.
   void mark(const std::string& path) EXCLUDES(mutex_);
   // Ends a reservation: `used` of it stays; its marks go when no count needs them.
@@ -48,17 +51,29 @@ class WriteAccount {
 
 // What one write holds. Settles when it dies.
 struct Reservation {
-  Reservation(WriteAccount& to, std::uint64_t bytes) : account(to), reserved(bytes) {}
+  explicit Reservation(WriteAccount& to) : account(to) {}
   ~Reservation() { account.settle(reserved, used, marks); }
   Reservation(const Reservation&) = delete;
   Reservation& operator=(const Reservation&) = delete;
+  // Asks for what is missing to `bytes` in all.
+  Status grow_to(std::uint64_t bytes, std::uint64_t* missing) {
+    *missing = 0;
+    if (reserved >= bytes) return Status::ok();
+    const Status status = account.reserve(bytes - reserved, missing);
+    if (status) reserved = bytes;
+    return status;
+  }
+  void adopt(std::uint64_t bytes) {
+    account.adopt(bytes);
+    reserved += bytes;
+  }
   void mark(const std::string& path) {
     account.mark(path);
     marks.push_back(path);
   }
 
   WriteAccount& account;
-  const std::uint64_t reserved;
+  std::uint64_t reserved = 0;
   std::uint64_t used = 0;
   std::vector<std::string> marks;
 };

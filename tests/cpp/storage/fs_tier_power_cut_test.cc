@@ -175,6 +175,15 @@ TEST(PowerCut, synced_data_is_never_torn) {
   EXPECT_GT(lives.found, 0u);
 }
 
+// Also of records that were evicted, which may come back.
+TEST(PowerCut, synced_data_is_never_torn_in_a_full_root) {
+  SimDisk disk;
+  Lives lives(disk, {.fsync = FsyncMode::kData, .max_bytes = kSmallBound + (std::uint64_t{256} << 10)});
+  lives.live_until([&] { return lives.peak > kSmallBound; }, rounds(100), 300);
+  EXPECT_EQ(lives.wrong + lives.corrupt + lives.unswept + lives.above, 0u);
+  EXPECT_GT(lives.peak, kSmallBound) << "the bound was never reached";
+}
+
 TEST(PowerCut, fully_synced_records_are_all_there) {
   SimDisk disk;
   Lives lives(disk, {.fsync = FsyncMode::kFull});

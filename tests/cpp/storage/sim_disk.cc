@@ -116,7 +116,11 @@ SimDisk::NodePtr SimDisk::survivor(const NodePtr& node, std::map<const Node*, No
     if (!change.gone.empty()) entries.erase(change.gone);
     if (!change.made.empty()) entries[change.made] = change.node;
   }
-  for (const auto& [name, child] : entries) result->entries[name] = survivor(child, known);
+  for (const auto& [name, child] : entries) {
+    const bool other_name = known.contains(child.get());
+    NodePtr& entry = result->entries[name] = survivor(child, known);
+    entry->links += other_name;
+  }
   result->synced_entries = result->entries;
   return result;
 }
@@ -268,9 +272,14 @@ int SimDisk::rename(int directory, const std::string& from, const std::string& t
   if (target.node && keep_existing) return -EEXIST;
   if (!target.parent) return target.error;
   if (target.node && target.node->directory) return -EISDIR;
-  if (source.parent != target.parent) return -EXDEV;  // the tier never does that
   if (const int rc = change(); rc < 0) return rc;
-  change_name(*source.parent, source.name, target.name, source.node);
+  if (source.parent == target.parent) {
+    change_name(*source.parent, source.name, target.name, source.node);
+  } else {  // a power cut may leave it in both directories, or in none
+    ++source.node->links;
+    change_name(*source.parent, source.name, "", source.node);
+    change_name(*target.parent, "", target.name, source.node);
+  }
   return 0;
 }
 

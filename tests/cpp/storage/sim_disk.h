@@ -5,7 +5,7 @@
 // The model is the worst that POSIX allows: data is durable after fsync of the
 // file, a name after fsync of its directory; until then each 4 KiB page of a
 // file, its size and each change of a directory survives or not on its own, and
-// a page may be torn at 512 bytes. A rename is atomic. O_DIRECT is as volatile
+// a page may be torn at 512 bytes. A rename within a directory is atomic. O_DIRECT is as volatile
 // as the page cache (disks have caches too). No links, no symbolic links.
 //
 // Threads: any. power_cut and kill end the process on it: every call from then
