@@ -1,7 +1,10 @@
-// How fast are records written, read back from a cold cache, and found again at
-// start? One JSON object per line on stdout. fs_bench.py runs it beside fio.
+// How fast are records written, read back from a cold cache, written into a full
+// root, and found again at start? One JSON object per line on stdout. fs_bench.py
+// runs it beside fio, full_root.py runs `full` beside `replace`.
 //
 //   fs_bench io ROOT RECORD_BYTES TOTAL_BYTES THREADS MEMORY
+//   fs_bench full ROOT RECORD_BYTES TOTAL_BYTES THREADS MEMORY
+//   fs_bench replace DIRECTORY RECORD_BYTES TOTAL_BYTES THREADS MEMORY
 //   fs_bench start ROOT RECORDS
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -10,9 +13,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
+#include <map>
 #include <string>
 #include <thread>
 #include <vector>
@@ -31,6 +36,18 @@ constexpr std::uint64_t kWarmUp = 32;  // records
 
 double seconds(const timeval& time) {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) / 1e6;
+}
+
+// Of this process, so far.
+double cpu_seconds() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+[[noreturn]] void give_up(const std::string& what) {
+  fmt::print(stderr, "{}\n", what);
+  std::exit(1);
 }
 
 FsTierOptions options_for(const std::string& root) {
@@ -89,10 +106,7 @@ double run(Tier& tier, OpKind kind, std::uint64_t first, std::uint64_t count, co
     completions.clear();
     tier.poll(&completions, &removals);
     for (const Completion& completion : completions) {
-      if (!completion.status) {
-        fmt::print(stderr, "{}\n", completion.status.to_string());
-        std::exit(1);
-      }
+      if (!completion.status) give_up(completion.status.to_string());
       free_rows.push_back(row_of[completion.id]);
       ++ended;
     }
@@ -143,6 +157,80 @@ void bench_io(const std::string& root, std::uint64_t record, std::uint64_t total
       stats.buffered_ops);
 }
 
+void print_writes(std::uint64_t record, std::uint64_t count, double wall, double cpu) {
+  fmt::print("{{\"records\": {}, \"write_bytes_per_second\": {:.0f}, \"cpu_seconds_per_record\": {:.9f}}}\n",
+             count, static_cast<double>(count * record) / wall, cpu / static_cast<double>(count));
+}
+
+// A root of TOTAL bytes is filled; then so much is written that all of it goes.
+void bench_full(const std::string& root, std::uint64_t record, std::uint64_t total, unsigned threads,
+                const std::string& memory) {
+  FsTierOptions options = options_for(root);
+  options.max_bytes = total;
+  options.n_write_threads = threads;
+  const Rows rows(memory, record);
+  auto tier = make_fs_tier(options);
+  std::uint64_t written = 0;
+  const auto until_evicted = [&](std::uint64_t bytes) {
+    while (tier->stats().evicted_bytes < bytes) {
+      const std::uint64_t some = rows.count() / 2;
+      (void)run(*tier, OpKind::kWrite, written, some, rows);
+      written += some;
+    }
+  };
+  until_evicted(1);
+  // As after a restart: what is there has been counted.
+  tier = nullptr;
+  tier = make_fs_tier(options);
+  while (!tier->stats().scan_complete) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  until_evicted(kWarmUp * record);
+  ::sync();
+  const std::uint64_t count = total / record, evicted = tier->stats().evicted_bytes;
+  const double cpu_before = cpu_seconds();
+  const double wall = run(*tier, OpKind::kWrite, written, count, rows);
+  const double cpu = cpu_seconds() - cpu_before;
+  if (tier->stats().evicted_bytes - evicted < (count - 1) * record) give_up("the root was not full");
+  print_writes(record, count, wall, cpu);
+}
+
+// The same by plain calls and without a checksum: the oldest file goes, a new one is written and renamed.
+void bench_replace(const std::string& directory, std::uint64_t record, std::uint64_t total, unsigned threads,
+                   const std::string& memory) {
+  const Rows rows(memory, record);
+  const std::uint64_t count = total / record;
+  for (std::uint32_t leaf = 0; leaf < layout::kLeaves; ++leaf)
+    std::filesystem::create_directories(directory + "/" + layout::leaf_path(leaf));
+  const auto path_of = [&](std::uint64_t number) {
+    return directory + "/" + layout::record_path(key_of(number), record);
+  };
+  const auto write = [&](std::uint64_t number, bool replace, Shard row) {
+    if (replace && ::unlink(path_of(number - count).c_str()) != 0) give_up("unlink failed");
+    const std::string temporary = path_of(number) + ".tmp";
+    const int fd = ::open(temporary.c_str(), O_CREAT | O_EXCL | O_WRONLY | O_DIRECT, 0600);
+    if (fd < 0 || ::pwrite(fd, row.data(), record, 0) != static_cast<ssize_t>(record))
+      give_up("write failed");
+    ::close(fd);
+    if (::rename(temporary.c_str(), path_of(number).c_str()) != 0) give_up("rename failed");
+  };
+  const auto all = [&](std::uint64_t first, bool replace) {
+    std::atomic<std::uint64_t> next{0};
+    std::vector<std::thread> workers;
+    for (unsigned worker = 0; worker < threads; ++worker) {
+      workers.emplace_back([&, worker] {
+        std::size_t turn = 0;  // through its share of the rows
+        for (std::uint64_t at; (at = next.fetch_add(1)) < count;)
+          write(first + at, replace, rows[(turn++ * threads + worker) % rows.count()]);
+      });
+    }
+    for (std::thread& worker : workers) worker.join();
+  };
+  all(0, false);
+  ::sync();
+  const double cpu_before = cpu_seconds(), started = now();
+  all(count, true);
+  print_writes(record, count, now() - started, cpu_seconds() - cpu_before);
+}
+
 // Header-sized files with the names of records: start looks at nothing more.
 void make_records(const std::string& root, std::uint64_t count) {
   { const auto tier = make_fs_tier(options_for(root)); }
@@ -162,9 +250,7 @@ void make_records(const std::string& root, std::uint64_t count) {
 
 void bench_start(const std::string& root, std::uint64_t count) {
   make_records(root, count);
-  rusage before{};
-  ::getrusage(RUSAGE_SELF, &before);
-  const double cpu_before = seconds(before.ru_utime) + seconds(before.ru_stime);
+  const double cpu_before = cpu_seconds();
   const double started = now();
   const auto tier = make_fs_tier(options_for(root));
   const double opened = now();
@@ -179,9 +265,7 @@ void bench_start(const std::string& root, std::uint64_t count) {
   while (!tier->stats().scan_complete) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   const double ordered = now();
   const std::uint64_t chunks = tier->stats().chunks;
-  rusage usage{};
-  ::getrusage(RUSAGE_SELF, &usage);
-  const double cpu = seconds(usage.ru_utime) + seconds(usage.ru_stime) - cpu_before;
+  const double cpu = cpu_seconds() - cpu_before;
   const double lookups_started = now();
   std::uint64_t present = 0;
   constexpr std::uint64_t kLookups = 4096;
@@ -203,9 +287,12 @@ void bench_start(const std::string& root, std::uint64_t count) {
 
 int main(int argc, char** argv) {
   const std::vector<std::string> args(argv + 1, argv + argc);
-  if (args.size() == 6 && args[0] == "io") {
-    kv_offload::bench_io(args[1], std::stoull(args[2]), std::stoull(args[3]),
-                         static_cast<unsigned>(std::stoul(args[4])), args[5]);
+  using Bench = void (*)(const std::string&, std::uint64_t, std::uint64_t, unsigned, const std::string&);
+  const std::map<std::string, Bench> benches = {
+      {"io", kv_offload::bench_io}, {"full", kv_offload::bench_full}, {"replace", kv_offload::bench_replace}};
+  if (args.size() == 6 && benches.contains(args[0])) {
+    benches.at(args[0])(args[1], std::stoull(args[2]), std::stoull(args[3]),
+                        static_cast<unsigned>(std::stoul(args[4])), args[5]);
     return 0;
   }
   if (args.size() == 3 && args[0] == "start") {
@@ -213,6 +300,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   fmt::print(stderr,
-             "usage: fs_bench io ROOT RECORD_BYTES TOTAL_BYTES THREADS MEMORY | start ROOT RECORDS\n");
+             "usage: fs_bench io|full|replace ROOT RECORD_BYTES TOTAL_BYTES THREADS MEMORY\n"
+             "       fs_bench start ROOT RECORDS\n");
   return 2;
 }
