@@ -87,7 +87,8 @@ bool FsStore::take_over(const std::string& path, const std::string& leaf, Draft*
     *freed = info.disk_bytes;
   } else {
     draft->fd.reset();
-    (void)unlink_file(*draft->generation, temporary, freed);
+    if (unlink_file(*draft->generation, temporary, freed) < 0)  // no file: it goes back to where it was
+      (void)ops_.rename(directory, temporary, path, true);
   }
   return true;
 }

@@ -146,6 +146,21 @@ TEST_F(FsTierReuse, a_file_of_another_user_is_not_taken) {
   EXPECT_FALSE(next_is_in_a_file_of_before(user));
 }
 
+TEST_F(FsTierReuse, directories_in_the_place_of_records_stay_where_they_are) {
+  TierUser user(options_);
+  fill(user);
+  std::vector<fs::path> paths = records_in(root_);
+  const std::size_t all = paths.size();
+  paths.resize(all / 2);
+  for (const fs::path& path : paths) {
+    fs::remove(path);
+    fs::create_directory(path);
+  }
+  while (user.removed(TierRemoval::Reason::kEvicted) < all) ASSERT_TRUE(user.write(next_++, kShards));
+  for (const fs::path& path : paths) EXPECT_TRUE(fs::is_directory(path)) << path;
+  EXPECT_TRUE(temporaries_in(root_).empty());
+}
+
 TEST_F(FsTierReuse, a_file_that_somebody_made_longer_is_not_taken) {
   TierUser user(options_);
   fill(user);
