@@ -11,7 +11,7 @@
 namespace kv_offload {
 namespace {
 constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
-constexpr int kReserveAttempts = 4;  // others may take the room that we made
+constexpr int kReserveAttempts = 4;  // others may take what other namespaces gave back
 }  // namespace
 
 Status FsStore::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) {

@@ -41,7 +41,7 @@ struct OpenRoot {
 // Throws InvalidArgument or ResourceError.
 OpenRoot open_root(const FsTierOptions& options, FileOps& ops);
 
-// A new temporary in `prefix` ("ab/cd/" or ""), locked as ours. 0 or -errno.
+// A new temporary in `prefix` ("ab/" or ""), locked as ours. 0 or -errno.
 int create_temporary(FileOps& ops, int directory, const std::string& prefix, int flags, std::uint64_t writer,
                      Fd* fd, std::string* path);
 // A file that nobody needs any more becomes a temporary in `prefix`, locked as ours, with the bytes that are

@@ -12,11 +12,11 @@
 // Other files under the root count against the bound and are left alone.
 //
 // write: reserve bytes -> temporary -> (fsync) -> rename -> catalogue. A failed
-// write leaves no temporary and no entry. In a full root the temporary is the file
-// of an evicted record of the same size, but with fsync. read: open, verify length, header, key,
-// checksum. A proven-bad record is removed; an unreadable one is a failure with
-// back-off, not deleted. O_DIRECT from and into the shards where the root
-// supports it (probed), buffered otherwise, both counted.
+// write leaves no temporary and no entry. In a full root, without fsync, the
+// temporary is the file of an evicted record of the same size. read: open, verify
+// length, header, key, checksum. A proven-bad record is removed; an unreadable one
+// is a failure with back-off, not deleted. O_DIRECT from and into the shards where
+// the root supports it (probed), buffered otherwise, both counted.
 // Start: the catalogue is rebuilt behind, from names and sizes alone; recency
 // from the files' times. What other processes record in the namespace is found
 // within about a second: the ledger tells that somebody wrote, the directories'
