@@ -5,7 +5,9 @@ the same bytes, one new file per record where the record size allows it, the sam
 vLLM's own batch calls (vllm_fs_io.py), which take no checksums. Ours and vLLM's use the same memory, a file
 in /dev/shm as in serving: how its pages lie in the machine is half of the speed here. Each round runs all of
 them, another one first each time; a ratio is the median of the rounds' ratios, because the device's speed
-wanders by more from minute to minute than any of them differ.
+wanders by more from minute to minute than any of them differ. Nothing is removed before a size is done: for
+minutes after a removal ext4 looks past each inode that was freed whenever a file is made, and neither a
+growing root nor a full one (full_root.py) removes files.
 
     python benchmarks/fs_bench.py --program build/fs_bench --directory /path/on/the/disk
 """
@@ -67,6 +69,16 @@ def fill(memory: Path, size: int) -> None:
             file.write(os.urandom(min(1 << 20, size - start)))
 
 
+def check_space(directory: Path, total: int, rounds: int) -> None:
+    """Ends the program when the files of one size do not fit."""
+    needed, free = total * rounds * len(ALL) * 11 // 10, shutil.disk_usage(directory).free
+    if needed > free:
+        sys.exit(
+            f"{needed / 2**30:.0f} GiB are needed below {directory} and {free / 2**30:.0f} are free; "
+            f"give a smaller --total ({total} bytes now) or fewer --rounds ({rounds} now)"
+        )
+
+
 def measure(
     program: Path, directory: Path, record: int, total: int, threads: int, rounds: int
 ) -> dict[str, Any]:
@@ -78,26 +90,21 @@ def measure(
             memory = Path(shared) / "rows"
             fill(memory, threads * ROWS * record)
             for name in (*ALL[done % len(ALL) :], *ALL[: done % len(ALL)]):
-                with tempfile.TemporaryDirectory(dir=directory) as scratch:
-                    at = Path(scratch)
-                    rates = {}
-                    if name in ENGINES:
-                        for direction in ("write", "read"):
-                            rates[direction] = fio(at, name, direction, record, total, threads)
-                    else:
-                        start = (
-                            [program, "io", at / "root"]
-                            if name == "ours"
-                            else [sys.executable, vllm_program, at]
-                        )
-                        words = [str(word) for word in (*start, record, total, threads, memory)]
-                        answer = subprocess.run(
-                            words, capture_output=True, text=True, timeout=120, check=True
-                        )
-                        found = json.loads(answer.stdout.splitlines()[-1])
-                        rates = {d: float(found[f"{d}_bytes_per_second"]) for d in ("write", "read")}
-                    for direction, rate in rates.items():
-                        samples.setdefault(f"{name} {direction}", []).append(rate)
+                at = Path(tempfile.mkdtemp(dir=directory))
+                rates = {}
+                if name in ENGINES:
+                    for direction in ("write", "read"):
+                        rates[direction] = fio(at, name, direction, record, total, threads)
+                else:
+                    start = (
+                        [program, "io", at / "root"] if name == "ours" else [sys.executable, vllm_program, at]
+                    )
+                    words = [str(word) for word in (*start, record, total, threads, memory)]
+                    answer = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+                    found = json.loads(answer.stdout.splitlines()[-1])
+                    rates = {d: float(found[f"{d}_bytes_per_second"]) for d in ("write", "read")}
+                for direction, rate in rates.items():
+                    samples.setdefault(f"{name} {direction}", []).append(rate)
         print(f"  {record / 2**20:g} MiB, round {done + 1} of {rounds}", file=sys.stderr, flush=True)
     medians = {name: statistics.median(rates) for name, rates in samples.items()}
     result: dict[str, Any] = {"record_bytes": record, "threads": threads, "rounds": rounds}
@@ -175,9 +182,11 @@ def main() -> None:
     print(f"{describe_machine()['text']}, {results['filesystem']}", file=sys.stderr)
     for size in options.sizes:
         record = int(size * 2**20)
-        found = measure(
-            options.program, options.directory, record, options.total, options.threads, options.rounds
-        )
+        check_space(options.directory, options.total, options.rounds)
+        with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
+            found = measure(
+                options.program, Path(scratch), record, options.total, options.threads, options.rounds
+            )
         results["io"].append(found)
         for direction in ("write", "read"):
             entry = found[direction]
