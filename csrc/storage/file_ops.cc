@@ -131,12 +131,6 @@ Fd open_fd(FileOps& ops, int directory, const std::string& path, int flags, unsi
   return {ops, fd < 0 ? -1 : fd};
 }
 
-bool leads_to(FileOps& ops, int directory, const std::string& path, std::uint64_t inode) {
-  FileInfo info;
-  const int rc = ops.stat(directory, path, &info);
-  return rc == 0 ? info.inode == inode : rc != -ENOENT;
-}
-
 int lock_file(FileOps& ops, int fd, int operation) {
   int rc;
   do {

@@ -92,8 +92,6 @@ class Fd {
 
 // open() with EINTR retried; on failure the errno is in *error (positive).
 Fd open_fd(FileOps& ops, int directory, const std::string& path, int flags, unsigned mode, int* error);
-// Does this name (still) lead to that file? True when it cannot be said.
-bool leads_to(FileOps& ops, int directory, const std::string& path, std::uint64_t inode);
 // flock() with EINTR retried.
 int lock_file(FileOps& ops, int fd, int operation);
 // A whole small file; -errno or 0, -EFBIG when it is none.

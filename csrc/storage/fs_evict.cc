@@ -63,8 +63,7 @@ bool FsStore::evict_own(Draft* draft, Reservation* reservation, std::uint64_t* f
   const bool usable = draft != nullptr && !draft->fd && options_.fsync == FsyncMode::kNone &&
                       draft->generation == generation && draft->file_bytes == victim->file_bytes;
   std::uint64_t bytes = 0;
-  if (!usable || !take_over(path, layout::leaf_path(layout::leaf_of(victim->key)), draft, &bytes))
-    (void)unlink_file(*generation, path, &bytes);
+  if (!usable || !take_over(path, draft, &bytes)) (void)unlink_file(*generation, path, &bytes);
   reservation->adopt(bytes);
   evicted_bytes_.fetch_add(bytes);
   *freed += bytes;
@@ -74,15 +73,14 @@ bool FsStore::evict_own(Draft* draft, Reservation* reservation, std::uint64_t* f
 // No inode and no blocks are given back and sought again: half of the time of a record in a full root. Others
 // that have the record open find bytes that do not match, and the name gone. False: it is where it was.
 // REQUIRES: the draft has no file yet, and this one is of its size.
-bool FsStore::take_over(const std::string& path, const std::string& leaf, Draft* draft,
-                        std::uint64_t* freed) {
+bool FsStore::take_over(const std::string& path, Draft* draft, std::uint64_t* freed) {
   const int directory = draft->generation->directory.get();
   const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
   std::string temporary;
-  if (rename_to_temporary(ops_, directory, path, leaf + '/', flags, open_.writer, &draft->fd, &temporary) < 0)
-    return false;
   FileInfo info;
-  if (draft->fd && ops_.fstat(draft->fd.get(), &info) == 0 && info.size == draft->file_bytes) {
+  if (rename_to_temporary(ops_, directory, path, flags, open_.writer, &draft->fd, &temporary, &info) < 0)
+    return false;
+  if (draft->fd && info.size == draft->file_bytes) {
     draft->path = temporary;
     *freed = info.disk_bytes;
   } else {

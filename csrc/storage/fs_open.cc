@@ -262,16 +262,15 @@ int create_temporary(FileOps& ops, int directory, const std::string& prefix, int
   return -EBUSY;
 }
 
-int rename_to_temporary(FileOps& ops, int directory, const std::string& from, const std::string& prefix,
-                        int flags, std::uint64_t writer, Fd* fd, std::string* path) {
-  *path = next_temporary(prefix, writer);
+int rename_to_temporary(FileOps& ops, int directory, const std::string& from, int flags, std::uint64_t writer,
+                        Fd* fd, std::string* path, FileInfo* info) {
+  *path = next_temporary(from.substr(0, from.rfind('/') + 1), writer);
   if (const int rc = ops.rename(directory, from, *path, false); rc < 0) return rc;
   int error = 0;
   Fd opened = open_fd(ops, directory, *path, flags | O_NOFOLLOW | O_NONBLOCK, 0, &error);
-  FileInfo info;
   // A sweeper may have come between the rename and the lock: no name is left then.
-  if (opened && lock_file(ops, opened.get(), LOCK_EX | LOCK_NB) == 0 && ops.fstat(opened.get(), &info) == 0 &&
-      info.is_regular() && info.links == 1 && info.owner == ::geteuid()) {
+  if (opened && lock_file(ops, opened.get(), LOCK_EX | LOCK_NB) == 0 && ops.fstat(opened.get(), info) == 0 &&
+      info->is_regular() && info->links == 1 && info->owner == ::geteuid()) {
     *fd = std::move(opened);
   }
   return 0;

@@ -44,11 +44,11 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops);
 // A new temporary in `prefix` ("ab/" or ""), locked as ours. 0 or -errno.
 int create_temporary(FileOps& ops, int directory, const std::string& prefix, int flags, std::uint64_t writer,
                      Fd* fd, std::string* path);
-// A file that nobody needs any more becomes a temporary in `prefix`, locked as ours, with the bytes that are
-// in it. 0 and *fd; *fd empty when it is no plain file of ours or has other names: then *path is where it is
-// now; or -errno: it is where it was.
-int rename_to_temporary(FileOps& ops, int directory, const std::string& from, const std::string& prefix,
-                        int flags, std::uint64_t writer, Fd* fd, std::string* path);
+// A file that nobody needs any more becomes a temporary in the same directory, locked as ours, with the bytes
+// that are in it. 0, *fd and *info; *fd empty when it is no plain file of ours or has other names: then *path
+// is where it is now; or -errno: it is where it was.
+int rename_to_temporary(FileOps& ops, int directory, const std::string& from, int flags, std::uint64_t writer,
+                        Fd* fd, std::string* path, FileInfo* info);
 // Opens (make: creates) g<number>; 0 or -errno.
 int open_generation(FileOps& ops, int namespace_directory, const std::string& namespace_path,
                     std::uint64_t number, bool make, std::shared_ptr<Generation>* generation);

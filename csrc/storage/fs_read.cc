@@ -70,9 +70,7 @@ Status FsStore::read_file(const TierOp& op, const Generation& generation, std::u
   Status status = staging_.read(ops_, fd.get(), page.span(), op.shards, direct, shown, &checksum);
   if (status)
     status = verify_record(page.span(), options_.namespace_id, op.key, op.group, op.shards, checksum);
-  // Another process may have evicted it meanwhile and written another record into its file.
-  if (status.kind() == StatusKind::kCorrupt && !leads_to(ops_, generation.directory.get(), path, info.inode))
-    status = Status::error(StatusKind::kNotFound, "evicted while it was read");
+  status = unless_evicted(ops_, generation.directory.get(), path, info.inode, std::move(status));
   if (status || !status.path().empty()) return status;
   return Status::error(status.kind(), status.message(), status.error_number(), shown);
 }

@@ -99,8 +99,7 @@ class FsStore {
   bool make_room(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(evict_mutex_);
   // One record; false when there is none.
   bool evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) REQUIRES(evict_mutex_);
-  bool take_over(const std::string& path, const std::string& leaf, Draft* draft, std::uint64_t* freed)
-      REQUIRES(evict_mutex_);
+  bool take_over(const std::string& path, Draft* draft, std::uint64_t* freed) REQUIRES(evict_mutex_);
   std::uint64_t reclaim_others(std::uint64_t enough, bool even_open) REQUIRES(evict_mutex_);
   void reclaim_old_generations(const std::string& name, std::uint64_t below) EXCLUDES(evict_mutex_);
   // 0 or -errno; a file that is gone already is no error. The second: off the account, too.

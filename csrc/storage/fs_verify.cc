@@ -74,11 +74,8 @@ Status verify_record_file(const std::string& path, std::uint64_t named_bytes, co
   FileInfo file;
   if (const int rc = ops.fstat(fd.get(), &file); rc < 0) return Status::from_errno(-rc, "stat", path);
   if (!file.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, path);
-  const Status status = verify_open_file(fd, file, path, named_bytes, namespace_id, key);
-  // A server may have evicted it meanwhile and written another record into its file.
-  if (status.kind() == StatusKind::kCorrupt && !leads_to(ops, AT_FDCWD, path, file.inode))
-    return Status::error(StatusKind::kNotFound, "evicted while it was read");
-  return status;
+  return unless_evicted(ops, AT_FDCWD, path, file.inode,
+                        verify_open_file(fd, file, path, named_bytes, namespace_id, key));
 }
 
 std::int64_t record_created(const std::string& path) {

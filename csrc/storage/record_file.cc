@@ -98,4 +98,13 @@ Status verify_record(std::span<const std::byte> header_page, const NamespaceId& 
   return Status::ok();
 }
 
+Status unless_evicted(FileOps& ops, int directory, const std::string& path, std::uint64_t inode,
+                      Status found) {
+  if (found.kind() != StatusKind::kCorrupt) return found;
+  FileInfo info;
+  const int rc = ops.stat(directory, path, &info);
+  if (rc == 0 ? info.inode == inode : rc != -ENOENT) return found;
+  return Status::error(StatusKind::kNotFound, "evicted while it was read");
+}
+
 }  // namespace kv_offload

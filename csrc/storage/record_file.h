@@ -38,4 +38,9 @@ Status verify_record(std::span<const std::byte> header_page, const NamespaceId& 
                      const ChunkKey& key, std::uint32_t group, std::span<const Shard> shards,
                      std::uint64_t payload_checksum);
 
+// What a reader of an open file found, seen again: a file that does not match and to which its name no longer
+// leads was evicted meanwhile, and another record may have been written into it. kNotFound then, no damage.
+Status unless_evicted(FileOps& ops, int directory, const std::string& path, std::uint64_t inode,
+                      Status found);
+
 }  // namespace kv_offload

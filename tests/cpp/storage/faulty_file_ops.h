@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <functional>
 #include <map>
@@ -211,6 +212,29 @@ class FaultyFileOps final : public FileOps {
   int waiting_ = 0;
   std::map<Call, int> waiting_in_;
   int open_ = 0, most_open_ = 0;
+};
+
+// While it lives, or until the ops are cleared: counts the calls from now on, and the n-th (from 0) of them
+// fails.
+class OneFault {
+ public:
+  static constexpr int kNever = -1;
+  OneFault(FaultyFileOps& ops, int n, int error = 0) : ops_(ops) {
+    ops.set_rule([this, n, error](Call call) {
+      if (calls_.fetch_add(1) != n) return 0;
+      broken_ = static_cast<int>(call);
+      return -error;
+    });
+  }
+  ~OneFault() { ops_.clear(); }
+  OneFault(const OneFault&) = delete;
+  OneFault& operator=(const OneFault&) = delete;
+  int calls() const { return calls_; }
+  const char* call() const { return broken_ < 0 ? "?" : name_of(static_cast<Call>(broken_.load())); }
+
+ private:
+  FaultyFileOps& ops_;
+  std::atomic<int> calls_{0}, broken_{-1};
 };
 
 }  // namespace kv_offload::testing

@@ -45,26 +45,20 @@ TEST_P(FsTierEveryStep, a_write_that_fails_anywhere_leaves_nothing) {
   TierUser user(options_);
   user.wait_for_scan();
   ASSERT_TRUE(user.account_becomes_exact(root_));
-  std::atomic<int> calls{0};
-  ops_.set_rule([&](Call) { return calls.fetch_add(1), 0; });
-  ASSERT_TRUE(user.write(0));
-  const int steps = calls.load();
+  int steps = 0;
+  {
+    const OneFault none(ops_, OneFault::kNever);
+    ASSERT_TRUE(user.write(0));
+    steps = none.calls();
+  }
   ASSERT_GT(steps, 10);
   int failed = 0;
   for (int step = 0; step < steps; ++step) {
     const auto number = static_cast<std::uint32_t>(step) + 1;
-    calls = 0;
-    std::atomic<int> broken{-1};
-    ops_.set_rule([&, error = GetParam()](Call call) {
-      if (calls.fetch_add(1) != step) return 0;
-      broken = static_cast<int>(call);
-      return -error;
-    });
+    const OneFault fault(ops_, step, GetParam());
     const Status status = user.write(number);
     ops_.clear();
-    const std::string where = std::string("step ") + std::to_string(step) + " " +
-                              (broken < 0 ? "?" : name_of(static_cast<Call>(broken.load()))) + ": " +
-                              status.to_string();
+    const std::string where = "step " + std::to_string(step) + " " + fault.call() + ": " + status.to_string();
     EXPECT_TRUE(temporaries_in(root_).empty()) << where;
     EXPECT_EQ(user.has(number), status.is_ok()) << where;
     EXPECT_EQ(!path_of(root_, number).empty(), status.is_ok()) << where;

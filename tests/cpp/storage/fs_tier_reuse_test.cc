@@ -271,26 +271,25 @@ class FsTierReuseEveryStep : public FsTierReuse, public ::testing::WithParamInte
 TEST_P(FsTierReuseEveryStep, a_write_that_fails_anywhere_leaves_nothing) {
   TierUser user(options_);
   fill(user);
-  std::atomic<int> calls{0};
-  ops_.set_rule([&](Call) { return calls.fetch_add(1), 0; });
+  // Until no directory is made any more: then each write takes over one file, and nothing else goes for it.
+  const fs::path generation = root_ + "/" + std::string(64, '1') + "/g1";
+  while (std::distance(fs::directory_iterator(generation), {}) < std::ptrdiff_t{layout::kLeaves})
+    ASSERT_TRUE(user.write(next_++, kShards));
   ASSERT_TRUE(user.write(next_++, kShards));
-  const int steps = calls.load();
+  int steps = 0;
+  {
+    const OneFault none(ops_, OneFault::kNever);
+    ASSERT_TRUE(user.write(next_++, kShards));
+    steps = none.calls();
+  }
   ASSERT_GT(steps, 10);
   int failed = 0;
   for (int step = 0; step < steps; ++step) {
-    calls = 0;
-    std::atomic<int> broken{-1};
-    ops_.set_rule([&, error = GetParam()](Call call) {
-      if (calls.fetch_add(1) != step) return 0;
-      broken = static_cast<int>(call);
-      return -error;
-    });
+    const OneFault fault(ops_, step, GetParam());
     const std::uint32_t number = next_++;
     const Status status = user.write(number, kShards);
     ops_.clear();
-    const std::string where = std::string("step ") + std::to_string(step) + " " +
-                              (broken < 0 ? "?" : name_of(static_cast<Call>(broken.load()))) + ": " +
-                              status.to_string();
+    const std::string where = "step " + std::to_string(step) + " " + fault.call() + ": " + status.to_string();
     failed += !status;
     EXPECT_TRUE(temporaries_in(root_).empty()) << where;
     EXPECT_EQ(user.has(number), status.is_ok()) << where;
