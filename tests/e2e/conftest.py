@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-EXAMPLES = REPOSITORY / "examples"
 sys.path[:0] = [
-    str(EXAMPLES),
+    str(REPOSITORY / "examples"),
     str(REPOSITORY / "tests" / "slow_disk"),
     str(REPOSITORY / "tests" / "python"),
     str(Path(__file__).parent),
@@ -27,21 +25,8 @@ sys.path[:0] = [
 
 from answers import make_prompts  # noqa: E402
 from forked import ForkedServer, Zygote  # noqa: E402
-from local_server import Answer, LocalServer  # noqa: E402
-
-# The scripts call `python` and `kv-offload`: those of the running interpreter.
-SCRIPT_ENVIRONMENT = {
-    **os.environ,
-    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-PROMPT_BLOCKS = 24
-GPU_BLOCKS = 40  # one prompt at a time, and a rest: each prompt pushes the one before out
-PROMPTS = 6
-
-Serve = Callable[..., LocalServer]
+from local_server import LocalServer  # noqa: E402
+from setting import EXAMPLES, GPU_BLOCKS, PROMPT_BLOCKS, PROMPTS, Reference, Serve  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -57,7 +42,7 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 
 
 def _make_model(zygote: Zygote, directory: Path, kind: str) -> Path:
-    script = REPOSITORY / "examples" / "tiny_model.py"
+    script = EXAMPLES / "tiny_model.py"
     log = directory.with_suffix(".log")
     making = zygote.start([str(script), str(directory), "--kind", kind], dict(os.environ), log)
     assert making.wait(180) == 0, log.read_text()
@@ -92,14 +77,6 @@ def start(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     yield begin
     for server in servers:
         server.kill()
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Prompts and what the server without the connector says to them."""
-
-    prompts: list[list[int]]
-    answers: list[Answer]
 
 
 @pytest.fixture(scope="session")

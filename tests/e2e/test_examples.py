@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from answers import BLOCK
-from conftest import EXAMPLES, SCRIPT_ENVIRONMENT
 from forked import Zygote
+from setting import EXAMPLES, SCRIPT_ENVIRONMENT
 
 
 def run(script: str, *arguments: str, given: str | None = None, seconds: float = 240) -> str:

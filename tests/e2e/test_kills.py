@@ -22,8 +22,8 @@ import records
 import shared_memory
 import waiting
 from answers import BLOCK, assert_same, make_prompts
-from conftest import PROMPT_BLOCKS, PROMPTS, Reference, Serve
 from local_server import Answer, LocalServer, ServerError, kv_transfer_config
+from setting import PROMPT_BLOCKS, PROMPTS, Reference, Serve
 
 VICTIMS = ("EngineCore", "Worker_TP1", "APIServer")
 NEW_PROMPTS = 4  # in each life

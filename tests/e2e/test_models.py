@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from answers import BLOCK, assert_same, make_prompts
-from conftest import PROMPT_BLOCKS, PROMPTS, Serve
 from local_server import kv_transfer_config
+from setting import PROMPT_BLOCKS, PROMPTS, Serve
 
 
 def test_a_sliding_window_model_reloads_from_host_memory_and_disk(

@@ -15,8 +15,8 @@ import records
 import shared_memory
 import waiting
 from answers import BLOCK, NOISE, assert_same, make_prompts
-from conftest import PROMPT_BLOCKS, Reference, Serve
 from local_server import Answer, LocalServer, ServerError, difference, kv_transfer_config, parse_metrics
+from setting import PROMPT_BLOCKS, Reference, Serve
 
 SWAPPED, FLIPPED, TRUNCATED = (
     3,

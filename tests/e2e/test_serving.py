@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import waiting
 from answers import BLOCK, assert_same
-from conftest import EXAMPLES, GPU_BLOCKS, PROMPT_BLOCKS, SCRIPT_ENVIRONMENT, Reference
 from local_server import Answer, LocalServer, free_port
+from setting import EXAMPLES, GPU_BLOCKS, PROMPT_BLOCKS, SCRIPT_ENVIRONMENT, Reference
 
 Query = Callable[[str], list[dict[str, Any]]]
 

@@ -5,8 +5,10 @@
 Most of a server's start is three processes importing the same modules. Here they are imported once. Each line
 of standard input is a JSON object and gets one line in reply:
 
-    {"run": [module or script, arguments...], "log": ..., "environment": {...}, "directory": ...} -> {"pid": 123}
-    {"poll": 123} -> {"status": null or the exit code, negative for a signal}
+    {"run": [module or script, arguments...], "log": ..., "environment": {...}, "directory": ...}
+        -> {"pid": 123}
+    {"poll": 123}
+        -> {"status": null or the exit code, negative for a signal}
 
 A child is in a session of its own, has the environment given and no other, and runs what it is told to as
 ``python -m`` would. What differs from a start of its own:
