@@ -1,4 +1,4 @@
-"""What the end-to-end tests have in common: where things are, sizes, and the answers without the connector."""
+"""What the end-to-end tests share: where things are, sizes, and the answers without the connector."""
 
 from __future__ import annotations
 
