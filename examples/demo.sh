@@ -2,8 +2,8 @@
 # Sets up everything on a fresh Debian 12 (or Ubuntu) with Python 3.11 and runs the demonstration:
 #   bash examples/demo.sh [options of examples/demo.py]
 # Installs the missing Debian packages with apt-get and makes .venv in the checkout (2 GB, with vLLM for CPU):
-# about four minutes on two cores, of which vLLM takes most; this package is compiled beside it. Then the
-# demonstration takes about three. What is there already is kept, so a second run starts at once.
+# four to five minutes on two cores, of which vLLM takes most (this package is compiled beside it); the demonstration
+# takes a few more. What is there already is kept, so a second run starts at once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -29,10 +29,10 @@ if [ ! -x .venv/bin/python ]; then
   "$(command -v python3.11 || command -v python3)" -m venv .venv
 fi
 python=.venv/bin/python
-# The package is compiled while pip downloads vLLM. The demonstration runs on CPU: no CUDA copier, no operators for
-# torch, and no optimisation at link time.
+# It is compiled while pip fetches vLLM. The demonstration runs on CPU: no CUDA copier, no operators for torch, and no
+# optimisation at link time. (-I: asked for is the package that is installed, not the folder of that name here.)
 building=
-if ! $python -c 'import kv_offload._core' 2>/dev/null; then
+if ! $python -I -c 'import kv_offload._core' 2>/dev/null; then
   say "compiling this package: one to three minutes"
   rm -rf build/demo-wheel
   $python -m pip -q wheel . --no-deps --wheel-dir build/demo-wheel -Cbuild-dir=build/demo \
