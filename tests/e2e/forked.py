@@ -46,8 +46,11 @@ class Zygote:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None
-        self._process.kill()
-        self._process.communicate()
+        try:
+            self._process.communicate(timeout=30)  # its input ends
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
 
     def start(self, command: Sequence[str], environment: dict[str, str], log_file: Path) -> ForkedProcess:
         """``command`` (a module or a script, and its arguments) in a session of its own."""

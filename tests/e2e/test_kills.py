@@ -68,7 +68,7 @@ def kill(server: LocalServer, victim: str) -> None:
     assert len(pids) == 1, f"{victim}: {[process.command for process in server.processes()]}"
     os.kill(pids[0], signal.SIGKILL)
     with contextlib.suppress(AssertionError):
-        waiting.until(lambda: not _alive(server), 30, "the others end")
+        waiting.until(lambda: not _alive(server), 10, "the others end")
     server.kill()
 
 

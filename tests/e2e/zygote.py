@@ -19,11 +19,12 @@ A child is in a session of its own, has the environment given and no other, and 
 Servers that are started plainly are in test_serving.py and, with a restart, in test_examples.py.
 
 A process with threads must not be forked: the zygote ends with an error if it has more than one. It also ends
-with its input.
+with its input, and ends its children then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -122,17 +123,23 @@ def serve(requests: TextIO, replies: TextIO) -> dict[str, Any] | None:
     """Answers requests until there are no more; in a child it returns what to become."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, who end us
     print(json.dumps({"ready": os.getpid()}), file=replies, flush=True)
+    children = set()
     for line in requests:
         request = json.loads(line)
         if "run" in request:
             pid = os.fork()
             if pid == 0:
                 return request  # type: ignore[no-any-return]
+            children.add(pid)
             reply = {"pid": pid}
         else:
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            children.discard(pid)
             reply = {"status": os.waitstatus_to_exitcode(status) if pid else None}
         print(json.dumps(reply), file=replies, flush=True)
+    for pid in children:  # nobody is there any more who would end them
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
     return None
 
 
