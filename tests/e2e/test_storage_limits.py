@@ -12,9 +12,9 @@ import pytest
 import records
 import waiting
 from answers import assert_same, make_prompts
-from conftest import PROMPT_BLOCKS, Reference, Serve
 from live_root import used_bytes
 from local_server import Answer, kv_transfer_config
+from setting import PROMPT_BLOCKS, Reference, Serve
 
 MIB = 1024**2
 RECORD = MIB + records.HEADER

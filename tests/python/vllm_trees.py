@@ -50,6 +50,7 @@ def run_under(tree: Path, file: str, *arguments: str, timeout: float = 1800, **e
         cwd=TESTS,
         env=os.environ
         | {"PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
+        | {"OMP_NUM_THREADS": "1"}  # several run at once: threads that wait for each other would spin
         | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
