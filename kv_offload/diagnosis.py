@@ -58,6 +58,16 @@ REASONS = {
 }
 
 
+# What to do about each kind of kv_offload_failures_total.
+_FAILURES = {
+    "corrupt": "run kv-offload verify on the root, and check the device",
+    "io": "check the device, and the permissions of the root",
+    "no_space": "free space on the file system, or lower max_bytes",
+    "timeout": "check whether the device hangs or is overloaded",
+    "device": "see the log of the workers: copies to or from the device failed",
+}
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing that keeps tokens from being loaded. ``cause``: a word for scripts; ``tokens``: how many
@@ -169,24 +179,22 @@ def _tiers(page: "Page") -> Iterator[Finding]:
     for tier in page.values_of("kv_offload_tier_capacity_bytes", "tier"):
         trips = round(page.sum("kv_offload_breaker_trips_total", tier=tier))
         if trips:
+            times = "once" if trips == 1 else f"{trips} times"
             yield Finding(
                 "tier_off",
-                f"tier {tier} was switched off {trips} times after errors or timeouts; while it was off "
-                "nothing was read from it or written to it",
+                f"tier {tier} was switched off {times} after errors or timeouts; while it was off nothing "
+                "was read from it or written to it",
                 "look at kv_offload_failures_total by kind and at the device",
             )
-        kinds = [
-            f"{number} {kind}"
+        kinds = {
+            kind: number
             for kind in page.values_of("kv_offload_failures_total", "kind")
             if (number := round(page.sum("kv_offload_failures_total", tier=tier, kind=kind)))
-        ]
+        }
         if kinds:
-            yield Finding(
-                "failures",
-                f"operations of tier {tier} failed: {', '.join(kinds)}",
-                "no_space: free space or lower max_bytes; io, timeout: check the device; corrupt: kv-offload "
-                "verify; device: see the worker's log",
-            )
+            counted = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
+            advice = dict.fromkeys(_FAILURES.get(kind, "see the server's log") for kind in kinds)
+            yield Finding("failures", f"operations of tier {tier} failed: {counted}", "; ".join(advice))
         oldest = page.max("kv_offload_oldest_op_seconds", tier=tier)
         if oldest > _STUCK_SECONDS:
             yield Finding(
@@ -211,7 +219,10 @@ _NEVER_HIT = re.compile(r"none was ever hit: of (\d+) tokens asked for, (\d+) mi
 _REQUEST_MISSED = re.compile(r"(\d+) tokens missing \((\w+)\)")
 _REQUEST_HIT = re.compile(r"(\d+) tokens from \w")
 _BOOT = re.compile(r"kv-offload \S+(?: engine \d+ of \d+)?: cpu .* tokens")
-_OUR_LINE = re.compile(r"kv[-_]offload|KVOffload|kv_transfer_params|KV chunks are stored", re.IGNORECASE)
+_OUR_LINE = re.compile(
+    r"kv[-_]offload|KVOffload|kv_transfer_params|kv_connector_extra_config|KV chunks are stored",
+    re.IGNORECASE,
+)
 _PROBLEMS = re.compile(r"kv_connector_extra_config has (?:a problem|\d+ problems):")
 # Lines that name one cause each: pattern, cause, what to change. The line itself is the text.
 _LINES = (

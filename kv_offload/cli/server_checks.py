@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from kv_offload.cli.doctor_checks import Check
 from kv_offload.cli.server import PREFIX
+from kv_offload.cli.why_command import as_sentence
 from kv_offload.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def server_checks(address: str, page: "Page") -> list[Check]:
         *_tiers(page),
         Check("loaded", "ok" if diagnosis.hit_tokens else "note", diagnosis.verdict, figures),
         *(
-            Check(finding.cause, "note", f"{finding.text}. {finding.advice[0].upper()}{finding.advice[1:]}.")
+            Check(finding.cause, "note", f"{as_sentence(finding.text)} {as_sentence(finding.advice)}")
             for finding in diagnosis.findings
         ),
     ]

@@ -80,8 +80,17 @@ def _of_text(lines: Iterable[str]) -> "Diagnosis":
 
 
 def _print(found: "Diagnosis") -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
     out = console()
     out.print(found.verdict, markup=False)
     for number, finding in enumerate(found.findings, 1):
-        out.print(f"\n{number}. {finding.cause}: {finding.text}.", markup=False)
-        out.print(f"   {finding.advice[0].upper()}{finding.advice[1:]}.", markup=False)
+        out.print(f"\n{number}. {finding.cause}", markup=False)
+        for part in (finding.text, finding.advice):
+            out.print(Padding(Text(as_sentence(part)), (0, 0, 0, 3)))
+
+
+def as_sentence(text: str) -> str:
+    """With a capital letter and a full stop."""
+    return f"{text[0].upper()}{text[1:].rstrip('.')}."
