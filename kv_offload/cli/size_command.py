@@ -72,11 +72,12 @@ def size(
     Exit status: 0 sized; 1 the model cannot be found; 2 the model or an option cannot be understood.
     """
     from kv_offload.cli.models import find_model
+    from kv_offload.model_shape import DTYPE_BYTES
     from kv_offload.sizing import GIB
 
     shape = find_model(model)
     dtype = chosen_dtype(shape, kv_dtype)
-    geometry = shape.geometry(dtype, tensor_parallel, block_size * blocks_per_chunk)
+    geometry = shape.geometry(dtype, tensor_parallel, block_size, blocks_per_chunk)
     tiers = _tiers(geometry, cpu, disk_size or [], config)
     speeds = prefill or list(PREFILL_SPEEDS)
     per_token = shape.bytes_per_token(dtype, tensor_parallel)
@@ -86,7 +87,8 @@ def size(
         "dtype": shape.dtype,
         "kv_dtype": dtype,
         "tensor_parallel": tensor_parallel,
-        "tokens_per_chunk": block_size * blocks_per_chunk,
+        "tokens_per_chunk": geometry.groups[0].tokens_per_chunk,
+        "tokens_per_block": shape.block_size(dtype, tensor_parallel, block_size),
         "groups": [
             {
                 "name": group.name,
@@ -94,6 +96,14 @@ def size(
                 "bytes_per_token": {name: group.bytes_per_token(name, tensor_parallel) for name in dtypes},
             }
             for group in shape.groups
+        ],
+        "states": [
+            {
+                "name": state.name,
+                "layers": state.layers,
+                "bytes": {name: state.state_bytes(DTYPE_BYTES, name) for name in dtypes},
+            }
+            for state in shape.states
         ],
         "bytes_per_token": {name: shape.bytes_per_token(name, tensor_parallel) for name in dtypes},
         "largest_record_bytes": geometry.largest_record_bytes,
@@ -181,6 +191,13 @@ def _print(facts: dict[str, Any]) -> None:
     if len(facts["groups"]) > 1:
         add_row(groups, "all", "", *[f"{facts['bytes_per_token'][name]:,}" for name in dtypes])
     out.print(groups)
+    for state in facts["states"]:
+        size = format_bytes(state["bytes"][facts["kv_dtype"]])
+        out.print(
+            f"and {state['layers']} layers with a {state['name']} of {size} each, one for a block; vLLM makes "
+            f"blocks of {facts['tokens_per_block']:,} tokens, so that a state fits",
+            markup=False,
+        )
     if facts["tiers"]:
         tiers = table("\ntokens per tier", "tier", "bytes", "tokens", right=("bytes", "tokens"))
         for tier in facts["tiers"]:
