@@ -63,7 +63,7 @@ app = typer.Typer(
     help="KV-cache offloading for vLLM: write its configuration, ask what this machine can give, look "
     "after a root on disk. None of it needs vLLM.",
     epilog="Exit status: 0 all is well; 1 something is damaged or refused; 2 the command was used wrongly. "
-    "Completion of commands and options: kv-offload --install-completion, then a new shell.",
+    "For completion in the shell run kv-offload --install-completion, then open a new one.",
 )
 
 

@@ -102,6 +102,7 @@ def config(
     roots, bounds = disk or [], disk_size or []
     if len(bounds) > len(roots):
         fail(f"{len(bounds)} --disk-size for {len(roots)} --disk; give each bound after its --disk", 2)
+    _check_sizes([("--cpu", cpu), *(("--disk-size", bound) for bound in bounds)])
     options = {
         "write_policy": write_policy,
         "fsync": fsync,
@@ -135,6 +136,17 @@ def config(
         typer.echo(f"kv-offload: note: {note}", err=True)
     text = json.dumps(transfer_config(extra))
     typer.echo(f"--kv-transfer-config {shlex.quote(text)}" if shell else text)
+
+
+def _check_sizes(given: list[tuple[str, str | None]]) -> None:
+    """The options by their own names; the configuration knows them as keys."""
+    from kv_offload.sizes import parse_byte_size
+
+    for option, text in given:
+        try:
+            parse_byte_size(text or "0")
+        except ValueError as error:
+            fail(f"{option}: {error}", 2)
 
 
 def _share_of_memory() -> str:

@@ -194,8 +194,8 @@ def _print(facts: dict[str, Any]) -> None:
     for state in facts["states"]:
         size = format_bytes(state["bytes"][facts["kv_dtype"]])
         out.print(
-            f"and {state['layers']} layers with a {state['name']} of {size} each, one for a block; vLLM makes "
-            f"blocks of {facts['tokens_per_block']:,} tokens, so that a state fits",
+            f"and {state['layers']} layers with a {state['name']} of {size} each, one for a block; vLLM "
+            f"makes blocks of {facts['tokens_per_block']:,} tokens, so that a state fits",
             markup=False,
         )
     if facts["tiers"]:
