@@ -62,8 +62,8 @@ app = typer.Typer(
     **_SETTINGS | {"add_completion": True},
     help="KV-cache offloading for vLLM: write its configuration, ask what this machine can give, look "
     "after a root on disk. None of it needs vLLM.",
-    epilog="Exit status: 0 all is well; 1 something is damaged or refused; 2 the command was used wrongly. "
-    "For completion in the shell run kv-offload --install-completion, then open a new one.",
+    epilog="Exit status: 0 all is well; 1 something is damaged or refused; 2 the command was used wrongly."
+    "\n\n\b\nCompletion in the shell: kv-offload --install-completion, then open a new one.",
 )
 
 
