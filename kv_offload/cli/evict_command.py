@@ -143,8 +143,14 @@ class Watch:
         self._rest_until = 0.0
 
     def run(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._end)
+        before = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self._look_until_ended()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _look_until_ended(self) -> None:
         told_waiting = False
         while not self._ended.is_set():
             try:

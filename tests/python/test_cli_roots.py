@@ -61,12 +61,17 @@ def test_a_directory_that_may_not_be_read_is_no_wrong_use(tmp_path, monkeypatch)
     assert result.stderr == f"kv-offload: {tmp_path}: Permission denied\n"
 
 
+def not_refused(*_, **__):
+    raise RuntimeError("it was not refused")
+
+
 @pytest.mark.parametrize("command", WRITING, ids=" ".join)
 def test_a_root_of_another_user_is_not_changed(tmp_path, monkeypatch, command):
     root = write_root(tmp_path / "root")
     (root / "ledger").unlink()  # as after a restore from a backup: whoever opens it next makes it
     before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
     monkeypatch.setattr(os, "geteuid", lambda: root.stat().st_uid + 1)
+    monkeypatch.setattr("kv_offload.cli.evict_command.evict_once", not_refused)  # --watch would not end
     name, *options = command
     result = run(name, root, *options, status=1)
     owner = root.stat().st_uid
