@@ -7,7 +7,7 @@ import pytest
 from test_cli import core, vllm  # noqa: F401  (fixtures)
 from test_cli_top import FIRST, LATER, serve  # noqa: F401
 from typer.testing import CliRunner
-from written_root import KEYS, write_root
+from written_root import FACTS, KEYS, write_root
 
 from kv_offload.cli import app
 
@@ -39,11 +39,34 @@ def test_headers_are_whole_words_on_one_line(core, command):  # noqa: F811
     assert " ".join(HEADERS[command]) in headers
 
 
+def test_a_long_name_folds_and_breaks_no_other_column(core):  # noqa: F811
+    long = json.dumps(
+        {"model": {"name": "some-organisation/" + "a-model-of-a-long-name-" * 4, "revision": "c0ffee"}}
+    )
+    core.setattr(fake_core, "NAMESPACE", long)
+    found = [" ".join(line.split()) for line in lines("stat", "/root")]
+    assert " ".join(HEADERS["stat"]) in found
+    assert any(line.startswith("abababababab 2.0 MiB 2 ") for line in found)
+
+
+def test_damage_with_a_long_path_folds_and_breaks_no_other_column(core):  # noqa: F811
+    damaged = {"path": "/r/" + "0" * 150, "kind": "corrupt", "message": "payload checksum 1, expected 2 " * 3}
+    core.setattr(fake_core.FsRoot, "damaged", (damaged,))
+    found = lines("verify", "/root")
+    header = next(line for line in found if "kind" in line)
+    assert header.split() == list(HEADERS["verify"])
+    row = next(line for line in found if line.startswith("/r/"))
+    assert " corrupt " in row
+    assert row.split()[-1] == "no"
+
+
 def test_ls_takes_one_line_a_record(tmp_path):
     root = write_root(tmp_path / "root")
     header, *rows = lines("ls", root)
     assert header.split()[0] == "key"
     assert len(rows) == len(KEYS)
+    namespace = FACTS.namespace_id().hex()[:12]
+    assert all(row.split()[-3:] == ["no", namespace, "1"] for row in rows), "no cell loses its end"
     starts = {row.split()[0].rstrip("…") for row in rows}
     assert len(starts) == len(KEYS), "what is left of a key still tells records apart"
     assert all(any(key.hex().startswith(start) for key in KEYS) for start in starts)
