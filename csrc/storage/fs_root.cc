@@ -290,4 +290,12 @@ bool FsRoot::is_dead(const std::string& name, std::int64_t before_unix_nanos) {
   return true;
 }
 
+std::uint64_t directory_usage(const std::string& path) {
+  int error = 0;
+  const Fd directory = open_fd(posix_file_ops(), AT_FDCWD, path, O_RDONLY | O_DIRECTORY, 0, &error);
+  if (!directory) return 0;
+  if (const auto recorded = recorded_usage(posix_file_ops(), directory.get())) return *recorded;
+  return count_tree(posix_file_ops(), directory.get(), ".", {}, std::atomic<bool>{false});
+}
+
 }  // namespace kv_offload

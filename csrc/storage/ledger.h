@@ -13,6 +13,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "base/status.h"
@@ -68,6 +69,7 @@ class Ledger {
   Status refresh();
 
  private:
+  friend std::optional<std::uint64_t> recorded_usage(FileOps& ops, int root);
   struct Page;
   template <typename Change>
   Status update(Change change) EXCLUDES(mutex_);
@@ -83,6 +85,10 @@ class Ledger {
   std::atomic<Epoch> seen_epoch_{0};
   std::atomic<bool> recount_wanted_{false};  // in the file, or not yet written
 };
+
+// What the ledger of a root says that it takes; nothing when there is no ledger, or none that can be
+// trusted. Takes no lock and writes nothing: for tools, which may run as another user.
+std::optional<std::uint64_t> recorded_usage(FileOps& ops, int root);
 
 // The evictor's lease: an exclusive flock on ROOT/lease, gone with its holder.
 class Lease {
