@@ -19,7 +19,6 @@
 namespace kv_offload {
 namespace {
 
-constexpr int kOpenDirectory = O_RDONLY | O_DIRECTORY | O_NOFOLLOW;
 constexpr std::uint64_t kSmallestBound = std::uint64_t{1} << 20;
 
 [[noreturn]] void fail(const std::string& path, std::string_view verb, int error) {

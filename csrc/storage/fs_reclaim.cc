@@ -13,7 +13,6 @@
 namespace kv_offload {
 namespace {
 
-constexpr int kOpenDirectory = O_RDONLY | O_DIRECTORY | O_NOFOLLOW;
 
 struct NewestGeneration {
   Fd directory;

@@ -17,8 +17,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr int kOpenDirectory = O_RDONLY | O_DIRECTORY | O_NOFOLLOW;
-constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
+constexpr std::uint64_t kNoLimit = std::numeric_limits<std::uint64_t>::max();
 
 Fd open_directory(int at, const std::string& path) {
   int error = 0;
@@ -62,7 +61,7 @@ std::uint64_t reclaim_left_behind(FileOps& ops, int root, const std::string& nam
   for (std::size_t i = 0; i + 1 < generations.size(); ++i) {
     const std::string old = layout::generation_name(generations[i]);
     freed += dry_run ? count_tree(ops, directory.get(), old, {}, stop)
-                     : reclaim_generation(ops, directory.get(), old, kAll, true, stop, gone);
+                     : reclaim_generation(ops, directory.get(), old, kNoLimit, true, stop, gone);
   }
   return freed;
 }
@@ -229,7 +228,7 @@ std::pair<std::uint64_t, std::uint64_t> FsRoot::purge(const std::optional<std::s
   std::uint64_t records_removed = 0, bytes = 0;
   for (const std::string& name : namespaces_of(impl_->root.get(), namespace_id, impl_->path)) {
     for (Cursor cursor = records(name); cursor.next();) ++records_removed;
-    bytes += reclaim_namespace(posix_file_ops(), impl_->root.get(), name, kAll, true, stop,
+    bytes += reclaim_namespace(posix_file_ops(), impl_->root.get(), name, kNoLimit, true, stop,
                                [&](std::uint64_t gone) { ledger->give_back(gone, ledger->epoch()); });
   }
   return {records_removed, bytes};
