@@ -11,6 +11,7 @@ from kv_offload.config import OffloadConfig
 from kv_offload.log import get_logger
 from kv_offload.machine import cautions, tier_bounds
 from kv_offload.metrics import metric_definitions
+from kv_offload.model_identity import weights_problem
 from kv_offload.namespace import NamespaceFacts, other_namespaces, random_seed_warning
 from kv_offload.sizing import Geometry, boot_line
 
@@ -87,7 +88,10 @@ class KVOffloadSpec(OffloadingSpec):
         options = self._options
         region = self._attach()
         shard_bytes, merged = self._geometry(region)
-        facts, seed_is_random = namespace_facts(self.config, shard_bytes, merged, self.replicated_layout)
+        facts, seed_is_random = namespace_facts(
+            self.config, shard_bytes, merged, self.replicated_layout, options.model_id
+        )
+        refuse_unknown_weights(options, facts)
         if seed_is_random and options.secondary_tiers:
             logger.warning(random_seed_warning(facts.hash_algorithm))
         bounds = tier_bounds(options)
@@ -248,6 +252,18 @@ class KVOffloadSpec(OffloadingSpec):
             "tiers": ",".join(self._options.tier_names()),
             "eviction_policy": self._options.eviction_policy,
         }
+
+
+def refuse_unknown_weights(options: OffloadConfig, facts: NamespaceFacts) -> None:
+    """Raises ValueError when records would be kept of weights that cannot be told from others."""
+    problem = weights_problem(facts.model)
+    if problem is None or not options.secondary_tiers:
+        return
+    raise ValueError(
+        f"secondary_tiers keep records beyond this start, and which weights they are of is not known: {problem}. "
+        'Name the weights in kv_connector_extra_config, such as "model_id": "llama-3-8b 2026-01-31": one name for '
+        "all servers of the same weights, another one whenever the weights change"
+    )
 
 
 def _labels_of(name: str) -> Sequence[str]:
