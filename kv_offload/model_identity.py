@@ -55,7 +55,9 @@ def weights_problem(identity: Mapping[str, Any]) -> str | None:
     if identity.get("model_id"):
         return None
     if "address" in identity:
-        return f"the weights are behind {identity['address']}, where they can be replaced without a trace here"
+        return (
+            f"the weights are behind {identity['address']}, where they can be replaced without a trace here"
+        )
     if identity.get("weight_files") == 0:
         return "the model's directory has no weight files"
     if identity.get("revision") == UNKNOWN:
@@ -64,7 +66,9 @@ def weights_problem(identity: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _found(name: str, revision: str | None, cache_dir: str | None, environ: Mapping[str, str]) -> dict[str, Any]:
+def _found(
+    name: str, revision: str | None, cache_dir: str | None, environ: Mapping[str, str]
+) -> dict[str, Any]:
     path = Path(name).expanduser()
     snapshot = re.fullmatch(r".*/models--([^/]+)/snapshots/([^/]+)/?", name)
     if snapshot:  # vLLM started offline puts the cached directory in the place of the name

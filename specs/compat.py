@@ -168,14 +168,15 @@ def tiers_allowed(req_context: Any, localities: Set[str]) -> tuple[bool, bool]:
 def asked_span(req_context: Any, key: bytes) -> tuple[int, int] | None:
     """(end of the chunk under ``key``, end of the request's last whole chunk), both in tokens.
 
-    vLLM notes the position of every key of a request in the order of its chunks, group by group; what it
-    has no public question for is how many there are. None where that is not to be had.
+    vLLM notes the position of every key of a request, group by group, and then those of parts of a chunk that
+    it tries; what it has no public question for is how far they reach. Asked once per pass over a request.
+    None where that is not to be had.
     """
     positions = getattr(req_context, "_offload_key_positions", None)
     first = req_context.get_offload_key_position(key)
     if not positions or first is None:
         return None
-    return first, positions[next(reversed(positions))]
+    return first, max(positions.values())
 
 
 def group_has_window(group: Any) -> bool | None:
@@ -200,6 +201,15 @@ def layer_has_window(layer: Any, vllm_config: Any) -> bool:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     return not isinstance(layer.get_kv_cache_spec(vllm_config), FullAttentionSpec)
+
+
+def layer_holds_states(layer: Any, vllm_config: Any) -> bool:
+    """Whether a layer's cache keeps one state a block (Mamba), of which vLLM keeps a chunk's last alone: its
+    mode "align". Raises what vLLM raises for odd layers."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    spec = layer.get_kv_cache_spec(vllm_config)
+    return isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
 
 
 def block_hash_seed(algorithm: str) -> tuple[str, bool]:

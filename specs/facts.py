@@ -70,7 +70,9 @@ def _weights_source(vllm_config: Any) -> dict[str, Any]:
 
 def _tensorizer_uri(vllm_config: Any) -> str | None:
     extra = getattr(vllm_config.load_config, "model_loader_extra_config", None)
-    uri = extra.get("tensorizer_uri") if isinstance(extra, Mapping) else getattr(extra, "tensorizer_uri", None)
+    uri = (
+        extra.get("tensorizer_uri") if isinstance(extra, Mapping) else getattr(extra, "tensorizer_uri", None)
+    )
     return uri if isinstance(uri, str) and uri else None
 
 
@@ -127,6 +129,24 @@ def _windowed(vllm_config: Any, config: Any) -> list[bool] | None:
     except Exception as error:
         logger.debug("which groups have a window is not known: %s", error)
         return None
+
+
+def groups_of_states(config: Any) -> list[bool]:
+    """Per group position whether only the last block of each of its chunks is kept (a Mamba cache, "align").
+
+    Asked in the workers; where a layer does not say, its group is taken for one that keeps all blocks.
+    """
+    vllm_config = compat.current_vllm_config()
+    try:
+        if vllm_config is None:
+            return [False] * len(config.groups)
+        return [
+            bool(layers) and all(compat.layer_holds_states(layer, vllm_config) for layer in layers)
+            for layers in _layers(vllm_config, config)
+        ]
+    except Exception as error:  # its chunks of several blocks are not stored then, and counted
+        logger.warning("which cache groups hold states is not known: %s", error)
+        return [False] * len(config.groups)
 
 
 def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:

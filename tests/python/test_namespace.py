@@ -209,7 +209,8 @@ def test_weights_behind_an_address_are_told_apart_by_it(tmp_path):
     """vLLM pulls only the configs of an s3:// model, into a directory of its own."""
     (tmp_path / "config.json").write_text("{}")
     first, second = (
-        model_identity(str(tmp_path), address=address) for address in ("s3://bucket/base/", "s3://bucket/tuned")
+        model_identity(str(tmp_path), address=address)
+        for address in ("s3://bucket/base/", "s3://bucket/tuned")
     )
     assert first != second
     assert first == model_identity(str(tmp_path), address="s3://bucket/base")

@@ -409,6 +409,14 @@ def test_a_miss_counts_the_rest_of_its_prompt(engine: Engine) -> None:
     assert stats is not None
 
 
+def test_a_part_of_a_chunk_that_was_tried_is_not_the_end_of_a_prompt() -> None:
+    """vLLM notes positions of parts of a block (--prefix-match-unit) behind those of all chunks."""
+    request = context()
+    _positions(request, keys(1, 2, 3, 4, 5))
+    request.set_offload_key_position(key(99), 20)
+    assert compat.asked_span(request, key(2)) == (32, 80)
+
+
 def test_one_debug_line_says_what_became_of_a_request(
     engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
