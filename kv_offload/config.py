@@ -136,8 +136,8 @@ class OffloadConfig(BaseModel):
         default=None,
         min_length=1,
         max_length=256,
-        description="names the weights, where their files or commit do not (object stores, names that are not "
-        "in the hub's cache): servers share records only under the same name",
+        description="names the weights, where their files or commit do not (object stores, names that are "
+        "not in the hub's cache): servers share records only under the same name",
     )
     request_hints: Literal["allow", "ignore"] = Field(
         default="allow",

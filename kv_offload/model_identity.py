@@ -37,10 +37,10 @@ def model_identity(
 ) -> dict[str, Any]:
     """Facts that stand for the weights of ``name``: a directory, a file, or a name of the hub.
 
-    ``address``: where vLLM reads the weights instead (its model_weights, such as s3://...), when ``name`` is a
-    directory of configs only. ``model_id``: the operator's name of the weights; it is added to what is found.
-    ``cache_dir`` is vLLM's download_dir. Reads a few MiB of local weights (weights_digest); no network. Raises
-    OSError when a local file cannot be read.
+    ``address``: where vLLM reads the weights instead (its model_weights, such as s3://...), when ``name`` is
+    a directory of configs only. ``model_id``: the operator's name of the weights; it is added to what is
+    found. ``cache_dir`` is vLLM's download_dir. Reads a few MiB of local weights (weights_digest); no
+    network. Raises OSError when a local file cannot be read.
     """
     facts = _found(name, revision, cache_dir, os.environ if environ is None else environ)
     if address:
@@ -62,7 +62,7 @@ def weights_problem(identity: Mapping[str, Any]) -> str | None:
         return "the model's directory has no weight files"
     if identity.get("revision") == UNKNOWN:
         asked = f" at revision {identity['asked_revision']!r}" if "asked_revision" in identity else ""
-        return f"{identity['name']!r}{asked} is no directory, and no commit of it is in the local cache of the hub"
+        return f"{identity['name']!r}{asked} is not a directory, and the hub's local cache has no such model"
     return None
 
 

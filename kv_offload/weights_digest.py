@@ -1,9 +1,9 @@
 """A digest of weight files that reads a few MiB of them, and some of every tensor.
 
-A fine-tune, or an adapter merged into its model, may change a few tensors and leave names, sizes and most of the
-files as they were. So the header of a safetensors file is read and each of its tensors is sampled; a file of
-another format is sampled at even distances. How much is read follows from the number of tensors alone: the same
-files have the same digest on every machine, however slow it is.
+A fine-tune, or an adapter merged into its model, may change a few tensors and leave names, sizes and most of
+the files as they were. So the header of a safetensors file is read and each of its tensors is sampled; a file
+of another format is sampled at even distances. How much is read follows from the number of tensors alone: the
+same files have the same digest on every machine, however slow it is.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-# (tensors at most, places in each, bytes of each place): dense models, mixtures of experts, the largest of them.
+# (tensors at most, places in each, bytes of each place): dense models, mixtures of experts, the largest ones.
 _PLANS = ((2_048, 3, 4096), (16_384, 3, 1024), (1 << 62, 1, 512))
 _END_BYTES = 64 << 10  # of a file of another format, at each end
 _SPREAD_SAMPLES = 4096  # in all files of other formats together

@@ -221,7 +221,7 @@ def test_weights_behind_an_address_are_told_apart_by_it(tmp_path):
     [
         ({"name": "{tmp}", "address": "s3://bucket/base"}, "behind s3://bucket/base"),
         ({"name": "{tmp}"}, "no weight files"),
-        ({"name": "org/other"}, "'org/other' is no directory"),
+        ({"name": "org/other"}, "'org/other' is not a directory"),
         ({"name": "org/other", "revision": "v2"}, "'org/other' at revision 'v2'"),
     ],
 )

@@ -144,6 +144,18 @@ def test_the_boot_line_says_capacity_in_bytes_and_tokens(caplog: pytest.LogCaptu
     manager.shutdown()
 
 
+@pytest.mark.parametrize(("longest", "told"), [(4096, False), (4097, True)])
+def test_a_capacity_below_one_prompt_is_said_at_start(
+    longest: int, told: bool, vllm_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm_config.model_config.max_model_len = longest
+    config = offloading_config()
+    made = KVOffloadSpec(config).get_worker(kv_caches())
+    KVOffloadSpec(config).get_manager().shutdown()
+    made.shutdown()
+    assert ("hold 4,096 tokens, and a prompt may have 4,097" in caplog.text) == told
+
+
 def test_windows_of_groups_reach_the_manager() -> None:
     if not HAS_WINDOWS:
         pytest.skip("this vLLM does not say it in the OffloadingConfig")
@@ -281,7 +293,7 @@ def test_records_of_weights_that_are_not_known_are_refused_until_they_are_named(
     tiers = [{"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "16MiB"}]
     config = offloading_config(secondary_tiers=tiers)
     made = KVOffloadSpec(config).get_worker(kv_caches())
-    with pytest.raises(ValueError, match='behind s3://bucket/llama.*"model_id"'):
+    with pytest.raises(ValueError, match=r'behind s3://bucket/llama.*"model_id"'):
         KVOffloadSpec(config).get_manager()
     made.shutdown()
     config = offloading_config(secondary_tiers=tiers, model_id="llama 2026-01")

@@ -91,8 +91,8 @@ class FakeRunner:
         self.sequences[request_id] = Sequence(prompt, max_tokens, salt)
 
     def update(self, output: Any) -> None:
-        """The block tables, as the scheduler's output changes them, and the copies of blocks that it asks for:
-        a state that a prompt shares up to the middle of a block, before the forward pass overwrites it."""
+        """The block tables, as the scheduler's output changes them, and the copies of blocks that it asks
+        for: of a state that a prompt shares up to the middle of a block, before it is overwritten."""
         self._copy_blocks(output.kv_cache_block_copies or [])
         for new in output.scheduled_new_reqs:
             sequence = self.sequences[new.req_id]
