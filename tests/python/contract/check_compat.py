@@ -15,7 +15,8 @@ from vllm.v1.kv_offload import base, config  # noqa: E402
 def changed(name: str, **methods: Any) -> Any:
     """vLLM's module ``base``, whose class ``name`` has other methods."""
     kind = type(name, (getattr(base, name),), methods)
-    kind.__abstractmethods__ = getattr(base, name).__abstractmethods__
+    if hasattr(getattr(base, name), "__abstractmethods__"):
+        kind.__abstractmethods__ = getattr(base, name).__abstractmethods__
     return SimpleNamespace(**{**vars(base), name: kind})
 
 
