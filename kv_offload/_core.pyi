@@ -222,6 +222,7 @@ class RankWorker:
         area: int,
         threads: int = 2,
         device: int = -1,
+        holds_states: Sequence[bool] = (),  # per position: of a chunk only the last block is kept
         keep_alive: Any = None,
     ) -> None: ...
     def submit(

@@ -10,7 +10,9 @@ import pytest
 from live_root import used_bytes
 
 from kv_offload.config import EVICTION_POLICIES, ConfigError, FsTierConfig, OffloadConfig
+from kv_offload.config_compat import multi_connector_problems
 from kv_offload.machine import cautions, check_machine, held_bytes, tier_bounds
+from kv_offload.vllm_versions import keys_read_by_vllm
 
 GIB = 1 << 30
 FS = {"type": "fs", "root_dir": "/var/cache/kv"}
@@ -116,14 +118,14 @@ def test_all_problems_are_told_at_once():
     text = "\n".join(
         problems(
             {
-                "bogus": 1,
+                "eviction": 1,
                 "load_policy": "sometimes",
                 "secondary_tiers": [{"type": "fs"}, FS | {"fsync": "maybe", "write_policy": "reuse:0"}],
             }
         )
     )
     for part in (
-        "'bogus' is not known",
+        "'eviction' is not known; did you mean 'eviction_policy'?",
         "load_policy is 'sometimes'; it should be 'auto', 'always' or 'never'",
         "cpu_bytes_to_use is needed",
         "secondary_tiers[0].root_dir is needed",
@@ -202,6 +204,51 @@ def test_a_port_beyond_the_last_is_refused_by_name():
 def test_tier_names_are_distinct():
     config = read(secondary_tiers=[FS | {"root_dir": f"/r{i}"} for i in range(3)])
     assert config.tier_names() == ("fs", "fs-2", "fs-3")
+
+
+@pytest.mark.parametrize("key", ["max_recompute_pending_tokens", "control_plane_interval_s", "tenant_quota"])
+def test_a_key_that_is_near_to_none_of_ours_may_be_of_a_later_vllm_and_is_noted(key):
+    _, notes = OffloadConfig.parse({"cpu_bytes_to_use": 1, key: 1, "secondary_tiers": [FS | {key: 2}]})
+    assert len(notes) == 2
+    assert all(key in note and "ignored" in note for note in notes)
+    assert notes[1].startswith("secondary_tiers[0]: ")
+
+
+def test_a_key_that_the_installed_vllm_reads_is_left_to_it(monkeypatch):
+    near = "load_policies"  # of load_policy: an error, if vLLM did not read it
+    assert "did you mean 'load_policy'" in problems({"cpu_bytes_to_use": 1, near: 1})[0]
+    monkeypatch.setattr("kv_offload.config_compat.keys_read_by_vllm", lambda: frozenset({near}))
+    _, (note,) = OffloadConfig.parse({"cpu_bytes_to_use": 1, near: 1})
+    assert "left to vLLM" in note
+
+
+def test_keys_are_told_from_the_files_of_vllm(tmp_path):
+    package = tmp_path / "v1" / "kv_offload"
+    package.mkdir(parents=True)
+    (package / "spec.py").write_text(
+        'self.extra_config.get("first", 0)\nextra_config.get(\n    "second"\n)\nextra_config["third"]\n'
+        'other.get("no")'
+    )
+    assert keys_read_by_vllm(str(tmp_path)) == {"first", "second", "third"}
+    assert keys_read_by_vllm(str(tmp_path / "missing")) == frozenset()
+
+
+# ---- MultiConnector
+
+
+def connectors(*names):
+    children = [{"kv_connector": name, "kv_connector_extra_config": {"spec_name": name}} for name in names]
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
+
+
+def test_a_reporting_connector_is_one_of_ours_in_a_multi_connector():
+    assert multi_connector_problems(connectors("NixlConnector", "ReportingConnector")) == []
+
+
+@pytest.mark.parametrize("other", ["OffloadingConnector", "ReportingConnector"])
+def test_a_reporting_connector_beside_another_offloading_connector_is_refused(other):
+    (problem,) = multi_connector_problems(connectors(other, "ReportingConnector"))
+    assert "2 OffloadingConnectors" in problem
 
 
 # ---- configurations written for others

@@ -10,9 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kv_offload.vllm_versions import RELEASES
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent.parent
-MINORS = ("0.31", "0.32", "0.33")
+MINORS = RELEASES
 
 
 def _minor_of(tree: Path) -> str | None:
