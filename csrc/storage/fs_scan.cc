@@ -267,9 +267,8 @@ void FsStore::keep_generation() {
   std::vector<std::uint64_t> numbers;
   std::shared_ptr<Generation> own = generation();
   if (!own || !list_generations(ops_, open_.namespace_directory.get(), &numbers)) return;
-  if (!std::binary_search(numbers.begin(), numbers.end(),
-                          own->number)) {  // by hand, or where no lock is seen
-    forget();
+  if (!std::binary_search(numbers.begin(), numbers.end(), own->number)) {
+    forget();  // it was removed, by hand or by a host that does not see our lock
     if (!make_generation()) return;
     own = generation();
     numbers.clear();
