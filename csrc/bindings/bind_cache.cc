@@ -153,7 +153,8 @@ py::dict tier_stats(const Cache& self, std::size_t tier) {
       "buffered_ops"_a = stats.buffered_ops, "queued_reads"_a = stats.queued_reads,
       "queued_writes"_a = stats.queued_writes, "oldest_read_seconds"_a = stats.oldest_read_seconds,
       "oldest_write_seconds"_a = stats.oldest_write_seconds, "scan_complete"_a = stats.scan_complete,
-      "readable"_a = stats.readable, "writable"_a = stats.writable, "breaker_trips"_a = stats.breaker_trips);
+      "readable"_a = stats.readable, "writable"_a = stats.writable, "apart"_a = stats.apart,
+      "breaker_trips"_a = stats.breaker_trips);
 }
 
 // Calls that go to storage or wait for it.
