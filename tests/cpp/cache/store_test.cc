@@ -61,12 +61,17 @@ TEST_P(StoreTest, KeysThatAreNotOrderedByGroupAreRefused) {
   EXPECT_THROW(cache().prepare_store(begin(), std::vector{key_of("a", 7)}), InvalidArgument);
 }
 
-TEST_P(StoreTest, AnOfferThatIsRefusedTakesNoRow) {
+TEST_P(StoreTest, AnOfferThatIsRefusedTakesNoRowAndEvictsNothing) {
   make({.rows = 8, .shard_bytes = {300, 300}});
+  const Names before{"s", "t", "u", "v", "w", "x", "y", "z"};
+  store(before);
+  tier().finish();
+  step();
   const RequestHandle request = begin();
   EXPECT_THROW(cache().prepare_store(request, std::vector{key_of("a"), key_of("b"), key_of("c", 7)}),
                InvalidArgument);
   EXPECT_EQ(peek({"a"}), "M");
+  EXPECT_EQ(peek(before), "HHHHHHHH");
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
   EXPECT_EQ(store(request, {"1", "2", "3", "4", "5", "6", "7", "8"}).size(), 8u);
 }
