@@ -287,6 +287,9 @@ int open_generation(FileOps& ops, int namespace_directory, const std::string& na
   int error = 0;
   opened->directory = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
   if (!opened->directory) return -error;
+  // Where directories cannot be locked, or not across hosts, it may be reclaimed beside us: see
+  // keep_generation.
+  (void)lock_file(ops, opened->directory.get(), LOCK_SH | LOCK_NB);
   opened->number = number;
   opened->path = namespace_path + "/" + name;
   *generation = std::move(opened);

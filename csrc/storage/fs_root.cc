@@ -50,7 +50,7 @@ std::vector<std::string> namespaces_of(int root, const std::optional<std::string
   return {*only};
 }
 
-// What a reset left behind; nobody can hit it.
+// What resets left behind and nobody can hit any more.
 std::uint64_t reclaim_left_behind(FileOps& ops, int root, const std::string& name, bool dry_run,
                                   const Gone& gone) {
   const std::atomic<bool> stop{false};
@@ -59,6 +59,7 @@ std::uint64_t reclaim_left_behind(FileOps& ops, int root, const std::string& nam
   if (!directory || !list_generations(ops, directory.get(), &generations)) return 0;
   std::uint64_t freed = 0;
   for (std::size_t i = 0; i + 1 < generations.size(); ++i) {
+    if (generation_is_open(ops, directory.get(), generations[i])) continue;
     const std::string old = layout::generation_name(generations[i]);
     freed += dry_run ? count_tree(ops, directory.get(), old, {}, stop)
                      : reclaim_generation(ops, directory.get(), old, kNoLimit, true, stop, gone);

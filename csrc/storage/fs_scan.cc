@@ -234,7 +234,7 @@ std::uint64_t FsStore::count_others(std::uint64_t own_generation) {
 void FsStore::tick() {
   const bool held = open_.lease->try_take();
   // Others' records have to be found before they can be evicted in their turn.
-  follow_reset();
+  keep_generation();
   look_for_news();
   const bool unknown = recount_due_.load() || open_.ledger->added_by_others() > options_.max_bytes / 16 ||
                        open_.ledger->recount_wanted();
@@ -259,23 +259,22 @@ void FsStore::tick() {
   if (write_back) write_back_touches();
 }
 
-// A process that shares the namespace may have reset it.
-void FsStore::follow_reset() {
+// A process that shares the namespace may have been reset, which says nothing of our weights: we keep the
+// generation that we have until we are reset ourselves, for what is in a newer one is of other weights than
+// ours, and what we would write there of other weights than theirs.
+void FsStore::keep_generation() {
+  if (!generation() && !make_generation()) return;
   std::vector<std::uint64_t> numbers;
   std::shared_ptr<Generation> own = generation();
-  if (!own && !make_generation()) return;
-  own = generation();
-  if (!own || !list_generations(ops_, open_.namespace_directory.get(), &numbers) || numbers.empty()) return;
-  if (numbers.back() > own->number) {
-    std::shared_ptr<Generation> newest;
-    const std::string path = open_.path + "/" + open_.namespace_name;
-    if (open_generation(ops_, open_.namespace_directory.get(), path, numbers.back(), false, &newest) != 0)
-      return;
-    forget();
-    set_generation(std::move(newest), false);
-    std::uint64_t counted = 0;
-    if (scan_own(&counted)) set_scan_complete();
+  if (!own || !list_generations(ops_, open_.namespace_directory.get(), &numbers)) return;
+  if (!std::binary_search(numbers.begin(), numbers.end(), own->number)) {
+    forget();  // it was removed, by hand or by a host that does not see our lock
+    if (!make_generation()) return;
+    own = generation();
+    numbers.clear();
+    if (!own || !list_generations(ops_, open_.namespace_directory.get(), &numbers)) return;
   }
+  apart_.store(!numbers.empty() && numbers.back() > own->number);
   if (numbers.size() > 1 && open_.lease->held())
     reclaim_old_generations(open_.namespace_name, numbers.back());
 }

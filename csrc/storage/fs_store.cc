@@ -99,6 +99,7 @@ void FsStore::figures(TierStats* stats) const {
   stats->buffered_ops = buffered_ops_.load();
   stats->names_complete = names_complete_.load();
   stats->scan_complete = scan_complete_.load();
+  stats->apart = apart_.load();
   const MutexLock lock(mutex_);
   stats->chunks = catalogue_.size();
 }

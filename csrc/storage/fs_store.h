@@ -32,9 +32,9 @@ class FsStore {
   ~FsStore();
 
   // ---- pool threads, may block on storage
-  Status write(const TierOp& op, std::uint64_t* moved);
-  Status read(const TierOp& op, std::uint64_t* moved);
-  Status remove(const TierOp& op);
+  // In the generation that the op was submitted in, or not at all.
+  Status write(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
+  Status read(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
   // Finds the records of one leaf directory before the scan has come there.
   Status probe(std::uint32_t leaf);
   // Rebuilds the catalogue; the lease holder also counts the root anew and
@@ -51,6 +51,8 @@ class FsStore {
   void release();
 
   // ---- any thread, never block on storage
+  // Null after forget(), until the next one is made.
+  std::shared_ptr<Generation> generation() const EXCLUDES(mutex_);
   Presence presence(const ChunkKey& key, bool* start_probe);
   bool offers(const ChunkKey& key) const;  // what is known, without a probe
   void give_up_probe(std::uint32_t leaf);
@@ -127,12 +129,12 @@ class FsStore {
   void recount();
   std::uint64_t count_others(std::uint64_t own_generation);
   void set_generation(std::shared_ptr<Generation> generation, bool empty);
-  void follow_reset();
+  void keep_generation();
   void look_for_news();
   void adopt_changed_leaves(std::int64_t since_mtime);
 
-  std::shared_ptr<Generation> generation() const EXCLUDES(mutex_);
   static bool aligned(std::span<const Shard> shards);
+  static Status was_reset();
 
   const FsTierOptions options_;
   FileOps& ops_;
@@ -160,6 +162,7 @@ class FsStore {
   std::atomic<bool> scan_complete_{false};   // and its order is that of use
   std::atomic<bool> own_counted_{true};      // false while a count may miss or double what is removed
   std::atomic<bool> counted_{false};         // as holder of the lease
+  std::atomic<bool> apart_{false};  // others were reset and we were not: a newer generation is theirs
   std::atomic<bool> garbage_exhausted_{false};
   std::atomic<bool> recount_due_{false};  // nothing was found to evict, or the last one may be too high
   std::atomic<Nanos> next_recount_{Nanos{0}};
