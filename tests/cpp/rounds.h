@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <cstdlib>
 
+namespace testing {}
 namespace kv_offload::testing {
+using namespace ::testing;  // testing::Test is gtest's inside kv_offload, too
 
 #if !defined(__has_feature)  // Clang's way to say what g++ defines
 #define __has_feature(feature) 0

@@ -64,8 +64,8 @@ TEST(IoPool, ops_of_a_lane_run_in_order) {
 std::vector<std::uint64_t> order_after_hold(int reads, int writes) {
   FakeClock clock;
   Log log;
-  IoPool pool({0, 1, &clock});
   std::latch running(1), go(1), all(reads + writes);
+  IoPool pool({0, 1, &clock});
   pool.submit(one(op(log, 0, Lane::kWrite, nullptr, [&] {
     running.count_down();
     go.wait();
@@ -96,8 +96,8 @@ TEST(IoPool, writes_do_not_starve_behind_reads) {
 TEST(IoPool, read_threads_leave_writes_alone) {
   FakeClock clock;
   Log log;
-  IoPool pool({2, 1, &clock});
   std::latch running(1), go(1), all(3);
+  IoPool pool({2, 1, &clock});
   pool.submit(one(op(log, 0, Lane::kWrite, &all, [&] {
     running.count_down();
     go.wait();
@@ -116,8 +116,8 @@ TEST(IoPool, read_threads_leave_writes_alone) {
 TEST(IoPool, an_op_past_its_deadline_does_not_run) {
   FakeClock clock;
   Log log;
-  IoPool pool({1, 0, &clock});
   std::latch running(1), go(1), all(3);
+  IoPool pool({1, 0, &clock});
   pool.submit(one(op(log, 0, Lane::kRead, &all, [&] {
     running.count_down();
     go.wait();
@@ -137,8 +137,8 @@ TEST(IoPool, an_op_past_its_deadline_does_not_run) {
 TEST(IoPool, deadlines_expire_even_when_every_thread_is_stuck) {
   FakeClock clock;
   Log log;
-  IoPool pool({1, 0, &clock});
   std::latch running(1), go(1);
+  IoPool pool({1, 0, &clock});
   pool.submit(one(op(log, 0, Lane::kRead, nullptr, [&] {
     running.count_down();
     go.wait();
@@ -165,8 +165,8 @@ TEST(IoPool, deadlines_expire_even_when_every_thread_is_stuck) {
 TEST(IoPool, cancel_ends_what_is_queued_and_leaves_what_runs) {
   FakeClock clock;
   Log log;
-  IoPool pool({1, 0, &clock});
   std::latch running(1), go(1), all(2);
+  IoPool pool({1, 0, &clock});
   pool.submit(one(op(log, 7, Lane::kRead, &all, [&] {
     running.count_down();
     go.wait();
@@ -212,8 +212,8 @@ TEST(IoPool, one_without_threads_is_driven_by_hand) {
 TEST(IoPool, close_cancels_the_queue_waits_for_what_runs_and_refuses_more) {
   FakeClock clock;
   Log log;
-  IoPool pool({1, 1, &clock});
   std::latch running(1), go(1);
+  IoPool pool({1, 1, &clock});
   pool.submit(one(op(log, 0, Lane::kRead, nullptr, [&] {
     running.count_down();
     go.wait();
