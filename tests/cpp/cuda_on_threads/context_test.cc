@@ -161,6 +161,19 @@ TEST_F(Capture, the_torch_operator_waits_for_nothing_and_keeps_nothing) {
   EXPECT_TRUE(area_holds(1));
 }
 
+TEST_F(Capture, the_torch_operator_moves_many_pages_with_few_launches) {
+  constexpr std::uint64_t kPage = 256;
+  std::vector<PackPiece> pages;
+  for (std::uint64_t at = 0; at < kBlock * kBlocks; at += kPage) {
+    const std::uint64_t row = rows_[at / kBlock] * kPageBytes + at % kBlock;
+    pages.push_back({cache_ + at, area_.data() + row, kPage});
+  }
+  EXPECT_EQ(pack_pages_on_stream(pages, true, 4, kDevice, compute_), "");
+  check(cudaStreamSynchronize(compute_));
+  EXPECT_TRUE(area_holds(1));
+  EXPECT_EQ(cuda_on_threads::launches().size(), 2u) << pages.size();
+}
+
 TEST_F(Capture, the_torch_operator_refuses_memory_that_no_kernel_reaches) {
   std::vector<std::byte> pageable(kBlock);
   const std::vector<PackPiece> pages = {{cache_, pageable.data(), kBlock}};

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -27,11 +28,13 @@ class Marker {
   void reach();
   bool reached() const;
   void wait() const;
+  double seconds() const;  // when it was reached
 
  private:
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   bool reached_ = false;
+  std::chrono::steady_clock::time_point when_{};
 };
 
 struct Operation {

@@ -86,10 +86,12 @@ cudaError_t cudaMallocHost(void** address, size_t bytes) {
 }
 cudaError_t cudaFree(void* address) {
   ENTER(true);
+  touch();
   return forget(address, false, cudaErrorInvalidValue);
 }
 cudaError_t cudaFreeHost(void* address) {
   ENTER(true);
+  touch();
   return forget(address, false, cudaErrorInvalidValue);
 }
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
@@ -103,6 +105,7 @@ cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
 }
 cudaError_t cudaHostUnregister(void* address) {
   ENTER(true);
+  touch();
   return forget(address, true, cudaErrorHostMemoryNotRegistered);
 }
 cudaError_t cudaHostGetDevicePointer(void** device_address, void* address, unsigned) {

@@ -124,14 +124,13 @@ TEST_P(Order, submit_returns_although_the_queues_are_full) {
   EXPECT_EQ(copier_->poll().size(), 8u);
 }
 
-TEST_P(Order, kernels_cost_no_copy_of_their_own) {
-  start(GetParam());
+TEST_F(World, kernels_cost_no_copy_of_their_own) {
+  start(CopyPath::kKernel);
   submit(1, kStore);
   submit(2, kLoad);
   copier_->wait(Ids{1, 2});
-  std::size_t by_dma = 0;
-  for (const auto& batch : cuda_on_threads::batches()) by_dma += batch.bytes;
-  EXPECT_EQ(by_dma, GetParam() == CopyPath::kKernel ? 0 : 2 * kBlock * kBlocks);
+  EXPECT_FALSE(cuda_on_threads::launches().empty());
+  EXPECT_TRUE(cuda_on_threads::batches().empty());
   EXPECT_EQ(cuda_on_threads::single_copies(), 0u);
 }
 
@@ -155,47 +154,58 @@ TEST_F(World, every_stream_of_ours_gives_way_to_the_model) {
   }
 }
 
-// With the limits that serve.
-TEST_F(World, little_is_in_flight_and_no_call_is_long) {
-  cuda_on_threads::set_queue_limit(1 << 20);
-  std::byte* large = nullptr;
-  constexpr std::uint64_t kSmall = 2 << 10;
-  constexpr std::uint64_t kCount = 8 << 10;  // 16 MiB
-  check(cudaMalloc(reinterpret_cast<void**>(&large), 2 * kSmall * kCount));
-  AlignedBuffer area(kPageBytes * kCount);
-  {
-    const PinnedArea pinned(area.span(), {.device = kDevice, .piece_bytes = 64 << 20});
-    CopierOptions options;
-    options.layout = {
-        .tensors = {{large, kCount, 2 * kSmall}}, .groups = {{{0, kSmall}}}, .blocks_per_chunk = 1};
-    options.area = area.span();
-    DeviceCopier copier(
-        options, std::make_unique<CudaDevice>(CudaDeviceOptions{.device = kDevice, .area = area.span()}),
-        single_path_table(CopyPath::kDma), {});
-    Hold copies(Work::kCopy);
-    CopyJob job;
-    job.id = 1;
-    job.direction = kLoad;
-    for (std::uint64_t b = 0; b < kCount; ++b) {
-      job.block_ids.push_back(static_cast<std::int64_t>(b));
-      job.rows.push_back(static_cast<RowId>(b));
+// With the limits that serve, and memory of its own.
+class Limits : public World {
+ protected:
+  void hold_a_load(std::uint64_t page, std::uint64_t count, const std::function<void()>& look) {
+    cuda_on_threads::set_queue_limit(1 << 20);
+    std::byte* large = nullptr;
+    check(cudaMalloc(reinterpret_cast<void**>(&large), 2 * page * count));
+    AlignedBuffer area(round_up(page, kPageBytes) * count);
+    {
+      const PinnedArea pinned(area.span(), {.device = kDevice, .piece_bytes = 64 << 20});
+      CopierOptions options;
+      options.layout = {
+          .tensors = {{large, count, 2 * page}}, .groups = {{{0, page}}}, .blocks_per_chunk = 1};
+      options.area = area.span();
+      DeviceCopier copier(
+          options, std::make_unique<CudaDevice>(CudaDeviceOptions{.device = kDevice, .area = area.span()}),
+          single_path_table(CopyPath::kDma), {});
+      Hold copies(Work::kCopy);
+      CopyJob job = World::job(1, kLoad);
+      job.block_ids.resize(count);
+      job.rows.resize(count);
+      for (std::uint64_t b = 0; b < count; ++b) {
+        job.block_ids[b] = static_cast<std::int64_t>(b);
+        job.rows[b] = static_cast<RowId>(b * round_up(page, kPageBytes) / kPageBytes);
+      }
+      job.group_sizes = {static_cast<std::uint32_t>(count)};
+      job.group_rows = job.group_sizes;
+      copier.submit(std::move(job));
+      copies.until_standing(1);
+      settle();
+      look();
+      copies.release();
+      copier.close();
     }
-    job.group_sizes = {kCount};
-    job.group_rows = {kCount};
-    job.block_indices = {0};
-    copier.submit(std::move(job));
-    copies.until_standing(1);
-    settle();
+    check(cudaFree(large));
+  }
+};
+
+TEST_F(Limits, little_is_in_flight_and_no_call_has_many_descriptors) {
+  hold_a_load(2 << 10, 8 << 10, [] {
     const auto batches = cuda_on_threads::batches();
     EXPECT_EQ(batches.size(), 2u);
-    for (const auto& batch : batches) {
-      EXPECT_LE(batch.copies, 512u);
-      EXPECT_LE(batch.bytes, 2u << 20);
-    }
-    copies.release();
-    copier.close();
-  }
-  check(cudaFree(large));
+    for (const auto& batch : batches) EXPECT_LE(batch.copies, 512u);
+  });
+}
+
+TEST_F(Limits, a_sub_job_is_short_on_the_link) {
+  hold_a_load(64 << 10, 160, [] {
+    const auto batches = cuda_on_threads::batches();
+    EXPECT_EQ(batches.size(), 2u);
+    for (const auto& batch : batches) EXPECT_LE(batch.bytes, 2u << 20);
+  });
 }
 
 }  // namespace

@@ -14,6 +14,7 @@ namespace cuda_on_threads {
 void Marker::reach() {
   const std::lock_guard lock(mutex_);
   reached_ = true;
+  when_ = std::chrono::steady_clock::now();
   changed_.notify_all();
 }
 bool Marker::reached() const {
@@ -23,6 +24,11 @@ bool Marker::reached() const {
 void Marker::wait() const {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return reached_; });
+}
+
+double Marker::seconds() const {
+  const std::lock_guard lock(mutex_);
+  return std::chrono::duration<double>(when_.time_since_epoch()).count();
 }
 
 void Gate::pass() {
@@ -280,6 +286,14 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     return fail(cudaErrorCapturedEvent);
   }
   return event->last == nullptr || event->last->reached() ? cudaSuccess : fail(cudaErrorNotReady);
+}
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
+  ENTER();
+  const std::scoped_lock lock(start->mutex, end->mutex);
+  const bool there = start->last != nullptr && end->last != nullptr;
+  if (!there || !start->last->reached() || !end->last->reached()) return fail(cudaErrorNotReady);
+  *ms = static_cast<float>((end->last->seconds() - start->last->seconds()) * 1e3);
+  return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   ENTER();
