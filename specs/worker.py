@@ -141,6 +141,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         area=area,
         threads=options.copy_threads,
         device=device,
+        kernel_blocks=options.copy_kernel_blocks,
         pin_progress=progress_logger(time.monotonic(), what="pinning host memory"),
         keep_alive=tensors,
     )
