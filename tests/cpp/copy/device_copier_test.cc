@@ -35,8 +35,8 @@ TEST_P(DeviceCopierPaths, agree_with_the_plain_reference_whatever_the_sub_jobs) 
     options.layout = c.layout;
     options.area = c.area;
     const DeviceLimits limits{.sub_job_bytes = 1 + random() % 20'000,
-                              .staged_bytes = state.staging_capacity,
                               .sub_job_segments = static_cast<std::uint32_t>(1 + random() % 50),
+                              .staged_bytes = state.staging_capacity,
                               .boundary = (1 + random() % 4) * kPageBytes};
     DeviceCopier copier(options, std::make_unique<FakeDevice>(&state), single_path_table(GetParam()), limits);
     copier.submit(c.job);
