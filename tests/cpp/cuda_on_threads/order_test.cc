@@ -120,15 +120,16 @@ TEST_P(Order, submit_returns_although_the_queues_are_full) {
   EXPECT_TRUE(copier_->poll().empty());
   copies.release();
   kernels.release();
-  copier_->wait(Ids{1, 2, 3, 4, 5, 6, 7, 8});
-  EXPECT_EQ(copier_->poll().size(), 8u);
+  // Not wait(): what it moves to another lane would write the same rows beside the rest.
+  for (std::size_t over = 0; over < 8; over += copier_->poll().size()) std::this_thread::yield();
 }
 
 TEST_F(World, kernels_cost_no_copy_of_their_own) {
   start(CopyPath::kKernel);
   submit(1, kStore);
+  copier_->wait(Ids{1});
   submit(2, kLoad);
-  copier_->wait(Ids{1, 2});
+  copier_->wait(Ids{2});
   EXPECT_FALSE(cuda_on_threads::launches().empty());
   EXPECT_TRUE(cuda_on_threads::batches().empty());
   EXPECT_EQ(cuda_on_threads::single_copies(), 0u);
@@ -137,8 +138,9 @@ TEST_F(World, kernels_cost_no_copy_of_their_own) {
 TEST_P(Order, batches_keep_off_the_SMs_and_only_rows_may_be_read_ahead) {
   start(GetParam());
   submit(1, kStore);
+  copier_->wait(Ids{1});
   submit(2, kLoad);
-  copier_->wait(Ids{1, 2});
+  copier_->wait(Ids{2});
   for (const auto& batch : cuda_on_threads::batches()) {
     EXPECT_EQ(batch.flags, cudaMemcpyFlagPreferOverlapWithCompute);
     EXPECT_EQ(batch.order, batch.from_device ? cudaMemcpySrcAccessOrderStream : cudaMemcpySrcAccessOrderAny);
