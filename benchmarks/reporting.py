@@ -89,6 +89,11 @@ def write_results(name: str, results: dict[str, Any], draw: Callable[[Path], Non
     stem = RESULTS / f"{name}-{machine['name']}"
     stem.with_suffix(".json").write_text(json.dumps({"machine": machine, **results}, indent=2) + "\n")
     say(f"written: {stem.with_suffix('.json')}")
-    if draw is not None:
+    if draw is None:
+        return
+    try:
         draw(stem.with_suffix(".png"))
+    except ImportError as error:
+        say(f"not drawn: {error}")
+    else:
         say(f"drawn: {stem.with_suffix('.png')}")

@@ -28,7 +28,12 @@ def parse_byte_size(text: str) -> int:
 def format_bytes(count: int) -> str: ...
 def metric_definitions() -> list[MetricDefinition]: ...
 def eviction_policy_names() -> list[str]: ...
-def cuda_unavailable_reason() -> str: ...
+def cuda_unavailable_reason() -> str:
+    """ "" when the CUDA copier can run here, else why not (too old a driver, too), in one sentence."""
+
+def cuda_numa_node(device: int) -> int:
+    """The NUMA node that a CUDA device hangs on; -1 when there is none. Makes no CUDA context."""
+
 def describe_cuda_copier(device: int = -1) -> str:
     """Which copy path is taken from which size, as measured now on this device (-1: the current one).
 
@@ -84,6 +89,8 @@ class HostRegion:
     def swept(self) -> list[str]: ...
     def area(self, index: int) -> npt.NDArray[np.uint8]:
         """The area's bytes, shape (area_bytes,), writable, no copy. For tests and tools."""
+    def prefer_node(self, index: int, node: int) -> str:
+        """Take the area's memory from a NUMA node; before ``prefault``. "" or what speaks against it."""
     def prefault(
         self, index: int, threads: int, progress: Callable[[int, int], None] | None = None
     ) -> None: ...
@@ -223,6 +230,8 @@ class RankWorker:
         threads: int = 2,
         device: int = -1,
         holds_states: Sequence[bool] = (),  # per position: of a chunk only the last block is kept
+        kernel_blocks: int = 8,  # blocks (of 256 threads) of the CUDA copier's kernels
+        pin_progress: Callable[[int, int], object] | None = None,  # (bytes done, bytes in all)
         keep_alive: Any = None,
     ) -> None: ...
     def submit(

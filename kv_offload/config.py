@@ -158,6 +158,9 @@ class OffloadConfig(BaseModel):
     )
     metrics_host: str = "127.0.0.1"
     copy_threads: Threads = Field(default=2, description="per rank, of the CPU platform's copier")
+    copy_kernel_blocks: int = Field(
+        default=8, ge=1, le=1024, description="per rank, on a GPU: SMs that a copy kernel takes"
+    )
     prefault: bool = Field(default=True, description="touch all host memory at start, not in first use")
     huge_pages: bool = Field(default=True, description="where the system offers them")
 

@@ -126,8 +126,8 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     )
     for name in region.swept:
         logger.warning("removed %s from shared memory: left by an engine that died while it started", name)
-    if options.prefault and (not replicated or parallel.rank == 0):
-        _prefault(region, area, parallel.world_size)
+    if not replicated or parallel.rank == 0:
+        _prepare_memory(region, area, parallel.world_size, copier, device, options.prefault)
     metrics = _core.Metrics()
     address = options.metrics_address(parallel.rank, parallel.world_size, parallel.data_parallel_index)
     if address is not None:
@@ -146,6 +146,8 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         threads=options.copy_threads,
         device=device,
         holds_states=holds_states,
+        kernel_blocks=options.copy_kernel_blocks,
+        pin_progress=progress_logger(time.monotonic(), what="pinning host memory"),
         keep_alive=tensors,
     )
     logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())
@@ -215,6 +217,20 @@ def _check_roots(options: OffloadConfig) -> None:
         raise ValueError("; ".join(problems))
 
 
+def _prepare_memory(
+    region: "HostRegion", area: int, world_size: int, copier: str, device: int, prefault: bool
+) -> None:
+    """Place this rank's area on its GPU's NUMA node, then populate it: pages stay where they first were."""
+    from kv_offload import _core
+
+    if copier == "cuda":
+        refused = region.prefer_node(area, _core.cuda_numa_node(device))
+        if refused:
+            logger.info("host memory of area %d is not placed near its GPU: %s", area, refused)
+    if prefault:
+        _prefault(region, area, world_size)
+
+
 def _prefault(region: "HostRegion", area: int, world_size: int) -> None:
     """Touch this rank's area now, so that no store waits for pages; with a line every few seconds."""
     threads = max(1, min(8, (os.cpu_count() or 1) // world_size))
@@ -229,7 +245,7 @@ def _prefault(region: "HostRegion", area: int, world_size: int) -> None:
 
 
 def progress_logger(
-    started: float, clock: Callable[[], float] = time.monotonic
+    started: float, clock: Callable[[], float] = time.monotonic, what: str = "preparing host memory"
 ) -> Callable[[int, int], None]:
     """A callback (done, total) in bytes that logs at most once every few seconds."""
     next_line = started + _PROGRESS_SECONDS
@@ -239,6 +255,6 @@ def progress_logger(
         if clock() < next_line:
             return
         next_line = clock() + _PROGRESS_SECONDS
-        logger.info("preparing host memory: %s of %s", format_bytes(done), format_bytes(total))
+        logger.info("%s: %s of %s", what, format_bytes(done), format_bytes(total))
 
     return progress

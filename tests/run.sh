@@ -14,7 +14,8 @@
 #   lint     clang-format, ruff, mypy --strict; that the mutants still fit the code
 #   cpp      build of the core and its tests, ctest
 #   oracle   the byte oracle over cores with each of the sanitizers
-#   cuda     the CUDA copier and torch's operators for CUDA are compiled, where nvcc is
+#   cuda     the CUDA copier runs on a CUDA runtime of threads, plain and sanitized; where nvcc is, it and torch's
+#            operators for CUDA are compiled
 #   python   tests/python (bindings, configuration, manager contract, layers, oracle)
 #   wheel    tests/wheel (a self-contained wheel in an empty environment)
 #   e2e      tests/e2e (a real vLLM server on CPU)
@@ -244,8 +245,12 @@ stage_fuzz() {
   return $status
 }
 stage_cuda() {
+  local threads=tests/cpp/cuda_on_threads/run.sh
+  bash $threads || return
+  bash $threads --sanitize address,undefined --seeds 1 || return
+  bash $threads --sanitize thread --seeds 1 || return
   if ! command -v nvcc >/dev/null; then
-    echo "skipped: no nvcc here"
+    echo "compiling with nvcc is skipped: there is none here"
     return
   fi
   cmake -S . -B build/cuda -G Ninja -DKV_OFFLOAD_CUDA=ON -DKV_OFFLOAD_TORCH=ON \

@@ -1,6 +1,8 @@
 // A kernel that is bound by device memory, as decoding is.
 #include "decode_kernel.h"
 
+#include <cuda_runtime.h>
+
 namespace {
 
 __global__ void read_all(const uint4* data, std::uint64_t count, unsigned* sink) {
@@ -17,6 +19,10 @@ __global__ void read_all(const uint4* data, std::uint64_t count, unsigned* sink)
 
 cudaError_t launch_decode(const void* weights, std::uint64_t bytes, unsigned* sink, unsigned blocks,
                           cudaStream_t stream) {
-  read_all<<<blocks, 512, 0, stream>>>(static_cast<const uint4*>(weights), bytes / sizeof(uint4), sink);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(512);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, read_all, static_cast<const uint4*>(weights),
+                            static_cast<std::uint64_t>(bytes / sizeof(uint4)), sink);
 }

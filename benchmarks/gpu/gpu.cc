@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <array>
 #include <chrono>
 
 #include "base/aligned_buffer.h"
@@ -12,17 +14,30 @@
 namespace kv_offload::bench {
 namespace {
 
+// What an engine copies in a step besides KV: a few dozen small buffers up, the
+// sampled tokens down; and how many kernels it launches.
+constexpr std::array<std::uint64_t, 8> kSmallCopies = {2 << 10, 2 << 10, 4 << 10,  4 << 10,
+                                                       8 << 10, 8 << 10, 32 << 10, 64 << 10};
+constexpr std::uint64_t kSampled = 4 << 10;
+constexpr unsigned kKernels = 32;
+constexpr unsigned kBlocksPerSm = 4;  // of 512 threads: no SM has room for another
+
 class Gpu final : public Platform {
  public:
   explicit Gpu(std::uint64_t bytes) : bytes_(bytes), area_(bytes), pinned_(area_.span(), {}) {
     cuda_require(cudaMalloc(reinterpret_cast<void**>(&cache_), bytes), "cudaMalloc");
     cuda_require(cudaMalloc(reinterpret_cast<void**>(&sink_), sizeof(unsigned)), "cudaMalloc");
+    cuda_require(cudaMalloc(reinterpret_cast<void**>(&inputs_), kInputs), "cudaMalloc");
+    cuda_require(cudaMallocHost(reinterpret_cast<void**>(&staged_), kInputs), "cudaMallocHost");
     for (cudaStream_t& stream : streams_) {
       cuda_require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
     }
+    for (cudaEvent_t& event : events_) cuda_require(cudaEventCreateWithFlags(&event, 0), "cudaEventCreate");
+    const CopierOptions defaults;
     options_.area = area_.span();
     options_.boundary = pinned_.piece_bytes();
-    options_.staging_bytes = 512 << 10;
+    options_.kernel_blocks = defaults.kernel_blocks;
+    options_.staging_bytes = defaults.staging_bytes / (kCopyLanes * kLaneSlots);
     limits_.staged_bytes = options_.staging_bytes;
     limits_.boundary = options_.boundary;
     table_ = calibrate_cuda(options_, limits_);
@@ -34,19 +49,27 @@ class Gpu final : public Platform {
   ~Gpu() override {
     (void)cudaDeviceSynchronize();
     for (const cudaStream_t stream : streams_) (void)cudaStreamDestroy(stream);
+    for (const cudaEvent_t event : events_) (void)cudaEventDestroy(event);
     (void)cudaFree(cache_);
     (void)cudaFree(sink_);
+    (void)cudaFree(inputs_);
+    (void)cudaFreeHost(staged_);
   }
   std::string name() const override { return name_; }
   std::span<std::byte> cache() override { return {cache_, bytes_}; }
   std::span<std::byte> area() override { return area_.span(); }
   std::string table() const override { return table_.describe(); }
-  std::unique_ptr<DeviceCopier> copier(const CacheLayout& layout, std::optional<CopyPath> path) override {
+  const DeviceLimits& limits() const override { return limits_; }
+  std::uintptr_t compute_stream() const override { return reinterpret_cast<std::uintptr_t>(streams_[2]); }
+  std::unique_ptr<DeviceCopier> copier(const CacheLayout& layout, std::optional<CopyPath> path,
+                                       const DeviceLimits& limits) override {
     CopierOptions options;
     options.layout = layout;
     options.area = area_.span();
-    return std::make_unique<DeviceCopier>(options, std::make_unique<CudaDevice>(options_),
-                                          path ? single_path_table(*path) : table_, limits_);
+    CudaDeviceOptions device = options_;
+    device.staging_bytes = limits.staged_bytes;
+    return std::make_unique<DeviceCopier>(options, std::make_unique<CudaDevice>(device),
+                                          path ? single_path_table(*path) : table_, limits);
   }
   double link(CopyDirection direction, std::uint64_t bytes) override {
     const double begun = now();
@@ -62,16 +85,37 @@ class Gpu final : public Platform {
     cuda_require(cudaStreamSynchronize(streams_[1]), "link");
     return now() - begun;
   }
-  double decode_steps(int steps) override {
-    const double begun = now();
-    for (int i = 0; i < steps; ++i) {
-      cuda_require(launch_decode(cache_, bytes_, sink_, 4 * sms_, streams_[2]), "decode kernel");
+  Step step() override {
+    const cudaStream_t stream = streams_[2];
+    record(0);
+    std::uint64_t at = 0;
+    for (const std::uint64_t bytes : kSmallCopies) {
+      cuda_require(cudaMemcpyAsync(inputs_ + at, staged_ + at, bytes, cudaMemcpyHostToDevice, stream), "up");
+      at += bytes;
     }
-    cuda_require(cudaStreamSynchronize(streams_[2]), "decode kernel");
-    return now() - begun;
+    record(1);
+    const std::uint64_t part = bytes_ / kKernels / 16 * 16;
+    for (unsigned i = 0; i < kKernels; ++i) {
+      cuda_require(launch_decode(cache_ + i * part, part, sink_, kBlocksPerSm * sms_, stream), "kernel");
+    }
+    record(2);
+    cuda_require(cudaMemcpyAsync(staged_, inputs_, kSampled, cudaMemcpyDeviceToHost, stream), "down");
+    record(3);
+    cuda_require(cudaStreamSynchronize(stream), "step");
+    return {.copies = between(0, 1) + between(2, 3), .whole = between(0, 3)};
   }
 
  private:
+  static constexpr std::uint64_t kInputs = 256 << 10;
+
+  void record(std::size_t event) {
+    cuda_require(cudaEventRecord(events_[event], streams_[2]), "cudaEventRecord");
+  }
+  double between(std::size_t first, std::size_t last) {
+    float milliseconds = 0;
+    cuda_require(cudaEventElapsedTime(&milliseconds, events_[first], events_[last]), "cudaEventElapsedTime");
+    return static_cast<double>(milliseconds) / 1e3;
+  }
   // In pieces, since the area is registered in pieces.
   void enqueue(CopyDirection direction, std::uint64_t bytes, cudaStream_t stream) {
     const bool store = direction == CopyDirection::kStore;
@@ -88,6 +132,9 @@ class Gpu final : public Platform {
   PinnedArea pinned_;
   std::byte* cache_ = nullptr;
   unsigned* sink_ = nullptr;
+  std::byte* inputs_ = nullptr;
+  std::byte* staged_ = nullptr;
+  std::array<cudaEvent_t, 4> events_{};
   cudaStream_t streams_[3] = {};
   CudaDeviceOptions options_;
   DeviceLimits limits_;

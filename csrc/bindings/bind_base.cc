@@ -46,6 +46,19 @@ Nanos to_nanos(double seconds, std::string_view what) {
   return Nanos(std::llround(seconds * 1e9));
 }
 
+std::function<void(std::uint64_t, std::uint64_t)> ProgressCall::function() {
+  if (callable_.is_none()) return {};
+  return [this](std::uint64_t done, std::uint64_t total) {
+    const py::gil_scoped_acquire acquire;
+    if (raised_) return;
+    try {
+      callable_(done, total);
+    } catch (...) {
+      raised_ = std::current_exception();
+    }
+  };
+}
+
 void raise_unless_ok(const Status& status) {
   if (!status.is_ok()) throw ResourceError(status.to_string());
 }

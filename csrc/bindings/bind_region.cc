@@ -62,27 +62,14 @@ py::array_t<std::uint8_t> area(const std::shared_ptr<HostRegion>& region, std::u
                                    reinterpret_cast<std::uint8_t*>(bytes.data()), py::cast(region));
 }
 
-// What `progress` raises is kept until the region's threads have joined.
 void prefault(HostRegion& region, std::uint32_t index, unsigned threads, const py::object& progress) {
-  std::exception_ptr raised;
-  std::function<void(std::uint64_t, std::uint64_t)> report;
-  if (!progress.is_none()) {
-    report = [&progress, &raised](std::uint64_t done, std::uint64_t total) {
-      const py::gil_scoped_acquire acquire;
-      if (raised) return;
-      try {
-        progress(done, total);
-      } catch (...) {
-        raised = std::current_exception();
-      }
-    };
-  }
+  ProgressCall call(progress);
   Status status;
   {
     const py::gil_scoped_release release;
-    status = region.prefault(index, threads, report);
+    status = region.prefault(index, threads, call.function());
   }
-  if (raised) std::rethrow_exception(raised);
+  call.raise_again();
   raise_unless_ok(status);
 }
 
@@ -115,6 +102,13 @@ void bind_region(py::module_& module) {
       .def_property_readonly("swept", &HostRegion::swept)
       .def("area", &area, py::arg("index"))
       .def("prefault", &prefault, py::arg("index"), py::arg("threads"), py::arg("progress") = py::none())
+      .def(
+          "prefer_node",
+          [](HostRegion& self, std::uint32_t index, int node) {
+            const Status status = self.prefer_node(index, node);
+            return status.is_ok() ? std::string() : status.to_string();
+          },
+          py::arg("index"), py::arg("node"))
       .def("report", &HostRegion::report, py::arg("rank"), py::arg("ticket"), py::arg("failed_groups"))
       .def("result", &result, py::arg("ticket"));
 

@@ -41,7 +41,8 @@ std::unique_ptr<BoundWorker> make_worker(std::shared_ptr<HostRegion> region, std
                                          std::shared_ptr<Metrics> metrics, const std::string& copier,
                                          const Tensors& tensors, const Groups& groups,
                                          std::uint32_t blocks_per_chunk, std::uint32_t area, unsigned threads,
-                                         int device, std::vector<bool> holds_states, py::object keep_alive) {
+                                          int device, std::vector<bool> holds_states, unsigned kernel_blocks,
+                                         const py::object& pin_progress, py::object keep_alive) {
   using MakeCopier = std::unique_ptr<BlockCopier> (*)(const CopierOptions&);
   const auto make_copier =
       one_of<MakeCopier>("copier", copier, {{"host", &make_host_copier}, {"cuda", &make_cuda_copier}});
@@ -50,6 +51,9 @@ std::unique_ptr<BoundWorker> make_worker(std::shared_ptr<HostRegion> region, std
   options.area = region->area(area);
   options.threads = threads;
   options.device = device;
+  options.kernel_blocks = kernel_blocks;
+  ProgressCall progress(pin_progress);
+  options.pin_progress = progress.function();
   auto bound = std::make_unique<BoundWorker>();
   bound->keep_alive = std::move(keep_alive);
   bound->region = std::move(region);
@@ -58,6 +62,7 @@ std::unique_ptr<BoundWorker> make_worker(std::shared_ptr<HostRegion> region, std
     const py::gil_scoped_release release;
     bound->worker = std::make_unique<RankWorker>(bound->region, rank, make_copier(options), *bound->metrics);
   }
+  progress.raise_again();
   return bound;
 }
 
@@ -119,6 +124,7 @@ void bind_worker(py::module_& module) {
            py::arg("metrics").none(false), py::kw_only(), py::arg("copier"), py::arg("tensors"),
            py::arg("groups"), py::arg("blocks_per_chunk"), py::arg("area"), py::arg("threads") = 2,
            py::arg("device") = -1, py::arg("holds_states") = std::vector<bool>{},
+           py::arg("kernel_blocks") = CopierOptions{}.kernel_blocks, py::arg("pin_progress") = py::none(),
            py::arg("keep_alive") = py::none())
       .def("submit", &submit, py::arg("job_id"), py::arg("ticket"), py::arg("store"), py::arg("block_ids"),
            py::arg("group_sizes"), py::arg("block_indices"), py::arg("rows"), py::arg("group_rows"),
@@ -133,6 +139,7 @@ void bind_worker(py::module_& module) {
              py::call_guard<py::gil_scoped_release>());
   module.def("describe_cuda_copier", &describe_cuda_copier, py::arg("device") = -1,
              py::call_guard<py::gil_scoped_release>());
+  module.def("cuda_numa_node", &cuda_numa_node, py::arg("device"), py::call_guard<py::gil_scoped_release>());
   module.def("cuda_unavailable_reason", &cuda_unavailable_reason, py::call_guard<py::gil_scoped_release>());
 }
 

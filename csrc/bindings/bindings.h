@@ -10,6 +10,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <exception>
+#include <functional>
 #include <span>
 #include <string_view>
 #include <utility>
@@ -44,6 +46,23 @@ Nanos to_nanos(double seconds, std::string_view what);
 
 // ResourceError carrying the status, unless ok.
 void raise_unless_ok(const Status& status);
+
+// A Python callable told (done, total) from C++, by a thread that does not hold
+// the GIL. What it raises is kept, and raised again by the thread that called.
+class ProgressCall {
+ public:
+  // `callable` outlives this; None: nobody is told.
+  explicit ProgressCall(const py::object& callable) : callable_(callable) {}
+  // Empty for None.
+  std::function<void(std::uint64_t, std::uint64_t)> function();
+  void raise_again() {
+    if (raised_) std::rethrow_exception(raised_);
+  }
+
+ private:
+  const py::object& callable_;
+  std::exception_ptr raised_;
+};
 
 // The value of `text` among `known`; InvalidArgument naming the known ones.
 template <typename Value>

@@ -50,6 +50,10 @@ void RankWorker::Impl::drain() {
 void RankWorker::Impl::count(const CopyResult& result) {
   const char* direction = word(result.direction);
   if (result.failed_groups != 0) metrics.add("kv_offload_copy_failures_total", {direction});
+  if (result.refused_batches != 0) {
+    metrics.add("kv_offload_copy_refused_batches_total", {direction},
+                static_cast<double>(result.refused_batches));
+  }
   if (!result.status.is_ok()) return;
   metrics.add("kv_offload_copy_bytes_total", {direction}, static_cast<double>(result.bytes));
   metrics.add("kv_offload_copy_segments_total", {direction}, static_cast<double>(result.segments));

@@ -5,10 +5,14 @@ string(TOUPPER "${KV_OFFLOAD_CUDA}" cuda_wanted)
 if(cuda_wanted STREQUAL "OFF")
   return()
 endif()
-# One fat binary: code for each generation in use, PTX for those to come. (Set
-# before the language is enabled, which would choose one of its own.)
+# One fat binary for sm_80 to sm_121: code for each generation in use (code for
+# X.0 runs on X.Y: 8.7, 10.3, 12.1), PTX of 8.0 for whatever has none (11.0), PTX of
+# 12.0 for those to come. (Set before the language is enabled, which would choose
+# one of its own.) nvcc 12.8 and 13.x know all of these. A release is made with
+# 12.8: what it makes runs on the drivers of CUDA 12.0 and later, and what 13.x
+# makes on those of 13.0 and later only.
 if(NOT CMAKE_CUDA_ARCHITECTURES)
-  set(CMAKE_CUDA_ARCHITECTURES 80-real 86-real 89-real 90-real 100-real 120)
+  set(CMAKE_CUDA_ARCHITECTURES 80 86-real 89-real 90-real 100-real 120)
 endif()
 include(CheckLanguage)
 check_language(CUDA)
@@ -23,6 +27,9 @@ set(CMAKE_CUDA_STANDARD 17)  # kernels include no header of ours that needs more
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+  message(FATAL_ERROR "nvcc ${CMAKE_CUDA_COMPILER_VERSION} is too old: the CUDA copier needs 12.8 or newer, or configure with KV_OFFLOAD_CUDA=OFF")
+endif()
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS csrc/copy/cuda_*.cc csrc/copy/*.cu)
 add_library(kv_offload_cuda_objects OBJECT ${cuda_sources})
@@ -36,7 +43,7 @@ set_target_properties(kv_offload_cuda_objects PROPERTIES CUDA_VISIBILITY_PRESET 
 
 add_library(kv_offload_cuda SHARED)
 target_link_libraries(kv_offload_cuda PRIVATE kv_offload_cuda_objects)
-# Only the three C symbols of copy/cuda_library.h are for others.
+# Only the four C symbols of copy/cuda_library.h are for others.
 target_link_options(kv_offload_cuda PRIVATE -Wl,--exclude-libs,ALL -Wl,-z,defs)
 if(SKBUILD OR KV_OFFLOAD_PYTHON)
   install(TARGETS kv_offload_cuda LIBRARY DESTINATION kv_offload)

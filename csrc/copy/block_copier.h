@@ -27,7 +27,8 @@ struct CopyResult {
   std::uint64_t failed_groups = 0;  // bit per group position
   std::uint64_t bytes = 0;
   std::uint64_t segments = 0;
-  double seconds = 0;  // from the first byte's start to the last one's end
+  std::uint64_t refused_batches = 0;  // that the driver refused and that went one by one
+  double seconds = 0;                 // from the first byte's start to the last one's end
 };
 
 struct CopierOptions {
@@ -35,10 +36,14 @@ struct CopierOptions {
   std::span<std::byte> area;  // this rank's part of the region; outlives the copier
   unsigned threads = 2;       // host copier
   // The rest is for the CUDA copier.
-  int device = -1;                        // CUDA device ordinal
-  unsigned kernel_blocks = 8;             // SMs' worth of blocks for the pack kernels
-  std::uint64_t staging_bytes = 8 << 20;  // device memory for staged copies; 0: none
-  bool calibrate = true;                  // measure the paths at start (below a second), else built-in rates
+  int device = -1;  // CUDA device ordinal
+  // Blocks of a pack kernel, each on an SM of its own while it runs. On published
+  // figures 8 blocks of 256 threads fill a PCIe 5 link; more take SMs from the model.
+  unsigned kernel_blocks = 8;
+  // Device memory for staged copies, 2 MiB for each of the 16 that can be in flight:
+  // smaller ones are over before the thread looks again (device_copier.h). 0: none.
+  std::uint64_t staging_bytes = 32 << 20;
+  bool calibrate = true;  // measure the paths at start (below a second), else built-in rates
   // Bytes of the area that are pinned, of all; from the constructor's thread.
   std::function<void(std::uint64_t done, std::uint64_t total)> pin_progress{};
   // Tests only: false leaves out the wait for the compute stream.
@@ -67,6 +72,9 @@ std::unique_ptr<BlockCopier> make_host_copier(const CopierOptions& options);
 std::unique_ptr<BlockCopier> make_cuda_copier(const CopierOptions& options);
 // "" when the CUDA copier can be loaded here, else why not.
 std::string cuda_unavailable_reason();
+// The NUMA node that a CUDA device hangs on; -1 when there is none or it is not
+// told. Makes no context.
+int cuda_numa_node(int device);
 // Makes the CUDA copier of a device (-1: the current one) on a little memory of
 // its own and says what it measured: which path is taken from which size. Throws
 // as make_cuda_copier does.

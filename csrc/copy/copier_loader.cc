@@ -16,6 +16,7 @@ namespace {
 struct CudaLibrary {
   CudaMakeCopier make = nullptr;
   CudaReason reason = nullptr;
+  CudaNumaNode numa_node = nullptr;
   std::string error;
 };
 
@@ -44,8 +45,9 @@ CudaLibrary load() {
   const auto version = reinterpret_cast<CudaInterface>(dlsym(handle, kCudaInterfaceSymbol));
   library.make = reinterpret_cast<CudaMakeCopier>(dlsym(handle, kCudaMakeCopierSymbol));
   library.reason = reinterpret_cast<CudaReason>(dlsym(handle, kCudaReasonSymbol));
+  library.numa_node = reinterpret_cast<CudaNumaNode>(dlsym(handle, kCudaNumaNodeSymbol));
   if (version == nullptr || library.make == nullptr || library.reason == nullptr ||
-      version() != kCudaInterfaceVersion) {
+      library.numa_node == nullptr || version() != kCudaInterfaceVersion) {
     library.error = fmt::format("{} is of another build than this one; install them together", path);
   }
   return library;
@@ -76,6 +78,11 @@ std::unique_ptr<BlockCopier> make_cuda_copier(const CopierOptions& options) {
   if (copier == nullptr && callers_mistake) throw InvalidArgument(message.data());
   if (copier == nullptr) throw_resource("no CUDA copier: {}", message.data());
   return copier;
+}
+
+int cuda_numa_node(int device) {
+  const CudaLibrary& library = cuda_library();
+  return library.error.empty() ? library.numa_node(device) : -1;
 }
 
 std::string describe_cuda_copier(int device) {

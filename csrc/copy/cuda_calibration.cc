@@ -5,6 +5,7 @@
 
 #include "base/clock.h"
 #include "copy/cuda_check.h"
+#include "copy/cuda_context.h"
 
 namespace kv_offload {
 namespace {
@@ -36,73 +37,79 @@ class Scratch {
   std::byte* rows_ = nullptr;
 };
 
-std::vector<CopySegment> pages(std::byte* cache, std::uint64_t segment_bytes, std::uint64_t total_bytes) {
-  std::vector<CopySegment> segments;
-  const std::uint64_t places = kScratchBytes / (2 * segment_bytes);
-  for (std::uint64_t i = 0; i < total_bytes / segment_bytes; ++i) {
-    segments.push_back({cache + i % places * 2 * segment_bytes, i * segment_bytes, segment_bytes});
+// A group for each size of the table: pages that far apart that nothing merges.
+CacheLayout layout_of(std::byte* cache) {
+  CacheLayout layout;
+  for (const std::uint64_t bytes : CopyTable::kSegmentBytes) {
+    layout.groups.push_back({{static_cast<std::uint32_t>(layout.tensors.size()), bytes}});
+    layout.tensors.push_back({cache, kScratchBytes / (2 * bytes), 2 * bytes});
   }
-  return segments;
+  return layout;
 }
 
-// Runs one job of sub-jobs as DeviceCopier would, and waits for it.
-Status run(CudaDevice& device, CopyDirection direction, CopyPath path, std::vector<CopySegment> segments,
-           const SplitLimits& split_limits) {
-  const std::vector<SegmentRange> ranges = split(&segments, split_limits);
-  std::array<bool, kLaneSlots> busy{};
-  const auto free_up = [&](std::uint32_t slot) -> Status {
-    bool done = !busy[slot];
-    while (!done) {
-      Status status = device.query(0, slot, &done);
-      if (!status.is_ok()) return status;
-      if (!done) std::this_thread::yield();
-    }
-    busy[slot] = false;
-    return Status::ok();
-  };
-  for (std::size_t i = 0; i < ranges.size(); ++i) {
-    const auto slot = static_cast<std::uint32_t>(i % kLaneSlots);
-    if (Status status = free_up(slot); !status.is_ok()) return status;
-    if (Status status =
-            device.issue({.direction = direction,
-                          .path = path,
-                          .lane = 0,
-                          .slot = slot,
-                          .segments = std::span(segments).subspan(ranges[i].first, ranges[i].count)});
-        !status.is_ok()) {
-      return status;
-    }
-    busy[slot] = true;
+CopyJob job_of(CopyDirection direction, std::uint64_t segment_bytes, std::uint64_t total_bytes) {
+  CopyJob job;
+  job.direction = direction;
+  const std::uint64_t blocks = total_bytes / segment_bytes;
+  for (std::uint64_t i = 0; i < blocks; ++i) {
+    job.block_ids.push_back(static_cast<std::int64_t>(i));
+    job.rows.push_back(static_cast<RowId>(i * (segment_bytes / kPageBytes)));
   }
-  for (std::uint32_t slot = 0; slot < kLaneSlots; ++slot) {
-    if (Status status = free_up(slot); !status.is_ok()) return status;
+  for (const std::uint64_t bytes : CopyTable::kSegmentBytes) {
+    job.group_sizes.push_back(bytes == segment_bytes ? static_cast<std::uint32_t>(blocks) : 0);
   }
-  return Status::ok();
+  job.group_rows = job.group_sizes;
+  job.block_indices.assign(job.group_sizes.size(), 0);
+  return job;
 }
+
+// One path, run by the copier that will serve: with its turns, its limits, and a
+// thread that sleeps between two looks.
+class Runner {
+ public:
+  Runner(CopyPath path, const CacheLayout& layout, const CudaDeviceOptions& options,
+         const DeviceLimits& limits)
+      : copier_({.layout = layout, .area = options.area, .order_after_compute = false},
+                std::make_unique<CudaDevice>(options), single_path_table(path), limits) {}
+
+  // Seconds of the job; 0 when it could not be copied.
+  double run(CopyJob job) {
+    job.id = ++last_id_;
+    copier_.submit(std::move(job));
+    std::vector<CopyResult> results;
+    // Not wait(): it makes the thread spin and lets more be in flight.
+    while ((results = copier_.poll()).empty()) std::this_thread::yield();
+    return results[0].status.is_ok() ? results[0].seconds : 0;
+  }
+
+ private:
+  DeviceCopier copier_;
+  std::uint64_t last_id_ = 0;
+};
 
 }  // namespace
 
 CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& limits) {
-  const CudaDeviceScope scope(options.device);
+  const CudaContext context(options.device);
+  const CudaContext::Scope scope(context);
   const CudaCaptureScope relaxed;
   const SteadyClock clock;
   const Nanos begun = clock.now();
   const auto spent = [&] { return to_seconds(clock.now() - begun); };
   try {
+    cuda_require(scope.status());
     const Scratch scratch;
+    const CacheLayout layout = layout_of(scratch.cache());
     CudaDeviceOptions on_scratch = options;
     on_scratch.area = scratch.rows();
-    CudaDevice device(on_scratch);
+    std::array<std::unique_ptr<Runner>, kCopyPaths> runners;
     const auto measure = [&](CopyDirection direction, CopyPath path, std::uint64_t segment_bytes,
                              std::uint64_t total_bytes) -> double {
       if (path == CopyPath::kStaged && limits.staged_bytes == 0) return 0;
-      const SplitLimits split_limits = split_limits_for(path, limits);
-      const std::vector<CopySegment> segments = pages(scratch.cache(), segment_bytes, total_bytes);
-      const Nanos start = clock.now();
-      if (!run(device, direction, path, segments, split_limits).is_ok()) return 0;
-      return to_seconds(clock.now() - start);
+      std::unique_ptr<Runner>& runner = runners[static_cast<std::size_t>(path)];
+      if (runner == nullptr) runner = std::make_unique<Runner>(path, layout, on_scratch, limits);
+      return runner->run(job_of(direction, segment_bytes, total_bytes));
     };
-    (void)measure(CopyDirection::kStore, CopyPath::kKernel, 64 << 10, 1 << 20);  // loads the kernel's code
     return calibrate({.measure = measure, .spent = spent, .budget_seconds = 0.8});
   } catch (const ResourceError&) {
     return default_copy_table();

@@ -9,40 +9,48 @@
 
 namespace kv_offload {
 
-// Also clears the sticky copy of the error, which would otherwise surface in a
+// Errors after which every later call of this process's context fails.
+inline bool context_is_lost(cudaError_t error) {
+  switch (error) {
+    case cudaErrorECCUncorrectable:
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorContextIsDestroyed:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// Also clears the thread's copy of the error, which would otherwise surface in a
 // later, innocent call of whoever shares this thread.
 inline Status cuda_status(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return Status::ok();
   (void)cudaGetLastError();
-  return Status::error(StatusKind::kDevice,
-                       fmt::format("{}: {} ({})", what, cudaGetErrorString(error), cudaGetErrorName(error)),
-                       static_cast<int>(error));
+  return Status::error(
+      StatusKind::kDevice,
+      fmt::format("{}: {} ({}){}", what, cudaGetErrorString(error), cudaGetErrorName(error),
+                  context_is_lost(error) ? "; the CUDA context is lost and only a restart of this process "
+                                           "brings it back"
+                                         : ""),
+      static_cast<int>(error));
 }
 
 // For construction.
+inline void cuda_require(const Status& status) {
+  if (!status.is_ok()) throw ResourceError(status.to_string());
+}
 inline void cuda_require(cudaError_t error, std::string_view what) {
   const Status status = cuda_status(error, what);
   if (!status.is_ok()) throw ResourceError(status.message());
 }
-
-// Makes `device` this thread's device, and gives the thread back as it was.
-class CudaDeviceScope {
- public:
-  explicit CudaDeviceScope(int device) {
-    if (cudaGetDevice(&before_) != cudaSuccess) before_ = device;
-    if (before_ != device) (void)cudaSetDevice(device);
-    restore_ = before_ != device;
-  }
-  ~CudaDeviceScope() {
-    if (restore_) (void)cudaSetDevice(before_);
-  }
-  CudaDeviceScope(const CudaDeviceScope&) = delete;
-  CudaDeviceScope& operator=(const CudaDeviceScope&) = delete;
-
- private:
-  int before_ = 0;
-  bool restore_ = false;
-};
 
 // Our calls neither take part in a graph capture of this process nor break it.
 class CudaCaptureScope {

@@ -5,6 +5,7 @@
 
 #include "copy/cuda_calibration.h"
 #include "copy/cuda_check.h"
+#include "copy/cuda_context.h"
 #include "copy/cuda_device.h"
 #include "copy/cuda_library.h"
 #include "copy/cuda_pinning.h"
@@ -12,6 +13,19 @@
 
 namespace kv_offload {
 namespace {
+
+// A kernel that is given an address of no memory ends the process's context, and
+// DMA reads it as plain memory: better to look first.
+void require_device_memory(const CacheLayout& layout, int device) {
+  for (std::size_t i = 0; i < layout.tensors.size(); ++i) {
+    cudaPointerAttributes attributes{};
+    cuda_require(cudaPointerGetAttributes(&attributes, layout.tensors[i].base), "cudaPointerGetAttributes");
+    const bool there = attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
+    if (!there || attributes.device != device) {
+      throw_invalid("cache tensor {} is not memory of CUDA device {}", i, device);
+    }
+  }
+}
 
 class CudaCopier final : public BlockCopier {
  public:
@@ -28,22 +42,24 @@ class CudaCopier final : public BlockCopier {
 
  private:
   static std::unique_ptr<DeviceCopier> make(const CopierOptions& options, const PinnedArea& pinned) {
-    CudaDeviceOptions device;
-    device.device = options.device;
-    device.area = options.area;
-    device.boundary = pinned.piece_bytes();
-    device.kernel_blocks = options.kernel_blocks;
-    device.staging_bytes = options.staging_bytes / (kCopyLanes * kLaneSlots);
+    CudaDeviceOptions device_options;
+    device_options.device = options.device;
+    device_options.area = options.area;
+    device_options.boundary = pinned.piece_bytes();
+    device_options.kernel_blocks = options.kernel_blocks;
+    device_options.staging_bytes = options.staging_bytes / (kCopyLanes * kLaneSlots);
     DeviceLimits limits;
-    limits.staged_bytes = device.staging_bytes;
+    limits.staged_bytes = device_options.staging_bytes;
     limits.boundary = pinned.piece_bytes();
-    device.max_bytes = limits.sub_job_bytes;
-    device.max_segments = limits.sub_job_segments;
-    CopyTable table = options.calibrate ? calibrate_cuda(device, limits) : default_copy_table();
-    if (!pinned.reachable_by_kernels()) {
-      for (auto& paths : table.rates) paths[static_cast<std::size_t>(CopyPath::kKernel)].fill(0);
+    auto device = std::make_unique<CudaDevice>(device_options);
+    CopyTable table = options.calibrate ? calibrate_cuda(device_options, limits) : default_copy_table();
+    for (auto& paths : table.rates) {
+      if (!device->has_kernels() || !pinned.reachable_by_kernels()) {
+        paths[static_cast<std::size_t>(CopyPath::kKernel)].fill(0);
+      }
+      if (!device->has_kernels()) paths[static_cast<std::size_t>(CopyPath::kStaged)].fill(0);
     }
-    return std::make_unique<DeviceCopier>(options, std::make_unique<CudaDevice>(device), table, limits);
+    return std::make_unique<DeviceCopier>(options, std::move(device), table, limits);
   }
 
   PinnedArea pinned_;  // first: it outlives what copies from it
@@ -56,16 +72,20 @@ void write_message(std::string_view text, char* message, std::size_t capacity) {
   message[bytes] = '\0';
 }
 
+std::string version_text(int version) { return fmt::format("{}.{}", version / 1000, version % 1000 / 10); }
+
 // Throws ResourceError saying what keeps this process from CUDA.
 int count_devices() {
   int driver = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess) (void)cudaGetLastError();
   if (driver == 0) throw ResourceError("no CUDA driver (libcuda.so.1) on this machine");
+  // A driver serves what was built for any minor version of its major one.
   if (driver / 1000 < CUDART_VERSION / 1000) {
     throw_resource(
-        "the CUDA driver is for CUDA {}.{} and this build for CUDA {}.{}: update the driver, or build with "
-        "an older nvcc",
-        driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+        "the CUDA driver is for CUDA {} and this build for CUDA {}: update the driver, or install a build "
+        "for "
+        "CUDA {} (made with nvcc 12.8, it serves every driver from CUDA 12.0 on)",
+        version_text(driver), version_text(CUDART_VERSION), driver / 1000);
   }
   int devices = 0;
   cuda_require(cudaGetDeviceCount(&devices), "cudaGetDeviceCount");
@@ -74,13 +94,17 @@ int count_devices() {
 
 std::unique_ptr<BlockCopier> make_copier(CopierOptions options) {
   options.layout.validate();
+  if (options.kernel_blocks == 0) throw_invalid("kernel_blocks=0: the pack kernels need one block at least");
   const int devices = count_devices();
   if (options.device < 0) cuda_require(cudaGetDevice(&options.device), "cudaGetDevice");
   if (options.device >= devices) {
     throw_invalid("device {} is not there: this process sees {} CUDA devices", options.device, devices);
   }
-  const CudaDeviceScope scope(options.device);
+  const CudaContext context(options.device);
+  const CudaContext::Scope scope(context);
+  cuda_require(scope.status());
   const CudaCaptureScope relaxed;
+  require_device_memory(options.layout, options.device);
   return std::make_unique<CudaCopier>(options);
 }
 
@@ -113,3 +137,5 @@ KVO_EXPORT void kv_offload_cuda_unavailable_reason(char* message, std::size_t ca
     kv_offload::write_message(error.what(), message, capacity);
   }
 }
+
+KVO_EXPORT int kv_offload_cuda_numa_node(int device) { return kv_offload::numa_node_of(device); }

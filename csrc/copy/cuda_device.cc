@@ -18,10 +18,9 @@ cudaEvent_t as_event(DeviceEvent event) { return reinterpret_cast<cudaEvent_t>(e
 
 }  // namespace
 
-CudaDevice::CudaDevice(const CudaDeviceOptions& options)
-    : options_(options),
-      piece_capacity_(options.max_segments + (options.max_bytes + kPieceBytes - 1) / kPieceBytes) {
-  const CudaDeviceScope scope(options_.device);
+CudaDevice::CudaDevice(const CudaDeviceOptions& options) : options_(options), context_(options.device) {
+  const CudaContext::Scope scope(context_);
+  cuda_require(scope.status());
   const CudaCaptureScope relaxed;
   try {
     open();
@@ -32,7 +31,7 @@ CudaDevice::CudaDevice(const CudaDeviceOptions& options)
 }
 
 CudaDevice::~CudaDevice() {
-  const CudaDeviceScope scope(options_.device);
+  const CudaContext::Scope scope(context_);
   const CudaCaptureScope relaxed;
   close();
   (void)cudaGetLastError();
@@ -41,18 +40,19 @@ CudaDevice::~CudaDevice() {
 void CudaDevice::open() {
   cudaDeviceProp properties{};
   cuda_require(cudaGetDeviceProperties(&properties, options_.device), "cudaGetDeviceProperties");
-  name_ = fmt::format("{} (device {}, {} blocks for kernels, {})", properties.name, options_.device,
-                      options_.kernel_blocks, batch_.batched() ? "batched DMA" : "DMA one by one");
+  const Status kernels = cuda_status(load_pack_kernels(), "loading the pack kernels");
+  has_kernels_ = kernels.is_ok();
+  name_ = fmt::format(
+      "{} (device {}, {}, {})", properties.name, options_.device,
+      has_kernels_ ? fmt::format("{} blocks for kernels", options_.kernel_blocks) : kernels.message(),
+      batch_.batched() ? "batched DMA" : "DMA one by one");
   int least = 0;
-  int greatest = 0;  // CUDA counts down: the greatest priority is the smallest number
+  int greatest = 0;
   cuda_require(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-  for (std::uint32_t i = 0; i < kCopyLanes; ++i) {
-    Lane& lane = lanes_[i];
-    const int priority = std::min(least, greatest + static_cast<int>(i));
-    cuda_require(cudaStreamCreateWithPriority(&lane.stream, cudaStreamNonBlocking, priority),
-                 "cudaStreamCreate");
-    cuda_require(cudaStreamCreateWithPriority(&lane.helper, cudaStreamNonBlocking, priority),
-                 "cudaStreamCreate");
+  for (Lane& lane : lanes_) {
+    for (cudaStream_t* stream : {&lane.stream, &lane.helper}) {
+      cuda_require(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, least), "cudaStreamCreate");
+    }
     for (Slot& slot : lane.slots) open_slot(&slot);
   }
 }
@@ -60,10 +60,6 @@ void CudaDevice::open() {
 void CudaDevice::open_slot(Slot* slot) {
   cuda_require(cudaEventCreateWithFlags(&slot->ended, cudaEventDisableTiming), "cudaEventCreate");
   cuda_require(cudaEventCreateWithFlags(&slot->half, cudaEventDisableTiming), "cudaEventCreate");
-  const std::size_t bytes = piece_capacity_ * sizeof(PackPiece);
-  cuda_require(cudaMallocHost(reinterpret_cast<void**>(&slot->pieces), bytes),
-               "cudaMallocHost (descriptors)");
-  cuda_require(cudaMalloc(reinterpret_cast<void**>(&slot->device_pieces), bytes), "cudaMalloc (descriptors)");
   if (options_.staging_bytes != 0) {
     cuda_require(cudaMalloc(reinterpret_cast<void**>(&slot->staging), options_.staging_bytes),
                  "cudaMalloc (staging)");
@@ -75,8 +71,6 @@ void CudaDevice::close() {
     for (Slot& slot : lane.slots) {
       if (slot.ended != nullptr) (void)cudaEventDestroy(slot.ended);
       if (slot.half != nullptr) (void)cudaEventDestroy(slot.half);
-      if (slot.pieces != nullptr) (void)cudaFreeHost(slot.pieces);
-      if (slot.device_pieces != nullptr) (void)cudaFree(slot.device_pieces);
       if (slot.staging != nullptr) (void)cudaFree(slot.staging);
     }
     if (lane.stream != nullptr) (void)cudaStreamDestroy(lane.stream);
@@ -88,8 +82,19 @@ void CudaDevice::close() {
 std::string CudaDevice::name() const { return name_; }
 
 Status CudaDevice::mark(std::uintptr_t compute_stream, DeviceEvent* event) {
-  const CudaDeviceScope scope(options_.device);
+  const CudaContext::Scope scope(context_);
+  if (!scope.status().is_ok()) return scope.status();
   const CudaCaptureScope relaxed;
+  auto* const stream = reinterpret_cast<cudaStream_t>(compute_stream);
+  // An event of a capture stands for a place in a graph, not for work that ends.
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (Status asked = cuda_status(cudaStreamIsCapturing(stream, &capture), "the compute stream");
+      !asked.is_ok()) {
+    return asked;
+  }
+  if (capture != cudaStreamCaptureStatusNone) {
+    return Status::error(StatusKind::kDevice, "the compute stream is being captured into a graph");
+  }
   cudaEvent_t taken = nullptr;
   {
     const std::lock_guard lock(mutex_);
@@ -103,8 +108,7 @@ Status CudaDevice::mark(std::uintptr_t compute_stream, DeviceEvent* event) {
     if (!made.is_ok()) return made;
   }
   *event = reinterpret_cast<DeviceEvent>(taken);
-  Status recorded = cuda_status(cudaEventRecord(taken, reinterpret_cast<cudaStream_t>(compute_stream)),
-                                "cudaEventRecord on the compute stream");
+  Status recorded = cuda_status(cudaEventRecord(taken, stream), "cudaEventRecord on the compute stream");
   if (!recorded.is_ok()) {
     release(*event);
     *event = kNoEvent;
@@ -118,32 +122,44 @@ void CudaDevice::release(DeviceEvent event) {
 }
 
 void CudaDevice::enter_thread() {
-  (void)cudaSetDevice(options_.device);
+  entered_ = cuda_status(cudaSetDevice(options_.device), "cudaSetDevice");
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  const cudaError_t error = cudaThreadExchangeStreamCaptureMode(&mode);
+  if (entered_.is_ok()) entered_ = cuda_status(error, "cudaThreadExchangeStreamCaptureMode");
+}
+
+Status CudaDevice::reached(DeviceEvent event, bool* done) {
+  return ask(as_event(event), "the compute stream", done);
 }
 
 Status CudaDevice::issue(const DeviceCopy& copy) {
+  if (!entered_.is_ok()) return entered_;
   const Lane& lane = lanes_[copy.lane];
-  const Slot& slot = lane.slots[copy.slot];
-  Status status = cuda_status(enqueue(copy, lane, slot), to_string(copy.path));
-  if (status.is_ok()) return status;
-  // Part of it may be running: its job must not end before that has.
-  (void)cudaStreamSynchronize(lane.stream);
-  (void)cudaStreamSynchronize(lane.helper);
-  (void)cudaGetLastError();
+  Status status = cuda_status(enqueue(copy, lane, lane.slots[copy.slot]), to_string(copy.path));
+  if (!status.is_ok()) wait_for(lane);
   return status;
 }
 
 Status CudaDevice::query(std::uint32_t lane, std::uint32_t slot, bool* done) {
-  const cudaError_t error = cudaEventQuery(lanes_[lane].slots[slot].ended);
+  Status status = ask(lanes_[lane].slots[slot].ended, "copy", done);
+  if (!status.is_ok()) wait_for(lanes_[lane]);
+  return status;
+}
+
+Status CudaDevice::ask(cudaEvent_t event, std::string_view what, bool* done) {
+  const cudaError_t error = cudaEventQuery(event);
   *done = error == cudaSuccess;
-  if (error == cudaSuccess) return Status::ok();
-  if (error == cudaErrorNotReady) {
-    (void)cudaGetLastError();
-    return Status::ok();
-  }
-  return cuda_status(error, "copy");
+  if (error != cudaErrorNotReady) return cuda_status(error, what);
+  (void)cudaGetLastError();
+  return Status::ok();
+}
+
+// After a failure part of a copy may be running: its job must not end before
+// that has. A stream that cannot be waited for is dead, with its context.
+void CudaDevice::wait_for(const Lane& lane) {
+  (void)cudaStreamSynchronize(lane.stream);
+  (void)cudaStreamSynchronize(lane.helper);
+  (void)cudaGetLastError();
 }
 
 cudaError_t CudaDevice::enqueue(const DeviceCopy& copy, const Lane& lane, const Slot& slot) {
@@ -159,7 +175,6 @@ cudaError_t CudaDevice::enqueue(const DeviceCopy& copy, const Lane& lane, const 
 }
 
 cudaError_t CudaDevice::enqueue_dma(const DeviceCopy& copy, const Lane& lane, const Slot& slot) {
-  if (copy.after != kNoEvent) KVO_TRY(cudaStreamWaitEvent(lane.stream, as_event(copy.after), 0));
   const bool store = copy.direction == CopyDirection::kStore;
   batch_.clear();
   for (const CopySegment& segment : copy.segments) {
@@ -175,9 +190,9 @@ cudaError_t CudaDevice::enqueue_dma(const DeviceCopy& copy, const Lane& lane, co
 }
 
 cudaError_t CudaDevice::enqueue_kernel(const DeviceCopy& copy, const Lane& lane, const Slot& slot) {
-  if (copy.after != kNoEvent) KVO_TRY(cudaStreamWaitEvent(lane.stream, as_event(copy.after), 0));
-  const std::size_t count = cut_for_area(copy.segments, options_.area.data(), slot.pieces, piece_capacity_);
-  KVO_TRY(enqueue_pieces(copy, slot, count, lane.stream));
+  make_room(copy.segments);
+  count_ = cut_for_area(copy.segments, options_.area.data(), pieces_.data(), pieces_.size());
+  KVO_TRY(enqueue_pieces(copy, lane.stream));
   return cudaEventRecord(slot.ended, lane.stream);
 }
 
@@ -187,17 +202,14 @@ cudaError_t CudaDevice::enqueue_staged(const DeviceCopy& copy, const Lane& lane,
   const bool store = copy.direction == CopyDirection::kStore;
   const cudaStream_t first = store ? lane.helper : lane.stream;
   const cudaStream_t second = store ? lane.stream : lane.helper;
-  if (copy.after != kNoEvent) {
-    KVO_TRY(cudaStreamWaitEvent(first, as_event(copy.after), 0));
-    KVO_TRY(cudaStreamWaitEvent(second, as_event(copy.after), 0));
-  }
   runs_ = row_runs(copy.segments, options_.boundary);
   if (staging_bytes(runs_) > options_.staging_bytes) return cudaErrorInvalidValue;
-  const std::size_t count = cut_for_staging(copy.segments, runs_, slot.staging, slot.pieces, piece_capacity_);
-  KVO_TRY(store ? enqueue_pieces(copy, slot, count, first) : enqueue_runs(copy, slot, first));
+  make_room(copy.segments);
+  count_ = cut_for_staging(copy.segments, runs_, slot.staging, pieces_.data(), pieces_.size());
+  KVO_TRY(store ? enqueue_pieces(copy, first) : enqueue_runs(copy, slot, first));
   KVO_TRY(cudaEventRecord(slot.half, first));
   KVO_TRY(cudaStreamWaitEvent(second, slot.half, 0));
-  KVO_TRY(store ? enqueue_runs(copy, slot, second) : enqueue_pieces(copy, slot, count, second));
+  KVO_TRY(store ? enqueue_runs(copy, slot, second) : enqueue_pieces(copy, second));
   return cudaEventRecord(slot.ended, second);
 }
 
@@ -216,13 +228,16 @@ cudaError_t CudaDevice::enqueue_runs(const DeviceCopy& copy, const Slot& slot, c
   return batch_.enqueue(!store, stream);
 }
 
-cudaError_t CudaDevice::enqueue_pieces(const DeviceCopy& copy, const Slot& slot, std::size_t count,
-                                       cudaStream_t stream) {
-  if (count > piece_capacity_) return cudaErrorInvalidValue;
-  KVO_TRY(cudaMemcpyAsync(slot.device_pieces, slot.pieces, count * sizeof(PackPiece), cudaMemcpyHostToDevice,
-                          stream));
-  return launch_pack(slot.device_pieces, count, copy.direction == CopyDirection::kStore,
-                     options_.kernel_blocks, stream);
+cudaError_t CudaDevice::enqueue_pieces(const DeviceCopy& copy, cudaStream_t stream) {
+  if (count_ > pieces_.size()) return cudaErrorInvalidValue;
+  return launch_pack(pieces_.data(), count_, copy.direction == CopyDirection::kStore, options_.kernel_blocks,
+                     stream);
+}
+
+void CudaDevice::make_room(std::span<const CopySegment> segments) {
+  std::size_t pieces = segments.size();
+  for (const CopySegment& segment : segments) pieces += segment.bytes / kPieceBytes;
+  if (pieces_.size() < pieces) pieces_.resize(pieces);
 }
 
 }  // namespace kv_offload

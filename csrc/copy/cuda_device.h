@@ -1,8 +1,11 @@
-// CudaDevice: CopyDevice on one GPU. A lane is a non-blocking stream of our own
-// (loads above flushed stores above stores, as far as the device has
-// priorities) with a helper stream for staged copies; a slot has its end event,
-// its descriptors and its piece of staging. Nothing here synchronises with the
-// host but a failed issue(). CUDA only.
+// CudaDevice: CopyDevice on one GPU. A lane is two non-blocking streams of our
+// own, one for DMA and one for the kernels of staged copies; a slot has its end
+// event and its piece of staging. Nothing here synchronises with the host but a
+// failed issue() or query(). CUDA only.
+//
+// All streams have the least priority there is. Priorities order the blocks of
+// kernels, not copies: a pack kernel above the model's would take SMs before it,
+// and would gain nothing from it, being bound by the link.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,6 +18,7 @@
 #include <vector>
 
 #include "copy/copy_device.h"
+#include "copy/cuda_context.h"
 #include "copy/cuda_memcpy.h"
 #include "copy/device_copier.h"
 #include "copy/pack_index.h"
@@ -26,14 +30,12 @@ struct CudaDeviceOptions {
   std::span<std::byte> area;   // pinned by the caller, for longer than this lives
   std::uint64_t boundary = 0;  // area offsets that no DMA may cross; 0: none
   unsigned kernel_blocks = 8;
-  std::uint64_t staging_bytes = 0;    // per slot; 0: no staged copies
-  std::uint32_t max_segments = 4096;  // of one copy
-  std::uint64_t max_bytes = 8 << 20;  // of one copy
+  std::uint64_t staging_bytes = 0;  // per slot; 0: no staged copies
 };
 
 class CudaDevice final : public CopyDevice {
  public:
-  // Throws ResourceError (no such device, no memory for descriptors or staging).
+  // Throws ResourceError (no such device, no memory for staging).
   explicit CudaDevice(const CudaDeviceOptions& options);
   // REQUIRES: no copy in flight.
   ~CudaDevice() override;
@@ -41,16 +43,18 @@ class CudaDevice final : public CopyDevice {
   std::string name() const override;
   Status mark(std::uintptr_t compute_stream, DeviceEvent* event) override;
   void release(DeviceEvent event) override;
+  // Whether the pack kernels can run here; without them there is DMA only.
+  bool has_kernels() const { return has_kernels_; }
   void enter_thread() override;
+  Status reached(DeviceEvent event, bool* done) override;
   Status issue(const DeviceCopy& copy) override;
   Status query(std::uint32_t lane, std::uint32_t slot, bool* done) override;
+  std::uint64_t refused_batches() const override { return batch_.refused(); }
 
  private:
   struct Slot {
     cudaEvent_t ended = nullptr;
-    cudaEvent_t half = nullptr;   // of a staged copy: its first half
-    PackPiece* pieces = nullptr;  // pinned
-    PackPiece* device_pieces = nullptr;
+    cudaEvent_t half = nullptr;  // of a staged copy: its first half
     std::byte* staging = nullptr;
   };
   struct Lane {
@@ -62,20 +66,28 @@ class CudaDevice final : public CopyDevice {
   void open();
   void close();
   void open_slot(Slot* slot);
+  Status ask(cudaEvent_t event, std::string_view what, bool* done);
+  void wait_for(const Lane& lane);
   cudaError_t enqueue(const DeviceCopy& copy, const Lane& lane, const Slot& slot);
   cudaError_t enqueue_dma(const DeviceCopy& copy, const Lane& lane, const Slot& slot);
   cudaError_t enqueue_kernel(const DeviceCopy& copy, const Lane& lane, const Slot& slot);
   cudaError_t enqueue_staged(const DeviceCopy& copy, const Lane& lane, const Slot& slot);
   cudaError_t enqueue_runs(const DeviceCopy& copy, const Slot& slot, cudaStream_t stream);
-  cudaError_t enqueue_pieces(const DeviceCopy& copy, const Slot& slot, std::size_t count,
-                             cudaStream_t stream);
+  cudaError_t enqueue_pieces(const DeviceCopy& copy, cudaStream_t stream);
+  // Room in pieces_ for what the segments are cut into.
+  void make_room(std::span<const CopySegment> segments);
 
   const CudaDeviceOptions options_;
-  const std::size_t piece_capacity_;
+  const CudaContext context_;
   std::array<Lane, kCopyLanes> lanes_;
-  DmaBatch batch_;            // the issuing thread's
-  std::vector<RowRun> runs_;  // of the staged copy being issued
+  bool has_kernels_ = false;
   std::string name_;
+  // The issuing thread's:
+  Status entered_ = Status::ok();
+  DmaBatch batch_;
+  std::vector<RowRun> runs_;       // of the staged copy being issued
+  std::vector<PackPiece> pieces_;  // of the copy being issued
+  std::size_t count_ = 0;          // of them in use
 
   std::mutex mutex_;
   std::vector<cudaEvent_t> free_events_;  // under mutex_

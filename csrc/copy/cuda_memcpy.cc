@@ -1,8 +1,10 @@
 #include "copy/cuda_memcpy.h"
 
-namespace kv_offload {
+#if CUDART_VERSION < 12080
+#error "The CUDA copier is built with CUDA 12.8 or newer"
+#endif
 
-#if CUDART_VERSION >= 12080
+namespace kv_offload {
 namespace {
 
 bool driver_has_batches() {
@@ -21,6 +23,8 @@ DmaBatch::DmaBatch() : batched_(driver_has_batches()) {}
 cudaError_t DmaBatch::enqueue_batch(bool from_host, cudaStream_t stream) {
   cudaMemcpyAttributes attributes{};
   attributes.srcAccessOrder = from_host ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
+  // From 13.1 on the driver may otherwise copy with SMs, which are the model's.
+  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
   std::size_t first = 0;
 #if CUDART_VERSION >= 13000
   return cudaMemcpyBatchAsync(to_.data(), from_.data(), bytes_.data(), bytes_.size(), &attributes, &first, 1,
@@ -31,10 +35,6 @@ cudaError_t DmaBatch::enqueue_batch(bool from_host, cudaStream_t stream) {
                               &failed, stream);
 #endif
 }
-#else
-DmaBatch::DmaBatch() = default;
-cudaError_t DmaBatch::enqueue_batch(bool, cudaStream_t) { return cudaErrorNotSupported; }
-#endif
 
 void DmaBatch::clear() {
   to_.clear();
@@ -55,6 +55,7 @@ cudaError_t DmaBatch::enqueue(bool from_host, cudaStream_t stream) {
     if (error == cudaSuccess) return error;
     // Whatever of a refused batch was enqueued is enqueued again: same bytes.
     (void)cudaGetLastError();
+    ++refused_;
     if (error == cudaErrorNotSupported || error == cudaErrorCallRequiresNewerDriver) batched_ = false;
   }
   return enqueue_one_by_one(stream);

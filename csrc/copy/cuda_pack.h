@@ -1,6 +1,9 @@
 // The pack kernels: cache pages (device memory) <-> pinned host memory or a
 // staging buffer. CUDA only; everything that can be wrong about them is in
 // pack_index.h, which the host tests run too.
+//
+// The pieces are parameters of the launch: they need no memory that somebody
+// must keep, and no copy that would queue behind the loads on the copy engine.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,9 +16,25 @@ namespace kv_offload {
 
 // Threads of a block; with kPieceBytes, four 16-byte vectors each.
 inline constexpr unsigned kPackThreads = 256;
+// Pieces of one launch. Parameters end at 4 KiB on the drivers of CUDA 12.0, and
+// cost time by the byte; on later drivers they end at 32,764 bytes.
+inline constexpr unsigned kFewPieces = 160;
+inline constexpr unsigned kMostPieces = 1024;
 
-// Enqueues one launch of at most `blocks` blocks. `pieces` is device memory
-// that stays until the launch ended.
+template <unsigned Capacity>
+struct PackLaunch {
+  PackPiece piece[Capacity];
+  std::uint32_t count;
+  bool to_row;
+};
+static_assert(sizeof(PackLaunch<kFewPieces>) <= 4096 && sizeof(PackLaunch<kMostPieces>) <= 32764);
+
+// Loads the kernels' code into the current context. Otherwise the first launch
+// does, and may wait for everything that the device was given.
+cudaError_t load_pack_kernels();
+
+// Enqueues all pieces, in launches of at most `blocks` blocks. They are copied
+// before this returns. Of a failure some launches may be running.
 cudaError_t launch_pack(const PackPiece* pieces, std::uint64_t count, bool to_row, unsigned blocks,
                         cudaStream_t stream);
 

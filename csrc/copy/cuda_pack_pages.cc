@@ -1,6 +1,9 @@
 #include <cuda_runtime_api.h>
 
+#include <vector>
+
 #include "copy/cuda_check.h"
+#include "copy/cuda_context.h"
 #include "copy/cuda_pack.h"
 #include "copy/pack_pages.h"
 #include "copy/segment_split.h"
@@ -28,29 +31,34 @@ std::string message(cudaError_t error, std::string_view what) {
 std::string pack_pages_on_stream(std::span<const PackPiece> pages, bool to_row, unsigned blocks, int device,
                                  void* stream) {
   if (pages.empty()) return {};
-  if (!reachable(pages.front().cache) || !reachable(pages.front().row)) {
-    return "both sides must be memory of the device or pinned host memory";
-  }
-  std::vector<PackPiece> pieces;
-  for (const PackPiece& page : pages) {
-    for (std::uint64_t at = 0; at < page.bytes; at += kPieceBytes) {
-      pieces.push_back({page.cache + at, page.row + at, std::min(kPieceBytes, page.bytes - at)});
+  try {
+    const CudaContext context(device);
+    const CudaContext::Scope scope(context);
+    if (!scope.status().is_ok()) return scope.status().to_string();
+    auto* const on = static_cast<cudaStream_t>(stream);
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if (const cudaError_t error = cudaStreamIsCapturing(on, &capture); error != cudaSuccess) {
+      return message(error, "the current stream");
     }
+    if (capture != cudaStreamCaptureStatusNone) {
+      return "blocks cannot be packed under graph capture: each replay would move the blocks of this call";
+    }
+    if (!reachable(pages.front().cache) || !reachable(pages.front().row)) {
+      return "both sides must be memory of the device or pinned host memory";
+    }
+    std::vector<PackPiece> pieces;
+    for (const PackPiece& page : pages) {
+      for (std::uint64_t at = 0; at < page.bytes; at += kPieceBytes) {
+        pieces.push_back({page.cache + at, page.row + at, std::min(kPieceBytes, page.bytes - at)});
+      }
+    }
+    if (const cudaError_t error = load_pack_kernels(); error != cudaSuccess) {
+      return message(error, "loading the pack kernels");
+    }
+    return message(launch_pack(pieces.data(), pieces.size(), to_row, blocks, on), "pack kernel");
+  } catch (const ResourceError& error) {
+    return error.what();
   }
-  const CudaDeviceScope scope(device);
-  auto* on = static_cast<cudaStream_t>(stream);
-  void* descriptors = nullptr;
-  const std::size_t bytes = pieces.size() * sizeof(PackPiece);
-  cudaError_t error = cudaMallocAsync(&descriptors, bytes, on);
-  if (error != cudaSuccess) return message(error, "cudaMallocAsync");
-  // From pageable memory: read before the call returns.
-  error = cudaMemcpyAsync(descriptors, pieces.data(), bytes, cudaMemcpyHostToDevice, on);
-  if (error == cudaSuccess) {
-    error = launch_pack(static_cast<const PackPiece*>(descriptors), pieces.size(), to_row, blocks, on);
-  }
-  std::string failed = message(error, "pack kernel");
-  const std::string freed = message(cudaFreeAsync(descriptors, on), "cudaFreeAsync");
-  return failed.empty() ? freed : failed;
 }
 
 }  // namespace kv_offload

@@ -1,9 +1,5 @@
 #include "copy/cuda_pinning.h"
 
-#include <linux/mempolicy.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -19,20 +15,19 @@
 namespace kv_offload {
 namespace {
 
-// Pages that are not there yet will come from this node; the others stay where
-// they are. A hint: a kernel that refuses it changes nothing but speed.
-void prefer_node(std::span<std::byte> area, int node) {
-  constexpr int kBits = 1024;
-  if (node < 0 || node >= kBits) return;
-  std::array<unsigned long, kBits / (8 * sizeof(unsigned long))> mask{};
-  mask[static_cast<std::size_t>(node) / (8 * sizeof(unsigned long))] |=
-      1ul << (static_cast<std::size_t>(node) % (8 * sizeof(unsigned long)));
-  (void)syscall(SYS_mbind, area.data(), area.size(), MPOL_PREFERRED, mask.data(), kBits, 0);
-}
+// What the pinning threads share.
+struct Pinning {
+  std::atomic<std::size_t> next{0};
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::uint64_t done = 0;
+  std::size_t running = 0;
+  Status failure = Status::ok();
+};
 
 }  // namespace
 
-int cuda_numa_node(int device) {
+int numa_node_of(int device) {
   std::array<char, 32> bus{};
   if (cudaDeviceGetPCIBusId(bus.data(), static_cast<int>(bus.size()), device) != cudaSuccess) {
     (void)cudaGetLastError();
@@ -47,60 +42,78 @@ int cuda_numa_node(int device) {
 }
 
 PinnedArea::PinnedArea(std::span<std::byte> area, const PinOptions& options)
-    : area_(area), device_(options.device), piece_bytes_(options.piece_bytes) {
-  prefer_node(area_, cuda_numa_node(device_));
-  const std::size_t pieces = (area_.size() + piece_bytes_ - 1) / piece_bytes_;
-  registered_.assign(pieces, 0);
-  std::atomic<std::size_t> next{0};
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::uint64_t done = 0;
-  std::size_t running =
-      std::min<std::size_t>(std::max(options.threads, 1u), std::max<std::size_t>(pieces, 1));
-  cudaError_t failure = cudaSuccess;
-
-  const auto work = [&] {
-    const CudaDeviceScope scope(device_);
-    const CudaCaptureScope relaxed;
-    cudaError_t error = cudaSuccess;
-    for (std::size_t i = next++; i < pieces && error == cudaSuccess; i = next++) {
-      const std::span<std::byte> memory = piece(i);
-      error =
-          cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable | cudaHostRegisterMapped);
-      if (error != cudaSuccess) break;
-      registered_[i] = 1;
-      const std::lock_guard lock(mutex);
-      done += memory.size();
-      changed.notify_all();
-    }
-    if (error != cudaSuccess) {
-      (void)cudaGetLastError();
-      next = pieces;  // nobody starts another piece
-    }
-    const std::lock_guard lock(mutex);
-    if (error != cudaSuccess) failure = error;
-    --running;
-    changed.notify_all();
-  };
-  std::vector<std::thread> threads;
-  for (std::size_t i = 0, count = running; i < count; ++i) threads.emplace_back(work);
-  {
-    std::unique_lock lock(mutex);
-    while (running != 0) {
-      changed.wait(lock);
-      if (options.progress) options.progress(done, area_.size());
-    }
-  }
-  for (std::thread& thread : threads) thread.join();
-  if (failure != cudaSuccess) {
+    : context_(options.device), area_(area), device_(options.device), piece_bytes_(options.piece_bytes) {
+  registered_.assign((area_.size() + piece_bytes_ - 1) / piece_bytes_, 0);
+  const CudaContext::Scope scope(context_);
+  cuda_require(scope.status());
+  const CudaCaptureScope relaxed;
+  try {
+    register_pieces(options);
+  } catch (...) {
     unregister();
-    throw_resource(
-        "pinning {} of host memory failed after {}: {} ({}); lower cpu_bytes_to_use, or raise the limit "
-        "of locked memory (ulimit -l)",
-        format_bytes(area_.size()), format_bytes(done), cudaGetErrorString(failure),
-        cudaGetErrorName(failure));
+    throw;
   }
-  for (std::size_t i = 0; i < pieces && reachable_; ++i) {
+  look_whether_kernels_reach_it();
+}
+
+void PinnedArea::register_pieces(const PinOptions& options) {
+  const std::size_t pieces = registered_.size();
+  Pinning pinning;
+  const auto work = [&] {
+    // A thread of our own: it gets its device once and ends with it.
+    Status status = cuda_status(cudaSetDevice(device_), "cudaSetDevice");
+    const CudaCaptureScope relaxed;
+    while (status.is_ok()) {
+      const std::size_t i = pinning.next++;
+      if (i >= pieces) break;
+      const std::span<std::byte> memory = piece(i);
+      status = cuda_status(
+          cudaHostRegister(memory.data(), memory.size(), cudaHostRegisterPortable | cudaHostRegisterMapped),
+          "cudaHostRegister");
+      if (!status.is_ok()) break;
+      registered_[i] = 1;
+      const std::lock_guard lock(pinning.mutex);
+      pinning.done += memory.size();
+      pinning.changed.notify_all();
+    }
+    const std::lock_guard lock(pinning.mutex);
+    if (!status.is_ok()) {
+      pinning.next = pieces;  // nobody starts another piece
+      pinning.failure = status;
+    }
+    --pinning.running;
+    pinning.changed.notify_all();
+  };
+  std::vector<std::jthread> threads;  // joined whatever happens
+  for (std::size_t i = 0; i < std::min<std::size_t>(std::max(options.threads, 1u), pieces); ++i) {
+    const std::lock_guard lock(pinning.mutex);
+    threads.emplace_back(work);
+    ++pinning.running;
+  }
+  std::unique_lock lock(pinning.mutex);
+  for (std::uint64_t told = 0; pinning.running != 0 || told != pinning.done;) {
+    if (told == pinning.done) pinning.changed.wait(lock);
+    if (told == pinning.done) continue;
+    told = pinning.done;
+    if (!options.progress) continue;
+    lock.unlock();
+    try {
+      options.progress(told, area_.size());
+    } catch (...) {
+      pinning.next = pieces;
+      throw;
+    }
+    lock.lock();
+  }
+  if (pinning.failure.is_ok()) return;
+  throw_resource(
+      "pinning {} of host memory failed after {}: {}; lower cpu_bytes_to_use, or raise the limit of locked "
+      "memory (ulimit -l)",
+      format_bytes(area_.size()), format_bytes(pinning.done), pinning.failure.message());
+}
+
+void PinnedArea::look_whether_kernels_reach_it() {
+  for (std::size_t i = 0; i < registered_.size() && reachable_; ++i) {
     void* address = nullptr;
     const cudaError_t error = cudaHostGetDevicePointer(&address, piece(i).data(), 0);
     reachable_ = error == cudaSuccess && address == piece(i).data();
@@ -116,7 +129,7 @@ std::span<std::byte> PinnedArea::piece(std::size_t index) const {
 }
 
 void PinnedArea::unregister() {
-  const CudaDeviceScope scope(device_);
+  const CudaContext::Scope scope(context_);
   const CudaCaptureScope relaxed;
   for (std::size_t i = 0; i < registered_.size(); ++i) {
     if (registered_[i] != 0 && cudaHostUnregister(piece(i).data()) != cudaSuccess) (void)cudaGetLastError();

@@ -1,6 +1,7 @@
 // PinnedArea: a rank's area registered with CUDA for as long as this lives. The
 // area is registered in pieces by several threads at once, which also populates
-// it (on the device's NUMA node, when it is not populated yet). CUDA only.
+// what is not populated yet, where the memory's own policy puts it
+// (HostRegion::prefer_node). CUDA only.
 //
 // A DMA must not cross two registrations: copies are cut at multiples of
 // piece_bytes().
@@ -10,6 +11,8 @@
 #include <functional>
 #include <span>
 #include <vector>
+
+#include "copy/cuda_context.h"
 
 namespace kv_offload {
 
@@ -22,8 +25,9 @@ struct PinOptions {
 
 class PinnedArea {
  public:
-  // Throws ResourceError naming the bytes asked and what CUDA said; then nothing
-  // stays registered and no CUDA error stays behind.
+  // Throws ResourceError naming the bytes asked and what CUDA said, and what the
+  // progress function throws; then nothing stays registered and no CUDA error
+  // stays behind.
   PinnedArea(std::span<std::byte> area, const PinOptions& options);
   ~PinnedArea();
   PinnedArea(const PinnedArea&) = delete;
@@ -35,8 +39,11 @@ class PinnedArea {
 
  private:
   std::span<std::byte> piece(std::size_t index) const;
+  void register_pieces(const PinOptions& options);
+  void look_whether_kernels_reach_it();
   void unregister();
 
+  const CudaContext context_;
   std::span<std::byte> area_;
   int device_;
   std::uint64_t piece_bytes_;
@@ -45,6 +52,6 @@ class PinnedArea {
 };
 
 // The NUMA node a device hangs on; -1 when there is none or it is not told.
-int cuda_numa_node(int device);
+int numa_node_of(int device);
 
 }  // namespace kv_offload

@@ -3,11 +3,14 @@
 // that the model runner's thread neither waits nor pays for descriptors.
 //
 // Jobs are cut into sub-jobs. Lanes, most urgent first: loads that are expedited
-// or waited for, loads, stores that are waited for, stores. A lane has a few
-// sub-jobs in flight; of one direction only the most urgent lane is fed, so a
-// short load is behind at most those few. wait() moves what is left of the listed
-// jobs to the urgent lane. Each sub-job comes behind the compute stream as of
-// submit.
+// or waited for, loads, stores that are waited for, stores. Of one direction only
+// the most urgent lane that can go on is fed. wait() moves what is left of the
+// listed jobs to the urgent lane.
+//
+// The device shares its copy engines, its SMs and its driver's locks with the
+// model, so little is in flight: a few sub-jobs a lane (DeviceLimits), and nothing
+// of a job before the compute stream has come to where it stood at submit: a copy
+// that only waits would hold a place in the driver's queues.
 //
 // A failed sub-job ends its job as kDevice with every group failed, once nothing
 // of the job runs any more.
@@ -37,10 +40,19 @@ inline constexpr std::uint32_t kCopyLanes = 4;
 inline constexpr std::uint32_t kLaneSlots = 4;
 
 struct DeviceLimits {
-  std::uint64_t sub_job_bytes = 8 << 20;  // of DMA and kernel copies
-  std::uint64_t staged_bytes = 0;         // of staged copies: what a slot's staging holds; 0: no staging
-  std::uint32_t sub_job_segments = 4096;
-  std::uint64_t boundary = 0;  // area offsets that no DMA crosses
+  // Of a DMA or kernel copy. What vLLM copies itself in every step (token ids,
+  // block tables) stands behind what is in flight: at 50 GB/s, two of 2 MiB are
+  // 80 us, and so is what an urgent load finds before it. Smaller ones would be
+  // over before the thread looks again, every 50 us or so.
+  std::uint64_t sub_job_bytes = 2 << 20;
+  // Descriptors of one call, during which the driver may hold locks that the
+  // model's launches need. 2 MiB of 4 KiB pages.
+  std::uint32_t sub_job_segments = 512;
+  // Sub-jobs of a lane in flight: one on the link, one behind it. While somebody
+  // waits the lane takes all its slots, and the thread spins.
+  std::uint32_t in_flight = 2;
+  std::uint64_t staged_bytes = 0;  // of staged copies: what a slot's staging holds; 0: no staging
+  std::uint64_t boundary = 0;      // area offsets that no DMA crosses
 };
 
 // How the jobs of a path are cut. REQUIRES: staged_bytes of 128 at least for staged copies.
@@ -69,7 +81,8 @@ class DeviceCopier final : public BlockCopier {
     std::vector<SegmentRange> ranges;  // one per sub-job
     std::size_t next_range = 0;        // not issued yet
     std::uint32_t running = 0;
-    DeviceEvent after = kNoEvent;
+    DeviceEvent after = kNoEvent;  // of the compute stream
+    bool reached = false;          // it has come there: the job may be issued
     Nanos started{0};
     bool all_issued() const { return next_range == ranges.size(); }
   };
@@ -82,11 +95,14 @@ class DeviceCopier final : public BlockCopier {
 
   void run_thread();
   bool look_at_flights();
+  void look_at_compute(std::span<Job* const> jobs);
+  std::vector<Job*> behind_compute() const REQUIRES(mutex_);
+  void rest() REQUIRES(mutex_);
   void land_flights() REQUIRES(mutex_);
   bool take_copy(DeviceCopy* copy) REQUIRES(mutex_);
   bool lane_may_issue(std::uint32_t lane) const REQUIRES(mutex_);
   bool anything_in_flight() const;
-  void issue(const DeviceCopy& copy);
+  void issue(const DeviceCopy& copy, Job& job);
   void fail(Job& job, Status status) REQUIRES(mutex_);
   void finish_if_done(Job& job) REQUIRES(mutex_);
   void finish(std::uint64_t job_id) REQUIRES(mutex_);
@@ -100,7 +116,9 @@ class DeviceCopier final : public BlockCopier {
   const SteadyClock clock_;
   const std::unique_ptr<CopyDevice> device_;
 
-  std::array<LaneFlights, kCopyLanes> flights_;  // the thread's own
+  // The thread's own:
+  std::array<LaneFlights, kCopyLanes> flights_;
+  std::vector<std::pair<Job*, Status>> not_reachable_;  // their event cannot be asked about
 
   mutable Mutex mutex_;
   CondVar work_;

@@ -10,8 +10,9 @@
 namespace kv_offload {
 
 // Enqueues all pages on `stream` (a cudaStream_t) of `device`; never waits for
-// them. Both sides must be memory of that device or pinned host memory. "" or
-// what failed; then nothing was enqueued.
+// them. Both sides must be memory of that device or pinned host memory, and the
+// stream must not be under graph capture. "" or what failed; of many pages some
+// may be enqueued then.
 std::string pack_pages_on_stream(std::span<const PackPiece> pages, bool to_row, unsigned blocks, int device,
                                  void* stream);
 

@@ -1,9 +1,13 @@
 #include "memory/host_region.h"
 
 #include <fcntl.h>
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <limits>
@@ -267,6 +271,25 @@ Status HostRegion::prefault(std::uint32_t index, unsigned threads,
           index, format_bytes(impl_->options.bytes), status.message(), format_bytes(headroom.bytes),
           headroom.limited_by, what_to_change(headroom, impl_->options.shm_directory)),
       status.error_number(), impl_->options.shm_directory);
+}
+
+Status HostRegion::prefer_node(std::uint32_t index, int node) {
+  const std::span<std::byte> memory = area(index);
+  if (node < 0) return Status::ok();
+  const auto start = static_cast<off_t>(impl_->area_offset(index));
+  const off_t data = ::lseek(impl_->file.fd(), start, SEEK_DATA);
+  const bool populated = data >= 0 && data < start + static_cast<off_t>(memory.size());
+  constexpr int kBits = 1024;
+  constexpr int kWord = 8 * sizeof(unsigned long);
+  std::array<unsigned long, kBits / kWord> mask{};
+  if (node >= kBits) return Status::error(StatusKind::kIo, fmt::format("NUMA node {} is not known", node));
+  mask[static_cast<std::size_t>(node / kWord)] |= 1ul << (node % kWord);
+  if (::syscall(SYS_mbind, memory.data(), memory.size(), MPOL_PREFERRED, mask.data(), kBits, 0) != 0) {
+    return Status::error(StatusKind::kIo, fmt::format("mbind to NUMA node {}", node), errno);
+  }
+  if (!populated) return Status::ok();
+  return Status::error(StatusKind::kIo,
+                       fmt::format("area {} has memory already, which stays on the node it is on", index));
 }
 
 void HostRegion::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups) {

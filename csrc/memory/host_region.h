@@ -100,6 +100,12 @@ class HostRegion {
   Status prefault(std::uint32_t index, unsigned threads,
                   const std::function<void(std::uint64_t, std::uint64_t)>& progress = {});
 
+  // Pages of this area that are not there yet will come from this NUMA node, as far
+  // as it has any (-1: the system decides): call it before prefault() and before
+  // anything pins the area. Fails where the kernel refuses it, which costs speed
+  // only, and where pages are there already, which stay where they are.
+  Status prefer_node(std::uint32_t index, int node);
+
   // Control page: job results. Worker `rank` reports one ticket once, from one
   // thread at a time;
   // bit g of failed_groups = group position g's bytes must never become a hit.

@@ -91,6 +91,9 @@ std::vector<MetricDefinition> make_definitions() {
       of_worker(gauge("kv_offload_copy_info",
                       "1; the label says which copier runs, and which path from which size.", {"copier"})),
       of_worker(counter("kv_offload_copy_failures_total", "Copy jobs that failed.", {"direction"})),
+      of_worker(counter("kv_offload_copy_refused_batches_total",
+                        "Batched copies that the CUDA driver refused and that were enqueued one by one.",
+                        {"direction"})),
   };
 }
 

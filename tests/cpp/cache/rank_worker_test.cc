@@ -24,6 +24,7 @@ class FakeCopier final : public BlockCopier {
     result.direction = job.direction;
     result.bytes = 1000;
     result.segments = 3;
+    result.refused_batches = 2;
   }
   std::vector<CopyResult> poll() override { return std::exchange(finished_, {}); }
   void wait(std::span<const std::uint64_t> job_ids) override {
@@ -97,6 +98,7 @@ TEST_F(RankWorkerTest, reports_the_ticket_before_it_hands_out_the_result) {
   EXPECT_EQ(reported(11), 0u);
   EXPECT_EQ(metrics_.value("kv_offload_copy_bytes_total", {"store"}), 1000);
   EXPECT_EQ(metrics_.value("kv_offload_copy_segments_total", {"store"}), 3);
+  EXPECT_EQ(metrics_.value("kv_offload_copy_refused_batches_total", {"store"}), 2);
   EXPECT_EQ(failures("store"), 0);
 }
 

@@ -35,8 +35,8 @@ TEST_P(DeviceCopierPaths, agree_with_the_plain_reference_whatever_the_sub_jobs) 
     options.layout = c.layout;
     options.area = c.area;
     const DeviceLimits limits{.sub_job_bytes = 1 + random() % 20'000,
-                              .staged_bytes = state.staging_capacity,
                               .sub_job_segments = static_cast<std::uint32_t>(1 + random() % 50),
+                              .staged_bytes = state.staging_capacity,
                               .boundary = (1 + random() % 4) * kPageBytes};
     DeviceCopier copier(options, std::make_unique<FakeDevice>(&state), single_path_table(GetParam()), limits);
     copier.submit(c.job);
@@ -55,6 +55,7 @@ TEST_P(DeviceCopierPaths, agree_with_the_plain_reference_whatever_the_sub_jobs) 
 class DeviceCopierTest : public ::testing::Test {
  protected:
   static constexpr std::uint64_t kBlocks = 64;
+  static constexpr std::size_t kInFlight = 2;  // of a lane while nobody waits
   DeviceCopierTest() : cache_(kBlocks * kPageBytes), area_(kBlocks * kPageBytes) {
     for (std::size_t i = 0; i < cache_.size(); ++i) cache_[i] = static_cast<std::byte>(i / kPageBytes + 1);
     state_.area = area_;
@@ -66,8 +67,7 @@ class DeviceCopierTest : public ::testing::Test {
   }
   void start() {
     copier_ = std::make_unique<DeviceCopier>(options_, std::make_unique<FakeDevice>(&state_),
-                                             single_path_table(CopyPath::kDma),
-                                             DeviceLimits{.sub_job_bytes = kPageBytes});
+                                             single_path_table(CopyPath::kDma), limits_);
   }
   void submit(std::uint64_t id, CopyDirection direction, std::int64_t first, std::int64_t count,
               bool expedited = false) {
@@ -108,27 +108,41 @@ class DeviceCopierTest : public ::testing::Test {
   std::vector<std::byte> area_;
   FakeDeviceState state_;
   CopierOptions options_;
+  DeviceLimits limits_{.sub_job_bytes = kPageBytes, .in_flight = kInFlight};
   std::unique_ptr<DeviceCopier> copier_;
 };
 
 TEST_F(DeviceCopierTest, a_long_job_keeps_only_a_few_copies_in_flight) {
   start();
   submit(1, kStore, 0, 10);
-  state_.until_issued(kLaneSlots);
-  EXPECT_EQ(blocks(), (Ids{0, 1, 2, 3}));
-  state_.end(2);
-  state_.until_issued(kLaneSlots + 1);
-  EXPECT_EQ(blocks().back(), 4u);
+  state_.until_issued(kInFlight);
+  state_.until_queried(3);
+  EXPECT_EQ(blocks(), (Ids{0, 1}));
+  state_.end(1);
+  state_.until_issued(kInFlight + 1);
+  state_.until_queried(3);
+  EXPECT_EQ(blocks(), (Ids{0, 1, 2}));
   EXPECT_TRUE(copier_->poll().empty());
+}
+
+TEST_F(DeviceCopierTest, while_somebody_waits_all_slots_are_taken) {
+  start();
+  submit(1, kStore, 0, 10);
+  state_.until_issued(kInFlight);
+  std::thread waiter([&] { copier_->wait(Ids{1}); });
+  state_.until_issued(kInFlight + kLaneSlots);  // those of the urgent lane
+  EXPECT_EQ(blocks(), (Ids{0, 1, 2, 3, 4, 5}));
+  state_.end_everything();
+  waiter.join();
 }
 
 TEST_F(DeviceCopierTest, a_load_does_not_wait_for_a_long_store) {
   start();
   submit(1, kStore, 0, 20);
-  state_.until_issued(kLaneSlots);
+  state_.until_issued(kInFlight);
   submit(2, kLoad, 30, 1);
-  state_.until_issued(kLaneSlots + 1);
-  state_.end(kLaneSlots);
+  state_.until_issued(kInFlight + 1);
+  state_.end(kInFlight);
   copier_->wait(Ids{2});
   EXPECT_EQ(ids(copier_->poll()), (Ids{2}));
 }
@@ -136,9 +150,9 @@ TEST_F(DeviceCopierTest, a_load_does_not_wait_for_a_long_store) {
 TEST_F(DeviceCopierTest, an_expedited_load_passes_the_loads_before_it) {
   start();
   submit(1, kLoad, 0, 20);
-  state_.until_issued(kLaneSlots);
+  state_.until_issued(kInFlight);
   submit(2, kLoad, 30, 1, /*expedited=*/true);
-  state_.until_issued(kLaneSlots + 1);
+  state_.until_issued(kInFlight + 1);
   EXPECT_EQ(blocks().back(), 30u);
 }
 
@@ -146,12 +160,13 @@ TEST_F(DeviceCopierTest, wait_moves_the_listed_store_past_the_others_and_returns
   start();
   submit(1, kStore, 0, 20);
   submit(2, kStore, 30, 6);
-  state_.until_issued(kLaneSlots);
+  state_.until_issued(kInFlight);
   std::thread waiter([&] { copier_->wait(Ids{2, 99}); });
-  state_.until_issued(2 * kLaneSlots);
-  for (std::size_t i = kLaneSlots; i < kLaneSlots + 6; ++i) {
-    state_.until_issued(i + 1);
+  state_.until_issued(kInFlight + kLaneSlots);
+  for (std::size_t i = 0; i < state_.count_issued(); ++i) {
+    if (blocks().at(i) < 30) continue;
     state_.end(i);
+    if (i + 1 < kInFlight + 6) state_.until_issued(i + 2);
   }
   waiter.join();
   EXPECT_EQ(ids(copier_->poll()), (Ids{2}));
@@ -161,24 +176,24 @@ TEST_F(DeviceCopierTest, plain_stores_hold_back_while_urgent_ones_have_work) {
   start();
   submit(1, kStore, 0, 20);
   submit(2, kStore, 30, 20);
-  state_.until_issued(kLaneSlots);
+  state_.until_issued(kInFlight);
   std::thread waiter([&] { copier_->wait(Ids{2}); });
-  state_.until_issued(2 * kLaneSlots);
+  state_.until_issued(kInFlight + kLaneSlots);
   state_.end(0);  // a slot of the plain lane is free again
-  state_.end(kLaneSlots);
-  state_.until_issued(2 * kLaneSlots + 1);
-  EXPECT_EQ(blocks().at(2 * kLaneSlots), 34u);
+  state_.end(kInFlight);
+  state_.until_issued(kInFlight + kLaneSlots + 1);
+  EXPECT_EQ(blocks().back(), 34u);
   state_.end_everything();
   waiter.join();
 }
 
-TEST_F(DeviceCopierTest, nothing_moves_before_the_compute_stream_is_there) {
+TEST_F(DeviceCopierTest, nothing_is_issued_before_the_compute_stream_is_there) {
   state_.automatic = true;
   state_.compute_runs_ahead = false;
   start();
   submit(1, kStore, 0, 2);
-  state_.until_issued(2);
-  EXPECT_TRUE(copier_->poll().empty());
+  state_.until_asked(3);
+  EXPECT_TRUE(blocks().empty());
   cache_[5] = std::byte{0xAB};  // the compute stream is not done with it
   state_.reach_events();
   copier_->wait(Ids{1});
@@ -195,6 +210,44 @@ TEST_F(DeviceCopierTest, leaving_the_event_out_is_seen) {
   copier_->wait(Ids{1});
   cache_[5] = std::byte{0xAB};
   EXPECT_NE(area_[5], std::byte{0xAB});
+}
+
+TEST_F(DeviceCopierTest, an_urgent_job_that_may_not_start_yet_does_not_hold_up_the_others) {
+  state_.automatic = true;
+  start();
+  submit(1, kLoad, 0, 2);
+  copier_->wait(Ids{1});
+  state_.stop_compute();
+  submit(2, kLoad, 10, 2, /*expedited=*/true);
+  state_.run_compute_for_later_marks();
+  submit(3, kLoad, 20, 2);
+  state_.until_issued(4);
+  EXPECT_EQ(blocks(), (Ids{0, 1, 20, 21}));
+}
+
+TEST_F(DeviceCopierTest, a_compute_stream_that_cannot_be_asked_about_fails_the_job_and_copies_nothing) {
+  state_.reached_status = Status::error(StatusKind::kDevice, "query: context lost");
+  start();
+  submit(1, kStore, 0, 2);
+  copier_->wait(Ids{1});
+  const auto results = copier_->poll();
+  ASSERT_EQ(results.size(), 1u);
+  EXPECT_EQ(results[0].failed_groups, ~std::uint64_t{0});
+  EXPECT_EQ(results[0].status.message(), "query: context lost");
+  EXPECT_TRUE(blocks().empty());
+}
+
+TEST_F(DeviceCopierTest, a_job_says_how_many_of_its_batches_were_refused) {
+  state_.automatic = true;
+  state_.refuse_batches = true;
+  start();
+  submit(1, kStore, 0, 3);
+  submit(2, kStore, 10, 1);
+  copier_->wait(Ids{1, 2});
+  const auto results = copier_->poll();
+  ASSERT_EQ(results.size(), 2u);
+  EXPECT_EQ(results[0].refused_batches + results[1].refused_batches, 4u);
+  EXPECT_EQ(results[results[0].job_id == 1 ? 0 : 1].refused_batches, 3u);
 }
 
 TEST_F(DeviceCopierTest, a_copy_that_cannot_be_issued_fails_its_job_and_no_other) {
@@ -226,7 +279,7 @@ TEST_F(DeviceCopierTest, a_copy_that_cannot_be_issued_fails_its_job_and_no_other
 TEST_F(DeviceCopierTest, a_copy_that_fails_ends_its_job_only_when_nothing_of_it_runs) {
   start();
   submit(1, kStore, 0, 20);
-  state_.until_issued(kLaneSlots);
+  state_.until_issued(kInFlight);
   {
     std::lock_guard lock(state_.mutex);
     state_.query_status = Status::error(StatusKind::kDevice, "query: context lost");

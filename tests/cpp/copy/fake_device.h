@@ -72,13 +72,41 @@ struct FakeDeviceState {
   std::set<DeviceEvent> live_events;
   std::set<DeviceEvent> reached;   // by the compute stream
   bool compute_runs_ahead = true;  // events are reached when marked
-  Status issue_status;             // of the next issues
+  int asked = 0;                   // calls of reached()
+  int queried = 0;                 // calls of query()
+  std::uint64_t refused_batches = 0;
+  bool refuse_batches = false;  // each copy counts as one
+  Status reached_status;        // of the next calls
+  Status issue_status;          // of the next issues
   Status query_status;
   Status mark_status;
 
   void until_issued(std::size_t count) {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return issued.size() >= count; });
+  }
+  // The copier has looked at the compute stream so many times more.
+  void until_asked(int more) {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&, goal = asked + more] { return asked >= goal; });
+  }
+  // It has looked at copies in flight so many times more.
+  void until_queried(int more) {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&, goal = queried + more] { return queried >= goal; });
+  }
+  std::size_t count_issued() {
+    std::lock_guard lock(mutex);
+    return issued.size();
+  }
+  void stop_compute() {
+    std::lock_guard lock(mutex);
+    compute_runs_ahead = false;
+  }
+  // What was marked before stays behind.
+  void run_compute_for_later_marks() {
+    std::lock_guard lock(mutex);
+    compute_runs_ahead = true;
   }
   void end(std::size_t index) {
     std::unique_lock lock(mutex);
@@ -118,12 +146,25 @@ class FakeDevice final : public CopyDevice {
     std::lock_guard lock(state_.mutex);
     if (state_.live_events.erase(event) != 1) throw std::logic_error("released twice");
   }
+  Status reached(DeviceEvent event, bool* done) override {
+    std::lock_guard lock(state_.mutex);
+    if (!state_.live_events.contains(event)) throw std::logic_error("the event is not there");
+    ++state_.asked;
+    state_.changed.notify_all();
+    *done = state_.reached.contains(event);
+    return state_.reached_status;
+  }
+  std::uint64_t refused_batches() const override {
+    std::lock_guard lock(state_.mutex);
+    return state_.refused_batches;
+  }
   Status issue(const DeviceCopy& copy) override {
     std::lock_guard lock(state_.mutex);
     if (!state_.issue_status.is_ok()) return state_.issue_status;
     if (!state_.in_flight.emplace(std::pair(copy.lane, copy.slot), state_.issued.size()).second) {
       throw std::logic_error("the slot is taken");
     }
+    state_.refused_batches += state_.refuse_batches ? 1 : 0;
     state_.issued.push_back(copy);
     state_.offsets.push_back(copy.segments.front().area_offset);
     state_.changed.notify_all();
@@ -131,10 +172,11 @@ class FakeDevice final : public CopyDevice {
   }
   Status query(std::uint32_t lane, std::uint32_t slot, bool* done) override {
     std::lock_guard lock(state_.mutex);
+    ++state_.queried;
+    state_.changed.notify_all();
     const auto found = state_.in_flight.find({lane, slot});
     const DeviceCopy copy = state_.issued[found->second];
-    const bool may_start = copy.after == kNoEvent || state_.reached.contains(copy.after);
-    *done = may_start && (state_.automatic || state_.ended.contains(found->second));
+    *done = state_.automatic || state_.ended.contains(found->second);
     if (!state_.query_status.is_ok()) {
       state_.in_flight.erase(found);
       return state_.query_status;

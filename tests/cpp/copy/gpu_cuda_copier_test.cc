@@ -1,13 +1,16 @@
 // On a GPU: the CUDA copier moves the bytes the plain reference moves, in the
 // order the compute stream demands. Without one every test skips and says so.
+// The same tests run on the CUDA runtime on threads (tests/cpp/cuda_on_threads).
 //
-// KV_OFFLOAD_GPU_SECONDS (default 5) is how long the random test goes on.
+// KV_OFFLOAD_GPU_SECONDS (default 5) is how long the random test goes on,
+// KV_OFFLOAD_GPU_CASES (default 300) how many cases each path has.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
 #include <chrono>
 #include <cstdlib>
 #include <future>
+#include <numeric>
 
 #include "copy/block_copier.h"
 #include "copy/copy_cases.h"
@@ -32,6 +35,11 @@ using enum CopyDirection;
 using Ids = std::vector<std::uint64_t>;
 
 void check(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
+
+int from_environment(const char* name, int otherwise) {
+  const char* wanted = std::getenv(name);
+  return wanted != nullptr ? std::atoi(wanted) : otherwise;
+}
 
 std::unique_ptr<BlockCopier> make(const CopierOptions& options) {
   std::array<char, kCudaMessageBytes> message{};
@@ -104,7 +112,7 @@ INSTANTIATE_TEST_SUITE_P(Every, GpuPaths,
 
 TEST_P(GpuPaths, move_the_bytes_the_plain_reference_moves) {
   std::mt19937_64 random(31);
-  for (int i = 0; i < 300; ++i) {
+  for (int i = 0, cases = from_environment("KV_OFFLOAD_GPU_CASES", 300); i < cases; ++i) {
     CopyCase c = draw_case(random, i % 2 == 0 ? kStore : kLoad,
                            {.max_page = i % 8 == 0 ? 60'000u : 700u, .page_multiple = i % 3 == 0 ? 16u : 1u});
     const Expected expected = expected_after(c);
@@ -133,9 +141,8 @@ TEST_P(GpuPaths, move_the_bytes_the_plain_reference_moves) {
 }
 
 TEST_F(Gpu, random_jobs_through_the_whole_copier) {
-  const char* wanted = std::getenv("KV_OFFLOAD_GPU_SECONDS");
   const auto end =
-      std::chrono::steady_clock::now() + std::chrono::seconds(wanted != nullptr ? std::atoi(wanted) : 5);
+      std::chrono::steady_clock::now() + std::chrono::seconds(from_environment("KV_OFFLOAD_GPU_SECONDS", 5));
   std::mt19937_64 random(32);
   for (int i = 0; std::chrono::steady_clock::now() < end; ++i) {
     CopyCase c = draw_case(random, i % 2 == 0 ? kStore : kLoad, {.max_blocks = 48, .max_page = 40'000});
@@ -166,15 +173,19 @@ class GpuOrder : public Gpu, public ::testing::WithParamInterface<CopyPath> {
  protected:
   static constexpr std::uint64_t kBlock = 64 << 10;
   static constexpr std::uint64_t kBlocks = 16;
+  static constexpr std::uint64_t kAllBlocks = kBlocks + 1;  // the last is for other jobs
 
   void SetUp() override {
     Gpu::SetUp();
     if (IsSkipped()) return;
-    check(cudaMalloc(reinterpret_cast<void**>(&cache_), kBlock * kBlocks));
+    check(cudaStreamCreateWithFlags(&other_, cudaStreamNonBlocking));
+    std::iota(rows_.begin(), rows_.end(), RowId{0});  // shuffled, so that nothing merges
+    std::shuffle(rows_.begin(), rows_.end(), std::mt19937_64(33));
+    check(cudaMalloc(reinterpret_cast<void**>(&cache_), kBlock * kAllBlocks));
     check(cudaMalloc(reinterpret_cast<void**>(&seen_), kBlock * kBlocks));
-    check(cudaMemset(cache_, 1, kBlock * kBlocks));
+    check(cudaMemset(cache_, 1, kBlock * kAllBlocks));
     check(cudaDeviceSynchronize());
-    area_.assign(kBlock * kBlocks, std::byte{2});
+    area_.assign(kBlock * kAllBlocks, std::byte{2});
     pinned_ = std::make_unique<PinnedArea>(area_, PinOptions{.piece_bytes = 2 << 20});
   }
   void TearDown() override {
@@ -183,12 +194,13 @@ class GpuOrder : public Gpu, public ::testing::WithParamInterface<CopyPath> {
     pinned_.reset();
     if (cache_ != nullptr) (void)cudaFree(cache_);
     if (seen_ != nullptr) (void)cudaFree(seen_);
+    if (other_ != nullptr) (void)cudaStreamDestroy(other_);
     Gpu::TearDown();
   }
   void start(bool ordered) {
     CopierOptions options;
     options.layout = {
-        .tensors = {{cache_, kBlocks, kBlock}}, .groups = {{{0, kBlock}}}, .blocks_per_chunk = 1};
+        .tensors = {{cache_, kAllBlocks, kBlock}}, .groups = {{{0, kBlock}}}, .blocks_per_chunk = 1};
     options.area = area_;
     options.order_after_compute = ordered;
     const DeviceLimits limits{.sub_job_bytes = 256 << 10, .staged_bytes = 300 << 10};
@@ -205,19 +217,39 @@ class GpuOrder : public Gpu, public ::testing::WithParamInterface<CopyPath> {
     let_go_ = true;
   }
   void submit(CopyDirection direction) {
-    CopyJob job;
-    job.id = 1;
-    job.direction = direction;
-    job.compute_stream = compute_handle();
+    CopyJob job = job_of(1, direction, compute_);
     for (std::uint64_t b = 0; b < kBlocks; ++b) {
       job.block_ids.push_back(static_cast<std::int64_t>(b));
-      job.rows.push_back(static_cast<RowId>(b * kBlock / kPageBytes));
+      job.rows.push_back(rows_[b] * static_cast<RowId>(kBlock / kPageBytes));
     }
-    job.group_sizes = {kBlocks};
-    job.group_rows = {kBlocks};
+    submit(std::move(job));
+  }
+  // Jobs that may run at once pass through the copier, both ways, one after the
+  // other: it had every chance to issue what must wait, and that to move.
+  void let_other_jobs_pass() {
+    for (std::uint64_t id = 100; id < 140; ++id) {
+      CopyJob job = job_of(id, id % 2 == 0 ? kStore : kLoad, other_);
+      job.block_ids = {kBlocks};
+      job.rows = {static_cast<RowId>(kBlocks * (kBlock / kPageBytes))};
+      submit(std::move(job));
+      copier_->wait(Ids{id});
+    }
+    for (const CopyResult& result : copier_->poll()) EXPECT_NE(result.job_id, 1u) << "it must not be over";
+  }
+  static CopyJob job_of(std::uint64_t id, CopyDirection direction, cudaStream_t behind) {
+    CopyJob job;
+    job.id = id;
+    job.direction = direction;
+    job.compute_stream = reinterpret_cast<std::uintptr_t>(behind);
+    return job;
+  }
+  void submit(CopyJob job) {
+    job.group_sizes = {static_cast<std::uint32_t>(job.block_ids.size())};
+    job.group_rows = job.group_sizes;
     job.block_indices = {0};
     copier_->submit(std::move(job));
   }
+  std::vector<std::byte> area() const { return {area_.begin(), area_.begin() + kBlock * kBlocks}; }
   std::vector<std::byte> device_bytes(const std::byte* memory) {
     std::vector<std::byte> bytes(kBlock * kBlocks);
     check(cudaMemcpy(bytes.data(), memory, bytes.size(), cudaMemcpyDeviceToHost));
@@ -229,6 +261,8 @@ class GpuOrder : public Gpu, public ::testing::WithParamInterface<CopyPath> {
 
   std::byte* cache_ = nullptr;
   std::byte* seen_ = nullptr;
+  cudaStream_t other_ = nullptr;
+  std::array<RowId, kBlocks> rows_{};
   std::vector<std::byte> area_;
   std::unique_ptr<PinnedArea> pinned_;
   std::unique_ptr<DeviceCopier> copier_;
@@ -244,9 +278,11 @@ TEST_P(GpuOrder, a_store_reads_what_a_slow_writer_wrote_before_it) {
   hold_compute();
   check(cudaMemsetAsync(cache_, 9, kBlock * kBlocks, compute_));
   submit(kStore);
+  let_other_jobs_pass();
+  EXPECT_EQ(area(), all(2));
   let_go();
   copier_->wait(Ids{1});
-  EXPECT_EQ(area_, all(9));
+  EXPECT_EQ(area(), all(9));
 }
 
 // The control: without the event the corruption must be seen.
@@ -256,7 +292,7 @@ TEST_P(GpuOrder, a_store_without_the_event_reads_what_was_there) {
   check(cudaMemsetAsync(cache_, 9, kBlock * kBlocks, compute_));
   submit(kStore);
   copier_->wait(Ids{1});
-  EXPECT_EQ(area_, all(1));
+  EXPECT_EQ(area(), all(1));
 }
 
 TEST_P(GpuOrder, a_load_leaves_a_slow_reader_what_it_came_for) {
@@ -264,6 +300,7 @@ TEST_P(GpuOrder, a_load_leaves_a_slow_reader_what_it_came_for) {
   hold_compute();
   check(cudaMemcpyAsync(seen_, cache_, kBlock * kBlocks, cudaMemcpyDeviceToDevice, compute_));
   submit(kLoad);
+  let_other_jobs_pass();
   let_go();
   copier_->wait(Ids{1});
   check(cudaStreamSynchronize(compute_));
@@ -293,19 +330,35 @@ TEST_P(GpuOrder, a_graph_capture_elsewhere_is_not_disturbed) {
   cudaGraph_t graph = nullptr;
   check(cudaStreamEndCapture(captured, &graph));
   EXPECT_NE(graph, nullptr);
-  EXPECT_EQ(area_, all(1));
+  EXPECT_EQ(area(), all(1));
   check(cudaGraphDestroy(graph));
   check(cudaStreamDestroy(captured));
 }
 
-TEST_F(Gpu, an_address_that_is_no_cache_fails_its_job_and_leaves_no_sticky_error) {
+TEST_F(Gpu, a_launch_that_is_refused_fails_its_copy_and_leaves_no_error_behind) {
   std::vector<std::byte> area(1 << 20);
   PinnedArea pinned(area, {.piece_bytes = 2 << 20});
-  CudaDevice device({.area = area});
-  device.enter_thread();
-  const std::vector<CopySegment> nowhere = {{reinterpret_cast<std::byte*>(0x10), 0, 4096}};
-  const Status status = device.issue({.direction = kStore, .path = CopyPath::kDma, .segments = nowhere});
-  EXPECT_EQ(status.kind(), StatusKind::kDevice) << status.to_string();
+  void* cache = nullptr;
+  check(cudaMalloc(&cache, 4096));
+  {
+    CudaDevice device({.area = area, .kernel_blocks = 0});
+    device.enter_thread();
+    const std::vector<CopySegment> segments = {{static_cast<std::byte*>(cache), 0, 4096}};
+    const Status status =
+        device.issue({.direction = kStore, .path = CopyPath::kKernel, .segments = segments});
+    EXPECT_EQ(status.kind(), StatusKind::kDevice) << status.to_string();
+    EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  }
+  check(cudaFree(cache));
+}
+
+TEST_F(Gpu, an_address_that_is_no_cache_is_refused) {
+  std::vector<std::byte> area(1 << 20);
+  CopierOptions options;
+  options.layout = {.tensors = {{area.data(), 1, 4096}}, .groups = {{{0, 4096}}}, .blocks_per_chunk = 1};
+  options.area = area;
+  options.calibrate = false;
+  EXPECT_THROW((void)make(options), std::runtime_error);
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }
 

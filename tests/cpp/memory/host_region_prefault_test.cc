@@ -1,10 +1,13 @@
 // How a region gets its memory, and what happens where there is too little.
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <linux/mempolicy.h>
 #include <sys/mount.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <fstream>
 #include <stdexcept>
 
@@ -50,6 +53,39 @@ TEST_F(HostRegionMemory, a_progress_callback_may_throw) {
   const auto region = HostRegion::attach_scheduler(options(128 * kMiB, 1));
   const auto throwing = [](std::uint64_t, std::uint64_t) { throw std::runtime_error("interrupted"); };
   EXPECT_THROW((void)region->prefault(0, 2, throwing), std::runtime_error);
+}
+
+// The node that the memory policy of an address names; -1: none, -2: not told here.
+int preferred_node(const std::byte* address) {
+  int mode = 0;
+  std::array<unsigned long, 16> mask{};
+  if (::syscall(SYS_get_mempolicy, &mode, mask.data(), 1024, address, MPOL_F_ADDR) != 0) return -2;
+  if (mode != MPOL_PREFERRED) return -1;
+  for (int node = 0; node < 1024; ++node) {
+    if ((mask[static_cast<std::size_t>(node) / 64] >> (node % 64) & 1) != 0) return node;
+  }
+  return -1;
+}
+
+TEST_F(HostRegionMemory, an_area_comes_from_its_node_when_that_is_said_before_it_is_populated) {
+  const auto region = HostRegion::attach_scheduler(options(8 * kMiB, 2));
+  if (preferred_node(region->area(0).data()) == -2) GTEST_SKIP() << "memory policies are not allowed here";
+  EXPECT_TRUE(region->prefer_node(0, -1).is_ok());
+  EXPECT_EQ(preferred_node(region->area(0).data()), -1);
+  const Status placed = region->prefer_node(0, 0);
+  ASSERT_TRUE(placed.is_ok()) << placed.to_string();
+  EXPECT_EQ(preferred_node(region->area(0).data()), 0);
+  EXPECT_EQ(preferred_node(region->area(1).data()), -1) << "another rank's";
+  ASSERT_TRUE(region->prefault(0, 1).is_ok());
+  EXPECT_FALSE(region->prefer_node(1, 1023).is_ok()) << "no such node";
+}
+
+TEST_F(HostRegionMemory, an_area_that_is_populated_already_says_that_it_stays) {
+  const auto region = HostRegion::attach_scheduler(options(8 * kMiB, 2));
+  if (preferred_node(region->area(0).data()) == -2) GTEST_SKIP() << "memory policies are not allowed here";
+  ASSERT_TRUE(region->prefault(0, 1).is_ok());
+  EXPECT_FALSE(region->prefer_node(0, 0).is_ok());
+  EXPECT_TRUE(region->prefer_node(1, 0).is_ok()) << "that one is empty";
 }
 
 class HostRegionOnSmallTmpfs : public HostRegionMemory {

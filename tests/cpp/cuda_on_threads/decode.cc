@@ -1,0 +1,2 @@
+// The benchmark's kernel, compiled as C++.
+#include "decode_kernel.cu"

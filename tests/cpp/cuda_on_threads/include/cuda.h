@@ -1,0 +1,6 @@
+// Stand-in for the CUDA driver API's header: the few types that csrc/copy uses.
+#pragma once
+
+typedef int CUdevice;
+typedef struct CUctx_st* CUcontext;
+typedef enum cudaError_enum { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1 } CUresult;
