@@ -41,7 +41,7 @@ std::unique_ptr<BoundWorker> make_worker(std::shared_ptr<HostRegion> region, std
                                          std::shared_ptr<Metrics> metrics, const std::string& copier,
                                          const Tensors& tensors, const Groups& groups,
                                          std::uint32_t blocks_per_chunk, std::uint32_t area, unsigned threads,
-                                          int device, std::vector<bool> holds_states, unsigned kernel_blocks,
+                                         int device, std::vector<bool> holds_states, unsigned kernel_blocks,
                                          const py::object& pin_progress, py::object keep_alive) {
   using MakeCopier = std::unique_ptr<BlockCopier> (*)(const CopierOptions&);
   const auto make_copier =
