@@ -2,7 +2,7 @@
 writes, and the next one starts and has everything.
 
 One directory through several lives; in each another process is killed: the engine core, a worker, the API
-server. (All at once: test_restart.) KV_OFFLOAD_SOAK=<n> adds n lives, killed anywhere at a random moment.
+server. (All at once: test_restart.) KV_OFFLOAD_KILLS=<n> adds n lives, killed anywhere at a random moment.
 """
 
 from __future__ import annotations
@@ -163,11 +163,11 @@ def test_any_process_may_be_killed_while_it_writes(start: Serve, model: Path, hi
         check_all_is_there(server, history)
 
 
-@pytest.mark.skipif("KV_OFFLOAD_SOAK" not in os.environ, reason="long: KV_OFFLOAD_SOAK=<lives>")
+@pytest.mark.skipif("KV_OFFLOAD_KILLS" not in os.environ, reason="long: KV_OFFLOAD_KILLS=<lives>")
 @pytest.mark.timeout(24 * 3600)
 def test_any_process_may_be_killed_at_any_moment(start: Serve, model: Path, tmp_path: Path) -> None:
     history, generator = History(tmp_path), random.Random(os.environ.get("KV_OFFLOAD_SEED", "0"))
-    for number in range(int(float(os.environ["KV_OFFLOAD_SOAK"]))):
+    for number in range(int(float(os.environ["KV_OFFLOAD_KILLS"]))):
         victim = generator.choice([*VICTIMS, "all"])
         live(start, model, history, victim, 1000 + number, generator.uniform(0, 6))
     with serve(start, model, history.root) as server:

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEPENDENCIES = ["numpy", "pydantic", "typer", "rich"]
+DEPENDENCIES = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -36,7 +37,7 @@ def developer_build() -> dict[str, str]:
         targets += ["kv_offload_cuda", "kv_offload_torch_cuda"]
     return {
         "SKBUILD_CMAKE_BUILD_TYPE": "RelWithDebInfo",
-        "CMAKE_ARGS": "-DKV_OFFLOAD_DEVELOPER=ON",
+        "CMAKE_ARGS": "-DKV_OFFLOAD_DEVELOPER=ON -DKV_OFFLOAD_UNITY=ON",
         "SKBUILD_BUILD_TARGETS": ";".join(targets),
         "SKBUILD_BUILD_DIR": "build/wheel",
         "SKBUILD_INSTALL_STRIP": "true",
