@@ -13,6 +13,8 @@ function(kv_offload_unity target)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP
     # Tests say testing::Test inside kv_offload, where another file may have made a testing of ours.
     UNITY_BUILD_CODE_BEFORE_INCLUDE "namespace testing {}\nnamespace kv_offload::testing { using namespace ::testing; }")
+  # g++ takes a source for a header here, and warns of types that others cannot name.
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
   get_target_property(sources ${target} SOURCES)
   foreach(source IN LISTS sources)
     get_filename_component(folder ${source} DIRECTORY)
