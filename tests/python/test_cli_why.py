@@ -21,7 +21,7 @@ use_specs()
 
 from kv_offload.specs.compat import refusal  # noqa: E402
 from kv_offload.specs.report import report_text  # noqa: E402
-from kv_offload.specs.request import request_hints  # noqa: E402
+from kv_offload.specs.request import HintReader  # noqa: E402
 from kv_offload.specs.watch import HitWatch, Surroundings  # noqa: E402
 
 BOOTED = boot_line(
@@ -162,7 +162,7 @@ def test_a_hash_seed_that_changes():
 
 def test_hints_of_requests_that_are_ignored(caplog):
     with caplog.at_level(logging.WARNING):
-        request_hints({"load_policy": "sometimes"})
+        HintReader().read({"load_policy": "sometimes"})
     (found,) = of_log(caplog.messages[-1]).findings
     assert found.cause == "ignored_hint"
     assert "load_policy is 'sometimes'" in found.text
