@@ -64,7 +64,7 @@ def own_keys(
         elif key in tier_keys:
             problems.append(f"{key!r} belongs into a tier: secondary_tiers[...].{key}")
         elif key not in VLLM_KEYS:
-            _unknown_key(key, (*known, *VLLM_KEYS), "", notes, problems)
+            _unknown_key(key, value, (*known, *VLLM_KEYS), "", notes, problems)
     policy = ours.get("eviction_policy")
     foreign = policy == "arc" or (policy is not None and "cache_policy_module_path" in extra)
     if foreign and policy not in eviction_policies:
@@ -112,14 +112,15 @@ def own_tier_keys(
         elif key in IGNORED_TIER_KEYS:
             notes.append(f"{where}.{key} is ignored: {IGNORED_TIER_KEYS[key]}")
         else:
-            _unknown_key(key, known, f"{where}: ", notes, problems)
+            _unknown_key(key, value, known, f"{where}: ", notes, problems)
     return ours
 
 
 def _unknown_key(
-    key: object, possible: Sequence[str], where: str, notes: list[str], problems: list[str]
+    key: object, value: object, possible: Sequence[str], where: str, notes: list[str], problems: list[str]
 ) -> None:
-    """A key that vLLM reads is noted, one near to a known key is a mistake, any other is noted too."""
+    """A key that vLLM reads is noted, one near to a known key or with tables in it is a mistake, any other is
+    noted too."""
     if key in keys_read_by_vllm():
         notes.append(f"{where}{key} is left to vLLM, which reads it; it changes nothing here")
         return
@@ -128,8 +129,16 @@ def _unknown_key(
         problems.append(
             f"{where}{key!r} is not known; did you mean {near[0]!r}? possible: {', '.join(sorted(possible))}"
         )
+    elif _holds_tables(value):  # such as tiers: [{...}]: serving without them is not what was meant
+        problems.append(f"{where}{key!r} is not known; possible: {', '.join(sorted(possible))}")
     else:
         notes.append(f"{where}{key!r} is not known and is ignored; possible: {', '.join(sorted(possible))}")
+
+
+def _holds_tables(value: object) -> bool:
+    return isinstance(value, Mapping) or (
+        isinstance(value, list) and any(isinstance(entry, Mapping) for entry in value)
+    )
 
 
 # vLLM's connector for specs, and the one of ours that adds a report to each response.

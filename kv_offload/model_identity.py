@@ -149,11 +149,15 @@ def _hub_commit(
 
 
 def _hub_folder(name: str, cache_dir: str | None, environ: Mapping[str, str]) -> Path:
-    home = environ.get("HF_HOME") or os.path.join(
-        environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    # As huggingface_hub.constants has it.
+    home = environ.get("HF_HOME") or os.path.join(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = (
+        cache_dir
+        or environ.get("HF_HUB_CACHE")
+        or environ.get("HUGGINGFACE_HUB_CACHE")
+        or os.path.join(home, "hub")
     )
-    cache = cache_dir or environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
-    return Path(cache) / f"models--{name.replace('/', '--')}"
+    return Path(os.path.expanduser(os.path.expandvars(cache))) / f"models--{name.replace('/', '--')}"
 
 
 def hub_snapshot(name: str, environ: Mapping[str, str] | None = None) -> Path | None:

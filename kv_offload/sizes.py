@@ -2,9 +2,11 @@
 configuration, the command line and the server all come here.
 """
 
+import math
+
 
 def parse_byte_size(value: object) -> int:
-    """Bytes meant by an int, a whole float or a text such as ``"32GiB"``.
+    """Bytes meant by an int, a float or a text such as ``"32GiB"``.
 
     A number without a unit is bytes, and below 1 MiB refused: it was hardly meant so. Raises ValueError
     naming what was given and what is possible.
@@ -14,7 +16,7 @@ def parse_byte_size(value: object) -> int:
     text = value
     if isinstance(value, int) and not isinstance(value, bool):
         text = str(value)
-    elif isinstance(value, float) and value.is_integer():  # vLLM's --kv-offloading-size: a float of bytes
+    elif isinstance(value, float) and math.isfinite(value):  # vLLM's --kv-offloading-size: GiB times 2^30
         text = str(int(value))
     if not isinstance(text, str):
         raise ValueError(f"{value!r} is not a size; write a text such as '32GiB', or bytes")

@@ -52,7 +52,7 @@ def _safetensors_spans(file: Path) -> list[Span] | None:
             header = json.loads(stream.read(length))
             offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
             spans = sorted((end + int(first), end + int(last)) for first, last in offsets)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
     if any(not end <= first <= last <= size for first, last in spans):
         return None

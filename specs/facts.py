@@ -92,6 +92,9 @@ def _settings(vllm_config: Any, config: Any) -> dict[str, str]:
     rope = getattr(getattr(model, "hf_text_config", None), "rope_scaling", None) or {}
     if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in ("longrope", "su", "dynamic"):
         settings["max_model_len"] = model.max_model_len  # chooses the rotation of every position
+    load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", None)
+    if load_format not in (None, "auto"):  # dummy: made-up weights under the name of real ones
+        settings["load_format"] = load_format
     draft = getattr(getattr(vllm_config, "speculative_config", None), "model", None)
     if draft is not None:
         settings["draft_model"] = draft

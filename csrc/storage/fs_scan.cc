@@ -268,13 +268,14 @@ void FsStore::keep_generation() {
   std::shared_ptr<Generation> own = generation();
   if (!own || !list_generations(ops_, open_.namespace_directory.get(), &numbers)) return;
   if (!std::binary_search(numbers.begin(), numbers.end(), own->number)) {
-    forget();  // it was removed, by hand or by a host that does not see our lock
+    drop_generation();  // it was removed, by hand or by a host that does not see our lock
     if (!make_generation()) return;
     own = generation();
     numbers.clear();
     if (!own || !list_generations(ops_, open_.namespace_directory.get(), &numbers)) return;
   }
-  apart_.store(!numbers.empty() && numbers.back() > own->number);
+  // Who was reset itself shares nothing with others either, but needs nobody to tell it.
+  apart_.store(!was_reset_.load() && !numbers.empty() && numbers.back() > own->number);
   if (numbers.size() > 1 && open_.lease->held())
     reclaim_old_generations(open_.namespace_name, numbers.back());
 }

@@ -63,6 +63,12 @@ void FsStore::touch(const ChunkKey& key) {
 }
 
 void FsStore::forget() {
+  was_reset_.store(true);
+  apart_.store(false);
+  drop_generation();
+}
+
+void FsStore::drop_generation() {
   const MutexLock lock(mutex_);
   for (const ChunkKey& key : catalogue_.clear()) removals_.push_back({key, TierRemoval::Reason::kReset});
   if (generation_) least_generation_ = generation_->number + 1;

@@ -57,7 +57,7 @@ class FsStore {
   bool offers(const ChunkKey& key) const;  // what is known, without a probe
   void give_up_probe(std::uint32_t leaf);
   void touch(const ChunkKey& key);
-  void forget();  // drops the generation and its catalogue
+  void forget();  // a reset: drops the generation and its catalogue, for good
   void take_removals(std::vector<TierRemoval>* removals);
   void stop() { stop_.store(true); }  // long walks give up soon
   void figures(TierStats* stats) const;
@@ -130,6 +130,7 @@ class FsStore {
   std::uint64_t count_others(std::uint64_t own_generation);
   void set_generation(std::shared_ptr<Generation> generation, bool empty);
   void keep_generation();
+  void drop_generation() EXCLUDES(mutex_);
   void look_for_news();
   void adopt_changed_leaves(std::int64_t since_mtime);
 
@@ -162,6 +163,7 @@ class FsStore {
   std::atomic<bool> scan_complete_{false};   // and its order is that of use
   std::atomic<bool> own_counted_{true};      // false while a count may miss or double what is removed
   std::atomic<bool> counted_{false};         // as holder of the lease
+  std::atomic<bool> was_reset_{false};       // since it was opened
   std::atomic<bool> apart_{false};  // others were reset and we were not: a newer generation is theirs
   std::atomic<bool> garbage_exhausted_{false};
   std::atomic<bool> recount_due_{false};  // nothing was found to evict, or the last one may be too high

@@ -72,11 +72,9 @@ struct OpInFlight {
   std::shared_ptr<Generation> generation;  // it was submitted in; null: a reset was not over
   std::optional<Breaker::Pass> pass;       // none: the tier was closed
   std::uint64_t moved = 0;
-  bool ran = false;
 };
 
 Status run(Shared& shared, OpInFlight& in_flight) {
-  in_flight.ran = true;
   switch (in_flight.op.kind) {
     case OpKind::kRead:
       return shared.store.read(in_flight.op, in_flight.generation, &in_flight.moved);
@@ -90,6 +88,11 @@ Status run(Shared& shared, OpInFlight& in_flight) {
 bool device_failed(const Status& status) {
   return status.kind() == StatusKind::kIo ||
          (status.kind() == StatusKind::kNoSpace && status.error_number() != 0);
+}
+
+// What ended without the device (no record, a reset meanwhile, our own bound) says nothing about it.
+bool device_answered(const Status& status, std::uint64_t moved) {
+  return moved > 0 || status.kind() == StatusKind::kCorrupt;
 }
 
 class FsTier final : public Tier {
@@ -177,12 +180,12 @@ IoPool::Op FsTier::make_op(TierOp op, const std::shared_ptr<Generation>& generat
     const TierOp& op = in_flight->op;
     if (in_flight->pass) {
       Breaker& breaker = shared->breaker(lane_of(op.kind));
-      if (!in_flight->ran) {
-        breaker.not_tried(*in_flight->pass);
-      } else if (!device_failed(status)) {
+      if (device_failed(status)) {
+        breaker.failed(*in_flight->pass, clock->now());
+      } else if (device_answered(status, in_flight->moved)) {
         breaker.succeeded(*in_flight->pass);
       } else {
-        breaker.failed(*in_flight->pass, clock->now());
+        breaker.not_tried(*in_flight->pass);
       }
     }
     shared->complete({op.id, op.kind, op.key, status, in_flight->moved, seconds, queued_seconds});

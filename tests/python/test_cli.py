@@ -245,7 +245,12 @@ def test_doctor_refuses_too_much_memory(core, vllm):
 
 def test_doctor_tells_all_problems_of_a_config_and_asks_on(core, vllm):
     answer = as_json(
-        "doctor", "--json", "--no-measure", "--config", config_text(bogus=1, load_policy="x"), status=1
+        "doctor",
+        "--json",
+        "--no-measure",
+        "--config",
+        config_text(load_policies=1, load_policy="x"),
+        status=1,
     )
     assert [check["state"] for check in answer["checks"] if check["name"] == "config"] == ["refused"] * 2
     assert states(answer)["memory"] == "ok"

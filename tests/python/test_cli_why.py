@@ -178,7 +178,7 @@ def test_requests_of_a_debug_log_are_added_up():
 
 def test_a_configuration_that_was_refused():
     with pytest.raises(ConfigError) as refused:
-        OffloadConfig.from_extra_config({"cpu_bytes_to_use": 32, "fsyncs": 1})
+        OffloadConfig.from_extra_config({"cpu_bytes_to_use": 32, "load_policies": 1})
     found = from_log([f"{line}\n" for line in f"ConfigError: {refused.value}".splitlines()]).findings
     assert [finding.cause for finding in found] == ["refused", "refused"]
     assert "has no unit" in found[0].text

@@ -208,7 +208,7 @@ def test_tier_names_are_distinct():
 
 @pytest.mark.parametrize("key", ["max_recompute_pending_tokens", "control_plane_interval_s", "tenant_quota"])
 def test_a_key_that_is_near_to_none_of_ours_may_be_of_a_later_vllm_and_is_noted(key):
-    _, notes = OffloadConfig.parse({"cpu_bytes_to_use": 1, key: 1, "secondary_tiers": [FS | {key: 2}]})
+    _, notes = OffloadConfig.parse({"cpu_bytes_to_use": GIB, key: 1, "secondary_tiers": [FS | {key: 2}]})
     assert len(notes) == 2
     assert all(key in note and "ignored" in note for note in notes)
     assert notes[1].startswith("secondary_tiers[0]: ")
@@ -216,9 +216,9 @@ def test_a_key_that_is_near_to_none_of_ours_may_be_of_a_later_vllm_and_is_noted(
 
 def test_a_key_that_the_installed_vllm_reads_is_left_to_it(monkeypatch):
     near = "load_policies"  # of load_policy: an error, if vLLM did not read it
-    assert "did you mean 'load_policy'" in problems({"cpu_bytes_to_use": 1, near: 1})[0]
+    assert "did you mean 'load_policy'" in problems({"cpu_bytes_to_use": GIB, near: 1})[0]
     monkeypatch.setattr("kv_offload.config_compat.keys_read_by_vllm", lambda: frozenset({near}))
-    _, (note,) = OffloadConfig.parse({"cpu_bytes_to_use": 1, near: 1})
+    _, (note,) = OffloadConfig.parse({"cpu_bytes_to_use": GIB, near: 1})
     assert "left to vLLM" in note
 
 

@@ -6,6 +6,7 @@
 
 #include "faulty_file_ops.h"
 #include "fs_fixture.h"
+#include "storage/fs_store.h"
 #include "storage/io_pool.h"
 
 namespace kv_offload {
@@ -228,6 +229,47 @@ TEST_F(FsTierReset, one_that_takes_too_long_ends_later_by_itself) {
   EXPECT_FALSE(user.has(1));
   EXPECT_TRUE(user.write(2));
   EXPECT_TRUE(user.read(2));
+}
+
+// The probe of an open breaker that ended without the device closes nothing.
+TEST_F(FsTierReset, a_probe_that_a_reset_ended_does_not_close_the_breaker) {
+  IoPool* pool = nullptr;
+  FsTierOptions options = timed_options();
+  options.driven_by_hand = &pool;
+  TierUser user(options);
+  ops_.fail_all(Call::kPwritev, EIO);
+  std::uint32_t number = 0;
+  const auto write = [&] {
+    const OpId id = user.start(OpKind::kWrite, ++number, {8192});
+    if (const auto body = pool->begin_next(Lane::kWrite)) body();
+    return user.finish(id).status.kind();
+  };
+  while (user.tier().stats().breaker_trips == 0) ASSERT_EQ(write(), StatusKind::kIo);
+  clock_.advance(std::chrono::seconds(120));
+  const OpId probe = user.start(OpKind::kWrite, 100, {8192});
+  ASSERT_TRUE(user.tier().reset());
+  pool->begin_next(Lane::kWrite)();
+  EXPECT_EQ(user.finish(probe).status.kind(), StatusKind::kCancelled);
+  EXPECT_EQ(write(), StatusKind::kIo);           // the next one is the probe
+  EXPECT_EQ(write(), StatusKind::kUnavailable);  // and its failure opened it again
+}
+
+TEST_F(FsTierReset, who_was_reset_itself_is_not_told_to_be_reset) {
+  FsStore a(options_, ops_, clock_), b(options_, ops_, clock_), not_reset(options_, ops_, clock_);
+  for (FsStore* store : {&a, &b}) {
+    store->forget();
+    ASSERT_TRUE(store->make_generation());
+  }
+  const auto is_apart = [](FsStore& store) {
+    store.tick();
+    TierStats stats;
+    store.figures(&stats);
+    store.release();
+    return stats.apart;
+  };
+  EXPECT_FALSE(is_apart(a));
+  EXPECT_FALSE(is_apart(b));
+  EXPECT_TRUE(is_apart(not_reset));
 }
 
 }  // namespace
