@@ -12,7 +12,7 @@ from kv_offload.config import DEFAULT_DISK_SHARE, FsTierConfig, OffloadConfig
 from kv_offload.sizes import format_bytes
 
 _RECORD_NAME = re.compile(r"[0-9a-f]+\.([0-9]+)\.rec")  # the size is in the name (csrc/storage/fs_tier.h)
-_LEDGER = struct.Struct("<8sQQ")  # magic, trusted, bytes: the head of Ledger::Page in csrc/storage/ledger.cc
+_LEDGER = struct.Struct("<8sQQ")  # magic, trusted, bytes: the head of SpacePage in csrc/storage/space_page.h
 _HEADER_BYTES = 4096
 _SMALLEST_RECORD = 64 << 10  # what must fit when the record size is not known yet
 
@@ -41,7 +41,7 @@ def held_bytes(root_dir: str) -> int:
     try:
         with open(os.path.join(root_dir, "ledger"), "rb") as file:
             magic, trusted, total = _LEDGER.unpack(file.read(_LEDGER.size))
-        if magic == b"KVOLEDG2" and trusted:
+        if magic == b"KVOSPAC1" and trusted:
             return int(total)
     except (OSError, struct.error):
         pass

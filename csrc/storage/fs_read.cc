@@ -87,7 +87,6 @@ void FsStore::drop_corrupt(const ChunkKey& key, const std::shared_ptr<Generation
   const std::string path = layout::record_path(key, file_bytes);
   FileInfo info;
   if (ops_.stat(generation->directory.get(), path, &info) != 0 || info.inode != inode) return;
-  const MutexLock lock(evict_mutex_);
   (void)remove_file(*generation, path);
 }
 
@@ -112,7 +111,6 @@ Status FsStore::remove(const TierOp& op) {
   }
   if (!ref) return Status::error(StatusKind::kNotFound, "no record of this key");
   const std::string path = layout::record_path(op.key, ref->file_bytes);
-  const MutexLock lock(evict_mutex_);
   const int rc = remove_file(*generation, path);
   return rc == 0 ? Status::ok() : Status::from_errno(-rc, "remove", generation->path + "/" + path);
 }

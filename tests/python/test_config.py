@@ -428,8 +428,8 @@ def test_the_account_of_a_root_is_believed_when_it_is_trusted(tmp_path):
     (tmp_path / "abcd.500.rec").write_text("")
     ledger = tmp_path / "ledger"
     for head, expected in (
-        (struct.pack("<8sQQ", b"KVOLEDG2", 1, 7000), 7000),
-        (struct.pack("<8sQQ", b"KVOLEDG2", 0, 7000), 500 + 24),
+        (struct.pack("<8sQQ", b"KVOSPAC1", 1, 7000), 7000),
+        (struct.pack("<8sQQ", b"KVOSPAC1", 0, 7000), 500 + 24),
         (struct.pack("<8sQQ", b"SOMEELSE", 1, 7000), 500 + 24),
         (b"torn", 500 + 4),
     ):

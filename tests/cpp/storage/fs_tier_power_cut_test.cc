@@ -101,12 +101,14 @@ class Lives {
       }
     }
     promised_.clear();
-    drifted += !user.until([&] {
-      clock_.advance(std::chrono::milliseconds(100));
+    // Who lost its lock with the power is dead when it has not moved for a while.
+    (void)user.until([&] {
+      clock_.advance(std::chrono::seconds(1));
       user.poll();
-      return user.tier().stats().bytes == disk_.du();
+      return user.tier().stats().bytes == disk_.du() && temporaries() == 0;
     });
-    unswept += temporaries();  // the count has been everywhere
+    drifted += user.tier().stats().bytes != disk_.du();
+    unswept += temporaries();
   }
   void write_until_the_end(TierUser& user) {
     while (!disk_.ended()) {

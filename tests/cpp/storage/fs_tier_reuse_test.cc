@@ -13,7 +13,7 @@
 #include "fs_fixture.h"
 #include "storage/fs_root.h"
 #include "storage/fs_walk.h"
-#include "storage/ledger.h"
+#include "storage/space.h"
 
 namespace kv_offload {
 namespace {
@@ -39,13 +39,13 @@ class FsTierReuse : public ::testing::Test {
   }
   void recount(TierUser& user) {
     const Fd root(posix_file_ops(), ::open(root_.c_str(), O_RDONLY | O_DIRECTORY));
-    const auto ledger = [&] { return std::make_unique<Ledger>(posix_file_ops(), root.get(), root_, kBound); };
-    const Ledger::Epoch before = ledger()->epoch();
-    ledger()->give_back(1, before + 2);  // of another count: the sum is in doubt
+    Space space(posix_file_ops(), root.get(), root_);
+    const Space::Finished before = space.finished();
+    space.remove(1, before + 1);  // of another count: the sum is in doubt
     EXPECT_TRUE(user.until([&] {
       clock_.advance(std::chrono::seconds(1));
       user.poll();
-      return ledger()->epoch() >= before + 2 && ledger()->epoch() % 2 == 0;
+      return Space(posix_file_ops(), root.get(), root_).finished() > before;
     }));
   }
   std::set<std::uint64_t> inodes() const {
@@ -262,7 +262,13 @@ TEST_F(FsTierReuse, a_count_in_the_middle_of_it_comes_out_exact) {
   ops_.release();
   EXPECT_TRUE(user.finish(write).status);
   EXPECT_TRUE(user.read(next_, kShards));
-  EXPECT_EQ(user.tier().stats().bytes, du(root_));
+  EXPECT_GE(user.tier().stats().bytes, du(root_)) << "a directory that was made for it may count twice";
+  EXPECT_LE(user.tier().stats().bytes, du(root_) + kPageBytes);
+  EXPECT_TRUE(user.until([&] {
+    clock_.advance(std::chrono::seconds(1));
+    user.poll();
+    return user.tier().stats().bytes == du(root_);
+  }));
 }
 
 // Fails the n-th call of a write into the file of an evicted record, for every n.
