@@ -17,7 +17,11 @@ constexpr Nanos kForgetAfter{std::chrono::minutes(1)};
 
 // A server of files may have forgotten the lock: it is asked for again each time.
 void Space::hold_presence() {
-  if (presence_ && lock_file(ops_, presence_.get(), LOCK_EX | LOCK_NB) == 0) return;
+  FileInfo held;
+  if (presence_ && lock_file(ops_, presence_.get(), LOCK_EX | LOCK_NB) == 0 &&
+      ops_.fstat(presence_.get(), &held) == 0 && held.links > 0) {
+    return;
+  }
   const std::string name = layout::presence_name(writer_);
   for (int attempt = 0; attempt < 3; ++attempt) {
     int error = 0;

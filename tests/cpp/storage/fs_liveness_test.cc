@@ -50,8 +50,9 @@ class FsLiveness : public ::testing::Test {
 
 TEST_F(FsLiveness, an_idle_server_on_a_full_root_starves_nobody) {
   TierUser idle(timed_options()), busy(timed_options());
-  fill(idle);  // and from here on it is not even polled
   busy.wait_for_scan();
+  fill(idle);  // and from here on it is not even polled
+  ASSERT_TRUE(finds_within_two_seconds(busy, next_ - 1));
   for (std::uint32_t i = 1000; i < 1160; ++i) {
     const Status status = busy.write(i, kShards);
     ASSERT_TRUE(status) << i << ": " << status.to_string();
