@@ -42,8 +42,8 @@ class Bench {
     cache.groups.resize(1);
     cache.groups[0].shard_bytes[0] = kPageBytes;
     cache.groups[0].tokens_per_chunk = 16;
-    cache_ = std::make_unique<TieredCache>(cache, *region_, std::vector<std::unique_ptr<Tier>>{}, metrics_,
-                                           clock_);
+    cache_ =
+        std::make_unique<TieredCache>(cache, region_, std::vector<std::unique_ptr<Tier>>{}, metrics_, clock_);
     while (keys_.size() < resident) store(nullptr, nullptr);
   }
 
@@ -147,7 +147,7 @@ class Bench {
   std::mt19937_64 random_{1};
   Metrics metrics_;
   SteadyClock clock_;
-  std::unique_ptr<HostRegion> region_, rank_;
+  std::shared_ptr<HostRegion> region_, rank_;
   std::unique_ptr<TieredCache> cache_;
   std::vector<ChunkKey> keys_;
 };

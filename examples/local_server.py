@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 # The CPU build of vLLM has no working `vllm serve`; this is the same server.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -74,6 +74,17 @@ class Process:
     command: str
 
 
+class RunningProcess(Protocol):
+    """What is used of subprocess.Popen."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def terminate(self) -> None: ...
+
+
 def kv_transfer_config(
     cpu_bytes: int | str, root_dir: str | Path | None = None, max_bytes: int | str = "4GiB", **extra: Any
 ) -> dict[str, Any]:
@@ -113,7 +124,7 @@ class LocalServer:
     start_seconds: float = 480.0
     on_wait: Callable[[float], None] | None = None
     port: int = 0
-    process: subprocess.Popen[bytes] | None = None
+    process: RunningProcess | None = None
     boot_seconds: float = 0.0
 
     def __enter__(self) -> LocalServer:
@@ -169,16 +180,20 @@ class LocalServer:
         environment.update(self.environment)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        with self.log_file.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command(), stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+        self.process = self.launch(environment)
         try:
             self._wait_until_ready(began)
         except BaseException:
             self.kill()
             raise
         self.boot_seconds = time.monotonic() - began
+
+    def launch(self, environment: dict[str, str]) -> RunningProcess:
+        """The process of ``command``, in a session of its own, its output appended to ``log_file``."""
+        with self.log_file.open("ab") as log:
+            return subprocess.Popen(
+                self.command(), stdout=log, stderr=log, env=environment, start_new_session=True
+            )
 
     def _wait_until_ready(self, began: float) -> None:
         assert self.process is not None

@@ -22,7 +22,9 @@ class MetricDefinition:
     buckets: tuple[float, ...]
     worker: bool  # only on a worker's own /metrics
 
-def parse_byte_size(text: str) -> int: ...
+def parse_byte_size(text: str) -> int:
+    """Bytes meant by ``"32GiB"``, ``"32Gi"``, ``"32G"`` (10^9), ``"1048576"``; see kv_offload.sizes."""
+
 def format_bytes(count: int) -> str: ...
 def metric_definitions() -> list[MetricDefinition]: ...
 def eviction_policy_names() -> list[str]: ...
@@ -220,6 +222,7 @@ class RankWorker:
         area: int,
         threads: int = 2,
         device: int = -1,
+        holds_states: Sequence[bool] = (),  # per position: of a chunk only the last block is kept
         keep_alive: Any = None,
     ) -> None: ...
     def submit(
@@ -277,6 +280,11 @@ class FsRoot:
 
 def record_created(path: str) -> float:
     """When a record was written, in unix seconds, from its header; 0.0 when that cannot be read."""
+
+def directory_usage(path: str) -> int:
+    """Bytes that a directory takes on disk: a root's own ledger where it can be trusted, else counted, as
+    ``du``; 0 when it is not there. Writes nothing.
+    """
 
 def probe_disk(directory: str, total_bytes: int, record_bytes: int) -> dict[str, Any]:
     """Writes and reads temporary records: {o_direct, write_bytes_per_second, read_bytes_per_second}."""

@@ -132,6 +132,18 @@ class OffloadConfig(BaseModel):
         description='of host memory: "prefix" (ends of prompts first, by what it learns of their return), '
         '"s3fifo", "lru"',
     )
+    model_id: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=256,
+        description="names the weights, where their files or commit do not (object stores, names that are "
+        "not in the hub's cache): servers share records only under the same name",
+    )
+    request_hints: Literal["allow", "ignore"] = Field(
+        default="allow",
+        description="whether requests may set load_policy, priority and the skip flags in their "
+        "kv_transfer_params; ignore where clients are not trusted",
+    )
     load_policy: Literal["auto", "always", "never"] = Field(
         default="auto", description="load from a tier when it beats computing, or always, or never"
     )

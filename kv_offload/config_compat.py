@@ -1,9 +1,13 @@
-"""Configurations written for others: vLLM's own offloading specs (0.31 to 0.33) and the llm-d backend."""
+"""Configurations written for others: vLLM's own offloading specs and the llm-d backend."""
 
 import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from kv_offload.vllm_versions import keys_read_by_vllm
+
+_NEAR = 0.6  # of difflib: so alike are two keys of which one is a misspelling
 
 SPEC_NAME = "KVOffloadSpec"
 SPEC_MODULE = "kv_offload.specs"
@@ -60,7 +64,7 @@ def own_keys(
         elif key in tier_keys:
             problems.append(f"{key!r} belongs into a tier: secondary_tiers[...].{key}")
         elif key not in VLLM_KEYS:
-            problems.append(unknown_key(key, (*known, *VLLM_KEYS)))
+            _unknown_key(key, (*known, *VLLM_KEYS), "", notes, problems)
     policy = ours.get("eviction_policy")
     foreign = policy == "arc" or (policy is not None and "cache_policy_module_path" in extra)
     if foreign and policy not in eviction_policies:
@@ -108,15 +112,24 @@ def own_tier_keys(
         elif key in IGNORED_TIER_KEYS:
             notes.append(f"{where}.{key} is ignored: {IGNORED_TIER_KEYS[key]}")
         else:
-            problems.append(f"{where}: {unknown_key(key, known)}")
+            _unknown_key(key, known, f"{where}: ", notes, problems)
     return ours
 
 
-def unknown_key(key: object, possible: Sequence[str]) -> str:
-    """One sentence: the key, the nearest known one, all possible ones."""
-    near = difflib.get_close_matches(str(key).lower(), possible, n=1, cutoff=0.6)
-    meant = f" did you mean {near[0]!r}?" if near else ""
-    return f"{key!r} is not known;{meant} possible: {', '.join(sorted(possible))}"
+def _unknown_key(
+    key: object, possible: Sequence[str], where: str, notes: list[str], problems: list[str]
+) -> None:
+    """A key that vLLM reads is noted, one near to a known key is a mistake, any other is noted too."""
+    if key in keys_read_by_vllm():
+        notes.append(f"{where}{key} is left to vLLM, which reads it; it changes nothing here")
+        return
+    near = difflib.get_close_matches(str(key).lower(), possible, n=1, cutoff=_NEAR)
+    if near:
+        problems.append(
+            f"{where}{key!r} is not known; did you mean {near[0]!r}? possible: {', '.join(sorted(possible))}"
+        )
+    else:
+        notes.append(f"{where}{key!r} is not known and is ignored; possible: {', '.join(sorted(possible))}")
 
 
 # vLLM's connector for specs, and the one of ours that adds a report to each response.
@@ -145,12 +158,11 @@ def own_extra_config(transfer: Mapping[str, Any]) -> tuple[Mapping[str, Any], li
 def multi_connector_problems(transfer: Mapping[str, Any]) -> list[str]:
     """Why a MultiConnector of these connectors cannot serve with ours among them.
 
-    vLLM (0.31 to 0.33) declares the metrics of the first OffloadingConnector alone and ends with an
-    assertion when another reports its own; and two of ours would share one region of host memory.
+    vLLM (all supported releases) declares the metrics of the first OffloadingConnector alone and ends with an
+    assertion when another reports its own, or declares them twice and fails, when one of the two is a
+    ReportingConnector; and two of ours would share one region of host memory.
     """
-    offloading = [
-        child for child in _children(transfer) if child.get("kv_connector") == "OffloadingConnector"
-    ]
+    offloading = [child for child in _children(transfer) if child.get("kv_connector") in _CONNECTORS]
     if not offloading:
         return ['MultiConnector has no "OffloadingConnector" among its connectors, so vLLM never comes here']
     if len(offloading) == 1:
@@ -159,8 +171,9 @@ def multi_connector_problems(transfer: Mapping[str, Any]) -> list[str]:
         str((child.get("kv_connector_extra_config") or {}).get("spec_name")) for child in offloading
     )
     return [
-        f"MultiConnector has {len(offloading)} OffloadingConnectors (spec_name {names}); vLLM can serve one: "
-        "keep ours, and give it what the others have as cpu_bytes_to_use and secondary_tiers"
+        f"MultiConnector has {len(offloading)} OffloadingConnectors (spec_name {names}); a Reporting"
+        "Connector is one too, and vLLM can serve one: keep ours, and give it what the others have as "
+        "cpu_bytes_to_use and secondary_tiers"
     ]
 
 

@@ -1,60 +1,45 @@
-"""Reading a /metrics page: the text form of Prometheus, as far as figures need it."""
+"""Reading a server's /metrics page, asked by name and label. prometheus_client parses it."""
 
 import math
-import re
 import urllib.request
-from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.error import HTTPError, URLError
 
-_SERIES = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?[0-9]+)?\s*$")
-_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*,?\s*')
-_ESCAPES = {"\\n": "\n", '\\"': '"', "\\\\": "\\"}
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One series of a page and its value."""
-
-    name: str
-    labels: dict[str, str]
-    value: float
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 
 def fetch(url: str, timeout: float = 10.0) -> str:
-    """The page at ``url``. Raises OSError."""
-    with urllib.request.urlopen(url, timeout=timeout) as reply:
-        return str(reply.read().decode("utf-8", errors="replace"))
-
-
-def parse(text: str) -> list[Sample]:
-    """Every sample of a page; lines that are none are passed over."""
-    samples = []
-    for line in text.splitlines():
-        match = None if line.startswith("#") else _SERIES.match(line)
-        if match is None:
-            continue
-        name, labels, value = match.groups()
-        try:
-            number = float(value)
-        except ValueError:
-            continue
-        samples.append(Sample(name, dict(_labels(labels or "")), number))
-    return samples
-
-
-def _labels(text: str) -> Iterable[tuple[str, str]]:
-    for name, value in _LABEL.findall(text):
-        yield name, re.sub(r"\\.", lambda found: _ESCAPES.get(found.group(), found.group()), value)
+    """The page at ``url``. Raises OSError naming the address and what to look at."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as reply:
+            return str(reply.read().decode("utf-8", errors="replace"))
+    except HTTPError as error:
+        error.close()
+        raise OSError(
+            f"{url} answers {error.code} {error.reason}: give the server's address, or its metrics page"
+        ) from error
+    except (URLError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        what = getattr(reason, "strerror", None) or str(reason)
+        raise OSError(
+            f"{url} cannot be reached ({what}): is the server running there, and is host and port right? "
+            "vLLM opens its port only when it has loaded the model"
+        ) from error
 
 
 class Page:
-    """One scrape, asked by name and label. Series of several engines and models are taken together."""
+    """One scrape. Series of several engines and models are taken together."""
 
     def __init__(self, text: str) -> None:
+        """Raises ValueError when ``text`` is not in the format of Prometheus."""
+        from prometheus_client.parser import text_string_to_metric_families
+
         self._by_name: dict[str, list[Sample]] = {}
-        for sample in parse(text):
-            if not math.isnan(sample.value):
-                self._by_name.setdefault(sample.name, []).append(sample)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if not math.isnan(sample.value):
+                    self._by_name.setdefault(sample.name, []).append(sample)
 
     def has(self, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in self._by_name)
@@ -73,7 +58,7 @@ class Page:
     def labels(self, name: str) -> list[dict[str, str]]:
         return [sample.labels for sample in self._by_name.get(name, ())]
 
-    def _matching(self, name: str, labels: dict[str, str]) -> list[Sample]:
+    def _matching(self, name: str, labels: dict[str, str]) -> "list[Sample]":
         return [
             sample
             for sample in self._by_name.get(name, ())

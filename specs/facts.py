@@ -40,10 +40,8 @@ def worker_fingerprint(
         "settings": {"device": device_type} | (_settings(vllm_config, config) if vllm_config else {}),
     }
     if vllm_config is not None:
-        facts["model"] = {
-            "revision": getattr(vllm_config.model_config, "revision", None),
-            "cache_dir": getattr(vllm_config.load_config, "download_dir", None),
-        }
+        facts["model"] = _weights_source(vllm_config)
+        facts["max_model_len"] = getattr(vllm_config.model_config, "max_model_len", 0)
         facts["hash_algorithm"] = vllm_config.cache_config.prefix_caching_hash_algo
         facts["windowed"] = _windowed(vllm_config, config)
     text = json.dumps(facts, sort_keys=True, default=str)
@@ -55,6 +53,27 @@ def worker_fingerprint(
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _weights_source(vllm_config: Any) -> dict[str, Any]:
+    """Where the weights of config.model.name come from, beside that name.
+
+    For a model behind s3:// and the like vLLM puts a temporary directory of its configs in the place of the
+    name, and keeps the address in model_weights.
+    """
+    return {
+        "revision": getattr(vllm_config.model_config, "revision", None),
+        "cache_dir": getattr(vllm_config.load_config, "download_dir", None),
+        "address": getattr(vllm_config.model_config, "model_weights", None) or _tensorizer_uri(vllm_config),
+    }
+
+
+def _tensorizer_uri(vllm_config: Any) -> str | None:
+    extra = getattr(vllm_config.load_config, "model_loader_extra_config", None)
+    uri = (
+        extra.get("tensorizer_uri") if isinstance(extra, Mapping) else getattr(extra, "tensorizer_uri", None)
+    )
+    return uri if isinstance(uri, str) and uri else None
 
 
 def _settings(vllm_config: Any, config: Any) -> dict[str, str]:
@@ -112,6 +131,24 @@ def _windowed(vllm_config: Any, config: Any) -> list[bool] | None:
         return None
 
 
+def groups_of_states(config: Any) -> list[bool]:
+    """Per group position whether only the last block of each of its chunks is kept (a Mamba cache, "align").
+
+    Asked in the workers; where a layer does not say, its group is taken for one that keeps all blocks.
+    """
+    vllm_config = compat.current_vllm_config()
+    try:
+        if vllm_config is None:
+            return [False] * len(config.groups)
+        return [
+            bool(layers) and all(compat.layer_holds_states(layer, vllm_config) for layer in layers)
+            for layers in _layers(vllm_config, config)
+        ]
+    except Exception as error:  # its chunks of several blocks are not stored then, and counted
+        logger.warning("which cache groups hold states is not known: %s", error)
+        return [False] * len(config.groups)
+
+
 def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
     """The facts of all ranks as one: rank 0's, the settings all agree on, windows that any rank saw.
 
@@ -137,11 +174,15 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def namespace_facts(
-    config: Any, shard_bytes: Sequence[Sequence[int]], merged: Mapping[str, Any], replicated: bool
+    config: Any,
+    shard_bytes: Sequence[Sequence[int]],
+    merged: Mapping[str, Any],
+    replicated: bool,
+    model_id: str | None = None,
 ) -> tuple[NamespaceFacts, bool]:
     """(everything the records' bytes depend on, whether the hash seed is drawn anew by each process).
 
-    ``shard_bytes``: [group position][area]. ``merged``: of merge_fingerprints.
+    ``shard_bytes``: [group position][area]. ``merged``: of merge_fingerprints. ``model_id``: the setting.
     """
     algorithm = merged.get("hash_algorithm", UNKNOWN)
     seed, seed_is_random = compat.block_hash_seed(algorithm)
@@ -149,7 +190,13 @@ def namespace_facts(
     parallel = config.parallel
     settings = dict(merged["settings"]) | {"shards": merged["shards"]}
     facts = NamespaceFacts(
-        model=model_identity(config.model.name, model.get("revision"), cache_dir=model.get("cache_dir")),
+        model=model_identity(
+            config.model.name,
+            model.get("revision"),
+            address=model.get("address"),
+            model_id=model_id,
+            cache_dir=model.get("cache_dir"),
+        ),
         kv_dtype=config.model.dtype,
         kv_cache_layout=str(getattr(config, "kv_cache_layout", None)),
         groups=tuple(

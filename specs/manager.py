@@ -12,8 +12,8 @@ from . import compat
 from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, RequestOffloadingContext
 from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
-from .request import RequestState, request_hints
-from .watch import HitWatch, Surroundings
+from .request import HintReader, RequestState
+from .watch import ApartWatch, HitWatch, Surroundings
 
 if TYPE_CHECKING:
     from kv_offload._core import Metrics, TieredCache
@@ -32,6 +32,7 @@ class ManagerOptions:
     tiers: Mapping[str, str] = field(default_factory=dict)  # name of each tier below -> LOCAL or REMOTE
     event_tiers: Set[str] = frozenset()  # names of those that publish KV events
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
+    request_hints: bool = True  # whether requests may set load_policy, priority and the skip flags
     surroundings: Surroundings = field(default_factory=Surroundings)
 
 
@@ -56,9 +57,11 @@ class KVOffloadManager(OffloadingManager):
         self._localities = frozenset(self._options.tiers.values()) or frozenset({"LOCAL"})
         self._next_gauges = 0.0
         self._watch = HitWatch(metrics, ("cpu", *self._options.tiers), cache, self._options.surroundings)
+        self._apart = ApartWatch(cache, tuple(self._options.tiers))
         self._live: dict[str, RequestState] = {}
         self._generation = 0
         self._closed = False
+        self._hints = HintReader(allowed=self._options.request_hints, clock=clock)
         results = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY)
         self._results = results
         self._sources = compat.load_sources()
@@ -94,7 +97,7 @@ class KVOffloadManager(OffloadingManager):
     def _begin(self, req_context: Any) -> RequestState:
         load_from_cpu, load_from_tiers = compat.tiers_allowed(req_context, self._localities)
         allowed = {"load_from_cpu": load_from_cpu, "load_from_tiers": load_from_tiers}
-        hints = request_hints(req_context.kv_transfer_params)
+        hints = self._hints.read(req_context.kv_transfer_params)
         handle = self._cache.begin_request(req_context.req_id, **(allowed | hints))
         state = RequestState(handle, self._generation)
         self._live[req_context.req_id] = state
@@ -203,6 +206,7 @@ class KVOffloadManager(OffloadingManager):
             self._next_gauges = now + _GAUGE_SECONDS
             self._cache.publish_gauges()
             self._watch.look(now)
+            self._apart.look()
         changes = self._metrics.drain()
         if not changes:
             return None

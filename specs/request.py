@@ -1,5 +1,7 @@
 """What a request may ask of us in its ``kv_transfer_params``."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +10,7 @@ from kv_offload.log import get_logger
 logger = get_logger(__name__)
 
 LOAD_POLICIES = ("auto", "always", "never")
-_PRIORITIES = range(-(2**31), 2**31)
+_LOG_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -19,38 +21,55 @@ class RequestState:
     generation: int  # of the manager: how many resets it had seen
 
 
-def request_hints(params: Any) -> dict[str, Any]:
-    """Arguments for ``TieredCache.begin_request``; what cannot be meant is ignored with a warning.
+class HintReader:
+    """Reads what requests ask for. Anybody who may send a request may send hints, so nothing in them is an
+    error, and what is wrong with them is logged at most once a minute."""
 
-    ``load_policy``: auto, always, never; ``kv_offload_skip_load``, ``kv_offload_skip_store``: bool;
-    ``priority``: int, below 0: what the request stores goes first, above 0: last.
-    """
-    if not isinstance(params, dict):
-        return {}
-    hints: dict[str, Any] = {}
-    policy = params.get("load_policy")
-    if policy in LOAD_POLICIES:
-        hints["load_policy"] = policy
-    elif policy is not None:
-        _ignored("load_policy", policy, "auto, always, never")
-    if _flag(params, "kv_offload_skip_store"):
-        hints["skip_store"] = True
-    if _flag(params, "kv_offload_skip_load"):
-        hints |= {"load_from_cpu": False, "load_from_tiers": False}
-    priority = params.get("priority")
-    if type(priority) is int and priority in _PRIORITIES:
-        hints["priority"] = priority
-    elif priority is not None:
-        _ignored("priority", priority, "an integer of 32 bits")
-    return hints
+    def __init__(self, *, allowed: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        """``allowed`` False: all hints are ignored (the setting ``request_hints``)."""
+        self._allowed = allowed
+        self._clock = clock
+        self._next_line = 0.0
+        self._unsaid = 0
 
+    def read(self, params: Any) -> dict[str, Any]:
+        """Arguments for ``TieredCache.begin_request``.
 
-def _flag(params: dict[str, Any], name: str) -> bool:
-    value = params.get(name)
-    if value is not None and not isinstance(value, bool):
-        _ignored(name, value, "true, false")
-    return value is True
+        ``load_policy``: auto, always, never; ``kv_offload_skip_load``, ``kv_offload_skip_store``: bool;
+        ``priority``: int, below 0: what the request stores goes first, above 0: last; no more levels.
+        """
+        if not self._allowed or not isinstance(params, dict):
+            return {}
+        hints: dict[str, Any] = {}
+        policy = params.get("load_policy")
+        if isinstance(policy, str) and policy in LOAD_POLICIES:
+            hints["load_policy"] = policy
+        elif policy is not None:
+            self._ignored("load_policy", policy, "auto, always, never")
+        if self._flag(params, "kv_offload_skip_store"):
+            hints["skip_store"] = True
+        if self._flag(params, "kv_offload_skip_load"):
+            hints |= {"load_from_cpu": False, "load_from_tiers": False}
+        priority = params.get("priority")
+        if type(priority) is int:
+            hints["priority"] = max(-1, min(1, priority))
+        elif priority is not None:
+            self._ignored("priority", priority, "an integer")
+        return hints
 
+    def _flag(self, params: dict[str, Any], name: str) -> bool:
+        value = params.get(name)
+        if value is not None and not isinstance(value, bool):
+            self._ignored(name, value, "true, false")
+        return value is True
 
-def _ignored(name: str, value: object, possible: str) -> None:
-    logger.warning("kv_transfer_params: %s is %.80r and is ignored; possible: %s", name, value, possible)
+    def _ignored(self, name: str, value: object, possible: str) -> None:
+        now = self._clock()
+        if now < self._next_line:
+            self._unsaid += 1
+            return
+        more = f" ({self._unsaid} others since the last such line)" if self._unsaid else ""
+        logger.warning(
+            "kv_transfer_params: %s is %.80r and is ignored; possible: %s%s", name, value, possible, more
+        )
+        self._next_line, self._unsaid = now + _LOG_SECONDS, 0

@@ -11,6 +11,7 @@ from kv_offload.config import OffloadConfig
 from kv_offload.log import get_logger
 from kv_offload.machine import cautions, tier_bounds
 from kv_offload.metrics import metric_definitions
+from kv_offload.model_identity import weights_problem
 from kv_offload.namespace import NamespaceFacts, other_namespaces, random_seed_warning
 from kv_offload.sizing import Geometry, boot_line
 
@@ -87,7 +88,10 @@ class KVOffloadSpec(OffloadingSpec):
         options = self._options
         region = self._attach()
         shard_bytes, merged = self._geometry(region)
-        facts, seed_is_random = namespace_facts(self.config, shard_bytes, merged, self.replicated_layout)
+        facts, seed_is_random = namespace_facts(
+            self.config, shard_bytes, merged, self.replicated_layout, options.model_id
+        )
+        refuse_unknown_weights(options, facts)
         if seed_is_random and options.secondary_tiers:
             logger.warning(random_seed_warning(facts.hash_algorithm))
         bounds = tier_bounds(options)
@@ -103,6 +107,12 @@ class KVOffloadSpec(OffloadingSpec):
         info = self._info(merged["copier"], facts)
         metrics.set("kv_offload_info", [info[label] for label in _labels_of("kv_offload_info")], 1)
         geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes)
+        capacity = geometry.tokens_in_memory(options.cpu_bytes_to_use) + sum(
+            map(geometry.tokens_on_tier, bounds)
+        )
+        warning = small_capacity_warning(capacity, merged.get("max_model_len") or 0)
+        if warning is not None:
+            logger.warning(warning)
         for tier, tokens in geometry.tokens_by_tier(options, bounds).items():
             metrics.set("kv_offload_tier_capacity_tokens", [tier], tokens)
         logger.info(
@@ -132,6 +142,7 @@ class KVOffloadSpec(OffloadingSpec):
                     if tier.enable_kv_events
                 ),
                 info=info,
+                request_hints=options.request_hints == "allow",
                 surroundings=Surroundings(
                     random_seed=facts.hash_algorithm if seed_is_random else "",
                     other_namespaces=tuple(
@@ -140,8 +151,7 @@ class KVOffloadSpec(OffloadingSpec):
                         for text in other_namespaces(tier.root_dir, facts)
                     ),
                     group_ids=tuple(group.group_id for group in self.config.groups),
-                    capacity_tokens=geometry.tokens_in_memory(options.cpu_bytes_to_use)
-                    + sum(map(geometry.tokens_on_tier, bounds)),
+                    capacity_tokens=capacity,
                     write_policies=tuple(tier.write_policy for tier in options.secondary_tiers),
                 ),
             ),
@@ -248,6 +258,29 @@ class KVOffloadSpec(OffloadingSpec):
             "tiers": ",".join(self._options.tier_names()),
             "eviction_policy": self._options.eviction_policy,
         }
+
+
+def refuse_unknown_weights(options: OffloadConfig, facts: NamespaceFacts) -> None:
+    """Raises ValueError when records would be kept of weights that cannot be told from others."""
+    problem = weights_problem(facts.model)
+    if problem is None or not options.secondary_tiers:
+        return
+    raise ValueError(
+        f"secondary_tiers outlive this server, but its weights cannot be identified: {problem}. "
+        'Name them in kv_connector_extra_config, such as "model_id": "llama-3-8b 2026-01-31": the same name '
+        "for all servers of the same weights, another one whenever the weights change"
+    )
+
+
+def small_capacity_warning(capacity_tokens: int, max_model_len: int) -> str | None:
+    """What to tell an operator whose longest prompt does not fit; None where it does, or is not known."""
+    if not 0 < capacity_tokens < max_model_len:
+        return None
+    return (
+        f"host memory and tiers together hold {capacity_tokens:,} tokens, and a prompt may have "
+        f"{max_model_len:,} (max_model_len): the longest prompts are never found whole; raise "
+        "cpu_bytes_to_use or max_bytes"
+    )
 
 
 def _labels_of(name: str) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The one warning when much is stored and nothing is ever hit."""
+"""Warnings, each told once: nothing is ever hit; another replica was reset and this one was not."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +37,28 @@ class Surroundings:
     group_ids: tuple[int, ...] = ()  # vLLM's, by position
     capacity_tokens: int = 0  # of host memory and all tiers; 0: not known
     write_policies: tuple[str, ...] = ()  # of each tier
+
+
+class ApartWatch:
+    """Looks whether a tier's records are still shared with the other replicas on it, and warns once."""
+
+    def __init__(self, cache: "TieredCache", tiers: Sequence[str]) -> None:
+        """``tiers``: their names, in the order of the cache's."""
+        self._cache = cache
+        self._unwarned = dict(enumerate(tiers))
+
+    def look(self) -> None:
+        """Ask each tier that was not warned of yet."""
+        for position, name in list(self._unwarned.items()):
+            if self._cache.tier_stats(position)["apart"]:
+                del self._unwarned[position]
+                logger.warning(
+                    "tier %s: another replica on the same directory was reset and this one was not. Each "
+                    "goes on with records of its own, for their weights may differ by now. Reset this one "
+                    "too if its weights changed (POST /reset_prefix_cache?reset_external=true); they share "
+                    "records again after a restart",
+                    name,
+                )
 
 
 class HitWatch:

@@ -13,7 +13,7 @@ from kv_offload.sizes import format_bytes
 
 from . import compat
 from .compat import OffloadingWorker, TransferResult
-from .facts import worker_fingerprint
+from .facts import groups_of_states, worker_fingerprint
 from .load_spec import RowLoadStoreSpec
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     refuse_several_offloading_connectors()
     tensors = [entry.tensor for entry in kv_caches.tensors]
     pages = [[ref.page_size_bytes for ref in refs] for refs in kv_caches.group_data_refs]
+    holds_states = groups_of_states(config)
     copier, device = choose_copier(tensors)
     area = 0 if replicated else parallel.rank
     if parallel.rank == 0:
@@ -114,7 +115,10 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         1 if replicated else parallel.world_size,
         parallel.world_size,
         parallel.rank,
-        [config.cache.blocks_per_chunk * sum(sizes) for sizes in pages],
+        [
+            sum(sizes) * (1 if states else config.cache.blocks_per_chunk)
+            for sizes, states in zip(pages, holds_states, strict=True)
+        ],
         worker_fingerprint(
             config, tensors[0].device.type, copier, pages, min(tensor.shape[0] for tensor in tensors)
         ),
@@ -141,6 +145,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         area=area,
         threads=options.copy_threads,
         device=device,
+        holds_states=holds_states,
         keep_alive=tensors,
     )
     logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())

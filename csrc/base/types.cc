@@ -52,10 +52,15 @@ std::uint64_t parse_byte_size(std::string_view text) {
     std::string_view name;
     double factor;
   };
+  // A lone letter is decimal, as in Kubernetes: who writes 32G and means 32GiB gets less than he has, never
+  // more.
   static constexpr Unit kUnits[] = {
-      {"", 1},         {"b", 1},    {"kib", 0x1p10}, {"mib", 0x1p20}, {"gib", 0x1p30},
-      {"tib", 0x1p40}, {"kb", 1e3}, {"mb", 1e6},     {"gb", 1e9},     {"tb", 1e12},
+      {"", 1},         {"b", 1},       {"kib", 0x1p10}, {"mib", 0x1p20}, {"gib", 0x1p30}, {"tib", 0x1p40},
+      {"pib", 0x1p50}, {"ki", 0x1p10}, {"mi", 0x1p20},  {"gi", 0x1p30},  {"ti", 0x1p40},  {"pi", 0x1p50},
+      {"kb", 1e3},     {"mb", 1e6},    {"gb", 1e9},     {"tb", 1e12},    {"pb", 1e15},    {"k", 1e3},
+      {"m", 1e6},      {"g", 1e9},     {"t", 1e12},     {"p", 1e15},
   };
+  constexpr double kSmallestWithoutUnit = 0x1p20;
   double number = 0;
   const char* end = text.data() + text.size();
   const auto [rest, error] = std::from_chars(text.data(), end, number);
@@ -68,9 +73,10 @@ std::uint64_t parse_byte_size(std::string_view text) {
   if (error != std::errc{} || found == std::end(kUnits) || !std::isfinite(number) || number < 0 ||
       number * found->factor >= 0x1p63) {
     throw_invalid(
-        "'{}' is not a size; write bytes or a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB, such as "
-        "32GiB",
-        text);
+        "'{}' is not a size; write a number with KiB, MiB, GiB, TiB, KB, MB, GB or TB, such as 32GiB", text);
+  }
+  if (unit.empty() && number > 0 && number < kSmallestWithoutUnit) {  // 32 was hardly meant as 32 bytes
+    throw_invalid("'{}' has no unit; below 1 MiB a size needs one, such as 32GiB, 512MiB or 4096B", text);
   }
   return static_cast<std::uint64_t>(number * found->factor);
 }

@@ -100,7 +100,7 @@ struct GroupGeometry {
   std::uint32_t tokens_per_chunk = 0;
 };
 
-// "32GiB", "500 GB", "1048576" -> bytes. Throws InvalidArgument naming the text.
+// "32GiB", "32Gi", "500 GB", "1048576" -> bytes; below 1 MiB a unit is needed. Throws InvalidArgument.
 std::uint64_t parse_byte_size(std::string_view text);
 // 34359738368 -> "32.0 GiB"
 std::string format_bytes(std::uint64_t bytes);

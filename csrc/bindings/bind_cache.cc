@@ -63,7 +63,7 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
     options.tiers.push_back(tier.slot);
     opened.push_back(make_fs_tier(tier.options));
   }
-  bound->cache = std::make_unique<TieredCache>(std::move(options), *bound->region, std::move(opened),
+  bound->cache = std::make_unique<TieredCache>(std::move(options), bound->region, std::move(opened),
                                                *bound->metrics, bound->clock);
   return bound;
 }
@@ -153,7 +153,8 @@ py::dict tier_stats(const Cache& self, std::size_t tier) {
       "buffered_ops"_a = stats.buffered_ops, "queued_reads"_a = stats.queued_reads,
       "queued_writes"_a = stats.queued_writes, "oldest_read_seconds"_a = stats.oldest_read_seconds,
       "oldest_write_seconds"_a = stats.oldest_write_seconds, "scan_complete"_a = stats.scan_complete,
-      "available"_a = stats.available, "breaker_trips"_a = stats.breaker_trips);
+      "readable"_a = stats.readable, "writable"_a = stats.writable, "apart"_a = stats.apart,
+      "breaker_trips"_a = stats.breaker_trips);
 }
 
 // Calls that go to storage or wait for it.

@@ -176,6 +176,7 @@ void bind_fs(py::module_& module) {
   module.def(
       "record_created", [](const std::string& path) { return to_unix_seconds(record_created(path)); },
       py::arg("path"), Released());
+  module.def("directory_usage", &directory_usage, py::arg("path"), Released());
   module.def("probe_disk", &probe, py::arg("directory"), py::arg("total_bytes"), py::arg("record_bytes"));
 }
 

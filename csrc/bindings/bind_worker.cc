@@ -22,9 +22,11 @@ struct BoundWorker {
 using Tensors = std::vector<std::tuple<std::uintptr_t, std::uint64_t, std::uint64_t>>;
 using Groups = std::vector<std::vector<std::pair<std::uint32_t, std::uint64_t>>>;
 
-CacheLayout layout_of(const Tensors& tensors, const Groups& groups, std::uint32_t blocks_per_chunk) {
+CacheLayout layout_of(const Tensors& tensors, const Groups& groups, std::uint32_t blocks_per_chunk,
+                      std::vector<bool> holds_states) {
   CacheLayout layout;
   layout.blocks_per_chunk = blocks_per_chunk;
+  layout.holds_states = std::move(holds_states);
   for (const auto& [address, num_blocks, block_stride] : tensors) {
     layout.tensors.push_back({reinterpret_cast<std::byte*>(address), num_blocks, block_stride});
   }
@@ -39,12 +41,12 @@ std::unique_ptr<BoundWorker> make_worker(std::shared_ptr<HostRegion> region, std
                                          std::shared_ptr<Metrics> metrics, const std::string& copier,
                                          const Tensors& tensors, const Groups& groups,
                                          std::uint32_t blocks_per_chunk, std::uint32_t area, unsigned threads,
-                                         int device, py::object keep_alive) {
+                                         int device, std::vector<bool> holds_states, py::object keep_alive) {
   using MakeCopier = std::unique_ptr<BlockCopier> (*)(const CopierOptions&);
   const auto make_copier =
       one_of<MakeCopier>("copier", copier, {{"host", &make_host_copier}, {"cuda", &make_cuda_copier}});
   CopierOptions options;
-  options.layout = layout_of(tensors, groups, blocks_per_chunk);
+  options.layout = layout_of(tensors, groups, blocks_per_chunk, std::move(holds_states));
   options.area = region->area(area);
   options.threads = threads;
   options.device = device;
@@ -116,7 +118,8 @@ void bind_worker(py::module_& module) {
       .def(py::init(&make_worker), py::arg("region").none(false), py::arg("rank"),
            py::arg("metrics").none(false), py::kw_only(), py::arg("copier"), py::arg("tensors"),
            py::arg("groups"), py::arg("blocks_per_chunk"), py::arg("area"), py::arg("threads") = 2,
-           py::arg("device") = -1, py::arg("keep_alive") = py::none())
+           py::arg("device") = -1, py::arg("holds_states") = std::vector<bool>{},
+           py::arg("keep_alive") = py::none())
       .def("submit", &submit, py::arg("job_id"), py::arg("ticket"), py::arg("store"), py::arg("block_ids"),
            py::arg("group_sizes"), py::arg("block_indices"), py::arg("rows"), py::arg("group_rows"),
            py::arg("expedited") = false, py::arg("compute_stream") = 0)

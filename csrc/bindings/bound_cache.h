@@ -25,6 +25,8 @@ struct FsTierSpec {
 // The context object last seen by a lookup function, and its request; see lookup.h.
 struct LookupState;
 
+// The region may outlive it: a thread stuck in a tier's device shares it. What else such a thread touches is
+// its tier's own (see FsTierOptions: no clock and no FileOps of ours are given to it).
 struct BoundCache {
   std::shared_ptr<HostRegion> region;
   std::shared_ptr<Metrics> metrics;

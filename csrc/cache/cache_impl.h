@@ -42,11 +42,10 @@ struct TieredCache::Impl {
     Tier* tier = nullptr;
     TierSlotOptions options;
     std::string name;
-    bool readable = true;       // asked once per step
-    bool writable = true;       // the same
-    bool reset_failed = false;  // old records may still be there: never used again
-    std::uint32_t writes = 0;   // ops in flight
-    TierStats published;        // running totals up to here are in the metrics
+    bool readable = true;      // asked once per step
+    bool writable = true;      // the same
+    std::uint32_t writes = 0;  // ops in flight
+    TierStats published;       // running totals up to here are in the metrics
   };
   struct Waiter {
     RequestHandle request;
@@ -55,8 +54,9 @@ struct TieredCache::Impl {
   struct Op {
     OpKind kind;
     std::uint8_t tier;
-    bool stale = false;  // of before a reset: only its row is given back
-    bool probe = false;  // a read that nobody waits for: how fast is the tier now
+    bool stale = false;    // of before a reset: only its row is given back
+    bool probe = false;    // a read that nobody waits for: how fast is the tier now
+    bool dropped = false;  // a write that was cancelled, and counted then
     Slot slot = 0;
     RowId row = kNoRow;
     std::uint32_t group = 0;
@@ -80,6 +80,8 @@ struct TieredCache::Impl {
   };
 
   CacheOptions options;
+  // Shared with the ops in flight: a thread that a tier had to let go finds the memory mapped.
+  const std::shared_ptr<const void> region_memory;
   HostRegion& region;
   Metrics& metrics;
   const Clock& clock;
@@ -128,8 +130,8 @@ struct TieredCache::Impl {
   std::vector<CacheEvent> events;
   bool closed = false;
 
-  Impl(CacheOptions cache_options, HostRegion& host_region, std::vector<std::unique_ptr<Tier>> cache_tiers,
-       Metrics& cache_metrics, const Clock& cache_clock);
+  Impl(CacheOptions cache_options, const std::shared_ptr<HostRegion>& host_region,
+       std::vector<std::unique_ptr<Tier>> cache_tiers, Metrics& cache_metrics, const Clock& cache_clock);
 
   // ---- tiered_cache.cc
   // Position of vLLM's group id; nullopt when it is none of ours.
@@ -240,6 +242,7 @@ struct TieredCache::Impl {
   bool is_reported(Ticket ticket, TicketKind kind) const;
 
   // ---- store_path.cc
+  class Taken;
   StoreGrant prepare_store(RequestHandle handle, std::span<const ChunkKey> keys,
                            std::span<const std::uint32_t> depths);
   void complete_store(std::span<const ChunkKey> keys, bool success);

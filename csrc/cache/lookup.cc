@@ -86,7 +86,6 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
   bool unknown = false;
   bool switched_off = false;
   for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
-    if (tier_slots[tier].reset_failed) continue;
     const Presence presence = tier_slots[tier].tier->contains(key);
     if (!tier_slots[tier].readable) {
       switched_off |= presence == Presence::kPresent;

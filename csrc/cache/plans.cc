@@ -169,8 +169,8 @@ void TieredCache::Impl::fetch(RequestHandle handle, RequestState& request, std::
     const Slot slot = insert(key, group, row, request.about(candidate.parent, 0), ChunkState::kFetching);
     planned.push_back({slot, candidate.tier});
   }
-  if (request.closed[group] && groups.size() > 1) {
-    // The windows of the other groups need rows too, or all of this is in vain.
+  if (request.closed[group] == MissReason::kPressure && groups.size() > 1) {
+    // Rows are short. The windows of the other groups need rows too, or all of this is in vain.
     std::size_t give_back = (planned.size() + 3) / 4;
     for (; give_back > 0; --give_back) {
       free_row(take_out(planned.back().first));

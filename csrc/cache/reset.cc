@@ -54,10 +54,8 @@ void TieredCache::Impl::forget_memory() {
 void TieredCache::Impl::reset() {
   forget_memory();
   for (TierSlot& slot : tier_slots) {
+    // It has forgotten, whatever it says; and it makes up for what it could not do (see Tier::reset).
     const Status status = slot.tier->reset();
-    slot.reset_failed = !status.is_ok();
-    slot.readable = slot.readable && !slot.reset_failed;
-    slot.writable = slot.writable && !slot.reset_failed;
     if (!status.is_ok()) {
       metrics.add("kv_offload_failures_total", {slot.name, "reset", to_string(status.kind())});
     }

@@ -10,19 +10,48 @@ constexpr std::size_t kAhead = 8;  // of what comes, the cells are fetched ahead
 
 }  // namespace
 
+// Rows that a prepare_store took and has not handed out yet. No rank knows of them: when it throws they are
+// free at once, and their keys absent.
+class TieredCache::Impl::Taken {
+ public:
+  Taken(Impl& impl, std::size_t most) : impl_(impl) { slots_.reserve(most); }
+  ~Taken() {
+    if (row_ != kNoRow) impl_.free_row(row_);
+    for (const Slot slot : slots_) impl_.free_row(impl_.take_out(slot));
+  }
+  Taken(const Taken&) = delete;
+  Taken& operator=(const Taken&) = delete;
+  void hold(RowId row) { row_ = row; }
+  void fill(Slot slot) {  // the entry that the row became
+    row_ = kNoRow;
+    slots_.push_back(slot);
+  }
+  void hand_out() { slots_.clear(); }
+
+ private:
+  Impl& impl_;
+  RowId row_ = kNoRow;
+  std::vector<Slot> slots_;
+};
+
 StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<const ChunkKey> keys,
                                             std::span<const std::uint32_t> depths) {
   RequestState& request = require_live(handle);
   if (!depths.empty() && depths.size() != keys.size()) {
     throw_invalid("{} depths were given for {} keys; give one per key or none", depths.size(), keys.size());
   }
+  std::uint32_t group = 0;
+  for (const ChunkKey& key : keys) group = require_position(key, group);
   admit(handle, request);
   StoreGrant grant;
   if (closed || request.options.skip_store) return grant;
   grant.transfer.group_rows.assign(groups.size(), 0);
+  grant.accepted.reserve(keys.size());
+  grant.transfer.rows.reserve(keys.size());
   std::vector<std::uint64_t> fresh(groups.size(), 0);
   note_prefill(request, keys, depths);
-  std::uint32_t group = 0;
+  Taken taken(*this, keys.size());
+  group = 0;
   for (std::uint32_t i = 0; i < keys.size(); ++i) {
     if (i + kAhead < keys.size()) index.prefetch(keys[i + kAhead]);
     const ChunkKey& key = keys[i];
@@ -45,8 +74,10 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
       declined = key;
       continue;
     }
+    taken.hold(row);
     if (grant.transfer.ticket == kNoTicket) grant.transfer.ticket = ++last_ticket;
     const Slot slot = insert(key, group, row, request.about(parent, depth), ChunkState::kFilling);
+    taken.fill(slot);
     index.at(slot).ticket = grant.transfer.ticket;
     grant.accepted.push_back(i);
     grant.transfer.rows.push_back(row);
@@ -59,6 +90,7 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
                 static_cast<double>(declined * groups[g].bytes));
   }
   flush_tallies();
+  taken.hand_out();
   return grant;
 }
 

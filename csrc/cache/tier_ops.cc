@@ -69,6 +69,7 @@ TierOp TieredCache::Impl::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
   order.group = entry.group;
   order.about = index.about(entry);
   order.shards = shards_of(entry.row, entry.group);
+  order.memory = region_memory;
   return order;
 }
 
@@ -91,8 +92,8 @@ void TieredCache::Impl::poll_tiers() {
     }
     for (const TierRemoval& removal : removals) note_removal(slot, removal);
     const TierStats stats = slot.tier->stats();
-    slot.readable = !slot.reset_failed && stats.readable;
-    slot.writable = !slot.reset_failed && stats.writable;
+    slot.readable = stats.readable;
+    slot.writable = stats.writable;
   }
   while (!write_order.empty() && !ops.contains(write_order.front())) write_order.pop_front();
 }
@@ -116,6 +117,8 @@ void TieredCache::Impl::finish_read(Op& op, const Completion& completion) {
     metrics.add("kv_offload_failures_total", {name, "read", to_string(kind)});
   }
   if (op.stale) return quarantine.release(op.row);
+  // One that expired was submitted for a request whose wait is over; another may wait on.
+  const bool tried = kind != StatusKind::kCancelled && kind != StatusKind::kExpired;
   fetches.erase(op.slot);
   for (const Waiter& waiter : op.waiters) {
     RequestState& request = requests[waiter.request];
@@ -124,7 +127,7 @@ void TieredCache::Impl::finish_read(Op& op, const Completion& completion) {
     if (completion.status.is_ok()) {
       index.pin(op.slot);
       request.held.push_back(op.slot);
-    } else if (kind != StatusKind::kCancelled) {
+    } else if (tried) {
       request.failed.push_back({KeyMemory::fingerprint(completion.key), miss_reason_of(kind)});
     }
   }
@@ -133,7 +136,7 @@ void TieredCache::Impl::finish_read(Op& op, const Completion& completion) {
     make_resident(op.slot, ChunkOrigin::kTier);
     return;
   }
-  if (kind != StatusKind::kCancelled) {
+  if (tried) {
     memory.note_gone(completion.key, static_cast<std::uint8_t>(miss_reason_of(kind)));
   }
   free_row(take_out(op.slot));
@@ -146,7 +149,7 @@ void TieredCache::Impl::finish_write(Op& op, const Completion& completion) {
   if (completion.status.is_ok()) {
     metrics.add("kv_offload_write_bytes_total", {slot.name}, static_cast<double>(completion.bytes));
     metrics.observe("kv_offload_write_seconds", {slot.name}, completion.queued_seconds + completion.seconds);
-  } else if (kind != StatusKind::kCancelled) {
+  } else if (!op.dropped && !(op.stale && kind == StatusKind::kCancelled)) {
     if (is_failure(kind)) metrics.add("kv_offload_failures_total", {slot.name, "write", to_string(kind)});
     metrics.add("kv_offload_dropped_bytes_total", {slot.name, to_string(kind)},
                 static_cast<double>(groups[op.group].bytes));
@@ -175,12 +178,11 @@ void TieredCache::Impl::note_removal(TierSlot& from, const TierRemoval& removal)
 }
 
 bool TieredCache::Impl::is_recorded(TierSlot& slot, const ChunkKey& key) {
-  return !slot.reset_failed && slot.tier->contains(key) == Presence::kPresent;
+  return slot.tier->contains(key) == Presence::kPresent;
 }
 
 void TieredCache::Impl::start_writes(std::uint8_t tier, const std::vector<Slot>& slots) {
   TierSlot& to = tier_slots[tier];
-  if (to.reset_failed) return;
   std::vector<TierOp> batch;
   for (const Slot slot : slots) {
     ChunkEntry& entry = index.at(slot);
@@ -218,7 +220,7 @@ bool TieredCache::Impl::write_before_eviction(Slot slot) {
   bool started = false;
   for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
     TierSlot& to = tier_slots[tier];
-    if (to.options.write_policy != WritePolicy::kOnEvict || to.reset_failed) continue;
+    if (to.options.write_policy != WritePolicy::kOnEvict) continue;
     if ((index.at(slot).tried >> tier & 1) != 0) continue;
     if (is_recorded(to, index.at(slot).key)) continue;
     if (!to.writable || to.writes >= kMaxEvictionWrites) {
@@ -258,9 +260,10 @@ void TieredCache::Impl::clean_cold_end() {
 std::uint64_t TieredCache::Impl::drop_write(OpId id, std::string_view reason) {
   const auto found = ops.find(id);
   if (found == ops.end() || found->second.kind != OpKind::kWrite) return 0;
-  const Op& op = found->second;
+  Op& op = found->second;
   TierSlot& slot = tier_slots[op.tier];
   if (!slot.tier->cancel(id)) return 0;
+  op.dropped = true;
   const std::uint64_t bytes = groups[op.group].bytes;
   metrics.add("kv_offload_dropped_bytes_total", {slot.name, reason}, static_cast<double>(bytes));
   return bytes;

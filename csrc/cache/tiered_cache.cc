@@ -62,11 +62,12 @@ std::string_view to_string(MissReason reason) {
   return "unknown";
 }
 
-TieredCache::Impl::Impl(CacheOptions cache_options, HostRegion& host_region,
+TieredCache::Impl::Impl(CacheOptions cache_options, const std::shared_ptr<HostRegion>& host_region,
                         std::vector<std::unique_ptr<Tier>> cache_tiers, Metrics& cache_metrics,
                         const Clock& cache_clock)
     : options(std::move(cache_options)),
-      region(host_region),
+      region_memory(host_region),
+      region(*host_region),
       metrics(cache_metrics),
       clock(cache_clock),
       tiers(std::move(cache_tiers)),
@@ -156,8 +157,8 @@ void TieredCache::Impl::note_event(const ChunkKey& key, bool storage, bool remov
   events.back().keys.push_back(key);
 }
 
-TieredCache::TieredCache(CacheOptions options, HostRegion& region, std::vector<std::unique_ptr<Tier>> tiers,
-                         Metrics& metrics, const Clock& clock)
+TieredCache::TieredCache(CacheOptions options, const std::shared_ptr<HostRegion>& region,
+                         std::vector<std::unique_ptr<Tier>> tiers, Metrics& metrics, const Clock& clock)
     : impl_(std::make_unique<Impl>(std::move(options), region, std::move(tiers), metrics, clock)) {}
 
 TieredCache::~TieredCache() { close(); }

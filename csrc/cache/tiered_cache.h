@@ -123,10 +123,11 @@ struct CacheEvent {
 
 class TieredCache {
  public:
-  // The region must have all ranks attached. Throws InvalidArgument (region
-  // smaller than one row of each group, unknown policy).
-  TieredCache(CacheOptions options, HostRegion& region, std::vector<std::unique_ptr<Tier>> tiers,
-              Metrics& metrics, const Clock& clock);
+  // The region must have all ranks attached. It lives until the cache is gone and
+  // no op of a tier can touch it any more. Throws InvalidArgument (region smaller
+  // than one row of each group, unknown policy).
+  TieredCache(CacheOptions options, const std::shared_ptr<HostRegion>& region,
+              std::vector<std::unique_ptr<Tier>> tiers, Metrics& metrics, const Clock& clock);
   ~TieredCache();  // close()
 
   // ---- requests
@@ -149,7 +150,8 @@ class TieredCache {
   RowTransfer prepare_load(RequestHandle request, std::span<const ChunkKey> keys);
   void complete_load(std::span<const ChunkKey> keys);
   // Accepts a prefix of what is new (keys known in any state with a row are
-  // skipped, not declined). The first decline ends it: no holes.
+  // skipped, not declined). The first decline ends it: no holes. When it throws,
+  // it has accepted nothing; what it evicted stays evicted.
   StoreGrant prepare_store(RequestHandle request, std::span<const ChunkKey> keys,
                            std::span<const std::uint32_t> depths = {});
   // All ranks reported; the ticket in the control page decides per group

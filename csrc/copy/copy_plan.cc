@@ -86,6 +86,27 @@ bool split_into_chunks(const CacheLayout& layout, const CopyJob& job, std::uint3
   return true;
 }
 
+// The same for a group of states: one block, the last of its chunk, fills a row.
+// A store has no others; a load may ask for more of a chunk, which were never kept
+// and which nothing reads.
+bool split_into_states(const CacheLayout& layout, const CopyJob& job, std::uint32_t group,
+                       std::uint64_t first_id, std::span<const RowId> rows, std::vector<ChunkPart>* parts) {
+  const std::uint64_t per_chunk = layout.blocks_per_chunk;
+  const std::uint64_t blocks = job.group_sizes[group];
+  if (blocks == 0 || rows.empty()) return blocks == rows.size();
+  const std::uint64_t first = job.block_indices[group];
+  const bool store = job.direction == CopyDirection::kStore;
+  const std::uint64_t to_last =
+      per_chunk - 1 - first % per_chunk;  // from the first block to its chunk's last
+  const std::uint64_t step = store ? 1 : per_chunk;
+  if (store && to_last != 0) return false;
+  if (blocks != to_last + 1 + (rows.size() - 1) * step) return false;
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    parts->push_back({std::uint64_t{rows[i]} * kPageBytes, first_id + to_last + i * step, group, 0, 1});
+  }
+  return true;
+}
+
 void append(CopyPlan* plan, const CopySegment& segment) {
   if (!plan->segments.empty()) {
     CopySegment& last = plan->segments.back();
@@ -143,11 +164,14 @@ std::uint64_t CacheLayout::block_bytes(std::uint32_t group) const {
 }
 
 std::uint64_t CacheLayout::shard_bytes(std::uint32_t group) const {
-  return blocks_per_chunk * block_bytes(group);
+  return (is_states(group) ? 1 : blocks_per_chunk) * block_bytes(group);
 }
 
 void CacheLayout::validate() const {
   if (blocks_per_chunk == 0) throw_invalid("blocks_per_chunk is 0; it must be at least 1");
+  if (!holds_states.empty() && holds_states.size() != groups.size()) {
+    throw_invalid("holds_states has {} entries for {} groups", holds_states.size(), groups.size());
+  }
   if (groups.empty() || groups.size() > 64) throw_invalid("{} groups; 1 to 64 are possible", groups.size());
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const CacheTensor& tensor = tensors[i];
@@ -180,7 +204,8 @@ CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, con
     const auto ids = std::span(job.block_ids).subspan(first_id, job.group_sizes[group]);
     const auto rows = std::span(job.rows).subspan(first_row, job.group_rows[group]);
     check_ids(layout, job, group, ids);
-    if (split_into_chunks(layout, job, group, first_id, rows, &parts)) {
+    const auto split = layout.is_states(group) ? split_into_states : split_into_chunks;
+    if (split(layout, job, group, first_id, rows, &parts)) {
       most_segments += ids.size() * layout.groups[group].size();
     } else if (job.direction == CopyDirection::kStore) {
       plan.failed_groups |= std::uint64_t{1} << group;

@@ -3,7 +3,10 @@
 // A job names, per group position: block ids (in request order), the logical
 // index of the first block, and one row per chunk. A row holds a chunk's bytes
 // of this rank block-major: block b of the chunk at b * block_bytes(g), inside
-// it the group's refs in order, page_bytes each. Everything here is pure.
+// it the group's refs in order, page_bytes each. Of a group of states (a Mamba
+// cache in vLLM's mode "align") a block holds what its last token left, and vLLM
+// keeps and offers only a chunk's last block: its row holds that block alone.
+// Everything here is pure.
 #pragma once
 
 #include <cstdint>
@@ -28,9 +31,11 @@ struct CacheLayout {
   std::vector<CacheTensor> tensors;
   std::vector<std::vector<GroupRef>> groups;  // by position
   std::uint32_t blocks_per_chunk = 1;
+  std::vector<bool> holds_states{};  // by position; empty: no group does
 
+  bool is_states(std::uint32_t group) const { return !holds_states.empty() && holds_states[group]; }
   std::uint64_t block_bytes(std::uint32_t group) const;  // sum of the refs' pages
-  std::uint64_t shard_bytes(std::uint32_t group) const;  // blocks_per_chunk * block_bytes
+  std::uint64_t shard_bytes(std::uint32_t group) const;  // of a row: of all blocks of a chunk, or of a state
   // Throws InvalidArgument naming what is wrong (tensor index, page > stride, ...).
   void validate() const;
 };

@@ -4,13 +4,17 @@
 
 namespace kv_offload {
 
-bool Breaker::admit(Nanos now) {
-  if (closed()) return true;
+std::optional<Breaker::Pass> Breaker::admit(Nanos now) {
+  if (closed()) return Pass{trips_.load(), false};
   const MutexLock lock(mutex_);
-  if (closed()) return true;
-  if (probing_ || now.count() < retry_at_.load()) return false;
+  if (closed()) return Pass{trips_.load(), false};
+  if (probing_ || now.count() < retry_at_.load()) return std::nullopt;
   probing_ = true;
-  return true;
+  return Pass{trips_.load(), true};
+}
+
+bool Breaker::counts(const Pass& pass) const {
+  return pass.trips == trips_.load() && (closed() || pass.probe);
 }
 
 void Breaker::open(Nanos now) {
@@ -22,26 +26,25 @@ void Breaker::open(Nanos now) {
   closed_.store(false, std::memory_order_release);
 }
 
-void Breaker::succeeded() {
+void Breaker::succeeded(const Pass& pass) {
   const MutexLock lock(mutex_);
+  if (!counts(pass)) return;
   failures_ = 0;
-  // While open without a probe, an old op's late success proves nothing.
-  if (closed() || !probing_) return;
+  if (closed()) return;
   probing_ = false;
   cool_down_ = Nanos{0};
   closed_.store(true, std::memory_order_release);
 }
 
-bool Breaker::failed(Nanos now) {
+void Breaker::failed(const Pass& pass, Nanos now) {
   const MutexLock lock(mutex_);
-  if (closed() ? ++failures_ < kFailuresToTrip : !probing_) return false;
-  open(now);
-  return true;
+  if (!counts(pass)) return;
+  if (!closed() || ++failures_ >= kFailuresToTrip) open(now);
 }
 
-void Breaker::not_tried() {
+void Breaker::not_tried(const Pass& pass) {
   const MutexLock lock(mutex_);
-  probing_ = false;
+  if (pass.probe && counts(pass)) probing_ = false;
 }
 
 void Breaker::trip(Nanos now) {

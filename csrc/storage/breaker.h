@@ -2,10 +2,15 @@
 // stuck or keeps failing. Closed -> (trip) open -> after a cool-down, one probe
 // op is let through -> its success closes, its failure opens again for twice as
 // long. Any thread; no I/O.
+//
+// Every op that is let through gets a pass and tells its end with it. Only the end
+// of an op that was let through since the breaker opened last says something about
+// the device now, and while the breaker is open only that of the probe.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 
 #include "base/clock.h"
 #include "base/thread_annotations.h"
@@ -18,26 +23,31 @@ class Breaker {
   static constexpr Nanos kFirstCoolDown{std::chrono::seconds(1)};
   static constexpr Nanos kLastCoolDown{std::chrono::seconds(60)};
 
-  // May an op start? Taking the probe's place counts as an answer: the op's end
-  // must be told by one of the calls below.
-  bool admit(Nanos now) EXCLUDES(mutex_);
-  // Would admit() say yes.
+  struct Pass {
+    std::uint64_t trips = 0;  // before it was given
+    bool probe = false;
+  };
+
+  // May an op start? Its end must be told, by one of the three calls below.
+  std::optional<Pass> admit(Nanos now) EXCLUDES(mutex_);
+  // Would admit() let an op through.
   bool offers(Nanos now) const {
     return closed_.load(std::memory_order_acquire) || now.count() >= retry_at_.load();
   }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
-  // An op ended. True when this tripped the breaker.
-  void succeeded() EXCLUDES(mutex_);
-  bool failed(Nanos now) EXCLUDES(mutex_);
-  void not_tried() EXCLUDES(mutex_);  // cancelled, or expired in the queue
+  void succeeded(const Pass& pass) EXCLUDES(mutex_);
+  void failed(const Pass& pass, Nanos now) EXCLUDES(mutex_);
+  void not_tried(const Pass& pass) EXCLUDES(mutex_);  // cancelled, or expired in the queue
+  // An op is stuck in the device.
   void trip(Nanos now) EXCLUDES(mutex_);
   std::uint64_t trips() const { return trips_.load(); }
 
  private:
+  bool counts(const Pass& pass) const REQUIRES(mutex_);
   void open(Nanos now) REQUIRES(mutex_);
 
   Mutex mutex_;
-  bool probing_ GUARDED_BY(mutex_) = false;
+  bool probing_ GUARDED_BY(mutex_) = false;  // a probe's pass is out
   unsigned failures_ GUARDED_BY(mutex_) = 0;
   Nanos cool_down_ GUARDED_BY(mutex_){0};
   std::atomic<bool> closed_{true};

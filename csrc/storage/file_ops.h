@@ -5,6 +5,7 @@
 // EINTR nowhere (callers do) and keeps no state. Any thread.
 #pragma once
 
+#include <fcntl.h>
 #include <sys/uio.h>
 
 #include <cstdint>
@@ -12,6 +13,9 @@
 #include <vector>
 
 namespace kv_offload {
+
+// Flags that open a directory of ours: never one behind a link.
+inline constexpr int kOpenDirectory = O_RDONLY | O_DIRECTORY | O_NOFOLLOW;
 
 struct FileInfo {
   std::uint64_t size = 0;

@@ -156,7 +156,13 @@ std::uint64_t FsStore::reclaim_others(std::uint64_t enough, bool even_open) {
   std::uint64_t freed = 0;
   for (const std::string& name : names) {
     if (freed >= enough || stop_.load()) break;
-    if (name == open_.namespace_name) continue;
+    if (name == open_.namespace_name) {  // what others keep who were not reset, or reset apart from us
+      const std::shared_ptr<Generation> own = generation();
+      if (even_open && own)
+        freed += reclaim_other_generations(ops_, open_.namespace_directory.get(), own->number, enough - freed,
+                                           stop_, each_removed());
+      continue;
+    }
     const auto open = std::find(open_spaces.begin(), open_spaces.end(), namespace_tag(name));
     if (open != open_spaces.end() && !even_open) continue;  // maybe on another host
     freed +=
@@ -173,6 +179,7 @@ void FsStore::reclaim_old_generations(const std::string& name, std::uint64_t bel
   if (!directory || !list_generations(ops_, directory.get(), &generations)) return;
   for (const std::uint64_t number : generations) {
     if (number >= below || number == generations.back()) break;
+    if (generation_is_open(ops_, directory.get(), number)) continue;
     evicted_bytes_.fetch_add(reclaim_generation(ops_, directory.get(), layout::generation_name(number), kAll,
                                                 true, stop_, each_removed()));
   }

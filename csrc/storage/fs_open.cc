@@ -20,7 +20,6 @@
 namespace kv_offload {
 namespace {
 
-constexpr int kOpenDirectory = O_RDONLY | O_DIRECTORY | O_NOFOLLOW;
 constexpr std::uint64_t kSmallestBound = std::uint64_t{1} << 20;
 
 [[noreturn]] void fail(const std::string& path, std::string_view verb, int error) {
@@ -295,6 +294,9 @@ int open_generation(FileOps& ops, int namespace_directory, const std::string& na
   int error = 0;
   opened->directory = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
   if (!opened->directory) return -error;
+  // Where directories cannot be locked, or not across hosts, it may be reclaimed beside us: see
+  // keep_generation.
+  (void)lock_file(ops, opened->directory.get(), LOCK_SH | LOCK_NB);
   opened->number = number;
   opened->path = namespace_path + "/" + name;
   *generation = std::move(opened);

@@ -18,7 +18,7 @@ namespace kv_offload {
 // pull the descriptor from under them.
 struct Generation {
   std::uint64_t number = 0;
-  Fd directory;
+  Fd directory;  // with a shared flock: who reclaims old generations passes by those that are in use
   std::string path;
 };
 

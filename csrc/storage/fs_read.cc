@@ -9,12 +9,15 @@
 
 namespace kv_offload {
 
-Status FsStore::read(const TierOp& op, std::uint64_t* moved) {
-  std::shared_ptr<Generation> generation;
+Status FsStore::was_reset() {
+  return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted");
+}
+
+Status FsStore::read(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved) {
   std::optional<FsCatalogue::Ref> ref;
   {
     const MutexLock lock(mutex_);
-    generation = generation_;
+    if (generation != generation_) return was_reset();
     if (generation) ref = catalogue_.begin_read(op.key);
   }
   if (!ref) return Status::error(StatusKind::kNotFound, "no record of this key");
@@ -23,9 +26,7 @@ Status FsStore::read(const TierOp& op, std::uint64_t* moved) {
   {
     const MutexLock lock(mutex_);
     catalogue_.end_read(*ref);
-    if (generation != generation_) {
-      return Status::error(StatusKind::kCancelled, "the tier was reset meanwhile");
-    }
+    if (generation != generation_) return was_reset();
     if (status) {
       catalogue_.read_succeeded(op.key);
       catalogue_.hit(op.key, op.about, clock_.now());
@@ -95,24 +96,6 @@ void FsStore::drop_vanished(const ChunkKey& key, const std::shared_ptr<Generatio
   if (generation == generation_ && catalogue_.erase(key)) {
     removals_.push_back({key, TierRemoval::Reason::kVanished});
   }
-}
-
-Status FsStore::remove(const TierOp& op) {
-  std::shared_ptr<Generation> generation;
-  std::optional<FsCatalogue::Ref> ref;
-  {
-    const MutexLock lock(mutex_);
-    generation = generation_;
-    if (generation) ref = catalogue_.begin_read(op.key);
-    if (ref) {
-      catalogue_.end_read(*ref);
-      catalogue_.erase(op.key);
-    }
-  }
-  if (!ref) return Status::error(StatusKind::kNotFound, "no record of this key");
-  const std::string path = layout::record_path(op.key, ref->file_bytes);
-  const int rc = remove_file(*generation, path);
-  return rc == 0 ? Status::ok() : Status::from_errno(-rc, "remove", generation->path + "/" + path);
 }
 
 }  // namespace kv_offload

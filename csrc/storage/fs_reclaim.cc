@@ -4,6 +4,7 @@
 #include <sys/file.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <limits>
 #include <utility>
 
@@ -12,8 +13,6 @@
 
 namespace kv_offload {
 namespace {
-
-constexpr int kOpenDirectory = O_RDONLY | O_DIRECTORY | O_NOFOLLOW;
 
 struct NewestGeneration {
   Fd directory;
@@ -62,6 +61,28 @@ bool namespace_is_open(FileOps& ops, int namespace_directory) {
   const Fd mark =
       open_fd(ops, namespace_directory, std::string(layout::kOpenFile), O_RDWR | O_NOFOLLOW, 0, &error);
   return mark && lock_file(ops, mark.get(), LOCK_EX | LOCK_NB) != 0;
+}
+
+bool generation_is_open(FileOps& ops, int namespace_directory, std::uint64_t number) {
+  int error = 0;
+  const Fd directory =
+      open_fd(ops, namespace_directory, layout::generation_name(number), kOpenDirectory, 0, &error);
+  return directory && lock_file(ops, directory.get(), LOCK_EX | LOCK_NB) == -EWOULDBLOCK;
+}
+
+std::uint64_t reclaim_other_generations(FileOps& ops, int namespace_directory, std::uint64_t own,
+                                        std::uint64_t enough, const std::atomic<bool>& stop,
+                                        const Gone& gone) {
+  std::vector<std::uint64_t> generations;
+  if (!list_generations(ops, namespace_directory, &generations)) return 0;
+  std::uint64_t freed = 0;
+  for (const std::uint64_t number : generations) {
+    if (freed >= enough) break;
+    if (number == own) continue;
+    freed += reclaim_generation(ops, namespace_directory, layout::generation_name(number), enough - freed,
+                                false, stop, gone);
+  }
+  return freed;
 }
 
 std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name, std::uint64_t enough,

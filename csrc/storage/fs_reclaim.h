@@ -26,6 +26,12 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
 
 // True when some process has it open.
 bool namespace_is_open(FileOps& ops, int namespace_directory);
+// True when some process reads and writes in it, this one included.
+bool generation_is_open(FileOps& ops, int namespace_directory, std::uint64_t number);
+// Removes records of all generations but `own` until `enough` bytes are gone, those in use too.
+std::uint64_t reclaim_other_generations(FileOps& ops, int namespace_directory, std::uint64_t own,
+                                        std::uint64_t enough, const std::atomic<bool>& stop,
+                                        const Gone& gone);
 
 struct Reclaimed {
   std::uint64_t records = 0, bytes = 0;

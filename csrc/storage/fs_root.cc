@@ -17,8 +17,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr int kOpenDirectory = O_RDONLY | O_DIRECTORY | O_NOFOLLOW;
-constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
+constexpr std::uint64_t kNoLimit = std::numeric_limits<std::uint64_t>::max();
 
 Fd open_directory(int at, const std::string& path) {
   int error = 0;
@@ -51,7 +50,7 @@ std::vector<std::string> namespaces_of(int root, const std::optional<std::string
   return {*only};
 }
 
-// What a reset left behind; nobody can hit it.
+// What resets left behind and nobody can hit any more.
 std::uint64_t reclaim_left_behind(FileOps& ops, int root, const std::string& name, bool dry_run,
                                   const Gone& gone) {
   const std::atomic<bool> stop{false};
@@ -60,9 +59,10 @@ std::uint64_t reclaim_left_behind(FileOps& ops, int root, const std::string& nam
   if (!directory || !list_generations(ops, directory.get(), &generations)) return 0;
   std::uint64_t freed = 0;
   for (std::size_t i = 0; i + 1 < generations.size(); ++i) {
+    if (generation_is_open(ops, directory.get(), generations[i])) continue;
     const std::string old = layout::generation_name(generations[i]);
     freed += dry_run ? count_tree(ops, directory.get(), old, {}, stop)
-                     : reclaim_generation(ops, directory.get(), old, kAll, true, stop, gone);
+                     : reclaim_generation(ops, directory.get(), old, kNoLimit, true, stop, gone);
   }
   return freed;
 }
@@ -227,7 +227,7 @@ std::pair<std::uint64_t, std::uint64_t> FsRoot::purge(const std::optional<std::s
   std::uint64_t records_removed = 0, bytes = 0;
   for (const std::string& name : namespaces_of(impl_->root.get(), namespace_id, impl_->path)) {
     for (Cursor cursor = records(name); cursor.next();) ++records_removed;
-    bytes += reclaim_namespace(posix_file_ops(), impl_->root.get(), name, kAll, true, stop,
+    bytes += reclaim_namespace(posix_file_ops(), impl_->root.get(), name, kNoLimit, true, stop,
                                [&](std::uint64_t gone) { space->remove(gone, space->finished()); });
   }
   return {records_removed, bytes};
@@ -286,6 +286,14 @@ bool FsRoot::is_dead(const std::string& name, std::int64_t before_unix_nanos) {
     if (record->mtime_unix_nanos >= before_unix_nanos) return false;
   }
   return true;
+}
+
+std::uint64_t directory_usage(const std::string& path) {
+  int error = 0;
+  const Fd directory = open_fd(posix_file_ops(), AT_FDCWD, path, O_RDONLY | O_DIRECTORY, 0, &error);
+  if (!directory) return 0;
+  if (const auto recorded = recorded_usage(posix_file_ops(), directory.get())) return *recorded;
+  return count_tree(posix_file_ops(), directory.get(), ".", {}, std::atomic<bool>{false});
 }
 
 }  // namespace kv_offload

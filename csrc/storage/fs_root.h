@@ -110,6 +110,10 @@ class FsRoot {
   std::unique_ptr<Impl> impl_;
 };
 
+// Bytes that a directory takes on disk: as its ledger says when it is a root whose ledger can be trusted,
+// else counted, as `du`. 0 when it is not there. Writes nothing.
+std::uint64_t directory_usage(const std::string& path);
+
 struct DiskProbe {
   bool o_direct = false;
   double write_bytes_per_second = 0, read_bytes_per_second = 0;

@@ -193,7 +193,7 @@ void FsStore::adopt_names(const std::shared_ptr<Generation>& generation,
 }
 
 void FsStore::tick() {
-  follow_reset();
+  keep_generation();
   look_at_space();
   bool write_back = false;
   {
@@ -205,23 +205,22 @@ void FsStore::tick() {
   if (write_back) write_back_touches();
 }
 
-// A process that shares the namespace may have reset it.
-void FsStore::follow_reset() {
+// A process that shares the namespace may have been reset, which says nothing of our weights: we keep the
+// generation that we have until we are reset ourselves, for what is in a newer one is of other weights than
+// ours, and what we would write there of other weights than theirs.
+void FsStore::keep_generation() {
+  if (!generation() && !make_generation()) return;
   std::vector<std::uint64_t> numbers;
   std::shared_ptr<Generation> own = generation();
-  if (!own && !make_generation()) return;
-  own = generation();
-  if (!own || !list_generations(ops_, open_.namespace_directory.get(), &numbers) || numbers.empty()) return;
-  if (numbers.back() > own->number) {
-    std::shared_ptr<Generation> newest;
-    const std::string path = open_.path + "/" + open_.namespace_name;
-    if (open_generation(ops_, open_.namespace_directory.get(), path, numbers.back(), false, &newest) != 0)
-      return;
-    forget();
-    set_generation(std::move(newest), false);
-    std::uint64_t ignored = 0;
-    if (scan_own(nullptr, &ignored)) known_.store(Known::kOrder);
+  if (!own || !list_generations(ops_, open_.namespace_directory.get(), &numbers)) return;
+  if (!std::binary_search(numbers.begin(), numbers.end(), own->number)) {
+    forget();  // it was removed, by hand or by a host that does not see our lock
+    if (!make_generation()) return;
+    own = generation();
+    numbers.clear();
+    if (!own || !list_generations(ops_, open_.namespace_directory.get(), &numbers)) return;
   }
+  apart_.store(!numbers.empty() && numbers.back() > own->number);
   if (numbers.size() > 1) reclaim_old_generations(open_.namespace_name, numbers.back());
 }
 

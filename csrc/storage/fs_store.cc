@@ -109,6 +109,7 @@ void FsStore::figures(TierStats* stats) const {
   stats->buffered_ops = buffered_ops_.load();
   stats->names_complete = known_.load() != Known::kSome;
   stats->scan_complete = known_.load() == Known::kOrder;
+  stats->apart = apart_.load();
   const MutexLock lock(mutex_);
   stats->chunks = catalogue_.size();
 }

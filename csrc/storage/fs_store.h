@@ -32,9 +32,9 @@ class FsStore {
   ~FsStore();
 
   // ---- pool threads, may block on storage
-  Status write(const TierOp& op, std::uint64_t* moved);
-  Status read(const TierOp& op, std::uint64_t* moved);
-  Status remove(const TierOp& op);
+  // In the generation that the op was submitted in, or not at all.
+  Status write(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
+  Status read(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
   // Finds the records of one leaf directory before the scan has come there.
   Status probe(std::uint32_t leaf);
   // Rebuilds the catalogue; counts the root anew where that is needed.
@@ -50,6 +50,8 @@ class FsStore {
   void release();
 
   // ---- any thread, never block on storage
+  // Null after forget(), until the next one is made.
+  std::shared_ptr<Generation> generation() const EXCLUDES(mutex_);
   Presence presence(const ChunkKey& key, bool* start_probe);
   bool offers(const ChunkKey& key) const;  // what is known, without a probe
   void give_up_probe(std::uint32_t leaf);
@@ -126,7 +128,7 @@ class FsStore {
   void adopt_names(const std::shared_ptr<Generation>& generation, const std::vector<FoundRecord>& records,
                    bool in_order);
   void set_generation(std::shared_ptr<Generation> generation, bool empty);
-  void follow_reset();
+  void keep_generation();
 
   // fs_count.cc
   void look_at_space();
@@ -139,8 +141,8 @@ class FsStore {
   void look_for_foreign_records(const SpaceFigures& figures);
   void adopt_changed_leaves(std::int64_t since_mtime);
 
-  std::shared_ptr<Generation> generation() const EXCLUDES(mutex_);
   static bool aligned(std::span<const Shard> shards);
+  static Status was_reset();
 
   const FsTierOptions options_;
   FileOps& ops_;
@@ -165,6 +167,7 @@ class FsStore {
   Mutex evict_mutex_;
   std::atomic<bool> stop_{false};
   std::atomic<Known> known_;
+  std::atomic<bool> apart_{false};  // others were reset and we were not: a newer generation is theirs
   std::atomic<bool> nothing_to_evict_{false};        // though the root is full: the sum may be too high
   std::atomic<Nanos> next_look_for_dead_{Nanos{0}};  // namespaces
   // Of the keeper's thread alone.

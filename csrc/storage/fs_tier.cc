@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "base/thread_annotations.h"
@@ -65,6 +66,8 @@ struct Shared {
 
 struct OpInFlight {
   TierOp op;
+  std::shared_ptr<Generation> generation;  // it was submitted in; null: a reset was not over
+  std::optional<Breaker::Pass> pass;       // none: the tier was closed
   std::uint64_t moved = 0;
   bool ran = false;
 };
@@ -73,11 +76,9 @@ Status run(Shared& shared, OpInFlight& in_flight) {
   in_flight.ran = true;
   switch (in_flight.op.kind) {
     case OpKind::kRead:
-      return shared.store.read(in_flight.op, &in_flight.moved);
+      return shared.store.read(in_flight.op, in_flight.generation, &in_flight.moved);
     case OpKind::kWrite:
-      return shared.store.write(in_flight.op, &in_flight.moved);
-    case OpKind::kRemove:
-      return shared.store.remove(in_flight.op);
+      return shared.store.write(in_flight.op, in_flight.generation, &in_flight.moved);
   }
   return Status::error(StatusKind::kIo, "unknown op");
 }
@@ -95,9 +96,13 @@ class FsTier final : public Tier {
         clock_(clock),
         shared_(std::make_shared<Shared>(options, ops, clock)),
         next_tick_(clock.now() + kTickEvery),
-        pool_({options.n_read_threads, options.n_write_threads, &clock, options.close_wait}),
+        pool_(
+            options.driven_by_hand != nullptr
+                ? IoPoolOptions{0, 0, &clock, options.close_wait}
+                : IoPoolOptions{options.n_read_threads, options.n_write_threads, &clock, options.close_wait}),
         keeper_({1, 1, &clock, options.close_wait}),
         ticker_(kTickEvery, [this] { tick_when_due(); }) {
+    if (options.driven_by_hand != nullptr) *options.driven_by_hand = &pool_;
     keep(Lane::kWrite, [](FsStore& store) { store.start(); });
   }
   ~FsTier() override { close(); }
@@ -114,7 +119,8 @@ class FsTier final : public Tier {
   double estimate_read_seconds(std::uint64_t bytes) const override;
 
  private:
-  IoPool::Op make_op(TierOp op);
+  IoPool::Op make_op(TierOp op, const std::shared_ptr<Generation>& generation,
+                     std::optional<Breaker::Pass> pass);
   void keep(Lane lane, std::function<void(FsStore&)> work);
   // On the keeper's fast lane; kTimeout when it did not end in time (it goes on).
   Status keep_and_wait(Nanos wait, std::function<Status(FsStore&)> work);
@@ -149,9 +155,12 @@ void FsTier::keep(Lane lane, std::function<void(FsStore&)> work) {
   keeper_.submit(std::move(ops));
 }
 
-IoPool::Op FsTier::make_op(TierOp op) {
+IoPool::Op FsTier::make_op(TierOp op, const std::shared_ptr<Generation>& generation,
+                           std::optional<Breaker::Pass> pass) {
   auto in_flight = std::make_shared<OpInFlight>();
   in_flight->op = std::move(op);
+  in_flight->generation = generation;
+  in_flight->pass = pass;
   const TierOp& kept = in_flight->op;
   const std::uint64_t waiting = kept.kind == OpKind::kRead ? padded_payload_bytes(kept.shards) : 0;
   shared_->read_bytes_waiting.fetch_add(waiting);
@@ -164,13 +173,15 @@ IoPool::Op FsTier::make_op(TierOp op) {
                                                                         double queued_seconds) {
     shared->read_bytes_waiting.fetch_sub(waiting);
     const TierOp& op = in_flight->op;
-    Breaker& breaker = shared->breaker(lane_of(op.kind));
-    if (!in_flight->ran) {
-      breaker.not_tried();
-    } else if (!device_failed(status)) {
-      breaker.succeeded();
-    } else {
-      breaker.failed(clock->now());
+    if (in_flight->pass) {
+      Breaker& breaker = shared->breaker(lane_of(op.kind));
+      if (!in_flight->ran) {
+        breaker.not_tried(*in_flight->pass);
+      } else if (!device_failed(status)) {
+        breaker.succeeded(*in_flight->pass);
+      } else {
+        breaker.failed(*in_flight->pass, clock->now());
+      }
     }
     shared->complete({op.id, op.kind, op.key, status, in_flight->moved, seconds, queued_seconds});
   };
@@ -179,20 +190,27 @@ IoPool::Op FsTier::make_op(TierOp op) {
 
 void FsTier::submit(std::vector<TierOp> ops) {
   for (const TierOp& op : ops) {
-    if (op.kind != OpKind::kRemove && (op.shards.empty() || op.shards.size() > kMaxShards)) {
+    if (op.shards.empty() || op.shards.size() > kMaxShards) {
       throw_invalid("an op of {} shards was given; a record has 1..{}", op.shards.size(), kMaxShards);
     }
   }
   watch();
   const Nanos now = clock_.now();
+  // Not when a thread takes the op up: a reset may come in between, and what was computed before it must not
+  // be found after it.
+  const std::shared_ptr<Generation> generation = shared_->store.generation();
   std::vector<IoPool::Op> queued;
   queued.reserve(ops.size());
   for (TierOp& op : ops) {
-    if (!closed_ && !shared_->breaker(lane_of(op.kind)).admit(now)) {
-      shared_->complete({op.id, op.kind, op.key, off(), 0, 0, 0});
-      continue;
+    std::optional<Breaker::Pass> pass;
+    if (!closed_) {
+      pass = shared_->breaker(lane_of(op.kind)).admit(now);
+      if (!pass) {
+        shared_->complete({op.id, op.kind, op.key, off(), 0, 0, 0});
+        continue;
+      }
     }
-    queued.push_back(make_op(std::move(op)));
+    queued.push_back(make_op(std::move(op), generation, pass));
   }
   pool_.submit(std::move(queued));
 }
@@ -283,8 +301,8 @@ Status FsTier::reset() {
   shared_->store.forget();
   if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
   // Waits, unlike all else here: who changed the weights must know that nothing
-  // older can come back. A timeout leaves the tier without a generation (it
-  // neither reads nor writes) until a tick has made one.
+  // older can come back. A failure leaves the tier without a generation (it finds
+  // nothing and takes nothing) until a tick, or what timed out, has made one.
   Status status = keep_and_wait(options_.op_deadline, [](FsStore& store) { return store.make_generation(); });
   keep(Lane::kWrite, [](FsStore& store) { store.tick(); });  // reclaims, behind
   return status;
@@ -305,11 +323,8 @@ TierStats FsTier::stats() const {
     return shared_->breaker(lane).closed() || shared_->breaker(lane).offers(now);
   };
   stats.readable = takes(Lane::kRead);
-  stats.writable = takes(Lane::kWrite);
-  for (const Breaker& breaker : shared_->breakers) {
-    stats.available = stats.available && breaker.closed();
-    stats.breaker_trips += breaker.trips();
-  }
+  stats.writable = takes(Lane::kWrite) && shared_->store.generation() != nullptr;
+  for (const Breaker& breaker : shared_->breakers) stats.breaker_trips += breaker.trips();
   return stats;
 }
 

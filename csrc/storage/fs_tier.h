@@ -40,6 +40,7 @@ enum class DirectMode : std::uint8_t { kAuto, kOn, kOff };
 
 // What the file system is asked through; tests give one that fails.
 class FileOps;
+class IoPool;
 
 struct FsTierOptions {
   std::string name = "fs";
@@ -62,6 +63,8 @@ struct FsTierOptions {
   // Both outlive the tier and any thread it had to let go.
   const Clock* clock = nullptr;  // null: a steady clock
   FileOps* file_ops = nullptr;   // null: POSIX
+  // For tests: no thread serves the ops; whom this is given to runs them, one by one (IoPool::begin_next).
+  IoPool** driven_by_hand = nullptr;
 };
 
 // Throws ResourceError (root cannot be made or written, no space for one

@@ -12,8 +12,6 @@
 namespace kv_offload {
 namespace {
 
-constexpr int kOpenDirectory = O_RDONLY | O_DIRECTORY | O_NOFOLLOW;
-
 std::uint64_t disk_bytes_of(FileOps& ops, int directory, const std::string& name) {
   FileInfo info;
   return ops.stat(directory, name, &info) == 0 ? info.disk_bytes : 0;

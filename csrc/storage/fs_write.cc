@@ -28,7 +28,8 @@ bool FsStore::aligned(std::span<const Shard> shards) {
   return true;
 }
 
-Status FsStore::write(const TierOp& op, std::uint64_t* moved) {
+Status FsStore::write(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved) {
+  if (!generation) return Status::error(StatusKind::kUnavailable, "a reset is under way");
   const std::uint64_t payload = padded_payload_bytes(op.shards);
   Draft draft;
   draft.leaf = layout::leaf_of(op.key);
@@ -37,8 +38,8 @@ Status FsStore::write(const TierOp& op, std::uint64_t* moved) {
   bool replace = false;
   {
     const MutexLock lock(mutex_);
-    draft.generation = generation_;
-    if (!generation_) return Status::error(StatusKind::kUnavailable, "a reset is under way");
+    if (generation != generation_) return was_reset();
+    draft.generation = generation;
     if (catalogue_.offers(op.key, clock_.now())) return Status::ok();
     replace = catalogue_.holds(op.key);  // backing off: better written anew
   }
@@ -51,9 +52,7 @@ Status FsStore::write(const TierOp& op, std::uint64_t* moved) {
   }
   if (!status) return status;
   const MutexLock lock(mutex_);
-  if (draft.generation != generation_) {
-    return Status::error(StatusKind::kCancelled, "the tier was reset meanwhile");
-  }
+  if (generation != generation_) return was_reset();
   catalogue_.insert({op.key, draft.file_bytes}, op.about);
   catalogue_.read_succeeded(op.key);
   *moved = payload;

@@ -27,6 +27,13 @@ struct Running {
 };
 using Queue = std::deque<Queued>;
 
+// Off its queue, but not run yet.
+struct Begun {
+  Queued next;
+  Nanos started{0};
+  std::uint64_t number = 0;  // of its entry in `running`; 0: it came too late to run
+};
+
 std::size_t index(Lane lane) { return static_cast<std::size_t>(lane); }
 
 void finish(const Queued& queued, const Status& status, Nanos now) {
@@ -80,34 +87,38 @@ struct IoPool::State {
         work.wait(mutex);
         continue;
       }
-      run_one(take(*lane));
+      Begun begun = begin(*lane);
+      mutex.unlock();
+      perform(std::move(begun));
+      mutex.lock();
     }
     --live;
     left.notify_all();
     mutex.unlock();
   }
 
-  // Called and left with the mutex held.
-  void run_one(Queued next) REQUIRES(mutex) {
-    const Nanos started = clock->now();
-    if (next.op.deadline.count() != 0 && started >= next.op.deadline) {
-      mutex.unlock();
-      finish(next, too_late(), started);
-      mutex.lock();
-      return;
+  Begun begin(Lane lane) REQUIRES(mutex) {
+    Begun begun{take(lane), clock->now()};
+    const IoPool::Op& op = begun.next.op;
+    if (op.deadline.count() == 0 || begun.started < op.deadline) {
+      begun.number = next_number++;
+      running.push_back({begun.number, op.lane, begun.next.submitted, begun.started});
     }
-    const std::uint64_t number = next_number++;
-    running.push_back({number, next.op.lane, next.submitted, started});
-    mutex.unlock();
-    const Status status = next.op.run();
-    mutex.lock();
-    // Once let go, the clock may be gone.
-    const Nanos ended = abandoned ? started : clock->now();
-    std::erase_if(running, [&](const Running& r) { return r.number == number; });
-    mutex.unlock();
-    next.op.done(status, to_seconds(ended - started), to_seconds(started - next.submitted));
-    next = {};
-    mutex.lock();
+    return begun;
+  }
+
+  // Takes it by value: what the op holds is let go here, with no lock held.
+  void perform(Begun begun) EXCLUDES(mutex) {
+    const Nanos started = begun.started;
+    if (begun.number == 0) return finish(begun.next, too_late(), started);
+    const Status status = begun.next.op.run();
+    Nanos ended = started;
+    {
+      const MutexLock lock(mutex);
+      if (!abandoned) ended = clock->now();  // once let go, the clock may be gone
+      std::erase_if(running, [&](const Running& r) { return r.number == begun.number; });
+    }
+    begun.next.op.done(status, to_seconds(ended - started), to_seconds(started - begun.next.submitted));
   }
 
   void fail(Queue failed, const Status& status) {
@@ -172,6 +183,13 @@ bool IoPool::cancel(std::uint64_t tag) {
   const bool cancelled = !found.empty();
   state_->fail(std::move(found), Status::error(StatusKind::kCancelled, "cancelled before it was started"));
   return cancelled;
+}
+
+std::function<void()> IoPool::begin_next(Lane lane) {
+  const MutexLock lock(state_->mutex);
+  if (state_->queues[index(lane)].empty()) return {};
+  auto begun = std::make_shared<Begun>(state_->begin(lane));
+  return [state = state_, begun] { state->perform(std::move(*begun)); };
 }
 
 void IoPool::fail_queued(const Status& status) {

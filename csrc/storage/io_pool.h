@@ -56,6 +56,10 @@ class IoPool {
   void fail_queued(Lane lane, const Status& status);
   // Ends queued ops whose deadline has passed, even while all threads are stuck.
   void expire();
+  // Takes the oldest queued op of a lane, as a thread does that comes free: it runs from now on and cannot be
+  // cancelled. Calling the result does its work and ends it, on the thread that calls. Empty: none is queued.
+  // For a pool without threads, which is driven by hand.
+  std::function<void()> begin_next(Lane lane);
   // Refuse new (kUnavailable), cancel what is queued, wait for what runs, join.
   // False when a thread was stuck and let go. Idempotent.
   bool close();

@@ -15,7 +15,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr char kMagic[] = "KVOREC1\n";
+constexpr char kRecordMagic[] = "KVOREC1\n";
 constexpr std::size_t kChecksumAt = kRecordHeaderBytes - 8;
 constexpr std::size_t kShardsAt = 136;
 constexpr std::size_t kShardsEnd = kShardsAt + 8 * kMaxShards;
@@ -53,7 +53,7 @@ bool all_zero(std::span<const std::byte> bytes) {
 
 void encode_header(const RecordHeader& header, std::span<std::byte> page) {
   std::memset(page.data(), 0, page.size());
-  std::memcpy(page.data(), kMagic, 8);
+  std::memcpy(page.data(), kRecordMagic, 8);
   put(page, 8, kRecordVersion);
   put(page, 12, static_cast<std::uint32_t>(kRecordHeaderBytes));
   std::memcpy(page.data() + 16, header.namespace_id.data(), header.namespace_id.size());
@@ -72,7 +72,7 @@ void encode_header(const RecordHeader& header, std::span<std::byte> page) {
 
 Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
   if (page.size() != kRecordHeaderBytes) return wrong("length", page.size(), kRecordHeaderBytes);
-  if (std::memcmp(page.data(), kMagic, 8) != 0) {
+  if (std::memcmp(page.data(), kRecordMagic, 8) != 0) {
     return wrong("magic", fmt::format("{:#018x}", get<std::uint64_t>(page, 0)), "KVOREC1");
   }
   const auto checksum = get<std::uint64_t>(page, kChecksumAt);

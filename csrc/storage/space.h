@@ -27,6 +27,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -163,6 +164,10 @@ class Space {
   std::atomic<std::uint64_t> total_{0};
   std::atomic<Finished> finished_{0};
 };
+
+// What the page of a root says that it takes; nothing when there is none that can be believed. Takes no lock
+// and writes nothing: for tools, which may run as another user.
+std::optional<std::uint64_t> recorded_usage(FileOps& ops, int root);
 
 // What one write holds of the space. Settles when it dies: what was `used` stays.
 class Reservation {

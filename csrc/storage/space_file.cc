@@ -159,4 +159,22 @@ Status Space::update_locked(const Change& change) {
   return Status::error(StatusKind::kIo, "it is replaced again and again", EBUSY, path_);
 }
 
+std::optional<std::uint64_t> recorded_usage(FileOps& ops, int root) {
+  int error = 0;
+  const Fd fd = open_fd(ops, root, std::string(layout::kLedgerFile), O_RDONLY | O_NOFOLLOW, 0, &error);
+  if (!fd) return std::nullopt;
+  // Without the lock a read may meet a write half-way; the checksum tells, and the next one hardly does.
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    SpacePage page{};
+    const iovec part{&page, sizeof(page)};
+    std::int64_t bytes;
+    do {
+      bytes = ops.preadv(fd.get(), &part, 1, 0);
+    } while (bytes == -EINTR);
+    if (bytes != static_cast<std::int64_t>(sizeof(page))) break;
+    if (page.valid()) return page.trusted != 0 ? std::optional(page.total) : std::nullopt;
+  }
+  return std::nullopt;
+}
+
 }  // namespace kv_offload

@@ -3,9 +3,10 @@
 //
 // The tier owns its catalogue (which keys it holds, their sizes and order of
 // eviction), its bound (max_bytes, never exceeded: space is reserved before a
-// write) and its threads. The caller owns the memory behind an op's shards until
-// its completion was polled. No callback ever runs on a tier's thread: results
-// are polled by the caller's thread.
+// write) and its threads. The rows behind an op's shards are the op's until its
+// completion was polled, and the op keeps their memory mapped (TierOp::memory) for
+// as long as a thread may touch it, be that after close(). No callback ever runs on
+// a tier's thread: results are polled by the caller's thread.
 //
 // Threads: submit, cancel, poll, contains, touch, reset, stats may be called
 // from one thread (the scheduler's); the tier's own threads are inside.
@@ -28,7 +29,7 @@ namespace kv_offload {
 
 using OpId = std::uint64_t;
 
-enum class OpKind : std::uint8_t { kRead, kWrite, kRemove };
+enum class OpKind : std::uint8_t { kRead, kWrite };
 
 struct TierOp {
   OpId id = 0;  // chosen by the caller, unique among its ops in flight
@@ -44,6 +45,8 @@ struct TierOp {
   // until the kernel lets go of the memory, whatever its deadline, and not at
   // all when the tier was closed meanwhile: until then the row stays the op's.
   std::vector<Shard> shards;
+  // What the shards lie in. Shared by the op until no thread can touch them any more.
+  std::shared_ptr<const void> memory{};
   // Absolute time after which the op is not started any more (kExpired). 0 = none.
   Nanos deadline{0};
 };
@@ -76,9 +79,9 @@ struct TierStats {
   double oldest_read_seconds = 0, oldest_write_seconds = 0;
   bool names_complete = false;  // after a start: all that is there is known
   bool scan_complete = false;   // and the order of its use, and its bytes
-  bool available = true;        // false while reads or writes are switched off
   bool readable = true;         // reads would be taken now: on, or due for a try
   bool writable = true;         // the same of writes
+  bool apart = false;  // another process was reset and we were not: we no longer share records with it
   std::uint64_t breaker_trips = 0;
   // Ops that ran for longer than the tier allows, each once, ended since or not.
   std::uint64_t read_timeouts = 0, write_timeouts = 0;
@@ -91,6 +94,8 @@ class Tier {
 
   // Takes all ops or (closing) completes them with kUnavailable; never blocks
   // on storage. Ops are served in order within a kind; reads go before writes.
+  // An op belongs to the time between two resets in which it was submitted: it
+  // neither finds nor leaves a record in another, however late it runs.
   virtual void submit(std::vector<TierOp> ops) = 0;
   // Give up a queued op that has not started: true, and it completes kCancelled.
   // False when it runs or is done (its completion comes or came as usual).
@@ -105,7 +110,10 @@ class Tier {
   // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;
   // Forget everything: from this call on no older record is found again by
-  // anybody who starts later or by us; the bytes are reclaimed behind.
+  // anybody who starts later or by us; the bytes are reclaimed behind. Not ok: the
+  // tier could not yet make sure of those who start later. It has forgotten all the
+  // same, goes on trying, and takes no records (kUnavailable, writable is false)
+  // until it has; nothing is needed of the caller.
   virtual Status reset() = 0;
   virtual TierStats stats() const = 0;
   // Refuse new ops, cancel what is queued, finish what runs, join. Idempotent;

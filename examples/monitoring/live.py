@@ -3,7 +3,8 @@
     python live.py dashboard.png --seconds 150
 
 Conversations overflow vLLM's cache and host memory, so that prompts come back from memory and from disk.
-Needs vLLM, prometheus and matplotlib; takes a minute more than asked.
+Needs vLLM, prometheus and matplotlib; takes a minute more than asked. With --port the server is one that runs
+already on this machine, under the model name "tiny".
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import picture
 from local_server import LocalServer, free_port, kv_transfer_config
-from tiny_model import make_model
 
 BLOCK = 128
 CONVERSATIONS = 14
@@ -62,10 +62,19 @@ def talk(server: LocalServer, seconds: float) -> None:
             history += [choose.randrange(2, 2048) for _ in range(2 * BLOCK)]
 
 
+def draw(server: LocalServer, folder: Path, seconds: float, file: Path) -> int:
+    """The picture of ``seconds`` of ``server``; the number of panels with data."""
+    with prometheus(f"127.0.0.1:{server.port}", folder) as base:
+        start = time.time()
+        talk(server, seconds)
+        return picture.draw(base, file, start, time.time())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--port", type=int, help="of a server that runs already; default: one is started")
     parser.add_argument("--memory", default="96MiB", help="cpu_bytes_to_use")
     parser.add_argument("--disk", default="256MiB", help="max_bytes")
     arguments = parser.parse_args()
@@ -73,13 +82,18 @@ def main() -> None:
         parser.error("prometheus is not installed (Debian: apt-get install prometheus)")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = make_model(folder / "model", "small")
-        transfer = kv_transfer_config(arguments.memory, folder / "kv", arguments.disk)
-        server = LocalServer(model, folder / "server.log", blocks=40, kv_transfer=transfer)
-        with server, prometheus(f"127.0.0.1:{server.port}", folder) as base:
-            start = time.time()
-            talk(server, arguments.seconds)
-            count = picture.draw(base, arguments.file, start, time.time())
+        log = folder / "server.log"
+        if arguments.port is not None:
+            log.touch()
+            server = LocalServer(folder, log, port=arguments.port)
+            count = draw(server, folder, arguments.seconds, arguments.file)
+        else:
+            from tiny_model import make_model
+
+            model = make_model(folder / "model", "small")
+            transfer = kv_transfer_config(arguments.memory, folder / "kv", arguments.disk)
+            with LocalServer(model, log, blocks=40, kv_transfer=transfer) as server:
+                count = draw(server, folder, arguments.seconds, arguments.file)
     print(f"{count} of {len(picture.panels())} panels have data; {arguments.file}")
 
 

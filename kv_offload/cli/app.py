@@ -1,31 +1,69 @@
-"""The commands and the options they share."""
+"""The commands and the options they share.
 
-from typing import Annotated
+A command's module is imported when that command is called, or its own help or completion is asked for:
+the list of commands needs none of them.
+"""
+
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+import typer.core
+import typer.main
 
 import kv_offload
-from kv_offload.cli import (
-    bench_command,
-    config_command,
-    doctor_command,
-    evict_command,
-    replay_command,
-    root_commands,
-    size_command,
-    top_command,
+
+# Name, module, the first line of its help (a test compares it with the command's own).
+COMMANDS = (
+    ("config", "config_command", "Write the JSON for vllm serve --kv-transfer-config, checked."),
+    ("doctor", "doctor_command", "Say whether vLLM would be served here, or how a server is doing."),
+    ("size", "size_command", "Say what a model's KV cache takes, and when loading it pays."),
+    ("bench", "bench_command", "Measure disk and copies here beside their limits."),
+    ("top", "top_command", "Show a running server live: tiers, hits, speeds, misses."),
+    ("why", "why_command", "Say why nothing, or little, is loaded: from metrics or from a log."),
+    ("stat", "root_commands", "Show what a root holds: bytes, records, and each namespace."),
+    ("ls", "root_commands", "List the records of a root, last used first."),
+    ("verify", "root_commands", "Check every record of a root: length, header, key, checksums."),
+    ("purge", "root_commands", "Remove the records of one namespace, or of all."),
+    ("evict", "evict_command", "Remove records until a root is below its bound."),
+    ("replay", "replay_command", "Replay a trace of requests against caches of other sizes."),
 )
+_MODULES = {name: module for name, module, _ in COMMANDS}
+_SETTINGS: dict[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,  # plain help: rich alone takes as long to import as all the rest
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
+}
+
+
+class LazyGroup(typer.core.TyperGroup):
+    """A group whose commands are stand-ins until one is called."""
+
+    def resolve_command(self, ctx: Any, args: Any) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and name in _MODULES:
+            command = load_command(name)
+        return name, command, rest
+
+
+def load_command(name: str) -> Any:
+    """The command itself, with its options."""
+    module = import_module(f"kv_offload.cli.{_MODULES[name]}")
+    alone = typer.Typer(**_SETTINGS)
+    alone.command(name)(getattr(module, name))
+    return typer.main.get_command(alone)
+
 
 app = typer.Typer(
     name="kv-offload",
+    cls=LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode="rich",
+    **_SETTINGS | {"add_completion": True},
     help="KV-cache offloading for vLLM: write its configuration, ask what this machine can give, look "
     "after a root on disk. None of it needs vLLM.",
-    epilog="Exit status: 0 all is well; 1 something is damaged or refused; 2 the command was used wrongly.",
+    epilog="Exit status: 0 all is well; 1 something is damaged or refused; 2 the command was used wrongly."
+    "\n\n\b\nCompletion in the shell: kv-offload --install-completion, then open a new one.",
 )
 
 
@@ -44,14 +82,9 @@ def _options(
     pass
 
 
-app.command("config")(config_command.config)
-app.command("doctor")(doctor_command.doctor)
-app.command("size")(size_command.size)
-app.command("bench")(bench_command.bench)
-app.command("top")(top_command.top)
-app.command("stat")(root_commands.stat)
-app.command("ls")(root_commands.ls)
-app.command("verify")(root_commands.verify)
-app.command("purge")(root_commands.purge)
-app.command("evict")(evict_command.evict)
-app.command("replay")(replay_command.replay)
+def _stand_in() -> None:
+    """Never called: ``LazyGroup`` puts the command in its place."""
+
+
+for _name, _, _summary in COMMANDS:
+    app.command(_name, help=_summary)(_stand_in)

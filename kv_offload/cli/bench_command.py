@@ -1,19 +1,27 @@
 """``kv-offload bench ROOT``: disk and copies of this machine against their limits, and what follows."""
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from kv_offload.cli import doctor_checks
 from kv_offload.cli.config_command import transfer_config
-from kv_offload.cli.size_command import break_even, chosen_dtype
-from kv_offload.cli.terminal import OK, PROBLEM, USAGE, add_row, console, fail, print_json, rate, table, told
-from kv_offload.config import FsTierConfig, OffloadConfig
-from kv_offload.machine import existing_part, tier_bounds
-from kv_offload.model_shape import read_model
-from kv_offload.sizes import format_bytes, parse_byte_size
+from kv_offload.cli.terminal import (
+    OK,
+    PROBLEM,
+    USAGE,
+    add_row,
+    console,
+    escape,
+    fail,
+    print_json,
+    rate,
+    table,
+    told,
+)
+
+if TYPE_CHECKING:
+    from kv_offload.config import FsTierConfig
 
 # What a token takes in models of today, for those who name none.
 TOKEN_BYTES = (32 << 10, 70_272, 128 << 10, 320 << 10)
@@ -45,27 +53,31 @@ def bench(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure disk and copies here, beside what the same disk and memory give to plain system calls and
-    memcpy, and say what follows for serving.
+    """Measure disk and copies here beside their limits.
 
-    Writes temporary files below ROOT, or its nearest parent that exists, and removes them. The plan names
-    for each size of a token how many tokens per second a request gets back; [bold]load_policy: auto[/bold]
-    measures the same again while it serves, so the plan need not be exact. With --prefill it says whether a
-    tier on this disk pays, and whether it can take all that is computed or should see a chunk twice before
-    it writes it (write_policy reuse:2).
+    The limits are plain system calls on the same disk, and memcpy. Writes temporary files below ROOT, or
+    its nearest parent that exists, and removes them. The plan says for several sizes of a token how many
+    tokens per second a request gets back; load_policy auto measures the same while it serves, so the plan
+    need not be exact. With --prefill it says whether a tier on this disk pays, and whether it can take all
+    that is computed, or should write only what is seen twice (write_policy reuse:2).
 
-    [bold]Examples[/bold]
-
+    \b
+    Examples:
       kv-offload bench /var/cache/kv
-
       kv-offload bench /mnt/nvme/kv --model /models/Llama-3.1-8B --prefill 8000 --cpu 32GiB --json
 
     Exit status: 0 measured, and with --prefill: a tier here pays; 1 it does not, or nothing can be written
     there; 2 the command was used wrongly.
     """
+    from kv_offload.cli import doctor_checks
+    from kv_offload.cli.models import find_model
+    from kv_offload.cli.size_command import chosen_dtype
+    from kv_offload.config import FsTierConfig
+    from kv_offload.sizes import parse_byte_size
+
     if prefill is not None and model is None:
         fail("--prefill is the speed of a model: give --model as well", USAGE)
-    shape = read_model(model) if model else None
+    shape = find_model(model) if model else None
     total = parse_byte_size(measure_size)
     tier = FsTierConfig(root_dir=root)
     refused = [check for check in doctor_checks.root(tier) if check.state == "refused"]
@@ -91,8 +103,10 @@ def bench(
     raise typer.Exit(OK if verdict.get("disk_pays", True) else PROBLEM)
 
 
-def _speeds(tier: FsTierConfig, threads: int, total: int) -> dict[str, dict[str, float]]:
+def _speeds(tier: "FsTierConfig", threads: int, total: int) -> dict[str, dict[str, float]]:
     """Bytes per second by what moves: ours, the limit measured beside it, their ratio."""
+    from kv_offload.cli import doctor_checks
+    from kv_offload.machine import existing_part
     from kv_offload.raw_speed import raw_copy, raw_disk
 
     disk = doctor_checks.disk_speed(tier, total)
@@ -115,6 +129,8 @@ def token_plan(
     speeds: dict[str, dict[str, float]], token_bytes: float, prefill: float | None = None
 ) -> dict[str, Any]:
     """What these speeds mean for tokens of ``token_bytes``; with ``prefill`` (tokens/s) whether they pay."""
+    from kv_offload.cli.size_command import break_even
+
     read = speeds["disk read"]["bytes_per_second"]
     write = speeds["disk write"]["bytes_per_second"]
     plan: dict[str, Any] = {
@@ -133,8 +149,11 @@ def token_plan(
     return plan
 
 
-def suggested_config(tier: FsTierConfig, cpu_bytes: int, plan: dict[str, Any]) -> dict[str, Any]:
+def suggested_config(tier: "FsTierConfig", cpu_bytes: int, plan: dict[str, Any]) -> dict[str, Any]:
     """The value of --kv-transfer-config that the plan implies: no tier where it does not pay."""
+    from kv_offload.config import OffloadConfig
+    from kv_offload.machine import tier_bounds
+
     extra: dict[str, Any] = {"cpu_bytes_to_use": cpu_bytes}
     if plan.get("disk_pays", True):
         bounded = OffloadConfig(cpu_bytes_to_use=cpu_bytes, secondary_tiers=(tier,))
@@ -146,8 +165,11 @@ def suggested_config(tier: FsTierConfig, cpu_bytes: int, plan: dict[str, Any]) -
 
 
 def _print(facts: dict[str, Any], prefill: float | None) -> None:
+    from kv_offload.sizes import format_bytes
+
     out = console()
-    speeds = table("", facts["root"], "here", "limit", "ratio", right=("here", "limit", "ratio"))
+    out.print(facts["root"], markup=False)
+    speeds = table("", "what", "here", "limit", "ratio", right=("here", "limit", "ratio"))
     for name, row in facts["speeds"].items():
         add_row(
             speeds,
@@ -162,7 +184,7 @@ def _print(facts: dict[str, Any], prefill: float | None) -> None:
         "a token takes",
         "tokens/s from disk",
         "from host memory",
-        right=("tokens/s from disk", "from host memory"),
+        right=("a token takes", "tokens/s from disk", "from host memory"),
     )
     for row in facts["plan"]:
         add_row(

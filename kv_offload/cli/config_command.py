@@ -7,13 +7,12 @@ from typing import Annotated, Any
 import typer
 
 from kv_offload.cli.terminal import PROBLEM, fail, told
-from kv_offload.config import OffloadConfig
-from kv_offload.config_compat import SPEC_MODULE, SPEC_NAME
-from kv_offload.sizes import format_bytes
 
 
 def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
     """vLLM's KV transfer configuration with ``extra`` as our part of it."""
+    from kv_offload.config_compat import SPEC_MODULE, SPEC_NAME
+
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -82,22 +81,28 @@ def config(
         bool, typer.Option("--json", help="Print the JSON alone, on one line. This is the default.")
     ] = False,
 ) -> None:
-    """Write the JSON for [bold]vllm serve --kv-transfer-config[/bold], checked.
+    """Write the JSON for vllm serve --kv-transfer-config, checked.
 
-    Nothing is asked: without options it is host memory alone, a quarter of what this machine has to give.
-    Whether the machine can serve it is what [bold]kv-offload doctor[/bold] says.
+    It asks no questions: without options the configuration is host memory alone, a quarter of what this
+    machine has available. Directories are written as absolute paths. Sizes need a unit: KiB, MiB, GiB,
+    TiB or Ki, Mi, Gi, Ti (powers of 1024), KB, MB, GB, TB or K, M, G, T (powers of 1000).
 
-    [bold]Example[/bold]
+    kv-offload doctor says whether this machine can serve the configuration.
 
+    \b
+    Example:
       vllm serve MODEL --kv-transfer-config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
 
-    Exit status: 0 written; 1 this machine has no memory to give; 2 the configuration cannot be meant.
+    Exit status: 0 written; 1 this machine has no memory to give; 2 the configuration is invalid.
     """
+    from kv_offload.config import OffloadConfig
+
     if shell and as_json:
         fail("--shell and --json exclude each other", 2)
     roots, bounds = disk or [], disk_size or []
     if len(bounds) > len(roots):
         fail(f"{len(bounds)} --disk-size for {len(roots)} --disk; give each bound after its --disk", 2)
+    _check_sizes([("--cpu", cpu), *(("--disk-size", bound) for bound in bounds)])
     options = {
         "write_policy": write_policy,
         "fsync": fsync,
@@ -124,16 +129,30 @@ def config(
         if value is not None:
             extra[key] = value
     extra |= dict(_setting(text) for text in setting or [])
-    _, notes = OffloadConfig.parse(extra)
+    parsed, notes = OffloadConfig.parse(extra)
+    for given, tier in zip(extra.get("secondary_tiers") or [], parsed.secondary_tiers, strict=True):
+        given["root_dir"] = tier.root_dir  # absolute: the server is started in another directory
     for note in notes:
         typer.echo(f"kv-offload: note: {note}", err=True)
     text = json.dumps(transfer_config(extra))
     typer.echo(f"--kv-transfer-config {shlex.quote(text)}" if shell else text)
 
 
+def _check_sizes(given: list[tuple[str, str | None]]) -> None:
+    """The options by their own names; the configuration knows them as keys."""
+    from kv_offload.sizes import parse_byte_size
+
+    for option, text in given:
+        try:
+            parse_byte_size(text or "0")
+        except ValueError as error:
+            fail(f"{option}: {error}", 2)
+
+
 def _share_of_memory() -> str:
     """A quarter of the host memory that is available here, in whole GiB or MiB."""
     from kv_offload import _core
+    from kv_offload.sizes import format_bytes
 
     available, limited_by = _core.memory_headroom()
     size = available // 4

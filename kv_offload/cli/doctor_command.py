@@ -4,23 +4,38 @@ import json
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from kv_offload.cli import doctor_checks as checks
-from kv_offload.cli.doctor_checks import Check
-from kv_offload.cli.terminal import OK, PROBLEM, USAGE, console, fail, print_json, sentence, table, told
-from kv_offload.config import ConfigError, FsTierConfig, OffloadConfig
-from kv_offload.config_compat import own_extra_config
-from kv_offload.sizes import parse_byte_size
+from kv_offload.cli.terminal import (
+    OK,
+    PROBLEM,
+    USAGE,
+    console,
+    escape,
+    fail,
+    print_json,
+    sentence,
+    table,
+    told,
+)
+
+if TYPE_CHECKING:
+    from kv_offload.cli.doctor_checks import Check
+    from kv_offload.config import FsTierConfig
 
 _COLOURS = {"ok": "green", "note": "yellow", "refused": "bold red"}
 
 
 @told
 def doctor(
+    url: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="URL", help="Ask this running server instead of this machine.", show_default=False
+        ),
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(
@@ -43,17 +58,54 @@ def doctor(
     ] = "256MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Say whether vLLM would be served here, and how: version, device, memory, ports, disks, effective
-    plan.
+    """Say whether vLLM would be served here, or how a server is doing.
 
-    [bold]Example[/bold]: kv-offload doctor --config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
+    Without URL: version, device, memory, ports, disks, and the settings that the configuration amounts to.
+    Allocates no host memory for serving and changes no root; to measure a disk it writes temporary records
+    in a directory that it removes again. With URL: what the server's metrics say about its tiers, their
+    failures, and what is missed and why.
 
-    Allocates no host memory for serving and changes no root; to measure a disk it writes temporary
-    records in a directory that it removes again.
+    \b
+    Examples:
+      kv-offload doctor --config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
+      kv-offload doctor http://gpu-7:8000
 
-    Exit status: 0 it would be served; 1 something would be refused; 2 the command was used wrongly.
+    Exit status: 0 it would be served, or is; 1 something would be refused, or the server cannot be reached;
+    2 the command was used wrongly.
     """
-    total = parse_byte_size(measure_size)
+    from kv_offload.sizes import parse_byte_size
+
+    if url is not None:
+        if config is not None or root:
+            fail("URL asks a running server, --config and --root ask this machine: give one of them", USAGE)
+        found, plan = _ask_server(url)
+    else:
+        found, plan = _ask_machine(config, root or [], ranks, measure, parse_byte_size(measure_size))
+    if as_json:
+        print_json(_as_json(found, plan))
+    else:
+        _print(found, plan)
+    raise typer.Exit(PROBLEM if any(check.state == "refused" for check in found) else OK)
+
+
+def _ask_server(url: str) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
+    """What a running server's metrics answer; it does not tell its settings."""
+    from kv_offload.cli.server import metrics_url, scrape
+    from kv_offload.cli.server_checks import server_checks
+
+    address = metrics_url(url)
+    return server_checks(address, scrape(address)), []
+
+
+def _ask_machine(
+    config: str | None, roots: list[str], ranks: int, measure: bool, total: int
+) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
+    """The answers to all questions about this machine, and the effective settings."""
+    from kv_offload.cli import doctor_checks as checks
+    from kv_offload.cli.doctor_checks import Check
+    from kv_offload.config import ConfigError, FsTierConfig, OffloadConfig
+    from kv_offload.config_compat import own_extra_config
+
     found: list[Check] = []
     parsed: OffloadConfig | None = None
     if config is not None:
@@ -67,7 +119,7 @@ def doctor(
         else:
             found += checks.warnings(parsed, notes)
     tiers = list(parsed.secondary_tiers if parsed else ())
-    tiers += [FsTierConfig(root_dir=path) for path in root or []]
+    tiers += [FsTierConfig(root_dir=path) for path in roots]
     questions: list[tuple[str, Callable[[], Iterable[Check]]]] = [
         ("software", checks.software),
         ("device", lambda: [checks.device()]),
@@ -84,23 +136,22 @@ def doctor(
         for name, question in questions:
             status.update(f"asking: {name}")
             found += _answers(name, question)
-    plan = checks.plan(parsed) if parsed else []
-    if as_json:
-        print_json(_as_json(found, plan))
-    else:
-        _print(found, plan)
-    raise typer.Exit(PROBLEM if any(check.state == "refused" for check in found) else OK)
+    return found, checks.plan(parsed) if parsed else []
 
 
-def _disk(tier: FsTierConfig, measure: bool, total: int) -> list[Check]:
+def _disk(tier: "FsTierConfig", measure: bool, total: int) -> "list[Check]":
+    from kv_offload.cli import doctor_checks as checks
+
     found = checks.root(tier)
     if measure and all(check.state == "ok" for check in found):
         found.append(checks.disk_speed(tier, total))
     return found
 
 
-def _answers(name: str, question: Callable[[], Iterable[Check]]) -> list[Check]:
+def _answers(name: str, question: "Callable[[], Iterable[Check]]") -> "list[Check]":
     """A question that fails is an answer too, and the others are still asked."""
+    from kv_offload.cli.doctor_checks import Check
+
     try:
         return list(question())
     except ImportError as error:
@@ -127,7 +178,7 @@ def read_config(text: str) -> dict[str, Any]:
     return value
 
 
-def _as_json(found: list[Check], plan: list[tuple[str, str, bool]]) -> dict[str, Any]:
+def _as_json(found: "list[Check]", plan: list[tuple[str, str, bool]]) -> dict[str, Any]:
     return {
         "ok": not any(check.state == "refused" for check in found),
         "checks": [
@@ -138,15 +189,16 @@ def _as_json(found: list[Check], plan: list[tuple[str, str, bool]]) -> dict[str,
     }
 
 
-def _print(found: list[Check], plan: list[tuple[str, str, bool]]) -> None:
+def _print(found: "list[Check]", plan: list[tuple[str, str, bool]]) -> None:
     out = console()
-    answers = table("", "", "", "")
+    answers = table("", "state", "asked", "answer", fold=("asked", "answer"))
+    answers.show_header = False
     for check in found:
         answers.add_row(f"[{_COLOURS[check.state]}]{check.state}[/]", escape(check.name), escape(check.text))
     out.print(answers)
     if plan:
         out.print()
-        settings = table("effective plan", "setting", "value", "")
+        settings = table("effective plan", "setting", "value", "", fold=("value",))
         for name, value, given in plan:
             settings.add_row(escape(name), escape(value), "" if given else "[dim]default[/]")
         out.print(settings)

@@ -11,18 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kv_offload.cli.root_commands import Json, Root, open_root
+from kv_offload.cli.root_commands import Json, Root
+from kv_offload.cli.roots import open_root
 from kv_offload.cli.terminal import OK, PROBLEM, console, print_json, told
-from kv_offload.machine import held_bytes
-from kv_offload.sizes import format_bytes, parse_byte_size
 
 if TYPE_CHECKING:
     from kv_offload._core import FsRoot
 
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 _NO_TARGET = 1 << 62
-_WALK_EVERY_SECONDS = 3600.0  # in between the root's own account is believed
-_REST_SECONDS = 60.0  # after a walk that found nothing to remove: the account is too high, or all is foreign
+_WALK_EVERY_SECONDS = 3600.0  # in between the root's own ledger is believed
+_REST_SECONDS = 60.0  # after a walk that found nothing to remove: the ledger is too high, or all is foreign
 
 
 class Stopped(Exception):
@@ -65,29 +64,30 @@ def evict(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, remove nothing.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove records until a root is below its bound, beside the servers that use it.
+    """Remove records until a root is below its bound.
 
-    First goes what nobody can hit any more: generations that a reset left behind, and namespaces (another
-    model, revision or layout) that no server has open and that were not used for [bold]--dead-after[/bold].
-    Then records of all namespaces, least recently used first. Servers write recency back once a minute.
+    Runs beside the servers that use the root. First go records that nobody can hit any more: those from
+    before a reset, and namespaces (another model, revision or layout) that no server has open and that were
+    not used for --dead-after. Then records of all namespaces, least recently used first; servers write the
+    time of last use once a minute.
 
     Servers keep their own bound and need no evictor. It is for volumes that several of them share: one
-    place that sees all their records, in one order. It may run anywhere that mounts the volume, takes no
-    lock that a server waits for, and what it removes is taken off the account that servers reserve from;
-    what a server no longer finds it computes again. Give servers a max_bytes at or above this one.
+    place that sees all their records. It may run on any host that mounts the volume, as the user that the
+    root belongs to, and takes no lock that a server waits for. Give servers a max_bytes at or above this.
 
-    With [bold]--watch[/bold] it looks at that account every few seconds, which costs nothing, walks the root
-    once an hour and when it evicts, and waits for a ROOT that is not there yet. Each eviction is one line.
+    --watch reads the root's ledger every few seconds, which costs next to nothing, walks the root once an
+    hour and when it evicts, and waits for a ROOT that does not exist yet. Each eviction is one line.
 
-    [bold]Examples[/bold]
-
+    \b
+    Examples:
       kv-offload evict /mnt/kv --max-bytes 500GiB --dry-run
-
       kv-offload evict /mnt/kv --max-bytes 2TiB --high 95 --low 85 --watch --json
 
     Exit status: 0 the root is below its bound, or --watch was ended by a signal; 1 it could not be brought
-    below, because what is left are no records; 2 the command was used wrongly or ROOT is no root.
+    below because the rest are no records, or was refused; 2 wrong use, or ROOT is not a root.
     """
+    from kv_offload.sizes import parse_byte_size
+
     size = parse_byte_size(max_bytes)
     if low > high:
         raise ValueError(f"--low {low:g} is above --high {high:g}; eviction would never start or never stop")
@@ -98,7 +98,7 @@ def evict(
             raise ValueError("--watch and --dry-run exclude each other")
         Watch(root, bound, interval, show).run()
         return
-    report = evict_once(open_root(root), bound, dry_run=dry_run)
+    report = evict_once(open_root(root, changes=not dry_run), bound, dry_run=dry_run)
     if as_json:
         print_json(report)
     else:
@@ -139,12 +139,18 @@ class Watch:
         self._interval = interval
         self._show = show
         self._ended = threading.Event()
-        self._next_walk = 0.0  # the first look is a walk: the account may be older than the files
+        self._next_walk = 0.0  # the first look is a walk: the ledger may be older than the files
         self._rest_until = 0.0
 
     def run(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._end)
+        before = {number: signal.signal(number, self._end) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            self._look_until_ended()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _look_until_ended(self) -> None:
         told_waiting = False
         while not self._ended.is_set():
             try:
@@ -160,8 +166,10 @@ class Watch:
             self._ended.wait(self._interval)
 
     def look(self) -> None:
-        """One turn: nothing but a glance at the account while the root is below its high mark."""
-        root = open_root(self._path)
+        """One turn: nothing but a glance at the ledger while the root is below its high mark."""
+        from kv_offload.machine import held_bytes
+
+        root = open_root(self._path, changes=True)
         now = time.monotonic()
         resting = now < self._rest_until
         if now < self._next_walk and (resting or held_bytes(self._path) <= self._bound.start_above):
@@ -186,6 +194,8 @@ def print_line(report: dict[str, Any]) -> None:
 
 
 def print_sentence(report: dict[str, Any]) -> None:
+    from kv_offload.sizes import format_bytes
+
     dead = len(report["dead_namespaces"])
     would = "would be " if report["dry_run"] else ""
     parts = [f"{report['records']:,} records by age"]
@@ -196,7 +206,7 @@ def print_sentence(report: dict[str, Any]) -> None:
         f"{would}removed: {format_bytes(report['bytes_freed'])}"
         + (f" ({', '.join(parts)})" if report["bytes_freed"] else "")
         + f"; {format_bytes(report['bytes_after'])} left"
-        + ("" if report["below_bound"] else ", ABOVE THE BOUND: the rest are no records of ours")
+        + ("" if report["below_bound"] else ", ABOVE THE BOUND: the rest are not records")
     )
 
 
@@ -204,5 +214,5 @@ def parse_duration(text: str) -> float:
     """Seconds meant by ``90``, ``30min``, ``12h``, ``7d``. Raises ValueError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d)?", text)
     if match is None:
-        raise ValueError(f"{text!r} is no duration; write seconds, or a number with s, min, h or d: 12h")
+        raise ValueError(f"{text!r} is not a duration; write seconds, or a number with s, min, h or d: 12h")
     return float(match.group(1)) * _UNITS[match.group(2) or "s"]

@@ -4,11 +4,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from kv_offload.cli.terminal import add_row, console, print_json, table, told
-from kv_offload.config import EVICTION_POLICIES
-from kv_offload.sizes import format_bytes, parse_byte_size
+from kv_offload.cli.terminal import add_row, console, escape, print_json, table, told
 from kv_offload.traces import OPTIMUM, Setting, read_trace
 from kv_offload.traces import replay as replay_one
 
@@ -27,7 +24,7 @@ def replay(
         list[str] | None,
         typer.Option(
             metavar="POLICY",
-            help=f"{', '.join(EVICTION_POLICIES)}, or {OPTIMUM} (knows the future). Default: all.",
+            help=f"lru, s3fifo, prefix, or {OPTIMUM} (knows the future). Default: all.",
         ),
     ] = None,
     disk_policy: Annotated[
@@ -47,18 +44,22 @@ def replay(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Replay a trace of requests through the index and the eviction policies, as a server would use them.
+    """Replay a trace of requests against caches of other sizes.
 
-    Each line is an object such as {"input_length": 1024, "hash_ids": [0, 1]}: the numbers of the prompt's
-    blocks, equal numbers for equal prefixes. The traces that Mooncake published are written so. No memory
-    and no disk is used; hits count from the start of each prompt up to its first missing block.
+    Uses the index and the eviction policies as a server does, without memory or disk behind them. Each line
+    is an object such as {"input_length": 1024, "hash_ids": [0, 1]}: the numbers of the prompt's blocks,
+    equal numbers for equal prefixes. Mooncake publishes traces in this form. Hits count from the start of
+    each prompt up to its first missing block.
 
-    [bold]Example[/bold]
-
+    \b
+    Example:
       kv-offload replay trace.jsonl --host 5000 --host 20000 --disk 200000
 
-    Exit status: 0 replayed; 1 the trace cannot be read; 2 it is no trace, or an option is not known.
+    Exit status: 0 replayed; 1 the trace cannot be read; 2 it is not a trace, or an option is not known.
     """
+    from kv_offload.config import EVICTION_POLICIES
+    from kv_offload.sizes import format_bytes, parse_byte_size
+
     policies = policy or [*EVICTION_POLICIES, OPTIMUM]
     for name in policies:
         if name not in (*EVICTION_POLICIES, OPTIMUM):
@@ -90,8 +91,9 @@ def replay(
         f"[bold]{escape(str(trace))}[/bold]: {facts['requests']:,} requests, {facts['blocks']:,} blocks "
         f"({unique:,} different), {facts['tokens']:,} tokens"
     )
-    columns = ("hits", "hit tokens", "from disk", "saved prefill", "written")
-    shown = table("", "host blocks", "disk blocks", "policy", *columns, right=("host blocks", *columns))
+    sizes = ("host\nblocks", "disk\nblocks")
+    columns = ("hits", "hit\ntokens", "from\ndisk", "saved\nprefill", "written")
+    shown = table("", *sizes, "policy", *columns, right=(*sizes, *columns))
     for row in rows:
         written = "-" if row["written"] is None else f"{row['written']:,}"
         if size and row["written"] is not None:

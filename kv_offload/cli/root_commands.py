@@ -9,68 +9,76 @@ from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kv_offload.cli.terminal import OK, PROBLEM, USAGE, add_row, console, fail, print_json, table, told
-from kv_offload.namespace import described_id
-from kv_offload.sizes import format_bytes
+from kv_offload.cli.roots import open_root
+from kv_offload.cli.terminal import (
+    OK,
+    PROBLEM,
+    USAGE,
+    add_row,
+    console,
+    escape,
+    fail,
+    print_json,
+    shortened,
+    table,
+    told,
+)
 
 if TYPE_CHECKING:
     from kv_offload._core import FsRoot
 
-Root = Annotated[str, typer.Argument(metavar="ROOT", help="A root_dir of an fs tier.", show_default=False)]
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="The root_dir of a tier.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Namespace = Annotated[
     str | None,
-    typer.Option("--namespace", "-n", metavar="ID", help="Only this namespace; its first digits suffice."),
+    typer.Option("--namespace", "-n", metavar="ID", help="Only this namespace; its first digits are enough."),
 ]
 
 
 _SAME_SECONDS = 2.0  # from the header to the end of the file: a last use up to here is the write itself
-
-
-def open_root(path: str) -> "FsRoot":
-    """The root at ``path``. Raises ValueError when it is none of this project."""
-    from kv_offload import _core
-
-    return _core.FsRoot(path)
+_SHORT_ID = 12  # digits of a namespace that are shown
+_LS_WITHOUT_KEY = 54  # columns that all but the key take in a row of ls
 
 
 @told
 def stat(root: Root, as_json: Json = False) -> None:
-    """Show what a root holds: bytes, records, and each namespace (one per model, layout and format).
+    """Show what a root holds: bytes, records, and each namespace.
 
-    [bold]Example[/bold]: kv-offload stat /var/cache/kv --json | jq .bytes
+    Each model, layout and format has a namespace of its own. With --json each has its description (model,
+    revision, dtype, layout) and its generation (how often it was reset) as well.
 
-    Exit status: 0 shown; 2 ROOT is no root.
+    \b
+    Example:
+      kv-offload stat /var/cache/kv --json | jq .bytes
+
+    Exit status: 0 shown; 1 ROOT cannot be read; 2 ROOT is not a root.
     """
+    from kv_offload.sizes import format_bytes
+
     facts = open_root(root).stat()
+    for space in facts["namespaces"]:
+        space["description"] = _description(space.pop("json"))
     if as_json:
         print_json(facts)
         return
     out = console()
     out.print(
-        f"[bold]{escape(root)}[/bold]: {format_bytes(facts['bytes'])} in {facts['records']:,} records, "
-        f"{facts['temporaries']:,} temporaries, {_count(facts['namespaces'], 'namespace')}"
+        f"[bold]{escape(root)}[/bold]: {format_bytes(facts['bytes'])}, {_count(facts['records'], 'record')}, "
+        f"{_count(len(facts['namespaces']), 'namespace')}, {_count(facts['temporaries'], 'temporary file')}"
     )
-    shown = table(
-        "", "namespace", "model", "kv dtype", "generation", "records", "bytes", "oldest", "newest", "in use",
-        right=("generation", "records", "bytes", "oldest", "newest"),
-    )  # fmt: skip
+    numbers = ("bytes", "records", "oldest", "newest")
+    shown = table("", "namespace", *numbers, "in use", "model", right=numbers, fold=("model",))
     for space in facts["namespaces"]:
-        meaning = _meaning(space["json"])
         add_row(
             shown,
-            space["id"][:12],
-            model_name(meaning),
-            str(meaning.get("kv_dtype", "?")),
-            str(space["generation"]),
-            f"{space['records']:,}",
+            space["id"][:_SHORT_ID],
             format_bytes(space["bytes"]),
+            f"{space['records']:,}",
             age(space["oldest"]),
             age(space["newest"]),
             "yes" if space["open"] else "no",
+            model_name(space["description"] or {}),
         )
     if facts["namespaces"]:
         out.print(shown)
@@ -115,20 +123,21 @@ def ls(
     """List the records of a root, last used first.
 
     A record's age is that of its last use: servers write it back to the file once a minute. Whether it was
-    hit at all since it was written is known (from its header, which is read for what is shown, and of all
-    records for [bold]--by hits[/bold]); how often is not kept on disk.
+    used at all since it was written is known from its header, which is read for what is shown, and of all
+    records for --by hits; how often is not kept on disk. In a narrow terminal keys are shortened.
 
-    With [bold]--json[/bold] each record is one line: namespace, generation, key, bytes, mtime (last use, unix
-    seconds), created, hit, path. With [bold]--limit 0[/bold] and by newest they come as they are found.
+    With --json each record is one line: namespace, generation, key, bytes, mtime (last use, unix seconds),
+    created, hit, path. With --limit 0 and by newest they come as they are found.
 
-    [bold]Examples[/bold]
-
+    \b
+    Examples:
       kv-offload ls /var/cache/kv --by largest -l 10
-
       kv-offload ls /var/cache/kv -n 3fa2 --by hits --json
 
-    Exit status: 0 listed; 2 ROOT is no root, or has no such namespace.
+    Exit status: 0 listed; 1 ROOT cannot be read; 2 ROOT is not a root, or has no such namespace.
     """
+    from kv_offload.sizes import format_bytes
+
     opened = open_root(root)
     found: Iterable[dict[str, Any]] = opened.records(full_id(opened, namespace))
     if by is Order.HITS:
@@ -143,20 +152,21 @@ def ls(
         for record in found:
             typer.echo(json.dumps(record))
         return
-    numbers = ("bytes", "last used", "written", "generation")
-    shown = table("", "key", *numbers[:3], "hit", "namespace", "generation", right=numbers)
+    out = console()
+    numbers = ("bytes", "used", "written", "gen")
+    shown = table("", "key", *numbers[:3], "hit", "namespace", "gen", right=numbers)
     for record in found:
         add_row(
             shown,
-            record["key"],
+            shortened(record["key"], out.width - _LS_WITHOUT_KEY),
             format_bytes(record["bytes"]),
             age(record["mtime"]),
             age(record["created"]),
             "yes" if record["hit"] else "no",
-            record["namespace"][:12],
+            record["namespace"][:_SHORT_ID],
             str(record["generation"]),
         )
-    console().print(shown if shown.row_count else "no records")
+    out.print(shown if shown.row_count else "no records")
 
 
 def _with_history(record: dict[str, Any]) -> dict[str, Any]:
@@ -173,20 +183,22 @@ def verify(
     repair: Annotated[bool, typer.Option("--repair", help="Remove what is proven bad.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Open every record and check its length, header, key and checksums.
+    """Check every record of a root: length, header, key, checksums.
 
-    Finds as well records that no server can find, because their name or directory is wrong, and
-    namespaces whose namespace.json is not what their id was made of (a server refuses to start with one;
-    without it, it writes it again). [bold]--repair[/bold] removes all that is proven bad, nothing else:
-    what is removed is computed again. A server that uses the root may keep running: it checks each record
-    again when it reads it. Records that cannot be read (an I/O error, permissions) are named but never
-    removed.
+    Also finds records that no server can find, because their name or directory is wrong, and namespaces
+    whose namespace.json does not match their id. --repair removes what is proven bad, nothing else: what is
+    removed is computed again. Records that cannot be read (an I/O error, permissions) are named and kept.
+    Servers may use the root meanwhile. --repair must run as the user that the root belongs to.
 
-    [bold]Example[/bold]: kv-offload verify /var/cache/kv --repair --json
+    \b
+    Example:
+      kv-offload verify /var/cache/kv --repair --json
 
-    Exit status: 0 all is well; 1 something is damaged, repaired or not; 2 ROOT is no root.
+    Exit status: 0 all is well; 1 something is damaged (repaired or not) or refused; 2 ROOT is not a root.
     """
-    opened = open_root(root)
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    opened = open_root(root, changes=repair)
     with Progress(
         TextColumn("verifying"),
         BarColumn(),
@@ -213,6 +225,8 @@ def verify(
 
 def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict[str, Any]]:
     """A namespace's id is the digest of its namespace.json: those where it is not, as ``verify`` tells."""
+    from kv_offload.namespace import described_id
+
     damaged = []
     for space in opened.stat()["namespaces"]:
         if not space["json"] or described_id(space["json"]) == space["id"]:
@@ -220,7 +234,7 @@ def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict
         path = os.path.join(root, space["id"], "namespace.json")
         if repair:
             os.unlink(path)
-        message = "it describes another namespace than the one whose directory it is in"
+        message = "it describes another namespace than that of its directory"
         damaged.append({"path": path, "kind": "corrupt", "message": message, "removed": repair})
     return damaged
 
@@ -228,15 +242,15 @@ def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict
 def _print_damage(checked: int, damaged: list[dict[str, Any]], repair: bool) -> None:
     out = console()
     if not damaged:
-        out.print(f"{checked:,} records, all good")
+        out.print(f"{_count(checked, 'record')}, all good")
         return
-    shown = table("", "record", "kind", "what", "removed")
+    shown = table("", "record", "kind", "what", "removed", fold=("record", "what"))
     for bad in damaged:
         add_row(shown, bad["path"], bad["kind"], bad["message"], "yes" if bad["removed"] else "no")
     out.print(shown)
     removed = sum(1 for bad in damaged if bad["removed"])
     advice = f"{removed:,} removed" if repair else "run again with --repair to remove what is proven bad"
-    out.print(f"{checked:,} records, {len(damaged):,} damaged; {advice}")
+    out.print(f"{_count(checked, 'record')}, {len(damaged):,} damaged; {advice}")
 
 
 @told
@@ -248,13 +262,18 @@ def purge(
 ) -> None:
     """Remove the records of one namespace, or of all.
 
-    A server that uses the root may keep running: what it no longer finds it computes again.
+    Servers may use the root meanwhile: what they no longer find they compute again. Must run as the user
+    that the root belongs to.
 
-    [bold]Example[/bold]: kv-offload purge /var/cache/kv --namespace 3fa2 --yes
+    \b
+    Example:
+      kv-offload purge /var/cache/kv --namespace 3fa2 --yes
 
-    Exit status: 0 removed; 1 not confirmed; 2 ROOT is no root, or has no such namespace.
+    Exit status: 0 removed; 1 not confirmed, or refused; 2 ROOT is not a root, or has no such namespace.
     """
-    opened = open_root(root)
+    from kv_offload.sizes import format_bytes
+
+    opened = open_root(root, changes=True)
     chosen = full_id(opened, namespace)
     if not yes:
         if as_json:
@@ -264,18 +283,19 @@ def purge(
         records = sum(space["records"] for space in spaces)
         if any(space["open"] for space in spaces):
             typer.echo(
-                "A server has it open: it goes on, and computes again what it no longer finds.", err=True
+                "A server uses it: it keeps running, and computes again what it no longer finds.", err=True
             )
         size = sum(space["bytes"] for space in spaces)
         typer.confirm(
-            f"Remove {records:,} records ({format_bytes(size)}, {_count(spaces, 'namespace')}) from {root}?",
+            f"Remove {_count(records, 'record')} ({format_bytes(size)}, {_count(len(spaces), 'namespace')}) "
+            f"from {root}?",
             abort=True,
         )
     records, size = opened.purge(chosen)
     if as_json:
         print_json({"records": records, "bytes": size})
     else:
-        console().print(f"{records:,} records removed, {format_bytes(size)}")
+        console().print(f"{_count(records, 'record')} removed, {format_bytes(size)}")
 
 
 def full_id(root: "FsRoot", prefix: str | None) -> str | None:
@@ -288,8 +308,7 @@ def full_id(root: "FsRoot", prefix: str | None) -> str | None:
         return found[0]
     there = ", ".join(known[:12] for known in ids) or "none"
     raise ValueError(
-        f"namespace {prefix} is {'not there' if not found else 'not the only one that starts so'}; "
-        f"there are: {there}"
+        f"{'no' if not found else 'more than one'} namespace starts with {prefix}; there are: {there}"
     )
 
 
@@ -304,21 +323,24 @@ def age(unix_seconds: float | None) -> str:
     return f"{seconds // 86_400} d"
 
 
-def model_name(meaning: dict[str, Any]) -> str:
-    """The model of a namespace.json, for people."""
-    model = meaning.get("model", {})
+def model_name(description: dict[str, Any]) -> str:
+    """The model of a namespace and the dtype of its cache, for people."""
+    model = description.get("model", {})
+    name = str(model.get("architecture") or "?")
     if "name" in model:
-        return f"{model['name']}@{str(model.get('revision', '?'))[:8]}"
-    return str(model.get("architecture") or "?")
+        name = f"{model['name']}@{str(model.get('revision', '?'))[:8]}"
+    return f"{name} {description.get('kv_dtype', '?')}"
 
 
-def _meaning(text: Any) -> dict[str, Any]:
+def _description(text: Any) -> dict[str, Any] | None:
+    """What a namespace.json says; None when it is damaged or missing."""
     try:
-        parsed = json.loads(text) if isinstance(text, str) else text
-    except ValueError:
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
+        parsed = json.loads(text)
+    except (TypeError, ValueError):
+        return None
+    return parsed if isinstance(parsed, dict) else None
 
 
-def _count(things: list[Any], name: str) -> str:
-    return f"{len(things):,} {name}{'' if len(things) == 1 else 's'}"
+def _count(number: int, name: str) -> str:
+    plural = f"{name[:-1]}ies" if name.endswith("y") else f"{name}s"
+    return f"{number:,} {name if number == 1 else plural}"

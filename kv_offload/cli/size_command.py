@@ -1,18 +1,15 @@
 """``kv-offload size``: what a model's KV cache takes, and what a tier must be able to pay for itself."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from kv_offload.cli.doctor_command import read_config
-from kv_offload.cli.terminal import add_row, console, print_json, rate, table, told
-from kv_offload.config import OffloadConfig
-from kv_offload.config_compat import own_extra_config
-from kv_offload.machine import tier_bounds
-from kv_offload.model_shape import DTYPE_BYTES, ModelShape, read_model
-from kv_offload.sizes import format_bytes, parse_byte_size
-from kv_offload.sizing import GIB, Geometry
+from kv_offload.cli.terminal import add_row, console, escape, print_json, rate, table, told
+
+if TYPE_CHECKING:
+    from kv_offload.model_shape import ModelShape
+    from kv_offload.sizing import Geometry
 
 PREFILL_SPEEDS = (1_000.0, 5_000.0, 10_000.0, 20_000.0, 50_000.0)
 
@@ -23,7 +20,7 @@ def size(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A model directory, a config.json, or the name of a model in the local Hugging Face cache.",
+            help="A model directory, a config.json, or a name on the Hugging Face hub.",
             show_default=False,
         ),
     ],
@@ -59,23 +56,28 @@ def size(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Say how many bytes a token of this model takes, what the tiers hold, and when loading pays.
+    """Say what a model's KV cache takes, and when loading it pays.
 
-    Reads config.json only: no weights, no vLLM, no network. The break-even bandwidth is the speed that a
-    tier must deliver to a request for loading a prompt to take as long as computing it: below it, computing
-    is faster. Measure a disk with [bold]kv-offload bench[/bold].
+    Reads config.json only: no weights, no vLLM. A name such as ORG/NAME is looked for in the local Hugging
+    Face cache; its config.json is downloaded only where huggingface_hub is installed and not set offline.
+    The break-even bandwidth is the speed at which loading a prompt takes as long as computing it: a slower
+    tier does not pay. Measure a disk with kv-offload bench. Layers with a state (Mamba, linear attention)
+    are counted with one state per chunk: the most that can be stored.
 
-    [bold]Examples[/bold]
-
+    \b
+    Examples:
       kv-offload size /models/Llama-3.1-8B --cpu 32GiB --disk-size 500GiB
-
       kv-offload size config.json -t 8 --kv-dtype fp8 --prefill 12000 --json
 
-    Exit status: 0 sized; 2 the model or an option cannot be understood.
+    Exit status: 0 sized; 1 the model cannot be found; 2 the model or an option cannot be understood.
     """
-    shape = read_model(model)
+    from kv_offload.cli.models import find_model
+    from kv_offload.model_shape import DTYPE_BYTES
+    from kv_offload.sizing import GIB
+
+    shape = find_model(model)
     dtype = chosen_dtype(shape, kv_dtype)
-    geometry = shape.geometry(dtype, tensor_parallel, block_size * blocks_per_chunk)
+    geometry = shape.geometry(dtype, tensor_parallel, block_size, blocks_per_chunk)
     tiers = _tiers(geometry, cpu, disk_size or [], config)
     speeds = prefill or list(PREFILL_SPEEDS)
     per_token = shape.bytes_per_token(dtype, tensor_parallel)
@@ -85,7 +87,8 @@ def size(
         "dtype": shape.dtype,
         "kv_dtype": dtype,
         "tensor_parallel": tensor_parallel,
-        "tokens_per_chunk": block_size * blocks_per_chunk,
+        "tokens_per_chunk": geometry.groups[0].tokens_per_chunk,
+        "tokens_per_block": shape.block_size(dtype, tensor_parallel, block_size),
         "groups": [
             {
                 "name": group.name,
@@ -93,6 +96,14 @@ def size(
                 "bytes_per_token": {name: group.bytes_per_token(name, tensor_parallel) for name in dtypes},
             }
             for group in shape.groups
+        ],
+        "states": [
+            {
+                "name": state.name,
+                "layers": state.layers,
+                "bytes": {name: state.state_bytes(DTYPE_BYTES, name) for name in dtypes},
+            }
+            for state in shape.states
         ],
         "bytes_per_token": {name: shape.bytes_per_token(name, tensor_parallel) for name in dtypes},
         "largest_record_bytes": geometry.largest_record_bytes,
@@ -113,8 +124,10 @@ def size(
         _print(facts)
 
 
-def chosen_dtype(shape: ModelShape, given: str) -> str:
+def chosen_dtype(shape: "ModelShape", given: str) -> str:
     """The dtype of the cache that ``--kv-dtype`` means. Raises ValueError naming those there are."""
+    from kv_offload.model_shape import DTYPE_BYTES
+
     if given == "auto":
         return shape.dtype
     if given not in DTYPE_BYTES:
@@ -127,7 +140,14 @@ def break_even(bytes_per_token: float, tokens_per_second: float) -> float:
     return bytes_per_token * tokens_per_second
 
 
-def _tiers(geometry: Geometry, cpu: str | None, disks: list[str], config: str | None) -> list[dict[str, Any]]:
+def _tiers(
+    geometry: "Geometry", cpu: str | None, disks: list[str], config: str | None
+) -> list[dict[str, Any]]:
+    from kv_offload.config import OffloadConfig
+    from kv_offload.config_compat import own_extra_config
+    from kv_offload.machine import tier_bounds
+    from kv_offload.sizes import parse_byte_size
+
     sizes: list[tuple[str, int]] = []
     if cpu is not None:
         sizes.append(("cpu", parse_byte_size(cpu)))
@@ -149,6 +169,8 @@ def _tiers(geometry: Geometry, cpu: str | None, disks: list[str], config: str | 
 
 
 def _print(facts: dict[str, Any]) -> None:
+    from kv_offload.sizes import format_bytes
+
     out = console()
     dtypes = list(facts["bytes_per_token"])
     ranks = f", {facts['tensor_parallel']} ranks" if facts["tensor_parallel"] > 1 else ""
@@ -162,13 +184,20 @@ def _print(facts: dict[str, Any]) -> None:
     )
     for note in facts["notes"]:
         out.print(f"note: {note}", style="yellow", markup=False)
-    groups = table("\nbytes per token", "kind", "layers", *dtypes, right=("layers", *dtypes))
+    groups = table("\nbytes per token", "kind", "layers", *dtypes, right=("layers", *dtypes), fold=("kind",))
     for group in facts["groups"]:
         cells = [f"{group['bytes_per_token'][name]:,}" for name in dtypes]
         add_row(groups, group["name"], str(group["layers"]), *cells)
     if len(facts["groups"]) > 1:
         add_row(groups, "all", "", *[f"{facts['bytes_per_token'][name]:,}" for name in dtypes])
     out.print(groups)
+    for state in facts["states"]:
+        size = format_bytes(state["bytes"][facts["kv_dtype"]])
+        out.print(
+            f"and {state['layers']} layers with a {state['name']} of {size} each, one for a block; vLLM "
+            f"makes blocks of {facts['tokens_per_block']:,} tokens, so that a state fits",
+            markup=False,
+        )
     if facts["tiers"]:
         tiers = table("\ntokens per tier", "tier", "bytes", "tokens", right=("bytes", "tokens"))
         for tier in facts["tiers"]:

@@ -1,22 +1,26 @@
-"""What every command does the same way: errors in one sentence, tables, JSON."""
+"""What every command does the same way: errors in one sentence, tables, JSON.
+
+Importing this module loads neither rich nor the C++ core: ``--help`` and completion need none of them.
+"""
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from kv_offload.sizes import format_bytes
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 OK, PROBLEM, USAGE = 0, 1, 2
+_WIDTH_WITHOUT_TERMINAL = 160
 
 
 def fail(sentence: str, status: int) -> NoReturn:
@@ -52,29 +56,54 @@ def sentence(error: Exception) -> str:
     return str(error)
 
 
-def console(stderr: bool = False) -> Console:
-    """A console that does not cut lines when nobody reads it on a terminal."""
+def console(stderr: bool = False) -> "Console":
+    """A console as wide as the terminal, or as COLUMNS says; wide where nobody reads it on a terminal."""
+    from rich.console import Console
+
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else 160, highlight=False)
+    known = stream.isatty() or "COLUMNS" in os.environ
+    return Console(stderr=stderr, width=None if known else _WIDTH_WITHOUT_TERMINAL, highlight=False)
 
 
-def table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A table whose long cells fold instead of losing their end; ``right`` names columns of numbers."""
+def table(title: str, *columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()) -> "Table":
+    """A table. ``right``: columns of numbers. ``fold``: columns of long text, which fold where the terminal
+    is narrow instead of losing their end; all others keep to one line, their header included."""
+    from rich.table import Table
+
     made = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         made.add_column(
-            column, justify="right" if column in right else "left", overflow="fold", no_wrap=column in right
+            column,
+            justify="right" if column in right else "left",
+            overflow="fold",
+            no_wrap=column not in fold,
         )
     return made
 
 
-def add_row(to: Table, *cells: str) -> None:
+def add_row(to: "Table", *cells: str) -> None:
     """A row of plain text: brackets in it are no markup."""
+    from rich.markup import escape
+
     to.add_row(*(escape(cell) for cell in cells))
+
+
+def shortened(text: str, width: int) -> str:
+    """``text`` in at most ``width`` characters; an ellipsis in the place of its end."""
+    return text if len(text) <= width else f"{text[: max(1, width - 1)]}…"
+
+
+def escape(text: str) -> str:
+    """``text`` with its brackets kept from being markup."""
+    from rich.markup import escape as of_rich
+
+    return of_rich(text)
 
 
 def rate(bytes_per_second: float) -> str:
     """A speed for people: 1.2 GiB/s."""
+    from kv_offload.sizes import format_bytes
+
     return f"{format_bytes(int(bytes_per_second))}/s"
 
 

@@ -1,19 +1,17 @@
 """``kv-offload top URL``: what a serving engine's tiers do, from its /metrics."""
 
 import time
-from typing import Annotated, Any
-from urllib.parse import urlsplit, urlunsplit
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.text import Text
 
-from kv_offload.cli.terminal import OK, PROBLEM, add_row, console, fail, print_json, rate, table, told
-from kv_offload.exposition import Page, fetch
-from kv_offload.sizes import format_bytes
+from kv_offload.cli.server import PREFIX, metrics_url, scrape
+from kv_offload.cli.terminal import OK, add_row, console, print_json, rate, table, told
 
-PREFIX = "kv_offload_"
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kv_offload.exposition import Page
 
 
 @told
@@ -30,20 +28,22 @@ def top(
     count: Annotated[int, typer.Option(min=0, metavar="N", help="End after N intervals; 0: go on.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON for each interval.")] = False,
 ) -> None:
-    """Show tiers, hit rates, speeds and misses by reason of a running server, live.
+    """Show a running server live: tiers, hits, speeds, misses.
 
-    Looks at the server's own /metrics every few seconds; rates are those of the last interval, engines of
-    one server are taken together. On a terminal the page is redrawn until Ctrl-C, elsewhere each interval
-    is printed below the one before.
+    Reads the server's own /metrics every few seconds; rates are those of the last interval, engines of one
+    server are taken together. On a terminal the page is redrawn until Ctrl-C, elsewhere each interval is
+    printed below the one before. kv-offload why explains what is missed.
 
-    [bold]Examples[/bold]
-
+    \b
+    Examples:
       kv-offload top http://gpu-7:8000
-
       kv-offload top http://gpu-7:8000 --once --json | jq .hit_rate
 
     Exit status: 0 shown; 1 the server cannot be reached, or its page has no metrics of KVOffloadSpec.
     """
+    from rich.live import Live
+    from rich.text import Text
+
     address = metrics_url(url)
     before, then = scrape(address), time.monotonic()
     turns = 1 if once else count
@@ -79,26 +79,7 @@ def top(
     raise typer.Exit(OK)
 
 
-def metrics_url(given: str) -> str:
-    """The page that ``given`` means: http and /metrics are understood."""
-    parts = urlsplit(given if "://" in given else f"http://{given}")
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{given} is no address of a server; such as http://127.0.0.1:8000/metrics")
-    return urlunsplit(parts._replace(path=parts.path if parts.path.strip("/") else "/metrics"))
-
-
-def scrape(address: str) -> Page:
-    """The page at ``address``. Raises OSError; ends the command when it is of another server."""
-    page = Page(fetch(address))
-    if not page.has(PREFIX):
-        fail(
-            f"{address} has no {PREFIX}* metrics: is vLLM served with KVOffloadSpec, and had it a request?",
-            PROBLEM,
-        )
-    return page
-
-
-def compare(before: Page, page: Page, seconds: float) -> dict[str, Any]:
+def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
     """What happened between two scrapes that are ``seconds`` apart, and what is there now."""
 
     def grown(name: str, **labels: str) -> float:
@@ -159,20 +140,32 @@ def compare(before: Page, page: Page, seconds: float) -> dict[str, Any]:
     }
 
 
-def view(address: str, figures: dict[str, Any]) -> RenderableType:
+def view(address: str, figures: dict[str, Any]) -> "RenderableType":
     """The page for people."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from kv_offload.sizes import format_bytes
+
     parts: list[RenderableType] = [Text(_headline(address, figures))]
-    right = ("held", "of", "full", "chunks", "hits/s", "read", "write", "latency", "queue", "oldest", "fail")
-    tiers = table("", "tier", *right, right=right)
+    amounts = ("held", "of", "full", "chunks")
+    held = table("", "tier", *amounts, right=amounts)
     for name, tier in figures["tiers"].items():
-        latency = tier["read_seconds"]
         add_row(
-            tiers,
+            held,
             name,
             format_bytes(int(tier["bytes"])),
             format_bytes(int(tier["capacity_bytes"])),
             _percent(tier["bytes"] / tier["capacity_bytes"] if tier["capacity_bytes"] else None),
             f"{tier['chunks']:,.0f}",
+        )
+    speeds = ("hits/s", "read", "write", "latency", "queue", "oldest", "failed")
+    traffic = table("", "tier", *speeds, right=speeds)
+    for name, tier in figures["tiers"].items():
+        latency = tier["read_seconds"]
+        add_row(
+            traffic,
+            name,
             f"{tier['hit_tokens_per_second']:,.0f}",
             rate(tier["read_bytes_per_second"]),
             rate(tier["write_bytes_per_second"]),
@@ -181,7 +174,7 @@ def view(address: str, figures: dict[str, Any]) -> RenderableType:
             f"{tier['oldest_op_seconds']:.1f} s",
             f"{tier['failures']:.0f}",
         )
-    parts.append(tiers)
+    parts += [held, Text(), traffic]
     misses = table("\nmisses", "reason", "tokens/s", "tokens", right=("tokens/s", "tokens"))
     by_rate = sorted(
         figures["misses"].items(), key=lambda item: (-item[1]["tokens_per_second"], -item[1]["tokens"])

@@ -1,5 +1,5 @@
 // How long random tests run: shorter under a sanitizer, whose steps cost ten times
-// as much; longer with KV_OFFLOAD_SOAK=<factor> in the environment.
+// as much; longer or shorter with KV_OFFLOAD_SOAK=<factor> in the environment.
 #pragma once
 
 #include <algorithm>
@@ -7,16 +7,20 @@
 
 namespace kv_offload::testing {
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#if !defined(__has_feature)  // Clang's way to say what g++ defines
+#define __has_feature(feature) 0
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || __has_feature(address_sanitizer) || \
+    __has_feature(thread_sanitizer)
 inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;
 #endif
 
 inline int rounds(int usual) {
-  const char* factor = std::getenv("KV_OFFLOAD_SOAK");
-  const int soak = factor == nullptr ? 1 : std::max(1, std::atoi(factor));
-  return kSanitized ? std::max(1, usual * soak / 8) : usual * soak;
+  const char* text = std::getenv("KV_OFFLOAD_SOAK");
+  const double factor = text == nullptr ? 1 : std::max(0.01, std::atof(text));
+  return std::max(1, static_cast<int>(usual * factor / (kSanitized ? 8 : 1)));
 }
 
 }  // namespace kv_offload::testing

@@ -1,15 +1,15 @@
 """Shared by the end-to-end tests: models, reference answers, and servers that are ended whatever happens.
 
-A server takes half a minute to start, so one start serves several checks, and the answers without the
+Servers are forked from one process that has imported vLLM (zygote.py), which takes seconds where a start of
+its own takes half a minute; the examples are also started as their users start them. The answers without the
 connector are asked once for all files.
 """
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,9 @@ sys.path[:0] = [
 ]
 
 from answers import make_prompts  # noqa: E402
-from local_server import Answer, LocalServer  # noqa: E402
-
-PROMPT_BLOCKS = 24
-GPU_BLOCKS = 40  # one prompt at a time, and a rest: each prompt pushes the one before out
-PROMPTS = 6
-
-Serve = Callable[..., LocalServer]
+from forked import ForkedServer, Zygote  # noqa: E402
+from local_server import LocalServer  # noqa: E402
+from setting import EXAMPLES, GPU_BLOCKS, PROMPT_BLOCKS, PROMPTS, Reference, Serve  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,32 +35,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
 
 
-def _make_model(directory: Path, kind: str) -> Path:
-    # In a process of its own: torch and transformers warn on import, and warnings are errors here.
-    script = REPOSITORY / "examples" / "tiny_model.py"
-    subprocess.run([sys.executable, str(script), str(directory), "--kind", kind], check=True, timeout=120)
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    with Zygote(tmp_path_factory.mktemp("zygote") / "log") as zygote:
+        yield zygote
+
+
+def _make_model(zygote: Zygote, directory: Path, kind: str) -> Path:
+    script = EXAMPLES / "tiny_model.py"
+    log = directory.with_suffix(".log")
+    making = zygote.start([str(script), str(directory), "--kind", kind], dict(os.environ), log)
+    assert making.wait(180) == 0, log.read_text()
     return directory
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _make_model(tmp_path_factory.mktemp("models") / "small", "small")
+def model(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _make_model(zygote, tmp_path_factory.mktemp("models") / "small", "small")
 
 
 @pytest.fixture(scope="session")
-def sliding_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _make_model(tmp_path_factory.mktemp("models") / "sliding", "sliding")
+def sliding_model(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _make_model(zygote, tmp_path_factory.mktemp("models") / "sliding", "sliding")
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+def start(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     """Starts a server; what a test leaves running is killed at the end of the session."""
     servers: list[LocalServer] = []
     logs = tmp_path_factory.mktemp("logs")
 
     def begin(model: Path, kv_transfer: dict[str, Any] | None = None, **options: Any) -> LocalServer:
         options.setdefault("blocks", GPU_BLOCKS)
-        server = LocalServer(model, logs / f"server-{len(servers)}.log", kv_transfer=kv_transfer, **options)
+        log = logs / f"server-{len(servers)}.log"
+        server = ForkedServer(model, log, kv_transfer=kv_transfer, zygote=zygote, **options)
         server.environment.setdefault("VLLM_SERVER_DEV_MODE", "1")  # gives /reset_prefix_cache
         servers.append(server)
         server.start()
@@ -73,14 +77,6 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
     yield begin
     for server in servers:
         server.kill()
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Prompts and what the server without the connector says to them."""
-
-    prompts: list[list[int]]
-    answers: list[Answer]
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from answers import BLOCK, assert_same, make_prompts
-from conftest import PROMPT_BLOCKS, Serve
 from local_server import Answer, LocalServer, kv_transfer_config
+from setting import PROMPT_BLOCKS, Serve
 
 PROMPTS = make_prompts(3, PROMPT_BLOCKS, seed=3)
 WHOLE = [PROMPT_BLOCKS * BLOCK] * len(PROMPTS)

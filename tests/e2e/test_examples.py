@@ -1,29 +1,19 @@
-"""What examples/ holds runs as it stands there."""
+"""What examples/ holds runs as it stands there. (serve.sh and the live dashboard: test_serving.)
+
+The demonstration starts vLLM as its users do, twice: what one start records, another one loads.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-from answers import BLOCK, assert_same
-from conftest import PROMPT_BLOCKS, REPOSITORY, Reference
-from local_server import LocalServer
-
-EXAMPLES = REPOSITORY / "examples"
-# The scripts call `python` and `kv-offload`: those of the running interpreter.
-ENVIRONMENT = {
-    **os.environ,
-    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+from answers import BLOCK
+from forked import Zygote
+from setting import EXAMPLES, SCRIPT_ENVIRONMENT
 
 
 def run(script: str, *arguments: str, given: str | None = None, seconds: float = 240) -> str:
@@ -33,48 +23,22 @@ def run(script: str, *arguments: str, given: str | None = None, seconds: float =
         capture_output=True,
         text=True,
         timeout=seconds,
-        env=ENVIRONMENT,
+        env=SCRIPT_ENVIRONMENT,
     )
     assert done.returncode == 0, f"{script}: {done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return done.stdout
 
 
-@dataclass
-class ScriptServer(LocalServer):
-    """The server that serve.sh starts, where LocalServer would start its own."""
-
-    def command(self) -> list[str]:
-        options = super().command()
-        return [
-            "bash",
-            str(EXAMPLES / "serve.sh"),
-            str(self.model),
-            *options[options.index(str(self.model)) + 1 :],
-        ]
-
-
-def test_serve_script_serves_with_the_plugin(model: Path, reference: Reference, tmp_path: Path) -> None:
-    server = ScriptServer(
-        model,
-        tmp_path / "log",
-        blocks=40,
-        environment={
-            "PATH": ENVIRONMENT["PATH"],
-            "KV_MEMORY": "512MiB",
-            "KV_DIRECTORY": str(tmp_path / "kv"),
-            "KV_DISK_SIZE": "1GiB",
-        },
-    )
-    with server:
-        first = [server.ask(prompt) for prompt in reference.prompts[:3]]
-        again = [server.ask(prompt) for prompt in reference.prompts[:3]]
-    assert_same([*first, *again], reference.answers[:3] * 2)
-    assert [answer.cached_tokens for answer in again] == [PROMPT_BLOCKS * BLOCK] * 3
-
-
-def test_offline_example_reloads_from_host_memory_and_from_disk(model: Path, tmp_path: Path) -> None:
+def test_offline_example_reloads_from_host_memory_and_from_disk(
+    zygote: Zygote, model: Path, tmp_path: Path
+) -> None:
     def reloaded() -> list[tuple[int, int]]:
-        output = run("offline.py", str(model), "--directory", str(tmp_path / "kv"))
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        command = [str(EXAMPLES / "offline.py"), str(model), "--directory", str(tmp_path / "kv")]
+        status = zygote.start(command, SCRIPT_ENVIRONMENT, log).wait(240)
+        output = log.read_text(errors="replace")
+        assert status == 0, output[-8000:]
         return [(int(a), int(b)) for a, b in re.findall(r"(\d+) of (\d+) tokens were not computed", output)]
 
     (first, _), (again, tokens) = reloaded()
@@ -87,16 +51,6 @@ def test_offline_example_reloads_from_host_memory_and_from_disk(model: Path, tmp
 def test_demo_shows_the_same_text_three_times(tmp_path: Path) -> None:
     output = run("demo.py", "--directory", str(tmp_path), "--prompts", "2", "--tokens", "2048", seconds=540)
     assert output.count("yes") == 2
-
-
-def test_live_monitoring_draws_the_dashboard(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib (extra: bench)")
-    file = tmp_path / "dashboard.png"
-    output = run("monitoring/live.py", str(file), "--seconds", "40", seconds=300)
-    shown = re.search(r"(\d+) of (\d+) panels have data", output)
-    assert shown is not None
-    assert int(shown.group(1)) > 0.7 * int(shown.group(2)), "counters of what did not happen are not there"
-    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 def test_migration_keeps_the_meaning() -> None:

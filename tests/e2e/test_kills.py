@@ -1,4 +1,5 @@
-"""SIGKILL to one process of a server with two ranks while it writes: the next one starts and has everything.
+"""A server with two ranks: it reloads from both tiers; one of its processes is killed (SIGKILL) while it
+writes, and the next one starts and has everything.
 
 One directory through several lives; in each another process is killed: the engine core, a worker, the API
 server. (All at once: test_restart.) KV_OFFLOAD_SOAK=<n> adds n lives, killed anywhere at a random moment.
@@ -21,8 +22,8 @@ import records
 import shared_memory
 import waiting
 from answers import BLOCK, assert_same, make_prompts
-from conftest import PROMPT_BLOCKS, Serve
 from local_server import Answer, LocalServer, ServerError, kv_transfer_config
+from setting import PROMPT_BLOCKS, PROMPTS, Reference, Serve
 
 VICTIMS = ("EngineCore", "Worker_TP1", "APIServer")
 NEW_PROMPTS = 4  # in each life
@@ -37,6 +38,13 @@ class History:
     prompts: list[list[int]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     records: int = 0  # there when the last server was killed
+    server: LocalServer | None = None  # of the life that has begun
+    shm_before: set[str] = field(default_factory=set)
+
+    def begin(self, start: Serve, model: Path) -> LocalServer:
+        self.shm_before = shared_memory.names()
+        self.server = serve(start, model, self.root)
+        return self.server
 
 
 def serve(start: Serve, model: Path, root: Path) -> LocalServer:
@@ -60,7 +68,7 @@ def kill(server: LocalServer, victim: str) -> None:
     assert len(pids) == 1, f"{victim}: {[process.command for process in server.processes()]}"
     os.kill(pids[0], signal.SIGKILL)
     with contextlib.suppress(AssertionError):
-        waiting.until(lambda: not _alive(server), 30, "the others end")
+        waiting.until(lambda: not _alive(server), 10, "the others end")
     server.kill()
 
 
@@ -101,8 +109,7 @@ def check_all_is_there(server: LocalServer, history: History) -> None:
 
 def live(start: Serve, model: Path, history: History, victim: str, number: int, moment: float | None) -> None:
     """One life: has all of the lives before, then is killed while it writes, or ``moment`` seconds later."""
-    shm_before = shared_memory.names()
-    server = serve(start, model, history.root)
+    server = history.server or history.begin(start, model)
     check_all_is_there(server, history)
     before = len(records.files(history.root))
     asking = ask_until_killed(server, make_prompts(NEW_PROMPTS, PROMPT_BLOCKS, seed=100 + number), history)
@@ -116,16 +123,43 @@ def live(start: Serve, model: Path, history: History, victim: str, number: int, 
     finally:
         server.kill()
         asking.join()
+        history.server = None
     history.records = len(records.files(history.root))
-    assert shared_memory.names() - shm_before == set()
+    assert shared_memory.names() - history.shm_before == set()
 
 
-def test_any_process_may_be_killed_while_it_writes(start: Serve, model: Path, tmp_path: Path) -> None:
-    history = History(tmp_path)
+@pytest.fixture(scope="module")
+def history(start: Serve, model: Path, tmp_path_factory: pytest.TempPathFactory) -> History:
+    """Its first life has begun. Host memory is smaller than the prompts that are asked."""
+    history = History(tmp_path_factory.mktemp("killed"))
+    history.begin(start, model)
+    return history
+
+
+def test_two_ranks_reload_from_host_memory_and_disk(history: History, reference: Reference) -> None:
+    server = history.server
+    assert server is not None
+    first = [server.ask(prompt) for prompt in reference.prompts]
+    again = [server.ask(prompt) for prompt in reversed(reference.prompts)]
+    # Two ranks sum in another order than one: rounding, far below the bound.
+    assert_same(first, reference.answers)
+    assert_same(again, reference.answers[::-1])
+    assert [answer.cached_tokens // BLOCK for answer in again] == [PROMPT_BLOCKS] * PROMPTS
+    assert server.metric("kv_offload_hit_tokens_total", tier="cpu") > 0
+    assert server.metric("kv_offload_hit_tokens_total", tier="fs") > 0
+    waiting.recorded(history.root, PROMPTS * PROMPT_BLOCKS, server)
+    # The next test kills this server, and the one after it has these as well.
+    history.prompts += reference.prompts
+    history.answers += first
+    history.records = len(records.files(history.root))
+
+
+def test_any_process_may_be_killed_while_it_writes(start: Serve, model: Path, history: History) -> None:
+    before = len(history.answers)
     for number, victim in enumerate(VICTIMS):
         live(start, model, history, victim, number, None)
     with serve(start, model, history.root) as server:
-        assert len(history.answers) >= len(VICTIMS), "each life answered its first new prompt"
+        assert len(history.answers) >= before + len(VICTIMS), "each life answered its first new prompt"
         check_all_is_there(server, history)
 
 

@@ -6,6 +6,7 @@ Each life is a fixture that starts where the one before ended; the tests look at
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,8 @@ import records
 import shared_memory
 import waiting
 from answers import BLOCK, NOISE, assert_same, make_prompts
-from conftest import PROMPT_BLOCKS, Reference, Serve
 from local_server import Answer, LocalServer, ServerError, difference, kv_transfer_config, parse_metrics
+from setting import PROMPT_BLOCKS, Reference, Serve
 
 SWAPPED, FLIPPED, TRUNCATED = (
     3,
@@ -170,9 +171,9 @@ def reset(third: Life, reference: Reference, root: Path) -> Answer:
 
 
 @pytest.fixture(scope="module")
-def fourth(start: Serve, model: Path, reference: Reference, root: Path, reset: Answer) -> Life:
-    server = start(model, kv_transfer_config("1GiB", root))
-    return Life(server, [server.ask(prompt) for prompt in reference.prompts[:2]])
+def fourth(start: Serve, model: Path, reference: Reference, root: Path, reset: Answer) -> Iterator[Life]:
+    with start(model, kv_transfer_config("1GiB", root)) as server:
+        yield Life(server, [server.ask(prompt) for prompt in reference.prompts[:2]])
 
 
 def test_nothing_is_hit_after_a_reset(reset: Answer, reference: Reference) -> None:

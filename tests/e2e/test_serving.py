@@ -1,29 +1,61 @@
-"""One server with both tiers: prompts evicted from vLLM's cache come back, and a real Prometheus sees it."""
+"""One server with both tiers, started by examples/serve.sh as a user starts it: prompts evicted from vLLM's
+cache come back, a real Prometheus sees it, and examples/monitoring draws it.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
+import sys
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import waiting
 from answers import BLOCK, assert_same
-from conftest import PROMPT_BLOCKS, Reference, Serve
-from local_server import Answer, LocalServer, free_port, kv_transfer_config
+from local_server import Answer, LocalServer, free_port
+from setting import EXAMPLES, GPU_BLOCKS, PROMPT_BLOCKS, SCRIPT_ENVIRONMENT, Reference
 
 Query = Callable[[str], list[dict[str, Any]]]
 
 
+@dataclass
+class ScriptServer(LocalServer):
+    """The server that serve.sh starts, where LocalServer would start its own."""
+
+    def command(self) -> list[str]:
+        options = super().command()
+        return [
+            "bash",
+            str(EXAMPLES / "serve.sh"),
+            str(self.model),
+            *options[options.index(str(self.model)) + 1 :],
+        ]
+
+
 @pytest.fixture(scope="module")
-def server(start: Serve, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
-    with start(model, kv_transfer_config("512MiB", tmp_path_factory.mktemp("root"))) as server:
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    directory = tmp_path_factory.mktemp("served")
+    server = ScriptServer(
+        model,
+        directory / "log",
+        blocks=GPU_BLOCKS,
+        environment={
+            "PATH": SCRIPT_ENVIRONMENT["PATH"],
+            # All prompts of the first tests, and less than all conversations of the last one.
+            "KV_MEMORY": "160MiB",
+            "KV_DIRECTORY": str(directory / "kv"),
+            "KV_DISK_SIZE": "1GiB",
+        },
+    )
+    with server:
         yield server
 
 
@@ -136,3 +168,22 @@ def test_prometheus_sees_what_each_tier_holds(
             f'kv_offload_tier_bytes{{tier="{tier}"}} / kv_offload_tier_capacity_bytes{{tier="{tier}"}}'
         )
         assert 0 < float(row["value"][1]) <= 1
+
+
+def test_live_monitoring_draws_the_dashboard(server: LocalServer, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib (extra: bench)")
+    file = tmp_path / "dashboard.png"
+    script = str(EXAMPLES / "monitoring" / "live.py")
+    drawing = subprocess.run(
+        [sys.executable, script, str(file), "--seconds", "30", "--port", str(server.port)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=SCRIPT_ENVIRONMENT,
+    )
+    assert drawing.returncode == 0, f"{drawing.stdout[-4000:]}\n{drawing.stderr[-8000:]}\n{server.log_tail()}"
+    shown = re.search(r"(\d+) of (\d+) panels have data", drawing.stdout)
+    assert shown is not None
+    assert int(shown.group(1)) > 0.7 * int(shown.group(2)), "counters of what did not happen are not there"
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert server.metric("kv_offload_hit_tokens_total", tier="fs") > 0, "prompts come back from disk too"

@@ -15,8 +15,8 @@ import pytest
 import records
 import waiting
 from answers import BLOCK, assert_same, make_prompts
-from conftest import PROMPT_BLOCKS, Reference, Serve
 from local_server import LocalServer, kv_transfer_config
+from setting import PROMPT_BLOCKS, Reference, Serve
 
 MEMORY = ("512MiB", "256MiB")  # of the first and of the second server
 WHOLE = PROMPT_BLOCKS * BLOCK

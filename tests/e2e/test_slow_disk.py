@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import waiting
 from answers import assert_same
-from conftest import PROMPT_BLOCKS, Reference, Serve
 from local_server import Answer, LocalServer, kv_transfer_config
+from setting import PROMPT_BLOCKS, Reference, Serve
 from slow_disk import NoFuseError, SlowDisk, build
 
 HOST_MEMORY = "56MiB"  # two prompts of the six: a prompt that returns in turn comes from disk

@@ -12,9 +12,9 @@ import pytest
 import records
 import waiting
 from answers import assert_same, make_prompts
-from conftest import PROMPT_BLOCKS, Reference, Serve
 from live_root import used_bytes
 from local_server import Answer, kv_transfer_config
+from setting import PROMPT_BLOCKS, Reference, Serve
 
 MIB = 1024**2
 RECORD = MIB + records.HEADER
@@ -94,7 +94,9 @@ def test_a_file_system_that_turns_read_only_is_read_on(
     extra = {"load_policy": "always"}
     with start(model, kv_transfer_config("64MiB", root, max_bytes="64MiB", **extra)) as server:
         answers = [server.ask(prompt) for prompt in reference.prompts[:2]]
-        waiting.recorded(root, 30, server)
+        waiting.recorded(root, 2 * PROMPT_BLOCKS, server)
+        # What the kernel has not written yet goes with the abort, as it does with the power.
+        subprocess.run(["sync", "--file-system", str(failing_filesystem)], check=True)
         held = records.files(root)
         # As after an error of the device: the kernel refuses every write, those to open files too.
         subprocess.run(["mount", "-o", "remount,abort", str(failing_filesystem)], check=True)

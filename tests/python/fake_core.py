@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from kv_offload._core import directory_usage, format_bytes, parse_byte_size  # pure: nothing to choose
+
+__all__ = ["directory_usage", "format_bytes", "parse_byte_size"]
+
 GIB = 1 << 30
 NAMESPACE = '{"model": {"name": "org/model", "revision": "c0ffee123456"}, "kv_dtype": "bfloat16"}'
 

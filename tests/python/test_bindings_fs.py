@@ -1,10 +1,13 @@
 """csrc/bindings/bind_fs.cc: an fs tier under a cache, and its root read and mended afterwards."""
 
+import os
 import threading
 from pathlib import Path
 
 import pytest
+from live_root import used_bytes
 from small_core import SHARD_BYTES, attach, keys, make_cache, store
+from written_root import write_root
 
 from kv_offload import _core
 
@@ -162,4 +165,32 @@ def test_the_disk_can_be_probed(tmp_path):
     assert set(figures) == {"o_direct", "write_bytes_per_second", "read_bytes_per_second"}
     assert figures["write_bytes_per_second"] > 0
     assert figures["read_bytes_per_second"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_root_takes_is_told_by_its_ledger_and_counted_where_that_cannot_be_trusted(tmp_path):
+    root = write_root(tmp_path / "root")
+    counted = used_bytes(root)
+    (root / "foreign").write_bytes(os.urandom(1 << 20))
+    recorded = _core.directory_usage(str(root))
+    assert counted <= recorded < counted + (1 << 20), "of the ledger: it does not know the new file"
+    ledger = root / "ledger"
+    before = (ledger.stat().st_mtime_ns, ledger.read_bytes())
+    for position in range(len(before[1])):
+        torn = bytearray(before[1])
+        torn[position] ^= 1
+        ledger.write_bytes(torn)
+        assert _core.directory_usage(str(root)) == used_bytes(root) >= counted + (1 << 20), position
+    ledger.write_bytes(before[1])
+    assert _core.directory_usage(str(root)) == recorded
+    for length in (0, 8, len(before[1]) - 1):
+        ledger.write_bytes(before[1][:length])
+        assert _core.directory_usage(str(root)) == used_bytes(root)
+    ledger.unlink()
+    assert _core.directory_usage(str(root)) == used_bytes(root)
+    assert not ledger.exists(), "asking makes none"
+
+
+def test_what_is_not_there_takes_nothing_and_is_not_made(tmp_path):
+    assert _core.directory_usage(str(tmp_path / "none")) == 0
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,8 @@
 """The command kv-offload: what it prints, and with which status it ends."""
 
 import json
+import os
+import re
 import shlex
 import socket
 import sys
@@ -12,6 +14,8 @@ from typer.testing import CliRunner
 import kv_offload
 from kv_offload import vllm_versions
 from kv_offload.cli import app
+from kv_offload.cli.app import COMMANDS as LISTED
+from kv_offload.cli.app import load_command
 from kv_offload.config import OffloadConfig
 
 GIB = 1 << 30
@@ -25,6 +29,7 @@ def core(monkeypatch):
     monkeypatch.setattr(fake_core.FsRoot, "last_purge", "nothing", raising=False)
     # Its namespaces are called ab... and ac..., whatever they hold.
     monkeypatch.setattr("kv_offload.cli.root_commands.damaged_descriptions", lambda *_: [])
+    monkeypatch.setattr("kv_offload.cli.roots.owner_of", lambda _: os.geteuid())
     return monkeypatch
 
 
@@ -63,7 +68,7 @@ def as_json(*arguments, status=0):
     return json.loads(run(*arguments, status=status).stdout)
 
 
-COMMANDS = ("config", "doctor", "size", "bench", "top", "stat", "ls", "verify", "purge", "evict", "replay")
+COMMANDS = tuple(name for name, _, _ in LISTED)
 
 
 def test_version():
@@ -77,6 +82,13 @@ def test_each_command_explains_itself(command):
 
 def test_the_list_of_commands_is_whole():
     assert {command.name for command in app.registered_commands} == set(COMMANDS)
+    assert len(COMMANDS) == 12
+
+
+def test_the_list_says_of_each_command_what_its_own_help_says_first():
+    for name, _, summary in LISTED:
+        assert load_command(name).help.splitlines()[0] == summary
+        assert len(summary) <= 66, "more is cut in a terminal of 80 columns"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -403,15 +415,15 @@ def test_both_distributions_of_vllm_are_found():
 
 @pytest.mark.parametrize("command", ["stat", "ls", "verify", "purge"])
 def test_what_is_no_root_is_told_in_one_sentence(core, command):
-    refused(command, "/not-a-root", status=2, part="is no root of kv-offload")
+    refused(command, "/not-a-root", status=2, part="does not exist")
     refused(command, "/forbidden", status=1, part="/forbidden: Permission denied")
 
 
 def test_stat(core):
     text = said("stat", "/root")
-    assert "/root: 3.0 MiB in 3 records, 1 temporaries, 2 namespaces" in text
-    assert "abababababab org/model@c0ffee12 bfloat16 1 2 2.0 MiB" in text
-    assert "acacacacacac ? ? 0 1 1.0 MiB" in text, "a broken namespace.json is shown, not fatal"
+    assert "/root: 3.0 MiB, 3 records, 2 namespaces, 1 temporary file" in text
+    assert re.search(r"abababababab 2.0 MiB 2 \d+ d \d+ d yes org/model@c0ffee12 bfloat16", text)
+    assert re.search(r"acacacacacac 1.0 MiB 1 \d+ d \d+ d no \? \?", text), "a broken namespace.json is shown"
 
 
 def test_brackets_in_names_are_no_markup(core, vllm, tmp_path):
@@ -421,7 +433,13 @@ def test_brackets_in_names_are_no_markup(core, vllm, tmp_path):
 
 
 def test_stat_as_json(core):
-    assert as_json("stat", "/root", "--json") == fake_core.FsRoot("r").stat()
+    expected = fake_core.FsRoot("r").stat()
+    for space, description in zip(
+        expected["namespaces"], (json.loads(fake_core.NAMESPACE), None), strict=True
+    ):
+        del space["json"]
+        space["description"] = description  # an object, not JSON in a string; null when it is damaged
+    assert as_json("stat", "/root", "--json") == expected
 
 
 def keys_of(*arguments):
@@ -473,7 +491,9 @@ def test_ls_of_nothing(core):
     assert said("ls", "/root") == "no records"
 
 
-@pytest.mark.parametrize(("prefix", "part"), [("a", "not the only one"), ("ff", "is not there")])
+@pytest.mark.parametrize(
+    ("prefix", "part"), [("a", "more than one namespace starts"), ("ff", "no namespace starts")]
+)
 @pytest.mark.parametrize("command", ["ls", "purge"])
 def test_a_namespace_must_be_one(core, command, prefix, part):
     refused(command, "/root", "-n", prefix, status=2, part=part)
@@ -508,8 +528,8 @@ def test_verify_of_a_good_root_ends_with_0(core):
 def test_purge_asks_first(core):
     text = said("purge", "/root", given="n\n", status=1)
     assert "Remove 3 records (3.0 MiB, 2 namespaces) from /root?" in text
-    assert "A server has it open" in text
-    assert "A server has it open" not in said("purge", "/root", "-n", "ac", given="n\n", status=1)
+    assert "A server uses it" in text
+    assert "A server uses it" not in said("purge", "/root", "-n", "ac", given="n\n", status=1)
     assert fake_core.FsRoot.last_purge == "nothing"
     assert "3 records removed, 3.0 MiB" in said("purge", "/root", given="y\n")
     assert fake_core.FsRoot.last_purge is None

@@ -51,7 +51,7 @@ def root(tmp_path):
 
 def test_below_the_high_mark_nothing_goes(root):
     bound = int(used_bytes(root) / 0.95) + 1
-    report = json.loads(evict(root, "--max-bytes", bound, "--json").stdout)
+    report = json.loads(evict(root, "--max-bytes", f"{bound}B", "--json").stdout)
     assert (report["bytes_freed"], report["below_bound"]) == (0, True)
     assert len(records(root)) == len(KEYS)
 
@@ -61,7 +61,9 @@ def test_above_it_the_oldest_go_down_to_the_low_mark(root):
     size = used_bytes(root)
     low = 100 * (size - 2 * RECORD + 1000) / size
     report = json.loads(
-        evict(root, "--max-bytes", size, "--high", 99, "--low", low, "--dead-after", "7d", "--json").stdout
+        evict(
+            root, "--max-bytes", f"{size}B", "--high", 99, "--low", low, "--dead-after", "7d", "--json"
+        ).stdout
     )
     assert (report["records"], report["bytes_freed"], report["below_bound"]) == (2, 2 * RECORD, True)
     assert report["bytes_after"] == used_bytes(root)
@@ -69,7 +71,9 @@ def test_above_it_the_oldest_go_down_to_the_low_mark(root):
 
 
 def test_a_dry_run_removes_nothing(root):
-    text = " ".join(evict(root, "--max-bytes", 3 * RECORD, "--dead-after", "7d", "--dry-run").output.split())
+    text = " ".join(
+        evict(root, "--max-bytes", f"{3 * RECORD}B", "--dead-after", "7d", "--dry-run").output.split()
+    )
     assert "would be removed" in text
     assert len(records(root)) == len(KEYS)
 
@@ -79,7 +83,7 @@ def test_a_dead_namespace_goes_before_older_records_of_one_that_lives(root):
     last_used(records(root, OTHER), 2 * DAY)
     last_used(records(root, OTHER)[-1:], 60)  # used a minute ago: alive
     bound = used_bytes(root) - RECORD
-    report = json.loads(evict(root, "--max-bytes", bound, "--high", 100, "--low", 100, "--json").stdout)
+    report = json.loads(evict(root, "--max-bytes", f"{bound}B", "--high", 100, "--low", 100, "--json").stdout)
     assert report["dead_namespaces"] == [FACTS.namespace_id().hex()]
     assert len(records(root)) < len(KEYS)
     assert len(records(root, OTHER)) == len(KEYS)
@@ -87,7 +91,7 @@ def test_a_dead_namespace_goes_before_older_records_of_one_that_lives(root):
 
 def test_what_is_not_ours_cannot_be_brought_below_the_bound(root):
     (root / "foreign").write_bytes(bytes(1 << 20))
-    report = evict(root, "--max-bytes", 1 << 19, "--dead-after", "0", status=1)
+    report = evict(root, "--max-bytes", "512KiB", "--dead-after", "0", status=1)
     assert "ABOVE THE BOUND" in report.output
     assert (root / "foreign").exists()
     assert records(root) == []
@@ -98,7 +102,7 @@ def test_what_is_not_ours_cannot_be_brought_below_the_bound(root):
     [
         (["--max-bytes", "much"], "is not a size"),
         (["--max-bytes", "1GiB", "--high", 50, "--low", 60], "--low 60 is above --high 50"),
-        (["--max-bytes", "1GiB", "--dead-after", "soon"], "is no duration"),
+        (["--max-bytes", "1GiB", "--dead-after", "soon"], "is not a duration"),
         (["--max-bytes", "1GiB", "--watch", "--dry-run"], "exclude each other"),
     ],
 )
@@ -108,7 +112,7 @@ def test_wrong_use_ends_with_2(root, arguments, part):
 
 def test_a_directory_of_others_is_left_alone(tmp_path):
     (tmp_path / "kept").write_text("kept")
-    assert "is no root" in evict(tmp_path, "--max-bytes", "1", status=2).stderr
+    assert "is not a root" in evict(tmp_path, "--max-bytes", "1B", status=2).stderr
     assert (tmp_path / "kept").exists()
 
 
@@ -146,8 +150,8 @@ class Watching:
 
 def test_watching_waits_for_the_root_evicts_and_ends_with_0_on_sigterm(tmp_path):
     root = tmp_path / "root"
-    bound = str(4 * RECORD + (1 << 18))
-    arguments = ("--max-bytes", bound, "--high", "100", "--low", "100", "--dead-after", "7d")
+    bound = 4 * RECORD + (1 << 18)
+    arguments = ("--max-bytes", f"{bound}B", "--high", "100", "--low", "100", "--dead-after", "7d")
     with Watching(root, *arguments) as watching:
         assert "waiting" in watching.process.stderr.readline()
         root.mkdir(mode=0o700)
@@ -155,7 +159,7 @@ def test_watching_waits_for_the_root_evicts_and_ends_with_0_on_sigterm(tmp_path)
         write_root(root)
         report = watching.line()
         assert report["below_bound"]
-        assert report["bytes_after"] <= int(bound)
+        assert report["bytes_after"] <= bound
         assert 0 < len(records(root)) < len(KEYS)
         watching.process.send_signal(signal.SIGTERM)
         assert watching.process.wait(30) == 0
@@ -164,7 +168,7 @@ def test_watching_waits_for_the_root_evicts_and_ends_with_0_on_sigterm(tmp_path)
 def test_watching_beside_a_writer_keeps_what_it_writes_servable(tmp_path):
     """The root is written and evicted at the same time; the account is right in the end."""
     root = write_root(tmp_path / "root")
-    arguments = ("--max-bytes", str(used_bytes(root)), "--high", "90", "--low", "50", "--dead-after", "7d")
+    arguments = ("--max-bytes", f"{used_bytes(root)}B", "--high", "90", "--low", "50", "--dead-after", "7d")
     with Watching(root, *arguments) as watching:
         first = watching.line()
         assert first["bytes_after"] <= used_bytes(root) + RECORD

@@ -37,7 +37,7 @@ def test_stat_sees_what_was_written(root):
     assert (facts["records"], space["records"], facts["temporaries"]) == (5, 5, 0)
     assert space["bytes"] >= 5 * CHUNK
     assert abs(space["newest"] - time.time()) < 600, "unix seconds"
-    assert json.loads(space["json"]) == json.loads(FACTS.canonical_json())
+    assert space["description"] == json.loads(FACTS.canonical_json())
     assert "org/model@c0ffee" in run("stat", root)
 
 

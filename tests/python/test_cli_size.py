@@ -1,12 +1,15 @@
 """kv-offload size: what a token of a model takes, against figures known for real models."""
 
 import json
+import math
+import sys
+import types
 
 import pytest
 from typer.testing import CliRunner
 
 from kv_offload.cli import app
-from kv_offload.model_shape import model_shape
+from kv_offload.model_shape import DTYPE_BYTES, model_shape
 
 GIB = 1 << 30
 LLAMA_8B = {
@@ -102,6 +105,108 @@ def test_groups_are_split_as_vllm_does():
     assert [chunk.shard_bytes for chunk in chunks] == [(2 * 4 * 512 * 2 * 16,)] * 6
 
 
+QWEN_3_NEXT = {  # Qwen3-Next-80B-A3B: 36 layers of a gated delta net, 12 of attention
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 48,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "torch_dtype": "bfloat16",
+}
+GRANITE_4 = {  # Mamba 2
+    "num_hidden_layers": 40,
+    "layer_types": (["mamba"] * 9 + ["attention"]) * 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "torch_dtype": "bfloat16",
+}
+JAMBA = {  # Mamba 1
+    "num_hidden_layers": 32,
+    "attn_layer_period": 8,
+    "attn_layer_offset": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "torch_dtype": "bfloat16",
+}
+LFM_2 = {
+    "num_hidden_layers": 16,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 2048,
+    "conv_L_cache": 3,
+    "torch_dtype": "bfloat16",
+}
+
+
+def vllms_state(content, ranks):
+    """Bytes of one layer's state on one rank, by vLLM's own arithmetic, in bfloat16."""
+    utils = pytest.importorskip(
+        "vllm.model_executor.layers.mamba.mamba_utils", reason="vLLM is not installed"
+    )
+    shapes = utils.MambaStateShapeCalculator
+    if "linear_num_value_heads" in content:
+        found = shapes.gated_delta_net_state_shape(ranks, 16, 32, 128, 128, 4)
+    elif "mamba_n_heads" in content:
+        found = shapes.mamba2_state_shape(ranks, 128 * 64, 1, 128, 64, 128, 4)
+    elif "mamba_expand" in content:
+        found = shapes.mamba1_state_shape(ranks, 2 * 4096, 16, 4)
+    else:
+        found = shapes.short_conv_state_shape(ranks, 2048, 3)
+    return sum(2 * math.prod(shape) for shape in found)
+
+
+@pytest.mark.parametrize("content", [QWEN_3_NEXT, GRANITE_4, JAMBA, LFM_2])
+def test_a_state_takes_what_it_takes_in_vllm(content):
+    (state,) = model_shape(content).states
+    assert state.state_bytes(DTYPE_BYTES, "bfloat16") == vllms_state(content, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "block", "groups"),
+    [(QWEN_3_NEXT, 544, 4), (GRANITE_4, 528, 10), (JAMBA, 80, 8), (LFM_2, 16, 3)],
+)
+def test_tokens_per_tier_count_the_states(config, content, block, groups):
+    """All blocks are as large as the state (vLLM raises the block size), and every group has one a block."""
+    facts = sized(config(content), "--cpu", "1GiB")
+    assert facts["tokens_per_chunk"] == facts["tokens_per_block"] == block
+    (attention,) = facts["groups"]
+    (state,) = facts["states"]
+    per_token = attention["bytes_per_token"]["bfloat16"] // attention["layers"]
+    assert (block - 16) * per_token < state["bytes"]["bfloat16"] <= max(block, 16) * per_token
+    layers = attention["layers"] + state["layers"]
+    assert facts["tiers"][0]["tokens"] == pytest.approx(GIB / (layers * per_token), rel=0.01)
+    assert len(model_shape(content).geometry("bfloat16").groups) == groups
+
+
+def test_a_state_that_the_config_does_not_tell_is_noted(config):
+    facts = sized(config({**LLAMA_8B, "layer_types": ["mamba"] * 24 + ["full_attention"] * 8}))
+    assert "24 mamba layers keep a state of a size not known here; it is not counted" in facts["notes"]
+
+
+def test_states_for_people(config):
+    text = " ".join(run(config(QWEN_3_NEXT)).output.split())
+    assert "and 36 layers with a state (linear_attention) of 1.0 MiB each, one for a block" in text
+    assert "vLLM makes blocks of 544 tokens" in text
+
+
 def test_tokens_per_tier_and_per_gib(config):
     facts = sized(config(LLAMA_8B), "--cpu", "32GiB", "--disk-size", "500GiB", "--disk-size", "1TiB")
     assert facts["tokens_per_gib"]["memory"] == 8192
@@ -179,3 +284,51 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert "no such file or directory" in run(tmp_path / "none", status=2).stderr
     assert "has no config.json" in run(tmp_path, status=2).stderr
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """huggingface_hub with an answer that the test chooses; the local cache is empty."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def answer(download, offline=False):
+        errors = types.ModuleType("huggingface_hub.errors")
+        errors.HfHubHTTPError = errors.LocalEntryNotFoundError = ConnectionError
+        package = types.ModuleType("huggingface_hub")
+        package.constants = types.SimpleNamespace(HF_HUB_OFFLINE=offline)
+        package.hf_hub_download, package.errors = download, errors
+        monkeypatch.setitem(sys.modules, "huggingface_hub", package)
+        monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
+
+    return answer
+
+
+def test_the_config_of_a_name_is_downloaded(hub, config):
+    asked = []
+    path = str(config(LLAMA_8B))
+    hub(lambda *given: asked.append(given) or path)
+    facts = sized("org/model")
+    assert (facts["model"], facts["bytes_per_token"]["bfloat16"]) == ("org/model", 131_072)
+    assert asked == [("org/model", "config.json")], "the weights are not"
+
+
+def unreachable(*_):
+    raise ConnectionError("We couldn't connect to the hub")
+
+
+@pytest.mark.parametrize(
+    ("offline", "part"),
+    [(True, "HF_HUB_OFFLINE is set"), (False, "cannot be downloaded (We couldn't connect to the hub)")],
+)
+def test_a_name_without_a_network_is_told(hub, offline, part):
+    hub(unreachable, offline)
+    told = run("org/model", status=1).stderr
+    assert "org/model: no such directory, and not in the local cache of the Hugging Face hub" in told
+    assert part in told
+    assert "give a model directory or a config.json" in told
+
+
+def test_a_name_without_huggingface_hub_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert "huggingface_hub is not installed" in run("org/model", status=1).stderr

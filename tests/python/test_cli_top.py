@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kv_offload.cli import app
-from kv_offload.cli.top_command import compare, metrics_url
-from kv_offload.exposition import Page, parse
+from kv_offload.cli.server import metrics_url
+from kv_offload.cli.top_command import compare
+from kv_offload.exposition import Page
 
 # As vLLM's /metrics gives it, an engine more than usual; recorded from a server and shortened.
 RECORDED = """\
@@ -145,8 +146,15 @@ def test_each_interval_is_printed_where_there_is_no_terminal(serve):
 
 def test_a_server_that_is_not_there_ends_with_1(serve):
     result = run("127.0.0.1:1", "--once", status=1)
-    assert result.stderr.startswith("kv-offload: ")
-    assert "refused" in result.stderr
+    assert result.stderr.startswith("kv-offload: http://127.0.0.1:1/metrics cannot be reached")
+    for part in ("Connection refused", "is the server running there", "is host and port right"):
+        assert part in result.stderr
+
+
+def test_a_page_that_is_not_there_names_the_address(serve):
+    address = serve(FIRST)
+    result = run(f"{address}/elsewhere", "--once", status=1)
+    assert f"{address}/elsewhere answers 404 Not Found" in result.stderr
 
 
 def test_a_page_of_another_server_ends_with_1(serve):
@@ -155,7 +163,7 @@ def test_a_page_of_another_server_ends_with_1(serve):
 
 @pytest.mark.parametrize("given", ["ftp://host/metrics", "http://"])
 def test_what_is_no_address_ends_with_2(given):
-    assert "is no address of a server" in run(given, "--once", status=2).stderr
+    assert "is not the address of a server" in run(given, "--once", status=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -170,10 +178,17 @@ def test_addresses(given, meant):
     assert metrics_url(given) == meant
 
 
-def test_lines_that_are_no_samples_are_passed_over():
-    text = '# a comment\n\nbad line here too\nname{a="x, y",b="}"} 1 1700000000\nno_number x\nother +Inf\n'
-    samples = parse(text)
-    assert [(sample.name, sample.labels) for sample in samples] == [
-        ("name", {"a": "x, y", "b": "}"}),
-        ("other", {}),
-    ]
+def test_a_page_is_asked_by_name_and_label():
+    page = Page('# a comment\n\nname{a="x, y",b="}"} 1 1700000000\nname{a="z"} 2\nother +Inf\nnone NaN\n')
+    assert page.sum("name") == 3
+    assert page.sum("name", b="}") == 1
+    assert page.values_of("name", "a") == ["x, y", "z"]
+    assert page.max("other") == float("inf")
+    assert not page.has("none"), "a figure that is not known is none"
+
+
+def test_what_is_not_a_metrics_page_is_told(serve):
+    address = serve("<html>not a metrics page</html>\n")
+    result = run(address, "--once", status=1)
+    assert f"{address}/metrics is not a metrics page" in result.stderr
+    assert "give the server's address" in result.stderr

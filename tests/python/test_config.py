@@ -3,15 +3,16 @@
 import json
 import logging
 import os
-import struct
 import subprocess
 import sys
 
 import pytest
+from live_root import used_bytes
 
 from kv_offload.config import EVICTION_POLICIES, ConfigError, FsTierConfig, OffloadConfig
+from kv_offload.config_compat import multi_connector_problems
 from kv_offload.machine import cautions, check_machine, held_bytes, tier_bounds
-from kv_offload.sizes import format_bytes, parse_byte_size
+from kv_offload.vllm_versions import keys_read_by_vllm
 
 GIB = 1 << 30
 FS = {"type": "fs", "root_dir": "/var/cache/kv"}
@@ -43,7 +44,17 @@ def test_three_keys_are_enough():
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(123, 123), (2.0 * GIB, 2 * GIB), ("1e3", 1000), ("1.5 KiB", 1536), ("32GB", 32 * 10**9), ("7b", 7)],
+    [
+        (3 << 20, 3 << 20),
+        (2.0 * GIB, 2 * GIB),
+        ("1e9", 10**9),
+        ("1.5 KiB", 1536),
+        ("32GB", 32 * 10**9),
+        ("32G", 32 * 10**9),
+        ("32Gi", 32 * GIB),
+        ("512 Mi", 512 << 20),
+        ("7b", 7),
+    ],
 )
 def test_sizes_as_people_write_them(given, expected):
     assert read(cpu_bytes_to_use=given).cpu_bytes_to_use == expected
@@ -59,24 +70,13 @@ def test_what_is_no_size_is_refused_with_what_was_given(given):
     assert "32GiB" in problem
 
 
-@pytest.mark.parametrize("size", [0, 1023, 1024, 1536, GIB, 5 * 10**14, 1 << 60])
-def test_sizes_for_people(size):
-    core = pytest.importorskip("kv_offload._core", reason="the core is not built")
-    assert format_bytes(size) == core.format_bytes(size)
-
-
-def test_both_size_parsers_read_the_same():
-    core = pytest.importorskip("kv_offload._core", reason="the core is not built")
-    numbers = ["0", "1", "1.", ".5", "1.5", "1e3", "1E3", "1e-3", "2e", "-0", "-1", "+1", "9.3e18", "x", ""]
-    units = ["", "B", "KiB", "gib", " GB", "TIB", " t b", "gigs", "K", "\t"]
-    for text in (number + unit for number in numbers for unit in units):
-        try:
-            expected = core.parse_byte_size(text)
-        except ValueError:
-            with pytest.raises(ValueError, match="is not a size"):
-                parse_byte_size(text)
-        else:
-            assert parse_byte_size(text) == expected, text
+@pytest.mark.parametrize("given", [32, 1, (1 << 20) - 1, 32.0, "32", "1e3"])
+def test_a_size_below_a_mebibyte_without_a_unit_is_refused(given):
+    (problem,) = problems({"cpu_bytes_to_use": given})
+    assert "has no unit; below 1 MiB a size needs one, such as 32GiB" in problem
+    tier = FS | {"max_bytes": given}
+    (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [tier]})
+    assert "secondary_tiers[0].max_bytes" in problem
 
 
 def test_policies_are_those_of_the_core():
@@ -96,7 +96,7 @@ def test_no_memory_at_all_is_refused(given):
 
 
 def test_unknown_key_names_the_nearest_and_all():
-    (problem,) = problems({"cpu_bytes_to_use": 1, "secondary_teirs": []})
+    (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_teirs": []})
     assert "'secondary_teirs' is not known" in problem
     assert "did you mean 'secondary_tiers'?" in problem
     assert "lookup_deadline_ms" in problem
@@ -105,12 +105,12 @@ def test_unknown_key_names_the_nearest_and_all():
 
 def test_unknown_tier_key_names_the_tier_and_the_nearest():
     tiers = [FS, {"type": "fs", "root_dir": "/other", "maxbytes": 1}]
-    (problem,) = problems({"cpu_bytes_to_use": 1, "secondary_tiers": tiers})
+    (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": tiers})
     assert problem.startswith("secondary_tiers[1]: 'maxbytes' is not known; did you mean 'max_bytes'?")
 
 
 def test_a_tier_key_outside_of_a_tier_is_sent_there():
-    (problem,) = problems({"cpu_bytes_to_use": 1, "n_read_threads": 4})
+    (problem,) = problems({"cpu_bytes_to_use": GIB, "n_read_threads": 4})
     assert problem == "'n_read_threads' belongs into a tier: secondary_tiers[...].n_read_threads"
 
 
@@ -118,14 +118,14 @@ def test_all_problems_are_told_at_once():
     text = "\n".join(
         problems(
             {
-                "bogus": 1,
+                "eviction": 1,
                 "load_policy": "sometimes",
                 "secondary_tiers": [{"type": "fs"}, FS | {"fsync": "maybe", "write_policy": "reuse:0"}],
             }
         )
     )
     for part in (
-        "'bogus' is not known",
+        "'eviction' is not known; did you mean 'eviction_policy'?",
         "load_policy is 'sometimes'; it should be 'auto', 'always' or 'never'",
         "cpu_bytes_to_use is needed",
         "secondary_tiers[0].root_dir is needed",
@@ -147,20 +147,20 @@ def test_all_problems_are_told_at_once():
     ],
 )
 def test_a_tier_that_is_not_ours_is_refused_naming_what_is_possible(tier, part):
-    (problem,) = problems({"cpu_bytes_to_use": 1, "secondary_tiers": [tier]})
+    (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [tier]})
     assert problem.startswith("secondary_tiers[0]")
     assert part in problem
     assert '"type": "fs"' in problem
 
 
 def test_tiers_must_be_a_list():
-    (problem,) = problems({"cpu_bytes_to_use": 1, "secondary_tiers": FS})
+    (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": FS})
     assert "secondary_tiers is dict; it must be a list" in problem
 
 
 def test_two_tiers_need_two_roots():
     (problem,) = problems(
-        {"cpu_bytes_to_use": 1, "secondary_tiers": [FS, FS | {"root_dir": "/var/cache/./kv"}]}
+        {"cpu_bytes_to_use": GIB, "secondary_tiers": [FS, FS | {"root_dir": "/var/cache/./kv"}]}
     )
     assert "/var/cache/kv more than once" in problem
 
@@ -204,6 +204,51 @@ def test_a_port_beyond_the_last_is_refused_by_name():
 def test_tier_names_are_distinct():
     config = read(secondary_tiers=[FS | {"root_dir": f"/r{i}"} for i in range(3)])
     assert config.tier_names() == ("fs", "fs-2", "fs-3")
+
+
+@pytest.mark.parametrize("key", ["max_recompute_pending_tokens", "control_plane_interval_s", "tenant_quota"])
+def test_a_key_that_is_near_to_none_of_ours_may_be_of_a_later_vllm_and_is_noted(key):
+    _, notes = OffloadConfig.parse({"cpu_bytes_to_use": 1, key: 1, "secondary_tiers": [FS | {key: 2}]})
+    assert len(notes) == 2
+    assert all(key in note and "ignored" in note for note in notes)
+    assert notes[1].startswith("secondary_tiers[0]: ")
+
+
+def test_a_key_that_the_installed_vllm_reads_is_left_to_it(monkeypatch):
+    near = "load_policies"  # of load_policy: an error, if vLLM did not read it
+    assert "did you mean 'load_policy'" in problems({"cpu_bytes_to_use": 1, near: 1})[0]
+    monkeypatch.setattr("kv_offload.config_compat.keys_read_by_vllm", lambda: frozenset({near}))
+    _, (note,) = OffloadConfig.parse({"cpu_bytes_to_use": 1, near: 1})
+    assert "left to vLLM" in note
+
+
+def test_keys_are_told_from_the_files_of_vllm(tmp_path):
+    package = tmp_path / "v1" / "kv_offload"
+    package.mkdir(parents=True)
+    (package / "spec.py").write_text(
+        'self.extra_config.get("first", 0)\nextra_config.get(\n    "second"\n)\nextra_config["third"]\n'
+        'other.get("no")'
+    )
+    assert keys_read_by_vllm(str(tmp_path)) == {"first", "second", "third"}
+    assert keys_read_by_vllm(str(tmp_path / "missing")) == frozenset()
+
+
+# ---- MultiConnector
+
+
+def connectors(*names):
+    children = [{"kv_connector": name, "kv_connector_extra_config": {"spec_name": name}} for name in names]
+    return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
+
+
+def test_a_reporting_connector_is_one_of_ours_in_a_multi_connector():
+    assert multi_connector_problems(connectors("NixlConnector", "ReportingConnector")) == []
+
+
+@pytest.mark.parametrize("other", ["OffloadingConnector", "ReportingConnector"])
+def test_a_reporting_connector_beside_another_offloading_connector_is_refused(other):
+    (problem,) = multi_connector_problems(connectors(other, "ReportingConnector"))
+    assert "2 OffloadingConnectors" in problem
 
 
 # ---- configurations written for others
@@ -270,13 +315,13 @@ def test_reading_leaves_the_given_table_alone():
 
 
 def test_store_threshold_is_pointed_to_the_write_policy():
-    _, notes = OffloadConfig.parse({"cpu_bytes_to_use": 1, "store_threshold": "2"})
+    _, notes = OffloadConfig.parse({"cpu_bytes_to_use": GIB, "store_threshold": "2"})
     assert '"write_policy": "reuse:2"' in notes[0]
-    assert "store_threshold is 'x'" in problems({"cpu_bytes_to_use": 1, "store_threshold": "x"})[0]
+    assert "store_threshold is 'x'" in problems({"cpu_bytes_to_use": GIB, "store_threshold": "x"})[0]
 
 
 def test_a_foreign_eviction_policy_falls_back_only_with_its_module():
-    foreign = {"cpu_bytes_to_use": 1, "eviction_policy": "Mine"}
+    foreign = {"cpu_bytes_to_use": GIB, "eviction_policy": "Mine"}
     config, notes = OffloadConfig.parse(foreign | {"cache_policy_module_path": "my.policy"})
     assert config.eviction_policy == "prefix"
     assert any("'Mine'" in note for note in notes)
@@ -286,21 +331,21 @@ def test_a_foreign_eviction_policy_falls_back_only_with_its_module():
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_host_memory_and_each_tier_may_have_a_policy_of_their_own(policy):
     tiers = [{"type": "fs", "root_dir": "/a", "eviction_policy": policy}, {"type": "fs", "root_dir": "/b"}]
-    config = read(cpu_bytes_to_use=1, eviction_policy=policy, secondary_tiers=tiers)
+    config = read(eviction_policy=policy, secondary_tiers=tiers)
     assert config.eviction_policy == policy
     assert [tier.eviction_policy for tier in config.secondary_tiers] == [policy, "lru"]
 
 
 @pytest.mark.parametrize("given", ["reuse:0", "reuse:128", "reuse:", "reuse:2.0"])
 def test_sights_are_counted_within_bounds(given):
-    assert read(cpu_bytes_to_use=1, secondary_tiers=[FS | {"write_policy": "reuse:127"}])
-    (problem,) = problems({"cpu_bytes_to_use": 1, "secondary_tiers": [FS | {"write_policy": given}]})
+    assert read(secondary_tiers=[FS | {"write_policy": "reuse:127"}])
+    (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [FS | {"write_policy": given}]})
     assert "N = 1 to 127" in problem
 
 
 def test_an_unknown_policy_of_a_tier_is_refused_naming_the_known_ones():
     tier = {"type": "fs", "root_dir": "/a", "eviction_policy": "fifo"}
-    (problem,) = problems({"cpu_bytes_to_use": 1, "secondary_tiers": [tier]})
+    (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [tier]})
     assert problem.startswith("secondary_tiers[0].eviction_policy: is 'fifo'; possible: lru, s3fifo, prefix")
 
 
@@ -404,7 +449,7 @@ def test_root_without_space_is_refused_but_a_full_root_of_records_is_not(tmp_pat
     config = read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}])
     (problem,) = checked(config, record_bytes=1 << 20)
     assert "4.0 KiB free on its file system, one record takes 1.0 MiB" in problem
-    (tmp_path / "ab.2097152.rec").write_text("")
+    (tmp_path / "record").write_bytes(bytes(2 << 20))
     assert checked(config, record_bytes=1 << 20) == []
 
 
@@ -418,29 +463,20 @@ def test_a_tier_without_bound_gets_half_of_free_and_held(tmp_path, monkeypatch):
     disk(monkeypatch, 1000)
     records = tmp_path / "ns" / "g1" / "ab"
     records.mkdir(parents=True)
-    (records / "abcd.500.rec").write_text("")  # told by its name, not opened
-    (records / ".tmp-1-1").write_bytes(b"x" * 100)
-    assert held_bytes(str(tmp_path)) == 600
-    assert tier_bounds(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}])) == (800,)
+    (records / "abcd.500.rec").write_bytes(b"x" * 100_000)
+    held = held_bytes(str(tmp_path))
+    assert held == used_bytes(tmp_path)
+    assert tier_bounds(read(secondary_tiers=[FS | {"root_dir": str(tmp_path)}])) == ((1000 + held) // 2,)
 
 
-def test_the_account_of_a_root_is_believed_when_it_is_trusted(tmp_path):
-    (tmp_path / "abcd.500.rec").write_text("")
-    ledger = tmp_path / "ledger"
-    for head, expected in (
-        (struct.pack("<8sQQ", b"KVOSPAC1", 1, 7000), 7000),
-        (struct.pack("<8sQQ", b"KVOSPAC1", 0, 7000), 500 + 24),
-        (struct.pack("<8sQQ", b"SOMEELSE", 1, 7000), 500 + 24),
-        (b"torn", 500 + 4),
-    ):
-        ledger.write_bytes(head)
-        assert held_bytes(str(tmp_path)) == expected
+def test_a_directory_that_is_not_there_takes_nothing(tmp_path):
+    assert held_bytes(str(tmp_path / "none")) == 0
 
 
 def test_unbounded_tiers_of_one_disk_share_it(tmp_path, monkeypatch):
     disk(monkeypatch, 1000)
     roots = [FS | {"root_dir": str(tmp_path / name)} for name in "abc"]
-    roots[2] |= {"max_bytes": 7}
+    roots[2] |= {"max_bytes": "7B"}
     assert tier_bounds(read(secondary_tiers=roots)) == (250, 250, 7)
 
 

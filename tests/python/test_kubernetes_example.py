@@ -122,8 +122,48 @@ def test_both_see_the_root_as_one_user(pod, server, evictor, config):
         (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == "cache"]
         # Below the mount, which belongs to root: the server makes a directory of its own.
         assert Path(tier.root_dir).parent == Path(mount["mountPath"])
-        assert "securityContext" not in container
+        assert not {"runAsUser", "runAsGroup"} & set(container["securityContext"]), "the pod's user"
     assert pod["securityContext"]["runAsNonRoot"]
+
+
+def restricted(pod):
+    """Pod Security Standard "restricted", as far as it speaks of security contexts: what is missing."""
+    context = pod.get("securityContext", {})
+    missing = []
+    if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
+        missing.append("seccompProfile")
+    if context.get("runAsNonRoot") is not True or context.get("runAsUser", 0) == 0:
+        missing.append("runAsNonRoot")
+    for container in (*pod["initContainers"], *pod["containers"]):
+        own = container.get("securityContext", {})
+        if own.get("allowPrivilegeEscalation") is not False:
+            missing.append(f"{container['name']}: allowPrivilegeEscalation")
+        if own.get("capabilities") != {"drop": ["ALL"]}:
+            missing.append(f"{container['name']}: capabilities")
+        if own.get("privileged") or {"seccompProfile", "runAsUser", "runAsNonRoot"} & set(own):
+            missing.append(f"{container['name']}: loosens the pod's context")
+    return missing
+
+
+def test_the_pod_has_no_rights_that_it_does_not_need(pod):
+    assert restricted(pod) == []
+
+
+@pytest.mark.parametrize(
+    ("container", "key"),
+    [
+        ("evictor", "allowPrivilegeEscalation"),
+        ("evictor", "capabilities"),
+        ("vllm", "allowPrivilegeEscalation"),
+        ("vllm", "capabilities"),
+    ],
+)
+def test_a_right_that_is_left_is_seen(pod, container, key):
+    changed = copy.deepcopy(pod)
+    for found in (*changed["initContainers"], *changed["containers"]):
+        if found["name"] == container:
+            found["securityContext"] = {k: v for k, v in found["securityContext"].items() if k != key}
+    assert restricted(changed) == [f"{container}: {key}"]
 
 
 def test_the_evictor_is_a_sidecar_with_a_command_that_exists(evictor, tmp_path):
@@ -132,7 +172,7 @@ def test_the_evictor_is_a_sidecar_with_a_command_that_exists(evictor, tmp_path):
     arguments = [argument for argument in evictor["args"] if argument != "--watch"]
     arguments[1] = str(tmp_path)
     result = CliRunner().invoke(app, arguments)
-    assert f"{tmp_path} is no root" in result.stderr, "every option was understood"
+    assert f"{tmp_path} is an empty directory" in result.stderr, "every option was understood"
 
 
 def test_probes_and_service_name_the_port(server):

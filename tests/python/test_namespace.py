@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from kv_offload.model_identity import model_identity
+from kv_offload.model_identity import model_identity, weights_problem
 from kv_offload.namespace import (
     GroupFacts,
     NamespaceFacts,
@@ -194,11 +194,51 @@ def test_a_hub_name_is_known_by_its_commit(tmp_path):
     named = {"name": "org/name", "revision": "c0ffee"}
     assert model_identity("org/name", cache_dir=str(tmp_path)) == named
     assert model_identity("org/name", environ={"HF_HUB_CACHE": str(tmp_path)}) == named
-    assert model_identity("org/name", "v2", cache_dir=str(tmp_path)) == named | {"revision": "v2"}
-    assert model_identity("org/other", cache_dir=str(tmp_path))["revision"] == "unknown"
+    commit = "0123456789" * 4
+    assert model_identity("org/name", commit, cache_dir=str(tmp_path)) == named | {"revision": commit}
+    assert model_identity("org/name:Q4_K_M", cache_dir=str(tmp_path))["revision"] == "c0ffee"
     snapshot = tmp_path / "models--org--name" / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
     assert model_identity(str(snapshot)) == named, "started offline: the same model"
+
+
+# ---- weights that cannot be told from others
+
+
+def test_weights_behind_an_address_are_told_apart_by_it(tmp_path):
+    """vLLM pulls only the configs of an s3:// model, into a directory of its own."""
+    (tmp_path / "config.json").write_text("{}")
+    first, second = (
+        model_identity(str(tmp_path), address=address)
+        for address in ("s3://bucket/base/", "s3://bucket/tuned")
+    )
+    assert first != second
+    assert first == model_identity(str(tmp_path), address="s3://bucket/base")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"name": "{tmp}", "address": "s3://bucket/base"}, "behind s3://bucket/base"),
+        ({"name": "{tmp}"}, "no weight files"),
+        ({"name": "org/other"}, "'org/other' is not a directory"),
+        ({"name": "org/other", "revision": "v2"}, "'org/other' at revision 'v2'"),
+    ],
+)
+def test_what_the_weights_are_is_not_known_until_the_operator_names_them(tmp_path, arguments, said):
+    arguments = {key: value.format(tmp=tmp_path) for key, value in arguments.items()}
+    unnamed = model_identity(**arguments, cache_dir=str(tmp_path))
+    assert said in weights_problem(unnamed)
+    named = [model_identity(**arguments, model_id=name, cache_dir=str(tmp_path)) for name in ("a", "b")]
+    assert [weights_problem(identity) for identity in named] == [None, None]
+    assert named[0] != named[1]
+
+
+def test_a_name_of_the_weights_never_hides_what_is_found(model):
+    first = model_identity(str(model), model_id="llama")
+    assert weights_problem(identity(model)) is None
+    (model / "model-2.safetensors").write_bytes(b"other!")
+    assert model_identity(str(model), model_id="llama") != first
 
 
 # ---- the seed of the hashes

@@ -14,9 +14,10 @@ def tree_of(minor: str) -> Path:
     return tree
 
 
+@pytest.mark.beside("oracle/check_oracle.py")
 @pytest.mark.parametrize("minor", MINORS)
-def test_byte_oracle(minor: str) -> None:
-    print(run_under(tree_of(minor), "oracle/check_oracle.py"))
+def test_byte_oracle(minor: str, beside: str) -> None:
+    print(beside)
 
 
 @pytest.mark.gpu
@@ -27,5 +28,6 @@ def test_byte_oracle_with_caches_on_a_gpu(minor: str) -> None:
     print(run_under(tree_of(minor), "oracle/check_oracle.py", **device))
 
 
-def test_records_are_shared_exactly_where_their_bytes_are_equal() -> None:
-    print(run_under(tree_of("0.32"), "oracle/check_identity.py"))
+@pytest.mark.beside("oracle/check_identity.py", "0.32")
+def test_records_are_shared_exactly_where_their_bytes_are_equal(beside: str) -> None:
+    print(beside)

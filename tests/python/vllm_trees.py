@@ -10,9 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kv_offload.vllm_versions import RELEASES
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent.parent
-MINORS = ("0.31", "0.32", "0.33")
+MINORS = RELEASES
 
 
 def _minor_of(tree: Path) -> str | None:
@@ -50,6 +52,7 @@ def run_under(tree: Path, file: str, *arguments: str, timeout: float = 1800, **e
         cwd=TESTS,
         env=os.environ
         | {"PYTHONPATH": path, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"}
+        | {"OMP_NUM_THREADS": "1"}  # several run at once: threads that wait for each other would spin
         | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,4 +1,9 @@
-"""The wheel that .ci/wheel makes, in an environment that holds nothing else of the project."""
+"""The wheel that .ci/wheel makes, in an environment that holds nothing else of the project.
+
+What is looked at is what the wheel carries and finds, which does not depend on how the code was optimised. So
+it is made of the objects of the developer build, which ccache has from the stages before.
+KV_OFFLOAD_WHEEL=release: optimised as users get it, which compiles everything once more.
+"""
 
 import os
 import shutil
@@ -22,10 +27,28 @@ def run(*command: str | Path, **options) -> str:
     return done.stdout
 
 
+def developer_build() -> dict[str, str]:
+    """Settings for scikit-build-core; the flags are those of tests/run.sh, to the letter."""
+    if os.environ.get("KV_OFFLOAD_WHEEL") == "release":
+        return {}
+    targets = ["_core", "kv_offload_torch"]
+    if shutil.which("nvcc") is not None:
+        targets += ["kv_offload_cuda", "kv_offload_torch_cuda"]
+    return {
+        "SKBUILD_CMAKE_BUILD_TYPE": "RelWithDebInfo",
+        "CMAKE_ARGS": "-DKV_OFFLOAD_DEVELOPER=ON",
+        "SKBUILD_BUILD_TARGETS": ";".join(targets),
+        "SKBUILD_BUILD_DIR": "build/wheel",
+        "SKBUILD_INSTALL_STRIP": "true",
+        "CCACHE_BASEDIR": str(REPOSITORY),
+        "CCACHE_NOHASHDIR": "1",
+    }
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    run(REPOSITORY / ".ci/wheel", out, env={**os.environ, "PYTHON": sys.executable})
+    run(REPOSITORY / ".ci/wheel", out, env={**os.environ, **developer_build(), "PYTHON": sys.executable})
     (path,) = out.glob("*.whl")
     return path
 
@@ -34,10 +57,11 @@ def wheel(tmp_path_factory) -> Path:
 def empty_environment(wheel, tmp_path_factory) -> Path:
     """A virtual environment with the wheel and its Python dependencies; the folder is no checkout."""
     root = tmp_path_factory.mktemp("empty")
-    venv.create(root / "venv", with_pip=True)
-    python = root / "venv/bin/python"
-    run(python, "-m", "pip", "install", "-q", *DEPENDENCIES)
-    run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
+    venv.create(root / "venv")
+    # The pip of here installs there: what is there is what the wheel asks for, and nothing else.
+    pip = [sys.executable, "-m", "pip", "--python", root / "venv/bin/python", "install", "-q", "--no-compile"]
+    run(*pip, *DEPENDENCIES)
+    run(*pip, "--no-deps", "--no-index", wheel)
     return root
 
 

@@ -49,10 +49,28 @@ TEST(ChunkKey, hex_round_trip_and_group) {
 TEST(ByteSize, parses_units_and_names_what_it_cannot) {
   EXPECT_EQ(parse_byte_size("32GiB"), 32ull << 30);
   EXPECT_EQ(parse_byte_size("1.5 KiB"), 1536u);
-  EXPECT_EQ(parse_byte_size("7"), 7u);
+  EXPECT_EQ(parse_byte_size("7B"), 7u);
   EXPECT_EQ(parse_byte_size("2GB"), 2'000'000'000u);
+  EXPECT_EQ(parse_byte_size("1048576"), 1u << 20);
   EXPECT_THROW(parse_byte_size("lots"), InvalidArgument);
   EXPECT_THROW(parse_byte_size("-1GiB"), InvalidArgument);
+}
+
+TEST(ByteSize, reads_the_units_of_kubernetes) {
+  EXPECT_EQ(parse_byte_size("32Gi"), 32ull << 30);
+  EXPECT_EQ(parse_byte_size("32G"), 32'000'000'000u);
+  EXPECT_EQ(parse_byte_size("512M"), 512'000'000u);
+  EXPECT_EQ(parse_byte_size("512 mi"), 512u << 20);
+  EXPECT_EQ(parse_byte_size("4Ki"), 4096u);
+  EXPECT_EQ(parse_byte_size("1P"), 1'000'000'000'000'000u);
+}
+
+TEST(ByteSize, below_a_mebibyte_needs_a_unit) {
+  EXPECT_THROW(parse_byte_size("32"), InvalidArgument);
+  EXPECT_THROW(parse_byte_size("1e3"), InvalidArgument);
+  EXPECT_THROW(parse_byte_size("1048575"), InvalidArgument);
+  EXPECT_EQ(parse_byte_size("32B"), 32u);
+  EXPECT_EQ(parse_byte_size("0"), 0u);  // the same in every unit
 }
 
 TEST(ByteSize, is_shown_in_the_largest_unit) {

@@ -1,6 +1,7 @@
 // A TieredCache with everything around it under the test's hand: a region with
-// real rows, ranks that copy when they are told to, a fake tier, a clock that
-// stands still. Chunks have names; the last digit-free word is the group's.
+// real rows, ranks that copy when they are told to, a tier (a fake one, or the real
+// store on a directory) whose ops end when they are let go, a clock that stands
+// still. Chunks have names; the last digit-free word is the group's.
 #pragma once
 
 #include <fmt/format.h>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "cache/fake_tier.h"
+#include "cache/stepped_store.h"
 #include "cache/tiered_cache.h"
 
 namespace kv_offload {
@@ -47,15 +49,18 @@ inline bool matches(std::span<const std::byte> shard, const ChunkKey& key, std::
   return true;
 }
 
+enum class TierKind { kFake, kStore };
+
 struct WorldOptions {
   std::uint32_t ranks = 2;
   std::uint64_t rows = 8;                       // of 4 KiB in each area
   std::vector<std::uint64_t> shard_bytes{300};  // per group
   bool tier = true;
+  TierKind tier_kind = TierKind::kFake;
   CacheOptions cache{};  // groups are filled in
   std::string engine_id = "engine";
   std::string shm_directory{};  // empty: one of its own
-  // Instead of the fake tier.
+  // Instead of one that the test drives.
   std::function<std::unique_ptr<Tier>(const Clock&)> make_tier{};
 };
 
@@ -89,6 +94,7 @@ class World {
     open();
   }
   ~World() {
+    hand = tier = nullptr;
     cache.reset();
     ranks.clear();
     region.reset();
@@ -99,18 +105,24 @@ class World {
     std::vector<std::unique_ptr<Tier>> tiers;
     if (options_.make_tier) {
       tiers.push_back(options_.make_tier(clock));
+    } else if (options_.tier && options_.tier_kind == TierKind::kStore) {
+      if (!disk_) disk_ = std::make_unique<Disk>();
+      auto made = std::make_unique<SteppedStore>(*disk_, clock);
+      hand = made.get();
+      tiers.push_back(std::move(made));
     } else if (options_.tier) {
       auto made = std::make_unique<FakeTier>("fs", &clock);
-      tier = made.get();
+      hand = tier = made.get();
       tier->records = std::move(records);
       tiers.push_back(std::move(made));
     }
-    cache = std::make_unique<TieredCache>(options_.cache, *region, std::move(tiers), metrics, clock);
+    cache = std::make_unique<TieredCache>(options_.cache, region, std::move(tiers), metrics, clock);
   }
   // The process ends and starts again; what is recorded stays.
   void restart() {
     cache->close();
-    auto records = tier->records;
+    std::map<ChunkKey, FakeTier::Record> records;
+    if (tier != nullptr) records = tier->records;
     cache.reset();
     open(std::move(records));
   }
@@ -150,18 +162,20 @@ class World {
 
   FakeClock clock;
   Metrics metrics;
-  std::unique_ptr<HostRegion> region;
+  std::shared_ptr<HostRegion> region;
   std::vector<std::unique_ptr<HostRegion>> ranks;
   std::unique_ptr<TieredCache> cache;
-  FakeTier* tier = nullptr;
+  TierHand* hand = nullptr;  // whichever tier it is
+  FakeTier* tier = nullptr;  // that one, if it is
 
  private:
   WorldOptions options_;
+  std::unique_ptr<Disk> disk_;  // the store's; outlives it
   std::string directory_;
 };
 
 // Verbs on a world with one group.
-class CacheTest : public testing::Test {
+class CacheTest : public ::testing::Test {
  protected:
   struct Job {
     std::vector<ChunkKey> keys;
@@ -171,14 +185,17 @@ class CacheTest : public testing::Test {
   // A test that needs another world says so first.
   void make(WorldOptions options) {
     world_.reset();
+    options.tier_kind = tier_kind_;
     world_ = std::make_unique<World>(std::move(options));
   }
   World& world() {
-    if (!world_) world_ = std::make_unique<World>();
+    if (!world_) make({});
     return *world_;
   }
   TieredCache& cache() { return *world().cache; }
-  FakeTier& tier() { return *world().tier; }
+  TierHand& tier() { return *world().hand; }
+  // REQUIRES: the test is one of those that run over the fake tier alone.
+  FakeTier& fake() { return *world().tier; }
 
   RequestHandle begin(const RequestOptions& options = {}) { return cache().begin_request("r", options); }
   void end(RequestHandle request) { cache().end_request(request); }
@@ -271,7 +288,20 @@ class CacheTest : public testing::Test {
   }
   void load(RequestHandle request, const Names& wanted) { end_load(begin_load(request, wanted)); }
 
+  TierKind tier_kind_ = TierKind::kFake;
   std::unique_ptr<World> world_;
 };
+
+// Of tests that run over the fake tier and over the real store alike.
+template <typename Fixture>
+class OverBoth : public Fixture, public ::testing::WithParamInterface<TierKind> {
+ protected:
+  OverBoth() { this->tier_kind_ = GetParam(); }
+};
+#define KV_OFFLOAD_OVER_BOTH(Fixture)                                                                  \
+  INSTANTIATE_TEST_SUITE_P(Tiers, Fixture, ::testing::Values(TierKind::kFake, TierKind::kStore),       \
+                           [](const auto& instance) {                                                  \
+                             return std::string(instance.param == TierKind::kFake ? "Fake" : "Store"); \
+                           })
 
 }  // namespace kv_offload

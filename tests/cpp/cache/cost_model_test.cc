@@ -10,7 +10,7 @@ using Choice = Decision::Choice;
 
 // Computing 1,000 tokens/s; tiers are told by how many tokens they give in a
 // second. A chunk has ten tokens and as many bytes.
-class CostModelTest : public testing::Test {
+class CostModelTest : public ::testing::Test {
  protected:
   CostModel model_{2};
   Nanos now_{seconds(100)};

@@ -12,7 +12,7 @@ constexpr double kFast = 256e6;         // 1,000,000 tokens/s: a hundredth of wh
 constexpr double kThrottled = 64e3;     // 250 tokens/s: forty times what computing takes
 constexpr std::uint32_t kChunks = 256;  // 4,096 tokens: about half a second to compute
 
-class DecisionTest : public testing::Test {
+class DecisionTest : public ::testing::Test {
  protected:
   SimulatedEngine& make(EngineOptions options = {}) {
     engine_ = std::make_unique<SimulatedEngine>(std::move(options));
@@ -342,7 +342,7 @@ TEST_F(DecisionTest, ALossIsCountedAsOne) {
   EXPECT_NEAR(engine().counter("kv_offload_lost_seconds_total"), 1.1, 0.2);
 }
 
-class StepOrderTest : public DecisionTest, public testing::WithParamInterface<StepOrder> {};
+class StepOrderTest : public DecisionTest, public ::testing::WithParamInterface<StepOrder> {};
 
 TEST_P(StepOrderTest, TheEnginesSpeedIsLearntHoweverItSteps) {
   make({.order = GetParam(), .tiers = {}});
@@ -358,8 +358,8 @@ TEST_P(StepOrderTest, TheEnginesSpeedIsLearntHoweverItSteps) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, StepOrderTest,
-                         testing::Values(StepOrder::kStoresFirst, StepOrder::kStepEndFirst,
-                                         StepOrder::kOneAhead));
+                         ::testing::Values(StepOrder::kStoresFirst, StepOrder::kStepEndFirst,
+                                           StepOrder::kOneAhead));
 
 }  // namespace
 }  // namespace kv_offload

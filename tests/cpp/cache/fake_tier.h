@@ -11,11 +11,12 @@
 #include <utility>
 #include <vector>
 
-#include "storage/tier.h"
+#include "base/types.h"
+#include "cache/tier_hand.h"
 
 namespace kv_offload {
 
-class FakeTier final : public Tier {
+class FakeTier final : public TierHand {
  public:
   struct Record {
     std::uint32_t group = 0;
@@ -30,8 +31,7 @@ class FakeTier final : public Tier {
       : name_(std::move(name)), clock_(clock) {}
 
   // ---- what the test does
-  // Ends the next n ops, reads first.
-  void finish(std::size_t n = kAll) {
+  void finish(std::size_t n = kAll) override {
     for (; n > 0 && !(reads_.empty() && writes_.empty()); --n) {
       auto& queue = reads_.empty() ? writes_ : reads_;
       TierOp op = std::move(queue.front());
@@ -39,33 +39,40 @@ class FakeTier final : public Tier {
       perform(op);
     }
   }
-  // The next op begins: it can no longer be cancelled, and ends with finish_started.
-  void start(OpKind kind) {
+  void start(OpKind kind) override {
     auto& queue = kind == OpKind::kRead ? reads_ : writes_;
     if (queue.empty()) return;
     started_.push_back(std::move(queue.front()));
     queue.pop_front();
   }
-  void finish_started() {
+  void finish_started() override {
     for (TierOp& op : std::exchange(started_, {})) perform(op);
   }
   void remove(const ChunkKey& key, TierRemoval::Reason reason) {
     if (records.erase(key) > 0) removals_.push_back({key, reason});
   }
+  bool holds(const ChunkKey& key) override { return records.contains(key); }
+  void take_away(const ChunkKey& key) override { remove(key, TierRemoval::Reason::kVanished); }
+  void damage(const ChunkKey& key) override { records.at(key).corrupt = true; }
+  void fail(StatusKind kind) override {
+    verdict = [kind](const TierOp& op) {
+      return kind == StatusKind::kNoSpace && op.kind == OpKind::kRead ? StatusKind::kOk : kind;
+    };
+  }
+  void fail_resets(bool fail) override { resets_fail_ = fail; }
+  void heal() override { reset_pending_ = resets_fail_; }
+  void switch_off() override { available = false; }
+  bool is_closed() const override { return closed_; }
 
   std::map<ChunkKey, Record> records;
   Verdict verdict;                 // asked as an op is performed
   bool skip_verification = false;  // a planted fault: corrupt records read as ok
   bool available = true;
-  bool knows = true;  // false: contains() says kUnknown
-  StatusKind reset_result = StatusKind::kOk;
+  bool knows = true;        // false: contains() says kUnknown
   double read_seconds = 0;  // what estimate_read_seconds and each read's completion say
   std::size_t max_records = kAll;
   bool automatic = false;  // ops end at the next poll
-  bool is_closed = false;
 
-  std::size_t queued_reads() const { return reads_.size(); }
-  std::size_t queued_writes() const { return writes_.size(); }
   std::size_t started() const { return started_.size(); }
   // All ops that have not ended.
   template <typename Visit>
@@ -76,20 +83,16 @@ class FakeTier final : public Tier {
   }
   // Resets before this op was submitted.
   std::uint64_t born(const TierOp& op) const { return born_.at(op.id); }
-  const std::deque<TierOp>& reads() const { return reads_; }
-  const std::deque<TierOp>& writes() const { return writes_; }
-  std::vector<ChunkKey> read_keys() const {
-    std::vector<ChunkKey> keys;
-    for (const TierOp& op : reads_) keys.push_back(op.key);
-    return keys;
-  }
+  const std::deque<TierOp>& reads() const override { return reads_; }
+  const std::deque<TierOp>& writes() const override { return writes_; }
+  std::function<void()> on_touch;  // called first by touch()
 
   // ---- Tier
   std::string_view name() const override { return name_; }
   void submit(std::vector<TierOp> ops) override {
     for (TierOp& op : ops) {
       born_[op.id] = generation_;
-      if (is_closed) {
+      if (closed_) {
         complete(op, Status::error(StatusKind::kUnavailable, "closed"));
       } else {
         (op.kind == OpKind::kRead ? reads_ : writes_).push_back(std::move(op));
@@ -119,35 +122,35 @@ class FakeTier final : public Tier {
     return records.contains(key) ? Presence::kPresent : Presence::kAbsent;
   }
   void touch(const ChunkKey& key) override {
+    if (on_touch) on_touch();
     if (const auto record = records.find(key); record != records.end()) record->second.used = ++uses_;
   }
   Status reset() override {
-    if (reset_result != StatusKind::kOk) return Status::error(reset_result, "reset");
     for (const auto& [key, record] : records) removals_.push_back({key, TierRemoval::Reason::kReset});
     records.clear();
     ++generation_;
-    return Status::ok();
+    reset_pending_ = resets_fail_;
+    return resets_fail_ ? Status::error(StatusKind::kIo, "reset") : Status::ok();
   }
   TierStats stats() const override {
     TierStats stats;
     stats.chunks = records.size();
     stats.queued_reads = static_cast<std::uint32_t>(reads_.size() + started_.size());
     stats.queued_writes = static_cast<std::uint32_t>(writes_.size());
-    stats.available = stats.readable = stats.writable = available;
+    stats.readable = available;
+    stats.writable = available && !reset_pending_;
     stats.scan_complete = true;
     return stats;
   }
   void close() override {
-    if (std::exchange(is_closed, true)) return;
+    if (std::exchange(closed_, true)) return;
     while (!writes_.empty()) cancel(writes_.front().id);
+    while (!reads_.empty()) cancel(reads_.front().id);
     finish_started();
-    finish();
   }
   double estimate_read_seconds(std::uint64_t) const override { return read_seconds; }
 
  private:
-  static constexpr std::size_t kAll = static_cast<std::size_t>(-1);
-
   void complete(const TierOp& op, Status status) {
     born_.erase(op.id);
     Completion completion;
@@ -156,7 +159,7 @@ class FakeTier final : public Tier {
     completion.key = op.key;
     completion.status = std::move(status);
     if (completion.status.is_ok()) {
-      for (const Shard& shard : op.shards) completion.bytes += shard.size();
+      for (const Shard& shard : op.shards) completion.bytes += round_up(shard.size(), kPageBytes);
       if (op.kind == OpKind::kRead) completion.seconds = read_seconds;
     }
     completions_.push_back(std::move(completion));
@@ -164,6 +167,7 @@ class FakeTier final : public Tier {
   void perform(TierOp& op) {
     const bool late = clock_ != nullptr && op.deadline.count() != 0 && clock_->now() > op.deadline;
     const StatusKind told = late ? StatusKind::kExpired : verdict ? verdict(op) : StatusKind::kOk;
+    if (born_[op.id] != generation_) return complete(op, Status::error(StatusKind::kCancelled, "reset"));
     if (op.kind == OpKind::kRead) {
       perform_read(op, told);
     } else {
@@ -191,8 +195,8 @@ class FakeTier final : public Tier {
     complete(op, Status::ok());
   }
   void perform_write(TierOp& op, StatusKind told) {
+    if (reset_pending_) return complete(op, Status::error(StatusKind::kUnavailable, "reset"));
     if (told != StatusKind::kOk) return complete(op, Status::error(told, "told to fail"));
-    if (born_[op.id] != generation_) return complete(op, Status::ok());  // of before a reset: never found
     Record record;
     record.group = op.group;
     record.used = ++uses_;
@@ -215,6 +219,8 @@ class FakeTier final : public Tier {
   std::vector<TierRemoval> removals_;
   std::uint64_t uses_ = 0;
   std::uint64_t generation_ = 0;
+  bool closed_ = false;
+  bool resets_fail_ = false, reset_pending_ = false;
   std::map<OpId, std::uint64_t> born_;  // generation at submission
 };
 

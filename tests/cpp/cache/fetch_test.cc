@@ -7,12 +7,14 @@ namespace kv_offload {
 namespace {
 
 using std::chrono::seconds;
-using testing::ElementsAre;
-using testing::IsEmpty;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
 
-class FetchTest : public CacheTest {};
+class FetchTest : public OverBoth<CacheTest> {};
+KV_OFFLOAD_OVER_BOTH(FetchTest);
+class FetchFakeTest : public CacheTest {};
 
-TEST_F(FetchTest, ARecordedChunkIsFetchedVerifiedAndLoaded) {
+TEST_P(FetchTest, ARecordedChunkIsFetchedVerifiedAndLoaded) {
   record({"a", "b"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b", "c"}), "PPM");
@@ -33,7 +35,7 @@ TEST_F(FetchTest, ARecordedChunkIsFetchedVerifiedAndLoaded) {
   EXPECT_EQ(world().metrics.value("kv_offload_lookup_tokens_total", {}), 3 * World::kTokens);
 }
 
-TEST_F(FetchTest, AFetchedChunkCountsAsItsTierOnceThenAsHostMemory) {
+TEST_P(FetchTest, AFetchedChunkCountsAsItsTierOnceThenAsHostMemory) {
   record({"a"});
   for (int i = 0; i < 2; ++i) {
     const RequestHandle request = begin();
@@ -49,7 +51,7 @@ TEST_F(FetchTest, AFetchedChunkCountsAsItsTierOnceThenAsHostMemory) {
   EXPECT_EQ(cache().load_source(key_of("a")), -1);
 }
 
-TEST_F(FetchTest, WaitingRequestsShareAFetch) {
+TEST_P(FetchTest, WaitingRequestsShareAFetch) {
   record({"a", "b"});
   const RequestHandle first = begin(), second = begin(), third = begin();
   scan(first, {"a", "b"});
@@ -68,7 +70,7 @@ TEST_F(FetchTest, WaitingRequestsShareAFetch) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-TEST_F(FetchTest, TheOldestRequestIsFetchedFirst) {
+TEST_P(FetchTest, TheOldestRequestIsFetchedFirst) {
   record({"a", "b"});
   const RequestHandle older = begin(), younger = begin();
   scan(younger, {"b"});
@@ -77,7 +79,7 @@ TEST_F(FetchTest, TheOldestRequestIsFetchedFirst) {
   EXPECT_THAT(names(tier().read_keys()), ElementsAre("a", "b"));
 }
 
-TEST_F(FetchTest, WhatARequestHitStaysWhileItWaitsForTheRest) {
+TEST_P(FetchTest, WhatARequestHitStaysWhileItWaitsForTheRest) {
   make({.rows = 2});
   record({"b"});
   store({"a"});
@@ -93,7 +95,7 @@ TEST_F(FetchTest, WhatARequestHitStaysWhileItWaitsForTheRest) {
   EXPECT_THAT(store({"x"}), ElementsAre("x"));
 }
 
-TEST_F(FetchTest, APlanIsTrimmedToTheRowsThereAre) {
+TEST_P(FetchTest, APlanIsTrimmedToTheRowsThereAre) {
   make({.rows = 3});
   record({"a", "b"});
   store({"c", "d"});
@@ -111,7 +113,7 @@ TEST_F(FetchTest, APlanIsTrimmedToTheRowsThereAre) {
   copy(filling);
 }
 
-TEST_F(FetchTest, NobodyWaitsPastTheDeadline) {
+TEST_P(FetchTest, NobodyWaitsPastTheDeadline) {
   record({"a", "b"});
   store({"c"});
   const RequestHandle request = begin();
@@ -130,7 +132,7 @@ TEST_F(FetchTest, NobodyWaitsPastTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "P");  // preempted: it may wait again
 }
 
-TEST_F(FetchTest, ARequestThatIsNoLongerAskedAboutLosesItsPinsAtTheDeadline) {
+TEST_P(FetchTest, ARequestThatIsNoLongerAskedAboutLosesItsPinsAtTheDeadline) {
   record({"a"});
   const RequestHandle request = begin();
   scan(request, {"a"});
@@ -144,7 +146,7 @@ TEST_F(FetchTest, ARequestThatIsNoLongerAskedAboutLosesItsPinsAtTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "H");
 }
 
-TEST_F(FetchTest, AFetchThatNobodyWaitsForAnyMoreIsGivenUp) {
+TEST_P(FetchTest, AFetchThatNobodyWaitsForAnyMoreIsGivenUp) {
   record({"a"});
   const RequestHandle request = begin();
   scan(request, {"a"});
@@ -159,9 +161,9 @@ TEST_F(FetchTest, AFetchThatNobodyWaitsForAnyMoreIsGivenUp) {
 
 // ---- failures
 
-TEST_F(FetchTest, ACorruptRecordIsAMissOnceAndForAll) {
+TEST_P(FetchTest, ACorruptRecordIsAMissOnceAndForAll) {
   record({"a", "b"});
-  tier().records[key_of("b")].corrupt = true;
+  tier().damage(key_of("b"));
   const RequestHandle request = begin();
   scan(request, {"a", "b"});
   step();
@@ -174,9 +176,9 @@ TEST_F(FetchTest, ACorruptRecordIsAMissOnceAndForAll) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-TEST_F(FetchTest, AnUnreadableRecordIsNotTriedAgainByTheSameRequest) {
+TEST_P(FetchTest, AnUnreadableRecordIsNotTriedAgainByTheSameRequest) {
   record({"a"});
-  tier().verdict = [](const TierOp&) { return StatusKind::kIo; };
+  tier().fail(StatusKind::kIo);
   const RequestHandle request = begin();
   scan(request, {"a"});
   step();
@@ -191,12 +193,12 @@ TEST_F(FetchTest, AnUnreadableRecordIsNotTriedAgainByTheSameRequest) {
   EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
 }
 
-TEST_F(FetchTest, AVanishedRecordIsAMissAndNoFailure) {
+TEST_P(FetchTest, AVanishedRecordIsAMissAndNoFailure) {
   record({"a"});
   const RequestHandle request = begin();
   scan(request, {"a"});
   step();
-  tier().remove(key_of("a"), TierRemoval::Reason::kVanished);
+  tier().take_away(key_of("a"));
   tier().finish();
   EXPECT_EQ(scan(request, {"a"}), "M");
   end(request);
@@ -204,15 +206,15 @@ TEST_F(FetchTest, AVanishedRecordIsAMissAndNoFailure) {
   EXPECT_EQ(world().failures("fs", "read", "not_found"), 0);
 }
 
-TEST_F(FetchTest, ATierThatIsSwitchedOffIsNotWaitedFor) {
+TEST_P(FetchTest, ATierThatIsSwitchedOffIsNotWaitedFor) {
   record({"a"});
-  tier().available = false;
+  tier().switch_off();
   EXPECT_EQ(peek({"a"}), "M");
   EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
 }
 
-TEST_F(FetchTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
-  tier().knows = false;
+TEST_F(FetchFakeTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
+  fake().knows = false;
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a"}), "R");
   EXPECT_TRUE(cache().has_pending_work());
@@ -225,7 +227,7 @@ TEST_F(FetchTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
 
 // ---- what may be loaded
 
-TEST_F(FetchTest, PolicyNeverLoadsNothingFromTiers) {
+TEST_P(FetchTest, PolicyNeverLoadsNothingFromTiers) {
   record({"a"});
   store({"b"});
   const RequestHandle request = begin({.load_policy = LoadPolicy::kNever});
@@ -234,7 +236,7 @@ TEST_F(FetchTest, PolicyNeverLoadsNothingFromTiers) {
   EXPECT_EQ(world().miss_tokens("disabled"), World::kTokens);
 }
 
-TEST_F(FetchTest, ARequestMayExcludeTheTiersOrHostMemory) {
+TEST_P(FetchTest, ARequestMayExcludeTheTiersOrHostMemory) {
   record({"a"});
   store({"b"});
   EXPECT_EQ(scan(begin({.load_from_tiers = false}), {"b", "a"}), "HM");
@@ -246,7 +248,7 @@ TEST_F(FetchTest, ARequestMayExcludeTheTiersOrHostMemory) {
   EXPECT_EQ(lookup(request, "a"), LookupResult::kHit);
 }
 
-TEST_F(FetchTest, LoadingIsSkippedWhereComputingIsFaster) {
+TEST_F(FetchFakeTest, LoadingIsSkippedWhereComputingIsFaster) {
   make({.rows = 16});
   record({"a", "b"});
   // 160 tokens in a tenth of a second: 1600 tokens/s.
@@ -259,7 +261,7 @@ TEST_F(FetchTest, LoadingIsSkippedWhereComputingIsFaster) {
   step();
   pass_time(std::chrono::milliseconds(100));
   step();
-  tier().read_seconds = 2;  // for 32 tokens that take 20 ms
+  fake().read_seconds = 2;  // for 32 tokens that take 20 ms
   const auto outcome = [&] {
     const RequestHandle request = begin();
     scan(request, {"a", "b"});
@@ -272,7 +274,7 @@ TEST_F(FetchTest, LoadingIsSkippedWhereComputingIsFaster) {
   EXPECT_EQ(outcome(), "M");
   EXPECT_EQ(world().miss_tokens("recompute_cheaper"), World::kTokens);
   EXPECT_EQ(world().metrics.value("kv_offload_decisions_total", {"recompute"}), 1);
-  tier().read_seconds = 0.001;
+  fake().read_seconds = 0.001;
   EXPECT_EQ(outcome(), "PP");
   EXPECT_EQ(world().metrics.value("kv_offload_decisions_total", {"load"}), 1);
 }
@@ -317,7 +319,9 @@ class FetchTogetherTest : public FetchTest {
   }
 };
 
-TEST_F(FetchTogetherTest, TwoPlansThatDoNotBothFitBothFinish) {
+KV_OFFLOAD_OVER_BOTH(FetchTogetherTest);
+
+TEST_P(FetchTogetherTest, TwoPlansThatDoNotBothFitBothFinish) {
   make({.rows = 5});
   record(numbered("a", 4));
   record(numbered("b", 4));
@@ -330,7 +334,7 @@ TEST_F(FetchTogetherTest, TwoPlansThatDoNotBothFitBothFinish) {
   EXPECT_EQ(cache().stats().waiting_requests, 0u);
 }
 
-TEST_F(FetchTogetherTest, APrefixLargerThanHostMemoryLoadsWhatFits) {
+TEST_P(FetchTogetherTest, APrefixLargerThanHostMemoryLoadsWhatFits) {
   make({.rows = 5});
   for (int i = 0; i < 12; i += 4) {
     Names part = numbered("p", 12);
@@ -343,7 +347,7 @@ TEST_F(FetchTogetherTest, APrefixLargerThanHostMemoryLoadsWhatFits) {
   EXPECT_EQ(world().miss_tokens("pressure"), World::kTokens);
 }
 
-TEST_F(FetchTogetherTest, ManyThatWantMoreThanThereIsAllFinish) {
+TEST_P(FetchTogetherTest, ManyThatWantMoreThanThereIsAllFinish) {
   make({.rows = 7});
   const Names letters{"a", "b", "c", "d", "e", "f", "g", "h"};
   for (const std::string& letter : letters) record(numbered(letter.c_str(), 3));
@@ -356,12 +360,15 @@ TEST_F(FetchTogetherTest, ManyThatWantMoreThanThereIsAllFinish) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-class HybridTest : public FetchTest {
+class HybridVerbs : public CacheTest {
  protected:
   // Group 0 is scanned from the left, group 1 has a window of one chunk.
-  void make_hybrid(std::vector<bool> full_attention, std::uint64_t rows = 16) {
-    make({.rows = rows, .shard_bytes = {300, 300}, .cache = {.full_attention = std::move(full_attention)}});
-    for (const char* name : {"a", "b", "c"}) {
+  void make_hybrid(std::vector<bool> full_attention, std::uint64_t rows = 16,
+                   const Names& prompt = {"a", "b", "c"}) {
+    make({.rows = rows,
+          .shard_bytes = {300, 300},
+          .cache = {.full_attention = std::move(full_attention), .lookup_deadline = deadline_}});
+    for (const std::string& name : prompt) {
       for (const std::uint32_t group : {0u, 1u}) {
         const RequestHandle request = begin();
         const std::vector<ChunkKey> key{key_of(name, group)};
@@ -376,6 +383,7 @@ class HybridTest : public FetchTest {
     }
     world().restart();
   }
+  Nanos deadline_{seconds(5)};
   std::string look(RequestHandle request, const Names& wanted, std::uint32_t group) {
     std::string seen;
     for (const auto& name : wanted) {
@@ -389,7 +397,11 @@ class HybridTest : public FetchTest {
   }
 };
 
-TEST_F(HybridTest, NothingOfALaterGroupIsReadBeforeTheFirstOneIsThere) {
+class HybridTest : public OverBoth<HybridVerbs> {};
+KV_OFFLOAD_OVER_BOTH(HybridTest);
+class HybridFakeTest : public HybridVerbs {};
+
+TEST_P(HybridTest, NothingOfALaterGroupIsReadBeforeTheFirstOneIsThere) {
   make_hybrid({true, false});
   const RequestHandle request = begin();
   EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "PPPP");
@@ -406,7 +418,7 @@ TEST_F(HybridTest, NothingOfALaterGroupIsReadBeforeTheFirstOneIsThere) {
   EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "HHHH");
 }
 
-TEST_F(HybridTest, FullAttentionGroupsAreReadTogether) {
+TEST_P(HybridTest, FullAttentionGroupsAreReadTogether) {
   make_hybrid({true, true});
   const RequestHandle request = begin();
   look(request, {"a", "b"}, 0u);
@@ -415,16 +427,16 @@ TEST_F(HybridTest, FullAttentionGroupsAreReadTogether) {
   EXPECT_EQ(tier().queued_reads(), 4u);
 }
 
-TEST_F(HybridTest, WhatAWindowScanPassedOverIsNotRead) {
+TEST_P(HybridTest, WhatAWindowScanPassedOverIsNotRead) {
   make_hybrid({false, false});
-  tier().remove(key_of("b", 1), TierRemoval::Reason::kEvicted);
+  tier().take_away(key_of("b", 1));
   const RequestHandle request = begin();
   EXPECT_EQ(look(request, {"c", "b", "a"}, 1u), "PMP");
   step();
   EXPECT_THAT(names(tier().read_keys()), ElementsAre("a"));
 }
 
-TEST_F(HybridTest, OfAGroupThatIsScannedAgainOnlyTheLastScanCounts) {
+TEST_P(HybridTest, OfAGroupThatIsScannedAgainOnlyTheLastScanCounts) {
   make_hybrid({true, false});
   const RequestHandle request = begin();
   look(request, {"a", "b", "c"}, 0u);
@@ -434,7 +446,33 @@ TEST_F(HybridTest, OfAGroupThatIsScannedAgainOnlyTheLastScanCounts) {
   EXPECT_THAT(names(tier().read_keys()), ElementsAre("a"));
 }
 
-TEST_F(HybridTest, ATrimmedPlanLeavesRowsForTheWindows) {
+// Not short of rows, but of time: only what lies behind the cut is computed.
+TEST_F(HybridFakeTest, APartOfAPrefixThatIsWorthLoadingIsLoadedWhole) {
+  Names prompt, others;
+  for (int i = 0; i < 12; ++i) prompt.push_back(fmt::format("p{}", i));
+  for (int i = 0; i < 10; ++i) others.push_back(fmt::format("w{}", i));
+  deadline_ = std::chrono::milliseconds(500);  // of which 400 are planned with
+  make_hybrid({true, false}, 64, prompt);
+  const RequestHandle worker = begin();  // 160 tokens in 2 s: all of the prompt would take 2.4
+  step();
+  store(worker, others);
+  tier().finish();
+  step();
+  pass_time(seconds(2));
+  step();
+  fake().read_seconds = 0.6;  // for all of it: 8 chunks of 12 arrive in time
+  const RequestHandle request = begin();
+  look(request, prompt, 0u);
+  step();
+  ASSERT_EQ(world().metrics.value("kv_offload_decisions_total", {"partial"}), 1);
+  EXPECT_EQ(tier().queued_reads(), 8u);
+  tier().finish();
+  EXPECT_EQ(look(request, prompt, 0u), "HHHHHHHHMMMM");
+  end(request);
+  EXPECT_EQ(world().miss_tokens("recompute_cheaper"), 4 * World::kTokens);
+}
+
+TEST_P(HybridTest, ATrimmedPlanLeavesRowsForTheWindows) {
   make_hybrid({true, false}, 3);
   const RequestHandle holder = begin();
   const Job filling = offer(holder, {"x"});

@@ -4,7 +4,7 @@
 namespace kv_offload {
 namespace {
 
-class HintTest : public CacheTest {
+class HintTest : public OverBoth<CacheTest> {
  protected:
   // What the write op of a chunk says about it.
   EntryInfo told(const std::string& name) {
@@ -28,7 +28,9 @@ class HintTest : public CacheTest {
   static ChunkId id(const std::string& name) { return chunk_id(key_of(name)); }
 };
 
-TEST_F(HintTest, AChunksParentIsWhatWasOfferedBeforeIt) {
+KV_OFFLOAD_OVER_BOTH(HintTest);
+
+TEST_P(HintTest, AChunksParentIsWhatWasOfferedBeforeIt) {
   const RequestHandle request = begin();
   store_deep(request, {"a", "b"}, 16);
   store_deep(request, {"c"}, 18);  // in a later step
@@ -39,12 +41,12 @@ TEST_F(HintTest, AChunksParentIsWhatWasOfferedBeforeIt) {
   EXPECT_EQ(told("x").parent, 0u);
 }
 
-TEST_F(HintTest, WithoutDepthsTheOrderOfACallTellsIt) {
+TEST_P(HintTest, WithoutDepthsTheOrderOfACallTellsIt) {
   store({"a", "b"});
   EXPECT_EQ(told("b").parent, id("a"));
 }
 
-TEST_F(HintTest, AChunkBehindALoadedPrefixHasItsEndAsParent) {
+TEST_P(HintTest, AChunkBehindALoadedPrefixHasItsEndAsParent) {
   store({"a", "b"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b"}), "HH");
@@ -53,7 +55,7 @@ TEST_F(HintTest, AChunkBehindALoadedPrefixHasItsEndAsParent) {
   EXPECT_EQ(told("c").parent, id("b"));
 }
 
-TEST_F(HintTest, AFetchedChunkHasTheOneBeforeItAsParent) {
+TEST_P(HintTest, AFetchedChunkHasTheOneBeforeItAsParent) {
   record({"a", "b"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b"}), "PP");
@@ -64,7 +66,7 @@ TEST_F(HintTest, AFetchedChunkHasTheOneBeforeItAsParent) {
   EXPECT_NE(tier().reads()[1].about.request, 0u);
 }
 
-TEST_F(HintTest, APromptOfLowPriorityGoesFirstAndOneOfHighPriorityLast) {
+TEST_P(HintTest, APromptOfLowPriorityGoesFirstAndOneOfHighPriorityLast) {
   WorldOptions options;
   options.rows = 6;
   options.tier = false;
@@ -84,7 +86,7 @@ TEST_F(HintTest, APromptOfLowPriorityGoesFirstAndOneOfHighPriorityLast) {
   EXPECT_EQ(peek({"h1", "h2"}), "HH");
 }
 
-TEST_F(HintTest, AChunkHitByARequestOfHighPriorityStaysLonger) {
+TEST_P(HintTest, AChunkHitByARequestOfHighPriorityStaysLonger) {
   WorldOptions options;
   options.rows = 4;
   options.tier = false;

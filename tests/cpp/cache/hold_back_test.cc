@@ -4,10 +4,10 @@
 namespace kv_offload {
 namespace {
 
-using testing::ElementsAre;
+using ::testing::ElementsAre;
 
 // Two groups; a prompt of four chunks needs at most (4 + 1) + 1 blocks in each.
-class HoldBackTest : public CacheTest {
+class HoldBackTest : public OverBoth<CacheTest> {
  protected:
   static constexpr std::uint32_t kNeed = 12;
   const Names prompt_a_{"a0", "a1", "a2", "a3"}, prompt_b_{"b0", "b1", "b2", "b3"};
@@ -34,7 +34,9 @@ class HoldBackTest : public CacheTest {
   }
 };
 
-TEST_F(HoldBackTest, TheSecondLoadBeginsWhenTheFirstHasEnded) {
+KV_OFFLOAD_OVER_BOTH(HoldBackTest);
+
+TEST_P(HoldBackTest, TheSecondLoadBeginsWhenTheFirstHasEnded) {
   make_cache(2 * kNeed);  // of which vLLM keeps one for itself
   const RequestHandle a = ask(), b = ask();
   ASSERT_EQ(told(a, prompt_a_), 'H');
@@ -54,7 +56,7 @@ TEST_F(HoldBackTest, TheSecondLoadBeginsWhenTheFirstHasEnded) {
   EXPECT_EQ(cache().stats().waiting_requests, 0u);
 }
 
-TEST_F(HoldBackTest, LoadsThatFitTogetherRunTogether) {
+TEST_P(HoldBackTest, LoadsThatFitTogetherRunTogether) {
   make_cache(2 * kNeed + 1);
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -62,7 +64,7 @@ TEST_F(HoldBackTest, LoadsThatFitTogetherRunTogether) {
   end_load(loading);
 }
 
-TEST_F(HoldBackTest, WithoutWindowsVllmCountsRightAndNobodyIsHeldBack) {
+TEST_P(HoldBackTest, WithoutWindowsVllmCountsRightAndNobodyIsHeldBack) {
   make_cache(kNeed, {true, true});
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -70,12 +72,12 @@ TEST_F(HoldBackTest, WithoutWindowsVllmCountsRightAndNobodyIsHeldBack) {
   end_load(loading);
 }
 
-TEST_F(HoldBackTest, OneLoadAloneIsNeverHeldBack) {
+TEST_P(HoldBackTest, OneLoadAloneIsNeverHeldBack) {
   make_cache(1);
   EXPECT_EQ(told(ask(), prompt_a_), 'H');
 }
 
-TEST_F(HoldBackTest, ARequestOfUnknownLengthCountsAsTheWholeCache) {
+TEST_P(HoldBackTest, ARequestOfUnknownLengthCountsAsTheWholeCache) {
   make_cache(100 * kNeed);
   const RequestHandle a = ask(), b = begin();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -83,7 +85,7 @@ TEST_F(HoldBackTest, ARequestOfUnknownLengthCountsAsTheWholeCache) {
   end_load(loading);
 }
 
-TEST_F(HoldBackTest, NobodyIsHeldBackPastTheDeadline) {
+TEST_P(HoldBackTest, NobodyIsHeldBackPastTheDeadline) {
   make_cache(kNeed);
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -98,7 +100,7 @@ TEST_F(HoldBackTest, NobodyIsHeldBackPastTheDeadline) {
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
 }
 
-TEST_F(HoldBackTest, WhatItWaitsForStaysAndIsFetchedMeanwhile) {
+TEST_P(HoldBackTest, WhatItWaitsForStaysAndIsFetchedMeanwhile) {
   make_cache(kNeed);
   world().restart();
   store(prompt_a_);
@@ -117,7 +119,7 @@ TEST_F(HoldBackTest, WhatItWaitsForStaysAndIsFetchedMeanwhile) {
   EXPECT_EQ(told(b, prompt_b_), 'H');
 }
 
-TEST_F(HoldBackTest, LoadsThatAResetForgotCountUntilTheyAreReported) {
+TEST_P(HoldBackTest, LoadsThatAResetForgotCountUntilTheyAreReported) {
   make_cache(kNeed);
   const RequestHandle a = ask(), b = ask();
   const Job loading = (told(a, prompt_a_), begin_load(a, prompt_a_));
@@ -131,7 +133,7 @@ TEST_F(HoldBackTest, LoadsThatAResetForgotCountUntilTheyAreReported) {
   EXPECT_EQ(told(b, prompt_b_), 'H');
 }
 
-TEST_F(HoldBackTest, LoadsThatHadEndedBeforeAResetDoNotCount) {
+TEST_P(HoldBackTest, LoadsThatHadEndedBeforeAResetDoNotCount) {
   make_cache(kNeed);
   const RequestHandle a = ask(), b = ask();
   ASSERT_EQ(told(a, prompt_a_), 'H');

@@ -5,8 +5,8 @@
 namespace kv_offload {
 namespace {
 
-using testing::IsEmpty;
-using testing::Not;
+using ::testing::IsEmpty;
+using ::testing::Not;
 
 void expect_clean(const ModelOptions& options, std::uint64_t calls,
                   const std::vector<std::string>& must_happen = {"hit", "pending", "miss", "load", "eviction",
@@ -18,7 +18,7 @@ void expect_clean(const ModelOptions& options, std::uint64_t calls,
   for (const std::string& what : must_happen) EXPECT_GT(run.happened[what], 2u) << what;
 }
 
-class ModelSeeds : public testing::TestWithParam<std::uint64_t> {};
+class ModelSeeds : public ::testing::TestWithParam<std::uint64_t> {};
 
 TEST_P(ModelSeeds, OneGroup) { expect_clean({.seed = GetParam()}, 100000); }
 
@@ -64,9 +64,9 @@ TEST_P(ModelSeeds, EveryEvictionPolicy) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Model, ModelSeeds, testing::Values(1, 2, 3));
+INSTANTIATE_TEST_SUITE_P(Model, ModelSeeds, ::testing::Values(1, 2, 3));
 
-class PlantedFaults : public testing::TestWithParam<Planted> {};
+class PlantedFaults : public ::testing::TestWithParam<Planted> {};
 
 TEST_P(PlantedFaults, AreSeen) {
   ModelRun run({.planted = GetParam()});
@@ -75,8 +75,8 @@ TEST_P(PlantedFaults, AreSeen) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Model, PlantedFaults,
-                         testing::Values(Planted::kWrongRow, Planted::kEarlyCompletion,
-                                         Planted::kSkippedVerification, Planted::kStaleRow));
+                         ::testing::Values(Planted::kWrongRow, Planted::kEarlyCompletion,
+                                           Planted::kSkippedVerification, Planted::kStaleRow));
 
 }  // namespace
 }  // namespace kv_offload

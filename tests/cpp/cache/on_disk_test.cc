@@ -181,7 +181,7 @@ TEST_F(OnDiskTest, AFrozenDeviceNeverHoldsTheSchedulerNorARequest) {
   EXPECT_FALSE(cache().has_pending_work());
   pass_time(seconds(6));
   step();
-  EXPECT_FALSE(stats().available);
+  EXPECT_FALSE(stats().readable || stats().writable);
   store({"late"});
   step();
   cache().publish_gauges();
@@ -236,7 +236,7 @@ TEST_F(OnDiskTest, AFrozenDeviceThatComesBackIsUsedAgain) {
     EXPECT_EQ(scan(request, {"a"}), "M");
     end(request);
     request = begin();
-    return !stats().available;
+    return !stats().readable;
   }));
   end(request);
   ops_.release();
@@ -250,8 +250,56 @@ TEST_F(OnDiskTest, AFrozenDeviceThatComesBackIsUsedAgain) {
   EXPECT_EQ(ask(again, {"b"}), "H");
   load(again, {"b"});
   store_and_write({"c"});
-  EXPECT_TRUE(stats().available);
+  EXPECT_TRUE(stats().readable && stats().writable);
   EXPECT_EQ(testing::records_in(root_).size(), 3u);
+}
+
+// A thread that hangs in the device when the engine ends comes back later, and reads into the row that it was
+// given. What a thread that was let go may still use is never freed here.
+TEST(OnDiskLeft, AReadThatComesBackAfterCloseFindsItsMemory) {
+  struct Left {
+    FaultyFileOps ops;
+    FakeClock clock;
+  };
+  static Left* const left = new Left;
+  testing::TempDir dir;
+  World world({.rows = 4, .cache = {.load_policy = LoadPolicy::kAlways}, .make_tier = [&](const Clock&) {
+                 FsTierOptions options = testing::options_for(dir.path() + "/root");
+                 options.file_ops = &left->ops;
+                 options.clock = &left->clock;
+                 options.close_wait = std::chrono::milliseconds(10);
+                 return make_fs_tier(options);
+               }});
+  const std::vector<ChunkKey> key{key_of("a")};
+  const auto all_ended = [&] {
+    while (world.cache->stats().pinned_chunks > 0) {
+      world.cache->end_step();
+      std::this_thread::yield();
+    }
+  };
+  const RequestHandle writer = world.cache->begin_request("w", {});
+  const StoreGrant grant = world.cache->prepare_store(writer, key);
+  world.copy(key[0], grant.transfer.rows[0], 0);
+  world.report(grant.transfer.ticket);
+  world.cache->complete_store(key);
+  all_ended();
+  world.cache->close();
+  world.cache.reset();
+  world.open();
+  while (!world.cache->tiers()[0]->stats().scan_complete) std::this_thread::yield();
+  const RequestHandle reader = world.cache->begin_request("r", {});
+  ASSERT_EQ(world.cache->lookup(reader, key[0]), LookupResult::kPending);
+  left->ops.block(Call::kPreadv, 8192);
+  world.cache->end_step();
+  left->ops.wait_for_blocked_in(Call::kPreadv);
+  const std::weak_ptr<HostRegion> region = world.region;
+  world.cache.reset();
+  world.ranks.clear();
+  world.region.reset();
+  ASSERT_FALSE(region.expired()) << "unmapped under the thread that reads into it";
+  left->ops.release();
+  left->ops.wait_for_all_closed();  // the thread read, and was the last owner of its tier
+  while (!region.expired()) std::this_thread::yield();
 }
 
 // Everything is read once, however many wait for it.

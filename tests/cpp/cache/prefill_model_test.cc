@@ -12,7 +12,7 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 // An engine whose steps follow the law that the model looks for.
-class PrefillModelTest : public testing::Test {
+class PrefillModelTest : public ::testing::Test {
  protected:
   double base_ = 0.004, per_token_ = 50e-6, per_context_ = 5e-9, noise_ = 0;
 

@@ -8,10 +8,10 @@
 namespace kv_offload {
 namespace {
 
-using testing::ElementsAre;
-using testing::IsEmpty;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
 
-class QuarantineTest : public testing::Test {
+class QuarantineTest : public ::testing::Test {
  protected:
   std::vector<RowId> freed_;
   std::set<Ticket> reported_;

@@ -174,7 +174,7 @@ class SimulatedEngine {
       tiers.push_back(tier.get());
       made.push_back(std::move(tier));
     }
-    cache = std::make_unique<TieredCache>(cache_options, *region_, std::move(made), metrics, clock);
+    cache = std::make_unique<TieredCache>(cache_options, region_, std::move(made), metrics, clock);
   }
 
   struct Prompt {
@@ -331,7 +331,7 @@ class SimulatedEngine {
     cache->complete_store(stored);
   }
 
-  std::unique_ptr<HostRegion> region_, rank_;
+  std::shared_ptr<HostRegion> region_, rank_;
   std::uint64_t last_prompt_ = 0;
 
  public:

@@ -4,14 +4,16 @@
 namespace kv_offload {
 namespace {
 
-using testing::ElementsAre;
-using testing::IsEmpty;
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
 
-class StoreTest : public CacheTest {};
+class StoreTest : public OverBoth<CacheTest> {};
+KV_OFFLOAD_OVER_BOTH(StoreTest);
+class StoreFakeTest : public CacheTest {};
 
-TEST_F(StoreTest, WhatWasNeverStoredIsAMiss) { EXPECT_EQ(peek({"a"}), "M"); }
+TEST_P(StoreTest, WhatWasNeverStoredIsAMiss) { EXPECT_EQ(peek({"a"}), "M"); }
 
-TEST_F(StoreTest, AChunkIsPendingWhileRanksCopyAndAHitOnceItsStoreCompleted) {
+TEST_P(StoreTest, AChunkIsPendingWhileRanksCopyAndAHitOnceItsStoreCompleted) {
   const RequestHandle request = begin();
   const Job job = offer(request, {"a", "b"});
   EXPECT_EQ(peek({"a"}), "P");
@@ -21,14 +23,14 @@ TEST_F(StoreTest, AChunkIsPendingWhileRanksCopyAndAHitOnceItsStoreCompleted) {
   EXPECT_EQ(peek({"a", "b"}), "HH");
 }
 
-TEST_F(StoreTest, AStoredChunkComesBackByteForByte) {
+TEST_P(StoreTest, AStoredChunkComesBackByteForByte) {
   store({"a", "b", "c"});
   const RequestHandle request = begin();
   EXPECT_EQ(scan(request, {"a", "b", "c", "d"}), "HHHM");
   load(request, {"a", "b", "c"});
 }
 
-TEST_F(StoreTest, KnownChunksAreSkippedAndNewOnesAccepted) {
+TEST_P(StoreTest, KnownChunksAreSkippedAndNewOnesAccepted) {
   store({"a"});
   const RequestHandle request = begin();
   const Job filling = offer(request, {"b"});
@@ -36,14 +38,14 @@ TEST_F(StoreTest, KnownChunksAreSkippedAndNewOnesAccepted) {
   copy(filling);
 }
 
-TEST_F(StoreTest, NothingNewMeansNoTicket) {
+TEST_P(StoreTest, NothingNewMeansNoTicket) {
   store({"a"});
   const Job job = offer(begin(), {"a"});
   EXPECT_EQ(job.transfer.ticket, kNoTicket);
   EXPECT_THAT(job.keys, IsEmpty());
 }
 
-TEST_F(StoreTest, RowsAreCountedPerGroupInTheOrderOfTheKeys) {
+TEST_P(StoreTest, RowsAreCountedPerGroupInTheOrderOfTheKeys) {
   make({.rows = 16, .shard_bytes = {300, 5000}});
   std::vector<ChunkKey> offered = keys({"a", "b"}, 0);
   offered.push_back(key_of("a", 1));
@@ -53,13 +55,52 @@ TEST_F(StoreTest, RowsAreCountedPerGroupInTheOrderOfTheKeys) {
   EXPECT_EQ(grant.transfer.rows.size(), 3u);
 }
 
-TEST_F(StoreTest, KeysThatAreNotOrderedByGroupAreRefused) {
+TEST_P(StoreTest, KeysThatAreNotOrderedByGroupAreRefused) {
   make({.rows = 16, .shard_bytes = {300, 300}});
   EXPECT_THROW(cache().prepare_store(begin(), std::vector{key_of("a", 1), key_of("a", 0)}), InvalidArgument);
   EXPECT_THROW(cache().prepare_store(begin(), std::vector{key_of("a", 7)}), InvalidArgument);
 }
 
-TEST_F(StoreTest, AFailedCopyIsNeverAHitAndItsRowIsUsedAgain) {
+TEST_P(StoreTest, AnOfferThatIsRefusedTakesNoRowAndEvictsNothing) {
+  make({.rows = 8, .shard_bytes = {300, 300}});
+  const Names before{"s", "t", "u", "v", "w", "x", "y", "z"};
+  store(before);
+  tier().finish();
+  step();
+  const RequestHandle request = begin();
+  EXPECT_THROW(cache().prepare_store(request, std::vector{key_of("a"), key_of("b"), key_of("c", 7)}),
+               InvalidArgument);
+  EXPECT_EQ(peek({"a"}), "M");
+  EXPECT_EQ(peek(before), "HHHHHHHH");
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+  EXPECT_EQ(store(request, {"1", "2", "3", "4", "5", "6", "7", "8"}).size(), 8u);
+}
+
+// What it calls may throw, at the latest when no memory is left.
+TEST_F(StoreFakeTest, AnOfferThatThrowsHalfWayTakesNoRow) {
+  make({.rows = 3});
+  store({"old"});
+  tier().finish();
+  step();
+  for (int calls_before : {0, 1}) {  // the first two chunks of an offer have rows of their own
+    fake().on_touch = [calls_before]() mutable {
+      if (calls_before-- == 0) throw std::bad_alloc();
+    };
+    EXPECT_THROW(cache().prepare_store(begin(), keys({"a", "b", "c", "d"})), std::bad_alloc);
+    fake().on_touch = {};
+    EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+    EXPECT_EQ(peek({"a"}), "M");
+    if (calls_before == 0) {
+      EXPECT_EQ(peek({"old"}), "H");
+      EXPECT_EQ(store({"x", "y"}).size(), 2u);
+      tier().finish();
+      step();
+    }
+  }
+  EXPECT_EQ(store({"1", "2", "3"}).size(), 3u);
+}
+
+TEST_P(StoreTest, AFailedCopyIsNeverAHitAndItsRowIsUsedAgain) {
   const RequestHandle request = begin();
   const Job job = offer(request, {"a", "b"});
   copy(job, 1);
@@ -70,7 +111,7 @@ TEST_F(StoreTest, AFailedCopyIsNeverAHitAndItsRowIsUsedAgain) {
   EXPECT_EQ(store({"1", "2", "3", "4", "5", "6", "7", "8"}).size(), 8u);
 }
 
-TEST_F(StoreTest, OnlyTheGroupThatFailedIsLost) {
+TEST_P(StoreTest, OnlyTheGroupThatFailedIsLost) {
   make({.rows = 16, .shard_bytes = {300, 300}});
   const RequestHandle request = begin();
   const std::vector<ChunkKey> offered{key_of("a", 0), key_of("a", 1)};
@@ -81,7 +122,7 @@ TEST_F(StoreTest, OnlyTheGroupThatFailedIsLost) {
   EXPECT_EQ(cache().lookup(request, key_of("a", 1)), LookupResult::kMiss);
 }
 
-TEST_F(StoreTest, ACompletionBeforeAllRanksReportedIsAFailureAndTheRowsWaitForTheReport) {
+TEST_P(StoreTest, ACompletionBeforeAllRanksReportedIsAFailureAndTheRowsWaitForTheReport) {
   make({.rows = 1});
   const RequestHandle request = begin();
   const Job job = offer(request, {"a"});
@@ -95,20 +136,20 @@ TEST_F(StoreTest, ACompletionBeforeAllRanksReportedIsAFailureAndTheRowsWaitForTh
   EXPECT_THAT(store({"b"}), ElementsAre("b"));
 }
 
-TEST_F(StoreTest, ACompletionThatSaysFailureIsOne) {
+TEST_P(StoreTest, ACompletionThatSaysFailureIsOne) {
   const Job job = offer(begin(), {"a"});
   copy(job);
   complete(job, false);
   EXPECT_EQ(peek({"a"}), "M");
 }
 
-TEST_F(StoreTest, ARequestThatAsksForNoStoresGetsNone) {
+TEST_P(StoreTest, ARequestThatAsksForNoStoresGetsNone) {
   EXPECT_THAT(store(begin({.skip_store = true}), {"a"}), IsEmpty());
 }
 
 // ---- room
 
-TEST_F(StoreTest, TheColdestChunksMakeRoomAndAreNamed) {
+TEST_P(StoreTest, TheColdestChunksMakeRoomAndAreNamed) {
   make({.rows = 3, .tier = false});
   store({"a"});
   store({"b"});
@@ -123,13 +164,13 @@ TEST_F(StoreTest, TheColdestChunksMakeRoomAndAreNamed) {
   EXPECT_EQ(world().metrics.value("kv_offload_evicted_bytes_total", {"cpu"}), 2 * 4096);
 }
 
-TEST_F(StoreTest, TheTailOfAPrefixGoesBeforeItsHead) {
+TEST_P(StoreTest, TheTailOfAPrefixGoesBeforeItsHead) {
   make({.rows = 3, .tier = false});
   store({"a", "b", "c"});
   EXPECT_THAT(names(cache().prepare_store(begin(), keys({"d"})).evicted), ElementsAre("c"));
 }
 
-TEST_F(StoreTest, ChunksInUseAreNeverEvicted) {
+TEST_P(StoreTest, ChunksInUseAreNeverEvicted) {
   make({.rows = 2, .tier = false});
   store({"a"});
   store({"b"});
@@ -142,7 +183,7 @@ TEST_F(StoreTest, ChunksInUseAreNeverEvicted) {
   end_load(job);
 }
 
-TEST_F(StoreTest, ARequestDoesNotEatItsOwnPrefix) {
+TEST_P(StoreTest, ARequestDoesNotEatItsOwnPrefix) {
   make({.rows = 3, .tier = false});
   const RequestHandle request = begin();
   EXPECT_THAT(store(request, {"a", "b"}), ElementsAre("a", "b"));
@@ -150,7 +191,7 @@ TEST_F(StoreTest, ARequestDoesNotEatItsOwnPrefix) {
   EXPECT_EQ(peek({"a", "b", "c"}), "HHH");
 }
 
-TEST_F(StoreTest, AfterADeclineNothingBehindItIsStoredUntilItIsOfferedAgain) {
+TEST_P(StoreTest, AfterADeclineNothingBehindItIsStoredUntilItIsOfferedAgain) {
   make({.rows = 2, .tier = false});
   const RequestHandle request = begin();
   EXPECT_THAT(store(request, {"a", "b", "c"}), ElementsAre("a", "b"));
@@ -168,7 +209,7 @@ TEST_F(StoreTest, AfterADeclineNothingBehindItIsStoredUntilItIsOfferedAgain) {
   EXPECT_THAT(store(request, {"f"}), ElementsAre("f"));
 }
 
-TEST_F(StoreTest, ADeclineInOneGroupLeavesTheOthersAlone) {
+TEST_P(StoreTest, ADeclineInOneGroupLeavesTheOthersAlone) {
   make({.rows = 2, .shard_bytes = {300, 300}, .tier = false});
   std::vector<ChunkKey> offered = keys({"a", "b", "c"}, 0);
   offered.push_back(key_of("a", 1));
@@ -176,7 +217,7 @@ TEST_F(StoreTest, ADeclineInOneGroupLeavesTheOthersAlone) {
   EXPECT_THAT(grant.accepted, ElementsAre(0, 1));
 }
 
-TEST_F(StoreTest, GroupsOfOtherSizesMakeRoomForEachOther) {
+TEST_P(StoreTest, GroupsOfOtherSizesMakeRoomForEachOther) {
   make({.ranks = 1, .rows = 64, .shard_bytes = {4096, 16384}, .tier = false});
   for (int i = 0; i < 64; ++i) store({fmt::format("s{}", i)});
   int accepted = 0;
@@ -194,13 +235,13 @@ TEST_F(StoreTest, GroupsOfOtherSizesMakeRoomForEachOther) {
 
 // ---- events and figures
 
-TEST_F(StoreTest, EventsTellOfStoresEvictionsWritesAndRemovals) {
+TEST_P(StoreTest, EventsTellOfStoresEvictionsWritesAndRemovals) {
   make({.rows = 1, .cache = {.keep_events = true}});
   store({"a"});
   tier().finish();
   step();
   store({"b"});
-  tier().remove(key_of("a"), TierRemoval::Reason::kEvicted);
+  tier().take_away(key_of("a"));
   step();
   std::vector<std::string> seen;
   for (const CacheEvent& event : cache().take_events()) {
@@ -211,7 +252,7 @@ TEST_F(StoreTest, EventsTellOfStoresEvictionsWritesAndRemovals) {
   EXPECT_THAT(cache().take_events(), IsEmpty());
 }
 
-TEST_F(StoreTest, FiguresTellWhatIsResident) {
+TEST_P(StoreTest, FiguresTellWhatIsResident) {
   store({"a", "b"});
   const auto stats = cache().stats();
   EXPECT_EQ(stats.resident_chunks, 2u);
@@ -224,14 +265,14 @@ TEST_F(StoreTest, FiguresTellWhatIsResident) {
   EXPECT_EQ(world().metrics.value("kv_offload_stored_tokens_total", {}), 2 * World::kTokens);
 }
 
-TEST_F(StoreTest, ARequestThatEndedIsRefused) {
+TEST_P(StoreTest, ARequestThatEndedIsRefused) {
   const RequestHandle request = begin();
   end(request);
   EXPECT_THROW(end(request), InvalidArgument);
   EXPECT_THROW(cache().prepare_store(request, keys({"a"})), InvalidArgument);
 }
 
-TEST_F(StoreTest, ACacheThatCannotHoldOneRowOfEachGroupIsRefused) {
+TEST_P(StoreTest, ACacheThatCannotHoldOneRowOfEachGroupIsRefused) {
   EXPECT_THROW(make({.rows = 2, .shard_bytes = {4096, 16384}}), InvalidArgument);
 }
 

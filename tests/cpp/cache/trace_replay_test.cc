@@ -111,7 +111,7 @@ TEST(TraceReplay, NoPolicyBeatsTheOptimumAndAllAreEqualWhereEverythingFits) {
 }
 
 // The same requests through the cache itself, with rows and ranks.
-class ReplayTwin : public CacheTest, public testing::WithParamInterface<std::string> {
+class ReplayTwin : public CacheTest, public ::testing::WithParamInterface<std::string> {
  protected:
   std::size_t serve(std::span<const std::uint64_t> blocks) {
     Names prompt;
@@ -167,7 +167,7 @@ TEST_P(ReplayTwin, HitsWhatTheCacheHits) {
   EXPECT_GT(result.evicted, 500u);
 }
 
-INSTANTIATE_TEST_SUITE_P(TraceReplay, ReplayTwin, testing::ValuesIn(eviction_policy_names()),
+INSTANTIATE_TEST_SUITE_P(TraceReplay, ReplayTwin, ::testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 
 TEST(TraceReplay, WhatCannotBeMeantIsRefused) {

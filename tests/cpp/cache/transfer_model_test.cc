@@ -5,7 +5,7 @@
 namespace kv_offload {
 namespace {
 
-class TransferModelTest : public testing::Test {
+class TransferModelTest : public ::testing::Test {
  protected:
   // A queue of so many records of 1,000 bytes.
   void read(int records, double latency, double bytes_per_second) {

@@ -141,6 +141,46 @@ TEST(CopyPlan, a_store_that_starts_inside_a_chunk_fails) {
   EXPECT_EQ(make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kStore, {}, {0})).failed_groups, 1u);
 }
 
+CacheLayout of_states(std::uint32_t blocks_per_chunk) {
+  CacheLayout layout = one_tensor(100, 128, blocks_per_chunk);
+  layout.holds_states = {true};
+  return layout;
+}
+
+TEST(CopyPlan, of_a_chunk_of_states_the_last_is_kept_alone_and_fills_a_row_of_one_block) {
+  const CacheLayout layout = of_states(4);
+  EXPECT_EQ(layout.shard_bytes(0), 100u);
+  for (const auto direction : {CopyDirection::kStore, CopyDirection::kLoad}) {
+    const CopyPlan plan = make_copy_plan(layout, 1 << 20, job_of(direction, {9}, {2}, 7));
+    EXPECT_EQ(plan.failed_groups, 0u);
+    ASSERT_EQ(plan.segments.size(), 1u);
+    EXPECT_EQ(plan.segments[0].cache, at(0x10000 + 9 * 128));
+    EXPECT_EQ(plan.segments[0].area_offset, 2u * 4096);
+    EXPECT_EQ(plan.segments[0].bytes, 100u);
+  }
+}
+
+TEST(CopyPlan, a_load_of_states_fills_the_last_block_of_each_chunk_and_no_other) {
+  const CopyPlan plan =
+      make_copy_plan(of_states(2), 1 << 20, job_of(CopyDirection::kLoad, {3, 4, 5, 6}, {0, 1}, 8));
+  ASSERT_EQ(plan.segments.size(), 2u);
+  EXPECT_EQ(plan.segments[0].cache, at(0x10000 + 4 * 128));
+  EXPECT_EQ(plan.segments[1].cache, at(0x10000 + 6 * 128));
+  EXPECT_EQ(plan.bytes, 200u);
+}
+
+TEST(CopyPlan, a_store_of_states_that_are_not_the_last_of_their_chunks_fails) {
+  using enum CopyDirection;
+  const CacheLayout layout = of_states(4);
+  EXPECT_EQ(make_copy_plan(layout, 1 << 20, job_of(kStore, {9}, {0}, 6)).failed_groups, 1u);
+  EXPECT_EQ(make_copy_plan(layout, 1 << 20, job_of(kStore, {8, 9}, {0}, 6)).failed_groups, 1u);
+  EXPECT_EQ(make_copy_plan(layout, 1 << 20, job_of(kStore, {}, {0})).failed_groups, 1u);
+  EXPECT_EQ(make_copy_plan(layout, 1 << 20, job_of(kStore, {7, 9}, {0, 1}, 3)).failed_groups, 0u);
+  EXPECT_THROW(make_copy_plan(layout, 1 << 20, job_of(kLoad, {8}, {0}, 6)), InvalidArgument);
+  EXPECT_THROW(make_copy_plan(layout, 1 << 20, job_of(kLoad, {8, 9}, {0}, 7)), InvalidArgument);
+  EXPECT_TRUE(make_copy_plan(layout, 1 << 20, job_of(kLoad, {}, {})).segments.empty());
+}
+
 TEST(CopyPlan, an_empty_job_is_an_empty_plan) {
   const CacheLayout layout = one_tensor(100, 128, 2);
   const CopyPlan plan = make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kLoad, {}, {}, 3));
@@ -206,6 +246,9 @@ TEST(CacheLayout, refuses_what_is_not_a_cache) {
   EXPECT_THROW(layout.validate(), InvalidArgument);
   layout = one_tensor(100, 128, 1);
   layout.groups.resize(65);
+  EXPECT_THROW(layout.validate(), InvalidArgument);
+  layout = of_states(1);
+  layout.holds_states = {true, false};
   EXPECT_THROW(layout.validate(), InvalidArgument);
 }
 

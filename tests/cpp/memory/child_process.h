@@ -53,7 +53,7 @@ class Child {
       ADD_FAILURE() << "in the child: " << error.what();
     }
     ::fflush(nullptr);
-    ::_exit(testing::Test::HasFailure() ? 1 : 0);
+    ::_exit(::testing::Test::HasFailure() ? 1 : 0);
   }
   ~Child() {
     if (pid_ > 0) wait();

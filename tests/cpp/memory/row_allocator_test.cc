@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "base/status.h"
+#include "rounds.h"
 
 namespace kv_offload {
 namespace {
@@ -18,11 +19,7 @@ constexpr std::uint64_t kKiB = 1024;
 constexpr std::uint64_t kMiB = 1024 * kKiB;
 constexpr std::uint64_t kGiB = 1024 * kMiB;
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr int kOperations = 100'000;  // the same code, 20 times slower
-#else
-constexpr int kOperations = 1'000'000;
-#endif
+const int kOperations = testing::rounds(1'000'000);
 
 bool always(RowId) { return true; }
 

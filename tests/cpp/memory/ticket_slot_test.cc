@@ -8,7 +8,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kAllGroups = ~std::uint64_t{0};
+constexpr std::uint64_t kEveryGroup = ~std::uint64_t{0};
 constexpr Ticket kOld = 5;
 constexpr Ticket kNew = 5 + HostRegion::kTicketSlots;
 constexpr std::uint64_t kOldFailed = 0b01;
@@ -40,7 +40,7 @@ using Slot = TicketSlot<SteppedWord>;
 void expect_own_or_failed(const Slot& slot) {
   std::uint64_t failed = 0;
   if (slot.result(kOld, &failed) == TicketResult::kDone) {
-    EXPECT_TRUE(failed == kOldFailed || failed == kAllGroups) << failed << " is another ticket's";
+    EXPECT_TRUE(failed == kOldFailed || failed == kEveryGroup) << failed << " is another ticket's";
   }
   if (slot.result(kNew, &failed) == TicketResult::kDone) {
     EXPECT_EQ(failed, kNewFailed);
@@ -76,7 +76,7 @@ TEST_F(TicketSlotTest, overwritten_between_any_two_steps_of_a_read_gives_no_othe
     std::uint64_t failed = 0;
     ASSERT_EQ(slot.result(kOld, &failed), TicketResult::kDone);
     SteppedWord::before_step = nullptr;
-    EXPECT_TRUE(failed == kOldFailed || failed == kAllGroups) << failed << " after step " << step;
+    EXPECT_TRUE(failed == kOldFailed || failed == kEveryGroup) << failed << " after step " << step;
   }
 }
 
@@ -92,7 +92,7 @@ TEST(TicketSlot, is_read_and_written_by_two_threads) {
   for (Ticket ticket = 1; ticket < 200'000; ticket = newest) {
     std::uint64_t failed = 0;
     if (slot.result(ticket, &failed) == TicketResult::kPending) continue;
-    ASSERT_TRUE(failed == ticket || failed == kAllGroups);
+    ASSERT_TRUE(failed == ticket || failed == kEveryGroup);
   }
   writer.join();
 }

@@ -5,7 +5,7 @@
 namespace kv_offload {
 namespace {
 
-ChunkId id_of(std::uint64_t n) { return n * 0xD6E8FEB86659FD93ull | 1; }
+ChunkId chunk_id(std::uint64_t n) { return n * 0xD6E8FEB86659FD93ull | 1; }
 
 class ReturnHistoryTest : public testing::Test {
  protected:
@@ -19,9 +19,9 @@ class ReturnHistoryTest : public testing::Test {
 };
 
 TEST_F(ReturnHistoryTest, AReturnIsLearnedAtItsAge) {
-  for (std::uint64_t n = 0; n < 500; ++n) history_.used(id_of(n), 0, 0, false);
+  for (std::uint64_t n = 0; n < 500; ++n) history_.used(chunk_id(n), 0, 0, false);
   history_.advance(1000, 100000);
-  for (std::uint64_t n = 0; n < 500; ++n) history_.used(id_of(n), 0, 1000, false);
+  for (std::uint64_t n = 0; n < 500; ++n) history_.used(chunk_id(n), 0, 1000, false);
   learn();
   const unsigned at = ReturnModel::bucket_of(1000);
   EXPECT_GT(model_.worth(kClass, at), 5 * model_.worth(kClass, at + 1));
@@ -29,38 +29,38 @@ TEST_F(ReturnHistoryTest, AReturnIsLearnedAtItsAge) {
 
 TEST_F(ReturnHistoryTest, TheHeadOfSeveralPrefixesTeachesNothing) {
   const float before = model_.worth(kClass, 0);
-  for (std::uint64_t time = 0; time < 500; ++time) history_.used(id_of(1), 0, time, true);
+  for (std::uint64_t time = 0; time < 500; ++time) history_.used(chunk_id(1), 0, time, true);
   learn();
   EXPECT_EQ(model_.worth(kClass, 0), before);
 }
 
 TEST_F(ReturnHistoryTest, WhatWasOnlyInUseElsewhereIsNoReturn) {
   const float before = model_.worth(kClass, 0);
-  for (std::uint64_t time = 0; time < 500; ++time) history_.renewed(id_of(1), 0, time);
+  for (std::uint64_t time = 0; time < 500; ++time) history_.renewed(chunk_id(1), 0, time);
   learn();
   EXPECT_EQ(model_.worth(kClass, 0), before);
 }
 
 TEST_F(ReturnHistoryTest, DropsWhatLiesBeyondTheHorizon) {
-  for (std::uint64_t n = 0; n < 100; ++n) history_.used(id_of(n), 0, n, false);
+  for (std::uint64_t n = 0; n < 100; ++n) history_.used(chunk_id(n), 0, n, false);
   history_.advance(149, 99);
   EXPECT_EQ(history_.size(), 50u);
-  EXPECT_FALSE(history_.knows(id_of(49)));
-  EXPECT_TRUE(history_.knows(id_of(50)));
+  EXPECT_FALSE(history_.knows(chunk_id(49)));
+  EXPECT_TRUE(history_.knows(chunk_id(50)));
 }
 
 TEST_F(ReturnHistoryTest, IsBoundedAndTakesEveryOtherWhenItIsFull) {
   constexpr std::uint64_t kUses = 2 * ReturnHistory::kMaxSamples - 1000;
   for (std::uint64_t n = 0; n < kUses; ++n) {
-    history_.used(id_of(n), 0, n, false);
+    history_.used(chunk_id(n), 0, n, false);
     if (n % 16 == 0) history_.advance(n, kUses);
     ASSERT_LE(history_.size(), ReturnHistory::kMaxSamples);
   }
   EXPECT_GT(history_.size(), ReturnHistory::kMaxSamples * 9 / 10);
   int early = 0, late = 0;
   for (std::uint64_t n = 0; n < 2000; ++n) {
-    early += history_.knows(id_of(n));
-    late += history_.knows(id_of(kUses - 1 - n));
+    early += history_.knows(chunk_id(n));
+    late += history_.knows(chunk_id(kUses - 1 - n));
   }
   EXPECT_NEAR(late, 1000, 150);
   EXPECT_NEAR(early, 1000, 150);
@@ -68,7 +68,7 @@ TEST_F(ReturnHistoryTest, IsBoundedAndTakesEveryOtherWhenItIsFull) {
 
 TEST_F(ReturnHistoryTest, HoldsTheRecordsOfItsSamplesAndNoOthers) {
   const auto record = classes_.refer(5);
-  history_.used(id_of(1), record, 0, false);
+  history_.used(chunk_id(1), record, 0, false);
   classes_.release(record);
   EXPECT_EQ(classes_.size(), 1u);
   history_.advance(1000, 10);

@@ -6,15 +6,15 @@
 namespace kv_offload {
 namespace {
 
-ChunkKey key_of(int n) { return ChunkKey(fmt::format("{:08}--------", n) + std::string(4, '\0')); }
+ChunkKey numbered_key(int n) { return ChunkKey(fmt::format("{:08}--------", n) + std::string(4, '\0')); }
 
 class FsCatalogueTest : public testing::TestWithParam<std::string> {
  protected:
   FsCatalogue catalogue_{GetParam()};
   // A prompt's records; a chunk's parent is the one of the number before it.
   void insert(int n, int head, std::uint32_t request) {
-    const ChunkId parent = n == head ? 0 : chunk_id(key_of(n - 1));
-    catalogue_.insert({key_of(n), 8192}, {.parent = parent, .request = request});
+    const ChunkId parent = n == head ? 0 : chunk_id(numbered_key(n - 1));
+    catalogue_.insert({numbered_key(n), 8192}, {.parent = parent, .request = request});
   }
   std::vector<int> drain() {
     std::vector<int> order;
@@ -32,7 +32,7 @@ TEST_P(FsCatalogueTest, APromptWrittenFromItsEndGoesFromItsEnd) {
 
 TEST_P(FsCatalogueTest, AReadRecordIsPassedOverUntilItEnds) {
   insert(0, 0, 1);
-  const auto ref = catalogue_.begin_read(key_of(0));
+  const auto ref = catalogue_.begin_read(numbered_key(0));
   EXPECT_EQ(catalogue_.take_victim(), std::nullopt);
   catalogue_.end_read(*ref);
   EXPECT_TRUE(catalogue_.take_victim().has_value());
@@ -40,22 +40,22 @@ TEST_P(FsCatalogueTest, AReadRecordIsPassedOverUntilItEnds) {
 
 TEST_P(FsCatalogueTest, AHitAndATouchAreWrittenBackOnceAMinute) {
   insert(0, 0, 1);
-  catalogue_.hit(key_of(0), {.request = 2}, Nanos(std::chrono::seconds(100)));
-  catalogue_.touch(key_of(0), Nanos(std::chrono::seconds(101)));
+  catalogue_.hit(numbered_key(0), {.request = 2}, Nanos(std::chrono::seconds(100)));
+  catalogue_.touch(numbered_key(0), Nanos(std::chrono::seconds(101)));
   EXPECT_EQ(catalogue_.take_touched().size(), 1u);
-  catalogue_.hit(key_of(0), {.request = 3}, Nanos(std::chrono::seconds(110)));
+  catalogue_.hit(numbered_key(0), {.request = 3}, Nanos(std::chrono::seconds(110)));
   EXPECT_TRUE(catalogue_.take_touched().empty());
-  catalogue_.touch(key_of(0), Nanos(std::chrono::seconds(161)));
+  catalogue_.touch(numbered_key(0), Nanos(std::chrono::seconds(161)));
   EXPECT_EQ(catalogue_.take_touched().size(), 1u);
 }
 
 TEST_P(FsCatalogueTest, WhatIsUsedBeforeTheScanIsLeftToItsUser) {
-  for (const int n : {1, 0, 2}) catalogue_.insert_unordered({key_of(n), 8192});
-  catalogue_.touch(key_of(0), Nanos(1));
-  const auto ref = catalogue_.begin_read(key_of(1));
-  EXPECT_FALSE(catalogue_.insert_in_order({key_of(0), 8192}));
-  EXPECT_FALSE(catalogue_.insert_in_order({key_of(1), 8192})) << "pinned: its read will tell";
-  EXPECT_TRUE(catalogue_.insert_in_order({key_of(2), 8192}));
+  for (const int n : {1, 0, 2}) catalogue_.insert_unordered({numbered_key(n), 8192});
+  catalogue_.touch(numbered_key(0), Nanos(1));
+  const auto ref = catalogue_.begin_read(numbered_key(1));
+  EXPECT_FALSE(catalogue_.insert_in_order({numbered_key(0), 8192}));
+  EXPECT_FALSE(catalogue_.insert_in_order({numbered_key(1), 8192})) << "pinned: its read will tell";
+  EXPECT_TRUE(catalogue_.insert_in_order({numbered_key(2), 8192}));
   catalogue_.end_read(*ref);
   EXPECT_EQ(catalogue_.size(), 3u);
 }
@@ -67,9 +67,9 @@ INSTANTIATE_TEST_SUITE_P(FsCatalogue, FsCatalogueTest, testing::ValuesIn(evictio
 TEST(FsCatalogueStart, WhatAProbeFoundGetsItsPlaceFromTheScan) {
   for (const char* policy : {"lru", "prefix"}) {  // s3fifo takes what comes back for wanted
     FsCatalogue catalogue(policy);
-    for (const int n : {2, 0, 3}) catalogue.insert_unordered({key_of(n), 8192});
-    for (int n = 0; n < 5; ++n) EXPECT_TRUE(catalogue.insert_in_order({key_of(n), 8192})) << n;
-    for (int n = 0; n < 5; ++n) EXPECT_EQ(catalogue.take_victim()->key, key_of(n)) << policy;
+    for (const int n : {2, 0, 3}) catalogue.insert_unordered({numbered_key(n), 8192});
+    for (int n = 0; n < 5; ++n) EXPECT_TRUE(catalogue.insert_in_order({numbered_key(n), 8192})) << n;
+    for (int n = 0; n < 5; ++n) EXPECT_EQ(catalogue.take_victim()->key, numbered_key(n)) << policy;
   }
 }
 
@@ -77,10 +77,10 @@ TEST(FsCatalogueStart, WhatAProbeFoundGetsItsPlaceFromTheScan) {
 TEST(FsCataloguePrefix, APromptWrittenInAnyOrderGoesFromItsEnd) {
   FsCatalogue catalogue("prefix");
   for (const int n : {0, 2, 1, 4, 3}) {
-    const ChunkId parent = n == 0 ? 0 : chunk_id(key_of(n - 1));
-    catalogue.insert({key_of(n), 8192}, {.parent = parent, .request = 1});
+    const ChunkId parent = n == 0 ? 0 : chunk_id(numbered_key(n - 1));
+    catalogue.insert({numbered_key(n), 8192}, {.parent = parent, .request = 1});
   }
-  for (int n = 4; n >= 0; --n) EXPECT_EQ(catalogue.take_victim()->key, key_of(n));
+  for (int n = 4; n >= 0; --n) EXPECT_EQ(catalogue.take_victim()->key, numbered_key(n));
 }
 
 }  // namespace

@@ -119,7 +119,7 @@ class TierUser {
     op.deadline = deadline;
     auto row = std::make_unique<Row>(sizes);
     if (kind == OpKind::kWrite) row->fill(content_of(number));
-    if (kind != OpKind::kRemove) op.shards = row->shards();
+    op.shards = row->shards();
     rows_[op.id] = {number, std::move(row)};
     std::vector<TierOp> ops;
     ops.push_back(std::move(op));
@@ -157,7 +157,6 @@ class TierUser {
     const auto& [number, row] = rows_.at(id);
     return row->holds(content_of(number));
   }
-  Status remove(std::uint32_t number) { return finish(start(OpKind::kRemove, number, {})).status; }
   bool has(std::uint32_t number) {
     Presence presence = Presence::kUnknown;
     until([&] {

@@ -51,7 +51,7 @@ TEST_F(FsForeignTest, what_the_other_evicts_is_a_miss_not_a_failure) {
   other.wait_for_scan();
   EXPECT_TRUE(one.write(1));
   EXPECT_TRUE(finds_in_time(other, 1));
-  EXPECT_TRUE(one.remove(1));
+  ASSERT_TRUE(fs::remove(path_of(root_, 1)));
   EXPECT_EQ(other.read(1).kind(), StatusKind::kNotFound);
   EXPECT_FALSE(other.has(1));
 }

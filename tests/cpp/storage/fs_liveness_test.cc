@@ -20,7 +20,7 @@ using namespace testing;
 
 constexpr std::uint64_t kBound = std::uint64_t{2} << 20;
 constexpr std::uint64_t kRecord = 65536 + 4096;
-const ShardSizes kShards = {65536};
+const ShardSizes kLivenessShards = {65536};
 
 class FsLiveness : public ::testing::Test {
  protected:
@@ -33,7 +33,7 @@ class FsLiveness : public ::testing::Test {
   void fill(TierUser& user, std::uint32_t first = 0) {
     user.wait_for_scan();
     next_ = first;
-    while (user.removed(TierRemoval::Reason::kEvicted) < 3) ASSERT_TRUE(user.write(next_++, kShards));
+    while (user.removed(TierRemoval::Reason::kEvicted) < 3) ASSERT_TRUE(user.write(next_++, kLivenessShards));
   }
   // At most two ticks of a second each.
   bool finds_within_two_seconds(TierUser& user, std::uint32_t number) {
@@ -54,7 +54,7 @@ TEST_F(FsLiveness, an_idle_server_on_a_full_root_starves_nobody) {
   fill(idle);  // and from here on it is not even polled
   ASSERT_TRUE(finds_within_two_seconds(busy, next_ - 1));
   for (std::uint32_t i = 1000; i < 1160; ++i) {
-    const Status status = busy.write(i, kShards);
+    const Status status = busy.write(i, kLivenessShards);
     ASSERT_TRUE(status) << i << ": " << status.to_string();
     ASSERT_LE(du(root_), kBound);
   }
@@ -65,7 +65,7 @@ TEST_F(FsLiveness, what_one_records_in_a_full_root_the_other_finds) {
   fill(one);
   other.wait_for_scan();
   for (int burst = 0; burst < 8; ++burst) {
-    ASSERT_TRUE(one.write(next_, kShards));
+    ASSERT_TRUE(one.write(next_, kLivenessShards));
     EXPECT_TRUE(finds_within_two_seconds(other, next_)) << "burst " << burst;
     ++next_;
   }
@@ -75,7 +75,7 @@ TEST_F(FsLiveness, an_engine_that_does_not_poll_goes_on_looking) {
   TierUser one(timed_options()), idle(timed_options());
   one.wait_for_scan();
   idle.wait_for_scan();
-  ASSERT_TRUE(one.write(1, kShards));
+  ASSERT_TRUE(one.write(1, kLivenessShards));
   clock_.advance(std::chrono::seconds(2));
   EXPECT_TRUE(idle.until([&] { return idle.tier().contains(key_of(1)) == Presence::kPresent; }));
 }
@@ -89,7 +89,7 @@ TEST_F(FsLiveness, records_that_cannot_be_removed_stay_known_and_the_error_is_to
   const std::uint64_t known = user.tier().stats().chunks;
   ops.set_rule([](Call call) { return call == Call::kUnlink || call == Call::kRename ? -EPERM : 0; });
   for (int i = 0; i < 8; ++i) {
-    const Status status = user.write(next_++, kShards);
+    const Status status = user.write(next_++, kLivenessShards);
     EXPECT_EQ(status.kind(), StatusKind::kIo) << status.to_string();
     EXPECT_EQ(status.error_number(), EPERM);
   }
@@ -97,7 +97,7 @@ TEST_F(FsLiveness, records_that_cannot_be_removed_stay_known_and_the_error_is_to
   EXPECT_EQ(user.tier().stats().breaker_trips, 1u) << "a device that refuses rests";
   ops.clear();
   clock_.advance(std::chrono::seconds(2));
-  EXPECT_TRUE(user.until([&] { return user.write(next_, kShards).is_ok(); }));
+  EXPECT_TRUE(user.until([&] { return user.write(next_, kLivenessShards).is_ok(); }));
 }
 
 TEST_F(FsLiveness, beside_one_that_cannot_remove_and_one_that_resets_the_others_go_on) {
@@ -111,13 +111,13 @@ TEST_F(FsLiveness, beside_one_that_cannot_remove_and_one_that_resets_the_others_
   resetting.wait_for_scan();
   ops.set_rule([](Call call) { return call == Call::kUnlink || call == Call::kRename ? -EPERM : 0; });
   for (int round = 0; round < 30; ++round) {
-    (void)broken.write(static_cast<std::uint32_t>(5000 + round), kShards);
-    const Status theirs = resetting.write(static_cast<std::uint32_t>(round), kShards);
+    (void)broken.write(static_cast<std::uint32_t>(5000 + round), kLivenessShards);
+    const Status theirs = resetting.write(static_cast<std::uint32_t>(round), kLivenessShards);
     EXPECT_TRUE(theirs) << theirs.to_string();
     if (round % 10 == 9) {
       EXPECT_TRUE(resetting.tier().reset());
     }
-    const Status status = user.write(next_++, kShards);
+    const Status status = user.write(next_++, kLivenessShards);
     ASSERT_TRUE(status) << round << ": " << status.to_string();
     ASSERT_LE(du(root_), kBound + 4 * kRecord);
   }
@@ -134,7 +134,7 @@ TEST_F(FsLiveness, a_namespace_that_comes_to_a_full_root_gets_its_share) {
   clock_.advance(std::chrono::seconds(1));
   second.poll();
   for (std::uint32_t i = 0; i < 60; ++i) {
-    EXPECT_TRUE(second.until([&] { return second.write(i, kShards).is_ok(); })) << i;
+    EXPECT_TRUE(second.until([&] { return second.write(i, kLivenessShards).is_ok(); })) << i;
     ASSERT_LE(du(root_), kBound + kRecord);
   }
   EXPECT_GT(second.tier().stats().chunks, kBound / kRecord / 4);
@@ -182,7 +182,7 @@ class Writers {
       TierUser user(options);
       user.wait_for_scan();
       for (std::uint32_t i = static_cast<std::uint32_t>(index) * 1000000;; ++i)
-        written_[index] += user.write(i, kShards).is_ok();
+        written_[index] += user.write(i, kLivenessShards).is_ok();
     }
     children_.push_back(child);
   }

@@ -218,18 +218,6 @@ TEST_F(FsTierBound, two_that_write_the_same_record_keep_one) {
   EXPECT_EQ(records_in(root_).size(), 5u);
 }
 
-TEST_F(FsTierBound, a_reset_by_one_is_followed_by_the_other) {
-  TierUser a(timed_options()), b(timed_options());
-  b.wait_for_scan();
-  ASSERT_TRUE(b.write(1, kShards));
-  ASSERT_TRUE(a.tier().reset());
-  clock_.advance(std::chrono::seconds(1));
-  EXPECT_TRUE(b.until([&] { return !b.has(1); }));
-  EXPECT_TRUE(b.write(1, kShards));
-  EXPECT_TRUE(b.read(1, kShards));
-  EXPECT_FALSE(fs::path(path_of(root_, 1)).string().find("/g2/") == std::string::npos);
-}
-
 // A child process that fills the root and is killed in the middle.
 pid_t writer_process(const std::string& root, int* ready) {
   int ends[2];

@@ -81,8 +81,8 @@ TEST_P(FsTierEveryStep, a_write_that_fails_anywhere_leaves_nothing) {
 INSTANTIATE_TEST_SUITE_P(errors, FsTierEveryStep, ::testing::Values(EIO, ENOSPC, EDQUOT, EMFILE));
 
 TEST_F(FsTierFaults, signals_and_short_transfers_are_gone_on_after) {
+  std::atomic<int> calls{0};  // counted until the tier is closed
   TierUser user(options_);
-  std::atomic<int> calls{0};
   ops_.limit_transfers(4096 * 3);
   ops_.set_rule([&](Call call) {
     const bool interruptible =
@@ -209,12 +209,12 @@ TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_nobody) {
   std::vector<OpId> stuck;
   for (std::uint32_t i = 0; i < 10; ++i) stuck.push_back(user.start(OpKind::kRead, i, {8192}));
   ops_.wait_for_blocked(4);
-  EXPECT_TRUE(user.tier().stats().available);
+  EXPECT_TRUE(user.tier().stats().readable);
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent);
   clock_.advance(options_.op_deadline + std::chrono::seconds(1));
   user.poll();
   const TierStats stats = user.tier().stats();
-  EXPECT_FALSE(stats.available);
+  EXPECT_FALSE(stats.writable);
   EXPECT_EQ(stats.breaker_trips, 2u);
   EXPECT_GE(stats.oldest_read_seconds, 11);
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent) << "known, and not to be read";
@@ -238,7 +238,7 @@ TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_nobody) {
   EXPECT_TRUE(user.has(1));
   EXPECT_TRUE(user.read(1));
   EXPECT_TRUE(user.write(100));
-  EXPECT_TRUE(user.tier().stats().available);
+  EXPECT_EQ(user.tier().stats().breaker_trips, 2u);
 }
 
 TEST_F(FsTierFaults, the_cool_down_doubles_while_the_device_stays_bad) {
@@ -267,7 +267,8 @@ TEST_F(FsTierFaults, a_full_disk_stops_writes_not_reads) {
   std::atomic<bool> full{true};
   ops_.set_rule([&](Call call) { return call == Call::kRename && full ? -ENOSPC : 0; });
   for (std::uint32_t i = 10; i < 20; ++i) EXPECT_FALSE(user.write(i));
-  EXPECT_FALSE(user.tier().stats().available);
+  EXPECT_FALSE(user.tier().stats().writable);
+  EXPECT_TRUE(user.tier().stats().readable);
   EXPECT_TRUE(user.has(1));
   EXPECT_TRUE(user.read(1));
 }

@@ -88,20 +88,6 @@ TEST_F(FsTierTest, a_record_that_is_here_is_not_written_again) {
   EXPECT_EQ(again.bytes, 0u);
 }
 
-TEST_F(FsTierTest, remove_takes_the_record_away) {
-  TierUser user(options_for(root_));
-  ASSERT_TRUE(user.write(1));
-  user.wait_for_scan();
-  const std::uint64_t before = user.tier().stats().bytes;
-  EXPECT_TRUE(user.remove(1));
-  EXPECT_FALSE(user.has(1));
-  EXPECT_TRUE(records_in(root_).empty());
-  EXPECT_EQ(before - user.tier().stats().bytes, 12288u);
-  EXPECT_EQ(user.remove(1).kind(), StatusKind::kNotFound);
-  EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
-  EXPECT_TRUE(user.removals.empty());
-}
-
 TEST_F(FsTierTest, the_account_is_what_du_says) {
   TierUser user(options_for(root_));
   for (std::uint32_t i = 0; i < 50; ++i) ASSERT_TRUE(user.write(i, {4096 * (1 + i % 7)}));

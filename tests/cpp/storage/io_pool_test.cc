@@ -183,6 +183,32 @@ TEST(IoPool, cancel_ends_what_is_queued_and_leaves_what_runs) {
   EXPECT_EQ(log.order, (std::vector<std::uint64_t>{7}));
 }
 
+TEST(IoPool, one_without_threads_is_driven_by_hand) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({0, 0, &clock});
+  EXPECT_FALSE(pool.begin_next(Lane::kRead));
+  std::vector<IoPool::Op> ops;
+  for (std::uint64_t i = 0; i < 3; ++i) ops.push_back(op(log, i, Lane::kRead, nullptr));
+  ops[1].deadline = clock.now() + std::chrono::seconds(1);
+  ops.push_back(op(log, 9, Lane::kWrite, nullptr));
+  pool.submit(std::move(ops));
+  const auto first = pool.begin_next(Lane::kRead);
+  EXPECT_FALSE(pool.cancel(0)) << "it runs";
+  EXPECT_TRUE(log.endings().empty());
+  EXPECT_EQ(pool.depth(Lane::kRead).running, 1u);
+  clock.advance(std::chrono::seconds(1));
+  pool.begin_next(Lane::kRead)();
+  EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{1}, StatusKind::kExpired));
+  pool.begin_next(Lane::kWrite)();
+  first();
+  EXPECT_EQ(log.order, (std::vector<std::uint64_t>{9, 0}));
+  EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{0}, StatusKind::kOk));
+  EXPECT_EQ(pool.depth(Lane::kRead).running, 0u);
+  EXPECT_TRUE(pool.close());
+  EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{2}, StatusKind::kCancelled));
+}
+
 TEST(IoPool, close_cancels_the_queue_waits_for_what_runs_and_refuses_more) {
   FakeClock clock;
   Log log;

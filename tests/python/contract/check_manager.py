@@ -16,6 +16,7 @@ adapter.use_specs()
 from kv_offload.specs import KVOffloadSpec, compat  # noqa: E402
 from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402
 from kv_offload.specs.manager import KVOffloadManager, ManagerOptions  # noqa: E402
+from kv_offload.specs.request import HintReader  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 
 from contract.parts import blocks, context, key, keys, kv_caches, offloading_config  # noqa: E402
@@ -407,6 +408,39 @@ def test_a_miss_counts_the_rest_of_its_prompt(engine: Engine) -> None:
     stats = engine.manager.get_stats()
     assert engine.manager._metrics.value("kv_offload_miss_tokens_total", ("not_stored",)) == 48
     assert stats is not None
+
+
+def test_hints_of_requests_can_be_ignored_and_priorities_have_bounds() -> None:
+    asked = {"load_policy": "never", "priority": 2_147_483_647, "kv_offload_skip_store": True}
+    assert HintReader().read(asked) == {"load_policy": "never", "priority": 1, "skip_store": True}
+    assert HintReader().read({"priority": -(10**30)}) == {"priority": -1}
+    assert HintReader(allowed=False).read(asked) == {}
+
+
+def test_the_setting_ignores_hints(tmp_path: Any) -> None:
+    engine = Engine(request_hints="ignore")
+    request = engine.request("a", {"kv_offload_skip_store": True})
+    assert len(engine.offer(keys(1), request).keys_to_store) == 1
+    engine.stop()
+
+
+def test_bad_hints_are_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    reader = HintReader(clock=lambda: now[0])
+    for _ in range(1000):
+        reader.read({"load_policy": ["sometimes"], "priority": "high"})
+    assert len(caplog.records) == 1
+    now[0] = 60.0
+    reader.read({"priority": True})
+    assert "1999 others" in caplog.records[1].getMessage()
+
+
+def test_a_part_of_a_chunk_that_was_tried_is_not_the_end_of_a_prompt() -> None:
+    """vLLM notes positions of parts of a block (--prefix-match-unit) behind those of all chunks."""
+    request = context()
+    _positions(request, keys(1, 2, 3, 4, 5))
+    request.set_offload_key_position(key(99), 20)
+    assert compat.asked_span(request, key(2)) == (32, 80)
 
 
 def test_one_debug_line_says_what_became_of_a_request(

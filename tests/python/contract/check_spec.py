@@ -10,6 +10,7 @@ from typing import Any
 
 import adapter
 import pytest
+import torch
 
 adapter.use_specs()
 
@@ -143,6 +144,18 @@ def test_the_boot_line_says_capacity_in_bytes_and_tokens(caplog: pytest.LogCaptu
     manager.shutdown()
 
 
+@pytest.mark.parametrize(("longest", "told"), [(4096, False), (4097, True)])
+def test_a_capacity_below_one_prompt_is_said_at_start(
+    longest: int, told: bool, vllm_config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    vllm_config.model_config.max_model_len = longest
+    config = offloading_config()
+    made = KVOffloadSpec(config).get_worker(kv_caches())
+    KVOffloadSpec(config).get_manager().shutdown()
+    made.shutdown()
+    assert ("hold 4,096 tokens, and a prompt may have 4,097" in caplog.text) == told
+
+
 def test_windows_of_groups_reach_the_manager() -> None:
     if not HAS_WINDOWS:
         pytest.skip("this vLLM does not say it in the OffloadingConfig")
@@ -216,6 +229,25 @@ def test_facts_that_are_too_long_become_a_digest(vllm_config: Any) -> None:
     assert len(text.encode()) <= facts.MAX_FINGERPRINT_BYTES
 
 
+def test_groups_of_states_are_told_by_their_layers(vllm_config: Any) -> None:
+    """Of a Mamba cache in mode "align" a chunk keeps its last block alone; in another mode, and else, all."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    def layer(mode: str) -> Any:
+        spec = MambaSpec(block_size=16, shapes=((8,),), dtypes=(torch.float32,), mamba_cache_mode=mode)
+        return SimpleNamespace(get_kv_cache_spec=lambda _: spec)
+
+    layers = vllm_config.compilation_config.static_forward_context
+    config = offloading_config(groups=3, blocks_per_chunk=4)
+    assert facts.groups_of_states(config) == [False] * 3, "no layer says anything"
+    layers |= {"layer.0": layer("align"), "layer.1": layer("all")}
+    assert facts.groups_of_states(config) == [True, False, False]
+    made = KVOffloadSpec(config).get_worker(kv_caches(groups=3))
+    shards, _ = made.region.geometry(0)
+    assert shards == [4096, 4 * 4096, 4 * 4096]
+    made.shutdown()
+
+
 def test_ranks_that_hash_in_other_ways_are_refused(vllm_config: Any) -> None:
     first = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
     vllm_config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
@@ -246,12 +278,44 @@ def test_a_random_seed_with_a_disk_is_said_loudly(
 ) -> None:
     monkeypatch.setattr(compat, "block_hash_seed", lambda _: ("00", True))
     tiers = [{"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "16MiB"}]
-    config = offloading_config(secondary_tiers=tiers)
+    config = offloading_config(secondary_tiers=tiers, model_id="model")
     made = KVOffloadSpec(config).get_worker(kv_caches())
     manager = KVOffloadSpec(config).get_manager()
     assert "NEVER BE FOUND AGAIN" in caplog.text
     made.shutdown()
     manager.shutdown()
+
+
+def test_records_of_weights_that_are_not_known_are_refused_until_they_are_named(
+    tmp_path: Path, vllm_config: Any
+) -> None:
+    vllm_config.model_config.model_weights = "s3://bucket/llama"
+    tiers = [{"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "16MiB"}]
+    config = offloading_config(secondary_tiers=tiers)
+    made = KVOffloadSpec(config).get_worker(kv_caches())
+    with pytest.raises(ValueError, match=r'behind s3://bucket/llama.*"model_id"'):
+        KVOffloadSpec(config).get_manager()
+    made.shutdown()
+    config = offloading_config(secondary_tiers=tiers, model_id="llama 2026-01")
+    made = KVOffloadSpec(config).get_worker(kv_caches())
+    KVOffloadSpec(config).get_manager().shutdown()
+    made.shutdown()
+    config = offloading_config()  # host memory alone ends with the process
+    made = KVOffloadSpec(config).get_worker(kv_caches())
+    KVOffloadSpec(config).get_manager().shutdown()
+    made.shutdown()
+
+
+def test_the_address_of_the_weights_is_in_the_namespace(vllm_config: Any) -> None:
+    """vLLM puts a directory of configs in the place of the name of an s3:// model."""
+    found = []
+    for address in ("s3://bucket/base", "s3://bucket/tuned"):
+        vllm_config.model_config.model_weights = address
+        found.append(_namespace(offloading_config()))
+    vllm_config.model_config.model_weights = ""
+    vllm_config.load_config.model_loader_extra_config = {"tensorizer_uri": "s3://bucket/base.tensors"}
+    found.append(_namespace(offloading_config()))
+    assert len(set(found)) == 3
 
 
 def test_a_root_that_cannot_be_used_is_refused_before_memory_is_taken(tmp_path: Path) -> None:

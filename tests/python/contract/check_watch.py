@@ -7,7 +7,7 @@ import pytest
 
 adapter.use_specs()
 
-from kv_offload.specs.watch import HitWatch, Surroundings  # noqa: E402
+from kv_offload.specs.watch import ApartWatch, HitWatch, Surroundings  # noqa: E402
 
 from kv_offload import _core  # noqa: E402
 
@@ -23,6 +23,16 @@ class Looked:
 
     def stats(self) -> dict[str, int]:
         return {"longest_prompt": self._longest_prompt}
+
+
+class Tiers:
+    """What a cache says of its tiers."""
+
+    def __init__(self, *apart: bool) -> None:
+        self.apart = list(apart)
+
+    def tier_stats(self, position: int) -> dict[str, Any]:
+        return {"apart": self.apart[position]}
 
 
 def _watched(
@@ -113,3 +123,16 @@ def test_it_names_the_cause(
     watch.look(0.0)
     (record,) = caplog.records
     assert cause in record.getMessage()
+
+
+def test_each_tier_whose_replicas_went_apart_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    tiers = Tiers(False, False)
+    watch = ApartWatch(tiers, ("fast", "far"))  # type: ignore[arg-type]
+    watch.look()
+    assert not caplog.records
+    tiers.apart = [False, True]
+    for _ in range(3):
+        watch.look()
+    (record,) = caplog.records
+    assert "tier far: another replica" in record.getMessage()
+    assert "reset_prefix_cache" in record.getMessage()

@@ -39,6 +39,12 @@ FULL = Setup(
     device=os.environ.get("KV_OFFLOAD_ORACLE_DEVICE", "cpu"),
 )
 HYBRID = replace(FULL, window=40)
+STATES = replace(FULL, window=STATE)
+
+
+def chunks_of(setup: Setup, blocks: int) -> Setup:
+    return replace(setup, extra={**setup.extra, "blocks_per_chunk": blocks})
+
 
 KINDS = {
     "full attention": FULL,
@@ -54,8 +60,14 @@ KINDS = {
     "asynchronous scheduling": replace(FULL, async_scheduling=True),
     "hybrid, asynchronous scheduling": replace(HYBRID, async_scheduling=True),
     "events": replace(HYBRID, events=True),
-    "mamba-like": replace(FULL, window=STATE),
-    "mamba-like, two ranks": replace(FULL, window=STATE, world_size=2, extra={"cpu_bytes_to_use": "1MiB"}),
+    "mamba-like": STATES,
+    "mamba-like, two ranks": replace(STATES, world_size=2, extra={"cpu_bytes_to_use": "1MiB"}),
+    "mamba-like, two blocks a chunk": chunks_of(replace(STATES, retention=32), 2),
+    "mamba-like, four blocks a chunk": chunks_of(replace(STATES, retention=64), 4),
+    "mamba-like, parts of a block": replace(STATES, match_unit=4),
+    "mamba-like, parts of a block, two ranks": replace(
+        STATES, match_unit=4, world_size=2, extra={"cpu_bytes_to_use": "1MiB"}
+    ),
     "a drafter in the group": replace(FULL, drafts=2),
     "a drafter in the group, two blocks a chunk": replace(
         FULL, drafts=3, extra={**FULL.extra, "blocks_per_chunk": 2}
@@ -72,6 +84,7 @@ KINDS = {
 }
 
 
+SHORT = {kind for kind in KINDS if kind.startswith("mamba-like, ")}  # what is new in them shows early
 UNSEEN = {kind for kind in KINDS if "replicated" in kind and MINOR < (0, 32)}
 
 
@@ -138,7 +151,7 @@ def with_disk(setup: Setup, root: Path, **tier: object) -> Setup:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", kinds())
 def test_every_byte_that_a_request_reads_is_its_own(kind: str, seed: int) -> None:
-    engine = live(KINDS[kind], seed)
+    engine = live(KINDS[kind], seed, STEPS // 3 if kind in SHORT else STEPS)
     loaded = total(engine, "vllm:kv_offload_load_bytes")
     print(kind, dict(engine.happened), f"loaded {loaded:,.0f} bytes")
     assert loaded > 10_000, "hardly anything was loaded: the run shows nothing"
@@ -149,6 +162,8 @@ def test_every_byte_that_a_request_reads_is_its_own(kind: str, seed: int) -> Non
         _, _, runner = engine.ranks[0]
         print(f"{runner.rejected} drafts rejected, {runner.stale} positions of other continuations")
         assert runner.rejected > STEPS // 20
+    if engine.setup.match_unit:
+        assert all(runner.copied_blocks > STEPS // 100 for _, _, runner in engine.ranks)
     assert engine.happened["requests"] > STEPS // 20
 
 
@@ -162,7 +177,15 @@ def test_a_fault_of_the_worker_is_seen(fault: type, kind: str) -> None:
         live(replace(KINDS[kind], wrap_worker=fault), seed=0, steps=1500)
 
 
-@pytest.mark.parametrize("kind", kinds("mamba-like", "hybrid, every window, a drafter in one group"))
+@pytest.mark.parametrize(
+    "kind",
+    kinds(
+        "mamba-like",
+        "mamba-like, two blocks a chunk",
+        "mamba-like, parts of a block",
+        "hybrid, every window, a drafter in one group",
+    ),
+)
 def test_rows_of_other_chunks_are_seen_in_states_and_drafts_too(kind: str) -> None:
     with pytest.raises(WrongBytes):
         live(replace(KINDS[kind], wrap_worker=faults.WrongRow), seed=0, steps=1500)
@@ -268,6 +291,41 @@ def test_what_vllm_offers_of_a_window_with_a_drafter_serves_a_repeat_only_with_r
     assert [ask_again(engine, [prompt]), ask_again(engine, [prompt])] == [[0], [found]]
     _check_at_rest(engine)
     engine.shutdown()
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_states_are_found_again_however_many_blocks_a_chunk_has(blocks: int) -> None:
+    engine = boot(chunks_of(replace(STATES, retention=None), blocks))
+    rng = random.Random(7)
+    prompts = [[rng.randrange(1000) for _ in range(200)] for _ in range(6)]
+    assert ask_again(engine, prompts) == [0] * 6
+    assert ask_again(engine, prompts) == [192] * 6, "a multiple of 64, where a step of vLLM's ends"
+    assert total(engine, "kv_offload_failures_total", "cpu", "store", "device") == 0
+    _check_at_rest(engine)
+    engine.shutdown()
+
+
+def test_parts_of_a_block_are_found_again_and_whole_blocks_in_the_next_life(tmp_path: Path) -> None:
+    setup = with_disk(KINDS["mamba-like, parts of a block"], tmp_path / "root", max_bytes="64MiB")
+    rng = random.Random(7)
+    prompts = [[rng.randrange(1000) for _ in range(rng.randrange(33, 270))] for _ in range(8)]
+    parts = [(len(prompt) - 1) // 4 * 4 for prompt in prompts]
+    first = boot(setup)
+    assert [ask_again(first, prompts), ask_again(first, prompts)] == [[0] * len(prompts), parts]
+    _, _, runner = first.ranks[0]
+    assert runner.copied_blocks >= len(prompts), "each prompt's state was copied before it went on"
+    _check_at_rest(first)
+    first.shutdown()
+    second = boot(setup, first.model_dir)
+    # vLLM takes a part that can be loaded at once and waits for none, so from disk come whole blocks.
+    assert ask_again(second, prompts) == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+    second.shutdown()
+
+
+def test_copies_of_blocks_that_are_left_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeRunner, "_copy_blocks", lambda self, copies: None)
+    with pytest.raises(WrongBytes):
+        live(KINDS["mamba-like, parts of a block"], seed=0, steps=600)
 
 
 @pytest.mark.parametrize("kind", ["full attention", "packed blocks", "two blocks a chunk", "two ranks"])

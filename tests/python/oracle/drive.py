@@ -53,6 +53,9 @@ class Driver:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.number = 0
+        # vLLM (0.31 to 0.33) ends with an assertion when a part of a block lies behind max_offload_tokens.
+        parts = self.engine.setup.match_unit is not None
+        self.hints = [hint for hint in HINTS if not (parts and hint and "max_offload_tokens" in hint)]
 
     def run(self, steps: int) -> None:
         """``steps`` steps with everything at random, then until all is done; outputs are compared too."""
@@ -90,7 +93,7 @@ class Driver:
         if name in self.live:
             return
         max_tokens = self.rng.randrange(1, 36)
-        request = self.engine.add(name, prompt, max_tokens, salt, self.rng.choice(HINTS))
+        request = self.engine.add(name, prompt, max_tokens, salt, self.rng.choice(self.hints))
         self.live[name] = (request, Sequence(prompt, max_tokens, salt))
         self.happened["requests"] += 1
 

@@ -38,6 +38,7 @@ from vllm.forward_context import set_forward_context
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_request_block_hasher,
@@ -82,6 +83,7 @@ class Setup:
     events: bool = False
     device: str = "cpu"  # where the caches are
     drafts: int = 0  # tokens that the last layer, a drafter's, guesses in each step (EAGLE, MTP)
+    match_unit: int | None = None  # --prefix-match-unit: states are kept at parts of a block, too
     retention: int | None = 0  # of windows one per so many tokens is kept and stored; 0: the last of a prompt
     mirrored: bool = False  # the model works on a copy of them, as it does where they are on a GPU
     wrap_worker: Callable[[Any, Any], Any] | None = None  # (worker, region) -> worker: planted faults
@@ -111,6 +113,7 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
     cache.prefix_cache_retention_interval = setup.retention
     if setup.window == STATE:
         cache.mamba_cache_mode = STATE_MODE
+    cache.prefix_match_unit = setup.match_unit
     cache.num_gpu_blocks_override = setup.num_blocks
     cache.kv_cache_layout = setup.layout
     config = VllmConfig(
@@ -154,8 +157,18 @@ def _drafting(config: VllmConfig, tokens: int) -> SpeculativeConfig:
     return drafting
 
 
+class SpecOnly:
+    """A layer, as far as it is asked what it keeps."""
+
+    def __init__(self, spec: Any) -> None:
+        self._spec = spec
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return self._spec
+
+
 def make_model_dir(**changes: Any) -> str:
-    """A model that is a config only."""
+    """A model of a config and a file that stands for its weights."""
     path = tempfile.mkdtemp(prefix="oracle-model-")
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -171,6 +184,8 @@ def make_model_dir(**changes: Any) -> str:
     } | changes
     with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
         json.dump(config, file)
+    with open(os.path.join(path, "model.safetensors"), "wb") as file:
+        file.write((2).to_bytes(8, "little") + b"{}")
     return path
 
 
@@ -294,7 +309,11 @@ class Engine:
         for kv_cache_config in (*configs, scheduler_config):
             if hasattr(kv_cache_config, "hash_block_size"):
                 kv_cache_config.hash_block_size = hash_block_size
-                kv_cache_config.cache_hit_alignment_tokens = block_size
+                kv_cache_config.cache_hit_alignment_tokens = (
+                    kv_cache_utils.resolve_cache_hit_alignment_tokens(
+                        scheduler_config, self.config, block_size, hash_block_size
+                    )
+                )
         self.windows = [_window_of(group.kv_cache_spec) for group in scheduler_config.kv_cache_groups]
         self.mirrors: list[Mirror | None] = []
         self.ranks = []
@@ -321,6 +340,8 @@ class Engine:
     def _start_rank(self, rank: int, kv_cache_config: Any, specs: dict[str, Any]) -> tuple[Any, Any, Any]:
         config = copy.deepcopy(self.config)
         config.parallel_config.rank = rank
+        layers = {name: SpecOnly(spec) for name, spec in specs.items()}
+        config.compilation_config.static_forward_context = layers
         backing = _noise(kv_cache_config, rank).to(self.setup.device)
         mirror = Mirror(backing) if self.setup.mirrored or self.setup.device != "cpu" else None
         caches = _views(kv_cache_config, specs, backing)

@@ -69,6 +69,7 @@ class FakeRunner:
         self.draft_layers = draft_layers or set()  # (group, layer)
         self.rng = random.Random(len(views))
         self.stale = 0
+        self.copied_blocks = 0
         self.rejected = 0
         # Per group, per layer: (num_blocks, block_size, words) uint64, and what sets this layer apart.
         self.layers: list[list[tuple[np.ndarray, np.ndarray]]] = []
@@ -90,7 +91,9 @@ class FakeRunner:
         self.sequences[request_id] = Sequence(prompt, max_tokens, salt)
 
     def update(self, output: Any) -> None:
-        """The block tables, as the scheduler's output changes them."""
+        """The block tables, as the scheduler's output changes them, and the copies of blocks that it asks
+        for: of a state that a prompt shares up to the middle of a block, before it is overwritten."""
+        self._copy_blocks(output.kv_cache_block_copies or [])
         for new in output.scheduled_new_reqs:
             sequence = self.sequences[new.req_id]
             sequence.block_ids = [list(ids) for ids in new.block_ids]
@@ -110,13 +113,22 @@ class FakeRunner:
             # Scheduled ahead of the last step's samples, it counts all of that step's drafts as right.
             sequence.computed = min(cached.num_computed_tokens[index], sequence.known - 1)
 
+    def _copy_blocks(self, copies: list[Any]) -> None:
+        """Whole pages, all at once; layers of several groups may lie in the same memory."""
+        if not copies:
+            return
+        sources, targets = (np.array(ids, dtype=np.int64) for ids in zip(*copies, strict=True))
+        pages = {words.ctypes.data: words for layers in self.layers for words, _ in layers}
+        for words in pages.values():
+            words[targets] = words[sources]
+        self.copied_blocks += len(copies)
+
     def forward(self, output: Any) -> dict[str, list[int]]:
         """Write, check, sample: request id -> sampled tokens (none while its prompt is being computed).
 
         All write before any reads, as in each layer of a model: a request may share blocks that another one
         computes in the same step.
         """
-        assert not output.kv_cache_block_copies
         samples: dict[str, list[int]] = {}
         for request_id in output.num_scheduled_tokens:  # a state is overwritten by the next of its block
             self._check_states(request_id, self.sequences[request_id])

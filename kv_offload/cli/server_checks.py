@@ -1,0 +1,50 @@
+"""What ``kv-offload doctor URL`` says of a running server, from its metrics page."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kv_offload.cli.doctor_checks import Check
+from kv_offload.cli.server import PREFIX
+from kv_offload.cli.why_command import as_sentence
+from kv_offload.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from kv_offload.exposition import Page
+
+
+def server_checks(address: str, page: "Page") -> list[Check]:
+    """Its version, its tiers, what is loaded, and each cause of what is not."""
+    from kv_offload.diagnosis import from_metrics
+
+    diagnosis = from_metrics(page)
+    figures = {"hit_tokens": diagnosis.hit_tokens, "miss_tokens": diagnosis.miss_tokens}
+    return [
+        *_software(address, page),
+        *_tiers(page),
+        Check("loaded", "ok" if diagnosis.hit_tokens else "note", diagnosis.verdict, figures),
+        *(
+            Check(finding.cause, "note", f"{as_sentence(finding.text)} {as_sentence(finding.advice)}")
+            for finding in diagnosis.findings
+        ),
+    ]
+
+
+def _software(address: str, page: "Page") -> Iterator[Check]:
+    engines = page.labels(f"{PREFIX}info")
+    said = [
+        ", ".join(f"{key} {engine[key]}" for key in ("version", "namespace", "copier") if engine.get(key))
+        for engine in engines
+    ]
+    text = "; ".join(dict.fromkeys(said)) or "no engine has reported yet"
+    yield Check("server", "ok" if said else "note", f"{address}: {text}")
+
+
+def _tiers(page: "Page") -> Iterator[Check]:
+    for tier in page.values_of(f"{PREFIX}tier_capacity_bytes", "tier"):
+        held, capacity = (page.sum(f"{PREFIX}tier_{name}", tier=tier) for name in ("bytes", "capacity_bytes"))
+        tokens = page.sum(f"{PREFIX}tier_capacity_tokens", tier=tier)
+        text = f"{format_bytes(int(held))} of {format_bytes(int(capacity))} in use"
+        if tokens:
+            text += f"; room for {tokens:,.0f} tokens in all"
+        figures = {"bytes": held, "capacity_bytes": capacity, "capacity_tokens": tokens}
+        yield Check(f"tier {tier}", "ok", text, figures)

@@ -1,0 +1,316 @@
+"""Why nothing, or little, was loaded: what a server's metrics or its log say, in sentences.
+
+Importing this module loads neither the C++ core nor vLLM. Names of metrics: csrc/metrics/definitions.cc;
+lines of the log: specs/ (a test makes each of them with the code that logs it).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kv_offload.exposition import Page
+
+_SMALLEST_SHARE = 0.01  # of the missed tokens: a reason below it explains nothing
+_STUCK_SECONDS = 10.0
+_MANY = 0.05  # of the bytes that were to be written
+
+# What each reason of kv_offload_miss_tokens_total means, and what to change.
+REASONS = {
+    "not_stored": (
+        "no chunk of these tokens had been stored before",
+        "normal for new prompts. If the same prompts were sent before, they must agree from their first "
+        "token on for a whole chunk, with the same cache_salt, LoRA adapter and images. If it was before a "
+        "restart: the namespace must be the same one (kv-offload stat ROOT) and the hash seed fixed (sha256, "
+        "or PYTHONHASHSEED set)",
+    ),
+    "evicted": (
+        "the chunks were stored, and removed to make room before they were asked for again",
+        "raise cpu_bytes_to_use or max_bytes; kv-offload replay shows what a larger cache would hit",
+    ),
+    "recompute_cheaper": (
+        "loading was estimated to take longer than computing, so they were computed",
+        "this is what load_policy auto is for. If it is wrong here: measure the disk with kv-offload bench, "
+        "use larger records (blocks_per_chunk), or force it with load_policy always",
+    ),
+    "deadline": (
+        "the tier did not deliver within lookup_deadline_ms",
+        "the tier is slow or stuck: look at kv_offload_oldest_op_seconds and at the device",
+    ),
+    "corrupt": (
+        "records failed their checksums; they were removed and the tokens computed",
+        "run kv-offload verify on the root, and check the device: it returned other bytes than were written",
+    ),
+    "io_error": (
+        "records could not be read, or the tier was switched off after errors or timeouts",
+        "look at kv_offload_failures_total by kind, at the device, and at the permissions of the root",
+    ),
+    "pressure": (
+        "host memory had no room for what would have been read",
+        "raise cpu_bytes_to_use: all that is read from a tier passes through it",
+    ),
+    "disabled": (
+        "loading is switched off for them",
+        "load_policy is never, or requests say so in kv_transfer_params (load_policy, kv_offload_skip_load)",
+    ),
+}
+
+
+# What to do about each kind of kv_offload_failures_total.
+_FAILURES = {
+    "corrupt": "run kv-offload verify on the root, and check the device",
+    "io": "check the device, and the permissions of the root",
+    "no_space": "free space on the file system, or lower max_bytes",
+    "timeout": "check whether the device hangs or is overloaded",
+    "device": "see the log of the workers: copies to or from the device failed",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that keeps tokens from being loaded. ``cause``: a word for scripts; ``tokens``: how many
+    were missed for it, where that is known."""
+
+    cause: str
+    text: str
+    advice: str
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found, the largest cause first. Tokens are since the start of the server or of the log."""
+
+    hit_tokens: int
+    miss_tokens: int
+    stored_tokens: int | None  # None: not known (a log)
+    findings: tuple[Finding, ...]
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        asked = self.hit_tokens + self.miss_tokens
+        if self.hit_tokens:
+            return (
+                f"{self.hit_tokens:,} of {asked:,} tokens that were looked up were loaded ({_share(self)})."
+            )
+        if asked:
+            return f"Nothing was loaded: {asked:,} tokens were looked up and all were missed."
+        return "Nothing was loaded: no tokens were looked up."
+
+
+def _share(found: Diagnosis) -> str:
+    return f"{100 * found.hit_tokens / (found.hit_tokens + found.miss_tokens):.1f}%"
+
+
+def from_metrics(page: "Page") -> Diagnosis:
+    """What a metrics page says."""
+
+    def total(name: str, **labels: str) -> int:
+        return round(page.sum(f"kv_offload_{name}", **labels))
+
+    missed = Counter(
+        {
+            reason: total("miss_tokens_total", reason=reason)
+            for reason in page.values_of("kv_offload_miss_tokens_total", "reason")
+        }
+    )
+    hits, stored = total("hit_tokens_total"), total("stored_tokens_total")
+    held = total("tier_chunks")
+    findings: list[Finding] = []
+    if not hits and not stored and not held:
+        findings.append(_nothing_stored())
+    if not hits and not missed.total():
+        findings.append(_nothing_looked_up())
+    findings += _missed(missed, _estimates(page), total("tier_capacity_tokens"))
+    findings += _tiers(page)
+    return Diagnosis(hits, missed.total(), stored, tuple(findings))
+
+
+def _nothing_stored() -> Finding:
+    return Finding(
+        "nothing_stored",
+        "nothing has been stored yet, so there is nothing to load",
+        "prompts must be longer than a chunk (vLLM's block size times blocks_per_chunk), and vLLM's prefix "
+        "caching must be on; kv_offload_skip_store in kv_transfer_params forbids storing",
+    )
+
+
+def _nothing_looked_up() -> Finding:
+    return Finding(
+        "nothing_looked_up",
+        "no prompt went beyond what vLLM's own cache has on the device",
+        "either no request came yet, or prompts are shorter than a chunk, or the device's cache answers all "
+        "of them: then there is nothing to gain",
+    )
+
+
+def _missed(missed: Counter[str], estimates: str, capacity: int) -> Iterator[Finding]:
+    total = missed.total()
+    for reason, tokens in missed.most_common():
+        if not tokens or tokens < _SMALLEST_SHARE * total:
+            continue
+        meaning, advice = REASONS.get(
+            reason, ("a reason that this version does not know", "upgrade kv-offload")
+        )
+        if reason == "recompute_cheaper" and estimates:
+            meaning += f" ({estimates})"
+        if reason == "evicted" and capacity:
+            meaning += f"; host memory and tiers together hold {capacity:,} tokens"
+        text = f"{tokens:,} tokens ({100 * tokens / total:.1f}% of those missed): {meaning}"
+        yield Finding(reason, text, advice, tokens)
+
+
+def _estimates(page: "Page") -> str:
+    """What the decisions to compute were based on, on average."""
+    count = page.sum("kv_offload_decisions_total", choice="recompute")
+    load, compute = (
+        page.sum("kv_offload_estimated_seconds_total", choice="recompute", side=side)
+        for side in ("load", "compute")
+    )
+    if not count or not load or not compute:
+        return ""
+    return f"on average {load / count:.2f} s against {compute / count:.2f} s"
+
+
+def _tiers(page: "Page") -> Iterator[Finding]:
+    for tier in page.values_of("kv_offload_tier_capacity_bytes", "tier"):
+        trips = round(page.sum("kv_offload_breaker_trips_total", tier=tier))
+        if trips:
+            times = "once" if trips == 1 else f"{trips} times"
+            yield Finding(
+                "tier_off",
+                f"tier {tier} was switched off {times} after errors or timeouts; while it was off nothing "
+                "was read from it or written to it",
+                "look at kv_offload_failures_total by kind and at the device",
+            )
+        kinds = {
+            kind: number
+            for kind in page.values_of("kv_offload_failures_total", "kind")
+            if (number := round(page.sum("kv_offload_failures_total", tier=tier, kind=kind)))
+        }
+        if kinds:
+            counted = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
+            advice = dict.fromkeys(_FAILURES.get(kind, "see the server's log") for kind in kinds)
+            yield Finding("failures", f"operations of tier {tier} failed: {counted}", "; ".join(advice))
+        oldest = page.max("kv_offload_oldest_op_seconds", tier=tier)
+        if oldest > _STUCK_SECONDS:
+            yield Finding(
+                "stuck",
+                f"an operation of tier {tier} has been waiting for {oldest:.0f} s",
+                "the device hangs or is overloaded; requests go on without it",
+            )
+        dropped = page.sum("kv_offload_dropped_bytes_total", tier=tier)
+        written = page.sum("kv_offload_write_bytes_total", tier=tier)
+        if dropped > _MANY * (dropped + written):
+            share = 100 * dropped / (dropped + written)
+            yield Finding(
+                "not_written",
+                f"{share:.0f}% of the bytes that were to be written to tier {tier} were dropped",
+                "the tier is full, or slower than stores come: write_policy reuse:2, or a faster device",
+            )
+
+
+# ---- a log
+
+_NEVER_HIT = re.compile(r"none was ever hit: of (\d+) tokens asked for, (\d+) missed \((\w+)\): (.*)")
+_REQUEST_MISSED = re.compile(r"(\d+) tokens missing \((\w+)\)")
+_REQUEST_HIT = re.compile(r"(\d+) tokens from \w")
+_BOOT = re.compile(r"kv-offload \S+(?: engine \d+ of \d+)?: cpu .* tokens")
+_OUR_LINE = re.compile(
+    r"kv[-_]offload|KVOffload|kv_transfer_params|kv_connector_extra_config|KV chunks are stored",
+    re.IGNORECASE,
+)
+_PROBLEMS = re.compile(r"kv_connector_extra_config has (?:a problem|\d+ problems):")
+# Lines that name one cause each: pattern, cause, what to change. The line itself is the text.
+_LINES = (
+    (
+        re.compile(r"enable_prefix_caching=False"),
+        "prefix_caching_off",
+        "vLLM's prefix caching is off, so nothing can be looked up: remove --no-enable-prefix-caching",
+    ),
+    (
+        re.compile(r"PYTHONHASHSEED"),
+        "random_seed",
+        "set PYTHONHASHSEED to the same value for every start, or use --prefix-caching-hash-algo sha256",
+    ),
+    (
+        re.compile(r"kv_transfer_params: .* is ignored"),
+        "ignored_hint",
+        "correct what the client sends in kv_transfer_params",
+    ),
+    (
+        re.compile(r"max_bytes is .*file system can hold"),
+        "disk_too_small",
+        "lower max_bytes or free space: writes are dropped when the file system is full",
+    ),
+    (
+        re.compile(r"canonical_layout is ignored"),
+        "other_layout",
+        "another tensor-parallel size does not find these records; keep it the same",
+    ),
+    (
+        re.compile(r"KVOffloadSpec supports vLLM"),
+        "vllm_not_supported",
+        "install a release that kv-offload doctor names as supported",
+    ),
+)
+
+
+def from_log(lines: Iterable[str]) -> Diagnosis:
+    """What the log of a server says. With VLLM_LOGGING_LEVEL=DEBUG it has a line for each request."""
+    findings: dict[tuple[str, str], Finding] = {}
+    missed: Counter[str] = Counter()
+    hits, ours, booted, in_problems = 0, False, False, False
+    for line in lines:
+        line = line.rstrip()
+        ours = ours or _OUR_LINE.search(line) is not None
+        booted = booted or _BOOT.search(line) is not None
+        if in_problems and (listed := re.search(r"^\s*(?:\S+ )*?\s*- (.+)$", line)):
+            finding = Finding(
+                "refused", listed.group(1), "correct the configuration: kv-offload doctor checks it"
+            )
+        elif never := _NEVER_HIT.search(line):
+            asked, tokens, reason, cause = never.groups()
+            missed_of = f"{int(tokens):,} of {int(asked):,} tokens"
+            text = f"chunks are stored, but none was ever hit; {missed_of} were missed as {reason}"
+            finding = Finding(reason, text, cause, int(tokens))
+        elif matched := next((entry for entry in _LINES if entry[0].search(line)), None):
+            finding = Finding(matched[1], _message(line), matched[2])
+        else:
+            in_problems = _PROBLEMS.search(line) is not None
+            hits += sum(int(tokens) for tokens in _REQUEST_HIT.findall(line))
+            for tokens, reason in _REQUEST_MISSED.findall(line):
+                missed[reason] += int(tokens)
+            continue
+        findings.setdefault((finding.cause, finding.text), finding)
+    found = [*findings.values(), *_missed(missed, "", 0)]
+    if not ours:
+        found.insert(0, _not_ours())
+    elif not booted and "refused" not in {finding.cause for finding in found}:
+        found.append(_no_boot_line())
+    return Diagnosis(hits, missed.total(), None, tuple(found))
+
+
+def _not_ours() -> Finding:
+    return Finding(
+        "not_in_use",
+        "no line of this log is of kv-offload",
+        "serve with spec_name KVOffloadSpec in --kv-transfer-config (kv-offload config writes it), or give "
+        "the log from its beginning",
+    )
+
+
+def _no_boot_line() -> Finding:
+    return Finding(
+        "no_boot_line",
+        "the line that names tiers and capacities at start is missing",
+        "give the log from its beginning, or look above for why the server did not start",
+    )
+
+
+def _message(line: str) -> str:
+    """A line without vLLM's prefix: (process) LEVEL date time [file:line]."""
+    return re.sub(r"^(?:\([^)]*\) )?(?:[A-Z]+ )?(?:\d\d-\d\d )?(?:[\d:]+ )?(?:\[[^\]]*\] )?", "", line)

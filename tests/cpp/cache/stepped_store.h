@@ -1,0 +1,199 @@
+// The real fs tier, on a directory, whose ops run when the test says so and on the
+// test's thread. Its upkeep runs on the tier's own thread, as ever; what the test
+// asks about waits until that has ended, so that every answer is the same each time.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "base/aligned_buffer.h"
+#include "cache/tier_hand.h"
+#include "storage/faulty_file_ops.h"
+#include "storage/fs_fixture.h"
+#include "storage/io_pool.h"
+
+namespace kv_offload {
+
+// Outlives the tiers on it.
+struct Disk {
+  testing::TempDir directory;
+  testing::FaultyFileOps ops;
+  std::string root() const { return directory.path() + "/root"; }
+};
+
+class SteppedStore final : public TierHand {
+ public:
+  SteppedStore(Disk& disk, FakeClock& clock) : disk_(disk), clock_(clock) {
+    FsTierOptions options = testing::options_for(disk.root());
+    options.file_ops = &disk.ops;
+    options.clock = &clock;
+    options.driven_by_hand = &pool_;
+    tier_ = make_fs_tier(options);
+    wait([&] { return tier_->stats().scan_complete; });
+  }
+  ~SteppedStore() override {
+    disk_.ops.clear();
+    close();
+  }
+
+  // ---- what the test does
+  void finish(std::size_t n) override {
+    for (; n > 0; --n) {
+      const auto next = begin(reads_.empty() ? OpKind::kWrite : OpKind::kRead);
+      if (!next) return;
+      next();
+    }
+  }
+  void start(OpKind kind) override {
+    if (auto begun = begin(kind)) started_.push_back(std::move(begun));
+  }
+  void finish_started() override {
+    for (const auto& begun : std::exchange(started_, {})) begun();
+  }
+  const std::deque<TierOp>& reads() const override { return reads_; }
+  const std::deque<TierOp>& writes() const override { return writes_; }
+
+  bool holds(const ChunkKey& key) override { return contains(key) == Presence::kPresent; }
+  void take_away(const ChunkKey& key) override {
+    EXPECT_TRUE(std::filesystem::remove(path_of(key)));
+    if (reads_.empty()) run_own(OpKind::kRead, key);  // finds that it is gone
+  }
+  void damage(const ChunkKey& key) override {
+    std::fstream file(path_of(key), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(5000);
+    const char flipped = static_cast<char>(file.get() ^ 1);
+    file.seekp(5000);
+    file.put(flipped);
+  }
+  void fail(StatusKind kind) override {
+    using testing::Call;
+    if (kind == StatusKind::kOk) return disk_.ops.clear();
+    const int error = kind == StatusKind::kNoSpace ? ENOSPC : EIO;
+    disk_.ops.set_rule([error](Call call) {
+      return call == Call::kPwritev || (error == EIO && call == Call::kPreadv) ? -error : 0;
+    });
+  }
+  void fail_resets(bool fail) override {
+    disk_.ops.set_rule(
+        [fail](testing::Call call) { return fail && call == testing::Call::kMkdir ? -EIO : 0; });
+  }
+  void heal() override {
+    clock_.advance(std::chrono::seconds(1));  // the next tick
+    wait([&] { return tier_->stats().writable; });
+  }
+  void switch_off() override {
+    start_own(OpKind::kWrite, ChunkKey(std::string(36, 's')));
+    const auto stuck = pool_->begin_next(Lane::kWrite);
+    clock_.advance(std::chrono::seconds(11));
+    take_completions();  // looks for stuck ops
+    stuck();
+  }
+  bool is_closed() const override { return closed_; }
+
+  // ---- Tier
+  std::string_view name() const override { return tier_->name(); }
+  void submit(std::vector<TierOp> ops) override {
+    for (const TierOp& op : ops) (op.kind == OpKind::kRead ? reads_ : writes_).push_back(op);
+    tier_->submit(std::move(ops));
+  }
+  bool cancel(OpId id) override {
+    const bool cancelled = tier_->cancel(id);
+    if (cancelled) forget(id);
+    return cancelled;
+  }
+  void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override {
+    take_completions();
+    for (Completion& completion : std::exchange(completions_, {}))
+      completions->push_back(std::move(completion));
+    for (const TierRemoval& removal : std::exchange(removals_, {})) removals->push_back(removal);
+  }
+  Presence contains(const ChunkKey& key) override {
+    Presence presence = Presence::kUnknown;
+    wait([&] { return (presence = tier_->contains(key)) != Presence::kUnknown; });
+    return presence;
+  }
+  void touch(const ChunkKey& key) override { tier_->touch(key); }
+  Status reset() override { return tier_->reset(); }
+  TierStats stats() const override { return tier_->stats(); }
+  void close() override {
+    if (std::exchange(closed_, true)) return;
+    finish_started();
+    tier_->close();
+  }
+  double estimate_read_seconds(std::uint64_t) const override { return 0; }  // no device has a speed here
+
+ private:
+  static constexpr OpId kOwn = OpId{1} << 40;  // above every id of the cache
+
+  std::function<void()> begin(OpKind kind) {
+    auto& queue = kind == OpKind::kRead ? reads_ : writes_;
+    if (!queue.empty()) queue.pop_front();
+    return pool_->begin_next(kind == OpKind::kRead ? Lane::kRead : Lane::kWrite);
+  }
+  void forget(OpId id) {
+    for (auto* queue : {&reads_, &writes_})
+      std::erase_if(*queue, [&](const TierOp& op) { return op.id == id; });
+  }
+  void take_completions() {
+    std::vector<Completion> ended;
+    tier_->poll(&ended, &removals_);
+    for (Completion& completion : ended) {
+      forget(completion.id);
+      if (completion.id < kOwn) completions_.push_back(std::move(completion));
+    }
+  }
+  // An op of the test's own, of which the cache does not hear.
+  void start_own(OpKind kind, const ChunkKey& key) {
+    TierOp op;
+    op.id = kOwn + ++own_ops_;
+    op.kind = kind;
+    op.key = key;
+    op.shards = {Shard(row_.data(), 300), Shard(row_.data() + kPageBytes, 300)};
+    std::vector<TierOp> ops;
+    ops.push_back(std::move(op));
+    tier_->submit(std::move(ops));
+  }
+  void run_own(OpKind kind, const ChunkKey& key) {
+    start_own(kind, key);
+    pool_->begin_next(kind == OpKind::kRead ? Lane::kRead : Lane::kWrite)();
+    take_completions();
+  }
+  std::string path_of(const ChunkKey& key) const {
+    for (const auto& path : testing::records_in(disk_.root())) {
+      if (path.filename().string().starts_with(key.hex())) return path.string();
+    }
+    ADD_FAILURE() << "no record of " << key.hex();
+    return {};
+  }
+  void wait(const std::function<bool()>& condition) {
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > give_up) {
+        ADD_FAILURE() << "the tier's upkeep did not end";
+        return;
+      }
+      take_completions();
+      std::this_thread::yield();
+    }
+  }
+
+  Disk& disk_;
+  FakeClock& clock_;
+  AlignedBuffer row_{2 * kPageBytes};
+  IoPool* pool_ = nullptr;
+  std::unique_ptr<Tier> tier_;
+  std::deque<TierOp> reads_, writes_;  // copies: the tier has them
+  std::vector<std::function<void()>> started_;
+  std::vector<Completion> completions_;
+  std::vector<TierRemoval> removals_;
+  std::uint64_t own_ops_ = 0;
+  bool closed_ = false;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,234 @@
+// Resets beside ops that are under way, beside other processes, on a device that fails or hangs.
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <set>
+
+#include "faulty_file_ops.h"
+#include "fs_fixture.h"
+#include "storage/io_pool.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+using std::chrono::seconds;
+
+class FsTierReset : public ::testing::Test {
+ protected:
+  FsTierOptions timed_options() {
+    FsTierOptions options = options_for(root_);
+    options.clock = &clock_;
+    options.file_ops = &ops_;
+    return options;
+  }
+  void tick(TierUser& user) {
+    clock_.advance(seconds(1));
+    user.poll();
+  }
+  bool lies_in(std::uint32_t number, const std::string& generation) {
+    bool found = false;
+    for (const fs::path& path : records_in(root_)) {
+      found |= path.string().find("/" + generation + "/") != std::string::npos &&
+               path.filename().string().starts_with(key_of(number).hex());
+    }
+    return found;
+  }
+  std::set<std::string> generations() {
+    std::set<std::string> found;
+    walk(root_, [&](const fs::path& path) {
+      const std::string name = path.filename().string();
+      if (layout::parse_generation(name)) found.insert(name);
+    });
+    return found;
+  }
+
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  FaultyFileOps ops_;
+  FakeClock clock_;
+};
+
+// ---- ops under way
+
+TEST_F(FsTierReset, an_op_that_a_thread_took_up_before_a_reset_leaves_nothing_after_it) {
+  IoPool* pool = nullptr;
+  FsTierOptions options = timed_options();
+  options.driven_by_hand = &pool;
+  TierUser user(options);
+  const OpId write = user.start(OpKind::kWrite, 1, {8192});
+  const auto begun = pool->begin_next(Lane::kWrite);
+  ASSERT_FALSE(user.tier().cancel(write));
+  ASSERT_TRUE(user.tier().reset());
+  begun();
+  EXPECT_EQ(user.finish(write).status.kind(), StatusKind::kCancelled);
+  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
+  EXPECT_TRUE(records_in(root_).empty());
+}
+
+TEST_F(FsTierReset, so_does_one_that_was_queued_and_not_cancelled) {
+  IoPool* pool = nullptr;
+  FsTierOptions options = timed_options();
+  options.driven_by_hand = &pool;
+  TierUser user(options);
+  const OpId write = user.start(OpKind::kWrite, 1, {8192});
+  ASSERT_TRUE(user.tier().reset());
+  const OpId newer = user.start(OpKind::kWrite, 2, {8192});
+  while (const auto next = pool->begin_next(Lane::kWrite)) next();
+  EXPECT_EQ(user.finish(write).status.kind(), StatusKind::kCancelled);
+  EXPECT_TRUE(user.finish(newer).status);
+  const OpId read = user.start(OpKind::kRead, 2, {8192});
+  ASSERT_TRUE(user.tier().reset());
+  pool->begin_next(Lane::kRead)();
+  EXPECT_EQ(user.finish(read).status.kind(), StatusKind::kCancelled);
+}
+
+// With threads: whichever way a write and a reset meet, the bytes of before it are gone.
+TEST_F(FsTierReset, no_byte_of_before_a_reset_comes_back_whenever_it_comes) {
+  FsTierOptions options = options_for(root_);
+  TierUser user(options);
+  user.wait_for_scan();
+  for (std::uint32_t round = 0; round < 100; ++round) {
+    std::vector<OpId> writes;
+    for (std::uint32_t i = 0; i < 16; ++i) writes.push_back(user.start(OpKind::kWrite, i, {4096}));
+    if (round % 2 == 0) (void)user.finish(writes[round % 16]);  // or none is begun yet
+    for (const OpId id : writes) (void)user.tier().cancel(id);
+    ASSERT_TRUE(user.tier().reset());
+    for (const OpId id : writes) (void)user.finish(id);
+    for (std::uint32_t i = 0; i < 16; ++i) ASSERT_FALSE(user.has(i)) << "in round " << round;
+  }
+}
+
+// ---- several processes
+
+TEST_F(FsTierReset, a_reset_by_one_leaves_the_other_with_what_is_of_its_weights) {
+  TierUser a(timed_options()), b(timed_options());
+  b.wait_for_scan();
+  ASSERT_TRUE(b.write(1));
+  ASSERT_TRUE(a.tier().reset());
+  a.weights = 1;  // a's were changed; b's are what they were
+  ASSERT_TRUE(a.write(1));
+  ASSERT_TRUE(a.write(2));
+  for (int i = 0; i < 3; ++i) {
+    tick(a);
+    tick(b);
+    ASSERT_TRUE(a.until([&] { return b.tier().stats().apart; }));
+  }
+  EXPECT_FALSE(a.tier().stats().apart);
+  EXPECT_TRUE(b.read(1)) << "its own";
+  EXPECT_TRUE(a.read(1));
+  EXPECT_FALSE(b.has(2)) << "of other weights";
+  ASSERT_TRUE(b.write(3));
+  EXPECT_TRUE(b.read(3));
+  EXPECT_TRUE(lies_in(3, "g1"));
+  tick(a);
+  EXPECT_FALSE(a.has(3)) << "of other weights";
+}
+
+TEST_F(FsTierReset, what_the_others_still_use_is_not_reclaimed_until_they_were_reset_or_ended) {
+  auto a = std::make_unique<TierUser>(timed_options());
+  a->wait_for_scan();
+  TierUser b(timed_options());
+  b.wait_for_scan();
+  ASSERT_TRUE(b.write(1));
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(a->tier().reset());  // and a reclaims after each: it has the lease
+  EXPECT_TRUE(a->until([&] {
+    tick(*a);
+    return generations() == std::set<std::string>{"g1", "g4"};
+  }));
+  EXPECT_TRUE(b.read(1));
+  ASSERT_TRUE(b.tier().reset());
+  EXPECT_TRUE(a->until([&] {
+    tick(*a);
+    return generations() == std::set<std::string>{"g4", "g5"};
+  }));
+  EXPECT_FALSE(b.has(1));
+  a.reset();
+  EXPECT_TRUE(b.until([&] {
+    tick(b);
+    return generations() == std::set<std::string>{"g5"};
+  }));
+}
+
+TEST_F(FsTierReset, who_starts_later_shares_with_who_was_reset_last) {
+  TierUser a(timed_options()), b(timed_options());
+  b.wait_for_scan();
+  ASSERT_TRUE(b.write(1));
+  ASSERT_TRUE(a.tier().reset());
+  ASSERT_TRUE(a.write(2));
+  TierUser c(timed_options());
+  EXPECT_TRUE(c.has(2));
+  EXPECT_FALSE(c.has(1));
+}
+
+// Where locks on directories are not seen by other hosts, or by hand.
+TEST_F(FsTierReset, a_generation_that_is_removed_under_its_user_is_made_anew) {
+  TierUser user(timed_options());
+  ASSERT_TRUE(user.write(1));
+  walk(root_, [](const fs::path& path) {
+    if (path.filename() == "g1") fs::remove_all(path);
+  });
+  tick(user);
+  EXPECT_TRUE(user.until([&] { return generations() == std::set<std::string>{"g2"}; }));
+  EXPECT_TRUE(user.until([&] { return user.tier().stats().writable; }));
+  EXPECT_FALSE(user.has(1));
+  EXPECT_TRUE(user.write(1));
+  EXPECT_TRUE(user.read(1));
+}
+
+TEST_F(FsTierReset, room_is_taken_from_what_others_keep_apart_when_there_is_no_other) {
+  constexpr std::uint64_t kBound = std::uint64_t{2} << 20;
+  FsTierOptions options = timed_options();
+  options.max_bytes = kBound;
+  TierUser a(options);
+  a.wait_for_scan();
+  TierUser b(options);
+  b.wait_for_scan();
+  for (std::uint32_t i = 0; i < 200; ++i) (void)b.write(i, {16384});
+  ASSERT_TRUE(a.tier().reset());
+  a.weights = 1;
+  EXPECT_TRUE(a.until([&] {
+    tick(a);
+    return a.write(1000, {16384}) && a.read(1000, {16384});
+  })) << "b has filled the root, and a has nothing of its own to evict";
+  EXPECT_LE(du(root_), kBound + 65536);
+}
+
+// ---- failures
+
+TEST_F(FsTierReset, one_that_fails_leaves_a_tier_that_holds_nothing_until_it_is_made_up_for) {
+  TierUser user(timed_options());
+  ASSERT_TRUE(user.write(1));
+  ops_.fail_all(Call::kMkdir, EIO);
+  EXPECT_EQ(user.tier().reset().kind(), StatusKind::kIo);
+  EXPECT_FALSE(user.has(1));
+  EXPECT_FALSE(user.tier().stats().writable);
+  EXPECT_EQ(user.write(1).kind(), StatusKind::kUnavailable);
+  ops_.clear();
+  EXPECT_TRUE(user.until([&] {
+    tick(user);
+    return user.tier().stats().writable;
+  }));
+  EXPECT_FALSE(user.has(1));
+  EXPECT_TRUE(user.write(1));
+  EXPECT_TRUE(user.read(1));
+}
+
+TEST_F(FsTierReset, one_that_takes_too_long_ends_later_by_itself) {
+  FsTierOptions options = timed_options();
+  options.op_deadline = std::chrono::milliseconds(20);  // of real time here
+  TierUser user(options);
+  ASSERT_TRUE(user.write(1));
+  ops_.block(Call::kMkdir);
+  EXPECT_EQ(user.tier().reset().kind(), StatusKind::kTimeout);
+  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
+  EXPECT_FALSE(user.tier().stats().writable);
+  ops_.release();
+  EXPECT_TRUE(user.until([&] { return user.tier().stats().writable; }));
+  EXPECT_FALSE(user.has(1));
+  EXPECT_TRUE(user.write(2));
+  EXPECT_TRUE(user.read(2));
+}
+
+}  // namespace
+}  // namespace kv_offload

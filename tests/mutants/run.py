@@ -1,0 +1,244 @@
+"""Plants faults, one at a time, and sees whether the tests find them.
+
+    python tests/mutants/run.py                  all of tests/mutants/*.toml
+    python tests/mutants/run.py space cuda       some areas (names of the files)
+    python tests/mutants/run.py --name reset     those whose names contain "reset"
+    python tests/mutants/run.py --list
+
+A mutant replaces text that occurs exactly once in one file and names the tests that must fail then::
+
+    [[mutant]]
+    name = "a write takes its generation when it runs"
+    file = "csrc/storage/fs_write.cc"
+    find = '''...'''
+    replace = '''...'''
+    cpp = "FsTierReset.*"                           # a filter of kv_offload_tests, or
+    python = "tests/python/test_config.py -k unit"  # arguments of pytest, or
+    command = "bash tests/x.sh"                     # a shell command that must fail
+
+The checkout is never changed: the faults go into a copy of its tracked files in build/mutants. Before any
+fault is planted the named tests have to pass there, so a test that fails anyway catches nothing. Exit status
+0: all were seen; 1: some were not; 2: a mutant cannot be planted or the tests fail without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+TREE = ROOT / "build" / "mutants" / "tree"
+BUILD = ROOT / "build" / "mutants" / "cpp"
+KINDS = ("cpp", "python", "command")
+SECONDS = 600  # a fault may also show as a test that never ends
+
+# Python finds the package of an editable install by a list of files: the list is turned to the copy.
+SITE = """import sys
+for finder in sys.meta_path:
+    files = getattr(finder, "known_source_files", None)
+    if files and "kv_offload" in files:
+        finder.known_source_files = {name: path.replace(%r, %r, 1) for name, path in files.items()}
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: where, what, and the tests that see it."""
+
+    area: str
+    name: str
+    file: str
+    find: str
+    replace: str
+    kind: str  # of KINDS
+    tests: str
+
+
+class NotPlantedError(Exception):
+    """The mutant, or the tree, is not as it must be."""
+
+
+def load(area: Path) -> list[Mutant]:
+    mutants = []
+    for entry in tomllib.loads(area.read_text())["mutant"]:
+        kinds = [kind for kind in KINDS if kind in entry]
+        unknown = set(entry) - {"name", "file", "find", "replace", *KINDS}
+        if len(kinds) != 1 or unknown or not {"name", "file", "find", "replace"} <= set(entry):
+            raise NotPlantedError(
+                f"{area.name}: {entry.get('name', entry)!r} needs name, file, find, replace and one of"
+                f" {', '.join(KINDS)}; it has {', '.join(sorted(entry))}"
+            )
+        text = (ROOT / entry["file"]).read_text()
+        if (count := text.count(entry["find"])) != 1:
+            raise NotPlantedError(
+                f"{area.name}: {entry['name']!r}: its text occurs {count} times in {entry['file']}"
+            )
+        fault = [entry[field] for field in ("name", "file", "find", "replace")]
+        mutants.append(Mutant(area.stem, *fault, kinds[0], entry[kinds[0]]))
+    return mutants
+
+
+def copy_tree() -> None:
+    """Copies what git tracks, as it is in the checkout; files that did not change keep their times."""
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+    )
+    wanted = {name for name in files.stdout.decode().split("\0") if name and (ROOT / name).is_file()}
+    for path in [path for path in TREE.rglob("*") if path.is_file()]:
+        if str(path.relative_to(TREE)) not in wanted:
+            path.unlink()
+    for name in wanted:
+        copy = TREE / name
+        if not copy.exists() or copy.read_bytes() != (ROOT / name).read_bytes():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy)
+    (TREE / "sitecustomize.py").write_text(SITE % (str(ROOT) + os.sep, str(TREE) + os.sep))
+
+
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "CCACHE_BASEDIR": str(TREE),
+        "CCACHE_NOHASHDIR": "1",
+        "PYTHONPATH": f"{TREE}{os.pathsep}{TREE / 'tests' / 'python'}",
+        "PYTHONDONTWRITEBYTECODE": "1",  # a file that changes twice in a second would keep its compiled form
+    }
+
+
+def run(command: Sequence[str], *, seconds: int = SECONDS) -> tuple[int, str]:
+    """Exit status and output; 124 when it was not done in time."""
+    try:
+        done = subprocess.run(
+            command, cwd=TREE, env=environment(), timeout=seconds, text=True, errors="replace",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        return 124, str(late.output or "")
+    return done.returncode, done.stdout
+
+
+def build() -> tuple[int, str]:
+    return run(["ninja", "-C", str(BUILD), "kv_offload_tests"], seconds=1800)
+
+
+def configure() -> None:
+    command = [
+        "cmake",
+        "-S",
+        str(TREE),
+        "-B",
+        str(BUILD),
+        "-G",
+        "Ninja",
+        "-DKV_OFFLOAD_DEVELOPER=ON",
+        "-DKV_OFFLOAD_CUDA=OFF",
+    ]
+    status, output = run(
+        [
+            *command,
+            "-DCMAKE_BUILD_TYPE=None",
+            "-DCMAKE_CXX_FLAGS=-O0 -g1",
+            f"-DPython_EXECUTABLE={sys.executable}",
+        ]
+    )
+    if not status:
+        status, output = build()
+    if status:
+        raise NotPlantedError(f"the copy does not build:\n{output[-4000:]}")
+
+
+def test_command(kind: str, tests: str) -> list[str]:
+    match kind:
+        case "cpp":
+            return [str(BUILD / "kv_offload_tests"), "--gtest_brief=1", f"--gtest_filter={tests}"]
+        case "python":
+            return [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
+        case _:
+            return ["bash", "-c", tests]
+
+
+def check_clean(mutants: list[Mutant]) -> None:
+    """The named tests pass while no fault is planted, and are there at all."""
+    for kind, tests in dict.fromkeys((mutant.kind, mutant.tests) for mutant in mutants):
+        status, output = run(test_command(kind, tests))
+        if status or (kind == "cpp" and "[==========] 0 tests" in output):
+            raise NotPlantedError(f"without any fault {kind} {tests!r} fails or is empty:\n{output[-4000:]}")
+
+
+@contextmanager
+def planted(mutant: Mutant) -> Iterator[None]:
+    path = TREE / mutant.file
+    text = path.read_text()
+    path.write_text(text.replace(mutant.find, mutant.replace))
+    try:
+        yield
+    finally:
+        path.write_text(text)
+
+
+def verdict(mutant: Mutant) -> str:
+    """seen, NOT SEEN, or what keeps the fault from being planted."""
+    with planted(mutant):
+        if mutant.kind == "cpp":
+            status, output = build()
+            if status:
+                return f"does not compile:\n{output[-2000:]}"
+        status, _ = run(test_command(mutant.kind, mutant.tests))
+    return "seen" if status else "NOT SEEN"
+
+
+def chosen(areas: list[str], name: str) -> list[Mutant]:
+    files = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
+    if unknown := set(areas) - set(files):
+        raise NotPlantedError(f"no area {', '.join(sorted(unknown))}; there are: {', '.join(files)}")
+    mutants = [mutant for area in areas or files for mutant in load(files[area]) if name in mutant.name]
+    twice = {mutant.name for mutant in mutants if sum(other.name == mutant.name for other in mutants) > 1}
+    if twice:
+        raise NotPlantedError(f"names that occur twice: {', '.join(sorted(twice))}")
+    return mutants
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("areas", nargs="*", help="files of tests/mutants, without .toml; default: all")
+    parser.add_argument("--name", default="", help="only mutants whose names contain this")
+    parser.add_argument("--list", action="store_true", help="print them and stop")
+    arguments = parser.parse_args()
+    try:
+        mutants = chosen(arguments.areas, arguments.name)
+        if arguments.list:
+            for mutant in mutants:
+                print(f"{mutant.area}: {mutant.name}  [{mutant.kind} {mutant.tests}]")
+            return 0
+        copy_tree()
+        if any(mutant.kind == "cpp" for mutant in mutants):
+            configure()
+        check_clean(mutants)
+    except NotPlantedError as error:
+        print(error, file=sys.stderr)
+        return 2
+    verdicts = []
+    for mutant in mutants:
+        began = time.monotonic()
+        verdicts.append(verdict(mutant))
+        print(f"{time.monotonic() - began:5.0f} s  {mutant.area}: {mutant.name}: {verdicts[-1]}", flush=True)
+    seen = verdicts.count("seen")
+    print(f"{seen} of {len(verdicts)} planted faults were seen")
+    if any(word not in ("seen", "NOT SEEN") for word in verdicts):
+        return 2
+    return 0 if seen == len(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

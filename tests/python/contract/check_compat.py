@@ -1,0 +1,55 @@
+"""Run by test_contract.py under each vLLM release: what makes another interface be refused."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import adapter
+import pytest
+
+adapter.use_specs()
+
+from kv_offload.specs import compat  # noqa: E402
+from vllm.v1.kv_offload import base, config  # noqa: E402
+
+
+def changed(name: str, **methods: Any) -> Any:
+    """vLLM's module ``base``, whose class ``name`` has other methods."""
+    kind = type(name, (getattr(base, name),), methods)
+    if hasattr(getattr(base, name), "__abstractmethods__"):
+        kind.__abstractmethods__ = getattr(base, name).__abstractmethods__
+    return SimpleNamespace(**{**vars(base), name: kind})
+
+
+def test_this_release_has_the_shape_that_we_know() -> None:
+    assert compat.shape_problems(base, config) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "methods", "problem"),
+    [
+        (
+            "OffloadingWorker",
+            {"submit_store": lambda self, job_id, src_spec, dst_spec, stream: True},
+            "OffloadingWorker.submit_store takes job_id, src_spec, dst_spec, stream",
+        ),
+        (
+            "OffloadingWorker",
+            {"submit_load": lambda self, src_spec, dst_spec: True},
+            "OffloadingWorker.submit_load takes src_spec, dst_spec",
+        ),
+        (
+            "OffloadingManager",
+            {"lookup": lambda self, keys, req_context: None},
+            "OffloadingManager.lookup takes keys, req_context",
+        ),
+        (
+            "ReqContext",
+            {"get_offload_key_position": lambda self, key, group: None},
+            "ReqContext.get_offload_key_position takes key, group",
+        ),
+    ],
+)
+def test_a_method_with_other_arguments_is_refused_by_name(
+    name: str, methods: dict[str, Any], problem: str
+) -> None:
+    assert compat.shape_problems(changed(name, **methods), config) == [problem]

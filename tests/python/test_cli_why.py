@@ -1,0 +1,247 @@
+"""kv-offload why, and doctor URL: what metrics and log lines mean, for each cause."""
+
+import json
+import logging
+import re
+
+import pytest
+from adapter import use_specs
+from test_cli_top import FIRST, serve  # noqa: F401  (a fixture)
+from typer.testing import CliRunner
+
+from kv_offload import _core
+from kv_offload.cli import app
+from kv_offload.config import ConfigError, OffloadConfig
+from kv_offload.diagnosis import REASONS, from_log, from_metrics
+from kv_offload.exposition import Page
+from kv_offload.namespace import random_seed_warning
+from kv_offload.sizing import Geometry, boot_line
+
+use_specs()
+
+from kv_offload.specs.compat import refusal  # noqa: E402
+from kv_offload.specs.report import report_text  # noqa: E402
+from kv_offload.specs.request import request_hints  # noqa: E402
+from kv_offload.specs.watch import HitWatch, Surroundings  # noqa: E402
+
+BOOTED = boot_line(
+    OffloadConfig(cpu_bytes_to_use=1 << 30), [], Geometry.of([16], [[4096]]),
+    copier="host", namespace="3fa2", version="0.1.0",
+)  # fmt: skip
+
+
+def run(*arguments, status=0, given=""):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=given)
+    assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
+    return result
+
+
+def page(*changes):
+    """A metrics page as the core writes it, after (metric, labels, value) of each change."""
+    metrics = _core.Metrics()
+    known = {definition.name: definition for definition in _core.metric_definitions()}
+    for tier in ("cpu", "fs"):
+        metrics.set("kv_offload_tier_capacity_bytes", [tier], 1 << 30)
+        metrics.set("kv_offload_tier_capacity_tokens", [tier], 1000)
+    for name, labels, value in changes:
+        change = metrics.set if known[f"kv_offload_{name}"].type == "gauge" else metrics.add
+        change(f"kv_offload_{name}", labels, value)
+    return metrics.text()
+
+
+def causes(text):
+    return [finding.cause for finding in from_metrics(Page(text)).findings]
+
+
+STORED = ("stored_tokens_total", [], 1e6)
+HIT = ("hit_tokens_total", ["cpu"], 5)
+
+
+def test_every_reason_of_the_core_is_explained():
+    definition = {d.name: d for d in _core.metric_definitions()}["kv_offload_miss_tokens_total"]
+    named = re.search(r"first: (.*)\.", definition.documentation).group(1).split(", ")
+    assert set(named) == set(REASONS)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_reason_is_told_with_its_share_its_meaning_and_what_to_change(reason):
+    text = page(STORED, ("miss_tokens_total", [reason], 900), ("miss_tokens_total", ["new_in_this"], 100))
+    first, second = from_metrics(Page(text)).findings
+    assert (first.cause, first.tokens) == (reason, 900)
+    assert first.text.startswith("900 tokens (90.0% of those missed): ")
+    assert REASONS[reason][0] in first.text
+    assert first.advice == REASONS[reason][1]
+    assert second.cause == "new_in_this", "unknown ones are told too"
+
+
+def test_the_largest_cause_comes_first_and_crumbs_are_left_out():
+    missed = {"not_stored": 50_000, "evicted": 70_000, "io_error": 100}
+    text = page(STORED, *(("miss_tokens_total", [reason], tokens) for reason, tokens in missed.items()))
+    assert causes(text) == ["evicted", "not_stored"]
+
+
+def test_a_capacity_and_the_estimates_are_told_where_they_are_the_cause():
+    (evicted,) = from_metrics(Page(page(STORED, ("miss_tokens_total", ["evicted"], 5)))).findings
+    assert "hold 2,000 tokens" in evicted.text
+    (computed,) = from_metrics(
+        Page(
+            page(
+                STORED,
+                ("miss_tokens_total", ["recompute_cheaper"], 5),
+                ("decisions_total", ["recompute"], 4),
+                ("estimated_seconds_total", ["recompute", "load"], 40),
+                ("estimated_seconds_total", ["recompute", "compute"], 2),
+            )
+        )
+    ).findings
+    assert "on average 10.00 s against 0.50 s" in computed.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "part"),
+    [
+        ([], ["nothing_stored", "nothing_looked_up"], "longer than a chunk"),
+        ([STORED], ["nothing_looked_up"], "no request came yet"),
+        ([STORED, HIT], [], ""),
+        ([STORED, HIT, ("breaker_trips_total", ["fs"], 1)], ["tier_off"], "off once"),
+        (
+            [STORED, HIT, ("failures_total", ["fs", "write", "no_space"], 3)],
+            ["failures"],
+            "free space",
+        ),
+        ([STORED, HIT, ("oldest_op_seconds", ["fs", "read"], 11)], ["stuck"], "11 s"),
+        (
+            [
+                STORED,
+                HIT,
+                ("write_bytes_total", ["fs"], 60),
+                ("dropped_bytes_total", ["fs", "pressure"], 40),
+            ],
+            ["not_written"],
+            "40% of the bytes",
+        ),
+    ],
+)  # fmt: skip
+def test_other_causes(changes, expected, part):
+    found = from_metrics(Page(page(*changes))).findings
+    assert [finding.cause for finding in found] == expected
+    assert part in " ".join(f"{finding.text} {finding.advice}" for finding in found)
+
+
+# ---- logs: each line is made by the code that logs it
+
+
+def warned(caplog, **around):
+    """The one warning of a server that stores and never hits."""
+    metrics = _core.Metrics()
+    metrics.add("kv_offload_miss_tokens_total", ["not_stored"], 2e6)
+    metrics.set("kv_offload_tier_chunks", ["cpu"], 1)
+    with caplog.at_level(logging.WARNING):
+        HitWatch(metrics, ("cpu",), None, Surroundings(**around)).look(0.0)
+    return caplog.messages[-1]
+
+
+def of_log(*lines):
+    prefix = "(EngineCore pid=7) WARNING 11-22 23:05:11 [watch.py:80] "
+    return from_log([f"{prefix}{line}\n" for line in (BOOTED, *lines)])
+
+
+def test_the_warning_of_a_server_that_never_hits(caplog):
+    (found,) = of_log(warned(caplog)).findings
+    assert (found.cause, found.tokens) == ("not_stored", 2_000_000)
+    assert "2,000,000 of 2,000,000 tokens" in found.text
+    assert "the prompts asked for were never stored" in found.advice
+
+
+def test_a_hash_seed_that_changes():
+    (found,) = of_log(random_seed_warning("xxhash")).findings
+    assert found.cause == "random_seed"
+    assert found.text.startswith("RECORDS WILL NEVER BE FOUND AGAIN"), "without the prefix of the log"
+    assert "sha256" in found.advice
+
+
+def test_hints_of_requests_that_are_ignored(caplog):
+    with caplog.at_level(logging.WARNING):
+        request_hints({"load_policy": "sometimes"})
+    (found,) = of_log(caplog.messages[-1]).findings
+    assert found.cause == "ignored_hint"
+    assert "load_policy is 'sometimes'" in found.text
+
+
+def test_requests_of_a_debug_log_are_added_up():
+    report = {"hit_tokens": {"fs": 100}, "miss_tokens": {"evicted": 300}, "choice": "", "waited_seconds": 0}
+    found = of_log(*(f"Request {n}: {report_text(report)}" for n in range(3)))
+    assert (found.hit_tokens, found.miss_tokens) == (300, 900)
+    assert found.verdict == "300 of 1,200 tokens that were looked up were loaded (25.0%)."
+    assert [finding.cause for finding in found.findings] == ["evicted"]
+
+
+def test_a_configuration_that_was_refused():
+    with pytest.raises(ConfigError) as refused:
+        OffloadConfig.from_extra_config({"cpu_bytes_to_use": 32, "fsyncs": 1})
+    found = from_log([f"{line}\n" for line in f"ConfigError: {refused.value}".splitlines()]).findings
+    assert [finding.cause for finding in found] == ["refused", "refused"]
+    assert "has no unit" in found[0].text
+    assert "kv-offload doctor" in found[0].advice
+
+
+def test_a_vllm_that_is_not_supported():
+    (found,) = of_log(refusal("0.12.0", "nothing was tested")).findings
+    assert found.cause == "vllm_not_supported"
+
+
+def test_prefix_caching_that_is_off():
+    (found,) = of_log("Initializing a V1 LLM engine with config: enable_prefix_caching=False, ...").findings
+    assert found.cause == "prefix_caching_off"
+
+
+def test_a_log_that_is_not_ours_or_has_no_beginning():
+    (found,) = from_log(["INFO vLLM API server version 0.32.0\n"]).findings
+    assert found.cause == "not_in_use"
+    (found,) = from_log(["WARNING kv_offload: something\n"]).findings
+    assert found.cause == "no_boot_line"
+    assert of_log().findings == (), "a control: a start as it should be"
+
+
+# ---- the commands
+
+
+def test_why_of_a_log_of_a_saved_page_and_of_standard_input(tmp_path):
+    log, saved = tmp_path / "server.log", tmp_path / "metrics.txt"
+    log.write_text(f"{BOOTED}\n{random_seed_warning('xxhash')}\n")
+    saved.write_text(page(STORED, ("miss_tokens_total", ["disabled"], 10)))
+    text = run("why", log, status=1).stdout
+    assert "1. random_seed" in text
+    assert "Set PYTHONHASHSEED to the same value" in text
+    assert "load_policy is never" in run("why", saved, status=1).stdout.lower()
+    answer = json.loads(run("why", "-", "--json", status=1, given=log.read_text()).stdout)
+    assert [finding["cause"] for finding in answer["findings"]] == ["random_seed"]
+
+
+def test_why_of_a_server(serve):  # noqa: F811
+    text = run("why", serve(FIRST)).stdout
+    assert "5,000 of 6,005 tokens that were looked up were loaded (83.3%)." in text
+    assert "1. not_stored" in text
+    assert "Operations of tier fs failed: 2 corrupt." in text
+
+
+def test_why_of_nothing_that_can_be_read(tmp_path):
+    assert "no such file" in run("why", tmp_path / "none.log", status=2).stderr
+    assert "http://127.0.0.1:1/metrics cannot be reached" in run("why", "127.0.0.1:1", status=1).stderr
+
+
+def test_doctor_of_a_running_server(serve):  # noqa: F811
+    address = serve(FIRST)
+    checks = json.loads(run("doctor", address, "--json").stdout)["checks"]
+    told = {check["name"]: check for check in checks}
+    assert "version 0.1.0, namespace 3fa2c0ffee12, copier host" in told["server"]["text"]
+    assert (told["tier fs"]["bytes"], told["tier fs"]["capacity_bytes"]) == (1 << 30, 4 << 30)
+    assert (told["loaded"]["state"], told["loaded"]["hit_tokens"]) == ("ok", 5000)
+    assert told["failures"]["state"] == "note"
+    assert "memory" not in told, "it asks the server, not this machine"
+    assert "tier fs" in run("doctor", address).stdout
+
+
+def test_doctor_asks_a_server_or_this_machine():
+    assert "give one of them" in run("doctor", "127.0.0.1:1", "--root", "/kv", status=2).stderr
+    assert "cannot be reached" in run("doctor", "127.0.0.1:1", status=1).stderr

@@ -1,0 +1,50 @@
+"""The releases of vLLM that are supported: every place that names them says the same."""
+
+import re
+
+import pytest
+from vllm_trees import ROOT
+
+from kv_offload.vllm_versions import RELEASES, SUPPORTED, version_problem
+
+FILES = [
+    *(ROOT / name for name in ("README.md", "tests/run.sh", "tests/ATTACKS.md", "specs/FAILURES.md")),
+    *sorted((ROOT / "kv_offload").rglob("*.py")),
+    *sorted((ROOT / "specs").glob("*.py")),
+]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_list_of_them_is_the_same(path):
+    text = path.read_text()
+    for found in re.findall(r"0\.\d+, (?:0\.\d+, )*0\.\d+ and 0\.\d+", text):
+        assert found == SUPPORTED
+    for found in re.findall(r"0\.3\d to 0\.3\d", text):
+        assert found == f"{RELEASES[0]} to {RELEASES[-1]}"
+
+
+def test_the_readme_says_which():
+    assert f"Works with vLLM {SUPPORTED}," in (ROOT / "README.md").read_text()
+
+
+def test_the_tests_fetch_each_of_them_once():
+    text = (ROOT / "tests" / "run.sh").read_text()
+    fetched = re.findall(r"(?:vllm_version=|unpack_vllm \S+==)(0\.\d+)\.\d+", text)
+    assert sorted(fetched) == sorted(RELEASES)
+    assert set(re.findall(r" vllm-(0\.\d+)\b", text)) < set(RELEASES)
+
+
+@pytest.mark.parametrize("name", ["examples/demo.sh", "examples/kubernetes/vllm.yaml"])
+def test_examples_take_a_supported_one(name):
+    found = re.findall(r"vllm[-/\w]*(?:==|:v)(0\.\d+)\.\d+", (ROOT / name).read_text())
+    assert found
+    assert set(found) <= set(RELEASES)
+
+
+def test_what_lies_before_and_behind_them_is_refused():
+    first, last = (int(release.split(".")[1]) for release in (RELEASES[0], RELEASES[-1]))
+    assert [version_problem(f"0.{minor}.0", {}) is None for minor in range(first - 1, last + 2)] == [
+        False,
+        *([True] * len(RELEASES)),
+        False,
+    ]
