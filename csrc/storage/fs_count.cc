@@ -37,8 +37,8 @@ bool FsStore::count_is_due(const SpaceFigures& figures) {
   if (figures.state == SpaceState::kNotExclusive || another_counts(figures)) return false;
   if (figures.state == SpaceState::kUncounted) return true;
   const bool quiet = figures.writes == writes_before_;
-  const bool wanted = nothing_to_evict_.load() || figures.doubt > options_.max_bytes / kMuchDoubt ||
-                      (figures.doubt > 0 && quiet);
+  const bool wanted = count_again_ || nothing_to_evict_.load() ||
+                      figures.doubt > options_.max_bytes / kMuchDoubt || (figures.doubt > 0 && quiet);
   return wanted && clock_.now() >= next_count_;
 }
 
@@ -64,12 +64,9 @@ void FsStore::count_root(const SpaceFigures& figures) {
   if (!scan_own(&count, &counted)) return open_.space->give_up_count();
   if (own) known_.store(Known::kOrder);
   counted += count_others(own ? own->number : 0, count);
-  // A reset meanwhile: a part was counted that is of no generation of ours.
-  if (begun && !stop_.load() && own == generation()) {
-    (void)open_.space->finish_count(number, counted);
-  } else {
-    open_.space->give_up_count();
-  }
+  // A reset meanwhile: a part was counted that is of no generation of ours. What made us count is still true.
+  count_again_ = !begun || stop_.load() || own != generation() || !open_.space->finish_count(number, counted);
+  if (count_again_) open_.space->give_up_count();
   const Nanos ended = clock_.now();
   next_count_ = ended + std::max(kCountEvery, (ended - started) * 20);
 }

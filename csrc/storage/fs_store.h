@@ -172,6 +172,7 @@ class FsStore {
   std::atomic<Nanos> next_look_for_dead_{Nanos{0}};  // namespaces
   // Of the keeper's thread alone.
   Nanos next_count_{0};
+  bool count_again_ = false;         // the last one came to nothing
   std::uint64_t writes_before_ = 0;  // when it looked last
   std::uint64_t counter_[2] = {};    // another that counts, and its version
   Nanos counter_moved_{0};

@@ -92,10 +92,8 @@ bool SpacePage::went(std::uint64_t bytes, bool unsure) {
 
 void SpacePage::fold(SpaceSlot& slot) {
   const std::uint64_t bytes = slot.reserved;
-  const bool busy = bytes > 0 || slot.evicting > 0;
   slot = {};
   appeared(bytes, true);
-  if (!busy) return;
   add(doubt, 1);
   for (SpaceSlot& other : slots) {
     if (other.counting != 0) add(other.doubt, 1);

@@ -62,7 +62,8 @@ struct SpacePage {
   // Bytes are gone. False, and they stay in `used`: a count that ended meanwhile may have missed them
   // already.
   bool went(std::uint64_t bytes, bool unsure);
-  // Its process is dead: what it had reserved may be there.
+  // Its process is dead: what it had reserved may be there. There is doubt though it had nothing: with the
+  // power more may be lost of this page than of what it tells, and only a count sweeps what is left.
   void fold(SpaceSlot& slot);
   void begin_count(SpaceSlot& slot, std::uint64_t number);
   void finish_count(SpaceSlot& slot, std::uint64_t counted);
