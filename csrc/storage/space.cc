@@ -78,9 +78,7 @@ Space::~Space() = default;
 
 void Space::close() {
   const Status status = update([&](SpacePage& page, SpaceSlot* own) {
-    if (own == nullptr) return;
-    if (own->reserved > 0 || own->evicting > 0) return page.fold(*own);
-    *own = {};
+    if (own != nullptr) page.fold(*own, host_);
   });
   if (status && presence_) (void)ops_.unlink(root_, layout::presence_name(writer_));
   presence_.reset();

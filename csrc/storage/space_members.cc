@@ -77,7 +77,7 @@ Status Space::look(Nanos now, SpaceFigures* figures) {
     const Status status = update([&](SpacePage& now_there, SpaceSlot*) {
       for (const auto& [slot, presence] : dead) {
         SpaceSlot* there = now_there.find(slot.writer);
-        if (there != nullptr && there->version == slot.version) now_there.fold(*there);
+        if (there != nullptr && there->version == slot.version) now_there.fold(*there, host_);
       }
       page = now_there;
     });

@@ -90,10 +90,12 @@ bool SpacePage::went(std::uint64_t bytes, bool unsure) {
   return !unsure;
 }
 
-void SpacePage::fold(SpaceSlot& slot) {
+void SpacePage::fold(SpaceSlot& slot, std::uint64_t folder) {
   const std::uint64_t bytes = slot.reserved;
+  const bool unsure = bytes > 0 || slot.evicting > 0 || slot.host != folder;
   slot = {};
   appeared(bytes, true);
+  if (!unsure) return;
   add(doubt, 1);
   for (SpaceSlot& other : slots) {
     if (other.counting != 0) add(other.doubt, 1);

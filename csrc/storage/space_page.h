@@ -62,9 +62,9 @@ struct SpacePage {
   // Bytes are gone. False, and they stay in `used`: a count that ended meanwhile may have missed them
   // already.
   bool went(std::uint64_t bytes, bool unsure);
-  // Its process is dead: what it had reserved may be there. There is doubt though it had nothing: with the
-  // power more may be lost of this page than of what it tells, and only a count sweeps what is left.
-  void fold(SpaceSlot& slot);
+  // Its process is dead: what it had reserved may be there. Of one of another boot than the folder's, more
+  // may be there than its slot tells: the page that told it may be lost with the power.
+  void fold(SpaceSlot& slot, std::uint64_t folder);
   void begin_count(SpaceSlot& slot, std::uint64_t number);
   void finish_count(SpaceSlot& slot, std::uint64_t counted);
 };

@@ -236,6 +236,15 @@ TEST_F(SpaceTest, one_that_closed_or_did_nothing_leaves_no_doubt) {
   EXPECT_FALSE(fs::exists(dir_.path() + "/" + layout::presence_name(7)));
 }
 
+TEST_F(SpaceTest, one_of_another_boot_that_died_leaves_doubt_though_its_slot_has_nothing) {
+  count(1000);
+  ProcessOps process;
+  process.on_host("of the boot before");
+  const auto dying = open(5, process);
+  process.die();
+  EXPECT_GT(look(*server_).doubt, 0u) << "its temporaries are never swept";
+}
+
 TEST_F(SpaceTest, one_that_does_nothing_for_long_is_not_dead) {
   count(1000);
   Reservation theirs(*other_);
