@@ -163,6 +163,16 @@ TEST_F(SpaceTest, room_that_one_makes_is_its_own) {
   EXPECT_FALSE(reserve(thief, 1));
 }
 
+TEST_F(SpaceTest, room_that_is_not_enough_yet_is_kept_from_others) {
+  count(kMost);
+  Reservation maker(*server_), other(*other_);
+  ASSERT_FALSE(reserve(maker, 1000));
+  maker.adopt(400, server_->finished());
+  ASSERT_FALSE(reserve(maker, 1000));
+  EXPECT_EQ(missing_, 600u);
+  EXPECT_FALSE(reserve(other, 100)) << "it was made for another";
+}
+
 TEST_F(SpaceTest, what_cannot_be_written_is_written_with_the_next) {
   count(1000);
   {
