@@ -64,6 +64,7 @@ bool FsCatalogue::offers(const ChunkKey& key, Nanos now) const {
 bool FsCatalogue::insert(const Record& record, const EntryInfo& about) {
   const Slot known = find(record.key);
   if (known != kNone) {
+    bytes_ += record.file_bytes - entries_[known].file_bytes;
     entries_[known].file_bytes = record.file_bytes;
     entries_[known].unordered = false;
     return false;
@@ -108,6 +109,7 @@ Slot FsCatalogue::add(const Record& record, const EntryInfo& about) {
   entry.used = true;
   link(slot);
   ++used_;
+  bytes_ += record.file_bytes;
   EntryInfo info = about;
   info.id = chunk_id(record.key);
   policy_->insert(slot, info);
@@ -120,6 +122,7 @@ void FsCatalogue::drop(Slot slot) {
   if (entries_[slot].backing_off) back_off_.erase(slot);
   entries_[slot].used = false;
   --used_;
+  bytes_ -= entries_[slot].file_bytes;
   free_.push_back(slot);
 }
 
@@ -149,6 +152,7 @@ std::vector<ChunkKey> FsCatalogue::clear() {
   free_.clear();
   table_.assign(kFirstBuckets, kNone);
   used_ = 0;
+  bytes_ = 0;
   back_off_.clear();
   touched_.clear();
   return keys;

@@ -51,6 +51,7 @@ class FsCatalogue {
   void reserve(std::size_t entries);
   bool erase(const ChunkKey& key);
   std::size_t size() const { return used_; }
+  std::uint64_t bytes() const { return bytes_; }  // of their files
   // Takes out the next to go; entries with readers are passed over.
   std::optional<Record> take_victim();
   // Forgets all; returns the keys.
@@ -100,6 +101,7 @@ class FsCatalogue {
   std::vector<Slot> free_;
   std::vector<Slot> table_;  // open addressing, linear, kNone = empty; a power of two
   std::size_t used_ = 0;
+  std::uint64_t bytes_ = 0;
   std::uint32_t next_serial_ = 1;
   std::unordered_map<Slot, BackOff> back_off_;
   std::vector<Ref> touched_;

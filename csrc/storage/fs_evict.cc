@@ -11,7 +11,9 @@
 namespace kv_offload {
 namespace {
 constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
-constexpr int kReserveAttempts = 4;  // others may take what other namespaces gave back
+constexpr int kReserveAttempts = 4;   // others may take what other namespaces gave back
+constexpr int kMostNotRemovable = 4;  // records, before a write gives up
+constexpr Nanos kLookForDeadEvery{std::chrono::seconds(1)};
 }  // namespace
 
 Status FsStore::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) {
@@ -20,75 +22,93 @@ Status FsStore::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservat
     std::uint64_t missing = 0;
     status = reservation->grow_to(bytes, &missing);
     if (status || missing == 0 || bytes > options_.max_bytes) return status;
-    if (!open_.lease->try_take()) {
-      open_.ledger->ask_room(bytes);  // the evictor's next tick
-      return status;
-    }
-    if (!make_room(missing, draft, reservation)) return status;
+    const Status room = make_room(missing, draft, reservation);
+    if (!room) return room.error_number() != 0 ? room : status;
   }
   return status;
 }
 
-// REQUIRES: the lease. Order: what nobody can hit any more, our records by policy, at last those of
-// namespaces that others have open.
-bool FsStore::make_room(std::uint64_t bytes, Draft* draft, Reservation* reservation) {
+// Order: what nobody can hit any more, our records by policy, at last those of namespaces that others have
+// open; or before ours, while we have less than our share.
+Status FsStore::make_room(std::uint64_t bytes, Draft* draft, Reservation* reservation) {
   const MutexLock lock(evict_mutex_);
+  std::uint64_t freed = reclaim_dead(bytes);
   // What is not in the catalogue yet may be older than what is.
-  if (!scan_complete_.load() || !own_counted_.load()) return false;
-  std::uint64_t freed = 0;
-  if (counted_.load() && !garbage_exhausted_.load()) {
-    freed += reclaim_others(bytes, false);
-    if (freed < bytes) garbage_exhausted_.store(true);
+  const bool ordered = known_.load() == Known::kOrder;
+  if (ordered && freed < bytes && below_share()) freed += reclaim_others(bytes - freed, true);
+  Status failure;
+  for (int failures = 0; ordered && freed < bytes && failures < kMostNotRemovable;) {
+    const Status status = evict_own(draft, reservation, &freed);
+    if (status.kind() == StatusKind::kNotFound) break;
+    if (status) continue;
+    failure = status;
+    ++failures;
   }
-  while (freed < bytes && evict_own(draft, reservation, &freed)) {
-  }
-  if (freed < bytes && counted_.load()) freed += reclaim_others(bytes - freed, true);
-  if (freed < bytes) recount_due_.store(true);
-  return freed >= bytes;
+  if (ordered && freed < bytes) freed += reclaim_others(bytes - freed, true);
+  if (freed >= bytes) return Status::ok();
+  if (!failure) return failure;
+  nothing_to_evict_.store(ordered);
+  return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }
 
-bool FsStore::evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) {
+// Namespaces that are open share the root alike. Who has less takes from the others.
+bool FsStore::below_share() const {
+  const MutexLock lock(mutex_);
+  return open_spaces_.size() > 1 && catalogue_.bytes() < options_.max_bytes / open_spaces_.size();
+}
+
+Status FsStore::evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) {
   std::optional<FsCatalogue::Record> victim;
   std::shared_ptr<Generation> generation;
   {
     const MutexLock lock(mutex_);
     generation = generation_;
     if (generation) victim = catalogue_.take_victim();
-    if (!victim) return false;
-    removals_.push_back({victim->key, TierRemoval::Reason::kEvicted});
   }
+  if (!victim) return Status::error(StatusKind::kNotFound, "no record is left to evict");
   const std::string path = layout::record_path(victim->key, victim->file_bytes);
   // With fsync a record that was reported as written is never found torn, and evicted ones may come back with
   // the power: their bytes are left alone then.
   const bool usable = draft != nullptr && !draft->fd && options_.fsync == FsyncMode::kNone &&
                       draft->generation == generation && draft->file_bytes == victim->file_bytes;
+  const Space::Finished before = open_.space->finished();
   std::uint64_t bytes = 0;
-  if (!usable || !take_over(path, draft, &bytes)) (void)unlink_file(*generation, path, &bytes);
-  reservation->adopt(bytes);
+  int rc = usable ? take_over(path, draft, &bytes) : -EAGAIN;
+  if (rc < 0) rc = unlink_file(*generation, path, &bytes);
+  if (rc == -EISDIR) rc = 0;  // what is there is no record
+  reservation->adopt(bytes, before);
   evicted_bytes_.fetch_add(bytes);
   *freed += bytes;
-  return true;
+  const MutexLock lock(mutex_);
+  if (rc < 0) {
+    if (generation == generation_) catalogue_.insert(*victim, {});
+    return Status::error(StatusKind::kIo, Status::from_errno(-rc, "evict").message(), -rc,
+                         generation->path + "/" + path);
+  }
+  removals_.push_back({victim->key, TierRemoval::Reason::kEvicted});
+  return Status::ok();
 }
 
 // No inode and no blocks are given back and sought again: half of the time of a record in a full root. Others
-// that have the record open find bytes that do not match, and the name gone. False: it is where it was.
+// that have the record open find bytes that do not match, and the name gone. -errno: it is where it was.
 // REQUIRES: the draft has no file yet, and this one is of its size.
-bool FsStore::take_over(const std::string& path, Draft* draft, std::uint64_t* freed) {
+int FsStore::take_over(const std::string& path, Draft* draft, std::uint64_t* freed) {
   const int directory = draft->generation->directory.get();
   const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
   std::string temporary;
   FileInfo info;
-  if (rename_to_temporary(ops_, directory, path, flags, open_.writer, &draft->fd, &temporary, &info) < 0)
-    return false;
+  const int moved =
+      rename_to_temporary(ops_, directory, path, flags, open_.writer, &draft->fd, &temporary, &info);
+  if (moved < 0) return moved;
   if (draft->fd && info.size == draft->file_bytes) {
     draft->path = temporary;
     *freed = info.disk_bytes;
-  } else {
-    draft->fd.reset();
-    if (unlink_file(*draft->generation, temporary, freed) < 0)  // no file: it goes back to where it was
-      (void)ops_.rename(directory, temporary, path, true);
+    return 0;
   }
-  return true;
+  draft->fd.reset();
+  const int rc = unlink_file(*draft->generation, temporary, freed);
+  if (rc < 0) (void)ops_.rename(directory, temporary, path, true);
+  return rc;
 }
 
 int FsStore::unlink_file(const Generation& generation, const std::string& path, std::uint64_t* freed) {
@@ -102,34 +122,37 @@ int FsStore::unlink_file(const Generation& generation, const std::string& path, 
 }
 
 int FsStore::remove_file(const Generation& generation, const std::string& path) {
-  const Removal removal = begin_removal();
+  const Space::Finished before = open_.space->finished();
   std::uint64_t freed = 0;
   const int rc = unlink_file(generation, path, &freed);
-  if (freed > 0) give_back(freed, removal);
+  open_.space->remove(freed, before);
   return rc;
 }
 
-FsStore::Removal FsStore::begin_removal() const {
-  // In this order: a recount that begins in between has another epoch.
-  const Ledger::Epoch since = open_.ledger->epoch();
-  return {since, open_.lease->held() && own_counted_.load()};
-}
-
-void FsStore::give_back(std::uint64_t bytes, const Removal& removal) {
-  open_.ledger->give_back(bytes, removal.since, removal.counted);
-}
-
-// For a reclaimer: each file goes after the one before was given back.
-Gone FsStore::each_given_back() {
-  return [this, removal = begin_removal()](std::uint64_t bytes) mutable {
-    give_back(bytes, removal);
-    removal = begin_removal();
+// For a reclaimer: each file goes after the one before was told.
+Gone FsStore::each_removed() {
+  return [this, before = open_.space->finished()](std::uint64_t bytes) mutable {
+    open_.space->remove(bytes, before);
+    before = open_.space->finished();
   };
+}
+
+std::uint64_t FsStore::reclaim_dead(std::uint64_t enough) {
+  const Nanos now = clock_.now();
+  if (now < next_look_for_dead_.load()) return 0;
+  const std::uint64_t freed = reclaim_others(enough, false);
+  if (freed < enough) next_look_for_dead_.store(now + kLookForDeadEvery);
+  return freed;
 }
 
 std::uint64_t FsStore::reclaim_others(std::uint64_t enough, bool even_open) {
   std::vector<std::string> names;
   if (!list_namespaces(ops_, open_.root.get(), &names)) return 0;
+  std::vector<std::uint64_t> open_spaces;
+  {
+    const MutexLock lock(mutex_);
+    open_spaces = open_spaces_;
+  }
   std::uint64_t freed = 0;
   for (const std::string& name : names) {
     if (freed >= enough || stop_.load()) break;
@@ -137,11 +160,13 @@ std::uint64_t FsStore::reclaim_others(std::uint64_t enough, bool even_open) {
       const std::shared_ptr<Generation> own = generation();
       if (even_open && own)
         freed += reclaim_other_generations(ops_, open_.namespace_directory.get(), own->number, enough - freed,
-                                           stop_, each_given_back());
+                                           stop_, each_removed());
       continue;
     }
+    const auto open = std::find(open_spaces.begin(), open_spaces.end(), namespace_tag(name));
+    if (open != open_spaces.end() && !even_open) continue;  // maybe on another host
     freed +=
-        reclaim_namespace(ops_, open_.root.get(), name, enough - freed, even_open, stop_, each_given_back());
+        reclaim_namespace(ops_, open_.root.get(), name, enough - freed, even_open, stop_, each_removed());
   }
   evicted_bytes_.fetch_add(freed);
   return freed;
@@ -156,7 +181,7 @@ void FsStore::reclaim_old_generations(const std::string& name, std::uint64_t bel
     if (number >= below || number == generations.back()) break;
     if (generation_is_open(ops_, directory.get(), number)) continue;
     evicted_bytes_.fetch_add(reclaim_generation(ops_, directory.get(), layout::generation_name(number), kAll,
-                                                true, stop_, each_given_back()));
+                                                true, stop_, each_removed()));
   }
 }
 

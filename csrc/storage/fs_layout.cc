@@ -96,8 +96,25 @@ bool is_temporary(std::string_view name) {
          parse_number(name.substr(number + 1)).has_value();
 }
 
-bool is_temporary_of(std::string_view name, std::uint64_t writer) {
-  return is_temporary(name) && name.find(fmt::format("-{:016x}-", writer)) != std::string_view::npos;
+std::uint64_t writer_of(std::string_view temporary) {
+  std::uint64_t writer = 0;
+  const std::size_t start = temporary.find('-', std::string_view(".tmp-").size()) + 1;
+  for (std::size_t at = start; at < temporary.size() && temporary[at] != '-'; ++at)
+    writer = writer << 4 | static_cast<std::uint64_t>(hex_digit(temporary[at]));
+  return writer;
+}
+
+std::string presence_name(std::uint64_t writer) { return fmt::format("open-{:016x}", writer); }
+
+std::optional<std::uint64_t> parse_presence(std::string_view name) {
+  constexpr std::string_view kPrefix = "open-";
+  if (!name.starts_with(kPrefix) || name.size() != kPrefix.size() + 16) return std::nullopt;
+  std::uint64_t writer = 0;
+  for (const char c : name.substr(kPrefix.size())) {
+    if (hex_digit(c) < 0) return std::nullopt;
+    writer = writer << 4 | static_cast<std::uint64_t>(hex_digit(c));
+  }
+  return writer;
 }
 
 }  // namespace kv_offload::layout

@@ -15,8 +15,7 @@ namespace kv_offload::layout {
 
 inline constexpr std::string_view kRootFile = "kv_offload.json";
 inline constexpr std::string_view kRootText = "{\"kind\": \"kv_offload fs root\", \"format\": 2}\n";
-inline constexpr std::string_view kLedgerFile = "ledger";
-inline constexpr std::string_view kLeaseFile = "lease";
+inline constexpr std::string_view kLedgerFile = "ledger";  // SpacePage
 inline constexpr std::string_view kNamespaceFile = "namespace.json";
 inline constexpr std::string_view kOpenFile = "open";  // shared flock: somebody has the namespace open
 
@@ -43,6 +42,9 @@ std::optional<ParsedRecord> parse_record(std::string_view name);
 // ".tmp-<pid>-<writer>-<n>"; the writer holds an flock on it while it lives.
 std::string temporary_name(std::uint64_t writer, std::uint64_t number);
 bool is_temporary(std::string_view name);
-bool is_temporary_of(std::string_view name, std::uint64_t writer);
+std::uint64_t writer_of(std::string_view temporary);
+// "open-<writer>": the writer holds an flock on it while it lives.
+std::string presence_name(std::uint64_t writer);
+std::optional<std::uint64_t> parse_presence(std::string_view name);
 
 }  // namespace kv_offload::layout

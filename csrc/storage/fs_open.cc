@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <random>
 
 #include "base/aligned_buffer.h"
@@ -82,12 +83,48 @@ bool is_torn(const std::string& found, const std::string& whole) {
   return true;
 }
 
-// Writes the file if it is not there, or torn; then it holds some opener's whole text.
-std::string write_once(FileOps& ops, int directory, const std::string& where, const std::string& name,
-                       const std::string& text, std::uint64_t writer) {
+std::size_t bytes_that_differ(const std::string& a, const std::string& b) {
+  std::size_t count = a.size() > b.size() ? a.size() - b.size() : b.size() - a.size();
+  for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) count += a[i] != b[i];
+  return count;
+}
+
+bool one_bit_differs(const std::string& a, const std::string& b) {
+  if (a.size() != b.size() || bytes_that_differ(a, b) != 1) return false;
+  const auto at = std::mismatch(a.begin(), a.end(), b.begin());
+  const unsigned bits = static_cast<unsigned char>(*at.first) ^ static_cast<unsigned char>(*at.second);
+  return (bits & (bits - 1)) == 0;
+}
+
+// Not what another version says: that is a statement too, or ours with another number. The ledger beside it,
+// which changes with the format, tells ours with a damaged number from theirs.
+bool is_damaged_root_file(const std::string& found, bool ledger_is_ours) {
+  constexpr std::size_t kMostDamaged = 2;  // bytes
+  const std::string ours(layout::kRootText);
+  if (found == ours) return false;
+  if (is_torn(found, ours)) return true;
+  if (found.size() == ours.size() && bytes_that_differ(found, ours) <= kMostDamaged) {
+    const auto at =
+        static_cast<std::size_t>(std::mismatch(ours.begin(), ours.end(), found.begin()).first - ours.begin());
+    const auto is_digit = [](char c) { return c >= '0' && c <= '9'; };
+    return ledger_is_ours || !(is_digit(ours[at]) && is_digit(found[at]));
+  }
+  const std::size_t end = found.find_last_not_of(" \n");
+  const bool statement = end != found.npos && found.front() == '{' && found[end] == '}';
+  return ledger_is_ours && !statement;
+}
+
+using Damaged = std::function<bool(const std::string& found)>;
+
+// Writes the file if it is not there, or damaged; then it holds some opener's whole text.
+std::string write_once(const FsTierOptions& options, FileOps& ops, int directory, const std::string& where,
+                       const std::string& name, const std::string& text, std::uint64_t writer,
+                       const Damaged& damaged) {
   std::string found;
   int rc = read_text(ops, directory, name, &found);
-  const bool torn = rc == 0 && is_torn(found, text);
+  const bool torn = rc == 0 && damaged(found);
+  if (torn && options.warn)
+    options.warn(fmt::format("{}/{} was damaged and is written anew; look at the device", where, name));
   if (rc == -ENOENT || torn) {
     Fd fd;
     std::string temporary;
@@ -161,7 +198,11 @@ void open_namespace(const FsTierOptions& options, FileOps& ops, OpenRoot* open) 
     }
     const std::string name(layout::kNamespaceFile);
     check_same(path + "/" + name,
-               write_once(ops, directory, path, name, options.namespace_json, open->writer),
+               write_once(options, ops, directory, path, name, options.namespace_json, open->writer,
+                          [&](const std::string& found) {
+                            return is_torn(found, options.namespace_json) ||
+                                   one_bit_differs(found, options.namespace_json);
+                          }),
                options.namespace_json);
     return;
   }
@@ -210,7 +251,7 @@ void check_space(const FsTierOptions& options, FileOps& ops, const OpenRoot& ope
   if (const int rc = ops.statvfs(open.root.get(), &space); rc < 0)
     fail(open.path, "ask for free space of", -rc);
   // What is there already can be evicted.
-  const std::uint64_t available = space.free_bytes + open.ledger->total();
+  const std::uint64_t available = space.free_bytes + open.space->total();
   const std::uint64_t needed = std::max<std::uint64_t>(options.record_bytes, kPageBytes) + 16 * kPageBytes;
   if (available < needed) {
     throw_resource("{} has {} free; one record needs {}; free some space or set root_dir elsewhere",
@@ -219,8 +260,11 @@ void check_space(const FsTierOptions& options, FileOps& ops, const OpenRoot& ope
 }
 
 // A root that holds nothing but this new namespace is counted on the spot, so
-// that the first write finds an account.
-bool count_new_root(FileOps& ops, const OpenRoot& open) {
+// that the first write is granted.
+bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& open) {
+  SpaceFigures figures;
+  const Nanos now = options.clock != nullptr ? options.clock->now() : SteadyClock().now();
+  if (!open.space->look(now, &figures) || !figures.alone) return false;
   std::vector<std::string> names;
   if (!list_namespaces(ops, open.root.get(), &names) || names.size() > 1) return false;
   std::vector<std::uint64_t> generations;
@@ -228,52 +272,15 @@ bool count_new_root(FileOps& ops, const OpenRoot& open) {
   if (!list_generations(ops, open.namespace_directory.get(), &generations) || generations.size() > 1)
     return false;
   if (ops.list(open.generation->directory.get(), &entries) < 0 || !entries.empty()) return false;
-  if (!open.lease->try_take() || !open.ledger->begin_recount(0)) return false;
+  std::uint64_t number = 0;
+  if (!open.space->begin_count(&number)) return false;
   const std::atomic<bool> stop{false};
-  const LeafOptions options{.sweep = true, .own_writer = open.writer};
-  return open.ledger->finish_recount(count_tree(ops, open.root.get(), ".", options, stop)).is_ok();
-}
-
-std::string next_temporary(const std::string& prefix, std::uint64_t writer) {
-  static std::atomic<std::uint64_t> next{1};  // a name that others have is seen by who uses it
-  return prefix + layout::temporary_name(writer, next.fetch_add(1));
+  const CountFor count{open.writer, figures.writers};
+  const std::uint64_t bytes = count_tree(ops, open.root.get(), ".", {.count = &count}, stop);
+  return open.space->finish_count(number, bytes).is_ok();
 }
 
 }  // namespace
-
-int create_temporary(FileOps& ops, int directory, const std::string& prefix, int flags, std::uint64_t writer,
-                     Fd* fd, std::string* path) {
-  for (int attempt = 0; attempt < 100; ++attempt) {
-    *path = next_temporary(prefix, writer);
-    int error = 0;
-    *fd = open_fd(ops, directory, *path, flags | O_CREAT | O_EXCL | O_NOFOLLOW, 0600, &error);
-    if (!*fd && error == EEXIST) continue;
-    if (!*fd) return -error;
-    // A sweeper may have come between the open and the lock.
-    FileInfo info;
-    const int locked = lock_file(ops, fd->get(), LOCK_EX | LOCK_NB);
-    const int known = locked == 0 ? ops.fstat(fd->get(), &info) : 0;
-    if (locked == 0 && known == 0 && info.links > 0) return 0;
-    (void)ops.unlink(directory, *path);
-    if (locked < 0 && locked != -EWOULDBLOCK) return locked;
-    if (known < 0) return known;
-  }
-  return -EBUSY;
-}
-
-int rename_to_temporary(FileOps& ops, int directory, const std::string& from, int flags, std::uint64_t writer,
-                        Fd* fd, std::string* path, FileInfo* info) {
-  *path = next_temporary(from.substr(0, from.rfind('/') + 1), writer);
-  if (const int rc = ops.rename(directory, from, *path, false); rc < 0) return rc;
-  int error = 0;
-  Fd opened = open_fd(ops, directory, *path, flags | O_NOFOLLOW | O_NONBLOCK, 0, &error);
-  // A sweeper may have come between the rename and the lock: no name is left then.
-  if (opened && lock_file(ops, opened.get(), LOCK_EX | LOCK_NB) == 0 && ops.fstat(opened.get(), info) == 0 &&
-      info->is_regular() && info->links == 1 && info->owner == ::geteuid()) {
-    *fd = std::move(opened);
-  }
-  return 0;
-}
 
 int open_generation(FileOps& ops, int namespace_directory, const std::string& namespace_path,
                     std::uint64_t number, bool make, std::shared_ptr<Generation>* generation) {
@@ -301,25 +308,31 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops) {
   open.path = options.root_dir;
   open.namespace_name = layout::namespace_name(options.namespace_id);
   std::random_device random;
-  open.writer = std::uint64_t{random()} << 32 | random();
+  open.writer = std::uint64_t{random()} << 32 | random() | 1;
   open.root = open_root_directory(options, ops);
   const std::string name(layout::kRootFile);
+  std::string ledger;
+  const bool ledger_is_ours =
+      read_text(ops, open.root.get(), std::string(layout::kLedgerFile), &ledger) == 0 &&
+      SpacePage::is_of_this_format(ledger.data(), ledger.size());
   const std::string text =
-      write_once(ops, open.root.get(), open.path, name, std::string(layout::kRootText), open.writer);
+      write_once(options, ops, open.root.get(), open.path, name, std::string(layout::kRootText), open.writer,
+                 [&](const std::string& found) { return is_damaged_root_file(found, ledger_is_ours); });
   if (text != layout::kRootText) {
     throw_invalid("{}/{} is of another format: '{}', this version writes '{}'; use another root_dir",
                   open.path, name, text.substr(0, 80),
                   layout::kRootText.substr(0, layout::kRootText.size() - 1));
   }
-  open.metadata_bytes = 16 * kPageBytes;
-  open.ledger =
-      std::make_unique<Ledger>(ops, open.root.get(), open.path, options.max_bytes - open.metadata_bytes);
-  open.lease = std::make_unique<Lease>(ops, open.root.get(), open.path);
+  // A little below max_bytes, so that directories and small files of namespaces and resets fit without
+  // asking.
+  constexpr std::uint64_t kMetadataBytes = 16 * kPageBytes;
+  open.space = std::make_unique<Space>(ops, open.root.get(), open.path, options.max_bytes - kMetadataBytes,
+                                       open.writer, namespace_tag(open.namespace_name));
   open_namespace(options, ops, &open);
   open_newest_generation(ops, &open);
   open.direct = probe_direct(ops, open, options.o_direct);
   check_space(options, ops, open);
-  open.fresh = count_new_root(ops, open);
+  open.fresh = count_new_root(options, ops, open);
   return open;
 }
 

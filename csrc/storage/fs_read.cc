@@ -88,7 +88,6 @@ void FsStore::drop_corrupt(const ChunkKey& key, const std::shared_ptr<Generation
   const std::string path = layout::record_path(key, file_bytes);
   FileInfo info;
   if (ops_.stat(generation->directory.get(), path, &info) != 0 || info.inode != inode) return;
-  const MutexLock lock(evict_mutex_);
   (void)remove_file(*generation, path);
 }
 

@@ -14,7 +14,6 @@
 namespace kv_offload {
 namespace {
 
-
 struct NewestGeneration {
   Fd directory;
   std::vector<std::uint32_t> leaves;

@@ -12,7 +12,7 @@
 #include "storage/fs_reclaim.h"
 #include "storage/fs_verify.h"
 #include "storage/fs_walk.h"
-#include "storage/ledger.h"
+#include "storage/space.h"
 
 namespace kv_offload {
 namespace {
@@ -73,9 +73,7 @@ struct FsRoot::Impl {
   std::string path;
   Fd root;
 
-  std::unique_ptr<Ledger> ledger() const {
-    return std::make_unique<Ledger>(posix_file_ops(), root.get(), path, std::uint64_t{1} << 62);
-  }
+  std::unique_ptr<Space> space() const { return std::make_unique<Space>(posix_file_ops(), root.get(), path); }
 };
 
 struct FsRoot::Cursor::Impl {
@@ -196,14 +194,14 @@ std::vector<DamagedRecord> FsRoot::verify(bool repair,
   FileOps& ops = posix_file_ops();
   std::uint64_t all = 0, done = 0;
   for (Cursor cursor = records(std::nullopt); cursor.next();) ++all;
-  const std::unique_ptr<Ledger> ledger = repair ? impl_->ledger() : nullptr;
+  const std::unique_ptr<Space> space = repair ? impl_->space() : nullptr;
   std::vector<DamagedRecord> damaged;
   const auto found = [&](const std::string& path, const Status& status) {
     bool removed = false;
     FileInfo info;
     if (repair && status.kind() == StatusKind::kCorrupt && ops.stat(AT_FDCWD, path, &info) == 0) {
       removed = ops.unlink(AT_FDCWD, path) == 0;
-      if (removed) ledger->give_back(info.disk_bytes, ledger->epoch());
+      if (removed) space->remove(info.disk_bytes, space->finished());
     }
     damaged.push_back({path, status.kind(), status.message(), removed});
   };
@@ -225,12 +223,12 @@ std::vector<DamagedRecord> FsRoot::verify(bool repair,
 
 std::pair<std::uint64_t, std::uint64_t> FsRoot::purge(const std::optional<std::string>& namespace_id) {
   const std::atomic<bool> stop{false};
-  const std::unique_ptr<Ledger> ledger = impl_->ledger();
+  const std::unique_ptr<Space> space = impl_->space();
   std::uint64_t records_removed = 0, bytes = 0;
   for (const std::string& name : namespaces_of(impl_->root.get(), namespace_id, impl_->path)) {
     for (Cursor cursor = records(name); cursor.next();) ++records_removed;
     bytes += reclaim_namespace(posix_file_ops(), impl_->root.get(), name, kNoLimit, true, stop,
-                               [&](std::uint64_t gone) { ledger->give_back(gone, ledger->epoch()); });
+                               [&](std::uint64_t gone) { space->remove(gone, space->finished()); });
   }
   return {records_removed, bytes};
 }
@@ -243,10 +241,10 @@ EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(
   report.bytes_before = count_tree(ops, root, ".", {}, stop);
   if (report.bytes_before <= options.target_bytes) return report;
   const std::uint64_t wanted = report.bytes_before - options.target_bytes;
-  const std::unique_ptr<Ledger> ledger = options.dry_run ? nullptr : impl_->ledger();
+  const std::unique_ptr<Space> space = options.dry_run ? nullptr : impl_->space();
   std::uint64_t freed = 0;
   const Gone note = [&](std::uint64_t bytes) {
-    ledger->give_back(bytes, ledger->epoch());
+    space->remove(bytes, space->finished());
     freed += bytes;
     if (gone) gone(freed);
   };

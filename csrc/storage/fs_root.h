@@ -99,9 +99,8 @@ class FsRoot {
 
   // Makes room as the evictor of a tier does, for all processes that share the
   // root: first what nobody can hit any more (generations that a reset left
-  // behind, dead namespaces), then records of all namespaces by age. Takes no
-  // lease: who holds it goes on, and finds the room. gone(bytes freed so far) may
-  // throw to end it early.
+  // behind, dead namespaces), then records of all namespaces by age. Who serves
+  // goes on, and finds the room. gone(bytes freed so far) may throw to end it early.
   EvictReport evict(const EvictOptions& options, const std::function<void(std::uint64_t)>& gone);
 
  private:

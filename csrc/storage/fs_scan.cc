@@ -13,7 +13,6 @@
 
 namespace kv_offload {
 namespace {
-constexpr Nanos kRecountEvery{std::chrono::seconds(1)};  // and twenty times as long as one takes
 constexpr std::size_t kScanThreads = 4;
 constexpr std::size_t kInsertsPerLock = 1024;  // the scheduler thread waits for no more
 
@@ -44,15 +43,21 @@ Status FsStore::probe(std::uint32_t leaf) {
 
 void FsStore::start() {
   if (open_.fresh) return;
-  if (open_.lease->try_take()) {
-    (void)open_.ledger->trusted();  // distrusts another boot's
-    recount();
-    const std::shared_ptr<Generation> own = generation();
-    if (own && !stop_.load()) reclaim_old_generations(open_.namespace_name, own->number);
-  } else {
-    std::uint64_t counted = 0;
-    if (scan_own(&counted)) set_scan_complete();
+  SpaceFigures figures;
+  (void)open_.space->look(clock_.now(), &figures);
+  {
+    const MutexLock lock(mutex_);
+    open_spaces_ = figures.spaces;
   }
+  std::uint64_t ignored = 0;
+  // Alone, nobody waits for it: what the dead left is found and swept.
+  if (figures.alone || figures.state == SpaceState::kUncounted) {
+    count_root(figures);
+  } else if (scan_own(nullptr, &ignored)) {
+    known_.store(Known::kOrder);
+  }
+  const std::shared_ptr<Generation> own = generation();
+  if (own && !stop_.load()) reclaim_old_generations(open_.namespace_name, own->number);
 }
 
 // One scan's shared work: leaves are taken in turn by a few threads.
@@ -68,8 +73,7 @@ struct FsStore::Scan {
   std::vector<FoundRecord> records GUARDED_BY(mutex);
 };
 
-// False when it gave up.
-bool FsStore::scan_own(std::uint64_t* counted) {
+bool FsStore::scan_own(const CountFor* count, std::uint64_t* counted) {
   Scan scan;
   scan.own = generation();
   if (!scan.own) return true;
@@ -77,13 +81,13 @@ bool FsStore::scan_own(std::uint64_t* counted) {
   if (!list_leaves(ops_, directory, &scan.leaves, counted)) return true;
   FileInfo info;
   if (ops_.fstat(directory, &info) == 0) *counted += info.disk_bytes;
-  scan.options = {.sweep = open_.lease->held(), .own_writer = open_.writer};
-  scan.first = !scan_complete_.load();
+  scan.options = {.count = count};
+  scan.first = known_.load() != Known::kOrder;
   if (scan.first) {  // who asks has to know soon what is there; how old it is can wait
     by_threads(scan.leaves.size() / 16, [&] { name_leaves(scan); });
     scan.next.store(0);
     const MutexLock lock(mutex_);
-    if (!stop_.load() && scan.own == generation_) names_complete_.store(true);
+    if (!stop_.load() && scan.own == generation_) known_.store(Known::kNames);
   }
   by_threads(scan.leaves.size() / 16, [&] { scan_leaves(scan); });
   if (stop_.load()) return false;
@@ -93,13 +97,28 @@ bool FsStore::scan_own(std::uint64_t* counted) {
     *counted += scan.counted;
     records.swap(scan.records);
   }
-  if (!scan.outdated.load()) adopt(scan, std::move(records));
+  if (scan.outdated.load()) return true;
+  if (!scan.first) drop_vanished(scan, &records);
+  adopt(scan, std::move(records));
   return true;
 }
 
-void FsStore::set_scan_complete() {
-  names_complete_.store(true);
-  scan_complete_.store(true);
+// What is not known now though it was found was evicted meanwhile, or is another's.
+void FsStore::drop_vanished(const Scan& scan, std::vector<FoundRecord>* records) {
+  std::vector<FoundRecord> unknown;
+  for (std::size_t next = 0; next < records->size();) {
+    const MutexLock lock(mutex_);
+    const std::size_t end = std::min(next + kInsertsPerLock, records->size());
+    for (; next < end; ++next) {
+      if (!catalogue_.holds((*records)[next].key)) unknown.push_back((*records)[next]);
+    }
+  }
+  FileInfo info;
+  std::erase_if(unknown, [&](const FoundRecord& record) {
+    return ops_.stat(scan.own->directory.get(), layout::record_path(record.key, record.file_bytes), &info) !=
+           0;
+  });
+  *records = std::move(unknown);
 }
 
 void FsStore::name_leaves(Scan& scan) {
@@ -118,14 +137,8 @@ void FsStore::scan_leaves(Scan& scan) {
     LeafFound found;
     // An unreadable directory hides its records; the rest is served.
     (void)scan_leaf(ops_, scan.own->directory.get(), leaf, scan.options, &found);
-    // Looked at after the files: what was marked before it appeared is seen as such.
-    const bool marks = account_.has_marks();
-    counted += found.other_bytes;
-    if (!marks || !account_.is_marked(layout::leaf_path(leaf))) counted += found.directory_bytes;
-    for (const FoundRecord& record : found.records) {
-      if (marks && account_.is_marked(layout::record_path(record.key, record.file_bytes))) continue;
-      counted += record.disk_bytes;
-    }
+    counted += found.other_bytes + found.directory_bytes;
+    for (const FoundRecord& record : found.records) counted += record.disk_bytes;
     records.insert(records.end(), found.records.begin(), found.records.end());
     const MutexLock lock(mutex_);
     if (scan.own != generation_) {
@@ -179,76 +192,9 @@ void FsStore::adopt_names(const std::shared_ptr<Generation>& generation,
   }
 }
 
-void FsStore::recount() {
-  recount_due_.store(false);
-  const Nanos started = clock_.now();
-  std::uint64_t counted = 0;
-  Status status;
-  {
-    const MutexLock none_removes(evict_mutex_);
-    own_counted_.store(false);
-    counted_.store(false);
-    status = account_.begin_count();
-  }
-  const std::shared_ptr<Generation> own = generation();
-  bool whole = scan_own(&counted);
-  {
-    const MutexLock none_removes(evict_mutex_);
-    own_counted_.store(true);
-  }
-  if (whole) set_scan_complete();
-  counted += count_others(own ? own->number : 0);
-  whole = whole && !stop_.load();
-  if (status && whole) {
-    status = account_.finish_count(counted);
-  } else {
-    account_.give_up_count();
-  }
-  counted_.store(status && whole);
-  // A reset meanwhile: what it made was counted beside its reservations.
-  if (own != generation()) recount_due_.store(true);
-  const Nanos ended = clock_.now();
-  next_recount_.store(ended + std::max(kRecountEvery, (ended - started) * 20));
-}
-
-// All of the root but the records below our own generation.
-std::uint64_t FsStore::count_others(std::uint64_t own_generation) {
-  const LeafOptions options{.sweep = true, .own_writer = open_.writer};
-  std::uint64_t bytes = 0;
-  FileInfo info;
-  const auto each = [&](int directory, const std::string& but) {
-    if (ops_.fstat(directory, &info) == 0) bytes += info.disk_bytes;
-    std::vector<DirEntry> entries;
-    int error = 0;
-    const Fd self = open_fd(ops_, directory, ".", O_RDONLY | O_DIRECTORY, 0, &error);
-    if (!self || ops_.list(self.get(), &entries) < 0) return;
-    for (const DirEntry& entry : entries) {
-      if (entry.name != but) bytes += count_tree(ops_, directory, entry.name, options, stop_);
-    }
-  };
-  each(open_.root.get(), open_.namespace_name);
-  each(open_.namespace_directory.get(), layout::generation_name(own_generation));
-  return bytes;
-}
-
 void FsStore::tick() {
-  const bool held = open_.lease->try_take();
-  // Others' records have to be found before they can be evicted in their turn.
   keep_generation();
-  look_for_news();
-  const bool unknown = recount_due_.load() || open_.ledger->added_by_others() > options_.max_bytes / 16 ||
-                       open_.ledger->recount_wanted();
-  const bool rested = clock_.now() >= next_recount_.load();
-  if (held && ((unknown && rested) || !open_.ledger->trusted() || !counted_.load())) recount();
-  if (held) {
-    garbage_exhausted_.store(false);
-    // A little at a time: who asked may be gone.
-    const std::uint64_t wanted = std::min(open_.ledger->take_room_requests(), options_.max_bytes / 16);
-    Reservation room(account_);
-    if (wanted > 0) (void)reserve(wanted, nullptr, &room);
-  } else {
-    (void)open_.ledger->refresh();
-  }
+  look_at_space();
   bool write_back = false;
   {
     const MutexLock lock(mutex_);
@@ -276,8 +222,7 @@ void FsStore::keep_generation() {
   }
   // Who was reset itself shares nothing with others either, but needs nobody to tell it.
   apart_.store(!was_reset_.load() && !numbers.empty() && numbers.back() > own->number);
-  if (numbers.size() > 1 && open_.lease->held())
-    reclaim_old_generations(open_.namespace_name, numbers.back());
+  if (numbers.size() > 1) reclaim_old_generations(open_.namespace_name, numbers.back());
 }
 
 Status FsStore::make_generation() {
@@ -300,7 +245,7 @@ Status FsStore::make_generation() {
     if (rc < 0) break;
     FileInfo info;
     if (ops_.fstat(made->directory.get(), &info) == 0) {
-      open_.ledger->adjust(static_cast<std::int64_t>(info.disk_bytes));
+      open_.space->add(info.disk_bytes);
     }
     set_generation(std::move(made), true);
     return Status::ok();

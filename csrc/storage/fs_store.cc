@@ -1,29 +1,39 @@
 #include "storage/fs_store.h"
 
+#include <fmt/core.h>
+
+#include <cstdio>
+
 #include "storage/fs_layout.h"
 
 namespace kv_offload {
+namespace {
+
+FsTierOptions with_defaults(FsTierOptions options) {
+  if (!options.warn)
+    options.warn = [](const std::string& line) { fmt::print(stderr, "kv_offload: {}\n", line); };
+  return options;
+}
+
+}  // namespace
 
 FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
-    : options_(options),
+    : options_(with_defaults(options)),
       ops_(ops),
       clock_(clock),
-      open_(open_root(options, ops)),
-      account_(*open_.ledger),
+      open_(open_root(options_, ops)),
       staging_(clock),
       catalogue_(options.eviction_policy),
       generation_(std::move(open_.generation)),
       leaf_states_(layout::kLeaves, LeafState::kUnknown),
       leaf_bytes_(layout::kLeaves, 0),
       last_write_back_(clock.now()),
-      names_complete_(open_.fresh),
-      scan_complete_(open_.fresh),
-      counted_(open_.fresh) {}
+      known_(open_.fresh ? Known::kOrder : Known::kSome) {}
 
 FsStore::~FsStore() = default;
 
 void FsStore::release() {
-  open_.lease->release();
+  open_.space->close();
   open_.open_mark.reset();
 }
 
@@ -37,7 +47,8 @@ Presence FsStore::presence(const ChunkKey& key, bool* start_probe) {
   const Nanos now = clock_.now();
   const MutexLock lock(mutex_);
   if (catalogue_.offers(key, now)) return Presence::kPresent;
-  if (names_complete_.load(std::memory_order_relaxed) || catalogue_.holds(key)) return Presence::kAbsent;
+  if (known_.load(std::memory_order_relaxed) != Known::kSome || catalogue_.holds(key))
+    return Presence::kAbsent;
   LeafState& state = leaf_states_[layout::leaf_of(key)];
   if (state == LeafState::kKnown) return Presence::kAbsent;
   *start_probe = state == LeafState::kUnknown;
@@ -82,8 +93,7 @@ void FsStore::set_generation(std::shared_ptr<Generation> generation, bool empty)
   leaf_bytes_.assign(layout::kLeaves, 0);
   durable_leaves_.clear();
   leaf_states_.assign(layout::kLeaves, empty ? LeafState::kKnown : LeafState::kUnknown);
-  names_complete_.store(empty);
-  scan_complete_.store(empty);
+  known_.store(empty ? Known::kOrder : Known::kSome);
 }
 
 void FsStore::take_removals(std::vector<TierRemoval>* removals) {
@@ -98,13 +108,13 @@ bool FsStore::has_touches() const {
 }
 
 void FsStore::figures(TierStats* stats) const {
-  stats->bytes = open_.ledger->total();
+  stats->bytes = open_.space->total();
   stats->capacity_bytes = options_.max_bytes;
   stats->evicted_bytes = evicted_bytes_.load();
   stats->direct_ops = direct_ops_.load();
   stats->buffered_ops = buffered_ops_.load();
-  stats->names_complete = names_complete_.load();
-  stats->scan_complete = scan_complete_.load();
+  stats->names_complete = known_.load() != Known::kSome;
+  stats->scan_complete = known_.load() == Known::kOrder;
   stats->apart = apart_.load();
   const MutexLock lock(mutex_);
   stats->chunks = catalogue_.size();

@@ -19,9 +19,9 @@
 #include "storage/fs_open.h"
 #include "storage/fs_reclaim.h"
 #include "storage/fs_walk.h"
+#include "storage/space.h"
 #include "storage/staging.h"
 #include "storage/tier.h"
-#include "storage/write_account.h"
 
 namespace kv_offload {
 
@@ -37,17 +37,16 @@ class FsStore {
   Status read(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
   // Finds the records of one leaf directory before the scan has come there.
   Status probe(std::uint32_t leaf);
-  // Rebuilds the catalogue; the lease holder also counts the root anew and
-  // removes what the dead left behind.
+  // Rebuilds the catalogue; counts the root anew where that is needed.
   void start();
-  // Once a second: take the lease when it is free, make the room others asked
-  // for, notice another process's reset and its records, write recency back.
+  // Once a second: notice another process's reset, its records and its death, count
+  // the root when the sum is in doubt, write recency back.
   void tick();
   // After forget(): makes the next generation's directory.
   Status make_generation() EXCLUDES(generation_mutex_);
   void write_back_touches();
 
-  // When no op can come any more: others may evict, and take the namespace.
+  // When no op can come any more: others may take the namespace.
   void release();
 
   // ---- any thread, never block on storage
@@ -65,6 +64,12 @@ class FsStore {
 
  private:
   enum class LeafState : std::uint8_t { kUnknown, kProbing, kKnown };
+  // How much of our namespace's records is in the catalogue.
+  enum class Known : std::uint8_t {
+    kSome,   // a directory is listed when one of its records is asked for
+    kNames,  // what is not in it is not on disk
+    kOrder,  // and what was used last: records may be evicted
+  };
 
   // A record in the making.
   struct Draft {
@@ -95,43 +100,46 @@ class FsStore {
   void drop_vanished(const ChunkKey& key, const std::shared_ptr<Generation>& generation);
 
   // fs_evict.cc
-  // What has to go for it stays on the account, as part of the reservation: nobody else takes the room. draft
-  // (or null) may take over the file of a record.
+  // What has to go for it becomes part of the reservation: nobody else takes the room. draft (or null) may
+  // take over the file of a record.
   Status reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation);
-  bool make_room(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(evict_mutex_);
-  // One record; false when there is none.
-  bool evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) REQUIRES(evict_mutex_);
-  bool take_over(const std::string& path, Draft* draft, std::uint64_t* freed) REQUIRES(evict_mutex_);
+  // kNoSpace when nothing is left to go; with an errno when it cannot be removed.
+  Status make_room(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(evict_mutex_);
+  bool below_share() const EXCLUDES(mutex_);
+  // One record; kNotFound when there is none. One that cannot be removed stays known, as the last to go.
+  Status evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) REQUIRES(evict_mutex_);
+  int take_over(const std::string& path, Draft* draft, std::uint64_t* freed) REQUIRES(evict_mutex_);
+  std::uint64_t reclaim_dead(std::uint64_t enough) REQUIRES(evict_mutex_);
   std::uint64_t reclaim_others(std::uint64_t enough, bool even_open) REQUIRES(evict_mutex_);
-  void reclaim_old_generations(const std::string& name, std::uint64_t below) EXCLUDES(evict_mutex_);
-  // 0 or -errno; a file that is gone already is no error. The second: off the account, too.
+  void reclaim_old_generations(const std::string& name, std::uint64_t below);
+  // 0 or -errno; a file that is gone already is no error. The second: out of the sum, too.
   int unlink_file(const Generation& generation, const std::string& path, std::uint64_t* freed);
-  int remove_file(const Generation& generation, const std::string& path) REQUIRES(evict_mutex_);
-  // What is to be known before a file goes, so that its bytes come off the account once.
-  struct Removal {
-    Ledger::Epoch since;
-    bool counted;  // by us, in the recount that runs (or none does)
-  };
-  Removal begin_removal() const;
-  // Under evict_mutex_, or on the keeper's thread, which is the one that counts.
-  void give_back(std::uint64_t bytes, const Removal& removal);
-  Gone each_given_back();
+  int remove_file(const Generation& generation, const std::string& path);
+  Gone each_removed();
 
   // fs_scan.cc
   struct Scan;
-  bool scan_own(std::uint64_t* counted);
-  void set_scan_complete();
+  // False when it gave up. count (or null): what `counted` is for.
+  bool scan_own(const CountFor* count, std::uint64_t* counted);
   void name_leaves(Scan& scan);
   void scan_leaves(Scan& scan);
+  void drop_vanished(const Scan& scan, std::vector<FoundRecord>* records);
   void adopt(const Scan& scan, std::vector<FoundRecord> records);
   void adopt_names(const std::shared_ptr<Generation>& generation, const std::vector<FoundRecord>& records,
                    bool in_order);
-  void recount();
-  std::uint64_t count_others(std::uint64_t own_generation);
   void set_generation(std::shared_ptr<Generation> generation, bool empty);
   void keep_generation();
   void drop_generation() EXCLUDES(mutex_);
-  void look_for_news();
+
+  // fs_count.cc
+  void look_at_space();
+  bool count_is_due(const SpaceFigures& figures);
+  bool another_counts(const SpaceFigures& figures);
+  void count_root(const SpaceFigures& figures);
+  std::uint64_t count_others(std::uint64_t own_generation, const CountFor& count);
+
+  // fs_foreign.cc
+  void look_for_foreign_records(const SpaceFigures& figures);
   void adopt_changed_leaves(std::int64_t since_mtime);
 
   static bool aligned(std::span<const Shard> shards);
@@ -141,7 +149,6 @@ class FsStore {
   FileOps& ops_;
   const Clock& clock_;
   OpenRoot open_;  // its generation moves into generation_
-  WriteAccount account_;
   Staging staging_;
 
   mutable Mutex mutex_;
@@ -153,25 +160,28 @@ class FsStore {
   std::vector<std::uint32_t> leaf_bytes_ GUARDED_BY(mutex_);           // of each leaf directory, 0: unknown
   std::unordered_set<std::string> durable_leaves_ GUARDED_BY(mutex_);  // with fsync: full
   Nanos last_write_back_ GUARDED_BY(mutex_){0};
+  std::vector<std::uint64_t> open_spaces_ GUARDED_BY(mutex_);  // by all that have the root open
 
   Mutex generation_mutex_;  // one maker at a time; held across file system calls
-  // One remover at a time, and none while a count begins: a file that is off the
-  // disk is off the account too. Held across file system calls.
+  // One that makes room at a time: two would remove twice as much. Held across file
+  // system calls.
   Mutex evict_mutex_;
   std::atomic<bool> stop_{false};
-  std::atomic<bool> names_complete_{false};  // what is not in the catalogue is not on disk
-  std::atomic<bool> scan_complete_{false};   // and its order is that of use
-  std::atomic<bool> own_counted_{true};      // false while a count may miss or double what is removed
-  std::atomic<bool> counted_{false};         // as holder of the lease
-  std::atomic<bool> was_reset_{false};       // since it was opened
-  std::atomic<bool> apart_{false};  // others were reset and we were not: a newer generation is theirs
-  std::atomic<bool> garbage_exhausted_{false};
-  std::atomic<bool> recount_due_{false};  // nothing was found to evict, or the last one may be too high
-  std::atomic<Nanos> next_recount_{Nanos{0}};
-  // Of the keeper's thread alone: what was known when news were looked for last.
-  std::int64_t seen_change_ = 0;        // by others, on the ledger
+  std::atomic<Known> known_;
+  std::atomic<bool> was_reset_{false};  // since it was opened
+  std::atomic<bool> apart_{false};      // others were reset and we were not: a newer generation is theirs
+  std::atomic<bool> nothing_to_evict_{false};        // though the root is full: the sum may be too high
+  std::atomic<Nanos> next_look_for_dead_{Nanos{0}};  // namespaces
+  // Of the keeper's thread alone.
+  Nanos next_count_{0};
+  bool count_again_ = false;         // the last one came to nothing
+  std::uint64_t writes_before_ = 0;  // when it looked last
+  std::uint64_t counter_[2] = {};    // another that counts, and its version
+  Nanos counter_moved_{0};
+  std::uint64_t foreign_writes_ = 0;    // that were looked for
   std::int64_t newest_leaf_mtime_ = 0;  // by the file system's clock
-  Nanos next_news_{0};
+  Nanos next_foreign_look_{0};
+  bool told_not_exclusive_ = false;
   std::atomic<std::uint64_t> evicted_bytes_{0}, direct_ops_{0}, buffered_ops_{0};
 };
 

@@ -12,14 +12,12 @@
 #include "storage/fs_layout.h"
 #include "storage/fs_store.h"
 #include "storage/io_pool.h"
+#include "storage/ticker.h"
 
 namespace kv_offload {
 namespace {
 
 constexpr Nanos kTickEvery{std::chrono::seconds(1)};
-// An idle engine does not tick. What others wrote meanwhile is waited for, shortly.
-constexpr Nanos kNewsAge{std::chrono::seconds(2)};
-constexpr Nanos kNewsWait{std::chrono::milliseconds(500)};
 constexpr std::uint64_t kProbeTag = std::uint64_t{1} << 63;  // above every caller's id
 
 Lane lane_of(OpKind kind) { return kind == OpKind::kRead ? Lane::kRead : Lane::kWrite; }
@@ -50,7 +48,6 @@ struct Shared {
   FsStore store;
   Breaker breakers[2];  // by lane: a full disk must not stop reads
   std::atomic<bool> ticking{false};
-  std::atomic<Nanos> ticked{Nanos{0}};  // when the last tick ended
   std::atomic<std::uint64_t> read_bytes_waiting{0};
   mutable Mutex mutex;
   std::vector<Completion> completions GUARDED_BY(mutex);
@@ -101,14 +98,14 @@ class FsTier final : public Tier {
       : options_(options),
         clock_(clock),
         shared_(std::make_shared<Shared>(options, ops, clock)),
+        next_tick_(clock.now() + kTickEvery),
         pool_(
             options.driven_by_hand != nullptr
                 ? IoPoolOptions{0, 0, &clock, options.close_wait}
                 : IoPoolOptions{options.n_read_threads, options.n_write_threads, &clock, options.close_wait}),
-        keeper_({1, 1, &clock, options.close_wait}) {
+        keeper_({1, 1, &clock, options.close_wait}),
+        ticker_(kTickEvery, [this] { tick_when_due(); }) {
     if (options.driven_by_hand != nullptr) *options.driven_by_hand = &pool_;
-    next_tick_ = clock_.now() + kTickEvery;
-    shared_->ticked.store(clock_.now());  // opening it was as good
     keep(Lane::kWrite, [](FsStore& store) { store.start(); });
   }
   ~FsTier() override { close(); }
@@ -130,21 +127,22 @@ class FsTier final : public Tier {
   void keep(Lane lane, std::function<void(FsStore&)> work);
   // On the keeper's fast lane; kTimeout when it did not end in time (it goes on).
   Status keep_and_wait(Nanos wait, std::function<Status(FsStore&)> work);
-  bool waits_for_news() const;
+  // An engine that is idle does not poll, and others count on us to go on: also on the ticker's thread.
+  void tick_when_due();
   void watch();  // trips the breakers when an op is stuck
 
   const FsTierOptions options_;
   const Clock& clock_;
   const std::shared_ptr<Shared> shared_;
-  Nanos next_tick_{0};
-  Nanos tick_started_{0};
   Nanos tripped_at_{0};             // ops that started before trip no breaker again
   Nanos counted_until_{0};          // ops that started up to here were found stuck, or ended
   std::uint64_t timeouts_[2] = {};  // by lane
   bool closed_ = false;
+  std::atomic<Nanos> next_tick_;
   // Last: their threads end before what they use.
   IoPool pool_;
   IoPool keeper_;  // write lane: scan and upkeep; read lane: what must not wait for it
+  Ticker ticker_;
 };
 
 void FsTier::keep(Lane lane, std::function<void(FsStore&)> work) {
@@ -239,16 +237,7 @@ void FsTier::watch() {
 void FsTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
   watch();
   pool_.expire();
-  const Nanos now = clock_.now();
-  if (!closed_ && now >= next_tick_ && !shared_->ticking.exchange(true)) {
-    next_tick_ = now + kTickEvery;
-    tick_started_ = now;
-    keep(Lane::kWrite, [shared = shared_.get(), clock = &clock_](FsStore& store) {
-      store.tick();
-      shared->ticked.store(clock->now());
-      shared->ticking.store(false);
-    });
-  }
+  if (!closed_) tick_when_due();
   shared_->store.take_removals(removals);
   const MutexLock lock(shared_->mutex);
   std::move(shared_->completions.begin(), shared_->completions.end(), std::back_inserter(*completions));
@@ -262,7 +251,6 @@ Presence FsTier::contains(const ChunkKey& key) {
   }
   bool start_probe = false;
   const Presence presence = shared_->store.presence(key, &start_probe);
-  if (presence == Presence::kAbsent && waits_for_news()) return Presence::kUnknown;
   if (start_probe) {
     IoPool::Op op;
     op.tag = kProbeTag;
@@ -277,10 +265,14 @@ Presence FsTier::contains(const ChunkKey& key) {
   return presence;
 }
 
-bool FsTier::waits_for_news() const {
-  if (!shared_->ticking.load(std::memory_order_relaxed)) return false;
+void FsTier::tick_when_due() {
   const Nanos now = clock_.now();
-  return now - shared_->ticked.load(std::memory_order_relaxed) > kNewsAge && now - tick_started_ < kNewsWait;
+  if (now < next_tick_.load() || shared_->ticking.exchange(true)) return;
+  next_tick_.store(now + kTickEvery);
+  keep(Lane::kWrite, [shared = shared_.get()](FsStore& store) {
+    store.tick();
+    shared->ticking.store(false);
+  });
 }
 
 Status FsTier::keep_and_wait(Nanos wait, std::function<Status(FsStore&)> work) {
@@ -341,6 +333,7 @@ TierStats FsTier::stats() const {
 
 void FsTier::close() {
   if (std::exchange(closed_, true)) return;
+  ticker_.stop();
   // Long walks give up; then recency is written back while threads still run.
   shared_->store.stop();
   if (shared_->breaker(Lane::kWrite).closed() && shared_->store.has_touches()) {

@@ -3,7 +3,8 @@
 //
 //   ROOT/                                       0700
 //     kv_offload.json          format of the root
-//     ledger, lease            byte account and evictor's lease shared by the processes
+//     ledger                   bytes used and reserved, shared by the processes
+//     open-<writer>            locked by one process while it has the root open
 //     <namespace hex>/namespace.json            readable, verified at open
 //     <namespace hex>/open                      locked (shared) by all that have it open
 //     <namespace hex>/g<generation>/ab/<key hex>.<size>.rec
@@ -20,10 +21,11 @@
 // Start: the catalogue is rebuilt behind, from names and sizes alone; recency
 // from the files' times. What other processes record in the namespace is found
 // within about a second: the ledger tells that somebody wrote, the directories'
-// times tell where.
+// times tell where. Each process evicts for itself; none waits for another.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -56,6 +58,8 @@ struct FsTierOptions {
   // How long close() waits, in real time, for a thread that is stuck in the
   // kernel. Later the thread is let go with all it needs (see tier.h).
   Nanos close_wait{std::chrono::seconds(10)};
+  // What an operator has to know, once each. On any of the tier's threads. Default: stderr.
+  std::function<void(const std::string&)> warn;
   // Both outlive the tier and any thread it had to let go.
   const Clock* clock = nullptr;  // null: a steady clock
   FileOps* file_ops = nullptr;   // null: POSIX

@@ -13,7 +13,6 @@
 namespace kv_offload {
 namespace {
 
-
 NamespaceId parse_id(const std::string& hex) {
   NamespaceId id{};
   for (std::size_t i = 0; i < id.size(); ++i) id[i] = *layout::parse_hex_byte(hex.substr(2 * i, 2));

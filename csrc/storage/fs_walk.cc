@@ -12,7 +12,6 @@
 namespace kv_offload {
 namespace {
 
-
 std::uint64_t disk_bytes_of(FileOps& ops, int directory, const std::string& name) {
   FileInfo info;
   return ops.stat(directory, name, &info) == 0 ? info.disk_bytes : 0;
@@ -25,6 +24,21 @@ Status list_at(FileOps& ops, int directory, const std::string& name, Fd* fd, std
   if (!*fd) return error == ENOENT ? Status::ok() : Status::from_errno(error, "open directory", name);
   const int rc = ops.list(fd->get(), entries);
   return rc < 0 && rc != -ENOENT ? Status::from_errno(-rc, "list", name) : Status::ok();
+}
+
+// What a temporary, or the lock of a process, counts.
+std::uint64_t count_locked(FileOps& ops, int directory, const std::string& name, std::uint64_t writer,
+                           const CountFor& count) {
+  const std::uint64_t bytes = disk_bytes_of(ops, directory, name);
+  const bool lives = std::find(count.writers.begin(), count.writers.end(), writer) != count.writers.end();
+  if (!lives || writer == count.writer) {
+    if (sweep_temporary(ops, directory, name)) return 0;
+    return lives ? 0 : bytes;
+  }
+  // Another's: reserved while it is locked. Never removed, as locks may not reach from host to host.
+  int error = 0;
+  const Fd fd = open_fd(ops, directory, name, O_RDWR | O_NOFOLLOW | O_NONBLOCK, 0, &error);
+  return fd && lock_file(ops, fd.get(), LOCK_EX | LOCK_NB) == 0 ? bytes : 0;
 }
 
 bool may_be_directory(const DirEntry& entry) { return entry.type == DT_DIR || entry.type == DT_UNKNOWN; }
@@ -56,9 +70,10 @@ Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOpt
       continue;
     }
     if (layout::is_temporary(entry.name)) {
-      if (layout::is_temporary_of(entry.name, options.own_writer)) continue;
-      const std::uint64_t bytes = disk_bytes_of(ops, fd.get(), entry.name);
-      if (!options.sweep || !sweep_temporary(ops, fd.get(), entry.name)) found->other_bytes += bytes;
+      found->other_bytes +=
+          options.count == nullptr
+              ? disk_bytes_of(ops, fd.get(), entry.name)
+              : count_locked(ops, fd.get(), entry.name, layout::writer_of(entry.name), *options.count);
       continue;
     }
     if (ops.stat(fd.get(), entry.name, &info) != 0) continue;  // vanished
@@ -92,10 +107,8 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
   FileInfo info;
   if (stop.load() || ops.stat(directory, name, &info) != 0) return 0;
   if (!info.is_directory()) {
-    if (layout::is_temporary(name)) {
-      if (layout::is_temporary_of(name, options.own_writer)) return 0;
-      if (options.sweep && sweep_temporary(ops, directory, name)) return 0;
-    }
+    if (options.count != nullptr && layout::is_temporary(name))
+      return count_locked(ops, directory, name, layout::writer_of(name), *options.count);
     return info.disk_bytes;
   }
   std::uint64_t bytes = info.disk_bytes;

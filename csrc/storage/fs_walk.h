@@ -22,21 +22,23 @@ struct FoundRecord {
   std::int64_t mtime_nanos = 0;
 };
 
-// A temporary is swept when nobody holds its lock: its writer is dead. Removed:
-// true. `own` temporaries (this writer's) are never touched.
+// Removed when nobody holds its lock: true, and when it was gone already.
 bool sweep_temporary(FileOps& ops, int directory, const std::string& name);
 
 // One leaf directory: its records, what it and its other files take on disk.
-// Temporaries of dead writers are removed on the way when `sweep`.
 struct LeafFound {
   std::vector<FoundRecord> records;
   std::uint64_t directory_bytes = 0;
-  std::uint64_t other_bytes = 0;  // temporaries that live, foreign files
+  std::uint64_t other_bytes = 0;  // temporaries, foreign files
+};
+// Who counts against the bound: what is under a reservation is left out, and what the dead left is removed.
+struct CountFor {
+  std::uint64_t writer = 0;            // who counts: what it does not hold the lock of is garbage
+  std::vector<std::uint64_t> writers;  // all that have the root open: theirs is left alone
 };
 struct LeafOptions {
-  bool sweep = false;
-  std::uint64_t own_writer = 0;  // its temporaries are neither swept nor counted
-  bool names_only = false;       // records without disk_bytes and mtime; nothing else is looked at
+  const CountFor* count = nullptr;  // null: all is counted as it is
+  bool names_only = false;          // records without disk_bytes and mtime; nothing else is looked at
 };
 Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOptions& options,
                  LeafFound* found);
@@ -44,9 +46,8 @@ Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOpt
 Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* leaves,
                    std::uint64_t* other_bytes);
 
-// Everything at and below directory/name, as `du`; dead temporaries are swept
-// when asked. Vanished files count nothing; nor does what lies deeper than any
-// tree of ours (each level holds a descriptor).
+// Everything at and below directory/name, as `du`. Vanished files count nothing; nor does what lies deeper
+// than any tree of ours (each level holds a descriptor).
 inline constexpr int kDeepestTree = 32;
 std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, const LeafOptions& options,
                          const std::atomic<bool>& stop, int levels = kDeepestTree);

@@ -45,7 +45,7 @@ Status FsStore::write(const TierOp& op, const std::shared_ptr<Generation>& gener
   }
   Status status;
   {
-    Reservation reservation(account_);
+    Reservation reservation(*open_.space);
     status = reserve(draft.file_bytes + kOverhead, &draft, &reservation);
     if (status) status = write_record(op, replace, &draft, &reservation);
     if (!status) discard(draft, &reservation);
@@ -87,18 +87,15 @@ Status FsStore::write_record(const TierOp& op, bool replace, Draft* draft, Reser
   if (const int rc = ops_.fstat(draft->fd.get(), &info); rc < 0)
     return Status::from_errno(-rc, "stat", shown);
   if (replace) {
-    // Only now that there is another. Before the mark, or a count would pass by what is taken off here.
-    const MutexLock lock(evict_mutex_);
-    const int rc = remove_file(generation, path);
+    const int rc = remove_file(generation, path);  // only now that there is another
     if (rc < 0) return Status::from_errno(-rc, "replace", shown);
   }
-  reservation->mark(path);
   status = put_in_place(generation, draft->path, path, draft->file_bytes, info.disk_bytes, reservation);
   if (status) note_leaf_growth(generation, draft->leaf, reservation);
   return status;
 }
 
-// After a failure anywhere. What stays all the same stays on the account, to be swept with the dead.
+// After a failure anywhere. What stays all the same stays in the sum; the next count removes it.
 void FsStore::discard(const Draft& draft, Reservation* reservation) {
   if (!draft.fd) return;
   const int directory = draft.generation->directory.get();
@@ -135,7 +132,6 @@ Status FsStore::make_leaf(const Generation& generation, std::uint32_t leaf, Rese
   const std::string path = layout::leaf_path(leaf);
   FileInfo info;
   if (ops_.stat(generation.directory.get(), path, &info) == 0) return Status::ok();
-  reservation->mark(path);
   const int rc = ops_.mkdir(generation.directory.get(), path, 0700);
   if (rc == -EEXIST) return Status::ok();
   if (rc < 0) {

@@ -18,7 +18,7 @@ namespace {
 
 using namespace testing;
 
-const ShardSizes kShards = {12000, 1, 4096};
+const ShardSizes kDamageShards = {12000, 1, 4096};
 constexpr std::size_t kFileBytes = 4096 + 12288 + 4096 + 4096;
 
 enum class Damage { kBit, kHeaderBit, kFieldByte, kZeroPage, kCut, kGrown, kOtherRecord, kSpliced, kNoise };
@@ -86,24 +86,24 @@ TEST_F(FsTierDamage, ten_thousand_at_random_are_all_found) {
   user.wait_for_scan();
   std::mt19937_64 random(5);
   constexpr std::uint32_t kOther = 1000000;
-  ASSERT_TRUE(user.write(kOther, kShards));
+  ASSERT_TRUE(user.write(kOther, kDamageShards));
   const SimDisk::Bytes other = disk_.content(path_of(kOther));
   std::uint32_t planted = 0;
   for (std::uint32_t round = 0; planted < static_cast<std::uint32_t>(rounds(10000)); ++round) {
     const std::uint32_t number = round % 100;
-    ASSERT_TRUE(user.write(number, kShards));
+    ASSERT_TRUE(user.write(number, kDamageShards));
     const SimDisk::Bytes good = disk_.content(path_of(number));
     const SimDisk::Bytes bad = damaged(good, other, kDamages[round % kDamages.size()], random);
     if (bad == good) continue;  // that page was zero
     disk_.replace(path_of(number), bad);
     ++planted;
-    const Status status = user.read(number, kShards);
+    const Status status = user.read(number, kDamageShards);
     ASSERT_EQ(status.kind(), StatusKind::kCorrupt)
         << "damage " << round % kDamages.size() << " in round " << round << ": " << status.to_string();
     ASSERT_FALSE(user.has(number));
   }
   EXPECT_EQ(user.removed(TierRemoval::Reason::kCorrupt), planted);
-  EXPECT_TRUE(user.read(kOther, kShards));
+  EXPECT_TRUE(user.read(kOther, kDamageShards));
   EXPECT_EQ(disk_.files().size(), 6u) << "a damaged record was left";  // kOther, and five of the root's own
 }
 
@@ -111,13 +111,13 @@ TEST_F(FsTierDamage, ten_thousand_at_random_are_all_found) {
 TEST_F(FsTierDamage, records_of_other_formats_are_never_taken_for_ours) {
   TierUser user(options_);
   for (const std::uint32_t version : {0u, 2u, 255u}) {
-    ASSERT_TRUE(user.write(1, kShards));
+    ASSERT_TRUE(user.write(1, kDamageShards));
     SimDisk::Bytes bytes = disk_.content(path_of(1));
     std::memcpy(bytes.data() + 8, &version, sizeof(version));
     const std::uint64_t checksum = XXH3_64bits(bytes.data(), kRecordHeaderBytes - 8);
     std::memcpy(bytes.data() + kRecordHeaderBytes - 8, &checksum, sizeof(checksum));
     disk_.replace(path_of(1), bytes);
-    const Status status = user.read(1, kShards);
+    const Status status = user.read(1, kDamageShards);
     EXPECT_EQ(status.kind(), StatusKind::kCorrupt);
     EXPECT_NE(status.message().find("version"), std::string::npos) << status.to_string();
   }
@@ -126,7 +126,7 @@ TEST_F(FsTierDamage, records_of_other_formats_are_never_taken_for_ours) {
 // The control: damage that checksums cannot see, because they were made to fit it.
 TEST_F(FsTierDamage, the_comparison_sees_a_wrong_byte_under_right_checksums) {
   TierUser user(options_);
-  ASSERT_TRUE(user.write(1, kShards));
+  ASSERT_TRUE(user.write(1, kDamageShards));
   SimDisk::Bytes bytes = disk_.content(path_of(1));
   const std::span<std::byte> page(bytes.data(), kRecordHeaderBytes);
   RecordHeader header;
@@ -135,7 +135,7 @@ TEST_F(FsTierDamage, the_comparison_sees_a_wrong_byte_under_right_checksums) {
   header.payload_checksum = XXH3_64bits(bytes.data() + kRecordHeaderBytes, bytes.size() - kRecordHeaderBytes);
   encode_header(header, page);
   disk_.replace(path_of(1), bytes);
-  const OpId read = user.start(OpKind::kRead, 1, kShards);
+  const OpId read = user.start(OpKind::kRead, 1, kDamageShards);
   EXPECT_TRUE(user.finish(read).status);
   EXPECT_FALSE(user.holds_what_it_should(read));
 }
@@ -146,7 +146,7 @@ TEST_F(FsTierDamage, times_of_any_year_are_only_an_order) {
   constexpr std::int64_t kFarAway = std::numeric_limits<std::int64_t>::max();
   {
     TierUser user(options_);
-    for (std::uint32_t i = 0; i < 6; ++i) ASSERT_TRUE(user.write(i, kShards));
+    for (std::uint32_t i = 0; i < 6; ++i) ASSERT_TRUE(user.write(i, kDamageShards));
   }
   const std::array<std::int64_t, 6> times = {kFarAway, 0, kLongAgo, -1, 1, kFarAway - 1};
   for (std::uint32_t i = 0; i < 6; ++i) ASSERT_EQ(disk_.set_mtime(AT_FDCWD, path_of(i), times[i]), 0);
@@ -154,7 +154,7 @@ TEST_F(FsTierDamage, times_of_any_year_are_only_an_order) {
   disk_.boot();
   TierUser user(options_);
   user.wait_for_scan();
-  for (std::uint32_t i = 0; i < 6; ++i) EXPECT_TRUE(user.read(i, kShards)) << i;
+  for (std::uint32_t i = 0; i < 6; ++i) EXPECT_TRUE(user.read(i, kDamageShards)) << i;
 }
 
 }  // namespace

@@ -75,7 +75,7 @@ TEST_F(FsTierHostile, a_leaf_that_is_a_link_is_not_scanned_nor_emptied) {
 }
 
 TEST_F(FsTierHostile, links_in_place_of_the_roots_own_files_are_refused) {
-  for (const char* name : {"ledger", "lease", "kv_offload.json"}) {
+  for (const char* name : {"ledger", "kv_offload.json"}) {
     fs::remove_all(root_);
     make_root();
     std::ofstream(outside_ + "/precious") << "precious";

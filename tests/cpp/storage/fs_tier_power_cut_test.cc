@@ -13,7 +13,7 @@ namespace {
 using namespace testing;
 
 constexpr std::uint64_t kSmallBound = std::uint64_t{1} << 20;
-const ShardSizes kShards = {12000, 4096};
+const ShardSizes kPowerCutShards = {12000, 4096};
 
 // Planted: whatever the payload is, its checksum is said to be right.
 class BlindDisk final : public SimDisk {
@@ -88,7 +88,7 @@ class Lives {
         broken_promises += promised_.contains(number);
         continue;
       }
-      const OpId read = user.start(OpKind::kRead, number, kShards);
+      const OpId read = user.start(OpKind::kRead, number, kPowerCutShards);
       const Status status = user.finish(read).status;
       if (status) {
         ++found;
@@ -101,12 +101,14 @@ class Lives {
       }
     }
     promised_.clear();
-    drifted += !user.until([&] {
-      clock_.advance(std::chrono::milliseconds(100));
+    // Who lost its lock with the power is dead when it has not moved for a while.
+    (void)user.until([&] {
+      clock_.advance(std::chrono::seconds(1));
       user.poll();
-      return user.tier().stats().bytes == disk_.du();
+      return user.tier().stats().bytes == disk_.du() && temporaries() == 0;
     });
-    unswept += temporaries();  // the count has been everywhere
+    drifted += user.tier().stats().bytes != disk_.du();
+    unswept += temporaries();
   }
   void write_until_the_end(TierUser& user) {
     while (!disk_.ended()) {
@@ -121,7 +123,7 @@ class Lives {
         // Also what may be there already.
         const std::uint32_t number = next_ > 0 && random_() % 4 == 0 ? random_() % next_ : next_++;
         rewritten_.insert(number);
-        ops.emplace_back(number, user.start(OpKind::kWrite, number, kShards));
+        ops.emplace_back(number, user.start(OpKind::kWrite, number, kPowerCutShards));
       }
       for (const auto& [number, op] : ops) {
         if (!user.finish(op).status) continue;

@@ -255,7 +255,8 @@ TEST_F(FsTierReset, a_probe_that_a_reset_ended_does_not_close_the_breaker) {
 }
 
 TEST_F(FsTierReset, who_was_reset_itself_is_not_told_to_be_reset) {
-  FsStore a(options_, ops_, clock_), b(options_, ops_, clock_), not_reset(options_, ops_, clock_);
+  const FsTierOptions options = timed_options();
+  FsStore a(options, ops_, clock_), b(options, ops_, clock_), not_reset(options, ops_, clock_);
   for (FsStore* store : {&a, &b}) {
     store->forget();
     ASSERT_TRUE(store->make_generation());

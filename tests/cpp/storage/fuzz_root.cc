@@ -1,9 +1,10 @@
-// libFuzzer on everything else that a root tells us: the byte account, the readable
-// twins, file names. Whatever they hold, opening the root ends in an account that
+// libFuzzer on everything else that a root tells us: the page of its space, the
+// readable twins, file names. Whatever they hold, opening the root ends in a sum that
 // keeps the bound or in one sentence. Clang only (CMake: fuzz_root).
 #include <fcntl.h>
 #include <xxhash.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -16,7 +17,6 @@ namespace kv_offload {
 namespace {
 
 constexpr std::uint64_t kBound = std::uint64_t{4} << 20;
-constexpr std::size_t kAccountBytes = 104;  // of ROOT/ledger, its checksum last
 
 testing::SimDisk::Bytes bytes_of(const std::uint8_t* data, std::size_t size) {
   testing::SimDisk::Bytes bytes(size);
@@ -34,30 +34,40 @@ FsTierOptions options_on(testing::SimDisk& disk) {
 }
 
 // The checksum is made right, so that the fuzzer gets past it.
-void plant_account(testing::SimDisk& disk, const std::uint8_t* data, std::size_t size) {
-  testing::SimDisk::Bytes page = disk.content("/root/ledger");
-  if (page.size() != kAccountBytes) std::abort();
-  std::memcpy(page.data() + 8, data, std::min(size, kAccountBytes - 16));
-  const std::uint64_t checksum = XXH3_64bits(page.data(), kAccountBytes - 8);
-  std::memcpy(page.data() + kAccountBytes - 8, &checksum, sizeof(checksum));
-  disk.replace("/root/ledger", page);
+void plant_page(testing::SimDisk& disk, const std::uint8_t* data, std::size_t size) {
+  testing::SimDisk::Bytes bytes = disk.content("/root/ledger");
+  if (bytes.size() != SpacePage::kBytes) std::abort();
+  SpacePage page;
+  std::memcpy(&page, bytes.data(), sizeof(page));
+  std::memcpy(reinterpret_cast<char*>(&page) + sizeof(page.magic), data,
+              std::min(size, offsetof(SpacePage, checksum) - sizeof(page.magic)));
+  std::memcpy(page.magic, bytes.data(), sizeof(page.magic));
+  page.checksum = XXH3_64bits(&page, offsetof(SpacePage, checksum));
+  if (!page.valid()) std::abort();
+  std::memcpy(bytes.data(), &page, sizeof(page));
+  disk.replace("/root/ledger", bytes);
 }
 
 void use(const FsTierOptions& options, testing::SimDisk& disk) {
   try {
     const OpenRoot open = open_root(options, disk);
-    std::uint64_t missing = 0;
-    const bool granted = open.ledger->reserve(kBound + 1, &missing).is_ok();
-    if (granted) std::abort();  // more than the bound
-    open.ledger->adjust(-4096);
-    open.ledger->give_back(4096, open.ledger->epoch());
-    (void)open.ledger->reserve(4096, &missing);
-    (void)open.ledger->added_by_others();
-    (void)open.ledger->take_room_requests();
-    if (!open.lease->try_take()) std::abort();
-    (void)open.ledger->trusted();
-    if (!open.ledger->begin_recount(0) || !open.ledger->finish_recount(8192)) std::abort();
-    if (open.ledger->total() != 8192) std::abort();
+    Space& space = *open.space;
+    {
+      Reservation reservation(space);
+      std::uint64_t missing = 0;
+      if (reservation.grow_to(kBound + 1, &missing)) std::abort();  // more than the bound
+      reservation.adopt(4096, space.finished());
+      (void)reservation.grow_to(4096, &missing);
+      reservation.used = 4096;
+    }
+    space.remove(4096, space.finished());
+    space.add(4096);
+    SpaceFigures figures;
+    std::uint64_t number = 0;
+    // A page that is full of slots has no place for us, until those are found to be dead.
+    if (!space.look(Nanos{0}, &figures) || !space.look(Space::kDeadAfter, &figures)) std::abort();
+    if (!space.begin_count(&number) || !space.finish_count(number, 8192)) std::abort();
+    if (space.total() < 8192 || figures.state == SpaceState::kNotExclusive) std::abort();
   } catch (const InvalidArgument&) {  // another format, another namespace
   } catch (const ResourceError&) {
   }
@@ -85,12 +95,12 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   testing::SimDisk disk;
   const FsTierOptions options = options_on(disk);
   { const OpenRoot made = open_root(options, disk); }
-  // With a second namespace the root is not counted anew as it is opened.
+  // With a second namespace the root is not counted as it is opened.
   if (disk.mkdir(AT_FDCWD, "/root/" + std::string(64, '2'), 0700) != 0) std::abort();
   const std::string space = "/root/" + layout::namespace_name(options.namespace_id);
   switch (data[0] % 4) {
     case 0:
-      plant_account(disk, data + 1, size - 1);
+      plant_page(disk, data + 1, size - 1);
       break;
     case 1:
       disk.replace("/root/ledger", bytes_of(data + 1, size - 1));

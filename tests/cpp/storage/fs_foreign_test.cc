@@ -9,7 +9,7 @@ namespace {
 
 using namespace testing;
 
-class FsNewsTest : public ::testing::Test {
+class FsForeignTest : public ::testing::Test {
  protected:
   // Asked once and again while it is not known, as a waiting request asks.
   bool finds(TierUser& user, std::uint32_t number) { return user.has(number); }
@@ -20,7 +20,7 @@ class FsNewsTest : public ::testing::Test {
   std::string root_ = dir_.path() + "/root";
 };
 
-TEST_F(FsNewsTest, a_record_of_one_is_found_and_read_by_the_other) {
+TEST_F(FsForeignTest, a_record_of_one_is_found_and_read_by_the_other) {
   TierUser one(options_for(root_)), other(options_for(root_));
   one.wait_for_scan();
   other.wait_for_scan();
@@ -34,7 +34,7 @@ TEST_F(FsNewsTest, a_record_of_one_is_found_and_read_by_the_other) {
   EXPECT_TRUE(one.read(10));
 }
 
-TEST_F(FsNewsTest, records_that_come_later_are_found_too) {
+TEST_F(FsForeignTest, records_that_come_later_are_found_too) {
   TierUser one(options_for(root_)), other(options_for(root_));
   one.wait_for_scan();
   other.wait_for_scan();
@@ -45,7 +45,7 @@ TEST_F(FsNewsTest, records_that_come_later_are_found_too) {
   EXPECT_EQ(other.tier().stats().chunks, 3u);
 }
 
-TEST_F(FsNewsTest, what_the_other_evicts_is_a_miss_not_a_failure) {
+TEST_F(FsForeignTest, what_the_other_evicts_is_a_miss_not_a_failure) {
   TierUser one(options_for(root_)), other(options_for(root_));
   one.wait_for_scan();
   other.wait_for_scan();
@@ -56,7 +56,7 @@ TEST_F(FsNewsTest, what_the_other_evicts_is_a_miss_not_a_failure) {
   EXPECT_FALSE(other.has(1));
 }
 
-TEST_F(FsNewsTest, namespaces_do_not_see_each_other) {
+TEST_F(FsForeignTest, namespaces_do_not_see_each_other) {
   FsTierOptions foreign = options_for(root_);
   foreign.namespace_id.fill(0x22);
   TierUser one(options_for(root_)), other(foreign);

@@ -1,5 +1,5 @@
-// Records that other processes wrote into our namespace. The ledger tells for
-// nothing that somebody wrote; then the directories that changed are listed.
+// Records that other processes wrote into our namespace. The page of the space tells
+// for nothing that somebody wrote; then the directories that changed are listed.
 #include <fcntl.h>
 
 #include <algorithm>
@@ -13,15 +13,14 @@ namespace {
 constexpr std::int64_t kGrainNanos = 1'000'000'000;
 }  // namespace
 
-void FsStore::look_for_news() {
-  if (!scan_complete_.load()) return;
-  const std::int64_t change = open_.ledger->change_by_others();
+void FsStore::look_for_foreign_records(const SpaceFigures& figures) {
+  if (known_.load() != Known::kOrder) return;
   const Nanos started = clock_.now();
-  if (change == seen_change_ || started < next_news_) return;
-  seen_change_ = change;
+  if (figures.writes_by_others == foreign_writes_ || started < next_foreign_look_) return;
+  foreign_writes_ = figures.writes_by_others;
   adopt_changed_leaves(newest_leaf_mtime_ - kGrainNanos);
   // Large roots are looked at less often: one twentieth of a thread.
-  next_news_ = started + (clock_.now() - started) * 20;
+  next_foreign_look_ = started + (clock_.now() - started) * 20;
 }
 
 // Adds the records of directories changed since.

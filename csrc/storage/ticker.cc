@@ -1,0 +1,32 @@
+#include "storage/ticker.h"
+
+#include <utility>
+
+namespace kv_offload {
+
+Ticker::Ticker(Nanos every, std::function<void()> tick)
+    : every_(every), tick_(std::move(tick)), thread_([this] { run(); }) {}
+
+Ticker::~Ticker() { stop(); }
+
+void Ticker::stop() {
+  {
+    const MutexLock lock(mutex_);
+    stop_ = true;
+    stopped_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+void Ticker::run() {
+  for (;;) {
+    {
+      const MutexLock lock(mutex_);
+      if (!stop_) stopped_.wait_for(mutex_, every_);
+      if (stop_) return;
+    }
+    tick_();
+  }
+}
+
+}  // namespace kv_offload

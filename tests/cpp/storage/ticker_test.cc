@@ -1,0 +1,31 @@
+#include "storage/ticker.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <latch>
+
+namespace kv_offload {
+namespace {
+
+TEST(Ticker, ticks_while_nobody_asks_and_not_after_it_was_stopped) {
+  std::latch three(3);
+  std::atomic<int> ticks{0};
+  Ticker ticker(std::chrono::milliseconds(1), [&] {
+    if (ticks.fetch_add(1) < 3) three.count_down();
+  });
+  three.wait();
+  ticker.stop();
+  const int at_stop = ticks;
+  EXPECT_GE(at_stop, 3);
+  ticker.stop();
+  EXPECT_EQ(ticks, at_stop);
+}
+
+TEST(Ticker, stops_without_waiting_for_the_next_tick) {
+  Ticker ticker(std::chrono::hours(1), [] { FAIL() << "ticked"; });
+  ticker.stop();
+}
+
+}  // namespace
+}  // namespace kv_offload
