@@ -223,9 +223,12 @@ bool DeviceCopier::anything_in_flight() const {
   return false;
 }
 
+bool DeviceCopier::can_go_on(std::uint32_t lane) const {
+  return !queues_[lane].empty() && queues_[lane].front()->reached;
+}
+
 // Of one direction, a lane waits while a more urgent one has work to hand out.
 bool DeviceCopier::lane_may_issue(std::uint32_t lane) const {
-  const auto can_go_on = [&](std::uint32_t l) { return !queues_[l].empty() && queues_[l].front()->reached; };
   const bool less_urgent = lane == index(CopyLane::kLoads) || lane == index(CopyLane::kStores);
   return can_go_on(lane) && !(less_urgent && can_go_on(lane - 1));
 }

@@ -100,6 +100,7 @@ class DeviceCopier final : public BlockCopier {
   void rest() REQUIRES(mutex_);
   void land_flights() REQUIRES(mutex_);
   bool take_copy(DeviceCopy* copy) REQUIRES(mutex_);
+  bool can_go_on(std::uint32_t lane) const REQUIRES(mutex_);
   bool lane_may_issue(std::uint32_t lane) const REQUIRES(mutex_);
   bool anything_in_flight() const;
   void issue(const DeviceCopy& copy, Job& job);
