@@ -15,12 +15,11 @@
 namespace kv_offload {
 namespace {
 constexpr unsigned kMostLost = 2;  // one may be a server of files that forgot its locks
-constexpr int kOpenPage = O_RDWR | O_NOFOLLOW;
 }  // namespace
 
 Status Space::open_page() {
   int error = 0;
-  fd_ = open_fd(ops_, root_, std::string(layout::kLedgerFile), kOpenPage | O_CREAT, 0600, &error);
+  fd_ = open_fd(ops_, root_, std::string(layout::kLedgerFile), O_RDWR | O_NOFOLLOW | O_CREAT, 0600, &error);
   return fd_ ? Status::ok() : Status::error(StatusKind::kIo, std::strerror(error), error, path_);
 }
 

@@ -18,14 +18,14 @@ namespace {
 
 using namespace testing;
 
-constexpr std::uint64_t kBound = std::uint64_t{2} << 20;
-constexpr std::uint64_t kRecord = 65536 + 4096;
+constexpr std::uint64_t kLivenessBound = std::uint64_t{2} << 20;
+constexpr std::uint64_t kLivenessRecord = 65536 + 4096;
 const ShardSizes kLivenessShards = {65536};
 
 class FsLiveness : public ::testing::Test {
  protected:
   FsTierOptions timed_options() {
-    FsTierOptions options = options_for(root_, kBound);
+    FsTierOptions options = options_for(root_, kLivenessBound);
     options.clock = &clock_;
     options.op_deadline = std::chrono::hours(24);
     return options;
@@ -56,7 +56,7 @@ TEST_F(FsLiveness, an_idle_server_on_a_full_root_starves_nobody) {
   for (std::uint32_t i = 1000; i < 1160; ++i) {
     const Status status = busy.write(i, kLivenessShards);
     ASSERT_TRUE(status) << i << ": " << status.to_string();
-    ASSERT_LE(du(root_), kBound);
+    ASSERT_LE(du(root_), kLivenessBound);
   }
 }
 
@@ -119,7 +119,7 @@ TEST_F(FsLiveness, beside_one_that_cannot_remove_and_one_that_resets_the_others_
     }
     const Status status = user.write(next_++, kLivenessShards);
     ASSERT_TRUE(status) << round << ": " << status.to_string();
-    ASSERT_LE(du(root_), kBound + 4 * kRecord);
+    ASSERT_LE(du(root_), kLivenessBound + 4 * kLivenessRecord);
   }
 }
 
@@ -135,21 +135,21 @@ TEST_F(FsLiveness, a_namespace_that_comes_to_a_full_root_gets_its_share) {
   second.poll();
   for (std::uint32_t i = 0; i < 60; ++i) {
     EXPECT_TRUE(second.until([&] { return second.write(i, kLivenessShards).is_ok(); })) << i;
-    ASSERT_LE(du(root_), kBound + kRecord);
+    ASSERT_LE(du(root_), kLivenessBound + kLivenessRecord);
   }
-  EXPECT_GT(second.tier().stats().chunks, kBound / kRecord / 4);
-  EXPECT_LT(second.tier().stats().chunks, kBound / kRecord * 3 / 4);
+  EXPECT_GT(second.tier().stats().chunks, kLivenessBound / kLivenessRecord / 4);
+  EXPECT_LT(second.tier().stats().chunks, kLivenessBound / kLivenessRecord * 3 / 4);
 }
 
 // ---- processes
 
 // Three that write for ever; the page that they share tells how much each has written.
-class Writers {
+class StoppedWriters {
  public:
-  explicit Writers(const std::string& root) {
+  explicit StoppedWriters(const std::string& root) {
     for (std::size_t i = 0; i < 3; ++i) start(root, i);
   }
-  ~Writers() {
+  ~StoppedWriters() {
     for (const pid_t child : children_) {
       ::kill(child, SIGKILL);
       ::waitpid(child, nullptr, 0);
@@ -178,7 +178,7 @@ class Writers {
     const pid_t child = ::fork();
     if (child == 0) {
       ::alarm(200);
-      FsTierOptions options = options_for(root, kBound);
+      FsTierOptions options = options_for(root, kLivenessBound);
       TierUser user(options);
       user.wait_for_scan();
       for (std::uint32_t i = static_cast<std::uint32_t>(index) * 1000000;; ++i)
@@ -192,7 +192,7 @@ class Writers {
 };
 
 TEST_F(FsLiveness, three_processes_of_which_any_one_is_stopped_or_killed_go_on) {
-  Writers writers(root_);
+  StoppedWriters writers(root_);
   const auto nothing = [] {};
   ASSERT_TRUE(writers.go_on(3, 40, nothing)) << "full, by all three";
   for (std::size_t stopped = 0; stopped < 3; ++stopped) {
