@@ -20,7 +20,7 @@ namespace {
 
 using namespace testing;
 
-constexpr std::uint64_t kBound = std::uint64_t{2} << 20;
+constexpr std::uint64_t kReuseBound = std::uint64_t{2} << 20;
 const ShardSizes kReuseShards = {65536};
 const ShardSizes kOther = {40000};
 constexpr std::uint32_t kFirst = 1000000;
@@ -28,7 +28,7 @@ constexpr std::uint32_t kFirst = 1000000;
 class FsTierReuse : public ::testing::Test {
  protected:
   FsTierReuse() {
-    options_ = options_for(root_, kBound);
+    options_ = options_for(root_, kReuseBound);
     options_.file_ops = &ops_;
     options_.clock = &clock_;
   }
@@ -84,7 +84,7 @@ TEST_F(FsTierReuse, a_full_root_writes_into_the_files_of_evicted_records) {
   for (int i = 0; i < 100; ++i) {
     EXPECT_TRUE(next_is_in_a_file_of_before(user)) << i;
     EXPECT_TRUE(temporaries_in(root_).empty());
-    ASSERT_LE(du(root_), kBound);
+    ASSERT_LE(du(root_), kReuseBound);
     ASSERT_EQ(user.tier().stats().bytes, du(root_));
   }
   // What is known is what is there, and all of it is right.
@@ -111,14 +111,14 @@ TEST_F(FsTierReuse, many_that_write_at_once_stay_below_the_bound) {
       const Status status = user.finish(write).status;
       EXPECT_TRUE(status) << status.to_string();
     }
-    ASSERT_LE(du(root_), kBound);
+    ASSERT_LE(du(root_), kReuseBound);
     ASSERT_EQ(user.tier().stats().bytes, du(root_));
   }
 }
 
 // Who makes room has it: another that asks at every moment in between gets none of it.
 TEST_F(FsTierReuse, room_that_one_makes_is_not_taken_by_another) {
-  TierUser user(options_), other(options_for(root_, kBound));
+  TierUser user(options_), other(options_for(root_, kReuseBound));
   fill(user, kOther);
   other.wait_for_scan();
   int taken = 0, refused = 0;
@@ -304,7 +304,7 @@ TEST_P(FsTierReuseEveryStep, a_write_that_fails_anywhere_leaves_nothing) {
     ASSERT_TRUE(user.write(next_++, kReuseShards)) << where;  // what was owed is settled with the next
     EXPECT_EQ(user.tier().stats().bytes, du(root_)) << where;
     EXPECT_EQ(user.tier().stats().chunks, records_in(root_).size()) << where;
-    EXPECT_LE(du(root_), kBound) << where;
+    EXPECT_LE(du(root_), kReuseBound) << where;
   }
   EXPECT_GT(failed, 3);
 }

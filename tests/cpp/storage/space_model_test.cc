@@ -19,7 +19,7 @@ namespace {
 
 using namespace testing;
 
-constexpr std::uint64_t kMost = 10'000;
+constexpr std::uint64_t kModelMost = 10'000;
 constexpr std::size_t kProcesses = 4;
 constexpr unsigned kLeaves = 4;
 
@@ -57,8 +57,8 @@ class SpaceModel : public ::testing::TestWithParam<unsigned> {
     processes_[at] = std::make_unique<Process>();
     Process& process = *processes_[at];
     process.writer = next_writer_ += 2;
-    process.space =
-        std::make_unique<Space>(process.ops, root_.get(), dir_.path(), kMost, process.writer, process.writer);
+    process.space = std::make_unique<Space>(process.ops, root_.get(), dir_.path(), kModelMost, process.writer,
+                                            process.writer);
   }
   std::uint64_t on_disk() const {
     std::uint64_t sum = 0;
@@ -205,7 +205,7 @@ TEST_P(SpaceModel, every_byte_is_used_or_reserved_after_each_step) {
     step();
     const Space page(posix_file_ops(), root_.get(), dir_.path());
     ASSERT_LE(on_disk(), page.total()) << "step " << i;
-    ASSERT_LE(on_disk(), kMost) << "step " << i;
+    ASSERT_LE(on_disk(), kModelMost) << "step " << i;
   }
   end();
   SpaceFigures figures;
