@@ -73,7 +73,7 @@ class SpaceModel : public ::testing::TestWithParam<unsigned> {
   }
   void write(Process& process) {
     if (!process.write) {
-      process.write.emplace();
+      process.write = Write{};
       process.write->reservation = std::make_unique<Reservation>(*process.space);
       process.write->bytes = 100 + random_() % 900;
     }
@@ -116,8 +116,8 @@ class SpaceModel : public ::testing::TestWithParam<unsigned> {
     if (count.leaf < kLeaves) {
       const unsigned leaf = count.leaf++;
       std::erase_if(files_, [&](const auto& entry) {
-        const auto& [id, file] = entry;
-        if (id % kLeaves != leaf) return false;
+        const File& file = entry.second;
+        if (entry.first % kLeaves != leaf) return false;
         const auto& known = count.writers;
         const bool lives = std::find(known.begin(), known.end(), file.writer) != known.end();
         const bool locked = std::any_of(processes_.begin(), processes_.end(),
