@@ -279,12 +279,12 @@ Status HostRegion::prefer_node(std::uint32_t index, int node) {
   const auto start = static_cast<off_t>(impl_->area_offset(index));
   const off_t data = ::lseek(impl_->file.fd(), start, SEEK_DATA);
   const bool populated = data >= 0 && data < start + static_cast<off_t>(memory.size());
-  constexpr int kBits = 1024;
+  constexpr int kBits = 1024;  // the kernel takes one less than it is told
   constexpr int kWord = 8 * sizeof(unsigned long);
   std::array<unsigned long, kBits / kWord> mask{};
   if (node >= kBits) return Status::error(StatusKind::kIo, fmt::format("NUMA node {} is not known", node));
   mask[static_cast<std::size_t>(node / kWord)] |= 1ul << (node % kWord);
-  if (::syscall(SYS_mbind, memory.data(), memory.size(), MPOL_PREFERRED, mask.data(), kBits, 0) != 0) {
+  if (::syscall(SYS_mbind, memory.data(), memory.size(), MPOL_PREFERRED, mask.data(), kBits + 1, 0) != 0) {
     return Status::error(StatusKind::kIo, fmt::format("mbind to NUMA node {}", node), errno);
   }
   if (!populated) return Status::ok();
