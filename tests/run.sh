@@ -283,20 +283,18 @@ failed=()
 stage() { # name, function
   local start=$SECONDS word=ok note= took
   printf '\n==== %s\n' "$1"
-  bounded $((share[$1] * slower)) bash tests/run.sh --stage "$2" || { word=FAILED; failed+=("$1"); }
+  bounded $((share[$1] * slower)) bash tests/run.sh --stage "$2" || word=FAILED
   took=$((SECONDS - start))
   [ $took -le "${share[$1]}" ] || note="  more than its share"
   summary+=("$(printf '%-16s %-6s %5d s of %4d%s' "$1" $word $took "${share[$1]}" "$note")")
+  [ $word = ok ] || { failed+=("$1"); return 1; }
 }
-stop_unless_ok() { # what
-  [ ${#failed[@]} -eq 0 ] && return
-  [ ! -e build/python-packages.log ] || tail -n 40 build/python-packages.log
+stop() { # what
   printf '\nFAILED: %s; the rest was not tested\n' "$1"
   exit 1
 }
 
-stage packages install_packages
-stop_unless_ok "Debian's packages"
+stage packages install_packages || stop "Debian's packages"
 # Beside the stages that need none of it.
 bash tests/run.sh --stage install_python >build/python-packages.log 2>&1 &
 installing=$!
@@ -305,8 +303,11 @@ ready=
 finish_python() {
   [ -z "$ready" ] || return
   ready=yes
-  wait $installing && stage python-packages install_package || failed+=(python-packages)
-  stop_unless_ok "Python's packages"
+  if ! wait $installing; then
+    tail -n 40 build/python-packages.log
+    stop "Python's packages"
+  fi
+  stage python-packages install_package || stop "this package"
 }
 tests=()
 for name in $stages; do
