@@ -20,7 +20,7 @@ void FsStore::look_at_space() {
   if (!open_.space->look(clock_.now(), &figures)) return;
   {
     const MutexLock lock(mutex_);
-    open_spaces_ = figures.spaces;
+    sharers_ = figures.sharers;
   }
   if (figures.state == SpaceState::kNotExclusive && !std::exchange(told_not_exclusive_, true)) {
     options_.warn(fmt::format(

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <limits>
 
 #include "storage/fs_layout.h"
 #include "storage/fs_reclaim.h"
@@ -10,7 +9,6 @@
 
 namespace kv_offload {
 namespace {
-constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
 constexpr int kReserveAttempts = 4;   // others may take what other namespaces gave back
 constexpr int kMostNotRemovable = 4;  // records, before a write gives up
 constexpr Nanos kLookForDeadEvery{std::chrono::seconds(1)};
@@ -51,10 +49,11 @@ Status FsStore::make_room(std::uint64_t bytes, Draft* draft, Reservation* reserv
   return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }
 
-// Namespaces that are open share the root alike. Who has less takes from the others.
+// Those who have records of their own, another namespace or another generation of ours, share the root alike.
+// Who has less takes from the others.
 bool FsStore::below_share() const {
   const MutexLock lock(mutex_);
-  return open_spaces_.size() > 1 && catalogue_.bytes() < options_.max_bytes / open_spaces_.size();
+  return sharers_.size() > 1 && catalogue_.bytes() < options_.max_bytes / sharers_.size();
 }
 
 Status FsStore::evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) {
@@ -148,10 +147,10 @@ std::uint64_t FsStore::reclaim_dead(std::uint64_t enough) {
 std::uint64_t FsStore::reclaim_others(std::uint64_t enough, bool even_open) {
   std::vector<std::string> names;
   if (!list_namespaces(ops_, open_.root.get(), &names)) return 0;
-  std::vector<std::uint64_t> open_spaces;
+  std::vector<std::uint64_t> sharers;
   {
     const MutexLock lock(mutex_);
-    open_spaces = open_spaces_;
+    sharers = sharers_;
   }
   std::uint64_t freed = 0;
   for (const std::string& name : names) {
@@ -163,8 +162,9 @@ std::uint64_t FsStore::reclaim_others(std::uint64_t enough, bool even_open) {
                                            stop_, each_removed());
       continue;
     }
-    const auto open = std::find(open_spaces.begin(), open_spaces.end(), namespace_tag(name));
-    if (open != open_spaces.end() && !even_open) continue;  // maybe on another host
+    const bool open = std::any_of(sharers.begin(), sharers.end(),
+                                  [&](std::uint64_t sharer) { return is_of_namespace(sharer, name); });
+    if (open && !even_open) continue;  // maybe on another host
     freed +=
         reclaim_namespace(ops_, open_.root.get(), name, enough - freed, even_open, stop_, each_removed());
   }
@@ -172,17 +172,9 @@ std::uint64_t FsStore::reclaim_others(std::uint64_t enough, bool even_open) {
   return freed;
 }
 
-void FsStore::reclaim_old_generations(const std::string& name, std::uint64_t below) {
-  int error = 0;
-  const Fd directory = open_fd(ops_, open_.root.get(), name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW, 0, &error);
-  std::vector<std::uint64_t> generations;
-  if (!directory || !list_generations(ops_, directory.get(), &generations)) return;
-  for (const std::uint64_t number : generations) {
-    if (number >= below || number == generations.back()) break;
-    if (generation_is_open(ops_, directory.get(), number)) continue;
-    evicted_bytes_.fetch_add(reclaim_generation(ops_, directory.get(), layout::generation_name(number), kAll,
-                                                true, stop_, each_removed()));
-  }
+void FsStore::reclaim_unused_generations(const Generation& own) {
+  evicted_bytes_.fetch_add(kv_offload::reclaim_unused_generations(ops_, open_.namespace_directory.get(),
+                                                                  own.number, stop_, each_removed()));
 }
 
 }  // namespace kv_offload

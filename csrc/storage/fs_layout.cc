@@ -42,6 +42,16 @@ std::optional<std::uint64_t> parse_generation(std::string_view name) {
   return parse_number(name.substr(1));
 }
 
+std::string mark_name(std::uint64_t generation, Mark kind) {
+  return fmt::format("g{}.{}", generation, kind == Mark::kReset ? "reset" : "open");
+}
+
+std::optional<std::uint64_t> parse_mark(std::string_view name) {
+  const std::size_t dot = name.find('.');
+  if (dot == name.npos || (name.substr(dot) != ".open" && name.substr(dot) != ".reset")) return std::nullopt;
+  return parse_generation(name.substr(0, dot));
+}
+
 std::uint32_t leaf_of(const ChunkKey& key) { return static_cast<unsigned char>(key.bytes()[0]); }
 
 std::string leaf_path(std::uint32_t leaf) { return fmt::format("{:02x}", leaf); }

@@ -23,6 +23,9 @@ std::string namespace_name(const NamespaceId& id);  // 64 hex digits
 bool is_namespace_name(std::string_view name);
 std::string generation_name(std::uint64_t generation);  // g<N>
 std::optional<std::uint64_t> parse_generation(std::string_view name);
+enum class Mark : std::uint8_t { kOpen, kReset };
+std::string mark_name(std::uint64_t generation, Mark kind);  // g<N>.open, g<N>.reset
+std::optional<std::uint64_t> parse_mark(std::string_view name);
 
 // One level, few of them: making a directory costs about as much as writing a small record, and a start lists
 // them all. A million records are 4,000 names in each, which file systems of today look up by hash.

@@ -209,21 +209,6 @@ void open_namespace(const FsTierOptions& options, FileOps& ops, OpenRoot* open) 
   fail(path, "open", EBUSY);
 }
 
-void open_newest_generation(FileOps& ops, OpenRoot* open) {
-  const std::string path = open->path + "/" + open->namespace_name;
-  for (int attempt = 0; attempt < 100; ++attempt) {
-    std::vector<std::uint64_t> numbers;
-    const Status status = list_generations(ops, open->namespace_directory.get(), &numbers);
-    if (!status) throw_resource("cannot list {}: {}", path, status.to_string());
-    const bool make = numbers.empty();
-    const int rc = open_generation(ops, open->namespace_directory.get(), path, make ? 1 : numbers.back(),
-                                   make, &open->generation);
-    if (rc == 0) return;
-    if (rc != -ENOENT && rc != -EEXIST) fail(path, "open the newest generation of", -rc);
-  }
-  fail(path, "open the newest generation of", EBUSY);
-}
-
 bool probe_direct(FileOps& ops, const OpenRoot& open, DirectMode mode) {
   if (mode == DirectMode::kOff) return false;
   Fd fd;
@@ -282,27 +267,6 @@ bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& 
 
 }  // namespace
 
-int open_generation(FileOps& ops, int namespace_directory, const std::string& namespace_path,
-                    std::uint64_t number, bool make, std::shared_ptr<Generation>* generation) {
-  const std::string name = layout::generation_name(number);
-  if (make) {
-    if (const int rc = ops.mkdir(namespace_directory, name, 0700); rc < 0) return rc;
-    // Durable: after a power failure nothing older may be found again.
-    if (const int rc = ops.fsync(namespace_directory, false); rc < 0) return rc;
-  }
-  auto opened = std::make_shared<Generation>();
-  int error = 0;
-  opened->directory = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
-  if (!opened->directory) return -error;
-  // Where directories cannot be locked, or not across hosts, it may be reclaimed beside us: see
-  // keep_generation.
-  (void)lock_file(ops, opened->directory.get(), LOCK_SH | LOCK_NB);
-  opened->number = number;
-  opened->path = namespace_path + "/" + name;
-  *generation = std::move(opened);
-  return 0;
-}
-
 OpenRoot open_root(const FsTierOptions& options, FileOps& ops) {
   OpenRoot open;
   open.path = options.root_dir;
@@ -327,9 +291,18 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops) {
   // asking.
   constexpr std::uint64_t kMetadataBytes = 16 * kPageBytes;
   open.space = std::make_unique<Space>(ops, open.root.get(), open.path, options.max_bytes - kMetadataBytes,
-                                       open.writer, namespace_tag(open.namespace_name));
+                                       open.writer, sharer(open.namespace_name, 0));
   open_namespace(options, ops, &open);
-  open_newest_generation(ops, &open);
+  const std::string path = open.path + "/" + open.namespace_name;
+  if (const int rc = open_newest_generation(ops, open.namespace_directory.get(), path, &open.generation);
+      rc < 0)
+    fail(path, "open the newest generation of", -rc);
+  open.space->share_as(sharer(open.namespace_name, open.generation->number));
+  if (open.generation->made && open.generation->number > 1 && options.warn) {
+    options.warn(fmt::format(
+        "{} was reset: what was recorded before, and by the process that was reset after it, is not used",
+        path));
+  }
   open.direct = probe_direct(ops, open, options.o_direct);
   check_space(options, ops, open);
   open.fresh = count_new_root(options, ops, open);

@@ -8,19 +8,12 @@
 #include <vector>
 
 #include "storage/file_ops.h"
+#include "storage/fs_generation.h"
 #include "storage/fs_tier.h"
 #include "storage/space.h"
 #include "storage/temporary.h"
 
 namespace kv_offload {
-
-// One generation's directory. Ops in flight share it, so that a reset does not
-// pull the descriptor from under them.
-struct Generation {
-  std::uint64_t number = 0;
-  Fd directory;  // with a shared flock: who reclaims old generations passes by those that are in use
-  std::string path;
-};
 
 struct OpenRoot {
   std::string path;
@@ -37,9 +30,5 @@ struct OpenRoot {
 
 // Throws InvalidArgument or ResourceError.
 OpenRoot open_root(const FsTierOptions& options, FileOps& ops);
-
-// Opens (make: creates) g<number>; 0 or -errno.
-int open_generation(FileOps& ops, int namespace_directory, const std::string& namespace_path,
-                    std::uint64_t number, bool make, std::shared_ptr<Generation>* generation);
 
 }  // namespace kv_offload

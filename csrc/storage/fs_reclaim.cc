@@ -8,39 +8,43 @@
 #include <limits>
 #include <utility>
 
+#include "storage/fs_generation.h"
 #include "storage/fs_layout.h"
 #include "storage/fs_walk.h"
 
 namespace kv_offload {
 namespace {
 
-struct NewestGeneration {
+struct OpenGeneration {
   Fd directory;
   std::vector<std::uint32_t> leaves;
 };
 
-NewestGeneration open_newest(FileOps& ops, int root, const std::string& name) {
-  NewestGeneration newest;
+// Those whose records somebody may hit.
+std::vector<OpenGeneration> open_live(FileOps& ops, int root, const std::vector<std::string>& names) {
+  std::vector<OpenGeneration> live;
   int error = 0;
-  const Fd space = open_fd(ops, root, name, kOpenDirectory, 0, &error);
-  std::vector<std::uint64_t> generations;
-  if (!space || !list_generations(ops, space.get(), &generations) || generations.empty()) return newest;
-  newest.directory =
-      open_fd(ops, space.get(), layout::generation_name(generations.back()), kOpenDirectory, 0, &error);
-  std::uint64_t ignored = 0;
-  if (newest.directory) (void)list_leaves(ops, newest.directory.get(), &newest.leaves, &ignored);
-  return newest;
+  for (const std::string& name : names) {
+    const Fd space = open_fd(ops, root, name, kOpenDirectory, 0, &error);
+    if (!space) continue;
+    for (const std::uint64_t number : live_generations(ops, space.get())) {
+      OpenGeneration found;
+      found.directory = open_fd(ops, space.get(), layout::generation_name(number), kOpenDirectory, 0, &error);
+      std::uint64_t ignored = 0;
+      if (found.directory && list_leaves(ops, found.directory.get(), &found.leaves, &ignored))
+        live.push_back(std::move(found));
+    }
+  }
+  return live;
 }
 
 // Records used at or before this time have to go for `enough` bytes.
-std::int64_t newest_to_go(FileOps& ops, int root, const std::vector<std::string>& names,
-                          std::uint64_t enough) {
+std::int64_t newest_to_go(FileOps& ops, const std::vector<OpenGeneration>& live, std::uint64_t enough) {
   std::vector<std::pair<std::int64_t, std::uint64_t>> ages;  // mtime, bytes on disk
-  for (const std::string& name : names) {
-    const NewestGeneration newest = open_newest(ops, root, name);
-    for (const std::uint32_t leaf : newest.leaves) {
+  for (const OpenGeneration& generation : live) {
+    for (const std::uint32_t leaf : generation.leaves) {
       LeafFound found;
-      (void)scan_leaf(ops, newest.directory.get(), leaf, {}, &found);
+      (void)scan_leaf(ops, generation.directory.get(), leaf, {}, &found);
       for (const FoundRecord& record : found.records)
         ages.emplace_back(record.mtime_nanos, record.disk_bytes);
     }
@@ -63,13 +67,6 @@ bool namespace_is_open(FileOps& ops, int namespace_directory) {
   return mark && lock_file(ops, mark.get(), LOCK_EX | LOCK_NB) != 0;
 }
 
-bool generation_is_open(FileOps& ops, int namespace_directory, std::uint64_t number) {
-  int error = 0;
-  const Fd directory =
-      open_fd(ops, namespace_directory, layout::generation_name(number), kOpenDirectory, 0, &error);
-  return directory && lock_file(ops, directory.get(), LOCK_EX | LOCK_NB) == -EWOULDBLOCK;
-}
-
 std::uint64_t reclaim_other_generations(FileOps& ops, int namespace_directory, std::uint64_t own,
                                         std::uint64_t enough, const std::atomic<bool>& stop,
                                         const Gone& gone) {
@@ -79,8 +76,7 @@ std::uint64_t reclaim_other_generations(FileOps& ops, int namespace_directory, s
   for (const std::uint64_t number : generations) {
     if (freed >= enough) break;
     if (number == own) continue;
-    freed += reclaim_generation(ops, namespace_directory, layout::generation_name(number), enough - freed,
-                                false, stop, gone);
+    freed += reclaim_generation(ops, namespace_directory, number, enough - freed, false, stop, gone);
   }
   return freed;
 }
@@ -100,12 +96,11 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
   std::uint64_t freed = 0;
   for (const std::uint64_t number : generations) {
     if (freed >= enough) break;
-    freed += reclaim_generation(ops, directory.get(), layout::generation_name(number), enough - freed, closed,
-                                stop, gone);
+    freed += reclaim_generation(ops, directory.get(), number, enough - freed, closed, stop, gone);
   }
   generations.clear();
   if (!closed || !list_generations(ops, directory.get(), &generations) || !generations.empty()) return freed;
-  std::uint64_t last = 0;
+  std::uint64_t last = remove_marks(ops, directory.get(), [](std::uint64_t) { return true; });
   FileInfo info;
   for (const std::string& file : {std::string(layout::kNamespaceFile), mark_name}) {
     if (ops.stat(directory.get(), file, &info) == 0 && ops.unlink(directory.get(), file) == 0) {
@@ -121,9 +116,9 @@ Reclaimed reclaim_oldest(FileOps& ops, int root, const std::vector<std::string>&
                          bool dry_run, const Gone& gone) {
   Reclaimed reclaimed;
   if (enough == 0) return reclaimed;
-  const std::int64_t newest = newest_to_go(ops, root, names, enough);
-  for (const std::string& name : names) {
-    const NewestGeneration generation = open_newest(ops, root, name);
+  const std::vector<OpenGeneration> live = open_live(ops, root, names);
+  const std::int64_t newest = newest_to_go(ops, live, enough);
+  for (const OpenGeneration& generation : live) {
     for (const std::uint32_t leaf : generation.leaves) {
       LeafFound found;
       (void)scan_leaf(ops, generation.directory.get(), leaf, {}, &found);

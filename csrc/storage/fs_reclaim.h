@@ -26,8 +26,6 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
 
 // True when some process has it open.
 bool namespace_is_open(FileOps& ops, int namespace_directory);
-// True when some process reads and writes in it, this one included.
-bool generation_is_open(FileOps& ops, int namespace_directory, std::uint64_t number);
 // Removes records of all generations but `own` until `enough` bytes are gone, those in use too.
 std::uint64_t reclaim_other_generations(FileOps& ops, int namespace_directory, std::uint64_t own,
                                         std::uint64_t enough, const std::atomic<bool>& stop,
@@ -36,7 +34,7 @@ std::uint64_t reclaim_other_generations(FileOps& ops, int namespace_directory, s
 struct Reclaimed {
   std::uint64_t records = 0, bytes = 0;
 };
-// The least recently used records of the newest generations of these namespaces,
+// The least recently used records of these namespaces' generations that live,
 // until `enough` bytes are gone. Two walks, 16 bytes of memory a record; a record
 // that is used between the two is spared. dry_run: counts what would go.
 Reclaimed reclaim_oldest(FileOps& ops, int root, const std::vector<std::string>& names, std::uint64_t enough,

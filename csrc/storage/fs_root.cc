@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 
+#include "storage/fs_generation.h"
 #include "storage/fs_layout.h"
 #include "storage/fs_reclaim.h"
 #include "storage/fs_verify.h"
@@ -55,16 +56,9 @@ std::uint64_t reclaim_left_behind(FileOps& ops, int root, const std::string& nam
                                   const Gone& gone) {
   const std::atomic<bool> stop{false};
   const Fd directory = open_directory(root, name);
-  std::vector<std::uint64_t> generations;
-  if (!directory || !list_generations(ops, directory.get(), &generations)) return 0;
-  std::uint64_t freed = 0;
-  for (std::size_t i = 0; i + 1 < generations.size(); ++i) {
-    if (generation_is_open(ops, directory.get(), generations[i])) continue;
-    const std::string old = layout::generation_name(generations[i]);
-    freed += dry_run ? count_tree(ops, directory.get(), old, {}, stop)
-                     : reclaim_generation(ops, directory.get(), old, kNoLimit, true, stop, gone);
-  }
-  return freed;
+  if (!directory) return 0;
+  return dry_run ? count_unused_generations(ops, directory.get())
+                 : reclaim_unused_generations(ops, directory.get(), std::nullopt, stop, gone);
 }
 
 }  // namespace
@@ -81,23 +75,27 @@ struct FsRoot::Cursor::Impl {
   Fd root;
   std::vector<std::string> names;  // those to come, the next one last
   std::string name;
+  Fd namespace_directory;
+  std::vector<std::uint64_t> generations;  // to come, the next one last
   std::uint64_t generation = 0;
   Fd directory;                       // of the generation
   std::vector<std::uint32_t> leaves;  // to come
   std::vector<FoundRecord> records;   // of one leaf, to come
 
-  bool next_namespace() {
-    if (names.empty()) return false;
-    name = std::move(names.back());
-    names.pop_back();
-    leaves.clear();
-    const Fd own = open_directory(root.get(), name);
-    std::vector<std::uint64_t> generations;
-    if (!own || !list_generations(posix_file_ops(), own.get(), &generations) || generations.empty())
-      return true;
+  bool next_generation() {
+    while (generations.empty()) {
+      if (names.empty()) return false;
+      name = std::move(names.back());
+      names.pop_back();
+      namespace_directory = open_directory(root.get(), name);
+      if (namespace_directory) generations = live_generations(posix_file_ops(), namespace_directory.get());
+      std::reverse(generations.begin(), generations.end());
+    }
     generation = generations.back();
-    directory = open_directory(own.get(), layout::generation_name(generation));
+    generations.pop_back();
+    directory = open_directory(namespace_directory.get(), layout::generation_name(generation));
     std::uint64_t ignored = 0;
+    leaves.clear();
     if (directory) (void)list_leaves(posix_file_ops(), directory.get(), &leaves, &ignored);
     std::sort(leaves.rbegin(), leaves.rend());
     return true;
@@ -112,7 +110,7 @@ std::optional<RecordInfo> FsRoot::Cursor::next() {
   Impl& at = *impl_;
   while (at.records.empty()) {
     if (at.leaves.empty()) {
-      if (!at.next_namespace()) return std::nullopt;
+      if (!at.next_generation()) return std::nullopt;
       continue;
     }
     LeafFound found;

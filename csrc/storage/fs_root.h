@@ -18,10 +18,10 @@
 namespace kv_offload {
 
 struct NamespaceInfo {
-  std::string id;    // hex
-  std::string json;  // namespace.json as it is
-  std::uint64_t generation = 0;
-  std::uint64_t bytes = 0;  // on disk, older generations included
+  std::string id;                // hex
+  std::string json;              // namespace.json as it is
+  std::uint64_t generation = 0;  // the newest
+  std::uint64_t bytes = 0;       // on disk, all generations
   std::uint64_t records = 0;
   std::int64_t oldest_unix_nanos = 0, newest_unix_nanos = 0;  // 0: no records
   bool open = false;                                          // some process has it open
@@ -72,8 +72,8 @@ class FsRoot {
 
   RootInfo stat();
 
-  // The records of one namespace, or of all, one directory at a time. Records
-  // of generations that a reset left behind are not listed.
+  // The records of one namespace, or of all, one directory at a time: those of its newest generation and of
+  // others in use (replicas that were reset, or were not). What a reset left behind is not listed.
   class Cursor {
    public:
     ~Cursor();

@@ -47,7 +47,7 @@ void FsStore::start() {
   (void)open_.space->look(clock_.now(), &figures);
   {
     const MutexLock lock(mutex_);
-    open_spaces_ = figures.spaces;
+    sharers_ = figures.sharers;
   }
   std::uint64_t ignored = 0;
   // Alone, nobody waits for it: what the dead left is found and swept.
@@ -57,7 +57,7 @@ void FsStore::start() {
     known_.store(Known::kOrder);
   }
   const std::shared_ptr<Generation> own = generation();
-  if (own && !stop_.load()) reclaim_old_generations(open_.namespace_name, own->number);
+  if (own && !stop_.load()) reclaim_unused_generations(*own);
 }
 
 // One scan's shared work: leaves are taken in turn by a few threads.
@@ -222,7 +222,7 @@ void FsStore::keep_generation() {
   }
   // Who was reset itself shares nothing with others either, but needs nobody to tell it.
   apart_.store(!was_reset_.load() && !numbers.empty() && numbers.back() > own->number);
-  if (numbers.size() > 1) reclaim_old_generations(open_.namespace_name, numbers.back());
+  if (numbers.size() > 1) reclaim_unused_generations(*own);
 }
 
 Status FsStore::make_generation() {
@@ -240,8 +240,9 @@ Status FsStore::make_generation() {
       number = std::max(least_generation_, numbers.empty() ? 1 : numbers.back() + 1);
     }
     std::shared_ptr<Generation> made;
-    rc = open_generation(ops_, open_.namespace_directory.get(), path, number, true, &made);
-    if (rc == -EEXIST) continue;  // another process resets too
+    rc = open_generation(ops_, open_.namespace_directory.get(), path, number,
+                         was_reset_.load() ? Generate::kByReset : Generate::kAtStart, &made);
+    if (rc == -EEXIST || rc == -ENOENT) continue;  // another process resets too
     if (rc < 0) break;
     FileInfo info;
     if (ops_.fstat(made->directory.get(), &info) == 0) {

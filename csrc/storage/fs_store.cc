@@ -88,6 +88,7 @@ void FsStore::drop_generation() {
 }
 
 void FsStore::set_generation(std::shared_ptr<Generation> generation, bool empty) {
+  open_.space->share_as(sharer(open_.namespace_name, generation->number));
   const MutexLock lock(mutex_);
   generation_ = std::move(generation);
   leaf_bytes_.assign(layout::kLeaves, 0);

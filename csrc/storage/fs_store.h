@@ -111,7 +111,7 @@ class FsStore {
   int take_over(const std::string& path, Draft* draft, std::uint64_t* freed) REQUIRES(evict_mutex_);
   std::uint64_t reclaim_dead(std::uint64_t enough) REQUIRES(evict_mutex_);
   std::uint64_t reclaim_others(std::uint64_t enough, bool even_open) REQUIRES(evict_mutex_);
-  void reclaim_old_generations(const std::string& name, std::uint64_t below);
+  void reclaim_unused_generations(const Generation& own);
   // 0 or -errno; a file that is gone already is no error. The second: out of the sum, too.
   int unlink_file(const Generation& generation, const std::string& path, std::uint64_t* freed);
   int remove_file(const Generation& generation, const std::string& path);
@@ -160,7 +160,7 @@ class FsStore {
   std::vector<std::uint32_t> leaf_bytes_ GUARDED_BY(mutex_);           // of each leaf directory, 0: unknown
   std::unordered_set<std::string> durable_leaves_ GUARDED_BY(mutex_);  // with fsync: full
   Nanos last_write_back_ GUARDED_BY(mutex_){0};
-  std::vector<std::uint64_t> open_spaces_ GUARDED_BY(mutex_);  // by all that have the root open
+  std::vector<std::uint64_t> sharers_ GUARDED_BY(mutex_);  // of the root: what is open of it (space.h)
 
   Mutex generation_mutex_;  // one maker at a time; held across file system calls
   // One that makes room at a time: two would remove twice as much. Held across file

@@ -7,6 +7,7 @@
 //     open-<writer>            locked by one process while it has the root open
 //     <namespace hex>/namespace.json            readable, verified at open
 //     <namespace hex>/open                      locked (shared) by all that have it open
+//     <namespace hex>/g<generation>.open, .reset   locked (shared) by all that use it (fs_generation.h)
 //     <namespace hex>/g<generation>/ab/<key hex>.<size>.rec
 //     .../<same directory>/.tmp-<pid>-<writer>-<n>   temporaries, counted; locked by
 //                                               their writer, swept when they are not

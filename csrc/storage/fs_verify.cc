@@ -6,6 +6,7 @@
 #include <cerrno>
 
 #include "base/aligned_buffer.h"
+#include "storage/fs_generation.h"
 #include "storage/fs_layout.h"
 #include "storage/fs_walk.h"
 #include "storage/record_file.h"
@@ -61,6 +62,22 @@ Status verify_open_file(const Fd& fd, const FileInfo& file, const std::string& p
   return verify_payload(fd.get(), header, path);
 }
 
+void add_strays(int generation, std::uint32_t leaf, const std::string& where,
+                std::vector<std::string>* strays) {
+  FileOps& ops = posix_file_ops();
+  const std::string path = layout::leaf_path(leaf);
+  int error = 0;
+  const Fd directory = open_fd(ops, generation, path, kOpenDirectory, 0, &error);
+  std::vector<DirEntry> entries;
+  if (!directory || ops.list(directory.get(), &entries) < 0) return;
+  for (const DirEntry& entry : entries) {
+    if (!entry.name.ends_with(".rec") || entry.type == DT_DIR) continue;
+    const auto record = layout::parse_record(entry.name);
+    if (record && layout::leaf_of(record->key) == leaf) continue;
+    strays->push_back(where + "/" + path + "/" + entry.name);
+  }
+}
+
 }  // namespace
 
 Status verify_record_file(const std::string& path, std::uint64_t named_bytes, const std::string& namespace_id,
@@ -93,24 +110,15 @@ std::vector<std::string> stray_records(int root, const std::string& namespace_na
   std::vector<std::string> strays;
   int error = 0;
   const Fd space = open_fd(ops, root, namespace_name, kOpenDirectory, 0, &error);
-  std::vector<std::uint64_t> generations;
-  if (!space || !list_generations(ops, space.get(), &generations) || generations.empty()) return strays;
-  const std::string name = layout::generation_name(generations.back());
-  const Fd generation = open_fd(ops, space.get(), name, kOpenDirectory, 0, &error);
-  std::vector<std::uint32_t> leaves;
-  std::uint64_t ignored = 0;
-  if (!generation || !list_leaves(ops, generation.get(), &leaves, &ignored)) return strays;
-  for (const std::uint32_t leaf : leaves) {
-    const std::string path = layout::leaf_path(leaf);
-    const Fd directory = open_fd(ops, generation.get(), path, kOpenDirectory, 0, &error);
-    std::vector<DirEntry> entries;
-    if (!directory || ops.list(directory.get(), &entries) < 0) continue;
-    for (const DirEntry& entry : entries) {
-      if (!entry.name.ends_with(".rec") || entry.type == DT_DIR) continue;
-      const auto record = layout::parse_record(entry.name);
-      if (record && layout::leaf_of(record->key) == leaf) continue;
-      strays.push_back(namespace_name + "/" + name + "/" + path + "/" + entry.name);
-    }
+  if (!space) return strays;
+  for (const std::uint64_t number : live_generations(ops, space.get())) {
+    const std::string name = layout::generation_name(number);
+    const Fd generation = open_fd(ops, space.get(), name, kOpenDirectory, 0, &error);
+    std::vector<std::uint32_t> leaves;
+    std::uint64_t ignored = 0;
+    if (!generation || !list_leaves(ops, generation.get(), &leaves, &ignored)) continue;
+    for (const std::uint32_t leaf : leaves)
+      add_strays(generation.get(), leaf, namespace_name + "/" + name, &strays);
   }
   return strays;
 }

@@ -20,7 +20,7 @@ Status verify_record_file(const std::string& path, std::uint64_t named_bytes, co
 // else. 0 when it cannot be.
 std::int64_t record_created(const std::string& path);
 
-// Files of a namespace's newest generation that are named as records are but
+// Files of a namespace's live generations that are named as records are but
 // cannot be found as one: misspelt, or in another key's directory. Paths below
 // the root.
 std::vector<std::string> stray_records(int root, const std::string& namespace_name);

@@ -41,9 +41,14 @@ std::uint64_t count_locked(FileOps& ops, int directory, const std::string& name,
   return fd && lock_file(ops, fd.get(), LOCK_EX | LOCK_NB) == 0 ? bytes : 0;
 }
 
+}  // namespace
+
 bool may_be_directory(const DirEntry& entry) { return entry.type == DT_DIR || entry.type == DT_UNKNOWN; }
 
-}  // namespace
+Status list_directory(FileOps& ops, int directory, std::vector<DirEntry>* entries) {
+  Fd self;  // a descriptor of our own: listing moves its position
+  return list_at(ops, directory, ".", &self, entries);
+}
 
 bool sweep_temporary(FileOps& ops, int directory, const std::string& name) {
   int error = 0;
@@ -89,8 +94,7 @@ Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOpt
 Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* leaves,
                    std::uint64_t* other_bytes) {
   std::vector<DirEntry> entries;
-  Fd self;  // a descriptor of our own: listing moves its position
-  if (Status status = list_at(ops, generation, ".", &self, &entries); !status) return status;
+  if (Status status = list_directory(ops, generation, &entries); !status) return status;
   for (const DirEntry& entry : entries) {
     const auto leaf = layout::parse_hex_byte(entry.name);
     if (leaf && may_be_directory(entry)) {
@@ -120,8 +124,8 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
   return bytes;
 }
 
-std::uint64_t reclaim_generation(FileOps& ops, int parent, const std::string& name, std::uint64_t enough,
-                                 bool remove_directories, const std::atomic<bool>& stop,
+std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uint64_t number,
+                                 std::uint64_t enough, bool remove_directories, const std::atomic<bool>& stop,
                                  const std::function<void(std::uint64_t)>& gone) {
   std::uint64_t freed = 0;
   const auto note = [&](std::uint64_t bytes) {
@@ -133,8 +137,9 @@ std::uint64_t reclaim_generation(FileOps& ops, int parent, const std::string& na
     const std::uint64_t bytes = disk_bytes_of(ops, at, path);
     if (ops.rmdir(at, path) == 0) note(bytes);
   };
+  const std::string name = layout::generation_name(number);
   int error = 0;
-  const Fd generation = open_fd(ops, parent, name, kOpenDirectory, 0, &error);
+  const Fd generation = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
   if (!generation) return 0;
   std::vector<DirEntry> leaves;
   if (ops.list(generation.get(), &leaves) < 0) return 0;
@@ -154,26 +159,20 @@ std::uint64_t reclaim_generation(FileOps& ops, int parent, const std::string& na
     if (stop.load() || freed >= enough) return freed;
     remove_directory(generation.get(), leaf.name);
   }
-  remove_directory(parent, name);
-  return freed;
-}
-
-Status list_generations(FileOps& ops, int namespace_directory, std::vector<std::uint64_t>* generations) {
-  std::vector<DirEntry> entries;
-  Fd self;
-  if (Status status = list_at(ops, namespace_directory, ".", &self, &entries); !status) return status;
-  for (const DirEntry& entry : entries) {
-    const auto generation = layout::parse_generation(entry.name);
-    if (generation && may_be_directory(entry)) generations->push_back(*generation);
+  if (remove_directories) {  // marks first: a directory that is left is found again
+    for (const layout::Mark kind : {layout::Mark::kOpen, layout::Mark::kReset}) {
+      const std::string mark = layout::mark_name(number, kind);
+      const std::uint64_t bytes = disk_bytes_of(ops, namespace_directory, mark);
+      if (ops.unlink(namespace_directory, mark) == 0) note(bytes);
+    }
   }
-  std::sort(generations->begin(), generations->end());
-  return Status::ok();
+  remove_directory(namespace_directory, name);
+  return freed;
 }
 
 Status list_namespaces(FileOps& ops, int root, std::vector<std::string>* names) {
   std::vector<DirEntry> entries;
-  Fd self;
-  if (Status status = list_at(ops, root, ".", &self, &entries); !status) return status;
+  if (Status status = list_directory(ops, root, &entries); !status) return status;
   for (const DirEntry& entry : entries) {
     if (layout::is_namespace_name(entry.name) && may_be_directory(entry)) names->push_back(entry.name);
   }

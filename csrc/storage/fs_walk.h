@@ -54,14 +54,15 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
 
 // Removes our files (records, temporaries of the dead) below a generation until
 // `enough` bytes are gone; with remove_directories also emptied directories and
-// at last the generation itself. Returns the bytes that are gone from disk.
+// at last the generation's marks and itself. Returns the bytes that are gone from disk.
 // `gone` is told of each file's bytes as it goes.
-std::uint64_t reclaim_generation(FileOps& ops, int parent, const std::string& name, std::uint64_t enough,
-                                 bool remove_directories, const std::atomic<bool>& stop,
+std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uint64_t number,
+                                 std::uint64_t enough, bool remove_directories, const std::atomic<bool>& stop,
                                  const std::function<void(std::uint64_t)>& gone);
 
-// Ascending.
-Status list_generations(FileOps& ops, int namespace_directory, std::vector<std::uint64_t>* generations);
+// What lies in an open directory.
+Status list_directory(FileOps& ops, int directory, std::vector<DirEntry>* entries);
+bool may_be_directory(const DirEntry& entry);
 Status list_namespaces(FileOps& ops, int root, std::vector<std::string>* names);
 
 }  // namespace kv_offload

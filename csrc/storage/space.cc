@@ -27,22 +27,27 @@ std::uint64_t this_host(FileOps& ops) {
 
 }  // namespace
 
-std::uint64_t namespace_tag(const std::string& namespace_name) {
+std::uint64_t sharer(const std::string& namespace_name, std::uint64_t generation) {
+  constexpr std::size_t kDigits = 12;
   std::uint64_t tag = 0;
-  for (std::size_t i = 0; i + 1 < 16 && i + 1 < namespace_name.size(); i += 2) {
+  for (std::size_t i = 0; i + 1 < kDigits && i + 1 < namespace_name.size(); i += 2) {
     tag = tag << 8 | layout::parse_hex_byte(namespace_name.substr(i, 2)).value_or(0);
   }
-  return tag;
+  return tag << 16 | (generation & 0xffff);
+}
+
+bool is_of_namespace(std::uint64_t sharer, const std::string& namespace_name) {
+  return sharer >> 16 == kv_offload::sharer(namespace_name, 0) >> 16;
 }
 
 Space::Space(FileOps& ops, int root, const std::string& root_path, std::uint64_t max_bytes,
-             std::uint64_t writer, std::uint64_t space)
+             std::uint64_t writer, std::uint64_t sharer)
     : ops_(ops),
       root_(root),
       path_(root_path + "/" + std::string(layout::kLedgerFile)),
       max_bytes_(max_bytes),
       writer_(writer | 1),
-      space_(space),
+      sharer_(sharer),
       host_(this_host(ops)) {
   hold_presence();
   Status status;
@@ -67,7 +72,7 @@ Space::Space(FileOps& ops, int root, const std::string& root_path)
       path_(root_path + "/" + std::string(layout::kLedgerFile)),
       max_bytes_(0),
       writer_(0),
-      space_(0) {
+      sharer_(0) {
   const MutexLock lock(mutex_);
   int error = 0;
   fd_ = open_fd(ops_, root_, std::string(layout::kLedgerFile), kOpenPage, 0, &error);

@@ -39,8 +39,10 @@
 
 namespace kv_offload {
 
-// The first 16 digits of a namespace's name.
-std::uint64_t namespace_tag(const std::string& namespace_name);
+// Who shares records: a namespace and a generation of it, told by the first 12 digits of the one and the last
+// 16 bits of the other.
+std::uint64_t sharer(const std::string& namespace_name, std::uint64_t generation);
+bool is_of_namespace(std::uint64_t sharer, const std::string& namespace_name);
 
 enum class SpaceState : std::uint8_t {
   kUncounted,  // nothing is granted until somebody has counted
@@ -56,7 +58,7 @@ struct SpaceFigures {
   std::uint64_t writes = 0;            // by all
   bool alone = false;                  // no other process has the root open
   std::vector<std::uint64_t> writers;  // who has it open, we among them
-  std::vector<std::uint64_t> spaces;   // the namespaces that are open, each once
+  std::vector<std::uint64_t> sharers;  // what they have open of it, each once
   // Another that counts now, and something that changes while it lives.
   std::uint64_t counter = 0, counter_version = 0;
 };
@@ -72,13 +74,16 @@ class Space {
   // Opens or makes ROOT/ledger and takes a slot. Throws ResourceError (also when the
   // file system has no locks).
   Space(FileOps& ops, int root, const std::string& root_path, std::uint64_t max_bytes, std::uint64_t writer,
-        std::uint64_t space);
+        std::uint64_t sharer);
   // For who only takes files away (the CLI): no slot. Without a ledger there is nothing to tell.
   Space(FileOps& ops, int root, const std::string& root_path);
   // Not closed: what it leaves is what a process leaves that dies.
   ~Space();
   // Gives the slot back. REQUIRES: no reservation is left.
   void close();
+
+  // What this process shares records as from now on; told with the next change of the page.
+  void share_as(std::uint64_t sharer) { sharer_.store(sharer, std::memory_order_relaxed); }
 
   // Bytes that appeared without a reservation (an empty directory).
   void add(std::uint64_t bytes);
@@ -146,7 +151,8 @@ class Space {
   const int root_;
   const std::string path_;
   const std::uint64_t max_bytes_;
-  const std::uint64_t writer_, space_;  // 0: no slot
+  const std::uint64_t writer_;  // 0: no slot
+  std::atomic<std::uint64_t> sharer_;
   std::uint64_t host_ = 0;
   Fd presence_;                         // of the thread that looks after the root
   std::map<std::uint64_t, Seen> seen_;  // too

@@ -103,12 +103,12 @@ SpaceSlot* Space::enter(SpacePage* page) {
     slot.writer = writer_;
     slot.host = host_;
     slot.pid = static_cast<std::uint64_t>(::getpid());
-    slot.space = space_;
     own = page->claim(slot);
     if (own == nullptr) return nullptr;
     if (reserved_ > 0) page->doubt += std::min(reserved_, ~page->doubt);
   }
   own->version = version_ + 1;
+  own->sharer = sharer_.load(std::memory_order_relaxed);
   own->reserved = reserved_;
   own->evicting = evicting_;
   return own;

@@ -106,8 +106,8 @@ void Space::note(const SpacePage& page, SpaceFigures* figures) const {
   for (const SpaceSlot& slot : page.slots) {
     if (slot.writer == 0) continue;
     figures->writers.push_back(slot.writer);
-    if (std::find(figures->spaces.begin(), figures->spaces.end(), slot.space) == figures->spaces.end())
-      figures->spaces.push_back(slot.space);
+    if (std::find(figures->sharers.begin(), figures->sharers.end(), slot.sharer) == figures->sharers.end())
+      figures->sharers.push_back(slot.sharer);
     if (slot.counting == 0 || slot.writer == writer_) continue;
     figures->counter = slot.writer;
     figures->counter_version = slot.version;

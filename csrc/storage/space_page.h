@@ -21,7 +21,7 @@ struct SpaceSlot {
   std::uint64_t writer;    // random; 0: the slot is free
   std::uint64_t host;      // a hash of its boot
   std::uint64_t pid;       // for people
-  std::uint64_t space;     // the namespace it has open (namespace_tag)
+  std::uint64_t sharer;    // what it has open (space.h, sharer())
   std::uint64_t version;   // of the page, as it wrote it last
   std::uint64_t reserved;  // bytes that may appear on its behalf
   std::uint64_t evicting;  // writes of it that remove files to have room

@@ -38,7 +38,7 @@ inline const char* name_of(Call call) {
   return kNames[static_cast<int>(call)];
 }
 
-class FaultyFileOps final : public FileOps {
+class FaultyFileOps : public FileOps {
  public:
   explicit FaultyFileOps(FileOps& real = posix_file_ops()) : real_(real) {}
   // Calls that this thread made.

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 
 #include <chrono>
+#include <set>
 
 #include "fs_fixture.h"
 #include "storage/fs_root.h"
@@ -118,6 +119,33 @@ TEST_F(FsReclaimTest, what_a_reset_left_behind_goes_first) {
   EXPECT_GE(report.dead_bytes, 6 * kRecordBytes);
   EXPECT_EQ(left('1').size(), 0u);
   EXPECT_EQ(left('2').size(), 6u);
+}
+
+// A replica that was reset, and one that was not: both serve.
+TEST_F(FsReclaimTest, what_is_in_use_apart_from_the_newest_is_seen_and_goes_by_age) {
+  TierUser old(first_), changed(first_);
+  old.wait_for_scan();
+  ASSERT_TRUE(changed.tier().reset());
+  changed.weights = 1;
+  ASSERT_TRUE(changed.write(20));
+  FsRoot root(root_);
+  std::set<std::uint64_t> generations;
+  std::size_t records = 0;
+  FsRoot::Cursor cursor = root.records(std::string(64, '1'));
+  while (const auto record = cursor.next()) {
+    generations.insert(record->generation);
+    ++records;
+  }
+  EXPECT_EQ(generations, (std::set<std::uint64_t>{1, 2}));
+  EXPECT_EQ(records, 7u);
+  EXPECT_EQ(root.stat().records, 13u);
+  const fs::path damaged = records_in(root_ + "/" + std::string(64, '1') + "/g1")[0];
+  fs::resize_file(damaged, fs::file_size(damaged) - 1);
+  ASSERT_EQ(root.verify(false, {}).size(), 1u);
+  const EvictReport report = evict(du(root_) - 6 * kRecordBytes);
+  EXPECT_EQ(report.dead_bytes, 0u);
+  EXPECT_EQ(report.records, 6u);
+  EXPECT_TRUE(changed.read(20)) << "the newest of all";
 }
 
 TEST_F(FsReclaimTest, a_serving_process_goes_on_and_finds_the_room) {

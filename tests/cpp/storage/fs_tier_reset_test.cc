@@ -151,18 +151,122 @@ TEST_F(FsTierReset, what_the_others_still_use_is_not_reclaimed_until_they_were_r
   }));
 }
 
-TEST_F(FsTierReset, who_starts_later_shares_with_who_was_reset_last) {
-  TierUser a(timed_options()), b(timed_options());
-  b.wait_for_scan();
-  ASSERT_TRUE(b.write(1));
-  ASSERT_TRUE(a.tier().reset());
-  ASSERT_TRUE(a.write(2));
-  TierUser c(timed_options());
-  EXPECT_TRUE(c.has(2));
-  EXPECT_FALSE(c.has(1));
+// What is recorded after a reset is of weights that one process has in memory. One that starts has those that
+// its namespace names, or was never told.
+TEST_F(FsTierReset, who_starts_later_finds_nothing_of_before_a_reset_nor_of_who_was_reset) {
+  auto a = std::make_unique<TierUser>(timed_options());
+  auto b = std::make_unique<TierUser>(timed_options());
+  b->wait_for_scan();
+  ASSERT_TRUE(b->write(1));
+  ASSERT_TRUE(a->tier().reset());
+  a->weights = 1;
+  ASSERT_TRUE(a->write(2));
+  {
+    TierUser beside(timed_options());
+    EXPECT_FALSE(beside.has(1));
+    EXPECT_FALSE(beside.has(2));
+  }
+  a.reset();
+  b.reset();
+  std::vector<std::string> warnings;
+  FsTierOptions told = timed_options();
+  told.warn = [&](const std::string& line) { warnings.push_back(line); };
+  auto c = std::make_unique<TierUser>(told);
+  ASSERT_EQ(warnings.size(), 1u);
+  EXPECT_NE(warnings[0].find("was reset"), std::string::npos);
+  EXPECT_FALSE(c->has(1));
+  EXPECT_FALSE(c->has(2));
+  ASSERT_TRUE(c->write(3));
+  TierUser beside(timed_options());
+  EXPECT_TRUE(beside.has(3)) << "those who start share";
+  c.reset();
+  TierUser d(timed_options());
+  EXPECT_TRUE(d.read(3)) << "and it is kept";
 }
 
-// Where locks on directories are not seen by other hosts, or by hand.
+TEST_F(FsTierReset, after_the_end_of_who_was_reset_its_records_are_reclaimed) {
+  auto a = std::make_unique<TierUser>(timed_options());
+  auto b = std::make_unique<TierUser>(timed_options());
+  b->wait_for_scan();
+  ASSERT_TRUE(b->write(1));
+  ASSERT_TRUE(a->tier().reset());
+  ASSERT_TRUE(a->write(2));
+  a.reset();
+  EXPECT_TRUE(b->until([&] {
+    tick(*b);
+    return !lies_in(2, "g2");
+  }));
+  EXPECT_TRUE(b->read(1));
+  b.reset();
+  TierUser c(timed_options());
+  EXPECT_FALSE(c.has(1)) << "that there was a reset is not forgotten with them";
+  EXPECT_TRUE(c.until([&] {
+    tick(c);
+    return generations() == std::set<std::string>{"g3"};
+  }));
+  std::set<std::string> marks;
+  walk(root_, [&](const fs::path& path) {
+    if (layout::parse_mark(path.filename().string())) marks.insert(path.filename().string());
+  });
+  EXPECT_EQ(marks, std::set<std::string>{"g3.open"});
+}
+
+// As on NFS: locks on directories are seen by one host, those on files by all.
+class HostLocalDirectoryLocks : public FaultyFileOps {
+ public:
+  int flock(int fd, int operation) override {
+    FileInfo info;
+    return fstat(fd, &info) == 0 && info.is_directory() ? 0 : FaultyFileOps::flock(fd, operation);
+  }
+};
+
+TEST_F(FsTierReset, hosts_that_were_each_reset_leave_one_another_alone) {
+  HostLocalDirectoryLocks hosts[3];
+  std::vector<std::unique_ptr<TierUser>> users;
+  for (HostLocalDirectoryLocks& ops : hosts) {
+    FsTierOptions options = timed_options();
+    options.file_ops = &ops;
+    users.push_back(std::make_unique<TierUser>(options));
+    users.back()->wait_for_scan();
+  }
+  std::set<std::string> expected;
+  for (std::uint32_t i = 0; i < users.size(); ++i) {
+    ASSERT_TRUE(users[i]->tier().reset());
+    ASSERT_TRUE(users[i]->write(i));
+    expected.insert(layout::generation_name(i + 2));
+  }
+  for (int round = 0; round < 3; ++round) {
+    for (const auto& user : users) tick(*user);
+  }
+  EXPECT_TRUE(users[0]->until([&] {
+    tick(*users[0]);
+    return generations() == expected;
+  }));
+  for (std::uint32_t i = 0; i < users.size(); ++i) EXPECT_TRUE(users[i]->read(i)) << i;
+}
+
+TEST_F(FsTierReset, a_replica_that_was_reset_gets_its_share_of_a_full_root) {
+  constexpr std::uint64_t kBound = std::uint64_t{2} << 20;
+  constexpr std::uint64_t kRecord = 16384 + 4096;
+  FsTierOptions options = timed_options();
+  options.max_bytes = kBound;
+  TierUser a(options), b(options);
+  a.wait_for_scan();
+  b.wait_for_scan();
+  for (std::uint32_t i = 0; i < 200; ++i) (void)b.write(i, {16384});
+  ASSERT_TRUE(a.tier().reset());
+  a.weights = 1;
+  for (std::uint32_t i = 0; i < 200; ++i) {
+    tick(a);
+    tick(b);
+    ASSERT_TRUE(a.until([&] { return a.write(1000 + i, {16384}).is_ok(); })) << i;
+    ASSERT_TRUE(b.until([&] { return b.write(2000 + i, {16384}).is_ok(); })) << i;
+  }
+  for (TierUser* user : {&a, &b}) EXPECT_GT(user->tier().stats().chunks, kBound / kRecord / 4);
+  EXPECT_LE(du(root_), kBound + 2 * kRecord);
+}
+
+// By hand.
 TEST_F(FsTierReset, a_generation_that_is_removed_under_its_user_is_made_anew) {
   TierUser user(timed_options());
   ASSERT_TRUE(user.write(1));
