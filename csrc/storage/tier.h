@@ -110,7 +110,9 @@ class Tier {
   // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;
   // Forget everything: from this call on no older record is found again by
-  // anybody who starts later or by us; the bytes are reclaimed behind. Not ok: the
+  // anybody who starts later or by us; the bytes are reclaimed behind. What is
+  // written after it is of this process's memory (new weights, in place): nobody
+  // who starts later finds it. Not ok: the
   // tier could not yet make sure of those who start later. It has forgotten all the
   // same, goes on trying, and takes no records (kUnavailable, writable is false)
   // until it has; nothing is needed of the caller.

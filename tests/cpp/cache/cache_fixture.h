@@ -122,7 +122,7 @@ class World {
   void restart() {
     cache->close();
     std::map<ChunkKey, FakeTier::Record> records;
-    if (tier != nullptr) records = tier->records;
+    if (tier != nullptr && !tier->was_reset()) records = tier->records;
     cache.reset();
     open(std::move(records));
   }

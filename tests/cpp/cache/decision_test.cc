@@ -198,7 +198,11 @@ TEST_F(DecisionTest, ProbesAreFewReadsAndNobodyWaitsForThem) {
 
 TEST_F(DecisionTest, LongPromptsAreLoadedAndShortOnesComputedWhereThatIsRight) {
   // Reading 4,500 tokens/s: less than computing a short prompt, more than the end of a long one.
-  make({.token_seconds = 100e-6, .context_seconds = 20e-9, .rows = 32768, .tiers = {4500 * 256.0}});
+  make({.token_seconds = 100e-6,
+        .context_seconds = 20e-9,
+        .wait_step_share = 0.01,
+        .rows = 32768,
+        .tiers = {4500 * 256.0}});
   warm_up();
   for (int i = 0; i < 3; ++i) served(64), served(1024);
   const double loads = engine().decisions("load");
@@ -229,7 +233,11 @@ TEST_F(DecisionTest, APartThatPaysIsLoadedAndTheRestComputed) {
 
 TEST_F(DecisionTest, WhatLiesBehindALongPrefixIsDearerToCompute) {
   // Reading 4,500 tokens/s: less than computing at the start of a prompt, more than behind 12,288 tokens.
-  make({.token_seconds = 100e-6, .context_seconds = 20e-9, .rows = 32768, .tiers = {4500 * 256.0}});
+  make({.token_seconds = 100e-6,
+        .context_seconds = 20e-9,
+        .wait_step_share = 0.01,
+        .rows = 32768,
+        .tiers = {4500 * 256.0}});
   warm_up();
   for (int i = 0; i < 3; ++i) served(64), served(1024);
   served(64);

@@ -62,6 +62,7 @@ class FakeTier final : public TierHand {
   void fail_resets(bool fail) override { resets_fail_ = fail; }
   void heal() override { reset_pending_ = resets_fail_; }
   void switch_off() override { available = false; }
+  bool was_reset() const { return was_reset_; }
   bool is_closed() const override { return closed_; }
 
   std::map<ChunkKey, Record> records;
@@ -129,6 +130,7 @@ class FakeTier final : public TierHand {
     for (const auto& [key, record] : records) removals_.push_back({key, TierRemoval::Reason::kReset});
     records.clear();
     ++generation_;
+    was_reset_ = true;
     reset_pending_ = resets_fail_;
     return resets_fail_ ? Status::error(StatusKind::kIo, "reset") : Status::ok();
   }
@@ -220,7 +222,7 @@ class FakeTier final : public TierHand {
   std::uint64_t uses_ = 0;
   std::uint64_t generation_ = 0;
   bool closed_ = false;
-  bool resets_fail_ = false, reset_pending_ = false;
+  bool resets_fail_ = false, reset_pending_ = false, was_reset_ = false;
   std::map<OpId, std::uint64_t> born_;  // generation at submission
 };
 

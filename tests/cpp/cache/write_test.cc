@@ -246,7 +246,8 @@ TEST_P(WriteTest, ATierWhoseResetFailedHoldsNothingAndIsUsedAgainOnceItIsMadeUpF
   step();
   EXPECT_TRUE(recorded("c"));
   world().restart();
-  EXPECT_EQ(peek({"a"}) + peek({"b"}) + peek({"c"}), "MMP");
+  EXPECT_EQ(peek({"a"}) + peek({"b"}) + peek({"c"}), "MMM")
+      << "recorded after a reset: of who was reset alone";
 }
 
 TEST_P(WriteTest, AWriteThatBeganBeforeAResetLeavesNothingAfterIt) {
@@ -263,7 +264,7 @@ TEST_P(WriteTest, AWriteThatBeganBeforeAResetLeavesNothingAfterIt) {
   step();
   EXPECT_TRUE(recorded("a"));
   world().restart();
-  EXPECT_EQ(peek({"a"}) + peek({"b"}), "PM");
+  EXPECT_EQ(peek({"a"}) + peek({"b"}), "MM") << "recorded after a reset: of who was reset alone";
 }
 
 // ---- loads

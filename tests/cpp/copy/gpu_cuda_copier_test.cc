@@ -191,6 +191,7 @@ class GpuOrder : public Gpu, public ::testing::WithParamInterface<CopyPath> {
   void TearDown() override {
     let_go();
     copier_.reset();
+    if (!IsSkipped()) (void)cudaDeviceSynchronize();  // what the test itself has put on its streams
     pinned_.reset();
     if (cache_ != nullptr) (void)cudaFree(cache_);
     if (seen_ != nullptr) (void)cudaFree(seen_);

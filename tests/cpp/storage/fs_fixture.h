@@ -79,13 +79,18 @@ class Row {
   }
   void fill(std::uint32_t number) {
     for (std::size_t i = 0; i < sizes_.size(); ++i) {
-      for (std::uint64_t at = 0; at < sizes_[i]; ++at) buffers_[i].data()[at] = byte(number, i, at);
+      for (std::uint64_t at = 0; at < sizes_[i]; at += 8) {
+        const std::uint64_t word = word_of(number, i, at);
+        std::memcpy(buffers_[i].data() + at, &word, std::min<std::uint64_t>(8, sizes_[i] - at));
+      }
     }
   }
   bool holds(std::uint32_t number) const {
     for (std::size_t i = 0; i < sizes_.size(); ++i) {
-      for (std::uint64_t at = 0; at < sizes_[i]; ++at) {
-        if (buffers_[i].data()[at] != byte(number, i, at)) return false;
+      for (std::uint64_t at = 0; at < sizes_[i]; at += 8) {
+        const std::uint64_t word = word_of(number, i, at);
+        if (std::memcmp(buffers_[i].data() + at, &word, std::min<std::uint64_t>(8, sizes_[i] - at)) != 0)
+          return false;
       }
     }
     return true;
@@ -97,9 +102,8 @@ class Row {
   }
 
  private:
-  static std::byte byte(std::uint32_t number, std::size_t shard, std::uint64_t at) {
-    const std::uint64_t mixed = (number * 31 + shard * 7 + 1 + at / 8) * 0x9E3779B97F4A7C15ull;
-    return static_cast<std::byte>(mixed >> (8 * (at % 8)));
+  static std::uint64_t word_of(std::uint32_t number, std::size_t shard, std::uint64_t at) {
+    return (number * 31 + shard * 7 + 1 + at / 8) * 0x9E3779B97F4A7C15ull;
   }
   ShardSizes sizes_;
   std::vector<AlignedBuffer> buffers_;

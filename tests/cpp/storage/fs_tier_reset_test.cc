@@ -162,18 +162,18 @@ TEST_F(FsTierReset, who_starts_later_finds_nothing_of_before_a_reset_nor_of_who_
   a->weights = 1;
   ASSERT_TRUE(a->write(2));
   {
-    TierUser beside(timed_options());
+    std::vector<std::string> warnings;
+    FsTierOptions options = timed_options();
+    options.warn = [&](const std::string& line) { warnings.push_back(line); };
+    TierUser beside(options);
+    ASSERT_EQ(warnings.size(), 1u);
+    EXPECT_NE(warnings[0].find("was reset"), std::string::npos);
     EXPECT_FALSE(beside.has(1));
     EXPECT_FALSE(beside.has(2));
   }
   a.reset();
   b.reset();
-  std::vector<std::string> warnings;
-  FsTierOptions told = timed_options();
-  told.warn = [&](const std::string& line) { warnings.push_back(line); };
-  auto c = std::make_unique<TierUser>(told);
-  ASSERT_EQ(warnings.size(), 1u);
-  EXPECT_NE(warnings[0].find("was reset"), std::string::npos);
+  auto c = std::make_unique<TierUser>(timed_options());
   EXPECT_FALSE(c->has(1));
   EXPECT_FALSE(c->has(2));
   ASSERT_TRUE(c->write(3));

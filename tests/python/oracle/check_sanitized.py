@@ -66,7 +66,11 @@ def test_the_core_is_the_one_with_sanitizers() -> None:
 def test_a_fault_is_seen_in_a_process_like_this() -> None:
     """The control."""
     result = subprocess.run(
-        [sys.executable, "-c", PRELUDE + SANITIZER.fault], capture_output=True, text=True, check=False
+        [sys.executable, "-c", PRELUDE + SANITIZER.fault],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert result.returncode != 0
     assert SANITIZER.complaint in result.stderr
