@@ -14,7 +14,7 @@
 #   lint     clang-format, ruff, mypy --strict; that the mutants still fit the code
 #   cpp      build of the core and its tests, ctest
 #   oracle   the byte oracle over cores with each of the sanitizers
-#   cuda     the CUDA copier runs on a CUDA runtime of threads, plain and sanitized; where nvcc is, it and torch's
+#   cuda     the CUDA copier runs on a CUDA runtime of threads, with each of the sanitizers; where nvcc is, it and torch's
 #            operators for CUDA are compiled
 #   python   tests/python (bindings, configuration, manager contract, layers, oracle)
 #   wheel    tests/wheel (a self-contained wheel in an empty environment)
@@ -250,8 +250,10 @@ stage_fuzz() {
 }
 stage_cuda() {
   local threads=tests/cpp/cuda_on_threads/run.sh
-  bash $threads || return
-  bash $threads --sanitize address,undefined --seeds 1 || return
+  if [ -n "${KV_OFFLOAD_LONG:-}" ]; then
+    bash $threads --seeds 20 || return
+  fi
+  bash $threads --sanitize address,undefined --seeds 2 || return
   bash $threads --sanitize thread --seeds 1 || return
   if ! command -v nvcc >/dev/null; then
     echo "compiling with nvcc is skipped: there is none here"
