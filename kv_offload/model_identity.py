@@ -17,6 +17,7 @@ from kv_offload.weights_digest import weights_digest
 
 DIGEST_VERSION = 2  # of weights_digest: every tensor is sampled
 UNKNOWN = "unknown"
+MODELSCOPE = "modelscope"
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 _NOT_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin"}
@@ -60,6 +61,11 @@ def weights_problem(identity: Mapping[str, Any]) -> str | None:
         )
     if identity.get("weight_files") == 0:
         return "the model's directory has no weight files"
+    if identity.get("hub") == MODELSCOPE:
+        return (
+            f"{identity['name']!r} is loaded from ModelScope (VLLM_USE_MODELSCOPE), whose revisions are not "
+            "recorded here"
+        )
     if identity.get("revision") == UNKNOWN:
         asked = f" at revision {identity['asked_revision']!r}" if "asked_revision" in identity else ""
         return f"{identity['name']!r}{asked} is not a directory, and the hub's local cache has no such model"
@@ -77,10 +83,13 @@ def _found(
         return _directory_identity(path)
     if path.is_file():
         return _weights_facts([path])
+    asked = {"asked_revision": revision} if revision else {}
+    # The hub's cache may hold other weights under the same name.
+    if environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+        return {"name": name, "revision": UNKNOWN, "hub": MODELSCOPE} | asked
     commit = _hub_commit(name, revision, cache_dir, environ)
     if commit is not None:
         return {"name": name, "revision": commit}
-    asked = {"asked_revision": revision} if revision else {}
     return {"name": name, "revision": UNKNOWN} | asked
 
 

@@ -205,6 +205,17 @@ def test_a_hub_name_is_known_by_its_commit(tmp_path):
 # ---- weights that cannot be told from others
 
 
+def test_a_name_of_modelscope_is_not_looked_up_on_the_hub(tmp_path):
+    references = tmp_path / "models--org--name" / "refs"
+    references.mkdir(parents=True)
+    (references / "main").write_text("c0ffee\n")
+    environ = {"HF_HUB_CACHE": str(tmp_path), "VLLM_USE_MODELSCOPE": "True"}
+    identity = model_identity("org/name", environ=environ)
+    assert "ModelScope" in (weights_problem(identity) or "")
+    assert weights_problem(model_identity("org/name", model_id="mine", environ=environ)) is None
+    assert model_identity(str(tmp_path), environ=environ) == model_identity(str(tmp_path), environ={})
+
+
 def test_weights_behind_an_address_are_told_apart_by_it(tmp_path):
     """vLLM pulls only the configs of an s3:// model, into a directory of its own."""
     (tmp_path / "config.json").write_text("{}")
