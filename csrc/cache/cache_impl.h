@@ -10,9 +10,8 @@
 //   room.cc          a row for a chunk: eviction, shedding
 //   reset.cc         reset, close
 //
-// Who holds a row: exactly one of an index entry (filling, resident, fetching)
-// and the quarantine. Who pins an entry: each load job, each write op, each
-// request that holds it, and while it has no bytes the job or op that brings them.
+// Classes of their own: host_chunks.h (rows, and who holds them), chunk_groups.h,
+// tickets.h, cache_events.h.
 #pragma once
 
 #include <deque>
@@ -22,8 +21,8 @@
 #include <vector>
 
 #include "cache/cost_model.h"
+#include "cache/host_chunks.h"
 #include "cache/key_memory.h"
-#include "cache/quarantine.h"
 #include "cache/request_state.h"
 #include "cache/tiered_cache.h"
 
@@ -31,13 +30,6 @@ namespace kv_offload {
 
 struct TieredCache::Impl {
   // ---- what it is built from
-  struct Group {
-    std::uint32_t id = 0;
-    std::uint32_t tokens = 0;     // per chunk
-    std::uint64_t bytes = 0;      // of a chunk in all areas, padded
-    bool full_attention = false;  // known to be
-    GroupGeometry geometry;
-  };
   struct TierSlot {
     Tier* tier = nullptr;
     TierSlotOptions options;
@@ -85,21 +77,14 @@ struct TieredCache::Impl {
   HostRegion& region;
   Metrics& metrics;
   const Clock& clock;
-  std::vector<Group> groups;
+  const ChunkGroups groups;
   std::vector<std::unique_ptr<Tier>> tiers;
   std::vector<TierSlot> tier_slots;
-  RowAllocator rows;
-  ChunkIndex index;
+  Tickets tickets;
+  CacheEvents events;
+  HostChunks chunks;
   KeyMemory memory;
-  Quarantine quarantine;
   CostModel costs;
-  double bytes_per_token = 0;  // of all groups
-
-  // ---- rows
-  bool one_row_size = true;
-  std::uint64_t row_unit = kPageBytes;  // the smallest row
-  std::vector<Slot> owner_of_row;       // by row * 4 KiB / row_unit; only with several row sizes
-  std::vector<std::uint64_t> resident_by_group;
 
   // ---- requests
   std::vector<RequestState> requests;
@@ -116,7 +101,6 @@ struct TieredCache::Impl {
   std::uint64_t mark = 0;
 
   // ---- jobs and ops
-  Ticket last_ticket = kNoTicket;
   std::vector<LoadJob> load_jobs;
   std::vector<ForgottenLoad> forgotten_loads;
   OpId last_op = 0;
@@ -127,19 +111,14 @@ struct TieredCache::Impl {
   std::vector<TierRemoval> removals;
 
   std::uint64_t evicted_bytes = 0;  // of host memory, not in the metrics yet
-  std::vector<CacheEvent> events;
   bool closed = false;
 
   Impl(CacheOptions cache_options, const std::shared_ptr<HostRegion>& host_region,
        std::vector<std::unique_ptr<Tier>> cache_tiers, Metrics& cache_metrics, const Clock& cache_clock);
 
   // ---- tiered_cache.cc
-  // Position of vLLM's group id; nullopt when it is none of ours.
-  std::optional<std::uint32_t> position_of(const ChunkKey& key) const;
-  std::uint32_t require_position(const ChunkKey& key, std::uint32_t at_least) const;
   RequestState& require_live(RequestHandle request);
   void flush_tallies();
-  void note_event(const ChunkKey& key, bool storage, bool removed, std::string_view owner);
 
   // ---- lookup.cc
   LookupResult lookup(RequestHandle handle, const ChunkKey& key);
@@ -226,11 +205,6 @@ struct TieredCache::Impl {
   bool reclaim_slab(std::uint32_t group, std::uint32_t holder, std::vector<ChunkKey>* evicted);
   void evict(Slot slot, std::vector<ChunkKey>* evicted);
   bool shed_writes();
-  Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about, ChunkState state);
-  void make_resident(Slot slot, ChunkOrigin origin);
-  // The entry goes; its row is the caller's.
-  RowId take_out(Slot slot);
-  void free_row(RowId row) { rows.free(row); }
 
   // ---- load_path.cc
   std::uint64_t cache_blocks_of(const RequestState& request) const;
@@ -239,7 +213,6 @@ struct TieredCache::Impl {
   void complete_load(std::span<const ChunkKey> keys);
   bool release_load(const LoadJob& job);
   void poll_loads();
-  bool is_reported(Ticket ticket, TicketKind kind) const;
 
   // ---- store_path.cc
   class Taken;

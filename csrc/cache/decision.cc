@@ -160,7 +160,7 @@ bool TieredCache::Impl::waits_on(RequestState& request, Nanos now) {
   const std::size_t arrived = request.fetched_for - missing;
   const double so_far = to_seconds(now - request.waits_since);
   const double rest = so_far / static_cast<double>(arrived) * static_cast<double>(missing);
-  const std::uint32_t group = index.at(request.awaited.front()).group;
+  const std::uint32_t group = chunks.at(request.awaited.front()).group;
   const double tokens = groups[group].tokens;
   const double compute =
       costs.prefill.seconds(static_cast<double>(missing) * tokens,
@@ -197,10 +197,10 @@ void TieredCache::Impl::probe(RequestState& request, std::uint32_t group,
     for (const auto& candidate : candidates) {
       if (candidate.tier != tier || planned.size() == kProbeChunks) continue;
       const ChunkKey& key = request.pass_keys[candidate.key];
-      if (index.find(key) != nullptr) continue;
+      if (chunks.find(key) != nullptr) continue;
       const RowId row = take_row(group, request.number, nullptr);
       if (row == kNoRow) break;
-      const Slot slot = insert(key, group, row, request.about(candidate.parent, 0), ChunkState::kFetching);
+      const Slot slot = chunks.insert_fetching(key, group, row, request.about(candidate.parent, 0));
       planned.push_back({slot, candidate.tier});
     }
     submit_reads(planned, Nanos(0), true);

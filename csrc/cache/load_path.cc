@@ -24,7 +24,7 @@ std::uint64_t fold(std::span<const ChunkKey> keys) {
 std::uint64_t TieredCache::Impl::cache_blocks_of(const RequestState& request) const {
   if (request.last_end == 0) return options.cache_blocks;
   std::uint64_t blocks = 0;
-  for (const Group& group : groups) {
+  for (const ChunkGroups::Group& group : groups) {
     blocks += (request.last_end / group.tokens + 1) * std::uint64_t{options.blocks_per_chunk} + 1;
   }
   return blocks;
@@ -39,9 +39,7 @@ std::uint64_t TieredCache::Impl::cache_blocks_of(const RequestState& request) co
 // requests fit into the cache, whatever vLLM counts. One whose load ended needs no
 // watching: vLLM lets it run before it asks about another.
 bool TieredCache::Impl::must_hold_back(const RequestState& request) const {
-  const bool windows =
-      std::any_of(groups.begin(), groups.end(), [](const Group& g) { return !g.full_attention; });
-  if (!windows || options.cache_blocks == 0) return false;
+  if (!groups.has_windows() || options.cache_blocks == 0) return false;
   std::uint64_t loading = 0;
   for (const LoadJob& job : load_jobs) loading += job.completed ? 0 : job.cache_blocks;
   for (const ForgottenLoad& load : forgotten_loads) loading += load.cache_blocks;
@@ -61,14 +59,14 @@ RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<cons
   transfer.rows.reserve(keys.size());
   std::uint32_t group = 0;
   for (const ChunkKey& key : keys) {
-    group = require_position(key, group);
-    const ChunkEntry* entry = index.find(key);
+    group = groups.require_position(key, group);
+    const ChunkEntry* entry = chunks.find(key);
     if (entry == nullptr || entry->state != ChunkState::kResident) {
       throw_invalid(
           "chunk {} is to be loaded but is not in host memory; load only what was a hit in this step",
           key.hex());
     }
-    job.slots.push_back(index.slot_of(entry));
+    job.slots.push_back(chunks.slot_of(entry));
     transfer.rows.push_back(entry->row);
     request.offered[group] = {chunk_id(key), entry->depth};
     ++transfer.group_rows[group];
@@ -77,12 +75,10 @@ RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<cons
   // From the last to the first: the head of a prefix is the last to go.
   for (std::size_t i = job.slots.size(); i-- > 0;) {
     const Slot slot = job.slots[i];
-    ChunkEntry& entry = index.at(slot);
-    index.pin(slot);
-    index.access(slot, request.number, request.priority());
-    const bool fetched = entry.origin == ChunkOrigin::kTier && !entry.counted;
-    entry.counted |= fetched;
-    hit_tokens[fetched ? entry.tier + 1u : 0] += groups[entry.group].tokens;
+    const ChunkEntry& entry = chunks.at(slot);
+    const auto fetched_from = chunks.begin_load(slot);
+    chunks.access(slot, request.number, request.priority());
+    hit_tokens[fetched_from ? *fetched_from + 1u : 0] += groups[entry.group].tokens;
     job.bytes += static_cast<double>(groups[entry.group].bytes);
     see_again(slot);
   }
@@ -98,13 +94,14 @@ RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<cons
   for (std::uint32_t g = 0; g < groups.size(); ++g) {
     tokens = std::max<double>(tokens, std::uint64_t{transfer.group_rows[g]} * groups[g].tokens);
   }
-  job.compute_seconds = costs.prefill.seconds(tokens, context_of(request, index.at(job.slots.front()).group));
+  job.compute_seconds =
+      costs.prefill.seconds(tokens, context_of(request, chunks.at(job.slots.front()).group));
   if (request.waiting || request.expired)
     job.waited_seconds = to_seconds(request.pass_time - request.waits_since);
   job.cache_blocks = cache_blocks_of(request);
   job.prepared = request.pass_step == step ? request.pass_time : clock.now();
   admit(handle, request);
-  job.ticket = transfer.ticket = ++last_ticket;
+  job.ticket = transfer.ticket = tickets.next();
   load_jobs.push_back(std::move(job));
   return transfer;
 }
@@ -121,27 +118,17 @@ void TieredCache::Impl::complete_load(std::span<const ChunkKey> keys) {
 }
 
 bool TieredCache::Impl::release_load(const LoadJob& job) {
-  if (!is_reported(job.ticket, TicketKind::kLoad)) return false;
-  for (const Slot slot : job.slots) {
-    ChunkEntry& entry = index.at(slot);
-    // Loaded once since the fetch: from now on it is host memory's.
-    if (entry.counted) entry.origin = ChunkOrigin::kStore;
-    index.unpin(slot);
-  }
+  if (!tickets.is_reported(job.ticket, TicketKind::kLoad)) return false;
+  for (const Slot slot : job.slots) chunks.end_load(slot);
   return true;
 }
 
 // What a step reported vLLM takes up before it asks in the next one.
 void TieredCache::Impl::poll_loads() {
   std::erase_if(load_jobs, [&](const LoadJob& job) { return job.completed && release_load(job); });
-  std::erase_if(forgotten_loads,
-                [&](const ForgottenLoad& load) { return is_reported(load.ticket, TicketKind::kLoad); });
-}
-
-// Of a replicated cache one rank stores, but all ranks load.
-bool TieredCache::Impl::is_reported(Ticket ticket, TicketKind kind) const {
-  std::uint64_t failed_groups = 0;
-  return region.result(ticket, &failed_groups, kind) == TicketResult::kDone;
+  std::erase_if(forgotten_loads, [&](const ForgottenLoad& load) {
+    return tickets.is_reported(load.ticket, TicketKind::kLoad);
+  });
 }
 
 RowTransfer TieredCache::prepare_load(RequestHandle request, std::span<const ChunkKey> keys) {
@@ -153,7 +140,7 @@ void TieredCache::complete_load(std::span<const ChunkKey> keys) {
 }
 
 int TieredCache::load_source(const ChunkKey& key) const {
-  const ChunkEntry* entry = impl_->index.find(key);
+  const ChunkEntry* entry = impl_->chunks.find(key);
   if (entry == nullptr || entry->origin != ChunkOrigin::kTier) return -1;
   return entry->tier;
 }

@@ -20,9 +20,9 @@ namespace kv_offload {
 LookupResult TieredCache::Impl::lookup(RequestHandle handle, const ChunkKey& key) {
   RequestState& request = requests[handle];
   if (request.pass_step != step) begin_pass(request);
-  const ChunkEntry* entry = index.find(key);
+  const ChunkEntry* entry = chunks.find(key);
   if (entry != nullptr && entry->state == ChunkState::kResident && request.host_hits) [[likely]] {
-    request.pass.push_back({index.slot_of(entry), entry->group, Sight::Kind::kHit, 0});
+    request.pass.push_back({chunks.slot_of(entry), entry->group, Sight::Kind::kHit, 0});
     return LookupResult::kHit;
   }
   return lookup_unready(handle, request, key, entry);
@@ -35,7 +35,7 @@ void TieredCache::Impl::begin_pass(RequestState& request) {
   request.pass_time = clock.now();
   request.unsettled = true;
   if (!request.waiting && !request.expired && request.load_policy == LoadPolicy::kAuto) {
-    request.host_dear = !costs.host_pays(bytes_per_token, request.pass_time);
+    request.host_dear = !costs.host_pays(groups.bytes_per_token(), request.pass_time);
   }
   request.held_back = must_hold_back(request);
   request.host_hits = request.options.load_from_cpu && !request.host_dear && !request.held_back;
@@ -51,11 +51,11 @@ bool TieredCache::Impl::is_probe(Slot slot) const {
 LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestState& request,
                                                const ChunkKey& key, const ChunkEntry* entry) {
   using Kind = Sight::Kind;
-  const auto group = position_of(key);
+  const auto group = groups.position_of(key);
   if (!group) return LookupResult::kMiss;
   if (entry != nullptr) {
     const bool is_fetch = entry->state == ChunkState::kFetching;
-    const Slot slot = index.slot_of(entry);
+    const Slot slot = chunks.slot_of(entry);
     // Of a tier that was judged too slow; or host memory was.
     const bool dear = is_fetch ? is_probe(slot) : request.host_dear && request.options.load_from_cpu;
     if (dear && request.load_policy == LoadPolicy::kAuto) {
@@ -211,7 +211,7 @@ void TieredCache::Impl::start_waiting(RequestHandle handle, RequestState& reques
 }
 
 void TieredCache::Impl::stop_waiting(RequestHandle handle, RequestState& request) {
-  for (const Slot slot : request.held) index.unpin(slot);
+  for (const Slot slot : request.held) chunks.unpin(slot);
   request.held.clear();
   for (const Slot slot : request.awaited) {
     const auto fetch = fetches.find(slot);

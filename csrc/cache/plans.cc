@@ -10,7 +10,7 @@ void TieredCache::end_step() {
   if (impl.closed) return;
   impl.poll_tiers();
   impl.poll_loads();
-  impl.quarantine.poll([&](Ticket ticket, TicketKind kind) { return impl.is_reported(ticket, kind); });
+  impl.chunks.poll();
   std::sort(impl.asked.begin(), impl.asked.end(), [&](RequestHandle a, RequestHandle b) {
     return impl.requests[a].number < impl.requests[b].number;
   });
@@ -60,7 +60,7 @@ TieredCache::Impl::Scans TieredCache::Impl::scans_of(const RequestState& request
     Scan& scan = scans.emplace_back(group, Scan{}).second;
     ChunkId before = 0;
     // Where vLLM does not say which groups have a window, those come after the others.
-    scan.is_prefix = groups[group].full_attention || (options.full_attention.empty() && scans.size() == 1);
+    scan.is_prefix = groups[group].full_attention || (!groups.kinds_are_known() && scans.size() == 1);
     for (std::size_t i = begin; i < end; ++i) {
       const Sight& sight = pass[i];
       switch (sight.kind) {
@@ -94,7 +94,7 @@ ChunkId TieredCache::Impl::seen_chunk(const RequestState& request, const Sight& 
     case Sight::Kind::kHit:
     case Sight::Kind::kFilling:
     case Sight::Kind::kFetching:  // its slot may have been given away since: then of no state
-      return index.at(sight.index).state == ChunkState::kAbsent ? 0 : chunk_id(index.at(sight.index).key);
+      return chunks.at(sight.index).state == ChunkState::kAbsent ? 0 : chunk_id(chunks.at(sight.index).key);
     case Sight::Kind::kRecorded:
       return chunk_id(request.pass_keys[sight.index]);
     case Sight::Kind::kUnknown:
@@ -134,8 +134,8 @@ void TieredCache::Impl::hold_hits(RequestState& request, const std::vector<Slot>
   for (const Slot slot : request.held) first_time(slot);
   for (const Slot slot : hits) {
     // It may have been evicted since it was looked up.
-    if (index.at(slot).state != ChunkState::kResident || !first_time(slot)) continue;
-    index.pin(slot);
+    if (chunks.at(slot).state != ChunkState::kResident || !first_time(slot)) continue;
+    chunks.pin(slot);
     request.held.push_back(slot);
   }
 }
@@ -157,8 +157,8 @@ void TieredCache::Impl::fetch(RequestHandle handle, RequestState& request, std::
   std::vector<std::pair<Slot, std::uint8_t>> planned;
   for (const auto& candidate : candidates) {
     const ChunkKey& key = request.pass_keys[candidate.key];
-    if (const ChunkEntry* entry = index.find(key)) {  // another plan of this step took it up
-      await(handle, request, index.slot_of(entry));
+    if (const ChunkEntry* entry = chunks.find(key)) {  // another plan of this step took it up
+      await(handle, request, chunks.slot_of(entry));
       continue;
     }
     const RowId row = take_row(group, request.number, nullptr);
@@ -166,14 +166,14 @@ void TieredCache::Impl::fetch(RequestHandle handle, RequestState& request, std::
       request.closed[group] = MissReason::kPressure;
       break;
     }
-    const Slot slot = insert(key, group, row, request.about(candidate.parent, 0), ChunkState::kFetching);
+    const Slot slot = chunks.insert_fetching(key, group, row, request.about(candidate.parent, 0));
     planned.push_back({slot, candidate.tier});
   }
   if (request.closed[group] == MissReason::kPressure && groups.size() > 1) {
     // Rows are short. The windows of the other groups need rows too, or all of this is in vain.
     std::size_t give_back = (planned.size() + 3) / 4;
     for (; give_back > 0; --give_back) {
-      free_row(take_out(planned.back().first));
+      chunks.discard(planned.back().first);
       planned.pop_back();
     }
   }

@@ -16,27 +16,18 @@ void TieredCache::Impl::forget_memory() {
     Op& op = ops.at(id);
     op.stale = true;
     op.waiters.clear();
-    quarantine.hold(op.row);
+    chunks.quarantine(op.row);
     tier_slots[op.tier].tier->cancel(id);  // if it has started, its completion ends the hold
   }
   fetches.clear();
   write_order.clear();
   for (const LoadJob& job : load_jobs) {
     if (!job.completed) forgotten_loads.push_back({job.ticket, job.cache_blocks});
-    if (is_reported(job.ticket, TicketKind::kLoad)) continue;
-    for (const Slot slot : job.slots) quarantine.hold(job.ticket, TicketKind::kLoad, index.at(slot).row);
+    if (tickets.is_reported(job.ticket, TicketKind::kLoad)) continue;
+    for (const Slot slot : job.slots) chunks.quarantine(job.ticket, slot);
   }
   load_jobs.clear();
-  index.for_each([&](Slot, ChunkEntry& entry) {
-    if (entry.state == ChunkState::kResident) note_event(entry.key, false, true, {});
-    if (entry.state == ChunkState::kFilling && !is_reported(entry.ticket, TicketKind::kStore)) {
-      quarantine.hold(entry.ticket, TicketKind::kStore, entry.row);
-    }
-    if (!quarantine.holds(entry.row)) free_row(entry.row);
-  });
-  index.clear();
-  std::fill(owner_of_row.begin(), owner_of_row.end(), static_cast<Slot>(-1));
-  std::fill(resident_by_group.begin(), resident_by_group.end(), 0);
+  chunks.forget();
   for (RequestState& request : requests) {
     request.knows_span = false;
     request.held.clear();
@@ -69,7 +60,7 @@ void TieredCache::Impl::close() {
   for (TierSlot& slot : tier_slots) slot.tier->close();
   poll_tiers();
   forget_memory();
-  events.clear();
+  events.take();
   closed = true;
 }
 

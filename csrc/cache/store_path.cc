@@ -14,10 +14,10 @@ constexpr std::size_t kAhead = 8;  // of what comes, the cells are fetched ahead
 // free at once, and their keys absent.
 class TieredCache::Impl::Taken {
  public:
-  Taken(Impl& impl, std::size_t most) : impl_(impl) { slots_.reserve(most); }
+  Taken(HostChunks& chunks, std::size_t most) : chunks_(chunks) { slots_.reserve(most); }
   ~Taken() {
-    if (row_ != kNoRow) impl_.free_row(row_);
-    for (const Slot slot : slots_) impl_.free_row(impl_.take_out(slot));
+    if (row_ != kNoRow) chunks_.free(row_);
+    for (const Slot slot : slots_) chunks_.discard(slot);
   }
   Taken(const Taken&) = delete;
   Taken& operator=(const Taken&) = delete;
@@ -29,7 +29,7 @@ class TieredCache::Impl::Taken {
   void hand_out() { slots_.clear(); }
 
  private:
-  Impl& impl_;
+  HostChunks& chunks_;
   RowId row_ = kNoRow;
   std::vector<Slot> slots_;
 };
@@ -41,7 +41,7 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
     throw_invalid("{} depths were given for {} keys; give one per key or none", depths.size(), keys.size());
   }
   std::uint32_t group = 0;
-  for (const ChunkKey& key : keys) group = require_position(key, group);
+  for (const ChunkKey& key : keys) group = groups.require_position(key, group);
   admit(handle, request);
   StoreGrant grant;
   if (closed || request.options.skip_store) return grant;
@@ -50,18 +50,18 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
   grant.transfer.rows.reserve(keys.size());
   std::vector<std::uint64_t> fresh(groups.size(), 0);
   note_prefill(request, keys, depths);
-  Taken taken(*this, keys.size());
+  Taken taken(chunks, keys.size());
   group = 0;
   for (std::uint32_t i = 0; i < keys.size(); ++i) {
-    if (i + kAhead < keys.size()) index.prefetch(keys[i + kAhead]);
+    if (i + kAhead < keys.size()) chunks.prefetch(keys[i + kAhead]);
     const ChunkKey& key = keys[i];
-    group = require_position(key, group);
+    group = groups.require_position(key, group);
     const std::uint32_t depth = depths.empty() ? 0 : depths[i];
     const ChunkId parent =
         groups[group].full_attention ? request.follow(group, key, depths.empty() ? i + 1 : depth) : 0;
-    if (const ChunkEntry* known = index.find(key)) {
-      const Slot slot = index.slot_of(known);
-      index.access(slot, request.number, request.priority());
+    if (const ChunkEntry* known = chunks.find(key)) {
+      const Slot slot = chunks.slot_of(known);
+      chunks.access(slot, request.number, request.priority());
       if (known->state == ChunkState::kResident) see_again(slot);
       continue;
     }
@@ -75,10 +75,8 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
       continue;
     }
     taken.hold(row);
-    if (grant.transfer.ticket == kNoTicket) grant.transfer.ticket = ++last_ticket;
-    const Slot slot = insert(key, group, row, request.about(parent, depth), ChunkState::kFilling);
-    taken.fill(slot);
-    index.at(slot).ticket = grant.transfer.ticket;
+    if (grant.transfer.ticket == kNoTicket) grant.transfer.ticket = tickets.next();
+    taken.fill(chunks.insert_filling(key, group, row, request.about(parent, depth), grant.transfer.ticket));
     grant.accepted.push_back(i);
     grant.transfer.rows.push_back(row);
     ++grant.transfer.group_rows[group];
@@ -102,7 +100,7 @@ void TieredCache::Impl::note_prefill(RequestState& request, std::span<const Chun
   for (std::size_t begin = 0, end = 0; begin < keys.size(); begin = end) {
     const std::uint32_t id = keys[begin].group_id();
     while (end < keys.size() && keys[end].group_id() == id) ++end;
-    const auto group = position_of(keys[begin]);
+    const auto group = groups.position_of(keys[begin]);
     if (!group) return;
     const std::uint32_t chunk = groups[*group].tokens;
     std::uint32_t& offered = request.offered_end[*group];
@@ -110,7 +108,7 @@ void TieredCache::Impl::note_prefill(RequestState& request, std::span<const Chun
     for (std::size_t i = begin; i < end; ++i) {
       const std::uint32_t depth = depths.empty() ? 0 : depths[i];
       const bool before = depth > 0 && (depth <= offered || depth < request.first_end);
-      if (before || (request.first_end == 0 && index.find(keys[i]) != nullptr)) continue;
+      if (before || (request.first_end == 0 && chunks.find(keys[i]) != nullptr)) continue;
       tokens += chunk;
       token_context += depth > chunk ? static_cast<double>(chunk) * (depth - 0.5 * chunk) : 0;
     }
@@ -129,14 +127,14 @@ void TieredCache::Impl::complete_store(std::span<const ChunkKey> keys, bool succ
   TicketResult result = TicketResult::kPending;
   std::uint64_t failed_groups = 0;
   for (const ChunkKey& key : keys) {
-    const ChunkEntry* entry = index.find(key);
+    const ChunkEntry* entry = chunks.find(key);
     if (entry == nullptr || entry->state != ChunkState::kFilling) continue;
     if (entry->ticket != known) {
       known = entry->ticket;
       failed_groups = 0;
-      result = region.result(known, &failed_groups);
+      result = tickets.store_result(known, &failed_groups);
     }
-    const Slot slot = index.slot_of(entry);
+    const Slot slot = chunks.slot_of(entry);
     if (!success || result != TicketResult::kDone || (failed_groups >> entry->group & 1) != 0) {
       fail_store(slot);
     } else {
@@ -145,14 +143,14 @@ void TieredCache::Impl::complete_store(std::span<const ChunkKey> keys, bool succ
   }
   // The deepest first, so that the head of a prefix is the last to go.
   std::sort(stored.begin(), stored.end(), [&](Slot a, Slot b) {
-    const std::uint32_t depth_a = index.at(a).depth, depth_b = index.at(b).depth;
-    return depth_a != depth_b ? depth_a > depth_b : index.at(a).row > index.at(b).row;
+    const std::uint32_t depth_a = chunks.at(a).depth, depth_b = chunks.at(b).depth;
+    return depth_a != depth_b ? depth_a > depth_b : chunks.at(a).row > chunks.at(b).row;
   });
   double tokens = 0;
   for (std::size_t i = 0; i < stored.size(); ++i) {
-    if (i + kAhead < stored.size()) index.prefetch(stored[i + kAhead]);
-    make_resident(stored[i], ChunkOrigin::kStore);
-    tokens += groups[index.at(stored[i]).group].tokens;
+    if (i + kAhead < stored.size()) chunks.prefetch(stored[i + kAhead]);
+    chunks.finish_store(stored[i]);
+    tokens += groups[chunks.at(stored[i]).group].tokens;
   }
   if (tokens > 0) metrics.add("kv_offload_stored_tokens_total", {}, tokens);
   std::reverse(stored.begin(), stored.end());
@@ -160,16 +158,9 @@ void TieredCache::Impl::complete_store(std::span<const ChunkKey> keys, bool succ
 }
 
 void TieredCache::Impl::fail_store(Slot slot) {
-  const ChunkEntry& entry = index.at(slot);
-  const Ticket ticket = entry.ticket;
   metrics.add("kv_offload_failures_total", {"cpu", "store", "device"});
-  memory.note_gone(entry.key, static_cast<std::uint8_t>(MissReason::kIoError));
-  const RowId row = take_out(slot);
-  if (is_reported(ticket, TicketKind::kStore)) {
-    free_row(row);
-  } else {
-    quarantine.hold(ticket, TicketKind::kStore, row);
-  }
+  memory.note_gone(chunks.at(slot).key, static_cast<std::uint8_t>(MissReason::kIoError));
+  chunks.discard_store(slot);
 }
 
 StoreGrant TieredCache::prepare_store(RequestHandle request, std::span<const ChunkKey> keys,

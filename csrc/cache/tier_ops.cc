@@ -10,6 +10,7 @@ namespace {
 // chunks of the cold end are looked at per step.
 constexpr std::uint32_t kMaxEvictionWrites = 64;
 constexpr std::size_t kColdEnd = 64;
+constexpr std::uint64_t kColdShare = 8;  // only when less than 1 / 8 of the area is free
 
 MissReason miss_reason_of(StatusKind kind) {
   switch (kind) {
@@ -53,7 +54,7 @@ std::vector<Shard> TieredCache::Impl::shards_of(RowId row, std::uint32_t group) 
 }
 
 TierOp TieredCache::Impl::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
-  const ChunkEntry& entry = index.at(slot);
+  const ChunkEntry& entry = chunks.at(slot);
   const OpId id = ++last_op;
   Op& op = ops[id];
   op.kind = kind;
@@ -67,7 +68,7 @@ TierOp TieredCache::Impl::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
   order.kind = kind;
   order.key = entry.key;
   order.group = entry.group;
-  order.about = index.about(entry);
+  order.about = chunks.about(slot);
   order.shards = shards_of(entry.row, entry.group);
   order.memory = region_memory;
   return order;
@@ -116,7 +117,7 @@ void TieredCache::Impl::finish_read(Op& op, const Completion& completion) {
   } else if (is_failure(kind)) {
     metrics.add("kv_offload_failures_total", {name, "read", to_string(kind)});
   }
-  if (op.stale) return quarantine.release(op.row);
+  if (op.stale) return chunks.release(op.row);
   // One that expired was submitted for a request whose wait is over; another may wait on.
   const bool tried = kind != StatusKind::kCancelled && kind != StatusKind::kExpired;
   fetches.erase(op.slot);
@@ -125,21 +126,20 @@ void TieredCache::Impl::finish_read(Op& op, const Completion& completion) {
     if (!request.live || request.number != waiter.number) continue;
     std::erase(request.awaited, op.slot);
     if (completion.status.is_ok()) {
-      index.pin(op.slot);
+      chunks.pin(op.slot);
       request.held.push_back(op.slot);
     } else if (tried) {
       request.failed.push_back({KeyMemory::fingerprint(completion.key), miss_reason_of(kind)});
     }
   }
   if (completion.status.is_ok()) {
-    index.at(op.slot).tier = op.tier;
-    make_resident(op.slot, ChunkOrigin::kTier);
+    chunks.finish_fetch(op.slot, op.tier);
     return;
   }
   if (tried) {
     memory.note_gone(completion.key, static_cast<std::uint8_t>(miss_reason_of(kind)));
   }
-  free_row(take_out(op.slot));
+  chunks.discard(op.slot);
 }
 
 void TieredCache::Impl::finish_write(Op& op, const Completion& completion) {
@@ -154,16 +154,13 @@ void TieredCache::Impl::finish_write(Op& op, const Completion& completion) {
     metrics.add("kv_offload_dropped_bytes_total", {slot.name, to_string(kind)},
                 static_cast<double>(groups[op.group].bytes));
   }
-  if (op.stale) return quarantine.release(op.row);
-  ChunkEntry& entry = index.at(op.slot);
-  entry.writes &= static_cast<std::uint8_t>(~(1u << op.tier));
-  if (kind != StatusKind::kCancelled) entry.tried |= static_cast<std::uint8_t>(1u << op.tier);
-  if (completion.status.is_ok()) note_event(entry.key, true, false, slot.name);
-  index.unpin(op.slot);
+  if (op.stale) return chunks.release(op.row);
+  if (completion.status.is_ok()) events.tier_has(completion.key, slot.name);
+  chunks.end_write(op.slot, op.tier, kind != StatusKind::kCancelled);
 }
 
 void TieredCache::Impl::note_removal(TierSlot& from, const TierRemoval& removal) {
-  note_event(removal.key, true, true, from.name);
+  events.tier_lost(removal.key, from.name);
   switch (removal.reason) {
     case TierRemoval::Reason::kCorrupt:
       memory.note_gone(removal.key, static_cast<std::uint8_t>(MissReason::kCorrupt));
@@ -185,10 +182,8 @@ void TieredCache::Impl::start_writes(std::uint8_t tier, const std::vector<Slot>&
   TierSlot& to = tier_slots[tier];
   std::vector<TierOp> batch;
   for (const Slot slot : slots) {
-    ChunkEntry& entry = index.at(slot);
-    if ((entry.writes >> tier & 1) != 0 || is_recorded(to, entry.key)) continue;
-    entry.writes |= static_cast<std::uint8_t>(1u << tier);
-    index.pin(slot);
+    if (chunks.is_written_to(slot, tier) || is_recorded(to, chunks.at(slot).key)) continue;
+    chunks.begin_write(slot, tier);
     ++to.writes;
     batch.push_back(make_op(OpKind::kWrite, tier, slot));
     write_order.push_back(batch.back().id);
@@ -209,7 +204,7 @@ void TieredCache::Impl::see_again(Slot slot) {
   std::uint32_t sights = 0;
   for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
     if (tier_slots[tier].options.write_policy != WritePolicy::kReuse) continue;
-    if (sights == 0) sights = memory.see(index.at(slot).key);
+    if (sights == 0) sights = memory.see(chunks.at(slot).key);
     if (sights >= tier_slots[tier].options.reuse_threshold) {
       start_writes(static_cast<std::uint8_t>(tier), {slot});
     }
@@ -221,11 +216,11 @@ bool TieredCache::Impl::write_before_eviction(Slot slot) {
   for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
     TierSlot& to = tier_slots[tier];
     if (to.options.write_policy != WritePolicy::kOnEvict) continue;
-    if ((index.at(slot).tried >> tier & 1) != 0) continue;
-    if (is_recorded(to, index.at(slot).key)) continue;
+    if (chunks.was_tried_on(slot, tier)) continue;
+    if (is_recorded(to, chunks.at(slot).key)) continue;
     if (!to.writable || to.writes >= kMaxEvictionWrites) {
       metrics.add("kv_offload_dropped_bytes_total", {to.name, "pressure"},
-                  static_cast<double>(groups[index.at(slot).group].bytes));
+                  static_cast<double>(groups[chunks.at(slot).group].bytes));
       continue;
     }
     start_writes(static_cast<std::uint8_t>(tier), {slot});
@@ -238,23 +233,22 @@ void TieredCache::Impl::clean_cold_end() {
   const bool any = std::any_of(tier_slots.begin(), tier_slots.end(), [](const TierSlot& slot) {
     return slot.options.write_policy == WritePolicy::kOnEvict && slot.writable;
   });
-  const std::uint64_t area = region.area_bytes();
-  if (!any || rows.bytes_in_use() + rows.wasted_bytes() < area - area / 8) return;
+  if (!any || chunks.has_free(kColdShare)) return;
   std::vector<Slot> seen;
   while (seen.size() < kColdEnd) {
-    const auto victim = index.victim();
+    const auto victim = chunks.victim();
     if (!victim) break;
-    index.pin(*victim);
+    chunks.pin(*victim);
     seen.push_back(*victim);
     for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
       TierSlot& to = tier_slots[tier];
       if (to.options.write_policy != WritePolicy::kOnEvict || !to.writable) continue;
-      if ((index.at(*victim).tried >> tier & 1) != 0) continue;  // a failed write is not repeated
+      if (chunks.was_tried_on(*victim, tier)) continue;  // a failed write is not repeated
       if (to.writes < kMaxEvictionWrites) start_writes(static_cast<std::uint8_t>(tier), {*victim});
     }
   }
   // From the warmest to the coldest, so that they lie as they lay.
-  for (std::size_t i = seen.size(); i-- > 0;) index.unpin(seen[i]);
+  for (std::size_t i = seen.size(); i-- > 0;) chunks.unpin(seen[i]);
 }
 
 std::uint64_t TieredCache::Impl::drop_write(OpId id, std::string_view reason) {

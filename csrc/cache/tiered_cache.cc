@@ -12,31 +12,6 @@ namespace {
 
 constexpr std::size_t kMaxTiers = CostModel::kMaxTiers;  // bits of ChunkEntry::writes
 static_assert(RequestReport::kPlaces == kMaxTiers + 1);
-constexpr std::size_t kMaxIndexHint = 1 << 20;  // entries reserved ahead
-
-std::vector<std::uint64_t> row_bytes_of(const CacheOptions& options, const HostRegion& region) {
-  if (options.groups.empty()) throw_invalid("no group of chunks was given; a cache needs at least one");
-  if (options.groups.size() > 64) {
-    throw_invalid("{} groups were given; at most 64 are possible", options.groups.size());
-  }
-  std::vector<std::uint64_t> bytes;
-  for (const GroupGeometry& group : options.groups) {
-    const auto begin = group.shard_bytes.begin();
-    bytes.push_back(*std::max_element(begin, begin + region.num_areas()));
-    if (bytes.back() == 0 || group.tokens_per_chunk == 0) {
-      throw_invalid("group {} has chunks of {} bytes and {} tokens; both must be more than 0", group.group_id,
-                    bytes.back(), group.tokens_per_chunk);
-    }
-  }
-  return bytes;
-}
-
-std::size_t capacity_of(const RowAllocator& rows, std::size_t groups) {
-  std::size_t capacity = 0;
-  for (std::uint32_t g = 0; g < groups; ++g)
-    capacity = std::max<std::size_t>(capacity, rows.capacity_rows(g));
-  return capacity;
-}
 
 }  // namespace
 
@@ -70,33 +45,15 @@ TieredCache::Impl::Impl(CacheOptions cache_options, const std::shared_ptr<HostRe
       region(*host_region),
       metrics(cache_metrics),
       clock(cache_clock),
+      groups(options, region.num_areas()),
       tiers(std::move(cache_tiers)),
-      rows(region.area_bytes(), row_bytes_of(options, region)),
-      index(make_eviction_policy(options.eviction_policy, capacity_of(rows, options.groups.size())),
-            std::min(capacity_of(rows, options.groups.size()), kMaxIndexHint)),
-      memory(4 * capacity_of(rows, options.groups.size())),
-      quarantine([this](RowId row) { free_row(row); }),
+      tickets(region),
+      events(options.keep_events),
+      chunks(groups, region, tickets, events, options.eviction_policy),
+      memory(4 * chunks.capacity()),
       costs(tiers.size()) {
   if (tiers.size() > kMaxTiers) {
     throw_invalid("{} tiers were given; at most {} are possible", tiers.size(), kMaxTiers);
-  }
-  if (!options.full_attention.empty() && options.full_attention.size() != options.groups.size()) {
-    throw_invalid("full_attention has {} entries for {} groups; give one per group or none",
-                  options.full_attention.size(), options.groups.size());
-  }
-  for (std::size_t g = 0; g < options.groups.size(); ++g) {
-    const GroupGeometry& geometry = options.groups[g];
-    Group group;
-    group.id = geometry.group_id;
-    group.tokens = geometry.tokens_per_chunk;
-    group.full_attention = options.full_attention.empty() ? options.groups.size() == 1
-                                                          : static_cast<bool>(options.full_attention[g]);
-    for (std::uint32_t area = 0; area < region.num_areas(); ++area) {
-      group.bytes += round_up(geometry.shard_bytes[area], kPageBytes);
-    }
-    group.geometry = geometry;
-    bytes_per_token += static_cast<double>(group.bytes) / group.tokens;
-    groups.push_back(group);
   }
   for (std::size_t t = 0; t < tiers.size(); ++t) {
     TierSlot slot;
@@ -105,33 +62,8 @@ TieredCache::Impl::Impl(CacheOptions cache_options, const std::shared_ptr<HostRe
     slot.name = std::string(tiers[t]->name());
     tier_slots.push_back(std::move(slot));
   }
-  resident_by_group.assign(groups.size(), 0);
   sights.assign(groups.size(), {});
   idle_since = clock.now();
-  row_unit = rows.row_bytes(0);
-  for (std::uint32_t g = 1; g < groups.size(); ++g) {
-    one_row_size &= rows.row_bytes(g) == rows.row_bytes(0);
-    row_unit = std::min(row_unit, rows.row_bytes(g));
-  }
-  if (!one_row_size) owner_of_row.assign(region.area_bytes() / row_unit + 1, static_cast<Slot>(-1));
-}
-
-std::optional<std::uint32_t> TieredCache::Impl::position_of(const ChunkKey& key) const {
-  const std::uint32_t id = key.group_id();
-  for (std::uint32_t g = 0; g < groups.size(); ++g) {
-    if (groups[g].id == id) return g;
-  }
-  return std::nullopt;
-}
-
-std::uint32_t TieredCache::Impl::require_position(const ChunkKey& key, std::uint32_t at_least) const {
-  const auto group = position_of(key);
-  if (!group) throw_invalid("chunk {} is of group {}, which was not configured", key.hex(), key.group_id());
-  if (*group < at_least) {
-    throw_invalid("chunk {} of group position {} came after one of position {}; order keys by group",
-                  key.hex(), *group, at_least);
-  }
-  return *group;
 }
 
 RequestState& TieredCache::Impl::require_live(RequestHandle request) {
@@ -146,15 +78,6 @@ void TieredCache::Impl::flush_tallies() {
   if (evicted_bytes == 0) return;
   metrics.add("kv_offload_evicted_bytes_total", {"cpu"}, static_cast<double>(evicted_bytes));
   evicted_bytes = 0;
-}
-
-void TieredCache::Impl::note_event(const ChunkKey& key, bool storage, bool removed, std::string_view owner) {
-  if (!options.keep_events) return;
-  if (events.empty() || events.back().storage != storage || events.back().removed != removed ||
-      events.back().owner != owner) {
-    events.push_back({{}, storage, removed, std::string(owner)});
-  }
-  events.back().keys.push_back(key);
 }
 
 TieredCache::TieredCache(CacheOptions options, const std::shared_ptr<HostRegion>& region,
@@ -211,18 +134,16 @@ LookupResult TieredCache::lookup(RequestHandle request, const ChunkKey& key) {
   return impl_->closed ? LookupResult::kMiss : impl_->lookup(request, key);
 }
 
-std::vector<CacheEvent> TieredCache::take_events() { return std::exchange(impl_->events, {}); }
+std::vector<CacheEvent> TieredCache::take_events() { return impl_->events.take(); }
 
 TieredCache::Stats TieredCache::stats() const {
   const Impl& impl = *impl_;
   Stats stats{};
-  stats.resident_chunks = impl.index.resident();
-  for (std::size_t g = 0; g < impl.groups.size(); ++g) {
-    stats.resident_bytes += impl.resident_by_group[g] * impl.groups[g].bytes;
-  }
+  stats.resident_chunks = impl.chunks.resident();
+  stats.resident_bytes = impl.chunks.resident_bytes();
   stats.capacity_bytes = impl.region.area_bytes() * impl.region.num_areas();
-  stats.pinned_chunks = impl.index.pinned();
-  stats.quarantined_rows = impl.quarantine.rows();
+  stats.pinned_chunks = impl.chunks.pinned();
+  stats.quarantined_rows = impl.chunks.quarantined_rows();
   stats.waiting_requests = impl.waiting.size();
   stats.requests = impl.requests.size() - impl.free_requests.size();
   stats.longest_prompt = impl.longest_prompt;

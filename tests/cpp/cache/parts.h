@@ -1,0 +1,111 @@
+// The parts of a cache by themselves, for the tests of each part's header: a region with
+// real rows whose ranks report when they are told to, a fake tier, a clock that stands
+// still, and the parts above the one that is tested.
+#pragma once
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cache/cache_fixture.h"
+#include "cache/host_chunks.h"
+#include "cache/tickets.h"
+
+namespace kv_offload {
+
+struct PartsOptions {
+  std::uint64_t rows = 4;                       // of 4 KiB in the one area
+  std::vector<std::uint64_t> shard_bytes{300};  // per group
+  CacheOptions cache{};                         // groups are filled in
+};
+
+// Rows and chunks.
+struct ChunkParts {
+  static constexpr std::uint32_t kTokens = 16;
+
+  explicit ChunkParts(PartsOptions parts = {})
+      : directory(make_directory()),
+        options(with_groups(parts)),
+        region(attach(parts, &rank)),
+        groups(options, 1),
+        tickets(*region),
+        events(true),
+        chunks(groups, *region, tickets, events, "lru") {}
+  ~ChunkParts() { std::filesystem::remove_all(directory); }
+  ChunkParts(const ChunkParts&) = delete;
+  ChunkParts& operator=(const ChunkParts&) = delete;
+
+  // ---- verbs
+  Slot filling(const std::string& name, Ticket ticket, std::uint32_t group = 0) {
+    return chunks.insert_filling(key_of(name, group), group, take(group), {}, ticket);
+  }
+  Slot fetching(const std::string& name, std::uint32_t group = 0) {
+    return chunks.insert_fetching(key_of(name, group), group, take(group), {});
+  }
+  Slot resident(const std::string& name, std::uint32_t group = 0) {
+    const Slot slot = filling(name, kNoTicket, group);
+    chunks.finish_store(slot);
+    return slot;
+  }
+  Slot fetched(const std::string& name, std::uint8_t tier = 0) {
+    const Slot slot = fetching(name);
+    chunks.finish_fetch(slot, tier);
+    return slot;
+  }
+  RowId take(std::uint32_t group) {
+    const RowId row = chunks.allocate(group);
+    EXPECT_NE(row, kNoRow) << "the test's region is full";
+    return row;
+  }
+  bool has(const std::string& name, std::uint32_t group = 0) {
+    return chunks.find(key_of(name, group)) != nullptr;
+  }
+  std::size_t free_rows() {
+    std::vector<RowId> taken;
+    for (RowId row = chunks.allocate(0); row != kNoRow; row = chunks.allocate(0)) taken.push_back(row);
+    for (const RowId row : taken) chunks.free(row);
+    return taken.size();
+  }
+  void report(Ticket ticket, std::uint64_t failed_groups = 0) { rank->report(0, ticket, failed_groups); }
+
+  static std::string make_directory() {
+    std::string pattern = "/dev/shm/cache-parts-XXXXXX";
+    return ::mkdtemp(pattern.data());
+  }
+  static CacheOptions with_groups(const PartsOptions& parts) {
+    CacheOptions options = parts.cache;
+    for (std::uint32_t g = 0; g < parts.shard_bytes.size(); ++g) {
+      GroupGeometry group;
+      group.group_id = g;
+      group.tokens_per_chunk = kTokens;
+      group.shard_bytes[0] = parts.shard_bytes[g];
+      options.groups.push_back(group);
+    }
+    return options;
+  }
+  std::shared_ptr<HostRegion> attach(const PartsOptions& parts, std::unique_ptr<HostRegion>* worker) const {
+    RegionOptions made;
+    made.engine_id = "parts";
+    made.bytes = parts.rows * kPageBytes;
+    made.shm_directory = directory;
+    std::shared_ptr<HostRegion> scheduler = HostRegion::attach_scheduler(made);
+    *worker = HostRegion::attach_worker(made, 0, {parts.shard_bytes, "test"});
+    return scheduler;
+  }
+
+  const std::string directory;
+  const CacheOptions options;
+  std::unique_ptr<HostRegion> rank;
+  const std::shared_ptr<HostRegion> region;
+  const ChunkGroups groups;
+  Tickets tickets;
+  CacheEvents events;
+  HostChunks chunks;
+};
+
+}  // namespace kv_offload
