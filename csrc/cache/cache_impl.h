@@ -6,12 +6,11 @@
 //   load_path.cc     prepare_load, complete_load
 //   plans.cc         end_step: what waiting requests get fetched
 //   decision.cc      load or recompute: what of it, how long to wait, probes
-//   tier_ops.cc      ops to and from tiers, write policies
-//   room.cc          a row for a chunk: eviction, shedding
 //   reset.cc         reset, close
 //
-// Classes of their own: host_chunks.h (rows, and who holds them), chunk_groups.h,
-// tickets.h, cache_events.h.
+// Classes of their own: host_chunks.h (rows, and who holds them), tier_ops.h (reads
+// and writes of tiers), write_back.h (write policies), row_supply.h (eviction),
+// chunk_groups.h, tickets.h, cache_events.h.
 #pragma once
 
 #include <deque>
@@ -24,38 +23,15 @@
 #include "cache/host_chunks.h"
 #include "cache/key_memory.h"
 #include "cache/request_state.h"
+#include "cache/row_supply.h"
+#include "cache/tier_ops.h"
 #include "cache/tiered_cache.h"
+#include "cache/write_back.h"
 
 namespace kv_offload {
 
 struct TieredCache::Impl {
   // ---- what it is built from
-  struct TierSlot {
-    Tier* tier = nullptr;
-    TierSlotOptions options;
-    std::string name;
-    bool readable = true;      // asked once per step
-    bool writable = true;      // the same
-    std::uint32_t writes = 0;  // ops in flight
-    TierStats published;       // running totals up to here are in the metrics
-  };
-  struct Waiter {
-    RequestHandle request;
-    std::uint32_t number;  // of the request: handles are reused
-  };
-  struct Op {
-    OpKind kind;
-    std::uint8_t tier;
-    bool stale = false;    // of before a reset: only its row is given back
-    bool probe = false;    // a read that nobody waits for: how fast is the tier now
-    bool dropped = false;  // a write that was cancelled, and counted then
-    Slot slot = 0;
-    RowId row = kNoRow;
-    std::uint32_t group = 0;
-    Nanos submitted{0};
-    double bytes_ahead = 0;       // on the tier when it was submitted, its own included
-    std::vector<Waiter> waiters;  // kRead
-  };
   struct LoadJob {
     Ticket ticket;
     std::uint64_t fold;  // of its keys, in any order
@@ -72,19 +48,18 @@ struct TieredCache::Impl {
   };
 
   CacheOptions options;
-  // Shared with the ops in flight: a thread that a tier had to let go finds the memory mapped.
-  const std::shared_ptr<const void> region_memory;
-  HostRegion& region;
+  const std::shared_ptr<HostRegion> region;
   Metrics& metrics;
   const Clock& clock;
   const ChunkGroups groups;
-  std::vector<std::unique_ptr<Tier>> tiers;
-  std::vector<TierSlot> tier_slots;
   Tickets tickets;
   CacheEvents events;
   HostChunks chunks;
   KeyMemory memory;
   CostModel costs;
+  TierOps ops;
+  WriteBack write_back;
+  RowSupply row_supply;
 
   // ---- requests
   std::vector<RequestState> requests;
@@ -94,7 +69,6 @@ struct TieredCache::Impl {
   std::uint64_t longest_prompt = 0;
   std::vector<Sights> sights;  // by group position
   std::uint64_t step = 1;
-  bool polled_in_step = false;
   std::vector<RequestHandle> asked;    // with a pending answer in this step
   std::vector<RequestHandle> waiting;  // all that hold or await something, or may
   std::vector<std::uint64_t> marks;    // by slot: scratch of hold_hits
@@ -103,14 +77,6 @@ struct TieredCache::Impl {
   // ---- jobs and ops
   std::vector<LoadJob> load_jobs;
   std::vector<ForgottenLoad> forgotten_loads;
-  OpId last_op = 0;
-  std::unordered_map<OpId, Op> ops;
-  std::unordered_map<Slot, OpId> fetches;
-  std::deque<OpId> write_order;  // oldest first; may name ops that ended
-  std::vector<Completion> completions;
-  std::vector<TierRemoval> removals;
-
-  std::uint64_t evicted_bytes = 0;  // of host memory, not in the metrics yet
   bool closed = false;
 
   Impl(CacheOptions cache_options, const std::shared_ptr<HostRegion>& host_region,
@@ -118,7 +84,6 @@ struct TieredCache::Impl {
 
   // ---- tiered_cache.cc
   RequestState& require_live(RequestHandle request);
-  void flush_tallies();
 
   // ---- lookup.cc
   LookupResult lookup(RequestHandle handle, const ChunkKey& key);
@@ -127,7 +92,7 @@ struct TieredCache::Impl {
                               const ChunkEntry* entry);
   LookupResult pending(RequestHandle handle, RequestState& request, Sight sight, LookupResult result);
   LookupResult miss(RequestState& request, std::uint32_t group, MissReason reason);
-  bool is_probe(Slot slot) const;  // being read, and nobody waits for it
+  void read_ended(RequestHandle waiter, const TierOps::ReadEnd& end);
   std::optional<MissReason> may_not_wait(const RequestState& request, bool from_tier) const;
   MissReason why_missed(const RequestState& request, const Sight& sight) const;
   bool from_tier(const ChunkEntry& entry);
@@ -160,7 +125,6 @@ struct TieredCache::Impl {
   void hold_hits(RequestState& request, const std::vector<Slot>& hits);
   void fetch(RequestHandle handle, RequestState& request, std::uint32_t group,
              std::span<const Scan::Candidate> candidates);
-  void submit_reads(const std::vector<std::pair<Slot, std::uint8_t>>& planned, Nanos deadline, bool probe);
   void await(RequestHandle handle, RequestState& request, Slot slot);
   void expire_deadlines(Nanos now);
   // The chunk that this is a sight of; 0 when it was not remembered.
@@ -181,30 +145,6 @@ struct TieredCache::Impl {
   double context_of(const RequestState& request, std::uint32_t group) const;
   void note_outcome(const LoadJob& job);
   void publish_speeds();
-
-  // ---- tier_ops.cc
-  void poll_tiers();
-  void finish_read(Op& op, const Completion& completion);
-  void finish_write(Op& op, const Completion& completion);
-  void note_removal(TierSlot& from, const TierRemoval& removal);
-  std::vector<Shard> shards_of(RowId row, std::uint32_t group) const;
-  TierOp make_op(OpKind kind, std::uint8_t tier, Slot slot);  // registers it
-  void note_read_ended(const Op& op, const Completion& completion);
-  bool is_recorded(TierSlot& slot, const ChunkKey& key);
-  void start_writes(std::uint8_t tier, const std::vector<Slot>& slots);
-  void write_stored(const std::vector<Slot>& slots);  // just became resident
-  void see_again(Slot slot);                          // offered or loaded again
-  // Writes a chunk to the on_evict tiers that lack it; true when a write was started.
-  bool write_before_eviction(Slot slot);
-  void clean_cold_end();  // on_evict: writes what goes next, ahead of need
-  std::uint64_t drop_write(OpId op, std::string_view reason);  // 0 when it cannot be cancelled
-
-  // ---- room.cc
-  RowId take_row(std::uint32_t group, std::uint32_t holder, std::vector<ChunkKey>* evicted);
-  bool evict_one(std::uint32_t holder, bool may_write, std::vector<ChunkKey>* evicted);
-  bool reclaim_slab(std::uint32_t group, std::uint32_t holder, std::vector<ChunkKey>* evicted);
-  void evict(Slot slot, std::vector<ChunkKey>* evicted);
-  bool shed_writes();
 
   // ---- load_path.cc
   std::uint64_t cache_blocks_of(const RequestState& request) const;

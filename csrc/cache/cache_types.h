@@ -32,7 +32,7 @@ enum class WritePolicy : std::uint8_t { kThrough, kOnEvict, kReuse };
 
 struct TierSlotOptions {
   WritePolicy write_policy = WritePolicy::kThrough;
-  std::uint32_t reuse_threshold = 2;  // for kReuse: 1 to KeyMemory::kMaxSights
+  std::uint32_t reuse_threshold = 2;  // for kReuse: 1 to KeyMemory::kMaxUses
 };
 
 struct CacheOptions {

@@ -87,13 +87,13 @@ void TieredCache::Impl::decide(RequestState& request, Scans& scans) {
     metrics.add("kv_offload_decisions_total", {"load"});
     return;
   }
-  std::vector<double> hints(tiers.size(), 0);
+  std::vector<double> hints(ops.size(), 0);
   for (const Stretch& stretch : stretches) {
     if (stretch.tier >= 0)
       hints[static_cast<std::size_t>(stretch.tier)] += static_cast<double>(stretch.bytes);
   }
-  for (std::size_t t = 0; t < tiers.size(); ++t) {
-    if (hints[t] > 0) hints[t] = tiers[t]->estimate_read_seconds(static_cast<std::uint64_t>(hints[t]));
+  for (std::size_t t = 0; t < ops.size(); ++t) {
+    if (hints[t] > 0) hints[t] = ops.estimate_read_seconds(t, static_cast<std::uint64_t>(hints[t]));
   }
   CostModel::Question question;
   question.stretches = stretches;
@@ -175,12 +175,8 @@ void TieredCache::Impl::give_up(RequestState& request, Nanos now) {
   metrics.add("kv_offload_decisions_total", {"give_up"});
   std::uint32_t kept = 0;
   std::erase_if(request.awaited, [&](Slot slot) {
-    Op& op = ops.at(fetches.at(slot));
-    if (kept == kProbeChunks || op.waiters.size() > 1) return false;
+    if (kept == kProbeChunks || !ops.leave_as_probe(slot, now)) return false;
     ++kept;
-    op.probe = true;
-    op.waiters.clear();
-    costs.begin_probe(op.tier, now);
     return true;
   });
 }
@@ -189,21 +185,21 @@ void TieredCache::Impl::give_up(RequestState& request, Nanos now) {
 // having, but nobody is told to wait for them.
 void TieredCache::Impl::probe(RequestState& request, std::uint32_t group,
                               std::span<const Scan::Candidate> candidates) {
-  for (std::size_t tier = 0; tier < tiers.size(); ++tier) {
+  for (std::size_t tier = 0; tier < ops.size(); ++tier) {
     const bool holds = std::any_of(candidates.begin(), candidates.end(),
                                    [&](const auto& candidate) { return candidate.tier == tier; });
     if (!holds || !costs.should_probe(tier, request.pass_time)) continue;
-    std::vector<std::pair<Slot, std::uint8_t>> planned;
+    std::vector<TierOps::Read> planned;
     for (const auto& candidate : candidates) {
       if (candidate.tier != tier || planned.size() == kProbeChunks) continue;
       const ChunkKey& key = request.pass_keys[candidate.key];
       if (chunks.find(key) != nullptr) continue;
-      const RowId row = take_row(group, request.number, nullptr);
+      const RowId row = row_supply.take(group, request.number, nullptr);
       if (row == kNoRow) break;
       const Slot slot = chunks.insert_fetching(key, group, row, request.about(candidate.parent, 0));
       planned.push_back({slot, candidate.tier});
     }
-    submit_reads(planned, Nanos(0), true);
+    ops.read(planned, Nanos(0), true);
     metrics.add("kv_offload_decisions_total", {"probe"});
   }
 }
@@ -224,9 +220,9 @@ void TieredCache::Impl::publish_speeds() {
     const double speed = costs.prefill.tokens_per_second(tokens);
     if (speed > 0) metrics.set("kv_offload_prefill_tokens_per_second", {label}, speed);
   }
-  for (std::size_t t = 0; t < tiers.size(); ++t) {
+  for (std::size_t t = 0; t < ops.size(); ++t) {
     const double speed = costs.read_bytes_per_second(t);
-    if (speed > 0) metrics.set("kv_offload_load_bytes_per_second", {tier_slots[t].name}, speed);
+    if (speed > 0) metrics.set("kv_offload_load_bytes_per_second", {ops.name(t)}, speed);
   }
   if (const double speed = costs.copy().bytes_per_second(); speed > 0) {
     metrics.set("kv_offload_load_bytes_per_second", {"cpu"}, speed);

@@ -80,11 +80,11 @@ RowTransfer TieredCache::Impl::prepare_load(RequestHandle handle, std::span<cons
     chunks.access(slot, request.number, request.priority());
     hit_tokens[fetched_from ? *fetched_from + 1u : 0] += groups[entry.group].tokens;
     job.bytes += static_cast<double>(groups[entry.group].bytes);
-    see_again(slot);
+    write_back.note_used(slot);
   }
   for (std::size_t i = 0; i < hit_tokens.size(); ++i) {
     if (hit_tokens[i] == 0) continue;
-    const std::string_view tier = i == 0 ? "cpu" : std::string_view(tier_slots[i - 1].name);
+    const std::string_view tier = i == 0 ? "cpu" : ops.name(i - 1);
     request.report.hit_tokens[i] += hit_tokens[i];
     metrics.add("kv_offload_hit_tokens_total", {tier}, static_cast<double>(hit_tokens[i]));
     metrics.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(hit_tokens[i]));

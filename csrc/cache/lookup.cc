@@ -29,7 +29,7 @@ LookupResult TieredCache::Impl::lookup(RequestHandle handle, const ChunkKey& key
 }
 
 void TieredCache::Impl::begin_pass(RequestState& request) {
-  if (!polled_in_step) poll_tiers();
+  ops.poll_once_a_step();
   request.clear_pass();
   request.pass_step = step;
   request.pass_time = clock.now();
@@ -41,13 +41,6 @@ void TieredCache::Impl::begin_pass(RequestState& request) {
   request.host_hits = request.options.load_from_cpu && !request.host_dear && !request.held_back;
 }
 
-bool TieredCache::Impl::is_probe(Slot slot) const {
-  const auto fetch = fetches.find(slot);
-  if (fetch == fetches.end()) return false;
-  const Op& op = ops.at(fetch->second);
-  return op.probe && op.waiters.empty();
-}
-
 LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestState& request,
                                                const ChunkKey& key, const ChunkEntry* entry) {
   using Kind = Sight::Kind;
@@ -57,7 +50,7 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
     const bool is_fetch = entry->state == ChunkState::kFetching;
     const Slot slot = chunks.slot_of(entry);
     // Of a tier that was judged too slow; or host memory was.
-    const bool dear = is_fetch ? is_probe(slot) : request.host_dear && request.options.load_from_cpu;
+    const bool dear = is_fetch ? ops.is_probe(slot) : request.host_dear && request.options.load_from_cpu;
     if (dear && request.load_policy == LoadPolicy::kAuto) {
       return miss(request, *group, MissReason::kRecomputeCheaper);
     }
@@ -85,9 +78,9 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
   }
   bool unknown = false;
   bool switched_off = false;
-  for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
-    const Presence presence = tier_slots[tier].tier->contains(key);
-    if (!tier_slots[tier].readable) {
+  for (std::size_t tier = 0; tier < ops.size(); ++tier) {
+    const Presence presence = ops.contains(tier, key);
+    if (!ops.is_readable(tier)) {
       switched_off |= presence == Presence::kPresent;
       continue;
     }
@@ -150,9 +143,18 @@ MissReason TieredCache::Impl::why_missed(const RequestState& request, const Sigh
 }
 
 bool TieredCache::Impl::from_tier(const ChunkEntry& entry) {
-  if (entry.origin == ChunkOrigin::kTier) return true;
-  return std::any_of(tier_slots.begin(), tier_slots.end(),
-                     [&](TierSlot& slot) { return is_recorded(slot, entry.key); });
+  return entry.origin == ChunkOrigin::kTier || ops.is_recorded(entry.key);
+}
+
+void TieredCache::Impl::read_ended(RequestHandle waiter, const TierOps::ReadEnd& end) {
+  RequestState& request = requests[waiter];
+  std::erase(request.awaited, end.slot);
+  if (end.arrived) {
+    chunks.pin(end.slot);
+    request.held.push_back(end.slot);
+  } else if (end.failed) {
+    request.failed.push_back({KeyMemory::fingerprint(end.key), *end.failed});
+  }
 }
 
 void TieredCache::Impl::settle(RequestState& request) {
@@ -213,14 +215,7 @@ void TieredCache::Impl::start_waiting(RequestHandle handle, RequestState& reques
 void TieredCache::Impl::stop_waiting(RequestHandle handle, RequestState& request) {
   for (const Slot slot : request.held) chunks.unpin(slot);
   request.held.clear();
-  for (const Slot slot : request.awaited) {
-    const auto fetch = fetches.find(slot);
-    if (fetch == fetches.end()) continue;
-    auto& waiters = ops.at(fetch->second).waiters;
-    std::erase_if(waiters, [&](const Waiter& waiter) { return waiter.request == handle; });
-    // Nobody needs it any more. Its completion gives the row back.
-    if (waiters.empty()) tier_slots[ops.at(fetch->second).tier].tier->cancel(fetch->second);
-  }
+  for (const Slot slot : request.awaited) ops.stop_awaiting(slot, handle);
   request.awaited.clear();
   if (request.waiting) std::erase(waiting, handle);
   request.waiting = false;

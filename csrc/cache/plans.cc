@@ -8,7 +8,7 @@ namespace kv_offload {
 void TieredCache::end_step() {
   Impl& impl = *impl_;
   if (impl.closed) return;
-  impl.poll_tiers();
+  impl.ops.poll();
   impl.poll_loads();
   impl.chunks.poll();
   std::sort(impl.asked.begin(), impl.asked.end(), [&](RequestHandle a, RequestHandle b) {
@@ -22,10 +22,10 @@ void TieredCache::end_step() {
     if (request.live && request.waiting && request.pass_step == impl.step) impl.plan(handle, request);
   }
   impl.asked.clear();
-  impl.clean_cold_end();
-  impl.flush_tallies();
+  impl.write_back.write_cold_end();
+  impl.row_supply.flush_metrics();
   ++impl.step;
-  impl.polled_in_step = false;
+  impl.ops.end_step();
 }
 
 void TieredCache::Impl::expire_deadlines(Nanos now) {
@@ -35,10 +35,8 @@ void TieredCache::Impl::expire_deadlines(Nanos now) {
     const bool late = now >= request.deadline;
     const bool dear = request.patience > Nanos(0) && now >= request.patience && !waits_on(request, now);
     if (!late && !dear) continue;
-    if (!request.awaited.empty()) {  // the oldest: the fewest bytes were ahead of it
-      const Op& op = ops.at(fetches.at(request.awaited.front()));
-      costs.note_overdue_read(op.tier, op.bytes_ahead, to_seconds(now - op.submitted), now);
-    }
+    // The oldest: the fewest bytes were ahead of it.
+    if (!request.awaited.empty()) ops.note_overdue(request.awaited.front(), now);
     if (!late) give_up(request, now);
     stop_waiting(handle, request);
     request.expired = true;
@@ -141,27 +139,21 @@ void TieredCache::Impl::hold_hits(RequestState& request, const std::vector<Slot>
 }
 
 void TieredCache::Impl::await(RequestHandle handle, RequestState& request, Slot slot) {
-  const auto fetch = fetches.find(slot);
-  if (fetch == fetches.end()) return;
-  auto& waiters = ops.at(fetch->second).waiters;
-  const bool known = std::any_of(waiters.begin(), waiters.end(),
-                                 [&](const Waiter& waiter) { return waiter.request == handle; });
-  if (known) return;
-  waiters.push_back({handle, request.number});
+  if (!ops.await(slot, handle)) return;
   request.awaited.push_back(slot);
   ++request.fetched_for;
 }
 
 void TieredCache::Impl::fetch(RequestHandle handle, RequestState& request, std::uint32_t group,
                               std::span<const Scan::Candidate> candidates) {
-  std::vector<std::pair<Slot, std::uint8_t>> planned;
+  std::vector<TierOps::Read> planned;
   for (const auto& candidate : candidates) {
     const ChunkKey& key = request.pass_keys[candidate.key];
     if (const ChunkEntry* entry = chunks.find(key)) {  // another plan of this step took it up
       await(handle, request, chunks.slot_of(entry));
       continue;
     }
-    const RowId row = take_row(group, request.number, nullptr);
+    const RowId row = row_supply.take(group, request.number, nullptr);
     if (row == kNoRow) {
       request.closed[group] = MissReason::kPressure;
       break;
@@ -173,31 +165,12 @@ void TieredCache::Impl::fetch(RequestHandle handle, RequestState& request, std::
     // Rows are short. The windows of the other groups need rows too, or all of this is in vain.
     std::size_t give_back = (planned.size() + 3) / 4;
     for (; give_back > 0; --give_back) {
-      chunks.discard(planned.back().first);
+      chunks.discard(planned.back().slot);
       planned.pop_back();
     }
   }
-  submit_reads(planned, request.deadline, false);
-  for (const auto& [slot, tier] : planned) await(handle, request, slot);
-}
-
-void TieredCache::Impl::submit_reads(const std::vector<std::pair<Slot, std::uint8_t>>& planned,
-                                     Nanos deadline, bool probe) {
-  const Nanos now = clock.now();
-  std::vector<std::vector<TierOp>> batches(tiers.size());
-  for (const auto& [slot, tier] : planned) {
-    TierOp order = make_op(OpKind::kRead, tier, slot);
-    order.deadline = deadline;
-    Op& op = ops.at(order.id);
-    op.probe = probe;
-    op.submitted = now;
-    costs.note_submitted(tier, static_cast<double>(groups[op.group].bytes));
-    op.bytes_ahead = costs.waiting_bytes(tier);
-    batches[tier].push_back(std::move(order));
-  }
-  for (std::size_t tier = 0; tier < tiers.size(); ++tier) {
-    if (!batches[tier].empty()) tiers[tier]->submit(std::move(batches[tier]));
-  }
+  ops.read(planned, request.deadline, false);
+  for (const TierOps::Read& read : planned) await(handle, request, read.slot);
 }
 
 bool TieredCache::has_pending_work() const {

@@ -7,20 +7,7 @@
 namespace kv_offload {
 
 void TieredCache::Impl::forget_memory() {
-  std::vector<OpId> in_flight;
-  for (const auto& [id, op] : ops) {
-    if (!op.stale) in_flight.push_back(id);
-  }
-  std::sort(in_flight.begin(), in_flight.end());  // as tiers have queued them: each is found at once
-  for (const OpId id : in_flight) {
-    Op& op = ops.at(id);
-    op.stale = true;
-    op.waiters.clear();
-    chunks.quarantine(op.row);
-    tier_slots[op.tier].tier->cancel(id);  // if it has started, its completion ends the hold
-  }
-  fetches.clear();
-  write_order.clear();
+  ops.forget();
   for (const LoadJob& job : load_jobs) {
     if (!job.completed) forgotten_loads.push_back({job.ticket, job.cache_blocks});
     if (tickets.is_reported(job.ticket, TicketKind::kLoad)) continue;
@@ -44,21 +31,12 @@ void TieredCache::Impl::forget_memory() {
 
 void TieredCache::Impl::reset() {
   forget_memory();
-  for (TierSlot& slot : tier_slots) {
-    // It has forgotten, whatever it says; and it makes up for what it could not do (see Tier::reset).
-    const Status status = slot.tier->reset();
-    if (!status.is_ok()) {
-      metrics.add("kv_offload_failures_total", {slot.name, "reset", to_string(status.kind())});
-    }
-  }
-  poll_tiers();
+  ops.reset();
 }
 
 void TieredCache::Impl::close() {
   if (closed) return;
-  for (const OpId op : write_order) drop_write(op, "closing");
-  for (TierSlot& slot : tier_slots) slot.tier->close();
-  poll_tiers();
+  ops.close();
   forget_memory();
   events.take();
   closed = true;

@@ -62,14 +62,14 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
     if (const ChunkEntry* known = chunks.find(key)) {
       const Slot slot = chunks.slot_of(known);
       chunks.access(slot, request.number, request.priority());
-      if (known->state == ChunkState::kResident) see_again(slot);
+      if (known->state == ChunkState::kResident) write_back.note_used(slot);
       continue;
     }
     fresh[group] += groups[group].tokens;
     auto& declined = request.declined[group];
     if (declined && *declined == key) declined.reset();  // vLLM starts from there again
     if (declined) continue;
-    const RowId row = take_row(group, request.number, &grant.evicted);
+    const RowId row = row_supply.take(group, request.number, &grant.evicted);
     if (row == kNoRow) {
       declined = key;
       continue;
@@ -87,7 +87,7 @@ StoreGrant TieredCache::Impl::prepare_store(RequestHandle handle, std::span<cons
     metrics.add("kv_offload_dropped_bytes_total", {"cpu", "pressure"},
                 static_cast<double>(declined * groups[g].bytes));
   }
-  flush_tallies();
+  row_supply.flush_metrics();
   taken.hand_out();
   return grant;
 }
@@ -154,7 +154,7 @@ void TieredCache::Impl::complete_store(std::span<const ChunkKey> keys, bool succ
   }
   if (tokens > 0) metrics.add("kv_offload_stored_tokens_total", {}, tokens);
   std::reverse(stored.begin(), stored.end());
-  write_stored(stored);
+  write_back.note_stored(stored);
 }
 
 void TieredCache::Impl::fail_store(Slot slot) {

@@ -10,8 +10,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kMaxTiers = CostModel::kMaxTiers;  // bits of ChunkEntry::writes
-static_assert(RequestReport::kPlaces == kMaxTiers + 1);
+static_assert(RequestReport::kPlaces == CostModel::kMaxTiers + 1);
 
 }  // namespace
 
@@ -41,27 +40,19 @@ TieredCache::Impl::Impl(CacheOptions cache_options, const std::shared_ptr<HostRe
                         std::vector<std::unique_ptr<Tier>> cache_tiers, Metrics& cache_metrics,
                         const Clock& cache_clock)
     : options(std::move(cache_options)),
-      region_memory(host_region),
-      region(*host_region),
+      region(host_region),
       metrics(cache_metrics),
       clock(cache_clock),
-      groups(options, region.num_areas()),
-      tiers(std::move(cache_tiers)),
-      tickets(region),
+      groups(options, region->num_areas()),
+      tickets(*region),
       events(options.keep_events),
-      chunks(groups, region, tickets, events, options.eviction_policy),
+      chunks(groups, *region, tickets, events, options.eviction_policy),
       memory(4 * chunks.capacity()),
-      costs(tiers.size()) {
-  if (tiers.size() > kMaxTiers) {
-    throw_invalid("{} tiers were given; at most {} are possible", tiers.size(), kMaxTiers);
-  }
-  for (std::size_t t = 0; t < tiers.size(); ++t) {
-    TierSlot slot;
-    slot.tier = tiers[t].get();
-    if (t < options.tiers.size()) slot.options = options.tiers[t];
-    slot.name = std::string(tiers[t]->name());
-    tier_slots.push_back(std::move(slot));
-  }
+      costs(cache_tiers.size()),
+      ops({groups, chunks, memory, costs, events, metrics, clock}, region, std::move(cache_tiers),
+          [this](RequestHandle waiter, const TierOps::ReadEnd& end) { read_ended(waiter, end); }),
+      write_back(groups, chunks, memory, ops, metrics, options.tiers),
+      row_supply(groups, chunks, memory, ops, write_back, metrics) {
   sights.assign(groups.size(), {});
   idle_since = clock.now();
 }
@@ -72,12 +63,6 @@ RequestState& TieredCache::Impl::require_live(RequestHandle request) {
                   requests.size() - free_requests.size());
   }
   return requests[request];
-}
-
-void TieredCache::Impl::flush_tallies() {
-  if (evicted_bytes == 0) return;
-  metrics.add("kv_offload_evicted_bytes_total", {"cpu"}, static_cast<double>(evicted_bytes));
-  evicted_bytes = 0;
 }
 
 TieredCache::TieredCache(CacheOptions options, const std::shared_ptr<HostRegion>& region,
@@ -141,7 +126,7 @@ TieredCache::Stats TieredCache::stats() const {
   Stats stats{};
   stats.resident_chunks = impl.chunks.resident();
   stats.resident_bytes = impl.chunks.resident_bytes();
-  stats.capacity_bytes = impl.region.area_bytes() * impl.region.num_areas();
+  stats.capacity_bytes = impl.region->area_bytes() * impl.region->num_areas();
   stats.pinned_chunks = impl.chunks.pinned();
   stats.quarantined_rows = impl.chunks.quarantined_rows();
   stats.waiting_requests = impl.waiting.size();
@@ -154,40 +139,13 @@ void TieredCache::publish_gauges() {
   Impl& impl = *impl_;
   if (impl.closed) return;
   const Stats own = stats();
-  const auto publish = [&](std::string_view name, std::uint64_t bytes, std::uint64_t capacity,
-                           std::uint64_t chunks) {
-    impl.metrics.set("kv_offload_tier_bytes", {name}, static_cast<double>(bytes));
-    impl.metrics.set("kv_offload_tier_capacity_bytes", {name}, static_cast<double>(capacity));
-    impl.metrics.set("kv_offload_tier_chunks", {name}, static_cast<double>(chunks));
-  };
+  impl.metrics.set("kv_offload_tier_bytes", {"cpu"}, static_cast<double>(own.resident_bytes));
+  impl.metrics.set("kv_offload_tier_capacity_bytes", {"cpu"}, static_cast<double>(own.capacity_bytes));
+  impl.metrics.set("kv_offload_tier_chunks", {"cpu"}, static_cast<double>(own.resident_chunks));
   impl.publish_speeds();
-  publish("cpu", own.resident_bytes, own.capacity_bytes, own.resident_chunks);
-  for (Impl::TierSlot& slot : impl.tier_slots) {
-    const TierStats tier = slot.tier->stats();
-    publish(slot.name, tier.bytes, tier.capacity_bytes, tier.chunks);
-    const auto queue = [&](std::string_view op, std::uint32_t depth, double oldest) {
-      impl.metrics.set("kv_offload_queue_depth", {slot.name, op}, depth);
-      impl.metrics.set("kv_offload_oldest_op_seconds", {slot.name, op}, oldest);
-    };
-    queue("read", tier.queued_reads, tier.oldest_read_seconds);
-    queue("write", tier.queued_writes, tier.oldest_write_seconds);
-    const auto count = [&](std::string_view metric, Metrics::Labels labels, std::uint64_t now,
-                           std::uint64_t before) {
-      if (now > before) impl.metrics.add(metric, labels, static_cast<double>(now - before));
-    };
-    const TierStats& before = slot.published;
-    count("kv_offload_evicted_bytes_total", {slot.name}, tier.evicted_bytes, before.evicted_bytes);
-    count("kv_offload_io_ops_total", {slot.name, "direct"}, tier.direct_ops, before.direct_ops);
-    count("kv_offload_io_ops_total", {slot.name, "buffered"}, tier.buffered_ops, before.buffered_ops);
-    count("kv_offload_breaker_trips_total", {slot.name}, tier.breaker_trips, before.breaker_trips);
-    count("kv_offload_failures_total", {slot.name, "read", "timeout"}, tier.read_timeouts,
-          before.read_timeouts);
-    count("kv_offload_failures_total", {slot.name, "write", "timeout"}, tier.write_timeouts,
-          before.write_timeouts);
-    slot.published = tier;
-  }
+  impl.ops.publish();
 }
 
-const std::vector<std::unique_ptr<Tier>>& TieredCache::tiers() const { return impl_->tiers; }
+const std::vector<std::unique_ptr<Tier>>& TieredCache::tiers() const { return impl_->ops.tiers(); }
 
 }  // namespace kv_offload

@@ -142,8 +142,8 @@ class Replayer {
   }
   void see_again(Slot slot) {
     if (options_.tier.write_policy != WritePolicy::kReuse) return;
-    const std::uint32_t sights = memory_.see(index_.at(slot).key);
-    if (sights >= options_.tier.reuse_threshold) write(slot);
+    const std::uint32_t uses = memory_.count_use(index_.at(slot).key);
+    if (uses >= options_.tier.reuse_threshold) write(slot);
   }
 
   const Trace& trace_;

@@ -13,8 +13,13 @@
 #include <vector>
 
 #include "cache/cache_fixture.h"
+#include "cache/cost_model.h"
 #include "cache/host_chunks.h"
+#include "cache/key_memory.h"
+#include "cache/row_supply.h"
 #include "cache/tickets.h"
+#include "cache/tier_ops.h"
+#include "cache/write_back.h"
 
 namespace kv_offload {
 
@@ -106,6 +111,57 @@ struct ChunkParts {
   Tickets tickets;
   CacheEvents events;
   HostChunks chunks;
+};
+
+// And a tier's ops.
+struct OpParts : ChunkParts {
+  explicit OpParts(PartsOptions parts = {})
+      : ChunkParts(std::move(parts)),
+        memory(64),
+        costs(1),
+        ops({groups, chunks, memory, costs, events, metrics, clock}, region, make_tiers(),
+            [this](RequestHandle waiter, const TierOps::ReadEnd& end) {
+              if (on_read_end) on_read_end(waiter, end);
+            }) {}
+
+  // The record that a read of this chunk finds.
+  void record(const std::string& name) {
+    FakeTier::Record& made = tier->records[key_of(name)];
+    made.shards = {std::vector<std::byte>(groups[0].geometry.shard_bytes[0])};
+  }
+  // The tier ends all of its ops, and they are taken up.
+  void finish() {
+    tier->finish();
+    ops.poll();
+  }
+
+  FakeClock clock;
+  Metrics metrics;
+  FakeTier* tier = nullptr;
+  KeyMemory memory;
+  CostModel costs;
+  TierOps::OnReadEnd on_read_end;
+  TierOps ops;
+
+ private:
+  std::vector<std::unique_ptr<Tier>> make_tiers() {
+    auto made = std::make_unique<FakeTier>("fs", &clock);
+    tier = made.get();
+    std::vector<std::unique_ptr<Tier>> tiers;
+    tiers.push_back(std::move(made));
+    return tiers;
+  }
+};
+
+// And rows for the asking.
+struct SupplyParts : OpParts {
+  explicit SupplyParts(PartsOptions parts = {})
+      : OpParts(std::move(parts)),
+        write_back(groups, chunks, memory, ops, metrics, options.tiers),
+        row_supply(groups, chunks, memory, ops, write_back, metrics) {}
+
+  WriteBack write_back;
+  RowSupply row_supply;
 };
 
 }  // namespace kv_offload
