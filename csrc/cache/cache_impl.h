@@ -3,14 +3,13 @@
 //   tiered_cache.cc  construction, requests, figures, events
 //   lookup.cc        one key's answer; misses and their reasons
 //   store_path.cc    prepare_store, complete_store
-//   load_path.cc     prepare_load, complete_load
 //   plans.cc         end_step: what waiting requests get fetched
 //   decision.cc      load or recompute: what of it, how long to wait, probes
 //   reset.cc         reset, close
 //
 // Classes of their own: host_chunks.h (rows, and who holds them), tier_ops.h (reads
-// and writes of tiers), write_back.h (write policies), row_supply.h (eviction),
-// chunk_groups.h, tickets.h, cache_events.h.
+// and writes of tiers), write_back.h (write policies), row_supply.h (eviction), load_jobs.h (copies to the
+// device), chunk_groups.h, tickets.h, cache_events.h.
 #pragma once
 
 #include <deque>
@@ -22,6 +21,7 @@
 #include "cache/cost_model.h"
 #include "cache/host_chunks.h"
 #include "cache/key_memory.h"
+#include "cache/load_jobs.h"
 #include "cache/request_state.h"
 #include "cache/row_supply.h"
 #include "cache/tier_ops.h"
@@ -32,21 +32,6 @@ namespace kv_offload {
 
 struct TieredCache::Impl {
   // ---- what it is built from
-  struct LoadJob {
-    Ticket ticket;
-    std::uint64_t fold;  // of its keys, in any order
-    bool completed = false;
-    std::uint64_t cache_blocks = 0;  // that its request needs, for all of its prompt
-    std::vector<Slot> slots;
-    // What it is worth, told when it ends.
-    Nanos prepared{0};
-    double waited_seconds = 0, compute_seconds = 0, bytes = 0;
-  };
-  struct ForgottenLoad {  // by a reset, while it ran: vLLM does not say when it ends
-    Ticket ticket;
-    std::uint64_t cache_blocks;
-  };
-
   CacheOptions options;
   const std::shared_ptr<HostRegion> region;
   Metrics& metrics;
@@ -60,6 +45,7 @@ struct TieredCache::Impl {
   TierOps ops;
   WriteBack write_back;
   RowSupply row_supply;
+  LoadJobs load_jobs;
 
   // ---- requests
   std::vector<RequestState> requests;
@@ -74,9 +60,6 @@ struct TieredCache::Impl {
   std::vector<std::uint64_t> marks;    // by slot: scratch of hold_hits
   std::uint64_t mark = 0;
 
-  // ---- jobs and ops
-  std::vector<LoadJob> load_jobs;
-  std::vector<ForgottenLoad> forgotten_loads;
   bool closed = false;
 
   Impl(CacheOptions cache_options, const std::shared_ptr<HostRegion>& host_region,
@@ -100,6 +83,9 @@ struct TieredCache::Impl {
   void settle(RequestState& request);
   void settle_scan(RequestState& request, std::span<const Sight> scan, bool first);
   void count_misses(RequestState& request, MissReason reason, std::uint64_t tokens);
+  LoadJobs::Load load_of(const RequestState& request) const;
+  void admit_load(RequestHandle handle, RequestState& request, std::span<const ChunkKey> keys,
+                  const LoadJobs::Begun& load);
   // The request got what it gets (prepare_load) or goes without (prepare_store).
   void admit(RequestHandle handle, RequestState& request);
   void start_waiting(RequestHandle handle, RequestState& request);
@@ -142,17 +128,7 @@ struct TieredCache::Impl {
   bool waits_on(RequestState& request, Nanos now);
   void give_up(RequestState& request, Nanos now);
   void probe(RequestState& request, std::uint32_t group, std::span<const Scan::Candidate> candidates);
-  double context_of(const RequestState& request, std::uint32_t group) const;
-  void note_outcome(const LoadJob& job);
   void publish_speeds();
-
-  // ---- load_path.cc
-  std::uint64_t cache_blocks_of(const RequestState& request) const;
-  bool must_hold_back(const RequestState& request) const;
-  RowTransfer prepare_load(RequestHandle handle, std::span<const ChunkKey> keys);
-  void complete_load(std::span<const ChunkKey> keys);
-  bool release_load(const LoadJob& job);
-  void poll_loads();
 
   // ---- store_path.cc
   class Taken;

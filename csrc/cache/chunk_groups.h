@@ -44,6 +44,11 @@ class ChunkGroups {
   // Whether vLLM said which groups have full attention (releases up to 0.32 do not).
   bool kinds_are_known() const { return kinds_are_known_; }
   bool has_windows() const { return has_windows_; }  // or may have
+  // Of a prompt, before its first chunk in this group, which ends at `first_end` (0 = not known).
+  double tokens_before(std::uint32_t position, std::uint32_t first_end) const {
+    const std::uint32_t chunk = groups_[position].tokens;
+    return first_end > chunk ? first_end - chunk : 0;
+  }
   double bytes_per_token() const { return bytes_per_token_; }
   // Bytes of a row in each area, by position: the largest shard of any rank.
   std::vector<std::uint64_t> row_bytes() const;

@@ -1,7 +1,6 @@
 // Load or recompute: what of a prefix is fetched, how long a request waits for
 // it, and what it brought in the end.
 #include <algorithm>
-#include <cmath>
 
 #include "cache/cache_impl.h"
 
@@ -29,12 +28,6 @@ Nanos to_nanos(double seconds) {
 }
 
 }  // namespace
-
-// Tokens before the first chunk that is asked for.
-double TieredCache::Impl::context_of(const RequestState& request, std::uint32_t group) const {
-  const std::uint32_t chunk = groups[group].tokens;
-  return request.first_end > chunk ? request.first_end - chunk : 0;
-}
 
 // The first scan, from its first chunk that is not in host memory on. Groups that
 // are read together add their bytes.
@@ -98,7 +91,8 @@ void TieredCache::Impl::decide(RequestState& request, Scans& scans) {
   CostModel::Question question;
   question.stretches = stretches;
   question.hints = hints;
-  question.context = context_of(request, group) + hits_before * static_cast<double>(groups[group].tokens);
+  question.context = groups.tokens_before(group, request.first_end) +
+                     hits_before * static_cast<double>(groups[group].tokens);
   question.loads_anyway = hits_before > 0;
   question.deadline_seconds = kOfDeadline * to_seconds(request.deadline - request.pass_time);
   question.divisible = scans.front().second.is_prefix;  // of a window all is needed
@@ -162,9 +156,9 @@ bool TieredCache::Impl::waits_on(RequestState& request, Nanos now) {
   const double rest = so_far / static_cast<double>(arrived) * static_cast<double>(missing);
   const std::uint32_t group = chunks.at(request.awaited.front()).group;
   const double tokens = groups[group].tokens;
-  const double compute =
-      costs.prefill.seconds(static_cast<double>(missing) * tokens,
-                            context_of(request, group) + static_cast<double>(arrived) * tokens);
+  const double compute = costs.prefill.seconds(
+      static_cast<double>(missing) * tokens,
+      groups.tokens_before(group, request.first_end) + static_cast<double>(arrived) * tokens);
   if (rest >= compute) return false;
   request.patience = now + std::max(kLeastPatience, to_nanos(rest));
   return true;
@@ -202,17 +196,6 @@ void TieredCache::Impl::probe(RequestState& request, std::uint32_t group,
     ops.read(planned, Nanos(0), true);
     metrics.add("kv_offload_decisions_total", {"probe"});
   }
-}
-
-void TieredCache::Impl::note_outcome(const LoadJob& job) {
-  const double copied = to_seconds(clock.now() - job.prepared);
-  costs.note_copy(job.bytes, copied);
-  const double took = job.waited_seconds + copied;
-  metrics.observe("kv_offload_load_seconds", {}, took);
-  if (job.compute_seconds <= 0) return;
-  const double saved = job.compute_seconds - took;
-  metrics.add(saved > 0 ? "kv_offload_saved_seconds_total" : "kv_offload_lost_seconds_total", {},
-              std::abs(saved));
 }
 
 void TieredCache::Impl::publish_speeds() {

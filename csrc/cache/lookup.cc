@@ -5,7 +5,7 @@
 //
 // Counting: a chunk is counted once per admission of a request, when the outcome
 // of its last lookup pass is settled. Hits are the chunks that it loads
-// (load_path.cc); misses are the chunks that the pass was told kMiss, with the
+// (LoadJobs); misses are the chunks that the pass was told kMiss, with the
 // reason. vLLM ends the scan of a full-attention group at its first miss; where
 // the request's length is known (set_span), what lies behind counts under that
 // chunk's reason, for that chunk made it useless. lookup_tokens = hit_tokens +
@@ -37,7 +37,7 @@ void TieredCache::Impl::begin_pass(RequestState& request) {
   if (!request.waiting && !request.expired && request.load_policy == LoadPolicy::kAuto) {
     request.host_dear = !costs.host_pays(groups.bytes_per_token(), request.pass_time);
   }
-  request.held_back = must_hold_back(request);
+  request.held_back = load_jobs.must_hold_back(request.last_end);
   request.host_hits = request.options.load_from_cpu && !request.host_dear && !request.held_back;
 }
 
@@ -219,6 +219,38 @@ void TieredCache::Impl::stop_waiting(RequestHandle handle, RequestState& request
   request.awaited.clear();
   if (request.waiting) std::erase(waiting, handle);
   request.waiting = false;
+}
+
+LoadJobs::Load TieredCache::Impl::load_of(const RequestState& request) const {
+  LoadJobs::Load load;
+  load.request = request.number;
+  load.priority = request.priority();
+  load.first_end = request.first_end;
+  load.last_end = request.last_end;
+  if (request.waiting || request.expired)
+    load.waited_seconds = to_seconds(request.pass_time - request.waits_since);
+  load.began = request.pass_step == step ? request.pass_time : clock.now();
+  return load;
+}
+
+void TieredCache::Impl::admit_load(RequestHandle handle, RequestState& request,
+                                   std::span<const ChunkKey> keys, const LoadJobs::Begun& load) {
+  std::size_t end = 0;
+  for (std::uint32_t group = 0; group < groups.size(); ++group) {
+    if (load.transfer.group_rows[group] == 0) continue;
+    end += load.transfer.group_rows[group];
+    const ChunkKey& last = keys[end - 1];
+    request.offered[group] = {chunk_id(last), chunks.find(last)->depth};
+  }
+  for (std::size_t place = 0; place < load.hit_tokens.size(); ++place) {
+    const std::uint64_t tokens = load.hit_tokens[place];
+    if (tokens == 0) continue;
+    const std::string_view tier = place == 0 ? "cpu" : ops.name(place - 1);
+    request.report.hit_tokens[place] += tokens;
+    metrics.add("kv_offload_hit_tokens_total", {tier}, static_cast<double>(tokens));
+    metrics.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(tokens));
+  }
+  admit(handle, request);
 }
 
 void TieredCache::Impl::admit(RequestHandle handle, RequestState& request) {

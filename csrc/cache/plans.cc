@@ -9,7 +9,7 @@ void TieredCache::end_step() {
   Impl& impl = *impl_;
   if (impl.closed) return;
   impl.ops.poll();
-  impl.poll_loads();
+  impl.load_jobs.poll();
   impl.chunks.poll();
   std::sort(impl.asked.begin(), impl.asked.end(), [&](RequestHandle a, RequestHandle b) {
     return impl.requests[a].number < impl.requests[b].number;

@@ -8,12 +8,7 @@ namespace kv_offload {
 
 void TieredCache::Impl::forget_memory() {
   ops.forget();
-  for (const LoadJob& job : load_jobs) {
-    if (!job.completed) forgotten_loads.push_back({job.ticket, job.cache_blocks});
-    if (tickets.is_reported(job.ticket, TicketKind::kLoad)) continue;
-    for (const Slot slot : job.slots) chunks.quarantine(job.ticket, slot);
-  }
-  load_jobs.clear();
+  load_jobs.forget();
   chunks.forget();
   for (RequestState& request : requests) {
     request.knows_span = false;

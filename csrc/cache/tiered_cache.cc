@@ -52,7 +52,8 @@ TieredCache::Impl::Impl(CacheOptions cache_options, const std::shared_ptr<HostRe
       ops({groups, chunks, memory, costs, events, metrics, clock}, region, std::move(cache_tiers),
           [this](RequestHandle waiter, const TierOps::ReadEnd& end) { read_ended(waiter, end); }),
       write_back(groups, chunks, memory, ops, metrics, options.tiers),
-      row_supply(groups, chunks, memory, ops, write_back, metrics) {
+      row_supply(groups, chunks, memory, ops, write_back, metrics),
+      load_jobs({groups, chunks, write_back, tickets, costs, metrics, clock}, options) {
   sights.assign(groups.size(), {});
   idle_since = clock.now();
 }
@@ -117,6 +118,28 @@ std::vector<TieredCache::Sights> TieredCache::sights() const { return impl_->sig
 
 LookupResult TieredCache::lookup(RequestHandle request, const ChunkKey& key) {
   return impl_->closed ? LookupResult::kMiss : impl_->lookup(request, key);
+}
+
+int TieredCache::load_source(const ChunkKey& key) const {
+  const ChunkEntry* entry = impl_->chunks.find(key);
+  if (entry == nullptr || entry->origin != ChunkOrigin::kTier) return -1;
+  return entry->tier;
+}
+
+RowTransfer TieredCache::prepare_load(RequestHandle handle, std::span<const ChunkKey> keys) {
+  Impl& impl = *impl_;
+  RequestState& request = impl.require_live(handle);
+  if (impl.closed) throw_invalid("prepare_load was called after close()");
+  LoadJobs::Begun load;
+  load.transfer.group_rows.assign(impl.groups.size(), 0);
+  if (keys.empty()) return load.transfer;
+  load = impl.load_jobs.begin(keys, impl.load_of(request));
+  impl.admit_load(handle, request, keys, load);
+  return std::move(load.transfer);
+}
+
+void TieredCache::complete_load(std::span<const ChunkKey> keys) {
+  if (!impl_->closed) impl_->load_jobs.complete(keys);
 }
 
 std::vector<CacheEvent> TieredCache::take_events() { return impl_->events.take(); }

@@ -7,7 +7,7 @@
 // States of a key: ChunkIndex holds what has a row; a tier's catalogue holds
 // what is recorded. lookup():
 //   resident            -> kHit
-//                          (kPending while it must be held back, see load_path.cc)
+//                          (kPending while it must be held back, see LoadJobs)
 //   filling, fetching   -> kPending until the request's deadline, then kMiss
 //   recorded on a tier  -> kPending, noted; end_step() makes a plan
 //   tier says unknown   -> kRetry (bounded by the same deadline)

@@ -16,6 +16,7 @@
 #include "cache/cost_model.h"
 #include "cache/host_chunks.h"
 #include "cache/key_memory.h"
+#include "cache/load_jobs.h"
 #include "cache/row_supply.h"
 #include "cache/tickets.h"
 #include "cache/tier_ops.h"
@@ -162,6 +163,15 @@ struct SupplyParts : OpParts {
 
   WriteBack write_back;
   RowSupply row_supply;
+};
+
+// And loads.
+struct LoadParts : SupplyParts {
+  explicit LoadParts(PartsOptions parts = {})
+      : SupplyParts(std::move(parts)),
+        load_jobs({groups, chunks, write_back, tickets, costs, metrics, clock}, options) {}
+
+  LoadJobs load_jobs;
 };
 
 }  // namespace kv_offload
