@@ -81,7 +81,12 @@ struct RowTransfer {
 struct StoreGrant {
   std::vector<std::uint32_t> accepted;  // indices into the keys that were offered, ascending
   RowTransfer transfer;
-  std::vector<ChunkKey> evicted;  // left host memory to make room
+  std::vector<ChunkKey> evicted;  // from host memory, for their rows
+};
+
+// Chunks of a group that lookups found and that they missed, since the start.
+struct LookupCounts {
+  std::uint64_t found = 0, missed = 0;
 };
 
 struct CacheEvent {

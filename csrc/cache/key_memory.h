@@ -48,7 +48,7 @@ class KeyMemory {
   void clear() { std::fill(cells_.begin(), cells_.end(), 0); }
 
   static std::uint64_t fingerprint(const ChunkKey& key) {
-    // Another fold than ChunkKey::Hash: the end of the digest takes part.
+    // Not ChunkKey::Hash alone: the end of the digest takes part.
     std::uint64_t tail;
     std::memcpy(&tail, key.bytes().data() + (key.size() > 12 ? key.size() - 12 : 0), sizeof(tail));
     std::uint64_t mixed = ChunkKey::Hash{}(key) ^ (tail * 0x9FB21C651E98DF25ull);

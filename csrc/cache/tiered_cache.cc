@@ -1,123 +1,110 @@
-// Construction, requests, events, figures.
+// What the cache is made of, and which part each call goes to.
 #include "cache/tiered_cache.h"
 
-#include <algorithm>
-#include <bit>
 #include <utility>
 
-#include "cache/cache_impl.h"
+#include "base/status.h"
+#include "cache/cache_events.h"
+#include "cache/chunk_groups.h"
+#include "cache/cost_model.h"
+#include "cache/host_chunks.h"
+#include "cache/key_memory.h"
+#include "cache/load_jobs.h"
+#include "cache/planner.h"
+#include "cache/requests.h"
+#include "cache/row_supply.h"
+#include "cache/stores.h"
+#include "cache/tickets.h"
+#include "cache/tier_ops.h"
+#include "cache/write_back.h"
 
 namespace kv_offload {
 namespace {
 
 static_assert(RequestReport::kPlaces == CostModel::kMaxTiers + 1);
+constexpr std::size_t kRememberedPerChunk = 4;  // keys that are gone, for each chunk that fits
 
 }  // namespace
 
-std::string_view to_string(MissReason reason) {
-  switch (reason) {
-    case MissReason::kNotStored:
-      return "not_stored";
-    case MissReason::kEvicted:
-      return "evicted";
-    case MissReason::kRecomputeCheaper:
-      return "recompute_cheaper";
-    case MissReason::kDeadline:
-      return "deadline";
-    case MissReason::kCorrupt:
-      return "corrupt";
-    case MissReason::kIoError:
-      return "io_error";
-    case MissReason::kPressure:
-      return "pressure";
-    case MissReason::kDisabled:
-      return "disabled";
+struct TieredCache::Impl {
+  Impl(const CacheOptions& options, const std::shared_ptr<HostRegion>& host_region,
+       std::vector<std::unique_ptr<Tier>> tiers, Metrics& cache_metrics, const Clock& cache_clock)
+      : region(host_region),
+        metrics(cache_metrics),
+        clock(cache_clock),
+        groups(options, region->num_areas()),
+        tickets(*region),
+        events(options.keep_events),
+        chunks(groups, *region, tickets, events, options.eviction_policy),
+        memory(kRememberedPerChunk * chunks.capacity()),
+        costs(tiers.size()),
+        ops({groups, chunks, memory, costs, events, metrics, clock}, region, std::move(tiers),
+            [this](RequestHandle waiter, const TierOps::ReadEnd& end) { requests.read_ended(waiter, end); }),
+        write_back(groups, chunks, memory, ops, metrics, options.tiers),
+        row_supply(groups, chunks, memory, ops, write_back, metrics),
+        load_jobs({groups, chunks, write_back, tickets, costs, metrics, clock}, options),
+        requests({groups, chunks, memory, costs, ops, load_jobs, metrics, clock}, options),
+        stores({groups, chunks, memory, tickets, costs, row_supply, write_back, requests, metrics}),
+        planner({groups, chunks, costs, ops, row_supply, requests, metrics}) {}
+
+  // All that is in memory. Rows that a rank or a tier may still touch stay out of use until that ended.
+  void forget() {
+    ops.forget();
+    load_jobs.forget();
+    chunks.forget();
+    requests.forget();
+    memory.clear();
   }
-  return "unknown";
-}
+  void publish_speeds();
 
-TieredCache::Impl::Impl(CacheOptions cache_options, const std::shared_ptr<HostRegion>& host_region,
-                        std::vector<std::unique_ptr<Tier>> cache_tiers, Metrics& cache_metrics,
-                        const Clock& cache_clock)
-    : options(std::move(cache_options)),
-      region(host_region),
-      metrics(cache_metrics),
-      clock(cache_clock),
-      groups(options, region->num_areas()),
-      tickets(*region),
-      events(options.keep_events),
-      chunks(groups, *region, tickets, events, options.eviction_policy),
-      memory(4 * chunks.capacity()),
-      costs(cache_tiers.size()),
-      ops({groups, chunks, memory, costs, events, metrics, clock}, region, std::move(cache_tiers),
-          [this](RequestHandle waiter, const TierOps::ReadEnd& end) { read_ended(waiter, end); }),
-      write_back(groups, chunks, memory, ops, metrics, options.tiers),
-      row_supply(groups, chunks, memory, ops, write_back, metrics),
-      load_jobs({groups, chunks, write_back, tickets, costs, metrics, clock}, options) {
-  sights.assign(groups.size(), {});
-  idle_since = clock.now();
-}
+  const std::shared_ptr<HostRegion> region;
+  Metrics& metrics;
+  const Clock& clock;
+  const ChunkGroups groups;
+  Tickets tickets;
+  CacheEvents events;
+  HostChunks chunks;
+  KeyMemory memory;
+  CostModel costs;
+  TierOps ops;
+  WriteBack write_back;
+  RowSupply row_supply;
+  LoadJobs load_jobs;
+  Requests requests;
+  Stores stores;
+  Planner planner;
+  bool closed = false;
+};
 
-RequestState& TieredCache::Impl::require_live(RequestHandle request) {
-  if (request >= requests.size() || !requests[request].live) {
-    throw_invalid("request handle {} is not live; {} requests are", request,
-                  requests.size() - free_requests.size());
-  }
-  return requests[request];
-}
-
-TieredCache::TieredCache(CacheOptions options, const std::shared_ptr<HostRegion>& region,
+TieredCache::TieredCache(const CacheOptions& options, const std::shared_ptr<HostRegion>& region,
                          std::vector<std::unique_ptr<Tier>> tiers, Metrics& metrics, const Clock& clock)
-    : impl_(std::make_unique<Impl>(std::move(options), region, std::move(tiers), metrics, clock)) {}
+    : impl_(std::make_unique<Impl>(options, region, std::move(tiers), metrics, clock)) {}
 
 TieredCache::~TieredCache() { close(); }
 
+// ---- requests
+
 RequestHandle TieredCache::begin_request(std::string_view, const RequestOptions& options) {
-  Impl& impl = *impl_;
-  if (impl.free_requests.empty()) {
-    impl.free_requests.push_back(static_cast<RequestHandle>(impl.requests.size()));
-    impl.requests.emplace_back();
-  }
-  if (impl.free_requests.size() == impl.requests.size()) {
-    impl.costs.prefill.note_idle(impl.idle_since, impl.clock.now());
-  }
-  const RequestHandle handle = impl.free_requests.back();
-  impl.free_requests.pop_back();
-  if (++impl.last_number == 0) ++impl.last_number;
-  impl.requests[handle].begin(impl.last_number, options,
-                              options.load_policy.value_or(impl.options.load_policy), impl.groups.size());
-  return handle;
+  return impl_->requests.begin(options);
 }
 
-void TieredCache::end_request(RequestHandle handle) {
-  Impl& impl = *impl_;
-  RequestState& request = impl.require_live(handle);
-  impl.settle(request);
-  impl.stop_waiting(handle, request);
-  request.live = false;
-  impl.free_requests.push_back(handle);
-  if (impl.free_requests.size() == impl.requests.size()) impl.idle_since = impl.clock.now();
-}
+void TieredCache::end_request(RequestHandle request) { impl_->requests.end(request); }
 
-bool TieredCache::knows_span(RequestHandle request) const { return impl_->requests[request].knows_span; }
+bool TieredCache::knows_span(RequestHandle request) const { return impl_->requests.at(request).knows_span; }
 
-void TieredCache::set_span(RequestHandle handle, std::uint32_t first_end, std::uint32_t last_end) {
-  RequestState& request = impl_->require_live(handle);
-  request.knows_span = true;
-  request.first_end = first_end;
-  request.last_end = last_end;
-  impl_->longest_prompt = std::max<std::uint64_t>(impl_->longest_prompt, last_end);
+void TieredCache::set_span(RequestHandle request, std::uint32_t first_end, std::uint32_t last_end) {
+  impl_->requests.set_span(request, first_end, last_end);
 }
 
 RequestReport TieredCache::report(RequestHandle request) const {
-  if (request >= impl_->requests.size()) throw_invalid("request handle {} never was one", request);
-  return impl_->requests[request].report;
+  if (!impl_->requests.is_handle(request)) throw_invalid("request handle {} never was one", request);
+  return impl_->requests.at(request).report;
 }
 
-std::vector<TieredCache::Sights> TieredCache::sights() const { return impl_->sights; }
+// ---- vLLM's manager verbs
 
 LookupResult TieredCache::lookup(RequestHandle request, const ChunkKey& key) {
-  return impl_->closed ? LookupResult::kMiss : impl_->lookup(request, key);
+  return impl_->closed ? LookupResult::kMiss : impl_->requests.lookup(request, key);
 }
 
 int TieredCache::load_source(const ChunkKey& key) const {
@@ -126,15 +113,15 @@ int TieredCache::load_source(const ChunkKey& key) const {
   return entry->tier;
 }
 
-RowTransfer TieredCache::prepare_load(RequestHandle handle, std::span<const ChunkKey> keys) {
+RowTransfer TieredCache::prepare_load(RequestHandle request, std::span<const ChunkKey> keys) {
   Impl& impl = *impl_;
-  RequestState& request = impl.require_live(handle);
+  impl.requests.require_live(request);
   if (impl.closed) throw_invalid("prepare_load was called after close()");
   LoadJobs::Begun load;
   load.transfer.group_rows.assign(impl.groups.size(), 0);
   if (keys.empty()) return load.transfer;
-  load = impl.load_jobs.begin(keys, impl.load_of(request));
-  impl.admit_load(handle, request, keys, load);
+  load = impl.load_jobs.begin(keys, impl.requests.load_of(request));
+  impl.requests.admit_load(request, keys, load);
   return std::move(load.transfer);
 }
 
@@ -142,7 +129,51 @@ void TieredCache::complete_load(std::span<const ChunkKey> keys) {
   if (!impl_->closed) impl_->load_jobs.complete(keys);
 }
 
+StoreGrant TieredCache::prepare_store(RequestHandle request, std::span<const ChunkKey> keys,
+                                      std::span<const std::uint32_t> depths) {
+  return impl_->stores.prepare(request, keys, depths);
+}
+
+void TieredCache::complete_store(std::span<const ChunkKey> keys, bool success) {
+  if (!impl_->closed) impl_->stores.complete(keys, success);
+}
+
+void TieredCache::end_step() {
+  Impl& impl = *impl_;
+  if (impl.closed) return;
+  impl.ops.poll();
+  impl.load_jobs.poll();
+  impl.chunks.poll();
+  const Nanos now = impl.clock.now();
+  impl.costs.prefill.end_step(now);
+  impl.planner.plan_step(now);
+  impl.write_back.write_cold_end();
+  impl.row_supply.flush_metrics();
+  impl.requests.end_step();
+  impl.ops.end_step();
+}
+
+bool TieredCache::has_pending_work() const { return !impl_->closed && impl_->requests.has_pending_work(); }
+
+void TieredCache::reset() {
+  if (impl_->closed) return;
+  impl_->forget();
+  impl_->ops.reset();
+}
+
 std::vector<CacheEvent> TieredCache::take_events() { return impl_->events.take(); }
+
+void TieredCache::close() {
+  Impl& impl = *impl_;
+  if (impl.closed) return;
+  impl.ops.close();
+  impl.forget();
+  impl.events.take();
+  impl.stores.close();
+  impl.closed = true;
+}
+
+// ---- figures
 
 TieredCache::Stats TieredCache::stats() const {
   const Impl& impl = *impl_;
@@ -152,11 +183,13 @@ TieredCache::Stats TieredCache::stats() const {
   stats.capacity_bytes = impl.region->area_bytes() * impl.region->num_areas();
   stats.pinned_chunks = impl.chunks.pinned();
   stats.quarantined_rows = impl.chunks.quarantined_rows();
-  stats.waiting_requests = impl.waiting.size();
-  stats.requests = impl.requests.size() - impl.free_requests.size();
-  stats.longest_prompt = impl.longest_prompt;
+  stats.waiting_requests = impl.requests.waiting().size();
+  stats.requests = impl.requests.live();
+  stats.longest_prompt = impl.requests.longest_prompt();
   return stats;
 }
+
+std::vector<LookupCounts> TieredCache::lookup_counts() const { return impl_->requests.lookup_counts(); }
 
 void TieredCache::publish_gauges() {
   Impl& impl = *impl_;
@@ -167,6 +200,20 @@ void TieredCache::publish_gauges() {
   impl.metrics.set("kv_offload_tier_chunks", {"cpu"}, static_cast<double>(own.resident_chunks));
   impl.publish_speeds();
   impl.ops.publish();
+}
+
+void TieredCache::Impl::publish_speeds() {
+  for (const auto& [label, tokens] : {std::pair{"1024", 1024.0}, {"8192", 8192.0}, {"65536", 65536.0}}) {
+    const double speed = costs.prefill.tokens_per_second(tokens);
+    if (speed > 0) metrics.set("kv_offload_prefill_tokens_per_second", {label}, speed);
+  }
+  for (std::size_t tier = 0; tier < ops.size(); ++tier) {
+    const double speed = costs.read_bytes_per_second(tier);
+    if (speed > 0) metrics.set("kv_offload_load_bytes_per_second", {ops.name(tier)}, speed);
+  }
+  if (const double speed = costs.copy().bytes_per_second(); speed > 0) {
+    metrics.set("kv_offload_load_bytes_per_second", {"cpu"}, speed);
+  }
 }
 
 const std::vector<std::unique_ptr<Tier>>& TieredCache::tiers() const { return impl_->ops.tiers(); }

@@ -4,23 +4,31 @@
 // Threads: one (the scheduler's); no call waits for storage. Tier results are
 // polled in end_step() and at the start of lookup passes.
 //
-// States of a key: ChunkIndex holds what has a row; a tier's catalogue holds
-// what is recorded. lookup():
+// It holds nothing itself: it wires its parts together and hands each call to one of
+// them. Each part has a header that says what it keeps; a part knows those above it in
+// this list and none below (tests/python/test_layers.py), but for the end of a read,
+// which TierOps tells to whoever waits for it.
+//
+//   cache_types, chunk_groups, tickets, cache_events, key_memory, cost_model
+//   host_chunks   rows and chunks in host memory: who holds a row, when it is given back
+//   tier_ops      reads from tiers and writes to them, from submission to completion
+//   write_back    which chunks are written to which tier, and when
+//   row_supply    a row for a chunk: free, evicted, or of a write that is cancelled
+//   load_jobs     copies to the device: which run, which may run side by side
+//   requests      lookups and their answers, waiting, admission, counting
+//   planner       what is fetched for requests that wait: load or recompute
+//   stores        rows for what is offered; what the ranks reported
+//
+// States of a key: HostChunks knows what has a row; a tier's catalogue knows what is
+// recorded. lookup():
 //   resident            -> kHit
 //                          (kPending while it must be held back, see LoadJobs)
 //   filling, fetching   -> kPending until the request's deadline, then kMiss
-//   recorded on a tier  -> kPending, noted; end_step() makes a plan
+//   recorded on a tier  -> kPending, noted; end_step() makes a plan (see Planner)
 //   tier says unknown   -> kRetry (bounded by the same deadline)
 //   else                -> kMiss, with a reason that is counted once per request
 //
-// Plans (end_step): per waiting request, in the order requests arrived: decide
-// load or recompute; reserve rows for the reads or trim the plan to what fits;
-// submit; pin what the request already hit. Keys of groups after the first one
-// (in lookup order) with pending keys are not fetched in this step, so that
-// nothing is read that the agreed prefix does not need; groups that full_groups
-// marks are taken together. A request never waits past its deadline.
-//
-// Failure: a fetch or fill that fails makes the key absent for everybody, with
+// Failure: a fetch or store that fails makes the key absent for everybody, with
 // the reason, once. prepare_load only ever gets resident chunks and pins them.
 #pragma once
 
@@ -43,8 +51,8 @@ class TieredCache {
  public:
   // The region must have all ranks attached. It lives until the cache is gone and
   // no op of a tier can touch it any more. Throws InvalidArgument (region smaller
-  // than one row of each group, unknown policy).
-  TieredCache(CacheOptions options, const std::shared_ptr<HostRegion>& region,
+  // than one row of each group, unknown policy, too many groups or tiers).
+  TieredCache(const CacheOptions& options, const std::shared_ptr<HostRegion>& region,
               std::vector<std::unique_ptr<Tier>> tiers, Metrics& metrics, const Clock& clock);
   ~TieredCache();  // close()
 
@@ -88,12 +96,8 @@ class TieredCache {
     std::uint64_t longest_prompt;  // tokens, of those asked for since the start
   };
   Stats stats() const;
-  // Chunks of a group that lookups found and that they missed, since the start.
-  struct Sights {
-    std::uint64_t found = 0, missed = 0;
-  };
-  std::vector<Sights> sights() const;  // by group position
-  void publish_gauges();               // residency, capacities, queue depths into Metrics
+  std::vector<LookupCounts> lookup_counts() const;  // by group position
+  void publish_gauges();                            // residency, capacities, queue depths into Metrics
   const std::vector<std::unique_ptr<Tier>>& tiers() const;
   void close();  // sheds queued writes, closes tiers. Idempotent
 

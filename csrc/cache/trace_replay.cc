@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "cache/key_memory.h"
+#include "index/chunk_index.h"
 #include "storage/fs_catalogue.h"
 
 namespace kv_offload {
@@ -186,7 +187,7 @@ void require_order(const Trace& trace) {
 
 ReplayResult replay(const Trace& trace, const ReplayOptions& options) {
   require_order(trace);
-  if (options.host_chunks == 0) throw_invalid("host_chunks is 0; a replay needs room for one chunk or more");
+  if (options.host_chunks == 0) throw_invalid("host_chunks is 0; a replay needs one chunk or more");
   return Replayer(trace, options).run();
 }
 

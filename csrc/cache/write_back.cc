@@ -77,7 +77,7 @@ void WriteBack::write_cold_end() {
       }
     }
   }
-  // From the warmest to the coldest, so that they lie as they lay.
+  // From the most recent to the oldest, so that their order stays.
   for (std::size_t i = visited.size(); i-- > 0;) chunks_.unpin(visited[i]);
 }
 

@@ -17,7 +17,9 @@
 #include "cache/host_chunks.h"
 #include "cache/key_memory.h"
 #include "cache/load_jobs.h"
+#include "cache/requests.h"
 #include "cache/row_supply.h"
+#include "cache/stores.h"
 #include "cache/tickets.h"
 #include "cache/tier_ops.h"
 #include "cache/write_back.h"
@@ -172,6 +174,25 @@ struct LoadParts : SupplyParts {
         load_jobs({groups, chunks, write_back, tickets, costs, metrics, clock}, options) {}
 
   LoadJobs load_jobs;
+};
+
+// And requests.
+struct RequestParts : LoadParts {
+  explicit RequestParts(PartsOptions parts = {})
+      : LoadParts(std::move(parts)),
+        requests({groups, chunks, memory, costs, ops, load_jobs, metrics, clock}, options) {
+    on_read_end = [this](RequestHandle waiter, const TierOps::ReadEnd& end) {
+      requests.read_ended(waiter, end);
+    };
+  }
+  LookupResult lookup(RequestHandle request, const std::string& name) {
+    return requests.lookup(request, key_of(name));
+  }
+  double missed(std::string_view reason) const {
+    return metrics.value("kv_offload_miss_tokens_total", {reason});
+  }
+
+  Requests requests;
 };
 
 }  // namespace kv_offload
