@@ -63,8 +63,8 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
     options.tiers.push_back(tier.slot);
     opened.push_back(make_fs_tier(tier.options));
   }
-  bound->cache = std::make_unique<TieredCache>(std::move(options), bound->region, std::move(opened),
-                                               *bound->metrics, bound->clock);
+  bound->cache =
+      std::make_unique<TieredCache>(options, bound->region, std::move(opened), *bound->metrics, bound->clock);
   return bound;
 }
 
@@ -190,7 +190,8 @@ void bind_cache(py::module_& module) {
       .def("sights",
            [](const Cache& self) {
              std::vector<std::pair<std::uint64_t, std::uint64_t>> groups;
-             for (const auto& [found, missed] : self->cache->sights()) groups.emplace_back(found, missed);
+             for (const auto& [found, missed] : self->cache->lookup_counts())
+               groups.emplace_back(found, missed);
              return groups;
            })
       .def("forget_context", [](const Cache& self) { forget_context(*self); })

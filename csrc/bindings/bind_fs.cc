@@ -16,11 +16,11 @@ TierSlotOptions write_policy_of(std::string_view write_policy) {
     std::uint32_t threshold = 0;
     const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), threshold);
     if (error == std::errc() && end == digits.data() + digits.size() && threshold > 0 &&
-        threshold <= KeyMemory::kMaxSights) {
+        threshold <= KeyMemory::kMaxUses) {
       return {WritePolicy::kReuse, threshold};
     }
     throw_invalid("write_policy={:?}: write reuse:N with N from 1 to {}", write_policy,
-                  KeyMemory::kMaxSights);
+                  KeyMemory::kMaxUses);
   }
   return {one_of<WritePolicy>("write_policy", write_policy,
                               {{"through", WritePolicy::kThrough},

@@ -59,7 +59,7 @@ bool CostModel::in_time(const Cut& cut, const Question& question) {
 }
 
 // Within a stretch the gain is convex (a tier's latency is paid once, and what
-// lies deeper is dearer to compute), so only the end of a stretch can be best, or
+// lies deeper takes longer to compute), so only the end of a stretch can be best, or
 // the last chunk that arrives in time.
 CostModel::Cut CostModel::best_cut(const Question& question, Cut* whole) const {
   Cut best, at;
@@ -131,8 +131,8 @@ void CostModel::begin_probe(std::size_t index, Nanos now) {
 bool CostModel::host_pays(double bytes_per_token, Nanos now) {
   if (!prefill.known() || !copy_.told_apart() || copy_.bytes_per_second() <= 0) return true;
   const double copy = bytes_per_token / copy_.bytes_per_second();
-  // Of the first tokens of a prompt: those behind them are dearer.
-  const bool pays = copy < options_.host_patience * prefill.seconds(1, 0);
+  // Of the first tokens of a prompt: those behind them take longer.
+  const bool pays = copy < options_.host_slowdown_limit * prefill.seconds(1, 0);
   if (!pays && now - last_host_load_ < options_.probe_interval) return false;
   last_host_load_ = now;
   return true;

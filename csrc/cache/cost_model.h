@@ -27,7 +27,7 @@ struct CostModelOptions {
   // A tier that was judged too slow is probed this long after its last read.
   Nanos probe_interval{std::chrono::seconds(30)};
   // Host memory is given up only when copying takes this many times as long as computing.
-  double host_patience = 2;
+  double host_slowdown_limit = 2;
   PrefillOptions prefill{};
 };
 

@@ -1,5 +1,5 @@
 // KeyMemory: what is remembered of keys that are not here: why they went and how
-// often they were seen. Bounded: a direct-mapped table of fingerprints, so an
+// often they were used. Bounded: a direct-mapped table of fingerprints, so an
 // old memory may be overwritten by another key's, never taken for it (but for
 // one chance in 2^53).
 #pragma once
@@ -19,7 +19,7 @@ class KeyMemory {
  public:
   static constexpr std::size_t kMinCells = std::size_t{1} << 12;
   static constexpr std::size_t kMaxCells = std::size_t{1} << 20;
-  static constexpr std::uint32_t kMaxSights = 127;
+  static constexpr std::uint32_t kMaxUses = 127;
 
   // Remembers about `keys` keys, at most kMaxCells (8 bytes each).
   explicit KeyMemory(std::size_t keys) : cells_(std::bit_ceil(std::clamp(keys, kMinCells, kMaxCells))) {}
@@ -37,18 +37,18 @@ class KeyMemory {
     if ((cell & kPrintMask) != (print & kPrintMask) || (cell & kReasonMask) == 0) return std::nullopt;
     return static_cast<std::uint8_t>((cell & kReasonMask) - 1);
   }
-  // How often this key was seen, this time included; saturates at kMaxSights.
-  std::uint32_t see(const ChunkKey& key) {
+  // How often this key was used, this time included; saturates at kMaxUses.
+  std::uint32_t count_use(const ChunkKey& key) {
     std::uint64_t& cell = own(key);
-    std::uint64_t sights = (cell & kSightsMask) >> kSightsShift;
-    sights = std::min<std::uint64_t>(sights + 1, kMaxSights);
-    cell = (cell & ~kSightsMask) | sights << kSightsShift;
-    return static_cast<std::uint32_t>(sights);
+    std::uint64_t uses = (cell & kUsesMask) >> kUsesShift;
+    uses = std::min<std::uint64_t>(uses + 1, kMaxUses);
+    cell = (cell & ~kUsesMask) | uses << kUsesShift;
+    return static_cast<std::uint32_t>(uses);
   }
   void clear() { std::fill(cells_.begin(), cells_.end(), 0); }
 
   static std::uint64_t fingerprint(const ChunkKey& key) {
-    // Another fold than ChunkKey::Hash: the end of the digest takes part.
+    // Not ChunkKey::Hash alone: the end of the digest takes part.
     std::uint64_t tail;
     std::memcpy(&tail, key.bytes().data() + (key.size() > 12 ? key.size() - 12 : 0), sizeof(tail));
     std::uint64_t mixed = ChunkKey::Hash{}(key) ^ (tail * 0x9FB21C651E98DF25ull);
@@ -58,8 +58,8 @@ class KeyMemory {
 
  private:
   static constexpr std::uint64_t kReasonMask = 0xF;
-  static constexpr unsigned kSightsShift = 4;
-  static constexpr std::uint64_t kSightsMask = std::uint64_t{kMaxSights} << kSightsShift;
+  static constexpr unsigned kUsesShift = 4;
+  static constexpr std::uint64_t kUsesMask = std::uint64_t{kMaxUses} << kUsesShift;
   static constexpr std::uint64_t kPrintMask = ~std::uint64_t{0x7FF};
 
   std::size_t place(std::uint64_t print) const { return (print >> 11) & (cells_.size() - 1); }

@@ -1,5 +1,6 @@
-// What TieredCache knows of one live request: what it saw in its last lookup
-// pass, what it waits for and holds, what it may not be promised any more.
+// What Requests knows of one live request: what it was answered in its last lookup
+// pass, what it waits for and holds, what it offered for storing. Plain data: others
+// read it, Requests alone changes it (Offers apart, which a store keeps up).
 #pragma once
 
 #include <algorithm>
@@ -9,19 +10,83 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "cache/tiered_cache.h"
+#include "cache/cache_types.h"
+#include "policy/eviction_policy.h"
 
 namespace kv_offload {
 
-// One lookup of a pass.
-struct Sight {
+// One lookup of a pass, and its answer.
+struct Lookup {
   enum class Kind : std::uint8_t { kHit, kFilling, kFetching, kRecorded, kUnknown, kMiss };
-  std::uint32_t index = 0;  // kHit, kFilling, kFetching: slot; kRecorded: place in pass_keys;
-                            // kWhyLater: in pass_absent
+  std::uint32_t index = 0;  // kHit, kFilling, kFetching: slot; kRecorded: place in LookupPass::keys;
+                            // kReasonLater: in LookupPass::absent
   std::uint16_t group = 0;
   Kind kind = Kind::kMiss;
-  std::uint8_t detail = 0;  // kRecorded: tier; kMiss: MissReason or kWhyLater
-  static constexpr std::uint8_t kWhyLater = 0xFF;
+  std::uint8_t detail = 0;  // kRecorded: tier; kMiss: MissReason or kReasonLater
+  static constexpr std::uint8_t kReasonLater = 0xFF;
+};
+
+// All lookups of a request in one step, in order.
+struct LookupPass {
+  std::uint64_t step = 0;
+  Nanos time{0};
+  bool pending = false;    // some answer of it was kPending or kRetry
+  bool uncounted = false;  // its misses are not counted yet
+  std::vector<Lookup> lookups;
+  std::vector<ChunkKey> keys;         // of kRecorded
+  std::vector<std::uint64_t> absent;  // fingerprints of misses, for KeyMemory
+
+  void clear() {
+    pending = false;
+    lookups.clear();
+    keys.clear();
+    absent.clear();
+  }
+};
+
+// What a request offered for storing, by group: the chunk before the next one, and
+// where it found no row.
+class Offers {
+ public:
+  void begin(std::size_t groups) { groups_.assign(groups, {}); }
+  // `key` is offered now: the chunk before it in its prefix, 0 when that is not known.
+  // vLLM offers a prefix in order, once or from its head again.
+  ChunkId follow(std::uint32_t group, const ChunkKey& key, std::uint32_t depth) {
+    const Chunk before = std::exchange(groups_[group].last, {chunk_id(key), depth});
+    return depth > before.depth ? before.id : 0;
+  }
+  // It was loaded: what is offered next comes after it.
+  void note_loaded(std::uint32_t group, const ChunkKey& key, std::uint32_t depth) {
+    groups_[group].last = {chunk_id(key), depth};
+  }
+  // The end of what was offered so far, in tokens.
+  std::uint32_t end(std::uint32_t group) const { return groups_[group].end; }
+  void extend(std::uint32_t group, std::uint32_t end) {
+    groups_[group].end = std::max(groups_[group].end, end);
+  }
+  // The first key that finds no row. What follows it is declined too, or there would
+  // be holes, until vLLM starts from that key again.
+  void decline(std::uint32_t group, const ChunkKey& key) { groups_[group].declined = key; }
+  bool is_declined(std::uint32_t group, const ChunkKey& key) {
+    auto& declined = groups_[group].declined;
+    if (declined && *declined == key) declined.reset();
+    return declined.has_value();
+  }
+  void forget_declined() {
+    for (Group& group : groups_) group.declined.reset();
+  }
+
+ private:
+  struct Chunk {
+    ChunkId id = 0;
+    std::uint32_t depth = 0;
+  };
+  struct Group {
+    Chunk last;
+    std::uint32_t end = 0;
+    std::optional<ChunkKey> declined;
+  };
+  std::vector<Group> groups_;
 };
 
 struct RequestState {
@@ -29,15 +94,9 @@ struct RequestState {
   std::uint32_t number = 0;  // in order of arrival, never 0
   RequestOptions options;
   LoadPolicy load_policy = LoadPolicy::kAuto;
-
-  // ---- the last lookup pass: all lookups of one step, in order
-  std::uint64_t pass_step = 0;
-  Nanos pass_time{0};
-  bool pass_pending = false;  // some answer of it was kPending or kRetry
-  bool unsettled = false;     // its misses are not counted yet
-  std::vector<Sight> pass;
-  std::vector<ChunkKey> pass_keys;
-  std::vector<std::uint64_t> pass_absent;  // fingerprints, for KeyMemory
+  LookupPass pass;  // the last one
+  RequestReport report;
+  Offers offers;
 
   // ---- waiting: from the first pending answer until it is admitted
   bool waiting = false;  // pins are held; ends with the deadline too
@@ -45,7 +104,7 @@ struct RequestState {
   MissReason expired_for = MissReason::kDeadline;
   Nanos waits_since{0};
   Nanos deadline{0};
-  Nanos patience{0};              // after this computing is cheaper than waiting on; 0: no such time
+  Nanos load_budget_end{0};       // computing is cheaper than waiting any longer; 0: no such time
   std::uint32_t fetched_for = 0;  // fetches that it ever awaited in this wait
   std::vector<Slot> held;         // resident, pinned once each for this request
   std::vector<Slot> awaited;      // being fetched, among others for this request
@@ -64,33 +123,16 @@ struct RequestState {
   std::uint32_t first_end = 0;
   std::uint32_t last_end = 0;
   bool knows_span = false;
-  bool host_dear = false;  // copying from host memory takes longer than computing
-  bool held_back = false;  // may not load yet: others' loads run
-  bool host_hits = false;  // what is resident is a hit
-
-  RequestReport report;
-
-  // ---- storing: per group, the end of what was offered so far
-  std::vector<std::uint32_t> offered_end;
-  // The first key of each group that found no row. What follows it
-  // is declined too, until it is offered again.
-  std::vector<std::optional<ChunkKey>> declined;
-  // The chunk of each group that was offered last: the one before the next.
-  struct Offered {
-    ChunkId id = 0;
-    std::uint32_t depth = 0;
-  };
-  std::vector<Offered> offered;
+  bool host_too_slow = false;  // copying from host memory takes longer than computing
+  bool held_back = false;      // may not load yet: others' loads run
+  bool host_hits = false;      // what is resident is a hit
 
   std::int8_t priority() const { return static_cast<std::int8_t>(std::clamp(options.priority, -1, 1)); }
   EntryInfo about(ChunkId parent, std::uint32_t depth) const {
     return {0, parent, depth, number, priority()};
   }
-  // `key` is offered now: the chunk before it in its prefix, 0 when that is not known.
-  // vLLM offers a prefix in order, once or from its head again.
-  ChunkId follow(std::uint32_t group, const ChunkKey& key, std::uint32_t depth) {
-    const Offered before = std::exchange(offered[group], {chunk_id(key), depth});
-    return depth > before.depth ? before.id : 0;
+  double waited_seconds() const {  // in this wait
+    return waiting || expired ? to_seconds(pass.time - waits_since) : 0;
   }
 
   void begin(std::uint32_t its_number, const RequestOptions& its_options, LoadPolicy policy,
@@ -99,29 +141,21 @@ struct RequestState {
     number = its_number;
     options = its_options;
     load_policy = policy;
-    clear_pass();
-    unsettled = false;
-    pass_step = 0;
+    pass.clear();
+    pass.uncounted = false;
+    pass.step = 0;
     clear_wait();
     failed.clear();
     first_end = last_end = 0;
-    host_dear = held_back = host_hits = knows_span = false;
+    host_too_slow = held_back = host_hits = knows_span = false;
     report = {};
-    offered_end.assign(groups, 0);
-    declined.assign(groups, std::nullopt);
-    offered.assign(groups, {});
+    offers.begin(groups);
     closed.assign(groups, std::nullopt);
-  }
-  void clear_pass() {
-    pass_pending = false;
-    pass.clear();
-    pass_keys.clear();
-    pass_absent.clear();
   }
   // REQUIRES: held and awaited are given back.
   void clear_wait() {
     waiting = expired = decided = false;
-    deadline = waits_since = patience = Nanos(0);
+    deadline = waits_since = load_budget_end = Nanos(0);
     fetched_for = 0;
     held.clear();
     awaited.clear();

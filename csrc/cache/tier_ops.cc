@@ -1,15 +1,14 @@
-// Ops between host memory and the tiers: made, polled, finished; write policies.
-#include <algorithm>
+#include "cache/tier_ops.h"
 
-#include "cache/cache_impl.h"
+#include <algorithm>
+#include <utility>
+
+#include "base/status.h"
 
 namespace kv_offload {
 namespace {
 
-// on_evict: writes in flight for chunks that are about to go, and how many
-// chunks of the cold end are looked at per step.
-constexpr std::uint32_t kMaxEvictionWrites = 64;
-constexpr std::size_t kColdEnd = 64;
+constexpr int kShedAtOnce = 16;
 
 MissReason miss_reason_of(StatusKind kind) {
   switch (kind) {
@@ -43,230 +42,330 @@ bool is_failure(StatusKind kind) {
 
 }  // namespace
 
-std::vector<Shard> TieredCache::Impl::shards_of(RowId row, std::uint32_t group) const {
+TierOps::TierOps(const Context& context, std::shared_ptr<const HostRegion> region,
+                 std::vector<std::unique_ptr<Tier>> tiers, OnReadEnd on_read_end)
+    : groups_(context.groups),
+      chunks_(context.chunks),
+      memory_(context.memory),
+      costs_(context.costs),
+      events_(context.events),
+      metrics_(context.metrics),
+      clock_(context.clock),
+      region_(std::move(region)),
+      tiers_(std::move(tiers)),
+      on_read_end_(std::move(on_read_end)) {
+  if (tiers_.size() > CostModel::kMaxTiers) {  // bits of ChunkEntry::writes
+    throw_invalid("{} tiers were given; at most {} are possible", tiers_.size(), CostModel::kMaxTiers);
+  }
+  for (const auto& tier : tiers_) slots_.emplace_back().name = std::string(tier->name());
+}
+
+bool TierOps::is_recorded(const ChunkKey& key) {
+  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
+    if (is_recorded(tier, key)) return true;
+  }
+  return false;
+}
+
+void TierOps::touch(const ChunkKey& key) {
+  for (const auto& tier : tiers_) tier->touch(key);
+}
+
+std::vector<Shard> TierOps::shards_of(RowId row, std::uint32_t group) const {
   std::vector<Shard> shards;
-  for (std::uint32_t area = 0; area < region.num_areas(); ++area) {
-    const std::uint64_t bytes = groups[group].geometry.shard_bytes[area];
-    if (bytes > 0) shards.push_back(region.shard(area, row, bytes));
+  for (std::uint32_t area = 0; area < region_->num_areas(); ++area) {
+    const std::uint64_t bytes = groups_[group].geometry.shard_bytes[area];
+    if (bytes > 0) shards.push_back(region_->shard(area, row, bytes));
   }
   return shards;
 }
 
-TierOp TieredCache::Impl::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
-  const ChunkEntry& entry = index.at(slot);
-  const OpId id = ++last_op;
-  Op& op = ops[id];
+TierOp TierOps::make_op(OpKind kind, std::uint8_t tier, Slot slot) {
+  const ChunkEntry& entry = chunks_.at(slot);
+  const OpId id = ++last_op_;
+  Op& op = ops_[id];
   op.kind = kind;
   op.tier = tier;
   op.slot = slot;
   op.row = entry.row;
   op.group = entry.group;
-  if (kind == OpKind::kRead) fetches[slot] = id;
+  if (kind == OpKind::kRead) reads_[slot] = id;
   TierOp order;
   order.id = id;
   order.kind = kind;
   order.key = entry.key;
   order.group = entry.group;
-  order.about = index.about(entry);
+  order.about = chunks_.about(slot);
   order.shards = shards_of(entry.row, entry.group);
-  order.memory = region_memory;
+  order.memory = region_;
   return order;
 }
 
-void TieredCache::Impl::poll_tiers() {
-  polled_in_step = true;
-  for (TierSlot& slot : tier_slots) {
-    completions.clear();
-    removals.clear();
-    slot.tier->poll(&completions, &removals);
-    for (const Completion& completion : completions) {
-      const auto found = ops.find(completion.id);
-      if (found == ops.end()) continue;
+// ---- reads
+
+TierOps::Op* TierOps::read_of(Slot slot) {
+  const auto read = reads_.find(slot);
+  return read == reads_.end() ? nullptr : &ops_.at(read->second);
+}
+
+void TierOps::read(std::span<const Read> reads, Nanos deadline, bool probe) {
+  const Nanos now = clock_.now();
+  std::vector<std::vector<TierOp>> batches(tiers_.size());
+  for (const auto& [slot, tier] : reads) {
+    TierOp order = make_op(OpKind::kRead, tier, slot);
+    order.deadline = deadline;
+    Op& op = ops_.at(order.id);
+    op.probe = probe;
+    op.submitted = now;
+    costs_.note_submitted(tier, static_cast<double>(groups_[op.group].bytes));
+    op.bytes_ahead = costs_.waiting_bytes(tier);
+    batches[tier].push_back(std::move(order));
+  }
+  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
+    if (!batches[tier].empty()) tiers_[tier]->submit(std::move(batches[tier]));
+  }
+}
+
+bool TierOps::await(Slot slot, RequestHandle request) {
+  Op* op = read_of(slot);
+  if (op == nullptr) return false;
+  if (std::find(op->waiters.begin(), op->waiters.end(), request) != op->waiters.end()) return false;
+  op->waiters.push_back(request);
+  return true;
+}
+
+void TierOps::stop_awaiting(Slot slot, RequestHandle request) {
+  const auto read = reads_.find(slot);
+  if (read == reads_.end()) return;
+  Op& op = ops_.at(read->second);
+  std::erase(op.waiters, request);
+  // Nobody needs it any more. Its completion gives the row back.
+  if (op.waiters.empty()) tiers_[op.tier]->cancel(read->second);
+}
+
+bool TierOps::leave_as_probe(Slot slot, Nanos now) {
+  Op* op = read_of(slot);
+  if (op == nullptr || op->waiters.size() > 1) return false;
+  op->probe = true;
+  op->waiters.clear();
+  costs_.begin_probe(op->tier, now);
+  return true;
+}
+
+bool TierOps::is_probe(Slot slot) const {
+  const auto read = reads_.find(slot);
+  if (read == reads_.end()) return false;
+  const Op& op = ops_.at(read->second);
+  return op.probe && op.waiters.empty();
+}
+
+void TierOps::note_overdue(Slot slot, Nanos now) {
+  const Op* op = read_of(slot);
+  if (op == nullptr) return;
+  costs_.note_overdue_read(op->tier, op->bytes_ahead, to_seconds(now - op->submitted), now);
+}
+
+void TierOps::learn_from_read(const Op& op, const Completion& completion) {
+  costs_.note_ended(op.tier, static_cast<double>(groups_[op.group].bytes));
+  if (!completion.status.is_ok()) return;
+  const double seconds = completion.queued_seconds + completion.seconds;
+  const auto took = std::chrono::duration_cast<Nanos>(std::chrono::duration<double>(seconds));
+  costs_.note_read(op.tier, op.bytes_ahead, seconds, op.submitted + took);
+}
+
+void TierOps::finish_read(Op& op, const Completion& completion) {
+  const std::string& name = slots_[op.tier].name;
+  const StatusKind kind = completion.status.kind();
+  const bool arrived = completion.status.is_ok();
+  learn_from_read(op, completion);
+  if (arrived) {
+    metrics_.add("kv_offload_read_bytes_total", {name}, static_cast<double>(completion.bytes));
+    metrics_.observe("kv_offload_read_seconds", {name}, completion.queued_seconds + completion.seconds);
+  } else if (is_failure(kind)) {
+    metrics_.add("kv_offload_failures_total", {name, "read", to_string(kind)});
+  }
+  if (op.stale) return chunks_.release(op.row);
+  reads_.erase(op.slot);
+  ReadEnd end{op.slot, completion.key, arrived, std::nullopt};
+  // One that expired was submitted for a request whose wait is over; another may wait on.
+  const bool tried = kind != StatusKind::kCancelled && kind != StatusKind::kExpired;
+  if (!arrived && tried) end.failed = miss_reason_of(kind);
+  for (const RequestHandle waiter : op.waiters) on_read_end_(waiter, end);
+  if (arrived) {
+    chunks_.finish_fetch(op.slot, op.tier);
+    return;
+  }
+  if (end.failed) memory_.note_gone(completion.key, static_cast<std::uint8_t>(*end.failed));
+  chunks_.discard(op.slot);
+}
+
+// ---- writes
+
+void TierOps::write(std::uint8_t tier, std::span<const Slot> slots) {
+  std::vector<TierOp> batch;
+  for (const Slot slot : slots) {
+    if (chunks_.is_written_to(slot, tier) || is_recorded(tier, chunks_.at(slot).key)) continue;
+    chunks_.begin_write(slot, tier);
+    ++slots_[tier].writes;
+    batch.push_back(make_op(OpKind::kWrite, tier, slot));
+    write_order_.push_back(batch.back().id);
+  }
+  if (!batch.empty()) tiers_[tier]->submit(std::move(batch));
+}
+
+void TierOps::finish_write(Op& op, const Completion& completion) {
+  TierSlot& slot = slots_[op.tier];
+  --slot.writes;
+  const StatusKind kind = completion.status.kind();
+  if (completion.status.is_ok()) {
+    metrics_.add("kv_offload_write_bytes_total", {slot.name}, static_cast<double>(completion.bytes));
+    metrics_.observe("kv_offload_write_seconds", {slot.name}, completion.queued_seconds + completion.seconds);
+  } else if (!op.dropped && !(op.stale && kind == StatusKind::kCancelled)) {
+    if (is_failure(kind)) metrics_.add("kv_offload_failures_total", {slot.name, "write", to_string(kind)});
+    metrics_.add("kv_offload_dropped_bytes_total", {slot.name, to_string(kind)},
+                 static_cast<double>(groups_[op.group].bytes));
+  }
+  if (op.stale) return chunks_.release(op.row);
+  if (completion.status.is_ok()) events_.tier_has(completion.key, slot.name);
+  chunks_.end_write(op.slot, op.tier, kind != StatusKind::kCancelled);
+}
+
+bool TierOps::drop_write(OpId id, std::string_view reason) {
+  const auto found = ops_.find(id);
+  if (found == ops_.end() || found->second.kind != OpKind::kWrite) return false;
+  Op& op = found->second;
+  if (!tiers_[op.tier]->cancel(id)) return false;
+  op.dropped = true;
+  metrics_.add("kv_offload_dropped_bytes_total", {slots_[op.tier].name, reason},
+               static_cast<double>(groups_[op.group].bytes));
+  return true;
+}
+
+bool TierOps::shed_writes() {
+  int shed = 0;
+  while (shed < kShedAtOnce && !write_order_.empty()) {
+    const OpId op = write_order_.front();
+    write_order_.pop_front();
+    if (drop_write(op, "pressure")) ++shed;
+  }
+  if (shed == 0) return false;
+  const std::size_t pinned = chunks_.pinned();
+  poll();
+  return chunks_.pinned() < pinned;
+}
+
+// ---- completions
+
+void TierOps::poll() {
+  polled_ = true;
+  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
+    completions_.clear();
+    removals_.clear();
+    tiers_[tier]->poll(&completions_, &removals_);
+    for (const Completion& completion : completions_) {
+      const auto found = ops_.find(completion.id);
+      if (found == ops_.end()) continue;
       Op op = std::move(found->second);
-      ops.erase(found);
+      ops_.erase(found);
       if (op.kind == OpKind::kRead) {
         finish_read(op, completion);
       } else {
         finish_write(op, completion);
       }
     }
-    for (const TierRemoval& removal : removals) note_removal(slot, removal);
-    const TierStats stats = slot.tier->stats();
-    slot.readable = stats.readable;
-    slot.writable = stats.writable;
+    for (const TierRemoval& removal : removals_) note_removal(slots_[tier], removal);
+    const TierStats stats = tiers_[tier]->stats();
+    slots_[tier].readable = stats.readable;
+    slots_[tier].writable = stats.writable;
   }
-  while (!write_order.empty() && !ops.contains(write_order.front())) write_order.pop_front();
+  while (!write_order_.empty() && !ops_.contains(write_order_.front())) write_order_.pop_front();
 }
 
-void TieredCache::Impl::note_read_ended(const Op& op, const Completion& completion) {
-  costs.note_ended(op.tier, static_cast<double>(groups[op.group].bytes));
-  if (!completion.status.is_ok()) return;
-  const double seconds = completion.queued_seconds + completion.seconds;
-  const auto took = std::chrono::duration_cast<Nanos>(std::chrono::duration<double>(seconds));
-  costs.note_read(op.tier, op.bytes_ahead, seconds, op.submitted + took);
+void TierOps::poll_once_a_step() {
+  if (!polled_) poll();
 }
 
-void TieredCache::Impl::finish_read(Op& op, const Completion& completion) {
-  const std::string& name = tier_slots[op.tier].name;
-  const StatusKind kind = completion.status.kind();
-  note_read_ended(op, completion);
-  if (completion.status.is_ok()) {
-    metrics.add("kv_offload_read_bytes_total", {name}, static_cast<double>(completion.bytes));
-    metrics.observe("kv_offload_read_seconds", {name}, completion.queued_seconds + completion.seconds);
-  } else if (is_failure(kind)) {
-    metrics.add("kv_offload_failures_total", {name, "read", to_string(kind)});
-  }
-  if (op.stale) return quarantine.release(op.row);
-  // One that expired was submitted for a request whose wait is over; another may wait on.
-  const bool tried = kind != StatusKind::kCancelled && kind != StatusKind::kExpired;
-  fetches.erase(op.slot);
-  for (const Waiter& waiter : op.waiters) {
-    RequestState& request = requests[waiter.request];
-    if (!request.live || request.number != waiter.number) continue;
-    std::erase(request.awaited, op.slot);
-    if (completion.status.is_ok()) {
-      index.pin(op.slot);
-      request.held.push_back(op.slot);
-    } else if (tried) {
-      request.failed.push_back({KeyMemory::fingerprint(completion.key), miss_reason_of(kind)});
-    }
-  }
-  if (completion.status.is_ok()) {
-    index.at(op.slot).tier = op.tier;
-    make_resident(op.slot, ChunkOrigin::kTier);
-    return;
-  }
-  if (tried) {
-    memory.note_gone(completion.key, static_cast<std::uint8_t>(miss_reason_of(kind)));
-  }
-  free_row(take_out(op.slot));
-}
-
-void TieredCache::Impl::finish_write(Op& op, const Completion& completion) {
-  TierSlot& slot = tier_slots[op.tier];
-  --slot.writes;
-  const StatusKind kind = completion.status.kind();
-  if (completion.status.is_ok()) {
-    metrics.add("kv_offload_write_bytes_total", {slot.name}, static_cast<double>(completion.bytes));
-    metrics.observe("kv_offload_write_seconds", {slot.name}, completion.queued_seconds + completion.seconds);
-  } else if (!op.dropped && !(op.stale && kind == StatusKind::kCancelled)) {
-    if (is_failure(kind)) metrics.add("kv_offload_failures_total", {slot.name, "write", to_string(kind)});
-    metrics.add("kv_offload_dropped_bytes_total", {slot.name, to_string(kind)},
-                static_cast<double>(groups[op.group].bytes));
-  }
-  if (op.stale) return quarantine.release(op.row);
-  ChunkEntry& entry = index.at(op.slot);
-  entry.writes &= static_cast<std::uint8_t>(~(1u << op.tier));
-  if (kind != StatusKind::kCancelled) entry.tried |= static_cast<std::uint8_t>(1u << op.tier);
-  if (completion.status.is_ok()) note_event(entry.key, true, false, slot.name);
-  index.unpin(op.slot);
-}
-
-void TieredCache::Impl::note_removal(TierSlot& from, const TierRemoval& removal) {
-  note_event(removal.key, true, true, from.name);
+void TierOps::note_removal(const TierSlot& from, const TierRemoval& removal) {
+  events_.tier_lost(removal.key, from.name);
   switch (removal.reason) {
     case TierRemoval::Reason::kCorrupt:
-      memory.note_gone(removal.key, static_cast<std::uint8_t>(MissReason::kCorrupt));
+      memory_.note_gone(removal.key, static_cast<std::uint8_t>(MissReason::kCorrupt));
       break;
     case TierRemoval::Reason::kEvicted:
     case TierRemoval::Reason::kVanished:
-      memory.note_gone(removal.key, static_cast<std::uint8_t>(MissReason::kEvicted));
+      memory_.note_gone(removal.key, static_cast<std::uint8_t>(MissReason::kEvicted));
       break;
     case TierRemoval::Reason::kReset:
       break;
   }
 }
 
-bool TieredCache::Impl::is_recorded(TierSlot& slot, const ChunkKey& key) {
-  return slot.tier->contains(key) == Presence::kPresent;
-}
+// ---- the end
 
-void TieredCache::Impl::start_writes(std::uint8_t tier, const std::vector<Slot>& slots) {
-  TierSlot& to = tier_slots[tier];
-  std::vector<TierOp> batch;
-  for (const Slot slot : slots) {
-    ChunkEntry& entry = index.at(slot);
-    if ((entry.writes >> tier & 1) != 0 || is_recorded(to, entry.key)) continue;
-    entry.writes |= static_cast<std::uint8_t>(1u << tier);
-    index.pin(slot);
-    ++to.writes;
-    batch.push_back(make_op(OpKind::kWrite, tier, slot));
-    write_order.push_back(batch.back().id);
+void TierOps::forget() {
+  std::vector<OpId> in_flight;
+  for (const auto& [id, op] : ops_) {
+    if (!op.stale) in_flight.push_back(id);
   }
-  if (!batch.empty()) to.tier->submit(std::move(batch));
+  std::sort(in_flight.begin(), in_flight.end());  // as tiers have queued them: each is found at once
+  for (const OpId id : in_flight) {
+    Op& op = ops_.at(id);
+    op.stale = true;
+    op.waiters.clear();
+    chunks_.quarantine(op.row);
+    tiers_[op.tier]->cancel(id);  // if it has started, its completion ends the hold
+  }
+  reads_.clear();
+  write_order_.clear();
 }
 
-void TieredCache::Impl::write_stored(const std::vector<Slot>& slots) {
-  for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
-    if (tier_slots[tier].options.write_policy == WritePolicy::kThrough) {
-      start_writes(static_cast<std::uint8_t>(tier), slots);
+void TierOps::reset() {
+  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
+    // It has forgotten, whatever it says; and it makes up for what it could not do (see Tier::reset).
+    const Status status = tiers_[tier]->reset();
+    if (!status.is_ok()) {
+      metrics_.add("kv_offload_failures_total", {slots_[tier].name, "reset", to_string(status.kind())});
     }
   }
-  for (const Slot slot : slots) see_again(slot);
+  poll();
 }
 
-void TieredCache::Impl::see_again(Slot slot) {
-  std::uint32_t sights = 0;
-  for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
-    if (tier_slots[tier].options.write_policy != WritePolicy::kReuse) continue;
-    if (sights == 0) sights = memory.see(index.at(slot).key);
-    if (sights >= tier_slots[tier].options.reuse_threshold) {
-      start_writes(static_cast<std::uint8_t>(tier), {slot});
-    }
-  }
+void TierOps::close() {
+  for (const OpId op : write_order_) drop_write(op, "closing");
+  for (const auto& tier : tiers_) tier->close();
+  poll();
 }
 
-bool TieredCache::Impl::write_before_eviction(Slot slot) {
-  bool started = false;
-  for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
-    TierSlot& to = tier_slots[tier];
-    if (to.options.write_policy != WritePolicy::kOnEvict) continue;
-    if ((index.at(slot).tried >> tier & 1) != 0) continue;
-    if (is_recorded(to, index.at(slot).key)) continue;
-    if (!to.writable || to.writes >= kMaxEvictionWrites) {
-      metrics.add("kv_offload_dropped_bytes_total", {to.name, "pressure"},
-                  static_cast<double>(groups[index.at(slot).group].bytes));
-      continue;
-    }
-    start_writes(static_cast<std::uint8_t>(tier), {slot});
-    started = true;
-  }
-  return started;
+// ---- figures
+
+void TierOps::publish() {
+  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) publish(slots_[tier], tiers_[tier]->stats());
 }
 
-void TieredCache::Impl::clean_cold_end() {
-  const bool any = std::any_of(tier_slots.begin(), tier_slots.end(), [](const TierSlot& slot) {
-    return slot.options.write_policy == WritePolicy::kOnEvict && slot.writable;
-  });
-  const std::uint64_t area = region.area_bytes();
-  if (!any || rows.bytes_in_use() + rows.wasted_bytes() < area - area / 8) return;
-  std::vector<Slot> seen;
-  while (seen.size() < kColdEnd) {
-    const auto victim = index.victim();
-    if (!victim) break;
-    index.pin(*victim);
-    seen.push_back(*victim);
-    for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
-      TierSlot& to = tier_slots[tier];
-      if (to.options.write_policy != WritePolicy::kOnEvict || !to.writable) continue;
-      if ((index.at(*victim).tried >> tier & 1) != 0) continue;  // a failed write is not repeated
-      if (to.writes < kMaxEvictionWrites) start_writes(static_cast<std::uint8_t>(tier), {*victim});
-    }
-  }
-  // From the warmest to the coldest, so that they lie as they lay.
-  for (std::size_t i = seen.size(); i-- > 0;) index.unpin(seen[i]);
-}
-
-std::uint64_t TieredCache::Impl::drop_write(OpId id, std::string_view reason) {
-  const auto found = ops.find(id);
-  if (found == ops.end() || found->second.kind != OpKind::kWrite) return 0;
-  Op& op = found->second;
-  TierSlot& slot = tier_slots[op.tier];
-  if (!slot.tier->cancel(id)) return 0;
-  op.dropped = true;
-  const std::uint64_t bytes = groups[op.group].bytes;
-  metrics.add("kv_offload_dropped_bytes_total", {slot.name, reason}, static_cast<double>(bytes));
-  return bytes;
+void TierOps::publish(TierSlot& slot, const TierStats& stats) {
+  metrics_.set("kv_offload_tier_bytes", {slot.name}, static_cast<double>(stats.bytes));
+  metrics_.set("kv_offload_tier_capacity_bytes", {slot.name}, static_cast<double>(stats.capacity_bytes));
+  metrics_.set("kv_offload_tier_chunks", {slot.name}, static_cast<double>(stats.chunks));
+  const auto queue = [&](std::string_view op, std::uint32_t depth, double oldest) {
+    metrics_.set("kv_offload_queue_depth", {slot.name, op}, depth);
+    metrics_.set("kv_offload_oldest_op_seconds", {slot.name, op}, oldest);
+  };
+  queue("read", stats.queued_reads, stats.oldest_read_seconds);
+  queue("write", stats.queued_writes, stats.oldest_write_seconds);
+  const auto count = [&](std::string_view metric, Metrics::Labels labels, std::uint64_t now,
+                         std::uint64_t before) {
+    if (now > before) metrics_.add(metric, labels, static_cast<double>(now - before));
+  };
+  const TierStats& before = slot.published;
+  count("kv_offload_evicted_bytes_total", {slot.name}, stats.evicted_bytes, before.evicted_bytes);
+  count("kv_offload_io_ops_total", {slot.name, "direct"}, stats.direct_ops, before.direct_ops);
+  count("kv_offload_io_ops_total", {slot.name, "buffered"}, stats.buffered_ops, before.buffered_ops);
+  count("kv_offload_breaker_trips_total", {slot.name}, stats.breaker_trips, before.breaker_trips);
+  count("kv_offload_failures_total", {slot.name, "read", "timeout"}, stats.read_timeouts,
+        before.read_timeouts);
+  count("kv_offload_failures_total", {slot.name, "write", "timeout"}, stats.write_timeouts,
+        before.write_timeouts);
+  slot.published = stats;
 }
 
 }  // namespace kv_offload

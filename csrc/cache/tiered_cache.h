@@ -4,129 +4,55 @@
 // Threads: one (the scheduler's); no call waits for storage. Tier results are
 // polled in end_step() and at the start of lookup passes.
 //
-// States of a key: ChunkIndex holds what has a row; a tier's catalogue holds
-// what is recorded. lookup():
+// It holds nothing itself: it wires its parts together and hands each call to one of
+// them. Each part has a header that says what it keeps; a part knows those above it in
+// this list and none below (tests/python/test_layers.py), but for the end of a read,
+// which TierOps tells to whoever waits for it.
+//
+//   cache_types, chunk_groups, tickets, cache_events, key_memory, cost_model
+//   host_chunks   rows and chunks in host memory: who holds a row, when it is given back
+//   tier_ops      reads from tiers and writes to them, from submission to completion
+//   write_back    which chunks are written to which tier, and when
+//   row_supply    a row for a chunk: free, evicted, or of a write that is cancelled
+//   load_jobs     copies to the device: which run, which may run side by side
+//   requests      lookups and their answers, waiting, admission, counting
+//   planner       what is fetched for requests that wait: load or recompute
+//   stores        rows for what is offered; what the ranks reported
+//
+// States of a key: HostChunks knows what has a row; a tier's catalogue knows what is
+// recorded. lookup():
 //   resident            -> kHit
-//                          (kPending while it must be held back, see load_path.cc)
+//                          (kPending while it must be held back, see LoadJobs)
 //   filling, fetching   -> kPending until the request's deadline, then kMiss
-//   recorded on a tier  -> kPending, noted; end_step() makes a plan
+//   recorded on a tier  -> kPending, noted; end_step() makes a plan (see Planner)
 //   tier says unknown   -> kRetry (bounded by the same deadline)
 //   else                -> kMiss, with a reason that is counted once per request
 //
-// Plans (end_step): per waiting request, in the order requests arrived: decide
-// load or recompute; reserve rows for the reads or trim the plan to what fits;
-// submit; pin what the request already hit. Keys of groups after the first one
-// (in lookup order) with pending keys are not fetched in this step, so that
-// nothing is read that the agreed prefix does not need; groups that full_groups
-// marks are taken together. A request never waits past its deadline.
-//
-// Failure: a fetch or fill that fails makes the key absent for everybody, with
+// Failure: a fetch or store that fails makes the key absent for everybody, with
 // the reason, once. prepare_load only ever gets resident chunks and pins them.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <span>
-#include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/clock.h"
 #include "base/types.h"
-#include "index/chunk_index.h"
+#include "cache/cache_types.h"
 #include "memory/host_region.h"
-#include "memory/row_allocator.h"
 #include "metrics/metrics.h"
 #include "storage/tier.h"
 
 namespace kv_offload {
 
-enum class LookupResult : std::uint8_t { kMiss, kHit, kPending, kRetry };
-enum class LoadPolicy : std::uint8_t { kAuto, kAlways, kNever };
-
-enum class MissReason : std::uint8_t {
-  kNotStored,
-  kEvicted,
-  kRecomputeCheaper,
-  kDeadline,
-  kCorrupt,
-  kIoError,
-  kPressure,
-  kDisabled
-};
-std::string_view to_string(MissReason reason);
-
-enum class WritePolicy : std::uint8_t { kThrough, kOnEvict, kReuse };
-
-struct TierSlotOptions {
-  WritePolicy write_policy = WritePolicy::kThrough;
-  std::uint32_t reuse_threshold = 2;  // for kReuse: 1 to KeyMemory::kMaxSights
-};
-
-struct CacheOptions {
-  std::vector<GroupGeometry> groups{};  // by position
-  std::vector<bool> full_attention{};   // by position; empty = unknown (vLLM <= 0.32)
-  // Blocks of the cache that vLLM computes in, shared by all groups; 0 = unknown.
-  // See TieredCache::Impl::must_hold_back.
-  std::uint32_t cache_blocks = 0;
-  std::uint32_t blocks_per_chunk = 1;
-  std::string eviction_policy = "lru";
-  LoadPolicy load_policy = LoadPolicy::kAuto;
-  Nanos lookup_deadline{std::chrono::seconds(5)};
-  std::vector<TierSlotOptions> tiers{};  // one per tier
-  bool keep_events = false;
-};
-
-struct RequestOptions {
-  bool load_from_cpu = true;  // kv_load_tiers
-  bool load_from_tiers = true;
-  bool skip_store = false;
-  std::optional<LoadPolicy> load_policy{};
-  std::int32_t priority = 0;
-};
-
-// What became of one request's prompt, all its admissions together.
-struct RequestReport {
-  static constexpr std::size_t kPlaces = 9;   // host memory, then the tiers
-  static constexpr std::size_t kReasons = 8;  // indexed by MissReason
-  using Places = std::array<std::uint64_t, kPlaces>;
-  Places hit_tokens{};
-  std::array<std::uint64_t, kReasons> miss_tokens{};
-  std::string_view choice{};  // of the last decision; empty: there was none to make
-  double load_seconds = 0;    // estimated by it; 0 = unknown
-  double compute_seconds = 0;
-  double waited_seconds = 0;  // measured, until its loads could begin
-};
-
-using RequestHandle = std::uint32_t;  // dense, reused after end_request
-
-// What the worker needs: rows of each group, in the order of the keys.
-struct RowTransfer {
-  Ticket ticket = kNoTicket;
-  std::vector<RowId> rows;
-  std::vector<std::uint32_t> group_rows;  // rows per group position
-};
-struct StoreGrant {
-  std::vector<std::uint32_t> accepted;  // indices into the keys that were offered, ascending
-  RowTransfer transfer;
-  std::vector<ChunkKey> evicted;  // left host memory to make room
-};
-
-struct CacheEvent {
-  std::vector<ChunkKey> keys;
-  bool storage = false;  // false: CPU medium
-  bool removed = false;
-  std::string owner;  // tier name for storage
-};
-
 class TieredCache {
  public:
   // The region must have all ranks attached. It lives until the cache is gone and
   // no op of a tier can touch it any more. Throws InvalidArgument (region smaller
-  // than one row of each group, unknown policy).
-  TieredCache(CacheOptions options, const std::shared_ptr<HostRegion>& region,
+  // than one row of each group, unknown policy, too many groups or tiers).
+  TieredCache(const CacheOptions& options, const std::shared_ptr<HostRegion>& region,
               std::vector<std::unique_ptr<Tier>> tiers, Metrics& metrics, const Clock& clock);
   ~TieredCache();  // close()
 
@@ -170,12 +96,8 @@ class TieredCache {
     std::uint64_t longest_prompt;  // tokens, of those asked for since the start
   };
   Stats stats() const;
-  // Chunks of a group that lookups found and that they missed, since the start.
-  struct Sights {
-    std::uint64_t found = 0, missed = 0;
-  };
-  std::vector<Sights> sights() const;  // by group position
-  void publish_gauges();               // residency, capacities, queue depths into Metrics
+  std::vector<LookupCounts> lookup_counts() const;  // by group position
+  void publish_gauges();                            // residency, capacities, queue depths into Metrics
   const std::vector<std::unique_ptr<Tier>>& tiers() const;
   void close();  // sheds queued writes, closes tiers. Idempotent
 

@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "cache/key_memory.h"
+#include "index/chunk_index.h"
 #include "storage/fs_catalogue.h"
 
 namespace kv_offload {
@@ -142,8 +143,8 @@ class Replayer {
   }
   void see_again(Slot slot) {
     if (options_.tier.write_policy != WritePolicy::kReuse) return;
-    const std::uint32_t sights = memory_.see(index_.at(slot).key);
-    if (sights >= options_.tier.reuse_threshold) write(slot);
+    const std::uint32_t uses = memory_.count_use(index_.at(slot).key);
+    if (uses >= options_.tier.reuse_threshold) write(slot);
   }
 
   const Trace& trace_;
@@ -186,7 +187,7 @@ void require_order(const Trace& trace) {
 
 ReplayResult replay(const Trace& trace, const ReplayOptions& options) {
   require_order(trace);
-  if (options.host_chunks == 0) throw_invalid("host_chunks is 0; a replay needs room for one chunk or more");
+  if (options.host_chunks == 0) throw_invalid("host_chunks is 0; a replay needs one chunk or more");
   return Replayer(trace, options).run();
 }
 

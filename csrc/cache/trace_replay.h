@@ -3,9 +3,9 @@
 // been hit, stored and written at given capacities. Requests come one after the
 // other; what one stores the next may hit. One block of the trace is one chunk.
 //
-// The verbs are TieredCache's: a lookup from the left up to the first miss, room
-// made in the policy's order but never out of the request's own prefix, the
-// deepest chunk the first to go. (A test replays a trace through both.)
+// The verbs are TieredCache's: a lookup from the left up to the first miss,
+// eviction in the policy's order but never of the request's own prefix, the deepest
+// chunk first. (A test replays a trace through both.)
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ struct ReplayResult {
   std::uint64_t host_hits = 0;  // blocks
   std::uint64_t tier_hits = 0;
   std::uint64_t stored = 0;    // in host memory
-  std::uint64_t declined = 0;  // found no room
+  std::uint64_t declined = 0;  // found no row
   std::uint64_t evicted = 0;   // from host memory
   std::uint64_t written = 0;   // to the tier
   std::uint64_t tier_evicted = 0;

@@ -176,6 +176,8 @@ Slot ChunkIndex::slot_of(const ChunkEntry* entry) const {
 
 ChunkEntry& ChunkIndex::at(Slot slot) { return impl_->entries[slot]; }
 
+const ChunkEntry& ChunkIndex::at(Slot slot) const { return impl_->entries[slot]; }
+
 void ChunkIndex::make_resident(Slot slot, ChunkOrigin origin) {
   ChunkEntry& entry = impl_->entries[slot];
   assert(entry.state == ChunkState::kFilling || entry.state == ChunkState::kFetching);

@@ -75,6 +75,7 @@ class ChunkIndex {
   Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about, ChunkState state);
   Slot slot_of(const ChunkEntry* entry) const;
   ChunkEntry& at(Slot slot);
+  const ChunkEntry& at(Slot slot) const;
 
   // filling/fetching -> resident, dropping that first pin; the policy learns it.
   void make_resident(Slot slot, ChunkOrigin origin);

@@ -23,6 +23,17 @@ LAYERS = {
     "bindings": {"base", "policy", "memory", "index", "storage", "copy", "metrics", "cache"},
 }
 
+# The parts of the cache, in the order of csrc/cache/tiered_cache.h: each may know those before it.
+CACHE_PARTS = (
+    "cache_types",
+    *("chunk_groups", "tickets", "cache_events", "key_memory", "quarantine"),
+    *("prefill_model", "transfer_model", "cost_model"),
+    *("host_chunks", "tier_ops", "write_back", "row_supply", "load_jobs"),
+    *("request_state", "requests", "lookup", "pass_scans", "planner", "stores"),
+    "tiered_cache",
+    *("trace_replay", "rank_worker"),  # beside them
+)
+
 # What an #include of a library looks like, and the files (under csrc/) that may have it.
 LIBRARIES = {
     "CUDA": (
@@ -67,6 +78,24 @@ def include_errors(root: Path) -> list[str]:
     return errors
 
 
+def cache_errors(root: Path) -> list[str]:
+    """Of csrc/cache: which file knows a part that comes after its own."""
+    errors = []
+    for path in sorted(p for p in (root / "csrc/cache").iterdir() if p.suffix in SOURCES):
+        if path.stem not in CACHE_PARTS:
+            errors.append(f"{path.name}: is no part that CACHE_PARTS names")
+            continue
+        place = CACHE_PARTS.index(path.stem)
+        for _, header in INCLUDE.findall(path.read_text()):
+            layer, _, name = header.partition("/")
+            if layer != "cache":
+                continue
+            known = name.removesuffix(".h")
+            if known not in CACHE_PARTS or CACHE_PARTS.index(known) > place:
+                errors.append(f"{path.name}: must not include {header}")
+    return errors
+
+
 def imported_modules(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
@@ -93,6 +122,33 @@ def import_errors(root: Path) -> list[str]:
 
 def test_c_plus_plus_files_include_only_the_layers_below():
     assert include_errors(REPOSITORY) == []
+
+
+def test_no_part_of_the_cache_knows_one_that_comes_after_it():
+    assert cache_errors(REPOSITORY) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "error"),
+    [
+        ("tier_ops.h", '#include "cache/requests.h"', "tier_ops.h: must not include cache/requests.h"),
+        (
+            "host_chunks.cc",
+            '#include "cache/tier_ops.h"',
+            "host_chunks.cc: must not include cache/tier_ops.h",
+        ),
+        (
+            "planner.cc",
+            '#include "cache/tiered_cache.h"',
+            "planner.cc: must not include cache/tiered_cache.h",
+        ),
+        ("cache_impl.h", "", "cache_impl.h: is no part that CACHE_PARTS names"),
+    ],
+)
+def test_a_part_that_knows_a_later_one_is_caught(tmp_path, name, line, error):
+    (tmp_path / "csrc/cache").mkdir(parents=True)
+    (tmp_path / "csrc/cache" / name).write_text(f'#include "cache/cache_types.h"\n{line}\n')
+    assert cache_errors(tmp_path) == [error]
 
 
 def test_only_the_adapter_imports_vllm():

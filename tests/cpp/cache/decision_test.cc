@@ -231,7 +231,7 @@ TEST_F(DecisionTest, APartThatPaysIsLoadedAndTheRestComputed) {
   EXPECT_EQ(engine().decisions("partial"), 2);
 }
 
-TEST_F(DecisionTest, WhatLiesBehindALongPrefixIsDearerToCompute) {
+TEST_F(DecisionTest, WhatLiesBehindALongPrefixTakesLongerToCompute) {
   // Reading 4,500 tokens/s: less than computing at the start of a prompt, more than behind 12,288 tokens.
   make({.token_seconds = 100e-6,
         .context_seconds = 20e-9,

@@ -18,11 +18,11 @@ TEST(KeyMemoryTest, RemembersWhyAKeyIsGone) {
   EXPECT_EQ(memory.why_gone(key_of("a", 1)), std::nullopt);
 }
 
-TEST(KeyMemoryTest, CountsSightsUpToItsLimitBesideTheReason) {
+TEST(KeyMemoryTest, CountsUsesUpToItsLimitBesideTheReason) {
   KeyMemory memory(100);
   memory.note_gone(key_of("a"), 3);
   for (std::uint32_t i = 1; i < 200; ++i) {
-    EXPECT_EQ(memory.see(key_of("a")), std::min(i, KeyMemory::kMaxSights));
+    EXPECT_EQ(memory.count_use(key_of("a")), std::min(i, KeyMemory::kMaxUses));
   }
   EXPECT_EQ(memory.why_gone(key_of("a")), 3);
 }

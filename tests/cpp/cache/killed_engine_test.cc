@@ -1,5 +1,5 @@
 // Fifty engines, one after the other, each killed at a random moment, in shared
-// memory that has room for 1.2 of them: every one starts, finds what was
+// memory that holds 1.2 of them: every one starts, finds what was
 // recorded, and reads no wrong byte.
 #include <gtest/gtest.h>
 #include <sys/mman.h>

@@ -183,7 +183,7 @@ bool ModelRun::find_hits(Request& request, std::vector<std::vector<ChunkKey>>* h
 void ModelRun::admit_or_wait(std::uint32_t serial, Request& request) {
   std::vector<std::vector<ChunkKey>> hits;
   if (!find_hits(request, &hits)) return;
-  if (chance(10)) return;  // no room on the device: asked again
+  if (chance(10)) return;  // no free blocks on the device: asked again
   request.waits_since = Nanos(-1);
   std::size_t count = 0;
   for (const auto& keys : hits) count += keys.size();

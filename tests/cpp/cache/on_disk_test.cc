@@ -124,7 +124,7 @@ TEST_P(OnDiskReadFaults, AreAMissCountedOnce) {
   record({"a", "b"});
   const auto before = failures();
   const RequestHandle request = begin();
-  // All of them: the tier's keeper makes such calls of its own.
+  // All of them: the tier's upkeep makes such calls too.
   ops_.fail_all(GetParam().call, GetParam().error);
   EXPECT_EQ(ask(request, {"a"}), "M");
   ops_.clear();

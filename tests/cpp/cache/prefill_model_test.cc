@@ -77,7 +77,7 @@ TEST_F(PrefillModelTest, NoiseDoesNotHideIt) {
   expect_right(0.2);
 }
 
-TEST_F(PrefillModelTest, BehindALongPrefixTokensAreDearer) {
+TEST_F(PrefillModelTest, BehindALongPrefixTokensTakeLonger) {
   for (const double prompt : {600.0, 4000.0, 20000.0}) serve(prompt);
   EXPECT_GT(model_.seconds(1000, 50000), 3 * model_.seconds(1000, 0));
 }

@@ -147,7 +147,7 @@ TEST_P(StoreTest, ARequestThatAsksForNoStoresGetsNone) {
   EXPECT_THAT(store(begin({.skip_store = true}), {"a"}), IsEmpty());
 }
 
-// ---- room
+// ---- rows and eviction
 
 TEST_P(StoreTest, TheColdestChunksMakeRoomAndAreNamed) {
   make({.rows = 3, .tier = false});
@@ -195,7 +195,7 @@ TEST_P(StoreTest, AfterADeclineNothingBehindItIsStoredUntilItIsOfferedAgain) {
   make({.rows = 2, .tier = false});
   const RequestHandle request = begin();
   EXPECT_THAT(store(request, {"a", "b", "c"}), ElementsAre("a", "b"));
-  cache().reset();  // room again; but here the request was told to start over
+  cache().reset();  // rows are free again; but here the request was told to start over
   EXPECT_THAT(store(request, {"d"}), ElementsAre("d"));
   const RequestHandle other = begin();
   const Job filling = offer(other, {"x", "y"});

@@ -34,7 +34,7 @@ TEST(TraceReplay, HitsAreCountedFromTheLeft) {
 }
 
 TEST(TraceReplay, TheEndOfThePromptThatIsLeastRecentGoesFirst) {
-  // Room for four: {4, 5} takes the ends of {1, 2, 3}: 1 and 2 stay.
+  // Four fit: {4, 5} takes the ends of {1, 2, 3}: 1 and 2 stay.
   EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 4).host_hits, 2u);
   EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 5).host_hits, 3u);
   EXPECT_EQ(lru(trace_of({{1, 2, 3}, {4, 5}, {1, 2, 3}}), 2).host_hits, 0u);

@@ -96,7 +96,7 @@ TEST_P(WriteTest, ReuseWritesNothingThatIsSeenOnce) {
 TEST_P(WriteTest, ReuseCountsAsFarAsItIsAsked) {
   make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 20});
   store({"a"});
-  for (int sight = 2; sight < 20; ++sight) load_again({"a"});
+  for (int use = 2; use < 20; ++use) load_again({"a"});
   EXPECT_THAT(queued(), IsEmpty());
   load_again({"a"});
   EXPECT_THAT(queued(), ElementsAre("a"));

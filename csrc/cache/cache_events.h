@@ -1,0 +1,41 @@
+// CacheEvents: which chunks came to host memory and to tiers, and which left, for
+// whoever takes them. Neighbours of one kind are one event. Keeps nothing unless it
+// is told to.
+//
+// Threads: one (the scheduler's).
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "cache/cache_types.h"
+
+namespace kv_offload {
+
+class CacheEvents {
+ public:
+  explicit CacheEvents(bool keep) : keep_(keep) {}
+
+  void host_has(const ChunkKey& key) { note(key, false, false, {}); }
+  void host_lost(const ChunkKey& key) { note(key, false, true, {}); }
+  void tier_has(const ChunkKey& key, std::string_view tier) { note(key, true, false, tier); }
+  void tier_lost(const ChunkKey& key, std::string_view tier) { note(key, true, true, tier); }
+  std::vector<CacheEvent> take() { return std::exchange(events_, {}); }
+
+ private:
+  void note(const ChunkKey& key, bool storage, bool removed, std::string_view owner) {
+    if (!keep_) return;
+    if (events_.empty() || events_.back().storage != storage || events_.back().removed != removed ||
+        events_.back().owner != owner) {
+      events_.push_back({{}, storage, removed, std::string(owner)});
+    }
+    events_.back().keys.push_back(key);
+  }
+
+  const bool keep_;
+  std::vector<CacheEvent> events_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,27 @@
+#include "cache/cache_types.h"
+
+namespace kv_offload {
+
+std::string_view to_string(MissReason reason) {
+  switch (reason) {
+    case MissReason::kNotStored:
+      return "not_stored";
+    case MissReason::kEvicted:
+      return "evicted";
+    case MissReason::kRecomputeCheaper:
+      return "recompute_cheaper";
+    case MissReason::kDeadline:
+      return "deadline";
+    case MissReason::kCorrupt:
+      return "corrupt";
+    case MissReason::kIoError:
+      return "io_error";
+    case MissReason::kPressure:
+      return "pressure";
+    case MissReason::kDisabled:
+      return "disabled";
+  }
+  return "unknown";
+}
+
+}  // namespace kv_offload

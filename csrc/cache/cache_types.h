@@ -1,0 +1,99 @@
+// What goes in and out of TieredCache: options, results, reports, events.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/types.h"
+
+namespace kv_offload {
+
+enum class LookupResult : std::uint8_t { kMiss, kHit, kPending, kRetry };
+enum class LoadPolicy : std::uint8_t { kAuto, kAlways, kNever };
+
+enum class MissReason : std::uint8_t {
+  kNotStored,
+  kEvicted,
+  kRecomputeCheaper,
+  kDeadline,
+  kCorrupt,
+  kIoError,
+  kPressure,
+  kDisabled
+};
+std::string_view to_string(MissReason reason);
+
+enum class WritePolicy : std::uint8_t { kThrough, kOnEvict, kReuse };
+
+struct TierSlotOptions {
+  WritePolicy write_policy = WritePolicy::kThrough;
+  std::uint32_t reuse_threshold = 2;  // for kReuse: 1 to KeyMemory::kMaxUses
+};
+
+struct CacheOptions {
+  std::vector<GroupGeometry> groups{};  // by position
+  std::vector<bool> full_attention{};   // by position; empty = unknown (vLLM <= 0.32)
+  // Blocks of the cache that vLLM computes in, shared by all groups; 0 = unknown.
+  // See LoadJobs::must_hold_back.
+  std::uint32_t cache_blocks = 0;
+  std::uint32_t blocks_per_chunk = 1;
+  std::string eviction_policy = "lru";
+  LoadPolicy load_policy = LoadPolicy::kAuto;
+  Nanos lookup_deadline{std::chrono::seconds(5)};
+  std::vector<TierSlotOptions> tiers{};  // one per tier
+  bool keep_events = false;
+};
+
+struct RequestOptions {
+  bool load_from_cpu = true;  // kv_load_tiers
+  bool load_from_tiers = true;
+  bool skip_store = false;
+  std::optional<LoadPolicy> load_policy{};
+  std::int32_t priority = 0;
+};
+
+// What became of one request's prompt, all its admissions together.
+struct RequestReport {
+  static constexpr std::size_t kPlaces = 9;   // host memory, then the tiers
+  static constexpr std::size_t kReasons = 8;  // indexed by MissReason
+  using Places = std::array<std::uint64_t, kPlaces>;
+  Places hit_tokens{};
+  std::array<std::uint64_t, kReasons> miss_tokens{};
+  std::string_view choice{};  // of the last decision; empty: there was none to make
+  double load_seconds = 0;    // estimated by it; 0 = unknown
+  double compute_seconds = 0;
+  double waited_seconds = 0;  // measured, until its loads could begin
+};
+
+using RequestHandle = std::uint32_t;  // dense, reused after end_request
+
+// What the worker needs: rows of each group, in the order of the keys.
+struct RowTransfer {
+  Ticket ticket = kNoTicket;
+  std::vector<RowId> rows;
+  std::vector<std::uint32_t> group_rows;  // rows per group position
+};
+struct StoreGrant {
+  std::vector<std::uint32_t> accepted;  // indices into the keys that were offered, ascending
+  RowTransfer transfer;
+  std::vector<ChunkKey> evicted;  // from host memory, for their rows
+};
+
+// Chunks of a group that lookups found and that they missed, since the start.
+struct LookupCounts {
+  std::uint64_t found = 0, missed = 0;
+};
+
+struct CacheEvent {
+  std::vector<ChunkKey> keys;
+  bool storage = false;  // false: CPU medium
+  bool removed = false;
+  std::string owner;  // tier name for storage
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,64 @@
+#include "cache/chunk_groups.h"
+
+#include <algorithm>
+
+#include "base/status.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::size_t kMaxGroups = 64;  // bits of a ticket's failed_groups
+
+}  // namespace
+
+ChunkGroups::ChunkGroups(const CacheOptions& options, std::uint32_t areas)
+    : areas_(areas), kinds_are_known_(!options.full_attention.empty()) {
+  if (options.groups.empty()) throw_invalid("no group of chunks was given; a cache needs at least one");
+  if (options.groups.size() > kMaxGroups) {
+    throw_invalid("{} groups were given; at most {} are possible", options.groups.size(), kMaxGroups);
+  }
+  if (kinds_are_known_ && options.full_attention.size() != options.groups.size()) {
+    throw_invalid("full_attention has {} entries for {} groups; give one per group or none",
+                  options.full_attention.size(), options.groups.size());
+  }
+  for (std::size_t position = 0; position < options.groups.size(); ++position) {
+    Group group;
+    group.geometry = options.groups[position];
+    group.id = group.geometry.group_id;
+    group.tokens = group.geometry.tokens_per_chunk;
+    // Where vLLM does not say, a group that is alone has full attention.
+    group.full_attention = kinds_are_known_ ? options.full_attention[position] : options.groups.size() == 1;
+    for (std::uint32_t area = 0; area < areas; ++area) {
+      group.bytes += round_up(group.geometry.shard_bytes[area], kPageBytes);
+    }
+    if (group.bytes == 0 || group.tokens == 0) {
+      throw_invalid("group {} has chunks of {} bytes and {} tokens; both must be more than 0", group.id,
+                    group.bytes, group.tokens);
+    }
+    has_windows_ |= !group.full_attention;
+    bytes_per_token_ += static_cast<double>(group.bytes) / group.tokens;
+    groups_.push_back(group);
+  }
+}
+
+std::uint32_t ChunkGroups::require_position(const ChunkKey& key, std::uint32_t at_least) const {
+  const auto position = position_of(key);
+  if (!position)
+    throw_invalid("chunk {} is of group {}, which was not configured", key.hex(), key.group_id());
+  if (*position < at_least) {
+    throw_invalid("chunk {} of group position {} came after one of position {}; order keys by group",
+                  key.hex(), *position, at_least);
+  }
+  return *position;
+}
+
+std::vector<std::uint64_t> ChunkGroups::row_bytes() const {
+  std::vector<std::uint64_t> bytes;
+  for (const Group& group : groups_) {
+    const auto begin = group.geometry.shard_bytes.begin();
+    bytes.push_back(*std::max_element(begin, begin + areas_));
+  }
+  return bytes;
+}
+
+}  // namespace kv_offload

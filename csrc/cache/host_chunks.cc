@@ -1,0 +1,159 @@
+#include "cache/host_chunks.h"
+
+#include <algorithm>
+
+namespace kv_offload {
+namespace {
+
+constexpr std::size_t kMaxIndexHint = 1 << 20;  // entries reserved ahead
+constexpr Slot kNoOwner = static_cast<Slot>(-1);
+
+std::size_t capacity_of(const RowAllocator& rows, std::size_t groups) {
+  std::size_t capacity = 0;
+  for (std::uint32_t g = 0; g < groups; ++g)
+    capacity = std::max<std::size_t>(capacity, rows.capacity_rows(g));
+  return capacity;
+}
+
+}  // namespace
+
+HostChunks::HostChunks(const ChunkGroups& groups, const HostRegion& region, const Tickets& tickets,
+                       CacheEvents& events, const std::string& eviction_policy)
+    : groups_(groups),
+      tickets_(tickets),
+      events_(events),
+      area_bytes_(region.area_bytes()),
+      rows_(area_bytes_, groups.row_bytes()),
+      capacity_(capacity_of(rows_, groups.size())),
+      index_(make_eviction_policy(eviction_policy, capacity_), std::min(capacity_, kMaxIndexHint)),
+      quarantine_([this](RowId row) { rows_.free(row); }),
+      resident_by_group_(groups.size(), 0),
+      row_unit_(rows_.row_bytes(0)) {
+  for (std::uint32_t g = 1; g < groups.size(); ++g) {
+    one_row_size_ &= rows_.row_bytes(g) == rows_.row_bytes(0);
+    row_unit_ = std::min(row_unit_, rows_.row_bytes(g));
+  }
+  if (!one_row_size_) owners_.assign(area_bytes_ / row_unit_ + 1, kNoOwner);
+}
+
+Slot HostChunks::insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
+                        ChunkState state) {
+  const Slot slot = index_.insert(key, group, row, about, state);
+  if (!one_row_size_) owner_of(row) = slot;
+  return slot;
+}
+
+Slot HostChunks::insert_filling(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
+                                Ticket ticket) {
+  const Slot slot = insert(key, group, row, about, ChunkState::kFilling);
+  index_.at(slot).ticket = ticket;
+  return slot;
+}
+
+Slot HostChunks::insert_fetching(const ChunkKey& key, std::uint32_t group, RowId row,
+                                 const EntryInfo& about) {
+  return insert(key, group, row, about, ChunkState::kFetching);
+}
+
+void HostChunks::make_resident(Slot slot, ChunkOrigin origin) {
+  index_.make_resident(slot, origin);
+  const ChunkEntry& entry = index_.at(slot);
+  ++resident_by_group_[entry.group];
+  events_.host_has(entry.key);
+}
+
+void HostChunks::finish_fetch(Slot slot, std::uint8_t tier) {
+  index_.at(slot).tier = tier;
+  make_resident(slot, ChunkOrigin::kTier);
+}
+
+RowId HostChunks::remove(Slot slot) {
+  const ChunkEntry& entry = index_.at(slot);
+  const RowId row = entry.row;
+  if (entry.state == ChunkState::kResident) {
+    events_.host_lost(entry.key);
+    --resident_by_group_[entry.group];
+  }
+  if (!one_row_size_) owner_of(row) = kNoOwner;
+  index_.erase(slot);
+  return row;
+}
+
+void HostChunks::discard_store(Slot slot) {
+  const Ticket ticket = index_.at(slot).ticket;
+  const RowId row = remove(slot);
+  if (tickets_.is_reported(ticket, TicketKind::kStore)) {
+    rows_.free(row);
+  } else {
+    quarantine_.hold(ticket, TicketKind::kStore, row);
+  }
+}
+
+void HostChunks::begin_write(Slot slot, std::uint8_t tier) {
+  index_.at(slot).writes |= static_cast<std::uint8_t>(1u << tier);
+  index_.pin(slot);
+}
+
+void HostChunks::end_write(Slot slot, std::uint8_t tier, bool tried) {
+  ChunkEntry& entry = index_.at(slot);
+  entry.writes &= static_cast<std::uint8_t>(~(1u << tier));
+  if (tried) entry.tried |= static_cast<std::uint8_t>(1u << tier);
+  index_.unpin(slot);
+}
+
+std::optional<std::uint8_t> HostChunks::begin_load(Slot slot) {
+  index_.pin(slot);
+  ChunkEntry& entry = index_.at(slot);
+  if (entry.origin != ChunkOrigin::kTier || entry.counted) return std::nullopt;
+  entry.counted = true;
+  return entry.tier;
+}
+
+void HostChunks::end_load(Slot slot) {
+  ChunkEntry& entry = index_.at(slot);
+  // Loaded once since the fetch: from now on it is host memory's.
+  if (entry.counted) entry.origin = ChunkOrigin::kStore;
+  index_.unpin(slot);
+}
+
+std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, std::uint32_t spared_holder) const {
+  const std::uint64_t pages = row_unit_ / kPageBytes;
+  const auto movable = [&](RowId row) {
+    const Slot slot = owners_[row / pages];
+    if (slot == kNoOwner) return false;
+    const ChunkEntry& entry = index_.at(slot);
+    return entry.state == ChunkState::kResident && entry.pins == 0 && entry.holder != spared_holder;
+  };
+  std::vector<Slot> slots;
+  for (const RowId row : rows_.slab_to_reclaim(group, movable)) slots.push_back(owners_[row / pages]);
+  return slots;
+}
+
+bool HostChunks::has_free(std::uint64_t share) const {
+  return rows_.bytes_in_use() + rows_.wasted_bytes() + area_bytes_ / share < area_bytes_;
+}
+
+void HostChunks::poll() {
+  quarantine_.poll([&](Ticket ticket, TicketKind kind) { return tickets_.is_reported(ticket, kind); });
+}
+
+void HostChunks::forget() {
+  index_.for_each([&](Slot, ChunkEntry& entry) {
+    if (entry.state == ChunkState::kResident) events_.host_lost(entry.key);
+    if (entry.state == ChunkState::kFilling && !tickets_.is_reported(entry.ticket, TicketKind::kStore)) {
+      quarantine_.hold(entry.ticket, TicketKind::kStore, entry.row);
+    }
+    if (!quarantine_.holds(entry.row)) rows_.free(entry.row);
+  });
+  index_.clear();
+  std::fill(owners_.begin(), owners_.end(), kNoOwner);
+  std::fill(resident_by_group_.begin(), resident_by_group_.end(), 0);
+}
+
+std::uint64_t HostChunks::resident_bytes() const {
+  std::uint64_t bytes = 0;
+  for (std::size_t g = 0; g < groups_.size(); ++g) bytes += resident_by_group_[g] * groups_[g].bytes;
+  return bytes;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,149 @@
+#include "cache/load_jobs.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "base/status.h"
+#include "cache/key_memory.h"
+
+namespace kv_offload {
+namespace {
+
+std::uint64_t fingerprint_of(std::span<const ChunkKey> keys) {
+  std::uint64_t sum = keys.size();
+  for (const ChunkKey& key : keys) sum += KeyMemory::fingerprint(key);
+  return sum;
+}
+
+}  // namespace
+
+LoadJobs::LoadJobs(const Context& context, const CacheOptions& options)
+    : groups_(context.groups),
+      chunks_(context.chunks),
+      write_back_(context.write_back),
+      tickets_(context.tickets),
+      costs_(context.costs),
+      metrics_(context.metrics),
+      clock_(context.clock),
+      cache_blocks_(options.cache_blocks),
+      blocks_per_chunk_(options.blocks_per_chunk) {}
+
+// Upper bound of what vLLM gives a request for its whole prompt. A chunk more, for
+// the part of one at its end, and one block of each group for what it drafts.
+std::uint64_t LoadJobs::cache_blocks_of(std::uint32_t last_end) const {
+  if (last_end == 0) return cache_blocks_;
+  std::uint64_t blocks = 0;
+  for (const ChunkGroups::Group& group : groups_) {
+    blocks += (last_end / group.tokens + 1) * std::uint64_t{blocks_per_chunk_} + 1;
+  }
+  return blocks;
+}
+
+// vLLM admits a load beside others that run when it leaves free what those still
+// need for the rest of their prompts. Of a group with a window it counts blocks that
+// were given back as if they were still held, so it leaves too few: requests whose
+// loads ended hold all blocks, none of them gets its next ones, nothing runs that could
+// give any back, and the engine stands still for good (0.31 to 0.33, Scheduler.
+// _request_remaining_blocks). So loads run side by side only as long as all of their
+// requests fit into the cache, whatever vLLM counts. One whose load ended needs no
+// watching: vLLM lets it run before it asks about another.
+bool LoadJobs::must_hold_back(std::uint32_t last_end) const {
+  if (!groups_.has_windows() || cache_blocks_ == 0) return false;
+  std::uint64_t loading = 0;
+  for (const Job& job : jobs_) loading += job.completed ? 0 : job.cache_blocks;
+  for (const ForgottenJob& job : forgotten_) loading += job.cache_blocks;
+  if (loading == 0) return false;
+  return loading + cache_blocks_of(last_end) >= cache_blocks_;  // one is vLLM's own
+}
+
+LoadJobs::Begun LoadJobs::begin(std::span<const ChunkKey> keys, const Load& load) {
+  Begun begun;
+  RowTransfer& transfer = begun.transfer;
+  transfer.group_rows.assign(groups_.size(), 0);
+  transfer.rows.reserve(keys.size());
+  Job job;
+  job.fingerprint = fingerprint_of(keys);
+  job.slots.reserve(keys.size());
+  std::uint32_t group = 0;
+  for (const ChunkKey& key : keys) {
+    group = groups_.require_position(key, group);
+    const ChunkEntry* entry = chunks_.find_resident(key);
+    if (entry == nullptr) {
+      throw_invalid(
+          "chunk {} is to be loaded but is not in host memory; load only what was a hit in this step",
+          key.hex());
+    }
+    job.slots.push_back(chunks_.slot_of(entry));
+    transfer.rows.push_back(entry->row);
+    ++transfer.group_rows[group];
+  }
+  // From the last to the first: the head of a prefix is the last to go.
+  for (std::size_t i = job.slots.size(); i-- > 0;) {
+    const Slot slot = job.slots[i];
+    const auto fetched_from = chunks_.begin_load(slot);
+    chunks_.access(slot, load.request, load.priority);
+    const ChunkGroups::Group& of = groups_[chunks_.at(slot).group];
+    begun.hit_tokens[fetched_from ? *fetched_from + 1u : 0] += of.tokens;
+    job.bytes += static_cast<double>(of.bytes);
+    write_back_.note_used(slot);
+  }
+  // A window's chunks stand for all of the prefix: the widest group says how much it is.
+  double tokens = 0;
+  for (std::uint32_t g = 0; g < groups_.size(); ++g) {
+    tokens = std::max<double>(tokens, std::uint64_t{transfer.group_rows[g]} * groups_[g].tokens);
+  }
+  const std::uint32_t first_group = chunks_.at(job.slots.front()).group;
+  job.compute_seconds = costs_.prefill.seconds(tokens, groups_.tokens_before(first_group, load.first_end));
+  job.waited_seconds = load.waited_seconds;
+  job.cache_blocks = cache_blocks_of(load.last_end);
+  job.began = load.began;
+  job.ticket = transfer.ticket = tickets_.next();
+  jobs_.push_back(std::move(job));
+  return begun;
+}
+
+void LoadJobs::complete(std::span<const ChunkKey> keys) {
+  const std::uint64_t wanted = fingerprint_of(keys);
+  const auto job = std::find_if(jobs_.begin(), jobs_.end(), [&](const Job& candidate) {
+    return !candidate.completed && candidate.fingerprint == wanted && candidate.slots.size() == keys.size();
+  });
+  if (job == jobs_.end()) return;
+  job->completed = true;
+  note_outcome(*job);
+  if (release(*job)) jobs_.erase(job);
+}
+
+void LoadJobs::note_outcome(const Job& job) {
+  const double copied = to_seconds(clock_.now() - job.began);
+  costs_.note_copy(job.bytes, copied);
+  const double took = job.waited_seconds + copied;
+  metrics_.observe("kv_offload_load_seconds", {}, took);
+  if (job.compute_seconds <= 0) return;
+  const double saved = job.compute_seconds - took;
+  metrics_.add(saved > 0 ? "kv_offload_saved_seconds_total" : "kv_offload_lost_seconds_total", {},
+               std::abs(saved));
+}
+
+bool LoadJobs::release(const Job& job) {
+  if (!is_reported(job.ticket)) return false;
+  for (const Slot slot : job.slots) chunks_.end_load(slot);
+  return true;
+}
+
+// What a step reported vLLM takes up before it asks in the next one.
+void LoadJobs::poll() {
+  std::erase_if(jobs_, [&](const Job& job) { return job.completed && release(job); });
+  std::erase_if(forgotten_, [&](const ForgottenJob& job) { return is_reported(job.ticket); });
+}
+
+void LoadJobs::forget() {
+  for (const Job& job : jobs_) {
+    if (!job.completed) forgotten_.push_back({job.ticket, job.cache_blocks});
+    if (is_reported(job.ticket)) continue;
+    for (const Slot slot : job.slots) chunks_.quarantine(job.ticket, slot);
+  }
+  jobs_.clear();
+}
+
+}  // namespace kv_offload

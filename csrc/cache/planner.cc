@@ -1,0 +1,224 @@
+#include "cache/planner.h"
+
+#include <algorithm>
+#include <string_view>
+
+namespace kv_offload {
+namespace {
+
+constexpr std::uint32_t kProbeChunks = 8;  // several sizes in one queue: latency and rate are told apart
+constexpr double kOfDeadline = 0.8;        // of the time left, what may be planned with
+constexpr Nanos kMinLoadBudget = std::chrono::milliseconds(5);
+
+std::string_view to_string(Decision::Choice choice) {
+  switch (choice) {
+    case Decision::Choice::kLoad:
+      return "load";
+    case Decision::Choice::kPartial:
+      return "partial";
+    case Decision::Choice::kRecompute:
+      return "recompute";
+  }
+  return "unknown";
+}
+
+Nanos to_nanos(double seconds) {
+  return std::chrono::duration_cast<Nanos>(std::chrono::duration<double>(seconds));
+}
+
+}  // namespace
+
+void Planner::plan_step(Nanos now) {
+  const std::vector<RequestHandle>& waiting = with_.requests.waiting();
+  for (std::size_t i = waiting.size(); i-- > 0;) expire(waiting[i], now);  // erases at most that one
+  for (const RequestHandle handle : with_.requests.take_pending()) plan(handle);
+}
+
+// ---- waits that are over
+
+void Planner::expire(RequestHandle handle, Nanos now) {
+  const RequestState& request = with_.requests.at(handle);
+  const bool late = now >= request.deadline;
+  const Nanos budget_end = request.load_budget_end;
+  const bool too_slow = budget_end > Nanos(0) && now >= budget_end && !extend_load_budget(handle, now);
+  if (!late && !too_slow) return;
+  // The oldest: the fewest bytes were ahead of it.
+  if (!request.awaited.empty()) with_.ops.note_overdue(request.awaited.front(), now);
+  if (!late) {
+    // That it took too long says little of why: the first reads go on, and tell.
+    with_.metrics.add("kv_offload_decisions_total", {"give_up"});
+    with_.requests.leave_probes(handle, kProbeChunks, now);
+  }
+  with_.requests.expire(handle, late ? MissReason::kDeadline : MissReason::kRecomputeCheaper);
+}
+
+bool Planner::extend_load_budget(RequestHandle handle, Nanos now) {
+  const RequestState& request = with_.requests.at(handle);
+  const std::size_t missing = request.awaited.size();
+  if (missing == 0) return true;  // all is there, it only was not asked about yet
+  if (request.fetched_for <= missing) return false;
+  const std::size_t arrived = request.fetched_for - missing;
+  const double so_far = to_seconds(now - request.waits_since);
+  const double rest = so_far / static_cast<double>(arrived) * static_cast<double>(missing);
+  const std::uint32_t group = with_.chunks.at(request.awaited.front()).group;
+  const double tokens = with_.groups[group].tokens;
+  const double before = with_.groups.tokens_before(group, request.first_end);
+  const double compute = with_.costs.prefill.seconds(static_cast<double>(missing) * tokens,
+                                                     before + static_cast<double>(arrived) * tokens);
+  if (rest >= compute) return false;
+  with_.requests.set_load_budget(handle, now + std::max(kMinLoadBudget, to_nanos(rest)));
+  return true;
+}
+
+// ---- plans
+
+void Planner::plan(RequestHandle handle) {
+  const RequestState& request = with_.requests.at(handle);
+  const Scans scans = scans_of(request.pass, with_.groups, with_.chunks);
+  // What it hit must still be there when the rest has arrived; and no row for
+  // the rest may come from it.
+  for (const Scan& scan : scans) {
+    with_.requests.hold(handle, scan.hits);
+    for (const Slot slot : scan.fetching) with_.requests.await(handle, slot);
+  }
+  const auto first = std::find_if(scans.begin(), scans.end(), [](const Scan& scan) { return scan.pending; });
+  if (first == scans.end()) return;
+  Scans chosen;
+  for (auto scan = first; scan != scans.end(); ++scan) {
+    if (scan->candidates.empty() || request.closed[scan->group]) continue;
+    const bool together =
+        with_.groups[first->group].full_attention && with_.groups[scan->group].full_attention;
+    if (scan == first || together) chosen.push_back(*scan);
+  }
+  if (chosen.empty()) return;
+  decide(handle, chosen);
+  for (const Scan& scan : chosen) fetch(handle, scan);
+}
+
+std::optional<TierOps::Read> Planner::make_fetch(const RequestState& request, std::uint32_t group,
+                                                 const Scan::Candidate& candidate) {
+  const RowId row = with_.row_supply.take(group, request.number, nullptr);
+  if (row == kNoRow) return std::nullopt;
+  const ChunkKey& key = request.pass.keys[candidate.key];
+  return TierOps::Read{with_.chunks.insert_fetching(key, group, row, request.about(candidate.parent, 0)),
+                       candidate.tier};
+}
+
+void Planner::fetch(RequestHandle handle, const Scan& scan) {
+  const RequestState& request = with_.requests.at(handle);
+  std::vector<TierOps::Read> planned;
+  bool rows_are_short = false;
+  for (const Scan::Candidate& candidate : scan.candidates) {
+    // Another plan of this step took it up.
+    if (const ChunkEntry* entry = with_.chunks.find(request.pass.keys[candidate.key])) {
+      with_.requests.await(handle, with_.chunks.slot_of(entry));
+      continue;
+    }
+    const auto read = make_fetch(request, scan.group, candidate);
+    rows_are_short = !read;
+    if (rows_are_short) break;
+    planned.push_back(*read);
+  }
+  if (rows_are_short) {
+    with_.requests.close_group(handle, scan.group, MissReason::kPressure);
+    // The windows of the other groups need rows too, or all of this is in vain.
+    std::size_t spared = with_.groups.size() > 1 ? (planned.size() + 3) / 4 : 0;
+    for (; spared > 0; --spared) {
+      with_.chunks.discard(planned.back().slot);
+      planned.pop_back();
+    }
+  }
+  with_.ops.read(planned, request.deadline, false);
+  for (const TierOps::Read& read : planned) with_.requests.await(handle, read.slot);
+}
+
+// ---- load or recompute
+
+void Planner::decide(RequestHandle handle, Scans& scans) {
+  const RequestState& request = with_.requests.at(handle);
+  if (request.decided) return;
+  with_.requests.set_decided(handle);
+  if (request.load_policy != LoadPolicy::kAuto) {
+    with_.metrics.add("kv_offload_decisions_total", {"load"});
+    return;
+  }
+  const Scan first = scans.front();  // all of it: what is cut off may be probed
+  const Loadable loadable = loadable_of(request.pass, scans, with_.groups);
+  const Decision decision = ask_costs(request, scans, loadable);
+  report(handle, decision);
+  if (decision.choice == Decision::Choice::kRecompute) {
+    with_.requests.close_all(handle, MissReason::kRecomputeCheaper);
+    for (Scan& scan : scans) scan.candidates.clear();
+  } else {
+    set_load_budget(handle, decision);
+  }
+  if (decision.choice == Decision::Choice::kPartial) {
+    const std::uint64_t chunks = std::uint64_t{loadable.hits_before} + decision.chunks;
+    keep_first(&scans, chunks * with_.groups[first.group].tokens, request.pass, with_.groups);
+    for (const Scan& scan : scans) {
+      with_.requests.close_group(handle, scan.group, MissReason::kRecomputeCheaper);
+    }
+  }
+  probe(request, first);
+}
+
+Decision Planner::ask_costs(const RequestState& request, const Scans& scans, const Loadable& loadable) {
+  std::vector<double> hints(with_.ops.size(), 0);
+  for (const Stretch& stretch : loadable.stretches) {
+    if (stretch.tier >= 0)
+      hints[static_cast<std::size_t>(stretch.tier)] += static_cast<double>(stretch.bytes);
+  }
+  for (std::size_t tier = 0; tier < hints.size(); ++tier) {
+    if (hints[tier] <= 0) continue;
+    hints[tier] = with_.ops.estimate_read_seconds(tier, static_cast<std::uint64_t>(hints[tier]));
+  }
+  const std::uint32_t group = scans.front().group;
+  CostModel::Question question;
+  question.stretches = loadable.stretches;
+  question.hints = hints;
+  question.context = with_.groups.tokens_before(group, request.first_end) +
+                     loadable.hits_before * static_cast<double>(with_.groups[group].tokens);
+  question.loads_anyway = loadable.hits_before > 0;
+  question.deadline_seconds = kOfDeadline * to_seconds(request.deadline - request.pass.time);
+  question.divisible = scans.front().is_prefix;  // of a window all is needed
+  return with_.costs.decide(question);
+}
+
+void Planner::report(RequestHandle handle, const Decision& decision) {
+  const std::string_view choice = to_string(decision.choice);
+  with_.requests.report_decision(handle, choice, decision);
+  with_.metrics.add("kv_offload_decisions_total", {choice});
+  if (decision.load_seconds <= 0 || decision.compute_seconds <= 0) return;
+  with_.metrics.add("kv_offload_estimated_seconds_total", {choice, "load"}, decision.load_seconds);
+  with_.metrics.add("kv_offload_estimated_seconds_total", {choice, "compute"}, decision.compute_seconds);
+}
+
+// A tier that turns out slower than estimated costs at most what computing would
+// have cost, most often a quarter of it; while reads arrive, see extend_load_budget.
+void Planner::set_load_budget(RequestHandle handle, const Decision& decision) {
+  if (decision.compute_seconds <= 0) return;
+  const double compute = decision.compute_seconds;
+  const double seconds = std::clamp(2 * decision.load_seconds, compute / 4, compute);
+  const Nanos from = with_.requests.at(handle).pass.time;
+  with_.requests.set_load_budget(handle, from + std::max(kMinLoadBudget, to_nanos(seconds)));
+}
+
+void Planner::probe(const RequestState& request, const Scan& scan) {
+  for (std::size_t tier = 0; tier < with_.ops.size(); ++tier) {
+    const bool holds = std::any_of(scan.candidates.begin(), scan.candidates.end(),
+                                   [&](const auto& candidate) { return candidate.tier == tier; });
+    if (!holds || !with_.costs.should_probe(tier, request.pass.time)) continue;
+    std::vector<TierOps::Read> planned;
+    for (const Scan::Candidate& candidate : scan.candidates) {
+      if (candidate.tier != tier || planned.size() == kProbeChunks) continue;
+      if (with_.chunks.find(request.pass.keys[candidate.key]) != nullptr) continue;
+      const auto read = make_fetch(request, scan.group, candidate);
+      if (!read) break;
+      planned.push_back(*read);
+    }
+    with_.ops.read(planned, Nanos(0), true);
+    with_.metrics.add("kv_offload_decisions_total", {"probe"});
+  }
+}
+
+}  // namespace kv_offload

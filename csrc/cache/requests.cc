@@ -1,0 +1,229 @@
+// Who is there, what it waits for, admission. See lookup.cc for one key's answer.
+#include "cache/requests.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/status.h"
+
+namespace kv_offload {
+
+Requests::Requests(const Context& context, const CacheOptions& options)
+    : groups_(context.groups),
+      chunks_(context.chunks),
+      memory_(context.memory),
+      costs_(context.costs),
+      ops_(context.ops),
+      load_jobs_(context.load_jobs),
+      metrics_(context.metrics),
+      clock_(context.clock),
+      load_policy_(options.load_policy),
+      lookup_deadline_(options.lookup_deadline),
+      idle_since_(clock_.now()),
+      lookup_counts_(groups_.size()) {}
+
+// ---- who is there
+
+RequestHandle Requests::begin(const RequestOptions& options) {
+  if (free_.empty()) {
+    free_.push_back(static_cast<RequestHandle>(requests_.size()));
+    requests_.emplace_back();
+  }
+  if (live() == 0) costs_.prefill.note_idle(idle_since_, clock_.now());
+  const RequestHandle handle = free_.back();
+  free_.pop_back();
+  if (++last_number_ == 0) ++last_number_;
+  requests_[handle].begin(last_number_, options, options.load_policy.value_or(load_policy_), groups_.size());
+  return handle;
+}
+
+const RequestState& Requests::require_live(RequestHandle request) const {
+  if (request >= requests_.size() || !requests_[request].live) {
+    throw_invalid("request handle {} is not live; {} requests are", request, live());
+  }
+  return requests_[request];
+}
+
+void Requests::end(RequestHandle handle) {
+  require_live(handle);
+  RequestState& request = requests_[handle];
+  count_pass(request);
+  stop_waiting(handle, request);
+  request.live = false;
+  free_.push_back(handle);
+  if (live() == 0) idle_since_ = clock_.now();
+}
+
+void Requests::set_span(RequestHandle handle, std::uint32_t first_end, std::uint32_t last_end) {
+  require_live(handle);
+  RequestState& request = requests_[handle];
+  request.knows_span = true;
+  request.first_end = first_end;
+  request.last_end = last_end;
+  longest_prompt_ = std::max<std::uint64_t>(longest_prompt_, last_end);
+}
+
+// ---- waiting
+
+void Requests::start_waiting(RequestHandle handle, RequestState& request) {
+  if (request.waiting || request.expired) return;
+  request.waiting = true;
+  request.waits_since = request.pass.time;
+  request.deadline = request.pass.time + lookup_deadline_;
+  waiting_.push_back(handle);
+}
+
+void Requests::stop_waiting(RequestHandle handle, RequestState& request) {
+  for (const Slot slot : request.held) chunks_.unpin(slot);
+  request.held.clear();
+  for (const Slot slot : request.awaited) ops_.stop_awaiting(slot, handle);
+  request.awaited.clear();
+  if (request.waiting) std::erase(waiting_, handle);
+  request.waiting = false;
+}
+
+void Requests::expire(RequestHandle handle, MissReason reason) {
+  RequestState& request = requests_[handle];
+  stop_waiting(handle, request);
+  request.expired = true;
+  request.expired_for = reason;
+}
+
+std::vector<RequestHandle> Requests::take_pending() {
+  std::vector<RequestHandle> pending = std::exchange(pending_, {});
+  std::erase_if(pending, [&](RequestHandle handle) {
+    const RequestState& request = requests_[handle];
+    return !request.live || !request.waiting || request.pass.step != step_;
+  });
+  std::sort(pending.begin(), pending.end(),
+            [&](RequestHandle a, RequestHandle b) { return requests_[a].number < requests_[b].number; });
+  return pending;
+}
+
+void Requests::hold(RequestHandle handle, std::span<const Slot> hits) {
+  RequestState& request = requests_[handle];
+  ++hold_call_;
+  const auto is_new = [&](Slot slot) {
+    if (slot >= seen_in_.size()) seen_in_.resize(std::size_t{slot} + 1, 0);
+    return std::exchange(seen_in_[slot], hold_call_) != hold_call_;
+  };
+  for (const Slot slot : request.held) is_new(slot);
+  for (const Slot slot : hits) {
+    // It may have been evicted since it was looked up.
+    if (chunks_.at(slot).state != ChunkState::kResident || !is_new(slot)) continue;
+    chunks_.pin(slot);
+    request.held.push_back(slot);
+  }
+}
+
+void Requests::await(RequestHandle handle, Slot slot) {
+  if (!ops_.await(slot, handle)) return;
+  requests_[handle].awaited.push_back(slot);
+  ++requests_[handle].fetched_for;
+}
+
+void Requests::leave_probes(RequestHandle handle, std::size_t most, Nanos now) {
+  std::size_t left = 0;
+  std::erase_if(requests_[handle].awaited, [&](Slot slot) {
+    if (left == most || !ops_.leave_as_probe(slot, now)) return false;
+    ++left;
+    return true;
+  });
+}
+
+void Requests::close_group(RequestHandle handle, std::uint32_t group, MissReason reason) {
+  requests_[handle].closed[group] = reason;
+}
+
+void Requests::close_all(RequestHandle handle, MissReason reason) {
+  for (auto& closed : requests_[handle].closed) closed = reason;
+}
+
+void Requests::report_decision(RequestHandle handle, std::string_view choice, const Decision& decision) {
+  RequestReport& report = requests_[handle].report;
+  report.choice = choice;
+  report.load_seconds = decision.load_seconds;
+  report.compute_seconds = decision.compute_seconds;
+}
+
+void Requests::read_ended(RequestHandle waiter, const TierOps::ReadEnd& end) {
+  RequestState& request = requests_[waiter];
+  std::erase(request.awaited, end.slot);
+  if (end.arrived) {
+    chunks_.pin(end.slot);
+    request.held.push_back(end.slot);
+  } else if (end.failed) {
+    request.failed.push_back({KeyMemory::fingerprint(end.key), *end.failed});
+  }
+}
+
+bool Requests::has_pending_work() const {
+  return std::any_of(waiting_.begin(), waiting_.end(), [&](RequestHandle handle) {
+    const RequestState& request = requests_[handle];
+    if (!request.awaited.empty()) return true;
+    // Asked in this step, not planned yet.
+    const LookupPass& pass = request.pass;
+    return pass.pending && pass.step == step_ &&
+           std::any_of(pass.lookups.begin(), pass.lookups.end(), [](const Lookup& lookup) {
+             return lookup.kind == Lookup::Kind::kRecorded || lookup.kind == Lookup::Kind::kUnknown;
+           });
+  });
+}
+
+void Requests::forget() {
+  for (RequestState& request : requests_) {
+    request.knows_span = false;
+    request.failed.clear();
+    request.offers.forget_declined();
+    request.clear_wait();
+    request.pass.clear();
+  }
+  waiting_.clear();
+  pending_.clear();
+}
+
+// ---- admission
+
+void Requests::admit(RequestHandle handle) {
+  RequestState& request = requests_[handle];
+  count_pass(request);
+  request.knows_span = false;  // it may be asked about again, from another place
+  if (!request.waiting && !request.expired) return;
+  request.report.waited_seconds += request.waited_seconds();
+  stop_waiting(handle, request);
+  request.clear_wait();
+}
+
+LoadJobs::Load Requests::load_of(RequestHandle handle) const {
+  const RequestState& request = requests_[handle];
+  LoadJobs::Load load;
+  load.request = request.number;
+  load.priority = request.priority();
+  load.first_end = request.first_end;
+  load.last_end = request.last_end;
+  load.waited_seconds = request.waited_seconds();
+  load.began = request.pass.step == step_ ? request.pass.time : clock_.now();
+  return load;
+}
+
+void Requests::admit_load(RequestHandle handle, std::span<const ChunkKey> keys, const LoadJobs::Begun& load) {
+  RequestState& request = requests_[handle];
+  std::size_t end = 0;
+  for (std::uint32_t group = 0; group < groups_.size(); ++group) {
+    if (load.transfer.group_rows[group] == 0) continue;
+    end += load.transfer.group_rows[group];
+    const ChunkKey& last = keys[end - 1];
+    request.offers.note_loaded(group, last, chunks_.find(last)->depth);
+  }
+  for (std::size_t place = 0; place < load.hit_tokens.size(); ++place) {
+    const std::uint64_t tokens = load.hit_tokens[place];
+    if (tokens == 0) continue;
+    const std::string_view tier = place == 0 ? "cpu" : ops_.name(place - 1);
+    request.report.hit_tokens[place] += tokens;
+    metrics_.add("kv_offload_hit_tokens_total", {tier}, static_cast<double>(tokens));
+    metrics_.add("kv_offload_lookup_tokens_total", {}, static_cast<double>(tokens));
+  }
+  admit(handle);
+}
+
+}  // namespace kv_offload

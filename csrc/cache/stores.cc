@@ -1,0 +1,179 @@
+#include "cache/stores.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "base/status.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::size_t kAhead = 8;  // of what comes, the cells are fetched ahead of its turn
+
+// Rows that a prepare() took and has not handed out yet. No rank knows of them: when it
+// throws they are free at once, and their keys absent.
+class TakenRows {
+ public:
+  TakenRows(HostChunks& chunks, std::size_t most) : chunks_(chunks) { slots_.reserve(most); }
+  ~TakenRows() {
+    if (row_ != kNoRow) chunks_.free(row_);
+    for (const Slot slot : slots_) chunks_.discard(slot);
+  }
+  TakenRows(const TakenRows&) = delete;
+  TakenRows& operator=(const TakenRows&) = delete;
+  void hold(RowId row) { row_ = row; }
+  void hold_as(Slot slot) {  // the chunk that the row became
+    row_ = kNoRow;
+    slots_.push_back(slot);
+  }
+  void hand_out() { slots_.clear(); }
+
+ private:
+  HostChunks& chunks_;
+  RowId row_ = kNoRow;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace
+
+StoreGrant Stores::prepare(RequestHandle handle, std::span<const ChunkKey> keys,
+                           std::span<const std::uint32_t> depths) {
+  const RequestState& request = with_.requests.require_live(handle);
+  if (!depths.empty() && depths.size() != keys.size()) {
+    throw_invalid("{} depths were given for {} keys; give one per key or none", depths.size(), keys.size());
+  }
+  std::uint32_t group = 0;
+  for (const ChunkKey& key : keys) group = with_.groups.require_position(key, group);
+  with_.requests.admit_store(handle);
+  if (closed_ || request.options.skip_store) return {};
+  learn_prefill(handle, keys, depths);
+  return take_rows(handle, keys, depths);
+}
+
+StoreGrant Stores::take_rows(RequestHandle handle, std::span<const ChunkKey> keys,
+                             std::span<const std::uint32_t> depths) {
+  const RequestState& request = with_.requests.at(handle);
+  Offers& offers = with_.requests.offers(handle);
+  StoreGrant grant;
+  grant.transfer.group_rows.assign(with_.groups.size(), 0);
+  grant.accepted.reserve(keys.size());
+  grant.transfer.rows.reserve(keys.size());
+  std::vector<std::uint64_t> new_chunks(with_.groups.size(), 0);
+  TakenRows taken(with_.chunks, keys.size());
+  std::uint32_t group = 0;
+  for (std::uint32_t i = 0; i < keys.size(); ++i) {
+    if (i + kAhead < keys.size()) with_.chunks.prefetch(keys[i + kAhead]);
+    const ChunkKey& key = keys[i];
+    group = with_.groups.require_position(key, group);
+    const std::uint32_t depth = depths.empty() ? 0 : depths[i];
+    const ChunkId parent =
+        with_.groups[group].full_attention ? offers.follow(group, key, depths.empty() ? i + 1 : depth) : 0;
+    if (const ChunkEntry* known = with_.chunks.find(key)) {
+      const Slot slot = with_.chunks.slot_of(known);
+      with_.chunks.access(slot, request.number, request.priority());
+      if (known->state == ChunkState::kResident) with_.write_back.note_used(slot);
+      continue;
+    }
+    ++new_chunks[group];
+    if (offers.is_declined(group, key)) continue;
+    const RowId row = with_.row_supply.take(group, request.number, &grant.evicted);
+    if (row == kNoRow) {
+      offers.decline(group, key);
+      continue;
+    }
+    taken.hold(row);
+    if (grant.transfer.ticket == kNoTicket) grant.transfer.ticket = with_.tickets.next();
+    taken.hold_as(
+        with_.chunks.insert_filling(key, group, row, request.about(parent, depth), grant.transfer.ticket));
+    grant.accepted.push_back(i);
+    grant.transfer.rows.push_back(row);
+    ++grant.transfer.group_rows[group];
+  }
+  count_declined(grant, new_chunks);
+  with_.row_supply.flush_metrics();
+  taken.hand_out();
+  return grant;
+}
+
+void Stores::count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks) {
+  for (std::uint32_t g = 0; g < with_.groups.size(); ++g) {
+    const std::uint64_t declined = new_chunks[g] - grant.transfer.group_rows[g];
+    if (declined == 0) continue;
+    with_.metrics.add("kv_offload_dropped_bytes_total", {"cpu", "pressure"},
+                      static_cast<double>(declined * with_.groups[g].bytes));
+  }
+}
+
+// What is offered now is computed in this step, but for what the device cache had
+// and for what vLLM offers again (after a reset). The widest group says how much.
+void Stores::learn_prefill(RequestHandle handle, std::span<const ChunkKey> keys,
+                           std::span<const std::uint32_t> depths) {
+  const RequestState& request = with_.requests.at(handle);
+  double most = 0, context_of_most = 0;
+  for (std::size_t begin = 0, end = 0; begin < keys.size(); begin = end) {
+    const std::uint32_t id = keys[begin].group_id();
+    while (end < keys.size() && keys[end].group_id() == id) ++end;
+    const auto group = with_.groups.position_of(keys[begin]);
+    if (!group) return;
+    const std::uint32_t chunk = with_.groups[*group].tokens;
+    const std::uint32_t offered = request.offers.end(*group);
+    double tokens = 0, token_context = 0;
+    for (std::size_t i = begin; i < end; ++i) {
+      const std::uint32_t depth = depths.empty() ? 0 : depths[i];
+      const bool before = depth > 0 && (depth <= offered || depth < request.first_end);
+      if (before || (request.first_end == 0 && with_.chunks.find(keys[i]) != nullptr)) continue;
+      tokens += chunk;
+      token_context += depth > chunk ? static_cast<double>(chunk) * (depth - 0.5 * chunk) : 0;
+    }
+    if (!depths.empty()) with_.requests.offers(handle).extend(*group, depths[end - 1]);
+    if (tokens <= most) continue;
+    most = tokens;
+    context_of_most = token_context / tokens;
+  }
+  if (most > 0) with_.costs.prefill.note(most, context_of_most);
+}
+
+void Stores::complete(std::span<const ChunkKey> keys, bool success) {
+  std::vector<Slot> stored;
+  stored.reserve(keys.size());
+  Ticket known = kNoTicket;
+  TicketResult result = TicketResult::kPending;
+  std::uint64_t failed_groups = 0;
+  for (const ChunkKey& key : keys) {
+    const ChunkEntry* entry = with_.chunks.find(key);
+    if (entry == nullptr || entry->state != ChunkState::kFilling) continue;
+    if (entry->ticket != known) {
+      known = entry->ticket;
+      failed_groups = 0;
+      result = with_.tickets.store_result(known, &failed_groups);
+    }
+    const Slot slot = with_.chunks.slot_of(entry);
+    if (!success || result != TicketResult::kDone || (failed_groups >> entry->group & 1) != 0) {
+      fail(slot);
+    } else {
+      stored.push_back(slot);
+    }
+  }
+  // The deepest first, so that the head of a prefix is the last to go.
+  std::sort(stored.begin(), stored.end(), [&](Slot a, Slot b) {
+    const ChunkEntry &first = with_.chunks.at(a), &second = with_.chunks.at(b);
+    return first.depth != second.depth ? first.depth > second.depth : first.row > second.row;
+  });
+  double tokens = 0;
+  for (std::size_t i = 0; i < stored.size(); ++i) {
+    if (i + kAhead < stored.size()) with_.chunks.prefetch(stored[i + kAhead]);
+    with_.chunks.finish_store(stored[i]);
+    tokens += with_.groups[with_.chunks.at(stored[i]).group].tokens;
+  }
+  if (tokens > 0) with_.metrics.add("kv_offload_stored_tokens_total", {}, tokens);
+  std::reverse(stored.begin(), stored.end());
+  with_.write_back.note_stored(stored);
+}
+
+void Stores::fail(Slot slot) {
+  with_.metrics.add("kv_offload_failures_total", {"cpu", "store", "device"});
+  with_.memory.note_gone(with_.chunks.at(slot).key, static_cast<std::uint8_t>(MissReason::kIoError));
+  with_.chunks.discard_store(slot);
+}
+
+}  // namespace kv_offload

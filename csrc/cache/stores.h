@@ -1,0 +1,63 @@
+// Stores: chunks on their way from the ranks to host memory: rows for what is offered,
+// and what becomes of it when the ranks have reported.
+//
+// Invariant: a chunk becomes resident only when every rank reported its ticket without
+// its group having failed. What prepare() accepts is a prefix of what is new: the first
+// key that finds no row ends it, so that there are no holes. A prepare() that throws has
+// accepted nothing.
+//
+// Threads: one (the scheduler's).
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "cache/chunk_groups.h"
+#include "cache/cost_model.h"
+#include "cache/host_chunks.h"
+#include "cache/key_memory.h"
+#include "cache/requests.h"
+#include "cache/row_supply.h"
+#include "cache/tickets.h"
+#include "cache/write_back.h"
+#include "metrics/metrics.h"
+
+namespace kv_offload {
+
+class Stores {
+ public:
+  // What it works with; all of it outlives this.
+  struct Context {
+    const ChunkGroups& groups;
+    HostChunks& chunks;
+    KeyMemory& memory;
+    Tickets& tickets;
+    CostModel& costs;
+    RowSupply& row_supply;
+    WriteBack& write_back;
+    Requests& requests;
+    Metrics& metrics;
+  };
+  explicit Stores(const Context& context) : with_(context) {}
+
+  // See TieredCache::prepare_store. Throws InvalidArgument before anything has changed
+  // when keys are of no group or out of order, or depths are not one per key.
+  StoreGrant prepare(RequestHandle request, std::span<const ChunkKey> keys,
+                     std::span<const std::uint32_t> depths);
+  // See TieredCache::complete_store.
+  void complete(std::span<const ChunkKey> keys, bool success);
+  void close() { closed_ = true; }  // nothing is accepted from now on
+
+ private:
+  void learn_prefill(RequestHandle request, std::span<const ChunkKey> keys,
+                     std::span<const std::uint32_t> depths);
+  StoreGrant take_rows(RequestHandle request, std::span<const ChunkKey> keys,
+                       std::span<const std::uint32_t> depths);
+  void count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks);
+  void fail(Slot slot);
+
+  const Context with_;
+  bool closed_ = false;
+};
+
+}  // namespace kv_offload

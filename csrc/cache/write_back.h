@@ -1,0 +1,47 @@
+// WriteBack: which chunks of host memory are written to which tier, and when: the
+// write policies.
+//
+//   through    what was stored, at once
+//   reuse      what was offered or loaded as often as reuse_threshold says
+//   on_evict   what goes from host memory next, ahead of need; a write that failed is
+//              not repeated for the same stay in host memory
+//
+// It decides; TierOps does. It holds no chunk and no op of its own.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "cache/chunk_groups.h"
+#include "cache/host_chunks.h"
+#include "cache/key_memory.h"
+#include "cache/tier_ops.h"
+#include "metrics/metrics.h"
+
+namespace kv_offload {
+
+class WriteBack {
+ public:
+  // `policies`: by tier; a tier without one is written through.
+  WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyMemory& memory, TierOps& ops, Metrics& metrics,
+            std::vector<TierSlotOptions> policies);
+
+  void note_stored(std::span<const Slot> slots);  // just became resident
+  void note_used(Slot slot);                      // resident, and offered or loaded again
+  // Before this chunk is evicted. True when a write began: it is pinned until that ends.
+  bool write_before_eviction(Slot slot);
+  // At the end of a step: writes what is evicted next while rows are still free.
+  void write_cold_end();
+
+ private:
+  bool is(std::size_t tier, WritePolicy policy) const { return policies_[tier].write_policy == policy; }
+
+  const ChunkGroups& groups_;
+  HostChunks& chunks_;
+  KeyMemory& memory_;
+  TierOps& ops_;
+  Metrics& metrics_;
+  std::vector<TierSlotOptions> policies_;
+};
+
+}  // namespace kv_offload

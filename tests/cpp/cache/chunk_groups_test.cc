@@ -1,0 +1,81 @@
+#include "cache/chunk_groups.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "base/status.h"
+#include "cache/cache_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+
+GroupGeometry group_of(std::uint32_t id, std::uint32_t tokens, std::uint64_t first, std::uint64_t second) {
+  GroupGeometry group;
+  group.group_id = id;
+  group.tokens_per_chunk = tokens;
+  group.shard_bytes[0] = first;
+  group.shard_bytes[1] = second;
+  return group;
+}
+
+CacheOptions two_groups() {
+  CacheOptions options;
+  options.groups = {group_of(4, 16, 100, 5000), group_of(9, 32, 300, 0)};
+  return options;
+}
+
+TEST(ChunkGroupsTest, AChunkTakesWholePagesInEachAreaAndItsRowTheLargestShard) {
+  const ChunkGroups groups(two_groups(), 2);
+  EXPECT_EQ(groups[0].bytes, 3 * kPageBytes);
+  EXPECT_EQ(groups[1].bytes, kPageBytes);
+  EXPECT_THAT(groups.row_bytes(), ElementsAre(5000, 300));
+  EXPECT_DOUBLE_EQ(groups.bytes_per_token(), 3 * 4096 / 16.0 + 4096 / 32.0);
+}
+
+TEST(ChunkGroupsTest, KeysAreFoundByTheIdOfTheirGroup) {
+  const ChunkGroups groups(two_groups(), 2);
+  EXPECT_EQ(groups.position_of(key_of("a", 9)), 1u);
+  EXPECT_EQ(groups.position_of(key_of("a", 1)), std::nullopt);
+  EXPECT_EQ(groups.require_position(key_of("a", 9), 1), 1u);
+  EXPECT_THROW(groups.require_position(key_of("a", 4), 1), InvalidArgument) << "out of order";
+  EXPECT_THROW(groups.require_position(key_of("a", 1), 0), InvalidArgument) << "of no group";
+}
+
+TEST(ChunkGroupsTest, AGroupThatIsAloneHasFullAttentionUnlessItIsSaidNotTo) {
+  CacheOptions options = two_groups();
+  EXPECT_TRUE(ChunkGroups(options, 2).has_windows());
+  EXPECT_FALSE(ChunkGroups(options, 2).kinds_are_known());
+  options.full_attention = {true, true};
+  EXPECT_FALSE(ChunkGroups(options, 2).has_windows());
+  options.groups.pop_back();
+  options.full_attention.clear();
+  EXPECT_FALSE(ChunkGroups(options, 2).has_windows());
+  options.full_attention = {false};
+  EXPECT_TRUE(ChunkGroups(options, 2).has_windows());
+}
+
+TEST(ChunkGroupsTest, TheTokensBeforeAChunkAreThoseUpToItsBegin) {
+  const ChunkGroups groups(two_groups(), 2);
+  EXPECT_EQ(groups.tokens_before(1, 96), 64);
+  EXPECT_EQ(groups.tokens_before(1, 32), 0);
+  EXPECT_EQ(groups.tokens_before(1, 0), 0) << "not known";
+}
+
+TEST(ChunkGroupsTest, WhatCannotBeIsRefused) {
+  CacheOptions options;
+  EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument);
+  options.groups.assign(65, group_of(0, 16, 1, 0));
+  EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument);
+  options.groups = {group_of(0, 0, 100, 0)};
+  EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument) << "no tokens";
+  options.groups = {group_of(0, 16, 0, 100)};
+  EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument) << "no bytes in the areas that are there";
+  options.groups = {group_of(0, 16, 100, 0)};
+  options.full_attention = {true, false};
+  EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument) << "two kinds for one group";
+}
+
+}  // namespace
+}  // namespace kv_offload

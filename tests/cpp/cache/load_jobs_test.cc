@@ -1,0 +1,113 @@
+#include "cache/load_jobs.h"
+
+#include "cache/parts.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+
+class LoadJobsTest : public ::testing::Test {
+ protected:
+  void make(PartsOptions options) { parts_ = std::make_unique<LoadParts>(std::move(options)); }
+  LoadParts& parts() {
+    if (!parts_) make({});
+    return *parts_;
+  }
+  LoadJobs& jobs() { return parts().load_jobs; }
+  static std::vector<ChunkKey> keys(const Names& names) {
+    std::vector<ChunkKey> result;
+    for (const auto& name : names) result.push_back(key_of(name));
+    return result;
+  }
+  LoadJobs::Begun begin(const Names& names, const LoadJobs::Load& load = {}) {
+    return jobs().begin(keys(names), load);
+  }
+
+  std::unique_ptr<LoadParts> parts_;
+};
+
+TEST_F(LoadJobsTest, ALoadHasItsRowsUntilItIsCompletedAndReported) {
+  const Slot a = parts().resident("a");
+  const auto load = begin({"a"});
+  EXPECT_THAT(load.transfer.rows, ElementsAre(parts().chunks.at(a).row));
+  jobs().complete(keys({"a"}));
+  jobs().poll();
+  EXPECT_EQ(parts().chunks.pinned(), 1u) << "a rank may still copy";
+  parts().report(load.transfer.ticket);
+  jobs().poll();
+  EXPECT_EQ(parts().chunks.pinned(), 0u);
+}
+
+TEST_F(LoadJobsTest, AReportAloneEndsNoLoad) {
+  parts().resident("a");
+  parts().report(begin({"a"}).transfer.ticket);
+  jobs().poll();
+  EXPECT_EQ(parts().chunks.pinned(), 1u);
+  jobs().complete(keys({"a"}));
+  EXPECT_EQ(parts().chunks.pinned(), 0u);
+}
+
+TEST_F(LoadJobsTest, LoadsThatShareKeysAreToldApartByAllOfTheirKeysInAnyOrder) {
+  parts().resident("a");
+  parts().resident("b");
+  const auto both = begin({"a", "b"});
+  const auto one = begin({"a"});
+  parts().report(both.transfer.ticket);
+  parts().report(one.transfer.ticket);
+  jobs().complete(keys({"b", "a"}));
+  EXPECT_EQ(parts().chunks.pinned(), 1u);
+  jobs().complete(keys({"b"}));
+  EXPECT_EQ(parts().chunks.pinned(), 1u) << "no load has these keys";
+  jobs().complete(keys({"a"}));
+  EXPECT_EQ(parts().chunks.pinned(), 0u);
+}
+
+TEST_F(LoadJobsTest, ALoadThatIsRefusedChangesNothing) {
+  parts().resident("a");
+  parts().fetching("b");
+  EXPECT_THROW(begin({"a", "b"}), InvalidArgument);
+  EXPECT_THROW(begin({"a", "absent"}), InvalidArgument);
+  EXPECT_EQ(parts().chunks.pinned(), 1u) << "the fetch's own";
+  EXPECT_EQ(begin({"a"}).hit_tokens[0], ChunkParts::kTokens);
+}
+
+TEST_F(LoadJobsTest, HitsAreOfThePlaceThatTheBytesCameFrom) {
+  parts().resident("a");
+  parts().fetched("b");
+  const auto first = begin({"a", "b"});
+  EXPECT_EQ(first.hit_tokens[0], 16u);
+  EXPECT_EQ(first.hit_tokens[1], 16u);
+  EXPECT_EQ(begin({"b"}).hit_tokens[0], 16u) << "the second load is host memory's";
+}
+
+TEST_F(LoadJobsTest, RowsOfForgottenLoadsStayOutOfUseUntilReported) {
+  parts().resident("a");
+  const auto load = begin({"a"});
+  jobs().forget();
+  parts().chunks.forget();
+  EXPECT_EQ(parts().free_rows(), 3u);
+  parts().report(load.transfer.ticket);
+  parts().chunks.poll();
+  EXPECT_EQ(parts().free_rows(), 4u);
+}
+
+TEST_F(LoadJobsTest, WithWindowsLoadsRunSideBySideOnlyWhileTheirRequestsFit) {
+  PartsOptions options;
+  options.shard_bytes = {300, 300};
+  options.cache.full_attention = {true, false};
+  options.cache.cache_blocks = 12;
+  make(std::move(options));
+  parts().resident("a");
+  EXPECT_FALSE(jobs().must_hold_back(16)) << "nothing loads";
+  const auto load = begin({"a"}, {.last_end = 16});  // 6 blocks: in each group 2 chunks and a draft
+  EXPECT_TRUE(jobs().must_hold_back(16)) << "6 + 6, and one block is vLLM's own";
+  jobs().forget();
+  EXPECT_TRUE(jobs().must_hold_back(16)) << "it may still run";
+  parts().report(load.transfer.ticket);
+  jobs().poll();
+  EXPECT_FALSE(jobs().must_hold_back(16));
+}
+
+}  // namespace
+}  // namespace kv_offload

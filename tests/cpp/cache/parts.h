@@ -1,0 +1,198 @@
+// The parts of a cache by themselves, for the tests of each part's header: a region with
+// real rows whose ranks report when they are told to, a fake tier, a clock that stands
+// still, and the parts above the one that is tested.
+#pragma once
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cache/cache_fixture.h"
+#include "cache/cost_model.h"
+#include "cache/host_chunks.h"
+#include "cache/key_memory.h"
+#include "cache/load_jobs.h"
+#include "cache/requests.h"
+#include "cache/row_supply.h"
+#include "cache/stores.h"
+#include "cache/tickets.h"
+#include "cache/tier_ops.h"
+#include "cache/write_back.h"
+
+namespace kv_offload {
+
+struct PartsOptions {
+  std::uint64_t rows = 4;                       // of 4 KiB in the one area
+  std::vector<std::uint64_t> shard_bytes{300};  // per group
+  CacheOptions cache{};                         // groups are filled in
+};
+
+// Rows and chunks.
+struct ChunkParts {
+  static constexpr std::uint32_t kTokens = 16;
+
+  explicit ChunkParts(PartsOptions parts = {})
+      : directory(make_directory()),
+        options(with_groups(parts)),
+        region(attach(parts, &rank)),
+        groups(options, 1),
+        tickets(*region),
+        events(true),
+        chunks(groups, *region, tickets, events, "lru") {}
+  ~ChunkParts() { std::filesystem::remove_all(directory); }
+  ChunkParts(const ChunkParts&) = delete;
+  ChunkParts& operator=(const ChunkParts&) = delete;
+
+  // ---- verbs
+  Slot filling(const std::string& name, Ticket ticket, std::uint32_t group = 0) {
+    return chunks.insert_filling(key_of(name, group), group, take(group), {}, ticket);
+  }
+  Slot fetching(const std::string& name, std::uint32_t group = 0) {
+    return chunks.insert_fetching(key_of(name, group), group, take(group), {});
+  }
+  Slot resident(const std::string& name, std::uint32_t group = 0) {
+    const Slot slot = filling(name, kNoTicket, group);
+    chunks.finish_store(slot);
+    return slot;
+  }
+  Slot fetched(const std::string& name, std::uint8_t tier = 0) {
+    const Slot slot = fetching(name);
+    chunks.finish_fetch(slot, tier);
+    return slot;
+  }
+  RowId take(std::uint32_t group) {
+    const RowId row = chunks.allocate(group);
+    EXPECT_NE(row, kNoRow) << "the test's region is full";
+    return row;
+  }
+  bool has(const std::string& name, std::uint32_t group = 0) {
+    return chunks.find(key_of(name, group)) != nullptr;
+  }
+  std::size_t free_rows() {
+    std::vector<RowId> taken;
+    for (RowId row = chunks.allocate(0); row != kNoRow; row = chunks.allocate(0)) taken.push_back(row);
+    for (const RowId row : taken) chunks.free(row);
+    return taken.size();
+  }
+  void report(Ticket ticket, std::uint64_t failed_groups = 0) { rank->report(0, ticket, failed_groups); }
+
+  static std::string make_directory() {
+    std::string pattern = "/dev/shm/cache-parts-XXXXXX";
+    return ::mkdtemp(pattern.data());
+  }
+  static CacheOptions with_groups(const PartsOptions& parts) {
+    CacheOptions options = parts.cache;
+    for (std::uint32_t g = 0; g < parts.shard_bytes.size(); ++g) {
+      GroupGeometry group;
+      group.group_id = g;
+      group.tokens_per_chunk = kTokens;
+      group.shard_bytes[0] = parts.shard_bytes[g];
+      options.groups.push_back(group);
+    }
+    return options;
+  }
+  std::shared_ptr<HostRegion> attach(const PartsOptions& parts, std::unique_ptr<HostRegion>* worker) const {
+    RegionOptions made;
+    made.engine_id = "parts";
+    made.bytes = parts.rows * kPageBytes;
+    made.shm_directory = directory;
+    std::shared_ptr<HostRegion> scheduler = HostRegion::attach_scheduler(made);
+    *worker = HostRegion::attach_worker(made, 0, {parts.shard_bytes, "test"});
+    return scheduler;
+  }
+
+  const std::string directory;
+  const CacheOptions options;
+  std::unique_ptr<HostRegion> rank;
+  const std::shared_ptr<HostRegion> region;
+  const ChunkGroups groups;
+  Tickets tickets;
+  CacheEvents events;
+  HostChunks chunks;
+};
+
+// And a tier's ops.
+struct OpParts : ChunkParts {
+  explicit OpParts(PartsOptions parts = {})
+      : ChunkParts(std::move(parts)),
+        memory(64),
+        costs(1),
+        ops({groups, chunks, memory, costs, events, metrics, clock}, region, make_tiers(),
+            [this](RequestHandle waiter, const TierOps::ReadEnd& end) {
+              if (on_read_end) on_read_end(waiter, end);
+            }) {}
+
+  // The record that a read of this chunk finds.
+  void record(const std::string& name) {
+    FakeTier::Record& made = tier->records[key_of(name)];
+    made.shards = {std::vector<std::byte>(groups[0].geometry.shard_bytes[0])};
+  }
+  // The tier ends all of its ops, and they are taken up.
+  void finish() {
+    tier->finish();
+    ops.poll();
+  }
+
+  FakeClock clock;
+  Metrics metrics;
+  FakeTier* tier = nullptr;
+  KeyMemory memory;
+  CostModel costs;
+  TierOps::OnReadEnd on_read_end;
+  TierOps ops;
+
+ private:
+  std::vector<std::unique_ptr<Tier>> make_tiers() {
+    auto made = std::make_unique<FakeTier>("fs", &clock);
+    tier = made.get();
+    std::vector<std::unique_ptr<Tier>> tiers;
+    tiers.push_back(std::move(made));
+    return tiers;
+  }
+};
+
+// And rows for the asking.
+struct SupplyParts : OpParts {
+  explicit SupplyParts(PartsOptions parts = {})
+      : OpParts(std::move(parts)),
+        write_back(groups, chunks, memory, ops, metrics, options.tiers),
+        row_supply(groups, chunks, memory, ops, write_back, metrics) {}
+
+  WriteBack write_back;
+  RowSupply row_supply;
+};
+
+// And loads.
+struct LoadParts : SupplyParts {
+  explicit LoadParts(PartsOptions parts = {})
+      : SupplyParts(std::move(parts)),
+        load_jobs({groups, chunks, write_back, tickets, costs, metrics, clock}, options) {}
+
+  LoadJobs load_jobs;
+};
+
+// And requests.
+struct RequestParts : LoadParts {
+  explicit RequestParts(PartsOptions parts = {})
+      : LoadParts(std::move(parts)),
+        requests({groups, chunks, memory, costs, ops, load_jobs, metrics, clock}, options) {
+    on_read_end = [this](RequestHandle waiter, const TierOps::ReadEnd& end) {
+      requests.read_ended(waiter, end);
+    };
+  }
+  LookupResult lookup(RequestHandle request, const std::string& name) {
+    return requests.lookup(request, key_of(name));
+  }
+  double missed(std::string_view reason) const {
+    return metrics.value("kv_offload_miss_tokens_total", {reason});
+  }
+
+  Requests requests;
+};
+
+}  // namespace kv_offload

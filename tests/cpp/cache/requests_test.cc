@@ -1,0 +1,158 @@
+#include "cache/requests.h"
+
+#include "cache/parts.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+class RequestsTest : public ::testing::Test {
+ protected:
+  void SetUp() override { a_ = requests_.begin({}); }
+  TierOps::Read fetch(const std::string& name) {
+    const TierOps::Read read{parts_.fetching(name), 0};
+    parts_.ops.read({&read, 1}, Nanos(0), false);
+    return read;
+  }
+
+  RequestParts parts_;
+  Requests& requests_ = parts_.requests;
+  RequestHandle a_ = 0;
+};
+
+TEST_F(RequestsTest, HandlesAreReusedAndNumbersAreNot) {
+  const std::uint32_t number = requests_.at(a_).number;
+  requests_.end(a_);
+  EXPECT_EQ(requests_.begin({}), a_);
+  EXPECT_GT(requests_.at(a_).number, number);
+  EXPECT_EQ(requests_.live(), 1u);
+  EXPECT_THROW(requests_.require_live(a_ + 1), InvalidArgument);
+}
+
+TEST_F(RequestsTest, WhatIsRecordedIsPendingAndAwaitsAPlanOnce) {
+  parts_.record("x");
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kPending);
+  EXPECT_EQ(parts_.lookup(a_, "absent"), LookupResult::kMiss);
+  EXPECT_TRUE(requests_.has_pending_work());
+  EXPECT_THAT(requests_.take_pending(), ElementsAre(a_));
+  EXPECT_THAT(requests_.take_pending(), IsEmpty());
+}
+
+TEST_F(RequestsTest, TheOldestIsPlannedFirstWhoeverAskedFirst) {
+  const RequestHandle b = requests_.begin({});
+  parts_.record("x");
+  parts_.lookup(b, "x");
+  parts_.lookup(a_, "x");
+  EXPECT_THAT(requests_.take_pending(), ElementsAre(a_, b));
+}
+
+TEST_F(RequestsTest, WhoEndedOrWaitsNoMoreGetsNoPlan) {
+  const RequestHandle b = requests_.begin({});
+  parts_.record("x");
+  parts_.lookup(a_, "x");
+  parts_.lookup(b, "x");
+  requests_.end(a_);
+  requests_.expire(b, MissReason::kDeadline);
+  EXPECT_THAT(requests_.take_pending(), IsEmpty());
+}
+
+TEST_F(RequestsTest, AHitIsHeldOnceUntilAdmission) {
+  const Slot slot = parts_.resident("x");
+  const Slot twice[] = {slot, slot};
+  requests_.hold(a_, twice);
+  requests_.hold(a_, twice);
+  EXPECT_EQ(parts_.chunks.at(slot).pins, 1u);
+  parts_.record("y");
+  parts_.lookup(a_, "y");  // it waits
+  requests_.admit_store(a_);
+  EXPECT_EQ(parts_.chunks.at(slot).pins, 0u);
+}
+
+TEST_F(RequestsTest, WhatWasEvictedSinceTheLookupIsNotHeld) {
+  const Slot slot = parts_.resident("x");
+  parts_.chunks.discard(slot);
+  requests_.hold(a_, {&slot, 1});
+  EXPECT_THAT(requests_.at(a_).held, IsEmpty());
+}
+
+TEST_F(RequestsTest, AReadThatArrivesIsHeldByAllThatWaitedForIt) {
+  const RequestHandle b = requests_.begin({});
+  parts_.record("x");
+  const Slot slot = fetch("x").slot;
+  requests_.await(a_, slot);
+  requests_.await(b, slot);
+  requests_.await(b, slot);
+  EXPECT_EQ(requests_.at(b).fetched_for, 1u);
+  parts_.finish();
+  EXPECT_EQ(parts_.chunks.at(slot).pins, 2u);
+  EXPECT_THAT(requests_.at(a_).awaited, IsEmpty());
+  requests_.end(a_);
+  EXPECT_EQ(parts_.chunks.at(slot).pins, 1u);
+}
+
+TEST_F(RequestsTest, AReadThatFailedIsAMissForWhoWaitedAndIsNotAskedForAgain) {
+  parts_.record("x");
+  requests_.await(a_, fetch("x").slot);
+  parts_.tier->fail(StatusKind::kIo);
+  parts_.finish();
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss) << "though the tier still has it";
+  EXPECT_EQ(parts_.lookup(requests_.begin({}), "x"), LookupResult::kPending);
+  requests_.end(a_);
+  EXPECT_EQ(parts_.missed("io_error"), 16);
+}
+
+TEST_F(RequestsTest, AfterItExpiredNothingIsPendingForIt) {
+  parts_.record("x");
+  parts_.lookup(a_, "x");
+  requests_.await(a_, fetch("x").slot);
+  requests_.expire(a_, MissReason::kRecomputeCheaper);
+  EXPECT_THAT(requests_.waiting(), IsEmpty());
+  EXPECT_EQ(parts_.tier->queued_reads(), 0u) << "nobody waits for it";
+  requests_.end_step();
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
+  requests_.end(a_);
+  EXPECT_EQ(parts_.missed("recompute_cheaper"), 16);
+}
+
+TEST_F(RequestsTest, ALookupPastTheDeadlineIsAMiss) {
+  parts_.record("x");
+  parts_.lookup(a_, "x");
+  parts_.clock.advance(parts_.options.lookup_deadline);
+  requests_.end_step();
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
+}
+
+TEST_F(RequestsTest, AClosedGroupIsAMissWithItsReason) {
+  parts_.record("x");
+  requests_.close_group(a_, 0, MissReason::kPressure);
+  EXPECT_EQ(parts_.lookup(a_, "x"), LookupResult::kMiss);
+  requests_.end(a_);
+  EXPECT_EQ(parts_.missed("pressure"), 16);
+}
+
+TEST_F(RequestsTest, MissesOfTheLastPassAreCountedOnceAtAdmission) {
+  parts_.lookup(a_, "x");
+  requests_.end_step();
+  parts_.lookup(a_, "x");
+  EXPECT_EQ(parts_.missed("not_stored"), 0);
+  requests_.admit_store(a_);
+  requests_.admit_store(a_);
+  requests_.end(a_);
+  EXPECT_EQ(parts_.missed("not_stored"), 16);
+}
+
+TEST_F(RequestsTest, LeftProbesAreNotWaitedFor) {
+  parts_.record("x");
+  parts_.record("y");
+  const Slot x = fetch("x").slot, y = fetch("y").slot;
+  requests_.await(a_, x);
+  requests_.await(a_, y);
+  requests_.leave_probes(a_, 1, Nanos(0));
+  EXPECT_THAT(requests_.at(a_).awaited, ElementsAre(y));
+  EXPECT_TRUE(parts_.ops.is_probe(x));
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,85 @@
+#include "cache/row_supply.h"
+
+#include "cache/parts.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+class RowSupplyTest : public ::testing::Test {
+ protected:
+  void make(PartsOptions options) { parts_ = std::make_unique<SupplyParts>(std::move(options)); }
+  SupplyParts& parts() {
+    if (!parts_) make({});
+    return *parts_;
+  }
+  void fill() {
+    for (const char* name : {"a", "b", "c", "d"}) slots_[name] = parts().resident(name);
+  }
+  RowId take(std::uint32_t request = 1) { return parts().row_supply.take(0, request, &evicted_); }
+
+  std::unique_ptr<SupplyParts> parts_;
+  std::map<std::string, Slot> slots_;
+  std::vector<ChunkKey> evicted_;
+};
+
+TEST_F(RowSupplyTest, AFreeRowComesFirst) {
+  parts().resident("a");
+  EXPECT_NE(take(), kNoRow);
+  EXPECT_THAT(evicted_, IsEmpty());
+}
+
+TEST_F(RowSupplyTest, TheChunkThatIsNextToGoGivesItsRow) {
+  fill();
+  parts().chunks.pin(slots_["a"]);
+  EXPECT_NE(take(), kNoRow);
+  EXPECT_THAT(evicted_, ElementsAre(key_of("b")));
+  EXPECT_EQ(parts().memory.why_gone(key_of("b")), static_cast<std::uint8_t>(MissReason::kEvicted));
+  parts().row_supply.flush_metrics();
+  parts().row_supply.flush_metrics();
+  EXPECT_EQ(parts().metrics.value("kv_offload_evicted_bytes_total", {"cpu"}), kPageBytes);
+}
+
+TEST_F(RowSupplyTest, ARequestDoesNotEvictItsOwnChunks) {
+  fill();
+  for (const auto& [name, slot] : slots_) parts().chunks.access(slot, 1, 0);
+  EXPECT_EQ(take(1), kNoRow);
+  EXPECT_NE(take(2), kNoRow);
+}
+
+TEST_F(RowSupplyTest, ATierIsToldOfTheLastUseOfWhatIsEvicted) {
+  parts().record("a");
+  fill();
+  take();
+  EXPECT_GT(parts().tier->records.at(key_of("a")).used, 0u);
+}
+
+TEST_F(RowSupplyTest, QueuedWritesAreCancelledWhenNothingElseIsLeft) {
+  fill();
+  for (const auto& [name, slot] : slots_) parts().ops.write(0, {&slot, 1});
+  EXPECT_NE(take(), kNoRow);
+  EXPECT_EQ(parts().tier->queued_writes(), 0u);
+}
+
+TEST_F(RowSupplyTest, WritesThatRunAreWaitedForByNobody) {
+  fill();
+  for (const auto& [name, slot] : slots_) parts().ops.write(0, {&slot, 1});
+  for (int i = 0; i < 4; ++i) parts().tier->start(OpKind::kWrite);
+  EXPECT_EQ(take(), kNoRow);
+}
+
+TEST_F(RowSupplyTest, WhatIsWrittenBeforeItGoesIsPassedOver) {
+  PartsOptions options;
+  options.cache.tiers = {{.write_policy = WritePolicy::kOnEvict}};
+  make(std::move(options));
+  fill();
+  // All are pinned by their writes; those are shed, and not queued again.
+  EXPECT_NE(take(), kNoRow);
+  EXPECT_THAT(evicted_, ElementsAre(key_of("a")));
+  EXPECT_EQ(parts().tier->queued_writes(), 0u);
+}
+
+}  // namespace
+}  // namespace kv_offload

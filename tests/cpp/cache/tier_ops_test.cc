@@ -1,0 +1,184 @@
+#include "cache/tier_ops.h"
+
+#include "cache/parts.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+class TierOpsTest : public ::testing::Test {
+ protected:
+  struct Told {
+    RequestHandle waiter;
+    bool arrived;
+    std::optional<MissReason> failed;
+    ChunkState state;  // of the chunk, while it is told
+    bool operator==(const Told&) const = default;
+  };
+  TierOpsTest() {
+    parts_.on_read_end = [this](RequestHandle waiter, const TierOps::ReadEnd& end) {
+      told_.push_back({waiter, end.arrived, end.failed, parts_.chunks.at(end.slot).state});
+    };
+  }
+  Slot read(const std::string& name, bool probe = false) {
+    const TierOps::Read read{parts_.fetching(name), 0};
+    ops_.read({&read, 1}, Nanos(0), probe);
+    return read.slot;
+  }
+  void write(Slot slot) { ops_.write(0, {&slot, 1}); }
+  double failures(std::string_view op, std::string_view kind) {
+    return parts_.metrics.value("kv_offload_failures_total", {"fs", op, kind});
+  }
+
+  OpParts parts_;
+  TierOps& ops_ = parts_.ops;
+  std::vector<Told> told_;
+};
+
+TEST_F(TierOpsTest, WhoWaitsIsToldBeforeTheChunkIsResident) {
+  parts_.record("a");
+  const Slot slot = read("a");
+  EXPECT_TRUE(ops_.await(slot, 5));
+  EXPECT_TRUE(ops_.await(slot, 6));
+  EXPECT_FALSE(ops_.await(slot, 5)) << "it waits already";
+  parts_.finish();
+  EXPECT_THAT(
+      told_, ElementsAre(Told{5, true, {}, ChunkState::kFetching}, Told{6, true, {}, ChunkState::kFetching}));
+  EXPECT_EQ(parts_.chunks.at(slot).state, ChunkState::kResident);
+  EXPECT_EQ(parts_.chunks.at(slot).origin, ChunkOrigin::kTier);
+  EXPECT_FALSE(ops_.await(slot, 7)) << "nothing reads it any more";
+}
+
+TEST_F(TierOpsTest, AReadThatFailsMakesItsChunkAbsentWithTheReasonAndIsCountedOnce) {
+  parts_.record("a");
+  parts_.tier->fail(StatusKind::kIo);
+  ops_.await(read("a"), 5);
+  parts_.finish();
+  EXPECT_THAT(told_, ElementsAre(Told{5, false, MissReason::kIoError, ChunkState::kFetching}));
+  EXPECT_FALSE(parts_.has("a"));
+  EXPECT_EQ(parts_.free_rows(), 4u);
+  EXPECT_EQ(parts_.memory.why_gone(key_of("a")), static_cast<std::uint8_t>(MissReason::kIoError));
+  EXPECT_EQ(failures("read", "io"), 1);
+}
+
+TEST_F(TierOpsTest, AReadThatIsGivenUpIsNoFailureOfItsKey) {
+  parts_.record("a");
+  const Slot slot = read("a");
+  ops_.await(slot, 5);
+  ops_.await(slot, 6);
+  ops_.stop_awaiting(slot, 5);
+  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "another waits for it";
+  ops_.stop_awaiting(slot, 6);
+  EXPECT_EQ(parts_.tier->queued_reads(), 0u);
+  parts_.finish();
+  EXPECT_THAT(told_, IsEmpty());
+  EXPECT_FALSE(parts_.has("a"));
+  EXPECT_EQ(parts_.memory.why_gone(key_of("a")), std::nullopt);
+  EXPECT_EQ(failures("read", "cancelled"), 0);
+}
+
+TEST_F(TierOpsTest, AReadIsLeftAsAProbeUnlessOthersWaitForIt) {
+  parts_.record("a");
+  const Slot slot = read("a");
+  ops_.await(slot, 5);
+  ops_.await(slot, 6);
+  EXPECT_FALSE(ops_.leave_as_probe(slot, Nanos(0)));
+  ops_.stop_awaiting(slot, 6);
+  EXPECT_FALSE(ops_.is_probe(slot));
+  EXPECT_TRUE(ops_.leave_as_probe(slot, Nanos(0)));
+  EXPECT_TRUE(ops_.is_probe(slot));
+  EXPECT_TRUE(ops_.await(slot, 7));
+  EXPECT_FALSE(ops_.is_probe(slot)) << "somebody waits for it again";
+}
+
+TEST_F(TierOpsTest, AWriteHasAPinUntilItEnded) {
+  const Slot slot = parts_.resident("a");
+  write(slot);
+  write(slot);
+  EXPECT_EQ(parts_.tier->queued_writes(), 1u) << "it is on the way there already";
+  EXPECT_EQ(ops_.writes_in_flight(0), 1u);
+  EXPECT_EQ(parts_.chunks.victim(), std::nullopt);
+  parts_.finish();
+  EXPECT_EQ(ops_.writes_in_flight(0), 0u);
+  EXPECT_EQ(parts_.chunks.victim(), slot);
+  EXPECT_TRUE(ops_.is_recorded(key_of("a")));
+  write(slot);
+  EXPECT_EQ(parts_.tier->queued_writes(), 0u) << "it is there";
+}
+
+TEST_F(TierOpsTest, AFailedWriteIsCountedOnceAndItsChunkStays) {
+  parts_.tier->fail(StatusKind::kNoSpace);
+  const Slot slot = parts_.resident("a");
+  write(slot);
+  parts_.finish();
+  EXPECT_EQ(failures("write", "no_space"), 1);
+  EXPECT_EQ(parts_.metrics.value("kv_offload_dropped_bytes_total", {"fs", "no_space"}), kPageBytes);
+  EXPECT_TRUE(parts_.has("a"));
+  EXPECT_TRUE(parts_.chunks.was_tried_on(slot, 0));
+}
+
+TEST_F(TierOpsTest, SheddingCancelsTheOldestWritesAndCountsThemOnce) {
+  write(parts_.resident("a"));
+  write(parts_.resident("b"));
+  parts_.tier->start(OpKind::kWrite);
+  EXPECT_TRUE(ops_.shed_writes());
+  EXPECT_EQ(parts_.metrics.value("kv_offload_dropped_bytes_total", {"fs", "pressure"}), kPageBytes);
+  EXPECT_EQ(parts_.metrics.value("kv_offload_dropped_bytes_total", {"fs", "cancelled"}), 0);
+  EXPECT_EQ(parts_.chunks.pinned(), 1u) << "the one that runs";
+  EXPECT_FALSE(ops_.shed_writes()) << "nothing is left to cancel";
+}
+
+TEST_F(TierOpsTest, WhatRunsWhenAllIsForgottenKeepsItsRowUntilItEnds) {
+  parts_.record("a");
+  read("a");
+  write(parts_.resident("b"));
+  parts_.tier->start(OpKind::kRead);
+  parts_.tier->start(OpKind::kWrite);
+  ops_.forget();
+  parts_.chunks.forget();
+  EXPECT_EQ(parts_.chunks.quarantined_rows(), 2u);
+  EXPECT_EQ(parts_.free_rows(), 2u);
+  parts_.tier->finish_started();
+  ops_.poll();
+  EXPECT_EQ(parts_.free_rows(), 4u);
+  EXPECT_FALSE(parts_.has("a"));
+}
+
+TEST_F(TierOpsTest, ATierThatTookNoResetIsCounted) {
+  parts_.tier->fail_resets(true);
+  ops_.reset();
+  EXPECT_EQ(failures("reset", "io"), 1);
+  EXPECT_FALSE(ops_.is_writable(0)) << "as of the poll behind it";
+}
+
+TEST_F(TierOpsTest, ItPollsOnceAStepUnlessItWasPolledOtherwise) {
+  const Slot slot = parts_.resident("a");
+  write(slot);
+  ops_.poll_once_a_step();
+  parts_.tier->finish();
+  ops_.poll_once_a_step();
+  EXPECT_EQ(ops_.writes_in_flight(0), 1u);
+  ops_.end_step();
+  ops_.poll_once_a_step();
+  EXPECT_EQ(ops_.writes_in_flight(0), 0u);
+}
+
+TEST_F(TierOpsTest, RecordsThatATierRemovedAreRememberedWithTheReason) {
+  parts_.record("a");
+  parts_.record("b");
+  parts_.tier->remove(key_of("a"), TierRemoval::Reason::kCorrupt);
+  parts_.tier->remove(key_of("b"), TierRemoval::Reason::kEvicted);
+  ops_.poll();
+  EXPECT_EQ(parts_.memory.why_gone(key_of("a")), static_cast<std::uint8_t>(MissReason::kCorrupt));
+  EXPECT_EQ(parts_.memory.why_gone(key_of("b")), static_cast<std::uint8_t>(MissReason::kEvicted));
+  const auto events = parts_.events.take();
+  ASSERT_THAT(events, SizeIs(1));
+  EXPECT_EQ(events[0].owner, "fs");
+  EXPECT_THAT(events[0].keys, ElementsAre(key_of("a"), key_of("b")));
+}
+
+}  // namespace
+}  // namespace kv_offload
