@@ -23,8 +23,8 @@
 #include <vector>
 
 #include "bench.h"
-#include "storage/fs_layout.h"
-#include "storage/fs_tier.h"
+#include "storage/fs/layout.h"
+#include "storage/fs/tier.h"
 
 namespace kv_offload {
 namespace {

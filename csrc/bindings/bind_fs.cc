@@ -4,8 +4,8 @@
 #include "bindings/bindings.h"
 #include "bindings/bound_cache.h"
 #include "cache/key_memory.h"
-#include "storage/fs_root.h"
-#include "storage/fs_verify.h"
+#include "storage/fs/root.h"
+#include "storage/fs/verify.h"
 
 namespace kv_offload::bindings {
 

@@ -9,7 +9,7 @@
 
 #include "bindings/bindings.h"
 #include "cache/tiered_cache.h"
-#include "storage/fs_tier.h"
+#include "storage/fs/tier.h"
 
 namespace kv_offload::bindings {
 

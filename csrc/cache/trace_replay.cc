@@ -7,7 +7,7 @@
 #include <unordered_map>
 
 #include "cache/key_memory.h"
-#include "storage/fs_catalogue.h"
+#include "storage/fs/catalogue.h"
 
 namespace kv_offload {
 namespace {

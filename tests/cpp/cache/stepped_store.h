@@ -14,8 +14,8 @@
 
 #include "base/aligned_buffer.h"
 #include "cache/tier_hand.h"
-#include "storage/faulty_file_ops.h"
-#include "storage/fs_fixture.h"
+#include "storage/fs/faulty_file_ops.h"
+#include "storage/fs/fixture.h"
 #include "storage/io_pool.h"
 
 namespace kv_offload {

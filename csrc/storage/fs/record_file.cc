@@ -1,0 +1,110 @@
+#include "storage/fs/record_file.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+
+namespace kv_offload {
+namespace {
+
+// Drops `bytes` from the front of the parts; returns the index of the first left.
+std::size_t skip(std::vector<iovec>& parts, std::size_t first, std::size_t bytes) {
+  while (first < parts.size() && bytes >= parts[first].iov_len) bytes -= parts[first++].iov_len;
+  if (bytes > 0) {
+    parts[first].iov_base = static_cast<std::byte*>(parts[first].iov_base) + bytes;
+    parts[first].iov_len -= bytes;
+  }
+  return first;
+}
+
+}  // namespace
+
+void zero_padding(std::span<const Shard> shards) {
+  for (const Shard& shard : shards) {
+    std::byte* pad = shard.data() + shard.size();
+    std::byte* end = shard.data() + round_up(shard.size(), kPageBytes);
+    // Look first: a row whose pad is clean is only read, so readers may share it.
+    if (std::any_of(pad, end, [](std::byte b) { return b != std::byte{0}; })) {
+      std::memset(pad, 0, static_cast<std::size_t>(end - pad));
+    }
+  }
+}
+
+std::vector<iovec> record_parts(std::span<std::byte> header_page, std::span<const Shard> shards) {
+  std::vector<iovec> parts;
+  parts.reserve(shards.size() + 1);
+  parts.push_back({header_page.data(), header_page.size()});
+  for (const Shard& shard : shards) {
+    if (!shard.empty()) parts.push_back({shard.data(), round_up(shard.size(), kPageBytes)});
+  }
+  return parts;
+}
+
+std::vector<iovec> take_front(std::vector<iovec>* parts, std::size_t bytes) {
+  std::vector<iovec> front;
+  std::size_t left = bytes;
+  for (const iovec& part : *parts) {
+    if (left == 0) break;
+    front.push_back({part.iov_base, std::min(left, part.iov_len)});
+    left -= front.back().iov_len;
+  }
+  const std::size_t first = skip(*parts, 0, bytes - left);
+  parts->erase(parts->begin(), parts->begin() + static_cast<std::ptrdiff_t>(first));
+  return front;
+}
+
+Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer direction, bool direct,
+                    const std::string& path, std::int64_t from) {
+  const bool reading = direction == Transfer::kRead;
+  constexpr int kMaxStalls = 8;  // short counts in a row that move nothing
+  std::size_t first = 0;
+  std::int64_t offset = from;
+  int stalls = 0;
+  while (first < parts.size()) {
+    const int count = static_cast<int>(std::min<std::size_t>(parts.size() - first, IOV_MAX));
+    std::int64_t moved = reading ? ops.preadv(fd, &parts[first], count, offset)
+                                 : ops.pwritev(fd, &parts[first], count, offset);
+    if (moved == -EINTR) continue;
+    if (moved < 0) {
+      // ENOENT here would be read as "no such record"; it cannot come from a transfer.
+      return Status::from_errno(static_cast<int>(-moved), reading ? "read" : "write", path);
+    }
+    if (moved == 0 && reading) {
+      return Status::error(StatusKind::kCorrupt, fmt::format("the file ends at byte {}", offset), 0, path);
+    }
+    if (direct) moved = static_cast<std::int64_t>(round_down(static_cast<std::size_t>(moved), kPageBytes));
+    if (moved == 0 && ++stalls >= kMaxStalls) {
+      return Status::error(StatusKind::kIo, "the transfer does not go on", EIO, path);
+    }
+    if (moved > 0) stalls = 0;
+    first = skip(parts, first, static_cast<std::size_t>(moved));
+    offset += moved;
+  }
+  return Status::ok();
+}
+
+Status verify_record(std::span<const std::byte> header_page, const NamespaceId& namespace_id,
+                     const ChunkKey& key, std::uint32_t group, std::span<const Shard> shards,
+                     std::uint64_t payload_checksum) {
+  RecordHeader header;
+  if (Status status = decode_header(header_page, &header); !status) return status;
+  if (Status status = match_header(header, namespace_id, key, group, shards); !status) return status;
+  if (payload_checksum != header.payload_checksum) {
+    return Status::error(StatusKind::kCorrupt,
+                         fmt::format("payload checksum is {:#018x}, the header says {:#018x}",
+                                     payload_checksum, header.payload_checksum));
+  }
+  return Status::ok();
+}
+
+Status unless_evicted(FileOps& ops, int directory, const std::string& path, std::uint64_t inode,
+                      Status found) {
+  if (found.kind() != StatusKind::kCorrupt) return found;
+  FileInfo info;
+  const int rc = ops.stat(directory, path, &info);
+  if (rc == 0 ? info.inode == inode : rc != -ENOENT) return found;
+  return Status::error(StatusKind::kNotFound, "evicted while it was read");
+}
+
+}  // namespace kv_offload
