@@ -42,10 +42,11 @@ struct TieredCache::Impl {
     Tier* tier = nullptr;
     TierSlotOptions options;
     std::string name;
-    bool readable = true;      // asked once per step
-    bool writable = true;      // the same
-    std::uint32_t writes = 0;  // ops in flight
-    TierStats published;       // running totals up to here are in the metrics
+    bool readable = true;           // asked once per step
+    bool writable = true;           // the same
+    std::uint32_t writes = 0;       // ops in flight
+    std::vector<ChunkKey> unknown;  // waited for in this step: asked for at its end
+    TierStats published;            // running totals up to here are in the metrics
   };
   struct Waiter {
     RequestHandle request;
@@ -212,6 +213,7 @@ struct TieredCache::Impl {
   TierOp make_op(OpKind kind, std::uint8_t tier, Slot slot);  // registers it
   void note_read_ended(const Op& op, const Completion& completion);
   bool is_recorded(TierSlot& slot, const ChunkKey& key);
+  void ask_for_unknown();
   void start_writes(std::uint8_t tier, const std::vector<Slot>& slots);
   void write_stored(const std::vector<Slot>& slots);  // just became resident
   void see_again(Slot slot);                          // offered or loaded again

@@ -83,7 +83,7 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
       if (failed.fingerprint == fingerprint) return miss(request, *group, failed.reason);
     }
   }
-  bool unknown = false;
+  std::uint32_t unknown = 0;  // a bit for each tier
   bool switched_off = false;
   for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
     const Presence presence = tier_slots[tier].tier->contains(key);
@@ -91,7 +91,7 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
       switched_off |= presence == Presence::kPresent;
       continue;
     }
-    unknown |= presence == Presence::kUnknown;
+    if (presence == Presence::kUnknown) unknown |= 1u << tier;
     if (presence != Presence::kPresent) continue;
     if (const auto reason = may_not_wait(request, true)) return miss(request, *group, *reason);
     if (request.closed[*group]) return miss(request, *group, *request.closed[*group]);
@@ -101,9 +101,12 @@ LookupResult TieredCache::Impl::lookup_unready(RequestHandle handle, RequestStat
                     static_cast<std::uint16_t>(*group), Kind::kRecorded, static_cast<std::uint8_t>(tier)},
                    LookupResult::kPending);
   }
-  if (unknown) {
+  if (unknown != 0) {
     const auto reason = may_not_wait(request, true);
     if (!reason) {
+      for (std::size_t tier = 0; tier < tier_slots.size(); ++tier) {
+        if ((unknown >> tier & 1) != 0) tier_slots[tier].unknown.push_back(key);
+      }
       return pending(handle, request, {0, static_cast<std::uint16_t>(*group), Kind::kUnknown, 0},
                      LookupResult::kRetry);
     }

@@ -22,6 +22,7 @@ void TieredCache::end_step() {
     if (request.live && request.waiting && request.pass_step == impl.step) impl.plan(handle, request);
   }
   impl.asked.clear();
+  impl.ask_for_unknown();
   impl.clean_cold_end();
   impl.flush_tallies();
   ++impl.step;

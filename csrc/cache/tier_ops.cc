@@ -1,5 +1,6 @@
 // Ops between host memory and the tiers: made, polled, finished; write policies.
 #include <algorithm>
+#include <utility>
 
 #include "cache/cache_impl.h"
 
@@ -179,6 +180,12 @@ void TieredCache::Impl::note_removal(TierSlot& from, const TierRemoval& removal)
 
 bool TieredCache::Impl::is_recorded(TierSlot& slot, const ChunkKey& key) {
   return slot.tier->contains(key) == Presence::kPresent;
+}
+
+void TieredCache::Impl::ask_for_unknown() {
+  for (TierSlot& slot : tier_slots) {
+    if (!slot.unknown.empty()) slot.tier->prefetch_presence(std::exchange(slot.unknown, {}));
+  }
 }
 
 void TieredCache::Impl::start_writes(std::uint8_t tier, const std::vector<Slot>& slots) {

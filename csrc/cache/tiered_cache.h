@@ -10,7 +10,8 @@
 //                          (kPending while it must be held back, see load_path.cc)
 //   filling, fetching   -> kPending until the request's deadline, then kMiss
 //   recorded on a tier  -> kPending, noted; end_step() makes a plan
-//   tier says unknown   -> kRetry (bounded by the same deadline)
+//   tier says unknown   -> kRetry (bounded by the same deadline); end_step() asks
+//                          the tier for all such keys at once
 //   else                -> kMiss, with a reason that is counted once per request
 //
 // Plans (end_step): per waiting request, in the order requests arrived: decide

@@ -1,6 +1,9 @@
 """Who may include whom, so that no arrow of the layer diagram turns back.
 
 base <- memory, policy, index, storage, copy, metrics <- cache <- bindings <- kv_offload <- specs
+
+In storage, what all kinds of tiers share lies beside the folders of the kinds: storage <- storage/fs, ...
+Neither that, nor another kind, nor the cache knows a kind; only bindings makes one.
 """
 
 import ast
@@ -35,8 +38,17 @@ LIBRARIES = {
     "xxhash": (r"xxhash", r"(storage|memory)/.*"),
 }
 
+# Replays of a trace have the order of eviction of an fs tier, by its own catalogue.
+KIND_INCLUDES = {("cache/trace_replay.cc", "storage/fs/catalogue.h")}
+
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 SOURCES = {".h", ".cc", ".cu", ".cuh"}
+
+
+def kind_of(name: str) -> str:
+    """The kind of tier that a file belongs to: fs of storage/fs/space.h; "" of what all share."""
+    parts = name.split("/")
+    return parts[1] if parts[0] == "storage" and len(parts) == 3 else ""
 
 
 def include_errors(root: Path) -> list[str]:
@@ -55,6 +67,10 @@ def include_errors(root: Path) -> list[str]:
                 errors.append(f"{name}: write {header} as <layer>/<file>")
             elif target in LAYERS and target != layer and target not in LAYERS[layer]:
                 errors.append(f"{name}: {layer} must not include {header}")
+            elif layer != "bindings" and kind_of(header) not in ("", kind_of(name)):
+                if (name, header) in KIND_INCLUDES:
+                    continue
+                errors.append(f"{name}: only bindings and storage/{kind_of(header)} may include {header}")
             for library, (pattern, allowed) in LIBRARIES.items():
                 if not re.match(pattern, header) or re.fullmatch(allowed, name):
                     continue
@@ -124,6 +140,21 @@ def test_every_layer_is_there_to_be_checked():
         ("cache/a.cc", "#include <pybind11/pybind11.h>", "Python header pybind11/pybind11.h"),
         ("cache/a.cc", "#include <prometheus/counter.h>", "prometheus-cpp header prometheus/counter.h"),
         ("extra/a.h", "", "extra is no layer"),
+        (
+            "storage/pooled_tier.cc",
+            '#include "storage/fs/space.h"',
+            "only bindings and storage/fs may include storage/fs/space.h",
+        ),
+        (
+            "storage/redis/a.cc",
+            '#include "storage/fs/file_ops.h"',
+            "only bindings and storage/fs may include storage/fs/file_ops.h",
+        ),
+        (
+            "cache/a.cc",
+            '#include "storage/fs/tier.h"',
+            "only bindings and storage/fs may include storage/fs/tier.h",
+        ),
     ],
 )
 def test_a_planted_include_is_caught(tmp_path, name, line, error):
@@ -150,6 +181,9 @@ def test_a_second_file_that_pins_is_caught(tmp_path):
         ("memory/pin.cc", "#include <cuda_runtime_api.h>"),
         ("bindings/torch_ops.cc", "#include <torch/csrc/stable/library.h>"),
         ("cache/a.cc", '#include "storage/tier.h"'),
+        ("storage/fs/a.cc", '#include "storage/fs/space.h"'),
+        ("storage/fs/a.cc", '#include "storage/record_store.h"'),
+        ("bindings/a.cc", '#include "storage/fs/tier.h"'),
         ("cache/a.cc", "#include <cstdint>"),
     ],
 )

@@ -68,7 +68,6 @@ class FsCatalogue {
   void touch(const ChunkKey& key, Nanos now);
   // Entries touched since, oldest touch first; each at most once a minute.
   std::vector<Record> take_touched();
-  bool has_touched() const { return !touched_.empty(); }
 
  private:
   static constexpr Slot kNone = 0xFFFFFFFFu;

@@ -19,11 +19,12 @@
 
 #include "base/status.h"
 #include "storage/fs/file_ops.h"
+#include "storage/record_store.h"
 
 namespace kv_offload {
 
 // Ops in flight share it, so that a reset does not pull the descriptors from under them.
-struct Generation {
+struct Generation : RecordStore::Epoch {
   std::uint64_t number = 0;
   Fd mark;  // with its lock
   Fd directory;

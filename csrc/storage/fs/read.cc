@@ -13,12 +13,13 @@ Status FsStore::was_reset() {
   return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted");
 }
 
-Status FsStore::read(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved) {
+Status FsStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const auto generation = std::static_pointer_cast<Generation>(epoch);
   std::optional<FsCatalogue::Ref> ref;
   {
     const MutexLock lock(mutex_);
     if (generation != generation_) return was_reset();
-    if (generation) ref = catalogue_.begin_read(op.key);
+    ref = catalogue_.begin_read(op.key);
   }
   if (!ref) return Status::error(StatusKind::kNotFound, "no record of this key");
   std::uint64_t inode = 0;

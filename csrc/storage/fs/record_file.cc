@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
-#include <cstring>
 
 namespace kv_offload {
 namespace {
@@ -19,17 +18,6 @@ std::size_t skip(std::vector<iovec>& parts, std::size_t first, std::size_t bytes
 }
 
 }  // namespace
-
-void zero_padding(std::span<const Shard> shards) {
-  for (const Shard& shard : shards) {
-    std::byte* pad = shard.data() + shard.size();
-    std::byte* end = shard.data() + round_up(shard.size(), kPageBytes);
-    // Look first: a row whose pad is clean is only read, so readers may share it.
-    if (std::any_of(pad, end, [](std::byte b) { return b != std::byte{0}; })) {
-      std::memset(pad, 0, static_cast<std::size_t>(end - pad));
-    }
-  }
-}
 
 std::vector<iovec> record_parts(std::span<std::byte> header_page, std::span<const Shard> shards) {
   std::vector<iovec> parts;
@@ -80,20 +68,6 @@ Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer dir
     if (moved > 0) stalls = 0;
     first = skip(parts, first, static_cast<std::size_t>(moved));
     offset += moved;
-  }
-  return Status::ok();
-}
-
-Status verify_record(std::span<const std::byte> header_page, const NamespaceId& namespace_id,
-                     const ChunkKey& key, std::uint32_t group, std::span<const Shard> shards,
-                     std::uint64_t payload_checksum) {
-  RecordHeader header;
-  if (Status status = decode_header(header_page, &header); !status) return status;
-  if (Status status = match_header(header, namespace_id, key, group, shards); !status) return status;
-  if (payload_checksum != header.payload_checksum) {
-    return Status::error(StatusKind::kCorrupt,
-                         fmt::format("payload checksum is {:#018x}, the header says {:#018x}",
-                                     payload_checksum, header.payload_checksum));
   }
   return Status::ok();
 }

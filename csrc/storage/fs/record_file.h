@@ -16,10 +16,6 @@
 
 namespace kv_offload {
 
-// Makes the bytes behind each shard, up to the next 4 KiB, zero. They belong to
-// the row; what is on disk is then determined by the shards alone.
-void zero_padding(std::span<const Shard> shards);
-
 // The header page and the padded shards, in file order.
 std::vector<iovec> record_parts(std::span<std::byte> header_page, std::span<const Shard> shards);
 
@@ -31,12 +27,6 @@ enum class Transfer : std::uint8_t { kRead, kWrite };
 // kCorrupt when the file ends early (reads); kIo, kNoSpace with errno otherwise.
 Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer direction, bool direct,
                     const std::string& path, std::int64_t from = 0);
-
-// After header_page and shards were read, with this checksum over the padded
-// shards: is all of it what `key` of `group` in this namespace must be.
-Status verify_record(std::span<const std::byte> header_page, const NamespaceId& namespace_id,
-                     const ChunkKey& key, std::uint32_t group, std::span<const Shard> shards,
-                     std::uint64_t payload_checksum);
 
 // What a reader of an open file found, seen again: a file that does not match and to which its name no longer
 // leads was evicted meanwhile, and another record may have been written into it. kNotFound then, no damage.

@@ -30,7 +30,18 @@ void by_threads(std::size_t wanted, const std::function<void()>& body) {
 
 }  // namespace
 
-Status FsStore::probe(std::uint32_t leaf) {
+Status FsStore::locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) {
+  for (const ChunkKey& key : keys) {
+    if (Status status = list_leaf(layout::leaf_of(key)); !status) return status;
+  }
+  const Nanos now = clock_.now();
+  const MutexLock lock(mutex_);
+  if (epoch != generation_) return was_reset();
+  for (std::size_t i = 0; i < keys.size(); ++i) (*present)[i] = catalogue_.offers(keys[i], now);
+  return Status::ok();
+}
+
+Status FsStore::list_leaf(std::uint32_t leaf) {
   const std::shared_ptr<Generation> own = generation();
   LeafFound found;
   Status status;
@@ -124,7 +135,7 @@ void FsStore::drop_vanished(const Scan& scan, std::vector<FoundRecord>* records)
 void FsStore::name_leaves(Scan& scan) {
   for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
     if (stop_.load()) return;
-    (void)probe(scan.leaves[at]);
+    (void)list_leaf(scan.leaves[at]);
   }
 }
 
@@ -192,7 +203,8 @@ void FsStore::adopt_names(const std::shared_ptr<Generation>& generation,
   }
 }
 
-void FsStore::tick() {
+void FsStore::maintain() {
+  if (stop_.load()) return write_back_touches();
   keep_generation();
   look_at_space();
   bool write_back = false;
@@ -209,13 +221,12 @@ void FsStore::tick() {
 // generation that we have until we are reset ourselves, for what is in a newer one is of other weights than
 // ours, and what we would write there of other weights than theirs.
 void FsStore::keep_generation() {
-  if (!generation() && !make_generation()) return;
   std::vector<std::uint64_t> numbers;
   std::shared_ptr<Generation> own = generation();
   if (!own || !list_generations(ops_, open_.namespace_directory.get(), &numbers)) return;
   if (!std::binary_search(numbers.begin(), numbers.end(), own->number)) {
     drop_generation();  // it was removed, by hand or by a host that does not see our lock
-    if (!make_generation()) return;
+    if (!begin_epoch()) return;
     own = generation();
     numbers.clear();
     if (!own || !list_generations(ops_, open_.namespace_directory.get(), &numbers)) return;
@@ -225,7 +236,7 @@ void FsStore::keep_generation() {
   if (numbers.size() > 1) reclaim_unused_generations(*own);
 }
 
-Status FsStore::make_generation() {
+Status FsStore::begin_epoch() {
   const std::string path = open_.path + "/" + open_.namespace_name;
   const MutexLock making(generation_mutex_);
   int rc = -EBUSY;

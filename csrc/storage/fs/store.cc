@@ -32,7 +32,7 @@ FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
 
 FsStore::~FsStore() = default;
 
-void FsStore::release() {
+void FsStore::close() {
   open_.space->close();
   open_.open_mark.reset();
 }
@@ -42,29 +42,30 @@ std::shared_ptr<Generation> FsStore::generation() const {
   return generation_;
 }
 
-Presence FsStore::presence(const ChunkKey& key, bool* start_probe) {
-  *start_probe = false;
+Presence FsStore::contains(const ChunkKey& key) const {
   const Nanos now = clock_.now();
   const MutexLock lock(mutex_);
   if (catalogue_.offers(key, now)) return Presence::kPresent;
   if (known_.load(std::memory_order_relaxed) != Known::kSome || catalogue_.holds(key))
     return Presence::kAbsent;
-  LeafState& state = leaf_states_[layout::leaf_of(key)];
-  if (state == LeafState::kKnown) return Presence::kAbsent;
-  *start_probe = state == LeafState::kUnknown;
-  state = LeafState::kProbing;
-  return Presence::kUnknown;
+  return leaf_states_[layout::leaf_of(key)] == LeafState::kKnown ? Presence::kAbsent : Presence::kUnknown;
 }
 
-bool FsStore::offers(const ChunkKey& key) const {
-  const Nanos now = clock_.now();
+void FsStore::begin_asking(std::vector<ChunkKey>* keys) {
+  std::vector<ChunkKey> asked;  // one of each directory
   const MutexLock lock(mutex_);
-  return catalogue_.offers(key, now);
+  for (const ChunkKey& key : *keys) {
+    LeafState& state = leaf_states_[layout::leaf_of(key)];
+    if (known_.load(std::memory_order_relaxed) != Known::kSome || state != LeafState::kUnknown) continue;
+    state = LeafState::kAsking;
+    asked.push_back(key);
+  }
+  keys->swap(asked);
 }
 
-void FsStore::give_up_probe(std::uint32_t leaf) {
+void FsStore::give_up_asking(std::span<const ChunkKey> keys) {
   const MutexLock lock(mutex_);
-  leaf_states_[leaf] = LeafState::kKnown;
+  for (const ChunkKey& key : keys) leaf_states_[layout::leaf_of(key)] = LeafState::kKnown;
 }
 
 void FsStore::touch(const ChunkKey& key) {
@@ -101,11 +102,6 @@ void FsStore::take_removals(std::vector<TierRemoval>* removals) {
   const MutexLock lock(mutex_);
   removals->insert(removals->end(), removals_.begin(), removals_.end());
   removals_.clear();
-}
-
-bool FsStore::has_touches() const {
-  const MutexLock lock(mutex_);
-  return catalogue_.has_touched();
 }
 
 void FsStore::figures(TierStats* stats) const {

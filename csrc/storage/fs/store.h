@@ -1,10 +1,10 @@
-// FsStore: the synchronous heart of the fs tier. What a pool thread runs (write,
-// read, remove, scan, reclaim) and what the scheduler thread asks (presence,
-// touch, figures). It knows no queues, no breaker.
+// FsStore: the record store of the fs tier. An epoch is a generation's directory.
+// It keeps its catalogue, which knows every record of ours and, within a second or
+// two, those of other processes.
 //
-// Threads: any. mutex_ guards the catalogue and is never held across a call to
-// the file system; the figures are atomics. So the scheduler thread never waits
-// for storage, however stuck other threads are.
+// Threads: as RecordStore says. mutex_ guards the catalogue and is never held
+// across a call to the file system; the figures are atomics. So the scheduler
+// thread never waits for storage, however stuck other threads are.
 #pragma once
 
 #include <atomic>
@@ -21,55 +21,56 @@
 #include "storage/fs/space.h"
 #include "storage/fs/staging.h"
 #include "storage/fs/walk.h"
-#include "storage/tier.h"
+#include "storage/record_store.h"
 
 namespace kv_offload {
 
-class FsStore {
+class FsStore final : public RecordStore, public Catalogue {
  public:
   // Opens the root; throws as make_fs_tier says.
   FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock);
-  ~FsStore();
+  ~FsStore() override;
 
-  // ---- pool threads, may block on storage
-  // In the generation that the op was submitted in, or not at all.
-  Status write(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
-  Status read(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
-  // Finds the records of one leaf directory before the scan has come there.
-  Status probe(std::uint32_t leaf);
+  // ---- RecordStore
+  Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
+  Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
+  // Before the scan has come there: lists the leaf directories of these keys.
+  Status locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) override;
+  std::size_t keys_per_locate() const override { return 1; }  // of each directory one key is asked for
   // Rebuilds the catalogue; counts the root anew where that is needed.
-  void start();
-  // Once a second: notice another process's reset, its records and its death, count
-  // the root when the sum is in doubt, write recency back.
-  void tick();
-  // After forget(): makes the next generation's directory.
-  Status make_generation() EXCLUDES(generation_mutex_);
-  void write_back_touches();
+  void start() override;
+  // Notices another process's reset, its records and its death, counts the root when
+  // the sum is in doubt, writes recency back.
+  void maintain() override;
+  // Makes the next generation's directory.
+  Status begin_epoch() override EXCLUDES(generation_mutex_);
+  EpochPtr epoch() const override { return generation(); }
+  void forget() override;  // the generation and its catalogue, for good
+  void stop() override { stop_.store(true); }
+  void close() override;  // others may take the namespace
+  void figures(TierStats* stats) const override;
+  Catalogue* catalogue() override { return this; }
 
-  // When no op can come any more: others may take the namespace.
-  void release();
-
-  // ---- any thread, never block on storage
-  // Null after forget(), until the next one is made.
-  std::shared_ptr<Generation> generation() const EXCLUDES(mutex_);
-  Presence presence(const ChunkKey& key, bool* start_probe);
-  bool offers(const ChunkKey& key) const;  // what is known, without a probe
-  void give_up_probe(std::uint32_t leaf);
-  void touch(const ChunkKey& key);
-  void forget();  // a reset: drops the generation and its catalogue, for good
-  void take_removals(std::vector<TierRemoval>* removals);
-  void stop() { stop_.store(true); }  // long walks give up soon
-  void figures(TierStats* stats) const;
-  bool has_touches() const;
+  // ---- Catalogue
+  Presence contains(const ChunkKey& key) const override;
+  void begin_asking(std::vector<ChunkKey>* keys) override;
+  void give_up_asking(std::span<const ChunkKey> keys) override;
+  void touch(const ChunkKey& key) override;
+  void take_removals(std::vector<TierRemoval>* removals) override;
 
  private:
-  enum class LeafState : std::uint8_t { kUnknown, kProbing, kKnown };
+  enum class LeafState : std::uint8_t { kUnknown, kAsking, kKnown };
   // How much of our namespace's records is in the catalogue.
   enum class Known : std::uint8_t {
     kSome,   // a directory is listed when one of its records is asked for
     kNames,  // what is not in it is not on disk
     kOrder,  // and what was used last: records may be evicted
   };
+
+  // Null after forget(), until the next one is made.
+  std::shared_ptr<Generation> generation() const EXCLUDES(mutex_);
+  Status list_leaf(std::uint32_t leaf);
+  void write_back_touches();
 
   // A record in the making.
   struct Draft {

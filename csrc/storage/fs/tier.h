@@ -1,4 +1,4 @@
-// FsTier: records as files under one root directory, bounded, shared by several
+// The fs tier: records as files under one root directory, bounded, shared by several
 // processes (replicas on one host, hosts on a shared file system).
 //
 //   ROOT/                                       0700
@@ -31,8 +31,8 @@
 #include <string>
 #include <vector>
 
+#include "storage/pooled_tier.h"
 #include "storage/record.h"
-#include "storage/tier.h"
 
 namespace kv_offload {
 
@@ -41,10 +41,9 @@ enum class DirectMode : std::uint8_t { kAuto, kOn, kOff };
 
 // What the file system is asked through; tests give one that fails.
 class FileOps;
-class IoPool;
 
-struct FsTierOptions {
-  std::string name = "fs";
+struct FsTierOptions : PooledTierOptions {
+  FsTierOptions() { name = "fs"; }
   std::string root_dir;
   std::uint64_t max_bytes = 0;     // hard bound on the whole root
   std::uint64_t record_bytes = 0;  // largest record to come, for the checks at start; 0: unknown
@@ -52,20 +51,11 @@ struct FsTierOptions {
   std::string namespace_json;  // written beside, compared at open
   FsyncMode fsync = FsyncMode::kNone;
   DirectMode o_direct = DirectMode::kAuto;
-  unsigned n_read_threads = 4;
-  unsigned n_write_threads = 2;
-  Nanos op_deadline{std::chrono::seconds(10)};  // an op older than this trips the breaker
   std::string eviction_policy = "lru";
-  // How long close() waits, in real time, for a thread that is stuck in the
-  // kernel. Later the thread is let go with all it needs (see tier.h).
-  Nanos close_wait{std::chrono::seconds(10)};
   // What an operator has to know, once each. On any of the tier's threads. Default: stderr.
   std::function<void(const std::string&)> warn;
-  // Both outlive the tier and any thread it had to let go.
-  const Clock* clock = nullptr;  // null: a steady clock
-  FileOps* file_ops = nullptr;   // null: POSIX
-  // For tests: no thread serves the ops; whom this is given to runs them, one by one (IoPool::begin_next).
-  IoPool** driven_by_hand = nullptr;
+  // Outlives the tier and any thread it had to let go.
+  FileOps* file_ops = nullptr;  // null: POSIX
 };
 
 // Throws ResourceError (root cannot be made or written, no space for one

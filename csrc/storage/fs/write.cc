@@ -1,7 +1,6 @@
 #include <fcntl.h>
 
 #include <cerrno>
-#include <chrono>
 
 #include "base/aligned_buffer.h"
 #include "storage/fs/layout.h"
@@ -14,11 +13,6 @@ namespace {
 // A directory that may be made, one that may grow by two, one block of extents.
 constexpr std::uint64_t kOverhead = 4 * kPageBytes;
 
-std::uint64_t unix_nanos() {
-  return static_cast<std::uint64_t>(
-      std::chrono::duration_cast<Nanos>(std::chrono::system_clock::now().time_since_epoch()).count());
-}
-
 }  // namespace
 
 bool FsStore::aligned(std::span<const Shard> shards) {
@@ -28,8 +22,8 @@ bool FsStore::aligned(std::span<const Shard> shards) {
   return true;
 }
 
-Status FsStore::write(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved) {
-  if (!generation) return Status::error(StatusKind::kUnavailable, "a reset is under way");
+Status FsStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const auto generation = std::static_pointer_cast<Generation>(epoch);
   const std::uint64_t payload = padded_payload_bytes(op.shards);
   Draft draft;
   draft.leaf = layout::leaf_of(op.key);
@@ -61,14 +55,7 @@ Status FsStore::write(const TierOp& op, const std::shared_ptr<Generation>& gener
 
 Status FsStore::write_record(const TierOp& op, bool replace, Draft* draft, Reservation* reservation) {
   zero_padding(op.shards);
-  RecordHeader header;
-  header.namespace_id = options_.namespace_id;
-  header.key = op.key;
-  header.group = op.group;
-  for (const Shard& shard : op.shards) header.shard_bytes.push_back(shard.size());
-  header.payload_bytes = padded_payload_bytes(op.shards);
-  header.created_unix_nanos = unix_nanos();
-
+  const RecordHeader header = make_header(options_.namespace_id, op.key, op.group, op.shards);
   const Generation& generation = *draft->generation;
   const std::string path = layout::record_path(op.key, draft->file_bytes);
   const std::string shown = generation.path + "/" + path;

@@ -113,11 +113,9 @@ class SteppedStore final : public TierHand {
       completions->push_back(std::move(completion));
     for (const TierRemoval& removal : std::exchange(removals_, {})) removals->push_back(removal);
   }
-  Presence contains(const ChunkKey& key) override {
-    Presence presence = Presence::kUnknown;
-    wait([&] { return (presence = tier_->contains(key)) != Presence::kUnknown; });
-    return presence;
-  }
+  // Its scan is over: nothing is unknown.
+  Presence contains(const ChunkKey& key) const override { return tier_->contains(key); }
+  void prefetch_presence(std::vector<ChunkKey> keys) override { tier_->prefetch_presence(std::move(keys)); }
   void touch(const ChunkKey& key) override { tier_->touch(key); }
   Status reset() override { return tier_->reset(); }
   TierStats stats() const override { return tier_->stats(); }

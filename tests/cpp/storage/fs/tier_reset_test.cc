@@ -84,6 +84,24 @@ TEST_F(FsTierReset, so_does_one_that_was_queued_and_not_cancelled) {
   EXPECT_EQ(user.finish(read).status.kind(), StatusKind::kCancelled);
 }
 
+// PooledTier compares before and after; in between the store is alone.
+TEST_F(FsTierReset, a_write_that_a_reset_overtakes_inside_the_store_leaves_nothing) {
+  FsStore store(timed_options(), ops_, clock_);
+  const RecordStore::EpochPtr before = store.epoch();
+  store.forget();
+  ASSERT_TRUE(store.begin_epoch());
+  Row row({8192});
+  row.fill(1);
+  TierOp op;
+  op.kind = OpKind::kWrite;
+  op.key = key_of(1);
+  op.shards = row.shards();
+  std::uint64_t moved = 0;
+  EXPECT_EQ(store.write(op, before, &moved).kind(), StatusKind::kCancelled);
+  EXPECT_TRUE(records_in(root_).empty());
+  store.close();
+}
+
 // With threads: whichever way a write and a reset meet, the bytes of before it are gone.
 TEST_F(FsTierReset, no_byte_of_before_a_reset_comes_back_whenever_it_comes) {
   FsTierOptions options = options_for(root_);
@@ -363,13 +381,13 @@ TEST_F(FsTierReset, who_was_reset_itself_is_not_told_to_be_reset) {
   FsStore a(options, ops_, clock_), b(options, ops_, clock_), not_reset(options, ops_, clock_);
   for (FsStore* store : {&a, &b}) {
     store->forget();
-    ASSERT_TRUE(store->make_generation());
+    ASSERT_TRUE(store->begin_epoch());
   }
   const auto is_apart = [](FsStore& store) {
-    store.tick();
+    store.maintain();
     TierStats stats;
     store.figures(&stats);
-    store.release();
+    store.close();
     return stats.apart;
   };
   EXPECT_FALSE(is_apart(a));
