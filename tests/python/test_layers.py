@@ -102,6 +102,8 @@ def import_errors(root: Path) -> list[str]:
             forbidden = module.split(".")[0] in ("vllm", "torch", "specs") or module.startswith(
                 "kv_offload.specs"
             )
+            if path.parent.name == "tiers":  # a kind is asked, and asks none of those who ask it
+                forbidden |= module.startswith(("kv_offload.cli", "kv_offload.config", "kv_offload.machine"))
             if forbidden and (path.name, module) != ("torch_ops.py", "torch"):
                 errors.append(f"{path.relative_to(root).as_posix()}: imports {module}")
     return errors
@@ -208,4 +210,13 @@ def test_what_the_diagram_allows_passes(tmp_path, name, line):
 def test_a_planted_import_is_caught(tmp_path, source):
     (tmp_path / "kv_offload").mkdir()
     (tmp_path / "kv_offload/cli.py").write_text(source)
+    assert import_errors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source", ["from kv_offload.config import OffloadConfig\n", "import kv_offload.cli\n"]
+)
+def test_a_kind_of_tier_does_not_know_who_asks_it(tmp_path, source):
+    (tmp_path / "kv_offload/tiers").mkdir(parents=True)
+    (tmp_path / "kv_offload/tiers/fs.py").write_text(source)
     assert import_errors(tmp_path)
