@@ -101,7 +101,7 @@ class HostRegion:
 class TierSpec:
     """What TieredCache opens; opening (and its checks) happens in TieredCache's constructor."""
 
-    write_policy: str  # through | on_evict | reuse:N; "through" until it is set
+    write_policy: str  # through | on_evict | reuse:N | never; "through" until it is set
 
 class FsTier(TierSpec):
     """A tier of records in files."""
@@ -120,7 +120,7 @@ class FsTier(TierSpec):
         n_write_threads: int = 2,
         op_deadline_seconds: float = 10.0,
         eviction_policy: str = "lru",
-        write_policy: str = "through",  # through | on_evict | reuse:N
+        write_policy: str = "through",  # through | on_evict | reuse:N | never
     ) -> None: ...
 
 class TieredCache:

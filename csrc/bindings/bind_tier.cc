@@ -13,6 +13,8 @@ std::string write_policy_text(const TierSlotOptions& slot) {
       return "through";
     case WritePolicy::kOnEvict:
       return "on_evict";
+    case WritePolicy::kNever:
+      return "never";
     case WritePolicy::kReuse:
       return fmt::format("reuse:{}", slot.reuse_threshold);
   }
@@ -37,6 +39,7 @@ TierSlotOptions write_policy_of(std::string_view write_policy) {
   return {one_of<WritePolicy>("write_policy", write_policy,
                               {{"through", WritePolicy::kThrough},
                                {"on_evict", WritePolicy::kOnEvict},
+                               {"never", WritePolicy::kNever},
                                {"reuse:N", WritePolicy::kReuse}})};
 }
 

@@ -19,7 +19,7 @@ struct TierSpec {
   virtual std::unique_ptr<Tier> open() const = 0;
 };
 
-// "through", "on_evict", "reuse:N"; InvalidArgument naming them.
+// "through", "on_evict", "reuse:N", "never"; InvalidArgument naming them.
 TierSlotOptions write_policy_of(std::string_view write_policy);
 
 // InvalidArgument unless it has 32 bytes.

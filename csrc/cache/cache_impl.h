@@ -216,6 +216,7 @@ struct TieredCache::Impl {
   void ask_for_unknown();
   void start_writes(std::uint8_t tier, const std::vector<Slot>& slots);
   void write_stored(const std::vector<Slot>& slots);  // just became resident
+  void promote(Slot slot, std::uint8_t from);         // was fetched: to the faster tiers that record all
   void see_again(Slot slot);                          // offered or loaded again
   // Writes a chunk to the on_evict tiers that lack it; true when a write was started.
   bool write_before_eviction(Slot slot);

@@ -135,7 +135,7 @@ void TieredCache::Impl::finish_read(Op& op, const Completion& completion) {
   if (completion.status.is_ok()) {
     index.at(op.slot).tier = op.tier;
     make_resident(op.slot, ChunkOrigin::kTier);
-    return;
+    return promote(op.slot, op.tier);
   }
   if (tried) {
     memory.note_gone(completion.key, static_cast<std::uint8_t>(miss_reason_of(kind)));
@@ -210,6 +210,13 @@ void TieredCache::Impl::write_stored(const std::vector<Slot>& slots) {
     }
   }
   for (const Slot slot : slots) see_again(slot);
+}
+
+// Under the other policies it is written when it is seen again or leaves host memory, as any chunk is.
+void TieredCache::Impl::promote(Slot slot, std::uint8_t from) {
+  for (std::uint8_t tier = 0; tier < from; ++tier) {
+    if (tier_slots[tier].options.write_policy == WritePolicy::kThrough) start_writes(tier, {slot});
+  }
 }
 
 void TieredCache::Impl::see_again(Slot slot) {

@@ -127,7 +127,7 @@ Status locate(Shared& shared, const std::vector<ChunkKey>& keys, const Submitted
 }
 
 void upkeep(RecordStore& store) {
-  if (!store.epoch()) (void)store.begin_epoch();  // what a reset could not do
+  if (!store.epoch() && store.can_reset()) (void)store.begin_epoch();  // what a reset could not do
   store.maintain();
 }
 
@@ -320,11 +320,12 @@ bool PooledTier::takes(Lane lane) const {
 Presence PooledTier::contains(const ChunkKey& key) const {
   const Presence presence = shared_->catalogue().contains(key);
   if (presence != Presence::kUnknown) return presence;
-  return closed_ || !takes(Lane::kRead) ? Presence::kAbsent : Presence::kUnknown;
+  const bool answered = !closed_ && takes(Lane::kRead) && shared_->store->epoch() != nullptr;
+  return answered ? Presence::kUnknown : Presence::kAbsent;
 }
 
 void PooledTier::prefetch_presence(std::vector<ChunkKey> keys) {
-  if (closed_ || !takes(Lane::kRead)) return;
+  if (closed_ || !takes(Lane::kRead) || shared_->store->epoch() == nullptr) return;
   shared_->catalogue().begin_asking(&keys);
   const Nanos now = clock_.now();
   const Submitted submitted(*shared_);
@@ -380,6 +381,10 @@ Status PooledTier::reset() {
   shared_->store->forget();
   if (shared_->learnt) shared_->learnt->reset();
   if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
+  if (!shared_->store->can_reset()) {
+    return Status::error(StatusKind::kUnavailable,
+                         "the tier cannot be reset: it offers nothing any more, until the next start");
+  }
   // Waits, unlike all else here: who changed the weights must know that nothing
   // older can come back. A failure leaves the store without an epoch (it finds
   // nothing and takes nothing) until upkeep, or what timed out, has begun one.

@@ -57,6 +57,9 @@ class RecordStore {
   virtual void maintain() = 0;
   // Ok when there is an epoch, made now or before. May run beside maintain() and beside itself.
   virtual Status begin_epoch() = 0;
+  // False of a store that others fill and that cannot tell what they wrote before from what comes after:
+  // after forget() there is no epoch any more, and begin_epoch() is never asked for one.
+  virtual bool can_reset() const { return true; }
 
   // ---- any thread, never wait
   virtual EpochPtr epoch() const = 0;  // null between forget() and the next begin_epoch()

@@ -120,7 +120,8 @@ class Tier {
   // who starts later finds it. Not ok: the
   // tier could not yet make sure of those who start later. It has forgotten all the
   // same, goes on trying, and takes no records (kUnavailable, writable is false)
-  // until it has; nothing is needed of the caller.
+  // until it has; nothing is needed of the caller. One that others fill may not be
+  // able to: it then has nothing more for this process.
   virtual Status reset() = 0;
   virtual TierStats stats() const = 0;
   // Refuse new ops, cancel what is queued, finish what runs, join. Idempotent;

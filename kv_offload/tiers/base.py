@@ -56,7 +56,7 @@ class TierConfig(BaseModel):
     write_policy: str = Field(
         default="through",
         description='"through" (record every stored chunk), "on_evict" (when it leaves host memory), '
-        '"reuse:N" (after its Nth sight)',
+        '"reuse:N" (after its Nth sight), "never" (others fill it)',
     )
     n_read_threads: Threads = 4
     n_write_threads: Threads = 2
@@ -74,11 +74,12 @@ class TierConfig(BaseModel):
     @classmethod
     def _known_write_policy(cls, value: str) -> str:
         reuse = re.fullmatch(r"reuse:([0-9]{1,3})", value)
-        if value not in ("through", "on_evict") and (
+        if value not in ("through", "on_evict", "never") and (
             reuse is None or not 1 <= int(reuse.group(1)) <= MAX_SIGHTS
         ):
             raise ValueError(
-                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_SIGHTS}: the Nth sight)"
+                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_SIGHTS}: the Nth sight), "
+                "never"
             )
         return value
 

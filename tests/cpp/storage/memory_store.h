@@ -102,6 +102,14 @@ class MemoryServer {
     const std::lock_guard lock(mutex_);
     return asked_;
   }
+  void note_maintained() {
+    const std::lock_guard lock(mutex_);
+    ++maintained_;
+  }
+  int maintained() const {  // how often, by all its stores
+    const std::lock_guard lock(mutex_);
+    return maintained_;
+  }
   std::size_t size() const {
     const std::lock_guard lock(mutex_);
     return records_.size();
@@ -131,7 +139,7 @@ class MemoryServer {
   std::map<Name, std::vector<std::byte>> records_;
   std::vector<std::vector<ChunkKey>> asked_;
   std::set<Verb> blocked_;
-  int waiting_ = 0;
+  int waiting_ = 0, maintained_ = 0;
   std::uint64_t epoch_ = 1;
   bool made_by_reset_ = false;
   std::map<Verb, StatusKind> fails_;
@@ -140,10 +148,11 @@ class MemoryServer {
 class MemoryStore final : public RecordStore {
  public:
   MemoryStore(std::shared_ptr<MemoryServer> server, const NamespaceId& namespace_id,
-              std::size_t keys_per_locate = 64)
+              std::size_t keys_per_locate = 64, bool read_only = false)
       : server_(std::move(server)),
         namespace_id_(namespace_id),
         keys_per_locate_(keys_per_locate),
+        read_only_(read_only),
         epoch_(std::make_shared<Number>(server_->start())) {}
 
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override {
@@ -186,7 +195,7 @@ class MemoryStore final : public RecordStore {
   }
   std::size_t keys_per_locate() const override { return keys_per_locate_; }
 
-  void maintain() override {}
+  void maintain() override { server_->note_maintained(); }
   Status begin_epoch() override {
     if (epoch()) return Status::ok();
     std::uint64_t number = 0;
@@ -195,6 +204,7 @@ class MemoryStore final : public RecordStore {
     epoch_ = std::make_shared<Number>(number);
     return Status::ok();
   }
+  bool can_reset() const override { return !read_only_; }
   EpochPtr epoch() const override {
     const std::lock_guard lock(mutex_);
     return epoch_;
@@ -220,6 +230,7 @@ class MemoryStore final : public RecordStore {
   const std::shared_ptr<MemoryServer> server_;
   const NamespaceId namespace_id_;
   const std::size_t keys_per_locate_;
+  const bool read_only_;
   mutable std::mutex mutex_;
   EpochPtr epoch_;
 };

@@ -146,6 +146,30 @@ TEST_F(PooledTierTest, a_question_that_is_stuck_switches_the_tier_off) {
   server_->release();
 }
 
+// ---- tiers that others fill
+
+TEST_F(PooledTierTest, one_that_cannot_be_reset_offers_nothing_more_after_a_reset) {
+  { ASSERT_TRUE(TierDriver(open()).write(1)); }
+  TierDriver reader(
+      make_pooled_tier(std::make_unique<MemoryStore>(server_, NamespaceId{}, 64, true), options()));
+  EXPECT_TRUE(reader.has(1));
+  EXPECT_TRUE(reader.read(1));
+  EXPECT_EQ(reader.tier().reset().kind(), StatusKind::kUnavailable);
+  const int maintained = server_->maintained();
+  clock_.advance(seconds(1));
+  ASSERT_TRUE(reader.until([&] {
+    reader.poll();
+    return server_->maintained() > maintained;
+  }));
+  EXPECT_EQ(reader.tier().contains(key_of(1)), Presence::kAbsent);
+  EXPECT_FALSE(reader.has(1));
+  EXPECT_EQ(reader.read(1).kind(), StatusKind::kNotFound);
+  EXPECT_FALSE(reader.tier().stats().writable);
+  EXPECT_EQ(server_->epoch(), 1u) << "the others go on as they were";
+  TierDriver later(open());
+  EXPECT_TRUE(later.has(1));
+}
+
 // ---- upkeep
 
 class Counted final : public RecordStore {

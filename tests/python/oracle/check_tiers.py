@@ -57,6 +57,24 @@ def test_what_it_recorded_is_found_by_the_next_engine() -> None:
     assert from_toy >= sum(whole)
 
 
+def test_a_tier_that_others_fill_is_read_and_never_written() -> None:
+    prompts, others = some_prompts(8), some_prompts(12)[8:]
+    shelf = toy()
+    first = Engine(with_tiers(FULL, shelf), f"oracle-{uuid.uuid4()}")
+    ask_again(first, prompts)
+    _check_at_rest(first)
+    first.shutdown()
+    recorded = toy_tier.extension().records(shelf["server"])
+    reader = with_tiers(FULL, {**shelf, "write_policy": "never"})
+    second = Engine(reader, f"oracle-{uuid.uuid4()}", first.model_dir)
+    assert sum(ask_again(second, prompts)) > 0
+    ask_again(second, others)
+    _check_at_rest(second)
+    assert total(second, "kv_offload_hit_tokens_total", "toy") > 0
+    second.shutdown()
+    assert toy_tier.extension().records(shelf["server"]) == recorded
+
+
 def test_two_kinds_serve_side_by_side_and_each_has_its_name(tmp_path: Path) -> None:
     disk = {"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "4MiB", "op_deadline_ms": 60_000}
     setup = with_tiers(replace(FULL, extra={**FULL.extra, "cpu_bytes_to_use": "256KiB"}), disk, toy())
