@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "base/thread_annotations.h"
-#include "storage/breaker.h"
 #include "storage/io_pool.h"
+#include "storage/pooled_ops.h"
 #include "storage/record.h"
 #include "storage/ticker.h"
 
@@ -27,119 +27,9 @@ Status off() {
                        "the tier is off for now: its device is stuck or keeps failing");
 }
 
-Status of_before_a_reset() {
-  return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted");
-}
-
-// Mean speed of late reads; older ones fade.
-class ReadSpeed {
- public:
-  void add(std::uint64_t bytes, double seconds) {
-    constexpr double kFade = 0.9;
-    bytes_ = bytes_ * kFade + static_cast<double>(bytes);
-    seconds_ = seconds_ * kFade + seconds;
-  }
-  double bytes_per_second() const { return seconds_ > 0 ? bytes_ / seconds_ : 0; }
-
- private:
-  double bytes_ = 0, seconds_ = 0;
-};
-
-// What ops in flight touch besides the pool. Every op shares it, so that a
-// thread that had to be let go finds it alive.
-struct Shared {
-  Shared(std::unique_ptr<RecordStore> record_store, const PooledTierOptions& options)
-      : store(std::move(record_store)) {
-    if (store->catalogue() == nullptr)
-      learnt.emplace(clock_of(options), options.absent_for, options.most_keys);
-  }
-  const std::unique_ptr<RecordStore> store;
-  std::optional<PresenceCache> learnt;  // none: the store keeps a catalogue
-  Breaker breakers[2];                  // by lane
-  std::atomic<bool> maintaining{false};
-  std::atomic<std::uint64_t> read_bytes_waiting{0};
-  mutable Mutex mutex;
-  std::vector<Completion> completions GUARDED_BY(mutex);
-  ReadSpeed speed GUARDED_BY(mutex);
-
-  Breaker& breaker(Lane lane) { return breakers[static_cast<std::size_t>(lane)]; }
-  Catalogue& catalogue() { return learnt ? static_cast<Catalogue&>(*learnt) : *store->catalogue(); }
-
-  void complete(Completion completion) EXCLUDES(mutex) {
-    const MutexLock lock(mutex);
-    if (completion.kind == OpKind::kRead && completion.status && completion.seconds > 0) {
-      speed.add(completion.bytes, completion.seconds);
-    }
-    completions.push_back(std::move(completion));
-  }
-};
-
-// The time between two resets that something was submitted in.
-struct Submitted {
-  explicit Submitted(Shared& shared) : epoch(shared.store->epoch()) {
-    if (shared.learnt) era = shared.learnt->era();
-  }
-  RecordStore::EpochPtr epoch;  // null: a reset was not over
-  PresenceCache::Era era = 0;
-};
-
-struct OpInFlight {
-  TierOp op;
-  Submitted submitted;
-  std::optional<Breaker::Pass> pass;  // none: the tier was closed
-  std::uint64_t moved = 0;
-};
-
-void learn(PresenceCache& presence, const OpInFlight& in_flight, const Status& status) {
-  const ChunkKey& key = in_flight.op.key;
-  const PresenceCache::Era era = in_flight.submitted.era;
-  if (status) return presence.written(key, era);
-  if (in_flight.op.kind != OpKind::kRead) return;
-  if (status.kind() == StatusKind::kCorrupt) presence.gone(key, TierRemoval::Reason::kCorrupt, era);
-  if (status.kind() == StatusKind::kNotFound) presence.gone(key, TierRemoval::Reason::kVanished, era);
-}
-
-Status run(Shared& shared, OpInFlight& in_flight) {
-  RecordStore& store = *shared.store;
-  const TierOp& op = in_flight.op;
-  const RecordStore::EpochPtr& epoch = in_flight.submitted.epoch;
-  const bool is_read = op.kind == OpKind::kRead;
-  if (!epoch && !is_read) return Status::error(StatusKind::kUnavailable, "a reset is under way");
-  if (epoch != store.epoch()) return of_before_a_reset();
-  if (!epoch) return Status::error(StatusKind::kNotFound, "no record of this key");
-  if (!is_read && shared.learnt && shared.learnt->contains(op.key) == Presence::kPresent) return Status::ok();
-  Status status =
-      is_read ? store.read(op, epoch, &in_flight.moved) : store.write(op, epoch, &in_flight.moved);
-  if (shared.learnt) learn(*shared.learnt, in_flight, status);
-  // It may be of a time that is over.
-  return epoch == store.epoch() ? status : of_before_a_reset();
-}
-
-Status locate(Shared& shared, const std::vector<ChunkKey>& keys, const Submitted& submitted) {
-  if (!submitted.epoch || submitted.epoch != shared.store->epoch()) return of_before_a_reset();
-  std::vector<bool> present(keys.size());
-  Status status = shared.store->locate(keys, submitted.epoch, &present);
-  if (!status || !shared.learnt) return status;
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    shared.learnt->answered(keys[i], present[i], submitted.era);
-  }
-  return status;
-}
-
 void upkeep(RecordStore& store) {
   if (!store.epoch() && store.can_reset()) (void)store.begin_epoch();  // what a reset could not do
   store.maintain();
-}
-
-// Only what the device did counts: our own bound is no failure.
-bool device_failed(const Status& status) {
-  return status.kind() == StatusKind::kIo || status.kind() == StatusKind::kTimeout ||
-         (status.kind() == StatusKind::kNoSpace && status.error_number() != 0);
-}
-
-// What ended without the device (no record, a reset meanwhile, our own bound) says nothing about it.
-bool device_answered(const Status& status, std::uint64_t moved) {
-  return moved > 0 || status.kind() == StatusKind::kCorrupt;
 }
 
 class PooledTier final : public Tier {
@@ -147,7 +37,7 @@ class PooledTier final : public Tier {
   PooledTier(std::unique_ptr<RecordStore> store, const PooledTierOptions& options)
       : options_(options),
         clock_(clock_of(options)),
-        shared_(std::make_shared<Shared>(std::move(store), options)),
+        shared_(std::make_shared<PooledStore>(std::move(store), options)),
         next_upkeep_(clock_.now() + kMaintainEvery),
         pool_(options.driven_by_hand != nullptr
                   ? IoPoolOptions{0, 0, &clock_, options.close_wait}
@@ -185,7 +75,7 @@ class PooledTier final : public Tier {
 
   const PooledTierOptions options_;
   const Clock& clock_;
-  const std::shared_ptr<Shared> shared_;
+  const std::shared_ptr<PooledStore> shared_;
   Nanos tripped_at_{0};             // ops that started before trip no breaker again
   Nanos counted_until_{0};          // ops that started up to here were found stuck, or ended
   std::uint64_t timeouts_[2] = {};  // by lane
@@ -219,7 +109,7 @@ IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optio
   queued.tag = kept.id;
   queued.lane = lane_of(kept.kind);
   queued.deadline = kept.deadline;
-  queued.run = [shared = shared_, in_flight] { return run(*shared, *in_flight); };
+  queued.run = [shared = shared_, in_flight] { return run_op(*shared, *in_flight); };
   queued.done = [shared = shared_, in_flight, waiting, clock = &clock_](const Status& status, double seconds,
                                                                         double queued_seconds) {
     shared->read_bytes_waiting.fetch_sub(waiting);
@@ -234,7 +124,8 @@ IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optio
         breaker.not_tried(*in_flight->pass);
       }
     }
-    shared->complete({op.id, op.kind, op.key, status, in_flight->moved, seconds, queued_seconds});
+    const std::uint64_t bytes = status ? in_flight->moved : 0;
+    shared->complete({op.id, op.kind, op.key, status, bytes, seconds, queued_seconds});
   };
   return queued;
 }
@@ -246,7 +137,7 @@ IoPool::Op PooledTier::make_locate(std::vector<ChunkKey> keys, const Submitted& 
   auto asked = std::make_shared<const std::vector<ChunkKey>>(std::move(keys));
   IoPool::Op queued;
   queued.tag = kLocateTag;
-  queued.run = [shared = shared_, asked, submitted] { return locate(*shared, *asked, submitted); };
+  queued.run = [shared = shared_, asked, submitted] { return run_locate(*shared, *asked, submitted); };
   queued.done = [shared = shared_, asked, pass, clock = &clock_](const Status& status, double, double) {
     if (!status) shared->catalogue().give_up_asking(*asked);
     Breaker& breaker = shared->breaker(Lane::kRead);
