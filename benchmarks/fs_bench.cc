@@ -23,8 +23,8 @@
 #include <vector>
 
 #include "bench.h"
-#include "storage/fs_layout.h"
-#include "storage/fs_tier.h"
+#include "storage/fs/layout.h"
+#include "storage/fs/tier.h"
 
 namespace kv_offload {
 namespace {
@@ -258,6 +258,7 @@ void bench_start(const std::string& root, std::uint64_t count) {
   Presence presence = Presence::kUnknown;
   std::vector<Completion> completions;
   std::vector<TierRemoval> removals;
+  tier->prefetch_presence({last});
   while ((presence = tier->contains(last)) == Presence::kUnknown) std::this_thread::yield();
   const double answered = now();
   while (!tier->stats().names_complete) std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -25,7 +25,7 @@
 
 #include "base/aligned_buffer.h"
 #include "bench.h"
-#include "storage/fs_tier.h"
+#include "storage/fs/tier.h"
 
 namespace kv_offload::bench {
 namespace {

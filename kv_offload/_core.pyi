@@ -98,8 +98,13 @@ class HostRegion:
     def result(self, ticket: int) -> int | None:
         """None while pending, else the bit set of failed group positions."""
 
-class FsTier:
+class TierSpec:
     """What TieredCache opens; opening (and its checks) happens in TieredCache's constructor."""
+
+    write_policy: str  # through | on_evict | reuse:N | never; "through" until it is set
+
+class FsTier(TierSpec):
+    """A tier of records in files."""
 
     def __init__(
         self,
@@ -115,7 +120,7 @@ class FsTier:
         n_write_threads: int = 2,
         op_deadline_seconds: float = 10.0,
         eviction_policy: str = "lru",
-        write_policy: str = "through",  # through | on_evict | reuse:N
+        write_policy: str = "through",  # through | on_evict | reuse:N | never
     ) -> None: ...
 
 class TieredCache:
@@ -128,7 +133,7 @@ class TieredCache:
         tokens_per_chunk: Sequence[int],
         shard_bytes: Sequence[Sequence[int]],  # [group position][area]
         full_attention: Sequence[bool] = (),  # empty: unknown
-        tiers: Sequence[FsTier] = (),
+        tiers: Sequence[TierSpec] = (),
         eviction_policy: str = "lru",
         load_policy: str = "auto",
         lookup_deadline_seconds: float = 5.0,

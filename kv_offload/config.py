@@ -5,26 +5,29 @@ given and what is possible. Importing this module loads neither the C++ core nor
 """
 
 import json
-import os
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    field_validator,
+)
 
 from kv_offload import config_compat
 from kv_offload.log import get_logger
-from kv_offload.sizes import parse_byte_size
+from kv_offload.tiers import kinds, names_of, parse_tier
+from kv_offload.tiers.base import EVICTION_POLICIES, ByteSize, Threads, TierConfig, known_eviction_policy
 
 logger = get_logger(__name__)
 
-EVICTION_POLICIES = ("lru", "s3fifo", "prefix")  # a test compares it with what the core has
-DEFAULT_DISK_SHARE = 0.5  # of (free + already held) bytes, for an fs tier without max_bytes
 MAX_TIERS = 8
-MAX_SIGHTS = 127  # that the core counts, for write_policy reuse:N
 
-ByteSize = Annotated[int, BeforeValidator(parse_byte_size)]
-Threads = Annotated[int, Field(ge=1, le=256)]
+AnyTier = Annotated[SerializeAsAny[TierConfig], BeforeValidator(parse_tier)]
 
 
 class ConfigError(ValueError):
@@ -38,86 +41,6 @@ class ConfigError(ValueError):
         )
 
 
-def _known_eviction_policy(value: str) -> str:
-    if value not in EVICTION_POLICIES:
-        raise ValueError(f"is {value!r}; possible: {', '.join(EVICTION_POLICIES)}")
-    return value
-
-
-def _direct_mode(value: object) -> object:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-class FsTierConfig(BaseModel):
-    """One tier of records in files under one root directory."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    type: Literal["fs"] = "fs"
-    root_dir: str = Field(
-        description="directory of the records; made if it is not there, owned by the serving user"
-    )
-    max_bytes: ByteSize | None = Field(
-        default=None,
-        gt=0,
-        description="hard bound on the whole root; default: half of the free space and of what the root "
-        "already holds",
-    )
-    write_policy: str = Field(
-        default="through",
-        description='"through" (record every stored chunk), "on_evict" (when it leaves host memory), '
-        '"reuse:N" (after its Nth sight)',
-    )
-    eviction_policy: str = Field(
-        default="lru", description='of this tier: "lru"; "prefix" and "s3fifo" as for host memory'
-    )
-    fsync: Literal["none", "data", "full"] = Field(
-        default="none", description="wait for the device after each record; checksums make it unnecessary"
-    )
-    o_direct: Annotated[Literal["auto", "on", "off"], BeforeValidator(_direct_mode)] = Field(
-        default="auto", description="bypass the page cache: where the root supports it, or on, or off"
-    )
-    n_read_threads: Threads = 4
-    n_write_threads: Threads = 2
-    op_deadline_ms: int = Field(
-        default=10_000, ge=1, description="a read or write older than this turns the tier off for a while"
-    )
-    locality: Literal["LOCAL", "REMOTE"] | None = Field(
-        default=None, description="passed on in KV events: storage of this host or shared"
-    )
-    enable_kv_events: bool = Field(
-        default=True, description="publish this tier's KV events when vLLM publishes any"
-    )
-
-    @field_validator("root_dir")
-    @classmethod
-    def _absolute(cls, value: str) -> str:
-        if not value.strip():
-            raise ValueError("is empty; name a directory")
-        return os.path.abspath(os.path.expanduser(value))
-
-    @field_validator("eviction_policy")
-    @classmethod
-    def _known_eviction_policy(cls, value: str) -> str:
-        return _known_eviction_policy(value)
-
-    @field_validator("write_policy")
-    @classmethod
-    def _known_write_policy(cls, value: str) -> str:
-        reuse = re.fullmatch(r"reuse:([0-9]{1,3})", value)
-        if value not in ("through", "on_evict") and (
-            reuse is None or not 1 <= int(reuse.group(1)) <= MAX_SIGHTS
-        ):
-            raise ValueError(
-                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_SIGHTS}: the Nth sight)"
-            )
-        return value
-
-    @property
-    def op_deadline_seconds(self) -> float:
-        return self.op_deadline_ms / 1000
-
-
 class OffloadConfig(BaseModel):
     """Everything of ``kv_connector_extra_config`` that is ours. Make it with ``from_extra_config``."""
 
@@ -126,7 +49,7 @@ class OffloadConfig(BaseModel):
     cpu_bytes_to_use: ByteSize = Field(
         gt=0, description="host memory of the whole engine, all ranks together, exact"
     )
-    secondary_tiers: tuple[FsTierConfig, ...] = Field(default=(), max_length=MAX_TIERS)
+    secondary_tiers: tuple[AnyTier, ...] = Field(default=(), max_length=MAX_TIERS)
     eviction_policy: str = Field(
         default="prefix",
         description='of host memory: "prefix" (ends of prompts first, by what it learns of their return), '
@@ -172,15 +95,15 @@ class OffloadConfig(BaseModel):
     @field_validator("eviction_policy")
     @classmethod
     def _known_eviction_policy(cls, value: str) -> str:
-        return _known_eviction_policy(value)
+        return known_eviction_policy(value)
 
     @field_validator("secondary_tiers")
     @classmethod
-    def _roots_apart(cls, value: tuple[FsTierConfig, ...]) -> tuple[FsTierConfig, ...]:
-        roots = [tier.root_dir for tier in value]
-        twice = sorted({root for root in roots if roots.count(root) > 1})
-        if twice:
-            raise ValueError(f"name {', '.join(twice)} more than once; each tier needs a root_dir of its own")
+    def _places_apart(cls, value: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
+        places = [(tier.type, tier.place_key, tier.place) for tier in value]
+        for kind, key, place in sorted(set(places)):
+            if places.count((kind, key, place)) > 1:
+                raise ValueError(f"name {place} more than once; each tier needs a {key} of its own")
         return value
 
     @classmethod
@@ -207,7 +130,7 @@ class OffloadConfig(BaseModel):
         ours = config_compat.own_keys(
             extra,
             tuple(cls.model_fields),
-            tuple(FsTierConfig.model_fields),
+            tuple(key for kind in kinds().values() for key in kind.model_fields),
             EVICTION_POLICIES,
             notes,
             problems,
@@ -238,7 +161,7 @@ class OffloadConfig(BaseModel):
 
     def tier_names(self) -> tuple[str, ...]:
         """Labels of the tiers in metrics and events: fs, fs-2, fs-3, ..."""
-        return tuple("fs" if n == 0 else f"fs-{n + 1}" for n in range(len(self.secondary_tiers)))
+        return names_of(self.secondary_tiers)
 
     def metrics_address(
         self, rank: int | None, world_size: int = 1, data_parallel_index: int = 0
@@ -259,10 +182,10 @@ class OffloadConfig(BaseModel):
         return f"{self.metrics_host}:{port}"
 
 
-def _tier(index: int, given: Any, notes: list[str], problems: list[str]) -> FsTierConfig | None:
-    ours = config_compat.own_tier_keys(index, given, tuple(FsTierConfig.model_fields), notes, problems)
+def _tier(index: int, given: Any, notes: list[str], problems: list[str]) -> TierConfig | None:
+    ours = config_compat.own_tier_keys(index, given, kinds(), notes, problems)
     try:
-        return None if ours is None else FsTierConfig.model_validate(ours)
+        return None if ours is None else kinds()[ours["type"]].model_validate(ours)
     except ValidationError as error:
         problems.extend(_sentence(detail, f"secondary_tiers[{index}]") for detail in error.errors())
         return None

@@ -5,13 +5,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kv_offload.tiers.base import TierConfig
+from kv_offload.tiers.fs import FsTierConfig
 from kv_offload.vllm_versions import keys_read_by_vllm
 
 _NEAR = 0.6  # of difflib: so alike are two keys of which one is a misspelling
 
 SPEC_NAME = "KVOffloadSpec"
 SPEC_MODULE = "kv_offload.specs"
-EXAMPLE_TIER = {"type": "fs", "root_dir": "/var/cache/kv", "max_bytes": "500GiB"}
+EXAMPLE_TIER = FsTierConfig.example
 
 # Read by vLLM itself (OffloadingConnector, OffloadingSpec, the factory), whatever the spec.
 VLLM_KEYS = (
@@ -32,7 +34,7 @@ IGNORED_KEYS = {
     "backpressure": "writes are shed by measured queue depth",
 }
 IGNORED_TIER_KEYS = {
-    "module_path": "the fs tier is part of the core",
+    "module_path": "tiers are part of the core",
     "backpressure": IGNORED_KEYS["backpressure"],
 }
 # vLLM's tier types, and what to do instead of each here.
@@ -90,21 +92,24 @@ def _note_store_threshold(value: Any, notes: list[str], problems: list[str]) -> 
 
 
 def own_tier_keys(
-    index: int, tier: Any, known: Sequence[str], notes: list[str], problems: list[str]
+    index: int, tier: Any, kinds: Mapping[str, type[TierConfig]], notes: list[str], problems: list[str]
 ) -> dict[str, Any] | None:
-    """The keys of one tier that are ours, or None when it is no tier of ours (a problem says why)."""
+    """The keys of one tier that are its kind's, or None when it is no tier of ours (a problem says why)."""
     where = f"secondary_tiers[{index}]"
     if not isinstance(tier, Mapping):
         problems.append(f"{where} is {tier!r}; it must be a table such as {json.dumps(EXAMPLE_TIER)}")
         return None
-    kind = tier.get("type")
-    if kind != "fs":
-        given = "has no type" if kind is None else f"is of type {kind!r}"
-        hint = OTHER_TIERS.get(str(kind))
+    kind = kinds.get(str(tier.get("type")))
+    if kind is None:
+        name = tier.get("type")
+        given = "has no type" if name is None else f"is of type {name!r}"
+        hint = OTHER_TIERS.get(str(name))
         problems.append(
-            f"{where} {given}; possible: fs{f' ({hint})' if hint else ''}, such as {json.dumps(EXAMPLE_TIER)}"
+            f"{where} {given}; possible: {', '.join(kinds)}{f' ({hint})' if hint else ''}, such as "
+            + json.dumps(EXAMPLE_TIER)
         )
         return None
+    known = tuple(kind.model_fields)
     ours: dict[str, Any] = {}
     for key, value in tier.items():
         if key in known:

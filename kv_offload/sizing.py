@@ -58,11 +58,14 @@ class Geometry:
         """Whole tokens that ``size`` bytes of records hold, headers included."""
         return self._tokens(size, [group.record_bytes for group in self.groups])
 
-    def tokens_by_tier(self, config: OffloadConfig, bounds: Sequence[int]) -> dict[str, int]:
-        """Whole tokens that each tier holds, by the tier's name; ``bounds``: max_bytes of those below cpu."""
+    def tokens_by_tier(self, config: OffloadConfig, bounds: Sequence[int | None]) -> dict[str, int]:
+        """Whole tokens that each tier holds, by the tier's name; ``bounds``: those of tiers below cpu, of
+        which the ones without are left out."""
         tokens = {"cpu": self.tokens_in_memory(config.cpu_bytes_to_use)}
         return tokens | {
-            name: self.tokens_on_tier(bound) for name, bound in zip(config.tier_names(), bounds, strict=True)
+            name: self.tokens_on_tier(bound)
+            for name, bound in zip(config.tier_names(), bounds, strict=True)
+            if bound is not None
         }
 
     def _period(self) -> int:
@@ -83,7 +86,7 @@ class Geometry:
 
 def boot_line(
     config: OffloadConfig,
-    bounds: Sequence[int],
+    bounds: Sequence[int | None],
     geometry: Geometry,
     *,
     copier: str,
@@ -94,18 +97,18 @@ def boot_line(
 ) -> str:
     """One line: tiers, capacity in bytes and in tokens of this model, copier, namespace.
 
-    ``bounds``: max_bytes of each tier (machine.tier_bounds); ``copier``: RankWorker.describe() or its name;
+    ``bounds``: of each tier (machine.tier_bounds); ``copier``: RankWorker.describe() or its name;
     ``replica`` of ``replicas``: with data parallelism every engine says its own line, and its own budget.
     """
     memory = config.cpu_bytes_to_use
     engine = f" engine {replica + 1} of {replicas}" if replicas > 1 else ""
     each, shared = (" for this engine", " for all engines") if replicas > 1 else ("", "")
     tiers = [f"cpu {format_bytes(memory)}{each} = {geometry.tokens_in_memory(memory):,} tokens"]
-    tiers += [
-        f"{name} {tier.root_dir} {format_bytes(bound)}{shared} = {geometry.tokens_on_tier(bound):,} tokens "
-        f"({tier.write_policy})"
-        for name, tier, bound in zip(config.tier_names(), config.secondary_tiers, bounds, strict=True)
-    ]
+    for name, tier, bound in zip(config.tier_names(), config.secondary_tiers, bounds, strict=True):
+        size = "bounded by its server"
+        if bound is not None:
+            size = f"{format_bytes(bound)}{shared} = {geometry.tokens_on_tier(bound):,} tokens"
+        tiers.append(f"{name} {tier.place} {size} ({tier.write_policy})")
     per_token = format_bytes(round(geometry.bytes_per_token))
     return (
         f"kv-offload {version}{engine}: {'; '.join(tiers)}; {per_token} a token "

@@ -12,14 +12,14 @@ from kv_offload.log import get_logger
 from kv_offload.machine import cautions, tier_bounds
 from kv_offload.metrics import metric_definitions
 from kv_offload.model_identity import weights_problem
-from kv_offload.namespace import NamespaceFacts, other_namespaces, random_seed_warning
+from kv_offload.namespace import NamespaceFacts, random_seed_warning
 from kv_offload.sizing import Geometry, boot_line
 
 from .compat import OffloadingSpec, base
 from .facts import merge_fingerprints, namespace_facts
 
 if TYPE_CHECKING:
-    from kv_offload._core import FsTier, HostRegion, TieredCache
+    from kv_offload._core import HostRegion, TieredCache, TierSpec
 
     from .manager import KVOffloadManager
     from .worker import KVOffloadWorker
@@ -107,14 +107,13 @@ class KVOffloadSpec(OffloadingSpec):
         info = self._info(merged["copier"], facts)
         metrics.set("kv_offload_info", [info[label] for label in _labels_of("kv_offload_info")], 1)
         geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes)
-        capacity = geometry.tokens_in_memory(options.cpu_bytes_to_use) + sum(
-            map(geometry.tokens_on_tier, bounds)
-        )
+        tokens = geometry.tokens_by_tier(options, bounds)
+        capacity = 0 if None in bounds else sum(tokens.values())  # 0: not known
         warning = small_capacity_warning(capacity, merged.get("max_model_len") or 0)
         if warning is not None:
             logger.warning(warning)
-        for tier, tokens in geometry.tokens_by_tier(options, bounds).items():
-            metrics.set("kv_offload_tier_capacity_tokens", [tier], tokens)
+        for name, held in tokens.items():
+            metrics.set("kv_offload_tier_capacity_tokens", [name], held)
         logger.info(
             boot_line(
                 options,
@@ -133,7 +132,7 @@ class KVOffloadSpec(OffloadingSpec):
             ManagerOptions(
                 windowed_groups=self._windowed_groups(windowed),
                 tiers={
-                    name: tier.locality or "LOCAL"
+                    name: tier.events_locality
                     for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
                 },
                 event_tiers=frozenset(
@@ -146,9 +145,7 @@ class KVOffloadSpec(OffloadingSpec):
                 surroundings=Surroundings(
                     random_seed=facts.hash_algorithm if seed_is_random else "",
                     other_namespaces=tuple(
-                        text
-                        for tier in options.secondary_tiers
-                        for text in other_namespaces(tier.root_dir, facts)
+                        text for tier in options.secondary_tiers for text in tier.other_namespaces(facts)
                     ),
                     group_ids=tuple(group.group_id for group in self.config.groups),
                     capacity_tokens=capacity,
@@ -192,27 +189,11 @@ class KVOffloadSpec(OffloadingSpec):
     def _tokens_per_chunk(self) -> list[int]:
         return [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]
 
-    def _make_tiers(self, bounds: Sequence[int], facts: NamespaceFacts) -> "list[FsTier]":
-        from kv_offload import _core
-
+    def _make_tiers(self, bounds: Sequence[int | None], facts: NamespaceFacts) -> "list[TierSpec]":
+        options = self._options
         return [
-            _core.FsTier(
-                root_dir=tier.root_dir,
-                max_bytes=bound,
-                namespace_id=facts.namespace_id(),
-                namespace_json=facts.readable_json(),
-                name=name,
-                fsync=tier.fsync,
-                o_direct=tier.o_direct,
-                n_read_threads=tier.n_read_threads,
-                n_write_threads=tier.n_write_threads,
-                op_deadline_seconds=tier.op_deadline_seconds,
-                eviction_policy=tier.eviction_policy,
-                write_policy=tier.write_policy,
-            )
-            for name, tier, bound in zip(
-                self._options.tier_names(), self._options.secondary_tiers, bounds, strict=True
-            )
+            tier.spec(name, bound, facts)
+            for name, tier, bound in zip(options.tier_names(), options.secondary_tiers, bounds, strict=True)
         ]
 
     def _make_cache(
@@ -221,7 +202,7 @@ class KVOffloadSpec(OffloadingSpec):
         metrics: Any,
         shard_bytes: Sequence[Sequence[int]],
         merged: Mapping[str, Any],
-        tiers: "Sequence[FsTier]",
+        tiers: "Sequence[TierSpec]",
     ) -> "TieredCache":
         from kv_offload import _core
 

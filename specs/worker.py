@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from kv_offload.config import OffloadConfig
 from kv_offload.config_compat import multi_connector_problems
 from kv_offload.log import get_logger
-from kv_offload.machine import check_root
 from kv_offload.sizes import format_bytes
 
 from . import compat
@@ -212,7 +211,7 @@ def _compute_stream_of(copier: str, device: int) -> Callable[[], int] | None:
 
 
 def _check_roots(options: OffloadConfig) -> None:
-    problems = [problem for tier in options.secondary_tiers for problem in check_root(tier)]
+    problems = [problem for tier in options.secondary_tiers for problem in tier.problems()]
     if problems:
         raise ValueError("; ".join(problems))
 

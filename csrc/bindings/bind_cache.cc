@@ -4,6 +4,7 @@
 #include "bindings/bindings.h"
 #include "bindings/bound_cache.h"
 #include "bindings/lookup.h"
+#include "bindings/tier_spec.h"
 
 namespace kv_offload::bindings {
 namespace {
@@ -41,7 +42,7 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
                  const std::vector<std::uint32_t>& group_ids,
                  const std::vector<std::uint32_t>& tokens_per_chunk,
                  const std::vector<std::vector<std::uint64_t>>& shard_bytes, std::vector<bool> full_attention,
-                 const std::vector<FsTierSpec>& tiers, std::string eviction_policy,
+                 const std::vector<std::shared_ptr<TierSpec>>& tiers, std::string eviction_policy,
                  const std::string& load_policy, double lookup_deadline_seconds, bool keep_events,
                  std::uint32_t cache_blocks, std::uint32_t blocks_per_chunk) {
   CacheOptions options;
@@ -59,9 +60,9 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
 
   const py::gil_scoped_release release;
   std::vector<std::unique_ptr<Tier>> opened;
-  for (const FsTierSpec& tier : tiers) {
-    options.tiers.push_back(tier.slot);
-    opened.push_back(make_fs_tier(tier.options));
+  for (const std::shared_ptr<TierSpec>& tier : tiers) {
+    options.tiers.push_back(tier->slot);
+    opened.push_back(tier->open());
   }
   bound->cache =
       std::make_unique<TieredCache>(options, bound->region, std::move(opened), *bound->metrics, bound->clock);
@@ -170,7 +171,7 @@ void bind_cache(py::module_& module) {
   py::class_<BoundCache, Cache>(module, "TieredCache")
       .def(py::init(&make_cache), py::arg("region").none(false), py::arg("metrics").none(false),
            py::kw_only(), py::arg("group_ids"), py::arg("tokens_per_chunk"), py::arg("shard_bytes"),
-           py::arg("full_attention") = std::vector<bool>{}, py::arg("tiers") = std::vector<FsTierSpec>{},
+           py::arg("full_attention") = std::vector<bool>{}, py::arg("tiers") = py::tuple(),
            py::arg("eviction_policy") = "lru", py::arg("load_policy") = "auto",
            py::arg("lookup_deadline_seconds") = 5.0, py::arg("keep_events") = false,
            py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1)

@@ -1,54 +1,31 @@
 #include <algorithm>
-#include <charconv>
 
 #include "bindings/bindings.h"
-#include "bindings/bound_cache.h"
-#include "cache/key_memory.h"
-#include "storage/fs_root.h"
-#include "storage/fs_verify.h"
+#include "bindings/tier_spec.h"
+#include "storage/fs/root.h"
+#include "storage/fs/tier.h"
+#include "storage/fs/verify.h"
 
 namespace kv_offload::bindings {
-
-TierSlotOptions write_policy_of(std::string_view write_policy) {
-  constexpr std::string_view kReuse = "reuse:";
-  if (write_policy.starts_with(kReuse)) {
-    const std::string_view digits = write_policy.substr(kReuse.size());
-    std::uint32_t threshold = 0;
-    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), threshold);
-    if (error == std::errc() && end == digits.data() + digits.size() && threshold > 0 &&
-        threshold <= KeyMemory::kMaxUses) {
-      return {WritePolicy::kReuse, threshold};
-    }
-    throw_invalid("write_policy={:?}: write reuse:N with N from 1 to {}", write_policy,
-                  KeyMemory::kMaxUses);
-  }
-  return {one_of<WritePolicy>("write_policy", write_policy,
-                              {{"through", WritePolicy::kThrough},
-                               {"on_evict", WritePolicy::kOnEvict},
-                               {"reuse:N", WritePolicy::kReuse}})};
-}
 
 namespace {
 
 using namespace py::literals;
 
-NamespaceId namespace_id_of(std::string_view bytes) {
-  NamespaceId id{};
-  if (bytes.size() != id.size()) {
-    throw_invalid("namespace_id has {} bytes: give {}", bytes.size(), id.size());
-  }
-  std::copy(bytes.begin(), bytes.end(), id.begin());
-  return id;
-}
+struct FsTierSpec final : TierSpec {
+  FsTierOptions options;
+  std::unique_ptr<Tier> open() const override { return make_fs_tier(options); }
+};
 
-FsTierSpec fs_tier_spec(std::string root_dir, std::uint64_t max_bytes, const py::bytes& namespace_id,
-                        std::string namespace_json, std::string name, const std::string& fsync,
-                        const std::string& o_direct, unsigned n_read_threads, unsigned n_write_threads,
-                        double op_deadline_seconds, std::string eviction_policy,
-                        const std::string& write_policy) {
-  FsTierSpec spec;
-  spec.slot = write_policy_of(write_policy);
-  FsTierOptions& options = spec.options;
+std::shared_ptr<FsTierSpec> fs_tier_spec(std::string root_dir, std::uint64_t max_bytes,
+                                         const py::bytes& namespace_id, std::string namespace_json,
+                                         std::string name, const std::string& fsync,
+                                         const std::string& o_direct, unsigned n_read_threads,
+                                         unsigned n_write_threads, double op_deadline_seconds,
+                                         std::string eviction_policy, const std::string& write_policy) {
+  auto spec = std::make_shared<FsTierSpec>();
+  spec->slot = write_policy_of(write_policy);
+  FsTierOptions& options = spec->options;
   options.name = std::move(name);
   options.root_dir = std::move(root_dir);
   options.max_bytes = max_bytes;
@@ -149,7 +126,7 @@ py::dict probe(const std::string& directory, std::uint64_t total_bytes, std::uin
 }  // namespace
 
 void bind_fs(py::module_& module) {
-  py::class_<FsTierSpec>(module, "FsTier")
+  py::class_<FsTierSpec, TierSpec, std::shared_ptr<FsTierSpec>>(module, "FsTier")
       .def(py::init(&fs_tier_spec), py::kw_only(), py::arg("root_dir"), py::arg("max_bytes"),
            py::arg("namespace_id"), py::arg("namespace_json"), py::arg("name") = "fs",
            py::arg("fsync") = "none", py::arg("o_direct") = "auto", py::arg("n_read_threads") = 4,

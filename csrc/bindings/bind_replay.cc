@@ -1,5 +1,5 @@
 #include "bindings/bindings.h"
-#include "bindings/bound_cache.h"
+#include "bindings/tier_spec.h"
 #include "cache/trace_replay.h"
 
 namespace kv_offload::bindings {

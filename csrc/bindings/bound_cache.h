@@ -9,24 +9,14 @@
 
 #include "bindings/bindings.h"
 #include "cache/tiered_cache.h"
-#include "storage/fs_tier.h"
 
 namespace kv_offload::bindings {
-
-// "through", "on_evict", "reuse:N"; InvalidArgument naming them.
-TierSlotOptions write_policy_of(std::string_view write_policy);
-
-// A tier that TieredCache's constructor opens.
-struct FsTierSpec {
-  FsTierOptions options;
-  TierSlotOptions slot;
-};
 
 // The context object last seen by a lookup function, and its request; see lookup.h.
 struct LookupState;
 
 // The region may outlive it: a thread stuck in a tier's device shares it. What else such a thread touches is
-// its tier's own (see FsTierOptions: no clock and no FileOps of ours are given to it).
+// its tier's own (no clock of ours is given to it).
 struct BoundCache {
   std::shared_ptr<HostRegion> region;
   std::shared_ptr<Metrics> metrics;

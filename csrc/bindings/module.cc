@@ -8,6 +8,7 @@ PYBIND11_MODULE(_core, module) {
   bindings::bind_base(module);
   bindings::bind_metrics(module);
   bindings::bind_region(module);
+  bindings::bind_tier(module);  // before the kinds
   bindings::bind_fs(module);
   bindings::bind_cache(module);
   bindings::bind_worker(module);

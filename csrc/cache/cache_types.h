@@ -28,7 +28,7 @@ enum class MissReason : std::uint8_t {
 };
 std::string_view to_string(MissReason reason);
 
-enum class WritePolicy : std::uint8_t { kThrough, kOnEvict, kReuse };
+enum class WritePolicy : std::uint8_t { kThrough, kOnEvict, kReuse, kNever /* others fill it */ };
 
 struct TierSlotOptions {
   WritePolicy write_policy = WritePolicy::kThrough;

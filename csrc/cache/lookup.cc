@@ -88,7 +88,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
                                        const ChunkKey& key) {
   using Kind = Lookup::Kind;
   const auto position = static_cast<std::uint16_t>(group);
-  bool unknown = false;
+  std::uint32_t unknown = 0;  // a bit for each tier
   bool switched_off = false;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     const Presence presence = ops_.contains(tier, key);
@@ -96,7 +96,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
       switched_off |= presence == Presence::kPresent;
       continue;
     }
-    unknown |= presence == Presence::kUnknown;
+    if (presence == Presence::kUnknown) unknown |= 1u << tier;
     if (presence != Presence::kPresent) continue;
     if (const auto reason = may_not_wait(request, true)) return miss(request, group, *reason);
     if (request.closed[group]) return miss(request, group, *request.closed[group]);
@@ -106,9 +106,14 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
                     static_cast<std::uint8_t>(tier)},
                    LookupResult::kPending);
   }
-  if (unknown) {
+  if (unknown != 0) {
     const auto reason = may_not_wait(request, true);
-    if (!reason) return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
+    if (!reason) {
+      for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
+        if ((unknown >> tier & 1) != 0) ops_.ask_for(tier, key);
+      }
+      return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
+    }
     if (*reason != MissReason::kDisabled) return miss(request, group, *reason);
   }
   if (switched_off) return miss(request, group, MissReason::kIoError);

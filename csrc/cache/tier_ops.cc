@@ -43,7 +43,7 @@ bool is_failure(StatusKind kind) {
 }  // namespace
 
 TierOps::TierOps(const Context& context, std::shared_ptr<const HostRegion> region,
-                 std::vector<std::unique_ptr<Tier>> tiers, OnReadEnd on_read_end)
+                 std::vector<std::unique_ptr<Tier>> tiers, OnReadEnd on_read_end, OnFetched on_fetched)
     : groups_(context.groups),
       chunks_(context.chunks),
       memory_(context.memory),
@@ -53,7 +53,8 @@ TierOps::TierOps(const Context& context, std::shared_ptr<const HostRegion> regio
       clock_(context.clock),
       region_(std::move(region)),
       tiers_(std::move(tiers)),
-      on_read_end_(std::move(on_read_end)) {
+      on_read_end_(std::move(on_read_end)),
+      on_fetched_(std::move(on_fetched)) {
   if (tiers_.size() > CostModel::kMaxTiers) {  // bits of ChunkEntry::writes
     throw_invalid("{} tiers were given; at most {} are possible", tiers_.size(), CostModel::kMaxTiers);
   }
@@ -193,6 +194,7 @@ void TierOps::finish_read(Op& op, const Completion& completion) {
   for (const RequestHandle waiter : op.waiters) on_read_end_(waiter, end);
   if (arrived) {
     chunks_.finish_fetch(op.slot, op.tier);
+    on_fetched_(op.slot, op.tier);
     return;
   }
   if (end.failed) memory_.note_gone(completion.key, static_cast<std::uint8_t>(*end.failed));
@@ -283,6 +285,14 @@ void TierOps::poll() {
 
 void TierOps::poll_once_a_step() {
   if (!polled_) poll();
+}
+
+void TierOps::end_step() {
+  polled_ = false;
+  for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
+    std::vector<ChunkKey>& unknown = slots_[tier].unknown;
+    if (!unknown.empty()) tiers_[tier]->prefetch_presence(std::exchange(unknown, {}));
+  }
 }
 
 void TierOps::note_removal(const TierSlot& from, const TierRemoval& removal) {

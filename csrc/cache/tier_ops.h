@@ -56,11 +56,13 @@ class TierOps {
     std::optional<MissReason> failed;
   };
   using OnReadEnd = std::function<void(RequestHandle waiter, const ReadEnd& end)>;
+  // A read's chunk has become resident.
+  using OnFetched = std::function<void(Slot slot, std::uint8_t tier)>;
 
   // Ops in flight share the region: a thread that a tier had to let go finds it mapped.
   // Throws InvalidArgument (too many tiers).
   TierOps(const Context& context, std::shared_ptr<const HostRegion> region,
-          std::vector<std::unique_ptr<Tier>> tiers, OnReadEnd on_read_end);
+          std::vector<std::unique_ptr<Tier>> tiers, OnReadEnd on_read_end, OnFetched on_fetched);
 
   // ---- the tiers, by index
   std::size_t size() const { return slots_.size(); }
@@ -77,6 +79,8 @@ class TierOps {
   double estimate_read_seconds(std::size_t tier, std::uint64_t bytes) const {
     return tiers_[tier]->estimate_read_seconds(bytes);
   }
+  // Whether it is there: to be known soon. Asked at the end of the step, all keys at once.
+  void ask_for(std::size_t tier, const ChunkKey& key) { slots_[tier].unknown.push_back(key); }
   // The key was in use in host memory until now.
   void touch(const ChunkKey& key);
 
@@ -109,7 +113,7 @@ class TierOps {
   void poll();
   // Once between two calls of end_step(), unless poll() was called meanwhile.
   void poll_once_a_step();
-  void end_step() { polled_ = false; }
+  void end_step();
 
   // ---- the end
   // No chunk is known any more. What runs keeps its row in quarantine.
@@ -124,8 +128,9 @@ class TierOps {
     std::string name;
     bool readable = true;
     bool writable = true;
-    std::uint32_t writes = 0;  // ops in flight
-    TierStats published;       // running totals up to here are in the metrics
+    std::uint32_t writes = 0;       // ops in flight
+    std::vector<ChunkKey> unknown;  // asked for at the end of the step
+    TierStats published;            // running totals up to here are in the metrics
   };
   struct Op {
     OpKind kind;
@@ -161,6 +166,7 @@ class TierOps {
   const std::shared_ptr<const HostRegion> region_;
   const std::vector<std::unique_ptr<Tier>> tiers_;
   const OnReadEnd on_read_end_;
+  const OnFetched on_fetched_;
   std::vector<TierSlot> slots_;
   bool polled_ = false;
   OpId last_op_ = 0;

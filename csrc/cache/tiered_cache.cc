@@ -38,8 +38,10 @@ struct TieredCache::Impl {
         chunks(groups, *region, tickets, events, options.eviction_policy),
         memory(kRememberedPerChunk * chunks.capacity()),
         costs(tiers.size()),
-        ops({groups, chunks, memory, costs, events, metrics, clock}, region, std::move(tiers),
-            [this](RequestHandle waiter, const TierOps::ReadEnd& end) { requests.read_ended(waiter, end); }),
+        ops(
+            {groups, chunks, memory, costs, events, metrics, clock}, region, std::move(tiers),
+            [this](RequestHandle waiter, const TierOps::ReadEnd& end) { requests.read_ended(waiter, end); },
+            [this](Slot slot, std::uint8_t tier) { write_back.note_fetched(slot, tier); }),
         write_back(groups, chunks, memory, ops, metrics, options.tiers),
         row_supply(groups, chunks, memory, ops, write_back, metrics),
         load_jobs({groups, chunks, write_back, tickets, costs, metrics, clock}, options),

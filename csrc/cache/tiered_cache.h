@@ -25,7 +25,8 @@
 //                          (kPending while it must be held back, see LoadJobs)
 //   filling, fetching   -> kPending until the request's deadline, then kMiss
 //   recorded on a tier  -> kPending, noted; end_step() makes a plan (see Planner)
-//   tier says unknown   -> kRetry (bounded by the same deadline)
+//   tier says unknown   -> kRetry (bounded by the same deadline); end_step() asks
+//                          the tier for all such keys at once
 //   else                -> kMiss, with a reason that is counted once per request
 //
 // Failure: a fetch or store that fails makes the key absent for everybody, with

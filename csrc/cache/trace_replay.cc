@@ -8,7 +8,7 @@
 
 #include "cache/key_memory.h"
 #include "index/chunk_index.h"
-#include "storage/fs_catalogue.h"
+#include "storage/fs/catalogue.h"
 
 namespace kv_offload {
 namespace {

@@ -40,6 +40,12 @@ void WriteBack::note_used(Slot slot) {
   }
 }
 
+void WriteBack::note_fetched(Slot slot, std::uint8_t from) {
+  for (std::uint8_t tier = 0; tier < from; ++tier) {
+    if (is(tier, WritePolicy::kThrough)) ops_.write(tier, {&slot, 1});
+  }
+}
+
 bool WriteBack::write_before_eviction(Slot slot) {
   bool started = false;
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {

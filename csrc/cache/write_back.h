@@ -3,6 +3,7 @@
 //
 //   through    what was stored, at once
 //   reuse      what was offered or loaded as often as reuse_threshold says
+//   never      nothing: others fill it
 //   on_evict   what goes from host memory next, ahead of need; a write that failed is
 //              not repeated for the same stay in host memory
 //
@@ -28,6 +29,9 @@ class WriteBack {
 
   void note_stored(std::span<const Slot> slots);  // just became resident
   void note_used(Slot slot);                      // resident, and offered or loaded again
+  // Just became resident, from this tier: the faster ones above it that record all record it too. Under the
+  // other policies it is written when it is used again or goes from host memory, as any chunk is.
+  void note_fetched(Slot slot, std::uint8_t from);
   // Before this chunk is evicted. True when a write began: it is pinned until that ends.
   bool write_before_eviction(Slot slot);
   // At the end of a step: writes what is evicted next while rows are still free.

@@ -9,6 +9,7 @@
 #endif
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <new>
 
@@ -164,6 +165,45 @@ std::uint64_t padded_payload_bytes(std::span<const Shard> shards) {
   std::uint64_t bytes = 0;
   for (const Shard& shard : shards) bytes += round_up(shard.size(), kPageBytes);
   return bytes;
+}
+
+void zero_padding(std::span<const Shard> shards) {
+  for (const Shard& shard : shards) {
+    std::byte* pad = shard.data() + shard.size();
+    std::byte* end = shard.data() + round_up(shard.size(), kPageBytes);
+    // Look first: a row whose pad is clean is only read, so readers may share it.
+    if (std::any_of(pad, end, [](std::byte b) { return b != std::byte{0}; })) {
+      std::memset(pad, 0, static_cast<std::size_t>(end - pad));
+    }
+  }
+}
+
+RecordHeader make_header(const NamespaceId& namespace_id, const ChunkKey& key, std::uint32_t group,
+                         std::span<const Shard> shards) {
+  RecordHeader header;
+  header.namespace_id = namespace_id;
+  header.key = key;
+  header.group = group;
+  for (const Shard& shard : shards) header.shard_bytes.push_back(shard.size());
+  header.payload_bytes = padded_payload_bytes(shards);
+  const auto since_epoch = std::chrono::system_clock::now().time_since_epoch();
+  header.created_unix_nanos =
+      static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(since_epoch).count());
+  return header;
+}
+
+Status verify_record(std::span<const std::byte> header_page, const NamespaceId& namespace_id,
+                     const ChunkKey& key, std::uint32_t group, std::span<const Shard> shards,
+                     std::uint64_t payload_checksum) {
+  RecordHeader header;
+  if (Status status = decode_header(header_page, &header); !status) return status;
+  if (Status status = match_header(header, namespace_id, key, group, shards); !status) return status;
+  if (payload_checksum != header.payload_checksum) {
+    return Status::error(StatusKind::kCorrupt,
+                         fmt::format("payload checksum is {:#018x}, the header says {:#018x}",
+                                     payload_checksum, header.payload_checksum));
+  }
+  return Status::ok();
 }
 
 }  // namespace kv_offload

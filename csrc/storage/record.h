@@ -73,4 +73,16 @@ class PayloadChecksum {
 std::uint64_t payload_checksum(std::span<const Shard> shards);
 std::uint64_t padded_payload_bytes(std::span<const Shard> shards);
 
+// Makes the bytes behind each shard, up to the next 4 KiB, zero. They belong to
+// the row; what is on disk is then determined by the shards alone.
+void zero_padding(std::span<const Shard> shards);
+// The header of a record of these shards, written now; its checksum is left to who sums them.
+RecordHeader make_header(const NamespaceId& namespace_id, const ChunkKey& key, std::uint32_t group,
+                         std::span<const Shard> shards);
+// After header_page and shards were read, with this checksum over the padded
+// shards: is all of it what `key` of `group` in this namespace must be.
+Status verify_record(std::span<const std::byte> header_page, const NamespaceId& namespace_id,
+                     const ChunkKey& key, std::uint32_t group, std::span<const Shard> shards,
+                     std::uint64_t payload_checksum);
+
 }  // namespace kv_offload

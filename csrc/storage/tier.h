@@ -8,8 +8,10 @@
 // as long as a thread may touch it, be that after close(). No callback ever runs on
 // a tier's thread: results are polled by the caller's thread.
 //
-// Threads: submit, cancel, poll, contains, touch, reset, stats may be called
-// from one thread (the scheduler's); the tier's own threads are inside.
+// Threads: submit, cancel, poll, contains, prefetch_presence, touch, reset, stats may
+// be called from one thread (the scheduler's); the tier's own threads are inside.
+//
+// tests/cpp/storage/tier_conformance_test.cc holds every kind of tier to what is said here.
 #pragma once
 
 #include <cstdint>
@@ -61,7 +63,7 @@ struct Completion {
   double queued_seconds = 0;
 };
 
-enum class Presence : std::uint8_t { kAbsent, kPresent, kUnknown /* probe started: ask again */ };
+enum class Presence : std::uint8_t { kAbsent, kPresent, kUnknown /* until it was asked for */ };
 
 // Why a key the tier once held is gone; for events and miss reasons.
 struct TierRemoval {
@@ -103,10 +105,13 @@ class Tier {
   // Appends finished ops and removals since the last call. Never blocks.
   virtual void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) = 0;
 
-  // Is a complete record of this key here, as far as the catalogue knows, whether
-  // or not it would be read now (TierStats::readable). O(1), no I/O on the calling
-  // thread.
-  virtual Presence contains(const ChunkKey& key) = 0;
+  // Is a complete record of this key here, as far as is known on this side, whether
+  // or not it would be read now (TierStats::readable). O(1), starts nothing. Never
+  // unknown while reads are switched off: nobody would answer.
+  virtual Presence contains(const ChunkKey& key) const = 0;
+  // Asks, behind, for those of a prompt's keys (in its order) that are unknown and are
+  // not being asked for yet; contains() knows them soon, found or not. Never blocks.
+  virtual void prefetch_presence(std::vector<ChunkKey> keys) = 0;
   // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;
   // Forget everything: from this call on no older record is found again by
@@ -115,7 +120,8 @@ class Tier {
   // who starts later finds it. Not ok: the
   // tier could not yet make sure of those who start later. It has forgotten all the
   // same, goes on trying, and takes no records (kUnavailable, writable is false)
-  // until it has; nothing is needed of the caller.
+  // until it has; nothing is needed of the caller. One that others fill may not be
+  // able to: it then has nothing more for this process.
   virtual Status reset() = 0;
   virtual TierStats stats() const = 0;
   // Refuse new ops, cancel what is queued, finish what runs, join. Idempotent;

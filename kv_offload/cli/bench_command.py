@@ -21,7 +21,7 @@ from kv_offload.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from kv_offload.config import FsTierConfig
+    from kv_offload.tiers.fs import FsTierConfig
 
 # What a token takes in models of today, for those who name none.
 TOKEN_BYTES = (32 << 10, 70_272, 128 << 10, 320 << 10)
@@ -69,20 +69,19 @@ def bench(
     Exit status: 0 measured, and with --prefill: a tier here pays; 1 it does not, or nothing can be written
     there; 2 the command was used wrongly.
     """
-    from kv_offload.cli import doctor_checks
     from kv_offload.cli.models import find_model
     from kv_offload.cli.size_command import chosen_dtype
-    from kv_offload.config import FsTierConfig
     from kv_offload.sizes import parse_byte_size
+    from kv_offload.tiers.fs import FsTierConfig
 
     if prefill is not None and model is None:
         fail("--prefill is the speed of a model: give --model as well", USAGE)
     shape = find_model(model) if model else None
     total = parse_byte_size(measure_size)
     tier = FsTierConfig(root_dir=root)
-    refused = [check for check in doctor_checks.root(tier) if check.state == "refused"]
+    refused = tier.problems()
     if refused:
-        fail(refused[0].text, PROBLEM)
+        fail(refused[0], PROBLEM)
     with console(stderr=True).status("measuring") as status:
         status.update("measuring the disk")
         speeds = _speeds(tier, threads, total)
@@ -106,10 +105,10 @@ def bench(
 def _speeds(tier: "FsTierConfig", threads: int, total: int) -> dict[str, dict[str, float]]:
     """Bytes per second by what moves: ours, the limit measured beside it, their ratio."""
     from kv_offload.cli import doctor_checks
-    from kv_offload.machine import existing_part
     from kv_offload.raw_speed import raw_copy, raw_disk
+    from kv_offload.tiers.fs import existing_part
 
-    disk = doctor_checks.disk_speed(tier, total)
+    disk = tier.measure(total)
     if disk.figures is None:
         fail(f"{tier.root_dir}: {disk.text}", PROBLEM)
     limit = raw_disk(str(existing_part(tier.root_dir)), total)

@@ -131,7 +131,7 @@ def config(
     extra |= dict(_setting(text) for text in setting or [])
     parsed, notes = OffloadConfig.parse(extra)
     for given, tier in zip(extra.get("secondary_tiers") or [], parsed.secondary_tiers, strict=True):
-        given["root_dir"] = tier.root_dir  # absolute: the server is started in another directory
+        given.update(tier.portable())
     for note in notes:
         typer.echo(f"kv-offload: note: {note}", err=True)
     text = json.dumps(transfer_config(extra))

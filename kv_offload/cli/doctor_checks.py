@@ -6,21 +6,19 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any
 
 import kv_offload
 from kv_offload import vllm_versions
 from kv_offload.cli.terminal import rate
-from kv_offload.config import ConfigError, FsTierConfig, OffloadConfig
+from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.config_compat import SPEC_NAME, is_llmd_config, own_extra_config
-from kv_offload.machine import cautions, check_root, existing_part, free_bytes, tier_bounds
+from kv_offload.machine import cautions, tier_bounds
 from kv_offload.machine import check_machine as machine_problems
 from kv_offload.sizes import format_bytes
+from kv_offload.tiers.base import State, TierConfig
 
-State = Literal["ok", "note", "refused"]
 PLUGIN_GROUP = "vllm.general_plugins"
-_RECORD_BYTES = 2 << 20
-_SMALLEST_PROBE = 8 * _RECORD_BYTES
 
 
 @dataclass(frozen=True)
@@ -93,32 +91,18 @@ def memory(config: OffloadConfig | None) -> Check:
     return Check("memory", "refused" if problems else "ok", problems[0] if problems else asked, figures)
 
 
-def root(tier: FsTierConfig) -> list[Check]:
-    """Can this root be used, and how fast is its disk without us."""
-    name = f"disk {tier.root_dir}"
-    problems = check_root(tier)
+def place(tier: TierConfig) -> list[Check]:
+    """Can this tier be used from here."""
+    problems = tier.problems()
     if problems:
-        return [Check(name, "refused", problem) for problem in problems]
-    return [Check(name, "ok", f"{format_bytes(free_bytes(tier.root_dir))} free")]
+        return [Check(tier.label(), "refused", problem) for problem in problems]
+    return [Check(tier.label(), "ok", tier.summary())]
 
 
-def disk_speed(tier: FsTierConfig, total_bytes: int) -> Check:
-    """Writes and reads temporary records in a directory of their own, which the core removes again."""
-    from kv_offload import _core
-
-    name = f"disk {tier.root_dir}"
-    total = min(total_bytes, free_bytes(tier.root_dir) // 4) // _RECORD_BYTES * _RECORD_BYTES
-    if total < _SMALLEST_PROBE:
-        return Check(name, "note", "too little free space to measure its speed")
-    figures = _core.probe_disk(str(existing_part(tier.root_dir)), total, _RECORD_BYTES)
-    direct = "O_DIRECT" if figures["o_direct"] else "buffered (O_DIRECT is refused there)"
-    state: State = "ok" if figures["o_direct"] or tier.o_direct == "off" else "note"
-    if tier.o_direct == "on" and not figures["o_direct"]:
-        return Check(name, "refused", 'o_direct is "on", the file system refuses it: set "auto"', figures)
-    write, read = (rate(figures[f"{verb}_bytes_per_second"]) for verb in ("write", "read"))
-    size = f"{format_bytes(total)} of {format_bytes(_RECORD_BYTES)} records"
-    text = f"writes {write}, reads {read}, {direct}; {size}"
-    return Check(name, state, text, figures)
+def speed(tier: TierConfig, total_bytes: int) -> list[Check]:
+    """How fast is it without us; nothing where that cannot be told."""
+    answer = tier.measure(total_bytes)
+    return [] if answer is None else [Check(tier.label(), answer.state, answer.text, answer.figures)]
 
 
 def copy_speed(threads: int, total_bytes: int) -> Check:
@@ -168,11 +152,12 @@ def plan(config: OffloadConfig) -> list[tuple[str, str, bool]]:
     for label, tier, bound in zip(
         config.tier_names(), config.secondary_tiers, tier_bounds(config), strict=True
     ):
-        for name in type(tier).model_fields:
+        own_first = sorted(type(tier).model_fields, key=TierConfig.model_fields.__contains__)
+        for name in own_first:
             if name == "type":
                 continue
             value = getattr(tier, name)
-            text = format_bytes(bound) if name == "max_bytes" else _shown(value)
+            text = format_bytes(bound) if name == "max_bytes" and bound is not None else _shown(value)
             rows.append((f"{label}.{name}", text, name in tier.model_fields_set))
     return rows
 

@@ -23,7 +23,7 @@ from kv_offload.cli.terminal import (
 
 if TYPE_CHECKING:
     from kv_offload.cli.doctor_checks import Check
-    from kv_offload.config import FsTierConfig
+    from kv_offload.tiers.base import TierConfig
 
 _COLOURS = {"ok": "green", "note": "yellow", "refused": "bold red"}
 
@@ -103,8 +103,9 @@ def _ask_machine(
     """The answers to all questions about this machine, and the effective settings."""
     from kv_offload.cli import doctor_checks as checks
     from kv_offload.cli.doctor_checks import Check
-    from kv_offload.config import ConfigError, FsTierConfig, OffloadConfig
+    from kv_offload.config import ConfigError, OffloadConfig
     from kv_offload.config_compat import own_extra_config
+    from kv_offload.tiers.fs import FsTierConfig
 
     found: list[Check] = []
     parsed: OffloadConfig | None = None
@@ -128,7 +129,7 @@ def _ask_machine(
     if parsed is not None:
         questions.append(("metrics port", partial(checks.metrics_port, parsed, ranks)))
     for tier in tiers:
-        questions.append((f"disk {tier.root_dir}", partial(_disk, tier, measure, total)))
+        questions.append((tier.label(), partial(_tier, tier, measure, total)))
     if measure:
         threads = parsed.copy_threads if parsed else OffloadConfig.model_fields["copy_threads"].default
         questions.append(("copy", lambda: [checks.copy_speed(threads, total)]))
@@ -139,12 +140,12 @@ def _ask_machine(
     return found, checks.plan(parsed) if parsed else []
 
 
-def _disk(tier: "FsTierConfig", measure: bool, total: int) -> "list[Check]":
+def _tier(tier: "TierConfig", measure: bool, total: int) -> "list[Check]":
     from kv_offload.cli import doctor_checks as checks
 
-    found = checks.root(tier)
+    found = checks.place(tier)
     if measure and all(check.state == "ok" for check in found):
-        found.append(checks.disk_speed(tier, total))
+        found += checks.speed(tier, total)
     return found
 
 

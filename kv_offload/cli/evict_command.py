@@ -167,7 +167,7 @@ class Watch:
 
     def look(self) -> None:
         """One turn: nothing but a glance at the ledger while the root is below its high mark."""
-        from kv_offload.machine import held_bytes
+        from kv_offload.tiers.fs import held_bytes
 
         root = open_root(self._path, changes=True)
         now = time.monotonic()

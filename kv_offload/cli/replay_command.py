@@ -57,8 +57,8 @@ def replay(
 
     Exit status: 0 replayed; 1 the trace cannot be read; 2 it is not a trace, or an option is not known.
     """
-    from kv_offload.config import EVICTION_POLICIES
     from kv_offload.sizes import format_bytes, parse_byte_size
+    from kv_offload.tiers.base import EVICTION_POLICIES
 
     policies = policy or [*EVICTION_POLICIES, OPTIMUM]
     for name in policies:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kv_offload._core import FsRoot
 
-ROOT_FILE = "kv_offload.json"  # kRootFile in csrc/storage/fs_layout.h
+ROOT_FILE = "kv_offload.json"  # kRootFile in csrc/storage/fs/layout.h
 
 
 class ForeignRootError(RuntimeError):

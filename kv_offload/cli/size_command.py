@@ -148,7 +148,7 @@ def _tiers(
     from kv_offload.machine import tier_bounds
     from kv_offload.sizes import parse_byte_size
 
-    sizes: list[tuple[str, int]] = []
+    sizes: list[tuple[str, int | None]] = []
     if cpu is not None:
         sizes.append(("cpu", parse_byte_size(cpu)))
     sizes += [(f"fs-{n}" if n > 1 else "fs", parse_byte_size(text)) for n, text in enumerate(disks, start=1)]
@@ -164,6 +164,8 @@ def _tiers(
             "bytes": size,
             "tokens": geometry.tokens_in_memory(size) if name == "cpu" else geometry.tokens_on_tier(size),
         }
+        if size is not None
+        else {"name": name, "bytes": None, "tokens": None}  # its server bounds itself
         for name, size in sizes
     ]
 
@@ -201,7 +203,9 @@ def _print(facts: dict[str, Any]) -> None:
     if facts["tiers"]:
         tiers = table("\ntokens per tier", "tier", "bytes", "tokens", right=("bytes", "tokens"))
         for tier in facts["tiers"]:
-            add_row(tiers, tier["name"], format_bytes(tier["bytes"]), f"{tier['tokens']:,}")
+            known = tier["bytes"] is not None
+            size = format_bytes(tier["bytes"]) if known else "-"
+            add_row(tiers, tier["name"], size, f"{tier['tokens']:,}" if known else "-")
         out.print(tiers)
     pays = table("\nloading pays above", "prefill", "a tier must deliver", right=("prefill",))
     for row in facts["break_even"]:

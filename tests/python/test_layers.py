@@ -1,6 +1,9 @@
 """Who may include whom, so that no arrow of the layer diagram turns back.
 
 base <- memory, policy, index, storage, copy, metrics <- cache <- bindings <- kv_offload <- specs
+
+In storage, what all kinds of tiers share lies beside the folders of the kinds: storage <- storage/fs, ...
+Neither that, nor another kind, nor the cache knows a kind; only bindings makes one.
 """
 
 import ast
@@ -46,8 +49,17 @@ LIBRARIES = {
     "xxhash": (r"xxhash", r"(storage|memory)/.*"),
 }
 
+# Replays of a trace have the order of eviction of an fs tier, by its own catalogue.
+KIND_INCLUDES = {("cache/trace_replay.cc", "storage/fs/catalogue.h")}
+
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 SOURCES = {".h", ".cc", ".cu", ".cuh"}
+
+
+def kind_of(name: str) -> str:
+    """The kind of tier that a file belongs to: fs of storage/fs/space.h; "" of what all share."""
+    parts = name.split("/")
+    return parts[1] if parts[0] == "storage" and len(parts) == 3 else ""
 
 
 def include_errors(root: Path) -> list[str]:
@@ -66,6 +78,10 @@ def include_errors(root: Path) -> list[str]:
                 errors.append(f"{name}: write {header} as <layer>/<file>")
             elif target in LAYERS and target != layer and target not in LAYERS[layer]:
                 errors.append(f"{name}: {layer} must not include {header}")
+            elif layer != "bindings" and kind_of(header) not in ("", kind_of(name)):
+                if (name, header) in KIND_INCLUDES:
+                    continue
+                errors.append(f"{name}: only bindings and storage/{kind_of(header)} may include {header}")
             for library, (pattern, allowed) in LIBRARIES.items():
                 if not re.match(pattern, header) or re.fullmatch(allowed, name):
                     continue
@@ -115,6 +131,8 @@ def import_errors(root: Path) -> list[str]:
             forbidden = module.split(".")[0] in ("vllm", "torch", "specs") or module.startswith(
                 "kv_offload.specs"
             )
+            if path.parent.name == "tiers":  # a kind is asked, and asks none of those who ask it
+                forbidden |= module.startswith(("kv_offload.cli", "kv_offload.config", "kv_offload.machine"))
             if forbidden and (path.name, module) != ("torch_ops.py", "torch"):
                 errors.append(f"{path.relative_to(root).as_posix()}: imports {module}")
     return errors
@@ -180,6 +198,21 @@ def test_every_layer_is_there_to_be_checked():
         ("cache/a.cc", "#include <pybind11/pybind11.h>", "Python header pybind11/pybind11.h"),
         ("cache/a.cc", "#include <prometheus/counter.h>", "prometheus-cpp header prometheus/counter.h"),
         ("extra/a.h", "", "extra is no layer"),
+        (
+            "storage/pooled_tier.cc",
+            '#include "storage/fs/space.h"',
+            "only bindings and storage/fs may include storage/fs/space.h",
+        ),
+        (
+            "storage/redis/a.cc",
+            '#include "storage/fs/file_ops.h"',
+            "only bindings and storage/fs may include storage/fs/file_ops.h",
+        ),
+        (
+            "cache/a.cc",
+            '#include "storage/fs/tier.h"',
+            "only bindings and storage/fs may include storage/fs/tier.h",
+        ),
     ],
 )
 def test_a_planted_include_is_caught(tmp_path, name, line, error):
@@ -206,6 +239,9 @@ def test_a_second_file_that_pins_is_caught(tmp_path):
         ("memory/pin.cc", "#include <cuda_runtime_api.h>"),
         ("bindings/torch_ops.cc", "#include <torch/csrc/stable/library.h>"),
         ("cache/a.cc", '#include "storage/tier.h"'),
+        ("storage/fs/a.cc", '#include "storage/fs/space.h"'),
+        ("storage/fs/a.cc", '#include "storage/record_store.h"'),
+        ("bindings/a.cc", '#include "storage/fs/tier.h"'),
         ("cache/a.cc", "#include <cstdint>"),
     ],
 )
@@ -230,4 +266,13 @@ def test_what_the_diagram_allows_passes(tmp_path, name, line):
 def test_a_planted_import_is_caught(tmp_path, source):
     (tmp_path / "kv_offload").mkdir()
     (tmp_path / "kv_offload/cli.py").write_text(source)
+    assert import_errors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source", ["from kv_offload.config import OffloadConfig\n", "import kv_offload.cli\n"]
+)
+def test_a_kind_of_tier_does_not_know_who_asks_it(tmp_path, source):
+    (tmp_path / "kv_offload/tiers").mkdir(parents=True)
+    (tmp_path / "kv_offload/tiers/fs.py").write_text(source)
     assert import_errors(tmp_path)

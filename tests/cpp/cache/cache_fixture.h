@@ -60,6 +60,7 @@ struct WorldOptions {
   CacheOptions cache{};  // groups are filled in
   std::string engine_id = "engine";
   std::string shm_directory{};  // empty: one of its own
+  FakeTier** slower = nullptr;  // set to a second tier, below the other
   // Instead of one that the test drives.
   std::function<std::unique_ptr<Tier>(const Clock&)> make_tier{};
 };
@@ -114,6 +115,11 @@ class World {
       auto made = std::make_unique<FakeTier>("fs", &clock);
       hand = tier = made.get();
       tier->records = std::move(records);
+      tiers.push_back(std::move(made));
+    }
+    if (options_.slower != nullptr) {
+      auto made = std::make_unique<FakeTier>("slow", &clock);
+      *options_.slower = made.get();
       tiers.push_back(std::move(made));
     }
     cache = std::make_unique<TieredCache>(options_.cache, region, std::move(tiers), metrics, clock);

@@ -86,7 +86,8 @@ class FakeTier final : public TierHand {
   std::uint64_t born(const TierOp& op) const { return born_.at(op.id); }
   const std::deque<TierOp>& reads() const override { return reads_; }
   const std::deque<TierOp>& writes() const override { return writes_; }
-  std::function<void()> on_touch;  // called first by touch()
+  std::function<void()> on_touch;            // called first by touch()
+  std::vector<std::vector<ChunkKey>> asked;  // what prefetch_presence() was given
 
   // ---- Tier
   std::string_view name() const override { return name_; }
@@ -118,10 +119,11 @@ class FakeTier final : public TierHand {
     removals->insert(removals->end(), removals_.begin(), removals_.end());
     removals_.clear();
   }
-  Presence contains(const ChunkKey& key) override {
+  Presence contains(const ChunkKey& key) const override {
     if (!knows) return Presence::kUnknown;
     return records.contains(key) ? Presence::kPresent : Presence::kAbsent;
   }
+  void prefetch_presence(std::vector<ChunkKey> keys) override { asked.push_back(std::move(keys)); }
   void touch(const ChunkKey& key) override {
     if (on_touch) on_touch();
     if (const auto record = records.find(key); record != records.end()) record->second.used = ++uses_;

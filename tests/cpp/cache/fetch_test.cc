@@ -216,9 +216,11 @@ TEST_P(FetchTest, ATierThatIsSwitchedOffIsNotWaitedFor) {
 TEST_F(FetchFakeTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
   fake().knows = false;
   const RequestHandle request = begin();
-  EXPECT_EQ(scan(request, {"a"}), "R");
+  EXPECT_EQ(scan(request, {"a", "b"}), "RR");
   EXPECT_TRUE(cache().has_pending_work());
+  EXPECT_TRUE(fake().asked.empty());
   step();
+  EXPECT_EQ(fake().asked, (std::vector<std::vector<ChunkKey>>{{key_of("a"), key_of("b")}})) << "all at once";
   EXPECT_EQ(scan(request, {"a"}), "R");
   pass_time(seconds(6));
   step();

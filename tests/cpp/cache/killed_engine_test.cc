@@ -12,7 +12,7 @@
 #include "cache/cache_fixture.h"
 #include "memory/child_process.h"
 #include "rounds.h"
-#include "storage/fs_fixture.h"
+#include "storage/fs/fixture.h"
 
 namespace kv_offload {
 namespace {

@@ -6,8 +6,8 @@
 #include <thread>
 
 #include "cache/cache_fixture.h"
-#include "storage/faulty_file_ops.h"
-#include "storage/fs_fixture.h"
+#include "storage/fs/faulty_file_ops.h"
+#include "storage/fs/fixture.h"
 
 namespace kv_offload {
 namespace {

@@ -122,9 +122,13 @@ struct OpParts : ChunkParts {
       : ChunkParts(std::move(parts)),
         memory(64),
         costs(1),
-        ops({groups, chunks, memory, costs, events, metrics, clock}, region, make_tiers(),
+        ops(
+            {groups, chunks, memory, costs, events, metrics, clock}, region, make_tiers(),
             [this](RequestHandle waiter, const TierOps::ReadEnd& end) {
               if (on_read_end) on_read_end(waiter, end);
+            },
+            [this](Slot slot, std::uint8_t from) {
+              if (on_fetched) on_fetched(slot, from);
             }) {}
 
   // The record that a read of this chunk finds.
@@ -144,6 +148,7 @@ struct OpParts : ChunkParts {
   KeyMemory memory;
   CostModel costs;
   TierOps::OnReadEnd on_read_end;
+  TierOps::OnFetched on_fetched;
   TierOps ops;
 
  private:

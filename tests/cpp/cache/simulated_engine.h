@@ -73,9 +73,10 @@ class SimulatedTier final : public Tier {
     }
     ended_.erase(ended_.begin(), later);
   }
-  Presence contains(const ChunkKey& key) override {
+  Presence contains(const ChunkKey& key) const override {
     return records.contains(key) ? Presence::kPresent : Presence::kAbsent;
   }
+  void prefetch_presence(std::vector<ChunkKey>) override {}
   void touch(const ChunkKey&) override {}
   Status reset() override {
     records.clear();

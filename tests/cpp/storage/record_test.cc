@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "base/aligned_buffer.h"
-#include "fs_fixture.h"
+#include "storage/fs/fixture.h"
 
 namespace kv_offload {
 namespace {

@@ -1,0 +1,109 @@
+// FsCatalogue: what this process knows of one generation's records: key, file
+// size, order of eviction, reads in flight, back-off. No I/O, no lock: its owner
+// serialises. Every call is O(1) or the policy's cost, but clear().
+//
+// Invariants: an entry is in the map, in the policy and in slots_, or in none of
+// them; a slot is pinned in the policy while its entry has readers.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/types.h"
+#include "policy/eviction_policy.h"
+
+namespace kv_offload {
+
+class FsCatalogue {
+ public:
+  static constexpr Nanos kTouchEvery{std::chrono::seconds(60)};
+  static constexpr Nanos kFirstBackOff{std::chrono::seconds(1)};
+  static constexpr Nanos kLastBackOff{std::chrono::seconds(60)};
+
+  explicit FsCatalogue(std::string policy_name);  // throws InvalidArgument
+
+  struct Record {
+    ChunkKey key;
+    std::uint64_t file_bytes = 0;
+  };
+  // Names one entry; a later entry in the same slot has another serial.
+  struct Ref {
+    Slot slot = 0;
+    std::uint32_t serial = 0;
+    std::uint64_t file_bytes = 0;
+  };
+
+  bool holds(const ChunkKey& key) const { return find(key) != kNone; }
+  // Held and not backing off: what is offered to readers.
+  bool offers(const ChunkKey& key, Nanos now) const;
+  // False when it was there already (then only its size is kept up to date).
+  bool insert(const Record& record, const EntryInfo& about);
+  // For a start that does not know yet what was used when. The first: nothing is known of its recency. The
+  // second, called from the least recently used on, gives it its place, also to those of the first; false
+  // when it has been used meanwhile (it keeps the place it has).
+  void insert_unordered(const Record& record);
+  bool insert_in_order(const Record& record);
+  void reserve(std::size_t entries);
+  bool erase(const ChunkKey& key);
+  std::size_t size() const { return used_; }
+  std::uint64_t bytes() const { return bytes_; }  // of their files
+  // Takes out the next to go; entries with readers are passed over.
+  std::optional<Record> take_victim();
+  // Forgets all; returns the keys.
+  std::vector<ChunkKey> clear();
+
+  // Pins until end_read.
+  std::optional<Ref> begin_read(const ChunkKey& key);
+  void end_read(const Ref& ref);
+  void read_failed(const ChunkKey& key, Nanos now);  // back off: 1 s doubling to 60 s
+  void read_succeeded(const ChunkKey& key);
+
+  // It was read for the request in `about`; or it was in use elsewhere until now.
+  void hit(const ChunkKey& key, const EntryInfo& about, Nanos now);
+  void touch(const ChunkKey& key, Nanos now);
+  // Entries touched since, oldest touch first; each at most once a minute.
+  std::vector<Record> take_touched();
+
+ private:
+  static constexpr Slot kNone = 0xFFFFFFFFu;
+  struct Entry {
+    ChunkKey key;
+    std::uint64_t file_bytes = 0;
+    std::uint32_t serial = 0;
+    std::uint32_t readers = 0;
+    std::uint32_t touched_second = 0;  // of the clock; 0: not yet
+    bool used = false;
+    bool backing_off = false;
+    bool touched = false;
+    bool unordered = false;
+  };
+  struct BackOff {
+    Nanos until{0}, wait{0};
+  };
+  Slot find(const ChunkKey& key) const;
+  void link(Slot slot);
+  void unlink(Slot slot);
+  void grow(std::size_t buckets);
+  Slot add(const Record& record, const EntryInfo& about);  // REQUIRES: not there
+  void drop(Slot slot);
+  void note_touched(Slot slot, Nanos now);
+  std::size_t home(const ChunkKey& key) const { return ChunkKey::Hash{}(key) & (table_.size() - 1); }
+
+  const std::string policy_name_;
+  std::unique_ptr<EvictionPolicy> policy_;
+  std::vector<Entry> entries_;
+  std::vector<Slot> free_;
+  std::vector<Slot> table_;  // open addressing, linear, kNone = empty; a power of two
+  std::size_t used_ = 0;
+  std::uint64_t bytes_ = 0;
+  std::uint32_t next_serial_ = 1;
+  std::unordered_map<Slot, BackOff> back_off_;
+  std::vector<Ref> touched_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,166 @@
+#include "storage/fs/generation.h"
+
+#include <dirent.h>
+#include <sys/file.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <limits>
+#include <utility>
+
+#include "storage/fs/layout.h"
+#include "storage/fs/walk.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
+constexpr int kMarkFlags = O_RDWR | O_NOFOLLOW;
+
+// The marks, locked against being used; nothing when somebody uses it, or it cannot be told.
+std::optional<std::vector<Fd>> hold_unused(FileOps& ops, int namespace_directory, std::uint64_t number) {
+  std::vector<Fd> held;
+  for (const layout::Mark kind : {layout::Mark::kOpen, layout::Mark::kReset}) {
+    int error = 0;
+    Fd mark = open_fd(ops, namespace_directory, layout::mark_name(number, kind), kMarkFlags, 0, &error);
+    if (!mark && error == ENOENT) continue;
+    if (!mark || lock_file(ops, mark.get(), LOCK_EX | LOCK_NB) != 0) return std::nullopt;
+    held.push_back(std::move(mark));
+  }
+  return held;
+}
+
+// Taken to be, when it cannot be told.
+bool made_by_reset(FileOps& ops, int namespace_directory, std::uint64_t number) {
+  FileInfo info;
+  return ops.stat(namespace_directory, layout::mark_name(number, layout::Mark::kReset), &info) != -ENOENT;
+}
+
+// What nobody can hit any more; all: and its directory.
+using Unused = std::function<void(std::uint64_t number, bool all)>;
+void each_unused(FileOps& ops, int namespace_directory, std::optional<std::uint64_t> own,
+                 const Unused& unused) {
+  std::vector<std::uint64_t> numbers;
+  if (!list_generations(ops, namespace_directory, &numbers)) return;
+  for (const std::uint64_t number : numbers) {
+    const bool newest = number == numbers.back();
+    if (number == own || (newest && !made_by_reset(ops, namespace_directory, number))) continue;
+    if (const auto held = hold_unused(ops, namespace_directory, number)) unused(number, !newest);
+  }
+}
+
+}  // namespace
+
+int open_generation(FileOps& ops, int namespace_directory, const std::string& namespace_path,
+                    std::uint64_t number, Generate make, std::shared_ptr<Generation>* generation) {
+  const std::string name = layout::generation_name(number);
+  auto opened = std::make_shared<Generation>();
+  int error = 0;
+  const auto kind = make == Generate::kByReset ? layout::Mark::kReset : layout::Mark::kOpen;
+  opened->mark =
+      open_fd(ops, namespace_directory, layout::mark_name(number, kind), kMarkFlags | O_CREAT, 0600, &error);
+  if (!opened->mark) return -error;
+  FileInfo info;
+  int rc = lock_file(ops, opened->mark.get(), LOCK_SH | LOCK_NB);
+  if (rc == -EWOULDBLOCK) return -ENOENT;
+  if (rc == 0) rc = ops.fstat(opened->mark.get(), &info);
+  if (rc < 0) return rc;
+  if (info.links == 0) return -ENOENT;
+  if (make != Generate::kNot) {
+    rc = ops.mkdir(namespace_directory, name, 0700);
+    // Durable: after a power failure nothing older may be found again.
+    if (rc == 0) rc = ops.fsync(namespace_directory, false);
+    if (rc < 0) return rc;
+  }
+  opened->directory = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
+  if (!opened->directory) return -error;
+  opened->made = make != Generate::kNot;
+  opened->number = number;
+  opened->path = namespace_path + "/" + name;
+  *generation = std::move(opened);
+  return 0;
+}
+
+int open_newest_generation(FileOps& ops, int namespace_directory, const std::string& namespace_path,
+                           std::shared_ptr<Generation>* generation) {
+  for (int attempt = 0; attempt < 100; ++attempt) {
+    std::vector<std::uint64_t> numbers;
+    const Status status = list_generations(ops, namespace_directory, &numbers);
+    if (!status) return -status.error_number();
+    const std::uint64_t newest = numbers.empty() ? 0 : numbers.back();
+    const bool make = numbers.empty() || made_by_reset(ops, namespace_directory, newest);
+    const int rc = open_generation(ops, namespace_directory, namespace_path, make ? newest + 1 : newest,
+                                   make ? Generate::kAtStart : Generate::kNot, generation);
+    if (rc != -ENOENT && rc != -EEXIST) return rc;
+  }
+  return -EBUSY;
+}
+
+Status list_generations(FileOps& ops, int namespace_directory, std::vector<std::uint64_t>* generations) {
+  std::vector<DirEntry> entries;
+  if (Status status = list_directory(ops, namespace_directory, &entries); !status) return status;
+  for (const DirEntry& entry : entries) {
+    const auto generation = layout::parse_generation(entry.name);
+    if (generation && may_be_directory(entry)) generations->push_back(*generation);
+  }
+  std::sort(generations->begin(), generations->end());
+  return Status::ok();
+}
+
+bool generation_is_open(FileOps& ops, int namespace_directory, std::uint64_t number) {
+  return !hold_unused(ops, namespace_directory, number);
+}
+
+std::vector<std::uint64_t> live_generations(FileOps& ops, int namespace_directory) {
+  std::vector<std::uint64_t> numbers;
+  (void)list_generations(ops, namespace_directory, &numbers);
+  std::erase_if(numbers, [&, newest = numbers.empty() ? 0 : numbers.back()](std::uint64_t number) {
+    return number != newest && !generation_is_open(ops, namespace_directory, number);
+  });
+  return numbers;
+}
+
+std::uint64_t reclaim_unused_generations(FileOps& ops, int namespace_directory,
+                                         std::optional<std::uint64_t> own, const std::atomic<bool>& stop,
+                                         const std::function<void(std::uint64_t)>& gone) {
+  std::uint64_t freed = 0;
+  each_unused(ops, namespace_directory, own, [&](std::uint64_t number, bool all) {
+    freed += reclaim_generation(ops, namespace_directory, number, kAll, all, stop, gone);
+  });
+  std::vector<std::uint64_t> numbers;
+  if (!list_generations(ops, namespace_directory, &numbers) || numbers.empty()) return freed;
+  // Of directories that went by hand. Who makes a generation makes one above the newest.
+  const std::uint64_t marks = remove_marks(ops, namespace_directory, [&](std::uint64_t number) {
+    return number < numbers.back() && !std::binary_search(numbers.begin(), numbers.end(), number) &&
+           !generation_is_open(ops, namespace_directory, number);
+  });
+  if (marks > 0) gone(marks);
+  return freed + marks;
+}
+
+std::uint64_t count_unused_generations(FileOps& ops, int namespace_directory) {
+  const std::atomic<bool> stop{false};
+  std::uint64_t bytes = 0;
+  each_unused(ops, namespace_directory, std::nullopt, [&](std::uint64_t number, bool) {
+    bytes += count_tree(ops, namespace_directory, layout::generation_name(number), {}, stop);
+  });
+  return bytes;
+}
+
+std::uint64_t remove_marks(FileOps& ops, int namespace_directory,
+                           const std::function<bool(std::uint64_t)>& which) {
+  std::vector<DirEntry> entries;
+  if (!list_directory(ops, namespace_directory, &entries)) return 0;
+  std::uint64_t bytes = 0;
+  FileInfo info;
+  for (const DirEntry& entry : entries) {
+    const auto number = layout::parse_mark(entry.name);
+    if (number && which(*number) && ops.stat(namespace_directory, entry.name, &info) == 0 &&
+        ops.unlink(namespace_directory, entry.name) == 0) {
+      bytes += info.disk_bytes;
+    }
+  }
+  return bytes;
+}
+
+}  // namespace kv_offload

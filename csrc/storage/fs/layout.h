@@ -1,0 +1,53 @@
+// The names inside a root (see fs/tier.h), made and parsed in one place. Only
+// what parses here is ever counted as ours or removed; any other file under the
+// root is counted against the bound and left alone.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "base/types.h"
+#include "storage/record.h"
+
+namespace kv_offload::layout {
+
+inline constexpr std::string_view kRootFile = "kv_offload.json";
+inline constexpr std::string_view kRootText = "{\"kind\": \"kv_offload fs root\", \"format\": 2}\n";
+inline constexpr std::string_view kLedgerFile = "ledger";  // SpacePage
+inline constexpr std::string_view kNamespaceFile = "namespace.json";
+inline constexpr std::string_view kOpenFile = "open";  // shared flock: somebody has the namespace open
+
+std::string namespace_name(const NamespaceId& id);  // 64 hex digits
+bool is_namespace_name(std::string_view name);
+std::string generation_name(std::uint64_t generation);  // g<N>
+std::optional<std::uint64_t> parse_generation(std::string_view name);
+enum class Mark : std::uint8_t { kOpen, kReset };
+std::string mark_name(std::uint64_t generation, Mark kind);  // g<N>.open, g<N>.reset
+std::optional<std::uint64_t> parse_mark(std::string_view name);
+
+// One level, few of them: making a directory costs about as much as writing a small record, and a start lists
+// them all. A million records are 4,000 names in each, which file systems of today look up by hash.
+inline constexpr std::uint32_t kLeaves = 256;
+std::uint32_t leaf_of(const ChunkKey& key);  // from the first byte
+std::string leaf_path(std::uint32_t leaf);   // "ab"
+std::optional<std::uint8_t> parse_hex_byte(std::string_view name);
+
+// "<key hex>.<file bytes>.rec"
+std::string record_name(const ChunkKey& key, std::uint64_t file_bytes);
+std::string record_path(const ChunkKey& key, std::uint64_t file_bytes);  // with the leaf before it
+struct ParsedRecord {
+  ChunkKey key;
+  std::uint64_t file_bytes = 0;
+};
+std::optional<ParsedRecord> parse_record(std::string_view name);
+// ".tmp-<pid>-<writer>-<n>"; the writer holds an flock on it while it lives.
+std::string temporary_name(std::uint64_t writer, std::uint64_t number);
+bool is_temporary(std::string_view name);
+std::uint64_t writer_of(std::string_view temporary);
+// "open-<writer>": the writer holds an flock on it while it lives.
+std::string presence_name(std::uint64_t writer);
+std::optional<std::uint64_t> parse_presence(std::string_view name);
+
+}  // namespace kv_offload::layout

@@ -1,0 +1,179 @@
+// Space: the file that the page lies in, and who may change it when.
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <thread>
+
+#include "storage/fs/layout.h"
+#include "storage/fs/space.h"
+#include "storage/fs/temporary.h"
+
+namespace kv_offload {
+namespace {
+constexpr unsigned kMostLost = 2;  // one may be a server of files that forgot its locks
+}  // namespace
+
+Status Space::open_page() {
+  int error = 0;
+  fd_ = open_fd(ops_, root_, std::string(layout::kLedgerFile), O_RDWR | O_NOFOLLOW | O_CREAT, 0600, &error);
+  return fd_ ? Status::ok() : Status::error(StatusKind::kIo, std::strerror(error), error, path_);
+}
+
+// Held for a few microseconds by who lives. Who is stopped with it in hand holds it until it is killed.
+Status Space::lock_page() {
+  if (!fd_) {
+    if (Status status = open_page(); !status) return status;
+  }
+  const auto give_up = std::chrono::steady_clock::now() + kLockWait;
+  auto pause = std::chrono::microseconds(20);
+  for (bool replaced = false;;) {
+    const int rc = lock_file(ops_, fd_.get(), LOCK_EX | LOCK_NB);
+    if (rc == 0) return Status::ok();
+    if (rc != -EWOULDBLOCK) return Status::from_errno(-rc, "lock", path_);
+    if (std::chrono::steady_clock::now() > give_up) {
+      if (std::exchange(replaced, true) || writer_ == 0)
+        return Status::error(StatusKind::kTimeout, "another process keeps it locked", EWOULDBLOCK, path_);
+      replace_page();
+      if (Status status = open_page(); !status) return status;
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(pause * 2, std::chrono::microseconds(1000));
+  }
+}
+
+// Its holder writes into a file that has no name any more, sees that, and comes after us.
+void Space::replace_page() {
+  FileInfo mine, named;
+  const std::string name(layout::kLedgerFile);
+  if (ops_.fstat(fd_.get(), &mine) != 0 || ops_.stat(root_, name, &named) != 0) return;
+  if (mine.inode != named.inode || mine.device != named.device) return;  // done by another
+  Fd fd;
+  std::string temporary;
+  if (create_temporary(ops_, root_, "", O_RDWR, writer_, &fd, &temporary) < 0) return;
+  SpacePage page = SpacePage::fresh();
+  const iovec part{&page, sizeof(page)};
+  const bool written = ops_.pwritev(fd.get(), &part, 1, 0) == static_cast<std::int64_t>(sizeof(page));
+  if (!written || ops_.rename(root_, temporary, name, false) < 0) (void)ops_.unlink(root_, temporary);
+}
+
+bool Space::was_replaced() {
+  FileInfo info;
+  return ops_.fstat(fd_.get(), &info) == 0 && info.links == 0;
+}
+
+Status Space::read_page(SpacePage* page) {
+  const iovec part{page, sizeof(*page)};
+  std::int64_t bytes;
+  do {
+    bytes = ops_.preadv(fd_.get(), &part, 1, 0);
+  } while (bytes == -EINTR);
+  if (bytes < 0) return Status::from_errno(static_cast<int>(-bytes), "read", path_);
+  if (bytes != static_cast<std::int64_t>(sizeof(*page)) || !page->valid()) *page = SpacePage::fresh();
+  return Status::ok();
+}
+
+Status Space::write_page(SpacePage* page) {
+  page->seal();
+  const iovec part{page, sizeof(*page)};
+  std::int64_t bytes;
+  do {
+    bytes = ops_.pwritev(fd_.get(), &part, 1, 0);
+  } while (bytes == -EINTR);
+  if (bytes == static_cast<std::int64_t>(sizeof(*page))) return Status::ok();
+  return Status::from_errno(bytes < 0 ? static_cast<int>(-bytes) : EIO, "write", path_);
+}
+
+// Our slot, as we know it. One that is not as we left it: a lock did not keep another out.
+SpaceSlot* Space::enter(SpacePage* page) {
+  if (writer_ == 0) return nullptr;
+  SpaceSlot* own = page->find(writer_);
+  if (own != nullptr && own->version != version_) {
+    page->trusted = 0;
+    if (own->version < version_) {
+      ++lost_;
+      not_exclusive_ = not_exclusive_ || lost_ >= kMostLost;
+    }
+  }
+  if (own == nullptr) {  // new, or folded by who took us for dead
+    SpaceSlot slot{};
+    slot.writer = writer_;
+    slot.host = host_;
+    slot.pid = static_cast<std::uint64_t>(::getpid());
+    own = page->claim(slot);
+    if (own == nullptr) return nullptr;
+    if (reserved_ > 0) page->doubt += std::min(reserved_, ~page->doubt);
+  }
+  own->version = version_ + 1;
+  own->sharer = sharer_.load(std::memory_order_relaxed);
+  own->reserved = reserved_;
+  own->evicting = evicting_;
+  return own;
+}
+
+void Space::pay(SpacePage* page) {
+  for (const Owed& owed : owed_) {
+    const bool unsure = owed.before != page->finished;
+    if (owed.appeared > 0) page->appeared(owed.appeared, unsure);
+    if (owed.gone > 0) (void)page->went(owed.gone, unsure);
+    page->writes += owed.writes;
+  }
+}
+
+Status Space::update(const Change& change) {
+  const MutexLock lock(mutex_);
+  return update_locked(change);
+}
+
+Status Space::update_locked(const Change& change) {
+  constexpr int kAttempts = 3;  // as often as the file is replaced under our hands
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    if (Status locked = lock_page(); !locked) return locked;
+    SpacePage page;
+    Status status = read_page(&page);
+    if (status) {
+      SpaceSlot* own = enter(&page);
+      pay(&page);
+      change(page, own);
+      status = write_page(&page);
+    }
+    const bool replaced = was_replaced();
+    if (lock_file(ops_, fd_.get(), LOCK_UN) < 0) (void)lock_file(ops_, fd_.get(), LOCK_UN);
+    if (replaced) {
+      fd_.reset();
+      continue;
+    }
+    if (!status) return status;
+    ++version_;
+    for (const Owed& owed : owed_) own_writes_ += owed.writes;
+    owed_.clear();
+    vouched_ = vouched_ || (page.trusted != 0 && page.host == host_);
+    total_.store(page.total, std::memory_order_relaxed);
+    finished_.store(page.finished, std::memory_order_release);
+    return Status::ok();
+  }
+  return Status::error(StatusKind::kIo, "it is replaced again and again", EBUSY, path_);
+}
+
+std::optional<std::uint64_t> recorded_usage(FileOps& ops, int root) {
+  int error = 0;
+  const Fd fd = open_fd(ops, root, std::string(layout::kLedgerFile), O_RDONLY | O_NOFOLLOW, 0, &error);
+  if (!fd) return std::nullopt;
+  // Without the lock a read may meet a write half-way; the checksum tells, and the next one hardly does.
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    SpacePage page{};
+    const iovec part{&page, sizeof(page)};
+    std::int64_t bytes;
+    do {
+      bytes = ops.preadv(fd.get(), &part, 1, 0);
+    } while (bytes == -EINTR);
+    if (bytes != static_cast<std::int64_t>(sizeof(page))) break;
+    if (page.valid()) return page.trusted != 0 ? std::optional(page.total) : std::nullopt;
+  }
+  return std::nullopt;
+}
+
+}  // namespace kv_offload

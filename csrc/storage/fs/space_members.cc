@@ -1,0 +1,118 @@
+// Space: who else has the root open, and who of them is dead.
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "storage/fs/layout.h"
+#include "storage/fs/space.h"
+
+namespace kv_offload {
+namespace {
+constexpr unsigned kMostReturns = 3;
+constexpr Nanos kForgetAfter{std::chrono::minutes(1)};
+}  // namespace
+
+// A server of files may have forgotten the lock: it is asked for again each time.
+void Space::hold_presence() {
+  FileInfo held;
+  if (presence_ && lock_file(ops_, presence_.get(), LOCK_EX | LOCK_NB) == 0 &&
+      ops_.fstat(presence_.get(), &held) == 0 && held.links > 0) {
+    return;
+  }
+  const std::string name = layout::presence_name(writer_);
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    int error = 0;
+    presence_ = open_fd(ops_, root_, name, O_RDWR | O_CREAT | O_NOFOLLOW, 0600, &error);
+    FileInfo info;
+    if (presence_ && lock_file(ops_, presence_.get(), LOCK_EX | LOCK_NB) == 0 &&
+        ops_.fstat(presence_.get(), &info) == 0 && info.links > 0) {
+      return;
+    }
+  }
+  presence_.reset();  // who cannot be seen is taken for dead: too high, until it is counted
+}
+
+// Who has no lock is dead. One of another host that comes back from the dead, again and again: its locks do
+// not reach us.
+bool Space::is_dead(const SpaceSlot& slot, Nanos now, Fd* presence) {
+  const auto [at, first] = seen_.try_emplace(slot.writer, Seen{slot.version, now, false, 0});
+  Seen& seen = at->second;
+  if (seen.version != slot.version) {
+    seen.version = slot.version;
+    seen.moved = now;
+  }
+  if (std::exchange(seen.folded, false) && slot.host != host_ && ++seen.returns >= kMostReturns) {
+    const MutexLock lock(mutex_);
+    not_exclusive_ = true;
+  }
+  int error = 0;
+  Fd fd = open_fd(ops_, root_, layout::presence_name(slot.writer), O_RDWR | O_NOFOLLOW, 0, &error);
+  // Lost with the power, or never made: the disk may be full.
+  if (!fd) return error == ENOENT && now - seen.moved >= kDeadAfter;
+  if (lock_file(ops_, fd.get(), LOCK_EX | LOCK_NB) != 0) return false;
+  *presence = std::move(fd);
+  seen.folded = true;
+  return true;
+}
+
+Status Space::look(Nanos now, SpaceFigures* figures) {
+  hold_presence();
+  SpacePage page;
+  if (Status status = update([&](SpacePage& now_there, SpaceSlot*) { page = now_there; }); !status)
+    return status;
+  std::vector<std::pair<SpaceSlot, Fd>> dead;
+  for (const SpaceSlot& slot : page.slots) {
+    Fd presence;
+    if (slot.writer != 0 && slot.writer != writer_ && is_dead(slot, now, &presence))
+      dead.emplace_back(slot, std::move(presence));
+  }
+  std::erase_if(seen_, [&](const auto& seen) {
+    return page.find(seen.first) == nullptr &&
+           (!seen.second.folded || now - seen.second.moved > kForgetAfter);
+  });
+  if (!dead.empty()) {
+    const Status status = update([&](SpacePage& now_there, SpaceSlot*) {
+      for (const auto& [slot, presence] : dead) {
+        SpaceSlot* there = now_there.find(slot.writer);
+        if (there != nullptr && there->version == slot.version) now_there.fold(*there, host_);
+      }
+      page = now_there;
+    });
+    if (!status) return status;
+    for (const auto& [slot, presence] : dead) {
+      if (page.find(slot.writer) == nullptr && presence)
+        (void)ops_.unlink(root_, layout::presence_name(slot.writer));
+    }
+  }
+  const MutexLock lock(mutex_);
+  note(page, figures);
+  return Status::ok();
+}
+
+void Space::note(const SpacePage& page, SpaceFigures* figures) const {
+  *figures = {};
+  const bool counted = page.trusted != 0 && (vouched_ || page.host == host_);
+  figures->state = not_exclusive_ ? SpaceState::kNotExclusive
+                   : counted      ? SpaceState::kCounted
+                                  : SpaceState::kUncounted;
+  figures->used = page.used;
+  figures->reserved = page.reserved();
+  figures->doubt = page.doubt;
+  figures->writes = page.writes;
+  figures->writes_by_others = page.writes - own_writes_;
+  for (const SpaceSlot& slot : page.slots) {
+    if (slot.writer == 0) continue;
+    figures->writers.push_back(slot.writer);
+    if (std::find(figures->sharers.begin(), figures->sharers.end(), slot.sharer) == figures->sharers.end())
+      figures->sharers.push_back(slot.sharer);
+    if (slot.counting == 0 || slot.writer == writer_) continue;
+    figures->counter = slot.writer;
+    figures->counter_version = slot.version;
+  }
+  figures->alone = figures->writers.size() == 1 && figures->writers[0] == writer_;
+}
+
+}  // namespace kv_offload

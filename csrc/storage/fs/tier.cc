@@ -1,0 +1,13 @@
+#include "storage/fs/tier.h"
+
+#include "storage/fs/file_ops.h"
+#include "storage/fs/store.h"
+
+namespace kv_offload {
+
+std::unique_ptr<Tier> make_fs_tier(const FsTierOptions& options) {
+  FileOps& ops = options.file_ops != nullptr ? *options.file_ops : posix_file_ops();
+  return make_pooled_tier(std::make_unique<FsStore>(options, ops, clock_of(options)), options);
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,126 @@
+#include "storage/fs/verify.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+
+#include <cerrno>
+
+#include "base/aligned_buffer.h"
+#include "storage/fs/generation.h"
+#include "storage/fs/layout.h"
+#include "storage/fs/record_file.h"
+#include "storage/fs/walk.h"
+
+namespace kv_offload {
+namespace {
+
+NamespaceId parse_id(const std::string& hex) {
+  NamespaceId id{};
+  for (std::size_t i = 0; i < id.size(); ++i) id[i] = *layout::parse_hex_byte(hex.substr(2 * i, 2));
+  return id;
+}
+
+// In pieces: the length of a file may be anything.
+Status verify_payload(int fd, const RecordHeader& header, const std::string& path) {
+  const AlignedBuffer piece(std::size_t{1} << 20);
+  PayloadChecksum checksum;
+  for (std::uint64_t done = 0; done < header.payload_bytes;) {
+    const iovec part{piece.data(), std::min<std::uint64_t>(piece.size(), header.payload_bytes - done)};
+    const std::int64_t bytes =
+        posix_file_ops().preadv(fd, &part, 1, static_cast<std::int64_t>(kRecordHeaderBytes + done));
+    if (bytes == -EINTR) continue;
+    if (bytes < 0) return Status::from_errno(static_cast<int>(-bytes), "read", path);
+    if (bytes == 0) return Status::error(StatusKind::kCorrupt, "the file ends early");
+    checksum.add(piece.span().first(static_cast<std::size_t>(bytes)));
+    done += static_cast<std::uint64_t>(bytes);
+  }
+  if (checksum.value() == header.payload_checksum) return Status::ok();
+  return Status::error(StatusKind::kCorrupt,
+                       fmt::format("payload checksum is {:#018x}, the header says {:#018x}", checksum.value(),
+                                   header.payload_checksum));
+}
+
+Status verify_open_file(const Fd& fd, const FileInfo& file, const std::string& path,
+                        std::uint64_t named_bytes, const std::string& namespace_id, const std::string& key) {
+  if (file.size != named_bytes) {
+    return Status::error(StatusKind::kCorrupt,
+                         fmt::format("{} bytes long, its name says {}", file.size, named_bytes));
+  }
+  const AlignedBuffer page(kRecordHeaderBytes);
+  Status status =
+      transfer_all(posix_file_ops(), fd.get(), {{page.data(), page.size()}}, Transfer::kRead, false, path);
+  RecordHeader header;
+  if (status) status = decode_header(page.span(), &header);
+  if (!status) return status;
+  if (header.payload_bytes + kRecordHeaderBytes != file.size) {
+    return Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, its header says {}", file.size,
+                                                           header.payload_bytes + kRecordHeaderBytes));
+  }
+  if (header.namespace_id != parse_id(namespace_id) || header.key != ChunkKey::from_hex(key)) {
+    return Status::error(StatusKind::kCorrupt, "the header is of another namespace or key");
+  }
+  return verify_payload(fd.get(), header, path);
+}
+
+void add_strays(int generation, std::uint32_t leaf, const std::string& where,
+                std::vector<std::string>* strays) {
+  FileOps& ops = posix_file_ops();
+  const std::string path = layout::leaf_path(leaf);
+  int error = 0;
+  const Fd directory = open_fd(ops, generation, path, kOpenDirectory, 0, &error);
+  std::vector<DirEntry> entries;
+  if (!directory || ops.list(directory.get(), &entries) < 0) return;
+  for (const DirEntry& entry : entries) {
+    if (!entry.name.ends_with(".rec") || entry.type == DT_DIR) continue;
+    const auto record = layout::parse_record(entry.name);
+    if (record && layout::leaf_of(record->key) == leaf) continue;
+    strays->push_back(where + "/" + path + "/" + entry.name);
+  }
+}
+
+}  // namespace
+
+Status verify_record_file(const std::string& path, std::uint64_t named_bytes, const std::string& namespace_id,
+                          const std::string& key) {
+  FileOps& ops = posix_file_ops();
+  int error = 0;
+  const Fd fd = open_fd(ops, AT_FDCWD, path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0, &error);
+  if (!fd) return Status::from_errno(error, "open", path);
+  FileInfo file;
+  if (const int rc = ops.fstat(fd.get(), &file); rc < 0) return Status::from_errno(-rc, "stat", path);
+  if (!file.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, path);
+  return unless_evicted(ops, AT_FDCWD, path, file.inode,
+                        verify_open_file(fd, file, path, named_bytes, namespace_id, key));
+}
+
+std::int64_t record_created(const std::string& path) {
+  FileOps& ops = posix_file_ops();
+  int error = 0;
+  const Fd fd = open_fd(ops, AT_FDCWD, path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0, &error);
+  if (!fd) return 0;
+  const AlignedBuffer page(kRecordHeaderBytes);
+  if (!transfer_all(ops, fd.get(), {{page.data(), page.size()}}, Transfer::kRead, false, path)) return 0;
+  RecordHeader header;
+  if (!decode_header(page.span(), &header)) return 0;
+  return static_cast<std::int64_t>(header.created_unix_nanos);
+}
+
+std::vector<std::string> stray_records(int root, const std::string& namespace_name) {
+  FileOps& ops = posix_file_ops();
+  std::vector<std::string> strays;
+  int error = 0;
+  const Fd space = open_fd(ops, root, namespace_name, kOpenDirectory, 0, &error);
+  if (!space) return strays;
+  for (const std::uint64_t number : live_generations(ops, space.get())) {
+    const std::string name = layout::generation_name(number);
+    const Fd generation = open_fd(ops, space.get(), name, kOpenDirectory, 0, &error);
+    std::vector<std::uint32_t> leaves;
+    std::uint64_t ignored = 0;
+    if (!generation || !list_leaves(ops, generation.get(), &leaves, &ignored)) continue;
+    for (const std::uint32_t leaf : leaves)
+      add_strays(generation.get(), leaf, namespace_name + "/" + name, &strays);
+  }
+  return strays;
+}
+
+}  // namespace kv_offload

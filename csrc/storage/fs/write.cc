@@ -1,0 +1,204 @@
+#include <fcntl.h>
+
+#include <cerrno>
+
+#include "base/aligned_buffer.h"
+#include "storage/fs/layout.h"
+#include "storage/fs/record_file.h"
+#include "storage/fs/store.h"
+
+namespace kv_offload {
+namespace {
+
+// A directory that may be made, one that may grow by two, one block of extents.
+constexpr std::uint64_t kOverhead = 4 * kPageBytes;
+
+}  // namespace
+
+bool FsStore::aligned(std::span<const Shard> shards) {
+  for (const Shard& shard : shards) {
+    if (reinterpret_cast<std::uintptr_t>(shard.data()) % kPageBytes != 0) return false;
+  }
+  return true;
+}
+
+Status FsStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const auto generation = std::static_pointer_cast<Generation>(epoch);
+  const std::uint64_t payload = padded_payload_bytes(op.shards);
+  Draft draft;
+  draft.leaf = layout::leaf_of(op.key);
+  draft.file_bytes = kRecordHeaderBytes + payload;
+  draft.direct = open_.direct && aligned(op.shards);
+  bool replace = false;
+  {
+    const MutexLock lock(mutex_);
+    if (generation != generation_) return was_reset();
+    draft.generation = generation;
+    if (catalogue_.offers(op.key, clock_.now())) return Status::ok();
+    replace = catalogue_.holds(op.key);  // backing off: better written anew
+  }
+  Status status;
+  {
+    Reservation reservation(*open_.space);
+    status = reserve(draft.file_bytes + kOverhead, &draft, &reservation);
+    if (status) status = write_record(op, replace, &draft, &reservation);
+    if (!status) discard(draft, &reservation);
+  }
+  if (!status) return status;
+  const MutexLock lock(mutex_);
+  if (generation != generation_) return was_reset();
+  catalogue_.insert({op.key, draft.file_bytes}, op.about);
+  catalogue_.read_succeeded(op.key);
+  *moved = payload;
+  return Status::ok();
+}
+
+Status FsStore::write_record(const TierOp& op, bool replace, Draft* draft, Reservation* reservation) {
+  zero_padding(op.shards);
+  const RecordHeader header = make_header(options_.namespace_id, op.key, op.group, op.shards);
+  const Generation& generation = *draft->generation;
+  const std::string path = layout::record_path(op.key, draft->file_bytes);
+  const std::string shown = generation.path + "/" + path;
+  // The file of an evicted record lies in the directory that it lay in.
+  const Status opened =
+      draft->fd ? make_leaf(generation, draft->leaf, reservation) : open_temporary(draft, reservation);
+  if (!opened) return opened;
+  (draft->direct ? direct_ops_ : buffered_ops_).fetch_add(1, std::memory_order_relaxed);
+  Status status = staging_.write(ops_, draft->fd.get(), header, op.shards, draft->direct, shown);
+  if (status && options_.fsync != FsyncMode::kNone) {
+    const int rc = ops_.fsync(draft->fd.get(), options_.fsync == FsyncMode::kData);
+    if (rc < 0) status = Status::from_errno(-rc, "fsync", shown);
+  }
+  if (!status) return status;
+  FileInfo info;
+  if (const int rc = ops_.fstat(draft->fd.get(), &info); rc < 0)
+    return Status::from_errno(-rc, "stat", shown);
+  if (replace) {
+    const int rc = remove_file(generation, path);  // only now that there is another
+    if (rc < 0) return Status::from_errno(-rc, "replace", shown);
+  }
+  status = put_in_place(generation, draft->path, path, draft->file_bytes, info.disk_bytes, reservation);
+  if (status) note_leaf_growth(generation, draft->leaf, reservation);
+  return status;
+}
+
+// After a failure anywhere. What stays all the same stays in the sum; the next count removes it.
+void FsStore::discard(const Draft& draft, Reservation* reservation) {
+  if (!draft.fd) return;
+  const int directory = draft.generation->directory.get();
+  FileInfo info;
+  if (ops_.fstat(draft.fd.get(), &info) != 0) info.disk_bytes = draft.file_bytes;
+  int rc = ops_.unlink(directory, draft.path);
+  if (rc < 0 && rc != -ENOENT) rc = ops_.unlink(directory, draft.path);
+  if (rc < 0 && rc != -ENOENT) reservation->used += info.disk_bytes;
+}
+
+Status FsStore::open_temporary(Draft* draft, Reservation* reservation) {
+  const Generation& generation = *draft->generation;
+  const std::string prefix = layout::leaf_path(draft->leaf) + '/';
+  const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
+  Fd fd;
+  int rc = 0;
+  // Twice: a reclaimer may remove the empty directory just made.
+  for (int attempt = 0; attempt < 3; ++attempt) {
+    rc = create_temporary(ops_, generation.directory.get(), prefix, flags, open_.writer, &fd, &draft->path);
+    if (rc != -ENOENT) break;
+    if (Status status = make_leaf(generation, draft->leaf, reservation); !status) return status;
+  }
+  if (rc == 0) {
+    draft->fd = std::move(fd);
+    return Status::ok();
+  }
+  Status status = Status::from_errno(-rc, "create", generation.path + "/" + draft->path);
+  // ENOENT on a write is no missing record: the directory went away (reset).
+  if (rc == -ENOENT) status = Status::error(StatusKind::kIo, status.message(), ENOENT, status.path());
+  return status;
+}
+
+Status FsStore::make_leaf(const Generation& generation, std::uint32_t leaf, Reservation* reservation) {
+  const std::string path = layout::leaf_path(leaf);
+  FileInfo info;
+  if (ops_.stat(generation.directory.get(), path, &info) == 0) return Status::ok();
+  const int rc = ops_.mkdir(generation.directory.get(), path, 0700);
+  if (rc == -EEXIST) return Status::ok();
+  if (rc < 0) {
+    return Status::error(rc == -ENOSPC || rc == -EDQUOT ? StatusKind::kNoSpace : StatusKind::kIo,
+                         Status::from_errno(-rc, "make directory").message(), -rc,
+                         generation.path + "/" + path);
+  }
+  if (ops_.stat(generation.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
+  reservation->used += info.disk_bytes;
+  const MutexLock lock(mutex_);
+  leaf_bytes_[leaf] = static_cast<std::uint32_t>(info.disk_bytes);
+  return Status::ok();
+}
+
+// The record keeps its name if another process wrote the same one meanwhile.
+Status FsStore::put_in_place(const Generation& generation, const std::string& temporary,
+                             const std::string& path, std::uint64_t file_bytes, std::uint64_t disk_bytes,
+                             Reservation* reservation) {
+  const int directory = generation.directory.get();
+  int rc = ops_.rename(directory, temporary, path, true);
+  if (rc == -EINVAL) {  // NFS and others have no such mode
+    FileInfo old;
+    rc = ops_.stat(directory, path, &old) == 0 ? -EEXIST : ops_.rename(directory, temporary, path, false);
+  }
+  if (rc == -EEXIST) {
+    FileInfo old;
+    const int known = ops_.stat(directory, path, &old);
+    if (known == 0 && old.is_regular() && old.size == file_bytes) {
+      const int gone = ops_.unlink(directory, temporary);
+      if (gone < 0 && gone != -ENOENT) reservation->used += disk_bytes;
+      return Status::ok();
+    }
+    if (known == 0 && !old.is_regular()) {
+      return Status::error(StatusKind::kIo, "something that is no record is in its place", EEXIST,
+                           generation.path + "/" + path);
+    }
+    rc = ops_.rename(directory, temporary, path, false);  // a stump
+  }
+  if (rc < 0) {
+    Status status = Status::from_errno(-rc, "rename", generation.path + "/" + path);
+    if (rc == -ENOENT) status = Status::error(StatusKind::kIo, status.message(), ENOENT, status.path());
+    return status;
+  }
+  reservation->used += disk_bytes;
+  if (options_.fsync != FsyncMode::kFull) return Status::ok();
+  const Status status = sync_names(generation, path);
+  // Not what was asked for: it goes again.
+  if (!status && ops_.unlink(directory, path) == 0) reservation->used -= disk_bytes;
+  return status;
+}
+
+// The name of a record, and once that of its directory.
+Status FsStore::sync_names(const Generation& generation, const std::string& path) {
+  const std::string leaf = path.substr(0, path.find('/'));
+  std::vector<std::string> directories = {leaf};
+  {
+    const MutexLock lock(mutex_);
+    if (!durable_leaves_.contains(leaf)) directories.emplace_back(".");
+  }
+  for (const std::string& name : directories) {
+    int error = 0;
+    const Fd fd = open_fd(ops_, generation.directory.get(), name, O_RDONLY | O_DIRECTORY, 0, &error);
+    if (fd) error = -ops_.fsync(fd.get(), false);
+    if (error == 0) continue;
+    const Status status = Status::from_errno(error, "fsync", generation.path + "/" + name);
+    return Status::error(status.kind() == StatusKind::kNotFound ? StatusKind::kIo : status.kind(),
+                         status.message(), error, status.path());
+  }
+  const MutexLock lock(mutex_);
+  if (generation_.get() == &generation) durable_leaves_.insert(leaf);
+  return Status::ok();
+}
+
+void FsStore::note_leaf_growth(const Generation& generation, std::uint32_t leaf, Reservation* reservation) {
+  FileInfo info;
+  if (ops_.stat(generation.directory.get(), layout::leaf_path(leaf), &info) != 0) return;
+  const MutexLock lock(mutex_);
+  std::uint32_t& known = leaf_bytes_[leaf];
+  if (known != 0 && info.disk_bytes > known) reservation->used += info.disk_bytes - known;
+  known = static_cast<std::uint32_t>(info.disk_bytes);
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,89 @@
+// What a PooledTier's ops do on its I/O threads: all that lies between the pool and the store.
+//
+// PooledStore is shared by the tier and every op, so that a thread that had to be let go finds it alive.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/thread_annotations.h"
+#include "storage/breaker.h"
+#include "storage/io_pool.h"
+#include "storage/pooled_tier.h"
+#include "storage/presence.h"
+#include "storage/record_store.h"
+
+namespace kv_offload {
+
+// Mean speed of late reads; older ones fade.
+class ReadSpeed {
+ public:
+  void add(std::uint64_t bytes, double seconds) {
+    constexpr double kFade = 0.9;
+    bytes_ = bytes_ * kFade + static_cast<double>(bytes);
+    seconds_ = seconds_ * kFade + seconds;
+  }
+  double bytes_per_second() const { return seconds_ > 0 ? bytes_ / seconds_ : 0; }
+
+ private:
+  double bytes_ = 0, seconds_ = 0;
+};
+
+struct PooledStore {
+  PooledStore(std::unique_ptr<RecordStore> record_store, const PooledTierOptions& options)
+      : store(std::move(record_store)) {
+    if (store->catalogue() == nullptr)
+      learnt.emplace(clock_of(options), options.absent_for, options.most_keys);
+  }
+  const std::unique_ptr<RecordStore> store;
+  std::optional<PresenceCache> learnt;  // none: the store keeps a catalogue
+  Breaker breakers[2];                  // by lane
+  std::atomic<bool> maintaining{false};
+  std::atomic<std::uint64_t> read_bytes_waiting{0};
+  mutable Mutex mutex;
+  std::vector<Completion> completions GUARDED_BY(mutex);
+  ReadSpeed speed GUARDED_BY(mutex);
+
+  Breaker& breaker(Lane lane) { return breakers[static_cast<std::size_t>(lane)]; }
+  Catalogue& catalogue() { return learnt ? static_cast<Catalogue&>(*learnt) : *store->catalogue(); }
+
+  void complete(Completion completion) EXCLUDES(mutex) {
+    const MutexLock lock(mutex);
+    if (completion.kind == OpKind::kRead && completion.status && completion.seconds > 0) {
+      speed.add(completion.bytes, completion.seconds);
+    }
+    completions.push_back(std::move(completion));
+  }
+};
+
+// The time between two resets that something was submitted in.
+struct Submitted {
+  explicit Submitted(PooledStore& shared) : epoch(shared.store->epoch()) {
+    if (shared.learnt) era = shared.learnt->era();
+  }
+  RecordStore::EpochPtr epoch;  // null: a reset was not over
+  PresenceCache::Era era = 0;
+};
+
+struct OpInFlight {
+  TierOp op;
+  Submitted submitted;
+  std::optional<Breaker::Pass> pass;  // none: the tier was closed
+  std::uint64_t moved = 0;
+};
+
+// Does the op in the epoch that it was submitted in, or not at all.
+Status run_op(PooledStore& shared, OpInFlight& in_flight);
+// Asks the store which of the keys it has.
+Status run_locate(PooledStore& shared, const std::vector<ChunkKey>& keys, const Submitted& submitted);
+
+// Only what the device did counts: our own bound is no failure.
+bool device_failed(const Status& status);
+// What ended without the device (no record, a reset meanwhile, our own bound) says nothing about it.
+bool device_answered(const Status& status, std::uint64_t moved);
+
+}  // namespace kv_offload

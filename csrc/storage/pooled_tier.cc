@@ -1,0 +1,345 @@
+#include "storage/pooled_tier.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <iterator>
+#include <optional>
+#include <utility>
+
+#include "base/thread_annotations.h"
+#include "storage/io_pool.h"
+#include "storage/pooled_ops.h"
+#include "storage/record.h"
+#include "storage/ticker.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr Nanos kMaintainEvery{std::chrono::seconds(1)};
+constexpr std::uint64_t kLocateTag = std::uint64_t{1} << 63;  // above every caller's id
+
+Lane lane_of(OpKind kind) { return kind == OpKind::kRead ? Lane::kRead : Lane::kWrite; }
+
+Status off() {
+  return Status::error(StatusKind::kUnavailable,
+                       "the tier is off for now: its device is stuck or keeps failing");
+}
+
+void upkeep(RecordStore& store) {
+  if (!store.epoch() && store.can_reset()) (void)store.begin_epoch();  // what a reset could not do
+  store.maintain();
+}
+
+class PooledTier final : public Tier {
+ public:
+  PooledTier(std::unique_ptr<RecordStore> store, const PooledTierOptions& options)
+      : options_(options),
+        clock_(clock_of(options)),
+        shared_(std::make_shared<PooledStore>(std::move(store), options)),
+        next_upkeep_(clock_.now() + kMaintainEvery),
+        pool_(options.driven_by_hand != nullptr
+                  ? IoPoolOptions{0, 0, &clock_, options.close_wait}
+                  : IoPoolOptions{options.n_read_threads, options.n_write_threads, &clock_,
+                                  options.close_wait}),
+        keeper_({1, 1, &clock_, options.close_wait}),
+        ticker_(kMaintainEvery, [this] { keep_up_when_due(); }) {
+    if (options.driven_by_hand != nullptr) *options.driven_by_hand = &pool_;
+    keep(Lane::kWrite, [](RecordStore& started) { started.start(); });
+  }
+  ~PooledTier() override { close(); }
+
+  std::string_view name() const override { return options_.name; }
+  void submit(std::vector<TierOp> ops) override;
+  bool cancel(OpId id) override { return pool_.cancel(id); }
+  void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
+  Presence contains(const ChunkKey& key) const override;
+  void prefetch_presence(std::vector<ChunkKey> keys) override;
+  void touch(const ChunkKey& key) override { shared_->catalogue().touch(key); }
+  Status reset() override;
+  TierStats stats() const override;
+  void close() override;
+  double estimate_read_seconds(std::uint64_t bytes) const override;
+
+ private:
+  IoPool::Op make_op(TierOp op, const Submitted& submitted, std::optional<Breaker::Pass> pass);
+  IoPool::Op make_locate(std::vector<ChunkKey> keys, const Submitted& submitted, Breaker::Pass pass);
+  void keep(Lane lane, std::function<void(RecordStore&)> work);
+  // On the keeper's fast lane; kTimeout when it did not end in time (it goes on).
+  Status keep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
+  // An engine that is idle does not poll, and others count on us to go on: also on the ticker's thread.
+  void keep_up_when_due();
+  bool takes(Lane lane) const;
+  void watch();  // trips the breakers when an op is stuck
+
+  const PooledTierOptions options_;
+  const Clock& clock_;
+  const std::shared_ptr<PooledStore> shared_;
+  Nanos tripped_at_{0};             // ops that started before trip no breaker again
+  Nanos counted_until_{0};          // ops that started up to here were found stuck, or ended
+  std::uint64_t timeouts_[2] = {};  // by lane
+  bool closed_ = false;
+  std::atomic<Nanos> next_upkeep_;
+  // Last: their threads end before what they use.
+  IoPool pool_;
+  IoPool keeper_;  // write lane: start and upkeep; read lane: what must not wait for it
+  Ticker ticker_;
+};
+
+void PooledTier::keep(Lane lane, std::function<void(RecordStore&)> work) {
+  IoPool::Op op;
+  op.lane = lane;
+  op.run = [shared = shared_, work = std::move(work)] {
+    work(*shared->store);
+    return Status::ok();
+  };
+  op.done = [](const Status&, double, double) {};
+  std::vector<IoPool::Op> ops;
+  ops.push_back(std::move(op));
+  keeper_.submit(std::move(ops));
+}
+
+IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optional<Breaker::Pass> pass) {
+  auto in_flight = std::make_shared<OpInFlight>(OpInFlight{std::move(op), submitted, pass});
+  const TierOp& kept = in_flight->op;
+  const std::uint64_t waiting = kept.kind == OpKind::kRead ? padded_payload_bytes(kept.shards) : 0;
+  shared_->read_bytes_waiting.fetch_add(waiting);
+  IoPool::Op queued;
+  queued.tag = kept.id;
+  queued.lane = lane_of(kept.kind);
+  queued.deadline = kept.deadline;
+  queued.run = [shared = shared_, in_flight] { return run_op(*shared, *in_flight); };
+  queued.done = [shared = shared_, in_flight, waiting, clock = &clock_](const Status& status, double seconds,
+                                                                        double queued_seconds) {
+    shared->read_bytes_waiting.fetch_sub(waiting);
+    const TierOp& op = in_flight->op;
+    if (in_flight->pass) {
+      Breaker& breaker = shared->breaker(lane_of(op.kind));
+      if (device_failed(status)) {
+        breaker.failed(*in_flight->pass, clock->now());
+      } else if (device_answered(status, in_flight->moved)) {
+        breaker.succeeded(*in_flight->pass);
+      } else {
+        breaker.not_tried(*in_flight->pass);
+      }
+    }
+    const std::uint64_t bytes = status ? in_flight->moved : 0;
+    shared->complete({op.id, op.kind, op.key, status, bytes, seconds, queued_seconds});
+  };
+  return queued;
+}
+
+// A device that does not answer it does not answer reads. That it answers says nothing of them: names may be
+// read where bytes cannot.
+IoPool::Op PooledTier::make_locate(std::vector<ChunkKey> keys, const Submitted& submitted,
+                                   Breaker::Pass pass) {
+  auto asked = std::make_shared<const std::vector<ChunkKey>>(std::move(keys));
+  IoPool::Op queued;
+  queued.tag = kLocateTag;
+  queued.run = [shared = shared_, asked, submitted] { return run_locate(*shared, *asked, submitted); };
+  queued.done = [shared = shared_, asked, pass, clock = &clock_](const Status& status, double, double) {
+    if (!status) shared->catalogue().give_up_asking(*asked);
+    Breaker& breaker = shared->breaker(Lane::kRead);
+    if (device_failed(status)) {
+      breaker.failed(pass, clock->now());
+    } else {
+      breaker.not_tried(pass);
+    }
+  };
+  return queued;
+}
+
+void PooledTier::submit(std::vector<TierOp> ops) {
+  for (const TierOp& op : ops) {
+    if (op.shards.empty() || op.shards.size() > kMaxShards) {
+      throw_invalid("an op of {} shards was given; a record has 1..{}", op.shards.size(), kMaxShards);
+    }
+  }
+  watch();
+  const Nanos now = clock_.now();
+  // Not when a thread takes the op up: a reset may come in between, and what was computed before it must not
+  // be found after it.
+  const Submitted submitted(*shared_);
+  std::vector<IoPool::Op> queued;
+  queued.reserve(ops.size());
+  for (TierOp& op : ops) {
+    std::optional<Breaker::Pass> pass;
+    if (!closed_) {
+      pass = shared_->breaker(lane_of(op.kind)).admit(now);
+      if (!pass) {
+        shared_->complete({op.id, op.kind, op.key, off(), 0, 0, 0});
+        continue;
+      }
+    }
+    queued.push_back(make_op(std::move(op), submitted, pass));
+  }
+  pool_.submit(std::move(queued));
+}
+
+// Threads are stuck when an op has been running for longer than op_deadline.
+void PooledTier::watch() {
+  const Nanos now = clock_.now();
+  const Nanos too_long_ago = now - options_.op_deadline;
+  bool stuck = false;
+  for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
+    timeouts_[static_cast<std::size_t>(lane)] += pool_.running_since(lane, counted_until_, too_long_ago);
+    stuck |= pool_.running_since(lane, tripped_at_, too_long_ago) > 0;
+  }
+  counted_until_ = std::max(counted_until_, too_long_ago - Nanos{1});
+  if (!stuck) return;
+  tripped_at_ = now;
+  for (Breaker& breaker : shared_->breakers) breaker.trip(now);
+  pool_.fail_queued(off());
+}
+
+void PooledTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
+  watch();
+  pool_.expire();
+  if (!closed_) keep_up_when_due();
+  shared_->catalogue().take_removals(removals);
+  const MutexLock lock(shared_->mutex);
+  std::move(shared_->completions.begin(), shared_->completions.end(), std::back_inserter(*completions));
+  shared_->completions.clear();
+}
+
+bool PooledTier::takes(Lane lane) const {
+  const Breaker& breaker = shared_->breaker(lane);
+  return breaker.closed() || breaker.offers(clock_.now());
+}
+
+Presence PooledTier::contains(const ChunkKey& key) const {
+  const Presence presence = shared_->catalogue().contains(key);
+  if (presence != Presence::kUnknown) return presence;
+  const bool answered = !closed_ && takes(Lane::kRead) && shared_->store->epoch() != nullptr;
+  return answered ? Presence::kUnknown : Presence::kAbsent;
+}
+
+void PooledTier::prefetch_presence(std::vector<ChunkKey> keys) {
+  if (closed_ || !takes(Lane::kRead) || shared_->store->epoch() == nullptr) return;
+  shared_->catalogue().begin_asking(&keys);
+  const Nanos now = clock_.now();
+  const Submitted submitted(*shared_);
+  const std::size_t at_once = std::max<std::size_t>(shared_->store->keys_per_locate(), 1);
+  std::vector<IoPool::Op> queued;
+  for (std::size_t begin = 0; begin < keys.size(); begin += at_once) {
+    const auto part = std::span(keys).subspan(begin, std::min(at_once, keys.size() - begin));
+    if (const auto pass = shared_->breaker(Lane::kRead).admit(now)) {
+      queued.push_back(make_locate({part.begin(), part.end()}, submitted, *pass));
+    } else {
+      shared_->catalogue().give_up_asking(part);
+    }
+  }
+  pool_.submit(std::move(queued));
+}
+
+void PooledTier::keep_up_when_due() {
+  const Nanos now = clock_.now();
+  if (now < next_upkeep_.load() || shared_->maintaining.exchange(true)) return;
+  next_upkeep_.store(now + kMaintainEvery);
+  keep(Lane::kWrite, [shared = shared_.get()](RecordStore& store) {
+    upkeep(store);
+    shared->maintaining.store(false);
+  });
+}
+
+Status PooledTier::keep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work) {
+  struct Answer {
+    Mutex mutex;
+    CondVar ready;
+    bool done GUARDED_BY(mutex) = false;
+    Status status GUARDED_BY(mutex);
+  };
+  auto answer = std::make_shared<Answer>();
+  keep(Lane::kRead, [answer, work = std::move(work)](RecordStore& store) {
+    Status status = work(store);
+    const MutexLock lock(answer->mutex);
+    answer->status = std::move(status);
+    answer->done = true;
+    answer->ready.notify_all();
+  });
+  const auto give_up = std::chrono::steady_clock::now() + wait;
+  const MutexLock lock(answer->mutex);
+  while (!answer->done) {
+    const auto remaining = give_up - std::chrono::steady_clock::now();
+    if (remaining <= remaining.zero()) return Status::error(StatusKind::kTimeout, "storage does not answer");
+    answer->ready.wait_for(answer->mutex, remaining);
+  }
+  return answer->status;
+}
+
+Status PooledTier::reset() {
+  shared_->store->forget();
+  if (shared_->learnt) shared_->learnt->reset();
+  if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
+  if (!shared_->store->can_reset()) {
+    return Status::error(StatusKind::kUnavailable,
+                         "the tier cannot be reset: it offers nothing any more, until the next start");
+  }
+  // Waits, unlike all else here: who changed the weights must know that nothing
+  // older can come back. A failure leaves the store without an epoch (it finds
+  // nothing and takes nothing) until upkeep, or what timed out, has begun one.
+  Status status = keep_and_wait(options_.op_deadline, [](RecordStore& store) { return store.begin_epoch(); });
+  keep(Lane::kWrite, [](RecordStore& store) { upkeep(store); });  // reclaims, behind
+  return status;
+}
+
+TierStats PooledTier::stats() const {
+  TierStats stats;
+  shared_->store->figures(&stats);
+  const IoPool::Depth reads = pool_.depth(Lane::kRead), writes = pool_.depth(Lane::kWrite);
+  stats.queued_reads = reads.queued + reads.running;
+  stats.queued_writes = writes.queued + writes.running;
+  stats.oldest_read_seconds = reads.oldest_seconds;
+  stats.oldest_write_seconds = writes.oldest_seconds;
+  stats.read_timeouts = timeouts_[static_cast<std::size_t>(Lane::kRead)];
+  stats.write_timeouts = timeouts_[static_cast<std::size_t>(Lane::kWrite)];
+  stats.readable = takes(Lane::kRead);
+  stats.writable = takes(Lane::kWrite) && shared_->store->epoch() != nullptr;
+  for (const Breaker& breaker : shared_->breakers) stats.breaker_trips += breaker.trips();
+  return stats;
+}
+
+void PooledTier::close() {
+  if (std::exchange(closed_, true)) return;
+  ticker_.stop();
+  shared_->store->stop();
+  // While threads still run; a device that fails is spared.
+  if (shared_->breaker(Lane::kWrite).closed()) {
+    (void)keep_and_wait(options_.close_wait, [](RecordStore& store) {
+      store.maintain();
+      return Status::ok();
+    });
+  }
+  const bool left = pool_.close();
+  if (keeper_.close() && left) shared_->store->close();
+}
+
+double PooledTier::estimate_read_seconds(std::uint64_t bytes) const {
+  double rate = 0;
+  {
+    const MutexLock lock(shared_->mutex);
+    rate = shared_->speed.bytes_per_second();
+  }
+  if (rate <= 0) return 0;
+  const double ahead =
+      static_cast<double>(shared_->read_bytes_waiting.load()) / std::max(1u, options_.n_read_threads);
+  return (ahead + static_cast<double>(bytes)) / rate;
+}
+
+}  // namespace
+
+const Clock& clock_of(const PooledTierOptions& options) {
+  static const SteadyClock steady;  // stateless; threads that were let go may read it
+  return options.clock != nullptr ? *options.clock : static_cast<const Clock&>(steady);
+}
+
+std::unique_ptr<Tier> make_pooled_tier(std::unique_ptr<RecordStore> store, const PooledTierOptions& options) {
+  if (options.n_read_threads == 0 || options.n_write_threads == 0) {
+    throw_invalid("n_read_threads {} and n_write_threads {} were given; each must be at least 1",
+                  options.n_read_threads, options.n_write_threads);
+  }
+  return std::make_unique<PooledTier>(std::move(store), options);
+}
+
+}  // namespace kv_offload

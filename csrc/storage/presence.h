@@ -1,0 +1,85 @@
+// Presence: which keys a store has records of, as far as is known on this side. Catalogue is what PooledTier
+// asks; PresenceCache is the one for stores that keep none themselves, which others write to and which drop
+// records by rules of their own.
+//
+// Threads: any. No call does I/O or waits for who does.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/thread_annotations.h"
+#include "base/types.h"
+#include "storage/tier.h"
+
+namespace kv_offload {
+
+class Catalogue {
+ public:
+  virtual ~Catalogue() = default;
+  // O(1); changes nothing.
+  virtual Presence contains(const ChunkKey& key) const = 0;
+  // Leaves those keys that have to be asked for: unknown, and not being asked for already. They are being
+  // asked for from now on, until RecordStore::locate() of them ended or they are given up.
+  virtual void begin_asking(std::vector<ChunkKey>* keys) = 0;
+  // It failed, or never ran: absent for now, so that nobody asks in a loop.
+  virtual void give_up_asking(std::span<const ChunkKey> keys) = 0;
+  virtual void touch(const ChunkKey& key) = 0;
+  // Appends what is gone since the last call.
+  virtual void take_removals(std::vector<TierRemoval>* removals) = 0;
+};
+
+// Bounded: the keys that nothing was learnt of for longest are forgotten first, and are unknown again. Each
+// call is O(1) a key, forgetting them included (amortised).
+//
+// What is present stays so until a read finds otherwise; what is absent is worth asking again after a time,
+// for others write to the store. What an op learnt counts only in the era (the time between two resets) that
+// it was submitted in.
+class PresenceCache final : public Catalogue {
+ public:
+  using Era = std::uint64_t;
+
+  PresenceCache(const Clock& clock, Nanos absent_for, std::size_t most_keys);
+
+  Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
+  void begin_asking(std::vector<ChunkKey>* keys) override EXCLUDES(mutex_);
+  void give_up_asking(std::span<const ChunkKey> keys) override EXCLUDES(mutex_);
+  void touch(const ChunkKey&) override {}  // the store knows what is read, and nothing else of use
+  void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
+
+  Era era() const EXCLUDES(mutex_);
+  // An answer of locate(). What a write or a read told meanwhile is newer.
+  void answered(const ChunkKey& key, bool present, Era era) EXCLUDES(mutex_);
+  void written(const ChunkKey& key, Era era) EXCLUDES(mutex_);  // or read
+  void gone(const ChunkKey& key, TierRemoval::Reason reason, Era era) EXCLUDES(mutex_);
+  void reset() EXCLUDES(mutex_);  // nothing is there any more
+
+ private:
+  enum class State : std::uint8_t { kAsking, kPresent, kAbsent };
+  struct Entry {
+    State state = State::kAbsent;
+    Nanos until{0};  // kAbsent
+  };
+  using Entries = std::unordered_map<ChunkKey, Entry>;
+
+  const Entry* find(const ChunkKey& key) const REQUIRES(mutex_);
+  // Full: `forgotten` receives the older half, to be freed without the lock.
+  void put(const ChunkKey& key, Entry entry, Entries* forgotten) REQUIRES(mutex_);
+  Presence presence_of(const Entry* entry, Nanos now) const;
+
+  const Clock& clock_;
+  const Nanos absent_for_;
+  const std::size_t most_keys_;
+  mutable Mutex mutex_;
+  // A key is in one of the two; what is learnt makes it one of the young.
+  Entries young_ GUARDED_BY(mutex_), old_ GUARDED_BY(mutex_);
+  Era era_ GUARDED_BY(mutex_) = 0;
+  std::vector<TierRemoval> removals_ GUARDED_BY(mutex_);
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,149 @@
+"""What every kind of tier has in the configuration, and what a kind says of itself.
+
+All that differs between kinds is asked here: the adapter, the command line and the sizing name none.
+"""
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from kv_offload.sizes import parse_byte_size
+
+if TYPE_CHECKING:
+    from kv_offload._core import TierSpec
+    from kv_offload.namespace import NamespaceFacts
+
+EVICTION_POLICIES = ("lru", "s3fifo", "prefix")  # a test compares it with what the core has
+MAX_SIGHTS = 127  # that the core counts, for write_policy reuse:N
+
+ByteSize = Annotated[int, BeforeValidator(parse_byte_size)]
+Threads = Annotated[int, Field(ge=1, le=256)]
+State = Literal["ok", "note", "refused"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found out about a tier. ``figures`` are plain numbers in bytes and seconds."""
+
+    state: State
+    text: str
+    figures: dict[str, Any] | None = None
+
+
+def known_eviction_policy(value: str) -> str:
+    """The value; ValueError naming the policies there are."""
+    if value not in EVICTION_POLICIES:
+        raise ValueError(f"is {value!r}; possible: {', '.join(EVICTION_POLICIES)}")
+    return value
+
+
+class TierConfig(BaseModel):
+    """One tier below host memory. A kind derives from it, gives ``type`` its name and is registered
+    (``kv_offload.tiers.register``)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # ---- what a kind says of itself, beside its fields
+    example: ClassVar[Mapping[str, Any]]  # such as one writes
+    place_key: ClassVar[str]  # the field that names its place
+    default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "LOCAL"
+
+    type: str
+    write_policy: str = Field(
+        default="through",
+        description='"through" (record every stored chunk), "on_evict" (when it leaves host memory), '
+        '"reuse:N" (after its Nth sight), "never" (others fill it)',
+    )
+    n_read_threads: Threads = 4
+    n_write_threads: Threads = 2
+    op_deadline_ms: int = Field(
+        default=10_000, ge=1, description="a read or write older than this turns the tier off for a while"
+    )
+    locality: Literal["LOCAL", "REMOTE"] | None = Field(
+        default=None, description="passed on in KV events: storage of this host or shared"
+    )
+    enable_kv_events: bool = Field(
+        default=True, description="publish this tier's KV events when vLLM publishes any"
+    )
+
+    @field_validator("write_policy")
+    @classmethod
+    def _known_write_policy(cls, value: str) -> str:
+        reuse = re.fullmatch(r"reuse:([0-9]{1,3})", value)
+        if value not in ("through", "on_evict", "never") and (
+            reuse is None or not 1 <= int(reuse.group(1)) <= MAX_SIGHTS
+        ):
+            raise ValueError(
+                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_SIGHTS}: the Nth sight), "
+                "never"
+            )
+        return value
+
+    @property
+    def op_deadline_seconds(self) -> float:
+        return self.op_deadline_ms / 1000
+
+    @property
+    def events_locality(self) -> str:
+        """LOCAL or REMOTE, as given or as the kind is."""
+        return self.locality or self.default_locality
+
+    # ---- what the others ask
+
+    @property
+    def place(self) -> str:
+        """Where its records are. No two tiers have the same."""
+        return str(getattr(self, self.place_key))
+
+    def label(self) -> str:
+        """What it is called in answers about this machine."""
+        return f"{self.type} {self.place}"
+
+    def portable(self) -> dict[str, Any]:
+        """Those of its keys that must be written out for another working directory or host."""
+        return {}
+
+    @classmethod
+    def bounds(cls, tiers: "Sequence[TierConfig]") -> "list[int | None]":
+        """The most bytes that each of the tiers, all of this kind, may hold; None: its server bounds itself.
+
+        Asked once with all of them, because those without a bound may share what there is.
+        """
+        return [None for _ in tiers]
+
+    def problems(self, record_bytes: int = 0) -> list[str]:
+        """Why it cannot be used from here: a sentence each, naming asked, available and the setting.
+
+        Changes nothing. ``record_bytes``: of the largest record, header included, when known.
+        """
+        return []
+
+    def cautions(self) -> list[str]:
+        """What will work but is hardly meant."""
+        return []
+
+    def summary(self) -> str:
+        """What there is to say of one that can be used."""
+        return "can be used"
+
+    def measure(self, total_bytes: int) -> Answer | None:
+        """How fast it is, by writing and reading so many bytes beside its records; None: not known how."""
+        return None
+
+    def other_namespaces(self, own: "NamespaceFacts") -> list[str]:
+        """What is different in other namespaces that lie there, a text each."""
+        return []
+
+    def spec(self, name: str, bound: int | None, facts: "NamespaceFacts") -> "TierSpec":
+        """What TieredCache opens, under the label ``name``."""
+        spec = self.make_spec(name, bound, facts)
+        spec.write_policy = self.write_policy
+        return spec
+
+    @abstractmethod
+    def make_spec(self, name: str, bound: int | None, facts: "NamespaceFacts") -> "TierSpec":
+        """The kind's part of ``spec``: its own class of the core."""

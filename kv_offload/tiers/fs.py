@@ -1,0 +1,218 @@
+"""The kind ``fs``: records as files below a directory."""
+
+import os
+import stat
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from kv_offload.sizes import format_bytes
+from kv_offload.tiers.base import Answer, ByteSize, TierConfig, known_eviction_policy
+
+if TYPE_CHECKING:
+    from kv_offload._core import FsTier
+    from kv_offload.namespace import NamespaceFacts
+
+DEFAULT_DISK_SHARE = 0.5  # of (free + already held) bytes, for a tier without max_bytes
+_HEADER_BYTES = 4096
+_SMALLEST_RECORD = 64 << 10  # what must fit when the record size is not known yet
+_PROBE_RECORD = 2 << 20
+_SMALLEST_PROBE = 8 * _PROBE_RECORD
+
+
+def existing_part(path: str) -> Path:
+    """The path itself, or its nearest parent that is there."""
+    part = Path(path)
+    while not part.exists() and part != part.parent:
+        part = part.parent
+    return part
+
+
+def free_bytes(root_dir: str) -> int:
+    """Bytes that this user may still write on the file system of ``root_dir``."""
+    figures = os.statvfs(existing_part(root_dir))
+    return figures.f_bavail * figures.f_frsize
+
+
+def held_bytes(root_dir: str) -> int:
+    """Bytes that the files below ``root_dir`` take, about; 0 when it is not there."""
+    from kv_offload import _core
+
+    return _core.directory_usage(root_dir)
+
+
+def _direct_mode(value: object) -> object:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+class FsTierConfig(TierConfig):
+    """One tier of records in files under one root directory."""
+
+    example: ClassVar[dict[str, Any]] = {"type": "fs", "root_dir": "/var/cache/kv", "max_bytes": "500GiB"}
+    place_key: ClassVar[str] = "root_dir"
+
+    type: Literal["fs"] = "fs"
+    root_dir: str = Field(
+        description="directory of the records; made if it is not there, owned by the serving user"
+    )
+    max_bytes: ByteSize | None = Field(
+        default=None,
+        gt=0,
+        description="hard bound on the whole root; default: half of the free space and of what the root "
+        "already holds",
+    )
+    eviction_policy: str = Field(
+        default="lru", description='of this tier: "lru"; "prefix" and "s3fifo" as for host memory'
+    )
+    fsync: Literal["none", "data", "full"] = Field(
+        default="none", description="wait for the device after each record; checksums make it unnecessary"
+    )
+    o_direct: Annotated[Literal["auto", "on", "off"], BeforeValidator(_direct_mode)] = Field(
+        default="auto", description="bypass the page cache: where the root supports it, or on, or off"
+    )
+
+    @field_validator("root_dir")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("is empty; name a directory")
+        return os.path.abspath(os.path.expanduser(value))
+
+    @field_validator("eviction_policy")
+    @classmethod
+    def _known_eviction_policy(cls, value: str) -> str:
+        return known_eviction_policy(value)
+
+    def label(self) -> str:
+        """Its directory."""
+        return f"disk {self.root_dir}"
+
+    def portable(self) -> dict[str, Any]:
+        """The absolute path: a server is started in another directory."""
+        return {"root_dir": self.root_dir}
+
+    @classmethod
+    def bounds(cls, tiers: Sequence[TierConfig]) -> list[int | None]:
+        """max_bytes of each. One without it gets half of what is free on its file system plus what it
+        already holds, shared with the other unbounded tiers there; a restart gets the same again."""
+        own = cast("Sequence[FsTierConfig]", tiers)
+        unbounded = Counter(tier._device() for tier in own if tier.max_bytes is None)
+        return [
+            int(tier._room() * DEFAULT_DISK_SHARE / unbounded[tier._device()])
+            if tier.max_bytes is None
+            else tier.max_bytes
+            for tier in own
+        ]
+
+    def _device(self) -> int:
+        return existing_part(self.root_dir).stat().st_dev
+
+    def _room(self) -> int:
+        return free_bytes(self.root_dir) + held_bytes(self.root_dir)
+
+    def problems(self, record_bytes: int = 0) -> list[str]:
+        """The same refusals as the core's when it opens the root, before anything is made."""
+        root = self.root_dir
+        there = existing_part(root)
+        asked = f"root_dir {root}"
+        if not there.is_dir():
+            return [f"{asked}: {there} is not a directory; choose another root_dir"]
+        if Path(root).is_symlink():
+            return [f"{asked} is a symbolic link; give the directory it points to: {os.path.realpath(root)}"]
+        problems = []
+        if there == Path(root) and there.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            problems.append(
+                f"{asked} can be written by other users: chmod 700 it, or name a directory below it, "
+                f"such as {root}/kv"
+            )
+        elif there == Path(root) and there.stat().st_uid != os.geteuid():
+            problems.append(
+                f"{asked} belongs to user {there.stat().st_uid}, this process is user {os.geteuid()}: "
+                "chown it, or name a directory below it that this user makes"
+            )
+        elif not os.access(there, os.W_OK | os.X_OK):
+            problems.append(
+                f"{asked}: user {os.geteuid()} may not write in {there}: chmod or chown it, or choose "
+                "another root_dir"
+            )
+        return problems + self._problems_of_space(asked, record_bytes)
+
+    def _problems_of_space(self, asked: str, record_bytes: int) -> list[str]:
+        problems = []
+        needed = max(record_bytes, _SMALLEST_RECORD + _HEADER_BYTES)
+        if self.max_bytes is not None and self.max_bytes < needed:
+            problems.append(
+                f"{asked}: max_bytes is {format_bytes(self.max_bytes)}, one record takes "
+                f"{format_bytes(needed)}: raise max_bytes"
+            )
+        free = free_bytes(self.root_dir)
+        if free < needed and self._room() < needed:  # a full root still serves and evicts
+            problems.append(
+                f"{asked}: {format_bytes(free)} free on its file system, one record takes "
+                f"{format_bytes(needed)}: free space there or choose another root_dir"
+            )
+        return problems
+
+    def cautions(self) -> list[str]:
+        """A bound above what the file system can hold."""
+        room = self._room()
+        if self.max_bytes is None or self.max_bytes <= room:
+            return []
+        return [
+            f"root_dir {self.root_dir}: max_bytes is {format_bytes(self.max_bytes)}, its file system can "
+            f"hold {format_bytes(room)}; writes will be dropped when it is full"
+        ]
+
+    def summary(self) -> str:
+        """What is free there."""
+        return f"{format_bytes(free_bytes(self.root_dir))} free"
+
+    def measure(self, total_bytes: int) -> Answer:
+        """Writes and reads temporary records in a directory of their own, which the core removes again."""
+        from kv_offload import _core
+
+        total = min(total_bytes, free_bytes(self.root_dir) // 4) // _PROBE_RECORD * _PROBE_RECORD
+        if total < _SMALLEST_PROBE:
+            return Answer("note", "too little free space to measure its speed")
+        figures = _core.probe_disk(str(existing_part(self.root_dir)), total, _PROBE_RECORD)
+        direct = "O_DIRECT" if figures["o_direct"] else "buffered (O_DIRECT is refused there)"
+        if self.o_direct == "on" and not figures["o_direct"]:
+            text = 'o_direct is "on", the file system refuses it: set "auto"'
+            return Answer("refused", text, figures)
+        write, read = (
+            f"{format_bytes(int(figures[f'{verb}_bytes_per_second']))}/s" for verb in ("write", "read")
+        )
+        size = f"{format_bytes(total)} of {format_bytes(_PROBE_RECORD)} records"
+        return Answer(
+            "ok" if figures["o_direct"] or self.o_direct == "off" else "note",
+            f"writes {write}, reads {read}, {direct}; {size}",
+            figures,
+        )
+
+    def other_namespaces(self, own: "NamespaceFacts") -> list[str]:
+        """Of the newest in the root."""
+        from kv_offload.namespace import other_namespaces
+
+        return other_namespaces(self.root_dir, own)
+
+    def make_spec(self, name: str, bound: int | None, facts: "NamespaceFacts") -> "FsTier":
+        """A tier of files; ``bound`` is never None."""
+        from kv_offload import _core
+
+        assert bound is not None
+        return _core.FsTier(
+            root_dir=self.root_dir,
+            max_bytes=bound,
+            namespace_id=facts.namespace_id(),
+            namespace_json=facts.readable_json(),
+            name=name,
+            fsync=self.fsync,
+            o_direct=self.o_direct,
+            n_read_threads=self.n_read_threads,
+            n_write_threads=self.n_write_threads,
+            op_deadline_seconds=self.op_deadline_seconds,
+            eviction_policy=self.eviction_policy,
+        )

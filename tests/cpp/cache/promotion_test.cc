@@ -1,0 +1,134 @@
+// Two tiers: what was fetched from the slower one, and who writes what of it.
+#include "cache/cache_fixture.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+class PromotionTest : public CacheTest {
+ protected:
+  void make_with(TierSlotOptions faster, TierSlotOptions slower = {}, std::uint64_t rows = 1) {
+    make({.rows = rows, .cache = {.tiers = {faster, slower}}, .slower = &slower_});
+  }
+  static Names queued(const FakeTier& tier) {
+    Names result;
+    for (const TierOp& op : tier.writes()) result.push_back(names({op.key}).front());
+    return result;
+  }
+  void finish_all() {
+    fake().finish();
+    slower_->finish();
+    step();
+  }
+  // On the slower tier alone, and not in host memory.
+  void keep_on_the_slower(const std::string& name) {
+    store({name});
+    finish_all();
+    fake().remove(key_of(name), TierRemoval::Reason::kEvicted);
+    push_out();
+    ASSERT_TRUE(slower_->holds(key_of(name)));
+    ASSERT_FALSE(fake().holds(key_of(name)));
+  }
+  // Fills host memory with something else.
+  void push_out() {
+    store({"other" + std::to_string(++others_)});
+    finish_all();
+  }
+  // Its bytes are looked at as it is loaded.
+  void fetch(const std::string& name) {
+    const RequestHandle request = begin();
+    ASSERT_EQ(scan(request, {name}), "P");
+    step();
+    fake().finish();
+    slower_->finish(1);
+    step();
+    ASSERT_EQ(scan(request, {name}), "H");
+    load(request, {name});
+    end(request);
+  }
+
+  FakeTier* slower_ = nullptr;
+  int others_ = 0;
+};
+
+TEST_F(PromotionTest, WhatWasFetchedFromASlowerTierIsWrittenToTheFasterOne) {
+  make_with({});
+  keep_on_the_slower("a");
+  fetch("a");
+  EXPECT_THAT(queued(fake()), ElementsAre("a"));
+  EXPECT_THAT(queued(*slower_), IsEmpty());
+  finish_all();
+  EXPECT_TRUE(fake().holds(key_of("a")));
+  EXPECT_EQ(world().hit_tokens("slow"), World::kTokens);
+  push_out();
+  fetch("a");
+  EXPECT_EQ(world().hit_tokens("fs"), World::kTokens) << "the faster one has it now, and the same bytes";
+}
+
+TEST_F(PromotionTest, WhatWasFetchedFromAFasterTierIsNotWrittenToTheSlowerOne) {
+  make_with({});
+  store({"a"});
+  finish_all();
+  slower_->remove(key_of("a"), TierRemoval::Reason::kEvicted);
+  push_out();
+  fetch("a");
+  EXPECT_THAT(queued(*slower_), IsEmpty());
+}
+
+TEST_F(PromotionTest, ATierThatOthersFillIsReadAndNeverWritten) {
+  make_with({.write_policy = WritePolicy::kNever}, {}, 2);
+  store({"a"});
+  finish_all();
+  EXPECT_FALSE(fake().holds(key_of("a")));
+  fake().records[key_of("b")] = slower_->records.at(key_of("a"));
+  push_out();
+  push_out();
+  fetch("a");
+  for (int i = 0; i < 3; ++i) push_out();
+  EXPECT_TRUE(fake().records.contains(key_of("b")));
+  EXPECT_EQ(fake().records.size(), 1u) << "neither stored nor fetched nor evicted chunks were written";
+  EXPECT_EQ(peek({"b"}), "P") << "and it is read";
+}
+
+TEST_F(PromotionTest, ReuseCountsItsOwnSights) {
+  make_with({.write_policy = WritePolicy::kReuse, .reuse_threshold = 3});
+  keep_on_the_slower("a");  // the first sight
+  fetch("a");               // the second
+  EXPECT_THAT(queued(fake()), IsEmpty());
+  push_out();
+  fetch("a");
+  EXPECT_THAT(queued(fake()), ElementsAre("a"));
+}
+
+TEST_F(PromotionTest, OnEvictWritesItWhenItLeavesHostMemory) {
+  make_with({.write_policy = WritePolicy::kOnEvict}, {}, 8);
+  store({"a"});
+  finish_all();
+  world().tier->records.clear();
+  for (int i = 0; i < 16; ++i) push_out();
+  fake().remove(key_of("a"), TierRemoval::Reason::kEvicted);
+  fetch("a");
+  EXPECT_FALSE(fake().holds(key_of("a")));
+  for (int i = 0; i < 16; ++i) push_out();
+  EXPECT_TRUE(fake().holds(key_of("a")));
+}
+
+TEST_F(PromotionTest, AReadThatFailedPromotesNothing) {
+  make_with({});
+  keep_on_the_slower("a");
+  slower_->damage(key_of("a"));
+  const RequestHandle request = begin();
+  ASSERT_EQ(scan(request, {"a"}), "P");
+  step();
+  slower_->finish();
+  step();
+  EXPECT_EQ(scan(request, {"a"}), "M");
+  end(request);
+  EXPECT_THAT(queued(fake()), IsEmpty());
+  EXPECT_FALSE(fake().holds(key_of("a")));
+}
+
+}  // namespace
+}  // namespace kv_offload

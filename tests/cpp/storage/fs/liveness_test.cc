@@ -1,0 +1,211 @@
+// Several on one full root: each goes on, whatever the others do or do not do.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "faulty_file_ops.h"
+#include "fixture.h"
+#include "storage/fs/space.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+constexpr std::uint64_t kLivenessBound = std::uint64_t{2} << 20;
+constexpr std::uint64_t kLivenessRecord = 65536 + 4096;
+const ShardSizes kLivenessShards = {65536};
+
+class FsLiveness : public ::testing::Test {
+ protected:
+  FsTierOptions timed_options() {
+    FsTierOptions options = options_for(root_, kLivenessBound);
+    options.clock = &clock_;
+    options.op_deadline = std::chrono::hours(24);
+    return options;
+  }
+  void fill(TierUser& user, std::uint32_t first = 0) {
+    user.wait_for_scan();
+    next_ = first;
+    while (user.removed(TierRemoval::Reason::kEvicted) < 3) ASSERT_TRUE(user.write(next_++, kLivenessShards));
+  }
+  // Looks of the tier's own ticker are under way while this clock jumps: they may take what it jumped for
+  // their own duration, and rest for twenty times as long.
+  bool finds(TierUser& user, std::uint32_t number) {
+    return user.until([&] {
+      clock_.advance(std::chrono::seconds(1));
+      return user.has(number);
+    });
+  }
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  FakeClock clock_;
+  std::uint32_t next_ = 0;
+};
+
+TEST_F(FsLiveness, an_idle_server_on_a_full_root_starves_nobody) {
+  TierUser idle(timed_options()), busy(timed_options());
+  busy.wait_for_scan();
+  fill(idle);  // and from here on it is not even polled
+  ASSERT_TRUE(finds(busy, next_ - 1));
+  for (std::uint32_t i = 1000; i < 1160; ++i) {
+    const Status status = busy.write(i, kLivenessShards);
+    ASSERT_TRUE(status) << i << ": " << status.to_string();
+    ASSERT_LE(du(root_), kLivenessBound);
+  }
+}
+
+TEST_F(FsLiveness, what_one_records_in_a_full_root_the_other_finds) {
+  TierUser one(timed_options()), other(timed_options());
+  fill(one);
+  other.wait_for_scan();
+  for (int burst = 0; burst < 8; ++burst) {
+    ASSERT_TRUE(one.write(next_, kLivenessShards));
+    EXPECT_TRUE(finds(other, next_)) << "burst " << burst;
+    ++next_;
+  }
+}
+
+TEST_F(FsLiveness, an_engine_that_does_not_poll_goes_on_looking) {
+  TierUser one(timed_options()), idle(timed_options());
+  one.wait_for_scan();
+  idle.wait_for_scan();
+  ASSERT_TRUE(one.write(1, kLivenessShards));
+  EXPECT_TRUE(idle.until([&] {
+    clock_.advance(std::chrono::seconds(1));
+    return idle.tier().contains(key_of(1)) == Presence::kPresent;
+  }));
+}
+
+TEST_F(FsLiveness, records_that_cannot_be_removed_stay_known_and_the_error_is_told) {
+  FaultyFileOps ops;
+  FsTierOptions options = timed_options();
+  options.file_ops = &ops;
+  TierUser user(options);
+  fill(user);
+  const std::uint64_t known = user.tier().stats().chunks;
+  ops.set_rule([](Call call) { return call == Call::kUnlink || call == Call::kRename ? -EPERM : 0; });
+  for (int i = 0; i < 8; ++i) {
+    const Status status = user.write(next_++, kLivenessShards);
+    EXPECT_EQ(status.kind(), StatusKind::kIo) << status.to_string();
+    EXPECT_EQ(status.error_number(), EPERM);
+  }
+  EXPECT_EQ(user.tier().stats().chunks, known);
+  EXPECT_EQ(user.tier().stats().breaker_trips, 1u) << "a device that refuses rests";
+  ops.clear();
+  clock_.advance(std::chrono::seconds(2));
+  EXPECT_TRUE(user.until([&] { return user.write(next_, kLivenessShards).is_ok(); }));
+}
+
+TEST_F(FsLiveness, beside_one_that_cannot_remove_and_one_that_resets_the_others_go_on) {
+  FaultyFileOps ops;
+  FsTierOptions broken_options = timed_options(), resetting_options = timed_options();
+  broken_options.file_ops = &ops;
+  resetting_options.namespace_id.fill(0x22);
+  resetting_options.namespace_json = "{}";
+  TierUser idle(timed_options()), broken(broken_options), resetting(resetting_options), user(timed_options());
+  fill(user, 1000);
+  resetting.wait_for_scan();
+  ops.set_rule([](Call call) { return call == Call::kUnlink || call == Call::kRename ? -EPERM : 0; });
+  for (int round = 0; round < 30; ++round) {
+    (void)broken.write(static_cast<std::uint32_t>(5000 + round), kLivenessShards);
+    const Status theirs = resetting.write(static_cast<std::uint32_t>(round), kLivenessShards);
+    EXPECT_TRUE(theirs) << theirs.to_string();
+    if (round % 10 == 9) {
+      EXPECT_TRUE(resetting.tier().reset());
+    }
+    const Status status = user.write(next_++, kLivenessShards);
+    ASSERT_TRUE(status) << round << ": " << status.to_string();
+    ASSERT_LE(du(root_), kLivenessBound + 4 * kLivenessRecord);
+  }
+}
+
+TEST_F(FsLiveness, a_namespace_that_comes_to_a_full_root_gets_its_share) {
+  FsTierOptions late = timed_options();
+  late.namespace_id.fill(0x22);
+  late.namespace_json = "{}";
+  TierUser first(timed_options());
+  fill(first);
+  TierUser second(late);
+  second.wait_for_scan();
+  clock_.advance(std::chrono::seconds(1));
+  second.poll();
+  for (std::uint32_t i = 0; i < 60; ++i) {
+    EXPECT_TRUE(second.until([&] { return second.write(i, kLivenessShards).is_ok(); })) << i;
+    ASSERT_LE(du(root_), kLivenessBound + kLivenessRecord);
+  }
+  EXPECT_GT(second.tier().stats().chunks, kLivenessBound / kLivenessRecord / 4);
+  EXPECT_LT(second.tier().stats().chunks, kLivenessBound / kLivenessRecord * 3 / 4);
+}
+
+// ---- processes
+
+// Three that write for ever; the page that they share tells how much each has written.
+class StoppedWriters {
+ public:
+  explicit StoppedWriters(const std::string& root) {
+    for (std::size_t i = 0; i < 3; ++i) start(root, i);
+  }
+  ~StoppedWriters() {
+    for (const pid_t child : children_) {
+      ::kill(child, SIGKILL);
+      ::waitpid(child, nullptr, 0);
+    }
+    ::munmap(written_, 4096);
+  }
+  void signal(std::size_t index, int number) { ::kill(children_[index], number); }
+  // Every one but `but` writes so many more, and is looked at meanwhile.
+  template <typename Sample>
+  bool go_on(std::size_t but, std::uint64_t more, Sample sample) {
+    std::uint64_t goal[3];
+    for (std::size_t i = 0; i < 3; ++i) goal[i] = written_[i] + more;
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    const auto done = [&] {
+      for (std::size_t i = 0; i < 3; ++i) {
+        if (i != but && written_[i] < goal[i]) return false;
+      }
+      return true;
+    };
+    while (!done() && std::chrono::steady_clock::now() < give_up) sample();
+    return done();
+  }
+
+ private:
+  void start(const std::string& root, std::size_t index) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(200);
+      FsTierOptions options = options_for(root, kLivenessBound);
+      TierUser user(options);
+      user.wait_for_scan();
+      for (std::uint32_t i = static_cast<std::uint32_t>(index) * 1000000;; ++i)
+        written_[index] += user.write(i, kLivenessShards).is_ok();
+    }
+    children_.push_back(child);
+  }
+  std::atomic<std::uint64_t>* const written_ = static_cast<std::atomic<std::uint64_t>*>(
+      ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  std::vector<pid_t> children_;
+};
+
+TEST_F(FsLiveness, three_processes_of_which_any_one_is_stopped_or_killed_go_on) {
+  StoppedWriters writers(root_);
+  const auto nothing = [] {};
+  ASSERT_TRUE(writers.go_on(3, 40, nothing)) << "full, by all three";
+  for (std::size_t stopped = 0; stopped < 3; ++stopped) {
+    writers.signal(stopped, SIGSTOP);
+    EXPECT_TRUE(writers.go_on(stopped, 40, nothing)) << stopped << " is stopped";
+    writers.signal(stopped, SIGCONT);
+  }
+  writers.signal(1, SIGKILL);
+  EXPECT_TRUE(writers.go_on(1, 40, nothing)) << "1 is killed";
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,98 @@
+// What a start makes of the root's own files when they are damaged.
+#include "storage/fs/open.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "fixture.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+class FsOpenTest : public ::testing::Test {
+ protected:
+  FsOpenTest() {
+    options_.warn = [this](const std::string& line) { warnings_.push_back(line); };
+    TierUser user(options_);
+    EXPECT_TRUE(user.write(1));
+  }
+  static std::string content(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(file), {}};
+  }
+  void put(const std::string& path, const std::string& text) {
+    std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
+    warnings_.clear();
+  }
+  // The sentence, or "" when it starts and finds its record.
+  std::string start() {
+    try {
+      TierUser user(options_);
+      EXPECT_TRUE(user.has(1));
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return "";
+  }
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root", root_file_ = root_ + "/kv_offload.json";
+  std::string namespace_file_ = root_ + "/" + std::string(64, '1') + "/namespace.json";
+  FsTierOptions options_ = options_for(root_);
+  std::vector<std::string> warnings_;
+};
+
+TEST_F(FsOpenTest, a_flipped_bit_in_the_roots_own_files_costs_one_warning_and_no_start) {
+  for (const std::string& path : {root_file_, namespace_file_}) {
+    const std::string whole = content(path);
+    for (std::size_t at = 0; at < whole.size(); ++at) {
+      std::string damaged = whole;
+      damaged[at] = static_cast<char>(damaged[at] ^ (1 << (at % 8)));
+      put(path, damaged);
+      EXPECT_EQ(start(), "") << path << " byte " << at;
+      EXPECT_EQ(warnings_.size(), 1u) << path << " byte " << at;
+      EXPECT_EQ(content(path), whole);
+    }
+  }
+}
+
+TEST_F(FsOpenTest, a_damaged_number_of_the_format_is_told_from_another_format_by_the_ledger) {
+  std::string three = content(root_file_);
+  three[three.find('2')] = '3';
+  put(root_file_, three);
+  EXPECT_EQ(start(), "");
+  put(root_file_, three);
+  fs::remove(root_ + "/ledger");
+  EXPECT_NE(start().find("another format"), std::string::npos);
+  EXPECT_EQ(content(root_file_), three);
+}
+
+TEST_F(FsOpenTest, torn_and_emptied_files_are_made_anew) {
+  for (const std::string& text : {std::string(), std::string(40, '\0'), std::string("\x7f\x45\x4c")}) {
+    put(root_file_, text);
+    EXPECT_EQ(start(), "");
+    EXPECT_EQ(warnings_.size(), 1u);
+  }
+}
+
+TEST_F(FsOpenTest, what_is_certainly_not_ours_is_refused_and_left_as_it_is) {
+  for (const std::string& text : {std::string("{\"format\": 9}"), std::string("{\"kind\": \"other\"}\n")}) {
+    put(root_file_, text);
+    EXPECT_NE(start().find("another format"), std::string::npos);
+    EXPECT_EQ(content(root_file_), text);
+    EXPECT_TRUE(warnings_.empty());
+  }
+}
+
+TEST_F(FsOpenTest, the_ledger_of_an_older_version_is_taken_over_by_a_count) {
+  put(root_ + "/ledger", "KVOLEDG2" + std::string(96, '\1'));
+  TierUser user(options_);
+  user.wait_for_scan();
+  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.write(2));
+}
+
+}  // namespace
+}  // namespace kv_offload

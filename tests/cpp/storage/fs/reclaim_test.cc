@@ -1,0 +1,169 @@
+#include "storage/fs/reclaim.h"
+
+#include <gtest/gtest.h>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <chrono>
+#include <set>
+
+#include "fixture.h"
+#include "storage/fs/root.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+constexpr std::int64_t kSecond = 1'000'000'000;
+constexpr std::uint64_t kRecordBytes = 12288;  // header and 8192 bytes
+
+std::int64_t now_nanos() {
+  return std::chrono::duration_cast<Nanos>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+// Two namespaces of six records; 0 is the oldest, the first namespace's by turns
+// older and newer than the second's.
+class FsReclaimTest : public ::testing::Test {
+ protected:
+  FsReclaimTest() {
+    second_.namespace_id.fill(0x22);
+    second_.namespace_json = "{}";
+    for (const FsTierOptions& options : {first_, second_}) {
+      TierUser user(options);
+      for (std::uint32_t i = 0; i < 6; ++i) EXPECT_TRUE(user.write(i));
+    }
+    const std::int64_t start = now_nanos() - 10'000 * kSecond;
+    for (std::uint32_t i = 0; i < 6; ++i) {
+      set_used('1', i, start + (2 * i) * kSecond);
+      set_used('2', i, start + (2 * i + 1) * kSecond);
+    }
+    for (const char space : {'1', '2'}) set_time(root_ + "/" + std::string(64, space) + "/open", start);
+  }
+  fs::path record(char space, std::uint32_t number) {
+    return path_of(root_ + "/" + std::string(64, space), number);
+  }
+  void set_time(const fs::path& path, std::int64_t nanos) {
+    const timespec time{nanos / kSecond, nanos % kSecond};
+    const timespec times[2] = {time, time};
+    ASSERT_EQ(::utimensat(AT_FDCWD, path.c_str(), times, 0), 0);
+  }
+  void set_used(char space, std::uint32_t number, std::int64_t nanos) {
+    set_time(record(space, number), nanos);
+  }
+  EvictReport evict(std::uint64_t target, std::int64_t dead_before = 0, bool dry_run = false) {
+    return FsRoot(root_).evict({target, dead_before, dry_run}, {});
+  }
+  // Which records of a namespace are left.
+  std::vector<std::uint32_t> left(char space) {
+    std::vector<std::uint32_t> numbers;
+    for (std::uint32_t i = 0; i < 6; ++i) {
+      if (!record(space, i).empty()) numbers.push_back(i);
+    }
+    return numbers;
+  }
+  using Numbers = std::vector<std::uint32_t>;
+
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  FsTierOptions first_ = options_for(root_), second_ = options_for(root_);
+};
+
+TEST_F(FsReclaimTest, nothing_goes_below_the_target) {
+  const std::uint64_t before = du(root_);
+  EXPECT_EQ(evict(before).bytes_freed, 0u);
+  EXPECT_EQ(du(root_), before);
+}
+
+TEST_F(FsReclaimTest, the_least_recently_used_of_all_namespaces_go_first) {
+  const std::uint64_t before = du(root_);
+  const EvictReport report = evict(before - 5 * kRecordBytes + 1);
+  EXPECT_EQ(report.records, 5u);
+  EXPECT_EQ(report.bytes_before, before);
+  EXPECT_EQ(report.bytes_freed, 5 * kRecordBytes);
+  EXPECT_EQ(du(root_), before - 5 * kRecordBytes);
+  EXPECT_EQ(left('1'), (Numbers{3, 4, 5}));
+  EXPECT_EQ(left('2'), (Numbers{2, 3, 4, 5}));
+}
+
+TEST_F(FsReclaimTest, a_dry_run_tells_the_same_and_removes_nothing) {
+  const std::uint64_t before = du(root_);
+  EXPECT_EQ(evict(before - 5 * kRecordBytes + 1, 0, true).records, 5u);
+  EXPECT_EQ(evict(before - 5 * kRecordBytes, now_nanos(), true).records, 0u) << "dead ones are enough";
+  EXPECT_EQ(du(root_), before);
+}
+
+TEST_F(FsReclaimTest, dead_namespaces_go_before_the_oldest_record) {
+  TierUser serving(second_);  // keeps the other one alive
+  const EvictReport report = evict(du(root_) - 2 * kRecordBytes, now_nanos());
+  EXPECT_EQ(report.records, 0u);
+  EXPECT_EQ(report.dead_namespaces, std::vector<std::string>{std::string(64, '1')});
+  EXPECT_EQ(left('2').size(), 6u);
+  EXPECT_EQ(left('1').size(), 4u);
+  const EvictReport more = evict(du(root_) - 8 * kRecordBytes, now_nanos());
+  EXPECT_GE(more.dead_bytes, 4 * kRecordBytes);
+  EXPECT_FALSE(fs::exists(root_ + "/" + std::string(64, '1'))) << "emptied, it goes itself";
+}
+
+TEST_F(FsReclaimTest, a_namespace_used_a_moment_ago_is_not_dead) {
+  set_used('1', 5, now_nanos());
+  (void)evict(du(root_) - 2 * kRecordBytes, now_nanos() - 3600 * kSecond);
+  EXPECT_EQ(left('2').size(), 4u) << "dead for hours: it goes first, as far as needed";
+  EXPECT_EQ(left('1').size(), 6u);
+}
+
+TEST_F(FsReclaimTest, what_a_reset_left_behind_goes_first) {
+  fs::create_directory(root_ + "/" + std::string(64, '1') + "/g2");
+  const EvictReport report = evict(du(root_) - kRecordBytes);
+  EXPECT_GE(report.dead_bytes, 6 * kRecordBytes);
+  EXPECT_EQ(left('1').size(), 0u);
+  EXPECT_EQ(left('2').size(), 6u);
+}
+
+// A replica that was reset, and one that was not: both serve.
+TEST_F(FsReclaimTest, what_is_in_use_apart_from_the_newest_is_seen_and_goes_by_age) {
+  TierUser old(first_), changed(first_);
+  old.wait_for_scan();
+  ASSERT_TRUE(changed.tier().reset());
+  changed.weights = 1;
+  ASSERT_TRUE(changed.write(20));
+  FsRoot root(root_);
+  std::set<std::uint64_t> generations;
+  std::size_t records = 0;
+  FsRoot::Cursor cursor = root.records(std::string(64, '1'));
+  while (const auto record = cursor.next()) {
+    generations.insert(record->generation);
+    ++records;
+  }
+  EXPECT_EQ(generations, (std::set<std::uint64_t>{1, 2}));
+  EXPECT_EQ(records, 7u);
+  EXPECT_EQ(root.stat().records, 13u);
+  const fs::path damaged = records_in(root_ + "/" + std::string(64, '1') + "/g1")[0];
+  fs::resize_file(damaged, fs::file_size(damaged) - 1);
+  ASSERT_EQ(root.verify(false, {}).size(), 1u);
+  const EvictReport report = evict(du(root_) - 6 * kRecordBytes);
+  EXPECT_EQ(report.dead_bytes, 0u);
+  EXPECT_EQ(report.records, 6u);
+  EXPECT_TRUE(changed.read(20)) << "the newest of all";
+}
+
+TEST_F(FsReclaimTest, a_serving_process_goes_on_and_finds_the_room) {
+  TierUser user(first_);
+  user.wait_for_scan();
+  (void)evict(du(root_) - 6 * kRecordBytes);
+  std::size_t hits = 0;
+  for (std::uint32_t i = 0; i < 6; ++i) {
+    const Status status = user.read(i);
+    hits += status.is_ok();
+    EXPECT_TRUE(status || status.kind() == StatusKind::kNotFound) << status.to_string();
+  }
+  EXPECT_EQ(hits, left('1').size());
+  EXPECT_EQ(hits, 3u);
+  EXPECT_TRUE(user.write(9));
+  EXPECT_TRUE(user.read(9));
+  EXPECT_TRUE(user.account_becomes_exact(root_));
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,137 @@
+#include "storage/fs/root.h"
+
+#include <gtest/gtest.h>
+
+#include "fixture.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+class FsRootTest : public ::testing::Test {
+ protected:
+  FsRootTest() {
+    TierUser user(options_for(root_));
+    for (std::uint32_t i = 0; i < 6; ++i) EXPECT_TRUE(user.write(i, {5000, 4096}));
+    FsTierOptions other = options_for(root_);
+    other.namespace_id.fill(0x22);
+    other.namespace_json = "{}";
+    TierUser second(other);
+    EXPECT_TRUE(second.write(1));
+  }
+  void flip(std::uint32_t number, std::streamoff at) {
+    std::fstream file(path_of(root_, number), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(at);
+    file.put('!');
+  }
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+};
+
+TEST_F(FsRootTest, tells_what_is_there) {
+  std::ofstream(root_ + "/.tmp-1-00-1") << "x";
+  FsRoot root(root_);
+  const RootInfo info = root.stat();
+  EXPECT_EQ(info.bytes, du(root_));
+  EXPECT_EQ(info.records, 7u);
+  EXPECT_EQ(info.temporaries, 1u);
+  ASSERT_EQ(info.namespaces.size(), 2u);
+  EXPECT_EQ(info.namespaces[0].id, std::string(64, '1'));
+  EXPECT_EQ(info.namespaces[0].records, 6u);
+  EXPECT_EQ(info.namespaces[0].generation, 1u);
+  EXPECT_NE(info.namespaces[0].json.find("bf16"), std::string::npos);
+  EXPECT_LE(info.namespaces[0].oldest_unix_nanos, info.namespaces[0].newest_unix_nanos);
+  EXPECT_FALSE(info.namespaces[0].open);
+}
+
+TEST_F(FsRootTest, lists_records_of_one_namespace_or_all) {
+  FsRoot root(root_);
+  std::size_t all = 0, one = 0;
+  for (auto cursor = root.records(std::nullopt); cursor.next();) ++all;
+  for (auto cursor = root.records(std::string(64, '2')); auto record = cursor.next();) {
+    ++one;
+    EXPECT_EQ(record->key, key_of(1).hex());
+    EXPECT_EQ(record->bytes, 12288u);
+    EXPECT_TRUE(fs::exists(record->path));
+  }
+  EXPECT_EQ(all, 7u);
+  EXPECT_EQ(one, 1u);
+  EXPECT_THROW(root.records("nothing"), InvalidArgument);
+}
+
+TEST_F(FsRootTest, verify_finds_damage_and_repair_removes_it) {
+  FsRoot root(root_);
+  std::uint64_t seen = 0;
+  EXPECT_TRUE(root.verify(false,
+                          [&](std::uint64_t done, std::uint64_t all) {
+                            EXPECT_EQ(done, ++seen);
+                            EXPECT_EQ(all, 7u);
+                          })
+                  .empty());
+  flip(2, 5000);
+  flip(3, 100);
+  fs::resize_file(path_of(root_, 4), 4096);
+  auto damaged = root.verify(false, {});
+  ASSERT_EQ(damaged.size(), 3u);
+  for (const DamagedRecord& record : damaged) {
+    EXPECT_EQ(record.kind, StatusKind::kCorrupt);
+    EXPECT_FALSE(record.removed);
+    EXPECT_FALSE(record.message.empty());
+    EXPECT_TRUE(fs::exists(record.path));
+  }
+  damaged = root.verify(true, {});
+  EXPECT_EQ(damaged.size(), 3u);
+  EXPECT_EQ(root.stat().records, 4u);
+  EXPECT_TRUE(root.verify(false, {}).empty());
+  TierUser user(options_for(root_));
+  user.wait_for_scan();
+  EXPECT_TRUE(user.account_becomes_exact(root_));
+}
+
+TEST_F(FsRootTest, verify_finds_records_that_nobody_can_find) {
+  const fs::path misplaced = path_of(root_, 1).parent_path() / path_of(root_, 2).filename();
+  fs::rename(path_of(root_, 2), misplaced);
+  const fs::path misspelt = path_of(root_, 3).parent_path() / "abc.rec";
+  fs::rename(path_of(root_, 3), misspelt);
+  FsRoot root(root_);
+  const auto damaged = root.verify(true, {});
+  ASSERT_EQ(damaged.size(), 2u);
+  for (const DamagedRecord& record : damaged) EXPECT_TRUE(record.removed) << record.path;
+  EXPECT_FALSE(fs::exists(misplaced));
+  EXPECT_FALSE(fs::exists(misspelt));
+  EXPECT_TRUE(root.verify(false, {}).empty());
+}
+
+TEST_F(FsRootTest, purge_removes_one_namespace_or_all_even_while_served) {
+  FsRoot root(root_);
+  TierUser user(options_for(root_));
+  user.wait_for_scan();
+  const std::uint64_t before = du(root_);
+  const auto [records, bytes] = root.purge(std::string(64, '2'));
+  EXPECT_EQ(records, 1u);
+  EXPECT_EQ(bytes, before - du(root_));
+  EXPECT_FALSE(fs::exists(root_ + "/" + std::string(64, '2')));
+  EXPECT_TRUE(user.read(1, {5000, 4096}));
+  EXPECT_EQ(root.purge(std::nullopt).first, 6u);
+  EXPECT_EQ(user.read(1, {5000, 4096}).kind(), StatusKind::kNotFound);
+  EXPECT_TRUE(user.write(9));
+  EXPECT_TRUE(user.read(9));
+  EXPECT_TRUE(user.account_becomes_exact(root_));
+}
+
+TEST_F(FsRootTest, a_directory_that_is_no_root_is_refused) {
+  EXPECT_THROW(FsRoot(dir_.path()), InvalidArgument);
+  EXPECT_THROW(FsRoot(dir_.path() + "/nothing"), InvalidArgument);
+}
+
+TEST_F(FsRootTest, a_probe_measures_and_leaves_nothing) {
+  const DiskProbe probe = probe_disk(dir_.path(), 1 << 20, 65536);
+  EXPECT_GT(probe.write_bytes_per_second, 0);
+  EXPECT_GT(probe.read_bytes_per_second, 0);
+  EXPECT_EQ(std::distance(fs::directory_iterator(dir_.path()), {}), 1);
+  EXPECT_THROW(probe_disk(dir_.path(), 1 << 20, 1000), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace kv_offload

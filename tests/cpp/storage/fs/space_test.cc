@@ -1,0 +1,385 @@
+// The bytes of a root, with several who have it open.
+#include "storage/fs/space.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/file.h>
+
+#include "faulty_file_ops.h"
+#include "fixture.h"
+#include "process_ops.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+constexpr std::uint64_t kMost = 1 << 20;
+
+class SpaceTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<Space> open(std::uint64_t writer, FileOps& ops = posix_file_ops()) {
+    return std::make_unique<Space>(ops, root_.get(), dir_.path(), kMost, writer, writer);
+  }
+  SpaceFigures look(Space& space, Nanos now = Nanos{0}) {
+    SpaceFigures figures;
+    EXPECT_TRUE(space.look(now, &figures));
+    return figures;
+  }
+  // A count that finds so much.
+  void count(std::uint64_t found) {
+    std::uint64_t number = 0;
+    ASSERT_TRUE(server_->begin_count(&number));
+    ASSERT_TRUE(server_->finish_count(number, found));
+  }
+  Status reserve(Reservation& reservation, std::uint64_t bytes) {
+    return reservation.grow_to(bytes, &missing_);
+  }
+  TempDir dir_;
+  FaultyFileOps ops_;
+  int error_ = 0;
+  std::uint64_t missing_ = 0;
+  Fd root_ = open_fd(posix_file_ops(), AT_FDCWD, dir_.path(), O_RDONLY | O_DIRECTORY, 0, &error_);
+  std::unique_ptr<Space> server_ = open(1), other_ = open(3, ops_);
+};
+
+TEST_F(SpaceTest, refuses_until_it_was_counted_and_above_the_bound) {
+  Reservation first(*server_), second(*other_);
+  missing_ = 1;
+  EXPECT_EQ(reserve(first, 1).kind(), StatusKind::kNoSpace);
+  EXPECT_EQ(missing_, 0u);
+  count(kMost - 100);
+  EXPECT_TRUE(reserve(second, 60));
+  EXPECT_EQ(reserve(first, 50).kind(), StatusKind::kNoSpace);
+  EXPECT_EQ(missing_, 10u);
+}
+
+TEST_F(SpaceTest, what_was_used_stays_and_the_rest_of_a_reservation_comes_back) {
+  count(1000);
+  {
+    Reservation reservation(*server_);
+    ASSERT_TRUE(reserve(reservation, 500));
+    EXPECT_EQ(server_->total(), 1500u);
+    reservation.used = 200;
+  }
+  EXPECT_EQ(server_->total(), 1200u);
+  EXPECT_EQ(look(*other_).doubt, 0u);
+}
+
+// Of one process by another: the counter knows what all have reserved.
+TEST_F(SpaceTest, a_reservation_of_another_survives_a_count) {
+  count(1000);
+  {
+    Reservation theirs(*other_);
+    ASSERT_TRUE(reserve(theirs, 500));
+    count(1000);  // their file has no name yet
+    EXPECT_EQ(server_->total(), 1500u);
+    theirs.used = 500;
+  }
+  EXPECT_EQ(look(*server_).used, 1500u);
+}
+
+TEST_F(SpaceTest, what_appears_during_a_count_is_never_missed) {
+  count(1000);
+  std::uint64_t number = 0;
+  ASSERT_TRUE(server_->begin_count(&number));
+  // Here the directory of the new file is counted.
+  {
+    Reservation theirs(*other_);
+    ASSERT_TRUE(reserve(theirs, 500));
+    theirs.used = 500;
+  }
+  ASSERT_TRUE(server_->finish_count(number, 1000));
+  EXPECT_EQ(server_->total(), 1500u);
+  EXPECT_EQ(look(*server_).doubt, 500u) << "it might have been counted";
+}
+
+TEST_F(SpaceTest, what_a_count_found_before_it_was_settled_is_in_doubt) {
+  count(1000);
+  {
+    Reservation theirs(*other_);
+    ASSERT_TRUE(reserve(theirs, 500));
+    count(1500);  // it has its name already
+    theirs.used = 500;
+  }
+  const SpaceFigures figures = look(*server_);
+  EXPECT_EQ(figures.used, 2000u);
+  EXPECT_EQ(figures.doubt, 500u);
+}
+
+TEST_F(SpaceTest, what_goes_between_two_counts_comes_off) {
+  count(1000);
+  (void)look(*other_);
+  other_->remove(300, other_->finished());
+  EXPECT_EQ(look(*server_).used, 700u);
+  EXPECT_EQ(look(*server_).doubt, 0u);
+}
+
+TEST_F(SpaceTest, what_a_count_missed_does_not_come_off_again) {
+  count(1000);
+  (void)look(*other_);
+  const Space::Finished before = other_->finished();
+  count(700);  // the file went before this
+  other_->remove(300, before);
+  EXPECT_EQ(look(*server_).used, 700u);
+  EXPECT_EQ(look(*server_).doubt, 300u);
+  Reservation writer(*other_);
+  writer.adopt(300, before);
+  ASSERT_TRUE(reserve(writer, 300));
+  EXPECT_EQ(other_->total(), 1000u) << "nothing was got for nothing";
+}
+
+TEST_F(SpaceTest, what_goes_during_a_count_never_makes_it_too_low) {
+  count(1000);
+  std::uint64_t number = 0;
+  ASSERT_TRUE(server_->begin_count(&number));
+  other_->remove(300, server_->finished());
+  EXPECT_EQ(other_->total(), 700u);
+  ASSERT_TRUE(server_->finish_count(number, 700));  // had gone before
+  EXPECT_EQ(server_->total(), 700u);
+  EXPECT_EQ(look(*server_).doubt, 300u) << "or not";
+}
+
+TEST_F(SpaceTest, two_that_count_at_once_are_both_right) {
+  count(1000);
+  std::uint64_t one = 0, two = 0;
+  ASSERT_TRUE(server_->begin_count(&one));
+  server_->add(100);
+  ASSERT_TRUE(other_->begin_count(&two));
+  server_->add(10);
+  ASSERT_TRUE(server_->finish_count(one, 1000));
+  EXPECT_EQ(server_->total(), 1110u);
+  ASSERT_TRUE(other_->finish_count(two, 1100));
+  EXPECT_EQ(other_->total(), 1110u);
+}
+
+TEST_F(SpaceTest, room_that_one_makes_is_its_own) {
+  count(kMost);
+  Reservation maker(*other_), thief(*server_);
+  ASSERT_FALSE(reserve(maker, 500));
+  maker.adopt(500, other_->finished());  // the file is gone
+  EXPECT_FALSE(reserve(thief, 500));
+  EXPECT_TRUE(reserve(maker, 500));
+  EXPECT_FALSE(reserve(thief, 1));
+}
+
+TEST_F(SpaceTest, room_that_is_not_enough_yet_is_kept_from_others) {
+  count(kMost);
+  Reservation maker(*server_), other(*other_);
+  ASSERT_FALSE(reserve(maker, 1000));
+  maker.adopt(400, server_->finished());
+  ASSERT_FALSE(reserve(maker, 1000));
+  EXPECT_EQ(missing_, 600u);
+  EXPECT_FALSE(reserve(other, 100)) << "it was made for another";
+}
+
+TEST_F(SpaceTest, what_cannot_be_written_is_written_with_the_next) {
+  count(1000);
+  {
+    Reservation reservation(*other_);
+    ASSERT_TRUE(reserve(reservation, 500));
+    reservation.used = 200;
+    ops_.fail_all(Call::kPwritev, EIO);
+  }
+  other_->remove(100, other_->finished());
+  {
+    Reservation more(*other_);
+    EXPECT_EQ(reserve(more, 1).kind(), StatusKind::kIo);
+  }
+  ops_.clear();
+  EXPECT_EQ(look(*server_).reserved, 500u) << "too high, not too low";
+  EXPECT_EQ(look(*other_).used, 1100u);
+  EXPECT_EQ(look(*other_).reserved, 0u);
+}
+
+TEST_F(SpaceTest, writes_are_told_and_only_grow) {
+  count(kMost - 1000);
+  std::uint64_t before = look(*server_).writes_by_others;
+  for (int i = 0; i < 3; ++i) {
+    Reservation writer(*other_);
+    writer.adopt(1000, other_->finished());  // in the place of another record: the sum stays
+    ASSERT_TRUE(reserve(writer, 1000));
+    writer.used = 1000;
+    ops_.clear();
+  }
+  EXPECT_EQ(look(*server_).writes_by_others, before + 3);
+  before = look(*other_).writes_by_others;
+  EXPECT_EQ(before, 0u) << "its own are not foreign";
+}
+
+// ---- who dies
+
+TEST_F(SpaceTest, what_the_dead_had_reserved_is_used_until_it_is_counted) {
+  count(1000);
+  ProcessOps process;
+  const auto dying = open(5, process);
+  Reservation lost(*dying);
+  ASSERT_TRUE(reserve(lost, 500));
+  EXPECT_EQ(look(*server_).writers.size(), 3u) << "it lives";
+  process.die();
+  const SpaceFigures figures = look(*server_);
+  EXPECT_EQ(figures.writers.size(), 2u);
+  EXPECT_EQ(figures.used, 1500u);
+  EXPECT_EQ(figures.doubt, 501u);
+  EXPECT_FALSE(fs::exists(dir_.path() + "/" + layout::presence_name(5)));
+}
+
+TEST_F(SpaceTest, one_that_died_while_it_made_room_leaves_the_sum_in_doubt) {
+  count(kMost);
+  ProcessOps process;
+  const auto dying = open(5, process);
+  Reservation lost(*dying);
+  ASSERT_FALSE(reserve(lost, 500));
+  process.die();  // after a file went, before it could be told
+  EXPECT_GT(look(*server_).doubt, 0u);
+}
+
+TEST_F(SpaceTest, one_that_closed_or_did_nothing_leaves_no_doubt) {
+  count(1000);
+  ProcessOps process;
+  const auto dying = open(5, process);
+  open(7)->close();
+  process.die();
+  const SpaceFigures figures = look(*server_);
+  EXPECT_EQ(figures.writers.size(), 2u);
+  EXPECT_EQ(figures.doubt, 0u);
+  EXPECT_FALSE(fs::exists(dir_.path() + "/" + layout::presence_name(7)));
+}
+
+TEST_F(SpaceTest, one_of_another_boot_that_died_leaves_doubt_though_its_slot_has_nothing) {
+  count(1000);
+  ProcessOps process;
+  process.on_host("of the boot before");
+  const auto dying = open(5, process);
+  process.die();
+  EXPECT_GT(look(*server_).doubt, 0u) << "its temporaries are never swept";
+}
+
+TEST_F(SpaceTest, one_that_does_nothing_for_long_is_not_dead) {
+  count(1000);
+  Reservation theirs(*other_);
+  ASSERT_TRUE(reserve(theirs, 500));
+  for (int i = 0; i < 3; ++i) (void)look(*server_, i * Space::kDeadAfter);
+  EXPECT_EQ(look(*server_).reserved, 500u);
+}
+
+TEST_F(SpaceTest, one_whose_lock_was_lost_with_the_power_is_dead_when_it_does_not_move) {
+  count(1000);
+  ProcessOps process;
+  process.on_host("of the boot before");
+  const auto dying = open(5, process);
+  process.die();
+  fs::remove(dir_.path() + "/" + layout::presence_name(5));
+  EXPECT_EQ(look(*server_, Nanos{0}).writers.size(), 3u);
+  EXPECT_EQ(look(*server_, Space::kDeadAfter - Nanos{1}).writers.size(), 3u);
+  EXPECT_EQ(look(*server_, Space::kDeadAfter).writers.size(), 2u);
+}
+
+TEST_F(SpaceTest, one_that_was_taken_for_dead_comes_back_with_what_it_has_reserved) {
+  count(1000);
+  Reservation theirs(*other_);
+  ASSERT_TRUE(reserve(theirs, 500));
+  fs::resize_file(dir_.path() + "/ledger", 0);  // all slots are lost
+  EXPECT_EQ(look(*server_).state, SpaceState::kUncounted);
+  count(1000);
+  EXPECT_EQ(look(*other_).reserved, 500u);
+  EXPECT_EQ(look(*server_).writers.size(), 2u);
+}
+
+// ---- a lock that does not come free
+
+// As of a process that was stopped in the few microseconds in which it holds it.
+TEST_F(SpaceTest, a_lock_that_is_held_for_ever_costs_a_count_and_no_more) {
+  count(1000);
+  const std::string path = dir_.path() + "/ledger";
+  const Fd held(posix_file_ops(), ::open(path.c_str(), O_RDWR));
+  ASSERT_EQ(::flock(held.get(), LOCK_EX), 0);
+  EXPECT_EQ(look(*server_).state, SpaceState::kUncounted);
+  count(1000);
+  EXPECT_EQ(look(*server_).state, SpaceState::kCounted);
+  EXPECT_EQ(look(*other_).writers.size(), 2u);
+  // The one that was stopped goes on in a file that is nobody's, and notices.
+  ASSERT_EQ(::flock(held.get(), LOCK_UN), 0);
+  EXPECT_EQ(look(*other_).writers.size(), 2u);
+}
+
+TEST_F(SpaceTest, what_was_granted_on_a_page_that_was_replaced_is_asked_for_again) {
+  count(kMost);
+  Reservation writer(*other_);
+  bool done = false;
+  ops_.set_rule([&](Call call) {
+    if (call != Call::kPwritev || done) return 0;
+    done = true;  // stopped here, for longer than others wait
+    SpacePage page = SpacePage::fresh();
+    std::ofstream(dir_.path() + "/new", std::ios::binary).write(reinterpret_cast<char*>(&page), sizeof(page));
+    fs::rename(dir_.path() + "/new", dir_.path() + "/ledger");
+    return 0;
+  });
+  EXPECT_EQ(reserve(writer, 1).kind(), StatusKind::kNoSpace);
+  EXPECT_EQ(missing_, 0u) << "it is to be counted";
+  EXPECT_EQ(look(*server_).writers.size(), 2u);
+}
+
+// ---- locks that do not reach other hosts
+
+TEST_F(SpaceTest, changes_that_get_lost_are_seen_and_stop_the_writing) {
+  count(1000);
+  ProcessOps process;
+  process.on_host("another");
+  process.ignore_locks();
+  FaultyFileOps between(process);
+  const auto theirs = open(5, between);
+  // While they have read and not yet written, we change the page, and our change is lost.
+  const auto lose_one = [&] {
+    bool done = false;
+    between.set_rule([&](Call call) {
+      if (call == Call::kPwritev && !std::exchange(done, true)) server_->add(10);
+      return 0;
+    });
+    theirs->add(10);
+    between.clear();
+  };
+  lose_one();
+  EXPECT_EQ(look(*server_).state, SpaceState::kUncounted) << "the sum cannot be right";
+  count(1020);
+  EXPECT_EQ(look(*server_).state, SpaceState::kCounted) << "it may have been once";
+  lose_one();
+  EXPECT_EQ(look(*server_).state, SpaceState::kNotExclusive);
+  count(1040);
+  Reservation writer(*server_);
+  const Status status = reserve(writer, 1);
+  EXPECT_EQ(status.kind(), StatusKind::kUnavailable);
+  EXPECT_NE(status.message().find("nolock"), std::string::npos) << status.to_string();
+}
+
+TEST_F(SpaceTest, one_of_another_host_that_lives_without_its_lock_is_seen) {
+  count(1000);
+  ProcessOps process;
+  process.on_host("another");
+  process.ignore_locks();
+  const auto theirs = open(5, process);
+  SpaceState state = look(*server_).state;
+  for (int i = 0; i < 5 && state == SpaceState::kCounted; ++i) {
+    (void)look(*theirs);
+    state = look(*server_).state;
+  }
+  EXPECT_EQ(state, SpaceState::kNotExclusive);
+}
+
+TEST_F(SpaceTest, a_host_that_joins_counts_for_itself_and_holds_up_nobody) {
+  count(1000);
+  ProcessOps process;
+  process.on_host("another");
+  const auto theirs = open(5, process);
+  Reservation one(*theirs), two(*server_);
+  EXPECT_FALSE(reserve(one, 1)) << "after a power failure the page may be older than the records";
+  EXPECT_TRUE(reserve(two, 1));
+  std::uint64_t number = 0;
+  ASSERT_TRUE(theirs->begin_count(&number));
+  ASSERT_TRUE(theirs->finish_count(number, 1000));
+  EXPECT_TRUE(reserve(one, 1));
+  EXPECT_TRUE(reserve(two, 2)) << "the page is of the other's boot now";
+}
+
+}  // namespace
+}  // namespace kv_offload

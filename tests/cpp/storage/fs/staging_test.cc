@@ -1,0 +1,120 @@
+#include "storage/fs/staging.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include "base/aligned_buffer.h"
+#include "storage/fs/fixture.h"
+
+namespace kv_offload {
+namespace {
+
+using Way = FasterWay::Way;
+
+// Uses `ways` `count` times; what each way takes a byte is given.
+int staged_of(FasterWay& ways, int count, Nanos straight, Nanos staged) {
+  int picked = 0;
+  for (int i = 0; i < count; ++i) {
+    const Way way = ways.pick();
+    picked += way == Way::kStaged;
+    ways.note(way, 1, way == Way::kStaged ? staged : straight);
+  }
+  return picked;
+}
+
+TEST(FasterWay, both_are_tried_before_one_is_chosen) {
+  FasterWay ways;
+  EXPECT_EQ(staged_of(ways, 2 * FasterWay::kTries, Nanos(10), Nanos(1)), FasterWay::kTries);
+}
+
+TEST(FasterWay, the_copy_is_made_where_it_pays_and_only_there) {
+  constexpr int kCount = 6400;
+  constexpr int kOthers =
+      kCount / static_cast<int>(FasterWay::kTryOtherEvery) * static_cast<int>(FasterWay::kTries);
+  for (const auto& [staged, expected] :
+       {std::pair{Nanos(50), kCount - kOthers}, std::pair{Nanos(90), kOthers},  // too little gained
+        std::pair{Nanos(100), kOthers}, std::pair{Nanos(300), kOthers}}) {
+    FasterWay ways;
+    (void)staged_of(ways, 64, Nanos(100), staged);
+    EXPECT_EQ(staged_of(ways, kCount, Nanos(100), staged), expected) << staged.count();
+  }
+}
+
+TEST(FasterWay, a_machine_that_changes_is_noticed) {
+  FasterWay ways;
+  (void)staged_of(ways, 640, Nanos(100), Nanos(50));
+  (void)staged_of(ways, 640, Nanos(100), Nanos(400));
+  EXPECT_LE(staged_of(ways, 640, Nanos(100), Nanos(400)), 3 * static_cast<int>(FasterWay::kTries));
+}
+
+// A record of several reads, whose shards end in the middle of them.
+class Staging : public ::testing::TestWithParam<bool> {
+ protected:
+  static constexpr std::size_t kFirst = kv_offload::Staging::kReadBytes + 5 * kPageBytes;
+  static constexpr std::size_t kSecond = kv_offload::Staging::kReadBytes + kPageBytes;
+
+  Staging() : fd_(::open(path_.c_str(), O_RDWR | O_CREAT | (GetParam() ? O_DIRECT : 0), 0600)) {}
+  ~Staging() override { ::close(fd_); }
+  Status write() {
+    RecordHeader header;
+    header.key = testing::key_of(1);
+    for (const Shard& shard : shards_) header.shard_bytes.push_back(shard.size());
+    header.payload_bytes = kFirst + kSecond;
+    return staging_.write(posix_file_ops(), fd_, header, shards_, GetParam(), path_);
+  }
+  Status read(std::uint64_t* checksum) {
+    return staging_.read(posix_file_ops(), fd_, header_.span(), shards_, GetParam(), path_, checksum);
+  }
+  std::vector<std::byte> payload() const {
+    std::vector<std::byte> bytes(first_.span().begin(), first_.span().end());
+    bytes.insert(bytes.end(), second_.span().begin(), second_.span().end());
+    return bytes;
+  }
+  // Both ways are tried.
+  static constexpr unsigned kRounds = 2 * FasterWay::kTries;
+
+  const testing::TempDir directory_;
+  const std::string path_ = directory_.path() + "/record";
+  const SteadyClock clock_;
+  kv_offload::Staging staging_{clock_};
+  AlignedBuffer header_{kRecordHeaderBytes}, first_{kFirst}, second_{kSecond};
+  const std::vector<Shard> shards_ = {first_.span().first(kFirst - 3000), second_.span()};
+  int fd_;
+};
+
+TEST_P(Staging, both_ways_move_the_same_bytes_and_sum_what_was_read) {
+  ASSERT_GE(fd_, 0);
+  for (unsigned round = 0; round < kRounds; ++round) {
+    for (AlignedBuffer* part : {&first_, &second_}) {
+      for (std::size_t i = 0; i < part->size(); ++i)
+        part->data()[i] = static_cast<std::byte>(i * 31 + (i >> 12) + round + part->size());
+    }
+    zero_padding(shards_);
+    std::vector<std::byte> expected = payload();
+    ASSERT_TRUE(write());
+    for (AlignedBuffer* part : {&header_, &first_, &second_}) std::memset(part->data(), 0xEE, part->size());
+    std::uint64_t checksum = 0;
+    ASSERT_TRUE(read(&checksum));
+    ASSERT_TRUE(payload() == expected) << "round " << round;
+    const Shard all{expected.data(), expected.size()};
+    EXPECT_EQ(checksum, payload_checksum({&all, 1})) << "round " << round;
+    RecordHeader header;
+    ASSERT_TRUE(decode_header(header_.span(), &header)) << "round " << round;
+    EXPECT_EQ(header.payload_checksum, checksum) << "round " << round;
+  }
+}
+
+TEST_P(Staging, what_cannot_be_read_says_so_both_ways) {
+  ASSERT_TRUE(write());
+  ASSERT_EQ(::ftruncate(fd_, static_cast<off_t>(kFirst + kSecond)), 0);
+  for (unsigned round = 0; round < kRounds; ++round) {
+    std::uint64_t checksum = 0;
+    EXPECT_EQ(read(&checksum).kind(), StatusKind::kCorrupt);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(direct, Staging, ::testing::Bool());
+
+}  // namespace
+}  // namespace kv_offload

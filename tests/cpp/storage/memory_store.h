@@ -1,0 +1,238 @@
+// A kind of tier that is a dictionary in memory: the smallest RecordStore there is, for the tests of what all
+// kinds share. MemoryServer is what a server would be: stores come and go, several may use it at once, it
+// keeps its records, drops them by itself, and fails or hangs where told.
+#pragma once
+
+#include <condition_variable>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "storage/record.h"
+#include "storage/record_store.h"
+
+namespace kv_offload::testing {
+
+class MemoryServer {
+ public:
+  enum class Verb : std::uint8_t { kRead, kWrite, kLocate, kEpoch };
+  using Name = std::pair<std::uint64_t, ChunkKey>;  // epoch, key
+
+  // ---- what a store asks; each may wait, and fails as told
+  Status put(const Name& name, std::vector<std::byte> record) {
+    if (Status status = before(Verb::kWrite); !status) return status;
+    const std::lock_guard lock(mutex_);
+    records_[name] = std::move(record);
+    return Status::ok();
+  }
+  Status get(const Name& name, std::optional<std::vector<std::byte>>* record) {
+    if (Status status = before(Verb::kRead); !status) return status;
+    const std::lock_guard lock(mutex_);
+    const auto found = records_.find(name);
+    if (found != records_.end()) *record = found->second;
+    return Status::ok();
+  }
+  Status exist(std::uint64_t epoch, std::span<const ChunkKey> keys, std::vector<bool>* present) {
+    if (Status status = before(Verb::kLocate); !status) return status;
+    const std::lock_guard lock(mutex_);
+    asked_.emplace_back(keys.begin(), keys.end());
+    for (std::size_t i = 0; i < keys.size(); ++i) (*present)[i] = records_.contains({epoch, keys[i]});
+    return Status::ok();
+  }
+  // Unless it is another by now.
+  void remove(const Name& name, const std::vector<std::byte>& record) {
+    const std::lock_guard lock(mutex_);
+    const auto found = records_.find(name);
+    if (found != records_.end() && found->second == record) records_.erase(found);
+  }
+  // For one that was reset, and nobody else.
+  Status next_epoch(std::uint64_t* epoch) {
+    if (Status status = before(Verb::kEpoch); !status) return status;
+    const std::lock_guard lock(mutex_);
+    *epoch = ++epoch_;
+    made_by_reset_ = true;
+    return Status::ok();
+  }
+  // For who starts.
+  std::uint64_t start() {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(made_by_reset_, false)) ++epoch_;
+    return epoch_;
+  }
+  std::uint64_t epoch() const {
+    const std::lock_guard lock(mutex_);
+    return epoch_;
+  }
+
+  // ---- what a test does
+  void lose(const ChunkKey& key) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(records_, [&](const auto& entry) { return entry.first.second == key; });
+  }
+  void damage(const ChunkKey& key) {
+    const std::lock_guard lock(mutex_);
+    for (auto& [name, record] : records_) {
+      if (name.second == key) record.back() ^= std::byte{1};
+    }
+  }
+  void fail(Verb verb, StatusKind kind) {  // kOk: no longer
+    const std::lock_guard lock(mutex_);
+    fails_[verb] = kind;
+  }
+  // Calls of this verb wait until release().
+  void block(Verb verb) {
+    const std::lock_guard lock(mutex_);
+    blocked_.insert(verb);
+  }
+  void release() {
+    const std::lock_guard lock(mutex_);
+    blocked_.clear();
+    changed_.notify_all();
+  }
+  void wait_for_blocked(int threads = 1) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return waiting_ >= threads; });
+  }
+  std::vector<std::vector<ChunkKey>> asked() const {  // by locate, call by call
+    const std::lock_guard lock(mutex_);
+    return asked_;
+  }
+  void note_maintained() {
+    const std::lock_guard lock(mutex_);
+    ++maintained_;
+  }
+  int maintained() const {  // how often, by all its stores
+    const std::lock_guard lock(mutex_);
+    return maintained_;
+  }
+  std::size_t size() const {
+    const std::lock_guard lock(mutex_);
+    return records_.size();
+  }
+  std::uint64_t bytes() const {
+    const std::lock_guard lock(mutex_);
+    std::uint64_t bytes = 0;
+    for (const auto& [name, record] : records_) bytes += record.size();
+    return bytes;
+  }
+
+ private:
+  Status before(Verb verb) {
+    std::unique_lock lock(mutex_);
+    if (blocked_.contains(verb)) {
+      ++waiting_;
+      changed_.notify_all();
+      changed_.wait(lock, [&] { return !blocked_.contains(verb); });
+      --waiting_;
+    }
+    const StatusKind kind = fails_[verb];
+    return kind == StatusKind::kOk ? Status::ok() : Status::error(kind, "the server was told to fail");
+  }
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<Name, std::vector<std::byte>> records_;
+  std::vector<std::vector<ChunkKey>> asked_;
+  std::set<Verb> blocked_;
+  int waiting_ = 0, maintained_ = 0;
+  std::uint64_t epoch_ = 1;
+  bool made_by_reset_ = false;
+  std::map<Verb, StatusKind> fails_;
+};
+
+class MemoryStore final : public RecordStore {
+ public:
+  MemoryStore(std::shared_ptr<MemoryServer> server, const NamespaceId& namespace_id,
+              std::size_t keys_per_locate = 64, bool read_only = false)
+      : server_(std::move(server)),
+        namespace_id_(namespace_id),
+        keys_per_locate_(keys_per_locate),
+        read_only_(read_only),
+        epoch_(std::make_shared<Number>(server_->start())) {}
+
+  Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override {
+    zero_padding(op.shards);
+    RecordHeader header = make_header(namespace_id_, op.key, op.group, op.shards);
+    header.payload_checksum = payload_checksum(op.shards);
+    std::vector<std::byte> record(kRecordHeaderBytes);
+    encode_header(header, record);
+    for (const Shard& shard : op.shards) {
+      record.insert(record.end(), shard.data(), shard.data() + round_up(shard.size(), kPageBytes));
+    }
+    Status status = server_->put({number(epoch), op.key}, std::move(record));
+    if (status) *moved = header.payload_bytes;
+    return status;
+  }
+
+  Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override {
+    const MemoryServer::Name name{number(epoch), op.key};
+    std::optional<std::vector<std::byte>> record;
+    if (Status status = server_->get(name, &record); !status) return status;
+    if (!record) return Status::error(StatusKind::kNotFound, "no record of this key");
+    const std::uint64_t payload = padded_payload_bytes(op.shards);
+    Status status = Status::error(StatusKind::kCorrupt, "of another length");
+    if (record->size() == kRecordHeaderBytes + payload) {
+      const std::byte* from = record->data() + kRecordHeaderBytes;
+      for (const Shard& shard : op.shards) {
+        std::memcpy(shard.data(), from, round_up(shard.size(), kPageBytes));
+        from += round_up(shard.size(), kPageBytes);
+      }
+      status = verify_record(std::span(*record).first(kRecordHeaderBytes), namespace_id_, op.key, op.group,
+                             op.shards, payload_checksum(op.shards));
+    }
+    if (status) *moved = payload;
+    if (status.kind() == StatusKind::kCorrupt) server_->remove(name, *record);
+    return status;
+  }
+
+  Status locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) override {
+    return server_->exist(number(epoch), keys, present);
+  }
+  std::size_t keys_per_locate() const override { return keys_per_locate_; }
+
+  void maintain() override { server_->note_maintained(); }
+  Status begin_epoch() override {
+    if (epoch()) return Status::ok();
+    std::uint64_t number = 0;
+    if (Status status = server_->next_epoch(&number); !status) return status;
+    const std::lock_guard lock(mutex_);
+    epoch_ = std::make_shared<Number>(number);
+    return Status::ok();
+  }
+  bool can_reset() const override { return !read_only_; }
+  EpochPtr epoch() const override {
+    const std::lock_guard lock(mutex_);
+    return epoch_;
+  }
+  void forget() override {
+    const std::lock_guard lock(mutex_);
+    epoch_.reset();
+  }
+  void close() override {}
+  void figures(TierStats* stats) const override {
+    stats->bytes = server_->bytes();
+    stats->chunks = server_->size();
+    stats->names_complete = stats->scan_complete = true;
+  }
+
+ private:
+  struct Number final : Epoch {
+    explicit Number(std::uint64_t value) : value(value) {}
+    const std::uint64_t value;
+  };
+  static std::uint64_t number(const EpochPtr& epoch) { return static_cast<const Number&>(*epoch).value; }
+
+  const std::shared_ptr<MemoryServer> server_;
+  const NamespaceId namespace_id_;
+  const std::size_t keys_per_locate_;
+  const bool read_only_;
+  mutable std::mutex mutex_;
+  EpochPtr epoch_;
+};
+
+}  // namespace kv_offload::testing

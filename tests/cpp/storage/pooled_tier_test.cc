@@ -1,0 +1,224 @@
+// What PooledTier does for a store that has no catalogue: presence, asked for in batches; upkeep; failures.
+#include "storage/pooled_tier.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "storage/breaker.h"
+#include "storage/io_pool.h"
+#include "storage/memory_store.h"
+#include "storage/tier_driver.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+using std::chrono::seconds;
+using Verb = MemoryServer::Verb;
+
+class PooledTierTest : public ::testing::Test {
+ protected:
+  PooledTierOptions options() {
+    PooledTierOptions options;
+    options.name = "memory";
+    options.clock = &clock_;
+    return options;
+  }
+  std::unique_ptr<Tier> open(const PooledTierOptions& options, std::size_t keys_per_locate = 64) {
+    return make_pooled_tier(std::make_unique<MemoryStore>(server_, NamespaceId{}, keys_per_locate), options);
+  }
+  std::unique_ptr<Tier> open() { return open(options()); }
+  static std::vector<ChunkKey> keys(std::uint32_t count) {
+    std::vector<ChunkKey> keys;
+    for (std::uint32_t i = 0; i < count; ++i) keys.push_back(key_of(i));
+    return keys;
+  }
+  static void run_reads(IoPool* pool) {
+    while (const auto next = pool->begin_next(Lane::kRead)) next();
+  }
+
+  FakeClock clock_;
+  const std::shared_ptr<MemoryServer> server_ = std::make_shared<MemoryServer>();
+};
+
+TEST_F(PooledTierTest, the_keys_of_a_prompt_are_asked_for_at_once_and_in_order) {
+  { ASSERT_TRUE(TierDriver(open()).write(3)); }
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand);
+  tier->prefetch_presence(keys(10));
+  tier->prefetch_presence(keys(10));  // again, while they are being asked for
+  run_reads(pool);
+  ASSERT_EQ(server_->asked().size(), 1u);
+  EXPECT_EQ(server_->asked()[0], keys(10));
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kPresent);
+  EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent);
+  clock_.advance(by_hand.absent_for);
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kPresent);
+  EXPECT_EQ(tier->contains(key_of(4)), Presence::kUnknown) << "another server may have written it";
+  tier->prefetch_presence(keys(10));
+  run_reads(pool);
+  ASSERT_EQ(server_->asked().size(), 2u);
+  EXPECT_EQ(server_->asked()[1].size(), 9u) << "all but the one that is there";
+}
+
+TEST_F(PooledTierTest, more_keys_than_the_store_takes_at_once_are_asked_for_side_by_side) {
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand, 4);
+  tier->prefetch_presence(keys(10));
+  run_reads(pool);
+  std::vector<std::size_t> sizes;
+  for (const auto& asked : server_->asked()) sizes.push_back(asked.size());
+  EXPECT_EQ(sizes, (std::vector<std::size_t>{4, 4, 2}));
+  EXPECT_EQ(tier->contains(key_of(9)), Presence::kAbsent);
+}
+
+TEST_F(PooledTierTest, what_another_wrote_is_found_when_it_is_asked_for_again) {
+  TierDriver a(open()), b(open());
+  EXPECT_FALSE(b.has(1));
+  ASSERT_TRUE(a.write(1));
+  EXPECT_FALSE(b.has(1)) << "for a time";
+  clock_.advance(options().absent_for);
+  EXPECT_TRUE(b.has(1));
+  EXPECT_TRUE(b.read(1));
+}
+
+TEST_F(PooledTierTest, an_answer_that_comes_after_a_reset_does_not_count) {
+  { ASSERT_TRUE(TierDriver(open()).write(1)); }
+  TierDriver user(open());
+  server_->block(Verb::kLocate);
+  user.tier().prefetch_presence({key_of(1)});
+  server_->wait_for_blocked();
+  ASSERT_TRUE(user.tier().reset());
+  server_->release();
+  EXPECT_FALSE(user.has(1));
+}
+
+TEST_F(PooledTierTest, a_server_that_does_not_answer_is_left_alone_and_what_it_has_is_absent_for_a_time) {
+  for (const StatusKind kind : {StatusKind::kIo, StatusKind::kTimeout}) {
+    { ASSERT_TRUE(TierDriver(open()).write(1)); }
+    TierDriver user(open());
+    server_->fail(Verb::kLocate, kind);
+    for (std::uint32_t i = 0; i < Breaker::kFailuresToTrip; ++i) EXPECT_FALSE(user.has(100 + i));
+    EXPECT_FALSE(user.tier().stats().readable) << "after as many failures as of reads";
+    EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
+    const std::size_t asked = server_->asked().size();
+    user.tier().prefetch_presence({key_of(1)});
+    EXPECT_EQ(server_->asked().size(), asked);
+    server_->fail(Verb::kLocate, StatusKind::kOk);
+    clock_.advance(seconds(2));
+    EXPECT_TRUE(user.has(1));
+    EXPECT_TRUE(user.read(1));
+    EXPECT_TRUE(user.tier().stats().readable);
+    EXPECT_EQ(user.tier().stats().breaker_trips, 1u);
+  }
+}
+
+TEST_F(PooledTierTest, names_that_can_be_read_do_not_make_up_for_reads_that_fail) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  server_->fail(Verb::kRead, StatusKind::kIo);
+  for (std::uint32_t i = 0; i < Breaker::kFailuresToTrip; ++i) {
+    EXPECT_FALSE(user.has(100 + i));
+    EXPECT_EQ(user.read(1).kind(), StatusKind::kIo);
+  }
+  EXPECT_EQ(user.tier().stats().breaker_trips, 1u);
+  clock_.advance(seconds(2));
+  EXPECT_FALSE(user.has(200));
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kIo) << "it is let through: the question left the try to it";
+  EXPECT_EQ(user.tier().stats().breaker_trips, 2u);
+}
+
+TEST_F(PooledTierTest, a_question_that_is_stuck_switches_the_tier_off) {
+  TierDriver user(open());
+  server_->block(Verb::kLocate);
+  user.tier().prefetch_presence({key_of(1)});
+  server_->wait_for_blocked();
+  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kUnknown);
+  clock_.advance(options().op_deadline + seconds(1));
+  user.poll();
+  EXPECT_FALSE(user.tier().stats().readable);
+  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
+  server_->release();
+}
+
+// ---- tiers that others fill
+
+TEST_F(PooledTierTest, one_that_cannot_be_reset_offers_nothing_more_after_a_reset) {
+  { ASSERT_TRUE(TierDriver(open()).write(1)); }
+  TierDriver reader(
+      make_pooled_tier(std::make_unique<MemoryStore>(server_, NamespaceId{}, 64, true), options()));
+  EXPECT_TRUE(reader.has(1));
+  EXPECT_TRUE(reader.read(1));
+  EXPECT_EQ(reader.tier().reset().kind(), StatusKind::kUnavailable);
+  const int maintained = server_->maintained();
+  clock_.advance(seconds(1));
+  ASSERT_TRUE(reader.until([&] {
+    reader.poll();
+    return server_->maintained() > maintained;
+  }));
+  EXPECT_EQ(reader.tier().contains(key_of(1)), Presence::kAbsent);
+  EXPECT_FALSE(reader.has(1));
+  EXPECT_EQ(reader.read(1).kind(), StatusKind::kNotFound);
+  EXPECT_FALSE(reader.tier().stats().writable);
+  EXPECT_EQ(server_->epoch(), 1u) << "the others go on as they were";
+  TierDriver later(open());
+  EXPECT_TRUE(later.has(1));
+}
+
+// ---- upkeep
+
+class Counted final : public RecordStore {
+ public:
+  struct Calls {
+    std::atomic<int> started{0}, maintained{0}, begun{0}, stopped{0}, closed{0};
+    std::atomic<int> maintained_after_stop{0}, maintained_before_start{0};
+  };
+  explicit Counted(Calls& calls) : calls_(calls), epoch_(std::make_shared<Epoch>()) {}
+  Status write(const TierOp&, const EpochPtr&, std::uint64_t*) override { return Status::ok(); }
+  Status read(const TierOp&, const EpochPtr&, std::uint64_t*) override { return Status::ok(); }
+  Status locate(std::span<const ChunkKey>, const EpochPtr&, std::vector<bool>*) override {
+    return Status::ok();
+  }
+  std::size_t keys_per_locate() const override { return 1; }
+  void start() override { ++calls_.started; }
+  void maintain() override {
+    calls_.maintained_before_start += calls_.started == 0;
+    calls_.maintained_after_stop += calls_.stopped > 0;
+    ++calls_.maintained;
+  }
+  Status begin_epoch() override { return Status::ok(); }
+  EpochPtr epoch() const override { return epoch_; }
+  void forget() override {}
+  void stop() override { ++calls_.stopped; }
+  void close() override { ++calls_.closed; }
+  void figures(TierStats*) const override {}
+
+ private:
+  Calls& calls_;
+  const EpochPtr epoch_;
+};
+
+TEST_F(PooledTierTest, a_store_is_kept_up_while_nobody_polls_and_once_more_before_it_is_closed) {
+  Counted::Calls calls;
+  TierDriver user(make_pooled_tier(std::make_unique<Counted>(calls), options()));
+  for (int i = 1; i <= 2; ++i) {
+    clock_.advance(seconds(1));
+    ASSERT_TRUE(user.until([&] { return calls.maintained >= i; })) << "by the tier's own timer";
+  }
+  EXPECT_EQ(calls.started, 1);
+  EXPECT_EQ(calls.maintained_before_start, 0);
+  user.tier().close();
+  EXPECT_EQ(calls.stopped, 1);
+  EXPECT_EQ(calls.maintained_after_stop, 1);
+  EXPECT_EQ(calls.closed, 1);
+  user.tier().close();
+  EXPECT_EQ(calls.closed, 1);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,106 @@
+#include "storage/presence.h"
+
+#include <gtest/gtest.h>
+
+#include "storage/tier_driver.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+using std::chrono::milliseconds;
+
+class PresenceCacheTest : public ::testing::Test {
+ protected:
+  std::vector<ChunkKey> ask(PresenceCache& cache, std::vector<ChunkKey> keys) {
+    cache.begin_asking(&keys);
+    return keys;
+  }
+  Presence of(std::uint32_t number) const { return cache_.contains(key_of(number)); }
+  std::size_t removed(TierRemoval::Reason reason) {
+    std::vector<TierRemoval> removals;
+    cache_.take_removals(&removals);
+    return static_cast<std::size_t>(std::count_if(removals.begin(), removals.end(),
+                                                  [&](const TierRemoval& r) { return r.reason == reason; }));
+  }
+
+  FakeClock clock_;
+  PresenceCache cache_{clock_, milliseconds(1000), 1000};
+};
+
+TEST_F(PresenceCacheTest, a_key_is_asked_for_once_until_there_is_an_answer) {
+  EXPECT_EQ(of(1), Presence::kUnknown);
+  EXPECT_EQ(ask(cache_, {key_of(1), key_of(2), key_of(1)}).size(), 2u);
+  EXPECT_EQ(of(1), Presence::kUnknown);
+  EXPECT_TRUE(ask(cache_, {key_of(1), key_of(2)}).empty());
+  cache_.answered(key_of(1), true, 0);
+  cache_.answered(key_of(2), false, 0);
+  EXPECT_EQ(of(1), Presence::kPresent);
+  EXPECT_EQ(of(2), Presence::kAbsent);
+  EXPECT_TRUE(ask(cache_, {key_of(1), key_of(2)}).empty());
+}
+
+TEST_F(PresenceCacheTest, what_is_absent_is_worth_asking_again_after_a_time_and_what_is_present_is_not) {
+  ask(cache_, {key_of(1), key_of(2)});
+  cache_.answered(key_of(1), true, 0);
+  cache_.answered(key_of(2), false, 0);
+  clock_.advance(milliseconds(999));
+  EXPECT_EQ(of(2), Presence::kAbsent);
+  clock_.advance(milliseconds(1));
+  EXPECT_EQ(of(2), Presence::kUnknown);
+  EXPECT_EQ(of(1), Presence::kPresent);
+  EXPECT_EQ(ask(cache_, {key_of(1), key_of(2)}), std::vector<ChunkKey>{key_of(2)});
+}
+
+TEST_F(PresenceCacheTest, an_answer_that_is_older_than_a_write_does_not_count) {
+  ask(cache_, {key_of(1)});
+  cache_.written(key_of(1), 0);
+  cache_.answered(key_of(1), false, 0);
+  EXPECT_EQ(of(1), Presence::kPresent);
+}
+
+TEST_F(PresenceCacheTest, nothing_that_was_learnt_before_a_reset_counts_after_it) {
+  cache_.written(key_of(1), 0);
+  ask(cache_, {key_of(2)});
+  cache_.reset();
+  EXPECT_EQ(removed(TierRemoval::Reason::kReset), 1u);
+  EXPECT_EQ(of(1), Presence::kUnknown);
+  ask(cache_, {key_of(2)});
+  cache_.answered(key_of(2), true, 0);
+  cache_.written(key_of(3), 0);
+  cache_.gone(key_of(4), TierRemoval::Reason::kVanished, 0);
+  for (const std::uint32_t number : {2u, 3u, 4u}) EXPECT_EQ(of(number), Presence::kUnknown);
+  cache_.answered(key_of(2), true, cache_.era());
+  EXPECT_EQ(of(2), Presence::kPresent);
+}
+
+TEST_F(PresenceCacheTest, what_is_gone_is_told_once_and_only_what_was_there) {
+  cache_.written(key_of(1), 0);
+  cache_.gone(key_of(1), TierRemoval::Reason::kVanished, 0);
+  cache_.gone(key_of(1), TierRemoval::Reason::kVanished, 0);
+  cache_.gone(key_of(2), TierRemoval::Reason::kVanished, 0);
+  EXPECT_EQ(removed(TierRemoval::Reason::kVanished), 1u);
+  EXPECT_EQ(of(1), Presence::kAbsent);
+}
+
+TEST_F(PresenceCacheTest, what_is_given_up_is_absent_for_a_time) {
+  ask(cache_, {key_of(1)});
+  cache_.give_up_asking(std::vector{key_of(1), key_of(2)});
+  EXPECT_EQ(of(1), Presence::kAbsent);
+  EXPECT_EQ(of(2), Presence::kUnknown) << "it was not being asked for";
+  clock_.advance(milliseconds(1000));
+  EXPECT_EQ(of(1), Presence::kUnknown);
+}
+
+TEST_F(PresenceCacheTest, it_is_bounded_and_forgets_the_oldest_first) {
+  PresenceCache small(clock_, milliseconds(1000), 10);
+  for (std::uint32_t i = 0; i < 100; ++i) small.written(key_of(i), 0);
+  std::uint32_t known = 0;
+  for (std::uint32_t i = 0; i < 100; ++i) known += small.contains(key_of(i)) == Presence::kPresent;
+  EXPECT_GE(known, 5u);
+  EXPECT_LE(known, 11u);
+  for (std::uint32_t i = 95; i < 100; ++i) EXPECT_EQ(small.contains(key_of(i)), Presence::kPresent);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,108 @@
+// What a kind of tier gives to the tests that hold all kinds to tier.h: a medium, which outlives the tiers on
+// it, and what can happen to one.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "storage/fs/faulty_file_ops.h"
+#include "storage/fs/fixture.h"
+#include "storage/memory_store.h"
+#include "storage/pooled_tier.h"
+
+namespace kv_offload::testing {
+
+class Medium {
+ public:
+  virtual ~Medium() = default;
+  virtual std::unique_ptr<Tier> open(const PooledTierOptions& options) = 0;
+  virtual void lose(const ChunkKey& key) = 0;
+  virtual void damage(const ChunkKey& key) = 0;
+  virtual void fail_transfers(bool fail) = 0;
+  virtual void fail_resets(bool fail) = 0;
+  virtual void block(OpKind kind) = 0;  // transfers of this kind, until release()
+  virtual void release() = 0;
+  virtual void wait_for_blocked(int threads = 1) = 0;
+  virtual void wait_for_let_go() = 0;  // no thread of a tier that was closed touches it any more
+};
+
+class FsMedium final : public Medium {
+ public:
+  std::unique_ptr<Tier> open(const PooledTierOptions& options) override {
+    FsTierOptions fs_options = options_for(root_);
+    static_cast<PooledTierOptions&>(fs_options) = options;
+    fs_options.file_ops = &ops_;
+    return make_fs_tier(fs_options);
+  }
+  void lose(const ChunkKey& key) override { EXPECT_TRUE(fs::remove(path_of(key))); }
+  void damage(const ChunkKey& key) override {
+    std::fstream file(path_of(key), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(5000);
+    const char flipped = static_cast<char>(file.get() ^ 1);
+    file.seekp(5000);
+    file.put(flipped);
+  }
+  void fail_transfers(bool fail) override {
+    ops_.set_rule(
+        [fail](Call call) { return fail && (call == Call::kPreadv || call == Call::kPwritev) ? -EIO : 0; });
+  }
+  void fail_resets(bool fail) override {
+    ops_.set_rule([fail](Call call) { return fail && call == Call::kMkdir ? -EIO : 0; });
+  }
+  void block(OpKind kind) override {
+    ops_.block(kind == OpKind::kRead ? Call::kPreadv : Call::kPwritev, 2 * kPageBytes);
+  }
+  void release() override { ops_.release(); }
+  void wait_for_blocked(int threads) override { ops_.wait_for_blocked(threads); }
+  void wait_for_let_go() override { ops_.wait_for_all_closed(); }
+
+ private:
+  // A thread that was let go is still in a call of it when the last file is closed.
+  static FaultyFileOps& kept() {
+    static std::vector<std::unique_ptr<FaultyFileOps>> all;
+    return *all.emplace_back(std::make_unique<FaultyFileOps>());
+  }
+  fs::path path_of(const ChunkKey& key) const {
+    for (const fs::path& path : records_in(root_)) {
+      if (path.filename().string().starts_with(key.hex())) return path;
+    }
+    ADD_FAILURE() << "no record of " << key.hex();
+    return {};
+  }
+
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  FaultyFileOps& ops_ = kept();
+};
+
+class MemoryMedium final : public Medium {
+ public:
+  using Verb = MemoryServer::Verb;
+
+  std::unique_ptr<Tier> open(const PooledTierOptions& options) override {
+    NamespaceId id{};
+    id.fill(0x11);
+    return make_pooled_tier(std::make_unique<MemoryStore>(server, id), options);
+  }
+  void lose(const ChunkKey& key) override { server->lose(key); }
+  void damage(const ChunkKey& key) override { server->damage(key); }
+  void fail_transfers(bool fail) override {
+    server->fail(Verb::kRead, fail ? StatusKind::kIo : StatusKind::kOk);
+    server->fail(Verb::kWrite, fail ? StatusKind::kIo : StatusKind::kOk);
+  }
+  void fail_resets(bool fail) override {
+    server->fail(Verb::kEpoch, fail ? StatusKind::kIo : StatusKind::kOk);
+  }
+  void block(OpKind kind) override { server->block(kind == OpKind::kRead ? Verb::kRead : Verb::kWrite); }
+  void release() override { server->release(); }
+  void wait_for_blocked(int threads) override { server->wait_for_blocked(threads); }
+  void wait_for_let_go() override {
+    while (server.use_count() > 1) std::this_thread::yield();
+  }
+
+  const std::shared_ptr<MemoryServer> server = std::make_shared<MemoryServer>();
+};
+
+}  // namespace kv_offload::testing

@@ -1,0 +1,84 @@
+"""Run by test_tiers.py: tiers of other kinds than fs, under vLLM's scheduler, every byte checked."""
+
+import random
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import adapter
+import pytest
+
+adapter.use_specs()
+
+import toy_tier  # noqa: E402
+
+from oracle.check_oracle import FORCED, FULL, KINDS, Setup, _check_at_rest, ask_again, live  # noqa: E402
+from oracle.drive import Rates, total  # noqa: E402
+from oracle.engine import Engine  # noqa: E402
+
+
+def with_tiers(setup: Setup, *tiers: dict[str, Any]) -> Setup:
+    extra = {"secondary_tiers": list(tiers), "load_policy": "always", "lookup_deadline_ms": 60_000}
+    return replace(setup, extra={**setup.extra, **extra})
+
+
+def toy(**more: Any) -> dict[str, Any]:
+    return {"type": "toy", "server": uuid.uuid4().hex, **more}
+
+
+def some_prompts(count: int) -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(1000) for _ in range(rng.randrange(33, 270))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["full attention", "hybrid", "two ranks"])
+def test_every_byte_from_a_kind_of_tier_that_was_just_added_is_the_requests_own(kind: str) -> None:
+    shelf = toy()
+    setup = with_tiers(replace(KINDS[kind], extra={**KINDS[kind].extra, "cpu_bytes_to_use": "256KiB"}), shelf)
+    engine = live(setup, 11, 400, Rates(forced_reset=FORCED))
+    assert toy_tier.extension().records(shelf["server"]) > 0
+    assert total(engine, "kv_offload_hit_tokens_total", "toy") > 100
+
+
+def test_what_it_recorded_is_found_by_the_next_engine() -> None:
+    prompts = some_prompts(8)
+    whole = [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+    setup = with_tiers(FULL, toy())
+    first = Engine(setup, f"oracle-{uuid.uuid4()}")
+    assert ask_again(first, prompts) == [0] * len(prompts)
+    _check_at_rest(first)
+    first.shutdown()
+    second = Engine(setup, f"oracle-{uuid.uuid4()}", first.model_dir)
+    found = ask_again(second, prompts)
+    from_toy = total(second, "kv_offload_hit_tokens_total", "toy")
+    second.shutdown()
+    assert [min(pair) for pair in zip(found, whole, strict=True)] == whole
+    assert from_toy >= sum(whole)
+
+
+def test_a_tier_that_others_fill_is_read_and_never_written() -> None:
+    prompts, others = some_prompts(8), some_prompts(12)[8:]
+    shelf = toy()
+    first = Engine(with_tiers(FULL, shelf), f"oracle-{uuid.uuid4()}")
+    ask_again(first, prompts)
+    _check_at_rest(first)
+    first.shutdown()
+    recorded = toy_tier.extension().records(shelf["server"])
+    reader = with_tiers(FULL, {**shelf, "write_policy": "never"})
+    second = Engine(reader, f"oracle-{uuid.uuid4()}", first.model_dir)
+    assert sum(ask_again(second, prompts)) > 0
+    ask_again(second, others)
+    _check_at_rest(second)
+    assert total(second, "kv_offload_hit_tokens_total", "toy") > 0
+    second.shutdown()
+    assert toy_tier.extension().records(shelf["server"]) == recorded
+
+
+def test_two_kinds_serve_side_by_side_and_each_has_its_name(tmp_path: Path) -> None:
+    disk = {"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "4MiB", "op_deadline_ms": 60_000}
+    setup = with_tiers(replace(FULL, extra={**FULL.extra, "cpu_bytes_to_use": "256KiB"}), disk, toy())
+    engine = live(setup, 12, 400, Rates(forced_reset=FORCED))
+    for name in ("fs", "toy"):
+        assert total(engine, "kv_offload_write_bytes_total", name) > 0
+    assert engine.manager._cache.tier_stats(1)["name"] == "toy"

@@ -1,0 +1,100 @@
+"""Kinds of tiers: the registry, what a kind says of itself, and that one that is added serves."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload import tiers
+from kv_offload.cli.doctor_checks import place, plan, speed
+from kv_offload.config import ConfigError, OffloadConfig
+from kv_offload.machine import cautions, tier_bounds
+from kv_offload.sizing import Geometry, boot_line
+from kv_offload.tiers.base import TierConfig
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> type[TierConfig]:
+    """The toy kind, known for one test."""
+    monkeypatch.setattr(tiers, "_kinds", tiers.kinds())
+    import toy_tier
+
+    return tiers.register(toy_tier.ToyTierConfig)
+
+
+def config(*given: dict[str, Any]) -> OffloadConfig:
+    return OffloadConfig.parse({"cpu_bytes_to_use": "1GiB", "secondary_tiers": list(given)})[0]
+
+
+def problems(*given: dict[str, Any]) -> Sequence[str]:
+    with pytest.raises(ConfigError) as caught:
+        config(*given)
+    return caught.value.problems
+
+
+DISK = {"type": "fs", "root_dir": "/var/cache/kv", "max_bytes": "1GiB"}
+
+
+def test_a_tier_is_of_the_kind_that_its_type_names(toy: type[TierConfig]) -> None:
+    parsed = config(DISK, {"type": "toy", "server": "a", "write_policy": "reuse:2"})
+    assert [type(tier) for tier in parsed.secondary_tiers] == [tiers.FsTierConfig, toy]
+    assert parsed.secondary_tiers[1].write_policy == "reuse:2"
+    assert OffloadConfig.model_validate(parsed.model_dump()) == parsed, "nothing of a kind is lost on the way"
+
+
+def test_each_kind_has_keys_of_its_own() -> None:
+    (problem,) = problems({"type": "toy", "server": "a", "max_bytez": {"a": {}}})
+    assert "'max_bytez' is not known" in problem
+    assert "server" in problem
+    assert "root_dir" not in problem
+    (problem,) = problems({"type": "toy"})
+    assert problem == "secondary_tiers[0].server is needed"
+    (problem,) = problems({"type": "tape"})
+    assert "type 'tape'; possible: fs, toy" in problem
+    (problem,) = problems({"type": "toy", "server": "a"}, {"type": "toy", "server": "a"})
+    assert "name a more than once; each tier needs a server of its own" in problem
+    assert len(config({"type": "toy", "server": "/var/cache/kv"}, DISK).secondary_tiers) == 2
+
+
+def test_names_count_each_kind() -> None:
+    names = [{"type": "toy", "server": name} for name in "ab"]
+    assert config(names[0], DISK, names[1]).tier_names() == ("toy", "fs", "toy-2")
+
+
+def test_bounds_are_those_of_each_kind() -> None:
+    assert tier_bounds(config({"type": "toy", "server": "a"}, DISK)) == (None, 1 << 30)
+
+
+def test_what_is_told_about_it_names_no_kind_but_its_own() -> None:
+    parsed = config({"type": "toy", "server": "shelf"})
+    (tier,) = parsed.secondary_tiers
+    assert [(check.name, check.state) for check in place(tier)] == [("toy shelf", "ok")]
+    assert speed(tier, 1 << 20) == []
+    assert cautions(parsed) == []
+    assert ("toy.server", "shelf", True) in plan(parsed)
+    geometry = Geometry.of([16], [[4096]])
+    line = boot_line(parsed, tier_bounds(parsed), geometry, copier="host", namespace="n", version="1")
+    assert "toy shelf bounded by its server (through)" in line
+    assert set(geometry.tokens_by_tier(parsed, tier_bounds(parsed))) == {"cpu"}
+    assert tier.events_locality == "REMOTE"
+
+
+def test_every_kind_can_be_written_as_its_example_says() -> None:
+    for name, kind in tiers.kinds().items():
+        (tier,) = config({**kind.example}).secondary_tiers
+        assert tier.type == name
+        assert tier.place == str(kind.example[kind.place_key])
+
+
+def test_no_kind_is_named_where_all_are_meant() -> None:
+    root = Path(tiers.__file__).parents[2]
+    for path in ("kv_offload/config.py", "kv_offload/machine.py", "kv_offload/sizing.py", "specs/spec.py"):
+        text = (root / path).read_text()
+        assert "FsTier" not in text, path
+        assert "root_dir" not in text, path
+
+
+@pytest.mark.beside("oracle/check_tiers.py", "0.32")
+def test_a_kind_that_is_added_serves_under_vllms_scheduler(beside: str) -> None:
+    print(beside)

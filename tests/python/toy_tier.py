@@ -1,0 +1,58 @@
+"""A kind of tier as somebody would add one: a class here, a line to register it, and a C++ file
+(tests/cpp/toy_tier/toy_tier.cc). Its server is a dictionary of this process."""
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from kv_offload.tiers import register
+from kv_offload.tiers.base import TierConfig
+
+if TYPE_CHECKING:
+    from kv_offload._core import TierSpec
+    from kv_offload.namespace import NamespaceFacts
+
+BUILT = Path(__file__).resolve().parents[2] / "build" / "cpp"
+
+
+def extension() -> ModuleType:
+    """The C++ part, of the build that tests/run.sh makes of the core."""
+    name = "kv_offload_toy_tier"
+    if name not in sys.modules:
+        (path,) = BUILT.glob(f"{name}*.so")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
+
+
+class ToyTierConfig(TierConfig):
+    """Records in a dictionary that outlives the engines of this process."""
+
+    example: ClassVar[Mapping[str, Any]] = {"type": "toy", "server": "shelf"}
+    place_key: ClassVar[str] = "server"
+    default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
+
+    type: Literal["toy"] = "toy"
+    server: str = Field(min_length=1, description="the dictionary's name")
+
+    def make_spec(self, name: str, bound: int | None, facts: "NamespaceFacts") -> "TierSpec":
+        spec: TierSpec = extension().ToyTier(
+            server=self.server,
+            namespace_id=facts.namespace_id(),
+            name=name,
+            n_read_threads=self.n_read_threads,
+            n_write_threads=self.n_write_threads,
+        )
+        return spec
+
+
+register(ToyTierConfig)
