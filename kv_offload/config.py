@@ -53,32 +53,34 @@ class FsTierConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    type: Literal["fs"] = "fs"
+    type: Literal["fs"] = Field(default="fs", description="kind of tier; to be given, as vLLM asks for it")
     root_dir: str = Field(
         description="directory of the records; made if it is not there, owned by the serving user"
     )
     max_bytes: ByteSize | None = Field(
         default=None,
         gt=0,
-        description="hard bound on the whole root; default: half of the free space and of what the root "
-        "already holds",
+        description="hard bound on everything in the directory, for all servers that use it; default: half "
+        "of what is free and of what the directory already holds",
     )
     write_policy: str = Field(
         default="through",
-        description='"through" (record every stored chunk), "on_evict" (when it leaves host memory), '
-        '"reuse:N" (after its Nth sight)',
+        description='"through": record every stored chunk; "on_evict": what leaves host memory; "reuse:N": '
+        "what is asked for N times, which spares SSDs",
     )
     eviction_policy: str = Field(
-        default="lru", description='of this tier: "lru"; "prefix" and "s3fifo" as for host memory'
+        default="lru", description='what goes first when max_bytes is reached: "lru", "s3fifo", "prefix"'
     )
     fsync: Literal["none", "data", "full"] = Field(
-        default="none", description="wait for the device after each record; checksums make it unnecessary"
+        default="none",
+        description="what a power failure leaves; none: records may be missing or torn, and torn ones are "
+        "found; data: none is torn; full: none is missing",
     )
     o_direct: Annotated[Literal["auto", "on", "off"], BeforeValidator(_direct_mode)] = Field(
-        default="auto", description="bypass the page cache: where the root supports it, or on, or off"
+        default="auto", description="bypass the page cache; auto: where the file system can"
     )
-    n_read_threads: Threads = 4
-    n_write_threads: Threads = 2
+    n_read_threads: Threads = Field(default=4, description="threads that read, of the engine")
+    n_write_threads: Threads = Field(default=2, description="threads that write, of the engine")
     op_deadline_ms: int = Field(
         default=10_000, ge=1, description="a read or write older than this turns the tier off for a while"
     )
@@ -126,7 +128,11 @@ class OffloadConfig(BaseModel):
     cpu_bytes_to_use: ByteSize = Field(
         gt=0, description="host memory of the whole engine, all ranks together, exact"
     )
-    secondary_tiers: tuple[FsTierConfig, ...] = Field(default=(), max_length=MAX_TIERS)
+    secondary_tiers: tuple[FsTierConfig, ...] = Field(
+        default=(),
+        max_length=MAX_TIERS,
+        description=f"tiers below host memory, fastest first; at most {MAX_TIERS}",
+    )
     eviction_policy: str = Field(
         default="prefix",
         description='of host memory: "prefix" (ends of prompts first, by what it learns of their return), '
@@ -145,7 +151,7 @@ class OffloadConfig(BaseModel):
         "kv_transfer_params; ignore where clients are not trusted",
     )
     load_policy: Literal["auto", "always", "never"] = Field(
-        default="auto", description="load from a tier when it beats computing, or always, or never"
+        default="auto", description="auto: load what arrives sooner than it is computed; always; never"
     )
     lookup_deadline_ms: int = Field(
         default=5_000, ge=1, description="no request waits longer than this for a tier"
@@ -156,13 +162,16 @@ class OffloadConfig(BaseModel):
         le=65_535,
         description="each process also serves its own /metrics: the scheduler here, rank r at +1+r",
     )
-    metrics_host: str = "127.0.0.1"
+    metrics_host: str = Field(default="127.0.0.1", description="where metrics_port listens")
     copy_threads: Threads = Field(default=2, description="per rank, of the CPU platform's copier")
     copy_kernel_blocks: int = Field(
-        default=8, ge=1, le=1024, description="per rank, on a GPU: SMs that a copy kernel takes"
+        default=8,
+        ge=1,
+        le=1024,
+        description="per rank, on a GPU: SMs that a kernel copying small pages takes while it runs",
     )
-    prefault: bool = Field(default=True, description="touch all host memory at start, not in first use")
-    huge_pages: bool = Field(default=True, description="where the system offers them")
+    prefault: bool = Field(default=True, description="touch all host memory at start, not at first use")
+    huge_pages: bool = Field(default=True, description="use huge pages where the system offers them")
 
     @field_validator("metrics_port", mode="before")
     @classmethod
