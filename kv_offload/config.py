@@ -49,7 +49,11 @@ class OffloadConfig(BaseModel):
     cpu_bytes_to_use: ByteSize = Field(
         gt=0, description="host memory of the whole engine, all ranks together, exact"
     )
-    secondary_tiers: tuple[AnyTier, ...] = Field(default=(), max_length=MAX_TIERS)
+    secondary_tiers: tuple[AnyTier, ...] = Field(
+        default=(),
+        max_length=MAX_TIERS,
+        description=f"tiers below host memory, fastest first; at most {MAX_TIERS}",
+    )
     eviction_policy: str = Field(
         default="prefix",
         description='of host memory: "prefix" (ends of prompts first, by what it learns of their return), '
@@ -68,7 +72,7 @@ class OffloadConfig(BaseModel):
         "kv_transfer_params; ignore where clients are not trusted",
     )
     load_policy: Literal["auto", "always", "never"] = Field(
-        default="auto", description="load from a tier when it beats computing, or always, or never"
+        default="auto", description="auto: load what arrives sooner than it is computed; always; never"
     )
     lookup_deadline_ms: int = Field(
         default=5_000, ge=1, description="no request waits longer than this for a tier"
@@ -79,13 +83,16 @@ class OffloadConfig(BaseModel):
         le=65_535,
         description="each process also serves its own /metrics: the scheduler here, rank r at +1+r",
     )
-    metrics_host: str = "127.0.0.1"
+    metrics_host: str = Field(default="127.0.0.1", description="where metrics_port listens")
     copy_threads: Threads = Field(default=2, description="per rank, of the CPU platform's copier")
     copy_kernel_blocks: int = Field(
-        default=8, ge=1, le=1024, description="per rank, on a GPU: SMs that a copy kernel takes"
+        default=8,
+        ge=1,
+        le=1024,
+        description="per rank, on a GPU: SMs that a kernel copying small pages takes while it runs",
     )
-    prefault: bool = Field(default=True, description="touch all host memory at start, not in first use")
-    huge_pages: bool = Field(default=True, description="where the system offers them")
+    prefault: bool = Field(default=True, description="touch all host memory at start, not at first use")
+    huge_pages: bool = Field(default=True, description="use huge pages where the system offers them")
 
     @field_validator("metrics_port", mode="before")
     @classmethod

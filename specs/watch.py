@@ -24,7 +24,7 @@ _REASONS = {
     "corrupt": "records do not verify: run kv-offload verify on the root",
     "io_error": "the tier's records cannot be read: see kv_offload_failures_total",
     "pressure": "host memory has no room for what is read: raise cpu_bytes_to_use",
-    "disabled": "requests forbid loading (kv_load_tiers, load_policy never), or the tier is off",
+    "disabled": "loading is switched off: by load_policy never, or by requests (kv_load_tiers and others)",
 }
 
 

@@ -1,6 +1,7 @@
 # Libraries by find_package or find_library. One that is missing stops the build
-# with the name of the Debian package, or is fetched at a pinned commit when
-# KV_OFFLOAD_FETCH is ON.
+# with the name of the Debian package, or, when KV_OFFLOAD_FETCH is ON (pip's
+# builds: pyproject.toml), is fetched by git at a pinned commit, whose hash git
+# checks.
 include(FetchContent)
 find_package(Threads REQUIRED)
 
@@ -14,6 +15,11 @@ endfunction()
 # wheel holds nothing of it but what is linked. Further arguments are
 # FetchContent_Declare's. Sets <name>_SOURCE_DIR.
 macro(kv_offload_fetch name repository commit)
+  find_package(Git QUIET)
+  if(NOT GIT_FOUND)
+    message(FATAL_ERROR "${name} was not found and cannot be fetched, as there is no git. "
+      "Install git, or on Debian or Ubuntu: apt install libfmt-dev prometheus-cpp-dev libxxhash-dev")
+  endif()
   message(STATUS "Fetching ${name} at ${commit}")
   # SOURCE_SUBDIR names nothing on purpose: add_subdirectory is called below.
   FetchContent_Declare(${name} GIT_REPOSITORY ${repository} GIT_TAG ${commit} SOURCE_SUBDIR not_there
@@ -24,7 +30,7 @@ macro(kv_offload_fetch name repository commit)
   endif()
 endmacro()
 
-find_package(fmt CONFIG QUIET)
+find_package(fmt 9 CONFIG QUIET)  # 8 was not tried
 if(NOT fmt_FOUND)
   if(NOT KV_OFFLOAD_FETCH)
     kv_offload_missing(fmt libfmt-dev)

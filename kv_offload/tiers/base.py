@@ -52,14 +52,15 @@ class TierConfig(BaseModel):
     place_key: ClassVar[str]  # the field that names its place
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "LOCAL"
 
-    type: str
+    type: str = Field(description="kind of tier; to be given, as vLLM asks for it")
     write_policy: str = Field(
         default="through",
-        description='"through" (record every stored chunk), "on_evict" (when it leaves host memory), '
-        '"reuse:N" (after its Nth sight), "never" (others fill it)',
+        description='"through": record every stored chunk, and what was read from a slower tier; "on_evict": '
+        'what leaves host memory; "reuse:N": what is asked for N times, which spares SSDs; "never": others '
+        "fill it",
     )
-    n_read_threads: Threads = 4
-    n_write_threads: Threads = 2
+    n_read_threads: Threads = Field(default=4, description="threads that read, of the engine")
+    n_write_threads: Threads = Field(default=2, description="threads that write, of the engine")
     op_deadline_ms: int = Field(
         default=10_000, ge=1, description="a read or write older than this turns the tier off for a while"
     )

@@ -54,24 +54,26 @@ class FsTierConfig(TierConfig):
     example: ClassVar[dict[str, Any]] = {"type": "fs", "root_dir": "/var/cache/kv", "max_bytes": "500GiB"}
     place_key: ClassVar[str] = "root_dir"
 
-    type: Literal["fs"] = "fs"
+    type: Literal["fs"] = Field(default="fs", description="kind of tier; to be given, as vLLM asks for it")
     root_dir: str = Field(
         description="directory of the records; made if it is not there, owned by the serving user"
     )
     max_bytes: ByteSize | None = Field(
         default=None,
         gt=0,
-        description="hard bound on the whole root; default: half of the free space and of what the root "
-        "already holds",
+        description="hard bound on everything in the directory, for all servers that use it; default: half "
+        "of what is free and of what the directory already holds",
     )
     eviction_policy: str = Field(
-        default="lru", description='of this tier: "lru"; "prefix" and "s3fifo" as for host memory'
+        default="lru", description='what goes first when max_bytes is reached: "lru", "s3fifo", "prefix"'
     )
     fsync: Literal["none", "data", "full"] = Field(
-        default="none", description="wait for the device after each record; checksums make it unnecessary"
+        default="none",
+        description="what a power failure leaves; none: records may be missing or torn, and torn ones are "
+        "found; data: none is torn; full: none is missing",
     )
     o_direct: Annotated[Literal["auto", "on", "off"], BeforeValidator(_direct_mode)] = Field(
-        default="auto", description="bypass the page cache: where the root supports it, or on, or off"
+        default="auto", description="bypass the page cache; auto: where the file system can"
     )
 
     @field_validator("root_dir")

@@ -182,8 +182,8 @@ def test_nothing_is_hit_after_a_reset(reset: Answer, reference: Reference) -> No
 
 
 def test_a_restart_after_a_reset_starts_empty(fourth: Life, reference: Reference) -> None:
-    # The first prompt was recorded again after the reset: with weights that, for all that is known, were in the
-    # third life's memory only.
+    # The first prompt was recorded again after the reset: with weights that, for all that is known, were in
+    # the third life's memory only.
     assert fourth.cached_blocks() == [0, 0]
     assert_same(fourth.answers, reference.answers[:2])
 

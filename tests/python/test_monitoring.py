@@ -211,6 +211,36 @@ def test_the_dashboard_file_is_what_the_code_makes() -> None:
     assert json.loads((MONITORING / "dashboard.json").read_text()) == load_dashboard().dashboard()
 
 
+def not_of_grafana(written: Any) -> list[str]:
+    """What Grafana's own types (generated from its schema) do not take over from a dashboard."""
+    from grafana_foundation_sdk.cog import plugins
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    plugins.register_default_plugins()  # the options of each kind of panel
+    kept = json.loads(JSONEncoder().encode(Dashboard.from_json(json.loads(json.dumps(written)))))
+    return list(differences(written, kept, "dashboard"))
+
+
+def differences(written: Any, kept: Any, place: str) -> Iterator[str]:
+    if isinstance(written, dict) and isinstance(kept, dict):
+        for key, value in written.items():
+            yield from differences(value, kept.get(key), f"{place}.{key}")
+    elif isinstance(written, list) and isinstance(kept, list) and len(written) == len(kept):
+        for number, pair in enumerate(zip(written, kept, strict=True)):
+            yield from differences(*pair, f"{place}[{number}]")
+    elif written != kept:
+        yield f"{place}: {written!r} became {kept!r}"
+
+
+def test_the_dashboard_is_of_grafanas_schema() -> None:
+    written = load_dashboard().dashboard()
+    assert not_of_grafana(written) == []
+    written["panels"][0]["fieldConfig"]["defaults"]["units"] = "s"  # the control: it is "unit"
+    written["titel"] = "KV offload"
+    assert len(not_of_grafana(written)) == 2
+
+
 def test_dashboard_and_rules_use_only_metrics_that_exist() -> None:
     known = {definition.name for definition in _core.metric_definitions()}
     text = (MONITORING / "dashboard.json").read_text() + (MONITORING / "rules.yml").read_text()

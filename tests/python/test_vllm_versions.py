@@ -8,7 +8,9 @@ from vllm_trees import ROOT
 from kv_offload.vllm_versions import RELEASES, SUPPORTED, version_problem
 
 FILES = [
-    *(ROOT / name for name in ("README.md", "tests/run.sh", "tests/ATTACKS.md", "specs/FAILURES.md")),
+    *(ROOT / name for name in ("tests/run.sh", "tests/ATTACKS.md")),
+    *(file for folder in (".", "docs", "specs") for file in sorted((ROOT / folder).glob("*.md"))),
+    *sorted((ROOT / "docs").glob("*/*.md")),
     *sorted((ROOT / "kv_offload").rglob("*.py")),
     *sorted((ROOT / "specs").glob("*.py")),
 ]

@@ -2,7 +2,7 @@
 
 What is looked at is what the wheel carries and finds, which does not depend on how the code was optimised. So
 it is made of the objects of the developer build, which ccache has from the stages before.
-KV_OFFLOAD_WHEEL=release: optimised as users get it, which compiles everything once more.
+KV_OFFLOAD_WHEEL=release: from an sdist and optimised, as users get it, which compiles everything once more.
 """
 
 import os
@@ -49,7 +49,13 @@ def developer_build() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    run(REPOSITORY / ".ci/wheel", out, env={**os.environ, **developer_build(), "PYTHON": sys.executable})
+    environment = {**os.environ, **developer_build(), "PYTHON": sys.executable}
+    if os.environ.get("KV_OFFLOAD_WHEEL") == "release":
+        packed = tmp_path_factory.mktemp("sdist")
+        build = f"from scikit_build_core.build import build_sdist; build_sdist({str(packed)!r})"
+        run(sys.executable, "-c", build, cwd=REPOSITORY)
+        (environment["SOURCE"],) = map(str, packed.iterdir())
+    run(REPOSITORY / ".ci/wheel", out, env=environment)
     (path,) = out.glob("*.whl")
     return path
 

@@ -285,7 +285,7 @@ def test_loads_that_together_need_more_blocks_than_there_are_all_end() -> None:
 def test_what_vllm_offers_of_a_window_with_a_drafter_serves_a_repeat_only_with_retention(
     retention: int, found: int
 ) -> None:
-    # README's limits say so; where a release serves the first too, they are to be mended.
+    # docs/reference/limits.md says so; where a release serves the first too, they are to be mended.
     engine = boot(replace(HYBRID, drafts=2, retention=retention))
     prompt = [token % 1000 for token in range(150)]
     assert [ask_again(engine, [prompt]), ask_again(engine, [prompt])] == [[0], [found]]

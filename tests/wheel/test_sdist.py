@@ -1,0 +1,121 @@
+"""What the source distribution and the release wheels are made of."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import tomllib
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+NOT_IN_IT = (".ci/*", "benchmarks/results/*")
+LEFT_BEHIND = (
+    ".venv/bin/x",
+    ".cache/x",
+    "build/cpp/x.o",
+    "kv_offload/_core.so",
+    "specs/__pycache__/x.pyc",
+    "site/x",
+)
+
+
+def run(*command: str, **options) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def tracked() -> set[str]:
+    names = run("git", "ls-files", "-z", cwd=REPOSITORY).split("\0")
+    found = {name for name in names if name and (REPOSITORY / name).is_file()}
+    assert found, "this is no checkout of git: what belongs into an sdist is not known"
+    return found
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    """Made of the tracked files and some that work leaves behind; unpacked."""
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("sdist")
+    for name in tracked():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, tree / name)
+    for name in LEFT_BEHIND:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text("not for others")
+    build = f"from scikit_build_core.build import build_sdist; build_sdist({str(out)!r})"
+    run(sys.executable, "-c", build, cwd=tree)
+    (packed,) = out.glob("vllm_kv_offload-*.tar.gz")
+    with tarfile.open(packed) as archive:
+        archive.extractall(out, filter="data")
+    return out / packed.name.removesuffix(".tar.gz")
+
+
+def test_it_is_the_checkout(sdist):
+    """Every tracked file as it is, and nothing else."""
+    expected = {name for name in tracked() if not any(fnmatch(name, pattern) for pattern in NOT_IN_IT)}
+    found = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
+    assert found - {"PKG-INFO"} == expected
+    differ = [name for name in expected if (sdist / name).read_bytes() != (REPOSITORY / name).read_bytes()]
+    assert differ == []
+
+
+def test_it_can_be_configured_and_has_every_source(sdist, tmp_path):
+    """Nothing is compiled: that these same bytes compile is tested in the checkout (KV_OFFLOAD_WHEEL=release
+    makes the wheel of test_wheel.py from an sdist)."""
+    options = ("-DKV_OFFLOAD_CUDA=OFF", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON")
+    run("cmake", "-S", str(sdist), "-B", str(tmp_path), "-G", "Ninja", *options)
+    compiled = {entry["file"] for entry in json.loads((tmp_path / "compile_commands.json").read_text())}
+    core = {str(path) for path in sdist.glob("csrc/*/*.cc")}
+    apart = {path for path in core if "/bindings/" in path or "/copy/cuda_" in path}
+    assert compiled == core - apart
+
+
+def test_its_metadata_is_what_a_package_page_needs(sdist):
+    text = (sdist / "PKG-INFO").read_text()
+    header, _, description = text.partition("\n\n")
+    for line in (
+        "License-Expression: Apache-2.0",
+        "License-File: LICENSE",
+        "License-File: docs/third_party_licenses.txt",
+        "Requires-Python: >=3.10",
+        "Description-Content-Type: text/markdown",
+    ):
+        assert line in header.splitlines()
+    assert description.startswith("# vllm-kv-offload")
+    assert "Classifier: License ::" not in header  # the expression has taken its place
+
+
+def test_releases_are_built_for_each_python_that_is_named():
+    named = [
+        classifier.rpartition(" ")[2]
+        for classifier in PROJECT["project"]["classifiers"]
+        if classifier.startswith("Programming Language :: Python :: 3.")
+    ]
+    builds = run(
+        sys.executable,
+        "-m",
+        "cibuildwheel",
+        "--print-build-identifiers",
+        "--platform",
+        "linux",
+        cwd=REPOSITORY,
+    )
+    assert builds.split() == [
+        f"cp{version.replace('.', '')}-manylinux_x86_64"
+        for version in sorted(named, key=lambda v: int(v[2:]))
+    ]
+
+
+def test_releases_are_built_with_the_cuda_copier_for_manylinux_2_28():
+    settings = PROJECT["tool"]["cibuildwheel"]
+    assert settings["config-settings"]["cmake.define.KV_OFFLOAD_CUDA"] == "ON"
+    assert "manylinux2_28" in settings["linux"]["manylinux-x86_64-image"]
+    in_ci = (REPOSITORY / ".ci/wheel").read_text()
+    for library in ("libcuda.so*", "libtorch*.so*", "libc10*.so*"):
+        assert f"--exclude '{library}'" in in_ci
+        assert f"--exclude '{library}'" in settings["linux"]["repair-wheel-command"]
