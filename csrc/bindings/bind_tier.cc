@@ -33,8 +33,7 @@ TierSlotOptions write_policy_of(std::string_view write_policy) {
         threshold <= KeyMemory::kMaxUses) {
       return {WritePolicy::kReuse, threshold};
     }
-    throw_invalid("write_policy={:?}: write reuse:N with N from 1 to {}", write_policy,
-                  KeyMemory::kMaxUses);
+    throw_invalid("write_policy={:?}: write reuse:N with N from 1 to {}", write_policy, KeyMemory::kMaxUses);
   }
   return {one_of<WritePolicy>("write_policy", write_policy,
                               {{"through", WritePolicy::kThrough},
