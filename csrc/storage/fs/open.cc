@@ -298,6 +298,9 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops) {
       rc < 0)
     fail(path, "open the newest generation of", -rc);
   open.space->share_as(sharer(open.namespace_name, open.generation->number));
+  // Counted, as that of a reset is: it is taken off the sum when it is reclaimed.
+  if (FileInfo info; open.generation->made && ops.fstat(open.generation->directory.get(), &info) == 0)
+    open.space->add(info.disk_bytes);
   if (open.generation->made && open.generation->number > 1 && options.warn) {
     options.warn(fmt::format(
         "{} was reset: what was recorded before, and by the process that was reset after it, is not used",

@@ -94,14 +94,19 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
   std::vector<std::uint64_t> generations;
   if (!list_generations(ops, directory.get(), &generations)) return 0;
   std::uint64_t freed = 0;
+  FileInfo info;
+  // Where one stays (it cannot be read or removed, or we are to stop) those after it stay too, though empty:
+  // who starts uses the newest, and would find again what was recorded before a reset.
+  bool older_stays = false;
   for (const std::uint64_t number : generations) {
     if (freed >= enough) break;
-    freed += reclaim_generation(ops, directory.get(), number, enough - freed, closed, stop, gone);
+    freed +=
+        reclaim_generation(ops, directory.get(), number, enough - freed, closed && !older_stays, stop, gone);
+    older_stays |= ops.stat(directory.get(), layout::generation_name(number), &info) != -ENOENT;
   }
   generations.clear();
   if (!closed || !list_generations(ops, directory.get(), &generations) || !generations.empty()) return freed;
   std::uint64_t last = remove_marks(ops, directory.get(), [](std::uint64_t) { return true; });
-  FileInfo info;
   for (const std::string& file : {std::string(layout::kNamespaceFile), mark_name}) {
     if (ops.stat(directory.get(), file, &info) == 0 && ops.unlink(directory.get(), file) == 0) {
       last += info.disk_bytes;

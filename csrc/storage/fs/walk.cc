@@ -133,9 +133,11 @@ std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uin
     if (bytes > 0) gone(bytes);
   };
   const auto remove_directory = [&](int at, const std::string& path) {
-    if (!remove_directories) return;
+    if (!remove_directories) return false;
     const std::uint64_t bytes = disk_bytes_of(ops, at, path);
-    if (ops.rmdir(at, path) == 0) note(bytes);
+    if (ops.rmdir(at, path) != 0) return false;
+    note(bytes);
+    return true;
   };
   const std::string name = layout::generation_name(number);
   int error = 0;
@@ -157,16 +159,16 @@ std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uin
       if (removed) note(bytes);
     }
     if (stop.load() || freed >= enough) return freed;
-    remove_directory(generation.get(), leaf.name);
+    (void)remove_directory(generation.get(), leaf.name);
   }
-  if (remove_directories) {  // marks first: a directory that is left is found again
-    for (const layout::Mark kind : {layout::Mark::kOpen, layout::Mark::kReset}) {
-      const std::string mark = layout::mark_name(number, kind);
-      const std::uint64_t bytes = disk_bytes_of(ops, namespace_directory, mark);
-      if (ops.unlink(namespace_directory, mark) == 0) note(bytes);
-    }
+  // Then its marks, and only if it went: without them who starts would use what a reset made, and who opened
+  // it just now could lock a mark of its own.
+  if (!remove_directory(namespace_directory, name)) return freed;
+  for (const layout::Mark kind : {layout::Mark::kOpen, layout::Mark::kReset}) {
+    const std::string mark = layout::mark_name(number, kind);
+    const std::uint64_t bytes = disk_bytes_of(ops, namespace_directory, mark);
+    if (ops.unlink(namespace_directory, mark) == 0) note(bytes);
   }
-  remove_directory(namespace_directory, name);
   return freed;
 }
 

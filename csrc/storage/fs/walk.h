@@ -54,7 +54,7 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
 
 // Removes our files (records, temporaries of the dead) below a generation until
 // `enough` bytes are gone; with remove_directories also emptied directories and
-// at last the generation's marks and itself. Returns the bytes that are gone from disk.
+// at last the generation itself and its marks. Returns the bytes that are gone from disk.
 // `gone` is told of each file's bytes as it goes.
 std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uint64_t number,
                                  std::uint64_t enough, bool remove_directories, const std::atomic<bool>& stop,

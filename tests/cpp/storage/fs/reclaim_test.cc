@@ -5,9 +5,13 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <limits>
 #include <set>
 
+#include "faulty_file_ops.h"
 #include "fixture.h"
 #include "storage/fs/root.h"
 
@@ -62,6 +66,11 @@ class FsReclaimTest : public ::testing::Test {
       if (!record(space, i).empty()) numbers.push_back(i);
     }
     return numbers;
+  }
+  // Both of the first namespace, and both end: the other kept what was recorded before.
+  void reset_by_one_of_two() {
+    TierUser other(first_);
+    ASSERT_TRUE(TierUser(first_).tier().reset());
   }
   using Numbers = std::vector<std::uint32_t>;
 
@@ -119,6 +128,57 @@ TEST_F(FsReclaimTest, what_a_reset_left_behind_goes_first) {
   EXPECT_GE(report.dead_bytes, 6 * kRecordBytes);
   EXPECT_EQ(left('1').size(), 0u);
   EXPECT_EQ(left('2').size(), 6u);
+}
+
+// Records that cannot be removed: a device that fails.
+class StuckRecords : public FaultyFileOps {
+ public:
+  int unlink(int directory, const std::string& path) override {
+    return path.ends_with(".rec") ? -EIO : FaultyFileOps::unlink(directory, path);
+  }
+};
+
+// Nobody has the namespace open, and another needs the room.
+TEST_F(FsReclaimTest, what_was_recorded_before_a_reset_is_not_found_when_the_newest_alone_can_be_removed) {
+  reset_by_one_of_two();
+  StuckRecords ops;
+  int error = 0;
+  const Fd root = open_fd(ops, AT_FDCWD, root_, kOpenDirectory, 0, &error);
+  (void)reclaim_namespace(ops, root.get(), std::string(64, '1'), std::numeric_limits<std::uint64_t>::max(),
+                          false, std::atomic<bool>{false}, [](std::uint64_t) {});
+  ASSERT_EQ(left('1').size(), 6u);
+  EXPECT_FALSE(TierUser(first_).has(0));
+}
+
+TEST_F(FsReclaimTest, what_is_left_of_who_was_reset_is_not_found_by_who_starts) {
+  {
+    TierUser changed(first_);
+    ASSERT_TRUE(changed.tier().reset());
+    changed.weights = 1;
+    ASSERT_TRUE(changed.write(20));
+    ASSERT_TRUE(changed.until([&] { return !fs::exists(root_ + "/" + std::string(64, '1') + "/g1"); }));
+  }
+  StuckRecords ops;
+  int error = 0;
+  const Fd root = open_fd(ops, AT_FDCWD, root_, kOpenDirectory, 0, &error);
+  (void)reclaim_namespace(ops, root.get(), std::string(64, '1'), std::numeric_limits<std::uint64_t>::max(),
+                          false, std::atomic<bool>{false}, [](std::uint64_t) {});
+  ASSERT_FALSE(record('1', 20).empty());
+  EXPECT_FALSE(TierUser(first_).has(20));
+}
+
+// The process that makes room is stopped while it removes what was recorded before a reset.
+TEST_F(FsReclaimTest, one_that_is_stopped_leaves_the_newest_where_it_is) {
+  reset_by_one_of_two();
+  int error = 0;
+  const Fd root = open_fd(posix_file_ops(), AT_FDCWD, root_, kOpenDirectory, 0, &error);
+  std::atomic<bool> stop{false};
+  (void)reclaim_namespace(posix_file_ops(), root.get(), std::string(64, '1'),
+                          std::numeric_limits<std::uint64_t>::max(), false, stop,
+                          [&](std::uint64_t) { stop.store(true); });
+  const Numbers stay = left('1');
+  ASSERT_EQ(stay.size(), 5u);
+  EXPECT_FALSE(TierUser(first_).has(stay[0]));
 }
 
 // A replica that was reset, and one that was not: both serve.

@@ -284,6 +284,21 @@ TEST_F(FsTierReset, a_replica_that_was_reset_gets_its_share_of_a_full_root) {
   EXPECT_LE(du(root_), kBound + 2 * kRecord);
 }
 
+TEST_F(FsTierReset, what_starts_after_resets_make_is_in_the_sum_that_it_is_taken_off_from) {
+  TierUser b(timed_options());
+  b.wait_for_scan();
+  ASSERT_TRUE(b.write(1));
+  tick(b);
+  ASSERT_TRUE(b.account_becomes_exact(root_));
+  for (int i = 0; i < 8; ++i) ASSERT_TRUE(TierUser(timed_options()).tier().reset());
+  EXPECT_TRUE(b.until([&] {
+    tick(b);
+    return generations() == std::set<std::string>{"g1", "g16"};
+  }));
+  b.poll();
+  EXPECT_GE(b.tier().stats().bytes, du(root_));
+}
+
 // By hand.
 TEST_F(FsTierReset, a_generation_that_is_removed_under_its_user_is_made_anew) {
   TierUser user(timed_options());
