@@ -61,6 +61,7 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
   const py::gil_scoped_release release;
   std::vector<std::unique_ptr<Tier>> opened;
   for (const std::shared_ptr<TierSpec>& tier : tiers) {
+    if (!tier) throw_invalid("tiers has a None in it; give a TierSpec for each");
     options.tiers.push_back(tier->slot);
     opened.push_back(tier->open());
   }

@@ -118,6 +118,7 @@ def test_gauges_are_published_into_the_metrics(region):
         ({"lookup_deadline_seconds": -1.0}, "lookup_deadline_seconds=-1"),
         ({"lookup_deadline_seconds": float("nan")}, "lookup_deadline_seconds=nan"),
         ({"shard_bytes": [[1 << 40]]}, "cpu_bytes_to_use"),
+        ({"tiers": [None]}, "None.*TierSpec"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(region, change, match):
