@@ -17,7 +17,7 @@ from kv_offload.config import OffloadConfig
 
 
 def migrate(before: dict[str, Any], max_bytes: str = "100GiB") -> tuple[dict[str, Any], list[str]]:
-    """(the new configuration, what to know about it). Raises ConfigError for what cannot be meant."""
+    """(the new configuration, what to know about it). Raises ConfigError for what is not valid here."""
     extra = dict(before.get("kv_connector_extra_config", {}))
     extra |= {"spec_name": "KVOffloadSpec", "spec_module_path": "kv_offload.specs"}
     extra["secondary_tiers"] = [

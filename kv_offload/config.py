@@ -31,7 +31,7 @@ AnyTier = Annotated[SerializeAsAny[TierConfig], BeforeValidator(parse_tier)]
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be meant. ``problems`` has one sentence for each thing wrong."""
+    """A configuration that is not valid. ``problems`` has one sentence for each thing wrong."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems

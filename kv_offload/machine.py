@@ -52,5 +52,5 @@ def _memory_remedy(limited_by: str) -> str:
 
 
 def cautions(config: OffloadConfig) -> list[str]:
-    """What will work but is hardly meant."""
+    """What will work but is probably a mistake."""
     return [text for tier in config.secondary_tiers for text in tier.cautions()]

@@ -63,7 +63,9 @@ TierOps::TierOps(const Context& context, std::shared_ptr<const HostRegion> regio
 
 bool TierOps::is_recorded(const ChunkKey& key) {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
-    if (is_recorded(tier, key)) return true;
+    const Presence presence = contains(tier, key);
+    if (presence == Presence::kPresent) return true;
+    if (presence == Presence::kUnknown) ask_for(tier, key);
   }
   return false;
 }

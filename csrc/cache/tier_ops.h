@@ -75,7 +75,7 @@ class TierOps {
   bool is_recorded(std::size_t tier, const ChunkKey& key) {
     return contains(tier, key) == Presence::kPresent;
   }
-  bool is_recorded(const ChunkKey& key);  // on some tier
+  bool is_recorded(const ChunkKey& key);  // on some tier; where that is not known it is asked for
   double estimate_read_seconds(std::size_t tier, std::uint64_t bytes) const {
     return tiers_[tier]->estimate_read_seconds(bytes);
   }

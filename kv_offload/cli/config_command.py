@@ -38,15 +38,16 @@ def config(
         list[str] | None,
         typer.Option(
             metavar="SIZE",
-            help="Hard bound of the --disk of the same place: 500GiB. Without it: half of what is free.",
+            help="Hard bound of the --disk at the same position: 500GiB. Without it: half of the sum of what "
+            "is free and what the directory already holds.",
         ),
     ] = None,
     write_policy: Annotated[
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="What is written to disk: through (all), on_evict (what leaves host memory), "
-            "reuse:N (what is seen N times; spares the SSD).",
+            help="What is written to disk: through (all), on_evict (what is evicted from host memory), "
+            "reuse:N (what is asked for N times; spares the SSD), never (other servers fill it).",
         ),
     ] = None,
     fsync: Annotated[

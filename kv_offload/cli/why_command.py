@@ -36,7 +36,7 @@ def why(
     a configuration that was refused) and the one warning of a server that stores and never hits; with
     VLLM_LOGGING_LEVEL=DEBUG it has each request.
 
-    \\b
+    \b
     Examples:
       kv-offload why http://gpu-7:8000
       kv-offload why server.log

@@ -124,7 +124,7 @@ class TierConfig(BaseModel):
         return []
 
     def cautions(self) -> list[str]:
-        """What will work but is hardly meant."""
+        """What will work but is probably a mistake."""
         return []
 
     def summary(self) -> str:

@@ -62,7 +62,7 @@ class FsTierConfig(TierConfig):
         default=None,
         gt=0,
         description="hard bound on everything in the directory, for all servers that use it; default: half "
-        "of what is free and of what the directory already holds",
+        "of the sum of what is free and what the directory already holds",
     )
     eviction_policy: str = Field(
         default="lru", description='what goes first when max_bytes is reached: "lru", "s3fifo", "prefix"'

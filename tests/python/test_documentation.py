@@ -108,6 +108,7 @@ def test_every_command_is_described(site):
         assert f"<code>{option}" in text or option in text
     assert "Exit status:" in text
     assert "\b" not in text
+    assert "\\b" not in text, "a docstring's paragraph that keeps its lines begins with one backslash"
 
 
 def test_every_miss_reason_has_a_section_that_says_what_to_do(site):

@@ -65,15 +65,22 @@ int open_generation(FileOps& ops, int namespace_directory, const std::string& na
   if (rc == -EWOULDBLOCK) return -ENOENT;
   if (rc == 0) rc = ops.fstat(opened->mark.get(), &info);
   if (rc < 0) return rc;
-  if (info.links == 0) return -ENOENT;
+  // Not the links: over NFS a file that was removed while it was open still has one.
+  FileInfo named;
+  if (ops.stat(namespace_directory, layout::mark_name(number, kind), &named) != 0 ||
+      named.inode != info.inode)
+    return -ENOENT;
   if (make != Generate::kNot) {
-    rc = ops.mkdir(namespace_directory, name, 0700);
+    if (rc = ops.mkdir(namespace_directory, name, 0700); rc < 0) return rc;
     // Durable: after a power failure nothing older may be found again.
-    if (rc == 0) rc = ops.fsync(namespace_directory, false);
-    if (rc < 0) return rc;
+    rc = ops.fsync(namespace_directory, false);
   }
-  opened->directory = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
-  if (!opened->directory) return -error;
+  if (rc == 0) opened->directory = open_fd(ops, namespace_directory, name, kOpenDirectory, 0, &error);
+  if (!opened->directory) {
+    // Its mark stays: another process may be making the same.
+    if (make != Generate::kNot) (void)ops.rmdir(namespace_directory, name);
+    return rc < 0 ? rc : -error;
+  }
   opened->made = make != Generate::kNot;
   opened->number = number;
   opened->path = namespace_path + "/" + name;
@@ -115,7 +122,8 @@ std::vector<std::uint64_t> live_generations(FileOps& ops, int namespace_director
   std::vector<std::uint64_t> numbers;
   (void)list_generations(ops, namespace_directory, &numbers);
   std::erase_if(numbers, [&, newest = numbers.empty() ? 0 : numbers.back()](std::uint64_t number) {
-    return number != newest && !generation_is_open(ops, namespace_directory, number);
+    const bool for_who_starts = number == newest && !made_by_reset(ops, namespace_directory, number);
+    return !for_who_starts && !generation_is_open(ops, namespace_directory, number);
   });
   return numbers;
 }
@@ -130,9 +138,13 @@ std::uint64_t reclaim_unused_generations(FileOps& ops, int namespace_directory,
   std::vector<std::uint64_t> numbers;
   if (!list_generations(ops, namespace_directory, &numbers) || numbers.empty()) return freed;
   // Of directories that went by hand. Who makes a generation makes one above the newest.
+  std::vector<std::vector<Fd>> held;
   const std::uint64_t marks = remove_marks(ops, namespace_directory, [&](std::uint64_t number) {
-    return number < numbers.back() && !std::binary_search(numbers.begin(), numbers.end(), number) &&
-           !generation_is_open(ops, namespace_directory, number);
+    if (number >= numbers.back() || std::binary_search(numbers.begin(), numbers.end(), number)) return false;
+    auto unused = hold_unused(ops, namespace_directory, number);
+    if (!unused) return false;
+    held.push_back(std::move(*unused));
+    return true;
   });
   if (marks > 0) gone(marks);
   return freed + marks;

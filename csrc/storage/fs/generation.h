@@ -48,7 +48,7 @@ int open_newest_generation(FileOps& ops, int namespace_directory, const std::str
 Status list_generations(FileOps& ops, int namespace_directory, std::vector<std::uint64_t>* generations);
 // True when some process uses it, this one included, or it cannot be told.
 bool generation_is_open(FileOps& ops, int namespace_directory, std::uint64_t number);
-// The newest, and those in use. Ascending.
+// Whose records somebody may hit: those in use, and the newest unless a reset made it. Ascending.
 std::vector<std::uint64_t> live_generations(FileOps& ops, int namespace_directory);
 
 // Removes what nobody can hit any more: all generations that are neither in use, nor `own`, nor the newest,

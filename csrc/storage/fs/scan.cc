@@ -251,16 +251,17 @@ Status FsStore::begin_epoch() {
       number = std::max(least_generation_, numbers.empty() ? 1 : numbers.back() + 1);
     }
     std::shared_ptr<Generation> made;
+    const bool by_reset = was_reset_.load();
     rc = open_generation(ops_, open_.namespace_directory.get(), path, number,
-                         was_reset_.load() ? Generate::kByReset : Generate::kAtStart, &made);
+                         by_reset ? Generate::kByReset : Generate::kAtStart, &made);
     if (rc == -EEXIST || rc == -ENOENT) continue;  // another process resets too
     if (rc < 0) break;
     FileInfo info;
     if (ops_.fstat(made->directory.get(), &info) == 0) {
       open_.space->add(info.disk_bytes);
     }
-    set_generation(std::move(made), true);
-    return Status::ok();
+    if (set_generation(std::move(made), by_reset)) return Status::ok();
+    rc = -EBUSY;
   }
   return Status::error(rc == -ENOSPC || rc == -EDQUOT ? StatusKind::kNoSpace : StatusKind::kIo,
                        Status::from_errno(-rc, "make the next generation").message(), -rc, path);

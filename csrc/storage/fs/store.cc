@@ -35,6 +35,8 @@ FsStore::~FsStore() = default;
 void FsStore::close() {
   open_.space->close();
   open_.open_mark.reset();
+  const MutexLock lock(mutex_);
+  generation_.reset();  // and its lock
 }
 
 std::shared_ptr<Generation> FsStore::generation() const {
@@ -88,14 +90,16 @@ void FsStore::drop_generation() {
   leaf_states_.assign(layout::kLeaves, LeafState::kKnown);  // nothing to be found until there is one
 }
 
-void FsStore::set_generation(std::shared_ptr<Generation> generation, bool empty) {
-  open_.space->share_as(sharer(open_.namespace_name, generation->number));
+bool FsStore::set_generation(std::shared_ptr<Generation> generation, bool by_reset) {
   const MutexLock lock(mutex_);
+  if (was_reset_.load() != by_reset) return false;
+  open_.space->share_as(sharer(open_.namespace_name, generation->number));
   generation_ = std::move(generation);
   leaf_bytes_.assign(layout::kLeaves, 0);
   durable_leaves_.clear();
-  leaf_states_.assign(layout::kLeaves, empty ? LeafState::kKnown : LeafState::kUnknown);
-  known_.store(empty ? Known::kOrder : Known::kSome);
+  leaf_states_.assign(layout::kLeaves, LeafState::kKnown);
+  known_.store(Known::kOrder);
+  return true;
 }
 
 void FsStore::take_removals(std::vector<TierRemoval>* removals) {

@@ -128,7 +128,9 @@ class FsStore final : public RecordStore, public Catalogue {
   void adopt(const Scan& scan, std::vector<FoundRecord> records);
   void adopt_names(const std::shared_ptr<Generation>& generation, const std::vector<FoundRecord>& records,
                    bool in_order);
-  void set_generation(std::shared_ptr<Generation> generation, bool empty);
+  // New and empty. False when a reset came while it was made, or none when it was made for one: then its mark
+  // says the wrong thing.
+  bool set_generation(std::shared_ptr<Generation> generation, bool by_reset);
   void keep_generation();
   void drop_generation() EXCLUDES(mutex_);
 

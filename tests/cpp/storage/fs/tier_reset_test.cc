@@ -3,6 +3,7 @@
 
 #include <cerrno>
 #include <set>
+#include <thread>
 
 #include "faulty_file_ops.h"
 #include "fixture.h"
@@ -312,6 +313,24 @@ TEST_F(FsTierReset, a_generation_that_is_removed_under_its_user_is_made_anew) {
   EXPECT_FALSE(user.has(1));
   EXPECT_TRUE(user.write(1));
   EXPECT_TRUE(user.read(1));
+}
+
+// Its generation was removed by hand, and upkeep makes another as the reset comes.
+TEST_F(FsTierReset, a_reset_beside_the_making_of_a_generation_makes_one_for_itself) {
+  FsStore store(timed_options(), ops_, clock_);
+  walk(root_, [](const fs::path& path) {
+    if (path.filename() == "g1") fs::remove_all(path);
+  });
+  ops_.block(Call::kMkdir);
+  std::thread upkeep([&] { store.maintain(); });
+  ops_.wait_for_blocked_in(Call::kMkdir);
+  store.forget();
+  ops_.release();
+  upkeep.join();
+  EXPECT_TRUE(store.begin_epoch());
+  std::set<std::string> names;
+  walk(root_, [&](const fs::path& path) { names.insert(path.filename().string()); });
+  EXPECT_TRUE(names.contains(*generations().rbegin() + ".reset")) << "nobody who starts is to share it";
 }
 
 TEST_F(FsTierReset, room_is_taken_from_what_others_keep_apart_when_there_is_no_other) {
