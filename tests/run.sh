@@ -9,7 +9,7 @@
 # lies inside the checkout: .venv, .cache, build. Stages, in order:
 #
 #   asan     the core under clang with -Wthread-safety, its tests under AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan     the same tests under ThreadSanitizer
+#   tsan     the same tests under ThreadSanitizer, by g++ (Python does not start with clang's loaded first)
 #   fuzz     libFuzzer on what is read from files, a bounded time
 #   lint     clang-format, ruff, mypy --strict; that the mutants still fit the code
 #   cpp      build of the core and its tests, ctest
@@ -147,8 +147,7 @@ build_asan() {
     -DKV_OFFLOAD_SANITIZE=address,undefined "${@:2}"
 }
 build_tsan() {
-  build tsan "$1" -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" \
-    -DKV_OFFLOAD_SANITIZE=thread "${@:2}"
+  build tsan "$1" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" -DKV_OFFLOAD_SANITIZE=thread "${@:2}"
 }
 
 # All tests of a program, in as many processes as there are cores.
@@ -212,9 +211,9 @@ stage_oracle() {
   local kind status=0 python=(-DKV_OFFLOAD_PYTHON=ON "-DPython_EXECUTABLE=$root/.venv/bin/python"
     "-Dpybind11_DIR=$(.venv/bin/pybind11-config --cmakedir)")
   build_asan _core "${python[@]}" && build_tsan _core "${python[@]}" || return
-  local -A running=()
+  local -A runtime=([asan]=$(clang++ -print-file-name=libclang_rt.asan-x86_64.so) [tsan]=$(g++ -print-file-name=libtsan.so)) running=()
   for kind in asan tsan; do
-    LD_PRELOAD="$(realpath "$(clang++ -print-file-name="libclang_rt.$kind-x86_64.so")") $(realpath "$(g++ -print-file-name=libstdc++.so)")" \
+    LD_PRELOAD="$(realpath "${runtime[$kind]}") $(realpath "$(g++ -print-file-name=libstdc++.so)")" \
       ASAN_OPTIONS=detect_leaks=0:symbolize=0 UBSAN_OPTIONS=print_stacktrace=1:symbolize=0 \
       TSAN_OPTIONS=halt_on_error=1:symbolize=0 \
       KV_OFFLOAD_TEST_SANITIZER=$kind KV_OFFLOAD_TEST_CORE=$(echo "$root/build/$kind"/_core*.so) \
