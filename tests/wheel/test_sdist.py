@@ -70,7 +70,7 @@ def test_it_can_be_configured_and_has_every_source(sdist, tmp_path):
     options = ("-DKV_OFFLOAD_CUDA=OFF", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON")
     run("cmake", "-S", str(sdist), "-B", str(tmp_path), "-G", "Ninja", *options)
     compiled = {entry["file"] for entry in json.loads((tmp_path / "compile_commands.json").read_text())}
-    core = {str(path) for path in sdist.glob("csrc/*/*.cc")}
+    core = {str(path) for path in sdist.glob("csrc/**/*.cc")}
     apart = {path for path in core if "/bindings/" in path or "/copy/cuda_" in path}
     assert compiled == core - apart
 
