@@ -38,8 +38,8 @@ TierSlotOptions write_policy_of(std::string_view write_policy) {
   return {one_of<WritePolicy>("write_policy", write_policy,
                               {{"through", WritePolicy::kThrough},
                                {"on_evict", WritePolicy::kOnEvict},
-                               {"never", WritePolicy::kNever},
-                               {"reuse:N", WritePolicy::kReuse}})};
+                               {"reuse:N", WritePolicy::kReuse},
+                               {"never", WritePolicy::kNever}})};
 }
 
 void bind_tier(py::module_& module) {
