@@ -3,9 +3,9 @@
 //
 //   shared_root ROOT [SECONDS A PHASE] [MAX_BYTES] [RECORD_BYTES]
 //
-// ROOT is made and removed. Each server writes as fast as it can; every 50 ms one of them marks a record,
-// which the others ask for until they have it (a mark that is evicted before is not counted). "all" is the
-// baseline.
+// ROOT is made and removed. Each server writes with a short pause between records; every 50 ms one of them
+// marks a record, which the others ask for until they have it (a mark that is evicted before is not counted).
+// "all" is the baseline.
 #include <fmt/format.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -21,6 +21,7 @@
 #include <filesystem>
 #include <new>
 #include <thread>
+#include <unordered_set>
 #include <vector>
 
 #include "base/aligned_buffer.h"
@@ -33,6 +34,7 @@ namespace {
 constexpr int kServers = 3;
 constexpr std::size_t kMarks = 4096;
 constexpr double kMarkEvery = 0.05;
+constexpr std::chrono::milliseconds kPause{5};  // so that a mark is found before it is evicted
 
 // What the processes tell one another.
 struct Board {
@@ -51,15 +53,20 @@ struct Board {
   std::atomic<double> seconds_to_find[kMarks];
 };
 
-std::uint64_t du(const std::string& path) {
+// As `du`: a file that is renamed while we walk counts once.
+std::uint64_t du(const std::string& path, std::unordered_set<ino_t>* seen) {
   struct ::stat info;
-  if (::lstat(path.c_str(), &info) != 0) return 0;
+  if (::lstat(path.c_str(), &info) != 0 || !seen->insert(info.st_ino).second) return 0;
   std::uint64_t bytes = static_cast<std::uint64_t>(info.st_blocks) * 512;
   if (!S_ISDIR(info.st_mode)) return bytes;
   std::error_code error;
   for (std::filesystem::directory_iterator it(path, error), end; !error && it != end; it.increment(error))
-    bytes += du(it->path().string());
+    bytes += du(it->path().string(), seen);
   return bytes;
+}
+std::uint64_t du(const std::string& path) {
+  std::unordered_set<ino_t> seen;
+  return du(path, &seen);
 }
 
 class Server {
@@ -88,6 +95,7 @@ class Server {
         }
       }
       look();
+      std::this_thread::sleep_for(kPause);
     }
   }
 
@@ -186,6 +194,7 @@ class Run {
     std::uint64_t writes = 0, refused = 0;
     for (Board::Server& server : board_->servers) {
       server.longest_gap.store(0);
+      server.last_write.store(started);
       writes -= server.writes.load();
       refused -= server.refused.load();
     }
@@ -263,8 +272,8 @@ int main(int argc, char** argv) {
   }
   const auto number = [&](int at, double usual) { return argc > at ? std::atof(argv[at]) : usual; };
   const double seconds = number(2, 20);
-  Run run(argv[1], static_cast<std::uint64_t>(number(3, 512 << 20)),
-          static_cast<std::uint64_t>(number(4, 2 << 20)));
+  Run run(argv[1], static_cast<std::uint64_t>(number(3, 2048.0 * (1 << 20))),
+          static_cast<std::uint64_t>(number(4, 256 << 10)));
   if (!run.fill()) {
     fmt::print(stderr, "the root was not filled within two minutes\n");
     return 1;
