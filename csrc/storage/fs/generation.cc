@@ -36,12 +36,10 @@ bool made_by_reset(FileOps& ops, int namespace_directory, std::uint64_t number) 
   return ops.stat(namespace_directory, layout::mark_name(number, layout::Mark::kReset), &info) != -ENOENT;
 }
 
-// What nobody can hit any more; all: and its directory.
+// What nobody can hit any more, of all that there are; all: and its directory.
 using Unused = std::function<void(std::uint64_t number, bool all)>;
-void each_unused(FileOps& ops, int namespace_directory, std::optional<std::uint64_t> own,
-                 const Unused& unused) {
-  std::vector<std::uint64_t> numbers;
-  if (!list_generations(ops, namespace_directory, &numbers)) return;
+void each_unused(FileOps& ops, int namespace_directory, const std::vector<std::uint64_t>& numbers,
+                 std::optional<std::uint64_t> own, const Unused& unused) {
   for (const std::uint64_t number : numbers) {
     const bool newest = number == numbers.back();
     if (number == own || (newest && !made_by_reset(ops, namespace_directory, number))) continue;
@@ -131,12 +129,12 @@ std::vector<std::uint64_t> live_generations(FileOps& ops, int namespace_director
 std::uint64_t reclaim_unused_generations(FileOps& ops, int namespace_directory,
                                          std::optional<std::uint64_t> own, const std::atomic<bool>& stop,
                                          const std::function<void(std::uint64_t)>& gone) {
+  std::vector<std::uint64_t> numbers;
+  if (!list_generations(ops, namespace_directory, &numbers) || numbers.empty()) return 0;
   std::uint64_t freed = 0;
-  each_unused(ops, namespace_directory, own, [&](std::uint64_t number, bool all) {
+  each_unused(ops, namespace_directory, numbers, own, [&](std::uint64_t number, bool all) {
     freed += reclaim_generation(ops, namespace_directory, number, kAll, all, stop, gone);
   });
-  std::vector<std::uint64_t> numbers;
-  if (!list_generations(ops, namespace_directory, &numbers) || numbers.empty()) return freed;
   // Of directories that went by hand. Who makes a generation makes one above the newest.
   std::vector<std::vector<Fd>> held;
   const std::uint64_t marks = remove_marks(ops, namespace_directory, [&](std::uint64_t number) {
@@ -152,8 +150,10 @@ std::uint64_t reclaim_unused_generations(FileOps& ops, int namespace_directory,
 
 std::uint64_t count_unused_generations(FileOps& ops, int namespace_directory) {
   const std::atomic<bool> stop{false};
+  std::vector<std::uint64_t> numbers;
+  if (!list_generations(ops, namespace_directory, &numbers)) return 0;
   std::uint64_t bytes = 0;
-  each_unused(ops, namespace_directory, std::nullopt, [&](std::uint64_t number, bool) {
+  each_unused(ops, namespace_directory, numbers, std::nullopt, [&](std::uint64_t number, bool) {
     bytes += count_tree(ops, namespace_directory, layout::generation_name(number), {}, stop);
   });
   return bytes;

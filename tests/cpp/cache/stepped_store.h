@@ -6,7 +6,6 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <thread>
@@ -64,13 +63,7 @@ class SteppedStore final : public TierHand {
     EXPECT_TRUE(std::filesystem::remove(path_of(key)));
     if (reads_.empty()) run_own(OpKind::kRead, key);  // finds that it is gone
   }
-  void damage(const ChunkKey& key) override {
-    std::fstream file(path_of(key), std::ios::in | std::ios::out | std::ios::binary);
-    file.seekg(5000);
-    const char flipped = static_cast<char>(file.get() ^ 1);
-    file.seekp(5000);
-    file.put(flipped);
-  }
+  void damage(const ChunkKey& key) override { testing::flip_a_bit(path_of(key)); }
   void fail(StatusKind kind) override {
     using testing::Call;
     if (kind == StatusKind::kOk) return disk_.ops.clear();

@@ -37,13 +37,7 @@ class FsMedium final : public Medium {
     return make_fs_tier(fs_options);
   }
   void lose(const ChunkKey& key) override { EXPECT_TRUE(fs::remove(path_of(key))); }
-  void damage(const ChunkKey& key) override {
-    std::fstream file(path_of(key), std::ios::in | std::ios::out | std::ios::binary);
-    file.seekg(5000);
-    const char flipped = static_cast<char>(file.get() ^ 1);
-    file.seekp(5000);
-    file.put(flipped);
-  }
+  void damage(const ChunkKey& key) override { flip_a_bit(path_of(key)); }
   void fail_transfers(bool fail) override {
     ops_.set_rule(
         [fail](Call call) { return fail && (call == Call::kPreadv || call == Call::kPwritev) ? -EIO : 0; });

@@ -36,6 +36,16 @@ class TempDir {
   std::string path_;
 };
 
+// Of a record's payload, which begins behind 4 KiB.
+inline void flip_a_bit(const fs::path& record) {
+  constexpr std::streamoff kAt = 5000;
+  std::fstream file(record, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekg(kAt);
+  const char flipped = static_cast<char>(file.get() ^ 1);
+  file.seekp(kAt);
+  file.put(flipped);
+}
+
 // What `du` says, in bytes. Files that vanish meanwhile count nothing.
 inline std::uint64_t du(const std::string& path) {
   struct ::stat info;
