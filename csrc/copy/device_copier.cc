@@ -1,9 +1,10 @@
 #include "copy/device_copier.h"
 
-#include <pthread.h>
 #include <sys/prctl.h>
 
 #include <algorithm>
+
+#include "base/thread.h"
 
 namespace kv_offload {
 namespace {
@@ -125,7 +126,7 @@ void DeviceCopier::close() {
 }
 
 void DeviceCopier::run_thread() {
-  pthread_setname_np(pthread_self(), "kvo-copy");
+  begin_thread("kvo-copy", CpuShare::kFull);
   (void)prctl(PR_SET_TIMERSLACK, kTimerSlackNs);
   device_->enter_thread();
   MutexLock lock(mutex_);

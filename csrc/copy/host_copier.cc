@@ -1,9 +1,8 @@
 #include "copy/host_copier.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 
+#include "base/thread.h"
 #include "copy/host_memcpy.h"
 
 namespace kv_offload {
@@ -96,7 +95,7 @@ void HostCopier::close() {
 }
 
 void HostCopier::run_thread() {
-  pthread_setname_np(pthread_self(), "kvo-copy");
+  begin_thread("kvo-copy", CpuShare::kFull);
   MutexLock lock(mutex_);
   while (true) {
     const Slice slice = take_slice(kStores);

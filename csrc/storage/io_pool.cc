@@ -7,6 +7,7 @@
 #include <optional>
 #include <thread>
 
+#include "base/thread.h"
 #include "base/thread_annotations.h"
 
 namespace kv_offload {
@@ -48,23 +49,40 @@ struct IoPool::State {
   const Clock* clock = nullptr;
   Nanos close_wait{0};
   mutable Mutex mutex;
-  CondVar work, left;
+  CondVar reads, writes, left;  // for read threads: reads are queued; for write threads: so is what they take
   std::array<Queue, 2> queues GUARDED_BY(mutex);
   std::vector<Running> running GUARDED_BY(mutex);
   std::vector<std::thread> threads GUARDED_BY(mutex);
   Nanos next_deadline GUARDED_BY(mutex) = Nanos::max();
   std::uint64_t next_number GUARDED_BY(mutex) = 1;
   unsigned reads_since_write GUARDED_BY(mutex) = 0;
+  unsigned free_readers GUARDED_BY(mutex) = 0;  // read threads that run no op
   unsigned live GUARDED_BY(mutex) = 0;
   bool closing GUARDED_BY(mutex) = false;
   bool abandoned GUARDED_BY(mutex) = false;
 
+  // Queued reads beyond those that free read threads are about to take.
+  std::size_t reads_left_over() const REQUIRES(mutex) {
+    const std::size_t queued = queues[index(Lane::kRead)].size();
+    return queued - std::min<std::size_t>(queued, free_readers);
+  }
+
   std::optional<Lane> next_lane(Lane own) const REQUIRES(mutex) {
-    const bool reads = !queues[index(Lane::kRead)].empty();
+    if (own == Lane::kRead) {
+      return queues[index(own)].empty() ? std::nullopt : std::optional(own);
+    }
+    const bool reads = reads_left_over() > 0;
     const bool writes = !queues[index(Lane::kWrite)].empty();
-    if (own == Lane::kWrite && writes && (!reads || reads_since_write >= kReadsPerWrite)) return Lane::kWrite;
+    if (writes && (!reads || reads_since_write >= kReadsPerWrite)) return Lane::kWrite;
     if (reads) return Lane::kRead;
     return std::nullopt;
+  }
+
+  // Wakes as many threads as can start something of what was added.
+  void wake(std::size_t added_reads, std::size_t added_writes) REQUIRES(mutex) {
+    for (std::size_t i = std::min<std::size_t>(added_reads, free_readers); i > 0; --i) reads.notify_one();
+    for (std::size_t i = added_writes + std::min(added_reads, reads_left_over()); i > 0; --i)
+      writes.notify_one();
   }
 
   Queued take(Lane lane) REQUIRES(mutex) {
@@ -80,17 +98,22 @@ struct IoPool::State {
   }
 
   void thread_body(Lane own) {
+    // What a write thread does can wait: writes, and reads that would otherwise wait for a read thread.
+    const bool reader = own == Lane::kRead;
+    begin_thread(reader ? "kvo-read" : "kvo-write", reader ? CpuShare::kFull : CpuShare::kBackground);
     mutex.lock();
     while (!closing) {
       const std::optional<Lane> lane = next_lane(own);
       if (!lane) {
-        work.wait(mutex);
+        (reader ? reads : writes).wait(mutex);
         continue;
       }
       Begun begun = begin(*lane);
+      if (reader) --free_readers;
       mutex.unlock();
       perform(std::move(begun));
       mutex.lock();
+      if (reader) ++free_readers;
     }
     --live;
     left.notify_all();
@@ -136,6 +159,7 @@ IoPool::IoPool(const IoPoolOptions& options) : state_(std::make_shared<State>())
       const MutexLock lock(state_->mutex);
       state_->threads.emplace_back([state = state_, lane] { state->thread_body(lane); });
       ++state_->live;
+      if (lane == Lane::kRead) ++state_->free_readers;
     }
   };
   try {
@@ -155,13 +179,15 @@ void IoPool::submit(std::vector<Op> ops) {
   {
     const MutexLock lock(state_->mutex);
     if (!state_->closing) {
+      std::array<std::size_t, 2> added{};
       for (Op& op : ops) {
+        ++added[index(op.lane)];
         if (op.deadline.count() != 0) state_->next_deadline = std::min(state_->next_deadline, op.deadline);
         Queue& queue = state_->queues[index(op.lane)];
         queue.push_back({std::move(op), now});
       }
       ops.clear();
-      state_->work.notify_all();
+      state_->wake(added[index(Lane::kRead)], added[index(Lane::kWrite)]);
     }
   }
   for (const Op& op : ops) op.done(Status::error(StatusKind::kUnavailable, "closing"), 0, 0);
@@ -236,7 +262,8 @@ bool IoPool::close() {
     const MutexLock lock(state_->mutex);
     state_->closing = true;
     threads.swap(state_->threads);
-    state_->work.notify_all();
+    state_->reads.notify_all();
+    state_->writes.notify_all();
   }
   fail_queued(Status::error(StatusKind::kCancelled, "closing"));
   if (threads.empty()) return true;

@@ -1,6 +1,8 @@
 // IoPool: threads that run ops in two lanes. Reads go first; writes never
-// starve: read threads take reads only; write threads take reads too while any
-// wait, but start one write for every kReadsPerWrite reads started meanwhile.
+// starve: read threads take reads only; write threads take reads too when more
+// wait than there are free read threads, but start one write for every
+// kReadsPerWrite reads started meanwhile. Write threads have a background share
+// of the CPU (base/thread.h).
 // An op is a function that ends in a Status; the pool knows nothing of files.
 // Each op has a tag and a deadline: one that has not started by then ends
 // kExpired without running (noticed by a thread that comes free, or by

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "base/thread.h"
+
 namespace kv_offload {
 
 Ticker::Ticker(Nanos every, std::function<void()> tick)
@@ -19,6 +21,7 @@ void Ticker::stop() {
 }
 
 void Ticker::run() {
+  begin_thread("kvo-upkeep", CpuShare::kBackground);
   for (;;) {
     {
       const MutexLock lock(mutex_);

@@ -1,10 +1,16 @@
 #include "storage/io_pool.h"
 
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
+#include <array>
 #include <latch>
 #include <mutex>
 #include <string>
+
+#include "base/thread.h"
 
 namespace kv_offload {
 namespace {
@@ -111,6 +117,50 @@ TEST(IoPool, read_threads_leave_writes_alone) {
   EXPECT_EQ(pool.depth(Lane::kWrite).queued, 1u);
   go.count_down();
   all.wait();
+}
+
+std::string thread_name() {
+  char name[16] = {};
+  ::pthread_getname_np(::pthread_self(), name, sizeof name);
+  return name;
+}
+
+TEST(IoPool, write_threads_take_only_reads_for_which_no_read_thread_is_free) {
+  FakeClock clock;
+  Log log;
+  for (int i = 0; i < 20; ++i) {
+    std::latch running(1), go(1), all(2);
+    std::array<std::string, 2> by;
+    IoPool pool({1, 1, &clock});
+    pool.submit(one(op(log, 0, Lane::kRead, &all, [&] {
+      by[0] = thread_name();
+      running.count_down();
+      go.wait();
+    })));
+    running.wait();
+    pool.submit(one(op(log, 1, Lane::kRead, &all, [&] {
+      by[1] = thread_name();
+      go.count_down();
+    })));
+    all.wait();
+    EXPECT_EQ(by, (std::array<std::string, 2>{"kvo-read", "kvo-write"}));
+  }
+}
+
+TEST(IoPool, write_threads_have_a_background_share_of_the_cpu) {
+  FakeClock clock;
+  Log log;
+  std::latch all(2);
+  IoPool pool({1, 1, &clock});
+  std::array<int, 2> nice{};
+  for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
+    pool.submit(one(op(log, 0, lane, &all, [&nice, lane] {
+      nice[static_cast<std::size_t>(lane)] = ::getpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()));
+    })));
+  }
+  all.wait();
+  const int own = ::getpriority(PRIO_PROCESS, static_cast<id_t>(::gettid()));
+  EXPECT_EQ(nice, (std::array<int, 2>{own, std::max(own, kBackgroundNice)}));
 }
 
 TEST(IoPool, an_op_past_its_deadline_does_not_run) {

@@ -1,0 +1,205 @@
+"""What do the running requests pay while a prompt is stored?
+
+    python benchmarks/decode_beside_writes.py [--rounds 10] [--prompt 4096] [--tokens 64] [--only none kv_offload]
+
+Serves one model, made on the spot, with vLLM on CPU three times, side by side: without a connector, with this
+one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of vllm_tiering_on_cpu.py: its own refuses
+CPU), the latter two with a disk below their host memory. One request at a time: each round every server gets
+the same new prompt and then generates tokens, so that the blocks of the prompt are copied to host memory and
+written to disk while tokens are generated. In every round the servers come in another order, and a server is
+asked only when all earlier writes are done.
+
+Told are the seconds between two tokens, by round and as a ratio to the server without a connector in the same
+round: over all tokens of an answer, and over its first eight, which the copies and the first writes meet. Told
+as well: CPU seconds of the server's threads by name, per round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from multi_turn import BLOCK, LocalServer, connector
+from reporting import describe_machine, draw_bars, interval_of_median, say, write_results
+from same_for_all import environment
+from tiny_model import make_model
+
+SYSTEMS = ("none", "kv_offload", "vllm")
+FIRST = 8  # tokens
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def token_times(server: LocalServer, prompt: Sequence[int], tokens: int) -> list[float]:
+    """Seconds from the request to each token of a greedy answer."""
+    body = {
+        "model": "tiny",
+        "prompt": list(prompt),
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
+    with contextlib.closing(connection):
+        began = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        if reply.status != 200:
+            raise RuntimeError(f"{reply.status}: {reply.read()[:500]!r}")
+        times = []
+        for line in reply:
+            text = line.decode().removeprefix("data:").strip()
+            if text and text != "[DONE]" and json.loads(text).get("choices"):
+                times.append(time.perf_counter() - began)
+    return times
+
+
+def cpu_by_thread(server: LocalServer) -> dict[str, float]:
+    """CPU seconds of all threads of the server that live, by the thread's name."""
+    seconds: dict[str, float] = defaultdict(float)
+    for process in server.processes():
+        for stat in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):
+                before, _, after = stat.read_text().rpartition(")")
+                fields = after.split()
+                seconds[before.partition("(")[2]] += (int(fields[11]) + int(fields[12])) / TICKS
+    return seconds
+
+
+def bytes_below(root: Path) -> int:
+    total = 0
+    for folder, _, files in os.walk(root):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
+def wait_for_writes(root: Path, least: int) -> float:
+    """Seconds until `least` bytes more were below `root` and nothing was added for half a second."""
+    began, last, since = time.perf_counter(), -1, time.perf_counter()
+    while time.perf_counter() - began < 30:
+        now = bytes_below(root)
+        if now != last:
+            last, since = now, time.perf_counter()
+        elif now >= least and time.perf_counter() - since > 0.5:
+            return since - began
+        time.sleep(0.02)
+    raise RuntimeError(f"{root} holds {last} bytes after 30 s; at least {least} were expected")
+
+
+def play(server: LocalServer, root: Path, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    before, had = cpu_by_thread(server), bytes_below(root)
+    times = token_times(server, prompt, tokens)
+    if len(times) < tokens // 2:
+        raise RuntimeError(f"{tokens} tokens were asked for, they came in {len(times)} pieces")
+    written = wait_for_writes(root, had + 1) if root.exists() else 0.0
+    cpu = {name: seconds - before.get(name, 0.0) for name, seconds in cpu_by_thread(server).items()}
+    gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+    return {
+        "first_token": times[0],
+        "all": statistics.fmean(gaps),
+        "first": statistics.fmean(gaps[:FIRST]),
+        "longest": max(gaps),
+        "written_after_answer": written,
+        "written_bytes": bytes_below(root) - had,
+        "cpu": {name: round(seconds, 3) for name, seconds in cpu.items() if seconds > 0},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--prompt", type=int, default=4096, help="tokens")
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--size", default="1024MiB", help="of host memory, in MiB")
+    parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
+    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
+    parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
+    arguments = parser.parse_args()
+    say(describe_machine()["text"])
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.directory, prefix="decode-beside-") as directory,
+        contextlib.ExitStack() as running,
+    ):
+        model = make_model(Path(directory) / "model", arguments.kind)
+        longest = arguments.prompt + arguments.tokens + BLOCK
+        servers, roots = {}, {name: Path(directory) / f"root-{name}" for name in arguments.only}
+        for name in arguments.only:
+            say(f"{name}: starting")
+            servers[name] = running.enter_context(
+                LocalServer(
+                    model,
+                    Path(directory) / f"{name}.log",
+                    blocks=longest // BLOCK + 3,
+                    kv_transfer=connector(name, arguments.size, roots[name]),
+                    max_model_len=longest,
+                    environment=environment(),
+                )
+            )
+        make = random.Random(7)
+        for number in range(-2, arguments.rounds):
+            prompt = [make.randrange(2, 2048) for _ in range(arguments.prompt)]
+            for name in make.sample(arguments.only, len(arguments.only)):
+                taken = play(servers[name], roots[name], prompt, arguments.tokens)
+                if number >= 0:  # vLLM compiles its helpers at the first requests
+                    rounds[name].append(taken)
+    report(rounds, arguments)
+
+
+def report(rounds: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
+    results: dict[str, Any] = {}
+    for name, played in rounds.items():
+        cpu: dict[str, float] = defaultdict(float)
+        for one in played:
+            for thread, seconds in one["cpu"].items():
+                cpu[thread] += seconds / len(played)
+        busy = {thread: round(seconds, 3) for thread, seconds in cpu.items() if seconds >= 0.002}
+        results[name] = {"rounds": played, "cpu_seconds": dict(sorted(busy.items(), key=lambda p: -p[1]))}
+        say(f"{name}: CPU seconds a round by thread: {results[name]['cpu_seconds']}")
+        for what in ("first_token", "all", "first", "longest"):
+            values = [one[what] for one in played]
+            line = f"{name}: {what}: {statistics.median(values) * 1e3:.2f} ms"
+            if "none" in rounds and name != "none":
+                ratios = [one[what] / none[what] for one, none in zip(played, rounds["none"], strict=True)]
+                low, high = interval_of_median(ratios)
+                ratio = statistics.median(ratios)
+                results[name][f"{what}_ratio"] = {"median": ratio, "low": low, "high": high}
+                line += f", {ratio:.3f} ({low:.3f} to {high:.3f}) of no connector"
+            say(line)
+        say(
+            f"{name}: {statistics.fmean(one['written_bytes'] for one in played) / 2**20:.0f} MiB written a round, "
+            f"done {statistics.median(one['written_after_answer'] for one in played):.2f} s after the answer"
+        )
+    if tuple(arguments.only) != SYSTEMS:
+        return
+    bars = [
+        (f"{name}, {label}", results[name][f"{what}_ratio"]["median"], "")
+        for name in SYSTEMS[1:]
+        for what, label in (("all", "all tokens"), ("first", f"first {FIRST} tokens"))
+    ]
+    bars = [(label, value, f"{value:.3f}x") for label, value, _ in bars]
+    parameters = {name: getattr(arguments, name) for name in ("rounds", "prompt", "tokens", "size", "kind")}
+    write_results(
+        "decode_beside_writes",
+        {"parameters": parameters, "results": results},
+        lambda path: draw_bars(path, bars, "time per token, of no connector", "decode beside writes"),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+#include "base/thread.h"
+
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+namespace kv_offload {
+
+void begin_thread(const char* name, CpuShare share) {
+  ::pthread_setname_np(::pthread_self(), name);
+  if (share == CpuShare::kFull) return;
+  // On Linux a nice value is a thread's (setpriority(2), "C library/kernel differences"). It can only fail
+  // where a sandbox forbids the call; then the thread has its full share.
+  const auto thread = static_cast<id_t>(::gettid());
+  if (::getpriority(PRIO_PROCESS, thread) < kBackgroundNice) {
+    ::setpriority(PRIO_PROCESS, thread, kBackgroundNice);
+  }
+}
+
+}  // namespace kv_offload
