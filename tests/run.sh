@@ -48,6 +48,8 @@ if [ $# -gt 0 ] && [ "$1" != --stage ]; then
   done
 fi
 export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1
+# One name for all builds, pip's too: ccache takes c++ and g++ for two compilers.
+export CC=gcc CXX=g++
 # Compiled modules are kept (pip makes none, see install_vllm): each process of a server imports thousands.
 unset PYTHONDONTWRITEBYTECODE
 
