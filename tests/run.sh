@@ -22,8 +22,9 @@
 #   mutants  only with --long or when named: faults are planted, each must be seen
 #
 # While the stages that need no Python run, Python's packages are installed beside them. The pytest stages run last,
-# as one pytest, so that its closing line counts them all. Each stage has a share of the half hour and says when it
-# took more; only what takes ten times as long is ended.
+# as one pytest, so that its closing line counts them all; its tests run two at a time, servers beside the rest
+# (tests/conftest.py). Each stage has a share of the half hour and says when it took more; only what takes ten times as
+# long is ended.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
@@ -331,7 +332,8 @@ for name in $stages; do
     *) finish_python ;;
   esac
   case $name in
-    python | wheel | e2e) tests+=("tests/$name") ;;
+    e2e) tests=("tests/$name" "${tests[@]}") ;; # the longest first: something else runs beside it
+    python | wheel) tests+=("tests/$name") ;;
     *) stage "$name" "stage_$name" ;;
   esac
 done
@@ -341,7 +343,8 @@ printf '%s\n' "${summary[@]}"
 pytest_status=0
 if [ ${#tests[@]} -gt 0 ]; then
   printf '\n==== pytest %s (its share: %d s)\n' "${tests[*]}" "${share[pytest]}"
-  bounded $((share[pytest] * slower / 2)) .venv/bin/python -m pytest --durations=10 --timeout 600 "${tests[@]}"
+  bounded $((share[pytest] * slower / 2)) .venv/bin/python -m pytest --durations=10 --timeout 600 \
+    -n 2 --dist loadscope --no-loadscope-reorder "${tests[@]}"
   pytest_status=$?
 fi
 if [ ${#failed[@]} -gt 0 ]; then
