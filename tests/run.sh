@@ -190,12 +190,15 @@ stage_tsan() {
   build_tsan kv_offload_tests && run_tests build/tsan/kv_offload_tests
 }
 stage_lint() {
-  local status=0
+  local status=0 types
+  .venv/bin/mypy >build/mypy.log 2>&1 & # as long as all others
+  types=$!
   find csrc tests benchmarks -regex '.*\.\(h\|cc\|cu\|cuh\)' -print0 | xargs -0 clang-format --dry-run -Werror || status=1
   .venv/bin/ruff check --quiet . || status=1
   .venv/bin/ruff format --check --quiet . || status=1
-  .venv/bin/mypy || status=1
   .venv/bin/python tests/mutants/run.py --list >/dev/null || status=1
+  wait $types || status=1
+  cat build/mypy.log
   return $status
 }
 # All tests of the core run under the sanitizers, and what does less there runs plainly here: a check holds that nothing
@@ -264,8 +267,14 @@ stage_cuda() {
   if [ -n "${KV_OFFLOAD_LONG:-}" ]; then
     bash $threads --seeds 20 || return
   fi
-  bash $threads --sanitize address,undefined --seeds 2 || return
-  bash $threads --sanitize thread --seeds 1 || return
+  # Side by side: their tests wait more than they compute.
+  local half=$(((jobs + 1) / 2)) other status=0
+  JOBS=$half bash $threads --sanitize address,undefined --seeds 2 >build/threads-address.out 2>&1 &
+  other=$!
+  JOBS=$half bash $threads --sanitize thread --seeds 1 || status=1
+  wait $other || status=1
+  cat build/threads-address.out
+  [ $status -eq 0 ] || return 1
   if ! command -v nvcc >/dev/null; then
     echo "compiling with nvcc is skipped: there is none here"
     return
