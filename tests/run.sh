@@ -31,8 +31,8 @@ root=$PWD
 jobs=${JOBS:-$(nproc)}
 all="asan tsan fuzz lint cpp oracle cuda mutants python wheel e2e"
 stages=${all/mutants /}
-declare -A share=([packages]=45 [python-packages]=60 [asan]=240 [tsan]=170 [fuzz]=60 [lint]=25 [cpp]=130 [oracle]=60
-  [cuda]=200 [mutants]=900 [pytest]=800) # seconds on two cores, side by side with what runs beside it
+declare -A share=([packages]=45 [python-packages]=110 [asan]=400 [tsan]=290 [fuzz]=80 [lint]=20 [cpp]=90 [oracle]=120
+  [cuda]=220 [mutants]=900 [pytest]=750) # seconds on two cores, side by side with what runs beside it
 if [ "${1:-}" = --long ]; then
   shift
   export KV_OFFLOAD_LONG=1 KV_OFFLOAD_WHEEL=release KV_OFFLOAD_SOAK=${KV_OFFLOAD_SOAK:-8} KV_OFFLOAD_KILLS=${KV_OFFLOAD_KILLS:-50} \

@@ -159,7 +159,7 @@ class Growth {
 // A million with KV_OFFLOAD_SOAK=8.
 constexpr std::uint64_t kWarm = kSanitized ? 2000 : 20000;
 const std::uint64_t kRequests = kWarm + static_cast<std::uint64_t>(testing::rounds(120000));
-const std::uint64_t kMostGrowth = 2 * (kRequests - kWarm);  // two bytes a request
+const std::uint64_t kMostGrowth = 2 * (kRequests - kWarm);       // two bytes a request
 constexpr std::uint64_t kMostResident = std::uint64_t{2} << 20;  // also of what malloc does not give
 
 TEST(Growth, AHundredThousandRequestsLeaveNothingBehind) {
