@@ -12,7 +12,7 @@
 #   tsan     the same tests under ThreadSanitizer, by g++ (Python does not start with clang's loaded first)
 #   fuzz     libFuzzer on what is read from files, a bounded time
 #   lint     clang-format, ruff, mypy --strict; that the mutants still fit the code
-#   cpp      build of the core and its tests, ctest
+#   cpp      what does less under a sanitizer, without one (with --long: all of the core's tests); the benchmarks compile
 #   oracle   the byte oracle over cores with each of the sanitizers
 #   cuda     the CUDA copier runs on a CUDA runtime of threads, with each of the sanitizers; where nvcc is, it and torch's
 #            operators for CUDA are compiled
@@ -22,16 +22,17 @@
 #   mutants  only with --long or when named: faults are planted, each must be seen
 #
 # While the stages that need no Python run, Python's packages are installed beside them. The pytest stages run last,
-# as one pytest, so that its closing line counts them all. Each stage has a share of the half hour and says when it
-# took more; only what takes ten times as long is ended.
+# as one pytest, so that its closing line counts them all; its tests run two at a time, servers beside the rest
+# (tests/conftest.py). Each stage has a share of the half hour and says when it took more; only what takes ten times as
+# long is ended.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 jobs=${JOBS:-$(nproc)}
 all="asan tsan fuzz lint cpp oracle cuda mutants python wheel e2e"
 stages=${all/mutants /}
-declare -A share=([packages]=45 [python-packages]=60 [asan]=240 [tsan]=170 [fuzz]=60 [lint]=25 [cpp]=130 [oracle]=60
-  [cuda]=200 [mutants]=900 [pytest]=800) # seconds on two cores, side by side with what runs beside it
+declare -A share=([packages]=45 [python-packages]=110 [asan]=400 [tsan]=290 [fuzz]=80 [lint]=20 [cpp]=90 [oracle]=120
+  [cuda]=220 [mutants]=900 [pytest]=750) # seconds on two cores, side by side with what runs beside it
 if [ "${1:-}" = --long ]; then
   shift
   export KV_OFFLOAD_LONG=1 KV_OFFLOAD_WHEEL=release KV_OFFLOAD_SOAK=${KV_OFFLOAD_SOAK:-8} KV_OFFLOAD_KILLS=${KV_OFFLOAD_KILLS:-50} \
@@ -48,6 +49,8 @@ if [ $# -gt 0 ] && [ "$1" != --stage ]; then
   done
 fi
 export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1
+# One name for all builds, pip's too: ccache takes c++ and g++ for two compilers.
+export CC=gcc CXX=g++
 # Compiled modules are kept (pip makes none, see install_vllm): each process of a server imports thousands.
 unset PYTHONDONTWRITEBYTECODE
 
@@ -161,7 +164,7 @@ run_tests() { # PROGRAM
   done
   for shard in "${!running[@]}"; do
     wait "${running[$shard]}" || status=1
-    cat "$log-tests-$shard.log"
+    grep -v " was reset: " "$log-tests-$shard.log"
   done
   slowest "$log"-tests-*.xml
   return $status
@@ -173,7 +176,8 @@ slowest() { # gtest's XML files
 
 stage_asan() {
   export UBSAN_OPTIONS=print_stacktrace=1
-  build_asan kv_offload_tests && run_tests build/asan/kv_offload_tests || return
+  build_asan kv_offload_tests && python3 tests/cpp/check_registered.py build/asan/kv_offload_tests tests/cpp &&
+    run_tests build/asan/kv_offload_tests || return
   # The control: what is leaked at exit is told.
   if build/asan/kv_offload_tests --gtest_also_run_disabled_tests --gtest_filter='*DISABLED_a_leak*' >build/leak.log 2>&1 ||
     ! grep -q LeakSanitizer build/leak.log; then
@@ -186,16 +190,27 @@ stage_tsan() {
   build_tsan kv_offload_tests && run_tests build/tsan/kv_offload_tests
 }
 stage_lint() {
-  local status=0
+  local status=0 types
+  .venv/bin/mypy >build/mypy.log 2>&1 & # as long as all others
+  types=$!
   find csrc tests benchmarks -regex '.*\.\(h\|cc\|cu\|cuh\)' -print0 | xargs -0 clang-format --dry-run -Werror || status=1
   .venv/bin/ruff check --quiet . || status=1
   .venv/bin/ruff format --check --quiet . || status=1
-  .venv/bin/mypy || status=1
   .venv/bin/python tests/mutants/run.py --list >/dev/null || status=1
+  wait $types || status=1
+  cat build/mypy.log
   return $status
 }
-stage_cpp() {
-  ninja -C build/cpp -j "$jobs" --quiet || return # configured by setup
+# All tests of the core run under the sanitizers, and what does less there runs plainly here: a check holds that nothing
+# falls between. --long runs everything plainly, too.
+stage_cpp() { # configured by setup
+  if [ -z "${KV_OFFLOAD_LONG:-}" ]; then
+    ninja -C build/cpp -j "$jobs" --quiet kv_offload_plain_tests benchmarks slow_disk &&
+      python3 tests/cpp/check_registered.py build/cpp/kv_offload_plain_tests tests/cpp --plain &&
+      run_tests build/cpp/kv_offload_plain_tests
+    return
+  fi
+  ninja -C build/cpp -j "$jobs" --quiet || return
   ctest --test-dir build/cpp -j "$jobs" --output-on-failure >build/ctest.log
   local status=$?
   grep -vE '^ +Start +[0-9]+:|^ *[0-9]+/[0-9]+ Test .* Passed ' build/ctest.log
@@ -252,8 +267,14 @@ stage_cuda() {
   if [ -n "${KV_OFFLOAD_LONG:-}" ]; then
     bash $threads --seeds 20 || return
   fi
-  bash $threads --sanitize address,undefined --seeds 2 || return
-  bash $threads --sanitize thread --seeds 1 || return
+  # Side by side: their tests wait more than they compute.
+  local half=$(((jobs + 1) / 2)) other status=0
+  JOBS=$half bash $threads --sanitize address,undefined --seeds 2 >build/threads-address.out 2>&1 &
+  other=$!
+  JOBS=$half bash $threads --sanitize thread --seeds 1 || status=1
+  wait $other || status=1
+  cat build/threads-address.out
+  [ $status -eq 0 ] || return 1
   if ! command -v nvcc >/dev/null; then
     echo "compiling with nvcc is skipped: there is none here"
     return
@@ -320,7 +341,8 @@ for name in $stages; do
     *) finish_python ;;
   esac
   case $name in
-    python | wheel | e2e) tests+=("tests/$name") ;;
+    e2e) tests=("tests/$name" "${tests[@]}") ;; # the longest first: something else runs beside it
+    python | wheel) tests+=("tests/$name") ;;
     *) stage "$name" "stage_$name" ;;
   esac
 done
@@ -330,7 +352,8 @@ printf '%s\n' "${summary[@]}"
 pytest_status=0
 if [ ${#tests[@]} -gt 0 ]; then
   printf '\n==== pytest %s (its share: %d s)\n' "${tests[*]}" "${share[pytest]}"
-  bounded $((share[pytest] * slower / 2)) .venv/bin/python -m pytest --durations=10 --timeout 600 "${tests[@]}"
+  bounded $((share[pytest] * slower / 2)) .venv/bin/python -m pytest --durations=10 --timeout 600 \
+    -n 2 --dist loadscope --no-loadscope-reorder "${tests[@]}"
   pytest_status=$?
 fi
 if [ ${#failed[@]} -gt 0 ]; then

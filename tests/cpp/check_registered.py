@@ -1,8 +1,12 @@
 """Fails when a test that is written in tests/cpp is not in the test program.
 
-    check_registered.py PROGRAM DIRECTORY
+    check_registered.py PROGRAM DIRECTORY            all of them
+    check_registered.py PROGRAM DIRECTORY --plain    those of files that ask whether they are sanitized
 
 Files named gpu_* and fuzz_* are programs of their own, and so is cuda_on_threads.
+
+A test may do less under a sanitizer, or nothing: then it must be run without one, too. Which ones do is known
+by their including rounds.h, so nothing else may ask, and no header may hide it.
 """
 
 import re
@@ -11,12 +15,28 @@ import sys
 from pathlib import Path
 
 WRITTEN = re.compile(r"^\s*(?:TYPED_)?TEST(?:_F|_P)?\(\s*(\w+)\s*,\s*(\w+)\s*\)", re.MULTILINE)
+ROUNDS = '#include "rounds.h"'
+ASKS = re.compile(r"__SANITIZE_|__has_feature|kSanitized|rounds\.h")
 
 
-def written_tests(directory: Path) -> dict[tuple[str, str], Path]:
-    sources = [p for p in directory.rglob("*.cc") if not p.name.startswith(("gpu_", "fuzz_"))]
-    sources = [p for p in sources if "cuda_on_threads" not in p.relative_to(directory).parts]
-    return {test: path for path in sources for test in WRITTEN.findall(path.read_text())}
+def sources_of(directory: Path) -> dict[Path, str]:
+    paths = [p for p in directory.rglob("*") if p.suffix in (".cc", ".h")]
+    paths = [p for p in paths if not p.name.startswith(("gpu_", "fuzz_")) and p.name != "rounds.h"]
+    paths = [p for p in paths if "cuda_on_threads" not in p.relative_to(directory).parts]
+    return {path: path.read_text() for path in paths}
+
+
+def written_tests(sources: dict[Path, str]) -> dict[tuple[str, str], Path]:
+    return {test: path for path, text in sources.items() for test in WRITTEN.findall(text)}
+
+
+def hidden_questions(sources: dict[Path, str]) -> list[Path]:
+    """Files that ask whether they are sanitized where it is not known of their tests."""
+    return [
+        path
+        for path, text in sources.items()
+        if ASKS.search(text) and (path.suffix == ".h" or ROUNDS not in text.splitlines())
+    ]
 
 
 def registered_tests(listing: str) -> set[tuple[str, str]]:
@@ -33,15 +53,21 @@ def registered_tests(listing: str) -> set[tuple[str, str]]:
 
 
 def main() -> int:
-    program, directory = sys.argv[1:]
+    program, directory, *plain = sys.argv[1:]
     listing = subprocess.run([program, "--gtest_list_tests"], check=True, capture_output=True, text=True)
-    written = written_tests(Path(directory))
+    sources = sources_of(Path(directory))
+    hidden = hidden_questions(sources)
+    for path in hidden:
+        print(f"{path}: asks whether it is sanitized: only a test may, and by including rounds.h itself")
+    if plain:
+        sources = {path: text for path, text in sources.items() if ROUNDS in text.splitlines()}
+    written = written_tests(sources)
     registered = registered_tests(listing.stdout)
     missing = {test: path for test, path in written.items() if test not in registered}
     for (suite, name), path in sorted(missing.items()):
         print(f"{path}: {suite}.{name} is not in {program}")
     print(f"{len(written)} tests written, {len(written) - len(missing)} registered")
-    return 1 if missing or not written else 0
+    return 1 if missing or hidden or not written else 0
 
 
 if __name__ == "__main__":

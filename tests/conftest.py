@@ -1,0 +1,45 @@
+"""With pytest-xdist: which tests stay together, because they share a server, a process or files.
+
+The end-to-end tests do, less the demonstration, which has nothing of theirs. So do the checks under releases
+of vLLM (the marker ``beside``: the process of the first begins them all). Every other file is by itself.
+Groups begin in the order in which they are found, given --no-loadscope-reorder.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+# readline, which pytest imports, sets it for the processes of pytest-xdist; here it is no user's wish.
+os.environ.pop("COLUMNS", None)
+
+
+@cache
+def group_of_file(file: Path) -> str:
+    if file.is_relative_to(HERE / "e2e"):
+        return "e2e"
+    if "pytest.mark.beside" in file.read_text(encoding="utf-8"):
+        return "releases"
+    return str(file)
+
+
+def group(test: str) -> str:
+    """Of a test, named as in pytest's output."""
+    file, _, name = test.partition("::")
+    return "demonstration" if name.startswith("test_demo_") else group_of_file(HERE.parent / file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    return Scheduling(config, log)

@@ -1,0 +1,60 @@
+"""tests/cpp/check_registered.py: no test of the core is left out, with sanitizers or without."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECK = Path(__file__).parents[1] / "cpp" / "check_registered.py"
+ASKING = '#include "rounds.h"\n\nTEST(Asks, does_less) { testing::rounds(100); }\n'
+
+
+def check(monkeypatch: pytest.MonkeyPatch, directory: Path, listing: str, *options: str) -> int:
+    program = directory / "program"
+    program.write_text(f"#!/bin/sh\nprintf '{listing}'\n")
+    program.chmod(0o755)
+    spec = importlib.util.spec_from_file_location("check_registered", CHECK)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", [str(CHECK), str(program), str(directory), *options])
+    return module.main()
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    (tmp_path / "asks_test.cc").write_text(ASKING)
+    (tmp_path / "other_test.cc").write_text("TEST_F(Other, is_there) {}\n")
+    return tmp_path
+
+
+def test_all_tests_are_wanted(monkeypatch, sources, capsys):
+    assert check(monkeypatch, sources, "Asks.\\n  does_less\\nOther.\\n  is_there\\n") == 0
+    assert check(monkeypatch, sources, "Asks.\\n  does_less\\n") == 1
+    assert "Other.is_there is not in" in capsys.readouterr().out
+
+
+def test_plainly_those_are_wanted_that_do_less_under_a_sanitizer(monkeypatch, sources, capsys):
+    assert check(monkeypatch, sources, "Asks.\\n  does_less\\n", "--plain") == 0
+    assert check(monkeypatch, sources, "Other.\\n  is_there\\n", "--plain") == 1
+    assert "Asks.does_less is not in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("fixture.h", '#include "rounds.h"\n'),
+        (
+            "asks_test.cc",
+            '#include "fixture.h"\nTEST(Asks, less) { if (testing::kSanitized) GTEST_SKIP(); }\n',
+        ),
+        ("asks_test.cc", "#if defined(__SANITIZE_THREAD__)\n#endif\nTEST(Asks, less) {}\n"),
+    ],
+)
+def test_no_file_asks_where_it_is_not_known(monkeypatch, sources, capsys, name, text):
+    (sources / name).write_text(text)
+    listing = "Asks.\\n  does_less\\n  less\\nOther.\\n  is_there\\n"
+    assert check(monkeypatch, sources, listing) == 1
+    assert f"{name}: asks whether it is sanitized" in capsys.readouterr().out
