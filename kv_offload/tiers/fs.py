@@ -49,10 +49,12 @@ def _direct_mode(value: object) -> object:
 
 
 class FsTierConfig(TierConfig):
-    """One tier of records in files under one root directory."""
+    """Records are files in a directory, which several servers may share."""
 
     example: ClassVar[dict[str, Any]] = {"type": "fs", "root_dir": "/var/cache/kv", "max_bytes": "500GiB"}
     place_key: ClassVar[str] = "root_dir"
+    bound_key: ClassVar[str] = "max_bytes"
+    option: ClassVar[str] = "disk"
 
     type: Literal["fs"] = Field(default="fs", description="kind of tier; to be given, as vLLM asks for it")
     root_dir: str = Field(
@@ -193,6 +195,12 @@ class FsTierConfig(TierConfig):
             f"writes {write}, reads {read}, {direct}; {size}",
             figures,
         )
+
+    def raw_speed(self, total_bytes: int) -> dict[str, Any]:
+        """Of plain system calls on one file there, which is removed again."""
+        from kv_offload.raw_speed import raw_disk
+
+        return raw_disk(str(existing_part(self.root_dir)), total_bytes)
 
     def other_namespaces(self, own: "NamespaceFacts") -> list[str]:
         """Of the newest in the root."""

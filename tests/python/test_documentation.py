@@ -17,7 +17,7 @@ from kv_offload.cli.app import COMMANDS
 from kv_offload.config import OffloadConfig
 from kv_offload.diagnosis import REASONS
 from kv_offload.metrics import metric_definitions
-from kv_offload.tiers.fs import FsTierConfig
+from kv_offload.tiers import kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -62,11 +62,21 @@ def test_every_page_is_there_and_none_is_left_ungenerated(site):
 
 def test_every_setting_is_described(site):
     text = article(site, "reference/configuration.html")
-    for model in (OffloadConfig, FsTierConfig):
+    for model in (OffloadConfig, *kinds().values()):
         for name, field in model.model_fields.items():
             assert f"<td><code>{name}</code></td>" in text, name
             assert field.description, name
             assert html.escape(field.description, quote=False) in text, name
+
+
+def test_each_kind_of_tier_has_its_own_settings_under_its_name(site):
+    text = article(site, "reference/configuration.html")
+    parts = text.split('<code>"type": "')[1:]
+    assert [part.partition('"')[0] for part in parts] == list(kinds())
+    for part, kind in zip(parts, kinds().values(), strict=True):
+        assert kind.__doc__.splitlines()[0] in part
+        assert f"<td><code>{kind.place_key}</code></td>" in part
+        assert "<td><code>write_policy</code></td>" not in part or "write_policy" in kind.__annotations__
 
 
 @pytest.mark.parametrize(
