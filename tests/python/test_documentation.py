@@ -7,13 +7,14 @@ import ast
 import html
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kv_offload.cli.app import COMMANDS
+from kv_offload.cli.app import COMMANDS, load_command
 from kv_offload.config import OffloadConfig
 from kv_offload.diagnosis import REASONS
 from kv_offload.metrics import metric_definitions
@@ -186,6 +187,53 @@ def test_every_warning_is_quoted():
             line for line, parts in quoted_lines().items() if all(part.rstrip(":") in text for part in parts)
         ]
         assert found, f"docs/troubleshooting.md quotes no part of: {text}"
+
+
+# ---- commands as they are written in the documentation
+
+
+def written_commands():
+    """Every ``kv-offload COMMAND ...`` in code, fenced or inline: (where it stands, its words)."""
+    pages = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
+    pages += [ROOT / "examples" / "serve.sh", ROOT / "examples" / "kubernetes" / "vllm.yaml"]
+    names = "|".join(name for name, _, _ in COMMANDS)
+    for page in pages:
+        text = page.read_text().replace("\\\n", " ")
+        for found in re.finditer(rf"kv-offload (?:{names})\b[^`\n]*", text):
+            command = re.split(r"[|>]|\$\(kubectl| #", found.group())[0]
+            yield f"{page.relative_to(ROOT)}: {found.group()}", command
+
+
+def words_of(command):
+    """As a shell splits it; a closing parenthesis of $(...) and a sentence's comma do not belong to it."""
+    command = re.sub(r'"\$\{(\w+):-[^}]*\}"', r"1GiB", command)
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quotation mark of "$(kv-offload ...)"
+        words = shlex.split(command.rstrip().rstrip('"'))
+    words = [word.rstrip(")") for word in words]
+    return [{"SPEED": "8000", "TOKENS/S": "8000"}.get(word, word) for word in words if word]
+
+
+WRITTEN = dict(written_commands())
+
+
+@pytest.mark.parametrize("where", WRITTEN)
+def test_a_written_command_has_the_options_it_uses(where):
+    _, name, *words = words_of(WRITTEN[where])
+    command = load_command(name)
+    known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+    assert {word for word in words if word.startswith("-") and len(word) > 1} <= known | {"--help"}
+    if (
+        f"\n{WRITTEN[where]}" in (ROOT / where.partition(":")[0]).read_text()
+    ):  # a line to be typed, not a mention
+        command.make_context(name, words)
+
+
+def test_the_control_an_option_that_is_not_there_is_seen():
+    assert len(WRITTEN) > 40
+    with pytest.raises(Exception, match="No such option"):
+        load_command("verify").make_context("verify", ["/root", "--mend"])
 
 
 # ---- README and pictures
