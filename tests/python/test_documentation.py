@@ -224,9 +224,8 @@ def test_a_written_command_has_the_options_it_uses(where):
     command = load_command(name)
     known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
     assert {word for word in words if word.startswith("-") and len(word) > 1} <= known | {"--help"}
-    if (
-        f"\n{WRITTEN[where]}" in (ROOT / where.partition(":")[0]).read_text()
-    ):  # a line to be typed, not a mention
+    page, _, line = where.partition(": ")
+    if f"\n{line}\n" in (ROOT / page).read_text():  # to be typed, not only mentioned
         command.make_context(name, words)
 
 
