@@ -1,13 +1,16 @@
 """Kinds of tiers: the registry, what a kind says of itself, and that one that is added serves."""
 
 import ast
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from kv_offload import tiers
+from kv_offload.cli import app
 from kv_offload.cli.doctor_checks import place, plan, speed
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.machine import cautions, tier_bounds
@@ -109,6 +112,15 @@ def test_a_name_that_could_be_another_tiers_label_is_refused(name: str) -> None:
     kind = type("Kind", (TierConfig,), {"__annotations__": {"type": str}, "type": name})
     with pytest.raises(ValueError, match="cannot be the name of a kind of tier"):
         tiers.register(kind)
+
+
+def test_options_go_to_the_tiers_whose_kind_has_them(toy: type[TierConfig]) -> None:
+    command = ["config", "--cpu", "1GiB", "--tier", "toy=shelf", "--disk", "/a"]
+    done = CliRunner().invoke(app, [*command, "--fsync", "data", "--read-threads", "3"])
+    assert done.exit_code == 0, done.output
+    disk, shelf = json.loads(done.stdout)["kv_connector_extra_config"]["secondary_tiers"]
+    assert disk == {"type": "fs", "root_dir": "/a", "fsync": "data", "n_read_threads": 3}
+    assert shelf == {"type": "toy", "server": "shelf", "n_read_threads": 3}
 
 
 def test_a_place_is_a_directory_or_names_its_kind(toy: type[TierConfig]) -> None:
