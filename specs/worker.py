@@ -13,7 +13,7 @@ from kv_offload.sizes import format_bytes
 
 from . import compat
 from .compat import OffloadingWorker, TransferResult
-from .facts import groups_of_states, worker_fingerprint
+from .identity import groups_of_states, worker_fingerprint
 from .load_spec import RowLoadStoreSpec
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class KVOffloadWorker(OffloadingWorker):
         compute_stream: Callable[[], int] | None = None,
     ) -> None:
         self._rank_worker = rank_worker
-        self._compute_stream = compute_stream  # the CUDA stream that the copies come behind; None on the CPU
+        self._compute_stream = compute_stream  # the CUDA stream that copies wait for; None on the CPU
         self.region = region
         self.metrics = metrics  # this process's own; vLLM has no way to collect a worker's
 

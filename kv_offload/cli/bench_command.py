@@ -1,4 +1,4 @@
-"""``kv-offload bench ROOT``: disk and copies of this machine against their limits, and what follows."""
+"""``kv-offload bench ROOT``: a tier and memory copies on this machine, beside their raw speed."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,10 +14,10 @@ from kv_offload.cli.terminal import (
     console,
     escape,
     fail,
+    plain_errors,
     print_json,
     rate,
     table,
-    told,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ TOKEN_BYTES = (32 << 10, 70_272, 128 << 10, 320 << 10)
 MARGIN = 1.2  # loading must beat computing by so much to be worth a tier
 
 
-@told
+@plain_errors
 def bench(
     root: Annotated[
         str,
@@ -58,21 +58,22 @@ def bench(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure disk and copies here beside their limits.
+    """Measure a tier and memory copies, each beside its raw speed.
 
-    The limits are plain system calls on the same disk, and memcpy. Writes temporary files below ROOT, or
-    its nearest parent that exists, and removes them. The plan says for several sizes of a token how many
-    tokens per second a request gets back; load_policy auto measures the same while it serves, so the plan
-    need not be exact. With --prefill it says whether a tier on this disk pays, and whether it can take all
-    that is computed, or should write only what is seen twice (write_policy reuse:2).
+    The raw speeds are those of plain system calls in the same place, and of memcpy. Writes temporary files
+    below ROOT, or its nearest parent that exists, and removes them. The plan says for several sizes of a
+    token how many tokens per second a request gets back; load_policy auto measures the same while it
+    serves, so the plan need not be exact. With --prefill it says whether a tier there pays off, and whether
+    it can take everything that is computed, or should write only what is asked for twice (write_policy
+    reuse:2).
 
     \b
     Examples:
       kv-offload bench /var/cache/kv
       kv-offload bench /mnt/nvme/kv --model /models/Llama-3.1-8B --prefill 8000 --cpu 32GiB --json
 
-    Exit status: 0 measured, and with --prefill: a tier here pays; 1 it does not, or nothing can be written
-    there; 2 the command was used wrongly.
+    Exit status: 0 measured, and with --prefill: a tier here pays off; 1 it does not, or nothing can be
+    written there; 2 the command was used wrongly.
     """
     from kv_offload.cli.models import find_model
     from kv_offload.cli.size_command import chosen_dtype
@@ -90,20 +91,20 @@ def bench(
     with console(stderr=True).status("measuring") as status:
         status.update(f"measuring {tier.label()}")
         speeds = _speeds(tier, threads, total)
-    facts: dict[str, Any] = {"root": tier.place, "speeds": speeds}
+    report: dict[str, Any] = {"root": tier.place, "speeds": speeds}
     if shape is None:
-        facts["plan"] = [token_plan(speeds, size) for size in TOKEN_BYTES]
+        report["plan"] = [token_plan(speeds, size) for size in TOKEN_BYTES]
     else:
         dtype = chosen_dtype(shape, kv_dtype)
         size = shape.bytes_per_token(dtype, tensor_parallel)
-        facts["plan"] = [token_plan(speeds, size, prefill) | {"model": shape.name, "kv_dtype": dtype}]
-    verdict = facts["plan"][0]
+        report["plan"] = [token_plan(speeds, size, prefill) | {"model": shape.name, "kv_dtype": dtype}]
+    verdict = report["plan"][0]
     if cpu is not None:
-        facts["config"] = suggested_config(tier, parse_byte_size(cpu), verdict)
+        report["config"] = suggested_config(tier, parse_byte_size(cpu), verdict)
     if as_json:
-        print_json(facts)
+        print_json(report)
     else:
-        _print(facts, prefill)
+        _print(report, prefill)
     raise typer.Exit(OK if verdict.get("tier_pays", True) else PROBLEM)
 
 
@@ -155,7 +156,7 @@ def token_plan(
 
 
 def suggested_config(tier: "TierConfig", cpu_bytes: int, plan: dict[str, Any]) -> dict[str, Any]:
-    """The value of --kv-transfer-config that the plan implies: no tier where it does not pay."""
+    """The value of --kv-transfer-config that the plan implies: no tier where it does not pay off."""
     from kv_offload.config import OffloadConfig
     from kv_offload.machine import tier_bounds
 
@@ -169,13 +170,13 @@ def suggested_config(tier: "TierConfig", cpu_bytes: int, plan: dict[str, Any]) -
     return transfer_config(extra)
 
 
-def _print(facts: dict[str, Any], prefill: float | None) -> None:
+def _print(report: dict[str, Any], prefill: float | None) -> None:
     from kv_offload.sizes import format_bytes
 
     out = console()
-    out.print(facts["root"], markup=False)
-    speeds = table("", "what", "here", "limit", "ratio", right=("here", "limit", "ratio"))
-    for name, row in facts["speeds"].items():
+    out.print(report["root"], markup=False)
+    speeds = table("", "what", "here", "raw", "ratio", right=("here", "raw", "ratio"))
+    for name, row in report["speeds"].items():
         add_row(
             speeds,
             name,
@@ -191,7 +192,7 @@ def _print(facts: dict[str, Any], prefill: float | None) -> None:
         "from host memory",
         right=("a token takes", "tokens/s from there", "from host memory"),
     )
-    for row in facts["plan"]:
+    for row in report["plan"]:
         add_row(
             plan,
             format_bytes(int(row["bytes_per_token"])),
@@ -200,20 +201,20 @@ def _print(facts: dict[str, Any], prefill: float | None) -> None:
         )
     out.print(plan)
     if prefill is not None:
-        out.print(_verdict(facts["plan"][0]))
-    if "config" in facts:
-        out.print("\n--kv-transfer-config", escape(json.dumps(facts["config"])), soft_wrap=True)
+        out.print(_verdict(report["plan"][0]))
+    if "config" in report:
+        out.print("\n--kv-transfer-config", escape(json.dumps(report["config"])), soft_wrap=True)
 
 
 def _verdict(plan: dict[str, Any]) -> str:
     factor = plan["tier_tokens_per_second"] / plan["prefill_tokens_per_second"]
     policy = {
-        "through": "it can take all that is computed (write_policy through)",
-        "reuse:2": "it cannot take all that is computed: write_policy reuse:2",
+        "through": "it can take everything that is computed (write_policy through)",
+        "reuse:2": "it cannot take everything that is computed: write_policy reuse:2",
     }[plan["write_policy"]]
     if plan["tier_pays"]:
-        return f"\na tier here pays: loading is {factor:.1f} times as fast as computing; {policy}"
+        return f"\na tier here pays off: loading is {factor:.1f} times as fast as computing; {policy}"
     return (
-        f"\na tier here does not pay: it gives {factor:.2f} times the speed of computing, "
-        f"{MARGIN:g} or more are worth it; keep to host memory"
+        f"\na tier here does not pay off: loading is {factor:.2f} times as fast as computing, and should be "
+        f"at least {MARGIN:g} times as fast; use host memory alone"
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kv_offload.cli.terminal import PROBLEM, fail, told
+from kv_offload.cli.terminal import PROBLEM, fail, plain_errors
 
 
 def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@told
+@plain_errors
 def config(
     cpu: Annotated[
         str | None,

@@ -53,7 +53,7 @@ def software() -> Iterator[Check]:
 
 
 def plugin() -> Check:
-    """Is our entry point there, and does VLLM_PLUGINS let it in."""
+    """Is our entry point installed, and does VLLM_PLUGINS allow it."""
     names = [point.name for point in entry_points(group=PLUGIN_GROUP) if "kv_offload" in point.value]
     allowed = os.environ.get("VLLM_PLUGINS")
     needs_path = 'give spec_module_path "kv_offload.specs" beside spec_name'
@@ -102,7 +102,7 @@ def place(tier: TierConfig) -> list[Check]:
 
 
 def speed(tier: TierConfig, total_bytes: int) -> list[Check]:
-    """How fast is it without us; nothing where that cannot be told."""
+    """Its speed without vLLM; nothing where it cannot be measured."""
     answer = tier.measure(total_bytes)
     return [] if answer is None else [Check(tier.label(), answer.state, answer.text, answer.figures)]
 
@@ -117,7 +117,7 @@ def copy_speed(threads: int, total_bytes: int) -> Check:
 
 
 def metrics_port(config: OffloadConfig, ranks: int) -> list[Check]:
-    """Is the port of each process's own /metrics free; none when they are off."""
+    """Is the port of each process's own /metrics free; no check when they are off."""
     found = []
     for rank in (None, *range(ranks)):
         try:
@@ -171,7 +171,7 @@ def _shown(value: object) -> str:
 
 
 def transfer(given: dict[str, Any]) -> Iterator[Check]:
-    """Does what --kv-transfer-config gets lead vLLM to us."""
+    """Does this --kv-transfer-config make vLLM use our spec."""
     extra, problems = own_extra_config(given)
     for problem in problems:
         yield Check("config", "refused", problem)
@@ -181,5 +181,5 @@ def transfer(given: dict[str, Any]) -> Iterator[Check]:
 
 
 def warnings(config: OffloadConfig, notes: list[str]) -> list[Check]:
-    """What the configuration says but nobody does."""
+    """Keys that are ignored, and settings that are probably mistakes."""
     return [Check("config", "note", text) for text in (*notes, *cautions(config))]

@@ -16,7 +16,7 @@ def find_model(given: str) -> "ModelShape":
     """The shape of a model directory, a config.json, or a name on the hub.
 
     A name is looked for in the local cache first. Only where it is not there, and huggingface_hub is
-    installed and not told to stay offline, its config.json is downloaded. Raises ValueError or OSError,
+    installed and not set offline, its config.json is downloaded. Raises ValueError or OSError,
     saying which of these failed.
     """
     from kv_offload.model_identity import hub_snapshot

@@ -53,10 +53,10 @@ def test_it_measures_beside_the_limits_and_leaves_nothing(tmp_path):
 def test_whether_a_tier_pays_is_the_exit_status(tmp_path, model):
     arguments = (tmp_path / "kv", "--measure-size", "32MiB", "--model", model, "--cpu", "1GiB")
     text = " ".join(run(*arguments, "--prefill", 1).output.split())
-    assert "a tier here pays" in text
+    assert "a tier here pays off" in text
     assert '"secondary_tiers"' in text
     text = " ".join(run(*arguments, "--prefill", 1e12, status=1).output.split())
-    assert "a tier here does not pay" in text
+    assert "a tier here does not pay off" in text
     assert '"secondary_tiers"' not in text
 
 

@@ -4,15 +4,15 @@ import os
 import time
 from pathlib import Path
 
-from kv_offload.namespace import GroupFacts, NamespaceFacts
+from kv_offload.namespace import GroupIdentity, NamespaceIdentity
 
 CHUNK = 64 << 10
 KEYS = [bytes([number]) * 32 + bytes(4) for number in range(1, 6)]
-FACTS = NamespaceFacts(
+FACTS = NamespaceIdentity(
     model={"name": "org/model", "revision": "c0ffee"},
     kv_dtype="bfloat16",
     kv_cache_layout="LBHNC",
-    groups=(GroupFacts(0, 16, 2, (CHUNK,)),),
+    groups=(GroupIdentity(0, 16, 2, (CHUNK,)),),
     blocks_per_chunk=1,
     tokens_per_hash=16,
     hash_algorithm="sha256",
@@ -20,7 +20,7 @@ FACTS = NamespaceFacts(
 )
 
 
-def write_root(path: Path, facts: NamespaceFacts = FACTS, max_bytes: int = 1 << 30) -> Path:
+def write_root(path: Path, facts: NamespaceIdentity = FACTS, max_bytes: int = 1 << 30) -> Path:
     """Writes one record for each of KEYS into the root at ``path``, in the namespace of ``facts``."""
     from kv_offload import _core as core
 

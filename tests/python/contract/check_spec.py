@@ -184,7 +184,7 @@ def vllm_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def _namespace(config: Any, world_size: int = 1) -> str:
     texts = [facts.worker_fingerprint(config, "cpu", "host", [[4096]], 100) for _ in range(world_size)]
     merged = facts.merge_fingerprints(texts)
-    made, _ = facts.namespace_facts(config, [[4096] * world_size], merged, False)
+    made, _ = facts.namespace_identity(config, [[4096] * world_size], merged, False)
     return made.short_id()
 
 
