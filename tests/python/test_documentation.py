@@ -6,6 +6,7 @@ docs/hooks.py generates the reference pages; here they are read as mkdocs has bu
 import ast
 import html
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 
 from kv_offload.cli.app import COMMANDS, load_command
 from kv_offload.config import OffloadConfig
+from kv_offload.config_compat import own_extra_config
 from kv_offload.diagnosis import REASONS
 from kv_offload.metrics import metric_definitions
 from kv_offload.tiers import kinds
@@ -233,6 +235,23 @@ def test_the_control_an_option_that_is_not_there_is_seen():
     assert len(WRITTEN) > 40
     with pytest.raises(Exception, match="No such option"):
         load_command("verify").make_context("verify", ["/root", "--mend"])
+
+
+def written_configurations():
+    for page in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        for number, text in enumerate(re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)):
+            yield pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
+
+
+@pytest.mark.parametrize("text", list(written_configurations()))
+def test_a_written_configuration_is_valid(text):
+    given = json.loads(text)
+    extra, problems = own_extra_config(given)
+    assert problems == []
+    if "cpu_bytes_to_use" in text:
+        assert extra["spec_name"] == "KVOffloadSpec"
+        _, notes = OffloadConfig.parse(extra)
+        assert notes == []
 
 
 # ---- README and pictures
