@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds the documentation: pages made of code, and of files that lie elsewhere.
+"""What mkdocs calls to build the documentation: pages generated from code, and from files outside docs/.
 
 A page says ``<!-- generated: NAME -->`` where the text of ``GENERATORS[NAME]`` belongs; what stands before it
 on its line is for who reads the file itself. So settings, metrics, commands and releases are described in one
@@ -210,7 +210,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages and pictures that lie elsewhere in the project."""
+    """Add the pages and pictures that are elsewhere in the project."""
     from mkdocs.structure.files import File
 
     for source, place in PAGES.items():

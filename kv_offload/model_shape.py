@@ -137,7 +137,7 @@ def read_model(given: str) -> ModelShape:
 
 
 def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
-    """The shape that a parsed config.json describes. Raises ValueError when it cannot be told."""
+    """The shape that a parsed config.json describes. Raises ValueError when it says too little."""
     text: Mapping[str, Any] = config
     for part in _TEXT_PARTS:  # nested in multimodal models, twice in some
         text = text.get(part) or text

@@ -1,4 +1,4 @@
-"""``kv-offload stat|ls|verify|purge ROOT``: read and mend a root, without vLLM."""
+"""``kv-offload stat|ls|verify|purge ROOT``: inspect and repair a root, without vLLM."""
 
 import heapq
 import json

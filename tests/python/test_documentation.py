@@ -143,7 +143,7 @@ def quoted_lines():
 
 
 def source_texts():
-    """Every literal of the sources, those that lie side by side joined."""
+    """Every literal of the sources; adjacent ones are joined."""
     texts = []
     for path in [
         *sorted((ROOT / "csrc").rglob("*.cc")),

@@ -20,8 +20,8 @@ FACTS = NamespaceIdentity(
 )
 
 
-def write_root(path: Path, facts: NamespaceIdentity = FACTS, max_bytes: int = 1 << 30) -> Path:
-    """Writes one record for each of KEYS into the root at ``path``, in the namespace of ``facts``."""
+def write_root(path: Path, identity: NamespaceIdentity = FACTS, max_bytes: int = 1 << 30) -> Path:
+    """Writes one record for each of KEYS into the root at ``path``, in the namespace of ``identity``."""
     from kv_offload import _core as core
 
     engine = f"cli-{os.getpid()}-{path.parent.name}-{path.name}"
@@ -32,8 +32,8 @@ def write_root(path: Path, facts: NamespaceIdentity = FACTS, max_bytes: int = 1 
     tier = core.FsTier(
         root_dir=str(path),
         max_bytes=max_bytes,
-        namespace_id=facts.namespace_id(),
-        namespace_json=facts.readable_json(),
+        namespace_id=identity.namespace_id(),
+        namespace_json=identity.readable_json(),
     )
     cache = core.TieredCache(
         region,
