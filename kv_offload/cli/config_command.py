@@ -32,7 +32,9 @@ def config(
     ] = None,
     disk: Annotated[
         list[str] | None,
-        typer.Option(metavar="DIRECTORY", help="Root of a tier on disk. May be repeated: fastest first."),
+        typer.Option(
+            metavar="DIRECTORY", help="A tier on disk: its directory. May be repeated: fastest first."
+        ),
     ] = None,
     disk_size: Annotated[
         list[str] | None,
@@ -59,24 +61,35 @@ def config(
     ] = None,
     fsync: Annotated[
         str | None,
-        typer.Option(metavar="MODE", help="none, data or full. Torn files are found by checksum either way."),
+        typer.Option(
+            metavar="MODE",
+            help="After a power failure records may be torn or missing (none), only missing (data), or neither "
+            "(full).",
+        ),
     ] = None,
     o_direct: Annotated[
         str | None, typer.Option(metavar="MODE", help="auto, on or off: bypass the page cache.")
     ] = None,
-    read_threads: Annotated[int | None, typer.Option(metavar="N", help="Reading threads of a tier.")] = None,
-    write_threads: Annotated[int | None, typer.Option(metavar="N", help="Writing threads of a tier.")] = None,
+    read_threads: Annotated[
+        int | None, typer.Option(metavar="N", help="Reading threads of each tier.")
+    ] = None,
+    write_threads: Annotated[
+        int | None, typer.Option(metavar="N", help="Writing threads of each tier.")
+    ] = None,
     load_policy: Annotated[
         str | None,
-        typer.Option(metavar="POLICY", help="auto: load when it beats computing. always. never: write only."),
+        typer.Option(metavar="POLICY", help="auto (load what is faster than computing), always, never."),
     ] = None,
     blocks_per_chunk: Annotated[
         int | None,
-        typer.Option(metavar="N", help="vLLM blocks per chunk: larger records, coarser hits. vLLM: 1."),
+        typer.Option(metavar="N", help="vLLM blocks in a chunk: more make larger records, coarser hits."),
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(metavar="PORT", help="Own /metrics of each process: scheduler here, rank r at +1+r."),
+        typer.Option(
+            metavar="PORT",
+            help="Each process serves its own /metrics: scheduler here, rank r +1+r.",
+        ),
     ] = None,
     setting: Annotated[
         list[str] | None,
@@ -91,8 +104,8 @@ def config(
 ) -> None:
     """Write the JSON for vllm serve --kv-transfer-config, checked.
 
-    It asks no questions: without options the configuration is host memory alone, a quarter of what this
-    machine has available. Directories are written as absolute paths. Sizes need a unit: KiB, MiB, GiB,
+    Without options the configuration is host memory alone: a quarter of what this machine has available.
+    Directories are written as absolute paths. Sizes need a unit: KiB, MiB, GiB,
     TiB or Ki, Mi, Gi, Ti (powers of 1024), KB, MB, GB, TB or K, M, G, T (powers of 1000).
 
     kv-offload doctor says whether this machine can serve the configuration.
