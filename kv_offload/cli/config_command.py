@@ -63,8 +63,8 @@ def config(
         str | None,
         typer.Option(
             metavar="MODE",
-            help="After a power failure records may be torn or missing (none), only missing (data), or neither "
-            "(full).",
+            help="After a power failure, records may be torn or missing (none), only missing (data), or "
+            "neither (full).",
         ),
     ] = None,
     o_direct: Annotated[
