@@ -1,17 +1,17 @@
-"""What mkdocs calls while it builds the documentation: pages made of code, and of files that lie elsewhere.
+"""What mkdocs calls to build the documentation: pages generated from code, and from files outside docs/.
 
 A page says ``<!-- generated: NAME -->`` where the text of ``GENERATORS[NAME]`` belongs; what stands before it
 on its line is for who reads the file itself. So settings, metrics, commands and releases are described in one
 place, the code. Needs the installed package.
 """
 
+import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from annotated_types import Ge, Le
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,10 +43,10 @@ def _cell(text: str) -> str:
 # ---- settings
 
 
-def settings(model: type[BaseModel]) -> str:
+def settings(fields: Mapping[str, FieldInfo]) -> str:
     rows = (
         (f"`{name}`", _default(field), _possible(field), field.description or "")
-        for name, field in model.model_fields.items()
+        for name, field in fields.items()
     )
     return table(("key", "default", "possible", "meaning"), rows)
 
@@ -171,15 +171,27 @@ def version() -> str:
 
 
 def _tier_settings() -> str:
-    from kv_offload.tiers.fs import FsTierConfig
+    """What every kind has, and of each kind what it alone has or describes in its own way."""
+    from kv_offload.tiers import kinds
+    from kv_offload.tiers.base import TierConfig
 
-    return settings(FsTierConfig)
+    common = TierConfig.model_fields
+    parts = ["### Of every kind", settings(common)]
+    for name, kind in kinds().items():
+        own = {
+            key: field
+            for key, field in kind.model_fields.items()
+            if key != "type" and (key not in common or repr(field) != repr(common[key]))
+        }
+        described = inspect.getdoc(kind) or ""
+        parts += [f'### `"type": "{name}"`', described.partition("\n\n")[0], settings(own)]
+    return "\n\n".join(parts)
 
 
 def _engine_settings() -> str:
     from kv_offload.config import OffloadConfig
 
-    return settings(OffloadConfig)
+    return settings(OffloadConfig.model_fields)
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
@@ -198,7 +210,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages and pictures that lie elsewhere in the project."""
+    """Add the pages and pictures that are elsewhere in the project."""
     from mkdocs.structure.files import File
 
     for source, place in PAGES.items():

@@ -69,7 +69,7 @@ def ask_all(server: LocalServer, prompts: Sequence[Sequence[int]], what: str) ->
 
 
 def wait_until_recorded(server: LocalServer, chunks: int, seconds: float = 120) -> None:
-    """Writing goes on behind the answers; a server that is stopped drops what is still queued."""
+    """Chunks are written after the answer was given; a server that is stopped drops what is still queued."""
     deadline = time.monotonic() + seconds
     while server.metric("kv_offload_tier_chunks", tier="fs") < chunks and time.monotonic() < deadline:
         server.ask([2] * 16, max_tokens=1)  # an idle engine publishes no metrics

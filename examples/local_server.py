@@ -4,7 +4,7 @@
         answer = server.ask(token_ids)
 
 The server runs in a session of its own, so that its API process, engine core and workers can be found and
-ended together, whatever they rename themselves to. Only the standard library is used.
+ended together, whatever they rename themselves to.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
+
+from kv_offload.exposition import Page
 
 # The CPU build of vLLM has no working `vllm serve`; this is the same server.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -267,11 +269,7 @@ class LocalServer:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum over all series of ``name`` on /metrics that carry ``labels``; 0 when there is none."""
-        return sum(
-            value
-            for found, series, value in parse_metrics(self.get("/metrics"))
-            if found == name and all(series.get(label) == wanted for label, wanted in labels.items())
-        )
+        return Page(self.get("/metrics")).sum(name, **labels)
 
     def processes(self) -> list[Process]:
         """The processes of the server's session that are alive."""
@@ -330,20 +328,6 @@ def session_processes(session: int) -> list[Process]:
         if int(after[3]) == session and after[0] not in "ZX":
             found.append(Process(int(entry.name), int(after[1]), command))
     return found
-
-
-def parse_metrics(text: str) -> list[tuple[str, dict[str, str], float]]:
-    """(name, labels, value) of every sample in a Prometheus text page."""
-    samples = []
-    for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
-        series, _, value = line.rpartition(" ")
-        name, _, inside = series.partition("{")
-        pairs = [pair.partition("=") for pair in inside.rstrip("}").split('",') if "=" in pair]
-        labels = {label.strip(): text.strip().strip('"') for label, _, text in pairs}
-        samples.append((name, labels, float(value)))
-    return samples
 
 
 def _token_id(name: str) -> int:

@@ -20,7 +20,7 @@ from pydantic import (
 
 from kv_offload import config_compat
 from kv_offload.log import get_logger
-from kv_offload.tiers import kinds, names_of, parse_tier
+from kv_offload.tiers import kinds, labels_of, parse_tier
 from kv_offload.tiers.base import EVICTION_POLICIES, ByteSize, Threads, TierConfig, known_eviction_policy
 
 logger = get_logger(__name__)
@@ -146,7 +146,7 @@ class OffloadConfig(BaseModel):
         if not isinstance(tiers, (list, tuple)):
             problems.append(
                 f"secondary_tiers is {type(tiers).__name__}; it must be a list of tables such as "
-                + json.dumps([config_compat.EXAMPLE_TIER])
+                + json.dumps([config_compat.example_tier()])
             )
             tiers = []
         ours["secondary_tiers"] = []
@@ -168,7 +168,7 @@ class OffloadConfig(BaseModel):
 
     def tier_names(self) -> tuple[str, ...]:
         """Labels of the tiers in metrics and events: fs, fs-2, fs-3, ..."""
-        return names_of(self.secondary_tiers)
+        return labels_of([tier.type for tier in self.secondary_tiers])
 
     def metrics_address(
         self, rank: int | None, world_size: int = 1, data_parallel_index: int = 0
@@ -190,7 +190,7 @@ class OffloadConfig(BaseModel):
 
 
 def _tier(index: int, given: Any, notes: list[str], problems: list[str]) -> TierConfig | None:
-    ours = config_compat.own_tier_keys(index, given, kinds(), notes, problems)
+    ours = config_compat.own_tier_keys(index, given, notes, problems)
     try:
         return None if ours is None else kinds()[ours["type"]].model_validate(ours)
     except ValidationError as error:

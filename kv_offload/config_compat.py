@@ -5,15 +5,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kv_offload.tiers.base import TierConfig
-from kv_offload.tiers.fs import FsTierConfig
+from kv_offload.tiers import kind_behind, kinds
 from kv_offload.vllm_versions import keys_read_by_vllm
 
 _NEAR = 0.6  # of difflib: so alike are two keys of which one is a misspelling
 
 SPEC_NAME = "KVOffloadSpec"
 SPEC_MODULE = "kv_offload.specs"
-EXAMPLE_TIER = FsTierConfig.example
 
 # Read by vLLM itself (OffloadingConnector, OffloadingSpec, the factory), whatever the spec.
 VLLM_KEYS = (
@@ -44,6 +42,11 @@ OTHER_TIERS = {
     "p2p": "share one root_dir between the hosts and use fs",
     "kvcr": "share one root_dir between the hosts and use fs",
 }
+
+
+def example_tier() -> dict[str, Any]:
+    """An entry of secondary_tiers, of the first kind there is."""
+    return dict(next(iter(kinds().values())).example)
 
 
 def own_keys(
@@ -91,22 +94,20 @@ def _note_store_threshold(value: Any, notes: list[str], problems: list[str]) -> 
         )
 
 
-def own_tier_keys(
-    index: int, tier: Any, kinds: Mapping[str, type[TierConfig]], notes: list[str], problems: list[str]
-) -> dict[str, Any] | None:
+def own_tier_keys(index: int, tier: Any, notes: list[str], problems: list[str]) -> dict[str, Any] | None:
     """The keys of one tier that are its kind's, or None when it is no tier of ours (a problem says why)."""
     where = f"secondary_tiers[{index}]"
     if not isinstance(tier, Mapping):
-        problems.append(f"{where} is {tier!r}; it must be a table such as {json.dumps(EXAMPLE_TIER)}")
+        problems.append(f"{where} is {tier!r}; it must be a table such as {json.dumps(example_tier())}")
         return None
-    kind = kinds.get(str(tier.get("type")))
+    kind = kinds().get(str(tier.get("type")))
     if kind is None:
         name = tier.get("type")
         given = "has no type" if name is None else f"is of type {name!r}"
         hint = OTHER_TIERS.get(str(name))
         problems.append(
-            f"{where} {given}; possible: {', '.join(kinds)}{f' ({hint})' if hint else ''}, such as "
-            + json.dumps(EXAMPLE_TIER)
+            f"{where} {given}; possible: {', '.join(kinds())}{f' ({hint})' if hint else ''}, such as "
+            + json.dumps(example_tier())
         )
         return None
     known = tuple(kind.model_fields)
@@ -207,8 +208,9 @@ def is_llmd_config(extra: Mapping[str, Any]) -> bool:
 
 def llmd_advice(extra: Mapping[str, Any]) -> str:
     """What to write here instead of a configuration of llm-d's file system backend."""
-    root = str(extra.get("shared_storage_path", EXAMPLE_TIER["root_dir"]))
-    tier: dict[str, Any] = {"type": "fs", "root_dir": root, "max_bytes": EXAMPLE_TIER["max_bytes"]}
+    kind = kind_behind("disk")
+    root = extra.get("shared_storage_path", kind.example[kind.place_key])
+    tier = kind.entry(str(root), kind.example[str(kind.bound_key)])
     try:
         threads = min(int(extra.get("threads_per_gpu", 0)), 256)
     except (TypeError, ValueError):

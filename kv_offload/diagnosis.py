@@ -21,13 +21,13 @@ _MANY = 0.05  # of the bytes that were to be written
 REASONS = {
     "not_stored": (
         "no chunk of these tokens had been stored before",
-        "normal for new prompts. If the same prompts were sent before, they must agree from their first "
-        "token on for a whole chunk, with the same cache_salt, LoRA adapter and images. If it was before a "
-        "restart: the namespace must be the same one (kv-offload stat ROOT) and the hash seed fixed (sha256, "
-        "or PYTHONHASHSEED set)",
+        "normal for new prompts. To hit, a prompt must begin with the same tokens as an earlier one, for at "
+        "least a whole chunk, with the same cache_salt, LoRA adapter and images. After a restart the "
+        "namespace must be the same (kv-offload stat ROOT) and the hash seed fixed (sha256, or "
+        "PYTHONHASHSEED set)",
     ),
     "evicted": (
-        "the chunks were stored, and removed to make room before they were asked for again",
+        "the chunks were stored, and removed to make space before they were asked for again",
         "raise cpu_bytes_to_use or max_bytes; kv-offload replay shows what a larger cache would hit",
     ),
     "recompute_cheaper": (
@@ -41,15 +41,15 @@ REASONS = {
     ),
     "corrupt": (
         "records failed their checksums; they were removed and the tokens computed",
-        "run kv-offload verify on the root, and check the device: it returned other bytes than were written",
+        "run kv-offload verify on the root, and check the device: it did not return what was written",
     ),
     "io_error": (
         "records could not be read, or the tier was switched off after errors or timeouts",
         "look at kv_offload_failures_total by kind, at the device, and at the permissions of the root",
     ),
     "pressure": (
-        "host memory had no room for what would have been read",
-        "raise cpu_bytes_to_use: all that is read from a tier passes through it",
+        "host memory had no space for what would have been read",
+        "raise cpu_bytes_to_use: everything that is read from a tier passes through it",
     ),
     "disabled": (
         "loading is switched off for them",
@@ -141,9 +141,9 @@ def _nothing_stored() -> Finding:
 def _nothing_looked_up() -> Finding:
     return Finding(
         "nothing_looked_up",
-        "no prompt went beyond what vLLM's own cache has on the device",
-        "either no request came yet, or prompts are shorter than a chunk, or the device's cache answers all "
-        "of them: then there is nothing to gain",
+        "no prompt needed more than vLLM's own cache has on the device",
+        "either there was no request yet, or prompts are shorter than a chunk, or the device's cache answers "
+        "all of them, and then there is nothing to gain",
     )
 
 
@@ -209,7 +209,8 @@ def _tiers(page: "Page") -> Iterator[Finding]:
             yield Finding(
                 "not_written",
                 f"{share:.0f}% of the bytes that were to be written to tier {tier} were dropped",
-                "the tier is full, or slower than stores come: write_policy reuse:2, or a faster device",
+                "the tier is full, or slower than chunks are stored: set write_policy reuse:2, or use a "
+                "faster device",
             )
 
 
@@ -297,7 +298,7 @@ def from_log(lines: Iterable[str]) -> Diagnosis:
 def _not_ours() -> Finding:
     return Finding(
         "not_in_use",
-        "no line of this log is of kv-offload",
+        "no line of this log is from kv-offload",
         "serve with spec_name KVOffloadSpec in --kv-transfer-config (kv-offload config writes it), or give "
         "the log from its beginning",
     )
@@ -307,7 +308,7 @@ def _no_boot_line() -> Finding:
     return Finding(
         "no_boot_line",
         "the line that names tiers and capacities at start is missing",
-        "give the log from its beginning, or look above for why the server did not start",
+        "give the log from its beginning, or look for the error that kept the server from starting",
     )
 
 

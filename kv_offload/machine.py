@@ -1,6 +1,8 @@
 """What this machine can give: asked before anything is allocated."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 from kv_offload.config import OffloadConfig
 from kv_offload.sizes import format_bytes
@@ -41,6 +43,17 @@ def check_machine(
     for tier in config.secondary_tiers:
         problems += tier.problems(record_bytes)
     return problems
+
+
+def gpus(devices: str = "/dev") -> list[str]:
+    """The GPUs of NVIDIA that this machine or container has, by their device files. Starts no driver."""
+    names = (path.name for path in Path(devices).glob("nvidia*"))
+    return sorted(name for name in names if re.fullmatch("nvidia[0-9]+", name))
+
+
+def no_copier(device: str, reason: str) -> str:
+    """Why a KV cache on ``device`` cannot be served: what the server says when it refuses to start."""
+    return f"the KV cache is on {device}, and this build cannot copy from there: {reason}"
 
 
 def _memory_remedy(limited_by: str) -> str:

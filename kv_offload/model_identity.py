@@ -1,8 +1,8 @@
-"""Which weights a model has, without reading them all.
+"""Which weights a model has, without reading all of them.
 
-A local directory is known by what is in it, not by where it is: a copy elsewhere keeps its hits, weights
-saved again do not. A model of the hub is known by its name and commit. What is behind an address (an object
-store) is not known: only the operator can name it.
+A local directory is identified by its contents, not by its path: a copy elsewhere keeps its hits, weights
+that were changed do not. A model of the hub is identified by its name and commit. Weights at an address (an
+object store) cannot be identified: only the operator can name them.
 """
 
 import hashlib
@@ -36,19 +36,19 @@ def model_identity(
     cache_dir: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Facts that stand for the weights of ``name``: a directory, a file, or a name of the hub.
+    """What identifies the weights of ``name``: a directory, a file, or a name of the hub.
 
     ``address``: where vLLM reads the weights instead (its model_weights, such as s3://...), when ``name`` is
     a directory of configs only. ``model_id``: the operator's name of the weights; it is added to what is
     found. ``cache_dir`` is vLLM's download_dir. Reads a few MiB of local weights (weights_digest); no
     network. Raises OSError when a local file cannot be read.
     """
-    facts = _found(name, revision, cache_dir, os.environ if environ is None else environ)
+    identity = _found(name, revision, cache_dir, os.environ if environ is None else environ)
     if address:
-        facts["address"] = address.rstrip("/")
+        identity["address"] = address.rstrip("/")
     if model_id is not None:
-        facts["model_id"] = model_id
-    return facts
+        identity["model_id"] = model_id
+    return identity
 
 
 def weights_problem(identity: Mapping[str, Any]) -> str | None:
@@ -56,9 +56,7 @@ def weights_problem(identity: Mapping[str, Any]) -> str | None:
     if identity.get("model_id"):
         return None
     if "address" in identity:
-        return (
-            f"the weights are behind {identity['address']}, where they can be replaced without a trace here"
-        )
+        return f"the weights are at {identity['address']}, where they can change without this server noticing"
     if identity.get("weight_files") == 0:
         return "the model's directory has no weight files"
     if identity.get("hub") == MODELSCOPE:
@@ -82,7 +80,7 @@ def _found(
     if path.is_dir():
         return _directory_identity(path)
     if path.is_file():
-        return _weights_facts([path])
+        return _weights_identity([path])
     asked = {"asked_revision": revision} if revision else {}
     # The hub's cache may hold other weights under the same name.
     if environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
@@ -99,12 +97,12 @@ def _directory_identity(directory: Path) -> dict[str, Any]:
         for file in directory.iterdir()
         if file.suffix in _WEIGHTS and file.name not in _NOT_WEIGHTS and file.is_file()
     )
-    facts = _weights_facts(weights) | {"configs": _configs_digest(directory)}
+    identity = _weights_identity(weights) | {"configs": _configs_digest(directory)}
     architecture = _architecture(directory / "config.json")
-    return facts | ({"architecture": architecture} if architecture else {})
+    return identity | ({"architecture": architecture} if architecture else {})
 
 
-def _weights_facts(files: list[Path]) -> dict[str, Any]:
+def _weights_identity(files: list[Path]) -> dict[str, Any]:
     return {
         "weights": weights_digest(files),
         "weights_digest": DIGEST_VERSION,

@@ -79,10 +79,10 @@ class ModelShape:
     def geometry(
         self, dtype: str, ranks: int = 1, block_size: int = 16, blocks_per_chunk: int = 1
     ) -> Geometry:
-        """The chunks of this model as ``TieredCache`` would be told of them.
+        """The chunks of this model as ``TieredCache`` gets them.
 
         Layers with a state count one for each block, in blocks as large as those of the others: that is
-        the room they get, and the most that is stored of them.
+        the space they get, and the most that is stored of them.
         """
         replicated = all(group.replicated for group in self.groups) and not self.states
         areas = 1 if replicated else ranks
@@ -137,7 +137,7 @@ def read_model(given: str) -> ModelShape:
 
 
 def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
-    """The shape that a parsed config.json describes. Raises ValueError when it cannot be told."""
+    """The shape that a parsed config.json describes. Raises ValueError when it says too little."""
     text: Mapping[str, Any] = config
     for part in _TEXT_PARTS:  # nested in multimodal models, twice in some
         text = text.get(part) or text

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT_VERSION = 1  # of the record format and of these facts
+FORMAT_VERSION = 1  # of the record format and of what an identity holds
 
 
 @dataclass(frozen=True)
-class GroupFacts:
+class GroupIdentity:
     """One KV cache group."""
 
     group_id: int  # vLLM's original id, part of every key
@@ -26,13 +26,13 @@ class GroupFacts:
 
 
 @dataclass(frozen=True)
-class NamespaceFacts:
+class NamespaceIdentity:
     """Everything the bytes of a chunk depend on. All values are texts, ints, bools or None; no floats."""
 
     model: Mapping[str, Any]  # kv_offload.model_identity.model_identity(...)
     kv_dtype: str
     kv_cache_layout: str
-    groups: tuple[GroupFacts, ...]
+    groups: tuple[GroupIdentity, ...]
     blocks_per_chunk: int
     tokens_per_hash: int
     hash_algorithm: str
@@ -48,13 +48,13 @@ class NamespaceFacts:
     settings: Mapping[str, str | int | bool | None] = field(default_factory=dict)
 
     def canonical_json(self) -> str:
-        """Sorted keys, no spaces, no floats: equal facts give equal text. Raises TypeError on a float."""
-        facts = asdict(self) | {"format_version": FORMAT_VERSION}
-        _refuse_floats(facts, "facts")
-        return _canonical(facts)
+        """Sorted keys, no spaces: equal identities give equal text. Raises TypeError on a float."""
+        identity = asdict(self) | {"format_version": FORMAT_VERSION}
+        _refuse_floats(identity, "identity")
+        return _canonical(identity)
 
     def readable_json(self) -> str:
-        """The same facts for people: the text of namespace.json."""
+        """The same, indented for people: the text of namespace.json."""
         return json.dumps(json.loads(self.canonical_json()), sort_keys=True, indent=2) + "\n"
 
     def namespace_id(self) -> bytes:
@@ -66,8 +66,8 @@ class NamespaceFacts:
         return self.namespace_id().hex()[:12]
 
 
-def _canonical(facts: Mapping[str, Any]) -> str:
-    return json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+def _canonical(identity: Mapping[str, Any]) -> str:
+    return json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
 def described_id(text: str) -> str | None:
@@ -78,8 +78,8 @@ def described_id(text: str) -> str | None:
         return None
 
 
-def other_namespaces(root_dir: str, own: NamespaceFacts, most: int = 3) -> list[str]:
-    """What is different in the newest other namespaces of a root, one text each: the facts' names.
+def other_namespaces(root_dir: str, own: NamespaceIdentity, most: int = 3) -> list[str]:
+    """How the newest other namespaces of a root differ: a text each, with the names of the fields.
 
     Reads a few small files; what cannot be read is left out.
     """

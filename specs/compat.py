@@ -1,7 +1,7 @@
 """The one place that knows how vLLM's offloading interface differs between releases.
 
-Supported are 0.31, 0.32 and 0.33, told apart by what they have, not by their number. Anything of another
-shape is refused here, in one sentence, when the spec is first used: importing this module raises
+Supported are 0.31, 0.32 and 0.33, distinguished by what they have, not by their number. Any other
+interface is refused here, in one sentence, when the spec is first used: importing this module raises
 UnsupportedVllmError (an ImportError). What differs:
 
                                     0.31   0.32   0.33
@@ -80,7 +80,7 @@ def shape_problems(base: Any, config: Any) -> list[str]:
     return problems
 
 
-# What vLLM passes to each method of ours, in this order; behind the bar what only some releases pass.
+# What vLLM passes to each of our methods, in this order; after the bar, what only some releases pass.
 _PASSED = {
     "OffloadingManager": {
         "on_new_request": "req_context",
@@ -195,9 +195,9 @@ def make_event(keys: list[bytes], *, removed: bool, tier: str | None = None, loc
     """An OffloadingEvent of host memory (``tier`` None) or of a tier below it."""
     if tier is None:
         return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed)
-    # removal_expected: vLLM keeps a stored chunk's payload until every residency it was told of is removed.
-    told = {"ownership": tier, "locality": Locality(locality), "removal_expected": True}
-    known = {name: value for name, value in told.items() if name in _EVENT_FIELDS}
+    # removal_expected: vLLM keeps a stored chunk's payload until every reported residency is removed.
+    fields = {"ownership": tier, "locality": Locality(locality), "removal_expected": True}
+    known = {name: value for name, value in fields.items() if name in _EVENT_FIELDS}
     return OffloadingEvent(keys=keys, medium=Medium.STORAGE, removed=removed, **known)
 
 

@@ -13,7 +13,7 @@ from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, Request
 from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
-from .watch import ApartWatch, HitWatch, Surroundings
+from .watch import DivergenceWatch, HitWatch, Surroundings
 
 if TYPE_CHECKING:
     from kv_offload._core import Metrics, TieredCache
@@ -57,7 +57,7 @@ class KVOffloadManager(OffloadingManager):
         self._localities = frozenset(self._options.tiers.values()) or frozenset({"LOCAL"})
         self._next_gauges = 0.0
         self._watch = HitWatch(metrics, ("cpu", *self._options.tiers), cache, self._options.surroundings)
-        self._apart = ApartWatch(cache, tuple(self._options.tiers))
+        self._divergence = DivergenceWatch(cache, tuple(self._options.tiers))
         self._live: dict[str, RequestState] = {}
         self._generation = 0
         self._closed = False
@@ -189,7 +189,7 @@ class KVOffloadManager(OffloadingManager):
             self._closed = True
             self._cache.close()
 
-    # ---- what is told
+    # ---- reports
 
     def take_events(self) -> Iterable[Any]:
         """KV events of host memory and of every tier that publishes them."""
@@ -206,7 +206,7 @@ class KVOffloadManager(OffloadingManager):
             self._next_gauges = now + _GAUGE_SECONDS
             self._cache.publish_gauges()
             self._watch.look(now)
-            self._apart.look()
+            self._divergence.look()
         changes = self._metrics.drain()
         if not changes:
             return None

@@ -12,11 +12,11 @@ from kv_offload.log import get_logger
 from kv_offload.machine import cautions, tier_bounds
 from kv_offload.metrics import metric_definitions
 from kv_offload.model_identity import weights_problem
-from kv_offload.namespace import NamespaceFacts, random_seed_warning
+from kv_offload.namespace import NamespaceIdentity, random_seed_warning
 from kv_offload.sizing import Geometry, boot_line
 
 from .compat import OffloadingSpec, base
-from .facts import merge_fingerprints, namespace_facts
+from .identity import merge_fingerprints, namespace_identity
 
 if TYPE_CHECKING:
     from kv_offload._core import HostRegion, TieredCache, TierSpec
@@ -88,23 +88,23 @@ class KVOffloadSpec(OffloadingSpec):
         options = self._options
         region = self._attach()
         shard_bytes, merged = self._geometry(region)
-        facts, seed_is_random = namespace_facts(
+        identity, seed_is_random = namespace_identity(
             self.config, shard_bytes, merged, self.replicated_layout, options.model_id
         )
-        refuse_unknown_weights(options, facts)
+        refuse_unknown_weights(options, identity)
         if seed_is_random and options.secondary_tiers:
-            logger.warning(random_seed_warning(facts.hash_algorithm))
+            logger.warning(random_seed_warning(identity.hash_algorithm))
         bounds = tier_bounds(options)
         for caution in cautions(options):
             logger.warning(caution)
         windowed = merged["windowed"]
         metrics = _core.Metrics()
-        cache = self._make_cache(region, metrics, shard_bytes, merged, self._make_tiers(bounds, facts))
+        cache = self._make_cache(region, metrics, shard_bytes, merged, self._make_tiers(bounds, identity))
         parallel = self.config.parallel
         address = options.metrics_address(None, parallel.world_size, parallel.data_parallel_index)
         if address is not None:
             metrics.expose(address)
-        info = self._info(merged["copier"], facts)
+        info = self._info(merged["copier"], identity)
         metrics.set("kv_offload_info", [info[label] for label in _labels_of("kv_offload_info")], 1)
         geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes)
         tokens = geometry.tokens_by_tier(options, bounds)
@@ -120,7 +120,7 @@ class KVOffloadSpec(OffloadingSpec):
                 bounds,
                 geometry,
                 copier=merged["copier"],
-                namespace=facts.short_id(),
+                namespace=identity.short_id(),
                 version=__version__,
                 replica=parallel.data_parallel_index,
                 replicas=parallel.data_parallel_size,
@@ -143,9 +143,9 @@ class KVOffloadSpec(OffloadingSpec):
                 info=info,
                 request_hints=options.request_hints == "allow",
                 surroundings=Surroundings(
-                    random_seed=facts.hash_algorithm if seed_is_random else "",
+                    random_seed=identity.hash_algorithm if seed_is_random else "",
                     other_namespaces=tuple(
-                        text for tier in options.secondary_tiers for text in tier.other_namespaces(facts)
+                        text for tier in options.secondary_tiers for text in tier.other_namespaces(identity)
                     ),
                     group_ids=tuple(group.group_id for group in self.config.groups),
                     capacity_tokens=capacity,
@@ -174,7 +174,7 @@ class KVOffloadSpec(OffloadingSpec):
         return region
 
     def _geometry(self, region: "HostRegion") -> tuple[list[list[int]], dict[str, Any]]:
-        """([group position][area] bytes of a chunk, the facts of all ranks)."""
+        """([group position][area] bytes of a chunk, the merged fingerprints of the ranks)."""
         ranks = [region.geometry(rank) for rank in range(self.config.parallel.world_size)]
         per_area = [shards for shards, _ in ranks[: self.num_areas]]
         for rank, (shards, _) in enumerate(ranks):
@@ -189,10 +189,10 @@ class KVOffloadSpec(OffloadingSpec):
     def _tokens_per_chunk(self) -> list[int]:
         return [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]
 
-    def _make_tiers(self, bounds: Sequence[int | None], facts: NamespaceFacts) -> "list[TierSpec]":
+    def _make_tiers(self, bounds: Sequence[int | None], identity: NamespaceIdentity) -> "list[TierSpec]":
         options = self._options
         return [
-            tier.spec(name, bound, facts)
+            tier.spec(name, bound, identity)
             for name, tier, bound in zip(options.tier_names(), options.secondary_tiers, bounds, strict=True)
         ]
 
@@ -229,11 +229,11 @@ class KVOffloadSpec(OffloadingSpec):
         pairs = zip(self.config.groups, windowed, strict=True)
         return frozenset(group.group_id for group, flag in pairs if flag)
 
-    def _info(self, copier: str, facts: NamespaceFacts) -> dict[str, str]:
+    def _info(self, copier: str, identity: NamespaceIdentity) -> dict[str, str]:
         return {
             "version": __version__,
-            "namespace": facts.short_id(),
-            "layout": facts.kv_cache_layout,
+            "namespace": identity.short_id(),
+            "layout": identity.kv_cache_layout,
             "copier": copier,
             "cpu_bytes_to_use": str(self._options.cpu_bytes_to_use),
             "tiers": ",".join(self._options.tier_names()),
@@ -241,9 +241,9 @@ class KVOffloadSpec(OffloadingSpec):
         }
 
 
-def refuse_unknown_weights(options: OffloadConfig, facts: NamespaceFacts) -> None:
-    """Raises ValueError when records would be kept of weights that cannot be told from others."""
-    problem = weights_problem(facts.model)
+def refuse_unknown_weights(options: OffloadConfig, identity: NamespaceIdentity) -> None:
+    """Raises ValueError when there are tiers and the weights cannot be identified."""
+    problem = weights_problem(identity.model)
     if problem is None or not options.secondary_tiers:
         return
     raise ValueError(

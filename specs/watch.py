@@ -1,4 +1,4 @@
-"""Warnings, each told once: nothing is ever hit; another replica was reset and this one was not."""
+"""Warnings that are logged once: nothing is ever hit; another replica was reset and this one was not."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _REASONS = {
     "deadline": "reads take longer than lookup_deadline_ms: the tier is slow or stuck",
     "corrupt": "records do not verify: run kv-offload verify on the root",
     "io_error": "the tier's records cannot be read: see kv_offload_failures_total",
-    "pressure": "host memory has no room for what is read: raise cpu_bytes_to_use",
+    "pressure": "host memory has no space for what is read: raise cpu_bytes_to_use",
     "disabled": "loading is switched off: by load_policy never, or by requests (kv_load_tiers and others)",
 }
 
@@ -39,8 +39,8 @@ class Surroundings:
     write_policies: tuple[str, ...] = ()  # of each tier
 
 
-class ApartWatch:
-    """Looks whether a tier's records are still shared with the other replicas on it, and warns once."""
+class DivergenceWatch:
+    """Checks whether a tier's records are still shared with the other replicas on it, and warns once."""
 
     def __init__(self, cache: "TieredCache", tiers: Sequence[str]) -> None:
         """``tiers``: their names, in the order of the cache's."""
@@ -62,7 +62,7 @@ class ApartWatch:
 
 
 class HitWatch:
-    """Looks at the counters now and then, and warns once."""
+    """Checks the counters now and then, and warns once."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class HitWatch:
         )
 
     def _cause(self, reason: str, misses: Mapping[str, float]) -> str:
-        """The most particular cause that fits; else what the most frequent reason means."""
+        """The most specific cause that fits; otherwise what the most frequent reason means."""
         around = self._surroundings
         veto = self._vetoing_groups()
         if veto:
@@ -124,28 +124,28 @@ class HitWatch:
         if around.random_seed and around.write_policies:
             return (
                 f"the hash algorithm {around.random_seed} draws a new random seed in each process, so that "
-                "nothing of before a restart, and of no other server, is ever found: set PYTHONHASHSEED to "
+                "no record from before a restart or from another server is ever found: set PYTHONHASHSEED to "
                 "the same value everywhere, or use sha256"
             )
         if around.other_namespaces:
             return (
-                "what the directory holds is of other namespaces, which differ from this server's in "
+                "the records there are of other namespaces, which differ from this server's in "
                 + "; or in ".join(around.other_namespaces)
             )
         reuse = [policy for policy in around.write_policies if policy.startswith("reuse:")]
         if reuse and misses["evicted"] > 0:
             return (
-                f"write_policy {reuse[0]} records only what was seen that often while it is in host memory, "
-                "and it is evicted before: raise cpu_bytes_to_use, or use through"
+                f"write_policy {reuse[0]} records only chunks that were asked for that often while in host "
+                "memory, and they are evicted before that: raise cpu_bytes_to_use, or use through"
             )
         return _REASONS[reason]
 
     def _vetoing_groups(self) -> str:
-        """Chunks of some groups are found and none of another: the boundary that all agree on is nothing."""
-        sights = self._cache.sights() if self._cache is not None else []
-        ids = self._surroundings.group_ids or tuple(range(len(sights)))
-        found = [str(ids[position]) for position, (hits, _) in enumerate(sights) if hits]
-        never = [str(ids[position]) for position, (hits, misses) in enumerate(sights) if misses and not hits]
+        """Groups of which no chunk is ever found, while chunks of others are: a hit needs all groups."""
+        lookups = self._cache.sights() if self._cache is not None else []
+        ids = self._surroundings.group_ids or tuple(range(len(lookups)))
+        found = [str(ids[position]) for position, (hits, _) in enumerate(lookups) if hits]
+        never = [str(ids[position]) for position, (hits, misses) in enumerate(lookups) if misses and not hits]
         if not found or not never:
             return ""
         return (

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from kv_offload.config import OffloadConfig
 from kv_offload.config_compat import multi_connector_problems
 from kv_offload.log import get_logger
+from kv_offload.machine import no_copier
 from kv_offload.sizes import format_bytes
 
 from . import compat
 from .compat import OffloadingWorker, TransferResult
-from .facts import groups_of_states, worker_fingerprint
+from .identity import groups_of_states, worker_fingerprint
 from .load_spec import RowLoadStoreSpec
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class KVOffloadWorker(OffloadingWorker):
         compute_stream: Callable[[], int] | None = None,
     ) -> None:
         self._rank_worker = rank_worker
-        self._compute_stream = compute_stream  # the CUDA stream that the copies come behind; None on the CPU
+        self._compute_stream = compute_stream  # the CUDA stream that copies wait for; None on the CPU
         self.region = region
         self.metrics = metrics  # this process's own; vLLM has no way to collect a worker's
 
@@ -193,7 +194,7 @@ def choose_copier(tensors: list[Any]) -> tuple[str, int]:
         raise ValueError(f"the KV cache is on {devices[0]}; supported are cpu and cuda")
     reason = _core.cuda_unavailable_reason()
     if reason:
-        raise ValueError(f"the KV cache is on {devices[0]}, and this build cannot copy from there: {reason}")
+        raise ValueError(no_copier(devices[0], reason))
     if device.index is not None:
         return "cuda", device.index
     import torch

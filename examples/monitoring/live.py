@@ -10,44 +10,21 @@ already on this machine, under the model name "tiny".
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import picture
-from local_server import LocalServer, free_port, kv_transfer_config
+from local_prometheus import prometheus
+from local_server import LocalServer, kv_transfer_config
 
 BLOCK = 128
 CONVERSATIONS = 14
-
-
-@contextlib.contextmanager
-def prometheus(target: str, folder: Path) -> Iterator[str]:
-    """The address of a Prometheus that scrapes ``target`` every second."""
-    job = {"job_name": "vllm", "static_configs": [{"targets": [target]}]}
-    file = folder / "prometheus.yml"
-    scraping = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [job]}
-    file.write_text(json.dumps(scraping))  # JSON is YAML
-    address = f"127.0.0.1:{free_port()}"
-    command = ["prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}"]
-    with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, f"--web.listen-address={address}"], stdout=log, stderr=subprocess.STDOUT
-        )
-    try:
-        yield f"http://{address}"
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def talk(server: LocalServer, seconds: float) -> None:

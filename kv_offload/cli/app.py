@@ -16,9 +16,9 @@ import kv_offload
 # Name, module, the first line of its help (a test compares it with the command's own).
 COMMANDS = (
     ("config", "config_command", "Write the JSON for vllm serve --kv-transfer-config, checked."),
-    ("doctor", "doctor_command", "Say whether vLLM would be served here, or how a server is doing."),
-    ("size", "size_command", "Say what a model's KV cache takes, and when loading it pays."),
-    ("bench", "bench_command", "Measure disk and copies here beside their limits."),
+    ("doctor", "doctor_command", "Check whether this machine can serve, or how a server is doing."),
+    ("size", "size_command", "Show how large a model's KV cache is, and when loading pays off."),
+    ("bench", "bench_command", "Measure a tier and memory copies, each beside its raw speed."),
     ("top", "top_command", "Show a running server live: tiers, hits, speeds, misses."),
     ("why", "why_command", "Say why nothing, or little, is loaded: from metrics or from a log."),
     ("stat", "root_commands", "Show what a root holds: bytes, records, and each namespace."),
@@ -60,8 +60,8 @@ app = typer.Typer(
     cls=LazyGroup,
     no_args_is_help=True,
     **_SETTINGS | {"add_completion": True},
-    help="KV-cache offloading for vLLM: write its configuration, ask what this machine can give, look "
-    "after a root on disk. None of it needs vLLM.",
+    help="KV-cache offloading for vLLM: write its configuration, check what this machine can give, watch a "
+    "server, and look after its directories. None of it needs vLLM.",
     epilog="Exit status: 0 all is well; 1 something is damaged or refused; 2 the command was used wrongly."
     "\n\n\b\nCompletion in the shell: kv-offload --install-completion, then open a new one.",
 )

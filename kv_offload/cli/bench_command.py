@@ -1,4 +1,4 @@
-"""``kv-offload bench ROOT``: disk and copies of this machine against their limits, and what follows."""
+"""``kv-offload bench ROOT``: a tier and memory copies on this machine, beside their raw speed."""
 
 import json
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,27 +14,32 @@ from kv_offload.cli.terminal import (
     console,
     escape,
     fail,
+    plain_errors,
     print_json,
     rate,
     table,
-    told,
 )
 
 if TYPE_CHECKING:
-    from kv_offload.tiers.fs import FsTierConfig
+    from kv_offload.tiers.base import TierConfig
 
 # What a token takes in models of today, for those who name none.
 TOKEN_BYTES = (32 << 10, 70_272, 128 << 10, 320 << 10)
 MARGIN = 1.2  # loading must beat computing by so much to be worth a tier
 
 
-@told
+@plain_errors
 def bench(
     root: Annotated[
-        str, typer.Argument(metavar="ROOT", help="Where the tier is or shall be.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="ROOT",
+            help="Where the tier is or will be: a directory; KIND=PLACE for another kind.",
+            show_default=False,
+        ),
     ],
     measure_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="How much to write to the disk, and to copy.")
+        str, typer.Option(metavar="SIZE", help="How much to write there, and to copy.")
     ] = "512MiB",
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="Threads of the host copier.")] = 2,
     model: Annotated[
@@ -46,81 +51,83 @@ def bench(
     ] = 1,
     prefill: Annotated[
         float | None,
-        typer.Option(metavar="TOKENS/S", min=1, help="Its prefill speed here: does a tier on this disk pay?"),
+        typer.Option(metavar="TOKENS/S", min=1, help="Its prefill speed here: is a tier there worth it?"),
     ] = None,
     cpu: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Also write the configuration, with this host memory.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure disk and copies here beside their limits.
+    """Measure a tier and memory copies, each beside its raw speed.
 
-    The limits are plain system calls on the same disk, and memcpy. Writes temporary files below ROOT, or
-    its nearest parent that exists, and removes them. The plan says for several sizes of a token how many
-    tokens per second a request gets back; load_policy auto measures the same while it serves, so the plan
-    need not be exact. With --prefill it says whether a tier on this disk pays, and whether it can take all
-    that is computed, or should write only what is seen twice (write_policy reuse:2).
+    The raw speeds are those of plain system calls in the same place, and of memcpy. Writes temporary files
+    below ROOT, or its nearest parent that exists, and removes them. The plan says for several sizes of a
+    token how many tokens per second a request gets back; load_policy auto measures the same while it
+    serves, so the plan need not be exact. With --prefill it says whether a tier there pays off, and whether
+    it can take everything that is computed, or should write only what is asked for twice (write_policy
+    reuse:2).
 
     \b
     Examples:
       kv-offload bench /var/cache/kv
       kv-offload bench /mnt/nvme/kv --model /models/Llama-3.1-8B --prefill 8000 --cpu 32GiB --json
 
-    Exit status: 0 measured, and with --prefill: a tier here pays; 1 it does not, or nothing can be written
-    there; 2 the command was used wrongly.
+    Exit status: 0 measured, and with --prefill: a tier here pays off; 1 it does not, or nothing can be
+    written there; 2 the command was used wrongly.
     """
     from kv_offload.cli.models import find_model
     from kv_offload.cli.size_command import chosen_dtype
     from kv_offload.sizes import parse_byte_size
-    from kv_offload.tiers.fs import FsTierConfig
+    from kv_offload.tiers import entry_at, parse_tier
 
     if prefill is not None and model is None:
         fail("--prefill is the speed of a model: give --model as well", USAGE)
     shape = find_model(model) if model else None
     total = parse_byte_size(measure_size)
-    tier = FsTierConfig(root_dir=root)
+    tier = parse_tier(entry_at(root))
     refused = tier.problems()
     if refused:
         fail(refused[0], PROBLEM)
     with console(stderr=True).status("measuring") as status:
-        status.update("measuring the disk")
+        status.update(f"measuring {tier.label()}")
         speeds = _speeds(tier, threads, total)
-    facts: dict[str, Any] = {"root": tier.root_dir, "speeds": speeds}
+    report: dict[str, Any] = {"root": tier.place, "speeds": speeds}
     if shape is None:
-        facts["plan"] = [token_plan(speeds, size) for size in TOKEN_BYTES]
+        report["plan"] = [token_plan(speeds, size) for size in TOKEN_BYTES]
     else:
         dtype = chosen_dtype(shape, kv_dtype)
         size = shape.bytes_per_token(dtype, tensor_parallel)
-        facts["plan"] = [token_plan(speeds, size, prefill) | {"model": shape.name, "kv_dtype": dtype}]
-    verdict = facts["plan"][0]
+        report["plan"] = [token_plan(speeds, size, prefill) | {"model": shape.name, "kv_dtype": dtype}]
+    verdict = report["plan"][0]
     if cpu is not None:
-        facts["config"] = suggested_config(tier, parse_byte_size(cpu), verdict)
+        report["config"] = suggested_config(tier, parse_byte_size(cpu), verdict)
     if as_json:
-        print_json(facts)
+        print_json(report)
     else:
-        _print(facts, prefill)
-    raise typer.Exit(OK if verdict.get("disk_pays", True) else PROBLEM)
+        _print(report, prefill)
+    raise typer.Exit(OK if verdict.get("tier_pays", True) else PROBLEM)
 
 
-def _speeds(tier: "FsTierConfig", threads: int, total: int) -> dict[str, dict[str, float]]:
+def _speeds(tier: "TierConfig", threads: int, total: int) -> dict[str, dict[str, float]]:
     """Bytes per second by what moves: ours, the limit measured beside it, their ratio."""
     from kv_offload.cli import doctor_checks
-    from kv_offload.raw_speed import raw_copy, raw_disk
-    from kv_offload.tiers.fs import existing_part
+    from kv_offload.raw_speed import raw_copy
 
-    disk = tier.measure(total)
-    if disk.figures is None:
-        fail(f"{tier.root_dir}: {disk.text}", PROBLEM)
-    limit = raw_disk(str(existing_part(tier.root_dir)), total)
+    ours = tier.measure(total)
+    limit = tier.raw_speed(total)
+    if ours is None or limit is None:
+        fail(f"{tier.label()}: how fast a tier of this kind is cannot be measured from here", PROBLEM)
+    if ours.figures is None:
+        fail(f"{tier.place}: {ours.text}", PROBLEM)
     copy = doctor_checks.copy_speed(threads, min(total, 256 << 20)).figures or {}
     pairs = {
-        f"disk {verb}": (disk.figures[f"{verb}_bytes_per_second"], limit[f"{verb}_bytes_per_second"])
+        verb: (ours.figures[f"{verb}_bytes_per_second"], limit[f"{verb}_bytes_per_second"])
         for verb in ("write", "read")
     }
     pairs["copy"] = (copy["bytes_per_second"], raw_copy(min(total, 256 << 20), threads))
     return {
-        name: {"bytes_per_second": ours, "limit_bytes_per_second": raw, "ratio": ours / raw}
-        for name, (ours, raw) in pairs.items()
+        name: {"bytes_per_second": speed, "limit_bytes_per_second": raw, "ratio": speed / raw}
+        for name, (speed, raw) in pairs.items()
     }
 
 
@@ -130,11 +137,11 @@ def token_plan(
     """What these speeds mean for tokens of ``token_bytes``; with ``prefill`` (tokens/s) whether they pay."""
     from kv_offload.cli.size_command import break_even
 
-    read = speeds["disk read"]["bytes_per_second"]
-    write = speeds["disk write"]["bytes_per_second"]
+    read = speeds["read"]["bytes_per_second"]
+    write = speeds["write"]["bytes_per_second"]
     plan: dict[str, Any] = {
         "bytes_per_token": token_bytes,
-        "disk_tokens_per_second": read / token_bytes,
+        "tier_tokens_per_second": read / token_bytes,
         "memory_tokens_per_second": speeds["copy"]["bytes_per_second"] / token_bytes,
     }
     if prefill is not None:
@@ -142,34 +149,34 @@ def token_plan(
         plan |= {
             "prefill_tokens_per_second": prefill,
             "break_even_bytes_per_second": needed,
-            "disk_pays": read >= MARGIN * needed,
+            "tier_pays": read >= MARGIN * needed,
             "write_policy": "through" if write >= needed else "reuse:2",
         }
     return plan
 
 
-def suggested_config(tier: "FsTierConfig", cpu_bytes: int, plan: dict[str, Any]) -> dict[str, Any]:
-    """The value of --kv-transfer-config that the plan implies: no tier where it does not pay."""
+def suggested_config(tier: "TierConfig", cpu_bytes: int, plan: dict[str, Any]) -> dict[str, Any]:
+    """The value of --kv-transfer-config that the plan implies: no tier where it does not pay off."""
     from kv_offload.config import OffloadConfig
     from kv_offload.machine import tier_bounds
 
     extra: dict[str, Any] = {"cpu_bytes_to_use": cpu_bytes}
-    if plan.get("disk_pays", True):
-        bounded = OffloadConfig(cpu_bytes_to_use=cpu_bytes, secondary_tiers=(tier,))
-        entry = {"type": "fs", "root_dir": tier.root_dir, "max_bytes": tier_bounds(bounded)[0]}
+    if plan.get("tier_pays", True):
+        (bound,) = tier_bounds(OffloadConfig(cpu_bytes_to_use=cpu_bytes, secondary_tiers=(tier,)))
+        entry = tier.entry(tier.place, bound)
         if plan.get("write_policy", "through") != "through":
             entry["write_policy"] = plan["write_policy"]
         extra["secondary_tiers"] = [entry]
     return transfer_config(extra)
 
 
-def _print(facts: dict[str, Any], prefill: float | None) -> None:
+def _print(report: dict[str, Any], prefill: float | None) -> None:
     from kv_offload.sizes import format_bytes
 
     out = console()
-    out.print(facts["root"], markup=False)
-    speeds = table("", "what", "here", "limit", "ratio", right=("here", "limit", "ratio"))
-    for name, row in facts["speeds"].items():
+    out.print(report["root"], markup=False)
+    speeds = table("", "what", "here", "raw", "ratio", right=("here", "raw", "ratio"))
+    for name, row in report["speeds"].items():
         add_row(
             speeds,
             name,
@@ -181,33 +188,33 @@ def _print(facts: dict[str, Any], prefill: float | None) -> None:
     plan = table(
         "\nwhat a request gets back",
         "a token takes",
-        "tokens/s from disk",
+        "tokens/s from there",
         "from host memory",
-        right=("a token takes", "tokens/s from disk", "from host memory"),
+        right=("a token takes", "tokens/s from there", "from host memory"),
     )
-    for row in facts["plan"]:
+    for row in report["plan"]:
         add_row(
             plan,
             format_bytes(int(row["bytes_per_token"])),
-            f"{row['disk_tokens_per_second']:,.0f}",
+            f"{row['tier_tokens_per_second']:,.0f}",
             f"{row['memory_tokens_per_second']:,.0f}",
         )
     out.print(plan)
     if prefill is not None:
-        out.print(_verdict(facts["plan"][0]))
-    if "config" in facts:
-        out.print("\n--kv-transfer-config", escape(json.dumps(facts["config"])), soft_wrap=True)
+        out.print(_verdict(report["plan"][0]))
+    if "config" in report:
+        out.print("\n--kv-transfer-config", escape(json.dumps(report["config"])), soft_wrap=True)
 
 
 def _verdict(plan: dict[str, Any]) -> str:
-    factor = plan["disk_tokens_per_second"] / plan["prefill_tokens_per_second"]
+    factor = plan["tier_tokens_per_second"] / plan["prefill_tokens_per_second"]
     policy = {
-        "through": "it can take all that is computed (write_policy through)",
-        "reuse:2": "it cannot take all that is computed: write_policy reuse:2",
+        "through": "it can take everything that is computed (write_policy through)",
+        "reuse:2": "it cannot take everything that is computed: write_policy reuse:2",
     }[plan["write_policy"]]
-    if plan["disk_pays"]:
-        return f"\na tier here pays: loading is {factor:.1f} times as fast as computing; {policy}"
+    if plan["tier_pays"]:
+        return f"\na tier here pays off: loading is {factor:.1f} times as fast as computing; {policy}"
     return (
-        f"\na tier here does not pay: it gives {factor:.2f} times the speed of computing, "
-        f"{MARGIN:g} or more are worth it; keep to host memory"
+        f"\na tier here does not pay off: loading is {factor:.2f} times as fast as computing, and should be "
+        f"at least {MARGIN:g} times as fast; use host memory alone"
     )

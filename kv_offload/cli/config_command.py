@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kv_offload.cli.terminal import PROBLEM, fail, told
+from kv_offload.cli.terminal import PROBLEM, fail, plain_errors
 
 
 def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@told
+@plain_errors
 def config(
     cpu: Annotated[
         str | None,
@@ -32,7 +32,9 @@ def config(
     ] = None,
     disk: Annotated[
         list[str] | None,
-        typer.Option(metavar="DIRECTORY", help="Root of a tier on disk. May be repeated: fastest first."),
+        typer.Option(
+            metavar="DIRECTORY", help="A tier on disk: its directory. May be repeated: fastest first."
+        ),
     ] = None,
     disk_size: Annotated[
         list[str] | None,
@@ -42,34 +44,52 @@ def config(
             "is free and what the directory already holds.",
         ),
     ] = None,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND=PLACE|JSON",
+            help="A tier of any kind, slower than every --disk. May be repeated: fastest first.",
+        ),
+    ] = None,
     write_policy: Annotated[
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="What is written to disk: through (all), on_evict (what is evicted from host memory), "
-            "reuse:N (what is asked for N times; spares the SSD), never (other servers fill it).",
+            help="What is written to the tiers: through (all), on_evict (what is evicted from host memory), "
+            "reuse:N (what is asked for N times; spares an SSD), never (other servers fill it).",
         ),
     ] = None,
     fsync: Annotated[
         str | None,
-        typer.Option(metavar="MODE", help="none, data or full. Torn files are found by checksum either way."),
+        typer.Option(
+            metavar="MODE",
+            help="After a power failure, records may be torn or missing (none), only missing (data), or "
+            "neither (full).",
+        ),
     ] = None,
     o_direct: Annotated[
         str | None, typer.Option(metavar="MODE", help="auto, on or off: bypass the page cache.")
     ] = None,
-    read_threads: Annotated[int | None, typer.Option(metavar="N", help="Reading threads of a tier.")] = None,
-    write_threads: Annotated[int | None, typer.Option(metavar="N", help="Writing threads of a tier.")] = None,
+    read_threads: Annotated[
+        int | None, typer.Option(metavar="N", help="Reading threads of each tier.")
+    ] = None,
+    write_threads: Annotated[
+        int | None, typer.Option(metavar="N", help="Writing threads of each tier.")
+    ] = None,
     load_policy: Annotated[
         str | None,
-        typer.Option(metavar="POLICY", help="auto: load when it beats computing. always. never: write only."),
+        typer.Option(metavar="POLICY", help="auto (load what is faster than computing), always, never."),
     ] = None,
     blocks_per_chunk: Annotated[
         int | None,
-        typer.Option(metavar="N", help="vLLM blocks per chunk: larger records, coarser hits. vLLM: 1."),
+        typer.Option(metavar="N", help="vLLM blocks in a chunk: more make larger records, coarser hits."),
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(metavar="PORT", help="Own /metrics of each process: scheduler here, rank r at +1+r."),
+        typer.Option(
+            metavar="PORT",
+            help="Each process serves its own /metrics: scheduler here, rank r +1+r.",
+        ),
     ] = None,
     setting: Annotated[
         list[str] | None,
@@ -84,8 +104,8 @@ def config(
 ) -> None:
     """Write the JSON for vllm serve --kv-transfer-config, checked.
 
-    It asks no questions: without options the configuration is host memory alone, a quarter of what this
-    machine has available. Directories are written as absolute paths. Sizes need a unit: KiB, MiB, GiB,
+    Without options the configuration is host memory alone: a quarter of what this machine has available.
+    Directories are written as absolute paths. Sizes need a unit: KiB, MiB, GiB,
     TiB or Ki, Mi, Gi, Ti (powers of 1024), KB, MB, GB, TB or K, M, G, T (powers of 1000).
 
     kv-offload doctor says whether this machine can serve the configuration.
@@ -100,9 +120,9 @@ def config(
 
     if shell and as_json:
         fail("--shell and --json exclude each other", 2)
-    roots, bounds = disk or [], disk_size or []
-    if len(bounds) > len(roots):
-        fail(f"{len(bounds)} --disk-size for {len(roots)} --disk; give each bound after its --disk", 2)
+    bounds = disk_size or []
+    if len(bounds) > len(disk or []):
+        fail(f"{len(bounds)} --disk-size for {len(disk or [])} --disk; give each bound after its --disk", 2)
     _check_sizes([("--cpu", cpu), *(("--disk-size", bound) for bound in bounds)])
     options = {
         "write_policy": write_policy,
@@ -111,17 +131,11 @@ def config(
         "n_read_threads": read_threads,
         "n_write_threads": write_threads,
     }
-    per_tier = {key: value for key, value in options.items() if value is not None}
-    if per_tier and not roots:
-        fail(f"{', '.join(per_tier)}: an option of a tier, but there is no --disk", 2)
+    tiers = _tiers(disk or [], bounds, tier or [])
+    _add_to_tiers(tiers, {key: value for key, value in options.items() if value is not None})
     extra: dict[str, Any] = {"cpu_bytes_to_use": cpu or _share_of_memory()}
-    if roots:
-        extra["secondary_tiers"] = [
-            {"type": "fs", "root_dir": root}
-            | ({"max_bytes": bounds[n]} if n < len(bounds) else {})
-            | per_tier
-            for n, root in enumerate(roots)
-        ]
+    if tiers:
+        extra["secondary_tiers"] = tiers
     for key, value in (
         ("load_policy", load_policy),
         ("blocks_per_chunk", blocks_per_chunk),
@@ -131,12 +145,43 @@ def config(
             extra[key] = value
     extra |= dict(_setting(text) for text in setting or [])
     parsed, notes = OffloadConfig.parse(extra)
-    for given, tier in zip(extra.get("secondary_tiers") or [], parsed.secondary_tiers, strict=True):
-        given.update(tier.portable())
+    for given, made in zip(extra.get("secondary_tiers") or [], parsed.secondary_tiers, strict=True):
+        given.update(made.portable())
     for note in notes:
         typer.echo(f"kv-offload: note: {note}", err=True)
     text = json.dumps(transfer_config(extra))
     typer.echo(f"--kv-transfer-config {shlex.quote(text)}" if shell else text)
+
+
+def _tiers(disks: list[str], bounds: list[str], others: list[str]) -> list[dict[str, Any]]:
+    """The entries of secondary_tiers, the disks first."""
+    from kv_offload.tiers import entry_at, kind_behind
+
+    kind = kind_behind("disk")
+    sizes = [*bounds, *[None] * (len(disks) - len(bounds))]
+    tiers = [kind.entry(place, size) for place, size in zip(disks, sizes, strict=True)]
+    for text in others:
+        if not text.startswith("{"):
+            tiers.append(entry_at(text))
+            continue
+        try:
+            tiers.append(json.loads(text))
+        except ValueError as error:
+            fail(f"--tier {text} is not JSON: {error}", 2)
+    return tiers
+
+
+def _add_to_tiers(tiers: list[dict[str, Any]], given: dict[str, Any]) -> None:
+    """Each option to the tiers whose kind has it."""
+    from kv_offload.tiers import kinds
+
+    for key, value in given.items():
+        types = {name for name, kind in kinds().items() if key in kind.model_fields}
+        having = [tier for tier in tiers if tier.get("type") in types]
+        if not having:
+            fail(f"{key} is an option of a tier, and no tier here has it: give --disk or --tier", 2)
+        for tier in having:
+            tier.setdefault(key, value)
 
 
 def _check_sizes(given: list[tuple[str, str | None]]) -> None:

@@ -13,7 +13,7 @@ from kv_offload import vllm_versions
 from kv_offload.cli.terminal import rate
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.config_compat import SPEC_NAME, is_llmd_config, own_extra_config
-from kv_offload.machine import cautions, tier_bounds
+from kv_offload.machine import cautions, gpus, no_copier, tier_bounds
 from kv_offload.machine import check_machine as machine_problems
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import State, TierConfig
@@ -53,7 +53,7 @@ def software() -> Iterator[Check]:
 
 
 def plugin() -> Check:
-    """Is our entry point there, and does VLLM_PLUGINS let it in."""
+    """Is our entry point installed, and does VLLM_PLUGINS allow it."""
     names = [point.name for point in entry_points(group=PLUGIN_GROUP) if "kv_offload" in point.value]
     allowed = os.environ.get("VLLM_PLUGINS")
     needs_path = 'give spec_module_path "kv_offload.specs" beside spec_name'
@@ -71,9 +71,11 @@ def device() -> Check:
     from kv_offload import _core
 
     reason = _core.cuda_unavailable_reason()
-    if reason:
-        return Check("device", "note", f"host copier: {reason}")
-    return Check("device", "ok", f"CUDA copier: {_core.describe_cuda_copier()}")
+    if not reason:
+        return Check("device", "ok", f"CUDA copier: {_core.describe_cuda_copier()}")
+    if gpus() and not vllm_versions.serves_on_cpu():
+        return Check("device", "refused", no_copier("cuda", reason))
+    return Check("device", "note", f"host copier: {reason}")
 
 
 def memory(config: OffloadConfig | None) -> Check:
@@ -100,7 +102,7 @@ def place(tier: TierConfig) -> list[Check]:
 
 
 def speed(tier: TierConfig, total_bytes: int) -> list[Check]:
-    """How fast is it without us; nothing where that cannot be told."""
+    """Its speed without vLLM; nothing where it cannot be measured."""
     answer = tier.measure(total_bytes)
     return [] if answer is None else [Check(tier.label(), answer.state, answer.text, answer.figures)]
 
@@ -115,7 +117,7 @@ def copy_speed(threads: int, total_bytes: int) -> Check:
 
 
 def metrics_port(config: OffloadConfig, ranks: int) -> list[Check]:
-    """Is the port of each process's own /metrics free; none when they are off."""
+    """Is the port of each process's own /metrics free; no check when they are off."""
     found = []
     for rank in (None, *range(ranks)):
         try:
@@ -157,7 +159,7 @@ def plan(config: OffloadConfig) -> list[tuple[str, str, bool]]:
             if name == "type":
                 continue
             value = getattr(tier, name)
-            text = format_bytes(bound) if name == "max_bytes" and bound is not None else _shown(value)
+            text = format_bytes(bound) if name == tier.bound_key and bound is not None else _shown(value)
             rows.append((f"{label}.{name}", text, name in tier.model_fields_set))
     return rows
 
@@ -169,7 +171,7 @@ def _shown(value: object) -> str:
 
 
 def transfer(given: dict[str, Any]) -> Iterator[Check]:
-    """Does what --kv-transfer-config gets lead vLLM to us."""
+    """Does this --kv-transfer-config make vLLM use our spec."""
     extra, problems = own_extra_config(given)
     for problem in problems:
         yield Check("config", "refused", problem)
@@ -179,5 +181,5 @@ def transfer(given: dict[str, Any]) -> Iterator[Check]:
 
 
 def warnings(config: OffloadConfig, notes: list[str]) -> list[Check]:
-    """What the configuration says but nobody does."""
+    """Keys that are ignored, and settings that are probably mistakes."""
     return [Check("config", "note", text) for text in (*notes, *cautions(config))]

@@ -1,4 +1,4 @@
-"""``kv-offload doctor``: what would happen on this machine."""
+"""``kv-offload doctor``: what would keep a server from starting here, or what a running one reports."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -15,10 +15,10 @@ from kv_offload.cli.terminal import (
     console,
     escape,
     fail,
+    plain_errors,
     print_json,
     sentence,
     table,
-    told,
 )
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "note": "yellow", "refused": "bold red"}
 
 
-@told
+@plain_errors
 def doctor(
     url: Annotated[
         str | None,
@@ -45,7 +45,7 @@ def doctor(
     ] = None,
     root: Annotated[
         list[str] | None,
-        typer.Option(metavar="DIRECTORY", help="Also ask about this directory. May be repeated."),
+        typer.Option(metavar="ROOT", help="Also ask about this directory, or KIND=PLACE. May be repeated."),
     ] = None,
     ranks: Annotated[
         int, typer.Option(min=1, metavar="N", help="Worker processes of the engine, for metrics_port.")
@@ -58,7 +58,7 @@ def doctor(
     ] = "256MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Say whether vLLM would be served here, or how a server is doing.
+    """Check whether this machine can serve, or how a server is doing.
 
     Without URL: version, device, memory, ports, disks, and the settings that the configuration amounts to.
     Allocates no host memory for serving and changes no root; to measure a disk it writes temporary records
@@ -70,7 +70,7 @@ def doctor(
       kv-offload doctor --config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
       kv-offload doctor http://gpu-7:8000
 
-    Exit status: 0 it would be served, or is; 1 something would be refused, or the server cannot be reached;
+    Exit status: 0 it can serve, or does; 1 something would be refused, or the server cannot be reached;
     2 the command was used wrongly.
     """
     from kv_offload.sizes import parse_byte_size
@@ -105,7 +105,7 @@ def _ask_machine(
     from kv_offload.cli.doctor_checks import Check
     from kv_offload.config import ConfigError, OffloadConfig
     from kv_offload.config_compat import own_extra_config
-    from kv_offload.tiers.fs import FsTierConfig
+    from kv_offload.tiers import entry_at, parse_tier
 
     found: list[Check] = []
     parsed: OffloadConfig | None = None
@@ -120,7 +120,7 @@ def _ask_machine(
         else:
             found += checks.warnings(parsed, notes)
     tiers = list(parsed.secondary_tiers if parsed else ())
-    tiers += [FsTierConfig(root_dir=path) for path in roots]
+    tiers += [parse_tier(entry_at(place)) for place in roots]
     questions: list[tuple[str, Callable[[], Iterable[Check]]]] = [
         ("software", checks.software),
         ("device", lambda: [checks.device()]),

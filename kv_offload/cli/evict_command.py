@@ -13,15 +13,15 @@ import typer
 
 from kv_offload.cli.root_commands import Json, Root
 from kv_offload.cli.roots import open_root
-from kv_offload.cli.terminal import OK, PROBLEM, console, print_json, told
+from kv_offload.cli.terminal import OK, PROBLEM, console, plain_errors, print_json
 
 if TYPE_CHECKING:
     from kv_offload._core import FsRoot
 
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 _NO_TARGET = 1 << 62
-_WALK_EVERY_SECONDS = 3600.0  # in between the root's own ledger is believed
-_REST_SECONDS = 60.0  # after a walk that found nothing to remove: the ledger is too high, or all is foreign
+_WALK_EVERY_SECONDS = 3600.0  # in between, the root's own ledger is trusted
+_REST_SECONDS = 60.0  # after a walk that found nothing to remove: the ledger is too high, or no file is ours
 
 
 class Stopped(Exception):
@@ -38,7 +38,7 @@ class Bound:
     dead_after_seconds: float
 
 
-@told
+@plain_errors
 def evict(
     root: Root,
     max_bytes: Annotated[
@@ -84,7 +84,7 @@ def evict(
       kv-offload evict /mnt/kv --max-bytes 2TiB --high 95 --low 85 --watch --json
 
     Exit status: 0 the root is below its bound, or --watch was ended by a signal; 1 it could not be brought
-    below because the rest are no records, or was refused; 2 wrong use, or ROOT is not a root.
+    below because the rest are not records, or was refused; 2 wrong use, or ROOT is not a root.
     """
     from kv_offload.sizes import parse_byte_size
 
@@ -166,7 +166,7 @@ class Watch:
             self._ended.wait(self._interval)
 
     def look(self) -> None:
-        """One turn: nothing but a glance at the ledger while the root is below its high mark."""
+        """One turn: only the ledger is read while the root is below its high mark."""
         from kv_offload.tiers.fs import held_bytes
 
         root = open_root(self._path, changes=True)

@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from kv_offload.model_shape import ModelShape
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_SECONDS = 5.0
 
 
 def find_model(given: str) -> "ModelShape":
     """The shape of a model directory, a config.json, or a name on the hub.
 
     A name is looked for in the local cache first. Only where it is not there, and huggingface_hub is
-    installed and not told to stay offline, its config.json is downloaded. Raises ValueError or OSError,
+    installed and not set offline, its config.json is downloaded. Raises ValueError or OSError,
     saying which of these failed.
     """
     from kv_offload.model_identity import hub_snapshot
@@ -31,8 +32,7 @@ def _downloaded_config(name: str) -> str:
     missing = f"{name}: no such directory, and not in the local cache of the Hugging Face hub"
     remedy = "give a model directory or a config.json"
     try:
-        from huggingface_hub import constants, hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
     except ImportError:
         raise OSError(
             f"{missing}; huggingface_hub is not installed, so it is not downloaded: {remedy}"
@@ -40,7 +40,9 @@ def _downloaded_config(name: str) -> str:
     if constants.HF_HUB_OFFLINE:
         raise OSError(f"{missing}; HF_HUB_OFFLINE is set, so it is not downloaded: {remedy}")
     try:
-        return str(hf_hub_download(name, "config.json"))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        # Asked once, and not for long: the download alone tries again for 20 s where there is no network.
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
+        return str(hf_hub_download(name, "config.json", etag_timeout=_HUB_SECONDS))
+    except Exception as error:  # whose HTTP library is another one from release to release
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise OSError(f"{missing}; its config.json cannot be downloaded ({reason}): {remedy}") from error

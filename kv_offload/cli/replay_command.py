@@ -5,12 +5,12 @@ from typing import Annotated, Any
 
 import typer
 
-from kv_offload.cli.terminal import add_row, console, escape, print_json, table, told
+from kv_offload.cli.terminal import add_row, console, escape, plain_errors, print_json, table
 from kv_offload.traces import OPTIMUM, Setting, read_trace
 from kv_offload.traces import replay as replay_one
 
 
-@told
+@plain_errors
 def replay(
     trace: Annotated[
         Path, typer.Argument(metavar="TRACE", help="Requests, one JSON object a line.", show_default=False)
@@ -37,7 +37,10 @@ def replay(
         str, typer.Option(metavar="SIZE", help="KV cache bytes of a block, to show the bytes written.")
     ] = "0",
     prefill_speed: Annotated[
-        float, typer.Option(metavar="TOKENS/S", min=1, help="What a hit token saves is one by this.")
+        float,
+        typer.Option(
+            metavar="TOKENS/S", min=1, help="Prefill speed: a token that is hit saves 1/SPEED seconds."
+        ),
     ] = 10_000,
     limit: Annotated[
         int | None, typer.Option("--limit", "-l", metavar="N", min=1, help="Only the first N requests.")
@@ -46,7 +49,7 @@ def replay(
 ) -> None:
     """Replay a trace of requests against caches of other sizes.
 
-    Uses the index and the eviction policies as a server does, without memory or disk behind them. Each line
+    Uses the index and the eviction policies as a server does, without any memory or disk. Each line
     is an object such as {"input_length": 1024, "hash_ids": [0, 1]}: the numbers of the prompt's blocks,
     equal numbers for equal prefixes. Mooncake publishes traces in this form. Hits count from the start of
     each prompt up to its first missing block.
@@ -76,7 +79,7 @@ def replay(
             row = replay_one(core, read, setting, prefill_speed)
             row["written_bytes"] = None if row["written"] is None else row["written"] * size
             rows.append(row)
-    facts = {
+    report = {
         "requests": len(read.prompts),
         "blocks": read.blocks,
         "unique_blocks": unique,
@@ -84,12 +87,12 @@ def replay(
         "prefill_tokens_per_second": prefill_speed,
     }
     if as_json:
-        print_json({"trace": facts, "replays": rows})
+        print_json({"trace": report, "replays": rows})
         return
     out = console()
     out.print(
-        f"[bold]{escape(str(trace))}[/bold]: {facts['requests']:,} requests, {facts['blocks']:,} blocks "
-        f"({unique:,} different), {facts['tokens']:,} tokens"
+        f"[bold]{escape(str(trace))}[/bold]: {report['requests']:,} requests, {report['blocks']:,} blocks "
+        f"({unique:,} different), {report['tokens']:,} tokens"
     )
     sizes = ("host\nblocks", "disk\nblocks")
     columns = ("hits", "hit\ntokens", "from\ndisk", "saved\nprefill", "written")

@@ -1,4 +1,4 @@
-"""``kv-offload stat|ls|verify|purge ROOT``: read and mend a root, without vLLM."""
+"""``kv-offload stat|ls|verify|purge ROOT``: inspect and repair a root, without vLLM."""
 
 import heapq
 import json
@@ -19,10 +19,10 @@ from kv_offload.cli.terminal import (
     console,
     escape,
     fail,
+    plain_errors,
     print_json,
     shortened,
     table,
-    told,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _SHORT_ID = 12  # digits of a namespace that are shown
 _LS_WITHOUT_KEY = 54  # columns that all but the key take in a row of ls
 
 
-@told
+@plain_errors
 def stat(root: Root, as_json: Json = False) -> None:
     """Show what a root holds: bytes, records, and each namespace.
 
@@ -56,20 +56,21 @@ def stat(root: Root, as_json: Json = False) -> None:
     """
     from kv_offload.sizes import format_bytes
 
-    facts = open_root(root).stat()
-    for space in facts["namespaces"]:
+    report = open_root(root).stat()
+    for space in report["namespaces"]:
         space["description"] = _description(space.pop("json"))
     if as_json:
-        print_json(facts)
+        print_json(report)
         return
     out = console()
     out.print(
-        f"[bold]{escape(root)}[/bold]: {format_bytes(facts['bytes'])}, {_count(facts['records'], 'record')}, "
-        f"{_count(len(facts['namespaces']), 'namespace')}, {_count(facts['temporaries'], 'temporary file')}"
+        f"[bold]{escape(root)}[/bold]: {format_bytes(report['bytes'])}, "
+        f"{_count(report['records'], 'record')}, {_count(len(report['namespaces']), 'namespace')}, "
+        f"{_count(report['temporaries'], 'temporary file')}"
     )
     numbers = ("bytes", "records", "oldest", "newest")
     shown = table("", "namespace", *numbers, "in use", "model", right=numbers, fold=("model",))
-    for space in facts["namespaces"]:
+    for space in report["namespaces"]:
         add_row(
             shown,
             space["id"][:_SHORT_ID],
@@ -80,7 +81,7 @@ def stat(root: Root, as_json: Json = False) -> None:
             "yes" if space["open"] else "no",
             model_name(space["description"] or {}),
         )
-    if facts["namespaces"]:
+    if report["namespaces"]:
         out.print(shown)
 
 
@@ -106,7 +107,7 @@ _ORDERS: dict[Order, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-@told
+@plain_errors
 def ls(
     root: Root,
     namespace: Namespace = None,
@@ -177,7 +178,7 @@ def _with_history(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"created": created, "hit": bool(created) and record["mtime"] > created + _SAME_SECONDS}
 
 
-@told
+@plain_errors
 def verify(
     root: Root,
     repair: Annotated[bool, typer.Option("--repair", help="Remove what is proven bad.")] = False,
@@ -224,7 +225,7 @@ def verify(
 
 
 def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict[str, Any]]:
-    """A namespace's id is the digest of its namespace.json: those where it is not, as ``verify`` tells."""
+    """Namespaces whose id is not the digest of their namespace.json, in the form of ``verify``'s results."""
     from kv_offload.namespace import described_id
 
     damaged = []
@@ -234,7 +235,7 @@ def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict
         path = os.path.join(root, space["id"], "namespace.json")
         if repair:
             os.unlink(path)
-        message = "it describes another namespace than that of its directory"
+        message = "it describes another namespace than its directory's name says"
         damaged.append({"path": path, "kind": "corrupt", "message": message, "removed": repair})
     return damaged
 
@@ -253,7 +254,7 @@ def _print_damage(checked: int, damaged: list[dict[str, Any]], repair: bool) -> 
     out.print(f"{_count(checked, 'record')}, {len(damaged):,} damaged; {advice}")
 
 
-@told
+@plain_errors
 def purge(
     root: Root,
     namespace: Namespace = None,
@@ -278,8 +279,8 @@ def purge(
     if not yes:
         if as_json:
             fail("--json does not ask; give --yes as well", USAGE)
-        facts = opened.stat()
-        spaces = [space for space in facts["namespaces"] if chosen in (None, space["id"])]
+        report = opened.stat()
+        spaces = [space for space in report["namespaces"] if chosen in (None, space["id"])]
         records = sum(space["records"] for space in spaces)
         if any(space["open"] for space in spaces):
             typer.echo(

@@ -45,6 +45,6 @@ def _tiers(page: "Page") -> Iterator[Check]:
         tokens = page.sum(f"{PREFIX}tier_capacity_tokens", tier=tier)
         text = f"{format_bytes(int(held))} of {format_bytes(int(capacity))} in use"
         if tokens:
-            text += f"; room for {tokens:,.0f} tokens in all"
+            text += f"; {tokens:,.0f} tokens fit into it"
         figures = {"bytes": held, "capacity_bytes": capacity, "capacity_tokens": tokens}
         yield Check(f"tier {tier}", "ok", text, figures)

@@ -1,11 +1,11 @@
-"""``kv-offload size``: what a model's KV cache takes, and what a tier must be able to pay for itself."""
+"""``kv-offload size``: how large a model's KV cache is, and how fast a tier must be to pay off."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kv_offload.cli.doctor_command import read_config
-from kv_offload.cli.terminal import add_row, console, escape, print_json, rate, table, told
+from kv_offload.cli.terminal import add_row, console, escape, plain_errors, print_json, rate, table
 
 if TYPE_CHECKING:
     from kv_offload.model_shape import ModelShape
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 PREFILL_SPEEDS = (1_000.0, 5_000.0, 10_000.0, 20_000.0, 50_000.0)
 
 
-@told
+@plain_errors
 def size(
     model: Annotated[
         str,
@@ -56,12 +56,12 @@ def size(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Say what a model's KV cache takes, and when loading it pays.
+    """Show how large a model's KV cache is, and when loading pays off.
 
     Reads config.json only: no weights, no vLLM. A name such as ORG/NAME is looked for in the local Hugging
     Face cache; its config.json is downloaded only where huggingface_hub is installed and not set offline.
     The break-even bandwidth is the speed at which loading a prompt takes as long as computing it: a slower
-    tier does not pay. Measure a disk with kv-offload bench. Layers with a state (Mamba, linear attention)
+    tier does not pay off. Measure a disk with kv-offload bench. Layers with a state (Mamba, linear attention)
     are counted with one state per chunk: the most that can be stored.
 
     \b
@@ -82,7 +82,7 @@ def size(
     speeds = prefill or list(PREFILL_SPEEDS)
     per_token = shape.bytes_per_token(dtype, tensor_parallel)
     dtypes = list(dict.fromkeys([shape.dtype, dtype, "fp8"]))
-    facts: dict[str, Any] = {
+    report: dict[str, Any] = {
         "model": shape.name,
         "dtype": shape.dtype,
         "kv_dtype": dtype,
@@ -119,9 +119,9 @@ def size(
         "notes": list(shape.notes),
     }
     if as_json:
-        print_json(facts)
+        print_json(report)
     else:
-        _print(facts)
+        _print(report)
 
 
 def chosen_dtype(shape: "ModelShape", given: str) -> str:
@@ -147,11 +147,13 @@ def _tiers(
     from kv_offload.config_compat import own_extra_config
     from kv_offload.machine import tier_bounds
     from kv_offload.sizes import parse_byte_size
+    from kv_offload.tiers import kind_behind, labels_of
 
     sizes: list[tuple[str, int | None]] = []
     if cpu is not None:
         sizes.append(("cpu", parse_byte_size(cpu)))
-    sizes += [(f"fs-{n}" if n > 1 else "fs", parse_byte_size(text)) for n, text in enumerate(disks, start=1)]
+    labels = labels_of([str(kind_behind("disk").model_fields["type"].default)] * len(disks))
+    sizes += zip(labels, map(parse_byte_size, disks), strict=True)
     if config is not None:
         if sizes:
             raise ValueError("--config names the tiers; give it without --cpu and --disk-size")
@@ -170,44 +172,44 @@ def _tiers(
     ]
 
 
-def _print(facts: dict[str, Any]) -> None:
+def _print(report: dict[str, Any]) -> None:
     from kv_offload.sizes import format_bytes
 
     out = console()
-    dtypes = list(facts["bytes_per_token"])
-    ranks = f", {facts['tensor_parallel']} ranks" if facts["tensor_parallel"] > 1 else ""
+    dtypes = list(report["bytes_per_token"])
+    ranks = f", {report['tensor_parallel']} ranks" if report["tensor_parallel"] > 1 else ""
     out.print(
-        f"[bold]{escape(facts['model'])}[/bold]: a token takes "
-        f"{format_bytes(facts['bytes_per_token'][facts['kv_dtype']])} in {facts['kv_dtype']}{ranks}; "
-        f"{facts['tokens_per_gib']['memory']:,} tokens/GiB of host memory, "
-        f"{facts['tokens_per_gib']['disk']:,} on disk "
-        f"(chunks of {facts['tokens_per_chunk']} tokens, records up to "
-        f"{format_bytes(facts['largest_record_bytes'])})"
+        f"[bold]{escape(report['model'])}[/bold]: a token takes "
+        f"{format_bytes(report['bytes_per_token'][report['kv_dtype']])} in {report['kv_dtype']}{ranks}; "
+        f"{report['tokens_per_gib']['memory']:,} tokens/GiB of host memory, "
+        f"{report['tokens_per_gib']['disk']:,} on disk "
+        f"(chunks of {report['tokens_per_chunk']} tokens, records up to "
+        f"{format_bytes(report['largest_record_bytes'])})"
     )
-    for note in facts["notes"]:
+    for note in report["notes"]:
         out.print(f"note: {note}", style="yellow", markup=False)
     groups = table("\nbytes per token", "kind", "layers", *dtypes, right=("layers", *dtypes), fold=("kind",))
-    for group in facts["groups"]:
+    for group in report["groups"]:
         cells = [f"{group['bytes_per_token'][name]:,}" for name in dtypes]
         add_row(groups, group["name"], str(group["layers"]), *cells)
-    if len(facts["groups"]) > 1:
-        add_row(groups, "all", "", *[f"{facts['bytes_per_token'][name]:,}" for name in dtypes])
+    if len(report["groups"]) > 1:
+        add_row(groups, "all", "", *[f"{report['bytes_per_token'][name]:,}" for name in dtypes])
     out.print(groups)
-    for state in facts["states"]:
-        size = format_bytes(state["bytes"][facts["kv_dtype"]])
+    for state in report["states"]:
+        size = format_bytes(state["bytes"][report["kv_dtype"]])
         out.print(
             f"and {state['layers']} layers with a {state['name']} of {size} each, one for a block; vLLM "
-            f"makes blocks of {facts['tokens_per_block']:,} tokens, so that a state fits",
+            f"makes blocks of {report['tokens_per_block']:,} tokens, so that a state fits",
             markup=False,
         )
-    if facts["tiers"]:
+    if report["tiers"]:
         tiers = table("\ntokens per tier", "tier", "bytes", "tokens", right=("bytes", "tokens"))
-        for tier in facts["tiers"]:
+        for tier in report["tiers"]:
             known = tier["bytes"] is not None
             size = format_bytes(tier["bytes"]) if known else "-"
             add_row(tiers, tier["name"], size, f"{tier['tokens']:,}" if known else "-")
         out.print(tiers)
-    pays = table("\nloading pays above", "prefill", "a tier must deliver", right=("prefill",))
-    for row in facts["break_even"]:
+    pays = table("\nloading pays off above", "prefill", "a tier must deliver", right=("prefill",))
+    for row in report["break_even"]:
         add_row(pays, f"{row['prefill_tokens_per_second']:,.0f} tokens/s", rate(row["bytes_per_second"]))
     out.print(pays)

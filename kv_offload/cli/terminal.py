@@ -29,16 +29,16 @@ def fail(sentence: str, status: int) -> NoReturn:
     raise typer.Exit(status)
 
 
-def told(command: Callable[P, R]) -> Callable[P, R]:
-    """Errors of ``command`` as one sentence instead of a traceback: what the caller gave wrong ends with
-    2, what the machine refuses with 1."""
+def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """``command`` with one sentence for each error instead of a traceback. Exit status: 2 for wrong use, 1
+    for what the machine refuses."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
         except (typer.Exit, typer.Abort, BrokenPipeError):
-            raise  # the last: who reads us has seen enough
+            raise  # BrokenPipeError: the reader of our output has ended
         except ValueError as error:
             fail(str(error), USAGE)
         except ImportError as error:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kv_offload.cli.server import PREFIX, metrics_url, scrape
-from kv_offload.cli.terminal import OK, add_row, console, print_json, rate, table, told
+from kv_offload.cli.terminal import OK, add_row, console, plain_errors, print_json, rate, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kv_offload.exposition import Page
 
 
-@told
+@plain_errors
 def top(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="The server, or its metrics page.")
@@ -184,8 +184,8 @@ def view(address: str, figures: dict[str, Any]) -> "RenderableType":
             add_row(misses, reason, f"{miss['tokens_per_second']:,.0f}", f"{miss['tokens']:,.0f}")
     parts.append(misses if misses.row_count else Text("\nno misses"))
     if figures["decisions"]:
-        told = ", ".join(f"{choice} {number:,.0f}" for choice, number in figures["decisions"].items())
-        parts.append(Text(f"\ndecisions: {told}"))
+        counts = ", ".join(f"{choice} {number:,.0f}" for choice, number in figures["decisions"].items())
+        parts.append(Text(f"\ndecisions: {counts}"))
     return Group(*parts)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kv_offload.cli.server import PREFIX, metrics_url, scrape
-from kv_offload.cli.terminal import OK, PROBLEM, console, print_json, told
+from kv_offload.cli.terminal import OK, PROBLEM, console, plain_errors, print_json
 
 if TYPE_CHECKING:
     from kv_offload.diagnosis import Diagnosis
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(r"[a-z]+://.*|localhost(/.*)?|\S+:[0-9]+(/.*)?")
 
 
-@told
+@plain_errors
 def why(
     source: Annotated[
         str,
@@ -69,7 +69,7 @@ def diagnose(source: str) -> "Diagnosis":
 
 
 def _of_text(lines: Iterable[str]) -> "Diagnosis":
-    """A saved metrics page or a log; a page is told by its first lines."""
+    """A saved metrics page or a log; a page is recognised by its first lines."""
     from kv_offload.diagnosis import from_log, from_metrics
     from kv_offload.exposition import Page
 

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -13,17 +14,41 @@ from kv_offload.tiers.fs import FsTierConfig
 Kind = TypeVar("Kind", bound=TierConfig)
 
 _kinds: dict[str, type[TierConfig]] = {}
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_HOST_MEMORY = "cpu"  # the label of host memory
 
 
 def register(kind: type[Kind]) -> type[Kind]:
-    """Make a kind known under the value of its ``type``. A name that is known is replaced."""
-    _kinds[str(kind.model_fields["type"].default)] = kind
+    """Make a kind known under the value of its ``type``; one that is known under it is replaced.
+
+    Raises ValueError for a name that metrics could not tell from the label of another tier.
+    """
+    name = str(kind.model_fields["type"].default)
+    if name == _HOST_MEMORY or _NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"{name!r} cannot be the name of a kind of tier: use lower-case letters, digits and _, and not "
+            f"{_HOST_MEMORY!r}, which is host memory"
+        )
+    _kinds[name] = kind
     return kind
 
 
 def kinds() -> dict[str, type[TierConfig]]:
     """Every kind by its name, in the order in which they were made known."""
     return dict(_kinds)
+
+
+def kind_behind(option: str) -> type[TierConfig]:
+    """The kind whose places an option of the command line takes: of --disk, directories."""
+    return next(kind for kind in _kinds.values() if kind.option == option)
+
+
+def entry_at(place: str) -> dict[str, Any]:
+    """The entry of secondary_tiers for a place as a command is given it: a directory, or KIND=PLACE."""
+    name, equals, rest = place.partition("=")
+    if equals and name in _kinds:
+        return _kinds[name].entry(rest)
+    return kind_behind("disk").entry(place)
 
 
 def parse_tier(given: Any) -> TierConfig:
@@ -36,13 +61,13 @@ def parse_tier(given: Any) -> TierConfig:
     return tier
 
 
-def names_of(tiers: Sequence[TierConfig]) -> tuple[str, ...]:
-    """Labels of tiers in metrics and events: fs, fs-2, ... of each kind."""
-    names: list[str] = []
-    for tier in tiers:
-        before = sum(other.type == tier.type for other in tiers[: len(names)])
-        names.append(tier.type if before == 0 else f"{tier.type}-{before + 1}")
-    return tuple(names)
+def labels_of(types: Sequence[str]) -> tuple[str, ...]:
+    """Labels of tiers in metrics and events, by the names of their kinds: fs, fs-2, ... of each kind."""
+    labels: list[str] = []
+    for place, name in enumerate(types):
+        before = types[:place].count(name)
+        labels.append(name if before == 0 else f"{name}-{before + 1}")
+    return tuple(labels)
 
 
 def bounds_of(tiers: Iterable[TierConfig]) -> tuple[int | None, ...]:

@@ -15,10 +15,10 @@ from kv_offload.sizes import parse_byte_size
 
 if TYPE_CHECKING:
     from kv_offload._core import TierSpec
-    from kv_offload.namespace import NamespaceFacts
+    from kv_offload.namespace import NamespaceIdentity
 
 EVICTION_POLICIES = ("lru", "s3fifo", "prefix")  # a test compares it with what the core has
-MAX_SIGHTS = 127  # that the core counts, for write_policy reuse:N
+MAX_REUSE = 127  # the N of write_policy reuse:N; the core counts no further
 
 ByteSize = Annotated[int, BeforeValidator(parse_byte_size)]
 Threads = Annotated[int, Field(ge=1, le=256)]
@@ -47,12 +47,14 @@ class TierConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # ---- what a kind says of itself, beside its fields
-    example: ClassVar[Mapping[str, Any]]  # such as one writes
+    # ---- what a kind says of itself, beside its fields; the first line of its docstring describes it
+    example: ClassVar[Mapping[str, Any]]  # an entry of secondary_tiers
     place_key: ClassVar[str]  # the field that names its place
+    bound_key: ClassVar[str | None] = None  # the field that bounds it; None: its server bounds itself
+    option: ClassVar[str | None] = None  # of the command line, that takes such a place: "disk" of --disk
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "LOCAL"
 
-    type: str = Field(description="kind of tier; to be given, as vLLM asks for it")
+    type: str = Field(description="kind of tier; required, as in vLLM's own configuration")
     write_policy: str = Field(
         default="through",
         description='"through": record every stored chunk, and what was read from a slower tier; "on_evict": '
@@ -65,7 +67,7 @@ class TierConfig(BaseModel):
         default=10_000, ge=1, description="a read or write older than this turns the tier off for a while"
     )
     locality: Literal["LOCAL", "REMOTE"] | None = Field(
-        default=None, description="passed on in KV events: storage of this host or shared"
+        default=None, description="for KV events: whether the storage is this host's or shared"
     )
     enable_kv_events: bool = Field(
         default=True, description="publish this tier's KV events when vLLM publishes any"
@@ -76,11 +78,11 @@ class TierConfig(BaseModel):
     def _known_write_policy(cls, value: str) -> str:
         reuse = re.fullmatch(r"reuse:([0-9]{1,3})", value)
         if value not in ("through", "on_evict", "never") and (
-            reuse is None or not 1 <= int(reuse.group(1)) <= MAX_SIGHTS
+            reuse is None or not 1 <= int(reuse.group(1)) <= MAX_REUSE
         ):
             raise ValueError(
-                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_SIGHTS}: the Nth sight), "
-                "never"
+                f"is {value!r}; possible: through, on_evict, reuse:N (N = 1 to {MAX_REUSE}: when asked for "
+                "the Nth time), never"
             )
         return value
 
@@ -99,6 +101,16 @@ class TierConfig(BaseModel):
     def place(self) -> str:
         """Where its records are. No two tiers have the same."""
         return str(getattr(self, self.place_key))
+
+    @classmethod
+    def entry(cls, place: str, bound: str | int | None = None) -> dict[str, Any]:
+        """Its table in secondary_tiers. Raises ValueError for a bound where the kind takes none."""
+        entry: dict[str, Any] = {"type": str(cls.model_fields["type"].default), cls.place_key: place}
+        if bound is None:
+            return entry
+        if cls.bound_key is None:
+            raise ValueError(f"a tier of type {entry['type']!r} takes no size: its server bounds it")
+        return entry | {cls.bound_key: bound}
 
     def label(self) -> str:
         """What it is called in answers about this machine."""
@@ -128,23 +140,27 @@ class TierConfig(BaseModel):
         return []
 
     def summary(self) -> str:
-        """What there is to say of one that can be used."""
+        """One line about a tier that can be used."""
         return "can be used"
 
     def measure(self, total_bytes: int) -> Answer | None:
-        """How fast it is, by writing and reading so many bytes beside its records; None: not known how."""
+        """Its speed, measured by writing and reading so many bytes beside its records; None: not possible."""
         return None
 
-    def other_namespaces(self, own: "NamespaceFacts") -> list[str]:
-        """What is different in other namespaces that lie there, a text each."""
+    def raw_speed(self, total_bytes: int) -> Mapping[str, Any] | None:
+        """{write,read}_bytes_per_second of the same place without the core, to compare ``measure`` with."""
+        return None
+
+    def other_namespaces(self, own: "NamespaceIdentity") -> list[str]:
+        """How other namespaces in the same place differ from ``own``, a text each."""
         return []
 
-    def spec(self, name: str, bound: int | None, facts: "NamespaceFacts") -> "TierSpec":
+    def spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "TierSpec":
         """What TieredCache opens, under the label ``name``."""
-        spec = self.make_spec(name, bound, facts)
+        spec = self.make_spec(name, bound, identity)
         spec.write_policy = self.write_policy
         return spec
 
     @abstractmethod
-    def make_spec(self, name: str, bound: int | None, facts: "NamespaceFacts") -> "TierSpec":
+    def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "TierSpec":
         """The kind's part of ``spec``: its own class of the core."""

@@ -14,7 +14,7 @@ from kv_offload.tiers.base import Answer, ByteSize, TierConfig, known_eviction_p
 
 if TYPE_CHECKING:
     from kv_offload._core import FsTier
-    from kv_offload.namespace import NamespaceFacts
+    from kv_offload.namespace import NamespaceIdentity
 
 DEFAULT_DISK_SHARE = 0.5  # of (free + already held) bytes, for a tier without max_bytes
 _HEADER_BYTES = 4096
@@ -49,14 +49,18 @@ def _direct_mode(value: object) -> object:
 
 
 class FsTierConfig(TierConfig):
-    """One tier of records in files under one root directory."""
+    """Records are files in a directory, which several servers may share."""
 
     example: ClassVar[dict[str, Any]] = {"type": "fs", "root_dir": "/var/cache/kv", "max_bytes": "500GiB"}
     place_key: ClassVar[str] = "root_dir"
+    bound_key: ClassVar[str] = "max_bytes"
+    option: ClassVar[str] = "disk"
 
-    type: Literal["fs"] = Field(default="fs", description="kind of tier; to be given, as vLLM asks for it")
+    type: Literal["fs"] = Field(
+        default="fs", description="kind of tier; required, as in vLLM's own configuration"
+    )
     root_dir: str = Field(
-        description="directory of the records; made if it is not there, owned by the serving user"
+        description="directory of the records; created if it is missing; must belong to the serving user"
     )
     max_bytes: ByteSize | None = Field(
         default=None,
@@ -103,7 +107,7 @@ class FsTierConfig(TierConfig):
         own = cast("Sequence[FsTierConfig]", tiers)
         unbounded = Counter(tier._device() for tier in own if tier.max_bytes is None)
         return [
-            int(tier._room() * DEFAULT_DISK_SHARE / unbounded[tier._device()])
+            int(tier._space() * DEFAULT_DISK_SHARE / unbounded[tier._device()])
             if tier.max_bytes is None
             else tier.max_bytes
             for tier in own
@@ -112,7 +116,7 @@ class FsTierConfig(TierConfig):
     def _device(self) -> int:
         return existing_part(self.root_dir).stat().st_dev
 
-    def _room(self) -> int:
+    def _space(self) -> int:
         return free_bytes(self.root_dir) + held_bytes(self.root_dir)
 
     def problems(self, record_bytes: int = 0) -> list[str]:
@@ -151,7 +155,7 @@ class FsTierConfig(TierConfig):
                 f"{format_bytes(needed)}: raise max_bytes"
             )
         free = free_bytes(self.root_dir)
-        if free < needed and self._room() < needed:  # a full root still serves and evicts
+        if free < needed and self._space() < needed:  # a full root still serves and evicts
             problems.append(
                 f"{asked}: {format_bytes(free)} free on its file system, one record takes "
                 f"{format_bytes(needed)}: free space there or choose another root_dir"
@@ -160,12 +164,12 @@ class FsTierConfig(TierConfig):
 
     def cautions(self) -> list[str]:
         """A bound above what the file system can hold."""
-        room = self._room()
-        if self.max_bytes is None or self.max_bytes <= room:
+        space = self._space()
+        if self.max_bytes is None or self.max_bytes <= space:
             return []
         return [
             f"root_dir {self.root_dir}: max_bytes is {format_bytes(self.max_bytes)}, its file system can "
-            f"hold {format_bytes(room)}; writes will be dropped when it is full"
+            f"hold {format_bytes(space)}; writes will be dropped when it is full"
         ]
 
     def summary(self) -> str:
@@ -194,13 +198,19 @@ class FsTierConfig(TierConfig):
             figures,
         )
 
-    def other_namespaces(self, own: "NamespaceFacts") -> list[str]:
+    def raw_speed(self, total_bytes: int) -> dict[str, Any]:
+        """Of plain system calls on one file there, which is removed again."""
+        from kv_offload.raw_speed import raw_disk
+
+        return raw_disk(str(existing_part(self.root_dir)), total_bytes)
+
+    def other_namespaces(self, own: "NamespaceIdentity") -> list[str]:
         """Of the newest in the root."""
         from kv_offload.namespace import other_namespaces
 
         return other_namespaces(self.root_dir, own)
 
-    def make_spec(self, name: str, bound: int | None, facts: "NamespaceFacts") -> "FsTier":
+    def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "FsTier":
         """A tier of files; ``bound`` is never None."""
         from kv_offload import _core
 
@@ -208,8 +218,8 @@ class FsTierConfig(TierConfig):
         return _core.FsTier(
             root_dir=self.root_dir,
             max_bytes=bound,
-            namespace_id=facts.namespace_id(),
-            namespace_json=facts.readable_json(),
+            namespace_id=identity.namespace_id(),
+            namespace_json=identity.readable_json(),
             name=name,
             fsync=self.fsync,
             o_direct=self.o_direct,

@@ -1,4 +1,4 @@
-"""What lies in /dev/shm."""
+"""The files in /dev/shm."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import records
 import shared_memory
 import waiting
 from answers import BLOCK, NOISE, assert_same, make_prompts
-from local_server import Answer, LocalServer, ServerError, difference, kv_transfer_config, parse_metrics
+from local_server import Answer, LocalServer, ServerError, difference, kv_transfer_config
 from setting import PROMPT_BLOCKS, Reference, Serve
 
 SWAPPED, FLIPPED, TRUNCATED = (
@@ -190,6 +190,4 @@ def test_a_restart_after_a_reset_starts_empty(fourth: Life, reference: Reference
 
 def _idle(server: LocalServer) -> bool:
     server.ask([7] * 16, max_tokens=1)
-    return not any(
-        value for name, _, value in parse_metrics(server.get("/metrics")) if name == "kv_offload_queue_depth"
-    )
+    return server.metric("kv_offload_queue_depth") == 0

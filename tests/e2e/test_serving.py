@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,7 +19,8 @@ from typing import Any
 import pytest
 import waiting
 from answers import BLOCK, assert_same
-from local_server import Answer, LocalServer, free_port
+from local_prometheus import prometheus
+from local_server import Answer, LocalServer
 from setting import EXAMPLES, GPU_BLOCKS, PROMPT_BLOCKS, SCRIPT_ENVIRONMENT, Reference
 
 Query = Callable[[str], list[dict[str, Any]]]
@@ -91,64 +91,36 @@ def test_nothing_failed(server: LocalServer, rounds: list[list[Answer]]) -> None
 
 
 @pytest.fixture(scope="module")
-def prometheus(server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Query]:
-    """A Prometheus that scrapes the server; gives a function that queries it."""
-    binary = shutil.which("prometheus")
-    if binary is None:
+def query(server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Query]:
+    """Asks a Prometheus that scrapes the server."""
+    if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
-    directory, port = tmp_path_factory.mktemp("prometheus"), free_port()
-    configuration = directory / "prometheus.yml"
-    target = {"job_name": "vllm", "static_configs": [{"targets": [f"127.0.0.1:{server.port}"]}]}
-    # JSON is YAML.
-    configuration.write_text(
-        json.dumps({"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [target]})
-    )
-    with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                binary,
-                f"--config.file={configuration}",
-                f"--storage.tsdb.path={directory}/data",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=log,
-        )
+    with prometheus(f"127.0.0.1:{server.port}", tmp_path_factory.mktemp("prometheus")) as base:
 
-    def query(expression: str) -> list[dict[str, Any]]:
-        address = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
-        try:
+        def ask(expression: str) -> list[dict[str, Any]]:
+            address = f"{base}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
             with urllib.request.urlopen(address, timeout=10) as reply:
                 result: list[dict[str, Any]] = json.loads(reply.read())["data"]["result"]
-        except (urllib.error.URLError, OSError):
-            return []  # not up yet
-        return result
+            return result
 
-    try:
-        waiting.until(lambda: bool(query("kv_offload_info")), 60, f"a first scrape, see {directory}/log")
-        yield query
-    finally:
-        process.terminate()
-        process.wait(30)
+        waiting.until(lambda: bool(ask("kv_offload_info")), 60, "a first scrape")
+        yield ask
 
 
-def test_prometheus_sees_hits_by_tier(
-    server: LocalServer, rounds: list[list[Answer]], prometheus: Query
-) -> None:
+def test_prometheus_sees_hits_by_tier(server: LocalServer, rounds: list[list[Answer]], query: Query) -> None:
     expected = server.metric("kv_offload_hit_tokens_total", tier="cpu")
     assert expected > 0
     waiting.until(
         lambda: (
-            [float(row["value"][1]) for row in prometheus('kv_offload_hit_tokens_total{tier="cpu"}')]
-            == [expected]
+            [float(row["value"][1]) for row in query('kv_offload_hit_tokens_total{tier="cpu"}')] == [expected]
         ),
         20,
-        f"{expected} hit tokens in Prometheus, it says {prometheus('kv_offload_hit_tokens_total')}",
+        f"{expected} hit tokens in Prometheus, it says {query('kv_offload_hit_tokens_total')}",
     )
 
 
 def test_prometheus_sees_what_each_tier_holds(
-    rounds: list[list[Answer]], prometheus: Query, reference: Reference
+    rounds: list[list[Answer]], query: Query, reference: Reference
 ) -> None:
     held = len(reference.prompts) * PROMPT_BLOCKS
     for tier in ("cpu", "fs"):
@@ -156,15 +128,15 @@ def test_prometheus_sees_what_each_tier_holds(
             lambda tier=tier: (
                 [  # type: ignore[misc]
                     row
-                    for row in prometheus(f'kv_offload_tier_chunks{{tier="{tier}"}}')
+                    for row in query(f'kv_offload_tier_chunks{{tier="{tier}"}}')
                     if float(row["value"][1]) >= held
                 ]
                 != []
             ),
             20,
-            f"{held} chunks on {tier}: {prometheus('kv_offload_tier_chunks')}",
+            f"{held} chunks on {tier}: {query('kv_offload_tier_chunks')}",
         )
-        (row,) = prometheus(
+        (row,) = query(
             f'kv_offload_tier_bytes{{tier="{tier}"}} / kv_offload_tier_capacity_bytes{{tier="{tier}"}}'
         )
         assert 0 < float(row["value"][1]) <= 1

@@ -1,6 +1,6 @@
 """One server over a disk that is throttled, frozen, and fails to read: answers stay right, and it recovers.
 
-The disk is a FUSE file system (tests/slow_disk) that is told what to be at run time. Each test leaves it
+The disk is a FUSE file system (tests/slow_disk) whose behaviour is set at run time. Each test leaves it
 whole and used again; they run in this order. Time only bounds the waiting: what a slow tier costs in time is
 measured by benchmarks/throttled_tier.py.
 """

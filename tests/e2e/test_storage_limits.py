@@ -1,4 +1,4 @@
-"""A bounded directory and a full file system: the bound holds, and serving goes on with the same answers."""
+"""A bounded directory and a full file system: the bound holds, and the answers stay the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_directory_never_grows_beyond_its_bound(
 
 @contextmanager
 def _mounted(*arguments: str, at: Path) -> Iterator[Path]:
-    """What ``mount`` is told, at this new directory."""
+    """Mounted with these options of ``mount``, at a new directory."""
     at.mkdir()
     mounted = subprocess.run(["mount", *arguments, str(at)], capture_output=True, text=True)
     if mounted.returncode != 0:

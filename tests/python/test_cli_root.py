@@ -1,4 +1,4 @@
-"""kv-offload on a root that the core itself has written: the stand-in of test_cli.py must not lie."""
+"""kv-offload on a root that the core itself has written: the stand-in of test_cli.py must agree with it."""
 
 import json
 import time

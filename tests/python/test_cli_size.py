@@ -291,14 +291,12 @@ def hub(monkeypatch, tmp_path):
     """huggingface_hub with an answer that the test chooses; the local cache is empty."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
 
-    def answer(download, offline=False):
-        errors = types.ModuleType("huggingface_hub.errors")
-        errors.HfHubHTTPError = errors.LocalEntryNotFoundError = ConnectionError
+    def answer(ask, download, offline=False):
         package = types.ModuleType("huggingface_hub")
         package.constants = types.SimpleNamespace(HF_HUB_OFFLINE=offline)
-        package.hf_hub_download, package.errors = download, errors
+        package.hf_hub_url = lambda name, file: f"hub:{name}/{file}"
+        package.get_hf_file_metadata, package.hf_hub_download = ask, download
         monkeypatch.setitem(sys.modules, "huggingface_hub", package)
-        monkeypatch.setitem(sys.modules, "huggingface_hub.errors", errors)
 
     return answer
 
@@ -306,14 +304,23 @@ def hub(monkeypatch, tmp_path):
 def test_the_config_of_a_name_is_downloaded(hub, config):
     asked = []
     path = str(config(LLAMA_8B))
-    hub(lambda *given: asked.append(given) or path)
+    hub(lambda url, timeout: asked.append(url), lambda *given, **_: asked.append(given) or path)
     facts = sized("org/model")
     assert (facts["model"], facts["bytes_per_token"]["bfloat16"]) == ("org/model", 131_072)
-    assert asked == [("org/model", "config.json")], "the weights are not"
+    assert asked == ["hub:org/model/config.json", ("org/model", "config.json")], "the weights are not"
 
 
-def unreachable(*_):
-    raise ConnectionError("We couldn't connect to the hub")
+class ConnectError(Exception):
+    """Of an HTTP library: no OSError, and without a text."""
+
+
+def unreachable(url, timeout):
+    assert timeout <= 5
+    raise ConnectError("We couldn't connect to the hub\nand more" if "org/model" in url else "")
+
+
+def tried_for_long(*_, **__):
+    pytest.fail("hf_hub_download tries again for 20 s where there is no network")
 
 
 @pytest.mark.parametrize(
@@ -321,11 +328,16 @@ def unreachable(*_):
     [(True, "HF_HUB_OFFLINE is set"), (False, "cannot be downloaded (We couldn't connect to the hub)")],
 )
 def test_a_name_without_a_network_is_told(hub, offline, part):
-    hub(unreachable, offline)
+    hub(unreachable, tried_for_long, offline)
     told = run("org/model", status=1).stderr
     assert "org/model: no such directory, and not in the local cache of the Hugging Face hub" in told
     assert part in told
     assert "give a model directory or a config.json" in told
+
+
+def test_an_error_without_words_is_named(hub):
+    hub(unreachable, tried_for_long)
+    assert "cannot be downloaded (ConnectError)" in run("org/other", status=1).stderr
 
 
 def test_a_name_without_huggingface_hub_is_told(monkeypatch, tmp_path):

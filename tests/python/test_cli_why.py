@@ -101,7 +101,7 @@ def test_a_capacity_and_the_estimates_are_told_where_they_are_the_cause():
     ("changes", "expected", "part"),
     [
         ([], ["nothing_stored", "nothing_looked_up"], "longer than a chunk"),
-        ([STORED], ["nothing_looked_up"], "no request came yet"),
+        ([STORED], ["nothing_looked_up"], "there was no request yet"),
         ([STORED, HIT], [], ""),
         ([STORED, HIT, ("breaker_trips_total", ["fs"], 1)], ["tier_off"], "off once"),
         (
@@ -186,7 +186,7 @@ def test_a_configuration_that_was_refused():
 
 
 def test_a_vllm_that_is_not_supported():
-    (found,) = of_log(refusal("0.12.0", "nothing was tested")).findings
+    (found,) = of_log(refusal("0.12.0", "it was not tested")).findings
     assert found.cause == "vllm_not_supported"
 
 

@@ -6,18 +6,21 @@ docs/hooks.py generates the reference pages; here they are read as mkdocs has bu
 import ast
 import html
 import importlib.util
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kv_offload.cli.app import COMMANDS
+from kv_offload.cli.app import COMMANDS, load_command
 from kv_offload.config import OffloadConfig
+from kv_offload.config_compat import own_extra_config
 from kv_offload.diagnosis import REASONS
 from kv_offload.metrics import metric_definitions
-from kv_offload.tiers.fs import FsTierConfig
+from kv_offload.tiers import kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -62,11 +65,21 @@ def test_every_page_is_there_and_none_is_left_ungenerated(site):
 
 def test_every_setting_is_described(site):
     text = article(site, "reference/configuration.html")
-    for model in (OffloadConfig, FsTierConfig):
+    for model in (OffloadConfig, *kinds().values()):
         for name, field in model.model_fields.items():
             assert f"<td><code>{name}</code></td>" in text, name
             assert field.description, name
             assert html.escape(field.description, quote=False) in text, name
+
+
+def test_each_kind_of_tier_has_its_own_settings_under_its_name(site):
+    text = article(site, "reference/configuration.html")
+    parts = text.split('<code>"type": "')[1:]
+    assert [part.partition('"')[0] for part in parts] == list(kinds())
+    for part, kind in zip(parts, kinds().values(), strict=True):
+        assert kind.__doc__.splitlines()[0] in part
+        assert f"<td><code>{kind.place_key}</code></td>" in part
+        assert "<td><code>write_policy</code></td>" not in part or "write_policy" in kind.__annotations__
 
 
 @pytest.mark.parametrize(
@@ -130,7 +143,7 @@ def quoted_lines():
 
 
 def source_texts():
-    """Every literal of the sources, those that lie side by side joined."""
+    """Every literal of the sources; adjacent ones are joined."""
     texts = []
     for path in [
         *sorted((ROOT / "csrc").rglob("*.cc")),
@@ -176,6 +189,69 @@ def test_every_warning_is_quoted():
             line for line, parts in quoted_lines().items() if all(part.rstrip(":") in text for part in parts)
         ]
         assert found, f"docs/troubleshooting.md quotes no part of: {text}"
+
+
+# ---- commands as they are written in the documentation
+
+
+def written_commands():
+    """Every ``kv-offload COMMAND ...`` in code, fenced or inline: (where it stands, its words)."""
+    pages = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.rglob("*.md"))]
+    pages += [ROOT / "examples" / "serve.sh", ROOT / "examples" / "kubernetes" / "vllm.yaml"]
+    names = "|".join(name for name, _, _ in COMMANDS)
+    for page in pages:
+        text = page.read_text().replace("\\\n", " ")
+        for found in re.finditer(rf"kv-offload (?:{names})\b[^`\n]*", text):
+            command = re.split(r"[|>]|\$\(kubectl| #", found.group())[0]
+            yield f"{page.relative_to(ROOT)}: {found.group()}", command
+
+
+def words_of(command):
+    """As a shell splits it; a closing parenthesis of $(...) and a sentence's comma do not belong to it."""
+    command = re.sub(r'"\$\{(\w+):-[^}]*\}"', r"1GiB", command)
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quotation mark of "$(kv-offload ...)"
+        words = shlex.split(command.rstrip().rstrip('"'))
+    words = [word.rstrip(")") for word in words]
+    return [{"SPEED": "8000", "TOKENS/S": "8000"}.get(word, word) for word in words if word]
+
+
+WRITTEN = dict(written_commands())
+
+
+@pytest.mark.parametrize("where", WRITTEN)
+def test_a_written_command_has_the_options_it_uses(where):
+    _, name, *words = words_of(WRITTEN[where])
+    command = load_command(name)
+    known = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+    assert {word for word in words if word.startswith("-") and len(word) > 1} <= known | {"--help"}
+    page, _, line = where.partition(": ")
+    if f"\n{line}\n" in (ROOT / page).read_text():  # to be typed, not only mentioned
+        command.make_context(name, words)
+
+
+def test_the_control_an_option_that_is_not_there_is_seen():
+    assert len(WRITTEN) > 40
+    with pytest.raises(Exception, match="No such option"):
+        load_command("verify").make_context("verify", ["/root", "--mend"])
+
+
+def written_configurations():
+    for page in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
+        for number, text in enumerate(re.findall(r"```json\n(.*?)```", page.read_text(), re.DOTALL)):
+            yield pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
+
+
+@pytest.mark.parametrize("text", list(written_configurations()))
+def test_a_written_configuration_is_valid(text):
+    given = json.loads(text)
+    extra, problems = own_extra_config(given)
+    assert problems == []
+    if "cpu_bytes_to_use" in text:
+        assert extra["spec_name"] == "KVOffloadSpec"
+        _, notes = OffloadConfig.parse(extra)
+        assert notes == []
 
 
 # ---- README and pictures

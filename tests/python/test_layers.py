@@ -2,7 +2,7 @@
 
 base <- memory, policy, index, storage, copy, metrics <- cache <- bindings <- kv_offload <- specs
 
-In storage, what all kinds of tiers share lies beside the folders of the kinds: storage <- storage/fs, ...
+In storage, what all kinds of tiers share is beside the folders of the kinds: storage <- storage/fs, ...
 Neither that, nor another kind, nor the cache knows a kind; only bindings makes one.
 """
 

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -33,11 +32,10 @@ EXAMPLE_LABELS = {
 }
 MONITORING = Path(__file__).resolve().parents[2] / "examples" / "monitoring"
 
+sys.path.insert(0, str(MONITORING.parent))
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+import local_prometheus  # noqa: E402
+import local_server  # noqa: E402
 
 
 def load_dashboard() -> Any:
@@ -62,7 +60,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
 def busy_core() -> Iterator[str]:
     """host:port of the core's own /metrics, every metric with values on it that grow all the time."""
     metrics = _core.Metrics()
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{local_server.free_port()}"
     metrics.expose(address)
     ended = threading.Event()
 
@@ -87,34 +85,8 @@ def busy_core() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory, busy_core: str) -> Iterator[str]:
     """The base URL of a Prometheus that scrapes the core."""
-    port = free_port()
-    folder = tmp_path_factory.mktemp("prometheus")
-    target = {"job_name": "vllm", "static_configs": [{"targets": [busy_core]}]}
-    scraping = {"global": {"scrape_interval": "1s", "scrape_timeout": "1s"}, "scrape_configs": [target]}
-    (folder / "scrape.yml").write_text(json.dumps(scraping))  # JSON is YAML
-    server = subprocess.Popen(
-        [
-            "prometheus",
-            f"--config.file={folder / 'scrape.yml'}",
-            f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address=127.0.0.1:{port}",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    base = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            urllib.request.urlopen(f"{base}/-/ready", timeout=2).close()
-            break
-        except OSError:
-            assert server.poll() is None, "prometheus ended at once"
-            assert time.monotonic() < deadline, "prometheus was not ready in 30 s"
-            time.sleep(0.1)
-    yield base
-    server.terminate()
-    server.wait(timeout=20)
+    with local_prometheus.prometheus(busy_core, tmp_path_factory.mktemp("prometheus")) as base:
+        yield base
 
 
 def query(base: str, expression: str) -> dict[str, Any]:

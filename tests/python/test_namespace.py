@@ -9,16 +9,16 @@ import pytest
 
 from kv_offload.model_identity import model_identity, weights_problem
 from kv_offload.namespace import (
-    GroupFacts,
-    NamespaceFacts,
+    GroupIdentity,
+    NamespaceIdentity,
     hash_seed_is_random,
     other_namespaces,
     random_seed_warning,
     setting_text,
 )
 
-GROUP = GroupFacts(group_id=0, tokens_per_block=16, num_layers=32, shard_bytes=(65536, 65536))
-FACTS = NamespaceFacts(
+GROUP = GroupIdentity(group_id=0, tokens_per_block=16, num_layers=32, shard_bytes=(65536, 65536))
+FACTS = NamespaceIdentity(
     model={"name": "org/model", "revision": "abc"},
     kv_dtype="bfloat16",
     kv_cache_layout="LBHNC",
@@ -43,7 +43,7 @@ def test_the_readable_json_says_the_same():
     assert json.loads(FACTS.readable_json()) == json.loads(FACTS.canonical_json())
 
 
-def test_the_id_of_these_facts_never_changes():
+def test_the_id_of_this_identity_never_changes():
     """Every record on every disk depends on it: change FORMAT_VERSION, not this number."""
     assert FACTS.short_id() == "c650a2f10f08"
 
@@ -68,7 +68,7 @@ CHANGES = {
 
 
 def test_every_fact_is_tried():
-    assert set(CHANGES) == {field.name for field in dataclasses.fields(NamespaceFacts)}
+    assert set(CHANGES) == {field.name for field in dataclasses.fields(NamespaceIdentity)}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -92,7 +92,7 @@ def test_order_of_settings_does_not_matter():
 
 def test_floats_are_refused_by_name():
     facts = dataclasses.replace(FACTS, settings={"rope_theta": 1e6})
-    with pytest.raises(TypeError, match=r"facts\.settings\.rope_theta is 1000000\.0"):
+    with pytest.raises(TypeError, match=r"identity\.settings\.rope_theta is 1000000\.0"):
         facts.canonical_json()
 
 
@@ -230,7 +230,7 @@ def test_weights_behind_an_address_are_told_apart_by_it(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"name": "{tmp}", "address": "s3://bucket/base"}, "behind s3://bucket/base"),
+        ({"name": "{tmp}", "address": "s3://bucket/base"}, "at s3://bucket/base"),
         ({"name": "{tmp}"}, "no weight files"),
         ({"name": "org/other"}, "'org/other' is not a directory"),
         ({"name": "org/other", "revision": "v2"}, "'org/other' at revision 'v2'"),

@@ -1,12 +1,16 @@
 """Kinds of tiers: the registry, what a kind says of itself, and that one that is added serves."""
 
+import ast
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from kv_offload import tiers
+from kv_offload.cli import app
 from kv_offload.cli.doctor_checks import place, plan, speed
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.machine import cautions, tier_bounds
@@ -89,10 +93,42 @@ def test_every_kind_can_be_written_as_its_example_says() -> None:
 
 def test_no_kind_is_named_where_all_are_meant() -> None:
     root = Path(tiers.__file__).parents[2]
-    for path in ("kv_offload/config.py", "kv_offload/machine.py", "kv_offload/sizing.py", "specs/spec.py"):
-        text = (root / path).read_text()
-        assert "FsTier" not in text, path
-        assert "root_dir" not in text, path
+    paths = ["config", "config_compat", "machine", "sizing", "tiers/base", "diagnosis", "exposition"]
+    paths += [f"cli/{name}_command" for name in ("config", "doctor", "size", "bench", "top", "why")]
+    paths += ["cli/doctor_checks", "cli/server_checks"]
+    files = [root / f"kv_offload/{path}.py" for path in paths]
+    for file in [*files, root / "docs/hooks.py", *(root / "specs").glob("*.py")]:
+        code = ast.parse(file.read_text())
+        named = {node.id for node in ast.walk(code) if isinstance(node, ast.Name)}
+        named |= {node.attr for node in ast.walk(code) if isinstance(node, ast.Attribute)}
+        named |= {str(node.value) for node in ast.walk(code) if isinstance(node, ast.Constant)}
+        named |= {str(node.module) for node in ast.walk(code) if isinstance(node, ast.ImportFrom)}
+        kinds_names = {"fs", "FsTier", "FsTierConfig", "root_dir", "kv_offload.tiers.fs"}
+        assert not named & kinds_names, file
+
+
+@pytest.mark.parametrize("name", ["cpu", "fs-2", "Redis", "", "s3:"])
+def test_a_name_that_could_be_another_tiers_label_is_refused(name: str) -> None:
+    kind = type("Kind", (TierConfig,), {"__annotations__": {"type": str}, "type": name})
+    with pytest.raises(ValueError, match="cannot be the name of a kind of tier"):
+        tiers.register(kind)
+
+
+def test_options_go_to_the_tiers_whose_kind_has_them(toy: type[TierConfig]) -> None:
+    command = ["config", "--cpu", "1GiB", "--tier", "toy=shelf", "--disk", "/a"]
+    done = CliRunner().invoke(app, [*command, "--fsync", "data", "--read-threads", "3"])
+    assert done.exit_code == 0, done.output
+    disk, shelf = json.loads(done.stdout)["kv_connector_extra_config"]["secondary_tiers"]
+    assert disk == {"type": "fs", "root_dir": "/a", "fsync": "data", "n_read_threads": 3}
+    assert shelf == {"type": "toy", "server": "shelf", "n_read_threads": 3}
+
+
+def test_a_place_is_a_directory_or_names_its_kind(toy: type[TierConfig]) -> None:
+    assert tiers.entry_at("toy=shelf") == {"type": "toy", "server": "shelf"}
+    assert tiers.entry_at("/a=b") == tiers.kind_behind("disk").entry("/a=b")
+    assert tiers.entry_at("tape=1") == tiers.kind_behind("disk").entry("tape=1"), "no kind: a directory"
+    with pytest.raises(ValueError, match="a tier of type 'toy' takes no size"):
+        toy.entry("shelf", "1GiB")
 
 
 @pytest.mark.beside("oracle/check_tiers.py", "0.32")

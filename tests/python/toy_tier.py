@@ -15,7 +15,7 @@ from kv_offload.tiers.base import TierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import TierSpec
-    from kv_offload.namespace import NamespaceFacts
+    from kv_offload.namespace import NamespaceIdentity
 
 BUILT = Path(__file__).resolve().parents[2] / "build" / "cpp"
 
@@ -44,10 +44,10 @@ class ToyTierConfig(TierConfig):
     type: Literal["toy"] = "toy"
     server: str = Field(min_length=1, description="the dictionary's name")
 
-    def make_spec(self, name: str, bound: int | None, facts: "NamespaceFacts") -> "TierSpec":
+    def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "TierSpec":
         spec: TierSpec = extension().ToyTier(
             server=self.server,
-            namespace_id=facts.namespace_id(),
+            namespace_id=identity.namespace_id(),
             name=name,
             n_read_threads=self.n_read_threads,
             n_write_threads=self.n_write_threads,

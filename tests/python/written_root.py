@@ -4,15 +4,15 @@ import os
 import time
 from pathlib import Path
 
-from kv_offload.namespace import GroupFacts, NamespaceFacts
+from kv_offload.namespace import GroupIdentity, NamespaceIdentity
 
 CHUNK = 64 << 10
 KEYS = [bytes([number]) * 32 + bytes(4) for number in range(1, 6)]
-FACTS = NamespaceFacts(
+FACTS = NamespaceIdentity(
     model={"name": "org/model", "revision": "c0ffee"},
     kv_dtype="bfloat16",
     kv_cache_layout="LBHNC",
-    groups=(GroupFacts(0, 16, 2, (CHUNK,)),),
+    groups=(GroupIdentity(0, 16, 2, (CHUNK,)),),
     blocks_per_chunk=1,
     tokens_per_hash=16,
     hash_algorithm="sha256",
@@ -20,8 +20,8 @@ FACTS = NamespaceFacts(
 )
 
 
-def write_root(path: Path, facts: NamespaceFacts = FACTS, max_bytes: int = 1 << 30) -> Path:
-    """Writes one record for each of KEYS into the root at ``path``, in the namespace of ``facts``."""
+def write_root(path: Path, identity: NamespaceIdentity = FACTS, max_bytes: int = 1 << 30) -> Path:
+    """Writes one record for each of KEYS into the root at ``path``, in the namespace of ``identity``."""
     from kv_offload import _core as core
 
     engine = f"cli-{os.getpid()}-{path.parent.name}-{path.name}"
@@ -32,8 +32,8 @@ def write_root(path: Path, facts: NamespaceFacts = FACTS, max_bytes: int = 1 << 
     tier = core.FsTier(
         root_dir=str(path),
         max_bytes=max_bytes,
-        namespace_id=facts.namespace_id(),
-        namespace_json=facts.readable_json(),
+        namespace_id=identity.namespace_id(),
+        namespace_json=identity.readable_json(),
     )
     cache = core.TieredCache(
         region,

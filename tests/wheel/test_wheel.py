@@ -72,6 +72,17 @@ def empty_environment(wheel, tmp_path_factory) -> Path:
     return root
 
 
+def uv(*arguments: str | Path) -> str:
+    return run(sys.executable, "-m", "uv", "-q", *arguments)
+
+
+def installed_by_uv(root: Path, package: Path, *options: str) -> Path:
+    """An environment of uv's that holds ``package`` and what that asks for, and nothing else."""
+    uv("venv", "--no-project", "--python", sys.executable, root / "venv")
+    uv("pip", "install", "--python", root / "venv/bin/python", *options, package)
+    return root
+
+
 def python(environment: Path, code: str) -> str:
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
     return run(environment / "venv/bin/python", "-I", "-c", code, cwd=environment, env=clean).strip()
@@ -112,6 +123,27 @@ def test_the_core_works_there(empty_environment):
 
 def test_it_has_the_command(empty_environment):
     assert "doctor" in run(empty_environment / "venv/bin/kv-offload", "--help", cwd=empty_environment)
+
+
+IMPORTS = "import kv_offload, kv_offload._core as c; print(kv_offload.__version__ == c.__version__)"
+
+
+def test_uv_installs_it_with_what_it_needs(wheel, tmp_path):
+    environment = installed_by_uv(tmp_path, wheel)
+    assert python(environment, IMPORTS) == "True"
+    assert "doctor" in run(environment / "venv/bin/kv-offload", "--help", cwd=environment)
+    uv("pip", "check", "--python", environment / "venv/bin/python")
+
+
+@pytest.mark.skipif(
+    os.environ.get("KV_OFFLOAD_WHEEL") != "release", reason="compiles everything: KV_OFFLOAD_WHEEL=release"
+)
+def test_uv_builds_and_installs_the_sdist(tmp_path):
+    build = f"from scikit_build_core.build import build_sdist; build_sdist({str(tmp_path)!r})"
+    run(sys.executable, "-c", build, cwd=REPOSITORY)
+    (packed,) = tmp_path.glob("*.tar.gz")
+    environment = installed_by_uv(tmp_path, packed, "--config-setting=cmake.define.KV_OFFLOAD_CUDA=OFF")
+    assert python(environment, IMPORTS) == "True"
 
 
 def test_the_adapter_says_that_vllm_is_missing_instead_of_breaking(empty_environment):

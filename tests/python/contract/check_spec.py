@@ -14,7 +14,7 @@ import torch
 
 adapter.use_specs()
 
-from kv_offload.specs import KVOffloadSpec, compat, facts, plugin, spec  # noqa: E402
+from kv_offload.specs import KVOffloadSpec, compat, identity, plugin, spec  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
 
@@ -160,7 +160,7 @@ def test_windows_of_groups_reach_the_manager() -> None:
     if not HAS_WINDOWS:
         pytest.skip("this vLLM does not say it in the OffloadingConfig")
     fingerprint = {"copier": "host", "shard": "", "settings": {}, "windowed": [False, True]}
-    merged = facts.merge_fingerprints([json.dumps(fingerprint)])
+    merged = identity.merge_fingerprints([json.dumps(fingerprint)])
     assert KVOffloadSpec(offloading_config(groups=2))._windowed_groups(merged["windowed"]) == {4}
 
 
@@ -182,9 +182,9 @@ def vllm_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _namespace(config: Any, world_size: int = 1) -> str:
-    texts = [facts.worker_fingerprint(config, "cpu", "host", [[4096]], 100) for _ in range(world_size)]
-    merged = facts.merge_fingerprints(texts)
-    made, _ = facts.namespace_facts(config, [[4096] * world_size], merged, False)
+    texts = [identity.worker_fingerprint(config, "cpu", "host", [[4096]], 100) for _ in range(world_size)]
+    merged = identity.merge_fingerprints(texts)
+    made, _ = identity.namespace_identity(config, [[4096] * world_size], merged, False)
     return made.short_id()
 
 
@@ -225,8 +225,8 @@ def test_but_the_longest_request_matters_where_it_chooses_the_rotation(vllm_conf
 
 def test_facts_that_are_too_long_become_a_digest(vllm_config: Any) -> None:
     vllm_config.model_config.hf_overrides = {"long": "x" * 10_000}
-    text = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
-    assert len(text.encode()) <= facts.MAX_FINGERPRINT_BYTES
+    text = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
+    assert len(text.encode()) <= identity.MAX_FINGERPRINT_BYTES
 
 
 def test_groups_of_states_are_told_by_their_layers(vllm_config: Any) -> None:
@@ -239,9 +239,9 @@ def test_groups_of_states_are_told_by_their_layers(vllm_config: Any) -> None:
 
     layers = vllm_config.compilation_config.static_forward_context
     config = offloading_config(groups=3, blocks_per_chunk=4)
-    assert facts.groups_of_states(config) == [False] * 3, "no layer says anything"
+    assert identity.groups_of_states(config) == [False] * 3, "no layer says anything"
     layers |= {"layer.0": layer("align"), "layer.1": layer("all")}
-    assert facts.groups_of_states(config) == [True, False, False]
+    assert identity.groups_of_states(config) == [True, False, False]
     made = KVOffloadSpec(config).get_worker(kv_caches(groups=3))
     shards, _ = made.region.geometry(0)
     assert shards == [4096, 4 * 4096, 4 * 4096]
@@ -249,16 +249,16 @@ def test_groups_of_states_are_told_by_their_layers(vllm_config: Any) -> None:
 
 
 def test_ranks_that_hash_in_other_ways_are_refused(vllm_config: Any) -> None:
-    first = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
+    first = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
     vllm_config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
-    second = facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
+    second = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
     with pytest.raises(ValueError, match="rank 1 has hash_algorithm 'sha256_cbor', rank 0 has 'sha256'"):
-        facts.merge_fingerprints([first, second])
+        identity.merge_fingerprints([first, second])
 
 
 def test_the_smallest_cache_of_the_ranks_is_that_of_the_engine(vllm_config: Any) -> None:
-    texts = [facts.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], n) for n in (300, 200)]
-    assert facts.merge_fingerprints(texts)["cache_blocks"] == 200
+    texts = [identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], n) for n in (300, 200)]
+    assert identity.merge_fingerprints(texts)["cache_blocks"] == 200
 
 
 def test_a_seed_that_changes_with_each_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_records_of_weights_that_are_not_known_are_refused_until_they_are_named(
     tiers = [{"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "16MiB"}]
     config = offloading_config(secondary_tiers=tiers)
     made = KVOffloadSpec(config).get_worker(kv_caches())
-    with pytest.raises(ValueError, match=r'behind s3://bucket/llama.*"model_id"'):
+    with pytest.raises(ValueError, match=r'at s3://bucket/llama.*"model_id"'):
         KVOffloadSpec(config).get_manager()
     made.shutdown()
     config = offloading_config(secondary_tiers=tiers, model_id="llama 2026-01")

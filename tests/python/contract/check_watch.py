@@ -7,7 +7,7 @@ import pytest
 
 adapter.use_specs()
 
-from kv_offload.specs.watch import ApartWatch, HitWatch, Surroundings  # noqa: E402
+from kv_offload.specs.watch import DivergenceWatch, HitWatch, Surroundings  # noqa: E402
 
 from kv_offload import _core  # noqa: E402
 
@@ -127,7 +127,7 @@ def test_it_names_the_cause(
 
 def test_each_tier_whose_replicas_went_apart_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     tiers = Tiers(False, False)
-    watch = ApartWatch(tiers, ("fast", "far"))  # type: ignore[arg-type]
+    watch = DivergenceWatch(tiers, ("fast", "far"))  # type: ignore[arg-type]
     watch.look()
     assert not caplog.records
     tiers.apart = [False, True]

@@ -2,6 +2,8 @@
 
 import inspect
 import random
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import adapter
@@ -17,6 +19,7 @@ from kv_offload.specs.worker import KVOffloadWorker  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 
 from contract.parts import blocks, kv_caches, offloading_config  # noqa: E402
+from kv_offload.machine import no_copier  # noqa: E402
 
 PAGE = 4096
 
@@ -211,3 +214,12 @@ def test_progress_is_told_every_few_seconds_and_not_more(caplog: pytest.LogCaptu
 def test_a_cache_on_another_device_is_refused_naming_what_is_possible() -> None:
     with pytest.raises(ValueError, match="on meta; supported are cpu and cuda"):
         worker.choose_copier([torch.empty(1, device="meta")])
+
+
+def test_a_gpu_that_nothing_can_copy_from_is_refused_as_doctor_says_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kv_offload._core.cuda_unavailable_reason", lambda: "no library")
+    on_gpu = SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=re.escape(no_copier("cuda:0", "no library"))):
+        worker.choose_copier([on_gpu])

@@ -169,9 +169,9 @@ def test_the_comparison_would_see_a_namespace_that_leaves_something_out(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: with one namespace for all, what another model recorded is loaded."""
-    from kv_offload.namespace import NamespaceFacts
+    from kv_offload.namespace import NamespaceIdentity
 
-    monkeypatch.setattr(NamespaceFacts, "namespace_id", lambda self: bytes(32))
-    monkeypatch.setattr(NamespaceFacts, "readable_json", lambda self: "{}")
+    monkeypatch.setattr(NamespaceIdentity, "namespace_id", lambda self: bytes(32))
+    monkeypatch.setattr(NamespaceIdentity, "readable_json", lambda self: "{}")
     for expected in (0, expected_tokens()):
         assert serve(recorded.setup, make_model_dir(vocab_size=1000 + expected)) == expected

@@ -237,7 +237,7 @@ def _kv_cache_configs(config: VllmConfig, per_rank: list[dict[str, Any]]) -> lis
 
 
 def _noise(kv_cache_config: Any, rank: int) -> torch.Tensor:
-    """What all caches of a rank lie in, int8, before anything is computed."""
+    """The memory of all caches of a rank, int8, before anything is computed."""
     size = max(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-128, 127, (size,), dtype=torch.int8, generator=generator)
@@ -265,7 +265,7 @@ def _window_of(spec: Any) -> int | None:
 
 
 class Mirror:
-    """A copy in host memory of caches that lie elsewhere, for a model that computes on the host.
+    """A copy in host memory of caches on a device, for a model that computes on the host.
 
     Only what the model wrote goes back: loads may arrive beside it in the meantime.
     """

@@ -114,7 +114,7 @@ class FakeRunner:
             sequence.computed = min(cached.num_computed_tokens[index], sequence.known - 1)
 
     def _copy_blocks(self, copies: list[Any]) -> None:
-        """Whole pages, all at once; layers of several groups may lie in the same memory."""
+        """Whole pages, all at once; layers of several groups may share memory."""
         if not copies:
             return
         sources, targets = (np.array(ids, dtype=np.int64) for ids in zip(*copies, strict=True))

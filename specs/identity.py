@@ -1,4 +1,4 @@
-"""What the workers know and the scheduler must: facts that each rank publishes in the region, as JSON.
+"""What identifies this engine's cache: each rank publishes what it knows of it in the region, as JSON.
 
 vLLM sets its VllmConfig in the workers but not around the manager, and there is no channel from worker to
 scheduler; the region's control page carries at most 4095 bytes of text for each rank.
@@ -11,7 +11,7 @@ from typing import Any
 
 from kv_offload.log import get_logger
 from kv_offload.model_identity import model_identity
-from kv_offload.namespace import GroupFacts, NamespaceFacts, setting_text
+from kv_offload.namespace import GroupIdentity, NamespaceIdentity, setting_text
 
 from . import compat
 
@@ -24,8 +24,8 @@ UNKNOWN = "unknown"
 def worker_fingerprint(
     config: Any, device_type: str, copier: str, pages: Sequence[Sequence[int]], cache_blocks: int
 ) -> str:
-    """One rank's facts. ``pages``: bytes of one block of each ref, per group position. ``cache_blocks``: how
-    many blocks its cache has.
+    """One rank's part of the identity. ``pages``: bytes of one block of each ref, per group position.
+    ``cache_blocks``: how many blocks its cache has.
 
     Long values are replaced by their digest, so that the text fits in the control page.
     """
@@ -33,21 +33,21 @@ def worker_fingerprint(
     layout = [
         (list(group.layer_names), list(sizes)) for group, sizes in zip(config.groups, pages, strict=True)
     ]
-    facts: dict[str, Any] = {
+    fingerprint: dict[str, Any] = {
         "copier": copier,
         "cache_blocks": cache_blocks,
         "shard": _digest(setting_text(layout)),  # may differ between ranks (pipeline stages)
         "settings": {"device": device_type} | (_settings(vllm_config, config) if vllm_config else {}),
     }
     if vllm_config is not None:
-        facts["model"] = _weights_source(vllm_config)
-        facts["max_model_len"] = getattr(vllm_config.model_config, "max_model_len", 0)
-        facts["hash_algorithm"] = vllm_config.cache_config.prefix_caching_hash_algo
-        facts["windowed"] = _windowed(vllm_config, config)
-    text = json.dumps(facts, sort_keys=True, default=str)
+        fingerprint["model"] = _weights_source(vllm_config)
+        fingerprint["max_model_len"] = getattr(vllm_config.model_config, "max_model_len", 0)
+        fingerprint["hash_algorithm"] = vllm_config.cache_config.prefix_caching_hash_algo
+        fingerprint["windowed"] = _windowed(vllm_config, config)
+    text = json.dumps(fingerprint, sort_keys=True, default=str)
     if len(text.encode()) > MAX_FINGERPRINT_BYTES:
-        facts["settings"] = {"digest": _digest(setting_text(facts["settings"]))}
-        text = json.dumps(facts, sort_keys=True, default=str)
+        fingerprint["settings"] = {"digest": _digest(setting_text(fingerprint["settings"]))}
+        text = json.dumps(fingerprint, sort_keys=True, default=str)
     return text
 
 
@@ -114,16 +114,16 @@ def _backends(vllm_config: Any, config: Any) -> list[str]:
         for layer in (layer for layers in _layers(vllm_config, config) for layer in layers):
             backend = getattr(layer, "attn_backend", None)
             names.add(backend.get_name() if backend is not None else type(layer).__name__)
-    except Exception as error:  # a layer of a shape we do not know tells less, and serves all the same
+    except Exception as error:  # an unknown kind of layer: the namespace says less, serving goes on
         logger.debug("attention backends are not in the namespace: %s", error)
     return sorted(names)
 
 
 def _windowed(vllm_config: Any, config: Any) -> list[bool] | None:
     """Per group position whether it forgets blocks behind a window; None when a layer does not say."""
-    told = [compat.group_has_window(group) for group in config.groups]
-    if None not in told:
-        return [bool(value) for value in told]
+    flags = [compat.group_has_window(group) for group in config.groups]
+    if None not in flags:
+        return [bool(flag) for flag in flags]
     try:
         groups = _layers(vllm_config, config)
         if not all(groups):
@@ -153,36 +153,40 @@ def groups_of_states(config: Any) -> list[bool]:
 
 
 def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
-    """The facts of all ranks as one: rank 0's, the settings all agree on, windows that any rank saw.
+    """The fingerprints of all ranks as one: rank 0's, with windows that any rank saw.
 
     Raises ValueError when two ranks contradict each other in what must be equal.
     """
     ranks = [json.loads(text) for text in texts]
     merged = dict(ranks[0])
     for key in ("settings", "hash_algorithm", "model"):
-        for rank, facts in enumerate(ranks):
-            if key != "settings" and facts.get(key) != merged.get(key):
+        for rank, fingerprint in enumerate(ranks):
+            if key != "settings" and fingerprint.get(key) != merged.get(key):
                 raise ValueError(
-                    f"rank {rank} has {key} {facts.get(key)!r}, rank 0 has {merged.get(key)!r}; "
+                    f"rank {rank} has {key} {fingerprint.get(key)!r}, rank 0 has {merged.get(key)!r}; "
                     "all ranks of one engine must be started with the same settings"
                 )
     merged["settings"] = dict(merged["settings"])
-    if any(facts["settings"] != merged["settings"] for facts in ranks):  # stages with other backends
-        merged["settings"]["ranks"] = _digest(setting_text([facts["settings"] for facts in ranks]))
-    merged["cache_blocks"] = min(facts.get("cache_blocks", 0) for facts in ranks)
-    merged["shards"] = _digest(setting_text([facts["shard"] for facts in ranks]))
-    windowed = [facts["windowed"] for facts in ranks if facts.get("windowed") is not None]
+    if any(
+        fingerprint["settings"] != merged["settings"] for fingerprint in ranks
+    ):  # stages with other backends
+        merged["settings"]["ranks"] = _digest(
+            setting_text([fingerprint["settings"] for fingerprint in ranks])
+        )
+    merged["cache_blocks"] = min(fingerprint.get("cache_blocks", 0) for fingerprint in ranks)
+    merged["shards"] = _digest(setting_text([fingerprint["shard"] for fingerprint in ranks]))
+    windowed = [fingerprint["windowed"] for fingerprint in ranks if fingerprint.get("windowed") is not None]
     merged["windowed"] = [any(flags) for flags in zip(*windowed, strict=True)] if windowed else None
     return merged
 
 
-def namespace_facts(
+def namespace_identity(
     config: Any,
     shard_bytes: Sequence[Sequence[int]],
     merged: Mapping[str, Any],
     replicated: bool,
     model_id: str | None = None,
-) -> tuple[NamespaceFacts, bool]:
+) -> tuple[NamespaceIdentity, bool]:
     """(everything the records' bytes depend on, whether the hash seed is drawn anew by each process).
 
     ``shard_bytes``: [group position][area]. ``merged``: of merge_fingerprints. ``model_id``: the setting.
@@ -192,7 +196,7 @@ def namespace_facts(
     model = merged.get("model", {})
     parallel = config.parallel
     settings = dict(merged["settings"]) | {"shards": merged["shards"]}
-    facts = NamespaceFacts(
+    identity = NamespaceIdentity(
         model=model_identity(
             config.model.name,
             model.get("revision"),
@@ -203,7 +207,7 @@ def namespace_facts(
         kv_dtype=config.model.dtype,
         kv_cache_layout=str(getattr(config, "kv_cache_layout", None)),
         groups=tuple(
-            GroupFacts(group.group_id, group.tokens_per_block, len(group.layer_names), tuple(shards))
+            GroupIdentity(group.group_id, group.tokens_per_block, len(group.layer_names), tuple(shards))
             for group, shards in zip(config.groups, shard_bytes, strict=True)
         ),
         blocks_per_chunk=config.cache.blocks_per_chunk,
@@ -218,4 +222,4 @@ def namespace_facts(
         replicated=replicated,
         settings=settings,
     )
-    return facts, seed_is_random
+    return identity, seed_is_random
