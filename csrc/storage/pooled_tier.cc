@@ -334,11 +334,15 @@ const Clock& clock_of(const PooledTierOptions& options) {
   return options.clock != nullptr ? *options.clock : static_cast<const Clock&>(steady);
 }
 
-std::unique_ptr<Tier> make_pooled_tier(std::unique_ptr<RecordStore> store, const PooledTierOptions& options) {
+void check_options(const PooledTierOptions& options) {
   if (options.n_read_threads == 0 || options.n_write_threads == 0) {
     throw_invalid("n_read_threads {} and n_write_threads {} were given; each must be at least 1",
                   options.n_read_threads, options.n_write_threads);
   }
+}
+
+std::unique_ptr<Tier> make_pooled_tier(std::unique_ptr<RecordStore> store, const PooledTierOptions& options) {
+  check_options(options);
   return std::make_unique<PooledTier>(std::move(store), options);
 }
 
