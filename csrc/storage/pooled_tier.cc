@@ -91,8 +91,10 @@ void PooledTier::keep(Lane lane, std::function<void(RecordStore&)> work) {
   IoPool::Op op;
   op.lane = lane;
   op.run = [shared = shared_, work = std::move(work)] {
-    work(*shared->store);
-    return Status::ok();
+    return contained([&] {
+      work(*shared->store);
+      return Status::ok();
+    });
   };
   op.done = [](const Status&, double, double) {};
   std::vector<IoPool::Op> ops;
@@ -238,7 +240,10 @@ void PooledTier::keep_up_when_due() {
   if (now < next_upkeep_.load() || shared_->maintaining.exchange(true)) return;
   next_upkeep_.store(now + kMaintainEvery);
   keep(Lane::kWrite, [shared = shared_.get()](RecordStore& store) {
-    upkeep(store);
+    (void)contained([&] {
+      upkeep(store);
+      return Status::ok();
+    });
     shared->maintaining.store(false);
   });
 }
@@ -252,7 +257,7 @@ Status PooledTier::keep_and_wait(Nanos wait, std::function<Status(RecordStore&)>
   };
   auto answer = std::make_shared<Answer>();
   keep(Lane::kRead, [answer, work = std::move(work)](RecordStore& store) {
-    Status status = work(store);
+    Status status = contained([&] { return work(store); });
     const MutexLock lock(answer->mutex);
     answer->status = std::move(status);
     answer->done = true;
