@@ -43,7 +43,7 @@ class PooledTier final : public Tier {
                   ? IoPoolOptions{0, 0, &clock_, options.close_wait}
                   : IoPoolOptions{options.n_read_threads, options.n_write_threads, &clock_,
                                   options.close_wait}),
-        keeper_({1, 1, &clock_, options.close_wait}),
+        upkeep_({1, 1, &clock_, options.close_wait}),
         ticker_(kMaintainEvery, [this] { keep_up_when_due(); }) {
     if (options.driven_by_hand != nullptr) *options.driven_by_hand = &pool_;
     keep(Lane::kWrite, [](RecordStore& started) { started.start(); });
@@ -66,7 +66,7 @@ class PooledTier final : public Tier {
   IoPool::Op make_op(TierOp op, const Submitted& submitted, std::optional<Breaker::Pass> pass);
   IoPool::Op make_locate(std::vector<ChunkKey> keys, const Submitted& submitted, Breaker::Pass pass);
   void keep(Lane lane, std::function<void(RecordStore&)> work);
-  // On the keeper's fast lane; kTimeout when it did not end in time (it goes on).
+  // On the fast lane of upkeep; kTimeout when it did not end in time (it goes on).
   Status keep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
   // An engine that is idle does not poll, and others count on us to go on: also on the ticker's thread.
   void keep_up_when_due();
@@ -83,7 +83,7 @@ class PooledTier final : public Tier {
   std::atomic<Nanos> next_upkeep_;
   // Last: their threads end before what they use.
   IoPool pool_;
-  IoPool keeper_;  // write lane: start and upkeep; read lane: what must not wait for it
+  IoPool upkeep_;  // write lane: start and upkeep; read lane: what must not wait for it
   Ticker ticker_;
 };
 
@@ -99,7 +99,7 @@ void PooledTier::keep(Lane lane, std::function<void(RecordStore&)> work) {
   op.done = [](const Status&, double, double) {};
   std::vector<IoPool::Op> ops;
   ops.push_back(std::move(op));
-  keeper_.submit(std::move(ops));
+  upkeep_.submit(std::move(ops));
 }
 
 IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optional<Breaker::Pass> pass) {
@@ -317,7 +317,7 @@ void PooledTier::close() {
     });
   }
   const bool left = pool_.close();
-  if (keeper_.close() && left) shared_->store->close();
+  if (upkeep_.close() && left) shared_->store->close();
 }
 
 double PooledTier::estimate_read_seconds(std::uint64_t bytes) const {
