@@ -9,7 +9,7 @@
 // expire()). cancel() ends a queued op kCancelled. Every submitted op ends
 // exactly once in `done`.
 //
-// `done` runs on the pool's thread (or the caller's, for cancel, fail_queued,
+// `run` must not throw. `done` runs on the pool's thread (or the caller's, for cancel, fail_queued,
 // expire and close) without any lock of the pool, and must not throw or block.
 //
 // A thread stuck inside `run` blocks no call here. close() waits for it at most

@@ -1,5 +1,7 @@
 #include "storage/pooled_ops.h"
 
+#include <cerrno>
+
 namespace kv_offload {
 namespace {
 
@@ -27,8 +29,9 @@ Status run_op(PooledStore& shared, OpInFlight& in_flight) {
   if (epoch != store.epoch()) return of_before_a_reset();
   if (!epoch) return Status::error(StatusKind::kNotFound, "no record of this key");
   if (!is_read && shared.learnt && shared.learnt->contains(op.key) == Presence::kPresent) return Status::ok();
-  Status status =
-      is_read ? store.read(op, epoch, &in_flight.moved) : store.write(op, epoch, &in_flight.moved);
+  Status status = contained([&] {
+    return is_read ? store.read(op, epoch, &in_flight.moved) : store.write(op, epoch, &in_flight.moved);
+  });
   if (shared.learnt) learn(*shared.learnt, in_flight, status);
   // It may be of a time that is over.
   return epoch == store.epoch() ? status : of_before_a_reset();
@@ -37,7 +40,7 @@ Status run_op(PooledStore& shared, OpInFlight& in_flight) {
 Status run_locate(PooledStore& shared, const std::vector<ChunkKey>& keys, const Submitted& submitted) {
   if (!submitted.epoch || submitted.epoch != shared.store->epoch()) return of_before_a_reset();
   std::vector<bool> present(keys.size());
-  Status status = shared.store->locate(keys, submitted.epoch, &present);
+  Status status = contained([&] { return shared.store->locate(keys, submitted.epoch, &present); });
   if (!status || !shared.learnt) return status;
   for (std::size_t i = 0; i < keys.size(); ++i) {
     shared.learnt->answered(keys[i], present[i], submitted.era);
@@ -46,7 +49,8 @@ Status run_locate(PooledStore& shared, const std::vector<ChunkKey>& keys, const 
 }
 
 bool device_failed(const Status& status) {
-  return status.kind() == StatusKind::kIo || status.kind() == StatusKind::kTimeout ||
+  return status.kind() == StatusKind::kIo ||
+         (status.kind() == StatusKind::kTimeout && status.error_number() != EBUSY) ||
          (status.kind() == StatusKind::kNoSpace && status.error_number() != 0);
 }
 

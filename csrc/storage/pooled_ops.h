@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -75,6 +76,19 @@ struct OpInFlight {
   std::optional<Breaker::Pass> pass;  // none: the tier was closed
   std::uint64_t moved = 0;
 };
+
+// What a call of the store says. RecordStore promises not to throw; a store that does all the same (out of
+// memory) fails that op, and no thread ends by it.
+template <typename Work>
+Status contained(Work&& work) {
+  try {
+    return work();
+  } catch (const std::exception& error) {
+    return Status::error(StatusKind::kIo, fmt::format("the store threw: {}", error.what()));
+  } catch (...) {
+    return Status::error(StatusKind::kIo, "the store threw");
+  }
+}
 
 // Does the op in the epoch that it was submitted in, or not at all.
 Status run_op(PooledStore& shared, OpInFlight& in_flight);

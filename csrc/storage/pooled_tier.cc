@@ -43,7 +43,7 @@ class PooledTier final : public Tier {
                   ? IoPoolOptions{0, 0, &clock_, options.close_wait}
                   : IoPoolOptions{options.n_read_threads, options.n_write_threads, &clock_,
                                   options.close_wait}),
-        keeper_({1, 1, &clock_, options.close_wait}),
+        upkeep_({1, 1, &clock_, options.close_wait}),
         ticker_(kMaintainEvery, [this] { keep_up_when_due(); }) {
     if (options.driven_by_hand != nullptr) *options.driven_by_hand = &pool_;
     keep(Lane::kWrite, [](RecordStore& started) { started.start(); });
@@ -66,7 +66,7 @@ class PooledTier final : public Tier {
   IoPool::Op make_op(TierOp op, const Submitted& submitted, std::optional<Breaker::Pass> pass);
   IoPool::Op make_locate(std::vector<ChunkKey> keys, const Submitted& submitted, Breaker::Pass pass);
   void keep(Lane lane, std::function<void(RecordStore&)> work);
-  // On the keeper's fast lane; kTimeout when it did not end in time (it goes on).
+  // On the fast lane of upkeep; kTimeout when it did not end in time (it goes on).
   Status keep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
   // An engine that is idle does not poll, and others count on us to go on: also on the ticker's thread.
   void keep_up_when_due();
@@ -83,7 +83,7 @@ class PooledTier final : public Tier {
   std::atomic<Nanos> next_upkeep_;
   // Last: their threads end before what they use.
   IoPool pool_;
-  IoPool keeper_;  // write lane: start and upkeep; read lane: what must not wait for it
+  IoPool upkeep_;  // write lane: start and upkeep; read lane: what must not wait for it
   Ticker ticker_;
 };
 
@@ -91,13 +91,15 @@ void PooledTier::keep(Lane lane, std::function<void(RecordStore&)> work) {
   IoPool::Op op;
   op.lane = lane;
   op.run = [shared = shared_, work = std::move(work)] {
-    work(*shared->store);
-    return Status::ok();
+    return contained([&] {
+      work(*shared->store);
+      return Status::ok();
+    });
   };
   op.done = [](const Status&, double, double) {};
   std::vector<IoPool::Op> ops;
   ops.push_back(std::move(op));
-  keeper_.submit(std::move(ops));
+  upkeep_.submit(std::move(ops));
 }
 
 IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optional<Breaker::Pass> pass) {
@@ -238,7 +240,10 @@ void PooledTier::keep_up_when_due() {
   if (now < next_upkeep_.load() || shared_->maintaining.exchange(true)) return;
   next_upkeep_.store(now + kMaintainEvery);
   keep(Lane::kWrite, [shared = shared_.get()](RecordStore& store) {
-    upkeep(store);
+    (void)contained([&] {
+      upkeep(store);
+      return Status::ok();
+    });
     shared->maintaining.store(false);
   });
 }
@@ -252,7 +257,7 @@ Status PooledTier::keep_and_wait(Nanos wait, std::function<Status(RecordStore&)>
   };
   auto answer = std::make_shared<Answer>();
   keep(Lane::kRead, [answer, work = std::move(work)](RecordStore& store) {
-    Status status = work(store);
+    Status status = contained([&] { return work(store); });
     const MutexLock lock(answer->mutex);
     answer->status = std::move(status);
     answer->done = true;
@@ -312,7 +317,7 @@ void PooledTier::close() {
     });
   }
   const bool left = pool_.close();
-  if (keeper_.close() && left) shared_->store->close();
+  if (upkeep_.close() && left) shared_->store->close();
 }
 
 double PooledTier::estimate_read_seconds(std::uint64_t bytes) const {
@@ -334,11 +339,15 @@ const Clock& clock_of(const PooledTierOptions& options) {
   return options.clock != nullptr ? *options.clock : static_cast<const Clock&>(steady);
 }
 
-std::unique_ptr<Tier> make_pooled_tier(std::unique_ptr<RecordStore> store, const PooledTierOptions& options) {
+void check_options(const PooledTierOptions& options) {
   if (options.n_read_threads == 0 || options.n_write_threads == 0) {
     throw_invalid("n_read_threads {} and n_write_threads {} were given; each must be at least 1",
                   options.n_read_threads, options.n_write_threads);
   }
+}
+
+std::unique_ptr<Tier> make_pooled_tier(std::unique_ptr<RecordStore> store, const PooledTierOptions& options) {
+  check_options(options);
   return std::make_unique<PooledTier>(std::move(store), options);
 }
 

@@ -35,7 +35,10 @@ struct PooledTierOptions {
 // The clock that a tier goes by.
 const Clock& clock_of(const PooledTierOptions& options);
 
-// Throws InvalidArgument (no threads).
+// Throws InvalidArgument (no threads). For who makes a store: before it leaves anything anywhere.
+void check_options(const PooledTierOptions& options);
+
+// Throws InvalidArgument, as check_options().
 std::unique_ptr<Tier> make_pooled_tier(std::unique_ptr<RecordStore> store, const PooledTierOptions& options);
 
 }  // namespace kv_offload

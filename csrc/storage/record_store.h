@@ -10,6 +10,9 @@
 // Threads: each method says on whose it runs. Those of I/O threads and of upkeep may wait for the device;
 // those of any thread never do, for the scheduler is among them. A store may be left with a thread stuck in a
 // call of the first kind: it is shared by all ops in flight, so nothing is freed under them.
+//
+// No method throws: what cannot be done is a Status. (One that throws all the same fails its op, as kIo; it
+// leaves no thread ended and no op without a completion.) A constructor may throw.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +39,8 @@ class RecordStore {
   virtual ~RecordStore() = default;
 
   // ---- I/O threads, several at once. `epoch` is never null. Each ends within a time of its own, or is
-  // stuck. `moved` becomes the payload's bytes when the device moved them; a record that is there already is
+  // stuck. kIo, kTimeout, and kNoSpace with an errno speak against the device, and rest it after some in a
+  // row; kTimeout with EBUSY does not: it says that another process was in the way. `moved` becomes the payload's bytes when the device moved them; a record that is there already is
   // ok with 0. Leaves a whole record or none: nothing else is ever found under the key.
   virtual Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
   // Ok: the shards hold the record's bytes, verified. kNotFound: there is none. kCorrupt: there is one that
@@ -53,7 +57,8 @@ class RecordStore {
   // ---- upkeep's threads
   // Once, first: what takes long and need not keep a server from starting.
   virtual void start() {}
-  // About once a second, also while the engine is idle; and once more after stop(), for what would be lost.
+  // About once a second, also while the engine is idle; and once more after stop(), for what would be lost,
+  // maybe beside a call that has not noticed yet.
   virtual void maintain() = 0;
   // Ok when there is an epoch, made now or before. May run beside maintain() and beside itself.
   virtual Status begin_epoch() = 0;

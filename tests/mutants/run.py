@@ -9,7 +9,7 @@ A mutant replaces text that occurs exactly once in one file and names the tests 
 
     [[mutant]]
     name = "a write takes its generation when it runs"
-    file = "csrc/storage/fs/write.cc"
+    file = "csrc/storage/fs/record_writer.cc"
     find = '''...'''
     replace = '''...'''
     cpp = "FsTierReset.*"                           # a filter of kv_offload_tests, or

@@ -37,6 +37,14 @@ CACHE_PARTS = (
     *("trace_replay", "rank_worker"),  # beside them
 )
 
+# The parts of the fs tier's store, in the order of csrc/storage/fs/store.h. Files not named here hold
+# what several use (functions on files, Space): they know no part.
+FS_PARTS = (
+    *("open", "known_records", "draft", "evictor", "record_reader", "record_writer"),
+    *("scanner", "foreign_records", "root_counter", "own_generation", "recency"),
+    *("store", "tier", "probe_disk"),  # above them
+)
+
 # What an #include of a library looks like, and the files (under csrc/) that may have it.
 LIBRARIES = {
     "CUDA": (
@@ -112,6 +120,20 @@ def cache_errors(root: Path) -> list[str]:
     return errors
 
 
+def fs_errors(root: Path) -> list[str]:
+    """Of csrc/storage/fs: which file knows a part that comes after its own."""
+    errors = []
+    for path in sorted(p for p in (root / "csrc/storage/fs").iterdir() if p.suffix in SOURCES):
+        place = FS_PARTS.index(path.stem) if path.stem in FS_PARTS else -1
+        for _, header in INCLUDE.findall(path.read_text()):
+            name = header.removeprefix("storage/fs/").removesuffix(".h")
+            if name == "tier":  # its options, which each part may know
+                continue
+            if header.startswith("storage/fs/") and name in FS_PARTS and FS_PARTS.index(name) > place:
+                errors.append(f"{path.name}: must not include {header}")
+    return errors
+
+
 def imported_modules(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
@@ -167,6 +189,26 @@ def test_a_part_that_knows_a_later_one_is_caught(tmp_path, name, line, error):
     (tmp_path / "csrc/cache").mkdir(parents=True)
     (tmp_path / "csrc/cache" / name).write_text(f'#include "cache/cache_types.h"\n{line}\n')
     assert cache_errors(tmp_path) == [error]
+
+
+def test_no_part_of_the_fs_store_knows_one_that_comes_after_it():
+    assert fs_errors(REPOSITORY) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "header"),
+    [
+        ("known_records.h", "storage/fs/evictor.h"),
+        ("record_reader.cc", "storage/fs/record_writer.h"),
+        ("recency.h", "storage/fs/store.h"),
+        ("space.cc", "storage/fs/known_records.h"),
+    ],
+)
+def test_a_part_of_the_fs_store_that_knows_a_later_one_is_caught(tmp_path, name, header):
+    (tmp_path / "csrc/storage/fs").mkdir(parents=True)
+    (tmp_path / "csrc/storage/fs" / name).write_text(f'#include "storage/fs/open.h"\n#include "{header}"\n')
+    errors = fs_errors(tmp_path)
+    assert f"{name}: must not include {header}" in errors
 
 
 def test_only_the_adapter_imports_vllm():

@@ -19,6 +19,7 @@
 
 #include "base/status.h"
 #include "storage/fs/file_ops.h"
+#include "storage/fs/leaf_directories.h"
 #include "storage/record_store.h"
 
 namespace kv_offload {
@@ -30,6 +31,7 @@ struct Generation : RecordStore::Epoch {
   Fd directory;
   std::string path;
   bool made = false;  // by this process
+  LeafDirectories leaves;
 };
 
 enum class Generate : std::uint8_t {

@@ -15,6 +15,8 @@
 
 #include "base/aligned_buffer.h"
 #include "storage/fs/layout.h"
+#include "storage/fs/record_file.h"
+#include "storage/fs/temporary.h"
 #include "storage/fs/walk.h"
 
 namespace kv_offload {
@@ -37,10 +39,9 @@ void sync_directory(FileOps& ops, int at, const std::string& path) {
 Fd open_root_directory(const FsTierOptions& options, FileOps& ops) {
   const std::string& path = options.root_dir;
   if (path.empty()) throw_invalid("root_dir is empty; name a directory on the disk to use");
-  if (options.max_bytes < kSmallestBound + options.record_bytes) {
-    throw_invalid("max_bytes of {} was given for {}; at least {} are needed to hold one record of {}",
-                  format_bytes(options.max_bytes), path, format_bytes(kSmallestBound + options.record_bytes),
-                  format_bytes(options.record_bytes));
+  if (options.max_bytes < kSmallestBound) {
+    throw_invalid("max_bytes of {} was given for {}; at least {} are needed", format_bytes(options.max_bytes),
+                  path, format_bytes(kSmallestBound));
   }
   std::string made;
   for (const auto& part : std::filesystem::path(path)) {
@@ -116,10 +117,11 @@ bool is_damaged_root_file(const std::string& found, bool ledger_is_ours) {
 
 using Damaged = std::function<bool(const std::string& found)>;
 
-// Writes the file if it is not there, or damaged; then it holds some opener's whole text.
+// Writes the file if it is not there, or damaged; then it holds some opener's whole text. *made (or null)
+// becomes the file when it was not there before.
 std::string write_once(const FsTierOptions& options, FileOps& ops, int directory, const std::string& where,
                        const std::string& name, const std::string& text, std::uint64_t writer,
-                       const Damaged& damaged) {
+                       const Damaged& damaged, Fd* made) {
   std::string found;
   int rc = read_text(ops, directory, name, &found);
   const bool torn = rc == 0 && damaged(found);
@@ -141,6 +143,7 @@ std::string write_once(const FsTierOptions& options, FileOps& ops, int directory
     if (rc == -EINVAL) rc = ops.rename(directory, temporary, name, false);
     if (rc < 0) (void)ops.unlink(directory, temporary);
     if (rc < 0 && rc != -EEXIST) fail(where + "/" + name, "write", -rc);
+    if (rc == 0 && !torn && made != nullptr) *made = std::move(fd);
     rc = read_text(ops, directory, name, &found);
   }
   if (rc < 0) fail(where + "/" + name, "read", -rc);
@@ -164,19 +167,19 @@ void check_same(const std::string& path, const std::string& found, const std::st
       path, around(found, at), around(given, static_cast<std::size_t>(b - given.begin())), at);
 }
 
-// The mark is taken on the file that is there by name: a reclaimer may have
+// The lock is taken on the file that is there by name: a reclaimer may have
 // removed the directory between our opening and our lock.
 void open_namespace(const FsTierOptions& options, FileOps& ops, OpenRoot* open) {
-  const std::string path = open->path + "/" + open->namespace_name;
+  const std::string path = open->namespace_path();
   int error = 0;
   for (int attempt = 0; attempt < 100; ++attempt) {
-    const int rc = ops.mkdir(open->root.get(), open->namespace_name, 0700);
+    const int rc = ops.mkdir(open->directory.get(), open->namespace_name, 0700);
     if (rc < 0 && rc != -EEXIST) fail(path, "make directory", -rc);
     open->namespace_directory =
-        open_fd(ops, open->root.get(), open->namespace_name, kOpenDirectory, 0, &error);
+        open_fd(ops, open->directory.get(), open->namespace_name, kOpenDirectory, 0, &error);
     if (!open->namespace_directory && error == ENOENT) continue;
     if (!open->namespace_directory) fail(path, "open", error);
-    if (rc == 0) sync_directory(ops, open->root.get(), ".");
+    if (rc == 0) sync_directory(ops, open->directory.get(), ".");
     const int directory = open->namespace_directory.get();
     FileInfo mine, named;
     if (const int known = ops.fstat(directory, &mine); known < 0) fail(path, "look at", -known);
@@ -184,32 +187,35 @@ void open_namespace(const FsTierOptions& options, FileOps& ops, OpenRoot* open) 
       throw_resource("{} belongs to uid {}, this process is uid {}; remove it or use another root_dir", path,
                      mine.owner, ::geteuid());
     }
-    open->open_mark =
+    open->open_lock =
         open_fd(ops, directory, std::string(layout::kOpenFile), O_RDWR | O_CREAT | O_NOFOLLOW, 0600, &error);
-    if (!open->open_mark && error == ENOENT) continue;
-    if (!open->open_mark) fail(path + "/open", "open", error);
-    if (const int locked = lock_file(ops, open->open_mark.get(), LOCK_SH); locked < 0) {
+    if (!open->open_lock && error == ENOENT) continue;
+    if (!open->open_lock) fail(path + "/open", "open", error);
+    if (const int locked = lock_file(ops, open->open_lock.get(), LOCK_SH); locked < 0) {
       throw_resource("cannot lock {}/open: {}; the file system of root_dir must support file locks", path,
                      std::strerror(-locked));
     }
-    if (ops.fstat(open->open_mark.get(), &mine) != 0 ||
+    if (ops.fstat(open->open_lock.get(), &mine) != 0 ||
         ops.stat(directory, std::string(layout::kOpenFile), &named) != 0 || mine.inode != named.inode) {
       continue;
     }
     const std::string name(layout::kNamespaceFile);
-    check_same(path + "/" + name,
-               write_once(options, ops, directory, path, name, options.namespace_json, open->writer,
-                          [&](const std::string& found) {
-                            return is_torn(found, options.namespace_json) ||
-                                   one_bit_differs(found, options.namespace_json);
-                          }),
-               options.namespace_json);
+    Fd made;
+    const auto damaged = [&](const std::string& found) {
+      return is_torn(found, options.namespace_json) || one_bit_differs(found, options.namespace_json);
+    };
+    check_same(
+        path + "/" + name,
+        write_once(options, ops, directory, path, name, options.namespace_json, open->writer, damaged, &made),
+        options.namespace_json);
+    if (rc == 0) open->count(open->namespace_directory);
+    if (made) open->count(made);
     return;
   }
   fail(path, "open", EBUSY);
 }
 
-bool probe_direct(FileOps& ops, const OpenRoot& open, DirectMode mode) {
+bool takes_direct(FileOps& ops, const OpenRoot& open, DirectMode mode) {
   if (mode == DirectMode::kOff) return false;
   Fd fd;
   std::string path;
@@ -231,57 +237,82 @@ bool probe_direct(FileOps& ops, const OpenRoot& open, DirectMode mode) {
   return false;
 }
 
-void check_space(const FsTierOptions& options, FileOps& ops, const OpenRoot& open) {
+void check_space(FileOps& ops, const OpenRoot& open) {
   SpaceInfo space;
-  if (const int rc = ops.statvfs(open.root.get(), &space); rc < 0)
+  if (const int rc = ops.statvfs(open.directory.get(), &space); rc < 0)
     fail(open.path, "ask for free space of", -rc);
   // What is there already can be evicted.
   const std::uint64_t available = space.free_bytes + open.space->total();
-  const std::uint64_t needed = std::max<std::uint64_t>(options.record_bytes, kPageBytes) + 16 * kPageBytes;
-  if (available < needed) {
-    throw_resource("{} has {} free; one record needs {}; free some space or set root_dir elsewhere",
-                   open.path, format_bytes(available), format_bytes(needed));
+  constexpr std::uint64_t kSmallestRecord = 17 * kPageBytes;
+  if (available < kSmallestRecord) {
+    throw_resource("{} has {} free; even a small record needs {}; free some space or set root_dir elsewhere",
+                   open.path, format_bytes(available), format_bytes(kSmallestRecord));
   }
 }
 
 // A root that holds nothing but this new namespace is counted on the spot, so
 // that the first write is granted.
-bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& open) {
+bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& open,
+                    const Generation& generation) {
   SpaceFigures figures;
   const Nanos now = options.clock != nullptr ? options.clock->now() : SteadyClock().now();
   if (!open.space->look(now, &figures) || !figures.alone) return false;
   std::vector<std::string> names;
-  if (!list_namespaces(ops, open.root.get(), &names) || names.size() > 1) return false;
+  if (!list_namespaces(ops, open.directory.get(), &names) || names.size() > 1) return false;
   std::vector<std::uint64_t> generations;
   std::vector<DirEntry> entries;
   if (!list_generations(ops, open.namespace_directory.get(), &generations) || generations.size() > 1)
     return false;
-  if (ops.list(open.generation->directory.get(), &entries) < 0 || !entries.empty()) return false;
+  if (ops.list(generation.directory.get(), &entries) < 0 || !entries.empty()) return false;
   std::uint64_t number = 0;
   if (!open.space->begin_count(&number)) return false;
   const std::atomic<bool> stop{false};
   const CountFor count{open.writer, figures.writers};
-  const std::uint64_t bytes = count_tree(ops, open.root.get(), ".", {.count = &count}, stop);
+  const std::uint64_t bytes = count_tree(ops, open.directory.get(), ".", {.count = &count}, stop);
   return open.space->finish_count(number, bytes).is_ok();
 }
 
 }  // namespace
 
-OpenRoot open_root(const FsTierOptions& options, FileOps& ops) {
-  OpenRoot open;
+void OpenRoot::count(const Fd& made) const {
+  if (FileInfo info; ops.fstat(made.get(), &info) == 0) space->add(info.disk_bytes);
+}
+
+int OpenRoot::remove_file(int at, const std::string& name) const {
+  const Space::Finished before = space->finished();
+  std::uint64_t freed = 0;
+  const int rc = unlink_file(ops, at, name, &freed);
+  space->remove(freed, before);
+  return rc;
+}
+
+std::function<void(std::uint64_t)> OpenRoot::each_removed() const {
+  return [&to = *space, before = space->finished()](std::uint64_t bytes) mutable {
+    to.remove(bytes, before);
+    before = to.finished();
+  };
+}
+
+void OpenRoot::close() {
+  space->close();
+  open_lock.reset();
+}
+
+OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<Generation>* generation) {
+  OpenRoot open(ops);
   open.path = options.root_dir;
   open.namespace_name = layout::namespace_name(options.namespace_id);
   std::random_device random;
   open.writer = std::uint64_t{random()} << 32 | random() | 1;
-  open.root = open_root_directory(options, ops);
+  open.directory = open_root_directory(options, ops);
   const std::string name(layout::kRootFile);
   std::string ledger;
   const bool ledger_is_ours =
-      read_text(ops, open.root.get(), std::string(layout::kLedgerFile), &ledger) == 0 &&
+      read_text(ops, open.directory.get(), std::string(layout::kLedgerFile), &ledger) == 0 &&
       SpacePage::is_of_this_format(ledger.data(), ledger.size());
-  const std::string text =
-      write_once(options, ops, open.root.get(), open.path, name, std::string(layout::kRootText), open.writer,
-                 [&](const std::string& found) { return is_damaged_root_file(found, ledger_is_ours); });
+  const std::string text = write_once(
+      options, ops, open.directory.get(), open.path, name, std::string(layout::kRootText), open.writer,
+      [&](const std::string& found) { return is_damaged_root_file(found, ledger_is_ours); }, nullptr);
   if (text != layout::kRootText) {
     throw_invalid("{}/{} is of another format: '{}', this version writes '{}'; use another root_dir",
                   open.path, name, text.substr(0, 80),
@@ -290,25 +321,24 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops) {
   // A little below max_bytes, so that directories and small files of namespaces and resets fit without
   // asking.
   constexpr std::uint64_t kMetadataBytes = 16 * kPageBytes;
-  open.space = std::make_unique<Space>(ops, open.root.get(), open.path, options.max_bytes - kMetadataBytes,
-                                       open.writer, sharer(open.namespace_name, 0));
+  open.space =
+      std::make_unique<Space>(ops, open.directory.get(), open.path, options.max_bytes - kMetadataBytes,
+                              open.writer, sharer(open.namespace_name, 0));
   open_namespace(options, ops, &open);
-  const std::string path = open.path + "/" + open.namespace_name;
-  if (const int rc = open_newest_generation(ops, open.namespace_directory.get(), path, &open.generation);
-      rc < 0)
+  const std::string path = open.namespace_path();
+  if (const int rc = open_newest_generation(ops, open.namespace_directory.get(), path, generation); rc < 0)
     fail(path, "open the newest generation of", -rc);
-  open.space->share_as(sharer(open.namespace_name, open.generation->number));
-  // Counted, as that of a reset is: it is taken off the sum when it is reclaimed.
-  if (FileInfo info; open.generation->made && ops.fstat(open.generation->directory.get(), &info) == 0)
-    open.space->add(info.disk_bytes);
-  if (open.generation->made && open.generation->number > 1 && options.warn) {
+  const Generation& own = **generation;
+  open.space->share_as(sharer(open.namespace_name, own.number));
+  if (own.made) open.count(own.directory);
+  if (own.made && own.number > 1 && options.warn) {
     options.warn(fmt::format(
         "{} was reset: what was recorded before, and by the process that was reset after it, is not used",
         path));
   }
-  open.direct = probe_direct(ops, open, options.o_direct);
-  check_space(options, ops, open);
-  open.fresh = count_new_root(options, ops, open);
+  open.direct = takes_direct(ops, open, options.o_direct);
+  check_space(ops, open);
+  open.fresh = count_new_root(options, ops, open, own);
   return open;
 }
 

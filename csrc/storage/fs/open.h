@@ -1,8 +1,14 @@
-// Opening a root and a namespace in it: every check that must fail at start,
-// with a sentence, before anything is served.
+// OpenRoot: a root and a namespace in it, opened: every check that must fail at start has passed, with a
+// sentence where it did not, before anything is served.
+//
+// Invariant: from open_root() to close() nothing here changes; the locks that it holds keep others from
+// removing the namespace. All that appears or goes below the root by our doing is told to `space`.
+//
+// Threads: any, for it does not change and Space guards itself. close() when no other call can come.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,25 +16,35 @@
 #include "storage/fs/file_ops.h"
 #include "storage/fs/generation.h"
 #include "storage/fs/space.h"
-#include "storage/fs/temporary.h"
 #include "storage/fs/tier.h"
 
 namespace kv_offload {
 
 struct OpenRoot {
+  explicit OpenRoot(FileOps& file_ops) : ops(file_ops) {}
+
+  FileOps& ops;
   std::string path;
   std::string namespace_name;
-  Fd root;
+  Fd directory;
   Fd namespace_directory;
-  Fd open_mark;  // shared flock while the namespace is open
+  Fd open_lock;  // of <namespace>/open, shared while the namespace is open
   std::unique_ptr<Space> space;
-  std::shared_ptr<Generation> generation;
-  bool direct = false;
+  bool direct = false;       // O_DIRECT works here
   bool fresh = false;        // new, ours alone, counted already: nothing to scan
   std::uint64_t writer = 0;  // random, not 0; names our temporaries and our slot in the page
+
+  std::string namespace_path() const { return path + "/" + namespace_name; }
+  // What we made, without a reservation, counts from now on.
+  void count(const Fd& made) const;
+  // 0 or -errno; a file that is gone already is no error.
+  int remove_file(int at, const std::string& name) const;
+  // For a reclaimer, which tells of each file after it went, before the next goes.
+  std::function<void(std::uint64_t bytes)> each_removed() const;
+  void close();
 };
 
-// Throws InvalidArgument or ResourceError.
-OpenRoot open_root(const FsTierOptions& options, FileOps& ops);
+// Opens the root and a generation of the namespace. Throws InvalidArgument or ResourceError.
+OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<Generation>* generation);
 
 }  // namespace kv_offload

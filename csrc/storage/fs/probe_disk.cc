@@ -70,7 +70,6 @@ DiskProbe probe_disk(const std::string& directory, std::uint64_t total_bytes, st
   FsTierOptions options;
   options.root_dir = root.path.string();
   options.max_bytes = total_bytes * 2 + (std::uint64_t{64} << 20);
-  options.record_bytes = record_bytes;
   const std::uint64_t count = total_bytes / record_bytes;
   std::vector<AlignedBuffer> rows;
   for (std::size_t i = 0; i < kInFlight; ++i) rows.emplace_back(record_bytes);

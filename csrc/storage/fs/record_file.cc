@@ -29,6 +29,13 @@ std::vector<iovec> record_parts(std::span<std::byte> header_page, std::span<cons
   return parts;
 }
 
+bool is_aligned(std::span<const Shard> shards) {
+  for (const Shard& shard : shards) {
+    if (reinterpret_cast<std::uintptr_t>(shard.data()) % kPageBytes != 0) return false;
+  }
+  return true;
+}
+
 std::vector<iovec> take_front(std::vector<iovec>* parts, std::size_t bytes) {
   std::vector<iovec> front;
   std::size_t left = bytes;
@@ -79,6 +86,15 @@ Status unless_evicted(FileOps& ops, int directory, const std::string& path, std:
   const int rc = ops.stat(directory, path, &info);
   if (rc == 0 ? info.inode == inode : rc != -ENOENT) return found;
   return Status::error(StatusKind::kNotFound, "evicted while it was read");
+}
+
+int unlink_file(FileOps& ops, int directory, const std::string& path, std::uint64_t* freed) {
+  FileInfo info;
+  int rc = ops.stat(directory, path, &info);
+  if (rc == 0) rc = ops.unlink(directory, path);
+  if (rc < 0) return rc == -ENOENT ? 0 : rc;
+  *freed += info.disk_bytes;
+  return 0;
 }
 
 }  // namespace kv_offload

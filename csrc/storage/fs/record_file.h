@@ -19,6 +19,9 @@ namespace kv_offload {
 // The header page and the padded shards, in file order.
 std::vector<iovec> record_parts(std::span<std::byte> header_page, std::span<const Shard> shards);
 
+// O_DIRECT can move them.
+bool is_aligned(std::span<const Shard> shards);
+
 // Takes the first `bytes` of the parts away from them; fewer when there are no more.
 std::vector<iovec> take_front(std::vector<iovec>* parts, std::size_t bytes);
 
@@ -32,5 +35,8 @@ Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer dir
 // leads was evicted meanwhile, and another record may have been written into it. kNotFound then, no damage.
 Status unless_evicted(FileOps& ops, int directory, const std::string& path, std::uint64_t inode,
                       Status found);
+
+// Adds what it took on disk to *freed. 0 or -errno; a file that is gone already is no error.
+int unlink_file(FileOps& ops, int directory, const std::string& path, std::uint64_t* freed);
 
 }  // namespace kv_offload

@@ -97,10 +97,10 @@ class FsRoot {
   // namespace itself when nobody has it open: (records, bytes on disk) removed.
   std::pair<std::uint64_t, std::uint64_t> purge(const std::optional<std::string>& namespace_id);
 
-  // Makes room as the evictor of a tier does, for all processes that share the
+  // Makes space as the evictor of a tier does, for all processes that share the
   // root: first what nobody can hit any more (generations that a reset left
   // behind, dead namespaces), then records of all namespaces by age. Who serves
-  // goes on, and finds the room. gone(bytes freed so far) may throw to end it early.
+  // goes on, and finds the space. gone(bytes freed so far) may throw to end it early.
   EvictReport evict(const EvictOptions& options, const std::function<void(std::uint64_t)>& gone);
 
  private:

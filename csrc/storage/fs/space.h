@@ -6,7 +6,7 @@
 // be counted either way counts as too much. A reservation is granted only while `used`
 // and all reservations, it included, are at most max_bytes.
 //
-// So nobody has to be elected: whoever needs room removes a file, and what it took
+// So nobody has to be elected: whoever needs space removes a file, and what it took
 // becomes its reservation. Whoever dies leaves the sum too high, never too low: its
 // slot is folded into `used` by whoever notices, and counting the root makes it exact.
 // A page that cannot be believed (new, damaged, of another boot) grants nothing until

@@ -36,7 +36,7 @@ Status Space::lock_page() {
     if (rc != -EWOULDBLOCK) return Status::from_errno(-rc, "lock", path_);
     if (std::chrono::steady_clock::now() > give_up) {
       if (std::exchange(replaced, true) || writer_ == 0)
-        return Status::error(StatusKind::kTimeout, "another process keeps it locked", EWOULDBLOCK, path_);
+        return Status::error(StatusKind::kTimeout, "another process keeps it locked", EBUSY, path_);
       replace_page();
       if (Status status = open_page(); !status) return status;
     }
@@ -155,7 +155,7 @@ Status Space::update_locked(const Change& change) {
     finished_.store(page.finished, std::memory_order_release);
     return Status::ok();
   }
-  return Status::error(StatusKind::kIo, "it is replaced again and again", EBUSY, path_);
+  return Status::error(StatusKind::kTimeout, "it is replaced again and again", EBUSY, path_);
 }
 
 std::optional<std::uint64_t> recorded_usage(FileOps& ops, int root) {

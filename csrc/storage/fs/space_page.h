@@ -24,7 +24,7 @@ struct SpaceSlot {
   std::uint64_t sharer;    // what it has open (space.h, sharer())
   std::uint64_t version;   // of the page, as it wrote it last
   std::uint64_t reserved;  // bytes that may appear on its behalf
-  std::uint64_t evicting;  // writes of it that remove files to have room
+  std::uint64_t evicting;  // writes of it that remove files to make space
   std::uint64_t counting;  // the number of its count that runs, or 0
   std::uint64_t added;     // since it began: what appeared
   std::uint64_t doubt;     // and how much of all this the count may have wrong

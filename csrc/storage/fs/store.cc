@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <cstdio>
+#include <utility>
 
 #include "storage/fs/layout.h"
 
@@ -15,110 +16,78 @@ FsTierOptions with_defaults(FsTierOptions options) {
   return options;
 }
 
+OpenRoot open_and_begin(const FsTierOptions& options, FileOps& ops, KnownRecords* records) {
+  std::shared_ptr<Generation> generation;
+  OpenRoot root = open_root(options, ops, &generation);
+  (void)records->begin(std::move(generation), {},
+                       root.fresh ? KnownRecords::Extent::kOrder : KnownRecords::Extent::kSome);
+  return root;
+}
+
+std::shared_ptr<Generation> generation_of(const RecordStore::EpochPtr& epoch) {
+  return std::static_pointer_cast<Generation>(epoch);
+}
+
 }  // namespace
 
 FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
     : options_(with_defaults(options)),
-      ops_(ops),
-      clock_(clock),
-      open_(open_root(options_, ops)),
-      staging_(clock),
-      catalogue_(options.eviction_policy),
-      generation_(std::move(open_.generation)),
-      leaf_states_(layout::kLeaves, LeafState::kUnknown),
-      leaf_bytes_(layout::kLeaves, 0),
-      last_write_back_(clock.now()),
-      known_(open_.fresh ? Known::kOrder : Known::kSome) {}
+      records_(options.eviction_policy, clock),
+      root_(open_and_begin(options_, ops, &records_)),
+      evictor_({options_, root_, records_, clock, stop_}),
+      buffers_(clock),
+      reader_(options_, root_, records_, buffers_),
+      writer_(options_, root_, records_, evictor_, buffers_),
+      scanner_(root_, records_, stop_),
+      counter_({options_, root_, records_, evictor_, scanner_, clock, stop_}),
+      own_(root_, records_),
+      recency_(ops, records_, clock) {}
 
-FsStore::~FsStore() = default;
+Status FsStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  return writer_.write(op, generation_of(epoch), moved);
+}
+
+Status FsStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  return reader_.read(op, generation_of(epoch), moved);
+}
+
+Status FsStore::locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) {
+  for (const ChunkKey& key : keys) {
+    if (Status status = scanner_.list(generation_of(epoch), layout::leaf_of(key)); !status) return status;
+  }
+  return records_.offered(keys, epoch, present);
+}
+
+void FsStore::start() {
+  if (root_.fresh) return;
+  counter_.start();
+  if (!stop_.load()) reclaim_unused_generations();
+}
+
+void FsStore::maintain() {
+  if (stop_.load()) return recency_.write();
+  if (own_.keep()) reclaim_unused_generations();
+  counter_.look();
+  recency_.write_when_due();
+}
+
+void FsStore::reclaim_unused_generations() {
+  if (const std::shared_ptr<Generation> own = records_.generation())
+    evictor_.reclaim_unused_generations(*own);
+}
 
 void FsStore::close() {
-  open_.space->close();
-  open_.open_mark.reset();
-  const MutexLock lock(mutex_);
-  generation_.reset();  // and its lock
-}
-
-std::shared_ptr<Generation> FsStore::generation() const {
-  const MutexLock lock(mutex_);
-  return generation_;
-}
-
-Presence FsStore::contains(const ChunkKey& key) const {
-  const Nanos now = clock_.now();
-  const MutexLock lock(mutex_);
-  if (catalogue_.offers(key, now)) return Presence::kPresent;
-  if (known_.load(std::memory_order_relaxed) != Known::kSome || catalogue_.holds(key))
-    return Presence::kAbsent;
-  return leaf_states_[layout::leaf_of(key)] == LeafState::kKnown ? Presence::kAbsent : Presence::kUnknown;
-}
-
-void FsStore::begin_asking(std::vector<ChunkKey>* keys) {
-  std::vector<ChunkKey> asked;  // one of each directory
-  const MutexLock lock(mutex_);
-  for (const ChunkKey& key : *keys) {
-    LeafState& state = leaf_states_[layout::leaf_of(key)];
-    if (known_.load(std::memory_order_relaxed) != Known::kSome || state != LeafState::kUnknown) continue;
-    state = LeafState::kAsking;
-    asked.push_back(key);
-  }
-  keys->swap(asked);
-}
-
-void FsStore::give_up_asking(std::span<const ChunkKey> keys) {
-  const MutexLock lock(mutex_);
-  for (const ChunkKey& key : keys) leaf_states_[layout::leaf_of(key)] = LeafState::kKnown;
-}
-
-void FsStore::touch(const ChunkKey& key) {
-  const Nanos now = clock_.now();
-  const MutexLock lock(mutex_);
-  catalogue_.touch(key, now);
-}
-
-void FsStore::forget() {
-  was_reset_.store(true);
-  apart_.store(false);
-  drop_generation();
-}
-
-void FsStore::drop_generation() {
-  const MutexLock lock(mutex_);
-  for (const ChunkKey& key : catalogue_.clear()) removals_.push_back({key, TierRemoval::Reason::kReset});
-  if (generation_) least_generation_ = generation_->number + 1;
-  generation_.reset();
-  leaf_states_.assign(layout::kLeaves, LeafState::kKnown);  // nothing to be found until there is one
-}
-
-bool FsStore::set_generation(std::shared_ptr<Generation> generation, bool by_reset) {
-  const MutexLock lock(mutex_);
-  if (was_reset_.load() != by_reset) return false;
-  open_.space->share_as(sharer(open_.namespace_name, generation->number));
-  generation_ = std::move(generation);
-  leaf_bytes_.assign(layout::kLeaves, 0);
-  durable_leaves_.clear();
-  leaf_states_.assign(layout::kLeaves, LeafState::kKnown);
-  known_.store(Known::kOrder);
-  return true;
-}
-
-void FsStore::take_removals(std::vector<TierRemoval>* removals) {
-  const MutexLock lock(mutex_);
-  removals->insert(removals->end(), removals_.begin(), removals_.end());
-  removals_.clear();
+  root_.close();
+  records_.close();
 }
 
 void FsStore::figures(TierStats* stats) const {
-  stats->bytes = open_.space->total();
+  stats->bytes = root_.space->total();
   stats->capacity_bytes = options_.max_bytes;
-  stats->evicted_bytes = evicted_bytes_.load();
-  stats->direct_ops = direct_ops_.load();
-  stats->buffered_ops = buffered_ops_.load();
-  stats->names_complete = known_.load() != Known::kSome;
-  stats->scan_complete = known_.load() == Known::kOrder;
-  stats->apart = apart_.load();
-  const MutexLock lock(mutex_);
-  stats->chunks = catalogue_.size();
+  stats->evicted_bytes = evictor_.evicted_bytes();
+  stats->direct_ops = buffers_.direct_ops();
+  stats->buffered_ops = buffers_.buffered_ops();
+  records_.figures(stats);
 }
 
 }  // namespace kv_offload

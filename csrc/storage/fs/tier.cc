@@ -6,6 +6,7 @@
 namespace kv_offload {
 
 std::unique_ptr<Tier> make_fs_tier(const FsTierOptions& options) {
+  check_options(options);
   FileOps& ops = options.file_ops != nullptr ? *options.file_ops : posix_file_ops();
   return make_pooled_tier(std::make_unique<FsStore>(options, ops, clock_of(options)), options);
 }

@@ -45,8 +45,7 @@ class FileOps;
 struct FsTierOptions : PooledTierOptions {
   FsTierOptions() { name = "fs"; }
   std::string root_dir;
-  std::uint64_t max_bytes = 0;     // hard bound on the whole root
-  std::uint64_t record_bytes = 0;  // largest record to come, for the checks at start; 0: unknown
+  std::uint64_t max_bytes = 0;  // hard bound on the whole root
   NamespaceId namespace_id{};
   std::string namespace_json;  // written beside, compared at open
   FsyncMode fsync = FsyncMode::kNone;

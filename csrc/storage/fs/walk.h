@@ -1,5 +1,5 @@
 // Walking a root: counting what `du` counts, finding records, removing what is
-// garbage. Used by the tier's keeper and by FsRoot. Functions only; they may
+// garbage. Used by the tier's upkeep and by FsRoot. Functions only; they may
 // take long, and give up between directories when *stop becomes true.
 #pragma once
 

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <set>
 #include <utility>
@@ -20,7 +21,7 @@ namespace kv_offload::testing {
 
 class MemoryServer {
  public:
-  enum class Verb : std::uint8_t { kRead, kWrite, kLocate, kEpoch };
+  enum class Verb : std::uint8_t { kRead, kWrite, kLocate, kEpoch, kMaintain };
   using Name = std::pair<std::uint64_t, ChunkKey>;  // epoch, key
 
   // ---- what a store asks; each may wait, and fails as told
@@ -80,9 +81,14 @@ class MemoryServer {
       if (name.second == key) record.back() ^= std::byte{1};
     }
   }
-  void fail(Verb verb, StatusKind kind) {  // kOk: no longer
+  void fail(Verb verb, StatusKind kind, int error_number = 0) {  // kOk: no longer
     const std::lock_guard lock(mutex_);
-    fails_[verb] = kind;
+    fails_[verb] = {kind, error_number};
+  }
+  // As no store may.
+  void throw_in(Verb verb, bool throws = true) {
+    const std::lock_guard lock(mutex_);
+    throws_[verb] = throws;
   }
   // Calls of this verb wait until release().
   void block(Verb verb) {
@@ -103,12 +109,17 @@ class MemoryServer {
     return asked_;
   }
   void note_maintained() {
+    (void)before(Verb::kMaintain);
     const std::lock_guard lock(mutex_);
     ++maintained_;
   }
   int maintained() const {  // how often, by all its stores
     const std::lock_guard lock(mutex_);
     return maintained_;
+  }
+  int thrown() const {
+    const std::lock_guard lock(mutex_);
+    return thrown_;
   }
   std::size_t size() const {
     const std::lock_guard lock(mutex_);
@@ -130,8 +141,13 @@ class MemoryServer {
       changed_.wait(lock, [&] { return !blocked_.contains(verb); });
       --waiting_;
     }
-    const StatusKind kind = fails_[verb];
-    return kind == StatusKind::kOk ? Status::ok() : Status::error(kind, "the server was told to fail");
+    if (throws_[verb]) {
+      ++thrown_;
+      throw std::bad_alloc();
+    }
+    const auto [kind, error_number] = fails_[verb];
+    if (kind == StatusKind::kOk) return Status::ok();
+    return Status::error(kind, "the server was told to fail", error_number);
   }
 
   mutable std::mutex mutex_;
@@ -142,7 +158,9 @@ class MemoryServer {
   int waiting_ = 0, maintained_ = 0;
   std::uint64_t epoch_ = 1;
   bool made_by_reset_ = false;
-  std::map<Verb, StatusKind> fails_;
+  std::map<Verb, std::pair<StatusKind, int>> fails_;
+  std::map<Verb, bool> throws_;
+  int thrown_ = 0;
 };
 
 class MemoryStore final : public RecordStore {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cerrno>
 
 #include "storage/breaker.h"
 #include "storage/io_pool.h"
@@ -218,6 +219,51 @@ TEST_F(PooledTierTest, a_store_is_kept_up_while_nobody_polls_and_once_more_befor
   EXPECT_EQ(calls.closed, 1);
   user.tier().close();
   EXPECT_EQ(calls.closed, 1);
+}
+
+TEST_F(PooledTierTest, a_neighbour_that_keeps_a_lock_is_no_failure_of_the_device) {
+  TierDriver user(open());
+  server_->fail(Verb::kWrite, StatusKind::kTimeout, EBUSY);
+  for (std::uint32_t i = 0; i < 2 * Breaker::kFailuresToTrip; ++i)
+    EXPECT_EQ(user.write(i).kind(), StatusKind::kTimeout) << "told as a failure all the same";
+  EXPECT_EQ(user.tier().stats().breaker_trips, 0u);
+  EXPECT_TRUE(user.tier().stats().writable);
+  server_->fail(Verb::kWrite, StatusKind::kTimeout);  // the control
+  for (std::uint32_t i = 0; i < Breaker::kFailuresToTrip; ++i) (void)user.write(i);
+  EXPECT_EQ(user.tier().stats().breaker_trips, 1u);
+}
+
+TEST_F(PooledTierTest, a_store_that_throws_fails_its_op_and_ends_no_thread) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  for (const Verb verb : {Verb::kRead, Verb::kWrite, Verb::kLocate, Verb::kEpoch}) server_->throw_in(verb);
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kIo);
+  EXPECT_EQ(user.write(2).kind(), StatusKind::kIo);
+  EXPECT_FALSE(user.has(3));
+  EXPECT_EQ(user.tier().reset().kind(), StatusKind::kIo);
+  for (const Verb verb : {Verb::kRead, Verb::kWrite, Verb::kLocate, Verb::kEpoch})
+    server_->throw_in(verb, false);
+  EXPECT_TRUE(user.tier().reset());
+  EXPECT_TRUE(user.write(1));
+  EXPECT_TRUE(user.read(1));
+}
+
+TEST_F(PooledTierTest, upkeep_goes_on_after_a_store_that_threw_in_it) {
+  TierDriver user(open());
+  server_->throw_in(Verb::kMaintain);
+  const int thrown = server_->thrown();
+  EXPECT_TRUE(user.until([&] {
+    clock_.advance(seconds(1));
+    user.poll();
+    return server_->thrown() > thrown;
+  }));
+  server_->throw_in(Verb::kMaintain, false);
+  const int before = server_->maintained();
+  EXPECT_TRUE(user.until([&] {
+    clock_.advance(seconds(1));
+    user.poll();
+    return server_->maintained() > before;
+  }));
 }
 
 }  // namespace

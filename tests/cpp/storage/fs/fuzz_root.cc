@@ -50,7 +50,8 @@ void plant_page(testing::SimDisk& disk, const std::uint8_t* data, std::size_t si
 
 void use(const FsTierOptions& options, testing::SimDisk& disk) {
   try {
-    const OpenRoot open = open_root(options, disk);
+    std::shared_ptr<Generation> generation;
+    const OpenRoot open = open_root(options, disk, &generation);
     Space& space = *open.space;
     {
       Reservation reservation(space);
@@ -94,7 +95,10 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   parse_names(text);
   testing::SimDisk disk;
   const FsTierOptions options = options_on(disk);
-  { const OpenRoot made = open_root(options, disk); }
+  {
+    std::shared_ptr<Generation> generation;
+    const OpenRoot made = open_root(options, disk, &generation);
+  }
   // With a second namespace the root is not counted as it is opened.
   if (disk.mkdir(AT_FDCWD, "/root/" + std::string(64, '2'), 0700) != 0) std::abort();
   const std::string space = "/root/" + layout::namespace_name(options.namespace_id);

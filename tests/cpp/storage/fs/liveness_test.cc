@@ -1,17 +1,10 @@
 // Several on one full root: each goes on, whatever the others do or do not do.
-#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <sys/file.h>
-#include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <atomic>
 
 #include "faulty_file_ops.h"
 #include "fixture.h"
-#include "storage/fs/space.h"
+#include "writer_processes.h"
 
 namespace kv_offload {
 namespace {
@@ -146,65 +139,17 @@ TEST_F(FsLiveness, a_namespace_that_comes_to_a_full_root_gets_its_share) {
 
 // ---- processes
 
-// Three that write for ever; the page that they share tells how much each has written.
-class StoppedWriters {
- public:
-  explicit StoppedWriters(const std::string& root) {
-    for (std::size_t i = 0; i < 3; ++i) start(root, i);
-  }
-  ~StoppedWriters() {
-    for (const pid_t child : children_) {
-      ::kill(child, SIGKILL);
-      ::waitpid(child, nullptr, 0);
-    }
-    ::munmap(written_, 4096);
-  }
-  void signal(std::size_t index, int number) { ::kill(children_[index], number); }
-  // Every one but `but` writes so many more, and is looked at meanwhile.
-  template <typename Sample>
-  bool go_on(std::size_t but, std::uint64_t more, Sample sample) {
-    std::uint64_t goal[3];
-    for (std::size_t i = 0; i < 3; ++i) goal[i] = written_[i] + more;
-    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-    const auto done = [&] {
-      for (std::size_t i = 0; i < 3; ++i) {
-        if (i != but && written_[i] < goal[i]) return false;
-      }
-      return true;
-    };
-    while (!done() && std::chrono::steady_clock::now() < give_up) sample();
-    return done();
-  }
-
- private:
-  void start(const std::string& root, std::size_t index) {
-    const pid_t child = ::fork();
-    if (child == 0) {
-      ::alarm(200);
-      FsTierOptions options = options_for(root, kLivenessBound);
-      TierUser user(options);
-      user.wait_for_scan();
-      for (std::uint32_t i = static_cast<std::uint32_t>(index) * 1000000;; ++i)
-        written_[index] += user.write(i, kLivenessShards).is_ok();
-    }
-    children_.push_back(child);
-  }
-  std::atomic<std::uint64_t>* const written_ = static_cast<std::atomic<std::uint64_t>*>(
-      ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
-  std::vector<pid_t> children_;
-};
-
 TEST_F(FsLiveness, three_processes_of_which_any_one_is_stopped_or_killed_go_on) {
-  StoppedWriters writers(root_);
-  const auto nothing = [] {};
-  ASSERT_TRUE(writers.go_on(3, 40, nothing)) << "full, by all three";
+  WriterProcesses writers(kLivenessShards);
+  for (int i = 0; i < 3; ++i) writers.start(options_for(root_, kLivenessBound), WriterProcesses::Time::kReal);
+  ASSERT_TRUE(writers.go_on(3, 40)) << "full, by all three";
   for (std::size_t stopped = 0; stopped < 3; ++stopped) {
     writers.signal(stopped, SIGSTOP);
-    EXPECT_TRUE(writers.go_on(stopped, 40, nothing)) << stopped << " is stopped";
+    EXPECT_TRUE(writers.go_on(stopped, 40)) << stopped << " is stopped";
     writers.signal(stopped, SIGCONT);
   }
   writers.signal(1, SIGKILL);
-  EXPECT_TRUE(writers.go_on(1, 40, nothing)) << "1 is killed";
+  EXPECT_TRUE(writers.go_on(1, 40)) << "1 is killed";
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "fixture.h"
+#include "storage/fs/store.h"
 
 namespace kv_offload {
 namespace {
@@ -92,6 +93,34 @@ TEST_F(FsOpenTest, the_ledger_of_an_older_version_is_taken_over_by_a_count) {
   user.wait_for_scan();
   EXPECT_TRUE(user.account_becomes_exact(root_));
   EXPECT_TRUE(user.write(2));
+}
+
+// Nobody counts a root that others have open: who makes something there adds it to the sum.
+TEST_F(FsOpenTest, what_a_start_makes_beside_other_servers_is_in_the_sum) {
+  FakeClock clock;
+  options_.clock = &clock;
+  FsStore one(options_, posix_file_ops(), clock);
+  one.start();
+  FsTierOptions other = options_;
+  other.namespace_id.fill(0x22);
+  FsStore two(other, posix_file_ops(), clock);
+  FsStore same(other, posix_file_ops(), clock);  // adds nothing
+  TierStats stats;
+  same.figures(&stats);
+  EXPECT_EQ(stats.bytes, du(root_));
+  for (FsStore* store : {&same, &two, &one}) store->close();
+}
+
+TEST_F(FsOpenTest, what_a_reset_makes_is_in_the_sum) {
+  FakeClock clock;
+  FsStore store(options_, posix_file_ops(), clock);
+  store.start();
+  store.forget();
+  ASSERT_TRUE(store.begin_epoch());
+  TierStats stats;
+  store.figures(&stats);
+  EXPECT_EQ(stats.bytes, du(root_));
+  store.close();
 }
 
 }  // namespace

@@ -5,9 +5,12 @@
 #include <gtest/gtest.h>
 #include <sys/file.h>
 
+#include <cerrno>
+
 #include "faulty_file_ops.h"
 #include "fixture.h"
 #include "process_ops.h"
+#include "storage/pooled_ops.h"
 
 namespace kv_offload {
 namespace {
@@ -318,6 +321,15 @@ TEST_F(SpaceTest, what_was_granted_on_a_page_that_was_replaced_is_asked_for_agai
   EXPECT_EQ(reserve(writer, 1).kind(), StatusKind::kNoSpace);
   EXPECT_EQ(missing_, 0u) << "it is to be counted";
   EXPECT_EQ(look(*server_).writers.size(), 2u);
+}
+
+TEST_F(SpaceTest, a_lock_that_nobody_gives_up_is_told_and_is_no_failure_of_the_device) {
+  count(1000);
+  ops_.fail_all(Call::kFlock, EWOULDBLOCK);
+  Reservation writer(*other_);
+  const Status status = reserve(writer, 1);
+  EXPECT_EQ(status.kind(), StatusKind::kTimeout) << status.to_string();
+  EXPECT_FALSE(device_failed(status));
 }
 
 // ---- locks that do not reach other hosts

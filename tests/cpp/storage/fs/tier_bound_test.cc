@@ -2,15 +2,13 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 
 #include "fixture.h"
-#include "storage/fs/open.h"
+#include "writer_processes.h"
 
 namespace kv_offload {
 namespace {
@@ -265,63 +263,13 @@ TEST_F(FsTierBound, a_killed_writer_leaves_no_drift) {
   EXPECT_TRUE(temporaries_in(root_).empty());
 }
 
-// Processes that write for ever, each with a clock of its own that runs fast.
-class Writers {
- public:
-  ~Writers() {
-    for (std::size_t i = 0; i < children_.size(); ++i) kill(i);
-    ::munmap(written_, 4096);
-  }
-  void start(const std::string& root, std::uint8_t namespace_byte) {
-    const std::size_t index = children_.size();
-    const pid_t child = ::fork();
-    if (child == 0) {
-      ::alarm(120);
-      FakeClock clock;
-      FsTierOptions options = options_for(root, kBound);
-      options.namespace_id.fill(namespace_byte);
-      options.namespace_json = "{}";
-      options.clock = &clock;
-      options.op_deadline = std::chrono::hours(24 * 365);
-      TierUser user(options);
-      for (std::uint32_t i = static_cast<std::uint32_t>(index) * 100000;; ++i) {
-        written_[index] += user.write(i, kShards).is_ok();
-        clock.advance(std::chrono::seconds(1));
-        user.poll();
-      }
-    }
-    children_.push_back(child);
-  }
-  std::uint64_t written(std::size_t index) const { return written_[index].load(); }
-  // Bytes below `root`, while nobody moves: a walk of a busy tree may count one record twice.
-  std::uint64_t held(const std::string& root) {
-    for (const pid_t child : children_) {
-      if (child < 0) continue;
-      ::kill(child, SIGSTOP);
-      ::waitpid(child, nullptr, WUNTRACED);
-    }
-    const std::uint64_t bytes = du(root);
-    for (const pid_t child : children_) {
-      if (child >= 0) ::kill(child, SIGCONT);
-    }
-    return bytes;
-  }
-  void kill(std::size_t index) {
-    if (children_[index] <= 0) return;
-    ::kill(children_[index], SIGKILL);
-    ::waitpid(children_[index], nullptr, 0);
-    children_[index] = -1;
-  }
-
- private:
-  std::atomic<std::uint64_t>* const written_ = static_cast<std::atomic<std::uint64_t>*>(
-      ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
-  std::vector<pid_t> children_;
-};
-
 TEST_F(FsTierBound, three_processes_keep_it_together_and_one_is_killed) {
-  Writers writers;
-  for (const std::uint8_t space : {0x11, 0x11, 0x22}) writers.start(root_, space);
+  WriterProcesses writers(kShards);
+  for (const std::uint8_t byte : {0x11, 0x11, 0x22}) {
+    FsTierOptions options = options_for(root_, kBound);
+    options.namespace_id.fill(byte);
+    writers.start(options, WriterProcesses::Time::kFast);
+  }
   std::uint64_t most = 0, samples = 0;
   // Until together they have written so many more, and were looked at often. (Who gets how much of the
   // room is a matter of speed.)

@@ -142,13 +142,18 @@ TEST_F(FsTierTest, opening_names_what_is_wrong) {
   EXPECT_NE(message(options_for(dir_.path() + "/public")).find("chmod 700"), std::string::npos);
   std::ofstream(root_ + "/kv_offload.json") << "{\"format\": 9}";
   EXPECT_NE(message(options_for(root_)).find("another format"), std::string::npos);
-  options = options_for(dir_.path() + "/other");
-  options.record_bytes = std::uint64_t{1} << 50;
-  options.max_bytes = std::uint64_t{1} << 51;
-  EXPECT_NE(message(options).find("free"), std::string::npos);
-  options = options_for(dir_.path() + "/other");
-  options.eviction_policy = "newest";
-  EXPECT_THROW(make_fs_tier(options), InvalidArgument);
+}
+
+TEST_F(FsTierTest, options_that_cannot_work_are_refused_before_anything_is_made) {
+  const auto refused = [](FsTierOptions options, const std::function<void(FsTierOptions*)>& spoil) {
+    spoil(&options);
+    EXPECT_THROW(make_fs_tier(options), InvalidArgument);
+    return !fs::exists(options.root_dir);
+  };
+  const FsTierOptions options = options_for(root_);
+  EXPECT_TRUE(refused(options, [](FsTierOptions* spoilt) { spoilt->n_read_threads = 0; }));
+  EXPECT_TRUE(refused(options, [](FsTierOptions* spoilt) { spoilt->n_write_threads = 0; }));
+  EXPECT_TRUE(refused(options, [](FsTierOptions* spoilt) { spoilt->eviction_policy = "newest"; }));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "storage/fs/staging.h"
+#include "storage/fs/bounce_buffers.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -10,80 +10,80 @@
 namespace kv_offload {
 namespace {
 
-using Way = FasterWay::Way;
+using Path = FasterPath::Path;
 
-// Uses `ways` `count` times; what each way takes a byte is given.
-int staged_of(FasterWay& ways, int count, Nanos straight, Nanos staged) {
+// Uses `paths` `count` times; what each path takes a byte is given.
+int bounced_of(FasterPath& paths, int count, Nanos in_place, Nanos bounced) {
   int picked = 0;
   for (int i = 0; i < count; ++i) {
-    const Way way = ways.pick();
-    picked += way == Way::kStaged;
-    ways.note(way, 1, way == Way::kStaged ? staged : straight);
+    const Path path = paths.pick();
+    picked += path == Path::kBounced;
+    paths.note(path, 1, path == Path::kBounced ? bounced : in_place);
   }
   return picked;
 }
 
-TEST(FasterWay, both_are_tried_before_one_is_chosen) {
-  FasterWay ways;
-  EXPECT_EQ(staged_of(ways, 2 * FasterWay::kTries, Nanos(10), Nanos(1)), FasterWay::kTries);
+TEST(FasterPathTest, both_are_tried_before_one_is_chosen) {
+  FasterPath paths;
+  EXPECT_EQ(bounced_of(paths, 2 * FasterPath::kTries, Nanos(10), Nanos(1)), FasterPath::kTries);
 }
 
-TEST(FasterWay, the_copy_is_made_where_it_pays_and_only_there) {
+TEST(FasterPathTest, the_copy_is_made_where_it_pays_and_only_there) {
   constexpr int kCount = 6400;
   constexpr int kOthers =
-      kCount / static_cast<int>(FasterWay::kTryOtherEvery) * static_cast<int>(FasterWay::kTries);
-  for (const auto& [staged, expected] :
+      kCount / static_cast<int>(FasterPath::kTryOtherEvery) * static_cast<int>(FasterPath::kTries);
+  for (const auto& [bounced, expected] :
        {std::pair{Nanos(50), kCount - kOthers}, std::pair{Nanos(90), kOthers},  // too little gained
         std::pair{Nanos(100), kOthers}, std::pair{Nanos(300), kOthers}}) {
-    FasterWay ways;
-    (void)staged_of(ways, 64, Nanos(100), staged);
-    EXPECT_EQ(staged_of(ways, kCount, Nanos(100), staged), expected) << staged.count();
+    FasterPath paths;
+    (void)bounced_of(paths, 64, Nanos(100), bounced);
+    EXPECT_EQ(bounced_of(paths, kCount, Nanos(100), bounced), expected) << bounced.count();
   }
 }
 
-TEST(FasterWay, a_machine_that_changes_is_noticed) {
-  FasterWay ways;
-  (void)staged_of(ways, 640, Nanos(100), Nanos(50));
-  (void)staged_of(ways, 640, Nanos(100), Nanos(400));
-  EXPECT_LE(staged_of(ways, 640, Nanos(100), Nanos(400)), 3 * static_cast<int>(FasterWay::kTries));
+TEST(FasterPathTest, a_machine_that_changes_is_noticed) {
+  FasterPath paths;
+  (void)bounced_of(paths, 640, Nanos(100), Nanos(50));
+  (void)bounced_of(paths, 640, Nanos(100), Nanos(400));
+  EXPECT_LE(bounced_of(paths, 640, Nanos(100), Nanos(400)), 3 * static_cast<int>(FasterPath::kTries));
 }
 
 // A record of several reads, whose shards end in the middle of them.
-class Staging : public ::testing::TestWithParam<bool> {
+class BounceBuffersTest : public ::testing::TestWithParam<bool> {
  protected:
-  static constexpr std::size_t kFirst = kv_offload::Staging::kReadBytes + 5 * kPageBytes;
-  static constexpr std::size_t kSecond = kv_offload::Staging::kReadBytes + kPageBytes;
+  static constexpr std::size_t kFirst = BounceBuffers::kReadBytes + 5 * kPageBytes;
+  static constexpr std::size_t kSecond = BounceBuffers::kReadBytes + kPageBytes;
 
-  Staging() : fd_(::open(path_.c_str(), O_RDWR | O_CREAT | (GetParam() ? O_DIRECT : 0), 0600)) {}
-  ~Staging() override { ::close(fd_); }
+  BounceBuffersTest() : fd_(::open(path_.c_str(), O_RDWR | O_CREAT | (GetParam() ? O_DIRECT : 0), 0600)) {}
+  ~BounceBuffersTest() override { ::close(fd_); }
   Status write() {
     RecordHeader header;
     header.key = testing::key_of(1);
     for (const Shard& shard : shards_) header.shard_bytes.push_back(shard.size());
     header.payload_bytes = kFirst + kSecond;
-    return staging_.write(posix_file_ops(), fd_, header, shards_, GetParam(), path_);
+    return buffers_.write(posix_file_ops(), fd_, header, shards_, GetParam(), path_);
   }
   Status read(std::uint64_t* checksum) {
-    return staging_.read(posix_file_ops(), fd_, header_.span(), shards_, GetParam(), path_, checksum);
+    return buffers_.read(posix_file_ops(), fd_, header_.span(), shards_, GetParam(), path_, checksum);
   }
   std::vector<std::byte> payload() const {
     std::vector<std::byte> bytes(first_.span().begin(), first_.span().end());
     bytes.insert(bytes.end(), second_.span().begin(), second_.span().end());
     return bytes;
   }
-  // Both ways are tried.
-  static constexpr unsigned kRounds = 2 * FasterWay::kTries;
+  // Both paths are tried.
+  static constexpr unsigned kRounds = 2 * FasterPath::kTries;
 
   const testing::TempDir directory_;
   const std::string path_ = directory_.path() + "/record";
   const SteadyClock clock_;
-  kv_offload::Staging staging_{clock_};
+  BounceBuffers buffers_{clock_};
   AlignedBuffer header_{kRecordHeaderBytes}, first_{kFirst}, second_{kSecond};
   const std::vector<Shard> shards_ = {first_.span().first(kFirst - 3000), second_.span()};
   int fd_;
 };
 
-TEST_P(Staging, both_ways_move_the_same_bytes_and_sum_what_was_read) {
+TEST_P(BounceBuffersTest, both_paths_move_the_same_bytes_and_sum_what_was_read) {
   ASSERT_GE(fd_, 0);
   for (unsigned round = 0; round < kRounds; ++round) {
     for (AlignedBuffer* part : {&first_, &second_}) {
@@ -105,7 +105,7 @@ TEST_P(Staging, both_ways_move_the_same_bytes_and_sum_what_was_read) {
   }
 }
 
-TEST_P(Staging, what_cannot_be_read_says_so_both_ways) {
+TEST_P(BounceBuffersTest, what_cannot_be_read_says_so_on_both_paths) {
   ASSERT_TRUE(write());
   ASSERT_EQ(::ftruncate(fd_, static_cast<off_t>(kFirst + kSecond)), 0);
   for (unsigned round = 0; round < kRounds; ++round) {
@@ -114,7 +114,7 @@ TEST_P(Staging, what_cannot_be_read_says_so_both_ways) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(direct, Staging, ::testing::Bool());
+INSTANTIATE_TEST_SUITE_P(direct, BounceBuffersTest, ::testing::Bool());
 
 }  // namespace
 }  // namespace kv_offload

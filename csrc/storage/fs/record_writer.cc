@@ -1,3 +1,5 @@
+#include "storage/fs/record_writer.h"
+
 #include <fcntl.h>
 
 #include <cerrno>
@@ -5,7 +7,7 @@
 #include "base/aligned_buffer.h"
 #include "storage/fs/layout.h"
 #include "storage/fs/record_file.h"
-#include "storage/fs/store.h"
+#include "storage/fs/temporary.h"
 
 namespace kv_offload {
 namespace {
@@ -15,56 +17,48 @@ constexpr std::uint64_t kOverhead = 4 * kPageBytes;
 
 }  // namespace
 
-bool FsStore::aligned(std::span<const Shard> shards) {
-  for (const Shard& shard : shards) {
-    if (reinterpret_cast<std::uintptr_t>(shard.data()) % kPageBytes != 0) return false;
-  }
-  return true;
-}
+RecordWriter::RecordWriter(const FsTierOptions& options, const OpenRoot& root, KnownRecords& records,
+                           Evictor& evictor, BounceBuffers& buffers)
+    : options_(options),
+      root_(root),
+      ops_(root.ops),
+      records_(records),
+      evictor_(evictor),
+      buffers_(buffers) {}
 
-Status FsStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
-  const auto generation = std::static_pointer_cast<Generation>(epoch);
+Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& generation,
+                           std::uint64_t* moved) {
   const std::uint64_t payload = padded_payload_bytes(op.shards);
   Draft draft;
+  draft.generation = generation;
   draft.leaf = layout::leaf_of(op.key);
   draft.file_bytes = kRecordHeaderBytes + payload;
-  draft.direct = open_.direct && aligned(op.shards);
-  bool replace = false;
+  draft.direct = root_.direct && is_aligned(op.shards);
+  bool present = false, replace = false;
+  Status status = records_.begin_write(op.key, generation, &present, &replace);
+  if (!status || present) return status;
   {
-    const MutexLock lock(mutex_);
-    if (generation != generation_) return was_reset();
-    draft.generation = generation;
-    if (catalogue_.offers(op.key, clock_.now())) return Status::ok();
-    replace = catalogue_.holds(op.key);  // backing off: better written anew
-  }
-  Status status;
-  {
-    Reservation reservation(*open_.space);
-    status = reserve(draft.file_bytes + kOverhead, &draft, &reservation);
-    if (status) status = write_record(op, replace, &draft, &reservation);
+    Reservation reservation(*root_.space);
+    status = evictor_.reserve(draft.file_bytes + kOverhead, &draft, &reservation);
+    if (status) status = write_file(op, replace, &draft, &reservation);
     if (!status) discard(draft, &reservation);
   }
-  if (!status) return status;
-  const MutexLock lock(mutex_);
-  if (generation != generation_) return was_reset();
-  catalogue_.insert({op.key, draft.file_bytes}, op.about);
-  catalogue_.read_succeeded(op.key);
-  *moved = payload;
-  return Status::ok();
+  if (status) status = records_.written({op.key, draft.file_bytes}, op.about, generation);
+  if (status) *moved = payload;
+  return status;
 }
 
-Status FsStore::write_record(const TierOp& op, bool replace, Draft* draft, Reservation* reservation) {
+Status RecordWriter::write_file(const TierOp& op, bool replace, Draft* draft, Reservation* reservation) {
   zero_padding(op.shards);
   const RecordHeader header = make_header(options_.namespace_id, op.key, op.group, op.shards);
-  const Generation& generation = *draft->generation;
+  Generation& generation = *draft->generation;
   const std::string path = layout::record_path(op.key, draft->file_bytes);
   const std::string shown = generation.path + "/" + path;
   // The file of an evicted record lies in the directory that it lay in.
   const Status opened =
       draft->fd ? make_leaf(generation, draft->leaf, reservation) : open_temporary(draft, reservation);
   if (!opened) return opened;
-  (draft->direct ? direct_ops_ : buffered_ops_).fetch_add(1, std::memory_order_relaxed);
-  Status status = staging_.write(ops_, draft->fd.get(), header, op.shards, draft->direct, shown);
+  Status status = buffers_.write(ops_, draft->fd.get(), header, op.shards, draft->direct, shown);
   if (status && options_.fsync != FsyncMode::kNone) {
     const int rc = ops_.fsync(draft->fd.get(), options_.fsync == FsyncMode::kData);
     if (rc < 0) status = Status::from_errno(-rc, "fsync", shown);
@@ -74,16 +68,16 @@ Status FsStore::write_record(const TierOp& op, bool replace, Draft* draft, Reser
   if (const int rc = ops_.fstat(draft->fd.get(), &info); rc < 0)
     return Status::from_errno(-rc, "stat", shown);
   if (replace) {
-    const int rc = remove_file(generation, path);  // only now that there is another
+    const int rc = root_.remove_file(generation.directory.get(), path);  // only now that there is another
     if (rc < 0) return Status::from_errno(-rc, "replace", shown);
   }
-  status = put_in_place(generation, draft->path, path, draft->file_bytes, info.disk_bytes, reservation);
-  if (status) note_leaf_growth(generation, draft->leaf, reservation);
+  status = publish(draft, path, info.disk_bytes, reservation);
+  if (status) count_growth(generation, draft->leaf, reservation);
   return status;
 }
 
 // After a failure anywhere. What stays all the same stays in the sum; the next count removes it.
-void FsStore::discard(const Draft& draft, Reservation* reservation) {
+void RecordWriter::discard(const Draft& draft, Reservation* reservation) {
   if (!draft.fd) return;
   const int directory = draft.generation->directory.get();
   FileInfo info;
@@ -93,15 +87,15 @@ void FsStore::discard(const Draft& draft, Reservation* reservation) {
   if (rc < 0 && rc != -ENOENT) reservation->used += info.disk_bytes;
 }
 
-Status FsStore::open_temporary(Draft* draft, Reservation* reservation) {
-  const Generation& generation = *draft->generation;
+Status RecordWriter::open_temporary(Draft* draft, Reservation* reservation) {
+  Generation& generation = *draft->generation;
   const std::string prefix = layout::leaf_path(draft->leaf) + '/';
   const int flags = O_WRONLY | (draft->direct ? O_DIRECT : 0);
   Fd fd;
   int rc = 0;
   // Twice: a reclaimer may remove the empty directory just made.
   for (int attempt = 0; attempt < 3; ++attempt) {
-    rc = create_temporary(ops_, generation.directory.get(), prefix, flags, open_.writer, &fd, &draft->path);
+    rc = create_temporary(ops_, generation.directory.get(), prefix, flags, root_.writer, &fd, &draft->path);
     if (rc != -ENOENT) break;
     if (Status status = make_leaf(generation, draft->leaf, reservation); !status) return status;
   }
@@ -115,7 +109,7 @@ Status FsStore::open_temporary(Draft* draft, Reservation* reservation) {
   return status;
 }
 
-Status FsStore::make_leaf(const Generation& generation, std::uint32_t leaf, Reservation* reservation) {
+Status RecordWriter::make_leaf(Generation& generation, std::uint32_t leaf, Reservation* reservation) {
   const std::string path = layout::leaf_path(leaf);
   FileInfo info;
   if (ops_.stat(generation.directory.get(), path, &info) == 0) return Status::ok();
@@ -128,16 +122,16 @@ Status FsStore::make_leaf(const Generation& generation, std::uint32_t leaf, Rese
   }
   if (ops_.stat(generation.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
   reservation->used += info.disk_bytes;
-  const MutexLock lock(mutex_);
-  leaf_bytes_[leaf] = static_cast<std::uint32_t>(info.disk_bytes);
+  (void)generation.leaves.note_size(leaf, info.disk_bytes);
   return Status::ok();
 }
 
 // The record keeps its name if another process wrote the same one meanwhile.
-Status FsStore::put_in_place(const Generation& generation, const std::string& temporary,
-                             const std::string& path, std::uint64_t file_bytes, std::uint64_t disk_bytes,
+Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_t disk_bytes,
                              Reservation* reservation) {
+  Generation& generation = *draft->generation;
   const int directory = generation.directory.get();
+  const std::string& temporary = draft->path;
   int rc = ops_.rename(directory, temporary, path, true);
   if (rc == -EINVAL) {  // NFS and others have no such mode
     FileInfo old;
@@ -146,7 +140,7 @@ Status FsStore::put_in_place(const Generation& generation, const std::string& te
   if (rc == -EEXIST) {
     FileInfo old;
     const int known = ops_.stat(directory, path, &old);
-    if (known == 0 && old.is_regular() && old.size == file_bytes) {
+    if (known == 0 && old.is_regular() && old.size == draft->file_bytes) {
       const int gone = ops_.unlink(directory, temporary);
       if (gone < 0 && gone != -ENOENT) reservation->used += disk_bytes;
       return Status::ok();
@@ -155,7 +149,7 @@ Status FsStore::put_in_place(const Generation& generation, const std::string& te
       return Status::error(StatusKind::kIo, "something that is no record is in its place", EEXIST,
                            generation.path + "/" + path);
     }
-    rc = ops_.rename(directory, temporary, path, false);  // a stump
+    rc = ops_.rename(directory, temporary, path, false);  // an incomplete file
   }
   if (rc < 0) {
     Status status = Status::from_errno(-rc, "rename", generation.path + "/" + path);
@@ -164,20 +158,16 @@ Status FsStore::put_in_place(const Generation& generation, const std::string& te
   }
   reservation->used += disk_bytes;
   if (options_.fsync != FsyncMode::kFull) return Status::ok();
-  const Status status = sync_names(generation, path);
+  const Status status = sync_names(generation, draft->leaf);
   // Not what was asked for: it goes again.
   if (!status && ops_.unlink(directory, path) == 0) reservation->used -= disk_bytes;
   return status;
 }
 
 // The name of a record, and once that of its directory.
-Status FsStore::sync_names(const Generation& generation, const std::string& path) {
-  const std::string leaf = path.substr(0, path.find('/'));
-  std::vector<std::string> directories = {leaf};
-  {
-    const MutexLock lock(mutex_);
-    if (!durable_leaves_.contains(leaf)) directories.emplace_back(".");
-  }
+Status RecordWriter::sync_names(Generation& generation, std::uint32_t leaf) {
+  std::vector<std::string> directories = {layout::leaf_path(leaf)};
+  if (!generation.leaves.is_durable(leaf)) directories.emplace_back(".");
   for (const std::string& name : directories) {
     int error = 0;
     const Fd fd = open_fd(ops_, generation.directory.get(), name, O_RDONLY | O_DIRECTORY, 0, &error);
@@ -187,18 +177,14 @@ Status FsStore::sync_names(const Generation& generation, const std::string& path
     return Status::error(status.kind() == StatusKind::kNotFound ? StatusKind::kIo : status.kind(),
                          status.message(), error, status.path());
   }
-  const MutexLock lock(mutex_);
-  if (generation_.get() == &generation) durable_leaves_.insert(leaf);
+  generation.leaves.note_durable(leaf);
   return Status::ok();
 }
 
-void FsStore::note_leaf_growth(const Generation& generation, std::uint32_t leaf, Reservation* reservation) {
+void RecordWriter::count_growth(Generation& generation, std::uint32_t leaf, Reservation* reservation) {
   FileInfo info;
-  if (ops_.stat(generation.directory.get(), layout::leaf_path(leaf), &info) != 0) return;
-  const MutexLock lock(mutex_);
-  std::uint32_t& known = leaf_bytes_[leaf];
-  if (known != 0 && info.disk_bytes > known) reservation->used += info.disk_bytes - known;
-  known = static_cast<std::uint32_t>(info.disk_bytes);
+  if (ops_.stat(generation.directory.get(), layout::leaf_path(leaf), &info) == 0)
+    reservation->used += generation.leaves.note_size(leaf, info.disk_bytes);
 }
 
 }  // namespace kv_offload

@@ -1,11 +1,9 @@
-// Records that other processes wrote into our namespace. The page of the space tells
-// for nothing that somebody wrote; then the directories that changed are listed.
-#include <fcntl.h>
+#include "storage/fs/foreign_records.h"
 
 #include <algorithm>
 
 #include "storage/fs/layout.h"
-#include "storage/fs/store.h"
+#include "storage/fs/walk.h"
 
 namespace kv_offload {
 namespace {
@@ -13,19 +11,18 @@ namespace {
 constexpr std::int64_t kGrainNanos = 1'000'000'000;
 }  // namespace
 
-void FsStore::look_for_foreign_records(const SpaceFigures& figures) {
-  if (known_.load() != Known::kOrder) return;
+void ForeignRecords::look(std::uint64_t writes) {
+  if (records_.extent() != KnownRecords::Extent::kOrder) return;
   const Nanos started = clock_.now();
-  if (figures.writes_by_others == foreign_writes_ || started < next_foreign_look_) return;
-  foreign_writes_ = figures.writes_by_others;
+  if (writes == writes_seen_ || started < next_look_) return;
+  writes_seen_ = writes;
   adopt_changed_leaves(newest_leaf_mtime_ - kGrainNanos);
-  // Large roots are looked at less often: one twentieth of a thread.
-  next_foreign_look_ = started + (clock_.now() - started) * 20;
+  next_look_ = started + (clock_.now() - started) * 20;
 }
 
 // Adds the records of directories changed since.
-void FsStore::adopt_changed_leaves(std::int64_t since_mtime) {
-  const std::shared_ptr<Generation> own = generation();
+void ForeignRecords::adopt_changed_leaves(std::int64_t since_mtime) {
+  const std::shared_ptr<Generation> own = records_.generation();
   std::vector<std::uint32_t> leaves;
   std::uint64_t ignored = 0;
   if (!own || !list_leaves(ops_, own->directory.get(), &leaves, &ignored)) return;
@@ -37,7 +34,7 @@ void FsStore::adopt_changed_leaves(std::int64_t since_mtime) {
     newest_leaf_mtime_ = std::max(newest_leaf_mtime_, info.mtime_nanos);
     LeafFound found;
     (void)scan_leaf(ops_, directory, leaf, {.names_only = true}, &found);
-    adopt_names(own, found.records, true);
+    records_.adopt_names(own, found.records, true, stop_);
   }
 }
 

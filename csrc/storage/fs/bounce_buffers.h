@@ -1,11 +1,11 @@
-// Staging: a record's bytes go to and from the device either straight from the
-// row, or by way of a buffer of huge pages. A device takes a list of physically
-// contiguous pieces: 2 MiB in 4 KiB pages are 512 of them, in a huge page one.
-// Behind a virtual disk that is the difference between one and three GB/s, and
-// /dev/shm gives no huge pages unless it is mounted so; on a local NVMe disk the
-// copy is in vain. So both ways are tried, and the faster one is used.
+// BounceBuffers: a record's bytes go between the device and the row itself, or by way of a bounce buffer of
+// huge pages. A device takes a list of physically contiguous pieces: 2 MiB in 4 KiB pages are 512 of them, in
+// a huge page one. Behind a virtual disk that is the difference between one and three GB/s, and /dev/shm
+// gives no huge pages unless it is mounted so; on a local NVMe disk the copy is wasted. So both paths are
+// tried, and the faster one is used.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -19,21 +19,21 @@
 
 namespace kv_offload {
 
-// Which of two ways takes less time a byte, learnt while both are used. Not
+// Which of two paths takes less time a byte, learnt while both are used. Not
 // thread-safe.
-class FasterWay {
+class FasterPath {
  public:
-  enum class Way : std::uint8_t { kStraight, kStaged };
+  enum class Path : std::uint8_t { kInPlace, kBounced };
   // Several in a row: those that are under way at once share the device, and a
   // slow one slows the fast ones.
   static constexpr unsigned kTries = 4;
   // First each is tried, then from time to time the one that is not used.
   static constexpr unsigned kTryOtherEvery = 256;
   // A copy costs memory bandwidth that others want: it must win by this much.
-  static constexpr double kStagedMustTake = 0.85;
+  static constexpr double kBouncedMustTake = 0.85;
 
-  Way pick();
-  void note(Way way, std::uint64_t bytes, Nanos took);
+  Path pick();
+  void note(Path path, std::uint64_t bytes, Nanos took);
 
  private:
   struct Seen {  // older ones fade
@@ -43,19 +43,20 @@ class FasterWay {
   std::uint64_t picked_ = 0;
 };
 
-// Any thread. Memory: at most a buffer of a record's size for each thread that
-// is inside at once.
-class Staging {
+// Invariant: a buffer is one op's, or free. Memory: at most a buffer of a record's size for each thread that
+// is inside at once. Threads: any; mutex_ guards the choice and the free buffers, and is not held during a
+// transfer.
+class BounceBuffers {
  public:
-  // Smaller records go straight: what they take is not in their bytes.
+  // Smaller records are moved in place: their time does not depend on their bytes.
   static constexpr std::uint64_t kMinBytes = std::uint64_t{128} << 10;
-  // Larger ones are written straight.
+  // Larger ones are written in place.
   static constexpr std::uint64_t kMaxWriteBytes = std::uint64_t{16} << 20;
   // Read, copied and summed before the next is read: while it is in the CPU's cache.
   static constexpr std::uint64_t kReadBytes = std::uint64_t{2} << 20;
 
-  explicit Staging(const Clock& clock);
-  ~Staging();
+  explicit BounceBuffers(const Clock& clock);
+  ~BounceBuffers();
 
   // Copied, then summed, before the next: while it is in the nearest cache that it fits.
   static constexpr std::size_t kSumBytes = std::size_t{256} << 10;
@@ -68,17 +69,26 @@ class Staging {
   Status read(FileOps& ops, int fd, std::span<std::byte> header_page, std::span<const Shard> shards,
               bool direct, const std::string& path, std::uint64_t* payload_checksum);
 
+  // Transfers begun, with O_DIRECT and without. Running totals.
+  std::uint64_t direct_ops() const { return direct_ops_.load(std::memory_order_relaxed); }
+  std::uint64_t buffered_ops() const { return buffered_ops_.load(std::memory_order_relaxed); }
+
  private:
   class Buffer;
-  // The buffer to go through; null: go straight. choose: false where there is no choice.
+  // The buffer to go through; null: in place. choose: false where there is no choice.
   std::unique_ptr<Buffer> begin(Transfer direction, bool choose, std::uint64_t bytes) EXCLUDES(mutex_);
   void end(Transfer direction, bool chosen, std::unique_ptr<Buffer> buffer, const Status& status,
            std::uint64_t bytes, Nanos took) EXCLUDES(mutex_);
-  FasterWay& way(Transfer direction) REQUIRES(mutex_) { return ways_[static_cast<std::size_t>(direction)]; }
+  FasterPath& path(Transfer direction) REQUIRES(mutex_) {
+    return paths_[static_cast<std::size_t>(direction)];
+  }
+
+  void count(bool direct) { (direct ? direct_ops_ : buffered_ops_).fetch_add(1, std::memory_order_relaxed); }
 
   const Clock& clock_;
+  std::atomic<std::uint64_t> direct_ops_{0}, buffered_ops_{0};
   Mutex mutex_;
-  FasterWay ways_[2] GUARDED_BY(mutex_);                             // by direction
+  FasterPath paths_[2] GUARDED_BY(mutex_);                           // by direction
   std::vector<std::unique_ptr<Buffer>> free_[2] GUARDED_BY(mutex_);  // the same
 };
 

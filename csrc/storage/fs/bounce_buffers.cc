@@ -1,4 +1,4 @@
-#include "storage/fs/staging.h"
+#include "storage/fs/bounce_buffers.h"
 
 #include <sys/mman.h>
 
@@ -18,8 +18,8 @@ std::uint64_t copy_and_sum(std::span<const Shard> shards, std::byte* to) {
   PayloadChecksum checksum;
   for (const Shard& shard : shards) {
     const std::size_t padded = round_up(shard.size(), kPageBytes);
-    for (std::size_t at = 0; at < padded; at += Staging::kSumBytes) {
-      const std::size_t length = std::min(padded - at, Staging::kSumBytes);
+    for (std::size_t at = 0; at < padded; at += BounceBuffers::kSumBytes) {
+      const std::size_t length = std::min(padded - at, BounceBuffers::kSumBytes);
       std::memcpy(to, shard.data() + at, length);
       checksum.add({to, length});
       to += length;
@@ -30,25 +30,26 @@ std::uint64_t copy_and_sum(std::span<const Shard> shards, std::byte* to) {
 
 }  // namespace
 
-FasterWay::Way FasterWay::pick() {
+FasterPath::Path FasterPath::pick() {
   const std::uint64_t number = picked_++;
-  if (number < 2 * kTries) return number < kTries ? Way::kStraight : Way::kStaged;
-  const Seen& straight = seen_[0];
-  const Seen& staged = seen_[1];
-  const bool staged_wins = staged.bytes > 0 && straight.bytes > 0 &&
-                           staged.nanos * straight.bytes < kStagedMustTake * straight.nanos * staged.bytes;
+  if (number < 2 * kTries) return number < kTries ? Path::kInPlace : Path::kBounced;
+  const Seen& in_place = seen_[0];
+  const Seen& bounced = seen_[1];
+  const bool bounced_wins =
+      bounced.bytes > 0 && in_place.bytes > 0 &&
+      bounced.nanos * in_place.bytes < kBouncedMustTake * in_place.nanos * bounced.bytes;
   const bool other = number % kTryOtherEvery >= kTryOtherEvery - kTries;
-  return staged_wins != other ? Way::kStaged : Way::kStraight;
+  return bounced_wins != other ? Path::kBounced : Path::kInPlace;
 }
 
-void FasterWay::note(Way way, std::uint64_t bytes, Nanos took) {
-  Seen& seen = seen_[static_cast<std::size_t>(way)];
+void FasterPath::note(Path path, std::uint64_t bytes, Nanos took) {
+  Seen& seen = seen_[static_cast<std::size_t>(path)];
   seen.bytes = seen.bytes * kFade + static_cast<double>(bytes);
   seen.nanos = seen.nanos * kFade + static_cast<double>(took.count());
 }
 
 // Memory of our own, in huge pages where the system has them.
-class Staging::Buffer {
+class BounceBuffers::Buffer {
  public:
   explicit Buffer(std::size_t bytes) : size_(round_up(bytes, kHugePage)) {
     void* memory = ::mmap(nullptr, size_ + kHugePage, PROT_READ | PROT_WRITE,
@@ -74,14 +75,15 @@ class Staging::Buffer {
   std::byte* data_ = nullptr;
 };
 
-Staging::Staging(const Clock& clock) : clock_(clock) {}
-Staging::~Staging() = default;
+BounceBuffers::BounceBuffers(const Clock& clock) : clock_(clock) {}
+BounceBuffers::~BounceBuffers() = default;
 
-std::unique_ptr<Staging::Buffer> Staging::begin(Transfer direction, bool choose, std::uint64_t bytes) {
+std::unique_ptr<BounceBuffers::Buffer> BounceBuffers::begin(Transfer direction, bool choose,
+                                                            std::uint64_t bytes) {
   if (!choose) return nullptr;
   {
     const MutexLock lock(mutex_);
-    if (way(direction).pick() == FasterWay::Way::kStraight) return nullptr;
+    if (path(direction).pick() == FasterPath::Path::kInPlace) return nullptr;
     std::vector<std::unique_ptr<Buffer>>& buffers = free_[static_cast<std::size_t>(direction)];
     if (!buffers.empty()) {
       std::unique_ptr<Buffer> buffer = std::move(buffers.back());
@@ -93,16 +95,18 @@ std::unique_ptr<Staging::Buffer> Staging::begin(Transfer direction, bool choose,
   return buffer->data() == nullptr ? nullptr : std::move(buffer);
 }
 
-void Staging::end(Transfer direction, bool chosen, std::unique_ptr<Buffer> buffer, const Status& status,
-                  std::uint64_t bytes, Nanos took) {
+void BounceBuffers::end(Transfer direction, bool chosen, std::unique_ptr<Buffer> buffer, const Status& status,
+                        std::uint64_t bytes, Nanos took) {
   if (!chosen) return;
   const MutexLock lock(mutex_);
-  if (status) way(direction).note(buffer ? FasterWay::Way::kStaged : FasterWay::Way::kStraight, bytes, took);
+  if (status)
+    path(direction).note(buffer ? FasterPath::Path::kBounced : FasterPath::Path::kInPlace, bytes, took);
   if (buffer) free_[static_cast<std::size_t>(direction)].push_back(std::move(buffer));
 }
 
-Status Staging::write(FileOps& ops, int fd, RecordHeader header, std::span<const Shard> shards, bool direct,
-                      const std::string& path) {
+Status BounceBuffers::write(FileOps& ops, int fd, RecordHeader header, std::span<const Shard> shards,
+                            bool direct, const std::string& path) {
+  count(direct);
   const std::uint64_t bytes = kRecordHeaderBytes + padded_payload_bytes(shards);
   // The page cache copies anyway.
   const bool choose = direct && bytes >= kMinBytes && bytes <= kMaxWriteBytes;
@@ -125,8 +129,10 @@ Status Staging::write(FileOps& ops, int fd, RecordHeader header, std::span<const
   return status;
 }
 
-Status Staging::read(FileOps& ops, int fd, std::span<std::byte> header_page, std::span<const Shard> shards,
-                     bool direct, const std::string& path, std::uint64_t* payload_checksum) {
+Status BounceBuffers::read(FileOps& ops, int fd, std::span<std::byte> header_page,
+                           std::span<const Shard> shards, bool direct, const std::string& path,
+                           std::uint64_t* payload_checksum) {
+  count(direct);
   std::vector<iovec> parts = record_parts(header_page, shards);
   const std::uint64_t bytes = header_page.size() + padded_payload_bytes(shards);
   const bool choose = direct && bytes >= kMinBytes;

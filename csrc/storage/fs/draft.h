@@ -1,0 +1,23 @@
+// Draft: a record in the making. One thread's, from the reservation of its bytes until it has its name.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "storage/fs/file_ops.h"
+#include "storage/fs/generation.h"
+
+namespace kv_offload {
+
+struct Draft {
+  std::shared_ptr<Generation> generation;
+  std::uint32_t leaf = 0;
+  std::uint64_t file_bytes = 0;
+  bool direct = false;
+  // Its temporary, once there is one: a new file, or that of an evicted record of the same size.
+  Fd fd;
+  std::string path;
+};
+
+}  // namespace kv_offload

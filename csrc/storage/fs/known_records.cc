@@ -1,0 +1,290 @@
+#include "storage/fs/known_records.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "storage/fs/layout.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::size_t kRecordsPerLock = 1024;  // the scheduler's thread waits for no more
+
+Status was_reset() {
+  return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted");
+}
+
+}  // namespace
+
+KnownRecords::KnownRecords(const std::string& eviction_policy, const Clock& clock)
+    : clock_(clock), catalogue_(eviction_policy), leaves_(layout::kLeaves) {}
+
+// ---- Catalogue
+
+bool KnownRecords::is_unknown(const Leaf& leaf, Nanos now) const {
+  if (extent_ != Extent::kSome) return false;
+  return leaf.state == Leaf::State::kUnknown ||
+         (leaf.state == Leaf::State::kGivenUp && now >= leaf.ask_again);
+}
+
+Presence KnownRecords::contains(const ChunkKey& key) const {
+  const Nanos now = clock_.now();
+  const MutexLock lock(mutex_);
+  if (catalogue_.offers(key, now)) return Presence::kPresent;
+  if (extent_ != Extent::kSome || catalogue_.holds(key)) return Presence::kAbsent;
+  const Leaf& leaf = leaves_[layout::leaf_of(key)];
+  const bool asked = leaf.state == Leaf::State::kAsking || is_unknown(leaf, now);
+  return asked ? Presence::kUnknown : Presence::kAbsent;
+}
+
+void KnownRecords::begin_asking(std::vector<ChunkKey>* keys) {
+  std::vector<ChunkKey> asked;  // one of each directory
+  const Nanos now = clock_.now();
+  const MutexLock lock(mutex_);
+  for (const ChunkKey& key : *keys) {
+    Leaf& leaf = leaves_[layout::leaf_of(key)];
+    if (!is_unknown(leaf, now)) continue;
+    leaf.state = Leaf::State::kAsking;
+    asked.push_back(key);
+  }
+  keys->swap(asked);
+}
+
+void KnownRecords::give_up_asking(std::span<const ChunkKey> keys) {
+  const Nanos ask_again = clock_.now() + kAskAgainAfter;
+  const MutexLock lock(mutex_);
+  for (const ChunkKey& key : keys) {
+    Leaf& leaf = leaves_[layout::leaf_of(key)];
+    if (leaf.state == Leaf::State::kAsking) leaf = {Leaf::State::kGivenUp, ask_again};
+  }
+}
+
+void KnownRecords::touch(const ChunkKey& key) {
+  const Nanos now = clock_.now();
+  const MutexLock lock(mutex_);
+  catalogue_.touch(key, now);
+}
+
+void KnownRecords::take_removals(std::vector<TierRemoval>* removals) {
+  const MutexLock lock(mutex_);
+  removals->insert(removals->end(), removals_.begin(), removals_.end());
+  removals_.clear();
+}
+
+// ---- the generation
+
+KnownRecords::GenerationPtr KnownRecords::generation() const {
+  const MutexLock lock(mutex_);
+  return generation_;
+}
+
+std::optional<KnownRecords::Next> KnownRecords::next() const {
+  const MutexLock lock(mutex_);
+  if (generation_) return std::nullopt;
+  return next_;
+}
+
+bool KnownRecords::begin(GenerationPtr generation, const Next& made_for, Extent extent) {
+  const MutexLock lock(mutex_);
+  if (next_.by_reset != made_for.by_reset) return false;
+  generation_ = std::move(generation);
+  leaves_.assign(layout::kLeaves, {});
+  extent_ = extent;
+  return true;
+}
+
+void KnownRecords::drop(const GenerationPtr& generation) {
+  const MutexLock lock(mutex_);
+  if (generation == generation_) drop_all();
+}
+
+void KnownRecords::reset() {
+  const MutexLock lock(mutex_);
+  next_.by_reset = true;
+  drop_all();
+}
+
+void KnownRecords::drop_all() {
+  for (const ChunkKey& key : catalogue_.clear()) removals_.push_back({key, TierRemoval::Reason::kReset});
+  if (generation_) next_.least_number = generation_->number + 1;
+  generation_.reset();
+  apart_ = false;
+  extent_ = Extent::kOrder;  // nothing is there to be found until there is one
+}
+
+void KnownRecords::close() {
+  const MutexLock lock(mutex_);
+  generation_.reset();
+}
+
+void KnownRecords::note_newer(const GenerationPtr& generation, bool newer) {
+  const MutexLock lock(mutex_);
+  // Who was reset itself shares nothing with others either, but needs nobody to tell it.
+  if (generation == generation_) apart_ = newer && !next_.by_reset;
+}
+
+// ---- ops
+
+Status KnownRecords::begin_read(const ChunkKey& key, const GenerationPtr& generation, FsCatalogue::Ref* ref) {
+  const MutexLock lock(mutex_);
+  if (generation != generation_) return was_reset();
+  const std::optional<FsCatalogue::Ref> found = catalogue_.begin_read(key);
+  if (!found) return Status::error(StatusKind::kNotFound, "no record of this key");
+  *ref = *found;
+  return Status::ok();
+}
+
+Status KnownRecords::end_read(const FsCatalogue::Ref& ref, const TierOp& op, const GenerationPtr& generation,
+                              Status status) {
+  const MutexLock lock(mutex_);
+  catalogue_.end_read(ref);
+  if (generation != generation_) return was_reset();
+  if (status) {
+    catalogue_.read_succeeded(op.key);
+    catalogue_.hit(op.key, op.about, clock_.now());
+  } else if (status.kind() == StatusKind::kIo) {
+    catalogue_.read_failed(op.key, clock_.now());
+  }
+  return status;
+}
+
+Status KnownRecords::begin_write(const ChunkKey& key, const GenerationPtr& generation, bool* present,
+                                 bool* replace) {
+  const MutexLock lock(mutex_);
+  if (generation != generation_) return was_reset();
+  *present = catalogue_.offers(key, clock_.now());
+  *replace = !*present && catalogue_.holds(key);  // backing off: better written anew
+  return Status::ok();
+}
+
+Status KnownRecords::written(const FsCatalogue::Record& record, const EntryInfo& about,
+                             const GenerationPtr& generation) {
+  const MutexLock lock(mutex_);
+  if (generation != generation_) return was_reset();
+  catalogue_.insert(record, about);
+  catalogue_.read_succeeded(record.key);
+  return Status::ok();
+}
+
+void KnownRecords::remove(const ChunkKey& key, const GenerationPtr& generation, TierRemoval::Reason reason) {
+  const MutexLock lock(mutex_);
+  if (generation == generation_ && catalogue_.erase(key)) removals_.push_back({key, reason});
+}
+
+Status KnownRecords::offered(std::span<const ChunkKey> keys, const RecordStore::EpochPtr& epoch,
+                             std::vector<bool>* present) const {
+  const Nanos now = clock_.now();
+  const MutexLock lock(mutex_);
+  if (epoch != generation_) return was_reset();
+  for (std::size_t i = 0; i < keys.size(); ++i) (*present)[i] = catalogue_.offers(keys[i], now);
+  return Status::ok();
+}
+
+// ---- eviction
+
+std::optional<KnownRecords::Victim> KnownRecords::take_victim() {
+  const MutexLock lock(mutex_);
+  if (!generation_) return std::nullopt;
+  const std::optional<FsCatalogue::Record> record = catalogue_.take_victim();
+  if (!record) return std::nullopt;
+  return Victim{*record, generation_};
+}
+
+void KnownRecords::put_back(const Victim& victim) {
+  const MutexLock lock(mutex_);
+  if (victim.generation == generation_) catalogue_.insert(victim.record, {});
+}
+
+void KnownRecords::evicted(const Victim& victim) {
+  const MutexLock lock(mutex_);
+  removals_.push_back({victim.record.key, TierRemoval::Reason::kEvicted});
+}
+
+// ---- scans
+
+KnownRecords::Extent KnownRecords::extent() const {
+  const MutexLock lock(mutex_);
+  return extent_;
+}
+
+void KnownRecords::note_extent(const GenerationPtr& generation, Extent extent) {
+  const MutexLock lock(mutex_);
+  if (generation == generation_) extent_ = std::max(extent_, extent);
+}
+
+void KnownRecords::note_listed(const GenerationPtr& generation, std::uint32_t leaf) {
+  const MutexLock lock(mutex_);
+  if (generation == generation_) leaves_[leaf].state = Leaf::State::kListed;
+}
+
+void KnownRecords::adopt_names(const GenerationPtr& generation, std::span<const FoundRecord> records,
+                               bool newest, const std::atomic<bool>& stop) {
+  std::size_t next = 0;
+  while (next < records.size() && !stop.load()) {
+    const MutexLock lock(mutex_);
+    if (generation != generation_) return;
+    const std::size_t end = std::min(next + kRecordsPerLock, records.size());
+    for (; next < end; ++next) {
+      const FsCatalogue::Record record{records[next].key, records[next].file_bytes};
+      if (newest) {
+        catalogue_.insert(record, {});
+      } else {
+        catalogue_.insert_unordered(record);
+      }
+    }
+  }
+}
+
+void KnownRecords::adopt_in_order(const GenerationPtr& generation, std::span<const FoundRecord> records,
+                                  std::span<const LastUse> order, bool first, const std::atomic<bool>& stop) {
+  std::vector<ChunkKey> used;  // since it was opened
+  std::size_t next = 0;
+  while (next < order.size() && !stop.load()) {
+    const MutexLock lock(mutex_);
+    if (generation != generation_) return;
+    if (next == 0) catalogue_.reserve(records.size());
+    const std::size_t end = std::min(next + kRecordsPerLock, order.size());
+    for (; next < end; ++next) {
+      const FoundRecord& record = records[order[next].second];
+      if (!catalogue_.insert_in_order({record.key, record.file_bytes}) && first) used.push_back(record.key);
+    }
+  }
+  const MutexLock lock(mutex_);
+  if (generation != generation_) return;
+  for (const ChunkKey& key : used) catalogue_.touch(key, clock_.now());
+}
+
+std::vector<FoundRecord> KnownRecords::unknown_of(std::span<const FoundRecord> records) const {
+  std::vector<FoundRecord> unknown;
+  for (std::size_t next = 0; next < records.size();) {
+    const MutexLock lock(mutex_);
+    const std::size_t end = std::min(next + kRecordsPerLock, records.size());
+    for (; next < end; ++next) {
+      if (!catalogue_.holds(records[next].key)) unknown.push_back(records[next]);
+    }
+  }
+  return unknown;
+}
+
+// ---- figures
+
+std::vector<FsCatalogue::Record> KnownRecords::take_touched(GenerationPtr* generation) {
+  const MutexLock lock(mutex_);
+  *generation = generation_;
+  return catalogue_.take_touched();
+}
+
+std::uint64_t KnownRecords::bytes() const {
+  const MutexLock lock(mutex_);
+  return catalogue_.bytes();
+}
+
+void KnownRecords::figures(TierStats* stats) const {
+  const MutexLock lock(mutex_);
+  stats->chunks = catalogue_.size();
+  stats->names_complete = extent_ != Extent::kSome;
+  stats->scan_complete = extent_ == Extent::kOrder;
+  stats->apart = apart_;
+}
+
+}  // namespace kv_offload

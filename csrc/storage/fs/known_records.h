@@ -1,0 +1,137 @@
+// KnownRecords: the generation that this process uses, and what it knows of the records in it: the catalogue,
+// the leaf directories that were listed, the removals that the cache has not heard of.
+//
+// Invariant: all of it is of one generation. What was learnt in another changes nothing, so whoever brings it
+// says which generation it is of. While there is none, nothing is known, and nothing is there to be found.
+//
+// Threads: any. mutex_ guards all, and is the innermost lock: it is never held across a call to the file
+// system, nor while another lock is taken; long lists are taken in piece by piece. So the scheduler's thread
+// waits neither for storage nor for a scan.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "base/thread_annotations.h"
+#include "storage/fs/catalogue.h"
+#include "storage/fs/generation.h"
+#include "storage/fs/walk.h"
+#include "storage/presence.h"
+#include "storage/tier.h"
+
+namespace kv_offload {
+
+class KnownRecords final : public Catalogue {
+ public:
+  using GenerationPtr = std::shared_ptr<Generation>;
+  // How much of the generation's records is in the catalogue.
+  enum class Extent : std::uint8_t {
+    kSome,   // a directory is listed when one of its records is asked for
+    kNames,  // what is not in it is not on disk
+    kOrder,  // and what was used last: records may be evicted
+  };
+  // A leaf directory that could not be listed is asked for again after this; until then its records are
+  // misses.
+  static constexpr Nanos kAskAgainAfter{std::chrono::seconds(1)};
+
+  // Throws InvalidArgument (unknown policy).
+  KnownRecords(const std::string& eviction_policy, const Clock& clock);
+
+  // ---- Catalogue
+  Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
+  void begin_asking(std::vector<ChunkKey>* keys) override EXCLUDES(mutex_);
+  void give_up_asking(std::span<const ChunkKey> keys) override EXCLUDES(mutex_);
+  void touch(const ChunkKey& key) override EXCLUDES(mutex_);
+  void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
+
+  // ---- the generation
+  GenerationPtr generation() const EXCLUDES(mutex_);  // null: there is none
+  // What the next generation has to be.
+  struct Next {
+    std::uint64_t least_number = 1;
+    bool by_reset = false;
+  };
+  std::optional<Next> next() const EXCLUDES(mutex_);  // nothing while there is a generation
+  // False when a reset came since `made_for` was asked for: its lock file says the wrong thing.
+  bool begin(GenerationPtr generation, const Next& made_for, Extent extent) EXCLUDES(mutex_);
+  // Forgets it, if it is still ours, and all its records.
+  void drop(const GenerationPtr& generation) EXCLUDES(mutex_);
+  // Forgets whatever there is, so that no process that starts shares the next generation.
+  void reset() EXCLUDES(mutex_);
+  void close() EXCLUDES(mutex_);  // lets go of the generation and its lock
+  // There is a generation above this one: others were reset, and unless we were too, we are apart from them.
+  void note_newer(const GenerationPtr& generation, bool newer) EXCLUDES(mutex_);
+
+  // ---- ops. kCancelled: of a generation that is no longer used.
+  Status begin_read(const ChunkKey& key, const GenerationPtr& generation, FsCatalogue::Ref* ref)
+      EXCLUDES(mutex_);
+  Status end_read(const FsCatalogue::Ref& ref, const TierOp& op, const GenerationPtr& generation,
+                  Status status) EXCLUDES(mutex_);
+  // *present: nothing is to be written. *replace: there is one that could not be read of late.
+  Status begin_write(const ChunkKey& key, const GenerationPtr& generation, bool* present, bool* replace)
+      EXCLUDES(mutex_);
+  Status written(const FsCatalogue::Record& record, const EntryInfo& about, const GenerationPtr& generation)
+      EXCLUDES(mutex_);
+  void remove(const ChunkKey& key, const GenerationPtr& generation, TierRemoval::Reason reason)
+      EXCLUDES(mutex_);
+  Status offered(std::span<const ChunkKey> keys, const RecordStore::EpochPtr& epoch,
+                 std::vector<bool>* present) const EXCLUDES(mutex_);
+
+  // ---- eviction
+  struct Victim {
+    FsCatalogue::Record record;
+    GenerationPtr generation;
+  };
+  std::optional<Victim> take_victim() EXCLUDES(mutex_);  // nothing known of it remains
+  void put_back(const Victim& victim) EXCLUDES(mutex_);
+  void evicted(const Victim& victim) EXCLUDES(mutex_);
+
+  // ---- scans. Those of long lists stop early when *stop becomes true.
+  Extent extent() const EXCLUDES(mutex_);
+  // Never back from more to less.
+  void note_extent(const GenerationPtr& generation, Extent extent) EXCLUDES(mutex_);
+  void note_listed(const GenerationPtr& generation, std::uint32_t leaf) EXCLUDES(mutex_);
+  // Names without times. newest: they are more recent than what is known; else a scan will tell.
+  void adopt_names(const GenerationPtr& generation, std::span<const FoundRecord> records, bool newest,
+                   const std::atomic<bool>& stop) EXCLUDES(mutex_);
+  // Least recently used first. first: what was used since it was opened is more recent than all of these.
+  using LastUse = std::pair<std::int64_t, std::uint32_t>;  // its time, and which record
+  void adopt_in_order(const GenerationPtr& generation, std::span<const FoundRecord> records,
+                      std::span<const LastUse> order, bool first, const std::atomic<bool>& stop)
+      EXCLUDES(mutex_);
+  std::vector<FoundRecord> unknown_of(std::span<const FoundRecord> records) const EXCLUDES(mutex_);
+
+  // ---- figures
+  // Records in use since the last call, oldest use first, and their generation.
+  std::vector<FsCatalogue::Record> take_touched(GenerationPtr* generation) EXCLUDES(mutex_);
+  std::uint64_t bytes() const EXCLUDES(mutex_);  // of the known records' files
+  void figures(TierStats* stats) const EXCLUDES(mutex_);
+
+ private:
+  struct Leaf {
+    enum class State : std::uint8_t { kUnknown, kAsking, kGivenUp, kListed } state = State::kUnknown;
+    Nanos ask_again{0};  // kGivenUp
+  };
+  bool is_unknown(const Leaf& leaf, Nanos now) const REQUIRES(mutex_);
+  void drop_all() REQUIRES(mutex_);
+
+  const Clock& clock_;
+  mutable Mutex mutex_;
+  GenerationPtr generation_ GUARDED_BY(mutex_);
+  Next next_ GUARDED_BY(mutex_);
+  bool apart_ GUARDED_BY(mutex_) = false;
+  Extent extent_ GUARDED_BY(mutex_) = Extent::kOrder;
+  FsCatalogue catalogue_ GUARDED_BY(mutex_);
+  std::vector<Leaf> leaves_ GUARDED_BY(mutex_);
+  std::vector<TierRemoval> removals_ GUARDED_BY(mutex_);
+};
+
+}  // namespace kv_offload

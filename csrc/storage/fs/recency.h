@@ -1,0 +1,29 @@
+// Recency: what was used last, written into the times of the files, so that it survives a restart and other
+// processes see it.
+//
+// Threads: write_when_due() on upkeep's; write() on any. Best effort: a lost time costs a place in the order
+// of eviction, nothing else. No lock.
+#pragma once
+
+#include "base/clock.h"
+#include "storage/fs/known_records.h"
+
+namespace kv_offload {
+
+class Recency {
+ public:
+  // All of it outlives this.
+  Recency(FileOps& ops, KnownRecords& records, const Clock& clock)
+      : ops_(ops), records_(records), clock_(clock), last_write_(clock.now()) {}
+
+  void write();
+  void write_when_due();  // about once a minute
+
+ private:
+  FileOps& ops_;
+  KnownRecords& records_;
+  const Clock& clock_;
+  Nanos last_write_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,77 @@
+#include "storage/fs/record_reader.h"
+
+#include <fcntl.h>
+
+#include <cerrno>
+
+#include "base/aligned_buffer.h"
+#include "storage/fs/layout.h"
+#include "storage/fs/record_file.h"
+
+namespace kv_offload {
+
+RecordReader::RecordReader(const FsTierOptions& options, const OpenRoot& root, KnownRecords& records,
+                           BounceBuffers& buffers)
+    : options_(options), root_(root), ops_(root.ops), records_(records), buffers_(buffers) {}
+
+Status RecordReader::read(const TierOp& op, const std::shared_ptr<Generation>& generation,
+                          std::uint64_t* moved) {
+  FsCatalogue::Ref ref;
+  if (Status begun = records_.begin_read(op.key, generation, &ref); !begun) return begun;
+  std::uint64_t inode = 0;
+  const Status status =
+      records_.end_read(ref, op, generation, read_file(op, *generation, ref.file_bytes, &inode));
+  if (status.kind() == StatusKind::kCorrupt) remove_corrupt(op.key, generation, ref.file_bytes, inode);
+  if (status.kind() == StatusKind::kNotFound)
+    records_.remove(op.key, generation, TierRemoval::Reason::kVanished);
+  if (status) *moved = padded_payload_bytes(op.shards);
+  return status;
+}
+
+Status RecordReader::read_file(const TierOp& op, const Generation& generation, std::uint64_t file_bytes,
+                               std::uint64_t* inode) {
+  const std::string path = layout::record_path(op.key, file_bytes);
+  const std::string shown = generation.path + "/" + path;
+  bool direct = root_.direct && is_aligned(op.shards);
+  // O_NONBLOCK: a pipe in the file's place must not hold the thread.
+  constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
+  int error = 0;
+  Fd fd = open_fd(ops_, generation.directory.get(), path, kFlags | (direct ? O_DIRECT : 0), 0, &error);
+  if (!fd && error == EINVAL && direct) {  // a directory or device in its place, or no O_DIRECT here
+    direct = false;
+    fd = open_fd(ops_, generation.directory.get(), path, kFlags, 0, &error);
+  }
+  if (!fd) return Status::from_errno(error == ESTALE ? ENOENT : error, "open", shown);
+  FileInfo info;
+  if (const int rc = ops_.fstat(fd.get(), &info); rc < 0) {
+    return Status::error(StatusKind::kIo, Status::from_errno(-rc, "stat").message(), -rc, shown);
+  }
+  if (!info.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, shown);
+  *inode = info.inode;
+  const std::uint64_t expected = kRecordHeaderBytes + padded_payload_bytes(op.shards);
+  if (info.size != expected) {
+    return Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, expected {}", info.size, expected),
+                         0, shown);
+  }
+  const AlignedBuffer page(kRecordHeaderBytes);
+  std::uint64_t checksum = 0;
+  Status status = buffers_.read(ops_, fd.get(), page.span(), op.shards, direct, shown, &checksum);
+  if (status)
+    status = verify_record(page.span(), options_.namespace_id, op.key, op.group, op.shards, checksum);
+  status = unless_evicted(ops_, generation.directory.get(), path, info.inode, std::move(status));
+  if (status || !status.path().empty()) return status;
+  return Status::error(status.kind(), status.message(), status.error_number(), shown);
+}
+
+void RecordReader::remove_corrupt(const ChunkKey& key, const std::shared_ptr<Generation>& generation,
+                                  std::uint64_t file_bytes, std::uint64_t inode) {
+  records_.remove(key, generation, TierRemoval::Reason::kCorrupt);
+  // Not if another process has put a new record in its place.
+  const std::string path = layout::record_path(key, file_bytes);
+  const int directory = generation->directory.get();
+  FileInfo info;
+  if (ops_.stat(directory, path, &info) != 0 || info.inode != inode) return;
+  (void)root_.remove_file(directory, path);
+}
+
+}  // namespace kv_offload

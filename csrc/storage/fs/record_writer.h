@@ -1,0 +1,50 @@
+// RecordWriter: a record from the shards of an op into a file: reserve its bytes, write a temporary (a new
+// file, or that of an evicted record), give it its name, tell the catalogue.
+//
+// Invariant: after a failure there is no temporary and no entry; what could not be removed all the same is
+// counted, and the next count of the root removes it. Every byte that it puts on disk is under the
+// reservation of its op until it is in the sum.
+//
+// Threads: I/O threads, several at once. No lock of its own; it waits for whoever makes space (Evictor).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/status.h"
+#include "storage/fs/bounce_buffers.h"
+#include "storage/fs/draft.h"
+#include "storage/fs/evictor.h"
+#include "storage/fs/known_records.h"
+#include "storage/fs/open.h"
+
+namespace kv_offload {
+
+class RecordWriter {
+ public:
+  // All of it outlives this.
+  RecordWriter(const FsTierOptions& options, const OpenRoot& root, KnownRecords& records, Evictor& evictor,
+               BounceBuffers& buffers);
+
+  // As RecordStore::write.
+  Status write(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
+
+ private:
+  Status write_file(const TierOp& op, bool replace, Draft* draft, Reservation* reservation);
+  Status make_leaf(Generation& generation, std::uint32_t leaf, Reservation* reservation);
+  Status open_temporary(Draft* draft, Reservation* reservation);
+  void discard(const Draft& draft, Reservation* reservation);
+  Status publish(Draft* draft, const std::string& path, std::uint64_t disk_bytes, Reservation* reservation);
+  Status sync_names(Generation& generation, std::uint32_t leaf);
+  void count_growth(Generation& generation, std::uint32_t leaf, Reservation* reservation);
+
+  const FsTierOptions& options_;
+  const OpenRoot& root_;
+  FileOps& ops_;
+  KnownRecords& records_;
+  Evictor& evictor_;
+  BounceBuffers& buffers_;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,68 @@
+// RootCounter: looks at the root as others change it, about once a second: who shares it, what they wrote,
+// whether the sum of its bytes is in doubt; and then counts it.
+//
+// Invariant: nobody waits for a count, unless the sum is not known at all. A count that was overtaken (by a
+// reset, or a new page) changes nothing, and what made it necessary is still true. One that another process
+// makes is waited for, while that one goes on.
+//
+// Threads: upkeep's alone. No lock.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "base/clock.h"
+#include "storage/fs/evictor.h"
+#include "storage/fs/foreign_records.h"
+#include "storage/fs/known_records.h"
+#include "storage/fs/open.h"
+#include "storage/fs/scanner.h"
+#include "storage/fs/space.h"
+
+namespace kv_offload {
+
+class RootCounter {
+ public:
+  // What it works with; all of it outlives this.
+  struct Context {
+    const FsTierOptions& options;
+    const OpenRoot& root;
+    KnownRecords& records;
+    Evictor& evictor;
+    Scanner& scanner;
+    const Clock& clock;
+    const std::atomic<bool>& stop;  // calls give up soon
+  };
+  explicit RootCounter(const Context& context);
+
+  // Once, first: finds what is there.
+  void start();
+  void look();
+
+ private:
+  bool is_due(const SpaceFigures& figures);
+  bool another_counts(const SpaceFigures& figures);
+  void count(const SpaceFigures& figures);
+  std::uint64_t count_others(std::uint64_t own_generation, const CountFor& count);
+
+  const FsTierOptions& options_;
+  const OpenRoot& root_;
+  FileOps& ops_;
+  KnownRecords& records_;
+  Evictor& evictor_;
+  Scanner& scanner_;
+  const Clock& clock_;
+  const std::atomic<bool>& stop_;
+  ForeignRecords foreign_;
+  Nanos next_count_{0};
+  bool count_again_ = false;         // the last one came to nothing
+  std::uint64_t writes_before_ = 0;  // when it looked last
+  // Another that counts, and when it was seen to go on.
+  struct {
+    std::uint64_t writer = 0, version = 0;
+    Nanos moved{0};
+  } counter_;
+  bool told_not_exclusive_ = false;
+};
+
+}  // namespace kv_offload

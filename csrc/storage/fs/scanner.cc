@@ -1,0 +1,122 @@
+#include "storage/fs/scanner.h"
+
+#include <algorithm>
+#include <functional>
+#include <system_error>
+#include <thread>
+
+#include "base/thread_annotations.h"
+#include "storage/fs/layout.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::size_t kScanThreads = 4;
+
+// Runs `body` on up to `wanted` threads at once, this one among them.
+void by_threads(std::size_t wanted, const std::function<void()>& body) {
+  wanted = std::min<std::size_t>({wanted, kScanThreads, std::thread::hardware_concurrency()});
+  std::vector<std::thread> threads;
+  try {
+    for (std::size_t i = 1; i < wanted; ++i) threads.emplace_back(body);
+  } catch (const std::system_error&) {  // no thread to be had: alone, then
+  }
+  body();
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+Status Scanner::list(const std::shared_ptr<Generation>& generation, std::uint32_t leaf) {
+  LeafFound found;
+  if (Status status = scan_leaf(ops_, generation->directory.get(), leaf, {.names_only = true}, &found);
+      !status)
+    return status;
+  records_.adopt_names(generation, found.records, false, stop_);
+  records_.note_listed(generation, leaf);
+  return Status::ok();
+}
+
+// One scan's shared work: leaves are taken in turn by a few threads.
+struct Scanner::Scan {
+  std::shared_ptr<Generation> own;
+  std::vector<std::uint32_t> leaves;
+  LeafOptions options;
+  std::atomic<std::size_t> next{0};
+  std::atomic<bool> outdated{false};  // reset meanwhile
+  Mutex mutex;
+  std::uint64_t counted GUARDED_BY(mutex) = 0;
+  std::vector<FoundRecord> records GUARDED_BY(mutex);
+};
+
+bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor* count,
+                   std::uint64_t* counted) {
+  Scan scan;
+  scan.own = generation;
+  const int directory = generation->directory.get();
+  if (!list_leaves(ops_, directory, &scan.leaves, counted)) return true;
+  FileInfo info;
+  if (ops_.fstat(directory, &info) == 0) *counted += info.disk_bytes;
+  scan.options = {.count = count};
+  const bool first = records_.extent() != KnownRecords::Extent::kOrder;
+  if (first) {  // who asks has to know soon what is there; how old it is can wait
+    by_threads(scan.leaves.size() / 16, [&] { list_leaves_of(scan); });
+    scan.next.store(0);
+    if (!stop_.load()) records_.note_extent(generation, KnownRecords::Extent::kNames);
+  }
+  by_threads(scan.leaves.size() / 16, [&] { scan_leaves_of(scan); });
+  if (stop_.load()) return false;
+  std::vector<FoundRecord> records;
+  {
+    const MutexLock lock(scan.mutex);
+    *counted += scan.counted;
+    records.swap(scan.records);
+  }
+  if (scan.outdated.load()) return true;
+  if (!first) records = not_known(scan, records);
+  std::vector<KnownRecords::LastUse> order(records.size());
+  for (std::uint32_t i = 0; i < records.size(); ++i) order[i] = {records[i].mtime_nanos, i};
+  std::sort(order.begin(), order.end());
+  records_.adopt_in_order(generation, records, order, first, stop_);
+  return true;
+}
+
+// What is not known now though it was found was evicted meanwhile, or is another's.
+std::vector<FoundRecord> Scanner::not_known(const Scan& scan, const std::vector<FoundRecord>& records) {
+  std::vector<FoundRecord> unknown = records_.unknown_of(records);
+  FileInfo info;
+  std::erase_if(unknown, [&](const FoundRecord& record) {
+    return ops_.stat(scan.own->directory.get(), layout::record_path(record.key, record.file_bytes), &info) !=
+           0;
+  });
+  return unknown;
+}
+
+void Scanner::list_leaves_of(Scan& scan) {
+  for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
+    if (stop_.load()) return;
+    (void)list(scan.own, scan.leaves[at]);
+  }
+}
+
+void Scanner::scan_leaves_of(Scan& scan) {
+  std::uint64_t counted = 0;
+  std::vector<FoundRecord> records;
+  for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
+    if (stop_.load() || scan.outdated.load()) break;
+    const std::uint32_t leaf = scan.leaves[at];
+    LeafFound found;
+    // An unreadable directory hides its records; the rest is served.
+    (void)scan_leaf(ops_, scan.own->directory.get(), leaf, scan.options, &found);
+    counted += found.other_bytes + found.directory_bytes;
+    for (const FoundRecord& record : found.records) counted += record.disk_bytes;
+    records.insert(records.end(), found.records.begin(), found.records.end());
+    (void)scan.own->leaves.note_size(leaf, found.directory_bytes);
+    if (scan.own != records_.generation()) scan.outdated.store(true);
+  }
+  const MutexLock lock(scan.mutex);
+  scan.counted += counted;
+  scan.records.insert(scan.records.end(), records.begin(), records.end());
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,127 @@
+// What is known is of one generation, whoever brings what, and when.
+#include "storage/fs/known_records.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "storage/fs/layout.h"
+#include "storage/tier_driver.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+using Extent = KnownRecords::Extent;
+
+class KnownRecordsTest : public ::testing::Test {
+ protected:
+  static std::shared_ptr<Generation> generation(std::uint64_t number) {
+    auto generation = std::make_shared<Generation>();
+    generation->number = number;
+    return generation;
+  }
+  void begin(const std::shared_ptr<Generation>& generation, Extent extent = Extent::kOrder) {
+    const auto next = records_.next();
+    ASSERT_TRUE(next);
+    ASSERT_TRUE(records_.begin(generation, *next, extent));
+  }
+  static std::vector<FoundRecord> found(std::uint32_t first, std::uint32_t count) {
+    std::vector<FoundRecord> found;
+    for (std::uint32_t i = first; i < first + count; ++i) found.push_back({key_of(i), 8192, 8192, 0});
+    return found;
+  }
+  bool has(std::uint32_t number) { return records_.contains(key_of(number)) == Presence::kPresent; }
+  TierStats figures() {
+    TierStats stats;
+    records_.figures(&stats);
+    return stats;
+  }
+
+  FakeClock clock_;
+  KnownRecords records_{"lru", clock_};
+  const std::atomic<bool> go_on_{false};
+};
+
+TEST_F(KnownRecordsTest, what_was_learnt_in_a_generation_that_is_over_changes_nothing) {
+  const auto old = generation(1), now = generation(2);
+  begin(old, Extent::kSome);
+  const auto victim_of_old = [&] {
+    EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, old));
+    return *records_.take_victim();
+  }();
+  records_.reset();
+  begin(now, Extent::kSome);
+  EXPECT_TRUE(records_.written({key_of(2), 8192}, {}, now));
+
+  EXPECT_EQ(records_.written({key_of(3), 8192}, {}, old).kind(), StatusKind::kCancelled);
+  records_.put_back(victim_of_old);
+  records_.adopt_names(old, found(10, 5), true, go_on_);
+  const auto late = found(20, 5);
+  const std::vector<KnownRecords::LastUse> order = {{1, 0}, {2, 1}, {3, 2}, {4, 3}, {5, 4}};
+  records_.adopt_in_order(old, late, order, true, go_on_);
+  records_.remove(key_of(2), old, TierRemoval::Reason::kCorrupt);
+  records_.note_extent(old, Extent::kOrder);
+  records_.note_newer(old, true);
+  records_.drop(old);
+
+  EXPECT_TRUE(has(2));
+  EXPECT_EQ(figures().chunks, 1u);
+  EXPECT_EQ(records_.extent(), Extent::kSome);
+  EXPECT_FALSE(figures().apart);
+  bool present = false, replace = false;
+  FsCatalogue::Ref ref;
+  EXPECT_EQ(records_.begin_write(key_of(2), old, &present, &replace).kind(), StatusKind::kCancelled);
+  EXPECT_EQ(records_.begin_read(key_of(2), old, &ref).kind(), StatusKind::kCancelled);
+}
+
+TEST_F(KnownRecordsTest, the_next_generation_is_above_ours_and_says_whether_it_is_a_resets) {
+  begin(generation(7));
+  EXPECT_FALSE(records_.next()) << "there is one";
+  records_.drop(records_.generation());
+  EXPECT_EQ(records_.next()->least_number, 8u);
+  EXPECT_FALSE(records_.next()->by_reset);
+  const KnownRecords::Next before = *records_.next();
+  records_.reset();
+  EXPECT_TRUE(records_.next()->by_reset);
+  EXPECT_FALSE(records_.begin(generation(8), before, Extent::kOrder)) << "it was made before the reset";
+  EXPECT_EQ(records_.generation(), nullptr);
+}
+
+TEST_F(KnownRecordsTest, a_directory_that_could_not_be_asked_for_is_asked_for_again_after_a_time) {
+  begin(generation(1), Extent::kSome);
+  std::vector<ChunkKey> keys = {key_of(1)};
+  records_.begin_asking(&keys);
+  ASSERT_EQ(keys.size(), 1u);
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kUnknown);
+  records_.give_up_asking(keys);
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent);
+  std::vector<ChunkKey> again = {key_of(1)};
+  records_.begin_asking(&again);
+  EXPECT_TRUE(again.empty()) << "not in a loop";
+  clock_.advance(KnownRecords::kAskAgainAfter);
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kUnknown);
+  again = {key_of(1)};
+  records_.begin_asking(&again);
+  EXPECT_EQ(again.size(), 1u);
+  records_.note_listed(records_.generation(), layout::leaf_of(key_of(1)));
+  records_.give_up_asking(again);
+  clock_.advance(KnownRecords::kAskAgainAfter);
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent) << "it was listed meanwhile";
+}
+
+TEST_F(KnownRecordsTest, without_a_generation_nothing_is_there_and_nothing_unknown) {
+  begin(generation(1), Extent::kSome);
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kUnknown);
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, records_.generation()));
+  records_.reset();
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent);
+  EXPECT_FALSE(records_.take_victim());
+  std::vector<TierRemoval> removals;
+  records_.take_removals(&removals);
+  ASSERT_EQ(removals.size(), 1u);
+  EXPECT_EQ(removals[0].reason, TierRemoval::Reason::kReset);
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,27 @@
+// The growth of directories, told once.
+#include "storage/fs/leaf_directories.h"
+
+#include <gtest/gtest.h>
+
+namespace kv_offload {
+namespace {
+
+TEST(LeafDirectoriesTest, growth_is_told_once_and_a_first_size_is_none) {
+  LeafDirectories leaves;
+  EXPECT_EQ(leaves.note_size(7, 4096), 0u);
+  EXPECT_EQ(leaves.note_size(7, 12288), 8192u);
+  EXPECT_EQ(leaves.note_size(7, 12288), 0u);
+  EXPECT_EQ(leaves.note_size(8, 12288), 0u) << "another directory";
+  EXPECT_EQ(leaves.note_size(7, 4096), 0u) << "it was emptied and made anew";
+  EXPECT_EQ(leaves.note_size(7, 8192), 4096u);
+}
+
+TEST(LeafDirectoriesTest, each_name_becomes_durable_by_itself) {
+  LeafDirectories leaves;
+  leaves.note_durable(3);
+  EXPECT_TRUE(leaves.is_durable(3));
+  EXPECT_FALSE(leaves.is_durable(4));
+}
+
+}  // namespace
+}  // namespace kv_offload
