@@ -9,6 +9,7 @@ from pydantic import Field, TypeAdapter
 
 from kv_offload.tiers.base import TierConfig
 from kv_offload.tiers.fs import FsTierConfig
+from kv_offload.tiers.redis import RedisTierConfig
 
 Kind = TypeVar("Kind", bound=TierConfig)
 
@@ -56,3 +57,4 @@ def bounds_of(tiers: Iterable[TierConfig]) -> tuple[int | None, ...]:
 
 
 register(FsTierConfig)
+register(RedisTierConfig)
