@@ -176,6 +176,12 @@ def _tier_settings() -> str:
     return settings(FsTierConfig)
 
 
+def _redis_settings() -> str:
+    from kv_offload.tiers.redis import RedisTierConfig
+
+    return settings(RedisTierConfig)
+
+
 def _engine_settings() -> str:
     from kv_offload.config import OffloadConfig
 
@@ -185,6 +191,7 @@ def _engine_settings() -> str:
 GENERATORS: dict[str, Callable[[], str]] = {
     "engine_settings": _engine_settings,
     "tier_settings": _tier_settings,
+    "redis_settings": _redis_settings,
     "metrics": lambda: metrics(worker=False),
     "worker_metrics": lambda: metrics(worker=True),
     "miss_reasons": miss_reasons,

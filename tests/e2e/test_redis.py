@@ -1,4 +1,4 @@
-"""Two servers and one Redis server: what one computes the other loads; the Redis server dies and comes back empty.
+"""Two servers and one Redis server: what one computes the other loads; the Redis server dies and is back.
 
 Its password is in the environment of the servers, and in no line that they log.
 """

@@ -18,6 +18,7 @@ from kv_offload.config import OffloadConfig
 from kv_offload.diagnosis import REASONS
 from kv_offload.metrics import metric_definitions
 from kv_offload.tiers.fs import FsTierConfig
+from kv_offload.tiers.redis import RedisTierConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -62,7 +63,7 @@ def test_every_page_is_there_and_none_is_left_ungenerated(site):
 
 def test_every_setting_is_described(site):
     text = article(site, "reference/configuration.html")
-    for model in (OffloadConfig, FsTierConfig):
+    for model in (OffloadConfig, FsTierConfig, RedisTierConfig):
         for name, field in model.model_fields.items():
             assert f"<td><code>{name}</code></td>" in text, name
             assert field.description, name
