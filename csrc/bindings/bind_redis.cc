@@ -49,8 +49,8 @@ std::shared_ptr<RedisTierSpec> redis_tier_spec(const redis::Server& server, cons
   return spec;
 }
 
-py::dict probe(const redis::Server& server, const std::string& key_prefix, std::uint64_t record_bytes,
-               unsigned records, double deadline_seconds) {
+py::dict probe_server(const redis::Server& server, const std::string& key_prefix, std::uint64_t record_bytes,
+                      unsigned records, double deadline_seconds) {
   redis::Probe found;
   {
     const py::gil_scoped_release release;
@@ -84,7 +84,7 @@ void bind_redis(py::module_& module) {
         return fmt::format("<RedisTier {:?} at {}>", self.options.name,
                            redis::address_of(self.options.server));
       });
-  module.def("probe_redis", &probe, py::arg("server"), py::arg("key_prefix"), py::arg("record_bytes"),
+  module.def("probe_redis", &probe_server, py::arg("server"), py::arg("key_prefix"), py::arg("record_bytes"),
              py::arg("records"), py::arg("deadline_seconds"));
   module.def("redis_has_tls", &redis::has_tls);
 }
