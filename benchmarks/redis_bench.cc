@@ -6,8 +6,9 @@
 // The library alone: SET and GET in a loop on a connection for each thread, values from one buffer, replies
 // freed and not looked at. The tier: the same number of records through submit and poll, with header,
 // checksum and one question whether the record is there already before each write. Rounds alternate, and the
-// ratio is that of the medians. Prints JSON: GB/s of each, and the ratio. The server's data are removed
-// between rounds (FLUSHALL): give it one of its own.
+// ratio is that of the medians. A tier's write threads read, too: with N threads it reads on 2 N connections.
+// Prints JSON: GB/s of each, and the ratio. The server's data are removed between rounds (FLUSHALL): give it
+// one of its own.
 #include <valkey/valkey.h>
 
 #include <algorithm>
