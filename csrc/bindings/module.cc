@@ -10,6 +10,7 @@ PYBIND11_MODULE(_core, module) {
   bindings::bind_region(module);
   bindings::bind_tier(module);  // before the kinds
   bindings::bind_fs(module);
+  bindings::bind_redis(module);
   bindings::bind_cache(module);
   bindings::bind_worker(module);
   bindings::bind_replay(module);

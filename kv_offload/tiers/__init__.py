@@ -10,6 +10,7 @@ from pydantic import Field, TypeAdapter
 
 from kv_offload.tiers.base import TierConfig
 from kv_offload.tiers.fs import FsTierConfig
+from kv_offload.tiers.redis import RedisTierConfig
 
 Kind = TypeVar("Kind", bound=TierConfig)
 
@@ -81,3 +82,4 @@ def bounds_of(tiers: Iterable[TierConfig]) -> tuple[int | None, ...]:
 
 
 register(FsTierConfig)
+register(RedisTierConfig)

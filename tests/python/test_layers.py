@@ -55,6 +55,8 @@ LIBRARIES = {
     "Python": (r"(pybind11/|Python\.h)", r"bindings/(?!torch_).*"),
     "prometheus-cpp": (r"prometheus/", r"metrics/.*"),
     "xxhash": (r"xxhash", r"(storage|memory)/.*"),
+    "libvalkey": (r"valkey/", r"storage/redis/(connection|tls)\.cc"),
+    "OpenSSL": (r"openssl/", r"storage/redis/tls\.cc"),
 }
 
 # Replays of a trace have the order of eviction of an fs tier, by its own catalogue.

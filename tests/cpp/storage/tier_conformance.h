@@ -1,5 +1,4 @@
-// What a kind of tier gives to the tests that hold all kinds to tier.h: a medium, which outlives the tiers on
-// it, and what can happen to one.
+// The media of each kind of tier, for the tests that hold all kinds to tier.h.
 #pragma once
 
 #include <memory>
@@ -11,22 +10,10 @@
 #include "storage/fs/fixture.h"
 #include "storage/memory_store.h"
 #include "storage/pooled_tier.h"
+#include "storage/redis/medium.h"
+#include "storage/tier_medium.h"
 
 namespace kv_offload::testing {
-
-class Medium {
- public:
-  virtual ~Medium() = default;
-  virtual std::unique_ptr<Tier> open(const PooledTierOptions& options) = 0;
-  virtual void lose(const ChunkKey& key) = 0;
-  virtual void damage(const ChunkKey& key) = 0;
-  virtual void fail_transfers(bool fail) = 0;
-  virtual void fail_resets(bool fail) = 0;
-  virtual void block(OpKind kind) = 0;  // transfers of this kind, until release()
-  virtual void release() = 0;
-  virtual void wait_for_blocked(int threads = 1) = 0;
-  virtual void wait_for_let_go() = 0;  // no thread of a tier that was closed touches it any more
-};
 
 class FsMedium final : public Medium {
  public:

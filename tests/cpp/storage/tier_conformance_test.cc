@@ -375,7 +375,8 @@ TEST_P(TierConformance, closing_beside_an_op_that_hangs_returns_and_frees_nothin
 
 INSTANTIATE_TEST_SUITE_P(Kinds, TierConformance,
                          ::testing::Values(Kind{"fs", [] { return std::make_unique<FsMedium>(); }},
-                                           Kind{"memory", [] { return std::make_unique<MemoryMedium>(); }}),
+                                           Kind{"memory", [] { return std::make_unique<MemoryMedium>(); }},
+                                           Kind{"redis", [] { return std::make_unique<RedisMedium>(); }}),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -1,7 +1,10 @@
 """Run by test_tiers.py: tiers of other kinds than fs, under vLLM's scheduler, every byte checked."""
 
+import os
 import random
+import subprocess
 import uuid
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +76,41 @@ def test_a_tier_that_others_fill_is_read_and_never_written() -> None:
     assert total(second, "kv_offload_hit_tokens_total", "toy") > 0
     second.shutdown()
     assert toy_tier.extension().records(shelf["server"]) == recorded
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """A tier on a server of this test, ended by its pid."""
+    socket = tmp_path / "s"
+    words = ["redis-server", "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(tmp_path)]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    try:
+        while not socket.exists():
+            assert server.poll() is None
+            os.sched_yield()
+        yield {"type": "redis", "url": f"unix://{socket}", "op_deadline_ms": 60_000}
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_every_byte_from_a_redis_server_is_the_requests_own_and_the_next_engine_finds_all(
+    redis: dict[str, Any],
+) -> None:
+    small = replace(FULL, extra={**FULL.extra, "cpu_bytes_to_use": "256KiB"})
+    engine = live(with_tiers(small, redis), 11, 400, Rates(forced_reset=FORCED))
+    assert total(engine, "kv_offload_hit_tokens_total", "redis") > 0
+    prompts = some_prompts(8)
+    whole = [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+    first = Engine(with_tiers(FULL, redis), f"oracle-{uuid.uuid4()}")
+    ask_again(first, prompts)
+    _check_at_rest(first)
+    first.shutdown()
+    second = Engine(with_tiers(FULL, redis), f"oracle-{uuid.uuid4()}", first.model_dir)
+    found = ask_again(second, prompts)
+    second.shutdown()
+    assert [min(pair) for pair in zip(found, whole, strict=True)] == whole
+    assert total(second, "kv_offload_failures_total") == 0
 
 
 def test_two_kinds_serve_side_by_side_and_each_has_its_name(tmp_path: Path) -> None:

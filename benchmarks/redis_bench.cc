@@ -1,0 +1,225 @@
+// Records to and from a Redis or Valkey server: the tier against the client library alone, in the same run.
+//
+//   redis_bench --socket PATH | --port N  [--threads 1,2,4] [--sizes 512,2048,8192 (KiB)] [--rounds 5]
+//   [--total MiB]
+//
+// The library alone: SET and GET in a loop on a connection for each thread, values from one buffer, replies
+// freed and not looked at. The tier: the same number of records through submit and poll, with header,
+// checksum and one question whether the record is there already before each write. Rounds alternate, and the
+// ratio is that of the medians. A tier's write threads read, too: with N threads it reads on 2 N connections.
+// Prints JSON: GB/s of each, and the ratio. The server's data are removed between rounds (FLUSHALL): give it
+// one of its own.
+#include <valkey/valkey.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/aligned_buffer.h"
+#include "bench.h"
+#include "storage/redis/tier.h"
+
+namespace {
+
+using namespace kv_offload;
+using bench::now;
+
+struct Rates {
+  double write = 0, read = 0;
+};
+
+struct Options {
+  redis::Server server;
+  std::vector<std::size_t> threads{1, 2, 4}, kibibytes{512, 2048, 8192};
+  unsigned rounds = 5;
+  std::size_t total_mebibytes = 128;
+};
+
+[[noreturn]] void fail(const std::string& what) {
+  std::fprintf(stderr, "redis_bench: %s\n", what.c_str());
+  std::exit(1);
+}
+
+valkeyContext* connect(const redis::Server& server) {
+  valkeyContext* context = server.host.empty() ? valkeyConnectUnix(server.unix_socket.c_str())
+                                               : valkeyConnect(server.host.c_str(), server.port);
+  if (context == nullptr || context->err != 0) fail("no connection");
+  return context;
+}
+
+void flush(const redis::Server& server) {
+  valkeyContext* context = connect(server);
+  freeReplyObject(valkeyCommand(context, "FLUSHALL"));
+  valkeyFree(context);
+}
+
+// Runs `work(thread, first, last)` over all records, on so many threads; seconds.
+template <typename Work>
+double timed(std::size_t threads, std::size_t records, Work work) {
+  const double start = now();
+  std::vector<std::thread> running;
+  for (std::size_t t = 0; t < threads; ++t) {
+    running.emplace_back([&, t] { work(t, records * t / threads, records * (t + 1) / threads); });
+  }
+  for (std::thread& thread : running) thread.join();
+  return now() - start;
+}
+
+Rates library_alone(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
+  std::vector<valkeyContext*> contexts;
+  for (std::size_t t = 0; t < threads; ++t) contexts.push_back(connect(options.server));
+  const std::string value(bytes, 'v');
+  const auto command = [&](std::size_t thread, std::vector<std::string_view> words, int expected) {
+    std::vector<const char*> data;
+    std::vector<std::size_t> sizes;
+    for (const std::string_view word : words) {
+      data.push_back(word.data());
+      sizes.push_back(word.size());
+    }
+    auto* reply = static_cast<valkeyReply*>(
+        valkeyCommandArgv(contexts[thread], static_cast<int>(words.size()), data.data(), sizes.data()));
+    if (reply == nullptr || reply->type != expected) fail("the library was refused");
+    freeReplyObject(reply);
+  };
+  Rates rates;
+  const double total = static_cast<double>(bytes * records) / 1e9;
+  rates.write = total / timed(threads, records, [&](std::size_t t, std::size_t first, std::size_t last) {
+                  for (std::size_t i = first; i < last; ++i)
+                    command(t, {"SET", bench::key_of(i).hex(), value}, VALKEY_REPLY_STATUS);
+                });
+  rates.read = total / timed(threads, records, [&](std::size_t t, std::size_t first, std::size_t last) {
+                 for (std::size_t i = first; i < last; ++i)
+                   command(t, {"GET", bench::key_of(i).hex()}, VALKEY_REPLY_STRING);
+               });
+  for (valkeyContext* context : contexts) valkeyFree(context);
+  return rates;
+}
+
+double pass(Tier& tier, OpKind kind, std::vector<AlignedBuffer>& rows, std::size_t bytes,
+            std::size_t records) {
+  const double start = now();
+  std::vector<Completion> done;
+  std::vector<TierRemoval> removals;
+  std::size_t submitted = 0;
+  std::vector<std::size_t> free_rows;
+  for (std::size_t i = 0; i < rows.size(); ++i) free_rows.push_back(i);
+  std::vector<std::size_t> row_of(records);
+  for (std::size_t ended = 0; ended < records;) {
+    while (submitted < records && !free_rows.empty()) {
+      row_of[submitted] = free_rows.back();
+      free_rows.pop_back();
+      std::vector<TierOp> ops(1);
+      ops[0].id = submitted + 1;
+      ops[0].kind = kind;
+      ops[0].key = bench::key_of(submitted);
+      ops[0].shards = {rows[row_of[submitted]].span().first(bytes)};
+      tier.submit(std::move(ops));
+      ++submitted;
+    }
+    done.clear();
+    tier.poll(&done, &removals);
+    for (const Completion& completion : done) {
+      if (!completion.status) fail(completion.status.to_string());
+      free_rows.push_back(row_of[completion.id - 1]);
+      ++ended;
+    }
+    if (done.empty()) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return static_cast<double>(bytes * records) / 1e9 / (now() - start);
+}
+
+Rates through_the_tier(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
+  RedisTierOptions tier_options;
+  tier_options.name = "redis";
+  tier_options.server = options.server;
+  tier_options.n_read_threads = tier_options.n_write_threads = static_cast<unsigned>(threads);
+  const auto tier = make_redis_tier(tier_options);
+  std::vector<AlignedBuffer> rows;
+  for (std::size_t i = 0; i < 2 * threads; ++i) {
+    rows.emplace_back(bytes);
+    std::memset(rows.back().data(), 'v', bytes);
+  }
+  Rates rates;
+  rates.write = pass(*tier, OpKind::kWrite, rows, bytes, records);
+  rates.read = pass(*tier, OpKind::kRead, rows, bytes, records);
+  return rates;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+std::vector<std::size_t> numbers(const std::string& text) {
+  std::vector<std::size_t> values;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) values.push_back(std::stoul(part));
+  return values;
+}
+
+Options parse(int count, char** words) {
+  Options options;
+  for (int i = 1; i + 1 < count; i += 2) {
+    const std::string name = words[i], value = words[i + 1];
+    if (name == "--socket") {
+      options.server.unix_socket = value;
+    } else if (name == "--port") {
+      options.server.host = "127.0.0.1";
+      options.server.port = static_cast<std::uint16_t>(std::stoul(value));
+    } else if (name == "--threads") {
+      options.threads = numbers(value);
+    } else if (name == "--sizes") {
+      options.kibibytes = numbers(value);
+    } else if (name == "--rounds") {
+      options.rounds = static_cast<unsigned>(std::stoul(value));
+    } else if (name == "--total") {
+      options.total_mebibytes = std::stoul(value);
+    } else {
+      fail("unknown option " + name);
+    }
+  }
+  if (options.server.unix_socket.empty() && options.server.host.empty())
+    fail("give --socket PATH or --port N");
+  return options;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  const Options options = parse(count, words);
+  std::printf("[");
+  const char* separator = "\n";
+  for (const std::size_t kib : options.kibibytes) {
+    for (const std::size_t threads : options.threads) {
+      const std::size_t bytes = kib << 10;
+      const std::size_t records = std::max<std::size_t>((options.total_mebibytes << 20) / bytes, 2 * threads);
+      std::vector<double> write[2], read[2];
+      for (unsigned round = 0; round < options.rounds; ++round) {
+        flush(options.server);
+        const Rates alone = library_alone(options, threads, bytes, records);
+        flush(options.server);
+        const Rates tier = through_the_tier(options, threads, bytes, records);
+        write[0].push_back(alone.write);
+        write[1].push_back(tier.write);
+        read[0].push_back(alone.read);
+        read[1].push_back(tier.read);
+      }
+      flush(options.server);
+      std::printf(
+          "%s  {\"record_kib\": %zu, \"threads\": %zu, \"rounds\": %u, \"write_gb_s\": {\"library\": %.3f, "
+          "\"tier\": "
+          "%.3f, \"ratio\": %.2f}, \"read_gb_s\": {\"library\": %.3f, \"tier\": %.3f, \"ratio\": %.2f}}",
+          separator, kib, threads, options.rounds, median(write[0]), median(write[1]),
+          median(write[1]) / median(write[0]), median(read[0]), median(read[1]),
+          median(read[1]) / median(read[0]));
+      separator = ",\n";
+      std::fflush(stdout);
+    }
+  }
+  std::printf("\n]\n");
+}

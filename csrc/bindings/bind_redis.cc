@@ -1,0 +1,92 @@
+#include "bindings/bindings.h"
+#include "bindings/tier_spec.h"
+#include "storage/redis/probe.h"
+#include "storage/redis/tier.h"
+
+namespace kv_offload::bindings {
+namespace {
+
+using namespace py::literals;
+
+struct RedisTierSpec final : TierSpec {
+  RedisTierOptions options;
+  std::unique_ptr<Tier> open() const override {
+    RedisTierOptions chosen = options;
+    chosen.read_only = slot.write_policy == WritePolicy::kNever;
+    return make_redis_tier(chosen);
+  }
+};
+
+redis::Server server_of(std::string host, std::uint16_t port, std::string unix_socket, unsigned database,
+                        bool tls, std::string ca_file, std::string user, std::string password) {
+  if (host.empty() == unix_socket.empty()) throw_invalid("give either host or unix_socket");
+  redis::Server server;
+  server.host = std::move(host);
+  server.port = port;
+  server.unix_socket = std::move(unix_socket);
+  server.database = database;
+  server.tls = tls;
+  server.ca_file = std::move(ca_file);
+  server.user = std::move(user);
+  server.password = std::move(password);
+  return server;
+}
+
+std::shared_ptr<RedisTierSpec> redis_tier_spec(const redis::Server& server, const py::bytes& namespace_id,
+                                               std::string name, std::string key_prefix,
+                                               std::uint64_t ttl_seconds, unsigned n_read_threads,
+                                               unsigned n_write_threads, double op_deadline_seconds) {
+  auto spec = std::make_shared<RedisTierSpec>();
+  RedisTierOptions& options = spec->options;
+  options.server = server;
+  options.namespace_id = namespace_id_of(namespace_id);
+  options.name = std::move(name);
+  options.key_prefix = std::move(key_prefix);
+  options.ttl_seconds = ttl_seconds;
+  options.n_read_threads = n_read_threads;
+  options.n_write_threads = n_write_threads;
+  options.op_deadline = to_nanos(op_deadline_seconds, "op_deadline_seconds");
+  return spec;
+}
+
+py::dict probe_server(const redis::Server& server, const std::string& key_prefix, std::uint64_t record_bytes,
+                      unsigned records, double deadline_seconds) {
+  redis::Probe found;
+  {
+    const py::gil_scoped_release release;
+    found = redis::probe(server, key_prefix, record_bytes, records,
+                         to_nanos(deadline_seconds, "deadline_seconds"));
+  }
+  return py::dict(
+      "ping_seconds"_a = found.ping_seconds, "write_bytes_per_second"_a = found.write_bytes_per_second,
+      "read_bytes_per_second"_a = found.read_bytes_per_second, "write_refused"_a = found.write_refused,
+      "version"_a = found.version, "role"_a = found.role, "eviction_policy"_a = found.eviction_policy,
+      "used_bytes"_a = found.used_bytes, "max_bytes"_a = found.max_bytes);
+}
+
+}  // namespace
+
+void bind_redis(py::module_& module) {
+  // Neither shows its user or password.
+  py::class_<redis::Server>(module, "RedisServer")
+      .def(py::init(&server_of), py::kw_only(), py::arg("host") = "", py::arg("port") = 6379,
+           py::arg("unix_socket") = "", py::arg("database") = 0, py::arg("tls") = false,
+           py::arg("ca_file") = "", py::arg("user") = "", py::arg("password") = "")
+      .def("__repr__", [](const redis::Server& self) {
+        return fmt::format("<RedisServer {}>", redis::address_of(self));
+      });
+  py::class_<RedisTierSpec, TierSpec, std::shared_ptr<RedisTierSpec>>(module, "RedisTier")
+      .def(py::init(&redis_tier_spec), py::kw_only(), py::arg("server"), py::arg("namespace_id"),
+           py::arg("name") = "redis", py::arg("key_prefix") = "kv_offload", py::arg("ttl_seconds") = 0,
+           py::arg("n_read_threads") = 4, py::arg("n_write_threads") = 2,
+           py::arg("op_deadline_seconds") = 10.0)
+      .def("__repr__", [](const RedisTierSpec& self) {
+        return fmt::format("<RedisTier {:?} at {}>", self.options.name,
+                           redis::address_of(self.options.server));
+      });
+  module.def("probe_redis", &probe_server, py::arg("server"), py::arg("key_prefix"), py::arg("record_bytes"),
+             py::arg("records"), py::arg("deadline_seconds"));
+  module.def("redis_has_tls", &redis::has_tls);
+}
+
+}  // namespace kv_offload::bindings

@@ -1,0 +1,61 @@
+#include "storage/redis/reply.h"
+
+#include <algorithm>
+#include <array>
+
+namespace kv_offload::redis {
+namespace {
+
+struct Meaning {
+  std::string_view word;
+  StatusKind kind;
+  bool setting;
+  std::string_view sentence;
+};
+
+constexpr std::array kMeanings{
+    Meaning{"OOM", StatusKind::kNoSpace, false,
+            "the server is full (maxmemory) and evicts nothing (maxmemory-policy noeviction)"},
+    Meaning{"WRONGTYPE", StatusKind::kCorrupt, false, "the key holds a value that is no record"},
+    Meaning{"READONLY", StatusKind::kIo, false,
+            "the server is a read-only replica: give the address of its primary, or write_policy never"},
+    Meaning{"LOADING", StatusKind::kIo, false, "the server is still loading its data"},
+    Meaning{"MASTERDOWN", StatusKind::kIo, false, "the server is a replica that has lost its primary"},
+    Meaning{"MISCONF", StatusKind::kIo, false,
+            "the server cannot save its data and therefore takes no writes"},
+    Meaning{"BUSY", StatusKind::kIo, false, "the server is busy with a script"},
+    Meaning{"NOAUTH", StatusKind::kIo, true,
+            "the server asks for a password: set password_env or password_file"},
+    Meaning{"WRONGPASS", StatusKind::kIo, true, "the server refuses the user name or the password"},
+    Meaning{
+        "NOPERM", StatusKind::kIo, true,
+        "the user lacks a permission: +ping +select +info +get +set +exists +expire +del +getrange +strlen "
+        "+watch +unwatch +multi +exec on the keys of the prefix"},
+    Meaning{"MOVED", StatusKind::kIo, true, "this server is a cluster node; not supported yet"},
+    Meaning{"ASK", StatusKind::kIo, true, "this server is a cluster node; not supported yet"},
+    Meaning{"CLUSTERDOWN", StatusKind::kIo, true, "this server is a cluster node; not supported yet"},
+};
+
+const Meaning* meaning_of(std::string_view text) {
+  const std::string_view word = text.substr(0, text.find(' '));
+  const auto found =
+      std::find_if(kMeanings.begin(), kMeanings.end(), [&](const Meaning& one) { return one.word == word; });
+  return found == kMeanings.end() ? nullptr : &*found;
+}
+
+}  // namespace
+
+Status refusal(std::string_view text) {
+  if (const Meaning* meaning = meaning_of(text)) {
+    return Status::error(meaning->kind, std::string(meaning->sentence));
+  }
+  return Status::error(StatusKind::kIo,
+                       fmt::format("the server refused the command ({})", text.substr(0, text.find(' '))));
+}
+
+bool is_setting(std::string_view text) {
+  const Meaning* meaning = meaning_of(text);
+  return meaning != nullptr && meaning->setting;
+}
+
+}  // namespace kv_offload::redis

@@ -1,0 +1,27 @@
+// What a Redis or Valkey server answers to a command, and what its refusals mean.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "base/status.h"
+
+namespace kv_offload::redis {
+
+struct Reply {
+  enum class Kind : std::uint8_t { kNil, kStatus, kInteger, kString, kArray, kError };
+  Kind kind = Kind::kNil;
+  long long integer = 0;  // kInteger; of kArray the number of elements
+  std::string text;       // kStatus, kString, kError
+};
+
+// The status that an error reply stands for: kCorrupt for a value of another type, kNoSpace (without an
+// errno: the server's own bound) when it is full, else kIo. The message never repeats more of the reply than
+// its first word and, of errors that cannot name what was sent, its text: some servers quote arguments, and
+// those of AUTH are credentials.
+Status refusal(std::string_view text);
+// The kinds that a start does not get over by waiting: credentials, permissions, a cluster node.
+bool is_setting(std::string_view text);
+
+}  // namespace kv_offload::redis

@@ -1,0 +1,372 @@
+#include "storage/redis/store.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <utility>
+
+#include "base/aligned_buffer.h"
+
+namespace kv_offload {
+namespace redis {
+namespace {
+
+constexpr unsigned kMemoryEvery = 10;  // calls of maintain()
+constexpr std::size_t kNameDigits = 32;
+
+std::string hex(std::span<const std::uint8_t> bytes) {
+  std::string text;
+  for (const std::uint8_t byte : bytes) text += fmt::format("{:02x}", byte);
+  return text;
+}
+
+std::string new_name() {
+  std::array<std::uint8_t, kNameDigits / 2> bytes{};
+  if (getentropy(bytes.data(), bytes.size()) != 0) throw_resource("the system gives no random numbers");
+  return hex(bytes);
+}
+
+bool is_name(std::string_view text) {
+  return text.size() == kNameDigits && text.find_first_not_of("0123456789abcdef") == text.npos;
+}
+
+std::span<std::byte> padded(const Shard& shard) { return {shard.data(), round_up(shard.size(), kPageBytes)}; }
+
+// "used_memory:123\r\n" of what INFO answers; 0 when it is not there.
+std::uint64_t figure_of(std::string_view info, std::string_view name) {
+  const std::string start = fmt::format("\n{}:", name);
+  const std::size_t at = info.find(start);
+  std::uint64_t value = 0;
+  if (at != info.npos) {
+    std::from_chars(info.data() + at + start.size(), info.data() + info.size(), value);
+  }
+  return value;
+}
+
+Status absent() { return Status::error(StatusKind::kNotFound, "no record of this key"); }
+
+}  // namespace
+
+// ---- connections
+
+Status Connections::take(Deadline deadline, std::unique_ptr<Connection>* connection, bool* refused) {
+  for (;;) {
+    std::unique_ptr<Connection> idle;
+    {
+      const MutexLock lock(mutex_);
+      if (!idle_.empty()) {
+        idle = std::move(idle_.back());
+        idle_.pop_back();
+      }
+    }
+    if (!idle) return Connection::open(server_, tls_, deadline, connection, refused);
+    if (idle->stale()) continue;
+    *connection = std::move(idle);
+    return Status::ok();
+  }
+}
+
+void Connections::give_back(std::unique_ptr<Connection> connection) {
+  if (!connection || !connection->usable()) return;
+  const MutexLock lock(mutex_);
+  if (!closed_) idle_.push_back(std::move(connection));
+}
+
+void Connections::close() {
+  std::vector<std::unique_ptr<Connection>> idle;
+  const MutexLock lock(mutex_);
+  closed_ = true;
+  idle.swap(idle_);
+}
+
+struct RedisStore::Name final : Epoch {
+  explicit Name(std::string given) : text(std::move(given)) {}
+  const std::string text;
+};
+
+class RedisStore::Borrowed {
+ public:
+  explicit Borrowed(Connections& connections) : connections_(connections) {}
+  ~Borrowed() { connections_.give_back(std::move(connection_)); }
+  Borrowed(const Borrowed&) = delete;
+  Borrowed& operator=(const Borrowed&) = delete;
+  Status take(Deadline deadline) {
+    bool refused = false;
+    return take(deadline, &refused);
+  }
+  Status take(Deadline deadline, bool* refused) { return connections_.take(deadline, &connection_, refused); }
+  Connection& operator*() const { return *connection_; }
+  Connection* operator->() const { return connection_.get(); }
+
+ private:
+  Connections& connections_;
+  std::unique_ptr<Connection> connection_;
+};
+
+RedisStore::RedisStore(const RedisTierOptions& options)
+    : options_(options),
+      prefix_(fmt::format("{}:{}:", options.key_prefix, hex(options.namespace_id))),
+      start_key_(prefix_ + "epoch"),
+      connections_(options.server) {
+  std::string found;
+  bool refused = false;
+  const Status status = ask_for_start(&found, &refused);
+  if (refused) throw_resource("redis tier at {}: {}", address_of(options.server), status.message());
+  const MutexLock lock(mutex_);
+  start_ = found;
+  if (!found.empty()) epoch_ = std::make_shared<Name>(found);
+}
+
+std::string RedisStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
+  return fmt::format("{}{}:{}", prefix_, static_cast<const Name&>(*epoch).text, key.hex());
+}
+
+// ---- records
+
+Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const Deadline until = deadline();
+  const std::string key = key_of(op.key, epoch);
+  const std::string ttl = std::to_string(options_.ttl_seconds);
+  const bool expires = options_.ttl_seconds > 0;
+  Borrowed connection(connections_);
+  if (Status status = connection.take(until); !status) return status;
+  // Another may have written it: asking costs less than its bytes. One that expires lives on.
+  Reply reply;
+  const Connection::Words ask =
+      expires ? Connection::Words{"EXPIRE", key, ttl} : Connection::Words{"EXISTS", key};
+  if (Status status = connection->call(ask, until, &reply); !status) return status;
+  if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
+  if (reply.integer == 1) return Status::ok();
+
+  zero_padding(op.shards);
+  RecordHeader header = make_header(options_.namespace_id, op.key, op.group, op.shards);
+  header.payload_checksum = payload_checksum(op.shards);
+  const AlignedBuffer page(kRecordHeaderBytes);
+  encode_header(header, page.span());
+  std::vector<std::span<const std::byte>> pieces{page.span()};
+  for (const Shard& shard : op.shards) pieces.emplace_back(padded(shard));
+  const Connection::Words options = expires ? Connection::Words{"EX", ttl} : Connection::Words{};
+  if (Status status = connection->set(key, pieces, options, until, &reply); !status) return status;
+  if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
+  *moved = header.payload_bytes;
+  return Status::ok();
+}
+
+Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const Deadline until = deadline();
+  const std::string key = key_of(op.key, epoch);
+  const std::uint64_t right_length = kRecordHeaderBytes + padded_payload_bytes(op.shards);
+  const AlignedBuffer page(kRecordHeaderBytes);
+  std::vector<std::span<std::byte>> pieces{page.span()};
+  for (const Shard& shard : op.shards) pieces.push_back(padded(shard));
+  Reply reply;
+  std::uint64_t length = 0;
+  {
+    Borrowed connection(connections_);
+    if (Status status = connection.take(until); !status) return status;
+    if (Status status = connection->get(key, pieces, until, &reply, &length); !status) return status;
+  }
+  Status status;
+  switch (reply.kind) {
+    case Reply::Kind::kNil:
+      return absent();
+    case Reply::Kind::kError:
+      status = refusal(reply.text);
+      break;
+    case Reply::Kind::kArray:
+      status = Status::error(StatusKind::kCorrupt,
+                             fmt::format("{} bytes long, expected {}", length, right_length));
+      break;
+    default: {
+      // Of all that was read: what pads the shards belongs to the row.
+      PayloadChecksum checksum;
+      for (const Shard& shard : op.shards) checksum.add(padded(shard));
+      status =
+          verify_record(page.span(), options_.namespace_id, op.key, op.group, op.shards, checksum.value());
+      if (status) *moved = right_length - kRecordHeaderBytes;
+    }
+  }
+  if (status.kind() == StatusKind::kCorrupt && !options_.read_only) {
+    remove_wrong(key, right_length,
+                 reply.kind == Reply::Kind::kString ? page.span() : std::span<std::byte>());
+  }
+  return status;
+}
+
+// What was found wrong is removed only if it is still there: one of a right length and another header has
+// taken its place. WATCH makes sure of the time in between.
+void RedisStore::remove_wrong(const std::string& key, std::uint64_t right_length,
+                              std::span<const std::byte> header_page) {
+  const Deadline until = deadline();
+  Borrowed connection(connections_);
+  if (!connection.take(until)) return;
+  const std::string end = std::to_string(kRecordHeaderBytes - 1);
+  const std::array look{Connection::Words{"WATCH", key}, Connection::Words{"STRLEN", key},
+                        Connection::Words{"GETRANGE", key, "0", end}};
+  std::vector<Reply> seen;
+  if (!connection->call_all(look, until, &seen)) return;
+  const Reply &length = seen[1], &header = seen[2];
+  const bool other_type = length.kind == Reply::Kind::kError && length.text.starts_with("WRONGTYPE");
+  const bool other_length =
+      length.kind == Reply::Kind::kInteger && length.integer != static_cast<long long>(right_length);
+  const bool same_header = !header_page.empty() && header.kind == Reply::Kind::kString &&
+                           header.text.size() == header_page.size() &&
+                           std::memcmp(header.text.data(), header_page.data(), header_page.size()) == 0;
+  const bool watched = seen[0].kind != Reply::Kind::kError;
+  std::vector<Reply> done;
+  if (watched && (other_type || other_length || same_header)) {
+    const std::array remove{Connection::Words{"MULTI"}, Connection::Words{"DEL", key},
+                            Connection::Words{"EXEC"}};
+    (void)connection->call_all(remove, until, &done);
+  } else {
+    (void)connection->call_all(std::array{Connection::Words{"UNWATCH"}}, until, &done);
+  }
+}
+
+Status RedisStore::locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) {
+  const Deadline until = deadline();
+  std::vector<std::string> names;
+  names.reserve(keys.size());
+  for (const ChunkKey& key : keys) names.push_back(key_of(key, epoch));
+  std::vector<Connection::Words> commands;
+  commands.reserve(names.size());
+  for (const std::string& name : names) commands.push_back({"EXISTS", name});
+  Borrowed connection(connections_);
+  if (Status status = connection.take(until); !status) return status;
+  std::vector<Reply> replies;
+  if (Status status = connection->call_all(commands, until, &replies); !status) return status;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    if (replies[i].kind == Reply::Kind::kError) return refusal(replies[i].text);
+    (*present)[i] = replies[i].integer == 1;
+  }
+  return Status::ok();
+}
+
+// ---- epochs
+
+Status RedisStore::put_start(Connection& connection, const std::string& name, bool if_none, bool* done) {
+  Connection::Words command{"SET", start_key_, name};
+  if (if_none) command.emplace_back("NX");
+  Reply reply;
+  if (Status status = connection.call(command, deadline(), &reply); !status) return status;
+  if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
+  *done = reply.kind == Reply::Kind::kStatus;
+  return Status::ok();
+}
+
+Status RedisStore::ask_for_start(std::string* found, bool* refused) {
+  std::string known;
+  {
+    const MutexLock lock(mutex_);
+    known = start_;
+  }
+  const Deadline until = deadline();
+  Borrowed connection(connections_);
+  if (Status status = connection.take(until, refused); !status) return status;
+  // Twice: another may be faster in putting one there, or the server drops it just now.
+  for (int tries = 0; tries < 2; ++tries) {
+    const std::array ask{Connection::Words{"GET", start_key_}, Connection::Words{"INFO", "cluster"}};
+    std::vector<Reply> replies;
+    if (Status status = connection->call_all(ask, until, &replies); !status) return status;
+    const Reply& start = replies[0];
+    if (replies[1].text.find("cluster_enabled:1") != std::string::npos) {
+      *refused = true;
+      return refusal("MOVED");
+    }
+    const bool other_type = start.text.starts_with("WRONGTYPE");
+    if (start.kind == Reply::Kind::kError && !other_type) {
+      *refused = is_setting(start.text);
+      return refusal(start.text);
+    }
+    found->clear();
+    if (start.kind == Reply::Kind::kString && is_name(start.text)) *found = start.text;
+    if (!found->empty() || options_.read_only) return Status::ok();
+    // What lies there and is no name is in nobody's use.
+    const bool if_none = start.kind == Reply::Kind::kNil;
+    const std::string name = known.empty() ? new_name() : known;
+    bool done = false;
+    if (Status status = put_start(*connection, name, if_none, &done); !status) return status;
+    if (done) *found = name;
+    if (done) return Status::ok();
+  }
+  return Status::error(StatusKind::kIo, "the server keeps no epoch");
+}
+
+void RedisStore::maintain() {
+  std::string found;
+  bool refused = false;
+  const Status status = ask_for_start(&found, &refused);
+  if (!status) return;
+  if (maintained_++ % kMemoryEvery == 0) look_at_memory();
+  const MutexLock lock(mutex_);
+  if (!found.empty()) start_ = found;
+  if (resets_ > 0) return;  // of our own, and nobody else's, or none
+  if (epoch_ == nullptr && options_.read_only && !found.empty()) epoch_ = std::make_shared<Name>(found);
+  if (epoch_ != nullptr && !found.empty() && static_cast<const Name&>(*epoch_).text != found) apart_ = true;
+}
+
+void RedisStore::look_at_memory() {
+  Borrowed connection(connections_);
+  Reply reply;
+  if (!connection.take(deadline()) || !connection->call({"INFO", "memory"}, deadline(), &reply)) return;
+  const MutexLock lock(mutex_);
+  used_bytes_ = figure_of(reply.text, "used_memory");
+  max_bytes_ = figure_of(reply.text, "maxmemory");
+}
+
+Status RedisStore::begin_epoch() {
+  std::uint64_t resets = 0;
+  {
+    const MutexLock lock(mutex_);
+    if (epoch_ != nullptr) return Status::ok();
+    resets = resets_;
+  }
+  std::string start;
+  if (resets == 0) {  // the server did not answer when we started
+    bool refused = false;
+    if (Status status = ask_for_start(&start, &refused); !status) return status;
+  } else {
+    Borrowed connection(connections_);
+    if (Status status = connection.take(deadline()); !status) return status;
+    start = new_name();
+    bool done = false;
+    if (Status status = put_start(*connection, start, false, &done); !status) return status;
+    if (!done) return Status::error(StatusKind::kIo, "the server took no new epoch");
+  }
+  const MutexLock lock(mutex_);
+  if (resets != resets_)
+    return Status::error(StatusKind::kUnavailable, "the tier was reset once more meanwhile");
+  start_ = start;
+  if (epoch_ == nullptr) epoch_ = std::make_shared<Name>(resets == 0 ? start : new_name());
+  return Status::ok();
+}
+
+RecordStore::EpochPtr RedisStore::epoch() const {
+  const MutexLock lock(mutex_);
+  return epoch_;
+}
+
+void RedisStore::forget() {
+  const MutexLock lock(mutex_);
+  epoch_.reset();
+  apart_ = false;
+  ++resets_;
+}
+
+void RedisStore::figures(TierStats* stats) const {
+  const MutexLock lock(mutex_);
+  stats->bytes = used_bytes_;
+  stats->capacity_bytes = max_bytes_;
+  stats->apart = apart_;
+  stats->names_complete = stats->scan_complete = true;
+}
+
+}  // namespace redis
+
+std::unique_ptr<Tier> make_redis_tier(const RedisTierOptions& options) {
+  return make_pooled_tier(std::make_unique<redis::RedisStore>(options), options);
+}
+
+}  // namespace kv_offload

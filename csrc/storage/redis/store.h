@@ -1,0 +1,76 @@
+// RedisStore: the synchronous half of the redis tier (tier.h says what lies on the server).
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/thread_annotations.h"
+#include "storage/record_store.h"
+#include "storage/redis/connection.h"
+#include "storage/redis/tier.h"
+
+namespace kv_offload::redis {
+
+// Idle connections, at most one for each thread that ever needed one at once. Any thread.
+class Connections {
+ public:
+  explicit Connections(const Server& server) : server_(server), tls_(make_tls_context(server)) {}
+  // An idle one that is still good, or a new one.
+  Status take(Deadline deadline, std::unique_ptr<Connection>* connection, bool* refused) EXCLUDES(mutex_);
+  void give_back(std::unique_ptr<Connection> connection) EXCLUDES(mutex_);
+  void close() EXCLUDES(mutex_);  // those that are in use are closed when they come back
+
+ private:
+  const Server server_;
+  const std::shared_ptr<TlsContext> tls_;
+  Mutex mutex_;
+  bool closed_ GUARDED_BY(mutex_) = false;
+  std::vector<std::unique_ptr<Connection>> idle_ GUARDED_BY(mutex_);
+};
+
+class RedisStore final : public RecordStore {
+ public:
+  explicit RedisStore(const RedisTierOptions& options);
+
+  Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
+  Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
+  Status locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) override;
+  std::size_t keys_per_locate() const override { return 512; }
+  void maintain() override EXCLUDES(mutex_);
+  Status begin_epoch() override EXCLUDES(mutex_);
+  bool can_reset() const override { return !options_.read_only; }
+  EpochPtr epoch() const override EXCLUDES(mutex_);
+  void forget() override EXCLUDES(mutex_);
+  void close() override { connections_.close(); }
+  void figures(TierStats* stats) const override EXCLUDES(mutex_);
+
+ private:
+  struct Name;     // an epoch's
+  class Borrowed;  // a connection, for one call
+
+  Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_deadline; }
+  std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
+  // Whatever is wrong with what lies under the key, unless another took its place.
+  void remove_wrong(const std::string& key, std::uint64_t right_length,
+                    std::span<const std::byte> header_page);
+  // The epoch of those who start, which the server has or now gets from us. Empty: it has none, and we may
+  // not give it one.
+  Status ask_for_start(std::string* found, bool* refused) EXCLUDES(mutex_);
+  Status put_start(Connection& connection, const std::string& name, bool if_none, bool* done);
+  void look_at_memory() EXCLUDES(mutex_);
+
+  const RedisTierOptions options_;
+  const std::string prefix_, start_key_;
+  Connections connections_;
+  std::atomic<unsigned> maintained_{0};
+  mutable Mutex mutex_;
+  EpochPtr epoch_ GUARDED_BY(mutex_);
+  std::string start_ GUARDED_BY(mutex_);         // what those who start use, as far as we know
+  std::uint64_t resets_ GUARDED_BY(mutex_) = 0;  // forget() was called
+  bool apart_ GUARDED_BY(mutex_) = false;
+  std::uint64_t used_bytes_ GUARDED_BY(mutex_) = 0, max_bytes_ GUARDED_BY(mutex_) = 0;  // of the server
+};
+
+}  // namespace kv_offload::redis

@@ -1,0 +1,40 @@
+// The redis tier: records as values of a Redis or Valkey server, shared by all engines that use it.
+//
+//   PREFIX:<namespace, 64 hex digits>:epoch                    the epoch of those who start
+//   PREFIX:<namespace>:<epoch, 32 hex digits>:<key, hex>       a record, as on disk (specs/RECORD_FORMAT.md)
+//
+// An epoch is a random number, never a count: a server may forget any key (it evicts, it restarts empty), and
+// a count that begins anew would name an epoch a second time. Who starts takes the epoch that the server has,
+// or makes one. A reset puts a new one there for those who start later, and takes another for itself that is
+// nowhere on the server: what it writes then is nobody's who starts. Who runs on in the old epoch is apart
+// from that moment on. The epoch's key is looked at once a second, which also keeps it from being the one
+// that was not used for longest, and is put back when it is gone.
+//
+// The server bounds itself (maxmemory, a TTL): a key that vanished is a miss, and a write that it has no room
+// for is refused. What older epochs left ages out there.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "storage/pooled_tier.h"
+#include "storage/record.h"
+#include "storage/redis/connection.h"
+
+namespace kv_offload {
+
+struct RedisTierOptions : PooledTierOptions {
+  redis::Server server;
+  std::string key_prefix = "kv_offload";
+  NamespaceId namespace_id{};
+  std::uint64_t ttl_seconds = 0;  // since it was written last, by anybody; 0: for ever
+  bool read_only = false;         // others fill it: never writes, nor removes what is damaged
+};
+
+// Throws ResourceError when the server refuses how it is spoken to: credentials, certificate, permissions, a
+// cluster node. One that does not answer is waited for by upkeep; until then the tier is empty and takes
+// nothing.
+std::unique_ptr<Tier> make_redis_tier(const RedisTierOptions& options);
+
+}  // namespace kv_offload

@@ -1,0 +1,278 @@
+"""The kind ``redis``: records as values of a Redis or Valkey server."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from urllib.parse import unquote, urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from kv_offload.sizes import format_bytes
+from kv_offload.tiers.base import Answer, TierConfig
+
+if TYPE_CHECKING:
+    from kv_offload._core import RedisServer, RedisTier
+    from kv_offload.namespace import NamespaceIdentity
+
+DEFAULT_PORT = 6379
+_FORMS = "redis://[user@]host[:port][/db], rediss://... (TLS), unix:///path[?db=N]"
+_PROBE_RECORD = 2 << 20
+_MOST_PROBE_BYTES = 64 << 20
+_LOOK_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Url:
+    """Where a server is, and as whom it is spoken to. Never a password."""
+
+    host: str = ""
+    port: int = DEFAULT_PORT
+    unix_socket: str = ""
+    database: int = 0
+    tls: bool = False
+    user: str = ""
+
+
+def parse_url(text: str) -> Url:
+    """The parts of a server's address; ValueError that never repeats the text, which may hold a password."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise ValueError(f"is no address of a server; possible: {_FORMS}") from None
+    if parts.password is not None:
+        raise ValueError(
+            "has a password in it, which ends in logs and process lists: leave it out and name an "
+            "environment variable (password_env) or a file (password_file) that has it"
+        )
+    if parts.scheme not in ("redis", "rediss", "unix") or parts.fragment:
+        raise ValueError(f"is no address of a server; possible: {_FORMS}")
+    user = unquote(parts.username or "")
+    if parts.scheme == "unix":
+        found = re.fullmatch(r"(db=([0-9]{1,5}))?", parts.query)
+        if found is None or parts.hostname or not parts.path.startswith("/"):
+            raise ValueError("is no address of a socket; write unix:///path/of/socket or unix:///path?db=N")
+        return Url(unix_socket=unquote(parts.path), database=int(found.group(2) or 0), user=user)
+    database = re.fullmatch(r"/?([0-9]{0,5})", parts.path)
+    if database is None or parts.query:
+        raise ValueError(f"must end in the number of a database or with the port; possible: {_FORMS}")
+    if not parts.hostname or port == 0:
+        raise ValueError(f"names no host; possible: {_FORMS}")
+    return Url(
+        host=parts.hostname,
+        port=port or DEFAULT_PORT,
+        database=int(database.group(1) or 0),
+        tls=parts.scheme == "rediss",
+        user=user,
+    )
+
+
+class RedisTierConfig(TierConfig):
+    """One tier of records on a Redis or Valkey server, shared by all engines that use it."""
+
+    example: ClassVar[Mapping[str, Any]] = {"type": "redis", "url": "redis://cache.internal:6379/0"}
+    place_key: ClassVar[str] = "url"
+    default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
+
+    type: Literal["redis"] = Field(
+        default="redis", description="kind of tier; to be given, as vLLM asks for it"
+    )
+    url: str = Field(
+        description=f"the server: {_FORMS}. Never with a password. A cluster is not supported yet"
+    )
+    password_env: str | None = Field(
+        default=None, min_length=1, description="environment variable that holds the password"
+    )
+    password_file: str | None = Field(
+        default=None, min_length=1, description="file that holds the password and nothing else"
+    )
+    ca_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="rediss: certificates (PEM) that the server's must be signed by; default: the system's. "
+        "The certificate and its name are always verified",
+    )
+    ttl_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=31_536_000,
+        description="the server drops a record so long after any server wrote it last; default: never",
+    )
+    key_prefix: str = Field(
+        default="kv_offload",
+        pattern=r"^[A-Za-z0-9_.{}-]{1,64}$",
+        description="what the names of all keys begin with",
+    )
+    max_bytes: Any = Field(
+        default=None,
+        description="refused: the server bounds itself, by its maxmemory and maxmemory-policy",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _an_address(cls, value: str) -> str:
+        parse_url(value)
+        return value
+
+    @field_validator("max_bytes")
+    @classmethod
+    def _bounds_itself(cls, value: object) -> None:
+        if value is not None:
+            raise ValueError(
+                "has no meaning here, the server bounds itself: set its maxmemory, and maxmemory-policy "
+                "allkeys-lru"
+            )
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> "RedisTierConfig":
+        if self.password_env is not None and self.password_file is not None:
+            raise ValueError("both password_env and password_file are given: give one of them")
+        if self.ca_file is not None and not self.parts.tls:
+            raise ValueError("ca_file is given and url is not rediss://, so nothing would be verified")
+        return self
+
+    @property
+    def parts(self) -> Url:
+        """Those of ``url``."""
+        return parse_url(self.url)
+
+    def _password(self) -> str:
+        """Read when it is needed and kept nowhere. ValueError that names the setting."""
+        if self.password_env is not None:
+            value = os.environ.get(self.password_env, "")
+            if not value:
+                raise ValueError(f"password_env {self.password_env}: the variable is not set or empty")
+            return value
+        if self.password_file is not None:
+            try:
+                value = Path(self.password_file).read_text().rstrip("\r\n")
+            except (OSError, UnicodeDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "not text"
+                raise ValueError(f"password_file {self.password_file}: {reason}") from None
+            if not value:
+                raise ValueError(f"password_file {self.password_file} is empty")
+            return value
+        if self.parts.user:
+            raise ValueError("url names a user: set password_env or password_file")
+        return ""
+
+    def _server(self) -> "RedisServer":
+        from kv_offload import _core
+
+        at = self.parts
+        return _core.RedisServer(
+            host=at.host,
+            port=at.port,
+            unix_socket=at.unix_socket,
+            database=at.database,
+            tls=at.tls,
+            ca_file=self.ca_file or "",
+            user=at.user,
+            password=self._password(),
+        )
+
+    def problems(self, record_bytes: int = 0) -> list[str]:
+        """What is missing on this side; the server is asked when it is opened."""
+        from kv_offload import _core
+
+        problems = []
+        try:
+            self._password()
+        except ValueError as error:
+            problems.append(f"{self.label()}: {error}")
+        if self.parts.tls and not _core.redis_has_tls():
+            problems.append(
+                f"{self.label()}: this build has no TLS; build it where OpenSSL's headers are (libssl-dev)"
+            )
+        if self.ca_file is not None and not os.access(self.ca_file, os.R_OK):
+            problems.append(f"{self.label()}: ca_file {self.ca_file} cannot be read")
+        return problems
+
+    def _look(self, records: int = 0) -> dict[str, Any]:
+        """What the server is; RuntimeError or ValueError when it does not answer or refuses us."""
+        from kv_offload import _core
+
+        seconds = min(self.op_deadline_seconds, _LOOK_SECONDS) if records == 0 else self.op_deadline_seconds
+        return _core.probe_redis(self._server(), self.key_prefix, _PROBE_RECORD, records, seconds)
+
+    def cautions(self) -> list[str]:
+        """A server that does not answer, is a replica, or has no bound or no way to keep one."""
+        try:
+            found = self._look()
+        except (RuntimeError, ValueError) as error:
+            return [f"{self.label()} is not used until it answers: {error}"]
+        return [f"{self.label()}: {text}" for text in self._cautions_of(found)]
+
+    def _cautions_of(self, found: Mapping[str, Any]) -> list[str]:
+        texts = []
+        if found["role"] == "slave" and self.write_policy != "never":
+            texts.append(
+                'it is a read-only replica: give the address of its primary, or set write_policy "never"'
+            )
+        if found["eviction_policy"] and not found["max_bytes"]:
+            texts.append("it has no maxmemory and may take all memory of its host; set one")
+        elif found["eviction_policy"] == "noeviction" and self.ttl_seconds is None:
+            texts.append(
+                "its maxmemory-policy is noeviction: when it is full, writes are refused; set allkeys-lru"
+            )
+        elif found["eviction_policy"].startswith("volatile-") and self.ttl_seconds is None:
+            texts.append(
+                f"its maxmemory-policy is {found['eviction_policy']}, which evicts only keys that expire: "
+                "set ttl_seconds, or allkeys-lru"
+            )
+        return texts
+
+    def summary(self) -> str:
+        """What it says of itself."""
+        try:
+            return self._described(self._look())
+        except (RuntimeError, ValueError) as error:
+            return f"does not answer: {error}"
+
+    def _described(self, found: Mapping[str, Any]) -> str:
+        used, bound = format_bytes(found["used_bytes"]), found["max_bytes"]
+        memory = f"{used} of {format_bytes(bound)} used" if bound else f"{used} used, no maxmemory"
+        parts = (
+            found["version"],
+            f"answers in {found['ping_seconds'] * 1e3:.2f} ms",
+            memory,
+            found["eviction_policy"],
+            "TLS" if self.parts.tls else "no TLS",
+        )
+        return ", ".join(part for part in parts if part)
+
+    def measure(self, total_bytes: int) -> Answer:
+        """Writes and reads records of its own on one connection, which are removed again."""
+        records = max(1, min(total_bytes, _MOST_PROBE_BYTES) // _PROBE_RECORD)
+        try:
+            found = self._look(records)
+        except (RuntimeError, ValueError) as error:
+            return Answer("refused", str(error))
+        notes = self._cautions_of(found)
+        if found["write_refused"]:
+            state: Literal["ok", "note", "refused"] = "note" if self.write_policy == "never" else "refused"
+            return Answer(state, f"{self._described(found)}; {found['write_refused']}", found)
+        write, read = (
+            f"{format_bytes(int(found[f'{verb}_bytes_per_second']))}/s" for verb in ("write", "read")
+        )
+        size = f"{records} records of {format_bytes(_PROBE_RECORD)} on one connection"
+        text = "; ".join((f"writes {write}, reads {read}, {self._described(found)}", size, *notes))
+        return Answer("note" if notes else "ok", text, found)
+
+    def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "RedisTier":
+        """A tier of a server's values."""
+        from kv_offload import _core
+
+        return _core.RedisTier(
+            server=self._server(),
+            namespace_id=identity.namespace_id(),
+            name=name,
+            key_prefix=self.key_prefix,
+            ttl_seconds=self.ttl_seconds or 0,
+            n_read_threads=self.n_read_threads,
+            n_write_threads=self.n_write_threads,
+            op_deadline_seconds=self.op_deadline_seconds,
+        )

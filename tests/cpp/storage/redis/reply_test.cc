@@ -1,0 +1,40 @@
+#include "storage/redis/reply.h"
+
+#include <gtest/gtest.h>
+
+namespace kv_offload::redis {
+namespace {
+
+TEST(RedisReplyTest, a_full_server_is_our_own_bound_and_no_failure_of_the_device) {
+  const Status status = refusal("OOM command not allowed when used memory > 'maxmemory'.");
+  EXPECT_EQ(status.kind(), StatusKind::kNoSpace);
+  EXPECT_EQ(status.error_number(), 0);
+}
+
+TEST(RedisReplyTest, refusals_are_told_apart) {
+  EXPECT_EQ(refusal("WRONGTYPE Operation against a key holding the wrong kind of value").kind(),
+            StatusKind::kCorrupt);
+  for (const auto& [text, sentence] :
+       {std::pair{"READONLY You can't write", "read-only replica"},
+        std::pair{"LOADING Redis is loading", "still loading"},
+        std::pair{"MOVED 3999 127.0.0.1:6381", "cluster node"},
+        std::pair{"ASK 3999 127.0.0.1:6381", "cluster node"}, std::pair{"MISCONF Redis is", "cannot save"},
+        std::pair{"NOAUTH Authentication required.", "password_env"}}) {
+    EXPECT_EQ(refusal(text).kind(), StatusKind::kIo) << text;
+    EXPECT_NE(refusal(text).message().find(sentence), std::string::npos) << text;
+  }
+}
+
+TEST(RedisReplyTest, waiting_helps_against_some_of_them) {
+  EXPECT_TRUE(is_setting("MOVED 1 a:1") && is_setting("NOAUTH x") && is_setting("NOPERM x"));
+  EXPECT_FALSE(is_setting("LOADING x") || is_setting("READONLY x") || is_setting("OOM x") ||
+               is_setting("ERR x"));
+}
+
+TEST(RedisReplyTest, what_a_server_quotes_is_not_repeated) {
+  const Status status = refusal("ERR unknown command 'AUTH', with args beginning with: 'me' 'secret'");
+  EXPECT_EQ(status.to_string().find("secret"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace kv_offload::redis

@@ -1,0 +1,151 @@
+// TLS against a real server: who is trusted, and that what is not is refused.
+#include "storage/redis/tls.h"
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+
+#include "storage/redis/server.h"
+#include "storage/redis/tier.h"
+#include "storage/tier_driver.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+// A port that was free a moment ago.
+std::uint16_t free_port() {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), length), 0);
+  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
+  close(fd);
+  return ntohs(address.sin_port);
+}
+
+class RedisTlsTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!redis::has_tls()) GTEST_SKIP() << "built without OpenSSL";
+    ASSERT_NE(mkdtemp(directory_.data()), nullptr);
+    certificate("server", "-days 1 -addext subjectAltName=IP:127.0.0.1,DNS:localhost");
+    certificate("other", "-days 1 -addext subjectAltName=IP:127.0.0.1");
+    start("server");
+  }
+  void TearDown() override { std::filesystem::remove_all(directory_); }
+
+  void certificate(const std::string& name, const std::string& options) const {
+    const std::string command =
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes "
+        "-subj /CN=test -keyout " +
+        file(name, "key") + " -out " + file(name, "pem") + " " + options + " 2>/dev/null";
+    ASSERT_EQ(std::system(command.c_str()), 0) << command;
+  }
+  // Only `openssl ca` takes dates.
+  void make_expired(const std::string& name) const {
+    std::ofstream(directory_ + "/ca.conf") << "[ca]\ndefault_ca=d\n[d]\ndatabase=" << directory_
+                                           << "/index\nnew_certs_dir=" << directory_ << "\nrand_serial=yes\n"
+                                           << "default_md=sha256\npolicy=p\ncopy_extensions=copy\n"
+                                           << "[p]\ncommonName=supplied\n";
+    std::ofstream(directory_ + "/index").flush();
+    const std::string command =
+        "openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=test -keyout " +
+        file(name, "key") + " -out " + file(name, "csr") +
+        " -addext subjectAltName=IP:127.0.0.1 2>/dev/null && openssl ca -selfsign -batch -notext -startdate "
+        "20200101000000Z -enddate 20200102000000Z -config " +
+        directory_ + "/ca.conf -in " + file(name, "csr") + " -keyfile " + file(name, "key") + " -out " +
+        file(name, "pem") + " 2>/dev/null";
+    ASSERT_EQ(std::system(command.c_str()), 0) << command;
+  }
+  void start(const std::string& name) {
+    port_ = free_port();
+    server_ = std::make_unique<RedisProcess>(
+        std::vector<std::string>{"--tls-port", std::to_string(port_), "--bind", "127.0.0.1",
+                                 "--tls-cert-file", file(name, "pem"), "--tls-key-file", file(name, "key"),
+                                 "--tls-ca-cert-file", file(name, "pem"), "--tls-auth-clients", "no"});
+  }
+  std::string file(const std::string& name, const std::string& kind) const {
+    return directory_ + "/" + name + "." + kind;
+  }
+  RedisTierOptions options(const std::string& trusted = "server") const {
+    RedisTierOptions options;
+    options.server.host = "127.0.0.1";
+    options.server.port = port_;
+    options.server.tls = true;
+    options.server.ca_file = trusted.empty() ? "" : file(trusted, "pem");
+    return options;
+  }
+  static std::string refused(const RedisTierOptions& options) {
+    try {
+      (void)make_redis_tier(options);
+    } catch (const ResourceError& error) {
+      return error.what();
+    }
+    return {};
+  }
+
+  std::string directory_ = "/tmp/kv-tls-XXXXXX";
+  std::uint16_t port_ = 0;
+  std::unique_ptr<RedisProcess> server_;
+};
+
+TEST_F(RedisTlsTest, records_of_any_size_come_back_whole) {
+  TierDriver user(make_redis_tier(options()));
+  for (const ShardSizes& sizes : {ShardSizes{300}, ShardSizes{3 << 20}, ShardSizes{5000, 0, 4096, 1}}) {
+    const auto number = static_cast<std::uint32_t>(sizes.front());
+    ASSERT_TRUE(user.write(number, sizes));
+    EXPECT_TRUE(user.read(number, sizes));
+  }
+  RedisTierOptions by_name = options();
+  by_name.server.host = "localhost";
+  TierDriver later(make_redis_tier(by_name));
+  EXPECT_TRUE(later.has(300));
+  EXPECT_FALSE(later.has(4));
+}
+
+TEST_F(RedisTlsTest, a_certificate_that_nobody_vouches_for_is_refused) {
+  EXPECT_NE(refused(options("other")).find("certificate is not trusted"), std::string::npos);
+  EXPECT_NE(refused(options("")).find("certificate is not trusted"), std::string::npos) << "the system's";
+}
+
+TEST_F(RedisTlsTest, a_certificate_of_another_name_is_refused) {
+  certificate("named", "-days 1 -addext subjectAltName=DNS:somebody.else");
+  start("named");
+  EXPECT_NE(refused(options("named")).find("mismatch"), std::string::npos) << refused(options("named"));
+}
+
+TEST_F(RedisTlsTest, a_certificate_that_expired_is_refused) {
+  make_expired("old");
+  start("old");
+  EXPECT_NE(refused(options("old")).find("expired"), std::string::npos) << refused(options("old"));
+}
+
+TEST_F(RedisTlsTest, a_ca_file_that_is_none_is_named) {
+  EXPECT_NE(refused(options("nothing")).find("nothing.pem"), std::string::npos);
+}
+
+TEST_F(RedisTlsTest, a_server_that_goes_away_is_a_failure_and_no_signal) {
+  TierDriver user(make_redis_tier(options()));
+  ASSERT_TRUE(user.write(1));
+  server_->kill();
+  EXPECT_FALSE(user.write(2, {4 << 20}));
+  EXPECT_FALSE(user.read(1));
+  server_->start();
+  ASSERT_TRUE(user.write(3));
+  EXPECT_TRUE(user.read(3));
+}
+
+}  // namespace
+}  // namespace kv_offload

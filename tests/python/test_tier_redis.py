@@ -1,0 +1,188 @@
+"""The kind ``redis``: what is accepted, what is refused and in which words, and that no password is shown."""
+
+import json
+import logging
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_offload import _core
+from kv_offload.cli.doctor_checks import place, plan, speed
+from kv_offload.config import ConfigError, OffloadConfig
+from kv_offload.machine import cautions
+from kv_offload.sizing import Geometry, boot_line
+from kv_offload.tiers.redis import RedisTierConfig, Url, parse_url
+
+SECRET = "hunter2-never-shown"
+
+
+def config(**given: Any) -> OffloadConfig:
+    tier = {"type": "redis", "url": "redis://cache:6379/0", **given}
+    return OffloadConfig.parse({"cpu_bytes_to_use": "1GiB", "secondary_tiers": [tier]})[0]
+
+
+def problem(**given: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config(**given)
+    (text,) = caught.value.problems
+    return text
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """A server of this test on a socket of its own; ended by its pid."""
+    socket = tmp_path / "s"
+    command = [
+        "redis-server",
+        "--port",
+        "0",
+        "--unixsocket",
+        str(socket),
+        "--save",
+        "",
+        "--dir",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen([*command, "--maxmemory", "100mb"], stdout=subprocess.DEVNULL)
+    try:
+        give_up = time.monotonic() + 30
+        while not socket.exists():
+            assert process.poll() is None
+            assert time.monotonic() < give_up
+            os.sched_yield()
+        yield f"unix://{socket}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("redis://cache", Url("cache")),
+        ("redis://kv@cache:7000/3", Url("cache", 7000, database=3, user="kv")),
+        ("rediss://a%40b@[::1]:6380/", Url("::1", 6380, tls=True, user="a@b")),
+        ("unix:///run/r.sock", Url(unix_socket="/run/r.sock")),
+        ("unix:///run/r.sock?db=2", Url(unix_socket="/run/r.sock", database=2)),
+    ],
+)
+def test_an_address_has_these_parts(text: str, parts: Url) -> None:
+    assert parse_url(text) == parts
+    assert config(url=text).secondary_tiers[0].place == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "cache:6379",
+            "http://cache",
+            "redis://",
+            "redis://cache/x",
+            "redis://cache:0",
+            "redis://cache:70000",
+        ),
+        *("redis://cache/0?x=1", "redis://cache/1#x", "unix://host/path", "unix:path", "unix:///p?db=x"),
+    ],
+)
+def test_what_is_no_address_is_refused_with_the_forms_that_are(text: str) -> None:
+    sentence = problem(url=text)
+    assert "secondary_tiers[0].url" in sentence
+    assert "redis://" in sentence or "unix:///" in sentence
+
+
+@pytest.mark.parametrize(
+    "text", [f"redis://u:{SECRET}@h", f"rediss://:{SECRET}@h:1/2", f"redis://u:{SECRET}@h:notaport"]
+)
+def test_a_password_in_the_address_is_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(url=text)
+    assert SECRET not in str(caught.value)
+    if "notaport" not in text:
+        assert "password_env" in str(caught.value)
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    assert "the server bounds itself" in problem(max_bytes="1GiB")
+    assert "give one of them" in problem(password_env="A", password_file="/b")
+    assert "not rediss://" in problem(ca_file="/ca.pem")
+    assert "key_prefix" in problem(key_prefix="a b")
+    assert "'password' is not known" in problem(password=SECRET)
+    assert SECRET not in problem(password=SECRET)
+
+
+def test_the_password_comes_from_the_environment_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def problems(**given: Any) -> list[str]:
+        return config(**given).secondary_tiers[0].problems()
+
+    assert "set password_env" in problems(url="redis://kv@cache")[0]
+    assert "not set or empty" in problems(password_env="KV_TEST_PASSWORD")[0]
+    monkeypatch.setenv("KV_TEST_PASSWORD", SECRET)
+    assert problems(url="redis://kv@cache", password_env="KV_TEST_PASSWORD") == []
+    path = tmp_path / "password"
+    assert "No such file" in problems(password_file=str(path))[0]
+    path.write_text(SECRET + "\n")
+    assert problems(password_file=str(path)) == []
+    tier = config(password_file=str(path)).secondary_tiers[0]
+    assert isinstance(tier, RedisTierConfig)
+    assert tier._password() == SECRET
+
+
+def test_nothing_shows_the_password(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, server: str
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("KV_TEST_PASSWORD", SECRET)
+    parsed = config(url=server, password_env="KV_TEST_PASSWORD")  # which that server does not know
+    (tier,) = parsed.secondary_tiers
+    assert isinstance(tier, RedisTierConfig)
+    shown = [
+        repr(parsed),
+        json.dumps(parsed.model_dump(mode="json")),
+        repr(tier._server()),
+        str(plan(parsed)),
+        str(tier.problems()),
+        str(cautions(parsed)),
+        str(place(tier)),
+        str(speed(tier, 4 << 20)),
+        boot_line(parsed, (None,), Geometry.of([16], [[4096]]), copier="host", namespace="n", version="1"),
+    ]
+    assert "refuses the user name or the password" in str(cautions(parsed))
+    assert SECRET not in "".join(shown) + caplog.text
+
+
+def test_doctor_says_what_the_server_is_and_how_fast(server: str) -> None:
+    (tier,) = config(url=server).secondary_tiers
+    (looked,) = place(tier)
+    assert looked.state == "ok"
+    assert "of 100.0 MiB used" in looked.text
+    (measured,) = speed(tier, 8 << 20)
+    assert measured.figures is not None
+    assert measured.figures["write_bytes_per_second"] > 0
+    assert measured.figures["read_bytes_per_second"] > 0
+    assert measured.state == "note"  # as it evicts nothing
+    assert "set allkeys-lru" in measured.text
+    assert cautions(config(url=server))
+    assert cautions(config(url=server, ttl_seconds=60)) == []
+
+
+def test_one_that_is_not_there_is_a_caution_and_refused_by_doctor(tmp_path: Path) -> None:
+    parsed = config(url=f"unix://{tmp_path}/nobody")
+    assert "is not used until it answers" in cautions(parsed)[0]
+    (measured,) = speed(parsed.secondary_tiers[0], 1 << 20)
+    assert measured.state == "refused"
+
+
+def test_the_core_shows_no_credentials() -> None:
+    shown = repr(_core.RedisServer(host="h", user="somebody", password=SECRET))
+    assert shown == "<RedisServer redis://h:6379/0>"
+    with pytest.raises(ValueError, match="either host or unix_socket"):
+        _core.RedisServer()
