@@ -1,6 +1,6 @@
 """What do the running requests pay while a prompt is stored?
 
-    python benchmarks/decode_beside_writes.py [--rounds 10] [--prompt 4096] [--tokens 64] [--only none kv_offload]
+    python benchmarks/decode_beside_writes.py [--rounds 10] [--prompt 4096] [--tokens 64]
 
 Serves one model, made on the spot, with vLLM on CPU three times, side by side: without a connector, with this
 one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of vllm_tiering_on_cpu.py: its own refuses
@@ -9,9 +9,9 @@ the same new prompt and then generates tokens, so that the blocks of the prompt 
 written to disk while tokens are generated. In every round the servers come in another order, and a server is
 asked only when all earlier writes are done.
 
-Told are the seconds between two tokens, by round and as a ratio to the server without a connector in the same
-round: over all tokens of an answer, and over its first eight, which the copies and the first writes meet. Told
-as well: CPU seconds of the server's threads by name, per round.
+It reports the seconds between two tokens, by round and as a ratio to the server without a connector in the
+same round: over all tokens of an answer, over its first eight, which the copies and the first writes meet,
+and the longest; and the CPU seconds of the server's threads by name, per round.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import random
@@ -106,7 +107,7 @@ def play(server: LocalServer, root: Path, prompt: Sequence[int], tokens: int) ->
         raise RuntimeError(f"{tokens} tokens were asked for, they came in {len(times)} pieces")
     written = wait_for_writes(root, had + 1) if root.exists() else 0.0
     cpu = {name: seconds - before.get(name, 0.0) for name, seconds in cpu_by_thread(server).items()}
-    gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
+    gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
     return {
         "first_token": times[0],
         "all": statistics.fmean(gaps),
@@ -181,18 +182,16 @@ def report(rounds: dict[str, list[dict[str, Any]]], arguments: argparse.Namespac
                 results[name][f"{what}_ratio"] = {"median": ratio, "low": low, "high": high}
                 line += f", {ratio:.3f} ({low:.3f} to {high:.3f}) of no connector"
             say(line)
-        say(
-            f"{name}: {statistics.fmean(one['written_bytes'] for one in played) / 2**20:.0f} MiB written a round, "
-            f"done {statistics.median(one['written_after_answer'] for one in played):.2f} s after the answer"
-        )
+        written = statistics.fmean(one["written_bytes"] for one in played) / 2**20
+        after = statistics.median(one["written_after_answer"] for one in played)
+        say(f"{name}: {written:.0f} MiB written a round, done {after:.2f} s after the answer")
     if tuple(arguments.only) != SYSTEMS:
         return
-    bars = [
-        (f"{name}, {label}", results[name][f"{what}_ratio"]["median"], "")
-        for name in SYSTEMS[1:]
-        for what, label in (("all", "all tokens"), ("first", f"first {FIRST} tokens"))
-    ]
-    bars = [(label, value, f"{value:.3f}x") for label, value, _ in bars]
+    bars = []
+    for name in SYSTEMS[1:]:
+        for what, label in (("all", "all tokens"), ("first", f"first {FIRST} tokens")):
+            ratio = results[name][f"{what}_ratio"]["median"]
+            bars.append((f"{name}, {label}", ratio, f"{ratio:.3f}x"))
     parameters = {name: getattr(arguments, name) for name in ("rounds", "prompt", "tokens", "size", "kind")}
     write_results(
         "decode_beside_writes",

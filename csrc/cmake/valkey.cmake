@@ -1,6 +1,6 @@
 # libvalkey 0.5, the client library of the redis tier (BSD-3-Clause). No distribution of today has it; its
 # sources in C are inside the source distribution of the Python package of that name, which pip downloads from
-# whatever index it is set up for, pinned by hash (libvalkey.txt). Compiled into the core with hidden symbols.
+# whatever index it is set up for, pinned by hash (libvalkey.txt); where there is no pip, from PyPI itself. Compiled into the core with hidden symbols.
 # Without a network: -DKV_OFFLOAD_LIBVALKEY=/path/to/libvalkey-4.2.1.tar.gz, or put it into .cache/.
 enable_language(C)
 set(KV_OFFLOAD_LIBVALKEY "" CACHE FILEPATH "Archive of libvalkey, where pip cannot download it")
@@ -10,6 +10,8 @@ string(REGEX MATCH "==([0-9.]+)" unused "${pin}")
 set(version ${CMAKE_MATCH_1})
 string(REGEX MATCH "sha256:([0-9a-f]+)" unused "${pin}")
 set(hash ${CMAKE_MATCH_1})
+file(STRINGS ${CMAKE_CURRENT_LIST_DIR}/libvalkey.txt url REGEX "^# https:")
+string(SUBSTRING "${url}" 2 -1 url)
 
 set(archive ${KV_OFFLOAD_LIBVALKEY})
 foreach(folder ${CMAKE_SOURCE_DIR}/.cache ${CMAKE_BINARY_DIR})
@@ -18,17 +20,22 @@ foreach(folder ${CMAKE_SOURCE_DIR}/.cache ${CMAKE_BINARY_DIR})
   endif()
 endforeach()
 if(NOT archive)
+  # By pip, which knows the user's index and proxies; a build environment of uv has none.
+  message(STATUS "Downloading libvalkey ${version}")
+  set(archive ${CMAKE_BINARY_DIR}/libvalkey-${version}.tar.gz)
   find_package(Python QUIET COMPONENTS Interpreter)
-  message(STATUS "Downloading libvalkey ${version} by pip")
   execute_process(COMMAND ${Python_EXECUTABLE} -m pip download --quiet --no-deps --no-binary libvalkey
     --require-hashes -r ${CMAKE_CURRENT_LIST_DIR}/libvalkey.txt -d ${CMAKE_BINARY_DIR}
     RESULT_VARIABLE result ERROR_VARIABLE output OUTPUT_VARIABLE output)
   if(NOT result EQUAL 0)
-    message(FATAL_ERROR "libvalkey ${version} could not be downloaded:\n${output}\n"
-      "Give the archive: pip download --no-deps --no-binary libvalkey libvalkey==${version}, then configure with "
-      "-DKV_OFFLOAD_LIBVALKEY=/path/to/libvalkey-${version}.tar.gz")
+    file(DOWNLOAD ${url} ${archive} STATUS downloaded TIMEOUT 120)
+    if(NOT downloaded MATCHES "^0;")
+      file(REMOVE ${archive})
+      message(FATAL_ERROR "libvalkey ${version} could not be downloaded, by pip:\n${output}\nfrom ${url}: ${downloaded}\n"
+        "Give the archive: pip download --no-deps --no-binary libvalkey libvalkey==${version}, then configure with "
+        "-DKV_OFFLOAD_LIBVALKEY=/path/to/libvalkey-${version}.tar.gz")
+    endif()
   endif()
-  set(archive ${CMAKE_BINARY_DIR}/libvalkey-${version}.tar.gz)
 endif()
 file(SHA256 ${archive} found)
 if(NOT found STREQUAL hash)

@@ -40,8 +40,9 @@ class RecordStore {
 
   // ---- I/O threads, several at once. `epoch` is never null. Each ends within a time of its own, or is
   // stuck. kIo, kTimeout, and kNoSpace with an errno speak against the device, and rest it after some in a
-  // row; kTimeout with EBUSY does not: it says that another process was in the way. `moved` becomes the payload's bytes when the device moved them; a record that is there already is
-  // ok with 0. Leaves a whole record or none: nothing else is ever found under the key.
+  // row; kTimeout with EBUSY does not: it says that another process was in the way. `moved` becomes the
+  // payload's bytes when the device moved them; a record that is there already is ok with 0. Leaves a whole
+  // record or none: nothing else is ever found under the key.
   virtual Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
   // Ok: the shards hold the record's bytes, verified. kNotFound: there is none. kCorrupt: there is one that
   // is proven wrong; it was removed, unless another took its place meanwhile. All else: the device's failure,
