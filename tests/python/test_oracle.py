@@ -6,6 +6,8 @@ import pytest
 import torch
 from vllm_trees import MINORS, run_under, trees
 
+pytestmark = pytest.mark.timeout(1800)  # as run_under: one waits for those begun before it, beside servers
+
 
 def tree_of(minor: str) -> Path:
     tree = trees().get(minor)
