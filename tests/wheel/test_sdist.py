@@ -115,9 +115,37 @@ def test_releases_are_built_for_each_python_that_is_named():
     ]
 
 
-def test_releases_are_built_with_the_cuda_copier_for_manylinux_2_28():
+def configured(sdist: Path, build: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = ["cmake", "-S", str(sdist), "-B", str(build), "-G", "Ninja", "-DKV_OFFLOAD_CUDA=OFF", *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_build_that_must_have_tls_stops_without_openssl(sdist, tmp_path):
+    options = [f"-DKV_OFFLOAD_LIBVALKEY={path}" for path in REPOSITORY.glob(".cache/libvalkey-*.tar.gz")]
+    options += ["-DCMAKE_DISABLE_FIND_PACKAGE_OpenSSL=ON"]
+    refused = configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_TLS=ON")
+    assert refused.returncode != 0
+    assert "KV_OFFLOAD_TLS=ON but OpenSSL" in refused.stderr
+    assert (
+        "the redis tier refuses rediss://"
+        in configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_TLS=AUTO").stdout
+    )
+
+
+def test_an_archive_that_is_not_libvalkey_is_refused_and_not_kept(sdist, tmp_path):
+    damaged = tmp_path / "libvalkey-4.2.1.tar.gz"
+    damaged.write_text("a proxy's sign-in page")
+    refused = configured(sdist, tmp_path)
+    assert refused.returncode != 0
+    assert "its SHA-256 is" in refused.stderr
+    assert not damaged.exists()
+
+
+def test_releases_are_built_with_the_cuda_copier_and_tls_for_manylinux_2_28():
     settings = PROJECT["tool"]["cibuildwheel"]
     assert settings["config-settings"]["cmake.define.KV_OFFLOAD_CUDA"] == "ON"
+    assert settings["config-settings"]["cmake.define.KV_OFFLOAD_TLS"] == "ON"
+    assert "openssl-devel" in settings["linux"]["before-all"]
     assert "manylinux2_28" in settings["linux"]["manylinux-x86_64-image"]
     in_ci = (REPOSITORY / ".ci/wheel").read_text()
     for library in ("libcuda.so*", "libtorch*.so*", "libc10*.so*"):
