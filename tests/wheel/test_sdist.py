@@ -133,7 +133,8 @@ def test_a_build_that_must_have_tls_stops_without_openssl(sdist, tmp_path):
 
 
 def test_an_archive_that_is_not_libvalkey_is_refused_and_not_kept(sdist, tmp_path):
-    damaged = tmp_path / "libvalkey-4.2.1.tar.gz"
+    pin = (sdist / "csrc/cmake/libvalkey.txt").read_text().splitlines()[-1]
+    damaged = tmp_path / f"{pin.split()[0].replace('==', '-')}.tar.gz"
     damaged.write_text("a proxy's sign-in page")
     refused = configured(sdist, tmp_path)
     assert refused.returncode != 0
