@@ -43,7 +43,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return group(nodeid)
 
         def remove_node(self, node: Any) -> str | None:
-            """A test that ended its process has failed; begun again, it would keep those after it from running."""
+            """A test that ended its process fails once: begun again, it keeps those after it from running."""
             work = self.assigned_work[node]
             crashed = next((test for unit in work.values() for test, done in unit.items() if not done), None)
             if crashed is not None:
