@@ -347,8 +347,9 @@ TEST_F(RedisTierTest, a_server_that_was_killed_and_is_back_empty_is_used_again) 
   ASSERT_TRUE(user.write(1));
   EXPECT_TRUE(user.read(1));
   // Before another starts: who finds no epoch makes one.
-  ASSERT_TRUE(eventually(user, [&] { return medium_.server.call({"KEYS", "*:epoch"}).integer == 1; }))
-      << "the epoch is put back";
+  ASSERT_TRUE(eventually(user, [&] {
+    return medium_.server.call({"KEYS", "*:epoch"}).integer == 1;
+  })) << "the epoch is put back";
   TierDriver next(open());
   EXPECT_TRUE(eventually(next, [&] { return next.has(1); }));
 }
