@@ -120,6 +120,10 @@ def configured(sdist: Path, build: Path, *options: str) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True)
 
 
+def test_an_isolated_build_has_the_pip_that_downloads_libvalkey():
+    assert "pip" in PROJECT["build-system"]["requires"]
+
+
 def test_a_build_that_must_have_tls_stops_without_openssl(sdist, tmp_path):
     options = [f"-DKV_OFFLOAD_LIBVALKEY={path}" for path in REPOSITORY.glob(".cache/libvalkey-*.tar.gz")]
     options += ["-DCMAKE_DISABLE_FIND_PACKAGE_OpenSSL=ON"]
