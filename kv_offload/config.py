@@ -20,7 +20,7 @@ from pydantic import (
 
 from kv_offload import config_compat
 from kv_offload.log import get_logger
-from kv_offload.tiers import kinds, labels_of, parse_tier
+from kv_offload.tiers import entry_at, kinds, labels_of, parse_tier
 from kv_offload.tiers.base import EVICTION_POLICIES, ByteSize, Threads, TierConfig, known_eviction_policy
 
 logger = get_logger(__name__)
@@ -187,6 +187,18 @@ class OffloadConfig(BaseModel):
                 [f"metrics_port {self.metrics_port} gives this process port {port}; choose a lower one"]
             )
         return f"{self.metrics_host}:{port}"
+
+
+def tier_at(place: str) -> TierConfig:
+    """The tier at a place as a command is given it (``tiers.entry_at``).
+
+    Raises ValueError, which repeats an address only where a kind does: there may be a password in it.
+    """
+    entry = entry_at(place)
+    try:
+        return kinds()[entry["type"]].model_validate(entry)
+    except ValidationError as error:
+        raise ValueError("; ".join(_sentence(detail, entry["type"]) for detail in error.errors())) from None
 
 
 def _tier(index: int, given: Any, notes: list[str], problems: list[str]) -> TierConfig | None:

@@ -41,7 +41,8 @@ REASONS = {
     ),
     "corrupt": (
         "records failed their checksums; they were removed and the tokens computed",
-        "run kv-offload verify on the root, and check the device: it did not return what was written",
+        "check the device or the Redis server: it did not return what was written; of a root, run "
+        "kv-offload verify",
     ),
     "io_error": (
         "records could not be read, or the tier was switched off after errors or timeouts",
@@ -60,9 +61,9 @@ REASONS = {
 
 # What to do about each kind of kv_offload_failures_total.
 _FAILURES = {
-    "corrupt": "run kv-offload verify on the root, and check the device",
-    "io": "check the device, and the permissions of the root",
-    "no_space": "free space on the file system, or lower max_bytes",
+    "corrupt": "run kv-offload verify on the root, and check the device or the Redis server",
+    "io": "check the device and the permissions of the root, or that the Redis server can be reached",
+    "no_space": "free space on the file system, or lower max_bytes; of a Redis server, set maxmemory-policy",
     "timeout": "check whether the device hangs or is overloaded",
     "device": "see the log of the workers: copies to or from the device failed",
 }

@@ -42,4 +42,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return group(nodeid)
 
+        def remove_node(self, node: Any) -> str | None:
+            """A test that ended its process fails once: begun again, it keeps those after it from running."""
+            work = self.assigned_work[node]
+            crashed = next((test for unit in work.values() for test, done in unit.items() if not done), None)
+            if crashed is not None:
+                work[group(crashed)][crashed] = True
+            for name in [name for name, unit in work.items() if all(unit.values())]:
+                del work[name]
+            super().remove_node(node)
+            return crashed
+
     return Scheduling(config, log)

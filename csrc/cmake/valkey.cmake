@@ -1,9 +1,11 @@
 # libvalkey 0.5, the client library of the redis tier (BSD-3-Clause). No distribution of today has it; its
 # sources in C are inside the source distribution of the Python package of that name, which pip downloads from
-# whatever index it is set up for, pinned by hash (libvalkey.txt); where there is no pip, from PyPI itself. Compiled into the core with hidden symbols.
+# whatever index it is set up for, pinned by hash (libvalkey.txt); without pip it comes from PyPI itself. Compiled
+# into the core with hidden symbols.
 # Without a network: -DKV_OFFLOAD_LIBVALKEY=/path/to/libvalkey-4.2.1.tar.gz, or put it into .cache/.
 enable_language(C)
 set(KV_OFFLOAD_LIBVALKEY "" CACHE FILEPATH "Archive of libvalkey, where pip cannot download it")
+set(KV_OFFLOAD_TLS AUTO CACHE STRING "Encrypted connections of the redis tier: AUTO (when OpenSSL is found), ON, OFF")
 
 file(STRINGS ${CMAKE_CURRENT_LIST_DIR}/libvalkey.txt pin REGEX "^libvalkey==")
 string(REGEX MATCH "==([0-9.]+)" unused "${pin}")
@@ -20,7 +22,7 @@ foreach(folder ${CMAKE_SOURCE_DIR}/.cache ${CMAKE_BINARY_DIR})
   endif()
 endforeach()
 if(NOT archive)
-  # By pip, which knows the user's index and proxies; a build environment of uv has none.
+  # By pip, which knows the user's index and proxies (pyproject.toml asks for it: a build environment has none).
   message(STATUS "Downloading libvalkey ${version}")
   set(archive ${CMAKE_BINARY_DIR}/libvalkey-${version}.tar.gz)
   find_package(Python QUIET COMPONENTS Interpreter)
@@ -39,6 +41,9 @@ if(NOT archive)
 endif()
 file(SHA256 ${archive} found)
 if(NOT found STREQUAL hash)
+  if(NOT archive STREQUAL KV_OFFLOAD_LIBVALKEY)
+    file(REMOVE ${archive})  # or every later build would stop here, too
+  endif()
   message(FATAL_ERROR "${archive} is not libvalkey ${version}: its SHA-256 is ${found}, expected ${hash}")
 endif()
 set(sources ${CMAKE_BINARY_DIR}/libvalkey-${version}/vendor/libvalkey)
@@ -48,11 +53,17 @@ endif()
 
 # Without its clusters, RDMA and Windows.
 set(names adlist alloc async conn dict dns net read sds sockcompat timer valkey vkutil)
-find_package(OpenSSL 1.1.1 QUIET)
+string(TOUPPER "${KV_OFFLOAD_TLS}" tls_wanted)
+if(NOT tls_wanted STREQUAL "OFF")
+  find_package(OpenSSL 1.1.1 QUIET)
+endif()
 if(OpenSSL_FOUND)
   list(APPEND names tls)
+elseif(tls_wanted STREQUAL "ON")
+  message(FATAL_ERROR "KV_OFFLOAD_TLS=ON but OpenSSL 1.1.1 or newer was not found: install its headers "
+    "(Debian, Ubuntu: apt install libssl-dev; Red Hat: openssl-devel), or configure with KV_OFFLOAD_TLS=AUTO or OFF")
 else()
-  message(STATUS "OpenSSL was not found: the redis tier will refuse rediss:// (on Debian or Ubuntu: apt install libssl-dev)")
+  message(STATUS "Without OpenSSL the redis tier refuses rediss:// (on Debian or Ubuntu: apt install libssl-dev)")
 endif()
 list(TRANSFORM names PREPEND ${sources}/src/)
 list(TRANSFORM names APPEND .c)

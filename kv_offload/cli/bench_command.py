@@ -77,14 +77,14 @@ def bench(
     """
     from kv_offload.cli.models import find_model
     from kv_offload.cli.size_command import chosen_dtype
+    from kv_offload.config import tier_at
     from kv_offload.sizes import parse_byte_size
-    from kv_offload.tiers import entry_at, parse_tier
 
     if prefill is not None and model is None:
         fail("--prefill is the speed of a model: give --model as well", USAGE)
     shape = find_model(model) if model else None
     total = parse_byte_size(measure_size)
-    tier = parse_tier(entry_at(root))
+    tier = tier_at(root)
     refused = tier.problems()
     if refused:
         fail(refused[0], PROBLEM)

@@ -155,13 +155,17 @@ def config(
 
 def _tiers(disks: list[str], bounds: list[str], others: list[str]) -> list[dict[str, Any]]:
     """The entries of secondary_tiers, the disks first."""
-    from kv_offload.tiers import entry_at, kind_behind
+    from kv_offload.tiers import entry_at, kind_behind, kinds
 
     kind = kind_behind("disk")
     sizes = [*bounds, *[None] * (len(disks) - len(bounds))]
     tiers = [kind.entry(place, size) for place, size in zip(disks, sizes, strict=True)]
     for text in others:
         if not text.startswith("{"):
+            name, equals, _ = text.partition("=")
+            if not equals or name not in kinds():
+                known = ", ".join(kinds())
+                fail(f"--tier {name} is neither KIND=PLACE (kinds: {known}) nor a JSON object", 2)
             tiers.append(entry_at(text))
             continue
         try:

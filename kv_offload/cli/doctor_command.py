@@ -103,9 +103,8 @@ def _ask_machine(
     """The answers to all questions about this machine, and the effective settings."""
     from kv_offload.cli import doctor_checks as checks
     from kv_offload.cli.doctor_checks import Check
-    from kv_offload.config import ConfigError, OffloadConfig
+    from kv_offload.config import ConfigError, OffloadConfig, tier_at
     from kv_offload.config_compat import own_extra_config
-    from kv_offload.tiers import entry_at, parse_tier
 
     found: list[Check] = []
     parsed: OffloadConfig | None = None
@@ -120,7 +119,7 @@ def _ask_machine(
         else:
             found += checks.warnings(parsed, notes)
     tiers = list(parsed.secondary_tiers if parsed else ())
-    tiers += [parse_tier(entry_at(place)) for place in roots]
+    tiers += [tier_at(place) for place in roots]
     questions: list[tuple[str, Callable[[], Iterable[Check]]]] = [
         ("software", checks.software),
         ("device", lambda: [checks.device()]),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from kv_offload.tiers.base import TierConfig
 from kv_offload.tiers.fs import FsTierConfig
@@ -53,12 +53,16 @@ def entry_at(place: str) -> dict[str, Any]:
 
 
 def parse_tier(given: Any) -> TierConfig:
-    """A tier from its table, of the kind that ``type`` names. Raises pydantic's ValidationError."""
+    """A tier from its table, of the kind that ``type`` names.
+
+    Raises pydantic's ValidationError, which does not show what was given: there may be a password in it.
+    """
     if isinstance(given, TierConfig):
         return given
     union: Any = functools.reduce(operator.or_, _kinds.values())  # of what is known now
-    tagged: Any = Annotated[union, Field(discriminator="type")] if len(_kinds) > 1 else union
-    tier: TierConfig = TypeAdapter(tagged).validate_python(given)
+    tagged: Any = Annotated[union, Field(discriminator="type")]
+    hidden = ConfigDict(hide_input_in_errors=True)
+    tier: TierConfig = TypeAdapter(tagged, config=hidden).validate_python(given)
     return tier
 
 

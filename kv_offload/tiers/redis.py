@@ -99,12 +99,12 @@ class RedisTierConfig(TierConfig):
         default=None,
         ge=1,
         le=31_536_000,
-        description="the server drops a record so long after any server wrote it last; default: never",
+        description="a record expires this long after any engine wrote it last; default: never",
     )
     key_prefix: str = Field(
         default="kv_offload",
         pattern=r"^[A-Za-z0-9_.{}-]{1,64}$",
-        description="what the names of all keys begin with",
+        description="the first part of the name of every key",
     )
     max_bytes: Any = Field(
         default=None,

@@ -6,7 +6,7 @@
 Files named gpu_* and fuzz_* are programs of their own, and so is cuda_on_threads.
 
 A test may do less under a sanitizer, or nothing: then it must be run without one, too. Which ones do is known
-by their including rounds.h, so nothing else may ask, and no header may hide it.
+by their including rounds.h, so nothing else may ask, and no header and no source without tests may hide it.
 """
 
 import re
@@ -35,7 +35,8 @@ def hidden_questions(sources: dict[Path, str]) -> list[Path]:
     return [
         path
         for path, text in sources.items()
-        if ASKS.search(text) and (path.suffix == ".h" or ROUNDS not in text.splitlines())
+        if ASKS.search(text)
+        and (path.suffix == ".h" or ROUNDS not in text.splitlines() or not WRITTEN.search(text))
     ]
 
 

@@ -8,18 +8,20 @@ from pathlib import Path
 
 VLLMS_OWN = ("psm_", "sem.mp-", "vllm_dist_")  # its queues, its locks, how its ranks on CPU talk
 WORKER = "PYTEST_XDIST_WORKER"
+LOCKS = Path("/proc/locks")
 
 
-def _used_beside() -> set[int]:
-    """Inodes of what processes of other workers of pytest have locked, as a region is while it is used."""
+def _used_beside() -> set[tuple[int, int]]:
+    """(device, inode) of what other workers of pytest have locked, as a region is while it is used."""
     ours = f"{WORKER}={os.environ.get(WORKER)}".encode()
     found = set()
-    for line in Path("/proc/locks").read_text().splitlines():
+    for line in LOCKS.read_text().splitlines():
         words = [word for word in line.split() if word != "->"]
         with contextlib.suppress(OSError):  # the process has ended
             environment = Path(f"/proc/{words[4]}/environ").read_bytes().split(b"\0")
             if any(entry.startswith(WORKER.encode()) and entry != ours for entry in environment):
-                found.add(int(words[5].rpartition(":")[2]))
+                major, minor, inode = words[5].split(":")
+                found.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
     return found
 
 
@@ -29,6 +31,7 @@ def names() -> set[str]:
     for entry in os.scandir("/dev/shm"):
         with contextlib.suppress(FileNotFoundError):
             if not entry.name.startswith(VLLMS_OWN):
-                found[entry.name] = entry.stat().st_ino
+                about = entry.stat()
+                found[entry.name] = (about.st_dev, about.st_ino)
     beside = _used_beside()
-    return {name for name, inode in found.items() if inode not in beside and Path("/dev/shm", name).exists()}
+    return {name for name, file in found.items() if file not in beside and Path("/dev/shm", name).exists()}

@@ -52,3 +52,21 @@ def test_what_our_own_processes_hold_counts(file: Path, monkeypatch: pytest.Monk
 def test_what_tests_beside_hold_does_not(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(shared_memory.WORKER, "gw5")
     assert not seen_while_held(file, "gw6")
+
+
+def test_a_lock_on_a_file_of_another_device_says_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, inode = file.stat().st_dev, file.stat().st_ino
+    monkeypatch.setenv(shared_memory.WORKER, "gw5")
+    monkeypatch.setattr(shared_memory, "LOCKS", file)
+    other = f"{os.major(device) + 1:02x}:{os.minor(device):02x}:{inode}"
+    environment = os.environ | {shared_memory.WORKER: "gw6"}
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment
+    ) as holder:
+        file.write_text(f"1: FLOCK  ADVISORY  READ {holder.pid} {other} 0 EOF\n")
+        assert file.name in shared_memory.names()
+        file.write_text(
+            file.read_text().replace(other, f"{os.major(device):02x}:{os.minor(device):02x}:{inode}")
+        )
+        assert file.name not in shared_memory.names()
+        holder.communicate(b"\n")

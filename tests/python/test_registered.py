@@ -46,6 +46,7 @@ def test_plainly_those_are_wanted_that_do_less_under_a_sanitizer(monkeypatch, so
     ("name", "text"),
     [
         ("fixture.h", '#include "rounds.h"\n'),
+        ("fixture.cc", '#include "rounds.h"\nint steps() { return testing::rounds(100); }\n'),
         (
             "asks_test.cc",
             '#include "fixture.h"\nTEST(Asks, less) { if (testing::kSanitized) GTEST_SKIP(); }\n',

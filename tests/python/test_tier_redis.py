@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from kv_offload import _core
+from kv_offload.cli import app
 from kv_offload.cli.doctor_checks import place, plan, speed
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.machine import cautions
 from kv_offload.sizing import Geometry, boot_line
+from kv_offload.tiers import parse_tier
 from kv_offload.tiers.redis import RedisTierConfig, Url, parse_url
 
 SECRET = "hunter2-never-shown"
@@ -106,6 +109,20 @@ def test_a_password_in_the_address_is_refused_and_not_repeated(text: str) -> Non
     assert SECRET not in str(caught.value)
     if "notaport" not in text:
         assert "password_env" in str(caught.value)
+
+
+@pytest.mark.parametrize("command", [["doctor", "--no-measure", "--root"], ["bench"], ["config", "--tier"]])
+def test_no_command_repeats_the_password_in_an_address(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, f"redis=redis://u:{SECRET}@h"])
+    assert result.exit_code == 2
+    assert "password_env" in result.stderr
+    assert SECRET not in result.output + result.stderr
+
+
+def test_a_tier_that_is_not_valid_does_not_show_what_was_given() -> None:
+    with pytest.raises(ValueError, match="password_env") as caught:
+        parse_tier({"type": "redis", "url": f"redis://u:{SECRET}@h"})
+    assert SECRET not in str(caught.value)
 
 
 def test_what_does_not_belong_together_is_refused() -> None:

@@ -66,10 +66,14 @@ def test_it_is_the_checkout(sdist):
 
 def test_it_can_be_configured_and_has_every_source(sdist, tmp_path):
     """Nothing is compiled: that these same bytes compile is tested in the checkout (KV_OFFLOAD_WHEEL=release
-    makes the wheel of test_wheel.py from an sdist)."""
-    options = ("-DKV_OFFLOAD_CUDA=OFF", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON")
-    run("cmake", "-S", str(sdist), "-B", str(tmp_path), "-G", "Ninja", *options)
-    compiled = {entry["file"] for entry in json.loads((tmp_path / "compile_commands.json").read_text())}
+    makes the wheel of test_wheel.py from an sdist). Nothing is downloaded: libvalkey is tests/run.sh's."""
+    options = ["-DKV_OFFLOAD_CUDA=OFF", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
+    options += [f"-DKV_OFFLOAD_LIBVALKEY={path}" for path in REPOSITORY.glob(".cache/libvalkey-*.tar.gz")]
+    output = run("cmake", "-S", str(sdist), "-B", str(tmp_path), "-G", "Ninja", *options)
+    assert "Downloading" not in output, "bash tests/run.sh lint fetches libvalkey into .cache"
+    sources = {entry["file"] for entry in json.loads((tmp_path / "compile_commands.json").read_text())}
+    compiled = {source for source in sources if not source.startswith(f"{tmp_path}/libvalkey-")}
+    assert compiled < sources
     core = {str(path) for path in sdist.glob("csrc/**/*.cc")}
     apart = {path for path in core if "/bindings/" in path or "/copy/cuda_" in path}
     assert compiled == core - apart
@@ -111,9 +115,42 @@ def test_releases_are_built_for_each_python_that_is_named():
     ]
 
 
-def test_releases_are_built_with_the_cuda_copier_for_manylinux_2_28():
+def configured(sdist: Path, build: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = ["cmake", "-S", str(sdist), "-B", str(build), "-G", "Ninja", "-DKV_OFFLOAD_CUDA=OFF", *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_an_isolated_build_has_the_pip_that_downloads_libvalkey():
+    assert "pip" in PROJECT["build-system"]["requires"]
+
+
+def test_a_build_that_must_have_tls_stops_without_openssl(sdist, tmp_path):
+    options = [f"-DKV_OFFLOAD_LIBVALKEY={path}" for path in REPOSITORY.glob(".cache/libvalkey-*.tar.gz")]
+    options += ["-DCMAKE_DISABLE_FIND_PACKAGE_OpenSSL=ON"]
+    refused = configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_TLS=ON")
+    assert refused.returncode != 0
+    assert "KV_OFFLOAD_TLS=ON but OpenSSL" in refused.stderr
+    assert (
+        "the redis tier refuses rediss://"
+        in configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_TLS=AUTO").stdout
+    )
+
+
+def test_an_archive_that_is_not_libvalkey_is_refused_and_not_kept(sdist, tmp_path):
+    pin = (sdist / "csrc/cmake/libvalkey.txt").read_text().splitlines()[-1]
+    damaged = tmp_path / f"{pin.split()[0].replace('==', '-')}.tar.gz"
+    damaged.write_text("a proxy's sign-in page")
+    refused = configured(sdist, tmp_path)
+    assert refused.returncode != 0
+    assert "its SHA-256 is" in refused.stderr
+    assert not damaged.exists()
+
+
+def test_releases_are_built_with_the_cuda_copier_and_tls_for_manylinux_2_28():
     settings = PROJECT["tool"]["cibuildwheel"]
     assert settings["config-settings"]["cmake.define.KV_OFFLOAD_CUDA"] == "ON"
+    assert settings["config-settings"]["cmake.define.KV_OFFLOAD_TLS"] == "ON"
+    assert "openssl-devel" in settings["linux"]["before-all"]
     assert "manylinux2_28" in settings["linux"]["manylinux-x86_64-image"]
     in_ci = (REPOSITORY / ".ci/wheel").read_text()
     for library in ("libcuda.so*", "libtorch*.so*", "libc10*.so*"):
