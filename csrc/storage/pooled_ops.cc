@@ -30,7 +30,8 @@ Status run_op(PooledStore& shared, OpInFlight& in_flight) {
   if (!epoch) return Status::error(StatusKind::kNotFound, "no record of this key");
   if (!is_read && shared.learnt && shared.learnt->contains(op.key) == Presence::kPresent) return Status::ok();
   Status status = contained([&] {
-    Status done = is_read ? store.read(op, epoch, &in_flight.moved) : store.write(op, epoch, &in_flight.moved);
+    Status done =
+        is_read ? store.read(op, epoch, &in_flight.moved) : store.write(op, epoch, &in_flight.moved);
     if (shared.learnt) learn(*shared.learnt, in_flight, done);
     return done;
   });

@@ -44,7 +44,9 @@ void RootCounter::start() {
   if (figures.alone || figures.state == SpaceState::kUncounted) return count(figures);
   std::uint64_t ignored = 0;
   const std::shared_ptr<Generation> own = records_.generation();
+  count_again_ = true;  // in case it throws: that scans as well
   if (own && scanner_.scan(own, nullptr, &ignored)) records_.note_extent(own, KnownRecords::Extent::kOrder);
+  count_again_ = false;
 }
 
 void RootCounter::look() {
@@ -93,8 +95,8 @@ void RootCounter::count(const SpaceFigures& figures) {
   records_.note_extent(own, KnownRecords::Extent::kOrder);
   counted += count_others(own ? own->number : 0, for_us);
   // A reset meanwhile: a part was counted that is of no generation of ours. What made us count is still true.
-  attempt.finished = begun && !stop_.load() && own == records_.generation() &&
-                     root_.space->finish_count(number, counted);
+  attempt.finished =
+      begun && !stop_.load() && own == records_.generation() && root_.space->finish_count(number, counted);
   count_again_ = !attempt.finished;
   const Nanos ended = clock_.now();
   next_count_ = ended + std::max(kCountEvery, (ended - started) * 20);

@@ -92,7 +92,7 @@ TEST_F(FsOpenTest, the_ledger_of_an_older_version_is_taken_over_by_a_count) {
   put(root_ + "/ledger", "KVOLEDG2" + std::string(96, '\1'));
   TierUser user(options_);
   user.wait_for_scan();
-  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
   EXPECT_TRUE(user.write(2));
 }
 
@@ -141,8 +141,9 @@ TEST_F(FsOpenTest, a_disk_without_space_for_one_record_is_told_so_at_start) {
   options_.file_ops = &full;
   EXPECT_EQ(start(), "") << "what is there can be evicted";
   options_.root_dir = dir_.path() + "/other";
-  EXPECT_NE(start().find("free; even a small record needs 68.0 KiB; free some space or set root_dir elsewhere"),
-            std::string::npos);
+  EXPECT_NE(
+      start().find("free; even a small record needs 68.0 KiB; free some space or set root_dir elsewhere"),
+      std::string::npos);
 }
 
 }  // namespace
