@@ -103,7 +103,6 @@ void RankWorker::submit(CopyJob job) {
 }
 
 std::vector<CopyResult> RankWorker::poll() {
-  impl_->region->beat(impl_->rank);
   impl_->drain();
   impl_->refuse_after_failed_load();
   return std::exchange(impl_->finished, {});

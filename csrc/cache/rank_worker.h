@@ -35,8 +35,7 @@ class RankWorker {
   // A job that contradicts itself, or whose copy fails, still ends as a result;
   // its ticket then names the failed groups. Nothing is thrown.
   void submit(CopyJob job);
-  // Finished jobs, tickets already reported; beats the rank's heart. Throws
-  // ResourceError when a load failed.
+  // Finished jobs, tickets already reported. Throws ResourceError when a load failed.
   std::vector<CopyResult> poll();
   // Returns when the listed jobs no longer touch cache memory. Throws
   // ResourceError when a load failed.

@@ -8,7 +8,7 @@ namespace kv_offload {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x6B765F6F66666C64;  // "kv_offld"
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 constexpr std::size_t kMostGroups = 64;  // as bits in failed_groups
 constexpr std::size_t kMostFingerprint = 4095;
 constexpr std::size_t kWorkerBytes = 8192;
@@ -36,7 +36,6 @@ struct ControlPage::Header {
 struct ControlPage::Worker {
   std::atomic<std::uint32_t> attached;
   std::atomic<std::uint32_t> published;  // after all of the geometry
-  std::atomic<std::uint64_t> heartbeat;
   std::uint32_t num_groups;
   std::uint32_t fingerprint_bytes;
   std::array<std::uint64_t, kMostGroups> shard_bytes;
@@ -128,14 +127,6 @@ RankGeometry ControlPage::geometry(std::uint32_t rank) const {
   geometry.shard_bytes.assign(theirs.shard_bytes.begin(), theirs.shard_bytes.begin() + theirs.num_groups);
   geometry.fingerprint.assign(theirs.fingerprint.data(), theirs.fingerprint_bytes);
   return geometry;
-}
-
-void ControlPage::beat(std::uint32_t rank, std::uint64_t now) {
-  worker(rank).heartbeat.store(now, std::memory_order_relaxed);
-}
-
-std::uint64_t ControlPage::heartbeat(std::uint32_t rank) const {
-  return worker(rank).heartbeat.load(std::memory_order_relaxed);
 }
 
 void ControlPage::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups) {

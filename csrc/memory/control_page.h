@@ -3,7 +3,7 @@
 // before a flag is.
 //
 //   header     4 KiB   sizes that all must agree on, who is attached
-//   workers    8 KiB each: geometry and fingerprint, heartbeat
+//   workers    8 KiB each: geometry and fingerprint
 //   tickets    256 KiB each worker: a ring of kTicketSlots results
 //   padding    to 2 MiB, so that the areas may have huge pages; takes no memory
 //
@@ -50,9 +50,6 @@ class ControlPage {
 
   bool is_published(std::uint32_t rank) const;
   RankGeometry geometry(std::uint32_t rank) const;
-
-  void beat(std::uint32_t rank, std::uint64_t now);
-  std::uint64_t heartbeat(std::uint32_t rank) const;
 
   // One thread per rank.
   void report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups);

@@ -311,16 +311,6 @@ TicketResult HostRegion::result(Ticket ticket, std::uint64_t* failed_groups, Tic
   return TicketResult::kDone;
 }
 
-void HostRegion::beat(std::uint32_t rank) {
-  impl_->check_rank(rank);
-  impl_->control.beat(rank, static_cast<std::uint64_t>(SteadyClock().now().count()));
-}
-
-std::uint64_t HostRegion::heartbeat(std::uint32_t rank) const {
-  impl_->check_rank(rank);
-  return impl_->control.heartbeat(rank);
-}
-
 const std::vector<std::string>& HostRegion::swept() const { return impl_->swept; }
 
 std::vector<std::string> sweep_leftovers(const std::string& shm_directory) {

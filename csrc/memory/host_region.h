@@ -116,9 +116,6 @@ class HostRegion {
   // tickets are given out ascending, ticket != kNoTicket.
   TicketResult result(Ticket ticket, std::uint64_t* failed_groups,
                       TicketKind kind = TicketKind::kStore) const;
-  // Heartbeat of each worker, nanoseconds of CLOCK_MONOTONIC; 0 = never.
-  void beat(std::uint32_t rank);
-  std::uint64_t heartbeat(std::uint32_t rank) const;
 
   // Names of leftovers removed by the last attach (for the log and for tests).
   const std::vector<std::string>& swept() const;

@@ -30,9 +30,11 @@ Status run_op(PooledStore& shared, OpInFlight& in_flight) {
   if (!epoch) return Status::error(StatusKind::kNotFound, "no record of this key");
   if (!is_read && shared.learnt && shared.learnt->contains(op.key) == Presence::kPresent) return Status::ok();
   Status status = contained([&] {
-    return is_read ? store.read(op, epoch, &in_flight.moved) : store.write(op, epoch, &in_flight.moved);
+    Status done =
+        is_read ? store.read(op, epoch, &in_flight.moved) : store.write(op, epoch, &in_flight.moved);
+    if (shared.learnt) learn(*shared.learnt, in_flight, done);
+    return done;
   });
-  if (shared.learnt) learn(*shared.learnt, in_flight, status);
   // It may be of a time that is over.
   return epoch == store.epoch() ? status : of_before_a_reset();
 }
@@ -40,12 +42,12 @@ Status run_op(PooledStore& shared, OpInFlight& in_flight) {
 Status run_locate(PooledStore& shared, const std::vector<ChunkKey>& keys, const Submitted& submitted) {
   if (!submitted.epoch || submitted.epoch != shared.store->epoch()) return of_before_a_reset();
   std::vector<bool> present(keys.size());
-  Status status = contained([&] { return shared.store->locate(keys, submitted.epoch, &present); });
-  if (!status || !shared.learnt) return status;
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    shared.learnt->answered(keys[i], present[i], submitted.era);
-  }
-  return status;
+  return contained([&] {
+    Status status = shared.store->locate(keys, submitted.epoch, &present);
+    for (std::size_t i = 0; status && shared.learnt && i < keys.size(); ++i)
+      shared.learnt->answered(keys[i], present[i], submitted.era);
+    return status;
+  });
 }
 
 bool device_failed(const Status& status) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <new>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -83,6 +84,8 @@ template <typename Work>
 Status contained(Work&& work) {
   try {
     return work();
+  } catch (const std::bad_alloc&) {
+    return Status::error(StatusKind::kIo, "out of memory");  // short: it needs none itself
   } catch (const std::exception& error) {
     return Status::error(StatusKind::kIo, fmt::format("the store threw: {}", error.what()));
   } catch (...) {

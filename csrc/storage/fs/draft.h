@@ -18,6 +18,7 @@ struct Draft {
   // Its temporary, once there is one: a new file, or that of an evicted record of the same size.
   Fd fd;
   std::string path;
+  bool published = false;  // it has its name, or another wrote the same record: no temporary is left
 };
 
 }  // namespace kv_offload

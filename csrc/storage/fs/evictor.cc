@@ -43,6 +43,9 @@ Status Evictor::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservat
 // open; or before ours, while we have less than our share.
 Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation) {
   const MutexLock lock(mutex_);
+  // While it waited for the lock. What it would write is wanted by nobody, and nothing has to go for it.
+  if (draft != nullptr && draft->generation != records_.generation())
+    return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted", ECANCELED);
   std::uint64_t freed = reclaim_dead(bytes);
   // What is not in the catalogue yet may be older than what is.
   const bool ordered = records_.extent() == KnownRecords::Extent::kOrder;
@@ -112,7 +115,7 @@ int Evictor::recycle(const std::string& path, Draft* draft, std::uint64_t* freed
       rename_to_temporary(ops_, directory, path, flags, root_.writer, &draft->fd, &temporary, &info);
   if (moved < 0) return moved;
   if (draft->fd && info.size == draft->file_bytes) {
-    draft->path = temporary;
+    draft->path = std::move(temporary);
     *freed = info.disk_bytes;
     return 0;
   }

@@ -105,16 +105,33 @@ void KnownRecords::reset() {
 }
 
 void KnownRecords::drop_all() {
+  if (generation_) {
+    next_.least_number = generation_->number + 1;
+    over_.push_back(generation_);
+    generation_.reset();
+  }
   for (const ChunkKey& key : catalogue_.clear()) removals_.push_back({key, TierRemoval::Reason::kReset});
-  if (generation_) next_.least_number = generation_->number + 1;
-  generation_.reset();
   apart_ = false;
   extent_ = Extent::kOrder;  // nothing is there to be found until there is one
 }
 
-void KnownRecords::close() {
+// Who has the only one of something can give it to nobody else: a count of 1 stays 1.
+void KnownRecords::close_unused() {
+  std::vector<GenerationPtr> unused;  // closed when the lock is free again
   const MutexLock lock(mutex_);
-  generation_.reset();
+  std::erase_if(over_, [&](GenerationPtr& generation) {
+    if (generation.use_count() > 1) return false;
+    unused.push_back(std::move(generation));
+    return true;
+  });
+}
+
+void KnownRecords::close() {
+  GenerationPtr last;  // as above
+  std::vector<GenerationPtr> over;
+  const MutexLock lock(mutex_);
+  last.swap(generation_);
+  over.swap(over_);
 }
 
 void KnownRecords::note_newer(const GenerationPtr& generation, bool newer) {
@@ -125,19 +142,23 @@ void KnownRecords::note_newer(const GenerationPtr& generation, bool newer) {
 
 // ---- ops
 
-Status KnownRecords::begin_read(const ChunkKey& key, const GenerationPtr& generation, FsCatalogue::Ref* ref) {
+Status KnownRecords::begin_read(const ChunkKey& key, const GenerationPtr& generation, Pin* pin) {
   const MutexLock lock(mutex_);
   if (generation != generation_) return was_reset();
   const std::optional<FsCatalogue::Ref> found = catalogue_.begin_read(key);
   if (!found) return Status::error(StatusKind::kNotFound, "no record of this key");
-  *ref = *found;
+  pin->ref_ = *found;
+  pin->records_ = this;
   return Status::ok();
 }
 
-Status KnownRecords::end_read(const FsCatalogue::Ref& ref, const TierOp& op, const GenerationPtr& generation,
-                              Status status) {
+void KnownRecords::unpin(const FsCatalogue::Ref& ref) {
   const MutexLock lock(mutex_);
   catalogue_.end_read(ref);
+}
+
+Status KnownRecords::finish_read(const TierOp& op, const GenerationPtr& generation, Status status) {
+  const MutexLock lock(mutex_);
   if (generation != generation_) return was_reset();
   if (status) {
     catalogue_.read_succeeded(op.key);
@@ -197,6 +218,7 @@ void KnownRecords::put_back(const Victim& victim) {
 
 void KnownRecords::evicted(const Victim& victim) {
   const MutexLock lock(mutex_);
+  if (catalogue_.holds(victim.record.key)) return;  // it was written again meanwhile
   removals_.push_back({victim.record.key, TierRemoval::Reason::kEvicted});
 }
 

@@ -6,7 +6,8 @@
 //
 // Threads: any. mutex_ guards all, and is the innermost lock: it is never held across a call to the file
 // system, nor while another lock is taken; long lists are taken in piece by piece. So the scheduler's thread
-// waits neither for storage nor for a scan.
+// waits neither for storage nor for a scan. Nor does it close files, which may wait for a server: whoever
+// lets go of a generation last, it stays open until close_unused().
 #pragma once
 
 #include <atomic>
@@ -62,19 +63,36 @@ class KnownRecords final : public Catalogue {
   std::optional<Next> next() const EXCLUDES(mutex_);  // nothing while there is a generation
   // False when a reset came since `made_for` was asked for: its lock file says the wrong thing.
   bool begin(GenerationPtr generation, const Next& made_for, Extent extent) EXCLUDES(mutex_);
+  // Closes the generations that are over and that no op uses any more. Upkeep's threads.
+  void close_unused() EXCLUDES(mutex_);
   // Forgets it, if it is still ours, and all its records.
   void drop(const GenerationPtr& generation) EXCLUDES(mutex_);
   // Forgets whatever there is, so that no process that starts shares the next generation.
   void reset() EXCLUDES(mutex_);
-  void close() EXCLUDES(mutex_);  // lets go of the generation and its lock
+  void close() EXCLUDES(mutex_);  // lets go of all generations and their locks
   // There is a generation above this one: others were reset, and unless we were too, we are apart from them.
   void note_newer(const GenerationPtr& generation, bool newer) EXCLUDES(mutex_);
 
   // ---- ops. kCancelled: of a generation that is no longer used.
-  Status begin_read(const ChunkKey& key, const GenerationPtr& generation, FsCatalogue::Ref* ref)
-      EXCLUDES(mutex_);
-  Status end_read(const FsCatalogue::Ref& ref, const TierOp& op, const GenerationPtr& generation,
-                  Status status) EXCLUDES(mutex_);
+  // What a read holds: while it lives, its record is not evicted.
+  class Pin {
+   public:
+    Pin() = default;
+    ~Pin() {
+      if (records_ != nullptr) records_->unpin(ref_);
+    }
+    Pin(const Pin&) = delete;
+    Pin& operator=(const Pin&) = delete;
+    std::uint64_t file_bytes() const { return ref_.file_bytes; }
+
+   private:
+    friend class KnownRecords;
+    KnownRecords* records_ = nullptr;
+    FsCatalogue::Ref ref_;
+  };
+  Status begin_read(const ChunkKey& key, const GenerationPtr& generation, Pin* pin) EXCLUDES(mutex_);
+  // What came of it.
+  Status finish_read(const TierOp& op, const GenerationPtr& generation, Status status) EXCLUDES(mutex_);
   // *present: nothing is to be written. *replace: there is one that could not be read of late.
   Status begin_write(const ChunkKey& key, const GenerationPtr& generation, bool* present, bool* replace)
       EXCLUDES(mutex_);
@@ -122,10 +140,12 @@ class KnownRecords final : public Catalogue {
   };
   bool is_unknown(const Leaf& leaf, Nanos now) const REQUIRES(mutex_);
   void drop_all() REQUIRES(mutex_);
+  void unpin(const FsCatalogue::Ref& ref) EXCLUDES(mutex_);
 
   const Clock& clock_;
   mutable Mutex mutex_;
   GenerationPtr generation_ GUARDED_BY(mutex_);
+  std::vector<GenerationPtr> over_ GUARDED_BY(mutex_);  // those before it that are still open
   Next next_ GUARDED_BY(mutex_);
   bool apart_ GUARDED_BY(mutex_) = false;
   Extent extent_ GUARDED_BY(mutex_) = Extent::kOrder;

@@ -2,7 +2,7 @@
 // there is none, and sees when ours was removed.
 //
 // Invariant: this process uses no generation that somebody else's reset made, and after a reset of its own
-// none that was there before. One that was begun before a reset is never used after it.
+// none that was there before. One that was begun for whoever starts is never used after a reset.
 //
 // A process that shares the namespace may have been reset, which says nothing of our weights: we keep the
 // generation that we have until we are reset ourselves, for what is in a newer one is of other weights than

@@ -16,12 +16,12 @@ RecordReader::RecordReader(const FsTierOptions& options, const OpenRoot& root, K
 
 Status RecordReader::read(const TierOp& op, const std::shared_ptr<Generation>& generation,
                           std::uint64_t* moved) {
-  FsCatalogue::Ref ref;
-  if (Status begun = records_.begin_read(op.key, generation, &ref); !begun) return begun;
+  KnownRecords::Pin pin;
+  if (Status begun = records_.begin_read(op.key, generation, &pin); !begun) return begun;
   std::uint64_t inode = 0;
   const Status status =
-      records_.end_read(ref, op, generation, read_file(op, *generation, ref.file_bytes, &inode));
-  if (status.kind() == StatusKind::kCorrupt) remove_corrupt(op.key, generation, ref.file_bytes, inode);
+      records_.finish_read(op, generation, read_file(op, *generation, pin.file_bytes(), &inode));
+  if (status.kind() == StatusKind::kCorrupt) remove_corrupt(op.key, generation, pin.file_bytes(), inode);
   if (status.kind() == StatusKind::kNotFound)
     records_.remove(op.key, generation, TierRemoval::Reason::kVanished);
   if (status) *moved = padded_payload_bytes(op.shards);

@@ -17,6 +17,16 @@ constexpr std::uint64_t kOverhead = 4 * kPageBytes;
 
 }  // namespace
 
+// Leaves no temporary, however the write ends: also by something that throws.
+struct RecordWriter::UnlessPublished {
+  RecordWriter& writer;
+  const Draft& draft;
+  Reservation& reservation;
+  ~UnlessPublished() {
+    if (!draft.published) writer.discard(draft, &reservation);
+  }
+};
+
 RecordWriter::RecordWriter(const FsTierOptions& options, const OpenRoot& root, KnownRecords& records,
                            Evictor& evictor, BounceBuffers& buffers)
     : options_(options),
@@ -39,9 +49,9 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& 
   if (!status || present) return status;
   {
     Reservation reservation(*root_.space);
+    const UnlessPublished rest{*this, draft, reservation};
     status = evictor_.reserve(draft.file_bytes + kOverhead, &draft, &reservation);
     if (status) status = write_file(op, replace, &draft, &reservation);
-    if (!status) discard(draft, &reservation);
   }
   if (status) status = records_.written({op.key, draft.file_bytes}, op.about, generation);
   if (status) *moved = payload;
@@ -143,6 +153,7 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
     if (known == 0 && old.is_regular() && old.size == draft->file_bytes) {
       const int gone = ops_.unlink(directory, temporary);
       if (gone < 0 && gone != -ENOENT) reservation->used += disk_bytes;
+      draft->published = true;
       return Status::ok();
     }
     if (known == 0 && !old.is_regular()) {
@@ -157,6 +168,7 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
     return status;
   }
   reservation->used += disk_bytes;
+  draft->published = true;
   if (options_.fsync != FsyncMode::kFull) return Status::ok();
   const Status status = sync_names(generation, draft->leaf);
   // Not what was asked for: it goes again.

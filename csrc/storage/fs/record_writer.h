@@ -31,6 +31,7 @@ class RecordWriter {
   Status write(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
 
  private:
+  struct UnlessPublished;
   Status write_file(const TierOp& op, bool replace, Draft* draft, Reservation* reservation);
   Status make_leaf(Generation& generation, std::uint32_t leaf, Reservation* reservation);
   Status open_temporary(Draft* draft, Reservation* reservation);

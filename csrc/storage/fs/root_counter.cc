@@ -14,6 +14,15 @@ namespace {
 constexpr Nanos kCountEvery{std::chrono::seconds(1)};    // and twenty times as long as one takes
 constexpr Nanos kCounterStuck{std::chrono::seconds(3)};  // then one counts beside it
 constexpr std::uint64_t kMuchDoubt = 64;                 // a 64th of the bound
+
+// Others wait for a count that goes on: one that ends early, be it by something that throws, is given up.
+struct UnlessFinished {
+  Space& space;
+  bool finished = false;
+  ~UnlessFinished() {
+    if (!finished) space.give_up_count();
+  }
+};
 }  // namespace
 
 RootCounter::RootCounter(const Context& context)
@@ -35,7 +44,9 @@ void RootCounter::start() {
   if (figures.alone || figures.state == SpaceState::kUncounted) return count(figures);
   std::uint64_t ignored = 0;
   const std::shared_ptr<Generation> own = records_.generation();
+  count_again_ = true;  // in case it throws: that scans as well
   if (own && scanner_.scan(own, nullptr, &ignored)) records_.note_extent(own, KnownRecords::Extent::kOrder);
+  count_again_ = false;
 }
 
 void RootCounter::look() {
@@ -76,15 +87,17 @@ void RootCounter::count(const SpaceFigures& figures) {
   const Nanos started = clock_.now();
   const CountFor for_us{root_.writer, figures.writers};
   std::uint64_t number = 0, counted = 0;
+  count_again_ = true;
+  UnlessFinished attempt{*root_.space};
   const Status begun = root_.space->begin_count(&number);
   const std::shared_ptr<Generation> own = records_.generation();
-  if (own && !scanner_.scan(own, &for_us, &counted)) return root_.space->give_up_count();
+  if (own && !scanner_.scan(own, &for_us, &counted)) return;
   records_.note_extent(own, KnownRecords::Extent::kOrder);
   counted += count_others(own ? own->number : 0, for_us);
   // A reset meanwhile: a part was counted that is of no generation of ours. What made us count is still true.
-  count_again_ =
-      !begun || stop_.load() || own != records_.generation() || !root_.space->finish_count(number, counted);
-  if (count_again_) root_.space->give_up_count();
+  attempt.finished =
+      begun && !stop_.load() && own == records_.generation() && root_.space->finish_count(number, counted);
+  count_again_ = !attempt.finished;
   const Nanos ended = clock_.now();
   next_count_ = ended + std::max(kCountEvery, (ended - started) * 20);
 }

@@ -1,6 +1,7 @@
 #include "storage/fs/scanner.h"
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <system_error>
 #include <thread>
@@ -13,16 +14,27 @@ namespace {
 
 constexpr std::size_t kScanThreads = 4;
 
-// Runs `body` on up to `wanted` threads at once, this one among them.
+// Runs `body` on up to `wanted` threads at once, this one among them. Throws what one of them threw.
 void by_threads(std::size_t wanted, const std::function<void()>& body) {
   wanted = std::min<std::size_t>({wanted, kScanThreads, std::thread::hardware_concurrency()});
+  std::atomic<bool> threw{false};
+  std::exception_ptr first;
+  const auto contained = [&] {
+    try {
+      body();
+    } catch (...) {
+      if (!threw.exchange(true)) first = std::current_exception();
+    }
+  };
   std::vector<std::thread> threads;
+  threads.reserve(kScanThreads);
   try {
-    for (std::size_t i = 1; i < wanted; ++i) threads.emplace_back(body);
+    for (std::size_t i = 1; i < wanted; ++i) threads.emplace_back(contained);
   } catch (const std::system_error&) {  // no thread to be had: alone, then
   }
-  body();
+  contained();
   for (std::thread& thread : threads) thread.join();
+  if (first) std::rethrow_exception(first);
 }
 
 }  // namespace

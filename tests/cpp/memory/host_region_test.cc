@@ -102,15 +102,6 @@ TEST_F(HostRegionTest, geometry_arrives_as_published) {
   EXPECT_TRUE(scheduler->geometry(1).shard_bytes.empty());
 }
 
-TEST_F(HostRegionTest, heartbeats_are_seen_by_the_scheduler) {
-  const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
-  const auto worker = HostRegion::attach_worker(options(8 * kMiB, 2), 1, some_geometry());
-  EXPECT_EQ(scheduler->heartbeat(1), 0u);
-  worker->beat(1);
-  EXPECT_GT(scheduler->heartbeat(1), 0u);
-  EXPECT_EQ(scheduler->heartbeat(0), 0u);
-}
-
 TEST_F(HostRegionTest, processes_that_disagree_are_told_both_values) {
   const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
   const std::string sizes = message_of<InvalidArgument>(

@@ -62,8 +62,8 @@ inline std::uint64_t du(const std::string& path) {
 class TierUser : public TierDriver {
  public:
   explicit TierUser(const FsTierOptions& options) : TierDriver(make_fs_tier(options)) {}
-  // The account becomes what is on the disk: at once, or with the next count.
-  ::testing::AssertionResult account_becomes_exact(const std::string& root) {
+  // The usage becomes what is on the disk: at once, or with the next count.
+  ::testing::AssertionResult usage_becomes_exact(const std::string& root) {
     const bool exact = until([&] {
       poll();
       return tier().stats().bytes == du(root);

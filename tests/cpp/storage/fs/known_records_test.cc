@@ -70,9 +70,9 @@ TEST_F(KnownRecordsTest, what_was_learnt_in_a_generation_that_is_over_changes_no
   EXPECT_EQ(records_.extent(), Extent::kSome);
   EXPECT_FALSE(figures().apart);
   bool present = false, replace = false;
-  FsCatalogue::Ref ref;
+  KnownRecords::Pin pin;
   EXPECT_EQ(records_.begin_write(key_of(2), old, &present, &replace).kind(), StatusKind::kCancelled);
-  EXPECT_EQ(records_.begin_read(key_of(2), old, &ref).kind(), StatusKind::kCancelled);
+  EXPECT_EQ(records_.begin_read(key_of(2), old, &pin).kind(), StatusKind::kCancelled);
 }
 
 TEST_F(KnownRecordsTest, the_next_generation_is_above_ours_and_says_whether_it_is_a_resets) {
@@ -86,6 +86,41 @@ TEST_F(KnownRecordsTest, the_next_generation_is_above_ours_and_says_whether_it_i
   EXPECT_TRUE(records_.next()->by_reset);
   EXPECT_FALSE(records_.begin(generation(8), before, Extent::kOrder)) << "it was made before the reset";
   EXPECT_EQ(records_.generation(), nullptr);
+}
+
+// The scheduler's thread resets, and copies what it compares; closing may wait for a server.
+TEST_F(KnownRecordsTest, a_generation_that_is_over_is_closed_by_upkeep_alone) {
+  auto used_by_an_op = generation(1);
+  const std::weak_ptr<Generation> watched = used_by_an_op;
+  begin(used_by_an_op);
+  records_.reset();
+  records_.close_unused();
+  used_by_an_op.reset();
+  EXPECT_FALSE(watched.expired()) << "an op ended, on whichever thread";
+  records_.close_unused();
+  EXPECT_TRUE(watched.expired());
+
+  begin(generation(2));
+  const std::weak_ptr<Generation> next = records_.generation();
+  records_.reset();
+  EXPECT_FALSE(next.expired()) << "whoever resets closes nothing";
+  records_.close();
+  EXPECT_TRUE(next.expired());
+}
+
+TEST_F(KnownRecordsTest, a_record_that_was_written_again_is_not_told_as_evicted) {
+  begin(generation(1));
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, records_.generation()));
+  EXPECT_TRUE(records_.written({key_of(2), 8192}, {}, records_.generation()));
+  const auto first = *records_.take_victim(), second = *records_.take_victim();
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, records_.generation()));
+  records_.evicted(first);
+  records_.evicted(second);
+  std::vector<TierRemoval> removals;
+  records_.take_removals(&removals);
+  ASSERT_EQ(removals.size(), 1u);
+  EXPECT_EQ(removals[0].key, key_of(2));
+  EXPECT_TRUE(has(1));
 }
 
 TEST_F(KnownRecordsTest, a_directory_that_could_not_be_asked_for_is_asked_for_again_after_a_time) {

@@ -5,6 +5,7 @@
 
 #include <set>
 
+#include "faulty_file_ops.h"
 #include "fixture.h"
 #include "storage/fs/store.h"
 
@@ -91,7 +92,7 @@ TEST_F(FsOpenTest, the_ledger_of_an_older_version_is_taken_over_by_a_count) {
   put(root_ + "/ledger", "KVOLEDG2" + std::string(96, '\1'));
   TierUser user(options_);
   user.wait_for_scan();
-  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
   EXPECT_TRUE(user.write(2));
 }
 
@@ -121,6 +122,28 @@ TEST_F(FsOpenTest, what_a_reset_makes_is_in_the_sum) {
   store.figures(&stats);
   EXPECT_EQ(stats.bytes, du(root_));
   store.close();
+}
+
+class FullDisk final : public FaultyFileOps {
+ public:
+  int statvfs(int, SpaceInfo* info) override {
+    *info = {};
+    return 0;
+  }
+};
+
+TEST_F(FsOpenTest, a_disk_without_space_for_one_record_is_told_so_at_start) {
+  {
+    TierUser user(options_);
+    for (std::uint32_t i = 2; i < 20; ++i) EXPECT_TRUE(user.write(i));
+  }
+  FullDisk full;
+  options_.file_ops = &full;
+  EXPECT_EQ(start(), "") << "what is there can be evicted";
+  options_.root_dir = dir_.path() + "/other";
+  EXPECT_NE(
+      start().find("free; even a small record needs 68.0 KiB; free some space or set root_dir elsewhere"),
+      std::string::npos);
 }
 
 }  // namespace

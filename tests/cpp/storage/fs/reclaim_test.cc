@@ -138,7 +138,7 @@ class StuckRecords : public FaultyFileOps {
   }
 };
 
-// Nobody has the namespace open, and another needs the room.
+// Nobody has the namespace open, and another needs the space.
 TEST_F(FsReclaimTest, what_was_recorded_before_a_reset_is_not_found_when_the_newest_alone_can_be_removed) {
   reset_by_one_of_two();
   StuckRecords ops;
@@ -167,7 +167,7 @@ TEST_F(FsReclaimTest, what_is_left_of_who_was_reset_is_not_found_by_who_starts) 
   EXPECT_FALSE(TierUser(first_).has(20));
 }
 
-// The process that makes room is stopped while it removes what was recorded before a reset.
+// The process that makes space is stopped while it removes what was recorded before a reset.
 TEST_F(FsReclaimTest, one_that_is_stopped_leaves_the_newest_where_it_is) {
   reset_by_one_of_two();
   int error = 0;
@@ -208,7 +208,7 @@ TEST_F(FsReclaimTest, what_is_in_use_apart_from_the_newest_is_seen_and_goes_by_a
   EXPECT_TRUE(changed.read(20)) << "the newest of all";
 }
 
-TEST_F(FsReclaimTest, a_serving_process_goes_on_and_finds_the_room) {
+TEST_F(FsReclaimTest, a_serving_process_goes_on_and_finds_the_space) {
   TierUser user(first_);
   user.wait_for_scan();
   (void)evict(du(root_) - 6 * kRecordBytes);
@@ -222,7 +222,7 @@ TEST_F(FsReclaimTest, a_serving_process_goes_on_and_finds_the_room) {
   EXPECT_EQ(hits, 3u);
   EXPECT_TRUE(user.write(9));
   EXPECT_TRUE(user.read(9));
-  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
 }  // namespace

@@ -86,7 +86,7 @@ TEST_F(FsRootTest, verify_finds_damage_and_repair_removes_it) {
   EXPECT_TRUE(root.verify(false, {}).empty());
   TierUser user(options_for(root_));
   user.wait_for_scan();
-  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
 TEST_F(FsRootTest, verify_finds_records_that_nobody_can_find) {
@@ -117,7 +117,7 @@ TEST_F(FsRootTest, purge_removes_one_namespace_or_all_even_while_served) {
   EXPECT_EQ(user.read(1, {5000, 4096}).kind(), StatusKind::kNotFound);
   EXPECT_TRUE(user.write(9));
   EXPECT_TRUE(user.read(9));
-  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
 TEST_F(FsRootTest, a_directory_that_is_no_root_is_refused) {

@@ -156,7 +156,7 @@ TEST_F(SpaceTest, two_that_count_at_once_are_both_right) {
   EXPECT_EQ(other_->total(), 1110u);
 }
 
-TEST_F(SpaceTest, room_that_one_makes_is_its_own) {
+TEST_F(SpaceTest, space_that_one_frees_is_its_own) {
   count(kMost);
   Reservation maker(*other_), thief(*server_);
   ASSERT_FALSE(reserve(maker, 500));
@@ -166,7 +166,7 @@ TEST_F(SpaceTest, room_that_one_makes_is_its_own) {
   EXPECT_FALSE(reserve(thief, 1));
 }
 
-TEST_F(SpaceTest, room_that_is_not_enough_yet_is_kept_from_others) {
+TEST_F(SpaceTest, space_that_is_not_enough_yet_is_kept_from_others) {
   count(kMost);
   Reservation maker(*server_), other(*other_);
   ASSERT_FALSE(reserve(maker, 1000));
@@ -227,7 +227,7 @@ TEST_F(SpaceTest, what_the_dead_had_reserved_is_used_until_it_is_counted) {
   EXPECT_FALSE(fs::exists(dir_.path() + "/" + layout::presence_name(5)));
 }
 
-TEST_F(SpaceTest, one_that_died_while_it_made_room_leaves_the_sum_in_doubt) {
+TEST_F(SpaceTest, one_that_died_while_it_made_space_leaves_the_sum_in_doubt) {
   count(kMost);
   ProcessOps process;
   const auto dying = open(5, process);

@@ -87,7 +87,7 @@ TEST_F(FsTierBound, recency_survives_a_recount) {
     user.poll();
     return user.has(100) && user.has(103);
   }));
-  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
   std::uint32_t next = 1000;
   while (user.removed(TierRemoval::Reason::kEvicted) < 9) ASSERT_TRUE(user.write(next++, kShards));
   EXPECT_FALSE(user.has(9));
@@ -194,7 +194,7 @@ TEST_F(FsTierBound, two_that_share_a_root_stay_below_it_together) {
     for (std::uint32_t j = 0; j <= i; ++j) {  // evicted or right
       if (a.has(j)) read_by_a += a.read(j, kShards).is_ok();
     }
-    const Status read = b.read(1000 + i, kShards);  // a may have made room once more
+    const Status read = b.read(1000 + i, kShards);  // a may have made space once more
     EXPECT_TRUE(read || read.kind() == StatusKind::kNotFound) << read.to_string();
     read_by_b += read.is_ok();
   }
@@ -259,7 +259,7 @@ TEST_F(FsTierBound, a_killed_writer_leaves_no_drift) {
     ASSERT_LE(du(root_), kBound);
     EXPECT_TRUE(user.read(i, kShards));
   }
-  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
   EXPECT_TRUE(temporaries_in(root_).empty());
 }
 
@@ -272,7 +272,7 @@ TEST_F(FsTierBound, three_processes_keep_it_together_and_one_is_killed) {
   }
   std::uint64_t most = 0, samples = 0;
   // Until together they have written so many more, and were looked at often. (Who gets how much of the
-  // room is a matter of speed.)
+  // space is a matter of speed.)
   const auto sample = [&](std::uint64_t more) {
     const auto all = [&] { return writers.written(0) + writers.written(1) + writers.written(2); };
     const std::uint64_t start = all();
@@ -305,7 +305,7 @@ TEST_F(FsTierBound, killed_at_any_moment_the_next_start_is_right) {
     TierUser user(options_for(root_, kBound));
     user.wait_for_scan();
     EXPECT_LE(du(root_), kBound);
-    EXPECT_TRUE(user.account_becomes_exact(root_));
+    EXPECT_TRUE(user.usage_becomes_exact(root_));
     EXPECT_TRUE(temporaries_in(root_).empty());
     std::size_t found = 0;
     for (std::uint32_t i = 0; i < 2000; ++i) {

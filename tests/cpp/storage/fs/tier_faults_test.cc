@@ -44,7 +44,7 @@ TEST_P(FsTierEveryStep, a_write_that_fails_anywhere_leaves_nothing) {
   options_.fsync = FsyncMode::kFull;
   TierUser user(options_);
   user.wait_for_scan();
-  ASSERT_TRUE(user.account_becomes_exact(root_));
+  ASSERT_TRUE(user.usage_becomes_exact(root_));
   int steps = 0;
   {
     const OneFault none(ops_, OneFault::kNever);
@@ -182,7 +182,7 @@ TEST_F(FsTierFaults, an_unreadable_record_is_replaced_by_a_new_write) {
   EXPECT_TRUE(user.has(1));
   EXPECT_TRUE(user.read(1));
   EXPECT_EQ(records_in(root_).size(), 1u);
-  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
 TEST_F(FsTierFaults, an_unreadable_record_stays_when_it_cannot_be_replaced) {
@@ -198,7 +198,7 @@ TEST_F(FsTierFaults, an_unreadable_record_stays_when_it_cannot_be_replaced) {
   EXPECT_TRUE(user.has(1));
   EXPECT_TRUE(user.read(1));
   EXPECT_TRUE(user.removals.empty());
-  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
 TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_nobody) {

@@ -70,7 +70,7 @@ TEST_F(FsTierHostile, a_leaf_that_is_a_link_is_not_scanned_nor_emptied) {
   EXPECT_EQ(user.tier().stats().chunks, 0u);
   EXPECT_TRUE(user.tier().reset());
   EXPECT_TRUE(user.write(2));
-  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
   EXPECT_TRUE(fs::exists(outside_ + "/" + record.filename().string()));
 }
 
@@ -161,7 +161,7 @@ TEST_F(FsTierHostile, files_of_others_that_look_like_temporaries_stay) {
   }
   TierUser user(options_for(root_));
   user.wait_for_scan();
-  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
   for (const char* name : {".tmp-notes", ".tmp-1", ".tmp-1-2", ".tmp-x-00000000000000aa-1", ".tmp-1-zz-1"}) {
     EXPECT_TRUE(fs::exists(root_ + "/" + name)) << name;
   }
@@ -175,9 +175,9 @@ TEST_F(FsTierHostile, what_is_in_a_new_records_place_is_no_success) {
   fs::create_directories(taken);
   EXPECT_EQ(user.write(1).kind(), StatusKind::kIo);
   EXPECT_FALSE(user.has(1));
-  const fs::path stump = generation + layout::record_path(key_of(2), 4096 + 8192);
-  fs::create_directories(stump.parent_path());
-  std::ofstream(stump) << "short";
+  const fs::path incomplete = generation + layout::record_path(key_of(2), 4096 + 8192);
+  fs::create_directories(incomplete.parent_path());
+  std::ofstream(incomplete) << "short";
   EXPECT_TRUE(user.write(2));
   EXPECT_TRUE(user.read(2));
   EXPECT_TRUE(temporaries_in(root_).empty());

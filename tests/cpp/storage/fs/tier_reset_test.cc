@@ -292,7 +292,7 @@ TEST_F(FsTierReset, what_starts_after_resets_make_is_in_the_sum_that_it_is_taken
   b.wait_for_scan();
   ASSERT_TRUE(b.write(1));
   tick(b);
-  ASSERT_TRUE(b.account_becomes_exact(root_));
+  ASSERT_TRUE(b.usage_becomes_exact(root_));
   for (int i = 0; i < 8; ++i) ASSERT_TRUE(TierUser(timed_options()).tier().reset());
   EXPECT_TRUE(b.until([&] {
     tick(b);
@@ -336,7 +336,7 @@ TEST_F(FsTierReset, a_reset_beside_the_making_of_a_generation_makes_one_for_itse
   EXPECT_TRUE(names.contains(*generations().rbegin() + ".reset")) << "nobody who starts is to share it";
 }
 
-TEST_F(FsTierReset, room_is_taken_from_what_others_keep_apart_when_there_is_no_other) {
+TEST_F(FsTierReset, space_is_taken_from_what_others_keep_apart_when_nothing_else_is_left) {
   constexpr std::uint64_t kBound = std::uint64_t{2} << 20;
   FsTierOptions options = timed_options();
   options.max_bytes = kBound;

@@ -1,5 +1,5 @@
 // A full root writes into the files of evicted records. Nobody may see that: not a
-// reader that has one open, not the account, not whoever has another name for one.
+// reader that has one open, not the ledger, not whoever has another name for one.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -116,18 +116,18 @@ TEST_F(FsTierReuse, many_that_write_at_once_stay_below_the_bound) {
   }
 }
 
-// Who makes room has it: another that asks at every moment in between gets none of it.
-TEST_F(FsTierReuse, room_that_one_makes_is_not_taken_by_another) {
+// Who frees space has it: another that asks at every moment in between gets none of it.
+TEST_F(FsTierReuse, space_that_one_frees_is_not_taken_by_another) {
   TierUser user(options_), other(options_for(root_, kReuseBound));
   fill(user, kOther);
   other.wait_for_scan();
   int taken = 0, refused = 0;
-  bool account_open = false, made = false;  // the account is locked and unlocked, until there is room
+  bool ledger_open = false, made = false;  // the ledger is locked and unlocked, until there is space
   ops_.set_rule([&](Call call) {
     made = made || call == Call::kOpen;
     if (call != Call::kFlock || made) return 0;
-    account_open = !account_open;
-    if (account_open)
+    ledger_open = !ledger_open;
+    if (ledger_open)
       ++(other.write(kFirst / 2 + static_cast<std::uint32_t>(taken), kOther) ? taken : refused);
     return 0;
   });

@@ -92,7 +92,7 @@ TEST_F(FsTierTest, the_account_is_what_du_says) {
   TierUser user(options_for(root_));
   for (std::uint32_t i = 0; i < 50; ++i) ASSERT_TRUE(user.write(i, {4096 * (1 + i % 7)}));
   user.wait_for_scan();
-  EXPECT_TRUE(user.account_becomes_exact(root_));
+  EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
 TEST_F(FsTierTest, a_reset_forgets_everything_for_good) {
@@ -107,7 +107,7 @@ TEST_F(FsTierTest, a_reset_forgets_everything_for_good) {
     EXPECT_TRUE(user.write(3, {4096}));  // the same key, other bytes
     EXPECT_TRUE(user.read(3, {4096}));
     EXPECT_TRUE(user.until([&] { return records_in(root_).size() == 1; })) << "old bytes are not reclaimed";
-    EXPECT_TRUE(user.account_becomes_exact(root_));
+    EXPECT_TRUE(user.usage_becomes_exact(root_));
   }
   TierUser user(options_for(root_));
   EXPECT_FALSE(user.has(1));

@@ -1,0 +1,52 @@
+// What a count leaves behind when it is ended by something that throws.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+
+#include <new>
+
+#include "faulty_file_ops.h"
+#include "fixture.h"
+#include "storage/fs/store.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+TEST(RootCounterTest, a_count_that_throws_is_made_again_and_nobody_waits_for_it) {
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  const FsTierOptions options = options_for(root);
+  {
+    TierUser user(options);
+    for (std::uint32_t i = 0; i < 64; ++i) ASSERT_TRUE(user.write(i));
+  }
+  FaultyFileOps ops;
+  FakeClock clock;
+  FsStore store(options, ops, clock);
+  std::atomic<int> lists{0};
+  ops.set_rule([&](Call call) -> int {  // in the middle, on one of several threads
+    if (call == Call::kList && ++lists > 8) throw std::bad_alloc();
+    return 0;
+  });
+  EXPECT_THROW(store.start(), std::bad_alloc);
+  ops.clear();
+  {
+    const Fd directory(posix_file_ops(), ::open(root.c_str(), O_RDONLY | O_DIRECTORY));
+    Space another(posix_file_ops(), directory.get(), root, options.max_bytes, 77, 0);
+    SpaceFigures figures;
+    ASSERT_TRUE(another.look(clock.now(), &figures));
+    EXPECT_EQ(figures.counter, 0u);
+    another.close();
+  }
+  store.maintain();
+  TierStats stats;
+  store.figures(&stats);
+  EXPECT_EQ(stats.bytes, du(root));
+  EXPECT_EQ(stats.chunks, 64u);
+  EXPECT_TRUE(stats.scan_complete);
+  store.close();
+}
+
+}  // namespace
+}  // namespace kv_offload
