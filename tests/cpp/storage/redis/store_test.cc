@@ -259,6 +259,31 @@ TEST_F(RedisTierTest, what_is_no_epoch_is_replaced) {
   }
 }
 
+// The reset comes between what the server answers to upkeep and what upkeep makes of it.
+TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_is_never_put_back) {
+  redis::RedisStore store(options());
+  const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
+  const std::string before = medium_.server.call({"GET", name}).text;
+  medium_.proxy.block(Verb::kInfo);  // which is asked behind it
+  std::thread upkeep([&] { store.maintain(); });
+  medium_.proxy.wait_for_blocked(1);
+  store.forget();
+  EXPECT_TRUE(store.begin_epoch());
+  medium_.proxy.release();
+  upkeep.join();
+  medium_.server.call({"DEL", name});
+  store.maintain();
+  EXPECT_NE(medium_.server.call({"GET", name}).text, before);
+}
+
+TEST_F(RedisTierTest, upkeep_says_nothing_to_the_server_once_the_tier_closes) {
+  redis::RedisStore store(options());
+  const std::size_t asked = medium_.proxy.commands(Verb::kEpoch);
+  store.stop();
+  store.maintain();
+  EXPECT_EQ(medium_.proxy.commands(Verb::kEpoch), asked);
+}
+
 // ---- a server that fails
 
 TEST_F(RedisTierTest, a_full_server_refuses_writes_and_nothing_else_happens) {
@@ -347,8 +372,9 @@ TEST_F(RedisTierTest, a_server_that_was_killed_and_is_back_empty_is_used_again) 
   ASSERT_TRUE(user.write(1));
   EXPECT_TRUE(user.read(1));
   // Before another starts: who finds no epoch makes one.
-  ASSERT_TRUE(eventually(user, [&] { return medium_.server.call({"KEYS", "*:epoch"}).integer == 1; }))
-      << "the epoch is put back";
+  ASSERT_TRUE(eventually(user, [&] {
+    return medium_.server.call({"KEYS", "*:epoch"}).integer == 1;
+  })) << "the epoch is put back";
   TierDriver next(open());
   EXPECT_TRUE(eventually(next, [&] { return next.has(1); }));
 }
@@ -420,6 +446,24 @@ TEST_F(RedisTierTest, a_wrong_password_is_refused_at_start_in_one_sentence_witho
   ASSERT_TRUE(user.write(1));
   EXPECT_TRUE(user.read(1));
   EXPECT_EQ(text_of(medium_.server.directory() + "/log").find("secret"), std::string::npos);
+}
+
+// The first reply is then about the connection, and not about the password that was sent.
+TEST_F(RedisTierTest, a_server_that_has_too_many_clients_is_waited_for) {
+  medium_.server.call({"ACL", "SETUSER", "kv", "on", ">secret", "~*", "+@all"});
+  std::unique_ptr<redis::Connection> held;
+  bool was_refused = false;
+  const auto until = std::chrono::steady_clock::now() + seconds(30);
+  ASSERT_TRUE(redis::Connection::open(medium_.server.address(), nullptr, until, &held, &was_refused));
+  redis::Reply reply;
+  ASSERT_TRUE(held->call({"CONFIG", "SET", "maxclients", "1"}, until, &reply));
+  RedisTierOptions chosen = options();
+  chosen.server.user = "kv";
+  chosen.server.password = "secret";
+  TierDriver user(make_redis_tier(chosen));
+  EXPECT_FALSE(user.tier().stats().writable);
+  ASSERT_TRUE(held->call({"CONFIG", "SET", "maxclients", "100"}, until, &reply));
+  EXPECT_TRUE(eventually(user, [&] { return user.tier().stats().writable; }));
 }
 
 TEST_F(RedisTierTest, a_user_without_permissions_is_told_which_are_needed) {
