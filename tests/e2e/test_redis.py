@@ -114,9 +114,7 @@ def test_a_server_that_dies_and_comes_back_empty_costs_time_only(
 ) -> None:
     first, second = servers
     redis.kill()
-    answers = [
-        server.ask(prompt, timeout=ASK_SECONDS) for server in servers for prompt in reference.prompts
-    ]
+    answers = [server.ask(prompt, timeout=ASK_SECONDS) for server in servers for prompt in reference.prompts]
     assert_same(answers, reference.answers * 2)
 
     def failed() -> bool:
