@@ -17,8 +17,8 @@ namespace {
 using Bytes = std::span<std::byte>;
 using ConstBytes = std::span<const std::byte>;
 
-// No reply that is asked for is longer (INFO, by far), so that no server makes us keep what it likes. The
-// bytes of records are not among them.
+// The replies of no call are longer together (INFO's is by far the longest), so that no server makes us keep
+// what it likes. The bytes of records are not among them.
 constexpr std::size_t kMostReplyBytes = 256 << 10;
 constexpr long long kMostElements = 64;
 
@@ -159,6 +159,7 @@ Status Connection::log_in(const Server& server, Deadline deadline, bool* refused
 // Not usable until the call has ended well, so that whatever ends it early (an exception too) leaves nothing
 // behind that a later call would take for its own reply.
 Status Connection::begin_call() {
+  fed_ = 0;
   if (std::exchange(usable_, false)) return Status::ok();
   return Status::error(StatusKind::kIo, "the connection was lost by an earlier failure");
 }
@@ -193,19 +194,19 @@ Status Connection::receive(std::span<const Bytes> pieces, Deadline deadline) {
 Status Connection::next_reply(Deadline deadline, Reply* reply) {
   valkeyReader* reader = stream_->reader;
   std::array<char, 4096> buffer;
-  for (std::size_t fed = 0;;) {
+  for (;;) {
     void* found = nullptr;
     if (valkeyReaderGetReply(reader, &found) != VALKEY_OK) return nonsense();
     const std::unique_ptr<void, void (*)(void*)> freed(found, &freeReplyObject);
     if (found != nullptr) {
       return to_reply(*static_cast<valkeyReply*>(found), reply) ? Status::ok() : nonsense();
     }
-    if (fed > kMostReplyBytes) return nonsense();
+    if (fed_ > kMostReplyBytes) return nonsense();
     iovec vector{buffer.data(), buffer.size()};
     std::size_t moved = 0;
     if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
     if (moved > 0 && valkeyReaderFeed(reader, buffer.data(), moved) != VALKEY_OK) return nonsense();
-    fed += moved;
+    fed_ += moved;
   }
 }
 

@@ -85,6 +85,7 @@ class Connection {
 
   const std::unique_ptr<Stream> stream_;
   bool usable_ = true;
+  std::size_t fed_ = 0;  // bytes of replies in this call
 };
 
 }  // namespace kv_offload::redis

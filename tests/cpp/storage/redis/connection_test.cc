@@ -92,6 +92,16 @@ TEST(RedisConnectionTest, what_a_server_sends_without_end_is_not_kept) {
   }
 }
 
+TEST(RedisConnectionTest, what_a_server_sends_in_many_replies_is_not_kept_either) {
+  const RedisScript server(
+      {{"PING", "+PONG\r\n"}, {"EXISTS", "$200000\r\n" + std::string(200'000, 'x') + "\r\n"}});
+  const auto connection = connected(server.address());
+  const Connection::Words exists{"EXISTS", "a"};
+  const std::vector<Connection::Words> commands(8, exists);
+  std::vector<Reply> replies;
+  EXPECT_EQ(connection->call_all(commands, later(), &replies).kind(), StatusKind::kIo);
+}
+
 TEST(RedisConnectionTest, a_value_that_is_announced_wrongly_reaches_no_row) {
   for (const char* answer : {"$99999999999999999999\r\n", "$-2\r\n", "$4x\r\n", "$\r\n", "$4\r\nabcdefgh",
                              "+OK\r\n", "*1\r\n$4\r\nabcd\r\n", "$-1\r\n$4\r\nabcd\r\n", ":4\r\n"}) {
@@ -170,6 +180,31 @@ TEST(RedisStoreAnswersTest, an_answer_that_fits_no_such_command_is_a_failure) {
     const Status located = store.locate({&op.key, 1}, store.epoch(), &present);
     EXPECT_EQ(located.is_ok(), !answers.contains("EXISTS")) << located.to_string();
   }
+}
+
+// The reply is about the connection, and not about the password that was sent.
+TEST(RedisStoreAnswersTest, a_server_that_has_too_many_clients_is_waited_for) {
+  for (const auto& [answer, waits] :
+       {std::pair{"-ERR max number of clients reached\r\n", true}, std::pair{"-LOADING x\r\n", true},
+        std::pair{"-WRONGPASS x\r\n", false}, std::pair{"-ERR invalid password\r\n", false}}) {
+    const RedisScript server(RedisScript::usual({{"AUTH", answer}}));
+    RedisTierOptions options;
+    options.server = server.address();
+    options.server.password = "secret";
+    if (waits) {
+      EXPECT_EQ(RedisStore(options).epoch(), nullptr) << answer;
+    } else {
+      EXPECT_THROW(RedisStore{options}, ResourceError) << answer;
+    }
+  }
+}
+
+// It has the slot of the epoch's key, and not those of all records.
+TEST(RedisStoreAnswersTest, a_node_of_a_cluster_that_answers_is_refused) {
+  const RedisScript server(RedisScript::usual({{"INFO", "$30\r\n# Cluster\r\ncluster_enabled:1\r\n\r\n"}}));
+  RedisTierOptions options;
+  options.server = server.address();
+  EXPECT_THROW(RedisStore{options}, ResourceError);
 }
 
 TEST(RedisStoreAnswersTest, what_is_no_epoch_and_no_value_is_not_written_over) {

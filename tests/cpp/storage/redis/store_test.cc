@@ -448,24 +448,6 @@ TEST_F(RedisTierTest, a_wrong_password_is_refused_at_start_in_one_sentence_witho
   EXPECT_EQ(text_of(medium_.server.directory() + "/log").find("secret"), std::string::npos);
 }
 
-// The first reply is then about the connection, and not about the password that was sent.
-TEST_F(RedisTierTest, a_server_that_has_too_many_clients_is_waited_for) {
-  medium_.server.call({"ACL", "SETUSER", "kv", "on", ">secret", "~*", "+@all"});
-  std::unique_ptr<redis::Connection> held;
-  bool was_refused = false;
-  const auto until = std::chrono::steady_clock::now() + seconds(30);
-  ASSERT_TRUE(redis::Connection::open(medium_.server.address(), nullptr, until, &held, &was_refused));
-  redis::Reply reply;
-  ASSERT_TRUE(held->call({"CONFIG", "SET", "maxclients", "1"}, until, &reply));
-  RedisTierOptions chosen = options();
-  chosen.server.user = "kv";
-  chosen.server.password = "secret";
-  TierDriver user(make_redis_tier(chosen));
-  EXPECT_FALSE(user.tier().stats().writable);
-  ASSERT_TRUE(held->call({"CONFIG", "SET", "maxclients", "100"}, until, &reply));
-  EXPECT_TRUE(eventually(user, [&] { return user.tier().stats().writable; }));
-}
-
 TEST_F(RedisTierTest, a_user_without_permissions_is_told_which_are_needed) {
   medium_.server.call({"ACL", "SETUSER", "kv", "on", ">x", "~*", "+ping", "+info"});
   RedisTierOptions chosen = options();
