@@ -1,60 +1,54 @@
 #include "storage/redis/connection.h"
 
-#include <poll.h>
-#include <sys/socket.h>
 #include <valkey/valkey.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <charconv>
 #include <cstring>
-#include <optional>
+#include <new>
+#include <utility>
 
-#include "storage/redis/tls.h"
+#include "storage/redis/socket.h"
 
 namespace kv_offload::redis {
 namespace {
 
-using std::chrono::milliseconds;
 using Bytes = std::span<std::byte>;
 using ConstBytes = std::span<const std::byte>;
 
-milliseconds until(Deadline deadline) {
-  const auto left = std::chrono::ceil<milliseconds>(deadline - std::chrono::steady_clock::now());
-  return std::max(left, milliseconds(0));
-}
-timeval to_timeval(milliseconds time) {
-  const auto bounded = std::max<long>(static_cast<long>(time.count()), 1);
-  return {bounded / 1000, bounded % 1000 * 1000};
-}
+// The replies of no call are longer together (INFO's is by far the longest), so that no server makes us keep
+// what it likes. The bytes of records are not among them.
+constexpr std::size_t kMostReplyBytes = 256 << 10;
+constexpr long long kMostElements = 64;
 
-Status too_late() { return Status::error(StatusKind::kTimeout, "the server did not answer in time"); }
-Status lost(int error) {
-  return Status::error(
-      StatusKind::kIo,
-      fmt::format("the connection was lost: {}", error == 0 ? "closed" : std::strerror(error)), error);
-}
 Status nonsense() { return Status::error(StatusKind::kIo, "what the server sent is no reply"); }
 
-Reply to_reply(const valkeyReply& from) {
-  Reply reply;
+// False: of a kind that no command of ours is answered by.
+bool to_reply(const valkeyReply& from, Reply* reply) {
   const std::string_view text =
       from.str == nullptr ? std::string_view() : std::string_view(from.str, from.len);
   switch (from.type) {
+    case VALKEY_REPLY_NIL:
+      *reply = {};
+      return true;
     case VALKEY_REPLY_STATUS:
-      return {Reply::Kind::kStatus, 0, std::string(text)};
+      *reply = {Reply::Kind::kStatus, 0, std::string(text)};
+      return true;
     case VALKEY_REPLY_STRING:
-    case VALKEY_REPLY_VERB:
-      return {Reply::Kind::kString, 0, std::string(text)};
+      *reply = {Reply::Kind::kString, 0, std::string(text)};
+      return true;
     case VALKEY_REPLY_INTEGER:
-      return {Reply::Kind::kInteger, from.integer, {}};
+      *reply = {Reply::Kind::kInteger, from.integer, {}};
+      return true;
     case VALKEY_REPLY_ERROR:
-      return {Reply::Kind::kError, 0, std::string(text)};
+      *reply = {Reply::Kind::kError, 0, std::string(text)};
+      return true;
     case VALKEY_REPLY_ARRAY:
-      return {Reply::Kind::kArray, static_cast<long long>(from.elements), {}};
+      *reply = {Reply::Kind::kArray, static_cast<long long>(from.elements), {}};
+      return true;
     default:
-      return reply;
+      return false;
   }
 }
 
@@ -97,64 +91,19 @@ std::span<iovec> without(std::span<iovec> vectors, std::size_t moved) {
 
 }  // namespace
 
-// The library's connection; reading and writing is done here, because the library's own would copy each value
-// twice and know no time for the whole of it.
+// The library parses replies; reading and writing is done here, because the library's own would copy each
+// value twice and know no time for the whole of it.
 struct Connection::Stream {
-  valkeyContext* context = nullptr;
-  ssl_st* session = nullptr;  // the context's
-
-  explicit Stream(valkeyContext* connected) : context(connected) {}
-  ~Stream() { valkeyFree(context); }
+  explicit Stream(std::unique_ptr<Socket> connected) : socket(std::move(connected)) {
+    if (reader == nullptr) throw std::bad_alloc();
+    reader->maxelements = kMostElements;
+  }
+  ~Stream() { valkeyReaderFree(reader); }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
-  Status wait_for(short events, Deadline deadline) const {
-    if (session != nullptr && events == POLLIN && tls_has_more(session)) return Status::ok();
-    pollfd watched{context->fd, events, 0};
-    for (;;) {
-      const milliseconds left = until(deadline);
-      const int ready = poll(&watched, 1, static_cast<int>(std::min<long>(left.count(), 1'000'000)));
-      if (ready > 0) return Status::ok();
-      if (ready < 0 && errno != EINTR) return lost(errno);
-      if (ready == 0 && until(deadline).count() == 0) return too_late();
-    }
-  }
-  // Some of what the vectors ask for; 0 only when it is to be tried again.
-  Status read_some(std::span<iovec> vectors, Deadline deadline, std::size_t* moved) const {
-    *moved = 0;
-    if (Status status = wait_for(POLLIN, deadline); !status) return status;
-    if (session != nullptr) {
-      const long got = tls_read(session, vectors.front().iov_base, vectors.front().iov_len);
-      if (got < 0) return until(deadline).count() == 0 ? too_late() : lost(0);
-      *moved = static_cast<std::size_t>(got);
-      return Status::ok();
-    }
-    msghdr message{};
-    message.msg_iov = vectors.data();
-    message.msg_iovlen = vectors.size();
-    const ssize_t got = recvmsg(context->fd, &message, MSG_DONTWAIT);
-    if (got == 0) return lost(0);
-    if (got < 0) return errno == EAGAIN || errno == EINTR ? Status::ok() : lost(errno);
-    *moved = static_cast<std::size_t>(got);
-    return Status::ok();
-  }
-  Status write_some(std::span<iovec> vectors, Deadline deadline, std::size_t* moved) const {
-    *moved = 0;
-    if (Status status = wait_for(POLLOUT, deadline); !status) return status;
-    if (session != nullptr) {
-      const long put = tls_write(session, vectors.front().iov_base, vectors.front().iov_len);
-      if (put < 0) return until(deadline).count() == 0 ? too_late() : lost(0);
-      *moved = static_cast<std::size_t>(put);
-      return Status::ok();
-    }
-    msghdr message{};
-    message.msg_iov = vectors.data();
-    message.msg_iovlen = vectors.size();
-    const ssize_t put = sendmsg(context->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (put < 0) return errno == EAGAIN || errno == EINTR ? Status::ok() : lost(errno);
-    *moved = static_cast<std::size_t>(put);
-    return Status::ok();
-  }
+  const std::unique_ptr<Socket> socket;
+  valkeyReader* const reader = valkeyReaderCreate();
 };
 
 std::string address_of(const Server& server) {
@@ -170,24 +119,9 @@ Connection::~Connection() = default;
 Status Connection::open(const Server& server, const std::shared_ptr<TlsContext>& tls, Deadline deadline,
                         std::unique_ptr<Connection>* connection, bool* refused) {
   *refused = false;
-  const timeval time = to_timeval(until(deadline));
-  valkeyOptions options{};
-  options.connect_timeout = &time;
-  options.command_timeout = &time;  // within TLS, where a wait cannot be told its end
-  if (server.host.empty()) {
-    VALKEY_OPTIONS_SET_UNIX(&options, server.unix_socket.c_str());
-  } else {
-    VALKEY_OPTIONS_SET_TCP(&options, server.host.c_str(), server.port);
-  }
-  auto stream = std::make_unique<Stream>(valkeyConnectWithOptions(&options));
-  if (stream->context == nullptr) return Status::error(StatusKind::kIo, "no memory for a connection");
-  if (stream->context->err != 0) {
-    return Status::error(until(deadline).count() == 0 ? StatusKind::kTimeout : StatusKind::kIo,
-                         fmt::format("it cannot be connected to: {}", stream->context->errstr));
-  }
-  if (server.tls) {
-    if (Status status = tls->begin(stream->context, &stream->session, refused); !status) return status;
-  }
+  std::unique_ptr<Socket> socket;
+  if (Status status = Socket::open(server, tls.get(), deadline, &socket, refused); !status) return status;
+  auto stream = std::make_unique<Stream>(std::move(socket));
   std::unique_ptr<Connection> opened(new Connection(std::move(stream)));
   if (Status status = opened->log_in(server, deadline, refused); !status) return status;
   *connection = std::move(opened);
@@ -209,6 +143,8 @@ Status Connection::log_in(const Server& server, Deadline deadline, bool* refused
   for (std::size_t i = 0; i < commands.size(); ++i) {
     if (replies[i].kind != Reply::Kind::kError) continue;
     const std::string_view verb = commands[i][0];
+    // What has nothing to do with who asks, such as too many clients, answers whichever command is first.
+    if (is_passing(replies[i].text)) return refusal(replies[i].text);
     *refused = verb != "PING" || is_setting(replies[i].text);
     if (verb == "AUTH")
       return Status::error(StatusKind::kIo, "the server refuses the user name or the password");
@@ -220,19 +156,26 @@ Status Connection::log_in(const Server& server, Deadline deadline, bool* refused
   return Status::ok();
 }
 
-Status Connection::broken(Status status) {
-  usable_ = false;
-  return status;
+// Not usable until the call has ended well, so that whatever ends it early (an exception too) leaves nothing
+// behind that a later call would take for its own reply.
+Status Connection::begin_call() {
+  fed_ = 0;
+  if (std::exchange(usable_, false)) return Status::ok();
+  return Status::error(StatusKind::kIo, "the connection was lost by an earlier failure");
+}
+// More than was asked for is an answer to another question, and so may be the one before it.
+Status Connection::end_call() {
+  const valkeyReader* reader = stream_->reader;
+  if (reader->pos != reader->len) return nonsense();
+  usable_ = true;
+  return Status::ok();
 }
 
 Status Connection::send(std::span<const ConstBytes> pieces, Deadline deadline) {
-  std::optional<NoSigpipe> no_signal;
-  if (stream_->session != nullptr) no_signal.emplace();
   std::vector<iovec> vectors = vectors_of(pieces);
   for (std::span<iovec> rest = vectors; !rest.empty();) {
     std::size_t moved = 0;
-    if (Status status = stream_->write_some(rest, deadline, &moved); !status)
-      return broken(std::move(status));
+    if (Status status = stream_->socket->write_some(rest, deadline, &moved); !status) return status;
     rest = without(rest, moved);
   }
   return Status::ok();
@@ -242,29 +185,28 @@ Status Connection::receive(std::span<const Bytes> pieces, Deadline deadline) {
   std::vector<iovec> vectors = vectors_of(pieces);
   for (std::span<iovec> rest = vectors; !rest.empty();) {
     std::size_t moved = 0;
-    if (Status status = stream_->read_some(rest, deadline, &moved); !status) return broken(std::move(status));
+    if (Status status = stream_->socket->read_some(rest, deadline, &moved); !status) return status;
     rest = without(rest, moved);
   }
   return Status::ok();
 }
 
 Status Connection::next_reply(Deadline deadline, Reply* reply) {
-  valkeyReader* reader = stream_->context->reader;
+  valkeyReader* reader = stream_->reader;
   std::array<char, 4096> buffer;
   for (;;) {
     void* found = nullptr;
-    if (valkeyReaderGetReply(reader, &found) != VALKEY_OK) return broken(nonsense());
+    if (valkeyReaderGetReply(reader, &found) != VALKEY_OK) return nonsense();
+    const std::unique_ptr<void, void (*)(void*)> freed(found, &freeReplyObject);
     if (found != nullptr) {
-      *reply = to_reply(*static_cast<valkeyReply*>(found));
-      freeReplyObject(found);
-      return Status::ok();
+      return to_reply(*static_cast<valkeyReply*>(found), reply) ? Status::ok() : nonsense();
     }
+    if (fed_ > kMostReplyBytes) return nonsense();
     iovec vector{buffer.data(), buffer.size()};
     std::size_t moved = 0;
-    if (Status status = stream_->read_some({&vector, 1}, deadline, &moved); !status) {
-      return broken(std::move(status));
-    }
-    if (moved > 0 && valkeyReaderFeed(reader, buffer.data(), moved) != VALKEY_OK) return broken(nonsense());
+    if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
+    if (moved > 0 && valkeyReaderFeed(reader, buffer.data(), moved) != VALKEY_OK) return nonsense();
+    fed_ += moved;
   }
 }
 
@@ -276,6 +218,7 @@ Status Connection::call(const Words& command, Deadline deadline, Reply* reply) {
 }
 
 Status Connection::call_all(std::span<const Words> commands, Deadline deadline, std::vector<Reply>* replies) {
+  if (Status status = begin_call(); !status) return status;
   std::string text;
   for (const Words& command : commands) append_command(&text, command);
   const ConstBytes bytes = std::as_bytes(std::span(text));
@@ -284,11 +227,12 @@ Status Connection::call_all(std::span<const Words> commands, Deadline deadline, 
   for (Reply& reply : *replies) {
     if (Status status = next_reply(deadline, &reply); !status) return status;
   }
-  return Status::ok();
+  return end_call();
 }
 
 Status Connection::set(std::string_view key, std::span<const ConstBytes> pieces, const Words& options,
                        Deadline deadline, Reply* reply) {
+  if (Status status = begin_call(); !status) return status;
   std::size_t length = 0;
   for (const ConstBytes& piece : pieces) length += piece.size();
   std::string head, tail = "\r\n";
@@ -302,11 +246,13 @@ Status Connection::set(std::string_view key, std::span<const ConstBytes> pieces,
   all.insert(all.end(), pieces.begin(), pieces.end());
   all.push_back(std::as_bytes(std::span(tail)));
   if (Status status = send(all, deadline); !status) return status;
-  return next_reply(deadline, reply);
+  if (Status status = next_reply(deadline, reply); !status) return status;
+  return end_call();
 }
 
 Status Connection::get(std::string_view key, std::span<const Bytes> pieces, Deadline deadline, Reply* reply,
                        std::uint64_t* length) {
+  if (Status status = begin_call(); !status) return status;
   std::string text;
   append_command(&text, {"GET", key});
   const ConstBytes bytes = std::as_bytes(std::span(text));
@@ -318,35 +264,31 @@ Status Connection::get(std::string_view key, std::span<const Bytes> pieces, Dead
   while (line.empty()) {
     iovec vector{start.data() + have, start.size() - have};
     std::size_t moved = 0;
-    if (Status status = stream_->read_some({&vector, 1}, deadline, &moved); !status) {
-      return broken(std::move(status));
-    }
+    if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
     have += moved;
     const std::string_view seen(start.data(), have);
     if (have > 0 && seen[0] != '$') {  // an error, which the library's reader takes
-      if (valkeyReaderFeed(stream_->context->reader, start.data(), have) != VALKEY_OK)
-        return broken(nonsense());
+      if (valkeyReaderFeed(stream_->reader, start.data(), have) != VALKEY_OK) return nonsense();
       if (Status status = next_reply(deadline, reply); !status) return status;
-      return reply->kind == Reply::Kind::kError ? Status::ok() : broken(nonsense());
+      return reply->kind == Reply::Kind::kError ? end_call() : nonsense();
     }
     const std::size_t end = seen.find("\r\n");
     if (end != seen.npos) line = seen.substr(0, end + 2);
-    if (line.empty() && have == start.size()) return broken(nonsense());
+    if (line.empty() && have == start.size()) return nonsense();
   }
   long long announced = 0;
   const char* digits_end = line.data() + line.size() - 2;
   const auto [stop, error] = std::from_chars(line.data() + 1, digits_end, announced);
-  if (error != std::errc() || stop != digits_end || announced < -1) return broken(nonsense());
+  if (error != std::errc() || stop != digits_end || announced < -1) return nonsense();
   const std::size_t early = have - line.size();
   if (announced == -1) {
     *reply = {};
-    return early == 0 ? Status::ok() : broken(nonsense());
+    return early == 0 ? end_call() : nonsense();
   }
   *length = static_cast<std::uint64_t>(announced);
   std::size_t expected = 0;
   for (const Bytes& piece : pieces) expected += piece.size();
   if (*length != expected || early > expected + 2) {
-    usable_ = false;
     *reply = {Reply::Kind::kArray, 0, {}};
     return *length == expected ? nonsense() : Status::ok();
   }
@@ -363,15 +305,12 @@ Status Connection::get(std::string_view key, std::span<const Bytes> pieces, Dead
     left -= part;
   }
   if (Status status = receive(all, deadline); !status) return status;
-  if (tail != std::array{std::byte{'\r'}, std::byte{'\n'}}) return broken(nonsense());
+  if (tail != std::array{std::byte{'\r'}, std::byte{'\n'}}) return nonsense();
   *reply = {Reply::Kind::kString, 0, {}};
-  return Status::ok();
+  return end_call();
 }
 
-bool Connection::stale() const {
-  if (stream_->session != nullptr && tls_has_more(stream_->session)) return true;
-  pollfd watched{stream_->context->fd, POLLIN | POLLRDHUP, 0};
-  return poll(&watched, 1, 0) != 0;
-}
+bool Connection::stale() const { return stream_->socket->stale(); }
+int Connection::descriptor() const { return stream_->socket->descriptor(); }
 
 }  // namespace kv_offload::redis

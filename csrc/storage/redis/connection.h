@@ -1,9 +1,9 @@
 // A connection to a Redis or Valkey server: commands and their replies, each within a time. libvalkey
-// connects and parses replies; the bytes of records go from and into the rows themselves, without a copy of
-// ours.
+// parses replies; the bytes of records go from and into the rows themselves, without a copy of ours.
 //
 // One thread at a time. After a call that is not ok the stream may be anywhere: the connection is not
-// `usable()` any more and is thrown away. An error reply is an answer and leaves it usable.
+// `usable()` any more, each further call fails at once, and it is thrown away. An error reply is an answer
+// and leaves it usable.
 #pragma once
 
 #include <chrono>
@@ -70,19 +70,22 @@ class Connection {
   bool usable() const { return usable_; }
   // Idle until now: has the server closed it, or sent what nobody asked for.
   bool stale() const;
+  int descriptor() const;  // the socket's, which no process that is started inherits
 
  private:
-  struct Stream;  // the library's context
+  struct Stream;  // the socket, and the library's reader of replies
   explicit Connection(std::unique_ptr<Stream> stream);
 
   Status log_in(const Server& server, Deadline deadline, bool* refused);
   Status send(std::span<const std::span<const std::byte>> pieces, Deadline deadline);
   Status receive(std::span<const std::span<std::byte>> pieces, Deadline deadline);
   Status next_reply(Deadline deadline, Reply* reply);
-  Status broken(Status status);
+  Status begin_call();
+  Status end_call();
 
   const std::unique_ptr<Stream> stream_;
   bool usable_ = true;
+  std::size_t fed_ = 0;  // bytes of replies in this call
 };
 
 }  // namespace kv_offload::redis

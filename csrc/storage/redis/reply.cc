@@ -43,14 +43,31 @@ const Meaning* meaning_of(std::string_view text) {
   return found == kMeanings.end() ? nullptr : &*found;
 }
 
+constexpr std::string_view kTooManyClients = "ERR max number of clients";
+
+// "WRONGTYPE"; of a server that says something else there, nothing.
+std::string_view code_of(std::string_view text) {
+  const std::string_view word = text.substr(0, text.find(' '));
+  const bool code =
+      !word.empty() && word.size() <= 20 && word.find_first_not_of("ABCDEFGHIJKLMNOPQRSTUVWXYZ") == word.npos;
+  return code ? word : "no code";
+}
+
 }  // namespace
 
 Status refusal(std::string_view text) {
+  if (text.starts_with(kTooManyClients)) {
+    return Status::error(StatusKind::kIo, "the server has as many clients as it takes (maxclients)");
+  }
   if (const Meaning* meaning = meaning_of(text)) {
     return Status::error(meaning->kind, std::string(meaning->sentence));
   }
-  return Status::error(StatusKind::kIo,
-                       fmt::format("the server refused the command ({})", text.substr(0, text.find(' '))));
+  return Status::error(StatusKind::kIo, fmt::format("the server refused the command ({})", code_of(text)));
+}
+
+bool is_passing(std::string_view text) {
+  return text.starts_with(kTooManyClients) || text.starts_with("LOADING ") || text.starts_with("BUSY ") ||
+         text.starts_with("MASTERDOWN ");
 }
 
 bool is_setting(std::string_view text) {

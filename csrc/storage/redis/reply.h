@@ -23,5 +23,7 @@ struct Reply {
 Status refusal(std::string_view text);
 // The kinds that a start does not get over by waiting: credentials, permissions, a cluster node.
 bool is_setting(std::string_view text);
+// Of the server's state, and not of what it was asked: no refusal of credentials or of a database.
+bool is_passing(std::string_view text);
 
 }  // namespace kv_offload::redis

@@ -45,6 +45,8 @@ std::uint64_t figure_of(std::string_view info, std::string_view name) {
   return value;
 }
 
+// A server that answers something else is not to be believed, whatever it did.
+Status unexpected() { return Status::error(StatusKind::kIo, "the server's answer fits no such command"); }
 Status absent() { return Status::error(StatusKind::kNotFound, "no record of this key"); }
 
 }  // namespace
@@ -138,6 +140,7 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
       expires ? Connection::Words{"EXPIRE", key, ttl} : Connection::Words{"EXISTS", key};
   if (Status status = connection->call(ask, until, &reply); !status) return status;
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
+  if (reply.kind != Reply::Kind::kInteger) return unexpected();
   if (reply.integer == 1) return Status::ok();
 
   zero_padding(op.shards);
@@ -150,6 +153,7 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   const Connection::Words options = expires ? Connection::Words{"EX", ttl} : Connection::Words{};
   if (Status status = connection->set(key, pieces, options, until, &reply); !status) return status;
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
+  if (reply.kind != Reply::Kind::kStatus || reply.text != "OK") return unexpected();
   *moved = header.payload_bytes;
   return Status::ok();
 }
@@ -189,7 +193,7 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
     }
   }
   if (status.kind() == StatusKind::kCorrupt && !options_.read_only) {
-    remove_wrong(key, right_length,
+    remove_wrong(key, right_length, until,
                  reply.kind == Reply::Kind::kString ? page.span() : std::span<std::byte>());
   }
   return status;
@@ -197,9 +201,8 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
 
 // What was found wrong is removed only if it is still there: one of a right length and another header has
 // taken its place. WATCH makes sure of the time in between.
-void RedisStore::remove_wrong(const std::string& key, std::uint64_t right_length,
+void RedisStore::remove_wrong(const std::string& key, std::uint64_t right_length, Deadline until,
                               std::span<const std::byte> header_page) {
-  const Deadline until = deadline();
   Borrowed connection(connections_);
   if (!connection.take(until)) return;
   const std::string end = std::to_string(kRecordHeaderBytes - 1);
@@ -239,6 +242,7 @@ Status RedisStore::locate(std::span<const ChunkKey> keys, const EpochPtr& epoch,
   if (Status status = connection->call_all(commands, until, &replies); !status) return status;
   for (std::size_t i = 0; i < keys.size(); ++i) {
     if (replies[i].kind == Reply::Kind::kError) return refusal(replies[i].text);
+    if (replies[i].kind != Reply::Kind::kInteger) return unexpected();
     (*present)[i] = replies[i].integer == 1;
   }
   return Status::ok();
@@ -280,6 +284,8 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
       *refused = is_setting(start.text);
       return refusal(start.text);
     }
+    if (!other_type && start.kind != Reply::Kind::kString && start.kind != Reply::Kind::kNil)
+      return unexpected();
     found->clear();
     if (start.kind == Reply::Kind::kString && is_name(start.text)) *found = start.text;
     if (!found->empty() || options_.read_only) return Status::ok();
@@ -295,13 +301,19 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
 }
 
 void RedisStore::maintain() {
-  std::string found;
+  if (stopped_) return;  // nothing here would be lost
+  std::string known, found;
   bool refused = false;
+  {
+    const MutexLock lock(mutex_);
+    known = start_;
+  }
   const Status status = ask_for_start(&found, &refused);
   if (!status) return;
   if (maintained_++ % kMemoryEvery == 0) look_at_memory();
   const MutexLock lock(mutex_);
-  if (!found.empty()) start_ = found;
+  // Not when a reset came in between: what it replaced must not be put back.
+  if (!found.empty() && start_ == known && (resets_ == 0 || epoch_ != nullptr)) start_ = found;
   if (resets_ > 0) return;  // of our own, and nobody else's, or none
   if (epoch_ == nullptr && options_.read_only && !found.empty()) epoch_ = std::make_shared<Name>(found);
   if (epoch_ != nullptr && !found.empty() && static_cast<const Name&>(*epoch_).text != found) apart_ = true;
@@ -351,6 +363,7 @@ RecordStore::EpochPtr RedisStore::epoch() const {
 void RedisStore::forget() {
   const MutexLock lock(mutex_);
   epoch_.reset();
+  start_.clear();  // never to be put back
   apart_ = false;
   ++resets_;
 }

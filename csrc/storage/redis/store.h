@@ -43,6 +43,7 @@ class RedisStore final : public RecordStore {
   bool can_reset() const override { return !options_.read_only; }
   EpochPtr epoch() const override EXCLUDES(mutex_);
   void forget() override EXCLUDES(mutex_);
+  void stop() override { stopped_ = true; }
   void close() override { connections_.close(); }
   void figures(TierStats* stats) const override EXCLUDES(mutex_);
 
@@ -53,7 +54,7 @@ class RedisStore final : public RecordStore {
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_deadline; }
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
   // Whatever is wrong with what lies under the key, unless another took its place.
-  void remove_wrong(const std::string& key, std::uint64_t right_length,
+  void remove_wrong(const std::string& key, std::uint64_t right_length, Deadline until,
                     std::span<const std::byte> header_page);
   // The epoch of those who start, which the server has or now gets from us. Empty: it has none, and we may
   // not give it one.
@@ -65,6 +66,7 @@ class RedisStore final : public RecordStore {
   const std::string prefix_, start_key_;
   Connections connections_;
   std::atomic<unsigned> maintained_{0};
+  std::atomic<bool> stopped_{false};
   mutable Mutex mutex_;
   EpochPtr epoch_ GUARDED_BY(mutex_);
   std::string start_ GUARDED_BY(mutex_);         // what those who start use, as far as we know

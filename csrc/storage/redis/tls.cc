@@ -1,18 +1,16 @@
 #include "storage/redis/tls.h"
 
 #include <arpa/inet.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
-#include <valkey/valkey.h>
 
-#include <cerrno>
 #include <ctime>
 
 #ifdef KV_OFFLOAD_TLS
 #include <openssl/err.h>
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>
-#include <valkey/tls.h>
 #endif
 
 namespace kv_offload::redis {
@@ -55,44 +53,70 @@ TlsContext::TlsContext(const Server& server) : host_(server.host) {
 }
 TlsContext::~TlsContext() { SSL_CTX_free(context_); }
 
-Status TlsContext::begin(valkeyContext* context, ssl_st** session, bool* refused) const {
+Status TlsContext::make_session(int fd, ssl_st** session) const {
   SSL* ssl = SSL_new(context_);
   if (ssl == nullptr) return Status::error(StatusKind::kIo, "OpenSSL gives no session for TLS");
+  *session = ssl;
   in6_addr address;
   const bool is_address =
       inet_pton(AF_INET, host_.c_str(), &address) == 1 || inet_pton(AF_INET6, host_.c_str(), &address) == 1;
   const int named = is_address ? X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(ssl), host_.c_str())
                                : SSL_set1_host(ssl, host_.c_str());
-  if (named != 1 || (!is_address && SSL_set_tlsext_host_name(ssl, host_.c_str()) != 1)) {
-    SSL_free(ssl);
+  if (named != 1 || (!is_address && SSL_set_tlsext_host_name(ssl, host_.c_str()) != 1) ||
+      SSL_set_fd(ssl, fd) != 1) {
     return Status::error(StatusKind::kIo, "OpenSSL does not take the server's name");
   }
-  const NoSigpipe no_signal;
-  if (valkeyInitiateTLS(context, ssl) == VALKEY_OK) {
-    *session = ssl;
-    return Status::ok();
+  SSL_set_mode(ssl, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
+  SSL_set_connect_state(ssl);
+  return Status::ok();
+}
+
+namespace {
+
+TlsStep step_of(SSL* session, int result, std::size_t moved) {
+  if (result == 1) return {moved, 0, false};
+  switch (SSL_get_error(session, result)) {
+    case SSL_ERROR_WANT_READ:
+      return {0, POLLIN, false};
+    case SSL_ERROR_WANT_WRITE:
+      return {0, POLLOUT, false};
+    default:
+      return {0, 0, true};
   }
-  const long verdict = SSL_get_verify_result(ssl);
-  SSL_free(ssl);
-  if (verdict == X509_V_OK) return Status::error(StatusKind::kIo, fmt::format("TLS: {}", context->errstr));
+}
+
+}  // namespace
+
+TlsStep tls_handshake(ssl_st* session) {
+  ERR_clear_error();
+  return step_of(session, SSL_do_handshake(session), 0);
+}
+TlsStep tls_read(ssl_st* session, void* to, std::size_t bytes) {
+  ERR_clear_error();
+  std::size_t moved = 0;
+  const int result = SSL_read_ex(session, to, bytes, &moved);
+  return step_of(session, result, moved);
+}
+TlsStep tls_write(ssl_st* session, const void* from, std::size_t bytes) {
+  ERR_clear_error();
+  std::size_t moved = 0;
+  const int result = SSL_write_ex(session, from, bytes, &moved);
+  return step_of(session, result, moved);
+}
+
+Status tls_verdict(ssl_st* session, bool* refused) {
+  const long verdict = SSL_get_verify_result(session);
+  if (verdict == X509_V_OK) {
+    const char* reason = ERR_reason_error_string(ERR_peek_last_error());
+    return Status::error(StatusKind::kIo,
+                         fmt::format("TLS: {}", reason != nullptr ? reason : "the connection was lost"));
+  }
   *refused = true;
   return Status::error(StatusKind::kIo, fmt::format("the server's certificate is not trusted: {}",
                                                     X509_verify_cert_error_string(verdict)));
 }
-
-long tls_read(ssl_st* session, void* to, std::size_t bytes) {
-  ERR_clear_error();
-  std::size_t moved = 0;
-  if (SSL_read_ex(session, to, bytes, &moved) == 1) return static_cast<long>(moved);
-  return errno == EINTR && SSL_get_error(session, 0) == SSL_ERROR_SYSCALL ? 0 : -1;
-}
-long tls_write(ssl_st* session, const void* from, std::size_t bytes) {
-  ERR_clear_error();
-  std::size_t moved = 0;
-  if (SSL_write_ex(session, from, bytes, &moved) == 1) return static_cast<long>(moved);
-  return errno == EINTR && SSL_get_error(session, 0) == SSL_ERROR_SYSCALL ? 0 : -1;
-}
-bool tls_has_more(ssl_st* session) { return SSL_pending(session) > 0; }
+bool tls_has_more(ssl_st* session) { return SSL_has_pending(session) == 1; }
+void tls_end(ssl_st* session) { SSL_free(session); }
 
 #else
 
@@ -103,12 +127,15 @@ TlsContext::TlsContext(const Server& server) : host_(server.host) {
       "(libssl-dev), or connect by redis://");
 }
 TlsContext::~TlsContext() = default;
-Status TlsContext::begin(valkeyContext*, ssl_st**, bool*) const {
+Status TlsContext::make_session(int, ssl_st**) const {
   return Status::error(StatusKind::kIo, "no TLS in this build");
 }
-long tls_read(ssl_st*, void*, std::size_t) { return -1; }
-long tls_write(ssl_st*, const void*, std::size_t) { return -1; }
+TlsStep tls_handshake(ssl_st*) { return {0, 0, true}; }
+TlsStep tls_read(ssl_st*, void*, std::size_t) { return {0, 0, true}; }
+TlsStep tls_write(ssl_st*, const void*, std::size_t) { return {0, 0, true}; }
+Status tls_verdict(ssl_st*, bool*) { return Status::error(StatusKind::kIo, "no TLS in this build"); }
 bool tls_has_more(ssl_st*) { return false; }
+void tls_end(ssl_st*) {}
 
 #endif
 

@@ -5,7 +5,6 @@
 
 #include "storage/redis/connection.h"
 
-struct valkeyContext;
 struct ssl_st;
 struct ssl_ctx_st;
 
@@ -18,19 +17,28 @@ class TlsContext {
   TlsContext(const TlsContext&) = delete;
   TlsContext& operator=(const TlsContext&) = delete;
 
-  // The handshake, on a connection of the library that is connected. *session is the library's from then on.
-  // *refused: the certificate is not trusted or of another name.
-  Status begin(valkeyContext* context, ssl_st** session, bool* refused) const;
+  // On a socket that is connected and does not block; nothing is sent yet. The caller ends it.
+  Status make_session(int fd, ssl_st** session) const;
 
  private:
   ssl_ctx_st* context_ = nullptr;
   const std::string host_;
 };
 
-// > 0 bytes moved; 0: try again; < 0: broken.
-long tls_read(ssl_st* session, void* to, std::size_t bytes);
-long tls_write(ssl_st* session, const void* from, std::size_t bytes);
+// What came of a step: bytes moved; or what the socket must be ready for (POLLIN, POLLOUT) before it is tried
+// again, with the same bytes; or that the connection is lost.
+struct TlsStep {
+  std::size_t moved = 0;
+  short wants = 0;
+  bool broken = false;
+};
+TlsStep tls_handshake(ssl_st* session);
+TlsStep tls_read(ssl_st* session, void* to, std::size_t bytes);
+TlsStep tls_write(ssl_st* session, const void* from, std::size_t bytes);
+// Why a handshake was lost. *refused: the certificate is not trusted or of another name.
+Status tls_verdict(ssl_st* session, bool* refused);
 bool tls_has_more(ssl_st* session);  // decrypted already, so that the socket does not tell
+void tls_end(ssl_st* session);       // frees it; sends nothing
 
 // While it lives, a connection that the other side has closed is an error and no signal to this thread.
 class NoSigpipe {

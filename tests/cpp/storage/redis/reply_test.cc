@@ -25,6 +25,14 @@ TEST(RedisReplyTest, refusals_are_told_apart) {
   }
 }
 
+TEST(RedisReplyTest, what_a_server_says_in_place_of_a_code_is_not_repeated) {
+  for (const std::string& text :
+       {std::string("hunter2 is wrong"), std::string("\x1b[31mERR"), std::string(), std::string(300, 'A')}) {
+    EXPECT_EQ(refusal(text).message(), "the server refused the command (no code)") << text;
+  }
+  EXPECT_NE(refusal("EXECABORT x").message().find("EXECABORT"), std::string::npos);
+}
+
 TEST(RedisReplyTest, waiting_helps_against_some_of_them) {
   EXPECT_TRUE(is_setting("MOVED 1 a:1") && is_setting("NOAUTH x") && is_setting("NOPERM x"));
   EXPECT_FALSE(is_setting("LOADING x") || is_setting("READONLY x") || is_setting("OOM x") ||

@@ -1,6 +1,8 @@
 #include "storage/redis/server.h"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
@@ -273,6 +275,7 @@ RedisProxy::Verb RedisProxy::verb_of(std::string_view command) {
   if (head.find("\r\nGET\r\n") != head.npos) return Verb::kRead;
   if (head.find("\r\nSET\r\n") != head.npos) return Verb::kWrite;
   if (head.find("\r\nEXISTS\r\n") != head.npos) return Verb::kLocate;
+  if (head.find("\r\nINFO\r\n") != head.npos) return Verb::kInfo;
   return Verb::kOther;
 }
 
@@ -313,6 +316,95 @@ std::size_t RedisProxy::commands(Verb verb) const {
   const std::lock_guard lock(mutex_);
   const auto found = seen_.find(verb);
   return found == seen_.end() ? 0 : found->second;
+}
+
+// ---- the script
+
+RedisScript::RedisScript(Answers answers, On on) : answers_(std::move(answers)), directory_(new_directory()) {
+  if (on == On::kSocket) {
+    listener_ = unix_socket(directory_ + "/script", true);
+  } else {
+    listener_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof address;
+    auto* where = reinterpret_cast<sockaddr*>(&address);
+    EXPECT_TRUE(bind(listener_, where, length) == 0 && listen(listener_, 64) == 0);
+    getsockname(listener_, where, &length);
+    port_ = ntohs(address.sin_port);
+  }
+  accepting_ = std::thread([this] {
+    for (;;) {
+      const int client = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
+      if (client < 0) return;
+      const std::lock_guard lock(mutex_);
+      open_.insert(client);
+      if (closing_) shutdown(client, SHUT_RDWR);
+      threads_.emplace_back([this, client] { serve(client); });
+    }
+  });
+}
+
+RedisScript::~RedisScript() {
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+    for (const int fd : open_) shutdown(fd, SHUT_RDWR);
+  }
+  shutdown(listener_, SHUT_RDWR);
+  accepting_.join();
+  for (std::thread& thread : threads_) thread.join();
+  close(listener_);
+  std::filesystem::remove_all(directory_);
+}
+
+RedisScript::Answers RedisScript::usual(const Answers& others) {
+  Answers answers = others;
+  answers.insert({{"PING", "+PONG\r\n"},
+                  {"GET", "$32\r\n0123456789abcdef0123456789abcdef\r\n"},
+                  {"INFO", "$0\r\n\r\n"},
+                  {"EXISTS", ":0\r\n"},
+                  {"SET", "+OK\r\n"}});
+  return answers;
+}
+
+redis::Server RedisScript::address() const {
+  redis::Server server;
+  if (port_ == 0) {
+    server.unix_socket = directory_ + "/script";
+  } else {
+    server.host = "127.0.0.1";
+    server.port = port_;
+  }
+  return server;
+}
+
+void RedisScript::trickle(std::string bytes) {
+  const std::lock_guard lock(mutex_);
+  trickled_ = std::move(bytes);
+}
+
+void RedisScript::serve(int client) {
+  std::string buffer, trickled;
+  {
+    const std::lock_guard lock(mutex_);
+    trickled = trickled_;
+  }
+  for (std::size_t i = 0; i < trickled.size(); ++i) {
+    if (!send_all(client, std::string_view(trickled).substr(i, 1))) break;
+    poll(nullptr, 0, 1);
+  }
+  while (trickled.empty()) {
+    const std::optional<std::string> command = next_whole(client, &buffer);
+    if (!command) break;
+    const std::size_t from = command->find("\r\n", command->find('$')) + 2;  // "*1\r\n$4\r\nPING\r\n"
+    const auto answer = answers_.find(command->substr(from, command->find("\r\n", from) - from));
+    if (answer == answers_.end() || answer->second.empty() || !send_all(client, answer->second)) break;
+  }
+  const std::lock_guard lock(mutex_);
+  open_.erase(client);
+  close(client);
 }
 
 }  // namespace kv_offload::testing

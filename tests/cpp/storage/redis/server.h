@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -50,7 +51,7 @@ class RedisProcess {
 // What passes: one command after the other, each whole, and its reply.
 class RedisProxy {
  public:
-  enum class Verb { kRead, kWrite, kLocate, kEpoch, kOther };
+  enum class Verb { kRead, kWrite, kLocate, kEpoch, kInfo, kOther };
 
   explicit RedisProxy(const RedisProcess& server);
   ~RedisProxy();
@@ -87,6 +88,39 @@ class RedisProxy {
   std::map<Verb, std::size_t> seen_;
   int waiting_ = 0;
   std::vector<int> open_;
+  std::vector<std::thread> threads_;
+  std::thread accepting_;
+};
+
+// A server that says what it is told to, on a unix socket of its own or, for who wants TCP, a loopback port.
+class RedisScript {
+ public:
+  enum class On { kSocket, kPort };
+  // The bytes that answer each verb ("SET"); "" ends the connection, and so does a verb that is not there.
+  using Answers = std::map<std::string, std::string>;
+
+  explicit RedisScript(Answers answers, On on = On::kSocket);
+  ~RedisScript();
+  RedisScript(const RedisScript&) = delete;
+  RedisScript& operator=(const RedisScript&) = delete;
+
+  // What a store asks when it starts, answered; others are added, or take their place.
+  static Answers usual(const Answers& others);
+  redis::Server address() const;
+  void trickle(
+      std::string bytes);  // from now on who connects gets these, a millisecond apart, and no answers
+
+ private:
+  void serve(int client);
+
+  const Answers answers_;
+  const std::string directory_;
+  std::uint16_t port_ = 0;
+  int listener_ = -1;
+  std::mutex mutex_;
+  bool closing_ = false;
+  std::string trickled_;
+  std::set<int> open_;
   std::vector<std::thread> threads_;
   std::thread accepting_;
 };

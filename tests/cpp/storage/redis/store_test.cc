@@ -259,6 +259,31 @@ TEST_F(RedisTierTest, what_is_no_epoch_is_replaced) {
   }
 }
 
+// The reset comes between what the server answers to upkeep and what upkeep makes of it.
+TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_is_never_put_back) {
+  redis::RedisStore store(options());
+  const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
+  const std::string before = medium_.server.call({"GET", name}).text;
+  medium_.proxy.block(Verb::kInfo);  // which is asked behind it
+  std::thread upkeep([&] { store.maintain(); });
+  medium_.proxy.wait_for_blocked(1);
+  store.forget();
+  EXPECT_TRUE(store.begin_epoch());
+  medium_.proxy.release();
+  upkeep.join();
+  medium_.server.call({"DEL", name});
+  store.maintain();
+  EXPECT_NE(medium_.server.call({"GET", name}).text, before);
+}
+
+TEST_F(RedisTierTest, upkeep_says_nothing_to_the_server_once_the_tier_closes) {
+  redis::RedisStore store(options());
+  const std::size_t asked = medium_.proxy.commands(Verb::kEpoch);
+  store.stop();
+  store.maintain();
+  EXPECT_EQ(medium_.proxy.commands(Verb::kEpoch), asked);
+}
+
 // ---- a server that fails
 
 TEST_F(RedisTierTest, a_full_server_refuses_writes_and_nothing_else_happens) {

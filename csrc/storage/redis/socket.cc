@@ -1,0 +1,190 @@
+#include "storage/redis/socket.h"
+
+#include <netdb.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <optional>
+
+#include "storage/redis/tls.h"
+
+namespace kv_offload::redis {
+namespace {
+
+using std::chrono::milliseconds;
+
+milliseconds until(Deadline deadline) {
+  const auto left = std::chrono::ceil<milliseconds>(deadline - std::chrono::steady_clock::now());
+  return std::max(left, milliseconds(0));
+}
+
+// Asked before each step: a server that always has a byte ready makes nobody wait, and would never end.
+bool passed(Deadline deadline) { return until(deadline).count() == 0; }
+
+Status too_late() { return Status::error(StatusKind::kTimeout, "the server did not answer in time"); }
+Status lost(int error) {
+  return Status::error(
+      StatusKind::kIo,
+      fmt::format("the connection was lost: {}", error == 0 ? "closed" : std::strerror(error)), error);
+}
+Status no_connection(std::string_view why) {
+  return Status::error(StatusKind::kIo, fmt::format("it cannot be connected to: {}", why));
+}
+
+Status wait_for(int fd, short events, Deadline deadline) {
+  pollfd watched{fd, events, 0};
+  for (;;) {
+    const milliseconds left = until(deadline);
+    const int ready = poll(&watched, 1, static_cast<int>(std::min<long>(left.count(), 1'000'000)));
+    if (ready > 0) return Status::ok();
+    if (ready < 0 && errno != EINTR) return lost(errno);
+    if (ready == 0 && passed(deadline)) return too_late();
+  }
+}
+
+// A connection that a firewall has forgotten is noticed while it is idle, and not by an operation.
+void keep_alive(int fd) {
+  const int on = 1, idle = 60, between = 15, tries = 4;
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &between, sizeof between);
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &tries, sizeof tries);
+}
+
+Status connect_to(int fd, const sockaddr* address, socklen_t length, Deadline deadline) {
+  if (connect(fd, address, length) == 0) return Status::ok();
+  if (errno != EINPROGRESS) return no_connection(std::strerror(errno));
+  if (Status status = wait_for(fd, POLLOUT, deadline); !status) return status;
+  int error = 0;
+  socklen_t size = sizeof error;
+  if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
+  return error == 0 ? Status::ok() : no_connection(std::strerror(error));
+}
+
+// Not inherited by the processes that an engine starts.
+Status connect_new(int family, const sockaddr* address, socklen_t length, Deadline deadline, int* made) {
+  const int fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd < 0) return no_connection(std::strerror(errno));
+  if (Status status = connect_to(fd, address, length, deadline); !status) {
+    close(fd);
+    return status;
+  }
+  if (family != AF_UNIX) keep_alive(fd);
+  *made = fd;
+  return Status::ok();
+}
+
+Status connect_unix(const std::string& path, Deadline deadline, int* made) {
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path.size() >= sizeof address.sun_path) return no_connection("the path of the socket is too long");
+  std::memcpy(address.sun_path, path.data(), path.size());
+  return connect_new(AF_UNIX, reinterpret_cast<const sockaddr*>(&address), sizeof address, deadline, made);
+}
+
+Status connect_tcp(const Server& server, Deadline deadline, int* made) {
+  addrinfo hints{}, *first = nullptr;
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  const std::string port = std::to_string(server.port);
+  if (const int error = getaddrinfo(server.host.c_str(), port.c_str(), &hints, &first); error != 0) {
+    return no_connection(gai_strerror(error));
+  }
+  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(first, &freeaddrinfo);
+  long left = 0;
+  for (const addrinfo* one = first; one != nullptr; one = one->ai_next) ++left;
+  Status status = no_connection("its name has no address");
+  for (const addrinfo* one = first; one != nullptr; one = one->ai_next, --left) {
+    const Deadline now = std::chrono::steady_clock::now();
+    const Deadline share = left > 1 ? now + (deadline - now) / left : deadline;
+    status = connect_new(one->ai_family, one->ai_addr, one->ai_addrlen, share, made);
+    if (status) return status;
+  }
+  return status;
+}
+
+}  // namespace
+
+Status Socket::open(const Server& server, const TlsContext* tls, Deadline deadline,
+                    std::unique_ptr<Socket>* opened, bool* refused) {
+  int fd = -1;
+  Status status = server.host.empty() ? connect_unix(server.unix_socket, deadline, &fd)
+                                      : connect_tcp(server, deadline, &fd);
+  if (!status) return status;
+  std::unique_ptr<Socket> made(new Socket(fd));
+  if (tls != nullptr) status = made->begin_tls(*tls, deadline, refused);
+  if (status) *opened = std::move(made);
+  return status;
+}
+
+Socket::~Socket() {
+  if (session_ != nullptr) tls_end(session_);
+  close(fd_);
+}
+
+Status Socket::begin_tls(const TlsContext& tls, Deadline deadline, bool* refused) {
+  const NoSigpipe no_signal;
+  if (Status status = tls.make_session(fd_, &session_); !status) return status;
+  for (;;) {
+    const TlsStep step = tls_handshake(session_);
+    if (step.broken) return tls_verdict(session_, refused);
+    if (step.wants == 0) return Status::ok();
+    if (Status status = wait_for(fd_, step.wants, deadline); !status) return status;
+  }
+}
+
+Status Socket::read_some(std::span<iovec> vectors, Deadline deadline, std::size_t* moved) {
+  *moved = 0;
+  if (passed(deadline)) return too_late();
+  if (session_ != nullptr) {
+    const NoSigpipe no_signal;  // TLS may have to answer
+    const TlsStep step = tls_read(session_, vectors.front().iov_base, vectors.front().iov_len);
+    *moved = step.moved;
+    if (step.broken) return lost(0);
+    return step.wants == 0 ? Status::ok() : wait_for(fd_, step.wants, deadline);
+  }
+  if (Status status = wait_for(fd_, POLLIN, deadline); !status) return status;
+  msghdr message{};
+  message.msg_iov = vectors.data();
+  message.msg_iovlen = vectors.size();
+  const ssize_t got = recvmsg(fd_, &message, MSG_DONTWAIT);
+  if (got == 0) return lost(0);
+  if (got < 0) return errno == EAGAIN || errno == EINTR ? Status::ok() : lost(errno);
+  *moved = static_cast<std::size_t>(got);
+  return Status::ok();
+}
+
+Status Socket::write_some(std::span<iovec> vectors, Deadline deadline, std::size_t* moved) {
+  *moved = 0;
+  if (passed(deadline)) return too_late();
+  if (session_ != nullptr) {
+    const NoSigpipe no_signal;
+    const TlsStep step = tls_write(session_, vectors.front().iov_base, vectors.front().iov_len);
+    *moved = step.moved;
+    if (step.broken) return lost(0);
+    return step.wants == 0 ? Status::ok() : wait_for(fd_, step.wants, deadline);
+  }
+  if (Status status = wait_for(fd_, POLLOUT, deadline); !status) return status;
+  msghdr message{};
+  message.msg_iov = vectors.data();
+  message.msg_iovlen = vectors.size();
+  const ssize_t put = sendmsg(fd_, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  if (put < 0) return errno == EAGAIN || errno == EINTR ? Status::ok() : lost(errno);
+  *moved = static_cast<std::size_t>(put);
+  return Status::ok();
+}
+
+bool Socket::stale() const {
+  if (session_ != nullptr && tls_has_more(session_)) return true;
+  pollfd watched{fd_, POLLIN | POLLRDHUP, 0};
+  return poll(&watched, 1, 0) != 0;
+}
+
+}  // namespace kv_offload::redis

@@ -1,0 +1,220 @@
+// Connections to servers that answer late, too much, without end, or something else.
+#include "storage/redis/connection.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <array>
+#include <chrono>
+#include <string>
+
+#include "storage/redis/medium.h"
+#include "storage/redis/socket.h"
+#include "storage/redis/store.h"
+
+namespace kv_offload::redis {
+namespace {
+
+using namespace kv_offload::testing;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+using Answers = RedisScript::Answers;
+
+Deadline soon() { return steady_clock::now() + milliseconds(200); }
+Deadline later() { return steady_clock::now() + seconds(30); }
+
+std::unique_ptr<Connection> connected(const Server& server) {
+  std::unique_ptr<Connection> connection;
+  bool refused = false;
+  const Status status = Connection::open(server, nullptr, later(), &connection, &refused);
+  EXPECT_TRUE(status) << status.to_string();
+  return connection;
+}
+
+// The reply is still to come, so nothing on the socket tells: what was asked last is all that does.
+TEST(RedisConnectionsTest, one_whose_reply_is_still_to_come_is_not_used_again) {
+  RedisMedium medium;
+  medium.server.call({"SET", "present", "x"});
+  Connections connections(medium.proxy.address());
+  std::unique_ptr<Connection> connection;
+  bool refused = false;
+  ASSERT_TRUE(connections.take(later(), &connection, &refused));
+  medium.proxy.block(RedisProxy::Verb::kLocate);
+  Reply reply;
+  EXPECT_EQ(connection->call({"EXISTS", "present"}, soon(), &reply).kind(), StatusKind::kTimeout);
+  EXPECT_FALSE(connection->usable());
+  connections.give_back(std::move(connection));
+  ASSERT_TRUE(connections.take(later(), &connection, &refused));
+  EXPECT_TRUE(connection->usable());
+  medium.proxy.release();
+  ASSERT_TRUE(connection->call({"EXISTS", "absent"}, later(), &reply));
+  EXPECT_EQ(reply.integer, 0) << "not the answer to what was asked before";
+}
+
+TEST(RedisConnectionsTest, one_that_answered_is_used_again) {
+  RedisMedium medium;
+  Connections connections(medium.proxy.address());
+  std::unique_ptr<Connection> connection;
+  bool refused = false;
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_TRUE(connections.take(later(), &connection, &refused));
+    Reply reply;
+    ASSERT_TRUE(connection->call({"NONSENSE"}, later(), &reply));
+    EXPECT_EQ(reply.kind, Reply::Kind::kError);
+    connections.give_back(std::move(connection));
+  }
+  EXPECT_EQ(medium.proxy.connections(), 1);
+}
+
+TEST(RedisConnectionTest, one_that_is_lost_sends_and_believes_nothing_any_more) {
+  const RedisScript server({{"PING", "+PONG\r\n"}, {"EXISTS", ":1\r\n:1\r\n"}});
+  const auto connection = connected(server.address());
+  Reply reply;
+  EXPECT_EQ(connection->call({"EXISTS", "a"}, later(), &reply).kind(), StatusKind::kIo) << "two answers";
+  EXPECT_FALSE(connection->usable());
+  EXPECT_EQ(connection->call({"PING"}, later(), &reply).kind(), StatusKind::kIo);
+}
+
+TEST(RedisConnectionTest, what_a_server_sends_without_end_is_not_kept) {
+  std::string many = "*65\r\n";
+  for (int i = 0; i < 65; ++i) many += ":1\r\n";
+  for (const std::string& answer :
+       {"$900000000\r\n" + std::string(4 << 20, 'x'), "-ERR " + std::string(4 << 20, 'x'),
+        std::string("*1000000000\r\n"), many, std::string("*-2\r\n"), std::string(">2\r\n+push\r\n+push\r\n"),
+        std::string("HTTP/1.1 400\r\n\r\n")}) {
+    const RedisScript server({{"PING", "+PONG\r\n"}, {"INFO", answer}});
+    const auto connection = connected(server.address());
+    Reply reply;
+    EXPECT_EQ(connection->call({"INFO"}, later(), &reply).kind(), StatusKind::kIo) << answer.substr(0, 30);
+    EXPECT_FALSE(connection->usable());
+  }
+}
+
+TEST(RedisConnectionTest, what_a_server_sends_in_many_replies_is_not_kept_either) {
+  const RedisScript server(
+      {{"PING", "+PONG\r\n"}, {"EXISTS", "$200000\r\n" + std::string(200'000, 'x') + "\r\n"}});
+  const auto connection = connected(server.address());
+  const Connection::Words exists{"EXISTS", "a"};
+  const std::vector<Connection::Words> commands(8, exists);
+  std::vector<Reply> replies;
+  EXPECT_EQ(connection->call_all(commands, later(), &replies).kind(), StatusKind::kIo);
+}
+
+TEST(RedisConnectionTest, a_value_that_is_announced_wrongly_reaches_no_row) {
+  for (const char* answer : {"$99999999999999999999\r\n", "$-2\r\n", "$4x\r\n", "$\r\n", "$4\r\nabcdefgh",
+                             "+OK\r\n", "*1\r\n$4\r\nabcd\r\n", "$-1\r\n$4\r\nabcd\r\n", ":4\r\n"}) {
+    const RedisScript server({{"PING", "+PONG\r\n"}, {"GET", answer}});
+    const auto connection = connected(server.address());
+    std::array<std::byte, 4> row{};
+    const std::span<std::byte> piece(row);
+    Reply reply;
+    std::uint64_t length = 0;
+    const Status status = connection->get("key", {&piece, 1}, later(), &reply, &length);
+    EXPECT_FALSE(status) << answer;
+    EXPECT_FALSE(connection->usable()) << answer;
+  }
+}
+
+// It never makes anybody wait, so that no wait ends.
+TEST(RedisSocketTest, a_server_that_always_has_a_byte_ready_ends_with_the_deadline) {
+  RedisScript server({});
+  server.trickle("xxxxx");
+  std::unique_ptr<Socket> socket;
+  bool refused = false;
+  ASSERT_TRUE(Socket::open(server.address(), nullptr, later(), &socket, &refused));
+  pollfd watched{socket->descriptor(), POLLIN, 0};
+  ASSERT_EQ(poll(&watched, 1, 30'000), 1);
+  char byte = 0;
+  iovec into{&byte, 1};
+  std::size_t moved = 0;
+  EXPECT_EQ(socket->read_some({&into, 1}, steady_clock::now(), &moved).kind(), StatusKind::kTimeout);
+  EXPECT_EQ(socket->write_some({&into, 1}, steady_clock::now(), &moved).kind(), StatusKind::kTimeout);
+}
+
+TEST(RedisSocketTest, no_process_that_is_started_inherits_it_and_an_idle_one_is_kept_alive) {
+  const RedisScript here({{"PING", "+PONG\r\n"}}, RedisScript::On::kPort);
+  const auto connection = connected(here.address());
+  EXPECT_EQ(fcntl(connection->descriptor(), F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
+  int on = 0;
+  socklen_t length = sizeof on;
+  ASSERT_EQ(getsockopt(connection->descriptor(), SOL_SOCKET, SO_KEEPALIVE, &on, &length), 0);
+  EXPECT_EQ(on, 1);
+}
+
+// The first record of a handshake, a byte a millisecond: 16 s in all.
+TEST(RedisSocketTest, a_tls_handshake_that_comes_byte_by_byte_ends_with_the_deadline) {
+  if (!has_tls()) GTEST_SKIP() << "built without OpenSSL";
+  RedisScript slow({}, RedisScript::On::kPort);
+  slow.trickle(std::string("\x16\x03\x03\x40\x00", 5) + std::string(0x4000, '\x02'));
+  Server server = slow.address();
+  server.tls = true;
+  std::unique_ptr<Connection> connection;
+  bool refused = false;
+  const Status status = Connection::open(server, make_tls_context(server), soon(), &connection, &refused);
+  EXPECT_EQ(status.kind(), StatusKind::kTimeout) << status.to_string();
+  EXPECT_FALSE(refused);
+}
+
+// Each of these was counted as a success.
+TEST(RedisStoreAnswersTest, an_answer_that_fits_no_such_command_is_a_failure) {
+  for (const Answers& answers :
+       {Answers{{"SET", "+QUEUED\r\n"}}, Answers{{"SET", "$-1\r\n"}}, Answers{{"SET", ":1\r\n"}},
+        Answers{{"EXISTS", "+OK\r\n"}}, Answers{{"EXISTS", "$-1\r\n"}}}) {
+    const RedisScript server(RedisScript::usual(answers));
+    RedisTierOptions options;
+    options.server = server.address();
+    RedisStore store(options);
+    ASSERT_NE(store.epoch(), nullptr);
+    Row row({8192});
+    row.fill(1);
+    TierOp op;
+    op.kind = OpKind::kWrite;
+    op.key = key_of(1);
+    op.shards = row.shards();
+    std::uint64_t moved = 0;
+    EXPECT_EQ(store.write(op, store.epoch(), &moved).kind(), StatusKind::kIo) << answers.begin()->second;
+    EXPECT_EQ(moved, 0u);
+    std::vector<bool> present(1);
+    const Status located = store.locate({&op.key, 1}, store.epoch(), &present);
+    EXPECT_EQ(located.is_ok(), !answers.contains("EXISTS")) << located.to_string();
+  }
+}
+
+// The reply is about the connection, and not about the password that was sent.
+TEST(RedisStoreAnswersTest, a_server_that_has_too_many_clients_is_waited_for) {
+  for (const auto& [answer, waits] :
+       {std::pair{"-ERR max number of clients reached\r\n", true}, std::pair{"-LOADING x\r\n", true},
+        std::pair{"-WRONGPASS x\r\n", false}, std::pair{"-ERR invalid password\r\n", false}}) {
+    const RedisScript server(RedisScript::usual({{"AUTH", answer}}));
+    RedisTierOptions options;
+    options.server = server.address();
+    options.server.password = "secret";
+    if (waits) {
+      EXPECT_EQ(RedisStore(options).epoch(), nullptr) << answer;
+    } else {
+      EXPECT_THROW(RedisStore{options}, ResourceError) << answer;
+    }
+  }
+}
+
+// It has the slot of the epoch's key, and not those of all records.
+TEST(RedisStoreAnswersTest, a_node_of_a_cluster_that_answers_is_refused) {
+  const RedisScript server(RedisScript::usual({{"INFO", "$30\r\n# Cluster\r\ncluster_enabled:1\r\n\r\n"}}));
+  RedisTierOptions options;
+  options.server = server.address();
+  EXPECT_THROW(RedisStore{options}, ResourceError);
+}
+
+TEST(RedisStoreAnswersTest, what_is_no_epoch_and_no_value_is_not_written_over) {
+  const RedisScript server(RedisScript::usual({{"GET", ":1\r\n"}}));
+  RedisTierOptions options;
+  options.server = server.address();
+  EXPECT_EQ(RedisStore(options).epoch(), nullptr);
+}
+
+}  // namespace
+}  // namespace kv_offload::redis
