@@ -78,7 +78,7 @@ class RedisTierConfig(TierConfig):
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
 
     type: Literal["redis"] = Field(
-        default="redis", description="kind of tier; to be given, as vLLM asks for it"
+        default="redis", description="kind of tier; required, as in vLLM's own configuration"
     )
     url: str = Field(
         description=f"the server: {_FORMS}. Never with a password. A cluster is not supported yet"
