@@ -19,7 +19,7 @@ def _used_beside() -> set[tuple[int, int]]:
         words = [word for word in line.split() if word != "->"]
         with contextlib.suppress(OSError):  # the process has ended
             environment = Path(f"/proc/{words[4]}/environ").read_bytes().split(b"\0")
-            if any(entry.startswith(WORKER.encode()) and entry != ours for entry in environment):
+            if any(entry.startswith(f"{WORKER}=".encode()) and entry != ours for entry in environment):
                 major, minor, inode = words[5].split(":")
                 found.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
     return found

@@ -61,6 +61,6 @@ def write_root(path: Path, identity: NamespaceIdentity = FACTS, max_bytes: int =
     # Two threads wrote them: in the order of KEYS from here on, whichever came first.
     now = time.time_ns()
     for number, key in enumerate(KEYS):
-        (record,) = path.rglob(f"{key.hex()}.*.rec")
-        os.utime(record, ns=(now, now - (len(KEYS) - number) * 1_000_000))
+        for record in (path / identity.namespace_id().hex()).rglob(f"{key.hex()}.*.rec"):
+            os.utime(record, ns=(now, now - (len(KEYS) - number) * 1_000_000))
     return path

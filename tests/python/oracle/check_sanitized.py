@@ -18,7 +18,7 @@ from kv_offload import _core  # noqa: E402
 from oracle.check_oracle import KINDS, STEPS, Rates, kinds, live, with_disk  # noqa: E402
 
 PRELUDE = """
-import ctypes, threading
+import ctypes
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 block = ctypes.c_void_p(libc.malloc(64))
@@ -27,14 +27,13 @@ WRITES_WHAT_IT_FREED = """
 libc.free(block)
 libc.memset(block, 0, 64)
 """
+# Two threads that nothing orders, whichever runs first. A loop in Python's own threads does not do: each takes the
+# interpreter's lock in between, which orders them unless both happen to run at once.
 WRITES_FROM_TWO_THREADS = """
-both = threading.Barrier(2)
-def write():
-    both.wait()
-    for _ in range(1000): libc.memset(block, 0, 64)
-threads = [threading.Thread(target=write) for _ in range(2)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
+writes = ctypes.cast(libc.time, ctypes.c_void_p)  # time(time_t*), as a thread's void* (*)(void*)
+threads = [ctypes.c_ulong() for _ in range(2)]
+for thread in threads: assert libc.pthread_create(ctypes.byref(thread), None, writes, block) == 0
+for thread in threads: assert libc.pthread_join(thread, None) == 0
 """
 
 
