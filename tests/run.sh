@@ -9,7 +9,8 @@
 # lies inside the checkout: .venv, .cache, build. Stages, in order:
 #
 #   asan     the core under clang with -Wthread-safety, its tests under AddressSanitizer and UndefinedBehaviorSanitizer
-#   tsan     the same tests under ThreadSanitizer, by g++ (Python does not start with clang's loaded first)
+#   tsan     those of them that begin threads under ThreadSanitizer, by g++ (Python does not start with clang's loaded
+#            first); a test that begins threads and is not among them fails
 #   fuzz     libFuzzer on what is read from files, a bounded time
 #   lint     clang-format, ruff, mypy --strict; that the mutants still fit the code
 #   cpp      what does less under a sanitizer, without one (with --long: all of the core's tests); the benchmarks compile
@@ -206,7 +207,8 @@ stage_asan() {
 }
 stage_tsan() {
   export TSAN_OPTIONS=halt_on_error=1
-  build_tsan kv_offload_tests && run_tests build/tsan/kv_offload_tests
+  build_tsan kv_offload_tests && python3 tests/cpp/check_registered.py build/tsan/kv_offload_tests tests/cpp --threads &&
+    run_tests build/tsan/kv_offload_tests
 }
 stage_lint() {
   local status=0 types

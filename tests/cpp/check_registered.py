@@ -2,11 +2,15 @@
 
     check_registered.py PROGRAM DIRECTORY            all of them
     check_registered.py PROGRAM DIRECTORY --plain    those of files that ask whether they are sanitized
+    check_registered.py PROGRAM DIRECTORY --threads  those of files that begin threads
 
 Files named gpu_* and fuzz_* are programs of their own, and so is cuda_on_threads.
 
 A test may do less under a sanitizer, or nothing: then it must be run without one, too. Which ones do is known
 by their including rounds.h, so nothing else may ask, and no header and no source without tests may hide it.
+
+ThreadSanitizer has nothing to say of a test that begins no thread. Which ones do is known by their including
+with_threads.h; that no other test does is held while they run.
 """
 
 import re
@@ -16,6 +20,7 @@ from pathlib import Path
 
 WRITTEN = re.compile(r"^\s*(?:TYPED_)?TEST(?:_F|_P)?\(\s*(\w+)\s*,\s*(\w+)\s*\)", re.MULTILINE)
 ROUNDS = '#include "rounds.h"'
+ONLY = {"--plain": ROUNDS, "--threads": '#include "with_threads.h"'}
 ASKS = re.compile(r"__SANITIZE_|__has_feature|kSanitized|rounds\.h")
 
 
@@ -54,14 +59,14 @@ def registered_tests(listing: str) -> set[tuple[str, str]]:
 
 
 def main() -> int:
-    program, directory, *plain = sys.argv[1:]
+    program, directory, *options = sys.argv[1:]
     listing = subprocess.run([program, "--gtest_list_tests"], check=True, capture_output=True, text=True)
     sources = sources_of(Path(directory))
     hidden = hidden_questions(sources)
     for path in hidden:
         print(f"{path}: asks whether it is sanitized: only a test may, and by including rounds.h itself")
-    if plain:
-        sources = {path: text for path, text in sources.items() if ROUNDS in text.splitlines()}
+    for option in options:
+        sources = {path: text for path, text in sources.items() if ONLY[option] in text.splitlines()}
     written = written_tests(sources)
     registered = registered_tests(listing.stdout)
     missing = {test: path for test, path in written.items() if test not in registered}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 CHECK = Path(__file__).parents[1] / "cpp" / "check_registered.py"
+THREADS = '#include "with_threads.h"\n\nTEST(Begins, threads) {}\n'
 ASKING = '#include "rounds.h"\n\nTEST(Asks, does_less) { testing::rounds(100); }\n'
 
 
@@ -40,6 +41,13 @@ def test_plainly_those_are_wanted_that_do_less_under_a_sanitizer(monkeypatch, so
     assert check(monkeypatch, sources, "Asks.\\n  does_less\\n", "--plain") == 0
     assert check(monkeypatch, sources, "Other.\\n  is_there\\n", "--plain") == 1
     assert "Asks.does_less is not in" in capsys.readouterr().out
+
+
+def test_under_thread_sanitizer_those_are_wanted_that_begin_threads(monkeypatch, sources, capsys):
+    (sources / "threads_test.cc").write_text(THREADS)
+    assert check(monkeypatch, sources, "Begins.\\n  threads\\n", "--threads") == 0
+    assert check(monkeypatch, sources, "Other.\\n  is_there\\n", "--threads") == 1
+    assert "Begins.threads is not in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@
 #include <string>
 #include <thread>
 
+#include "with_threads.h"
+
 namespace kv_offload {
 namespace {
 

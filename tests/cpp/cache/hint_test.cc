@@ -1,5 +1,6 @@
 // What eviction policies are told of chunks and requests: parents, priorities.
 #include "cache/cache_fixture.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

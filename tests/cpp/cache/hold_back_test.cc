@@ -1,5 +1,6 @@
 // Loads of requests that together need more of vLLM's cache than there is run one after the other.
 #include "cache/cache_fixture.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -13,6 +13,7 @@
 #include "memory/child_process.h"
 #include "rounds.h"
 #include "storage/fs/fixture.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

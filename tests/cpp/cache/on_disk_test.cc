@@ -8,6 +8,7 @@
 #include "cache/cache_fixture.h"
 #include "storage/fs/faulty_file_ops.h"
 #include "storage/fs/fixture.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

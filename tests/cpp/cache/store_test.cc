@@ -1,5 +1,6 @@
 // What is stored, and when it becomes a hit.
 #include "cache/cache_fixture.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -1,5 +1,6 @@
 // What is written to a tier, when, and what is given up under pressure.
 #include "cache/cache_fixture.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "base/status.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

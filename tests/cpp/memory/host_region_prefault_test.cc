@@ -13,6 +13,7 @@
 
 #include "memory/host_region.h"
 #include "memory/shm_fixture.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

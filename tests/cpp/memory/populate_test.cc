@@ -9,6 +9,7 @@
 #include <cerrno>
 
 #include "base/types.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -5,6 +5,8 @@
 #include <functional>
 #include <thread>
 
+#include "with_threads.h"
+
 namespace kv_offload {
 namespace {
 

@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "base/status.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

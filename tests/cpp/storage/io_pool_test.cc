@@ -11,6 +11,7 @@
 #include <string>
 
 #include "base/thread.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -10,6 +10,7 @@
 #include "storage/io_pool.h"
 #include "storage/memory_store.h"
 #include "storage/tier_driver.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <latch>
 
+#include "with_threads.h"
+
 namespace kv_offload {
 namespace {
 

@@ -8,6 +8,7 @@
 
 #include "storage/breaker.h"
 #include "storage/io_pool.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

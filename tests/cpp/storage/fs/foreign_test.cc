@@ -3,6 +3,7 @@
 
 #include "fixture.h"
 #include "storage/fs/root.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

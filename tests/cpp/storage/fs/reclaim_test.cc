@@ -14,6 +14,7 @@
 #include "faulty_file_ops.h"
 #include "fixture.h"
 #include "storage/fs/root.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

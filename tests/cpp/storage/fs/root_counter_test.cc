@@ -7,6 +7,7 @@
 #include "faulty_file_ops.h"
 #include "fixture.h"
 #include "storage/fs/store.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

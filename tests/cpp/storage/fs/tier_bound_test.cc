@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "fixture.h"
+#include "with_threads.h"
 #include "writer_processes.h"
 
 namespace kv_offload {

@@ -12,6 +12,7 @@
 #include "rounds.h"
 #include "sim_disk.h"
 #include "storage/record.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

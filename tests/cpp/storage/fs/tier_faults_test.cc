@@ -9,6 +9,7 @@
 
 #include "faulty_file_ops.h"
 #include "fixture.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

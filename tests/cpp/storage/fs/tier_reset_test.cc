@@ -11,6 +11,7 @@
 #include "storage/fs/space.h"
 #include "storage/fs/store.h"
 #include "storage/io_pool.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

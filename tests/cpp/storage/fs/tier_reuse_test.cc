@@ -14,6 +14,7 @@
 #include "storage/fs/root.h"
 #include "storage/fs/space.h"
 #include "storage/fs/walk.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "fixture.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

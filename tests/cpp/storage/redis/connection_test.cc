@@ -14,6 +14,7 @@
 #include "storage/redis/medium.h"
 #include "storage/redis/socket.h"
 #include "storage/redis/store.h"
+#include "with_threads.h"
 
 namespace kv_offload::redis {
 namespace {

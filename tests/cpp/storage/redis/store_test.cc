@@ -9,6 +9,7 @@
 #include <string>
 
 #include "storage/redis/medium.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {

@@ -16,6 +16,7 @@
 #include "storage/redis/server.h"
 #include "storage/redis/tier.h"
 #include "storage/tier_driver.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {
