@@ -27,8 +27,8 @@ WRITES_WHAT_IT_FREED = """
 libc.free(block)
 libc.memset(block, 0, 64)
 """
-# Two threads that nothing orders, whichever runs first. A loop in Python's own threads does not do: each takes the
-# interpreter's lock in between, which orders them unless both happen to run at once.
+# Two threads that nothing orders, whichever runs first. A loop in Python's own threads does not do: each
+# takes the interpreter's lock in between, which orders them unless both happen to run at once.
 WRITES_FROM_TWO_THREADS = """
 writes = ctypes.cast(libc.time, ctypes.c_void_p)  # time(time_t*), as a thread's void* (*)(void*)
 threads = [ctypes.c_ulong() for _ in range(2)]
