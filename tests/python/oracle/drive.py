@@ -109,8 +109,7 @@ class Driver:
             self.engine.scheduler.reset_prefix_cache()  # succeeds only while nothing runs
             self.happened["prefix resets"] += 1
         if self.rng.random() < self.rates.reset:
-            self.engine.reset(running=False)
-            self.happened["resets"] += 1
+            self.happened["resets"] += self.engine.reset(running=False)
         if not remote and self.rng.random() < self.rates.forced_reset:
             self.happened["forced resets"] += self.engine.reset(running=True)
 

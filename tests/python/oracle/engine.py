@@ -403,7 +403,10 @@ class Engine:
 
     def reset(self, running: bool) -> bool:
         """Prefix cache and connector; ``running`` preempts what runs first. False when vLLM refuses, because
-        a load or a batch in flight still holds blocks."""
+        a load or a batch in flight still holds blocks, or would end with an assertion: the jobs that a reset
+        has flushed must have gone out with a step before the next one (0.31 to 0.33)."""
+        if self.scheduler.connector.connector_scheduler._current_batch_jobs_to_flush:
+            return False
         try:
             self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=True)
         except RuntimeError as error:
