@@ -1,4 +1,5 @@
-# KV_OFFLOAD_UNITY: compiles the sources of a folder a few at a time as one file.
+# KV_OFFLOAD_UNITY: compiles the sources of a folder a few at a time as one file, after headers that are
+# compiled once (kv_offload_unity(TARGET [HEADER...])).
 # The headers are read and the templates made once for all of them: a third of the
 # processor time of a whole build, and more to compile again after a change. So it
 # is for machines that build everything once. Names in anonymous namespaces have to
@@ -13,6 +14,7 @@ function(kv_offload_unity target)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP
     # Tests say testing::Test inside kv_offload, where another file may have made a testing of ours.
     UNITY_BUILD_CODE_BEFORE_INCLUDE "namespace testing {}\nnamespace kv_offload::testing { using namespace ::testing; }")
+  target_precompile_headers(${target} PRIVATE ${ARGN})
   # g++ takes a source for a header here, and warns of types that others cannot name.
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
   get_target_property(sources ${target} SOURCES)

@@ -41,11 +41,12 @@ def trees() -> dict[str, Path]:
     return found
 
 
-def run_under(tree: Path, file: str, *arguments: str, timeout: float = 1800, **environment: str) -> str:
-    """Run one ``check_*.py`` with pytest, in a process of its own whose vLLM is ``tree``. Returns its output;
-    raises AssertionError with it when a check fails or none ran."""
-    command = [sys.executable, "-m", "pytest", str(TESTS / file), "-q", "-ra", "-p", "no:cacheprovider"]
-    command += ["-o", "python_files=check_*.py", "-o", "filterwarnings=default", "--no-header", *arguments]
+def run_under(tree: Path, *files: str, timeout: float = 1800, **environment: str) -> str:
+    """Run ``check_*.py`` with pytest, in a process whose vLLM is ``tree``. Returns its output; raises
+    AssertionError with it when a check fails or none ran."""
+    command = [sys.executable, "-m", "pytest", *(str(TESTS / file) for file in files)]
+    command += ["-q", "-ra", "-p", "no:cacheprovider", "--no-header"]
+    command += ["-o", "python_files=check_*.py", "-o", "filterwarnings=default"]
     path = os.pathsep.join([str(tree), str(TESTS), str(ROOT), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         command,
@@ -60,5 +61,5 @@ def run_under(tree: Path, file: str, *arguments: str, timeout: float = 1800, **e
         timeout=timeout,
         check=False,
     )
-    assert result.returncode == 0, f"{file} under {tree}:\n{result.stdout[-12000:]}"
+    assert result.returncode == 0, f"{' '.join(files)} under {tree}:\n{result.stdout[-12000:]}"
     return result.stdout

@@ -1,6 +1,7 @@
 // The cache against a plain model, 10^5 random calls and more. And the model
 // against faults planted in the world around the cache: it must see each.
 #include "cache/model_run.h"
+#include "rounds.h"
 
 namespace kv_offload {
 namespace {
@@ -64,7 +65,7 @@ TEST_P(ModelSeeds, EveryEvictionPolicy) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Model, ModelSeeds, ::testing::Values(1, 2, 3));
+INSTANTIATE_TEST_SUITE_P(Model, ModelSeeds, ::testing::Range<std::uint64_t>(1, testing::kSanitized ? 2 : 4));
 
 class PlantedFaults : public ::testing::TestWithParam<Planted> {};
 

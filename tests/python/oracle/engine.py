@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import MagicMock
 
 import torch
 from vllm.config import (
@@ -155,6 +154,16 @@ def _drafting(config: VllmConfig, tokens: int) -> SpeculativeConfig:
     )
     drafting.method = "mtp"
     return drafting
+
+
+class NoStructuredOutput:
+    """The scheduler's manager of grammars, for requests that have none. (A mock would keep each call.)"""
+
+    def accept_tokens(self, request: Request, tokens: list[int]) -> bool:
+        return True
+
+    def validate_tokens(self, request: Request, tokens: list[int]) -> list[int]:
+        return tokens
 
 
 class SpecOnly:
@@ -322,7 +331,7 @@ class Engine:
         self.scheduler = self.config.scheduler_config.get_scheduler_cls()(
             vllm_config=self.config,
             kv_cache_config=scheduler_config,
-            structured_output_manager=MagicMock(validate_tokens=lambda request, tokens: tokens),
+            structured_output_manager=NoStructuredOutput(),
             block_size=block_size,
             hash_block_size=hash_block_size,
             log_stats=True,

@@ -41,6 +41,7 @@ class Sequence:
         self.prompt_len = len(prompt)
         self.tokens = list(prompt)
         self.block_ids: list[list[int]] = []
+        self.places: list[tuple[np.ndarray, np.ndarray]] = []
         self.computed = 0
         self.found = 0  # tokens that were not computed: how many there were when it was first scheduled
         self.known = len(prompt)  # tokens that have a value: prompt and samples
@@ -52,6 +53,14 @@ class Sequence:
             digest = _next(digest, self.tokens[position])
             digests.append(digest)
         self.digests = np.array(digests, dtype=np.uint64)
+
+    def hold(self, block_ids: list[list[int]], block_size: int) -> None:
+        """The blocks of each group, and of each position which block and which of its slots."""
+        self.block_ids = block_ids
+        arrays = [np.array(ids, dtype=np.int64) for ids in block_ids]
+        self.places = [
+            (np.repeat(ids, block_size), np.tile(np.arange(block_size), len(ids))) for ids in arrays
+        ]
 
 
 class FakeRunner:
@@ -96,7 +105,7 @@ class FakeRunner:
         self._copy_blocks(output.kv_cache_block_copies or [])
         for new in output.scheduled_new_reqs:
             sequence = self.sequences[new.req_id]
-            sequence.block_ids = [list(ids) for ids in new.block_ids]
+            sequence.hold([list(ids) for ids in new.block_ids], self.block_size)
             sequence.computed = sequence.found = new.num_computed_tokens
             prefill = getattr(new, "prefill_token_ids", None)
             sequence.known = len(prefill) if prefill else sequence.prompt_len
@@ -105,11 +114,11 @@ class FakeRunner:
             sequence = self.sequences[request_id]
             blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                sequence.block_ids = [list(ids) for ids in blocks]
+                sequence.hold([list(ids) for ids in blocks], self.block_size)
                 sequence.known = sequence.prompt_len + cached.num_output_tokens[index]
-            elif blocks is not None:
-                for known, ids in zip(sequence.block_ids, blocks, strict=True):
-                    known.extend(ids)
+            elif blocks is not None and any(blocks):
+                pairs = zip(sequence.block_ids, blocks, strict=True)
+                sequence.hold([[*known, *ids] for known, ids in pairs], self.block_size)
             # Scheduled ahead of the last step's samples, it counts all of that step's drafts as right.
             sequence.computed = min(cached.num_computed_tokens[index], sequence.known - 1)
 
@@ -173,20 +182,19 @@ class FakeRunner:
             if window == 0:
                 continue
             first = 0 if window is None else max(0, computed - window + 1)
-            positions = np.arange(first, computed)
-            if not len(positions):
+            if first == computed:
                 continue
-            blocks = np.array(sequence.block_ids[group], dtype=np.int64)[positions // self.block_size]
-            if (blocks == 0).any():
+            blocks, slots = (places[first:computed] for places in sequence.places[group])
+            if not blocks.all():
                 raise WrongBytes(f"{request_id}: group {group} reads the null block")
-            slots = positions % self.block_size
             for layer, (words, salts) in enumerate(self.layers[group]):
                 ahead = (group, layer) in self.draft_layers
                 found = words[blocks, slots]
-                differs = found != sequence.digests[first + ahead : computed + ahead, None] * salts
-                if not differs.any():
+                expected = sequence.digests[first + ahead : computed + ahead, None] * salts
+                if np.array_equal(found, expected):
                     continue
-                wrong = differs.any(axis=1)
+                positions = np.arange(first, computed)
+                wrong = (found != expected).any(axis=1)
                 if ahead:
                     for index in np.flatnonzero(wrong):
                         wrong[index] = not self._is_of_another_continuation(
@@ -197,7 +205,7 @@ class FakeRunner:
                         f"{request_id}: {int(wrong.sum())} of {len(positions)} computed tokens are wrong in "
                         f"group {group}, layer {layer}, first at {int(positions[wrong][0])} of {computed}"
                     )
-            self.checked_tokens += len(positions)
+            self.checked_tokens += computed - first
 
     def _is_of_another_continuation(
         self, sequence: Sequence, position: int, found: np.ndarray, salts: np.ndarray
@@ -229,16 +237,18 @@ class FakeRunner:
         self, sequence: Sequence, group: int, end: int, right: int, ahead: bool
     ) -> tuple[np.ndarray, ...]:
         """(block, slot, value) of each position that a step writes in a layer."""
-        ids = np.array(sequence.block_ids[group], dtype=np.int64)
+        blocks, slots = sequence.places[group]
         # A drafter goes on from its own drafts, into blocks kept for that.
-        last = min(end + MAX_DRAFTS, len(ids) * self.block_size) if ahead else end
+        last = min(end + MAX_DRAFTS, len(blocks)) if ahead else end
+        blocks, slots = blocks[sequence.computed : last], slots[sequence.computed : last]
         positions = np.arange(sequence.computed, last)
-        blocks = ids[positions // self.block_size]
         values = sequence.digests[np.minimum(positions + ahead, len(sequence.digests) - 1)]
         if right < last:
             values = np.where(positions < right, values, ~values)
+        if blocks.all():
+            return blocks, slots, values[:, None]
         written = blocks != 0
-        return blocks[written], positions[written] % self.block_size, values[written, None]
+        return blocks[written], slots[written], values[written, None]
 
     def _check_states(self, request_id: str, sequence: Sequence) -> None:
         """The one state that the next token is computed from; of its page, all but the padding."""

@@ -244,7 +244,7 @@ TEST_F(FsTierReuse, verify_beside_a_server_finds_no_damage) {
       for (const DamagedRecord& record : FsRoot(root_).verify(true, {})) damaged.push_back(record);
     }
   });
-  for (int i = 0; i < 3000; ++i) EXPECT_TRUE(user.write(next_++, kReuseShards));
+  for (int i = 0; i < 1000; ++i) EXPECT_TRUE(user.write(next_++, kReuseShards));
   done = true;
   verifier.join();
   EXPECT_TRUE(damaged.empty()) << damaged.front().path << ": " << damaged.front().message;
