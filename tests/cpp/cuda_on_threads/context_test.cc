@@ -182,5 +182,23 @@ TEST_F(Capture, the_torch_operator_refuses_memory_that_no_kernel_reaches) {
             std::string::npos);
 }
 
+// Either side, and either way: no device has peer access to another's memory.
+TEST_F(Capture, the_torch_operator_refuses_memory_of_another_device) {
+  std::byte* other = nullptr;
+  std::thread([&] {
+    check(cudaSetDevice(0));
+    check(cudaMalloc(reinterpret_cast<void**>(&other), kBlock));
+  }).join();
+  for (const PackPiece& page : {PackPiece{cache_, other, kBlock}, PackPiece{other, area_.data(), kBlock}}) {
+    for (const bool to_row : {true, false}) {
+      EXPECT_EQ(pack_pages_on_stream(std::vector{page}, to_row, 4, kDevice, compute_),
+                "both sides must be memory of CUDA device 1 or pinned host memory");
+    }
+  }
+  check(cudaStreamSynchronize(compute_));
+  EXPECT_TRUE(cuda_on_threads::launches().empty());
+  check(cudaFree(other));
+}
+
 }  // namespace
 }  // namespace kv_offload::on_threads

@@ -1,4 +1,5 @@
 // Every call fails once; the context is lost; the driver is not what we hoped.
+#include "copy/cuda_check.h"
 #include "cuda_on_threads/world.h"
 
 namespace kv_offload::on_threads {
@@ -59,6 +60,56 @@ class Faults : public World {
   }
 };
 
+void leave_captures() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  check(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+// Of this thread; it stays so.
+cudaStreamCaptureMode capture_mode() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  check(cudaThreadExchangeStreamCaptureMode(&mode));
+  cudaStreamCaptureMode found = mode;
+  check(cudaThreadExchangeStreamCaptureMode(&mode));
+  return found;
+}
+
+TEST_F(Faults, a_capture_mode_that_was_not_changed_is_not_restored) {
+  ASSERT_EQ(capture_mode(), cudaStreamCaptureModeGlobal);
+  {
+    const CudaCaptureScope scope;
+    EXPECT_EQ(capture_mode(), cudaStreamCaptureModeRelaxed);
+  }
+  EXPECT_EQ(capture_mode(), cudaStreamCaptureModeGlobal);
+  cuda_on_threads::plant("cudaThreadExchangeStreamCaptureMode", 1, cudaErrorUnknown);
+  { const CudaCaptureScope scope; }
+  EXPECT_EQ(capture_mode(), cudaStreamCaptureModeGlobal);
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left for whoever calls next";
+}
+
+// errno values and CUDA's codes overlap: 2 is ENOENT and no memory on the device.
+TEST_F(Faults, a_code_of_cuda_is_no_errno) {
+  const Status status = cuda_status(cudaErrorMemoryAllocation, "cudaMalloc");
+  EXPECT_EQ(status.error_number(), 0);
+  EXPECT_NE(status.message().find(" 2)"), std::string::npos) << status.message();
+  const CudaContext context(kDevice);
+  cuda_on_threads::plant("cuCtxPushCurrent", 1, cudaErrorUnknown);
+  const CudaContext::Scope scope(context);
+  EXPECT_EQ(scope.status().kind(), StatusKind::kDevice);
+  EXPECT_EQ(scope.status().error_number(), 0);
+  EXPECT_EQ(scope.status().message(), "cuCtxPushCurrent: error 1");
+}
+
+TEST_F(Faults, only_what_ends_the_process_loses_the_context) {
+  for (const int code : {214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911}) {
+    EXPECT_TRUE(context_is_lost(static_cast<cudaError_t>(code))) << code;
+  }
+  for (const cudaError_t error :
+       {cudaSuccess, cudaErrorMemoryAllocation, cudaErrorNotReady, cudaErrorNotSupported,
+        cudaErrorCdpNotSupported, cudaErrorStreamCaptureUnsupported}) {
+    EXPECT_FALSE(context_is_lost(error)) << error;
+  }
+}
+
 // What may fail without harm: what is asked out of curiosity, and what frees.
 bool may_be_ignored(const std::string& call, std::uint64_t number) {
   static const std::set<std::string> harmless = {"cudaMemcpyBatchAsync",  // goes one by one instead
@@ -90,6 +141,7 @@ TEST_F(Faults, every_call_that_fails_is_told_and_harms_nobody) {
         cuda_on_threads::plant(call, n, cudaErrorUnknown);
         const Outcome outcome = run(path);
         if (cuda_on_threads::planted_failures() == failures) break;  // it was not called so often this time
+        leave_captures();                                            // where restoring was what failed
         const bool all_well = outcome.stored && outcome.loaded;
         EXPECT_TRUE(!all_well || may_be_ignored(call, n))
             << call << " number " << n << " failed, nobody said so";
