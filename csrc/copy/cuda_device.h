@@ -1,5 +1,6 @@
 // CudaDevice: CopyDevice on one GPU. A lane is two non-blocking streams of our
-// own, one for DMA and one for the kernels of staged copies; a slot has its end
+// own, one for DMA and, where there is staging, one for the kernels of staged copies;
+// a slot has its end
 // event and its piece of staging. Nothing here synchronises with the host but a
 // failed issue() or query(). CUDA only.
 //
@@ -59,7 +60,7 @@ class CudaDevice final : public CopyDevice {
   };
   struct Lane {
     cudaStream_t stream = nullptr;
-    cudaStream_t helper = nullptr;
+    cudaStream_t helper = nullptr;  // null where nothing is staged
     std::array<Slot, kLaneSlots> slots;
   };
 

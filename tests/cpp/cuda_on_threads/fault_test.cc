@@ -180,6 +180,23 @@ TEST_F(Faults, a_copy_that_cannot_be_asked_about_ends_when_it_has_ended) {
   EXPECT_EQ(copier_->poll()[0].status.kind(), StatusKind::kDevice);
 }
 
+// The default stream is the model's: it may stand still for long.
+TEST_F(Faults, a_failure_without_staging_waits_for_our_stream_alone) {
+  start(CopyPath::kDma, {});
+  std::promise<void> gate;
+  check(cudaLaunchHostFunc(
+      nullptr, [](void* wait) { static_cast<std::promise<void>*>(wait)->get_future().wait(); }, &gate));
+  const auto before = cuda_on_threads::calls()["cudaStreamSynchronize"];
+  cuda_on_threads::plant("cudaMemcpyBatchAsync", 1, cudaErrorUnknown);
+  cuda_on_threads::plant("cudaMemcpyAsync", 1, cudaErrorUnknown);
+  submit(1, kStore);
+  while (cuda_on_threads::calls()["cudaStreamSynchronize"] == before) std::this_thread::yield();
+  gate.set_value();
+  copier_->wait(Ids{1});
+  EXPECT_FALSE(copier_->poll()[0].status.is_ok());
+  EXPECT_EQ(cuda_on_threads::calls()["cudaStreamSynchronize"], before + 1);
+}
+
 TEST_F(Faults, a_refused_batch_goes_one_by_one_and_is_counted) {
   start(CopyPath::kDma);
   cuda_on_threads::plant("cudaMemcpyBatchAsync", 1, cudaErrorUnknown);
@@ -271,6 +288,65 @@ TEST_F(Opening, kernels_that_cannot_be_loaded_leave_dma) {
   EXPECT_TRUE(copier->poll()[0].status.is_ok());
   EXPECT_TRUE(area_holds(1));
   EXPECT_TRUE(cuda_on_threads::launches().empty());
+}
+
+// The built-in rates would stage pages of 8 KiB, and kernels would take what cannot be staged.
+TEST_F(Opening, what_cannot_be_staged_nor_reached_by_kernels_goes_by_dma) {
+  for (const std::uint64_t staging : {0u, 100u, 16u * 4095u}) {
+    for (const bool calibrate : {false, true}) {
+      CopierOptions none = options();
+      none.staging_bytes = staging;
+      none.calibrate = calibrate;
+      cuda_on_threads::plant("cudaHostGetDevicePointer", 1, cudaErrorUnknown);
+      const auto copier = make_copier(none);
+      ASSERT_NE(copier, nullptr);
+      EXPECT_EQ(copier->describe().find("staged"), std::string::npos) << copier->describe();
+      const auto launched = cuda_on_threads::launches().size();
+      fill(area_.span(), 100);
+      copier->submit(job(1, kStore));
+      copier->wait(Ids{1});
+      EXPECT_TRUE(copier->poll()[0].status.is_ok());
+      EXPECT_TRUE(area_holds(1));
+      EXPECT_EQ(cuda_on_threads::launches().size(), launched);
+    }
+  }
+}
+
+// Calibration takes memory for itself, of a device that the model has filled.
+TEST_F(Opening, a_copier_that_cannot_calibrate_opens_with_the_built_in_rates) {
+  auto before = cuda_on_threads::calls();
+  (void)make_copier(options());
+  auto opening = cuda_on_threads::calls();
+  for (const char* call : {"cudaMalloc", "cudaMallocHost", "cudaStreamCreateWithPriority",
+                           "cudaEventCreateWithFlags", "cuDevicePrimaryCtxRetain"}) {
+    for (const std::uint64_t more : {1, 2}) {
+      if (more == 2 && std::string_view(call) == "cudaMallocHost") continue;  // one is all there is
+      CopierOptions wanted = options();
+      wanted.calibrate = true;
+      cuda_on_threads::plant(call, opening[call] - before[call] + more, cudaErrorMemoryAllocation);
+      const auto copier = make_copier(wanted);
+      ASSERT_NE(copier, nullptr) << call << more;
+      const std::string said = copier->describe();
+      EXPECT_NE(said.find("built-in (not measured: "), std::string::npos) << call << more << ": " << said;
+      EXPECT_EQ(said.find('\n'), std::string::npos);
+      copier->submit(job(1, kStore));
+      copier->wait(Ids{1});
+      EXPECT_TRUE(copier->poll()[0].status.is_ok());
+    }
+  }
+}
+
+TEST_F(Opening, calibration_has_staging_for_staged_copies_only) {
+  auto before = cuda_on_threads::calls();
+  (void)make_copier(options());
+  auto opening = cuda_on_threads::calls();
+  CopierOptions wanted = options();
+  wanted.calibrate = true;
+  (void)make_copier(wanted);
+  const std::uint64_t plain = opening["cudaMalloc"] - before["cudaMalloc"];
+  EXPECT_EQ(plain, kCopyLanes * kLaneSlots);
+  EXPECT_EQ(cuda_on_threads::calls()["cudaMalloc"] - opening["cudaMalloc"],
+            plain + 1 + kCopyLanes * kLaneSlots);
 }
 
 TEST_F(Opening, the_blocks_of_kernels_are_as_asked) {

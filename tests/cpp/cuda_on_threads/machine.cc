@@ -304,6 +304,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
       {"cuMemcpyBatchAsync", machine().batches_in_driver ? reinterpret_cast<void*>(&batch_copy) : nullptr},
   };
   const auto found = functions.find(symbol);
+  const bool of_contexts = std::string_view(symbol).starts_with("cuCtx") ||
+                           std::string_view(symbol).starts_with("cuDevicePrimaryCtx");
+  if (context_stack.empty() && !of_contexts) {
+    complain("the driver was asked for a function without a context: nobody says that this makes none");
+  }
   *function = found == functions.end() ? nullptr : found->second;
   *result = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;

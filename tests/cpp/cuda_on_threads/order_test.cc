@@ -164,6 +164,15 @@ TEST_F(World, every_stream_of_ours_gives_way_to_the_model) {
   }
 }
 
+// Connections of the process to a device are few: streams that share one wait for each other.
+TEST_F(World, a_lane_has_a_second_stream_where_there_is_staging) {
+  const auto before = cuda_on_threads::made_streams().size();
+  start(CopyPath::kDma, {});
+  EXPECT_EQ(cuda_on_threads::made_streams().size(), before + kCopyLanes);
+  start(CopyPath::kStaged);
+  EXPECT_EQ(cuda_on_threads::made_streams().size(), before + 3 * kCopyLanes);
+}
+
 // With the limits that serve, and memory of its own.
 class Limits : public World {
  protected:
