@@ -113,7 +113,7 @@ std::unique_ptr<BlockCopier> make_copier(CopierOptions options) {
 
 #define KVO_EXPORT extern "C" __attribute__((visibility("default")))
 
-KVO_EXPORT int kv_offload_cuda_interface() { return kv_offload::kCudaInterfaceVersion; }
+KVO_EXPORT std::uint64_t kv_offload_cuda_interface() { return kv_offload::kCudaInterface; }
 
 KVO_EXPORT kv_offload::BlockCopier* kv_offload_cuda_make_copier(const kv_offload::CopierOptions* options,
                                                                 bool* callers_mistake, char* message,
