@@ -22,7 +22,7 @@ for program in gpu_tests copy_gpu; do
   [ "$2/$program" -nt sources ] || cp "bin/$program" "$2/"
 done
 """
-GPU_TESTS = 'echo "connections $CUDA_DEVICE_MAX_CONNECTIONS" >>calls\n'
+CONNECTIONS = 'echo "connections $CUDA_DEVICE_MAX_CONNECTIONS" >>calls\n'
 # What a GPU that is not there looks like, and more text than a pipe holds.
 NO_GPU = 'echo "[  SKIPPED ] Gpu.pinning_reports (0 ms)"; for i in {1..20000}; do echo "$i bottles"; done'
 BENCHMARK = "mkdir -p benchmarks/results; echo {} >benchmarks/results/copy_gpu-a-b.json\n"
@@ -34,11 +34,11 @@ def tree(tmp_path: Path) -> Path:
     shutil.copy(BENCHMARKS / "gpu/run.sh", tmp_path / "benchmarks/gpu")
     for name, body in {
         "cmake": CMAKE,
-        "gpu_tests": GPU_TESTS,
+        "gpu_tests": CONNECTIONS,
         "copy_gpu": "",
-        "compute-sanitizer": "",
+        "compute-sanitizer": CONNECTIONS,
         "nvidia-smi": "",
-        "python3": BENCHMARK,
+        "python3": BENCHMARK + CONNECTIONS,
     }.items():
         stand_in(tmp_path, name, body)
     (tmp_path / "sources").touch()
@@ -96,10 +96,11 @@ def test_parts_that_were_done_are_done_again_with_other_programs_only(tree):
     assert (status, programs(calls)) == (0, EVERYTHING), said
 
 
-def test_a_part_that_is_named_is_done_again_and_only_that(tree):
+@pytest.mark.parametrize(("part", "called"), [("build", {"cmake"}), ("tests", {"cmake", "gpu_tests"})])
+def test_a_part_that_is_named_is_done_again_and_only_that(tree, part, called):
     run(tree)
-    status, calls, said = run(tree, "tests")
-    assert (status, programs(calls)) == (0, {"cmake", "gpu_tests"}), said
+    status, calls, said = run(tree, part)
+    assert (status, programs(calls)) == (0, called), said
 
 
 def test_a_build_that_fails_stops_the_rest(tree):
@@ -115,9 +116,10 @@ def test_tests_that_were_skipped_have_not_passed(tree):
     assert "there is no GPU" in said
 
 
-def test_streams_have_connections_of_their_own(tree):
-    _, calls, _ = run(tree, "tests")
-    assert "connections 32" in calls
+@pytest.mark.parametrize(("part", "connections"), [("tests", "32"), ("memcheck", "32"), ("bench", "")])
+def test_streams_have_connections_of_their_own_where_tests_hold_some(tree, part, connections):
+    _, calls, _ = run(tree, part)
+    assert {call for call in calls if call.startswith("connections")} == {f"connections {connections}"}
 
 
 def test_memcheck_does_not_report_what_a_test_has_refused_on_purpose(tree):
