@@ -195,6 +195,7 @@ TEST_F(Faults, a_failure_without_staging_waits_for_our_stream_alone) {
   copier_->wait(Ids{1});
   EXPECT_FALSE(copier_->poll()[0].status.is_ok());
   EXPECT_EQ(cuda_on_threads::calls()["cudaStreamSynchronize"], before + 1);
+  check(cudaStreamSynchronize(nullptr));  // the gate goes
 }
 
 TEST_F(Faults, a_refused_batch_goes_one_by_one_and_is_counted) {
