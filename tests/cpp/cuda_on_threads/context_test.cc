@@ -66,6 +66,15 @@ TEST_F(Contexts, calibration_makes_none_on_another_device) {
   EXPECT_EQ(cuda_on_threads::contexts(), Devices{kDevice});
 }
 
+// Nor asks the driver for anything but contexts while the thread has none.
+TEST_F(Contexts, a_device_makes_none_on_another_device) {
+  on_a_fresh_thread([&] {
+    const CudaDevice device({.device = kDevice, .area = area_.span()});
+    EXPECT_NE(device.name().find("batched DMA"), std::string::npos) << device.name();
+  });
+  EXPECT_EQ(cuda_on_threads::contexts(), Devices{kDevice});
+}
+
 TEST_F(Contexts, pinning_makes_none_on_another_device) {
   AlignedBuffer area(16 << 20);
   on_a_fresh_thread([&] { PinnedArea(area.span(), {.device = kDevice, .piece_bytes = 2 << 20}); });
