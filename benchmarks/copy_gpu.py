@@ -3,8 +3,13 @@
 Baselines, in the same run: the link (one big cudaMemcpyAsync each way, and both at once), each path alone,
 and vLLM's own copies, taken from the release that is installed: its batched call, and for small pages its
 Triton kernel, as its worker would choose. Where no vLLM with CUDA is, that column is missing and a line says
-so. "decode" runs steps of a model (small copies both ways around kernels that fill every SM) alone and beside
-copies that last through the loop, by what may be in flight. A row that misses its aim says so.
+so. Copies are asked for until they are over, as an engine that serves asks; "waited" is ours for one that
+stands still until then. "decode" runs steps of a model (small copies both ways around kernels that fill every
+SM) alone and beside copies that last through the loop, by what may be in flight. A row that misses its aim
+says so.
+
+Results are written after each question, with ``"complete": false`` until the last: what was measured before
+the benchmark was cut off is not lost.
 
     bash benchmarks/gpu/run.sh                        # builds, tests and measures
     bash benchmarks/gpu/run.sh --on-threads           # tries all of it without a GPU
@@ -26,7 +31,7 @@ QUESTIONS = ("decode", "one_way", "layer_major", "both_ways", "submit")
 SERVING = "2 MiB, 2 in flight"  # the setting of decode that serves
 
 
-COLUMNS = ("ours", "dma", "kernel", "staged", "vllm", "vllm_dma", "link")
+COLUMNS = ("ours", "waited", "dma", "kernel", "staged", "vllm", "vllm_dma", "link")
 
 
 def aim(row: dict[str, Any]) -> tuple[str, bool] | None:
@@ -60,7 +65,7 @@ def line(row: dict[str, Any]) -> str:
     if question == "both_ways":
         return (
             f"both_ways   {row['stores']} blocks out, {row['loads']} in: {row['ours'] / 1e9:.1f} GB/s, "
-            f"link {row['link'] / 1e9:.1f}; ratio {row['ratio']:.2f}"
+            f"waited {row['waited'] / 1e9:.1f}, link {row['link'] / 1e9:.1f}; ratio {row['ratio']:.2f}"
         )
     if question == "decode":
         return (
@@ -114,6 +119,14 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     header: dict[str, Any] = {}
     missed = 0
+
+    def keep(*, complete: bool) -> None:
+        if options.quick or not rows:
+            return
+        name = "copy_gpu-" + "-".join(header["device"].lower().split())
+        picture = (lambda path: draw(rows, header["device"], path)) if complete else None
+        write_results(name, {**header, "complete": complete, "rows": rows}, picture)
+
     # Before the program: a size that does not fit is told at once. Measured after it: they share the link.
     vllm = VllmCopies() if not options.quick else None
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
@@ -124,11 +137,14 @@ def main() -> int:
                 header = row
                 say(f"{row['device']}; {row['table']}")
                 continue
+            if rows and rows[-1]["question"] != row["question"]:
+                keep(complete=False)
             rows.append(row)
             goal = aim(row)
             verdict = "" if goal is None or options.quick else f"  [{goal[0]}: {'yes' if goal[1] else 'NO'}]"
             missed += verdict.endswith("NO]")
             say(line(row) + verdict)
+    keep(complete=False)
     if program.returncode != 0:
         return program.returncode
     if vllm is None:
@@ -143,8 +159,7 @@ def main() -> int:
                 say(f"vllm        {line(row)}; ours / vllm {row['ours'] / row['vllm']:.2f}")
     header["vllm"] = vllm.missing or vllm.version
     say(f"{missed} of {len(rows)} rows miss their aim")
-    name = "copy_gpu-" + "-".join(header["device"].lower().split())
-    write_results(name, {**header, "rows": rows}, lambda path: draw(rows, header["device"], path))
+    keep(complete=True)
     return 0
 
 

@@ -87,7 +87,9 @@ def write_results(name: str, results: dict[str, Any], draw: Callable[[Path], Non
     machine = describe_machine()
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / f"{name}-{machine['name']}"
-    stem.with_suffix(".json").write_text(json.dumps({"machine": machine, **results}, indent=2) + "\n")
+    written = stem.with_suffix(".new")  # a benchmark that is ended here leaves what was there before
+    written.write_text(json.dumps({"machine": machine, **results}, indent=2) + "\n")
+    written.replace(stem.with_suffix(".json"))
     say(f"written: {stem.with_suffix('.json')}")
     if draw is None:
         return

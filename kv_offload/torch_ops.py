@@ -2,7 +2,7 @@
 
 The operators live in a library of their own, which is loaded by the first call of ``load()`` (or of one
 of the functions here) and not by importing this module. They are what the CUDA copier's kernels do, for
-torch: no host synchronisation, one launch on the current stream.
+torch: no host synchronisation, and on the current stream a launch for each 1,024 pieces of up to 16 KiB.
 """
 
 from __future__ import annotations
@@ -47,14 +47,21 @@ def pack_blocks(caches: Sequence[torch.Tensor], block_ids: torch.Tensor, packed:
     block_ids: (n,), int32 or int64, on the CPU.
     packed: contiguous, ``n * sum(row bytes of the caches)`` bytes, on that device or pinned on the CPU.
 
-    Raises RuntimeError for shapes that do not fit and ids out of range.
+    On a GPU the copy is enqueued on the current stream and runs after this has returned; ``block_ids`` is
+    read before. Until the stream has come there (an event, or ``synchronize``) the caller keeps ``packed``
+    where it is pinned, and does not write to it: torch knows of no copy that uses it, and hands its memory
+    out again as soon as it is dropped. A tensor of the GPU that was made on this stream may be dropped at
+    once; one that was made on another needs ``record_stream``.
+
+    Raises RuntimeError for shapes that do not fit, ids out of range, and memory that is neither of the
+    caches' device nor pinned.
     """
     load()
     torch.ops.kv_offload.pack_blocks(list(caches), block_ids, packed)
 
 
 def unpack_blocks(packed: torch.Tensor, block_ids: torch.Tensor, caches: Sequence[torch.Tensor]) -> None:
-    """The way back: ``pack_blocks`` with the roles of ``packed`` and ``caches`` exchanged."""
+    """The way back: ``pack_blocks`` with ``packed`` and ``caches`` exchanged, under the same rules."""
     load()
     torch.ops.kv_offload.unpack_blocks(packed, block_ids, list(caches))
 

@@ -126,8 +126,8 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     )
     for name in region.swept:
         logger.warning("removed %s from shared memory: left by an engine that died while it started", name)
-    if not replicated or parallel.rank == 0:
-        _prepare_memory(region, area, parallel.world_size, copier, device, options.prefault)
+    first = not replicated or parallel.rank == 0
+    _prepare_memory(region, area, parallel.world_size, copier, device, options.prefault, first)
     metrics = _core.Metrics()
     address = options.metrics_address(parallel.rank, parallel.world_size, parallel.data_parallel_index)
     if address is not None:
@@ -218,16 +218,27 @@ def _check_roots(options: OffloadConfig) -> None:
 
 
 def _prepare_memory(
-    region: "HostRegion", area: int, world_size: int, copier: str, device: int, prefault: bool
+    region: "HostRegion",
+    area: int,
+    world_size: int,
+    copier: str,
+    device: int,
+    prefault: bool,
+    first: bool = True,
 ) -> None:
-    """Place this rank's area on its GPU's NUMA node, then populate it: pages stay where they first were."""
+    """Place this rank's area on its GPU's NUMA node, then populate it: pages stay where they first were.
+
+    Of an area that all ranks share, the first rank populates. The others say where they want pages all the
+    same, before they pin: the policy is the area's, and pages come in when any rank pins them. Which of the
+    GPUs' nodes it is, where there are several, does not matter: some GPUs copy across in any case.
+    """
     from kv_offload import _core
 
     if copier == "cuda":
         refused = region.prefer_node(area, _core.cuda_numa_node(device))
-        if refused:
+        if refused and first:
             logger.info("host memory of area %d is not placed near its GPU: %s", area, refused)
-    if prefault:
+    if prefault and first:
         _prefault(region, area, world_size)
 
 

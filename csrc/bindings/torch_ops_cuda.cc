@@ -1,6 +1,7 @@
 // The CUDA half of the operators in torch_ops.cc, a library of its own so that
-// the other loads where torch has no CUDA. The launch is behind torch's current
-// stream and nothing is waited for.
+// the other loads where torch has no CUDA. The launches are on torch's current
+// stream and nothing is waited for: who calls keeps pinned memory until they ran
+// (kv_offload/torch_ops.py), as torch does not know that they use it.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include "bindings/torch_pages.h"
@@ -9,7 +10,7 @@
 namespace kv_offload::torch_ops {
 namespace {
 
-constexpr unsigned kBlocks = 32;  // nobody else's work stands behind this launch
+constexpr unsigned kBlocks = 32;  // nobody else's work stands behind these launches
 
 void move_pages(const std::vector<PackPiece>& pages, bool to_row, const Tensor& cache) {
   void* stream = nullptr;

@@ -9,8 +9,9 @@ endif()
 # X.0 runs on X.Y: 8.7, 10.3, 12.1), PTX of 8.0 for whatever has none (11.0), PTX of
 # 12.0 for those to come. (Set before the language is enabled, which would choose
 # one of its own.) nvcc 12.8 and 13.x know all of these. A release is made with
-# 12.8: what it makes runs on the drivers of CUDA 12.0 and later, and what 13.x
-# makes on those of 13.0 and later only.
+# 12.8: what it makes runs on the drivers of CUDA 12.0 and later (the kernels, for
+# their long parameters, on those of 12.1 and later), and what 13.x makes on those
+# of 13.0 and later only.
 if(NOT CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES 80 86-real 89-real 90-real 100-real 120)
 endif()
@@ -58,7 +59,8 @@ if(KV_OFFLOAD_DEVELOPER)
   target_link_libraries(kv_offload_gpu_tests PRIVATE kv_offload_cuda_objects kv_offload_warnings
     GTest::gtest GTest::gtest_main)
   add_test(NAME gpu COMMAND kv_offload_gpu_tests)
-  set_tests_properties(gpu PROPERTIES LABELS gpu TIMEOUT 900)
+  # Streams that share a connection wait for each other, and some tests hold one that others must pass.
+  set_tests_properties(gpu PROPERTIES LABELS gpu TIMEOUT 900 ENVIRONMENT CUDA_DEVICE_MAX_CONNECTIONS=32)
 
   file(GLOB gpu_benchmark CONFIGURE_DEPENDS benchmarks/gpu/*.cc benchmarks/gpu/*.cu)
   add_executable(copy_gpu ${gpu_benchmark})

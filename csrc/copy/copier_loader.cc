@@ -42,12 +42,12 @@ CudaLibrary load() {
     library.error = fmt::format("{} cannot be loaded: {}", path, dlerror());
     return library;
   }
-  const auto version = reinterpret_cast<CudaInterface>(dlsym(handle, kCudaInterfaceSymbol));
+  const auto interface = reinterpret_cast<CudaInterface>(dlsym(handle, kCudaInterfaceSymbol));
   library.make = reinterpret_cast<CudaMakeCopier>(dlsym(handle, kCudaMakeCopierSymbol));
   library.reason = reinterpret_cast<CudaReason>(dlsym(handle, kCudaReasonSymbol));
   library.numa_node = reinterpret_cast<CudaNumaNode>(dlsym(handle, kCudaNumaNodeSymbol));
-  if (version == nullptr || library.make == nullptr || library.reason == nullptr ||
-      library.numa_node == nullptr || version() != kCudaInterfaceVersion) {
+  if (interface == nullptr || library.make == nullptr || library.reason == nullptr ||
+      library.numa_node == nullptr || interface() != kCudaInterface) {
     library.error = fmt::format("{} is of another build than this one; install them together", path);
   }
   return library;

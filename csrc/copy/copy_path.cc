@@ -71,6 +71,7 @@ double CopyTable::rate(CopyDirection direction, CopyPath path, std::uint64_t seg
 
 std::string CopyTable::describe() const {
   std::string text = measured ? "measured" : "built-in";
+  if (!not_measured.empty()) text += fmt::format(" (not measured: {})", not_measured);
   constexpr std::uint64_t kJob = 64 << 20;  // what the line speaks of: a job long enough to hide its start
   for (const CopyDirection direction : kDirections) {
     text += direction == CopyDirection::kStore ? "; store" : "; load";

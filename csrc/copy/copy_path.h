@@ -30,6 +30,7 @@ struct CopyTable {
   std::array<std::array<Rates, kCopyPaths>, 2> rates{};  // [direction][path]
   std::array<double, kCopyPaths> launch_seconds{};       // before the first byte moves
   bool measured = false;
+  std::string not_measured{};  // why not, where it was tried
 
   // Linear in the segment size between the columns, flat beyond them.
   double rate(CopyDirection direction, CopyPath path, std::uint64_t segment_bytes) const;

@@ -90,14 +90,14 @@ class Runner {
 }  // namespace
 
 CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& limits) {
-  const CudaContext context(options.device);
-  const CudaContext::Scope scope(context);
-  const CudaCaptureScope relaxed;
   const SteadyClock clock;
   const Nanos begun = clock.now();
   const auto spent = [&] { return to_seconds(clock.now() - begun); };
   try {
+    const CudaContext context(options.device);
+    const CudaContext::Scope scope(context);
     cuda_require(scope.status());
+    const CudaCaptureScope relaxed;
     const Scratch scratch;
     const CacheLayout layout = layout_of(scratch.cache());
     CudaDeviceOptions on_scratch = options;
@@ -107,12 +107,18 @@ CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& l
                              std::uint64_t total_bytes) -> double {
       if (path == CopyPath::kStaged && limits.staged_bytes == 0) return 0;
       std::unique_ptr<Runner>& runner = runners[static_cast<std::size_t>(path)];
-      if (runner == nullptr) runner = std::make_unique<Runner>(path, layout, on_scratch, limits);
+      if (runner == nullptr) {
+        // Only staged copies need staging, which is most of what this takes.
+        on_scratch.staging_bytes = path == CopyPath::kStaged ? options.staging_bytes : 0;
+        runner = std::make_unique<Runner>(path, layout, on_scratch, limits);
+      }
       return runner->run(job_of(direction, segment_bytes, total_bytes));
     };
     return calibrate({.measure = measure, .spent = spent, .budget_seconds = 0.8});
-  } catch (const ResourceError&) {
-    return default_copy_table();
+  } catch (const ResourceError& error) {
+    CopyTable table = default_copy_table();
+    table.not_measured = error.what();
+    return table;
   }
 }
 

@@ -7,8 +7,9 @@
 
 namespace kv_offload {
 
-// Bounded by a second; `limits` as the copier will use them. What cannot be
-// measured (no memory for the scratch) leaves the built-in table.
+// Bounded by a second; `limits` as the copier will use them. Takes 32 MiB of the
+// device, 32 MiB of pinned memory and as much staging as will serve; where that
+// is not to be had, the table is the built-in one and says why.
 CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& limits);
 
 }  // namespace kv_offload

@@ -37,7 +37,8 @@ CudaContext::~CudaContext() { (void)release_(device_); }
 
 CudaContext::Scope::Scope(const CudaContext& context) : context_(context), status_(Status::ok()) {
   if (const CUresult error = context.push_(context.context_); error != CUDA_SUCCESS) {
-    status_ = Status::error(StatusKind::kDevice, "cuCtxPushCurrent", static_cast<int>(error));
+    status_ = Status::error(StatusKind::kDevice,
+                            fmt::format("cuCtxPushCurrent: error {}", static_cast<int>(error)));
   }
 }
 

@@ -4,6 +4,12 @@
 // device 0 when the thread had none before. CUDA only.
 //
 // A thread of our own calls cudaSetDevice once instead and stays there.
+//
+// The runtime makes a context in the first call "which requires an active context";
+// its manual does not say which those are. The constructor looks the driver's
+// functions up before any context can be there: in the runtime of 13.0 that goes to
+// the driver without the step that makes one (seen in its code; cudaGetDeviceCount
+// goes without it, too). Everything else is asked inside a Scope.
 #pragma once
 
 #include <cuda.h>

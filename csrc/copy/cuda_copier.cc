@@ -48,6 +48,7 @@ class CudaCopier final : public BlockCopier {
     device_options.boundary = pinned.piece_bytes();
     device_options.kernel_blocks = options.kernel_blocks;
     device_options.staging_bytes = options.staging_bytes / (kCopyLanes * kLaneSlots);
+    if (device_options.staging_bytes < kPageBytes) device_options.staging_bytes = 0;  // holds no page
     DeviceLimits limits;
     limits.staged_bytes = device_options.staging_bytes;
     limits.boundary = pinned.piece_bytes();
@@ -83,8 +84,7 @@ int count_devices() {
   if (driver / 1000 < CUDART_VERSION / 1000) {
     throw_resource(
         "the CUDA driver is for CUDA {} and this build for CUDA {}: update the driver, or install a build "
-        "for "
-        "CUDA {} (made with nvcc 12.8, it serves every driver from CUDA 12.0 on)",
+        "for CUDA {} (made with nvcc 12.8, it serves every driver from CUDA 12.0 on; its kernels need 12.1)",
         version_text(driver), version_text(CUDART_VERSION), driver / 1000);
   }
   int devices = 0;
@@ -113,7 +113,7 @@ std::unique_ptr<BlockCopier> make_copier(CopierOptions options) {
 
 #define KVO_EXPORT extern "C" __attribute__((visibility("default")))
 
-KVO_EXPORT int kv_offload_cuda_interface() { return kv_offload::kCudaInterfaceVersion; }
+KVO_EXPORT std::uint64_t kv_offload_cuda_interface() { return kv_offload::kCudaInterface; }
 
 KVO_EXPORT kv_offload::BlockCopier* kv_offload_cuda_make_copier(const kv_offload::CopierOptions* options,
                                                                 bool* callers_mistake, char* message,

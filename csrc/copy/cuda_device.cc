@@ -38,6 +38,7 @@ CudaDevice::~CudaDevice() {
 }
 
 void CudaDevice::open() {
+  batch_.ask_driver();
   cudaDeviceProp properties{};
   cuda_require(cudaGetDeviceProperties(&properties, options_.device), "cudaGetDeviceProperties");
   const Status kernels = cuda_status(load_pack_kernels(), "loading the pack kernels");
@@ -51,6 +52,7 @@ void CudaDevice::open() {
   cuda_require(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   for (Lane& lane : lanes_) {
     for (cudaStream_t* stream : {&lane.stream, &lane.helper}) {
+      if (stream == &lane.helper && options_.staging_bytes == 0) continue;
       cuda_require(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, least), "cudaStreamCreate");
     }
     for (Slot& slot : lane.slots) open_slot(&slot);
@@ -158,7 +160,7 @@ Status CudaDevice::ask(cudaEvent_t event, std::string_view what, bool* done) {
 // that has. A stream that cannot be waited for is dead, with its context.
 void CudaDevice::wait_for(const Lane& lane) {
   (void)cudaStreamSynchronize(lane.stream);
-  (void)cudaStreamSynchronize(lane.helper);
+  if (lane.helper != nullptr) (void)cudaStreamSynchronize(lane.helper);  // null: the model's default stream
   (void)cudaGetLastError();
 }
 

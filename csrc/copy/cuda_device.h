@@ -1,7 +1,7 @@
-// CudaDevice: CopyDevice on one GPU. A lane is two non-blocking streams of our
-// own, one for DMA and one for the kernels of staged copies; a slot has its end
-// event and its piece of staging. Nothing here synchronises with the host but a
-// failed issue() or query(). CUDA only.
+// CudaDevice: CopyDevice on one GPU. A lane is a non-blocking stream of our own for
+// DMA and kernels, and where there is staging a second one for the kernels of staged
+// copies; a slot has its end event and its piece of staging. Nothing here synchronises
+// with the host but a failed issue() or query(). CUDA only.
 //
 // All streams have the least priority there is. Priorities order the blocks of
 // kernels, not copies: a pack kernel above the model's would take SMs before it,
@@ -59,7 +59,7 @@ class CudaDevice final : public CopyDevice {
   };
   struct Lane {
     cudaStream_t stream = nullptr;
-    cudaStream_t helper = nullptr;
+    cudaStream_t helper = nullptr;  // null where nothing is staged
     std::array<Slot, kLaneSlots> slots;
   };
 

@@ -18,7 +18,7 @@ bool driver_has_batches() {
 
 }  // namespace
 
-DmaBatch::DmaBatch() : batched_(driver_has_batches()) {}
+void DmaBatch::ask_driver() { batched_ = driver_has_batches(); }
 
 cudaError_t DmaBatch::enqueue_batch(bool from_host, cudaStream_t stream) {
   cudaMemcpyAttributes attributes{};

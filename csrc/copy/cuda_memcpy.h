@@ -13,8 +13,9 @@ namespace kv_offload {
 // The arrays of a batch, kept to be reused. Not thread-safe.
 class DmaBatch {
  public:
-  // Asks the driver once; `batched` is false where it has no batched copy.
-  DmaBatch();
+  // Whether it has batched copies: call it once, with the device's context current
+  // (cuda_context.h says why). Until then, and where it has none, there are none.
+  void ask_driver();
   bool batched() const { return batched_; }
   // Batches that the driver refused and that were enqueued one by one instead.
   std::uint64_t refused() const { return refused_; }

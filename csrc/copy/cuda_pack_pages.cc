@@ -11,14 +11,17 @@
 namespace kv_offload {
 namespace {
 
-// Pageable host memory would be an illegal address to a kernel, and the end of
-// the process's CUDA context: better to ask first.
-bool reachable(const void* address) {
+// Pageable host memory, and without peer access another device's, would be an
+// illegal address to a kernel, and the end of the process's CUDA context: better
+// to ask first. Unified addressing gives every device pointer the same value
+// everywhere, so that only `device` tells whose it is.
+bool reachable(const void* address, int device) {
   cudaPointerAttributes attributes{};
   if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
     (void)cudaGetLastError();
     return false;
   }
+  if (attributes.type == cudaMemoryTypeDevice && attributes.device != device) return false;
   return attributes.type != cudaMemoryTypeUnregistered && attributes.devicePointer == address;
 }
 
@@ -43,8 +46,8 @@ std::string pack_pages_on_stream(std::span<const PackPiece> pages, bool to_row, 
     if (capture != cudaStreamCaptureStatusNone) {
       return "blocks cannot be packed under graph capture: each replay would move the blocks of this call";
     }
-    if (!reachable(pages.front().cache) || !reachable(pages.front().row)) {
-      return "both sides must be memory of the device or pinned host memory";
+    if (!reachable(pages.front().cache, device) || !reachable(pages.front().row, device)) {
+      return fmt::format("both sides must be memory of CUDA device {} or pinned host memory", device);
     }
     std::vector<PackPiece> pieces;
     for (const PackPiece& page : pages) {

@@ -29,6 +29,13 @@ CopyLane lane_of(const CopyJob& job) {
   return job.expedited ? CopyLane::kUrgentLoads : CopyLane::kLoads;
 }
 
+// Without staging nothing is staged, whatever was measured or is built in.
+CopyTable paths_that_are_there(CopyTable table, const DeviceLimits& limits) {
+  if (limits.staged_bytes != 0) return table;
+  for (auto& paths : table.rates) paths[static_cast<std::size_t>(CopyPath::kStaged)].fill(0);
+  return table;
+}
+
 }  // namespace
 
 SplitLimits split_limits_for(CopyPath path, const DeviceLimits& limits) {
@@ -47,7 +54,7 @@ DeviceCopier::DeviceCopier(const CopierOptions& options, std::unique_ptr<CopyDev
     : layout_(options.layout),
       area_(options.area),
       order_after_compute_(options.order_after_compute),
-      table_(table),
+      table_(paths_that_are_there(table, limits)),
       limits_(limits),
       device_(std::move(device)) {
   layout_.validate();
@@ -72,7 +79,6 @@ void DeviceCopier::submit(CopyJob job) {
                     .segments = plan.segments.size()};
   queued->lane = lane_of(job);
   queued->path = choose_path(table_, job.direction, plan.bytes, plan.segments.size());
-  if (queued->path == CopyPath::kStaged && limits_.staged_bytes == 0) queued->path = CopyPath::kKernel;
   queued->segments = std::move(plan.segments);
   queued->ranges = split(&queued->segments, split_limits_for(queued->path, limits_));
   Status marked = Status::ok();

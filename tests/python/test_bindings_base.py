@@ -1,6 +1,9 @@
 """csrc/bindings/bind_base.cc: sizes, policies, errors, and the face that _core.pyi promises."""
 
 import ast
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +35,28 @@ def test_what_the_machine_lacks_is_a_runtime_error_of_its_own():
 
 def test_lru_is_among_the_policies():
     assert "lru" in _core.eviction_policy_names()
+
+
+def test_a_cuda_library_of_another_build_is_refused_in_one_sentence(tmp_path):
+    core = Path(shutil.copy(_core.__file__, tmp_path))
+    source = tmp_path / "library.c"
+    source.write_text(
+        """unsigned long kv_offload_cuda_interface(void) { return 3; }
+        void *kv_offload_cuda_make_copier(void) { __builtin_trap(); }
+        void kv_offload_cuda_unavailable_reason(char *message) { *message = 0; }
+        int kv_offload_cuda_numa_node(void) { __builtin_trap(); }"""
+    )
+    library = tmp_path / "libkv_offload_cuda.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    program = f"""
+from importlib import util
+spec = util.spec_from_file_location("kv_offload._core", {str(core)!r})
+core = util.module_from_spec(spec)
+spec.loader.exec_module(core)
+print(core.cuda_unavailable_reason(), core.cuda_numa_node(0))
+"""
+    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert said == f"{library} is of another build than this one; install them together -1\n"
 
 
 def _promised() -> list[tuple[str, str]]:

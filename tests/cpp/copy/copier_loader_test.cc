@@ -1,6 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <set>
+
 #include "copy/block_copier.h"
+#include "copy/cuda_library.h"
 
 namespace kv_offload {
 namespace {
@@ -24,6 +27,31 @@ TEST(CopierLoader, says_in_one_line_why_there_is_no_cuda_and_says_the_same_when_
   } catch (const ResourceError& error) {
     EXPECT_NE(std::string(error.what()).find(reason), std::string::npos) << error.what();
   }
+}
+
+struct Small {
+  bool first;
+  std::uint64_t last;
+};
+struct Padded {  // as large as Small
+  bool first, second;
+  std::uint64_t last;
+};
+
+// What passes between the core and the library of CUDA has a number of its own for each set of members.
+TEST(CopierLoader, a_struct_with_other_members_is_another_interface) {
+  using cuda_interface::list;
+  const Small small{};
+  const Padded padded{};
+  static_assert(sizeof(Small) == sizeof(Padded));
+  const auto number = [](const auto& members) { return members.mixed_into(1); };
+  const std::set<std::uint64_t> numbers = {
+      number(list(small, small.first, small.last)), number(list(small, small.last, small.first)),
+      number(list(padded, padded.first, padded.second, padded.last)), number(list(padded, padded.first)),
+      number(list(padded, padded.first, padded.second, std::int64_t{}))};
+  EXPECT_EQ(numbers.size(), 5u);
+  EXPECT_EQ(number(list(small, small.first, small.last)), number(list(small, small.first, small.last)));
+  EXPECT_GT(kCudaInterface, std::uint64_t{1} << 32) << "a version counted by hand";
 }
 
 TEST(CopierLoader, asking_twice_gives_the_same_answer) {

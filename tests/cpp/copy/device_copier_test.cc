@@ -227,6 +227,7 @@ TEST_F(DeviceCopierTest, an_urgent_job_that_may_not_start_yet_does_not_hold_up_t
 }
 
 TEST_F(DeviceCopierTest, a_compute_stream_that_cannot_be_asked_about_fails_the_job_and_copies_nothing) {
+  state_.automatic = true;  // what is issued all the same ends, and the test says so
   state_.reached_status = Status::error(StatusKind::kDevice, "query: context lost");
   start();
   submit(1, kStore, 0, 2);
@@ -236,6 +237,18 @@ TEST_F(DeviceCopierTest, a_compute_stream_that_cannot_be_asked_about_fails_the_j
   EXPECT_EQ(results[0].failed_groups, ~std::uint64_t{0});
   EXPECT_EQ(results[0].status.message(), "query: context lost");
   EXPECT_TRUE(blocks().empty());
+}
+
+TEST_F(DeviceCopierTest, without_staging_nothing_is_staged_and_kernels_do_not_stand_in) {
+  state_.automatic = true;
+  limits_.staged_bytes = 0;
+  copier_ = std::make_unique<DeviceCopier>(options_, std::make_unique<FakeDevice>(&state_),
+                                           single_path_table(CopyPath::kStaged), limits_);
+  EXPECT_EQ(copier_->describe().find("staged"), std::string::npos) << copier_->describe();
+  submit(1, kStore, 0, 2);
+  copier_->wait(Ids{1});
+  ASSERT_EQ(state_.count_issued(), 2u);
+  for (const DeviceCopy& copy : state_.issued) EXPECT_EQ(copy.path, CopyPath::kDma);
 }
 
 TEST_F(DeviceCopierTest, a_job_says_how_many_of_its_batches_were_refused) {

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <future>
 #include <numeric>
+#include <thread>
 
 #include "copy/block_copier.h"
 #include "copy/copy_cases.h"
@@ -341,7 +342,8 @@ TEST_F(Gpu, a_launch_that_is_refused_fails_its_copy_and_leaves_no_error_behind) 
   PinnedArea pinned(area, {.piece_bytes = 2 << 20});
   void* cache = nullptr;
   check(cudaMalloc(&cache, 4096));
-  {
+  // A thread of its own, as the copier has: enter_thread() leaves its capture mode.
+  std::thread([&] {
     CudaDevice device({.area = area, .kernel_blocks = 0});
     device.enter_thread();
     const std::vector<CopySegment> segments = {{static_cast<std::byte*>(cache), 0, 4096}};
@@ -349,7 +351,7 @@ TEST_F(Gpu, a_launch_that_is_refused_fails_its_copy_and_leaves_no_error_behind) 
         device.issue({.direction = kStore, .path = CopyPath::kKernel, .segments = segments});
     EXPECT_EQ(status.kind(), StatusKind::kDevice) << status.to_string();
     EXPECT_EQ(cudaGetLastError(), cudaSuccess);
-  }
+  }).join();
   check(cudaFree(cache));
 }
 

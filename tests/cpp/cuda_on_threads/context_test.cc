@@ -66,6 +66,15 @@ TEST_F(Contexts, calibration_makes_none_on_another_device) {
   EXPECT_EQ(cuda_on_threads::contexts(), Devices{kDevice});
 }
 
+// Nor asks the driver for anything but contexts while the thread has none.
+TEST_F(Contexts, a_device_makes_none_on_another_device) {
+  on_a_fresh_thread([&] {
+    const CudaDevice device({.device = kDevice, .area = area_.span()});
+    EXPECT_NE(device.name().find("batched DMA"), std::string::npos) << device.name();
+  });
+  EXPECT_EQ(cuda_on_threads::contexts(), Devices{kDevice});
+}
+
 TEST_F(Contexts, pinning_makes_none_on_another_device) {
   AlignedBuffer area(16 << 20);
   on_a_fresh_thread([&] { PinnedArea(area.span(), {.device = kDevice, .piece_bytes = 2 << 20}); });
@@ -180,6 +189,24 @@ TEST_F(Capture, the_torch_operator_refuses_memory_that_no_kernel_reaches) {
   const std::vector<PackPiece> pages = {{cache_, pageable.data(), kBlock}};
   EXPECT_NE(pack_pages_on_stream(pages, true, 4, kDevice, compute_).find("pinned host memory"),
             std::string::npos);
+}
+
+// Either side, and either way: no device has peer access to another's memory.
+TEST_F(Capture, the_torch_operator_refuses_memory_of_another_device) {
+  std::byte* other = nullptr;
+  std::thread([&] {
+    check(cudaSetDevice(0));
+    check(cudaMalloc(reinterpret_cast<void**>(&other), kBlock));
+  }).join();
+  for (const PackPiece& page : {PackPiece{cache_, other, kBlock}, PackPiece{other, area_.data(), kBlock}}) {
+    for (const bool to_row : {true, false}) {
+      EXPECT_EQ(pack_pages_on_stream(std::vector{page}, to_row, 4, kDevice, compute_),
+                "both sides must be memory of CUDA device 1 or pinned host memory");
+    }
+  }
+  check(cudaStreamSynchronize(compute_));
+  EXPECT_TRUE(cuda_on_threads::launches().empty());
+  check(cudaFree(other));
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // Every call fails once; the context is lost; the driver is not what we hoped.
+#include "copy/cuda_check.h"
 #include "cuda_on_threads/world.h"
 
 namespace kv_offload::on_threads {
@@ -59,6 +60,56 @@ class Faults : public World {
   }
 };
 
+void leave_captures() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  check(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+// Of this thread; it stays so.
+cudaStreamCaptureMode capture_mode() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
+  check(cudaThreadExchangeStreamCaptureMode(&mode));
+  cudaStreamCaptureMode found = mode;
+  check(cudaThreadExchangeStreamCaptureMode(&mode));
+  return found;
+}
+
+TEST_F(Faults, a_capture_mode_that_was_not_changed_is_not_restored) {
+  ASSERT_EQ(capture_mode(), cudaStreamCaptureModeGlobal);
+  {
+    const CudaCaptureScope scope;
+    EXPECT_EQ(capture_mode(), cudaStreamCaptureModeRelaxed);
+  }
+  EXPECT_EQ(capture_mode(), cudaStreamCaptureModeGlobal);
+  cuda_on_threads::plant("cudaThreadExchangeStreamCaptureMode", 1, cudaErrorUnknown);
+  { const CudaCaptureScope scope; }
+  EXPECT_EQ(capture_mode(), cudaStreamCaptureModeGlobal);
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "an error was left for whoever calls next";
+}
+
+// errno values and CUDA's codes overlap: 2 is ENOENT and no memory on the device.
+TEST_F(Faults, a_code_of_cuda_is_no_errno) {
+  const Status status = cuda_status(cudaErrorMemoryAllocation, "cudaMalloc");
+  EXPECT_EQ(status.error_number(), 0);
+  EXPECT_NE(status.message().find(" 2)"), std::string::npos) << status.message();
+  const CudaContext context(kDevice);
+  cuda_on_threads::plant("cuCtxPushCurrent", 1, cudaErrorUnknown);
+  const CudaContext::Scope scope(context);
+  EXPECT_EQ(scope.status().kind(), StatusKind::kDevice);
+  EXPECT_EQ(scope.status().error_number(), 0);
+  EXPECT_EQ(scope.status().message(), "cuCtxPushCurrent: error 1");
+}
+
+TEST_F(Faults, only_what_ends_the_process_loses_the_context) {
+  for (const int code : {214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911}) {
+    EXPECT_TRUE(context_is_lost(static_cast<cudaError_t>(code))) << code;
+  }
+  for (const cudaError_t error :
+       {cudaSuccess, cudaErrorMemoryAllocation, cudaErrorNotReady, cudaErrorNotSupported,
+        cudaErrorCdpNotSupported, cudaErrorStreamCaptureUnsupported}) {
+    EXPECT_FALSE(context_is_lost(error)) << error;
+  }
+}
+
 // What may fail without harm: what is asked out of curiosity, and what frees.
 bool may_be_ignored(const std::string& call, std::uint64_t number) {
   static const std::set<std::string> harmless = {"cudaMemcpyBatchAsync",  // goes one by one instead
@@ -90,6 +141,7 @@ TEST_F(Faults, every_call_that_fails_is_told_and_harms_nobody) {
         cuda_on_threads::plant(call, n, cudaErrorUnknown);
         const Outcome outcome = run(path);
         if (cuda_on_threads::planted_failures() == failures) break;  // it was not called so often this time
+        leave_captures();                                            // where restoring was what failed
         const bool all_well = outcome.stored && outcome.loaded;
         EXPECT_TRUE(!all_well || may_be_ignored(call, n))
             << call << " number " << n << " failed, nobody said so";
@@ -126,6 +178,24 @@ TEST_F(Faults, a_copy_that_cannot_be_asked_about_ends_when_it_has_ended) {
   copies.release();
   copier_->wait(Ids{1});
   EXPECT_EQ(copier_->poll()[0].status.kind(), StatusKind::kDevice);
+}
+
+// The default stream is the model's: it may stand still for long.
+TEST_F(Faults, a_failure_without_staging_waits_for_our_stream_alone) {
+  start(CopyPath::kDma, {});
+  std::promise<void> gate;
+  check(cudaLaunchHostFunc(
+      nullptr, [](void* wait) { static_cast<std::promise<void>*>(wait)->get_future().wait(); }, &gate));
+  const auto before = cuda_on_threads::calls()["cudaStreamSynchronize"];
+  cuda_on_threads::plant("cudaMemcpyBatchAsync", 1, cudaErrorUnknown);
+  cuda_on_threads::plant("cudaMemcpyAsync", 1, cudaErrorUnknown);
+  submit(1, kStore);
+  while (cuda_on_threads::calls()["cudaStreamSynchronize"] == before) std::this_thread::yield();
+  gate.set_value();
+  copier_->wait(Ids{1});
+  EXPECT_FALSE(copier_->poll()[0].status.is_ok());
+  EXPECT_EQ(cuda_on_threads::calls()["cudaStreamSynchronize"], before + 1);
+  check(cudaStreamSynchronize(nullptr));  // the gate goes
 }
 
 TEST_F(Faults, a_refused_batch_goes_one_by_one_and_is_counted) {
@@ -219,6 +289,67 @@ TEST_F(Opening, kernels_that_cannot_be_loaded_leave_dma) {
   EXPECT_TRUE(copier->poll()[0].status.is_ok());
   EXPECT_TRUE(area_holds(1));
   EXPECT_TRUE(cuda_on_threads::launches().empty());
+}
+
+// The built-in rates would stage pages of 8 KiB, and kernels would take what cannot be staged.
+TEST_F(Opening, what_cannot_be_staged_nor_reached_by_kernels_goes_by_dma) {
+  for (const std::uint64_t staging : {0u, 100u, 16u * 4095u}) {
+    for (const bool calibrate : {false, true}) {
+      CopierOptions none = options();
+      none.staging_bytes = staging;
+      none.calibrate = calibrate;
+      cuda_on_threads::plant("cudaHostGetDevicePointer", 1, cudaErrorUnknown);
+      const auto copier = make_copier(none);
+      ASSERT_NE(copier, nullptr);
+      EXPECT_EQ(copier->describe().find("staged"), std::string::npos) << copier->describe();
+      const auto launched = cuda_on_threads::launches().size();
+      fill(area_.span(), 100);
+      copier->submit(job(1, kStore));
+      copier->wait(Ids{1});
+      EXPECT_TRUE(copier->poll()[0].status.is_ok());
+      EXPECT_TRUE(area_holds(1));
+      EXPECT_EQ(cuda_on_threads::launches().size(), launched);
+    }
+  }
+}
+
+// Calibration takes memory for itself, of a device that the model has filled.
+TEST_F(Opening, a_copier_that_cannot_calibrate_opens_with_the_built_in_rates) {
+  auto before = cuda_on_threads::calls();
+  (void)make_copier(options());
+  auto opening = cuda_on_threads::calls();
+  for (const char* call : {"cudaMalloc", "cudaMallocHost", "cudaStreamCreateWithPriority",
+                           "cudaEventCreateWithFlags", "cuDevicePrimaryCtxRetain"}) {
+    for (const std::uint64_t more : {1, 2}) {
+      // One is all that is certain: the budget may be spent before staging is made.
+      if (more == 2 && std::string_view(call).starts_with("cudaMalloc")) continue;
+      CopierOptions wanted = options();
+      wanted.calibrate = true;
+      cuda_on_threads::plant(call, opening[call] - before[call] + more, cudaErrorMemoryAllocation);
+      const auto copier = make_copier(wanted);
+      ASSERT_NE(copier, nullptr) << call << more;
+      const std::string said = copier->describe();
+      EXPECT_NE(said.find("built-in (not measured: "), std::string::npos) << call << more << ": " << said;
+      EXPECT_EQ(said.find('\n'), std::string::npos);
+      copier->submit(job(1, kStore));
+      copier->wait(Ids{1});
+      EXPECT_TRUE(copier->poll()[0].status.is_ok());
+    }
+  }
+}
+
+TEST_F(Opening, calibration_has_staging_for_staged_copies_only) {
+  auto before = cuda_on_threads::calls();
+  (void)make_copier(options());
+  auto opening = cuda_on_threads::calls();
+  CopierOptions wanted = options();
+  wanted.calibrate = true;
+  (void)make_copier(wanted);
+  const std::uint64_t plain = opening["cudaMalloc"] - before["cudaMalloc"];
+  EXPECT_EQ(plain, kCopyLanes * kLaneSlots);
+  // Fewer where the budget is spent before the staged path's turn.
+  EXPECT_LE(cuda_on_threads::calls()["cudaMalloc"] - opening["cudaMalloc"],
+            plain + 1 + kCopyLanes * kLaneSlots);
 }
 
 TEST_F(Opening, the_blocks_of_kernels_are_as_asked) {

@@ -95,7 +95,9 @@ void touch() {
   machine().contexts.insert(current_device());
 }
 
-Memory memory_at(const void* address, std::size_t bytes) {
+Memory memory_at(const void* address, std::size_t bytes) { return memory_at(address, bytes, -1); }
+
+Memory memory_at(const void* address, std::size_t bytes, int device) {
   const std::shared_lock lock(machine().ranges_mutex);
   const auto& ranges = machine().ranges;
   const auto first = reinterpret_cast<std::uintptr_t>(address);
@@ -103,7 +105,9 @@ Memory memory_at(const void* address, std::size_t bytes) {
   if (next != ranges.begin()) {
     const auto& [start, range] = *std::prev(next);
     if (first < start + range.bytes) {
-      return first + bytes <= start + range.bytes ? range.memory : Memory::kAcrossABorder;
+      if (first + bytes > start + range.bytes) return Memory::kAcrossABorder;
+      const bool foreign = range.memory == Memory::kDevice && device >= 0 && range.device != device;
+      return foreign ? Memory::kOfAnotherDevice : range.memory;
     }
   }
   return next != ranges.end() && next->first < first + bytes ? Memory::kAcrossABorder : Memory::kPageable;
@@ -132,6 +136,7 @@ void begin(std::uint64_t seed) {
   m.lost = cudaSuccess;
   m.queue_limit = 1024;
   last_error = cudaSuccess;
+  capture_mode = cudaStreamCaptureModeGlobal;
 }
 
 std::vector<std::string> end() {
@@ -158,6 +163,9 @@ std::vector<std::string> end() {
     if (!range.registered) ::operator delete (reinterpret_cast<void*>(start), std::align_val_t{256});
   }
   m.ranges.clear();
+  if (capture_mode != cudaStreamCaptureModeGlobal) {
+    m.wrong.push_back("the test's thread was left with another capture mode");
+  }
   for (const int count : m.retained) {
     if (count > 0) m.wrong.push_back("a primary context was retained and not released");
   }
@@ -281,6 +289,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   ENTER();
+  touch();
   std::swap(*mode, capture_mode);
   return cudaSuccess;
 }
@@ -295,6 +304,11 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function
       {"cuMemcpyBatchAsync", machine().batches_in_driver ? reinterpret_cast<void*>(&batch_copy) : nullptr},
   };
   const auto found = functions.find(symbol);
+  const bool of_contexts = std::string_view(symbol).starts_with("cuCtx") ||
+                           std::string_view(symbol).starts_with("cuDevicePrimaryCtx");
+  if (context_stack.empty() && !of_contexts) {
+    complain("the driver was asked for a function without a context: nobody says that this makes none");
+  }
   *function = found == functions.end() ? nullptr : found->second;
   *result = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;

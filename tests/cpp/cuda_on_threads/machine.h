@@ -43,7 +43,7 @@ struct Operation {
   std::shared_ptr<Marker> waits_for{};  // kWait
 };
 
-enum class Memory { kDevice, kPinned, kPageable, kAcrossABorder };
+enum class Memory { kDevice, kPinned, kPageable, kAcrossABorder, kOfAnotherDevice };
 
 struct Range {
   std::size_t bytes = 0;
@@ -156,6 +156,8 @@ int current_device();
 void touch();
 
 Memory memory_at(const void* address, std::size_t bytes);
+// As a kernel of that device sees it: nobody has peer access.
+Memory memory_at(const void* address, std::size_t bytes, int device);
 CUstream_st* stream_of(cudaStream_t stream);  // null: the device's default stream
 
 }  // namespace cuda_on_threads

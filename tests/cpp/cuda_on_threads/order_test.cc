@@ -55,6 +55,10 @@ TEST_P(Order, without_the_event_both_are_issued_at_once) {
   submit(1, kStore);
   copier_->wait(Ids{1});
   EXPECT_TRUE(area_holds(1));
+  fill(area_.span(), 100);
+  submit(2, kLoad);
+  copier_->wait(Ids{2});
+  EXPECT_TRUE(cache_holds_the_area());
 }
 
 TEST_P(Order, a_store_is_not_over_while_a_part_of_it_stands) {
@@ -108,6 +112,10 @@ TEST_P(Order, many_jobs_both_ways_leave_what_the_last_of_them_moved) {
     submit(id, kStore);
     copier_->wait(Ids{id});
     ASSERT_TRUE(area_holds(value)) << "job " << id;
+    fill(area_.span(), value + 100);
+    submit(id + 100, kLoad);
+    copier_->wait(Ids{id + 100});
+    ASSERT_TRUE(cache_holds_the_area(value + 100)) << "job " << id + 100;
   }
 }
 
@@ -154,6 +162,15 @@ TEST_F(World, every_stream_of_ours_gives_way_to_the_model) {
     EXPECT_EQ(stream.priority, 0) << "0 is the least";
     EXPECT_TRUE(stream.non_blocking);
   }
+}
+
+// Connections of the process to a device are few: streams that share one wait for each other.
+TEST_F(World, a_lane_has_a_second_stream_where_there_is_staging) {
+  const auto before = cuda_on_threads::made_streams().size();
+  start(CopyPath::kDma, {});
+  EXPECT_EQ(cuda_on_threads::made_streams().size(), before + kCopyLanes);
+  start(CopyPath::kStaged);
+  EXPECT_EQ(cuda_on_threads::made_streams().size(), before + 3 * kCopyLanes);
 }
 
 // With the limits that serve, and memory of its own.

@@ -92,7 +92,7 @@ cudaError_t load_kernel(cudaFuncAttributes* attributes, const void* kernel) {
 }
 
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::size_t parameter_bytes,
-                   std::function<const char*()> check, std::function<void()> run) {
+                   std::function<const char*(int device)> check, std::function<void()> run) {
   ENTER();
   CUstream_st* stream = stream_of(config.stream);
   const unsigned blocks = config.gridDim.x;
@@ -108,7 +108,7 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::si
     }
   }
   stream->push({Operation::kKernel, [=] {
-                  if (const char* wrong = check(); *wrong != '\0') {
+                  if (const char* wrong = check(stream->device); *wrong != '\0') {
                     complain(wrong);
                     machine().lost = cudaErrorIllegalAddress;
                     return;

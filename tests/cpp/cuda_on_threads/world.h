@@ -113,7 +113,7 @@ class World : public ::testing::Test {
   bool cache_is_untouched() const { return is_filled(cache(), 1); }
   // The area holds what the cache was filled with.
   bool area_holds(int value) const { return holds(area_.span(), value, true); }
-  bool cache_holds_the_area() const { return holds(cache(), 100, false); }
+  bool cache_holds_the_area(int value = 100) const { return holds(cache(), value, false); }
 
   AlignedBuffer area_;
   std::vector<RowId> rows_;

@@ -1,7 +1,10 @@
 """Run by test_contract.py: the order in which a rank's host memory is placed and populated."""
 
+from types import SimpleNamespace
+
 import adapter
 import pytest
+import torch
 
 adapter.use_specs()
 
@@ -52,3 +55,47 @@ def test_the_cpu_platform_places_nothing() -> None:
     region = Region()
     worker._prepare_memory(region, 0, 1, "host", -1, True)
     assert region.calls == [("prefault", 0)]
+
+
+@pytest.mark.parametrize(("rank", "calls"), [(0, ["place", "prefault", "pin"]), (1, ["place", "pin"])])
+def test_every_rank_places_a_shared_area_before_it_pins_and_the_first_populates_it(
+    monkeypatch: pytest.MonkeyPatch, rank: int, calls: list[str]
+) -> None:
+    seen: list[str] = []
+    region = SimpleNamespace(
+        swept=[],
+        area_bytes=1 << 20,
+        prefer_node=lambda area, node: seen.append("place") or "",
+        prefault=lambda area, threads, progress: seen.append("prefault"),
+    )
+
+    def pin(*_: object, **__: object) -> SimpleNamespace:
+        seen.append("pin")
+        return SimpleNamespace(describe=lambda: "cuda")
+
+    monkeypatch.setattr(_core, "HostRegion", SimpleNamespace(attach_worker=lambda *_, **__: region))
+    monkeypatch.setattr(_core, "RankWorker", pin)
+    monkeypatch.setattr(worker, "choose_copier", lambda tensors: ("cuda", rank))
+    monkeypatch.setattr(worker, "groups_of_states", lambda config: [False])
+    monkeypatch.setattr(worker, "worker_fingerprint", lambda *_: "")
+    tensor = torch.zeros(4, 8)
+    config = SimpleNamespace(
+        engine_id="engine",
+        parallel=SimpleNamespace(rank=rank, world_size=2, data_parallel_index=0),
+        cache=SimpleNamespace(blocks_per_chunk=1),
+    )
+    options = SimpleNamespace(
+        cpu_bytes_to_use=1 << 20,
+        huge_pages="",
+        prefault=True,
+        secondary_tiers=[],
+        copy_threads=1,
+        copy_kernel_blocks=8,
+        metrics_address=lambda *_: None,
+    )
+    caches = SimpleNamespace(
+        tensors=[SimpleNamespace(tensor=tensor)],
+        group_data_refs=[[SimpleNamespace(tensor_idx=0, page_size_bytes=32)]],
+    )
+    worker.make_worker(config, options, True, caches)
+    assert seen == calls

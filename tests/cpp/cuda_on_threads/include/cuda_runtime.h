@@ -29,9 +29,9 @@ extern thread_local dim3 gridDim, blockDim;
 
 namespace cuda_on_threads {
 // `run` plays one thread of the grid; `check` says what is wrong with the
-// arguments, "" for nothing. `parameter_bytes`: of all arguments together.
+// arguments on that device, "" for nothing. `parameter_bytes`: of all arguments together.
 cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, std::size_t parameter_bytes,
-                   std::function<const char*()> check, std::function<void()> run);
+                   std::function<const char*(int device)> check, std::function<void()> run);
 cudaError_t load_kernel(cudaFuncAttributes* attributes, const void* kernel);
 }  // namespace cuda_on_threads
 
@@ -40,12 +40,13 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                Given&&... arguments) {
   // Arguments are taken when the kernel is launched, as CUDA takes them.
   auto taken = std::make_shared<std::tuple<std::decay_t<Declared>...>>(std::forward<Given>(arguments)...);
-  const auto check = [taken]() -> const char* {
+  const auto check = [taken](int device) -> const char* {
     return std::apply(
-        [](const auto&... values) -> const char* {
+        [device](const auto&... values) -> const char* {
+          (void)device;
           // Found beside the arguments' types, where somebody wrote one.
-          if constexpr (requires { wrong_with_kernel_arguments(values...); }) {
-            return wrong_with_kernel_arguments(values...);
+          if constexpr (requires { wrong_with_kernel_arguments(device, values...); }) {
+            return wrong_with_kernel_arguments(device, values...);
           }
           return "";
         },
