@@ -1,9 +1,8 @@
 """With pytest-xdist: which tests stay together, because they share a server, a process or files.
 
-The end-to-end tests do, in two halves (they wait more than they compute) that each have a vLLM to fork servers
-from; less the demonstration, which starts its own. So do the checks under releases of vLLM (the marker
-``beside``: the process of the first begins them all). Every other file is by itself. Groups begin in the order
-in which they are found, given --no-loadscope-reorder.
+The end-to-end tests do, less the demonstration, which has nothing of theirs. So do the checks under releases
+of vLLM (the marker ``beside``: the process of the first begins them all). Every other file is by itself.
+Groups begin in the order in which they are found, given --no-loadscope-reorder.
 """
 
 from __future__ import annotations
@@ -20,14 +19,10 @@ HERE = Path(__file__).parent
 os.environ.pop("COLUMNS", None)
 
 
-# As long as all other end-to-end tests.
-TIERS = {f"test_{name}.py" for name in ("kills", "redis", "shared_root", "slow_disk", "storage_limits")}
-
-
 @cache
 def group_of_file(file: Path) -> str:
     if file.is_relative_to(HERE / "e2e"):
-        return "e2e of tiers" if file.name in TIERS else "e2e"
+        return "e2e"
     if "pytest.mark.beside" in file.read_text(encoding="utf-8"):
         return "releases"
     return str(file)

@@ -23,7 +23,7 @@
 #   mutants  only with --long or when named: faults are planted, each must be seen
 #
 # While the stages that need no Python run, Python's packages are installed beside them. The pytest stages run last,
-# as one pytest, so that its closing line counts them all; its tests run three at a time, servers beside the rest
+# as one pytest, so that its closing line counts them all; its tests run two at a time, servers beside the rest
 # (tests/conftest.py). Each stage has a share of the half hour and says when it took more; only what takes ten times as
 # long is ended.
 set -uo pipefail
@@ -49,7 +49,7 @@ if [ $# -gt 0 ] && [ "$1" != --stage ]; then
     [[ " $all " == *" $stage "* ]] || { echo "no stage '$stage'; there are: $all" >&2; exit 2; }
   done
 fi
-export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1 CCACHE_SLOPPINESS=pch_defines,time_macros
+export CCACHE_BASEDIR=$root CCACHE_NOHASHDIR=1
 # One name for all builds, pip's too: ccache takes c++ and g++ for two compilers.
 export CC=gcc CXX=g++
 # Compiled modules are kept (pip makes none, see install_vllm): each process of a server imports thousands.
@@ -374,7 +374,7 @@ pytest_status=0
 if [ ${#tests[@]} -gt 0 ]; then
   printf '\n==== pytest %s (its share: %d s)\n' "${tests[*]}" "${share[pytest]}"
   bounded $((share[pytest] * slower / 2)) .venv/bin/python -m pytest --durations=10 --timeout 600 \
-    -n 3 --dist loadscope --no-loadscope-reorder "${tests[@]}"
+    -n 2 --dist loadscope --no-loadscope-reorder "${tests[@]}"
   pytest_status=$?
 fi
 if [ ${#failed[@]} -gt 0 ]; then
