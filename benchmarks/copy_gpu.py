@@ -8,8 +8,8 @@ stands still until then. "decode" runs steps of a model (small copies both ways 
 SM) alone and beside copies that last through the loop, by what may be in flight. A row that misses its aim
 says so.
 
-Results are written after each question, with ``"complete": false`` until the last: what was measured before
-the benchmark was cut off is not lost.
+Results are written after each question, into a file named ``...-incomplete`` until the last: what was
+measured before the benchmark was cut off is not lost, and what an earlier run measured neither.
 
     bash benchmarks/gpu/run.sh                        # builds, tests and measures
     bash benchmarks/gpu/run.sh --on-threads           # tries all of it without a GPU
@@ -124,8 +124,11 @@ def main() -> int:
         if options.quick or not rows:
             return
         name = "copy_gpu-" + "-".join(header["device"].lower().split())
-        picture = (lambda path: draw(rows, header["device"], path)) if complete else None
-        write_results(name, {**header, "complete": complete, "rows": rows}, picture)
+        results = {**header, "complete": complete, "rows": rows}
+        partly = write_results(f"{name}-incomplete", results)
+        if complete:
+            write_results(name, results, lambda path: draw(rows, header["device"], path))
+            partly.unlink()
 
     # Before the program: a size that does not fit is told at once. Measured after it: they share the link.
     vllm = VllmCopies() if not options.quick else None
@@ -159,7 +162,7 @@ def main() -> int:
                 say(f"vllm        {line(row)}; ours / vllm {row['ours'] / row['vllm']:.2f}")
     header["vllm"] = vllm.missing or vllm.version
     say(f"{missed} of {len(rows)} rows miss their aim")
-    keep(complete=True)
+    keep(complete=not options.questions)
     return 0
 
 

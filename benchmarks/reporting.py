@@ -82,20 +82,22 @@ def draw_bars(
     figure.savefig(path, dpi=120)
 
 
-def write_results(name: str, results: dict[str, Any], draw: Callable[[Path], None] | None = None) -> None:
-    """Keeps ``results`` (and the picture that ``draw`` saves at the path it is given) under results/."""
+def write_results(name: str, results: dict[str, Any], draw: Callable[[Path], None] | None = None) -> Path:
+    """Keeps ``results`` (and the picture that ``draw`` saves at the path it is given) under results/. Returns
+    the path of the results."""
     machine = describe_machine()
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / f"{name}-{machine['name']}"
     written = stem.with_suffix(".new")  # a benchmark that is ended here leaves what was there before
     written.write_text(json.dumps({"machine": machine, **results}, indent=2) + "\n")
-    written.replace(stem.with_suffix(".json"))
-    say(f"written: {stem.with_suffix('.json')}")
+    kept = written.replace(stem.with_suffix(".json"))
+    say(f"written: {kept}")
     if draw is None:
-        return
+        return kept
     try:
         draw(stem.with_suffix(".png"))
     except ImportError as error:
         say(f"not drawn: {error}")
     else:
         say(f"drawn: {stem.with_suffix('.png')}")
+    return kept

@@ -27,21 +27,19 @@ double seconds(const CopyTable& table, CopyDirection direction, CopyPath path, s
 
 using Seen = std::array<bool, kColumns>;
 
-// Columns that the budget did not reach: the default's shape at the height of
-// what was measured.
-void complete(CopyTable::Rates* rates, const CopyTable::Rates& defaults, const Seen& seen) {
-  double scale = 0;
+// How far what was measured lies from the default.
+struct Scale {
+  double sum = 0;
   int count = 0;
-  for (std::size_t i = 0; i < kColumns; ++i) {
-    if (!seen[i]) continue;
-    scale += (*rates)[i] / defaults[i];
-    ++count;
+  void add(const CopyTable::Rates& rates, const CopyTable::Rates& defaults, const Seen& seen) {
+    for (std::size_t i = 0; i < kColumns; ++i) {
+      if (!seen[i]) continue;
+      sum += rates[i] / defaults[i];
+      ++count;
+    }
   }
-  if (count == 0) return;
-  for (std::size_t i = 0; i < kColumns; ++i) {
-    if (!seen[i]) (*rates)[i] = defaults[i] * scale / count;
-  }
-}
+  double or_else(double other) const { return count == 0 ? other : sum / count; }
+};
 
 }  // namespace
 
@@ -145,9 +143,22 @@ CopyTable calibrate(const CalibrationProbe& probe) {
       }
     }
   }
+  // Columns that the budget did not reach get the default's shape at the height of what was measured of that
+  // path, and paths that it did not reach at that of DMA: on a link half as fast they are no faster.
+  Scale of_dma;
   for (std::size_t d = 0; d < kDirections.size(); ++d) {
-    for (std::size_t p = 0; p < kCopyPaths; ++p)
-      complete(&table.rates[d][p], defaults.rates[d][p], seen[d][p]);
+    of_dma.add(table.rates[d][index(CopyPath::kDma)], defaults.rates[d][index(CopyPath::kDma)],
+               seen[d][index(CopyPath::kDma)]);
+  }
+  for (std::size_t d = 0; d < kDirections.size(); ++d) {
+    for (std::size_t p = 0; p < kCopyPaths; ++p) {
+      Scale own;
+      own.add(table.rates[d][p], defaults.rates[d][p], seen[d][p]);
+      const double scale = own.or_else(of_dma.or_else(1));
+      for (std::size_t i = 0; i < kColumns; ++i) {
+        if (!seen[d][p][i]) table.rates[d][p][i] = defaults.rates[d][p][i] * scale;
+      }
+    }
   }
   return table;
 }

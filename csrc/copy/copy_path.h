@@ -53,8 +53,8 @@ CopyPath choose_path(const CopyTable& table, CopyDirection direction, std::uint6
 // Fills a table by measuring each direction, path and segment size.
 // `measure(direction, path, segment_bytes, total_bytes)` returns seconds for
 // total_bytes, or <= 0 when the path is not there. Stops early once `spent()`
-// says `budget_seconds` are over; columns that were not reached keep the
-// default's rate, scaled by what the others showed.
+// says `budget_seconds` are over; what was not reached keeps the default's rate,
+// scaled by what the path's other columns showed, or by what DMA did.
 struct CalibrationProbe {
   std::function<double(CopyDirection, CopyPath, std::uint64_t segment_bytes, std::uint64_t total_bytes)>
       measure;

@@ -1,7 +1,9 @@
 #include "copy/cuda_calibration.h"
 
+#include <chrono>
 #include <memory>
 #include <thread>
+#include <utility>
 
 #include "base/clock.h"
 #include "copy/cuda_check.h"
@@ -72,14 +74,13 @@ class Runner {
       : copier_({.layout = layout, .area = options.area, .order_after_compute = false},
                 std::make_unique<CudaDevice>(options), single_path_table(path), limits) {}
 
-  // Seconds of the job; 0 when it could not be copied.
-  double run(CopyJob job) {
+  CopyResult run(CopyJob job) {
     job.id = ++last_id_;
     copier_.submit(std::move(job));
     std::vector<CopyResult> results;
     // Not wait(): it makes the thread spin and lets more be in flight.
-    while ((results = copier_.poll()).empty()) std::this_thread::yield();
-    return results[0].status.is_ok() ? results[0].seconds : 0;
+    while ((results = copier_.poll()).empty()) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    return std::move(results[0]);
   }
 
  private:
@@ -112,9 +113,15 @@ CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& l
         on_scratch.staging_bytes = path == CopyPath::kStaged ? options.staging_bytes : 0;
         runner = std::make_unique<Runner>(path, layout, on_scratch, limits);
       }
-      return runner->run(job_of(direction, segment_bytes, total_bytes));
+      const CopyResult result = runner->run(job_of(direction, segment_bytes, total_bytes));
+      if (result.status.is_ok()) return result.seconds;
+      // A kernel may be missing; DMA never is.
+      if (path == CopyPath::kDma) throw_resource("{}", result.status.message());
+      return 0;
     };
-    return calibrate({.measure = measure, .spent = spent, .budget_seconds = 0.8});
+    CopyTable table = calibrate({.measure = measure, .spent = spent, .budget_seconds = 0.8});
+    if (!table.measured) table.not_measured = "its time was over before the first copy";
+    return table;
   } catch (const ResourceError& error) {
     CopyTable table = default_copy_table();
     table.not_measured = error.what();

@@ -8,7 +8,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <string_view>
+#include <utility>
 
 #include "copy/block_copier.h"
 
@@ -73,8 +75,9 @@ constexpr std::uint64_t number_of(std::uint64_t version) {
 }  // namespace cuda_interface
 
 inline constexpr char kCudaLibraryName[] = "libkv_offload_cuda.so";
-// To be raised for what no member shows: another virtual function of BlockCopier,
-// another meaning of a member.
+// To be raised for what the members' types do not show: another virtual function of
+// BlockCopier, another order or meaning of members of one type or of an enum's
+// values, members of Status.
 inline constexpr std::uint64_t kCudaInterfaceVersion = 3;
 inline constexpr std::uint64_t kCudaInterface =
     cuda_interface::number_of<CacheTensor, GroupRef, CacheLayout, CopierOptions, CopyJob, CopyResult>(

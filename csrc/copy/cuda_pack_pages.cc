@@ -38,6 +38,7 @@ std::string pack_pages_on_stream(std::span<const PackPiece> pages, bool to_row, 
     const CudaContext context(device);
     const CudaContext::Scope scope(context);
     if (!scope.status().is_ok()) return scope.status().to_string();
+    const CudaCaptureScope relaxed;  // another stream's capture forbids this thread to load kernels
     auto* const on = static_cast<cudaStream_t>(stream);
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     if (const cudaError_t error = cudaStreamIsCapturing(on, &capture); error != cudaSuccess) {

@@ -2,8 +2,7 @@
 
 A test that is marked ``beside(file, minor)``, or ``beside(file)`` and has a parameter ``minor``, takes the
 output of that file under that release from ``beside``. The first such test begins the runs of all that were
-selected: a process for each release, which imports its vLLM once, runs the files of it one after another.
-Processes share nothing but the files that they read.
+selected; each is a process of its own and shares nothing with the others but the files that they read.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ def check_of(item: Any) -> Check | None:
 def checks(request: pytest.FixtureRequest) -> Iterator[dict[Check, Future[str]]]:
     pool = ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)))
     found = trees()
-    files: dict[str, list[str]] = {}
-    for file, minor in dict.fromkeys(check for item in request.session.items if (check := check_of(item))):
-        files.setdefault(minor, []).append(file)
+    wanted = dict.fromkeys(check for item in request.session.items if (check := check_of(item)))
     try:
-        # That with the most files takes longest: it goes first.
-        minors = sorted(found.keys() & files, key=lambda minor: -len(files[minor]))
-        runs = {minor: pool.submit(run_under, found[minor], *files[minor]) for minor in minors}
-        yield {(file, minor): run for minor, run in runs.items() for file in files[minor]}
+        yield {
+            (file, minor): pool.submit(run_under, found[minor], file)
+            for file, minor in wanted
+            if minor in found
+        }
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -23,6 +23,7 @@ for program in gpu_tests copy_gpu; do
 done
 """
 CONNECTIONS = 'echo "connections $CUDA_DEVICE_MAX_CONNECTIONS" >>calls\n'
+A_TEST_RUNS = 'echo "[       OK ] Gpu.pinning_reports (0 ms)"\n'
 # What a GPU that is not there looks like, and more text than a pipe holds.
 NO_GPU = 'echo "[  SKIPPED ] Gpu.pinning_reports (0 ms)"; for i in {1..20000}; do echo "$i bottles"; done'
 BENCHMARK = "mkdir -p benchmarks/results; echo {} >benchmarks/results/copy_gpu-a-b.json\n"
@@ -34,7 +35,7 @@ def tree(tmp_path: Path) -> Path:
     shutil.copy(BENCHMARKS / "gpu/run.sh", tmp_path / "benchmarks/gpu")
     for name, body in {
         "cmake": CMAKE,
-        "gpu_tests": CONNECTIONS,
+        "gpu_tests": A_TEST_RUNS + CONNECTIONS,
         "copy_gpu": "",
         "compute-sanitizer": CONNECTIONS,
         "nvidia-smi": "",
@@ -109,11 +110,20 @@ def test_a_build_that_fails_stops_the_rest(tree):
     assert (status, programs(calls)) == (1, {"cmake"}), said
 
 
-def test_tests_that_were_skipped_have_not_passed(tree):
-    stand_in(tree, "gpu_tests", NO_GPU)
-    status, _, said = run(tree, "tests")
+@pytest.mark.parametrize("part", ["tests", "memcheck"])
+@pytest.mark.parametrize("body", [NO_GPU, 'echo "[==========] 0 tests from 0 test suites ran."\n'])
+def test_tests_that_were_skipped_or_are_not_there_have_not_passed(tree, part, body):
+    stand_in(tree, "gpu_tests", body)
+    status, _, said = run(tree, part)
     assert status == 1
     assert "there is no GPU" in said
+
+
+def test_another_gpu_is_measured_too(tree):
+    run(tree)
+    stand_in(tree, "nvidia-smi", "echo another\n")
+    status, calls, said = run(tree)
+    assert (status, programs(calls)) == (0, EVERYTHING), said
 
 
 @pytest.mark.parametrize(("part", "connections"), [("tests", "32"), ("memcheck", "32"), ("bench", "")])
@@ -183,6 +193,17 @@ def test_results_are_complete_in_the_end(benchmark):
     status, kept = measure(benchmark, [HEADER, SUBMIT])
     assert status == 0
     assert kept["complete"] is True
+
+
+def test_what_is_cut_off_leaves_what_an_earlier_run_measured(benchmark):
+    _, before = measure(benchmark, [HEADER, SUBMIT])
+    (folder,) = {path.parent for path in benchmark.glob("results/*.json")}
+    (whole,) = folder.glob("*.json")
+    whole.rename(folder / "whole")
+    measure(benchmark, [HEADER, DECODE, SUBMIT], "exit 3")
+    (partly,) = folder.glob("*.json")
+    assert partly.name != whole.name
+    assert json.loads((folder / "whole").read_text()) == before
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")

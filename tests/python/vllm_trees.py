@@ -41,12 +41,11 @@ def trees() -> dict[str, Path]:
     return found
 
 
-def run_under(tree: Path, *files: str, timeout: float = 1800, **environment: str) -> str:
-    """Run ``check_*.py`` with pytest, in a process whose vLLM is ``tree``. Returns its output; raises
-    AssertionError with it when a check fails or none ran."""
-    command = [sys.executable, "-m", "pytest", *(str(TESTS / file) for file in files)]
-    command += ["-q", "-ra", "-p", "no:cacheprovider", "--no-header"]
-    command += ["-o", "python_files=check_*.py", "-o", "filterwarnings=default"]
+def run_under(tree: Path, file: str, *arguments: str, timeout: float = 1800, **environment: str) -> str:
+    """Run one ``check_*.py`` with pytest, in a process of its own whose vLLM is ``tree``. Returns its output;
+    raises AssertionError with it when a check fails or none ran."""
+    command = [sys.executable, "-m", "pytest", str(TESTS / file), "-q", "-ra", "-p", "no:cacheprovider"]
+    command += ["-o", "python_files=check_*.py", "-o", "filterwarnings=default", "--no-header", *arguments]
     path = os.pathsep.join([str(tree), str(TESTS), str(ROOT), os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         command,
@@ -61,5 +60,5 @@ def run_under(tree: Path, *files: str, timeout: float = 1800, **environment: str
         timeout=timeout,
         check=False,
     )
-    assert result.returncode == 0, f"{' '.join(files)} under {tree}:\n{result.stdout[-12000:]}"
+    assert result.returncode == 0, f"{file} under {tree}:\n{result.stdout[-12000:]}"
     return result.stdout

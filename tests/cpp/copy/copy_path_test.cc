@@ -112,6 +112,15 @@ TEST(Calibrate, stays_in_its_budget_and_scales_what_it_did_not_reach) {
   EXPECT_LT(table.rate(kStore, CopyPath::kKernel, 4 << 20), 10e9);
 }
 
+TEST(Calibrate, a_path_that_it_did_not_reach_is_no_faster_than_the_link) {
+  const CopyTable slow = calibrate_for({.dma_rate = 5e9, .dma_per_segment = 1e-9}, 1e-9);
+  EXPECT_TRUE(slow.measured);
+  for (const CopyDirection direction : {kStore, kLoad}) {
+    EXPECT_LT(slow.rate(direction, CopyPath::kStaged, 4 << 20), 8e9);
+    EXPECT_LT(slow.rate(direction, CopyPath::kKernel, 4 << 20), 8e9);
+  }
+}
+
 TEST(Calibrate, without_time_the_defaults_stand) {
   const CopyTable table = calibrate_for({}, 0.0);
   EXPECT_FALSE(table.measured);

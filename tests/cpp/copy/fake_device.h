@@ -85,6 +85,19 @@ struct FakeDeviceState {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return issued.size() >= count; });
   }
+  // Waits for the n-th copy (from 0) that begins at `offset` or behind it; its index in `issued`.
+  std::size_t nth_issued_from(std::uint64_t offset, std::size_t n) {
+    std::unique_lock lock(mutex);
+    std::size_t index = 0;
+    changed.wait(lock, [&] {
+      std::size_t found = 0;
+      for (index = 0; index < offsets.size(); ++index) {
+        if (offsets[index] >= offset && found++ == n) return true;
+      }
+      return false;
+    });
+    return index;
+  }
   // The copier has looked at the compute stream so many times more.
   void until_asked(int more) {
     std::unique_lock lock(mutex);
