@@ -7,8 +7,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from local_server import Answer, LocalServer
+from local_server import Answer, LocalServer, kv_transfer_config
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # The scripts call `python` and `kv-offload`: those of the running interpreter.
@@ -32,3 +33,11 @@ class Reference:
 
     prompts: list[list[int]]
     answers: list[Answer]
+
+
+def patient_config(cpu_bytes: str, root: Path, **tier: Any) -> dict[str, Any]:
+    """For tests that count what comes back: all that is there is loaded, and a machine that stands still for
+    seconds makes no difference. ``tier``: further options of the disk."""
+    config = kv_transfer_config(cpu_bytes, root, load_policy="always", lookup_deadline_ms=60_000)
+    config["kv_connector_extra_config"]["secondary_tiers"][0] |= {"op_deadline_ms": 60_000, **tier}
+    return config

@@ -5,19 +5,38 @@ Host memory is smaller than the working set, so that prompts come back from both
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import waiting
 from answers import BLOCK, assert_same, make_prompts
-from local_server import kv_transfer_config
-from setting import PROMPT_BLOCKS, PROMPTS, Serve
+from local_server import Answer, LocalServer
+from setting import PROMPT_BLOCKS, PROMPTS, Serve, patient_config
+
+
+def ask_and_wait_for_writes(server: LocalServer, prompt: list[int]) -> Answer:
+    """Memory that is full drops what a slow disk has not taken yet."""
+    answer = server.ask(prompt)
+    chunks = -1.0
+
+    def written() -> bool:
+        nonlocal chunks
+        before, chunks = chunks, server.metric("kv_offload_tier_chunks", tier="fs")
+        time.sleep(0.6)  # gauges are published twice a second, by an engine that steps
+        server.ask([7] * 16, max_tokens=1)
+        queued = server.metric("kv_offload_queue_depth", tier="fs", op="write")
+        return queued == 0 and server.metric("kv_offload_tier_chunks", tier="fs") == chunks == before
+
+    waiting.until(written, 60, "nothing more is written")
+    return answer
 
 
 def test_a_sliding_window_model_reloads_from_host_memory_and_disk(
     start: Serve, sliding_model: Path, tmp_path: Path
 ) -> None:
     prompts = make_prompts(PROMPTS, PROMPT_BLOCKS, seed=3)
-    with start(sliding_model, kv_transfer_config("72MiB", tmp_path), blocks=100) as server:
-        first = [server.ask(prompt) for prompt in prompts]
+    with start(sliding_model, patient_config("72MiB", tmp_path), blocks=100) as server:
+        first = [ask_and_wait_for_writes(server, prompt) for prompt in prompts]
         again = [server.ask(prompt) for prompt in reversed(prompts)]
         assert not any(answer.cached_tokens for answer in first)
         assert_same(again, first[::-1])

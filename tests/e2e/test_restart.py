@@ -15,15 +15,15 @@ import records
 import shared_memory
 import waiting
 from answers import BLOCK, NOISE, assert_same, make_prompts
-from local_server import Answer, LocalServer, ServerError, difference, kv_transfer_config
-from setting import PROMPT_BLOCKS, Reference, Serve
+from local_server import Answer, LocalServer, ServerError, difference
+from setting import PROMPT_BLOCKS, Reference, Serve, patient_config
 
 SWAPPED, FLIPPED, TRUNCATED = (
     3,
     4,
     5,
 )  # prompts of which one record is damaged between the first and second life
-MORE_PROMPTS = 12
+MORE_PROMPTS = 60
 RECORDED_BEFORE_KILL = 200  # of the records of MORE_PROMPTS
 
 
@@ -48,7 +48,7 @@ def first(start: Serve, model: Path, reference: Reference, root: Path) -> tuple[
     """Computes and records all prompts; also gives the records of each prompt."""
     of_prompt: list[list[Path]] = []
     seen: set[Path] = set()
-    life = Life(start(model, kv_transfer_config("1GiB", root)), [])
+    life = Life(start(model, patient_config("1GiB", root, n_write_threads=1)), [])
     for prompt in reference.prompts:
         life.answers.append(life.server.ask(prompt))
         waiting.recorded(root, len(seen) + PROMPT_BLOCKS, life.server)
@@ -68,7 +68,7 @@ def second(
     records.plant(of_prompt[SWAPPED][middle], donor=of_prompt[SWAPPED][middle + 1])
     records.flip(of_prompt[FLIPPED][middle], records.HEADER + 100_000)
     records.truncate(of_prompt[TRUNCATED][middle])
-    server = start(model, kv_transfer_config("1GiB", root))
+    server = start(model, patient_config("1GiB", root, n_write_threads=1))
     return Life(server, [server.ask(prompt) for prompt in reference.prompts])
 
 
@@ -133,12 +133,13 @@ def killed(second: Life, root: Path) -> Killed:
     second.server.kill()
     asking.join()
     assert len(answers) < MORE_PROMPTS, "it had finished before it was killed"
-    return Killed(len(records.files(root)), prompts, answers, shared_memory.names() - shm_before)
+    asked = prompts[: len(answers) + 1]
+    return Killed(len(records.files(root)), asked, answers, shared_memory.names() - shm_before)
 
 
 @pytest.fixture(scope="module")
 def third(start: Serve, model: Path, reference: Reference, root: Path, killed: Killed) -> Life:
-    server = start(model, kv_transfer_config("1GiB", root))
+    server = start(model, patient_config("1GiB", root, n_write_threads=1))
     return Life(server, [server.ask(prompt) for prompt in reference.prompts + killed.prompts])
 
 
@@ -172,7 +173,7 @@ def reset(third: Life, reference: Reference, root: Path) -> Answer:
 
 @pytest.fixture(scope="module")
 def fourth(start: Serve, model: Path, reference: Reference, root: Path, reset: Answer) -> Iterator[Life]:
-    with start(model, kv_transfer_config("1GiB", root)) as server:
+    with start(model, patient_config("1GiB", root, n_write_threads=1)) as server:
         yield Life(server, [server.ask(prompt) for prompt in reference.prompts[:2]])
 
 

@@ -15,8 +15,8 @@ import pytest
 import records
 import waiting
 from answers import BLOCK, assert_same, make_prompts
-from local_server import LocalServer, kv_transfer_config
-from setting import PROMPT_BLOCKS, Reference, Serve
+from local_server import LocalServer
+from setting import PROMPT_BLOCKS, Reference, Serve, patient_config
 
 MEMORY = ("512MiB", "256MiB")  # of the first and of the second server
 WHOLE = PROMPT_BLOCKS * BLOCK
@@ -29,7 +29,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(start: Serve, model: Path, root: Path) -> Iterator[tuple[LocalServer, LocalServer]]:
-    first, second = (start(model, kv_transfer_config(memory, root)) for memory in MEMORY)
+    first, second = (start(model, patient_config(memory, root)) for memory in MEMORY)
     yield first, second
     first.stop()
     second.stop()
@@ -59,6 +59,7 @@ def test_what_one_server_wrote_the_other_loads(
     writer, reader = servers
     written = [writer.ask(prompt) for prompt in reference.prompts[:3]]
     waiting.recorded(root, 3 * PROMPT_BLOCKS, writer)
+    waiting.known(3 * PROMPT_BLOCKS, reader)
     loaded = [reader.ask(prompt) for prompt in reference.prompts[:3]]
     assert_same([*written, *loaded], reference.answers[:3] * 2)
     assert [answer.cached_tokens for answer in loaded] == [WHOLE] * 3

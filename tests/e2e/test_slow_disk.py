@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import records
 import waiting
 from answers import assert_same
 from local_server import Answer, LocalServer, kv_transfer_config
@@ -100,9 +101,8 @@ def setting(start: Serve, model: Path, reference: Reference, disk: SlowDisk) -> 
     with start(model, kv_transfer) as server:
         setting = Setting(server, disk, reference)
         try:
-            for number in range(len(reference.prompts)):
-                setting.ask()
-                waiting.recorded(disk.directory, (number + 1) * PROMPT_BLOCKS, server)
+            wanted = len(reference.prompts) * PROMPT_BLOCKS
+            setting.ask_until(lambda: len(records.files(disk.directory)) >= wanted, "all are recorded")
             setting.ask_until_loaded(2 * PROMPT_TOKENS)
             yield setting
         finally:
