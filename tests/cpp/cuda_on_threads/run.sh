@@ -30,9 +30,10 @@ if ! cmake -S . -B "$folder" -G Ninja -DKV_OFFLOAD_DEVELOPER=ON -DKV_OFFLOAD_CUD
   exit 1
 fi
 # A test that stands still is a failure, and says which one it is.
+limit=$((mutant ? 120 : 180 + 120 * seeds))
 KV_OFFLOAD_GPU_SECONDS=${KV_OFFLOAD_GPU_SECONDS:-1} KV_OFFLOAD_GPU_CASES=${KV_OFFLOAD_GPU_CASES:-40} \
   TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \
-  timeout --kill-after=5 "${KV_OFFLOAD_THREADS_TIMEOUT:-120}" \
+  timeout --kill-after=5 "${KV_OFFLOAD_THREADS_TIMEOUT:-$limit}" \
   "$folder/tests/cpp/cuda_on_threads/cuda_on_threads_tests" --gtest_repeat="$seeds" --gtest_filter="$filter" \
   ${mutant:+--gtest_fail_fast} >"$folder-run.log" 2>&1
 status=$?

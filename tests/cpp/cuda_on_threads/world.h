@@ -57,6 +57,7 @@ class World : public ::testing::Test {
   }
   void TearDown() override {
     let_go();
+    (void)cudaStreamSynchronize(compute_);  // what hold_compute() queued uses this object
     copier_.reset();
     pinned_.reset();
     (void)cudaStreamDestroy(compute_);
