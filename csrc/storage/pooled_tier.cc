@@ -141,13 +141,14 @@ IoPool::Op PooledTier::make_locate(std::vector<ChunkKey> keys, const Submitted& 
   queued.tag = kLocateTag;
   queued.run = [shared = shared_, asked, submitted] { return run_locate(*shared, *asked, submitted); };
   queued.done = [shared = shared_, asked, pass, clock = &clock_](const Status& status, double, double) {
-    if (!status) shared->catalogue().give_up_asking(*asked);
     Breaker& breaker = shared->breaker(Lane::kRead);
     if (device_failed(status)) {
       breaker.failed(pass, clock->now());
     } else {
       breaker.not_tried(pass);
     }
+    // Last: who sees that the question has ended also sees what the breaker makes of it.
+    if (!status) shared->catalogue().give_up_asking(*asked);
   };
   return queued;
 }

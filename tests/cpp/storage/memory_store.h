@@ -219,7 +219,7 @@ class MemoryStore final : public RecordStore {
     std::uint64_t number = 0;
     if (Status status = server_->next_epoch(&number); !status) return status;
     const std::lock_guard lock(mutex_);
-    epoch_ = std::make_shared<Number>(number);
+    if (!epoch_) epoch_ = std::make_shared<Number>(number);  // upkeep and a reset may both begin one
     return Status::ok();
   }
   bool can_reset() const override { return !read_only_; }

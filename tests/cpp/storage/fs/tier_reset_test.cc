@@ -222,15 +222,18 @@ TEST_F(FsTierReset, after_the_end_of_who_was_reset_its_records_are_reclaimed) {
   b.reset();
   TierUser c(timed_options());
   EXPECT_FALSE(c.has(1)) << "that there was a reset is not forgotten with them";
+  const auto marks = [&] {
+    std::set<std::string> found;
+    walk(root_, [&](const fs::path& path) {
+      if (layout::parse_mark(path.filename().string())) found.insert(path.filename().string());
+    });
+    return found;
+  };
+  // The marks of a generation are removed after its directory.
   EXPECT_TRUE(c.until([&] {
     tick(c);
-    return generations() == std::set<std::string>{"g3"};
+    return generations() == std::set<std::string>{"g3"} && marks() == std::set<std::string>{"g3.open"};
   }));
-  std::set<std::string> marks;
-  walk(root_, [&](const fs::path& path) {
-    if (layout::parse_mark(path.filename().string())) marks.insert(path.filename().string());
-  });
-  EXPECT_EQ(marks, std::set<std::string>{"g3.open"});
 }
 
 // As on NFS: locks on directories are seen by one host, those on files by all.
