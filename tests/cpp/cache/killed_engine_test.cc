@@ -162,10 +162,16 @@ TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneStartsAndFindsEverything) {
     World last(engine(life));
     EXPECT_EQ(names_in_shm(), 0u);
     look_at_all(last);
+    // Records are known before what the root holds has been counted, which removes them.
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!testing::temporaries_in(root_).empty() && std::chrono::steady_clock::now() < give_up) {
+      last.cache->end_step();
+      std::this_thread::yield();
+    }
+    EXPECT_THAT(testing::temporaries_in(root_), ::testing::IsEmpty());
   }
   EXPECT_EQ(told_->wrong, 0u);
   EXPECT_GT(recorded_now(), 20u);
-  EXPECT_THAT(testing::temporaries_in(root_), ::testing::IsEmpty());
 }
 
 // The control: with memory that somebody still holds, the next one cannot start.
