@@ -103,10 +103,8 @@ class Lives {
     }
     promised_.clear();
     // Who lost its lock with the power is dead when it has not moved for a while.
-    Nanos step{std::chrono::seconds(1)};  // it grows: a count is followed by a rest twenty times as long
     const bool settled = user.until([&] {
-      clock_.advance(step);
-      step = std::min<Nanos>(step + step / 8, std::chrono::minutes(10));
+      clock_.advance(std::chrono::seconds(1));
       user.poll();
       return user.tier().stats().bytes == disk_.du() && temporaries() == 0;
     });
