@@ -122,8 +122,7 @@ class Bench {
       const double bytes = static_cast<double>((stores + loads) * kPage);
       fmt::print(
           "{{\"question\": \"both_ways\", \"stores\": {}, \"loads\": {}, \"ours\": {:.0f}, \"waited\": "
-          "{:.0f}, "
-          "\"link\": {:.0f}, \"ratio\": {:.3f}}}\n",
+          "{:.0f}, \"link\": {:.0f}, \"ratio\": {:.3f}}}\n",
           stores, loads, bytes / best(ours), bytes / best(waited), bytes / best(link),
           best(link) / best(ours));
       std::fflush(stdout);
@@ -149,7 +148,8 @@ class Bench {
     const CacheLayout layout = layout_of(platform_.cache().data(), shape.page, shape.layers, shape.blocks);
     for (const CopyPath path : {CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged}) {
       for (const CopyDirection direction : kBoth) {
-        const int jobs = jobs_that_outlast_a_step(direction, shape.page * shape.layers * shape.blocks);
+        const std::size_t jobs =
+            jobs_that_outlast_a_step(direction, shape.page * shape.layers * shape.blocks);
         for (const Setting& setting : settings) {
           if (path == CopyPath::kStaged && setting.bytes > (8 << 20)) continue;
           DeviceLimits limits = platform_.limits();
@@ -189,15 +189,16 @@ class Bench {
   static constexpr int kTurns = 10;
 
   // They are handed out between two steps, and one at least must run through each.
-  int jobs_that_outlast_a_step(CopyDirection direction, std::uint64_t bytes) {
+  std::size_t jobs_that_outlast_a_step(CopyDirection direction, std::uint64_t bytes) {
     if (quick_) return 2;
     (void)platform_.step();
     const double step = platform_.step().whole;
     const double at_the_links_rate = platform_.link(direction, bytes);
-    return 2 + static_cast<int>(std::min(1.5 * step / at_the_links_rate, 30.0));
+    return 2 + static_cast<std::size_t>(std::min(1.5 * step / at_the_links_rate, 30.0));
   }
 
-  void decode_beside(DeviceCopier& copier, const CopyJob& job, int jobs, CopyPath path, const char* setting) {
+  void decode_beside(DeviceCopier& copier, const CopyJob& job, std::size_t jobs, CopyPath path,
+                     const char* setting) {
     const int steps = quick_ ? 2 : 20;
     std::vector<Step> alone;
     std::vector<Step> beside;
@@ -206,17 +207,11 @@ class Bench {
     for (int turn = 0; turn < (quick_ ? 1 : kTurns); ++turn) {
       for (int i = 0; i < steps; ++i) alone.push_back(platform_.step());
       const double begun = now();
-      for (int i = 0; i < jobs; ++i) submit(copier, job);
-      int running = jobs;
+      while (under_way_.size() < jobs) submit(copier, job);
       for (int i = 0; i < steps; ++i) {
         beside.push_back(platform_.step());
-        for (const CopyResult& result : copier.poll()) {
-          if (!result.status.is_ok()) throw std::runtime_error(result.status.to_string());
-          std::erase(under_way_, result.job_id);
-          bytes += result.bytes;
-          --running;
-        }
-        for (; running < jobs; ++running) submit(copier, job);
+        bytes += collect(copier);
+        while (under_way_.size() < jobs) submit(copier, job);
       }
       busy += now() - begun;
       finish(copier);
@@ -245,6 +240,16 @@ class Bench {
     under_way_.push_back(job.id);
     copier.submit(std::move(job));
   }
+  // Of the jobs that are over: their bytes.
+  std::uint64_t collect(DeviceCopier& copier) {
+    std::uint64_t bytes = 0;
+    for (const CopyResult& result : copier.poll()) {
+      if (!result.status.is_ok()) throw std::runtime_error(result.status.to_string());
+      std::erase(under_way_, result.job_id);
+      bytes += result.bytes;
+    }
+    return bytes;
+  }
   // kPolled: as an engine that serves, which asks for results. kWaited: as one whose
   // forward pass stands until the copies are over; the copier then takes all its
   // slots, most urgently, and its thread spins.
@@ -252,10 +257,7 @@ class Bench {
   void finish(DeviceCopier& copier, Until until = Until::kPolled) {
     if (until == Until::kWaited) copier.wait(under_way_);
     while (true) {
-      for (const CopyResult& result : copier.poll()) {
-        if (!result.status.is_ok()) throw std::runtime_error(result.status.to_string());
-        std::erase(under_way_, result.job_id);
-      }
+      (void)collect(copier);
       if (under_way_.empty()) return;
       std::this_thread::yield();
     }

@@ -23,7 +23,7 @@ def ask_and_wait_for_writes(server: LocalServer, prompt: list[int]) -> Answer:
         nonlocal chunks
         before, chunks = chunks, server.metric("kv_offload_tier_chunks", tier="fs")
         time.sleep(0.6)  # gauges are published twice a second, by an engine that steps
-        server.ask([7] * 16, max_tokens=1)
+        waiting.step(server)
         queued = server.metric("kv_offload_queue_depth", tier="fs", op="write")
         return queued == 0 and server.metric("kv_offload_tier_chunks", tier="fs") == chunks == before
 

@@ -21,8 +21,7 @@ PASSWORD = "correct-horse-e2e"
 
 
 def step(server: LocalServer) -> None:
-    """A short prompt: an engine that is idle does not learn what its threads did."""
-    server.ask([7] * 16, max_tokens=1, timeout=ASK_SECONDS)
+    waiting.step(server, timeout=ASK_SECONDS)
 
 
 class Redis:
@@ -87,15 +86,10 @@ def servers(start: Serve, model: Path, redis: Redis) -> Iterator[tuple[LocalServ
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KV_E2E_PASSWORD", PASSWORD)
-        first, second = (
-            start(
-                model,
-                kv_transfer_config(
-                    "256MiB", secondary_tiers=[tier], load_policy="always", lookup_deadline_ms=60_000
-                ),
-            )
-            for _ in range(2)
+        config = kv_transfer_config(
+            "256MiB", secondary_tiers=[tier], load_policy="always", lookup_deadline_ms=60_000
         )
+        first, second = (start(model, config) for _ in range(2))
     yield first, second
     first.stop()
     second.stop()

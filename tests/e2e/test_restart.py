@@ -27,6 +27,11 @@ MORE_PROMPTS = 60
 RECORDED_BEFORE_KILL = 200  # of the records of MORE_PROMPTS
 
 
+def serve(start: Serve, model: Path, root: Path) -> LocalServer:
+    # One thread writes in order: what was recorded has no holes.
+    return start(model, patient_config("1GiB", root, n_write_threads=1))
+
+
 @dataclass
 class Life:
     """What a server's life left: its answers and, while it lasts, the server."""
@@ -48,7 +53,7 @@ def first(start: Serve, model: Path, reference: Reference, root: Path) -> tuple[
     """Computes and records all prompts; also gives the records of each prompt."""
     of_prompt: list[list[Path]] = []
     seen: set[Path] = set()
-    life = Life(start(model, patient_config("1GiB", root, n_write_threads=1)), [])
+    life = Life(serve(start, model, root), [])
     for prompt in reference.prompts:
         life.answers.append(life.server.ask(prompt))
         waiting.recorded(root, len(seen) + PROMPT_BLOCKS, life.server)
@@ -68,7 +73,7 @@ def second(
     records.plant(of_prompt[SWAPPED][middle], donor=of_prompt[SWAPPED][middle + 1])
     records.flip(of_prompt[FLIPPED][middle], records.HEADER + 100_000)
     records.truncate(of_prompt[TRUNCATED][middle])
-    server = start(model, patient_config("1GiB", root, n_write_threads=1))
+    server = serve(start, model, root)
     return Life(server, [server.ask(prompt) for prompt in reference.prompts])
 
 
@@ -139,7 +144,7 @@ def killed(second: Life, root: Path) -> Killed:
 
 @pytest.fixture(scope="module")
 def third(start: Serve, model: Path, reference: Reference, root: Path, killed: Killed) -> Life:
-    server = start(model, patient_config("1GiB", root, n_write_threads=1))
+    server = serve(start, model, root)
     return Life(server, [server.ask(prompt) for prompt in reference.prompts + killed.prompts])
 
 
@@ -173,7 +178,7 @@ def reset(third: Life, reference: Reference, root: Path) -> Answer:
 
 @pytest.fixture(scope="module")
 def fourth(start: Serve, model: Path, reference: Reference, root: Path, reset: Answer) -> Iterator[Life]:
-    with start(model, patient_config("1GiB", root, n_write_threads=1)) as server:
+    with serve(start, model, root) as server:
         yield Life(server, [server.ask(prompt) for prompt in reference.prompts[:2]])
 
 

@@ -160,9 +160,10 @@ def test_live_monitoring_draws_the_dashboard(server: LocalServer, tmp_path: Path
     assert shown is not None
     assert int(shown.group(1)) > 0.7 * int(shown.group(2)), "counters of what did not happen are not there"
     assert file.read_bytes().startswith(b"\x89PNG")
+    prompts = make_prompts(8, PROMPT_BLOCKS, seed=9)  # more than memory holds
 
     def come_back() -> bool:
-        for prompt in make_prompts(8, PROMPT_BLOCKS, seed=9):  # more than memory holds
+        for prompt in prompts:
             server.ask(prompt)
         return server.metric("kv_offload_hit_tokens_total", tier="fs") > 0
 

@@ -18,16 +18,18 @@ def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.1)
 
 
-def recorded(root: Path, count: int, server: LocalServer, seconds: float = 60) -> None:
-    """Until ``root`` holds ``count`` records.
+def step(server: LocalServer, **options: float) -> None:
+    """A short prompt: an engine that is idle neither learns what its threads did nor publishes metrics."""
+    server.ask([7] * 16, max_tokens=1, **options)
 
-    A short prompt now and then makes the engine step, so that it learns from its threads also when idle.
-    """
+
+def recorded(root: Path, count: int, server: LocalServer, seconds: float = 60) -> None:
+    """Until ``root`` holds ``count`` records."""
 
     def enough() -> bool:
         found = len(records.files(root))
         if found < count:
-            server.ask([7] * 16, max_tokens=1)
+            step(server)
         return found >= count
 
     until(
@@ -41,7 +43,7 @@ def known(count: int, server: LocalServer, seconds: float = 60) -> None:
     """Until ``server`` knows of ``count`` records, its own and others': in use, it looks once a second."""
 
     def enough() -> bool:
-        server.ask([7] * 16, max_tokens=1)
+        step(server)
         return server.metric("kv_offload_tier_chunks", tier="fs") >= count
 
     until(enough, seconds, f"{count} records known to the server\n{server.log_tail()}")

@@ -95,8 +95,6 @@ void touch() {
   machine().contexts.insert(current_device());
 }
 
-Memory memory_at(const void* address, std::size_t bytes) { return memory_at(address, bytes, -1); }
-
 Memory memory_at(const void* address, std::size_t bytes, int device) {
   const std::shared_lock lock(machine().ranges_mutex);
   const auto& ranges = machine().ranges;

@@ -155,9 +155,8 @@ cudaError_t fail(cudaError_t error);
 int current_device();
 void touch();
 
-Memory memory_at(const void* address, std::size_t bytes);
-// As a kernel of that device sees it: nobody has peer access.
-Memory memory_at(const void* address, std::size_t bytes, int device);
+// As a kernel of that device sees it, where one is given: nobody has peer access.
+Memory memory_at(const void* address, std::size_t bytes, int device = -1);
 CUstream_st* stream_of(cudaStream_t stream);  // null: the device's default stream
 
 }  // namespace cuda_on_threads
