@@ -30,6 +30,16 @@ def toy(**more: Any) -> dict[str, Any]:
     return {"type": "toy", "server": uuid.uuid4().hex, **more}
 
 
+def live_over(*tiers: dict[str, Any], kind: str = "full attention", seed: int) -> Engine:
+    """A life of an engine that at last asks for prompts of 96 blocks, twice, with memory for 64 of them at
+    most: the others come from a tier."""
+    setup = with_tiers(
+        replace(KINDS[kind], extra={**KINDS[kind].extra, "cpu_bytes_to_use": "256KiB"}), *tiers
+    )
+    alone = [[number, *range(199)] for number in range(8)]
+    return live(setup, seed, 400, Rates(forced_reset=FORCED), alone=alone)
+
+
 def some_prompts(count: int) -> list[list[int]]:
     rng = random.Random(7)
     return [[rng.randrange(1000) for _ in range(rng.randrange(33, 270))] for _ in range(count)]
@@ -38,8 +48,7 @@ def some_prompts(count: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", ["full attention", "hybrid", "two ranks"])
 def test_every_byte_from_a_kind_of_tier_that_was_just_added_is_the_requests_own(kind: str) -> None:
     shelf = toy()
-    setup = with_tiers(replace(KINDS[kind], extra={**KINDS[kind].extra, "cpu_bytes_to_use": "256KiB"}), shelf)
-    engine = live(setup, 11, 400, Rates(forced_reset=FORCED))
+    engine = live_over(shelf, kind=kind, seed=11)
     assert toy_tier.extension().records(shelf["server"]) > 0
     assert total(engine, "kv_offload_hit_tokens_total", "toy") > 0  # how much: the next test
 
@@ -97,8 +106,7 @@ def redis(tmp_path: Path) -> Iterator[dict[str, Any]]:
 def test_every_byte_from_a_redis_server_is_the_requests_own_and_the_next_engine_finds_all(
     redis: dict[str, Any],
 ) -> None:
-    small = replace(FULL, extra={**FULL.extra, "cpu_bytes_to_use": "256KiB"})
-    engine = live(with_tiers(small, redis), 11, 400, Rates(forced_reset=FORCED))
+    engine = live_over(redis, seed=11)
     assert total(engine, "kv_offload_hit_tokens_total", "redis") > 0
     prompts = some_prompts(8)
     whole = [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
@@ -115,8 +123,7 @@ def test_every_byte_from_a_redis_server_is_the_requests_own_and_the_next_engine_
 
 def test_two_kinds_serve_side_by_side_and_each_has_its_name(tmp_path: Path) -> None:
     disk = {"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "4MiB", "op_deadline_ms": 60_000}
-    setup = with_tiers(replace(FULL, extra={**FULL.extra, "cpu_bytes_to_use": "256KiB"}), disk, toy())
-    engine = live(setup, 12, 400, Rates(forced_reset=FORCED))
+    engine = live_over(disk, toy(), seed=12)
     for name in ("fs", "toy"):
         assert total(engine, "kv_offload_write_bytes_total", name) > 0
     assert engine.manager._cache.tier_stats(1)["name"] == "toy"
