@@ -165,10 +165,13 @@ def with_disk(setup: Setup, root: Path, **tier: object) -> Setup:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", kinds())
 def test_every_byte_that_a_request_reads_is_its_own(kind: str, seed: int) -> None:
-    engine = live(KINDS[kind], seed, STEPS // 3 if kind in SHORT else STEPS)
-    loaded = total(engine, "vllm:kv_offload_load_bytes")
-    print(kind, dict(engine.happened), f"loaded {loaded:,.0f} bytes")
-    assert loaded > 10_000, "hardly anything was loaded: the run shows nothing"
+    for life in range(5):  # a short one may load hardly anything, and then shows nothing
+        engine = live(KINDS[kind], seed + 100 * life, STEPS // 3 if kind in SHORT else STEPS)
+        loaded = total(engine, "vllm:kv_offload_load_bytes")
+        print(kind, dict(engine.happened), f"loaded {loaded:,.0f} bytes")
+        if loaded > 10_000:
+            break
+    assert loaded > 10_000
     if engine.setup.drafts:
         # Before 0.33 vLLM names no drafter where there is one group: the connector drops no block there.
         named = MINOR >= (0, 33) or engine.setup.window is not None
@@ -371,10 +374,14 @@ def test_damaged_records_are_misses_and_never_wrong(kind: str, tmp_path: Path) -
     setup = with_disk(
         replace(KINDS[kind], extra={**FULL.extra, "cpu_bytes_to_use": "128KiB"}), tmp_path / "root"
     )
-    engine = live(setup, 3, 1000, Rates(reset=0), root=tmp_path / "root")
-    assert engine.happened["damages"] > 20
-    assert total(engine, "kv_offload_failures_total", "fs", "read", "corrupt") > 0
-    assert total(engine, "kv_offload_hit_tokens_total", "fs") > 100
+    for life in range(3):  # not each reads again what was damaged
+        engine = live(setup, 3 + life, 1000, Rates(reset=0), root=tmp_path / "root")
+        assert engine.happened["damages"] > 20
+        assert total(engine, "kv_offload_hit_tokens_total", "fs") > 100
+        corrupt = total(engine, "kv_offload_failures_total", "fs", "read", "corrupt")
+        if corrupt > 0:
+            break
+    assert corrupt > 0
 
 
 def test_resets_with_a_disk_leave_nothing_wrong(tmp_path: Path) -> None:
