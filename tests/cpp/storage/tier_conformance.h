@@ -11,6 +11,9 @@
 #include "storage/memory_store.h"
 #include "storage/pooled_tier.h"
 #include "storage/redis/medium.h"
+#ifdef KV_OFFLOAD_S3
+#include "storage/s3/medium.h"
+#endif
 #include "storage/tier_medium.h"
 
 namespace kv_offload::testing {

@@ -377,7 +377,12 @@ TEST_P(TierConformance, closing_beside_an_op_that_hangs_returns_and_frees_nothin
 INSTANTIATE_TEST_SUITE_P(Kinds, TierConformance,
                          ::testing::Values(Kind{"fs", [] { return std::make_unique<FsMedium>(); }},
                                            Kind{"memory", [] { return std::make_unique<MemoryMedium>(); }},
-                                           Kind{"redis", [] { return std::make_unique<RedisMedium>(); }}),
+                                           Kind{"redis", [] { return std::make_unique<RedisMedium>(); }}
+#ifdef KV_OFFLOAD_S3
+                                           ,
+                                           Kind{"s3", [] { return std::make_unique<S3Medium>(); }}
+#endif
+                                           ),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -1,0 +1,77 @@
+#include <algorithm>
+#include <array>
+
+#include "storage/s3/client.h"
+
+namespace kv_offload::s3 {
+namespace {
+
+struct Meaning {
+  std::string_view code;
+  StatusKind kind;
+  bool setting;
+  std::string_view sentence;
+};
+
+constexpr std::array kMeanings{
+    Meaning{"NoSuchBucket", StatusKind::kIo, true, "there is no such bucket: make it, or correct bucket"},
+    Meaning{"AccessDenied", StatusKind::kIo, true,
+            "access is denied: allow s3:GetObject, s3:PutObject and s3:DeleteObject on the objects of the "
+            "prefix, "
+            "and s3:ListBucket on the bucket (without it what is missing is answered as denied)"},
+    Meaning{"InvalidAccessKeyId", StatusKind::kIo, true, "the store does not know the access key"},
+    Meaning{"SignatureDoesNotMatch", StatusKind::kIo, true,
+            "the store refuses the signature: the secret key or the region is wrong"},
+    Meaning{"InvalidToken", StatusKind::kIo, true, "the store refuses the session token"},
+    Meaning{"ExpiredToken", StatusKind::kIo, true, "the credentials have expired: start again with new ones"},
+    Meaning{"RequestTimeTooSkewed", StatusKind::kIo, true,
+            "the clock of this host differs from the store's: set it"},
+    Meaning{"AuthorizationHeaderMalformed", StatusKind::kIo, true,
+            "the store refuses the region or the access key: correct region"},
+    Meaning{"PermanentRedirect", StatusKind::kIo, true,
+            "the bucket is elsewhere: correct region or endpoint"},
+    Meaning{"SlowDown", StatusKind::kIo, false, "the store asks for fewer requests"},
+    Meaning{"QuotaExceeded", StatusKind::kNoSpace, false, "the store has no room for more"},
+    Meaning{"XMinioStorageFull", StatusKind::kNoSpace, false, "the store has no room for more"},
+    Meaning{"InsufficientStorage", StatusKind::kNoSpace, false, "the store has no room for more"},
+};
+
+const Meaning* meaning_of(std::string_view code) {
+  const auto found =
+      std::find_if(kMeanings.begin(), kMeanings.end(), [&](const Meaning& one) { return one.code == code; });
+  return found == kMeanings.end() ? nullptr : &*found;
+}
+
+bool is_redirect(const Answer& answer) { return answer.status >= 300 && answer.status < 400; }
+
+bool is_region(std::string_view text) {
+  return !text.empty() && text.size() <= 40 &&
+         text.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == text.npos;
+}
+
+}  // namespace
+
+Status refusal(const Answer& answer, const Bucket& bucket) {
+  if (is_region(answer.region) && answer.region != bucket.region &&
+      (is_redirect(answer) || answer.status == 400)) {
+    return Status::error(StatusKind::kIo, fmt::format("the bucket is in region {}, not in {}: correct region",
+                                                      answer.region, bucket.region));
+  }
+  if (const Meaning* meaning = meaning_of(answer.code)) {
+    return Status::error(meaning->kind, std::string(meaning->sentence));
+  }
+  if (is_redirect(answer)) return refusal({.status = 400, .code = "PermanentRedirect"}, bucket);
+  if (answer.status == 404) return Status::error(StatusKind::kNotFound, "no record of this key");
+  if (answer.status == 403) return refusal({.status = 400, .code = "AccessDenied"}, bucket);
+  if (answer.status == 507) return refusal({.status = 400, .code = "InsufficientStorage"}, bucket);
+  return Status::error(StatusKind::kIo, fmt::format("the store refused the request ({}, {})", answer.status,
+                                                    answer.code.empty() ? "no code" : answer.code));
+}
+
+bool is_setting(const Answer& answer) {
+  const Meaning* meaning = meaning_of(answer.code);
+  return answer.untrusted || is_redirect(answer) || answer.status == 401 || answer.status == 403 ||
+         (meaning != nullptr && meaning->setting);
+}
+
+}  // namespace kv_offload::s3

@@ -1,0 +1,402 @@
+#include "storage/s3/client.h"
+
+#ifdef KV_OFFLOAD_S3
+#include <curl/curl.h>
+#include <openssl/evp.h>
+#include <strings.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstring>
+#include <random>
+#include <utility>
+#endif
+
+namespace kv_offload::s3 {
+namespace {
+
+std::string base_of(const Bucket& bucket) {
+  return bucket.endpoint.empty() ? fmt::format("https://s3.{}.amazonaws.com", bucket.region)
+                                 : bucket.endpoint;
+}
+
+}  // namespace
+
+std::string address_of(const Bucket& bucket) {
+  return fmt::format("s3://{} at {}", bucket.name, base_of(bucket));
+}
+
+#ifdef KV_OFFLOAD_S3
+
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+constexpr std::size_t kMostErrorBytes = 4096;    // of an error's body, where the code stands at the start
+constexpr std::size_t kMostAnswerBytes = 65536;  // of headers, and of what is not a record
+constexpr unsigned kMostTries = 5;
+constexpr Nanos kFirstPause{milliseconds(50)};
+
+std::string url_of(const Bucket& bucket, const std::string& key) {
+  std::string url = base_of(bucket);
+  if (bucket.path_style) return fmt::format("{}/{}/{}", url, bucket.name, key);
+  return url.insert(url.find("://") + 3, bucket.name + ".") + "/" + key;
+}
+
+std::string sha256_hex(std::span<const std::span<const std::byte>> pieces) {
+  const std::unique_ptr<EVP_MD_CTX, void (*)(EVP_MD_CTX*)> context(EVP_MD_CTX_new(), &EVP_MD_CTX_free);
+  std::array<unsigned char, EVP_MAX_MD_SIZE> sum{};
+  unsigned length = 0;
+  bool ok = context && EVP_DigestInit_ex(context.get(), EVP_sha256(), nullptr) == 1;
+  for (const auto& piece : pieces) {
+    ok = ok && EVP_DigestUpdate(context.get(), piece.data(), piece.size()) == 1;
+  }
+  if (!ok || EVP_DigestFinal_ex(context.get(), sum.data(), &length) != 1) return {};
+  std::string text;
+  for (unsigned i = 0; i < length; ++i) text += fmt::format("{:02x}", sum[i]);
+  return text;
+}
+
+std::uint64_t number_of(std::string_view text) {
+  std::uint64_t value = 0;
+  std::from_chars(text.data(), text.data() + text.size(), value);
+  return value;
+}
+
+// Between half of it and all of it.
+Nanos jittered(Nanos pause) {
+  thread_local std::minstd_rand random{std::random_device{}()};
+  return pause / 2 + Nanos(std::uniform_int_distribution<Nanos::rep>(0, pause.count() / 2)(random));
+}
+
+bool asks_again(long status) {
+  return status == 429 || status == 500 || status == 502 || status == 503 || status == 504;
+}
+
+curl_socket_t open_socket(void*, curlsocktype, curl_sockaddr* address) noexcept {
+  return socket(address->family, address->socktype | SOCK_CLOEXEC, address->protocol);
+}
+
+struct FreeList {
+  void operator()(curl_slist* list) const { curl_slist_free_all(list); }
+};
+using Headers = std::unique_ptr<curl_slist, FreeList>;
+
+void add(Headers* headers, const std::string& line) {
+  curl_slist* longer = curl_slist_append(headers->get(), line.c_str());
+  if (longer == nullptr) throw std::bad_alloc();
+  (void)headers->release();
+  headers->reset(longer);
+}
+
+}  // namespace
+
+bool is_built() { return true; }
+
+struct Client::Handle {
+  Handle() {
+    if (easy == nullptr) throw std::bad_alloc();
+  }
+  ~Handle() { curl_easy_cleanup(easy); }
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
+  CURL* const easy = curl_easy_init();
+};
+
+// What libcurl calls while a request is under way: nothing here allocates, so nothing throws into it.
+struct Client::Transfer {
+  explicit Transfer(const Request& asked) : request(asked) {
+    for (const auto& piece : asked.into) expected += piece.size();
+  }
+
+  const Request& request;
+  std::uint64_t expected = 0, announced = 0, came = 0;
+  long status = 0;
+  bool has_length = false, wrong_length = false;
+  std::size_t piece = 0, at = 0;  // where the next byte goes to, or comes from
+  std::size_t header_bytes = 0, error_bytes = 0;
+  std::array<char, kMostErrorBytes> error{};
+  std::array<char, 80> etag{}, region{};
+  std::uint64_t retry_after = 0;
+
+  static void keep(std::array<char, 80>* to, std::string_view value) {
+    to->fill('\0');
+    if (value.size() < to->size()) std::copy(value.begin(), value.end(), to->begin());
+  }
+
+  void header(std::string_view line) {
+    if (line.starts_with("HTTP/")) {  // a new answer: after "100 Continue"
+      const std::size_t space = line.find(' ');
+      status = space == line.npos ? 0 : static_cast<long>(number_of(line.substr(space + 1)));
+      has_length = false;
+      retry_after = 0;
+      return;
+    }
+    const std::size_t colon = line.find(':');
+    if (colon == line.npos) return;
+    const std::string_view name = line.substr(0, colon);
+    std::string_view value = line.substr(colon + 1);
+    while (!value.empty() && (value.front() == ' ' || value.front() == '\t')) value.remove_prefix(1);
+    while (!value.empty() && static_cast<unsigned char>(value.back()) <= ' ') value.remove_suffix(1);
+    const auto is = [&](std::string_view known) {
+      return name.size() == known.size() && strncasecmp(name.data(), known.data(), known.size()) == 0;
+    };
+    if (is("content-length")) {
+      announced = number_of(value);
+      has_length = true;
+    } else if (is("retry-after")) {
+      retry_after = number_of(value);
+    } else if (is("etag")) {
+      keep(&etag, value);
+    } else if (is("x-amz-bucket-region")) {
+      keep(&region, value);
+    }
+  }
+
+  static std::size_t on_header(char* data, std::size_t size, std::size_t count, void* self) noexcept {
+    auto& transfer = *static_cast<Transfer*>(self);
+    const std::size_t bytes = size * count;
+    transfer.header_bytes += bytes;
+    if (transfer.header_bytes > kMostAnswerBytes) return 0;
+    transfer.header({data, bytes});
+    return bytes;
+  }
+
+  static std::size_t on_body(char* data, std::size_t size, std::size_t count, void* self) noexcept {
+    auto& transfer = *static_cast<Transfer*>(self);
+    const std::size_t bytes = size * count;
+    return transfer.body(data, bytes) ? bytes : 0;
+  }
+  bool body(const char* data, std::size_t bytes) {
+    if (status != 200 || request.verb != Verb::kGet) {
+      const std::size_t part = std::min(bytes, error.size() - std::min(error_bytes, error.size()));
+      std::memcpy(error.data() + std::min(error_bytes, error.size()), data, part);
+      error_bytes += bytes;
+      return error_bytes <= kMostAnswerBytes;
+    }
+    came += bytes;
+    wrong_length = (has_length && announced != expected) || came > expected;
+    if (wrong_length) return false;
+    while (bytes > 0) {
+      const auto& to = request.into[piece];
+      const std::size_t part = std::min(bytes, to.size() - at);
+      std::memcpy(to.data() + at, data, part);
+      data += part;
+      bytes -= part;
+      at += part;
+      if (at == to.size()) at = 0, ++piece;
+    }
+    return true;
+  }
+
+  static std::size_t on_read(char* data, std::size_t size, std::size_t count, void* self) noexcept {
+    auto& transfer = *static_cast<Transfer*>(self);
+    std::size_t room = size * count, done = 0;
+    while (room > 0 && transfer.piece < transfer.request.from.size()) {
+      const auto& from = transfer.request.from[transfer.piece];
+      const std::size_t part = std::min(room, from.size() - transfer.at);
+      std::memcpy(data + done, from.data() + transfer.at, part);
+      done += part;
+      room -= part;
+      transfer.at += part;
+      if (transfer.at == from.size()) transfer.at = 0, ++transfer.piece;
+    }
+    return done;
+  }
+  // libcurl begins anew when a connection that was kept alive turns out to be closed.
+  static int on_seek(void* self, curl_off_t offset, int) noexcept {
+    if (offset != 0) return CURL_SEEKFUNC_CANTSEEK;
+    auto& transfer = *static_cast<Transfer*>(self);
+    transfer.piece = transfer.at = 0;
+    return CURL_SEEKFUNC_OK;
+  }
+
+  std::string code() const {
+    const std::string_view text(error.data(), std::min(error_bytes, error.size()));
+    const std::size_t start = text.find("<Code>"), end = text.find("</Code>");
+    if (start == text.npos || end == text.npos || end < start + 6 || end - start > 70) return {};
+    const std::string_view word = text.substr(start + 6, end - start - 6);
+    const bool plain = std::all_of(word.begin(), word.end(), [](unsigned char c) { return isalnum(c); });
+    return plain ? std::string(word) : std::string();
+  }
+};
+
+namespace {
+
+template <typename Value>
+void set(CURL* easy, CURLoption option, Value value) {
+  // Not known to this libcurl, or no memory: what would follow is not what was asked for.
+  if (const CURLcode done = curl_easy_setopt(easy, option, value); done != CURLE_OK) {
+    throw_resource("libcurl refuses a setting: {}", curl_easy_strerror(done));
+  }
+}
+
+void set_who(CURL* easy, const Bucket& bucket) {
+  set(easy, CURLOPT_AWS_SIGV4, fmt::format("aws:amz:{}:s3", bucket.region).c_str());
+  set(easy, CURLOPT_USERNAME, bucket.access_key.c_str());
+  set(easy, CURLOPT_PASSWORD, bucket.secret_key.c_str());
+  if (!bucket.ca_file.empty()) set(easy, CURLOPT_CAINFO, bucket.ca_file.c_str());
+}
+
+void set_how(CURL* easy, milliseconds left) {
+  set(easy, CURLOPT_NOSIGNAL, 1L);
+  set(easy, CURLOPT_PROXY, "");
+  set(easy, CURLOPT_FOLLOWLOCATION, 0L);
+  set(easy, CURLOPT_PATH_AS_IS, 1L);
+  set(easy, CURLOPT_SSL_VERIFYPEER, 1L);
+  set(easy, CURLOPT_SSL_VERIFYHOST, 2L);
+  set(easy, CURLOPT_HTTP_VERSION, static_cast<long>(CURL_HTTP_VERSION_1_1));
+  set(easy, CURLOPT_BUFFERSIZE, static_cast<long>(CURL_MAX_READ_SIZE));
+  set(easy, CURLOPT_UPLOAD_BUFFERSIZE, 2L << 20);
+  set(easy, CURLOPT_TIMEOUT_MS, static_cast<long>(left.count()));
+  set(easy, CURLOPT_CONNECTTIMEOUT_MS, static_cast<long>(left.count()));
+  set(easy, CURLOPT_OPENSOCKETFUNCTION, &open_socket);
+#if LIBCURL_VERSION_NUM >= 0x075500
+  set(easy, CURLOPT_PROTOCOLS_STR, "http,https");
+#else
+  set(easy, CURLOPT_PROTOCOLS, static_cast<long>(CURLPROTO_HTTP | CURLPROTO_HTTPS));
+#endif
+}
+
+Status failure(CURLcode result, Answer* answer) {
+  if (result == CURLE_OPERATION_TIMEDOUT) {
+    return Status::error(StatusKind::kTimeout, "the store did not answer in time");
+  }
+  answer->untrusted = result == CURLE_PEER_FAILED_VERIFICATION || result == CURLE_SSL_CACERT_BADFILE;
+  return Status::error(StatusKind::kIo,
+                       fmt::format("no answer of the store: {}", curl_easy_strerror(result)));
+}
+
+}  // namespace
+
+Client::Client(const Bucket& bucket, std::function<void(Nanos)> pause)
+    : bucket_(bucket), pause_(std::move(pause)) {
+  static const CURLcode started = curl_global_init(CURL_GLOBAL_DEFAULT);
+  if (started != CURLE_OK) throw_resource("libcurl cannot be started: {}", curl_easy_strerror(started));
+}
+Client::~Client() = default;
+
+std::unique_ptr<Client::Handle> Client::take() {
+  {
+    const MutexLock lock(mutex_);
+    if (!idle_.empty()) {
+      auto handle = std::move(idle_.back());
+      idle_.pop_back();
+      return handle;
+    }
+  }
+  return std::make_unique<Handle>();
+}
+
+void Client::give_back(std::unique_ptr<Handle> handle) {
+  curl_easy_reset(handle->easy);  // leaves its connections; nothing of the request is kept
+  const MutexLock lock(mutex_);
+  if (!closed_) idle_.push_back(std::move(handle));
+}
+
+void Client::stop() {
+  const MutexLock lock(mutex_);
+  stopped_ = true;
+  changed_.notify_all();
+}
+
+void Client::close() {
+  std::vector<std::unique_ptr<Handle>> idle;
+  const MutexLock lock(mutex_);
+  closed_ = stopped_ = true;
+  idle.swap(idle_);
+  changed_.notify_all();
+}
+
+bool Client::wait(Nanos time) {
+  if (pause_) pause_(time);
+  const auto until = steady_clock::now() + (pause_ ? Nanos(0) : time);
+  const MutexLock lock(mutex_);
+  while (!stopped_ && steady_clock::now() < until) changed_.wait_for(mutex_, until - steady_clock::now());
+  return !stopped_;
+}
+
+Status Client::call(const Request& request, Deadline deadline, Answer* answer) {
+  Nanos pause = kFirstPause;
+  for (unsigned tries = 1;; ++tries) {
+    Nanos retry_after{0};
+    Status status = call_once(request, deadline, answer, &retry_after);
+    if (!status || !asks_again(answer->status) || request.once || tries == kMostTries) return status;
+    const Nanos time = std::max(jittered(pause), retry_after);
+    if (steady_clock::now() + time >= deadline || !wait(time)) return status;
+    pause *= 2;
+  }
+}
+
+Status Client::call_once(const Request& request, Deadline deadline, Answer* answer, Nanos* retry_after) {
+  *answer = {};
+  const auto left = std::chrono::duration_cast<milliseconds>(deadline - steady_clock::now());
+  if (left <= milliseconds(0)) return Status::error(StatusKind::kTimeout, "no time is left to ask the store");
+  Transfer transfer(request);
+  std::unique_ptr<Handle> handle = take();
+  CURL* easy = handle->easy;
+  set_how(easy, left);
+  set_who(easy, bucket_);
+  const std::string url = url_of(bucket_, request.key);
+  set(easy, CURLOPT_URL, url.c_str());
+  Headers headers;
+  const bool unsigned_body = request.verb == Verb::kPut && url.starts_with("https:");
+  add(&headers, "x-amz-content-sha256: " + (unsigned_body ? "UNSIGNED-PAYLOAD" : sha256_hex(request.from)));
+  if (!bucket_.session_token.empty()) add(&headers, "x-amz-security-token: " + bucket_.session_token);
+  if (!request.condition.empty()) add(&headers, request.condition);
+  set(easy, CURLOPT_HTTPHEADER, headers.get());
+  set(easy, CURLOPT_HEADERFUNCTION, &Transfer::on_header);
+  set(easy, CURLOPT_HEADERDATA, &transfer);
+  set(easy, CURLOPT_WRITEFUNCTION, &Transfer::on_body);
+  set(easy, CURLOPT_WRITEDATA, &transfer);
+  // On a connection that was kept alive, libcurl itself would send it a second time.
+  if (request.once) set(easy, CURLOPT_FRESH_CONNECT, 1L);
+  if (request.verb == Verb::kHead) set(easy, CURLOPT_NOBODY, 1L);
+  if (request.verb == Verb::kDelete) set(easy, CURLOPT_CUSTOMREQUEST, "DELETE");
+  if (request.verb == Verb::kPut) {
+    curl_off_t bytes = 0;
+    for (const auto& piece : request.from) bytes += static_cast<curl_off_t>(piece.size());
+    set(easy, CURLOPT_UPLOAD, 1L);
+    set(easy, CURLOPT_INFILESIZE_LARGE, bytes);
+    set(easy, CURLOPT_READFUNCTION, &Transfer::on_read);
+    set(easy, CURLOPT_READDATA, &transfer);
+    set(easy, CURLOPT_SEEKFUNCTION, &Transfer::on_seek);
+    set(easy, CURLOPT_SEEKDATA, &transfer);
+  }
+  const CURLcode result = curl_easy_perform(easy);
+  if (result != CURLE_OK && !transfer.wrong_length) return failure(result, answer);  // with the connection
+  if (result == CURLE_OK) give_back(std::move(handle));
+  answer->status = transfer.status;
+  answer->code = transfer.code();
+  answer->etag = transfer.etag.data();
+  answer->region = transfer.region.data();
+  if (request.verb == Verb::kGet && transfer.status == 200) {
+    answer->length = transfer.has_length ? transfer.announced : transfer.came;
+    answer->wrong_length = transfer.wrong_length || transfer.came != transfer.expected;
+  }
+  *retry_after = std::chrono::seconds(std::min<std::uint64_t>(transfer.retry_after, 3600));
+  return Status::ok();
+}
+
+#else
+
+bool is_built() { return false; }
+struct Client::Handle {};
+Client::Client(const Bucket& bucket, std::function<void(Nanos)>) : bucket_(bucket) {
+  throw_resource(
+      "this build has no s3 tier: build it where the headers of libcurl 7.75 or newer and of OpenSSL are "
+      "(libcurl4-openssl-dev, libssl-dev)");
+}
+Client::~Client() = default;
+Status Client::call(const Request&, Deadline, Answer*) {
+  return Status::error(StatusKind::kUnavailable, "this build has no s3 tier");
+}
+void Client::stop() {}
+void Client::close() {}
+
+#endif
+
+}  // namespace kv_offload::s3

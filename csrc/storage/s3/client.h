@@ -1,0 +1,101 @@
+// Requests to a bucket of an S3 store, each within a time: libcurl transfers and signs, the bytes of records
+// go from and into the rows themselves.
+//
+// No redirect is followed, no proxy of the environment is used, certificates and names are always verified.
+// What a store says in an error is never quoted but for its code: it repeats what was signed.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "base/thread_annotations.h"
+
+namespace kv_offload::s3 {
+
+struct Bucket {
+  std::string endpoint;  // "https://host[:port]"; empty: AWS's of the region
+  std::string region = "us-east-1";
+  std::string name;
+  bool path_style = false;  // the bucket in the path, not in the host's name
+  std::string ca_file;      // who may have signed the store's certificate; empty: the system's
+  std::string access_key, secret_key, session_token;
+};
+// "s3://bucket at https://host"; no credentials.
+std::string address_of(const Bucket& bucket);
+// Was libcurl there when this was built.
+bool is_built();
+
+// A moment of real time by which a call has ended: what it waits for is a socket.
+using Deadline = std::chrono::steady_clock::time_point;
+
+enum class Verb : std::uint8_t { kGet, kHead, kPut, kDelete };
+
+struct Request {
+  Verb verb = Verb::kGet;
+  std::string key = {};                               // letters, digits and -_./ only: signed as it is
+  std::vector<std::span<const std::byte>> from = {};  // kPut
+  std::vector<std::span<std::byte>> into = {};        // kGet: what a body of status 200 must fill exactly
+  std::string condition = {};                         // a header, such as "If-None-Match: *"
+  bool once = false;  // sent once and no more: what it does must not be done a second time, later
+};
+
+struct Answer {
+  long status = 0;
+  std::string code = {};  // <Code> of an error; empty where there is none, as of each HEAD
+  std::string etag = {};
+  std::string region = {};  // where the bucket is, of an answer that says so
+  bool wrong_length =
+      false;  // of status 200 to a kGet: the body is not as long as `into`, which holds nothing of use
+  std::uint64_t length = 0;  // of that body, as announced, or as far as it came
+  bool untrusted = false;    // no answer at all: the store's certificate is not one to believe
+};
+
+// What an answer that is not 2xx stands for. 404 is kNotFound, unless the bucket is missing.
+Status refusal(const Answer& answer, const Bucket& bucket);
+// The kinds that a start does not get over by waiting: credentials, permissions, no such bucket, another
+// region.
+bool is_setting(const Answer& answer);
+
+// Any thread. Connections are kept alive, at most one for each thread that ever needed one at once.
+class Client {
+ public:
+  // Throws ResourceError: this build has no libcurl, or it cannot be started. `pause` (for tests) is called
+  // in place of waiting before a request is sent again.
+  explicit Client(const Bucket& bucket, std::function<void(Nanos)> pause = {});
+  ~Client();
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  // Ok: the store answered, whatever it said; a store that is overloaded or fails (429, 5xx) is asked again
+  // while there is time. Not ok: no whole answer.
+  Status call(const Request& request, Deadline deadline, Answer* answer) EXCLUDES(mutex_);
+  const Bucket& bucket() const { return bucket_; }
+  void stop() EXCLUDES(mutex_);   // nothing is asked again
+  void close() EXCLUDES(mutex_);  // connections in use are closed when they come back
+
+ private:
+  struct Handle;
+  struct Transfer;
+
+  Status call_once(const Request& request, Deadline deadline, Answer* answer, Nanos* retry_after);
+  bool wait(Nanos time) EXCLUDES(mutex_);  // false: stopped
+  std::unique_ptr<Handle> take() EXCLUDES(mutex_);
+  void give_back(std::unique_ptr<Handle> handle) EXCLUDES(mutex_);
+
+  const Bucket bucket_;
+  const std::function<void(Nanos)> pause_;
+  Mutex mutex_;
+  CondVar changed_;
+  bool stopped_ GUARDED_BY(mutex_) = false, closed_ GUARDED_BY(mutex_) = false;
+  std::vector<std::unique_ptr<Handle>> idle_ GUARDED_BY(mutex_);
+};
+
+}  // namespace kv_offload::s3

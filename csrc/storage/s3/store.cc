@@ -1,0 +1,319 @@
+#include "storage/s3/store.h"
+
+#include <sys/random.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <utility>
+
+#include "base/aligned_buffer.h"
+
+namespace kv_offload {
+namespace s3 {
+namespace {
+
+constexpr unsigned kLookEvery = 30;  // calls of maintain(): each look is a request that costs money
+constexpr std::size_t kNameDigits = 32;
+
+std::string hex(std::span<const std::uint8_t> bytes) {
+  std::string text;
+  for (const std::uint8_t byte : bytes) text += fmt::format("{:02x}", byte);
+  return text;
+}
+
+std::string new_name() {
+  std::array<std::uint8_t, kNameDigits / 2> bytes{};
+  if (getentropy(bytes.data(), bytes.size()) != 0) throw_resource("the system gives no random numbers");
+  return hex(bytes);
+}
+
+bool is_name(std::string_view text) {
+  return text.size() == kNameDigits && text.find_first_not_of("0123456789abcdef") == text.npos;
+}
+
+std::span<std::byte> padded(const Shard& shard) { return {shard.data(), round_up(shard.size(), kPageBytes)}; }
+
+bool is_done(const Answer& answer) { return answer.status == 200 || answer.status == 204; }
+// Another was faster, or is about to be.
+bool is_refused_condition(const Answer& answer) { return answer.status == 412 || answer.status == 409; }
+
+}  // namespace
+
+struct S3Store::Name final : Epoch {
+  explicit Name(std::string given) : text(std::move(given)) {}
+  const std::string text;
+};
+
+S3Store::S3Store(const S3TierOptions& options)
+    : options_(options),
+      prefix_(fmt::format("{}/{}/", options.prefix, hex(options.namespace_id))),
+      start_key_(prefix_ + "epoch"),
+      client_(options.bucket, options.pause) {
+  std::string found;
+  bool refused = false;
+  const Status status = ask_for_start(&found, &refused);
+  if (refused) throw_resource("s3 tier {}: {}", address_of(options.bucket), status.message());
+  const MutexLock lock(mutex_);
+  start_ = found;
+  if (!found.empty()) epoch_ = std::make_shared<Name>(found);
+}
+
+std::string S3Store::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
+  return fmt::format("{}{}/{}", prefix_, static_cast<const Name&>(*epoch).text, key.hex());
+}
+
+void S3Store::stop() {
+  stopped_ = true;
+  client_.stop();
+}
+
+// ---- records
+
+Status S3Store::is_there(const std::string& key, Deadline until, bool* there) {
+  Answer answer;
+  const Request ask{.verb = Verb::kHead, .key = key};
+  if (Status status = client_.call(ask, until, &answer); !status) return status;
+  *there = answer.status == 200;
+  return *there || answer.status == 404 ? Status::ok() : refusal(answer, options_.bucket);
+}
+
+// Asking first costs less than the bytes of a record that another wrote. No If-None-Match: two who write a
+// record at once write the same, and not every store knows it.
+Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const Deadline until = deadline();
+  Request request{.verb = Verb::kPut, .key = key_of(op.key, epoch)};
+  bool there = false;
+  if (Status status = is_there(request.key, until, &there); !status) return status;
+  if (there) return Status::ok();
+
+  zero_padding(op.shards);
+  RecordHeader header = make_header(options_.namespace_id, op.key, op.group, op.shards);
+  header.payload_checksum = payload_checksum(op.shards);
+  const AlignedBuffer page(kRecordHeaderBytes);
+  encode_header(header, page.span());
+  request.from.emplace_back(page.span());
+  for (const Shard& shard : op.shards) request.from.emplace_back(padded(shard));
+  Answer answer;
+  if (Status status = client_.call(request, until, &answer); !status) return status;
+  if (!is_done(answer)) {
+    const Status status = refusal(answer, options_.bucket);
+    // Of a write it is no miss.
+    return status.kind() == StatusKind::kNotFound
+               ? Status::error(StatusKind::kIo, "the store found no place to write to")
+               : status;
+  }
+  *moved = header.payload_bytes;
+  return Status::ok();
+}
+
+Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const Deadline until = deadline();
+  const std::uint64_t right_length = kRecordHeaderBytes + padded_payload_bytes(op.shards);
+  const AlignedBuffer page(kRecordHeaderBytes);
+  Request request{.verb = Verb::kGet, .key = key_of(op.key, epoch)};
+  request.into.emplace_back(page.span());
+  for (const Shard& shard : op.shards) request.into.emplace_back(padded(shard));
+  Answer answer;
+  if (Status status = client_.call(request, until, &answer); !status) return status;
+  if (answer.status != 200) return refusal(answer, options_.bucket);
+  Status status;
+  if (answer.wrong_length) {
+    status = Status::error(StatusKind::kCorrupt,
+                           fmt::format("{} bytes long, expected {}", answer.length, right_length));
+  } else {
+    // Of all that was read: what pads the shards belongs to the row.
+    PayloadChecksum checksum;
+    for (const Shard& shard : op.shards) checksum.add(padded(shard));
+    status = verify_record(page.span(), options_.namespace_id, op.key, op.group, op.shards, checksum.value());
+    if (status) *moved = right_length - kRecordHeaderBytes;
+  }
+  if (status.kind() == StatusKind::kCorrupt && !options_.read_only) {
+    remove_wrong(request.key, answer.etag, until);
+  }
+  return status;
+}
+
+// It is removed only if it is still there. Where the store does not know If-Match for this, one that takes
+// its place between the two requests is lost, too, and is a miss.
+void S3Store::remove_wrong(const std::string& key, const std::string& etag, Deadline until) {
+  Request request{.verb = Verb::kHead, .key = key};
+  Answer answer;
+  if (!client_.call(request, until, &answer) || answer.status != 200 || answer.etag != etag) return;
+  request.verb = Verb::kDelete;
+  if (!etag.empty()) request.condition = "If-Match: " + etag;
+  if (!client_.call(request, until, &answer) || answer.status != 501) return;
+  request.condition.clear();
+  (void)client_.call(request, until, &answer);
+}
+
+Status S3Store::locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) {
+  const Deadline until = deadline();
+  std::map<std::uint32_t, std::vector<std::size_t>> groups;
+  for (std::size_t i = 0; i < keys.size(); ++i) groups[keys[i].group_id()].push_back(i);
+  present->assign(keys.size(), false);
+  for (const auto& [group, places] : groups) {
+    // The first `known` are there; the one at `missing` is not.
+    std::size_t known = 0, missing = places.size(), step = 1;
+    while (known < missing) {
+      // Twice as far each time, until one is missing; then half of what is between.
+      const std::size_t at =
+          missing == places.size() ? std::min(known + step, missing) - 1 : known + (missing - known) / 2;
+      bool there = false;
+      if (Status status = is_there(key_of(keys[places[at]], epoch), until, &there); !status) return status;
+      if (there) {
+        known = at + 1;
+      } else {
+        missing = at;
+      }
+      step *= 2;
+    }
+    for (std::size_t i = 0; i < known; ++i) (*present)[places[i]] = true;
+  }
+  return Status::ok();
+}
+
+// ---- epochs
+
+Status S3Store::put(const std::string& key, std::string_view text, const std::string& condition,
+                    Deadline until, Answer* answer) {
+  Request request{.verb = Verb::kPut, .key = key, .condition = condition, .once = true};
+  request.from.emplace_back(std::as_bytes(std::span(text)));
+  return client_.call(request, until, answer);
+}
+
+Status S3Store::read_start(Deadline until, std::string* found, std::string* etag, bool* refused) {
+  std::string text(kNameDigits, '\0');
+  Request request{.verb = Verb::kGet, .key = start_key_};
+  request.into.emplace_back(std::as_writable_bytes(std::span(text)));
+  Answer answer;
+  found->clear();
+  const Status status = client_.call(request, until, &answer);
+  *refused = is_setting(answer);
+  if (!status) return status;
+  *etag = answer.etag;
+  if (answer.status == 200) {
+    if (!answer.wrong_length && is_name(text)) *found = text;
+    if (found->empty() && etag->empty()) *etag = "*";
+    return Status::ok();
+  }
+  etag->clear();
+  const Status refused_by = refusal(answer, options_.bucket);
+  return refused_by.kind() == StatusKind::kNotFound ? Status::ok() : refused_by;
+}
+
+// The store heeds If-None-Match: what is there for certain after the first request is not written by the
+// second.
+bool S3Store::knows_conditions(Deadline until) {
+  Answer answer;
+  for (int tries = 0; tries < 2; ++tries) {
+    if (!put(options_.prefix + "/conditions", "", "If-None-Match: *", until, &answer)) return false;
+    if (answer.status == 412) return true;
+  }
+  return false;
+}
+
+Status S3Store::ask_for_start(std::string* found, bool* refused) {
+  std::string known;
+  {
+    const MutexLock lock(mutex_);
+    known = start_;
+  }
+  const Deadline until = deadline();
+  for (int tries = 0; tries < 3; ++tries) {
+    std::string etag;
+    if (Status status = read_start(until, found, &etag, refused); !status) return status;
+    if (!found->empty() || options_.read_only) return Status::ok();
+    // What lies there and is no name is in nobody's use. An old name is put back only where nothing is.
+    if (!known.empty() && (!etag.empty() || !knows_conditions(until))) return Status::ok();
+    const std::string condition = etag.empty() ? "If-None-Match: *" : "If-Match: " + etag;
+    const std::string name = known.empty() ? new_name() : known;
+    Answer answer;
+    if (Status status = put(start_key_, name, condition, until, &answer); !status) return status;
+    if (answer.status == 501 && known.empty()) {
+      if (Status status = put(start_key_, name, {}, until, &answer); !status) return status;
+    }
+    if (is_done(answer) || is_refused_condition(answer)) continue;  // what lies there now is read
+    *refused = is_setting(answer);
+    const Status status = refusal(answer, options_.bucket);
+    return status.kind() == StatusKind::kNotFound
+               ? Status::error(StatusKind::kIo, "the store found no place to write to")
+               : status;
+  }
+  return Status::error(StatusKind::kIo, "the store keeps no epoch");
+}
+
+void S3Store::maintain() {
+  if (stopped_) return;  // nothing here would be lost
+  std::string known, found;
+  bool refused = false;
+  {
+    const MutexLock lock(mutex_);
+    if (epoch_ != nullptr && maintained_++ % kLookEvery != 0) return;
+    known = start_;
+  }
+  if (!ask_for_start(&found, &refused)) return;
+  const MutexLock lock(mutex_);
+  // Not when a reset came in between: what it replaced must not be put back.
+  if (!found.empty() && start_ == known && (resets_ == 0 || epoch_ != nullptr)) start_ = found;
+  if (resets_ > 0) return;  // of our own, and nobody else's, or none
+  if (epoch_ == nullptr && options_.read_only && !found.empty()) epoch_ = std::make_shared<Name>(found);
+  if (epoch_ != nullptr && !found.empty() && static_cast<const Name&>(*epoch_).text != found) apart_ = true;
+}
+
+Status S3Store::begin_epoch() {
+  std::uint64_t resets = 0;
+  {
+    const MutexLock lock(mutex_);
+    if (epoch_ != nullptr) return Status::ok();
+    resets = resets_;
+  }
+  std::string start;
+  if (resets == 0) {  // the store did not answer when we started
+    bool refused = false;
+    if (Status status = ask_for_start(&start, &refused); !status) return status;
+  } else {
+    start = new_name();
+    Answer answer;
+    if (Status status = put(start_key_, start, {}, deadline(), &answer); !status) return status;
+    if (!is_done(answer)) return Status::error(StatusKind::kIo, "the store took no new epoch");
+  }
+  const MutexLock lock(mutex_);
+  if (resets != resets_)
+    return Status::error(StatusKind::kUnavailable, "the tier was reset once more meanwhile");
+  start_ = start;
+  if (epoch_ == nullptr) epoch_ = std::make_shared<Name>(resets == 0 ? start : new_name());
+  return Status::ok();
+}
+
+RecordStore::EpochPtr S3Store::epoch() const {
+  const MutexLock lock(mutex_);
+  return epoch_;
+}
+
+void S3Store::forget() {
+  const MutexLock lock(mutex_);
+  epoch_.reset();
+  start_.clear();  // never to be put back
+  apart_ = false;
+  ++resets_;
+}
+
+void S3Store::figures(TierStats* stats) const {
+  const MutexLock lock(mutex_);
+  stats->apart = apart_;
+  stats->names_complete = stats->scan_complete = true;
+}
+
+}  // namespace s3
+
+std::unique_ptr<Tier> make_s3_tier(const S3TierOptions& options) {
+  if (options.prefix.empty() || options.prefix.find("//") != std::string::npos ||
+      options.prefix.find_first_not_of(
+          "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./") != std::string::npos) {
+    throw_invalid("prefix is {:?}; possible: letters, digits, - _ . and single /", options.prefix);
+  }
+  return make_pooled_tier(std::make_unique<s3::S3Store>(options), options);
+}
+
+}  // namespace kv_offload

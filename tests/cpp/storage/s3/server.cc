@@ -1,0 +1,349 @@
+#include "storage/s3/server.h"
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <netinet/in.h>
+#include <openssl/hmac.h>
+#include <openssl/sha.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <optional>
+
+namespace kv_offload::testing {
+namespace {
+
+constexpr std::string_view kAccessKey = "AKIATEST", kRegion = "eu-test-1", kBucket = "bucket";
+
+bool send_all(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t sent = send(fd, text.data(), text.size(), MSG_NOSIGNAL);
+    if (sent <= 0) return false;
+    text.remove_prefix(static_cast<std::size_t>(sent));
+  }
+  return true;
+}
+
+std::string hex(std::string_view bytes) {
+  std::string text;
+  for (const char byte : bytes) text += fmt::format("{:02x}", static_cast<unsigned char>(byte));
+  return text;
+}
+std::string sha256(std::string_view text) {
+  unsigned char sum[SHA256_DIGEST_LENGTH];
+  SHA256(reinterpret_cast<const unsigned char*>(text.data()), text.size(), sum);
+  return {reinterpret_cast<char*>(sum), sizeof sum};
+}
+std::string hmac(std::string_view key, std::string_view text) {
+  unsigned char sum[EVP_MAX_MD_SIZE];
+  unsigned length = 0;
+  HMAC(EVP_sha256(), key.data(), static_cast<int>(key.size()),
+       reinterpret_cast<const unsigned char*>(text.data()), text.size(), sum, &length);
+  return {reinterpret_cast<char*>(sum), length};
+}
+
+// "AWS4-HMAC-SHA256 Credential=..., SignedHeaders=..., Signature=..."
+std::string part_of(const std::string& authorization, const std::string& name) {
+  const std::size_t at = authorization.find(name + "=");
+  if (at == std::string::npos) return {};
+  const std::size_t from = at + name.size() + 1;
+  return authorization.substr(from, authorization.find(',', from) - from);
+}
+
+bool is_signed(const S3Message& message) {
+  const auto value = [&](const std::string& name) {
+    const auto found = message.headers.find(name);
+    return found == message.headers.end() ? std::string() : found->second;
+  };
+  const std::string authorization = value("authorization"), when = value("x-amz-date");
+  const std::string names = part_of(authorization, "SignedHeaders"), sum = value("x-amz-content-sha256");
+  const std::string scope = fmt::format("{}/{}/s3/aws4_request", when.substr(0, 8), kRegion);
+  if (part_of(authorization, "Credential") != fmt::format("{}/{}", kAccessKey, scope)) return false;
+  std::string canonical = fmt::format("{}\n{}\n\n", message.method, message.path);
+  std::set<std::string> seen;
+  for (std::size_t at = 0; at <= names.size();) {
+    const std::size_t end = std::min(names.find(';', at), names.size());
+    const std::string name = names.substr(at, end - at);
+    seen.insert(name);
+    canonical += name + ":" + value(name) + "\n";
+    at = end + 1;
+  }
+  for (const auto& [name, unused] : message.headers) {  // those that S3 wants signed
+    if ((name == "host" || name.starts_with("x-amz-")) && !seen.contains(name)) return false;
+  }
+  canonical += fmt::format("\n{}\n{}", names, sum);
+  if (sum != hex(sha256(message.body))) return false;  // without TLS
+  const std::string text = fmt::format("AWS4-HMAC-SHA256\n{}\n{}\n{}", when, scope, hex(sha256(canonical)));
+  std::string key = hmac(std::string("AWS4") + S3Server::kSecret, when.substr(0, 8));
+  for (const std::string_view step : {kRegion, std::string_view("s3"), std::string_view("aws4_request")}) {
+    key = hmac(key, step);
+  }
+  return part_of(authorization, "Signature") == hex(hmac(key, text));
+}
+
+std::string reply(std::string_view status, std::string_view body, std::string_view more = "",
+                  bool head = false) {
+  return fmt::format("HTTP/1.1 {}\r\nContent-Length: {}\r\n{}\r\n{}", status, body.size(), more,
+                     head ? "" : body);
+}
+std::string error(std::string_view status, std::string_view code, bool head = false) {
+  return reply(status, fmt::format("<?xml version=\"1.0\"?><Error><Code>{}</Code></Error>", code), "", head);
+}
+
+std::string lower(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
+  return text;
+}
+
+bool receive(int fd, std::string* buffer) {
+  char bytes[65536];
+  const ssize_t got = recv(fd, bytes, sizeof bytes, 0);
+  if (got <= 0) return false;
+  buffer->append(bytes, static_cast<std::size_t>(got));
+  return true;
+}
+
+std::optional<S3Message> next_message(int fd, std::string* buffer) {
+  std::size_t end = 0;
+  while ((end = buffer->find("\r\n\r\n")) == buffer->npos) {
+    if (!receive(fd, buffer)) return std::nullopt;
+  }
+  S3Message message;
+  const std::string head = buffer->substr(0, end + 2);
+  buffer->erase(0, end + 4);
+  const std::size_t space = head.find(' ');
+  message.method = head.substr(0, space);
+  message.path = head.substr(space + 1, head.find(' ', space + 1) - space - 1);
+  for (std::size_t at = head.find("\r\n") + 2; at < head.size();) {
+    const std::size_t line_end = head.find("\r\n", at), colon = head.find(':', at);
+    std::string value = head.substr(colon + 1, line_end - colon - 1);
+    value.erase(0, value.find_first_not_of(' '));
+    message.headers[lower(head.substr(at, colon - at))] = value;
+    at = line_end + 2;
+  }
+  if (message.headers.contains("expect") && !send_all(fd, "HTTP/1.1 100 Continue\r\n\r\n"))
+    return std::nullopt;
+  const auto length = message.headers.find("content-length");
+  const std::size_t bytes = length == message.headers.end() ? 0 : std::stoull(length->second);
+  while (buffer->size() < bytes) {
+    if (!receive(fd, buffer)) return std::nullopt;
+  }
+  message.body = buffer->substr(0, bytes);
+  buffer->erase(0, bytes);
+  return message;
+}
+
+}  // namespace
+
+S3Server::S3Server() {
+  listener_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  auto* where = reinterpret_cast<sockaddr*>(&address);
+  EXPECT_TRUE(bind(listener_, where, length) == 0 && listen(listener_, 64) == 0);
+  getsockname(listener_, where, &length);
+  port_ = ntohs(address.sin_port);
+  accepting_ = std::thread([this] {
+    for (;;) {
+      const int client = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
+      if (client < 0) return;
+      const std::lock_guard lock(mutex_);
+      open_.insert(client);
+      if (closing_) shutdown(client, SHUT_RDWR);
+      threads_.emplace_back([this, client] { serve(client); });
+    }
+  });
+}
+
+S3Server::~S3Server() {
+  release();
+  {
+    const std::lock_guard lock(mutex_);
+    closing_ = true;
+    for (const int fd : open_) shutdown(fd, SHUT_RDWR);
+  }
+  shutdown(listener_, SHUT_RDWR);
+  accepting_.join();
+  for (std::thread& thread : threads_) thread.join();
+  close(listener_);
+}
+
+s3::Bucket S3Server::address() const {
+  s3::Bucket bucket;
+  bucket.endpoint = fmt::format("http://127.0.0.1:{}", port_);
+  bucket.region = kRegion;
+  bucket.name = kBucket;
+  bucket.path_style = true;
+  bucket.access_key = kAccessKey;
+  bucket.secret_key = kSecret;
+  return bucket;
+}
+
+void S3Server::serve(int client) {
+  std::string buffer;
+  for (;;) {
+    const std::optional<S3Message> message = next_message(client, &buffer);
+    if (!message || !answer_one(client, *message)) break;
+  }
+  const std::lock_guard lock(mutex_);
+  open_.erase(client);
+  close(client);
+}
+
+bool S3Server::answer_one(int client, const S3Message& message) {
+  const Verb verb = verb_of(message);
+  std::string text;
+  std::size_t cut = 0;
+  bool more = true;
+  {
+    std::unique_lock lock(mutex_);
+    ++seen_[verb];
+    last_[verb] = message;
+    if (failing_.contains(verb)) return false;
+    if (blocked_.contains(verb)) {
+      ++waiting_;
+      changed_.notify_all();
+      changed_.wait(lock, [&] { return !blocked_.contains(verb); });
+      --waiting_;
+    }
+    Lie& lie = lies_[verb];
+    if (lie.times == 0 || lie.done) text = act(message);
+    if (lie.times > 0) {
+      --lie.times;
+      text = lie.text;
+      more = false;
+    }
+    cut = cut_[verb];
+  }
+  if (cut > 0 && cut < text.size()) {
+    send_all(client, std::string_view(text).substr(0, cut));
+    return false;
+  }
+  return send_all(client, text) && more;
+}
+
+std::string S3Server::act(const S3Message& message) {
+  const bool head = message.method == "HEAD";
+  if (!is_signed(message)) {
+    ++wrong_signatures_;
+    return error("403 Forbidden", "SignatureDoesNotMatch", head);
+  }
+  const std::string start = fmt::format("/{}/", kBucket);
+  if (!message.path.starts_with(start)) return error("404 Not Found", "NoSuchBucket", head);
+  const std::string key = message.path.substr(start.size());
+  const auto found = objects_.find(key);
+  const bool there = found != objects_.end();
+  const auto etag = [](const std::string& value) { return "\"" + hex(sha256(value)).substr(0, 32) + "\""; };
+  if (!ignores_conditions_) {
+    const auto unless = message.headers.find("if-none-match"), only = message.headers.find("if-match");
+    if ((unless != message.headers.end() && there) ||
+        (only != message.headers.end() && (!there || etag(found->second) != only->second))) {
+      return error("412 Precondition Failed", "PreconditionFailed");
+    }
+  }
+  if (message.method == "PUT") {
+    objects_[key] = message.body;
+    return reply("200 OK", "", "ETag: " + etag(message.body) + "\r\n");
+  }
+  if (message.method == "DELETE") {
+    objects_.erase(key);
+    return "HTTP/1.1 204 No Content\r\n\r\n";
+  }
+  if (!there) return error("404 Not Found", "NoSuchKey", head);
+  return reply("200 OK", found->second, "ETag: " + etag(found->second) + "\r\n", head);
+}
+
+S3Server::Verb S3Server::verb_of(const S3Message& message) {
+  if (message.path.ends_with("/epoch")) return Verb::kEpoch;
+  if (message.path.ends_with("/conditions")) return Verb::kOther;
+  if (message.method == "GET") return Verb::kRead;
+  if (message.method == "PUT") return Verb::kWrite;
+  if (message.method == "HEAD") return Verb::kLocate;
+  return message.method == "DELETE" ? Verb::kRemove : Verb::kOther;
+}
+
+std::vector<std::string> S3Server::keys() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::string> names;
+  for (const auto& [key, unused] : objects_) {
+    if (!key.ends_with("/epoch") && !key.ends_with("/conditions")) names.push_back(key);
+  }
+  return names;
+}
+std::string S3Server::get(const std::string& key) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = objects_.find(key);
+  return found == objects_.end() ? std::string() : found->second;
+}
+void S3Server::set(const std::string& key, const std::string& value) {
+  const std::lock_guard lock(mutex_);
+  objects_[key] = value;
+}
+bool S3Server::remove(const std::string& key) {
+  const std::lock_guard lock(mutex_);
+  return objects_.erase(key) == 1;
+}
+bool S3Server::has(const std::string& key) const {
+  const std::lock_guard lock(mutex_);
+  return objects_.contains(key);
+}
+void S3Server::fail(Verb verb, bool fails) {
+  const std::lock_guard lock(mutex_);
+  if (fails) {
+    failing_.insert(verb);
+  } else {
+    failing_.erase(verb);
+  }
+}
+void S3Server::cut(Verb verb, std::size_t after) {
+  const std::lock_guard lock(mutex_);
+  cut_[verb] = after;
+}
+void S3Server::answer(Verb verb, std::string text, int times) {
+  const std::lock_guard lock(mutex_);
+  lies_[verb] = {std::move(text), times, false};
+}
+void S3Server::answer_after(Verb verb, std::string text, int times) {
+  const std::lock_guard lock(mutex_);
+  lies_[verb] = {std::move(text), times, true};
+}
+void S3Server::block(Verb verb) {
+  const std::lock_guard lock(mutex_);
+  blocked_.insert(verb);
+}
+void S3Server::release() {
+  const std::lock_guard lock(mutex_);
+  blocked_.clear();
+  changed_.notify_all();
+}
+void S3Server::wait_for_blocked(int connections) {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return waiting_ >= connections; });
+}
+void S3Server::ignore_conditions(bool ignored) {
+  const std::lock_guard lock(mutex_);
+  ignores_conditions_ = ignored;
+}
+int S3Server::connections() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<int>(open_.size());
+}
+std::size_t S3Server::requests(Verb verb) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = seen_.find(verb);
+  return found == seen_.end() ? 0 : found->second;
+}
+std::size_t S3Server::wrong_signatures() const {
+  const std::lock_guard lock(mutex_);
+  return wrong_signatures_;
+}
+S3Message S3Server::last(Verb verb) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = last_.find(verb);
+  return found == last_.end() ? S3Message{} : found->second;
+}
+
+}  // namespace kv_offload::testing
