@@ -162,6 +162,39 @@ def probe_redis(
 
 def redis_has_tls() -> bool: ...
 
+class S3Bucket:
+    """Where a bucket is, and as whom it is spoken to. Shows no keys."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        endpoint: str = "",
+        region: str = "us-east-1",
+        path_style: bool = False,
+        ca_file: str = "",
+        access_key: str = "",
+        secret_key: str = "",
+        session_token: str = "",
+    ) -> None: ...
+
+class S3Tier(TierSpec):
+    """A tier of records in a bucket. write_policy "never": it also removes nothing there."""
+
+    def __init__(
+        self,
+        *,
+        bucket: S3Bucket,
+        namespace_id: bytes,
+        name: str = "s3",
+        prefix: str = "kv_offload",
+        n_read_threads: int = 8,
+        n_write_threads: int = 4,
+        op_deadline_seconds: float = 10.0,
+    ) -> None: ...
+
+def s3_is_built() -> bool: ...
+
 class TieredCache:
     def __init__(
         self,

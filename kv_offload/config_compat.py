@@ -38,7 +38,7 @@ IGNORED_TIER_KEYS = {
 # vLLM's tier types, and what to do instead of each here.
 OTHER_TIERS = {
     "example": "it keeps nothing",
-    "obj": "mount the store as a directory and use fs",
+    "obj": "use s3, with its bucket, region and endpoint",
     "p2p": "share one root_dir between the hosts and use fs",
     "kvcr": "share one root_dir between the hosts and use fs",
 }

@@ -1,0 +1,67 @@
+#include "bindings/bindings.h"
+#include "bindings/tier_spec.h"
+#include "storage/s3/tier.h"
+
+namespace kv_offload::bindings {
+namespace {
+
+struct S3TierSpec final : TierSpec {
+  S3TierOptions options;
+  std::unique_ptr<Tier> open() const override {
+    S3TierOptions chosen = options;
+    chosen.read_only = slot.write_policy == WritePolicy::kNever;
+    return make_s3_tier(chosen);
+  }
+};
+
+s3::Bucket bucket_of(std::string name, std::string endpoint, std::string region, bool path_style,
+                     std::string ca_file, std::string access_key, std::string secret_key,
+                     std::string session_token) {
+  s3::Bucket bucket;
+  bucket.name = std::move(name);
+  bucket.endpoint = std::move(endpoint);
+  bucket.region = std::move(region);
+  bucket.path_style = path_style;
+  bucket.ca_file = std::move(ca_file);
+  bucket.access_key = std::move(access_key);
+  bucket.secret_key = std::move(secret_key);
+  bucket.session_token = std::move(session_token);
+  return bucket;
+}
+
+std::shared_ptr<S3TierSpec> s3_tier_spec(const s3::Bucket& bucket, const py::bytes& namespace_id,
+                                         std::string name, std::string prefix, unsigned n_read_threads,
+                                         unsigned n_write_threads, double op_deadline_seconds) {
+  auto spec = std::make_shared<S3TierSpec>();
+  S3TierOptions& options = spec->options;
+  options.bucket = bucket;
+  options.namespace_id = namespace_id_of(namespace_id);
+  options.name = std::move(name);
+  options.prefix = std::move(prefix);
+  options.n_read_threads = n_read_threads;
+  options.n_write_threads = n_write_threads;
+  options.op_deadline = to_nanos(op_deadline_seconds, "op_deadline_seconds");
+  return spec;
+}
+
+}  // namespace
+
+void bind_s3(py::module_& module) {
+  // Neither shows its keys.
+  py::class_<s3::Bucket>(module, "S3Bucket")
+      .def(py::init(&bucket_of), py::kw_only(), py::arg("name"), py::arg("endpoint") = "",
+           py::arg("region") = "us-east-1", py::arg("path_style") = false, py::arg("ca_file") = "",
+           py::arg("access_key") = "", py::arg("secret_key") = "", py::arg("session_token") = "")
+      .def("__repr__",
+           [](const s3::Bucket& self) { return fmt::format("<S3Bucket {}>", s3::address_of(self)); });
+  py::class_<S3TierSpec, TierSpec, std::shared_ptr<S3TierSpec>>(module, "S3Tier")
+      .def(py::init(&s3_tier_spec), py::kw_only(), py::arg("bucket"), py::arg("namespace_id"),
+           py::arg("name") = "s3", py::arg("prefix") = "kv_offload", py::arg("n_read_threads") = 8,
+           py::arg("n_write_threads") = 4, py::arg("op_deadline_seconds") = 10.0)
+      .def("__repr__", [](const S3TierSpec& self) {
+        return fmt::format("<S3Tier {:?} at {}>", self.options.name, s3::address_of(self.options.bucket));
+      });
+  module.def("s3_is_built", &s3::is_built);
+}
+
+}  // namespace kv_offload::bindings

@@ -1,0 +1,230 @@
+"""The kind ``s3``: records as objects of a bucket, in AWS S3 or a store that speaks as it does."""
+
+import configparser
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from kv_offload.tiers.base import Threads, TierConfig
+
+if TYPE_CHECKING:
+    from kv_offload._core import S3Bucket, S3Tier
+    from kv_offload.namespace import NamespaceIdentity
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """As whom a bucket is spoken to. Its repr shows nothing of it."""
+
+    access_key: str = field(repr=False)
+    secret_key: str = field(repr=False)
+    session_token: str = field(default="", repr=False)
+
+
+def _from_environment() -> Credentials | None:
+    access = os.environ.get("AWS_ACCESS_KEY_ID", "")
+    secret = os.environ.get("AWS_SECRET_ACCESS_KEY", "")
+    if not access and not secret:
+        return None
+    if not access or not secret:
+        raise ValueError("of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY only one is set: set both")
+    return Credentials(access, secret, os.environ.get("AWS_SESSION_TOKEN", ""))
+
+
+def _from_file(profile: str) -> Credentials | None:
+    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read_string(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, configparser.Error):
+        raise ValueError(f"{path} cannot be read as a file of credentials") from None
+    if not parser.has_section(profile):
+        return None
+    section = parser[profile]
+    access, secret = section.get("aws_access_key_id", ""), section.get("aws_secret_access_key", "")
+    if not access or not secret:
+        return None
+    return Credentials(access, secret, section.get("aws_session_token", ""))
+
+
+def _from_botocore(profile: str | None) -> Credentials | None:
+    """Roles of instances and pods, single sign-on: all that botocore knows, where it is installed."""
+    try:
+        from botocore.session import Session
+    except ImportError:
+        return None
+    try:
+        found = Session(profile=profile).get_credentials()
+        frozen = found.get_frozen_credentials() if found is not None else None
+    except Exception as error:  # whose text may repeat what it read
+        raise ValueError(f"botocore finds no credentials ({type(error).__name__})") from None
+    if frozen is None:
+        return None
+    return Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
+
+
+class S3TierConfig(TierConfig):
+    """One tier of records in a bucket of AWS S3 or a compatible store, shared by all engines that use it."""
+
+    example: ClassVar[Mapping[str, Any]] = {"type": "s3", "bucket": "kv-cache", "region": "eu-west-1"}
+    place_key: ClassVar[str] = "bucket"
+    default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
+
+    type: Literal["s3"] = Field(
+        default="s3", description="kind of tier; required, as in vLLM's own configuration"
+    )
+    bucket: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", description="the bucket; it must exist"
+    )
+    prefix: str = Field(
+        default="kv_offload",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$",
+        max_length=256,
+        description="the first part of the name of every object",
+    )
+    region: str = Field(default="us-east-1", pattern=r"^[a-z0-9-]{1,40}$", description="of the bucket")
+    endpoint: str | None = Field(
+        default=None,
+        description="https://host[:port] of a compatible store; default: AWS's of the region. Never with "
+        "credentials",
+    )
+    path_style: bool | None = Field(
+        default=None,
+        description="the bucket in the path, not in the host's name; default: with an endpoint, and for a "
+        "bucket with a dot in its name",
+    )
+    profile: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9_.@-]{1,64}$",
+        description="the profile in the file of credentials; default: AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY, then the profile default, then what botocore finds where it is installed",
+    )
+    ca_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="certificates (PEM) that the store's must be signed by; default: the system's. "
+        "The certificate and its name are always verified",
+    )
+    n_read_threads: Threads = Field(default=8, description="threads that read, of the engine")
+    n_write_threads: Threads = Field(default=4, description="threads that write, of the engine")
+    max_bytes: Any = Field(default=None, description="refused: bound the bucket by a lifecycle rule")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _an_address(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        try:
+            parts = urlsplit(value)
+            port = parts.port
+        except ValueError:
+            raise ValueError("is no address of a store; write https://host[:port]") from None
+        if parts.username is not None or parts.password is not None:
+            raise ValueError(
+                "has credentials in it, which end in logs and process lists: leave them out and set "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or profile"
+            )
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or port == 0
+            or parts.path.strip("/")
+            or parts.query
+            or parts.fragment
+        ):
+            raise ValueError("is no address of a store; write https://host[:port]")
+        return f"{parts.scheme}://{parts.netloc}"
+
+    @field_validator("max_bytes")
+    @classmethod
+    def _bounds_itself(cls, value: object) -> None:
+        if value is not None:
+            raise ValueError(
+                "has no meaning here: bound the bucket by a lifecycle rule, which expires objects"
+            )
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> "S3TierConfig":
+        if self.ca_file is not None and (self.endpoint or "").startswith("http:"):
+            raise ValueError("ca_file is given and endpoint is not https://, so nothing would be verified")
+        return self
+
+    @property
+    def place(self) -> str:
+        """The bucket and the prefix, and the store where it is not AWS."""
+        at = f" at {self.endpoint}" if self.endpoint else ""
+        return f"{self.bucket}/{self.prefix}{at}"
+
+    def _credentials(self) -> Credentials:
+        """Read when they are needed and kept nowhere. ValueError that names the setting."""
+        found = _from_environment() if self.profile is None else None
+        found = found or _from_file(self.profile or "default") or _from_botocore(self.profile)
+        if found is None:
+            where = (
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set, and there is no profile default"
+                if self.profile is None
+                else f"there is no profile {self.profile}"
+            )
+            raise ValueError(f"no credentials: {where} in the file of credentials (~/.aws/credentials)")
+        if any(ord(sign) <= 32 or ord(sign) > 126 for sign in found.access_key + found.session_token):
+            raise ValueError(
+                "the access key or the session token is not one: it has spaces or line ends in it"
+            )
+        return found
+
+    def _bucket(self) -> "S3Bucket":
+        from kv_offload import _core
+
+        found = self._credentials()
+        path_style = self.path_style
+        if path_style is None:
+            path_style = self.endpoint is not None or "." in self.bucket
+        return _core.S3Bucket(
+            name=self.bucket,
+            endpoint=self.endpoint or "",
+            region=self.region,
+            path_style=path_style,
+            ca_file=self.ca_file or "",
+            access_key=found.access_key,
+            secret_key=found.secret_key,
+            session_token=found.session_token,
+        )
+
+    def problems(self, record_bytes: int = 0) -> list[str]:
+        """What is missing on this side; the store is asked when it is opened."""
+        from kv_offload import _core
+
+        problems = []
+        if not _core.s3_is_built():
+            problems.append(
+                f"{self.label()}: this build has no s3 tier; build it where the headers of libcurl 7.75 "
+                "or newer are (libcurl4-openssl-dev)"
+            )
+        try:
+            self._credentials()
+        except ValueError as error:
+            problems.append(f"{self.label()}: {error}")
+        if self.ca_file is not None and not os.access(self.ca_file, os.R_OK):
+            problems.append(f"{self.label()}: ca_file {self.ca_file} cannot be read")
+        return problems
+
+    def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "S3Tier":
+        """A tier of a bucket's objects."""
+        from kv_offload import _core
+
+        return _core.S3Tier(
+            bucket=self._bucket(),
+            namespace_id=identity.namespace_id(),
+            name=name,
+            prefix=self.prefix,
+            n_read_threads=self.n_read_threads,
+            n_write_threads=self.n_write_threads,
+            op_deadline_seconds=self.op_deadline_seconds,
+        )
