@@ -21,7 +21,7 @@ class S3Medium final : public Medium {
     static_cast<PooledTierOptions&>(options) = pooled;
     options.bucket = server.address();
     options.namespace_id.fill(0x11);
-    options.pause = [](Nanos) {};
+    options.pause = [held = held_](Nanos) {};
     return options;
   }
   std::unique_ptr<Tier> open(const PooledTierOptions& pooled) override {
@@ -53,10 +53,13 @@ class S3Medium final : public Medium {
   void release() override { server.release(); }
   void wait_for_blocked(int threads) override { server.wait_for_blocked(threads); }
   void wait_for_let_go() override {
-    while (server.connections() > 0) std::this_thread::yield();
+    while (held_.use_count() > 1) std::this_thread::yield();
   }
 
   S3Server server;
+
+ private:
+  const std::shared_ptr<int> held_ = std::make_shared<int>();  // by each store
 };
 
 }  // namespace kv_offload::testing
