@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ IGNORED_TIER_KEYS = {
     "module_path": "tiers are part of the core",
     "backpressure": IGNORED_KEYS["backpressure"],
 }
+_OF_A_SECRET = re.compile(r"secret|passw|access_?key|session_?token|credential", re.IGNORECASE)
+
 # vLLM's tier types, and what to do instead of each here.
 OTHER_TIERS = {
     "example": "it keeps nothing",
@@ -129,6 +132,12 @@ def _unknown_key(
     noted too."""
     if key in keys_read_by_vllm():
         notes.append(f"{where}{key} is left to vLLM, which reads it; it changes nothing here")
+        return
+    if where and _OF_A_SECRET.search(str(key)):
+        problems.append(
+            f"{where}{key!r} is not known, and credentials do not belong here: vLLM logs its configuration. "
+            f"possible: {', '.join(sorted(possible))}"
+        )
         return
     near = difflib.get_close_matches(str(key).lower(), possible, n=1, cutoff=_NEAR)
     if near:

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "storage/s3/medium.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {
