@@ -347,7 +347,9 @@ Status Client::call_once(const Request& request, Deadline deadline, Answer* answ
   add(&headers, "x-amz-content-sha256: " + (unsigned_body ? "UNSIGNED-PAYLOAD" : sha256_hex(request.from)));
   if (!bucket_.session_token.empty()) add(&headers, "x-amz-security-token: " + bucket_.session_token);
   if (!request.condition.empty()) add(&headers, request.condition);
-  add(&headers, "Expect:");  // or libcurl waits for "100 Continue" before it sends a record
+  // A record is sent without waiting for "100 Continue". Not by a header "Expect:": libcurl 7.88 signs it and
+  // leaves it out.
+  set(easy, CURLOPT_EXPECT_100_TIMEOUT_MS, 0L);
   set(easy, CURLOPT_HTTPHEADER, headers.get());
   set(easy, CURLOPT_HEADERFUNCTION, &Transfer::on_header);
   set(easy, CURLOPT_HEADERDATA, &transfer);

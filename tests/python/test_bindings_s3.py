@@ -1,0 +1,119 @@
+"""csrc/bindings/bind_s3.cc: an s3 tier under a cache, on a store that others wrote, which checks signatures."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from s3_server import ACCESS, BUCKET, SECRET, S3Server, certificate
+from small_core import attach, keys, make_cache, store
+
+from kv_offload import _core
+
+HIT = 1
+WRONG = "hunter2-never-shown"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    directory = tmp_path_factory.mktemp("s3")
+    running = S3Server(directory, tls=certificate(directory))
+    try:
+        running.start()
+        yield running
+    finally:
+        running.kill()
+
+
+@pytest.fixture
+def region(tmp_path: Path) -> Any:
+    return attach(tmp_path)
+
+
+@pytest.fixture
+def namespace(request: pytest.FixtureRequest) -> bytes:
+    """Of this test: they share a bucket."""
+    return request.node.nodeid.encode()[-32:].rjust(32)
+
+
+def bucket(server: S3Server, **given: Any) -> _core.S3Bucket:
+    options = {"name": BUCKET, "endpoint": server.endpoint, "path_style": True}
+    return _core.S3Bucket(**{**options, "access_key": ACCESS, "secret_key": SECRET, **given})
+
+
+def step_until(cache: Any, done: Callable[[], bool]) -> None:
+    """Steps of the scheduler, with a pause for the tier's threads, until ``done()``."""
+    pause = threading.Event()
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, cache.tier_stats(0)
+        cache.end_step()
+        pause.wait(0.005)
+
+
+def record(
+    server: S3Server, region: Any, spec: _core.S3Tier, namespace: bytes, count: int = 5
+) -> list[bytes]:
+    """So many records, by a cache that is closed again."""
+    folder = f"kv_offload/{namespace.hex()}"
+    cache = make_cache(region[0], tiers=[spec])
+    wanted = store(cache, region[1][0], cache.begin_request("r"), keys(count))
+    step_until(cache, lambda: len(server.records(folder)) == count)
+    cache.close()
+    return wanted
+
+
+@pytest.mark.parametrize("style", ["in the path", "in the host's name", "over TLS"])
+def test_records_come_back_in_a_new_cache(server, region, namespace, style) -> None:
+    given = {
+        "in the path": {},
+        "in the host's name": {"endpoint": server.domain, "path_style": False},
+        "over TLS": {"endpoint": server.secure, "ca_file": str(server.tls)},
+    }[style]
+    spec = _core.S3Tier(bucket=bucket(server, **given), namespace_id=namespace)
+    wanted = record(server, region, spec, namespace)
+    cache = make_cache(region[0], tiers=[spec], load_policy="always")
+    request = cache.begin_request("r")
+    step_until(cache, lambda: all(cache.lookup(request, key) == HIT for key in wanted))
+    assert cache.load_source(wanted[0]) == 0
+    cache.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"secret_key": WRONG}, "refuses the signature"),
+        ({"access_key": WRONG}, "does not know the access key"),
+        ({"name": "another-bucket"}, "there is no such bucket"),
+    ],
+)
+def test_what_no_waiting_heals_is_refused_in_a_sentence(server, region, namespace, given, sentence) -> None:
+    spec = _core.S3Tier(bucket=bucket(server, **given), namespace_id=namespace)
+    with pytest.raises(_core.ResourceError, match=sentence) as caught:
+        make_cache(region[0], tiers=[spec])
+    assert WRONG not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_certificate_that_nobody_vouches_for_is_refused(server, region, namespace) -> None:
+    spec = _core.S3Tier(bucket=bucket(server, endpoint=server.secure), namespace_id=namespace)
+    with pytest.raises(_core.ResourceError, match="certificate"):
+        make_cache(region[0], tiers=[spec])
+
+
+def test_what_was_damaged_in_the_store_is_a_miss_and_removed(server, region, namespace) -> None:
+    spec = _core.S3Tier(bucket=bucket(server), namespace_id=namespace)
+    wanted = record(server, region, spec, namespace)
+    (damaged,) = [
+        name for name in server.records(f"kv_offload/{namespace.hex()}") if name.endswith(wanted[2].hex())
+    ]
+    content = bytearray(server.read(damaged))
+    content[5000] ^= 1
+    server.overwrite(damaged, bytes(content))
+    cache = make_cache(region[0], tiers=[spec], load_policy="always")
+    request = cache.begin_request("r")
+    step_until(cache, lambda: [cache.lookup(request, key) for key in wanted] == [HIT, HIT, 0, HIT, HIT])
+    step_until(cache, lambda: damaged not in server.records())
+    cache.close()
