@@ -1,4 +1,4 @@
-"""csrc/bindings/bind_s3.cc: an s3 tier under a cache, on a store that others wrote, which checks signatures."""
+"""csrc/bindings/bind_s3.cc: an s3 tier under a cache; the store is of others, and checks signatures."""
 
 import threading
 import time

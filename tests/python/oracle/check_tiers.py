@@ -15,6 +15,7 @@ import pytest
 adapter.use_specs()
 
 import toy_tier  # noqa: E402
+from s3_server import ACCESS, BUCKET, SECRET, S3Server  # noqa: E402
 
 from oracle.check_oracle import FORCED, FULL, KINDS, Setup, _check_at_rest, ask_again, live  # noqa: E402
 from oracle.drive import Rates, total  # noqa: E402
@@ -103,18 +104,34 @@ def redis(tmp_path: Path) -> Iterator[dict[str, Any]]:
         server.wait()
 
 
-def test_every_byte_from_a_redis_server_is_the_requests_own_and_the_next_engine_finds_all(
-    redis: dict[str, Any],
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """A tier in a bucket of a store of this test."""
+    server = S3Server(tmp_path)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
+    try:
+        server.start()
+        yield {"type": "s3", "bucket": BUCKET, "endpoint": server.endpoint, "op_deadline_ms": 60_000}
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("server", ["redis", "s3"])
+def test_every_byte_from_a_server_is_the_requests_own_and_the_next_engine_finds_all(
+    server: str, request: pytest.FixtureRequest
 ) -> None:
-    engine = live_over(redis, seed=11)
-    assert total(engine, "kv_offload_hit_tokens_total", "redis") > 0
+    tier = request.getfixturevalue(server)
+    engine = live_over(tier, seed=11)
+    assert total(engine, "kv_offload_hit_tokens_total", server) > 0
     prompts = some_prompts(8)
     whole = [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
-    first = Engine(with_tiers(FULL, redis), f"oracle-{uuid.uuid4()}")
+    first = Engine(with_tiers(FULL, tier), f"oracle-{uuid.uuid4()}")
     ask_again(first, prompts)
     _check_at_rest(first)
     first.shutdown()
-    second = Engine(with_tiers(FULL, redis), f"oracle-{uuid.uuid4()}", first.model_dir)
+    second = Engine(with_tiers(FULL, tier), f"oracle-{uuid.uuid4()}", first.model_dir)
     found = ask_again(second, prompts)
     second.shutdown()
     assert [min(pair) for pair in zip(found, whole, strict=True)] == whole
