@@ -177,6 +177,16 @@ class S3Bucket:
         secret_key: str = "",
         session_token: str = "",
     ) -> None: ...
+    def renewer(self) -> S3Renewer: ...
+
+class S3Renewer:
+    """Replaces the keys of a bucket, in whatever uses it. Any thread. Keeps nothing of it."""
+
+    @property
+    def is_used(self) -> bool:
+        """False: nothing uses the bucket any more, and nothing ever will."""
+
+    def set(self, access_key: str, secret_key: str, session_token: str = "") -> None: ...
 
 class S3Tier(TierSpec):
     """A tier of records in a bucket. write_policy "never": it also removes nothing there."""

@@ -26,8 +26,24 @@ s3::Bucket bucket_of(std::string name, std::string endpoint, std::string region,
   bucket.access_key = std::move(access_key);
   bucket.secret_key = std::move(secret_key);
   bucket.session_token = std::move(session_token);
+  bucket.newer_keys = std::make_shared<s3::NewerKeys>();
   return bucket;
 }
+
+// Does not keep what it renews.
+class S3Renewer {
+ public:
+  explicit S3Renewer(const s3::Bucket& bucket) : keys_(bucket.newer_keys) {}
+  bool is_used() const { return !keys_.expired(); }
+  void set(std::string access_key, std::string secret_key, std::string session_token) const {
+    if (const auto keys = keys_.lock()) {
+      keys->set({std::move(access_key), std::move(secret_key), std::move(session_token)});
+    }
+  }
+
+ private:
+  std::weak_ptr<s3::NewerKeys> keys_;
+};
 
 std::shared_ptr<S3TierSpec> s3_tier_spec(const s3::Bucket& bucket, const py::bytes& namespace_id,
                                          std::string name, std::string prefix, unsigned n_read_threads,
@@ -52,8 +68,13 @@ void bind_s3(py::module_& module) {
       .def(py::init(&bucket_of), py::kw_only(), py::arg("name"), py::arg("endpoint") = "",
            py::arg("region") = "us-east-1", py::arg("path_style") = false, py::arg("ca_file") = "",
            py::arg("access_key") = "", py::arg("secret_key") = "", py::arg("session_token") = "")
+      .def("renewer", [](const s3::Bucket& self) { return S3Renewer(self); })
       .def("__repr__",
            [](const s3::Bucket& self) { return fmt::format("<S3Bucket {}>", s3::address_of(self)); });
+  py::class_<S3Renewer>(module, "S3Renewer")
+      .def_property_readonly("is_used", &S3Renewer::is_used)
+      .def("set", &S3Renewer::set, py::arg("access_key"), py::arg("secret_key"),
+           py::arg("session_token") = "");
   py::class_<S3TierSpec, TierSpec, std::shared_ptr<S3TierSpec>>(module, "S3Tier")
       .def(py::init(&s3_tier_spec), py::kw_only(), py::arg("bucket"), py::arg("namespace_id"),
            py::arg("name") = "s3", py::arg("prefix") = "kv_offload", py::arg("n_read_threads") = 8,

@@ -234,10 +234,15 @@ void set(CURL* easy, CURLoption option, Value value) {
   }
 }
 
-void set_who(CURL* easy, const Bucket& bucket) {
+Keys keys_of(const Bucket& bucket) {
+  std::optional<Keys> newer = bucket.newer_keys ? bucket.newer_keys->get() : std::nullopt;
+  return newer ? *std::move(newer) : Keys{bucket.access_key, bucket.secret_key, bucket.session_token};
+}
+
+void set_who(CURL* easy, const Bucket& bucket, const Keys& keys) {
   set(easy, CURLOPT_AWS_SIGV4, fmt::format("aws:amz:{}:s3", bucket.region).c_str());
-  set(easy, CURLOPT_USERNAME, bucket.access_key.c_str());
-  set(easy, CURLOPT_PASSWORD, bucket.secret_key.c_str());
+  set(easy, CURLOPT_USERNAME, keys.access_key.c_str());
+  set(easy, CURLOPT_PASSWORD, keys.secret_key.c_str());
   if (!bucket.ca_file.empty()) set(easy, CURLOPT_CAINFO, bucket.ca_file.c_str());
 }
 
@@ -339,13 +344,14 @@ Status Client::call_once(const Request& request, Deadline deadline, Answer* answ
   std::unique_ptr<Handle> handle = take();
   CURL* easy = handle->easy;
   set_how(easy, left);
-  set_who(easy, bucket_);
+  const Keys keys = keys_of(bucket_);
+  set_who(easy, bucket_, keys);
   const std::string url = url_of(bucket_, request.key);
   set(easy, CURLOPT_URL, url.c_str());
   Headers headers;
   const bool unsigned_body = request.verb == Verb::kPut && url.starts_with("https:");
   add(&headers, "x-amz-content-sha256: " + (unsigned_body ? "UNSIGNED-PAYLOAD" : sha256_hex(request.from)));
-  if (!bucket_.session_token.empty()) add(&headers, "x-amz-security-token: " + bucket_.session_token);
+  if (!keys.session_token.empty()) add(&headers, "x-amz-security-token: " + keys.session_token);
   if (!request.condition.empty()) add(&headers, request.condition);
   // A record is sent without waiting for "100 Continue". Not by a header "Expect:": libcurl 7.88 signs it and
   // leaves it out.

@@ -9,9 +9,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -20,6 +22,27 @@
 
 namespace kv_offload::s3 {
 
+struct Keys {
+  std::string access_key, secret_key, session_token;
+};
+
+// Keys that replace those of a bucket while it is in use. Any thread.
+class NewerKeys {
+ public:
+  void set(Keys keys) EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    keys_ = std::move(keys);
+  }
+  std::optional<Keys> get() const EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    return keys_;
+  }
+
+ private:
+  mutable Mutex mutex_;
+  std::optional<Keys> keys_ GUARDED_BY(mutex_);
+};
+
 struct Bucket {
   std::string endpoint;  // "https://host[:port]"; empty: AWS's of the region
   std::string region = "us-east-1";
@@ -27,6 +50,7 @@ struct Bucket {
   bool path_style = false;  // the bucket in the path, not in the host's name
   std::string ca_file;      // who may have signed the store's certificate; empty: the system's
   std::string access_key, secret_key, session_token;
+  std::shared_ptr<NewerKeys> newer_keys = {};  // none: those above are used for ever
 };
 // "s3://bucket at https://host"; no credentials.
 std::string address_of(const Bucket& bucket);

@@ -1,0 +1,81 @@
+// Keys that are replaced while a client is used.
+#include "storage/s3/client.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+
+#include "storage/s3/server.h"
+#include "with_threads.h"
+
+namespace kv_offload::s3 {
+namespace {
+
+using testing::S3Server;
+constexpr const char* kObject = "kv_offload/conditions";
+
+class S3ClientTest : public ::testing::Test {
+ protected:
+  Bucket bucket() const {
+    Bucket bucket = server_.address();
+    bucket.newer_keys = std::make_shared<NewerKeys>();
+    return bucket;
+  }
+  static long status_of(Client* client) {
+    Answer answer;
+    const Status status = client->call({.verb = Verb::kPut, .key = kObject},
+                                       std::chrono::steady_clock::now() + std::chrono::seconds(30), &answer);
+    EXPECT_TRUE(status) << status.message();
+    return answer.status;
+  }
+  std::string token() const {
+    const auto headers = server_.last(S3Server::Verb::kOther).headers;
+    const auto found = headers.find("x-amz-security-token");
+    return found == headers.end() ? "" : found->second;
+  }
+
+  S3Server server_;
+};
+
+TEST_F(S3ClientTest, the_next_request_is_signed_with_the_newest_keys) {
+  Bucket first = bucket();
+  first.secret_key = "of-yesterday";
+  first.session_token = "old";
+  Client client(first);
+  EXPECT_EQ(status_of(&client), 403);
+  EXPECT_EQ(token(), "old");
+  first.newer_keys->set({first.access_key, S3Server::kSecret, "new"});
+  EXPECT_EQ(status_of(&client), 200);
+  EXPECT_EQ(token(), "new");
+  first.newer_keys->set({first.access_key, S3Server::kSecret, ""});
+  EXPECT_EQ(status_of(&client), 200) << "on the same connection";
+  EXPECT_EQ(token(), "") << "none is left of what was replaced";
+  first.newer_keys->set({first.access_key, "of-tomorrow", ""});
+  EXPECT_EQ(status_of(&client), 403);
+  EXPECT_EQ(server_.connections(), 1);
+}
+
+TEST_F(S3ClientTest, keys_are_replaced_whole_while_others_sign_with_them) {
+  const Bucket first = bucket();
+  Client client(first);
+  std::thread renews([&] {
+    for (int i = 0; i < 100; ++i) {
+      // Of two kinds: one without a token, and longer than what it replaces.
+      first.newer_keys->set({first.access_key, i % 2 == 0 ? S3Server::kSecret : std::string(1000, 'x'),
+                             i % 2 == 0 ? "" : "token"});
+    }
+    first.newer_keys->set({first.access_key, S3Server::kSecret, "last"});
+  });
+  for (int i = 0; i < 50; ++i) {
+    const long status = status_of(&client);
+    EXPECT_EQ(status, token().empty() ? 200 : token() == "last" ? 200 : 403);
+  }
+  renews.join();
+  EXPECT_EQ(status_of(&client), 200);
+  EXPECT_EQ(token(), "last");
+}
+
+}  // namespace
+}  // namespace kv_offload::s3
