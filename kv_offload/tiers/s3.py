@@ -1,73 +1,18 @@
 """The kind ``s3``: records as objects of a bucket, in AWS S3 or a store that speaks as it does."""
 
-import configparser
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from kv_offload.tiers.base import Threads, TierConfig
+from kv_offload.tiers.s3_credentials import Found, Renewal, find_credentials
 
 if TYPE_CHECKING:
     from kv_offload._core import S3Bucket, S3Tier
     from kv_offload.namespace import NamespaceIdentity
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """As whom a bucket is spoken to. Its repr shows nothing of it."""
-
-    access_key: str = field(repr=False)
-    secret_key: str = field(repr=False)
-    session_token: str = field(default="", repr=False)
-
-
-def _from_environment() -> Credentials | None:
-    access = os.environ.get("AWS_ACCESS_KEY_ID", "")
-    secret = os.environ.get("AWS_SECRET_ACCESS_KEY", "")
-    if not access and not secret:
-        return None
-    if not access or not secret:
-        raise ValueError("of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY only one is set: set both")
-    return Credentials(access, secret, os.environ.get("AWS_SESSION_TOKEN", ""))
-
-
-def _from_file(profile: str) -> Credentials | None:
-    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
-    parser = configparser.RawConfigParser()
-    try:
-        parser.read_string(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError, configparser.Error):
-        raise ValueError(f"{path} cannot be read as a file of credentials") from None
-    if not parser.has_section(profile):
-        return None
-    section = parser[profile]
-    access, secret = section.get("aws_access_key_id", ""), section.get("aws_secret_access_key", "")
-    if not access or not secret:
-        return None
-    return Credentials(access, secret, section.get("aws_session_token", ""))
-
-
-def _from_botocore(profile: str | None) -> Credentials | None:
-    """Roles of instances and pods, single sign-on: all that botocore knows, where it is installed."""
-    try:
-        from botocore.session import Session
-    except ImportError:
-        return None
-    try:
-        found = Session(profile=profile).get_credentials()
-        frozen = found.get_frozen_credentials() if found is not None else None
-    except Exception as error:  # whose text may repeat what it read
-        raise ValueError(f"botocore finds no credentials ({type(error).__name__})") from None
-    if frozen is None:
-        return None
-    return Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
 
 
 class S3TierConfig(TierConfig):
@@ -104,7 +49,8 @@ class S3TierConfig(TierConfig):
         default=None,
         pattern=r"^[A-Za-z0-9_.@-]{1,64}$",
         description="the profile in the file of credentials; default: AWS_ACCESS_KEY_ID and "
-        "AWS_SECRET_ACCESS_KEY, then the profile default, then what botocore finds where it is installed",
+        "AWS_SECRET_ACCESS_KEY, then AWS_PROFILE or the profile default, then what botocore finds where it "
+        "is installed",
     )
     ca_file: str | None = Field(
         default=None,
@@ -162,27 +108,9 @@ class S3TierConfig(TierConfig):
         at = f" at {self.endpoint}" if self.endpoint else ""
         return f"{self.bucket}/{self.prefix}{at}"
 
-    def _credentials(self) -> Credentials:
-        """Read when they are needed and kept nowhere. ValueError that names the setting."""
-        found = _from_environment() if self.profile is None else None
-        found = found or _from_file(self.profile or "default") or _from_botocore(self.profile)
-        if found is None:
-            where = (
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set, and there is no profile default"
-                if self.profile is None
-                else f"there is no profile {self.profile}"
-            )
-            raise ValueError(f"no credentials: {where} in the file of credentials (~/.aws/credentials)")
-        if any(ord(sign) <= 32 or ord(sign) > 126 for sign in found.access_key + found.session_token):
-            raise ValueError(
-                "the access key or the session token is not one: it has spaces or line ends in it"
-            )
-        return found
-
-    def _bucket(self) -> "S3Bucket":
+    def _bucket(self, found: Found) -> "S3Bucket":
         from kv_offload import _core
 
-        found = self._credentials()
         path_style = self.path_style
         if path_style is None:
             path_style = self.endpoint is not None or "." in self.bucket
@@ -192,9 +120,9 @@ class S3TierConfig(TierConfig):
             region=self.region,
             path_style=path_style,
             ca_file=self.ca_file or "",
-            access_key=found.access_key,
-            secret_key=found.secret_key,
-            session_token=found.session_token,
+            access_key=found.keys.access_key,
+            secret_key=found.keys.secret_key,
+            session_token=found.keys.session_token,
         )
 
     def problems(self, record_bytes: int = 0) -> list[str]:
@@ -208,7 +136,7 @@ class S3TierConfig(TierConfig):
                 "or newer are (libcurl4-openssl-dev)"
             )
         try:
-            self._credentials()
+            find_credentials(self.profile)
         except ValueError as error:
             problems.append(f"{self.label()}: {error}")
         if self.ca_file is not None and not os.access(self.ca_file, os.R_OK):
@@ -216,11 +144,14 @@ class S3TierConfig(TierConfig):
         return problems
 
     def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "S3Tier":
-        """A tier of a bucket's objects."""
+        """A tier of a bucket's objects, whose keys are renewed while it is used."""
         from kv_offload import _core
 
+        found = find_credentials(self.profile)
+        bucket = self._bucket(found)
+        Renewal(found, bucket.renewer(), self.label()).start()
         return _core.S3Tier(
-            bucket=self._bucket(),
+            bucket=bucket,
             namespace_id=identity.namespace_id(),
             name=name,
             prefix=self.prefix,

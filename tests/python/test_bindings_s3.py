@@ -97,6 +97,28 @@ def test_what_no_waiting_heals_is_refused_in_a_sentence(server, region, namespac
     assert "\n" not in str(caught.value)
 
 
+def test_keys_that_are_replaced_are_used_by_an_engine_that_runs(server, region, namespace) -> None:
+    given = bucket(server)
+    renewer = given.renewer()
+    spec = _core.S3Tier(bucket=given, namespace_id=namespace)
+    folder = f"kv_offload/{namespace.hex()}"
+    metrics = _core.Metrics()
+    cache = make_cache(region[0], metrics, tiers=[spec])
+    del given, spec
+    renewer.set(ACCESS, WRONG)
+    request = cache.begin_request("r")
+    store(cache, region[1][0], request, keys(1))
+    step_until(cache, lambda: metrics.value("kv_offload_failures_total", ["s3", "write", "io"]) == 1)
+    assert server.records(folder) == []
+    renewer.set(ACCESS, SECRET)
+    store(cache, region[1][0], request, keys(1, first=2))
+    step_until(cache, lambda: len(server.records(folder)) == 1)
+    assert renewer.is_used
+    cache.close()
+    del cache
+    assert not renewer.is_used
+
+
 def test_a_certificate_that_nobody_vouches_for_is_refused(server, region, namespace) -> None:
     spec = _core.S3Tier(bucket=bucket(server, endpoint=server.secure), namespace_id=namespace)
     with pytest.raises(_core.ResourceError, match="certificate"):
