@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 ACCESS, SECRET = "AKIAKVTESTS", "a-secret/of+tests"
+READER = "AKIAREADS"  # with the same secret; may write nothing
 BUCKET = "kv-cache"
 DOMAIN = "localhost"  # bucket.localhost is this host: libcurl and the resolvers of systems agree
 _NAMES = ("s3", "s3.https", "master", "filer", "volume", "admin")
@@ -52,11 +53,12 @@ class S3Server:
         self.directory, self.tls = directory, tls
         self.process: subprocess.Popen[bytes] | None = None
         self.ports: dict[str, int] = {}
-        actions = ["Admin", "Read", "Write", "List"]
-        keys = [{"accessKey": ACCESS, "secretKey": SECRET}]
-        (directory / "keys.json").write_text(
-            json.dumps({"identities": [{"name": "kv", "credentials": keys, "actions": actions}]})
-        )
+        allowed = {ACCESS: ["Admin", "Read", "Write", "List"], READER: ["Read", "List"]}
+        identities = [
+            {"name": key, "credentials": [{"accessKey": key, "secretKey": SECRET}], "actions": actions}
+            for key, actions in allowed.items()
+        ]
+        (directory / "keys.json").write_text(json.dumps({"identities": identities}))
 
     @property
     def endpoint(self) -> str:
@@ -95,10 +97,13 @@ class S3Server:
                 left.unlink()
 
     def records(self, folder: str = "") -> list[str]:
-        """The names of all records in the bucket, as its file server says, which asks for no key."""
-        where = f"/buckets/{BUCKET}/{folder}"
-        address = f"http://127.0.0.1:{self.ports['filer']}{where}?limit=100000"
-        asked = urllib.request.Request(address, headers={"Accept": "application/json"})
+        """The names of the records under a folder of the bucket."""
+        return [name for name in self.names(folder) if name.count("/") == 3]  # prefix, namespace, epoch
+
+    def names(self, folder: str = "") -> list[str]:
+        """Of all objects there, as its file server says, which asks for no key."""
+        where = f"http://127.0.0.1:{self.ports['filer']}/buckets/{BUCKET}/{folder}?limit=100000"
+        asked = urllib.request.Request(where, headers={"Accept": "application/json"})
         try:
             with urllib.request.urlopen(asked, timeout=30) as answer:
                 found = json.load(answer)["Entries"] or []
@@ -108,10 +113,7 @@ class S3Server:
         names = []
         for entry in found:
             name = f"{folder}/{Path(entry['FullPath']).name}".lstrip("/")
-            if int(entry["Mode"]) & 1 << 31:
-                names += self.records(name)
-            elif name.count("/") == 3:  # prefix, namespace, epoch
-                names.append(name)
+            names += self.names(name) if int(entry["Mode"]) & 1 << 31 else [name]
         return names
 
     def overwrite(self, name: str, content: bytes) -> None:
