@@ -203,6 +203,11 @@ class S3Tier(TierSpec):
         op_deadline_seconds: float = 10.0,
     ) -> None: ...
 
+def probe_s3(
+    bucket: S3Bucket, prefix: str, record_bytes: int, records: int, deadline_seconds: float
+) -> dict[str, Any]:
+    """How fast a bucket answers; records=0: without writing. RuntimeError: refused, or silent."""
+
 def s3_is_built() -> bool: ...
 
 class TieredCache:

@@ -1,9 +1,12 @@
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
+#include "storage/s3/probe.h"
 #include "storage/s3/tier.h"
 
 namespace kv_offload::bindings {
 namespace {
+
+using namespace py::literals;
 
 struct S3TierSpec final : TierSpec {
   S3TierOptions options;
@@ -60,6 +63,19 @@ std::shared_ptr<S3TierSpec> s3_tier_spec(const s3::Bucket& bucket, const py::byt
   return spec;
 }
 
+py::dict probe_bucket(const s3::Bucket& bucket, const std::string& prefix, std::uint64_t record_bytes,
+                      unsigned records, double deadline_seconds) {
+  s3::Probe found;
+  {
+    const py::gil_scoped_release release;
+    found = s3::probe(bucket, prefix, record_bytes, records, to_nanos(deadline_seconds, "deadline_seconds"));
+  }
+  return py::dict("answer_seconds"_a = found.answer_seconds, "records"_a = found.records,
+                  "write_bytes_per_second"_a = found.write_bytes_per_second,
+                  "read_bytes_per_second"_a = found.read_bytes_per_second,
+                  "write_refused"_a = found.write_refused);
+}
+
 }  // namespace
 
 void bind_s3(py::module_& module) {
@@ -82,6 +98,8 @@ void bind_s3(py::module_& module) {
       .def("__repr__", [](const S3TierSpec& self) {
         return fmt::format("<S3Tier {:?} at {}>", self.options.name, s3::address_of(self.options.bucket));
       });
+  module.def("probe_s3", &probe_bucket, py::arg("bucket"), py::arg("prefix"), py::arg("record_bytes"),
+             py::arg("records"), py::arg("deadline_seconds"));
   module.def("s3_is_built", &s3::is_built);
 }
 

@@ -7,12 +7,17 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from kv_offload.tiers.base import Threads, TierConfig
-from kv_offload.tiers.s3_credentials import Found, Renewal, find_credentials
+from kv_offload.sizes import format_bytes
+from kv_offload.tiers.base import Answer, Threads, TierConfig
+from kv_offload.tiers.s3_credentials import Found, NoCredentials, Renewal, find_credentials
 
 if TYPE_CHECKING:
     from kv_offload._core import S3Bucket, S3Tier
     from kv_offload.namespace import NamespaceIdentity
+
+_PROBE_RECORD = 2 << 20
+_MOST_PROBE_BYTES = 64 << 20
+_LOOK_SECONDS = 2.0
 
 
 class S3TierConfig(TierConfig):
@@ -142,6 +147,51 @@ class S3TierConfig(TierConfig):
         if self.ca_file is not None and not os.access(self.ca_file, os.R_OK):
             problems.append(f"{self.label()}: ca_file {self.ca_file} cannot be read")
         return problems
+
+    def _look(self, records: int = 0) -> dict[str, Any]:
+        """How the store answers; RuntimeError when it does not or refuses us, NoCredentials without any."""
+        from kv_offload import _core
+
+        bucket = self._bucket(find_credentials(self.profile))
+        seconds = min(self.op_deadline_seconds, _LOOK_SECONDS) if records == 0 else self.op_deadline_seconds
+        return _core.probe_s3(bucket, self.prefix, _PROBE_RECORD, records, seconds)
+
+    def cautions(self) -> list[str]:
+        """A store that does not answer."""
+        try:
+            self._look()
+        except NoCredentials:
+            return []  # a problem
+        except RuntimeError as error:
+            return [f"{self.label()} is not used until it answers: {error}"]
+        return []
+
+    def summary(self) -> str:
+        """What can be said of it without a measurement."""
+        try:
+            return self._described(self._look())
+        except (RuntimeError, NoCredentials) as error:
+            return f"does not answer: {error}"
+
+    def _described(self, found: Mapping[str, Any]) -> str:
+        tls = "no TLS" if (self.endpoint or "").startswith("http:") else "TLS"
+        return f"answers in {found['answer_seconds'] * 1e3:.2f} ms, {tls}"
+
+    def measure(self, total_bytes: int) -> Answer:
+        """Writes and reads objects of its own on one connection, which are removed again."""
+        records = max(1, min(total_bytes, _MOST_PROBE_BYTES) // _PROBE_RECORD)
+        try:
+            found = self._look(records)
+        except (RuntimeError, NoCredentials) as error:
+            return Answer("refused", str(error))
+        if found["write_refused"]:
+            state: Literal["note", "refused"] = "note" if self.write_policy == "never" else "refused"
+            return Answer(state, f"{self._described(found)}; {found['write_refused']}", found)
+        write, read = (
+            f"{format_bytes(int(found[f'{verb}_bytes_per_second']))}/s" for verb in ("write", "read")
+        )
+        size = f"{found['records']} objects of {format_bytes(_PROBE_RECORD)} on one connection"
+        return Answer("ok", f"writes {write}, reads {read}, {self._described(found)}; {size}", found)
 
     def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "S3Tier":
         """A tier of a bucket's objects, whose keys are renewed while it is used."""

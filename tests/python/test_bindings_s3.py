@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from s3_server import ACCESS, BUCKET, SECRET, S3Server, certificate
+from s3_server import ACCESS, BUCKET, READER, SECRET, S3Server, certificate
 from small_core import attach, keys, make_cache, store
 
 from kv_offload import _core
@@ -117,6 +117,17 @@ def test_keys_that_are_replaced_are_used_by_an_engine_that_runs(server, region, 
     cache.close()
     del cache
     assert not renewer.is_used
+
+
+def test_a_tier_that_only_reads_needs_no_permission_to_write(server, region, namespace) -> None:
+    spec = _core.S3Tier(bucket=bucket(server), namespace_id=namespace)
+    wanted = record(server, region, spec, namespace)
+    reads = _core.S3Tier(bucket=bucket(server, access_key=READER), namespace_id=namespace)
+    reads.write_policy = "never"
+    cache = make_cache(region[0], tiers=[reads], load_policy="always")
+    request = cache.begin_request("r")
+    step_until(cache, lambda: all(cache.lookup(request, key) == HIT for key in wanted))
+    cache.close()
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused(server, region, namespace) -> None:

@@ -2,14 +2,20 @@
 
 import json
 import logging
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from s3_server import ACCESS as KNOWN
+from s3_server import BUCKET, READER, S3Server, free_ports
+from s3_server import SECRET as KNOWN_SECRET
 from typer.testing import CliRunner
 
 from kv_offload import _core
 from kv_offload.cli import app
+from kv_offload.cli.doctor_checks import place, speed
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.machine import cautions
 from kv_offload.tiers import parse_tier
@@ -127,6 +133,70 @@ def test_a_tier_can_be_given_on_the_command_line() -> None:
     result = CliRunner().invoke(app, ["config", "--cpu", "1GiB", "--tier", "s3=kv-cache"])
     assert result.exit_code == 0, result.output
     assert '"type": "s3"' in result.stdout or '"type":"s3"' in result.stdout
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    running = S3Server(tmp_path_factory.mktemp("s3"))
+    try:
+        running.start()
+        yield running
+    finally:
+        running.kill()
+
+
+def with_keys(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KNOWN)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+
+
+def test_doctor_says_how_the_store_answers_and_how_fast(
+    monkeypatch: pytest.MonkeyPatch, server: S3Server
+) -> None:
+    with_keys(monkeypatch, KNOWN_SECRET)
+    asked = tier(bucket=BUCKET, endpoint=server.endpoint, prefix="measured")
+    (looked,) = place(asked)
+    assert looked.state == "ok"
+    assert re.fullmatch(r"answers in [0-9.]+ ms, no TLS", looked.text)
+    (measured,) = speed(asked, 8 << 20)
+    assert measured.state == "ok", measured.text
+    assert measured.figures is not None
+    assert measured.figures["write_bytes_per_second"] > 0
+    assert measured.figures["read_bytes_per_second"] > 0
+    assert "4 objects of 2.0 MiB on one connection" in measured.text
+    assert server.names("measured") == [], "they are removed again"
+    assert cautions(config(bucket=BUCKET, endpoint=server.endpoint)) == []
+
+
+def test_doctor_repeats_no_key_of_a_store_that_refuses_it(
+    monkeypatch: pytest.MonkeyPatch, server: S3Server
+) -> None:
+    with_keys(monkeypatch, SECRET)
+    asked = tier(bucket=BUCKET, endpoint=server.endpoint)
+    (looked,), (measured,) = place(asked), speed(asked, 1 << 20)
+    assert "refuses the signature" in looked.text
+    assert measured.state == "refused"
+    assert "refuses the signature" in measured.text
+    assert SECRET not in looked.text + measured.text
+
+
+@pytest.mark.parametrize(("write_policy", "state"), [("through", "refused"), ("never", "note")])
+def test_doctor_says_that_nothing_may_be_written(
+    monkeypatch: pytest.MonkeyPatch, server: S3Server, write_policy: str, state: str
+) -> None:
+    with_keys(monkeypatch, KNOWN_SECRET)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", READER)
+    (measured,) = speed(tier(bucket=BUCKET, endpoint=server.endpoint, write_policy=write_policy), 1 << 20)
+    assert (measured.state, "access is denied" in measured.text) == (state, True)
+
+
+def test_one_that_is_not_there_is_a_caution_and_refused_by_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_keys(monkeypatch, SECRET)
+    away = {"endpoint": f"http://127.0.0.1:{free_ports(1)[0]}"}
+    (caution,) = cautions(config(**away))
+    assert "is not used until it answers" in caution
+    (measured,) = speed(tier(**away), 1 << 20)
+    assert measured.state == "refused"
 
 
 def test_this_build_has_the_tier() -> None:

@@ -1,0 +1,106 @@
+#include "storage/s3/probe.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <vector>
+
+#include "base/aligned_buffer.h"
+
+namespace kv_offload::s3 {
+namespace {
+
+using std::chrono::steady_clock;
+
+constexpr int kQuestions = 9;
+
+double seconds_since(steady_clock::time_point start) {
+  return std::chrono::duration<double>(steady_clock::now() - start).count();
+}
+
+class Prober {
+ public:
+  Prober(const Bucket& bucket, std::string prefix, Deadline until)
+      : client_(bucket), prefix_(std::move(prefix)), until_(until) {}
+
+  // Of an object that need not be there: a GET, as the answer to a HEAD does not say why.
+  void ask(Probe* found) {
+    std::vector<double> times;
+    for (int i = 0; i < kQuestions; ++i) {
+      const auto start = steady_clock::now();
+      const Answer answer = call({.verb = Verb::kGet, .key = prefix_ + "/conditions"});
+      times.push_back(seconds_since(start));
+      if (answer.status != 200 && refusal(answer, client_.bucket()).kind() != StatusKind::kNotFound) {
+        check(refusal(answer, client_.bucket()));
+      }
+    }
+    std::sort(times.begin(), times.end());
+    found->answer_seconds = times[kQuestions / 2];
+  }
+
+  void transfer(std::uint64_t bytes, unsigned records, Probe* found) {
+    const AlignedBuffer record(bytes), back(bytes);
+    std::fill(record.span().begin(), record.span().end(), std::byte{0x5a});
+    unsigned written = 0;
+    auto start = steady_clock::now();
+    // A slow store is measured by fewer: what was written must still be read.
+    const auto enough = start + (until_ - start) / 3;
+    for (; written < records && (written == 0 || steady_clock::now() < enough); ++written) {
+      Request put{.verb = Verb::kPut, .key = key(written)};
+      put.from.emplace_back(record.span());
+      if (const Answer answer = call(put); answer.status / 100 != 2) {
+        found->write_refused = refusal(answer, client_.bucket()).message();
+        break;
+      }
+    }
+    const double writing = seconds_since(start);
+    start = steady_clock::now();
+    bool all = true;
+    for (unsigned i = 0; i < written; ++i) {
+      Request get{.verb = Verb::kGet, .key = key(i)};
+      get.into.emplace_back(back.span());
+      const Answer answer = call(get);
+      all &= answer.status == 200 && !answer.wrong_length;
+    }
+    const double reading = seconds_since(start);
+    for (unsigned i = 0; i < written; ++i) (void)call({.verb = Verb::kDelete, .key = key(i)});
+    if (!found->write_refused.empty()) return;
+    if (!all) {
+      found->write_refused = "the store does not give back what it took";
+      return;
+    }
+    found->records = written;
+    const double total = static_cast<double>(bytes) * written;
+    found->write_bytes_per_second = total / writing;
+    found->read_bytes_per_second = total / reading;
+  }
+
+ private:
+  std::string key(unsigned i) const { return fmt::format("{}/probe/{}-{}", prefix_, getpid(), i); }
+  void check(const Status& status) const {
+    if (!status) throw_resource("{}: {}", address_of(client_.bucket()), status.message());
+  }
+  Answer call(const Request& request) {
+    Answer answer;
+    check(client_.call(request, until_, &answer));
+    return answer;
+  }
+
+  Client client_;
+  const std::string prefix_;
+  const Deadline until_;
+};
+
+}  // namespace
+
+Probe probe(const Bucket& bucket, const std::string& prefix, std::uint64_t record_bytes, unsigned records,
+            Nanos deadline) {
+  Probe found;
+  Prober prober(bucket, prefix, steady_clock::now() + deadline);
+  prober.ask(&found);
+  if (records > 0) prober.transfer(record_bytes, records, &found);
+  return found;
+}
+
+}  // namespace kv_offload::s3
