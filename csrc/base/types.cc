@@ -10,6 +10,17 @@
 
 namespace kv_offload {
 
+std::string hex_of(std::span<const std::uint8_t> bytes) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string text;
+  text.reserve(bytes.size() * 2);
+  for (const std::uint8_t byte : bytes) {
+    text.push_back(kDigits[byte >> 4]);
+    text.push_back(kDigits[byte & 15]);
+  }
+  return text;
+}
+
 ChunkKey::ChunkKey(std::string_view bytes) {
   if (!fits(bytes.size())) {
     throw_invalid(
@@ -21,15 +32,7 @@ ChunkKey::ChunkKey(std::string_view bytes) {
 }
 
 std::string ChunkKey::hex() const {
-  static constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  text.reserve(size_ * 2u);
-  for (const char c : bytes()) {
-    const auto value = static_cast<unsigned char>(c);
-    text.push_back(kDigits[value >> 4]);
-    text.push_back(kDigits[value & 15]);
-  }
-  return text;
+  return hex_of({reinterpret_cast<const std::uint8_t*>(bytes().data()), bytes().size()});
 }
 
 ChunkKey ChunkKey::from_hex(std::string_view hex) {

@@ -22,6 +22,9 @@ constexpr std::size_t round_down(std::size_t value, std::size_t multiple) {
   return value / multiple * multiple;
 }
 
+// Lower-case, two digits a byte.
+std::string hex_of(std::span<const std::uint8_t> bytes);
+
 // The key of a chunk: vLLM's OffloadKey, i.e. the (opaque) hash bytes of the
 // chunk's last hash unit followed by 4 bytes of big-endian group id. Hashes are
 // chained, so a key stands for its whole prefix. 5..47 bytes; value type.

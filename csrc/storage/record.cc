@@ -40,12 +40,6 @@ Status wrong(std::string_view field, const A& found, const B& expected) {
                        fmt::format("record header: {} is {}, expected {}", field, found, expected));
 }
 
-std::string hex(const NamespaceId& id) {
-  std::string text;
-  for (const std::uint8_t byte : id) text += fmt::format("{:02x}", byte);
-  return text;
-}
-
 bool all_zero(std::span<const std::byte> bytes) {
   return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
 }
@@ -122,7 +116,7 @@ Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
 Status match_header(const RecordHeader& header, const NamespaceId& namespace_id, const ChunkKey& key,
                     std::uint32_t group, std::span<const Shard> shards) {
   if (header.namespace_id != namespace_id) {
-    return wrong("namespace", hex(header.namespace_id), hex(namespace_id));
+    return wrong("namespace", hex_of(header.namespace_id), hex_of(namespace_id));
   }
   if (header.key != key) return wrong("key", header.key.hex(), key.hex());
   if (header.group != group) return wrong("group", header.group, group);

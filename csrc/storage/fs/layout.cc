@@ -25,11 +25,7 @@ std::optional<std::uint64_t> parse_number(std::string_view text) {
 
 }  // namespace
 
-std::string namespace_name(const NamespaceId& id) {
-  std::string text;
-  for (const std::uint8_t byte : id) text += fmt::format("{:02x}", byte);
-  return text;
-}
+std::string namespace_name(const NamespaceId& id) { return hex_of(id); }
 
 bool is_namespace_name(std::string_view name) {
   return name.size() == 64 && std::all_of(name.begin(), name.end(), [](char c) { return hex_digit(c) >= 0; });

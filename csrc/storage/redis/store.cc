@@ -1,7 +1,5 @@
 #include "storage/redis/store.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cstring>
@@ -14,23 +12,6 @@ namespace redis {
 namespace {
 
 constexpr unsigned kMemoryEvery = 10;  // calls of maintain()
-constexpr std::size_t kNameDigits = 32;
-
-std::string hex(std::span<const std::uint8_t> bytes) {
-  std::string text;
-  for (const std::uint8_t byte : bytes) text += fmt::format("{:02x}", byte);
-  return text;
-}
-
-std::string new_name() {
-  std::array<std::uint8_t, kNameDigits / 2> bytes{};
-  if (getentropy(bytes.data(), bytes.size()) != 0) throw_resource("the system gives no random numbers");
-  return hex(bytes);
-}
-
-bool is_name(std::string_view text) {
-  return text.size() == kNameDigits && text.find_first_not_of("0123456789abcdef") == text.npos;
-}
 
 std::span<std::byte> padded(const Shard& shard) { return {shard.data(), round_up(shard.size(), kPageBytes)}; }
 
@@ -83,11 +64,6 @@ void Connections::close() {
   idle.swap(idle_);
 }
 
-struct RedisStore::Name final : Epoch {
-  explicit Name(std::string given) : text(std::move(given)) {}
-  const std::string text;
-};
-
 class RedisStore::Borrowed {
  public:
   explicit Borrowed(Connections& connections) : connections_(connections) {}
@@ -109,20 +85,18 @@ class RedisStore::Borrowed {
 
 RedisStore::RedisStore(const RedisTierOptions& options)
     : options_(options),
-      prefix_(fmt::format("{}:{}:", options.key_prefix, hex(options.namespace_id))),
+      prefix_(fmt::format("{}:{}:", options.key_prefix, hex_of(options.namespace_id))),
       start_key_(prefix_ + "epoch"),
       connections_(options.server) {
   std::string found;
   bool refused = false;
   const Status status = ask_for_start(&found, &refused);
   if (refused) throw_resource("redis tier at {}: {}", address_of(options.server), status.message());
-  const MutexLock lock(mutex_);
-  start_ = found;
-  if (!found.empty()) epoch_ = std::make_shared<Name>(found);
+  epochs_.start_with(found);
 }
 
 std::string RedisStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
-  return fmt::format("{}{}:{}", prefix_, static_cast<const Name&>(*epoch).text, key.hex());
+  return fmt::format("{}{}:{}", prefix_, NamedEpochs::name_of(epoch), key.hex());
 }
 
 // ---- records
@@ -261,11 +235,7 @@ Status RedisStore::put_start(Connection& connection, const std::string& name, bo
 }
 
 Status RedisStore::ask_for_start(std::string* found, bool* refused) {
-  std::string known;
-  {
-    const MutexLock lock(mutex_);
-    known = start_;
-  }
+  const std::string known = epochs_.of_those_who_start();
   const Deadline until = deadline();
   Borrowed connection(connections_);
   if (Status status = connection.take(until, refused); !status) return status;
@@ -287,11 +257,11 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
     if (!other_type && start.kind != Reply::Kind::kString && start.kind != Reply::Kind::kNil)
       return unexpected();
     found->clear();
-    if (start.kind == Reply::Kind::kString && is_name(start.text)) *found = start.text;
+    if (start.kind == Reply::Kind::kString && NamedEpochs::is_name(start.text)) *found = start.text;
     if (!found->empty() || options_.read_only) return Status::ok();
     // What lies there and is no name is in nobody's use.
     const bool if_none = start.kind == Reply::Kind::kNil;
-    const std::string name = known.empty() ? new_name() : known;
+    const std::string name = known.empty() ? NamedEpochs::new_name() : known;
     bool done = false;
     if (Status status = put_start(*connection, name, if_none, &done); !status) return status;
     if (done) *found = name;
@@ -302,21 +272,12 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
 
 void RedisStore::maintain() {
   if (stopped_) return;  // nothing here would be lost
-  std::string known, found;
+  const std::string known = epochs_.of_those_who_start();
+  std::string found;
   bool refused = false;
-  {
-    const MutexLock lock(mutex_);
-    known = start_;
-  }
-  const Status status = ask_for_start(&found, &refused);
-  if (!status) return;
+  if (!ask_for_start(&found, &refused)) return;
   if (maintained_++ % kMemoryEvery == 0) look_at_memory();
-  const MutexLock lock(mutex_);
-  // Not when a reset came in between: what it replaced must not be put back.
-  if (!found.empty() && start_ == known && (resets_ == 0 || epoch_ != nullptr)) start_ = found;
-  if (resets_ > 0) return;  // of our own, and nobody else's, or none
-  if (epoch_ == nullptr && options_.read_only && !found.empty()) epoch_ = std::make_shared<Name>(found);
-  if (epoch_ != nullptr && !found.empty() && static_cast<const Name&>(*epoch_).text != found) apart_ = true;
+  epochs_.note_kept(known, found, options_.read_only);
 }
 
 void RedisStore::look_at_memory() {
@@ -329,50 +290,25 @@ void RedisStore::look_at_memory() {
 }
 
 Status RedisStore::begin_epoch() {
-  std::uint64_t resets = 0;
-  {
-    const MutexLock lock(mutex_);
-    if (epoch_ != nullptr) return Status::ok();
-    resets = resets_;
-  }
-  std::string start;
-  if (resets == 0) {  // the server did not answer when we started
+  const auto ask = [&](std::string* kept) {
     bool refused = false;
-    if (Status status = ask_for_start(&start, &refused); !status) return status;
-  } else {
+    return ask_for_start(kept, &refused);
+  };
+  const auto put = [&](const std::string& name) {
     Borrowed connection(connections_);
     if (Status status = connection.take(deadline()); !status) return status;
-    start = new_name();
     bool done = false;
-    if (Status status = put_start(*connection, start, false, &done); !status) return status;
-    if (!done) return Status::error(StatusKind::kIo, "the server took no new epoch");
-  }
-  const MutexLock lock(mutex_);
-  if (resets != resets_)
-    return Status::error(StatusKind::kUnavailable, "the tier was reset once more meanwhile");
-  start_ = start;
-  if (epoch_ == nullptr) epoch_ = std::make_shared<Name>(resets == 0 ? start : new_name());
-  return Status::ok();
-}
-
-RecordStore::EpochPtr RedisStore::epoch() const {
-  const MutexLock lock(mutex_);
-  return epoch_;
-}
-
-void RedisStore::forget() {
-  const MutexLock lock(mutex_);
-  epoch_.reset();
-  start_.clear();  // never to be put back
-  apart_ = false;
-  ++resets_;
+    if (Status status = put_start(*connection, name, false, &done); !status) return status;
+    return done ? Status::ok() : Status::error(StatusKind::kIo, "the server took no new epoch");
+  };
+  return epochs_.begin(ask, put);
 }
 
 void RedisStore::figures(TierStats* stats) const {
+  stats->apart = epochs_.apart();
   const MutexLock lock(mutex_);
   stats->bytes = used_bytes_;
   stats->capacity_bytes = max_bytes_;
-  stats->apart = apart_;
   stats->names_complete = stats->scan_complete = true;
 }
 

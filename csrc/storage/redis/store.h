@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/thread_annotations.h"
+#include "storage/named_epochs.h"
 #include "storage/record_store.h"
 #include "storage/redis/connection.h"
 #include "storage/redis/tier.h"
@@ -38,17 +39,16 @@ class RedisStore final : public RecordStore {
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) override;
   std::size_t keys_per_locate() const override { return 512; }
-  void maintain() override EXCLUDES(mutex_);
-  Status begin_epoch() override EXCLUDES(mutex_);
+  void maintain() override;
+  Status begin_epoch() override;
   bool can_reset() const override { return !options_.read_only; }
-  EpochPtr epoch() const override EXCLUDES(mutex_);
-  void forget() override EXCLUDES(mutex_);
+  EpochPtr epoch() const override { return epochs_.current(); }
+  void forget() override { epochs_.forget(); }
   void stop() override { stopped_ = true; }
   void close() override { connections_.close(); }
   void figures(TierStats* stats) const override EXCLUDES(mutex_);
 
  private:
-  struct Name;     // an epoch's
   class Borrowed;  // a connection, for one call
 
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_deadline; }
@@ -58,7 +58,7 @@ class RedisStore final : public RecordStore {
                     std::span<const std::byte> header_page);
   // The epoch of those who start, which the server has or now gets from us. Empty: it has none, and we may
   // not give it one.
-  Status ask_for_start(std::string* found, bool* refused) EXCLUDES(mutex_);
+  Status ask_for_start(std::string* found, bool* refused);
   Status put_start(Connection& connection, const std::string& name, bool if_none, bool* done);
   void look_at_memory() EXCLUDES(mutex_);
 
@@ -67,11 +67,8 @@ class RedisStore final : public RecordStore {
   Connections connections_;
   std::atomic<unsigned> maintained_{0};
   std::atomic<bool> stopped_{false};
+  NamedEpochs epochs_;
   mutable Mutex mutex_;
-  EpochPtr epoch_ GUARDED_BY(mutex_);
-  std::string start_ GUARDED_BY(mutex_);         // what those who start use, as far as we know
-  std::uint64_t resets_ GUARDED_BY(mutex_) = 0;  // forget() was called
-  bool apart_ GUARDED_BY(mutex_) = false;
   std::uint64_t used_bytes_ GUARDED_BY(mutex_) = 0, max_bytes_ GUARDED_BY(mutex_) = 0;  // of the server
 };
 

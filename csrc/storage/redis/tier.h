@@ -3,12 +3,8 @@
 //   PREFIX:<namespace, 64 hex digits>:epoch                    the epoch of those who start
 //   PREFIX:<namespace>:<epoch, 32 hex digits>:<key, hex>       a record, as on disk (specs/RECORD_FORMAT.md)
 //
-// An epoch is a random number, never a count: a server may forget any key (it evicts, it restarts empty), and
-// a count that begins anew would name an epoch a second time. Who starts takes the epoch that the server has,
-// or makes one. A reset puts a new one there for those who start later, and takes another for itself that is
-// nowhere on the server: what it writes then is nobody's who starts. Who runs on in the old epoch is apart
-// from that moment on. The epoch's key is looked at once a second, which also keeps it from being the one
-// that was not used for longest, and is put back when it is gone.
+// Epochs are named at random (named_epochs.h). The epoch's key is looked at once a second, which also keeps
+// it from being the one that was not used for longest, and is put back when it is gone.
 //
 // The server bounds itself (maxmemory, a TTL): a key that vanished is a miss, and a write that it has no room
 // for is refused. What older epochs left ages out there.

@@ -1,7 +1,5 @@
 #include "storage/s3/store.h"
 
-#include <sys/random.h>
-
 #include <algorithm>
 #include <array>
 #include <map>
@@ -14,23 +12,6 @@ namespace s3 {
 namespace {
 
 constexpr unsigned kLookEvery = 30;  // calls of maintain(): each look is a request that costs money
-constexpr std::size_t kNameDigits = 32;
-
-std::string hex(std::span<const std::uint8_t> bytes) {
-  std::string text;
-  for (const std::uint8_t byte : bytes) text += fmt::format("{:02x}", byte);
-  return text;
-}
-
-std::string new_name() {
-  std::array<std::uint8_t, kNameDigits / 2> bytes{};
-  if (getentropy(bytes.data(), bytes.size()) != 0) throw_resource("the system gives no random numbers");
-  return hex(bytes);
-}
-
-bool is_name(std::string_view text) {
-  return text.size() == kNameDigits && text.find_first_not_of("0123456789abcdef") == text.npos;
-}
 
 std::span<std::byte> padded(const Shard& shard) { return {shard.data(), round_up(shard.size(), kPageBytes)}; }
 
@@ -40,27 +21,20 @@ bool is_refused_condition(const Answer& answer) { return answer.status == 412 ||
 
 }  // namespace
 
-struct S3Store::Name final : Epoch {
-  explicit Name(std::string given) : text(std::move(given)) {}
-  const std::string text;
-};
-
 S3Store::S3Store(const S3TierOptions& options)
     : options_(options),
-      prefix_(fmt::format("{}/{}/", options.prefix, hex(options.namespace_id))),
+      prefix_(fmt::format("{}/{}/", options.prefix, hex_of(options.namespace_id))),
       start_key_(prefix_ + "epoch"),
       client_(options.bucket, options.pause) {
   std::string found;
   bool refused = false;
   const Status status = ask_for_start(&found, &refused);
   if (refused) throw_resource("s3 tier {}: {}", address_of(options.bucket), status.message());
-  const MutexLock lock(mutex_);
-  start_ = found;
-  if (!found.empty()) epoch_ = std::make_shared<Name>(found);
+  epochs_.start_with(found);
 }
 
 std::string S3Store::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
-  return fmt::format("{}{}/{}", prefix_, static_cast<const Name&>(*epoch).text, key.hex());
+  return fmt::format("{}{}/{}", prefix_, NamedEpochs::name_of(epoch), key.hex());
 }
 
 void S3Store::stop() {
@@ -183,7 +157,7 @@ Status S3Store::put(const std::string& key, std::string_view text, const std::st
 }
 
 Status S3Store::read_start(Deadline until, std::string* found, std::string* etag, bool* refused) {
-  std::string text(kNameDigits, '\0');
+  std::string text(NamedEpochs::kNameDigits, '\0');
   Request request{.verb = Verb::kGet, .key = start_key_};
   request.into.emplace_back(std::as_writable_bytes(std::span(text)));
   Answer answer;
@@ -193,7 +167,7 @@ Status S3Store::read_start(Deadline until, std::string* found, std::string* etag
   if (!status) return status;
   *etag = answer.etag;
   if (answer.status == 200) {
-    if (!answer.wrong_length && is_name(text)) *found = text;
+    if (!answer.wrong_length && NamedEpochs::is_name(text)) *found = text;
     if (found->empty() && etag->empty()) etag->assign(1, '*');  // g++ 12 at -O2 warns of "*"
     return Status::ok();
   }
@@ -214,11 +188,7 @@ bool S3Store::knows_conditions(Deadline until) {
 }
 
 Status S3Store::ask_for_start(std::string* found, bool* refused) {
-  std::string known;
-  {
-    const MutexLock lock(mutex_);
-    known = start_;
-  }
+  const std::string known = epochs_.of_those_who_start();
   const Deadline until = deadline();
   for (int tries = 0; tries < 3; ++tries) {
     std::string etag;
@@ -227,7 +197,7 @@ Status S3Store::ask_for_start(std::string* found, bool* refused) {
     // What lies there and is no name is in nobody's use. An old name is put back only where nothing is.
     if (!known.empty() && (!etag.empty() || !knows_conditions(until))) return Status::ok();
     const std::string condition = etag.empty() ? "If-None-Match: *" : "If-Match: " + etag;
-    const std::string name = known.empty() ? new_name() : known;
+    const std::string name = known.empty() ? NamedEpochs::new_name() : known;
     Answer answer;
     if (Status status = put(start_key_, name, condition, until, &answer); !status) return status;
     if (answer.status == 501 && known.empty()) {
@@ -245,63 +215,28 @@ Status S3Store::ask_for_start(std::string* found, bool* refused) {
 
 void S3Store::maintain() {
   if (stopped_) return;  // nothing here would be lost
-  std::string known, found;
+  if (epochs_.current() != nullptr && maintained_++ % kLookEvery != 0) return;
+  const std::string known = epochs_.of_those_who_start();
+  std::string found;
   bool refused = false;
-  {
-    const MutexLock lock(mutex_);
-    if (epoch_ != nullptr && maintained_++ % kLookEvery != 0) return;
-    known = start_;
-  }
-  if (!ask_for_start(&found, &refused)) return;
-  const MutexLock lock(mutex_);
-  // Not when a reset came in between: what it replaced must not be put back.
-  if (!found.empty() && start_ == known && (resets_ == 0 || epoch_ != nullptr)) start_ = found;
-  if (resets_ > 0) return;  // of our own, and nobody else's, or none
-  if (epoch_ == nullptr && options_.read_only && !found.empty()) epoch_ = std::make_shared<Name>(found);
-  if (epoch_ != nullptr && !found.empty() && static_cast<const Name&>(*epoch_).text != found) apart_ = true;
+  if (ask_for_start(&found, &refused)) epochs_.note_kept(known, found, options_.read_only);
 }
 
 Status S3Store::begin_epoch() {
-  std::uint64_t resets = 0;
-  {
-    const MutexLock lock(mutex_);
-    if (epoch_ != nullptr) return Status::ok();
-    resets = resets_;
-  }
-  std::string start;
-  if (resets == 0) {  // the store did not answer when we started
+  const auto ask = [&](std::string* kept) {
     bool refused = false;
-    if (Status status = ask_for_start(&start, &refused); !status) return status;
-  } else {
-    start = new_name();
+    return ask_for_start(kept, &refused);
+  };
+  const auto put_new = [&](const std::string& name) {
     Answer answer;
-    if (Status status = put(start_key_, start, {}, deadline(), &answer); !status) return status;
-    if (!is_done(answer)) return Status::error(StatusKind::kIo, "the store took no new epoch");
-  }
-  const MutexLock lock(mutex_);
-  if (resets != resets_)
-    return Status::error(StatusKind::kUnavailable, "the tier was reset once more meanwhile");
-  start_ = start;
-  if (epoch_ == nullptr) epoch_ = std::make_shared<Name>(resets == 0 ? start : new_name());
-  return Status::ok();
-}
-
-RecordStore::EpochPtr S3Store::epoch() const {
-  const MutexLock lock(mutex_);
-  return epoch_;
-}
-
-void S3Store::forget() {
-  const MutexLock lock(mutex_);
-  epoch_.reset();
-  start_.clear();  // never to be put back
-  apart_ = false;
-  ++resets_;
+    if (Status status = put(start_key_, name, {}, deadline(), &answer); !status) return status;
+    return is_done(answer) ? Status::ok() : Status::error(StatusKind::kIo, "the store took no new epoch");
+  };
+  return epochs_.begin(ask, put_new);
 }
 
 void S3Store::figures(TierStats* stats) const {
-  const MutexLock lock(mutex_);
-  stats->apart = apart_;
+  stats->apart = epochs_.apart();
   stats->names_complete = stats->scan_complete = true;
 }
 

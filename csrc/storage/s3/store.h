@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "base/thread_annotations.h"
+#include "storage/named_epochs.h"
 #include "storage/record_store.h"
 #include "storage/s3/client.h"
 #include "storage/s3/tier.h"
@@ -22,18 +22,16 @@ class S3Store final : public RecordStore {
   // logarithm of their number in requests. One that is not there after all is a miss when it is read.
   Status locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) override;
   std::size_t keys_per_locate() const override { return 512; }
-  void maintain() override EXCLUDES(mutex_);
-  Status begin_epoch() override EXCLUDES(mutex_);
+  void maintain() override;
+  Status begin_epoch() override;
   bool can_reset() const override { return !options_.read_only; }
-  EpochPtr epoch() const override EXCLUDES(mutex_);
-  void forget() override EXCLUDES(mutex_);
+  EpochPtr epoch() const override { return epochs_.current(); }
+  void forget() override { epochs_.forget(); }
   void stop() override;
   void close() override { client_.close(); }
-  void figures(TierStats* stats) const override EXCLUDES(mutex_);
+  void figures(TierStats* stats) const override;
 
  private:
-  struct Name;  // an epoch's
-
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_deadline; }
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
   Status is_there(const std::string& key, Deadline until, bool* there);
@@ -41,7 +39,7 @@ class S3Store final : public RecordStore {
   void remove_wrong(const std::string& key, const std::string& etag, Deadline until);
   // The epoch of those who start, which the bucket has or now gets from us. Empty: it has none, and we may
   // not give it one.
-  Status ask_for_start(std::string* found, bool* refused) EXCLUDES(mutex_);
+  Status ask_for_start(std::string* found, bool* refused);
   Status read_start(Deadline until, std::string* found, std::string* etag, bool* refused);
   Status put(const std::string& key, std::string_view text, const std::string& condition, Deadline until,
              Answer* answer);
@@ -52,11 +50,7 @@ class S3Store final : public RecordStore {
   Client client_;
   std::atomic<unsigned> maintained_{0};
   std::atomic<bool> stopped_{false};
-  mutable Mutex mutex_;
-  EpochPtr epoch_ GUARDED_BY(mutex_);
-  std::string start_ GUARDED_BY(mutex_);         // what those who start use, as far as we know
-  std::uint64_t resets_ GUARDED_BY(mutex_) = 0;  // forget() was called
-  bool apart_ GUARDED_BY(mutex_) = false;
+  NamedEpochs epochs_;
 };
 
 }  // namespace kv_offload::s3

@@ -6,9 +6,8 @@
 //   PREFIX/conditions                                          empty; shows whether the store knows
 //   conditions
 //
-// Epochs are as in the redis tier: random; who starts takes the one that lies there, or makes one. A reset
-// puts a new one there for those who start later, and takes another for itself that is nowhere in the bucket.
-// It relies on what S3 promises: who reads after a write sees it.
+// Epochs are named at random (named_epochs.h). They rely on what S3 promises: who reads after a write sees
+// it.
 //
 // Two who start at once and find no epoch: the one whose `If-None-Match: *` comes second is refused, reads
 // again and takes the first one's. A store that does not know the condition keeps the one written last; both

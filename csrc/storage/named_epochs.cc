@@ -1,0 +1,93 @@
+#include "storage/named_epochs.h"
+
+#include <sys/random.h>
+
+#include <array>
+#include <utility>
+
+namespace kv_offload {
+
+struct NamedEpochs::Named final : RecordStore::Epoch {
+  explicit Named(std::string given) : name(std::move(given)) {}
+  const std::string name;
+};
+
+std::string NamedEpochs::new_name() {
+  std::array<std::uint8_t, kNameDigits / 2> bytes{};
+  if (getentropy(bytes.data(), bytes.size()) != 0) throw_resource("the system gives no random numbers");
+  return hex_of(bytes);
+}
+
+bool NamedEpochs::is_name(std::string_view text) {
+  return text.size() == kNameDigits && text.find_first_not_of("0123456789abcdef") == text.npos;
+}
+
+const std::string& NamedEpochs::name_of(const EpochPtr& epoch) {
+  return static_cast<const Named&>(*epoch).name;
+}
+
+void NamedEpochs::start_with(const std::string& kept) {
+  const MutexLock lock(mutex_);
+  start_ = kept;
+  if (!kept.empty()) epoch_ = std::make_shared<Named>(kept);
+}
+
+std::string NamedEpochs::of_those_who_start() const {
+  const MutexLock lock(mutex_);
+  return start_;
+}
+
+void NamedEpochs::note_kept(const std::string& known, const std::string& kept, bool read_only) {
+  const MutexLock lock(mutex_);
+  if (kept.empty()) return;
+  // Not when a reset came in between: what it replaced must not be put back.
+  if (start_ == known && epoch_ != nullptr) start_ = kept;
+  if (resets_ > 0) return;  // of our own, and nobody else's, or none
+  if (epoch_ == nullptr && read_only) epoch_ = std::make_shared<Named>(kept);
+  if (epoch_ != nullptr && name_of(epoch_) != kept) apart_ = true;
+}
+
+Status NamedEpochs::begin(const std::function<Status(std::string* kept)>& ask,
+                          const std::function<Status(const std::string& name)>& put) {
+  std::uint64_t resets = 0;
+  {
+    const MutexLock lock(mutex_);
+    if (epoch_ != nullptr) return Status::ok();
+    resets = resets_;
+  }
+  std::string start;
+  if (resets == 0) {  // the store did not answer when we started
+    if (Status status = ask(&start); !status) return status;
+    if (start.empty()) return Status::error(StatusKind::kUnavailable, "there is no epoch yet");
+  } else {
+    start = new_name();
+    if (Status status = put(start); !status) return status;
+  }
+  const MutexLock lock(mutex_);
+  if (resets != resets_) {
+    return Status::error(StatusKind::kUnavailable, "the tier was reset once more meanwhile");
+  }
+  start_ = start;
+  if (epoch_ == nullptr) epoch_ = std::make_shared<Named>(resets == 0 ? start : new_name());
+  return Status::ok();
+}
+
+NamedEpochs::EpochPtr NamedEpochs::current() const {
+  const MutexLock lock(mutex_);
+  return epoch_;
+}
+
+void NamedEpochs::forget() {
+  const MutexLock lock(mutex_);
+  epoch_.reset();
+  start_.clear();  // never to be put back
+  apart_ = false;
+  ++resets_;
+}
+
+bool NamedEpochs::apart() const {
+  const MutexLock lock(mutex_);
+  return apart_;
+}
+
+}  // namespace kv_offload
