@@ -15,6 +15,6 @@ if(NOT s3_wanted STREQUAL "OFF")
       "(Debian, Ubuntu: apt install libcurl4-openssl-dev libssl-dev; Red Hat: libcurl-devel openssl-devel), or "
       "configure with KV_OFFLOAD_S3=AUTO or OFF")
   else()
-    message(STATUS "Without libcurl 7.75 there is no s3 tier (on Debian or Ubuntu: apt install libcurl4-openssl-dev)")
+    message(STATUS "Without libcurl 7.75 and OpenSSL there is no s3 tier (on Debian or Ubuntu: apt install libcurl4-openssl-dev libssl-dev)")
   endif()
 endif()

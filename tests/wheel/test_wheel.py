@@ -92,6 +92,7 @@ def test_it_carries_its_own_libraries(wheel):
     assert "linux_x86_64" not in wheel.name or "manylinux" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     assert any(name.startswith("vllm_kv_offload.libs/libfmt") for name in names)
+    assert not any("libcurl" in name for name in names), "its libraries have licenses that are not named"
     assert "kv_offload/_core.pyi" in names
     assert "kv_offload/py.typed" in names
     assert "kv_offload/specs/spec.py" in names
