@@ -41,7 +41,7 @@ REASONS = {
     ),
     "corrupt": (
         "records failed their checksums; they were removed and the tokens computed",
-        "check the device or the Redis server: it did not return what was written; of a root, run "
+        "check the device or the server: it did not return what was written; of a root, run "
         "kv-offload verify",
     ),
     "io_error": (
@@ -61,8 +61,8 @@ REASONS = {
 
 # What to do about each kind of kv_offload_failures_total.
 _FAILURES = {
-    "corrupt": "run kv-offload verify on the root, and check the device or the Redis server",
-    "io": "check the device and the permissions of the root, or that the Redis server can be reached",
+    "corrupt": "run kv-offload verify on the root, and check the device or the server",
+    "io": "check the device and the permissions of the root; of a server: ask it with kv-offload doctor",
     "no_space": "free space on the file system, or lower max_bytes; of a Redis server, set maxmemory-policy",
     "timeout": "check whether the device hangs or is overloaded",
     "device": "see the log of the workers: copies to or from the device failed",
