@@ -258,7 +258,7 @@ void bench_start(const std::string& root, std::uint64_t count) {
   Presence presence = Presence::kUnknown;
   std::vector<Completion> completions;
   std::vector<TierRemoval> removals;
-  tier->prefetch_presence({last});
+  tier->prefetch_presence({last}, KeyOrder::kNone);
   while ((presence = tier->contains(last)) == Presence::kUnknown) std::this_thread::yield();
   const double answered = now();
   while (!tier->stats().names_complete) std::this_thread::sleep_for(std::chrono::milliseconds(1));

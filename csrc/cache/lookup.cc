@@ -109,8 +109,11 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
   if (unknown != 0) {
     const auto reason = may_not_wait(request, true);
     if (!reason) {
+      // Windows are scanned from the right, and have gaps.
+      const bool from_the_left = groups_[group].full_attention;
+      const TierOps::Run run = from_the_left ? TierOps::Run{request.number, group} : TierOps::Run{};
       for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
-        if ((unknown >> tier & 1) != 0) ops_.ask_for(tier, key);
+        if ((unknown >> tier & 1) != 0) ops_.ask_for(tier, key, run);
       }
       return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
     }

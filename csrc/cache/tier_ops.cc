@@ -65,9 +65,21 @@ bool TierOps::is_recorded(const ChunkKey& key) {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
     const Presence presence = contains(tier, key);
     if (presence == Presence::kPresent) return true;
-    if (presence == Presence::kUnknown) ask_for(tier, key);
+    if (presence == Presence::kUnknown) ask_for(tier, key, {});
   }
   return false;
+}
+
+// Few runs have unknown keys in a step, and those of one come one after the other.
+void TierOps::ask_for(std::size_t tier, const ChunkKey& key, Run run) {
+  std::vector<Question>& unknown = slots_[tier].unknown;
+  const auto same =
+      std::find_if(unknown.rbegin(), unknown.rend(), [&](const Question& asked) { return asked.run == run; });
+  if (same != unknown.rend()) {
+    same->keys.push_back(key);
+  } else {
+    unknown.push_back({run, {key}});
+  }
 }
 
 void TierOps::touch(const ChunkKey& key) {
@@ -292,8 +304,10 @@ void TierOps::poll_once_a_step() {
 void TierOps::end_step() {
   polled_ = false;
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
-    std::vector<ChunkKey>& unknown = slots_[tier].unknown;
-    if (!unknown.empty()) tiers_[tier]->prefetch_presence(std::exchange(unknown, {}));
+    for (Question& question : std::exchange(slots_[tier].unknown, {})) {
+      const bool prefix = question.run != Run{};
+      tiers_[tier]->prefetch_presence(std::move(question.keys), prefix ? KeyOrder::kPrefix : KeyOrder::kNone);
+    }
   }
 }
 

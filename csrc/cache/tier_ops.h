@@ -79,8 +79,14 @@ class TierOps {
   double estimate_read_seconds(std::size_t tier, std::uint64_t bytes) const {
     return tiers_[tier]->estimate_read_seconds(bytes);
   }
-  // Whether it is there: to be known soon. Asked at the end of the step, all keys at once.
-  void ask_for(std::size_t tier, const ChunkKey& key) { slots_[tier].unknown.push_back(key); }
+  // Keys that vLLM looks up from the left, for one request and group; or, as {}, keys that say nothing of
+  // each other.
+  struct Run {
+    std::uint32_t request = 0, group = 0;  // number (never 0) and position
+    bool operator==(const Run&) const = default;
+  };
+  // Whether it is there: to be known soon. Asked at the end of the step, all keys of a run at once.
+  void ask_for(std::size_t tier, const ChunkKey& key, Run run);
   // The key was in use in host memory until now.
   void touch(const ChunkKey& key);
 
@@ -124,12 +130,16 @@ class TierOps {
   void publish();  // gauges and running totals of each tier
 
  private:
+  struct Question {
+    Run run;
+    std::vector<ChunkKey> keys;
+  };
   struct TierSlot {
     std::string name;
     bool readable = true;
     bool writable = true;
     std::uint32_t writes = 0;       // ops in flight
-    std::vector<ChunkKey> unknown;  // asked for at the end of the step
+    std::vector<Question> unknown;  // asked at the end of the step
     TierStats published;            // running totals up to here are in the metrics
   };
   struct Op {

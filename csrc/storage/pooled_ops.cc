@@ -39,11 +39,12 @@ Status run_op(PooledStore& shared, OpInFlight& in_flight) {
   return epoch == store.epoch() ? status : of_before_a_reset();
 }
 
-Status run_locate(PooledStore& shared, const std::vector<ChunkKey>& keys, const Submitted& submitted) {
+Status run_locate(PooledStore& shared, const std::vector<ChunkKey>& keys, KeyOrder order,
+                  const Submitted& submitted) {
   if (!submitted.epoch || submitted.epoch != shared.store->epoch()) return of_before_a_reset();
   std::vector<bool> present(keys.size());
   return contained([&] {
-    Status status = shared.store->locate(keys, submitted.epoch, &present);
+    Status status = shared.store->locate(keys, order, submitted.epoch, &present);
     for (std::size_t i = 0; status && shared.learnt && i < keys.size(); ++i)
       shared.learnt->answered(keys[i], present[i], submitted.era);
     return status;

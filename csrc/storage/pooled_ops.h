@@ -96,7 +96,8 @@ Status contained(Work&& work) {
 // Does the op in the epoch that it was submitted in, or not at all.
 Status run_op(PooledStore& shared, OpInFlight& in_flight);
 // Asks the store which of the keys it has.
-Status run_locate(PooledStore& shared, const std::vector<ChunkKey>& keys, const Submitted& submitted);
+Status run_locate(PooledStore& shared, const std::vector<ChunkKey>& keys, KeyOrder order,
+                  const Submitted& submitted);
 
 // Only what the device did counts: our own bound is no failure.
 bool device_failed(const Status& status);

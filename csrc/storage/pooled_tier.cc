@@ -55,7 +55,7 @@ class PooledTier final : public Tier {
   bool cancel(OpId id) override { return pool_.cancel(id); }
   void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
   Presence contains(const ChunkKey& key) const override;
-  void prefetch_presence(std::vector<ChunkKey> keys) override;
+  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
   void touch(const ChunkKey& key) override { shared_->catalogue().touch(key); }
   Status reset() override;
   TierStats stats() const override;
@@ -64,7 +64,8 @@ class PooledTier final : public Tier {
 
  private:
   IoPool::Op make_op(TierOp op, const Submitted& submitted, std::optional<Breaker::Pass> pass);
-  IoPool::Op make_locate(std::vector<ChunkKey> keys, const Submitted& submitted, Breaker::Pass pass);
+  IoPool::Op make_locate(std::vector<ChunkKey> keys, KeyOrder order, const Submitted& submitted,
+                         Breaker::Pass pass);
   void keep(Lane lane, std::function<void(RecordStore&)> work);
   // On the fast lane of upkeep; kTimeout when it did not end in time (it goes on).
   Status keep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
@@ -134,12 +135,14 @@ IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optio
 
 // A device that does not answer it does not answer reads. That it answers says nothing of them: names may be
 // read where bytes cannot.
-IoPool::Op PooledTier::make_locate(std::vector<ChunkKey> keys, const Submitted& submitted,
+IoPool::Op PooledTier::make_locate(std::vector<ChunkKey> keys, KeyOrder order, const Submitted& submitted,
                                    Breaker::Pass pass) {
   auto asked = std::make_shared<const std::vector<ChunkKey>>(std::move(keys));
   IoPool::Op queued;
   queued.tag = kLocateTag;
-  queued.run = [shared = shared_, asked, submitted] { return run_locate(*shared, *asked, submitted); };
+  queued.run = [shared = shared_, asked, order, submitted] {
+    return run_locate(*shared, *asked, order, submitted);
+  };
   queued.done = [shared = shared_, asked, pass, clock = &clock_](const Status& status, double, double) {
     Breaker& breaker = shared->breaker(Lane::kRead);
     if (device_failed(status)) {
@@ -218,17 +221,17 @@ Presence PooledTier::contains(const ChunkKey& key) const {
   return answered ? Presence::kUnknown : Presence::kAbsent;
 }
 
-void PooledTier::prefetch_presence(std::vector<ChunkKey> keys) {
+void PooledTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
   if (closed_ || !takes(Lane::kRead) || shared_->store->epoch() == nullptr) return;
   shared_->catalogue().begin_asking(&keys);
   const Nanos now = clock_.now();
   const Submitted submitted(*shared_);
-  const std::size_t at_once = std::max<std::size_t>(shared_->store->keys_per_locate(), 1);
+  const std::size_t at_once = std::max<std::size_t>(shared_->store->keys_per_locate(order), 1);
   std::vector<IoPool::Op> queued;
   for (std::size_t begin = 0; begin < keys.size(); begin += at_once) {
     const auto part = std::span(keys).subspan(begin, std::min(at_once, keys.size() - begin));
     if (const auto pass = shared_->breaker(Lane::kRead).admit(now)) {
-      queued.push_back(make_locate({part.begin(), part.end()}, submitted, *pass));
+      queued.push_back(make_locate({part.begin(), part.end()}, order, submitted, *pass));
     } else {
       shared_->catalogue().give_up_asking(part);
     }

@@ -48,12 +48,13 @@ class RecordStore {
   // is proven wrong; it was removed, unless another took its place meanwhile. All else: the device's failure,
   // and the record is left alone.
   virtual Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
-  // Which of the keys have a record, in the order of the keys, which is the order of the prompt: a chunk is
-  // seldom there when the one before it is not. (*present)[i] is set for every key when ok.
-  virtual Status locate(std::span<const ChunkKey> keys, const EpochPtr& epoch,
+  // Which of the keys have a record. (*present)[i] is set for every key when ok. Of a prefix a store may
+  // answer without looking at each: what lies before one that is there is there, what lies behind one that is
+  // missing is not. (Where that is wrong, a read finds nothing, and what was overlooked is computed again.)
+  virtual Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                         std::vector<bool>* present) = 0;
   // How many keys are given to one locate(); more than that are asked for by several threads at once.
-  virtual std::size_t keys_per_locate() const = 0;
+  virtual std::size_t keys_per_locate(KeyOrder order) const = 0;
 
   // ---- upkeep's threads
   // Once, first: what takes long and need not keep a server from starting.

@@ -63,6 +63,12 @@ struct Completion {
   double queued_seconds = 0;
 };
 
+// What is known of several keys by the order that they are given in.
+enum class KeyOrder : std::uint8_t {
+  kNone,    // nothing
+  kPrefix,  // chunks of one prompt, from the left: none is stored or of use without those before it
+};
+
 enum class Presence : std::uint8_t { kAbsent, kPresent, kUnknown /* until it was asked for */ };
 
 // Why a key the tier once held is gone; for events and miss reasons.
@@ -109,9 +115,9 @@ class Tier {
   // or not it would be read now (TierStats::readable). O(1), starts nothing. Never
   // unknown while reads are switched off: nobody would answer.
   virtual Presence contains(const ChunkKey& key) const = 0;
-  // Asks, behind, for those of a prompt's keys (in its order) that are unknown and are
-  // not being asked for yet; contains() knows them soon, found or not. Never blocks.
-  virtual void prefetch_presence(std::vector<ChunkKey> keys) = 0;
+  // Asks, behind, for those of the keys that are unknown and are not being asked for
+  // yet; contains() knows them soon, found or not. Never blocks.
+  virtual void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) = 0;
   // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;
   // Forget everything: from this call on no older record is found again by

@@ -137,7 +137,7 @@ class S3TierConfig(TierConfig):
         problems = []
         if not _core.s3_is_built():
             problems.append(
-                f"{self.label()}: this build has no s3 tier; build it where the headers of libcurl 7.75 "
+                f"{self.label()}: this build has no s3 tier; build it where the headers of libcurl 7.87 "
                 "or newer are (libcurl4-openssl-dev)"
             )
         try:

@@ -142,7 +142,7 @@ def test_a_build_that_must_have_the_s3_tier_stops_without_openssl(sdist, tmp_pat
     options += ["-DCMAKE_DISABLE_FIND_PACKAGE_OpenSSL=ON", "-DKV_OFFLOAD_TLS=AUTO"]
     refused = configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_S3=ON")
     assert refused.returncode != 0
-    assert "KV_OFFLOAD_S3=ON but libcurl 7.75 or newer, or OpenSSL" in refused.stderr
+    assert "KV_OFFLOAD_S3=ON but libcurl 7.87 or newer, or OpenSSL" in refused.stderr
     without = configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_S3=AUTO")
     assert "there is no s3 tier" in without.stdout
 

@@ -51,7 +51,8 @@ Status FsStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
   return reader_.read(op, generation_of(epoch), moved);
 }
 
-Status FsStore::locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) {
+Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
+                       std::vector<bool>* present) {
   for (const ChunkKey& key : keys) {
     if (Status status = scanner_.list(generation_of(epoch), layout::leaf_of(key)); !status) return status;
   }

@@ -43,8 +43,11 @@ class FsStore final : public RecordStore {
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   // Before the scan has come there: lists the leaf directories of these keys.
-  Status locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) override;
-  std::size_t keys_per_locate() const override { return 1; }  // of each directory one key is asked for
+  Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                std::vector<bool>* present) override;
+  std::size_t keys_per_locate(KeyOrder) const override {
+    return 1;
+  }  // of each directory one key is asked for
   void start() override;
   void maintain() override;
   Status begin_epoch() override { return own_.begin(); }

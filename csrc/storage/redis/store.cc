@@ -202,7 +202,8 @@ void RedisStore::remove_wrong(const std::string& key, std::uint64_t right_length
   }
 }
 
-Status RedisStore::locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) {
+Status RedisStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
+                          std::vector<bool>* present) {
   const Deadline until = deadline();
   std::vector<std::string> names;
   names.reserve(keys.size());

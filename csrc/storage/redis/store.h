@@ -37,8 +37,9 @@ class RedisStore final : public RecordStore {
 
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
-  Status locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) override;
-  std::size_t keys_per_locate() const override { return 512; }
+  Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                std::vector<bool>* present) override;
+  std::size_t keys_per_locate(KeyOrder) const override { return 512; }
   void maintain() override;
   Status begin_epoch() override;
   bool can_reset() const override { return !options_.read_only; }

@@ -42,6 +42,27 @@ const Meaning* meaning_of(std::string_view code) {
   return found == kMeanings.end() ? nullptr : &*found;
 }
 
+// Of an answer to HEAD, which has no body.
+std::string_view sentence_without_code(long status) {
+  switch (status) {
+    case 400:
+      return "the store refuses the request and does not say why: credentials may have expired, or the "
+             "region or "
+             "the clock of this host is wrong";
+    case 403:
+      return "access is denied and the store does not say why: the keys are wrong or have expired, the clock "
+             "of this "
+             "host is wrong, or a permission is missing (s3:GetObject, s3:PutObject and s3:DeleteObject on "
+             "the "
+             "objects of the prefix, s3:ListBucket on the bucket)";
+    case 429:
+    case 503:
+      return "the store asks for fewer requests";
+    default:
+      return {};
+  }
+}
+
 bool is_redirect(const Answer& answer) { return answer.status >= 300 && answer.status < 400; }
 
 bool is_region(std::string_view text) {
@@ -62,16 +83,20 @@ Status refusal(const Answer& answer, const Bucket& bucket) {
   }
   if (is_redirect(answer)) return refusal({.status = 400, .code = "PermanentRedirect"}, bucket);
   if (answer.status == 404) return Status::error(StatusKind::kNotFound, "no record of this key");
-  if (answer.status == 403) return refusal({.status = 400, .code = "AccessDenied"}, bucket);
   if (answer.status == 507) return refusal({.status = 400, .code = "InsufficientStorage"}, bucket);
+  const std::string_view sentence = answer.code.empty() ? sentence_without_code(answer.status) : "";
+  if (!sentence.empty()) return Status::error(StatusKind::kIo, std::string(sentence));
   return Status::error(StatusKind::kIo, fmt::format("the store refused the request ({}, {})", answer.status,
                                                     answer.code.empty() ? "no code" : answer.code));
 }
 
 bool is_setting(const Answer& answer) {
   const Meaning* meaning = meaning_of(answer.code);
-  return answer.untrusted || is_redirect(answer) || answer.status == 401 || answer.status == 403 ||
-         (meaning != nullptr && meaning->setting);
+  if (answer.misconfigured || is_redirect(answer) || (meaning != nullptr && meaning->setting)) return true;
+  // 408 and 429 pass; 404, 409 and 412 tell what lies there.
+  constexpr std::array kOther{404L, 408L, 409L, 412L, 429L};
+  return answer.status >= 400 && answer.status < 500 &&
+         std::find(kOther.begin(), kOther.end(), answer.status) == kOther.end();
 }
 
 }  // namespace kv_offload::s3

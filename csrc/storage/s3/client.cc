@@ -18,8 +18,9 @@ namespace kv_offload::s3 {
 namespace {
 
 std::string base_of(const Bucket& bucket) {
-  return bucket.endpoint.empty() ? fmt::format("https://s3.{}.amazonaws.com", bucket.region)
-                                 : bucket.endpoint;
+  if (!bucket.endpoint.empty()) return bucket.endpoint;
+  const bool china = bucket.region.starts_with("cn-");
+  return fmt::format("https://s3.{}.amazonaws.com{}", bucket.region, china ? ".cn" : "");
 }
 
 }  // namespace
@@ -115,7 +116,7 @@ struct Client::Transfer {
   const Request& request;
   std::uint64_t expected = 0, announced = 0, came = 0;
   long status = 0;
-  bool has_length = false, wrong_length = false;
+  bool has_length = false, wrong_length = false, told_enough = false;
   std::size_t piece = 0, at = 0;  // where the next byte goes to, or comes from
   std::size_t header_bytes = 0, error_bytes = 0;
   std::array<char, kMostErrorBytes> error{};
@@ -175,7 +176,8 @@ struct Client::Transfer {
       const std::size_t part = std::min(bytes, error.size() - std::min(error_bytes, error.size()));
       std::memcpy(error.data() + std::min(error_bytes, error.size()), data, part);
       error_bytes += bytes;
-      return error_bytes <= kMostAnswerBytes;
+      told_enough = error_bytes > kMostAnswerBytes;
+      return !told_enough;
     }
     came += bytes;
     wrong_length = (has_length && announced != expected) || came > expected;
@@ -243,11 +245,15 @@ void set_who(CURL* easy, const Bucket& bucket, const Keys& keys) {
   set(easy, CURLOPT_AWS_SIGV4, fmt::format("aws:amz:{}:s3", bucket.region).c_str());
   set(easy, CURLOPT_USERNAME, keys.access_key.c_str());
   set(easy, CURLOPT_PASSWORD, keys.secret_key.c_str());
-  if (!bucket.ca_file.empty()) set(easy, CURLOPT_CAINFO, bucket.ca_file.c_str());
+  if (bucket.ca_file.empty()) return;
+  set(easy, CURLOPT_CAINFO, bucket.ca_file.c_str());
+  set(easy, CURLOPT_CAPATH, static_cast<const char*>(nullptr));  // and nobody else whom the system trusts
 }
 
 void set_how(CURL* easy, milliseconds left) {
   set(easy, CURLOPT_NOSIGNAL, 1L);
+  set(easy, CURLOPT_QUICK_EXIT, 1L);  // at the deadline nothing waits for the system's look-up of a name
+  set(easy, CURLOPT_MAXCONNECTS, 1L);
   set(easy, CURLOPT_PROXY, "");
   set(easy, CURLOPT_FOLLOWLOCATION, 0L);
   set(easy, CURLOPT_PATH_AS_IS, 1L);
@@ -259,18 +265,16 @@ void set_how(CURL* easy, milliseconds left) {
   set(easy, CURLOPT_TIMEOUT_MS, static_cast<long>(left.count()));
   set(easy, CURLOPT_CONNECTTIMEOUT_MS, static_cast<long>(left.count()));
   set(easy, CURLOPT_OPENSOCKETFUNCTION, &open_socket);
-#if LIBCURL_VERSION_NUM >= 0x075500
   set(easy, CURLOPT_PROTOCOLS_STR, "http,https");
-#else
-  set(easy, CURLOPT_PROTOCOLS, static_cast<long>(CURLPROTO_HTTP | CURLPROTO_HTTPS));
-#endif
 }
 
 Status failure(CURLcode result, Answer* answer) {
   if (result == CURLE_OPERATION_TIMEDOUT) {
     return Status::error(StatusKind::kTimeout, "the store did not answer in time");
   }
-  answer->untrusted = result == CURLE_PEER_FAILED_VERIFICATION || result == CURLE_SSL_CACERT_BADFILE;
+  answer->misconfigured = result == CURLE_PEER_FAILED_VERIFICATION || result == CURLE_SSL_CACERT_BADFILE ||
+                          result == CURLE_URL_MALFORMAT;
+  answer->lost = result == CURLE_SEND_ERROR || result == CURLE_GOT_NOTHING;
   return Status::error(StatusKind::kIo,
                        fmt::format("no answer of the store: {}", curl_easy_strerror(result)));
 }
@@ -281,6 +285,11 @@ Client::Client(const Bucket& bucket, std::function<void(Nanos)> pause)
     : bucket_(bucket), pause_(std::move(pause)) {
   static const CURLcode started = curl_global_init(CURL_GLOBAL_DEFAULT);
   if (started != CURLE_OK) throw_resource("libcurl cannot be started: {}", curl_easy_strerror(started));
+  const curl_version_info_data& loaded = *curl_version_info(CURLVERSION_NOW);
+  if (loaded.version_num < 0x075700) {
+    throw_resource("the s3 tier needs libcurl 7.87 or newer, for its signatures; this process has {}",
+                   loaded.version);
+  }
 }
 Client::~Client() = default;
 
@@ -329,7 +338,8 @@ Status Client::call(const Request& request, Deadline deadline, Answer* answer) {
   for (unsigned tries = 1;; ++tries) {
     Nanos retry_after{0};
     Status status = call_once(request, deadline, answer, &retry_after);
-    if (!status || !asks_again(answer->status) || request.once || tries == kMostTries) return status;
+    const bool again = status ? asks_again(answer->status) : answer->lost;
+    if (!again || request.once || tries == kMostTries) return status;
     const Nanos time = std::max(jittered(pause), retry_after);
     if (steady_clock::now() + time >= deadline || !wait(time)) return status;
     pause *= 2;
@@ -338,6 +348,9 @@ Status Client::call(const Request& request, Deadline deadline, Answer* answer) {
 
 Status Client::call_once(const Request& request, Deadline deadline, Answer* answer, Nanos* retry_after) {
   *answer = {};
+  const std::string url = url_of(bucket_, request.key);
+  const bool unsigned_body = request.verb == Verb::kPut && url.starts_with("https:");
+  const std::string sum = unsigned_body ? "UNSIGNED-PAYLOAD" : sha256_hex(request.from);
   const auto left = std::chrono::duration_cast<milliseconds>(deadline - steady_clock::now());
   if (left <= milliseconds(0)) return Status::error(StatusKind::kTimeout, "no time is left to ask the store");
   Transfer transfer(request);
@@ -346,11 +359,9 @@ Status Client::call_once(const Request& request, Deadline deadline, Answer* answ
   set_how(easy, left);
   const Keys keys = keys_of(bucket_);
   set_who(easy, bucket_, keys);
-  const std::string url = url_of(bucket_, request.key);
   set(easy, CURLOPT_URL, url.c_str());
   Headers headers;
-  const bool unsigned_body = request.verb == Verb::kPut && url.starts_with("https:");
-  add(&headers, "x-amz-content-sha256: " + (unsigned_body ? "UNSIGNED-PAYLOAD" : sha256_hex(request.from)));
+  add(&headers, "x-amz-content-sha256: " + sum);
   if (!keys.session_token.empty()) add(&headers, "x-amz-security-token: " + keys.session_token);
   if (!request.condition.empty()) add(&headers, request.condition);
   // A record is sent without waiting for "100 Continue". Not by a header "Expect:": libcurl 7.88 signs it and
@@ -376,13 +387,19 @@ Status Client::call_once(const Request& request, Deadline deadline, Answer* answ
     set(easy, CURLOPT_SEEKDATA, &transfer);
   }
   const CURLcode result = curl_easy_perform(easy);
-  if (result != CURLE_OK && !transfer.wrong_length) return failure(result, answer);  // with the connection
+  if (result != CURLE_OK && !transfer.wrong_length && !transfer.told_enough) {
+    return failure(result, answer);  // with the connection
+  }
   if (result == CURLE_OK) give_back(std::move(handle));
   answer->status = transfer.status;
   answer->code = transfer.code();
   answer->etag = transfer.etag.data();
   answer->region = transfer.region.data();
   if (request.verb == Verb::kGet && transfer.status == 200) {
+    // Without a length, a connection that was cut looks like the end.
+    if (!transfer.has_length && transfer.came < transfer.expected) {
+      return Status::error(StatusKind::kIo, "the answer of the store ended too soon");
+    }
     answer->length = transfer.has_length ? transfer.announced : transfer.came;
     answer->wrong_length = transfer.wrong_length || transfer.came != transfer.expected;
   }
@@ -396,7 +413,7 @@ bool is_built() { return false; }
 struct Client::Handle {};
 Client::Client(const Bucket& bucket, std::function<void(Nanos)>) : bucket_(bucket) {
   throw_resource(
-      "this build has no s3 tier: build it where the headers of libcurl 7.75 or newer and of OpenSSL are "
+      "this build has no s3 tier: build it where the headers of libcurl 7.87 or newer and of OpenSSL are "
       "(libcurl4-openssl-dev, libssl-dev)");
 }
 Client::~Client() = default;

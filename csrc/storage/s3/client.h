@@ -79,7 +79,9 @@ struct Answer {
   bool wrong_length =
       false;  // of status 200 to a kGet: the body is not as long as `into`, which holds nothing of use
   std::uint64_t length = 0;  // of that body, as announced, or as far as it came
-  bool untrusted = false;    // no answer at all: the store's certificate is not one to believe
+  // No answer at all:
+  bool misconfigured = false;  // the store's certificate is not one to believe, or there is no such address
+  bool lost = false;           // the connection ended before a byte of it
 };
 
 // What an answer that is not 2xx stands for. 404 is kNotFound, unless the bucket is missing.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
 #include <utility>
 
 #include "base/aligned_buffer.h"
@@ -11,6 +10,7 @@ namespace kv_offload {
 namespace s3 {
 namespace {
 
+constexpr std::size_t kMostLeftWrong = 4096;
 constexpr unsigned kLookEvery = 30;  // calls of maintain(): each look is a request that costs money
 
 std::span<std::byte> padded(const Shard& shard) { return {shard.data(), round_up(shard.size(), kPageBytes)}; }
@@ -58,7 +58,9 @@ Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mo
   const Deadline until = deadline();
   Request request{.verb = Verb::kPut, .key = key_of(op.key, epoch)};
   bool there = false;
-  if (Status status = is_there(request.key, until, &there); !status) return status;
+  if (!was_left_wrong(request.key)) {
+    if (Status status = is_there(request.key, until, &there); !status) return status;
+  }
   if (there) return Status::ok();
 
   zero_padding(op.shards);
@@ -108,42 +110,57 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
   return status;
 }
 
-// It is removed only if it is still there. Where the store does not know If-Match for this, one that takes
-// its place between the two requests is lost, too, and is a miss.
+// Once for each time that it was read.
+bool S3Store::was_left_wrong(const std::string& key) {
+  const MutexLock lock(mutex_);
+  return left_wrong_.erase(key) > 0;
+}
+
+// It is removed only if it is still there; if it cannot be, the next write goes over it. Where the store does
+// not know If-Match for this, one that takes its place between the two requests is lost, too, and is a miss.
 void S3Store::remove_wrong(const std::string& key, const std::string& etag, Deadline until) {
   Request request{.verb = Verb::kHead, .key = key};
   Answer answer;
   if (!client_.call(request, until, &answer) || answer.status != 200 || answer.etag != etag) return;
   request.verb = Verb::kDelete;
   if (!etag.empty()) request.condition = "If-Match: " + etag;
-  if (!client_.call(request, until, &answer) || answer.status != 501) return;
-  request.condition.clear();
-  (void)client_.call(request, until, &answer);
+  bool answered = static_cast<bool>(client_.call(request, until, &answer));
+  if (answered && answer.status == 501) {
+    request.condition.clear();
+    answered = static_cast<bool>(client_.call(request, until, &answer));
+  }
+  if (answered && (is_done(answer) || is_refused_condition(answer) || answer.status == 404)) return;
+  const MutexLock lock(mutex_);
+  if (left_wrong_.size() < kMostLeftWrong) left_wrong_.insert(key);
 }
 
-Status S3Store::locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) {
+Status S3Store::locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                       std::vector<bool>* present) {
   const Deadline until = deadline();
-  std::map<std::uint32_t, std::vector<std::size_t>> groups;
-  for (std::size_t i = 0; i < keys.size(); ++i) groups[keys[i].group_id()].push_back(i);
   present->assign(keys.size(), false);
-  for (const auto& [group, places] : groups) {
-    // The first `known` are there; the one at `missing` is not.
-    std::size_t known = 0, missing = places.size(), step = 1;
-    while (known < missing) {
-      // Twice as far each time, until one is missing; then half of what is between.
-      const std::size_t at =
-          missing == places.size() ? std::min(known + step, missing) - 1 : known + (missing - known) / 2;
-      bool there = false;
-      if (Status status = is_there(key_of(keys[places[at]], epoch), until, &there); !status) return status;
-      if (there) {
-        known = at + 1;
-      } else {
-        missing = at;
-      }
-      step *= 2;
+  bool there = false;
+  if (order == KeyOrder::kNone) {
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      if (Status status = is_there(key_of(keys[i], epoch), until, &there); !status) return status;
+      (*present)[i] = there;
     }
-    for (std::size_t i = 0; i < known; ++i) (*present)[places[i]] = true;
+    return Status::ok();
   }
+  // The first `known` are there; the one at `missing` is not.
+  std::size_t known = 0, missing = keys.size(), step = 1;
+  while (known < missing) {
+    // Twice as far each time, until one is missing; then half of what is between.
+    const std::size_t at =
+        missing == keys.size() ? std::min(known + step, missing) - 1 : known + (missing - known) / 2;
+    if (Status status = is_there(key_of(keys[at], epoch), until, &there); !status) return status;
+    if (there) {
+      known = at + 1;
+    } else {
+      missing = at;
+    }
+    step *= 2;
+  }
+  std::fill_n(present->begin(), known, true);
   return Status::ok();
 }
 
@@ -230,7 +247,9 @@ Status S3Store::begin_epoch() {
   const auto put_new = [&](const std::string& name) {
     Answer answer;
     if (Status status = put(start_key_, name, {}, deadline(), &answer); !status) return status;
-    return is_done(answer) ? Status::ok() : Status::error(StatusKind::kIo, "the store took no new epoch");
+    if (is_done(answer)) return Status::ok();
+    return Status::error(StatusKind::kIo, fmt::format("the store took no new epoch: {}",
+                                                      refusal(answer, options_.bucket).message()));
   };
   return epochs_.begin(ask, put_new);
 }

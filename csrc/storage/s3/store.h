@@ -3,8 +3,10 @@
 
 #include <atomic>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "storage/named_epochs.h"
 #include "storage/record_store.h"
 #include "storage/s3/client.h"
@@ -18,10 +20,10 @@ class S3Store final : public RecordStore {
 
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
-  // Of the keys of a group, those before the last that was found are taken to be there, too: twice the
-  // logarithm of their number in requests. One that is not there after all is a miss when it is read.
-  Status locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) override;
-  std::size_t keys_per_locate() const override { return 512; }
+  // Of a prefix: twice the logarithm of its length in requests, one after the other. Else one for each key.
+  Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                std::vector<bool>* present) override;
+  std::size_t keys_per_locate(KeyOrder order) const override { return order == KeyOrder::kPrefix ? 4096 : 4; }
   void maintain() override;
   Status begin_epoch() override;
   bool can_reset() const override { return !options_.read_only; }
@@ -36,6 +38,7 @@ class S3Store final : public RecordStore {
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
   Status is_there(const std::string& key, Deadline until, bool* there);
   // What is wrong with the object of this ETag, unless another took its place.
+  bool was_left_wrong(const std::string& key) EXCLUDES(mutex_);
   void remove_wrong(const std::string& key, const std::string& etag, Deadline until);
   // The epoch of those who start, which the bucket has or now gets from us. Empty: it has none, and we may
   // not give it one.
@@ -51,6 +54,9 @@ class S3Store final : public RecordStore {
   std::atomic<unsigned> maintained_{0};
   std::atomic<bool> stopped_{false};
   NamedEpochs epochs_;
+  Mutex mutex_;
+  std::unordered_set<std::string> left_wrong_
+      GUARDED_BY(mutex_);  // names of damaged objects that could not be removed
 };
 
 }  // namespace kv_offload::s3

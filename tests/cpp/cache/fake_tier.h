@@ -86,8 +86,8 @@ class FakeTier final : public TierHand {
   std::uint64_t born(const TierOp& op) const { return born_.at(op.id); }
   const std::deque<TierOp>& reads() const override { return reads_; }
   const std::deque<TierOp>& writes() const override { return writes_; }
-  std::function<void()> on_touch;            // called first by touch()
-  std::vector<std::vector<ChunkKey>> asked;  // what prefetch_presence() was given
+  std::function<void()> on_touch;                                 // called first by touch()
+  std::vector<std::pair<std::vector<ChunkKey>, KeyOrder>> asked;  // what prefetch_presence() was given
 
   // ---- Tier
   std::string_view name() const override { return name_; }
@@ -123,7 +123,9 @@ class FakeTier final : public TierHand {
     if (!knows) return Presence::kUnknown;
     return records.contains(key) ? Presence::kPresent : Presence::kAbsent;
   }
-  void prefetch_presence(std::vector<ChunkKey> keys) override { asked.push_back(std::move(keys)); }
+  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
+    asked.emplace_back(std::move(keys), order);
+  }
   void touch(const ChunkKey& key) override {
     if (on_touch) on_touch();
     if (const auto record = records.find(key); record != records.end()) record->second.used = ++uses_;

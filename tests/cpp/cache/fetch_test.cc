@@ -221,7 +221,9 @@ TEST_F(FetchFakeTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
   EXPECT_TRUE(cache().has_pending_work());
   EXPECT_TRUE(fake().asked.empty());
   step();
-  EXPECT_EQ(fake().asked, (std::vector<std::vector<ChunkKey>>{{key_of("a"), key_of("b")}})) << "all at once";
+  ASSERT_EQ(fake().asked.size(), 1u) << "all at once";
+  EXPECT_EQ(fake().asked[0].first, (std::vector<ChunkKey>{key_of("a"), key_of("b")}));
+  EXPECT_EQ(fake().asked[0].second, KeyOrder::kPrefix);
   EXPECT_EQ(scan(request, {"a"}), "R");
   pass_time(seconds(6));
   step();
@@ -419,6 +421,19 @@ TEST_P(HybridTest, NothingOfALaterGroupIsReadBeforeTheFirstOneIsThere) {
   EXPECT_EQ(tier().queued_reads(), 1u);
   tier().finish();
   EXPECT_EQ(look(request, {"a", "b", "c"}, {"c"}), "HHHH");
+}
+
+TEST_F(HybridFakeTest, ATierIsToldWhichKeysAreAPrefix) {
+  make_hybrid({true, false});
+  fake().knows = false;
+  const RequestHandle first = begin(), second = begin();
+  EXPECT_EQ(look(first, {"x", "y"}, {"y", "x"}), "RRRR");
+  EXPECT_EQ(look(second, {"z", "u"}, 0u), "RR");
+  step();
+  using Asked = std::vector<std::pair<std::vector<ChunkKey>, KeyOrder>>;
+  EXPECT_EQ(fake().asked, (Asked{{{key_of("x", 0), key_of("y", 0)}, KeyOrder::kPrefix},
+                                 {{key_of("y", 1), key_of("x", 1)}, KeyOrder::kNone},
+                                 {{key_of("z", 0), key_of("u", 0)}, KeyOrder::kPrefix}}));
 }
 
 TEST_P(HybridTest, FullAttentionGroupsAreReadTogether) {

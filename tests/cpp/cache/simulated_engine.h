@@ -76,7 +76,7 @@ class SimulatedTier final : public Tier {
   Presence contains(const ChunkKey& key) const override {
     return records.contains(key) ? Presence::kPresent : Presence::kAbsent;
   }
-  void prefetch_presence(std::vector<ChunkKey>) override {}
+  void prefetch_presence(std::vector<ChunkKey>, KeyOrder) override {}
   void touch(const ChunkKey&) override {}
   Status reset() override {
     records.clear();

@@ -108,7 +108,9 @@ class SteppedStore final : public TierHand {
   }
   // Its scan is over: nothing is unknown.
   Presence contains(const ChunkKey& key) const override { return tier_->contains(key); }
-  void prefetch_presence(std::vector<ChunkKey> keys) override { tier_->prefetch_presence(std::move(keys)); }
+  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
+    tier_->prefetch_presence(std::move(keys), order);
+  }
   void touch(const ChunkKey& key) override { tier_->touch(key); }
   Status reset() override { return tier_->reset(); }
   TierStats stats() const override { return tier_->stats(); }

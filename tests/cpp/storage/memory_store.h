@@ -208,10 +208,11 @@ class MemoryStore final : public RecordStore {
     return status;
   }
 
-  Status locate(std::span<const ChunkKey> keys, const EpochPtr& epoch, std::vector<bool>* present) override {
+  Status locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
+                std::vector<bool>* present) override {
     return server_->exist(number(epoch), keys, present);
   }
-  std::size_t keys_per_locate() const override { return keys_per_locate_; }
+  std::size_t keys_per_locate(KeyOrder) const override { return keys_per_locate_; }
 
   void maintain() override { server_->note_maintained(); }
   Status begin_epoch() override {

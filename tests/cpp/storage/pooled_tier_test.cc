@@ -50,8 +50,8 @@ TEST_F(PooledTierTest, the_keys_of_a_prompt_are_asked_for_at_once_and_in_order) 
   PooledTierOptions by_hand = options();
   by_hand.driven_by_hand = &pool;
   const std::unique_ptr<Tier> tier = open(by_hand);
-  tier->prefetch_presence(keys(10));
-  tier->prefetch_presence(keys(10));  // again, while they are being asked for
+  tier->prefetch_presence(keys(10), KeyOrder::kNone);
+  tier->prefetch_presence(keys(10), KeyOrder::kNone);  // again, while they are being asked for
   run_reads(pool);
   ASSERT_EQ(server_->asked().size(), 1u);
   EXPECT_EQ(server_->asked()[0], keys(10));
@@ -60,7 +60,7 @@ TEST_F(PooledTierTest, the_keys_of_a_prompt_are_asked_for_at_once_and_in_order) 
   clock_.advance(by_hand.absent_for);
   EXPECT_EQ(tier->contains(key_of(3)), Presence::kPresent);
   EXPECT_EQ(tier->contains(key_of(4)), Presence::kUnknown) << "another server may have written it";
-  tier->prefetch_presence(keys(10));
+  tier->prefetch_presence(keys(10), KeyOrder::kNone);
   run_reads(pool);
   ASSERT_EQ(server_->asked().size(), 2u);
   EXPECT_EQ(server_->asked()[1].size(), 9u) << "all but the one that is there";
@@ -71,7 +71,7 @@ TEST_F(PooledTierTest, more_keys_than_the_store_takes_at_once_are_asked_for_side
   PooledTierOptions by_hand = options();
   by_hand.driven_by_hand = &pool;
   const std::unique_ptr<Tier> tier = open(by_hand, 4);
-  tier->prefetch_presence(keys(10));
+  tier->prefetch_presence(keys(10), KeyOrder::kNone);
   run_reads(pool);
   std::vector<std::size_t> sizes;
   for (const auto& asked : server_->asked()) sizes.push_back(asked.size());
@@ -93,7 +93,7 @@ TEST_F(PooledTierTest, an_answer_that_comes_after_a_reset_does_not_count) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   TierDriver user(open());
   server_->block(Verb::kLocate);
-  user.tier().prefetch_presence({key_of(1)});
+  user.tier().prefetch_presence({key_of(1)}, KeyOrder::kNone);
   server_->wait_for_blocked();
   ASSERT_TRUE(user.tier().reset());
   server_->release();
@@ -109,7 +109,7 @@ TEST_F(PooledTierTest, a_server_that_does_not_answer_is_left_alone_and_what_it_h
     EXPECT_FALSE(user.tier().stats().readable) << "after as many failures as of reads";
     EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
     const std::size_t asked = server_->asked().size();
-    user.tier().prefetch_presence({key_of(1)});
+    user.tier().prefetch_presence({key_of(1)}, KeyOrder::kNone);
     EXPECT_EQ(server_->asked().size(), asked);
     server_->fail(Verb::kLocate, StatusKind::kOk);
     clock_.advance(seconds(2));
@@ -141,7 +141,7 @@ TEST_F(PooledTierTest, names_that_can_be_read_do_not_make_up_for_reads_that_fail
 TEST_F(PooledTierTest, a_question_that_is_stuck_switches_the_tier_off) {
   TierDriver user(open());
   server_->block(Verb::kLocate);
-  user.tier().prefetch_presence({key_of(1)});
+  user.tier().prefetch_presence({key_of(1)}, KeyOrder::kNone);
   server_->wait_for_blocked();
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kUnknown);
   clock_.advance(options().op_deadline + seconds(1));
@@ -186,10 +186,10 @@ class Counted final : public RecordStore {
   explicit Counted(Calls& calls) : calls_(calls), epoch_(std::make_shared<Epoch>()) {}
   Status write(const TierOp&, const EpochPtr&, std::uint64_t*) override { return Status::ok(); }
   Status read(const TierOp&, const EpochPtr&, std::uint64_t*) override { return Status::ok(); }
-  Status locate(std::span<const ChunkKey>, const EpochPtr&, std::vector<bool>*) override {
+  Status locate(std::span<const ChunkKey>, KeyOrder, const EpochPtr&, std::vector<bool>*) override {
     return Status::ok();
   }
-  std::size_t keys_per_locate() const override { return 1; }
+  std::size_t keys_per_locate(KeyOrder) const override { return 1; }
   void start() override { ++calls_.started; }
   void maintain() override {
     calls_.maintained_before_start += calls_.started == 0;

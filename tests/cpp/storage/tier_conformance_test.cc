@@ -247,7 +247,7 @@ TEST_P(TierConformance, asking_whether_a_record_is_there_starts_nothing) {
   user.wait_for_scan();
   for (int i = 0; i < 3; ++i) (void)user.tier().contains(key_of(1));
   EXPECT_FALSE(pool->begin_next(Lane::kRead));
-  user.tier().prefetch_presence({key_of(1), key_of(2)});
+  user.tier().prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kNone);
   run_all(pool);
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent);
   EXPECT_EQ(user.tier().contains(key_of(2)), Presence::kAbsent);
@@ -337,7 +337,7 @@ TEST_P(TierConformance, after_close_nothing_is_taken_and_what_was_queued_has_end
   EXPECT_EQ(user.finish(queued).status.kind(), StatusKind::kCancelled);
   EXPECT_EQ(user.write(2).kind(), StatusKind::kUnavailable);
   EXPECT_NE(user.tier().contains(key_of(3)), Presence::kUnknown);
-  user.tier().prefetch_presence({key_of(3)});
+  user.tier().prefetch_presence({key_of(3)}, KeyOrder::kNone);
   EXPECT_FALSE(user.tier().reset());
   user.tier().close();
   EXPECT_FALSE(finds_later(1));
@@ -351,7 +351,7 @@ TEST_P(TierConformance, closing_beside_an_op_that_hangs_returns_and_frees_nothin
   std::vector<Completion> completions;
   std::vector<TierRemoval> removals;
   while (tier->contains(key_of(1)) != Presence::kPresent) {
-    tier->prefetch_presence({key_of(1)});
+    tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
     std::this_thread::yield();
   }
   medium_->block(OpKind::kRead);

@@ -131,7 +131,7 @@ class TierDriver {
     until([&] {
       poll();
       presence = tier_->contains(key_of(number));
-      if (presence == Presence::kUnknown) tier_->prefetch_presence({key_of(number)});
+      if (presence == Presence::kUnknown) tier_->prefetch_presence({key_of(number)}, KeyOrder::kNone);
       return presence != Presence::kUnknown;
     });
     return presence == Presence::kPresent;

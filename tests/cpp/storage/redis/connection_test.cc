@@ -180,7 +180,7 @@ TEST(RedisStoreAnswersTest, an_answer_that_fits_no_such_command_is_a_failure) {
     EXPECT_EQ(store.write(op, store.epoch(), &moved).kind(), StatusKind::kIo) << answers.begin()->second;
     EXPECT_EQ(moved, 0u);
     std::vector<bool> present(1);
-    const Status located = store.locate({&op.key, 1}, store.epoch(), &present);
+    const Status located = store.locate({&op.key, 1}, KeyOrder::kNone, store.epoch(), &present);
     EXPECT_EQ(located.is_ok(), !answers.contains("EXISTS")) << located.to_string();
   }
 }

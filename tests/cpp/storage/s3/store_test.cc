@@ -63,9 +63,10 @@ class S3TierTest : public ::testing::Test {
     EXPECT_EQ(moved, status ? 8192u : 0u);
     return status;
   }
-  static std::vector<bool> located(s3::S3Store& store, const std::vector<ChunkKey>& keys) {
+  static std::vector<bool> located(s3::S3Store& store, const std::vector<ChunkKey>& keys,
+                                   KeyOrder order = KeyOrder::kPrefix) {
     std::vector<bool> present(keys.size());
-    EXPECT_TRUE(store.locate(keys, store.epoch(), &present));
+    EXPECT_TRUE(store.locate(keys, order, store.epoch(), &present));
     return present;
   }
   std::string refused(const S3TierOptions& options) {
@@ -143,13 +144,15 @@ TEST_F(S3TierTest, what_pads_a_shard_is_verified_too) {
 }
 
 // No length is announced: what comes is counted, and never put behind the row.
-TEST_F(S3TierTest, a_body_that_is_longer_or_shorter_than_the_record_is_damage_though_it_announces_nothing) {
+TEST_F(S3TierTest, a_body_that_announces_no_length_is_counted) {
   s3::S3Store store(options());
   ASSERT_TRUE(write(store, 1));
   const std::string whole = server_.get(medium_.name_of(key_of(1)));
-  for (const std::string& body : {whole + "x", whole + std::string(1 << 20, 'x'), whole.substr(0, 5000)}) {
+  for (const auto& [body, kind] : {std::pair(whole + "x", StatusKind::kCorrupt),
+                                   std::pair(whole + std::string(1 << 20, 'x'), StatusKind::kCorrupt),
+                                   std::pair(whole.substr(0, 5000), StatusKind::kIo)}) {  // or was it cut
     server_.answer(Verb::kRead, "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body, 1);
-    EXPECT_EQ(read(store, 1).kind(), StatusKind::kCorrupt) << body.size();
+    EXPECT_EQ(read(store, 1).kind(), kind) << body.size();
   }
   EXPECT_TRUE(read(store, 1)) << "what lies there has no such ETag";
 }
@@ -201,6 +204,19 @@ TEST_F(S3TierTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
   EXPECT_EQ(server_.get(name), whole);
 }
 
+TEST_F(S3TierTest, a_damaged_object_that_may_not_be_removed_is_written_over) {
+  s3::S3Store store(options());
+  ASSERT_TRUE(write(store, 1));
+  medium_.damage(key_of(1));
+  server_.answer(Verb::kRemove, error_of("403 Forbidden", "AccessDenied"), kAlways);
+  EXPECT_EQ(read(store, 1).kind(), StatusKind::kCorrupt);
+  ASSERT_TRUE(write(store, 1));
+  EXPECT_TRUE(read(store, 1));
+  const std::size_t before = server_.requests(Verb::kWrite);
+  ASSERT_TRUE(write(store, 1));
+  EXPECT_EQ(server_.requests(Verb::kWrite), before) << "only once";
+}
+
 TEST_F(S3TierTest, a_tier_that_only_reads_changes_nothing_there) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   S3TierOptions chosen = options();
@@ -234,15 +250,26 @@ TEST_F(S3TierTest, the_keys_of_a_prompt_are_found_in_few_requests) {
   }
 }
 
-TEST_F(S3TierTest, the_keys_of_each_group_are_a_prompt_of_their_own) {
+TEST_F(S3TierTest, keys_that_are_no_prefix_are_each_asked_for) {
   s3::S3Store store(options());
-  Row row({8192});
-  std::uint64_t moved = 0;
-  TierOp op = op_of(OpKind::kWrite, 1, row);
-  op.key = key_of(1, 7);
-  ASSERT_TRUE(store.write(op, store.epoch(), &moved));
-  EXPECT_EQ(located(store, {key_of(1, 3), key_of(1, 7), key_of(2, 3)}),
-            (std::vector<bool>{false, true, false}));
+  for (const std::uint32_t number : {1u, 3u}) ASSERT_TRUE(write(store, number));
+  const std::vector<ChunkKey> keys{key_of(4), key_of(3), key_of(2), key_of(1)};
+  EXPECT_EQ(located(store, keys, KeyOrder::kNone), (std::vector<bool>{false, true, false, true}));
+}
+
+// Of a prefix in which one expired (a lifecycle rule knows no prompts): whichever is found, a read tells.
+TEST_F(S3TierTest, a_hole_in_a_prefix_is_a_miss_when_it_is_read) {
+  s3::S3Store store(options());
+  std::vector<ChunkKey> keys;
+  for (std::uint32_t i = 0; i < 8; ++i) {
+    keys.push_back(key_of(i));
+    ASSERT_TRUE(write(store, i));
+  }
+  ASSERT_TRUE(server_.remove(medium_.name_of(key_of(4))));
+  EXPECT_TRUE(located(store, keys)[4]) << "not looked at";
+  EXPECT_EQ(read(store, 4).kind(), StatusKind::kNotFound);
+  ASSERT_TRUE(write(store, 4));
+  EXPECT_TRUE(read(store, 4));
 }
 
 // ---- a store that is overloaded, fails, hangs
@@ -258,9 +285,12 @@ TEST_F(S3TierTest, a_store_that_is_overloaded_is_asked_again_with_pauses_that_gr
   }
   server_.answer(Verb::kRead, error_of("500 Oops", "InternalError"), 1);
   EXPECT_TRUE(read(store, 1));
+  const std::string page(1 << 20, '<');
+  server_.answer(Verb::kRead, "HTTP/1.1 503 Busy\r\nConnection: close\r\n\r\n" + page, 1);
+  EXPECT_TRUE(read(store, 1)) << "however much it says";
   server_.answer(Verb::kRead, error_of("503 Slow Down", "SlowDown"), kAlways);
   EXPECT_EQ(read(store, 1).kind(), StatusKind::kIo);
-  EXPECT_EQ(server_.requests(Verb::kRead), 2u + 5u) << "and no more";
+  EXPECT_EQ(server_.requests(Verb::kRead), 4u + 5u) << "and no more";
 }
 
 TEST_F(S3TierTest, the_store_says_when_to_ask_again_and_a_deadline_goes_before_it) {
@@ -278,6 +308,7 @@ TEST_F(S3TierTest, a_store_that_does_not_answer_costs_a_deadline) {
   S3TierOptions chosen = options();
   chosen.op_deadline = kShort;
   s3::S3Store store(chosen);
+  ASSERT_NE(store.epoch(), nullptr);
   server_.block(Verb::kLocate);
   EXPECT_EQ(write(store, 1).kind(), StatusKind::kTimeout);
   server_.release();
@@ -316,6 +347,8 @@ TEST_F(S3TierTest, what_waiting_does_not_change_refuses_the_start_in_a_sentence_
       {error_of("404 Not Found", "NoSuchBucket"), "no such bucket"},
       {error_of("301 Moved", "PermanentRedirect", "x-amz-bucket-region: eu-west-9\r\n"),
        "in region eu-west-9"},
+      {error_of("405 No", "MethodNotAllowed"), "MethodNotAllowed"},
+      {error_of("400 Bad Request", "InvalidRequest"), "InvalidRequest"},
       {error_of("307 Moved", "TemporaryRedirect", "Location: http://127.0.0.1:1/\r\n"), "elsewhere"}};
   for (const auto& [text, sentence] : cases) {
     server_.answer(Verb::kEpoch, text, 1);
@@ -340,6 +373,17 @@ TEST_F(S3TierTest, a_wrong_secret_or_region_is_refused_and_a_session_token_is_si
   chosen.bucket.region = "us-east-1";
   EXPECT_NE(refused(chosen).find("the secret key or the region"), std::string::npos);
   EXPECT_EQ(server_.wrong_signatures(), 2u);
+}
+
+// An answer to HEAD has no body, and so no code.
+TEST_F(S3TierTest, a_refusal_without_a_code_names_what_it_may_be) {
+  s3::S3Store store(options());
+  for (const auto& [status, sentence] : {std::pair("403 Forbidden", "the keys are wrong or have expired"),
+                                         std::pair("400 Bad Request", "credentials may have expired")}) {
+    server_.answer(Verb::kLocate, fmt::format("HTTP/1.1 {}\r\nContent-Length: 0\r\n\r\n", status), 1);
+    const std::string said(write(store, 1).message());
+    EXPECT_NE(said.find(sentence), said.npos) << said;
+  }
 }
 
 TEST_F(S3TierTest, a_bucket_that_is_gone_is_no_miss_and_one_that_is_full_no_fault_of_the_device) {
