@@ -199,5 +199,12 @@ def test_one_that_is_not_there_is_a_caution_and_refused_by_doctor(monkeypatch: p
     assert measured.state == "refused"
 
 
-def test_this_build_has_the_tier() -> None:
+def test_this_build_has_the_tier_and_one_that_has_not_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_keys(monkeypatch, SECRET)
     assert _core.s3_is_built()
+    assert tier().problems() == []
+    monkeypatch.setattr(_core, "s3_is_built", lambda: False)
+    (problem,) = tier().problems()
+    assert "libcurl4-openssl-dev" in problem
