@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
 _PROBE_RECORD = 2 << 20
 _MOST_PROBE_BYTES = 64 << 20
 _LOOK_SECONDS = 2.0
+
+
+def _is_ip_address(host: str | None) -> bool:
+    try:
+        ip_address(host or "")
+    except ValueError:
+        return False
+    return True
 
 
 class S3TierConfig(TierConfig):
@@ -105,6 +114,11 @@ class S3TierConfig(TierConfig):
     def _fit_together(self) -> "S3TierConfig":
         if self.ca_file is not None and (self.endpoint or "").startswith("http:"):
             raise ValueError("ca_file is given and endpoint is not https://, so nothing would be verified")
+        if self.path_style is False and _is_ip_address(urlsplit(self.endpoint or "").hostname):
+            raise ValueError(
+                "path_style is false and endpoint is an IP address, before which no bucket can stand: give "
+                "its name, or leave path_style out"
+            )
         return self
 
     @property

@@ -30,9 +30,10 @@ class Credentials:
     session_token: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        if any(ord(sign) <= 32 or ord(sign) > 126 for sign in self.access_key + self.session_token):
+        signs = self.access_key + self.secret_key + self.session_token
+        if any(ord(sign) <= 32 or ord(sign) > 126 for sign in signs):
             raise NoCredentials(
-                "the access key or the session token is not one: it has spaces or line ends in it"
+                "a key or the session token is not one: it has spaces or line ends in it"
             )
 
 

@@ -82,6 +82,8 @@ def test_what_is_no_name_is_refused(key: str, value: str) -> None:
 def test_what_does_not_belong_together_is_refused() -> None:
     assert "lifecycle rule" in problem(max_bytes="1GiB")
     assert "nothing would be verified" in problem(endpoint="http://h", ca_file="/ca.pem")
+    for host in ("127.0.0.1", "[::1]:9000"):
+        assert "endpoint is an IP address" in problem(endpoint=f"http://{host}", path_style=False)
     assert "'secret_key' is not known, and credentials do not belong here" in problem(secret_key=SECRET)
     assert SECRET not in problem(secret_key=SECRET)
 

@@ -3,15 +3,14 @@
 #ifdef KV_OFFLOAD_S3
 #include <curl/curl.h>
 #include <openssl/evp.h>
-#include <strings.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <array>
-#include <charconv>
-#include <cstring>
 #include <random>
 #include <utility>
+
+#include "storage/s3/transfer.h"
 #endif
 
 namespace kv_offload::s3 {
@@ -36,8 +35,6 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-constexpr std::size_t kMostErrorBytes = 4096;    // of an error's body, where the code stands at the start
-constexpr std::size_t kMostAnswerBytes = 65536;  // of headers, and of what is not a record
 constexpr unsigned kMostTries = 5;
 constexpr Nanos kFirstPause{milliseconds(50)};
 
@@ -59,12 +56,6 @@ std::string sha256_hex(std::span<const std::span<const std::byte>> pieces) {
   std::string text;
   for (unsigned i = 0; i < length; ++i) text += fmt::format("{:02x}", sum[i]);
   return text;
-}
-
-std::uint64_t number_of(std::string_view text) {
-  std::uint64_t value = 0;
-  std::from_chars(text.data(), text.data() + text.size(), value);
-  return value;
 }
 
 // Between half of it and all of it.
@@ -105,125 +96,6 @@ struct Client::Handle {
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
   CURL* const easy = curl_easy_init();
-};
-
-// What libcurl calls while a request is under way: nothing here allocates, so nothing throws into it.
-struct Client::Transfer {
-  explicit Transfer(const Request& asked) : request(asked) {
-    for (const auto& piece : asked.into) expected += piece.size();
-  }
-
-  const Request& request;
-  std::uint64_t expected = 0, announced = 0, came = 0;
-  long status = 0;
-  bool has_length = false, wrong_length = false, told_enough = false;
-  std::size_t piece = 0, at = 0;  // where the next byte goes to, or comes from
-  std::size_t header_bytes = 0, error_bytes = 0;
-  std::array<char, kMostErrorBytes> error{};
-  std::array<char, 80> etag{}, region{};
-  std::uint64_t retry_after = 0;
-
-  static void keep(std::array<char, 80>* to, std::string_view value) {
-    to->fill('\0');
-    if (value.size() < to->size()) std::copy(value.begin(), value.end(), to->begin());
-  }
-
-  void header(std::string_view line) {
-    if (line.starts_with("HTTP/")) {  // a new answer: after "100 Continue"
-      const std::size_t space = line.find(' ');
-      status = space == line.npos ? 0 : static_cast<long>(number_of(line.substr(space + 1)));
-      has_length = false;
-      retry_after = 0;
-      return;
-    }
-    const std::size_t colon = line.find(':');
-    if (colon == line.npos) return;
-    const std::string_view name = line.substr(0, colon);
-    std::string_view value = line.substr(colon + 1);
-    while (!value.empty() && (value.front() == ' ' || value.front() == '\t')) value.remove_prefix(1);
-    while (!value.empty() && static_cast<unsigned char>(value.back()) <= ' ') value.remove_suffix(1);
-    const auto is = [&](std::string_view known) {
-      return name.size() == known.size() && strncasecmp(name.data(), known.data(), known.size()) == 0;
-    };
-    if (is("content-length")) {
-      announced = number_of(value);
-      has_length = true;
-    } else if (is("retry-after")) {
-      retry_after = number_of(value);
-    } else if (is("etag")) {
-      keep(&etag, value);
-    } else if (is("x-amz-bucket-region")) {
-      keep(&region, value);
-    }
-  }
-
-  static std::size_t on_header(char* data, std::size_t size, std::size_t count, void* self) noexcept {
-    auto& transfer = *static_cast<Transfer*>(self);
-    const std::size_t bytes = size * count;
-    transfer.header_bytes += bytes;
-    if (transfer.header_bytes > kMostAnswerBytes) return 0;
-    transfer.header({data, bytes});
-    return bytes;
-  }
-
-  static std::size_t on_body(char* data, std::size_t size, std::size_t count, void* self) noexcept {
-    auto& transfer = *static_cast<Transfer*>(self);
-    const std::size_t bytes = size * count;
-    return transfer.body(data, bytes) ? bytes : 0;
-  }
-  bool body(const char* data, std::size_t bytes) {
-    if (status != 200 || request.verb != Verb::kGet) {
-      const std::size_t part = std::min(bytes, error.size() - std::min(error_bytes, error.size()));
-      std::memcpy(error.data() + std::min(error_bytes, error.size()), data, part);
-      error_bytes += bytes;
-      told_enough = error_bytes > kMostAnswerBytes;
-      return !told_enough;
-    }
-    came += bytes;
-    wrong_length = (has_length && announced != expected) || came > expected;
-    if (wrong_length) return false;
-    while (bytes > 0) {
-      const auto& to = request.into[piece];
-      const std::size_t part = std::min(bytes, to.size() - at);
-      std::memcpy(to.data() + at, data, part);
-      data += part;
-      bytes -= part;
-      at += part;
-      if (at == to.size()) at = 0, ++piece;
-    }
-    return true;
-  }
-
-  static std::size_t on_read(char* data, std::size_t size, std::size_t count, void* self) noexcept {
-    auto& transfer = *static_cast<Transfer*>(self);
-    std::size_t room = size * count, done = 0;
-    while (room > 0 && transfer.piece < transfer.request.from.size()) {
-      const auto& from = transfer.request.from[transfer.piece];
-      const std::size_t part = std::min(room, from.size() - transfer.at);
-      std::memcpy(data + done, from.data() + transfer.at, part);
-      done += part;
-      room -= part;
-      transfer.at += part;
-      if (transfer.at == from.size()) transfer.at = 0, ++transfer.piece;
-    }
-    return done;
-  }
-  // libcurl begins anew when a connection that was kept alive turns out to be closed.
-  static int on_seek(void* self, curl_off_t offset, int) noexcept {
-    if (offset != 0) return CURL_SEEKFUNC_CANTSEEK;
-    auto& transfer = *static_cast<Transfer*>(self);
-    transfer.piece = transfer.at = 0;
-    return CURL_SEEKFUNC_OK;
-  }
-
-  std::string code() const {
-    const std::string_view text(error.data(), std::min(error_bytes, error.size()));
-    const std::size_t start = text.find("<Code>"), end = text.find("</Code>");
-    if (start == text.npos || end == text.npos || end < start + 6 || end - start > 70) return {};
-    const std::string_view word = text.substr(start + 6, end - start - 6);
-    const bool plain = std::all_of(word.begin(), word.end(), [](unsigned char c) { return isalnum(c); });
-    return plain ? std::string(word) : std::string();
-  }
 };
 
 namespace {
@@ -387,24 +259,10 @@ Status Client::call_once(const Request& request, Deadline deadline, Answer* answ
     set(easy, CURLOPT_SEEKDATA, &transfer);
   }
   const CURLcode result = curl_easy_perform(easy);
-  if (result != CURLE_OK && !transfer.wrong_length && !transfer.told_enough) {
-    return failure(result, answer);  // with the connection
-  }
+  if (result != CURLE_OK && !transfer.was_stopped()) return failure(result, answer);  // with the connection
   if (result == CURLE_OK) give_back(std::move(handle));
-  answer->status = transfer.status;
-  answer->code = transfer.code();
-  answer->etag = transfer.etag.data();
-  answer->region = transfer.region.data();
-  if (request.verb == Verb::kGet && transfer.status == 200) {
-    // Without a length, a connection that was cut looks like the end.
-    if (!transfer.has_length && transfer.came < transfer.expected) {
-      return Status::error(StatusKind::kIo, "the answer of the store ended too soon");
-    }
-    answer->length = transfer.has_length ? transfer.announced : transfer.came;
-    answer->wrong_length = transfer.wrong_length || transfer.came != transfer.expected;
-  }
-  *retry_after = std::chrono::seconds(std::min<std::uint64_t>(transfer.retry_after, 3600));
-  return Status::ok();
+  *retry_after = std::chrono::seconds(std::min<std::uint64_t>(transfer.retry_after_seconds(), 3600));
+  return transfer.take(answer);
 }
 
 #else

@@ -109,7 +109,6 @@ class Client {
 
  private:
   struct Handle;
-  struct Transfer;
 
   Status call_once(const Request& request, Deadline deadline, Answer* answer, Nanos* retry_after);
   bool wait(Nanos time) EXCLUDES(mutex_);  // false: stopped

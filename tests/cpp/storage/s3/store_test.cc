@@ -1,90 +1,21 @@
-// What can happen to an S3 store, and what the tier makes of it.
+// What lies in a bucket, and what the s3 tier makes of it.
 #include "storage/s3/store.h"
 
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <string>
 #include <thread>
 
-#include "storage/s3/medium.h"
+#include "storage/s3/tier_fixture.h"
 #include "with_threads.h"
 
 namespace kv_offload {
 namespace {
 
 using namespace testing;
-using std::chrono::milliseconds;
-using std::chrono::seconds;
 using Verb = S3Server::Verb;
 
-constexpr Nanos kShort{milliseconds(200)};  // an op_deadline that a test waits for
 constexpr int kAlways = 1 << 30;
-
-std::string error_of(std::string_view status, std::string_view code, std::string_view more = "") {
-  const std::string body =
-      fmt::format("<Error><Code>{}</Code><Message>{}</Message></Error>", code, S3Server::kSecret);
-  return fmt::format("HTTP/1.1 {}\r\nContent-Length: {}\r\nConnection: close\r\n{}\r\n{}", status,
-                     body.size(), more, body);
-}
-
-class S3TierTest : public ::testing::Test {
- protected:
-  std::unique_ptr<Tier> open() { return make_s3_tier(options()); }
-  S3TierOptions options() {
-    S3TierOptions chosen = medium_.options();
-    chosen.name = "s3";
-    chosen.clock = &clock_;
-    chosen.pause = [this](Nanos time) {
-      const std::lock_guard lock(mutex_);
-      pauses_.push_back(time);
-    };
-    return chosen;
-  }
-  // As the ops of a pool see it, without threads.
-  static TierOp op_of(OpKind kind, std::uint32_t number, const Row& row) {
-    TierOp op;
-    op.kind = kind;
-    op.key = key_of(number);
-    op.shards = row.shards();
-    return op;
-  }
-  static Status write(s3::S3Store& store, std::uint32_t number) {
-    Row row({8192});
-    row.fill(number);
-    std::uint64_t moved = 0;
-    return store.write(op_of(OpKind::kWrite, number, row), store.epoch(), &moved);
-  }
-  static Status read(s3::S3Store& store, std::uint32_t number) {
-    Row row({8192});
-    std::uint64_t moved = 0;
-    const Status status = store.read(op_of(OpKind::kRead, number, row), store.epoch(), &moved);
-    EXPECT_TRUE(!status || row.holds(number));
-    EXPECT_EQ(moved, status ? 8192u : 0u);
-    return status;
-  }
-  static std::vector<bool> located(s3::S3Store& store, const std::vector<ChunkKey>& keys,
-                                   KeyOrder order = KeyOrder::kPrefix) {
-    std::vector<bool> present(keys.size());
-    EXPECT_TRUE(store.locate(keys, order, store.epoch(), &present));
-    return present;
-  }
-  std::string refused(const S3TierOptions& options) {
-    try {
-      (void)make_s3_tier(options);
-    } catch (const ResourceError& error) {
-      return error.what();
-    }
-    ADD_FAILURE() << "was let in";
-    return {};
-  }
-
-  std::mutex mutex_;
-  std::vector<Nanos> pauses_;
-  FakeClock clock_;
-  S3Medium medium_;
-  S3Server& server_ = medium_.server;
-};
 
 // ---- objects
 
@@ -270,129 +201,6 @@ TEST_F(S3TierTest, a_hole_in_a_prefix_is_a_miss_when_it_is_read) {
   EXPECT_EQ(read(store, 4).kind(), StatusKind::kNotFound);
   ASSERT_TRUE(write(store, 4));
   EXPECT_TRUE(read(store, 4));
-}
-
-// ---- a store that is overloaded, fails, hangs
-
-TEST_F(S3TierTest, a_store_that_is_overloaded_is_asked_again_with_pauses_that_grow) {
-  s3::S3Store store(options());
-  server_.answer(Verb::kWrite, error_of("503 Slow Down", "SlowDown"), 3);
-  EXPECT_TRUE(write(store, 1));
-  ASSERT_EQ(pauses_.size(), 3u);
-  for (std::size_t i = 0; i < 3; ++i) {
-    EXPECT_GE(pauses_[i], milliseconds(25) * (1 << i));
-    EXPECT_LE(pauses_[i], milliseconds(50) * (1 << i));
-  }
-  server_.answer(Verb::kRead, error_of("500 Oops", "InternalError"), 1);
-  EXPECT_TRUE(read(store, 1));
-  const std::string page(1 << 20, '<');
-  server_.answer(Verb::kRead, "HTTP/1.1 503 Busy\r\nConnection: close\r\n\r\n" + page, 1);
-  EXPECT_TRUE(read(store, 1)) << "however much it says";
-  server_.answer(Verb::kRead, error_of("503 Slow Down", "SlowDown"), kAlways);
-  EXPECT_EQ(read(store, 1).kind(), StatusKind::kIo);
-  EXPECT_EQ(server_.requests(Verb::kRead), 4u + 5u) << "and no more";
-}
-
-TEST_F(S3TierTest, the_store_says_when_to_ask_again_and_a_deadline_goes_before_it) {
-  s3::S3Store store(options());
-  server_.answer(Verb::kWrite, error_of("503 Slow Down", "SlowDown", "Retry-After: 3\r\n"), 1);
-  EXPECT_TRUE(write(store, 1));
-  ASSERT_EQ(pauses_.size(), 1u);
-  EXPECT_EQ(pauses_[0], seconds(3));
-  server_.answer(Verb::kWrite, error_of("503 Slow Down", "SlowDown", "Retry-After: 60\r\n"), 1);
-  EXPECT_EQ(write(store, 2).kind(), StatusKind::kIo);
-  EXPECT_EQ(pauses_.size(), 1u);
-}
-
-TEST_F(S3TierTest, a_store_that_does_not_answer_costs_a_deadline) {
-  S3TierOptions chosen = options();
-  chosen.op_deadline = kShort;
-  s3::S3Store store(chosen);
-  ASSERT_NE(store.epoch(), nullptr);
-  server_.block(Verb::kLocate);
-  EXPECT_EQ(write(store, 1).kind(), StatusKind::kTimeout);
-  server_.release();
-  EXPECT_TRUE(write(store, 1));
-}
-
-TEST_F(S3TierTest, a_connection_that_the_store_closed_while_it_was_idle_is_made_anew) {
-  s3::S3Store store(options());
-  server_.answer_after(Verb::kWrite, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", 1);  // and closes
-  ASSERT_TRUE(write(store, 1));
-  EXPECT_TRUE(read(store, 1));
-  EXPECT_TRUE(write(store, 2));
-}
-
-TEST_F(S3TierTest, one_that_starts_before_its_store_uses_it_as_soon_as_it_answers) {
-  server_.fail(Verb::kEpoch, true);
-  TierDriver user(open());
-  EXPECT_FALSE(user.tier().stats().writable);
-  server_.fail(Verb::kEpoch, false);
-  EXPECT_TRUE(user.until([&] {
-    clock_.advance(seconds(1));
-    user.poll();
-    return user.tier().stats().writable;
-  }));
-  EXPECT_TRUE(user.write(1));
-}
-
-// ---- what it refuses
-
-TEST_F(S3TierTest, what_waiting_does_not_change_refuses_the_start_in_a_sentence_of_its_own) {
-  const std::pair<std::string, std::string> cases[] = {
-      {error_of("403 Forbidden", "AccessDenied"), "s3:ListBucket"},
-      {error_of("403 Forbidden", "InvalidAccessKeyId"), "does not know the access key"},
-      {error_of("403 Forbidden", "ExpiredToken"), "have expired"},
-      {error_of("403 Forbidden", "RequestTimeTooSkewed"), "clock"},
-      {error_of("404 Not Found", "NoSuchBucket"), "no such bucket"},
-      {error_of("301 Moved", "PermanentRedirect", "x-amz-bucket-region: eu-west-9\r\n"),
-       "in region eu-west-9"},
-      {error_of("405 No", "MethodNotAllowed"), "MethodNotAllowed"},
-      {error_of("400 Bad Request", "InvalidRequest"), "InvalidRequest"},
-      {error_of("307 Moved", "TemporaryRedirect", "Location: http://127.0.0.1:1/\r\n"), "elsewhere"}};
-  for (const auto& [text, sentence] : cases) {
-    server_.answer(Verb::kEpoch, text, 1);
-    const std::string said = refused(options());
-    EXPECT_NE(said.find(sentence), said.npos) << said;
-    EXPECT_NE(said.find("s3://bucket at http://127.0.0.1"), said.npos) << said;
-    EXPECT_EQ(said.find(S3Server::kSecret), said.npos) << said;
-  }
-  server_.answer(Verb::kEpoch, error_of("503 Slow Down", "SlowDown"), kAlways);
-  EXPECT_NO_THROW((void)open()) << "it may pass";
-}
-
-TEST_F(S3TierTest, a_wrong_secret_or_region_is_refused_and_a_session_token_is_signed) {
-  S3TierOptions chosen = options();
-  chosen.bucket.session_token = "token";
-  EXPECT_TRUE(TierDriver(make_s3_tier(chosen)).write(1));
-  EXPECT_EQ(server_.last(Verb::kWrite).headers["x-amz-security-token"], "token");
-  EXPECT_EQ(server_.wrong_signatures(), 0u);
-  chosen.bucket.secret_key = "wrong";
-  EXPECT_NE(refused(chosen).find("the secret key or the region"), std::string::npos);
-  chosen.bucket.secret_key = S3Server::kSecret;
-  chosen.bucket.region = "us-east-1";
-  EXPECT_NE(refused(chosen).find("the secret key or the region"), std::string::npos);
-  EXPECT_EQ(server_.wrong_signatures(), 2u);
-}
-
-// An answer to HEAD has no body, and so no code.
-TEST_F(S3TierTest, a_refusal_without_a_code_names_what_it_may_be) {
-  s3::S3Store store(options());
-  for (const auto& [status, sentence] : {std::pair("403 Forbidden", "the keys are wrong or have expired"),
-                                         std::pair("400 Bad Request", "credentials may have expired")}) {
-    server_.answer(Verb::kLocate, fmt::format("HTTP/1.1 {}\r\nContent-Length: 0\r\n\r\n", status), 1);
-    const std::string said(write(store, 1).message());
-    EXPECT_NE(said.find(sentence), said.npos) << said;
-  }
-}
-
-TEST_F(S3TierTest, a_bucket_that_is_gone_is_no_miss_and_one_that_is_full_no_fault_of_the_device) {
-  s3::S3Store store(options());
-  server_.answer(Verb::kRead, error_of("404 Not Found", "NoSuchBucket"), 1);
-  EXPECT_EQ(read(store, 1).kind(), StatusKind::kIo);
-  EXPECT_EQ(read(store, 1).kind(), StatusKind::kNotFound);
-  server_.answer(Verb::kWrite, error_of("507 Full", "XMinioStorageFull"), 1);
-  EXPECT_EQ(write(store, 1).kind(), StatusKind::kNoSpace);
 }
 
 // ---- epochs

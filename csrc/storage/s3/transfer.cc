@@ -1,0 +1,147 @@
+#include "storage/s3/transfer.h"
+
+#ifdef KV_OFFLOAD_S3
+#include <strings.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+
+namespace kv_offload::s3 {
+namespace {
+
+constexpr std::size_t kMostAnswerBytes = 65536;  // of headers, and of what is not a record
+
+std::uint64_t number_of(std::string_view text) {
+  std::uint64_t value = 0;
+  std::from_chars(text.data(), text.data() + text.size(), value);
+  return value;
+}
+
+template <std::size_t kSize>
+void keep(std::array<char, kSize>* to, std::string_view value) {
+  to->fill('\0');
+  if (value.size() < to->size()) std::copy(value.begin(), value.end(), to->begin());
+}
+
+}  // namespace
+
+Transfer::Transfer(const Request& asked) : request_(asked) {
+  for (const auto& piece : asked.into) expected_ += piece.size();
+}
+
+std::size_t Transfer::on_header(char* data, std::size_t size, std::size_t count, void* self) noexcept {
+  auto& transfer = *static_cast<Transfer*>(self);
+  const std::size_t bytes = size * count;
+  transfer.header_bytes_ += bytes;
+  if (transfer.header_bytes_ > kMostAnswerBytes) return 0;
+  transfer.header({data, bytes});
+  return bytes;
+}
+
+void Transfer::header(std::string_view line) {
+  if (line.starts_with("HTTP/")) {  // a new answer: after "100 Continue"
+    const std::size_t space = line.find(' ');
+    status_ = space == line.npos ? 0 : static_cast<long>(number_of(line.substr(space + 1)));
+    has_length_ = false;
+    retry_after_ = 0;
+    return;
+  }
+  const std::size_t colon = line.find(':');
+  if (colon == line.npos) return;
+  const std::string_view name = line.substr(0, colon);
+  std::string_view value = line.substr(colon + 1);
+  while (!value.empty() && (value.front() == ' ' || value.front() == '\t')) value.remove_prefix(1);
+  while (!value.empty() && static_cast<unsigned char>(value.back()) <= ' ') value.remove_suffix(1);
+  const auto is = [&](std::string_view known) {
+    return name.size() == known.size() && strncasecmp(name.data(), known.data(), known.size()) == 0;
+  };
+  if (is("content-length")) {
+    announced_ = number_of(value);
+    has_length_ = true;
+  } else if (is("retry-after")) {
+    retry_after_ = number_of(value);
+  } else if (is("etag")) {
+    keep(&etag_, value);
+  } else if (is("x-amz-bucket-region")) {
+    keep(&region_, value);
+  }
+}
+
+std::size_t Transfer::on_body(char* data, std::size_t size, std::size_t count, void* self) noexcept {
+  const std::size_t bytes = size * count;
+  return static_cast<Transfer*>(self)->body(data, bytes) ? bytes : 0;
+}
+
+bool Transfer::body(const char* data, std::size_t bytes) {
+  if (status_ != 200 || request_.verb != Verb::kGet) {
+    const std::size_t kept = std::min(error_bytes_, error_.size());
+    std::memcpy(error_.data() + kept, data, std::min(bytes, error_.size() - kept));
+    error_bytes_ += bytes;
+    told_enough_ = error_bytes_ > kMostAnswerBytes;
+    return !told_enough_;
+  }
+  came_ += bytes;
+  wrong_length_ = (has_length_ && announced_ != expected_) || came_ > expected_;
+  if (wrong_length_) return false;
+  while (bytes > 0) {
+    const auto& to = request_.into[piece_];
+    const std::size_t part = std::min(bytes, to.size() - at_);
+    std::memcpy(to.data() + at_, data, part);
+    data += part;
+    bytes -= part;
+    at_ += part;
+    if (at_ == to.size()) at_ = 0, ++piece_;
+  }
+  return true;
+}
+
+std::size_t Transfer::on_read(char* data, std::size_t size, std::size_t count, void* self) noexcept {
+  auto& transfer = *static_cast<Transfer*>(self);
+  std::size_t room = size * count, done = 0;
+  while (room > 0 && transfer.piece_ < transfer.request_.from.size()) {
+    const auto& from = transfer.request_.from[transfer.piece_];
+    const std::size_t part = std::min(room, from.size() - transfer.at_);
+    std::memcpy(data + done, from.data() + transfer.at_, part);
+    done += part;
+    room -= part;
+    transfer.at_ += part;
+    if (transfer.at_ == from.size()) transfer.at_ = 0, ++transfer.piece_;
+  }
+  return done;
+}
+
+// libcurl begins anew when a connection that was kept alive turns out to be closed.
+int Transfer::on_seek(void* self, curl_off_t offset, int) noexcept {
+  if (offset != 0) return CURL_SEEKFUNC_CANTSEEK;
+  auto& transfer = *static_cast<Transfer*>(self);
+  transfer.piece_ = transfer.at_ = 0;
+  return CURL_SEEKFUNC_OK;
+}
+
+Status Transfer::take(Answer* answer) const {
+  answer->status = status_;
+  answer->code = code();
+  answer->etag = etag_.data();
+  answer->region = region_.data();
+  if (request_.verb != Verb::kGet || status_ != 200) return Status::ok();
+  // Without a length, a connection that was cut looks like the end.
+  if (!has_length_ && came_ < expected_) {
+    return Status::error(StatusKind::kIo, "the answer of the store ended too soon");
+  }
+  answer->length = has_length_ ? announced_ : came_;
+  answer->wrong_length = wrong_length_ || came_ != expected_;
+  return Status::ok();
+}
+
+std::string Transfer::code() const {
+  const std::string_view text(error_.data(), std::min(error_bytes_, error_.size()));
+  const std::size_t start = text.find("<Code>"), end = text.find("</Code>");
+  if (start == text.npos || end == text.npos || end < start + 6 || end - start > 70) return {};
+  const std::string_view word = text.substr(start + 6, end - start - 6);
+  const bool plain = std::all_of(word.begin(), word.end(), [](unsigned char c) { return isalnum(c); });
+  return plain ? std::string(word) : std::string();
+}
+
+}  // namespace kv_offload::s3
+#endif
