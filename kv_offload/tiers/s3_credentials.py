@@ -32,9 +32,7 @@ class Credentials:
     def __post_init__(self) -> None:
         signs = self.access_key + self.secret_key + self.session_token
         if any(ord(sign) <= 32 or ord(sign) > 126 for sign in signs):
-            raise NoCredentials(
-                "a key or the session token is not one: it has spaces or line ends in it"
-            )
+            raise NoCredentials("a key or the session token is not one: it has spaces or line ends in it")
 
 
 Source = Callable[[], Credentials]  # gives those of now; raises when there are none
