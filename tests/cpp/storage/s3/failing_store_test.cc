@@ -19,7 +19,6 @@ using std::chrono::milliseconds;
 using std::chrono::seconds;
 
 constexpr Nanos kShort{milliseconds(200)};  // an op_deadline that a test waits for
-constexpr int kAlways = 1 << 30;
 
 // ---- a store that is overloaded, fails, hangs
 

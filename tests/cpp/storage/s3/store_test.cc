@@ -15,8 +15,6 @@ namespace {
 using namespace testing;
 using Verb = S3Server::Verb;
 
-constexpr int kAlways = 1 << 30;
-
 // ---- objects
 
 TEST_F(S3TierTest, a_record_lies_there_as_it_would_on_a_disk) {

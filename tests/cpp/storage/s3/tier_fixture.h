@@ -13,6 +13,8 @@
 
 namespace kv_offload::testing {
 
+inline constexpr int kAlways = 1 << 30;  // times
+
 inline std::string error_of(std::string_view status, std::string_view code, std::string_view more = "") {
   const std::string body =
       fmt::format("<Error><Code>{}</Code><Message>{}</Message></Error>", code, S3Server::kSecret);
