@@ -11,27 +11,21 @@
 // one of its own.
 #include <valkey/valkey.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <sstream>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "base/aligned_buffer.h"
 #include "bench.h"
+#include "remote_bench.h"
 #include "storage/redis/tier.h"
 
 namespace {
 
 using namespace kv_offload;
-using bench::now;
-
-struct Rates {
-  double write = 0, read = 0;
-};
+using bench::numbers;
+using bench::Rates;
+using bench::timed;
 
 struct Options {
   redis::Server server;
@@ -56,18 +50,6 @@ void flush(const redis::Server& server) {
   valkeyContext* context = connect(server);
   freeReplyObject(valkeyCommand(context, "FLUSHALL"));
   valkeyFree(context);
-}
-
-// Runs `work(thread, first, last)` over all records, on so many threads; seconds.
-template <typename Work>
-double timed(std::size_t threads, std::size_t records, Work work) {
-  const double start = now();
-  std::vector<std::thread> running;
-  for (std::size_t t = 0; t < threads; ++t) {
-    running.emplace_back([&, t] { work(t, records * t / threads, records * (t + 1) / threads); });
-  }
-  for (std::thread& thread : running) thread.join();
-  return now() - start;
 }
 
 Rates library_alone(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
@@ -100,66 +82,13 @@ Rates library_alone(const Options& options, std::size_t threads, std::size_t byt
   return rates;
 }
 
-double pass(Tier& tier, OpKind kind, std::vector<AlignedBuffer>& rows, std::size_t bytes,
-            std::size_t records) {
-  const double start = now();
-  std::vector<Completion> done;
-  std::vector<TierRemoval> removals;
-  std::size_t submitted = 0;
-  std::vector<std::size_t> free_rows;
-  for (std::size_t i = 0; i < rows.size(); ++i) free_rows.push_back(i);
-  std::vector<std::size_t> row_of(records);
-  for (std::size_t ended = 0; ended < records;) {
-    while (submitted < records && !free_rows.empty()) {
-      row_of[submitted] = free_rows.back();
-      free_rows.pop_back();
-      std::vector<TierOp> ops(1);
-      ops[0].id = submitted + 1;
-      ops[0].kind = kind;
-      ops[0].key = bench::key_of(submitted);
-      ops[0].shards = {rows[row_of[submitted]].span().first(bytes)};
-      tier.submit(std::move(ops));
-      ++submitted;
-    }
-    done.clear();
-    tier.poll(&done, &removals);
-    for (const Completion& completion : done) {
-      if (!completion.status) fail(completion.status.to_string());
-      free_rows.push_back(row_of[completion.id - 1]);
-      ++ended;
-    }
-    if (done.empty()) std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-  return static_cast<double>(bytes * records) / 1e9 / (now() - start);
-}
-
 Rates through_the_tier(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
   RedisTierOptions tier_options;
   tier_options.name = "redis";
   tier_options.server = options.server;
   tier_options.n_read_threads = tier_options.n_write_threads = static_cast<unsigned>(threads);
   const auto tier = make_redis_tier(tier_options);
-  std::vector<AlignedBuffer> rows;
-  for (std::size_t i = 0; i < 2 * threads; ++i) {
-    rows.emplace_back(bytes);
-    std::memset(rows.back().data(), 'v', bytes);
-  }
-  Rates rates;
-  rates.write = pass(*tier, OpKind::kWrite, rows, bytes, records);
-  rates.read = pass(*tier, OpKind::kRead, rows, bytes, records);
-  return rates;
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
-std::vector<std::size_t> numbers(const std::string& text) {
-  std::vector<std::size_t> values;
-  std::istringstream stream(text);
-  for (std::string part; std::getline(stream, part, ',');) values.push_back(std::stoul(part));
-  return values;
+  return bench::write_and_read(*tier, threads, bytes, records);
 }
 
 Options parse(int count, char** words) {
@@ -196,27 +125,16 @@ int main(int count, char** words) {
   const char* separator = "\n";
   for (const std::size_t kib : options.kibibytes) {
     for (const std::size_t threads : options.threads) {
-      const std::size_t bytes = kib << 10;
-      const std::size_t records = std::max<std::size_t>((options.total_mebibytes << 20) / bytes, 2 * threads);
-      std::vector<double> write[2], read[2];
-      for (unsigned round = 0; round < options.rounds; ++round) {
-        flush(options.server);
-        const Rates alone = library_alone(options, threads, bytes, records);
-        flush(options.server);
-        const Rates tier = through_the_tier(options, threads, bytes, records);
-        write[0].push_back(alone.write);
-        write[1].push_back(tier.write);
-        read[0].push_back(alone.read);
-        read[1].push_back(tier.read);
-      }
+      const auto before = [&] { flush(options.server); };
+      const auto alone = [&](std::size_t bytes, std::size_t records) {
+        return library_alone(options, threads, bytes, records);
+      };
+      const auto tier = [&](std::size_t bytes, std::size_t records) {
+        return through_the_tier(options, threads, bytes, records);
+      };
+      std::printf("%s", separator);
+      bench::compare(kib, threads, options.rounds, options.total_mebibytes, before, alone, tier);
       flush(options.server);
-      std::printf(
-          "%s  {\"record_kib\": %zu, \"threads\": %zu, \"rounds\": %u, \"write_gb_s\": {\"library\": %.3f, "
-          "\"tier\": "
-          "%.3f, \"ratio\": %.2f}, \"read_gb_s\": {\"library\": %.3f, \"tier\": %.3f, \"ratio\": %.2f}}",
-          separator, kib, threads, options.rounds, median(write[0]), median(write[1]),
-          median(write[1]) / median(write[0]), median(read[0]), median(read[1]),
-          median(read[1]) / median(read[0]));
       separator = ",\n";
       std::fflush(stdout);
     }

@@ -1,0 +1,126 @@
+// What the benchmarks of tiers beyond the host share: a tier against its client library alone, in the same
+// run.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/aligned_buffer.h"
+#include "bench.h"
+#include "storage/tier.h"
+
+namespace kv_offload::bench {
+
+struct Rates {
+  double write = 0, read = 0;
+};
+
+[[noreturn]] inline void refused(const Status& status) {
+  std::fprintf(stderr, "the tier was refused: %s\n", status.to_string().c_str());
+  std::exit(1);
+}
+
+// Runs `work(thread, first, last)` over all records, on so many threads; seconds.
+template <typename Work>
+double timed(std::size_t threads, std::size_t records, Work work) {
+  const double start = now();
+  std::vector<std::thread> running;
+  for (std::size_t t = 0; t < threads; ++t) {
+    running.emplace_back([&, t] { work(t, records * t / threads, records * (t + 1) / threads); });
+  }
+  for (std::thread& thread : running) thread.join();
+  return now() - start;
+}
+
+// Writes or reads all records, as many at once as there are rows; GB/s.
+inline double pass(Tier& tier, OpKind kind, std::vector<AlignedBuffer>& rows, std::size_t bytes,
+                   std::size_t records) {
+  const double start = now();
+  std::vector<Completion> done;
+  std::vector<TierRemoval> removals;
+  std::size_t submitted = 0;
+  std::vector<std::size_t> free_rows;
+  for (std::size_t i = 0; i < rows.size(); ++i) free_rows.push_back(i);
+  std::vector<std::size_t> row_of(records);
+  for (std::size_t ended = 0; ended < records;) {
+    while (submitted < records && !free_rows.empty()) {
+      row_of[submitted] = free_rows.back();
+      free_rows.pop_back();
+      std::vector<TierOp> ops(1);
+      ops[0].id = submitted + 1;
+      ops[0].kind = kind;
+      ops[0].key = key_of(submitted);
+      ops[0].shards = {rows[row_of[submitted]].span().first(bytes)};
+      tier.submit(std::move(ops));
+      ++submitted;
+    }
+    done.clear();
+    tier.poll(&done, &removals);
+    for (const Completion& completion : done) {
+      if (!completion.status) refused(completion.status);
+      free_rows.push_back(row_of[completion.id - 1]);
+      ++ended;
+    }
+    if (done.empty()) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return static_cast<double>(bytes * records) / 1e9 / (now() - start);
+}
+
+inline Rates write_and_read(Tier& tier, std::size_t threads, std::size_t bytes, std::size_t records) {
+  std::vector<AlignedBuffer> rows;
+  for (std::size_t i = 0; i < 2 * threads; ++i) {
+    rows.emplace_back(bytes);
+    std::memset(rows.back().data(), 'v', bytes);
+  }
+  Rates rates;
+  rates.write = pass(tier, OpKind::kWrite, rows, bytes, records);
+  rates.read = pass(tier, OpKind::kRead, rows, bytes, records);
+  return rates;
+}
+
+inline double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+inline std::vector<std::size_t> numbers(const std::string& text) {
+  std::vector<std::size_t> values;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) values.push_back(std::stoul(part));
+  return values;
+}
+
+// Rounds alternate; prints JSON of the medians, and their ratio. `before()` empties the server; `alone` and
+// `tier` are given the bytes and the number of records.
+template <typename Before, typename Alone, typename Through>
+void compare(std::size_t kib, std::size_t threads, unsigned rounds, std::size_t total_mebibytes,
+             Before before, Alone alone, Through tier) {
+  const std::size_t bytes = kib << 10;
+  const std::size_t records = std::max<std::size_t>((total_mebibytes << 20) / bytes, 2 * threads);
+  std::vector<double> write[2], read[2];
+  for (unsigned round = 0; round < rounds; ++round) {
+    before();
+    const Rates library = alone(bytes, records);
+    before();
+    const Rates ours = tier(bytes, records);
+    write[0].push_back(library.write);
+    write[1].push_back(ours.write);
+    read[0].push_back(library.read);
+    read[1].push_back(ours.read);
+  }
+  std::printf(
+      "  {\"record_kib\": %zu, \"threads\": %zu, \"rounds\": %u, \"write_gb_s\": {\"library\": %.3f, "
+      "\"tier\": "
+      "%.3f, \"ratio\": %.2f}, \"read_gb_s\": {\"library\": %.3f, \"tier\": %.3f, \"ratio\": %.2f}}",
+      kib, threads, rounds, median(write[0]), median(write[1]), median(write[1]) / median(write[0]),
+      median(read[0]), median(read[1]), median(read[1]) / median(read[0]));
+}
+
+}  // namespace kv_offload::bench

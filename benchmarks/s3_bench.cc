@@ -1,0 +1,184 @@
+// Records to and from a bucket: the tier against libcurl alone, in the same run.
+//
+//   s3_bench --endpoint http://HOST:PORT --bucket NAME [--threads 1,4] [--sizes 512,2048,8192 (KiB)]
+//   [--rounds 5] [--total MiB]
+//
+// Keys are AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. libcurl alone: PUT and GET in a loop on a connection
+// for each thread, signed by it, the body of a PUT not summed up, answers taken and not looked at. The tier:
+// the same number of records through submit and poll, with header, checksum, and a HEAD before each write; to
+// an http:// endpoint also with the SHA-256 that such a request is signed with. With N threads it writes on N
+// connections and reads on 2 N. Prints JSON: GB/s of each, and the ratio of the medians. Each round writes
+// under a new prefix, which starts with "bench-" and stays: give it a bucket of its own.
+#include <curl/curl.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "bench.h"
+#include "remote_bench.h"
+#include "storage/s3/tier.h"
+
+namespace {
+
+using namespace kv_offload;
+using bench::numbers;
+using bench::Rates;
+
+struct Options {
+  s3::Bucket bucket;
+  std::vector<std::size_t> threads{1, 4}, kibibytes{512, 2048, 8192};
+  unsigned rounds = 5;
+  std::size_t total_mebibytes = 128;
+};
+
+[[noreturn]] void fail(const std::string& what) {
+  std::fprintf(stderr, "s3_bench: %s\n", what.c_str());
+  std::exit(1);
+}
+
+std::string new_prefix() {
+  static unsigned count = 0;
+  return "bench-" + std::to_string(std::chrono::system_clock::now().time_since_epoch().count()) + "-" +
+         std::to_string(++count);
+}
+
+// libcurl, as a program would use it that wants nothing but the bytes.
+class Connection {
+ public:
+  explicit Connection(const s3::Bucket& bucket) : bucket_(bucket) {}
+  ~Connection() { curl_easy_cleanup(easy_); }
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  void put(const std::string& key, const std::string& value) {
+    at_ = value;
+    begin(key);
+    curl_slist* headers = curl_slist_append(nullptr, "x-amz-content-sha256: UNSIGNED-PAYLOAD");
+    curl_easy_setopt(easy_, CURLOPT_HTTPHEADER, headers);
+    curl_easy_setopt(easy_, CURLOPT_UPLOAD, 1L);
+    curl_easy_setopt(easy_, CURLOPT_UPLOAD_BUFFERSIZE, 2L << 20);
+    curl_easy_setopt(easy_, CURLOPT_EXPECT_100_TIMEOUT_MS, 0L);
+    curl_easy_setopt(easy_, CURLOPT_INFILESIZE_LARGE, static_cast<curl_off_t>(value.size()));
+    curl_easy_setopt(easy_, CURLOPT_READFUNCTION, &Connection::on_read);
+    curl_easy_setopt(easy_, CURLOPT_READDATA, this);
+    end();
+    curl_slist_free_all(headers);
+  }
+  void get(const std::string& key) {
+    begin(key);
+    end();
+  }
+
+ private:
+  void begin(const std::string& key) {
+    curl_easy_reset(easy_);
+    curl_easy_setopt(easy_, CURLOPT_URL, (bucket_.endpoint + "/" + bucket_.name + "/" + key).c_str());
+    curl_easy_setopt(easy_, CURLOPT_AWS_SIGV4, ("aws:amz:" + bucket_.region + ":s3").c_str());
+    curl_easy_setopt(easy_, CURLOPT_USERNAME, bucket_.access_key.c_str());
+    curl_easy_setopt(easy_, CURLOPT_PASSWORD, bucket_.secret_key.c_str());
+    curl_easy_setopt(easy_, CURLOPT_NOSIGNAL, 1L);
+    curl_easy_setopt(easy_, CURLOPT_BUFFERSIZE, static_cast<long>(CURL_MAX_READ_SIZE));
+    curl_easy_setopt(easy_, CURLOPT_WRITEFUNCTION, &Connection::on_body);
+    curl_easy_setopt(easy_, CURLOPT_FAILONERROR, 1L);
+  }
+  void end() {
+    if (const CURLcode code = curl_easy_perform(easy_); code != CURLE_OK) fail(curl_easy_strerror(code));
+  }
+  static std::size_t on_body(char*, std::size_t size, std::size_t count, void*) { return size * count; }
+  static std::size_t on_read(char* data, std::size_t size, std::size_t count, void* self) {
+    std::string_view& from = static_cast<Connection*>(self)->at_;
+    const std::size_t part = std::min(size * count, from.size());
+    std::memcpy(data, from.data(), part);
+    from.remove_prefix(part);
+    return part;
+  }
+
+  const s3::Bucket& bucket_;
+  CURL* const easy_ = curl_easy_init();
+  std::string_view at_;
+};
+
+Rates library_alone(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
+  std::vector<std::unique_ptr<Connection>> connections;
+  for (std::size_t t = 0; t < threads; ++t)
+    connections.push_back(std::make_unique<Connection>(options.bucket));
+  const std::string value(bytes, 'v'), prefix = new_prefix() + "/";
+  const double total = static_cast<double>(bytes * records) / 1e9;
+  const auto rate = [&](auto work) {
+    return total / bench::timed(threads, records, [&](std::size_t t, std::size_t first, std::size_t last) {
+             for (std::size_t i = first; i < last; ++i)
+               work(*connections[t], prefix + bench::key_of(i).hex());
+           });
+  };
+  Rates rates;
+  rates.write = rate([&](Connection& to, const std::string& key) { to.put(key, value); });
+  rates.read = rate([&](Connection& from, const std::string& key) { from.get(key); });
+  return rates;
+}
+
+Rates through_the_tier(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
+  S3TierOptions tier_options;
+  tier_options.name = "s3";
+  tier_options.bucket = options.bucket;
+  tier_options.prefix = new_prefix();
+  tier_options.n_read_threads = tier_options.n_write_threads = static_cast<unsigned>(threads);
+  const auto tier = make_s3_tier(tier_options);
+  return bench::write_and_read(*tier, threads, bytes, records);
+}
+
+Options parse(int count, char** words) {
+  Options options;
+  for (int i = 1; i + 1 < count; i += 2) {
+    const std::string name = words[i], value = words[i + 1];
+    if (name == "--endpoint") {
+      options.bucket.endpoint = value;
+    } else if (name == "--bucket") {
+      options.bucket.name = value;
+    } else if (name == "--threads") {
+      options.threads = numbers(value);
+    } else if (name == "--sizes") {
+      options.kibibytes = numbers(value);
+    } else if (name == "--rounds") {
+      options.rounds = static_cast<unsigned>(std::stoul(value));
+    } else if (name == "--total") {
+      options.total_mebibytes = std::stoul(value);
+    } else {
+      fail("unknown option " + name);
+    }
+  }
+  const char* access = std::getenv("AWS_ACCESS_KEY_ID");
+  const char* secret = std::getenv("AWS_SECRET_ACCESS_KEY");
+  if (options.bucket.endpoint.empty() || options.bucket.name.empty()) fail("give --endpoint and --bucket");
+  if (access == nullptr || secret == nullptr) fail("set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY");
+  options.bucket.path_style = true;
+  options.bucket.access_key = access;
+  options.bucket.secret_key = secret;
+  return options;
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  const Options options = parse(count, words);
+  std::printf("[");
+  const char* separator = "\n";
+  for (const std::size_t kib : options.kibibytes) {
+    for (const std::size_t threads : options.threads) {
+      const auto alone = [&](std::size_t bytes, std::size_t records) {
+        return library_alone(options, threads, bytes, records);
+      };
+      const auto tier = [&](std::size_t bytes, std::size_t records) {
+        return through_the_tier(options, threads, bytes, records);
+      };
+      std::printf("%s", separator);
+      bench::compare(
+          kib, threads, options.rounds, options.total_mebibytes, [] {}, alone, tier);
+      separator = ",\n";
+      std::fflush(stdout);
+    }
+  }
+  std::printf("\n]\n");
+}
