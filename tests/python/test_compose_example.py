@@ -1,14 +1,13 @@
 """examples/compose: its parts belong together, and a server takes what it is given."""
 
 import json
-import os
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from redis_server import wait_for
 
 from kv_offload.config import OffloadConfig
 from kv_offload.sizes import parse_byte_size
@@ -84,11 +83,7 @@ def test_a_server_takes_its_options_and_doctor_has_nothing_to_say(
     line = line.replace("<<END", f"--port 0 --unixsocket {socket} --dir {tmp_path} <<END")
     server = subprocess.Popen([*service["entrypoint"], line], stdout=subprocess.DEVNULL)
     try:
-        give_up = time.monotonic() + 60
-        while not socket.exists():
-            assert server.poll() is None
-            assert time.monotonic() < give_up
-            os.sched_yield()
+        wait_for(server, socket)
         tier = parse_tier({"type": "redis", "url": f"unix://{socket}", "password_file": str(password)})
         assert tier.problems() == []
         assert tier.cautions() == []

@@ -57,7 +57,7 @@ LIBRARIES = {
     "xxhash": (r"xxhash", r"(storage|memory)/.*"),
     "libvalkey": (r"valkey/", r"storage/redis/(connection|tls)\.cc"),
     "OpenSSL": (r"openssl/", r"storage/(redis/tls|s3/client)\.cc"),
-    "libcurl": (r"curl/", r"storage/s3/client\.cc"),
+    "libcurl": (r"curl/", r"storage/s3/(client\.cc|transfer\.(h|cc))"),
 }
 
 # Replays of a trace have the order of eviction of an fs tier, by its own catalogue.

@@ -2,14 +2,12 @@
 
 import json
 import logging
-import os
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis_server import redis_server
 from typer.testing import CliRunner
 
 from kv_offload import _core
@@ -38,30 +36,9 @@ def problem(**given: Any) -> str:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[str]:
-    """A server of this test on a socket of its own; ended by its pid."""
-    socket = tmp_path / "s"
-    command = [
-        "redis-server",
-        "--port",
-        "0",
-        "--unixsocket",
-        str(socket),
-        "--save",
-        "",
-        "--dir",
-        str(tmp_path),
-    ]
-    process = subprocess.Popen([*command, "--maxmemory", "100mb"], stdout=subprocess.DEVNULL)
-    try:
-        give_up = time.monotonic() + 30
-        while not socket.exists():
-            assert process.poll() is None
-            assert time.monotonic() < give_up
-            os.sched_yield()
+    """The address of a server of this test."""
+    with redis_server(tmp_path, "--maxmemory", "100mb") as socket:
         yield f"unix://{socket}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize(

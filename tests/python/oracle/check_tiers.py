@@ -1,8 +1,6 @@
 """Run by test_tiers.py: tiers of other kinds than fs, under vLLM's scheduler, every byte checked."""
 
-import os
 import random
-import subprocess
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +13,7 @@ import pytest
 adapter.use_specs()
 
 import toy_tier  # noqa: E402
+from redis_server import redis_server  # noqa: E402
 from s3_server import ACCESS, BUCKET, SECRET, S3Server  # noqa: E402
 
 from oracle.check_oracle import FORCED, FULL, KINDS, Setup, _check_at_rest, ask_again, live  # noqa: E402
@@ -90,18 +89,9 @@ def test_a_tier_that_others_fill_is_read_and_never_written() -> None:
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """A tier on a server of this test, ended by its pid."""
-    socket = tmp_path / "s"
-    words = ["redis-server", "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(tmp_path)]
-    server = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    try:
-        while not socket.exists():
-            assert server.poll() is None
-            os.sched_yield()
+    """A tier on a server of this test."""
+    with redis_server(tmp_path) as socket:
         yield {"type": "redis", "url": f"unix://{socket}", "op_deadline_ms": 60_000}
-    finally:
-        server.kill()
-        server.wait()
 
 
 @pytest.fixture

@@ -1,0 +1,47 @@
+"""A redis-server of a test, on a socket of its own."""
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def redis_server(directory: Path, *options: str) -> Iterator[Path]:
+    """Gives the path of its socket; ended by its pid."""
+    path = directory / "s"
+    command = [
+        "redis-server",
+        "--port",
+        "0",
+        "--unixsocket",
+        str(path),
+        "--save",
+        "",
+        "--dir",
+        str(directory),
+    ]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
+    try:
+        wait_for(process, path)
+        yield path
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(process: subprocess.Popen[bytes], path: Path) -> None:
+    """Until it takes connections: the socket lies there a moment before."""
+    give_up = time.monotonic() + 60
+    while True:
+        assert process.poll() is None
+        assert time.monotonic() < give_up
+        with socket.socket(socket.AF_UNIX) as client:
+            try:
+                client.connect(str(path))
+                return
+            except OSError:
+                os.sched_yield()
