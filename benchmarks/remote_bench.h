@@ -97,7 +97,8 @@ inline std::vector<std::size_t> numbers(const std::string& text) {
   return values;
 }
 
-// Rounds alternate; prints JSON of the medians, and their ratio. `before()` empties the server; `alone` and
+// Rounds alternate; prints JSON of the medians, and their ratio. A tier's write threads are nice: on a busy
+// machine its writes fall behind the library's. `before()` empties the server; `alone` and
 // `tier` are given the bytes and the number of records.
 template <typename Before, typename Alone, typename Through>
 void compare(std::size_t kib, std::size_t threads, unsigned rounds, std::size_t total_mebibytes,
