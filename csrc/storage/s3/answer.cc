@@ -23,7 +23,7 @@ constexpr std::array kMeanings{
     Meaning{"SignatureDoesNotMatch", StatusKind::kIo, true,
             "the store refuses the signature: the secret key or the region is wrong"},
     Meaning{"InvalidToken", StatusKind::kIo, true, "the store refuses the session token"},
-    Meaning{"ExpiredToken", StatusKind::kIo, true, "the credentials have expired: start again with new ones"},
+    Meaning{"ExpiredToken", StatusKind::kIo, true, "the credentials have expired: renew them"},
     Meaning{"RequestTimeTooSkewed", StatusKind::kIo, true,
             "the clock of this host differs from the store's: set it"},
     Meaning{"AuthorizationHeaderMalformed", StatusKind::kIo, true,
