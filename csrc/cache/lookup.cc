@@ -109,9 +109,12 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
   if (unknown != 0) {
     const auto reason = may_not_wait(request, true);
     if (!reason) {
-      // Windows are scanned from the right, and have gaps.
-      const bool from_the_left = groups_[group].full_attention;
-      const TierOps::Run run = from_the_left ? TierOps::Run{request.number, group} : TierOps::Run{};
+      // Windows are scanned from the right, and have gaps; parts of a last block are looked up one after the
+      // other in all groups.
+      if (request.pass.lookups.empty() || request.pass.lookups.back().group != position) ++request.pass.scans;
+      const TierOps::Run run = groups_[group].full_attention
+                                   ? TierOps::Run{request.number, group, request.pass.scans}
+                                   : TierOps::Run{};
       for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
         if ((unknown >> tier & 1) != 0) ops_.ask_for(tier, key, run);
       }

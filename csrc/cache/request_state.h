@@ -35,9 +35,11 @@ struct LookupPass {
   std::vector<Lookup> lookups;
   std::vector<ChunkKey> keys;         // of kRecorded
   std::vector<std::uint64_t> absent;  // fingerprints of misses, for KeyMemory
+  std::uint32_t scans = 0;            // of one group each, that came to a key which a tier does not know
 
   void clear() {
     pending = false;
+    scans = 0;
     lookups.clear();
     keys.clear();
     absent.clear();

@@ -70,16 +70,10 @@ bool TierOps::is_recorded(const ChunkKey& key) {
   return false;
 }
 
-// Few runs have unknown keys in a step, and those of one come one after the other.
 void TierOps::ask_for(std::size_t tier, const ChunkKey& key, Run run) {
   std::vector<Question>& unknown = slots_[tier].unknown;
-  const auto same =
-      std::find_if(unknown.rbegin(), unknown.rend(), [&](const Question& asked) { return asked.run == run; });
-  if (same != unknown.rend()) {
-    same->keys.push_back(key);
-  } else {
-    unknown.push_back({run, {key}});
-  }
+  if (unknown.empty() || unknown.back().run != run) unknown.push_back({run, {}});
+  unknown.back().keys.push_back(key);
 }
 
 void TierOps::touch(const ChunkKey& key) {

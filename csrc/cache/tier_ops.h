@@ -79,10 +79,10 @@ class TierOps {
   double estimate_read_seconds(std::size_t tier, std::uint64_t bytes) const {
     return tiers_[tier]->estimate_read_seconds(bytes);
   }
-  // Keys that vLLM looks up from the left, for one request and group; or, as {}, keys that say nothing of
-  // each other.
+  // Keys that vLLM looks up from the left: of one request, in one scan of a group. As {}: keys that say
+  // nothing of each other.
   struct Run {
-    std::uint32_t request = 0, group = 0;  // number (never 0) and position
+    std::uint32_t request = 0, group = 0, scan = 0;  // the request's number is never 0
     bool operator==(const Run&) const = default;
   };
   // Whether it is there: to be known soon. Asked at the end of the step, all keys of a run at once.

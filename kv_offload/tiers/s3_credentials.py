@@ -76,7 +76,10 @@ def _from_environment() -> Credentials | None:
 
 
 def _from_file(profile: str) -> Credentials | None:
-    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    try:
+        path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    except RuntimeError:  # this user has no home
+        return None
     parser = configparser.RawConfigParser()
     try:
         parser.read_string(path.read_text())

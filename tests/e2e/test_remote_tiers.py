@@ -75,7 +75,11 @@ class Redis:
 class S3:
     """A bucket of a store on loopback."""
 
-    environment: ClassVar = {"AWS_ACCESS_KEY_ID": ACCESS, "AWS_SECRET_ACCESS_KEY": SECRET}
+    environment: ClassVar = {
+        "AWS_ACCESS_KEY_ID": ACCESS,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_SESSION_TOKEN": "",
+    }
     secret = SECRET
 
     def __init__(self, directory: Path) -> None:

@@ -1,7 +1,9 @@
 """A store that others wrote, for tests of the kind ``s3``: SeaweedFS, which checks signatures itself."""
 
+import contextlib
 import http.client
 import json
+import random
 import shutil
 import socket
 import subprocess
@@ -20,8 +22,11 @@ _UP_SECONDS = 60
 
 
 def free_ports(count: int) -> list[int]:
-    """Free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    """Free a moment ago, and not among those that the system gives to others."""
+    sockets: list[socket.socket] = []
+    while len(sockets) < count:
+        with contextlib.suppress(OSError):
+            sockets.append(socket.create_server(("127.0.0.1", random.randrange(20_000, 32_000))))
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
         each.close()
@@ -74,8 +79,9 @@ class S3Server:
         return f"https://127.0.0.1:{self.ports['s3.https']}"
 
     def start(self) -> None:
-        """Answers when this returns. A port that another took meanwhile: once more, with other ports; after
-        a kill the first try is with those of before."""
+        """Takes records when this returns. A port that another took meanwhile: once more, with other ports;
+        after a kill only those of before will do."""
+        again = bool(self.ports)
         for _ in range(5):
             self.ports = self.ports or self._draw()
             with (self.directory / "log").open("ab") as log:
@@ -83,7 +89,7 @@ class S3Server:
             if self._answers():
                 return
             self.kill()
-            self.ports = {}
+            self.ports = self.ports if again else {}
         raise AssertionError(f"no S3 server: {(self.directory / 'log').read_text()[-2000:]}")
 
     def kill(self) -> None:
@@ -169,15 +175,28 @@ class S3Server:
         assert self.process is not None
         give_up = time.monotonic() + _UP_SECONDS
         while self.process.poll() is None and time.monotonic() < give_up:
-            if all(self._has_bucket(address) for address in self._addresses()):
+            if all(self._takes_records(address) for address in self._addresses()):
                 return True
         return False
 
     def _addresses(self) -> list[str]:
         return [self.endpoint] if self.tls is None else [self.endpoint, self.secure]
 
-    def _has_bucket(self, address: str) -> bool:
-        command = ["curl", "-sfI", "--aws-sigv4", "aws:amz:us-east-1:s3", "--user", f"{ACCESS}:{SECRET}"]
+    def _takes_records(self, address: str) -> bool:
+        """Its bucket is there, and so is what keeps the objects of it."""
+        command = ["curl", "-sf", "--noproxy", "*", "--aws-sigv4", "aws:amz:us-east-1:s3"]
+        command += ["--user", f"{ACCESS}:{SECRET}", "--max-time", "5"]
         command += ["--cacert", str(self.tls)] if self.tls is not None else []
-        command += ["--max-time", "5", f"{address}/{BUCKET}"]
-        return subprocess.run(command, capture_output=True).returncode == 0
+        at = f"{address}/{BUCKET}"
+        steps = (
+            ["-I", at],
+            [
+                "-H",
+                "x-amz-content-sha256: UNSIGNED-PAYLOAD",
+                "-T",
+                str(self.directory / "keys.json"),
+                f"{at}/up",
+            ],
+            ["-X", "DELETE", f"{at}/up"],
+        )
+        return all(subprocess.run([*command, *step], capture_output=True).returncode == 0 for step in steps)

@@ -43,6 +43,10 @@ def bucket(server: S3Server, **given: Any) -> _core.S3Bucket:
     return _core.S3Bucket(**{**options, "access_key": ACCESS, "secret_key": SECRET, **given})
 
 
+def s3_tier(**given: Any) -> _core.S3Tier:
+    return _core.S3Tier(**given, op_deadline_seconds=60.0)
+
+
 def step_until(cache: Any, done: Callable[[], bool]) -> None:
     """Steps of the scheduler, with a pause for the tier's threads, until ``done()``."""
     pause = threading.Event()
@@ -72,9 +76,9 @@ def test_records_come_back_in_a_new_cache(server, region, namespace, style) -> N
         "in the host's name": {"endpoint": server.domain, "path_style": False},
         "over TLS": {"endpoint": server.secure, "ca_file": str(server.tls)},
     }[style]
-    spec = _core.S3Tier(bucket=bucket(server, **given), namespace_id=namespace)
+    spec = s3_tier(bucket=bucket(server, **given), namespace_id=namespace)
     wanted = record(server, region, spec, namespace)
-    cache = make_cache(region[0], tiers=[spec], load_policy="always")
+    cache = make_cache(region[0], tiers=[spec], load_policy="always", lookup_deadline_seconds=60.0)
     request = cache.begin_request("r")
     step_until(cache, lambda: all(cache.lookup(request, key) == HIT for key in wanted))
     assert cache.load_source(wanted[0]) == 0
@@ -90,7 +94,7 @@ def test_records_come_back_in_a_new_cache(server, region, namespace, style) -> N
     ],
 )
 def test_what_no_waiting_heals_is_refused_in_a_sentence(server, region, namespace, given, sentence) -> None:
-    spec = _core.S3Tier(bucket=bucket(server, **given), namespace_id=namespace)
+    spec = s3_tier(bucket=bucket(server, **given), namespace_id=namespace)
     with pytest.raises(_core.ResourceError, match=sentence) as caught:
         make_cache(region[0], tiers=[spec])
     assert WRONG not in str(caught.value)
@@ -100,7 +104,7 @@ def test_what_no_waiting_heals_is_refused_in_a_sentence(server, region, namespac
 def test_keys_that_are_replaced_are_used_by_an_engine_that_runs(server, region, namespace) -> None:
     given = bucket(server)
     renewer = given.renewer()
-    spec = _core.S3Tier(bucket=given, namespace_id=namespace)
+    spec = s3_tier(bucket=given, namespace_id=namespace)
     folder = f"kv_offload/{namespace.hex()}"
     metrics = _core.Metrics()
     cache = make_cache(region[0], metrics, tiers=[spec])
@@ -120,24 +124,24 @@ def test_keys_that_are_replaced_are_used_by_an_engine_that_runs(server, region, 
 
 
 def test_a_tier_that_only_reads_needs_no_permission_to_write(server, region, namespace) -> None:
-    spec = _core.S3Tier(bucket=bucket(server), namespace_id=namespace)
+    spec = s3_tier(bucket=bucket(server), namespace_id=namespace)
     wanted = record(server, region, spec, namespace)
-    reads = _core.S3Tier(bucket=bucket(server, access_key=READER), namespace_id=namespace)
+    reads = s3_tier(bucket=bucket(server, access_key=READER), namespace_id=namespace)
     reads.write_policy = "never"
-    cache = make_cache(region[0], tiers=[reads], load_policy="always")
+    cache = make_cache(region[0], tiers=[reads], load_policy="always", lookup_deadline_seconds=60.0)
     request = cache.begin_request("r")
     step_until(cache, lambda: all(cache.lookup(request, key) == HIT for key in wanted))
     cache.close()
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused(server, region, namespace) -> None:
-    spec = _core.S3Tier(bucket=bucket(server, endpoint=server.secure), namespace_id=namespace)
+    spec = s3_tier(bucket=bucket(server, endpoint=server.secure), namespace_id=namespace)
     with pytest.raises(_core.ResourceError, match="certificate"):
         make_cache(region[0], tiers=[spec])
 
 
 def test_what_was_damaged_in_the_store_is_a_miss_and_removed(server, region, namespace) -> None:
-    spec = _core.S3Tier(bucket=bucket(server), namespace_id=namespace)
+    spec = s3_tier(bucket=bucket(server), namespace_id=namespace)
     wanted = record(server, region, spec, namespace)
     (damaged,) = [
         name for name in server.records(f"kv_offload/{namespace.hex()}") if name.endswith(wanted[2].hex())
@@ -145,7 +149,7 @@ def test_what_was_damaged_in_the_store_is_a_miss_and_removed(server, region, nam
     content = bytearray(server.read(damaged))
     content[5000] ^= 1
     server.overwrite(damaged, bytes(content))
-    cache = make_cache(region[0], tiers=[spec], load_policy="always")
+    cache = make_cache(region[0], tiers=[spec], load_policy="always", lookup_deadline_seconds=60.0)
     request = cache.begin_request("r")
     step_until(cache, lambda: [cache.lookup(request, key) for key in wanted] == [HIT, HIT, 0, HIT, HIT])
     step_until(cache, lambda: damaged not in server.records())

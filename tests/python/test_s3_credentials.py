@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import threading
 from datetime import datetime, timedelta, timezone
@@ -43,8 +44,8 @@ class Files:
 
 @pytest.fixture(autouse=True)
 def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Files:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
     found = Files(tmp_path)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(found.credentials))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(found.config))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +30,8 @@ ACCESS = "AKIA-never-shown"
 @pytest.fixture(autouse=True)
 def no_credentials_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The path of a file of credentials that is not there yet."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     path = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
@@ -147,16 +147,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         running.kill()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of a tier on a machine that is busy with other tests."""
+    monkeypatch.setattr("kv_offload.tiers.s3._LOOK_SECONDS", 60.0)
+    return {"op_deadline_ms": 180_000}
+
+
 def with_keys(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KNOWN)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
 
 
 def test_doctor_says_how_the_store_answers_and_how_fast(
-    monkeypatch: pytest.MonkeyPatch, server: S3Server
+    monkeypatch: pytest.MonkeyPatch, server: S3Server, patient: dict[str, Any]
 ) -> None:
     with_keys(monkeypatch, KNOWN_SECRET)
-    asked = tier(bucket=BUCKET, endpoint=server.endpoint, prefix="measured")
+    asked = tier(bucket=BUCKET, endpoint=server.endpoint, prefix="measured", **patient)
     (looked,) = place(asked)
     assert looked.state == "ok"
     assert re.fullmatch(r"answers in [0-9.]+ ms, no TLS", looked.text)
@@ -167,14 +174,14 @@ def test_doctor_says_how_the_store_answers_and_how_fast(
     assert measured.figures["read_bytes_per_second"] > 0
     assert "4 objects of 2.0 MiB on one connection" in measured.text
     assert server.names("measured") == [], "they are removed again"
-    assert cautions(config(bucket=BUCKET, endpoint=server.endpoint)) == []
+    assert cautions(config(bucket=BUCKET, endpoint=server.endpoint, **patient)) == []
 
 
 def test_doctor_repeats_no_key_of_a_store_that_refuses_it(
-    monkeypatch: pytest.MonkeyPatch, server: S3Server
+    monkeypatch: pytest.MonkeyPatch, server: S3Server, patient: dict[str, Any]
 ) -> None:
     with_keys(monkeypatch, SECRET)
-    asked = tier(bucket=BUCKET, endpoint=server.endpoint)
+    asked = tier(bucket=BUCKET, endpoint=server.endpoint, **patient)
     (looked,), (measured,) = place(asked), speed(asked, 1 << 20)
     assert "refuses the signature" in looked.text
     assert measured.state == "refused"
@@ -184,11 +191,16 @@ def test_doctor_repeats_no_key_of_a_store_that_refuses_it(
 
 @pytest.mark.parametrize(("write_policy", "state"), [("through", "refused"), ("never", "note")])
 def test_doctor_says_that_nothing_may_be_written(
-    monkeypatch: pytest.MonkeyPatch, server: S3Server, write_policy: str, state: str
+    monkeypatch: pytest.MonkeyPatch,
+    server: S3Server,
+    patient: dict[str, Any],
+    write_policy: str,
+    state: str,
 ) -> None:
     with_keys(monkeypatch, KNOWN_SECRET)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", READER)
-    (measured,) = speed(tier(bucket=BUCKET, endpoint=server.endpoint, write_policy=write_policy), 1 << 20)
+    asked = tier(bucket=BUCKET, endpoint=server.endpoint, write_policy=write_policy, **patient)
+    (measured,) = speed(asked, 1 << 20)
     assert (measured.state, "access is denied" in measured.text) == (state, True)
 
 

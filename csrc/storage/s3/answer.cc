@@ -31,6 +31,9 @@ constexpr std::array kMeanings{
     Meaning{"PermanentRedirect", StatusKind::kIo, true,
             "the bucket is elsewhere: correct region or endpoint"},
     Meaning{"SlowDown", StatusKind::kIo, false, "the store asks for fewer requests"},
+    Meaning{"Throttling", StatusKind::kIo, false, "the store asks for fewer requests"},
+    Meaning{"RequestLimitExceeded", StatusKind::kIo, false, "the store asks for fewer requests"},
+    Meaning{"RequestTimeout", StatusKind::kIo, false, "the store waited too long for the request"},
     Meaning{"QuotaExceeded", StatusKind::kNoSpace, false, "the store has no room for more"},
     Meaning{"XMinioStorageFull", StatusKind::kNoSpace, false, "the store has no room for more"},
     Meaning{"InsufficientStorage", StatusKind::kNoSpace, false, "the store has no room for more"},
@@ -92,7 +95,8 @@ Status refusal(const Answer& answer, const Bucket& bucket) {
 
 bool is_setting(const Answer& answer) {
   const Meaning* meaning = meaning_of(answer.code);
-  if (answer.misconfigured || is_redirect(answer) || (meaning != nullptr && meaning->setting)) return true;
+  if (answer.misconfigured || is_redirect(answer)) return true;
+  if (meaning != nullptr) return meaning->setting;
   // 408 and 429 pass; 404, 409 and 412 tell what lies there.
   constexpr std::array kOther{404L, 408L, 409L, 412L, 429L};
   return answer.status >= 400 && answer.status < 500 &&

@@ -1,12 +1,11 @@
 #include "storage/s3/probe.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <vector>
 
 #include "base/aligned_buffer.h"
+#include "storage/named_epochs.h"
 
 namespace kv_offload::s3 {
 namespace {
@@ -77,7 +76,7 @@ class Prober {
   }
 
  private:
-  std::string key(unsigned i) const { return fmt::format("{}/probe/{}-{}", prefix_, getpid(), i); }
+  std::string key(unsigned i) const { return fmt::format("{}/probe/{}-{}", prefix_, name_, i); }
   void check(const Status& status) const {
     if (!status) throw_resource("{}: {}", address_of(client_.bucket()), status.message());
   }
@@ -88,7 +87,7 @@ class Prober {
   }
 
   Client client_;
-  const std::string prefix_;
+  const std::string prefix_, name_ = NamedEpochs::new_name();  // of nobody else's
   const Deadline until_;
 };
 

@@ -105,7 +105,9 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
     if (status) *moved = right_length - kRecordHeaderBytes;
   }
   if (status.kind() == StatusKind::kCorrupt && !options_.read_only) {
-    remove_wrong(request.key, answer.etag, until);
+    const bool gone = remove_wrong(request.key, answer.etag, until);
+    const MutexLock lock(mutex_);
+    if (!gone && left_wrong_.size() < kMostLeftWrong) left_wrong_.insert(request.key);
   }
   return status;
 }
@@ -118,10 +120,11 @@ bool S3Store::was_left_wrong(const std::string& key) {
 
 // It is removed only if it is still there; if it cannot be, the next write goes over it. Where the store does
 // not know If-Match for this, one that takes its place between the two requests is lost, too, and is a miss.
-void S3Store::remove_wrong(const std::string& key, const std::string& etag, Deadline until) {
+bool S3Store::remove_wrong(const std::string& key, const std::string& etag, Deadline until) {
   Request request{.verb = Verb::kHead, .key = key};
   Answer answer;
-  if (!client_.call(request, until, &answer) || answer.status != 200 || answer.etag != etag) return;
+  if (!client_.call(request, until, &answer)) return false;
+  if (answer.status != 200 || answer.etag != etag) return answer.status == 200 || answer.status == 404;
   request.verb = Verb::kDelete;
   if (!etag.empty()) request.condition = "If-Match: " + etag;
   bool answered = static_cast<bool>(client_.call(request, until, &answer));
@@ -129,9 +132,7 @@ void S3Store::remove_wrong(const std::string& key, const std::string& etag, Dead
     request.condition.clear();
     answered = static_cast<bool>(client_.call(request, until, &answer));
   }
-  if (answered && (is_done(answer) || is_refused_condition(answer) || answer.status == 404)) return;
-  const MutexLock lock(mutex_);
-  if (left_wrong_.size() < kMostLeftWrong) left_wrong_.insert(key);
+  return answered && (is_done(answer) || is_refused_condition(answer) || answer.status == 404);
 }
 
 Status S3Store::locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,

@@ -436,6 +436,17 @@ TEST_F(HybridFakeTest, ATierIsToldWhichKeysAreAPrefix) {
                                  {{key_of("z", 0), key_of("u", 0)}, KeyOrder::kPrefix}}));
 }
 
+// vLLM looks for the longest part first, in each group.
+TEST_F(HybridFakeTest, PartsOfALastBlockAreNoPrefix) {
+  make_hybrid({true, true});
+  fake().knows = false;
+  const RequestHandle request = begin();
+  for (const char* part : {"long", "short"}) EXPECT_EQ(look(request, {part}, {part}), "RR");
+  step();
+  EXPECT_EQ(fake().asked.size(), 4u);
+  for (const auto& [keys, order] : fake().asked) EXPECT_EQ(keys.size(), 1u);
+}
+
 TEST_P(HybridTest, FullAttentionGroupsAreReadTogether) {
   make_hybrid({true, true});
   const RequestHandle request = begin();
