@@ -145,7 +145,7 @@ class Space {
   // space_members.cc
   void hold_presence();
   bool is_dead(const SpaceSlot& slot, Nanos now, Fd* presence) EXCLUDES(mutex_);
-  void note(const SpacePage& page, SpaceFigures* figures) const REQUIRES(mutex_);
+  void note(const SpacePage& page, std::uint64_t own_writes, SpaceFigures* figures) const REQUIRES(mutex_);
 
   FileOps& ops_;
   const int root_;

@@ -61,7 +61,14 @@ bool Space::is_dead(const SpaceSlot& slot, Nanos now, Fd* presence) {
 Status Space::look(Nanos now, SpaceFigures* figures) {
   hold_presence();
   SpacePage page;
-  if (Status status = update([&](SpacePage& now_there, SpaceSlot*) { page = now_there; }); !status)
+  std::uint64_t own_writes = 0;  // of those in the page: more may be paid for before it is read
+  const auto change_and_read = [&](const Change& change) {
+    const MutexLock lock(mutex_);
+    Status status = update_locked(change);
+    own_writes = own_writes_;
+    return status;
+  };
+  if (Status status = change_and_read([&](SpacePage& now_there, SpaceSlot*) { page = now_there; }); !status)
     return status;
   std::vector<std::pair<SpaceSlot, Fd>> dead;
   for (const SpaceSlot& slot : page.slots) {
@@ -74,7 +81,7 @@ Status Space::look(Nanos now, SpaceFigures* figures) {
            (!seen.second.folded || now - seen.second.moved > kForgetAfter);
   });
   if (!dead.empty()) {
-    const Status status = update([&](SpacePage& now_there, SpaceSlot*) {
+    const Status status = change_and_read([&](SpacePage& now_there, SpaceSlot*) {
       for (const auto& [slot, presence] : dead) {
         SpaceSlot* there = now_there.find(slot.writer);
         if (there != nullptr && there->version == slot.version) now_there.fold(*there, host_);
@@ -88,11 +95,11 @@ Status Space::look(Nanos now, SpaceFigures* figures) {
     }
   }
   const MutexLock lock(mutex_);
-  note(page, figures);
+  note(page, own_writes, figures);
   return Status::ok();
 }
 
-void Space::note(const SpacePage& page, SpaceFigures* figures) const {
+void Space::note(const SpacePage& page, std::uint64_t own_writes, SpaceFigures* figures) const {
   *figures = {};
   const bool counted = page.trusted != 0 && (vouched_ || page.host == host_);
   figures->state = not_exclusive_ ? SpaceState::kNotExclusive
@@ -102,7 +109,7 @@ void Space::note(const SpacePage& page, SpaceFigures* figures) const {
   figures->reserved = page.reserved();
   figures->doubt = page.doubt;
   figures->writes = page.writes;
-  figures->writes_by_others = page.writes - own_writes_;
+  figures->writes_by_others = page.writes - own_writes;
   for (const SpaceSlot& slot : page.slots) {
     if (slot.writer == 0) continue;
     figures->writers.push_back(slot.writer);

@@ -142,8 +142,9 @@ class TierDriver {
       return tier_->stats().scan_complete;
     })) << "the scan did not end";
   }
+  // (Upkeep rests for twenty times as long as it took.)
   bool until(const std::function<bool()>& condition) {
-    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(120);
     while (!condition()) {
       if (std::chrono::steady_clock::now() > give_up) return false;
       std::this_thread::yield();

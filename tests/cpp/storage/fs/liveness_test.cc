@@ -48,6 +48,11 @@ TEST_F(FsLiveness, an_idle_server_on_a_full_root_starves_nobody) {
   busy.wait_for_scan();
   fill(idle);  // and from here on it is not even polled
   ASSERT_TRUE(finds(busy, next_ - 1));
+  ASSERT_TRUE(busy.until([&] {  // and all others
+    if (busy.tier().stats().chunks >= idle.tier().stats().chunks) return true;
+    clock_.advance(std::chrono::seconds(1));
+    return false;
+  }));
   for (std::uint32_t i = 1000; i < 1160; ++i) {
     const Status status = busy.write(i, kLivenessShards);
     ASSERT_TRUE(status) << i << ": " << status.to_string();

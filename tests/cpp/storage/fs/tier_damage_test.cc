@@ -72,6 +72,7 @@ class FsTierDamage : public ::testing::Test {
   FsTierDamage() {
     options_ = options_for("/root");
     options_.file_ops = &disk_;
+    options_.clock = &clock_;
   }
   std::string path_of(std::uint32_t number) {
     const ChunkKey key = key_of(number);
@@ -79,6 +80,7 @@ class FsTierDamage : public ::testing::Test {
            layout::record_path(key, kFileBytes);
   }
   SimDisk disk_;
+  FakeClock clock_;
   FsTierOptions options_;
 };
 

@@ -284,8 +284,15 @@ TEST_F(FsTierReset, a_replica_that_was_reset_gets_its_share_of_a_full_root) {
   for (std::uint32_t i = 0; i < 200; ++i) {
     tick(a);
     tick(b);
-    ASSERT_TRUE(a.until([&] { return a.write(1000 + i, {16384}).is_ok(); })) << i;
-    ASSERT_TRUE(b.until([&] { return b.write(2000 + i, {16384}).is_ok(); })) << i;
+    const auto takes = [&](TierUser& user, std::uint32_t number) {
+      return user.until([&] {
+        if (user.write(number, {16384})) return true;
+        tick(user);
+        return false;
+      });
+    };
+    ASSERT_TRUE(takes(a, 1000 + i)) << i;
+    ASSERT_TRUE(takes(b, 2000 + i)) << i;
   }
   for (TierUser* user : {&a, &b}) EXPECT_GT(user->tier().stats().chunks, kBound / kRecord / 4);
   EXPECT_LE(du(root_), kBound + 2 * kRecord);
