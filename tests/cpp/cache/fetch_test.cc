@@ -436,14 +436,26 @@ TEST_F(HybridFakeTest, ATierIsToldWhichKeysAreAPrefix) {
                                  {{key_of("z", 0), key_of("u", 0)}, KeyOrder::kPrefix}}));
 }
 
-// vLLM looks for the longest part first, in each group.
+// vLLM looks for the longest part first, in each group; here the second has both in host memory.
 TEST_F(HybridFakeTest, PartsOfALastBlockAreNoPrefix) {
   make_hybrid({true, true});
+  for (const char* part : {"long", "short"}) {
+    const RequestHandle writer = begin();
+    const std::vector<ChunkKey> key{key_of(part, 1)};
+    const StoreGrant grant = cache().prepare_store(writer, key);
+    world().copy(key[0], grant.transfer.rows.at(0), 1);
+    world().report(grant.transfer.ticket);
+    cache().complete_store(key);
+    tier().finish();
+    end(writer);
+    step();
+  }
   fake().knows = false;
+  fake().asked.clear();
   const RequestHandle request = begin();
-  for (const char* part : {"long", "short"}) EXPECT_EQ(look(request, {part}, {part}), "RR");
+  for (const char* part : {"long", "short"}) EXPECT_EQ(look(request, {part}, {part}), "RH");
   step();
-  EXPECT_EQ(fake().asked.size(), 4u);
+  ASSERT_EQ(fake().asked.size(), 2u);
   for (const auto& [keys, order] : fake().asked) EXPECT_EQ(keys.size(), 1u);
 }
 
