@@ -5,15 +5,13 @@
 #include <cstring>
 #include <utility>
 
-#include "base/aligned_buffer.h"
+#include "storage/record_pieces.h"
 
 namespace kv_offload {
 namespace redis {
 namespace {
 
 constexpr unsigned kMemoryEvery = 10;  // calls of maintain()
-
-std::span<std::byte> padded(const Shard& shard) { return {shard.data(), round_up(shard.size(), kPageBytes)}; }
 
 // "used_memory:123\r\n" of what INFO answers; 0 when it is not there.
 std::uint64_t figure_of(std::string_view info, std::string_view name) {
@@ -117,34 +115,29 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   if (reply.kind != Reply::Kind::kInteger) return unexpected();
   if (reply.integer == 1) return Status::ok();
 
-  zero_padding(op.shards);
-  RecordHeader header = make_header(options_.namespace_id, op.key, op.group, op.shards);
-  header.payload_checksum = payload_checksum(op.shards);
-  const AlignedBuffer page(kRecordHeaderBytes);
-  encode_header(header, page.span());
-  std::vector<std::span<const std::byte>> pieces{page.span()};
-  for (const Shard& shard : op.shards) pieces.emplace_back(padded(shard));
+  const RecordPieces record(op, options_.namespace_id);
+  record.seal();
   const Connection::Words options = expires ? Connection::Words{"EX", ttl} : Connection::Words{};
-  if (Status status = connection->set(key, pieces, options, until, &reply); !status) return status;
+  if (Status status = connection->set(key, record.all<const std::byte>(), options, until, &reply); !status)
+    return status;
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
   if (reply.kind != Reply::Kind::kStatus || reply.text != "OK") return unexpected();
-  *moved = header.payload_bytes;
+  *moved = record.payload_bytes();
   return Status::ok();
 }
 
 Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const Deadline until = deadline();
   const std::string key = key_of(op.key, epoch);
-  const std::uint64_t right_length = kRecordHeaderBytes + padded_payload_bytes(op.shards);
-  const AlignedBuffer page(kRecordHeaderBytes);
-  std::vector<std::span<std::byte>> pieces{page.span()};
-  for (const Shard& shard : op.shards) pieces.push_back(padded(shard));
+  const RecordPieces record(op, options_.namespace_id);
+  const std::uint64_t right_length = record.bytes();
   Reply reply;
   std::uint64_t length = 0;
   {
     Borrowed connection(connections_);
     if (Status status = connection.take(until); !status) return status;
-    if (Status status = connection->get(key, pieces, until, &reply, &length); !status) return status;
+    if (Status status = connection->get(key, record.all<std::byte>(), until, &reply, &length); !status)
+      return status;
   }
   Status status;
   switch (reply.kind) {
@@ -157,18 +150,13 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
       status = Status::error(StatusKind::kCorrupt,
                              fmt::format("{} bytes long, expected {}", length, right_length));
       break;
-    default: {
-      // Of all that was read: what pads the shards belongs to the row.
-      PayloadChecksum checksum;
-      for (const Shard& shard : op.shards) checksum.add(padded(shard));
-      status =
-          verify_record(page.span(), options_.namespace_id, op.key, op.group, op.shards, checksum.value());
-      if (status) *moved = right_length - kRecordHeaderBytes;
-    }
+    default:
+      status = record.verify();
+      if (status) *moved = record.payload_bytes();
   }
   if (status.kind() == StatusKind::kCorrupt && !options_.read_only) {
     remove_wrong(key, right_length, until,
-                 reply.kind == Reply::Kind::kString ? page.span() : std::span<std::byte>());
+                 reply.kind == Reply::Kind::kString ? record.header_page() : std::span<std::byte>());
   }
   return status;
 }

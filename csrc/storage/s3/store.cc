@@ -4,7 +4,7 @@
 #include <array>
 #include <utility>
 
-#include "base/aligned_buffer.h"
+#include "storage/record_pieces.h"
 
 namespace kv_offload {
 namespace s3 {
@@ -12,8 +12,6 @@ namespace {
 
 constexpr std::size_t kMostLeftWrong = 4096;
 constexpr unsigned kLookEvery = 30;  // calls of maintain(): each look is a request that costs money
-
-std::span<std::byte> padded(const Shard& shard) { return {shard.data(), round_up(shard.size(), kPageBytes)}; }
 
 bool is_done(const Answer& answer) { return answer.status == 200 || answer.status == 204; }
 // Another was faster, or is about to be.
@@ -63,13 +61,9 @@ Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mo
   }
   if (there) return Status::ok();
 
-  zero_padding(op.shards);
-  RecordHeader header = make_header(options_.namespace_id, op.key, op.group, op.shards);
-  header.payload_checksum = payload_checksum(op.shards);
-  const AlignedBuffer page(kRecordHeaderBytes);
-  encode_header(header, page.span());
-  request.from.emplace_back(page.span());
-  for (const Shard& shard : op.shards) request.from.emplace_back(padded(shard));
+  const RecordPieces record(op, options_.namespace_id);
+  record.seal();
+  request.from = record.all<const std::byte>();
   Answer answer;
   if (Status status = client_.call(request, until, &answer); !status) return status;
   if (!is_done(answer)) {
@@ -79,30 +73,25 @@ Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mo
                ? Status::error(StatusKind::kIo, "the store found no place to write to")
                : status;
   }
-  *moved = header.payload_bytes;
+  *moved = record.payload_bytes();
   return Status::ok();
 }
 
 Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const Deadline until = deadline();
-  const std::uint64_t right_length = kRecordHeaderBytes + padded_payload_bytes(op.shards);
-  const AlignedBuffer page(kRecordHeaderBytes);
+  const RecordPieces record(op, options_.namespace_id);
   Request request{.verb = Verb::kGet, .key = key_of(op.key, epoch)};
-  request.into.emplace_back(page.span());
-  for (const Shard& shard : op.shards) request.into.emplace_back(padded(shard));
+  request.into = record.all<std::byte>();
   Answer answer;
   if (Status status = client_.call(request, until, &answer); !status) return status;
   if (answer.status != 200) return refusal(answer, options_.bucket);
   Status status;
   if (answer.wrong_length) {
     status = Status::error(StatusKind::kCorrupt,
-                           fmt::format("{} bytes long, expected {}", answer.length, right_length));
+                           fmt::format("{} bytes long, expected {}", answer.length, record.bytes()));
   } else {
-    // Of all that was read: what pads the shards belongs to the row.
-    PayloadChecksum checksum;
-    for (const Shard& shard : op.shards) checksum.add(padded(shard));
-    status = verify_record(page.span(), options_.namespace_id, op.key, op.group, op.shards, checksum.value());
-    if (status) *moved = right_length - kRecordHeaderBytes;
+    status = record.verify();
+    if (status) *moved = record.payload_bytes();
   }
   if (status.kind() == StatusKind::kCorrupt && !options_.read_only) {
     const bool gone = remove_wrong(request.key, answer.etag, until);

@@ -37,8 +37,8 @@ class S3Store final : public RecordStore {
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_deadline; }
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
   Status is_there(const std::string& key, Deadline until, bool* there);
-  // The object of this ETag. False: it may still be there.
   bool was_left_wrong(const std::string& key) EXCLUDES(mutex_);
+  // The object of this ETag. False: it may still be there.
   bool remove_wrong(const std::string& key, const std::string& etag, Deadline until);
   // The epoch of those who start, which the bucket has or now gets from us. Empty: it has none, and we may
   // not give it one.
