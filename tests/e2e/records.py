@@ -17,9 +17,14 @@ HEADER_CHECKSUM = 4088  # XXH3-64 of all before it
 
 
 def files(root: Path) -> list[Path]:
-    """Every record under ``root`` (files that start with a record's magic), in the order of their making."""
+    """Every record under ``root`` (files that start with a record's magic), in the order of their making.
+
+    Without temporaries, which a killed server leaves and the next one removes.
+    """
     found = []
     for path in paths_in(root):
+        if path.name.startswith(".tmp-"):
+            continue
         try:
             with path.open("rb") as record:
                 header = record.read(HEADER)

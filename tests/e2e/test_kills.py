@@ -79,16 +79,19 @@ def _alive(server: LocalServer) -> bool:
 
 
 def ask_until_killed(server: LocalServer, prompts: Sequence[list[int]], history: History) -> threading.Thread:
-    """Asks in a thread; what was answered goes into ``history``."""
+    """Asks in a thread, each when those before are recorded; what was answered goes into ``history``."""
+    before = len(records.files(history.root))
 
     def ask_all() -> None:
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts):
             try:
                 answer = server.ask(prompt, timeout=120)
+                history.prompts.append(prompt)
+                history.answers.append(answer)
+                # Memory that is full drops what a slow disk has not taken yet: a hole, and all after it unused.
+                waiting.recorded(history.root, before + (number + 1) * PROMPT_BLOCKS, server, 120)
             except (OSError, ServerError, KeyError):
                 return  # killed in the middle, as meant
-            history.prompts.append(prompt)
-            history.answers.append(answer)
 
     thread = threading.Thread(target=ask_all)
     thread.start()
@@ -105,6 +108,9 @@ def check_all_is_there(server: LocalServer, history: History) -> None:
     whole = min(history.records, len(history.prompts) * PROMPT_BLOCKS)
     assert cached >= 0.99 * whole, f"{cached} blocks hit, {history.records} were recorded"
     assert server.metric("kv_offload_failures_total") == 0
+    # What had to be computed is on its way to the disk.
+    missing = len(history.prompts) * PROMPT_BLOCKS - cached
+    waiting.recorded(history.root, history.records + missing, server, 120)
 
 
 def live(start: Serve, model: Path, history: History, victim: str, number: int, moment: float | None) -> None:

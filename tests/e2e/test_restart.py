@@ -25,6 +25,7 @@ SWAPPED, FLIPPED, TRUNCATED = (
 )  # prompts of which one record is damaged between the first and second life
 MORE_PROMPTS = 60
 RECORDED_BEFORE_KILL = 200  # of the records of MORE_PROMPTS
+MOST_BEHIND = 10 * PROMPT_BLOCKS  # that the disk has not taken yet: a third of host memory
 
 
 def serve(start: Serve, model: Path, root: Path) -> LocalServer:
@@ -127,6 +128,8 @@ def killed(second: Life, root: Path) -> Killed:
         try:
             for prompt in prompts:
                 answers.append(second.server.ask(prompt))
+                # Memory that is full drops what a slow disk has not taken yet: a hole, and all after it unused.
+                waiting.recorded(root, before + len(answers) * PROMPT_BLOCKS - MOST_BEHIND, second.server, 120)
         except (OSError, ServerError):
             return  # killed in the middle, as meant
 
