@@ -115,8 +115,10 @@ def demonstrate(directory: Path, prompt_count: int, tokens: int) -> bool:
         model,
         directory / "server.log",
         blocks=tokens // BLOCK + 8,
-        # "always": a machine that is busy with something else may make computing look quicker.
-        kv_transfer=kv_transfer_config("1GiB", directory / "kv", "4GiB", load_policy="always"),
+        # A machine that is busy with something else may make computing look quicker, or the disk slow.
+        kv_transfer=kv_transfer_config(
+            "1GiB", directory / "kv", "4GiB", load_policy="always", lookup_deadline_ms=60_000
+        ),
         max_model_len=tokens + BLOCK,
     )
     console.print(f"[dim]{' '.join(server.command())}[/dim]")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from local_server import free_port
 
-START_SECONDS = 30.0
+START_SECONDS = 120.0
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def prometheus(target: str, folder: Path) -> Iterator[str]:
         yield f"http://{address}"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(START_SECONDS)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], base: str, log: Path) -> None:

@@ -133,7 +133,7 @@ def wait_for_records(store: Store, count: int, server: LocalServer) -> None:
         step(server)
         return store.records() >= count
 
-    waiting.until(enough, 60, f"{count} records in the store\n{server.log_tail()}")
+    waiting.until(enough, 180, f"{count} records in the store\n{server.log_tail()}")
 
 
 def test_what_one_server_computed_the_other_loads(

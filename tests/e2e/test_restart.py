@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
@@ -128,9 +129,11 @@ def killed(second: Life, root: Path) -> Killed:
         try:
             for prompt in prompts:
                 answers.append(second.server.ask(prompt))
-                # Memory that is full drops what a slow disk has not taken yet: a hole, and all after it unused.
-                waiting.recorded(root, before + len(answers) * PROMPT_BLOCKS - MOST_BEHIND, second.server, 120)
-        except (OSError, ServerError):
+                # Memory that is full drops what a slow disk has not taken yet: a hole.
+                waiting.recorded(
+                    root, before + len(answers) * PROMPT_BLOCKS - MOST_BEHIND, second.server, 120
+                )
+        except (OSError, HTTPException, ServerError, ValueError):
             return  # killed in the middle, as meant
 
     asking = threading.Thread(target=ask_all)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import records
 import waiting
 from answers import assert_same
 from local_server import Answer, LocalServer, kv_transfer_config
@@ -25,7 +24,9 @@ OP_DEADLINE_MS = 4000
 # Three records are read at a time, so each arrives within its op's deadline; a prompt takes 13 s.
 THROTTLED = 2_000_000
 ALWAYS = {"load_policy": "always"}
-RECOVERY_SECONDS = 120  # the tier is probed after 30 s, a breaker tried after up to 60
+RECOVERY_SECONDS = (
+    600  # the tier is probed after 30 s, a breaker tried after up to 60; the disk below is slow, too
+)
 
 
 @dataclass
@@ -101,8 +102,10 @@ def setting(start: Serve, model: Path, reference: Reference, disk: SlowDisk) -> 
     with start(model, kv_transfer) as server:
         setting = Setting(server, disk, reference)
         try:
-            wanted = len(reference.prompts) * PROMPT_BLOCKS
-            setting.ask_until(lambda: len(records.files(disk.directory)) >= wanted, "all are recorded")
+            for number, prompt in enumerate(reference.prompts):
+                server.ask(prompt)
+                # Memory that is full drops what the disk has not taken yet.
+                waiting.recorded(disk.directory, (number + 1) * PROMPT_BLOCKS, server, RECOVERY_SECONDS)
             setting.ask_until_loaded(2 * PROMPT_TOKENS)
             yield setting
         finally:
@@ -162,6 +165,7 @@ def test_a_disk_that_fails_to_read_costs_hits_until_it_reads_again(setting: Sett
     assert setting.failures("corrupt") == 0
 
     # Computed again, so offered for storing again: they were replaced, or are there as they were.
-    waiting.recorded(setting.disk.directory, len(setting.reference.prompts) * PROMPT_BLOCKS, setting.server)
+    wanted = len(setting.reference.prompts) * PROMPT_BLOCKS
+    waiting.recorded(setting.disk.directory, wanted, setting.server, RECOVERY_SECONDS)
     setting.disk.tell(read_errors=0)
     setting.ask_until_loaded(2 * PROMPT_TOKENS, ALWAYS)

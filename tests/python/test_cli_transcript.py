@@ -69,7 +69,7 @@ def without_chance(text, place, server):
     text = text.replace(FACTS.namespace_id().hex()[:12], "NAMESPACE123")
     text = re.sub(r"\S+, Python \S+, Linux", "VERSION, Python VERSION, Linux", text)
     text = re.sub(r"\b[0-9]{3}\.[0-9] KiB(?! in bfloat16)", "NNN.N KiB", text)  # as du: of the file system
-    text = re.sub(r"(?m) +[0-9]+ s(?=  )", lambda match: "NOW".rjust(len(match.group())), text)
+    text = re.sub(r"(?m) +[0-9]+ (?:s|min)(?=  )", lambda match: "NOW".rjust(len(match.group())), text)
     return re.sub(r"[ ]+$", "", text, flags=re.MULTILINE)
 
 

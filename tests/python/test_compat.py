@@ -45,7 +45,7 @@ def _run(tree: Path, program: str, **environment: str) -> subprocess.CompletedPr
         env=os.environ | {"PYTHONPATH": path} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

@@ -3,6 +3,8 @@
 import pytest
 from vllm_trees import MINORS
 
+pytestmark = pytest.mark.timeout(1800)  # as run_under: one waits for those begun before it, beside servers
+
 
 @pytest.mark.beside("contract")
 @pytest.mark.parametrize("minor", MINORS)

@@ -131,6 +131,7 @@ def test_a_place_is_a_directory_or_names_its_kind(toy: type[TierConfig]) -> None
         toy.entry("shelf", "1GiB")
 
 
+@pytest.mark.timeout(1800)  # as in test_oracle.py
 @pytest.mark.beside("oracle/check_tiers.py", "0.32")
 def test_a_kind_that_is_added_serves_under_vllms_scheduler(beside: str) -> None:
     print(beside)

@@ -54,7 +54,7 @@ def write_root(path: Path, identity: NamespaceIdentity = FACTS, max_bytes: int =
     worker.report(0, ticket, 0)
     cache.complete_store(accepted)
     cache.end_request(request)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while cache.tier_stats(0)["chunks"] < len(KEYS):
         cache.end_step()
         assert time.monotonic() < deadline, cache.tier_stats(0)

@@ -39,7 +39,7 @@ class OnDiskTest : public CacheTest {
   static constexpr std::size_t kRecordBytes = 8192;
   TierStats stats() { return cache().tiers()[0]->stats(); }
   bool until(const std::function<bool()>& condition) {
-    const auto give_up = std::chrono::steady_clock::now() + seconds(30);
+    const auto give_up = std::chrono::steady_clock::now() + seconds(120);
     while (!condition()) {
       if (std::chrono::steady_clock::now() > give_up) return false;
       step();

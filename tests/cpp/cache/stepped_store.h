@@ -165,7 +165,7 @@ class SteppedStore final : public TierHand {
     return {};
   }
   void wait(const std::function<bool()>& condition) {
-    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(120);
     while (!condition()) {
       if (std::chrono::steady_clock::now() > give_up) {
         ADD_FAILURE() << "the tier's upkeep did not end";

@@ -374,13 +374,16 @@ def test_damaged_records_are_misses_and_never_wrong(kind: str, tmp_path: Path) -
     setup = with_disk(
         replace(KINDS[kind], extra={**FULL.extra, "cpu_bytes_to_use": "128KiB"}), tmp_path / "root"
     )
-    for life in range(3):  # not each reads again what was damaged
+    damages, hits, corrupt = 0, 0.0, 0.0
+    for life in range(8):  # not each reads again what was damaged
         engine = live(setup, 3 + life, 1000, Rates(reset=0), root=tmp_path / "root")
-        assert engine.happened["damages"] > 20
-        assert total(engine, "kv_offload_hit_tokens_total", "fs") > 100
-        corrupt = total(engine, "kv_offload_failures_total", "fs", "read", "corrupt")
-        if corrupt > 0:
+        damages += engine.happened["damages"]
+        hits += total(engine, "kv_offload_hit_tokens_total", "fs")
+        corrupt += total(engine, "kv_offload_failures_total", "fs", "read", "corrupt")
+        if damages > 20 and hits > 100 and corrupt > 0:
             break
+    assert damages > 20
+    assert hits > 100
     assert corrupt > 0
 
 

@@ -361,7 +361,7 @@ TEST_F(RedisTierTest, a_server_that_is_stopped_costs_each_op_a_deadline_and_then
   EXPECT_FALSE(user.tier().stats().readable);
   EXPECT_EQ(user.read(1).kind(), StatusKind::kUnavailable) << "at once";
   medium_.server.continue_process();
-  EXPECT_TRUE(restored_read(user, 1));
+  EXPECT_TRUE(user.until([&] { return restored_read(user, 1).is_ok(); }));
 }
 
 TEST_F(RedisTierTest, a_server_that_was_killed_and_is_back_empty_is_used_again) {

@@ -1,0 +1,178 @@
+"""vLLM's own ``bench serve`` over more prefixes than host memory holds: the first pass, and those after it.
+
+    python benchmarks/bench_serve.py [--rounds 5] [--prefixes 8] [--prefix 3072] [--size 128MiB]
+
+Serves one model, made on the spot, with vLLM on CPU three times, side by side: without a connector, with
+this one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of vllm_tiering_on_cpu.py: its own
+refuses CPU), the latter two with a disk below their host memory. Each round has prefixes of its own, of
+vLLM's data set ``prefix_repetition``, and plays the same requests in four passes: `new` computes the
+prefixes, while what the rounds before left is pushed out of host memory; `first` is the first over them;
+`second` and `third` come after it. Servers take turns in each pass, in another order each time, and one is
+asked only when the writes of all are done.
+
+It reports, of each pass, how long it took, the median time to the first token, the mean time per token after
+it, and the CPU seconds of the server's threads; with ratios to vLLM's tiering in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import random
+import statistics
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from decode_beside_writes import SYSTEMS, cpu_by_thread, wait_for_writes
+from multi_turn import BLOCK, LocalServer, connector
+from reporting import describe_machine, draw_bars, interval_of_median, say, write_results
+from same_for_all import environment
+from tiny_model import make_model
+
+PASSES = ("new", "first", "second", "third")
+FIGURES = {  # of vLLM's result: how it is called here, its unit
+    "duration": ("all of it", "s"),
+    "median_ttft_ms": ("median first token", "ms"),
+    "mean_tpot_ms": ("mean token after it", "ms"),
+}
+SUFFIX = 64  # tokens of a request that are its own
+
+
+def ask_all(server: LocalServer, model: Path, seed: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """One run of ``vllm bench serve``; its result."""
+    from vllm.benchmarks.serve import add_cli_args, main_async
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    options = {
+        "base-url": f"http://127.0.0.1:{server.port}",
+        "model": "tiny",
+        "tokenizer": model,
+        "dataset-name": "prefix_repetition",
+        "prefix-repetition-prefix-len": arguments.prefix,
+        "prefix-repetition-suffix-len": SUFFIX,
+        "prefix-repetition-num-prefixes": arguments.prefixes,
+        "prefix-repetition-output-len": arguments.tokens,
+        "num-prompts": arguments.requests,
+        "max-concurrency": arguments.clients,
+        "seed": seed,
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        result = asyncio.run(
+            main_async(parser.parse_args([*words, "--ignore-eos", "--temperature", "0", "--disable-tqdm"]))
+        )
+    if result["completed"] != arguments.requests:
+        raise RuntimeError(
+            f"{result['completed']} of {arguments.requests} requests came back\n{said.getvalue()}"
+        )
+    return {name: float(result[name]) for name in FIGURES}
+
+
+def play(server: LocalServer, model: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    before = cpu_by_thread(server)
+    taken: dict[str, Any] = ask_all(server, model, seed, arguments)
+    cpu = {name: seconds - before.get(name, 0.0) for name, seconds in cpu_by_thread(server).items()}
+    return taken | {"cpu": {name: round(seconds, 3) for name, seconds in cpu.items() if seconds > 0}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prefixes", type=int, default=8)
+    parser.add_argument("--prefix", type=int, default=3072, help="tokens")
+    parser.add_argument("--requests", type=int, default=32, help="in a pass")
+    parser.add_argument("--tokens", type=int, default=16, help="of an answer")
+    parser.add_argument("--clients", type=int, default=4, help="requests at once")
+    parser.add_argument("--size", default="128MiB", help="of host memory, in MiB")
+    parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
+    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
+    parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
+    arguments = parser.parse_args()
+    say(describe_machine()["text"])
+    rounds: dict[str, dict[str, list[dict[str, Any]]]] = {
+        name: {which: [] for which in PASSES} for name in arguments.only
+    }
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.directory, prefix="bench-serve-") as directory,
+        contextlib.ExitStack() as running,
+    ):
+        model = make_model(Path(directory) / "model", arguments.kind)
+        # Decoding and encoding again makes some prompts longer than asked for.
+        longest = arguments.prefix + SUFFIX + arguments.tokens + 2 * BLOCK
+        servers, roots = {}, {name: Path(directory) / f"root-{name}" for name in arguments.only}
+        for name in arguments.only:
+            say(f"{name}: starting")
+            servers[name] = running.enter_context(
+                LocalServer(
+                    model,
+                    Path(directory) / f"{name}.log",
+                    blocks=arguments.clients * (longest // BLOCK + 1) + 2,
+                    kv_transfer=connector(name, arguments.size, roots[name]),
+                    max_model_len=longest,
+                    environment=environment(),
+                )
+            )
+        make = random.Random(7)
+        for number in range(-1, arguments.rounds):
+            for which in PASSES:
+                for name in make.sample(arguments.only, len(arguments.only)):
+                    taken = play(servers[name], model, number + 100, arguments)
+                    for other, root in roots.items():
+                        if other != "none":
+                            wait_for_writes(root, 1)
+                    if number >= 0:  # vLLM compiles its helpers at the first requests
+                        rounds[name][which].append(taken)
+                        say(f"round {number}, {which}, {name}: {taken['duration']:.2f} s")
+    report(rounds, arguments)
+
+
+def report(rounds: dict[str, dict[str, list[dict[str, Any]]]], arguments: argparse.Namespace) -> None:
+    results: dict[str, Any] = {}
+    bars = []
+    for name, passes in rounds.items():
+        results[name] = {}
+        for which, played in passes.items():
+            cpu: dict[str, float] = defaultdict(float)
+            for one in played:
+                for thread, seconds in one["cpu"].items():
+                    cpu[thread] += seconds / len(played)
+            busy = {thread: round(seconds, 3) for thread, seconds in cpu.items() if seconds >= 0.01}
+            kept = {"rounds": played, "cpu_seconds": dict(sorted(busy.items(), key=lambda pair: -pair[1]))}
+            parts = []
+            for figure, (label, unit) in FIGURES.items():
+                values = [one[figure] for one in played]
+                text = f"{label} {statistics.median(values):.2f} {unit}"
+                if name == "kv_offload" and "vllm" in rounds:
+                    others = rounds["vllm"][which]
+                    ratios = [one[figure] / other[figure] for one, other in zip(played, others, strict=True)]
+                    low, high = interval_of_median(ratios)
+                    ratio = statistics.median(ratios)
+                    kept[f"{figure}_of_vllm"] = {"median": ratio, "low": low, "high": high}
+                    text += f" ({ratio:.2f} of vLLM's tiering, {low:.2f} to {high:.2f})"
+                    if figure == "duration":
+                        bars.append((f"pass {which}", ratio, f"{ratio:.2f}x"))
+                parts.append(text)
+            results[name][which] = kept
+            say(f"{name}, {which}: {'; '.join(parts)}")
+            say(f"{name}, {which}: CPU seconds by thread: {kept['cpu_seconds']}")
+    if tuple(arguments.only) != SYSTEMS:
+        return
+    names = ("rounds", "prefixes", "prefix", "requests", "tokens", "clients", "size", "kind")
+    write_results(
+        "bench_serve",
+        {"parameters": {name: getattr(arguments, name) for name in names}, "results": results},
+        lambda path: draw_bars(path, bars, "time of a pass, of vLLM's tiering", "vllm bench serve"),
+    )
+
+
+if __name__ == "__main__":
+    main()
