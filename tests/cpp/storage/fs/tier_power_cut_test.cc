@@ -106,7 +106,7 @@ class Lives {
     const bool settled = user.until([&] {
       clock_.advance(std::chrono::seconds(1));
       user.poll();
-      return user.tier().stats().bytes == disk_.du() && temporaries() == 0;
+      return user.tier().stats().bytes == disk_.du() && (may_come_back() || temporaries() == 0);
     });
     if (settled) return;  // a second look could meet what is reclaimed behind, between the disk and the sum
     drifted += user.tier().stats().bytes != disk_.du();
@@ -133,6 +133,11 @@ class Lives {
         promised_.insert(number);
       }
     }
+  }
+  // Without fsync a full root writes into the files of evicted records, and with the power the name in
+  // between may come back when the write has long ended. It is in the sum, and the next count removes it.
+  bool may_come_back() const {
+    return plan_.power && plan_.fsync == FsyncMode::kNone && plan_.max_bytes < 2 * kSmallBound;
   }
   std::size_t temporaries() const {
     std::size_t count = 0;
