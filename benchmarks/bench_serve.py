@@ -33,11 +33,18 @@ from reporting import describe_machine, draw_bars, interval_of_median, say, writ
 from same_for_all import environment
 from tiny_model import make_model
 
+from kv_offload.exposition import Page
+
 PASSES = ("new", "first", "second", "third")
 FIGURES = {  # of vLLM's result: how it is called here, its unit
     "duration": ("all of it", "s"),
     "median_ttft_ms": ("median first token", "ms"),
     "mean_tpot_ms": ("mean token after it", "ms"),
+}
+COUNTERS = {  # and the label by which they are told apart
+    "kv_offload_decisions_total": "choice",
+    "kv_offload_hit_tokens_total": "tier",
+    "kv_offload_miss_tokens_total": "reason",
 }
 SUFFIX = 64  # tokens of a request that are its own
 
@@ -75,11 +82,29 @@ def ask_all(server: LocalServer, model: Path, seed: int, arguments: argparse.Nam
     return {name: float(result[name]) for name in FIGURES}
 
 
+def counts(server: LocalServer) -> dict[str, float]:
+    """What the connector has counted so far; of other connectors nothing."""
+    page = Page(server.get("/metrics"))
+    found = {}
+    for counter, label in COUNTERS.items():
+        for value in page.values_of(counter, label):
+            short = counter.removeprefix("kv_offload_").removesuffix("_total")
+            found[f"{short} {value}"] = page.sum(counter, **{label: value})
+    return found
+
+
+def grown(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    more = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return {name: round(value, 3) for name, value in more.items() if value > 0}
+
+
 def play(server: LocalServer, model: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    before = cpu_by_thread(server)
+    counted, cpu = counts(server), cpu_by_thread(server)
     taken: dict[str, Any] = ask_all(server, model, seed, arguments)
-    cpu = {name: seconds - before.get(name, 0.0) for name, seconds in cpu_by_thread(server).items()}
-    return taken | {"cpu": {name: round(seconds, 3) for name, seconds in cpu.items() if seconds > 0}}
+    return taken | {
+        "cpu": grown(cpu_by_thread(server), cpu),
+        "counted": grown(counts(server), counted),
+    }
 
 
 def main() -> None:
@@ -161,9 +186,15 @@ def report(rounds: dict[str, dict[str, list[dict[str, Any]]]], arguments: argpar
                     if figure == "duration":
                         bars.append((f"pass {which}", ratio, f"{ratio:.2f}x"))
                 parts.append(text)
+            counted: dict[str, float] = defaultdict(float)
+            for one in played:
+                for what, value in one["counted"].items():
+                    counted[what] += value / len(played)
             results[name][which] = kept
             say(f"{name}, {which}: {'; '.join(parts)}")
             say(f"{name}, {which}: CPU seconds by thread: {kept['cpu_seconds']}")
+            if counted:
+                say(f"{name}, {which}: counted a pass: {dict(counted)}")
     if tuple(arguments.only) != SYSTEMS:
         return
     names = ("rounds", "prefixes", "prefix", "requests", "tokens", "clients", "size", "kind")
