@@ -61,6 +61,12 @@ bool FsCatalogue::offers(const ChunkKey& key, Nanos now) const {
   return !entries_[slot].backing_off || back_off_.at(slot).until <= now;
 }
 
+std::optional<std::uint64_t> FsCatalogue::file_bytes_of(std::uint32_t group) const {
+  const auto found = file_bytes_of_.find(group);
+  if (found == file_bytes_of_.end()) return std::nullopt;
+  return found->second;
+}
+
 bool FsCatalogue::insert(const Record& record, const EntryInfo& about) {
   const Slot known = find(record.key);
   if (known != kNone) {
@@ -110,6 +116,7 @@ Slot FsCatalogue::add(const Record& record, const EntryInfo& about) {
   link(slot);
   ++used_;
   bytes_ += record.file_bytes;
+  file_bytes_of_[record.key.group_id()] = record.file_bytes;
   EntryInfo info = about;
   info.id = chunk_id(record.key);
   policy_->insert(slot, info);

@@ -52,6 +52,8 @@ class FsCatalogue {
   bool erase(const ChunkKey& key);
   std::size_t size() const { return used_; }
   std::uint64_t bytes() const { return bytes_; }  // of their files
+  // Of a record of this group: they are all of one size. Nothing while none was seen.
+  std::optional<std::uint64_t> file_bytes_of(std::uint32_t group) const;
   // Takes out the next to go; entries with readers are passed over.
   std::optional<Record> take_victim();
   // Forgets all; returns the keys.
@@ -101,6 +103,7 @@ class FsCatalogue {
   std::vector<Slot> table_;  // open addressing, linear, kNone = empty; a power of two
   std::size_t used_ = 0;
   std::uint64_t bytes_ = 0;
+  std::unordered_map<std::uint32_t, std::uint64_t> file_bytes_of_;  // by group
   std::uint32_t next_serial_ = 1;
   std::unordered_map<Slot, BackOff> back_off_;
   std::vector<Ref> touched_;

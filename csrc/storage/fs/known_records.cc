@@ -17,7 +17,10 @@ Status was_reset() {
 }  // namespace
 
 KnownRecords::KnownRecords(const std::string& eviction_policy, const Clock& clock)
-    : clock_(clock), catalogue_(eviction_policy), leaves_(layout::kLeaves) {}
+    : clock_(clock),
+      catalogue_(eviction_policy),
+      leaves_(layout::kLeaves),
+      not_found_(clock, kAskAgainAfter, kMostNotFound) {}
 
 // ---- Catalogue
 
@@ -29,28 +32,41 @@ bool KnownRecords::is_unknown(const Leaf& leaf, Nanos now) const {
 
 Presence KnownRecords::contains(const ChunkKey& key) const {
   const Nanos now = clock_.now();
-  const MutexLock lock(mutex_);
-  if (catalogue_.offers(key, now)) return Presence::kPresent;
-  if (extent_ != Extent::kSome || catalogue_.holds(key)) return Presence::kAbsent;
-  const Leaf& leaf = leaves_[layout::leaf_of(key)];
-  const bool asked = leaf.state == Leaf::State::kAsking || is_unknown(leaf, now);
-  return asked ? Presence::kUnknown : Presence::kAbsent;
+  {
+    const MutexLock lock(mutex_);
+    if (catalogue_.offers(key, now)) return Presence::kPresent;
+    if (catalogue_.holds(key)) return Presence::kAbsent;
+    if (extent_ == Extent::kSome) {
+      const Leaf& leaf = leaves_[layout::leaf_of(key)];
+      const bool asked = leaf.state == Leaf::State::kAsking || is_unknown(leaf, now);
+      return asked ? Presence::kUnknown : Presence::kAbsent;
+    }
+    if (!shared_) return Presence::kAbsent;
+  }
+  return not_found_.contains(key);
 }
 
 void KnownRecords::begin_asking(std::vector<ChunkKey>* keys) {
-  std::vector<ChunkKey> asked;  // one of each directory
+  std::vector<ChunkKey> asked;
   const Nanos now = clock_.now();
-  const MutexLock lock(mutex_);
-  for (const ChunkKey& key : *keys) {
-    Leaf& leaf = leaves_[layout::leaf_of(key)];
-    if (!is_unknown(leaf, now)) continue;
-    leaf.state = Leaf::State::kAsking;
-    asked.push_back(key);
+  bool by_name = false;
+  {
+    const MutexLock lock(mutex_);
+    by_name = extent_ != Extent::kSome && shared_;
+    for (const ChunkKey& key : *keys) {
+      if (by_name && !catalogue_.holds(key)) asked.push_back(key);
+      Leaf& leaf = leaves_[layout::leaf_of(key)];
+      if (by_name || !is_unknown(leaf, now)) continue;
+      leaf.state = Leaf::State::kAsking;
+      asked.push_back(key);  // one of each directory
+    }
   }
+  if (by_name) not_found_.begin_asking(&asked);
   keys->swap(asked);
 }
 
 void KnownRecords::give_up_asking(std::span<const ChunkKey> keys) {
+  not_found_.give_up_asking(keys);
   const Nanos ask_again = clock_.now() + kAskAgainAfter;
   const MutexLock lock(mutex_);
   for (const ChunkKey& key : keys) {
@@ -90,7 +106,13 @@ bool KnownRecords::begin(GenerationPtr generation, const Next& made_for, Extent 
   generation_ = std::move(generation);
   leaves_.assign(layout::kLeaves, {});
   extent_ = extent;
+  shared_ = false;
   return true;
+}
+
+void KnownRecords::note_shared(bool shared) {
+  const MutexLock lock(mutex_);
+  shared_ = shared;
 }
 
 void KnownRecords::drop(const GenerationPtr& generation) {
@@ -227,6 +249,14 @@ void KnownRecords::evicted(const Victim& victim) {
 KnownRecords::Extent KnownRecords::extent() const {
   const MutexLock lock(mutex_);
   return extent_;
+}
+
+std::vector<std::uint64_t> KnownRecords::file_bytes_of(std::span<const ChunkKey> keys) const {
+  std::vector<std::uint64_t> file_bytes;
+  file_bytes.reserve(keys.size());
+  const MutexLock lock(mutex_);
+  for (const ChunkKey& key : keys) file_bytes.push_back(catalogue_.file_bytes_of(key.group_id()).value_or(0));
+  return file_bytes;
 }
 
 void KnownRecords::note_extent(const GenerationPtr& generation, Extent extent) {

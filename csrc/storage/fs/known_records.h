@@ -1,13 +1,16 @@
 // KnownRecords: the generation that this process uses, and what it knows of the records in it: the catalogue,
 // the leaf directories that were listed, the removals that the cache has not heard of.
 //
+// While others write into the generation, what is not in the catalogue is unknown: a record of theirs is
+// found by its name when it is asked for, without waiting until the directories are listed again.
+//
 // Invariant: all of it is of one generation. What was learnt in another changes nothing, so whoever brings it
 // says which generation it is of. While there is none, nothing is known, and nothing is there to be found.
 //
-// Threads: any. mutex_ guards all, and is the innermost lock: it is never held across a call to the file
-// system, nor while another lock is taken; long lists are taken in piece by piece. So the scheduler's thread
-// waits neither for storage nor for a scan. Nor does it close files, which may wait for a server: whoever
-// lets go of a generation last, it stays open until close_unused().
+// Threads: any. mutex_ guards all but not_found_, and is the innermost lock: it is never held across a call
+// to the file system, nor while another lock is taken; long lists are taken in piece by piece. So the
+// scheduler's thread waits neither for storage nor for a scan. Nor does it close files, which may wait for a
+// server: whoever lets go of a generation last, it stays open until close_unused().
 #pragma once
 
 #include <atomic>
@@ -42,6 +45,8 @@ class KnownRecords final : public Catalogue {
   // A leaf directory that could not be listed is asked for again after this; until then its records are
   // misses.
   static constexpr Nanos kAskAgainAfter{std::chrono::seconds(1)};
+  // Names that were asked for and not found: remembered for that time, and so many of them (6 MiB).
+  static constexpr std::size_t kMostNotFound = std::size_t{1} << 16;
 
   // Throws InvalidArgument (unknown policy).
   KnownRecords(const std::string& eviction_policy, const Clock& clock);
@@ -65,6 +70,8 @@ class KnownRecords final : public Catalogue {
   bool begin(GenerationPtr generation, const Next& made_for, Extent extent) EXCLUDES(mutex_);
   // Closes the generations that are over and that no op uses any more. Upkeep's threads.
   void close_unused() EXCLUDES(mutex_);
+  // Others write into it, or nobody does.
+  void note_shared(bool shared) EXCLUDES(mutex_);
   // Forgets it, if it is still ours, and all its records.
   void drop(const GenerationPtr& generation) EXCLUDES(mutex_);
   // Forgets whatever there is, so that no process that starts shares the next generation.
@@ -114,6 +121,8 @@ class KnownRecords final : public Catalogue {
 
   // ---- scans. Those of long lists stop early when *stop becomes true.
   Extent extent() const EXCLUDES(mutex_);
+  // Which names the records of these keys have, if there are any; 0: a group of which none was seen.
+  std::vector<std::uint64_t> file_bytes_of(std::span<const ChunkKey> keys) const EXCLUDES(mutex_);
   // Never back from more to less.
   void note_extent(const GenerationPtr& generation, Extent extent) EXCLUDES(mutex_);
   void note_listed(const GenerationPtr& generation, std::uint32_t leaf) EXCLUDES(mutex_);
@@ -148,10 +157,12 @@ class KnownRecords final : public Catalogue {
   std::vector<GenerationPtr> over_ GUARDED_BY(mutex_);  // those before it that are still open
   Next next_ GUARDED_BY(mutex_);
   bool apart_ GUARDED_BY(mutex_) = false;
+  bool shared_ GUARDED_BY(mutex_) = false;
   Extent extent_ GUARDED_BY(mutex_) = Extent::kOrder;
   FsCatalogue catalogue_ GUARDED_BY(mutex_);
   std::vector<Leaf> leaves_ GUARDED_BY(mutex_);
   std::vector<TierRemoval> removals_ GUARDED_BY(mutex_);
+  PresenceCache not_found_;  // none of its keys is present: those that are found are in the catalogue
 };
 
 }  // namespace kv_offload

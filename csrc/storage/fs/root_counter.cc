@@ -39,7 +39,7 @@ RootCounter::RootCounter(const Context& context)
 void RootCounter::start() {
   SpaceFigures figures;
   (void)root_.space->look(clock_.now(), &figures);
-  evictor_.share_with(figures.sharers);
+  note_sharers(figures);
   // Alone, nobody waits for it: what the dead left is found and swept.
   if (figures.alone || figures.state == SpaceState::kUncounted) return count(figures);
   std::uint64_t ignored = 0;
@@ -52,7 +52,7 @@ void RootCounter::start() {
 void RootCounter::look() {
   SpaceFigures figures;
   if (!root_.space->look(clock_.now(), &figures)) return;
-  evictor_.share_with(figures.sharers);
+  note_sharers(figures);
   if (figures.state == SpaceState::kNotExclusive && !std::exchange(told_not_exclusive_, true)) {
     options_.warn(fmt::format(
         "the file locks of {} do not keep other hosts out (mounted with nolock, local_lock or localflock?): "
@@ -62,6 +62,11 @@ void RootCounter::look() {
   foreign_.look(figures.writes_by_others);  // they have to be known before they can be evicted in their turn
   if (is_due(figures)) count(figures);
   writes_before_ = figures.writes;
+}
+
+void RootCounter::note_sharers(const SpaceFigures& figures) {
+  evictor_.share_with(figures.sharers);
+  records_.note_shared(figures.shared);
 }
 
 bool RootCounter::is_due(const SpaceFigures& figures) {

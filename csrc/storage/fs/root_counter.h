@@ -40,6 +40,7 @@ class RootCounter {
   void look();
 
  private:
+  void note_sharers(const SpaceFigures& figures);
   bool is_due(const SpaceFigures& figures);
   bool another_counts(const SpaceFigures& figures);
   void count(const SpaceFigures& figures);

@@ -1,6 +1,7 @@
 #include "storage/fs/scanner.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <exception>
 #include <functional>
 #include <system_error>
@@ -47,6 +48,33 @@ Status Scanner::list(const std::shared_ptr<Generation>& generation, std::uint32_
   records_.adopt_names(generation, found.records, false, stop_);
   records_.note_listed(generation, leaf);
   return Status::ok();
+}
+
+Status Scanner::find(const std::shared_ptr<Generation>& generation, std::span<const ChunkKey> keys,
+                     KeyOrder order) {
+  const std::vector<std::uint64_t> file_bytes = records_.file_bytes_of(keys);
+  std::vector<FoundRecord> found;
+  Status status;
+  for (std::size_t i = 0; i < keys.size() && !stop_.load(); ++i) {
+    if (file_bytes[i] == 0) {  // the name is not known: the directory has to tell
+      status = list(generation, layout::leaf_of(keys[i]));
+      if (!status) break;
+      continue;
+    }
+    FileInfo info;
+    const int rc = ops_.stat(generation->directory.get(), layout::record_path(keys[i], file_bytes[i]), &info);
+    if (rc == 0 && info.is_regular()) {
+      found.push_back({keys[i], file_bytes[i], 0, 0});
+      continue;
+    }
+    if (rc < 0 && rc != -ENOENT && rc != -ESTALE) {
+      status = Status::from_errno(-rc, "look for a record", generation->path);
+      break;
+    }
+    if (order == KeyOrder::kPrefix) break;
+  }
+  records_.adopt_names(generation, found, true, stop_);
+  return status;
 }
 
 // One scan's shared work: leaves are taken in turn by a few threads.

@@ -1,16 +1,18 @@
 // Scanner: what is on disk of our generation, brought into KnownRecords: by names while somebody waits for a
-// directory, and by a walk of all of it, which also tells the bytes that it takes.
+// directory or for a record of another process, and by a walk of all of it, which also tells the bytes that
+// it takes.
 //
 // Invariant: it brings in only what it found in the generation that it was given, and never removes a record
 // from what is known. After a whole walk all records are known, in the order of their last use.
 //
-// Threads: list() on any thread; scan() on upkeep's, one at a time, which takes a few threads of its own for
-// its time. No lock of its own; that of one scan's shared work is innermost.
+// Threads: list() and find() on any thread; scan() on upkeep's, one at a time, which takes a few threads of
+// its own for its time. No lock of its own; that of one scan's shared work is innermost.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "base/status.h"
@@ -28,6 +30,9 @@ class Scanner {
 
   // One leaf directory, by names alone.
   Status list(const std::shared_ptr<Generation>& generation, std::uint32_t leaf);
+  // What others wrote since: the records of these keys, by their names. Of a prefix those behind the first
+  // that is missing are not looked for. Not ok: the directory does not answer.
+  Status find(const std::shared_ptr<Generation>& generation, std::span<const ChunkKey> keys, KeyOrder order);
   // All of the generation. Adds what it takes on disk to *counted; count (or null): who that is for. False
   // when it gave up. A reset meanwhile ends it early, and there is nothing more to be known.
   bool scan(const std::shared_ptr<Generation>& generation, const CountFor* count, std::uint64_t* counted);

@@ -59,6 +59,7 @@ struct SpaceFigures {
   bool alone = false;                  // no other process has the root open
   std::vector<std::uint64_t> writers;  // who has it open, we among them
   std::vector<std::uint64_t> sharers;  // what they have open of it, each once
+  bool shared = false;                 // one of the others shares records with us
   // Another that counts now, and something that changes while it lives.
   std::uint64_t counter = 0, counter_version = 0;
 };

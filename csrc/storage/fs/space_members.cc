@@ -115,7 +115,9 @@ void Space::note(const SpacePage& page, std::uint64_t own_writes, SpaceFigures* 
     figures->writers.push_back(slot.writer);
     if (std::find(figures->sharers.begin(), figures->sharers.end(), slot.sharer) == figures->sharers.end())
       figures->sharers.push_back(slot.sharer);
-    if (slot.counting == 0 || slot.writer == writer_) continue;
+    if (slot.writer == writer_) continue;
+    figures->shared |= slot.sharer == sharer_.load(std::memory_order_relaxed);
+    if (slot.counting == 0) continue;
     figures->counter = slot.writer;
     figures->counter_version = slot.version;
   }

@@ -51,8 +51,14 @@ Status FsStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
   return reader_.read(op, generation_of(epoch), moved);
 }
 
-Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
+Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                        std::vector<bool>* present) {
+  if (records_.extent() != KnownRecords::Extent::kSome) {
+    Status status = scanner_.find(generation_of(epoch), keys, order);
+    records_.give_up_asking(keys);  // those that were not found
+    if (!status) return status;
+    return records_.offered(keys, epoch, present);
+  }
   for (const ChunkKey& key : keys) {
     if (Status status = scanner_.list(generation_of(epoch), layout::leaf_of(key)); !status) return status;
   }

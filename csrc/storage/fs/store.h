@@ -42,12 +42,14 @@ class FsStore final : public RecordStore {
 
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
-  // Before the scan has come there: lists the leaf directories of these keys.
+  // Before the scan has come there it lists the leaf directories of these keys; later it looks for the names
+  // that others may have written since.
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                 std::vector<bool>* present) override;
+  // Of each directory one key is asked for.
   std::size_t keys_per_locate(KeyOrder) const override {
-    return 1;
-  }  // of each directory one key is asked for
+    return records_.extent() == KnownRecords::Extent::kSome ? 1 : 256;
+  }
   void start() override;
   void maintain() override;
   Status begin_epoch() override { return own_.begin(); }

@@ -1,8 +1,10 @@
 // Two processes on one root: what one records the other finds, without a restart.
 #include <gtest/gtest.h>
 
+#include "faulty_file_ops.h"
 #include "fixture.h"
 #include "storage/fs/root.h"
+#include "storage/fs/store.h"
 #include "with_threads.h"
 
 namespace kv_offload {
@@ -68,6 +70,153 @@ TEST_F(FsForeignTest, namespaces_do_not_see_each_other) {
   TierUser same(options_for(root_));
   EXPECT_TRUE(finds_in_time(same, 1));
   EXPECT_FALSE(other.has(1));
+}
+
+// Two stores driven by hand: upkeep looks only where a test says so.
+class FsAskedByNameTest : public ::testing::Test {
+ protected:
+  FsAskedByNameTest() {
+    for (FsStore* store : {&writer_, &asker_}) store->start();
+    for (FsStore* store : {&writer_, &asker_}) store->maintain();  // each sees the other
+  }
+  ~FsAskedByNameTest() override {
+    for (FsStore* store : {&writer_, &asker_}) store->close();
+  }
+  static void write(FsStore& store, std::uint32_t number) {
+    Row row({8192});
+    row.fill(number);
+    TierOp op;
+    op.kind = OpKind::kWrite;
+    op.key = key_of(number);
+    op.shards = row.shards();
+    std::uint64_t moved = 0;
+    ASSERT_TRUE(store.write(op, store.epoch(), &moved));
+  }
+  static Status read(FsStore& store, std::uint32_t number) {
+    Row row({8192});
+    TierOp op;
+    op.kind = OpKind::kRead;
+    op.key = key_of(number);
+    op.shards = row.shards();
+    std::uint64_t moved = 0;
+    const Status status = store.read(op, store.epoch(), &moved);
+    EXPECT_TRUE(!status || row.holds(number));
+    return status;
+  }
+  static Presence known(FsStore& store, std::uint32_t number) {
+    return store.catalogue()->contains(key_of(number));
+  }
+  // As PooledTier asks.
+  static Status ask(FsStore& store, const std::vector<std::uint32_t>& numbers,
+                    KeyOrder order = KeyOrder::kNone) {
+    std::vector<ChunkKey> keys;
+    for (const std::uint32_t number : numbers) keys.push_back(key_of(number));
+    store.catalogue()->begin_asking(&keys);
+    EXPECT_EQ(keys.size(), numbers.size()) << "not all of them were unknown";
+    std::vector<bool> present(keys.size());
+    return store.locate(keys, order, store.epoch(), &present);
+  }
+
+  TempDir dir_;
+  FakeClock clock_;
+  FaultyFileOps ops_;
+  FsStore writer_{options_for(dir_.path() + "/root"), posix_file_ops(), clock_};
+  FsStore asker_{options_for(dir_.path() + "/root"), ops_, clock_};
+};
+
+TEST_F(FsAskedByNameTest, what_another_has_written_is_found_when_it_is_asked_for) {
+  write(writer_, 1);
+  EXPECT_EQ(known(asker_, 1), Presence::kUnknown);
+  ASSERT_TRUE(ask(asker_, {1}));  // the first of its group: the directory tells its size
+  EXPECT_EQ(known(asker_, 1), Presence::kPresent);
+  write(writer_, 2);
+  ASSERT_TRUE(ask(asker_, {2}));
+  EXPECT_EQ(known(asker_, 2), Presence::kPresent);
+  for (const std::uint32_t number : {1u, 2u}) EXPECT_TRUE(read(asker_, number));
+}
+
+TEST_F(FsAskedByNameTest, what_is_not_there_is_a_miss_until_it_is_worth_asking_again) {
+  write(asker_, 1);
+  ASSERT_TRUE(ask(asker_, {2}));
+  EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
+  write(writer_, 2);
+  EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
+  clock_.advance(KnownRecords::kAskAgainAfter);
+  EXPECT_EQ(known(asker_, 2), Presence::kUnknown);
+  ASSERT_TRUE(ask(asker_, {2}));
+  EXPECT_EQ(known(asker_, 2), Presence::kPresent);
+}
+
+TEST_F(FsAskedByNameTest, who_is_alone_asks_for_nothing) {
+  writer_.close();
+  for (int i = 0; i < 2; ++i) {  // its slot is given back; or is of one that died
+    clock_.advance(Space::kDeadAfter);
+    asker_.maintain();
+  }
+  EXPECT_EQ(known(asker_, 1), Presence::kAbsent);
+  std::vector<ChunkKey> keys{key_of(1)};
+  asker_.catalogue()->begin_asking(&keys);
+  EXPECT_TRUE(keys.empty());
+}
+
+TEST_F(FsAskedByNameTest, another_generation_of_the_namespace_is_shared_with_nobody) {
+  writer_.forget();
+  ASSERT_TRUE(writer_.begin_epoch());
+  writer_.maintain();
+  asker_.maintain();
+  write(writer_, 1);
+  EXPECT_EQ(known(asker_, 1), Presence::kAbsent);
+  EXPECT_EQ(known(writer_, 2), Presence::kAbsent);
+}
+
+TEST_F(FsAskedByNameTest, behind_the_first_gap_of_a_prompt_nothing_is_looked_for) {
+  write(asker_, 1);  // the size of its group is known
+  for (const std::uint32_t number : {10u, 11u, 13u}) write(writer_, number);
+  const std::vector<std::uint32_t> prompt{10, 11, 12, 13, 14};
+  int before = ops_.calls_here();
+  ASSERT_TRUE(ask(asker_, prompt, KeyOrder::kPrefix));
+  EXPECT_EQ(ops_.calls_here() - before, 3);  // the two, and the gap
+  EXPECT_EQ(known(asker_, 11), Presence::kPresent);
+  for (const std::uint32_t number : {12u, 13u, 14u}) EXPECT_EQ(known(asker_, number), Presence::kAbsent);
+  clock_.advance(KnownRecords::kAskAgainAfter);
+  ASSERT_TRUE(ask(asker_, {12, 13, 14}));  // as of a sliding window, whose chunks are asked for one by one
+  EXPECT_EQ(known(asker_, 13), Presence::kPresent);
+}
+
+TEST_F(FsAskedByNameTest, a_directory_that_does_not_answer_is_the_devices_failure) {
+  write(asker_, 1);
+  for (const std::uint32_t number : {2u, 3u}) write(writer_, number);
+  ops_.fail_all(Call::kStat, EIO);
+  EXPECT_EQ(ask(asker_, {2, 3}).kind(), StatusKind::kIo);
+  ops_.clear();
+  for (const std::uint32_t number : {2u, 3u}) EXPECT_EQ(known(asker_, number), Presence::kAbsent);
+  clock_.advance(KnownRecords::kAskAgainAfter);
+  ASSERT_TRUE(ask(asker_, {2, 3}));
+  EXPECT_EQ(known(asker_, 3), Presence::kPresent);
+}
+
+TEST_F(FsAskedByNameTest, a_directory_in_a_records_place_is_no_record) {
+  write(asker_, 1);
+  write(writer_, 2);
+  const fs::path path = path_of(dir_.path() + "/root", 2);
+  ASSERT_TRUE(fs::remove(path));
+  fs::create_directory(path);
+  ASSERT_TRUE(ask(asker_, {2}));
+  EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
+}
+
+TEST_F(FsAskedByNameTest, a_reset_while_it_is_asked_for_makes_nothing_known) {
+  write(asker_, 1);
+  write(writer_, 2);
+  ops_.set_rule([&](Call call) -> int {
+    if (call == Call::kStat) asker_.forget();
+    return 0;
+  });
+  EXPECT_EQ(ask(asker_, {2}).kind(), StatusKind::kCancelled);
+  ops_.clear();
+  EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
+  ASSERT_TRUE(asker_.begin_epoch());
+  EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
 }
 
 }  // namespace
