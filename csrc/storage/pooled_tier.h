@@ -22,8 +22,8 @@ struct PooledTierOptions {
   // How long close() waits, in real time, for a thread that is stuck. Later the
   // thread is let go with all it needs (see tier.h).
   Nanos close_wait{std::chrono::seconds(10)};
-  // Of a store without a catalogue of its own: when a key that was absent is worth asking for again, and how
-  // many keys are remembered (about 100 bytes each).
+  // Of a store without a catalogue of its own: when a key that was absent is worth asking for again at the
+  // latest (PresenceCache), and how many keys are remembered (about 100 bytes each).
   Nanos absent_for{std::chrono::seconds(1)};
   std::size_t most_keys = std::size_t{1} << 19;
   // Outlives the tier and any thread it had to let go. Null: a steady clock.

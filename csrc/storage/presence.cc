@@ -16,7 +16,7 @@ const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {
 Presence PresenceCache::presence_of(const Entry* entry, Nanos now) const {
   if (entry == nullptr || entry->state == State::kAsking) return Presence::kUnknown;
   if (entry->state == State::kPresent) return Presence::kPresent;
-  return now < entry->until ? Presence::kAbsent : Presence::kUnknown;
+  return now < entry->time ? Presence::kAbsent : Presence::kUnknown;
 }
 
 void PresenceCache::put(const ChunkKey& key, Entry entry, Entries* forgotten) {
@@ -43,7 +43,7 @@ void PresenceCache::begin_asking(std::vector<ChunkKey>* keys) {
     const Entry* entry = find(key);
     const bool asking = entry != nullptr && entry->state == State::kAsking;
     if (asking || presence_of(entry, now) != Presence::kUnknown) continue;
-    put(key, {State::kAsking}, &forgotten);
+    put(key, {State::kAsking, now}, &forgotten);
     asked.push_back(key);
   }
   keys->swap(asked);
@@ -65,13 +65,15 @@ PresenceCache::Era PresenceCache::era() const {
 }
 
 void PresenceCache::answered(const ChunkKey& key, bool present, Era era) {
-  const Nanos until = clock_.now() + absent_for_;
+  const Nanos now = clock_.now();
   Entries forgotten;
   const MutexLock lock(mutex_);
   if (era != era_) return;
   const Entry* entry = find(key);
   if (entry == nullptr || entry->state != State::kAsking) return;
-  put(key, present ? Entry{State::kPresent} : Entry{State::kAbsent, until}, &forgotten);
+  if (present) return put(key, {State::kPresent}, &forgotten);
+  const Nanos absent = std::max(kLeastAbsent, kAbsentPerAsking * (now - entry->time));
+  put(key, {State::kAbsent, now + std::min(absent, absent_for_)}, &forgotten);
 }
 
 void PresenceCache::written(const ChunkKey& key, Era era) {

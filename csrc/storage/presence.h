@@ -38,12 +38,17 @@ class Catalogue {
 // call is O(1) a key, forgetting them included (amortised).
 //
 // What is present stays so until a read finds otherwise; what is absent is worth asking again after a time,
-// for others write to the store. What an op learnt counts only in the era (the time between two resets) that
-// it was submitted in.
+// for others write to the store: kAbsentPerAsking times as long as the answer took, so that a store that
+// answers fast is seen as it is and a slow one is not kept busy with questions. What an op learnt counts only
+// in the era (the time between two resets) that it was submitted in.
 class PresenceCache final : public Catalogue {
  public:
   using Era = std::uint64_t;
 
+  static constexpr int kAbsentPerAsking = 20;
+  static constexpr Nanos kLeastAbsent{std::chrono::milliseconds(10)};
+
+  // `absent_for`: at most, and for keys that nobody answered for.
   PresenceCache(const Clock& clock, Nanos absent_for, std::size_t most_keys);
 
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
@@ -63,7 +68,7 @@ class PresenceCache final : public Catalogue {
   enum class State : std::uint8_t { kAsking, kPresent, kAbsent };
   struct Entry {
     State state = State::kAbsent;
-    Nanos until{0};  // kAbsent
+    Nanos time{0};  // kAbsent: until then; kAsking: since then
   };
   using Entries = std::unordered_map<ChunkKey, Entry>;
 

@@ -42,6 +42,7 @@ TEST_F(PresenceCacheTest, a_key_is_asked_for_once_until_there_is_an_answer) {
 
 TEST_F(PresenceCacheTest, what_is_absent_is_worth_asking_again_after_a_time_and_what_is_present_is_not) {
   ask(cache_, {key_of(1), key_of(2)});
+  clock_.advance(milliseconds(500));
   cache_.answered(key_of(1), true, 0);
   cache_.answered(key_of(2), false, 0);
   clock_.advance(milliseconds(999));
@@ -50,6 +51,19 @@ TEST_F(PresenceCacheTest, what_is_absent_is_worth_asking_again_after_a_time_and_
   EXPECT_EQ(of(2), Presence::kUnknown);
   EXPECT_EQ(of(1), Presence::kPresent);
   EXPECT_EQ(ask(cache_, {key_of(1), key_of(2)}), std::vector<ChunkKey>{key_of(2)});
+}
+
+TEST_F(PresenceCacheTest, a_store_that_answers_fast_is_asked_again_soon) {
+  for (const auto& [took, absent] : {std::pair(0, 10), {2, 40}, {40, 800}, {60, 1000}}) {
+    PresenceCache cache(clock_, milliseconds(1000), 1000);
+    ask(cache, {key_of(1)});
+    clock_.advance(milliseconds(took));
+    cache.answered(key_of(1), false, 0);
+    clock_.advance(milliseconds(absent) - Nanos(1));
+    EXPECT_EQ(cache.contains(key_of(1)), Presence::kAbsent) << took;
+    clock_.advance(Nanos(1));
+    EXPECT_EQ(cache.contains(key_of(1)), Presence::kUnknown) << took;
+  }
 }
 
 TEST_F(PresenceCacheTest, an_answer_that_is_older_than_a_write_does_not_count) {

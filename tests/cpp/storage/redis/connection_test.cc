@@ -44,14 +44,14 @@ TEST(RedisConnectionsTest, one_whose_reply_is_still_to_come_is_not_used_again) {
   std::unique_ptr<Connection> connection;
   bool refused = false;
   ASSERT_TRUE(connections.take(later(), &connection, &refused));
-  medium.proxy.block(RedisProxy::Verb::kLocate);
+  medium.proxy.faults.block(RedisProxy::Verb::kLocate);
   Reply reply;
   EXPECT_EQ(connection->call({"EXISTS", "present"}, soon(), &reply).kind(), StatusKind::kTimeout);
   EXPECT_FALSE(connection->usable());
   connections.give_back(std::move(connection));
   ASSERT_TRUE(connections.take(later(), &connection, &refused));
   EXPECT_TRUE(connection->usable());
-  medium.proxy.release();
+  medium.proxy.faults.release();
   ASSERT_TRUE(connection->call({"EXISTS", "absent"}, later(), &reply));
   EXPECT_EQ(reply.integer, 0) << "not the answer to what was asked before";
 }

@@ -8,12 +8,12 @@
 
 #include "storage/redis/server.h"
 #include "storage/redis/tier.h"
+#include "storage/remote_medium.h"
 #include "storage/tier_driver.h"
-#include "storage/tier_medium.h"
 
 namespace kv_offload::testing {
 
-class RedisMedium final : public Medium {
+class RedisMedium final : public RemoteMedium {
  public:
   using Verb = RedisProxy::Verb;
 
@@ -39,16 +39,39 @@ class RedisMedium final : public Medium {
   void lose(const ChunkKey& key) override { EXPECT_EQ(server.call({"DEL", name_of(key)}).integer, 1); }
   void damage(const ChunkKey& key) override { server.call({"SETRANGE", name_of(key), "5000", "x"}); }
   void fail_transfers(bool fail) override {
-    proxy.fail(Verb::kRead, fail);
-    proxy.fail(Verb::kWrite, fail);
+    proxy.faults.fail(Verb::kRead, fail);
+    proxy.faults.fail(Verb::kWrite, fail);
   }
-  void fail_resets(bool fail) override { proxy.fail(Verb::kEpoch, fail); }
-  void block(OpKind kind) override { proxy.block(kind == OpKind::kRead ? Verb::kRead : Verb::kWrite); }
-  void release() override { proxy.release(); }
-  void wait_for_blocked(int threads) override { proxy.wait_for_blocked(threads); }
+  void fail_resets(bool fail) override { proxy.faults.fail(Verb::kEpoch, fail); }
+  void block(OpKind kind) override { proxy.faults.block(kind == OpKind::kRead ? Verb::kRead : Verb::kWrite); }
+  void release() override { proxy.faults.release(); }
+  void wait_for_blocked(int threads) override { proxy.faults.wait_for_blocked(threads); }
   void wait_for_let_go() override {
     while (proxy.connections() > 0) std::this_thread::yield();
   }
+
+  void kill() override { server.kill(); }
+  void start() override { server.start(); }
+  void stand_still() override { server.stop_process(); }
+  void go_on() override { server.continue_process(); }
+  void set_full(bool full) override {
+    server.call({"CONFIG", "SET", "maxmemory-policy", "noeviction"});
+    server.call({"CONFIG", "SET", "maxmemory", full ? "1" : "0"});
+  }
+  void go_wrong(unsigned seed, unsigned permille) override {
+    proxy.faults.at_random(seed, permille,
+                           {"-OOM command not allowed when used memory > 'maxmemory'.\r\n",
+                            "-LOADING Redis is loading the dataset in memory\r\n", "-ERR something\r\n"});
+  }
+  std::size_t went_wrong(Mishap mishap) const override { return proxy.faults.happened(mishap); }
+  std::vector<std::string> names() const override { return server.keys(); }
+  std::string value(const std::string& name) const override { return server.call({"GET", name}).text; }
+  void set_value(const std::string& name, const std::string& value) override {
+    server.call({"SET", name, value});
+  }
+  void remove(const std::string& name) override { server.call({"DEL", name}); }
+  std::size_t reads() const override { return proxy.faults.seen(Verb::kRead); }
+  int connections() const override { return proxy.connections(); }
 
   RedisProcess server;
   RedisProxy proxy{server};

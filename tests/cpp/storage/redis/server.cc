@@ -1,13 +1,8 @@
 #include "storage/redis/server.h"
 
-#include <arpa/inet.h>
-#include <fcntl.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
-#include <sys/socket.h>
-#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -31,19 +26,6 @@ std::string new_directory() {
   return path;
 }
 
-int unix_socket(const std::string& path, bool listen_there) {
-  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  std::strncpy(address.sun_path, path.c_str(), sizeof address.sun_path - 1);
-  const auto* where = reinterpret_cast<const sockaddr*>(&address);
-  const bool ok = listen_there ? bind(fd, where, sizeof address) == 0 && listen(fd, 64) == 0
-                               : connect(fd, where, sizeof address) == 0;
-  if (ok) return fd;
-  close(fd);
-  return -1;
-}
-
 // Of the first whole command in the buffer ("*2\r\n$3\r\nGET\r\n..."), or of the first whole reply that is no
 // array; 0: it is not there yet.
 std::size_t length_of(std::string_view text) {
@@ -65,15 +47,6 @@ std::size_t length_of(std::string_view text) {
   return at;
 }
 
-bool send_all(int fd, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t sent = send(fd, text.data(), text.size(), MSG_NOSIGNAL);
-    if (sent <= 0) return false;
-    text.remove_prefix(static_cast<std::size_t>(sent));
-  }
-  return true;
-}
-
 // Reads until there is a whole one; it is taken off the buffer.
 std::optional<std::string> next_whole(int fd, std::string* buffer) {
   for (;;) {
@@ -83,10 +56,7 @@ std::optional<std::string> next_whole(int fd, std::string* buffer) {
       buffer->erase(0, length);
       return whole;
     }
-    char bytes[65536];
-    const ssize_t got = recv(fd, bytes, sizeof bytes, 0);
-    if (got <= 0) return std::nullopt;
-    buffer->append(bytes, static_cast<std::size_t>(got));
+    if (!receive(fd, buffer)) return std::nullopt;
   }
 }
 
@@ -179,38 +149,19 @@ std::vector<std::string> RedisProcess::keys() const {
 
 // ---- the proxy
 
-RedisProxy::RedisProxy(const RedisProcess& server)
-    : socket_(server.directory() + "/proxy"), server_socket_(server.directory() + "/server") {
-  unlink(socket_.c_str());
-  listener_ = unix_socket(socket_, true);
-  accepting_ = std::thread([this] {
-    for (;;) {
-      const int client = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-      if (client < 0) return;
-      const std::lock_guard lock(mutex_);
-      if (closing_) {
-        close(client);
-        return;
-      }
-      ++connections_;
-      open_.push_back(client);
-      threads_.emplace_back([this, client] { serve(client); });
-    }
-  });
+namespace {
+
+std::string fresh(std::string path) {
+  unlink(path.c_str());
+  return path;
 }
 
-RedisProxy::~RedisProxy() {
-  release();
-  {
-    const std::lock_guard lock(mutex_);
-    closing_ = true;
-    for (const int fd : open_) shutdown(fd, SHUT_RDWR);
-  }
-  shutdown(listener_, SHUT_RDWR);
-  accepting_.join();
-  for (std::thread& thread : threads_) thread.join();
-  close(listener_);
-}
+}  // namespace
+
+RedisProxy::RedisProxy(const RedisProcess& server)
+    : socket_(fresh(server.directory() + "/proxy")),
+      server_socket_(server.directory() + "/server"),
+      acceptor_(unix_socket(socket_, true), [this](Acceptor& by, int client) { serve(by, client); }) {}
 
 redis::Server RedisProxy::address() const {
   redis::Server server;
@@ -218,55 +169,24 @@ redis::Server RedisProxy::address() const {
   return server;
 }
 
-void RedisProxy::serve(int client) {
+void RedisProxy::serve(Acceptor& acceptor, int client) {
   const int server = unix_socket(server_socket_, false);
-  {
-    const std::lock_guard lock(mutex_);
-    if (server >= 0) open_.push_back(server);
-  }
+  if (server < 0) return;
+  const Acceptor::Held held(acceptor, server);
   std::string from_client, from_server;
-  while (server >= 0 && pass(client, server, &from_client, &from_server)) {
+  while (pass(client, server, &from_client, &from_server)) {
   }
-  const std::lock_guard lock(mutex_);
-  for (const int fd : {client, server}) {
-    std::erase(open_, fd);
-    if (fd >= 0) close(fd);
-  }
-  --connections_;
 }
 
 bool RedisProxy::pass(int client, int server, std::string* from_client, std::string* from_server) {
   const std::optional<std::string> command = next_whole(client, from_client);
   if (!command) return false;
-  const Verb verb = verb_of(*command);
-  std::size_t cut = 0;
-  bool slow = false;
-  {
-    std::unique_lock lock(mutex_);
-    ++seen_[verb];
-    if (failing_.contains(verb)) return false;
-    if (blocked_.contains(verb)) {
-      ++waiting_;
-      changed_.notify_all();
-      changed_.wait(lock, [&] { return !blocked_.contains(verb); });
-      --waiting_;
-    }
-    cut = cut_[verb];
-    slow = slow_.contains(verb);
-  }
+  const Fate fate = faults.meet(verb_of(*command));
+  if (fate.lost) return false;
+  if (!fate.instead.empty()) return send_all(client, fate.instead);
   if (!send_all(server, *command)) return false;
-  std::optional<std::string> reply = next_whole(server, from_server);
-  if (!reply) return false;
-  if (cut > 0 && reply->size() > cut) {
-    send_all(client, std::string_view(*reply).substr(0, cut));
-    return false;
-  }
-  if (!slow) return send_all(client, *reply);
-  for (std::size_t i = 0; i < reply->size(); ++i) {
-    if (!send_all(client, std::string_view(*reply).substr(i, 1))) return false;
-    poll(nullptr, 0, 1);
-  }
-  return true;
+  const std::optional<std::string> reply = next_whole(server, from_server);
+  return reply && send_answer(client, *reply, fate);
 }
 
 RedisProxy::Verb RedisProxy::verb_of(std::string_view command) {
@@ -279,83 +199,16 @@ RedisProxy::Verb RedisProxy::verb_of(std::string_view command) {
   return Verb::kOther;
 }
 
-void RedisProxy::fail(Verb verb, bool fails) {
-  const std::lock_guard lock(mutex_);
-  if (fails) {
-    failing_.insert(verb);
-  } else {
-    failing_.erase(verb);
-  }
-}
-void RedisProxy::cut_replies(Verb verb, std::size_t after) {
-  const std::lock_guard lock(mutex_);
-  cut_[verb] = after;
-}
-void RedisProxy::trickle(Verb verb, bool slow) {
-  const std::lock_guard lock(mutex_);
-  if (slow) {
-    slow_.insert(verb);
-  } else {
-    slow_.erase(verb);
-  }
-}
-void RedisProxy::block(Verb verb) {
-  const std::lock_guard lock(mutex_);
-  blocked_.insert(verb);
-}
-void RedisProxy::release() {
-  const std::lock_guard lock(mutex_);
-  blocked_.clear();
-  changed_.notify_all();
-}
-void RedisProxy::wait_for_blocked(int connections) {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return waiting_ >= connections; });
-}
-std::size_t RedisProxy::commands(Verb verb) const {
-  const std::lock_guard lock(mutex_);
-  const auto found = seen_.find(verb);
-  return found == seen_.end() ? 0 : found->second;
-}
-
 // ---- the script
 
-RedisScript::RedisScript(Answers answers, On on) : answers_(std::move(answers)), directory_(new_directory()) {
-  if (on == On::kSocket) {
-    listener_ = unix_socket(directory_ + "/script", true);
-  } else {
-    listener_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t length = sizeof address;
-    auto* where = reinterpret_cast<sockaddr*>(&address);
-    EXPECT_TRUE(bind(listener_, where, length) == 0 && listen(listener_, 64) == 0);
-    getsockname(listener_, where, &length);
-    port_ = ntohs(address.sin_port);
-  }
-  accepting_ = std::thread([this] {
-    for (;;) {
-      const int client = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-      if (client < 0) return;
-      const std::lock_guard lock(mutex_);
-      open_.insert(client);
-      if (closing_) shutdown(client, SHUT_RDWR);
-      threads_.emplace_back([this, client] { serve(client); });
-    }
-  });
-}
+RedisScript::RedisScript(Answers answers, On on)
+    : answers_(std::move(answers)),
+      directory_(new_directory()),
+      acceptor_(on == On::kSocket ? unix_socket(directory_ + "/script", true) : loopback_listener(&port_),
+                [this](Acceptor&, int client) { serve(client); }) {}
 
 RedisScript::~RedisScript() {
-  {
-    const std::lock_guard lock(mutex_);
-    closing_ = true;
-    for (const int fd : open_) shutdown(fd, SHUT_RDWR);
-  }
-  shutdown(listener_, SHUT_RDWR);
-  accepting_.join();
-  for (std::thread& thread : threads_) thread.join();
-  close(listener_);
+  acceptor_.stop();
   std::filesystem::remove_all(directory_);
 }
 
@@ -402,9 +255,6 @@ void RedisScript::serve(int client) {
     const auto answer = answers_.find(command->substr(from, command->find("\r\n", from) - from));
     if (answer == answers_.end() || answer->second.empty() || !send_all(client, answer->second)) break;
   }
-  const std::lock_guard lock(mutex_);
-  open_.erase(client);
-  close(client);
 }
 
 }  // namespace kv_offload::testing

@@ -7,18 +7,15 @@
 #include <gtest/gtest.h>
 #include <sys/types.h>
 
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
+#include "storage/loopback_server.h"
 #include "storage/redis/connection.h"
 
 namespace kv_offload::testing {
@@ -54,42 +51,22 @@ class RedisProxy {
   enum class Verb { kRead, kWrite, kLocate, kEpoch, kInfo, kOther };
 
   explicit RedisProxy(const RedisProcess& server);
-  ~RedisProxy();
+  ~RedisProxy() { faults.release(); }
   RedisProxy(const RedisProxy&) = delete;
   RedisProxy& operator=(const RedisProxy&) = delete;
 
   redis::Server address() const;
-  // Commands of this verb end their connection.
-  void fail(Verb verb, bool fails);
-  // The reply to a command of this verb is cut after so many bytes, and the connection with it; 0: whole.
-  void cut_replies(Verb verb, std::size_t after);
-  // Replies of this verb come a byte at a time, a millisecond apart.
-  void trickle(Verb verb, bool slow);
-  // Commands of this verb wait until release().
-  void block(Verb verb);
-  void release();
-  void wait_for_blocked(int connections);
-  int connections() const { return connections_.load(); }
-  std::size_t commands(Verb verb) const;  // that came
+  int connections() const { return acceptor_.connections(); }
+
+  Faults<Verb> faults;
 
  private:
-  void serve(int client);
+  void serve(Acceptor& acceptor, int client);
   bool pass(int client, int server, std::string* from_client, std::string* from_server);
   static Verb verb_of(std::string_view command);
 
   const std::string socket_, server_socket_;
-  int listener_ = -1;
-  std::atomic<int> connections_{0};
-  std::atomic<bool> closing_{false};
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  std::set<Verb> failing_, blocked_, slow_;
-  std::map<Verb, std::size_t> cut_;
-  std::map<Verb, std::size_t> seen_;
-  int waiting_ = 0;
-  std::vector<int> open_;
-  std::vector<std::thread> threads_;
-  std::thread accepting_;
+  Acceptor acceptor_;  // last: its threads use the others
 };
 
 // A server that says what it is told to, on a unix socket of its own or, for who wants TCP, a loopback port.
@@ -116,13 +93,9 @@ class RedisScript {
   const Answers answers_;
   const std::string directory_;
   std::uint16_t port_ = 0;
-  int listener_ = -1;
   std::mutex mutex_;
-  bool closing_ = false;
   std::string trickled_;
-  std::set<int> open_;
-  std::vector<std::thread> threads_;
-  std::thread accepting_;
+  Acceptor acceptor_;  // last: its threads use the others
 };
 
 }  // namespace kv_offload::testing

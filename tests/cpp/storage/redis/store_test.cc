@@ -124,20 +124,20 @@ TEST_F(RedisTierTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
   const std::string name = medium_.name_of(key_of(1));
   const std::string whole = medium_.server.call({"GET", name}).text;
   medium_.damage(key_of(1));
-  medium_.proxy.block(Verb::kOther);  // WATCH: the damaged one was read
+  medium_.proxy.faults.block(Verb::kOther);  // WATCH: the damaged one was read
   std::thread reader([&] {
     Row into({8192});
     std::uint64_t read = 0;
     EXPECT_EQ(store.read(op_of(OpKind::kRead, 1, into), store.epoch(), &read).kind(), StatusKind::kCorrupt);
   });
-  medium_.proxy.wait_for_blocked(1);
+  medium_.proxy.faults.wait_for_blocked(1);
   std::string anew = whole;  // written at another time: another header
   RecordHeader header;
   ASSERT_TRUE(decode_header(std::as_bytes(std::span(whole)).first(kRecordHeaderBytes), &header));
   ++header.created_unix_nanos;
   encode_header(header, std::as_writable_bytes(std::span(anew)).first(kRecordHeaderBytes));
   medium_.server.call({"SET", name, anew});
-  medium_.proxy.release();
+  medium_.proxy.faults.release();
   reader.join();
   EXPECT_EQ(medium_.server.call({"GET", name}).text, anew);
 }
@@ -175,7 +175,7 @@ TEST_F(RedisTierTest, what_another_has_written_is_not_sent_again) {
   const Completion again = second.finish(second.start(OpKind::kWrite, 1, {8192}));
   EXPECT_TRUE(again.status);
   EXPECT_EQ(again.bytes, 0u);
-  EXPECT_EQ(medium_.proxy.commands(Verb::kWrite), 1u);
+  EXPECT_EQ(medium_.proxy.faults.seen(Verb::kWrite), 1u);
 }
 
 TEST_F(RedisTierTest, a_time_to_live_is_given_and_renewed_by_who_writes_again) {
@@ -265,12 +265,12 @@ TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_is_never_put_back) {
   redis::RedisStore store(options());
   const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
   const std::string before = medium_.server.call({"GET", name}).text;
-  medium_.proxy.block(Verb::kInfo);  // which is asked behind it
+  medium_.proxy.faults.block(Verb::kInfo);  // which is asked behind it
   std::thread upkeep([&] { store.maintain(); });
-  medium_.proxy.wait_for_blocked(1);
+  medium_.proxy.faults.wait_for_blocked(1);
   store.forget();
   EXPECT_TRUE(store.begin_epoch());
-  medium_.proxy.release();
+  medium_.proxy.faults.release();
   upkeep.join();
   medium_.server.call({"DEL", name});
   store.maintain();
@@ -279,10 +279,10 @@ TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_is_never_put_back) {
 
 TEST_F(RedisTierTest, upkeep_says_nothing_to_the_server_once_the_tier_closes) {
   redis::RedisStore store(options());
-  const std::size_t asked = medium_.proxy.commands(Verb::kEpoch);
+  const std::size_t asked = medium_.proxy.faults.seen(Verb::kEpoch);
   store.stop();
   store.maintain();
-  EXPECT_EQ(medium_.proxy.commands(Verb::kEpoch), asked);
+  EXPECT_EQ(medium_.proxy.faults.seen(Verb::kEpoch), asked);
 }
 
 // ---- a server that fails
@@ -326,9 +326,9 @@ TEST_F(RedisTierTest,
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   for (const std::size_t after : {1u, 3u, 7u, 70u, 4100u, 12000u, 12296u}) {
-    medium_.proxy.cut_replies(Verb::kRead, after);
+    medium_.proxy.faults.cut(Verb::kRead, after);
     EXPECT_EQ(user.read(1).kind(), StatusKind::kIo) << after;
-    medium_.proxy.cut_replies(Verb::kRead, 0);
+    medium_.proxy.faults.cut(Verb::kRead, 0);
     EXPECT_TRUE(user.read(1)) << after;
   }
   EXPECT_EQ(medium_.server.keys().size(), 1u) << "no fault of the record";
@@ -340,9 +340,9 @@ TEST_F(RedisTierTest, a_reply_that_comes_byte_by_byte_ends_with_the_deadline) {
   chosen.op_deadline = kShort;
   TierDriver user(make_redis_tier(chosen));
   ASSERT_TRUE(eventually(user, [&] { return user.tier().stats().writable; }));
-  medium_.proxy.trickle(Verb::kRead, true);  // 12 s in all
+  medium_.proxy.faults.trickle(Verb::kRead, true);  // 12 s in all
   EXPECT_EQ(user.read(1).kind(), StatusKind::kTimeout);
-  medium_.proxy.trickle(Verb::kRead, false);
+  medium_.proxy.faults.trickle(Verb::kRead, false);
   EXPECT_TRUE(user.until([&] { return user.read(1).is_ok(); }));
 }
 

@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "storage/s3/tier_fixture.h"
 #include "with_threads.h"
@@ -18,7 +20,8 @@ using Verb = S3Server::Verb;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-constexpr Nanos kShort{milliseconds(200)};  // an op_deadline that a test waits for
+// An op_deadline that a test waits for; and where it bounds what is to succeed as well.
+constexpr Nanos kShort{milliseconds(200)}, kOfTier{seconds(2)};
 
 // ---- a store that is overloaded, fails, hangs
 
@@ -38,7 +41,7 @@ TEST_F(S3TierTest, a_store_that_is_overloaded_is_asked_again_with_pauses_that_gr
   EXPECT_TRUE(read(store, 1)) << "however much it says";
   server_.answer(Verb::kRead, error_of("503 Slow Down", "SlowDown"), kAlways);
   EXPECT_EQ(read(store, 1).kind(), StatusKind::kIo);
-  EXPECT_EQ(server_.requests(Verb::kRead), 4u + 5u) << "and no more";
+  EXPECT_EQ(server_.faults.seen(Verb::kRead), 4u + 5u) << "and no more";
 }
 
 TEST_F(S3TierTest, the_store_says_when_to_ask_again_and_a_deadline_goes_before_it) {
@@ -59,11 +62,63 @@ TEST_F(S3TierTest, a_store_that_does_not_answer_costs_a_deadline) {
   Row row({8192});
   row.fill(1);
   std::uint64_t moved = 0;
-  server_.block(Verb::kLocate);
+  server_.faults.block(Verb::kLocate);
   const Status status = store.write(op_of(OpKind::kWrite, 1, row), patient.epoch(), &moved);
   EXPECT_EQ(status.kind(), StatusKind::kTimeout) << status.to_string();
-  server_.release();
+  server_.faults.release();
   EXPECT_TRUE(write(patient, 1));
+}
+
+TEST_F(S3TierTest, an_answer_that_comes_byte_by_byte_ends_with_the_deadline) {
+  S3TierOptions chosen = options();
+  chosen.op_deadline = kShort;
+  s3::S3Store patient(options()), store(chosen);
+  ASSERT_TRUE(write(patient, 1));
+  Row row({8192});
+  std::uint64_t moved = 0;
+  server_.faults.trickle(Verb::kRead, true);  // 12 s in all
+  const Status status = store.read(op_of(OpKind::kRead, 1, row), patient.epoch(), &moved);
+  EXPECT_EQ(status.kind(), StatusKind::kTimeout) << status.to_string();
+  EXPECT_EQ(moved, 0u);
+  server_.faults.trickle(Verb::kRead, false);
+  EXPECT_TRUE(read(patient, 1)) << "no fault of the record";
+}
+
+TEST_F(S3TierTest, a_store_that_was_killed_and_is_back_empty_is_used_again) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  server_.kill();
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kIo);
+  EXPECT_EQ(user.write(2).kind(), StatusKind::kIo);
+  server_.start();
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
+  EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 1u);
+  ASSERT_TRUE(user.write(1));
+  EXPECT_TRUE(user.read(1));
+}
+
+TEST_F(S3TierTest, a_store_that_stands_still_costs_each_op_a_deadline_and_then_none) {
+  { ASSERT_TRUE(TierDriver(open()).write(1)); }
+  S3TierOptions chosen = options();
+  chosen.op_deadline = kOfTier;
+  chosen.n_read_threads = 12;  // all reads wait at the same time
+  TierDriver user(make_s3_tier(chosen));
+  const auto later = [&](const std::function<bool()>& condition) {
+    return user.until([&] {
+      clock_.advance(seconds(120));
+      user.poll();
+      return condition();
+    });
+  };
+  ASSERT_TRUE(later([&] { return user.tier().stats().writable && user.read(1).is_ok(); }));
+  medium_.stand_still();
+  std::vector<OpId> reads;
+  for (unsigned i = 0; i < 12; ++i) reads.push_back(user.start(OpKind::kRead, 1, {8192}));
+  for (const OpId id : reads) EXPECT_FALSE(user.finish(id).status);
+  EXPECT_FALSE(user.tier().stats().readable);
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kUnavailable) << "at once";
+  medium_.go_on();
+  EXPECT_TRUE(later([&] { return user.read(1).is_ok(); }));
 }
 
 TEST_F(S3TierTest, a_connection_that_the_store_closed_while_it_was_idle_is_made_anew) {
@@ -75,10 +130,10 @@ TEST_F(S3TierTest, a_connection_that_the_store_closed_while_it_was_idle_is_made_
 }
 
 TEST_F(S3TierTest, one_that_starts_before_its_store_uses_it_as_soon_as_it_answers) {
-  server_.fail(Verb::kEpoch, true);
+  server_.faults.fail(Verb::kEpoch, true);
   TierDriver user(open());
   EXPECT_FALSE(user.tier().stats().writable);
-  server_.fail(Verb::kEpoch, false);
+  server_.faults.fail(Verb::kEpoch, false);
   EXPECT_TRUE(user.until([&] {
     clock_.advance(seconds(1));
     user.poll();

@@ -1,18 +1,21 @@
 // The s3 tier's medium for the tests that all kinds of tiers pass: a small store of the tests.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 
+#include "storage/remote_medium.h"
 #include "storage/s3/server.h"
 #include "storage/s3/tier.h"
 #include "storage/tier_driver.h"
-#include "storage/tier_medium.h"
 
 namespace kv_offload::testing {
 
-class S3Medium final : public Medium {
+class S3Medium final : public RemoteMedium {
  public:
   using Verb = S3Server::Verb;
 
@@ -45,20 +48,50 @@ class S3Medium final : public Medium {
     server.set(name, value);
   }
   void fail_transfers(bool fail) override {
-    server.fail(Verb::kRead, fail);
-    server.fail(Verb::kWrite, fail);
+    server.faults.fail(Verb::kRead, fail);
+    server.faults.fail(Verb::kWrite, fail);
   }
-  void fail_resets(bool fail) override { server.fail(Verb::kEpoch, fail); }
-  void block(OpKind kind) override { server.block(kind == OpKind::kRead ? Verb::kRead : Verb::kWrite); }
-  void release() override { server.release(); }
-  void wait_for_blocked(int threads) override { server.wait_for_blocked(threads); }
+  void fail_resets(bool fail) override { server.faults.fail(Verb::kEpoch, fail); }
+  void block(OpKind kind) override {
+    server.faults.block(kind == OpKind::kRead ? Verb::kRead : Verb::kWrite);
+  }
+  void release() override { server.faults.release(); }
+  void wait_for_blocked(int threads) override { server.faults.wait_for_blocked(threads); }
   void wait_for_let_go() override {
     while (held_.use_count() > 1) std::this_thread::yield();
   }
 
+  void kill() override { server.kill(); }
+  void start() override { server.start(); }
+  void stand_still() override {
+    for (const Verb verb : S3Server::kVerbs) server.faults.block(verb);
+  }
+  void go_on() override { server.faults.release(); }
+  void set_full(bool full) override {
+    server.answer(Verb::kWrite, refusal("507 Insufficient Storage", "InsufficientStorage"),
+                  full ? 1 << 30 : 0);
+  }
+  void go_wrong(unsigned seed, unsigned permille) override {
+    server.faults.at_random(seed, permille,
+                            {refusal("503 Slow Down", "SlowDown"), refusal("500 Oops", "InternalError"),
+                             refusal("507 Insufficient Storage", "InsufficientStorage")});
+  }
+  std::size_t went_wrong(Mishap mishap) const override { return server.faults.happened(mishap); }
+  std::vector<std::string> names() const override { return server.keys(); }
+  std::string value(const std::string& name) const override { return server.get(name); }
+  void set_value(const std::string& name, const std::string& value) override { server.set(name, value); }
+  void remove(const std::string& name) override { server.remove(name); }
+  std::size_t reads() const override { return server.faults.seen(Verb::kRead); }
+  int connections() const override { return server.connections(); }
+
   S3Server server;
 
  private:
+  static std::string refusal(std::string_view status, std::string_view code) {
+    const std::string body = fmt::format("<Error><Code>{}</Code></Error>", code);
+    return fmt::format("HTTP/1.1 {}\r\nContent-Length: {}\r\n\r\n{}", status, body.size(), body);
+  }
+
   const std::shared_ptr<int> held_ = std::make_shared<int>();  // by each store
 };
 

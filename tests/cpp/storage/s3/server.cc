@@ -1,12 +1,8 @@
 #include "storage/s3/server.h"
 
-#include <arpa/inet.h>
 #include <fmt/format.h>
-#include <netinet/in.h>
 #include <openssl/hmac.h>
 #include <openssl/sha.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <optional>
@@ -15,15 +11,6 @@ namespace kv_offload::testing {
 namespace {
 
 constexpr std::string_view kAccessKey = "AKIATEST", kRegion = "eu-test-1", kBucket = "bucket";
-
-bool send_all(int fd, std::string_view text) {
-  while (!text.empty()) {
-    const ssize_t sent = send(fd, text.data(), text.size(), MSG_NOSIGNAL);
-    if (sent <= 0) return false;
-    text.remove_prefix(static_cast<std::size_t>(sent));
-  }
-  return true;
-}
 
 std::string hex(std::string_view bytes) {
   std::string text;
@@ -97,14 +84,6 @@ std::string lower(std::string text) {
   return text;
 }
 
-bool receive(int fd, std::string* buffer) {
-  char bytes[65536];
-  const ssize_t got = recv(fd, bytes, sizeof bytes, 0);
-  if (got <= 0) return false;
-  buffer->append(bytes, static_cast<std::size_t>(got));
-  return true;
-}
-
 std::optional<S3Message> next_message(int fd, std::string* buffer) {
   std::size_t end = 0;
   while ((end = buffer->find("\r\n\r\n")) == buffer->npos) {
@@ -136,39 +115,18 @@ std::optional<S3Message> next_message(int fd, std::string* buffer) {
 
 }  // namespace
 
-S3Server::S3Server() {
-  listener_ = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  auto* where = reinterpret_cast<sockaddr*>(&address);
-  EXPECT_TRUE(bind(listener_, where, length) == 0 && listen(listener_, 64) == 0);
-  getsockname(listener_, where, &length);
-  port_ = ntohs(address.sin_port);
-  accepting_ = std::thread([this] {
-    for (;;) {
-      const int client = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-      if (client < 0) return;
-      const std::lock_guard lock(mutex_);
-      open_.insert(client);
-      if (closing_) shutdown(client, SHUT_RDWR);
-      threads_.emplace_back([this, client] { serve(client); });
-    }
-  });
+S3Server::S3Server() { start(); }
+
+void S3Server::start() {
+  acceptor_ =
+      std::make_unique<Acceptor>(loopback_listener(&port_), [this](Acceptor&, int client) { serve(client); });
 }
 
-S3Server::~S3Server() {
-  release();
-  {
-    const std::lock_guard lock(mutex_);
-    closing_ = true;
-    for (const int fd : open_) shutdown(fd, SHUT_RDWR);
-  }
-  shutdown(listener_, SHUT_RDWR);
-  accepting_.join();
-  for (std::thread& thread : threads_) thread.join();
-  close(listener_);
+void S3Server::kill() {
+  faults.release();
+  acceptor_.reset();
+  const std::lock_guard lock(mutex_);
+  objects_.clear();
 }
 
 s3::Bucket S3Server::address() const {
@@ -186,43 +144,34 @@ void S3Server::serve(int client) {
   std::string buffer;
   for (;;) {
     const std::optional<S3Message> message = next_message(client, &buffer);
-    if (!message || !answer_one(client, *message)) break;
+    if (!message || !answer_one(client, *message)) return;
   }
-  const std::lock_guard lock(mutex_);
-  open_.erase(client);
-  close(client);
 }
 
 bool S3Server::answer_one(int client, const S3Message& message) {
-  const Verb verb = verb_of(message);
-  std::string text;
-  std::size_t cut = 0;
-  bool more = true;
   {
-    std::unique_lock lock(mutex_);
-    ++seen_[verb];
-    last_[verb] = message;
-    if (failing_.contains(verb)) return false;
-    if (blocked_.contains(verb)) {
-      ++waiting_;
-      changed_.notify_all();
-      changed_.wait(lock, [&] { return !blocked_.contains(verb); });
-      --waiting_;
-    }
-    Lie& lie = lies_[verb];
-    if (lie.times == 0 || lie.done) text = act(message);
-    if (lie.times > 0) {
-      --lie.times;
-      text = lie.text;
-      more = false;
-    }
-    cut = cut_[verb];
+    const std::lock_guard lock(mutex_);
+    last_[verb_of(message)] = message;
   }
-  if (cut > 0 && cut < text.size()) {
-    send_all(client, std::string_view(text).substr(0, cut));
-    return false;
+  const Fate fate = faults.meet(verb_of(message));
+  if (fate.lost) return false;
+  if (!fate.instead.empty()) return send_all(client, fate.instead);
+  bool more = true;
+  std::string text;
+  {
+    const std::lock_guard lock(mutex_);
+    text = answer_to(message, &more);
   }
-  return send_all(client, text) && more;
+  return send_answer(client, text, fate) && more;
+}
+
+std::string S3Server::answer_to(const S3Message& message, bool* more) {
+  Lie& lie = lies_[verb_of(message)];
+  std::string text = lie.times == 0 || lie.done ? act(message) : std::string();
+  if (lie.times == 0) return text;
+  --lie.times;
+  *more = false;
+  return lie.text;
 }
 
 std::string S3Server::act(const S3Message& message) {
@@ -290,18 +239,6 @@ bool S3Server::has(const std::string& key) const {
   const std::lock_guard lock(mutex_);
   return objects_.contains(key);
 }
-void S3Server::fail(Verb verb, bool fails) {
-  const std::lock_guard lock(mutex_);
-  if (fails) {
-    failing_.insert(verb);
-  } else {
-    failing_.erase(verb);
-  }
-}
-void S3Server::cut(Verb verb, std::size_t after) {
-  const std::lock_guard lock(mutex_);
-  cut_[verb] = after;
-}
 void S3Server::answer(Verb verb, std::string text, int times) {
   const std::lock_guard lock(mutex_);
   lies_[verb] = {std::move(text), times, false};
@@ -310,32 +247,11 @@ void S3Server::answer_after(Verb verb, std::string text, int times) {
   const std::lock_guard lock(mutex_);
   lies_[verb] = {std::move(text), times, true};
 }
-void S3Server::block(Verb verb) {
-  const std::lock_guard lock(mutex_);
-  blocked_.insert(verb);
-}
-void S3Server::release() {
-  const std::lock_guard lock(mutex_);
-  blocked_.clear();
-  changed_.notify_all();
-}
-void S3Server::wait_for_blocked(int connections) {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return waiting_ >= connections; });
-}
 void S3Server::ignore_conditions(bool ignored) {
   const std::lock_guard lock(mutex_);
   ignores_conditions_ = ignored;
 }
-int S3Server::connections() const {
-  const std::lock_guard lock(mutex_);
-  return static_cast<int>(open_.size());
-}
-std::size_t S3Server::requests(Verb verb) const {
-  const std::lock_guard lock(mutex_);
-  const auto found = seen_.find(verb);
-  return found == seen_.end() ? 0 : found->second;
-}
+int S3Server::connections() const { return acceptor_ ? acceptor_->connections() : 0; }
 std::size_t S3Server::wrong_signatures() const {
   const std::lock_guard lock(mutex_);
   return wrong_signatures_;

@@ -4,16 +4,15 @@
 
 #include <gtest/gtest.h>
 
-#include <condition_variable>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <vector>
 
+#include "storage/loopback_server.h"
 #include "storage/s3/client.h"
 
 namespace kv_offload::testing {
@@ -26,13 +25,17 @@ struct S3Message {
 class S3Server {
  public:
   enum class Verb { kRead, kWrite, kLocate, kRemove, kEpoch, kOther };
+  static constexpr Verb kVerbs[] = {Verb::kRead,   Verb::kWrite, Verb::kLocate,
+                                    Verb::kRemove, Verb::kEpoch, Verb::kOther};
 
   S3Server();
-  ~S3Server();
+  ~S3Server() { kill(); }
   S3Server(const S3Server&) = delete;
   S3Server& operator=(const S3Server&) = delete;
 
   s3::Bucket address() const;
+  void kill();   // connections end, and what was kept is gone
+  void start();  // again, at the address of before
   static constexpr const char* kSecret = "secret-never-shown";
 
   // ---- objects, without a request
@@ -42,17 +45,12 @@ class S3Server {
   bool remove(const std::string& key);
   bool has(const std::string& key) const;
 
-  // ---- what happens to requests of this verb
-  void fail(Verb verb, bool fails);        // ends their connection
-  void cut(Verb verb, std::size_t after);  // answers are cut after so many bytes; 0: whole
+  // ---- what happens to requests
+  Faults<Verb> faults;
   void answer(Verb verb, std::string text, int times = 1 << 30);  // these bytes, and nothing is done
   void answer_after(Verb verb, std::string text, int times);  // it is done, and these bytes are the answer
-  void block(Verb verb);                                      // until release()
-  void release();
-  void wait_for_blocked(int connections);
   void ignore_conditions(bool ignored);
   int connections() const;
-  std::size_t requests(Verb verb) const;  // that came
   std::size_t wrong_signatures() const;
   S3Message last(Verb verb) const;
 
@@ -64,24 +62,19 @@ class S3Server {
   };
   void serve(int client);
   bool answer_one(int client, const S3Message& message);
+  // Under the lock: what is answered, and does the connection go on.
+  std::string answer_to(const S3Message& message, bool* more);
   std::string act(const S3Message& message);  // under the lock
   static Verb verb_of(const S3Message& message);
 
-  int listener_ = -1;
   std::uint16_t port_ = 0;
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
   std::map<std::string, std::string> objects_;
-  std::set<Verb> failing_, blocked_;
-  std::map<Verb, std::size_t> cut_, seen_;
   std::map<Verb, Lie> lies_;
   std::map<Verb, S3Message> last_;
   std::size_t wrong_signatures_ = 0;
-  bool ignores_conditions_ = false, closing_ = false;
-  int waiting_ = 0;
-  std::set<int> open_;
-  std::vector<std::thread> threads_;
-  std::thread accepting_;
+  bool ignores_conditions_ = false;
+  std::unique_ptr<Acceptor> acceptor_;  // last: its threads use the others; none: killed
 };
 
 }  // namespace kv_offload::testing

@@ -90,10 +90,10 @@ TEST_F(S3TierTest, an_answer_that_is_cut_is_a_failure_of_the_store_and_the_recor
   s3::S3Store store(options());
   ASSERT_TRUE(write(store, 1));
   for (const std::size_t after : {1, 12, 60, 110, 200, 4200, 12000}) {
-    server_.cut(Verb::kRead, after);
+    server_.faults.cut(Verb::kRead, after);
     EXPECT_EQ(read(store, 1).kind(), StatusKind::kIo) << after;
   }
-  server_.cut(Verb::kRead, 0);
+  server_.faults.cut(Verb::kRead, 0);
   EXPECT_TRUE(read(store, 1));
 }
 
@@ -116,19 +116,19 @@ TEST_F(S3TierTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
   ASSERT_TRUE(write(store, 1));
   const std::string name = medium_.name_of(key_of(1)), whole = server_.get(name);
   medium_.damage(key_of(1));
-  server_.block(Verb::kLocate);  // the damaged one was read
+  server_.faults.block(Verb::kLocate);  // the damaged one was read
   std::thread reader([&] { EXPECT_EQ(read(store, 1).kind(), StatusKind::kCorrupt); });
-  server_.wait_for_blocked(1);
+  server_.faults.wait_for_blocked(1);
   server_.set(name, whole);
-  server_.release();
+  server_.faults.release();
   reader.join();
   EXPECT_EQ(server_.get(name), whole);
   medium_.damage(key_of(1));
-  server_.block(Verb::kRemove);  // and it was looked at
+  server_.faults.block(Verb::kRemove);  // and it was looked at
   std::thread second([&] { EXPECT_EQ(read(store, 1).kind(), StatusKind::kCorrupt); });
-  server_.wait_for_blocked(1);
+  server_.faults.wait_for_blocked(1);
   server_.set(name, whole);
-  server_.release();
+  server_.faults.release();
   second.join();
   EXPECT_EQ(server_.get(name), whole);
 }
@@ -141,9 +141,9 @@ TEST_F(S3TierTest, a_damaged_object_that_may_not_be_removed_is_written_over) {
   EXPECT_EQ(read(store, 1).kind(), StatusKind::kCorrupt);
   ASSERT_TRUE(write(store, 1));
   EXPECT_TRUE(read(store, 1));
-  const std::size_t before = server_.requests(Verb::kWrite);
+  const std::size_t before = server_.faults.seen(Verb::kWrite);
   ASSERT_TRUE(write(store, 1));
-  EXPECT_EQ(server_.requests(Verb::kWrite), before) << "only once";
+  EXPECT_EQ(server_.faults.seen(Verb::kWrite), before) << "only once";
 }
 
 TEST_F(S3TierTest, a_tier_that_only_reads_changes_nothing_there) {
@@ -163,7 +163,7 @@ TEST_F(S3TierTest, what_another_has_written_is_not_sent_again) {
   s3::S3Store first(options()), second(options());
   ASSERT_TRUE(write(first, 1));
   ASSERT_TRUE(write(second, 1));
-  EXPECT_EQ(server_.requests(Verb::kWrite), 1u);
+  EXPECT_EQ(server_.faults.seen(Verb::kWrite), 1u);
 }
 
 TEST_F(S3TierTest, the_keys_of_a_prompt_are_found_in_few_requests) {
@@ -172,9 +172,9 @@ TEST_F(S3TierTest, the_keys_of_a_prompt_are_found_in_few_requests) {
   for (std::uint32_t i = 0; i < 100; ++i) keys.push_back(key_of(i));
   for (const std::uint32_t known : {0u, 1u, 2u, 3u, 37u, 99u, 100u}) {
     for (std::uint32_t i = 0; i < known; ++i) ASSERT_TRUE(write(store, i));
-    const std::size_t before = server_.requests(Verb::kLocate);
+    const std::size_t before = server_.faults.seen(Verb::kLocate);
     const std::vector<bool> present = located(store, keys);
-    EXPECT_LE(server_.requests(Verb::kLocate) - before, 14u);
+    EXPECT_LE(server_.faults.seen(Verb::kLocate) - before, 14u);
     for (std::uint32_t i = 0; i < keys.size(); ++i) EXPECT_EQ(present[i], i < known) << i << " of " << known;
   }
 }
@@ -242,13 +242,13 @@ TEST_F(S3TierTest, an_epoch_of_before_a_reset_never_takes_the_place_of_the_one_a
   const std::string epoch = "kv_offload/" + std::string(64, '1') + "/epoch";
   s3::S3Store store(options()), reset(options());
   server_.remove(epoch);
-  server_.block(Verb::kOther);  // it has seen that there is none
+  server_.faults.block(Verb::kOther);  // it has seen that there is none
   std::thread upkeep([&] { store.maintain(); });
-  server_.wait_for_blocked(1);
+  server_.faults.wait_for_blocked(1);
   reset.forget();
   ASSERT_TRUE(reset.begin_epoch());
   const std::string after = server_.get(epoch);
-  server_.release();
+  server_.faults.release();
   upkeep.join();
   EXPECT_EQ(server_.get(epoch), after);
   TierStats stats;
@@ -260,10 +260,10 @@ TEST_F(S3TierTest, an_epoch_of_before_a_reset_never_takes_the_place_of_the_one_a
 TEST_F(S3TierTest, a_new_epoch_is_sent_once) {
   s3::S3Store store(options());
   store.forget();
-  const std::size_t before = server_.requests(Verb::kEpoch);
+  const std::size_t before = server_.faults.seen(Verb::kEpoch);
   server_.answer_after(Verb::kEpoch, error_of("500 Oops", "InternalError"), 1);
   EXPECT_FALSE(store.begin_epoch());
-  EXPECT_EQ(server_.requests(Verb::kEpoch), before + 1);
+  EXPECT_EQ(server_.faults.seen(Verb::kEpoch), before + 1);
   EXPECT_EQ(store.epoch(), nullptr);
   EXPECT_TRUE(store.begin_epoch());
 }

@@ -1,0 +1,173 @@
+// Caches over one server, for each kind of tier beyond the host: what one wrote the others hit at once, and
+// however many want it, it is read once.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cache/cache_fixture.h"
+#include "storage/presence.h"
+#include "storage/redis/medium.h"
+#ifdef KV_OFFLOAD_S3
+#include "storage/s3/medium.h"
+#endif
+#include "with_threads.h"
+
+namespace kv_offload {
+namespace {
+
+using std::chrono::seconds;
+using testing::RemoteMedium;
+
+struct RemoteKind {
+  std::string name;
+  std::function<std::unique_ptr<RemoteMedium>()> make;
+};
+
+class OnRemoteTest : public CacheTest, public ::testing::WithParamInterface<RemoteKind> {
+ protected:
+  OnRemoteTest() {
+    for (auto& engine : engines_) {
+      WorldOptions options;
+      options.rows = 64;
+      options.cache.load_policy = LoadPolicy::kAlways;
+      options.make_tier = [this](const Clock& clock) {
+        PooledTierOptions pooled;
+        pooled.name = GetParam().name;
+        pooled.op_deadline = seconds(60);
+        pooled.clock = &clock;
+        return medium_->open(pooled);
+      };
+      engine = std::make_unique<World>(std::move(options));
+    }
+    as(0);
+  }
+  ~OnRemoteTest() override {
+    as(0);
+    engines_[0] = std::move(world_);
+  }
+  // The verbs are those of this engine from now on.
+  void as(std::size_t engine) {
+    if (world_) engines_[current_] = std::move(world_);
+    world_ = std::move(engines_[engine]);
+    current_ = engine;
+  }
+  bool until(const std::function<bool()>& condition) {
+    const auto give_up = std::chrono::steady_clock::now() + seconds(120);
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > give_up) return false;
+      step();
+      std::this_thread::yield();
+    }
+    return true;
+  }
+  void store_and_write(const Names& names) {
+    store(names);
+    EXPECT_TRUE(until([&] { return cache().stats().pinned_chunks == 0; }));
+  }
+  // Waits as vLLM does; the letters of the last scan.
+  std::string ask(RequestHandle request, const Names& wanted) {
+    std::string seen;
+    EXPECT_TRUE(until([&] {
+      seen = scan(request, wanted);
+      return seen.find_first_of("PR") == std::string::npos;
+    }));
+    return seen;
+  }
+  std::string ask(const Names& wanted) {
+    const RequestHandle request = begin();
+    const std::string seen = ask(request, wanted);
+    if (seen == std::string(wanted.size(), 'H')) load(request, wanted);
+    end(request);
+    return seen;
+  }
+  double read_bytes() { return world().metrics.value("kv_offload_read_bytes_total", {GetParam().name}); }
+
+  std::unique_ptr<RemoteMedium> medium_ = GetParam().make();
+  std::unique_ptr<World> engines_[2];  // but for the current one
+  std::size_t current_ = 0;
+};
+
+// Neither's time goes on: nothing that must grow old first stands between them.
+TEST_P(OnRemoteTest, WhatOneWroteTheOtherHitsAtOnce) {
+  for (const char* name : {"a", "b", "c", "d"}) {
+    const Names prompt{std::string(name) + ".1", std::string(name) + ".2", std::string(name) + ".3"};
+    as(0);
+    store_and_write(prompt);
+    as(1);
+    EXPECT_EQ(ask(prompt), "HHH") << name;
+  }
+  EXPECT_EQ(read_bytes(), 4 * 3 * 2 * 4096);
+}
+
+// It was told that there is none; it does not believe so for long.
+TEST_P(OnRemoteTest, WhatItAskedForTooEarlyItHitsSoon) {
+  const Names prompt{"a", "b", "c"};
+  as(1);
+  EXPECT_EQ(ask(prompt), "M");
+  as(0);
+  store_and_write(prompt);
+  as(1);
+  pass_time(PresenceCache::kLeastAbsent);
+  EXPECT_EQ(ask(prompt), "HHH");
+}
+
+TEST_P(OnRemoteTest, ABurstOverOneMissingPrefixReadsItOnce) {
+  const Names prefix{"a", "b", "c", "d"};
+  store_and_write(prefix);
+  as(1);
+  std::vector<RequestHandle> burst;
+  for (int i = 0; i < 50; ++i) burst.push_back(begin());
+  for (const RequestHandle request : burst) EXPECT_EQ(scan(request, prefix).find('H'), std::string::npos);
+  for (const RequestHandle request : burst) EXPECT_EQ(ask(request, prefix), "HHHH");
+  for (const RequestHandle request : burst) {
+    load(request, prefix);
+    end(request);
+  }
+  EXPECT_EQ(medium_->reads(), 4u) << "as the server counts them";
+  EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+}
+
+// Some come while the reads of those before them are under way.
+TEST_P(OnRemoteTest, WhoComesWhileAPrefixIsBeingReadWaitsForTheSameReads) {
+  const Names prefix{"a", "b", "c", "d"};
+  store_and_write(prefix);
+  as(1);
+  medium_->block(OpKind::kRead);
+  std::vector<RequestHandle> burst;
+  const auto scan_all = [&] {
+    for (const RequestHandle request : burst) (void)scan(request, prefix);
+    step();
+  };
+  for (int i = 0; i < 25; ++i) burst.push_back(begin());
+  EXPECT_TRUE(until([&] {
+    scan_all();
+    return medium_->reads() == 4;
+  }));
+  for (int i = 0; i < 25; ++i) burst.push_back(begin());
+  for (int i = 0; i < 3; ++i) scan_all();
+  medium_->release();
+  for (const RequestHandle request : burst) {
+    EXPECT_EQ(ask(request, prefix), "HHHH");
+    load(request, prefix);
+    end(request);
+  }
+  EXPECT_EQ(medium_->reads(), 4u);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Kinds, OnRemoteTest,
+    ::testing::Values(RemoteKind{"redis", [] { return std::make_unique<testing::RedisMedium>(); }}
+#ifdef KV_OFFLOAD_S3
+                      ,
+                      RemoteKind{"s3", [] { return std::make_unique<testing::S3Medium>(); }}
+#endif
+                      ),
+    [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace kv_offload
