@@ -96,7 +96,10 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
       switched_off |= presence == Presence::kPresent;
       continue;
     }
-    if (presence == Presence::kUnknown) unknown |= 1u << tier;
+    if (presence == Presence::kUnknown ||
+        (presence == Presence::kWasAbsent && !request.asked.contains(KeyMemory::fingerprint(key)))) {
+      unknown |= 1u << tier;
+    }
     if (presence != Presence::kPresent) continue;
     if (const auto reason = may_not_wait(request, true)) return miss(request, group, *reason);
     if (request.closed[group]) return miss(request, group, *request.closed[group]);
@@ -115,6 +118,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
       const TierOps::Run run = groups_[group].full_attention
                                    ? TierOps::Run{request.number, group, request.pass.scans}
                                    : TierOps::Run{};
+      request.asked.add(KeyMemory::fingerprint(key));
       for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
         if ((unknown >> tier & 1) != 0) ops_.ask_for(tier, key, run);
       }

@@ -91,6 +91,27 @@ class Offers {
   std::vector<Group> groups_;
 };
 
+// Keys that a request had tiers asked for: it asks once, however old the answer is when it is looked up next.
+// A pass looks them up in the order in which the one before it did: a call is O(1) then.
+class AskedKeys {
+ public:
+  bool contains(std::uint64_t fingerprint) {
+    for (std::size_t tries = 0; tries < fingerprints_.size(); ++tries, ++next_) {
+      if (next_ >= fingerprints_.size()) next_ = 0;
+      if (fingerprints_[next_] == fingerprint) return true;
+    }
+    return false;
+  }
+  void add(std::uint64_t fingerprint) {
+    if (!contains(fingerprint)) fingerprints_.push_back(fingerprint);
+  }
+  void clear() { fingerprints_.clear(); }
+
+ private:
+  std::vector<std::uint64_t> fingerprints_;
+  std::size_t next_ = 0;
+};
+
 struct RequestState {
   bool live = false;
   std::uint32_t number = 0;  // in order of arrival, never 0
@@ -119,6 +140,7 @@ struct RequestState {
     MissReason reason;
   };
   std::vector<Failed> failed;
+  AskedKeys asked;
 
   // ---- what it is: end positions, in tokens, of the first chunk that was asked for
   // and of its last whole chunk; 0 while not told
@@ -148,6 +170,7 @@ struct RequestState {
     pass.step = 0;
     clear_wait();
     failed.clear();
+    asked.clear();
     first_end = last_end = 0;
     host_too_slow = held_back = host_hits = knows_span = false;
     report = {};

@@ -216,9 +216,9 @@ bool PooledTier::takes(Lane lane) const {
 
 Presence PooledTier::contains(const ChunkKey& key) const {
   const Presence presence = shared_->catalogue().contains(key);
-  if (presence != Presence::kUnknown) return presence;
+  if (presence == Presence::kPresent || presence == Presence::kAbsent) return presence;
   const bool answered = !closed_ && takes(Lane::kRead) && shared_->store->epoch() != nullptr;
-  return answered ? Presence::kUnknown : Presence::kAbsent;
+  return answered ? presence : Presence::kAbsent;
 }
 
 void PooledTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {

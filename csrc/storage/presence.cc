@@ -16,7 +16,7 @@ const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {
 Presence PresenceCache::presence_of(const Entry* entry, Nanos now) const {
   if (entry == nullptr || entry->state == State::kAsking) return Presence::kUnknown;
   if (entry->state == State::kPresent) return Presence::kPresent;
-  return now < entry->time ? Presence::kAbsent : Presence::kUnknown;
+  return now < entry->time ? Presence::kAbsent : Presence::kWasAbsent;
 }
 
 void PresenceCache::put(const ChunkKey& key, Entry entry, Entries* forgotten) {
@@ -42,7 +42,8 @@ void PresenceCache::begin_asking(std::vector<ChunkKey>* keys) {
   for (const ChunkKey& key : *keys) {
     const Entry* entry = find(key);
     const bool asking = entry != nullptr && entry->state == State::kAsking;
-    if (asking || presence_of(entry, now) != Presence::kUnknown) continue;
+    const Presence presence = presence_of(entry, now);
+    if (asking || presence == Presence::kPresent || presence == Presence::kAbsent) continue;
     put(key, {State::kAsking, now}, &forgotten);
     asked.push_back(key);
   }

@@ -69,7 +69,12 @@ enum class KeyOrder : std::uint8_t {
   kPrefix,  // chunks of one prompt, from the left: none is stored or of use without those before it
 };
 
-enum class Presence : std::uint8_t { kAbsent, kPresent, kUnknown /* until it was asked for */ };
+enum class Presence : std::uint8_t {
+  kAbsent,
+  kPresent,
+  kUnknown,    // until it was asked for
+  kWasAbsent,  // when it was last asked for, a while ago: worth asking again, for who has not asked yet
+};
 
 // Why a key the tier once held is gone; for events and miss reasons.
 struct TierRemoval {

@@ -214,6 +214,11 @@ void KnownRecords::remove(const ChunkKey& key, const GenerationPtr& generation, 
   if (generation == generation_ && catalogue_.erase(key)) removals_.push_back({key, reason});
 }
 
+void KnownRecords::answered(std::span<const ChunkKey> keys) {
+  const PresenceCache::Era era = not_found_.era();
+  for (const ChunkKey& key : keys) not_found_.answered(key, false, era);
+}
+
 Status KnownRecords::offered(std::span<const ChunkKey> keys, const RecordStore::EpochPtr& epoch,
                              std::vector<bool>* present) const {
   const Nanos now = clock_.now();

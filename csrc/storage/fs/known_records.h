@@ -45,7 +45,7 @@ class KnownRecords final : public Catalogue {
   // A leaf directory that could not be listed is asked for again after this; until then its records are
   // misses.
   static constexpr Nanos kAskAgainAfter{std::chrono::seconds(1)};
-  // Names that were asked for and not found: remembered for that time, and so many of them (6 MiB).
+  // So many names that were asked for and not found are remembered (6 MiB).
   static constexpr std::size_t kMostNotFound = std::size_t{1} << 16;
 
   // Throws InvalidArgument (unknown policy).
@@ -107,6 +107,8 @@ class KnownRecords final : public Catalogue {
       EXCLUDES(mutex_);
   void remove(const ChunkKey& key, const GenerationPtr& generation, TierRemoval::Reason reason)
       EXCLUDES(mutex_);
+  // They were asked for: what is not known by now was not found.
+  void answered(std::span<const ChunkKey> keys) EXCLUDES(mutex_);
   Status offered(std::span<const ChunkKey> keys, const RecordStore::EpochPtr& epoch,
                  std::vector<bool>* present) const EXCLUDES(mutex_);
 

@@ -54,9 +54,8 @@ Status FsStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
 Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                        std::vector<bool>* present) {
   if (records_.extent() != KnownRecords::Extent::kSome) {
-    Status status = scanner_.find(generation_of(epoch), keys, order);
-    records_.give_up_asking(keys);  // those that were not found
-    if (!status) return status;
+    if (Status status = scanner_.find(generation_of(epoch), keys, order); !status) return status;
+    records_.answered(keys);
     return records_.offered(keys, epoch, present);
   }
   for (const ChunkKey& key : keys) {

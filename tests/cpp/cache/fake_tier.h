@@ -70,6 +70,7 @@ class FakeTier final : public TierHand {
   bool skip_verification = false;  // a planted fault: corrupt records read as ok
   bool available = true;
   bool knows = true;        // false: contains() says kUnknown
+  bool is_sure = true;      // false: of what it has not contains() says kWasAbsent
   double read_seconds = 0;  // what estimate_read_seconds and each read's completion say
   std::size_t max_records = kAll;
   bool automatic = false;  // ops end at the next poll
@@ -121,7 +122,8 @@ class FakeTier final : public TierHand {
   }
   Presence contains(const ChunkKey& key) const override {
     if (!knows) return Presence::kUnknown;
-    return records.contains(key) ? Presence::kPresent : Presence::kAbsent;
+    if (records.contains(key)) return Presence::kPresent;
+    return is_sure ? Presence::kAbsent : Presence::kWasAbsent;
   }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
     asked.emplace_back(std::move(keys), order);

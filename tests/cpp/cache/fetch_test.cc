@@ -230,6 +230,24 @@ TEST_F(FetchFakeTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
+TEST_F(FetchFakeTest, WhatWasAbsentAWhileAgoIsAskedForOnceByEachRequest) {
+  record({"a"});
+  fake().is_sure = false;
+  const RequestHandle request = begin();
+  EXPECT_EQ(scan(request, {"a", "b", "c"}), "PRR");
+  step();
+  ASSERT_EQ(fake().asked.size(), 1u);
+  EXPECT_EQ(fake().asked[0].first, (std::vector<ChunkKey>{key_of("b"), key_of("c")}));
+  tier().finish();
+  step();  // which took so long that the answer is old again
+  EXPECT_EQ(scan(request, {"a", "b"}), "HM");
+  EXPECT_EQ(scan(request, {"c"}), "M");
+  step();
+  EXPECT_EQ(fake().asked.size(), 1u);
+  const RequestHandle later = begin();
+  EXPECT_EQ(scan(later, {"b"}), "R");
+}
+
 // ---- what may be loaded
 
 TEST_P(FetchTest, PolicyNeverLoadsNothingFromTiers) {

@@ -381,6 +381,7 @@ void ModelRun::work_on_tier() {
   if (chance(60)) tier.finish(random_() % 12);
   if (chance(2)) tier.available = !tier.available;
   if (chance(2)) tier.knows = !tier.knows;
+  if (chance(2)) tier.is_sure = !tier.is_sure;
   if (tier.records.empty()) return;
   auto record = std::next(tier.records.begin(), static_cast<long>(random_() % tier.records.size()));
   if (chance(5)) record->second.corrupt = true;

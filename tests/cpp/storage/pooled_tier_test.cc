@@ -59,7 +59,7 @@ TEST_F(PooledTierTest, the_keys_of_a_prompt_are_asked_for_at_once_and_in_order) 
   EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent);
   clock_.advance(by_hand.absent_for);
   EXPECT_EQ(tier->contains(key_of(3)), Presence::kPresent);
-  EXPECT_EQ(tier->contains(key_of(4)), Presence::kUnknown) << "another server may have written it";
+  EXPECT_EQ(tier->contains(key_of(4)), Presence::kWasAbsent) << "another server may have written it";
   tier->prefetch_presence(keys(10), KeyOrder::kNone);
   run_reads(pool);
   ASSERT_EQ(server_->asked().size(), 2u);

@@ -48,7 +48,7 @@ TEST_F(PresenceCacheTest, what_is_absent_is_worth_asking_again_after_a_time_and_
   clock_.advance(milliseconds(999));
   EXPECT_EQ(of(2), Presence::kAbsent);
   clock_.advance(milliseconds(1));
-  EXPECT_EQ(of(2), Presence::kUnknown);
+  EXPECT_EQ(of(2), Presence::kWasAbsent);
   EXPECT_EQ(of(1), Presence::kPresent);
   EXPECT_EQ(ask(cache_, {key_of(1), key_of(2)}), std::vector<ChunkKey>{key_of(2)});
 }
@@ -62,7 +62,7 @@ TEST_F(PresenceCacheTest, a_store_that_answers_fast_is_asked_again_soon) {
     clock_.advance(milliseconds(absent) - Nanos(1));
     EXPECT_EQ(cache.contains(key_of(1)), Presence::kAbsent) << took;
     clock_.advance(Nanos(1));
-    EXPECT_EQ(cache.contains(key_of(1)), Presence::kUnknown) << took;
+    EXPECT_EQ(cache.contains(key_of(1)), Presence::kWasAbsent) << took;
   }
 }
 
@@ -103,7 +103,7 @@ TEST_F(PresenceCacheTest, what_is_given_up_is_absent_for_a_time) {
   EXPECT_EQ(of(1), Presence::kAbsent);
   EXPECT_EQ(of(2), Presence::kUnknown) << "it was not being asked for";
   clock_.advance(milliseconds(1000));
-  EXPECT_EQ(of(1), Presence::kUnknown);
+  EXPECT_EQ(of(1), Presence::kWasAbsent);
 }
 
 TEST_F(PresenceCacheTest, it_is_bounded_and_forgets_the_oldest_first) {

@@ -128,11 +128,15 @@ class TierDriver {
   }
   bool has(std::uint32_t number) {
     Presence presence = Presence::kUnknown;
+    bool asked = false;
     until([&] {
       poll();
       presence = tier_->contains(key_of(number));
-      if (presence == Presence::kUnknown) tier_->prefetch_presence({key_of(number)}, KeyOrder::kNone);
-      return presence != Presence::kUnknown;
+      if (presence == Presence::kAbsent || presence == Presence::kPresent) return true;
+      if (presence == Presence::kWasAbsent && asked) return true;
+      tier_->prefetch_presence({key_of(number)}, KeyOrder::kNone);
+      asked = true;
+      return false;
     });
     return presence == Presence::kPresent;
   }
