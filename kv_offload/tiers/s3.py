@@ -149,11 +149,8 @@ class S3TierConfig(TierConfig):
         from kv_offload import _core
 
         problems = []
-        if not _core.s3_is_built():
-            problems.append(
-                f"{self.label()}: this build has no s3 tier; build it where the headers of libcurl 7.87 "
-                "or newer are (libcurl4-openssl-dev)"
-            )
+        if reason := _core.s3_unavailable_reason():
+            problems.append(f"{self.label()}: {reason}")
         try:
             find_credentials(self.profile)
         except ValueError as error:
@@ -182,8 +179,10 @@ class S3TierConfig(TierConfig):
 
     def summary(self) -> str:
         """What can be said of it without a measurement."""
+        from kv_offload import _core
+
         try:
-            return self._described(self._look())
+            return f"{self._described(self._look())}, libcurl {_core.s3_library_version()}"
         except (RuntimeError, NoCredentials) as error:
             return f"does not answer: {error}"
 
