@@ -166,7 +166,8 @@ def test_doctor_says_how_the_store_answers_and_how_fast(
 ) -> None:
     with_keys(monkeypatch, KNOWN_SECRET)
     asked = tier(bucket=BUCKET, endpoint=server.endpoint, prefix="measured", **patient)
-    (looked,) = place(asked)
+    looked, bound = place(asked)
+    assert (bound.state, "grows without bound" in bound.text) == ("note", True)
     assert looked.state == "ok"
     assert re.fullmatch(r"answers in [0-9.]+ ms, no TLS, libcurl [0-9.]+.* \(libcurl.*\)", looked.text)
     (measured,) = speed(asked, 8 << 20)
