@@ -30,6 +30,7 @@ TEST_F(S3TierTest, a_record_lies_there_as_it_would_on_a_disk) {
   EXPECT_EQ(header.shard_bytes, (std::vector<std::uint64_t>{5000, 0, 4096}));
   EXPECT_EQ(value.find_first_not_of('\0', kRecordHeaderBytes + 5000), kRecordHeaderBytes + 8192);
   EXPECT_EQ(server_.wrong_signatures(), 0u);
+  EXPECT_FALSE(server_.last(Verb::kWrite).headers.contains("expect")) << "it would wait for an answer";
 }
 
 TEST_F(S3TierTest, large_records_and_many_shards_come_back_whole) {
@@ -184,6 +185,17 @@ TEST_F(S3TierTest, keys_that_are_no_prefix_are_each_asked_for) {
   for (const std::uint32_t number : {1u, 3u}) ASSERT_TRUE(write(store, number));
   const std::vector<ChunkKey> keys{key_of(4), key_of(3), key_of(2), key_of(1)};
   EXPECT_EQ(located(store, keys, KeyOrder::kNone), (std::vector<bool>{false, true, false, true}));
+}
+
+// Such as of a window: each is a request, and takes its time.
+TEST_F(S3TierTest, keys_that_are_no_prefix_are_asked_for_side_by_side) {
+  PooledTierOptions pooled;
+  pooled.n_read_threads = 4;
+  const auto tier = medium_.open(pooled);
+  server_.block(Verb::kLocate);
+  tier->prefetch_presence({key_of(1), key_of(2), key_of(3), key_of(4)}, KeyOrder::kNone);
+  server_.wait_for_blocked(4);
+  server_.release();
 }
 
 // Of a prefix in which one expired (a lifecycle rule knows no prompts): whichever is found, a read tells.
