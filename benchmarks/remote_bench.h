@@ -79,6 +79,13 @@ inline Rates write_and_read(Tier& tier, std::size_t threads, std::size_t bytes, 
     rows.emplace_back(bytes);
     std::memset(rows.back().data(), 'v', bytes);
   }
+  // As an engine does when a prompt comes.
+  std::vector<ChunkKey> keys;
+  for (std::size_t i = 0; i < records; ++i) keys.push_back(key_of(i));
+  while (tier.contains(keys.back()) == Presence::kUnknown) {
+    tier.prefetch_presence(keys, KeyOrder::kPrefix);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   Rates rates;
   rates.write = pass(tier, OpKind::kWrite, rows, bytes, records);
   rates.read = pass(tier, OpKind::kRead, rows, bytes, records);

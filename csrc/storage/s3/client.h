@@ -66,13 +66,13 @@ enum class Verb : std::uint8_t { kGet, kHead, kPut, kDelete };
 
 struct Request {
   Verb verb = Verb::kGet;
-  std::string key = {};    // letters, digits and -_./ only: signed as it is
-  std::string query = {};  // "a=&b=c": sorted by name and percent-encoded, for it is signed as it is, too
+  std::string key = {};                               // letters, digits and -_./ only: signed as it is
   std::vector<std::span<const std::byte>> from = {};  // kPut
   std::vector<std::span<std::byte>> into = {};        // kGet: what a body of status 200 must fill exactly
-  std::size_t text_bytes = 0;  // kGet, in place of `into`: a body of status 200 is text, of at most so many
-  std::string condition = {};  // a header, such as "If-None-Match: *"
+  std::string condition = {};                         // a header, such as "If-None-Match: *"
   bool once = false;           // sent once and no more: what it does must not be done a second time, later
+  std::string query = {};      // as it is signed: names in order, each with a "=", values percent-encoded
+  std::size_t text_bytes = 0;  // kGet, in place of `into`: a body of status 200 is text, of at most so many
 };
 
 struct Answer {
