@@ -208,7 +208,15 @@ def probe_s3(
 ) -> dict[str, Any]:
     """How fast a bucket answers; records=0: without writing. RuntimeError: refused, or silent."""
 
-def s3_is_built() -> bool: ...
+def ask_s3_bucket(bucket: S3Bucket, query: str, deadline_seconds: float) -> tuple[int, str, bytes]:
+    """What the store says of the bucket itself, to "lifecycle=" or "versioning=": the status, the code of an
+    error, and the text. RuntimeError: nothing."""
+
+def s3_unavailable_reason() -> str:
+    """Why no bucket can be used in this process: no OpenSSL at build time, no libcurl now. Empty: one can."""
+
+def s3_library_version() -> str:
+    """The libcurl that was loaded, such as "7.88.1 (libcurl.so.4)"; empty without one."""
 
 class TieredCache:
     def __init__(

@@ -76,6 +76,15 @@ py::dict probe_bucket(const s3::Bucket& bucket, const std::string& prefix, std::
                   "write_refused"_a = found.write_refused);
 }
 
+py::tuple ask_s3_bucket(const s3::Bucket& bucket, const std::string& query, double deadline_seconds) {
+  s3::Answer answer;
+  {
+    const py::gil_scoped_release release;
+    answer = s3::ask_bucket(bucket, query, to_nanos(deadline_seconds, "deadline_seconds"));
+  }
+  return py::make_tuple(answer.status, answer.code, py::bytes(answer.text));
+}
+
 }  // namespace
 
 void bind_s3(py::module_& module) {
@@ -100,7 +109,10 @@ void bind_s3(py::module_& module) {
       });
   module.def("probe_s3", &probe_bucket, py::arg("bucket"), py::arg("prefix"), py::arg("record_bytes"),
              py::arg("records"), py::arg("deadline_seconds"));
-  module.def("s3_is_built", &s3::is_built);
+  module.def("ask_s3_bucket", &ask_s3_bucket, py::arg("bucket"), py::arg("query"),
+             py::arg("deadline_seconds"));
+  module.def("s3_unavailable_reason", &s3::unavailable_reason);
+  module.def("s3_library_version", &s3::library_version);
 }
 
 }  // namespace kv_offload::bindings

@@ -98,7 +98,8 @@ def place(tier: TierConfig) -> list[Check]:
     problems = tier.problems()
     if problems:
         return [Check(tier.label(), "refused", problem) for problem in problems]
-    return [Check(tier.label(), "ok", tier.summary())]
+    more = (Check(tier.label(), each.state, each.text, each.figures) for each in tier.findings())
+    return [Check(tier.label(), "ok", tier.summary()), *more]
 
 
 def speed(tier: TierConfig, total_bytes: int) -> list[Check]:

@@ -143,6 +143,10 @@ class TierConfig(BaseModel):
         """One line about a tier that can be used."""
         return "can be used"
 
+    def findings(self) -> list[Answer]:
+        """What ``doctor`` says beside the summary."""
+        return []
+
     def measure(self, total_bytes: int) -> Answer | None:
         """Its speed, measured by writing and reading so many bytes beside its records; None: not possible."""
         return None

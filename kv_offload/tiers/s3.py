@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import Answer, Threads, TierConfig
+from kv_offload.tiers.s3_bucket import look_at_bucket
 from kv_offload.tiers.s3_credentials import Found, NoCredentials, Renewal, find_credentials
 
 if TYPE_CHECKING:
@@ -149,11 +150,8 @@ class S3TierConfig(TierConfig):
         from kv_offload import _core
 
         problems = []
-        if not _core.s3_is_built():
-            problems.append(
-                f"{self.label()}: this build has no s3 tier; build it where the headers of libcurl 7.87 "
-                "or newer are (libcurl4-openssl-dev)"
-            )
+        if reason := _core.s3_unavailable_reason():
+            problems.append(f"{self.label()}: {reason}")
         try:
             find_credentials(self.profile)
         except ValueError as error:
@@ -182,10 +180,27 @@ class S3TierConfig(TierConfig):
 
     def summary(self) -> str:
         """What can be said of it without a measurement."""
+        from kv_offload import _core
+
         try:
-            return self._described(self._look())
+            return f"{self._described(self._look())}, libcurl {_core.s3_library_version()}"
         except (RuntimeError, NoCredentials) as error:
             return f"does not answer: {error}"
+
+    def findings(self) -> list[Answer]:
+        """Whether a lifecycle rule bounds it, and whether older versions stay."""
+        from kv_offload import _core
+
+        try:
+            bucket = self._bucket(find_credentials(self.profile))
+            seconds = min(self.op_deadline_seconds, _LOOK_SECONDS)
+            lifecycle = _core.ask_s3_bucket(bucket, "lifecycle=", seconds)
+            if lifecycle[0] in (400, 403) and lifecycle[1] != "AccessDenied":
+                return []  # of the keys, which the summary says
+            versioning = _core.ask_s3_bucket(bucket, "versioning=", seconds)
+        except (RuntimeError, NoCredentials):
+            return []  # which the summary says, too
+        return look_at_bucket(self.prefix, lifecycle, versioning)
 
     def _described(self, found: Mapping[str, Any]) -> str:
         tls = "no TLS" if (self.endpoint or "").startswith("http:") else "TLS"

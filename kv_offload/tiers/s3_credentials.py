@@ -1,9 +1,12 @@
 """As whom a bucket is spoken to: where the keys come from, and how those that expire are renewed."""
 
 import configparser
+import logging
 import os
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +17,9 @@ if TYPE_CHECKING:
     from kv_offload._core import S3Renewer
 
 RENEW_SECONDS = 60.0  # how often is looked; botocore asks for new keys 15 minutes before the old ones expire
+# The settings of a profile by which others give its keys.
+_BEFORE_KEYS = ("role_arn", "web_identity_token_file", "sso_session", "sso_start_url")
+_WAYS = (*_BEFORE_KEYS, "login_session", "credential_process", "credential_source")
 _logger = get_logger(__name__)
 
 
@@ -52,17 +58,24 @@ def find_credentials(profile: str | None) -> Found:
     if from_environment is not None:
         return Found(from_environment)
     name = profile or os.environ.get("AWS_PROFILE") or "default"
-    from_file = _from_file(name)
+    way = _way_of_botocore(name)
+    from_file = _from_file(name) if way is None else None
     if from_file is not None:
         return Found(from_file, lambda: _again_from_file(name))
-    found = _from_botocore(profile)
-    if found is None:
-        where = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set, and " if profile is None else ""
+    found = _from_botocore(profile, name)
+    if found is not None:
+        return found
+    if way is not None and not _has_botocore():
         raise NoCredentials(
-            f"no credentials: {where}there is no profile {name} in the file of credentials "
-            "(~/.aws/credentials)"
+            f"no credentials: profile {name} gets its keys by {way}, which needs botocore: pip install "
+            "botocore"
         )
-    return found
+    where = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY are not set, and " if profile is None else ""
+    more = "" if _has_botocore() else "; roles of instances and pods need botocore: pip install botocore"
+    raise NoCredentials(
+        f"no credentials: {where}there are no keys of profile {name} in the file of credentials "
+        f"(~/.aws/credentials){more}"
+    )
 
 
 def _from_environment() -> Credentials | None:
@@ -75,21 +88,39 @@ def _from_environment() -> Credentials | None:
     return Credentials(access, secret, os.environ.get("AWS_SESSION_TOKEN", ""))
 
 
-def _from_file(profile: str) -> Credentials | None:
+def _section(variable: str, default: str, name: str) -> Mapping[str, str]:
+    """Of one of the files of AWS's tools; empty where there is none."""
     try:
-        path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+        path = Path(os.environ.get(variable, default)).expanduser()
     except RuntimeError:  # this user has no home
-        return None
+        return {}
     parser = configparser.RawConfigParser()
     try:
         parser.read_string(path.read_text())
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, UnicodeDecodeError, configparser.Error):
         raise NoCredentials(f"{path} cannot be read as a file of credentials") from None
-    if not parser.has_section(profile):
+    return dict(parser[name]) if parser.has_section(name) else {}
+
+
+def _in_credentials(profile: str) -> Mapping[str, str]:
+    return _section("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", profile)
+
+
+def _way_of_botocore(profile: str) -> str | None:
+    """The setting of the profile by which others give its keys; it goes before keys that stand beside it."""
+    name = profile if profile == "default" else f"profile {profile}"
+    section = {**_section("AWS_CONFIG_FILE", "~/.aws/config", name), **_in_credentials(profile)}
+    found = [setting for setting in _WAYS if section.get(setting)]
+    # As in AWS's own tools: a program or a sign-in comes after keys in the file of credentials.
+    if found and found[0] not in _BEFORE_KEYS and _in_credentials(profile).get("aws_access_key_id"):
         return None
-    section = parser[profile]
+    return found[0] if found else None
+
+
+def _from_file(profile: str) -> Credentials | None:
+    section = _in_credentials(profile)
     access, secret = section.get("aws_access_key_id", ""), section.get("aws_secret_access_key", "")
     if not access or not secret:
         return None
@@ -103,27 +134,80 @@ def _again_from_file(profile: str) -> Credentials:
     return found
 
 
-def _from_botocore(profile: str | None) -> Found | None:
+def _has_botocore() -> bool:
+    try:
+        import botocore.session  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class _Silence(logging.Filter):
+    """Drops what botocore logs on a thread that asks it for keys: where it found them, the whole answers of
+    services, which have keys in them, and errors that repeat them. Others who use it log as before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asking = threading.local()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(self._asking, "now", False)
+
+    @contextmanager
+    def on_this_thread(self) -> Iterator[None]:
+        # Filters are not inherited, so that each logger has it; adding it again changes nothing.
+        for name in [*logging.root.manager.loggerDict]:
+            if name.partition(".")[0] in ("botocore", "urllib3"):
+                logging.getLogger(name).addFilter(self)
+        self._asking.now = True
+        try:
+            yield
+        finally:
+            self._asking.now = False
+
+
+_silence = _Silence()
+
+
+def _from_botocore(profile: str | None, name: str) -> Found | None:
     """Roles of instances and pods, single sign-on: all that botocore knows, where it is installed."""
     try:
         from botocore.credentials import RefreshableCredentials
         from botocore.session import Session
     except ImportError:
         return None
+
+    def now() -> Credentials:
+        with _silence.on_this_thread():
+            frozen = given.get_frozen_credentials()
+        return Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
+
     try:
-        given = Session(profile=profile).get_credentials()
+        with _silence.on_this_thread():
+            given = Session(profile=profile).get_credentials()
         if given is None:
             return None
-
-        def now() -> Credentials:
-            frozen = given.get_frozen_credentials()
-            return Credentials(frozen.access_key, frozen.secret_key, frozen.token or "")
-
         return Found(now(), now if isinstance(given, RefreshableCredentials) else None)
     except NoCredentials:
         raise
-    except Exception as error:  # whose text may repeat what it read
-        raise NoCredentials(f"botocore finds no credentials ({type(error).__name__})") from None
+    except Exception as error:
+        raise NoCredentials(_sentence(error, name)) from None
+
+
+def _sentence(error: Exception, profile: str) -> str:
+    """What an error of botocore means; its own text may repeat what it read."""
+    kind = type(error).__name__
+    if kind == "ProfileNotFound":
+        return f"there is no profile {profile}, neither in ~/.aws/credentials nor in ~/.aws/config"
+    if kind in ("SSOTokenLoadError", "UnauthorizedSSOTokenError", "TokenRetrievalError", "NoAuthTokenError"):
+        return f"profile {profile} is not signed in, or no longer: aws sso login --profile {profile} ({kind})"
+    if kind.startswith("Login"):
+        return f"profile {profile} is not signed in, or no longer: aws login --profile {profile} ({kind})"
+    if kind == "NoRegionError":
+        return f"profile {profile} has no region, in which its role is asked for: set it in ~/.aws/config"
+    code = getattr(error, "response", {}).get("Error", {}).get("Code", "")
+    code = f" {code}" if re.fullmatch(r"[A-Za-z]{1,60}", code) else ""
+    return f"botocore finds no credentials of profile {profile} ({kind}{code})"
 
 
 class Renewal:

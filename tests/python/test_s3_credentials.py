@@ -3,9 +3,12 @@
 import json
 import logging
 import os
+import re
 import sys
 import threading
+from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,14 @@ class Files:
         self.program.write_text(f"echo '{answer}'\n")
         self.config.write_text(f"[default]\ncredential_process = sh {self.program}\n")
 
+    def assume(self, service: str) -> None:
+        """A role, given by a service that is asked with other keys."""
+        self.write("base", "of-base")
+        self.config.write_text(
+            "[profile worker]\nrole_arn = arn:aws:iam::1:role/worker\nsource_profile = base\n"
+            f"region = eu-west-1\nservices = here\n[services here]\nsts =\n  endpoint_url = {service}\n"
+        )
+
     def refuse(self) -> None:
         """With a text that botocore makes that of its error."""
         self.program.write_text(f"echo {SECRET} >&2\nexit 1\n")
@@ -51,6 +62,51 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Files:
     monkeypatch.setenv("AWS_CONFIG_FILE", str(found.config))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     return found
+
+
+class Roles(ThreadingHTTPServer):
+    """A service that gives roles (AWS STS): the keys ``gives``, or a refusal that quotes a secret."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.gives: list[str] = []  # access keys, an answer each
+        self.asked: list[str] = []  # who signed each question
+        super().__init__(("127.0.0.1", 0), _Answers)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: Roles
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append(re.findall("Credential=([^/]*)/", self.headers["Authorization"])[0])
+        schema = 'xmlns="https://sts.amazonaws.com/doc/2011-06-15/"'
+        if self.server.gives:
+            expires = (datetime.now(timezone.utc) + timedelta(minutes=12)).isoformat()
+            keys = f"<AccessKeyId>{self.server.gives.pop(0)}</AccessKeyId><SessionToken>t</SessionToken>"
+            keys += f"<SecretAccessKey>{SECRET}</SecretAccessKey><Expiration>{expires}</Expiration>"
+            text = f"<AssumeRoleResponse {schema}><AssumeRoleResult><Credentials>{keys}</Credentials>"
+            text += "</AssumeRoleResult></AssumeRoleResponse>"
+        else:
+            text = f"<ErrorResponse {schema}><Error><Type>Sender</Type><Code>AccessDenied</Code>"
+            text += f"<Message>{SECRET}</Message></Error></ErrorResponse>"
+        self.send_response(200 if "Result" in text else 403)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Not here."""
+
+
+@pytest.fixture
+def roles() -> Iterator[Roles]:
+    serving = Roles()
+    yield serving
+    serving.shutdown()
+    serving.server_close()
 
 
 class Renewer:
@@ -81,7 +137,7 @@ def test_the_environment_is_first_then_the_file(monkeypatch: pytest.MonkeyPatch,
     assert find_credentials(None) == Found(Credentials("of-environment", SECRET, "token"))
     assert find_credentials("default").keys.access_key == "of-file", "a profile that is named is meant"
     for missing in ("missing", "other"):
-        with pytest.raises(NoCredentials, match=f"no profile {missing}|botocore finds no credentials"):
+        with pytest.raises(NoCredentials, match=f"no profile {missing}|no keys of profile {missing}"):
             find_credentials(missing)
 
 
@@ -104,12 +160,88 @@ def test_botocore_gives_the_rest_where_it_is_installed(monkeypatch: pytest.Monke
     assert found.keys == Credentials("of-a-role", SECRET, "t")
     assert found.source is not None
     files.refuse()
-    with pytest.raises(NoCredentials, match=r"botocore finds no credentials \(\w+\)") as caught:
+    with pytest.raises(
+        NoCredentials, match=r"no credentials of profile default \(CredentialRetr\w+\)"
+    ) as caught:
         find_credentials(None)
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "role_arn = a\nsource_profile = base",
+        "credential_process = /bin/x",
+        "sso_session = s",
+        "web_identity_token_file = /t",
+        "credential_source = Ec2InstanceMetadata",
+    ],
+)
+def test_without_botocore_it_says_what_the_profile_needs(
+    monkeypatch: pytest.MonkeyPatch, files: Files, setting: str
+) -> None:
     monkeypatch.setitem(sys.modules, "botocore.session", None)
-    with pytest.raises(NoCredentials, match="there is no profile default"):
+    files.config.write_text(f"[profile worker]\n{setting}\n")
+    with pytest.raises(NoCredentials) as caught:
+        find_credentials("worker")
+    way = setting.split()[0]
+    assert str(caught.value).endswith(f"gets its keys by {way}, which needs botocore: pip install botocore")
+    with pytest.raises(
+        NoCredentials, match=r"no keys of profile default.*; roles of instances.*install botocore"
+    ):
         find_credentials(None)
+
+
+def test_a_role_goes_before_keys_of_its_profile_and_a_program_after_them(
+    monkeypatch: pytest.MonkeyPatch, files: Files
+) -> None:
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    files.write("default", "static")
+    files.config.write_text("[default]\ncredential_process = /bin/x\n")
+    assert find_credentials(None).keys.access_key == "static"
+    files.config.write_text("[default]\nrole_arn = a\nsource_profile = default\n")
+    with pytest.raises(NoCredentials, match="by role_arn"):
+        find_credentials(None)
+
+
+def test_a_role_is_asked_for_and_renewed_and_nothing_of_it_is_logged(
+    files: Files, roles: Roles, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    files.assume(f"http://127.0.0.1:{roles.server_port}")
+    roles.gives = ["first", "second"]
+    found = find_credentials("worker")
+    assert found.keys == Credentials("first", SECRET, "t")
+    renewer = Renewer()
+    renewal = Renewal(found, renewer, "s3 bucket")
+    assert renewal.look()  # 12 minutes are left, and botocore asks from 15 before
+    assert renewer.keys == ["second"]
+    assert renewal.look()
+    assert roles.asked[:2] == ["of-base", "of-base"]
+    assert len(roles.asked) > 2, "refused"
+    assert SECRET not in caplog.text
+    assert {record.name.partition(".")[0] for record in caplog.records} == {"vllm"}
+    logging.getLogger("botocore.credentials").info("of others")
+    assert "of others" in caplog.text
+
+
+def test_a_role_that_is_refused_is_told_by_its_code(files: Files, roles: Roles) -> None:
+    files.assume(f"http://127.0.0.1:{roles.server_port}")
+    with pytest.raises(NoCredentials) as caught:
+        find_credentials("worker")
+    assert str(caught.value) == "botocore finds no credentials of profile worker (ClientError AccessDenied)"
+
+
+def test_who_is_not_signed_in_is_told_how(
+    files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    files.config.write_text(
+        "[profile worker]\nsso_session = s\nsso_account_id = 1\nsso_role_name = r\n"
+        "[sso-session s]\nsso_start_url = https://s\nsso_region = eu-west-1\n"
+    )
+    with pytest.raises(NoCredentials, match=r"not signed in.*aws sso login --profile worker"):
+        find_credentials("worker")
 
 
 # ---- how they are renewed
@@ -154,9 +286,9 @@ def test_keys_of_a_role_that_soon_expire_are_renewed_by_botocore(
     files.refuse()
     assert renewal.look()
     assert renewer.keys == ["second"]
-    ours = "".join(record.getMessage() for record in caplog.records if record.name.startswith("vllm"))
-    assert "s3 bucket: credentials cannot be renewed (CredentialRetrievalError)" in ours
-    assert SECRET not in ours
+    assert "s3 bucket: credentials cannot be renewed (CredentialRetrievalError)" in caplog.text
+    assert SECRET not in caplog.text
+    assert {record.name.partition(".")[0] for record in caplog.records} == {"vllm"}
     files.give("third", minutes=60)
     assert renewal.look()
     assert renewer.keys == ["second", "third"]

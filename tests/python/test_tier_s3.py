@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,9 +166,10 @@ def test_doctor_says_how_the_store_answers_and_how_fast(
 ) -> None:
     with_keys(monkeypatch, KNOWN_SECRET)
     asked = tier(bucket=BUCKET, endpoint=server.endpoint, prefix="measured", **patient)
-    (looked,) = place(asked)
+    looked, bound = place(asked)
+    assert (bound.state, "grows without bound" in bound.text) == ("note", True)
     assert looked.state == "ok"
-    assert re.fullmatch(r"answers in [0-9.]+ ms, no TLS", looked.text)
+    assert re.fullmatch(r"answers in [0-9.]+ ms, no TLS, libcurl [0-9.]+.* \(libcurl.*\)", looked.text)
     (measured,) = speed(asked, 8 << 20)
     assert measured.state == "ok", measured.text
     assert measured.figures is not None
@@ -213,12 +216,17 @@ def test_one_that_is_not_there_is_a_caution_and_refused_by_doctor(monkeypatch: p
     assert measured.state == "refused"
 
 
-def test_this_build_has_the_tier_and_one_that_has_not_says_how_to_get_it(
+def test_this_process_has_libcurl_and_one_that_has_not_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_keys(monkeypatch, SECRET)
-    assert _core.s3_is_built()
+    assert _core.s3_unavailable_reason() == ""
     assert tier().problems() == []
-    monkeypatch.setattr(_core, "s3_is_built", lambda: False)
-    (problem,) = tier().problems()
-    assert "libcurl4-openssl-dev" in problem
+    without = {**os.environ, "KV_OFFLOAD_LIBCURL": "/nowhere/libcurl.so.4"}
+    doctor = "from kv_offload.cli import main; main()"
+    asked = [sys.executable, "-c", doctor, "doctor", "--no-measure", "--root", "s3=kv-cache"]
+    done = subprocess.run(asked, env=without, capture_output=True, text=True)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 1, said
+    assert "the s3 tier needs libcurl" in said, said
+    assert "apt install libcurl4" in said, said

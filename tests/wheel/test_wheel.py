@@ -6,6 +6,7 @@ KV_OFFLOAD_WHEEL=release: from an sdist and optimised, as users get it, which co
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def test_it_carries_its_own_libraries(wheel):
     assert "linux_x86_64" not in wheel.name or "manylinux" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
     assert any(name.startswith("vllm_kv_offload.libs/libfmt") for name in names)
-    assert not any("libcurl" in name for name in names), "its libraries have licenses that are not named"
+    assert not any("libcurl" in name for name in names), "it is loaded from the machine"
     assert "kv_offload/_core.pyi" in names
     assert "kv_offload/py.typed" in names
     assert "kv_offload/specs/spec.py" in names
@@ -120,6 +121,50 @@ def test_every_library_it_needs_is_found(empty_environment):
 def test_the_core_works_there(empty_environment):
     code = "import kv_offload._core as c; print(c.parse_byte_size('32GiB'), c.eviction_policy_names())"
     assert python(empty_environment, code).startswith("34359738368 ['lru'")
+
+
+# In the environment of the wheel, with libcurl of this machine and the OpenSSL of the wheel.
+S3_TIER = """
+import kv_offload._core as c
+bucket = c.S3Bucket(name="kv-cache", endpoint={endpoint!r}, path_style=True, ca_file={ca_file!r},
+                    access_key={access!r}, secret_key={secret!r})
+found = c.probe_s3(bucket, "wheel", 1 << 20, 2, 120.0)
+print(found["records"], found["write_refused"] or "written", c.s3_library_version())
+"""
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory):
+    sys.path.insert(0, str(REPOSITORY / "tests/python"))
+    try:
+        import s3_server
+    finally:
+        sys.path.pop(0)
+    directory = tmp_path_factory.mktemp("s3")
+    running = s3_server.S3Server(directory, s3_server.certificate(directory))
+    try:
+        running.start()
+        yield running
+    finally:
+        running.kill()
+
+
+def test_it_has_the_s3_tier(empty_environment, s3_server):
+    keys = {"access": "AKIAKVTESTS", "secret": "a-secret/of+tests"}
+    for endpoint, ca_file in ((s3_server.endpoint, ""), (s3_server.secure, str(s3_server.tls))):
+        code = S3_TIER.format(endpoint=endpoint, ca_file=ca_file, **keys)
+        found = python(empty_environment, code)
+        assert re.fullmatch(r"2 written [0-9.]+\S* \(libcurl\S*\)", found), found
+
+
+def test_without_libcurl_it_says_what_to_install(empty_environment):
+    code = "import kv_offload._core as c; print(c.s3_unavailable_reason())"
+    assert python(empty_environment, code) == ""
+    missing = f"import os; os.environ['KV_OFFLOAD_LIBCURL'] = '/nowhere/libcurl.so.4'; {code}"
+    reason = python(empty_environment, missing)
+    assert "/nowhere/libcurl.so.4: cannot open shared object file" in reason
+    assert "apt install libcurl4" in reason
+    assert "dnf install libcurl" in reason
 
 
 def test_it_has_the_command(empty_environment):

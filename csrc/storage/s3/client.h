@@ -1,5 +1,5 @@
-// Requests to a bucket of an S3 store, each within a time: libcurl transfers and signs, the bytes of records
-// go from and into the rows themselves.
+// Requests to a bucket of an S3 store, each within a time: signed here, transferred by libcurl, and the bytes
+// of records go from and into the rows themselves.
 //
 // No redirect is followed, no proxy of the environment is used, certificates and names are always verified.
 // What a store says in an error is never quoted but for its code: it repeats what was signed.
@@ -54,8 +54,10 @@ struct Bucket {
 };
 // "s3://bucket at https://host"; no credentials.
 std::string address_of(const Bucket& bucket);
-// Was libcurl there when this was built.
-bool is_built();
+// Why no bucket can be used in this process: no OpenSSL when it was built, no libcurl here that will do.
+// Empty: one can.
+std::string unavailable_reason();
+std::string library_version();  // "7.88.1 (libcurl.so.4)"; empty without one
 
 // A moment of real time by which a call has ended: what it waits for is a socket.
 using Deadline = std::chrono::steady_clock::time_point;
@@ -68,16 +70,20 @@ struct Request {
   std::vector<std::span<const std::byte>> from = {};  // kPut
   std::vector<std::span<std::byte>> into = {};        // kGet: what a body of status 200 must fill exactly
   std::string condition = {};                         // a header, such as "If-None-Match: *"
-  bool once = false;  // sent once and no more: what it does must not be done a second time, later
+  bool once = false;           // sent once and no more: what it does must not be done a second time, later
+  std::string query = {};      // as it is signed: names in order, each with a "=", values percent-encoded
+  std::size_t text_bytes = 0;  // kGet, in place of `into`: a body of status 200 is text, of at most so many
 };
 
 struct Answer {
   long status = 0;
   std::string code = {};  // <Code> of an error; empty where there is none, as of each HEAD
+  std::string text = {};  // of status 200 to a kGet with text_bytes
   std::string etag = {};
   std::string region = {};  // where the bucket is, of an answer that says so
-  bool wrong_length =
-      false;  // of status 200 to a kGet: the body is not as long as `into`, which holds nothing of use
+  // Of status 200 to a kGet: the body is not as long as `into`, which holds nothing of use, or longer than
+  // text_bytes.
+  bool wrong_length = false;
   std::uint64_t length = 0;  // of that body, as announced, or as far as it came
   // No answer at all:
   bool misconfigured = false;  // the store's certificate is not one to believe, or there is no such address
@@ -93,7 +99,7 @@ bool is_setting(const Answer& answer);
 // Any thread. Connections are kept alive, at most one for each thread that ever needed one at once.
 class Client {
  public:
-  // Throws ResourceError: this build has no libcurl, or it cannot be started. `pause` (for tests) is called
+  // Throws ResourceError: unavailable_reason(). `pause` (for tests) is called
   // in place of waiting before a request is sent again.
   explicit Client(const Bucket& bucket, std::function<void(Nanos)> pause = {});
   ~Client();
@@ -110,7 +116,8 @@ class Client {
  private:
   struct Handle;
 
-  Status call_once(const Request& request, Deadline deadline, Answer* answer, Nanos* retry_after);
+  Status call_once(const Request& request, const std::string& sum, Deadline deadline, Answer* answer,
+                   Nanos* retry_after);
   bool wait(Nanos time) EXCLUDES(mutex_);  // false: stopped
   std::unique_ptr<Handle> take() EXCLUDES(mutex_);
   void give_back(std::unique_ptr<Handle> handle) EXCLUDES(mutex_);

@@ -102,4 +102,14 @@ Probe probe(const Bucket& bucket, const std::string& prefix, std::uint64_t recor
   return found;
 }
 
+Answer ask_bucket(const Bucket& bucket, const std::string& query, Nanos deadline) {
+  Client client(bucket);
+  Answer answer;
+  const Request ask{.verb = Verb::kGet, .query = query, .text_bytes = 65536};
+  const Status status = client.call(ask, steady_clock::now() + deadline, &answer);
+  if (!status) throw_resource("{}: {}", address_of(bucket), status.message());
+  if (answer.wrong_length) throw_resource("{}: an answer that is too long", address_of(bucket));
+  return answer;
+}
+
 }  // namespace kv_offload::s3

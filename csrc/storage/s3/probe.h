@@ -20,4 +20,8 @@ struct Probe {
 Probe probe(const Bucket& bucket, const std::string& prefix, std::uint64_t record_bytes, unsigned records,
             Nanos deadline);
 
+// What the store says of the bucket itself: the answer to "GET /?lifecycle=" and the like, with at most 64
+// KiB of text. Throws ResourceError when there is none.
+Answer ask_bucket(const Bucket& bucket, const std::string& query, Nanos deadline);
+
 }  // namespace kv_offload::s3

@@ -23,7 +23,8 @@ class S3Store final : public RecordStore {
   // Of a prefix: twice the logarithm of its length in requests, one after the other. Else one for each key.
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                 std::vector<bool>* present) override;
-  std::size_t keys_per_locate(KeyOrder order) const override { return order == KeyOrder::kPrefix ? 4096 : 4; }
+  // Those that are no prefix are asked for side by side: each is a request, and takes its time.
+  std::size_t keys_per_locate(KeyOrder order) const override { return order == KeyOrder::kPrefix ? 4096 : 1; }
   void maintain() override;
   Status begin_epoch() override;
   bool can_reset() const override { return !options_.read_only; }

@@ -1,11 +1,12 @@
 #include "storage/s3/transfer.h"
 
-#ifdef KV_OFFLOAD_S3
 #include <strings.h>
 
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+
+#include "storage/s3/libcurl.h"
 
 namespace kv_offload::s3 {
 namespace {
@@ -28,6 +29,7 @@ void keep(std::array<char, kSize>* to, std::string_view value) {
 
 Transfer::Transfer(const Request& asked) : request_(asked) {
   for (const auto& piece : asked.into) expected_ += piece.size();
+  text_.reserve(asked.text_bytes);
 }
 
 std::size_t Transfer::on_header(char* data, std::size_t size, std::size_t count, void* self) noexcept {
@@ -82,6 +84,11 @@ bool Transfer::body(const char* data, std::size_t bytes) {
     return !told_enough_;
   }
   came_ += bytes;
+  if (request_.text_bytes > 0) {
+    wrong_length_ = came_ > request_.text_bytes;
+    if (!wrong_length_) text_.append(data, bytes);
+    return !wrong_length_;
+  }
   wrong_length_ = (has_length_ && announced_ != expected_) || came_ > expected_;
   if (wrong_length_) return false;
   while (bytes > 0) {
@@ -112,11 +119,11 @@ std::size_t Transfer::on_read(char* data, std::size_t size, std::size_t count, v
 }
 
 // libcurl begins anew when a connection that was kept alive turns out to be closed.
-int Transfer::on_seek(void* self, curl_off_t offset, int) noexcept {
-  if (offset != 0) return CURL_SEEKFUNC_CANTSEEK;
+int Transfer::on_seek(void* self, std::int64_t offset, int) noexcept {
+  if (offset != 0) return curl::kCannotSeek;
   auto& transfer = *static_cast<Transfer*>(self);
   transfer.piece_ = transfer.at_ = 0;
-  return CURL_SEEKFUNC_OK;
+  return curl::kSeekOk;
 }
 
 Status Transfer::take(Answer* answer) const {
@@ -125,6 +132,12 @@ Status Transfer::take(Answer* answer) const {
   answer->etag = etag_.data();
   answer->region = region_.data();
   if (request_.verb != Verb::kGet || status_ != 200) return Status::ok();
+  if (request_.text_bytes > 0) {
+    answer->text = text_;
+    answer->wrong_length = wrong_length_;
+    answer->length = came_;
+    return Status::ok();
+  }
   // Without a length, a connection that was cut looks like the end.
   if (!has_length_ && came_ < expected_) {
     return Status::error(StatusKind::kIo, "the answer of the store ended too soon");
@@ -144,4 +157,3 @@ std::string Transfer::code() const {
 }
 
 }  // namespace kv_offload::s3
-#endif

@@ -5,9 +5,6 @@
 // needs.
 #pragma once
 
-#ifdef KV_OFFLOAD_S3
-#include <curl/curl.h>
-
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -26,7 +23,7 @@ class Transfer {
   static std::size_t on_header(char* data, std::size_t size, std::size_t count, void* self) noexcept;
   static std::size_t on_body(char* data, std::size_t size, std::size_t count, void* self) noexcept;
   static std::size_t on_read(char* data, std::size_t size, std::size_t count, void* self) noexcept;
-  static int on_seek(void* self, curl_off_t offset, int origin) noexcept;
+  static int on_seek(void* self, std::int64_t offset, int origin) noexcept;
 
   // The body was stopped, and what came before is the answer.
   bool was_stopped() const { return wrong_length_ || told_enough_; }
@@ -46,9 +43,9 @@ class Transfer {
   std::size_t piece_ = 0, at_ = 0;  // where the next byte goes to, or comes from
   std::size_t header_bytes_ = 0, error_bytes_ = 0;
   std::array<char, 4096> error_{};  // the start of an error's body, where its code stands
+  std::string text_;                // of Request::text_bytes, reserved from the start
   std::array<char, 80> etag_{}, region_{};
   std::uint64_t retry_after_ = 0;
 };
 
 }  // namespace kv_offload::s3
-#endif

@@ -7,6 +7,7 @@
 #include <string>
 #include <thread>
 
+#include "storage/s3/probe.h"
 #include "storage/s3/server.h"
 #include "with_threads.h"
 
@@ -55,6 +56,19 @@ TEST_F(S3ClientTest, the_next_request_is_signed_with_the_newest_keys) {
   first.newer_keys->set({first.access_key, "of-tomorrow", ""});
   EXPECT_EQ(status_of(&client), 403);
   EXPECT_EQ(server_.connections(), 1);
+}
+
+TEST_F(S3ClientTest, what_the_store_says_of_the_bucket_is_text_of_a_bounded_length) {
+  server_.set("?lifecycle=", "<LifecycleConfiguration/>");
+  EXPECT_EQ(ask_bucket(bucket(), "lifecycle=", std::chrono::seconds(30)).text, "<LifecycleConfiguration/>");
+  const Answer missing = ask_bucket(bucket(), "versioning=", std::chrono::seconds(30));
+  EXPECT_EQ(missing.status, 404);
+  EXPECT_EQ(missing.text, "");
+  EXPECT_EQ(server_.wrong_signatures(), 0u);
+  server_.set("?lifecycle=", std::string(65536, 'x'));
+  EXPECT_EQ(ask_bucket(bucket(), "lifecycle=", std::chrono::seconds(30)).text.size(), 65536u);
+  server_.set("?lifecycle=", std::string(65537, 'x'));
+  EXPECT_THROW((void)ask_bucket(bucket(), "lifecycle=", std::chrono::seconds(30)), ResourceError);
 }
 
 TEST_F(S3ClientTest, keys_are_replaced_whole_while_others_sign_with_them) {

@@ -47,7 +47,10 @@ bool is_signed(const S3Message& message) {
   const std::string names = part_of(authorization, "SignedHeaders"), sum = value("x-amz-content-sha256");
   const std::string scope = fmt::format("{}/{}/s3/aws4_request", when.substr(0, 8), kRegion);
   if (part_of(authorization, "Credential") != fmt::format("{}/{}", kAccessKey, scope)) return false;
-  std::string canonical = fmt::format("{}\n{}\n\n", message.method, message.path);
+  const std::size_t path_end = std::min(message.path.find('?'), message.path.size());
+  const std::string query = message.path.substr(std::min(path_end + 1, message.path.size()));
+  std::string canonical =
+      fmt::format("{}\n{}\n{}\n", message.method, message.path.substr(0, path_end), query);
   std::set<std::string> seen;
   for (std::size_t at = 0; at <= names.size();) {
     const std::size_t end = std::min(names.find(';', at), names.size());
@@ -182,7 +185,7 @@ std::string S3Server::act(const S3Message& message) {
   }
   const std::string start = fmt::format("/{}/", kBucket);
   if (!message.path.starts_with(start)) return error("404 Not Found", "NoSuchBucket", head);
-  const std::string key = message.path.substr(start.size());
+  const std::string key = message.path.substr(start.size());  // with its query: such an object is the answer
   const auto found = objects_.find(key);
   const bool there = found != objects_.end();
   const auto etag = [](const std::string& value) { return "\"" + hex(sha256(value)).substr(0, 32) + "\""; };

@@ -30,6 +30,7 @@ TEST_F(S3TierTest, a_record_lies_there_as_it_would_on_a_disk) {
   EXPECT_EQ(header.shard_bytes, (std::vector<std::uint64_t>{5000, 0, 4096}));
   EXPECT_EQ(value.find_first_not_of('\0', kRecordHeaderBytes + 5000), kRecordHeaderBytes + 8192);
   EXPECT_EQ(server_.wrong_signatures(), 0u);
+  EXPECT_FALSE(server_.last(Verb::kWrite).headers.contains("expect")) << "it would wait for an answer";
 }
 
 TEST_F(S3TierTest, large_records_and_many_shards_come_back_whole) {
@@ -166,6 +167,18 @@ TEST_F(S3TierTest, what_another_has_written_is_not_sent_again) {
   EXPECT_EQ(server_.faults.seen(Verb::kWrite), 1u);
 }
 
+TEST_F(S3TierTest, what_was_looked_up_and_missing_is_sent_without_asking_again) {
+  TierDriver user(open()), other(open());
+  EXPECT_FALSE(user.has(1));
+  clock_.advance(std::chrono::minutes(1));  // while the prompt was computed
+  const std::size_t before = server_.requests(Verb::kLocate);
+  ASSERT_TRUE(other.write(1));
+  EXPECT_EQ(server_.requests(Verb::kLocate), before + 1) << "this one does not know";
+  ASSERT_TRUE(user.write(1));
+  EXPECT_EQ(server_.requests(Verb::kLocate), before + 1);
+  EXPECT_TRUE(user.read(1) && other.read(1)) << "sent twice, it is the same";
+}
+
 TEST_F(S3TierTest, the_keys_of_a_prompt_are_found_in_few_requests) {
   s3::S3Store store(options());
   std::vector<ChunkKey> keys;
@@ -184,6 +197,17 @@ TEST_F(S3TierTest, keys_that_are_no_prefix_are_each_asked_for) {
   for (const std::uint32_t number : {1u, 3u}) ASSERT_TRUE(write(store, number));
   const std::vector<ChunkKey> keys{key_of(4), key_of(3), key_of(2), key_of(1)};
   EXPECT_EQ(located(store, keys, KeyOrder::kNone), (std::vector<bool>{false, true, false, true}));
+}
+
+// Such as of a window: each is a request, and takes its time.
+TEST_F(S3TierTest, keys_that_are_no_prefix_are_asked_for_side_by_side) {
+  PooledTierOptions pooled;
+  pooled.n_read_threads = 4;
+  const auto tier = medium_.open(pooled);
+  server_.block(Verb::kLocate);
+  tier->prefetch_presence({key_of(1), key_of(2), key_of(3), key_of(4)}, KeyOrder::kNone);
+  server_.wait_for_blocked(4);
+  server_.release();
 }
 
 // Of a prefix in which one expired (a lifecycle rule knows no prompts): whichever is found, a read tells.

@@ -1,0 +1,34 @@
+// Signatures of requests (AWS Signature Version 4, in headers). Not libcurl's own: before 7.87 it cannot sign
+// what S3 wants, and most distributions have an older one.
+// https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html
+#pragma once
+
+#include <cstddef>
+#include <ctime>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "storage/s3/client.h"
+
+namespace kv_offload::s3 {
+
+// False: this build has no OpenSSL, which sums up.
+bool can_sign();
+
+// Of all pieces, one after the other; empty: OpenSSL failed.
+std::string sha256_hex(std::span<const std::span<const std::byte>> pieces);
+
+using HeaderMap = std::map<std::string, std::string>;  // names in lower case
+struct ToSign {
+  std::string_view method, path;
+  std::string_view query;     // sorted, percent-encoded, each name with a "="
+  std::string_view body_sum;  // sha256_hex() of the body, or UNSIGNED-PAYLOAD
+  std::string_view region;
+};
+// Adds x-amz-date, x-amz-content-sha256, x-amz-security-token and authorization to the headers, all of which
+// are signed; they must have the host. False: OpenSSL failed.
+bool sign(const ToSign& request, const Keys& keys, std::time_t now, HeaderMap* headers);
+
+}  // namespace kv_offload::s3

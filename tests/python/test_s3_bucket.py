@@ -1,0 +1,105 @@
+"""kv_offload/tiers/s3_bucket.py: what a bucket's lifecycle and versions mean for the records in it."""
+
+import pytest
+
+from kv_offload.tiers.s3_bucket import look_at_bucket
+
+NOT_VERSIONED = (200, "", b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/"/>')
+VERSIONED = (200, "", b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>")
+EXPIRES = "<Expiration><Days>7</Days></Expiration>"
+
+
+def lifecycle(*rules: str) -> tuple[int, str, bytes]:
+    schema = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
+    inside = "".join(f"<Rule>{rule}</Rule>" for rule in rules)
+    return (
+        200,
+        "",
+        f"<?xml version='1.0'?><LifecycleConfiguration {schema}>{inside}</LifecycleConfiguration>".encode(),
+    )
+
+
+def said(
+    told: tuple[int, str, bytes], versioning: tuple[int, str, bytes] = NOT_VERSIONED
+) -> list[tuple[str, str]]:
+    return [(answer.state, answer.text) for answer in look_at_bucket("kv_offload", told, versioning)]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "",
+        "<Filter/>",
+        "<Filter><Prefix></Prefix></Filter>",
+        "<Prefix>kv_off</Prefix>",
+        "<Filter><Prefix>kv_offload/</Prefix></Filter>",
+        "<Filter><And><Prefix>kv_offload/</Prefix></And></Filter>",
+    ],
+)
+def test_a_rule_that_covers_the_prefix_bounds_it(where: str) -> None:
+    ((state, text),) = said(lifecycle(f"<Status>Enabled</Status>{where}{EXPIRES}"))
+    assert (state, text) == ("ok", "a lifecycle rule removes objects under kv_offload/ after 7 days")
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        f"<Status>Disabled</Status><Filter/>{EXPIRES}",
+        f"<Status>Enabled</Status><Prefix>logs/</Prefix>{EXPIRES}",
+        f"<Status>Enabled</Status><Filter><Prefix>kv_offload/a</Prefix></Filter>{EXPIRES}",
+        f"<Status>Enabled</Status><Filter><Tag><Key>a</Key><Value>b</Value></Tag></Filter>{EXPIRES}",
+        f"<Status>Enabled</Status><Filter><And><Prefix>kv_offload/</Prefix><ObjectSizeGreaterThan>1"
+        f"</ObjectSizeGreaterThan></And></Filter>{EXPIRES}",
+        "<Status>Enabled</Status><Filter/><Transition><Days>1</Days></Transition>",
+        "<Status>Enabled</Status><Filter/><Expiration><ExpiredObjectDeleteMarker>true</ExpiredObjectDeleteMarker>"
+        "</Expiration>",
+    ],
+)
+def test_a_rule_that_does_not_is_no_bound(rule: str) -> None:
+    ((state, text),) = said(lifecycle(rule))
+    assert state == "note"
+    assert "no lifecycle rule covers kv_offload/: the bucket grows without bound" in text
+
+
+def test_the_first_of_several_rules_to_remove_an_object_counts() -> None:
+    longer = "<Status>Enabled</Status><Filter/><Expiration><Days>30</Days></Expiration>"
+    ((_, text),) = said(
+        lifecycle(longer, f"<Status>Enabled</Status><Filter/>{EXPIRES}", "<Status>Enabled</Status>")
+    )
+    assert "after 7 days" in text
+    dated = "<Status>Enabled</Status><Filter/><Expiration><Date>2027-01-01T00:00:00Z</Date></Expiration>"
+    ((_, text),) = said(lifecycle(dated))
+    assert text.endswith("at a date")
+
+
+def test_no_rules_at_all() -> None:
+    ((state, text),) = said((404, "NoSuchLifecycleConfiguration", b""))
+    assert state == "note"
+    assert "grows without bound" in text
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ((403, "AccessDenied", b""), "access is denied; allow s3:GetLifecycleConfiguration"),
+        ((501, "NotImplemented", b""), "does not say (501, NotImplemented)"),
+        ((404, "NoSuchBucket", b""), "does not say (404, NoSuchBucket)"),
+        ((200, "", b"<html>"), "does not say (0, no code)"),
+        ((200, "", b"<html/>"), "does not say (0, no code)"),
+    ],
+)
+def test_what_is_not_known_is_a_note(told: tuple[int, str, bytes], why: str) -> None:
+    ((state, text),) = said(told)
+    assert state == "note"
+    assert "it is not known whether a lifecycle rule bounds the bucket" in text
+    assert why in text
+
+
+def test_older_versions_that_stay_are_a_note() -> None:
+    rule = f"<Status>Enabled</Status><Filter/>{EXPIRES}"
+    _, (state, text) = said(lifecycle(rule), VERSIONED)
+    assert (state, text.split(":")[0]) == ("note", "versioning is on")
+    older = "<NoncurrentVersionExpiration><NoncurrentDays>1</NoncurrentDays></NoncurrentVersionExpiration>"
+    assert len(said(lifecycle(rule + older), VERSIONED)) == 1
+    _, (state, text) = said(lifecycle(rule), (403, "AccessDenied", b""))
+    assert (state, "allow s3:GetBucketVersioning" in text) == ("note", True)
