@@ -79,7 +79,9 @@ def _possible(field: FieldInfo) -> str:
         low = next((item.ge for item in metadata if isinstance(item, Ge)), None)
         high = next((item.le for item in metadata if isinstance(item, Le)), None)
         return f"{low} to {high}" if high is not None else f"{low} or more"
-    return "a list of tables" if "tuple" in str(annotation) else "text"
+    if "tuple" in str(annotation):
+        return "a list of texts" if str in types else "a list of tables"
+    return "text"
 
 
 def _literals(annotation: Any) -> list[str]:

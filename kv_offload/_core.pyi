@@ -153,12 +153,19 @@ class RedisTier(TierSpec):
         n_read_threads: int = 4,
         n_write_threads: int = 2,
         op_deadline_seconds: float = 10.0,
+        other_nodes: Sequence[RedisServer] = (),  # of the same cluster
     ) -> None: ...
 
 def probe_redis(
-    server: RedisServer, key_prefix: str, record_bytes: int, records: int, deadline_seconds: float
+    server: RedisServer,
+    key_prefix: str,
+    record_bytes: int,
+    records: int,
+    deadline_seconds: float,
+    other_nodes: Sequence[RedisServer] = (),
 ) -> dict[str, Any]:
-    """What a server is and how fast; records=0: without writing. RuntimeError: refused, or silent."""
+    """What a server or the nodes of its cluster are, and how fast; records=0: without writing. RuntimeError:
+    refused, or silent."""
 
 def redis_has_tls() -> bool: ...
 

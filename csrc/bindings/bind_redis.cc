@@ -35,10 +35,12 @@ redis::Server server_of(std::string host, std::uint16_t port, std::string unix_s
 std::shared_ptr<RedisTierSpec> redis_tier_spec(const redis::Server& server, const py::bytes& namespace_id,
                                                std::string name, std::string key_prefix,
                                                std::uint64_t ttl_seconds, unsigned n_read_threads,
-                                               unsigned n_write_threads, double op_deadline_seconds) {
+                                               unsigned n_write_threads, double op_deadline_seconds,
+                                               std::vector<redis::Server> other_nodes) {
   auto spec = std::make_shared<RedisTierSpec>();
   RedisTierOptions& options = spec->options;
   options.server = server;
+  options.other_nodes = std::move(other_nodes);
   options.namespace_id = namespace_id_of(namespace_id);
   options.name = std::move(name);
   options.key_prefix = std::move(key_prefix);
@@ -50,18 +52,26 @@ std::shared_ptr<RedisTierSpec> redis_tier_spec(const redis::Server& server, cons
 }
 
 py::dict probe_server(const redis::Server& server, const std::string& key_prefix, std::uint64_t record_bytes,
-                      unsigned records, double deadline_seconds) {
+                      unsigned records, double deadline_seconds,
+                      const std::vector<redis::Server>& other_nodes) {
+  std::vector<redis::Server> seeds{server};
+  seeds.insert(seeds.end(), other_nodes.begin(), other_nodes.end());
   redis::Probe found;
   {
     const py::gil_scoped_release release;
-    found = redis::probe(server, key_prefix, record_bytes, records,
+    found = redis::probe(seeds, key_prefix, record_bytes, records,
                          to_nanos(deadline_seconds, "deadline_seconds"));
   }
-  return py::dict(
-      "ping_seconds"_a = found.ping_seconds, "write_bytes_per_second"_a = found.write_bytes_per_second,
-      "read_bytes_per_second"_a = found.read_bytes_per_second, "write_refused"_a = found.write_refused,
-      "version"_a = found.version, "role"_a = found.role, "eviction_policy"_a = found.eviction_policy,
-      "used_bytes"_a = found.used_bytes, "max_bytes"_a = found.max_bytes);
+  py::list nodes;
+  for (const redis::NodeProbe& node : found.nodes) {
+    nodes.append(py::dict("address"_a = node.address, "failure"_a = node.failure, "version"_a = node.version,
+                          "role"_a = node.role, "eviction_policy"_a = node.eviction_policy,
+                          "used_bytes"_a = node.used_bytes, "max_bytes"_a = node.max_bytes));
+  }
+  return py::dict("ping_seconds"_a = found.ping_seconds,
+                  "write_bytes_per_second"_a = found.write_bytes_per_second,
+                  "read_bytes_per_second"_a = found.read_bytes_per_second,
+                  "write_refused"_a = found.write_refused, "cluster"_a = found.cluster, "nodes"_a = nodes);
 }
 
 }  // namespace
@@ -79,13 +89,14 @@ void bind_redis(py::module_& module) {
       .def(py::init(&redis_tier_spec), py::kw_only(), py::arg("server"), py::arg("namespace_id"),
            py::arg("name") = "redis", py::arg("key_prefix") = "kv_offload", py::arg("ttl_seconds") = 0,
            py::arg("n_read_threads") = 4, py::arg("n_write_threads") = 2,
-           py::arg("op_deadline_seconds") = 10.0)
+           py::arg("op_deadline_seconds") = 10.0, py::arg("other_nodes") = std::vector<redis::Server>())
       .def("__repr__", [](const RedisTierSpec& self) {
         return fmt::format("<RedisTier {:?} at {}>", self.options.name,
                            redis::address_of(self.options.server));
       });
   module.def("probe_redis", &probe_server, py::arg("server"), py::arg("key_prefix"), py::arg("record_bytes"),
-             py::arg("records"), py::arg("deadline_seconds"));
+             py::arg("records"), py::arg("deadline_seconds"),
+             py::arg("other_nodes") = std::vector<redis::Server>());
   module.def("redis_has_tls", &redis::has_tls);
 }
 

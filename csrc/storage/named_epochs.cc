@@ -2,10 +2,16 @@
 
 #include <sys/random.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
 namespace kv_offload {
+namespace {
+
+constexpr std::size_t kMostEnded = 64;
+
+}  // namespace
 
 struct NamedEpochs::Named final : RecordStore::Epoch {
   explicit Named(std::string given) : name(std::move(given)) {}
@@ -79,10 +85,17 @@ NamedEpochs::EpochPtr NamedEpochs::current() const {
 
 void NamedEpochs::forget() {
   const MutexLock lock(mutex_);
+  if (!start_.empty()) ended_.push_back(start_);
+  if (ended_.size() > kMostEnded) ended_.pop_front();
   epoch_.reset();
   start_.clear();  // never to be put back
   apart_ = false;
   ++resets_;
+}
+
+bool NamedEpochs::has_ended(std::string_view name) const {
+  const MutexLock lock(mutex_);
+  return std::find(ended_.begin(), ended_.end(), name) != ended_.end();
 }
 
 bool NamedEpochs::apart() const {

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -47,6 +48,9 @@ class NamedEpochs {
   EpochPtr current() const EXCLUDES(mutex_);
   void forget() EXCLUDES(mutex_);
   bool apart() const EXCLUDES(mutex_);  // the store keeps another name than that of our epoch
+  // A reset of ours ended it. A store that keeps it all the same has lost what came after (a replica that had
+  // not heard of it took over; another put back what was dropped), and must be told again.
+  bool has_ended(std::string_view name) const EXCLUDES(mutex_);
 
  private:
   struct Named;
@@ -56,6 +60,7 @@ class NamedEpochs {
   std::string start_ GUARDED_BY(mutex_);
   std::uint64_t resets_ GUARDED_BY(mutex_) = 0;  // calls of forget()
   bool apart_ GUARDED_BY(mutex_) = false;
+  std::deque<std::string> ended_ GUARDED_BY(mutex_);  // by our resets, the last of them
 };
 
 }  // namespace kv_offload

@@ -40,7 +40,8 @@ class RecordStore {
 
   // ---- I/O threads, several at once. `epoch` is never null. Each ends within a time of its own, or is
   // stuck. kIo, kTimeout, and kNoSpace with an errno speak against the device, and rest it after some in a
-  // row; kTimeout with EBUSY does not: it says that another process was in the way. `moved` becomes the
+  // row; kTimeout with EBUSY does not: it says that another process was in the way. Nor does kUnavailable: a
+  // part of the store that failed before is left alone for now, and the rest goes on. `moved` becomes the
   // payload's bytes when the device moved them; a record that is there already is ok with 0. Leaves a whole
   // record or none: nothing else is ever found under the key.
   virtual Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
@@ -51,6 +52,7 @@ class RecordStore {
   // Which of the keys have a record. (*present)[i] is set for every key when ok. Of a prefix a store may
   // answer without looking at each: what lies before one that is there is there, what lies behind one that is
   // missing is not. (Where that is wrong, a read finds nothing, and what was overlooked is computed again.)
+  // Of a store of several parts it is enough that one answers: what lies on the others is not there for now.
   virtual Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                         std::vector<bool>* present) = 0;
   // How many keys are given to one locate(); more than that are asked for by several threads at once.

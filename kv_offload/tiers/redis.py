@@ -1,4 +1,4 @@
-"""The kind ``redis``: records as values of a Redis or Valkey server."""
+"""The kind ``redis``: records as values of a Redis or Valkey server or cluster."""
 
 import os
 import re
@@ -70,8 +70,21 @@ def parse_url(text: str) -> Url:
     )
 
 
+def parse_node(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST[:PORT]``; ValueError that never repeats the text."""
+    try:
+        parts = urlsplit(f"//{text}")
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    netloc = parts.netloc == text and "@" not in text and not text.endswith(":")
+    if not netloc or not parts.hostname or port == 0:
+        raise ValueError("must name nodes as HOST or HOST:PORT; all else is as in url")
+    return parts.hostname, port or DEFAULT_PORT
+
+
 class RedisTierConfig(TierConfig):
-    """One tier of records on a Redis or Valkey server, shared by all engines that use it."""
+    """One tier of records on a Redis or Valkey server or cluster, shared by all engines that use it."""
 
     example: ClassVar[Mapping[str, Any]] = {"type": "redis", "url": "redis://cache.internal:6379/0"}
     place_key: ClassVar[str] = "url"
@@ -81,7 +94,14 @@ class RedisTierConfig(TierConfig):
         default="redis", description="kind of tier; required, as in vLLM's own configuration"
     )
     url: str = Field(
-        description=f"the server: {_FORMS}. Never with a password. A cluster is not supported yet"
+        description=f"the server, or any node of a cluster: {_FORMS}. Never with a password. Whether it is a "
+        "cluster, and which node has which records, the server says"
+    )
+    other_nodes: tuple[str, ...] = Field(
+        default=(),
+        max_length=64,
+        description="more nodes of the same cluster, each HOST or HOST:PORT, asked which nodes there are "
+        "when the one in url is away; user, password and TLS are those of url",
     )
     password_env: str | None = Field(
         default=None, min_length=1, description="environment variable that holds the password"
@@ -117,6 +137,13 @@ class RedisTierConfig(TierConfig):
         parse_url(value)
         return value
 
+    @field_validator("other_nodes")
+    @classmethod
+    def _nodes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for node in value:
+            parse_node(node)
+        return value
+
     @field_validator("max_bytes")
     @classmethod
     def _bounds_itself(cls, value: object) -> None:
@@ -132,6 +159,10 @@ class RedisTierConfig(TierConfig):
             raise ValueError("both password_env and password_file are given: give one of them")
         if self.ca_file is not None and not self.parts.tls:
             raise ValueError("ca_file is given and url is not rediss://, so nothing would be verified")
+        if self.other_nodes and self.parts.unix_socket:
+            raise ValueError("other_nodes is given and url is a unix socket: give the url of a node instead")
+        if self.other_nodes and self.parts.database:
+            raise ValueError("other_nodes is given and url names a database, which a cluster has only one of")
         return self
 
     @property
@@ -159,13 +190,14 @@ class RedisTierConfig(TierConfig):
             raise ValueError("url names a user: set password_env or password_file")
         return ""
 
-    def _server(self) -> "RedisServer":
+    def _server(self, host: str = "", port: int = 0) -> "RedisServer":
+        """That of url, or of another node."""
         from kv_offload import _core
 
         at = self.parts
         return _core.RedisServer(
-            host=at.host,
-            port=at.port,
+            host=host or at.host,
+            port=port or at.port,
             unix_socket=at.unix_socket,
             database=at.database,
             tls=at.tls,
@@ -173,6 +205,9 @@ class RedisTierConfig(TierConfig):
             user=at.user,
             password=self._password(),
         )
+
+    def _others(self) -> "list[RedisServer]":
+        return [self._server(*parse_node(node)) for node in self.other_nodes]
 
     def problems(self, record_bytes: int = 0) -> list[str]:
         """What is missing on this side; the server is asked when it is opened."""
@@ -196,7 +231,9 @@ class RedisTierConfig(TierConfig):
         from kv_offload import _core
 
         seconds = min(self.op_deadline_seconds, _LOOK_SECONDS) if records == 0 else self.op_deadline_seconds
-        return _core.probe_redis(self._server(), self.key_prefix, _PROBE_RECORD, records, seconds)
+        return _core.probe_redis(
+            self._server(), self.key_prefix, _PROBE_RECORD, records, seconds, self._others()
+        )
 
     def cautions(self) -> list[str]:
         """A server that does not answer, is a replica, or has no bound or no way to keep one."""
@@ -207,6 +244,22 @@ class RedisTierConfig(TierConfig):
         return [f"{self.label()}: {text}" for text in self._cautions_of(found)]
 
     def _cautions_of(self, found: Mapping[str, Any]) -> list[str]:
+        """Of a cluster each names the nodes that it is about."""
+        about: dict[str, list[str]] = {}
+        for node in found["nodes"]:
+            for text in self._cautions_of_node(node):
+                about.setdefault(text, []).append(node["address"].partition("://")[2].removesuffix("/0"))
+        texts = [f"{', '.join(nodes)}: {text}" if found["cluster"] else text for text, nodes in about.items()]
+        if found["cluster"] and re.match(r"[^{]*\{[^}]+\}", self.key_prefix):
+            texts.append(
+                f"key_prefix {self.key_prefix} has a hash tag, which puts all records on one node: leave out "
+                "the braces"
+            )
+        return texts
+
+    def _cautions_of_node(self, found: Mapping[str, Any]) -> list[str]:
+        if found["failure"]:
+            return [f"its records are not used until it answers: {found['failure']}"]
         texts = []
         if found["role"] == "slave" and self.write_policy != "never":
             texts.append(
@@ -233,13 +286,21 @@ class RedisTierConfig(TierConfig):
             return f"does not answer: {error}"
 
     def _described(self, found: Mapping[str, Any]) -> str:
-        used, bound = format_bytes(found["used_bytes"]), found["max_bytes"]
-        memory = f"{used} of {format_bytes(bound)} used" if bound else f"{used} used, no maxmemory"
+        nodes = [node for node in found["nodes"] if not node["failure"]]
+        used, bounds = sum(node["used_bytes"] for node in nodes), [node["max_bytes"] for node in nodes]
+        bounded = bool(bounds) and all(bounds)
+        memory = format_bytes(used) + (
+            f" of {format_bytes(sum(bounds))} used" if bounded else " used, no maxmemory"
+        )
+        away = len(found["nodes"]) - len(nodes)
+        count = f"{len(found['nodes'])} node{'s' if len(found['nodes']) != 1 else ''}"
+        cluster = f"cluster of {count}" + (f", {away} of them away" if away else "")
         parts = (
-            found["version"],
+            " and ".join(sorted({node["version"] for node in nodes})),
+            cluster if found["cluster"] else "",
             f"answers in {found['ping_seconds'] * 1e3:.2f} ms",
             memory,
-            found["eviction_policy"],
+            " and ".join(sorted({node["eviction_policy"] for node in nodes})),
             "TLS" if self.parts.tls else "no TLS",
         )
         return ", ".join(part for part in parts if part)
@@ -275,4 +336,5 @@ class RedisTierConfig(TierConfig):
             n_read_threads=self.n_read_threads,
             n_write_threads=self.n_write_threads,
             op_deadline_seconds=self.op_deadline_seconds,
+            other_nodes=self._others(),
         )

@@ -33,6 +33,15 @@ def redis_server(directory: Path, *options: str) -> Iterator[Path]:
         process.wait()
 
 
+def command(path: Path, *words: str) -> bytes:
+    """What the server at this socket answers; as it comes, and short."""
+    text = b"".join(b"$%d\r\n%s\r\n" % (len(word), word.encode()) for word in words)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        client.sendall(b"*%d\r\n%s" % (len(words), text))
+        return client.recv(65536)
+
+
 def wait_for(process: subprocess.Popen[bytes], path: Path) -> None:
     """Until it takes connections: the socket lies there a moment before."""
     give_up = time.monotonic() + 60

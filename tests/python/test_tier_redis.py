@@ -2,12 +2,14 @@
 
 import json
 import logging
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_server import redis_server
+from redis_server import command, redis_server
 from typer.testing import CliRunner
 
 from kv_offload import _core
@@ -17,7 +19,7 @@ from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.machine import cautions
 from kv_offload.sizing import Geometry, boot_line
 from kv_offload.tiers import parse_tier
-from kv_offload.tiers.redis import RedisTierConfig, Url, parse_url
+from kv_offload.tiers.redis import RedisTierConfig, Url, parse_node, parse_url
 
 SECRET = "hunter2-never-shown"
 
@@ -166,6 +168,97 @@ def test_doctor_says_what_the_server_is_and_how_fast(server: str) -> None:
     assert "set allkeys-lru" in measured.text
     assert cautions(config(url=server))
     assert cautions(config(url=server, ttl_seconds=60)) == []
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[str]:
+    """The address of a cluster of one node, which has all slots."""
+    options = ("--cluster-enabled", "yes", "--cluster-port", "1", "--maxmemory", "100mb")
+    with redis_server(tmp_path, *options) as path:
+        assert command(path, "CLUSTER", "ADDSLOTSRANGE", "0", "16383") == b"+OK\r\n"
+        give_up = time.monotonic() + 120
+        while b"cluster_state:ok" not in command(path, "CLUSTER", "INFO"):
+            assert time.monotonic() < give_up
+            os.sched_yield()
+        yield f"unix://{path}"
+
+
+def test_doctor_says_that_it_is_a_cluster_and_names_the_nodes_it_is_about(cluster: str) -> None:
+    (tier,) = config(url=cluster, op_deadline_ms=60_000).secondary_tiers
+    (looked,) = place(tier)
+    assert looked.state == "ok"
+    assert "cluster of 1 node, answers" in looked.text
+    (measured,) = speed(tier, 8 << 20)
+    assert measured.figures is not None
+    assert measured.figures["read_bytes_per_second"] > 0
+    socket = cluster.removeprefix("unix://")
+    assert f"{socket} db 0: its maxmemory-policy is noeviction" in measured.text
+    assert "hash tag" not in measured.text
+    assert "hash tag" in str(cautions(config(url=cluster, key_prefix="{kv}")))
+    assert "database 0 alone" in str(cautions(config(url=f"{cluster}?db=2")))
+
+
+def test_an_engine_is_served_by_a_cluster(cluster: str) -> None:
+    """As the adapter opens it: what one process wrote is there for the next."""
+    (tier,) = config(url=cluster, op_deadline_ms=60_000).secondary_tiers
+    assert isinstance(tier, RedisTierConfig)
+    assert tier._others() == []
+    found = tier._look(1)
+    assert found["cluster"]
+    assert [node["failure"] for node in found["nodes"]] == [""]
+    assert found["write_refused"] == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "node"),
+    [("cache", ("cache", 6379)), ("cache-2:7001", ("cache-2", 7001)), ("[::1]:7001", ("::1", 7001))],
+)
+def test_other_nodes_are_hosts_with_or_without_a_port(text: str, node: tuple[str, int]) -> None:
+    assert parse_node(text) == node
+    assert config(other_nodes=[text]).secondary_tiers
+
+
+@pytest.mark.parametrize(
+    "text", ["", "redis://h", f"u:{SECRET}@h", "h:0", "h:x", "h:", ":1", "h/1", "h:1/2", "h?x"]
+)
+def test_other_nodes_that_are_none_are_refused_and_not_repeated(text: str) -> None:
+    sentence = problem(other_nodes=[text])
+    assert "HOST or HOST:PORT" in sentence
+    assert SECRET not in sentence
+
+
+def test_other_nodes_do_not_go_with_what_a_cluster_has_not() -> None:
+    assert "unix socket" in problem(url="unix:///s", other_nodes=["h"])
+    assert "names a database" in problem(url="redis://h/3", other_nodes=["h"])
+
+
+def test_what_is_said_of_a_cluster_names_the_nodes() -> None:
+    (tier,) = config(url="redis://h").secondary_tiers
+    assert isinstance(tier, RedisTierConfig)
+
+    def node(number: int, **given: Any) -> dict[str, Any]:
+        usual = {
+            "address": f"redis://10.0.0.{number}:6379/0",
+            "failure": "",
+            "version": "Valkey 8.1",
+            "role": "master",
+            "eviction_policy": "allkeys-lru",
+            "used_bytes": 1 << 20,
+            "max_bytes": 8 << 20,
+        }
+        return {**usual, **given}
+
+    found = {"cluster": True, "ping_seconds": 0.001, "nodes": [node(1), node(2), node(3)]}
+    assert tier._cautions_of(found) == []
+    assert tier._described(found).startswith(
+        "Valkey 8.1, cluster of 3 nodes, answers in 1.00 ms, 3.0 MiB of 24.0 MiB"
+    )
+    found["nodes"] = [node(1, max_bytes=0), node(2, failure="gone"), node(3, max_bytes=0)]
+    lines = tier._cautions_of(found)
+    assert lines[0].startswith("10.0.0.1:6379, 10.0.0.3:6379: it has no maxmemory")
+    assert lines[1] == "10.0.0.2:6379: its records are not used until it answers: gone"
+    assert "1 of them away" in tier._described(found)
+    assert "no maxmemory" in tier._described(found)
 
 
 def test_one_that_is_not_there_is_a_caution_and_refused_by_doctor(tmp_path: Path) -> None:

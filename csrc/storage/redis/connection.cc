@@ -21,6 +21,9 @@ using ConstBytes = std::span<const std::byte>;
 // what it likes. The bytes of records are not among them.
 constexpr std::size_t kMostReplyBytes = 256 << 10;
 constexpr long long kMostElements = 64;
+// Each slot in a range of its own, with a master and two replicas.
+constexpr std::size_t kMostMapBytes = 8 << 20;
+constexpr long long kMostMapElements = 16384;
 
 Status nonsense() { return Status::error(StatusKind::kIo, "what the server sent is no reply"); }
 
@@ -46,6 +49,10 @@ bool to_reply(const valkeyReply& from, Reply* reply) {
       return true;
     case VALKEY_REPLY_ARRAY:
       *reply = {Reply::Kind::kArray, static_cast<long long>(from.elements), {}};
+      reply->elements.resize(from.elements);
+      for (std::size_t i = 0; i < from.elements; ++i) {
+        if (!to_reply(*from.element[i], &reply->elements[i])) return false;
+      }
       return true;
     default:
       return false;
@@ -113,7 +120,8 @@ std::string address_of(const Server& server) {
                      v6 ? "]" : "", server.port, server.database);
 }
 
-Connection::Connection(std::unique_ptr<Stream> stream) : stream_(std::move(stream)) {}
+Connection::Connection(std::unique_ptr<Stream> stream)
+    : stream_(std::move(stream)), most_reply_bytes_(kMostReplyBytes) {}
 Connection::~Connection() = default;
 
 Status Connection::open(const Server& server, const std::shared_ptr<TlsContext>& tls, Deadline deadline,
@@ -148,6 +156,12 @@ Status Connection::log_in(const Server& server, Deadline deadline, bool* refused
     *refused = verb != "PING" || is_setting(replies[i].text);
     if (verb == "AUTH")
       return Status::error(StatusKind::kIo, "the server refuses the user name or the password");
+    if (verb == "SELECT" && replies[i].text.find("cluster mode") != std::string::npos) {
+      return Status::error(StatusKind::kIo,
+                           fmt::format("the server is a node of a cluster, which has database 0 alone: leave "
+                                       "database {} out of url",
+                                       database));
+    }
     if (verb == "SELECT" && !is_setting(replies[i].text)) {
       return Status::error(StatusKind::kIo, fmt::format("the server has no database {}", database));
     }
@@ -201,7 +215,7 @@ Status Connection::next_reply(Deadline deadline, Reply* reply) {
     if (found != nullptr) {
       return to_reply(*static_cast<valkeyReply*>(found), reply) ? Status::ok() : nonsense();
     }
-    if (fed_ > kMostReplyBytes) return nonsense();
+    if (fed_ > most_reply_bytes_) return nonsense();
     iovec vector{buffer.data(), buffer.size()};
     std::size_t moved = 0;
     if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
@@ -218,16 +232,33 @@ Status Connection::call(const Words& command, Deadline deadline, Reply* reply) {
 }
 
 Status Connection::call_all(std::span<const Words> commands, Deadline deadline, std::vector<Reply>* replies) {
+  if (Status status = send_all(commands, deadline); !status) return status;
+  return receive_all(commands.size(), deadline, replies);
+}
+
+Status Connection::send_all(std::span<const Words> commands, Deadline deadline) {
   if (Status status = begin_call(); !status) return status;
   std::string text;
   for (const Words& command : commands) append_command(&text, command);
   const ConstBytes bytes = std::as_bytes(std::span(text));
-  if (Status status = send({&bytes, 1}, deadline); !status) return status;
-  replies->resize(commands.size());
+  return send({&bytes, 1}, deadline);
+}
+
+Status Connection::receive_all(std::size_t count, Deadline deadline, std::vector<Reply>* replies) {
+  replies->resize(count);
   for (Reply& reply : *replies) {
     if (Status status = next_reply(deadline, &reply); !status) return status;
   }
   return end_call();
+}
+
+Status Connection::call_for_map(const Words& command, Deadline deadline, Reply* reply) {
+  stream_->reader->maxelements = kMostMapElements;
+  most_reply_bytes_ = kMostMapBytes;
+  Status status = call(command, deadline, reply);
+  stream_->reader->maxelements = kMostElements;
+  most_reply_bytes_ = kMostReplyBytes;
+  return status;
 }
 
 Status Connection::set(std::string_view key, std::span<const ConstBytes> pieces, const Words& options,

@@ -29,6 +29,7 @@ struct Server {
   std::string ca_file;  // who may have signed the server's certificate; empty: the system's
   std::string user;     // empty: the server's default user
   std::string password;
+  std::string tls_name;  // that the certificate must carry; empty: host
 };
 // "rediss://host:6379/0"; neither user nor password.
 std::string address_of(const Server& server);
@@ -58,6 +59,11 @@ class Connection {
   Status call(const Words& command, Deadline deadline, Reply* reply);
   // In one go; as many replies as commands when ok.
   Status call_all(std::span<const Words> commands, Deadline deadline, std::vector<Reply>* replies);
+  // The two halves of it, so that several servers work at the same time.
+  Status send_all(std::span<const Words> commands, Deadline deadline);
+  Status receive_all(std::size_t count, Deadline deadline, std::vector<Reply>* replies);
+  // Of a map of the slots of a cluster, which may be much longer than all other replies.
+  Status call_for_map(const Words& command, Deadline deadline, Reply* reply);
   // SET of a value in pieces, which live until it returns. `options` follow the value.
   Status set(std::string_view key, std::span<const std::span<const std::byte>> pieces, const Words& options,
              Deadline deadline, Reply* reply);
@@ -86,6 +92,7 @@ class Connection {
   const std::unique_ptr<Stream> stream_;
   bool usable_ = true;
   std::size_t fed_ = 0;  // bytes of replies in this call
+  std::size_t most_reply_bytes_;
 };
 
 }  // namespace kv_offload::redis

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/aligned_buffer.h"
+#include "storage/redis/cluster.h"
 
 namespace kv_offload::redis {
 namespace {
@@ -34,30 +35,22 @@ double seconds_since(steady_clock::time_point start) {
 
 class Prober {
  public:
-  Prober(const Server& server, Deadline until) : server_(server), until_(until) {
+  Prober(const std::vector<Server>& seeds, Deadline until)
+      : seed_(seeds.front()), until_(until), cluster_(seeds) {
     bool refused = false;
-    check(Connection::open(server, make_tls_context(server), until, &connection_, &refused));
+    check(cluster_.learn(until, &refused));
   }
-  void ping(Probe* found) {
-    std::vector<double> times;
-    for (int i = 0; i < kPings; ++i) {
-      const auto start = steady_clock::now();
-      call({"PING"});
-      times.push_back(seconds_since(start));
-    }
-    std::sort(times.begin(), times.end());
-    found->ping_seconds = times[kPings / 2];
-  }
+  // One that does not answer takes no time from the others.
   void ask(Probe* found) {
-    const std::string info = call({"INFO"}).text;
-    if (line_of(info, "cluster_enabled") == "1") check(refusal("MOVED"));
-    found->version = line_of(info, "valkey_version");
-    found->version =
-        found->version.empty() ? "Redis " + line_of(info, "redis_version") : "Valkey " + found->version;
-    found->role = line_of(info, "role");
-    found->eviction_policy = line_of(info, "maxmemory_policy");
-    found->used_bytes = number_of(line_of(info, "used_memory"));
-    found->max_bytes = number_of(line_of(info, "maxmemory"));
+    found->cluster = cluster_.is_cluster();
+    const std::vector<NodePtr> nodes = cluster_.owners();
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+      NodeProbe& probed = found->nodes.emplace_back();
+      probed.address = address_of(nodes[i]->server);
+      Status status = ask_node(*nodes[i], share_of(until_, nodes.size() - i), &probed, &found->ping_seconds);
+      if (!status) probed.failure = status.message();
+      if (!status && !found->cluster) check(status);
+    }
   }
   void transfer(const std::string& key_prefix, std::uint64_t bytes, unsigned records, Probe* found) {
     const AlignedBuffer record(bytes), back(bytes);
@@ -69,19 +62,32 @@ class Prober {
     unsigned written = 0;
     auto start = steady_clock::now();
     for (; written < records && found->write_refused.empty(); ++written) {
-      check(connection_->set(key(written), {&from, 1}, {"EX", "60"}, until_, &reply));
-      if (reply.kind == Reply::Kind::kError) found->write_refused = refusal(reply.text).message();
+      const std::string name = key(written);
+      const Status status = at(name, OpKind::kWrite, &reply, [&](Connection& connection, Reply* answer) {
+        return connection.set(name, {&from, 1}, {"EX", "60"}, until_, answer);
+      });
+      if (reply.kind == Reply::Kind::kError) {
+        found->write_refused = refusal(reply.text).message();
+      } else {
+        check(status);
+      }
     }
     const double writing = seconds_since(start);
     start = steady_clock::now();
     bool all = true;
     for (unsigned i = 0; i < written && found->write_refused.empty(); ++i) {
       std::uint64_t length = 0;
-      check(connection_->get(key(i), {&to, 1}, until_, &reply, &length));
+      const std::string name = key(i);
+      check(at(name, OpKind::kRead, &reply, [&](Connection& connection, Reply* answer) {
+        return connection.get(name, {&to, 1}, until_, answer, &length);
+      }));
       all &= reply.kind == Reply::Kind::kString;
     }
     const double reading = seconds_since(start);
-    for (unsigned i = 0; i < written; ++i) call({"DEL", key(i)});
+    for (unsigned i = 0; i < written; ++i) {
+      const std::string name = key(i);
+      call(name, {"DEL", name});
+    }
     if (!found->write_refused.empty()) return;
     if (!all) {
       found->write_refused = "the server dropped records at once: it has no room for them";
@@ -94,26 +100,53 @@ class Prober {
 
  private:
   void check(const Status& status) const {
-    if (!status) throw_resource("{}: {}", address_of(server_), status.message());
+    if (!status) throw_resource("{}: {}", address_of(seed_), status.message());
   }
-  Reply call(const Connection::Words& words) {
+  Status at(std::string_view key, OpKind kind, Reply* reply, const Cluster::Work& work) {
+    return cluster_.at(key, kind, until_, reply, work);
+  }
+  void call(std::string_view key, const Connection::Words& words) {
     Reply reply;
-    check(connection_->call(words, until_, &reply));
-    return reply;
+    check(at(key, OpKind::kRead, &reply,
+             [&](Connection& connection, Reply* answer) { return connection.call(words, until_, answer); }));
+  }
+  static Status ask_node(Node& node, Deadline until, NodeProbe* found, double* ping_seconds) {
+    std::unique_ptr<Connection> connection;
+    bool refused = false;
+    if (Status status = node.connections.take(until, &connection, &refused); !status) return status;
+    Reply reply;
+    std::vector<double> times;
+    for (int i = 0; *ping_seconds == 0 && i < kPings; ++i) {
+      const auto start = steady_clock::now();
+      if (Status status = connection->call({"PING"}, until, &reply); !status) return status;
+      times.push_back(seconds_since(start));
+    }
+    std::sort(times.begin(), times.end());
+    if (!times.empty()) *ping_seconds = times[times.size() / 2];
+    if (Status status = connection->call({"INFO"}, until, &reply); !status) return status;
+    node.connections.give_back(std::move(connection));
+    const std::string& info = reply.text;
+    found->version = line_of(info, "valkey_version");
+    found->version =
+        found->version.empty() ? "Redis " + line_of(info, "redis_version") : "Valkey " + found->version;
+    found->role = line_of(info, "role");
+    found->eviction_policy = line_of(info, "maxmemory_policy");
+    found->used_bytes = number_of(line_of(info, "used_memory"));
+    found->max_bytes = number_of(line_of(info, "maxmemory"));
+    return Status::ok();
   }
 
-  const Server& server_;
+  const Server seed_;
   const Deadline until_;
-  std::unique_ptr<Connection> connection_;
+  Cluster cluster_;
 };
 
 }  // namespace
 
-Probe probe(const Server& server, const std::string& key_prefix, std::uint64_t record_bytes, unsigned records,
-            Nanos deadline) {
+Probe probe(const std::vector<Server>& seeds, const std::string& key_prefix, std::uint64_t record_bytes,
+            unsigned records, Nanos deadline) {
   Probe found;
-  Prober prober(server, steady_clock::now() + deadline);
-  prober.ping(&found);
+  Prober prober(seeds, steady_clock::now() + deadline);
   prober.ask(&found);
   if (records > 0) prober.transfer(key_prefix, record_bytes, records, &found);
   return found;

@@ -3,22 +3,30 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
 #include "storage/redis/connection.h"
 
 namespace kv_offload::redis {
 
-struct Probe {
-  double ping_seconds = 0;                                       // the median of a few
-  double write_bytes_per_second = 0, read_bytes_per_second = 0;  // 0: not measured
-  std::string write_refused;                                     // why not
+struct NodeProbe {
+  std::string address;
+  std::string failure;                          // why it says nothing more
   std::string version, role, eviction_policy;   // as INFO says; empty when it may not be asked
   std::uint64_t used_bytes = 0, max_bytes = 0;  // of the whole server; max 0: not bounded
 };
 
-// On one connection. Throws ResourceError when the server does not answer or refuses us.
-Probe probe(const Server& server, const std::string& key_prefix, std::uint64_t record_bytes, unsigned records,
-            Nanos deadline);
+struct Probe {
+  double ping_seconds = 0;                                       // the median of a few
+  double write_bytes_per_second = 0, read_bytes_per_second = 0;  // 0: not measured
+  std::string write_refused;                                     // why not
+  bool cluster = false;
+  std::vector<NodeProbe> nodes;  // that have keys; one server alone: itself
+};
+
+// On one connection to each node. Throws ResourceError when no server answers, or refuses us.
+Probe probe(const std::vector<Server>& seeds, const std::string& key_prefix, std::uint64_t record_bytes,
+            unsigned records, Nanos deadline);
 
 }  // namespace kv_offload::redis

@@ -17,8 +17,10 @@ constexpr std::array kMeanings{
     Meaning{"OOM", StatusKind::kNoSpace, false,
             "the server is full (maxmemory) and evicts nothing (maxmemory-policy noeviction)"},
     Meaning{"WRONGTYPE", StatusKind::kCorrupt, false, "the key holds a value that is no record"},
-    Meaning{"READONLY", StatusKind::kIo, false,
-            "the server is a read-only replica: give the address of its primary, or write_policy never"},
+    Meaning{
+        "READONLY", StatusKind::kIo, false,
+        "the server is a read-only replica: give the address of its primary, or write_policy never. After a "
+        "failover behind one address the next operation has a connection of its own"},
     Meaning{"LOADING", StatusKind::kIo, false, "the server is still loading its data"},
     Meaning{"MASTERDOWN", StatusKind::kIo, false, "the server is a replica that has lost its primary"},
     Meaning{"MISCONF", StatusKind::kIo, false,
@@ -30,10 +32,13 @@ constexpr std::array kMeanings{
     Meaning{
         "NOPERM", StatusKind::kIo, true,
         "the user lacks a permission: +ping +select +info +get +set +exists +expire +del +getrange +strlen "
-        "+watch +unwatch +multi +exec on the keys of the prefix"},
-    Meaning{"MOVED", StatusKind::kIo, true, "this server is a cluster node; not supported yet"},
-    Meaning{"ASK", StatusKind::kIo, true, "this server is a cluster node; not supported yet"},
-    Meaning{"CLUSTERDOWN", StatusKind::kIo, true, "this server is a cluster node; not supported yet"},
+        "+watch +unwatch +multi +exec on the keys of the prefix; in a cluster also +cluster|slots +asking"},
+    Meaning{"MOVED", StatusKind::kIo, false, "the server says that another has the key"},
+    Meaning{"ASK", StatusKind::kIo, false, "the server says that another is taking the key over"},
+    Meaning{"CLUSTERDOWN", StatusKind::kIo, false,
+            "the cluster is down: a slot has no node, or this one sees no majority of the others "
+            "(cluster-require-full-coverage no keeps the other slots in service)"},
+    Meaning{"TRYAGAIN", StatusKind::kIo, false, "the key's slot is being moved"},
 };
 
 const Meaning* meaning_of(std::string_view text) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/status.h"
 
@@ -12,8 +13,9 @@ namespace kv_offload::redis {
 struct Reply {
   enum class Kind : std::uint8_t { kNil, kStatus, kInteger, kString, kArray, kError };
   Kind kind = Kind::kNil;
-  long long integer = 0;  // kInteger; of kArray the number of elements
-  std::string text;       // kStatus, kString, kError
+  long long integer = 0;             // kInteger; of kArray the number of elements
+  std::string text;                  // kStatus, kString, kError
+  std::vector<Reply> elements = {};  // kArray, of a command whose answer is one
 };
 
 // The status that an error reply stands for: kCorrupt for a value of another type, kNoSpace (without an
@@ -21,7 +23,7 @@ struct Reply {
 // its first word and, of errors that cannot name what was sent, its text: some servers quote arguments, and
 // those of AUTH are credentials.
 Status refusal(std::string_view text);
-// The kinds that a start does not get over by waiting: credentials, permissions, a cluster node.
+// The kinds that a start does not get over by waiting: credentials, permissions.
 bool is_setting(std::string_view text);
 // Of the server's state, and not of what it was asked: no refusal of credentials or of a database.
 bool is_passing(std::string_view text);

@@ -119,7 +119,8 @@ Status Socket::open(const Server& server, const TlsContext* tls, Deadline deadli
                                       : connect_tcp(server, deadline, &fd);
   if (!status) return status;
   std::unique_ptr<Socket> made(new Socket(fd));
-  if (tls != nullptr) status = made->begin_tls(*tls, deadline, refused);
+  const std::string& name = server.tls_name.empty() ? server.host : server.tls_name;
+  if (tls != nullptr) status = made->begin_tls(*tls, name, deadline, refused);
   if (status) *opened = std::move(made);
   return status;
 }
@@ -129,9 +130,9 @@ Socket::~Socket() {
   close(fd_);
 }
 
-Status Socket::begin_tls(const TlsContext& tls, Deadline deadline, bool* refused) {
+Status Socket::begin_tls(const TlsContext& tls, const std::string& name, Deadline deadline, bool* refused) {
   const NoSigpipe no_signal;
-  if (Status status = tls.make_session(fd_, &session_); !status) return status;
+  if (Status status = tls.make_session(fd_, name, &session_); !status) return status;
   for (;;) {
     const TlsStep step = tls_handshake(session_);
     if (step.broken) return tls_verdict(session_, refused);

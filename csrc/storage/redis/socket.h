@@ -36,7 +36,7 @@ class Socket {
 
  private:
   explicit Socket(int fd) : fd_(fd) {}
-  Status begin_tls(const TlsContext& tls, Deadline deadline, bool* refused);
+  Status begin_tls(const TlsContext& tls, const std::string& name, Deadline deadline, bool* refused);
 
   const int fd_;
   ssl_st* session_ = nullptr;  // none: without TLS

@@ -28,64 +28,19 @@ std::uint64_t figure_of(std::string_view info, std::string_view name) {
 Status unexpected() { return Status::error(StatusKind::kIo, "the server's answer fits no such command"); }
 Status absent() { return Status::error(StatusKind::kNotFound, "no record of this key"); }
 
+std::vector<Server> seeds_of(const RedisTierOptions& options) {
+  std::vector<Server> seeds{options.server};
+  seeds.insert(seeds.end(), options.other_nodes.begin(), options.other_nodes.end());
+  return seeds;
+}
+
 }  // namespace
-
-// ---- connections
-
-Status Connections::take(Deadline deadline, std::unique_ptr<Connection>* connection, bool* refused) {
-  for (;;) {
-    std::unique_ptr<Connection> idle;
-    {
-      const MutexLock lock(mutex_);
-      if (!idle_.empty()) {
-        idle = std::move(idle_.back());
-        idle_.pop_back();
-      }
-    }
-    if (!idle) return Connection::open(server_, tls_, deadline, connection, refused);
-    if (idle->stale()) continue;
-    *connection = std::move(idle);
-    return Status::ok();
-  }
-}
-
-void Connections::give_back(std::unique_ptr<Connection> connection) {
-  if (!connection || !connection->usable()) return;
-  const MutexLock lock(mutex_);
-  if (!closed_) idle_.push_back(std::move(connection));
-}
-
-void Connections::close() {
-  std::vector<std::unique_ptr<Connection>> idle;
-  const MutexLock lock(mutex_);
-  closed_ = true;
-  idle.swap(idle_);
-}
-
-class RedisStore::Borrowed {
- public:
-  explicit Borrowed(Connections& connections) : connections_(connections) {}
-  ~Borrowed() { connections_.give_back(std::move(connection_)); }
-  Borrowed(const Borrowed&) = delete;
-  Borrowed& operator=(const Borrowed&) = delete;
-  Status take(Deadline deadline) {
-    bool refused = false;
-    return take(deadline, &refused);
-  }
-  Status take(Deadline deadline, bool* refused) { return connections_.take(deadline, &connection_, refused); }
-  Connection& operator*() const { return *connection_; }
-  Connection* operator->() const { return connection_.get(); }
-
- private:
-  Connections& connections_;
-  std::unique_ptr<Connection> connection_;
-};
 
 RedisStore::RedisStore(const RedisTierOptions& options)
     : options_(options),
       prefix_(fmt::format("{}:{}:", options.key_prefix, hex_of(options.namespace_id))),
       start_key_(prefix_ + "epoch"),
-      connections_(options.server) {
+      cluster_(seeds_of(options)) {
   std::string found;
   bool refused = false;
   const Status status = ask_for_start(&found, &refused);
@@ -97,6 +52,19 @@ std::string RedisStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const
   return fmt::format("{}{}:{}", prefix_, NamedEpochs::name_of(epoch), key.hex());
 }
 
+// Half of it in a cluster: a node that is silent is to end its own ops, and not to be taken by the tier for a
+// device that is stuck.
+Deadline RedisStore::deadline() const {
+  return std::chrono::steady_clock::now() +
+         (cluster_.is_cluster() ? options_.op_deadline / 2 : options_.op_deadline);
+}
+
+Status RedisStore::call(OpKind kind, const Connection::Words& words, Deadline until, Reply* reply) {
+  return cluster_.at(words[1], kind, until, reply, [&](Connection& connection, Reply* answer) {
+    return connection.call(words, until, answer);
+  });
+}
+
 // ---- records
 
 Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
@@ -104,13 +72,11 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   const std::string key = key_of(op.key, epoch);
   const std::string ttl = std::to_string(options_.ttl_seconds);
   const bool expires = options_.ttl_seconds > 0;
-  Borrowed connection(connections_);
-  if (Status status = connection.take(until); !status) return status;
   // Another may have written it: asking costs less than its bytes. One that expires lives on.
   Reply reply;
   const Connection::Words ask =
       expires ? Connection::Words{"EXPIRE", key, ttl} : Connection::Words{"EXISTS", key};
-  if (Status status = connection->call(ask, until, &reply); !status) return status;
+  if (Status status = call(OpKind::kWrite, ask, until, &reply); !status) return status;
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
   if (reply.kind != Reply::Kind::kInteger) return unexpected();
   if (reply.integer == 1) return Status::ok();
@@ -118,8 +84,10 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   const RecordPieces record(op, options_.namespace_id);
   record.seal();
   const Connection::Words options = expires ? Connection::Words{"EX", ttl} : Connection::Words{};
-  if (Status status = connection->set(key, record.all<const std::byte>(), options, until, &reply); !status)
-    return status;
+  const auto set = [&](Connection& connection, Reply* answer) {
+    return connection.set(key, record.all<const std::byte>(), options, until, answer);
+  };
+  if (Status status = cluster_.at(key, OpKind::kWrite, until, &reply, set); !status) return status;
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
   if (reply.kind != Reply::Kind::kStatus || reply.text != "OK") return unexpected();
   *moved = record.payload_bytes();
@@ -133,13 +101,11 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
   const std::uint64_t right_length = record.bytes();
   Reply reply;
   std::uint64_t length = 0;
-  {
-    Borrowed connection(connections_);
-    if (Status status = connection.take(until); !status) return status;
-    if (Status status = connection->get(key, record.all<std::byte>(), until, &reply, &length); !status)
-      return status;
-  }
-  Status status;
+  const auto work = [&](Connection& connection, Reply* answer) {
+    return connection.get(key, record.all<std::byte>(), until, answer, &length);
+  };
+  Status status = cluster_.at(key, OpKind::kRead, until, &reply, work);
+  if (!status) return status;
   switch (reply.kind) {
     case Reply::Kind::kNil:
       return absent();
@@ -162,48 +128,48 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
 }
 
 // What was found wrong is removed only if it is still there: one of a right length and another header has
-// taken its place. WATCH makes sure of the time in between.
+// taken its place. WATCH makes sure of the time in between. In a slot that is just being moved only the first
+// command is answered, and nothing is removed until it is read again.
 void RedisStore::remove_wrong(const std::string& key, std::uint64_t right_length, Deadline until,
                               std::span<const std::byte> header_page) {
-  Borrowed connection(connections_);
-  if (!connection.take(until)) return;
   const std::string end = std::to_string(kRecordHeaderBytes - 1);
-  const std::array look{Connection::Words{"WATCH", key}, Connection::Words{"STRLEN", key},
-                        Connection::Words{"GETRANGE", key, "0", end}};
-  std::vector<Reply> seen;
-  if (!connection->call_all(look, until, &seen)) return;
-  const Reply &length = seen[1], &header = seen[2];
-  const bool other_type = length.kind == Reply::Kind::kError && length.text.starts_with("WRONGTYPE");
-  const bool other_length =
-      length.kind == Reply::Kind::kInteger && length.integer != static_cast<long long>(right_length);
-  const bool same_header = !header_page.empty() && header.kind == Reply::Kind::kString &&
-                           header.text.size() == header_page.size() &&
-                           std::memcmp(header.text.data(), header_page.data(), header_page.size()) == 0;
-  const bool watched = seen[0].kind != Reply::Kind::kError;
-  std::vector<Reply> done;
-  if (watched && (other_type || other_length || same_header)) {
-    const std::array remove{Connection::Words{"MULTI"}, Connection::Words{"DEL", key},
-                            Connection::Words{"EXEC"}};
-    (void)connection->call_all(remove, until, &done);
-  } else {
-    (void)connection->call_all(std::array{Connection::Words{"UNWATCH"}}, until, &done);
-  }
+  const auto work = [&](Connection& connection, Reply* reply) {
+    const std::array look{Connection::Words{"WATCH", key}, Connection::Words{"STRLEN", key},
+                          Connection::Words{"GETRANGE", key, "0", end}};
+    std::vector<Reply> seen, done;
+    if (Status status = connection.call_all(look, until, &seen); !status) return status;
+    *reply = seen[0];
+    const Reply &length = seen[1], &header = seen[2];
+    const bool other_type = length.kind == Reply::Kind::kError && length.text.starts_with("WRONGTYPE");
+    const bool other_length =
+        length.kind == Reply::Kind::kInteger && length.integer != static_cast<long long>(right_length);
+    const bool same_header = !header_page.empty() && header.kind == Reply::Kind::kString &&
+                             header.text.size() == header_page.size() &&
+                             std::memcmp(header.text.data(), header_page.data(), header_page.size()) == 0;
+    const bool watched = seen[0].kind != Reply::Kind::kError;
+    if (watched && (other_type || other_length || same_header)) {
+      const std::array remove{Connection::Words{"MULTI"}, Connection::Words{"DEL", key},
+                              Connection::Words{"EXEC"}};
+      return connection.call_all(remove, until, &done);
+    }
+    return connection.call_all(std::array{Connection::Words{"UNWATCH"}}, until, &done);
+  };
+  Reply reply;
+  (void)cluster_.at(key, OpKind::kWrite, until, &reply, work);
 }
 
 Status RedisStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
                           std::vector<bool>* present) {
-  const Deadline until = deadline();
   std::vector<std::string> names;
   names.reserve(keys.size());
   for (const ChunkKey& key : keys) names.push_back(key_of(key, epoch));
-  std::vector<Connection::Words> commands;
-  commands.reserve(names.size());
-  for (const std::string& name : names) commands.push_back({"EXISTS", name});
-  Borrowed connection(connections_);
-  if (Status status = connection.take(until); !status) return status;
   std::vector<Reply> replies;
-  if (Status status = connection->call_all(commands, until, &replies); !status) return status;
+  std::vector<bool> answered;
+  if (Status status = cluster_.at_each(names, "EXISTS", deadline(), &replies, &answered); !status)
+    return status;
   for (std::size_t i = 0; i < keys.size(); ++i) {
+    (*present)[i] = false;
+    if (!answered[i]) continue;
     if (replies[i].kind == Reply::Kind::kError) return refusal(replies[i].text);
     if (replies[i].kind != Reply::Kind::kInteger) return unexpected();
     (*present)[i] = replies[i].integer == 1;
@@ -213,36 +179,46 @@ Status RedisStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochP
 
 // ---- epochs
 
-Status RedisStore::put_start(Connection& connection, const std::string& name, bool if_none, bool* done) {
+Status RedisStore::put_start(const std::string& name, bool if_none, bool* done) {
   Connection::Words command{"SET", start_key_, name};
   if (if_none) command.emplace_back("NX");
   Reply reply;
-  if (Status status = connection.call(command, deadline(), &reply); !status) return status;
+  if (Status status = call(OpKind::kWrite, command, deadline(), &reply); !status) return status;
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
   *done = reply.kind == Reply::Kind::kStatus;
   return Status::ok();
 }
 
+// A server that was not one may have become a node of a cluster: INFO tells, or that it sends the key away.
+Status RedisStore::look_for_start(Deadline until, Reply* start, bool* refused) {
+  const auto ask = [&](Connection& connection, Reply* answer) {
+    const std::array words{Connection::Words{"GET", start_key_}, Connection::Words{"INFO", "cluster"}};
+    std::vector<Reply> replies;
+    if (Status status = connection.call_all(words, until, &replies); !status) return status;
+    *answer = replies[0];
+    if (replies[1].text.find("cluster_enabled:1") != std::string::npos) cluster_.note_a_node();
+    return Status::ok();
+  };
+  Status learnt, asked;
+  for (int tries = 0; tries < 2; ++tries) {
+    if (!cluster_.is_known() || cluster_.is_in_doubt()) learnt = cluster_.learn(until, refused);
+    if (!cluster_.is_known()) return learnt;
+    asked = cluster_.at(start_key_, OpKind::kRead, until, start, ask);
+    if (!cluster_.is_in_doubt()) break;
+  }
+  if (!asked && !learnt) return learnt;  // it sends us elsewhere, and does not say who is there
+  *refused = !asked && start->kind == Reply::Kind::kError && is_setting(start->text);
+  return asked;
+}
+
 Status RedisStore::ask_for_start(std::string* found, bool* refused) {
   const std::string known = epochs_.of_those_who_start();
-  const Deadline until = deadline();
-  Borrowed connection(connections_);
-  if (Status status = connection.take(until, refused); !status) return status;
   // Twice: another may be faster in putting one there, or the server drops it just now.
   for (int tries = 0; tries < 2; ++tries) {
-    const std::array ask{Connection::Words{"GET", start_key_}, Connection::Words{"INFO", "cluster"}};
-    std::vector<Reply> replies;
-    if (Status status = connection->call_all(ask, until, &replies); !status) return status;
-    const Reply& start = replies[0];
-    if (replies[1].text.find("cluster_enabled:1") != std::string::npos) {
-      *refused = true;
-      return refusal("MOVED");
-    }
+    Reply start;
+    if (Status status = look_for_start(deadline(), &start, refused); !status) return status;
     const bool other_type = start.text.starts_with("WRONGTYPE");
-    if (start.kind == Reply::Kind::kError && !other_type) {
-      *refused = is_setting(start.text);
-      return refusal(start.text);
-    }
+    if (start.kind == Reply::Kind::kError && !other_type) return refusal(start.text);
     if (!other_type && start.kind != Reply::Kind::kString && start.kind != Reply::Kind::kNil)
       return unexpected();
     found->clear();
@@ -252,30 +228,71 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
     const bool if_none = start.kind == Reply::Kind::kNil;
     const std::string name = known.empty() ? NamedEpochs::new_name() : known;
     bool done = false;
-    if (Status status = put_start(*connection, name, if_none, &done); !status) return status;
+    if (Status status = put_start(name, if_none, &done); !status) return status;
     if (done) *found = name;
     if (done) return Status::ok();
   }
   return Status::error(StatusKind::kIo, "the server keeps no epoch");
 }
 
+// In place of the one that a reset of ours ended, and of no other: a later reset may have put another there.
+void RedisStore::tell_again(const std::string& ended, const std::string& name) {
+  if (name.empty() || epochs_.has_ended(name)) return;
+  const Deadline until = deadline();
+  const auto work = [&](Connection& connection, Reply* reply) {
+    const std::array look{Connection::Words{"WATCH", start_key_}, Connection::Words{"GET", start_key_}};
+    const std::array put{Connection::Words{"MULTI"}, Connection::Words{"SET", start_key_, name},
+                         Connection::Words{"EXEC"}};
+    std::vector<Reply> seen, done;
+    if (Status status = connection.call_all(look, until, &seen); !status) return status;
+    *reply = seen[0];
+    const bool there = seen[0].kind != Reply::Kind::kError && seen[1].text == ended;
+    if (there) return connection.call_all(put, until, &done);
+    return connection.call_all(std::array{Connection::Words{"UNWATCH"}}, until, &done);
+  };
+  Reply reply;
+  (void)cluster_.at(start_key_, OpKind::kWrite, until, &reply, work);  // looked at again in a second
+}
+
 void RedisStore::maintain() {
   if (stopped_) return;  // nothing here would be lost
+  cluster_.keep_up(deadline(), stopped_);
   const std::string known = epochs_.of_those_who_start();
   std::string found;
   bool refused = false;
-  if (!ask_for_start(&found, &refused)) return;
-  if (maintained_++ % kMemoryEvery == 0) look_at_memory();
+  const bool looked = ask_for_start(&found, &refused).is_ok();
+  // Of the nodes that are well, also while that of the epoch is not.
+  if ((looked || cluster_.is_cluster()) && maintained_++ % kMemoryEvery == 0) look_at_memory();
+  if (!looked) return;
+  if (epochs_.has_ended(found)) return tell_again(found, known);
   epochs_.note_kept(known, found, options_.read_only);
 }
 
+// Of nodes that do not answer nothing is known: the sum of the others is that of what can be used now.
 void RedisStore::look_at_memory() {
-  Borrowed connection(connections_);
-  Reply reply;
-  if (!connection.take(deadline()) || !connection->call({"INFO", "memory"}, deadline(), &reply)) return;
+  const Deadline until = deadline();
+  std::uint64_t used = 0, bound = 0;
+  bool all_bounded = true, any = false;
+  const std::vector<NodePtr> nodes = cluster_.owners();
+  for (std::size_t i = 0; i < nodes.size() && !stopped_; ++i) {
+    if (nodes[i]->rests_for(OpKind::kRead)) continue;
+    const Deadline share = share_of(until, nodes.size() - i);
+    std::unique_ptr<Connection> connection;
+    Reply reply;
+    bool refused = false;
+    if (!nodes[i]->connections.take(share, &connection, &refused)) continue;
+    if (!connection->call({"INFO", "memory"}, share, &reply)) continue;
+    nodes[i]->connections.give_back(std::move(connection));
+    const std::uint64_t at_most = figure_of(reply.text, "maxmemory");
+    used += figure_of(reply.text, "used_memory");
+    bound += at_most;
+    all_bounded &= at_most > 0;
+    any = true;
+  }
+  if (!any) return;
   const MutexLock lock(mutex_);
-  used_bytes_ = figure_of(reply.text, "used_memory");
-  max_bytes_ = figure_of(reply.text, "maxmemory");
+  used_bytes_ = used;
+  max_bytes_ = all_bounded ? bound : 0;
 }
 
 Status RedisStore::begin_epoch() {
@@ -284,10 +301,8 @@ Status RedisStore::begin_epoch() {
     return ask_for_start(kept, &refused);
   };
   const auto put = [&](const std::string& name) {
-    Borrowed connection(connections_);
-    if (Status status = connection.take(deadline()); !status) return status;
     bool done = false;
-    if (Status status = put_start(*connection, name, false, &done); !status) return status;
+    if (Status status = put_start(name, false, &done); !status) return status;
     return done ? Status::ok() : Status::error(StatusKind::kIo, "the server took no new epoch");
   };
   return epochs_.begin(ask, put);

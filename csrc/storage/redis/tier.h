@@ -6,6 +6,9 @@
 // Epochs are named at random (named_epochs.h). The epoch's key is looked at once a second, which also keeps
 // it from being the one that was not used for longest, and is put back when it is gone.
 //
+// One server, or a cluster: that is asked of it at the start, and the slots of keys are followed from node to
+// node (cluster.h).
+//
 // The server bounds itself (maxmemory, a TTL): a key that vanished is a miss, and a write that it has no room
 // for is refused. What older epochs left ages out there.
 #pragma once
@@ -13,6 +16,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "storage/pooled_tier.h"
 #include "storage/record.h"
@@ -22,6 +26,8 @@ namespace kv_offload {
 
 struct RedisTierOptions : PooledTierOptions {
   redis::Server server;
+  std::vector<redis::Server>
+      other_nodes;  // of the same cluster, asked who has which keys when `server` is away
   std::string key_prefix = "kv_offload";
   NamespaceId namespace_id{};
   std::uint64_t ttl_seconds = 0;  // since it was written last, by anybody; 0: for ever
@@ -29,8 +35,8 @@ struct RedisTierOptions : PooledTierOptions {
 };
 
 // Throws ResourceError when the server refuses how it is spoken to: credentials, certificate, permissions, a
-// cluster node. One that does not answer is waited for by upkeep; until then the tier is empty and takes
-// nothing.
+// database that a cluster does not have. One that does not answer is waited for by upkeep; until then the
+// tier is empty and takes nothing.
 std::unique_ptr<Tier> make_redis_tier(const RedisTierOptions& options);
 
 }  // namespace kv_offload

@@ -39,7 +39,7 @@ NoSigpipe::~NoSigpipe() {
 
 bool has_tls() { return true; }
 
-TlsContext::TlsContext(const Server& server) : host_(server.host) {
+TlsContext::TlsContext(const Server& server) {
   context_ = SSL_CTX_new(TLS_client_method());
   if (context_ == nullptr) throw_resource("OpenSSL gives no context for TLS");
   SSL_CTX_set_min_proto_version(context_, TLS1_2_VERSION);
@@ -53,16 +53,16 @@ TlsContext::TlsContext(const Server& server) : host_(server.host) {
 }
 TlsContext::~TlsContext() { SSL_CTX_free(context_); }
 
-Status TlsContext::make_session(int fd, ssl_st** session) const {
+Status TlsContext::make_session(int fd, const std::string& name, ssl_st** session) const {
   SSL* ssl = SSL_new(context_);
   if (ssl == nullptr) return Status::error(StatusKind::kIo, "OpenSSL gives no session for TLS");
   *session = ssl;
   in6_addr address;
   const bool is_address =
-      inet_pton(AF_INET, host_.c_str(), &address) == 1 || inet_pton(AF_INET6, host_.c_str(), &address) == 1;
-  const int named = is_address ? X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(ssl), host_.c_str())
-                               : SSL_set1_host(ssl, host_.c_str());
-  if (named != 1 || (!is_address && SSL_set_tlsext_host_name(ssl, host_.c_str()) != 1) ||
+      inet_pton(AF_INET, name.c_str(), &address) == 1 || inet_pton(AF_INET6, name.c_str(), &address) == 1;
+  const int named = is_address ? X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(ssl), name.c_str())
+                               : SSL_set1_host(ssl, name.c_str());
+  if (named != 1 || (!is_address && SSL_set_tlsext_host_name(ssl, name.c_str()) != 1) ||
       SSL_set_fd(ssl, fd) != 1) {
     return Status::error(StatusKind::kIo, "OpenSSL does not take the server's name");
   }
@@ -121,13 +121,13 @@ void tls_end(ssl_st* session) { SSL_free(session); }
 #else
 
 bool has_tls() { return false; }
-TlsContext::TlsContext(const Server& server) : host_(server.host) {
+TlsContext::TlsContext(const Server&) {
   throw_resource(
       "rediss:// needs TLS, and this build has none: build it where OpenSSL's headers are "
       "(libssl-dev), or connect by redis://");
 }
 TlsContext::~TlsContext() = default;
-Status TlsContext::make_session(int, ssl_st**) const {
+Status TlsContext::make_session(int, const std::string&, ssl_st**) const {
   return Status::error(StatusKind::kIo, "no TLS in this build");
 }
 TlsStep tls_handshake(ssl_st*) { return {0, 0, true}; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "storage/redis/connection.h"
 
@@ -17,12 +18,12 @@ class TlsContext {
   TlsContext(const TlsContext&) = delete;
   TlsContext& operator=(const TlsContext&) = delete;
 
-  // On a socket that is connected and does not block; nothing is sent yet. The caller ends it.
-  Status make_session(int fd, ssl_st** session) const;
+  // On a socket that is connected and does not block; nothing is sent yet. `name`: a name or an address, that
+  // the certificate must carry. The caller ends it.
+  Status make_session(int fd, const std::string& name, ssl_st** session) const;
 
  private:
   ssl_ctx_st* context_ = nullptr;
-  const std::string host_;
 };
 
 // What came of a step: bytes moved; or what the socket must be ready for (POLLIN, POLLOUT) before it is tried

@@ -202,14 +202,6 @@ TEST(RedisStoreAnswersTest, a_server_that_has_too_many_clients_is_waited_for) {
   }
 }
 
-// It has the slot of the epoch's key, and not those of all records.
-TEST(RedisStoreAnswersTest, a_node_of_a_cluster_that_answers_is_refused) {
-  const RedisScript server(RedisScript::usual({{"INFO", "$30\r\n# Cluster\r\ncluster_enabled:1\r\n\r\n"}}));
-  RedisTierOptions options;
-  options.server = server.address();
-  EXPECT_THROW(RedisStore{options}, ResourceError);
-}
-
 TEST(RedisStoreAnswersTest, what_is_no_epoch_and_no_value_is_not_written_over) {
   const RedisScript server(RedisScript::usual({{"GET", ":1\r\n"}}));
   RedisTierOptions options;

@@ -233,6 +233,16 @@ redis::Server RedisScript::address() const {
   return server;
 }
 
+std::size_t RedisScript::commands(const std::string& verb) {
+  const std::lock_guard lock(mutex_);
+  return came_[verb];
+}
+
+void RedisScript::answer(const std::string& verb, const std::string& bytes) {
+  const std::lock_guard lock(mutex_);
+  answers_[verb] = bytes;
+}
+
 void RedisScript::trickle(std::string bytes) {
   const std::lock_guard lock(mutex_);
   trickled_ = std::move(bytes);
@@ -252,8 +262,17 @@ void RedisScript::serve(int client) {
     const std::optional<std::string> command = next_whole(client, &buffer);
     if (!command) break;
     const std::size_t from = command->find("\r\n", command->find('$')) + 2;  // "*1\r\n$4\r\nPING\r\n"
-    const auto answer = answers_.find(command->substr(from, command->find("\r\n", from) - from));
-    if (answer == answers_.end() || answer->second.empty() || !send_all(client, answer->second)) break;
+    const std::string verb = command->substr(from, command->find("\r\n", from) - from);
+    std::string answer;
+    {
+      const std::lock_guard lock(mutex_);
+      ++came_[verb];
+      if (const auto found = answers_.find(verb); found != answers_.end()) answer = found->second;
+    }
+    if (answer == "@SILENCE@") continue;
+    for (std::size_t at; (at = answer.find("@PORT@")) != answer.npos;)
+      answer.replace(at, 6, std::to_string(port_));
+    if (answer.empty() || !send_all(client, answer)) break;
   }
 }
 

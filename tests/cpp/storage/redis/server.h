@@ -74,6 +74,7 @@ class RedisScript {
  public:
   enum class On { kSocket, kPort };
   // The bytes that answer each verb ("SET"); "" ends the connection, and so does a verb that is not there.
+  // @PORT@ in them is the script's own port, and "@SILENCE@" is no answer at all.
   using Answers = std::map<std::string, std::string>;
 
   explicit RedisScript(Answers answers, On on = On::kSocket);
@@ -84,17 +85,20 @@ class RedisScript {
   // What a store asks when it starts, answered; others are added, or take their place.
   static Answers usual(const Answers& others);
   redis::Server address() const;
+  std::size_t commands(const std::string& verb);                   // that came
+  void answer(const std::string& verb, const std::string& bytes);  // from now on
   void trickle(
       std::string bytes);  // from now on who connects gets these, a millisecond apart, and no answers
 
  private:
   void serve(int client);
 
-  const Answers answers_;
+  Answers answers_;
   const std::string directory_;
   std::uint16_t port_ = 0;
   std::mutex mutex_;
   std::string trickled_;
+  std::map<std::string, std::size_t> came_;
   Acceptor acceptor_;  // last: its threads use the others
 };
 

@@ -277,6 +277,25 @@ TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_is_never_put_back) {
   EXPECT_NE(medium_.server.call({"GET", name}).text, before);
 }
 
+// A replica took over that had not heard of the reset; or another put back what it knew, when it was dropped.
+TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_and_that_comes_back_is_replaced_again) {
+  redis::RedisStore store(options());
+  const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
+  const std::string before = medium_.server.call({"GET", name}).text;
+  store.forget();
+  ASSERT_TRUE(store.begin_epoch());
+  const std::string after = medium_.server.call({"GET", name}).text;
+  medium_.server.call({"SET", name, before});
+  store.maintain();
+  EXPECT_EQ(medium_.server.call({"GET", name}).text, after);
+  // That of another's reset stays.
+  const std::string others(32, 'a');
+  medium_.server.call({"SET", name, others});
+  store.maintain();
+  store.maintain();
+  EXPECT_EQ(medium_.server.call({"GET", name}).text, others);
+}
+
 TEST_F(RedisTierTest, upkeep_says_nothing_to_the_server_once_the_tier_closes) {
   redis::RedisStore store(options());
   const std::size_t asked = medium_.proxy.faults.seen(Verb::kEpoch);
@@ -485,11 +504,34 @@ TEST_F(RedisTierTest, a_database_that_is_not_there_is_named) {
   EXPECT_NE(refused(chosen).find("no database 4000"), std::string::npos) << refused(chosen);
 }
 
-TEST(RedisClusterTest, a_node_of_a_cluster_is_refused_at_start) {
+// It announces no address, so that what it says of itself means the socket that it was asked on.
+TEST(RedisOneNodeTest, a_cluster_of_one_node_behind_a_socket_is_used_once_it_has_its_slots) {
   const RedisProcess node({"--port", "0", "--cluster-enabled", "yes", "--cluster-port", "1"});
   RedisTierOptions options;
+  FakeClock clock;
   options.server = node.address();
-  EXPECT_NE(refused(options).find("cluster node; not supported yet"), std::string::npos) << refused(options);
+  options.clock = &clock;
+  TierDriver user(make_redis_tier(options));
+  EXPECT_EQ(user.write(1).kind(), StatusKind::kUnavailable);
+  node.call({"CLUSTER", "ADDSLOTSRANGE", "0", "16383"});
+  EXPECT_TRUE(user.until([&] {
+    clock.advance(seconds(1));
+    user.poll();
+    return user.write(1).is_ok();
+  }));
+  EXPECT_TRUE(user.read(1));
+  // With the permissions that are named, and no more.
+  node.call({"ACL",       "SETUSER", "kv",     "on",       ">x",      "~kv_offload:*", "+ping",
+             "+select",   "+info",   "+get",   "+set",     "+exists", "+expire",       "+del",
+             "+getrange", "+strlen", "+watch", "+unwatch", "+multi",  "+exec",         "+cluster|slots",
+             "+asking"});
+  options.server.user = "kv";
+  options.server.password = "x";
+  TierDriver permitted(make_redis_tier(options));
+  ASSERT_TRUE(permitted.write(2));
+  EXPECT_TRUE(permitted.read(1));
+  options.server.database = 3;
+  EXPECT_NE(refused(options).find("database 0 alone"), std::string::npos) << refused(options);
 }
 
 }  // namespace

@@ -7,12 +7,14 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <memory>
 #include <string>
 
+#include "storage/redis/cluster.h"
 #include "storage/redis/server.h"
 #include "storage/redis/tier.h"
 #include "storage/tier_driver.h"
@@ -70,12 +72,14 @@ class RedisTlsTest : public ::testing::Test {
         file(name, "pem") + " 2>/dev/null";
     ASSERT_EQ(std::system(command.c_str()), 0) << command;
   }
-  void start(const std::string& name) {
+  void start(const std::string& name, const std::vector<std::string>& others = {}) {
     port_ = free_port();
-    server_ = std::make_unique<RedisProcess>(
-        std::vector<std::string>{"--tls-port", std::to_string(port_), "--bind", "127.0.0.1",
-                                 "--tls-cert-file", file(name, "pem"), "--tls-key-file", file(name, "key"),
-                                 "--tls-ca-cert-file", file(name, "pem"), "--tls-auth-clients", "no"});
+    std::vector<std::string> words{"--tls-port",      std::to_string(port_), "--bind",
+                                   "127.0.0.1",       "--tls-cert-file",     file(name, "pem"),
+                                   "--tls-key-file",  file(name, "key"),     "--tls-ca-cert-file",
+                                   file(name, "pem"), "--tls-auth-clients",  "no"};
+    words.insert(words.end(), others.begin(), others.end());
+    server_ = std::make_unique<RedisProcess>(words);
   }
   std::string file(const std::string& name, const std::string& kind) const {
     return directory_ + "/" + name + "." + kind;
@@ -125,6 +129,31 @@ TEST_F(RedisTlsTest, a_certificate_of_another_name_is_refused) {
   certificate("named", "-days 1 -addext subjectAltName=DNS:somebody.else");
   start("named");
   EXPECT_NE(refused(options("named")).find("mismatch"), std::string::npos) << refused(options("named"));
+}
+
+// A node announces an address, and beside it the name that its certificate carries.
+TEST_F(RedisTlsTest, a_node_of_a_cluster_has_a_certificate_of_its_name_or_else_of_its_address) {
+  certificate("named", "-days 1 -addext subjectAltName=DNS:localhost");
+  for (const bool announced : {true, false}) {
+    std::vector<std::string> words{"--tls-cluster",  "yes", "--cluster-enabled",     "yes",
+                                   "--cluster-port", "1",   "--cluster-announce-ip", "127.0.0.1"};
+    if (announced) words.insert(words.end(), {"--cluster-announce-hostname", "localhost"});
+    start("named", words);
+    server_->call({"CLUSTER", "ADDSLOTSRANGE", "0", "16383"});
+    RedisTierOptions named = options("named");
+    named.server.host = "localhost";  // the seed's own name is its certificate's
+    redis::Cluster cluster({named.server});
+    const redis::Deadline until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    bool refused = false;
+    ASSERT_TRUE(cluster.learn(until, &refused));
+    redis::Reply reply;
+    const Status status = cluster.at("key", OpKind::kRead, until, &reply,
+                                     [&](redis::Connection& connection, redis::Reply* answer) {
+                                       return connection.call({"CLUSTER", "MYID"}, until, answer);
+                                     });
+    EXPECT_EQ(status.is_ok(), announced) << status.to_string();
+    EXPECT_EQ(status.message().find("mismatch") == std::string::npos, announced) << status.to_string();
+  }
 }
 
 TEST_F(RedisTlsTest, a_certificate_that_expired_is_refused) {

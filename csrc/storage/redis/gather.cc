@@ -1,0 +1,146 @@
+// Cluster::at_each: many keys, each asked for where it lies, and all nodes at the same time.
+#include <poll.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "storage/redis/cluster.h"
+
+namespace kv_offload::redis {
+
+// What one node is asked in one round.
+struct Cluster::Asked {
+  Target target;
+  std::vector<std::size_t> keys;  // by number
+  std::unique_ptr<Connection> connection;
+  std::vector<Reply> replies;  // one for each key
+};
+
+namespace {
+
+// The first that has something to read; any of them when the time is over.
+template <typename Asked>
+std::size_t first_ready(const std::vector<Asked>& asked, Deadline until) {
+  std::vector<pollfd> watched;
+  for (std::size_t i = 0; i < asked.size(); ++i) {
+    if (asked[i].connection->stale()) return i;
+    watched.push_back({asked[i].connection->descriptor(), POLLIN, 0});
+  }
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
+  (void)poll(watched.data(), watched.size(), static_cast<int>(std::clamp<long>(left.count(), 0, 1'000'000)));
+  const auto ready =
+      std::find_if(watched.begin(), watched.end(), [](const pollfd& one) { return one.revents != 0; });
+  return ready == watched.end() ? 0 : static_cast<std::size_t>(ready - watched.begin());
+}
+
+}  // namespace
+
+Status Cluster::send_to(Asked& asked, std::span<const std::string> keys, std::string_view verb,
+                        Deadline until) {
+  Node& node = *asked.target.node;
+  if (Status rests = rest_of(node, OpKind::kRead); !rests) return rests;
+  std::vector<Connection::Words> commands;
+  for (const std::size_t key : asked.keys) {
+    if (asked.target.asking) commands.push_back({"ASKING"});
+    commands.push_back({verb, keys[key]});
+  }
+  bool refused = false;
+  Status status = node.connections.take(until, &asked.connection, &refused);
+  if (status) status = asked.connection->send_all(commands, until);
+  return status ? status : failed_at(node, OpKind::kRead, std::move(status));
+}
+
+Status Cluster::receive_from(Asked& asked, Deadline until) {
+  Node& node = *asked.target.node;
+  const std::size_t each = asked.target.asking ? 2 : 1;
+  std::vector<Reply> replies;
+  Status status = asked.connection->receive_all(each * asked.keys.size(), until, &replies);
+  if (!status) return failed_at(node, OpKind::kRead, std::move(status));
+  node.connections.give_back(std::move(asked.connection));
+  for (std::size_t i = each - 1; i < replies.size(); i += each) {
+    if (replies[i].kind == Reply::Kind::kError && !redirect_of(replies[i])) {
+      Status meant = refusal(replies[i].text);
+      if (meant.kind() == StatusKind::kIo) return failed_at(node, OpKind::kRead, std::move(meant));
+    }
+    asked.replies.push_back(std::move(replies[i]));
+  }
+  return Status::ok();
+}
+
+// In rounds: each asks all nodes, and leaves what was redirected for the next.
+struct Cluster::Gathering {
+  Cluster& cluster;
+  const std::span<const std::string> keys;
+  const std::string_view verb;
+  const Deadline until;
+  std::vector<Reply>* const replies;
+  std::vector<bool>* const answered;
+  std::vector<std::pair<std::size_t, Target>> waiting{};  // keys, by number
+  Status failure{};
+  bool any = false;
+
+  void failed(Status status) {
+    // One that rests says less than the failure that made it rest.
+    if (failure || failure.kind() == StatusKind::kUnavailable) failure = std::move(status);
+  }
+  // To each node what it is to be asked.
+  std::vector<Asked> send() {
+    std::map<std::pair<const Node*, bool>, Asked> round;
+    for (auto& [key, target] : waiting) {
+      if (!target.node) {
+        cluster.stale_ = true;
+        failed(Status::error(StatusKind::kIo, "it is not known which node has the key"));
+        continue;
+      }
+      Asked& asked = round[{target.node.get(), target.asking}];
+      asked.target = target;
+      asked.keys.push_back(key);
+    }
+    waiting.clear();
+    std::vector<Asked> sent;
+    for (auto& [id, asked] : round) {
+      // One that cannot be connected to leaves the others time for their answers.
+      Status status = cluster.send_to(asked, keys, verb, share_of(until, round.size()));
+      if (status) sent.push_back(std::move(asked));
+      if (!status) failed(std::move(status));
+    }
+    return sent;
+  }
+  void take(Asked& asked, int redirects) {
+    for (std::size_t i = 0; i < asked.keys.size(); ++i) {
+      const std::size_t key = asked.keys[i];
+      if (const auto redirect = redirect_of(asked.replies[i])) {
+        Target next;
+        Status status = cluster.next_of(*redirect, keys[key], *asked.target.node, redirects, &next);
+        if (status) waiting.emplace_back(key, next);
+        if (!status) failed(std::move(status));
+        continue;
+      }
+      (*replies)[key] = std::move(asked.replies[i]);
+      (*answered)[key] = any = true;
+    }
+  }
+};
+
+Status Cluster::at_each(std::span<const std::string> keys, std::string_view verb, Deadline until,
+                        std::vector<Reply>* replies, std::vector<bool>* answered) {
+  replies->assign(keys.size(), {});
+  answered->assign(keys.size(), false);
+  Gathering all{*this, keys, verb, until, replies, answered};
+  for (std::size_t i = 0; i < keys.size(); ++i) all.waiting.emplace_back(i, owner_of(slot_of(keys[i])));
+  for (int redirects = 0; !all.waiting.empty(); ++redirects) {
+    // The first that is ready is heard first, so that one that is silent costs the others nothing.
+    for (std::vector<Asked> sent = all.send(); !sent.empty();) {
+      const std::size_t ready = first_ready(sent, share_of(until, sent.size()));
+      Asked asked = std::move(sent[ready]);
+      sent.erase(sent.begin() + static_cast<std::ptrdiff_t>(ready));
+      Status status = receive_from(asked, share_of(until, sent.size() + 1));
+      if (status) all.take(asked, redirects);
+      if (!status) all.failed(std::move(status));
+    }
+  }
+  return all.any || keys.empty() ? Status::ok() : all.failure;
+}
+
+}  // namespace kv_offload::redis

@@ -1,0 +1,347 @@
+// Nodes of a cluster that redirect without end, tell maps that are none, are silent, or are no nodes: scripts
+// that say what they are told to.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "storage/redis/medium.h"
+#include "storage/redis/slots.h"
+#include "storage/redis/store.h"
+#include "with_threads.h"
+
+namespace kv_offload::redis {
+namespace {
+
+using namespace kv_offload::testing;
+using Answers = RedisScript::Answers;
+
+const std::string kNode = "$30\r\n# Cluster\r\ncluster_enabled:1\r\n\r\n";
+const std::string kStart = "kv_offload:" + std::string(64, '0') + ":epoch";
+
+std::string range(std::uint32_t first, std::uint32_t last, const std::string& port) {
+  return "*3\r\n:" + std::to_string(first) + "\r\n:" + std::to_string(last) +
+         "\r\n*3\r\n$9\r\n127.0.0.1\r\n:" + port + "\r\n$2\r\nid\r\n";
+}
+// One that has every slot.
+Answers node(const Answers& others = {}) {
+  Answers answers = others;
+  answers.insert({{"INFO", kNode}, {"CLUSTER", "*1\r\n" + range(0, kSlots - 1, "@PORT@")}});
+  return RedisScript::usual(answers);
+}
+RedisTierOptions options_of(const RedisScript& script, Nanos op_deadline = std::chrono::seconds(60)) {
+  RedisTierOptions options;
+  options.server = script.address();
+  options.op_deadline = op_deadline;
+  return options;
+}
+// A deadline that a test waits for.
+constexpr Nanos kShort{std::chrono::seconds(6)};
+
+// What a pool would ask of the store.
+struct Asker {
+  explicit Asker(const RedisTierOptions& options) : store(options) { row.fill(1); }
+  Status write(const ChunkKey& key) {
+    std::uint64_t moved = 0;
+    return store.write(op(OpKind::kWrite, key), store.epoch(), &moved);
+  }
+  Status read(const ChunkKey& key) {
+    std::uint64_t moved = 0;
+    return store.read(op(OpKind::kRead, key), store.epoch(), &moved);
+  }
+  Status locate(const std::vector<ChunkKey>& keys) {
+    present.assign(keys.size(), false);
+    return store.locate(keys, KeyOrder::kNone, store.epoch(), &present);
+  }
+  TierOp op(OpKind kind, const ChunkKey& key) const {
+    TierOp op;
+    op.kind = kind;
+    op.key = key;
+    op.shards = row.shards();
+    return op;
+  }
+  std::uint16_t slot(const ChunkKey& key) const {
+    return slot_of("kv_offload:" + std::string(64, '0') + ":0123456789abcdef0123456789abcdef:" + key.hex());
+  }
+  // One below `bound`, or one at or above it.
+  ChunkKey key_in(bool below, std::uint32_t bound = kSlots / 2) const {
+    for (std::uint32_t number = 1;; ++number) {
+      if ((slot(key_of(number)) < bound) == below) return key_of(number);
+    }
+  }
+  RedisStore store;
+  Row row{{8192}};
+  std::vector<bool> present;
+};
+
+TEST(RedisClusterScriptTest, nodes_that_send_a_key_in_circles_are_left_after_a_few) {
+  RedisScript script(node(), RedisScript::On::kPort);
+  Asker asker(options_of(script));
+  ASSERT_NE(asker.store.epoch(), nullptr);
+  const ChunkKey key = key_of(1);
+  for (const std::string word : {"MOVED", "ASK"}) {
+    const std::string circle = "-" + word + " " + std::to_string(asker.slot(key)) + " 127.0.0.1:@PORT@\r\n";
+    script.answer("EXISTS", circle);
+    script.answer("ASKING", "+OK\r\n");
+    const std::size_t before = script.commands("EXISTS");
+    const Status status = asker.write(key);
+    EXPECT_EQ(status.kind(), StatusKind::kIo);
+    EXPECT_NE(status.message().find("from one to another"), std::string::npos) << status.to_string();
+    EXPECT_EQ(script.commands("EXISTS") - before, 1u + Cluster::kMostRedirects) << word;
+    EXPECT_EQ(asker.locate({key}).kind(), StatusKind::kIo);
+    EXPECT_EQ(script.commands("EXISTS") - before, 2u + 2 * Cluster::kMostRedirects) << word;
+  }
+}
+
+TEST(RedisClusterScriptTest, a_redirect_that_makes_no_sense_is_a_failure) {
+  RedisScript script(node(), RedisScript::On::kPort);
+  Asker asker(options_of(script));
+  const std::string slot = std::to_string(asker.slot(key_of(1)));
+  const std::string other = std::to_string(asker.slot(key_of(1)) ^ 1);
+  for (const std::string& answer : {"MOVED " + other + " 127.0.0.1:@PORT@", "MOVED " + slot + " 127.0.0.1:0",
+                                    "MOVED " + slot, std::string("MOVED"), "ASK " + slot + " a b:1"}) {
+    script.answer("EXISTS", "-" + answer + "\r\n");
+    const std::size_t before = script.commands("EXISTS");
+    EXPECT_EQ(asker.write(key_of(1)).kind(), StatusKind::kIo) << answer;
+    EXPECT_EQ(script.commands("EXISTS") - before, 1u) << answer;
+  }
+}
+
+TEST(RedisClusterScriptTest, the_one_that_a_key_was_sent_to_is_asked_first_from_then_on) {
+  RedisScript to(RedisScript::usual({}), RedisScript::On::kPort);
+  RedisScript from(node(), RedisScript::On::kPort);
+  Asker asker(options_of(from));
+  const ChunkKey key = key_of(1);
+  from.answer("EXISTS", "-MOVED " + std::to_string(asker.slot(key)) +
+                            " 127.0.0.1:" + std::to_string(to.address().port) + "\r\n");
+  EXPECT_TRUE(asker.write(key));
+  EXPECT_TRUE(asker.locate({key}));
+  EXPECT_EQ(from.commands("EXISTS"), 1u);
+  EXPECT_EQ(to.commands("SET"), 1u);
+  EXPECT_EQ(to.commands("EXISTS"), 2u);
+  // Upkeep learns the map anew, which still says otherwise.
+  asker.store.maintain();
+  EXPECT_TRUE(asker.locate({key}));
+  EXPECT_EQ(from.commands("EXISTS"), 2u);
+}
+
+// ASK is for this command alone, and is announced to the other; the map stays.
+TEST(RedisClusterScriptTest, one_that_is_taking_a_key_over_is_asked_for_this_command_alone) {
+  RedisScript to(RedisScript::usual({{"ASKING", "+OK\r\n"}}), RedisScript::On::kPort);
+  RedisScript from(node(), RedisScript::On::kPort);
+  Asker asker(options_of(from));
+  const ChunkKey key = key_of(1);
+  const std::string ask =
+      "-ASK " + std::to_string(asker.slot(key)) + " 127.0.0.1:" + std::to_string(to.address().port) + "\r\n";
+  from.answer("EXISTS", ask);
+  from.answer("SET", ask);
+  EXPECT_TRUE(asker.write(key));
+  EXPECT_EQ(to.commands("ASKING"), 2u) << "of both commands of a write";
+  EXPECT_TRUE(asker.locate({key, key}));
+  EXPECT_EQ(from.commands("EXISTS"), 3u);
+  EXPECT_EQ(to.commands("ASKING"), 4u) << "before each";
+  EXPECT_EQ(to.commands("EXISTS"), 3u);
+}
+
+TEST(RedisClusterScriptTest, a_map_that_is_none_leaves_the_tier_empty_until_there_is_one) {
+  const std::string deep = "*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n:1\r\n";
+  for (const std::string& map :
+       {std::string("*0\r\n"), std::string("+OK\r\n"), std::string("$-1\r\n"),
+        "*2\r\n" + range(0, 9, "1") + range(9, 10, "1"), "*1\r\n" + range(0, 16384, "1"),
+        "*1\r\n" + range(0, 16383, "0"), std::string("*1\r\n*1\r\n:0\r\n"), std::string("*100000000\r\n"),
+        deep, std::string("-ERR unknown\r\n"), std::string()}) {
+    RedisScript script(node({{"CLUSTER", map}}), RedisScript::On::kPort);
+    Asker asker(options_of(script));
+    EXPECT_EQ(asker.store.epoch(), nullptr) << map.substr(0, 40);
+    asker.store.maintain();
+    script.answer("CLUSTER", "*1\r\n" + range(0, kSlots - 1, "@PORT@"));
+    ASSERT_TRUE(asker.store.begin_epoch()) << map.substr(0, 40);
+    EXPECT_TRUE(asker.write(key_of(1)));
+  }
+}
+
+// Each slot in a range of its own, with as many nodes.
+std::string long_map(std::uint16_t port, int nodes) {
+  std::string map = "*16384\r\n", node;
+  node = "*3\r\n$9\r\n127.0.0.1\r\n:" + std::to_string(port) + "\r\n$40\r\n" + std::string(40, 'i') + "\r\n";
+  for (std::uint32_t slot = 0; slot < kSlots; ++slot) {
+    map += "*" + std::to_string(2 + nodes) + "\r\n:" + std::to_string(slot) + "\r\n:" + std::to_string(slot) +
+           "\r\n";
+    for (int i = 0; i < nodes; ++i) map += node;
+  }
+  return map;
+}
+
+TEST(RedisClusterScriptTest, the_longest_map_there_can_be_is_read_and_a_longer_one_is_not_kept) {
+  for (const int nodes : {3, 12}) {
+    RedisScript script(node(), RedisScript::On::kPort);
+    script.answer("CLUSTER", long_map(script.address().port, nodes));
+    Asker asker(options_of(script));
+    EXPECT_EQ(asker.store.epoch() != nullptr, nodes == 3);
+    if (nodes == 3) {
+      EXPECT_TRUE(asker.write(key_of(1)));
+    }
+  }
+}
+
+TEST(RedisClusterScriptTest, slots_that_no_node_has_are_failures_and_the_others_are_served) {
+  RedisScript script(node({{"CLUSTER", "*1\r\n" + range(0, kSlots / 2 - 1, "@PORT@")}}),
+                     RedisScript::On::kPort);
+  if (slot_of(kStart) >= kSlots / 2)
+    script.answer("CLUSTER", "*1\r\n" + range(kSlots / 2, kSlots - 1, "@PORT@"));
+  const bool low = slot_of(kStart) < kSlots / 2;
+  Asker asker(options_of(script));
+  ASSERT_NE(asker.store.epoch(), nullptr);
+  script.answer("EXISTS", ":1\r\n");
+  const ChunkKey here = asker.key_in(low), nowhere = asker.key_in(!low);
+  EXPECT_TRUE(asker.write(here));
+  EXPECT_EQ(asker.write(nowhere).kind(), StatusKind::kIo);
+  ASSERT_TRUE(asker.locate({nowhere, here}));
+  EXPECT_EQ(asker.present, (std::vector<bool>{false, true}));
+  EXPECT_FALSE(asker.locate({nowhere}));
+}
+
+// Two nodes: one answers, the other takes connections and says nothing.
+struct HalfSilent {
+  RedisScript silent{Answers{{"PING", "@SILENCE@"}}, RedisScript::On::kPort};
+  RedisScript well{node(), RedisScript::On::kPort};
+  const bool low = slot_of(kStart) < kSlots / 2;  // has the epoch's key
+  HalfSilent() {
+    const std::string here = "@PORT@", there = std::to_string(silent.address().port);
+    well.answer("CLUSTER", "*2\r\n" + range(0, kSlots / 2 - 1, low ? here : there) +
+                               range(kSlots / 2, kSlots - 1, low ? there : here));
+    well.answer("EXISTS", ":1\r\n");
+  }
+};
+
+TEST(RedisClusterScriptTest, a_silent_node_costs_its_keys_one_deadline_and_the_others_none) {
+  HalfSilent nodes;
+  Asker asker(options_of(nodes.well, kShort));
+  ASSERT_NE(asker.store.epoch(), nullptr);
+  const ChunkKey here = asker.key_in(nodes.low), there = asker.key_in(!nodes.low);
+  // A lookup hears those that answer, whichever is asked first.
+  ASSERT_TRUE(asker.locate({there, here, there}));
+  EXPECT_EQ(asker.present, (std::vector<bool>{false, true, false}));
+  const std::size_t connected = nodes.silent.commands("PING");
+  EXPECT_GE(connected, 1u);
+  // From then on it is left alone, which says nothing against the others.
+  for (int i = 0; i < 20; ++i) {
+    const Status status = asker.read(there);
+    EXPECT_EQ(status.kind(), StatusKind::kUnavailable) << status.to_string();
+    EXPECT_NE(status.message().find(std::to_string(nodes.silent.address().port)), std::string::npos);
+    EXPECT_EQ(asker.locate({there}).kind(), StatusKind::kUnavailable);
+  }
+  EXPECT_TRUE(asker.locate({here}));
+  EXPECT_EQ(nodes.silent.commands("PING"), connected);
+  // Writes have not failed yet; one does, and then they are not tried either.
+  EXPECT_EQ(asker.write(there).kind(), StatusKind::kTimeout);
+  EXPECT_EQ(asker.write(there).kind(), StatusKind::kUnavailable);
+  // Upkeep finds out that it answers again.
+  asker.store.maintain();
+  EXPECT_EQ(asker.read(there).kind(), StatusKind::kUnavailable);
+  for (const auto& [verb, bytes] : node()) nodes.silent.answer(verb, bytes);
+  asker.store.maintain();
+  EXPECT_TRUE(asker.write(there));
+}
+
+// Nobody else is to tell that the device fails.
+TEST(RedisClusterScriptTest, while_every_node_rests_each_is_tried_and_fails) {
+  RedisScript script(node(), RedisScript::On::kPort);
+  Asker asker(options_of(script));
+  ASSERT_NE(asker.store.epoch(), nullptr);
+  script.answer("EXISTS", "-LOADING x\r\n");
+  for (int i = 0; i < 10; ++i) {
+    EXPECT_EQ(asker.write(key_of(1)).kind(), StatusKind::kIo);
+    EXPECT_EQ(asker.locate({key_of(1)}).kind(), StatusKind::kIo);
+  }
+  script.answer("EXISTS", ":0\r\n");
+  EXPECT_TRUE(asker.write(key_of(1)));
+}
+
+TEST(RedisClusterScriptTest, one_of_several_addresses_is_enough) {
+  RedisScript script(node(), RedisScript::On::kPort);
+  RedisTierOptions options = options_of(script);
+  {
+    const RedisScript gone({}, RedisScript::On::kPort);
+    options.other_nodes.push_back(options.server);
+    options.server = gone.address();
+  }
+  Asker asker(options);
+  ASSERT_NE(asker.store.epoch(), nullptr);
+  EXPECT_TRUE(asker.write(key_of(1)));
+}
+
+std::string refused(const RedisTierOptions& options) {
+  try {
+    const RedisStore store(options);
+  } catch (const ResourceError& error) {
+    return error.what();
+  }
+  return {};
+}
+
+TEST(RedisClusterScriptTest, several_addresses_of_what_is_no_cluster_are_refused) {
+  const RedisScript script(RedisScript::usual({}), RedisScript::On::kPort);
+  RedisTierOptions options = options_of(script);
+  options.other_nodes.push_back(options.server);
+  EXPECT_NE(refused(options).find("other_nodes"), std::string::npos) << refused(options);
+}
+
+TEST(RedisClusterScriptTest, what_a_cluster_does_not_allow_is_said_at_the_start) {
+  const RedisScript script(node({{"CLUSTER", "-NOPERM x\r\n"}}), RedisScript::On::kPort);
+  EXPECT_NE(refused(options_of(script)).find("+cluster|slots"), std::string::npos);
+  const RedisScript selecting(node({{"SELECT", "-ERR SELECT is not allowed in cluster mode\r\n"}}),
+                              RedisScript::On::kPort);
+  RedisTierOptions options = options_of(selecting);
+  options.server.database = 3;
+  EXPECT_NE(refused(options).find("database 0 alone"), std::string::npos) << refused(options);
+}
+
+// Something in between that answers for a cluster and says that it is none.
+TEST(RedisClusterScriptTest, a_server_that_redirects_and_has_no_map_is_refused) {
+  const std::string moved = "-MOVED " + std::to_string(slot_of(kStart)) + " 127.0.0.1:1\r\n";
+  const RedisScript script(
+      RedisScript::usual(
+          {{"GET", moved}, {"CLUSTER", "-ERR This instance has cluster support disabled\r\n"}}),
+      RedisScript::On::kPort);
+  EXPECT_NE(refused(options_of(script)).find("no node of a cluster"), std::string::npos)
+      << refused(options_of(script));
+}
+
+// INFO is not for everybody; a redirect tells as well.
+TEST(RedisClusterScriptTest, a_cluster_that_does_not_say_so_is_known_by_its_redirects) {
+  RedisScript script(node({{"INFO", "-NOPERM x\r\n"}}), RedisScript::On::kPort);
+  Asker alone(options_of(script));
+  ASSERT_NE(alone.store.epoch(), nullptr);
+  EXPECT_EQ(script.commands("CLUSTER"), 0u);
+  const std::string slot = std::to_string(alone.slot(key_of(1)));
+  script.answer("EXISTS", "-MOVED " + slot + " 127.0.0.1:@PORT@\r\n");
+  const Status status = alone.write(key_of(1));
+  EXPECT_EQ(status.kind(), StatusKind::kIo);
+  EXPECT_NE(status.message().find("MOVED"), std::string::npos);
+  script.answer("EXISTS", ":0\r\n");
+  alone.store.maintain();
+  EXPECT_GE(script.commands("CLUSTER"), 1u);
+  EXPECT_TRUE(alone.write(key_of(1)));
+}
+
+// Behind one address: the replica took over, and the name points to it for those who connect.
+TEST(RedisClusterScriptTest, who_became_a_replica_is_connected_to_anew) {
+  RedisScript script(RedisScript::usual({}));
+  Asker asker(options_of(script));
+  EXPECT_TRUE(asker.write(key_of(1)));
+  const std::size_t connected = script.commands("PING");
+  EXPECT_TRUE(asker.write(key_of(1)));
+  EXPECT_EQ(script.commands("PING"), connected) << "the connection is kept";
+  script.answer("SET", "-READONLY You can't write against a read only replica.\r\n");
+  const Status status = asker.write(key_of(1));
+  EXPECT_NE(status.message().find("failover"), std::string::npos) << status.to_string();
+  script.answer("SET", "+OK\r\n");
+  EXPECT_TRUE(asker.write(key_of(1)));
+  EXPECT_EQ(script.commands("PING"), connected + 1);
+}
+
+}  // namespace
+}  // namespace kv_offload::redis

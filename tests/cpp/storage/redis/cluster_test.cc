@@ -1,0 +1,192 @@
+// A real cluster: where records lie, a slot that moves, a node that dies and is replaced.
+#include "storage/redis/cluster.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <chrono>
+#include <set>
+#include <string>
+
+#include "storage/redis/cluster_servers.h"
+#include "storage/redis/probe.h"
+#include "storage/redis/tier.h"
+#include "storage/tier_driver.h"
+#include "with_threads.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+using std::chrono::seconds;
+using Servers = RedisClusterServers;
+
+// One cluster for all tests, which each find it whole except for what the last test to kill has left.
+class RedisClusterTest : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() { servers_ = std::make_unique<Servers>(); }
+  static void TearDownTestSuite() { servers_.reset(); }
+
+  void SetUp() override { namespace_id_.fill(++namespaces_); }
+
+  RedisTierOptions options(std::size_t seed = 0) const {
+    RedisTierOptions options;
+    options.name = "redis";
+    options.server = servers_->address(seed);
+    options.namespace_id = namespace_id_;
+    options.clock = &clock_;
+    options.op_deadline = seconds(60);
+    return options;
+  }
+  std::string prefix() const { return "kv_offload:" + hex_of(namespace_id_) + ":"; }
+  // That of those who start.
+  std::string epoch() const {
+    for (std::size_t i = 0; i < Servers::kMasters; ++i) {
+      const redis::Reply reply = servers_->node(i).call({"GET", prefix() + "epoch"});
+      if (reply.kind == redis::Reply::Kind::kString) return reply.text;
+    }
+    ADD_FAILURE() << "no node has the epoch";
+    return {};
+  }
+  std::string name_of(std::uint32_t number) const { return prefix() + epoch() + ":" + key_of(number).hex(); }
+  // The first number from `from` on whose record belongs on this master.
+  std::uint32_t number_on(std::size_t master, std::uint32_t from = 1) const {
+    const std::string start = prefix() + epoch() + ":";
+    for (std::uint32_t number = from;; ++number) {
+      const std::uint32_t slot = redis::slot_of(start + key_of(number).hex());
+      if (slot >= Servers::kFirst[master] && slot < Servers::kFirst[master + 1]) return number;
+    }
+  }
+  template <typename Condition>
+  bool eventually(TierDriver& user, Condition condition) {
+    return user.until([&] {
+      clock_.advance(seconds(1));
+      user.poll();
+      return condition();
+    });
+  }
+
+  static std::unique_ptr<Servers> servers_;
+  static std::uint8_t namespaces_;
+  FakeClock clock_;
+  NamespaceId namespace_id_{};
+};
+std::unique_ptr<Servers> RedisClusterTest::servers_;
+std::uint8_t RedisClusterTest::namespaces_ = 0;
+
+TEST_F(RedisClusterTest, records_lie_on_all_nodes_and_are_found_by_who_starts_at_any) {
+  TierDriver user(make_redis_tier(options(0)));
+  std::set<std::size_t> holders;
+  for (std::uint32_t number = 1; number <= 40; ++number) {
+    ASSERT_TRUE(user.write(number, {5000, 0, 4096}));
+    holders.insert(servers_->holder_of(name_of(number)));
+  }
+  EXPECT_EQ(holders, (std::set<std::size_t>{0, 1, 2}));
+  TierDriver later(make_redis_tier(options(Servers::kReplica)));
+  std::vector<ChunkKey> keys;
+  for (std::uint32_t number = 1; number <= 41; ++number) keys.push_back(key_of(number));
+  later.tier().prefetch_presence(keys, KeyOrder::kPrefix);
+  for (std::uint32_t number = 1; number <= 40; ++number) {
+    EXPECT_TRUE(later.has(number)) << number;
+    EXPECT_TRUE(later.read(number, {5000, 0, 4096})) << number;
+  }
+  EXPECT_FALSE(later.has(41));
+  EXPECT_EQ(later.read(41).kind(), StatusKind::kNotFound);
+}
+
+TEST_F(RedisClusterTest, a_reset_is_one_for_all_nodes) {
+  TierDriver user(make_redis_tier(options()));
+  for (std::uint32_t number = 1; number <= 12; ++number) ASSERT_TRUE(user.write(number));
+  ASSERT_TRUE(user.tier().reset());
+  for (std::uint32_t number = 1; number <= 12; ++number) EXPECT_FALSE(user.has(number));
+  user.weights = 1;
+  for (std::uint32_t number = 1; number <= 12; ++number) ASSERT_TRUE(user.write(number));
+  for (std::uint32_t number = 1; number <= 12; ++number) EXPECT_TRUE(user.read(number));
+  TierDriver later(make_redis_tier(options(2)));
+  for (std::uint32_t number = 1; number <= 12; ++number) EXPECT_FALSE(later.has(number));
+}
+
+TEST_F(RedisClusterTest, damage_is_removed_where_it_lies) {
+  TierDriver user(make_redis_tier(options()));
+  for (std::size_t master = 0; master < Servers::kMasters; ++master) {
+    const std::uint32_t number = number_on(master);
+    ASSERT_TRUE(user.write(number));
+    const std::string name = name_of(number);
+    ASSERT_EQ(servers_->holder_of(name), master);
+    servers_->node(master).call({"SETRANGE", name, "5000", "x"});
+    EXPECT_EQ(user.read(number).kind(), StatusKind::kCorrupt);
+    EXPECT_EQ(servers_->holder_of(name), Servers::kNodes);
+    ASSERT_TRUE(user.write(number));
+    EXPECT_TRUE(user.read(number));
+  }
+}
+
+TEST_F(RedisClusterTest, the_memory_of_all_masters_is_summed_and_each_is_named) {
+  TierDriver user(make_redis_tier(options()));
+  EXPECT_TRUE(eventually(user, [&] { return user.tier().stats().capacity_bytes == 3 * (64ull << 20); }));
+  EXPECT_GT(user.tier().stats().bytes, 3u << 20) << "an empty server takes more than one";
+  const redis::Probe found =
+      redis::probe({servers_->address(Servers::kReplica)}, "kv_offload", 1 << 20, 6, seconds(60));
+  EXPECT_TRUE(found.cluster);
+  ASSERT_EQ(found.nodes.size(), 3u);
+  for (std::size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(found.nodes[i].address, redis::address_of(servers_->address(i)));
+    EXPECT_EQ(found.nodes[i].eviction_policy, "allkeys-lru");
+    EXPECT_EQ(found.nodes[i].max_bytes, 64u << 20);
+  }
+  EXPECT_EQ(found.write_refused, "");
+  EXPECT_GT(found.read_bytes_per_second, 0);
+}
+
+// A slot of the first master goes to the second while it is in use.
+TEST_F(RedisClusterTest, a_slot_that_moves_takes_its_records_along) {
+  TierDriver user(make_redis_tier(options()));
+  const std::uint32_t staying = number_on(0), coming = number_on(0, staying + 1);
+  const std::uint16_t slot = redis::slot_of(name_of(coming));
+  ASSERT_TRUE(user.write(staying));
+  servers_->begin_move(slot, 0, 1);
+  EXPECT_EQ(user.read(coming).kind(), StatusKind::kNotFound) << "neither has it";
+  ASSERT_TRUE(user.write(coming));
+  EXPECT_EQ(servers_->holder_of(name_of(coming)), 1u) << "ASK: where the slot goes";
+  EXPECT_TRUE(user.read(coming));
+  EXPECT_TRUE(TierDriver(make_redis_tier(options())).has(coming));
+  servers_->end_move(slot, 0, 1);
+  EXPECT_TRUE(user.read(coming)) << "MOVED";
+  EXPECT_TRUE(user.read(staying));
+  EXPECT_EQ(user.tier().stats().breaker_trips, 0u);
+}
+
+// The last of the tests, for it leaves a cluster of two masters and one that was a replica.
+TEST_F(RedisClusterTest, z_a_node_that_dies_takes_its_keys_away_until_its_replica_has_taken_over) {
+  constexpr std::size_t kDying = 2;
+  RedisTierOptions chosen = options();
+  TierDriver user(make_redis_tier(chosen));
+  std::array<std::uint32_t, Servers::kMasters> numbers{};
+  for (std::size_t master = 0; master < Servers::kMasters; ++master) {
+    numbers[master] = number_on(master);
+    ASSERT_TRUE(user.write(numbers[master]));
+  }
+  const std::string kept = name_of(numbers[kDying]);
+  const std::uint32_t another = number_on(kDying, 1000);
+  ASSERT_TRUE(holds_soon([&] {  // a replica answers by itself only with its own keys
+    const auto keys = servers_->node(Servers::kReplica).keys();
+    return std::find(keys.begin(), keys.end(), kept) != keys.end();
+  }));
+  servers_->kill(kDying);
+  EXPECT_EQ(user.read(numbers[kDying]).kind(), StatusKind::kIo);
+  for (int i = 0; i < 30; ++i) {
+    EXPECT_EQ(user.read(numbers[kDying]).kind(), StatusKind::kUnavailable);
+    EXPECT_TRUE(user.read(numbers[0]));
+  }
+  EXPECT_TRUE(user.tier().stats().readable && user.tier().stats().writable);
+  EXPECT_EQ(user.tier().stats().breaker_trips, 0u) << "one of three is no reason to leave the others alone";
+  servers_->promote_replica();
+  EXPECT_TRUE(eventually(user, [&] { return user.read(numbers[kDying]).is_ok(); }));
+  ASSERT_TRUE(user.write(another));
+  for (const std::uint32_t number : numbers) EXPECT_TRUE(user.read(number));
+  TierDriver later(make_redis_tier(options(Servers::kReplica)));
+  EXPECT_TRUE(later.has(numbers[kDying]));
+}
+
+}  // namespace
+}  // namespace kv_offload
