@@ -1,17 +1,23 @@
 """How much faster is a prompt reloaded than computed again?
 
-    python benchmarks/prompt_reload.py [--tokens 8192] [--prompts 3]
+    python benchmarks/prompt_reload.py [--tokens 8192] [--prompts 3] [--tier redis=URL] [--tier s3=BUCKET]
 
 Serves a model made on the spot with vLLM on CPU and asks prompts of 8K tokens: computed, reloaded from host
 memory after vLLM's own cache lost them, reloaded from disk after a restart. Without a connector, with this
 one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of vllm_tiering_on_cpu.py: its own refuses
 CPU). All in one run on one machine; times are whole requests for one token, medians over the prompts. The
 files of both disk tiers are dropped from the page cache before the restart.
+
+``--tier``, as often as wanted: the same with this tier in place of the disk (KIND=PLACE, a table of
+secondary_tiers as JSON, or "redis" and "s3" alone for a server that is started here), against computing.
+Beside one of S3 also vLLM's own tier of objects, where NIXL is installed. Results are kept apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import os
 import random
 import statistics
@@ -27,10 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from local_server import Answer, LocalServer, difference, kv_transfer_config
 from reporting import describe_machine, draw_bars, say, write_results
 from same_for_all import environment
+from tier_places import OWN, entry_of
 from tiny_model import make_model
 
 BLOCK = 128
 HOST_BYTES = 2 * 1024**3
+WAIT_SECONDS, OTHERS_WAIT_SECONDS = 180, 30  # for what was computed to be written
 SYSTEMS = ("none", "kv_offload", "vllm")
 
 
@@ -88,8 +96,59 @@ def connector(name: str, root: Path | None) -> dict[str, Any] | None:
     return config
 
 
-def measure(setup: Setup, name: str, kv_transfer: dict[str, Any] | None, root: Path | None) -> Times:
-    """Computes all prompts; with a connector reloads them from host memory and, restarted, from disk."""
+class Directory:
+    """A disk below host memory."""
+
+    label = "disk"
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir()
+
+    def wait_until_written(self, records: int, server: LocalServer) -> None:
+        """Until it has as many files of a chunk's size as there are chunks, and no longer grows."""
+        deadline, before = time.monotonic() + WAIT_SECONDS, -1
+        while time.monotonic() < deadline:
+            found = sum(1 for path in self.root.rglob("*") if path.is_file() and path.stat().st_size > 65536)
+            if found >= records and found == before:
+                return
+            before = found
+            server.ask([2] * 16, max_tokens=1)
+            time.sleep(1)
+        raise TimeoutError(f"{before} of {records} chunks are on disk after {WAIT_SECONDS} s")
+
+    def forget(self) -> None:
+        """What it has is no longer in memory."""
+        drop_from_page_cache(self.root)
+
+
+class Remote:
+    """A server below host memory, whose memory is its own."""
+
+    def __init__(self, kind: str, ours: bool) -> None:
+        self.label, self._ours = kind, ours
+
+    def wait_until_written(self, records: int, server: LocalServer) -> None:
+        """Until as many records were written as there are chunks. Of others, who do not tell, a time."""
+        give_up = time.monotonic() + (WAIT_SECONDS if self._ours else OTHERS_WAIT_SECONDS)
+        while time.monotonic() < give_up:
+            server.ask([2] * 16, max_tokens=1)
+            written = server.metric("kv_offload_write_seconds_count", tier=self.label)
+            if self._ours and written >= records:
+                return
+            time.sleep(1)
+        if self._ours:
+            raise TimeoutError(f"{written:.0f} of {records} chunks are written after {WAIT_SECONDS} s")
+
+    def forget(self) -> None:
+        pass
+
+
+Place = Directory | Remote
+
+
+def measure(setup: Setup, name: str, kv_transfer: dict[str, Any] | None, place: Place | None) -> Times:
+    """Computes all prompts; with a connector reloads them from host memory and, restarted, from below it."""
     times = Times()
     say(f"{name}: starting")
     with setup.serve(name, kv_transfer) as server:
@@ -97,15 +156,15 @@ def measure(setup: Setup, name: str, kv_transfer: dict[str, Any] | None, root: P
         computed = setup.ask_all(server, f"{name}: compute")
         assert not any(answer.cached_tokens for answer in computed), "the first time must be computed"
         times.compute = [answer.seconds for answer in computed]
-        if root is None:
+        if place is None:
             return times
         host = setup.ask_all(server, f"{name}: from host memory")
-        wait_until_written(root, len(setup.prompts) * (len(setup.prompts[0]) // BLOCK), server)
-    drop_from_page_cache(root)
+        place.wait_until_written(len(setup.prompts) * (len(setup.prompts[0]) // BLOCK), server)
+    place.forget()
     say(f"{name}: starting again")
     with setup.serve(name, kv_transfer) as server:
         warm_up(server, setup)
-        disk = setup.ask_all(server, f"{name}: from disk")
+        disk = setup.ask_all(server, f"{name}: from {place.label}")
     times.host, times.host_tokens = [each.seconds for each in host], [each.cached_tokens for each in host]
     times.disk, times.disk_tokens = [each.seconds for each in disk], [each.cached_tokens for each in disk]
     times.worst_difference = max(map(difference, computed * 2, host + disk))
@@ -117,19 +176,6 @@ def warm_up(server: LocalServer, setup: Setup) -> None:
     """vLLM compiles its helpers at the first request; one block is too short to be stored and found again."""
     server.ask([2] * (BLOCK - 1), max_tokens=4)
     server.ask([random.randrange(2, 2048) for _ in setup.prompts[0]], max_tokens=1)
-
-
-def wait_until_written(root: Path, records: int, server: LocalServer) -> None:
-    """Until ``root`` has as many files of a chunk's size as there are chunks, and no longer grows."""
-    deadline, before = time.monotonic() + 120, -1
-    while time.monotonic() < deadline:
-        found = sum(1 for path in root.rglob("*") if path.is_file() and path.stat().st_size > 65536)
-        if found >= records and found == before:
-            return
-        before = found
-        server.ask([2] * 16, max_tokens=1)
-        time.sleep(1)
-    raise TimeoutError(f"{before} of {records} chunks are on disk after 120 s")
 
 
 def drop_from_page_cache(root: Path) -> None:
@@ -156,6 +202,62 @@ def draw(path: Path, medians: dict[str, dict[str, float]], tokens: int) -> None:
     )
 
 
+# ---- tiers beyond the host
+
+
+def vllm_objects(entry: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's own tier of objects at the same place, with its keys from the environment."""
+    config = kv_transfer_config(HOST_BYTES)
+    endpoint = str(entry.get("endpoint", ""))
+    scheme, _, host = endpoint.partition("://")
+    store = {"bucket": entry["bucket"], "endpoint_override": host, "scheme": scheme}
+    config["kv_connector_extra_config"] |= {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "vllm_tiering_on_cpu",
+        "secondary_tiers": [{"type": "obj", "prefix": f"{entry['prefix']}-vllm", "store_config": store}],
+    }
+    return config
+
+
+def measure_tiers(setup: Setup, entries: list[dict[str, Any]]) -> dict[str, Times]:
+    results = {"none": measure(setup, "none", None, None)}
+    for entry in entries:
+        kind = entry["type"]
+        config = kv_transfer_config(HOST_BYTES, secondary_tiers=[entry])
+        results[f"kv_offload {kind}"] = measure(setup, f"kv_offload {kind}", config, Remote(kind, True))
+        if kind != "s3":
+            continue
+        if importlib.util.find_spec("nixl") is None:
+            say("vllm obj: not measured, as NIXL is not installed")
+            continue
+        results["vllm obj"] = measure(setup, "vllm obj", vllm_objects(entry), Remote("obj", False))
+    return results
+
+
+def tell_tiers(results: dict[str, Times], arguments: argparse.Namespace) -> None:
+    """Says it, and keeps it unless it was only tried out."""
+    medians = {name: times.medians() for name, times in results.items()}
+    baseline = medians["none"]["compute"]
+    say(f"machine: {describe_machine()['text']}")
+    say(f"{arguments.tokens} tokens, computed without a connector: {baseline:.2f} s")
+    for name, rows in medians.items():
+        if "disk" in rows:
+            say(f"  {name:18} after a restart {rows['disk']:7.3f} s   {baseline / rows['disk']:6.1f}x")
+    if arguments.dry:
+        return
+    write_results(
+        "prompt_reload-remote",
+        {
+            "tokens": arguments.tokens,
+            "model": arguments.kind,
+            "seconds": {name: asdict(times) for name, times in results.items()},
+            "ratio_to_recompute": {
+                name: baseline / rows["disk"] for name, rows in medians.items() if "disk" in rows
+            },
+        },
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -165,6 +267,8 @@ def main() -> None:
     parser.add_argument("--only", choices=SYSTEMS, action="append", help="for trying out: nothing is written")
     parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
+    parser.add_argument("--tier", action="append", help="in place of the disk; see above")
+    parser.add_argument("--dry", action="store_true", help="with --tier, for trying out: nothing is written")
     arguments = parser.parse_args()
     generator = random.Random(0)
     prompts = [
@@ -173,12 +277,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="prompt-reload-") as name:
         directory = Path(name)
         setup = Setup(make_model(directory / "model", arguments.kind), directory, prompts)
+        if arguments.tier:
+            with contextlib.ExitStack() as stack:
+                places = [
+                    stack.enter_context(OWN[tier]()) if tier in OWN else tier for tier in arguments.tier
+                ]
+                found = measure_tiers(setup, [entry_of(place) for place in places])
+            tell_tiers(found, arguments)
+            return
         results = {}
         for name in arguments.only or SYSTEMS:
-            root = None if name == "none" else directory / name
-            if root is not None:
-                root.mkdir()
-            results[name] = measure(setup, name, connector(name, root), root)
+            place = None if name == "none" else Directory(directory / name)
+            results[name] = measure(setup, name, connector(name, place and place.root), place)
     medians = {name: times.medians() for name, times in results.items()}
     if arguments.only:
         return

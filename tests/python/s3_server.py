@@ -51,6 +51,24 @@ def certificate(directory: Path, names: str = "IP:127.0.0.1,DNS:localhost,DNS:*.
     return directory / "cert.pem"
 
 
+def expired_certificate(directory: Path) -> Path:
+    """As ``certificate``, of 2020. (Only ``openssl ca`` takes dates.)"""
+    (directory / "index").touch()
+    (directory / "ca.conf").write_text(
+        f"[ca]\ndefault_ca=d\n[d]\ndatabase={directory}/index\nnew_certs_dir={directory}\nrand_serial=yes\n"
+        "default_md=sha256\npolicy=p\ncopy_extensions=copy\n[p]\ncommonName=supplied\n"
+    )
+    key, request, made = (str(directory / name) for name in ("key.pem", "request.pem", "cert.pem"))
+    asked = ["openssl", "req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    asked += ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", request]
+    signed = ["openssl", "ca", "-selfsign", "-batch", "-notext", "-config", str(directory / "ca.conf")]
+    signed += ["-startdate", "20200101000000Z", "-enddate", "20200102000000Z"]
+    signed += ["-in", request, "-keyfile", key, "-out", made]
+    for command in (asked, signed):
+        subprocess.run(command, check=True, capture_output=True)
+    return Path(made)
+
+
 class S3Server:
     """On loopback, with one bucket; ended by its pid. What it keeps is lost with ``directory``."""
 

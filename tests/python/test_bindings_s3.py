@@ -1,5 +1,8 @@
 """csrc/bindings/bind_s3.cc: an s3 tier under a cache; the store is of others, and checks signatures."""
 
+import contextlib
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -7,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from s3_server import ACCESS, BUCKET, READER, SECRET, S3Server, certificate
+from s3_server import ACCESS, BUCKET, READER, SECRET, S3Server, certificate, expired_certificate
 from small_core import attach, keys, make_cache, store
 
 from kv_offload import _core
@@ -138,6 +141,39 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(server, region, namesp
     spec = s3_tier(bucket=bucket(server, endpoint=server.secure), namespace_id=namespace)
     with pytest.raises(_core.ResourceError, match="certificate"):
         make_cache(region[0], tiers=[spec])
+
+
+def test_a_certificate_that_has_expired_is_refused_though_it_is_trusted(
+    region: Any, namespace: bytes, tmp_path: Path
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    trusted = expired_certificate(tmp_path)
+    context.load_cert_chain(trusted, tmp_path / "key.pem")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=shake_hands, args=(listener, context))
+        thread.start()
+        address = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        given = _core.S3Bucket(
+            name=BUCKET,
+            endpoint=address,
+            path_style=True,
+            access_key=ACCESS,
+            secret_key=SECRET,
+            ca_file=str(trusted),
+        )
+        with pytest.raises(_core.ResourceError, match="certificate"):
+            make_cache(region[0], tiers=[s3_tier(bucket=given, namespace_id=namespace)])
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def shake_hands(listener: socket.socket, context: ssl.SSLContext) -> None:
+    """With all who come; nobody gets further."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with contextlib.suppress(OSError), context.wrap_socket(connection, server_side=True):
+                pass
 
 
 def test_what_was_damaged_in_the_store_is_a_miss_and_removed(server, region, namespace) -> None:

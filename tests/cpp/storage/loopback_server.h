@@ -162,9 +162,9 @@ class Faults {
     }
   }
   Fate draw() {
-    // Who meets one without an end waits for a deadline: they are rarer than the others.
-    std::size_t kind = random_() % 24;
-    kind = kind == 23 ? static_cast<std::size_t>(Mishap::kEndless) : kind % (kMishaps - 1);
+    // Each kind once, and then at random. Who meets one without an end waits for a deadline: they are rarer.
+    std::size_t kind = drawn_++;
+    if (kind >= kMishaps) kind = random_() % 24 == 0 ? kMishaps - 1 : random_() % (kMishaps - 1);
     ++happened_[kind];
     Fate fate;
     switch (static_cast<Mishap>(kind)) {
@@ -197,6 +197,7 @@ class Faults {
   int waiting_ = 0;
   std::mt19937 random_;
   unsigned permille_ = 0;
+  std::size_t drawn_ = 0;
   std::vector<std::string> refusals_;
   std::size_t happened_[kMishaps] = {};
 };

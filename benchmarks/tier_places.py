@@ -1,0 +1,60 @@
+"""Tiers beyond the host as a benchmark's ``--tier`` names them, and servers of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kv_offload.tiers import entry_at, kinds
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
+
+_PREFIX_KEYS = ("key_prefix", "prefix")  # of the kinds that have one
+
+
+def entry_of(text: str) -> dict[str, Any]:
+    """``KIND=PLACE`` or a table of secondary_tiers as JSON, with a prefix that no run before had: what is
+    computed first must not be found. SystemExit for a kind that has none."""
+    entry: dict[str, Any] = json.loads(text) if text.startswith("{") else entry_at(text)
+    kind = kinds().get(entry.get("type", ""))
+    keys = [key for key in _PREFIX_KEYS if kind is not None and key in kind.model_fields]
+    if not keys:
+        raise SystemExit(f"--tier {text} is of no kind beyond the host: give redis=URL, s3=BUCKET or JSON")
+    return {**entry, keys[0]: f"bench-{uuid.uuid4().hex}"}
+
+
+@contextlib.contextmanager
+def own_redis() -> Iterator[str]:
+    """A redis-server on a socket, and its ``--tier``."""
+    from redis_server import redis_server
+
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        redis_server(Path(directory), "--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru") as socket,
+    ):
+        yield f"redis=unix://{socket}"
+
+
+@contextlib.contextmanager
+def own_s3() -> Iterator[str]:
+    """SeaweedFS on loopback, and its ``--tier``; its keys are in the environment from here on."""
+    from s3_server import ACCESS, BUCKET, SECRET, S3Server
+
+    os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS, "AWS_SECRET_ACCESS_KEY": SECRET}
+    with tempfile.TemporaryDirectory() as directory:
+        server = S3Server(Path(directory))
+        try:
+            server.start()
+            yield json.dumps({"type": "s3", "bucket": BUCKET, "endpoint": server.endpoint})
+        finally:
+            server.kill()
+
+
+OWN = {"redis": own_redis, "s3": own_s3}
