@@ -169,6 +169,54 @@ def probe_redis(
 
 def redis_has_tls() -> bool: ...
 
+class RemoteRecord:
+    """What lies under a name: a record with all three parts, in hex; the name of an epoch with namespace_id
+    alone; something else."""
+
+    @property
+    def name(self) -> bytes: ...
+    @property
+    def namespace_id(self) -> str: ...
+    @property
+    def epoch(self) -> str: ...
+    @property
+    def key(self) -> str: ...
+    @property
+    def size(self) -> int:
+        """Bytes that it takes there."""
+
+    @property
+    def used(self) -> float:
+        """Unix seconds; 0: the server does not say."""
+
+    @property
+    def written(self) -> float: ...
+
+class RemoteRecords:
+    """Records under a prefix of a server or a bucket, for the commands. RuntimeError: refused, or silent."""
+
+    def page(self, namespace_id: str, start: bytes, sizes: bool) -> tuple[list[RemoteRecord], bytes]:
+        """A page and where to go on (b"" at the end) of one namespace or, of "", all."""
+
+    def written(self, record: RemoteRecord) -> float:
+        """As its header says; 0: unknown, or to look would count as a use."""
+
+    def verify(self, record: RemoteRecord, repair: bool) -> tuple[str, str, bool]:
+        """Reads all of it: (ok | not_found | corrupt | ..., what is wrong, was it removed)."""
+
+    def remove(self, records: list[RemoteRecord]) -> tuple[int, int, str]:
+        """(records, bytes) that are gone by it, and why no more; "" when all are."""
+
+    @property
+    def takes_threads(self) -> bool: ...
+    @property
+    def keeps_versions(self) -> bool: ...
+
+def redis_records(
+    server: RedisServer, *, key_prefix: str, deadline_seconds: float, page: int = 512
+) -> RemoteRecords:
+    """One thread at a time. RuntimeError: the server does not answer, refuses us, or is a cluster's node."""
+
 class S3Bucket:
     """Where a bucket is, and as whom it is spoken to. Shows no keys."""
 
@@ -224,6 +272,8 @@ def s3_unavailable_reason() -> str:
 
 def s3_library_version() -> str:
     """The libcurl that was loaded, such as "7.88.1 (libcurl.so.4)"; empty without one."""
+def s3_records(bucket: S3Bucket, *, prefix: str, deadline_seconds: float, page: int = 1000) -> RemoteRecords:
+    """Any thread. RuntimeError: this build has no s3 tier."""
 
 class TieredCache:
     def __init__(

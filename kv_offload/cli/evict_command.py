@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kv_offload.cli.root_commands import Json, Root
-from kv_offload.cli.roots import open_root
+from kv_offload.cli.root_commands import Json
 from kv_offload.cli.terminal import OK, PROBLEM, console, plain_errors, print_json
+from kv_offload.fs_root import open_root
 
 if TYPE_CHECKING:
     from kv_offload._core import FsRoot
+
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="The root_dir of a tier.", show_default=False)]
 
 _UNITS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
 _NO_TARGET = 1 << 62
@@ -87,7 +89,9 @@ def evict(
     below because the rest are not records, or was refused; 2 wrong use, or ROOT is not a root.
     """
     from kv_offload.sizes import parse_byte_size
+    from kv_offload.tiers import kind_behind, refuse_address
 
+    refuse_address(root, kind_behind("disk"))
     size = parse_byte_size(max_bytes)
     if low > high:
         raise ValueError(f"--low {low:g} is above --high {high:g}; eviction would never start or never stop")

@@ -1,8 +1,7 @@
-"""``kv-offload stat|ls|verify|purge ROOT``: inspect and repair a root, without vLLM."""
+"""``kv-offload stat|ls|verify|purge ROOT``: inspect and repair a root of any kind, without vLLM."""
 
 import heapq
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -26,9 +25,16 @@ from kv_offload.cli.terminal import (
 )
 
 if TYPE_CHECKING:
-    from kv_offload._core import FsRoot
+    pass
 
-Root = Annotated[str, typer.Argument(metavar="ROOT", help="The root_dir of a tier.", show_default=False)]
+Root = Annotated[
+    str,
+    typer.Argument(
+        metavar="ROOT",
+        help="The root_dir of a tier, or its address: redis://..., s3://...",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Namespace = Annotated[
     str | None,
@@ -36,8 +42,9 @@ Namespace = Annotated[
 ]
 
 
-_SAME_SECONDS = 2.0  # from the header to the end of the file: a last use up to here is the write itself
 _SHORT_ID = 12  # digits of a namespace that are shown
+_MOST_NAMED = 50  # namespaces, in an error
+_SHORT_EPOCH = 4  # of a generation; one that is a number has fewer
 _LS_WITHOUT_KEY = 54  # columns that all but the key take in a row of ls
 
 
@@ -46,17 +53,23 @@ def stat(root: Root, as_json: Json = False) -> None:
     """Show what a root holds: bytes, records, and each namespace.
 
     Each model, layout and format has a namespace of its own. With --json each has its description (model,
-    revision, dtype, layout) and its generation (how often it was reset) as well.
+    revision, dtype, layout) and its generation (how often it was reset) as well. A server or a bucket knows
+    neither of them, nor who uses it: "-", null with --json.
+
+    ROOT is a directory, or the address of a server or a bucket; after its "?" stand keys of the tier.
 
     \b
-    Example:
+    Examples:
       kv-offload stat /var/cache/kv --json | jq .bytes
+      kv-offload stat "redis://cache.internal:6379/0?password_env=REDIS_PASSWORD"
+      kv-offload stat "s3://kv-cache/kv_offload?region=eu-west-1"
 
     Exit status: 0 shown; 1 ROOT cannot be read; 2 ROOT is not a root.
     """
     from kv_offload.sizes import format_bytes
 
-    report = open_root(root).stat()
+    opened = open_root(root)
+    report = opened.stat()
     for space in report["namespaces"]:
         space["description"] = _description(space.pop("json"))
     if as_json:
@@ -64,9 +77,9 @@ def stat(root: Root, as_json: Json = False) -> None:
         return
     out = console()
     out.print(
-        f"[bold]{escape(root)}[/bold]: {format_bytes(report['bytes'])}, "
+        f"[bold]{escape(opened.where)}[/bold]: {format_bytes(report['bytes'])}, "
         f"{_count(report['records'], 'record')}, {_count(len(report['namespaces']), 'namespace')}, "
-        f"{_count(report['temporaries'], 'temporary file')}"
+        + _beside_records(report)
     )
     numbers = ("bytes", "records", "oldest", "newest")
     shown = table("", "namespace", *numbers, "in use", "model", right=numbers, fold=("model",))
@@ -78,11 +91,24 @@ def stat(root: Root, as_json: Json = False) -> None:
             f"{space['records']:,}",
             age(space["oldest"]),
             age(space["newest"]),
-            "yes" if space["open"] else "no",
-            model_name(space["description"] or {}),
+            _yes_or_no(space["open"]),
+            "-" if space["open"] is None else model_name(space["description"] or {}),
         )
     if report["namespaces"]:
         out.print(shown)
+    for name in report.get("other_names", ()):
+        out.print(f"no record: {escape(name)}")
+
+
+def _beside_records(report: dict[str, Any]) -> str:
+    """A directory has temporary files; under a prefix of others anything may lie."""
+    if "others" in report:
+        return _count(report["others"], "key") + " of something else"
+    return _count(report["temporaries"], "temporary file")
+
+
+def _yes_or_no(fact: bool | None) -> str:
+    return "-" if fact is None else "yes" if fact else "no"
 
 
 class Order(str, Enum):
@@ -130,6 +156,9 @@ def ls(
     With --json each record is one line: namespace, generation, key, bytes, mtime (last use, unix seconds),
     created, hit, path. With --limit 0 and by newest they come as they are found.
 
+    On a server or in a bucket nothing is known of hits; the generation is the name of an epoch. A Redis
+    server has no last use where its maxmemory-policy is LFU, and a bucket never; what is not known is "-".
+
     \b
     Examples:
       kv-offload ls /var/cache/kv --by largest -l 10
@@ -140,15 +169,18 @@ def ls(
     from kv_offload.sizes import format_bytes
 
     opened = open_root(root)
-    found: Iterable[dict[str, Any]] = opened.records(full_id(opened, namespace))
+    if by is Order.HITS and not opened.knows_hits:
+        raise ValueError(f"{opened.where}: which records were hit is not known there; choose another --by")
+    chosen = None if namespace is None else full_id(opened.stat(), namespace)
+    found: Iterable[dict[str, Any]] = opened.records(chosen)
     if by is Order.HITS:
-        found = map(_with_history, found)
+        found = map(opened.with_history, found)
     if limit:
         found = heapq.nsmallest(limit, found, key=_ORDERS[by])
     elif by is not Order.NEWEST:
         found = sorted(found, key=_ORDERS[by])
     if by is not Order.HITS:
-        found = map(_with_history, found)
+        found = map(opened.with_history, found)
     if as_json:
         for record in found:
             typer.echo(json.dumps(record))
@@ -163,19 +195,11 @@ def ls(
             format_bytes(record["bytes"]),
             age(record["mtime"]),
             age(record["created"]),
-            "yes" if record["hit"] else "no",
+            _yes_or_no(record["hit"]),
             record["namespace"][:_SHORT_ID],
-            str(record["generation"]),
+            str(record["generation"])[:_SHORT_EPOCH],
         )
     out.print(shown if shown.row_count else "no records")
-
-
-def _with_history(record: dict[str, Any]) -> dict[str, Any]:
-    """With when it was written, and whether it was used since."""
-    from kv_offload import _core
-
-    created = _core.record_created(record["path"])
-    return record | {"created": created, "hit": bool(created) and record["mtime"] > created + _SAME_SECONDS}
 
 
 @plain_errors
@@ -191,9 +215,13 @@ def verify(
     removed is computed again. Records that cannot be read (an I/O error, permissions) are named and kept.
     Servers may use the root meanwhile. --repair must run as the user that the root belongs to.
 
+    On a server or in a bucket each record is read through the network. One that another has written anew
+    meanwhile is never removed; where a store cannot promise that, it is named and kept.
+
     \b
-    Example:
+    Examples:
       kv-offload verify /var/cache/kv --repair --json
+      kv-offload verify rediss://cache.internal:6380/0?password_file=/run/secrets/redis
 
     Exit status: 0 all is well; 1 something is damaged (repaired or not) or refused; 2 ROOT is not a root.
     """
@@ -211,33 +239,19 @@ def verify(
         bar = progress.add_task("", total=None)
         checked = 0
 
-        def show(done: int, total: int) -> None:
+        def show(done: int, total: int | None) -> None:
             nonlocal checked
             checked = done
             progress.update(bar, completed=done, total=total)
 
-        damaged = opened.verify(repair, show) + damaged_descriptions(root, opened, repair)
+        damaged = opened.verify(repair, show)
     if as_json:
         print_json({"checked": checked, "damaged": damaged})
     else:
         _print_damage(checked, damaged, repair)
+    if any(bad["removed"] for bad in damaged):
+        _tell(opened.notes())
     raise typer.Exit(PROBLEM if damaged else OK)
-
-
-def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict[str, Any]]:
-    """Namespaces whose id is not the digest of their namespace.json, in the form of ``verify``'s results."""
-    from kv_offload.namespace import described_id
-
-    damaged = []
-    for space in opened.stat()["namespaces"]:
-        if not space["json"] or described_id(space["json"]) == space["id"]:
-            continue
-        path = os.path.join(root, space["id"], "namespace.json")
-        if repair:
-            os.unlink(path)
-        message = "it describes another namespace than its directory's name says"
-        damaged.append({"path": path, "kind": "corrupt", "message": message, "removed": repair})
-    return damaged
 
 
 def _print_damage(checked: int, damaged: list[dict[str, Any]], repair: bool) -> None:
@@ -264,32 +278,36 @@ def purge(
     """Remove the records of one namespace, or of all.
 
     Servers may use the root meanwhile: what they no longer find they compute again. Must run as the user
-    that the root belongs to.
+    that the root belongs to. On a server or in a bucket only records are removed: not the small keys that
+    name the epochs of the servers that run, and nothing that is no record.
 
     \b
-    Example:
+    Examples:
       kv-offload purge /var/cache/kv --namespace 3fa2 --yes
+      kv-offload purge unix:///run/redis.sock -n 3fa2
 
     Exit status: 0 removed; 1 not confirmed, or refused; 2 ROOT is not a root, or has no such namespace.
     """
     from kv_offload.sizes import format_bytes
 
     opened = open_root(root, changes=True)
-    chosen = full_id(opened, namespace)
+    if as_json and not yes:
+        fail("--json does not ask; give --yes as well", USAGE)
+    report = {} if yes and namespace is None else opened.stat()
+    chosen = full_id(report, namespace)
     if not yes:
-        if as_json:
-            fail("--json does not ask; give --yes as well", USAGE)
-        report = opened.stat()
         spaces = [space for space in report["namespaces"] if chosen in (None, space["id"])]
         records = sum(space["records"] for space in spaces)
         if any(space["open"] for space in spaces):
             typer.echo(
                 "A server uses it: it keeps running, and computes again what it no longer finds.", err=True
             )
+        elif any(space["open"] is None for space in spaces):
+            typer.echo("Servers that use it compute again what they no longer find.", err=True)
         size = sum(space["bytes"] for space in spaces)
         typer.confirm(
             f"Remove {_count(records, 'record')} ({format_bytes(size)}, {_count(len(spaces), 'namespace')}) "
-            f"from {root}?",
+            f"from {opened.where}?",
             abort=True,
         )
     records, size = opened.purge(chosen)
@@ -297,17 +315,25 @@ def purge(
         print_json({"records": records, "bytes": size})
     else:
         console().print(f"{_count(records, 'record')} removed, {format_bytes(size)}")
+    _tell(opened.notes())
 
 
-def full_id(root: "FsRoot", prefix: str | None) -> str | None:
+def _tell(notes: Iterable[str]) -> None:
+    for note in notes:
+        typer.echo(f"kv-offload: {note}", err=True)
+
+
+def full_id(report: dict[str, Any], prefix: str | None) -> str | None:
     """The one namespace whose id starts with ``prefix``. Raises ValueError naming those there are."""
     if prefix is None:
         return None
-    ids = [str(space["id"]) for space in root.stat()["namespaces"]]
+    ids = [str(space["id"]) for space in report["namespaces"]]
     found = [known for known in ids if known.startswith(prefix.lower())]
     if len(found) == 1:
         return found[0]
-    there = ", ".join(known[:12] for known in ids) or "none"
+    there = ", ".join(known[:12] for known in ids[:_MOST_NAMED]) or "none"
+    if len(ids) > _MOST_NAMED:
+        there += f" and {len(ids) - _MOST_NAMED:,} more"
     raise ValueError(
         f"{'no' if not found else 'more than one'} namespace starts with {prefix}; there are: {there}"
     )

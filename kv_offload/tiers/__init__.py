@@ -18,6 +18,8 @@ Kind = TypeVar("Kind", bound=TierConfig)
 _kinds: dict[str, type[TierConfig]] = {}
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _HOST_MEMORY = "cpu"  # the label of host memory
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/?)")
+_LOGIN = re.compile(r"[^/.][^/]*:[^/]*@")  # what a mistyped address starts with, and hardly a directory
 
 
 def register(kind: type[Kind]) -> type[Kind]:
@@ -46,11 +48,46 @@ def kind_behind(option: str) -> type[TierConfig]:
 
 
 def entry_at(place: str) -> dict[str, Any]:
-    """The entry of secondary_tiers for a place as a command is given it: a directory, or KIND=PLACE."""
+    """The entry of secondary_tiers for a place as a command is given it: a directory, an address such as
+    redis://host, or KIND=PLACE.
+
+    Raises ValueError that does not repeat an address: there may be a password in it.
+    """
     name, equals, rest = place.partition("=")
     if equals and name in _kinds:
+        refuse_address(rest, _kinds[name])
         return _kinds[name].entry(rest)
+    kind = _kind_of_address(place)
+    if kind is not None:
+        return kind.entry_of_address(place)
+    refuse_address(place, kind_behind("disk"))
     return kind_behind("disk").entry(place)
+
+
+def _kind_of_address(place: str) -> type[TierConfig] | None:
+    scheme = _ADDRESS.match(place)
+    if scheme is None:
+        return None
+    return next((kind for kind in _kinds.values() if scheme.group(1).lower() in kind.schemes), None)
+
+
+def _is_address(text: str) -> bool:
+    scheme = _ADDRESS.match(text)
+    return bool((scheme and scheme.group(2)) or _kind_of_address(text) is not None or _LOGIN.match(text))
+
+
+def refuse_address(place: str, kind: type[TierConfig]) -> None:
+    """ValueError when it is an address and the kind has directories; it does not repeat it."""
+    if kind.option != "disk":
+        return
+    texts = (place, place.partition("=")[2])  # the latter of KIND=PLACE, where no kind was looked for
+    if any(map(_is_address, texts)):
+        known = sorted(f"{each}://" for kind in _kinds.values() for each in kind.schemes)
+        raise ValueError(
+            "an address is given where a directory is needed, or one that no kind of tier has (it is not "
+            "repeated: there may be a password in it); addresses that stat, ls, verify and purge know: "
+            f"{', '.join(known)}"
+        )
 
 
 def parse_tier(given: Any) -> TierConfig:

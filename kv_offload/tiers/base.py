@@ -5,9 +5,10 @@ All that differs between kinds is asked here: the adapter, the command line and 
 
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
+from urllib.parse import parse_qsl
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
@@ -34,6 +35,57 @@ class Answer:
     figures: dict[str, Any] | None = None
 
 
+class Root(Protocol):
+    """The records of a tier as the commands look after them, while servers use them or not."""
+
+    @property
+    def where(self) -> str:
+        """What it is called in answers; never a password."""
+
+    @property
+    def knows_hits(self) -> bool:
+        """Is it known there which records were used since they were written."""
+
+    def stat(self) -> dict[str, Any]:
+        """bytes, records, temporaries, namespaces; None where the kind cannot know.
+
+        namespaces: list of {id, json, generation, bytes, records, oldest, newest, open}.
+        """
+
+    def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
+        """{namespace, generation, key (hex), bytes, mtime (unix seconds), path} of each, as found."""
+
+    def with_history(self, record: dict[str, Any]) -> dict[str, Any]:
+        """One of ``records`` with ``created`` (unix seconds) and ``hit``; None where that is not known."""
+
+    def verify(self, repair: bool, progress: Callable[[int, int | None], None]) -> list[dict[str, Any]]:
+        """{path, kind, message, removed} of each that is damaged. progress(done, in all if that is known)."""
+
+    def purge(self, namespace: str | None) -> tuple[int, int]:
+        """Records removed, and bytes that are free by that."""
+
+    def notes(self) -> list[str]:
+        """What is to be said after records were removed."""
+
+
+def options_of(address: str, known: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """An address without what follows its "?", and that by name.
+
+    Raises ValueError that repeats no value: one may be a password.
+    """
+    bare, _, query = address.partition("?")
+    options: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in known or name in options or not value:
+            named = f" {name}" if re.fullmatch(r"[a-z_]{1,40}", name) and f"{name}=" in query else ""
+            raise ValueError(
+                f"the address has an option{named} that is not known, is empty or stands there twice; "
+                f"possible after its ?: {', '.join(f'{each}=...' for each in known)}"
+            )
+        options[name] = value
+    return bare, options
+
+
 def known_eviction_policy(value: str) -> str:
     """The value; ValueError naming the policies there are."""
     if value not in EVICTION_POLICIES:
@@ -53,6 +105,8 @@ class TierConfig(BaseModel):
     bound_key: ClassVar[str | None] = None  # the field that bounds it; None: its server bounds itself
     option: ClassVar[str | None] = None  # of the command line, that takes such a place: "disk" of --disk
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "LOCAL"
+    schemes: ClassVar[tuple[str, ...]] = ()  # of addresses that commands are given: "redis" of redis://host
+    address_options: ClassVar[tuple[str, ...]] = ()  # its fields that may follow the "?" of such an address
 
     type: str = Field(description="kind of tier; required, as in vLLM's own configuration")
     write_policy: str = Field(
@@ -111,6 +165,21 @@ class TierConfig(BaseModel):
         if cls.bound_key is None:
             raise ValueError(f"a tier of type {entry['type']!r} takes no size: its server bounds it")
         return entry | {cls.bound_key: bound}
+
+    @classmethod
+    def entry_of_address(cls, address: str) -> dict[str, Any]:
+        """Its table in secondary_tiers for an address of one of its ``schemes``. Raises ValueError."""
+        bare, options = options_of(address, cls.address_options)
+        return cls.entry(bare) | options
+
+    def open_root(self, *, changes: bool, given: str = "") -> Root:
+        """Its records, for the commands that look after them; ``changes``: some will be removed;
+        ``given``: how its place was written.
+
+        Raises ValueError when there are none there, or the kind has no such commands; OSError or
+        RuntimeError when they cannot be looked at, or not be changed.
+        """
+        raise ValueError(f"{self.label()}: the records of this kind of tier cannot be looked after from here")
 
     def label(self) -> str:
         """What it is called in answers about this machine."""

@@ -14,6 +14,7 @@ from kv_offload.tiers.base import Answer, ByteSize, TierConfig, known_eviction_p
 
 if TYPE_CHECKING:
     from kv_offload._core import FsTier
+    from kv_offload.fs_root import DirectoryRoot
     from kv_offload.namespace import NamespaceIdentity
 
 DEFAULT_DISK_SHARE = 0.5  # of (free + already held) bytes, for a tier without max_bytes
@@ -209,6 +210,13 @@ class FsTierConfig(TierConfig):
         from kv_offload.namespace import other_namespaces
 
         return other_namespaces(self.root_dir, own)
+
+    def open_root(self, *, changes: bool, given: str = "") -> "DirectoryRoot":
+        """The directory, called as it was given."""
+        from kv_offload.fs_root import DirectoryRoot
+
+        same = bool(given) and os.path.abspath(given) == self.root_dir
+        return DirectoryRoot(given if same else self.root_dir, changes=changes)
 
     def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "FsTier":
         """A tier of files; ``bound`` is never None."""

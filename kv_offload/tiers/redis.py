@@ -11,11 +11,12 @@ from urllib.parse import unquote, urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from kv_offload.sizes import format_bytes
-from kv_offload.tiers.base import Answer, TierConfig
+from kv_offload.tiers.base import Answer, TierConfig, options_of
 
 if TYPE_CHECKING:
     from kv_offload._core import RedisServer, RedisTier
     from kv_offload.namespace import NamespaceIdentity
+    from kv_offload.remote_root import RemoteRoot
 
 DEFAULT_PORT = 6379
 _FORMS = "redis://[user@]host[:port][/db], rediss://... (TLS), unix:///path[?db=N]"
@@ -89,6 +90,14 @@ class RedisTierConfig(TierConfig):
     example: ClassVar[Mapping[str, Any]] = {"type": "redis", "url": "redis://cache.internal:6379/0"}
     place_key: ClassVar[str] = "url"
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
+    schemes: ClassVar[tuple[str, ...]] = ("redis", "rediss", "unix")
+    address_options: ClassVar[tuple[str, ...]] = (
+        "key_prefix",
+        "password_env",
+        "password_file",
+        "ca_file",
+        "op_deadline_ms",
+    )
 
     type: Literal["redis"] = Field(
         default="redis", description="kind of tier; required, as in vLLM's own configuration"
@@ -208,6 +217,30 @@ class RedisTierConfig(TierConfig):
 
     def _others(self) -> "list[RedisServer]":
         return [self._server(*parse_node(node)) for node in self.other_nodes]
+
+    @classmethod
+    def entry_of_address(cls, address: str) -> dict[str, Any]:
+        """db of a socket is a part of its url."""
+        socket = address.lower().startswith("unix:")
+        bare, options = options_of(address, (*(("db",) if socket else ()), *cls.address_options))
+        database = options.pop("db", None)
+        return cls.entry(bare if database is None else f"{bare}?db={database}") | options
+
+    def open_root(self, *, changes: bool, given: str = "") -> "RemoteRoot":
+        """The values under its prefix."""
+        from kv_offload import _core
+        from kv_offload.remote_root import RemoteRoot
+
+        refused = self.problems()
+        if refused:
+            raise ValueError(refused[0])
+        default = type(self).model_fields["key_prefix"].default
+        mark = "&" if "?" in self.url else "?"
+        where = self.url if self.key_prefix == default else f"{self.url}{mark}key_prefix={self.key_prefix}"
+        records = _core.redis_records(
+            self._server(), key_prefix=self.key_prefix, deadline_seconds=self.op_deadline_seconds
+        )
+        return RemoteRoot(records, where)
 
     def problems(self, record_bytes: int = 0) -> list[str]:
         """What is missing on this side; the server is asked when it is opened."""

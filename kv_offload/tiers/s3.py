@@ -1,6 +1,7 @@
 """The kind ``s3``: records as objects of a bucket, in AWS S3 or a store that speaks as it does."""
 
 import os
+import re
 from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -9,13 +10,14 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from kv_offload.sizes import format_bytes
-from kv_offload.tiers.base import Answer, Threads, TierConfig
+from kv_offload.tiers.base import Answer, Threads, TierConfig, options_of
 from kv_offload.tiers.s3_bucket import look_at_bucket
 from kv_offload.tiers.s3_credentials import Found, NoCredentials, Renewal, find_credentials
 
 if TYPE_CHECKING:
     from kv_offload._core import S3Bucket, S3Tier
     from kv_offload.namespace import NamespaceIdentity
+    from kv_offload.remote_root import RemoteRoot
 
 _PROBE_RECORD = 2 << 20
 _MOST_PROBE_BYTES = 64 << 20
@@ -36,6 +38,15 @@ class S3TierConfig(TierConfig):
     example: ClassVar[Mapping[str, Any]] = {"type": "s3", "bucket": "kv-cache", "region": "eu-west-1"}
     place_key: ClassVar[str] = "bucket"
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
+    schemes: ClassVar[tuple[str, ...]] = ("s3",)
+    address_options: ClassVar[tuple[str, ...]] = (
+        "region",
+        "endpoint",
+        "path_style",
+        "profile",
+        "ca_file",
+        "op_deadline_ms",
+    )
 
     type: Literal["s3"] = Field(
         default="s3", description="kind of tier; required, as in vLLM's own configuration"
@@ -127,6 +138,35 @@ class S3TierConfig(TierConfig):
         """The bucket and the prefix, and the store where it is not AWS."""
         at = f" at {self.endpoint}" if self.endpoint else ""
         return f"{self.bucket}/{self.prefix}{at}"
+
+    @classmethod
+    def entry_of_address(cls, address: str) -> dict[str, Any]:
+        """s3://bucket/prefix; without a prefix that of a tier that names none."""
+        bare, options = options_of(address, cls.address_options)
+        scheme, _, place = bare.partition("://")
+        bucket, _, prefix = place.partition("/")
+        if scheme.lower() != "s3" or not re.fullmatch(r"[A-Za-z0-9_.-]+", bucket):
+            raise ValueError(
+                "an s3 address is s3://bucket/prefix, without credentials, which end in logs and process "
+                "lists: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ?profile="
+            )
+        prefix = prefix.strip("/")
+        return cls.entry(bucket) | ({"prefix": prefix} if prefix else {}) | options
+
+    def open_root(self, *, changes: bool, given: str = "") -> "RemoteRoot":
+        """The objects under its prefix."""
+        from kv_offload import _core
+        from kv_offload.remote_root import RemoteRoot
+
+        refused = self.problems()
+        if refused:
+            raise ValueError(refused[0])
+        found = find_credentials(self.profile)
+        bucket = self._bucket(found)
+        Renewal(found, bucket.renewer(), self.label()).start()
+        records = _core.s3_records(bucket, prefix=self.prefix, deadline_seconds=self.op_deadline_seconds)
+        at = f" at {self.endpoint}" if self.endpoint else ""
+        return RemoteRoot(records, f"s3://{self.bucket}/{self.prefix}{at}", f"s3://{self.bucket}/")
 
     def _bucket(self, found: Found) -> "S3Bucket":
         from kv_offload import _core

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -54,3 +55,39 @@ def wait_for(process: subprocess.Popen[bytes], path: Path) -> None:
                 return
             except OSError:
                 os.sched_yield()
+
+
+class RedisClient:
+    """Speaks to a server on its socket, past all that we wrote."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(path))
+        self._answers = self._socket.makefile("rb")
+
+    def __enter__(self) -> "RedisClient":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._answers.close()
+        self._socket.close()
+
+    def ask(self, *words: str | bytes | int) -> Any:
+        """The answer: bytes, int, None or a list; AssertionError for a refusal."""
+        parts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+        command = b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
+        self._socket.sendall(b"*%d\r\n" % len(parts) + command)
+        return self._answer()
+
+    def _answer(self) -> Any:
+        line = self._answers.readline()[:-2]
+        kind, rest = line[:1], line[1:]
+        assert kind != b"-", rest
+        if kind == b"+":
+            return rest
+        if kind == b":":
+            return int(rest)
+        if kind == b"*":
+            return [self._answer() for _ in range(int(rest))]
+        length = int(rest)
+        return None if length < 0 else self._answers.read(length + 2)[:-2]

@@ -30,8 +30,8 @@ def core(monkeypatch):
     monkeypatch.setattr(kv_offload, "_core", fake_core, raising=False)
     monkeypatch.setattr(fake_core.FsRoot, "last_purge", "nothing", raising=False)
     # Its namespaces are called ab... and ac..., whatever they hold.
-    monkeypatch.setattr("kv_offload.cli.root_commands.damaged_descriptions", lambda *_: [])
-    monkeypatch.setattr("kv_offload.cli.roots.owner_of", lambda _: os.geteuid())
+    monkeypatch.setattr("kv_offload.fs_root.damaged_descriptions", lambda *_: [])
+    monkeypatch.setattr("kv_offload.fs_root.owner_of", lambda _: os.geteuid())
     return monkeypatch
 
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <charconv>
 #include <cstring>
 #include <new>
@@ -20,10 +21,9 @@ using ConstBytes = std::span<const std::byte>;
 // The replies of no call are longer together (INFO's is by far the longest), so that no server makes us keep
 // what it likes. The bytes of records are not among them.
 constexpr std::size_t kMostReplyBytes = 256 << 10;
-constexpr long long kMostElements = 64;
+constexpr long long kMostElements = 16384;  // a page of names, or a map of slots
 // Each slot in a range of its own, with a master and two replicas.
 constexpr std::size_t kMostMapBytes = 8 << 20;
-constexpr long long kMostMapElements = 16384;
 
 Status nonsense() { return Status::error(StatusKind::kIo, "what the server sent is no reply"); }
 
@@ -215,7 +215,7 @@ Status Connection::next_reply(Deadline deadline, Reply* reply) {
     if (found != nullptr) {
       return to_reply(*static_cast<valkeyReply*>(found), reply) ? Status::ok() : nonsense();
     }
-    if (fed_ > most_reply_bytes_) return nonsense();
+    if (fed_ > most_reply_bytes_) return Status::error(StatusKind::kIo, "the answer is too long", EMSGSIZE);
     iovec vector{buffer.data(), buffer.size()};
     std::size_t moved = 0;
     if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
@@ -253,10 +253,8 @@ Status Connection::receive_all(std::size_t count, Deadline deadline, std::vector
 }
 
 Status Connection::call_for_map(const Words& command, Deadline deadline, Reply* reply) {
-  stream_->reader->maxelements = kMostMapElements;
   most_reply_bytes_ = kMostMapBytes;
   Status status = call(command, deadline, reply);
-  stream_->reader->maxelements = kMostElements;
   most_reply_bytes_ = kMostReplyBytes;
   return status;
 }
@@ -281,11 +279,11 @@ Status Connection::set(std::string_view key, std::span<const ConstBytes> pieces,
   return end_call();
 }
 
-Status Connection::get(std::string_view key, std::span<const Bytes> pieces, Deadline deadline, Reply* reply,
+Status Connection::get(const Words& command, std::span<const Bytes> pieces, Deadline deadline, Reply* reply,
                        std::uint64_t* length) {
   if (Status status = begin_call(); !status) return status;
   std::string text;
-  append_command(&text, {"GET", key});
+  append_command(&text, command);
   const ConstBytes bytes = std::as_bytes(std::span(text));
   if (Status status = send({&bytes, 1}, deadline); !status) return status;
   // The line before the value, and what came with it.

@@ -71,6 +71,11 @@ class Connection {
   // then hold. Of a value of another length only the length is found out (*length), the reply is kArray, and
   // the connection is not usable any more.
   Status get(std::string_view key, std::span<const std::span<std::byte>> pieces, Deadline deadline,
+             Reply* reply, std::uint64_t* length) {
+    return get(Words{"GET", key}, pieces, deadline, reply, length);
+  }
+  // The same of another command that is answered by a value, such as GETRANGE.
+  Status get(const Words& command, std::span<const std::span<std::byte>> pieces, Deadline deadline,
              Reply* reply, std::uint64_t* length);
 
   bool usable() const { return usable_; }

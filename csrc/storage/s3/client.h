@@ -64,6 +64,13 @@ using Deadline = std::chrono::steady_clock::time_point;
 
 enum class Verb : std::uint8_t { kGet, kHead, kPut, kDelete };
 
+// Gets a body that has no place of its own, as it comes.
+class BodySink {
+ public:
+  virtual ~BodySink() = default;
+  virtual bool take(std::span<const std::byte> bytes) noexcept = 0;  // false: enough
+};
+
 struct Request {
   Verb verb = Verb::kGet;
   std::string key = {};                               // letters, digits and -_./ only: signed as it is
@@ -73,6 +80,7 @@ struct Request {
   bool once = false;           // sent once and no more: what it does must not be done a second time, later
   std::string query = {};      // as it is signed: names in order, each with a "=", values percent-encoded
   std::size_t text_bytes = 0;  // kGet, in place of `into`: a body of status 200 is text, of at most so many
+  BodySink* sink = nullptr;    // kGet, in place of `into`, for a body of status 200
 };
 
 struct Answer {
@@ -85,6 +93,8 @@ struct Answer {
   // text_bytes.
   bool wrong_length = false;
   std::uint64_t length = 0;  // of that body, as announced, or as far as it came
+  bool told_length = false;  // of a body for a sink: it came whole
+  bool versioned = false;    // the bucket keeps older versions
   // No answer at all:
   bool misconfigured = false;  // the store's certificate is not one to believe, or there is no such address
   bool lost = false;           // the connection ended before a byte of it

@@ -45,7 +45,7 @@ void Transfer::header(std::string_view line) {
   if (line.starts_with("HTTP/")) {  // a new answer: after "100 Continue"
     const std::size_t space = line.find(' ');
     status_ = space == line.npos ? 0 : static_cast<long>(number_of(line.substr(space + 1)));
-    has_length_ = false;
+    has_length_ = chunked_ = false;
     retry_after_ = 0;
     return;
   }
@@ -67,6 +67,10 @@ void Transfer::header(std::string_view line) {
     keep(&etag_, value);
   } else if (is("x-amz-bucket-region")) {
     keep(&region_, value);
+  } else if (is("transfer-encoding")) {
+    chunked_ = true;
+  } else if (is("x-amz-version-id")) {
+    versioned_ = value != "null";  // as of a bucket that keeps none any more
   }
 }
 
@@ -88,6 +92,10 @@ bool Transfer::body(const char* data, std::size_t bytes) {
     wrong_length_ = came_ > request_.text_bytes;
     if (!wrong_length_) text_.append(data, bytes);
     return !wrong_length_;
+  }
+  if (request_.sink != nullptr) {
+    sink_ended_ = !request_.sink->take(std::as_bytes(std::span(data, bytes)));
+    return !sink_ended_;
   }
   wrong_length_ = (has_length_ && announced_ != expected_) || came_ > expected_;
   if (wrong_length_) return false;
@@ -131,6 +139,12 @@ Status Transfer::take(Answer* answer) const {
   answer->code = code();
   answer->etag = etag_.data();
   answer->region = region_.data();
+  answer->versioned = versioned_;
+  if (request_.sink != nullptr && status_ == 200) {
+    answer->length = has_length_ ? announced_ : came_;
+    answer->told_length = has_length_ || chunked_;
+    return Status::ok();
+  }
   if (request_.verb != Verb::kGet || status_ != 200) return Status::ok();
   if (request_.text_bytes > 0) {
     answer->text = text_;

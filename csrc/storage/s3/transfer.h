@@ -26,7 +26,7 @@ class Transfer {
   static int on_seek(void* self, std::int64_t offset, int origin) noexcept;
 
   // The body was stopped, and what came before is the answer.
-  bool was_stopped() const { return wrong_length_ || told_enough_; }
+  bool was_stopped() const { return wrong_length_ || told_enough_ || sink_ended_; }
   // After the request: what was answered. kIo: it ended too soon.
   Status take(Answer* answer) const;
   std::uint64_t retry_after_seconds() const { return retry_after_; }
@@ -40,6 +40,7 @@ class Transfer {
   std::uint64_t expected_ = 0, announced_ = 0, came_ = 0;
   long status_ = 0;
   bool has_length_ = false, wrong_length_ = false, told_enough_ = false;
+  bool chunked_ = false, sink_ended_ = false, versioned_ = false;
   std::size_t piece_ = 0, at_ = 0;  // where the next byte goes to, or comes from
   std::size_t header_bytes_ = 0, error_bytes_ = 0;
   std::array<char, 4096> error_{};  // the start of an error's body, where its code stands

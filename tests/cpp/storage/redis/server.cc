@@ -196,6 +196,7 @@ RedisProxy::Verb RedisProxy::verb_of(std::string_view command) {
   if (head.find("\r\nSET\r\n") != head.npos) return Verb::kWrite;
   if (head.find("\r\nEXISTS\r\n") != head.npos) return Verb::kLocate;
   if (head.find("\r\nINFO\r\n") != head.npos) return Verb::kInfo;
+  if (head.find("\r\nMULTI\r\n") != head.npos) return Verb::kMulti;
   return Verb::kOther;
 }
 

@@ -48,7 +48,7 @@ class RedisProcess {
 // What passes: one command after the other, each whole, and its reply.
 class RedisProxy {
  public:
-  enum class Verb { kRead, kWrite, kLocate, kEpoch, kInfo, kOther };
+  enum class Verb { kRead, kWrite, kLocate, kEpoch, kInfo, kMulti, kOther };
 
   explicit RedisProxy(const RedisProcess& server);
   ~RedisProxy() { faults.release(); }

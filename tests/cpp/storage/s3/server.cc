@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <optional>
 
+#include "storage/s3/list.h"
+
 namespace kv_offload::testing {
 namespace {
 
@@ -80,6 +82,24 @@ std::string reply(std::string_view status, std::string_view body, std::string_vi
 }
 std::string error(std::string_view status, std::string_view code, bool head = false) {
   return reply(status, fmt::format("<?xml version=\"1.0\"?><Error><Code>{}</Code></Error>", code), "", head);
+}
+
+std::string decoded(std::string_view text) {
+  std::string plain;
+  for (std::size_t at = 0; at < text.size(); ++at) {
+    if (text[at] != '%') {
+      plain.push_back(text[at]);
+      continue;
+    }
+    plain.push_back(static_cast<char>(std::stoi(std::string(text.substr(at + 1, 2)), nullptr, 16)));
+    at += 2;
+  }
+  return plain;
+}
+std::string escaped(std::string_view text) {
+  std::string xml;
+  for (const char c : text) xml += c == '&' ? "&amp;" : c == '<' ? "&lt;" : std::string(1, c);
+  return xml;
 }
 
 std::string lower(std::string text) {
@@ -186,6 +206,8 @@ std::string S3Server::act(const S3Message& message) {
   const std::string start = fmt::format("/{}/", kBucket);
   if (!message.path.starts_with(start)) return error("404 Not Found", "NoSuchBucket", head);
   const std::string key = message.path.substr(start.size());  // with its query: such an object is the answer
+  if (key.starts_with("?list-type=") || key.find("&list-type=2") != key.npos) return list(key);
+  const std::string version = keeps_versions_ ? "x-amz-version-id: 3sL4kqtJlcpXroDTDmJ\r\n" : "";
   const auto found = objects_.find(key);
   const bool there = found != objects_.end();
   const auto etag = [](const std::string& value) { return "\"" + hex(sha256(value)).substr(0, 32) + "\""; };
@@ -202,15 +224,48 @@ std::string S3Server::act(const S3Message& message) {
   }
   if (message.method == "DELETE") {
     objects_.erase(key);
-    return "HTTP/1.1 204 No Content\r\n\r\n";
+    return "HTTP/1.1 204 No Content\r\n" + version + "\r\n";
   }
   if (!there) return error("404 Not Found", "NoSuchKey", head);
-  return reply("200 OK", found->second, "ETag: " + etag(found->second) + "\r\n", head);
+  return reply("200 OK", found->second, "ETag: " + etag(found->second) + "\r\n" + version, head);
+}
+
+// In order, from behind the token, which is the last name of the page before.
+std::string S3Server::list(std::string_view query) const {
+  const auto given = [&](std::string_view name) {
+    const std::size_t at = query.find(fmt::format("{}=", name));
+    if (at == query.npos) return std::string();
+    const std::size_t from = at + name.size() + 1;
+    return decoded(query.substr(from, std::min(query.find('&', from), query.size()) - from));
+  };
+  const std::string prefix = given("prefix"), token = given("continuation-token");
+  const std::size_t most = std::stoul(given("max-keys"));
+  std::string body = "<?xml version=\"1.0\"?>\n<ListBucketResult xmlns=\"http://s3\">";
+  if (!lists_plainly_) body += "<EncodingType>url</EncodingType>";
+  std::size_t count = 0;
+  std::string last;
+  bool truncated = false;
+  for (auto at = token.empty() ? objects_.lower_bound(prefix) : objects_.upper_bound(token);
+       at != objects_.end() && at->first.starts_with(prefix); ++at) {
+    truncated = count == most;
+    if (truncated) break;
+    ++count;
+    last = at->first;
+    body += fmt::format(
+        "<Contents><Key>{}</Key><LastModified>2026-11-23T10:02:03.000Z</LastModified><ETag>&quot;x&quot;</"
+        "ETag>"
+        "<Size>{}</Size></Contents>",
+        lists_plainly_ ? escaped(last) : s3::percent_encoded(last), at->second.size());
+  }
+  body += fmt::format("<IsTruncated>{}</IsTruncated>", truncated);
+  if (truncated) body += fmt::format("<NextContinuationToken>{}</NextContinuationToken>", escaped(last));
+  return reply("200 OK", body + "</ListBucketResult>");
 }
 
 S3Server::Verb S3Server::verb_of(const S3Message& message) {
   if (message.path.ends_with("/epoch")) return Verb::kEpoch;
   if (message.path.ends_with("/conditions")) return Verb::kOther;
+  if (message.path.find("list-type=2") != message.path.npos) return Verb::kList;
   if (message.method == "GET") return Verb::kRead;
   if (message.method == "PUT") return Verb::kWrite;
   if (message.method == "HEAD") return Verb::kLocate;
@@ -253,6 +308,14 @@ void S3Server::answer_after(Verb verb, std::string text, int times) {
 void S3Server::ignore_conditions(bool ignored) {
   const std::lock_guard lock(mutex_);
   ignores_conditions_ = ignored;
+}
+void S3Server::keep_versions(bool kept) {
+  const std::lock_guard lock(mutex_);
+  keeps_versions_ = kept;
+}
+void S3Server::list_as_it_is(bool plain) {
+  const std::lock_guard lock(mutex_);
+  lists_plainly_ = plain;
 }
 int S3Server::connections() const { return acceptor_ ? acceptor_->connections() : 0; }
 std::size_t S3Server::wrong_signatures() const {

@@ -24,9 +24,9 @@ struct S3Message {
 
 class S3Server {
  public:
-  enum class Verb { kRead, kWrite, kLocate, kRemove, kEpoch, kOther };
-  static constexpr Verb kVerbs[] = {Verb::kRead,   Verb::kWrite, Verb::kLocate,
-                                    Verb::kRemove, Verb::kEpoch, Verb::kOther};
+  enum class Verb { kRead, kWrite, kLocate, kRemove, kEpoch, kList, kOther };
+  static constexpr Verb kVerbs[] = {Verb::kRead,  Verb::kWrite, Verb::kLocate, Verb::kRemove,
+                                    Verb::kEpoch, Verb::kList,  Verb::kOther};
 
   S3Server();
   ~S3Server() { kill(); }
@@ -50,6 +50,8 @@ class S3Server {
   void answer(Verb verb, std::string text, int times = 1 << 30);  // these bytes, and nothing is done
   void answer_after(Verb verb, std::string text, int times);  // it is done, and these bytes are the answer
   void ignore_conditions(bool ignored);
+  void keep_versions(bool kept);   // answers say so; older versions are not kept
+  void list_as_it_is(bool plain);  // names in lists are not encoded, whatever was asked for
   int connections() const;
   std::size_t wrong_signatures() const;
   S3Message last(Verb verb) const;
@@ -65,6 +67,7 @@ class S3Server {
   // Under the lock: what is answered, and does the connection go on.
   std::string answer_to(const S3Message& message, bool* more);
   std::string act(const S3Message& message);  // under the lock
+  std::string list(std::string_view query) const;
   static Verb verb_of(const S3Message& message);
 
   std::uint16_t port_ = 0;
@@ -73,7 +76,7 @@ class S3Server {
   std::map<Verb, Lie> lies_;
   std::map<Verb, S3Message> last_;
   std::size_t wrong_signatures_ = 0;
-  bool ignores_conditions_ = false;
+  bool ignores_conditions_ = false, keeps_versions_ = false, lists_plainly_ = false;
   std::unique_ptr<Acceptor> acceptor_;  // last: its threads use the others; none: killed
 };
 

@@ -171,11 +171,11 @@ TEST_F(S3TierTest, what_was_looked_up_and_missing_is_sent_without_asking_again) 
   TierDriver user(open()), other(open());
   EXPECT_FALSE(user.has(1));
   clock_.advance(std::chrono::minutes(1));  // while the prompt was computed
-  const std::size_t before = server_.requests(Verb::kLocate);
+  const std::size_t before = server_.faults.seen(Verb::kLocate);
   ASSERT_TRUE(other.write(1));
-  EXPECT_EQ(server_.requests(Verb::kLocate), before + 1) << "this one does not know";
+  EXPECT_EQ(server_.faults.seen(Verb::kLocate), before + 1) << "this one does not know";
   ASSERT_TRUE(user.write(1));
-  EXPECT_EQ(server_.requests(Verb::kLocate), before + 1);
+  EXPECT_EQ(server_.faults.seen(Verb::kLocate), before + 1);
   EXPECT_TRUE(user.read(1) && other.read(1)) << "sent twice, it is the same";
 }
 
@@ -204,10 +204,10 @@ TEST_F(S3TierTest, keys_that_are_no_prefix_are_asked_for_side_by_side) {
   PooledTierOptions pooled;
   pooled.n_read_threads = 4;
   const auto tier = medium_.open(pooled);
-  server_.block(Verb::kLocate);
+  server_.faults.block(Verb::kLocate);
   tier->prefetch_presence({key_of(1), key_of(2), key_of(3), key_of(4)}, KeyOrder::kNone);
-  server_.wait_for_blocked(4);
-  server_.release();
+  server_.faults.wait_for_blocked(4);
+  server_.faults.release();
 }
 
 // Of a prefix in which one expired (a lifecycle rule knows no prompts): whichever is found, a read tells.

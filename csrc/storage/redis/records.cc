@@ -1,0 +1,348 @@
+#include "storage/redis/records.h"
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <unordered_set>
+#include <utility>
+
+namespace kv_offload {
+namespace redis {
+namespace {
+
+using Words = Connection::Words;
+using Kind = Reply::Kind;
+
+constexpr std::size_t kPieceBytes = std::size_t{1} << 20;
+constexpr int kMostLooks = 3;  // at a record that others write meanwhile
+constexpr std::size_t kCursorDigits = 20;
+
+Status strange_answer() { return Status::error(StatusKind::kIo, "the server's answer fits no such command"); }
+Status is_gone() { return Status::error(StatusKind::kNotFound, "it is gone"); }
+
+bool is_word(const Reply& reply, std::string_view word) {
+  return reply.kind == Kind::kError &&
+         (reply.text == word || (reply.text.starts_with(word) && reply.text[word.size()] == ' '));
+}
+
+bool is_unknown(const Reply& reply) {
+  return reply.kind == Kind::kError &&
+         (reply.text.starts_with("ERR unknown") || reply.text.starts_with("ERR Unknown"));
+}
+
+std::string lower_of(std::string_view text) {
+  std::string lower(text);
+  std::transform(lower.begin(), lower.end(), lower.begin(), [](unsigned char c) { return std::tolower(c); });
+  return lower;
+}
+
+// Of a command that was sent on its own behalf, so that what is missing can be named.
+Status refusal_of(const Words& command, const Reply& reply, std::string_view prefix) {
+  const bool twofold = command[0] == "MEMORY" || command[0] == "OBJECT";
+  const std::string name = twofold ? fmt::format("{}|{}", command[0], command[1]) : std::string(command[0]);
+  if (is_word(reply, "NOPERM")) {
+    return Status::error(
+        StatusKind::kIo,
+        fmt::format("the user may not use {} here: allow +{} and the keys ~{}:* (ACL SETUSER)", name,
+                    lower_of(name), prefix));
+  }
+  if (is_word(reply, "READONLY")) {
+    return Status::error(StatusKind::kIo,
+                         "the server is a read-only replica, where nothing can be removed: give the address "
+                         "of its primary");
+  }
+  if (is_word(reply, "MOVED") || is_word(reply, "ASK") || is_word(reply, "CLUSTERDOWN")) {
+    return Status::error(StatusKind::kIo,
+                         "the server is a node of a cluster and knows a part of the keys only");
+  }
+  return refusal(reply.text);
+}
+
+// What MATCH takes for itself and nothing else.
+std::string quoted(std::string_view text) {
+  std::string pattern;
+  for (const char c : text) {
+    if (std::string_view("*?[]\\^-").find(c) != std::string_view::npos) pattern.push_back('\\');
+    pattern.push_back(c);
+  }
+  return pattern;
+}
+
+std::int64_t unix_now() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+class RedisRecords final : public RemoteRecords {
+ public:
+  explicit RedisRecords(const RedisRecordsOptions& options)
+      : options_(options), prefix_(options.key_prefix + ":"), tls_(make_tls_context(options.server)) {
+    if (Status status = connect(); !status) {
+      throw_resource("{}: {}", address_of(options.server), status.message());
+    }
+  }
+
+  Status list(const std::string& namespace_id, std::string from, bool sizes, RemotePage* page) override;
+  Status written(const RemoteRecord& record, std::int64_t* unix_nanos) override;
+  Status verify(const RemoteRecord& record, bool repair, bool* removed) override;
+  Status remove(std::span<const RemoteRecord> records, RemoteRemoved* removed) override;
+
+ private:
+  Deadline deadline() const { return std::chrono::steady_clock::now() + options_.deadline; }
+  Status connect();
+  Status ask(std::span<const Words> commands, std::vector<Reply>* replies);
+  Status scan(const std::string& match, const std::string& cursor, Reply* reply);
+  Status measure(std::vector<RemoteRecord>* records);
+  Words size_of(const RemoteRecord& record) const {
+    return memory_usage_ ? Words{"MEMORY", "USAGE", record.name} : Words{"STRLEN", record.name};
+  }
+  Status look(const RemoteRecord& record);
+  Status read_payload(const RemoteRecord& record, std::uint64_t length, RecordCheck* check);
+  Status settle(const RemoteRecord& record, bool repair, bool* unchanged);
+
+  const RedisRecordsOptions options_;
+  const std::string prefix_;
+  const std::shared_ptr<TlsContext> tls_;
+  std::unique_ptr<Connection> connection_;
+  bool no_touch_ = false;
+  bool memory_usage_ = true;  // as far as is known
+  const AlignedBuffer piece_{kPieceBytes};
+};
+
+Status RedisRecords::connect() {
+  if (connection_ && connection_->usable() && !connection_->stale()) return Status::ok();
+  bool refused = false;
+  const Deadline until = deadline();
+  if (Status status = Connection::open(options_.server, tls_, until, &connection_, &refused); !status)
+    return status;
+  // Both may be refused or unknown: the first then means a use, the second no cluster.
+  const std::array greet{Words{"CLIENT", "NO-TOUCH", "ON"}, Words{"INFO", "cluster"}};
+  std::vector<Reply> replies;
+  if (Status status = connection_->call_all(greet, until, &replies); !status) return status;
+  no_touch_ = replies[0].kind == Kind::kStatus && replies[0].text == "OK";
+  if (replies[1].kind != Kind::kError && replies[1].text.find("cluster_enabled:1") != std::string::npos) {
+    return Status::error(StatusKind::kIo,
+                         "the server is a node of a cluster and knows a part of the keys only");
+  }
+  return Status::ok();
+}
+
+Status RedisRecords::ask(std::span<const Words> commands, std::vector<Reply>* replies) {
+  if (Status status = connect(); !status) return status;
+  return connection_->call_all(commands, deadline(), replies);
+}
+
+// ---- lists
+
+// A page with names of any length may be too long to keep: smaller ones are asked for then.
+Status RedisRecords::scan(const std::string& match, const std::string& cursor, Reply* reply) {
+  unsigned keys = options_.page;
+  for (;;) {
+    const std::string count = std::to_string(keys);
+    const Words command{"SCAN", cursor, "MATCH", match, "COUNT", count};
+    std::vector<Reply> replies;
+    const Status status = ask({&command, 1}, &replies);
+    if (status) {
+      *reply = std::move(replies.front());
+      if (reply->kind == Kind::kError) return refusal_of(command, *reply, options_.key_prefix);
+      return Status::ok();
+    }
+    if (status.error_number() != EMSGSIZE) return status;
+    if (keys == 1) {
+      return Status::error(StatusKind::kIo,
+                           "a key under the prefix has a name far longer than those of records, which keeps "
+                           "all others from being listed: remove it");
+    }
+    keys = std::max(1u, keys / 16);
+  }
+}
+
+Status RedisRecords::list(const std::string& namespace_id, std::string from, bool sizes, RemotePage* page) {
+  *page = {};
+  const std::string cursor = from.empty() ? "0" : from;
+  const std::string below = namespace_id.empty() ? prefix_ : prefix_ + namespace_id + ":";
+  Reply found;
+  if (Status status = scan(quoted(below) + "*", cursor, &found); !status) return status;
+  if (found.kind != Kind::kArray || found.elements.size() != 2 || found.elements[0].kind != Kind::kString ||
+      found.elements[1].kind != Kind::kArray)
+    return strange_answer();
+  const std::string& next = found.elements[0].text;
+  if (next.empty() || next.size() > kCursorDigits || next.find_first_not_of("0123456789") != next.npos)
+    return strange_answer();
+  if (next == cursor && next != "0") {
+    return Status::error(StatusKind::kIo, "the server lists the same page again and again");
+  }
+  if (next != "0") page->next = next;
+  std::unordered_set<std::string> seen;
+  for (Reply& name : found.elements[1].elements) {
+    if (name.kind != Kind::kString || !name.text.starts_with(below)) return strange_answer();
+    if (!seen.insert(name.text).second) continue;
+    RemoteRecord record;
+    record.name = std::move(name.text);
+    parse_remote_name(std::string_view(record.name).substr(prefix_.size()), ':', &record);
+    page->records.push_back(std::move(record));
+  }
+  return sizes ? measure(&page->records) : Status::ok();
+}
+
+// Those that vanished meanwhile are left out.
+Status RedisRecords::measure(std::vector<RemoteRecord>* records) {
+  std::vector<Words> commands;
+  for (const RemoteRecord& record : *records) {
+    commands.push_back(size_of(record));
+    commands.push_back({"OBJECT", "IDLETIME", record.name});
+  }
+  if (commands.empty()) return Status::ok();
+  std::vector<Reply> replies;
+  if (Status status = ask(commands, &replies); !status) return status;
+  if (memory_usage_ && (is_word(replies[0], "NOPERM") || is_unknown(replies[0]))) {
+    memory_usage_ = false;
+    return measure(records);
+  }
+  const std::int64_t now = unix_now();
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < records->size(); ++i) {
+    const Reply &size = replies[2 * i], &idle = replies[2 * i + 1];
+    if (size.kind == Kind::kNil || idle.kind == Kind::kNil) continue;
+    // The length of a value of another type is not known. That there is no idle time is no fault: with LFU.
+    if (size.kind == Kind::kError && !is_word(size, "WRONGTYPE"))
+      return refusal_of(commands[2 * i], size, options_.key_prefix);
+    RemoteRecord record = std::move((*records)[i]);
+    if (size.kind == Kind::kInteger && size.integer > 0)
+      record.bytes = static_cast<std::uint64_t>(size.integer);
+    if (idle.kind == Kind::kInteger && idle.integer >= 0 && idle.integer < now / 1'000'000'000)
+      record.used_unix_nanos = now - idle.integer * 1'000'000'000;
+    (*records)[kept++] = std::move(record);
+  }
+  records->resize(kept);
+  return Status::ok();
+}
+
+Status RedisRecords::written(const RemoteRecord& record, std::int64_t* unix_nanos) {
+  *unix_nanos = 0;
+  if (Status status = connect(); !status) return status;
+  if (!no_touch_) return Status::ok();
+  const std::string end = std::to_string(kRecordHeaderBytes - 1);
+  const Words command{"GETRANGE", record.name, "0", end};
+  std::vector<Reply> replies;
+  if (Status status = ask({&command, 1}, &replies); !status) return status;
+  if (is_word(replies[0], "WRONGTYPE")) return Status::ok();
+  if (replies[0].kind == Kind::kError) return refusal_of(command, replies[0], options_.key_prefix);
+  RecordHeader header;
+  if (decode_header(std::as_bytes(std::span(replies[0].text)), &header))
+    *unix_nanos = static_cast<std::int64_t>(header.created_unix_nanos);
+  return Status::ok();
+}
+
+// ---- verification
+
+// The record is watched from here on, until settle() or the next look.
+Status RedisRecords::look(const RemoteRecord& record) {
+  const std::string end = std::to_string(kRecordHeaderBytes - 1);
+  const std::array commands{Words{"UNWATCH"}, Words{"WATCH", record.name}, Words{"EXISTS", record.name},
+                            Words{"STRLEN", record.name}, Words{"GETRANGE", record.name, "0", end}};
+  std::vector<Reply> replies;
+  if (Status status = ask(commands, &replies); !status) return status;
+  for (std::size_t i = 0; i < commands.size(); ++i) {
+    if (replies[i].kind != Kind::kError) continue;
+    return is_word(replies[i], "WRONGTYPE") ? refusal(replies[i].text)
+                                            : refusal_of(commands[i], replies[i], options_.key_prefix);
+  }
+  const Reply &there = replies[2], &length = replies[3], &header = replies[4];
+  if (there.kind != Kind::kInteger || length.kind != Kind::kInteger || length.integer < 0 ||
+      header.kind != Kind::kString)
+    return strange_answer();
+  if (there.integer == 0) return is_gone();
+  RecordCheck check;
+  check.add(std::as_bytes(std::span(header.text)));
+  const auto bytes = static_cast<std::uint64_t>(length.integer);
+  if (header.text.size() != std::min<std::uint64_t>(bytes, kRecordHeaderBytes))
+    return Status::error(StatusKind::kCorrupt, "its length changed while it was read");
+  if (Status status = check.check_header(record, bytes); !status) return status;
+  if (Status status = read_payload(record, bytes, &check); !status) return status;
+  return check.finish(record);
+}
+
+Status RedisRecords::read_payload(const RemoteRecord& record, std::uint64_t length, RecordCheck* check) {
+  while (check->total() < length) {
+    const std::uint64_t from = check->total(), bytes = std::min<std::uint64_t>(length - from, kPieceBytes);
+    const std::string first = std::to_string(from), last = std::to_string(from + bytes - 1);
+    const Words command{"GETRANGE", record.name, first, last};
+    const std::span<std::byte> piece = piece_.span().first(static_cast<std::size_t>(bytes));
+    Reply reply;
+    std::uint64_t came = 0;
+    if (Status status = connection_->get(command, {&piece, 1}, deadline(), &reply, &came); !status)
+      return status;
+    if (reply.kind == Kind::kError) return refusal_of(command, reply, options_.key_prefix);
+    if (reply.kind != Kind::kString) {
+      return Status::error(StatusKind::kCorrupt, "it became shorter while it was read");
+    }
+    check->add(piece);
+  }
+  return Status::ok();
+}
+
+// Was it the same all the time since look(); with `repair` it is gone then.
+Status RedisRecords::settle(const RemoteRecord& record, bool repair, bool* unchanged) {
+  *unchanged = false;
+  if (!connection_->usable()) return Status::ok();
+  const std::array commands{Words{"MULTI"}, Words{repair ? "DEL" : "EXISTS", record.name}, Words{"EXEC"}};
+  std::vector<Reply> replies;
+  if (Status status = connection_->call_all(commands, deadline(), &replies); !status) return status;
+  for (std::size_t i = 0; i < commands.size(); ++i) {
+    if (replies[i].kind == Kind::kError) return refusal_of(commands[i], replies[i], options_.key_prefix);
+  }
+  if (replies[2].kind == Kind::kNil) return Status::ok();  // another wrote it
+  if (replies[2].kind != Kind::kArray || replies[2].elements.size() != 1) return strange_answer();
+  const Reply& done = replies[2].elements[0];
+  if (done.kind == Kind::kError) return refusal_of(commands[1], done, options_.key_prefix);
+  *unchanged = done.kind == Kind::kInteger && done.integer == 1;
+  return Status::ok();
+}
+
+Status RedisRecords::verify(const RemoteRecord& record, bool repair, bool* removed) {
+  *removed = false;
+  for (int looks = 0; looks < kMostLooks; ++looks) {
+    Status status = look(record);
+    if (status.kind() != StatusKind::kCorrupt) return status;
+    bool unchanged = false;
+    if (Status settled = settle(record, repair, &unchanged); !settled) {
+      return Status::error(settled.kind(),
+                           fmt::format("{}; it stays: {}", status.message(), settled.message()));
+    }
+    *removed = unchanged && repair;
+    if (unchanged) return status;
+  }
+  return Status::error(StatusKind::kIo, "others write it again and again while it is read");
+}
+
+// ---- removal
+
+Status RedisRecords::remove(std::span<const RemoteRecord> records, RemoteRemoved* removed) {
+  for (std::size_t from = 0; from < records.size();) {
+    const auto some = records.subspan(from, std::min<std::size_t>(records.size() - from, options_.page));
+    std::vector<Words> commands;
+    for (const RemoteRecord& record : some) commands.push_back({"DEL", record.name});
+    std::vector<Reply> replies;
+    if (Status status = ask(commands, &replies); !status) return status;
+    for (std::size_t i = 0; i < some.size(); ++i) {
+      if (replies[i].kind == Kind::kError) return refusal_of(commands[i], replies[i], options_.key_prefix);
+      if (replies[i].kind != Kind::kInteger) return strange_answer();
+      if (replies[i].integer != 1) continue;
+      ++removed->records;
+      removed->bytes += some[i].bytes;
+    }
+    from += some.size();
+  }
+  return Status::ok();
+}
+
+}  // namespace
+}  // namespace redis
+
+std::unique_ptr<RemoteRecords> open_redis_records(const RedisRecordsOptions& options) {
+  return std::make_unique<redis::RedisRecords>(options);
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,123 @@
+"""A root of the kind ``fs`` as the commands look after it: what keeps a directory from being one, who may
+change it, its records and the descriptions of its namespaces.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kv_offload._core import FsRoot
+
+ROOT_FILE = "kv_offload.json"  # kRootFile in csrc/storage/fs/layout.h
+_SAME_SECONDS = 2.0  # from the header to the end of the file: a last use up to here is the write itself
+
+
+class ForeignRootError(RuntimeError):
+    """A root of another user, which the command would have changed."""
+
+
+def open_root(path: str, *, changes: bool = False) -> "FsRoot":
+    """The root at ``path``; ``changes``: the command removes records.
+
+    Raises ValueError saying what is there instead, OSError when it cannot be looked at, ForeignRootError
+    when it would be changed and belongs to another user.
+    """
+    from kv_offload import _core
+
+    try:
+        opened = _core.FsRoot(path)
+    except ValueError as error:
+        raise ValueError(what_is_there(path) or str(error)) from error
+    if changes:
+        refuse_other_user(path)
+    return opened
+
+
+def what_is_there(path: str) -> str:
+    """Why ``path`` is not a root; empty when it has the file of one. Raises OSError."""
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        return (
+            f"{path} does not exist; the first server that uses it creates it: compare it with root_dir in "
+            "the server's configuration"
+        )
+    except NotADirectoryError:
+        return f"{path} is not a directory; give the root_dir of a tier"
+    if ROOT_FILE in names:
+        return ""
+    if not names:
+        return f"{path} is an empty directory: no server has used it as root_dir yet"
+    for name in sorted(names):
+        if os.path.exists(os.path.join(path, name, ROOT_FILE)):
+            return f"{path} is not a root, but contains one: give {os.path.join(path, name)}"
+    parent = os.path.dirname(os.path.abspath(path))
+    if os.path.exists(os.path.join(parent, ROOT_FILE)):
+        return f"{path} is a part of the root {parent}: give that"
+    return f"{path} is not a root of kv-offload: it holds other files and no {ROOT_FILE}"
+
+
+def owner_of(path: str) -> int:
+    return os.stat(path).st_uid
+
+
+def refuse_other_user(path: str) -> None:
+    """A file that another user makes here (even root: the ledger) is one that the servers cannot open."""
+    owner = owner_of(path)
+    if owner != os.geteuid():
+        raise ForeignRootError(
+            f"{path} belongs to user {owner}, this process is user {os.geteuid()}: servers could not open "
+            f"the files that it leaves there. Run it as that user: sudo -u '#{owner}' kv-offload ..."
+        )
+
+
+class DirectoryRoot:
+    """A directory behind the interface that all roots have (``kv_offload.tiers.base.Root``)."""
+
+    knows_hits = True
+
+    def __init__(self, path: str, *, changes: bool) -> None:
+        self._root = open_root(path, changes=changes)
+        self.where = path
+
+    def stat(self) -> dict[str, Any]:
+        return self._root.stat()
+
+    def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
+        return iter(self._root.records(namespace))
+
+    def with_history(self, record: dict[str, Any]) -> dict[str, Any]:
+        """With when it was written, and whether it was used since."""
+        from kv_offload import _core
+
+        created = _core.record_created(record["path"])
+        return record | {
+            "created": created,
+            "hit": bool(created) and record["mtime"] > created + _SAME_SECONDS,
+        }
+
+    def verify(self, repair: bool, progress: Callable[[int, int | None], None]) -> list[dict[str, Any]]:
+        return self._root.verify(repair, progress) + damaged_descriptions(self.where, self._root, repair)
+
+    def purge(self, namespace: str | None) -> tuple[int, int]:
+        return self._root.purge(namespace)
+
+    def notes(self) -> list[str]:
+        return []
+
+
+def damaged_descriptions(root: str, opened: "FsRoot", repair: bool) -> list[dict[str, Any]]:
+    """Namespaces whose id is not the digest of their namespace.json, in the form of ``verify``'s results."""
+    from kv_offload.namespace import described_id
+
+    damaged = []
+    for space in opened.stat()["namespaces"]:
+        if not space["json"] or described_id(space["json"]) == space["id"]:
+            continue
+        path = os.path.join(root, space["id"], "namespace.json")
+        if repair:
+            os.unlink(path)
+        message = "it describes another namespace than its directory's name says"
+        damaged.append({"path": path, "kind": "corrupt", "message": message, "removed": repair})
+    return damaged

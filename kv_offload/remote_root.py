@@ -1,0 +1,206 @@
+"""The records on a server or in a bucket as the commands look after them.
+
+Nothing here grows with what a server names: records are seen a page at a time, and what is kept of them is
+bounded.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kv_offload._core import RemoteRecord, RemoteRecords
+
+_THREADS = 16  # of a kind that waits once for each record
+_MOST_NAMESPACES = 10_000  # that stat tells apart
+_MOST_OTHERS = 10  # names of what is no record, shown
+_MOST_NAME = 120  # characters of such a name
+_MOST_DAMAGED = 10_000  # after which verify ends
+_FAILURES_IN_A_ROW = 8  # after which it is the server that cannot be read
+
+
+def shown_name(name: bytes) -> str:
+    """A name for people: what is no printable text is escaped."""
+    text = name[: 4 * _MOST_NAME].decode("utf-8", "backslashreplace")
+    safe = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+    return safe if len(safe) <= _MOST_NAME else f"{safe[: _MOST_NAME - 1]}…"
+
+
+class RemoteRoot:
+    """``records``: as the kind has opened them; ``where``: their address, no credentials; ``folder``: what
+    stands before the name of each."""
+
+    knows_hits = False  # a server counts as a use whatever reads a record, this program included
+
+    def __init__(self, records: "RemoteRecords", where: str, folder: str = "") -> None:
+        self._records = records
+        self._folder = folder
+        self.where = where
+        self._versions = 0  # bytes of what was removed and is kept as an older version
+
+    # ---- lists
+
+    def _pages(self, namespace: str | None, sizes: bool) -> Iterator[list["RemoteRecord"]]:
+        start = b""
+        while True:
+            try:
+                page, start = self._records.page(namespace or "", start, sizes)
+            except RuntimeError as error:
+                raise RuntimeError(f"{self.where}: {error}") from None
+            yield page
+            if not start:
+                return
+
+    def stat(self) -> dict[str, Any]:
+        """What is there, by namespaces; and ``others``: what lies under the prefix and is no record."""
+        spaces: dict[str, dict[str, Any]] = {}
+        report: dict[str, Any] = {"bytes": 0, "records": 0, "temporaries": 0, "others": 0, "other_names": []}
+        left_out = 0
+        for page in self._pages(None, True):
+            for record in page:
+                if not record.namespace_id:
+                    report["others"] += 1
+                    if len(report["other_names"]) < _MOST_OTHERS:
+                        report["other_names"].append(shown_name(record.name))
+                    continue
+                if record.key:
+                    report["bytes"] += record.size
+                    report["records"] += 1
+                space = spaces.get(record.namespace_id)
+                if space is None and len(spaces) < _MOST_NAMESPACES:
+                    space = spaces[record.namespace_id] = _new_space(record.namespace_id)
+                if space is None:
+                    left_out += 1
+                elif record.key:
+                    _count(space, record)
+        report["namespaces"] = [spaces[name] for name in sorted(spaces)]
+        if left_out:
+            report["records_of_further_namespaces"] = left_out
+        return report
+
+    def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
+        """Each with ``record``, which ``with_history`` takes out again."""
+        for page in self._pages(namespace, True):
+            for record in page:
+                if record.key:
+                    yield {
+                        "namespace": record.namespace_id,
+                        "generation": record.epoch,
+                        "key": record.key,
+                        "bytes": record.size,
+                        "mtime": record.used or record.written,
+                        "path": self._path(record),
+                        "record": record,
+                    }
+
+    def with_history(self, record: dict[str, Any]) -> dict[str, Any]:
+        """``mtime`` is None where the server knows of no last use."""
+        found: RemoteRecord = record["record"]
+        created = found.written or self._asked(lambda: self._records.written(found))
+        told = {name: value for name, value in record.items() if name != "record"}
+        return told | {"mtime": found.used or None, "created": created or None, "hit": None}
+
+    def _asked(self, question: Callable[[], float]) -> float:
+        try:
+            return question()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.where}: {error}") from None
+
+    def _path(self, record: "RemoteRecord") -> str:
+        return self._folder + record.name.decode("ascii")  # hex below a prefix that is plain text
+
+    # ---- verification and removal
+
+    def verify(self, repair: bool, progress: Callable[[int, int | None], None]) -> list[dict[str, Any]]:
+        """Ends early, and says so, when more are damaged than anybody reads."""
+        damaged: list[dict[str, Any]] = []
+        done = failures = 0
+        for record, (kind, message, removed) in self._verified(repair):
+            if kind == "not_found":
+                continue
+            done += 1
+            progress(done, None)
+            failures = failures + 1 if kind not in ("ok", "corrupt") else 0
+            if failures == _FAILURES_IN_A_ROW:
+                raise RuntimeError(f"{self.where}: {message}")
+            if kind == "ok":
+                continue
+            damaged.append({"path": self._path(record), "kind": kind, "message": message, "removed": removed})
+            if len(damaged) == _MOST_DAMAGED:
+                message = f"ended after {_MOST_DAMAGED:,} damaged records: run it again for the others"
+                damaged.append({"path": self.where, "kind": "io", "message": message, "removed": False})
+                break
+        return damaged
+
+    def _verified(self, repair: bool) -> Iterator[tuple["RemoteRecord", tuple[str, str, bool]]]:
+        def verified(record: "RemoteRecord") -> tuple[str, str, bool]:
+            return self._records.verify(record, repair)
+
+        for page in self._pages(None, False):
+            some = [record for record in page if record.key]
+            yield from zip(some, self._each(verified, some), strict=True)
+
+    def purge(self, namespace: str | None) -> tuple[int, int]:
+        """What an older version still holds is not counted as free."""
+        records = size = 0
+        for page in self._pages(namespace, True):
+            some = [record for record in page if record.key]
+            parts = _THREADS if self._records.takes_threads else 1
+            error = ""
+            for removed, freed, refused in self._each(
+                self._records.remove, [some[first::parts] for first in range(parts)]
+            ):
+                records, size, error = records + removed, size + freed, error or refused
+            if error:
+                raise RuntimeError(f"{self.where}: {error} ({records:,} records were removed before)")
+        if self._records.keeps_versions:
+            self._versions, size = size, 0
+        return records, size
+
+    def _each(self, ask: Callable[[Any], Any], given: list[Any]) -> Iterable[Any]:
+        if not self._records.takes_threads:
+            return map(ask, given)
+        return self._in_threads(ask, given)
+
+    @staticmethod
+    def _in_threads(ask: Callable[[Any], Any], given: list[Any]) -> Iterator[Any]:
+        pool = ThreadPoolExecutor(_THREADS)
+        try:
+            yield from pool.map(ask, given)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def notes(self) -> list[str]:
+        """Of a bucket with versions."""
+        if not self._records.keeps_versions:
+            return []
+        from kv_offload.sizes import format_bytes
+
+        held = f" ({format_bytes(self._versions)})" if self._versions else ""
+        return [
+            f"the bucket keeps versions: what was removed still takes its space{held} as older versions, "
+            "until a lifecycle rule for noncurrent versions expires them"
+        ]
+
+
+def _new_space(name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "json": None,  # a server keeps none
+        "generation": None,
+        "bytes": 0,
+        "records": 0,
+        "oldest": None,
+        "newest": None,
+        "open": None,
+    }
+
+
+def _count(space: dict[str, Any], record: "RemoteRecord") -> None:
+    space["bytes"] += record.size
+    space["records"] += 1
+    when = record.used or record.written
+    if when and when < time.time() + 86_400:
+        space["oldest"] = when if space["oldest"] is None else min(space["oldest"], when)
+        space["newest"] = when if space["newest"] is None else max(space["newest"], when)

@@ -1,0 +1,263 @@
+// Records looked after from outside: what others do meanwhile, and servers that say whatever they like.
+#include "storage/redis/records.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "storage/redis/medium.h"
+#include "with_threads.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+using std::chrono::seconds;
+using Answers = RedisScript::Answers;
+using Verb = RedisProxy::Verb;
+
+const std::string kName =
+    "kv_offload:" + std::string(64, 'a') + ":" + std::string(32, 'b') + ":" + std::string(72, 'c');
+
+std::string bulk(const std::string& text) { return fmt::format("${}\r\n{}\r\n", text.size(), text); }
+std::string page_of(const std::string& cursor, const std::vector<std::string>& names) {
+  std::string answer = "*2\r\n" + bulk(cursor) + fmt::format("*{}\r\n", names.size());
+  for (const std::string& name : names) answer += bulk(name);
+  return answer;
+}
+
+std::unique_ptr<RemoteRecords> opened(const redis::Server& server, unsigned page = 512) {
+  RedisRecordsOptions options;
+  options.server = server;
+  options.deadline = seconds(60);
+  options.page = page;
+  return open_redis_records(options);
+}
+
+class RedisRecordsTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    TierDriver user(make_redis_tier(medium_.options()));
+    for (std::uint32_t number = 1; number <= 3; ++number) ASSERT_TRUE(user.write(number, {3 << 20}));
+  }
+  static std::vector<RemoteRecord> all_of(RemoteRecords& records, bool sizes = true) {
+    std::vector<RemoteRecord> found;
+    RemotePage page;
+    do {
+      const Status status = records.list("", page.next, sizes, &page);
+      EXPECT_TRUE(status) << status.to_string();
+      for (const RemoteRecord& record : page.records) {
+        if (record.is_record()) found.push_back(record);
+      }
+    } while (!page.next.empty());
+    return found;
+  }
+  RemoteRecord record_of(const ChunkKey& key) {
+    const auto records = opened(medium_.server.address());
+    for (const RemoteRecord& record : all_of(*records, false)) {
+      if (record.key == key.hex()) return record;
+    }
+    ADD_FAILURE() << "not listed";
+    return {};
+  }
+
+  RedisMedium medium_;
+};
+
+TEST_F(RedisRecordsTest, all_are_listed_in_pages_of_any_size) {
+  for (int i = 0; i < 300; ++i) medium_.server.call({"SET", fmt::format("other:{}", i), "x"});
+  for (const unsigned page : {1u, 7u, 512u}) {
+    const auto records = opened(medium_.server.address(), page);
+    std::set<std::string> keys;
+    for (const RemoteRecord& record : all_of(*records)) {
+      keys.insert(record.key);
+      EXPECT_EQ(record.namespace_id, std::string(64, '1'));
+      EXPECT_EQ(record.epoch.size(), 32u);
+      EXPECT_GE(record.bytes, kRecordHeaderBytes + (3u << 20));
+      EXPECT_GT(record.used_unix_nanos, 0);
+    }
+    EXPECT_EQ(keys, (std::set{key_of(1).hex(), key_of(2).hex(), key_of(3).hex()})) << page;
+  }
+}
+
+TEST_F(RedisRecordsTest, a_record_that_goes_while_it_is_listed_is_left_out) {
+  const auto records = opened(medium_.server.address());
+  const RemoteRecord gone = record_of(key_of(1));
+  medium_.lose(key_of(1));
+  bool removed = false;
+  EXPECT_EQ(records->verify(gone, true, &removed).kind(), StatusKind::kNotFound);
+  EXPECT_FALSE(removed);
+  RemoteRemoved total;
+  EXPECT_TRUE(records->remove(std::vector{gone}, &total));
+  EXPECT_EQ(total.records, 0u) << "what was gone before is not counted";
+  std::int64_t nanos = 1;
+  EXPECT_TRUE(records->written(gone, &nanos));
+  EXPECT_EQ(nanos, 0);
+}
+
+TEST_F(RedisRecordsTest, records_of_several_pieces_are_verified_whole) {
+  const auto records = opened(medium_.server.address());
+  const RemoteRecord record = record_of(key_of(1));
+  bool removed = false;
+  EXPECT_TRUE(records->verify(record, true, &removed));
+  medium_.server.call({"SETRANGE", record.name, std::to_string((2 << 20) + 5000), "x"});
+  EXPECT_EQ(records->verify(record, false, &removed).kind(), StatusKind::kCorrupt);
+  EXPECT_FALSE(removed);
+  EXPECT_EQ(medium_.server.call({"EXISTS", record.name}).integer, 1);
+  EXPECT_EQ(records->verify(record, true, &removed).kind(), StatusKind::kCorrupt);
+  EXPECT_TRUE(removed);
+  EXPECT_EQ(medium_.server.call({"EXISTS", record.name}).integer, 0);
+}
+
+// A value larger than any record costs no more to look at than its header.
+TEST_F(RedisRecordsTest, a_huge_value_is_not_read) {
+  const auto records = opened(medium_.proxy.address());
+  const RemoteRecord record = record_of(key_of(1));
+  medium_.server.call({"SETRANGE", record.name, "64000000", "x"});
+  const std::size_t before = medium_.proxy.faults.seen(Verb::kOther);
+  bool removed = false;
+  EXPECT_EQ(records->verify(record, true, &removed).kind(), StatusKind::kCorrupt);
+  EXPECT_TRUE(removed);
+  EXPECT_LT(medium_.proxy.faults.seen(Verb::kOther) - before, 10u);
+}
+
+// The damaged one was read; before it is removed, another has written the record anew.
+TEST_F(RedisRecordsTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
+  {
+    TierDriver user(make_redis_tier(medium_.options()));
+    ASSERT_TRUE(user.write(9));
+  }
+  const RemoteRecord record = record_of(key_of(9));
+  const std::string whole = medium_.server.call({"GET", record.name}).text;
+  ASSERT_EQ(whole.size(), kRecordHeaderBytes + 8192);
+  const auto records = opened(medium_.proxy.address());
+  medium_.damage(key_of(9));
+  medium_.proxy.faults.block(Verb::kMulti);
+  bool removed = true;
+  Status status;
+  std::thread looker([&] { status = records->verify(record, true, &removed); });
+  medium_.proxy.faults.wait_for_blocked(1);
+  medium_.server.call({"SET", record.name, whole});
+  medium_.proxy.faults.release();
+  looker.join();
+  EXPECT_TRUE(status) << status.to_string();
+  EXPECT_FALSE(removed);
+  EXPECT_EQ(medium_.server.call({"GET", record.name}).text, whole);
+}
+
+TEST_F(RedisRecordsTest, bytes_that_are_freed_are_counted_once) {
+  const auto records = opened(medium_.server.address());
+  std::vector<RemoteRecord> found = all_of(*records);
+  const std::uint64_t bytes = found[0].bytes + found[1].bytes;
+  found[2] = found[0];
+  RemoteRemoved total;
+  ASSERT_TRUE(records->remove(found, &total));
+  EXPECT_EQ(total.records, 2u);
+  EXPECT_EQ(total.bytes, bytes);
+}
+
+// ---- what a server may say
+
+TEST(RedisRecordsScriptTest, a_name_of_any_length_takes_no_memory_and_is_told) {
+  const RedisScript server(RedisScript::usual(
+      {{"CLIENT", "+OK\r\n"}, {"SCAN", page_of("0", {kName + std::string(1 << 20, 'x')})}}));
+  RemotePage page;
+  const Status status = opened(server.address())->list("", "", false, &page);
+  EXPECT_NE(status.message().find("a name far longer"), std::string::npos) << status.to_string();
+  EXPECT_TRUE(page.records.empty());
+}
+
+TEST(RedisRecordsScriptTest, an_answer_that_is_no_page_is_refused) {
+  for (const std::string& answer :
+       {std::string("+OK\r\n"), std::string("*0\r\n"), std::string("*2\r\n:0\r\n*0\r\n"), page_of("x", {}),
+        page_of("", {}), page_of(std::string(21, '9'), {}), page_of("0", {"other"}),
+        std::string("*2\r\n$1\r\n0\r\n*1\r\n:1\r\n"), std::string("*2\r\n$1\r\n0\r\n*16385\r\n"),
+        page_of("7", {kName})}) {
+    const RedisScript server(RedisScript::usual({{"CLIENT", "+OK\r\n"}, {"SCAN", answer}}));
+    RemotePage page;
+    EXPECT_EQ(opened(server.address())->list("", "7", false, &page).kind(), StatusKind::kIo) << answer;
+  }
+}
+
+TEST(RedisRecordsScriptTest, a_name_that_is_listed_twice_is_counted_once) {
+  const RedisScript server(
+      RedisScript::usual({{"CLIENT", "+OK\r\n"}, {"SCAN", page_of("0", {kName, kName, "kv_offload:\xff"})}}));
+  RemotePage page;
+  ASSERT_TRUE(opened(server.address())->list("", "", false, &page));
+  ASSERT_EQ(page.records.size(), 2u);
+  EXPECT_TRUE(page.records[0].is_record());
+  EXPECT_EQ(page.records[1].name, "kv_offload:\xff");
+  EXPECT_TRUE(page.records[1].namespace_id.empty());
+}
+
+TEST(RedisRecordsScriptTest, when_it_was_written_is_asked_only_where_that_is_no_use) {
+  RecordHeader header;
+  header.namespace_id.fill(0xaa);
+  header.key = key_of(1);
+  header.shard_bytes = {4096};
+  header.payload_bytes = 4096;
+  header.created_unix_nanos = 1'700'000'000'000'000'000;
+  std::string text(kRecordHeaderBytes, '\0');
+  encode_header(header, std::as_writable_bytes(std::span(text)));
+  for (const bool known : {true, false}) {
+    const RedisScript server(RedisScript::usual(
+        {{"CLIENT", known ? "+OK\r\n" : "-ERR Unknown subcommand\r\n"}, {"GETRANGE", bulk(text)}}));
+    RemoteRecord record;
+    record.name = kName;
+    std::int64_t nanos = 0;
+    ASSERT_TRUE(opened(server.address())->written(record, &nanos));
+    EXPECT_EQ(nanos, known ? 1'700'000'000'000'000'000 : 0);
+  }
+}
+
+TEST(RedisRecordsScriptTest, refusals_say_what_to_do_and_repeat_nothing) {
+  const std::string secret = "hunter2-never-shown";
+  for (const auto& [answer, expected] : std::vector<std::pair<std::string, std::string>>{
+           {"NOPERM User x " + secret, "may not use SCAN here: allow +scan and the keys ~kv_offload:*"},
+           {"MOVED 1 " + secret + ":1", "a node of a cluster"},
+           {"LOADING " + secret, "still loading"},
+           {"ERR " + secret, "refused the command"}}) {
+    const RedisScript server(RedisScript::usual({{"CLIENT", "+OK\r\n"}, {"SCAN", "-" + answer + "\r\n"}}));
+    RemotePage page;
+    const Status status = opened(server.address())->list("", "", false, &page);
+    EXPECT_NE(status.message().find(expected), std::string::npos) << status.to_string();
+    EXPECT_EQ(status.message().find(secret), std::string::npos);
+  }
+}
+
+TEST(RedisRecordsScriptTest, sizes_that_are_refused_are_not_nothing) {
+  for (const auto& [memory, expected] : std::vector<std::pair<std::string, bool>>{
+           {"-LOADING x\r\n", false}, {"-NOPERM x\r\n", true}, {"-ERR unknown command\r\n", true}}) {
+    const RedisScript server(
+        RedisScript::usual({{"CLIENT", "+OK\r\n"},
+                            {"SCAN", page_of("0", {kName})},
+                            {"MEMORY", memory},
+                            {"STRLEN", ":12288\r\n"},
+                            {"OBJECT", "-ERR An LFU maxmemory policy is selected\r\n"}}));
+    RemotePage page;
+    const Status status = opened(server.address())->list("", "", true, &page);
+    EXPECT_EQ(static_cast<bool>(status), expected) << status.to_string();
+    if (status) {
+      EXPECT_EQ(page.records.at(0).bytes, 12288u);
+    }
+  }
+}
+
+TEST(RedisRecordsScriptTest, a_node_of_a_cluster_is_refused) {
+  const RedisScript server(
+      RedisScript::usual({{"CLIENT", "+OK\r\n"}, {"INFO", bulk("# Cluster\r\ncluster_enabled:1\r\n")}}));
+  try {
+    (void)opened(server.address());
+    ADD_FAILURE() << "was let in";
+  } catch (const ResourceError& error) {
+    EXPECT_NE(std::string(error.what()).find("a node of a cluster"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,201 @@
+"""Addresses that kv-offload stat|ls|verify|purge are given, and what is made of what a server says."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from kv_offload import remote_root, tiers
+from kv_offload.cli import app
+
+ACCESS, PASSWORD = "AKIA-never-shown", "hunter2-never-shown"
+COMMANDS = (["stat"], ["ls"], ["verify"], ["purge", "--yes"], ["evict", "--max-bytes", "1GiB"], ["bench"])
+
+
+def run(*arguments: Any, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == status, f"{result.output}\n{result.exception!r}"
+    assert "Traceback" not in result.output
+    return result
+
+
+# ---- addresses
+
+
+@pytest.mark.parametrize(
+    ("address", "entry"),
+    [
+        ("redis://cache:7000/3", {"type": "redis", "url": "redis://cache:7000/3"}),
+        (
+            "rediss://kv@cache?password_env=PW&key_prefix=kv&ca_file=/ca",
+            {
+                "type": "redis",
+                "url": "rediss://kv@cache",
+                "password_env": "PW",
+                "key_prefix": "kv",
+                "ca_file": "/ca",
+            },
+        ),
+        (
+            "unix:///run/s?key_prefix=kv&db=2",
+            {"type": "redis", "url": "unix:///run/s?db=2", "key_prefix": "kv"},
+        ),
+        ("s3://kv-cache", {"type": "s3", "bucket": "kv-cache"}),
+        ("s3://kv-cache/a/b/", {"type": "s3", "bucket": "kv-cache", "prefix": "a/b"}),
+        (
+            "S3://kv-cache/a?region=eu-west-1&endpoint=https%3A//store:9000",
+            {
+                "type": "s3",
+                "bucket": "kv-cache",
+                "prefix": "a",
+                "region": "eu-west-1",
+                "endpoint": "https://store:9000",
+            },
+        ),
+    ],
+)
+def test_an_address_is_the_entry_of_a_tier(address: str, entry: dict[str, str]) -> None:
+    assert tiers.entry_at(address) == entry
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *(f"{scheme}://u:{PASSWORD}@host" for scheme in ("redis", "rediss", "REDIS", "valkey", "s3", "unix")),
+        *(f"redis:{slash}u:{PASSWORD}@host" for slash in ("", "/", "///")),
+        *(f"redis://host?{name}={PASSWORD}" for name in ("password", "PASSWORD", "url", "type")),
+        *(f"redis://host?{PASSWORD}", f"redis://host/{PASSWORD}", f"redis://host#{PASSWORD}"),
+        f"redis://host:{PASSWORD}",
+        f"u:{PASSWORD}@host:6379",
+        f"fs=redis://u:{PASSWORD}@host",
+        f"redis=redis://u:{PASSWORD}@host",
+        *(f"s3://bucket/p?secret_key={PASSWORD}", f"s3:{PASSWORD}@bucket"),
+        f"s3://bucket/p?endpoint=https://{ACCESS}:{PASSWORD}@store",
+    ],
+)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command[0]))
+def test_what_may_be_a_password_is_never_repeated(address: str, command: list[str]) -> None:
+    name, *options = command
+    result = run(name, address, *options, status=2)
+    assert PASSWORD not in result.output + result.stderr
+    assert "kv-offload: " in result.stderr
+
+
+def test_an_option_that_is_not_known_is_named_with_those_that_are() -> None:
+    said = run("stat", "redis://host?prefix=x", status=2).stderr
+    assert "option prefix" in said
+    assert "key_prefix=..., password_env=..." in said
+    assert "key_prefix" in run("stat", "redis://host?key_prefix=a%20b", status=2).stderr
+
+
+def test_a_server_that_is_not_there_is_told(tmp_path: Path) -> None:
+    for command in (["stat"], ["ls"], ["verify"], ["purge", "--yes"]):
+        said = run(command[0], f"unix://{tmp_path}/nobody", *command[1:], status=1).stderr
+        assert f"unix://{tmp_path}/nobody" in said
+
+
+def test_a_kind_without_these_commands_says_so() -> None:
+    class Other(tiers.TierConfig):
+        example: ClassVar[Mapping[str, Any]] = {"type": "other", "where": "x"}
+        place_key: ClassVar[str] = "where"
+        type: str = "other"
+        where: str = "x"
+
+        def make_spec(self, name: str, bound: int | None, identity: Any) -> Any:
+            raise NotImplementedError
+
+    with pytest.raises(ValueError, match="other x: the records of this kind of tier cannot"):
+        Other().open_root(changes=False)
+
+
+def test_a_name_is_shown_escaped_and_short() -> None:
+    assert remote_root.shown_name(b"a\xff\x1b[31m\n") == "a\\xff\\x1b[31m\\n"
+    assert remote_root.shown_name("ключ".encode()) == "ключ"
+    assert len(remote_root.shown_name(b"x" * 1_000_000)) == 120
+
+
+# ---- what a server may say
+
+
+def record_of(number: int, **given: Any) -> Any:
+    key = f"{number:072x}"
+    facts = {
+        "namespace_id": "ab" * 32,
+        "epoch": "e" * 32,
+        "key": key,
+        "size": 10,
+        "used": 0.0,
+        "written": 0.0,
+    }
+    return SimpleNamespace(name=f"kv_offload:{'ab' * 32}:{'e' * 32}:{key}".encode(), **facts | given)
+
+
+class Scripted:
+    """The core's records, as a test wants them."""
+
+    takes_threads = keeps_versions = False
+
+    def __init__(self, pages: list[list[Any]], verdict: tuple[str, str, bool] = ("ok", "", False)) -> None:
+        self.pages, self.verdict = pages, verdict
+
+    def page(self, namespace: str, start: bytes, sizes: bool) -> tuple[list[Any], bytes]:
+        at = int(start or b"0")
+        return self.pages[at], b"%d" % (at + 1) if at + 1 < len(self.pages) else b""
+
+    def written(self, record: Any) -> float:
+        return 0.0
+
+    def verify(self, record: Any, repair: bool) -> tuple[str, str, bool]:
+        return self.verdict
+
+    def remove(self, records: list[Any]) -> tuple[int, int, str]:
+        return len(records), sum(record.size for record in records), ""
+
+
+def root_of(records: Any) -> remote_root.RemoteRoot:
+    return remote_root.RemoteRoot(records, "redis://h")
+
+
+def nobody(done: int, total: int | None) -> None:
+    pass
+
+
+def test_namespaces_without_end_are_counted_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_root, "_MOST_NAMESPACES", 3)
+    page = [record_of(number, namespace_id=f"{number:064x}") for number in range(10)]
+    others = [record_of(number, namespace_id="", key="") for number in range(30)]
+    report = root_of(Scripted([page, page, others])).stat()
+    assert (report["records"], len(report["namespaces"])) == (20, 3)
+    assert report["records_of_further_namespaces"] == 14
+    assert (report["others"], len(report["other_names"])) == (30, 10)
+
+
+def test_damage_without_end_ends_the_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_root, "_MOST_DAMAGED", 4)
+    records = Scripted([[record_of(number) for number in range(10)]], ("corrupt", "bad", True))
+    damaged = root_of(records).verify(True, nobody)
+    assert [bad["removed"] for bad in damaged] == [True] * 4 + [False]
+    assert "run it again" in damaged[-1]["message"]
+
+
+def test_a_server_that_cannot_be_read_is_no_damage() -> None:
+    records = Scripted([[record_of(number) for number in range(20)]], ("timeout", "no answer", False))
+    with pytest.raises(RuntimeError, match="redis://h: no answer"):
+        root_of(records).verify(False, nobody)
+    records = Scripted([[record_of(number) for number in range(3)]], ("timeout", "no answer", False))
+    assert [bad["kind"] for bad in root_of(records).verify(False, nobody)] == ["timeout"] * 3
+    gone = Scripted([[record_of(number) for number in range(20)]], ("not_found", "it is gone", False))
+    assert root_of(gone).verify(False, nobody) == []
+
+
+def test_what_a_bucket_with_versions_still_holds_is_not_free() -> None:
+    records = Scripted([[record_of(number) for number in range(20)]])
+    records.keeps_versions = records.takes_threads = True
+    root = root_of(records)
+    assert root.purge(None) == (20, 0)
+    (note,) = root.notes()
+    assert "keeps versions" in note
+    assert "200 B" in note
