@@ -364,10 +364,13 @@ class Trace:
         eviction_policy: str = "lru",
         tier_eviction_policy: str = "lru",
         write_policy: str = "through",
+        kill_after: int = 0,
+        recent_requests: int = 50,
     ) -> dict[str, int]:
         """requests; the rest in blocks.
 
-        blocks, host_hits, tier_hits, stored, declined, evicted, written, tier_evicted.
+        blocks, host_hits, tier_hits, stored, declined, evicted, written, tier_declined, tier_evicted; of a
+        kill killed_with, recent_blocks, recent_hits, blocks_after, hits_after.
         """
     def optimal_hits(self, capacity: int) -> int:
         """The most that any cache of so many blocks could have hit: it knows the future."""

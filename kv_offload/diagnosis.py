@@ -204,6 +204,9 @@ def _tiers(page: "Page") -> Iterator[Finding]:
                 "the device hangs or is overloaded; requests go on without it",
             )
         dropped = page.sum("kv_offload_dropped_bytes_total", tier=tier)
+        dropped -= page.sum(
+            "kv_offload_dropped_bytes_total", tier=tier, reason="declined"
+        )  # nothing is amiss
         written = page.sum("kv_offload_write_bytes_total", tier=tier)
         if dropped > _MANY * (dropped + written):
             share = 100 * dropped / (dropped + written)

@@ -66,4 +66,21 @@ def _memory_remedy(limited_by: str) -> str:
 
 def cautions(config: OffloadConfig) -> list[str]:
     """What will work but is probably a mistake."""
-    return [text for tier in config.secondary_tiers for text in tier.cautions()]
+    texts = [text for tier in config.secondary_tiers for text in tier.cautions()]
+    for tier in config.secondary_tiers:
+        bound = getattr(tier, tier.bound_key) if tier.bound_key else None
+        if bound is not None and tier.write_policy != "never":
+            texts += smaller_than_memory(tier.label(), bound, config.cpu_bytes_to_use)
+    return texts
+
+
+def smaller_than_memory(label: str, bound: int, memory: int) -> list[str]:
+    """What follows from a tier that holds less than host memory; nothing for one that does not."""
+    if bound >= memory:
+        return []
+    return [
+        f"{label} holds {format_bytes(bound)}, host memory {format_bytes(memory)}: most of what it holds is "
+        "in host memory too, so it adds few hits, and after a restart only what it holds is left. Give it "
+        'more than host memory; write_policy "on_evict" adds hits, and loses at a stop what only host memory '
+        "holds"
+    ]

@@ -77,6 +77,10 @@ def _request(line: str, where: str) -> tuple[list[int], int]:
     return blocks, tokens
 
 
+_COUNTS = ("host_hits", "tier_hits", "stored", "written", "declined", "tier_declined", "tier_evicted")
+_OF_KILL = ("killed_with", "recent_blocks", "recent_hits", "blocks_after", "hits_after")
+
+
 @dataclass(frozen=True)
 class Setting:
     """What one replay is made with. Capacities in blocks of the trace."""
@@ -84,15 +88,26 @@ class Setting:
     policy: str
     host_blocks: int
     tier_blocks: int = 0
-    tier_policy: str = "lru"
+    tier_policy: str = "prefix"
     write_policy: str = "through"
+    kill_after: int = 0  # requests; 0: nobody is killed
+    recent: int = 50  # requests before the kill
 
 
 def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: float) -> dict[str, Any]:
-    """What ``setting`` would have hit, in blocks, tokens and seconds of prefill at so many tokens/s."""
+    """What ``setting`` would have hit, in blocks, tokens and seconds of prefill at so many tokens/s.
+
+    With a kill also what it left: ``killed_with`` records on the tier; of the ``recent_blocks`` of the last
+    prompts before it ``recent_hits`` there; ``hits_after`` of the ``blocks_after`` it.
+    """
+    found: dict[str, int | None]
     if setting.policy == OPTIMUM:
         hits = core.optimal_hits(setting.host_blocks + setting.tier_blocks)
-        found = {"host_hits": hits, "tier_hits": 0, "stored": None, "written": None, "declined": 0}
+        found = {name: None for name in (*_COUNTS, *_OF_KILL)} | {
+            "host_hits": hits,
+            "tier_hits": 0,
+            "declined": 0,
+        }
     else:
         result = core.replay(
             host_chunks=setting.host_blocks,
@@ -100,9 +115,12 @@ def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: flo
             eviction_policy=setting.policy,
             tier_eviction_policy=setting.tier_policy,
             write_policy=setting.write_policy,
+            kill_after=setting.kill_after,
+            recent_requests=setting.recent,
         )
         hits = result["host_hits"] + result["tier_hits"]
-        found = {name: result[name] for name in ("host_hits", "tier_hits", "stored", "written", "declined")}
+        found = {name: result[name] for name in _COUNTS}
+        found |= {name: result[name] if setting.kill_after else None for name in _OF_KILL}
     tokens = hits * trace.block_tokens
     return {
         "policy": setting.policy,

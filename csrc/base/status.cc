@@ -27,6 +27,8 @@ std::string_view to_string(StatusKind kind) {
       return "device";
     case StatusKind::kUnavailable:
       return "unavailable";
+    case StatusKind::kDeclined:
+      return "declined";
   }
   return "unknown";
 }

@@ -27,6 +27,7 @@ enum class StatusKind : unsigned char {
   kCancelled,    // given up on purpose before it started
   kDevice,       // CUDA or another accelerator failed
   kUnavailable,  // switched off for now (breaker, closing)
+  kDeclined,     // not worth what would have to go for it (no fault)
 };
 
 // The word used in metrics labels and messages, e.g. "no_space".

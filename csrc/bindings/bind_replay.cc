@@ -14,10 +14,11 @@ Trace make_trace(const Ends& ends, const Blocks& blocks) {
 
 py::dict replay_trace(const Trace& trace, std::size_t host_chunks, std::size_t tier_chunks,
                       const std::string& eviction_policy, const std::string& tier_eviction_policy,
-                      const std::string& write_policy) {
+                      const std::string& write_policy, std::size_t kill_after, std::size_t recent_requests) {
   using namespace py::literals;
-  const ReplayOptions options{host_chunks, tier_chunks, eviction_policy, tier_eviction_policy,
-                              write_policy_of(write_policy)};
+  const ReplayOptions options{
+      host_chunks, tier_chunks,    eviction_policy, tier_eviction_policy, write_policy_of(write_policy),
+      kill_after,  recent_requests};
   ReplayResult result;
   {
     const py::gil_scoped_release release;
@@ -26,7 +27,10 @@ py::dict replay_trace(const Trace& trace, std::size_t host_chunks, std::size_t t
   return py::dict("requests"_a = result.requests, "blocks"_a = result.blocks,
                   "host_hits"_a = result.host_hits, "tier_hits"_a = result.tier_hits,
                   "stored"_a = result.stored, "declined"_a = result.declined, "evicted"_a = result.evicted,
-                  "written"_a = result.written, "tier_evicted"_a = result.tier_evicted);
+                  "written"_a = result.written, "tier_evicted"_a = result.tier_evicted,
+                  "tier_declined"_a = result.tier_declined, "killed_with"_a = result.killed_with,
+                  "recent_blocks"_a = result.recent_blocks, "recent_hits"_a = result.recent_hits,
+                  "blocks_after"_a = result.blocks_after, "hits_after"_a = result.hits_after);
 }
 
 }  // namespace
@@ -37,7 +41,7 @@ void bind_replay(py::module_& module) {
       .def("__len__", &Trace::size)
       .def("replay", &replay_trace, py::kw_only(), py::arg("host_chunks"), py::arg("tier_chunks") = 0,
            py::arg("eviction_policy") = "lru", py::arg("tier_eviction_policy") = "lru",
-           py::arg("write_policy") = "through")
+           py::arg("write_policy") = "through", py::arg("kill_after") = 0, py::arg("recent_requests") = 50)
       .def("optimal_hits", &optimal_hits, py::arg("capacity"), py::call_guard<py::gil_scoped_release>());
 }
 

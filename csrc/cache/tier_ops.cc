@@ -26,7 +26,7 @@ MissReason miss_reason_of(StatusKind kind) {
 
 // Not: given up before it was tried (those are counted where they are cancelled), too
 // late to be tried (a miss tells it), refused by a tier that is switched off (counted
-// as what switched it off), not there.
+// as what switched it off), not worth its place, not there.
 bool is_failure(StatusKind kind) {
   switch (kind) {
     case StatusKind::kOk:
@@ -34,6 +34,7 @@ bool is_failure(StatusKind kind) {
     case StatusKind::kExpired:
     case StatusKind::kCancelled:
     case StatusKind::kUnavailable:
+    case StatusKind::kDeclined:
       return false;
     default:
       return true;
@@ -211,13 +212,14 @@ void TierOps::finish_read(Op& op, const Completion& completion) {
 
 // ---- writes
 
-void TierOps::write(std::uint8_t tier, std::span<const Slot> slots) {
+void TierOps::write(std::uint8_t tier, std::span<const Slot> slots, bool may_decline) {
   std::vector<TierOp> batch;
   for (const Slot slot : slots) {
     if (chunks_.is_written_to(slot, tier) || is_recorded(tier, chunks_.at(slot).key)) continue;
     chunks_.begin_write(slot, tier);
     ++slots_[tier].writes;
     batch.push_back(make_op(OpKind::kWrite, tier, slot));
+    batch.back().may_decline = may_decline;
     write_order_.push_back(batch.back().id);
   }
   if (!batch.empty()) tiers_[tier]->submit(std::move(batch));

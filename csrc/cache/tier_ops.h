@@ -89,6 +89,8 @@ class TierOps {
   void ask_for(std::size_t tier, const ChunkKey& key, Run run);
   // The key was in use in host memory until now.
   void touch(const ChunkKey& key);
+  // So were these; none is empty.
+  void used(std::size_t tier, const TierUses& uses) { tiers_[tier]->used(uses); }
 
   // ---- reads
   struct Read {
@@ -109,8 +111,8 @@ class TierOps {
   void note_overdue(Slot slot, Nanos now);
 
   // ---- writes
-  // Of resident chunks; those that are recorded there or on the way are left out.
-  void write(std::uint8_t tier, std::span<const Slot> slots);
+  // Of resident chunks; those that are recorded there or on the way are left out. may_decline: see TierOp.
+  void write(std::uint8_t tier, std::span<const Slot> slots, bool may_decline = false);
   std::uint32_t writes_in_flight(std::size_t tier) const { return slots_[tier].writes; }
   // Cancels some of the oldest queued writes; true when chunks lost their last pins by it.
   bool shed_writes();

@@ -150,6 +150,7 @@ void TieredCache::end_step() {
   impl.costs.prefill.end_step(now);
   impl.planner.plan_step(now);
   impl.write_back.write_cold_end();
+  impl.write_back.tell_uses();
   impl.row_supply.flush_metrics();
   impl.requests.end_step();
   impl.ops.end_step();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <set>
 #include <tuple>
 #include <unordered_map>
@@ -31,16 +32,42 @@ class Replayer {
   Replayer(const Trace& trace, const ReplayOptions& options)
       : trace_(trace),
         options_(options),
-        index_(make_eviction_policy(options.eviction_policy, options.host_chunks), options.host_chunks),
-        catalogue_(options.tier_eviction_policy),
+        index_(make_index()),
+        catalogue_(std::make_unique<FsCatalogue>(options.tier_eviction_policy)),
         memory_(4 * options.host_chunks) {}
 
   ReplayResult run() {
-    for (std::size_t i = 0; i < trace_.size(); ++i) request(static_cast<std::uint32_t>(i + 1), i);
+    for (std::size_t i = 0; i < trace_.size(); ++i) {
+      request(static_cast<std::uint32_t>(i + 1), i);
+      if (i + 1 == options_.kill_after) kill(i + 1);
+    }
     return result_;
   }
 
  private:
+  std::unique_ptr<ChunkIndex> make_index() const {
+    return std::make_unique<ChunkIndex>(make_eviction_policy(options_.eviction_policy, options_.host_chunks),
+                                        options_.host_chunks);
+  }
+
+  void kill(std::size_t requests) {
+    result_.killed_with = catalogue_->size();
+    for (std::size_t i = requests - std::min(requests, options_.recent_requests); i < requests; ++i) {
+      bool hit = true;
+      for (const std::uint64_t block : trace_.request(i)) {
+        hit = hit && recorded(key_of(block));
+        ++result_.recent_blocks;
+        result_.recent_hits += hit;
+      }
+    }
+    index_ = make_index();
+    memory_.clear();
+    auto restarted = std::make_unique<FsCatalogue>(options_.tier_eviction_policy);
+    while (const auto record = catalogue_->take_victim()) restarted->insert(*record, {});
+    catalogue_ = std::move(restarted);
+    killed_ = true;
+  }
+
   void request(std::uint32_t number, std::size_t at) {
     keys_.clear();
     for (const std::uint64_t block : trace_.request(at)) keys_.push_back(key_of(block));
@@ -48,6 +75,10 @@ class Replayer {
     result_.blocks += keys_.size();
     held_.clear();
     const std::size_t hits = load(number);
+    if (killed_) {
+      result_.blocks_after += keys_.size();
+      result_.hits_after += hits;
+    }
     store(number, hits);
   }
 
@@ -56,12 +87,12 @@ class Replayer {
   std::size_t load(std::uint32_t number) {
     std::size_t known = 0;
     for (; known < keys_.size(); ++known) {
-      const ChunkEntry* entry = index_.find(keys_[known]);
+      const ChunkEntry* entry = index_->find(keys_[known]);
       if (entry == nullptr && !recorded(keys_[known])) break;
-      if (entry != nullptr) hold(index_.slot_of(entry));
+      if (entry != nullptr) hold(index_->slot_of(entry));
     }
     for (std::size_t i = 0; i < known; ++i) {
-      if (index_.find(keys_[i]) != nullptr) {
+      if (index_->find(keys_[i]) != nullptr) {
         ++result_.host_hits;
         continue;
       }
@@ -70,28 +101,28 @@ class Replayer {
         break;
       }
       const Slot slot = insert(number, i, ChunkState::kFetching);
-      catalogue_.hit(keys_[i], index_.about(index_.at(slot)), Nanos(1));
-      index_.pin(slot);
+      catalogue_->hit(keys_[i], index_->about(index_->at(slot)), Nanos(1));
+      index_->pin(slot);
       held_.push_back(slot);
-      index_.make_resident(slot, ChunkOrigin::kTier);
+      index_->make_resident(slot, ChunkOrigin::kTier);
       ++result_.tier_hits;
     }
     for (std::size_t i = known; i-- > 0;) {
-      const Slot slot = index_.slot_of(index_.find(keys_[i]));
-      index_.access(slot, number, 0);
-      see_again(slot);
+      const Slot slot = index_->slot_of(index_->find(keys_[i]));
+      index_->access(slot, number, 0);
+      use(slot);
     }
-    for (const Slot slot : held_) index_.unpin(slot);
+    for (const Slot slot : held_) index_->unpin(slot);
     return known;
   }
 
   void store(std::uint32_t number, std::size_t from) {
     stored_.clear();
     for (std::size_t i = from; i < keys_.size(); ++i) {
-      if (const ChunkEntry* entry = index_.find(keys_[i])) {
-        const Slot slot = index_.slot_of(entry);
-        index_.access(slot, number, 0);
-        if (entry->state == ChunkState::kResident) see_again(slot);
+      if (const ChunkEntry* entry = index_->find(keys_[i])) {
+        const Slot slot = index_->slot_of(entry);
+        index_->access(slot, number, 0);
+        if (entry->state == ChunkState::kResident) use(slot);
         continue;
       }
       if (!make_room(number)) {
@@ -100,61 +131,78 @@ class Replayer {
       }
       stored_.push_back(insert(number, i, ChunkState::kFilling));
     }
-    for (std::size_t i = stored_.size(); i-- > 0;) index_.make_resident(stored_[i], ChunkOrigin::kStore);
+    for (std::size_t i = stored_.size(); i-- > 0;) index_->make_resident(stored_[i], ChunkOrigin::kStore);
     result_.stored += stored_.size();
-    for (const Slot slot : stored_) {
-      if (options_.tier.write_policy == WritePolicy::kThrough) write(slot);
-    }
+    if (options_.tier.write_policy == WritePolicy::kThrough) write_stored(number);
     for (const Slot slot : stored_) see_again(slot);
   }
 
   Slot insert(std::uint32_t number, std::size_t i, ChunkState state) {
     const ChunkId parent = i == 0 ? 0 : chunk_id(keys_[i - 1]);
-    return index_.insert(keys_[i], 0, 0, {0, parent, static_cast<std::uint32_t>(i), number, 0}, state);
+    return index_->insert(keys_[i], 0, 0, {0, parent, static_cast<std::uint32_t>(i), number, 0}, state);
   }
   void hold(Slot slot) {
-    index_.pin(slot);
+    index_->pin(slot);
     held_.push_back(slot);
   }
 
   bool make_room(std::uint32_t number) {
-    while (index_.size() >= options_.host_chunks) {
-      const auto victim = index_.victim(number);
+    while (index_->size() >= options_.host_chunks) {
+      const auto victim = index_->victim(number);
       if (!victim) return false;
-      const ChunkKey key = index_.at(*victim).key;
+      const ChunkKey key = index_->at(*victim).key;
       if (options_.tier.write_policy == WritePolicy::kOnEvict) write(*victim);
-      if (options_.tier_chunks > 0) catalogue_.touch(key, Nanos(1));
-      index_.erase(*victim);
+      if (options_.tier_chunks > 0) catalogue_->touch(key, Nanos(1));
+      index_->erase(*victim);
       ++result_.evicted;
     }
     return true;
   }
 
-  bool recorded(const ChunkKey& key) const { return options_.tier_chunks > 0 && catalogue_.holds(key); }
-  void write(Slot slot) {
-    const ChunkEntry& entry = index_.at(slot);
-    if (options_.tier_chunks == 0 || catalogue_.holds(entry.key)) return;
-    while (catalogue_.size() >= options_.tier_chunks) {
-      if (!catalogue_.take_victim()) return;
+  bool recorded(const ChunkKey& key) const { return options_.tier_chunks > 0 && catalogue_->holds(key); }
+  // What lies behind a declined one is declined, too.
+  void write_stored(std::uint32_t number) {
+    for (std::size_t i = 0; i < stored_.size(); ++i) {
+      if (write(stored_[i], number)) continue;
+      result_.tier_declined += stored_.size() - i;
+      return;
+    }
+  }
+  // False: declined.
+  bool write(Slot slot, std::uint32_t spared_request = 0) {
+    const ChunkEntry& entry = index_->at(slot);
+    if (options_.tier_chunks == 0 || catalogue_->holds(entry.key)) return true;
+    while (catalogue_->size() >= options_.tier_chunks) {
+      if (spared_request != 0 && catalogue_->next_is_of(spared_request)) return false;
+      if (!catalogue_->take_victim()) return true;
       ++result_.tier_evicted;
     }
-    catalogue_.insert({entry.key, kPageBytes}, index_.about(entry));
+    catalogue_->insert({entry.key, kPageBytes}, index_->about(entry));
     ++result_.written;
+    return true;
+  }
+  void use(Slot slot) {
+    const ChunkEntry& entry = index_->at(slot);
+    if (options_.tier_chunks > 0 && options_.tier.write_policy != WritePolicy::kOnEvict) {
+      catalogue_->hit(entry.key, index_->about(entry), Nanos(1));
+    }
+    see_again(slot);
   }
   void see_again(Slot slot) {
     if (options_.tier.write_policy != WritePolicy::kReuse) return;
-    const std::uint32_t uses = memory_.count_use(index_.at(slot).key);
+    const std::uint32_t uses = memory_.count_use(index_->at(slot).key);
     if (uses >= options_.tier.reuse_threshold) write(slot);
   }
 
   const Trace& trace_;
   const ReplayOptions& options_;
-  ChunkIndex index_;
-  FsCatalogue catalogue_;
+  std::unique_ptr<ChunkIndex> index_;
+  std::unique_ptr<FsCatalogue> catalogue_;
   KeyMemory memory_;
   ReplayResult result_;
   std::vector<ChunkKey> keys_;  // of the request
   std::vector<Slot> held_, stored_;
+  bool killed_ = false;
 };
 
 constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
@@ -188,6 +236,9 @@ void require_order(const Trace& trace) {
 ReplayResult replay(const Trace& trace, const ReplayOptions& options) {
   require_order(trace);
   if (options.host_chunks == 0) throw_invalid("host_chunks is 0; a replay needs one chunk or more");
+  if (options.kill_after > trace.size()) {
+    throw_invalid("kill_after is {}; the trace has {} requests", options.kill_after, trace.size());
+  }
   return Replayer(trace, options).run();
 }
 

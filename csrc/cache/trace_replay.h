@@ -35,6 +35,10 @@ struct ReplayOptions {
   std::string eviction_policy = "lru";
   std::string tier_eviction_policy = "lru";
   TierSlotOptions tier{};  // its write policy
+  // Not 0: after so many requests the process is killed and started again. Host memory is empty then; of the
+  // tier's records the new process knows the order, and no request that used them.
+  std::size_t kill_after = 0;
+  std::size_t recent_requests = 50;  // before the kill: what is left of their prompts is counted
 };
 
 struct ReplayResult {
@@ -42,14 +46,21 @@ struct ReplayResult {
   std::uint64_t blocks = 0;
   std::uint64_t host_hits = 0;  // blocks
   std::uint64_t tier_hits = 0;
-  std::uint64_t stored = 0;    // in host memory
-  std::uint64_t declined = 0;  // found no row
-  std::uint64_t evicted = 0;   // from host memory
-  std::uint64_t written = 0;   // to the tier
+  std::uint64_t stored = 0;         // in host memory
+  std::uint64_t declined = 0;       // found no row
+  std::uint64_t evicted = 0;        // from host memory
+  std::uint64_t written = 0;        // to the tier
+  std::uint64_t tier_declined = 0;  // not written: it would have taken the place of its own prompt
   std::uint64_t tier_evicted = 0;
+  // Of the kill: records on the tier; blocks of the recent prompts, and how many of them hit if they were all
+  // asked for again at once; blocks asked for from then on, and hit.
+  std::uint64_t killed_with = 0;
+  std::uint64_t recent_blocks = 0, recent_hits = 0;
+  std::uint64_t blocks_after = 0, hits_after = 0;
 };
 
-// Throws InvalidArgument (a capacity of 0, an unknown policy, ends that are not in order).
+// Throws InvalidArgument (a capacity of 0, an unknown policy, ends that are not in order, a kill after the
+// end).
 ReplayResult replay(const Trace& trace, const ReplayOptions& options);
 
 // The most that any cache of so many blocks could hit: it knows the future (Belady),

@@ -26,17 +26,30 @@ WriteBack::WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyMemory& m
 
 void WriteBack::note_stored(std::span<const Slot> slots) {
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
-    if (is(tier, WritePolicy::kThrough)) ops_.write(static_cast<std::uint8_t>(tier), slots);
+    if (is(tier, WritePolicy::kThrough)) ops_.write(static_cast<std::uint8_t>(tier), slots, true);
   }
-  for (const Slot slot : slots) note_used(slot);
+  for (const Slot slot : slots) count_use(slot);
 }
 
 void WriteBack::note_used(Slot slot) {
+  if (!policies_.empty()) uses_.push_back({chunks_.at(slot).key, chunks_.about(slot)});
+  count_use(slot);
+}
+
+void WriteBack::count_use(Slot slot) {
   std::uint32_t uses = 0;
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     if (!is(tier, WritePolicy::kReuse)) continue;
     if (uses == 0) uses = memory_.count_use(chunks_.at(slot).key);
     if (uses >= policies_[tier].reuse_threshold) ops_.write(static_cast<std::uint8_t>(tier), {&slot, 1});
+  }
+}
+
+void WriteBack::tell_uses() {
+  if (uses_.empty()) return;
+  const TierUses uses = std::make_shared<const std::vector<TierUse>>(std::exchange(uses_, {}));
+  for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
+    if (!is(tier, WritePolicy::kOnEvict)) ops_.used(tier, uses);
   }
 }
 

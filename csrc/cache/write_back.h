@@ -1,7 +1,7 @@
 // WriteBack: which chunks of host memory are written to which tier, and when: the
 // write policies.
 //
-//   through    what was stored, at once
+//   through    what was stored, at once; a full tier may decline the end of a prompt
 //   reuse      what was offered or loaded as often as reuse_threshold says
 //   never      nothing: others fill it
 //   on_evict   what goes from host memory next, ahead of need; a write that failed is
@@ -36,8 +36,12 @@ class WriteBack {
   bool write_before_eviction(Slot slot);
   // At the end of a step: writes what is evicted next while rows are still free.
   void write_cold_end();
+  // At the end of a step: a record whose chunk is in use in host memory is in use. But for on_evict, where it
+  // may go and is written again when its chunk does: two places for one chunk are one too many.
+  void tell_uses();
 
  private:
+  void count_use(Slot slot);  // for reuse
   bool is(std::size_t tier, WritePolicy policy) const { return policies_[tier].write_policy == policy; }
 
   const ChunkGroups& groups_;
@@ -46,6 +50,7 @@ class WriteBack {
   TierOps& ops_;
   Metrics& metrics_;
   std::vector<TierSlotOptions> policies_;
+  std::vector<TierUse> uses_;  // of this step
 };
 
 }  // namespace kv_offload

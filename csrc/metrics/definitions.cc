@@ -53,7 +53,10 @@ std::vector<MetricDefinition> make_definitions() {
       seconds("kv_offload_write_seconds", "Seconds from the submission of a write to its end.", {"tier"}),
       counter("kv_offload_evicted_bytes_total", "Bytes that left a tier to make room.", {"tier"}),
       counter("kv_offload_dropped_bytes_total",
-              "Bytes that were to be written to a tier and were not, by reason.", {"tier", "reason"}),
+              "Bytes that were to be written to a tier and were not, by reason (declined: not worth what "
+              "would have "
+              "to go for them).",
+              {"tier", "reason"}),
       counter("kv_offload_failures_total",
               "Failed operations of a tier: corrupt, io, no_space, timeout, device.", {"tier", "op", "kind"}),
       gauge("kv_offload_queue_depth", "Operations of a tier that wait or run.", {"tier", "op"}),

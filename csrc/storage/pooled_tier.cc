@@ -57,6 +57,7 @@ class PooledTier final : public Tier {
   Presence contains(const ChunkKey& key) const override;
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
   void touch(const ChunkKey& key) override { shared_->catalogue().touch(key); }
+  void used(const TierUses& uses) override { shared_->catalogue().used(uses); }
   Status reset() override;
   TierStats stats() const override;
   void close() override;

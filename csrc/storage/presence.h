@@ -30,6 +30,7 @@ class Catalogue {
   // It failed, or never ran: absent for now, so that nobody asks in a loop.
   virtual void give_up_asking(std::span<const ChunkKey> keys) = 0;
   virtual void touch(const ChunkKey& key) = 0;
+  virtual void used(const TierUses&) {}  // see Tier
   // Appends what is gone since the last call.
   virtual void take_removals(std::vector<TierRemoval>* removals) = 0;
 };

@@ -8,7 +8,7 @@
 // as long as a thread may touch it, be that after close(). No callback ever runs on
 // a tier's thread: results are polled by the caller's thread.
 //
-// Threads: submit, cancel, poll, contains, prefetch_presence, touch, reset, stats may
+// Threads: submit, cancel, poll, contains, prefetch_presence, touch, used, reset, stats may
 // be called from one thread (the scheduler's); the tier's own threads are inside.
 //
 // tests/cpp/storage/tier_conformance_test.cc holds every kind of tier to what is said here.
@@ -53,7 +53,17 @@ struct TierOp {
   bool was_absent = false;
   // Absolute time after which the op is not started any more (kExpired). 0 = none.
   Nanos deadline{0};
+  // A write: kDeclined rather than take the place of a record of the same request (about.request). For what
+  // was just stored: the end of a prompt is not worth its beginning.
+  bool may_decline = false;
 };
+
+// A request used a chunk in host memory: as much as a read of its record would say.
+struct TierUse {
+  ChunkKey key;
+  EntryInfo about;
+};
+using TierUses = std::shared_ptr<const std::vector<TierUse>>;
 
 struct Completion {
   OpId id = 0;
@@ -127,6 +137,9 @@ class Tier {
   virtual void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) = 0;
   // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;
+  // Of a step, oldest first. O(1): taken up behind, before anything is evicted. A tier that keeps no order of
+  // its own has no use for it.
+  virtual void used(const TierUses&) {}
   // Forget everything: from this call on no older record is found again by
   // anybody who starts later or by us; the bytes are reclaimed behind. What is
   // written after it is of this process's memory (new weights, in place): nobody

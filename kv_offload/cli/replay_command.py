@@ -29,10 +29,22 @@ def replay(
     ] = None,
     disk_policy: Annotated[
         str, typer.Option(metavar="POLICY", help="Of the disk: what goes first when it is full.")
-    ] = "lru",
+    ] = "prefix",
     write_policy: Annotated[
         str, typer.Option(metavar="POLICY", help="Of the disk: through, on_evict, reuse:N.")
     ] = "through",
+    kill_after: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="Kill the server after N requests and start it again; 0: do not."
+        ),
+    ] = 0,
+    recent: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Requests before the kill whose prompts are looked for after it."
+        ),
+    ] = 50,
     block_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="KV cache bytes of a block, to show the bytes written.")
     ] = "0",
@@ -52,11 +64,13 @@ def replay(
     Uses the index and the eviction policies as a server does, without any memory or disk. Each line
     is an object such as {"input_length": 1024, "hash_ids": [0, 1]}: the numbers of the prompt's blocks,
     equal numbers for equal prefixes. Mooncake publishes traces in this form. Hits count from the start of
-    each prompt up to its first missing block.
+    each prompt up to its first missing block. A kill empties host memory and leaves the disk; "recent after
+    kill" is how much of the last prompts before it hits there, "hits after kill" that of all that come after.
 
     \b
     Example:
       kv-offload replay trace.jsonl --host 5000 --host 20000 --disk 200000
+      kv-offload replay trace.jsonl --host 500 --disk 10000 --policy prefix --kill-after 6000
 
     Exit status: 0 replayed; 1 the trace cannot be read; 2 it is not a trace, or an option is not known.
     """
@@ -69,13 +83,15 @@ def replay(
             raise ValueError(f"policy {name!r} is not known: use {', '.join((*EVICTION_POLICIES, OPTIMUM))}")
     size = parse_byte_size(block_bytes)
     read = read_trace(trace, limit)
+    if kill_after > len(read.prompts):
+        raise ValueError(f"--kill-after is {kill_after:,}, the trace has {len(read.prompts):,} requests")
     core = read.to_core()
     unique = read.unique_blocks()
     capacities = host or [max(1, round(unique * share)) for share in (0.01, 0.05, 0.2, 0.5)]
     rows: list[dict[str, Any]] = []
     for capacity in capacities:
         for name in policies:
-            setting = Setting(name, capacity, disk, disk_policy, write_policy)
+            setting = Setting(name, capacity, disk, disk_policy, write_policy, kill_after, recent)
             row = replay_one(core, read, setting, prefill_speed)
             row["written_bytes"] = None if row["written"] is None else row["written"] * size
             rows.append(row)
@@ -95,7 +111,9 @@ def replay(
         f"({unique:,} different), {report['tokens']:,} tokens"
     )
     sizes = ("host\nblocks", "disk\nblocks")
-    columns = ("hits", "hit\ntokens", "from\ndisk", "saved\nprefill", "written")
+    columns = ["hits", "hit\ntokens", "from\ndisk", "saved\nprefill", "written"]
+    if kill_after:
+        columns += ["recent\nafter kill", "hits\nafter kill"]
     shown = table("", *sizes, "policy", *columns, right=(*sizes, *columns))
     for row in rows:
         written = "-" if row["written"] is None else f"{row['written']:,}"
@@ -111,5 +129,14 @@ def replay(
             "-" if row["policy"] == OPTIMUM else f"{row['tier_hits']:,}",
             f"{row['saved_prefill_seconds']:,.0f} s",
             written,
+            *(
+                [_share(row, "recent_hits", "recent_blocks"), _share(row, "hits_after", "blocks_after")]
+                if kill_after
+                else []
+            ),
         )
     out.print(shown)
+
+
+def _share(row: dict[str, Any], part: str, whole: str) -> str:
+    return f"{row[part] / row[whole]:.1%}" if row[whole] else "-"

@@ -116,7 +116,7 @@ def size(
             {"prefill_tokens_per_second": speed, "bytes_per_second": break_even(per_token, speed)}
             for speed in speeds
         ],
-        "notes": list(shape.notes),
+        "notes": [*shape.notes, *_small_tiers(tiers)],
     }
     if as_json:
         print_json(report)
@@ -170,6 +170,14 @@ def _tiers(
         else {"name": name, "bytes": None, "tokens": None}  # its server bounds itself
         for name, size in sizes
     ]
+
+
+def _small_tiers(tiers: list[dict[str, Any]]) -> list[str]:
+    from kv_offload.machine import smaller_than_memory
+
+    memory = next((tier["bytes"] for tier in tiers if tier["name"] == "cpu"), 0)
+    bounded = [tier for tier in tiers if tier["name"] != "cpu" and tier["bytes"] is not None]
+    return [note for tier in bounded for note in smaller_than_memory(tier["name"], tier["bytes"], memory)]
 
 
 def _print(report: dict[str, Any]) -> None:

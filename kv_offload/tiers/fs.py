@@ -70,7 +70,9 @@ class FsTierConfig(TierConfig):
         "of the sum of what is free and what the directory already holds",
     )
     eviction_policy: str = Field(
-        default="lru", description='what goes first when max_bytes is reached: "lru", "s3fifo", "prefix"'
+        default="prefix",
+        description='what goes first when max_bytes is reached: "prefix" (ends of prompts first, by what it '
+        'learns of their return), "s3fifo", "lru"',
     )
     fsync: Literal["none", "data", "full"] = Field(
         default="none",

@@ -224,6 +224,13 @@ def test_tiers_of_a_configuration(config, tmp_path):
     assert [(tier["name"], tier["bytes"]) for tier in facts["tiers"]] == [("cpu", GIB), ("fs", 10 * GIB)]
 
 
+def test_a_disk_that_is_smaller_than_host_memory_is_noted(config):
+    model = config(LLAMA_8B)
+    (note,) = sized(model, "--cpu", "32GiB", "--disk-size", "31GiB", "--disk-size", "32GiB")["notes"]
+    assert note.startswith("fs holds 31.0 GiB, host memory 32.0 GiB: ")
+    assert sized(model, "--disk-size", "1GiB")["notes"] == []
+
+
 def test_more_ranks_than_heads_copy_them_but_mla_is_kept_once(config):
     assert sized(config(LLAMA_8B), "-t", 8)["bytes_per_token"]["bfloat16"] == 131_072
     assert sized(config(LLAMA_8B), "-t", 16)["bytes_per_token"]["bfloat16"] == 262_144

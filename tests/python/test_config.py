@@ -334,7 +334,7 @@ def test_host_memory_and_each_tier_may_have_a_policy_of_their_own(policy):
     tiers = [{"type": "fs", "root_dir": "/a", "eviction_policy": policy}, {"type": "fs", "root_dir": "/b"}]
     config = read(eviction_policy=policy, secondary_tiers=tiers)
     assert config.eviction_policy == policy
-    assert [tier.eviction_policy for tier in config.secondary_tiers] == [policy, "lru"]
+    assert [tier.eviction_policy for tier in config.secondary_tiers] == [policy, "prefix"]
 
 
 @pytest.mark.parametrize("given", ["reuse:0", "reuse:128", "reuse:", "reuse:2.0"])
@@ -487,3 +487,16 @@ def test_a_bound_above_the_disk_is_a_caution_not_a_problem(tmp_path, monkeypatch
     assert checked(config) == []
     (caution,) = cautions(config)
     assert "max_bytes is 4.0 GiB, its file system can hold 1.0 GiB" in caution
+
+
+def test_a_disk_that_is_smaller_than_host_memory_is_a_caution_that_says_what_follows(tmp_path, monkeypatch):
+    disk(monkeypatch, 100 * GIB)
+
+    def said(**tier):
+        tiers = [FS | {"root_dir": str(tmp_path)} | tier]
+        return cautions(read(cpu_bytes_to_use="4GiB", secondary_tiers=tiers))
+
+    (caution,) = said(max_bytes="3GiB")
+    assert caution.startswith(f"disk {tmp_path} holds 3.0 GiB, host memory 4.0 GiB: ")
+    assert "after a restart only what it holds is left" in caution
+    assert said(max_bytes="4GiB") == said() == said(max_bytes="3GiB", write_policy="never") == []

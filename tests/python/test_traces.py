@@ -80,6 +80,16 @@ def test_hits_of_a_small_trace(trace, policy, host, tier, hits, from_tier):
     assert row["tier_hits"] == from_tier
 
 
+def test_a_kill_leaves_what_is_on_the_disk(trace):
+    read = read_trace(trace)
+    setting = Setting("lru", 3, 9, kill_after=2, recent=1)
+    row = replay(read.to_core(), read, setting, prefill_speed=100)
+    assert (row["killed_with"], row["recent_hits"], row["recent_blocks"]) == (5, 2, 2)
+    assert (row["hits_after"], row["blocks_after"]) == (5, 5)
+    unharmed = replay(read.to_core(), read, Setting("lru", 3, 9), prefill_speed=100)
+    assert unharmed["killed_with"] is unharmed["hits_after"] is None
+
+
 def test_what_the_core_cannot_replay_is_refused():
     read = Trace([[1]])
     with pytest.raises(ValueError, match="host_chunks is 0"):
@@ -106,6 +116,15 @@ def test_the_command_knows_the_bytes_written(trace):
     assert 0 < row["written_bytes"] < 6 << 20
 
 
+def test_the_table_shows_what_a_kill_leaves(trace):
+    options = ("--host", 3, "--disk", 9, "--policy", "lru", "--kill-after", 2, "--recent", 1)
+    said = run(trace, *options, "--write-policy", "on_evict").stdout
+    assert "recent" in said
+    assert "after kill" in said
+    assert "0.0%" in said, "4 and 5 were in host memory alone"
+    assert "after kill" not in run(trace, "--host", 3, "--disk", 9).stdout
+
+
 def test_the_table_names_what_it_shows(trace):
     said = run(trace, "--host", 5).stdout
     for part in ("4 requests", "10 blocks", "prefix", "50.0%", OPTIMUM):
@@ -117,6 +136,7 @@ def test_the_table_names_what_it_shows(trace):
     [
         (("--policy", "mru"), 2, "policy 'mru' is not known"),
         (("--host", "1", "--write-policy", "sometimes", "--disk", "1"), 2, "write_policy"),
+        (("--host", "1", "--kill-after", "5"), 2, "--kill-after is 5, the trace has 4 requests"),
     ],
 )
 def test_what_cannot_be_meant_is_said(trace, arguments, status, part):

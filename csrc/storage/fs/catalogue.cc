@@ -112,6 +112,7 @@ Slot FsCatalogue::add(const Record& record, const EntryInfo& about) {
   entry.key = record.key;
   entry.file_bytes = record.file_bytes;
   entry.serial = next_serial_++;
+  entry.request = about.request;
   entry.used = true;
   link(slot);
   ++used_;
@@ -146,6 +147,11 @@ std::optional<FsCatalogue::Record> FsCatalogue::take_victim() {
   const Record record{entries_[*slot].key, entries_[*slot].file_bytes};
   drop(*slot);
   return record;
+}
+
+bool FsCatalogue::next_is_of(std::uint32_t request) {
+  const std::optional<Slot> slot = policy_->victim();
+  return slot && entries_[*slot].request == request;
 }
 
 std::vector<ChunkKey> FsCatalogue::clear() {
@@ -211,6 +217,7 @@ void FsCatalogue::hit(const ChunkKey& key, const EntryInfo& about, Nanos now) {
   EntryInfo info = about;
   info.id = chunk_id(key);
   entries_[slot].unordered = false;
+  entries_[slot].request = about.request;
   policy_->access(slot, info);
   note_touched(slot, now);
 }

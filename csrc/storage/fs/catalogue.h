@@ -56,6 +56,8 @@ class FsCatalogue {
   std::optional<std::uint64_t> file_bytes_of(std::uint32_t group) const;
   // Takes out the next to go; entries with readers are passed over.
   std::optional<Record> take_victim();
+  // The next to go was used last, or written, by this request.
+  bool next_is_of(std::uint32_t request);
   // Forgets all; returns the keys.
   std::vector<ChunkKey> clear();
 
@@ -79,6 +81,7 @@ class FsCatalogue {
     std::uint32_t serial = 0;
     std::uint32_t readers = 0;
     std::uint32_t touched_second = 0;  // of the clock; 0: not yet
+    std::uint32_t request = 0;         // that wrote or used it last; 0: not known
     bool used = false;
     bool backing_off = false;
     bool touched = false;

@@ -34,7 +34,7 @@ Status Evictor::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservat
     status = reservation->grow_to(bytes, &missing);
     if (status || missing == 0 || bytes > options_.max_bytes) return status;
     const Status made = make_space(missing, draft, reservation);
-    if (!made) return made.error_number() != 0 ? made : status;
+    if (!made) return made.error_number() != 0 || made.kind() == StatusKind::kDeclined ? made : status;
   }
   return status;
 }
@@ -53,6 +53,7 @@ Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reser
   Status failure;
   for (int failures = 0; ordered && freed < bytes && failures < kMostNotRemovable;) {
     const Status status = evict_own(draft, reservation, &freed);
+    if (status.kind() == StatusKind::kDeclined) return status;
     if (status.kind() == StatusKind::kNotFound) break;
     if (status) continue;
     failure = status;
@@ -77,7 +78,10 @@ bool Evictor::is_below_share() const {
 }
 
 Status Evictor::evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) {
-  const std::optional<KnownRecords::Victim> victim = records_.take_victim();
+  bool own = false;
+  const std::uint32_t spared = draft != nullptr ? draft->spared_request : 0;
+  const std::optional<KnownRecords::Victim> victim = records_.take_victim(spared, &own);
+  if (own) return Status::error(StatusKind::kDeclined, "what would go for it is of its own prompt");
   if (!victim) return Status::error(StatusKind::kNotFound, "no record is left to evict");
   const Generation& generation = *victim->generation;
   const std::string path = layout::record_path(victim->record.key, victim->record.file_bytes);

@@ -38,7 +38,8 @@ class Evictor {
   explicit Evictor(const Context& context);
 
   // Grows the reservation to `bytes`, removing what has to go. draft (or null) may get the file of an evicted
-  // record. kNoSpace when nothing is left to go; with an errno when it cannot be removed.
+  // record. kNoSpace when nothing is left to go; with an errno when it cannot be removed. kDeclined when the
+  // next to go is of the draft's own request (Draft::spared_request).
   Status reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(mutex_);
   // Removes the generations of our namespace that nobody uses; `own` is ours.
   void reclaim_unused_generations(const Generation& own);
@@ -53,7 +54,7 @@ class Evictor {
  private:
   Status make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(mutex_);
   bool is_below_share() const EXCLUDES(shares_mutex_);
-  // One record; kNotFound when there is none.
+  // One record; kNotFound when there is none, kDeclined when it is of the draft's own request.
   Status evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) REQUIRES(mutex_);
   int recycle(const std::string& path, Draft* draft, std::uint64_t* freed) REQUIRES(mutex_);
   std::uint64_t reclaim_dead(std::uint64_t enough) REQUIRES(mutex_);

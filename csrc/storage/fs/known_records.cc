@@ -9,6 +9,9 @@ namespace kv_offload {
 namespace {
 
 constexpr std::size_t kRecordsPerLock = 1024;  // the scheduler's thread waits for no more
+constexpr std::size_t kDeclinedCells = 4096;
+
+std::size_t declined_place(ChunkId id) { return (id >> 1) % kDeclinedCells; }  // an id's lowest bit is set
 
 Status was_reset() {
   return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted");
@@ -20,6 +23,7 @@ KnownRecords::KnownRecords(const std::string& eviction_policy, const Clock& cloc
     : clock_(clock),
       catalogue_(eviction_policy),
       leaves_(layout::kLeaves),
+      declined_(kDeclinedCells),
       not_found_(clock, kAskAgainAfter, kMostNotFound) {}
 
 // ---- Catalogue
@@ -81,6 +85,34 @@ void KnownRecords::touch(const ChunkKey& key) {
   catalogue_.touch(key, now);
 }
 
+void KnownRecords::used(const TierUses& uses) {
+  if (uses->empty()) return;
+  const MutexLock lock(mutex_);
+  uses_.push_back(uses);
+  used_keys_ += uses->size();
+  while (used_keys_ > kMostUses && uses_.size() > 1) {
+    used_keys_ -= uses_.front()->size();
+    uses_.pop_front();
+    next_use_ = 0;
+  }
+}
+
+void KnownRecords::apply_uses() {
+  for (;;) {
+    const Nanos now = clock_.now();
+    const MutexLock lock(mutex_);
+    for (std::size_t n = 0; n < kRecordsPerLock; ++n) {
+      if (uses_.empty()) return;
+      const std::vector<TierUse>& oldest = *uses_.front();
+      catalogue_.hit(oldest[next_use_].key, oldest[next_use_].about, now);
+      if (++next_use_ < oldest.size()) continue;
+      used_keys_ -= oldest.size();
+      uses_.pop_front();
+      next_use_ = 0;
+    }
+  }
+}
+
 void KnownRecords::take_removals(std::vector<TierRemoval>* removals) {
   const MutexLock lock(mutex_);
   removals->insert(removals->end(), removals_.begin(), removals_.end());
@@ -134,6 +166,9 @@ void KnownRecords::drop_all() {
   }
   for (const ChunkKey& key : catalogue_.clear()) removals_.push_back({key, TierRemoval::Reason::kReset});
   apart_ = false;
+  uses_.clear();
+  used_keys_ = next_use_ = 0;
+  declined_.assign(kDeclinedCells, 0);
   extent_ = Extent::kOrder;  // nothing is there to be found until there is one
 }
 
@@ -206,6 +241,8 @@ Status KnownRecords::written(const FsCatalogue::Record& record, const EntryInfo&
   if (generation != generation_) return was_reset();
   catalogue_.insert(record, about);
   catalogue_.read_succeeded(record.key);
+  const ChunkId id = chunk_id(record.key);
+  if (declined_[declined_place(id)] == id) declined_[declined_place(id)] = 0;
   return Status::ok();
 }
 
@@ -219,6 +256,17 @@ void KnownRecords::answered(std::span<const ChunkKey> keys) {
   for (const ChunkKey& key : keys) not_found_.answered(key, false, era);
 }
 
+void KnownRecords::note_declined(const ChunkKey& key) {
+  const ChunkId id = chunk_id(key);
+  const MutexLock lock(mutex_);
+  declined_[declined_place(id)] = id;
+}
+
+bool KnownRecords::is_declined(ChunkId id) const {
+  const MutexLock lock(mutex_);
+  return id != 0 && declined_[declined_place(id)] == id;
+}
+
 Status KnownRecords::offered(std::span<const ChunkKey> keys, const RecordStore::EpochPtr& epoch,
                              std::vector<bool>* present) const {
   const Nanos now = clock_.now();
@@ -230,9 +278,14 @@ Status KnownRecords::offered(std::span<const ChunkKey> keys, const RecordStore::
 
 // ---- eviction
 
-std::optional<KnownRecords::Victim> KnownRecords::take_victim() {
+std::optional<KnownRecords::Victim> KnownRecords::take_victim(std::uint32_t spared_request, bool* own) {
+  apply_uses();
   const MutexLock lock(mutex_);
   if (!generation_) return std::nullopt;
+  if (spared_request != 0 && catalogue_.next_is_of(spared_request)) {
+    *own = true;
+    return std::nullopt;
+  }
   const std::optional<FsCatalogue::Record> record = catalogue_.take_victim();
   if (!record) return std::nullopt;
   return Victim{*record, generation_};

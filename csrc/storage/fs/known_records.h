@@ -15,6 +15,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <span>
@@ -47,6 +48,8 @@ class KnownRecords final : public Catalogue {
   static constexpr Nanos kAskAgainAfter{std::chrono::seconds(1)};
   // So many names that were asked for and not found are remembered (6 MiB).
   static constexpr std::size_t kMostNotFound = std::size_t{1} << 16;
+  // Uses that wait to be applied; the oldest beyond that are forgotten.
+  static constexpr std::size_t kMostUses = std::size_t{1} << 16;
 
   // Throws InvalidArgument (unknown policy).
   KnownRecords(const std::string& eviction_policy, const Clock& clock);
@@ -56,6 +59,7 @@ class KnownRecords final : public Catalogue {
   void begin_asking(std::vector<ChunkKey>* keys) override EXCLUDES(mutex_);
   void give_up_asking(std::span<const ChunkKey> keys) override EXCLUDES(mutex_);
   void touch(const ChunkKey& key) override EXCLUDES(mutex_);
+  void used(const TierUses& uses) override EXCLUDES(mutex_);
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
 
   // ---- the generation
@@ -109,6 +113,9 @@ class KnownRecords final : public Catalogue {
       EXCLUDES(mutex_);
   // They were asked for: what is not known by now was not found.
   void answered(std::span<const ChunkKey> keys) EXCLUDES(mutex_);
+  // It was declined: so are those behind it in its prefix, which are worth nothing without it.
+  void note_declined(const ChunkKey& key) EXCLUDES(mutex_);
+  bool is_declined(ChunkId id) const EXCLUDES(mutex_);
   Status offered(std::span<const ChunkKey> keys, const RecordStore::EpochPtr& epoch,
                  std::vector<bool>* present) const EXCLUDES(mutex_);
 
@@ -117,7 +124,8 @@ class KnownRecords final : public Catalogue {
     FsCatalogue::Record record;
     GenerationPtr generation;
   };
-  std::optional<Victim> take_victim() EXCLUDES(mutex_);  // nothing known of it remains
+  // Nothing known of it remains. *own: the next to go is of this request (not 0), and stays.
+  std::optional<Victim> take_victim(std::uint32_t spared_request = 0, bool* own = nullptr) EXCLUDES(mutex_);
   void put_back(const Victim& victim) EXCLUDES(mutex_);
   void evicted(const Victim& victim) EXCLUDES(mutex_);
 
@@ -137,6 +145,9 @@ class KnownRecords final : public Catalogue {
                       std::span<const LastUse> order, bool first, const std::atomic<bool>& stop)
       EXCLUDES(mutex_);
   std::vector<FoundRecord> unknown_of(std::span<const FoundRecord> records) const EXCLUDES(mutex_);
+
+  // Gives records their places by what used() told since. I/O and upkeep's threads.
+  void apply_uses() EXCLUDES(mutex_);
 
   // ---- figures
   // Records in use since the last call, oldest use first, and their generation.
@@ -164,6 +175,10 @@ class KnownRecords final : public Catalogue {
   FsCatalogue catalogue_ GUARDED_BY(mutex_);
   std::vector<Leaf> leaves_ GUARDED_BY(mutex_);
   std::vector<TierRemoval> removals_ GUARDED_BY(mutex_);
+  std::deque<TierUses> uses_ GUARDED_BY(mutex_);      // not applied yet, oldest first; none is empty
+  std::size_t used_keys_ GUARDED_BY(mutex_) = 0;      // in them
+  std::size_t next_use_ GUARDED_BY(mutex_) = 0;       // of the oldest
+  std::vector<ChunkId> declined_ GUARDED_BY(mutex_);  // each in the one cell that it may be in
   PresenceCache not_found_;  // none of its keys is present: those that are found are in the catalogue
 };
 

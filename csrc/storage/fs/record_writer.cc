@@ -44,15 +44,21 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& 
   draft.leaf = layout::leaf_of(op.key);
   draft.file_bytes = kRecordHeaderBytes + payload;
   draft.direct = root_.direct && is_aligned(op.shards);
+  draft.spared_request = op.may_decline ? op.about.request : 0;
   bool present = false, replace = false;
   Status status = records_.begin_write(op.key, generation, &present, &replace);
   if (!status || present) return status;
+  if (op.may_decline && records_.is_declined(op.about.parent)) {
+    records_.note_declined(op.key);
+    return Status::error(StatusKind::kDeclined, "what lies before it in its prompt was declined");
+  }
   {
     Reservation reservation(*root_.space);
     const UnlessPublished rest{*this, draft, reservation};
     status = evictor_.reserve(draft.file_bytes + kOverhead, &draft, &reservation);
     if (status) status = write_file(op, replace, &draft, &reservation);
   }
+  if (status.kind() == StatusKind::kDeclined) records_.note_declined(op.key);
   if (status) status = records_.written({op.key, draft.file_bytes}, op.about, generation);
   if (status) *moved = payload;
   return status;

@@ -71,9 +71,13 @@ void FsStore::start() {
 }
 
 void FsStore::maintain() {
-  if (stop_.load()) return recency_.write();
+  if (stop_.load()) {
+    records_.apply_uses();
+    return recency_.write();
+  }
   if (own_.keep()) reclaim_unused_generations();
   counter_.look();
+  records_.apply_uses();
   recency_.write_when_due();
 }
 

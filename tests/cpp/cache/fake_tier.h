@@ -87,6 +87,7 @@ class FakeTier final : public TierHand {
   std::uint64_t born(const TierOp& op) const { return born_.at(op.id); }
   const std::deque<TierOp>& reads() const override { return reads_; }
   const std::deque<TierOp>& writes() const override { return writes_; }
+  std::vector<TierUse> told_used;
   std::function<void()> on_touch;                                 // called first by touch()
   std::vector<std::pair<std::vector<ChunkKey>, KeyOrder>> asked;  // what prefetch_presence() was given
 
@@ -131,6 +132,9 @@ class FakeTier final : public TierHand {
   void touch(const ChunkKey& key) override {
     if (on_touch) on_touch();
     if (const auto record = records.find(key); record != records.end()) record->second.used = ++uses_;
+  }
+  void used(const TierUses& uses) override {
+    for (const TierUse& use : *uses) told_used.push_back(use);
   }
   Status reset() override {
     for (const auto& [key, record] : records) removals_.push_back({key, TierRemoval::Reason::kReset});

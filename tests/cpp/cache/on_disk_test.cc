@@ -21,9 +21,11 @@ using ::testing::IsEmpty;
 // ops outlive the threads that a test leaves behind.
 class OnDiskTest : public CacheTest {
  protected:
-  OnDiskTest() {
-    make({.rows = 64, .cache = {.load_policy = LoadPolicy::kAlways}, .make_tier = [this](const Clock& clock) {
-            FsTierOptions options = testing::options_for(root_, std::uint64_t{8} << 20);
+  explicit OnDiskTest(std::uint64_t max_bytes = std::uint64_t{8} << 20, std::uint64_t rows = 64) {
+    make({.rows = rows,
+          .cache = {.load_policy = LoadPolicy::kAlways},
+          .make_tier = [=, this](const Clock& clock) {
+            FsTierOptions options = testing::options_for(root_, max_bytes);
             options.file_ops = &ops_;
             options.clock = &clock;
             return make_fs_tier(options);
@@ -58,6 +60,9 @@ class OnDiskTest : public CacheTest {
   // Recorded, and gone from host memory.
   void record(const Names& names) {
     store_and_write(names);
+    restart();
+  }
+  void restart() {
     cache().close();
     world().cache.reset();
     world().open();
@@ -317,6 +322,31 @@ TEST_F(OnDiskTest, ABurstOverOneMissingPrefixReadsItOnce) {
   }
   EXPECT_EQ(world().metrics.value("kv_offload_read_bytes_total", {"fs"}), 4 * 2 * 4096);
   EXPECT_EQ(cache().stats().pinned_chunks, 0u);
+}
+
+// ---- a disk that is smaller than host memory
+
+class SmallDiskTest : public OnDiskTest {
+ protected:
+  SmallDiskTest() : OnDiskTest(std::uint64_t{1} << 20, 256) {}  // fewer than 86 records of 12 KiB
+};
+
+// What is asked for again and again is hit in host memory, so no read tells the disk of it.
+TEST_F(SmallDiskTest, ThePromptThatIsInUseIsThereAfterARestartAndNotWhatNobodyAskedForAgain) {
+  const Names prompt{"a", "b", "c", "d", "e", "f", "g", "h"};
+  store_and_write(prompt);
+  for (int i = 0; i < 120; ++i) {
+    store_and_write({fmt::format("x{}", i)});
+    const RequestHandle request = begin();
+    ASSERT_EQ(scan(request, prompt), "HHHHHHHH");
+    load(request, prompt);
+    end(request);
+    step();
+  }
+  EXPECT_GT(stats().evicted_bytes, 30 * kRecordBytes);
+  restart();
+  EXPECT_EQ(ask(begin(), prompt), "HHHHHHHH");
+  EXPECT_EQ(ask(begin(), {"x0"}), "M");
 }
 
 }  // namespace

@@ -78,6 +78,46 @@ TEST(TraceReplay, TheTierIsBounded) {
   EXPECT_EQ(result.tier_hits, 0u);
 }
 
+TEST(TraceReplay, AKillLeavesWhatIsOnTheTierAndNothingElse) {
+  const Trace trace = trace_of({{1, 2}, {3, 4}, {3, 4, 5}, {1, 2}, {3, 4, 5}});
+  const auto killed = [&](WritePolicy policy) {
+    return replay(trace, {.host_chunks = 3,
+                          .tier_chunks = 8,
+                          .tier = {.write_policy = policy},
+                          .kill_after = 3,
+                          .recent_requests = 2});
+  };
+  const ReplayResult through = killed(WritePolicy::kThrough);
+  EXPECT_EQ(through.killed_with, 5u);
+  EXPECT_EQ(through.recent_blocks, 5u);
+  EXPECT_EQ(through.recent_hits, 5u);
+  EXPECT_EQ(through.blocks_after, 5u);
+  EXPECT_EQ(through.hits_after, 5u);
+  const ReplayResult on_evict = killed(WritePolicy::kOnEvict);
+  EXPECT_EQ(on_evict.killed_with, 2u) << "1 and 2 had left host memory";
+  EXPECT_EQ(on_evict.recent_hits, 0u);
+  EXPECT_EQ(on_evict.hits_after, 2u);
+  EXPECT_EQ(lru(trace, 3, 8).killed_with, 0u) << "nobody was killed";
+}
+
+// 1 and 2 are hit in host memory until the kill, and the tier has room for three.
+TEST(TraceReplay, WhatIsUsedInHostMemoryStaysOnATierThatIsSmaller) {
+  const Trace trace = trace_of({{1, 2}, {3}, {1, 2}, {4}, {1, 2}, {5}, {1, 2}, {6}});
+  const ReplayResult result =
+      replay(trace, {.host_chunks = 100, .tier_chunks = 3, .kill_after = 8, .recent_requests = 2});
+  EXPECT_EQ(result.recent_hits, 3u);
+}
+
+TEST(TraceReplay, TheEndOfAPromptIsNotWrittenInThePlaceOfItsBeginning) {
+  const Trace trace = trace_of({{1, 2, 3, 4, 5}, {6}});
+  const ReplayResult result =
+      replay(trace, {.host_chunks = 100, .tier_chunks = 3, .kill_after = 1, .recent_requests = 1});
+  EXPECT_EQ(result.recent_hits, 3u);
+  EXPECT_EQ(result.written, 4u);
+  EXPECT_EQ(result.tier_declined, 2u);
+  EXPECT_EQ(result.tier_evicted, 1u) << "6 is of another request";
+}
+
 TEST(TraceReplay, TheOptimumKeepsWhatComesBackSoonest) {
   const Trace trace = trace_of({{1}, {2}, {3}, {1}, {4}, {2}, {1}});
   EXPECT_EQ(optimal_hits(trace, 1), 2u);  // 1, 1
@@ -174,6 +214,7 @@ TEST(TraceReplay, WhatCannotBeMeantIsRefused) {
   Trace trace = trace_of({{1, 2}, {3}});
   EXPECT_THROW(lru(trace, 0), InvalidArgument);
   EXPECT_THROW(replay(trace, {.host_chunks = 1, .eviction_policy = "mru"}), InvalidArgument);
+  EXPECT_THROW(replay(trace, {.host_chunks = 1, .kill_after = 3}), InvalidArgument);
   trace.ends = {2, 2};
   EXPECT_THROW(lru(trace, 1), InvalidArgument);
 }

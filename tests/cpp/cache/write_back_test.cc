@@ -32,6 +32,52 @@ TEST_F(WriteBackTest, ThroughWritesWhatWasStored) {
   EXPECT_EQ(writes(), 1u);
 }
 
+// A chunk that is in use in host memory must not look old on the tier.
+TEST_F(WriteBackTest, ATierIsToldOfUsesInHostMemoryAtTheEndOfTheStep) {
+  make(WritePolicy::kThrough);
+  const Slot a = stored("a"), b = stored("b");
+  parts().chunks.access(b, 7, 0);
+  parts().write_back.note_used(b);
+  parts().chunks.access(a, 7, 0);
+  parts().write_back.note_used(a);
+  EXPECT_TRUE(parts().tier->told_used.empty());
+  parts().write_back.tell_uses();
+  const std::vector<TierUse>& told = parts().tier->told_used;
+  ASSERT_EQ(told.size(), 2u) << "a store is no use: its record says it";
+  EXPECT_EQ(told[0].key, key_of("b"));
+  EXPECT_EQ(told[1].key, key_of("a"));
+  EXPECT_EQ(told[1].about.request, 7u);
+  parts().write_back.tell_uses();
+  EXPECT_EQ(told.size(), 2u) << "told again";
+}
+
+// Its record may go: it is written again when the chunk does.
+TEST_F(WriteBackTest, OnEvictATierIsNotToldOfUsesInHostMemory) {
+  make(WritePolicy::kOnEvict);
+  parts().write_back.note_used(stored("a"));
+  parts().write_back.tell_uses();
+  EXPECT_TRUE(parts().tier->told_used.empty());
+}
+
+TEST_F(WriteBackTest, OnlyWhatIsWrittenAsItIsStoredMayBeDeclined) {
+  make(WritePolicy::kThrough);
+  stored("a");
+  EXPECT_TRUE(parts().tier->writes().back().may_decline);
+  make(WritePolicy::kOnEvict);
+  EXPECT_TRUE(parts().write_back.write_before_eviction(stored("a")));
+  EXPECT_FALSE(parts().tier->writes().back().may_decline) << "the last chance";
+}
+
+TEST_F(WriteBackTest, ADeclinedWriteIsNoFailureAndIsCounted) {
+  make(WritePolicy::kThrough);
+  parts().tier->fail(StatusKind::kDeclined);
+  stored("a");
+  parts().finish();
+  EXPECT_EQ(parts().metrics.value("kv_offload_dropped_bytes_total", {"fs", "declined"}), kPageBytes);
+  EXPECT_EQ(parts().metrics.value("kv_offload_failures_total", {"fs", "write", "declined"}), 0);
+  EXPECT_EQ(parts().chunks.pinned(), 0u);
+}
+
 TEST_F(WriteBackTest, ReuseWritesAtTheThreshold) {
   make(WritePolicy::kReuse, 3);
   const Slot slot = stored("a");

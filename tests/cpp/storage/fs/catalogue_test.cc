@@ -30,6 +30,16 @@ TEST_P(FsCatalogueTest, APromptWrittenFromItsEndGoesFromItsEnd) {
   EXPECT_EQ(drain(), (std::vector<int>{4, 3, 2, 1, 0}));
 }
 
+TEST_P(FsCatalogueTest, TheNextToGoIsOfTheRequestThatUsedItLast) {
+  insert(0, 0, 1);
+  EXPECT_TRUE(catalogue_.next_is_of(1));
+  catalogue_.hit(numbered_key(0), {.request = 2}, Nanos(1));
+  EXPECT_FALSE(catalogue_.next_is_of(1));
+  EXPECT_TRUE(catalogue_.next_is_of(2));
+  EXPECT_EQ(drain(), (std::vector<int>{0}));
+  EXPECT_FALSE(catalogue_.next_is_of(2)) << "there is none";
+}
+
 TEST_P(FsCatalogueTest, AReadRecordIsPassedOverUntilItEnds) {
   insert(0, 0, 1);
   const auto ref = catalogue_.begin_read(numbered_key(0));

@@ -31,6 +31,11 @@ class KnownRecordsTest : public ::testing::Test {
     for (std::uint32_t i = first; i < first + count; ++i) found.push_back({key_of(i), 8192, 8192, 0});
     return found;
   }
+  static TierUses uses_of(const std::vector<std::uint32_t>& numbers) {
+    auto uses = std::make_shared<std::vector<TierUse>>();
+    for (const std::uint32_t number : numbers) uses->push_back({key_of(number), {.request = 1}});
+    return uses;
+  }
   bool has(std::uint32_t number) { return records_.contains(key_of(number)) == Presence::kPresent; }
   TierStats figures() {
     TierStats stats;
@@ -156,6 +161,65 @@ TEST_F(KnownRecordsTest, without_a_generation_nothing_is_there_and_nothing_unkno
   records_.take_removals(&removals);
   ASSERT_EQ(removals.size(), 1u);
   EXPECT_EQ(removals[0].reason, TierRemoval::Reason::kReset);
+}
+
+// A record whose chunk is in use in host memory is not old.
+TEST_F(KnownRecordsTest, what_was_used_elsewhere_has_its_place_before_anything_goes) {
+  const auto now = generation(1);
+  begin(now);
+  for (const std::uint32_t number : {1, 2, 3}) EXPECT_TRUE(records_.written({key_of(number), 8192}, {}, now));
+  records_.used(uses_of({2, 1, 99}));
+  std::vector<ChunkKey> gone;
+  while (const auto victim = records_.take_victim()) gone.push_back(victim->record.key);
+  EXPECT_EQ(gone, (std::vector<ChunkKey>{key_of(3), key_of(2), key_of(1)}));
+}
+
+TEST_F(KnownRecordsTest, uses_of_before_a_reset_change_nothing_after_it) {
+  begin(generation(1));
+  records_.used(uses_of({1}));
+  records_.reset();
+  const auto now = generation(2);
+  begin(now);
+  for (const std::uint32_t number : {1, 2}) EXPECT_TRUE(records_.written({key_of(number), 8192}, {}, now));
+  EXPECT_EQ(records_.take_victim()->record.key, key_of(1));
+}
+
+TEST_F(KnownRecordsTest, the_oldest_of_too_many_uses_are_forgotten) {
+  const auto now = generation(1);
+  begin(now);
+  for (const std::uint32_t number : {1, 2, 3}) EXPECT_TRUE(records_.written({key_of(number), 8192}, {}, now));
+  records_.used(uses_of({1}));
+  records_.used(uses_of({2}));
+  const std::vector<std::uint32_t> others(KnownRecords::kMostUses - 1, 99);
+  records_.used(uses_of(others));  // with that of 2 as many as are kept
+  EXPECT_EQ(records_.take_victim()->record.key, key_of(1));
+  EXPECT_EQ(records_.take_victim()->record.key, key_of(3));
+}
+
+TEST_F(KnownRecordsTest, the_next_to_go_stays_when_it_is_of_the_request_that_is_spared) {
+  const auto now = generation(1);
+  begin(now);
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {.request = 5}, now));
+  bool own = false;
+  EXPECT_FALSE(records_.take_victim(5, &own));
+  EXPECT_TRUE(own);
+  EXPECT_TRUE(has(1));
+  own = false;
+  EXPECT_TRUE(records_.take_victim(6, &own));
+  EXPECT_FALSE(own);
+}
+
+TEST_F(KnownRecordsTest, what_was_declined_is_known_until_it_is_written_or_reset) {
+  begin(generation(1));
+  records_.note_declined(key_of(1));
+  EXPECT_TRUE(records_.is_declined(chunk_id(key_of(1))));
+  EXPECT_FALSE(records_.is_declined(chunk_id(key_of(2))));
+  EXPECT_FALSE(records_.is_declined(0)) << "nothing lies before it";
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, records_.generation()));
+  EXPECT_FALSE(records_.is_declined(chunk_id(key_of(1))));
+  records_.note_declined(key_of(1));
+  records_.reset();
+  EXPECT_FALSE(records_.is_declined(chunk_id(key_of(1))));
 }
 
 }  // namespace

@@ -41,5 +41,46 @@ TEST(RecordWriterTest, a_write_that_throws_leaves_no_temporary_and_no_bytes) {
   store.close();
 }
 
+// In a full root the end of a prompt does not take the place of the prompt's own beginning.
+TEST(RecordWriterTest, what_would_take_the_place_of_its_own_prompt_is_declined_and_so_is_what_lies_behind) {
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  FaultyFileOps ops;
+  FakeClock clock;
+  FsStore store(options_for(root, std::uint64_t{1} << 20), ops, clock);
+  Row row({65536});
+  std::uint64_t moved = 0;
+  TierOp op;
+  op.kind = OpKind::kWrite;
+  op.shards = row.shards();
+  const auto write = [&](std::uint32_t number, std::uint32_t request, bool may_decline) {
+    op.key = key_of(number);
+    op.about = {.parent = chunk_id(key_of(number - 1)), .depth = number, .request = request};
+    op.may_decline = may_decline;
+    return store.write(op, store.epoch(), &moved);
+  };
+  std::uint32_t number = 1;
+  Status status;
+  while ((status = write(number, 1, true))) ASSERT_LT(++number, 30u) << "the bound is never reached";
+  EXPECT_EQ(status.kind(), StatusKind::kDeclined) << status.to_string();
+  const auto held = [&] {
+    TierStats stats;
+    store.figures(&stats);
+    return stats.chunks;
+  };
+  const std::uint64_t kept = held();
+  EXPECT_EQ(kept, number - 1);
+  EXPECT_TRUE(temporaries_in(root).empty());
+  // Of another request: those before it go, if it must be.
+  EXPECT_EQ(write(number + 1, 2, true).kind(), StatusKind::kDeclined)
+      << "it lies behind one that is not there";
+  EXPECT_TRUE(write(100, 2, true));
+  EXPECT_EQ(store.catalogue()->contains(key_of(1)), Presence::kAbsent);
+  EXPECT_TRUE(write(number, 1, false)) << "not asked whether it is worth it";
+  EXPECT_TRUE(write(number + 1, 3, true)) << "what lies before it is there now";
+  EXPECT_EQ(held(), kept);
+  store.close();
+}
+
 }  // namespace
 }  // namespace kv_offload

@@ -1,0 +1,137 @@
+"""What do host memory and a disk below it hit together, what is written, and what does a kill leave?
+
+For each pair of capacities and each rule (what is written, and what goes first on the disk): blocks hit;
+records written, and declined for being worth less than what would go for them; and, of kills after several
+shares of the trace, how much of the last 50 prompts hits on the disk and how much of all that comes after.
+Host memory evicts by prefix. Baselines: a disk that evicts by LRU, one cache of both capacities, and one that
+knows the future.
+
+    python benchmarks/two_tiers.py [TRACE.jsonl] [--shape agents] [--second-half]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from reporting import say, write_results
+from synthetic_traces import BLOCK_TOKENS, SHAPES, make
+from trace_replay import CONVERSATIONS
+
+from kv_offload.traces import OPTIMUM, Setting, Trace, read_trace, replay
+
+CELLS = ((500, 2_500), (500, 10_000), (2_000, 10_000), (5_000, 5_000))  # host memory, disk
+RULES = (("through", "lru"), ("through", "prefix"), ("on_evict", "lru"), ("on_evict", "prefix"))
+PREFILL = 10_000  # tokens/s
+
+
+def measured(trace: Trace, core: Any, host: int, disk: int, rule: tuple[str, str], kills: list[float]) -> Any:
+    """One rule in one cell, unharmed and killed."""
+    write_policy, policy = rule
+    began = time.monotonic()
+    row = replay(core, trace, Setting("prefix", host, disk, policy, write_policy), PREFILL)
+    row |= {"write_policy": write_policy, "seconds": time.monotonic() - began, "kills": []}
+    for share in kills:
+        after = int(share * len(trace.prompts))
+        setting = Setting("prefix", host, disk, policy, write_policy, kill_after=after)
+        killed = replay(core, trace, setting, PREFILL)
+        row["kills"].append(
+            {
+                "after": after,
+                "records": killed["killed_with"],
+                "recent_hit_ratio": killed["recent_hits"] / killed["recent_blocks"],
+                "hit_ratio_after": killed["hits_after"] / killed["blocks_after"],
+            }
+        )
+    return row
+
+
+def mean(row: dict[str, Any], figure: str) -> float:
+    return sum(kill[figure] for kill in row["kills"]) / len(row["kills"])
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Blocks hit against records written, a line a cell; and what is hit after a kill."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    for host, disk in CELLS:
+        rows = [
+            r
+            for r in results["rows"]
+            if (r["host_blocks"], r["tier_blocks"]) == (host, disk) and "kills" in r
+        ]
+        label = f"{host:,} + {disk:,}"
+        hits = [100 * row["hit_ratio"] for row in rows]
+        left.plot([row["written"] / 1000 for row in rows], hits, "o", label=label)
+        right.plot([100 * mean(row, "hit_ratio_after") for row in rows], hits, "o", label=label)
+        for row, y in zip(rows, hits, strict=True):
+            name = f"{row['write_policy']}/{row['tier_policy']}"
+            left.annotate(name, (row["written"] / 1000, y), fontsize=6)
+    left.set(xlabel="records written, thousands", ylabel="blocks hit, %")
+    right.set(xlabel="blocks hit after a kill, %", ylabel="blocks hit, %")
+    left.legend(fontsize=8, title="host + disk, blocks")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.suptitle(f"{results['trace']}: {results['requests']:,} requests, {results['blocks']:,} blocks")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("trace", nargs="?", type=Path, default=CONVERSATIONS)
+    parser.add_argument("--shape", choices=SHAPES, help="a synthetic trace instead")
+    parser.add_argument("--seed", type=int, default=1, help="of the synthetic trace")
+    parser.add_argument("--second-half", action="store_true", help="only that, by requests")
+    parser.add_argument(
+        "--kills", type=float, nargs="+", default=[0.2, 0.4, 0.6, 0.8], help="shares of the trace"
+    )
+    options = parser.parse_args()
+    if options.shape:
+        prompts = make(options.shape, seed=options.seed)
+        trace = Trace(prompts, BLOCK_TOKENS * sum(map(len, prompts)))
+        name = f"{options.shape}-{options.seed}"
+    else:
+        trace = read_trace(options.trace)
+        name = options.trace.stem
+    if options.second_half:
+        trace = Trace(trace.prompts[len(trace.prompts) // 2 :], 0)
+        name += "-second-half"
+    core = trace.to_core()
+    say(f"{name}: {len(trace.prompts):,} requests, {trace.blocks:,} blocks, {trace.unique_blocks():,} unique")
+    rows: list[dict[str, Any]] = []
+    for host, disk in CELLS:
+        for rule in RULES:
+            row = measured(trace, core, host, disk, rule, options.kills)
+            rows.append(row)
+            say(
+                f"host {host:>6,}, disk {disk:>6,}, {'/'.join(rule):15}: {row['hit_ratio']:.1%} hit, "
+                f"{row['written']:>7,} written, {row['tier_declined']:>7,} declined; "
+                f"after a kill {mean(row, 'recent_hit_ratio'):.0%} of the last prompts, "
+                f"{mean(row, 'hit_ratio_after'):.1%} hit"
+            )
+        for policy in ("prefix", OPTIMUM):  # one cache of both
+            rows.append(
+                replay(core, trace, Setting(policy, host + disk), PREFILL) | {"one_cache_of": [host, disk]}
+            )
+            say(f"one cache of {host + disk:>6,} blocks, {policy}: {rows[-1]['hit_ratio']:.1%} hit")
+    results = {
+        "trace": name,
+        "requests": len(trace.prompts),
+        "blocks": trace.blocks,
+        "unique_blocks": trace.unique_blocks(),
+        "rows": rows,
+    }
+    write_results(f"two_tiers-{name}", results, lambda path: draw(results, path))
+
+
+if __name__ == "__main__":
+    main()
