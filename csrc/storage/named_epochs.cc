@@ -9,7 +9,13 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kMostEnded = 64;
+constexpr std::size_t kMostNames = 64;
+
+void remember(const std::string& name, std::deque<std::string>* names) {
+  if (name.empty() || std::find(names->begin(), names->end(), name) != names->end()) return;
+  names->push_back(name);
+  if (names->size() > kMostNames) names->pop_front();
+}
 
 }  // namespace
 
@@ -32,9 +38,14 @@ const std::string& NamedEpochs::name_of(const EpochPtr& epoch) {
   return static_cast<const Named&>(*epoch).name;
 }
 
+void NamedEpochs::set_start(const std::string& name) {
+  start_ = name;
+  remember(name, &starts_);
+}
+
 void NamedEpochs::start_with(const std::string& kept) {
   const MutexLock lock(mutex_);
-  start_ = kept;
+  set_start(kept);
   if (!kept.empty()) epoch_ = std::make_shared<Named>(kept);
 }
 
@@ -47,7 +58,7 @@ void NamedEpochs::note_kept(const std::string& known, const std::string& kept, b
   const MutexLock lock(mutex_);
   if (kept.empty()) return;
   // Not when a reset came in between: what it replaced must not be put back.
-  if (start_ == known && epoch_ != nullptr) start_ = kept;
+  if (start_ == known && epoch_ != nullptr) set_start(kept);
   if (resets_ > 0) return;  // of our own, and nobody else's, or none
   if (epoch_ == nullptr && read_only) epoch_ = std::make_shared<Named>(kept);
   if (epoch_ != nullptr && name_of(epoch_) != kept) apart_ = true;
@@ -71,9 +82,10 @@ Status NamedEpochs::begin(const std::function<Status(std::string* kept)>& ask,
   }
   const MutexLock lock(mutex_);
   if (resets != resets_) {
+    remember(start, &ended_);
     return Status::error(StatusKind::kUnavailable, "the tier was reset once more meanwhile");
   }
-  start_ = start;
+  set_start(start);
   if (epoch_ == nullptr) epoch_ = std::make_shared<Named>(resets == 0 ? start : new_name());
   return Status::ok();
 }
@@ -85,8 +97,8 @@ NamedEpochs::EpochPtr NamedEpochs::current() const {
 
 void NamedEpochs::forget() {
   const MutexLock lock(mutex_);
-  if (!start_.empty()) ended_.push_back(start_);
-  if (ended_.size() > kMostEnded) ended_.pop_front();
+  for (const std::string& name : starts_) remember(name, &ended_);
+  starts_.clear();
   epoch_.reset();
   start_.clear();  // never to be put back
   apart_ = false;

@@ -55,9 +55,13 @@ class NamedEpochs {
  private:
   struct Named;
 
+  void set_start(const std::string& name) REQUIRES(mutex_);
+
   mutable Mutex mutex_;
   EpochPtr epoch_ GUARDED_BY(mutex_);
   std::string start_ GUARDED_BY(mutex_);
+  // What start_ has been since our last reset: each is older than the next one, which ends them all.
+  std::deque<std::string> starts_ GUARDED_BY(mutex_);
   std::uint64_t resets_ GUARDED_BY(mutex_) = 0;  // calls of forget()
   bool apart_ GUARDED_BY(mutex_) = false;
   std::deque<std::string> ended_ GUARDED_BY(mutex_);  // by our resets, the last of them

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,7 +174,9 @@ def test_doctor_says_what_the_server_is_and_how_fast(server: str) -> None:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[str]:
     """The address of a cluster of one node, which has all slots."""
-    options = ("--cluster-enabled", "yes", "--cluster-port", "1", "--maxmemory", "100mb")
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        bus = str(unused.getsockname()[1])
+    options = ("--cluster-enabled", "yes", "--cluster-port", bus, "--maxmemory", "100mb")
     with redis_server(tmp_path, *options) as path:
         assert command(path, "CLUSTER", "ADDSLOTSRANGE", "0", "16383") == b"+OK\r\n"
         give_up = time.monotonic() + 120

@@ -15,8 +15,9 @@ std::string id_of(const Server& server) { return address_of(server) + " " + serv
 Status not_known() {
   return Status::error(StatusKind::kIo, "no server has answered yet, so it is not known which has the key");
 }
+// That others are served says that the device works.
 Status no_owner(std::uint16_t slot) {
-  return Status::error(StatusKind::kIo, fmt::format("no node of the cluster has slot {}", slot));
+  return Status::error(StatusKind::kUnavailable, fmt::format("no node of the cluster has slot {}", slot));
 }
 Status no_map(std::string_view why) {
   return Status::error(StatusKind::kIo,
@@ -24,6 +25,12 @@ Status no_map(std::string_view why) {
 }
 
 }  // namespace
+
+Status failure_of(const Reply& reply) {
+  if (reply.kind != Reply::Kind::kError || redirect_of(reply)) return Status::ok();
+  Status meant = refusal(reply.text);
+  return meant.kind() == StatusKind::kIo ? meant : Status::ok();
+}
 
 Deadline share_of(Deadline until, std::size_t left) {
   const Deadline now = std::chrono::steady_clock::now();
@@ -104,14 +111,18 @@ Status Cluster::ask_for_map(Node& source, Deadline until, bool* refused, std::ve
   if (Status status = connection->call({"INFO", "cluster"}, until, &info); !status) return status;
   if (info.kind == Reply::Kind::kError && is_passing(info.text)) return refusal(info.text);
   const bool is_node = info.text.find("cluster_enabled:1") != std::string::npos;
-  *alone = !is_node && !was_redirected_;
+  // Several nodes were named, and INFO is not for this user.
+  const bool untold = info.kind == Reply::Kind::kError && seeds_.size() > 1;
+  *alone = !is_node && !was_redirected_ && !untold;
   if (*alone) {
     source.connections.give_back(std::move(connection));
     return Status::ok();
   }
   if (Status status = connection->call_for_map({"CLUSTER", "SLOTS"}, until, &map); !status) return status;
   source.connections.give_back(std::move(connection));
-  if (map.kind == Reply::Kind::kError && !is_node) {
+  *alone = untold && map.text.starts_with("ERR ");  // "... cluster support disabled"
+  if (*alone) return Status::ok();
+  if (map.kind == Reply::Kind::kError && !is_node && !untold) {
     *refused = true;
     return Status::error(StatusKind::kIo,
                          "it sends keys to other servers (MOVED), yet is no node of a cluster: give the "
@@ -158,6 +169,8 @@ Status Cluster::learn(Deadline until, bool* refused) {
   Status failure = not_known();
   bool any_refused = false;
   for (std::size_t i = 0; i < asked.size(); ++i) {
+    // Each look-up of a name has a time of its own.
+    if (i > 0 && std::chrono::steady_clock::now() >= until) break;
     const NodePtr& source = asked[i];
     std::vector<SlotRange> ranges;
     bool alone = false, no = false;
@@ -190,21 +203,40 @@ void Cluster::keep_up(Deadline until, const std::atomic<bool>& stopped) {
   bool resting = false;
   for (const NodePtr& node : before)
     resting |= node->rests_for(OpKind::kRead) || node->rests_for(OpKind::kWrite);
-  const bool due = ++kept_up_ % kLearnEvery == 0 && is_cluster();
+  const unsigned calls = ++kept_up_;
+  const bool due = calls % kLearnEvery == 0 && is_cluster();
   bool refused = false;
   if (stale_ || resting || due) (void)learn(share_of(until, 2), &refused);
-  for (const NodePtr& node : owners()) {
-    if (stopped) return;
-    if (!node->rests_for(OpKind::kRead) && !node->rests_for(OpKind::kWrite)) continue;
-    const Deadline soon = std::min(until, std::chrono::steady_clock::now() + kPingAtMost);
-    std::unique_ptr<Connection> connection;
-    Reply reply;
-    bool no = false;
-    if (!node->connections.take(soon, &connection, &no)) continue;
-    if (!connection->call({"PING"}, soon, &reply) || reply.kind != Reply::Kind::kStatus) continue;
-    node->connections.give_back(std::move(connection));
-    for (std::atomic<bool>& rests : node->rests) rests = false;
+  const std::vector<NodePtr> resting_now = those_that_rest();
+  for (std::size_t i = 0; i < resting_now.size(); ++i) {
+    // Another is the first each time: silent ones take all the time there is.
+    if (stopped || std::chrono::steady_clock::now() >= until) return;
+    Node& node = *resting_now[(calls + i) % resting_now.size()];
+    ping(node, std::min(until, std::chrono::steady_clock::now() + kPingAtMost));
   }
+}
+
+// Those that have keys, and others that were sent keys for a command alone.
+std::vector<NodePtr> Cluster::those_that_rest() const {
+  std::vector<NodePtr> found;
+  const MutexLock lock(mutex_);
+  for (const auto& [id, node] : nodes_) {
+    if (node->rests_for(OpKind::kRead) || node->rests_for(OpKind::kWrite)) found.push_back(node);
+  }
+  return found;
+}
+
+void Cluster::ping(Node& node, Deadline until) {
+  std::unique_ptr<Connection> connection;
+  Reply reply;
+  bool refused = false;
+  if (!node.connections.take(until, &connection, &refused)) return;
+  if (!connection->call({"PING"}, until, &reply)) return node.connections.drop_idle();
+  node.connections.give_back(std::move(connection));
+  const bool answers = reply.kind == Reply::Kind::kStatus;
+  const bool reads = reply.kind == Reply::Kind::kError && is_only_of_writes(reply.text);
+  if (answers || reads) node.rests[static_cast<std::size_t>(OpKind::kRead)] = false;
+  if (answers) node.rests[static_cast<std::size_t>(OpKind::kWrite)] = false;
 }
 
 // ---- one key
@@ -246,9 +278,15 @@ Status Cluster::next_of(const Redirect& redirect, std::string_view key, const No
     return Status::error(StatusKind::kIo, "the nodes of the cluster send the key from one to another");
   }
   const std::uint16_t slot = slot_of(key);
-  *target = redirect.slot == slot ? follow(redirect, slot, from) : Target{};
-  return target->node ? Status::ok()
-                      : Status::error(StatusKind::kIo, "the node sends the key where no node can be");
+  if (redirect.slot != slot) {
+    return Status::error(StatusKind::kIo,
+                         "the node sends the key elsewhere for a slot that is not the key's");
+  }
+  *target = redirect.nowhere ? Target{} : follow(redirect, slot, from);
+  if (target->node) return Status::ok();
+  stale_ = true;  // the map may tell more
+  return Status::error(StatusKind::kUnavailable,
+                       "the node sends the key to another and names no address of it that can be used");
 }
 
 Status Cluster::rest_of(const Node& node, OpKind kind) const {
@@ -267,6 +305,7 @@ Status Cluster::failed_at(Node& node, OpKind kind, Status failure) {
   if (!is_cluster()) return failure;
   const std::string where = address_of(node.server);
   const bool rested = node.rests[static_cast<std::size_t>(kind)].exchange(true);
+  if (!rested) stale_ = true;
   const bool told_already = rested && !rest_of(node, kind);
   return Status::error(told_already ? StatusKind::kUnavailable : failure.kind(),
                        fmt::format("the node {}: {}", where, failure.message()), failure.error_number());
@@ -274,22 +313,21 @@ Status Cluster::failed_at(Node& node, OpKind kind, Status failure) {
 
 Status Cluster::on_node(const Target& target, OpKind kind, Deadline until, Reply* reply, const Work& work) {
   Node& node = *target.node;
+  *reply = {};
   if (Status rests = rest_of(node, kind); !rests) return rests;
   std::unique_ptr<Connection> connection;
   bool refused = false;
-  *reply = {};
   Status status = node.connections.take(until, &connection, &refused);
   if (status && target.asking) status = connection->call({"ASKING"}, until, reply);
   if (status && reply->kind != Reply::Kind::kError) status = work(*connection, reply);
+  // What broke one connection broke those that lie idle, as far as is known.
+  if (!status) node.connections.drop_idle();
   if (reply->kind == Reply::Kind::kError && reply->text.starts_with("READONLY ")) {
     connection.reset();
     node.connections.drop_idle();
   }
   node.connections.give_back(std::move(connection));
-  if (status && reply->kind == Reply::Kind::kError && !redirect_of(*reply)) {
-    Status meant = refusal(reply->text);
-    if (meant.kind() == StatusKind::kIo) status = std::move(meant);
-  }
+  if (status) status = failure_of(*reply);
   return status ? status : failed_at(node, kind, std::move(status));
 }
 

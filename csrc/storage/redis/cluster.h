@@ -29,6 +29,9 @@
 
 namespace kv_offload::redis {
 
+// Not ok: an error reply that says that the device failed. A redirect says no such thing.
+Status failure_of(const Reply& reply);
+
 // The part of the time that one of `left` attempts may take, when the others are to have some, too.
 Deadline share_of(Deadline until, std::size_t left);
 
@@ -102,6 +105,8 @@ class Cluster {
   Status rest_of(const Node& node, OpKind kind) const EXCLUDES(mutex_);
   // What becomes of a failure at a node: told once, by the op that makes it rest.
   Status failed_at(Node& node, OpKind kind, Status failure);
+  std::vector<NodePtr> those_that_rest() const EXCLUDES(mutex_);
+  static void ping(Node& node, Deadline until);     // does it still have to rest?
   std::vector<NodePtr> sources() EXCLUDES(mutex_);  // who may know the map; the likeliest first
   Status ask_for_map(Node& source, Deadline until, bool* refused, std::vector<SlotRange>* ranges, bool* alone)
       EXCLUDES(mutex_);

@@ -33,6 +33,11 @@ void Connections::drop_idle() {
   idle.swap(idle_);
 }
 
+bool Connections::has_idle() {
+  const MutexLock lock(mutex_);
+  return !idle_.empty();
+}
+
 void Connections::close() {
   std::vector<std::unique_ptr<Connection>> idle;
   const MutexLock lock(mutex_);

@@ -21,6 +21,7 @@ class Connections {
   void give_back(std::unique_ptr<Connection> connection) EXCLUDES(mutex_);
   // Whoever is connected to next may be another: a name or a virtual address moves with a failover.
   void drop_idle() EXCLUDES(mutex_);
+  bool has_idle() EXCLUDES(mutex_);
   void close() EXCLUDES(mutex_);  // those that are in use are closed when they come back
 
  private:

@@ -48,6 +48,7 @@ Status Cluster::send_to(Asked& asked, std::span<const std::string> keys, std::st
   bool refused = false;
   Status status = node.connections.take(until, &asked.connection, &refused);
   if (status) status = asked.connection->send_all(commands, until);
+  if (!status) node.connections.drop_idle();
   return status ? status : failed_at(node, OpKind::kRead, std::move(status));
 }
 
@@ -56,16 +57,20 @@ Status Cluster::receive_from(Asked& asked, Deadline until) {
   const std::size_t each = asked.target.asking ? 2 : 1;
   std::vector<Reply> replies;
   Status status = asked.connection->receive_all(each * asked.keys.size(), until, &replies);
-  if (!status) return failed_at(node, OpKind::kRead, std::move(status));
+  if (!status) {
+    node.connections.drop_idle();
+    return failed_at(node, OpKind::kRead, std::move(status));
+  }
   node.connections.give_back(std::move(asked.connection));
+  bool any = false;
   for (std::size_t i = each - 1; i < replies.size(); i += each) {
-    if (replies[i].kind == Reply::Kind::kError && !redirect_of(replies[i])) {
-      Status meant = refusal(replies[i].text);
-      if (meant.kind() == StatusKind::kIo) return failed_at(node, OpKind::kRead, std::move(meant));
-    }
+    Status meant = failure_of(replies[i]);
+    any |= meant.is_ok();
+    if (status) status = std::move(meant);
     asked.replies.push_back(std::move(replies[i]));
   }
-  return Status::ok();
+  // One that refuses some keys and answers others has not failed.
+  return any ? Status::ok() : failed_at(node, OpKind::kRead, std::move(status));
 }
 
 // In rounds: each asks all nodes, and leaves what was redirected for the next.
@@ -90,7 +95,8 @@ struct Cluster::Gathering {
     for (auto& [key, target] : waiting) {
       if (!target.node) {
         cluster.stale_ = true;
-        failed(Status::error(StatusKind::kIo, "it is not known which node has the key"));
+        failed(Status::error(cluster.is_known() ? StatusKind::kUnavailable : StatusKind::kIo,
+                             "it is not known which node has the key"));
         continue;
       }
       Asked& asked = round[{target.node.get(), target.asking}];
@@ -99,10 +105,15 @@ struct Cluster::Gathering {
     }
     waiting.clear();
     std::vector<Asked> sent;
-    for (auto& [id, asked] : round) {
+    std::vector<Asked*> order;
+    for (auto& [id, asked] : round) order.push_back(&asked);
+    // First those that need not be connected to, which may take long.
+    std::stable_partition(order.begin(), order.end(),
+                          [](Asked* asked) { return asked->target.node->connections.has_idle(); });
+    for (Asked* asked : order) {
       // One that cannot be connected to leaves the others time for their answers.
-      Status status = cluster.send_to(asked, keys, verb, share_of(until, round.size()));
-      if (status) sent.push_back(std::move(asked));
+      Status status = cluster.send_to(*asked, keys, verb, share_of(until, round.size()));
+      if (status) sent.push_back(std::move(*asked));
       if (!status) failed(std::move(status));
     }
     return sent;
@@ -115,6 +126,10 @@ struct Cluster::Gathering {
         Status status = cluster.next_of(*redirect, keys[key], *asked.target.node, redirects, &next);
         if (status) waiting.emplace_back(key, next);
         if (!status) failed(std::move(status));
+        continue;
+      }
+      if (Status meant = failure_of(asked.replies[i]); !meant) {
+        failed(std::move(meant));
         continue;
       }
       (*replies)[key] = std::move(asked.replies[i]);

@@ -47,7 +47,8 @@ class Prober {
     for (std::size_t i = 0; i < nodes.size(); ++i) {
       NodeProbe& probed = found->nodes.emplace_back();
       probed.address = address_of(nodes[i]->server);
-      Status status = ask_node(*nodes[i], share_of(until_, nodes.size() - i), &probed, &found->ping_seconds);
+      Status status =
+          ask_node(*nodes[i], share_of(until_, nodes.size() - i + 1), &probed, &found->ping_seconds);
       if (!status) probed.failure = status.message();
       if (!status && !found->cluster) check(status);
     }

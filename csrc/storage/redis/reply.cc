@@ -75,6 +75,8 @@ bool is_passing(std::string_view text) {
          text.starts_with("MASTERDOWN ");
 }
 
+bool is_only_of_writes(std::string_view text) { return text.starts_with("MISCONF "); }
+
 bool is_setting(std::string_view text) {
   const Meaning* meaning = meaning_of(text);
   return meaning != nullptr && meaning->setting;

@@ -25,6 +25,8 @@ struct Reply {
 Status refusal(std::string_view text);
 // The kinds that a start does not get over by waiting: credentials, permissions.
 bool is_setting(std::string_view text);
+// The server answers and serves reads: what is refused is what writes, and PING.
+bool is_only_of_writes(std::string_view text);
 // Of the server's state, and not of what it was asked: no refusal of credentials or of a database.
 bool is_passing(std::string_view text);
 

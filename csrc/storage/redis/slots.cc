@@ -137,6 +137,8 @@ std::optional<Redirect> redirect_of(const Reply& reply) {
   const std::size_t colon = rest.rfind(':');  // an address of IPv6 has more of them
   if (colon == rest.npos || !to_number(rest.substr(colon + 1), &redirect.to.port)) return std::nullopt;
   redirect.to.host = rest.substr(0, colon);
+  redirect.nowhere = redirect.to.host == "?";
+  if (redirect.nowhere) redirect.to.host.clear();
   if (redirect.slot >= kSlots || redirect.to.port == 0 || !is_host(redirect.to.host)) return std::nullopt;
   return redirect;
 }

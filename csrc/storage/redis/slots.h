@@ -36,7 +36,8 @@ struct SlotRange {
 std::optional<std::vector<SlotRange>> slot_ranges(const Reply& reply);
 
 struct Redirect {
-  bool asking = false;  // ASK: for this command alone
+  bool asking = false;   // ASK: for this command alone
+  bool nowhere = false;  // "?": the node knows no address that it may tell
   std::uint16_t slot = 0;
   Endpoint to;
 };

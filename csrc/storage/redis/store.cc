@@ -28,6 +28,25 @@ std::uint64_t figure_of(std::string_view info, std::string_view name) {
 Status unexpected() { return Status::error(StatusKind::kIo, "the server's answer fits no such command"); }
 Status absent() { return Status::error(StatusKind::kNotFound, "no record of this key"); }
 
+// The command, in a transaction of its own on a connection that watches. It is sent once MULTI was answered:
+// behind one that is refused it would be run at once, whatever became of the key. *reply: the first that is
+// refused by what the server is, and not by who asks, so that it is seen that a primary has become a replica.
+Status in_transaction(Connection& connection, const Connection::Words& command, Deadline until,
+                      Reply* reply) {
+  std::vector<Reply> done(1);
+  if (Status status = connection.call({"MULTI"}, until, &done[0]); !status) return status;
+  const bool begun = done[0].kind == Reply::Kind::kStatus && done[0].text == "OK";
+  std::vector<Connection::Words> rest{{"UNWATCH"}};
+  if (begun) rest = {command, {"EXEC"}};
+  std::vector<Reply> replies;
+  if (Status status = connection.call_all(rest, until, &replies); !status) return status;
+  done.insert(done.end(), replies.begin(), replies.end());
+  const auto refused = std::find_if(done.begin(), done.end(),
+                                    [](const Reply& one) { return one.kind == Reply::Kind::kError; });
+  if (refused != done.end() && !is_setting(refused->text)) *reply = *refused;
+  return Status::ok();
+}
+
 std::vector<Server> seeds_of(const RedisTierOptions& options) {
   std::vector<Server> seeds{options.server};
   seeds.insert(seeds.end(), options.other_nodes.begin(), options.other_nodes.end());
@@ -148,9 +167,7 @@ void RedisStore::remove_wrong(const std::string& key, std::uint64_t right_length
                              std::memcmp(header.text.data(), header_page.data(), header_page.size()) == 0;
     const bool watched = seen[0].kind != Reply::Kind::kError;
     if (watched && (other_type || other_length || same_header)) {
-      const std::array remove{Connection::Words{"MULTI"}, Connection::Words{"DEL", key},
-                              Connection::Words{"EXEC"}};
-      return connection.call_all(remove, until, &done);
+      return in_transaction(connection, {"DEL", key}, until, reply);
     }
     return connection.call_all(std::array{Connection::Words{"UNWATCH"}}, until, &done);
   };
@@ -241,13 +258,11 @@ void RedisStore::tell_again(const std::string& ended, const std::string& name) {
   const Deadline until = deadline();
   const auto work = [&](Connection& connection, Reply* reply) {
     const std::array look{Connection::Words{"WATCH", start_key_}, Connection::Words{"GET", start_key_}};
-    const std::array put{Connection::Words{"MULTI"}, Connection::Words{"SET", start_key_, name},
-                         Connection::Words{"EXEC"}};
     std::vector<Reply> seen, done;
     if (Status status = connection.call_all(look, until, &seen); !status) return status;
     *reply = seen[0];
     const bool there = seen[0].kind != Reply::Kind::kError && seen[1].text == ended;
-    if (there) return connection.call_all(put, until, &done);
+    if (there) return in_transaction(connection, {"SET", start_key_, name}, until, reply);
     return connection.call_all(std::array{Connection::Words{"UNWATCH"}}, until, &done);
   };
   Reply reply;

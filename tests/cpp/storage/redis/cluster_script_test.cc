@@ -2,7 +2,10 @@
 // that say what they are told to.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <chrono>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,7 +41,7 @@ RedisTierOptions options_of(const RedisScript& script, Nanos op_deadline = std::
   return options;
 }
 // A deadline that a test waits for.
-constexpr Nanos kShort{std::chrono::seconds(6)};
+constexpr Nanos kShort{std::chrono::seconds(12)};
 
 // What a pool would ask of the store.
 struct Asker {
@@ -186,7 +189,7 @@ TEST(RedisClusterScriptTest, the_longest_map_there_can_be_is_read_and_a_longer_o
   }
 }
 
-TEST(RedisClusterScriptTest, slots_that_no_node_has_are_failures_and_the_others_are_served) {
+TEST(RedisClusterScriptTest, slots_that_no_node_has_are_misses_and_the_others_are_served) {
   RedisScript script(node({{"CLUSTER", "*1\r\n" + range(0, kSlots / 2 - 1, "@PORT@")}}),
                      RedisScript::On::kPort);
   if (slot_of(kStart) >= kSlots / 2)
@@ -197,10 +200,10 @@ TEST(RedisClusterScriptTest, slots_that_no_node_has_are_failures_and_the_others_
   script.answer("EXISTS", ":1\r\n");
   const ChunkKey here = asker.key_in(low), nowhere = asker.key_in(!low);
   EXPECT_TRUE(asker.write(here));
-  EXPECT_EQ(asker.write(nowhere).kind(), StatusKind::kIo);
+  EXPECT_EQ(asker.write(nowhere).kind(), StatusKind::kUnavailable) << "nothing against the others";
   ASSERT_TRUE(asker.locate({nowhere, here}));
   EXPECT_EQ(asker.present, (std::vector<bool>{false, true}));
-  EXPECT_FALSE(asker.locate({nowhere}));
+  EXPECT_EQ(asker.locate({nowhere}).kind(), StatusKind::kUnavailable);
 }
 
 // Two nodes: one answers, the other takes connections and says nothing.
@@ -242,8 +245,136 @@ TEST(RedisClusterScriptTest, a_silent_node_costs_its_keys_one_deadline_and_the_o
   asker.store.maintain();
   EXPECT_EQ(asker.read(there).kind(), StatusKind::kUnavailable);
   for (const auto& [verb, bytes] : node()) nodes.silent.answer(verb, bytes);
+  EXPECT_TRUE(holds_soon([&] {
+    asker.store.maintain();
+    return asker.write(there).is_ok();
+  }));
+}
+
+// Silent nodes take all the time that upkeep has; another is the first each time.
+TEST(RedisClusterScriptTest, a_node_that_is_well_again_is_found_behind_one_that_stays_silent) {
+  RedisScript one(node(), RedisScript::On::kPort), other(node(), RedisScript::On::kPort);
+  const bool in_order = address_of(one.address()) < address_of(other.address());
+  RedisScript &silent = in_order ? one : other, &back = in_order ? other : one;  // as they are looked after
+  silent.answer("PING", "@SILENCE@");
+  RedisScript well(node(), RedisScript::On::kPort);
+  const std::uint32_t third = kSlots / 3, start = slot_of(kStart);
+  const auto port = [](const RedisScript& script) { return std::to_string(script.address().port); };
+  // The node that is well has the epoch's key; the others lie behind it.
+  std::string map = "*3\r\n";
+  std::array<std::string, 3> ports;
+  const std::size_t own = std::min<std::uint32_t>(start / third, 2);
+  ports[own] = port(well);
+  ports[(own + 1) % 3] = port(silent);
+  ports[(own + 2) % 3] = port(back);
+  for (std::uint32_t i = 0; i < 3; ++i)
+    map += range(i * third, i == 2 ? kSlots - 1 : (i + 1) * third - 1, ports[i]);
+  well.answer("CLUSTER", map);
+  back.answer("CLUSTER", map);
+  Asker asker(options_of(well, std::chrono::seconds(2)));
+  ASSERT_NE(asker.store.epoch(), nullptr);
+  const auto key_at = [&](std::size_t part) {
+    for (std::uint32_t number = 1;; ++number) {
+      if (std::min<std::size_t>(asker.slot(key_of(number)) / third, 2) == part) return key_of(number);
+    }
+  };
+  const ChunkKey at_silent = key_at((own + 1) % 3), at_back = key_at((own + 2) % 3);
+  back.answer("EXISTS", "-LOADING x\r\n");
+  EXPECT_FALSE(asker.write(at_silent));
+  EXPECT_FALSE(asker.write(at_back));
+  EXPECT_EQ(asker.write(at_back).kind(), StatusKind::kUnavailable);
+  back.answer("EXISTS", ":0\r\n");
+  EXPECT_TRUE(holds_soon([&] {
+    asker.store.maintain();
+    return asker.write(at_back).is_ok();
+  }));
+  EXPECT_EQ(asker.write(at_silent).kind(), StatusKind::kUnavailable) << "still silent";
+}
+
+// While it cannot save, a server refuses what writes, and PING, and serves reads.
+TEST(RedisClusterScriptTest, a_node_that_takes_no_writes_goes_on_to_serve_reads) {
+  const std::string misconf = "-MISCONF x\r\n";
+  HalfSilent nodes;
+  for (const auto& [verb, bytes] : node()) nodes.silent.answer(verb, bytes);
+  Asker asker(options_of(nodes.well));
+  ASSERT_NE(asker.store.epoch(), nullptr);
+  const ChunkKey there = asker.key_in(!nodes.low);
+  nodes.silent.answer("SET", misconf);
+  nodes.silent.answer("PING", misconf);
+  EXPECT_EQ(asker.write(there).kind(), StatusKind::kIo);
+  for (int i = 0; i < 3; ++i) asker.store.maintain();
+  EXPECT_TRUE(asker.locate({there})) << "on a connection that was there";
+  EXPECT_EQ(asker.write(there).kind(), StatusKind::kUnavailable);
+  // One that failed a read is found to serve reads, on a new connection too.
+  nodes.silent.answer("EXISTS", "-LOADING x\r\n");
+  EXPECT_EQ(asker.locate({there}).kind(), StatusKind::kIo);
+  nodes.silent.answer("EXISTS", "");
+  EXPECT_EQ(asker.locate({there}).kind(), StatusKind::kUnavailable);
+  asker.store.maintain();
+  EXPECT_EQ(asker.locate({there}).kind(), StatusKind::kIo) << "the connections are gone";
+  nodes.silent.answer("EXISTS", ":0\r\n");
+  asker.store.maintain();
+  EXPECT_TRUE(asker.locate({there}));
+  nodes.silent.answer("SET", "+OK\r\n");
+  nodes.silent.answer("PING", "+PONG\r\n");
   asker.store.maintain();
   EXPECT_TRUE(asker.write(there));
+}
+
+// As Redis 7 says it of a node without a hostname, where names are preferred.
+TEST(RedisClusterScriptTest, a_redirect_to_an_unknown_address_is_nothing_against_who_sends_it) {
+  HalfSilent nodes;
+  for (const auto& [verb, bytes] : node()) nodes.silent.answer(verb, bytes);
+  Asker asker(options_of(nodes.well));
+  ASSERT_NE(asker.store.epoch(), nullptr);
+  const ChunkKey there = asker.key_in(!nodes.low);
+  for (const std::string word : {"MOVED", "ASK"}) {
+    nodes.silent.answer("EXISTS", "-" + word + " " + std::to_string(asker.slot(there)) + " ?:1\r\n");
+    const std::size_t before = nodes.silent.commands("EXISTS");
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_EQ(asker.write(there).kind(), StatusKind::kUnavailable) << word;
+      EXPECT_EQ(asker.locate({there}).kind(), StatusKind::kUnavailable) << word;
+    }
+    EXPECT_EQ(nodes.silent.commands("EXISTS") - before, 4u) << "it is asked each time";
+  }
+  nodes.silent.answer("EXISTS", ":0\r\n");
+  EXPECT_TRUE(asker.write(there));
+}
+
+// It has no slots yet.
+TEST(RedisClusterScriptTest, one_that_is_taking_a_key_over_and_fails_once_is_soon_asked_again) {
+  RedisScript to(RedisScript::usual({{"ASKING", "+OK\r\n"}, {"EXISTS", "-LOADING x\r\n"}}),
+                 RedisScript::On::kPort);
+  RedisScript from(node(), RedisScript::On::kPort);
+  Asker asker(options_of(from));
+  const ChunkKey key = key_of(1);
+  const std::string ask =
+      "-ASK " + std::to_string(asker.slot(key)) + " 127.0.0.1:" + std::to_string(to.address().port) + "\r\n";
+  from.answer("EXISTS", ask);
+  from.answer("SET", ask);
+  EXPECT_EQ(asker.write(key).kind(), StatusKind::kIo);
+  to.answer("EXISTS", ":0\r\n");
+  EXPECT_EQ(asker.write(key).kind(), StatusKind::kUnavailable);
+  asker.store.maintain();
+  EXPECT_TRUE(asker.write(key));
+}
+
+// Several of them were half open: the host was lost.
+TEST(RedisClusterScriptTest, one_connection_that_breaks_is_the_end_of_those_that_lie_idle) {
+  RedisScript script(node(), RedisScript::On::kPort);
+  redis::Cluster cluster({script.address()});
+  const Deadline until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  bool refused = false;
+  ASSERT_TRUE(cluster.learn(until, &refused));
+  const NodePtr only = cluster.owners().front();
+  std::array<std::unique_ptr<Connection>, 3> several;
+  for (auto& one : several) ASSERT_TRUE(only->connections.take(until, &one, &refused));
+  for (auto& one : several) only->connections.give_back(std::move(one));
+  Reply reply;
+  EXPECT_FALSE(cluster.at("x", OpKind::kRead, until, &reply, [&](Connection& connection, Reply* answer) {
+    return connection.call({"STRLEN", "x"}, until, answer);  // which ends the connection
+  }));
+  EXPECT_FALSE(only->connections.has_idle());
 }
 
 // Nobody else is to tell that the device fails.
@@ -310,6 +441,17 @@ TEST(RedisClusterScriptTest, a_server_that_redirects_and_has_no_map_is_refused) 
       << refused(options_of(script));
 }
 
+TEST(RedisClusterScriptTest, several_nodes_that_do_not_say_that_they_are_some_are_asked_for_the_map) {
+  RedisScript script(node({{"INFO", "-NOPERM x\r\n"}}), RedisScript::On::kPort);
+  RedisTierOptions options = options_of(script);
+  options.other_nodes.push_back(options.server);
+  EXPECT_TRUE(Asker(options).write(key_of(1)));
+  script.answer("CLUSTER", "-ERR This instance has cluster support disabled\r\n");
+  EXPECT_NE(refused(options).find("other_nodes"), std::string::npos) << refused(options);
+  script.answer("CLUSTER", "-NOPERM x\r\n");
+  EXPECT_NE(refused(options).find("+cluster|slots"), std::string::npos) << refused(options);
+}
+
 // INFO is not for everybody; a redirect tells as well.
 TEST(RedisClusterScriptTest, a_cluster_that_does_not_say_so_is_known_by_its_redirects) {
   RedisScript script(node({{"INFO", "-NOPERM x\r\n"}}), RedisScript::On::kPort);
@@ -340,6 +482,22 @@ TEST(RedisClusterScriptTest, who_became_a_replica_is_connected_to_anew) {
   EXPECT_NE(status.message().find("failover"), std::string::npos) << status.to_string();
   script.answer("SET", "+OK\r\n");
   EXPECT_TRUE(asker.write(key_of(1)));
+  EXPECT_EQ(script.commands("PING"), connected + 1);
+}
+
+// The server leads to a replica now, and what is refused is in a transaction.
+TEST(RedisClusterScriptTest, a_reset_that_is_told_again_to_a_replica_is_connected_to_anew) {
+  RedisScript script(RedisScript::usual({{"WATCH", "+OK\r\n"}, {"MULTI", "+OK\r\n"}}));
+  Asker asker(options_of(script));
+  asker.store.forget();
+  ASSERT_TRUE(asker.store.begin_epoch());
+  script.answer("SET", "-READONLY x\r\n");
+  script.answer("EXEC", "-EXECABORT x\r\n");
+  const std::size_t connected = script.commands("PING");
+  asker.store.maintain();
+  EXPECT_EQ(script.commands("EXEC"), 1u);
+  asker.store.maintain();
+  EXPECT_EQ(script.commands("EXEC"), 2u);
   EXPECT_EQ(script.commands("PING"), connected + 1);
 }
 

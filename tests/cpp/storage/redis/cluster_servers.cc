@@ -1,40 +1,8 @@
 #include "storage/redis/cluster_servers.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <poll.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <chrono>
-#include <random>
 
 namespace kv_offload::testing {
-
-std::uint16_t unused_port() {
-  static std::mt19937 random{std::random_device{}()};
-  for (;;) {
-    const auto port = static_cast<std::uint16_t>(12000 + random() % 20000);
-    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    address.sin_port = htons(port);
-    const int bound = bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address);
-    close(fd);
-    if (bound == 0) return port;
-  }
-}
-
-bool holds_soon(const std::function<bool()>& condition) {
-  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(120);
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > give_up) return false;
-    poll(nullptr, 0, 5);
-  }
-  return true;
-}
 
 // The timeout is long: nodes that a loaded machine is slow to run are not taken for dead by the others, and
 // nothing fails over unless a test says so.

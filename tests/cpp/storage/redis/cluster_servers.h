@@ -3,7 +3,6 @@
 
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 
@@ -11,12 +10,6 @@
 #include "storage/redis/slots.h"
 
 namespace kv_offload::testing {
-
-// A port of loopback that nobody listens on, below those that the system gives to clients.
-std::uint16_t unused_port();
-
-// Until the condition holds; false: not within two minutes.
-bool holds_soon(const std::function<bool()>& condition);
 
 class RedisClusterServers {
  public:

@@ -1,8 +1,11 @@
 #include "storage/redis/server.h"
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -12,6 +15,7 @@
 #include <cstring>
 #include <filesystem>
 #include <optional>
+#include <random>
 
 extern char** environ;
 
@@ -61,6 +65,30 @@ std::optional<std::string> next_whole(int fd, std::string* buffer) {
 }
 
 }  // namespace
+
+std::uint16_t unused_port() {
+  static std::mt19937 random{std::random_device{}()};
+  for (;;) {
+    const auto port = static_cast<std::uint16_t>(12000 + random() % 20000);
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    address.sin_port = htons(port);
+    const int bound = bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof address);
+    close(fd);
+    if (bound == 0) return port;
+  }
+}
+
+bool holds_soon(const std::function<bool()>& condition) {
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(120);
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > give_up) return false;
+    poll(nullptr, 0, 5);
+  }
+  return true;
+}
 
 // ---- the server
 

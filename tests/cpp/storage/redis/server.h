@@ -8,6 +8,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,6 +20,12 @@
 #include "storage/redis/connection.h"
 
 namespace kv_offload::testing {
+
+// A port of loopback that nobody listens on, below those that the system gives to clients.
+std::uint16_t unused_port();
+
+// Until the condition holds; false: not within two minutes.
+bool holds_soon(const std::function<bool()>& condition);
 
 class RedisProcess {
  public:

@@ -296,6 +296,23 @@ TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_and_that_comes_back_is_replace
   EXPECT_EQ(medium_.server.call({"GET", name}).text, others);
 }
 
+// Its upkeep had taken over what others put there; a reset is of later than all of it.
+TEST_F(RedisTierTest, each_epoch_that_was_there_before_a_reset_is_replaced_again) {
+  redis::RedisStore store(options());
+  const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
+  const std::string first = medium_.server.call({"GET", name}).text, second(32, 'a');
+  medium_.server.call({"SET", name, second});
+  store.maintain();
+  store.forget();
+  ASSERT_TRUE(store.begin_epoch());
+  const std::string after = medium_.server.call({"GET", name}).text;
+  for (const std::string& before : {first, second, first}) {
+    medium_.server.call({"SET", name, before});
+    store.maintain();
+    EXPECT_EQ(medium_.server.call({"GET", name}).text, after);
+  }
+}
+
 TEST_F(RedisTierTest, upkeep_says_nothing_to_the_server_once_the_tier_closes) {
   redis::RedisStore store(options());
   const std::size_t asked = medium_.proxy.faults.seen(Verb::kEpoch);
@@ -498,6 +515,22 @@ TEST_F(RedisTierTest, the_permissions_that_are_named_are_enough) {
   EXPECT_FALSE(user.has(3));
 }
 
+// Behind a MULTI that is refused, DEL would be run at once, whatever lies there now.
+TEST_F(RedisTierTest, without_transactions_damage_is_found_and_stays) {
+  medium_.server.call({"ACL", "SETUSER", "kv", "on", ">x", "~*", "+@all", "-multi"});
+  RedisTierOptions chosen = options();
+  chosen.server.user = "kv";
+  chosen.server.password = "x";
+  TierDriver user(make_redis_tier(chosen));
+  ASSERT_TRUE(user.write(1) && user.write(2));
+  const std::string name = medium_.name_of(key_of(1));
+  medium_.damage(key_of(1));
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(medium_.server.call({"EXISTS", name}).integer, 1);
+  EXPECT_TRUE(user.read(2));
+  EXPECT_TRUE(user.write(3));
+}
+
 TEST_F(RedisTierTest, a_database_that_is_not_there_is_named) {
   RedisTierOptions chosen = options();
   chosen.server.database = 4000;
@@ -506,7 +539,8 @@ TEST_F(RedisTierTest, a_database_that_is_not_there_is_named) {
 
 // It announces no address, so that what it says of itself means the socket that it was asked on.
 TEST(RedisOneNodeTest, a_cluster_of_one_node_behind_a_socket_is_used_once_it_has_its_slots) {
-  const RedisProcess node({"--port", "0", "--cluster-enabled", "yes", "--cluster-port", "1"});
+  const RedisProcess node(
+      {"--port", "0", "--cluster-enabled", "yes", "--cluster-port", std::to_string(unused_port())});
   RedisTierOptions options;
   FakeClock clock;
   options.server = node.address();

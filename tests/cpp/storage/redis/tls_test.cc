@@ -1,10 +1,7 @@
 // TLS against a real server: who is trusted, and that what is not is refused.
 #include "storage/redis/tls.h"
 
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -24,19 +21,6 @@ namespace kv_offload {
 namespace {
 
 using namespace testing;
-
-// A port that was free a moment ago.
-std::uint16_t free_port() {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), length), 0);
-  getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length);
-  close(fd);
-  return ntohs(address.sin_port);
-}
 
 class RedisTlsTest : public ::testing::Test {
  protected:
@@ -73,7 +57,8 @@ class RedisTlsTest : public ::testing::Test {
     ASSERT_EQ(std::system(command.c_str()), 0) << command;
   }
   void start(const std::string& name, const std::vector<std::string>& others = {}) {
-    port_ = free_port();
+    server_.reset();
+    port_ = unused_port();
     std::vector<std::string> words{"--tls-port",      std::to_string(port_), "--bind",
                                    "127.0.0.1",       "--tls-cert-file",     file(name, "pem"),
                                    "--tls-key-file",  file(name, "key"),     "--tls-ca-cert-file",
@@ -135,8 +120,10 @@ TEST_F(RedisTlsTest, a_certificate_of_another_name_is_refused) {
 TEST_F(RedisTlsTest, a_node_of_a_cluster_has_a_certificate_of_its_name_or_else_of_its_address) {
   certificate("named", "-days 1 -addext subjectAltName=DNS:localhost");
   for (const bool announced : {true, false}) {
-    std::vector<std::string> words{"--tls-cluster",  "yes", "--cluster-enabled",     "yes",
-                                   "--cluster-port", "1",   "--cluster-announce-ip", "127.0.0.1"};
+    std::vector<std::string> words{"--tls-cluster",         "yes",
+                                   "--cluster-enabled",     "yes",
+                                   "--cluster-port",        std::to_string(unused_port()),
+                                   "--cluster-announce-ip", "127.0.0.1"};
     if (announced) words.insert(words.end(), {"--cluster-announce-hostname", "localhost"});
     start("named", words);
     server_->call({"CLUSTER", "ADDSLOTSRANGE", "0", "16383"});
