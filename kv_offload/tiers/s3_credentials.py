@@ -125,7 +125,7 @@ def _settings(profile: str) -> Mapping[str, str]:
     found: dict[str, str] = {}
     for name in names:
         found |= dict(sections[name]) if sections.has_section(name) else {}
-    return found | _in_credentials(profile)
+    return {**found, **_in_credentials(profile)}
 
 
 def _refuse_codes(profile: str) -> None:

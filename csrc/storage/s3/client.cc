@@ -284,8 +284,8 @@ Status Client::call_once(const Request& request, const std::string& sum, Deadlin
   set(easy, curl::kUrl, url.c_str());
   set(easy, curl::kHttpHeader, headers.get());
   set_what(easy, request, &transfer);
-  const NoSigpipe
-      no_signal;  // libcurl before 7.87 writes TLS by write(), and kNoSignal leaves the signal to us
+  // kNoSignal leaves it to us, and a libcurl before 7.87 writes TLS by write(2).
+  const NoSigpipe no_signal;
   const int result = library().easy_perform(easy);
   if (result != curl::kOk && !transfer.was_stopped()) return failure(result, answer);  // with the connection
   if (result == curl::kOk) give_back(std::move(handle));
