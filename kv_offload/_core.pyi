@@ -271,7 +271,8 @@ def s3_unavailable_reason() -> str:
     """Why no bucket can be used in this process: no OpenSSL at build time, no libcurl now. Empty: one can."""
 
 def s3_library_version() -> str:
-    """The libcurl that was loaded, such as "7.88.1 (libcurl.so.4)"; empty without one."""
+    """The libcurl that was loaded, such as "7.88.1 (/usr/lib/libcurl.so.4)"; empty without one."""
+
 def s3_records(bucket: S3Bucket, *, prefix: str, deadline_seconds: float, page: int = 1000) -> RemoteRecords:
     """Any thread. RuntimeError: this build has no s3 tier."""
 

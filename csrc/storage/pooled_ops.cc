@@ -28,10 +28,7 @@ Status run_op(PooledStore& shared, OpInFlight& in_flight) {
   if (!epoch && !is_read) return Status::error(StatusKind::kUnavailable, "a reset is under way");
   if (epoch != store.epoch()) return of_before_a_reset();
   if (!epoch) return Status::error(StatusKind::kNotFound, "no record of this key");
-  if (!is_read && shared.learnt) {
-    if (shared.learnt->contains(op.key) == Presence::kPresent) return Status::ok();
-    in_flight.op.was_absent = shared.learnt->was_absent(op.key);
-  }
+  if (!is_read && shared.learnt && shared.learnt->contains(op.key) == Presence::kPresent) return Status::ok();
   Status status = contained([&] {
     Status done =
         is_read ? store.read(op, epoch, &in_flight.moved) : store.write(op, epoch, &in_flight.moved);

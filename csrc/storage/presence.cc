@@ -34,12 +34,6 @@ Presence PresenceCache::contains(const ChunkKey& key) const {
   return presence_of(find(key), now);
 }
 
-bool PresenceCache::was_absent(const ChunkKey& key) const {
-  const MutexLock lock(mutex_);
-  const Entry* entry = find(key);
-  return entry != nullptr && entry->state == State::kAbsent;
-}
-
 void PresenceCache::begin_asking(std::vector<ChunkKey>* keys) {
   const Nanos now = clock_.now();
   Entries forgotten;

@@ -59,8 +59,6 @@ class PresenceCache final : public Catalogue {
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
 
   Era era() const EXCLUDES(mutex_);
-  // The last that was learnt of the key is that it is absent, however long ago.
-  bool was_absent(const ChunkKey& key) const EXCLUDES(mutex_);
   // An answer of locate(). What a write or a read told meanwhile is newer.
   void answered(const ChunkKey& key, bool present, Era era) EXCLUDES(mutex_);
   void written(const ChunkKey& key, Era era) EXCLUDES(mutex_);  // or read

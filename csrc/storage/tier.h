@@ -49,8 +49,6 @@ struct TierOp {
   std::vector<Shard> shards;
   // What the shards lie in. Shared by the op until no thread can touch them any more.
   std::shared_ptr<const void> memory{};
-  // Write: when the store was last asked for the key it had none. Set by PooledTier; it saves asking again.
-  bool was_absent = false;
   // Absolute time after which the op is not started any more (kExpired). 0 = none.
   Nanos deadline{0};
   // A write: kDeclined rather than take the place of a record of the same request (about.request). For what

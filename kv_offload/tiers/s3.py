@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import Answer, Threads, TierConfig, options_of
-from kv_offload.tiers.s3_bucket import look_at_bucket
+from kv_offload.tiers.s3_bucket import is_about_bucket, look_at_bucket
 from kv_offload.tiers.s3_credentials import Found, NoCredentials, Renewal, find_credentials
 
 if TYPE_CHECKING:
@@ -235,8 +235,8 @@ class S3TierConfig(TierConfig):
             bucket = self._bucket(find_credentials(self.profile))
             seconds = min(self.op_deadline_seconds, _LOOK_SECONDS)
             lifecycle = _core.ask_s3_bucket(bucket, "lifecycle=", seconds)
-            if lifecycle[0] in (400, 403) and lifecycle[1] != "AccessDenied":
-                return []  # of the keys, which the summary says
+            if not is_about_bucket(lifecycle):
+                return []
             versioning = _core.ask_s3_bucket(bucket, "versioning=", seconds)
         except (RuntimeError, NoCredentials):
             return []  # which the summary says, too

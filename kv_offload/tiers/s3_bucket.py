@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from kv_offload.tiers.base import Answer
 
 Told = tuple[int, str, bytes]  # status, the code of an error, text
-_SCHEMA = "{http://s3.amazonaws.com/doc/2006-03-01/}"
 
 
 @dataclass(frozen=True)
@@ -16,35 +15,54 @@ class Rule:
 
     prefix: str  # of the names of the objects that it is about
     narrowed: bool  # only those with a tag, or of some sizes
-    days: int | None  # after which objects expire; 0: at a date
+    days: int | None  # after which objects expire
+    at_a_date: bool
     removes_versions: bool  # that are no longer the newest
 
     def covers(self, folder: str) -> bool:
         return folder.startswith(self.prefix) and not self.narrowed
 
 
-def rules_of(text: bytes) -> Iterator[Rule]:
-    """Those that are switched on. ValueError when it is no description of a lifecycle."""
+def _parse(text: bytes, kind: str) -> ElementTree.Element:
+    """Without name spaces, which stores write in several ways. ValueError when it is no ``kind``."""
     try:
-        root = ElementTree.fromstring(text.replace(f' xmlns="{_SCHEMA[1:-1]}"'.encode(), b""))
+        root = ElementTree.fromstring(text)
     except ElementTree.ParseError:
         raise ValueError("no XML") from None
-    if root.tag != "LifecycleConfiguration":
-        raise ValueError("no lifecycle")
-    for rule in root.iter("Rule"):
-        if rule.findtext("Status") != "Enabled":
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+    if root.tag != kind:
+        raise ValueError(f"no {kind}")
+    return root
+
+
+def _text(element: ElementTree.Element, where: str) -> str:
+    return element.findtext(where, "").strip()
+
+
+def rules_of(text: bytes) -> Iterator[Rule]:
+    """Those that are switched on. ValueError when it is no description of a lifecycle."""
+    for rule in _parse(text, "LifecycleConfiguration").iter("Rule"):
+        if _text(rule, "Status") != "Enabled":
             continue
-        prefixes = [rule.findtext(where) for where in ("Prefix", "Filter/Prefix", "Filter/And/Prefix")]
+        prefixes = [_text(rule, where) for where in ("Prefix", "Filter/Prefix", "Filter/And/Prefix")]
         narrow = ("Tag", "ObjectSizeGreaterThan", "ObjectSizeLessThan")
         limits = (rule.find(f"Filter/{where}{name}") for where in ("", "And/") for name in narrow)
-        days = rule.findtext("Expiration/Days", "")
-        at_a_date = rule.find("Expiration/Date") is not None
+        days = _text(rule, "Expiration/Days")
         yield Rule(
             prefix=next((prefix for prefix in prefixes if prefix), ""),
             narrowed=any(limit is not None for limit in limits),
-            days=int(days) if days.isdecimal() else 0 if at_a_date else None,
+            days=int(days) if days.isdecimal() else None,
+            at_a_date=rule.find("Expiration/Date") is not None,
             removes_versions=rule.find("NoncurrentVersionExpiration") is not None,
         )
+
+
+def is_about_bucket(told: Told) -> bool:
+    """False of what the summary says: wrong keys, no such bucket, a bucket elsewhere."""
+    status, code, _ = told
+    refused = status in (400, 403) and code != "AccessDenied"
+    return not refused and code != "NoSuchBucket" and not 300 <= status < 400
 
 
 def look_at_bucket(prefix: str, lifecycle: Told, versioning: Told) -> list[Answer]:
@@ -58,9 +76,11 @@ def look_at_bucket(prefix: str, lifecycle: Told, versioning: Told) -> list[Answe
         except ValueError:
             status = 0
     days = [rule.days for rule in rules if rule.days is not None]
+    removes = f"a lifecycle rule removes objects under {folder}"
     if days:
-        when = f"after {min(days)} days" if min(days) else "at a date"
-        bound = Answer("ok", f"a lifecycle rule removes objects under {folder} {when}", {"days": min(days)})
+        bound = Answer("ok", f"{removes} after {min(days)} days", {"days": min(days)})
+    elif any(rule.at_a_date for rule in rules):
+        bound = Answer("ok", f"{removes} at a date")
     elif status == 200 or code == "NoSuchLifecycleConfiguration":
         bound = Answer(
             "note",
@@ -76,10 +96,16 @@ def look_at_bucket(prefix: str, lifecycle: Told, versioning: Told) -> list[Answe
 
 def _versions(told: Told, removed: bool) -> list[Answer]:
     status, code, text = told
+    if status == 501:  # a store without versions
+        return []
+    try:
+        on = status == 200 and _text(_parse(text, "VersioningConfiguration"), "Status") == "Enabled"
+    except ValueError:
+        status = 0
     if status != 200:
         why = _why(status, code, "Bucket")
         return [Answer("note", f"it is not known whether the bucket keeps older versions: {why}")]
-    if b"<Status>Enabled</Status>" not in text or removed:
+    if not on or removed:
         return []
     return [
         Answer(
@@ -94,4 +120,6 @@ def _why(status: int, code: str, of: str) -> str:
     if status == 403:
         right = "s3:GetLifecycleConfiguration" if of == "Lifecycle" else "s3:GetBucketVersioning"
         return f"access is denied; allow {right}, or look yourself"
+    if status == 0:
+        return "the store answers what is not understood; look yourself"
     return f"the store does not say ({status}, {code or 'no code'}); look yourself"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kv_offload.log import get_logger
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 RENEW_SECONDS = 60.0  # how often is looked; botocore asks for new keys 15 minutes before the old ones expire
 # The settings of a profile by which others give its keys.
-_BEFORE_KEYS = ("role_arn", "web_identity_token_file", "sso_session", "sso_start_url")
+_BEFORE_KEYS = ("role_arn", "web_identity_token_file", "sso_account_id", "sso_role_name")
 _WAYS = (*_BEFORE_KEYS, "login_session", "credential_process", "credential_source")
 _logger = get_logger(__name__)
 
@@ -59,6 +59,7 @@ def find_credentials(profile: str | None) -> Found:
         return Found(from_environment)
     name = profile or os.environ.get("AWS_PROFILE") or "default"
     way = _way_of_botocore(name)
+    _refuse_codes(name)
     from_file = _from_file(name) if way is None else None
     if from_file is not None:
         return Found(from_file, lambda: _again_from_file(name))
@@ -88,30 +89,64 @@ def _from_environment() -> Credentials | None:
     return Credentials(access, secret, os.environ.get("AWS_SESSION_TOKEN", ""))
 
 
-def _section(variable: str, default: str, name: str) -> Mapping[str, str]:
+def _sections(variable: str, of: Literal["credentials", "config"]) -> configparser.RawConfigParser:
     """Of one of the files of AWS's tools; empty where there is none."""
-    try:
-        path = Path(os.environ.get(variable, default)).expanduser()
-    except RuntimeError:  # this user has no home
-        return {}
     parser = configparser.RawConfigParser()
+    given = os.environ.get(variable, f"~/.aws/{of}")
+    try:
+        path = Path(given).expanduser()
+    except RuntimeError:  # this user has no home
+        return parser
+    if not given:  # as AWS's tools take it: no file
+        return parser
     try:
         parser.read_string(path.read_text())
     except FileNotFoundError:
-        return {}
-    except (OSError, UnicodeDecodeError, configparser.Error):
-        raise NoCredentials(f"{path} cannot be read as a file of credentials") from None
-    return dict(parser[name]) if parser.has_section(name) else {}
+        pass
+    except OSError:
+        # The keys may stand in the other file.
+        if of == "credentials":
+            raise NoCredentials(f"{path} cannot be read as a file of credentials") from None
+    except (UnicodeDecodeError, configparser.Error):
+        what = "credentials" if of == "credentials" else "settings"
+        raise NoCredentials(f"{path} cannot be read as a file of {what}") from None
+    return parser
 
 
 def _in_credentials(profile: str) -> Mapping[str, str]:
-    return _section("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials", profile)
+    sections = _sections("AWS_SHARED_CREDENTIALS_FILE", "credentials")
+    return dict(sections[profile]) if sections.has_section(profile) else {}
+
+
+def _settings(profile: str) -> Mapping[str, str]:
+    """All that is set for a profile, in either file."""
+    sections = _sections("AWS_CONFIG_FILE", "config")
+    names = (["default"] if profile == "default" else []) + [f"profile {profile}"]
+    found: dict[str, str] = {}
+    for name in names:
+        found |= dict(sections[name]) if sections.has_section(name) else {}
+    return {**found, **_in_credentials(profile)}
+
+
+def _refuse_codes(profile: str) -> None:
+    """A role that needs a code of the moment: botocore would wait for somebody to type it."""
+    seen: set[str] = set()
+    while profile and profile not in seen:
+        seen.add(profile)
+        section = _settings(profile)
+        if not section.get("role_arn") or section.get("web_identity_token_file"):
+            return
+        if section.get("mfa_serial"):
+            raise NoCredentials(
+                f"no credentials: the role of profile {profile} has mfa_serial, which needs a code that "
+                "nobody types here: use single sign-on (aws sso login), or a role without"
+            )
+        profile = section.get("source_profile", "")
 
 
 def _way_of_botocore(profile: str) -> str | None:
     """The setting of the profile by which others give its keys; it goes before keys that stand beside it."""
-    name = profile if profile == "default" else f"profile {profile}"
-    section = {**_section("AWS_CONFIG_FILE", "~/.aws/config", name), **_in_credentials(profile)}
+    section = _settings(profile)
     found = [setting for setting in _WAYS if section.get(setting)]
     # As in AWS's own tools: a program or a sign-in comes after keys in the file of credentials.
     if found and found[0] not in _BEFORE_KEYS and _in_credentials(profile).get("aws_access_key_id"):

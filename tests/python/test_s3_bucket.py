@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_offload.tiers.s3_bucket import look_at_bucket
+from kv_offload.tiers.s3_bucket import is_about_bucket, look_at_bucket
 
 NOT_VERSIONED = (200, "", b'<VersioningConfiguration xmlns="http://s3.amazonaws.com/doc/2006-03-01/"/>')
 VERSIONED = (200, "", b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>")
@@ -68,8 +68,23 @@ def test_the_first_of_several_rules_to_remove_an_object_counts() -> None:
     )
     assert "after 7 days" in text
     dated = "<Status>Enabled</Status><Filter/><Expiration><Date>2027-01-01T00:00:00Z</Date></Expiration>"
-    ((_, text),) = said(lifecycle(dated))
-    assert text.endswith("at a date")
+    ((_, text),) = said(lifecycle(dated, f"<Status>Enabled</Status><Filter/>{EXPIRES}"))
+    assert "after 7 days" in text
+    alone, *_ = look_at_bucket("kv_offload", lifecycle(dated), NOT_VERSIONED)
+    assert (alone.text.endswith("at a date"), alone.figures) == (True, None)
+
+
+@pytest.mark.parametrize(
+    "schema", ["xmlns='http://s3.amazonaws.com/doc/2006-03-01/'", 'xmlns="urn:other"', ""]
+)
+def test_stores_write_the_same_in_several_ways(schema: str) -> None:
+    rule = "<Rule><Status> Enabled </Status><Filter/><Expiration><Days>\n7\n</Days></Expiration></Rule>"
+    told = (200, "", f"<LifecycleConfiguration {schema}>{rule}</LifecycleConfiguration>".encode())
+    inside = "<Status>\nEnabled</Status>"
+    versions = f"<VersioningConfiguration {schema}>{inside}</VersioningConfiguration>".encode()
+    (_, text), (_, older) = said(told, (200, "", versions))
+    assert "after 7 days" in text
+    assert "versioning is on" in older
 
 
 def test_no_rules_at_all() -> None:
@@ -83,9 +98,9 @@ def test_no_rules_at_all() -> None:
     [
         ((403, "AccessDenied", b""), "access is denied; allow s3:GetLifecycleConfiguration"),
         ((501, "NotImplemented", b""), "does not say (501, NotImplemented)"),
-        ((404, "NoSuchBucket", b""), "does not say (404, NoSuchBucket)"),
-        ((200, "", b"<html>"), "does not say (0, no code)"),
-        ((200, "", b"<html/>"), "does not say (0, no code)"),
+        ((405, "", b""), "does not say (405, no code)"),
+        ((200, "", b"<html>"), "answers what is not understood"),
+        ((200, "", b"<html/>"), "answers what is not understood"),
     ],
 )
 def test_what_is_not_known_is_a_note(told: tuple[int, str, bytes], why: str) -> None:
@@ -103,3 +118,18 @@ def test_older_versions_that_stay_are_a_note() -> None:
     assert len(said(lifecycle(rule + older), VERSIONED)) == 1
     _, (state, text) = said(lifecycle(rule), (403, "AccessDenied", b""))
     assert (state, "allow s3:GetBucketVersioning" in text) == ("note", True)
+    _, (state, text) = said(lifecycle(rule), (200, "", b"<html/>"))
+    assert (state, "answers what is not understood" in text) == ("note", True)
+    assert len(said(lifecycle(rule), (501, "NotImplemented", b""))) == 1, "a store without versions"
+
+
+def test_what_the_summary_says_is_not_said_again() -> None:
+    told_already = [(403, "InvalidAccessKeyId"), (404, "NoSuchBucket"), (301, "PermanentRedirect"), (307, "")]
+    assert not any(is_about_bucket((*each, b"")) for each in told_already)
+    for each in (
+        (200, ""),
+        (403, "AccessDenied"),
+        (404, "NoSuchLifecycleConfiguration"),
+        (501, "NotImplemented"),
+    ):
+        assert is_about_bucket((*each, b""))

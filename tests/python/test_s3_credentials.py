@@ -172,7 +172,7 @@ def test_botocore_gives_the_rest_where_it_is_installed(monkeypatch: pytest.Monke
     [
         "role_arn = a\nsource_profile = base",
         "credential_process = /bin/x",
-        "sso_session = s",
+        "sso_account_id = 1\nsso_session = s",
         "web_identity_token_file = /t",
         "credential_source = Ec2InstanceMetadata",
     ],
@@ -242,6 +242,59 @@ def test_who_is_not_signed_in_is_told_how(
     )
     with pytest.raises(NoCredentials, match=r"not signed in.*aws sso login --profile worker"):
         find_credentials("worker")
+
+
+def test_a_role_that_needs_a_code_is_refused_and_nobody_is_asked(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("getpass.getpass", lambda *_: pytest.fail("asked for a code"))
+    files.write("base", "of-base")
+    role = "role_arn = arn:aws:iam::1:role/worker\nregion = eu-west-1\n"
+    files.config.write_text(
+        f"[profile worker]\n{role}source_profile = between\n"
+        f"[profile between]\n{role}source_profile = base\nmfa_serial = arn:aws:iam::1:mfa/me\n"
+        f"[profile circle]\n{role}source_profile = circle\n"
+    )
+    for profile in ("worker", "between"):
+        with pytest.raises(NoCredentials, match=r"profile between has mfa_serial.*without"):
+            find_credentials(profile)
+    with pytest.raises(NoCredentials):
+        find_credentials("circle")
+
+
+@pytest.mark.parametrize("how", ["", "directory", "no access"])
+def test_keys_are_found_whatever_the_other_file_is(
+    files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    files.write("default", "static")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path) if how == "directory" else "")
+    if how == "no access":
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(files.credentials / "below-a-file"))
+    assert find_credentials(None).keys.access_key == "static"
+
+
+def test_settings_that_are_none_are_told_apart_from_keys(files: Files) -> None:
+    files.write("default", "static")
+    files.config.write_text(f"nonsense {SECRET}")
+    with pytest.raises(NoCredentials, match="config cannot be read as a file of settings") as caught:
+        find_credentials(None)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_session_of_sign_in_without_a_role_leaves_the_keys(files: Files) -> None:
+    files.write("default", "static")
+    files.config.write_text("[default]\nsso_session = for-tokens\n")
+    assert find_credentials(None).keys.access_key == "static"
+
+
+def test_the_default_profile_may_have_the_name_of_the_others(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "botocore.session", None)
+    files.write("default", "static")
+    files.config.write_text("[default]\nregion = eu-west-1\n[profile default]\nrole_arn = a\n")
+    with pytest.raises(NoCredentials, match="by role_arn"):
+        find_credentials(None)
 
 
 # ---- how they are renewed

@@ -154,7 +154,7 @@ def test_it_has_the_s3_tier(empty_environment, s3_server):
     for endpoint, ca_file in ((s3_server.endpoint, ""), (s3_server.secure, str(s3_server.tls))):
         code = S3_TIER.format(endpoint=endpoint, ca_file=ca_file, **keys)
         found = python(empty_environment, code)
-        assert re.fullmatch(r"2 written [0-9.]+\S* \(libcurl\S*\)", found), found
+        assert re.fullmatch(r"2 written [0-9.]+\S* \(/\S*libcurl\S*\)", found), found
 
 
 def test_without_libcurl_it_says_what_to_install(empty_environment):

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <optional>
 
+#include "base/no_sigpipe.h"
 #include "storage/redis/tls.h"
 
 namespace kv_offload::redis {

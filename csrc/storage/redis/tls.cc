@@ -2,10 +2,6 @@
 
 #include <arpa/inet.h>
 #include <poll.h>
-#include <pthread.h>
-#include <signal.h>
-
-#include <ctime>
 
 #ifdef KV_OFFLOAD_TLS
 #include <openssl/err.h>
@@ -14,26 +10,6 @@
 #endif
 
 namespace kv_offload::redis {
-
-NoSigpipe::NoSigpipe() {
-  sigset_t pending, pipe, before;
-  sigpending(&pending);
-  was_pending_ = sigismember(&pending, SIGPIPE) == 1;
-  sigemptyset(&pipe);
-  sigaddset(&pipe, SIGPIPE);
-  pthread_sigmask(SIG_BLOCK, &pipe, &before);
-  was_blocked_ = sigismember(&before, SIGPIPE) == 1;
-}
-
-NoSigpipe::~NoSigpipe() {
-  sigset_t pipe;
-  sigemptyset(&pipe);
-  sigaddset(&pipe, SIGPIPE);
-  const timespec now{};
-  while (!was_pending_ && sigtimedwait(&pipe, nullptr, &now) > 0) {
-  }
-  if (!was_blocked_) pthread_sigmask(SIG_UNBLOCK, &pipe, nullptr);
-}
 
 #ifdef KV_OFFLOAD_TLS
 

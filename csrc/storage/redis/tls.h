@@ -41,16 +41,4 @@ Status tls_verdict(ssl_st* session, bool* refused);
 bool tls_has_more(ssl_st* session);  // decrypted already, so that the socket does not tell
 void tls_end(ssl_st* session);       // frees it; sends nothing
 
-// While it lives, a connection that the other side has closed is an error and no signal to this thread.
-class NoSigpipe {
- public:
-  NoSigpipe();
-  ~NoSigpipe();
-  NoSigpipe(const NoSigpipe&) = delete;
-  NoSigpipe& operator=(const NoSigpipe&) = delete;
-
- private:
-  bool was_pending_ = false, was_blocked_ = false;
-};
-
 }  // namespace kv_offload::redis

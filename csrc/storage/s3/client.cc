@@ -7,6 +7,7 @@
 #include <random>
 #include <utility>
 
+#include "base/no_sigpipe.h"
 #include "storage/s3/libcurl.h"
 #include "storage/s3/signature.h"
 #include "storage/s3/transfer.h"
@@ -116,7 +117,10 @@ struct Client::Handle {
   Handle() {
     if (easy == nullptr) throw std::bad_alloc();
   }
-  ~Handle() { library().easy_cleanup(easy); }
+  ~Handle() {
+    const NoSigpipe no_signal;  // TLS says good-bye
+    library().easy_cleanup(easy);
+  }
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
   curl::Easy* const easy = library().easy_init();
@@ -137,6 +141,8 @@ Keys keys_of(const Bucket& bucket) {
   std::optional<Keys> newer = bucket.newer_keys ? bucket.newer_keys->get() : std::nullopt;
   return newer ? *std::move(newer) : Keys{bucket.access_key, bucket.secret_key, bucket.session_token};
 }
+
+static_assert(sizeof(long) == sizeof(std::int64_t), "kInFileSize is given as a long");
 
 void set_how(curl::Easy* easy, const Bucket& bucket, milliseconds left) {
   // At the deadline nothing waits for the system's look-up of a name; older ones cannot do so.
@@ -278,6 +284,8 @@ Status Client::call_once(const Request& request, const std::string& sum, Deadlin
   set(easy, curl::kUrl, url.c_str());
   set(easy, curl::kHttpHeader, headers.get());
   set_what(easy, request, &transfer);
+  // kNoSignal leaves it to us, and a libcurl before 7.87 writes TLS by write(2).
+  const NoSigpipe no_signal;
   const int result = library().easy_perform(easy);
   if (result != curl::kOk && !transfer.was_stopped()) return failure(result, answer);  // with the connection
   if (result == curl::kOk) give_back(std::move(handle));

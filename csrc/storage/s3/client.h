@@ -57,7 +57,7 @@ std::string address_of(const Bucket& bucket);
 // Why no bucket can be used in this process: no OpenSSL when it was built, no libcurl here that will do.
 // Empty: one can.
 std::string unavailable_reason();
-std::string library_version();  // "7.88.1 (libcurl.so.4)"; empty without one
+std::string library_version();  // "7.88.1 (/usr/lib/libcurl.so.4)"; empty without one
 
 // A moment of real time by which a call has ended: what it waits for is a socket.
 using Deadline = std::chrono::steady_clock::time_point;

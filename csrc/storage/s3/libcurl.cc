@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <fmt/format.h>
+#include <link.h>
 
 #include <cstdlib>
 
@@ -32,49 +33,53 @@ bool find_all(void* handle, Library* library) {
          find(handle, "curl_slist_free_all", &library->slist_free_all);
 }
 
+// The file, as several of one name may be on a machine.
+std::string where_is(void* handle, const std::string& name) {
+  const link_map* map = nullptr;
+  const bool found = dlinfo(handle, RTLD_DI_LINKMAP, static_cast<void*>(&map)) == 0;
+  return found && map != nullptr && map->l_name != nullptr && *map->l_name != '\0' ? map->l_name : name;
+}
+
+// Empty: it is the library, and started.
+std::string load_one(const std::string& name, Loaded* found) {
+  // Never closed: it has threads, and state of the libraries below it. Local, so that its OpenSSL is not
+  // taken for the wheel's, nor the other way round.
+  void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    const char* error = dlerror();
+    return error != nullptr ? error : name;
+  }
+  const std::string path = where_is(handle, name);
+  if (!find_all(handle, &found->library)) return fmt::format("{} is no libcurl", path);
+  const Version& version = *found->library.version_info(0);
+  found->version = fmt::format("{} ({})", version.version, path);
+  if (std::string problem = problem_of(version, path); !problem.empty()) return problem;
+  const int started = found->library.global_init(kGlobalDefault);
+  if (started == kOk) return {};
+  return fmt::format("{} cannot be started: {}", found->version, found->library.easy_strerror(started));
+}
+
 }  // namespace
 
 std::string problem_of(const Version& version, const std::string& name) {
-  if (version.number < kOldest) {
-    return fmt::format("the s3 tier needs libcurl 7.61 or newer, and {} is {}: {}", name, version.version,
-                       kHowToGetIt);
-  }
-  if ((version.features & kWithTls) == 0) {
-    return fmt::format("the s3 tier needs a libcurl with TLS, and {} ({}) has none: {}", name,
-                       version.version, kHowToGetIt);
-  }
+  if (version.number < kOldest) return fmt::format("{} is {}, which is too old", name, version.version);
+  if ((version.features & kWithTls) == 0) return fmt::format("{} ({}) has no TLS", name, version.version);
   return {};
 }
 
 Loaded load(const std::vector<std::string>& names) {
-  Loaded found;
-  std::string errors;
+  std::string problems;
   for (const std::string& name : names) {
-    // Never closed: it has threads, and state of the libraries below it. Local, so that its OpenSSL is not
-    // taken for the wheel's, nor the other way round.
-    void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) {
-      const char* error = dlerror();
-      errors += fmt::format("{}{}", errors.empty() ? "" : "; ", error != nullptr ? error : name);
-      continue;
-    }
-    if (!find_all(handle, &found.library)) {
-      found.problem = fmt::format("{} is no libcurl that the s3 tier can use: {}", name, kHowToGetIt);
-      return found;
-    }
-    const Version& version = *found.library.version_info(0);
-    found.version = fmt::format("{} ({})", version.version, name);
-    found.problem = problem_of(version, name);
-    if (!found.problem.empty()) return found;
-    if (const int started = found.library.global_init(kGlobalDefault); started != kOk) {
-      found.problem = fmt::format("libcurl {} cannot be started: {}", found.version,
-                                  found.library.easy_strerror(started));
-    }
-    return found;
+    Loaded found;
+    const std::string problem = load_one(name, &found);
+    if (problem.empty()) return found;
+    problems += fmt::format("{}{}", problems.empty() ? "" : "; ", problem);
   }
-  found.problem =
-      fmt::format("the s3 tier needs libcurl, and none can be loaded ({}): {}", errors, kHowToGetIt);
-  return found;
+  Loaded none;
+  none.problem =
+      fmt::format("the s3 tier needs libcurl 7.61 or newer with TLS, and none can be used ({}): {}", problems,
+                  kHowToGetIt);
+  return none;
 }
 
 const Loaded& loaded() {

@@ -91,12 +91,13 @@ struct Library {
 
 struct Loaded {
   Library library;
-  std::string version;  // "7.88.1 (libcurl.so.4)"
+  std::string version;  // "7.88.1 (/usr/lib/x86_64-linux-gnu/libcurl.so.4)"
   std::string problem;  // empty: it can be used
 };
 
-// The first of these that can be loaded is taken, and stays loaded as long as the process lives; it is
-// started. Any thread, but for a libcurl before 7.84: no other user of it in this process may start it now.
+// The first of these that will do is taken, and stays loaded as long as the process lives; it is started.
+// Otherwise the problem says what is wrong with each. Any thread, but for a libcurl before 7.84: no other
+// user of it in this process may start it now.
 Loaded load(const std::vector<std::string>& names);
 // Why a libcurl of this version is none for us; empty: it is one.
 std::string problem_of(const Version& version, const std::string& name);

@@ -75,8 +75,10 @@ bool sign(const ToSign& request, const Keys& keys, std::time_t now, HeaderMap* h
   std::string key = hmac_sha256("AWS4" + keys.secret_key, day);
   for (const std::string_view part :
        {request.region, std::string_view("s3"), std::string_view("aws4_request")}) {
+    if (key.empty()) return false;
     key = hmac_sha256(key, part);
   }
+  if (key.empty()) return false;
   const std::string signature =
       hex_of_sum(hmac_sha256(key, fmt::format("AWS4-HMAC-SHA256\n{}\n{}\n{}", moment, scope, sum)));
   if (request.body_sum.empty() || sum.empty() || signature.empty()) return false;

@@ -50,14 +50,14 @@ Status S3Store::is_there(const std::string& key, Deadline until, bool* there) {
   return *there || answer.status == 404 ? Status::ok() : refusal(answer, options_.bucket);
 }
 
-// Asking first costs less than the bytes of a record that another wrote, and is left out where the key was
-// looked up before, as it is when a prompt comes. No If-None-Match: two who write a record at once write the
-// same, and not every store knows it.
+// Asking first costs less than the bytes of a record that another wrote, also where a look-up found none:
+// that is as old as the prompt took to compute, and of a prefix not every key was looked at. No
+// If-None-Match: two who write a record at once write the same, and not every store knows it.
 Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const Deadline until = deadline();
   Request request{.verb = Verb::kPut, .key = key_of(op.key, epoch)};
   bool there = false;
-  if (!was_left_wrong(request.key) && !op.was_absent) {
+  if (!was_left_wrong(request.key)) {
     if (Status status = is_there(request.key, until, &there); !status) return status;
   }
   if (there) return Status::ok();

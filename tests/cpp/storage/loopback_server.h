@@ -2,6 +2,9 @@
 // own, and requests fail, wait, and have their answers cut, garbled or slowed down where the test says so.
 #pragma once
 
+#include <gtest/gtest.h>
+
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -115,7 +118,8 @@ class Faults {
   }
   void wait_for_blocked(int requests) {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return waiting_ >= requests; });
+    EXPECT_TRUE(changed_.wait_for(lock, std::chrono::seconds(120), [&] { return waiting_ >= requests; }))
+        << waiting_ << " requests wait, not " << requests;
   }
   // To so many of a thousand requests something happens; 0: to none. `refusals`: errors that the server
   // knows.

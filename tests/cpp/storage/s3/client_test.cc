@@ -1,9 +1,13 @@
-// Keys that are replaced while a client is used.
+// Keys that are replaced while a client is used, and signals.
 #include "storage/s3/client.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
 
 #include <chrono>
+#include <fstream>
+#include <future>
 #include <string>
 #include <thread>
 
@@ -39,6 +43,38 @@ class S3ClientTest : public ::testing::Test {
 
   S3Server server_;
 };
+
+std::string blocked_signals_of(pid_t thread) {
+  std::ifstream status("/proc/self/task/" + std::to_string(thread) + "/status");
+  std::string line;
+  while (std::getline(status, line)) {
+    if (line.starts_with("SigBlk:")) return line.substr(8);
+  }
+  return {};
+}
+
+// A libcurl before 7.87 writes TLS by write(2); the server here speaks none, so that the mask is looked at.
+TEST_F(S3ClientTest, a_store_that_closes_sends_no_signal_to_who_asks_it) {
+  using Verb = S3Server::Verb;
+  server_.faults.block(Verb::kOther);
+  Client client(bucket());
+  std::promise<pid_t> thread;
+  std::string after;
+  std::thread asking([&] {
+    thread.set_value(::gettid());
+    EXPECT_EQ(status_of(&client), 200);
+    after = blocked_signals_of(::gettid());
+  });
+  const pid_t asks = thread.get_future().get();
+  server_.faults.wait_for_blocked(1);
+  const std::string during = blocked_signals_of(asks);
+  server_.faults.release();
+  asking.join();
+  constexpr std::uint64_t kPipe = std::uint64_t{1} << (SIGPIPE - 1);
+  ASSERT_FALSE(during.empty() || after.empty());
+  EXPECT_NE(std::stoull(during, nullptr, 16) & kPipe, 0u);
+  EXPECT_EQ(std::stoull(after, nullptr, 16) & kPipe, 0u) << "it is as it was";
+}
 
 TEST_F(S3ClientTest, the_next_request_is_signed_with_the_newest_keys) {
   Bucket first = bucket();

@@ -167,16 +167,14 @@ TEST_F(S3TierTest, what_another_has_written_is_not_sent_again) {
   EXPECT_EQ(server_.faults.seen(Verb::kWrite), 1u);
 }
 
-TEST_F(S3TierTest, what_was_looked_up_and_missing_is_sent_without_asking_again) {
+TEST_F(S3TierTest, what_was_looked_up_and_missing_is_not_sent_when_another_wrote_it_since) {
   TierDriver user(open()), other(open());
   EXPECT_FALSE(user.has(1));
   clock_.advance(std::chrono::minutes(1));  // while the prompt was computed
-  const std::size_t before = server_.faults.seen(Verb::kLocate);
   ASSERT_TRUE(other.write(1));
-  EXPECT_EQ(server_.faults.seen(Verb::kLocate), before + 1) << "this one does not know";
   ASSERT_TRUE(user.write(1));
-  EXPECT_EQ(server_.faults.seen(Verb::kLocate), before + 1);
-  EXPECT_TRUE(user.read(1) && other.read(1)) << "sent twice, it is the same";
+  EXPECT_EQ(server_.faults.seen(Verb::kWrite), 1u);
+  EXPECT_TRUE(user.read(1));
 }
 
 TEST_F(S3TierTest, the_keys_of_a_prompt_are_found_in_few_requests) {
