@@ -272,6 +272,7 @@ def s3_unavailable_reason() -> str:
 
 def s3_library_version() -> str:
     """The libcurl that was loaded, such as "7.88.1 (libcurl.so.4)"; empty without one."""
+
 def s3_records(bucket: S3Bucket, *, prefix: str, deadline_seconds: float, page: int = 1000) -> RemoteRecords:
     """Any thread. RuntimeError: this build has no s3 tier."""
 

@@ -198,7 +198,8 @@ def tier_at(place: str) -> TierConfig:
     try:
         return kinds()[entry["type"]].model_validate(entry)
     except ValidationError as error:
-        problems = (_sentence(detail, entry["type"], shown="@" not in place) for detail in error.errors())
+        plain = not set("@?") & set(place)  # else what was given may be a part of a password
+        problems = (_sentence(detail, entry["type"], plain) for detail in error.errors())
         raise ValueError("; ".join(problems)) from None
 
 

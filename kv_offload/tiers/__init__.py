@@ -82,7 +82,8 @@ def refuse_address(place: str, kind: type[TierConfig]) -> None:
     if kind.option != "disk":
         return
     texts = (place, place.partition("=")[2])  # the latter of KIND=PLACE, where no kind was looked for
-    if any(map(_is_address, texts)):
+    named = _kinds.get(place.partition("=")[0])
+    if any(map(_is_address, texts)) or (named is not None and named.option != "disk"):
         known = sorted(f"{each}://" for kind in _kinds.values() for each in kind.schemes)
         raise ValueError(
             "an address is given where a directory is needed, or one that no kind of tier has (it is not "
