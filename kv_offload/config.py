@@ -198,7 +198,9 @@ def tier_at(place: str) -> TierConfig:
     try:
         return kinds()[entry["type"]].model_validate(entry)
     except ValidationError as error:
-        raise ValueError("; ".join(_sentence(detail, entry["type"]) for detail in error.errors())) from None
+        plain = not set("@?") & set(place)  # else what was given may be a part of a password
+        problems = (_sentence(detail, entry["type"], plain) for detail in error.errors())
+        raise ValueError("; ".join(problems)) from None
 
 
 def _tier(index: int, given: Any, notes: list[str], problems: list[str]) -> TierConfig | None:
@@ -210,8 +212,8 @@ def _tier(index: int, given: Any, notes: list[str], problems: list[str]) -> Tier
         return None
 
 
-def _sentence(detail: Any, where: str = "") -> str:
-    """One problem as pydantic found it, in our words: key, what is wrong, what was given."""
+def _sentence(detail: Any, where: str = "", shown: bool = True) -> str:
+    """One problem as pydantic found it, in our words: key, what is wrong, what was given if that is shown."""
     for part in detail["loc"]:
         where += f"[{part}]" if isinstance(part, int) else f".{part}" if where else str(part)
     if detail["type"] == "missing":
@@ -221,4 +223,4 @@ def _sentence(detail: Any, where: str = "") -> str:
     if detail["type"] == "value_error":
         return f"{where}: {detail['ctx']['error']}"
     message = detail["msg"].replace("Input should", "it should")
-    return f"{where} is {detail['input']!r}; {message}"
+    return f"{where} is {detail['input']!r}; {message}" if shown else f"{where}: {message}"

@@ -69,7 +69,7 @@ def cautions(config: OffloadConfig) -> list[str]:
     texts = [text for tier in config.secondary_tiers for text in tier.cautions()]
     for tier in config.secondary_tiers:
         bound = getattr(tier, tier.bound_key) if tier.bound_key else None
-        if bound is not None and tier.write_policy != "never":
+        if bound is not None and tier.write_policy == "through":
             texts += smaller_than_memory(tier.label(), bound, config.cpu_bytes_to_use)
     return texts
 

@@ -1,12 +1,14 @@
 """The records on a server or in a bucket as the commands look after them.
 
-Nothing here grows with what a server names: records are seen a page at a time, and what is kept of them is
-bounded.
+What is kept here does not grow with what a server names: records are seen a page at a time, and what is kept
+of them is bounded. Who collects ``records`` keeps them all (``ls --limit 0`` in another order than as found).
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ class RemoteRoot:
     # ---- lists
 
     def _pages(self, namespace: str | None, sizes: bool) -> Iterator[list["RemoteRecord"]]:
-        start = b""
+        start = landmark = b""
+        pages, next_landmark = 0, 1
         while True:
             try:
                 page, start = self._records.page(namespace or "", start, sizes)
@@ -51,6 +54,12 @@ class RemoteRoot:
             yield page
             if not start:
                 return
+            if start == landmark:
+                raise RuntimeError(f"{self.where}: the server lists the same pages again and again")
+            # Left behind further and further apart, one lies in any circle at some time.
+            pages += 1
+            if pages == next_landmark:
+                landmark, next_landmark = start, 2 * next_landmark
 
     def stat(self) -> dict[str, Any]:
         """What is there, by namespaces; and ``others``: what lies under the prefix and is no record."""
@@ -113,8 +122,21 @@ class RemoteRoot:
     # ---- verification and removal
 
     def verify(self, repair: bool, progress: Callable[[int, int | None], None]) -> list[dict[str, Any]]:
-        """Ends early, and says so, when more are damaged than anybody reads."""
+        """Ends early, and says so, when more are damaged than anybody reads, and when the server fails after
+        something was found. RuntimeError when it fails before."""
         damaged: list[dict[str, Any]] = []
+        try:
+            self._find_damage(repair, progress, damaged)
+        except RuntimeError as error:
+            if not damaged:
+                raise
+            message = f"ended early: {str(error).removeprefix(f'{self.where}: ')}"
+            damaged.append({"path": self.where, "kind": "io", "message": message, "removed": False})
+        return damaged
+
+    def _find_damage(
+        self, repair: bool, progress: Callable[[int, int | None], None], damaged: list[dict[str, Any]]
+    ) -> None:
         done = failures = 0
         for record, (kind, message, removed) in self._verified(repair):
             if kind == "not_found":
@@ -123,15 +145,15 @@ class RemoteRoot:
             progress(done, None)
             failures = failures + 1 if kind not in ("ok", "corrupt") else 0
             if failures == _FAILURES_IN_A_ROW:
+                # The ones before it say the same.
+                if all(bad["kind"] not in ("ok", "corrupt") for bad in damaged):
+                    damaged.clear()
                 raise RuntimeError(f"{self.where}: {message}")
             if kind == "ok":
                 continue
             damaged.append({"path": self._path(record), "kind": kind, "message": message, "removed": removed})
             if len(damaged) == _MOST_DAMAGED:
-                message = f"ended after {_MOST_DAMAGED:,} damaged records: run it again for the others"
-                damaged.append({"path": self.where, "kind": "io", "message": message, "removed": False})
-                break
-        return damaged
+                raise RuntimeError(f"{_MOST_DAMAGED:,} records are damaged: run it again for the others")
 
     def _verified(self, repair: bool) -> Iterator[tuple["RemoteRecord", tuple[str, str, bool]]]:
         def verified(record: "RemoteRecord") -> tuple[str, str, bool]:
@@ -144,16 +166,19 @@ class RemoteRoot:
     def purge(self, namespace: str | None) -> tuple[int, int]:
         """What an older version still holds is not counted as free."""
         records = size = 0
-        for page in self._pages(namespace, True):
-            some = [record for record in page if record.key]
-            parts = _THREADS if self._records.takes_threads else 1
-            error = ""
-            for removed, freed, refused in self._each(
-                self._records.remove, [some[first::parts] for first in range(parts)]
-            ):
-                records, size, error = records + removed, size + freed, error or refused
-            if error:
-                raise RuntimeError(f"{self.where}: {error} ({records:,} records were removed before)")
+        try:
+            for page in self._pages(namespace, True):
+                some = [record for record in page if record.key]
+                parts = _THREADS if self._records.takes_threads else 1
+                error = ""
+                for removed, freed, refused in self._each(
+                    self._records.remove, [some[first::parts] for first in range(parts)]
+                ):
+                    records, size, error = records + removed, size + freed, error or refused
+                if error:
+                    raise RuntimeError(f"{self.where}: {error}")
+        except RuntimeError as failed:
+            raise RuntimeError(f"{failed} ({records:,} records were removed before)") from None
         if self._records.keeps_versions:
             self._versions, size = size, 0
         return records, size
@@ -165,9 +190,14 @@ class RemoteRoot:
 
     @staticmethod
     def _in_threads(ask: Callable[[Any], Any], given: list[Any]) -> Iterator[Any]:
+        """Few are under way at a time: what has run is not lost with a caller that gives up."""
         pool = ThreadPoolExecutor(_THREADS)
+        waiting = iter(given)
+        asked = deque(pool.submit(ask, each) for each in islice(waiting, 2 * _THREADS))
         try:
-            yield from pool.map(ask, given)
+            while asked:
+                yield asked.popleft().result()
+                asked.extend(pool.submit(ask, each) for each in islice(waiting, 1))
         finally:
             pool.shutdown(cancel_futures=True)
 

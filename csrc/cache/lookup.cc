@@ -118,7 +118,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
       const TierOps::Run run = groups_[group].full_attention
                                    ? TierOps::Run{request.number, group, request.pass.scans}
                                    : TierOps::Run{};
-      request.asked.add(KeyMemory::fingerprint(key));
+      request.asked.insert(KeyMemory::fingerprint(key));
       for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
         if ((unknown >> tier & 1) != 0) ops_.ask_for(tier, key, run);
       }

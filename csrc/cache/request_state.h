@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -91,27 +92,6 @@ class Offers {
   std::vector<Group> groups_;
 };
 
-// Keys that a request had tiers asked for: it asks once, however old the answer is when it is looked up next.
-// A pass looks them up in the order in which the one before it did: a call is O(1) then.
-class AskedKeys {
- public:
-  bool contains(std::uint64_t fingerprint) {
-    for (std::size_t tries = 0; tries < fingerprints_.size(); ++tries, ++next_) {
-      if (next_ >= fingerprints_.size()) next_ = 0;
-      if (fingerprints_[next_] == fingerprint) return true;
-    }
-    return false;
-  }
-  void add(std::uint64_t fingerprint) {
-    if (!contains(fingerprint)) fingerprints_.push_back(fingerprint);
-  }
-  void clear() { fingerprints_.clear(); }
-
- private:
-  std::vector<std::uint64_t> fingerprints_;
-  std::size_t next_ = 0;
-};
-
 struct RequestState {
   bool live = false;
   std::uint32_t number = 0;  // in order of arrival, never 0
@@ -140,7 +120,9 @@ struct RequestState {
     MissReason reason;
   };
   std::vector<Failed> failed;
-  AskedKeys asked;
+  // Fingerprints of keys that tiers were asked for: once, however old the answer is when it is looked up
+  // next.
+  std::unordered_set<std::uint64_t> asked;
 
   // ---- what it is: end positions, in tokens, of the first chunk that was asked for
   // and of its last whole chunk; 0 while not told

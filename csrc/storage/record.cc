@@ -65,6 +65,14 @@ void encode_header(const RecordHeader& header, std::span<std::byte> page) {
   put(page, kChecksumAt, static_cast<std::uint64_t>(XXH3_64bits(page.data(), kChecksumAt)));
 }
 
+std::uint32_t other_version(std::span<const std::byte> page) {
+  if (page.size() != kRecordHeaderBytes || std::memcmp(page.data(), kRecordMagic, 8) != 0 ||
+      get<std::uint64_t>(page, kChecksumAt) != XXH3_64bits(page.data(), kChecksumAt))
+    return 0;
+  const auto version = get<std::uint32_t>(page, 8);
+  return version == kRecordVersion ? 0 : version;
+}
+
 Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
   if (page.size() != kRecordHeaderBytes) return wrong("length", page.size(), kRecordHeaderBytes);
   if (std::memcmp(page.data(), kRecordMagic, 8) != 0) {

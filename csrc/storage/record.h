@@ -51,6 +51,8 @@ struct RecordHeader {
 void encode_header(const RecordHeader& header, std::span<std::byte> page);
 // kCorrupt naming the field and both values, when anything does not verify.
 Status decode_header(std::span<const std::byte> page, RecordHeader* header);
+// The version of a header that is whole and that another release has written; 0: it is no such header.
+std::uint32_t other_version(std::span<const std::byte> page);
 // After decode: does it describe this key, group and these shards. kCorrupt if not.
 Status match_header(const RecordHeader& header, const NamespaceId& namespace_id, const ChunkKey& key,
                     std::uint32_t group, std::span<const Shard> shards);

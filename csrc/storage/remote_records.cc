@@ -45,6 +45,10 @@ Status RecordCheck::check_header(const RemoteRecord& named, std::uint64_t length
   if (length < kRecordHeaderBytes) {
     return Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, too short for a record", length));
   }
+  if (const std::uint32_t version = other_version(page_.span()); version != 0) {
+    return Status::error(StatusKind::kUnavailable,
+                         fmt::format("a record of version {}, which this release does not know", version));
+  }
   RecordHeader header;
   if (Status status = decode_header(page_.span(), &header); !status) return status;
   if (hex_of(header.namespace_id) != named.namespace_id || header.key.hex() != named.key) {

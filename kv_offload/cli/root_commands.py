@@ -2,10 +2,11 @@
 
 import heapq
 import json
+import re
 import time
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -23,9 +24,6 @@ from kv_offload.cli.terminal import (
     shortened,
     table,
 )
-
-if TYPE_CHECKING:
-    pass
 
 Root = Annotated[
     str,
@@ -98,6 +96,9 @@ def stat(root: Root, as_json: Json = False) -> None:
         out.print(shown)
     for name in report.get("other_names", ()):
         out.print(f"no record: {escape(name)}")
+    further = report.get("records_of_further_namespaces", 0)
+    if further:
+        out.print(f"{_count(further, 'record')} of further namespaces, which are not told apart")
 
 
 def _beside_records(report: dict[str, Any]) -> str:
@@ -248,14 +249,17 @@ def verify(
     if as_json:
         print_json({"checked": checked, "damaged": damaged})
     else:
-        _print_damage(checked, damaged, repair)
+        _print_damage(opened.where, checked, damaged, repair)
     if any(bad["removed"] for bad in damaged):
         _tell(opened.notes())
     raise typer.Exit(PROBLEM if damaged else OK)
 
 
-def _print_damage(checked: int, damaged: list[dict[str, Any]], repair: bool) -> None:
+def _print_damage(where: str, checked: int, damaged: list[dict[str, Any]], repair: bool) -> None:
     out = console()
+    if not damaged and not checked:
+        out.print(f"no records at {escape(where)}: nothing was checked")
+        return
     if not damaged:
         out.print(f"{_count(checked, 'record')}, all good")
         return
@@ -297,25 +301,36 @@ def purge(
     chosen = full_id(report, namespace)
     if not yes:
         spaces = [space for space in report["namespaces"] if chosen in (None, space["id"])]
-        records = sum(space["records"] for space in spaces)
         if any(space["open"] for space in spaces):
             typer.echo(
                 "A server uses it: it keeps running, and computes again what it no longer finds.", err=True
             )
         elif any(space["open"] is None for space in spaces):
             typer.echo("Servers that use it compute again what they no longer find.", err=True)
-        size = sum(space["bytes"] for space in spaces)
-        typer.confirm(
-            f"Remove {_count(records, 'record')} ({format_bytes(size)}, {_count(len(spaces), 'namespace')}) "
-            f"from {opened.where}?",
-            abort=True,
-        )
+        typer.confirm(f"Remove {_extent(report, spaces, chosen)} from {opened.where}?", abort=True)
     records, size = opened.purge(chosen)
     if as_json:
         print_json({"records": records, "bytes": size})
     else:
         console().print(f"{_count(records, 'record')} removed, {format_bytes(size)}")
     _tell(opened.notes())
+
+
+def _extent(report: dict[str, Any], spaces: list[dict[str, Any]], chosen: str | None) -> str:
+    """What a purge would remove; of a remote root not every namespace may be told apart."""
+    from kv_offload.sizes import format_bytes
+
+    further = report.get("records_of_further_namespaces", 0)
+    if further and chosen is None:
+        records, size = report["records"], report["bytes"]
+        told = f"more than {_count(len(spaces), 'namespace')}"
+    elif further and not spaces:
+        return f"the records of namespace {chosen}, one of those that are not told apart,"
+    else:
+        records = sum(space["records"] for space in spaces)
+        size = sum(space["bytes"] for space in spaces)
+        told = _count(len(spaces), "namespace")
+    return f"{_count(records, 'record')} ({format_bytes(size)}, {told})"
 
 
 def _tell(notes: Iterable[str]) -> None:
@@ -327,6 +342,13 @@ def full_id(report: dict[str, Any], prefix: str | None) -> str | None:
     """The one namespace whose id starts with ``prefix``. Raises ValueError naming those there are."""
     if prefix is None:
         return None
+    if report.get("records_of_further_namespaces"):
+        if re.fullmatch(r"[0-9a-f]{64}", prefix.lower()):
+            return prefix.lower()
+        raise ValueError(
+            f"there are more namespaces than are told apart, so that others may start with {prefix} as well: "
+            "give all 64 digits"
+        )
     ids = [str(space["id"]) for space in report["namespaces"]]
     found = [known for known in ids if known.startswith(prefix.lower())]
     if len(found) == 1:

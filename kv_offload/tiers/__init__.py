@@ -19,7 +19,7 @@ _kinds: dict[str, type[TierConfig]] = {}
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _HOST_MEMORY = "cpu"  # the label of host memory
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/?)")
-_LOGIN = re.compile(r"[^/.][^/]*:[^/]*@")  # what a mistyped address starts with, and hardly a directory
+_LOGIN = re.compile(r"(^|/)[^/]+:[^/@]*@")  # what a mistyped address has, and hardly a directory
 
 
 def register(kind: type[Kind]) -> type[Kind]:
@@ -57,9 +57,9 @@ def entry_at(place: str) -> dict[str, Any]:
     if equals and name in _kinds:
         refuse_address(rest, _kinds[name])
         return _kinds[name].entry(rest)
-    kind = _kind_of_address(place)
+    kind = _kind_of_address(place.strip())
     if kind is not None:
-        return kind.entry_of_address(place)
+        return kind.entry_of_address(place.strip())
     refuse_address(place, kind_behind("disk"))
     return kind_behind("disk").entry(place)
 
@@ -72,8 +72,9 @@ def _kind_of_address(place: str) -> type[TierConfig] | None:
 
 
 def _is_address(text: str) -> bool:
+    text = text.strip()
     scheme = _ADDRESS.match(text)
-    return bool((scheme and scheme.group(2)) or _kind_of_address(text) is not None or _LOGIN.match(text))
+    return bool((scheme and scheme.group(2)) or _kind_of_address(text) is not None or _LOGIN.search(text))
 
 
 def refuse_address(place: str, kind: type[TierConfig]) -> None:
@@ -81,7 +82,8 @@ def refuse_address(place: str, kind: type[TierConfig]) -> None:
     if kind.option != "disk":
         return
     texts = (place, place.partition("=")[2])  # the latter of KIND=PLACE, where no kind was looked for
-    if any(map(_is_address, texts)):
+    named = _kinds.get(place.partition("=")[0])
+    if any(map(_is_address, texts)) or (named is not None and named.option != "disk"):
         known = sorted(f"{each}://" for kind in _kinds.values() for each in kind.schemes)
         raise ValueError(
             "an address is given where a directory is needed, or one that no kind of tier has (it is not "

@@ -77,7 +77,9 @@ def options_of(address: str, known: Sequence[str]) -> tuple[str, dict[str, str]]
     options: dict[str, str] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in known or name in options or not value:
-            named = f" {name}" if re.fullmatch(r"[a-z_]{1,40}", name) and f"{name}=" in query else ""
+            # Before an "@" it may be a part of a password with a "?" in it.
+            plain = re.fullmatch(r"[a-z_]{1,40}", name) and f"{name}=" in query and "@" not in query
+            named = f" {name}" if plain else ""
             raise ValueError(
                 f"the address has an option{named} that is not known, is empty or stands there twice; "
                 f"possible after its ?: {', '.join(f'{each}=...' for each in known)}"
@@ -176,7 +178,7 @@ class TierConfig(BaseModel):
         """Its records, for the commands that look after them; ``changes``: some will be removed;
         ``given``: how its place was written.
 
-        Raises ValueError when there are none there, or the kind has no such commands; OSError or
+        Raises ValueError when there is no such place, or the kind has no such commands; OSError or
         RuntimeError when they cannot be looked at, or not be changed.
         """
         raise ValueError(f"{self.label()}: the records of this kind of tier cannot be looked after from here")

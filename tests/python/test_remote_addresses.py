@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kv_offload import remote_root, tiers
-from kv_offload.cli import app
+from kv_offload.cli import app, root_commands
 
 ACCESS, PASSWORD = "AKIA-never-shown", "hunter2-never-shown"
 COMMANDS = (["stat"], ["ls"], ["verify"], ["purge", "--yes"], ["evict", "--max-bytes", "1GiB"], ["bench"])
@@ -74,6 +74,11 @@ def test_an_address_is_the_entry_of_a_tier(address: str, entry: dict[str, str]) 
         f"redis=redis://u:{PASSWORD}@host",
         *(f"s3://bucket/p?secret_key={PASSWORD}", f"s3:{PASSWORD}@bucket"),
         f"s3://bucket/p?endpoint=https://{ACCESS}:{PASSWORD}@store",
+        f" redis://u:{PASSWORD}@host",
+        *(f"{start}//u:{PASSWORD}@host" for start in ("redis", "redis;", "", ".", "./x")),
+        *(f"{start}u:{PASSWORD}@host" for start in ("/", "./")),
+        *(f"s3={ACCESS}:{PASSWORD}@bucket", f"s3=b?secret={PASSWORD}"),
+        *(f"redis://u:x?{PASSWORD}=2@host", f"redis://u:x?key_prefix={PASSWORD}@host"),
     ],
 )
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command[0]))
@@ -82,6 +87,10 @@ def test_what_may_be_a_password_is_never_repeated(address: str, command: list[st
     result = run(name, address, *options, status=2)
     assert PASSWORD not in result.output + result.stderr
     assert "kv-offload: " in result.stderr
+
+
+def test_no_part_of_a_password_is_taken_for_an_option() -> None:
+    assert "hunter" not in run("stat", "redis://u:x?hunter=2@host", status=2).stderr
 
 
 def test_an_option_that_is_not_known_is_named_with_those_that_are() -> None:
@@ -189,6 +198,91 @@ def test_a_server_that_cannot_be_read_is_no_damage() -> None:
     assert [bad["kind"] for bad in root_of(records).verify(False, nobody)] == ["timeout"] * 3
     gone = Scripted([[record_of(number) for number in range(20)]], ("not_found", "it is gone", False))
     assert root_of(gone).verify(False, nobody) == []
+
+
+def test_what_was_removed_before_a_server_fails_is_told() -> None:
+    records = Scripted([[record_of(number) for number in range(20)]])
+    verdicts = iter([("corrupt", "bad", True)] * 6 + [("timeout", "no answer", False)] * 14)
+    records.verify = lambda record, repair: next(verdicts)  # type: ignore[method-assign]
+    damaged = root_of(records).verify(True, nobody)
+    assert sum(bad["removed"] for bad in damaged) == 6
+    assert (damaged[-1]["path"], damaged[-1]["message"]) == ("redis://h", "ended early: no answer")
+
+
+def failing_page(number: int) -> Scripted:
+    class Failing(Scripted):
+        def page(self, namespace: str, start: bytes, sizes: bool) -> tuple[list[Any], bytes]:
+            if int(start or b"0") == number:
+                raise RuntimeError("io: gone")
+            return super().page(namespace, start, sizes)
+
+    return Failing([[record_of(number) for number in range(4)]] * 5, ("corrupt", "bad", True))
+
+
+def test_a_page_that_fails_does_not_hide_what_was_removed() -> None:
+    with pytest.raises(RuntimeError, match=r"redis://h: io: gone \(8 records were removed before\)"):
+        root_of(failing_page(2)).purge(None)
+    assert [bad["removed"] for bad in root_of(failing_page(2)).verify(True, nobody)] == [True] * 8 + [False]
+    with pytest.raises(RuntimeError, match="io: gone"):
+        root_of(failing_page(0)).verify(True, nobody)
+
+
+@pytest.mark.parametrize("circle", [1, 2, 3, 7, 100])
+def test_pages_in_circles_end(circle: int) -> None:
+    class Circle(Scripted):
+        def page(self, namespace: str, start: bytes, sizes: bool) -> tuple[list[Any], bytes]:
+            at = int(start or b"0")
+            asked.append(at)
+            assert len(asked) < 5000, "followed for ever"
+            return [], b"%d" % (at + 1 if at < 20 + circle else 21)
+
+    asked: list[int] = []
+
+    with pytest.raises(RuntimeError, match="the same pages again and again"):
+        root_of(Circle([])).stat()
+    assert root_of(Scripted([[record_of(number)] for number in range(200)])).stat()["records"] == 200
+
+
+def test_threads_do_not_run_ahead_of_who_gives_up() -> None:
+    """What had run by then would be lost: it may have removed something."""
+    records = Scripted([[record_of(number) for number in range(1000)]])
+    records.takes_threads = True
+    asked: list[Any] = []
+
+    def verify(record: Any, repair: bool) -> tuple[str, str, bool]:
+        asked.append(record)
+        return "timeout", "no answer", False
+
+    records.verify = verify  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no answer"):
+        root_of(records).verify(True, nobody)
+    assert len(asked) < 50
+
+
+def test_namespaces_that_are_not_told_apart_need_all_their_digits() -> None:
+    known, further = "3f" + "0" * 62, "3f" + "1" * 62
+    report = {"namespaces": [{"id": known}], "records_of_further_namespaces": 1}
+    with pytest.raises(ValueError, match="give all 64 digits"):
+        root_commands.full_id(report, "3f")
+    assert root_commands.full_id(report, further) == further
+    assert root_commands.full_id({"namespaces": [{"id": known}]}, "3f") == known
+
+
+def test_the_question_counts_what_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_root, "_MOST_NAMESPACES", 1)
+    page = [record_of(number, namespace_id=f"{number:064x}") for number in range(5)]
+    root = root_of(Scripted([page]))
+    monkeypatch.setattr(root_commands, "open_root", lambda place, changes=False: root)
+    asked = CliRunner().invoke(app, ["purge", "redis://h"], input="n\n").output
+    assert "Remove 5 records (50 B, more than 1 namespace)" in asked
+    assert "4 records of further namespaces" in run("stat", "redis://h").output
+
+
+def test_nothing_there_is_not_all_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(root_commands, "open_root", lambda place, changes=False: root_of(Scripted([[]])))
+    said = run("verify", "redis://h").output
+    assert "no records at redis://h" in said
+    assert "all good" not in said
 
 
 def test_what_a_bucket_with_versions_still_holds_is_not_free() -> None:

@@ -283,9 +283,14 @@ def test_purge_of_one_namespace_leaves_the_others(filled: Any) -> None:
 def test_a_prefix_is_no_start_of_another(filled: Any) -> None:
     address = filled.address.replace("kv_offload", "kv") if "s3" in filled.address else None
     address = address or f"{filled.address}?key_prefix=kv"
-    assert as_json("stat", address)["records"] == 0
+    # Behind "kv" alone it would be a record.
+    neighbour = filled.separator.join(("kv" + "a" * 64, "b" * 32, "c" * 72))
+    filled.put(neighbour, b"x")
+    report = as_json("stat", address)
+    assert (report["records"], report["others"], report["namespaces"]) == (0, 0, [])
     assert as_json("purge", address, "--yes") == {"records": 0, "bytes": 0}
     assert len(filled.names()) == 2 * COUNT
+    assert filled.get(neighbour) == b"x"
 
 
 def test_purge_asks_and_says_where(filled: Any) -> None:
@@ -337,6 +342,20 @@ def test_a_missing_permission_is_named(
     result = run(command[0], f"{address}?password_env=KV_TEST_PASSWORD", *command[1:], status=1)
     assert sentence in result.stderr + result.stdout
     assert PASSWORD not in result.output + result.stderr
+    assert len(of_redis.names()) == COUNT
+
+
+def test_a_repair_without_transactions_removes_nothing(
+    of_redis: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, of_redis.spec(FIRST), lambda: len(of_redis.names()))
+    of_redis.put(of_redis.names()[0], b"x")
+    rights = ["+@all", "-multi", "~*"]
+    of_redis.client.ask("ACL", "SETUSER", "looker", "on", f">{PASSWORD}", *rights)
+    monkeypatch.setenv("KV_TEST_PASSWORD", PASSWORD)
+    address = of_redis.address.replace("unix://", "unix://looker@") + "?password_env=KV_TEST_PASSWORD"
+    (told,) = as_json("verify", address, "--repair", status=1)["damaged"]
+    assert "it stays: the user may not use MULTI" in told["message"]
     assert len(of_redis.names()) == COUNT
 
 

@@ -11,7 +11,9 @@ namespace {
 constexpr std::size_t kRecordsPerLock = 1024;  // the scheduler's thread waits for no more
 constexpr std::size_t kDeclinedCells = 4096;
 
-std::size_t declined_place(ChunkId id) { return (id >> 1) % kDeclinedCells; }  // an id's lowest bit is set
+// Never 0: an id's lowest bit is set, and stays.
+std::uint64_t declined_mark(ChunkId id, std::uint32_t request) { return id ^ (std::uint64_t{request} << 32); }
+std::size_t declined_place(std::uint64_t mark) { return (mark >> 1 ^ mark >> 33) % kDeclinedCells; }
 
 Status was_reset() {
   return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted");
@@ -241,8 +243,8 @@ Status KnownRecords::written(const FsCatalogue::Record& record, const EntryInfo&
   if (generation != generation_) return was_reset();
   catalogue_.insert(record, about);
   catalogue_.read_succeeded(record.key);
-  const ChunkId id = chunk_id(record.key);
-  if (declined_[declined_place(id)] == id) declined_[declined_place(id)] = 0;
+  const std::uint64_t mark = declined_mark(chunk_id(record.key), about.request);
+  if (declined_[declined_place(mark)] == mark) declined_[declined_place(mark)] = 0;
   return Status::ok();
 }
 
@@ -256,15 +258,16 @@ void KnownRecords::answered(std::span<const ChunkKey> keys) {
   for (const ChunkKey& key : keys) not_found_.answered(key, false, era);
 }
 
-void KnownRecords::note_declined(const ChunkKey& key) {
-  const ChunkId id = chunk_id(key);
+void KnownRecords::note_declined(const ChunkKey& key, std::uint32_t request) {
+  const std::uint64_t mark = declined_mark(chunk_id(key), request);
   const MutexLock lock(mutex_);
-  declined_[declined_place(id)] = id;
+  declined_[declined_place(mark)] = mark;
 }
 
-bool KnownRecords::is_declined(ChunkId id) const {
+bool KnownRecords::is_declined(ChunkId id, std::uint32_t request) const {
+  const std::uint64_t mark = declined_mark(id, request);
   const MutexLock lock(mutex_);
-  return id != 0 && declined_[declined_place(id)] == id;
+  return id != 0 && declined_[declined_place(mark)] == mark;
 }
 
 Status KnownRecords::offered(std::span<const ChunkKey> keys, const RecordStore::EpochPtr& epoch,

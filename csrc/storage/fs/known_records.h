@@ -43,8 +43,7 @@ class KnownRecords final : public Catalogue {
     kNames,  // what is not in it is not on disk
     kOrder,  // and what was used last: records may be evicted
   };
-  // A leaf directory that could not be listed is asked for again after this; until then its records are
-  // misses.
+  // What could not be asked for is asked for again after this; until then it is a miss.
   static constexpr Nanos kAskAgainAfter{std::chrono::seconds(1)};
   // So many names that were asked for and not found are remembered (6 MiB).
   static constexpr std::size_t kMostNotFound = std::size_t{1} << 16;
@@ -113,9 +112,10 @@ class KnownRecords final : public Catalogue {
       EXCLUDES(mutex_);
   // They were asked for: what is not known by now was not found.
   void answered(std::span<const ChunkKey> keys) EXCLUDES(mutex_);
-  // It was declined: so are those behind it in its prefix, which are worth nothing without it.
-  void note_declined(const ChunkKey& key) EXCLUDES(mutex_);
-  bool is_declined(ChunkId id) const EXCLUDES(mutex_);
+  // It was declined for this request: so are those behind it that the request stores, which are worth nothing
+  // without it. What a later request stores is looked at anew.
+  void note_declined(const ChunkKey& key, std::uint32_t request) EXCLUDES(mutex_);
+  bool is_declined(ChunkId id, std::uint32_t request) const EXCLUDES(mutex_);
   Status offered(std::span<const ChunkKey> keys, const RecordStore::EpochPtr& epoch,
                  std::vector<bool>* present) const EXCLUDES(mutex_);
 
@@ -175,10 +175,10 @@ class KnownRecords final : public Catalogue {
   FsCatalogue catalogue_ GUARDED_BY(mutex_);
   std::vector<Leaf> leaves_ GUARDED_BY(mutex_);
   std::vector<TierRemoval> removals_ GUARDED_BY(mutex_);
-  std::deque<TierUses> uses_ GUARDED_BY(mutex_);      // not applied yet, oldest first; none is empty
-  std::size_t used_keys_ GUARDED_BY(mutex_) = 0;      // in them
-  std::size_t next_use_ GUARDED_BY(mutex_) = 0;       // of the oldest
-  std::vector<ChunkId> declined_ GUARDED_BY(mutex_);  // each in the one cell that it may be in
+  std::deque<TierUses> uses_ GUARDED_BY(mutex_);            // not applied yet, oldest first; none is empty
+  std::size_t used_keys_ GUARDED_BY(mutex_) = 0;            // in them
+  std::size_t next_use_ GUARDED_BY(mutex_) = 0;             // of the oldest
+  std::vector<std::uint64_t> declined_ GUARDED_BY(mutex_);  // marks, each in the one cell that it may be in
   PresenceCache not_found_;  // none of its keys is present: those that are found are in the catalogue
 };
 

@@ -47,8 +47,8 @@ class FsStore final : public RecordStore {
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                 std::vector<bool>* present) override;
   // Of each directory one key is asked for.
-  std::size_t keys_per_locate(KeyOrder) const override {
-    return records_.extent() == KnownRecords::Extent::kSome ? 1 : 256;
+  std::size_t keys_per_locate(KeyOrder order) const override {
+    return records_.extent() == KnownRecords::Extent::kSome ? 1 : order == KeyOrder::kPrefix ? 64 : 16;
   }
   void start() override;
   void maintain() override;

@@ -19,6 +19,10 @@ constexpr int kMostLooks = 3;  // at a record that others write meanwhile
 constexpr std::size_t kCursorDigits = 20;
 
 Status strange_answer() { return Status::error(StatusKind::kIo, "the server's answer fits no such command"); }
+Status is_restarted() {
+  return Status::error(StatusKind::kIo,
+                       "the server was restarted, or is another one, while it was listed: run it again");
+}
 Status is_gone() { return Status::error(StatusKind::kNotFound, "it is gone"); }
 
 bool is_word(const Reply& reply, std::string_view word) {
@@ -31,6 +35,21 @@ bool is_unknown(const Reply& reply) {
          (reply.text.starts_with("ERR unknown") || reply.text.starts_with("ERR Unknown"));
 }
 
+Status node_of_cluster(std::string_view prefix) {
+  return Status::error(
+      StatusKind::kIo,
+      fmt::format(
+          "the server is a node of a cluster, and stat, ls, verify and purge do not know clusters yet: look "
+          "at each primary with its own tools (redis-cli -h PRIMARY --scan --pattern '{}:*')",
+          prefix));
+}
+
+// "run_id:..." of INFO; empty: the server shows none.
+std::string run_id_of(const Reply& info) {
+  const std::size_t at = info.kind == Kind::kError ? info.text.npos : info.text.find("run_id:");
+  return at == info.text.npos ? "" : info.text.substr(at, info.text.find_first_of("\r\n", at) - at);
+}
+
 std::string lower_of(std::string_view text) {
   std::string lower(text);
   std::transform(lower.begin(), lower.end(), lower.begin(), [](unsigned char c) { return std::tolower(c); });
@@ -41,7 +60,9 @@ std::string lower_of(std::string_view text) {
 Status refusal_of(const Words& command, const Reply& reply, std::string_view prefix) {
   const bool twofold = command[0] == "MEMORY" || command[0] == "OBJECT";
   const std::string name = twofold ? fmt::format("{}|{}", command[0], command[1]) : std::string(command[0]);
-  if (is_word(reply, "NOPERM")) {
+  const bool exec_refused =
+      name == "EXEC" && is_word(reply, "EXECABORT") && reply.text.find(" NOPERM ") != reply.text.npos;
+  if (is_word(reply, "NOPERM") || exec_refused) {
     return Status::error(
         StatusKind::kIo,
         fmt::format("the user may not use {} here: allow +{} and the keys ~{}:* (ACL SETUSER)", name,
@@ -53,8 +74,7 @@ Status refusal_of(const Words& command, const Reply& reply, std::string_view pre
                          "of its primary");
   }
   if (is_word(reply, "MOVED") || is_word(reply, "ASK") || is_word(reply, "CLUSTERDOWN")) {
-    return Status::error(StatusKind::kIo,
-                         "the server is a node of a cluster and knows a part of the keys only");
+    return node_of_cluster(prefix);
   }
   return refusal(reply.text);
 }
@@ -99,12 +119,21 @@ class RedisRecords final : public RemoteRecords {
   }
   Status look(const RemoteRecord& record);
   Status read_payload(const RemoteRecord& record, std::uint64_t length, RecordCheck* check);
-  Status settle(const RemoteRecord& record, bool repair, bool* unchanged);
+  struct Settled {
+    bool unchanged = false;
+    bool in_doubt = false;  // the removal was sent, and no answer came
+  };
+  Status settle(const RemoteRecord& record, bool repair, Settled* settled);
 
   const RedisRecordsOptions options_;
   const std::string prefix_;
   const std::shared_ptr<TlsContext> tls_;
   std::unique_ptr<Connection> connection_;
+  std::uint64_t connections_ = 0;
+  // The process that connection_ leads to, and the one that gave the last cursor, which means something to it
+  // alone. A connection stands for a process that does not name itself.
+  std::string process_, listed_by_;
+  bool names_itself_ = false;
   bool no_touch_ = false;
   bool memory_usage_ = true;  // as far as is known
   const AlignedBuffer piece_{kPieceBytes};
@@ -116,14 +145,24 @@ Status RedisRecords::connect() {
   const Deadline until = deadline();
   if (Status status = Connection::open(options_.server, tls_, until, &connection_, &refused); !status)
     return status;
-  // Both may be refused or unknown: the first then means a use, the second no cluster.
-  const std::array greet{Words{"CLIENT", "NO-TOUCH", "ON"}, Words{"INFO", "cluster"}};
+  // CLIENT may be refused or unknown, which means that reading is a use; INFO unknown, which means no
+  // cluster.
+  const std::array greet{Words{"CLIENT", "NO-TOUCH", "ON"}, Words{"INFO", "cluster"},
+                         Words{"INFO", "server"}};
   std::vector<Reply> replies;
   if (Status status = connection_->call_all(greet, until, &replies); !status) return status;
+  if (is_word(replies[1], "NOPERM")) {
+    connection_.reset();
+    return refusal_of(greet[1], replies[1], options_.key_prefix);
+  }
+  process_ = run_id_of(replies[2]);
+  names_itself_ = !process_.empty();
+  ++connections_;
+  if (!names_itself_) process_ = fmt::format("connection {}", connections_);
   no_touch_ = replies[0].kind == Kind::kStatus && replies[0].text == "OK";
   if (replies[1].kind != Kind::kError && replies[1].text.find("cluster_enabled:1") != std::string::npos) {
-    return Status::error(StatusKind::kIo,
-                         "the server is a node of a cluster and knows a part of the keys only");
+    connection_.reset();
+    return node_of_cluster(options_.key_prefix);
   }
   return Status::ok();
 }
@@ -141,9 +180,12 @@ Status RedisRecords::scan(const std::string& match, const std::string& cursor, R
   for (;;) {
     const std::string count = std::to_string(keys);
     const Words command{"SCAN", cursor, "MATCH", match, "COUNT", count};
+    if (Status status = connect(); !status) return status;
+    if (cursor != "0" && !listed_by_.empty() && process_ != listed_by_) return is_restarted();
     std::vector<Reply> replies;
-    const Status status = ask({&command, 1}, &replies);
+    const Status status = connection_->call_all({&command, 1}, deadline(), &replies);
     if (status) {
+      listed_by_ = process_;
       *reply = std::move(replies.front());
       if (reply->kind == Kind::kError) return refusal_of(command, *reply, options_.key_prefix);
       return Status::ok();
@@ -155,6 +197,7 @@ Status RedisRecords::scan(const std::string& match, const std::string& cursor, R
                            "all others from being listed: remove it");
     }
     keys = std::max(1u, keys / 16);
+    if (!names_itself_) listed_by_.clear();  // it is we who connect again
   }
 }
 
@@ -283,21 +326,35 @@ Status RedisRecords::read_payload(const RemoteRecord& record, std::uint64_t leng
   return Status::ok();
 }
 
-// Was it the same all the time since look(); with `repair` it is gone then.
-Status RedisRecords::settle(const RemoteRecord& record, bool repair, bool* unchanged) {
-  *unchanged = false;
+// Was it the same all the time since look(); with `repair` it is gone then. Nothing follows a MULTI that was
+// refused: outside of a transaction it would be done whatever another wrote meanwhile.
+Status RedisRecords::settle(const RemoteRecord& record, bool repair, Settled* settled) {
+  *settled = {};
   if (!connection_->usable()) return Status::ok();
-  const std::array commands{Words{"MULTI"}, Words{repair ? "DEL" : "EXISTS", record.name}, Words{"EXEC"}};
+  const Words begin{"MULTI"};
+  Reply begun;
+  if (Status status = connection_->call(begin, deadline(), &begun); !status) return status;
+  if (begun.kind == Kind::kError) return refusal_of(begin, begun, options_.key_prefix);
+  if (begun.kind != Kind::kStatus || begun.text != "OK") return strange_answer();
+  const std::array commands{Words{repair ? "DEL" : "EXISTS", record.name}, Words{"EXEC"}};
   std::vector<Reply> replies;
+  settled->in_doubt = repair;
   if (Status status = connection_->call_all(commands, deadline(), &replies); !status) return status;
-  for (std::size_t i = 0; i < commands.size(); ++i) {
-    if (replies[i].kind == Kind::kError) return refusal_of(commands[i], replies[i], options_.key_prefix);
+  const Reply& done = replies[1];
+  if (done.kind == Kind::kError) {
+    settled->in_doubt = false;
+    // It may still be open where EXEC was refused.
+    if (Status status = connection_->call({"DISCARD"}, deadline(), &begun); !status) return status;
+    const std::size_t refused = replies[0].kind == Kind::kError ? 0 : 1;
+    return refusal_of(commands[refused], replies[refused], options_.key_prefix);
   }
-  if (replies[2].kind == Kind::kNil) return Status::ok();  // another wrote it
-  if (replies[2].kind != Kind::kArray || replies[2].elements.size() != 1) return strange_answer();
-  const Reply& done = replies[2].elements[0];
-  if (done.kind == Kind::kError) return refusal_of(commands[1], done, options_.key_prefix);
-  *unchanged = done.kind == Kind::kInteger && done.integer == 1;
+  settled->in_doubt = repair && done.kind != Kind::kNil;
+  if (done.kind == Kind::kNil) return Status::ok();  // another wrote it
+  if (done.kind != Kind::kArray || done.elements.size() != 1) return strange_answer();
+  const Reply& removed = done.elements[0];
+  settled->in_doubt = false;
+  if (removed.kind == Kind::kError) return refusal_of(commands[0], removed, options_.key_prefix);
+  settled->unchanged = removed.kind == Kind::kInteger && removed.integer == 1;
   return Status::ok();
 }
 
@@ -306,13 +363,14 @@ Status RedisRecords::verify(const RemoteRecord& record, bool repair, bool* remov
   for (int looks = 0; looks < kMostLooks; ++looks) {
     Status status = look(record);
     if (status.kind() != StatusKind::kCorrupt) return status;
-    bool unchanged = false;
-    if (Status settled = settle(record, repair, &unchanged); !settled) {
-      return Status::error(settled.kind(),
-                           fmt::format("{}; it stays: {}", status.message(), settled.message()));
+    Settled settled;
+    if (Status failed = settle(record, repair, &settled); !failed) {
+      const char* const then = settled.in_doubt ? "it may have been removed" : "it stays";
+      return Status::error(failed.kind(),
+                           fmt::format("{}; {}: {}", status.message(), then, failed.message()));
     }
-    *removed = unchanged && repair;
-    if (unchanged) return status;
+    *removed = settled.unchanged && repair;
+    if (settled.unchanged) return status;
   }
   return Status::error(StatusKind::kIo, "others write it again and again while it is read");
 }
@@ -326,13 +384,17 @@ Status RedisRecords::remove(std::span<const RemoteRecord> records, RemoteRemoved
     for (const RemoteRecord& record : some) commands.push_back({"DEL", record.name});
     std::vector<Reply> replies;
     if (Status status = ask(commands, &replies); !status) return status;
+    Status refused;  // the first; those behind it were done
     for (std::size_t i = 0; i < some.size(); ++i) {
-      if (replies[i].kind == Kind::kError) return refusal_of(commands[i], replies[i], options_.key_prefix);
-      if (replies[i].kind != Kind::kInteger) return strange_answer();
-      if (replies[i].integer != 1) continue;
+      if (replies[i].kind != Kind::kInteger && refused) {
+        refused = replies[i].kind == Kind::kError ? refusal_of(commands[i], replies[i], options_.key_prefix)
+                                                  : strange_answer();
+      }
+      if (replies[i].kind != Kind::kInteger || replies[i].integer != 1) continue;
       ++removed->records;
       removed->bytes += some[i].bytes;
     }
+    if (!refused) return refused;
     from += some.size();
   }
   return Status::ok();

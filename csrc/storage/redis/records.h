@@ -23,7 +23,7 @@ struct RedisRecordsOptions {
 };
 
 // One thread at a time. Throws ResourceError when the server does not answer or refuses how it is spoken to,
-// and when it is a node of a cluster, which knows a part of the keys only.
+// and when it is a node of a cluster, which knows a part of the keys only, or does not let itself be asked.
 std::unique_ptr<RemoteRecords> open_redis_records(const RedisRecordsOptions& options);
 
 }  // namespace kv_offload

@@ -156,7 +156,14 @@ Status parse_list(std::string_view xml, std::size_t most, ListPage* page) {
   // Stores that do not know encoding-type do not repeat it, and names stand there as they are.
   const bool encoded = element(xml, "EncodingType") == "url";
   std::size_t at = start;
-  while (const auto contents = element(xml, "Contents", &at)) {
+  // One that is written in another way, or not to its end, would otherwise be left out without a word.
+  constexpr std::string_view kStart = "<Contents";
+  for (std::size_t from; (from = xml.find(kStart, at)) != xml.npos;) {
+    at = from;
+    const auto contents = element(xml, "Contents", &at);
+    if (!contents || contents->data() != xml.data() + from + kStart.size() + 1 ||
+        contents->find(kStart) != contents->npos)
+      return no_list();
     if (page->objects.size() == most) {
       return Status::error(StatusKind::kIo, "the store lists far more objects at once than it was asked for");
     }
@@ -164,7 +171,9 @@ Status parse_list(std::string_view xml, std::size_t most, ListPage* page) {
     if (Status status = read_object(*contents, encoded, &object); !status) return status;
     page->objects.push_back(std::move(object));
   }
-  if (element(xml, "IsTruncated") != "true") return Status::ok();
+  const auto truncated = element(xml, "IsTruncated");
+  if (truncated == "false") return Status::ok();
+  if (truncated != "true") return no_list();
   const auto next = element(xml, "NextContinuationToken");
   const std::optional<std::string> token = next ? unescaped(*next) : std::nullopt;
   if (!token || token->empty() || token->size() > 8192) {

@@ -64,7 +64,8 @@ class S3Records final : public RemoteRecords {
   explicit S3Records(const S3RecordsOptions& options)
       : options_(options), prefix_(options.prefix + "/"), client_(options.bucket, options.pause) {}
 
-  Status list(const std::string& namespace_id, std::string from, bool sizes, RemotePage* page) override;
+  Status list(const std::string& namespace_id, std::string from, bool sizes, RemotePage* page) override
+      EXCLUDES(mutex_);
   // The time of an object is that of its record, and every list has it.
   Status written(const RemoteRecord& record, std::int64_t* unix_nanos) override {
     *unix_nanos = record.written_unix_nanos;
@@ -79,9 +80,16 @@ class S3Records final : public RemoteRecords {
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.deadline; }
   Status refused(const Answer& answer, std::string_view permission) const;
   Status look(const RemoteRecord& record, std::string* etag);
-  Status remove_this(const std::string& key, const std::string& etag, bool* removed, bool* replaced)
+  enum class Removal {
+    kNone,     // it is as it was
+    kDone,     // by us
+    kOther,    // the store has none, or another, by now
+    kInDoubt,  // it was sent, and no answer came
+  };
+  Status remove_this(const std::string& key, const std::string& etag, Removal* removal, bool* other_etag)
       EXCLUDES(mutex_);
   Status knows_conditional_removal(bool* known) EXCLUDES(mutex_);
+  Status ask_conditional_removal() REQUIRES(mutex_);
 
   const S3RecordsOptions options_;
   const std::string prefix_;
@@ -89,6 +97,7 @@ class S3Records final : public RemoteRecords {
   std::atomic<bool> versions_{false};
   Mutex mutex_;
   std::optional<bool> conditional_ GUARDED_BY(mutex_);
+  Status not_asked_ GUARDED_BY(mutex_);  // why that is not known, until the next page
 };
 
 Status S3Records::refused(const Answer& answer, std::string_view permission) const {
@@ -105,6 +114,10 @@ Status S3Records::refused(const Answer& answer, std::string_view permission) con
 
 Status S3Records::list(const std::string& namespace_id, std::string from, bool, RemotePage* page) {
   *page = {};
+  {
+    const MutexLock lock(mutex_);
+    not_asked_ = Status::ok();
+  }
   const std::string below = namespace_id.empty() ? prefix_ : prefix_ + namespace_id + "/";
   // In the order in which it is signed.
   std::string query = from.empty() ? "" : fmt::format("continuation-token={}&", percent_encoded(from));
@@ -163,25 +176,31 @@ Status S3Records::look(const RemoteRecord& record, std::string* etag) {
 
 // Does the store remove nothing when told to remove another version than the one that is there. Tried on the
 // object that tells whether it knows conditions at all (tier.h).
-Status S3Records::knows_conditional_removal(bool* known) {
-  const MutexLock lock(mutex_);
-  if (!conditional_) {
-    Answer answer;
-    const Request put{.verb = Verb::kPut, .key = prefix_ + "conditions"};
-    if (Status status = client_.call(put, deadline(), &answer); !status) return status;
-    if (answer.status != 200) return refused(answer, "s3:PutObject on the objects of the prefix");
-    const Request remove{
-        .verb = Verb::kDelete, .key = put.key, .condition = "If-Match: \"00000000000000000000000000000000\""};
-    if (Status status = client_.call(remove, deadline(), &answer); !status) return status;
-    conditional_ = answer.status == 412;
-  }
-  *known = *conditional_;
+Status S3Records::ask_conditional_removal() {
+  Answer answer;
+  const Request put{.verb = Verb::kPut, .key = prefix_ + "conditions"};
+  if (Status status = client_.call(put, deadline(), &answer); !status) return status;
+  if (answer.status != 200) return refused(answer, "s3:PutObject on the objects of the prefix");
+  const Request remove{
+      .verb = Verb::kDelete, .key = put.key, .condition = "If-Match: \"00000000000000000000000000000000\""};
+  if (Status status = client_.call(remove, deadline(), &answer); !status) return status;
+  conditional_ = answer.status == 412;
   return Status::ok();
 }
 
-Status S3Records::remove_this(const std::string& key, const std::string& etag, bool* removed,
-                              bool* replaced) {
+Status S3Records::knows_conditional_removal(bool* known) {
+  const MutexLock lock(mutex_);
+  // A failure is remembered: each of those who wait here would otherwise wait for a store that hangs.
+  if (!not_asked_) return not_asked_;
+  if (!conditional_) not_asked_ = ask_conditional_removal();
+  *known = conditional_.value_or(false);
+  return not_asked_;
+}
+
+Status S3Records::remove_this(const std::string& key, const std::string& etag, Removal* removal,
+                              bool* other_etag) {
   bool conditional = false;
+  *removal = Removal::kNone;
   if (Status status = knows_conditional_removal(&conditional); !status) return status;
   if (!conditional || etag.empty()) {
     return Status::error(StatusKind::kUnavailable,
@@ -190,28 +209,44 @@ Status S3Records::remove_this(const std::string& key, const std::string& etag, b
   }
   const Request request{.verb = Verb::kDelete, .key = key, .condition = "If-Match: " + etag, .once = true};
   Answer answer;
+  *removal = Removal::kInDoubt;
   if (Status status = client_.call(request, deadline(), &answer); !status) return status;
-  *replaced = answer.status == 412 || answer.status == 409;
-  if (*replaced || answer.status == 404) return Status::ok();
+  *removal = Removal::kOther;
+  *other_etag = answer.status == 412;
+  if (*other_etag || answer.status == 409 || (answer.status == 404 && answer.code != "NoSuchBucket"))
+    return Status::ok();
+  // What failed in the store may have been done.
+  *removal = answer.status >= 500 ? Removal::kInDoubt : Removal::kNone;
   if (answer.status != 204 && answer.status != 200)
     return refused(answer, "s3:DeleteObject on the objects of the prefix");
   if (answer.versioned) versions_ = true;
-  *removed = true;
+  *removal = Removal::kDone;
   return Status::ok();
 }
 
 Status S3Records::verify(const RemoteRecord& record, bool repair, bool* removed) {
   *removed = false;
+  std::string refused_etag;
   for (int reads = 0; reads < kMostReads; ++reads) {
     std::string etag;
     Status status = look(record, &etag);
     if (status.kind() != StatusKind::kCorrupt || !repair) return status;
-    bool replaced = false;
-    if (Status done = remove_this(record.name, etag, removed, &replaced); !done) {
+    if (!etag.empty() && etag == refused_etag) {
       return Status::error(StatusKind::kCorrupt,
-                           fmt::format("{}; it stays: {}", status.message(), done.message()));
+                           fmt::format("{}; it stays: the store does not know its own ETag in If-Match, "
+                                       "remove it yourself, or purge",
+                                       status.message()));
     }
-    if (!replaced) return status;
+    Removal removal = Removal::kNone;
+    bool other_etag = false;
+    if (Status done = remove_this(record.name, etag, &removal, &other_etag); !done) {
+      const char* const then = removal == Removal::kInDoubt ? "it may have been removed" : "it stays";
+      return Status::error(StatusKind::kCorrupt,
+                           fmt::format("{}; {}: {}", status.message(), then, done.message()));
+    }
+    *removed = removal == Removal::kDone;
+    if (*removed) return status;
+    refused_etag = other_etag ? etag : "";
   }
   return Status::error(StatusKind::kIo, "others write it again and again while it is read");
 }

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <set>
 #include <thread>
 
@@ -59,10 +60,13 @@ class S3RecordsTest : public S3TierTest {
     ADD_FAILURE() << "not listed";
     return {};
   }
-  std::string refused_list(const std::string& answer) {
+  Status listed(const std::string& answer) {
     server_.answer(Verb::kList, answer, kAlways);
     RemotePage page;
-    const Status status = opened()->list("", "", true, &page);
+    return opened()->list("", "", true, &page);
+  }
+  std::string refused_list(const std::string& answer) {
+    const Status status = listed(answer);
     EXPECT_EQ(status.kind(), StatusKind::kIo) << status.to_string();
     return status.message();
   }
@@ -146,11 +150,75 @@ TEST_F(S3RecordsTest, a_store_that_removes_whatever_is_there_is_told_and_nothing
 
 TEST_F(S3RecordsTest, a_huge_object_is_not_read_to_its_end) {
   const RemoteRecord record = record_of(1);
-  server_.set(record.name, std::string(64 << 20, 'x'));
+  // Of 1 TiB the first bytes are sent; who wants more finds the answer cut.
+  for (const std::string& start :
+       {std::string(kRecordHeaderBytes, 'x'), server_.get(record.name) + std::string(1, 'x')}) {
+    server_.answer(Verb::kRead,
+                   "HTTP/1.1 200 OK\r\nContent-Length: 1099511627776\r\nConnection: close\r\n\r\n" + start,
+                   kAlways);
+    bool removed = false;
+    const Status status = opened()->verify(record, false, &removed);
+    EXPECT_EQ(status.kind(), StatusKind::kCorrupt) << status.to_string();
+  }
+}
+
+TEST_F(S3RecordsTest, what_went_before_it_was_removed_is_no_damage) {
+  const auto records = opened();
+  const RemoteRecord record = record_of(1), before = record_of(2);
+  medium_.damage(key_of(1));
+  medium_.damage(key_of(2));
   bool removed = false;
-  EXPECT_EQ(opened()->verify(record, false, &removed).kind(), StatusKind::kCorrupt);
-  server_.set(record.name, server_.get(record_of(2).name) + std::string(64 << 20, 'x'));
-  EXPECT_EQ(opened()->verify(record, false, &removed).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(records->verify(before, true, &removed).kind(), StatusKind::kCorrupt);
+  EXPECT_TRUE(removed) << "it is known that the store knows conditions";
+  server_.faults.block(Verb::kRemove);
+  Status status;
+  std::thread looker([&] { status = records->verify(record, true, &removed); });
+  server_.faults.wait_for_blocked(1);
+  server_.remove(record.name);
+  server_.answer(Verb::kRemove, error_of("404 Not Found", "NoSuchKey"), kAlways);
+  server_.faults.release();
+  looker.join();
+  EXPECT_FALSE(removed);
+  EXPECT_EQ(status.kind(), StatusKind::kNotFound) << status.to_string();
+}
+
+TEST_F(S3RecordsTest, what_became_of_a_removal_is_said_as_far_as_it_is_known) {
+  const RemoteRecord record = record_of(1);
+  medium_.damage(key_of(1));
+  const auto records = opened();
+  bool removed = true;
+  const auto verified = [&] {
+    const Status status = records->verify(record, true, &removed);
+    EXPECT_EQ(status.kind(), StatusKind::kCorrupt) << status.to_string();
+    EXPECT_FALSE(removed);
+    return status.message();
+  };
+  server_.answer(Verb::kRemove, error_of("412 Precondition Failed", "PreconditionFailed"), kAlways);
+  const std::string refused = verified();
+  EXPECT_NE(refused.find("it stays: the store does not know its own ETag"), std::string::npos) << refused;
+  server_.answer(Verb::kRemove, error_of("403 Forbidden", "AccessDenied"), kAlways);
+  const std::string denied = verified();
+  EXPECT_NE(denied.find("it stays: access is denied"), std::string::npos) << denied;
+  server_.answer_after(Verb::kRemove, "", kAlways);
+  const std::string cut = verified();
+  EXPECT_NE(cut.find("it may have been removed"), std::string::npos) << cut;
+  EXPECT_FALSE(server_.has(record.name));
+}
+
+TEST_F(S3RecordsTest, a_record_of_a_later_release_stays) {
+  const RemoteRecord record = record_of(1);
+  std::string later = server_.get(record.name);
+  later[8] = 99;
+  PayloadChecksum sum;
+  sum.add(std::as_bytes(std::span(later).first(kRecordHeaderBytes - 8)));
+  const std::uint64_t checksum = sum.value();
+  std::memcpy(later.data() + kRecordHeaderBytes - 8, &checksum, 8);
+  server_.set(record.name, later);
+  bool removed = false;
+  const Status status = opened()->verify(record, true, &removed);
+  EXPECT_EQ(status.kind(), StatusKind::kUnavailable) << status.to_string();
+  EXPECT_NE(status.message().find("version 99"), std::string::npos);
+  EXPECT_EQ(server_.get(record.name), later);
 }
 
 TEST_F(S3RecordsTest, an_answer_that_was_cut_is_no_damage) {
@@ -185,21 +253,29 @@ TEST_F(S3RecordsTest, what_is_removed_is_counted_and_versions_are_told) {
 
 TEST_F(S3RecordsTest, lists_that_cannot_be_believed_are_refused) {
   const std::string object = "<Contents><Key>kv_offload/a</Key><Size>1</Size></Contents>";
-  const std::string more = "<IsTruncated>true</IsTruncated>";
+  const std::string more = "<IsTruncated>true</IsTruncated>", whole = "<IsTruncated>false</IsTruncated>";
   for (const std::string& body :
-       {std::string("no list"), std::string("<ListBucketResult>"), list_of(more),
-        list_of("<Contents><Key>kv_offload/a</Key></Contents>"),
-        list_of("<Contents><Size>1</Size></Contents>"),
-        list_of("<Contents><Key>kv_offload/&bogus;</Key><Size>1</Size></Contents>"),
-        list_of("<Contents><Key>kv_offload/&#x110000;</Key><Size>1</Size></Contents>"),
-        list_of("<Contents><Key>kv_offload/a</Key><Size>-1</Size></Contents>"),
+       {std::string("no list"), std::string("<ListBucketResult>"), list_of(more), list_of(object),
+        list_of(object + "<NextContinuationToken>t</NextContinuationToken>"),
+        list_of(object + "<IsTruncated>True</IsTruncated>"), list_of(object + "<IsTruncated/>"),
+        list_of(whole + "<Contents x=\"y\"><Key>kv_offload/a</Key><Size>1</Size></Contents>" + object),
+        list_of(whole + "<Contents><Key>kv_offload/a</Key><Size>1</Size>"),
+        list_of(whole + "<Contents><Key>kv_offload/a</Key><Size>1</Size>" + object),
+        list_of(whole + object + "<Contents/>"),
+        list_of(whole + "<Contents><Key>kv_offload/a</Key></Contents>"),
+        list_of(whole + "<Contents><Size>1</Size></Contents>"),
+        list_of(whole + "<Contents><Key>kv_offload/&bogus;</Key><Size>1</Size></Contents>"),
+        list_of(whole + "<Contents><Key>kv_offload/&#x110000;</Key><Size>1</Size></Contents>"),
+        list_of(whole + "<Contents><Key>kv_offload/a</Key><Size>-1</Size></Contents>"),
         list_of(
+            whole +
             "<EncodingType>url</EncodingType><Contents><Key>kv_offload/%4</Key><Size>1</Size></Contents>"),
-        list_of("<Contents><Key>elsewhere/a</Key><Size>1</Size></Contents>"),
+        list_of(whole + "<Contents><Key>elsewhere/a</Key><Size>1</Size></Contents>"),
         list_of(more + "<NextContinuationToken>" + std::string(9000, 'x') + "</NextContinuationToken>")}) {
     refused_list(ok_of(body));
   }
   std::string many;
+  EXPECT_TRUE(listed(ok_of(list_of(whole + object)))) << "the control";
   for (int i = 0; i < 4000; ++i) many += object;
   EXPECT_NE(refused_list(ok_of(list_of(many))).find("far more objects"), std::string::npos);
   EXPECT_NE(refused_list(ok_of(list_of(std::string(9 << 20, ' ')))).find("longer than 8 MiB"),
