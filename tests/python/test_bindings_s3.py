@@ -161,10 +161,12 @@ def test_a_certificate_that_has_expired_is_refused_though_it_is_trusted(
             secret_key=SECRET,
             ca_file=str(trusted),
         )
-        with pytest.raises(_core.ResourceError, match="certificate"):
-            make_cache(region[0], tiers=[s3_tier(bucket=given, namespace_id=namespace)])
-        listener.shutdown(socket.SHUT_RDWR)
-        thread.join()
+        try:
+            with pytest.raises(_core.ResourceError, match="certificate"):
+                make_cache(region[0], tiers=[s3_tier(bucket=given, namespace_id=namespace)])
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 def shake_hands(listener: socket.socket, context: ssl.SSLContext) -> None:

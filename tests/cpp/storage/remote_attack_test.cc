@@ -40,8 +40,9 @@ using std::chrono::steady_clock;
 constexpr std::uint32_t kKeys = 48;
 constexpr std::size_t kMostInFlight = 24;
 
-int attack_ops() {
-  const int usual = std::getenv("KV_OFFLOAD_LONG") != nullptr ? 100'000 : 1'000;
+bool is_long() { return std::getenv("KV_OFFLOAD_LONG") != nullptr; }
+std::size_t attack_ops() {
+  const std::size_t usual = is_long() ? 100'000 : 1'000;
   return kSanitized ? usual / 4 : usual;
 }
 
@@ -72,7 +73,7 @@ class AttackedEngine {
     options.clock = &clock_;
     options.op_deadline = milliseconds(250);
     for (int tries = 0; !tier_; ++tries) {
-      ASSERT_LT(tries, 100) << "it is refused each time";
+      ASSERT_LT(tries, 1000) << "it is refused each time";
       try {
         tier_ = medium_.open(options);
       } catch (const ResourceError&) {  // an answer that was garbled may look like a refusal
@@ -134,6 +135,10 @@ class AttackedEngine {
       return rows_.size() <= rest;
     });
   }
+  // And nothing that it asks for itself.
+  bool settle() {
+    return drain() && within_two_minutes([&] { return tier_->stats().queued_reads == 0; });
+  }
   bool is_on() const {
     const TierStats stats = tier_->stats();
     return stats.readable && stats.writable;
@@ -180,10 +185,10 @@ struct RemoteKind {
 
 class RemoteAttack : public ::testing::TestWithParam<RemoteKind> {
  protected:
-  RemoteAttack() {
+  void SetUp() override {
     for (auto& engine : engines_) {
       engine = std::make_unique<AttackedEngine>(*medium_, clock_);
-      engine->open();
+      ASSERT_NO_FATAL_FAILURE(engine->open());
     }
   }
   std::uint32_t draw(std::uint32_t below) { return random_() % below; }
@@ -211,7 +216,7 @@ class RemoteAttack : public ::testing::TestWithParam<RemoteKind> {
     if (names.empty()) return;
     const std::string& name = names[draw(static_cast<std::uint32_t>(names.size()))];
     std::string value = medium_->value(name);
-    if (value.size() < 8 || draw(4) == 0) return medium_->remove(name);
+    if (value.size() <= 8 || draw(4) == 0) return medium_->remove(name);
     switch (draw(4)) {
       case 0:
         value[draw(static_cast<std::uint32_t>(value.size()))] ^= 1;
@@ -222,15 +227,17 @@ class RemoteAttack : public ::testing::TestWithParam<RemoteKind> {
       case 2:
         value[8] = static_cast<char>(value[8] + 1);  // of another version
         break;
-      default:
-        value = medium_->value(names[draw(static_cast<std::uint32_t>(names.size()))]);  // of another key
+      default: {  // of another key; what another epoch has of this one is a good record with other bytes
+        const std::string& other = names[draw(static_cast<std::uint32_t>(names.size()))];
+        if (other.ends_with(std::string_view(name).substr(name.size() - key_of(0).hex().size()))) return;
+        value = medium_->value(other);
+      }
     }
     medium_->set_value(name, value);
     ++spoilt_;
   }
   // What happens to the server as a whole, with ops in flight; and it is over.
   void outage(std::uint32_t which) {
-    ++outages_[which];
     const auto meanwhile = [&] {
       for (int i = 0; i < 20; ++i) one_op(any_engine());
       for (auto& engine : engines_) EXPECT_TRUE(engine->drain());
@@ -263,7 +270,7 @@ class RemoteAttack : public ::testing::TestWithParam<RemoteKind> {
       default: {
         AttackedEngine& restarted = any_engine();
         restarted.close();
-        restarted.open();
+        ASSERT_NO_FATAL_FAILURE(restarted.open());
       }
     }
   }
@@ -271,10 +278,24 @@ class RemoteAttack : public ::testing::TestWithParam<RemoteKind> {
   // Those that were switched off are due for a try.
   void rest() {
     for (auto& engine : engines_) {
-      EXPECT_TRUE(engine->drain());
+      EXPECT_TRUE(engine->settle());
       engine->poll();
     }
     clock_.advance(seconds(61));
+  }
+
+  std::size_t reads() const { return engines_[0]->reads + engines_[1]->reads; }
+  std::size_t ok() const {
+    std::size_t sum = 0;
+    for (const auto& engine : engines_) sum += engine->ended[StatusKind::kOk];
+    return sum;
+  }
+  std::string how_they_ended() const {
+    std::map<std::string_view, std::size_t> how;
+    for (const auto& engine : engines_) {
+      for (const auto& [kind, times] : engine->ended) how[to_string(kind)] += times;
+    }
+    return ::testing::PrintToString(how);
   }
 
   FakeClock clock_;
@@ -283,54 +304,57 @@ class RemoteAttack : public ::testing::TestWithParam<RemoteKind> {
   std::array<std::unique_ptr<AttackedEngine>, 2> engines_;
   std::size_t submitted_ = 0, spoilt_ = 0;
   std::uint32_t last_weights_ = 0;
-  std::array<std::size_t, kOutages> outages_{};
 };
 
 TEST_P(RemoteAttack, whatever_happens_to_the_server_no_byte_is_wrong_and_every_op_ends_once) {
-  const int ops = attack_ops();
+  const std::size_t ops = attack_ops();
   medium_->go_wrong(7, 30);
   std::size_t resident = 0;
-  for (int i = 0; i < ops; ++i) {
+  // On a machine that is slow many ops time out and their tier is off for a while: it goes on until enough
+  // went well.
+  const auto was_attacked = [&] {
+    bool all = reads() >= ops / 50 && ok() >= ops / 10 && spoilt_ > 0;
+    for (std::size_t mishap = 0; mishap < kMishaps; ++mishap)
+      all = all && medium_->went_wrong(static_cast<Mishap>(mishap)) > 0;
+    return all;
+  };
+  while (submitted_ < ops || !was_attacked()) {
+    ASSERT_LT(submitted_, 20 * ops) << "too little of it reaches the server: " << how_they_ended();
     AttackedEngine& engine = any_engine();
     if (!engine.is_on()) rest();
     one_op(engine);
     ASSERT_TRUE(engine.drain(kMostInFlight)) << "ops that do not end";
     if (draw(8) == 0) clock_.advance(milliseconds(1));
     if (draw(40) == 0) spoil();
-    if (draw(200) == 0) outage(draw(kOutages));
-    if (i == ops / 2) resident = resident_bytes();
+    if (draw(is_long() ? 200 : 60) == 0) outage(draw(kOutages));
+    if (resident == 0 && submitted_ > ops / 2) resident = resident_bytes();
     if (HasFailure()) return;
   }
-  for (std::uint32_t which = 0; which < kOutages; ++which) outage(which);
+  for (std::uint32_t which = 0; which < kOutages; ++which) {
+    outage(which);
+    if (HasFailure()) return;
+  }
   for (auto& engine : engines_) EXPECT_TRUE(engine->drain());
-  if (!kSanitized) {
+  if (is_long() && !kSanitized) {  // a short run would not show it
     EXPECT_LT(resident_bytes(), resident + (64u << 20));
   }
-  EXPECT_LE(medium_->connections(), 2 * (4 + 2 + 2)) << "one a thread";
+  // Of an engine that was closed the server may not have noticed yet.
+  EXPECT_TRUE(within_two_minutes([&] { return medium_->connections() <= 2 * (4 + 2 + 2); }))
+      << "one a thread";
+  std::size_t ended = 0;
+  for (const auto& engine : engines_) {
+    for (const auto& [kind, times] : engine->ended) ended += times;
+  }
+  EXPECT_EQ(ended, submitted_);
+  if (is_long()) std::printf("%s\n", how_they_ended().c_str());
 
   medium_->go_wrong(7, 0);
-  std::size_t ended = 0, ok = 0, reads = 0;
-  std::map<std::string_view, std::size_t> how;
   for (auto& engine : engines_) {
-    for (const auto& [kind, count] : engine->ended) {
-      ended += count;
-      how[to_string(kind)] += count;
-    }
-    ok += engine->ended[StatusKind::kOk];
-    reads += engine->reads;
     EXPECT_TRUE(within_two_minutes([&] {
       rest();
       return engine->write_and_read(kKeys + 1).is_ok();
     })) << "it is used again";
   }
-  EXPECT_EQ(ended, submitted_);
-  // That it was an attack, and that most of it reached the server.
-  EXPECT_GT(ok, submitted_ / 10) << ::testing::PrintToString(how);
-  EXPECT_GT(reads, submitted_ / 50) << ::testing::PrintToString(how);
-  if (std::getenv("KV_OFFLOAD_LONG") != nullptr) std::printf("%s\n", ::testing::PrintToString(how).c_str());
-  EXPECT_GT(spoilt_, 0u);
-  for (std::size_t mishap = 0; mishap < kMishaps; ++mishap)
-    EXPECT_GT(medium_->went_wrong(static_cast<Mishap>(mishap)), 0u) << mishap;
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, RemoteAttack,

@@ -109,17 +109,22 @@ redis::Server RedisProcess::address() const {
 }
 
 void RedisProcess::start() {
-  std::vector<std::string> words{
-      "redis-server", "--port",   "0",         "--unixsocket",     directory_ + "/server", "--save", "",
-      "--dir",        directory_, "--logfile", directory_ + "/log"};
+  // It ends with the thread that starts it, also where a test crashes: the main one.
+  std::vector<std::string> words{"setpriv",      "--pdeathsig",
+                                 "KILL",         "redis-server",
+                                 "--port",       "0",
+                                 "--unixsocket", directory_ + "/server",
+                                 "--save",       "",
+                                 "--dir",        directory_,
+                                 "--logfile",    directory_ + "/log"};
   words.insert(words.end(), options_.begin(), options_.end());
   std::vector<char*> arguments;
   for (std::string& word : words) arguments.push_back(word.data());
   arguments.push_back(nullptr);
-  const int failed = posix_spawnp(&pid_, "redis-server", nullptr, nullptr, arguments.data(), environ);
+  const int failed = posix_spawnp(&pid_, "setpriv", nullptr, nullptr, arguments.data(), environ);
   if (failed != 0) {
     pid_ = -1;
-    FAIL() << "redis-server cannot be started (apt install redis-server): " << std::strerror(failed);
+    FAIL() << "setpriv and redis-server cannot be started: " << std::strerror(failed);
   }
   const auto give_up = steady_clock::now() + std::chrono::seconds(30);
   for (;;) {
