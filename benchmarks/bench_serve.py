@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
     parser.add_argument("--clients", type=int, default=4, help="requests at once")
     parser.add_argument("--size", default="128MiB", help="of host memory, in MiB")
-    parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
+    parser.add_argument("--kind", default="small", help="model of examples/tiny_model.py")
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     arguments = parser.parse_args()

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from reporting import say
+
 from kv_offload.tiers import entry_at, kinds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
@@ -27,7 +29,9 @@ def entry_of(text: str) -> dict[str, Any]:
     keys = [key for key in _PREFIX_KEYS if kind is not None and key in kind.model_fields]
     if not keys:
         raise SystemExit(f"--tier {text} is of no kind beyond the host: give redis=URL, s3=BUCKET or JSON")
-    return {**entry, keys[0]: f"bench-{uuid.uuid4().hex}"}
+    prefix = f"bench-{uuid.uuid4().hex}"
+    say(f"records go under the prefix {prefix}: {text}")
+    return {**entry, keys[0]: prefix}
 
 
 @contextlib.contextmanager

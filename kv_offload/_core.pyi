@@ -164,8 +164,8 @@ def probe_redis(
     deadline_seconds: float,
     other_nodes: Sequence[RedisServer] = (),
 ) -> dict[str, Any]:
-    """What a server or the nodes of its cluster are, and how fast; records=0: without writing. RuntimeError:
-    refused, or silent."""
+    """What a server or the nodes of its cluster are, how fast, and what a record takes there; records=0:
+    without writing. RuntimeError: refused, or silent."""
 
 def redis_has_tls() -> bool: ...
 

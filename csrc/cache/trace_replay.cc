@@ -62,10 +62,22 @@ class Replayer {
     }
     index_ = make_index();
     memory_.clear();
-    auto restarted = std::make_unique<FsCatalogue>(options_.tier_eviction_policy);
-    while (const auto record = catalogue_->take_victim()) restarted->insert(*record, {});
-    catalogue_ = std::move(restarted);
+    restart_tier();
     killed_ = true;
+  }
+
+  // A directory knows what was used when, and of no record what lies before it. (A server that is killed also
+  // forgets the last minute's uses; here none is forgotten.)
+  void restart_tier() {
+    std::vector<std::pair<std::uint64_t, FsCatalogue::Record>> records;
+    while (const auto record = catalogue_->take_victim()) {
+      records.emplace_back(last_used_[record->key], *record);
+    }
+    std::sort(records.begin(), records.end(),
+              [](const auto& one, const auto& other) { return one.first < other.first; });
+    auto restarted = std::make_unique<FsCatalogue>(options_.tier_eviction_policy);
+    for (const auto& [when, record] : records) restarted->insert(record, {});
+    catalogue_ = std::move(restarted);
   }
 
   void request(std::uint32_t number, std::size_t at) {
@@ -101,7 +113,7 @@ class Replayer {
         break;
       }
       const Slot slot = insert(number, i, ChunkState::kFetching);
-      catalogue_->hit(keys_[i], index_->about(index_->at(slot)), Nanos(1));
+      hit_recorded(slot);
       index_->pin(slot);
       held_.push_back(slot);
       index_->make_resident(slot, ChunkOrigin::kTier);
@@ -152,7 +164,10 @@ class Replayer {
       if (!victim) return false;
       const ChunkKey key = index_->at(*victim).key;
       if (options_.tier.write_policy == WritePolicy::kOnEvict) write(*victim);
-      if (options_.tier_chunks > 0) catalogue_->touch(key, Nanos(1));
+      if (options_.tier_chunks > 0) {
+        catalogue_->touch(key, Nanos(1));
+        last_used_[key] = ++uses_;
+      }
       index_->erase(*victim);
       ++result_.evicted;
     }
@@ -178,14 +193,17 @@ class Replayer {
       ++result_.tier_evicted;
     }
     catalogue_->insert({entry.key, kPageBytes}, index_->about(entry));
+    last_used_[entry.key] = ++uses_;
     ++result_.written;
     return true;
   }
-  void use(Slot slot) {
+  void hit_recorded(Slot slot) {
     const ChunkEntry& entry = index_->at(slot);
-    if (options_.tier_chunks > 0 && options_.tier.write_policy != WritePolicy::kOnEvict) {
-      catalogue_->hit(entry.key, index_->about(entry), Nanos(1));
-    }
+    catalogue_->hit(entry.key, index_->about(entry), Nanos(1));
+    last_used_[entry.key] = ++uses_;
+  }
+  void use(Slot slot) {
+    if (options_.tier_chunks > 0 && options_.tier.write_policy != WritePolicy::kOnEvict) hit_recorded(slot);
     see_again(slot);
   }
   void see_again(Slot slot) {
@@ -202,6 +220,8 @@ class Replayer {
   ReplayResult result_;
   std::vector<ChunkKey> keys_;  // of the request
   std::vector<Slot> held_, stored_;
+  std::unordered_map<ChunkKey, std::uint64_t> last_used_;  // of all that was ever recorded
+  std::uint64_t uses_ = 0;
   bool killed_ = false;
 };
 

@@ -31,17 +31,24 @@ void PrefixPolicy::insert(Slot slot, const EntryInfo& info) {
     classes_.note_stored(node.record, history_.sampled(info.id), history_.knows(info.id));
   }
   history_.used(info.id, node.record, now_, is_branched(node));
-  const Slot parent = parent_of(node);
-  if (parent != kNone && nodes_[parent].place == Place::kLeaf) {
-    lift(parent);
-    put(parent);
-  }
+  no_leaf_above(node);
   put(slot);
+}
+
+void PrefixPolicy::no_leaf_above(const Node& node) {
+  const Slot parent = parent_of(node);
+  if (parent == kNone || nodes_[parent].place != Place::kLeaf) return;
+  lift(parent);
+  put(parent);
 }
 
 void PrefixPolicy::access(Slot slot, const EntryInfo& info) {
   Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown);
+  if (node.tree != PrefixTree::kNone && info.parent != 0) {  // what a directory has told is told without
+    tree_.set_parent(node.tree, info.parent);
+    no_leaf_above(node);
+  }
   if (classes_.is_of(node.record, info.request)) return refresh(slot, info);  // no return: it is still there
   if (node.place != Place::kPinned) lift(slot);
   const RequestClasses::Record before = node.record;

@@ -71,6 +71,7 @@ class PrefixPolicy final : public EvictionPolicy {
 
   void note_use(Node& node);
   Slot parent_of(const Node& node) const;
+  void no_leaf_above(const Node& node);  // its parent has a child now
   // By what it is now: leaf, inner or pinned. lift: out of where it is.
   void put(Slot slot);
   void lift(Slot slot);

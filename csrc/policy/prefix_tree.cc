@@ -9,11 +9,15 @@ PrefixTree::Node PrefixTree::take(ChunkId id, ChunkId parent, Slot slot) {
   const Node node = find_or_make(id);
   if (nodes_[node].slot != kNone) return kNone;
   nodes_[node].slot = slot;
-  if (parent == 0 || parent == id) return node;
+  set_parent(node, parent);
+  return node;
+}
+
+void PrefixTree::set_parent(Node node, ChunkId parent) {
+  if (parent == 0 || parent == nodes_[node].id || nodes_[node].parent != kNone) return;
   const Node above = find_or_make(parent);
   nodes_[node].parent = above;
-  note_child(above, id);
-  return node;
+  note_child(above, nodes_[node].id);
 }
 
 void PrefixTree::leave(Node node) {

@@ -21,6 +21,8 @@ class PrefixTree {
 
   // The entry's node, or kNone when it has no id (0) or another entry has the same.
   Node take(ChunkId id, ChunkId parent, Slot slot);
+  // What lies before a taken node, told after it was taken; nothing changes where that is known.
+  void set_parent(Node node, ChunkId parent);
   // REQUIRES: taken. The node is not to be used any more.
   void leave(Node node);
 

@@ -28,6 +28,27 @@ struct Running {
 };
 using Queue = std::deque<Queued>;
 
+// What waits in one lane.
+struct LaneQueue {
+  Queue urgent, others;
+
+  bool empty() const { return urgent.empty() && others.empty(); }
+  std::size_t size() const { return urgent.size() + others.size(); }
+  void push(Queued queued) { (queued.op.urgent ? urgent : others).push_back(std::move(queued)); }
+  Queued pop() {
+    Queue& queue = urgent.empty() ? others : urgent;
+    Queued next = std::move(queue.front());
+    queue.pop_front();
+    return next;
+  }
+  Nanos oldest(Nanos now) const {
+    for (const Queue* queue : {&urgent, &others}) {
+      if (!queue->empty()) now = std::min(now, queue->front().submitted);
+    }
+    return now;
+  }
+};
+
 // Off its queue, but not run yet.
 struct Begun {
   Queued next;
@@ -50,7 +71,7 @@ struct IoPool::State {
   Nanos close_wait{0};
   mutable Mutex mutex;
   CondVar reads, writes, left;  // for read threads: reads are queued; for write threads: so is what they take
-  std::array<Queue, 2> queues GUARDED_BY(mutex);
+  std::array<LaneQueue, 2> queues GUARDED_BY(mutex);
   std::vector<Running> running GUARDED_BY(mutex);
   std::vector<std::thread> threads GUARDED_BY(mutex);
   Nanos next_deadline GUARDED_BY(mutex) = Nanos::max();
@@ -60,6 +81,10 @@ struct IoPool::State {
   unsigned live GUARDED_BY(mutex) = 0;
   bool closing GUARDED_BY(mutex) = false;
   bool abandoned GUARDED_BY(mutex) = false;
+
+  std::array<Queue*, 4> all_queues() REQUIRES(mutex) {
+    return {&queues[0].urgent, &queues[0].others, &queues[1].urgent, &queues[1].others};
+  }
 
   // Queued reads beyond those that free read threads are about to take.
   std::size_t reads_left_over() const REQUIRES(mutex) {
@@ -86,9 +111,7 @@ struct IoPool::State {
   }
 
   Queued take(Lane lane) REQUIRES(mutex) {
-    Queue& queue = queues[index(lane)];
-    Queued next = std::move(queue.front());
-    queue.pop_front();
+    Queued next = queues[index(lane)].pop();
     if (lane == Lane::kWrite) {
       reads_since_write = 0;
     } else if (!queues[index(Lane::kWrite)].empty()) {
@@ -183,8 +206,8 @@ void IoPool::submit(std::vector<Op> ops) {
       for (Op& op : ops) {
         ++added[index(op.lane)];
         if (op.deadline.count() != 0) state_->next_deadline = std::min(state_->next_deadline, op.deadline);
-        Queue& queue = state_->queues[index(op.lane)];
-        queue.push_back({std::move(op), now});
+        LaneQueue& queue = state_->queues[index(op.lane)];
+        queue.push({std::move(op), now});
       }
       ops.clear();
       state_->wake(added[index(Lane::kRead)], added[index(Lane::kWrite)]);
@@ -197,12 +220,12 @@ bool IoPool::cancel(std::uint64_t tag) {
   Queue found;
   {
     const MutexLock lock(state_->mutex);
-    for (Queue& queue : state_->queues) {
-      const auto at = std::find_if(queue.begin(), queue.end(),
+    for (Queue* queue : state_->all_queues()) {
+      const auto at = std::find_if(queue->begin(), queue->end(),
                                    [&](const Queued& queued) { return queued.op.tag == tag; });
-      if (at == queue.end()) continue;
+      if (at == queue->end()) continue;
       found.push_back(std::move(*at));
-      queue.erase(at);
+      queue->erase(at);
       break;
     }
   }
@@ -227,7 +250,8 @@ void IoPool::fail_queued(Lane lane, const Status& status) {
   Queue failed;
   {
     const MutexLock lock(state_->mutex);
-    failed.swap(state_->queues[index(lane)]);
+    LaneQueue& queue = state_->queues[index(lane)];
+    while (!queue.empty()) failed.push_back(queue.pop());
   }
   state_->fail(std::move(failed), status);
 }
@@ -239,9 +263,9 @@ void IoPool::expire() {
     const MutexLock lock(state_->mutex);
     if (now < state_->next_deadline) return;
     state_->next_deadline = Nanos::max();
-    for (Queue& queue : state_->queues) {
+    for (Queue* queue : state_->all_queues()) {
       Queue kept;
-      for (Queued& queued : queue) {
+      for (Queued& queued : *queue) {
         const Nanos deadline = queued.op.deadline;
         if (deadline.count() != 0 && now >= deadline) {
           late.push_back(std::move(queued));
@@ -250,7 +274,7 @@ void IoPool::expire() {
         if (deadline.count() != 0) state_->next_deadline = std::min(state_->next_deadline, deadline);
         kept.push_back(std::move(queued));
       }
-      queue.swap(kept);
+      queue->swap(kept);
     }
   }
   state_->fail(std::move(late), too_late());
@@ -294,9 +318,9 @@ IoPool::Depth IoPool::depth(Lane lane) const {
   Depth depth;
   Nanos oldest = now;
   const MutexLock lock(state_->mutex);
-  const Queue& queue = state_->queues[index(lane)];
+  const LaneQueue& queue = state_->queues[index(lane)];
   depth.queued = static_cast<std::uint32_t>(queue.size());
-  if (!queue.empty()) oldest = std::min(oldest, queue.front().submitted);
+  oldest = queue.oldest(oldest);
   for (const Running& running : state_->running) {
     if (running.lane != lane) continue;
     ++depth.running;

@@ -7,7 +7,7 @@
 // Each op has a tag and a deadline: one that has not started by then ends
 // kExpired without running (noticed by a thread that comes free, or by
 // expire()). cancel() ends a queued op kCancelled. Every submitted op ends
-// exactly once in `done`.
+// exactly once in `done`. Ops of a lane are started in order, urgent ones before all others.
 //
 // `run` must not throw. `done` runs on the pool's thread (or the caller's, for cancel, fail_queued,
 // expire and close) without any lock of the pool, and must not throw or block.
@@ -44,6 +44,7 @@ class IoPool {
     std::uint64_t tag = 0;
     Lane lane = Lane::kRead;
     Nanos deadline{0};  // absolute; 0 = none
+    bool urgent = false;
     std::function<Status()> run;
     // status, seconds running, seconds queued
     std::function<void(const Status&, double, double)> done;
@@ -58,7 +59,7 @@ class IoPool {
   void fail_queued(Lane lane, const Status& status);
   // Ends queued ops whose deadline has passed, even while all threads are stuck.
   void expire();
-  // Takes the oldest queued op of a lane, as a thread does that comes free: it runs from now on and cannot be
+  // Takes the next queued op of a lane, as a thread does that comes free: it runs from now on and cannot be
   // cancelled. Calling the result does its work and ends it, on the thread that calls. Empty: none is queued.
   // For a pool without threads, which is driven by hand.
   std::function<void()> begin_next(Lane lane);

@@ -141,6 +141,8 @@ IoPool::Op PooledTier::make_locate(std::vector<ChunkKey> keys, KeyOrder order, c
   auto asked = std::make_shared<const std::vector<ChunkKey>>(std::move(keys));
   IoPool::Op queued;
   queued.tag = kLocateTag;
+  queued.urgent = true;  // short, and who asks may have nothing to wait for
+  queued.deadline = clock_.now() + options_.op_deadline;
   queued.run = [shared = shared_, asked, order, submitted] {
     return run_locate(*shared, *asked, order, submitted);
   };

@@ -56,7 +56,7 @@ class Redis:
         ]
         options += ["--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru", "--requirepass", PASSWORD]
         self.process = subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL)
-        waiting.until(lambda: self._cli("PING") == "PONG", 30, "redis-server answers")
+        waiting.until(lambda: self._cli("PING") == "PONG", 120, "redis-server answers")
 
     def kill(self) -> None:
         if self.process is not None:
@@ -72,7 +72,7 @@ class Redis:
 
     def _cli(self, *words: str) -> str:
         command = ["redis-cli", "-s", str(self.socket), "-a", PASSWORD, "--no-auth-warning", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=120).stdout.strip()
 
 
 class S3:

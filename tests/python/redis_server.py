@@ -1,6 +1,5 @@
 """A redis-server of a test, on a socket of its own."""
 
-import os
 import socket
 import subprocess
 import time
@@ -38,6 +37,7 @@ def command(path: Path, *words: str) -> bytes:
     """What the server at this socket answers; as it comes, and short."""
     text = b"".join(b"$%d\r\n%s\r\n" % (len(word), word.encode()) for word in words)
     with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(120)
         client.connect(str(path))
         client.sendall(b"*%d\r\n%s" % (len(words), text))
         return client.recv(65536)
@@ -54,7 +54,7 @@ def wait_for(process: subprocess.Popen[bytes], path: Path) -> None:
                 client.connect(str(path))
                 return
             except OSError:
-                os.sched_yield()
+                time.sleep(0.01)
 
 
 class RedisClient:
@@ -62,6 +62,7 @@ class RedisClient:
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(120)
         self._socket.connect(str(path))
         self._answers = self._socket.makefile("rb")
 

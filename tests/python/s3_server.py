@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import os
 import random
 import shutil
 import socket
@@ -18,15 +19,18 @@ READER = "AKIAREADS"  # with the same secret; may write nothing
 BUCKET = "kv-cache"
 DOMAIN = "localhost"  # bucket.localhost is this host: libcurl and the resolvers of systems agree
 _NAMES = ("s3", "s3.https", "master", "filer", "volume", "admin")
-_UP_SECONDS = 60
+_UP_SECONDS = 150
 
 
 def free_ports(count: int) -> list[int]:
-    """Free a moment ago, and not among those that the system gives to others."""
+    """Free a moment ago, and not among those that the system gives to others. Another worker of pytest-xdist
+    draws from other ones: a server that is away for a while comes back to its own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 20_000 + 3_000 * (worker % 4)
     sockets: list[socket.socket] = []
     while len(sockets) < count:
         with contextlib.suppress(OSError):
-            sockets.append(socket.create_server(("127.0.0.1", random.randrange(20_000, 32_000))))
+            sockets.append(socket.create_server(("127.0.0.1", random.randrange(first, first + 3_000))))
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
         each.close()
@@ -195,6 +199,7 @@ class S3Server:
         while self.process.poll() is None and time.monotonic() < give_up:
             if all(self._takes_records(address) for address in self._addresses()):
                 return True
+            time.sleep(0.1)
         return False
 
     def _addresses(self) -> list[str]:

@@ -53,7 +53,7 @@ def s3_tier(**given: Any) -> _core.S3Tier:
 def step_until(cache: Any, done: Callable[[], bool]) -> None:
     """Steps of the scheduler, with a pause for the tier's threads, until ``done()``."""
     pause = threading.Event()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not done():
         assert time.monotonic() < deadline, cache.tier_stats(0)
         cache.end_step()

@@ -22,6 +22,12 @@ FIRST, SECOND = bytes([0xAB]) * 32, bytes([0xCD]) * 32  # namespaces
 COUNT = 5
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store on a slow disk, beside other tests."""
+    monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 120.0))
+
+
 def run(*arguments: Any, status: int = 0, width: int | None = None) -> Any:
     env = {} if width is None else {"COLUMNS": str(width)}
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
@@ -44,12 +50,14 @@ def fill(directory: Path, spec: Any, written: Callable[[], int]) -> list[bytes]:
     cache = make_cache(region, tiers=[spec])
     wanted = store(cache, workers[0], cache.begin_request("r"), keys(COUNT))
     pause = threading.Event()
-    give_up = time.monotonic() + 120
-    while written() < COUNT:
-        assert time.monotonic() < give_up, cache.tier_stats(0)
-        cache.end_step()
-        pause.wait(0.005)
-    cache.close()
+    give_up = time.monotonic() + 240
+    try:
+        while written() < COUNT:
+            assert time.monotonic() < give_up, cache.tier_stats(0)
+            cache.end_step()
+            pause.wait(0.005)
+    finally:
+        cache.close()
     return wanted
 
 

@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 from redis_server import command, redis_server
+from s3_server import free_ports
 from typer.testing import CliRunner
 
 from kv_offload import _core
@@ -23,6 +22,13 @@ from kv_offload.tiers import parse_tier
 from kv_offload.tiers.redis import RedisTierConfig, Url, parse_node, parse_url
 
 SECRET = "hunter2-never-shown"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is busy with other tests."""
+    monkeypatch.setattr("kv_offload.tiers.redis._LOOK_SECONDS", 60.0)
+    monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 60.0))
 
 
 def config(**given: Any) -> OffloadConfig:
@@ -174,15 +180,14 @@ def test_doctor_says_what_the_server_is_and_how_fast(server: str) -> None:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[str]:
     """The address of a cluster of one node, which has all slots."""
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        bus = str(unused.getsockname()[1])
+    bus = str(free_ports(1)[0])
     options = ("--cluster-enabled", "yes", "--cluster-port", bus, "--maxmemory", "100mb")
     with redis_server(tmp_path, *options) as path:
         assert command(path, "CLUSTER", "ADDSLOTSRANGE", "0", "16383") == b"+OK\r\n"
         give_up = time.monotonic() + 120
         while b"cluster_state:ok" not in command(path, "CLUSTER", "INFO"):
             assert time.monotonic() < give_up
-            os.sched_yield()
+            time.sleep(0.01)
         yield f"unix://{path}"
 
 
@@ -262,6 +267,27 @@ def test_what_is_said_of_a_cluster_names_the_nodes() -> None:
     assert lines[1] == "10.0.0.2:6379: its records are not used until it answers: gone"
     assert "1 of them away" in tier._described(found)
     assert "no maxmemory" in tier._described(found)
+
+
+@pytest.mark.parametrize(("taken", "state"), [(2_100_000, "ok"), (2_621_496, "note"), (0, "ok")])
+def test_doctor_says_what_the_allocator_makes_of_a_record(
+    monkeypatch: pytest.MonkeyPatch, taken: int, state: str
+) -> None:
+    (tier,) = config(url="redis://h").secondary_tiers
+    assert isinstance(tier, RedisTierConfig)
+    found = {
+        "cluster": False,
+        "nodes": [],
+        "ping_seconds": 0.001,
+        "write_refused": "",
+        "write_bytes_per_second": 1e9,
+        "read_bytes_per_second": 1e9,
+        "bytes_per_record": taken,
+    }
+    monkeypatch.setattr(RedisTierConfig, "_look", lambda *_: found)
+    measured = tier.measure(1 << 22)
+    assert measured.state == state
+    assert ("1.25 times the bytes for maxmemory" in measured.text) == (state == "note")
 
 
 def test_one_that_is_not_there_is_a_caution_and_refused_by_doctor(tmp_path: Path) -> None:

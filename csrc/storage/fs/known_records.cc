@@ -1,6 +1,7 @@
 #include "storage/fs/known_records.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "storage/fs/layout.h"
@@ -9,6 +10,7 @@ namespace kv_offload {
 namespace {
 
 constexpr std::size_t kRecordsPerLock = 1024;  // the scheduler's thread waits for no more
+constexpr std::size_t kUsesPerLock = 128;      // each costs what the policy takes for it
 constexpr std::size_t kDeclinedCells = 4096;
 
 // Never 0: an id's lowest bit is set, and stays.
@@ -100,19 +102,22 @@ void KnownRecords::used(const TierUses& uses) {
 }
 
 void KnownRecords::apply_uses() {
-  for (;;) {
-    const Nanos now = clock_.now();
-    const MutexLock lock(mutex_);
-    for (std::size_t n = 0; n < kRecordsPerLock; ++n) {
-      if (uses_.empty()) return;
-      const std::vector<TierUse>& oldest = *uses_.front();
-      catalogue_.hit(oldest[next_use_].key, oldest[next_use_].about, now);
-      if (++next_use_ < oldest.size()) continue;
-      used_keys_ -= oldest.size();
-      uses_.pop_front();
-      next_use_ = 0;
-    }
+  while (apply_some_uses()) std::this_thread::yield();  // whoever waits for the lock gets it
+}
+
+// True: there are more.
+bool KnownRecords::apply_some_uses() {
+  const Nanos now = clock_.now();
+  const MutexLock lock(mutex_);
+  for (std::size_t n = 0; n < kUsesPerLock && !uses_.empty(); ++n) {
+    const std::vector<TierUse>& oldest = *uses_.front();
+    catalogue_.hit(oldest[next_use_].key, oldest[next_use_].about, now);
+    if (++next_use_ < oldest.size()) continue;
+    used_keys_ -= oldest.size();
+    uses_.pop_front();
+    next_use_ = 0;
   }
+  return !uses_.empty();
 }
 
 void KnownRecords::take_removals(std::vector<TierRemoval>* removals) {
@@ -258,10 +263,11 @@ void KnownRecords::answered(std::span<const ChunkKey> keys) {
   for (const ChunkKey& key : keys) not_found_.answered(key, false, era);
 }
 
-void KnownRecords::note_declined(const ChunkKey& key, std::uint32_t request) {
+void KnownRecords::note_declined(const ChunkKey& key, std::uint32_t request,
+                                 const GenerationPtr& generation) {
   const std::uint64_t mark = declined_mark(chunk_id(key), request);
   const MutexLock lock(mutex_);
-  declined_[declined_place(mark)] = mark;
+  if (generation == generation_) declined_[declined_place(mark)] = mark;
 }
 
 bool KnownRecords::is_declined(ChunkId id, std::uint32_t request) const {

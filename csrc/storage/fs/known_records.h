@@ -45,8 +45,9 @@ class KnownRecords final : public Catalogue {
   };
   // What could not be asked for is asked for again after this; until then it is a miss.
   static constexpr Nanos kAskAgainAfter{std::chrono::seconds(1)};
-  // So many names that were asked for and not found are remembered (6 MiB).
-  static constexpr std::size_t kMostNotFound = std::size_t{1} << 16;
+  // So many names that were asked for and not found are remembered (48 MiB): all requests that wait, and
+  // what they share.
+  static constexpr std::size_t kMostNotFound = std::size_t{1} << 19;
   // Uses that wait to be applied; the oldest beyond that are forgotten.
   static constexpr std::size_t kMostUses = std::size_t{1} << 16;
 
@@ -114,7 +115,8 @@ class KnownRecords final : public Catalogue {
   void answered(std::span<const ChunkKey> keys) EXCLUDES(mutex_);
   // It was declined for this request: so are those behind it that the request stores, which are worth nothing
   // without it. What a later request stores is looked at anew.
-  void note_declined(const ChunkKey& key, std::uint32_t request) EXCLUDES(mutex_);
+  void note_declined(const ChunkKey& key, std::uint32_t request, const GenerationPtr& generation)
+      EXCLUDES(mutex_);
   bool is_declined(ChunkId id, std::uint32_t request) const EXCLUDES(mutex_);
   Status offered(std::span<const ChunkKey> keys, const RecordStore::EpochPtr& epoch,
                  std::vector<bool>* present) const EXCLUDES(mutex_);
@@ -160,6 +162,7 @@ class KnownRecords final : public Catalogue {
     enum class State : std::uint8_t { kUnknown, kAsking, kGivenUp, kListed } state = State::kUnknown;
     Nanos ask_again{0};  // kGivenUp
   };
+  bool apply_some_uses() EXCLUDES(mutex_);
   bool is_unknown(const Leaf& leaf, Nanos now) const REQUIRES(mutex_);
   void drop_all() REQUIRES(mutex_);
   void unpin(const FsCatalogue::Ref& ref) EXCLUDES(mutex_);

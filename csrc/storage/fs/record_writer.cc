@@ -49,7 +49,7 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& 
   Status status = records_.begin_write(op.key, generation, &present, &replace);
   if (!status || present) return status;
   if (op.may_decline && records_.is_declined(op.about.parent, op.about.request)) {
-    records_.note_declined(op.key, op.about.request);
+    records_.note_declined(op.key, op.about.request, generation);
     return Status::error(StatusKind::kDeclined, "what lies before it in its prompt was declined");
   }
   {
@@ -58,7 +58,7 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& 
     status = evictor_.reserve(draft.file_bytes + kOverhead, &draft, &reservation);
     if (status) status = write_file(op, replace, &draft, &reservation);
   }
-  if (status.kind() == StatusKind::kDeclined) records_.note_declined(op.key, op.about.request);
+  if (status.kind() == StatusKind::kDeclined) records_.note_declined(op.key, op.about.request, generation);
   if (status) status = records_.written({op.key, draft.file_bytes}, op.about, generation);
   if (status) *moved = payload;
   return status;

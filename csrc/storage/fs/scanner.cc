@@ -38,6 +38,11 @@ void by_threads(std::size_t wanted, const std::function<void()>& body) {
   if (first) std::rethrow_exception(first);
 }
 
+// What is there is no record of ours, or may not be seen. It says nothing of the device.
+bool is_no_record(int error) {
+  return error == ENOENT || error == ESTALE || error == ENOTDIR || error == EACCES || error == ELOOP;
+}
+
 }  // namespace
 
 Status Scanner::list(const std::shared_ptr<Generation>& generation, std::uint32_t leaf) {
@@ -54,27 +59,27 @@ Status Scanner::find(const std::shared_ptr<Generation>& generation, std::span<co
                      KeyOrder order) {
   const std::vector<std::uint64_t> file_bytes = records_.file_bytes_of(keys);
   std::vector<FoundRecord> found;
-  Status status;
+  Status first_failure;
   for (std::size_t i = 0; i < keys.size() && !stop_.load(); ++i) {
+    Status status;
     if (file_bytes[i] == 0) {  // the name is not known: the directory has to tell
       status = list(generation, layout::leaf_of(keys[i]));
-      if (!status) break;
-      continue;
+      if (status) continue;
+    } else {
+      FileInfo info;
+      const std::string path = layout::record_path(keys[i], file_bytes[i]);
+      const int rc = ops_.stat(generation->directory.get(), path, &info);
+      if (rc == 0 && info.is_regular()) {
+        found.push_back({keys[i], file_bytes[i], 0, 0});
+        continue;
+      }
+      if (rc < 0) status = Status::from_errno(-rc, "look for a record", generation->path);
     }
-    FileInfo info;
-    const int rc = ops_.stat(generation->directory.get(), layout::record_path(keys[i], file_bytes[i]), &info);
-    if (rc == 0 && info.is_regular()) {
-      found.push_back({keys[i], file_bytes[i], 0, 0});
-      continue;
-    }
-    if (rc < 0 && rc != -ENOENT && rc != -ESTALE) {
-      status = Status::from_errno(-rc, "look for a record", generation->path);
-      break;
-    }
+    if (!status && !is_no_record(status.error_number()) && first_failure) first_failure = std::move(status);
     if (order == KeyOrder::kPrefix) break;
   }
   records_.adopt_names(generation, found, true, stop_);
-  return status;
+  return first_failure;
 }
 
 // One scan's shared work: leaves are taken in turn by a few threads.

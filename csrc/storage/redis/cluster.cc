@@ -69,6 +69,11 @@ std::vector<NodePtr> Cluster::owners() const {
   return owners_;
 }
 
+std::uint32_t Cluster::slots_of_nobody() const {
+  const MutexLock lock(mutex_);
+  return static_cast<std::uint32_t>(std::count(slots_.begin(), slots_.end(), nullptr));
+}
+
 void Cluster::close() {
   const MutexLock lock(mutex_);
   closed_ = true;

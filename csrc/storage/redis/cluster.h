@@ -69,6 +69,9 @@ class Cluster {
   void keep_up(Deadline until, const std::atomic<bool>& stopped) EXCLUDES(mutex_);
   // The nodes that have keys; one server alone: that one.
   std::vector<NodePtr> owners() const EXCLUDES(mutex_);
+  // Which of them has the key; null: none, as far as is known.
+  NodePtr owner(std::string_view key) const EXCLUDES(mutex_) { return owner_of(slot_of(key)).node; }
+  std::uint32_t slots_of_nobody() const EXCLUDES(mutex_);
   void close() EXCLUDES(mutex_);  // of connections, as Connections::close()
 
   // One exchange on a connection. It ends with ok when the server answered, whatever it answered; *reply is

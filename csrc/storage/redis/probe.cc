@@ -59,57 +59,71 @@ class Prober {
     const auto key = [&](unsigned i) { return fmt::format("{}:probe:{}:{}", key_prefix, getpid(), i); };
     const std::span<const std::byte> from = record.span();
     const std::span<std::byte> to = back.span();
+    std::vector<std::string> written;
+    Status failure;
     Reply reply;
-    unsigned written = 0;
     auto start = steady_clock::now();
-    for (; written < records && found->write_refused.empty(); ++written) {
-      const std::string name = key(written);
-      const Status status = at(name, OpKind::kWrite, &reply, [&](Connection& connection, Reply* answer) {
-        return connection.set(name, {&from, 1}, {"EX", "60"}, until_, answer);
+    // Keys of nodes that are away cost no time after the first.
+    for (unsigned i = 0; i < 2 * records && written.size() < records && found->write_refused.empty(); ++i) {
+      std::string name = key(i);
+      reply = {};
+      Status status = at(name, OpKind::kWrite, &reply, [&](Connection& connection, Reply* answer) {
+        return connection.set(name, {&from, 1}, {"EX", "60"}, soon(), answer);
       });
       if (reply.kind == Reply::Kind::kError) {
         found->write_refused = refusal(reply.text).message();
+      } else if (!status) {
+        failure = std::move(status);
+        if (!cluster_.is_cluster()) break;
       } else {
-        check(status);
+        written.push_back(std::move(name));
       }
     }
+    if (written.empty() && found->write_refused.empty()) return check(failure);
     const double writing = seconds_since(start);
+    if (!written.empty()) found->bytes_per_record = memory_usage(written.front());
     start = steady_clock::now();
-    bool all = true;
-    for (unsigned i = 0; i < written && found->write_refused.empty(); ++i) {
+    std::size_t read = 0, dropped = 0;
+    for (const std::string& name : written) {
+      if (!found->write_refused.empty()) break;
       std::uint64_t length = 0;
-      const std::string name = key(i);
-      check(at(name, OpKind::kRead, &reply, [&](Connection& connection, Reply* answer) {
-        return connection.get(name, {&to, 1}, until_, answer, &length);
-      }));
-      all &= reply.kind == Reply::Kind::kString;
+      Status status = at(name, OpKind::kRead, &reply, [&](Connection& connection, Reply* answer) {
+        return connection.get(name, {&to, 1}, soon(), answer, &length);
+      });
+      if (status) ++(reply.kind == Reply::Kind::kString ? read : dropped);
+      if (!status) failure = std::move(status);
     }
     const double reading = seconds_since(start);
-    for (unsigned i = 0; i < written; ++i) {
-      const std::string name = key(i);
-      call(name, {"DEL", name});
-    }
+    for (const std::string& name : written) (void)call(name, {"DEL", name}, &reply);  // or they expire
     if (!found->write_refused.empty()) return;
-    if (!all) {
+    if (dropped > 0) {
       found->write_refused = "the server dropped records at once: it has no room for them";
       return;
     }
-    const double total = static_cast<double>(bytes) * written;
-    found->write_bytes_per_second = total / writing;
-    found->read_bytes_per_second = total / reading;
+    if (read == 0) return check(failure);
+    found->write_bytes_per_second = static_cast<double>(bytes * written.size()) / writing;
+    found->read_bytes_per_second = static_cast<double>(bytes * read) / reading;
   }
 
  private:
   void check(const Status& status) const {
     if (!status) throw_resource("{}: {}", address_of(seed_), status.message());
   }
+  // Of one that is silent time is left for the others.
+  Deadline soon() const { return share_of(until_, 3); }
   Status at(std::string_view key, OpKind kind, Reply* reply, const Cluster::Work& work) {
-    return cluster_.at(key, kind, until_, reply, work);
+    return cluster_.at(key, kind, soon(), reply, work);
   }
-  void call(std::string_view key, const Connection::Words& words) {
+  Status call(std::string_view key, const Connection::Words& words, Reply* reply) {
+    return at(key, OpKind::kRead, reply,
+              [&](Connection& connection, Reply* answer) { return connection.call(words, soon(), answer); });
+  }
+  // Of a value with its key, as the server's allocator gives it; 0: the server does not say.
+  std::uint64_t memory_usage(const std::string& key) {
     Reply reply;
-    check(at(key, OpKind::kRead, &reply,
-             [&](Connection& connection, Reply* answer) { return connection.call(words, until_, answer); }));
+    const Status status = call(key, {"MEMORY", "USAGE", key}, &reply);
+    const bool said = status && reply.kind == Reply::Kind::kInteger && reply.integer > 0;
+    return said ? static_cast<std::uint64_t>(reply.integer) : 0;
   }
   static Status ask_node(Node& node, Deadline until, NodeProbe* found, double* ping_seconds) {
     std::unique_ptr<Connection> connection;

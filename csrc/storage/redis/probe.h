@@ -21,11 +21,13 @@ struct Probe {
   double ping_seconds = 0;                                       // the median of a few
   double write_bytes_per_second = 0, read_bytes_per_second = 0;  // 0: not measured
   std::string write_refused;                                     // why not
+  std::uint64_t bytes_per_record = 0;  // that one takes of the server's memory; 0: it does not say
   bool cluster = false;
   std::vector<NodeProbe> nodes;  // that have keys; one server alone: itself
 };
 
-// On one connection to each node. Throws ResourceError when no server answers, or refuses us.
+// On one connection to each node. Nodes of a cluster that do not answer are left out of what is measured.
+// Throws ResourceError when no server answers, or refuses us.
 Probe probe(const std::vector<Server>& seeds, const std::string& key_prefix, std::uint64_t record_bytes,
             unsigned records, Nanos deadline);
 

@@ -35,13 +35,10 @@ bool is_unknown(const Reply& reply) {
          (reply.text.starts_with("ERR unknown") || reply.text.starts_with("ERR Unknown"));
 }
 
-Status node_of_cluster(std::string_view prefix) {
-  return Status::error(
-      StatusKind::kIo,
-      fmt::format(
-          "the server is a node of a cluster, and stat, ls, verify and purge do not know clusters yet: look "
-          "at each primary with its own tools (redis-cli -h PRIMARY --scan --pattern '{}:*')",
-          prefix));
+Status has_moved() {
+  return Status::error(StatusKind::kIo,
+                       "a node of the cluster sends the key to another (its slot is moving, or the server "
+                       "became a node just now): run it again");
 }
 
 // "run_id:..." of INFO; empty: the server shows none.
@@ -73,9 +70,7 @@ Status refusal_of(const Words& command, const Reply& reply, std::string_view pre
                          "the server is a read-only replica, where nothing can be removed: give the address "
                          "of its primary");
   }
-  if (is_word(reply, "MOVED") || is_word(reply, "ASK") || is_word(reply, "CLUSTERDOWN")) {
-    return node_of_cluster(prefix);
-  }
+  if (is_word(reply, "MOVED") || is_word(reply, "ASK") || is_word(reply, "TRYAGAIN")) return has_moved();
   return refusal(reply.text);
 }
 
@@ -96,11 +91,17 @@ std::int64_t unix_now() {
 
 class RedisRecords final : public RemoteRecords {
  public:
-  explicit RedisRecords(const RedisRecordsOptions& options)
-      : options_(options), prefix_(options.key_prefix + ":"), tls_(make_tls_context(options.server)) {
-    if (Status status = connect(); !status) {
-      throw_resource("{}: {}", address_of(options.server), status.message());
-    }
+  RedisRecords(const RedisRecordsOptions& options, bool may_be_node)
+      : options_(options),
+        prefix_(options.key_prefix + ":"),
+        tls_(make_tls_context(options.server)),
+        may_be_node_(may_be_node) {}
+  // Throws ResourceError. False: it is a node, and may not be one.
+  bool open() {
+    const Status status = connect();
+    if (is_node_ && !may_be_node_) return false;
+    if (!status) throw_resource("{}: {}", address_of(options_.server), status.message());
+    return true;
   }
 
   Status list(const std::string& namespace_id, std::string from, bool sizes, RemotePage* page) override;
@@ -128,6 +129,8 @@ class RedisRecords final : public RemoteRecords {
   const RedisRecordsOptions options_;
   const std::string prefix_;
   const std::shared_ptr<TlsContext> tls_;
+  const bool may_be_node_;
+  bool is_node_ = false;  // as far as is known
   std::unique_ptr<Connection> connection_;
   std::uint64_t connections_ = 0;
   // The process that connection_ leads to, and the one that gave the last cursor, which means something to it
@@ -160,11 +163,11 @@ Status RedisRecords::connect() {
   ++connections_;
   if (!names_itself_) process_ = fmt::format("connection {}", connections_);
   no_touch_ = replies[0].kind == Kind::kStatus && replies[0].text == "OK";
-  if (replies[1].kind != Kind::kError && replies[1].text.find("cluster_enabled:1") != std::string::npos) {
-    connection_.reset();
-    return node_of_cluster(options_.key_prefix);
-  }
-  return Status::ok();
+  is_node_ =
+      replies[1].kind != Kind::kError && replies[1].text.find("cluster_enabled:1") != std::string::npos;
+  if (!is_node_ || may_be_node_) return Status::ok();
+  connection_.reset();
+  return has_moved();
 }
 
 Status RedisRecords::ask(std::span<const Words> commands, std::vector<Reply>* replies) {
@@ -401,10 +404,20 @@ Status RedisRecords::remove(std::span<const RemoteRecord> records, RemoteRemoved
 }
 
 }  // namespace
+
+std::unique_ptr<RemoteRecords> open_records_of_server(const RedisRecordsOptions& options, bool* is_node) {
+  auto records = std::make_unique<RedisRecords>(options, is_node == nullptr);
+  if (records->open()) return records;
+  *is_node = true;
+  return nullptr;
+}
+
 }  // namespace redis
 
 std::unique_ptr<RemoteRecords> open_redis_records(const RedisRecordsOptions& options) {
-  return std::make_unique<redis::RedisRecords>(options);
+  bool is_node = false;
+  auto records = redis::open_records_of_server(options, &is_node);
+  return is_node ? redis::open_records_of_cluster(options) : std::move(records);
 }
 
 }  // namespace kv_offload

@@ -100,6 +100,22 @@ TEST(TraceReplay, AKillLeavesWhatIsOnTheTierAndNothingElse) {
   EXPECT_EQ(lru(trace, 3, 8).killed_with, 0u) << "nobody was killed";
 }
 
+// Under `prefix` the end of {1, 2, 3} would go next; after a restart the directory knows no prompts, only
+// that nothing of it was used for longest, its beginning first.
+TEST(TraceReplay, ATierThatIsBackKnowsWhatWasUsedWhenAndNoPrompts) {
+  const Trace trace = trace_of({{1, 2, 3}, {4, 5, 6}, {7}, {4, 5, 6}, {1, 2, 3}});
+  const auto hits_after = [&](const std::string& policy) {
+    return replay(trace, {.host_chunks = 3,
+                          .tier_chunks = 6,
+                          .tier_eviction_policy = policy,
+                          .kill_after = 2,
+                          .recent_requests = 1})
+        .hits_after;
+  };
+  EXPECT_EQ(hits_after("lru"), 3u);
+  EXPECT_EQ(hits_after("prefix"), 3u) << "7 took the place of 1, and the two behind it are of no use";
+}
+
 // 1 and 2 are hit in host memory until the kill, and the tier has room for three.
 TEST(TraceReplay, WhatIsUsedInHostMemoryStaysOnATierThatIsSmaller) {
   const Trace trace = trace_of({{1, 2}, {3}, {1, 2}, {4}, {1, 2}, {5}, {1, 2}, {6}});

@@ -62,6 +62,22 @@ TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentPromptGoesFromItsEnd) {
   EXPECT_EQ(order, (std::vector<Slot>{11, 10, 2, 1, 0}));
 }
 
+// As of a directory after a start, in the order of their use: of a prompt the beginning is the oldest.
+TEST_F(PrefixPolicyTest, WhatLiesBeforeAChunkIsLearntWhenItIsUsed) {
+  for (const Slot slot : {0u, 1u, 2u, 10u, 11u}) policy_.insert(slot, {.id = id_of(slot)});
+  policy_.pin(1);  // as of one that is being read
+  for (const Slot slot : {2u, 1u, 0u}) {
+    policy_.access(slot, {.id = id_of(slot), .parent = slot == 0 ? 0 : id_of(slot - 1), .request = 1});
+  }
+  policy_.unpin(1);
+  std::vector<Slot> order;
+  while (const auto victim = policy_.victim()) {
+    order.push_back(*victim);
+    policy_.erase(*victim);
+  }
+  EXPECT_EQ(order, (std::vector<Slot>{10, 11, 2, 1, 0}));
+}
+
 TEST_F(PrefixPolicyTest, NothingGoesBeforeWhatLiesBehindIt) {
   std::mt19937 random(5);
   std::vector<std::vector<Slot>> prompts;

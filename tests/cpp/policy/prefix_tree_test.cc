@@ -30,6 +30,21 @@ TEST(PrefixTree, AParentThatGoesLeavesAPlaceholderThatItsReturnFills) {
   EXPECT_EQ(tree.children(again), 1u);
 }
 
+TEST(PrefixTree, AParentMayBeToldLater) {
+  PrefixTree tree;
+  const auto child = tree.take(2, 0, 20), parent = tree.take(1, 0, 10);
+  EXPECT_EQ(tree.parent(child), PrefixTree::kNone);
+  tree.set_parent(child, 1);
+  EXPECT_EQ(tree.parent(child), parent);
+  for (const ChunkId again : {ChunkId{1}, ChunkId{7}, ChunkId{2}, ChunkId{0}}) tree.set_parent(child, again);
+  EXPECT_EQ(tree.parent(child), parent);
+  EXPECT_EQ(tree.children(parent), 1u);
+  tree.leave(child);
+  EXPECT_EQ(tree.children(parent), 0u);
+  tree.leave(parent);
+  EXPECT_EQ(tree.size(), 0u);
+}
+
 TEST(PrefixTree, OnlyTheHeadOfSeveralPrefixesIsBranched) {
   PrefixTree tree;
   const auto parent = tree.take(1, 0, 10);

@@ -234,6 +234,36 @@ TEST(IoPool, cancel_ends_what_is_queued_and_leaves_what_runs) {
   EXPECT_EQ(log.order, (std::vector<std::uint64_t>{7}));
 }
 
+TEST(IoPool, what_is_urgent_is_started_before_what_waits_longer) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({0, 0, &clock});
+  const auto submit = [&](std::uint64_t tag, bool urgent, Nanos deadline = Nanos{0}) {
+    IoPool::Op made = op(log, tag, Lane::kRead, nullptr);
+    made.urgent = urgent;
+    made.deadline = deadline;
+    pool.submit(one(std::move(made)));
+    clock.advance(std::chrono::seconds(1));
+  };
+  submit(1, false);
+  submit(2, true);
+  submit(3, false);
+  submit(4, true);
+  submit(5, true);
+  submit(6, true, clock.now() + std::chrono::seconds(1));
+  EXPECT_EQ(pool.depth(Lane::kRead).queued, 6u);
+  EXPECT_EQ(pool.depth(Lane::kRead).oldest_seconds, 6) << "of all that wait";
+  EXPECT_TRUE(pool.cancel(4));
+  pool.expire();
+  EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{6}, StatusKind::kExpired));
+  for (int i = 0; i < 3; ++i) pool.begin_next(Lane::kRead)();
+  EXPECT_EQ(log.order, (std::vector<std::uint64_t>{2, 5, 1}));
+  submit(7, true);
+  pool.fail_queued(Lane::kRead, Status::error(StatusKind::kUnavailable, "off"));
+  EXPECT_EQ(pool.depth(Lane::kRead).queued, 0u);
+  EXPECT_EQ(log.endings().size(), 7u);
+}
+
 TEST(IoPool, one_without_threads_is_driven_by_hand) {
   FakeClock clock;
   Log log;

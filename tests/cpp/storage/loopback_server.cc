@@ -60,6 +60,15 @@ bool receive(int fd, std::string* buffer) {
   return true;
 }
 
+bool holds_soon(const std::function<bool()>& condition) {
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(120);
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > give_up) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  return true;
+}
+
 bool send_answer(int client, std::string_view answer, const Fate& fate) {
   std::string text(answer);
   if (fate.flipped >= 0 && !text.empty()) {

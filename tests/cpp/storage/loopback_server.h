@@ -24,6 +24,8 @@ int unix_socket(const std::string& path, bool listen_there);  // -1: not possibl
 int loopback_listener(std::uint16_t* port);
 bool send_all(int fd, std::string_view text);
 bool receive(int fd, std::string* buffer);  // appends what is there; false: nothing more will come
+// Until the condition holds; false: not within two minutes.
+bool holds_soon(const std::function<bool()>& condition);
 
 // Takes connections until it is stopped.
 class Acceptor {

@@ -52,15 +52,6 @@ ShardSizes sizes_of(std::uint32_t number) {
   return kShapes[number % kShapes.size()];
 }
 
-bool within_two_minutes(const std::function<bool()>& condition) {
-  const auto give_up = steady_clock::now() + seconds(120);
-  while (!condition()) {
-    if (steady_clock::now() > give_up) return false;
-    std::this_thread::yield();
-  }
-  return true;
-}
-
 // One that shares the server, and what it expects of it.
 class AttackedEngine {
  public:
@@ -130,14 +121,14 @@ class AttackedEngine {
   }
   // All that is in flight has ended but for so many.
   bool drain(std::size_t rest = 0) {
-    return within_two_minutes([&] {
+    return holds_soon([&] {
       poll();
       return rows_.size() <= rest;
     });
   }
   // And nothing that it asks for itself.
   bool settle() {
-    return drain() && within_two_minutes([&] { return tier_->stats().queued_reads == 0; });
+    return drain() && holds_soon([&] { return tier_->stats().queued_reads == 0; });
   }
   bool is_on() const {
     const TierStats stats = tier_->stats();
@@ -339,8 +330,7 @@ TEST_P(RemoteAttack, whatever_happens_to_the_server_no_byte_is_wrong_and_every_o
     EXPECT_LT(resident_bytes(), resident + (64u << 20));
   }
   // Of an engine that was closed the server may not have noticed yet.
-  EXPECT_TRUE(within_two_minutes([&] { return medium_->connections() <= 2 * (4 + 2 + 2); }))
-      << "one a thread";
+  EXPECT_TRUE(holds_soon([&] { return medium_->connections() <= 2 * (4 + 2 + 2); })) << "one a thread";
   std::size_t ended = 0;
   for (const auto& engine : engines_) {
     for (const auto& [kind, times] : engine->ended) ended += times;
@@ -350,7 +340,7 @@ TEST_P(RemoteAttack, whatever_happens_to_the_server_no_byte_is_wrong_and_every_o
 
   medium_->go_wrong(7, 0);
   for (auto& engine : engines_) {
-    EXPECT_TRUE(within_two_minutes([&] {
+    EXPECT_TRUE(holds_soon([&] {
       rest();
       return engine->write_and_read(kKeys + 1).is_ok();
     })) << "it is used again";

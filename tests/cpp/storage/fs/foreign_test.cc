@@ -197,6 +197,28 @@ TEST_F(FsAskedByNameTest, a_directory_that_does_not_answer_is_the_devices_failur
   EXPECT_EQ(known(asker_, 3), Presence::kPresent);
 }
 
+TEST_F(FsAskedByNameTest, what_cannot_be_looked_at_hides_itself_only) {
+  write(asker_, 1);  // the size of its group is known
+  for (const std::uint32_t number : {10u, 11u, 12u}) write(writer_, number);
+  const auto first_looks_fail = [&](int error) {
+    ops_.set_rule([=, failed = false](Call call) mutable {
+      if (call != Call::kStat || failed) return 0;
+      failed = true;
+      return -error;
+    });
+  };
+  for (const int error : {EACCES, ENOTDIR, ELOOP}) {  // somebody's file or a mode in the way: not the device
+    first_looks_fail(error);
+    EXPECT_TRUE(ask(asker_, {20, 10}));
+    EXPECT_EQ(known(asker_, 20), Presence::kAbsent);
+    EXPECT_EQ(known(asker_, 10), Presence::kPresent) << "looked for in vain for another's sake";
+    clock_.advance(KnownRecords::kAskAgainAfter);
+  }
+  first_looks_fail(EIO);
+  EXPECT_EQ(ask(asker_, {20, 11}).kind(), StatusKind::kIo);
+  EXPECT_EQ(known(asker_, 11), Presence::kPresent) << "that one was seen";
+}
+
 TEST_F(FsAskedByNameTest, a_directory_in_a_records_place_is_no_record) {
   write(asker_, 1);
   write(writer_, 2);

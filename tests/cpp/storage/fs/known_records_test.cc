@@ -212,16 +212,20 @@ TEST_F(KnownRecordsTest, the_next_to_go_stays_when_it_is_of_the_request_that_is_
 TEST_F(KnownRecordsTest, what_was_declined_is_known_to_its_request_until_it_is_written_or_reset) {
   begin(generation(1));
   const ChunkId one = chunk_id(key_of(1)), two = chunk_id(key_of(2));
-  records_.note_declined(key_of(1), 5);
+  records_.note_declined(key_of(1), 5, records_.generation());
   EXPECT_TRUE(records_.is_declined(one, 5));
   EXPECT_FALSE(records_.is_declined(one, 6)) << "a later request is looked at anew";
   EXPECT_FALSE(records_.is_declined(two, 5));
   EXPECT_FALSE(records_.is_declined(0, 5)) << "nothing lies before it";
   EXPECT_TRUE(records_.written({key_of(1), 8192}, {.request = 5}, records_.generation()));
   EXPECT_FALSE(records_.is_declined(one, 5));
-  records_.note_declined(key_of(1), 5);
+  const auto before = records_.generation();
+  records_.note_declined(key_of(1), 5, before);
   records_.reset();
   EXPECT_FALSE(records_.is_declined(one, 5));
+  begin(generation(2));
+  records_.note_declined(key_of(1), 5, before);
+  EXPECT_FALSE(records_.is_declined(one, 5)) << "that was decided before the reset";
 }
 
 }  // namespace

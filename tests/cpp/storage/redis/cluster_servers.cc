@@ -31,6 +31,7 @@ RedisClusterServers::RedisClusterServers() {
                                                                         "64mb",
                                                                         "--maxmemory-policy",
                                                                         "allkeys-lru"});
+    if (::testing::Test::HasFailure()) return;
     ids_[i] = nodes_[i]->call({"CLUSTER", "MYID"}).text;
     alive_[i] = true;
     nodes_[i]->call({"CLUSTER", "SET-CONFIG-EPOCH", std::to_string(i + 1)});
@@ -53,6 +54,7 @@ RedisClusterServers::RedisClusterServers() {
     return nodes_[kReplica]->call({"INFO", "replication"}).text.find("master_link_status:up") !=
            std::string::npos;
   }));
+  ready_ = !::testing::Test::HasFailure();
 }
 
 // It knows a master for each slot, and whose replica the replica is.
@@ -72,7 +74,9 @@ redis::Server RedisClusterServers::address(std::size_t node) const {
 
 std::size_t RedisClusterServers::holder_of(const std::string& key) const {
   for (std::size_t i = 0; i < kNodes; ++i) {
-    if (!alive_[i] || nodes_[i]->call({"ROLE"}).elements.front().text != "master") continue;
+    if (!alive_[i]) continue;
+    const redis::Reply role = nodes_[i]->call({"ROLE"});
+    if (role.elements.empty() || role.elements.front().text != "master") continue;
     const std::vector<std::string> keys = nodes_[i]->keys();
     if (std::find(keys.begin(), keys.end(), key) != keys.end()) return i;
   }

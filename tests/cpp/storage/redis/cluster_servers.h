@@ -19,6 +19,8 @@ class RedisClusterServers {
 
   RedisClusterServers();  // ready: all agree, and the replica has what its master has
 
+  bool is_ready() const { return ready_; }
+
   redis::Server address(std::size_t node) const;  // over TCP
   RedisProcess& node(std::size_t number) { return *nodes_[number]; }
   // Whoever of the nodes has this key, among those that are masters; kNodes: none.
@@ -36,6 +38,7 @@ class RedisClusterServers {
   std::array<std::string, kNodes> ids_;
   std::array<std::unique_ptr<RedisProcess>, kNodes> nodes_;
   std::array<bool, kNodes> alive_{};
+  bool ready_ = false;
 };
 
 }  // namespace kv_offload::testing

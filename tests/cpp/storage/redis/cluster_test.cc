@@ -5,11 +5,13 @@
 
 #include <array>
 #include <chrono>
+#include <map>
 #include <set>
 #include <string>
 
 #include "storage/redis/cluster_servers.h"
 #include "storage/redis/probe.h"
+#include "storage/redis/records.h"
 #include "storage/redis/tier.h"
 #include "storage/tier_driver.h"
 #include "with_threads.h"
@@ -27,7 +29,10 @@ class RedisClusterTest : public ::testing::Test {
   static void SetUpTestSuite() { servers_ = std::make_unique<Servers>(); }
   static void TearDownTestSuite() { servers_.reset(); }
 
-  void SetUp() override { namespace_id_.fill(++namespaces_); }
+  void SetUp() override {
+    ASSERT_TRUE(servers_->is_ready());
+    namespace_id_.fill(++namespaces_);
+  }
 
   RedisTierOptions options(std::size_t seed = 0) const {
     RedisTierOptions options;
@@ -136,14 +141,72 @@ TEST_F(RedisClusterTest, the_memory_of_all_masters_is_summed_and_each_is_named) 
   }
   EXPECT_EQ(found.write_refused, "");
   EXPECT_GT(found.read_bytes_per_second, 0);
+  EXPECT_GT(found.bytes_per_record, 1u << 20);
+  EXPECT_LT(found.bytes_per_record, 2u << 20);
+}
+
+TEST_F(RedisClusterTest, the_commands_see_the_records_of_all_nodes) {
+  TierDriver user(make_redis_tier(options()));
+  std::array<std::string, Servers::kMasters> names;
+  for (std::size_t master = 0; master < Servers::kMasters; ++master) {
+    const std::uint32_t number = number_on(master);
+    ASSERT_TRUE(user.write(number));
+    names[master] = name_of(number);
+  }
+  // The replica has a part of the keys only, and names the masters.
+  const auto records = open_redis_records(
+      {.server = servers_->address(Servers::kReplica), .deadline = seconds(60), .page = 4});
+  const auto listed = [&] {
+    std::map<std::string, RemoteRecord> found;
+    std::string next;
+    int pages = 0;
+    do {
+      RemotePage page;
+      EXPECT_TRUE(records->list(hex_of(namespace_id_), next, true, &page));
+      for (const RemoteRecord& record : page.records) {
+        if (record.is_record()) found.emplace(record.name, record);
+      }
+      next = page.next;
+    } while (!next.empty() && ++pages < 1000);
+    return found;
+  };
+  const auto found = listed();
+  ASSERT_EQ(found.size(), names.size());
+  for (const std::string& name : names) {
+    EXPECT_GT(found.at(name).bytes, kRecordHeaderBytes);
+    bool removed = false;
+    EXPECT_TRUE(records->verify(found.at(name), true, &removed));
+    EXPECT_FALSE(removed);
+  }
+  servers_->node(1).call({"SETRANGE", names[1], "5000", "x"});
+  bool removed = false;
+  EXPECT_EQ(records->verify(found.at(names[1]), true, &removed).kind(), StatusKind::kCorrupt);
+  EXPECT_TRUE(removed);
+  EXPECT_EQ(servers_->holder_of(names[1]), Servers::kNodes);
+  std::vector<RemoteRecord> all;
+  for (const auto& [name, record] : found) all.push_back(record);
+  RemoteRemoved gone;
+  EXPECT_TRUE(records->remove(all, &gone));
+  EXPECT_EQ(gone.records, 2u) << "one went before";
+  EXPECT_TRUE(listed().empty());
+  RemotePage page;
+  for (const char* strange : {"3@", "x", "1", "@", "-1@0"})
+    EXPECT_THROW((void)records->list("", strange, false, &page), InvalidArgument) << strange;
 }
 
 // A slot of the first master goes to the second while it is in use.
 TEST_F(RedisClusterTest, a_slot_that_moves_takes_its_records_along) {
   TierDriver user(make_redis_tier(options()));
-  const std::uint32_t staying = number_on(0), coming = number_on(0, staying + 1);
-  const std::uint16_t slot = redis::slot_of(name_of(coming));
+  const std::uint32_t staying = number_on(0);
   ASSERT_TRUE(user.write(staying));
+  // In a slot without a record, of other tests either: another could not be given away.
+  std::uint32_t coming = number_on(0, staying + 1);
+  const auto slot_of_it = [&] { return redis::slot_of(name_of(coming)); };
+  const auto keys_there = [&] {
+    return servers_->node(0).call({"CLUSTER", "COUNTKEYSINSLOT", std::to_string(slot_of_it())}).integer;
+  };
+  while (keys_there() > 0) coming = number_on(0, coming + 1);
+  const std::uint16_t slot = slot_of_it();
   servers_->begin_move(slot, 0, 1);
   EXPECT_EQ(user.read(coming).kind(), StatusKind::kNotFound) << "neither has it";
   ASSERT_TRUE(user.write(coming));
@@ -180,6 +243,16 @@ TEST_F(RedisClusterTest, z_a_node_that_dies_takes_its_keys_away_until_its_replic
   }
   EXPECT_TRUE(user.tier().stats().readable && user.tier().stats().writable);
   EXPECT_EQ(user.tier().stats().breaker_trips, 0u) << "one of three is no reason to leave the others alone";
+  try {
+    (void)open_redis_records({.server = servers_->address(0), .deadline = seconds(60)});
+    ADD_FAILURE() << "what the node that is away has would be left out";
+  } catch (const ResourceError& error) {
+    EXPECT_NE(std::string(error.what()).find(redis::address_of(servers_->address(kDying))), std::string::npos)
+        << error.what();
+  }
+  const redis::Probe probed = redis::probe({servers_->address(0)}, "kv_offload", 1 << 20, 6, seconds(60));
+  EXPECT_GT(probed.write_bytes_per_second, 0) << "of those that answer";
+  EXPECT_GT(probed.read_bytes_per_second, 0);
   servers_->promote_replica();
   EXPECT_TRUE(eventually(user, [&] { return user.read(numbers[kDying]).is_ok(); }));
   ASSERT_TRUE(user.write(another));

@@ -47,7 +47,7 @@ class RedisMedium final : public RemoteMedium {
   void release() override { proxy.faults.release(); }
   void wait_for_blocked(int threads) override { proxy.faults.wait_for_blocked(threads); }
   void wait_for_let_go() override {
-    while (proxy.connections() > 0) std::this_thread::yield();
+    EXPECT_TRUE(holds_soon([&] { return proxy.connections() == 0; }));
   }
 
   void kill() override { server.kill(); }

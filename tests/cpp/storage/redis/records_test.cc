@@ -301,7 +301,7 @@ TEST(RedisRecordsScriptTest, refusals_say_what_to_do_and_repeat_nothing) {
   const std::string secret = "hunter2-never-shown";
   for (const auto& [answer, expected] : std::vector<std::pair<std::string, std::string>>{
            {"NOPERM User x " + secret, "may not use SCAN here: allow +scan and the keys ~kv_offload:*"},
-           {"MOVED 1 " + secret + ":1", "a node of a cluster"},
+           {"MOVED 1 " + secret + ":1", "its slot is moving"},
            {"LOADING " + secret, "still loading"},
            {"ERR " + secret, "refused the command"}}) {
     const RedisScript server(RedisScript::usual({{"CLIENT", "+OK\r\n"}, {"SCAN", "-" + answer + "\r\n"}}));
@@ -330,15 +330,20 @@ TEST(RedisRecordsScriptTest, sizes_that_are_refused_are_not_nothing) {
   }
 }
 
-TEST(RedisRecordsScriptTest, a_node_of_a_cluster_is_refused) {
-  const RedisScript server(
-      RedisScript::usual({{"CLIENT", "+OK\r\n"}, {"INFO", bulk("# Cluster\r\ncluster_enabled:1\r\n")}}));
-  try {
-    (void)opened(server.address());
-    ADD_FAILURE() << "was let in";
-  } catch (const ResourceError& error) {
-    for (const char* part : {"a node of a cluster", "do not know clusters yet", "each primary"})
-      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+TEST(RedisRecordsScriptTest, a_cluster_whose_map_has_holes_or_is_none_is_refused) {
+  const std::string port = "*2\r\n$0\r\n\r\n:6379\r\n";
+  for (const auto& [map, expected] : std::vector<std::pair<std::string, std::string>>{
+           {"*1\r\n*3\r\n:0\r\n:99\r\n" + port, "16284 of the cluster's 16384 slots are on no node"},
+           {"*0\r\n", "no slot is given to any node yet"},
+           {"-ERR x\r\n", "refused the command"}}) {
+    const RedisScript server(RedisScript::usual(
+        {{"CLIENT", "+OK\r\n"}, {"INFO", bulk("# Cluster\r\ncluster_enabled:1\r\n")}, {"CLUSTER", map}}));
+    try {
+      (void)opened(server.address());
+      ADD_FAILURE() << "was let in";
+    } catch (const ResourceError& error) {
+      EXPECT_NE(std::string(error.what()).find(expected), std::string::npos) << error.what();
+    }
   }
 }
 

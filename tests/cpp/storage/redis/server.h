@@ -24,9 +24,6 @@ namespace kv_offload::testing {
 // A port of loopback that nobody listens on, below those that the system gives to clients.
 std::uint16_t unused_port();
 
-// Until the condition holds; false: not within two minutes.
-bool holds_soon(const std::function<bool()>& condition);
-
 class RedisProcess {
  public:
   // Options as on its command line: {"--maxmemory", "64mb"}.

@@ -50,7 +50,7 @@ TEST_F(S3TierTest, the_store_says_when_to_ask_again_and_a_deadline_goes_before_i
   EXPECT_TRUE(write(store, 1));
   ASSERT_EQ(pauses_.size(), 1u);
   EXPECT_EQ(pauses_[0], seconds(3));
-  server_.answer(Verb::kWrite, error_of("503 Slow Down", "SlowDown", "Retry-After: 60\r\n"), 1);
+  server_.answer(Verb::kWrite, error_of("503 Slow Down", "SlowDown", "Retry-After: 600\r\n"), 1);
   EXPECT_EQ(write(store, 2).kind(), StatusKind::kIo);
   EXPECT_EQ(pauses_.size(), 1u);
 }

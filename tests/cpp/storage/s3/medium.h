@@ -58,7 +58,7 @@ class S3Medium final : public RemoteMedium {
   void release() override { server.faults.release(); }
   void wait_for_blocked(int threads) override { server.faults.wait_for_blocked(threads); }
   void wait_for_let_go() override {
-    while (held_.use_count() > 1) std::this_thread::yield();
+    EXPECT_TRUE(holds_soon([&] { return held_.use_count() == 1; }));
   }
 
   void kill() override { server.kill(); }
