@@ -105,7 +105,7 @@ TEST(TraceReplay, AKillLeavesWhatIsOnTheTierAndNothingElse) {
 TEST(TraceReplay, ATierThatIsBackKnowsWhatWasUsedWhenAndNoPrompts) {
   const Trace trace = trace_of({{1, 2, 3}, {4, 5, 6}, {7}, {4, 5, 6}, {1, 2, 3}});
   const auto hits_after = [&](const std::string& policy) {
-    return replay(trace, {.host_chunks = 3,
+    return replay(trace, {.host_chunks = 6,
                           .tier_chunks = 6,
                           .tier_eviction_policy = policy,
                           .kill_after = 2,

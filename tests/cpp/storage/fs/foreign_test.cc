@@ -199,24 +199,25 @@ TEST_F(FsAskedByNameTest, a_directory_that_does_not_answer_is_the_devices_failur
 
 TEST_F(FsAskedByNameTest, what_cannot_be_looked_at_hides_itself_only) {
   write(asker_, 1);  // the size of its group is known
-  for (const std::uint32_t number : {10u, 11u, 12u}) write(writer_, number);
-  const auto first_looks_fail = [&](int error) {
+  for (const std::uint32_t number : {10u, 11u, 12u, 13u}) write(writer_, number);
+  const auto first_look_fails = [&](int error) {
     ops_.set_rule([=, failed = false](Call call) mutable {
       if (call != Call::kStat || failed) return 0;
       failed = true;
       return -error;
     });
   };
+  std::uint32_t there = 10;
   for (const int error : {EACCES, ENOTDIR, ELOOP}) {  // somebody's file or a mode in the way: not the device
-    first_looks_fail(error);
-    EXPECT_TRUE(ask(asker_, {20, 10}));
+    first_look_fails(error);
+    EXPECT_TRUE(ask(asker_, {20, there}));
     EXPECT_EQ(known(asker_, 20), Presence::kAbsent);
-    EXPECT_EQ(known(asker_, 10), Presence::kPresent) << "looked for in vain for another's sake";
+    EXPECT_EQ(known(asker_, there++), Presence::kPresent) << "the other is in its way";
     clock_.advance(KnownRecords::kAskAgainAfter);
   }
-  first_looks_fail(EIO);
-  EXPECT_EQ(ask(asker_, {20, 11}).kind(), StatusKind::kIo);
-  EXPECT_EQ(known(asker_, 11), Presence::kPresent) << "that one was seen";
+  first_look_fails(EIO);
+  EXPECT_EQ(ask(asker_, {20, there}).kind(), StatusKind::kIo);
+  EXPECT_EQ(known(asker_, there), Presence::kPresent) << "that one was seen";
 }
 
 TEST_F(FsAskedByNameTest, a_directory_in_a_records_place_is_no_record) {
