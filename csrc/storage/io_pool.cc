@@ -31,12 +31,16 @@ using Queue = std::deque<Queued>;
 // What waits in one lane.
 struct LaneQueue {
   Queue urgent, others;
+  unsigned urgent_in_a_row = 0;  // while others waited
 
   bool empty() const { return urgent.empty() && others.empty(); }
   std::size_t size() const { return urgent.size() + others.size(); }
   void push(Queued queued) { (queued.op.urgent ? urgent : others).push_back(std::move(queued)); }
   Queued pop() {
-    Queue& queue = urgent.empty() ? others : urgent;
+    const bool others_turn =
+        !others.empty() && (urgent.empty() || urgent_in_a_row >= IoPool::kUrgentPerOther);
+    urgent_in_a_row = others_turn || others.empty() ? 0 : urgent_in_a_row + 1;
+    Queue& queue = others_turn ? others : urgent;
     Queued next = std::move(queue.front());
     queue.pop_front();
     return next;

@@ -7,7 +7,8 @@
 // Each op has a tag and a deadline: one that has not started by then ends
 // kExpired without running (noticed by a thread that comes free, or by
 // expire()). cancel() ends a queued op kCancelled. Every submitted op ends
-// exactly once in `done`. Ops of a lane are started in order, urgent ones before all others.
+// exactly once in `done`. Ops of a lane are started in order; urgent ones before others, of which one is
+// started for every kUrgentPerOther of them.
 //
 // `run` must not throw. `done` runs on the pool's thread (or the caller's, for cancel, fail_queued,
 // expire and close) without any lock of the pool, and must not throw or block.
@@ -39,6 +40,7 @@ struct IoPoolOptions {
 class IoPool {
  public:
   static constexpr unsigned kReadsPerWrite = 8;
+  static constexpr unsigned kUrgentPerOther = 8;
 
   struct Op {
     std::uint64_t tag = 0;

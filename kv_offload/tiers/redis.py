@@ -346,12 +346,6 @@ class RedisTierConfig(TierConfig):
         except (RuntimeError, ValueError) as error:
             return Answer("refused", str(error))
         notes = self._cautions_of(found)
-        taken = found["bytes_per_record"]
-        if taken > _PROBE_RECORD * 1.1:
-            notes.append(
-                f"a value of {format_bytes(_PROBE_RECORD)} takes {format_bytes(taken)} of its memory, as its "
-                f"allocator rounds up: count with {taken / _PROBE_RECORD:.2f} times the bytes for maxmemory"
-            )
         if found["write_refused"]:
             state: Literal["ok", "note", "refused"] = "note" if self.write_policy == "never" else "refused"
             return Answer(state, f"{self._described(found)}; {found['write_refused']}", found)
@@ -359,6 +353,9 @@ class RedisTierConfig(TierConfig):
             f"{format_bytes(int(found[f'{verb}_bytes_per_second']))}/s" for verb in ("write", "read")
         )
         size = f"{records} records of {format_bytes(_PROBE_RECORD)} on one connection"
+        taken = found["bytes_per_record"]
+        if taken > _PROBE_RECORD * 1.1:  # its allocator rounds up
+            size += f", each takes {format_bytes(taken)} of its memory"
         text = "; ".join((f"writes {write}, reads {read}, {self._described(found)}", size, *notes))
         return Answer("note" if notes else "ok", text, found)
 

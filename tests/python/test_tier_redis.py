@@ -269,9 +269,9 @@ def test_what_is_said_of_a_cluster_names_the_nodes() -> None:
     assert "no maxmemory" in tier._described(found)
 
 
-@pytest.mark.parametrize(("taken", "state"), [(2_100_000, "ok"), (2_621_496, "note"), (0, "ok")])
+@pytest.mark.parametrize(("taken", "told"), [(2_100_000, False), (2_621_496, True), (0, False)])
 def test_doctor_says_what_the_allocator_makes_of_a_record(
-    monkeypatch: pytest.MonkeyPatch, taken: int, state: str
+    monkeypatch: pytest.MonkeyPatch, taken: int, told: bool
 ) -> None:
     (tier,) = config(url="redis://h").secondary_tiers
     assert isinstance(tier, RedisTierConfig)
@@ -286,8 +286,8 @@ def test_doctor_says_what_the_allocator_makes_of_a_record(
     }
     monkeypatch.setattr(RedisTierConfig, "_look", lambda *_: found)
     measured = tier.measure(1 << 22)
-    assert measured.state == state
-    assert ("1.25 times the bytes for maxmemory" in measured.text) == (state == "note")
+    assert measured.state == "ok"
+    assert ("each takes 2.5 MiB of its memory" in measured.text) == told
 
 
 def test_one_that_is_not_there_is_a_caution_and_refused_by_doctor(tmp_path: Path) -> None:

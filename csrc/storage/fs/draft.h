@@ -15,7 +15,7 @@ struct Draft {
   std::uint32_t leaf = 0;
   std::uint64_t file_bytes = 0;
   bool direct = false;
-  // Not 0: it is declined rather than take the place of a record of this request. 0 once one of another went.
+  // Not 0: it is declined rather than take the place of a record of this request.
   std::uint32_t spared_request = 0;
   // Its temporary, once there is one: a new file, or that of an evicted record of the same size.
   Fd fd;

@@ -104,7 +104,6 @@ Status Evictor::evict_own(Draft* draft, Reservation* reservation, std::uint64_t*
                          generation.path + "/" + path);
   }
   records_.evicted(*victim);
-  if (draft != nullptr) draft->spared_request = 0;  // what has gone for it is not to have gone for nothing
   return Status::ok();
 }
 

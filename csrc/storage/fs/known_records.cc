@@ -102,7 +102,7 @@ void KnownRecords::used(const TierUses& uses) {
 }
 
 void KnownRecords::apply_uses() {
-  while (apply_some_uses()) std::this_thread::yield();  // whoever waits for the lock gets it
+  while (apply_some_uses()) std::this_thread::yield();  // who waits for the lock may get it
 }
 
 // True: there are more.

@@ -47,9 +47,8 @@ bool is_no_record(int error) {
 
 Status Scanner::list(const std::shared_ptr<Generation>& generation, std::uint32_t leaf) {
   LeafFound found;
-  if (Status status = scan_leaf(ops_, generation->directory.get(), leaf, {.names_only = true}, &found);
-      !status)
-    return status;
+  Status status = scan_leaf(ops_, generation->directory.get(), leaf, {.names_only = true}, &found);
+  if (!status && !is_no_record(status.error_number())) return status;
   records_.adopt_names(generation, found.records, false, stop_);
   records_.note_listed(generation, leaf);
   return Status::ok();
@@ -75,8 +74,10 @@ Status Scanner::find(const std::shared_ptr<Generation>& generation, std::span<co
       }
       if (rc < 0) status = Status::from_errno(-rc, "look for a record", generation->path);
     }
+    // One that does not answer would not answer for the others either, each time as late.
+    const bool ends = order == KeyOrder::kPrefix || status.kind() == StatusKind::kTimeout;
     if (!status && !is_no_record(status.error_number()) && first_failure) first_failure = std::move(status);
-    if (order == KeyOrder::kPrefix) break;
+    if (ends) break;
   }
   records_.adopt_names(generation, found, true, stop_);
   return first_failure;

@@ -70,7 +70,10 @@ class Cluster {
   // The nodes that have keys; one server alone: that one.
   std::vector<NodePtr> owners() const EXCLUDES(mutex_);
   // Which of them has the key; null: none, as far as is known.
-  NodePtr owner(std::string_view key) const EXCLUDES(mutex_) { return owner_of(slot_of(key)).node; }
+  NodePtr owner(std::string_view key) const EXCLUDES(mutex_) { return owner_of_slot(slot_of(key)); }
+  NodePtr owner_of_slot(std::uint32_t slot) const EXCLUDES(mutex_) {
+    return owner_of(static_cast<std::uint16_t>(slot)).node;
+  }
   std::uint32_t slots_of_nobody() const EXCLUDES(mutex_);
   void close() EXCLUDES(mutex_);  // of connections, as Connections::close()
 

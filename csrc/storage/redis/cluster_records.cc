@@ -14,9 +14,9 @@ namespace {
 
 class ClusterRecords final : public RemoteRecords {
  public:
-  explicit ClusterRecords(const RedisRecordsOptions& options) : cluster_({options.server}) {
-    bool refused = false;
-    const Status learnt = cluster_.learn(std::chrono::steady_clock::now() + options.deadline, &refused);
+  explicit ClusterRecords(const RedisRecordsOptions& options)
+      : options_(options), cluster_({options.server}) {
+    const Status learnt = learn(cluster_);
     if (!learnt) throw_resource("{}: {}", address_of(options.server), learnt.message());
     if (const std::uint32_t slots = cluster_.slots_of_nobody(); slots > 0) {
       throw_resource("{}: {} of the cluster's {} slots are on no node, and their records would be left out",
@@ -54,17 +54,36 @@ class ClusterRecords final : public RemoteRecords {
     return Status::error(status.kind(), fmt::format("the node {}: {}", part.address, status.message()),
                          status.error_number());
   }
+  Status learn(Cluster& cluster) const {
+    bool refused = false;
+    return cluster.learn(std::chrono::steady_clock::now() + options_.deadline, &refused);
+  }
+  // Slots that went from a node still to be listed to one that was listed are in no page.
+  Status has_stayed() const {
+    Cluster now({options_.server});
+    if (Status status = learn(now); !status) return status;
+    for (std::uint32_t slot = 0; slot < kSlots; ++slot) {
+      const NodePtr before = cluster_.owner_of_slot(slot), after = now.owner_of_slot(slot);
+      if (after && address_of(before->server) == address_of(after->server)) continue;
+      return Status::error(StatusKind::kIo,
+                           "slots of the cluster went to other nodes while it was listed, so that what was "
+                           "seen is a part: run it again");
+    }
+    return Status::ok();
+  }
   std::size_t index_of(const RemoteRecord& record) const {
     return index_of_.at(cluster_.owner(record.name).get());
   }
   Part& part_of(const RemoteRecord& record) { return nodes_[index_of(record)]; }
 
-  Cluster cluster_;  // its map stays as it was when this was opened
+  const RedisRecordsOptions options_;
+  Cluster cluster_;  // its map stays as it was when this was opened: nobody asks it for keys
   std::vector<Part> nodes_;
   std::map<const Node*, std::size_t> index_of_;
 };
 
-// "2@17": the third node, and where to go on there.
+// The page that would be the last one says whether it was all. "2@17": the third node, and where to go on
+// there.
 Status ClusterRecords::list(const std::string& namespace_id, std::string from, bool sizes, RemotePage* page) {
   std::size_t at = 0;
   if (!from.empty()) {
@@ -81,6 +100,8 @@ Status ClusterRecords::list(const std::string& namespace_id, std::string from, b
     page->next = fmt::format("{}@{}", at, page->next);
   } else if (at + 1 < nodes_.size()) {
     page->next = fmt::format("{}@", at + 1);
+  } else {
+    return has_stayed();
   }
   return Status::ok();
 }

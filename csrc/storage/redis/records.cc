@@ -37,8 +37,8 @@ bool is_unknown(const Reply& reply) {
 
 Status has_moved() {
   return Status::error(StatusKind::kIo,
-                       "a node of the cluster sends the key to another (its slot is moving, or the server "
-                       "became a node just now): run it again");
+                       "the server sends the key to another, as a node of a cluster does whose slots are "
+                       "moving: run it again when they have (redis-cli --cluster check)");
 }
 
 // "run_id:..." of INFO; empty: the server shows none.
@@ -68,7 +68,7 @@ Status refusal_of(const Words& command, const Reply& reply, std::string_view pre
   if (is_word(reply, "READONLY")) {
     return Status::error(StatusKind::kIo,
                          "the server is a read-only replica, where nothing can be removed: give the address "
-                         "of its primary");
+                         "of its primary, or of a cluster run it again");
   }
   if (is_word(reply, "MOVED") || is_word(reply, "ASK") || is_word(reply, "TRYAGAIN")) return has_moved();
   return refusal(reply.text);

@@ -24,8 +24,8 @@ struct RedisRecordsOptions {
 };
 
 // One thread at a time. Of a cluster all of its masters; what one of them has is not left out: while it is
-// away, lists fail. Throws ResourceError when a server does not answer or refuses how it is spoken to, and
-// when slots of a cluster are on no node.
+// away, lists fail, and so does the last page when slots moved meanwhile. Throws ResourceError when a server
+// does not answer or refuses how it is spoken to, and when slots of a cluster are on no node.
 std::unique_ptr<RemoteRecords> open_redis_records(const RedisRecordsOptions& options);
 
 namespace redis {

@@ -258,10 +258,14 @@ TEST(IoPool, what_is_urgent_is_started_before_what_waits_longer) {
   EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{6}, StatusKind::kExpired));
   for (int i = 0; i < 3; ++i) pool.begin_next(Lane::kRead)();
   EXPECT_EQ(log.order, (std::vector<std::uint64_t>{2, 5, 1}));
+  for (std::uint64_t tag = 100; tag < 120; ++tag) submit(tag, true);
+  for (int i = 0; i < 9; ++i) pool.begin_next(Lane::kRead)();
+  EXPECT_EQ(log.order.back(), 3u) << "it has had its turn";
+  EXPECT_EQ(log.order.size(), 3u + 9u);
   submit(7, true);
   pool.fail_queued(Lane::kRead, Status::error(StatusKind::kUnavailable, "off"));
   EXPECT_EQ(pool.depth(Lane::kRead).queued, 0u);
-  EXPECT_EQ(log.endings().size(), 7u);
+  EXPECT_EQ(log.endings().size(), 7u + 20u);
 }
 
 TEST(IoPool, one_without_threads_is_driven_by_hand) {

@@ -218,6 +218,23 @@ TEST_F(FsAskedByNameTest, what_cannot_be_looked_at_hides_itself_only) {
   first_look_fails(EIO);
   EXPECT_EQ(ask(asker_, {20, there}).kind(), StatusKind::kIo);
   EXPECT_EQ(known(asker_, there), Presence::kPresent) << "that one was seen";
+  first_look_fails(ETIMEDOUT);
+  const int before = ops_.calls_here();
+  EXPECT_EQ(ask(asker_, {21, 22, 23}).kind(), StatusKind::kTimeout);
+  EXPECT_EQ(ops_.calls_here() - before, 1) << "each would take as long";
+}
+
+TEST_F(FsAskedByNameTest, a_leaf_that_may_not_be_listed_has_no_records) {
+  write(writer_, 1);  // of its group nothing is known: its directory is listed
+  for (const int error : {EACCES, ENOTDIR, ELOOP}) {
+    ops_.fail_all(Call::kOpen, error);
+    EXPECT_TRUE(ask(asker_, {1}));
+    EXPECT_EQ(known(asker_, 1), Presence::kAbsent);
+    clock_.advance(KnownRecords::kAskAgainAfter);
+  }
+  ops_.clear();
+  EXPECT_TRUE(ask(asker_, {1}));
+  EXPECT_EQ(known(asker_, 1), Presence::kPresent);
 }
 
 TEST_F(FsAskedByNameTest, a_directory_in_a_records_place_is_no_record) {

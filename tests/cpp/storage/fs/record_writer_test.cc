@@ -83,33 +83,5 @@ TEST(RecordWriterTest, what_would_take_the_place_of_its_own_prompt_is_declined_a
   store.close();
 }
 
-TEST(RecordWriterTest, once_anothers_record_has_gone_for_it_it_is_written) {
-  const TempDir dir;
-  FaultyFileOps ops;
-  FakeClock clock;
-  FsStore store(options_for(dir.path() + "/root", std::uint64_t{1} << 20), ops, clock);
-  Row row({131072}), small_row({4096});
-  std::uint64_t moved = 0;
-  const auto write = [&](std::uint32_t number, std::uint32_t request, Row& of) {
-    TierOp op;
-    op.kind = OpKind::kWrite;
-    op.shards = of.shards();
-    op.key = key_of(number);
-    op.about = {.depth = number, .request = request};
-    op.may_decline = true;
-    return store.write(op, store.epoch(), &moved);
-  };
-  ASSERT_TRUE(write(100, 1, small_row));  // the first to go, and too little
-  std::uint32_t number = 1;
-  while (store.catalogue()->contains(key_of(100)) == Presence::kPresent) {
-    ASSERT_LT(number, 30u) << "the bound is never reached";
-    EXPECT_TRUE(write(number++, 2, row));
-  }
-  EXPECT_EQ(store.catalogue()->contains(key_of(number - 1)), Presence::kPresent);
-  EXPECT_EQ(store.catalogue()->contains(key_of(1)), Presence::kAbsent) << "of its own request";
-  EXPECT_EQ(write(number, 2, row).kind(), StatusKind::kDeclined);
-  store.close();
-}
-
 }  // namespace
 }  // namespace kv_offload

@@ -143,6 +143,19 @@ TEST_F(RedisClusterTest, the_memory_of_all_masters_is_summed_and_each_is_named) 
   EXPECT_GT(found.read_bytes_per_second, 0);
   EXPECT_GT(found.bytes_per_record, 1u << 20);
   EXPECT_LT(found.bytes_per_record, 2u << 20);
+  // Who may not ask for that is served all the same, and leaves nothing; all keys on one node.
+  for (std::size_t i = 0; i < Servers::kMasters; ++i) {
+    servers_->node(i).call({"ACL", "SETUSER", "plain", "on", ">x", "~*", "+@all", "-memory"});
+  }
+  redis::Server plain = servers_->address(0);
+  plain.user = "plain";
+  plain.password = "x";
+  const redis::Probe without = redis::probe({plain}, "{tag}", 1 << 20, 6, seconds(60));
+  EXPECT_EQ(without.bytes_per_record, 0u);
+  EXPECT_GT(without.read_bytes_per_second, 0);
+  for (std::size_t i = 0; i < Servers::kMasters; ++i) {
+    for (const std::string& key : servers_->node(i).keys()) EXPECT_EQ(key.find("probe"), key.npos) << key;
+  }
 }
 
 TEST_F(RedisClusterTest, the_commands_see_the_records_of_all_nodes) {
@@ -189,6 +202,20 @@ TEST_F(RedisClusterTest, the_commands_see_the_records_of_all_nodes) {
   EXPECT_TRUE(records->remove(all, &gone));
   EXPECT_EQ(gone.records, 2u) << "one went before";
   EXPECT_TRUE(listed().empty());
+  // A slot goes on its way between two pages.
+  const std::uint16_t slot = redis::slot_of(names[0]);
+  servers_->begin_move(slot, 0, 1);
+  servers_->end_move(slot, 0, 1);
+  RemotePage last;
+  std::string next;
+  Status status;
+  do {
+    status = records->list(hex_of(namespace_id_), next, false, &last);
+    next = last.next;
+  } while (status && !next.empty());
+  EXPECT_NE(status.message().find("went to other nodes"), std::string::npos) << status.to_string();
+  servers_->begin_move(slot, 1, 0);
+  servers_->end_move(slot, 1, 0);
   RemotePage page;
   for (const char* strange : {"3@", "x", "1", "@", "-1@0"})
     EXPECT_THROW((void)records->list("", strange, false, &page), InvalidArgument) << strange;

@@ -301,7 +301,7 @@ TEST(RedisRecordsScriptTest, refusals_say_what_to_do_and_repeat_nothing) {
   const std::string secret = "hunter2-never-shown";
   for (const auto& [answer, expected] : std::vector<std::pair<std::string, std::string>>{
            {"NOPERM User x " + secret, "may not use SCAN here: allow +scan and the keys ~kv_offload:*"},
-           {"MOVED 1 " + secret + ":1", "its slot is moving"},
+           {"MOVED 1 " + secret + ":1", "whose slots are moving"},
            {"LOADING " + secret, "still loading"},
            {"ERR " + secret, "refused the command"}}) {
     const RedisScript server(RedisScript::usual({{"CLIENT", "+OK\r\n"}, {"SCAN", "-" + answer + "\r\n"}}));
