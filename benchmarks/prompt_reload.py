@@ -10,9 +10,9 @@ files of both disk tiers are dropped from the page cache before the restart.
 
 ``--tier``, as often as wanted: the same with this tier in place of the disk (KIND=PLACE, a table of
 secondary_tiers as JSON, or "redis" and "s3" alone for a server that is started here), against computing.
-Beside one of S3 also vLLM's own tier of objects, where NIXL is installed. Results are kept apart. On a server
-that is not started here records stay, under a prefix of their own, which is told: `kv-offload purge` takes
-it.
+At the same place also LMCache, where it is installed (lmcache_beside.py tells how), and at one of S3 vLLM's
+own tier of objects, where NIXL is installed. Results are kept apart. On a server that is not started here
+records stay, under a prefix of their own, which is told: `kv-offload purge` takes it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
+import lmcache_beside
 from local_server import Answer, LocalServer, difference, kv_transfer_config
 from reporting import describe_machine, draw_bars, say, write_results
 from same_for_all import environment
@@ -125,22 +127,24 @@ class Directory:
 
 
 class Remote:
-    """A server below host memory, whose memory is its own."""
+    """A server below host memory, whose memory is its own.
 
-    def __init__(self, kind: str, ours: bool) -> None:
-        self.label, self._ours = kind, ours
+    ``is_written``: as many records as this are; None for those who do not tell, who are given a time.
+    """
+
+    def __init__(self, label: str, is_written: Callable[[LocalServer, int], bool] | None) -> None:
+        self.label, self._is_written = label, is_written
 
     def wait_until_written(self, records: int, server: LocalServer) -> None:
-        """Until as many records were written as there are chunks. Of others, who do not tell, a time."""
-        give_up = time.monotonic() + (WAIT_SECONDS if self._ours else OTHERS_WAIT_SECONDS)
+        seconds = WAIT_SECONDS if self._is_written else OTHERS_WAIT_SECONDS
+        give_up = time.monotonic() + seconds
         while time.monotonic() < give_up:
             server.ask([2] * 16, max_tokens=1)
-            written = server.metric("kv_offload_write_seconds_count", tier=self.label)
-            if self._ours and written >= records:
-                return
             time.sleep(1)
-        if self._ours:
-            raise TimeoutError(f"{written:.0f} of {records} chunks are written after {WAIT_SECONDS} s")
+            if self._is_written and self._is_written(server, records):
+                return
+        if self._is_written:
+            raise TimeoutError(f"not all of {records} chunks are written after {seconds} s")
 
     def forget(self) -> None:
         pass
@@ -227,19 +231,60 @@ def vllm_objects(entry: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def measure_ours(setup: Setup, entry: dict[str, Any]) -> Times:
+    kind = entry["type"]
+
+    def is_written(server: LocalServer, records: int) -> bool:
+        return server.metric("kv_offload_write_seconds_count", tier=kind) >= records
+
+    config = kv_transfer_config(HOST_BYTES, secondary_tiers=[entry])
+    return measure(setup, f"kv_offload {kind}", config, Remote(kind, is_written))
+
+
+@contextlib.contextmanager
+def inside(directory: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def measure_lmcache(setup: Setup, entry: dict[str, Any]) -> Times | None:
+    """None where it is not installed, or cannot be given this place."""
+    kind = entry["type"]
+    if not lmcache_beside.is_installed():
+        say(f"LMCache {kind}: not measured, as LMCache is not installed")
+        return None
+    try:
+        server = lmcache_beside.LMCacheServer(entry, HOST_BYTES)
+    except ValueError as error:
+        say(f"LMCache {kind}: not measured, as {error}")
+        return None
+    place = Remote(kind, lambda _, records: server.has_written())
+    with inside(setup.directory):
+        model = lmcache_beside.model_named(entry, setup.model, setup.directory)
+        return measure(replace(setup, model=model), f"LMCache {kind}", server.kv_transfer, place)
+
+
+def measure_objects(setup: Setup, entry: dict[str, Any]) -> Times | None:
+    """None where NIXL is not installed."""
+    if importlib.util.find_spec("nixl") is None:
+        say("vllm obj: not measured, as NIXL is not installed")
+        return None
+    return measure(setup, "vllm obj", vllm_objects(entry), Remote("obj", None))
+
+
 def measure_tiers(setup: Setup, entries: list[dict[str, Any]]) -> dict[str, Times]:
-    results = {"none": measure(setup, "none", None, None)}
+    found: dict[str, Times | None] = {"none": measure(setup, "none", None, None)}
     for entry in entries:
         kind = entry["type"]
-        config = kv_transfer_config(HOST_BYTES, secondary_tiers=[entry])
-        results[f"kv_offload {kind}"] = measure(setup, f"kv_offload {kind}", config, Remote(kind, True))
-        if kind != "s3":
-            continue
-        if importlib.util.find_spec("nixl") is None:
-            say("vllm obj: not measured, as NIXL is not installed")
-            continue
-        results["vllm obj"] = measure(setup, "vllm obj", vllm_objects(entry), Remote("obj", False))
-    return results
+        found[f"kv_offload {kind}"] = measure_ours(setup, entry)
+        found[f"LMCache {kind}"] = measure_lmcache(setup, entry)
+        if kind == "s3":
+            found["vllm obj"] = measure_objects(setup, entry)
+    return {name: times for name, times in found.items() if times is not None}
 
 
 def tell_tiers(results: dict[str, Times], arguments: argparse.Namespace) -> None:
@@ -283,7 +328,7 @@ def main() -> None:
         [generator.randrange(2, 2048) for _ in range(arguments.tokens)] for _ in range(arguments.prompts)
     ]
     with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="prompt-reload-") as name:
-        directory = Path(name)
+        directory = Path(name).resolve()
         setup = Setup(make_model(directory / "model", arguments.kind), directory, prompts)
         if arguments.tier:
             with contextlib.ExitStack() as stack:

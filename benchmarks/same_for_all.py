@@ -11,9 +11,12 @@ def environment() -> dict[str, str]:
 
     vLLM keeps one core free for its scheduler, and one more when there is a connector, unless none would be
     left (its ompmultiprocessing.py): of two cores a server with a connector computes on both, one without on
-    one. Here all compute on all. The benchmarks' directory is importable, for vllm_tiering_on_cpu.
+    one. Here all compute on all. The benchmarks' directory is importable, for vllm_tiering_on_cpu, and so is
+    what this process can import by PYTHONPATH. Nobody reports its use to anybody.
     """
+    importable = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
     return {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        "PYTHONPATH": str(Path(__file__).resolve().parent),
+        "PYTHONPATH": os.pathsep.join(filter(None, importable)),
+        "DO_NOT_TRACK": "1",
     }

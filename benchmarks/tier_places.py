@@ -36,14 +36,17 @@ def entry_of(text: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def own_redis() -> Iterator[str]:
-    """A redis-server on a socket, and its ``--tier``."""
+    """A redis-server on loopback, which all can be pointed at, and its ``--tier``."""
     from redis_server import redis_server
+    from s3_server import free_ports
 
+    port = str(free_ports(1)[0])
+    options = ["--port", port, "--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru"]
     with (
         tempfile.TemporaryDirectory() as directory,
-        redis_server(Path(directory), "--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru") as socket,
+        redis_server(Path(directory), "--bind", "127.0.0.1", *options),
     ):
-        yield f"redis=unix://{socket}"
+        yield f"redis=redis://127.0.0.1:{port}"
 
 
 @contextlib.contextmanager
