@@ -46,7 +46,7 @@ class PresenceCache final : public Catalogue {
  public:
   using Era = std::uint64_t;
 
-  static constexpr int kAbsentPerAsking = 20;
+  static constexpr int kAbsentPerAsking = 8;
   static constexpr Nanos kLeastAbsent{std::chrono::milliseconds(10)};
 
   // `absent_for`: at most, and for keys that nobody answered for.

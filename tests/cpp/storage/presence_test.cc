@@ -54,7 +54,7 @@ TEST_F(PresenceCacheTest, what_is_absent_is_worth_asking_again_after_a_time_and_
 }
 
 TEST_F(PresenceCacheTest, a_store_that_answers_fast_is_asked_again_soon) {
-  for (const auto& [took, absent] : {std::pair(0, 10), {2, 40}, {40, 800}, {60, 1000}}) {
+  for (const auto& [took, absent] : {std::pair(0, 10), {2, 16}, {40, 320}, {200, 1000}}) {
     PresenceCache cache(clock_, milliseconds(1000), 1000);
     ask(cache, {key_of(1)});
     clock_.advance(milliseconds(took));
