@@ -20,6 +20,7 @@ _MOST_OTHERS = 10  # names of what is no record, shown
 _MOST_NAME = 120  # characters of such a name
 _MOST_DAMAGED = 10_000  # after which verify ends
 _FAILURES_IN_A_ROW = 8  # after which it is the server that cannot be read
+_ANSWERED = ("ok", "corrupt", "unavailable")  # the last: a record of another version, or one that has to stay
 
 
 def shown_name(name: bytes) -> str:
@@ -40,19 +41,22 @@ class RemoteRoot:
         self._folder = folder
         self.where = where
         self._versions = 0  # bytes of what was removed and is kept as an older version
+        self._listed_nothing = False  # under the prefix, all of it
 
     # ---- lists
 
     def _pages(self, namespace: str | None, sizes: bool) -> Iterator[list["RemoteRecord"]]:
         start = landmark = b""
-        pages, next_landmark = 0, 1
+        pages, next_landmark, names = 0, 1, 0
         while True:
             try:
                 page, start = self._records.page(namespace or "", start, sizes)
             except RuntimeError as error:
                 raise RuntimeError(f"{self.where}: {error}") from None
+            names += len(page)
             yield page
             if not start:
+                self._listed_nothing = names == 0 and namespace is None
                 return
             if start == landmark:
                 raise RuntimeError(f"{self.where}: the server lists the same pages again and again")
@@ -143,10 +147,10 @@ class RemoteRoot:
                 continue
             done += 1
             progress(done, None)
-            failures = failures + 1 if kind not in ("ok", "corrupt") else 0
+            failures = failures + 1 if kind not in _ANSWERED else 0
             if failures == _FAILURES_IN_A_ROW:
                 # The ones before it say the same.
-                if all(bad["kind"] not in ("ok", "corrupt") for bad in damaged):
+                if all(bad["kind"] not in _ANSWERED for bad in damaged):
                     damaged.clear()
                 raise RuntimeError(f"{self.where}: {message}")
             if kind == "ok":
@@ -202,7 +206,9 @@ class RemoteRoot:
             pool.shutdown(cancel_futures=True)
 
     def notes(self) -> list[str]:
-        """Of a bucket with versions."""
+        """What a user may not expect: nothing is there at all, or a bucket keeps versions."""
+        if self._listed_nothing:
+            return [f"nothing lies under {self.where}: is that the address, and the prefix, of the tier?"]
         if not self._records.keeps_versions:
             return []
         from kv_offload.sizes import format_bytes

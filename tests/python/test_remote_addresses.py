@@ -200,6 +200,27 @@ def test_a_server_that_cannot_be_read_is_no_damage() -> None:
     assert root_of(gone).verify(False, nobody) == []
 
 
+def test_records_of_another_version_are_no_failure_of_the_server() -> None:
+    page = [[record_of(number) for number in range(20)]]
+    verdict = ("unavailable", "a record of version 9, which this release does not know", False)
+    assert len(root_of(Scripted(page, verdict)).verify(False, nobody)) == 20
+    records = Scripted(page)
+    verdicts = iter([verdict] * 6 + [("timeout", "no answer", False)] * 14)
+    records.verify = lambda record, repair: next(verdicts)  # type: ignore[method-assign]
+    damaged = root_of(records).verify(False, nobody)
+    assert [bad["kind"] for bad in damaged[:6]] == ["unavailable"] * 6
+    assert damaged[-1]["message"] == "ended early: no answer"
+
+
+def test_an_address_with_nothing_under_it_is_told() -> None:
+    empty, filled = root_of(Scripted([[], []])), root_of(Scripted([[], [record_of(1)]]))
+    assert empty.purge(None) == (0, 0)
+    assert "nothing lies under redis://h" in empty.notes()[0]
+    assert filled.purge(None) == (1, 10)
+    assert filled.notes() == []
+    assert empty.purge("ab" * 32) == (0, 0)
+
+
 def test_what_was_removed_before_a_server_fails_is_told() -> None:
     records = Scripted([[record_of(number) for number in range(20)]])
     verdicts = iter([("corrupt", "bad", True)] * 6 + [("timeout", "no answer", False)] * 14)
