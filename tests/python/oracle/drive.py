@@ -69,6 +69,8 @@ class Driver:
         self.engine.drain()
         self._harvest()
         assert not self.live, f"requests without an end: {sorted(self.live)}"
+        held = sorted(self.engine.scheduler.requests)
+        assert not held, f"requests that vLLM has to hold for ever: {held}"
 
     def _prompt(self) -> tuple[list[int], str | None]:
         salt = self.rng.choice(SALTS)
@@ -87,10 +89,11 @@ class Driver:
         if len(self.live) >= 8 or self.rng.random() >= self.rates.arrive:
             return
         prompt, salt = self._prompt()
-        # A name is used again once its request has ended.
+        # A name is used again once its request has ended and vLLM has let it go: when what is stored or loaded
+        # for it is done, which a disk that stands still for a second delays.
         name = f"r{self.number % 37}"
         self.number += 1
-        if name in self.live:
+        if name in self.live or name in self.engine.scheduler.requests:
             return
         max_tokens = self.rng.randrange(1, 36)
         request = self.engine.add(name, prompt, max_tokens, salt, self.rng.choice(self.hints))
