@@ -89,8 +89,8 @@ class Driver:
         if len(self.live) >= 8 or self.rng.random() >= self.rates.arrive:
             return
         prompt, salt = self._prompt()
-        # A name is used again once its request has ended and vLLM has let it go: when what is stored or loaded
-        # for it is done, which a disk that stands still for a second delays.
+        # A name is used again once its request has ended and vLLM has let it go: when what it stores or loads
+        # is done, which a disk that stands still for a second delays.
         name = f"r{self.number % 37}"
         self.number += 1
         if name in self.live or name in self.engine.scheduler.requests:
