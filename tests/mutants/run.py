@@ -150,6 +150,8 @@ def configure() -> None:
             *command,
             "-DCMAKE_BUILD_TYPE=None",
             "-DCMAKE_CXX_FLAGS=-O0 -g1",
+            # Linking is half of what a mutant takes; this linker takes half as long.
+            f"-DCMAKE_EXE_LINKER_FLAGS={'-fuse-ld=gold' if shutil.which('ld.gold') else ''}",
             f"-DPython_EXECUTABLE={sys.executable}",
         ]
     )
