@@ -265,8 +265,16 @@ stage_oracle() {
   done
   return $status
 }
+# Side by side: those that C++ tests see are compiled, the others start Python and wait.
 stage_mutants() {
-  .venv/bin/python tests/mutants/run.py
+  local status=0 other
+  KV_OFFLOAD_MUTANTS=build/mutants-python .venv/bin/python tests/mutants/run.py --kind python --kind command \
+    >build/mutants-python.log 2>&1 &
+  other=$!
+  .venv/bin/python tests/mutants/run.py --kind cpp || status=1
+  wait $other || status=1
+  cat build/mutants-python.log
+  return $status
 }
 # The corpus lies in the build folder and grows from run to run.
 stage_fuzz() {

@@ -3,12 +3,12 @@
 # The headers are read and the templates made once for all of them: a third of the
 # processor time of a whole build, and more to compile again after a change. So it
 # is for machines that build everything once. Names in anonymous namespaces have to
-# differ between the files of a folder.
-option(KV_OFFLOAD_UNITY "Compile the sources of a folder together" OFF)
+# differ between the files of a folder. TESTS: only of the tests, for who changes the core again and again.
+set(KV_OFFLOAD_UNITY OFF CACHE STRING "Compile the sources of a folder together: ON, OFF, TESTS")
 set(KV_OFFLOAD_UNITY_FILES 6 CACHE STRING "How many at once")
 
 function(kv_offload_unity target)
-  if(NOT KV_OFFLOAD_UNITY)
+  if(NOT KV_OFFLOAD_UNITY OR (KV_OFFLOAD_UNITY STREQUAL "TESTS" AND NOT target STREQUAL "kv_offload_tests"))
     return()
   endif()
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP

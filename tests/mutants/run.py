@@ -3,6 +3,7 @@
     python tests/mutants/run.py                  all of tests/mutants/*.toml
     python tests/mutants/run.py space cuda       some areas (names of the files)
     python tests/mutants/run.py --name reset     those whose names contain "reset"
+    python tests/mutants/run.py --kind cpp       those that these tests see: cpp, python, command
     python tests/mutants/run.py --list
 
 A mutant replaces text that occurs exactly once in one file and names the tests that must fail then::
@@ -16,7 +17,8 @@ A mutant replaces text that occurs exactly once in one file and names the tests 
     python = "tests/python/test_config.py -k unit"  # arguments of pytest, or
     command = "bash tests/x.sh"                     # a shell command that must fail
 
-The checkout is never changed: the faults go into a copy of its tracked files in build/mutants. Before any
+The checkout is never changed: the faults go into a copy of its tracked files in build/mutants, or where
+KV_OFFLOAD_MUTANTS says: two runs side by side need two places. Before any
 fault is planted the named tests have to pass there, so a test that fails anyway catches nothing. Exit status
 0: all were seen; 1: some were not; 2: a mutant cannot be planted or the tests fail without it.
 """
@@ -38,8 +40,9 @@ from pathlib import Path
 import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-TREE = ROOT / "build" / "mutants" / "tree"
-BUILD = ROOT / "build" / "mutants" / "cpp"
+PLACE = Path(os.environ.get("KV_OFFLOAD_MUTANTS", ROOT / "build" / "mutants")).resolve()
+TREE = PLACE / "tree"
+BUILD = PLACE / "cpp"
 KINDS = ("cpp", "python", "command")
 SECONDS = 600  # a fault may also show as a test that never ends
 
@@ -144,12 +147,13 @@ def configure() -> None:
         "Ninja",
         "-DKV_OFFLOAD_DEVELOPER=ON",
         "-DKV_OFFLOAD_CUDA=OFF",
+        "-DKV_OFFLOAD_UNITY=TESTS",
     ]
     status, output = run(
         [
             *command,
             "-DCMAKE_BUILD_TYPE=None",
-            "-DCMAKE_CXX_FLAGS=-O0 -g1",
+            "-DCMAKE_CXX_FLAGS=-O0 -w",  # a fault may leave a parameter unused
             # Linking is half of what a mutant takes; this linker takes half as long.
             f"-DCMAKE_EXE_LINKER_FLAGS={'-fuse-ld=gold' if shutil.which('ld.gold') else ''}",
             f"-DPython_EXECUTABLE={sys.executable}",
@@ -201,7 +205,7 @@ def verdict(mutant: Mutant) -> str:
     return "seen" if status else "NOT SEEN"
 
 
-def chosen(areas: list[str], name: str) -> list[Mutant]:
+def chosen(areas: list[str], name: str, kinds: Sequence[str]) -> list[Mutant]:
     files = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
     if unknown := set(areas) - set(files):
         raise NotPlantedError(f"no area {', '.join(sorted(unknown))}; there are: {', '.join(files)}")
@@ -209,17 +213,18 @@ def chosen(areas: list[str], name: str) -> list[Mutant]:
     twice = {mutant.name for mutant in mutants if sum(other.name == mutant.name for other in mutants) > 1}
     if twice:
         raise NotPlantedError(f"names that occur twice: {', '.join(sorted(twice))}")
-    return mutants
+    return [mutant for mutant in mutants if mutant.kind in kinds]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("areas", nargs="*", help="files of tests/mutants, without .toml; default: all")
     parser.add_argument("--name", default="", help="only mutants whose names contain this")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="only mutants that these tests see")
     parser.add_argument("--list", action="store_true", help="print them and stop")
     arguments = parser.parse_args()
     try:
-        mutants = chosen(arguments.areas, arguments.name)
+        mutants = chosen(arguments.areas, arguments.name, arguments.kind or KINDS)
         if arguments.list:
             for mutant in mutants:
                 print(f"{mutant.area}: {mutant.name}  [{mutant.kind} {mutant.tests}]")
