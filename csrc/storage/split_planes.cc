@@ -62,13 +62,14 @@ void join_sse2(const std::byte* upper, const std::byte* lower, std::size_t count
   join_plain(upper + whole, lower + whole, count - whole, numbers + 2 * whole);
 }
 
+constexpr std::size_t kAvx2Step = 32;
+
 __attribute__((target("avx2"))) void split_avx2(const std::byte* numbers, std::size_t count, std::byte* upper,
                                                 std::byte* lower) {
-  constexpr std::size_t kStep = 32;
   constexpr int kHalvesInOrder = 0xD8;  // packing takes turns between the halves of its operands
   const __m256i low_byte = _mm256_set1_epi16(0xFF);
-  const std::size_t whole = count / kStep * kStep;
-  for (std::size_t i = 0; i < whole; i += kStep) {
+  const std::size_t whole = count / kAvx2Step * kAvx2Step;
+  for (std::size_t i = 0; i < whole; i += kAvx2Step) {
     const auto* from = reinterpret_cast<const __m256i*>(numbers + 2 * i);
     const __m256i a = _mm256_loadu_si256(from);
     const __m256i b = _mm256_loadu_si256(from + 1);
@@ -83,21 +84,42 @@ __attribute__((target("avx2"))) void split_avx2(const std::byte* numbers, std::s
   split_plain(numbers + 2 * whole, count - whole, upper + whole, lower + whole);
 }
 
-__attribute__((target("avx2"))) void join_avx2(const std::byte* upper, const std::byte* lower,
-                                               std::size_t count, std::byte* numbers) {
-  constexpr std::size_t kStep = 32;
+// What is decoded lies in rows that are larger than the caches: streamed past them, it is not read before it
+// is written.
+template <bool kStream>
+__attribute__((target("avx2"))) void store(std::byte* to, __m256i value) {
+  if constexpr (kStream) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), value);
+  } else {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
+  }
+}
+
+template <bool kStream>
+__attribute__((target("avx2"))) void join_steps(const std::byte* upper, const std::byte* lower,
+                                                std::size_t whole, std::byte* numbers) {
   constexpr int kHalvesInOrder = 0xD8;
-  const std::size_t whole = count / kStep * kStep;
-  for (std::size_t i = 0; i < whole; i += kStep) {
+  for (std::size_t i = 0; i < whole; i += kAvx2Step) {
     const __m256i up = _mm256_permute4x64_epi64(
         _mm256_loadu_si256(reinterpret_cast<const __m256i*>(upper + i)), kHalvesInOrder);
     const __m256i low = _mm256_permute4x64_epi64(
         _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lower + i)), kHalvesInOrder);
     const __m256i a = _mm256_unpacklo_epi8(low, up);
     const __m256i b = _mm256_unpackhi_epi8(low, up);
-    auto* to = reinterpret_cast<__m256i*>(numbers + 2 * i);
-    _mm256_storeu_si256(to, _mm256_or_si256(_mm256_srli_epi16(a, 1), _mm256_slli_epi16(a, 15)));
-    _mm256_storeu_si256(to + 1, _mm256_or_si256(_mm256_srli_epi16(b, 1), _mm256_slli_epi16(b, 15)));
+    store<kStream>(numbers + 2 * i, _mm256_or_si256(_mm256_srli_epi16(a, 1), _mm256_slli_epi16(a, 15)));
+    store<kStream>(numbers + 2 * i + kAvx2Step,
+                   _mm256_or_si256(_mm256_srli_epi16(b, 1), _mm256_slli_epi16(b, 15)));
+  }
+}
+
+void join_avx2(const std::byte* upper, const std::byte* lower, std::size_t count, std::byte* numbers) {
+  constexpr std::size_t kStreamed = std::size_t{16} << 10;  // what is less may be wanted soon
+  const std::size_t whole = count / kAvx2Step * kAvx2Step;
+  if (whole >= kStreamed && reinterpret_cast<std::uintptr_t>(numbers) % kAvx2Step == 0) {
+    join_steps<true>(upper, lower, whole, numbers);
+    _mm_sfence();  // streamed stores are weakly ordered: before any flag is set
+  } else {
+    join_steps<false>(upper, lower, whole, numbers);
   }
   join_plain(upper + whole, lower + whole, count - whole, numbers + 2 * whole);
 }
