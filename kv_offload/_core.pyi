@@ -102,6 +102,10 @@ class TierSpec:
     """What TieredCache opens; opening (and its checks) happens in TieredCache's constructor."""
 
     write_policy: str  # through | on_evict | reuse:N | never; "through" until it is set
+    encryption_key_files: list[str]  # 32 bytes each, read when it is opened; the first seals, all open
+
+def sealing_key_ids(paths: list[str]) -> list[str]:
+    """The id of each key, in hex. RuntimeError or ValueError: a file cannot be used, and what to change."""
 
 class FsTier(TierSpec):
     """A tier of records in files."""
@@ -203,6 +207,9 @@ class RemoteRecords:
 
     def verify(self, record: RemoteRecord, repair: bool) -> tuple[str, str, bool]:
         """Reads all of it: (ok | not_found | corrupt | ..., what is wrong, was it removed)."""
+
+    def use_keys(self, encryption_key_files: list[str]) -> None:
+        """With these verify() opens what is sealed."""
 
     def remove(self, records: list[RemoteRecord]) -> tuple[int, int, str]:
         """(records, bytes) that are gone by it, and why no more; "" when all are."""
@@ -428,9 +435,13 @@ class FsRoot:
     def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
         """{namespace, generation, key (hex), bytes, mtime (unix seconds), path} of each record, unopened."""
     def verify(
-        self, repair: bool = False, progress: Callable[[int, int], None] | None = None
+        self,
+        repair: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        encryption_key_files: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
-        """Opens every record; {path, kind, message, removed} for each that is damaged."""
+        """Reads every record, and opens it with these keys if it is sealed; {path, kind, message, removed} for
+        each that is damaged."""
     def evict(
         self,
         *,

@@ -46,7 +46,17 @@ void bind_tier(py::module_& module) {
   py::class_<TierSpec, std::shared_ptr<TierSpec>>(module, "TierSpec")
       .def_property(
           "write_policy", [](const TierSpec& self) { return write_policy_text(self.slot); },
-          [](TierSpec& self, std::string_view text) { self.slot = write_policy_of(text); });
+          [](TierSpec& self, std::string_view text) { self.slot = write_policy_of(text); })
+      .def_readwrite("encryption_key_files", &TierSpec::encryption_key_files);
+  module.def(
+      "sealing_key_ids",
+      [](const std::vector<std::string>& paths) {
+        std::vector<std::string> ids;
+        const auto keys = SealingKeys::from_files(paths);
+        for (std::size_t i = 0; i < keys->size(); ++i) ids.push_back(hex_of(keys->id(i)));
+        return ids;
+      },
+      py::arg("paths"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace kv_offload::bindings

@@ -84,7 +84,7 @@ def parse_node(text: str) -> tuple[str, int]:
     return parts.hostname, port or DEFAULT_PORT
 
 
-class RedisTierConfig(TierConfig):
+class RedisTierConfig(SealedTierConfig):
     """One tier of records on a Redis or Valkey server or cluster, shared by all engines that use it."""
 
     example: ClassVar[Mapping[str, Any]] = {"type": "redis", "url": "redis://cache.internal:6379/0"}
@@ -257,7 +257,7 @@ class RedisTierConfig(TierConfig):
             )
         if self.ca_file is not None and not os.access(self.ca_file, os.R_OK):
             problems.append(f"{self.label()}: ca_file {self.ca_file} cannot be read")
-        return problems
+        return problems + self.key_problems()
 
     def _look(self, records: int = 0) -> dict[str, Any]:
         """What the server is; RuntimeError or ValueError when it does not answer or refuses us."""

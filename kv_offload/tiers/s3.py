@@ -32,7 +32,7 @@ def _is_ip_address(host: str | None) -> bool:
     return True
 
 
-class S3TierConfig(TierConfig):
+class S3TierConfig(SealedTierConfig):
     """One tier of records in a bucket of AWS S3 or a compatible store, shared by all engines that use it."""
 
     example: ClassVar[Mapping[str, Any]] = {"type": "s3", "bucket": "kv-cache", "region": "eu-west-1"}
@@ -198,7 +198,7 @@ class S3TierConfig(TierConfig):
             problems.append(f"{self.label()}: {error}")
         if self.ca_file is not None and not os.access(self.ca_file, os.R_OK):
             problems.append(f"{self.label()}: ca_file {self.ca_file} cannot be read")
-        return problems
+        return problems + self.key_problems()
 
     def _look(self, records: int = 0) -> dict[str, Any]:
         """How the store answers; RuntimeError when it does not or refuses us, NoCredentials without any."""
@@ -228,7 +228,10 @@ class S3TierConfig(TierConfig):
             return f"does not answer: {error}"
 
     def findings(self) -> list[Answer]:
-        """Whether a lifecycle rule bounds it, and whether older versions stay."""
+        """What seals its records, whether a lifecycle rule bounds it, and whether older versions stay."""
+        return super().findings() + self._bucket_findings()
+
+    def _bucket_findings(self) -> list[Answer]:
         from kv_offload import _core
 
         try:

@@ -16,7 +16,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   RecordHeader good;
   good.key = ChunkKey::unchecked("0123456789abcdef0123456789abcdefgrou", 36);
   good.shard_bytes = {5000, 4096};
-  good.payload_bytes = 8192 + 4096;
+  good.payload_bytes = good.stored_bytes = 8192 + 4096;
+  if (size % 2 == 1) {
+    good.codec = Codec::kSplitZstd;
+    good.stored_bytes = 5001;
+    good.sealing = Sealing::kAes256Gcm;
+    good.seal.salt.fill(5);
+  }
   encode_header(good, page.span());
   for (std::size_t i = 0; i < size && i < kRecordHeaderBytes; ++i) page.data()[i] ^= std::byte{data[i]};
   const bool keep_checksum = size > kRecordHeaderBytes;
