@@ -15,17 +15,22 @@ _MOST_KEYS = 8  # SealingKeys::kMostKeys in csrc/storage/sealing.h
 _SHOWN_ID = 8  # digits of a key's id
 
 
+_Keys = Annotated[tuple[str, ...], Field(max_length=_MOST_KEYS)]
+
+
 def _paths(given: object) -> object:
+    if given is None:
+        return None
     listed = [given] if isinstance(given, str) else given
     if not isinstance(listed, (list, tuple)) or not all(isinstance(path, str) for path in listed):
-        raise ValueError("give the path of a file with 32 random bytes, or a list of such paths, newest first")
+        raise ValueError("give the path of a file with 32 random bytes, or a list of them, newest first")
     if not listed or not all(path.strip() for path in listed):
         raise ValueError("is empty; name a file with 32 random bytes, or leave encryption_key_file out")
     return tuple(os.path.abspath(os.path.expanduser(path)) for path in listed)
 
 
 def key_ids(paths: tuple[str, ...]) -> list[str]:
-    """Of each file its key's id, which tells nothing of the key. Raises ValueError that says what to change."""
+    """The id of each file's key, which tells nothing of the key. ValueError that says what to change."""
     from kv_offload import _core
 
     try:
@@ -35,11 +40,10 @@ def key_ids(paths: tuple[str, ...]) -> list[str]:
 
 
 class SealedTierConfig(TierConfig):
-    """A tier whose records are encrypted and named by keyed digests where ``encryption_key_file`` is given."""
+    """A tier whose records are encrypted and named by keyed digests if ``encryption_key_file`` is given."""
 
-    encryption_key_file: Annotated[tuple[str, ...], BeforeValidator(_paths)] | None = Field(
+    encryption_key_file: Annotated[_Keys | None, BeforeValidator(_paths)] = Field(
         default=None,
-        max_length=_MOST_KEYS,
         description="file with 32 random bytes, or a list of them: records are encrypted and authenticated "
         "(AES-256-GCM), and their names tell nothing of prompts; the first key seals, all of them open. Each "
         "file must belong to the serving user or root, and be closed to all others (mode 0600 or 0400)",
