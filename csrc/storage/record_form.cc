@@ -9,7 +9,7 @@ namespace {
 std::span<std::byte> padded(const Shard& shard) { return {shard.data(), round_up(shard.size(), kPageBytes)}; }
 
 // It says nothing of the device.
-Status no_memory() { return Status::error(StatusKind::kUnavailable, "no memory for a record's buffer"); }
+Status no_buffer() { return Status::error(StatusKind::kUnavailable, "no memory for a record's buffer"); }
 
 }  // namespace
 
@@ -114,7 +114,7 @@ Status OutgoingRecord::finish() {
     for (const Shard& shard : op_.shards) pieces_.emplace_back(padded(shard));
     return Status::ok();
   }
-  if (!take_buffer(header_.payload_bytes)) return no_memory();
+  if (!take_buffer(header_.payload_bytes)) return no_buffer();
   if (Status status = seal_into_buffer(); !status) return status;
   encode_header(header_, {buffer_->data(), kRecordHeaderBytes});
   pieces_.emplace_back(buffer_->data(), bytes());
@@ -194,7 +194,7 @@ Status IncomingRecord::finish() {
 
 Status IncomingRecord::decode() {
   buffer_ = form_.take_buffer(header_.stored_bytes);
-  if (!buffer_) return no_memory();
+  if (!buffer_) return no_buffer();
   std::uint64_t at = 0;
   for (const Shard& shard : op_.shards) {
     const std::uint64_t part =

@@ -11,7 +11,8 @@ from urllib.parse import unquote, urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from kv_offload.sizes import format_bytes
-from kv_offload.tiers.base import Answer, TierConfig, options_of
+from kv_offload.tiers.base import Answer, options_of
+from kv_offload.tiers.sealing import SealedTierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import RedisServer, RedisTier

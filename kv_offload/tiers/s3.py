@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from kv_offload.sizes import format_bytes
-from kv_offload.tiers.base import Answer, Threads, TierConfig, options_of
+from kv_offload.tiers.base import Answer, Threads, options_of
 from kv_offload.tiers.s3_bucket import is_about_bucket, look_at_bucket
 from kv_offload.tiers.s3_credentials import Found, NoCredentials, Renewal, find_credentials
+from kv_offload.tiers.sealing import SealedTierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import S3Bucket, S3Tier

@@ -98,7 +98,7 @@ def test_a_list_seals_by_the_first_and_opens_by_all(tmp_path, key):
     assert "the same key twice" in twice.problems()[0]
 
 
-@pytest.mark.parametrize("given", [[], "", [""], 7, {"path": "/key"}, [f"/key{number}" for number in range(9)]])
+@pytest.mark.parametrize("given", [[], "", [""], 7, {"path": "/key"}, [f"/key{n}" for n in range(9)]])
 def test_what_names_no_files_is_refused(given, tmp_path):
     with pytest.raises(ValidationError, match="encryption_key_file"):
         tier_of("fs", tmp_path, encryption_key_file=given)

@@ -40,7 +40,7 @@ class SealedMedium final : public Medium {
   void wait_for_let_go() override { medium_->wait_for_let_go(); }
 
  private:
-  const std::shared_ptr<const SealingKeys> keys_ = keys_of({1, 2});
+  const std::shared_ptr<const SealingKeys> keys_ = keys_of({1});
   NamespaceId namespace_id_;
   std::unique_ptr<NameDigest> digest_;
   std::unique_ptr<Medium> medium_;
