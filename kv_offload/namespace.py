@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT_VERSION = 1  # of the record format and of what an identity holds
+FORMAT_VERSION = 2  # of the record format and of what an identity holds
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ of them is bounded. Who collects ``records`` keeps them all (``ls --limit 0`` in
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -125,9 +125,12 @@ class RemoteRoot:
 
     # ---- verification and removal
 
-    def verify(self, repair: bool, progress: Callable[[int, int | None], None]) -> list[dict[str, Any]]:
+    def verify(
+        self, repair: bool, progress: Callable[[int, int | None], None], key_files: Sequence[str] = ()
+    ) -> list[dict[str, Any]]:
         """Ends early, and says so, when more are damaged than anybody reads, and when the server fails after
         something was found. RuntimeError when it fails before."""
+        self._records.use_keys(list(key_files))
         damaged: list[dict[str, Any]] = []
         try:
             self._find_damage(repair, progress, damaged)

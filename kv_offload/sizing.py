@@ -108,7 +108,7 @@ def boot_line(
         size = "bounded by its server"
         if bound is not None:
             size = f"{format_bytes(bound)}{shared} = {geometry.tokens_on_tier(bound):,} tokens"
-        tiers.append(f"{name} {tier.place} {size} ({tier.write_policy})")
+        tiers.append(f"{name} {tier.place} {size} ({', '.join(tier.traits())})")
     per_token = format_bytes(round(geometry.bytes_per_token))
     return (
         f"kv-offload {version}{engine}: {'; '.join(tiers)}; {per_token} a token "

@@ -59,7 +59,7 @@ unset PYTHONDONTWRITEBYTECODE
 vllm_version=0.32.0
 packages=(
   g++ cmake ninja-build ccache git ca-certificates file
-  libfmt-dev prometheus-cpp-dev libxxhash-dev libssl-dev libcurl4-openssl-dev libgtest-dev libgmock-dev
+  libfmt-dev prometheus-cpp-dev libxxhash-dev libzstd-dev libssl-dev libcurl4-openssl-dev libgtest-dev libgmock-dev
   clang clang-format libclang-rt-14-dev python3-dev python3-venv
   fio prometheus curl e2fsprogs procps numactl fuse3 libfuse3-dev pkg-config redis-server openssl
 )
@@ -281,14 +281,14 @@ stage_fuzz() {
   local seconds=${KV_OFFLOAD_FUZZ_SECONDS:-20} status=0 target
   local -a running=()
   build fuzz fuzzers -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 || return
-  for target in fuzz_record fuzz_root; do
+  for target in fuzz_payload fuzz_record fuzz_root; do
     mkdir -p "build/corpus/$target"
     "build/fuzz/$target" -max_total_time="$seconds" -max_len=5000 -timeout=10 -dict=tests/cpp/storage/fuzz.dict -rss_limit_mb=1024 \
       -artifact_prefix="build/corpus/$target-" "build/corpus/$target" >"build/$target.log" 2>&1 &
     running+=($!)
   done
   for target in "${running[@]}"; do wait "$target" || status=1; done
-  for target in fuzz_record fuzz_root; do tail -n $((status ? 40 : 1)) "build/$target.log"; done
+  for target in fuzz_payload fuzz_record fuzz_root; do tail -n $((status ? 40 : 1)) "build/$target.log"; done
   return $status
 }
 stage_cuda() {

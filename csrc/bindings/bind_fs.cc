@@ -14,7 +14,11 @@ using namespace py::literals;
 
 struct FsTierSpec final : TierSpec {
   FsTierOptions options;
-  std::unique_ptr<Tier> open() const override { return make_fs_tier(options); }
+  std::unique_ptr<Tier> open() const override {
+    FsTierOptions chosen = options;
+    chosen.form = form();
+    return make_fs_tier(chosen);
+  }
 };
 
 std::shared_ptr<FsTierSpec> fs_tier_spec(std::string root_dir, std::uint64_t max_bytes,
@@ -75,7 +79,8 @@ py::dict next_record(FsRoot::Cursor& cursor) {
 }
 
 // What `progress` raises ends the work.
-py::list verify(FsRoot& root, bool repair, const py::object& progress) {
+py::list verify(FsRoot& root, bool repair, const py::object& progress,
+                const std::vector<std::string>& encryption_key_files) {
   const auto report = [&progress](std::uint64_t done, std::uint64_t total) {
     const py::gil_scoped_acquire acquire;
     if (!progress.is_none()) progress(done, total);
@@ -84,7 +89,7 @@ py::list verify(FsRoot& root, bool repair, const py::object& progress) {
   std::vector<DamagedRecord> damaged;
   {
     const py::gil_scoped_release release;
-    damaged = root.verify(repair, report);
+    damaged = root.verify(repair, report, keys_from(encryption_key_files));
   }
   py::list list;
   for (const DamagedRecord& record : damaged) {
@@ -145,7 +150,8 @@ void bind_fs(py::module_& module) {
       .def(py::init<std::string>(), py::arg("root_dir"), Released())
       .def("stat", &stat)
       .def("records", &FsRoot::records, py::arg("namespace") = py::none(), Released())
-      .def("verify", &verify, py::arg("repair") = false, py::arg("progress") = py::none())
+      .def("verify", &verify, py::arg("repair") = false, py::arg("progress") = py::none(),
+           py::arg("encryption_key_files") = std::vector<std::string>())
       .def("evict", &evict, py::kw_only(), py::arg("target_bytes"), py::arg("dead_before") = 0.0,
            py::arg("dry_run") = false, py::arg("progress") = py::none())
       .def("purge", &FsRoot::purge, py::arg("namespace") = py::none(), Released());

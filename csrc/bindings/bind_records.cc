@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "bindings/bindings.h"
+#include "bindings/tier_spec.h"
 #include "storage/redis/records.h"
 #include "storage/remote_records.h"
 #include "storage/s3/records.h"
@@ -88,6 +89,10 @@ void bind_records(py::module_& module) {
       .def("page", &list_page, py::arg("namespace_id"), py::arg("start"), py::arg("sizes"))
       .def("written", &written_at, py::arg("record"), Released())
       .def("verify", &verify_record, py::arg("record"), py::arg("repair"))
+      .def(
+          "use_keys",
+          [](RemoteRecords& self, const std::vector<std::string>& paths) { self.use_keys(keys_from(paths)); },
+          py::arg("encryption_key_files"), Released())
       .def("remove", &remove_records, py::arg("records"))
       .def_property_readonly("takes_threads", &RemoteRecords::takes_threads)
       .def_property_readonly("keeps_versions", &RemoteRecords::keeps_versions);

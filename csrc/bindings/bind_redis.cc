@@ -12,6 +12,7 @@ struct RedisTierSpec final : TierSpec {
   RedisTierOptions options;
   std::unique_ptr<Tier> open() const override {
     RedisTierOptions chosen = options;
+    chosen.form = form();
     chosen.read_only = slot.write_policy == WritePolicy::kNever;
     return make_redis_tier(chosen);
   }

@@ -12,6 +12,7 @@ struct S3TierSpec final : TierSpec {
   S3TierOptions options;
   std::unique_ptr<Tier> open() const override {
     S3TierOptions chosen = options;
+    chosen.form = form();
     chosen.read_only = slot.write_policy == WritePolicy::kNever;
     return make_s3_tier(chosen);
   }

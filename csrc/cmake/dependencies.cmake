@@ -18,7 +18,7 @@ macro(kv_offload_fetch name repository commit)
   find_package(Git QUIET)
   if(NOT GIT_FOUND)
     message(FATAL_ERROR "${name} was not found and cannot be fetched, as there is no git. "
-      "Install git, or on Debian or Ubuntu: apt install libfmt-dev prometheus-cpp-dev libxxhash-dev")
+      "Install git, or on Debian or Ubuntu: apt install libfmt-dev prometheus-cpp-dev libxxhash-dev libzstd-dev")
   endif()
   message(STATUS "Fetching ${name} at ${commit}")
   # SOURCE_SUBDIR names nothing on purpose: add_subdirectory is called below.
@@ -66,6 +66,33 @@ elseif(KV_OFFLOAD_FETCH)
 else()
   kv_offload_missing(xxhash libxxhash-dev)
 endif()
+
+# As a static library, whose functions the extension keeps to itself: payload_codec.cc uses what is only for those
+# that link it so, and other parts of the process may have another zstd.
+add_library(kv_offload_zstd INTERFACE)
+find_path(KV_OFFLOAD_ZSTD_INCLUDE zstd.h)
+find_library(KV_OFFLOAD_ZSTD_LIBRARY libzstd.a)
+if(KV_OFFLOAD_ZSTD_INCLUDE AND KV_OFFLOAD_ZSTD_LIBRARY)
+  file(STRINGS ${KV_OFFLOAD_ZSTD_INCLUDE}/zstd.h zstd_minor REGEX "^#define ZSTD_VERSION_MINOR")
+  string(REGEX MATCH "[0-9]+" zstd_minor "${zstd_minor}")
+endif()
+if(zstd_minor GREATER_EQUAL 5)
+  target_include_directories(kv_offload_zstd SYSTEM INTERFACE ${KV_OFFLOAD_ZSTD_INCLUDE})
+  target_link_libraries(kv_offload_zstd INTERFACE ${KV_OFFLOAD_ZSTD_LIBRARY})
+elseif(KV_OFFLOAD_FETCH)
+  set(ZSTD_BUILD_PROGRAMS OFF)
+  set(ZSTD_BUILD_SHARED OFF)
+  set(ZSTD_BUILD_TESTS OFF)
+  set(ZSTD_LEGACY_SUPPORT OFF)
+  kv_offload_fetch(zstd https://github.com/facebook/zstd.git
+    63779c798237346c2b245c546c40b72a5a5913fe)  # 1.5.5; its CMakeLists.txt is not at the top
+  add_subdirectory(${zstd_SOURCE_DIR}/build/cmake ${zstd_BINARY_DIR} EXCLUDE_FROM_ALL)
+  target_include_directories(kv_offload_zstd SYSTEM INTERFACE ${zstd_SOURCE_DIR}/lib)
+  target_link_libraries(kv_offload_zstd INTERFACE libzstd_static)
+else()
+  kv_offload_missing("zstd 1.5 as a static library" libzstd-dev)
+endif()
+target_link_options(kv_offload_zstd INTERFACE LINKER:--exclude-libs,libzstd.a)
 
 if(KV_OFFLOAD_DEVELOPER)
   find_package(GTest CONFIG QUIET)

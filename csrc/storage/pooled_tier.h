@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "storage/record_form.h"
 #include "storage/record_store.h"
 #include "storage/tier.h"
 
@@ -26,6 +27,7 @@ struct PooledTierOptions {
   // latest (PresenceCache), and how many keys are remembered (about 100 bytes each).
   Nanos absent_for{std::chrono::seconds(1)};
   std::size_t most_keys = std::size_t{1} << 19;
+  RecordFormOptions form;  // for the store: how it writes
   // Outlives the tier and any thread it had to let go. Null: a steady clock.
   const Clock* clock = nullptr;
   // For tests: no thread serves the ops; whom this is given to runs them, one by one (IoPool::begin_next).

@@ -20,6 +20,8 @@ constexpr char kRecordMagic[] = "KVOREC1\n";
 constexpr std::size_t kChecksumAt = kRecordHeaderBytes - 8;
 constexpr std::size_t kShardsAt = 136;
 constexpr std::size_t kShardsEnd = kShardsAt + 8 * kMaxShards;
+constexpr std::size_t kElementAt = kShardsEnd, kSealingAt = 652, kStoredAt = 656;
+constexpr std::size_t kKeyIdAt = 664, kSaltAt = 680, kTagAt = 712, kEnd = 728;
 alignas(64) constexpr std::byte kZeroPage[kPageBytes]{};
 
 template <typename T>
@@ -44,9 +46,7 @@ bool all_zero(std::span<const std::byte> bytes) {
   return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
 }
 
-}  // namespace
-
-void encode_header(const RecordHeader& header, std::span<std::byte> page) {
+void encode_fields(const RecordHeader& header, std::span<std::byte> page) {
   std::memset(page.data(), 0, page.size());
   std::memcpy(page.data(), kRecordMagic, 8);
   put(page, 8, kRecordVersion);
@@ -56,13 +56,30 @@ void encode_header(const RecordHeader& header, std::span<std::byte> page) {
   std::memcpy(page.data() + 52, header.key.bytes().data(), header.key.size());
   put(page, 100, header.group);
   put(page, 104, static_cast<std::uint32_t>(header.shard_bytes.size()));
-  put(page, 112, header.payload_bytes);
-  put(page, 120, header.payload_checksum);
+  put(page, 108, static_cast<std::uint32_t>(header.codec));
+  put(page, 112, header.padded_stored_bytes());
   put(page, 128, header.created_unix_nanos);
   for (std::size_t i = 0; i < header.shard_bytes.size(); ++i) {
     put(page, kShardsAt + 8 * i, header.shard_bytes[i]);
   }
+  put(page, kElementAt, static_cast<std::uint32_t>(header.element));
+  put(page, kSealingAt, static_cast<std::uint32_t>(header.sealing));
+  put(page, kStoredAt, header.stored_bytes);
+  std::memcpy(page.data() + kKeyIdAt, header.seal.key_id.data(), header.seal.key_id.size());
+  std::memcpy(page.data() + kSaltAt, header.seal.salt.data(), header.seal.salt.size());
+}
+
+}  // namespace
+
+void encode_header(const RecordHeader& header, std::span<std::byte> page) {
+  encode_fields(header, page);
+  put(page, 120, header.checksum);
+  std::memcpy(page.data() + kTagAt, header.seal.tag.data(), header.seal.tag.size());
   put(page, kChecksumAt, static_cast<std::uint64_t>(XXH3_64bits(page.data(), kChecksumAt)));
+}
+
+void encode_sealed_fields(const RecordHeader& header, std::span<std::byte> page) {
+  encode_fields(header, page);
 }
 
 std::uint32_t other_version(std::span<const std::byte> page) {
@@ -72,6 +89,34 @@ std::uint32_t other_version(std::span<const std::byte> page) {
   const auto version = get<std::uint32_t>(page, 8);
   return version == kRecordVersion ? 0 : version;
 }
+
+Status of_another_version(std::uint32_t version) {
+  return Status::error(StatusKind::kNotFound,
+                       fmt::format("a record of version {}, which this release does not know", version));
+}
+
+namespace {
+
+// How the payload is stored. `padded`: its bytes when it is raw.
+Status check_stored(std::span<const std::byte> page, std::uint64_t padded) {
+  const auto codec = get<std::uint32_t>(page, 108);
+  if (codec > static_cast<std::uint32_t>(Codec::kSplitZstd)) return wrong("codec", codec, "0..1");
+  const auto element = get<std::uint32_t>(page, kElementAt);
+  if (element > static_cast<std::uint32_t>(Element::kFp16)) return wrong("element", element, "0..2");
+  const auto stored = get<std::uint64_t>(page, kStoredAt), stored_padded = get<std::uint64_t>(page, 112);
+  if (codec == 0 && stored != padded) return wrong("stored bytes", stored, padded);
+  // So no record is longer than a raw one, whatever it says.
+  if (codec != 0 && (stored == 0 || stored >= padded || round_up(stored, kPageBytes) >= padded))
+    return wrong("stored bytes", stored, fmt::format("fewer pages than raw, {}", padded));
+  if (stored_padded != round_up(stored, kPageBytes))
+    return wrong("padded stored bytes", stored_padded, round_up(stored, kPageBytes));
+  const auto sealing = get<std::uint32_t>(page, kSealingAt);
+  if (sealing > static_cast<std::uint32_t>(Sealing::kAes256Gcm)) return wrong("sealing", sealing, "0..1");
+  if (sealing == 0 && !all_zero(page.subspan(kKeyIdAt, kEnd - kKeyIdAt))) return wrong("seal", "set", "zero");
+  return Status::ok();
+}
+
+}  // namespace
 
 Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
   if (page.size() != kRecordHeaderBytes) return wrong("length", page.size(), kRecordHeaderBytes);
@@ -96,7 +141,6 @@ Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
   if (!all_zero(page.subspan(52 + key_length, 48 - key_length))) return wrong("key padding", "set", "zero");
   const auto shards = get<std::uint32_t>(page, 104);
   if (shards < 1 || shards > kMaxShards) return wrong("number of shards", shards, "1..64");
-  if (get<std::uint32_t>(page, 108) != 0) return wrong("reserved field", "set", "zero");
   std::uint64_t padded = 0;
   std::vector<std::uint64_t> shard_bytes(shards);
   for (std::size_t i = 0; i < shards; ++i) {
@@ -107,17 +151,23 @@ Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
   }
   const std::size_t used = kShardsAt + 8 * shards;
   if (!all_zero(page.subspan(used, kShardsEnd - used))) return wrong("unused shards", "set", "zero");
-  if (!all_zero(page.subspan(kShardsEnd, kChecksumAt - kShardsEnd))) return wrong("padding", "set", "zero");
-  const auto payload = get<std::uint64_t>(page, 112);
-  if (payload != padded) return wrong("payload bytes", payload, padded);
+  if (!all_zero(page.subspan(kEnd, kChecksumAt - kEnd))) return wrong("padding", "set", "zero");
+  if (Status status = check_stored(page, padded); !status) return status;
 
   std::memcpy(header->namespace_id.data(), page.data() + 16, header->namespace_id.size());
   header->key = ChunkKey::unchecked(reinterpret_cast<const char*>(page.data()) + 52, key_length);
   header->group = get<std::uint32_t>(page, 100);
   header->shard_bytes = std::move(shard_bytes);
-  header->payload_bytes = payload;
-  header->payload_checksum = get<std::uint64_t>(page, 120);
+  header->payload_bytes = padded;
+  header->codec = static_cast<Codec>(get<std::uint32_t>(page, 108));
+  header->element = static_cast<Element>(get<std::uint32_t>(page, kElementAt));
+  header->stored_bytes = get<std::uint64_t>(page, kStoredAt);
+  header->checksum = get<std::uint64_t>(page, 120);
   header->created_unix_nanos = get<std::uint64_t>(page, 128);
+  header->sealing = static_cast<Sealing>(get<std::uint32_t>(page, kSealingAt));
+  std::memcpy(header->seal.key_id.data(), page.data() + kKeyIdAt, header->seal.key_id.size());
+  std::memcpy(header->seal.salt.data(), page.data() + kSaltAt, header->seal.salt.size());
+  std::memcpy(header->seal.tag.data(), page.data() + kTagAt, header->seal.tag.size());
   return Status::ok();
 }
 
@@ -187,25 +237,11 @@ RecordHeader make_header(const NamespaceId& namespace_id, const ChunkKey& key, s
   header.key = key;
   header.group = group;
   for (const Shard& shard : shards) header.shard_bytes.push_back(shard.size());
-  header.payload_bytes = padded_payload_bytes(shards);
+  header.payload_bytes = header.stored_bytes = padded_payload_bytes(shards);
   const auto since_epoch = std::chrono::system_clock::now().time_since_epoch();
   header.created_unix_nanos =
       static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(since_epoch).count());
   return header;
-}
-
-Status verify_record(std::span<const std::byte> header_page, const NamespaceId& namespace_id,
-                     const ChunkKey& key, std::uint32_t group, std::span<const Shard> shards,
-                     std::uint64_t payload_checksum) {
-  RecordHeader header;
-  if (Status status = decode_header(header_page, &header); !status) return status;
-  if (Status status = match_header(header, namespace_id, key, group, shards); !status) return status;
-  if (payload_checksum != header.payload_checksum) {
-    return Status::error(StatusKind::kCorrupt,
-                         fmt::format("payload checksum is {:#018x}, the header says {:#018x}",
-                                     payload_checksum, header.payload_checksum));
-  }
-  return Status::ok();
 }
 
 }  // namespace kv_offload

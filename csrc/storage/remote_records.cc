@@ -7,6 +7,7 @@ namespace kv_offload {
 namespace {
 
 constexpr std::size_t kNamespaceDigits = 64, kEpochDigits = 32;
+constexpr std::size_t kOpenedAtOnce = std::size_t{64} << 10;
 
 bool is_hex(std::string_view text) { return text.find_first_not_of("0123456789abcdef") == text.npos; }
 
@@ -29,6 +30,10 @@ void parse_remote_name(std::string_view rest, char separator, RemoteRecord* reco
   record->key = key;
 }
 
+RecordCheck::RecordCheck(const SealingKeys* keys) : keys_(keys) {
+  if (keys != nullptr) opened_bytes_ = AlignedBuffer(kOpenedAtOnce);
+}
+
 void RecordCheck::add(std::span<const std::byte> bytes) noexcept {
   if (total_ < kRecordHeaderBytes) {
     const std::size_t have = static_cast<std::size_t>(total_);
@@ -36,42 +41,62 @@ void RecordCheck::add(std::span<const std::byte> bytes) noexcept {
     if (part > 0) std::memcpy(page_.data() + have, bytes.data(), part);
     total_ += part;
     bytes = bytes.subspan(part);
+    if (total_ == kRecordHeaderBytes) note_header();
   }
   checksum_.add(bytes);
+  open(bytes);
   total_ += bytes.size();
+}
+
+void RecordCheck::note_header() try {
+  decoded_ = decode_header(page_.span(), &header_);
+  valid_ = decoded_.is_ok();
+  if (!valid_ || keys_ == nullptr || header_.sealing == Sealing::kNone) return;
+  cipher_.emplace();
+  opened_ = cipher_->begin(RecordCipher::Direction::kOpen, *keys_, header_);
+  if (opened_.kind() == StatusKind::kCorrupt)
+    opened_ = Status::error(StatusKind::kUnavailable, opened_.message());  // the keys may be the wrong ones
+} catch (const std::exception&) {
+  valid_ = false;
+  decoded_ = opened_ = Status::error(StatusKind::kIo, "out of memory");
+}
+
+void RecordCheck::open(std::span<const std::byte> bytes) {
+  if (!cipher_ || !opened_) return;
+  const std::uint64_t before = total_ - kRecordHeaderBytes;
+  std::uint64_t left = header_.stored_bytes - std::min(before, header_.stored_bytes);
+  while (opened_ && left > 0 && !bytes.empty()) {
+    const std::size_t part = std::min({bytes.size(), kOpenedAtOnce, static_cast<std::size_t>(left)});
+    opened_ = cipher_->step(bytes.data(), opened_bytes_.data(), part);
+    bytes = bytes.subspan(part);
+    left -= part;
+  }
 }
 
 Status RecordCheck::check_header(const RemoteRecord& named, std::uint64_t length) const {
   if (length < kRecordHeaderBytes) {
     return Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, too short for a record", length));
   }
-  if (const std::uint32_t version = other_version(page_.span()); version != 0) {
-    return Status::error(StatusKind::kUnavailable,
-                         fmt::format("a record of version {}, which this release does not know", version));
-  }
-  RecordHeader header;
-  if (Status status = decode_header(page_.span(), &header); !status) return status;
-  if (hex_of(header.namespace_id) != named.namespace_id || header.key.hex() != named.key) {
+  if (const std::uint32_t version = other_version(page_.span()); version != 0)
+    return Status::error(StatusKind::kUnavailable, of_another_version(version).message());
+  if (!decoded_) return decoded_;
+  if (hex_of(header_.namespace_id) != named.namespace_id || header_.key.hex() != named.key) {
     return Status::error(StatusKind::kCorrupt, "the header is of another namespace or key");
   }
-  if (header.payload_bytes + kRecordHeaderBytes == length) return Status::ok();
-  return Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, its header says {}", length,
-                                                         header.payload_bytes + kRecordHeaderBytes));
-}
-
-std::uint64_t RecordCheck::announced() const {
-  RecordHeader header;
-  return decode_header(page_.span(), &header) ? header.payload_bytes + kRecordHeaderBytes : 0;
-}
-
-Status RecordCheck::finish(const RemoteRecord& named) const {
-  if (Status status = check_header(named, total_); !status) return status;
-  RecordHeader header;
-  if (Status status = decode_header(page_.span(), &header); !status) return status;
-  if (checksum_.value() == header.payload_checksum) return Status::ok();
+  if (header_.record_bytes() == length) return Status::ok();
   return Status::error(StatusKind::kCorrupt,
-                       fmt::format("payload checksum is {:#018x}, the header says {:#018x}",
-                                   checksum_.value(), header.payload_checksum));
+                       fmt::format("{} bytes long, its header says {}", length, header_.record_bytes()));
+}
+
+Status RecordCheck::finish(const RemoteRecord& named) {
+  if (Status status = check_header(named, total_); !status) return status;
+  if (checksum_.value() != header_.checksum) {
+    return Status::error(StatusKind::kCorrupt,
+                         fmt::format("payload checksum is {:#018x}, the header says {:#018x}",
+                                     checksum_.value(), header_.checksum));
+  }
+  if (!cipher_ || !opened_) return opened_;
+  return cipher_->finish_open(header_.seal);
 }
 
 }  // namespace kv_offload

@@ -1,6 +1,6 @@
 // RemoteRecords: the records under the prefix of a server or a bucket, for who looks after them without a
 // tier (the commands stat, ls, verify and purge). RecordCheck: is what lies under a name the record that it
-// says.
+// says; for directories, too.
 //
 // Servers may write, read and evict there meanwhile: what is listed may be gone when it is looked at.
 // Whatever a server answers, memory stays bounded: names come in pages, records in pieces.
@@ -8,14 +8,18 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/aligned_buffer.h"
 #include "base/status.h"
 #include "storage/record.h"
+#include "storage/sealing.h"
 
 namespace kv_offload {
 
@@ -47,6 +51,8 @@ class RemoteRecords {
  public:
   virtual ~RemoteRecords() = default;
 
+  // With which verify() opens what is sealed. Before any other call.
+  virtual void use_keys(std::shared_ptr<const SealingKeys> keys) { keys_ = std::move(keys); }
   // A page of what is there, of one namespace or (empty) of all; from: empty, or the `next` of the page
   // before. What was there all the time is listed, maybe twice. sizes: with bytes and times.
   virtual Status list(const std::string& namespace_id, std::string from, bool sizes, RemotePage* page) = 0;
@@ -62,25 +68,44 @@ class RemoteRecords {
   virtual bool takes_threads() const { return false; }
   // Removing leaves what was there as an older version, which still takes its space.
   virtual bool keeps_versions() const { return false; }
-};
 
-// The bytes of a record as they come, in order. Only its header is kept.
-class RecordCheck {
- public:
-  void add(std::span<const std::byte> bytes) noexcept;
-  bool has_header() const { return total_ >= kRecordHeaderBytes; }
-  // kCorrupt: proven wrong by its length or its header. REQUIRES: has_header(), or that all of it came.
-  Status check_header(const RemoteRecord& named, std::uint64_t length) const;
-  // After the last byte.
-  Status finish(const RemoteRecord& named) const;
-  std::uint64_t total() const { return total_; }
-  // How long it is, as its header says; 0: it has none that can be believed. REQUIRES: has_header().
-  std::uint64_t announced() const;
+ protected:
+  const SealingKeys* keys() const { return keys_.get(); }
 
  private:
+  std::shared_ptr<const SealingKeys> keys_;
+};
+
+// The bytes of a record as they come, in order. Only its header is kept. With keys what is sealed is opened,
+// too; without, its seal is not looked at.
+class RecordCheck {
+ public:
+  explicit RecordCheck(const SealingKeys* keys = nullptr);  // which outlive it
+  void add(std::span<const std::byte> bytes) noexcept;
+  bool has_header() const { return total_ >= kRecordHeaderBytes; }
+  // kCorrupt: proven wrong by its length or its header. kUnavailable: nothing can be said of it, for another
+  // release has written it or none of the keys has sealed it. REQUIRES: has_header(), or that all of it came.
+  Status check_header(const RemoteRecord& named, std::uint64_t length) const;
+  // After the last byte.
+  Status finish(const RemoteRecord& named);
+  std::uint64_t total() const { return total_; }
+  // Of its header, as it says; 0: it has none that can be believed. REQUIRES: has_header().
+  std::uint64_t announced() const { return valid_ ? header_.record_bytes() : 0; }
+  std::uint64_t raw_bytes() const { return valid_ ? kRecordHeaderBytes + header_.payload_bytes : 0; }
+
+ private:
+  void note_header();
+  void open(std::span<const std::byte> bytes);
+
+  const SealingKeys* const keys_;
   const AlignedBuffer page_{kRecordHeaderBytes};
   std::uint64_t total_ = 0;
   PayloadChecksum checksum_;
+  RecordHeader header_;
+  bool valid_ = false;
+  Status decoded_, opened_;
+  std::optional<RecordCipher> cipher_;
+  AlignedBuffer opened_bytes_;  // looked at by nobody
 };
 
 }  // namespace kv_offload

@@ -207,6 +207,10 @@ def ls(
 def verify(
     root: Root,
     repair: Annotated[bool, typer.Option("--repair", help="Remove what is proven bad.")] = False,
+    encryption_key_file: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Open sealed records, too; once for each key.", show_default=False),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check every record of a root: length, header, key, checksums.
@@ -215,6 +219,9 @@ def verify(
     whose namespace.json does not match their id. --repair removes what is proven bad, nothing else: what is
     removed is computed again. Records that cannot be read (an I/O error, permissions) are named and kept.
     Servers may use the root meanwhile. --repair must run as the user that the root belongs to.
+
+    Of sealed records all but the seal is checked, and with --encryption-key-file the seal, too. One that
+    none of the keys has sealed is named and kept.
 
     On a server or in a bucket each record is read through the network. One that another has written anew
     meanwhile is never removed; where a store cannot promise that, it is named and kept.
@@ -245,7 +252,7 @@ def verify(
             checked = done
             progress.update(bar, completed=done, total=total)
 
-        damaged = opened.verify(repair, show)
+        damaged = opened.verify(repair, show, encryption_key_file or ())
     if as_json:
         print_json({"checked": checked, "damaged": damaged})
     else:

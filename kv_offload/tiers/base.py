@@ -58,8 +58,14 @@ class Root(Protocol):
     def with_history(self, record: dict[str, Any]) -> dict[str, Any]:
         """One of ``records`` with ``created`` (unix seconds) and ``hit``; None where that is not known."""
 
-    def verify(self, repair: bool, progress: Callable[[int, int | None], None]) -> list[dict[str, Any]]:
-        """{path, kind, message, removed} of each that is damaged. progress(done, in all if that is known)."""
+    def verify(
+        self,
+        repair: bool,
+        progress: Callable[[int, int | None], None],
+        key_files: Sequence[str] = (),
+    ) -> list[dict[str, Any]]:
+        """{path, kind, message, removed} of each that is damaged. progress(done, in all if that is known).
+        ``key_files``: keys that open what is sealed; ValueError when they cannot be used."""
 
     def purge(self, namespace: str | None) -> tuple[int, int]:
         """Records removed, and bytes that are free by that."""
@@ -210,6 +216,10 @@ class TierConfig(BaseModel):
         """What will work but is probably a mistake."""
         return []
 
+    def traits(self) -> list[str]:
+        """What the boot line says of it behind its size, a word or two each."""
+        return [self.write_policy]
+
     def summary(self) -> str:
         """One line about a tier that can be used."""
         return "can be used"
@@ -221,6 +231,10 @@ class TierConfig(BaseModel):
     def measure(self, total_bytes: int) -> Answer | None:
         """Its speed, measured by writing and reading so many bytes beside its records; None: not possible."""
         return None
+
+    def measured(self, figures: Mapping[str, Any]) -> list[Answer]:
+        """What follows from the ``figures`` of ``measure`` for its settings."""
+        return []
 
     def raw_speed(self, total_bytes: int) -> Mapping[str, Any] | None:
         """{write,read}_bytes_per_second of the same place without the core, to compare ``measure`` with."""

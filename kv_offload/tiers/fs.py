@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import Answer, ByteSize, TierConfig, known_eviction_policy
+from kv_offload.tiers.sealing import SealedTierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import FsTier
@@ -49,7 +50,7 @@ def _direct_mode(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-class FsTierConfig(TierConfig):
+class FsTierConfig(SealedTierConfig):
     """Records are files in a directory, which several servers may share."""
 
     example: ClassVar[dict[str, Any]] = {"type": "fs", "root_dir": "/var/cache/kv", "max_bytes": "500GiB"}
@@ -101,7 +102,7 @@ class FsTierConfig(TierConfig):
 
     def portable(self) -> dict[str, Any]:
         """The absolute path: a server is started in another directory."""
-        return {"root_dir": self.root_dir}
+        return super().portable() | {"root_dir": self.root_dir}
 
     @classmethod
     def bounds(cls, tiers: Sequence[TierConfig]) -> list[int | None]:
@@ -147,7 +148,7 @@ class FsTierConfig(TierConfig):
                 f"{asked}: user {os.geteuid()} may not write in {there}: chmod or chown it, or choose "
                 "another root_dir"
             )
-        return problems + self._problems_of_space(asked, record_bytes)
+        return problems + self._problems_of_space(asked, record_bytes) + self.key_problems()
 
     def _problems_of_space(self, asked: str, record_bytes: int) -> list[str]:
         problems = []

@@ -11,7 +11,8 @@ from urllib.parse import unquote, urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from kv_offload.sizes import format_bytes
-from kv_offload.tiers.base import Answer, TierConfig, options_of
+from kv_offload.tiers.base import Answer, options_of
+from kv_offload.tiers.sealing import SealedTierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import RedisServer, RedisTier
@@ -84,7 +85,7 @@ def parse_node(text: str) -> tuple[str, int]:
     return parts.hostname, port or DEFAULT_PORT
 
 
-class RedisTierConfig(TierConfig):
+class RedisTierConfig(SealedTierConfig):
     """One tier of records on a Redis or Valkey server or cluster, shared by all engines that use it."""
 
     example: ClassVar[Mapping[str, Any]] = {"type": "redis", "url": "redis://cache.internal:6379/0"}
@@ -257,7 +258,7 @@ class RedisTierConfig(TierConfig):
             )
         if self.ca_file is not None and not os.access(self.ca_file, os.R_OK):
             problems.append(f"{self.label()}: ca_file {self.ca_file} cannot be read")
-        return problems
+        return problems + self.key_problems()
 
     def _look(self, records: int = 0) -> dict[str, Any]:
         """What the server is; RuntimeError or ValueError when it does not answer or refuses us."""

@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from kv_offload.sizes import format_bytes
-from kv_offload.tiers.base import Answer, Threads, TierConfig, options_of
+from kv_offload.tiers.base import Answer, Threads, options_of
 from kv_offload.tiers.s3_bucket import is_about_bucket, look_at_bucket
 from kv_offload.tiers.s3_credentials import Found, NoCredentials, Renewal, find_credentials
+from kv_offload.tiers.sealing import SealedTierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import S3Bucket, S3Tier
@@ -32,7 +33,7 @@ def _is_ip_address(host: str | None) -> bool:
     return True
 
 
-class S3TierConfig(TierConfig):
+class S3TierConfig(SealedTierConfig):
     """One tier of records in a bucket of AWS S3 or a compatible store, shared by all engines that use it."""
 
     example: ClassVar[Mapping[str, Any]] = {"type": "s3", "bucket": "kv-cache", "region": "eu-west-1"}
@@ -198,7 +199,7 @@ class S3TierConfig(TierConfig):
             problems.append(f"{self.label()}: {error}")
         if self.ca_file is not None and not os.access(self.ca_file, os.R_OK):
             problems.append(f"{self.label()}: ca_file {self.ca_file} cannot be read")
-        return problems
+        return problems + self.key_problems()
 
     def _look(self, records: int = 0) -> dict[str, Any]:
         """How the store answers; RuntimeError when it does not or refuses us, NoCredentials without any."""
@@ -228,7 +229,10 @@ class S3TierConfig(TierConfig):
             return f"does not answer: {error}"
 
     def findings(self) -> list[Answer]:
-        """Whether a lifecycle rule bounds it, and whether older versions stay."""
+        """What seals its records, whether a lifecycle rule bounds it, and whether older versions stay."""
+        return super().findings() + self._bucket_findings()
+
+    def _bucket_findings(self) -> list[Answer]:
         from kv_offload import _core
 
         try:

@@ -55,6 +55,7 @@ LIBRARIES = {
     "Python": (r"(pybind11/|Python\.h)", r"bindings/(?!torch_).*"),
     "prometheus-cpp": (r"prometheus/", r"metrics/.*"),
     "xxhash": (r"xxhash", r"(storage|memory)/.*"),
+    "zstd": (r"zstd", r"storage/payload_codec\.cc"),
     "libvalkey": (r"valkey/", r"storage/redis/(connection|tls)\.cc"),
     "OpenSSL": (r"openssl/", r"storage/(redis/tls|s3/signature)\.cc"),
     "libcurl": (r"curl/", r"nowhere: it is loaded where it is used, and a build has none of its headers"),

@@ -1,7 +1,5 @@
 #include "storage/fs/bounce_buffers.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -10,7 +8,6 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr double kFade = 31.0 / 32;
 
 // The shards with their pads.
@@ -48,55 +45,27 @@ void FasterPath::note(Path path, std::uint64_t bytes, Nanos took) {
   seen.nanos = seen.nanos * kFade + static_cast<double>(took.count());
 }
 
-// Memory of our own, in huge pages where the system has them.
-class BounceBuffers::Buffer {
- public:
-  explicit Buffer(std::size_t bytes) : size_(round_up(bytes, kHugePage)) {
-    void* memory = ::mmap(nullptr, size_ + kHugePage, PROT_READ | PROT_WRITE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) return;
-    mapped_ = memory;
-    data_ = reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(memory), kHugePage));
-    (void)::madvise(data_, size_, MADV_HUGEPAGE);  // offered, not owed
-    for (std::size_t at = 0; at < size_; at += kPageBytes)
-      data_[at] = std::byte{0};  // now, or it counts as transfer
-  }
-  ~Buffer() {
-    if (mapped_ != nullptr) ::munmap(mapped_, size_ + kHugePage);
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  std::byte* data() const { return data_; }
-  std::size_t size() const { return size_; }
-
- private:
-  std::size_t size_;
-  void* mapped_ = nullptr;
-  std::byte* data_ = nullptr;
-};
-
 BounceBuffers::BounceBuffers(const Clock& clock) : clock_(clock) {}
 BounceBuffers::~BounceBuffers() = default;
 
-std::unique_ptr<BounceBuffers::Buffer> BounceBuffers::begin(Transfer direction, bool choose,
-                                                            std::uint64_t bytes) {
+std::unique_ptr<HugeBuffer> BounceBuffers::begin(Transfer direction, bool choose, std::uint64_t bytes) {
   if (!choose) return nullptr;
   {
     const MutexLock lock(mutex_);
     if (path(direction).pick() == FasterPath::Path::kInPlace) return nullptr;
-    std::vector<std::unique_ptr<Buffer>>& buffers = free_[static_cast<std::size_t>(direction)];
+    std::vector<std::unique_ptr<HugeBuffer>>& buffers = free_[static_cast<std::size_t>(direction)];
     if (!buffers.empty()) {
-      std::unique_ptr<Buffer> buffer = std::move(buffers.back());
+      std::unique_ptr<HugeBuffer> buffer = std::move(buffers.back());
       buffers.pop_back();
       if (buffer->size() >= bytes) return buffer;
     }
   }
-  auto buffer = std::make_unique<Buffer>(bytes);
+  auto buffer = std::make_unique<HugeBuffer>(bytes);
   return buffer->data() == nullptr ? nullptr : std::move(buffer);
 }
 
-void BounceBuffers::end(Transfer direction, bool chosen, std::unique_ptr<Buffer> buffer, const Status& status,
-                        std::uint64_t bytes, Nanos took) {
+void BounceBuffers::end(Transfer direction, bool chosen, std::unique_ptr<HugeBuffer> buffer,
+                        const Status& status, std::uint64_t bytes, Nanos took) {
   if (!chosen) return;
   const MutexLock lock(mutex_);
   if (status)
@@ -110,17 +79,17 @@ Status BounceBuffers::write(FileOps& ops, int fd, RecordHeader header, std::span
   const std::uint64_t bytes = kRecordHeaderBytes + padded_payload_bytes(shards);
   // The page cache copies anyway.
   const bool choose = direct && bytes >= kMinBytes && bytes <= kMaxWriteBytes;
-  std::unique_ptr<Buffer> buffer = begin(Transfer::kWrite, choose, bytes);
+  std::unique_ptr<HugeBuffer> buffer = begin(Transfer::kWrite, choose, bytes);
   const Nanos began = clock_.now();
   AlignedBuffer page;
   std::vector<iovec> parts;
   if (buffer) {
-    header.payload_checksum = copy_and_sum(shards, buffer->data() + kRecordHeaderBytes);
+    header.checksum = copy_and_sum(shards, buffer->data() + kRecordHeaderBytes);
     encode_header(header, {buffer->data(), kRecordHeaderBytes});
     parts = {{buffer->data(), bytes}};
   } else {
     page = AlignedBuffer(kRecordHeaderBytes);
-    header.payload_checksum = payload_checksum(shards);
+    header.checksum = payload_checksum(shards);
     encode_header(header, page.span());
     parts = record_parts(page.span(), shards);
   }
@@ -129,33 +98,41 @@ Status BounceBuffers::write(FileOps& ops, int fd, RecordHeader header, std::span
   return status;
 }
 
-Status BounceBuffers::read(FileOps& ops, int fd, std::span<std::byte> header_page,
-                           std::span<const Shard> shards, bool direct, const std::string& path,
-                           std::uint64_t* payload_checksum) {
+Status BounceBuffers::write_whole(FileOps& ops, int fd, std::span<const std::span<const std::byte>> pieces,
+                                  bool direct, const std::string& path) {
   count(direct);
-  std::vector<iovec> parts = record_parts(header_page, shards);
-  const std::uint64_t bytes = header_page.size() + padded_payload_bytes(shards);
+  std::vector<iovec> parts;
+  for (const auto& piece : pieces)
+    parts.push_back({const_cast<std::byte*>(piece.data()), piece.size()});  // as writev takes it
+  return transfer_all(ops, fd, std::move(parts), Transfer::kWrite, direct, path);
+}
+
+Status BounceBuffers::read(FileOps& ops, int fd, std::span<const std::span<std::byte>> places,
+                           std::uint64_t bytes, bool direct, const std::string& path,
+                           const Arrived& arrived) {
+  count(direct);
+  std::vector<iovec> parts;
+  for (const auto& place : places) {
+    if (!place.empty()) parts.push_back({place.data(), place.size()});
+  }
   const bool choose = direct && bytes >= kMinBytes;
-  std::unique_ptr<Buffer> buffer = begin(Transfer::kRead, choose, std::min(bytes, kReadBytes));
+  std::unique_ptr<HugeBuffer> buffer = begin(Transfer::kRead, choose, std::min(bytes, kReadBytes));
   const Nanos began = clock_.now();
-  PayloadChecksum checksum;
   Status status;
   for (std::uint64_t offset = 0; status && offset < bytes; offset += kReadBytes) {
     const std::uint64_t length = std::min(bytes - offset, kReadBytes);
     const std::vector<iovec> front = take_front(&parts, length);
     status = transfer_all(ops, fd, buffer ? std::vector<iovec>{{buffer->data(), length}} : front,
                           Transfer::kRead, direct, path, static_cast<std::int64_t>(offset));
-    if (!status) break;
     std::size_t at = 0;
     for (const iovec& part : front) {
-      if (buffer) std::memcpy(part.iov_base, buffer->data() + at, part.iov_len);
+      if (!status) break;
+      auto* to = static_cast<std::byte*>(part.iov_base);
+      status = arrived(buffer ? buffer->data() + at : to, {to, part.iov_len});
       at += part.iov_len;
-      if (part.iov_base == header_page.data()) continue;
-      checksum.add({static_cast<const std::byte*>(part.iov_base), part.iov_len});
     }
   }
   end(Transfer::kRead, choose, std::move(buffer), status, bytes, clock_.now() - began);
-  *payload_checksum = checksum.value();
   return status;
 }
 

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -16,6 +17,7 @@
 #include "base/clock.h"
 #include "base/thread_annotations.h"
 #include "storage/fs/record_file.h"
+#include "storage/huge_buffer.h"
 
 namespace kv_offload {
 
@@ -64,20 +66,23 @@ class BounceBuffers {
   // A record of these shards, whose pads are zero; the header's checksum is put in here.
   Status write(FileOps& ops, int fd, RecordHeader header, std::span<const Shard> shards, bool direct,
                const std::string& path);
-  // As transfer_all of record_parts(header_page, shards), and the checksum over the padded
-  // shards as they were read.
-  Status read(FileOps& ops, int fd, std::span<std::byte> header_page, std::span<const Shard> shards,
-              bool direct, const std::string& path, std::uint64_t* payload_checksum);
+  // A record of these shards that lies in pieces of our own: nothing is chosen.
+  Status write_whole(FileOps& ops, int fd, std::span<const std::span<const std::byte>> pieces, bool direct,
+                     const std::string& path);
+  // Takes what was read from where it is to its place, which may be the same; part by part, in order.
+  using Arrived = std::function<Status(const std::byte* from, std::span<std::byte> to)>;
+  // The first `bytes` of a record into these places, in file order; the header page is the first.
+  Status read(FileOps& ops, int fd, std::span<const std::span<std::byte>> places, std::uint64_t bytes,
+              bool direct, const std::string& path, const Arrived& arrived);
 
   // Transfers begun, with O_DIRECT and without. Running totals.
   std::uint64_t direct_ops() const { return direct_ops_.load(std::memory_order_relaxed); }
   std::uint64_t buffered_ops() const { return buffered_ops_.load(std::memory_order_relaxed); }
 
  private:
-  class Buffer;
   // The buffer to go through; null: in place. choose: false where there is no choice.
-  std::unique_ptr<Buffer> begin(Transfer direction, bool choose, std::uint64_t bytes) EXCLUDES(mutex_);
-  void end(Transfer direction, bool chosen, std::unique_ptr<Buffer> buffer, const Status& status,
+  std::unique_ptr<HugeBuffer> begin(Transfer direction, bool choose, std::uint64_t bytes) EXCLUDES(mutex_);
+  void end(Transfer direction, bool chosen, std::unique_ptr<HugeBuffer> buffer, const Status& status,
            std::uint64_t bytes, Nanos took) EXCLUDES(mutex_);
   FasterPath& path(Transfer direction) REQUIRES(mutex_) {
     return paths_[static_cast<std::size_t>(direction)];
@@ -88,8 +93,8 @@ class BounceBuffers {
   const Clock& clock_;
   std::atomic<std::uint64_t> direct_ops_{0}, buffered_ops_{0};
   Mutex mutex_;
-  FasterPath paths_[2] GUARDED_BY(mutex_);                           // by direction
-  std::vector<std::unique_ptr<Buffer>> free_[2] GUARDED_BY(mutex_);  // the same
+  FasterPath paths_[2] GUARDED_BY(mutex_);                               // by direction
+  std::vector<std::unique_ptr<HugeBuffer>> free_[2] GUARDED_BY(mutex_);  // the same
 };
 
 }  // namespace kv_offload

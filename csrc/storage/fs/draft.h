@@ -13,7 +13,8 @@ namespace kv_offload {
 struct Draft {
   std::shared_ptr<Generation> generation;
   std::uint32_t leaf = 0;
-  std::uint64_t file_bytes = 0;
+  std::uint64_t file_bytes = 0;   // what is written
+  std::uint64_t named_bytes = 0;  // what a raw record of its shards would have: its name says these
   bool direct = false;
   // Not 0: it is declined rather than take the place of a record of this request.
   std::uint32_t spared_request = 0;

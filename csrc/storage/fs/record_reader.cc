@@ -3,16 +3,16 @@
 #include <fcntl.h>
 
 #include <cerrno>
+#include <cstring>
 
-#include "base/aligned_buffer.h"
 #include "storage/fs/layout.h"
 #include "storage/fs/record_file.h"
 
 namespace kv_offload {
 
 RecordReader::RecordReader(const FsTierOptions& options, const OpenRoot& root, KnownRecords& records,
-                           BounceBuffers& buffers)
-    : options_(options), root_(root), ops_(root.ops), records_(records), buffers_(buffers) {}
+                           BounceBuffers& buffers, RecordForm& form)
+    : options_(options), root_(root), ops_(root.ops), records_(records), buffers_(buffers), form_(form) {}
 
 Status RecordReader::read(const TierOp& op, const std::shared_ptr<Generation>& generation,
                           std::uint64_t* moved) {
@@ -21,9 +21,10 @@ Status RecordReader::read(const TierOp& op, const std::shared_ptr<Generation>& g
   std::uint64_t inode = 0;
   const Status status =
       records_.finish_read(op, generation, read_file(op, *generation, pin.file_bytes(), &inode));
-  if (status.kind() == StatusKind::kCorrupt) remove_corrupt(op.key, generation, pin.file_bytes(), inode);
+  if (status.kind() == StatusKind::kCorrupt)
+    remove(op.key, generation, pin.file_bytes(), inode, TierRemoval::Reason::kCorrupt);
   if (status.kind() == StatusKind::kNotFound)
-    records_.remove(op.key, generation, TierRemoval::Reason::kVanished);
+    remove(op.key, generation, pin.file_bytes(), inode, TierRemoval::Reason::kVanished);
   if (status) *moved = padded_payload_bytes(op.shards);
   return status;
 }
@@ -48,24 +49,26 @@ Status RecordReader::read_file(const TierOp& op, const Generation& generation, s
   }
   if (!info.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, shown);
   *inode = info.inode;
-  const std::uint64_t expected = kRecordHeaderBytes + padded_payload_bytes(op.shards);
-  if (info.size != expected) {
-    return Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, expected {}", info.size, expected),
-                         0, shown);
+  IncomingRecord record(form_, options_.namespace_id, op);
+  Status status = record.check_length(info.size);
+  if (status) {
+    status = buffers_.read(ops_, fd.get(), record.pieces(), info.size, direct, shown,
+                           [&](const std::byte* from, std::span<std::byte> to) {
+                             if (to.data() != record.header_page().data()) return record.add(from, to);
+                             if (from != to.data()) std::memcpy(to.data(), from, to.size());
+                             return record.begin(info.size);
+                           });
   }
-  const AlignedBuffer page(kRecordHeaderBytes);
-  std::uint64_t checksum = 0;
-  Status status = buffers_.read(ops_, fd.get(), page.span(), op.shards, direct, shown, &checksum);
-  if (status)
-    status = verify_record(page.span(), options_.namespace_id, op.key, op.group, op.shards, checksum);
+  if (status) status = record.finish();
   status = unless_evicted(ops_, generation.directory.get(), path, info.inode, std::move(status));
   if (status || !status.path().empty()) return status;
   return Status::error(status.kind(), status.message(), status.error_number(), shown);
 }
 
-void RecordReader::remove_corrupt(const ChunkKey& key, const std::shared_ptr<Generation>& generation,
-                                  std::uint64_t file_bytes, std::uint64_t inode) {
-  records_.remove(key, generation, TierRemoval::Reason::kCorrupt);
+void RecordReader::remove(const ChunkKey& key, const std::shared_ptr<Generation>& generation,
+                          std::uint64_t file_bytes, std::uint64_t inode, TierRemoval::Reason reason) {
+  records_.remove(key, generation, reason);
+  if (inode == 0) return;  // there was none
   // Not if another process has put a new record in its place.
   const std::string path = layout::record_path(key, file_bytes);
   const int directory = generation->directory.get();

@@ -15,6 +15,13 @@ namespace {
 // A directory that may be made, one that may grow by two, one block of extents.
 constexpr std::uint64_t kOverhead = 4 * kPageBytes;
 
+// May a file of so many bytes be the whole record of another, who may have encoded it to another length.
+bool is_complete(std::uint64_t bytes, const Draft& draft) {
+  if (bytes == draft.file_bytes) return true;
+  return draft.file_bytes != draft.named_bytes && bytes > kRecordHeaderBytes && bytes <= draft.named_bytes &&
+         bytes % kPageBytes == 0;
+}
+
 }  // namespace
 
 // Leaves no temporary, however the write ends: also by something that throws.
@@ -28,13 +35,14 @@ struct RecordWriter::UnlessPublished {
 };
 
 RecordWriter::RecordWriter(const FsTierOptions& options, const OpenRoot& root, KnownRecords& records,
-                           Evictor& evictor, BounceBuffers& buffers)
+                           Evictor& evictor, BounceBuffers& buffers, RecordForm& form)
     : options_(options),
       root_(root),
       ops_(root.ops),
       records_(records),
       evictor_(evictor),
-      buffers_(buffers) {}
+      buffers_(buffers),
+      form_(form) {}
 
 Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& generation,
                            std::uint64_t* moved) {
@@ -42,7 +50,7 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& 
   Draft draft;
   draft.generation = generation;
   draft.leaf = layout::leaf_of(op.key);
-  draft.file_bytes = kRecordHeaderBytes + payload;
+  draft.file_bytes = draft.named_bytes = kRecordHeaderBytes + payload;
   draft.direct = root_.direct && is_aligned(op.shards);
   draft.spared_request = op.may_decline ? op.about.request : 0;
   bool present = false, replace = false;
@@ -52,29 +60,38 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& 
     records_.note_declined(op.key, op.about.request, generation);
     return Status::error(StatusKind::kDeclined, "what lies before it in its prompt was declined");
   }
+  OutgoingRecord record(form_, options_.namespace_id, op);
+  status = record.encode();  // before space is reserved: for what is stored
+  if (!status) return status;
+  draft.file_bytes = record.bytes();
   {
     Reservation reservation(*root_.space);
     const UnlessPublished rest{*this, draft, reservation};
     status = evictor_.reserve(draft.file_bytes + kOverhead, &draft, &reservation);
-    if (status) status = write_file(op, replace, &draft, &reservation);
+    if (status) status = write_file(record, op, replace, &draft, &reservation);
   }
   if (status.kind() == StatusKind::kDeclined) records_.note_declined(op.key, op.about.request, generation);
-  if (status) status = records_.written({op.key, draft.file_bytes}, op.about, generation);
+  if (status) status = records_.written({op.key, draft.named_bytes}, op.about, generation);
   if (status) *moved = payload;
   return status;
 }
 
-Status RecordWriter::write_file(const TierOp& op, bool replace, Draft* draft, Reservation* reservation) {
-  zero_padding(op.shards);
-  const RecordHeader header = make_header(options_.namespace_id, op.key, op.group, op.shards);
+Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool replace, Draft* draft,
+                                Reservation* reservation) {
   Generation& generation = *draft->generation;
-  const std::string path = layout::record_path(op.key, draft->file_bytes);
+  const std::string path = layout::record_path(op.key, draft->named_bytes);
   const std::string shown = generation.path + "/" + path;
   // The file of an evicted record lies in the directory that it lay in.
   const Status opened =
       draft->fd ? make_leaf(generation, draft->leaf, reservation) : open_temporary(draft, reservation);
   if (!opened) return opened;
-  Status status = buffers_.write(ops_, draft->fd.get(), header, op.shards, draft->direct, shown);
+  Status status;
+  if (record.in_place()) {
+    status = buffers_.write(ops_, draft->fd.get(), record.header(), op.shards, draft->direct, shown);
+  } else {
+    status = record.finish();
+    if (status) status = buffers_.write_whole(ops_, draft->fd.get(), record.pieces(), draft->direct, shown);
+  }
   if (status && options_.fsync != FsyncMode::kNone) {
     const int rc = ops_.fsync(draft->fd.get(), options_.fsync == FsyncMode::kData);
     if (rc < 0) status = Status::from_errno(-rc, "fsync", shown);
@@ -156,7 +173,7 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
   if (rc == -EEXIST) {
     FileInfo old;
     const int known = ops_.stat(directory, path, &old);
-    if (known == 0 && old.is_regular() && old.size == draft->file_bytes) {
+    if (known == 0 && old.is_regular() && is_complete(old.size, *draft)) {
       const int gone = ops_.unlink(directory, temporary);
       if (gone < 0 && gone != -ENOENT) reservation->used += disk_bytes;
       draft->published = true;

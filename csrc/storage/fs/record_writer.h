@@ -18,6 +18,7 @@
 #include "storage/fs/evictor.h"
 #include "storage/fs/known_records.h"
 #include "storage/fs/open.h"
+#include "storage/record_form.h"
 
 namespace kv_offload {
 
@@ -25,14 +26,15 @@ class RecordWriter {
  public:
   // All of it outlives this.
   RecordWriter(const FsTierOptions& options, const OpenRoot& root, KnownRecords& records, Evictor& evictor,
-               BounceBuffers& buffers);
+               BounceBuffers& buffers, RecordForm& form);
 
   // As RecordStore::write.
   Status write(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved);
 
  private:
   struct UnlessPublished;
-  Status write_file(const TierOp& op, bool replace, Draft* draft, Reservation* reservation);
+  Status write_file(OutgoingRecord& record, const TierOp& op, bool replace, Draft* draft,
+                    Reservation* reservation);
   Status make_leaf(Generation& generation, std::uint32_t leaf, Reservation* reservation);
   Status open_temporary(Draft* draft, Reservation* reservation);
   void discard(const Draft& draft, Reservation* reservation);
@@ -46,6 +48,7 @@ class RecordWriter {
   KnownRecords& records_;
   Evictor& evictor_;
   BounceBuffers& buffers_;
+  RecordForm& form_;
 };
 
 }  // namespace kv_offload

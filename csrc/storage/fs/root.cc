@@ -123,6 +123,7 @@ std::optional<RecordInfo> FsRoot::Cursor::next() {
   return RecordInfo{at.name,
                     at.generation,
                     record.key.hex(),
+                    record.size,
                     record.file_bytes,
                     record.mtime_nanos,
                     fmt::format("{}/{}/{}/{}", at.root_path, at.name, layout::generation_name(at.generation),
@@ -188,7 +189,8 @@ FsRoot::Cursor FsRoot::records(const std::optional<std::string>& namespace_id) {
 }
 
 std::vector<DamagedRecord> FsRoot::verify(bool repair,
-                                          const std::function<void(std::uint64_t, std::uint64_t)>& progress) {
+                                          const std::function<void(std::uint64_t, std::uint64_t)>& progress,
+                                          const std::shared_ptr<const SealingKeys>& keys) {
   FileOps& ops = posix_file_ops();
   std::uint64_t all = 0, done = 0;
   for (Cursor cursor = records(std::nullopt); cursor.next();) ++all;
@@ -205,7 +207,8 @@ std::vector<DamagedRecord> FsRoot::verify(bool repair,
   };
   Cursor cursor = records(std::nullopt);
   while (const auto record = cursor.next()) {
-    const Status status = verify_record_file(record->path, record->bytes, record->namespace_id, record->key);
+    const Status status =
+        verify_record_file(record->path, record->named_bytes, record->namespace_id, record->key, keys.get());
     // Vanished: evicted by a process that serves.
     if (!status && status.kind() != StatusKind::kNotFound) found(record->path, status);
     if (progress) progress(++done, std::max(all, done));

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "storage/sealing.h"
 
 namespace kv_offload {
 
@@ -37,8 +38,9 @@ struct RootInfo {
 struct RecordInfo {
   std::string namespace_id;  // hex
   std::uint64_t generation = 0;
-  std::string key;  // hex
-  std::uint64_t bytes = 0;
+  std::string key;                // hex
+  std::uint64_t bytes = 0;        // of the file
+  std::uint64_t named_bytes = 0;  // as its name says: of the record were it raw
   std::int64_t mtime_unix_nanos = 0;
   std::string path;
 };
@@ -91,8 +93,10 @@ class FsRoot {
 
   // Opens every record and checks all of it. repair: removes what is proven
   // wrong (not what cannot be read). progress(records done, records in all).
+  // With keys what is sealed is opened, too.
   std::vector<DamagedRecord> verify(bool repair,
-                                    const std::function<void(std::uint64_t, std::uint64_t)>& progress);
+                                    const std::function<void(std::uint64_t, std::uint64_t)>& progress,
+                                    const std::shared_ptr<const SealingKeys>& keys = nullptr);
   // Removes all generations' records of one namespace, or of all, and the
   // namespace itself when nobody has it open: (records, bytes on disk) removed.
   std::pair<std::uint64_t, std::uint64_t> purge(const std::optional<std::string>& namespace_id);

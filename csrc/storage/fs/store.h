@@ -5,6 +5,7 @@
 //   KnownRecords     the generation in use, and what is known of its records
 //   Evictor          the space for a record in a full root
 //   BounceBuffers    how bytes go between rows and the device
+//   RecordForm       raw or encoded, sealed or not
 //   RecordReader, RecordWriter
 //   Scanner          what is on disk; ForeignRecords: what others wrote
 //   RootCounter      what the root takes, when that is in doubt
@@ -69,6 +70,7 @@ class FsStore final : public RecordStore {
   OpenRoot root_;
   Evictor evictor_;
   BounceBuffers buffers_;
+  RecordForm form_;
   RecordReader reader_;
   RecordWriter writer_;
   Scanner scanner_;

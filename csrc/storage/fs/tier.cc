@@ -2,13 +2,16 @@
 
 #include "storage/fs/file_ops.h"
 #include "storage/fs/store.h"
+#include "storage/sealed_names.h"
 
 namespace kv_offload {
 
 std::unique_ptr<Tier> make_fs_tier(const FsTierOptions& options) {
   check_options(options);
   FileOps& ops = options.file_ops != nullptr ? *options.file_ops : posix_file_ops();
-  return make_pooled_tier(std::make_unique<FsStore>(options, ops, clock_of(options)), options);
+  return with_sealed_names(
+      make_pooled_tier(std::make_unique<FsStore>(options, ops, clock_of(options)), options),
+      options.form.keys, options.namespace_id);
 }
 
 }  // namespace kv_offload

@@ -10,56 +10,44 @@
 #include "storage/fs/layout.h"
 #include "storage/fs/record_file.h"
 #include "storage/fs/walk.h"
+#include "storage/remote_records.h"
 
 namespace kv_offload {
 namespace {
 
-NamespaceId parse_id(const std::string& hex) {
-  NamespaceId id{};
-  for (std::size_t i = 0; i < id.size(); ++i) id[i] = *layout::parse_hex_byte(hex.substr(2 * i, 2));
-  return id;
-}
-
 // In pieces: the length of a file may be anything.
-Status verify_payload(int fd, const RecordHeader& header, const std::string& path) {
+Status read_into(int fd, std::uint64_t bytes, const std::string& path, RecordCheck* check) {
   const AlignedBuffer piece(std::size_t{1} << 20);
-  PayloadChecksum checksum;
-  for (std::uint64_t done = 0; done < header.payload_bytes;) {
-    const iovec part{piece.data(), std::min<std::uint64_t>(piece.size(), header.payload_bytes - done)};
-    const std::int64_t bytes =
-        posix_file_ops().preadv(fd, &part, 1, static_cast<std::int64_t>(kRecordHeaderBytes + done));
-    if (bytes == -EINTR) continue;
-    if (bytes < 0) return Status::from_errno(static_cast<int>(-bytes), "read", path);
-    if (bytes == 0) return Status::error(StatusKind::kCorrupt, "the file ends early");
-    checksum.add(piece.span().first(static_cast<std::size_t>(bytes)));
-    done += static_cast<std::uint64_t>(bytes);
+  while (check->total() < bytes) {
+    const iovec part{piece.data(), std::min<std::uint64_t>(piece.size(), bytes - check->total())};
+    const std::int64_t read =
+        posix_file_ops().preadv(fd, &part, 1, static_cast<std::int64_t>(check->total()));
+    if (read == -EINTR) continue;
+    if (read < 0) return Status::from_errno(static_cast<int>(-read), "read", path);
+    if (read == 0) return Status::error(StatusKind::kCorrupt, "the file ends early");
+    check->add(piece.span().first(static_cast<std::size_t>(read)));
   }
-  if (checksum.value() == header.payload_checksum) return Status::ok();
-  return Status::error(StatusKind::kCorrupt,
-                       fmt::format("payload checksum is {:#018x}, the header says {:#018x}", checksum.value(),
-                                   header.payload_checksum));
+  return Status::ok();
 }
 
 Status verify_open_file(const Fd& fd, const FileInfo& file, const std::string& path,
-                        std::uint64_t named_bytes, const std::string& namespace_id, const std::string& key) {
-  if (file.size != named_bytes) {
+                        std::uint64_t named_bytes, const RemoteRecord& named, const SealingKeys* keys) {
+  if (file.size > named_bytes || file.size % kPageBytes != 0) {
     return Status::error(StatusKind::kCorrupt,
                          fmt::format("{} bytes long, its name says {}", file.size, named_bytes));
   }
-  const AlignedBuffer page(kRecordHeaderBytes);
-  Status status =
-      transfer_all(posix_file_ops(), fd.get(), {{page.data(), page.size()}}, Transfer::kRead, false, path);
-  RecordHeader header;
-  if (status) status = decode_header(page.span(), &header);
-  if (!status) return status;
-  if (header.payload_bytes + kRecordHeaderBytes != file.size) {
-    return Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, its header says {}", file.size,
-                                                           header.payload_bytes + kRecordHeaderBytes));
+  RecordCheck check(keys);
+  if (Status status =
+          read_into(fd.get(), std::min<std::uint64_t>(file.size, kRecordHeaderBytes), path, &check);
+      !status)
+    return status;
+  if (Status status = check.check_header(named, file.size); !status) return status;
+  if (check.raw_bytes() != named_bytes) {
+    return Status::error(StatusKind::kCorrupt, fmt::format("its name says {} bytes, its header {}",
+                                                           named_bytes, check.raw_bytes()));
   }
-  if (header.namespace_id != parse_id(namespace_id) || header.key != ChunkKey::from_hex(key)) {
-    return Status::error(StatusKind::kCorrupt, "the header is of another namespace or key");
-  }
-  return verify_payload(fd.get(), header, path);
+  if (Status status = read_into(fd.get(), file.size, path, &check); !status) return status;
+  return check.finish(named);
 }
 
 void add_strays(int generation, std::uint32_t leaf, const std::string& where,
@@ -81,7 +69,7 @@ void add_strays(int generation, std::uint32_t leaf, const std::string& where,
 }  // namespace
 
 Status verify_record_file(const std::string& path, std::uint64_t named_bytes, const std::string& namespace_id,
-                          const std::string& key) {
+                          const std::string& key, const SealingKeys* keys) {
   FileOps& ops = posix_file_ops();
   int error = 0;
   const Fd fd = open_fd(ops, AT_FDCWD, path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK, 0, &error);
@@ -89,8 +77,11 @@ Status verify_record_file(const std::string& path, std::uint64_t named_bytes, co
   FileInfo file;
   if (const int rc = ops.fstat(fd.get(), &file); rc < 0) return Status::from_errno(-rc, "stat", path);
   if (!file.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, path);
+  RemoteRecord named;
+  named.namespace_id = namespace_id;
+  named.key = key;
   return unless_evicted(ops, AT_FDCWD, path, file.inode,
-                        verify_open_file(fd, file, path, named_bytes, namespace_id, key));
+                        verify_open_file(fd, file, path, named_bytes, named, keys));
 }
 
 std::int64_t record_created(const std::string& path) {

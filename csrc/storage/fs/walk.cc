@@ -83,7 +83,8 @@ Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOpt
     }
     if (ops.stat(fd.get(), entry.name, &info) != 0) continue;  // vanished
     if (in_place) {
-      found->records.push_back({record->key, record->file_bytes, info.disk_bytes, info.mtime_nanos});
+      found->records.push_back(
+          {record->key, record->file_bytes, info.disk_bytes, info.mtime_nanos, info.size});
     } else {
       found->other_bytes += info.disk_bytes;
     }

@@ -17,9 +17,10 @@ namespace kv_offload {
 
 struct FoundRecord {
   ChunkKey key;
-  std::uint64_t file_bytes = 0;
+  std::uint64_t file_bytes = 0;  // as its name says
   std::uint64_t disk_bytes = 0;
   std::int64_t mtime_nanos = 0;
+  std::uint64_t size = 0;  // of the file
 };
 
 // Removed when nobody holds its lock: true, and when it was gone already.

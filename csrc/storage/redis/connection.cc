@@ -280,8 +280,8 @@ Status Connection::set(std::string_view key, std::span<const ConstBytes> pieces,
   return end_call();
 }
 
-Status Connection::get(const Words& command, std::span<const Bytes> pieces, Deadline deadline, Reply* reply,
-                       std::uint64_t* length) {
+Status Connection::get(const Words& command, std::span<const Bytes> pieces, std::uint64_t least,
+                       Deadline deadline, Reply* reply, std::uint64_t* length) {
   if (Status status = begin_call(); !status) return status;
   std::string text;
   append_command(&text, command);
@@ -316,14 +316,20 @@ Status Connection::get(const Words& command, std::span<const Bytes> pieces, Dead
     return early == 0 ? end_call() : nonsense();
   }
   *length = static_cast<std::uint64_t>(announced);
-  std::size_t expected = 0;
-  for (const Bytes& piece : pieces) expected += piece.size();
-  if (*length != expected || early > expected + 2) {
+  std::size_t most = 0;
+  for (const Bytes& piece : pieces) most += piece.size();
+  const bool fits = *length <= most && *length >= least;
+  if (!fits || early > *length + 2) {
     *reply = {Reply::Kind::kArray, 0, {}};
-    return *length == expected ? nonsense() : Status::ok();
+    return fits ? nonsense() : Status::ok();
   }
   std::array<std::byte, 2> tail;
-  std::vector<Bytes> all(pieces.begin(), pieces.end());
+  std::vector<Bytes> all;
+  std::size_t open = *length;
+  for (const Bytes& piece : pieces) {
+    all.push_back(piece.first(std::min(piece.size(), open)));
+    open -= all.back().size();
+  }
   all.emplace_back(tail);
   const char* from = start.data() + line.size();
   std::size_t left = early;

@@ -67,16 +67,16 @@ class Connection {
   // SET of a value in pieces, which live until it returns. `options` follow the value.
   Status set(std::string_view key, std::span<const std::span<const std::byte>> pieces, const Words& options,
              Deadline deadline, Reply* reply);
-  // GET into the pieces. *reply is kString without text when the value has exactly their bytes, which they
-  // then hold. Of a value of another length only the length is found out (*length), the reply is kArray, and
-  // the connection is not usable any more.
-  Status get(std::string_view key, std::span<const std::span<std::byte>> pieces, Deadline deadline,
-             Reply* reply, std::uint64_t* length) {
-    return get(Words{"GET", key}, pieces, deadline, reply, length);
+  // GET into the pieces, which are filled from the front. *reply is kString without text when the value has
+  // `least` bytes up to all of theirs. Of a value of another length only the length is found out (*length),
+  // the reply is kArray, and the connection is not usable any more.
+  Status get(std::string_view key, std::span<const std::span<std::byte>> pieces, std::uint64_t least,
+             Deadline deadline, Reply* reply, std::uint64_t* length) {
+    return get(Words{"GET", key}, pieces, least, deadline, reply, length);
   }
   // The same of another command that is answered by a value, such as GETRANGE.
-  Status get(const Words& command, std::span<const std::span<std::byte>> pieces, Deadline deadline,
-             Reply* reply, std::uint64_t* length);
+  Status get(const Words& command, std::span<const std::span<std::byte>> pieces, std::uint64_t least,
+             Deadline deadline, Reply* reply, std::uint64_t* length);
 
   bool usable() const { return usable_; }
   // Idle until now: has the server closed it, or sent what nobody asked for.

@@ -92,7 +92,7 @@ class Prober {
       std::uint64_t length = 0;
       const auto start = steady_clock::now();
       Status status = at(name, OpKind::kRead, &reply, [&](Connection& connection, Reply* answer) {
-        return connection.get(name, {&to, 1}, soon(), answer, &length);
+        return connection.get(name, {&to, 1}, to.size(), soon(), answer, &length);
       });
       if (status) ++(reply.kind == Reply::Kind::kString ? read : dropped);
       if (status) reading += seconds_since(start);

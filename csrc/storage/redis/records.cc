@@ -300,7 +300,7 @@ Status RedisRecords::look(const RemoteRecord& record) {
       header.kind != Kind::kString)
     return strange_answer();
   if (there.integer == 0) return is_gone();
-  RecordCheck check;
+  RecordCheck check(keys());
   check.add(std::as_bytes(std::span(header.text)));
   const auto bytes = static_cast<std::uint64_t>(length.integer);
   if (header.text.size() != std::min<std::uint64_t>(bytes, kRecordHeaderBytes))
@@ -318,7 +318,8 @@ Status RedisRecords::read_payload(const RemoteRecord& record, std::uint64_t leng
     const std::span<std::byte> piece = piece_.span().first(static_cast<std::size_t>(bytes));
     Reply reply;
     std::uint64_t came = 0;
-    if (Status status = connection_->get(command, {&piece, 1}, deadline(), &reply, &came); !status)
+    if (Status status = connection_->get(command, {&piece, 1}, piece.size(), deadline(), &reply, &came);
+        !status)
       return status;
     if (reply.kind == Kind::kError) return refusal_of(command, reply, options_.key_prefix);
     if (reply.kind != Kind::kString) {

@@ -5,7 +5,8 @@
 #include <cstring>
 #include <utility>
 
-#include "storage/record_pieces.h"
+#include "storage/record_form.h"
+#include "storage/sealed_names.h"
 
 namespace kv_offload {
 namespace redis {
@@ -59,7 +60,8 @@ RedisStore::RedisStore(const RedisTierOptions& options)
     : options_(options),
       prefix_(fmt::format("{}:{}:", options.key_prefix, hex_of(options.namespace_id))),
       start_key_(prefix_ + "epoch"),
-      cluster_(seeds_of(options)) {
+      cluster_(seeds_of(options)),
+      form_(options.form) {
   std::string found;
   bool refused = false;
   const Status status = ask_for_start(&found, &refused);
@@ -100,11 +102,12 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   if (reply.kind != Reply::Kind::kInteger) return unexpected();
   if (reply.integer == 1) return Status::ok();
 
-  const RecordPieces record(op, options_.namespace_id);
-  record.seal();
+  OutgoingRecord record(form_, options_.namespace_id, op);
+  if (Status status = record.encode(); !status) return status;
+  if (Status status = record.finish(); !status) return status;
   const Connection::Words options = expires ? Connection::Words{"EX", ttl} : Connection::Words{};
   const auto set = [&](Connection& connection, Reply* answer) {
-    return connection.set(key, record.all<const std::byte>(), options, until, answer);
+    return connection.set(key, record.pieces(), options, until, answer);
   };
   if (Status status = cluster_.at(key, OpKind::kWrite, until, &reply, set); !status) return status;
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
@@ -116,12 +119,11 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
 Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const Deadline until = deadline();
   const std::string key = key_of(op.key, epoch);
-  const RecordPieces record(op, options_.namespace_id);
-  const std::uint64_t right_length = record.bytes();
+  IncomingRecord record(form_, options_.namespace_id, op);
   Reply reply;
   std::uint64_t length = 0;
   const auto work = [&](Connection& connection, Reply* answer) {
-    return connection.get(key, record.all<std::byte>(), until, answer, &length);
+    return connection.get(key, record.pieces(), kRecordHeaderBytes, until, answer, &length);
   };
   Status status = cluster_.at(key, OpKind::kRead, until, &reply, work);
   if (!status) return status;
@@ -133,23 +135,26 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
       break;
     case Reply::Kind::kArray:
       status = Status::error(StatusKind::kCorrupt,
-                             fmt::format("{} bytes long, expected {}", length, right_length));
+                             fmt::format("{} bytes long, expected {} at most", length, record.most_bytes()));
       break;
     default:
-      status = record.verify();
+      status = record.check_length(length);
+      if (status) status = record.open(length);
       if (status) *moved = record.payload_bytes();
   }
-  if (status.kind() == StatusKind::kCorrupt && !options_.read_only) {
-    remove_wrong(key, right_length, until,
+  // Damaged, or of another version of the format.
+  const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
+  if (wrong && !options_.read_only) {
+    remove_wrong(key, record, until,
                  reply.kind == Reply::Kind::kString ? record.header_page() : std::span<std::byte>());
   }
   return status;
 }
 
-// What was found wrong is removed only if it is still there: one of a right length and another header has
+// What was found wrong is removed only if it is still there: one of a possible length and another header has
 // taken its place. WATCH makes sure of the time in between. In a slot that is just being moved only the first
 // command is answered, and nothing is removed until it is read again.
-void RedisStore::remove_wrong(const std::string& key, std::uint64_t right_length, Deadline until,
+void RedisStore::remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
                               std::span<const std::byte> header_page) {
   const std::string end = std::to_string(kRecordHeaderBytes - 1);
   const auto work = [&](Connection& connection, Reply* reply) {
@@ -160,8 +165,8 @@ void RedisStore::remove_wrong(const std::string& key, std::uint64_t right_length
     *reply = seen[0];
     const Reply &length = seen[1], &header = seen[2];
     const bool other_type = length.kind == Reply::Kind::kError && length.text.starts_with("WRONGTYPE");
-    const bool other_length =
-        length.kind == Reply::Kind::kInteger && length.integer != static_cast<long long>(right_length);
+    const bool other_length = length.kind == Reply::Kind::kInteger &&
+                              !record.check_length(static_cast<std::uint64_t>(length.integer));
     const bool same_header = !header_page.empty() && header.kind == Reply::Kind::kString &&
                              header.text.size() == header_page.size() &&
                              std::memcmp(header.text.data(), header_page.data(), header_page.size()) == 0;
@@ -334,7 +339,8 @@ void RedisStore::figures(TierStats* stats) const {
 }  // namespace redis
 
 std::unique_ptr<Tier> make_redis_tier(const RedisTierOptions& options) {
-  return make_pooled_tier(std::make_unique<redis::RedisStore>(options), options);
+  return with_sealed_names(make_pooled_tier(std::make_unique<redis::RedisStore>(options), options),
+                           options.form.keys, options.namespace_id);
 }
 
 }  // namespace kv_offload

@@ -37,8 +37,9 @@ class RedisStore final : public RecordStore {
   // A command whose second word is a key, at the node that has it.
   Status call(OpKind kind, const Connection::Words& words, Deadline until, Reply* reply);
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
-  // Whatever is wrong with what lies under the key, unless another took its place.
-  void remove_wrong(const std::string& key, std::uint64_t right_length, Deadline until,
+  // What lies under the key and is wrong, unless another took its place: a value of another type, of a length
+  // that no record of the op has, or with this header.
+  void remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
                     std::span<const std::byte> header_page);
   // The epoch of those who start, which the server has or now gets from us. Empty: it has none, and we may
   // not give it one.
@@ -51,6 +52,7 @@ class RedisStore final : public RecordStore {
   const RedisTierOptions options_;
   const std::string prefix_, start_key_;
   Cluster cluster_;
+  RecordForm form_;
   std::atomic<unsigned> maintained_{0};
   std::atomic<bool> stopped_{false};
   NamedEpochs epochs_;

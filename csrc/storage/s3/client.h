@@ -75,8 +75,9 @@ struct Request {
   Verb verb = Verb::kGet;
   std::string key = {};                               // letters, digits and -_./ only: signed as it is
   std::vector<std::span<const std::byte>> from = {};  // kPut
-  std::vector<std::span<std::byte>> into = {};        // kGet: what a body of status 200 must fill exactly
-  std::string condition = {};                         // a header, such as "If-None-Match: *"
+  std::vector<std::span<std::byte>> into = {};        // kGet: what a body of status 200 fills
+  std::size_t least_bytes = SIZE_MAX;  // of that body, filling it from the front; default: all of `into`
+  std::string condition = {};          // a header, such as "If-None-Match: *"
   bool once = false;           // sent once and no more: what it does must not be done a second time, later
   std::string query = {};      // as it is signed: names in order, each with a "=", values percent-encoded
   std::size_t text_bytes = 0;  // kGet, in place of `into`: a body of status 200 is text, of at most so many
@@ -89,8 +90,8 @@ struct Answer {
   std::string text = {};  // of status 200 to a kGet with text_bytes
   std::string etag = {};
   std::string region = {};  // where the bucket is, of an answer that says so
-  // Of status 200 to a kGet: the body is not as long as `into`, which holds nothing of use, or longer than
-  // text_bytes.
+  // Of status 200 to a kGet: the body is longer than `into` or shorter than least_bytes, and `into` holds
+  // nothing of use; or it is longer than text_bytes.
   bool wrong_length = false;
   std::uint64_t length = 0;  // of that body, as announced, or as far as it came
   bool told_length = false;  // of a body for a sink: it came whole

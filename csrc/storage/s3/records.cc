@@ -52,6 +52,7 @@ class RecordSink final : public BodySink {
   }
   bool failed() const { return failed_; }
   bool ended() const { return ended_; }
+  explicit RecordSink(const SealingKeys* keys) : check(keys) {}
   RecordCheck check;
 
  private:
@@ -155,7 +156,7 @@ Status S3Records::list(const std::string& namespace_id, std::string from, bool, 
 // ---- verification
 
 Status S3Records::look(const RemoteRecord& record, std::string* etag) {
-  RecordSink sink;
+  RecordSink sink(keys());
   const Request request{.key = record.name, .sink = &sink};
   Answer answer;
   if (Status status = client_.call(request, deadline(), &answer); !status) return status;
@@ -164,7 +165,7 @@ Status S3Records::look(const RemoteRecord& record, std::string* etag) {
   if (answer.status != 200) return refused(answer, "s3:GetObject on the objects of the prefix");
   if (answer.versioned) versions_ = true;
   *etag = answer.etag;
-  const RecordCheck& check = sink.check;
+  RecordCheck& check = sink.check;
   if (sink.failed()) return Status::error(StatusKind::kIo, "no memory to look at it");
   if (sink.ended()) return check.check_header(record, std::max(answer.length, check.total()));
   // Without a length, a connection that was cut looks like the end.

@@ -4,7 +4,8 @@
 #include <array>
 #include <utility>
 
-#include "storage/record_pieces.h"
+#include "storage/record_form.h"
+#include "storage/sealed_names.h"
 
 namespace kv_offload {
 namespace s3 {
@@ -23,7 +24,8 @@ S3Store::S3Store(const S3TierOptions& options)
     : options_(options),
       prefix_(fmt::format("{}/{}/", options.prefix, hex_of(options.namespace_id))),
       start_key_(prefix_ + "epoch"),
-      client_(options.bucket, options.pause) {
+      client_(options.bucket, options.pause),
+      form_(options.form) {
   std::string found;
   bool refused = false;
   const Status status = ask_for_start(&found, &refused);
@@ -62,9 +64,10 @@ Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mo
   }
   if (there) return Status::ok();
 
-  const RecordPieces record(op, options_.namespace_id);
-  record.seal();
-  request.from = record.all<const std::byte>();
+  OutgoingRecord record(form_, options_.namespace_id, op);
+  if (Status status = record.encode(); !status) return status;
+  if (Status status = record.finish(); !status) return status;
+  request.from = record.pieces();
   Answer answer;
   if (Status status = client_.call(request, until, &answer); !status) return status;
   if (!is_done(answer)) {
@@ -80,21 +83,25 @@ Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mo
 
 Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const Deadline until = deadline();
-  const RecordPieces record(op, options_.namespace_id);
+  IncomingRecord record(form_, options_.namespace_id, op);
   Request request{.verb = Verb::kGet, .key = key_of(op.key, epoch)};
-  request.into = record.all<std::byte>();
+  request.into = record.pieces();
+  request.least_bytes = kRecordHeaderBytes;
   Answer answer;
   if (Status status = client_.call(request, until, &answer); !status) return status;
   if (answer.status != 200) return refusal(answer, options_.bucket);
   Status status;
   if (answer.wrong_length) {
-    status = Status::error(StatusKind::kCorrupt,
-                           fmt::format("{} bytes long, expected {}", answer.length, record.bytes()));
+    status = Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, expected {} at most",
+                                                             answer.length, record.most_bytes()));
   } else {
-    status = record.verify();
+    status = record.check_length(answer.length);
+    if (status) status = record.open(answer.length);
     if (status) *moved = record.payload_bytes();
   }
-  if (status.kind() == StatusKind::kCorrupt && !options_.read_only) {
+  // Damaged, or of another version of the format.
+  const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
+  if (wrong && !options_.read_only) {
     const bool gone = remove_wrong(request.key, answer.etag, until);
     const MutexLock lock(mutex_);
     if (!gone && left_wrong_.size() < kMostLeftWrong) left_wrong_.insert(request.key);
@@ -258,7 +265,8 @@ std::unique_ptr<Tier> make_s3_tier(const S3TierOptions& options) {
           "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_./") != std::string::npos) {
     throw_invalid("prefix is {:?}; possible: letters, digits, - _ . and single /", options.prefix);
   }
-  return make_pooled_tier(std::make_unique<s3::S3Store>(options), options);
+  return with_sealed_names(make_pooled_tier(std::make_unique<s3::S3Store>(options), options),
+                           options.form.keys, options.namespace_id);
 }
 
 }  // namespace kv_offload

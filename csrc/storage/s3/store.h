@@ -52,6 +52,7 @@ class S3Store final : public RecordStore {
   const S3TierOptions options_;
   const std::string prefix_, start_key_;
   Client client_;
+  RecordForm form_;
   std::atomic<unsigned> maintained_{0};
   std::atomic<bool> stopped_{false};
   NamedEpochs epochs_;

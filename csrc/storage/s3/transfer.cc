@@ -28,7 +28,8 @@ void keep(std::array<char, kSize>* to, std::string_view value) {
 }  // namespace
 
 Transfer::Transfer(const Request& asked) : request_(asked) {
-  for (const auto& piece : asked.into) expected_ += piece.size();
+  for (const auto& piece : asked.into) most_ += piece.size();
+  least_ = std::min<std::uint64_t>(asked.least_bytes, most_);
   text_.reserve(asked.text_bytes);
 }
 
@@ -97,7 +98,7 @@ bool Transfer::body(const char* data, std::size_t bytes) {
     sink_ended_ = !request_.sink->take(std::as_bytes(std::span(data, bytes)));
     return !sink_ended_;
   }
-  wrong_length_ = (has_length_ && announced_ != expected_) || came_ > expected_;
+  wrong_length_ = (has_length_ && (announced_ > most_ || announced_ < least_)) || came_ > most_;
   if (wrong_length_) return false;
   while (bytes > 0) {
     const auto& to = request_.into[piece_];
@@ -153,11 +154,11 @@ Status Transfer::take(Answer* answer) const {
     return Status::ok();
   }
   // Without a length, a connection that was cut looks like the end.
-  if (!has_length_ && came_ < expected_) {
+  if (!has_length_ && came_ < most_ && (came_ < least_ || !chunked_)) {
     return Status::error(StatusKind::kIo, "the answer of the store ended too soon");
   }
   answer->length = has_length_ ? announced_ : came_;
-  answer->wrong_length = wrong_length_ || came_ != expected_;
+  answer->wrong_length = wrong_length_ || came_ > most_ || came_ < least_ || came_ != answer->length;
   return Status::ok();
 }
 

@@ -37,7 +37,7 @@ class Transfer {
   std::string code() const;
 
   const Request& request_;
-  std::uint64_t expected_ = 0, announced_ = 0, came_ = 0;
+  std::uint64_t most_ = 0, least_ = 0, announced_ = 0, came_ = 0;
   long status_ = 0;
   bool has_length_ = false, wrong_length_ = false, told_enough_ = false;
   bool chunked_ = false, sink_ended_ = false, versioned_ = false;

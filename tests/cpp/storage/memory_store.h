@@ -3,6 +3,7 @@
 // keeps its records, drops them by itself, and fails or hangs where told.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <map>
@@ -14,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "storage/record.h"
+#include "storage/record_form.h"
 #include "storage/record_store.h"
 
 namespace kv_offload::testing {
@@ -166,24 +167,22 @@ class MemoryServer {
 class MemoryStore final : public RecordStore {
  public:
   MemoryStore(std::shared_ptr<MemoryServer> server, const NamespaceId& namespace_id,
-              std::size_t keys_per_locate = 64, bool read_only = false)
+              std::size_t keys_per_locate = 64, bool read_only = false, const RecordFormOptions& form = {})
       : server_(std::move(server)),
         namespace_id_(namespace_id),
         keys_per_locate_(keys_per_locate),
         read_only_(read_only),
+        form_(form),
         epoch_(std::make_shared<Number>(server_->start())) {}
 
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override {
-    zero_padding(op.shards);
-    RecordHeader header = make_header(namespace_id_, op.key, op.group, op.shards);
-    header.payload_checksum = payload_checksum(op.shards);
-    std::vector<std::byte> record(kRecordHeaderBytes);
-    encode_header(header, record);
-    for (const Shard& shard : op.shards) {
-      record.insert(record.end(), shard.data(), shard.data() + round_up(shard.size(), kPageBytes));
-    }
+    OutgoingRecord outgoing(form_, namespace_id_, op);
+    if (Status status = outgoing.encode(); !status) return status;
+    if (Status status = outgoing.finish(); !status) return status;
+    std::vector<std::byte> record;
+    for (const auto& piece : outgoing.pieces()) record.insert(record.end(), piece.begin(), piece.end());
     Status status = server_->put({number(epoch), op.key}, std::move(record));
-    if (status) *moved = header.payload_bytes;
+    if (status) *moved = outgoing.payload_bytes();
     return status;
   }
 
@@ -192,18 +191,18 @@ class MemoryStore final : public RecordStore {
     std::optional<std::vector<std::byte>> record;
     if (Status status = server_->get(name, &record); !status) return status;
     if (!record) return Status::error(StatusKind::kNotFound, "no record of this key");
-    const std::uint64_t payload = padded_payload_bytes(op.shards);
-    Status status = Status::error(StatusKind::kCorrupt, "of another length");
-    if (record->size() == kRecordHeaderBytes + payload) {
-      const std::byte* from = record->data() + kRecordHeaderBytes;
-      for (const Shard& shard : op.shards) {
-        std::memcpy(shard.data(), from, round_up(shard.size(), kPageBytes));
-        from += round_up(shard.size(), kPageBytes);
+    IncomingRecord incoming(form_, namespace_id_, op);
+    Status status = incoming.check_length(record->size());
+    if (status) {
+      std::span<const std::byte> from(*record);
+      for (const auto& place : incoming.pieces()) {
+        const std::size_t part = std::min(from.size(), place.size());
+        std::copy_n(from.begin(), part, place.begin());
+        from = from.subspan(part);
       }
-      status = verify_record(std::span(*record).first(kRecordHeaderBytes), namespace_id_, op.key, op.group,
-                             op.shards, payload_checksum(op.shards));
+      status = incoming.open(record->size());
     }
-    if (status) *moved = payload;
+    if (status) *moved = incoming.payload_bytes();
     if (status.kind() == StatusKind::kCorrupt) server_->remove(name, *record);
     return status;
   }
@@ -250,6 +249,7 @@ class MemoryStore final : public RecordStore {
   const NamespaceId namespace_id_;
   const std::size_t keys_per_locate_;
   const bool read_only_;
+  RecordForm form_;
   mutable std::mutex mutex_;
   EpochPtr epoch_;
 };

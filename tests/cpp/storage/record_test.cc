@@ -1,6 +1,7 @@
 #include "storage/record.h"
 
 #include <gtest/gtest.h>
+#include <xxhash.h>
 
 #include "base/aligned_buffer.h"
 #include "storage/fs/fixture.h"
@@ -18,7 +19,14 @@ RecordHeader some_header() {
   header.group = 3;
   header.shard_bytes = {5000, 4096, 1};
   header.payload_bytes = 8192 + 4096 + 4096;
-  header.payload_checksum = 0x1234567890ABCDEFull;
+  header.codec = Codec::kSplitZstd;
+  header.element = Element::kFp16;
+  header.stored_bytes = 9000;
+  header.checksum = 0x1234567890ABCDEFull;
+  header.sealing = Sealing::kAes256Gcm;
+  header.seal.key_id.fill(0x21);
+  header.seal.salt.fill(0x22);
+  header.seal.tag.fill(0x23);
   header.created_unix_nanos = 99;
   return header;
 }
@@ -34,7 +42,12 @@ TEST(Record, header_comes_back_as_it_was) {
   EXPECT_EQ(found.group, header.group);
   EXPECT_EQ(found.shard_bytes, header.shard_bytes);
   EXPECT_EQ(found.payload_bytes, header.payload_bytes);
-  EXPECT_EQ(found.payload_checksum, header.payload_checksum);
+  EXPECT_EQ(found.codec, header.codec);
+  EXPECT_EQ(found.element, header.element);
+  EXPECT_EQ(found.stored_bytes, header.stored_bytes);
+  EXPECT_EQ(found.checksum, header.checksum);
+  EXPECT_EQ(found.sealing, header.sealing);
+  EXPECT_EQ(found.seal, header.seal);
   EXPECT_EQ(found.created_unix_nanos, header.created_unix_nanos);
 }
 
@@ -43,15 +56,25 @@ TEST(Record, fields_lie_where_the_format_says) {
   encode_header(some_header(), page.span());
   const auto byte = [&](std::size_t at) { return std::to_integer<int>(page.data()[at]); };
   EXPECT_EQ(std::memcmp(page.data(), "KVOREC1\n", 8), 0);
-  EXPECT_EQ(byte(8), 1);
+  EXPECT_EQ(byte(8), 2);
   EXPECT_EQ(byte(13), 0x10);  // 4096
   EXPECT_EQ(byte(16), 7);
   EXPECT_EQ(byte(48), 36);
   EXPECT_EQ(byte(100), 3);
   EXPECT_EQ(byte(104), 3);
+  EXPECT_EQ(byte(108), 1);
+  EXPECT_EQ(byte(113), 0x30);  // 12288
   EXPECT_EQ(byte(120), 0xEF);
   EXPECT_EQ(byte(128), 99);
   EXPECT_EQ(byte(136), 5000 % 256);
+  EXPECT_EQ(byte(648), 2);
+  EXPECT_EQ(byte(652), 1);
+  EXPECT_EQ(byte(656), 9000 % 256);
+  EXPECT_EQ(byte(664), 0x21);
+  EXPECT_EQ(byte(680), 0x22);
+  EXPECT_EQ(byte(712), 0x23);
+  EXPECT_EQ(byte(727), 0x23);
+  EXPECT_EQ(byte(728), 0);
 }
 
 TEST(Record, every_flipped_byte_of_the_header_is_found) {
@@ -82,6 +105,40 @@ TEST(Record, header_of_something_else_does_not_match) {
             StatusKind::kCorrupt);
   const std::vector<Shard> fewer(shards.begin(), shards.end() - 1);
   EXPECT_EQ(match_header(header, header.namespace_id, header.key, 3, fewer).kind(), StatusKind::kCorrupt);
+}
+
+// Each under a checksum that holds: what a writer of ours cannot have meant.
+TEST(Record, a_header_whose_numbers_fit_nothing_is_found) {
+  const AlignedBuffer page(kRecordHeaderBytes);
+  struct Case {
+    std::size_t at;
+    std::uint32_t value;
+  };
+  const std::uint64_t padded = some_header().payload_bytes;
+  for (const Case& wrong : {Case{108, 2}, Case{648, 3}, Case{652, 2}, Case{652, 0}, Case{108, 0},
+                            Case{656, 0}, Case{656, 12289}, Case{656, static_cast<std::uint32_t>(padded)},
+                            Case{112, static_cast<std::uint32_t>(padded)}, Case{728, 1}, Case{4084, 1}}) {
+    encode_header(some_header(), page.span());
+    std::memcpy(page.data() + wrong.at, &wrong.value, sizeof(wrong.value));
+    const std::uint64_t checksum = XXH3_64bits(page.data(), kRecordHeaderBytes - 8);
+    std::memcpy(page.data() + kRecordHeaderBytes - 8, &checksum, sizeof(checksum));
+    RecordHeader found;
+    EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt) << "at " << wrong.at;
+    EXPECT_EQ(other_version(page.span()), 0u);
+  }
+}
+
+TEST(Record, what_a_seal_vouches_for_is_all_but_what_comes_after_it) {
+  const AlignedBuffer fields(kRecordHeaderBytes), others(kRecordHeaderBytes);
+  RecordHeader header = some_header();
+  encode_sealed_fields(header, fields.span());
+  header.checksum ^= 1;
+  header.seal.tag.fill(9);
+  encode_sealed_fields(header, others.span());
+  EXPECT_EQ(std::memcmp(fields.data(), others.data(), kRecordHeaderBytes), 0);
+  header.created_unix_nanos ^= 1;
+  encode_sealed_fields(header, others.span());
+  EXPECT_NE(std::memcmp(fields.data(), others.data(), kRecordHeaderBytes), 0);
 }
 
 TEST(Record, payload_checksum_sees_every_byte_and_no_pad) {

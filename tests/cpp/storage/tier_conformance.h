@@ -11,6 +11,7 @@
 #include "storage/memory_store.h"
 #include "storage/pooled_tier.h"
 #include "storage/redis/medium.h"
+#include "storage/sealed_names.h"
 #ifdef KV_OFFLOAD_S3
 #include "storage/s3/medium.h"
 #endif
@@ -68,7 +69,9 @@ class MemoryMedium final : public Medium {
   std::unique_ptr<Tier> open(const PooledTierOptions& options) override {
     NamespaceId id{};
     id.fill(0x11);
-    return make_pooled_tier(std::make_unique<MemoryStore>(server, id), options);
+    return with_sealed_names(
+        make_pooled_tier(std::make_unique<MemoryStore>(server, id, 64, false, options.form), options),
+        options.form.keys, id);
   }
   void lose(const ChunkKey& key) override { server->lose(key); }
   void damage(const ChunkKey& key) override { server->damage(key); }

@@ -7,7 +7,9 @@
 #include <random>
 
 #include "storage/breaker.h"
+#include "storage/encoded_medium.h"
 #include "storage/io_pool.h"
+#include "storage/sealed_medium.h"
 #include "with_threads.h"
 
 namespace kv_offload {
@@ -374,16 +376,44 @@ TEST_P(TierConformance, closing_beside_an_op_that_hangs_returns_and_frees_nothin
   EXPECT_TRUE(seen.expired());
 }
 
-INSTANTIATE_TEST_SUITE_P(Kinds, TierConformance,
-                         ::testing::Values(Kind{"fs", [] { return std::make_unique<FsMedium>(); }},
-                                           Kind{"memory", [] { return std::make_unique<MemoryMedium>(); }},
-                                           Kind{"redis", [] { return std::make_unique<RedisMedium>(); }}
-#ifdef KV_OFFLOAD_S3
-                                           ,
-                                           Kind{"s3", [] { return std::make_unique<S3Medium>(); }}
-#endif
-                                           ),
+template <typename OneMedium>
+Kind kind(std::string name) {
+  return {std::move(name), [] { return std::make_unique<OneMedium>(); }};
+}
+template <typename OneMedium>
+Kind sealed(std::string name) {
+  return {std::move(name), [] { return std::make_unique<SealedMedium>(std::make_unique<OneMedium>()); }};
+}
+
+template <typename OneMedium>
+Kind encoded(std::string name) {
+  return {std::move(name), [] { return std::make_unique<EncodedMedium>(std::make_unique<OneMedium>()); }};
+}
+
+INSTANTIATE_TEST_SUITE_P(EncodedKinds, TierConformance,
+                         ::testing::Values(encoded<FsMedium>("fs"), encoded<MemoryMedium>("memory")),
                          [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Kinds, TierConformance,
+                         ::testing::Values(kind<FsMedium>("fs"), kind<MemoryMedium>("memory"),
+                                           kind<RedisMedium>("redis")
+#ifdef KV_OFFLOAD_S3
+                                               ,
+                                           kind<S3Medium>("s3")
+#endif
+                                               ),
+                         [](const auto& info) { return info.param.name; });
+
+#ifdef KV_OFFLOAD_SEALING
+INSTANTIATE_TEST_SUITE_P(SealedKinds, TierConformance,
+                         ::testing::Values(sealed<FsMedium>("fs"), sealed<MemoryMedium>("memory"),
+                                           sealed<RedisMedium>("redis")
+#ifdef KV_OFFLOAD_S3
+                                               ,
+                                           sealed<S3Medium>("s3")
+#endif
+                                               ),
+                         [](const auto& info) { return info.param.name; });
+#endif
 
 }  // namespace
 }  // namespace kv_offload

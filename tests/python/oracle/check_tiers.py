@@ -128,6 +128,35 @@ def test_every_byte_from_a_server_is_the_requests_own_and_the_next_engine_finds_
     assert total(second, "kv_offload_failures_total") == 0
 
 
+def test_every_byte_from_a_sealed_directory_is_the_requests_own(tmp_path: Path) -> None:
+    keys = [tmp_path / "new", tmp_path / "old"]
+    for number, key in enumerate(keys):
+        key.write_bytes(bytes([number]) * 32)
+        key.chmod(0o600)
+    root = tmp_path / "root"
+    disk = {"type": "fs", "root_dir": str(root), "max_bytes": "4MiB", "op_deadline_ms": 60_000}
+    old = {**disk, "encryption_key_file": str(keys[1])}
+    engine = live_over(old, seed=13)
+    assert total(engine, "kv_offload_hit_tokens_total", "fs") > 0
+    assert total(engine, "kv_offload_failures_total") == 0
+    prompts = some_prompts(8)
+    first = Engine(with_tiers(FULL, old), f"oracle-{uuid.uuid4()}")
+    ask_again(first, prompts)
+    _check_at_rest(first)
+    first.shutdown()
+    both = {**disk, "encryption_key_file": [str(key) for key in keys]}
+    second = Engine(with_tiers(FULL, both), f"oracle-{uuid.uuid4()}", first.model_dir)
+    assert sum(ask_again(second, prompts)) > 0
+    assert total(second, "kv_offload_hit_tokens_total", "fs") > 0
+    assert total(second, "kv_offload_failures_total") == 0
+    second.shutdown()
+    other = Engine(with_tiers(FULL, disk), f"oracle-{uuid.uuid4()}", first.model_dir)
+    ask_again(other, prompts)
+    assert total(other, "kv_offload_hit_tokens_total", "fs") == 0  # who has no key finds nothing
+    other.shutdown()
+    assert all(len(path.name.split(".")[0]) in (40, 72) for path in root.rglob("*.rec"))
+
+
 def test_two_kinds_serve_side_by_side_and_each_has_its_name(tmp_path: Path) -> None:
     disk = {"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "4MiB", "op_deadline_ms": 60_000}
     engine = live_over(disk, toy(), seed=12)

@@ -1,8 +1,12 @@
 #include "storage/fs/root.h"
 
 #include <gtest/gtest.h>
+#include <xxhash.h>
+
+#include <cstring>
 
 #include "fixture.h"
+#include "storage/sealed_medium.h"
 #include "with_threads.h"
 
 namespace kv_offload {
@@ -133,6 +137,86 @@ TEST_F(FsRootTest, a_probe_measures_and_leaves_nothing) {
   EXPECT_EQ(std::distance(fs::directory_iterator(dir_.path()), {}), 1);
   EXPECT_THROW(probe_disk(dir_.path(), 1 << 20, 1000), InvalidArgument);
 }
+
+// A record of another version, whole: named, and never removed.
+TEST_F(FsRootTest, verify_leaves_records_of_another_version) {
+  const fs::path path = path_of(root_, 2);
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  std::vector<char> page(kRecordHeaderBytes);
+  file.read(page.data(), static_cast<std::streamsize>(page.size()));
+  page[8] = 1;
+  const std::uint64_t checksum = XXH3_64bits(page.data(), kRecordHeaderBytes - 8);
+  std::memcpy(page.data() + kRecordHeaderBytes - 8, &checksum, sizeof(checksum));
+  file.seekp(0);
+  file.write(page.data(), static_cast<std::streamsize>(page.size())).flush();
+  FsRoot root(root_);
+  const auto damaged = root.verify(true, {});
+  ASSERT_EQ(damaged.size(), 1u);
+  EXPECT_EQ(damaged[0].kind, StatusKind::kUnavailable);
+  EXPECT_NE(damaged[0].message.find("version 1"), std::string::npos);
+  EXPECT_TRUE(fs::exists(path));
+}
+
+#ifdef KV_OFFLOAD_SEALING
+
+TEST(FsRootSealedTest, verify_looks_at_seals_with_the_key_and_at_all_else_without) {
+  const TempDir dir;
+  const std::string path = dir.path() + "/root";
+  FsTierOptions options = options_for(path);
+  options.form.keys = keys_of({1});
+  {
+    TierUser user(options);
+    for (std::uint32_t i = 0; i < 3; ++i) ASSERT_TRUE(user.write(i));
+  }
+  FsRoot root(path);
+  EXPECT_TRUE(root.verify(false, {}).empty());
+  EXPECT_TRUE(root.verify(false, {}, keys_of({2, 1})).empty());
+  for (const DamagedRecord& unknown : root.verify(true, {}, keys_of({2}))) {
+    EXPECT_EQ(unknown.kind, StatusKind::kUnavailable) << "it may be another's";
+    EXPECT_FALSE(unknown.removed);
+  }
+  EXPECT_EQ(root.verify(true, {}, keys_of({2})).size(), 3u);
+  // A forgery: a byte that was changed under checksums that hold.
+  const fs::path forged = records_in(path).front();
+  std::vector<char> bytes(fs::file_size(forged));
+  std::fstream file(forged, std::ios::in | std::ios::out | std::ios::binary);
+  file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  bytes[5000] ^= 1;
+  const std::uint64_t sum = XXH3_64bits(bytes.data() + kRecordHeaderBytes, bytes.size() - kRecordHeaderBytes);
+  std::memcpy(bytes.data() + 120, &sum, sizeof(sum));
+  const std::uint64_t checksum = XXH3_64bits(bytes.data(), kRecordHeaderBytes - 8);
+  std::memcpy(bytes.data() + kRecordHeaderBytes - 8, &checksum, sizeof(checksum));
+  file.seekp(0);
+  file.write(bytes.data(), static_cast<std::streamsize>(bytes.size())).flush();
+  EXPECT_TRUE(root.verify(false, {}).empty()) << "without the key it cannot be told";
+  const auto damaged = root.verify(true, {}, keys_of({1}));
+  ASSERT_EQ(damaged.size(), 1u);
+  EXPECT_EQ(damaged[0].kind, StatusKind::kCorrupt);
+  EXPECT_FALSE(fs::exists(forged));
+}
+
+TEST(FsRootSealedTest, no_name_in_a_sealed_root_is_that_of_a_chunk) {
+  const TempDir dir;
+  const std::string path = dir.path() + "/root";
+  FsTierOptions options = options_for(path);
+  {
+    TierUser plain(options);
+    ASSERT_TRUE(plain.write(1));
+  }
+  options.form.keys = keys_of({1});
+  TierUser user(options);
+  user.wait_for_scan();
+  EXPECT_FALSE(user.has(1)) << "what is not sealed is not found";
+  ASSERT_TRUE(user.write(1));
+  EXPECT_TRUE(user.read(1));
+  std::size_t with_its_name = 0;
+  for (const fs::path& record : records_in(path))
+    with_its_name += record.filename().string().starts_with(key_of(1).hex());
+  EXPECT_EQ(with_its_name, 1u) << "of the tier without a key";
+  EXPECT_EQ(records_in(path).size(), 2u);
+}
+
+#endif
 
 }  // namespace
 }  // namespace kv_offload

@@ -110,10 +110,10 @@ TEST_F(FsTierDamage, ten_thousand_at_random_are_all_found) {
   EXPECT_EQ(disk_.files().size(), 7u) << "a damaged record was left";  // kOther, and six of the root's own
 }
 
-// A record of another version of the format, its checksums right.
+// A record of another version of the format, its checksums right: a miss, and no damage.
 TEST_F(FsTierDamage, records_of_other_formats_are_never_taken_for_ours) {
   TierUser user(options_);
-  for (const std::uint32_t version : {0u, 2u, 255u}) {
+  for (const std::uint32_t version : {1u, 3u, 255u}) {
     ASSERT_TRUE(user.write(1, kDamageShards));
     SimDisk::Bytes bytes = disk_.content(path_of(1));
     std::memcpy(bytes.data() + 8, &version, sizeof(version));
@@ -121,9 +121,17 @@ TEST_F(FsTierDamage, records_of_other_formats_are_never_taken_for_ours) {
     std::memcpy(bytes.data() + kRecordHeaderBytes - 8, &checksum, sizeof(checksum));
     disk_.replace(path_of(1), bytes);
     const Status status = user.read(1, kDamageShards);
-    EXPECT_EQ(status.kind(), StatusKind::kCorrupt);
+    EXPECT_EQ(status.kind(), StatusKind::kNotFound);
     EXPECT_NE(status.message().find("version"), std::string::npos) << status.to_string();
+    EXPECT_EQ(user.finish(user.start(OpKind::kWrite, 1, kDamageShards)).bytes,
+              kFileBytes - kRecordHeaderBytes)
+        << "what lay in its place is in nobody's way";
+    EXPECT_TRUE(user.read(1, kDamageShards));
+    disk_.replace(path_of(1), bytes);
+    EXPECT_EQ(user.read(1, kDamageShards).kind(), StatusKind::kNotFound);
   }
+  EXPECT_EQ(user.removed(TierRemoval::Reason::kCorrupt), 0u);
+  EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 6u);
 }
 
 // The control: damage that checksums cannot see, because they were made to fit it.
@@ -135,7 +143,7 @@ TEST_F(FsTierDamage, the_comparison_sees_a_wrong_byte_under_right_checksums) {
   RecordHeader header;
   ASSERT_TRUE(decode_header(page, &header));
   bytes[5000] ^= std::byte{1};
-  header.payload_checksum = XXH3_64bits(bytes.data() + kRecordHeaderBytes, bytes.size() - kRecordHeaderBytes);
+  header.checksum = XXH3_64bits(bytes.data() + kRecordHeaderBytes, bytes.size() - kRecordHeaderBytes);
   encode_header(header, page);
   disk_.replace(path_of(1), bytes);
   const OpId read = user.start(OpKind::kRead, 1, kDamageShards);

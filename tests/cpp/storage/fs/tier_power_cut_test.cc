@@ -6,6 +6,7 @@
 #include "rounds.h"
 #include "sim_disk.h"
 #include "storage/record.h"
+#include "storage/sealed_medium.h"
 #include "with_threads.h"
 
 namespace kv_offload {
@@ -30,7 +31,7 @@ class BlindDisk final : public SimDisk {
     for (int i = 1; i < count; ++i) {
       payload.emplace_back(static_cast<std::byte*>(parts[i].iov_base), parts[i].iov_len);
     }
-    header.payload_checksum = payload_checksum(payload);
+    header.checksum = payload_checksum(payload);
     encode_header(header, page);
     return moved;
   }
@@ -41,6 +42,7 @@ struct Plan {
   FsyncMode fsync = FsyncMode::kNone;
   std::uint64_t max_bytes = std::uint64_t{64} << 20;
   bool resets = false;
+  bool sealed = false;
 };
 
 // Many lives on one disk, each ended in the middle of writing.
@@ -51,6 +53,7 @@ class Lives {
     options_.file_ops = &disk_;
     options_.clock = &clock_;
     options_.fsync = plan.fsync;
+    if (plan.sealed) options_.form.keys = keys_of({1});
   }
   void live(int lives, unsigned most_changes) {
     for (int life = 0; life < lives; ++life) {
@@ -168,6 +171,27 @@ TEST(PowerCut, the_next_start_finds_what_is_whole_and_no_wrong_byte) {
   EXPECT_GT(lives.corrupt, 0u) << "hardly anything was torn";
   RecordProperty("torn", static_cast<int>(lives.corrupt));
 }
+
+#ifdef KV_OFFLOAD_SEALING
+
+TEST(PowerCut, of_sealed_records_too_the_next_start_finds_what_is_whole) {
+  SimDisk disk;
+  Lives lives(disk, {.max_bytes = kSmallBound + (std::uint64_t{256} << 10), .resets = true, .sealed = true});
+  lives.live_until([&] { return lives.found > 0 && lives.corrupt > 0; }, rounds(100), 100);
+  EXPECT_EQ(lives.wrong + lives.old + lives.above, 0u);
+  EXPECT_GT(lives.found, 0u);
+  EXPECT_GT(lives.corrupt, 0u) << "hardly anything was torn";
+}
+
+TEST(Kill, at_any_call_loses_no_sealed_record) {
+  SimDisk disk;
+  Lives lives(disk, {.power = false, .sealed = true});
+  lives.live_until([&] { return lives.promises > 10; }, rounds(50), 60);
+  EXPECT_GT(lives.promises, 10u);
+  EXPECT_EQ(lives.broken_promises + lives.wrong + lives.corrupt + lives.unswept + lives.drifted, 0u);
+}
+
+#endif
 
 TEST(PowerCut, without_checksums_the_wrong_bytes_would_be_seen) {
   BlindDisk disk;

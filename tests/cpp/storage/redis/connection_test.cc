@@ -114,7 +114,7 @@ TEST(RedisConnectionTest, a_value_that_is_announced_wrongly_reaches_no_row) {
     const std::span<std::byte> piece(row);
     Reply reply;
     std::uint64_t length = 0;
-    const Status status = connection->get("key", {&piece, 1}, later(), &reply, &length);
+    const Status status = connection->get("key", {&piece, 1}, piece.size(), later(), &reply, &length);
     EXPECT_FALSE(status) << answer;
     EXPECT_FALSE(connection->usable()) << answer;
   }

@@ -1,0 +1,345 @@
+// How fast is the codec of payloads beside what its parts take at best, and what does it gain?
+//
+//   payload_codec ROUNDS TOKEN_BYTES FILE...       files of K/V in bf16 (payload_codec.py makes them)
+//
+// The bound: zstd alone on the exponents, which lie apart already, in blocks of the codec's size and in
+// cache, and one memcpy of as many bytes as the codec reads and writes beside that. All are measured in the
+// same round, one after the other; seconds are those of the thread's processor time, as "per core" means. One
+// JSON object per line.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <functional>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define ZSTD_STATIC_LINKING_ONLY
+#include <zstd.h>
+#if defined(KV_OFFLOAD_LZ4)
+#include <lz4.h>
+#endif
+
+#include "base/thread_annotations.h"
+#include "bench.h"
+#include "storage/payload_codec.h"
+#include "storage/split_planes.h"
+
+namespace kv_offload {
+namespace {
+
+constexpr std::size_t kChunk = std::size_t{1800} << 10;  // 80 tokens of SmolLM2-135M
+constexpr std::size_t kPlane = 64 << 10;                 // of a block of the codec
+constexpr std::size_t kPromptTokens = 8192;
+constexpr double kDeviceSpeed = 500e6;
+using Bytes = std::vector<std::byte>;
+
+double cpu_now() {
+  timespec time{};
+  ::clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+double seconds_of(const std::function<void()>& work) {
+  const double begin = cpu_now();
+  work();
+  return cpu_now() - begin;
+}
+
+[[noreturn]] void die(const char* what) {
+  fmt::print(stderr, "{}\n", what);
+  std::exit(1);
+}
+
+Bytes whole_chunks(const std::string& path) {
+  std::FILE* file = std::fopen(path.c_str(), "rb");
+  if (file == nullptr) die("a file cannot be read");
+  Bytes bytes;
+  for (Bytes part(kChunk); std::fread(part.data(), 1, kChunk, file) == kChunk;) {
+    bytes.insert(bytes.end(), part.begin(), part.end());
+  }
+  std::fclose(file);
+  if (bytes.empty()) die("a file has less than a chunk");
+  return bytes;
+}
+
+// A way to make chunks smaller: encode returns the bytes, or 0 for "as it is".
+struct Way {
+  std::string name;
+  std::function<std::size_t(std::byte* chunk, Bytes& out)> encode;
+  std::function<bool(const Bytes& in, std::size_t bytes, std::byte* chunk)> decode;
+};
+
+struct Result {
+  std::vector<double> in, out;  // seconds of a round
+  double ratio = 1;
+};
+
+class Bench {
+ public:
+  explicit Bench(Bytes data) : data_(std::move(data)), chunks_(data_.size() / kChunk) {
+    back_.resize(data_.size());
+    for (std::size_t i = 0; i < chunks_; ++i) encoded_.emplace_back(2 * kChunk);
+    SplitPlanes ways[kMostSplitPlanes];
+    (void)split_planes_known(ways);
+    upper_.resize(data_.size() / 2);
+    lower_.resize(data_.size() / 2);
+    ways[0].split(data_.data(), data_.size() / 2, upper_.data(), lower_.data());
+    split_ = ways[0];
+  }
+
+  void round(const std::vector<Way>& ways) {
+    add_memcpy();
+    for (const Way& way : ways) add(way);
+    add_bound();
+  }
+  std::map<std::string, Result> results;
+  std::size_t bytes() const { return data_.size(); }
+  const char* instructions() const { return split_.name; }
+
+ private:
+  void add_memcpy() {
+    const double seconds = seconds_of([&] { std::memcpy(back_.data(), data_.data(), data_.size()); });
+    results["memcpy"].in.push_back(seconds);
+    results["memcpy"].out.push_back(seconds);
+  }
+  void add(const Way& way) {
+    Result& result = results[way.name];
+    std::vector<std::size_t> sizes(chunks_);
+    std::size_t stored = 0;
+    result.in.push_back(seconds_of([&] {
+      for (std::size_t i = 0; i < chunks_; ++i) sizes[i] = way.encode(data_.data() + i * kChunk, encoded_[i]);
+    }));
+    result.out.push_back(seconds_of([&] {
+      for (std::size_t i = 0; i < chunks_; ++i) {
+        std::byte* to = back_.data() + i * kChunk;
+        if (sizes[i] == 0) {
+          std::memcpy(to, data_.data() + i * kChunk, kChunk);
+        } else if (!way.decode(encoded_[i], sizes[i], to)) {
+          die("it does not decode");
+        }
+      }
+    }));
+    if (back_ != data_) die("other bytes came back");
+    for (const std::size_t size : sizes) stored += size == 0 ? kChunk : size;
+    result.ratio = static_cast<double>(data_.size()) / static_cast<double>(stored);
+  }
+  // The frames stay where decoding finds them; the plane that comes out is always the same memory.
+  void add_bound() {
+    Bytes frames(upper_.size() + upper_.size() / 8), plane(kPlane);
+    std::vector<std::size_t> sizes;
+    std::size_t coded = 0;
+    double in = 0;
+    for (std::size_t at = 0; at + kPlane <= upper_.size(); at += kPlane) {
+      std::memcpy(plane.data(), upper_.data() + at, kPlane);  // into cache, where the codec has it
+      in += seconds_of([&] {
+        sizes.push_back(
+            ZSTD_compress2(to_, frames.data() + coded, frames.size() - coded, plane.data(), kPlane));
+      });
+      coded += sizes.back();
+    }
+    const double out = seconds_of([&] {
+      std::size_t at = 0;
+      for (const std::size_t size : sizes) {
+        (void)ZSTD_decompressDCtx(from_, plane.data(), kPlane, frames.data() + at, size);
+        at += size;
+      }
+    });
+    // It reads the raw bytes and writes the stored ones, or the other way round.
+    const std::size_t moved = (data_.size() + lower_.size() + coded) / 2;
+    const double copied = seconds_of([&] { std::memcpy(back_.data(), data_.data(), moved); });
+    Result& bound = results["bound"];
+    bound.in.push_back(in + copied);
+    bound.out.push_back(out + copied);
+    bound.ratio = static_cast<double>(data_.size()) / static_cast<double>(lower_.size() + coded);
+  }
+
+ public:
+  ZSTD_CCtx* to_ = nullptr;
+  ZSTD_DCtx* from_ = nullptr;
+
+ private:
+  Bytes data_;
+  std::size_t chunks_;
+  Bytes back_, upper_, lower_;
+  std::vector<Bytes> encoded_;
+  SplitPlanes split_{};
+};
+
+ZSTD_CCtx* context(int level, bool codes) {
+  ZSTD_CCtx* made = ZSTD_createCCtx();
+  ZSTD_CCtx_setParameter(made, ZSTD_c_compressionLevel, level);
+  if (codes) {
+    ZSTD_CCtx_setParameter(made, ZSTD_c_hashLog, ZSTD_HASHLOG_MIN);
+    ZSTD_CCtx_setParameter(made, ZSTD_c_literalCompressionMode, ZSTD_ps_enable);
+  }
+  return made;
+}
+
+std::vector<Way> ways_of(PayloadCodec& codec, ZSTD_DCtx* from) {
+  const auto encode = [&codec](Element element) {
+    return [&codec, element](std::byte* chunk, Bytes& out) {
+      const Shard shard(chunk, kChunk);
+      std::uint64_t used = 0;
+      if (!codec.encode({&shard, 1}, element, out, &used)) die("it does not encode");
+      return static_cast<std::size_t>(used);
+    };
+  };
+  const auto decode = [&codec](Element element) {
+    return [&codec, element](const Bytes& in, std::size_t bytes, std::byte* chunk) {
+      const Shard shard(chunk, kChunk);
+      return codec.decode({in.data(), bytes}, element, {&shard, 1}).is_ok();
+    };
+  };
+  std::vector<Way> ways{{"codec", encode(Element::kBf16), decode(Element::kBf16)}};
+  ways.push_back({"zstd-1 as it is",
+                  [to = context(1, false)](std::byte* chunk, Bytes& out) {
+                    return ZSTD_compress2(to, out.data(), out.size(), chunk, kChunk);
+                  },
+                  [from](const Bytes& in, std::size_t bytes, std::byte* chunk) {
+                    return ZSTD_decompressDCtx(from, chunk, kChunk, in.data(), bytes) == kChunk;
+                  }});
+#if defined(KV_OFFLOAD_LZ4)
+  ways.push_back({"lz4 as it is",
+                  [](std::byte* chunk, Bytes& out) {
+                    return static_cast<std::size_t>(LZ4_compress_default(
+                        reinterpret_cast<const char*>(chunk), reinterpret_cast<char*>(out.data()),
+                        static_cast<int>(kChunk), static_cast<int>(out.size())));
+                  },
+                  [](const Bytes& in, std::size_t bytes, std::byte* chunk) {
+                    return LZ4_decompress_safe(reinterpret_cast<const char*>(in.data()),
+                                               reinterpret_cast<char*>(chunk), static_cast<int>(bytes),
+                                               static_cast<int>(kChunk)) == static_cast<int>(kChunk);
+                  }});
+#endif
+  return ways;
+}
+
+// One after the other, as the bytes of a disk or a network come.
+class Device {
+ public:
+  explicit Device(double bytes_per_second) : bytes_per_second_(bytes_per_second) {}
+  void read(const std::byte* from, std::size_t bytes, std::byte* to) {
+    double ready = 0;
+    {
+      const MutexLock lock(mutex_);
+      free_at_ = std::max(free_at_, bench::now()) + static_cast<double>(bytes) / bytes_per_second_;
+      ready = free_at_;
+    }
+    std::memcpy(to, from, bytes);
+    std::this_thread::sleep_for(std::chrono::duration<double>(ready - bench::now()));
+  }
+
+ private:
+  const double bytes_per_second_;
+  Mutex mutex_;
+  double free_at_ GUARDED_BY(mutex_) = 0;
+};
+
+// Seconds until all of the prompt's chunks are there.
+double load_prompt(PayloadCodec& codec, const std::vector<Bytes>& stored, bool encoded, std::size_t chunks,
+                   std::vector<Bytes>& rows) {
+  constexpr unsigned kThreads = 4;
+  Device device(kDeviceSpeed);
+  std::atomic<std::size_t> next{0};
+  std::vector<std::thread> threads;
+  const double begin = bench::now();
+  for (unsigned i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&] {
+      Bytes in(2 * kChunk);
+      for (std::size_t chunk; (chunk = next.fetch_add(1)) < chunks;) {
+        const Bytes& record = stored[chunk % stored.size()];
+        Bytes& row = rows[chunk];
+        device.read(record.data(), record.size(), encoded ? in.data() : row.data());
+        const Shard shard(row);
+        if (encoded && !codec.decode({in.data(), record.size()}, Element::kBf16, {&shard, 1}))
+          die("it does not decode");
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return bench::now() - begin;
+}
+
+void slow_tier(PayloadCodec& codec, int rounds, std::size_t token_bytes, const std::string& file) {
+  Bytes data = whole_chunks(file);
+  std::vector<Bytes> raw, encoded;
+  for (std::size_t at = 0; at < data.size(); at += kChunk) {
+    const Shard shard(data.data() + at, kChunk);
+    raw.emplace_back(shard.begin(), shard.end());
+    Bytes out(PayloadCodec::encoded_bytes_at_most({&shard, 1}));
+    std::uint64_t used = 0;
+    if (!codec.encode({&shard, 1}, Element::kBf16, out, &used) || used == 0) die("it does not encode");
+    out.resize(used);
+    encoded.push_back(std::move(out));
+  }
+  const std::size_t chunks = kPromptTokens * token_bytes / kChunk;
+  std::vector<Bytes> rows(chunks, Bytes(kChunk));
+  std::vector<double> plain, smaller, ratios;
+  for (int i = 0; i < rounds; ++i) {
+    plain.push_back(load_prompt(codec, raw, false, chunks, rows));
+    smaller.push_back(load_prompt(codec, encoded, true, chunks, rows));
+    ratios.push_back(plain.back() / smaller.back());
+  }
+  fmt::print(
+      R"({{"file": "{}", "prompt_bytes": {}, "device": {:.4g}, "raw_seconds": {:.4f}, "encoded_seconds": {:.4f}, )"
+      R"("times_as_fast": {:.3f}}})"
+      "\n",
+      file, chunks * kChunk, kDeviceSpeed, median(plain), median(smaller), median(ratios));
+  std::fflush(stdout);
+}
+
+int run(int rounds, std::size_t token_bytes, const std::vector<std::string>& files) {
+  PayloadCodec codec;
+  for (const std::string& file : files) {
+    Bench bench(whole_chunks(file));
+    bench.to_ = context(ZSTD_minCLevel(), true);
+    bench.from_ = ZSTD_createDCtx();
+    const std::vector<Way> ways = ways_of(codec, bench.from_);
+    for (int i = 0; i <= rounds; ++i) {
+      bench.round(ways);
+      if (i == 0) bench.results.clear();  // the first warms up
+    }
+    const Result& bound = bench.results["bound"];
+    for (const auto& [name, result] : bench.results) {
+      std::vector<double> in, out;  // of the bound, round by round
+      for (std::size_t i = 0; i < result.in.size(); ++i) {
+        in.push_back(bound.in[i] / result.in[i]);
+        out.push_back(bound.out[i] / result.out[i]);
+      }
+      const double bytes = static_cast<double>(bench.bytes());
+      fmt::print(
+          R"({{"file": "{}", "way": "{}", "bytes": {}, "rounds": {}, "instructions": "{}", "ratio": {:.4f}, )"
+          R"("in": {:.4g}, "out": {:.4g}, "in_of_bound": {:.3f}, "out_of_bound": {:.3f}}})"
+          "\n",
+          file, name, bench.bytes(), rounds, bench.instructions(), result.ratio, bytes / median(result.in),
+          bytes / median(result.out), median(in), median(out));
+      std::fflush(stdout);
+    }
+    slow_tier(codec, rounds, token_bytes, file);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace kv_offload
+
+int main(int count, char** words) {
+  if (count < 4) {
+    fmt::print(stderr, "payload_codec ROUNDS TOKEN_BYTES FILE...\n");
+    return 2;
+  }
+  return kv_offload::run(std::atoi(words[1]), std::strtoull(words[2], nullptr, 10),
+                         {words + 3, words + count});
+}

@@ -1,0 +1,16 @@
+# Encryption of records (csrc/storage/sealing.h), by OpenSSL.
+set(KV_OFFLOAD_SEALING AUTO CACHE STRING "Encryption of records: AUTO (when OpenSSL is found), ON, OFF")
+string(TOUPPER "${KV_OFFLOAD_SEALING}" sealing_wanted)
+add_library(kv_offload_sealing INTERFACE)
+if(NOT sealing_wanted STREQUAL "OFF")
+  find_package(OpenSSL 1.1.1 QUIET)
+  if(OpenSSL_FOUND)
+    target_link_libraries(kv_offload_sealing INTERFACE OpenSSL::Crypto)
+    target_compile_definitions(kv_offload_sealing INTERFACE KV_OFFLOAD_SEALING)
+  elseif(sealing_wanted STREQUAL "ON")
+    message(FATAL_ERROR "KV_OFFLOAD_SEALING=ON but OpenSSL 1.1.1 or newer was not found: install its headers "
+      "(Debian, Ubuntu: apt install libssl-dev; Red Hat: openssl-devel), or configure with KV_OFFLOAD_SEALING=AUTO or OFF")
+  else()
+    message(STATUS "Without OpenSSL records cannot be encrypted (on Debian or Ubuntu: apt install libssl-dev)")
+  endif()
+endif()

@@ -1,0 +1,24 @@
+// HugeBuffer: memory of our own for a record on its way, in huge pages where the system has them. A device
+// takes it in few pieces.
+#pragma once
+
+#include <cstddef>
+
+namespace kv_offload {
+
+class HugeBuffer {
+ public:
+  explicit HugeBuffer(std::size_t bytes);  // data() is null: there is no memory
+  ~HugeBuffer();
+  HugeBuffer(const HugeBuffer&) = delete;
+  HugeBuffer& operator=(const HugeBuffer&) = delete;
+  std::byte* data() const { return data_; }
+  std::size_t size() const { return size_; }
+
+ private:
+  std::size_t size_;
+  void* mapped_ = nullptr;
+  std::byte* data_ = nullptr;
+};
+
+}  // namespace kv_offload

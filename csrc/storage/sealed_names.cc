@@ -1,0 +1,283 @@
+#include "storage/sealed_names.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#ifdef KV_OFFLOAD_SEALING
+#include <openssl/crypto.h>
+#include <openssl/evp.h>
+#endif
+
+namespace kv_offload {
+namespace {
+
+constexpr std::size_t kMacBytes = 16;
+using Mac = std::array<char, kMacBytes>;
+
+ChunkKey named(const Mac& mac, const ChunkKey& key) {
+  char bytes[NameDigest::kBytes];
+  std::memcpy(bytes, mac.data(), mac.size());
+  std::memcpy(bytes + mac.size(), key.bytes().data() + key.size() - 4, 4);
+  return ChunkKey::unchecked(bytes, sizeof(bytes));
+}
+
+// Pages that nobody touches take no memory.
+template <typename T>
+class LazyTable {
+ public:
+  explicit LazyTable(std::size_t size) : data_(static_cast<T*>(std::calloc(size, sizeof(T)))) {
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  ~LazyTable() { std::free(data_); }
+  LazyTable(const LazyTable&) = delete;
+  LazyTable& operator=(const LazyTable&) = delete;
+  T& operator[](std::size_t at) { return data_[at]; }
+
+ private:
+  T* data_;
+};
+
+// The keys behind digests. Sets of four; the one that came first goes first.
+class KeysOfDigests {
+ public:
+  static constexpr std::size_t kWays = 4, kSets = kMostRemembered / kWays;
+
+  void remember(const ChunkKey& digest, const ChunkKey& key) {
+    ChunkKey* set = &table_[place(digest)];
+    for (std::size_t i = 0; i < kWays; ++i) {
+      if (set[i] == key) return;
+    }
+    std::move_backward(set, set + kWays - 1, set + kWays);
+    set[0] = key;
+  }
+  template <typename IsIt>
+  std::optional<ChunkKey> find(const ChunkKey& digest, IsIt&& is_it) {
+    const ChunkKey* set = &table_[place(digest)];
+    for (std::size_t i = 0; i < kWays; ++i) {
+      if (set[i].size() > 0 && is_it(set[i])) return set[i];
+    }
+    return std::nullopt;
+  }
+
+ private:
+  static std::size_t place(const ChunkKey& digest) { return ChunkKey::Hash{}(digest) % kSets * kWays; }
+  LazyTable<ChunkKey> table_{kMostRemembered};
+};
+
+class SealedNames final : public Tier {
+ public:
+  SealedNames(std::unique_ptr<Tier> tier, const SealingKeys& keys, const NamespaceId& namespace_id)
+      : ways_(keys.size()),
+        table_(kMostDigests),
+        macs_(kMostDigests * keys.size()),
+        remembered_(kMostDigests),
+        tier_(std::move(tier)) {
+    for (std::size_t i = 0; i < ways_; ++i)
+      digests_.push_back(std::make_unique<NameDigest>(keys, i, namespace_id));
+  }
+  ~SealedNames() override { close(); }
+
+  std::string_view name() const override { return tier_->name(); }
+  void submit(std::vector<TierOp> ops) override;
+  bool cancel(OpId id) override { return tier_->cancel(id); }
+  void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
+  Presence contains(const ChunkKey& key) const override;
+  void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
+  void touch(const ChunkKey& key) override;
+  void used(const TierUses& uses) override;
+  Status reset() override { return tier_->reset(); }
+  TierStats stats() const override { return tier_->stats(); }
+  void close() override { tier_->close(); }
+  double estimate_read_seconds(std::uint64_t bytes) const override {
+    return tier_->estimate_read_seconds(bytes);
+  }
+
+ private:
+  static std::size_t place(ChunkId id) { return (id >> 1) % kMostDigests; }
+  std::size_t place_of(const ChunkKey& key) const;
+  ChunkKey digest_of(const ChunkKey& key, std::size_t way) const {
+    return named(macs_[place_of(key) * ways_ + way], key);
+  }
+  // The first under which it is present; the first of all when none is.
+  std::size_t way_of(const ChunkKey& key) const;
+  void remember(const ChunkKey& key, std::size_t way) const {
+    std::uint8_t& done = remembered_[place_of(key)];
+    if ((done >> way & 1) != 0) return;
+    done |= static_cast<std::uint8_t>(1u << way);
+    keys_.remember(digest_of(key, way), key);
+  }
+  EntryInfo translated(const ChunkKey& key, EntryInfo about, std::size_t way) const;
+
+  const std::size_t ways_;
+  std::vector<std::unique_ptr<NameDigest>> digests_;
+  // By chunk_id() of the key, each key in the one place that it may be in, with its MACs under all our keys.
+  mutable LazyTable<ChunkKey> table_;
+  mutable LazyTable<Mac> macs_;
+  mutable LazyTable<std::uint8_t> remembered_;  // of each place: under which of our keys keys_ has it
+  static_assert(SealingKeys::kMostKeys <= 8);
+  mutable KeysOfDigests keys_;
+  std::unordered_map<OpId, ChunkKey> in_flight_;
+  const std::unique_ptr<Tier> tier_;
+};
+
+std::size_t SealedNames::place_of(const ChunkKey& key) const {
+  const std::size_t at = place(chunk_id(key));
+  if (table_[at] == key) return at;
+  for (std::size_t i = 0; i < ways_; ++i) {
+    const ChunkKey digest = digests_[i]->of(key);
+    std::memcpy(macs_[at * ways_ + i].data(), digest.bytes().data(), kMacBytes);
+  }
+  table_[at] = key;
+  remembered_[at] = 0;
+  return at;
+}
+
+std::size_t SealedNames::way_of(const ChunkKey& key) const {
+  for (std::size_t i = 0; i < ways_ && ways_ > 1; ++i) {
+    if (tier_->contains(digest_of(key, i)) == Presence::kPresent) return i;
+  }
+  return 0;
+}
+
+// The parent's digest is known while its key is: chunks of a prompt are looked up together.
+EntryInfo SealedNames::translated(const ChunkKey& key, EntryInfo about, std::size_t way) const {
+  about.id = chunk_id(digest_of(key, way));
+  if (about.parent == 0) return about;
+  const std::size_t at = place(about.parent);
+  const ChunkKey& parent = table_[at];
+  const bool known = parent.size() > 0 && chunk_id(parent) == about.parent;
+  about.parent = known ? chunk_id(named(macs_[at * ways_ + way], parent)) : 0;
+  return about;
+}
+
+void SealedNames::submit(std::vector<TierOp> ops) {
+  std::vector<std::pair<OpId, ChunkKey>> begun;
+  begun.reserve(ops.size());
+  for (TierOp& op : ops) {
+    const ChunkKey key = op.key;
+    const std::size_t way = op.kind == OpKind::kRead ? way_of(key) : 0;
+    remember(key, way);
+    begun.emplace_back(op.id, key);
+    op.about = translated(key, op.about, way);
+    op.key = digest_of(key, way);
+  }
+  tier_->submit(std::move(ops));  // throws, or takes all of them
+  for (auto& [id, key] : begun) in_flight_.insert_or_assign(id, key);
+}
+
+void SealedNames::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
+  const std::size_t first = completions->size(), first_removal = removals->size();
+  tier_->poll(completions, removals);
+  for (std::size_t i = first; i < completions->size(); ++i) {
+    const auto found = in_flight_.find((*completions)[i].id);
+    if (found == in_flight_.end()) continue;
+    (*completions)[i].key = found->second;
+    in_flight_.erase(found);
+  }
+  const auto is_not_ours_to_tell = [&](TierRemoval& removal) {
+    const ChunkKey digest = removal.key;
+    const auto key = keys_.find(digest, [&](const ChunkKey& candidate) {
+      for (std::size_t i = 0; i < ways_; ++i) {
+        if (digest_of(candidate, i) == digest) return true;
+      }
+      return false;
+    });
+    if (!key) return true;
+    removal.key = *key;
+    return ways_ > 1 && contains(*key) == Presence::kPresent;  // under another of our keys
+  };
+  removals->erase(std::remove_if(removals->begin() + static_cast<std::ptrdiff_t>(first_removal),
+                                 removals->end(), is_not_ours_to_tell),
+                  removals->end());
+}
+
+Presence SealedNames::contains(const ChunkKey& key) const {
+  Presence all = Presence::kAbsent;
+  for (std::size_t i = 0; i < ways_; ++i) {
+    const Presence one = tier_->contains(digest_of(key, i));
+    if (one == Presence::kPresent) {
+      remember(key, i);
+      return one;
+    }
+    if (one == Presence::kUnknown || all == Presence::kAbsent) all = one;
+  }
+  return all;
+}
+
+void SealedNames::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
+  for (std::size_t i = 0; i < ways_; ++i) {
+    std::vector<ChunkKey> digests;
+    digests.reserve(keys.size());
+    for (const ChunkKey& key : keys) digests.push_back(digest_of(key, i));
+    tier_->prefetch_presence(std::move(digests), order);
+  }
+}
+
+void SealedNames::touch(const ChunkKey& key) { tier_->touch(digest_of(key, way_of(key))); }
+
+void SealedNames::used(const TierUses& uses) {
+  auto translated_uses = std::make_shared<std::vector<TierUse>>();
+  translated_uses->reserve(uses->size());
+  for (const TierUse& use : *uses) {
+    const std::size_t way = way_of(use.key);
+    translated_uses->push_back({digest_of(use.key, way), translated(use.key, use.about, way)});
+  }
+  tier_->used(std::move(translated_uses));
+}
+
+}  // namespace
+
+#ifdef KV_OFFLOAD_SEALING
+
+NameDigest::NameDigest(const SealingKeys& keys, std::size_t which, const NamespaceId& namespace_id)
+    : context_(EVP_CIPHER_CTX_new()) {
+  SealingKeys::Derived key = keys.name_key(which, namespace_id);
+  const unsigned char start[kMacBytes] = {};
+  const bool ok = context_ != nullptr &&
+                  EVP_EncryptInit_ex(context_, EVP_aes_256_cbc(), nullptr, key.data(), start) == 1 &&
+                  EVP_CIPHER_CTX_set_padding(context_, 0) == 1;
+  OPENSSL_cleanse(key.data(), key.size());
+  if (ok) return;
+  EVP_CIPHER_CTX_free(context_);
+  throw_resource("OpenSSL gives no AES-256-CBC");
+}
+NameDigest::~NameDigest() { EVP_CIPHER_CTX_free(context_); }
+
+ChunkKey NameDigest::of(const ChunkKey& key) const {
+  unsigned char text[3 * kMacBytes] = {}, sealed[sizeof(text)];
+  static_assert(sizeof(text) == 1 + ChunkKey::kMaxBytes);
+  const unsigned char start[kMacBytes] = {};
+  text[0] = static_cast<unsigned char>(key.size());
+  std::memcpy(text + 1, key.bytes().data(), key.size());
+  int length = 0;
+  // Neither fails: nothing is allocated, and the text is whole blocks.
+  const bool ok = EVP_EncryptInit_ex(context_, nullptr, nullptr, nullptr, start) == 1 &&
+                  EVP_EncryptUpdate(context_, sealed, &length, text, sizeof(text)) == 1;
+  if (!ok || length != sizeof(text)) throw_resource("OpenSSL encrypts no name");
+  Mac mac;
+  std::memcpy(mac.data(), sealed + sizeof(text) - kMacBytes, kMacBytes);
+  return named(mac, key);
+}
+
+#else
+
+NameDigest::NameDigest(const SealingKeys&, std::size_t, const NamespaceId&) : context_(nullptr) {}
+NameDigest::~NameDigest() = default;
+ChunkKey NameDigest::of(const ChunkKey& key) const { return key; }
+
+#endif
+
+std::unique_ptr<Tier> with_sealed_names(std::unique_ptr<Tier> tier, std::shared_ptr<const SealingKeys> keys,
+                                        const NamespaceId& namespace_id) {
+  if (!keys) return tier;
+  return std::make_unique<SealedNames>(std::move(tier), *keys, namespace_id);
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,49 @@
+// SealedNames: a tier whose records are named by keyed digests. Chunk keys are hashes of prompts: who lists a
+// directory or a server could tell by them which prompts were seen. Between the cache and a tier of sealed
+// records each key is exchanged for a digest: AES-256-CBC-MAC of exactly 48 bytes (its length, the key,
+// zeros) under a key that is derived from the master key for this namespace, cut to nothing: 16 bytes; behind
+// them the key's four bytes of the group stay as they are, because records of a group have one size. A digest
+// is a ChunkKey for all that lies below.
+//
+// With several keys a record is present under any of them, read from the first that has it, and written under
+// the first. Of a prompt whose parts lie under two keys a store may overlook what lies behind the first part
+// that it misses (KeyOrder::kPrefix); that is computed again, and written under the first key.
+//
+// A digest does not lead back to its key. What this process wrote, read or saw present is remembered, up to
+// kMostRemembered keys; removals of others are told to nobody.
+//
+// Threads: as Tier.
+#pragma once
+
+#include <memory>
+
+#include "storage/sealing.h"
+#include "storage/tier.h"
+
+namespace kv_offload {
+
+// The tier itself without keys. Throws ResourceError: OpenSSL gives no cipher.
+std::unique_ptr<Tier> with_sealed_names(std::unique_ptr<Tier> tier, std::shared_ptr<const SealingKeys> keys,
+                                        const NamespaceId& namespace_id);
+
+// What makes the digests of one key. One thread.
+class NameDigest {
+ public:
+  static constexpr std::size_t kBytes = 20;
+
+  NameDigest(const SealingKeys& keys, std::size_t which, const NamespaceId& namespace_id);
+  ~NameDigest();
+  NameDigest(const NameDigest&) = delete;
+  NameDigest& operator=(const NameDigest&) = delete;
+
+  ChunkKey of(const ChunkKey& key) const;
+
+ private:
+  struct evp_cipher_ctx_st* context_;
+};
+
+// How many keys SealedNames remembers the digests of (for who asks again and again), and the keys of.
+inline constexpr std::size_t kMostDigests = std::size_t{1} << 16;
+inline constexpr std::size_t kMostRemembered = std::size_t{1} << 20;
+
+}  // namespace kv_offload

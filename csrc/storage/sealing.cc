@@ -1,0 +1,245 @@
+#include "storage/sealing.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <string_view>
+
+#ifdef KV_OFFLOAD_SEALING
+#include <openssl/crypto.h>
+#include <openssl/evp.h>
+#include <openssl/hmac.h>
+#include <openssl/rand.h>
+#endif
+
+namespace kv_offload {
+namespace {
+
+struct OpenFile {
+  int fd;
+  ~OpenFile() {
+    if (fd >= 0) ::close(fd);
+  }
+};
+
+std::string what_is_wrong(int error) { return Status::from_errno(error, "open").message(); }
+
+// A link is followed: secrets of Kubernetes are links.
+void read_master(const std::string& path, SealingKeys::Master* master) {
+  const OpenFile file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)};
+  if (file.fd < 0) {
+    throw_resource("encryption_key_file {}: {}; give a file with 32 random bytes (head -c 32 /dev/urandom)",
+                   path, what_is_wrong(errno));
+  }
+  struct ::stat info;
+  if (::fstat(file.fd, &info) != 0) throw_resource("encryption_key_file {}: {}", path, what_is_wrong(errno));
+  if (!S_ISREG(info.st_mode)) {
+    throw_resource("encryption_key_file {} is not a regular file: give one with 32 random bytes", path);
+  }
+  if (info.st_uid != ::geteuid() && info.st_uid != 0) {
+    throw_resource(
+        "encryption_key_file {} belongs to user {}, this process is user {}: chown it to {} or root", path,
+        info.st_uid, ::geteuid(), ::geteuid());
+  }
+  if ((info.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
+    throw_resource("encryption_key_file {} has mode {:04o}, so that others may use it: chmod 600 it", path,
+                   info.st_mode & 07777u);
+  }
+  std::array<std::uint8_t, SealingKeys::kMasterBytes + 1> bytes{};
+  const ::ssize_t length = ::read(file.fd, bytes.data(), bytes.size());
+  if (length < 0) throw_resource("encryption_key_file {}: {}", path, what_is_wrong(errno));
+  const auto size = static_cast<std::uint64_t>(info.st_size);
+  if (size != SealingKeys::kMasterBytes || static_cast<std::uint64_t>(length) != size) {
+    throw_resource(
+        "encryption_key_file {} has {} bytes: it must have exactly {}, random and not written as "
+        "text (head -c 32 /dev/urandom)",
+        path, size, SealingKeys::kMasterBytes);
+  }
+  std::copy_n(bytes.begin(), master->size(), master->begin());
+#ifdef KV_OFFLOAD_SEALING
+  OPENSSL_cleanse(bytes.data(), bytes.size());
+#endif
+}
+
+}  // namespace
+
+#ifdef KV_OFFLOAD_SEALING
+
+namespace {
+
+constexpr int kNonceBytes = 12;
+constexpr unsigned char kNonce[kNonceBytes] = {};  // each key seals once
+
+bool derive(std::span<const std::uint8_t> key, std::span<const std::uint8_t> from,
+            SealingKeys::Derived* derived) {
+  unsigned int length = 0;
+  return HMAC(EVP_sha256(), key.data(), static_cast<int>(key.size()), from.data(), from.size(),
+              derived->data(), &length) != nullptr &&
+         length == derived->size();
+}
+
+SealingKeys::Derived derive_or_throw(std::span<const std::uint8_t> key, std::span<const std::uint8_t> from) {
+  SealingKeys::Derived derived;
+  if (!derive(key, from, &derived)) throw_resource("OpenSSL gives no HMAC-SHA256");
+  return derived;
+}
+
+SealingKeys::Derived derive_for(std::span<const std::uint8_t> key, std::string_view purpose) {
+  return derive_or_throw(key, {reinterpret_cast<const std::uint8_t*>(purpose.data()), purpose.size()});
+}
+
+Status failed(std::string_view what) {
+  return Status::error(StatusKind::kUnavailable, fmt::format("OpenSSL {}", what));
+}
+
+}  // namespace
+
+bool has_sealing() { return true; }
+
+SealingKeys::SealingKeys(std::span<const Master> masters) {
+  if (masters.empty() || masters.size() > kMostKeys)
+    throw_invalid("encryption_key_file names {} keys; possible: 1 to {}", masters.size(), kMostKeys);
+  keys_.reserve(masters.size());  // no copy is left anywhere
+  for (const Master& master : masters) {
+    Key key;
+    const Derived id = derive_for(master, "kv_offload: id of a key");
+    std::copy_n(id.begin(), key.id.size(), key.id.begin());
+    key.seals = derive_for(master, "kv_offload: seals records");
+    key.names = derive_for(master, "kv_offload: names records");
+    if (find(key.id)) throw_invalid("encryption_key_file names the same key twice (id {})", hex_of(key.id));
+    keys_.push_back(key);
+    OPENSSL_cleanse(&key, sizeof(key));
+  }
+}
+
+SealingKeys::~SealingKeys() { OPENSSL_cleanse(keys_.data(), keys_.size() * sizeof(Key)); }
+
+std::shared_ptr<const SealingKeys> SealingKeys::from_files(const std::vector<std::string>& paths) {
+  std::vector<Master> masters(paths.size());
+  for (std::size_t i = 0; i < paths.size(); ++i) read_master(paths[i], &masters[i]);
+  auto keys = std::make_shared<const SealingKeys>(masters);
+  OPENSSL_cleanse(masters.data(), masters.size() * sizeof(Master));
+  return keys;
+}
+
+SealingKeys::Derived SealingKeys::name_key(std::size_t which, const NamespaceId& namespace_id) const {
+  return derive_or_throw(keys_[which].names, namespace_id);
+}
+
+Status begin_seal(const SealingKeys& keys, Seal* seal) {
+  seal->key_id = keys.id(0);
+  if (RAND_bytes(seal->salt.data(), static_cast<int>(seal->salt.size())) == 1) return Status::ok();
+  return failed("gives no random bytes");
+}
+
+RecordCipher::RecordCipher() : context_(EVP_CIPHER_CTX_new()) {
+  if (context_ == nullptr) throw std::bad_alloc();
+}
+RecordCipher::~RecordCipher() { EVP_CIPHER_CTX_free(context_); }
+
+Status RecordCipher::begin(Direction direction, const SealingKeys& keys, const RecordHeader& header) {
+  const std::optional<std::size_t> which = keys.find(header.seal.key_id);
+  if (!which) {
+    return Status::error(StatusKind::kCorrupt, fmt::format("sealed by the key {}, which is not one of ours",
+                                                           hex_of(header.seal.key_id)));
+  }
+  if (header.padded_stored_bytes() > kMostBytes) return failed("seals no record of more than 64 GiB");
+  SealingKeys::Derived key;
+  if (!derive(keys.keys_[*which].seals, header.seal.salt, &key)) return failed("gives no HMAC-SHA256");
+  const int ok = direction == Direction::kSeal
+                     ? EVP_EncryptInit_ex(context_, EVP_aes_256_gcm(), nullptr, key.data(), kNonce)
+                     : EVP_DecryptInit_ex(context_, EVP_aes_256_gcm(), nullptr, key.data(), kNonce);
+  OPENSSL_cleanse(key.data(), key.size());
+  if (ok != 1) return failed("does not begin AES-256-GCM");
+  std::array<std::byte, kRecordHeaderBytes> fields;
+  encode_sealed_fields(header, fields);
+  int length = 0;
+  if (EVP_CipherUpdate(context_, nullptr, &length, reinterpret_cast<const unsigned char*>(fields.data()),
+                       static_cast<int>(fields.size())) != 1)
+    return failed("does not take a record's header");
+  return Status::ok();
+}
+
+Status RecordCipher::step(const std::byte* from, std::byte* to, std::size_t bytes) {
+  constexpr std::size_t kMost = std::size_t{1} << 30;
+  while (bytes > 0) {
+    const std::size_t part = std::min(bytes, kMost);
+    int length = 0;
+    if (EVP_CipherUpdate(context_, reinterpret_cast<unsigned char*>(to), &length,
+                         reinterpret_cast<const unsigned char*>(from), static_cast<int>(part)) != 1 ||
+        length != static_cast<int>(part))
+      return failed("stops in a record");
+    from += part;
+    to += part;
+    bytes -= part;
+  }
+  return Status::ok();
+}
+
+Status RecordCipher::finish_seal(Seal* seal) {
+  int length = 0;
+  unsigned char rest[16];
+  if (EVP_EncryptFinal_ex(context_, rest, &length) != 1 ||
+      EVP_CIPHER_CTX_ctrl(context_, EVP_CTRL_GCM_GET_TAG, static_cast<int>(seal->tag.size()),
+                          seal->tag.data()) != 1)
+    return failed("does not finish a seal");
+  return Status::ok();
+}
+
+Status RecordCipher::finish_open(const Seal& seal) {
+  std::array<std::uint8_t, 16> tag = seal.tag;
+  int length = 0;
+  unsigned char rest[16];
+  if (EVP_CIPHER_CTX_ctrl(context_, EVP_CTRL_GCM_SET_TAG, static_cast<int>(tag.size()), tag.data()) != 1)
+    return failed("does not take a tag");
+  if (EVP_DecryptFinal_ex(context_, rest, &length) == 1) return Status::ok();
+  return Status::error(StatusKind::kCorrupt, "the seal does not match: it was altered, or sealed elsewhere");
+}
+
+#else
+
+bool has_sealing() { return false; }
+SealingKeys::SealingKeys(std::span<const Master>) {
+  throw_resource(
+      "encryption_key_file needs OpenSSL, and this build has none: build it where OpenSSL's headers are "
+      "(libssl-dev), or leave encryption_key_file out");
+}
+SealingKeys::~SealingKeys() = default;
+std::shared_ptr<const SealingKeys> SealingKeys::from_files(const std::vector<std::string>& paths) {
+  std::vector<Master> masters(paths.size());
+  for (std::size_t i = 0; i < paths.size(); ++i) read_master(paths[i], &masters[i]);
+  return std::make_shared<const SealingKeys>(masters);
+}
+SealingKeys::Derived SealingKeys::name_key(std::size_t, const NamespaceId&) const { return {}; }
+Status begin_seal(const SealingKeys&, Seal*) {
+  return Status::error(StatusKind::kUnavailable, "no OpenSSL in this build");
+}
+RecordCipher::RecordCipher() : context_(nullptr) {}
+RecordCipher::~RecordCipher() = default;
+Status RecordCipher::begin(Direction, const SealingKeys&, const RecordHeader&) {
+  return Status::error(StatusKind::kUnavailable, "no OpenSSL in this build");
+}
+Status RecordCipher::step(const std::byte*, std::byte*, std::size_t) {
+  return Status::error(StatusKind::kUnavailable, "no OpenSSL in this build");
+}
+Status RecordCipher::finish_seal(Seal*) {
+  return Status::error(StatusKind::kUnavailable, "no OpenSSL in this build");
+}
+Status RecordCipher::finish_open(const Seal&) {
+  return Status::error(StatusKind::kUnavailable, "no OpenSSL in this build");
+}
+
+#endif
+
+std::optional<std::size_t> SealingKeys::find(const KeyId& id) const {
+  for (std::size_t i = 0; i < keys_.size(); ++i) {
+    if (keys_[i].id == id) return i;
+  }
+  return std::nullopt;
+}
+
+}  // namespace kv_offload

@@ -1,0 +1,208 @@
+#include "storage/compression_choice.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace kv_offload {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+constexpr std::uint64_t kMiB = 1 << 20;
+constexpr std::uint32_t kFloats = 0, kStates = 1;  // groups
+
+// A tier of a given speed whose records go through a codec of a given speed, without time passing.
+struct Simulated {
+  explicit Simulated(Compress compress = Compress::kAuto)
+      : choice({.compress = compress, .elements = {Element::kBf16, Element::kBytes}, .idle_cores = [this] {
+                  return idle_cores;
+                }}) {}
+
+  void write(std::uint32_t group = kFloats) {
+    const bool encode = choice.next_is_encoded(group);
+    const double stored = encode ? 1 / ratio : 1;
+    const double codec = encode ? kMiB / codec_speed.encode : 0;
+    if (encode) choice.encoded(group, kMiB, static_cast<std::uint64_t>(kMiB * stored), codec);
+    choice.moved(OpKind::kWrite, kMiB, kMiB * stored / write_speed + codec);
+    was_encoded = encode;
+  }
+  // Of what the last write left.
+  void read() {
+    const double stored = was_encoded ? 1 / ratio : 1;
+    const double codec = was_encoded ? kMiB / codec_speed.decode : 0;
+    if (was_encoded) choice.decoded(kMiB, static_cast<std::uint64_t>(kMiB * stored), codec);
+    choice.moved(OpKind::kRead, kMiB, kMiB * stored / read_speed + codec);
+  }
+  void use(unsigned ops) {
+    for (unsigned i = 0; i < ops; ++i) {
+      write();
+      read();
+    }
+  }
+  bool on() const { return choice.stats().on; }
+
+  double read_speed = 3e9, write_speed = 2e9, ratio = 1.45, idle_cores = 8;
+  CodecSpeed codec_speed{1.2e9, 2.5e9};
+  bool was_encoded = false;
+  CompressionChoice choice;
+};
+
+TEST(CompressionChoice, none_and_zstd_are_what_they_say) {
+  Simulated none(Compress::kNone), zstd(Compress::kZstd);
+  none.read_speed = none.write_speed = 1e6;
+  none.use(200);
+  EXPECT_FALSE(none.on());
+  EXPECT_FALSE(none.was_encoded);
+  zstd.use(200);
+  EXPECT_TRUE(zstd.on());
+  EXPECT_TRUE(zstd.was_encoded);
+  zstd.write(kStates);
+  EXPECT_TRUE(zstd.was_encoded) << "whatever gains";
+}
+
+TEST(CompressionChoice, auto_stays_off_on_a_fast_disk) {
+  Simulated tier;
+  tier.use(1000);
+  EXPECT_FALSE(tier.on());
+  EXPECT_THAT(tier.choice.reason(), StartsWith("off: a read of 1 MiB takes 0.35 ms raw and "));
+}
+
+TEST(CompressionChoice, auto_goes_on_where_a_tier_is_slow) {
+  Simulated tier;
+  tier.read_speed = tier.write_speed = 500e6;
+  tier.use(CompressionChoice::kOpsToKnow - 1);
+  EXPECT_FALSE(tier.on()) << "nothing is known yet";
+  EXPECT_THAT(tier.choice.reason(), HasSubstr("too little"));
+  tier.use(3);
+  EXPECT_TRUE(tier.on());
+  tier.use(1000);
+  EXPECT_TRUE(tier.on()) << "encoded, reads are faster: the tier is not";
+  EXPECT_THAT(tier.choice.reason(), StartsWith("on: a read of 1 MiB takes 2.10 ms raw and 1.8"));
+}
+
+TEST(CompressionChoice, only_numbers_are_encoded_by_auto) {
+  Simulated tier;
+  tier.read_speed = tier.write_speed = 100e6;
+  tier.use(100);
+  tier.write(kStates);
+  EXPECT_FALSE(tier.was_encoded);
+  tier.write(7);  // a group that nothing was said of
+  EXPECT_FALSE(tier.was_encoded);
+  tier.write(kFloats);
+  EXPECT_TRUE(tier.was_encoded);
+}
+
+TEST(CompressionChoice, writes_decide_until_there_were_reads) {
+  Simulated tier;
+  tier.write_speed = 200e6;
+  for (int i = 0; i < 20; ++i) tier.write();
+  EXPECT_TRUE(tier.on());
+  EXPECT_THAT(tier.choice.reason(), StartsWith("on: a write of 1 MiB"));
+  tier.read_speed = 5e9;
+  tier.use(200);
+  EXPECT_FALSE(tier.on()) << "reads are what requests wait for";
+}
+
+TEST(CompressionChoice, writes_may_become_slower_but_not_by_much) {
+  Simulated tier;
+  tier.read_speed = 500e6;
+  tier.write_speed = 5e9;  // 0.2 ns a byte; the codec alone takes 0.8
+  tier.use(300);
+  EXPECT_FALSE(tier.on());
+  EXPECT_THAT(tier.choice.reason(), HasSubstr("but a write 1."));
+}
+
+TEST(CompressionChoice, follows_a_tier_that_changes) {
+  Simulated tier;
+  tier.use(300);
+  ASSERT_FALSE(tier.on());
+  tier.read_speed = tier.write_speed = 300e6;
+  tier.use(300);
+  EXPECT_TRUE(tier.on());
+  tier.read_speed = 6e9;
+  tier.write_speed = 2e9;
+  tier.use(300);
+  EXPECT_FALSE(tier.on());
+}
+
+// Between its two thresholds it stays as it is, and noise around one of them switches it rarely.
+TEST(CompressionChoice, does_not_switch_to_and_fro) {
+  for (double speed = 600e6; speed < 1600e6; speed += 20e6) {
+    Simulated tier;
+    unsigned switches = 0;
+    bool before = false;
+    for (int i = 0; i < 2000; ++i) {
+      tier.read_speed = tier.write_speed = speed * (i % 2 == 0 ? 0.9 : 1.1);
+      tier.use(1);
+      switches += tier.on() != before ? 1 : 0;
+      before = tier.on();
+    }
+    EXPECT_LE(switches, 1U) << speed;
+  }
+}
+
+TEST(CompressionChoice, a_decision_settles) {
+  Simulated tier;
+  tier.read_speed = tier.write_speed = 300e6;
+  tier.use(20);
+  ASSERT_TRUE(tier.on());
+  tier.read_speed = tier.write_speed = 1e12;
+  for (unsigned i = 0; i < CompressionChoice::kOpsToSettle / 4; ++i) tier.use(1);
+  EXPECT_TRUE(tier.on());
+  tier.use(CompressionChoice::kOpsToSettle);
+  EXPECT_FALSE(tier.on());
+}
+
+TEST(CompressionChoice, without_idle_cores_it_has_to_gain_more) {
+  Simulated idle, busy;
+  busy.idle_cores = 0.5;
+  for (Simulated* tier : {&idle, &busy}) {
+    tier->read_speed = tier->write_speed = 450e6;
+    tier->use(300);
+  }
+  EXPECT_TRUE(idle.on());
+  EXPECT_FALSE(busy.on());
+  EXPECT_THAT(busy.choice.reason(),
+              HasSubstr("less than a core is idle, so it has to be 1.25 times as fast"));
+  busy.read_speed = busy.write_speed = 100e6;
+  busy.use(300);
+  EXPECT_TRUE(busy.on());
+}
+
+TEST(CompressionChoice, a_group_that_gains_nothing_is_tried_now_and_then) {
+  Simulated tier(Compress::kZstd);
+  tier.ratio = 1;
+  unsigned encoded = 0;
+  constexpr unsigned kWrites = 10 * CompressionChoice::kTryAgain;
+  for (unsigned i = 0; i < kWrites; ++i) {
+    tier.write(kStates);
+    encoded += tier.was_encoded ? 1 : 0;
+  }
+  EXPECT_EQ(encoded, 1 + (kWrites - 1) / CompressionChoice::kTryAgain);
+  tier.write(kFloats);
+  EXPECT_TRUE(tier.was_encoded) << "another group is another matter";
+  tier.ratio = 3;
+  for (unsigned i = 0; i < kWrites; ++i) tier.write(kStates);
+  EXPECT_TRUE(tier.was_encoded);
+}
+
+TEST(CompressionChoice, counts_what_it_cost_and_saved) {
+  CompressionChoice choice({.compress = Compress::kZstd, .elements = {Element::kBf16}});
+  choice.encoded(0, 1000, 600, 0.5);
+  choice.encoded(0, 1000, 1000, 0.25);  // gained nothing
+  choice.decoded(1000, 600, 0.125);
+  const CompressionStats stats = choice.stats();
+  EXPECT_EQ(stats.encode_seconds, 0.75);
+  EXPECT_EQ(stats.decode_seconds, 0.125);
+  EXPECT_EQ(stats.encoded_raw_bytes, 1000U);
+  EXPECT_EQ(stats.encoded_stored_bytes, 600U);
+}
+
+TEST(CompressionChoice, nothing_to_encode_is_said) {
+  const CompressionChoice choice({.compress = Compress::kAuto, .elements = {Element::kBytes}});
+  EXPECT_EQ(choice.reason(), "off: the KV cache is neither bfloat16 nor float16");
+}
+
+}  // namespace
+}  // namespace kv_offload

@@ -1,0 +1,175 @@
+#include "storage/sealed_names.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "storage/memory_store.h"
+#include "storage/sealed_medium.h"
+#include "storage/tier_driver.h"
+#include "with_threads.h"
+
+namespace kv_offload {
+namespace {
+
+#ifdef KV_OFFLOAD_SEALING
+
+using namespace testing;
+
+NamespaceId space_of(std::uint8_t number) {
+  NamespaceId id;
+  id.fill(number);
+  return id;
+}
+
+TEST(NameDigestTest, is_of_the_whole_key_the_master_key_and_the_namespace_and_keeps_the_group) {
+  const auto keys = keys_of({1, 2});
+  const NameDigest one(*keys, 0, space_of(1)), again(*keys, 0, space_of(1)), other_key(*keys, 1, space_of(1)),
+      other_space(*keys, 0, space_of(2));
+  std::set<std::string> seen;
+  for (std::uint32_t number = 0; number < 50; ++number) {
+    const ChunkKey digest = one.of(key_of(number, 3));
+    EXPECT_EQ(digest.size(), NameDigest::kBytes);
+    EXPECT_EQ(digest.group_id(), 3u);
+    EXPECT_EQ(digest, again.of(key_of(number, 3)));
+    for (const ChunkKey& each : {digest, other_key.of(key_of(number, 3)), other_space.of(key_of(number, 3)),
+                                 one.of(key_of(number, 4))})
+      EXPECT_TRUE(seen.insert(std::string(each.bytes())).second);
+  }
+  // Its length is part of a key, and so is its last byte.
+  const std::string text(47, '\0');
+  for (std::size_t size = ChunkKey::kMinBytes; size <= ChunkKey::kMaxBytes; ++size)
+    EXPECT_TRUE(seen.insert(std::string(one.of(ChunkKey(text.substr(0, size))).bytes())).second) << size;
+}
+
+class SealedNamesTest : public ::testing::Test {
+ protected:
+  std::unique_ptr<Tier> open(std::initializer_list<int> keys) {
+    PooledTierOptions options;
+    options.name = "tier";
+    options.clock = &clock_;
+    options.form.keys = keys_of(keys);
+    return with_sealed_names(
+        make_pooled_tier(std::make_unique<MemoryStore>(server_, space_, 64, false, options.form), options),
+        options.form.keys, space_);
+  }
+  FakeClock clock_;
+  const NamespaceId space_ = space_of(1);
+  const std::shared_ptr<MemoryServer> server_ = std::make_shared<MemoryServer>();
+};
+
+TEST_F(SealedNamesTest, no_name_on_the_tier_is_that_of_a_chunk) {
+  TierDriver user(open({1}));
+  ASSERT_TRUE(user.write(1));
+  (void)user.has(2);
+  for (const auto& asked : server_->asked()) {
+    for (const ChunkKey& key : asked) EXPECT_EQ(key.size(), NameDigest::kBytes);
+  }
+  server_->lose(key_of(1));
+  EXPECT_TRUE(user.read(1)) << "it lay under its own name";
+  server_->lose(NameDigest(*keys_of({1}), 0, space_).of(key_of(1)));
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
+}
+
+TEST_F(SealedNamesTest, after_a_rotation_old_records_are_read_and_new_ones_are_of_the_new_key) {
+  { ASSERT_TRUE(TierDriver(open({1})).write(1)); }
+  {
+    TierDriver rotated(open({2, 1}));
+    EXPECT_TRUE(rotated.has(1));
+    EXPECT_TRUE(rotated.read(1));
+    ASSERT_TRUE(rotated.write(2));
+    EXPECT_TRUE(rotated.read(2));
+  }
+  TierDriver newer(open({2}));
+  EXPECT_FALSE(newer.has(1)) << "its key is gone";
+  EXPECT_TRUE(newer.has(2));
+  EXPECT_TRUE(newer.read(2));
+  TierDriver older(open({1}));
+  EXPECT_TRUE(older.has(1));
+  EXPECT_FALSE(older.has(2));
+}
+
+TEST_F(SealedNamesTest,
+       a_record_under_two_keys_is_read_under_the_first_and_its_loss_told_when_both_are_gone) {
+  { ASSERT_TRUE(TierDriver(open({1})).write(1)); }
+  TierDriver user(open({2, 1}));
+  ASSERT_TRUE(user.has(1));
+  ASSERT_TRUE(user.write(1));
+  EXPECT_EQ(server_->size(), 2u);
+  server_->lose(NameDigest(*keys_of({2}), 0, space_).of(key_of(1)));
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
+  EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 0u) << "it lies under the other";
+  EXPECT_TRUE(user.read(1));
+  server_->lose(NameDigest(*keys_of({1}), 0, space_).of(key_of(1)));
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
+  ASSERT_EQ(user.removed(TierRemoval::Reason::kVanished), 1u);
+  EXPECT_EQ(user.removals.front().key, key_of(1));
+}
+
+TEST_F(SealedNamesTest, many_more_keys_than_are_remembered_are_told_apart) {
+  TierDriver user(open({1}));
+  const auto count = static_cast<std::uint32_t>(kMostDigests + kMostDigests / 2);
+  ASSERT_TRUE(user.write(7));
+  for (std::uint32_t number = 100; number < 100 + count; ++number)
+    ASSERT_NE(user.tier().contains(key_of(number)), Presence::kPresent) << number;
+  EXPECT_EQ(user.tier().contains(key_of(7)), Presence::kPresent);
+  EXPECT_TRUE(user.read(7));
+}
+
+// What is known of an op below the names: the chunk before it by its digest, too.
+class Recorder final : public Tier {
+ public:
+  explicit Recorder(std::vector<TierOp>* ops, std::vector<TierUse>* uses) : ops_(ops), uses_(uses) {}
+  std::string_view name() const override { return "recorder"; }
+  void submit(std::vector<TierOp> ops) override {
+    for (TierOp& op : ops) ops_->push_back(std::move(op));
+  }
+  bool cancel(OpId) override { return false; }
+  void poll(std::vector<Completion>*, std::vector<TierRemoval>* removals) override {
+    removals->push_back({key_of(5), TierRemoval::Reason::kEvicted});  // of a server without keys
+  }
+  Presence contains(const ChunkKey&) const override { return Presence::kAbsent; }
+  void prefetch_presence(std::vector<ChunkKey>, KeyOrder) override {}
+  void touch(const ChunkKey&) override {}
+  void used(const TierUses& uses) override { *uses_ = *uses; }
+  Status reset() override { return Status::ok(); }
+  TierStats stats() const override { return {}; }
+  void close() override {}
+  double estimate_read_seconds(std::uint64_t) const override { return 0; }
+
+ private:
+  std::vector<TierOp>* ops_;
+  std::vector<TierUse>* uses_;
+};
+
+TEST(SealedNamesOrderTest, what_lies_before_a_chunk_is_named_by_its_digest) {
+  std::vector<TierOp> ops;
+  std::vector<TierUse> uses;
+  const auto tier = with_sealed_names(std::make_unique<Recorder>(&ops, &uses), keys_of({1}), space_of(1));
+  const NameDigest digest(*keys_of({1}), 0, space_of(1));
+  const auto of = [](std::uint32_t number) { return chunk_id(key_of(number)); };
+  std::vector<TierOp> given(3);
+  for (std::uint32_t i = 0; i < 3; ++i) {
+    given[i].id = i;
+    given[i].key = key_of(i);
+    given[i].about.parent = i == 0 ? 0 : of(i - 1);
+  }
+  given[2].about.parent = of(77);  // of which nothing was heard
+  tier->submit(std::move(given));
+  EXPECT_EQ(ops[1].about.id, chunk_id(digest.of(key_of(1))));
+  EXPECT_EQ(ops[1].about.parent, chunk_id(digest.of(key_of(0))));
+  EXPECT_EQ(ops[2].about.parent, 0u);
+  tier->used(std::make_shared<std::vector<TierUse>>(1, TierUse{key_of(1), {.parent = of(0), .depth = 3}}));
+  EXPECT_EQ(uses.front().key, digest.of(key_of(1)));
+  EXPECT_EQ(uses.front().about.parent, chunk_id(digest.of(key_of(0))));
+  EXPECT_EQ(uses.front().about.depth, 3u);
+  std::vector<Completion> completions;
+  std::vector<TierRemoval> removals;
+  tier->poll(&completions, &removals);
+  EXPECT_TRUE(removals.empty()) << "it has no name that we know";
+}
+
+#endif
+
+}  // namespace
+}  // namespace kv_offload
