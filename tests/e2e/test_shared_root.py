@@ -63,18 +63,6 @@ def test_each_engine_states_its_own_budget(servers: tuple[LocalServer, LocalServ
         assert f"cpu {size}.0 MiB = {tokens:,} tokens" in line, "and kv-offload size foretells it"
 
 
-def test_both_say_that_they_share_records(servers: tuple[LocalServer, LocalServer]) -> None:
-    said = "canonical_layout: records are shared by servers of any tensor-parallel size that divides"
-    for server in servers:
-        assert said in server.log_file.read_text()
-        (layout,) = [
-            check["text"]
-            for check in json.loads(cli("doctor", f"http://127.0.0.1:{server.port}", "--json"))["checks"]
-            if check["name"] == "layout"
-        ]
-        assert layout == "canonical: other tensor-parallel sizes share the records"
-
-
 def test_what_one_server_wrote_the_other_loads(
     servers: tuple[LocalServer, LocalServer], root: Path, reference: Reference
 ) -> None:
@@ -99,6 +87,18 @@ def test_and_the_other_way(
     loaded = reader.ask(reference.prompts[4])
     assert_same([loaded], [reference.answers[4]])
     assert loaded.cached_tokens == WHOLE
+
+
+def test_both_say_that_they_share_records(servers: tuple[LocalServer, LocalServer]) -> None:
+    said = "canonical_layout: records are shared by servers of any tensor-parallel size that divides"
+    for server in servers:
+        assert said in server.log_file.read_text()
+        (layout,) = [
+            check["text"]
+            for check in json.loads(cli("doctor", f"http://127.0.0.1:{server.port}", "--json"))["checks"]
+            if check["name"] == "layout"
+        ]
+        assert layout == "canonical: other tensor-parallel sizes share the records"
 
 
 def test_one_that_computes_what_the_other_never_saw(servers: tuple[LocalServer, LocalServer]) -> None:
