@@ -39,6 +39,8 @@ def canonical_pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalP
         return _pages(config, kv_caches, replicated)
     except _KeptApartError as reason:
         return str(reason)
+    except Exception as error:  # of a layer of a kind that we do not know: it serves in the plain layout
+        return f"its layers cannot be looked at ({type(error).__name__}: {error})"
 
 
 def record_shards(heads: int) -> int:

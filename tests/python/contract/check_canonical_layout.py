@@ -152,6 +152,9 @@ def test_other_ways_to_share_out_a_cache_are_not_taken_for_heads(monkeypatch: py
     one.vllm_config.cache_config.calculate_kv_scales = True
     assert "calculate_kv_scales" in str(one.look())
     one = Rank(monkeypatch, [4])
+    del one.layers["layer.0"].get_kv_cache_spec
+    assert "its layers cannot be looked at (AttributeError" in str(one.look())
+    one = Rank(monkeypatch, [4])
     one.layers["layer.0"].kv_cache = []
     assert one.look() == "the cache of layer.0 is not known"
     monkeypatch.setattr(compat, "current_vllm_config", lambda: None)
