@@ -314,6 +314,7 @@ class TieredCache:
         keep_events: bool = False,
         cache_blocks: int = 0,  # of the cache that vLLM computes in; 0: unknown
         blocks_per_chunk: int = 1,
+        shards_per_area: int = 1,  # of a record, each of shard_bytes; more than one in the canonical layout
     ) -> None: ...
     def begin_request(
         self,
@@ -412,6 +413,7 @@ class RankWorker:
         threads: int = 2,
         device: int = -1,
         holds_states: Sequence[bool] = (),  # per position: of a chunk only the last block is kept
+        shards_per_area: int = 1,  # equal parts of each page, which a row holds one after the other
         kernel_blocks: int = 8,  # blocks (of 256 threads) of the CUDA copier's kernels
         pin_progress: Callable[[int, int], object] | None = None,  # (bytes done, bytes in all)
         keep_alive: Any = None,

@@ -252,9 +252,9 @@ _LINES = (
         "lower max_bytes or free space: writes are dropped when the file system is full",
     ),
     (
-        re.compile(r"canonical_layout is ignored"),
+        re.compile(r"canonical_layout is not possible here"),
         "other_layout",
-        "another tensor-parallel size does not find these records; keep it the same",
+        "another tensor-parallel size does not find these records; keep it the same, or remove the reason",
     ),
     (
         re.compile(r"KVOffloadSpec supports vLLM"),

@@ -22,7 +22,7 @@ class GroupIdentity:
     group_id: int  # vLLM's original id, part of every key
     tokens_per_block: int
     num_layers: int
-    shard_bytes: tuple[int, ...]  # bytes of one chunk on each rank, unpadded
+    shard_bytes: tuple[int, ...]  # bytes of each shard of a record, unpadded
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class NamespaceIdentity:
     dcp_size: int = 1
     world_size: int = 1
     replicated: bool = False  # one area that all ranks read
+    # Version of the layout that is the same for any number of ranks, which then is not in here; 0: the other.
+    canonical_layout: int = 0
     # Whatever else changes the bytes: compute dtype, quantization, attention backend, platform, overrides
     # of the model's config. Use setting_text() for anything that is not a plain value.
     settings: Mapping[str, str | int | bool | None] = field(default_factory=dict)
@@ -50,6 +52,8 @@ class NamespaceIdentity:
     def canonical_json(self) -> str:
         """Sorted keys, no spaces: equal identities give equal text. Raises TypeError on a float."""
         identity = asdict(self) | {"format_version": FORMAT_VERSION}
+        if not self.canonical_layout:  # so that the namespaces of before there was one stay as they are
+            del identity["canonical_layout"]
         _refuse_floats(identity, "identity")
         return _canonical(identity)
 

@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class GroupSize:
-    """One KV cache group: tokens of a chunk and the chunk's bytes in each area, unpadded."""
+    """One KV cache group: tokens of a chunk and the bytes of each of its shards, unpadded."""
 
     tokens_per_chunk: int
     shard_bytes: tuple[int, ...]
@@ -36,10 +36,12 @@ class Geometry:
     groups: tuple[GroupSize, ...]
 
     @classmethod
-    def of(cls, tokens_per_chunk: Sequence[int], shard_bytes: Sequence[Sequence[int]]) -> "Geometry":
-        """From what TieredCache takes: per group position its tokens and its bytes per area."""
+    def of(
+        cls, tokens_per_chunk: Sequence[int], shard_bytes: Sequence[Sequence[int]], shards_per_area: int = 1
+    ) -> "Geometry":
+        """From what TieredCache takes: per group position its tokens and the bytes of a shard per area."""
         pairs = zip(tokens_per_chunk, shard_bytes, strict=True)
-        return cls(tuple(GroupSize(tokens, tuple(shards)) for tokens, shards in pairs))
+        return cls(tuple(GroupSize(tokens, tuple(shards) * shards_per_area) for tokens, shards in pairs))
 
     @property
     def bytes_per_token(self) -> float:

@@ -272,6 +272,15 @@ def layer_element(layer: Any, vllm_config: Any) -> str:
     return name if name in ("bfloat16", "float16") else "bytes"
 
 
+def layer_cache(layer: Any) -> Any | None:
+    """The tensor that a layer computes on, in the shape that its backend sees; None where it has none, or
+    several."""
+    cache: Any = getattr(layer, "kv_cache", None)
+    if isinstance(cache, (list, tuple)):
+        cache = cache[0] if len(cache) == 1 else None
+    return cache if hasattr(cache, "data_ptr") and cache.numel() else None
+
+
 def block_hash_seed(algorithm: str) -> tuple[str, bool]:
     """(the seed of vLLM's block hashes in hex or as text, whether each process draws another one).
 

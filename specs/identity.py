@@ -14,31 +14,44 @@ from kv_offload.model_identity import model_identity
 from kv_offload.namespace import GroupIdentity, NamespaceIdentity, setting_text
 
 from . import compat
+from .canonical import CanonicalPages
 
 logger = get_logger(__name__)
 
 MAX_FINGERPRINT_BYTES = 4095
+CANONICAL_VERSION = 1  # of the order of bytes in the canonical layout
 UNKNOWN = "unknown"
 
 
 def worker_fingerprint(
-    config: Any, device_type: str, copier: str, pages: Sequence[Sequence[int]], cache_blocks: int
+    config: Any,
+    device_type: str,
+    copier: str,
+    pages: Sequence[Sequence[int]],
+    cache_blocks: int,
+    canonical: CanonicalPages | str | None = None,
 ) -> str:
     """One rank's part of the identity. ``pages``: bytes of one block of each ref, per group position.
-    ``cache_blocks``: how many blocks its cache has.
+    ``cache_blocks``: how many blocks its cache has. ``canonical``: the canonical layout, or why it has none,
+    where it was asked for.
 
     Long values are replaced by their digest, so that the text fits in the control page.
     """
     vllm_config = compat.current_vllm_config()
-    layout = [
-        (list(group.layer_names), list(sizes)) for group, sizes in zip(config.groups, pages, strict=True)
-    ]
     fingerprint: dict[str, Any] = {
         "copier": copier,
         "cache_blocks": cache_blocks,
-        "shard": _digest(setting_text(layout)),  # may differ between ranks (pipeline stages)
+        "shard": _layout_digest(config, pages),  # may differ between ranks (pipeline stages)
         "settings": {"device": device_type} | (_settings(vllm_config, config) if vllm_config else {}),
     }
+    if isinstance(canonical, CanonicalPages):
+        fingerprint["canonical"] = {
+            "shards": canonical.shards,
+            "shards_per_area": canonical.shards_per_area,
+            "pages": _layout_digest(config, canonical.pages),
+        }
+    elif canonical is not None:
+        fingerprint["kept_apart"] = canonical[:512]
     if vllm_config is not None:
         fingerprint["model"] = _weights_source(vllm_config)
         fingerprint["max_model_len"] = getattr(vllm_config.model_config, "max_model_len", 0)
@@ -50,6 +63,14 @@ def worker_fingerprint(
         fingerprint["settings"] = {"digest": _digest(setting_text(fingerprint["settings"]))}
         text = json.dumps(fingerprint, sort_keys=True, default=str)
     return text
+
+
+def _layout_digest(config: Any, pages: Sequence[Sequence[int]]) -> str:
+    """Of the names of all layers and the bytes of a block of each."""
+    layout = [
+        (list(group.layer_names), list(sizes)) for group, sizes in zip(config.groups, pages, strict=True)
+    ]
+    return _digest(setting_text(layout))
 
 
 def _digest(text: str) -> str:
@@ -173,7 +194,7 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
     """
     ranks = [json.loads(text) for text in texts]
     merged = dict(ranks[0])
-    for key in ("settings", "hash_algorithm", "model"):
+    for key in ("settings", "hash_algorithm", "model", "canonical"):
         for rank, fingerprint in enumerate(ranks):
             if key != "settings" and fingerprint.get(key) != merged.get(key):
                 raise ValueError(
@@ -207,13 +228,17 @@ def namespace_identity(
 ) -> tuple[NamespaceIdentity, bool]:
     """(everything the records' bytes depend on, whether the hash seed is drawn anew by each process).
 
-    ``shard_bytes``: [group position][area]. ``merged``: of merge_fingerprints. ``model_id``: the setting.
+    ``shard_bytes``: [group position][area], of one shard. ``merged``: of merge_fingerprints. ``model_id``:
+    the setting. Of the canonical layout the identity does not say how many ranks there are.
     """
     algorithm = merged.get("hash_algorithm", UNKNOWN)
     seed, seed_is_random = compat.block_hash_seed(algorithm)
     model = merged.get("model", {})
     parallel = config.parallel
-    settings = dict(merged["settings"]) | {"shards": merged["shards"]}
+    canonical = merged.get("canonical")
+    settings = dict(merged["settings"]) | {"shards": canonical["pages"] if canonical else merged["shards"]}
+    if canonical:
+        shard_bytes = [shards[:1] * canonical["shards"] for shards in map(tuple, shard_bytes)]
     identity = NamespaceIdentity(
         model=model_identity(
             config.model.name,
@@ -232,12 +257,13 @@ def namespace_identity(
         tokens_per_hash=config.cache.tokens_per_hash,
         hash_algorithm=algorithm,
         hash_seed=seed,
-        tp_size=parallel.tp_size,
+        tp_size=1 if canonical else parallel.tp_size,
         pp_size=parallel.pp_size,
         pcp_size=getattr(parallel, "pcp_size", 1),
         dcp_size=getattr(parallel, "dcp_size", 1),
-        world_size=parallel.world_size,
-        replicated=replicated,
+        world_size=1 if canonical else parallel.world_size,
+        replicated=replicated and parallel.world_size > 1 and not canonical,
+        canonical_layout=CANONICAL_VERSION if canonical else 0,
         settings=settings,
     )
     return identity, seed_is_random

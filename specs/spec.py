@@ -52,12 +52,6 @@ class KVOffloadSpec(OffloadingSpec):
         self._options = OffloadConfig.from_extra_config(config.extra_config)
         # With a replicated cache (pure MLA under TP) only rank 0 stores, and all load from one area.
         self.replicated_layout = bool(getattr(config, "replicated_layout", False))
-        if getattr(config, "canonical_layout", False):
-            self.replicated_layout = False  # vLLM then makes every rank store
-            logger.warning(
-                "canonical_layout is ignored: chunks are kept as each rank holds them, so another "
-                "tensor-parallel size does not find them again"
-            )
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
 
@@ -88,6 +82,7 @@ class KVOffloadSpec(OffloadingSpec):
         options = self._options
         region = self._attach()
         shard_bytes, merged = self._geometry(region)
+        _tell_layout(merged)
         identity, seed_is_random = namespace_identity(
             self.config, shard_bytes, merged, self.replicated_layout, options.model_id
         )
@@ -106,9 +101,9 @@ class KVOffloadSpec(OffloadingSpec):
         address = options.metrics_address(None, parallel.world_size, parallel.data_parallel_index)
         if address is not None:
             metrics.expose(address)
-        info = self._info(merged["copier"], identity)
+        info = self._info(merged, identity)
         metrics.set("kv_offload_info", [info[label] for label in _labels_of("kv_offload_info")], 1)
-        geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes)
+        geometry = Geometry.of(self._tokens_per_chunk(), shard_bytes, _shards_per_area(merged))
         tokens = geometry.tokens_by_tier(options, bounds)
         capacity = 0 if None in bounds else sum(tokens.values())  # 0: not known
         warning = small_capacity_warning(capacity, merged.get("max_model_len") or 0)
@@ -176,17 +171,19 @@ class KVOffloadSpec(OffloadingSpec):
         return region
 
     def _geometry(self, region: "HostRegion") -> tuple[list[list[int]], dict[str, Any]]:
-        """([group position][area] bytes of a chunk, the merged fingerprints of the ranks)."""
+        """([group position][area] bytes of a shard, the merged fingerprints of the ranks)."""
         ranks = [region.geometry(rank) for rank in range(self.config.parallel.world_size)]
         per_area = [shards for shards, _ in ranks[: self.num_areas]]
+        merged = merge_fingerprints([text for _, text in ranks])
+        alike = self.replicated_layout or merged.get("canonical")
         for rank, (shards, _) in enumerate(ranks):
-            if len(shards) != len(self.config.groups) or (self.replicated_layout and shards != per_area[0]):
+            if len(shards) != len(self.config.groups) or (alike and shards != per_area[0]):
                 raise ValueError(
                     f"rank {rank} has chunks of {shards} bytes for {len(self.config.groups)} cache groups, "
                     f"rank 0 of {per_area[0]}; the ranks of this engine do not run the same model"
                 )
         by_group = [[shards[group] for shards in per_area] for group in range(len(self.config.groups))]
-        return by_group, merge_fingerprints([text for _, text in ranks])
+        return by_group, merged
 
     def _tokens_per_chunk(self) -> list[int]:
         return [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]
@@ -229,6 +226,7 @@ class KVOffloadSpec(OffloadingSpec):
             keep_events=self.kv_events_config.enable_kv_cache_events,
             cache_blocks=merged["cache_blocks"],
             blocks_per_chunk=self.config.cache.blocks_per_chunk,
+            shards_per_area=_shards_per_area(merged),
         )
 
     def _windowed_groups(self, windowed: Sequence[bool] | None) -> frozenset[int] | None:
@@ -237,16 +235,42 @@ class KVOffloadSpec(OffloadingSpec):
         pairs = zip(self.config.groups, windowed, strict=True)
         return frozenset(group.group_id for group, flag in pairs if flag)
 
-    def _info(self, copier: str, identity: NamespaceIdentity) -> dict[str, str]:
+    def _info(self, merged: Mapping[str, Any], identity: NamespaceIdentity) -> dict[str, str]:
         return {
             "version": __version__,
             "namespace": identity.short_id(),
-            "layout": identity.kv_cache_layout,
-            "copier": copier,
+            "layout": ", ".join((identity.kv_cache_layout, *_layout_words(merged))),
+            "copier": merged["copier"],
             "cpu_bytes_to_use": str(self._options.cpu_bytes_to_use),
             "tiers": ",".join(self._options.tier_names()),
             "eviction_policy": self._options.eviction_policy,
         }
+
+
+def _shards_per_area(merged: Mapping[str, Any]) -> int:
+    canonical = merged.get("canonical")
+    return int(canonical["shards_per_area"]) if canonical else 1
+
+
+def _layout_words(merged: Mapping[str, Any]) -> list[str]:
+    """For kv_offload_info, which doctor reads."""
+    if merged.get("canonical"):
+        return ["canonical"]
+    return [f"kept apart: {merged['kept_apart']}"] if "kept_apart" in merged else []
+
+
+def _tell_layout(merged: Mapping[str, Any]) -> None:
+    """Whether servers of another tensor-parallel size share the records, where that was asked for."""
+    if merged.get("canonical"):
+        shards = merged["canonical"]["shards"]
+        sizes = "" if shards == 1 else f" that divides {shards}"
+        logger.info("canonical_layout: records are shared by servers of any tensor-parallel size%s", sizes)
+    elif "kept_apart" in merged:
+        logger.warning(
+            "canonical_layout is not possible here, so records are kept apart from those of other "
+            "tensor-parallel sizes: %s",
+            merged["kept_apart"],
+        )
 
 
 def refuse_unknown_weights(options: OffloadConfig, identity: NamespaceIdentity) -> None:

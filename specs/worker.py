@@ -12,6 +12,7 @@ from kv_offload.machine import no_copier
 from kv_offload.sizes import format_bytes
 
 from . import compat
+from .canonical import CanonicalPages, canonical_pages
 from .compat import OffloadingWorker, TransferResult
 from .identity import groups_of_states, worker_fingerprint
 from .load_spec import RowLoadStoreSpec
@@ -37,15 +38,22 @@ class KVOffloadWorker(OffloadingWorker):
         region: "HostRegion",
         metrics: "Metrics",
         compute_stream: Callable[[], int] | None = None,
+        stores: bool = True,
     ) -> None:
         self._rank_worker = rank_worker
+        # False: another rank stores the same bytes; vLLM gives every rank the stores of a canonical layout.
+        self._stores = stores
+        self._left_out: list[int] = []  # such jobs, not yet reported
         self._compute_stream = compute_stream  # the CUDA stream that copies wait for; None on the CPU
         self.region = region
         self.metrics = metrics  # this process's own; vLLM has no way to collect a worker's
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: RowLoadStoreSpec) -> bool:
         """Cache blocks -> rows. Never blocks, always True."""
-        self._submit(job_id, True, src_spec, dst_spec)
+        if self._stores:
+            self._submit(job_id, True, src_spec, dst_spec)
+        else:
+            self._left_out.append(job_id)
         return True
 
     def submit_load(
@@ -74,7 +82,8 @@ class KVOffloadWorker(OffloadingWorker):
 
     def get_finished(self) -> list[Any]:
         """TransferResults of jobs that ended since the last call."""
-        return [
+        left_out, self._left_out = self._left_out, []
+        return [TransferResult(job_id, True) for job_id in left_out] + [
             TransferResult(job_id, True, size, seconds) for job_id, size, seconds in self._rank_worker.poll()
         ]
 
@@ -106,6 +115,10 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     pages = [[ref.page_size_bytes for ref in refs] for refs in kv_caches.group_data_refs]
     holds_states = groups_of_states(config)
     copier, device = choose_copier(tensors)
+    canonical = (
+        canonical_pages(config, kv_caches, replicated) if getattr(config, "canonical_layout", False) else None
+    )
+    shards = canonical.shards_per_area if isinstance(canonical, CanonicalPages) else 1
     area = 0 if replicated else parallel.rank
     if parallel.rank == 0:
         _check_roots(options)
@@ -116,11 +129,16 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         parallel.world_size,
         parallel.rank,
         [
-            sum(sizes) * (1 if states else config.cache.blocks_per_chunk)
+            sum(sizes) * (1 if states else config.cache.blocks_per_chunk) // shards
             for sizes, states in zip(pages, holds_states, strict=True)
         ],
         worker_fingerprint(
-            config, tensors[0].device.type, copier, pages, min(tensor.shape[0] for tensor in tensors)
+            config,
+            tensors[0].device.type,
+            copier,
+            pages,
+            min(tensor.shape[0] for tensor in tensors),
+            canonical,
         ),
         huge_pages=options.huge_pages,
     )
@@ -146,13 +164,14 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         threads=options.copy_threads,
         device=device,
         holds_states=holds_states,
+        shards_per_area=shards,
         kernel_blocks=options.copy_kernel_blocks,
         pin_progress=progress_logger(time.monotonic(), what="pinning host memory"),
         keep_alive=tensors,
     )
     logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())
     metrics.set("kv_offload_copy_info", [rank_worker.describe()], 1)
-    return KVOffloadWorker(rank_worker, region, metrics, _compute_stream_of(copier, device))
+    return KVOffloadWorker(rank_worker, region, metrics, _compute_stream_of(copier, device), stores=first)
 
 
 def refuse_several_hosts() -> None:

@@ -89,7 +89,7 @@ inline constexpr RowId kNoRow = 0xFFFFFFFFu;
 using Ticket = std::uint64_t;
 inline constexpr Ticket kNoTicket = 0;
 
-// One rank's bytes of one chunk in memory.
+// One rank's bytes of one chunk in memory; in the canonical layout those of some of its KV heads.
 using Shard = std::span<std::byte>;
 
 // What the layers know of one selected KV cache group. `position` (its place in
@@ -97,9 +97,11 @@ using Shard = std::span<std::byte>;
 // is vLLM's original id, found in the keys.
 struct GroupGeometry {
   std::uint32_t group_id = 0;
-  // Bytes of one chunk on each rank, unpadded; 0 for a rank that holds none.
-  // One entry per area of the region.
+  // Bytes of one shard in each area of the region, unpadded; 0 where there is none.
   std::array<std::uint64_t, 64> shard_bytes{};
+  // In the canonical layout a shard is a part of the KV heads, and an area's row
+  // holds several, each from a 4 KiB boundary on. Else it is the rank's whole part.
+  std::uint32_t shards_per_area = 1;
   std::uint32_t tokens_per_chunk = 0;
 };
 

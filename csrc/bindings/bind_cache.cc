@@ -20,7 +20,8 @@ LoadPolicy load_policy_of(std::string_view text) {
 std::vector<GroupGeometry> groups_of(const std::vector<std::uint32_t>& group_ids,
                                      const std::vector<std::uint32_t>& tokens_per_chunk,
                                      const std::vector<std::vector<std::uint64_t>>& shard_bytes,
-                                     const HostRegion& region) {
+                                     std::uint32_t shards_per_area, const HostRegion& region) {
+  if (shards_per_area == 0) throw_invalid("shards_per_area is 0; it must be at least 1");
   if (tokens_per_chunk.size() != group_ids.size() || shard_bytes.size() != group_ids.size()) {
     throw_invalid("{} group_ids, {} tokens_per_chunk, {} shard_bytes: give one of each per group",
                   group_ids.size(), tokens_per_chunk.size(), shard_bytes.size());
@@ -33,6 +34,7 @@ std::vector<GroupGeometry> groups_of(const std::vector<std::uint32_t>& group_ids
     }
     groups[g].group_id = group_ids[g];
     groups[g].tokens_per_chunk = tokens_per_chunk[g];
+    groups[g].shards_per_area = shards_per_area;
     std::copy(shard_bytes[g].begin(), shard_bytes[g].end(), groups[g].shard_bytes.begin());
   }
   return groups;
@@ -44,9 +46,9 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
                  const std::vector<std::vector<std::uint64_t>>& shard_bytes, std::vector<bool> full_attention,
                  const std::vector<std::shared_ptr<TierSpec>>& tiers, std::string eviction_policy,
                  const std::string& load_policy, double lookup_deadline_seconds, bool keep_events,
-                 std::uint32_t cache_blocks, std::uint32_t blocks_per_chunk) {
+                 std::uint32_t cache_blocks, std::uint32_t blocks_per_chunk, std::uint32_t shards_per_area) {
   CacheOptions options;
-  options.groups = groups_of(group_ids, tokens_per_chunk, shard_bytes, *region);
+  options.groups = groups_of(group_ids, tokens_per_chunk, shard_bytes, shards_per_area, *region);
   options.full_attention = std::move(full_attention);
   options.eviction_policy = std::move(eviction_policy);
   options.load_policy = load_policy_of(load_policy);
@@ -176,7 +178,7 @@ void bind_cache(py::module_& module) {
            py::arg("full_attention") = std::vector<bool>{}, py::arg("tiers") = py::tuple(),
            py::arg("eviction_policy") = "lru", py::arg("load_policy") = "auto",
            py::arg("lookup_deadline_seconds") = 5.0, py::arg("keep_events") = false,
-           py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1)
+           py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1, py::arg("shards_per_area") = 1)
       .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
            py::arg("load_from_cpu") = true, py::arg("load_from_tiers") = true, py::arg("skip_store") = false,
            py::arg("load_policy") = py::none(), py::arg("priority") = 0)

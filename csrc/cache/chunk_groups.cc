@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/status.h"
+#include "storage/record.h"
 
 namespace kv_offload {
 namespace {
@@ -29,7 +30,11 @@ ChunkGroups::ChunkGroups(const CacheOptions& options, std::uint32_t areas)
     // Where vLLM does not say, a group that is alone has full attention.
     group.full_attention = kinds_are_known_ ? options.full_attention[position] : options.groups.size() == 1;
     for (std::uint32_t area = 0; area < areas; ++area) {
-      group.bytes += round_up(group.geometry.shard_bytes[area], kPageBytes);
+      group.bytes += group.geometry.shards_per_area * round_up(group.geometry.shard_bytes[area], kPageBytes);
+    }
+    if (areas * group.geometry.shards_per_area > kMaxShards) {
+      throw_invalid("group {} has {} shards in each of {} areas; a record has at most {}", group.id,
+                    group.geometry.shards_per_area, areas, kMaxShards);
     }
     if (group.bytes == 0 || group.tokens == 0) {
       throw_invalid("group {} has chunks of {} bytes and {} tokens; both must be more than 0", group.id,
@@ -56,7 +61,9 @@ std::vector<std::uint64_t> ChunkGroups::row_bytes() const {
   std::vector<std::uint64_t> bytes;
   for (const Group& group : groups_) {
     const auto begin = group.geometry.shard_bytes.begin();
-    bytes.push_back(*std::max_element(begin, begin + areas_));
+    const std::uint64_t largest = *std::max_element(begin, begin + areas_);
+    const std::uint32_t shards = group.geometry.shards_per_area;
+    bytes.push_back(shards == 1 ? largest : shards * round_up(largest, kPageBytes));
   }
   return bytes;
 }

@@ -50,7 +50,7 @@ class ChunkGroups {
     return first_end > chunk ? first_end - chunk : 0;
   }
   double bytes_per_token() const { return bytes_per_token_; }
-  // Bytes of a row in each area, by position: the largest shard of any rank.
+  // Bytes of a row in each area, by position: the largest of any rank.
   std::vector<std::uint64_t> row_bytes() const;
 
  private:

@@ -83,9 +83,13 @@ void TierOps::touch(const ChunkKey& key) {
 
 std::vector<Shard> TierOps::shards_of(RowId row, std::uint32_t group) const {
   std::vector<Shard> shards;
+  const GroupGeometry& geometry = groups_[group].geometry;
   for (std::uint32_t area = 0; area < region_->num_areas(); ++area) {
-    const std::uint64_t bytes = groups_[group].geometry.shard_bytes[area];
-    if (bytes > 0) shards.push_back(region_->shard(area, row, bytes));
+    const std::uint64_t bytes = geometry.shard_bytes[area];
+    if (bytes == 0) continue;
+    const auto pages = static_cast<RowId>(round_up(bytes, kPageBytes) / kPageBytes);
+    for (std::uint32_t i = 0; i < geometry.shards_per_area; ++i)
+      shards.push_back(region_->shard(area, row + i * pages, bytes));
   }
   return shards;
 }

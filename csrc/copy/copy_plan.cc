@@ -120,16 +120,42 @@ void append(CopyPlan* plan, const CopySegment& segment) {
 
 void emit(const CacheLayout& layout, const CopyJob& job, const ChunkPart& part, CopyPlan* plan) {
   const auto& refs = layout.groups[part.group];
-  std::uint64_t offset = part.area_offset + part.first_slot * layout.block_bytes(part.group);
-  for (std::uint32_t i = 0; i < part.num_blocks; ++i) {
-    const auto id = static_cast<std::uint64_t>(job.block_ids[part.first_id + i]);
-    for (const GroupRef& ref : refs) {
-      const CacheTensor& tensor = layout.tensors[ref.tensor];
-      append(plan, {tensor.base + id * tensor.block_stride, offset, ref.page_bytes});
-      offset += ref.page_bytes;
-      plan->bytes += ref.page_bytes;
+  const std::uint64_t shards = layout.shards_per_area;
+  const std::uint64_t block_bytes = layout.block_bytes(part.group);
+  for (std::uint64_t shard = 0; shard < shards; ++shard) {
+    std::uint64_t offset =
+        part.area_offset + shard * layout.shard_stride(part.group) + part.first_slot * (block_bytes / shards);
+    for (std::uint32_t i = 0; i < part.num_blocks; ++i) {
+      const auto id = static_cast<std::uint64_t>(job.block_ids[part.first_id + i]);
+      for (const GroupRef& ref : refs) {
+        const CacheTensor& tensor = layout.tensors[ref.tensor];
+        const std::uint64_t bytes = ref.page_bytes / shards;
+        append(plan, {tensor.base + id * tensor.block_stride + shard * bytes, offset, bytes});
+        offset += bytes;
+      }
     }
   }
+  plan->bytes += part.num_blocks * block_bytes;
+}
+
+void emit_by_pages(const CacheLayout& layout, const CopyJob& job, const ChunkPart& part, CopyPlan* plan) {
+  const std::uint64_t shards = layout.shards_per_area;
+  const std::uint64_t stride = layout.shard_stride(part.group);
+  const std::uint64_t block_bytes = layout.block_bytes(part.group);
+  std::uint64_t offset = part.area_offset + part.first_slot * (block_bytes / shards);
+  for (std::uint32_t i = 0; i < part.num_blocks; ++i) {
+    const auto id = static_cast<std::uint64_t>(job.block_ids[part.first_id + i]);
+    for (const GroupRef& ref : layout.groups[part.group]) {
+      const CacheTensor& tensor = layout.tensors[ref.tensor];
+      const std::uint64_t bytes = ref.page_bytes / shards;
+      for (std::uint64_t shard = 0; shard < shards; ++shard) {
+        append(plan,
+               {tensor.base + id * tensor.block_stride + shard * bytes, offset + shard * stride, bytes});
+      }
+      offset += bytes;
+    }
+  }
+  plan->bytes += part.num_blocks * block_bytes;
 }
 
 // Rows may come in any order; sorting chunks instead of segments keeps a plan
@@ -142,7 +168,7 @@ void sort_by_row(const CacheLayout& layout, std::uint64_t area_bytes, const Copy
   }
   std::uint64_t end = 0;
   for (const ChunkPart& part : *parts) {
-    const std::uint64_t bytes = layout.shard_bytes(part.group);
+    const std::uint64_t bytes = layout.row_bytes(part.group);
     if (part.area_offset > area_bytes || bytes > area_bytes - part.area_offset) {
       throw_invalid("job {}: row {} of group {} ({} bytes) ends outside the area of {} bytes", job.id,
                     part.area_offset / kPageBytes, part.group, bytes, area_bytes);
@@ -164,11 +190,12 @@ std::uint64_t CacheLayout::block_bytes(std::uint32_t group) const {
 }
 
 std::uint64_t CacheLayout::shard_bytes(std::uint32_t group) const {
-  return (is_states(group) ? 1 : blocks_per_chunk) * block_bytes(group);
+  return (is_states(group) ? 1 : blocks_per_chunk) * block_bytes(group) / shards_per_area;
 }
 
 void CacheLayout::validate() const {
   if (blocks_per_chunk == 0) throw_invalid("blocks_per_chunk is 0; it must be at least 1");
+  if (shards_per_area == 0) throw_invalid("shards_per_area is 0; it must be at least 1");
   if (!holds_states.empty() && holds_states.size() != groups.size()) {
     throw_invalid("holds_states has {} entries for {} groups", holds_states.size(), groups.size());
   }
@@ -188,11 +215,16 @@ void CacheLayout::validate() const {
         throw_invalid("group {}: tensor {} of {} does not exist", g, ref.tensor, tensors.size());
       }
       check_page(g, tensors[ref.tensor], ref);
+      if (ref.page_bytes % shards_per_area != 0) {
+        throw_invalid("group {}: a page of {} bytes is not {} equal shards", g, ref.page_bytes,
+                      shards_per_area);
+      }
     }
   }
 }
 
-CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, const CopyJob& job) {
+CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, const CopyJob& job,
+                        CopyOrder order) {
   check_shape(layout, job);
   CopyPlan plan;
   std::vector<ChunkPart> parts;
@@ -206,7 +238,7 @@ CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, con
     check_ids(layout, job, group, ids);
     const auto split = layout.is_states(group) ? split_into_states : split_into_chunks;
     if (split(layout, job, group, first_id, rows, &parts)) {
-      most_segments += ids.size() * layout.groups[group].size();
+      most_segments += ids.size() * layout.groups[group].size() * layout.shards_per_area;
     } else if (job.direction == CopyDirection::kStore) {
       plan.failed_groups |= std::uint64_t{1} << group;
     } else {
@@ -219,7 +251,8 @@ CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, con
   }
   sort_by_row(layout, area_bytes, job, &parts);
   plan.segments.reserve(most_segments);
-  for (const ChunkPart& part : parts) emit(layout, job, part, &plan);
+  const bool by_pages = order == CopyOrder::kPages && layout.shards_per_area > 1;
+  for (const ChunkPart& part : parts) (by_pages ? emit_by_pages : emit)(layout, job, part, &plan);
   return plan;
 }
 

@@ -6,6 +6,11 @@
 // it the group's refs in order, page_bytes each. Of a group of states (a Mamba
 // cache in vLLM's mode "align") a block holds what its last token left, and vLLM
 // keeps and offers only a chunk's last block: its row holds that block alone.
+//
+// In the canonical layout every page is `shards_per_area` equal parts, the KV heads
+// that this rank has or several of them together, and the row holds part by part:
+// part s of all blocks, block-major as above, from s * shard_stride(g) on. Then the
+// rows of all ranks, one after the other, are the same for every number of ranks.
 // Everything here is pure.
 #pragma once
 
@@ -31,11 +36,18 @@ struct CacheLayout {
   std::vector<CacheTensor> tensors;
   std::vector<std::vector<GroupRef>> groups;  // by position
   std::uint32_t blocks_per_chunk = 1;
-  std::vector<bool> holds_states{};  // by position; empty: no group does
+  std::vector<bool> holds_states{};   // by position; empty: no group does
+  std::uint32_t shards_per_area = 1;  // > 1: the canonical layout with so many in a row
 
   bool is_states(std::uint32_t group) const { return !holds_states.empty() && holds_states[group]; }
   std::uint64_t block_bytes(std::uint32_t group) const;  // sum of the refs' pages
-  std::uint64_t shard_bytes(std::uint32_t group) const;  // of a row: of all blocks of a chunk, or of a state
+  // Unpadded bytes of a shard: its part of all blocks of a chunk, or of a state.
+  std::uint64_t shard_bytes(std::uint32_t group) const;
+  // From one shard of a row to the next.
+  std::uint64_t shard_stride(std::uint32_t group) const { return round_up(shard_bytes(group), kPageBytes); }
+  std::uint64_t row_bytes(std::uint32_t group) const {  // to the end of the last shard
+    return (shards_per_area - 1) * shard_stride(group) + shard_bytes(group);
+  }
   // Throws InvalidArgument naming what is wrong (tensor index, page > stride, ...).
   void validate() const;
 };
@@ -65,15 +77,22 @@ struct CopySegment {
 };
 
 struct CopyPlan {
-  std::vector<CopySegment> segments;  // sorted by area offset; runs adjacent on BOTH sides merged
+  std::vector<CopySegment> segments;  // in CopyOrder; runs adjacent on BOTH sides merged
   std::uint64_t bytes = 0;
   // Groups whose blocks do not add up to their rows (a store's chunk must be
   // whole): nothing is copied for them and they must never become a hit.
   std::uint64_t failed_groups = 0;
 };
 
+// The same without the canonical layout.
+enum class CopyOrder : std::uint8_t {
+  kArea,   // by area offset
+  kPages,  // rows by area offset, in a row page after page of the cache: whoever reads those reads long runs
+};
+
 // Throws InvalidArgument on what vLLM can never send (block id out of range,
 // row outside the area, sizes that contradict each other): caller's mistake.
-CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, const CopyJob& job);
+CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, const CopyJob& job,
+                        CopyOrder order = CopyOrder::kArea);
 
 }  // namespace kv_offload

@@ -8,7 +8,13 @@
 namespace kv_offload {
 
 HostCopier::HostCopier(const CopierOptions& options, CopyFunction copy)
-    : layout_(options.layout), area_(options.area), copy_(copy ? std::move(copy) : copy_bytes) {
+    : layout_(options.layout),
+      area_(options.area),
+      non_temporal_from_(layout_.shards_per_area > 1 ? kNonTemporalShardBytes : kNonTemporalBytes),
+      copy_(copy ? std::move(copy)
+                 : [from = non_temporal_from_](std::byte* to, const std::byte* what, std::size_t bytes) {
+                     copy_bytes(to, what, bytes, from);
+                   }) {
   layout_.validate();
   if (options.threads == 0) throw_invalid("the host copier was given 0 threads; it needs at least 1");
   threads_.reserve(options.threads);
@@ -24,11 +30,13 @@ HostCopier::~HostCopier() { close(); }
 
 std::string HostCopier::describe() const {
   return fmt::format("host: memcpy, {} threads, runs from {} KiB past the caches", threads_.size(),
-                     kNonTemporalBytes >> 10);
+                     non_temporal_from_ >> 10);
 }
 
 void HostCopier::submit(CopyJob job) {
-  CopyPlan plan = make_copy_plan(layout_, area_.size(), job);
+  // Whichever side is read: a read waits for memory, a write past the caches does not.
+  const CopyOrder order = job.direction == CopyDirection::kStore ? CopyOrder::kPages : CopyOrder::kArea;
+  CopyPlan plan = make_copy_plan(layout_, area_.size(), job, order);
   auto queued = std::make_unique<Job>();
   queued->result = {.job_id = job.id,
                     .ticket = job.ticket,

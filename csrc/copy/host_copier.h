@@ -73,6 +73,7 @@ class HostCopier final : public BlockCopier {
 
   const CacheLayout layout_;
   const std::span<std::byte> area_;
+  const std::size_t non_temporal_from_;
   const CopyFunction copy_;
   const SteadyClock clock_;
 

@@ -34,8 +34,8 @@ void stream_lines(std::byte* to, const std::byte* from, std::size_t bytes) {
 
 }  // namespace
 
-void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
-  if (bytes < kNonTemporalBytes) {
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes, std::size_t non_temporal_from) {
+  if (bytes < non_temporal_from) {
     std::memcpy(to, from, bytes);
     return;
   }
@@ -46,7 +46,9 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   std::memcpy(to + head + body, from + head + body, bytes - head - body);
 }
 #else
-void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes, std::size_t) {
+  std::memcpy(to, from, bytes);
+}
 #endif
 
 }  // namespace kv_offload

@@ -39,7 +39,7 @@ struct TierOp {
   ChunkKey key;
   std::uint32_t group = 0;  // group position, stored in the record and checked
   EntryInfo about;          // for the tier's eviction policy
-  // The chunk's shards, one per area with bytes, page-aligned; the record's
+  // The chunk's shards, one or more per area with bytes, page-aligned; the record's
   // payload is their concatenation, each padded to 4 KiB. The bytes behind a
   // shard up to the next 4 KiB are part of the row: a write makes them zero, a
   // read fills them. Read: filled and verified before the op completes ok;

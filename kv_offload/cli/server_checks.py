@@ -37,6 +37,17 @@ def _software(address: str, page: "Page") -> Iterator[Check]:
     ]
     text = "; ".join(dict.fromkeys(said)) or "no engine has reported yet"
     yield Check("server", "ok" if said else "note", f"{address}: {text}")
+    for layout in dict.fromkeys(engine.get("layout", "") for engine in engines):
+        _, kept_apart, reason = layout.partition(", kept apart: ")
+        if kept_apart:
+            yield Check(
+                "layout",
+                "note",
+                "canonical_layout is not possible here, so records are kept apart from those of other "
+                f"tensor-parallel sizes: {reason}",
+            )
+        elif layout.endswith(", canonical"):
+            yield Check("layout", "ok", "canonical: other tensor-parallel sizes share the records")
 
 
 def _tiers(page: "Page") -> Iterator[Check]:

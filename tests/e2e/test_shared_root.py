@@ -1,4 +1,5 @@
-"""Two servers on one directory at once: what one records the other loads, and an evictor beside both.
+"""Two servers on one directory at once, of one rank and of two, in the canonical layout: what one records the
+other loads, and an evictor beside both.
 
 Both serve all the time, so nothing is found by a start: the second server was up before the first wrote.
 """
@@ -29,7 +30,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(start: Serve, model: Path, root: Path) -> Iterator[tuple[LocalServer, LocalServer]]:
-    first, second = (start(model, patient_config(memory, root)) for memory in MEMORY)
+    configs = [patient_config(memory, root) for memory in MEMORY]
+    for config in configs:
+        config["kv_connector_extra_config"]["canonical_layout"] = True
+    first = start(model, configs[0])
+    second = start(
+        model,
+        configs[1],
+        arguments=["--tensor-parallel-size", "2"],
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
     yield first, second
     first.stop()
     second.stop()
@@ -77,6 +87,18 @@ def test_and_the_other_way(
     loaded = reader.ask(reference.prompts[4])
     assert_same([loaded], [reference.answers[4]])
     assert loaded.cached_tokens == WHOLE
+
+
+def test_both_say_that_they_share_records(servers: tuple[LocalServer, LocalServer]) -> None:
+    said = "canonical_layout: records are shared by servers of any tensor-parallel size that divides"
+    for server in servers:
+        assert said in server.log_file.read_text()
+        (layout,) = [
+            check["text"]
+            for check in json.loads(cli("doctor", f"http://127.0.0.1:{server.port}", "--json"))["checks"]
+            if check["name"] == "layout"
+        ]
+        assert layout == "canonical: other tensor-parallel sizes share the records"
 
 
 def test_one_that_computes_what_the_other_never_saw(servers: tuple[LocalServer, LocalServer]) -> None:

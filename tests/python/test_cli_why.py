@@ -242,6 +242,27 @@ def test_doctor_of_a_running_server(serve):  # noqa: F811
     assert "tier fs" in run("doctor", address).stdout
 
 
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("LBHNC", None),
+        ("LBHNC, canonical", ("ok", "canonical: other tensor-parallel sizes share the records")),
+        (
+            "LBHNC, kept apart: 2 ranks hold",
+            ("note", "kept apart from those of other tensor-parallel sizes: 2 ranks hold"),
+        ),
+    ],
+)
+def test_doctor_says_whether_other_tensor_parallel_sizes_share_the_records(layout, said, serve):  # noqa: F811
+    address = serve(FIRST.replace('layout="LBHNC"', f'layout="{layout}"'))
+    checks = json.loads(run("doctor", address, "--json").stdout)["checks"]
+    told = [(check["state"], check["text"]) for check in checks if check["name"] == "layout"]
+    assert len(told) == (0 if said is None else 1)
+    for (state, text), expected in zip(told, [said], strict=False):
+        assert state == expected[0]
+        assert text.endswith(expected[1])
+
+
 def test_doctor_asks_a_server_or_this_machine():
     assert "give one of them" in run("doctor", "127.0.0.1:1", "--root", "/kv", status=2).stderr
     assert "cannot be reached" in run("doctor", "127.0.0.1:1", status=1).stderr

@@ -48,6 +48,12 @@ def test_the_id_of_this_identity_never_changes():
     assert FACTS.short_id() == "c650a2f10f08"
 
 
+def test_the_canonical_layout_is_named_only_where_it_is_used():
+    assert "canonical_layout" not in json.loads(FACTS.canonical_json())
+    canonical = dataclasses.replace(FACTS, canonical_layout=1)
+    assert json.loads(canonical.canonical_json())["canonical_layout"] == 1
+
+
 CHANGES = {
     "model": {"name": "org/model", "revision": "abd"},
     "kv_dtype": "fp8",
@@ -63,6 +69,7 @@ CHANGES = {
     "dcp_size": 2,
     "world_size": 4,
     "replicated": True,
+    "canonical_layout": 1,
     "settings": {"compute_dtype": "float16", "platform": "cuda"},
 }
 

@@ -30,6 +30,11 @@ def test_byte_oracle_with_caches_on_a_gpu(minor: str) -> None:
     print(run_under(tree_of(minor), "oracle/check_oracle.py", **device))
 
 
+@pytest.mark.beside("oracle/check_canonical.py", "0.32")
+def test_records_of_the_canonical_layout_are_the_same_for_any_number_of_ranks(beside: str) -> None:
+    print(beside)
+
+
 @pytest.mark.beside("oracle/check_identity.py", "0.32")
 def test_records_are_shared_exactly_where_their_bytes_are_equal(beside: str) -> None:
     print(beside)

@@ -34,6 +34,19 @@ TEST(ChunkGroupsTest, AChunkTakesWholePagesInEachAreaAndItsRowTheLargestShard) {
   EXPECT_DOUBLE_EQ(groups.bytes_per_token(), 3 * 4096 / 16.0 + 4096 / 32.0);
 }
 
+TEST(ChunkGroupsTest, EachOfSeveralShardsInAnAreaTakesWholePages) {
+  CacheOptions options;
+  options.groups = {group_of(4, 16, 5000, 5000)};
+  options.groups[0].shards_per_area = 3;
+  const ChunkGroups groups(options, 2);
+  EXPECT_EQ(groups[0].bytes, 2 * 3 * 2 * kPageBytes);
+  EXPECT_THAT(groups.row_bytes(), ElementsAre(3 * 2 * kPageBytes));
+  options.groups[0].shards_per_area = 32;
+  EXPECT_NO_THROW(ChunkGroups(options, 2));
+  options.groups[0].shards_per_area = 33;
+  EXPECT_THROW(ChunkGroups(options, 2), InvalidArgument) << "more than a record has";
+}
+
 TEST(ChunkGroupsTest, KeysAreFoundByTheIdOfTheirGroup) {
   const ChunkGroups groups(two_groups(), 2);
   EXPECT_EQ(groups.position_of(key_of("a", 9)), 1u);

@@ -30,6 +30,7 @@ struct PartsOptions {
   std::uint64_t rows = 4;                       // of 4 KiB in the one area
   std::vector<std::uint64_t> shard_bytes{300};  // per group
   CacheOptions cache{};                         // groups are filled in
+  std::uint32_t shards_per_area = 1;
 };
 
 // Rows and chunks.
@@ -92,6 +93,7 @@ struct ChunkParts {
       group.group_id = g;
       group.tokens_per_chunk = kTokens;
       group.shard_bytes[0] = parts.shard_bytes[g];
+      group.shards_per_area = parts.shards_per_area;
       options.groups.push_back(group);
     }
     return options;

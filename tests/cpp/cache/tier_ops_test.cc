@@ -52,6 +52,25 @@ TEST_F(TierOpsTest, WhoWaitsIsToldBeforeTheChunkIsResident) {
   EXPECT_FALSE(ops_.await(slot, 7)) << "nothing reads it any more";
 }
 
+TEST(TierOpsShardsTest, ARecordHasEachShardOfARow) {
+  PartsOptions options;
+  options.rows = 6;
+  options.shards_per_area = 3;
+  OpParts parts(options);
+  (void)parts.resident("before");  // takes the first pages
+  const Slot slot = parts.resident("a");
+  const RowId row = parts.chunks.at(slot).row;
+  for (std::uint32_t i = 0; i < 3; ++i) fill(parts.region->shard(0, row + i, 300), key_of("a"), i);
+  parts.ops.write(0, {&slot, 1});
+  parts.finish();
+  const FakeTier::Record& record = parts.tier->records.at(key_of("a"));
+  ASSERT_THAT(record.shards, SizeIs(3));
+  for (std::uint32_t i = 0; i < 3; ++i) {
+    ASSERT_THAT(record.shards[i], SizeIs(300));
+    EXPECT_TRUE(matches(record.shards[i], key_of("a"), i)) << i;
+  }
+}
+
 TEST_F(TierOpsTest, AReadThatFailsMakesItsChunkAbsentWithTheReasonAndIsCountedOnce) {
   parts_.record("a");
   parts_.tier->fail(StatusKind::kIo);

@@ -54,6 +54,7 @@ struct CaseLimits {
   std::uint64_t max_page = 700;     // bytes
   std::uint64_t page_multiple = 1;  // 16: what a cache looks like
   bool whole_chunks_only = false;
+  std::uint64_t max_shards = 4;  // per area; more than one in about half of the cases
 };
 
 inline CopyCase draw_case(std::mt19937_64& random, CopyDirection direction, const CaseLimits& limits = {}) {
@@ -63,9 +64,11 @@ inline CopyCase draw_case(std::mt19937_64& random, CopyDirection direction, cons
   layout.blocks_per_chunk = std::uint32_t{1} << pick(0, 2);
   const std::uint64_t num_blocks = pick(limits.max_blocks, limits.max_blocks * 2);
   const std::uint64_t num_tensors = pick(1, 5);
+  layout.shards_per_area = static_cast<std::uint32_t>(pick(0, 1) == 0 ? 1 : pick(1, limits.max_shards));
+  const std::uint64_t multiple = limits.page_multiple * layout.shards_per_area;
   std::vector<std::uint64_t> page_limit;
   for (std::uint64_t t = 0; t < num_tensors; ++t) {
-    const std::uint64_t page = pick(1, limits.max_page / limits.page_multiple) * limits.page_multiple;
+    const std::uint64_t page = pick(1, std::max<std::uint64_t>(limits.max_page / multiple, 1)) * multiple;
     const std::uint64_t stride = page + (pick(0, 1) != 0 ? pick(0, 64) * limits.page_multiple : 0);
     const std::uint64_t margin = pick(0, 16) * limits.page_multiple;
     auto& memory = drawn.caches.emplace_back(margin + num_blocks * stride);
@@ -82,8 +85,7 @@ inline CopyCase draw_case(std::mt19937_64& random, CopyDirection direction, cons
     tensors.resize(pick(1, num_tensors));
     for (const std::uint32_t tensor : tensors) {
       const std::uint64_t page =
-          pick(0, 3) == 0 ? pick(1, page_limit[tensor] / limits.page_multiple) * limits.page_multiple
-                          : page_limit[tensor];
+          pick(0, 3) == 0 ? pick(1, page_limit[tensor] / multiple) * multiple : page_limit[tensor];
       refs.push_back({tensor, page});
     }
   }
@@ -112,7 +114,7 @@ inline CopyCase draw_case(std::mt19937_64& random, CopyDirection direction, cons
     job.block_indices.push_back(first);
     job.group_rows.push_back(static_cast<std::uint32_t>(rows));
     const std::uint64_t row_pages =
-        round_up(layout.shard_bytes(static_cast<std::uint32_t>(g)), kPageBytes) / kPageBytes;
+        round_up(layout.row_bytes(static_cast<std::uint32_t>(g)), kPageBytes) / kPageBytes;
     rows_pages.insert(rows_pages.end(), rows, row_pages);
   }
   // Places of the rows: adjacent, with gaps, in any order.
@@ -143,13 +145,21 @@ void for_each_byte(const CacheLayout& layout, std::span<std::byte> area, const C
       const std::uint64_t logical = job.block_indices[g] + i;
       const std::uint64_t chunk =
           logical / layout.blocks_per_chunk - job.block_indices[g] / layout.blocks_per_chunk;
-      std::byte* row = area.data() + std::uint64_t{job.rows[row_at + chunk]} * 4096 +
-                       logical % layout.blocks_per_chunk * block_bytes;
+      std::byte* const row = area.data() + std::uint64_t{job.rows[row_at + chunk]} * 4096;
+      const std::uint64_t shards = layout.shards_per_area;
+      const std::uint64_t shard_of_block = block_bytes / shards;
+      const std::uint64_t shard_pages = (layout.blocks_per_chunk * shard_of_block + 4095) / 4096;
+      std::uint64_t before = 0;  // bytes of a shard in the refs before this one
       for (const GroupRef& ref : layout.groups[g]) {
         const CacheTensor& tensor = layout.tensors[ref.tensor];
         std::byte* page =
             tensor.base + static_cast<std::uint64_t>(job.block_ids[id_at + i]) * tensor.block_stride;
-        for (std::uint64_t b = 0; b < ref.page_bytes; ++b) visit(page + b, row++);
+        const std::uint64_t part = ref.page_bytes / shards;
+        for (std::uint64_t b = 0; b < ref.page_bytes; ++b) {
+          visit(page + b, row + b / part * shard_pages * 4096 +
+                              logical % layout.blocks_per_chunk * shard_of_block + before + b % part);
+        }
+        before += part;
       }
     }
     id_at += job.group_sizes[g];

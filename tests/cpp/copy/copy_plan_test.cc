@@ -52,7 +52,8 @@ TEST(CopyPlan, agrees_with_the_plain_reference_everywhere) {
     const auto direction = i % 2 == 0 ? CopyDirection::kStore : CopyDirection::kLoad;
     CopyCase c = draw_case(random, direction);
     const auto expected = expected_after(c);
-    const CopyPlan plan = make_copy_plan(c.layout, c.area.size(), c.job);
+    const CopyPlan plan =
+        make_copy_plan(c.layout, c.area.size(), c.job, i % 3 == 0 ? CopyOrder::kPages : CopyOrder::kArea);
     run(c, plan);
     ASSERT_EQ(plan.failed_groups, 0u);
     ASSERT_TRUE(snapshot(c) == expected) << "case " << i;
@@ -181,6 +182,115 @@ TEST(CopyPlan, a_store_of_states_that_are_not_the_last_of_their_chunks_fails) {
   EXPECT_TRUE(make_copy_plan(layout, 1 << 20, job_of(kLoad, {}, {})).segments.empty());
 }
 
+// A cache of `heads` KV heads shared out to `ranks`; every byte tells its head, layer, block and place.
+struct SharedOut {
+  static constexpr std::uint64_t kHeads = 4, kBlocks = 6, kLayers = 3, kBlocksPerChunk = 2;
+  static constexpr std::uint64_t kHeadBytes = 720;  // of a block in a layer; a shard ends inside a page
+
+  explicit SharedOut(std::uint64_t ranks) : ranks_(ranks), heads_(kHeads / ranks) {
+    layout.blocks_per_chunk = kBlocksPerChunk;
+    layout.shards_per_area = static_cast<std::uint32_t>(heads_);
+    layout.groups.emplace_back();
+    caches.assign(ranks * kLayers, std::vector<std::byte>(kBlocks * heads_ * kHeadBytes));
+  }
+  void compute() {
+    for (std::uint64_t rank = 0; rank < ranks_; ++rank) {
+      for (std::uint64_t layer = 0; layer < kLayers; ++layer) {
+        auto& cache = caches[rank * kLayers + layer];
+        for (std::uint64_t at = 0; at < cache.size(); ++at) {
+          const std::uint64_t head = rank * heads_ + at / kHeadBytes % heads_;
+          const std::uint64_t block = at / (kHeadBytes * heads_);
+          const std::uint64_t place = ((head * kLayers + layer) * kBlocks + block) << 12 | at % kHeadBytes;
+          cache[at] = static_cast<std::byte>((place + 1) * 0x9E3779B97F4A7C15ull >> 56);
+        }
+      }
+    }
+  }
+  // The areas of all ranks, one after the other.
+  std::vector<std::byte> copy(CopyDirection direction, std::vector<std::byte> rows = {}) {
+    const std::vector<std::int64_t> ids = {5, 0, 3, 2};
+    const std::uint64_t chunks = ids.size() / kBlocksPerChunk;
+    const std::uint64_t row = kHeads * round_up(kHeadBytes * kLayers * kBlocksPerChunk, kPageBytes);
+    rows.resize(chunks * row);
+    for (std::uint64_t rank = 0; rank < ranks_; ++rank) {
+      layout.tensors.clear();
+      layout.groups[0].clear();
+      for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+        auto& cache = caches[rank * kLayers + layer];
+        layout.tensors.push_back({cache.data(), kBlocks, heads_ * kHeadBytes});
+        layout.groups[0].push_back({layer, heads_ * kHeadBytes});
+      }
+      layout.validate();
+      const std::uint64_t mine = row / ranks_;
+      std::vector<RowId> row_ids;
+      for (std::uint64_t chunk = 0; chunk < chunks; ++chunk)
+        row_ids.push_back(static_cast<RowId>(chunk * mine / kPageBytes));
+      const CopyPlan plan = make_copy_plan(layout, chunks * mine, job_of(direction, ids, row_ids));
+      for (const CopySegment& segment : plan.segments) {
+        // In the record of a chunk the ranks' rows follow each other.
+        const std::uint64_t chunk = segment.area_offset / mine;
+        std::byte* in_row = rows.data() + chunk * row + rank * mine + segment.area_offset % mine;
+        if (direction == CopyDirection::kStore) {
+          std::memcpy(in_row, segment.cache, segment.bytes);
+        } else {
+          std::memcpy(segment.cache, in_row, segment.bytes);
+        }
+      }
+    }
+    return rows;
+  }
+
+  CacheLayout layout;
+  std::vector<std::vector<std::byte>> caches;  // [rank][layer]
+
+ private:
+  std::uint64_t ranks_;
+  std::uint64_t heads_;  // of a rank
+};
+
+TEST(CopyPlan, in_the_canonical_layout_all_ranks_rows_are_the_same_for_1_2_and_4_ranks) {
+  SharedOut one(1);
+  one.compute();
+  const std::vector<std::byte> rows = one.copy(CopyDirection::kStore);
+  for (const std::uint64_t ranks : {1, 2, 4}) {
+    SharedOut other(ranks);
+    other.compute();
+    EXPECT_TRUE(other.copy(CopyDirection::kStore) == rows) << ranks << " ranks";
+    const auto computed = other.caches;
+    for (auto& cache : other.caches) std::fill(cache.begin(), cache.end(), std::byte{0});
+    EXPECT_FALSE(other.caches == computed);
+    (void)other.copy(CopyDirection::kLoad, rows);
+    EXPECT_TRUE(other.copy(CopyDirection::kStore) == rows) << ranks << " ranks load what one stored";
+  }
+}
+
+TEST(CopyPlan, in_the_order_of_pages_each_page_is_read_from_its_first_head_to_its_last) {
+  CacheLayout layout = one_tensor(300, 512, 1);
+  layout.shards_per_area = 3;
+  const CopyJob job = job_of(CopyDirection::kStore, {1, 2}, {3, 0});
+  const CopyPlan plan = make_copy_plan(layout, 1 << 20, job, CopyOrder::kPages);
+  ASSERT_EQ(plan.segments.size(), 6u);
+  for (std::uint64_t s = 0; s < 6; ++s) {
+    const std::uint64_t block = s < 3 ? 2 : 1;  // of the first row of the area
+    EXPECT_EQ(plan.segments[s].cache, at(0x10000 + block * 512 + s % 3 * 100));
+    EXPECT_EQ(plan.segments[s].area_offset, s * 4096);
+    EXPECT_EQ(plan.segments[s].bytes, 100u);
+  }
+}
+
+TEST(CopyPlan, a_row_of_several_shards_ends_with_the_last_of_them) {
+  CacheLayout layout = one_tensor(300, 300, 1);
+  layout.shards_per_area = 3;
+  EXPECT_EQ(layout.shard_bytes(0), 100u);
+  EXPECT_EQ(layout.row_bytes(0), 2 * 4096u + 100);
+  const auto plan = [&](std::uint64_t area, std::vector<RowId> rows) {
+    return make_copy_plan(layout, area, job_of(CopyDirection::kStore, {1, 2}, std::move(rows)));
+  };
+  EXPECT_EQ(plan(5 * 4096 + 2 * 4096, {0, 3}).segments.size(), 6u);
+  EXPECT_THROW(plan(5 * 4096 + 99, {0, 3}), InvalidArgument);
+  EXPECT_THROW(plan(20 * 4096, {0, 2}), InvalidArgument) << "they overlap";
+}
+
 TEST(CopyPlan, an_empty_job_is_an_empty_plan) {
   const CacheLayout layout = one_tensor(100, 128, 2);
   const CopyPlan plan = make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kLoad, {}, {}, 3));
@@ -246,6 +356,11 @@ TEST(CacheLayout, refuses_what_is_not_a_cache) {
   EXPECT_THROW(layout.validate(), InvalidArgument);
   layout = one_tensor(100, 128, 1);
   layout.groups.resize(65);
+  EXPECT_THROW(layout.validate(), InvalidArgument);
+  layout = one_tensor(100, 128, 1);
+  layout.shards_per_area = 3;  // of a page of 100 bytes
+  EXPECT_THROW(layout.validate(), InvalidArgument);
+  layout.shards_per_area = 0;
   EXPECT_THROW(layout.validate(), InvalidArgument);
   layout = of_states(1);
   layout.holds_states = {true, false};

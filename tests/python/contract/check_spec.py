@@ -15,10 +15,12 @@ import torch
 adapter.use_specs()
 
 from kv_offload.specs import KVOffloadSpec, compat, identity, plugin, spec  # noqa: E402
+from kv_offload.specs.canonical import CanonicalPages  # noqa: E402
+from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
 
-from contract.parts import context, keys, kv_caches, offloading_config  # noqa: E402
+from contract.parts import blocks, context, keys, kv_caches, offloading_config  # noqa: E402
 from kv_offload import _core  # noqa: E402
 
 HAS_WINDOWS = "sliding_window_size_in_chunks" in {
@@ -84,10 +86,45 @@ def test_a_replicated_cache_has_one_area() -> None:
     assert KVOffloadSpec(offloading_config(world_size=2)).num_areas == 2
 
 
-def test_canonical_layout_is_ignored_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    made = KVOffloadSpec(offloading_config(world_size=2, replicated=True, canonical=True))
-    assert made.replicated_layout is False  # vLLM then lets every rank store
-    assert "canonical_layout is ignored" in caplog.text
+def test_of_a_replicated_cache_in_the_canonical_layout_rank_0_stores_and_all_ranks_report() -> None:
+    """vLLM then gives every rank the stores."""
+    engine = offloading_config().engine_id
+    setting = {"world_size": 2, "replicated": True, "canonical": True, "engine_id": engine}
+    workers = [
+        KVOffloadSpec(offloading_config(rank=rank, **setting)).get_worker(kv_caches()) for rank in (0, 1)
+    ]
+    stored = [worker._rank_worker for worker in workers]
+    submitted: list[int] = []
+    for rank, worker in enumerate(workers):
+        worker._rank_worker = SimpleNamespace(
+            submit=lambda *_, rank=rank, **__: submitted.append(rank), poll=lambda: []
+        )
+        assert worker.submit_store(7, blocks([1]), RowLoadStoreSpec(1, [0], [1])) is True
+    assert submitted == [0]
+    assert [result.job_id for result in workers[1].get_finished()] == [7]
+    assert workers[1].get_finished() == []
+    for worker, rank_worker in zip(workers, stored, strict=True):
+        worker._rank_worker = rank_worker
+        worker.shutdown()
+
+
+def test_a_cache_without_a_canonical_layout_is_kept_apart_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = offloading_config(canonical=True)
+    worker = KVOffloadSpec(config).get_worker(kv_caches())
+    manager = KVOffloadSpec(config).get_manager()
+    assert "canonical_layout is not possible here, so records are kept apart" in caplog.text
+    assert "kept apart: " in manager._options.info["layout"]
+    worker.shutdown()
+
+
+def test_ranks_that_are_laid_out_in_different_ways_are_refused() -> None:
+    config, pages = offloading_config(), [[4096]]
+    canonical = CanonicalPages(2, 1, ((8192,),))
+    texts = [
+        identity.worker_fingerprint(config, "cpu", "host", pages, 8, each) for each in (canonical, "why not")
+    ]
+    with pytest.raises(ValueError, match="rank 1 has canonical None"):
+        identity.merge_fingerprints(texts)
 
 
 def test_several_hosts_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

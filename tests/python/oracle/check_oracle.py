@@ -53,6 +53,9 @@ KINDS = {
     "two blocks a chunk": replace(FULL, extra={**FULL.extra, "blocks_per_chunk": 2}),
     "four blocks a chunk": replace(FULL, extra={**FULL.extra, "blocks_per_chunk": 4}),
     "two ranks": replace(FULL, world_size=2, extra={"cpu_bytes_to_use": "1MiB"}),
+    "canonical, two ranks": replace(
+        FULL, heads=4, world_size=2, extra={"cpu_bytes_to_use": "2MiB", "canonical_layout": True}
+    ),
     "two stages of a pipeline": replace(FULL, world_size=2, pipelined=True, layers=5),
     "hybrid": HYBRID,
     "hybrid, two stages of a pipeline": replace(HYBRID, world_size=2, pipelined=True),
@@ -85,7 +88,7 @@ KINDS = {
 }
 
 
-SHORT = {kind for kind in KINDS if kind.startswith("mamba-like, ")}  # what is new in them shows early
+SHORT = {kind for kind in KINDS if kind.startswith(("mamba-like, ", "canonical"))}  # what is new in them shows early
 UNSEEN = {kind for kind in KINDS if "replicated" in kind and MINOR < (0, 32)}
 
 

@@ -68,6 +68,7 @@ class Setup:
     layers: int = 2
     window: int | None = None  # every second layer looks back this many tokens; STATE: Mamba-like
     replicated: bool = False  # one latent vector for all ranks (MLA)
+    heads: int | None = None  # KV heads, shared out to the ranks, each a run of a page; None: pages of tokens
     block_size: int = 16
     kv_dtype: str = "float32"
     hash_algorithm: str = "sha256"
@@ -167,10 +168,11 @@ class NoStructuredOutput:
 
 
 class SpecOnly:
-    """A layer, as far as it is asked what it keeps."""
+    """A layer, as far as it is asked what it keeps and where."""
 
-    def __init__(self, spec: Any) -> None:
+    def __init__(self, spec: Any, kv_cache: torch.Tensor | None = None) -> None:
         self._spec = spec
+        self.kv_cache = kv_cache
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         return self._spec
@@ -200,7 +202,8 @@ def make_model_dir(**changes: Any) -> str:
 
 def _layer_specs(setup: Setup) -> dict[str, Any]:
     dtype = getattr(torch, setup.kv_dtype)
-    common = {"block_size": setup.block_size, "num_kv_heads": 2, "head_size": 2, "dtype": dtype}
+    heads = 2 if setup.heads is None else max(1, setup.heads // setup.world_size)
+    common = {"block_size": setup.block_size, "num_kv_heads": heads, "head_size": 2, "dtype": dtype}
 
     def spec_of(layer: int) -> Any:
         if setup.replicated:
@@ -264,6 +267,18 @@ def _views(kv_cache_config: Any, specs: dict[str, Any], backing: torch.Tensor) -
                 tensor.offset + index * tensor.layer_stride,
             )
     return caches
+
+
+def _as_seen(caches: dict[str, torch.Tensor], specs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The same memory as a backend sees it: (num_blocks, heads, block_size, K and V)."""
+    seen = {}
+    for name, view in caches.items():
+        spec = specs[name]
+        elements = view.view(spec.dtype)
+        shape = (view.shape[0], spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        strides = (elements.stride(0), shape[2] * shape[3], shape[3], 1)
+        seen[name] = elements.as_strided(shape, strides)
+    return seen
 
 
 def _window_of(spec: Any) -> int | None:
@@ -349,15 +364,17 @@ class Engine:
     def _start_rank(self, rank: int, kv_cache_config: Any, specs: dict[str, Any]) -> tuple[Any, Any, Any]:
         config = copy.deepcopy(self.config)
         config.parallel_config.rank = rank
-        layers = {name: SpecOnly(spec) for name, spec in specs.items()}
-        config.compilation_config.static_forward_context = layers
         backing = _noise(kv_cache_config, rank).to(self.setup.device)
         mirror = Mirror(backing) if self.setup.mirrored or self.setup.device != "cpu" else None
         caches = _views(kv_cache_config, specs, backing)
         seen = caches if mirror is None else _views(kv_cache_config, specs, mirror.host)
+        registered = caches if self.setup.heads is None else _as_seen(caches, specs)
+        config.compilation_config.static_forward_context = {
+            name: SpecOnly(spec, registered[name]) for name, spec in specs.items()
+        }
         with set_current_vllm_config(config):
             connector = OffloadingConnector(config, KVConnectorRole.WORKER, kv_cache_config)
-            connector.register_kv_caches(caches)
+            connector.register_kv_caches(registered)
         if self.setup.wrap_worker is not None:
             side = connector.connector_worker
             side.worker = self.setup.wrap_worker(side.worker, rank)
@@ -372,11 +389,17 @@ class Engine:
         }
         known_as = 0 if self.setup.replicated else rank  # all ranks have the same bytes then
         self.mirrors.append(mirror)
-        return (
-            config,
-            connector,
-            FakeRunner(views, self.windows, self.setup.block_size, known_as, draft_layers),
+        runner = FakeRunner(
+            views, self.windows, self.setup.block_size, known_as, draft_layers, self._heads_of(rank)
         )
+        return config, connector, runner
+
+    def _heads_of(self, rank: int) -> range | None:
+        """The KV heads of a rank, of all; those that are fewer than the ranks are on several of them."""
+        total, ranks = self.setup.heads, self.setup.world_size
+        if total is None:
+            return None
+        return range(rank * total // ranks, rank * total // ranks + max(1, total // ranks))
 
     # ---- requests
 

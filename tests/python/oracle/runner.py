@@ -1,8 +1,9 @@
 """The model of the oracle: each token's KV bytes follow from its whole prefix, so all can be checked.
 
 A token at position t of a sequence has a 64-bit digest of (cache salt, tokens 0..t). Its bytes in layer l of
-group g on rank r are words made from the digest and (g, l, r). The next token follows from the digest too, so
-a sequence is known from its prompt alone, however often it is preempted.
+group g on rank r are words made from the digest and (g, l, r); where pages are KV heads one after the other,
+those of head h are made from (g, l, h). The next token follows from the digest too, so a sequence is known
+from its prompt alone, however often it is preempted.
 
 Layers of a drafter (EAGLE) are one token ahead: what they keep for position t follows from tokens 0..t+1.
 A block's key says nothing of the token after it, so its last position may hold what another continuation left
@@ -73,6 +74,7 @@ class FakeRunner:
         block_size: int,
         rank: int,
         draft_layers: set[tuple[int, int]] | None = None,
+        heads: range | None = None,
     ) -> None:
         self.block_size, self.windows = block_size, windows
         self.draft_layers = draft_layers or set()  # (group, layer)
@@ -80,19 +82,22 @@ class FakeRunner:
         self.stale = 0
         self.copied_blocks = 0
         self.rejected = 0
-        # Per group, per layer: (num_blocks, block_size, words) uint64, and what sets this layer apart.
+        # Per group, per layer (and head): (num_blocks, block_size, words) uint64, and what sets it apart.
         self.layers: list[list[tuple[np.ndarray, np.ndarray]]] = []
         for group, layer_views in enumerate(views):
             self.layers.append([])
             for layer, view in enumerate(layer_views):
                 # A page holds the bytes of each of its tokens, or one state: that after its last token.
                 tokens = 1 if windows[group] == 0 else block_size
-                words = view.view(np.uint64).reshape(view.shape[0], tokens, -1)
-                assert np.shares_memory(words, view)
-                salts = [
-                    _mix(rank << 40 | group << 24 | layer << 8 | word + 1) for word in range(words.shape[2])
-                ]
-                self.layers[-1].append((words, np.array(salts, dtype=np.uint64)))
+                for place, known_as in enumerate([rank] if heads is None else heads):
+                    parts = 1 if heads is None else len(heads)
+                    words = view.view(np.uint64).reshape(view.shape[0], parts, tokens, -1)[:, place]
+                    assert np.shares_memory(words, view)
+                    salts = [
+                        _mix(known_as << 40 | group << 24 | layer << 8 | word + 1)
+                        for word in range(words.shape[2])
+                    ]
+                    self.layers[-1].append((words, np.array(salts, dtype=np.uint64)))
         self.sequences: dict[str, Sequence] = {}
         self.checked_tokens = 0
 

@@ -1,0 +1,130 @@
+"""The canonical layout: records that are the same for every tensor-parallel size.
+
+A shard of a record is then one KV head of a chunk, in all layers of the group (several heads, where a model
+has more than 64); a rank's row holds the shards of the heads that it has, one after the other. A cache that
+every rank holds whole (MLA) has one shard as it is.
+
+Two witnesses must agree before anything is laid out so: what vLLM certifies of a layer (the mapping of its
+CanonicalKVCacheRef, the same in 0.31, 0.32 and 0.33), and how the layer's cache lies in memory. The mapping
+alone does not do: with one rank it is one run over the whole page, and does not say where a head begins.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import compat
+
+MOST_SHARDS = 64  # of a record
+
+
+@dataclass(frozen=True)
+class CanonicalPages:
+    """How the caches of one rank are laid out in records of the canonical layout."""
+
+    shards: int  # of a record, whatever the number of ranks
+    shards_per_area: int  # of them in this rank's rows
+    pages: tuple[tuple[int, ...], ...]  # bytes of a block without parallelism, per group position and layer
+
+
+class _KeptApartError(Exception):
+    """Why this cache has no canonical layout."""
+
+
+def canonical_pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages | str:
+    """The canonical layout of this rank's caches, or in one clause why they have none.
+
+    ``config``: the OffloadingConfig; ``replicated``: every rank holds all bytes, and one area keeps them.
+    """
+    try:
+        return _pages(config, kv_caches, replicated)
+    except _KeptApartError as reason:
+        return str(reason)
+    except Exception as error:  # of a layer of a kind that we do not know: it serves in the plain layout
+        return f"its layers cannot be looked at ({type(error).__name__}: {error})"
+
+
+def record_shards(heads: int) -> int:
+    """The shards of a record of so many KV heads: a divisor of them, as many as a record may have."""
+    return max(shards for shards in range(1, MOST_SHARDS + 1) if heads % shards == 0)
+
+
+def _pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages:
+    parallel = config.parallel
+    if parallel.world_size != parallel.tp_size or getattr(parallel, "dcp_size", 1) != 1:
+        raise _KeptApartError("layers or tokens are shared out to the ranks, not KV heads alone")
+    vllm_config = compat.current_vllm_config()
+    if vllm_config is None:
+        raise _KeptApartError("this vLLM does not tell its workers the configuration")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise _KeptApartError("with calculate_kv_scales each rank scales its heads in its own way")
+    known = vllm_config.compilation_config.static_forward_context
+    heads: set[int] = set()
+    pages = []
+    for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
+        if len(refs) != len(group.layer_names):
+            raise _KeptApartError(
+                f"the layers of a block lie in one page (kv_cache_layout {config.kv_cache_layout})"
+            )
+        for name, ref in zip(group.layer_names, refs, strict=True):
+            _check_certified(name, ref)
+            if replicated:
+                _check_whole(name, ref)
+            else:
+                tensor = kv_caches.tensors[ref.tensor_idx].tensor
+                heads.add(_heads_of(name, known.get(name), ref, tensor, parallel.rank, vllm_config))
+        pages.append(tuple(ref.mapping.canonical_page_size_bytes for ref in refs))
+    if replicated:
+        return CanonicalPages(1, 1, tuple(pages))
+    if len(heads) != 1:
+        raise _KeptApartError(f"layers have different numbers of KV heads ({sorted(heads)})")
+    shards = record_shards(heads.pop())
+    if shards % parallel.tp_size:
+        raise _KeptApartError(
+            f"a record has {shards} shards, which {parallel.tp_size} ranks cannot share equally"
+        )
+    return CanonicalPages(shards, shards // parallel.tp_size, tuple(pages))
+
+
+def _check_certified(name: str, ref: Any) -> None:
+    mapping = getattr(ref, "mapping", None)
+    if mapping is None or not mapping.parallelism_agnostic:
+        raise _KeptApartError(f"vLLM certifies no layout of {name} that is the same for all of them")
+
+
+def _check_whole(name: str, ref: Any) -> None:
+    if ref.mapping.canonical_page_size_bytes != ref.page_size_bytes:
+        raise _KeptApartError(f"{name} is not the same on every rank")
+
+
+def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_config: Any) -> int:
+    """The KV heads of a layer on all ranks together. Each must be one run of bytes of a page, in the order of
+    ranks and heads."""
+    mapping, page = ref.mapping, ref.page_size_bytes
+    if mapping.num_writers > 1:
+        raise _KeptApartError(
+            f"{mapping.num_writers} ranks hold the same KV heads; a tensor-parallel size of at most "
+            f"{mapping.canonical_page_size_bytes // page} does"
+        )
+    cache = compat.layer_cache(layer)
+    heads = 0 if layer is None else getattr(layer.get_kv_cache_spec(vllm_config), "num_kv_heads", 0)
+    if cache is None or not heads:
+        raise _KeptApartError(f"the cache of {name} is not known")
+    size = cache.element_size()
+    is_by_heads = (
+        cache.dim() == 4
+        and cache.shape[1] == heads
+        and cache[0, 0].is_contiguous()
+        and cache[0, 0].numel() * size * heads == page
+        and cache.stride(1) * size * heads == page
+        and cache.stride(0) * size == tensor.stride(0) * tensor.element_size()
+        and cache.data_ptr() == tensor.data_ptr()
+    )
+    if not is_by_heads:
+        raise _KeptApartError(
+            f"a page of {name} is not one KV head after the other (shape {tuple(cache.shape)}, strides "
+            f"{tuple(cache.stride())}); VLLM_KV_CACHE_LAYOUT=LBHNC makes it so, where the backend has it"
+        )
+    runs = [(run.local_offset, run.canonical_offset, run.fragment_size) for run in mapping.runs]
+    if runs != [(0, rank * page, page)]:
+        raise _KeptApartError(f"vLLM places the heads of {name} in another order")
+    return int(mapping.canonical_page_size_bytes // page * heads)

@@ -1,0 +1,161 @@
+"""Run by test_contract.py under each vLLM release: when the canonical layout is used, and when not."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import adapter
+import pytest
+import torch
+
+adapter.use_specs()
+
+from kv_offload.specs import compat  # noqa: E402
+from kv_offload.specs.canonical import CanonicalPages, canonical_pages, record_shards  # noqa: E402
+from vllm.v1.kv_offload import base  # noqa: E402
+
+from contract.parts import offloading_config  # noqa: E402
+
+BLOCKS, TOKENS, CONTENT = 6, 16, 8  # K and V of a token and head: float32
+
+
+class Rank:
+    """One rank of an engine with one group of layers, in the order of bytes that vLLM asks for (LBHNC)."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, heads: Sequence[int], rank: int = 0, ranks: int = 1
+    ) -> None:
+        self.config = offloading_config(world_size=ranks, rank=rank, canonical=True)
+        names = tuple(f"layer.{number}" for number in range(len(heads)))
+        self.config = replace(self.config, groups=(replace(self.config.groups[0], layer_names=names),))
+        self.layers: dict[str, Any] = {}
+        self.tensors: list[Any] = []
+        self.refs: list[Any] = []
+        for name, total in zip(names, heads, strict=True):
+            own = max(1, total // ranks)
+            cache = torch.zeros(BLOCKS, own, TOKENS, CONTENT)
+            page = own * TOKENS * CONTENT * 4
+            copies = max(1, ranks // total)
+            mapping = base.CanonicalPageMapping(
+                canonical_page_size_bytes=page * ranks // copies,
+                local_page_size_bytes=page,
+                runs=(base.CopyRun(0, rank // copies * page, page, 1, page, page),),
+                num_writers=copies,
+                writer_index=rank % copies,
+                parallelism_agnostic=True,
+            )
+            view = cache.view(torch.int8).reshape(BLOCKS, page)
+            self.refs.append(base.CanonicalKVCacheRef(len(self.tensors), page, mapping))
+            self.tensors.append(base.CanonicalKVCacheTensor(view, page))
+            spec = SimpleNamespace(num_kv_heads=own)
+            self.layers[name] = SimpleNamespace(kv_cache=cache, get_kv_cache_spec=lambda _, spec=spec: spec)
+        self.vllm_config = SimpleNamespace(
+            cache_config=SimpleNamespace(calculate_kv_scales=False),
+            compilation_config=SimpleNamespace(static_forward_context=self.layers),
+        )
+        monkeypatch.setattr(compat, "current_vllm_config", lambda: self.vllm_config)
+
+    def change_mapping(self, **fields: Any) -> None:
+        self.refs[0] = replace(self.refs[0], mapping=replace(self.refs[0].mapping, **fields))
+
+    def look(self, replicated: bool = False) -> CanonicalPages | str:
+        return canonical_pages(self.config, base.CanonicalKVCaches(self.tensors, [self.refs]), replicated)
+
+
+@pytest.mark.parametrize(
+    ("heads", "shards"), [(1, 1), (8, 8), (64, 64), (71, 1), (72, 36), (96, 48), (128, 64)]
+)
+def test_a_record_has_as_many_shards_as_divide_the_heads(heads: int, shards: int) -> None:
+    assert record_shards(heads) == shards
+
+
+def test_every_rank_of_every_size_has_its_part_of_the_same_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = ((8 * TOKENS * CONTENT * 4,) * 2,)
+    for ranks in (1, 2, 4, 8):
+        for rank in range(ranks):
+            found = Rank(monkeypatch, [8, 8], rank, ranks).look()
+            assert found == CanonicalPages(8, 8 // ranks, pages)
+
+
+def test_of_more_heads_than_a_record_has_shards_several_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = ((72 * TOKENS * CONTENT * 4,),)
+    assert Rank(monkeypatch, [72], 0, 4).look() == CanonicalPages(36, 9, pages)
+    assert (
+        Rank(monkeypatch, [72], 0, 8).look() == "a record has 36 shards, which 8 ranks cannot share equally"
+    )
+
+
+def test_a_cache_that_every_rank_holds_is_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Rank(monkeypatch, [1], 1, 2)
+    assert one.look(replicated=True) == CanonicalPages(1, 1, ((TOKENS * CONTENT * 4,),))
+    one.change_mapping(canonical_page_size_bytes=2 * TOKENS * CONTENT * 4)
+    assert one.look(replicated=True) == "layer.0 is not the same on every rank"
+    assert "2 ranks hold the same KV heads" in str(Rank(monkeypatch, [1], 1, 2).look())
+
+
+@pytest.mark.parametrize("mapping", [None, "not the same for all"])
+def test_without_vllms_certificate_it_is_not_used(
+    mapping: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Rank(monkeypatch, [4, 4])
+    if mapping is None:
+        one.refs[0] = replace(one.refs[0], mapping=None)
+    else:
+        one.change_mapping(parallelism_agnostic=False)
+    assert one.look() == "vLLM certifies no layout of layer.0 that is the same for all of them"
+
+
+def by_tokens(cache: torch.Tensor) -> torch.Tensor:
+    """LBNHC: of each token all heads."""
+    blocks, heads, tokens, content = cache.shape
+    return cache.view(blocks, tokens, heads, content).transpose(1, 2)
+
+
+SHAPES = {
+    "tokens before heads": by_tokens,
+    "K and V apart": lambda cache: cache.view(BLOCKS, 2, TOKENS, cache.shape[1], CONTENT // 2),
+    "smaller blocks of a kernel": lambda cache: cache.view(2 * BLOCKS, cache.shape[1], TOKENS // 2, CONTENT),
+    "of another address": lambda cache: cache.clone(),
+    "heads in the other order": lambda cache: cache.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_heads_that_are_not_runs_of_a_page_are_not_taken_for_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's mapping looks the same for one rank in all of them."""
+    one = Rank(monkeypatch, [4])
+    one.layers["layer.0"].kv_cache = SHAPES[name](one.layers["layer.0"].kv_cache)
+    assert "a page of layer.0 is not one KV head after the other" in str(one.look())
+
+
+def test_ranks_in_another_order_than_their_heads_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Rank(monkeypatch, [4], 1, 2)
+    run = one.refs[0].mapping.runs[0]
+    one.change_mapping(runs=(replace(run, canonical_offset=0),))
+    assert one.look() == "vLLM places the heads of layer.0 in another order"
+
+
+def test_other_ways_to_share_out_a_cache_are_not_taken_for_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Rank(monkeypatch, [4], 0, 2)
+    one.config = replace(one.config, parallel=replace(one.config.parallel, tp_size=1, pp_size=2))
+    assert "layers or tokens are shared out" in str(one.look())
+    one.config = replace(one.config, parallel=replace(one.config.parallel, tp_size=2, pp_size=1, dcp_size=2))
+    assert "layers or tokens are shared out" in str(one.look())
+    assert "different numbers of KV heads ([4, 8])" in str(Rank(monkeypatch, [4, 8]).look())
+    one = Rank(monkeypatch, [4, 4])
+    one.refs.pop()
+    assert "lie in one page" in str(one.look())
+    one = Rank(monkeypatch, [4])
+    one.vllm_config.cache_config.calculate_kv_scales = True
+    assert "calculate_kv_scales" in str(one.look())
+    one = Rank(monkeypatch, [4])
+    del one.layers["layer.0"].get_kv_cache_spec
+    assert "its layers cannot be looked at (AttributeError" in str(one.look())
+    one = Rank(monkeypatch, [4])
+    one.layers["layer.0"].kv_cache = []
+    assert one.look() == "the cache of layer.0 is not known"
+    monkeypatch.setattr(compat, "current_vllm_config", lambda: None)
+    assert "does not tell its workers" in str(one.look())
