@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import struct
-import sys
 import threading
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ MOST_TEXT = 1000
 QUESTION = struct.Struct("<IIQQ")  # verb, names, bytes of the names, bytes of the object
 PUT, SET, GET, EXIST, REMOVE = 1, 2, 3, 4, 5
 FAILED, NOT_COMPLETE, BAD_LENGTH = -1, -703, -600
+LOG = "KV_OFFLOAD_MOONCAKE_LOG"  # names a file for what Mooncake logs
 _SET_PDEATHSIG = 1
 _CONNECT_SECONDS = 2.0
 _TO_LEAVE_SECONDS = 0.7
@@ -63,6 +63,14 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def log_elsewhere() -> None:
+    """Mooncake logs a line for each call that fails, which the engine's log would be full of while its master is away."""
+    log = os.open(os.environ.get(LOG) or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
 def own_address(master: str) -> str:
     """The address of this host that a packet to the master leaves from."""
     host, _, port = master.rpartition(":")
@@ -84,9 +92,6 @@ def refuse_a_silent_master(master: str) -> None:
 
 def open_store(given: dict[str, Any]) -> tuple[Store, str]:
     """A client of the store, and Mooncake's version. Raises Refused, OSError or RuntimeError."""
-    # A line per failed call is what the engine's log would be full of while the master is away.
-    os.environ.setdefault("GLOG_minloglevel", "3")
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
@@ -121,7 +126,7 @@ def open_store(given: dict[str, Any]) -> tuple[Store, str]:
     if code != 0:
         raise RuntimeError(
             f"Mooncake's client does not start (code {code}): master {master}, metadata {given['metadata']}, "
-            f"protocol {given['protocol']}; GLOG_minloglevel=0 in the environment shows why"
+            f"protocol {given['protocol']}; what it says about that is written to the file that {LOG} names"
         )
     return store, version
 
@@ -238,13 +243,13 @@ def main() -> None:
     end_with_the_engine()
     control = socket.socket(fileno=CONTROL)
     given = json.loads(control.recv(65536))
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what it prints is no output of the engine
     try:
+        log_elsewhere()
         store, version = open_store(given)
     except Refused as error:
         said = f"refused {error}"
     except Exception as error:
-        said = f"failed {error}"
+        said = f"failed {error or type(error).__name__}"
     else:
         ignore_signals()  # Mooncake has set its own
         said = f"ready {version}"

@@ -62,7 +62,8 @@ void Client::wake() const {
 // ---- the keeper
 
 void Client::keep() {
-  begin_thread("kv-mooncake", CpuShare::kBackground);
+  // Its share of the CPU is the process's, which reads records that somebody waits for.
+  begin_thread("kv-mooncake", CpuShare::kFull);
   Nanos next_pause = options_.shortest_pause;
   while (true) {
     Descriptor control;
