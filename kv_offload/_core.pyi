@@ -294,7 +294,7 @@ def probe_mooncake(
     records: int,
     deadline_seconds: float,
 ) -> dict[str, Any]:
-    """How a store answers, and how fast it is; records=0: without writing. RuntimeError: it cannot be used."""
+    """How a store answers, and how fast it is; records=0: without writing. RuntimeError: no use."""
 
 def s3_unavailable_reason() -> str:
     """Why no bucket can be used in this process: no OpenSSL at build time, no libcurl now. Empty: one can."""

@@ -1,11 +1,12 @@
 """The process beside an engine that speaks to Mooncake Store, for the core.
 
-The core begins it (csrc/storage/mooncake/client.h), speaks to it over descriptor 3 and ends it; nobody else runs it.
-No thread of the engine's process calls Python for a record.
+The core begins it (csrc/storage/mooncake/client.h), speaks to it over descriptor 3 and ends it; nobody else
+runs it. No thread of the engine's process calls Python for a record.
 
-On descriptor 3 come the setup, which is answered by ``ready VERSION``, ``failed SENTENCE`` or ``refused SENTENCE``,
-and then channels: a socket for questions and the memory that both sides have mapped (csrc/storage/mooncake/channel.h).
-Each is served by a thread of its own; Mooncake's calls give the GIL up. When the other end closes, this process ends.
+On descriptor 3 come the setup, which is answered by ``ready VERSION``, ``failed SENTENCE`` or ``refused
+SENTENCE``, and then channels: a socket for questions and the memory that both sides have mapped
+(csrc/storage/mooncake/channel.h). Each is served by a thread of its own; Mooncake's calls give the GIL up. When
+the other end closes, this process ends.
 """
 
 import contextlib
@@ -52,20 +53,22 @@ class Store(Protocol):
 
 
 def end_with_the_engine() -> None:
-    """Also when nobody here looks at the socket: a call of Mooncake's may hold the GIL, or this process be stopped."""
+    """Also when nobody here looks at the socket: a call may hold the GIL, or this process be stopped."""
     ctypes.CDLL(None, use_errno=True).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def ignore_signals() -> None:
-    """What ends the engine by Ctrl-C, or by its service manager, goes to this process, too; it is needed until the
-    engine has written what it has."""
+    """What ends the engine by Ctrl-C, or by its service manager, goes to this process, too; it is needed until
+    the engine has written what it has."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def log_elsewhere() -> None:
-    """Mooncake logs a line for each call that fails, which the engine's log would be full of while its master is away."""
-    log = os.open(os.environ.get(LOG) or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    """Mooncake logs each call that fails: the engine's log would be full of it while the master is away."""
+    log = os.open(
+        os.environ.get(LOG) or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+    )
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -141,8 +144,8 @@ def _version() -> str:
 
 
 def put(store: Store, name: str, address: int, size: int) -> int:
-    """0 when it was there. NOT_COMPLETE when it is not there after it was put: Mooncake says that all is well while
-    another has begun to write it, even if that one was killed then."""
+    """0 when it was there. NOT_COMPLETE when it is not there after it was put: Mooncake says that all is well
+    while another has begun to write it, even if that one was killed then."""
     there = store.is_exist(name)
     if there != 0:
         return 0 if there == 1 else there
@@ -177,7 +180,8 @@ class Memory:
         self.registered = store.register_buffer(self.address, size)
 
     def close(self) -> None:
-        self._store.unregister_buffer(self.address)
+        if self.registered == 0:
+            self._store.unregister_buffer(self.address)
         self._anchor = None
         self.map.close()
 

@@ -53,11 +53,10 @@ py::dict probe_store(std::vector<std::string> command, std::string setup, const 
     found = mooncake::probe(client, place, key_prefix, record_bytes, records,
                             to_nanos(deadline_seconds, "deadline_seconds"));
   }
-  return py::dict("version"_a = found.version, "start_seconds"_a = found.start_seconds,
-                  "answer_seconds"_a = found.answer_seconds,
-                  "write_bytes_per_second"_a = found.write_bytes_per_second,
-                  "read_bytes_per_second"_a = found.read_bytes_per_second,
-                  "write_refused"_a = found.write_refused);
+  return py::dict(
+      "version"_a = found.version, "start_seconds"_a = found.start_seconds,
+      "answer_seconds"_a = found.answer_seconds, "write_bytes_per_second"_a = found.write_bytes_per_second,
+      "read_bytes_per_second"_a = found.read_bytes_per_second, "write_refused"_a = found.write_refused);
 }
 
 }  // namespace
@@ -66,8 +65,8 @@ void bind_mooncake(py::module_& module) {
   py::class_<MooncakeTierSpec, TierSpec, std::shared_ptr<MooncakeTierSpec>>(module, "MooncakeTier")
       .def(py::init(&mooncake_tier_spec), py::kw_only(), py::arg("command"), py::arg("setup"),
            py::arg("namespace_id"), py::arg("name") = "mooncake", py::arg("place") = "",
-           py::arg("key_prefix") = "kv_offload", py::arg("n_read_threads") = 4, py::arg("n_write_threads") = 2,
-           py::arg("op_deadline_seconds") = 10.0)
+           py::arg("key_prefix") = "kv_offload", py::arg("n_read_threads") = 4,
+           py::arg("n_write_threads") = 2, py::arg("op_deadline_seconds") = 10.0)
       .def("__repr__", [](const MooncakeTierSpec& self) {
         return fmt::format("<MooncakeTier {:?} at {}>", self.options.name, self.options.place);
       });

@@ -29,7 +29,7 @@ _CANNOT_BE_LISTED = (
 
 
 class MooncakeTierConfig(TierConfig):
-    """One tier of records in a Mooncake Store, the pooled memory of several hosts, shared by all engines that use it."""
+    """One tier of records in a Mooncake Store, the pooled memory of several hosts, which all engines share."""
 
     example: ClassVar[Mapping[str, Any]] = {"type": "mooncake", "master": "mooncake.internal:50051"}
     place_key: ClassVar[str] = "master"
@@ -59,8 +59,8 @@ class MooncakeTierConfig(TierConfig):
     local_host: str = Field(
         default="",
         pattern=r"^[A-Za-z0-9_.:\[\]-]{0,255}$",
-        description="name or address of this host, by which holders reach it; default: the one that packets to "
-        "the master leave from",
+        description="name or address of this host, by which holders reach it; default: the one that packets "
+        "to the master leave from",
     )
     key_prefix: str = Field(
         default="kv_offload",
@@ -105,7 +105,10 @@ class MooncakeTierConfig(TierConfig):
     def _setup(self) -> str:
         """What the process is told first (kv_offload/mooncake_client.py)."""
         return json.dumps(
-            {name: getattr(self, name) for name in ("master", "metadata", "protocol", "devices", "local_host")}
+            {
+                name: getattr(self, name)
+                for name in ("master", "metadata", "protocol", "devices", "local_host")
+            }
         )
 
     def open_root(self, *, changes: bool, given: str = "") -> Root:
@@ -151,8 +154,8 @@ class MooncakeTierConfig(TierConfig):
 
     def _described(self, found: Mapping[str, Any]) -> str:
         return (
-            f"Mooncake {found['version']} by {self.protocol}, answers in {found['answer_seconds'] * 1e3:.2f} ms, "
-            f"its process starts in {found['start_seconds']:.1f} s"
+            f"Mooncake {found['version']} by {self.protocol}, "
+            f"answers in {found['answer_seconds'] * 1e3:.2f} ms, its process starts in {found['start_seconds']:.1f} s"
         )
 
     def measure(self, total_bytes: int) -> Answer:

@@ -1,4 +1,4 @@
-"""Mooncake's master and a holder of a test, on ports of their own; and a package of Mooncake's interface without Mooncake."""
+"""Mooncake's master and a holder of a test, on ports of their own; and a package of its interface without it."""
 
 import os
 import socket
@@ -13,12 +13,12 @@ _HOLDER = """
 import sys
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-print(store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1]), flush=True)
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
+print(code, flush=True)
 sys.stdin.read()
 """
-# What kv_offload/mooncake_client.py uses of mooncake.store, over files of one directory, which stands for the master.
-# A file "hang" there makes every call wait until it is gone.
-_FAKE = '''
+# What kv_offload/mooncake_client.py uses of mooncake.store, over files of one directory, which is the master. A file "hang" there makes every call wait until it is gone.
+_FAKE = """
 import ctypes, os, time, urllib.parse
 
 class MooncakeDistributedStore:
@@ -71,7 +71,7 @@ class MooncakeDistributedStore:
         return 0
     def close(self):
         return 0
-'''
+"""
 
 
 def make_fake_package(directory: Path) -> Path:

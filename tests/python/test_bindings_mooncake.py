@@ -1,5 +1,7 @@
-"""csrc/bindings/bind_mooncake.cc and kv_offload/mooncake_client.py: a mooncake tier under a cache, with its process beside
-this one; over Mooncake's own master and holder, and over a package of its interface that needs neither."""
+"""csrc/bindings/bind_mooncake.cc and kv_offload/mooncake_client.py: a mooncake tier under a cache, with its
+process beside this one; over Mooncake's own master and holder, and over a package of its interface that needs
+neither.
+"""
 
 import contextlib
 import os
@@ -85,9 +87,7 @@ def record(region: Any, opened: Any, count: int = 5, first: int = 1) -> list[byt
 
 
 def reader(region: Any, opened: Any, metrics: Any | None = None) -> Any:
-    return make_cache(
-        region[0], metrics, tiers=[opened], load_policy="always", lookup_deadline_seconds=60.0
-    )
+    return make_cache(region[0], metrics, tiers=[opened], load_policy="always", lookup_deadline_seconds=60.0)
 
 
 def looked_up(cache: Any, wanted: list[bytes]) -> Callable[[], list[int]]:
@@ -219,7 +219,9 @@ def test_the_process_ends_with_the_engine_however_that_ends(request, region, obj
         time.sleep(0.01)
 
 
-def test_without_the_package_the_start_is_refused_in_a_sentence(request, region, tmp_path, monkeypatch) -> None:
+def test_without_the_package_the_start_is_refused_in_a_sentence(
+    request, region, tmp_path, monkeypatch
+) -> None:
     site = tmp_path / "mooncake"
     site.mkdir()
     (site / "__init__.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
@@ -238,7 +240,7 @@ def test_a_master_that_was_restarted_has_forgotten_all(request, region, real) ->
     real.start_master()
     results = looked_up(cache, wanted)
     step_until(cache, lambda: results() == [MISS] * 5)
-    # The holder makes itself known to the new master; then records are kept again, and found by another server.
+    # The holder makes itself known to the new master; then records are kept again, and others find them.
     count = 100
 
     def stored() -> bool:

@@ -80,7 +80,9 @@ class Channel {
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
-  std::uint64_t client() const { return client_; }  // which of the processes that there were is at the other end
+  std::uint64_t client() const {
+    return client_;
+  }  // which of the processes that there were is at the other end
   std::span<std::byte> object() const { return memory_.subspan(kNamesBytes); }
 
   // kTimeout: no answer came; kIo: the process ended, or answers what fits no question. The channel is of no

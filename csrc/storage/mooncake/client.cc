@@ -78,7 +78,7 @@ void Client::keep() {
       const std::string how = process ? process->how_it_ended() : "";
       status = Status::error(StatusKind::kIo,
                              fmt::format("the process that speaks to Mooncake is being started again: {}",
-                                         hung ? "a call did not end in time, and it was killed"
+                                         hung          ? "a call did not end in time, and it was killed"
                                          : how.empty() ? "it ended"
                                                        : how));
       note_end(status, false);

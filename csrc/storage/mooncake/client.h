@@ -2,9 +2,9 @@
 //
 // Mooncake has no library that a program in C++ could load, only a Python package, and no thread of the core
 // calls Python in the engine's process. So the package is in a process of its own
-// (kv_offload/mooncake_client.py). One thread here, the keeper, begins it, notices its end, and begins it anew
-// after a pause, which grows while it keeps failing. It ends with this object, and with the engine, however
-// that ends.
+// (kv_offload/mooncake_client.py). One thread here, the keeper, begins it, notices its end, and begins it
+// anew after a pause, which grows while it keeps failing. It ends with this object, and with the engine,
+// however that ends.
 //
 // A call that does not end in time is one that Mooncake does not come back from: end_of() kills the process,
 // which is the only way to get rid of it. The calls beside it end, too, and fail.
@@ -28,7 +28,8 @@ struct ClientOptions {
   std::string setup;  // JSON, the first message that it gets
   // A start that takes longer is a failed one.
   Nanos start_deadline{std::chrono::seconds(30)};
-  // Between two starts; twice as long after each that failed, and again the shortest after one that has run for a while.
+  // Between two starts; twice as long after each that failed, and again the shortest after one that has run
+  // for a while.
   Nanos shortest_pause{std::chrono::seconds(1)}, longest_pause{std::chrono::seconds(30)};
 };
 

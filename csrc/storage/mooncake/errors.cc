@@ -26,8 +26,8 @@ constexpr std::array kMeanings{
 }  // namespace
 
 Status refusal(std::int64_t code, std::string_view text) {
-  const auto found = std::find_if(kMeanings.begin(), kMeanings.end(),
-                                  [&](const Meaning& one) { return one.code == code; });
+  const auto found =
+      std::find_if(kMeanings.begin(), kMeanings.end(), [&](const Meaning& one) { return one.code == code; });
   if (found == kMeanings.end()) {
     return Status::error(StatusKind::kIo, text.empty() ? fmt::format("Mooncake refused it (code {})", code)
                                                        : std::string(text));

@@ -1,4 +1,5 @@
-// What Mooncake's error codes say to a tier. They are those of its ErrorCode, which its clients return as they are.
+// What Mooncake's error codes say to a tier. They are those of its ErrorCode, which its clients return as
+// they are.
 #pragma once
 
 #include <cstdint>

@@ -13,7 +13,7 @@ struct Probe {
   double start_seconds = 0;   // of the process
   double answer_seconds = 0;  // of the master, to the question for a key that is not there
   double write_bytes_per_second = 0, read_bytes_per_second = 0;  // one at a time
-  std::string write_refused;                                      // why there are no speeds; empty: there are
+  std::string write_refused;                                     // why there are no speeds; empty: there are
 };
 
 // Records of so many bytes, of nobody else, which are removed again; none: only who answers. Throws

@@ -116,8 +116,8 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
   return status;
 }
 
-// What was found wrong is removed only if it is still there: one of a right length and another header has taken
-// its place. One that takes it between the two calls is lost, and is a miss.
+// What was found wrong is removed only if it is still there: one of a right length and another header has
+// taken its place. One that takes it between the two calls is lost, and is a miss.
 void MooncakeStore::remove_wrong(const std::string& key, std::uint64_t right_length, Deadline until,
                                  std::span<const std::byte> header_page, ChannelPtr channel) {
   Answer answer;

@@ -3,11 +3,12 @@
 //   PREFIX:<namespace, 64 hex digits>:epoch                    the epoch of those who start
 //   PREFIX:<namespace>:<epoch, 32 hex digits>:<key, hex>       a record, as on disk (specs/RECORD_FORMAT.md)
 //
-// Epochs are named at random (named_epochs.h). The epoch's object is looked at once a second, which also keeps
-// it from being evicted, and is put back when it is gone: a master that was restarted has forgotten all.
+// Epochs are named at random (named_epochs.h). The epoch's object is looked at once a second, which also
+// keeps it from being evicted, and is put back when it is gone: a master that was restarted has forgotten
+// all.
 //
-// Mooncake bounds itself: what it evicted or forgot is a miss, and a write that it has no room for is refused.
-// What older epochs left is evicted there.
+// Mooncake bounds itself: what it evicted or forgot is a miss, and a write that it has no room for is
+// refused. What older epochs left is evicted there.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +30,8 @@ struct MooncakeTierOptions : PooledTierOptions {
 };
 
 // Throws ResourceError when something is missing on this side: the package, a version of it that is new
-// enough. A master that does not answer is waited for by upkeep; until then the tier is empty and takes nothing.
+// enough. A master that does not answer is waited for by upkeep; until then the tier is empty and takes
+// nothing.
 std::unique_ptr<Tier> make_mooncake_tier(const MooncakeTierOptions& options);
 
 }  // namespace kv_offload

@@ -1,5 +1,6 @@
 // A Mooncake Store of these tests, and the process that speaks to it as threads of this one. The process
-// follows the protocol of csrc/storage/mooncake/channel.h as kv_offload/mooncake_client.py does, and can be killed.
+// follows the protocol of csrc/storage/mooncake/channel.h as kv_offload/mooncake_client.py does, and can be
+// killed.
 #pragma once
 
 #include <atomic>
@@ -39,8 +40,9 @@ class FakeMooncake {
   std::string value(const std::string& name) const;  // empty: none
   void set_value(const std::string& name, const std::string& value);
   void remove(const std::string& name);
-  void replace_once_read(const std::string& name, const std::string& value);  // by another, after the next read
-  std::size_t puts(const std::string& name) const;  // how often it was written
+  void replace_once_read(const std::string& name,
+                         const std::string& value);  // by another, after the next read
+  std::size_t puts(const std::string& name) const;   // how often it was written
   int channels() const { return channels_; }
   int starts() const { return starts_; }
   std::string last_setup() const;

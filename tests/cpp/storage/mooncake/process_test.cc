@@ -54,7 +54,8 @@ TEST(MooncakeProcess, speaks_through_descriptor_3_and_sees_that_we_left) {
 }
 
 TEST(MooncakeProcess, that_does_not_go_is_killed) {
-  Begun begun = begin("trap '' TERM INT HUP; echo on >&3; while :; do read -r line <&3 || exec sleep 10000; done");
+  Begun begun =
+      begin("trap '' TERM INT HUP; echo on >&3; while :; do read -r line <&3 || exec sleep 10000; done");
   std::array<std::byte, 16> buffer{};
   std::size_t got = 0;
   ASSERT_TRUE(receive_message(begun.ours.get(), buffer, soon(), &got));

@@ -158,7 +158,8 @@ TEST_F(MooncakeTier, one_that_only_reads_puts_nothing_there_and_removes_nothing)
 
 TEST_F(MooncakeTier, a_record_of_a_wrong_length_or_with_wrong_bytes_is_removed) {
   TierDriver user(open());
-  for (const std::size_t bytes : {std::size_t{0}, std::size_t{100}, std::size_t{4096}, std::size_t{9 << 20}}) {
+  for (const std::size_t bytes :
+       {std::size_t{0}, std::size_t{100}, std::size_t{4096}, std::size_t{9 << 20}}) {
     ASSERT_TRUE(user.write(1));
     const std::string name = name_of(1);
     std::string value = store_.value(name);
