@@ -7,10 +7,18 @@
 // that is registered, looked at by nobody. The tier: the same number of records through submit and poll, with
 // header, checksum, the copy to the memory of its process, and two questions whether the record is there for
 // each write. Rounds alternate, and the ratio is that of the medians. A tier's write threads read, too.
+// Processor time is that of all processes but Mooncake's master and holder.
 // Prints JSON: GB/s of each, and the ratio. All objects of the store are removed between rounds: give it one
 // of its own (benchmarks/mooncake_bench.py does, and begins this program).
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -36,15 +44,34 @@ struct Options {
   std::exit(1);
 }
 
-// The program prints two numbers; none of records: it only removes all.
+// The program prints four numbers; none of records: it only removes all.
 Rates client_alone(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
   const std::string command = fmt::format("{} {} {} {} {} {}", options.python, options.alone, options.master,
                                           threads, bytes, records);
   std::FILE* const output = ::popen(command.c_str(), "r");
   Rates rates;
-  const bool both = output != nullptr && std::fscanf(output, "%lf %lf", &rates.write, &rates.read) == 2;
-  if (output == nullptr || ::pclose(output) != 0 || !both) fail("the client alone failed: " + command);
+  const bool all = output != nullptr && std::fscanf(output, "%lf %lf %lf %lf", &rates.write, &rates.read,
+                                                    &rates.write_cpu, &rates.read_cpu) == 4;
+  if (output == nullptr || ::pclose(output) != 0 || !all) fail("the client alone failed: " + command);
   return rates;
+}
+
+// User and system time of the children that run now, in steps of 10 ms: the process that speaks to Mooncake.
+double cpu_of_children() {
+  double ticks = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::ifstream children(task.path() / "children");
+    for (int pid = 0; children >> pid;) {
+      std::ifstream stat(fmt::format("/proc/{}/stat", pid));
+      const std::string words((std::istreambuf_iterator<char>(stat)), {});
+      std::istringstream fields(words.substr(words.rfind(')') + 2));
+      std::string field;
+      for (int i = 3; fields >> field; ++i) {
+        if (i == 14 || i == 15) ticks += std::stod(field);
+      }
+    }
+  }
+  return ticks / static_cast<double>(::sysconf(_SC_CLK_TCK));
 }
 
 Rates through_the_tier(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
@@ -58,7 +85,20 @@ Rates through_the_tier(const Options& options, std::size_t threads, std::size_t 
                   options.master);
   tier_options.n_read_threads = tier_options.n_write_threads = static_cast<unsigned>(threads);
   const auto tier = make_mooncake_tier(tier_options);
-  return bench::write_and_read(*tier, threads, bytes, records);
+  std::vector<AlignedBuffer> rows;
+  for (std::size_t i = 0; i < 2 * threads; ++i) {
+    rows.emplace_back(bytes);
+    std::memset(rows.back().data(), 'v', bytes);
+  }
+  const auto used = [] { return bench::cpu_seconds() + cpu_of_children(); };
+  Rates rates;
+  const double total = static_cast<double>(bytes * records) / 1e9, start = used();
+  rates.write = bench::pass(*tier, OpKind::kWrite, rows, bytes, records);
+  const double written = used();
+  rates.read = bench::pass(*tier, OpKind::kRead, rows, bytes, records);
+  rates.write_cpu = (written - start) / total;
+  rates.read_cpu = (used() - written) / total;
+  return rates;
 }
 
 Options parse(int count, char** words) {

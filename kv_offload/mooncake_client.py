@@ -5,8 +5,8 @@ runs it. No thread of the engine's process calls Python for a record.
 
 On descriptor 3 come the setup, which is answered by ``ready VERSION``, ``failed SENTENCE`` or ``refused
 SENTENCE``, and then channels: a socket for questions and the memory that both sides have mapped
-(csrc/storage/mooncake/channel.h). Each is served by a thread of its own; Mooncake's calls give the GIL up. When
-the other end closes, this process ends.
+(csrc/storage/mooncake/channel.h). Each is served by a thread of its own; Mooncake's calls give the GIL up.
+When the other end closes, this process ends.
 """
 
 import contextlib
@@ -58,8 +58,8 @@ def end_with_the_engine() -> None:
 
 
 def ignore_signals() -> None:
-    """What ends the engine by Ctrl-C, or by its service manager, goes to this process, too; it is needed until
-    the engine has written what it has."""
+    """What ends the engine by Ctrl-C, or by its service manager, goes to this process, too; it is needed
+    until the engine has written what it has."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 

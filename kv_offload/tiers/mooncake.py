@@ -29,7 +29,7 @@ _CANNOT_BE_LISTED = (
 
 
 class MooncakeTierConfig(TierConfig):
-    """One tier of records in a Mooncake Store, the pooled memory of several hosts, which all engines share."""
+    """One tier of records in a Mooncake Store, the pooled memory of several hosts, shared by all engines."""
 
     example: ClassVar[Mapping[str, Any]] = {"type": "mooncake", "master": "mooncake.internal:50051"}
     place_key: ClassVar[str] = "master"
@@ -155,7 +155,8 @@ class MooncakeTierConfig(TierConfig):
     def _described(self, found: Mapping[str, Any]) -> str:
         return (
             f"Mooncake {found['version']} by {self.protocol}, "
-            f"answers in {found['answer_seconds'] * 1e3:.2f} ms, its process starts in {found['start_seconds']:.1f} s"
+            f"answers in {found['answer_seconds'] * 1e3:.2f} ms, "
+            f"its process starts in {found['start_seconds']:.1f} s"
         )
 
     def measure(self, total_bytes: int) -> Answer:

@@ -1,10 +1,12 @@
-"""Mooncake's master and a holder of a test, on ports of their own; and a package of its interface without it."""
+"""Mooncake's master and a holder of a test, on ports of their own; and a package of its interface alone."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,8 @@ code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp
 print(code, flush=True)
 sys.stdin.read()
 """
-# What kv_offload/mooncake_client.py uses of mooncake.store, over files of one directory, which is the master. A file "hang" there makes every call wait until it is gone.
+# What kv_offload/mooncake_client.py uses of mooncake.store, over files of one directory, which is the master.
+# A file "hang" there makes every call wait until it is gone.
 _FAKE = """
 import ctypes, os, time, urllib.parse
 
@@ -135,6 +138,12 @@ class MooncakeProcesses:
             )
         assert self.holder.stdout is not None
         assert self.holder.stdout.readline().strip() == b"0"
+
+    def objects(self) -> int:
+        """How many the master knows."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics}/metrics", timeout=60) as answer:
+            (line,) = re.findall(rb"^master_key_count (\d+)$", answer.read(), re.MULTILINE)
+        return int(line)
 
     def kill(self, process: "subprocess.Popen[bytes] | None") -> None:
         if process is not None:

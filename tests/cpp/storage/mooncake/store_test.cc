@@ -244,6 +244,26 @@ TEST_F(MooncakeTier, a_process_that_is_killed_ends_its_ops_and_is_started_again)
   EXPECT_GE(store_.starts(), 2);
 }
 
+TEST_F(MooncakeTier, channels_of_a_process_that_ended_are_not_used_with_the_next_one) {
+  mooncake::Client client(medium_.options().client);
+  const auto until = std::chrono::steady_clock::now() + seconds(60);
+  bool refused = false;
+  ASSERT_TRUE(client.wait_for_start(until, &refused));
+  std::unique_ptr<mooncake::Channel> early, late;
+  ASSERT_TRUE(client.take(100, &early));
+  ASSERT_TRUE(client.take(100, &late));
+  client.give_back(std::move(early));
+  store_.kill_clients();
+  ASSERT_TRUE(holds_soon([&] { return client.starts() == 2; }));
+  client.give_back(std::move(late));
+  std::unique_ptr<mooncake::Channel> next;
+  ASSERT_TRUE(client.take(100, &next));
+  EXPECT_EQ(next->client(), 2u);
+  const std::string name = "a";
+  mooncake::Answer answer;
+  EXPECT_TRUE(next->call(mooncake::Verb::kExist, {&name, 1}, 0, until, &answer));
+}
+
 TEST_F(MooncakeTier, a_call_that_hangs_ends_at_its_deadline_and_its_process_with_it) {
   TierDriver user(medium_.open(options(milliseconds(150))));
   ASSERT_TRUE(user.write(1));
