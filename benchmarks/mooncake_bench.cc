@@ -90,6 +90,11 @@ Rates through_the_tier(const Options& options, std::size_t threads, std::size_t 
     rows.emplace_back(bytes);
     std::memset(rows.back().data(), 'v', bytes);
   }
+  // As the client alone: memory that is there, and registered.
+  const std::size_t others = 1 << 20;
+  for (const OpKind kind : {OpKind::kWrite, OpKind::kRead, OpKind::kRead}) {
+    bench::pass(*tier, kind, rows, bytes, 4 * threads, others);
+  }
   const auto used = [] { return bench::cpu_seconds() + cpu_of_children(); };
   Rates rates;
   const double total = static_cast<double>(bytes * records) / 1e9, start = used();
