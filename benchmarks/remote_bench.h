@@ -51,9 +51,9 @@ double timed(std::size_t threads, std::size_t records, Work work) {
   return now() - start;
 }
 
-// Writes or reads all records, as many at once as there are rows; GB/s.
+// Writes or reads all records, as many at once as there are rows; GB/s. Their keys are those from `first` on.
 inline double pass(Tier& tier, OpKind kind, std::vector<AlignedBuffer>& rows, std::size_t bytes,
-                   std::size_t records) {
+                   std::size_t records, std::size_t first = 0) {
   const double start = now();
   std::vector<Completion> done;
   std::vector<TierRemoval> removals;
@@ -68,7 +68,7 @@ inline double pass(Tier& tier, OpKind kind, std::vector<AlignedBuffer>& rows, st
       std::vector<TierOp> ops(1);
       ops[0].id = submitted + 1;
       ops[0].kind = kind;
-      ops[0].key = key_of(submitted);
+      ops[0].key = key_of(first + submitted);
       ops[0].shards = {rows[row_of[submitted]].span().first(bytes)};
       tier.submit(std::move(ops));
       ++submitted;

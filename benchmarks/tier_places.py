@@ -64,4 +64,16 @@ def own_s3() -> Iterator[str]:
             server.kill()
 
 
-OWN = {"redis": own_redis, "s3": own_s3}
+@contextlib.contextmanager
+def own_mooncake() -> Iterator[str]:
+    """Mooncake's master and a holder of 2 GiB on loopback, and their ``--tier``."""
+    from mooncake_store import mooncake_store
+
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        mooncake_store(Path(directory), holder_bytes=2 << 30) as running,
+    ):
+        yield f"mooncake={running.address}"
+
+
+OWN = {"redis": own_redis, "s3": own_s3, "mooncake": own_mooncake}

@@ -288,6 +288,35 @@ def ask_s3_bucket(bucket: S3Bucket, query: str, deadline_seconds: float) -> tupl
     """What the store says of the bucket itself, to "lifecycle=" or "versioning=": the status, the code of an
     error, and the text. RuntimeError: nothing."""
 
+class MooncakeTier(TierSpec):
+    """A tier of objects in a Mooncake Store, by a process beside this one: ``command``, told ``setup`` first.
+    write_policy "never": it also removes nothing there."""
+
+    def __init__(
+        self,
+        *,
+        command: list[str],
+        setup: str,
+        namespace_id: bytes,
+        name: str = "mooncake",
+        place: str = "",
+        key_prefix: str = "kv_offload",
+        n_read_threads: int = 4,
+        n_write_threads: int = 2,
+        op_deadline_seconds: float = 10.0,
+    ) -> None: ...
+
+def probe_mooncake(
+    command: list[str],
+    setup: str,
+    place: str,
+    key_prefix: str,
+    record_bytes: int,
+    records: int,
+    deadline_seconds: float,
+) -> dict[str, Any]:
+    """How a store answers, and how fast it is; records=0: without writing. RuntimeError: no use."""
+
 def s3_unavailable_reason() -> str:
     """Why no bucket can be used in this process: no OpenSSL at build time, no libcurl now. Empty: one can."""
 

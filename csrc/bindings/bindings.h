@@ -32,6 +32,7 @@ void bind_tier(py::module_& module);
 void bind_fs(py::module_& module);
 void bind_redis(py::module_& module);
 void bind_s3(py::module_& module);
+void bind_mooncake(py::module_& module);
 void bind_records(py::module_& module);
 void bind_cache(py::module_& module);
 void bind_worker(py::module_& module);

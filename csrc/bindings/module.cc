@@ -12,6 +12,7 @@ PYBIND11_MODULE(_core, module) {
   bindings::bind_fs(module);
   bindings::bind_redis(module);
   bindings::bind_s3(module);
+  bindings::bind_mooncake(module);
   bindings::bind_records(module);
   bindings::bind_cache(module);
   bindings::bind_worker(module);

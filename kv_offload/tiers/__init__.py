@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from kv_offload.tiers.base import TierConfig
 from kv_offload.tiers.fs import FsTierConfig
+from kv_offload.tiers.mooncake import MooncakeTierConfig
 from kv_offload.tiers.redis import RedisTierConfig
 from kv_offload.tiers.s3 import S3TierConfig
 
@@ -128,3 +129,4 @@ def bounds_of(tiers: Iterable[TierConfig]) -> tuple[int | None, ...]:
 register(FsTierConfig)
 register(RedisTierConfig)
 register(S3TierConfig)
+register(MooncakeTierConfig)

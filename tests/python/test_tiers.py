@@ -55,7 +55,7 @@ def test_each_kind_has_keys_of_its_own() -> None:
     (problem,) = problems({"type": "toy"})
     assert problem == "secondary_tiers[0].server is needed"
     (problem,) = problems({"type": "tape"})
-    assert "type 'tape'; possible: fs, redis, s3, toy" in problem
+    assert "type 'tape'; possible: fs, redis, s3, mooncake, toy" in problem
     (problem,) = problems({"type": "toy", "server": "a"}, {"type": "toy", "server": "a"})
     assert "name a more than once; each tier needs a server of its own" in problem
     assert len(config({"type": "toy", "server": "/var/cache/kv"}, DISK).secondary_tiers) == 2

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cache/cache_fixture.h"
+#include "storage/mooncake/medium.h"
 #include "storage/presence.h"
 #include "storage/redis/medium.h"
 #ifdef KV_OFFLOAD_S3
@@ -161,7 +162,8 @@ TEST_P(OnRemoteTest, WhoComesWhileAPrefixIsBeingReadWaitsForTheSameReads) {
 
 INSTANTIATE_TEST_SUITE_P(
     Kinds, OnRemoteTest,
-    ::testing::Values(RemoteKind{"redis", [] { return std::make_unique<testing::RedisMedium>(); }}
+    ::testing::Values(RemoteKind{"mooncake", [] { return std::make_unique<testing::MooncakeMedium>(); }},
+                      RemoteKind{"redis", [] { return std::make_unique<testing::RedisMedium>(); }}
 #ifdef KV_OFFLOAD_S3
                       ,
                       RemoteKind{"s3", [] { return std::make_unique<testing::S3Medium>(); }}

@@ -21,6 +21,7 @@
 #include "base/status.h"
 #include "rounds.h"
 #include "storage/loopback_server.h"
+#include "storage/mooncake/medium.h"
 #include "storage/redis/medium.h"
 #include "storage/redis/server.h"
 #ifdef KV_OFFLOAD_S3
@@ -348,7 +349,8 @@ TEST_P(RemoteAttack, whatever_happens_to_the_server_no_byte_is_wrong_and_every_o
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, RemoteAttack,
-                         ::testing::Values(RemoteKind{"redis", [] { return std::make_unique<RedisMedium>(); }}
+                         ::testing::Values(RemoteKind{"mooncake", [] { return std::make_unique<MooncakeMedium>(); }},
+                                           RemoteKind{"redis", [] { return std::make_unique<RedisMedium>(); }}
 #ifdef KV_OFFLOAD_S3
                                            ,
                                            RemoteKind{"s3", [] { return std::make_unique<S3Medium>(); }}

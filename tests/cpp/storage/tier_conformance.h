@@ -9,6 +9,7 @@
 #include "storage/fs/faulty_file_ops.h"
 #include "storage/fs/fixture.h"
 #include "storage/memory_store.h"
+#include "storage/mooncake/medium.h"
 #include "storage/pooled_tier.h"
 #include "storage/redis/medium.h"
 #include "storage/sealed_names.h"

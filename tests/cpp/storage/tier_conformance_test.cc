@@ -395,9 +395,9 @@ INSTANTIATE_TEST_SUITE_P(EncodedKinds, TierConformance,
                          [](const auto& info) { return info.param.name; });
 INSTANTIATE_TEST_SUITE_P(Kinds, TierConformance,
                          ::testing::Values(kind<FsMedium>("fs"), kind<MemoryMedium>("memory"),
-                                           kind<RedisMedium>("redis")
+                                           kind<MooncakeMedium>("mooncake"), kind<RedisMedium>("redis")
 #ifdef KV_OFFLOAD_S3
-                                               ,
+                                                                                 ,
                                            kind<S3Medium>("s3")
 #endif
                                                ),
@@ -406,9 +406,9 @@ INSTANTIATE_TEST_SUITE_P(Kinds, TierConformance,
 #ifdef KV_OFFLOAD_SEALING
 INSTANTIATE_TEST_SUITE_P(SealedKinds, TierConformance,
                          ::testing::Values(sealed<FsMedium>("fs"), sealed<MemoryMedium>("memory"),
-                                           sealed<RedisMedium>("redis")
+                                           sealed<MooncakeMedium>("mooncake"), sealed<RedisMedium>("redis")
 #ifdef KV_OFFLOAD_S3
-                                               ,
+                                                                                   ,
                                            sealed<S3Medium>("s3")
 #endif
                                                ),

@@ -13,6 +13,7 @@ import pytest
 adapter.use_specs()
 
 import toy_tier  # noqa: E402
+from mooncake_store import mooncake_store  # noqa: E402
 from redis_server import redis_server  # noqa: E402
 from s3_server import ACCESS, BUCKET, SECRET, S3Server  # noqa: E402
 
@@ -108,7 +109,14 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, An
         server.kill()
 
 
-@pytest.mark.parametrize("server", ["redis", "s3"])
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """A tier over a master and a holder of this test."""
+    with mooncake_store(tmp_path) as running:
+        yield {"type": "mooncake", "master": running.address, "op_deadline_ms": 60_000}
+
+
+@pytest.mark.parametrize("server", ["redis", "s3", "mooncake"])
 def test_every_byte_from_a_server_is_the_requests_own_and_the_next_engine_finds_all(
     server: str, request: pytest.FixtureRequest
 ) -> None:

@@ -1,0 +1,73 @@
+"""Mooncake's own client in a loop, for mooncake_bench.
+
+    python mooncake_alone.py MASTER THREADS BYTES RECORDS
+
+Prints GB/s of puts and of gets, and the processor time of this process for a GB of each. Each thread has a
+buffer of its own, registered; nothing looks at the bytes. Removes all objects of the store before and after;
+RECORDS 0: that alone.
+"""
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def timed(threads: int, records: int, work: Callable[[int, int], None]) -> float:
+    """Seconds that ``work(thread, record)`` took over all records."""
+
+    def some(thread: int) -> None:
+        for record in range(records * thread // threads, records * (thread + 1) // threads):
+            work(thread, record)
+
+    running = [threading.Thread(target=some, args=(thread,)) for thread in range(threads)]
+    start = time.perf_counter()
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    master, threads, size, records = sys.argv[1], *map(int, sys.argv[2:5])
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)  # Mooncake logs to both
+    from mooncake.store import MooncakeDistributedStore
+
+    store: Any = MooncakeDistributedStore()
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", master) == 0
+    store.remove_all(True)
+    rates = [0.0] * 4
+    if records:
+        room = (size + 4095) // 4096 * 4096
+        memory = mmap.mmap(-1, room * threads)
+        memory.write(b"v" * (room * threads))
+        anchor = ctypes.c_char.from_buffer(memory)
+        base = ctypes.addressof(anchor)
+        assert store.register_buffer(base, room * threads) == 0
+
+        def put(thread: int, record: int) -> None:
+            assert store.put_from(f"alone:{record}", base + thread * room, size) == 0
+
+        def get(thread: int, record: int) -> None:
+            assert store.get_into(f"alone:{record}", base + thread * room, size) == size
+
+        total = records * size / 1e9
+        start = time.process_time()
+        writing = timed(threads, records, put)
+        written = time.process_time()
+        reading = timed(threads, records, get)
+        used = (written - start, time.process_time() - written)
+        rates = [total / writing, total / reading, used[0] / total, used[1] / total]
+        store.remove_all(True)
+    print(*rates, file=out, flush=True)
+    os._exit(0)
+
+
+main()

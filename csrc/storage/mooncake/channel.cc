@@ -1,0 +1,143 @@
+#include "storage/mooncake/channel.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/types.h"
+
+namespace kv_offload::mooncake {
+namespace {
+
+constexpr std::size_t kMostDescriptors = 2;
+
+Status ended() { return Status::error(StatusKind::kIo, "the process that speaks to Mooncake ended"); }
+
+// Up, so that a deadline is never missed by spinning.
+int milliseconds_until(Deadline until) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
+  return static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, 1 << 30));
+}
+
+}  // namespace
+
+Descriptor::Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+
+Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = std::exchange(other.fd_, -1);
+  }
+  return *this;
+}
+
+void Descriptor::reset() {
+  if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+}
+
+Status make_pair(Descriptor* ours, Descriptor* theirs) {
+  std::array<int, 2> ends{};
+  if (::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends.data()) != 0) {
+    return Status::from_errno(errno, "socketpair");
+  }
+  *ours = Descriptor(ends[0]);
+  *theirs = Descriptor(ends[1]);
+  return Status::ok();
+}
+
+Status send_message(int socket, std::span<const std::byte> message, std::span<const int> descriptors) {
+  iovec piece{const_cast<std::byte*>(message.data()), message.size()};
+  msghdr header{};
+  header.msg_iov = &piece;
+  header.msg_iovlen = 1;
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMostDescriptors * sizeof(int))> control{};
+  if (!descriptors.empty()) {
+    header.msg_control = control.data();
+    header.msg_controllen = CMSG_SPACE(descriptors.size_bytes());
+    cmsghdr* const rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(descriptors.size_bytes());
+    std::memcpy(CMSG_DATA(rights), descriptors.data(), descriptors.size_bytes());
+  }
+  // A process that takes no messages is stuck: nothing here waits for it.
+  while (::sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
+    if (errno == EINTR) continue;
+    if (errno == EAGAIN) {
+      return Status::error(StatusKind::kIo, "the process that speaks to Mooncake is stuck");
+    }
+    return errno == EPIPE || errno == ECONNRESET ? ended() : Status::from_errno(errno, "sendmsg");
+  }
+  return Status::ok();
+}
+
+Status receive_message(int socket, std::span<std::byte> buffer, Deadline until, std::size_t* got) {
+  while (true) {
+    pollfd wait{socket, POLLIN, 0};
+    const int ready = ::poll(&wait, 1, milliseconds_until(until));
+    if (ready < 0 && errno != EINTR) return Status::from_errno(errno, "poll");
+    if (ready == 0) return Status::error(StatusKind::kTimeout, "Mooncake did not answer in time");
+    if (ready < 0) continue;
+    const ssize_t bytes = ::recv(socket, buffer.data(), buffer.size(), MSG_DONTWAIT);
+    if (bytes > 0) {
+      *got = static_cast<std::size_t>(bytes);
+      return Status::ok();
+    }
+    if (bytes == 0 || errno == ECONNRESET) return ended();
+    if (errno != EINTR && errno != EAGAIN) return Status::from_errno(errno, "recv");
+  }
+}
+
+Status Channel::make(std::size_t object_bytes, std::uint64_t client, std::unique_ptr<Channel>* made,
+                     Descriptor* theirs, Descriptor* memory) {
+  const std::size_t bytes = kNamesBytes + round_up(object_bytes, kPageBytes);
+  *memory = Descriptor(::memfd_create("kv_offload mooncake", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (memory->get() < 0) return Status::from_errno(errno, "memfd_create");
+  // Sealed: whatever the process does to it, it does not shrink under us.
+  if (::ftruncate(memory->get(), static_cast<off_t>(bytes)) != 0 ||
+      ::fcntl(memory->get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    return Status::from_errno(errno, "ftruncate");
+  }
+  Descriptor ours;
+  if (Status status = make_pair(&ours, theirs); !status) return status;
+  void* const at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory->get(), 0);
+  if (at == MAP_FAILED) return Status::from_errno(errno, "mmap");
+  made->reset(new Channel(std::move(ours), {static_cast<std::byte*>(at), bytes}, client));
+  return Status::ok();
+}
+
+Channel::~Channel() { ::munmap(memory_.data(), memory_.size()); }
+
+Status Channel::call(Verb verb, std::span<const std::string> names, std::uint64_t object_bytes,
+                     Deadline until, Answer* answer) const {
+  Question question{static_cast<std::uint32_t>(verb), static_cast<std::uint32_t>(names.size()), 0,
+                    object_bytes};
+  for (const std::string& name : names) {
+    std::memcpy(memory_.data() + question.names_bytes, name.data(), name.size());
+    question.names_bytes += name.size();
+    memory_[question.names_bytes++] = std::byte{'\n'};
+  }
+  if (Status status = send_message(socket_.get(), std::as_bytes(std::span(&question, 1))); !status) {
+    return status;
+  }
+  std::array<std::byte, sizeof(answer->result) + kMostText> buffer{};
+  std::size_t got = 0;
+  if (Status status = receive_message(socket_.get(), buffer, until, &got); !status) return status;
+  if (got < sizeof(answer->result)) {
+    return Status::error(StatusKind::kIo, "the process that speaks to Mooncake answers what nobody asked");
+  }
+  std::memcpy(&answer->result, buffer.data(), sizeof(answer->result));
+  const auto text = std::span(buffer).first(got).subspan(sizeof(answer->result));
+  answer->text.assign(reinterpret_cast<const char*>(text.data()), text.size());
+  return Status::ok();
+}
+
+}  // namespace kv_offload::mooncake

@@ -1,0 +1,262 @@
+#include "storage/mooncake/client.h"
+
+#include <fmt/format.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <utility>
+
+#include "base/thread.h"
+#include "base/types.h"
+
+namespace kv_offload::mooncake {
+namespace {
+
+using std::chrono::steady_clock;
+
+constexpr std::size_t kMostIdle = 64;
+// Memory of a channel is got in steps, so that groups of nearly one size share channels.
+constexpr std::size_t kStep = std::size_t{256} << 10;
+constexpr std::chrono::seconds kToGoByItself{1};
+// One that ran for so long is not what keeps failing.
+constexpr std::chrono::seconds kAWhile{60};
+
+// What the process says first: "ready VERSION", "refused SENTENCE" or "failed SENTENCE".
+bool starts_with_word(std::string_view text, std::string_view word, std::string* rest) {
+  if (!text.starts_with(word) || text.size() <= word.size()) return false;
+  *rest = text.substr(word.size() + 1);
+  return true;
+}
+
+}  // namespace
+
+Client::Client(ClientOptions options)
+    : options_(std::move(options)), wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (wake_.get() < 0) throw_resource("the system gives no eventfd (errno {})", errno);
+  keeper_ = std::thread([this] { keep(); });
+}
+
+Client::~Client() { close(); }
+
+void Client::close() {
+  {
+    const MutexLock lock(mutex_);
+    closed_ = true;
+    changed_.notify_all();
+  }
+  wake();
+  if (keeper_.joinable()) keeper_.join();
+  const MutexLock lock(mutex_);
+  idle_.clear();
+}
+
+void Client::wake() const {
+  const std::uint64_t one = 1;
+  (void)!::write(wake_.get(), &one, sizeof(one));
+}
+
+// ---- the keeper
+
+void Client::keep() {
+  // Its share of the CPU is the process's, which reads records that somebody waits for.
+  begin_thread("kv-mooncake", CpuShare::kFull);
+  Nanos next_pause = options_.shortest_pause;
+  while (true) {
+    Descriptor control;
+    std::unique_ptr<Process> process;
+    const auto begun = steady_clock::now();
+    Status status = begin(&control, &process);
+    if (status) {
+      const bool hung = wait_for_end(control.get());
+      // Of one that was killed for hanging the calls beside it must end now, too.
+      control.reset();
+      if (process && !hung) process->wait_until(steady_clock::now() + kToGoByItself);
+      const std::string how = process ? process->how_it_ended() : "";
+      status = Status::error(StatusKind::kIo,
+                             fmt::format("the process that speaks to Mooncake is being started again: {}",
+                                         hung          ? "a call did not end in time, and it was killed"
+                                         : how.empty() ? "it ended"
+                                                       : how));
+      note_end(status, false);
+    }
+    process.reset();
+    if (steady_clock::now() - begun > kAWhile) next_pause = options_.shortest_pause;
+    if (!pause(next_pause)) return;
+    next_pause = std::min(next_pause * 2, options_.longest_pause);
+  }
+}
+
+Status Client::begin(Descriptor* control, std::unique_ptr<Process>* process) {
+  std::string said, rest;
+  bool refused = false;
+  const auto start = [&] {
+    Descriptor theirs;
+    if (Status status = make_pair(control, &theirs); !status) return status;
+    if (Status status = options_.launch(std::move(theirs), process); !status) return status;
+    if (Status status = send_message(control->get(), std::as_bytes(std::span(options_.setup))); !status) {
+      return status;
+    }
+    // Closing does not wait for one that is slow to start.
+    std::array<std::byte, kMostText> buffer{};
+    std::size_t got = 0;
+    const auto until = steady_clock::now() + options_.start_deadline;
+    pollfd either[2] = {{control->get(), POLLIN, 0}, {wake_.get(), POLLIN, 0}};
+    while (steady_clock::now() < until) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - steady_clock::now());
+      const int ready = ::poll(either, 2, static_cast<int>(left.count()));
+      if (ready > 0 && either[1].revents != 0 && was_closed()) {
+        return Status::error(StatusKind::kUnavailable, "the tier is closed");
+      }
+      if (ready > 0 && either[0].revents != 0) break;
+    }
+    const Status status = receive_message(control->get(), buffer, until, &got);
+    if (status.kind() == StatusKind::kTimeout) {
+      return Status::error(StatusKind::kTimeout, "Mooncake's client did not start in time");
+    }
+    if (!status) return status;
+    said.assign(reinterpret_cast<const char*>(buffer.data()), got);
+    if (starts_with_word(said, "ready", &rest)) return Status::ok();
+    refused = starts_with_word(said, "refused", &rest);
+    if (!refused && !starts_with_word(said, "failed", &rest)) rest = "it says what fits no start";
+    return Status::error(StatusKind::kIo, rest);
+  };
+  Status status = start();
+  if (!status) {
+    note_end(status, refused);
+    return status;
+  }
+  note_running(control->get(), rest);
+  return status;
+}
+
+void Client::note_running(int control, const std::string& version) {
+  const MutexLock lock(mutex_);
+  state_ = State::kRunning;
+  version_ = version;
+  control_ = control;
+  hung_ = false;
+  ++client_;
+  changed_.notify_all();
+}
+
+void Client::note_end(const Status& status, bool refused) {
+  const MutexLock lock(mutex_);
+  state_ = refused ? State::kRefused : State::kFailed;
+  why_ = status;
+  control_ = -1;
+  idle_.clear();
+  changed_.notify_all();
+}
+
+bool Client::wait_for_end(int control) {
+  while (true) {
+    pollfd either[2] = {{control, POLLIN, 0}, {wake_.get(), POLLIN, 0}};
+    const int ready = ::poll(either, 2, -1);
+    const bool closed = was_closed();
+    const MutexLock lock(mutex_);
+    // Before the keeper closes it: nobody may send by a number that is another's then.
+    if (hung_ || closed) control_ = -1;
+    if (hung_) return true;
+    if (closed) return false;
+    if (ready > 0 && either[0].revents != 0) {  // it says nothing after its start: this is its end
+      control_ = -1;
+      return false;
+    }
+  }
+}
+
+bool Client::was_closed() {
+  std::uint64_t woken = 0;
+  (void)!::read(wake_.get(), &woken, sizeof(woken));
+  const MutexLock lock(mutex_);
+  return closed_;
+}
+
+bool Client::pause(Nanos time) {
+  const auto until = steady_clock::now() + time;
+  const MutexLock lock(mutex_);
+  while (!closed_) {
+    const auto left = until - steady_clock::now();
+    if (left <= left.zero()) return true;
+    changed_.wait_for(mutex_, left);
+  }
+  return false;
+}
+
+// ---- those who use it
+
+Status Client::wait_for_start(Deadline until, bool* refused) {
+  const MutexLock lock(mutex_);
+  while (state_ == State::kStarting && !closed_) {
+    const auto left = until - steady_clock::now();
+    if (left <= left.zero()) {
+      return Status::error(StatusKind::kTimeout, "Mooncake's client did not start in time");
+    }
+    changed_.wait_for(mutex_, left);
+  }
+  *refused = state_ == State::kRefused;
+  return state_ == State::kRunning ? Status::ok() : why_;
+}
+
+Status Client::take(std::size_t object_bytes, std::unique_ptr<Channel>* channel) {
+  const MutexLock lock(mutex_);
+  if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
+  if (state_ == State::kStarting) {
+    return Status::error(StatusKind::kIo, "the process that speaks to Mooncake has not started yet");
+  }
+  if (state_ != State::kRunning) return why_;
+  if (control_ < 0) return Status::error(StatusKind::kIo, "the process that speaks to Mooncake ended");
+  const auto fits = std::find_if(idle_.begin(), idle_.end(), [&](const std::unique_ptr<Channel>& one) {
+    return one->object().size() >= object_bytes;
+  });
+  if (fits != idle_.end()) {
+    *channel = std::move(*fits);
+    idle_.erase(fits);
+    return Status::ok();
+  }
+  // In place of one that is too small: there are as many as are used at once.
+  if (!idle_.empty()) idle_.pop_back();
+  Descriptor theirs, memory;
+  std::unique_ptr<Channel> made;
+  const std::size_t bytes = round_up(std::max<std::size_t>(object_bytes, 1), kStep);
+  if (Status status = Channel::make(bytes, client_, &made, &theirs, &memory); !status) return status;
+  const std::array descriptors{theirs.get(), memory.get()};
+  const std::uint64_t total = kNamesBytes + made->object().size();
+  if (Status status = send_message(control_, std::as_bytes(std::span(&total, 1)), descriptors); !status) {
+    return status;
+  }
+  *channel = std::move(made);
+  return Status::ok();
+}
+
+void Client::give_back(std::unique_ptr<Channel> channel) {
+  const MutexLock lock(mutex_);
+  const bool of_use = state_ == State::kRunning && control_ >= 0 && channel->client() == client_;
+  if (of_use && !closed_ && idle_.size() < kMostIdle) idle_.push_back(std::move(channel));
+}
+
+void Client::end_of(const Channel& channel) {
+  {
+    const MutexLock lock(mutex_);
+    if (state_ != State::kRunning || channel.client() != client_) return;
+    hung_ = true;
+    control_ = -1;
+  }
+  wake();
+}
+
+std::string Client::version() const {
+  const MutexLock lock(mutex_);
+  return version_;
+}
+
+std::uint64_t Client::starts() const {
+  const MutexLock lock(mutex_);
+  return client_;
+}
+
+}  // namespace kv_offload::mooncake

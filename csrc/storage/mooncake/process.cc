@@ -1,0 +1,101 @@
+#include "storage/mooncake/process.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+extern char** environ;
+
+namespace kv_offload::mooncake {
+namespace {
+
+constexpr int kTheirDescriptor = 3;
+constexpr std::chrono::milliseconds kLookEvery{5};
+// A killed process that the kernel does not let go (it waits for a device) is left to who reaps orphans.
+constexpr std::chrono::seconds kKilledWithin{5};
+
+class Child final : public Process {
+ public:
+  explicit Child(pid_t pid) : pid_(pid) {}
+  ~Child() override {
+    if (!has_ended()) ::kill(pid_, SIGKILL);
+    wait_until(std::chrono::steady_clock::now() + kKilledWithin);
+  }
+  void wait_until(Deadline until) override {
+    while (!has_ended() && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(kLookEvery);
+  }
+  std::string how_it_ended() override { return has_ended() ? how_ : ""; }
+
+ private:
+  // While it was not waited for, its number is nobody else's.
+  bool has_ended() {
+    if (!how_.empty()) return true;
+    int state = 0;
+    const pid_t found = ::waitpid(pid_, &state, WNOHANG);
+    if (found == 0 || (found < 0 && errno == EINTR)) return false;
+    if (found < 0) {
+      how_ = "it ended";  // who else waits for children has taken it
+    } else if (WIFSIGNALED(state)) {
+      how_ = fmt::format("it was ended by signal {}", WTERMSIG(state));
+    } else {
+      how_ = fmt::format("it ended with status {}", WEXITSTATUS(state));
+    }
+    return true;
+  }
+
+  const pid_t pid_;
+  std::string how_;
+};
+
+// As a shell would begin it: what the engine's threads do with signals is theirs.
+void set_signals(posix_spawnattr_t* attributes) {
+  sigset_t none, all;
+  sigemptyset(&none);
+  sigfillset(&all);
+  posix_spawnattr_setsigmask(attributes, &none);
+  posix_spawnattr_setsigdefault(attributes, &all);
+  posix_spawnattr_setflags(attributes, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+}
+
+Status spawn(const std::vector<std::string>& argv, Descriptor theirs, std::unique_ptr<Process>* begun) {
+  // Above those that it gets: one that is moved onto itself would stay closed for it.
+  const Descriptor above(::fcntl(theirs.get(), F_DUPFD_CLOEXEC, kTheirDescriptor + 1));
+  if (above.get() < 0) return Status::from_errno(errno, "dup");
+  std::vector<char*> words;
+  for (const std::string& word : argv) words.push_back(const_cast<char*>(word.c_str()));
+  words.push_back(nullptr);
+  posix_spawn_file_actions_t actions;
+  posix_spawnattr_t attributes;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawnattr_init(&attributes);
+  posix_spawn_file_actions_adddup2(&actions, above.get(), kTheirDescriptor);
+  set_signals(&attributes);
+  pid_t pid = -1;
+  const int error = ::posix_spawnp(&pid, words[0], &actions, &attributes, words.data(), environ);
+  posix_spawn_file_actions_destroy(&actions);
+  posix_spawnattr_destroy(&attributes);
+  if (error != 0) {
+    return Status::error(StatusKind::kIo, fmt::format("{} cannot be run: {}", argv[0], std::strerror(error)),
+                         error);
+  }
+  *begun = std::make_unique<Child>(pid);
+  return Status::ok();
+}
+
+}  // namespace
+
+Launch launch_of(std::vector<std::string> argv) {
+  return [argv = std::move(argv)](Descriptor theirs, std::unique_ptr<Process>* begun) {
+    return spawn(argv, std::move(theirs), begun);
+  };
+}
+
+}  // namespace kv_offload::mooncake

@@ -1,0 +1,238 @@
+#include "storage/mooncake/store.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "storage/mooncake/errors.h"
+#include "storage/record_form.h"
+#include "storage/sealed_names.h"
+
+namespace kv_offload {
+namespace mooncake {
+namespace {
+
+// The record in one piece.
+void pack(const OutgoingRecord& record, std::span<std::byte> object) {
+  std::byte* to = object.data();
+  for (const std::span<const std::byte> piece : record.pieces()) {
+    std::memcpy(to, piece.data(), piece.size());
+    to += piece.size();
+  }
+}
+
+// Into the rows, where it is verified: what the process does to its memory later is not seen.
+Status unpack(IncomingRecord& record, std::span<const std::byte> object, std::uint64_t length) {
+  if (Status status = record.check_length(length); !status) return status;
+  std::span<const std::byte> from = object.first(length);
+  for (const std::span<std::byte> piece : record.pieces()) {
+    const std::size_t part = std::min(piece.size(), from.size());
+    if (part > 0) std::memcpy(piece.data(), from.data(), part);
+    from = from.subspan(part);
+  }
+  return record.open(length);
+}
+
+// Nothing is known of what Mooncake still does with a channel's memory after these.
+bool leaves_memory_in_use(std::int64_t code) {
+  return code < 0 && code != kNoObject && code != kNotComplete && code != kNoSpaceLeft && code != kBadLength;
+}
+
+}  // namespace
+
+MooncakeStore::MooncakeStore(const MooncakeTierOptions& options)
+    : options_(options),
+      prefix_(fmt::format("{}:{}:", options.key_prefix, hex_of(options.namespace_id))),
+      start_key_(prefix_ + "epoch"),
+      client_(options.client),
+      form_(options.form) {
+  bool refused = false;
+  std::string found;
+  Status status = client_.wait_for_start(deadline(), &refused);
+  if (refused) throw_resource("mooncake tier at {}: {}", options.place, status.message());
+  if (status) status = ask_for_start(&found);
+  epochs_.start_with(status ? found : "");
+}
+
+std::string MooncakeStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const {
+  return fmt::format("{}{}:{}", prefix_, NamedEpochs::name_of(epoch), key.hex());
+}
+
+Status MooncakeStore::call(ChannelPtr* channel, Verb verb, std::span<const std::string> names,
+                           std::uint64_t object_bytes, Deadline until, Answer* answer) {
+  Status status = (*channel)->call(verb, names, object_bytes, until, answer);
+  if (status.kind() == StatusKind::kTimeout) client_.end_of(**channel);
+  if (!status || leaves_memory_in_use(answer->result)) channel->reset();
+  return status;
+}
+
+// ---- records
+
+Status MooncakeStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const Deadline until = deadline();
+  OutgoingRecord record(form_, options_.namespace_id, op);
+  if (Status status = record.encode(); !status) return status;
+  if (Status status = record.finish(); !status) return status;
+  ChannelPtr channel;
+  if (Status status = client_.take(record.bytes(), &channel); !status) return status;
+  pack(record, channel->object());
+  const std::string key = key_of(op.key, epoch);
+  Answer answer;
+  const Status status = call(&channel, Verb::kPut, {&key, 1}, record.bytes(), until, &answer);
+  if (channel) client_.give_back(std::move(channel));
+  if (!status) return status;
+  // Of a write it is no miss: one who began to write it before us did not end, or is at it.
+  if (answer.result == kNotComplete || answer.result == kNoObject) {
+    return Status::error(StatusKind::kUnavailable, "another began to write this record and has not ended");
+  }
+  if (answer.result < 0) return refusal(answer.result, answer.text);
+  *moved = answer.result > 0 ? record.payload_bytes() : 0;
+  return Status::ok();
+}
+
+Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
+  const Deadline until = deadline();
+  IncomingRecord record(form_, options_.namespace_id, op);
+  ChannelPtr channel;
+  if (Status status = client_.take(record.most_bytes(), &channel); !status) return status;
+  const std::string key = key_of(op.key, epoch);
+  Answer answer;
+  Status status = call(&channel, Verb::kGet, {&key, 1}, 0, until, &answer);
+  if (status && answer.result < 0) status = refusal(answer.result, answer.text);
+  if (!status) {
+    if (channel) client_.give_back(std::move(channel));
+    return status;
+  }
+  const auto length = static_cast<std::uint64_t>(answer.result);
+  status = unpack(record, channel->object(), length);
+  if (status) *moved = record.payload_bytes();
+  // Damaged, or of another version of the format.
+  const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
+  if (wrong && !options_.read_only) {
+    const bool possible = static_cast<bool>(record.check_length(length));
+    remove_wrong(key, record, until, possible ? record.header_page() : std::span<std::byte>(),
+                 std::move(channel));
+  } else {
+    client_.give_back(std::move(channel));
+  }
+  return status;
+}
+
+// What was found wrong is removed only if it is still there: one of a possible length and another header
+// has taken its place. One that takes it between the two calls is lost, and is a miss.
+void MooncakeStore::remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
+                                 std::span<const std::byte> header_page, ChannelPtr channel) {
+  Answer answer;
+  if (!call(&channel, Verb::kGet, {&key, 1}, 0, until, &answer) || !channel) return;
+  const bool there = answer.result >= 0;
+  const bool other_length = there && !record.check_length(static_cast<std::uint64_t>(answer.result));
+  const bool same_header = there && !header_page.empty() &&
+                           std::memcmp(channel->object().data(), header_page.data(), header_page.size()) == 0;
+  if (other_length || same_header) (void)call(&channel, Verb::kRemove, {&key, 1}, 0, until, &answer);
+  if (channel) client_.give_back(std::move(channel));
+}
+
+Status MooncakeStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,
+                             std::vector<bool>* present) {
+  const Deadline until = deadline();
+  std::vector<std::string> names;
+  names.reserve(keys.size());
+  for (const ChunkKey& key : keys) names.push_back(key_of(key, epoch));
+  ChannelPtr channel;
+  if (Status status = client_.take(keys.size(), &channel); !status) return status;
+  Answer answer;
+  Status status = call(&channel, Verb::kExist, names, 0, until, &answer);
+  if (status && answer.result < 0) status = refusal(answer.result, answer.text);
+  if (status) {
+    for (std::size_t i = 0; i < keys.size(); ++i) (*present)[i] = channel->object()[i] == std::byte{1};
+  }
+  if (channel) client_.give_back(std::move(channel));
+  return status;
+}
+
+// ---- epochs
+
+Status MooncakeStore::read_start(Deadline until, std::string* found, bool* strange) {
+  found->clear();
+  *strange = false;
+  ChannelPtr channel;
+  if (Status status = client_.take(NamedEpochs::kNameDigits, &channel); !status) return status;
+  Answer answer;
+  if (Status status = call(&channel, Verb::kGet, {&start_key_, 1}, 0, until, &answer); !status) return status;
+  Status status;
+  if (answer.result < 0 && answer.result != kNoObject) {
+    status = refusal(answer.result, answer.text);
+    // Another is just putting it there.
+    if (status.kind() == StatusKind::kNotFound) status = Status::error(StatusKind::kIo, status.message());
+  } else if (answer.result >= 0) {
+    const auto bytes = channel->object().first(NamedEpochs::kNameDigits);
+    const std::string text(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    const bool name =
+        answer.result == static_cast<std::int64_t>(NamedEpochs::kNameDigits) && NamedEpochs::is_name(text);
+    if (name) *found = text;
+    *strange = !name;
+  }
+  if (channel) client_.give_back(std::move(channel));
+  return status;
+}
+
+Status MooncakeStore::put_start(Verb verb, const std::string& name, Deadline until) {
+  ChannelPtr channel;
+  if (Status status = client_.take(name.size(), &channel); !status) return status;
+  std::memcpy(channel->object().data(), name.data(), name.size());
+  Answer answer;
+  if (Status status = call(&channel, verb, {&start_key_, 1}, name.size(), until, &answer); !status) {
+    return status;
+  }
+  if (channel) client_.give_back(std::move(channel));
+  if (answer.result >= 0 || answer.result == kNotComplete) return Status::ok();
+  const Status status = refusal(answer.result, answer.text);
+  return status.kind() == StatusKind::kNotFound ? Status::error(StatusKind::kIo, status.message()) : status;
+}
+
+Status MooncakeStore::ask_for_start(std::string* found) {
+  const std::string known = epochs_.of_those_who_start();
+  const Deadline until = deadline();
+  const std::string name = known.empty() ? NamedEpochs::new_name() : known;
+  // What lies there after we put one there is what counts: another may have been faster.
+  for (int tries = 0; tries < 3; ++tries) {
+    bool strange = false;
+    if (Status status = read_start(until, found, &strange); !status) return status;
+    if (!found->empty() || options_.read_only) return Status::ok();
+    // What lies there and is no name is in nobody's use.
+    if (Status status = put_start(strange ? Verb::kSet : Verb::kPut, name, until); !status) return status;
+  }
+  return Status::error(StatusKind::kIo, "the store keeps no epoch");
+}
+
+void MooncakeStore::maintain() {
+  if (stopped_) return;  // nothing here would be lost
+  const std::string known = epochs_.of_those_who_start();
+  std::string found;
+  if (!ask_for_start(&found)) return;
+  if (!epochs_.has_ended(found)) return epochs_.note_kept(known, found, options_.read_only);
+  // In place of one that a reset of ours ended, and that another has put back.
+  if (known.empty() || epochs_.has_ended(known)) return;
+  (void)put_start(Verb::kSet, known, deadline());
+}
+
+Status MooncakeStore::begin_epoch() {
+  const auto ask = [&](std::string* kept) { return ask_for_start(kept); };
+  const auto put = [&](const std::string& name) { return put_start(Verb::kSet, name, deadline()); };
+  return epochs_.begin(ask, put);
+}
+
+void MooncakeStore::figures(TierStats* stats) const {
+  stats->apart = epochs_.apart();
+  stats->names_complete = stats->scan_complete = true;
+}
+
+}  // namespace mooncake
+
+std::unique_ptr<Tier> make_mooncake_tier(const MooncakeTierOptions& options) {
+  check_options(options);  // before a process is begun
+  return with_sealed_names(make_pooled_tier(std::make_unique<mooncake::MooncakeStore>(options), options),
+                           options.form.keys, options.namespace_id);
+}
+
+}  // namespace kv_offload

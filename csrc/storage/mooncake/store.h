@@ -1,0 +1,62 @@
+// MooncakeStore: the synchronous half of the mooncake tier (tier.h says what lies in the store).
+#pragma once
+
+#include <atomic>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "storage/mooncake/client.h"
+#include "storage/mooncake/tier.h"
+#include "storage/named_epochs.h"
+#include "storage/record_form.h"
+#include "storage/record_store.h"
+
+namespace kv_offload::mooncake {
+
+class MooncakeStore final : public RecordStore {
+ public:
+  explicit MooncakeStore(const MooncakeTierOptions& options);
+
+  Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
+  Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
+  Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
+                std::vector<bool>* present) override;
+  std::size_t keys_per_locate(KeyOrder) const override { return 512; }
+  void maintain() override;
+  Status begin_epoch() override;
+  bool can_reset() const override { return !options_.read_only; }
+  EpochPtr epoch() const override { return epochs_.current(); }
+  void forget() override { epochs_.forget(); }
+  void stop() override { stopped_ = true; }
+  void close() override { client_.close(); }
+  void figures(TierStats* stats) const override;
+
+ private:
+  using ChannelPtr = std::unique_ptr<Channel>;
+
+  Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_deadline; }
+  std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
+  // As Channel::call; a process that does not answer in time is ended, and a channel after which nothing is
+  // known of its memory is dropped: *channel is null then. A code below 0 of Mooncake's is in *result.
+  Status call(ChannelPtr* channel, Verb verb, std::span<const std::string> names, std::uint64_t object_bytes,
+              Deadline until, Answer* answer);
+  // Whatever is wrong with what lies under the key, unless another took its place.
+  void remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
+                    std::span<const std::byte> header_page, ChannelPtr channel);
+  // The name that the epoch's object holds; empty: there is none, or what lies there is no name (*strange).
+  Status read_start(Deadline until, std::string* found, bool* strange);
+  Status put_start(Verb verb, const std::string& name, Deadline until);
+  // The epoch of those who start, which the store has or now gets from us. Empty: it has none, and we may
+  // not give it one.
+  Status ask_for_start(std::string* found);
+
+  const MooncakeTierOptions options_;
+  const std::string prefix_, start_key_;
+  Client client_;
+  RecordForm form_;
+  std::atomic<bool> stopped_{false};
+  NamedEpochs epochs_;
+};
+
+}  // namespace kv_offload::mooncake

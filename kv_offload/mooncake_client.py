@@ -1,0 +1,270 @@
+"""The process beside an engine that speaks to Mooncake Store, for the core.
+
+The core begins it (csrc/storage/mooncake/client.h), speaks to it over descriptor 3 and ends it; nobody else
+runs it. No thread of the engine's process calls Python for a record.
+
+On descriptor 3 come the setup, which is answered by ``ready VERSION``, ``failed SENTENCE`` or ``refused
+SENTENCE``, and then channels: a socket for questions and the memory that both sides have mapped
+(csrc/storage/mooncake/channel.h). Each is served by a thread of its own; Mooncake's calls give the GIL up.
+When the other end closes, this process ends.
+"""
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import signal
+import socket
+import struct
+import threading
+from typing import Any, Protocol
+
+CONTROL = 3
+NAMES_BYTES = 256 << 10
+MOST_TEXT = 1000
+QUESTION = struct.Struct("<IIQQ")  # verb, names, bytes of the names, bytes of the object
+PUT, SET, GET, EXIST, REMOVE = 1, 2, 3, 4, 5
+FAILED, NOT_COMPLETE, BAD_LENGTH = -1, -703, -600
+LOG = "KV_OFFLOAD_MOONCAKE_LOG"  # names a file for what Mooncake logs
+_SET_PDEATHSIG = 1
+_CONNECT_SECONDS = 2.0
+_TO_LEAVE_SECONDS = 0.7
+_LOCAL_BUFFER_BYTES = 16 << 20  # of Mooncake's own copies, which are not used here
+
+
+class Refused(Exception):
+    """Something is missing on this side; another try will not help."""
+
+
+class Store(Protocol):
+    """What is used of mooncake.store.MooncakeDistributedStore."""
+
+    def is_exist(self, key: str, /) -> int: ...
+    def batch_is_exist(self, keys: list[str], /) -> list[int]: ...
+    def put_from(self, key: str, buffer_ptr: int, size: int) -> int: ...
+    def upsert_from(self, key: str, buffer_ptr: int, size: int) -> int: ...
+    def get_into(self, key: str, buffer_ptr: int, size: int) -> int: ...
+    def get_size(self, key: str, /) -> int: ...
+    def remove(self, key: str, force: bool = False) -> int: ...
+    def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
+    def unregister_buffer(self, buffer_ptr: int) -> int: ...
+    def close(self) -> int: ...
+
+
+def end_with_the_engine() -> None:
+    """Also when nobody here looks at the socket: a call may hold the GIL, or this process be stopped."""
+    ctypes.CDLL(None, use_errno=True).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def ignore_signals() -> None:
+    """What ends the engine by Ctrl-C, or by its service manager, goes to this process, too; it is needed
+    until the engine has written what it has."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def log_elsewhere() -> None:
+    """Mooncake logs each call that fails: the engine's log would be full of it while the master is away."""
+    log = os.open(
+        os.environ.get(LOG) or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+    )
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+
+
+def own_address(master: str) -> str:
+    """The address of this host that a packet to the master leaves from."""
+    host, _, port = master.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, int(port)))
+            return str(probe.getsockname()[0])
+        except (OSError, ValueError):
+            return "127.0.0.1"
+
+
+def refuse_a_silent_master(master: str) -> None:
+    """Mooncake's own setup tries for a minute and a half. Raises OSError."""
+    host, _, port = master.rpartition(":")
+    if "://" in master or "," in master or not port.isdigit():
+        return  # found by etcd or the like: only Mooncake knows how
+    socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+
+
+def open_store(given: dict[str, Any]) -> tuple[Store, str]:
+    """A client of the store, and Mooncake's version. Raises Refused, OSError or RuntimeError."""
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        raise Refused(
+            f"Mooncake's Python package cannot be loaded ({error}): pip install mooncake-transfer-engine, or "
+            "mooncake-transfer-engine-non-cuda where there is no CUDA; both need libibverbs1 and libnuma1, "
+            "also for tcp"
+        ) from None
+    store = MooncakeDistributedStore()
+    missing = [name for name in ("upsert_from", "get_into", "batch_is_exist") if not hasattr(store, name)]
+    version = _version()
+    if missing:
+        raise Refused(
+            f"Mooncake {version} is too old (it has no {', '.join(missing)}): install 0.3.13 or newer"
+        )
+    master = given["master"]
+    try:
+        refuse_a_silent_master(master)
+    except OSError as error:
+        raise RuntimeError(
+            f"Mooncake's master at {master} does not answer: {error.strerror or error}"
+        ) from None
+    code = store.setup(
+        given["local_host"] or own_address(master),
+        given["metadata"],
+        0,  # no memory of this process: what it holds would be lost with each engine
+        _LOCAL_BUFFER_BYTES,
+        given["protocol"],
+        given["devices"],
+        master,
+    )
+    if code != 0:
+        raise RuntimeError(
+            f"Mooncake's client does not start (code {code}): master {master}, metadata {given['metadata']}, "
+            f"protocol {given['protocol']}; what it says about that is written to the file that {LOG} names"
+        )
+    return store, version
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    for kind in ("", "-non-cuda", "-cuda13", "-npu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(f"mooncake-transfer-engine{kind}")
+    return "of unknown version"
+
+
+def put(store: Store, name: str, address: int, size: int) -> int:
+    """0 when it was there. NOT_COMPLETE when it is not there after it was put: Mooncake says that all is well
+    while another has begun to write it, even if that one was killed then."""
+    there = store.is_exist(name)
+    if there != 0:
+        return 0 if there == 1 else there
+    code = store.put_from(name, address, size)
+    if code < 0:
+        return code
+    there = store.is_exist(name)
+    if there == 1:
+        return size
+    return there if there < 0 else NOT_COMPLETE
+
+
+def get(store: Store, name: str, address: int, room: int) -> int:
+    """The bytes of the object, which are at ``address`` if they are no more than ``room``."""
+    got = store.get_into(name, address, room)
+    if got != BAD_LENGTH:
+        return got
+    length = store.get_size(name)
+    return length if length > room or length < 0 else BAD_LENGTH
+
+
+class Memory:
+    """What a channel has mapped, made known to Mooncake."""
+
+    def __init__(self, store: Store, descriptor: int, size: int) -> None:
+        self._store = store
+        self.map = mmap.mmap(descriptor, size)
+        os.close(descriptor)
+        self._anchor: Any = ctypes.c_char.from_buffer(self.map)
+        self.address = ctypes.addressof(self._anchor)
+        self.room = size - NAMES_BYTES
+        self.registered = store.register_buffer(self.address, size)
+
+    def close(self) -> None:
+        if self.registered == 0:
+            self._store.unregister_buffer(self.address)
+        self._anchor = None
+        self.map.close()
+
+
+def answer(store: Store, memory: Memory, question: bytes) -> int:
+    """What is asked, done."""
+    verb, count, names_bytes, object_bytes = QUESTION.unpack(question)
+    names = memory.map[:names_bytes].decode().split("\n")[:-1]
+    at = memory.address + NAMES_BYTES
+    if len(names) != count or count == 0 or object_bytes > memory.room:
+        return FAILED
+    if memory.registered != 0:
+        raise RuntimeError(f"Mooncake does not take the memory of this process (code {memory.registered})")
+    if verb == PUT:
+        return put(store, names[0], at, object_bytes)
+    if verb == SET:
+        code = store.upsert_from(names[0], at, object_bytes)
+        return code if code < 0 else object_bytes
+    if verb == GET:
+        return get(store, names[0], at, memory.room)
+    if verb == REMOVE:
+        return store.remove(names[0], True)
+    if verb != EXIST:
+        return FAILED
+    found = store.batch_is_exist(names)
+    failed = [code for code in found if code < 0]
+    if failed or len(found) != count:
+        return failed[0] if failed else FAILED
+    memory.map[NAMES_BYTES : NAMES_BYTES + count] = bytes(code == 1 for code in found)
+    return 0
+
+
+def serve(store: Store, channel: socket.socket, descriptor: int, size: int) -> None:
+    """Answers one channel's questions until its other end closes."""
+    with contextlib.closing(channel), contextlib.closing(Memory(store, descriptor, size)) as memory:
+        while question := channel.recv(QUESTION.size):
+            text = ""
+            try:
+                code = answer(store, memory, question)
+            except Exception as error:
+                code, text = FAILED, f"{type(error).__name__}: {error}"
+            try:
+                channel.send(struct.pack("<q", code) + text.encode()[:MOST_TEXT])
+            except OSError:
+                return  # nobody waits for it any more
+
+
+def serve_all(control: socket.socket, store: Store) -> None:
+    """Takes channels until the engine closes its end."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 8, 2)
+        if len(message) != 8 or len(descriptors) != 2:
+            return
+        (size,) = struct.unpack("<Q", message)
+        channel = socket.socket(fileno=descriptors[0])
+        threading.Thread(target=serve, args=(store, channel, descriptors[1], size), daemon=True).start()
+
+
+def main() -> None:
+    """Until the engine closes its end; what Mooncake's threads are at then is given up."""
+    ignore_signals()
+    os.closerange(CONTROL + 1, os.sysconf("SC_OPEN_MAX"))
+    end_with_the_engine()
+    control = socket.socket(fileno=CONTROL)
+    given = json.loads(control.recv(65536))
+    try:
+        log_elsewhere()
+        store, version = open_store(given)
+    except Refused as error:
+        said = f"refused {error}"
+    except Exception as error:
+        said = f"failed {error or type(error).__name__}"
+    else:
+        ignore_signals()  # Mooncake has set its own
+        said = f"ready {version}"
+    control.send(said.encode()[:MOST_TEXT])
+    if said.startswith("ready "):
+        serve_all(control, store)
+        leaving = threading.Thread(target=store.close, daemon=True)  # so that the master forgets this client
+        leaving.start()
+        leaving.join(_TO_LEAVE_SECONDS)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""The kind ``mooncake``: records as objects of a Mooncake Store."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from kv_offload.sizes import format_bytes
+from kv_offload.tiers.base import Answer, Root
+from kv_offload.tiers.sealing import SealedTierConfig
+
+if TYPE_CHECKING:
+    from kv_offload._core import MooncakeTier
+    from kv_offload.namespace import NamespaceIdentity
+
+_PROBE_RECORD = 2 << 20
+_MOST_PROBE_BYTES = 64 << 20
+_HOW_TO_GET_IT = (
+    "Mooncake's Python package is not installed: pip install mooncake-transfer-engine, or "
+    "mooncake-transfer-engine-non-cuda where there is no CUDA (0.3.13 or newer)"
+)
+_CANNOT_BE_LISTED = (
+    "Mooncake Store does not tell which objects it holds, so stat, ls, verify and purge know nothing of it: "
+    "its master's metrics say how full it is, and what is not used any more is evicted by itself"
+)
+
+
+class MooncakeTierConfig(SealedTierConfig):
+    """One tier of records in a Mooncake Store, the pooled memory of several hosts, shared by all engines."""
+
+    example: ClassVar[Mapping[str, Any]] = {"type": "mooncake", "master": "mooncake.internal:50051"}
+    place_key: ClassVar[str] = "master"
+    default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
+
+    type: Literal["mooncake"] = Field(
+        default="mooncake", description="kind of tier; required, as in vLLM's own configuration"
+    )
+    master: str = Field(
+        max_length=512,
+        description="host:port of mooncake_master; of several masters what Mooncake takes as their address, "
+        "such as etcd://host:port",
+    )
+    metadata: str = Field(
+        default="P2PHANDSHAKE",
+        pattern=r"^(P2PHANDSHAKE|(https?|etcd|redis)://[^\s@]+)$",
+        max_length=512,
+        description="where Mooncake's clients find each other, the same for all of a store: P2PHANDSHAKE, "
+        "http://host:port/metadata or etcd://host:port",
+    )
+    protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="that records travel by")
+    devices: str = Field(
+        default="",
+        pattern=r"^[A-Za-z0-9_.,-]{0,256}$",
+        description="rdma: names of the adapters, separated by commas; default: Mooncake chooses",
+    )
+    local_host: str = Field(
+        default="",
+        pattern=r"^[A-Za-z0-9_.:\[\]-]{0,255}$",
+        description="name or address of this host, by which holders reach it; default: the one that packets "
+        "to the master leave from",
+    )
+    key_prefix: str = Field(
+        default="kv_offload",
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="the first part of the name of every object",
+    )
+    max_bytes: Any = Field(
+        default=None, description="refused: the store bounds itself, by the memory that its holders give"
+    )
+
+    @field_validator("master")
+    @classmethod
+    def _an_address(cls, value: str) -> str:
+        scheme, _, rest = value.rpartition("://")
+        try:
+            parts = urlsplit(f"//{rest}")
+            found = bool(parts.hostname) and (bool(parts.port) or bool(scheme))
+        except ValueError:
+            found = "," in rest or ";" in rest  # several of them
+        if not found or "@" in value or any(char.isspace() for char in value):
+            raise ValueError("is no address of a master; write host:port, such as mooncake.internal:50051")
+        return value
+
+    @field_validator("max_bytes")
+    @classmethod
+    def _bounds_itself(cls, value: object) -> None:
+        if value is not None:
+            raise ValueError(
+                "has no meaning here, the store bounds itself: by the memory that its holders give "
+                "(--global_segment_size of mooncake_client)"
+            )
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> "MooncakeTierConfig":
+        if self.devices and self.protocol != "rdma":
+            raise ValueError('devices is given and protocol is not "rdma", so nothing would use them')
+        return self
+
+    def _command(self) -> list[str]:
+        return [sys.executable, "-m", "kv_offload.mooncake_client"]
+
+    def _setup(self) -> str:
+        """What the process is told first (kv_offload/mooncake_client.py)."""
+        return json.dumps(
+            {
+                name: getattr(self, name)
+                for name in ("master", "metadata", "protocol", "devices", "local_host")
+            }
+        )
+
+    def open_root(self, *, changes: bool, given: str = "") -> Root:
+        """There is none."""
+        raise ValueError(f"{self.label()}: {_CANNOT_BE_LISTED}")
+
+    def problems(self, record_bytes: int = 0) -> list[str]:
+        """What is missing on this side; the store is asked when it is opened."""
+        missing = importlib.util.find_spec("mooncake") is None
+        return [f"{self.label()}: {_HOW_TO_GET_IT}"] * missing + self.key_problems()
+
+    def _look(self, records: int = 0) -> dict[str, Any]:
+        """How the store answers; RuntimeError when it does not, or this side lacks something."""
+        from kv_offload import _core
+
+        return _core.probe_mooncake(
+            command=self._command(),
+            setup=self._setup(),
+            place=self.master,
+            key_prefix=self.key_prefix,
+            record_bytes=_PROBE_RECORD,
+            records=records,
+            deadline_seconds=self.op_deadline_seconds,
+        )
+
+    def cautions(self) -> list[str]:
+        """A store that does not answer."""
+        if self.problems():
+            return []
+        try:
+            self._look()
+        except RuntimeError as error:
+            return [f"{self.label()} is not used until it answers: {error}"]
+        return []
+
+    def summary(self) -> str:
+        """What can be said of it without a measurement."""
+        try:
+            return self._described(self._look())
+        except RuntimeError as error:
+            return f"does not answer: {error}"
+
+    def _described(self, found: Mapping[str, Any]) -> str:
+        return (
+            f"Mooncake {found['version']} by {self.protocol}, "
+            f"answers in {found['answer_seconds'] * 1e3:.2f} ms, "
+            f"its process starts in {found['start_seconds']:.1f} s"
+        )
+
+    def measure(self, total_bytes: int) -> Answer:
+        """Writes and reads objects of its own, one at a time, which are removed again."""
+        records = max(1, min(total_bytes, _MOST_PROBE_BYTES) // _PROBE_RECORD)
+        try:
+            found = self._look(records)
+        except RuntimeError as error:
+            return Answer("refused", str(error))
+        if found["write_refused"]:
+            state: Literal["note", "refused"] = "note" if self.write_policy == "never" else "refused"
+            return Answer(state, f"{self._described(found)}; {found['write_refused']}", found)
+        write, read = (
+            f"{format_bytes(int(found[f'{verb}_bytes_per_second']))}/s" for verb in ("write", "read")
+        )
+        size = f"{records} objects of {format_bytes(_PROBE_RECORD)}, one at a time"
+        return Answer("ok", f"writes {write}, reads {read}, {self._described(found)}; {size}", found)
+
+    def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "MooncakeTier":
+        """A tier of a store's objects."""
+        from kv_offload import _core
+
+        return _core.MooncakeTier(
+            command=self._command(),
+            setup=self._setup(),
+            namespace_id=identity.namespace_id(),
+            name=name,
+            place=self.master,
+            key_prefix=self.key_prefix,
+            n_read_threads=self.n_read_threads,
+            n_write_threads=self.n_write_threads,
+            op_deadline_seconds=self.op_deadline_seconds,
+        )

@@ -1,0 +1,91 @@
+#include "storage/mooncake/process.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "storage/mooncake/client.h"
+#include "with_threads.h"
+
+namespace kv_offload::mooncake {
+namespace {
+
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+using ::testing::HasSubstr;
+
+Deadline soon() { return steady_clock::now() + seconds(60); }
+
+struct Begun {
+  Descriptor ours;
+  std::unique_ptr<Process> process;
+};
+Begun begin(const std::string& script) {
+  Begun begun;
+  Descriptor theirs;
+  EXPECT_TRUE(make_pair(&begun.ours, &theirs));
+  EXPECT_TRUE(launch_of({"sh", "-c", script})(std::move(theirs), &begun.process));
+  return begun;
+}
+
+TEST(MooncakeProcess, says_how_it_ended) {
+  const Begun exits = begin("exit 3");
+  exits.process->wait_until(soon());
+  EXPECT_EQ(exits.process->how_it_ended(), "it ended with status 3");
+  const Begun killed = begin("kill -9 $$");
+  killed.process->wait_until(soon());
+  EXPECT_EQ(killed.process->how_it_ended(), "it was ended by signal 9");
+}
+
+TEST(MooncakeProcess, speaks_through_descriptor_3_and_sees_that_we_left) {
+  Begun begun = begin("echo hello >&3; read -r nothing <&3; exit 7");
+  std::array<std::byte, 16> buffer{};
+  std::size_t got = 0;
+  ASSERT_TRUE(receive_message(begun.ours.get(), buffer, soon(), &got));
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(buffer.data()), got), "hello\n");
+  EXPECT_EQ(begun.process->how_it_ended(), "") << "it waits for us";
+  begun.ours.reset();
+  begun.process->wait_until(soon());
+  EXPECT_EQ(begun.process->how_it_ended(), "it ended with status 7");
+}
+
+TEST(MooncakeProcess, that_does_not_go_is_killed) {
+  Begun begun =
+      begin("trap '' TERM INT HUP; echo on >&3; while :; do read -r line <&3 || exec sleep 10000; done");
+  std::array<std::byte, 16> buffer{};
+  std::size_t got = 0;
+  ASSERT_TRUE(receive_message(begun.ours.get(), buffer, soon(), &got));
+  begun.process.reset();
+  const Status gone = receive_message(begun.ours.get(), buffer, soon(), &got);
+  EXPECT_EQ(gone.kind(), StatusKind::kIo) << "its end of the socket is closed: " << gone.to_string();
+}
+
+TEST(MooncakeProcess, a_program_that_is_not_there_is_named) {
+  Descriptor ours, theirs;
+  ASSERT_TRUE(make_pair(&ours, &theirs));
+  std::unique_ptr<Process> process;
+  const Status status = launch_of({"/nowhere/python3"})(std::move(theirs), &process);
+  EXPECT_THAT(status.message(), HasSubstr("/nowhere/python3 cannot be run: No such file"));
+  EXPECT_EQ(process, nullptr);
+}
+
+TEST(MooncakeProcess, one_that_says_nothing_is_no_client_and_is_tried_again) {
+  ClientOptions options;
+  options.launch = launch_of({"sh", "-c", "exit 0"});
+  options.setup = "{}";
+  options.shortest_pause = options.longest_pause = std::chrono::milliseconds(1);
+  Client client(options);
+  bool refused = true;
+  const Status status = client.wait_for_start(soon(), &refused);
+  EXPECT_EQ(status.kind(), StatusKind::kIo) << status.to_string();
+  EXPECT_FALSE(refused);
+  std::unique_ptr<Channel> channel;
+  EXPECT_EQ(client.take(10, &channel).kind(), StatusKind::kIo);
+}
+
+}  // namespace
+}  // namespace kv_offload::mooncake

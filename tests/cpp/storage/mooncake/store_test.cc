@@ -1,0 +1,317 @@
+// What only the mooncake tier does: the process beside the engine, its end, and a store that forgets.
+#include "storage/mooncake/store.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "storage/mooncake/errors.h"
+#include "storage/mooncake/medium.h"
+#include "with_threads.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::HasSubstr;
+using Verb = FakeMooncake::Verb;
+
+class MooncakeTier : public ::testing::Test {
+ protected:
+  PooledTierOptions options(Nanos op_deadline = seconds(60)) {
+    PooledTierOptions options;
+    options.name = "mooncake";
+    options.clock = &clock_;
+    options.op_deadline = op_deadline;
+    return options;
+  }
+  std::unique_ptr<Tier> open() { return medium_.open(options()); }
+  std::unique_ptr<Tier> open_read_only() {
+    MooncakeTierOptions chosen = medium_.options(options());
+    chosen.read_only = true;
+    return make_mooncake_tier(chosen);
+  }
+  std::string name_of(std::uint32_t number) { return medium_.name_of(key_of(number)); }
+  // Upkeep is due once a second of the tier's clock.
+  bool soon(TierDriver& user, const std::function<bool()>& condition) {
+    return user.until([&] {
+      clock_.advance(seconds(1));
+      user.poll();
+      return condition();
+    });
+  }
+  // A tier that was switched off meanwhile is due for a try.
+  bool works_again(TierDriver& user, std::uint32_t number) {
+    return soon(user, [&] {
+      clock_.advance(seconds(61));
+      return user.write(number).is_ok() && user.read(number).is_ok();
+    });
+  }
+
+  FakeClock clock_;
+  MooncakeMedium medium_;
+  FakeMooncake& store_ = medium_.store;
+};
+
+TEST_F(MooncakeTier, a_record_is_one_object_whose_name_says_whose_it_is) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1, {5000, 300}));
+  const std::string name = name_of(1);
+  EXPECT_THAT(name, ::testing::StartsWith("kv_offload:" + std::string(64, '1') + ":"));
+  EXPECT_THAT(name, ::testing::EndsWith(":" + key_of(1).hex()));
+  EXPECT_EQ(store_.value(name).size(), kRecordHeaderBytes + 8192 + 4096);
+}
+
+TEST_F(MooncakeTier, names_of_all_keys_that_are_asked_for_at_once_have_room) {
+  const std::size_t longest = 64 + 1 + 64 + 1 + 32 + 1 + 2 * ChunkKey::kMaxBytes + 1;
+  EXPECT_LE(512 * longest, mooncake::kNamesBytes);
+  TierDriver user(open());
+  std::vector<ChunkKey> keys;
+  for (std::uint32_t i = 0; i < 700; ++i) keys.push_back(key_of(i));
+  ASSERT_TRUE(user.write(699));
+  TierDriver other(open());
+  other.tier().prefetch_presence(keys, KeyOrder::kNone);
+  EXPECT_TRUE(other.until([&] {
+    other.poll();
+    return other.tier().contains(keys[0]) == Presence::kAbsent &&
+           other.tier().contains(keys[699]) == Presence::kPresent;
+  }));
+}
+
+TEST_F(MooncakeTier, records_of_any_size_share_the_memory_of_a_channel) {
+  PooledTierOptions chosen = options();
+  chosen.n_read_threads = chosen.n_write_threads = 1;
+  TierDriver user(medium_.open(chosen));
+  for (const std::uint64_t bytes : {std::uint64_t{100}, std::uint64_t{3} << 20, std::uint64_t{8192}}) {
+    const auto number = static_cast<std::uint32_t>(bytes);
+    ASSERT_TRUE(user.write(number, {bytes}));
+    EXPECT_TRUE(user.read(number, {bytes}));
+  }
+  EXPECT_LE(store_.channels(), 4) << "one for each thread that asked at once";
+}
+
+TEST_F(MooncakeTier, what_one_engine_wrote_another_reads) {
+  TierDriver prefill(open()), decode(open());
+  ASSERT_TRUE(prefill.write(7, {8192, 300}));
+  EXPECT_TRUE(decode.has(7));
+  EXPECT_TRUE(decode.read(7, {8192, 300}));
+}
+
+// ---- a store that forgets
+
+TEST_F(MooncakeTier, a_master_that_was_restarted_has_forgotten_all_which_is_a_miss) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  const std::string epoch = store_.value(medium_.epoch_name());
+  store_.kill();
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kIo);
+  store_.start();
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
+  EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 1u);
+  EXPECT_TRUE(soon(user, [&] { return store_.value(medium_.epoch_name()) == epoch; }))
+      << "the epoch is put back by who uses it";
+  ASSERT_TRUE(works_again(user, 2));
+  TierDriver later(open());
+  EXPECT_TRUE(later.read(2));
+}
+
+TEST_F(MooncakeTier, what_lies_where_the_epoch_should_is_replaced_if_it_is_no_name) {
+  { TierDriver(open()).poll(); }
+  const std::string at = medium_.epoch_name();
+  for (const std::string& strange : {std::string("short"), std::string(5 << 20, 'x')}) {
+    store_.set_value(at, strange);
+    TierDriver user(open());
+    EXPECT_TRUE(user.write(1)) << strange.size();
+    EXPECT_EQ(store_.value(at).size(), NamedEpochs::kNameDigits);
+  }
+}
+
+TEST_F(MooncakeTier, an_epoch_that_a_reset_ended_and_another_put_back_is_replaced_again) {
+  TierDriver user(open());
+  const std::string at = medium_.epoch_name(), old = store_.value(at);
+  ASSERT_TRUE(user.tier().reset());
+  const std::string next = store_.value(at);
+  ASSERT_NE(next, old);
+  store_.set_value(at, old);
+  EXPECT_TRUE(soon(user, [&] { return store_.value(at) == next; }));
+}
+
+TEST_F(MooncakeTier, one_that_only_reads_puts_nothing_there_and_removes_nothing) {
+  TierDriver reader(open_read_only());
+  EXPECT_TRUE(store_.names().empty());
+  TierDriver writer(open());
+  ASSERT_TRUE(writer.write(1));
+  ASSERT_TRUE(soon(reader, [&] { return reader.has(1); }));
+  medium_.damage(key_of(1));
+  EXPECT_EQ(reader.read(1).kind(), StatusKind::kCorrupt);
+  EXPECT_NE(store_.value(name_of(1)), "");
+}
+
+// ---- records that are wrong
+
+TEST_F(MooncakeTier, a_record_of_a_wrong_length_or_with_wrong_bytes_is_removed) {
+  TierDriver user(open());
+  for (const std::size_t bytes :
+       {std::size_t{0}, std::size_t{100}, std::size_t{4096}, std::size_t{9 << 20}}) {
+    ASSERT_TRUE(user.write(1));
+    const std::string name = name_of(1);
+    std::string value = store_.value(name);
+    value.resize(bytes, 'x');
+    store_.set_value(name, value);
+    EXPECT_EQ(user.read(1).kind(), StatusKind::kCorrupt) << bytes;
+    EXPECT_EQ(store_.value(name), "") << bytes;
+  }
+  ASSERT_TRUE(user.write(1));
+  medium_.damage(key_of(1));
+  const std::string name = name_of(1);
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(store_.value(name), "");
+}
+
+TEST_F(MooncakeTier, a_good_record_that_took_the_place_of_a_wrong_one_stays) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  const std::string name = name_of(1), good = store_.value(name);
+  std::string wrong = good;
+  wrong.at(130) ^= 1;  // of another time, and of another header checksum
+  store_.set_value(name, wrong);
+  store_.replace_once_read(name, good);
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kCorrupt);
+  EXPECT_TRUE(user.read(1));
+}
+
+TEST_F(MooncakeTier, a_write_beside_one_that_was_left_half_done_is_no_success) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  std::string name = name_of(1);
+  name.replace(name.size() - key_of(1).hex().size(), name.npos, key_of(2).hex());
+  store_.begin_and_leave(name);
+  const Status status = user.write(2);
+  EXPECT_EQ(status.kind(), StatusKind::kUnavailable) << status.to_string();
+  EXPECT_EQ(user.read(2).kind(), StatusKind::kNotFound);
+  EXPECT_TRUE(user.tier().stats().writable) << "the store answers";
+}
+
+TEST_F(MooncakeTier, a_store_that_is_full_refuses_and_is_not_taken_for_a_broken_one) {
+  TierDriver user(open());
+  store_.set_full(true);
+  for (std::uint32_t i = 0; i < 20; ++i) EXPECT_EQ(user.write(i).kind(), StatusKind::kNoSpace);
+  EXPECT_TRUE(user.tier().stats().writable);
+  store_.set_full(false);
+  EXPECT_TRUE(user.write(1));
+}
+
+// ---- the process
+
+TEST_F(MooncakeTier, without_what_the_process_needs_there_is_no_tier) {
+  store_.refuse_starts("refused Mooncake's Python package cannot be loaded");
+  try {
+    open();
+    FAIL() << "it opened";
+  } catch (const ResourceError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("mooncake tier at master:1: Mooncake's Python package"));
+  }
+}
+
+TEST_F(MooncakeTier, a_master_that_is_away_at_the_start_is_waited_for) {
+  store_.kill();
+  TierDriver user(open());
+  EXPECT_FALSE(user.tier().stats().writable);
+  EXPECT_FALSE(user.write(1));
+  store_.start();
+  EXPECT_TRUE(works_again(user, 1));
+}
+
+TEST_F(MooncakeTier, a_process_that_is_killed_ends_its_ops_and_is_started_again) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  store_.faults.block(Verb::kRead);
+  const OpId in_flight = user.start(OpKind::kRead, 1, {8192});
+  store_.faults.wait_for_blocked(1);
+  store_.kill_clients();
+  const Status status = user.finish(in_flight).status;
+  EXPECT_EQ(status.kind(), StatusKind::kIo) << status.to_string();
+  store_.faults.release();
+  EXPECT_TRUE(works_again(user, 2));
+  EXPECT_TRUE(user.read(1)) << "the store has kept it";
+  EXPECT_GE(store_.starts(), 2);
+}
+
+TEST_F(MooncakeTier, channels_of_a_process_that_ended_are_not_used_with_the_next_one) {
+  mooncake::Client client(medium_.options().client);
+  const auto until = std::chrono::steady_clock::now() + seconds(60);
+  bool refused = false;
+  ASSERT_TRUE(client.wait_for_start(until, &refused));
+  std::unique_ptr<mooncake::Channel> early, late;
+  ASSERT_TRUE(client.take(100, &early));
+  ASSERT_TRUE(client.take(100, &late));
+  client.give_back(std::move(early));
+  store_.kill_clients();
+  ASSERT_TRUE(holds_soon([&] { return client.starts() == 2; }));
+  client.give_back(std::move(late));
+  std::unique_ptr<mooncake::Channel> next;
+  ASSERT_TRUE(client.take(100, &next));
+  EXPECT_EQ(next->client(), 2u);
+  const std::string name = "a";
+  mooncake::Answer answer;
+  EXPECT_TRUE(next->call(mooncake::Verb::kExist, {&name, 1}, 0, until, &answer));
+}
+
+TEST_F(MooncakeTier, a_call_that_hangs_ends_at_its_deadline_and_its_process_with_it) {
+  TierDriver user(medium_.open(options(milliseconds(150))));
+  ASSERT_TRUE(user.write(1));
+  store_.stand_still(true);
+  const Status status = user.read(1);
+  EXPECT_EQ(status.kind(), StatusKind::kTimeout) << status.to_string();
+  store_.stand_still(false);
+  EXPECT_TRUE(works_again(user, 2));
+  EXPECT_GE(store_.starts(), 2) << "the process that hung is not used again";
+}
+
+TEST_F(MooncakeTier, what_a_process_that_hung_writes_later_reaches_no_row) {
+  TierDriver user(medium_.open(options(milliseconds(150))));
+  ASSERT_TRUE(user.write(1));
+  store_.faults.block(Verb::kRead);
+  auto row = std::make_shared<Row>(ShardSizes{8192});
+  row->fill(77);
+  std::vector<TierOp> ops(1);
+  ops[0].id = 1000;
+  ops[0].key = key_of(1);
+  ops[0].shards = row->shards();
+  user.tier().submit(std::move(ops));
+  EXPECT_EQ(user.finish(1000).status.kind(), StatusKind::kTimeout);
+  store_.faults.release();  // it answers now, into its own memory
+  EXPECT_TRUE(works_again(user, 2));
+  EXPECT_TRUE(row->holds(77));
+}
+
+TEST_F(MooncakeTier, closing_does_not_wait_for_a_process_that_does_not_start) {
+  store_.hang_starts(true);
+  MooncakeTierOptions chosen = medium_.options(options(milliseconds(10)));
+  chosen.client.start_deadline = std::chrono::hours(1);
+  TierDriver user(make_mooncake_tier(chosen));
+  EXPECT_FALSE(user.write(1));
+  user.tier().close();  // one that waits is ended by its runner
+  store_.hang_starts(false);
+}
+
+TEST(MooncakeErrors, say_what_they_mean) {
+  using mooncake::refusal;
+  EXPECT_EQ(refusal(-704, "").kind(), StatusKind::kNotFound);
+  EXPECT_EQ(refusal(-703, "").kind(), StatusKind::kNotFound);
+  EXPECT_EQ(refusal(-200, "").kind(), StatusKind::kNoSpace);
+  EXPECT_EQ(refusal(-200, "").error_number(), 0) << "or a full store would be taken for a broken one";
+  EXPECT_EQ(refusal(-800, "").kind(), StatusKind::kIo);
+  EXPECT_THAT(refusal(-900, "").message(), HasSubstr("master does not answer (code -900)"));
+  EXPECT_THAT(refusal(-5, "").message(), HasSubstr("code -5"));
+  EXPECT_EQ(refusal(-1, "RuntimeError: no").message(), "RuntimeError: no");
+}
+
+}  // namespace
+}  // namespace kv_offload

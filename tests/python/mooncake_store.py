@@ -1,0 +1,164 @@
+"""Mooncake's master and a holder of a test, on ports of their own; and a package of its interface alone."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_HOLDER = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
+print(code, flush=True)
+sys.stdin.read()
+"""
+# What kv_offload/mooncake_client.py uses of mooncake.store, over files of one directory, which is the master.
+# A file "hang" there makes every call wait until it is gone.
+_FAKE = """
+import ctypes, os, time, urllib.parse
+
+class MooncakeDistributedStore:
+    def setup(self, host, metadata, segment, buffer, protocol, devices, master):
+        self.root = os.environ["FAKE_MOONCAKE"]
+        self.open = {}
+        return int(os.environ.get("FAKE_MOONCAKE_SETUP", "0"))
+    def _path(self, key):
+        while os.path.exists(self.root + "/hang"):
+            time.sleep(0.01)
+        return os.path.join(self.root, urllib.parse.quote(key, safe=""))
+    def register_buffer(self, at, size):
+        self.open[at] = size
+        return 0
+    def unregister_buffer(self, at):
+        del self.open[at]
+        return 0
+    def is_exist(self, key):
+        return int(os.path.exists(self._path(key)))
+    def batch_is_exist(self, keys):
+        return [self.is_exist(key) for key in keys]
+    def put_from(self, key, at, size):
+        return 0 if self.is_exist(key) else self.upsert_from(key, at, size)
+    def upsert_from(self, key, at, size):
+        path = self._path(key)
+        with open(f"{path}.{os.getpid()}.tmp", "wb") as file:
+            file.write(ctypes.string_at(at, size))
+        os.rename(file.name, path)
+        return 0
+    def get_into(self, key, at, size):
+        try:
+            with open(self._path(key), "rb") as file:
+                value = file.read()
+        except FileNotFoundError:
+            return -704
+        if len(value) > size:
+            return -600
+        ctypes.memmove(at, value, len(value))
+        return len(value)
+    def get_size(self, key):
+        try:
+            return os.path.getsize(self._path(key))
+        except FileNotFoundError:
+            return -704
+    def remove(self, key, force=False):
+        try:
+            os.unlink(self._path(key))
+        except FileNotFoundError:
+            return -704
+        return 0
+    def close(self):
+        return 0
+"""
+
+
+def make_fake_package(directory: Path) -> Path:
+    """A folder for PYTHONPATH with a ``mooncake`` in it; FAKE_MOONCAKE names the directory of its objects."""
+    package = directory / "site" / "mooncake"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "store.py").write_text(_FAKE)
+    (directory / "objects").mkdir()
+    return package.parent
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class MooncakeProcesses:
+    """A master and a holder; each may be killed and started again, at the same address."""
+
+    def __init__(self, directory: Path, holder_bytes: int = 256 << 20) -> None:
+        import mooncake
+
+        self._program = Path(mooncake.__file__).parent / "mooncake_master"
+        self._directory, self._holder_bytes = directory, holder_bytes
+        self._port, self._metrics = free_port(), free_port()
+        self.address = f"127.0.0.1:{self._port}"
+        self.master: subprocess.Popen[bytes] | None = None
+        self.holder: subprocess.Popen[bytes] | None = None
+
+    def start_master(self) -> None:
+        command = [
+            str(self._program),
+            f"--rpc_port={self._port}",
+            "--rpc_address=127.0.0.1",
+            f"--metrics_port={self._metrics}",
+            "--client_ttl=2",
+            "--logtostderr",
+        ]
+        with (self._directory / "master.log").open("ab") as log:
+            self.master = subprocess.Popen(command, stdout=log, stderr=log)
+        give_up = time.monotonic() + 60
+        while True:
+            assert self.master.poll() is None
+            assert time.monotonic() < give_up
+            try:
+                socket.create_connection(("127.0.0.1", self._port), 1).close()
+                return
+            except OSError:
+                time.sleep(0.02)
+
+    def start_holder(self) -> None:
+        with (self._directory / "holder.log").open("ab") as log:
+            self.holder = subprocess.Popen(
+                [sys.executable, "-c", _HOLDER, self.address, str(self._holder_bytes)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | {"GLOG_minloglevel": "2"},
+            )
+        assert self.holder.stdout is not None
+        assert self.holder.stdout.readline().strip() == b"0"
+
+    def objects(self) -> int:
+        """How many the master knows."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics}/metrics", timeout=60) as answer:
+            (line,) = re.findall(rb"^master_key_count (\d+)$", answer.read(), re.MULTILINE)
+        return int(line)
+
+    def kill(self, process: "subprocess.Popen[bytes] | None") -> None:
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def mooncake_store(directory: Path, holder_bytes: int = 256 << 20) -> Iterator[MooncakeProcesses]:
+    """Ended by their pids."""
+    found = MooncakeProcesses(directory, holder_bytes)
+    try:
+        found.start_master()
+        found.start_holder()
+        yield found
+    finally:
+        found.kill(found.holder)
+        found.kill(found.master)

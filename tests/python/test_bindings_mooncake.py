@@ -1,0 +1,270 @@
+"""csrc/bindings/bind_mooncake.cc and kv_offload/mooncake_client.py: a mooncake tier under a cache, with its
+process beside this one; over Mooncake's own master and holder, and over a package of its interface that needs
+neither.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from mooncake_store import MooncakeProcesses, make_fake_package, mooncake_store
+from small_core import SHARD_BYTES, attach, keys, make_cache, store
+
+from kv_offload import _core
+from kv_offload.tiers.mooncake import MooncakeTierConfig
+
+MISS, HIT = 0, 1
+
+
+class Namespace:
+    """What a tier asks of an identity."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def namespace_id(self) -> bytes:
+        return self._name.encode()[-32:].rjust(32)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeProcesses]:
+    with mooncake_store(tmp_path_factory.mktemp("mooncake")) as running:
+        yield running
+
+
+@pytest.fixture
+def region(tmp_path: Path) -> Any:
+    return attach(tmp_path)
+
+
+@pytest.fixture
+def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a store whose package is no Mooncake's; its processes are begun with that package."""
+    monkeypatch.setenv("PYTHONPATH", str(make_fake_package(tmp_path)))
+    monkeypatch.setenv("FAKE_MOONCAKE", str(tmp_path / "objects"))
+    return tmp_path / "objects"
+
+
+def spec(request: pytest.FixtureRequest, master: str = "", deadline: float = 60.0, **given: Any) -> Any:
+    config = MooncakeTierConfig(
+        master=master or "etcd://nowhere", op_deadline_ms=int(deadline * 1000), **given
+    )
+    return config.make_spec("mooncake", None, Namespace(request.node.nodeid))  # type: ignore[arg-type]
+
+
+def step_until(cache: Any, done: Callable[[], bool]) -> None:
+    """Steps of the scheduler, with a pause for the tier's threads, until ``done()``."""
+    pause = threading.Event()
+    deadline = time.monotonic() + 240
+    while not done():
+        assert time.monotonic() < deadline, cache.tier_stats(0)
+        cache.end_step()
+        pause.wait(0.005)
+
+
+def written(metrics: Any) -> int:
+    """Records, so far."""
+    return int(metrics.value("kv_offload_write_bytes_total", ["mooncake"])) // SHARD_BYTES
+
+
+def record(region: Any, opened: Any, count: int = 5, first: int = 1) -> list[bytes]:
+    """So many records, by a cache that is closed again."""
+    metrics = _core.Metrics()
+    cache = make_cache(region[0], metrics, tiers=[opened])
+    wanted = store(cache, region[1][0], cache.begin_request("r"), keys(count, first))
+    step_until(cache, lambda: written(metrics) == count)
+    cache.close()
+    return wanted
+
+
+def reader(region: Any, opened: Any, metrics: Any | None = None) -> Any:
+    return make_cache(region[0], metrics, tiers=[opened], load_policy="always", lookup_deadline_seconds=60.0)
+
+
+def looked_up(cache: Any, wanted: list[bytes]) -> Callable[[], list[int]]:
+    request = cache.begin_request("r")
+    return lambda: [cache.lookup(request, key) for key in wanted]
+
+
+def processes() -> list[int]:
+    """Of ours that speak to Mooncake."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if b"kv_offload.mooncake_client" in words and parent == os.getpid():
+                found.append(int(path.name))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["mooncake", "fake"])
+def test_records_come_back_in_a_new_cache(request, region, kind) -> None:
+    master = request.getfixturevalue("real").address if kind == "mooncake" else ""
+    if kind == "fake":
+        request.getfixturevalue("objects")
+    opened = spec(request, master)
+    wanted = record(region, opened)
+    cache = reader(region, opened)
+    results = looked_up(cache, wanted)
+    step_until(cache, lambda: results() == [HIT] * 5)
+    assert cache.load_source(wanted[0]) == 0
+    assert len(processes()) == 1
+    cache.close()
+    assert processes() == []
+
+
+def test_what_was_damaged_or_cut_in_the_store_is_a_miss_and_removed(request, region, objects) -> None:
+    opened = spec(request)
+    wanted = record(region, opened)
+    paths = {
+        key: next(path for path in objects.iterdir() if path.name.endswith(quote(f":{key.hex()}", safe="")))
+        for key in wanted
+    }
+    damaged = bytearray(paths[wanted[1]].read_bytes())
+    damaged[5000] ^= 1
+    paths[wanted[1]].write_bytes(damaged)
+    paths[wanted[2]].write_bytes(paths[wanted[2]].read_bytes()[:5000])
+    paths[wanted[3]].write_bytes(paths[wanted[3]].read_bytes() + bytes(1 << 20))
+    cache = reader(region, opened)
+    results = looked_up(cache, wanted)
+    step_until(cache, lambda: results() == [HIT, MISS, MISS, MISS, HIT])
+    step_until(cache, lambda: not any(paths[wanted[i]].exists() for i in (1, 2, 3)))
+    cache.close()
+
+
+def test_a_process_that_was_killed_is_started_again(request, region, objects) -> None:
+    opened = spec(request)
+    wanted = record(region, opened)
+    metrics = _core.Metrics()
+    cache = reader(region, opened, metrics)
+    (before,) = processes()
+    os.kill(before, signal.SIGKILL)
+    step_until(cache, lambda: any(pid != before for pid in processes()))
+    # What was asked meanwhile was missed; what is stored from now on is written as soon as it runs.
+    count = 10
+
+    def stored() -> bool:
+        nonlocal count
+        count += 1
+        store(cache, region[1][0], cache.begin_request("r"), keys(1, first=count))
+        return written(metrics) > 0
+
+    step_until(cache, stored)
+    results = looked_up(cache, wanted[:1])
+    step_until(cache, lambda: results() == [HIT])
+    cache.close()
+    assert processes() == []
+
+
+def test_a_process_that_stands_still_is_ended_and_costs_a_deadline(request, region, objects) -> None:
+    wanted = record(region, spec(request))
+    cache = reader(region, spec(request, deadline=2.0))
+    (before,) = processes()
+    os.kill(before, signal.SIGSTOP)
+    results = looked_up(cache, wanted)
+    step_until(cache, lambda: results() == [MISS] * 5)
+    step_until(cache, lambda: not Path(f"/proc/{before}").exists())
+    cache.close()
+
+
+def test_a_store_that_hangs_costs_a_deadline_and_is_used_again(request, region, objects) -> None:
+    wanted = record(region, spec(request))
+    metrics = _core.Metrics()
+    cache = reader(region, spec(request, deadline=2.0), metrics)
+    (before,) = processes()
+    (objects / "hang").touch()
+    results = looked_up(cache, wanted)
+    step_until(cache, lambda: results() == [MISS] * 5)
+    step_until(cache, lambda: not Path(f"/proc/{before}").exists())
+    (objects / "hang").unlink()
+    step_until(cache, lambda: any(pid != before for pid in processes()))
+    cache.close()
+
+
+def test_the_process_ends_with_the_engine_however_that_ends(request, region, objects) -> None:
+    engine = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+            "from test_bindings_mooncake import *\n"
+            "import tempfile\n"
+            "region = attach(Path(tempfile.mkdtemp(dir=sys.argv[2])))\n"
+            "config = MooncakeTierConfig(master='etcd://nowhere', op_deadline_ms=60000)\n"
+            "cache = make_cache(region[0], tiers=[config.make_spec('mooncake', None, Namespace('n'))])\n"
+            "print(processes()[0], flush=True); time.sleep(10000)",
+            str(Path(__file__).parent),
+            str(objects.parent),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert engine.stdout is not None
+    beside = int(engine.stdout.readline())
+    os.kill(beside, signal.SIGSTOP)  # it cannot look at its socket
+    engine.kill()
+    engine.communicate()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{beside}/cmdline").exists() and Path(f"/proc/{beside}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_without_the_package_the_start_is_refused_in_a_sentence(
+    request, region, tmp_path, monkeypatch
+) -> None:
+    site = tmp_path / "mooncake"
+    site.mkdir()
+    (site / "__init__.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(_core.ResourceError, match=r"libibverbs\.so\.1.*also for tcp") as caught:
+        make_cache(region[0], tiers=[spec(request)])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_master_that_was_restarted_has_forgotten_all(request, region, real) -> None:
+    opened = spec(request, real.address)
+    wanted = record(region, opened)
+    metrics = _core.Metrics()
+    cache = reader(region, opened, metrics)
+    real.kill(real.master)
+    real.start_master()
+    results = looked_up(cache, wanted)
+    step_until(cache, lambda: results() == [MISS] * 5)
+    # The holder makes itself known to the new master; then records are kept again, and others find them.
+    count = 100
+
+    def stored() -> bool:
+        nonlocal count
+        count += 1
+        store(cache, region[1][0], cache.begin_request("r"), keys(1, first=count))
+        return written(metrics) > 0
+
+    step_until(cache, stored)
+    other = reader(region, opened)
+    again = looked_up(other, keys(count - 100, first=101))
+    step_until(other, lambda: HIT in again())
+    other.close()
+    cache.close()
+
+
+def test_a_holder_that_was_killed_is_a_miss(request, region, tmp_path) -> None:
+    with mooncake_store(tmp_path) as running:
+        opened = spec(request, running.address)
+        wanted = record(region, opened)
+        metrics = _core.Metrics()
+        cache = reader(region, opened, metrics)
+        running.kill(running.holder)
+        results = looked_up(cache, wanted)
+        step_until(cache, lambda: results() == [MISS] * 5)
+        assert metrics.value("kv_offload_failures_total", ["mooncake", "read", "io"]) > 0
+        cache.close()
