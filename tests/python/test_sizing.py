@@ -23,6 +23,12 @@ def test_a_record_has_a_header_more_than_a_row():
     assert PLAIN.tokens_on_tier(2 * MIB + 4095) == 63
 
 
+def test_each_of_several_shards_in_an_area_takes_whole_pages():
+    (group,) = Geometry.of([16], [[1000, 5000]], 3).groups
+    assert group.row_bytes == 3 * (1 + 2) * 4096
+    assert group.record_bytes == group.row_bytes + 4096
+
+
 def test_shards_are_padded_to_pages_each():
     geometry = Geometry.of([16], [[1000, 5000]])
     assert geometry.groups[0].row_bytes == 4096 + 8192
