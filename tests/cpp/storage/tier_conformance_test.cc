@@ -377,7 +377,8 @@ TEST_P(TierConformance, closing_beside_an_op_that_hangs_returns_and_frees_nothin
 INSTANTIATE_TEST_SUITE_P(Kinds, TierConformance,
                          ::testing::Values(Kind{"fs", [] { return std::make_unique<FsMedium>(); }},
                                            Kind{"memory", [] { return std::make_unique<MemoryMedium>(); }},
-                                           Kind{"mooncake", [] { return std::make_unique<MooncakeMedium>(); }},
+                                           Kind{"mooncake",
+                                                [] { return std::make_unique<MooncakeMedium>(); }},
                                            Kind{"redis", [] { return std::make_unique<RedisMedium>(); }}
 #ifdef KV_OFFLOAD_S3
                                            ,
