@@ -173,7 +173,10 @@ def test_config_for_a_shell_is_quoted():
         (["--cpu", "1GiB", "--disk-size", "1GiB"], "1 --disk-size for 0 --disk"),
         (["--cpu", "1GiB", "--fsync", "data"], "fsync is an option of a tier, and no tier here has it"),
         (["--cpu", "1GiB", "--tier", "{"], "--tier { is not JSON"),
-        (["--cpu", "1GiB", "--tier", "tape=1"], "tape is neither KIND=PLACE (kinds: fs, redis, s3) nor"),
+        (
+            ["--cpu", "1GiB", "--tier", "tape=1"],
+            "tape is neither KIND=PLACE (kinds: fs, redis, s3, mooncake) nor",
+        ),
         (["--cpu", "1GiB", "--tier", "/kv"], "--tier /kv is neither KIND=PLACE"),
         (["--cpu", "1GiB", "--tier", '{"type": "tape"}'], "is of type 'tape'; possible: fs"),
         (["--cpu", "1GiB", "--disk", "/d", "--fsync", "often"], "'none', 'data' or 'full'"),

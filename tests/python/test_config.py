@@ -141,10 +141,10 @@ def test_all_problems_are_told_at_once():
     [
         ("fs", "must be a table"),
         ({}, "has no type"),
-        ({"type": "obj", "bucket": "b"}, "type 'obj'; possible: fs, redis, s3 (use s3"),
+        ({"type": "obj", "bucket": "b"}, "type 'obj'; possible: fs, redis, s3, mooncake (use s3"),
         ({"type": "p2p"}, "type 'p2p'"),
         ({"type": "example"}, "type 'example'"),
-        ({"type": "MyTier", "module_path": "m"}, "type 'MyTier'; possible: fs, redis, s3, such as"),
+        ({"type": "MyTier", "module_path": "m"}, "type 'MyTier'; possible: fs, redis, s3, mooncake, such as"),
     ],
 )
 def test_a_tier_that_is_not_ours_is_refused_naming_what_is_possible(tier, part):

@@ -349,7 +349,8 @@ TEST_P(RemoteAttack, whatever_happens_to_the_server_no_byte_is_wrong_and_every_o
 }
 
 INSTANTIATE_TEST_SUITE_P(Kinds, RemoteAttack,
-                         ::testing::Values(RemoteKind{"mooncake", [] { return std::make_unique<MooncakeMedium>(); }},
+                         ::testing::Values(RemoteKind{"mooncake",
+                                                      [] { return std::make_unique<MooncakeMedium>(); }},
                                            RemoteKind{"redis", [] { return std::make_unique<RedisMedium>(); }}
 #ifdef KV_OFFLOAD_S3
                                            ,
