@@ -103,6 +103,20 @@ class TierSpec:
 
     write_policy: str  # through | on_evict | reuse:N | never; "through" until it is set
     encryption_key_files: list[str]  # 32 bytes each, read when it is opened; the first seals, all open
+    compress: str  # auto | none | zstd; "none" until it is set
+    elements: Sequence[str]  # bfloat16 | float16 | bytes, by position of the group; bytes where none is said
+
+def measure_codec() -> tuple[float, float]:
+    """Bytes per second that one core encodes and decodes, of numbers like K and V in bfloat16."""
+
+def codec_advice(
+    *,
+    encode_bytes_per_second: float,
+    decode_bytes_per_second: float,
+    read_bytes_per_second: float,
+    write_bytes_per_second: float,
+) -> str:
+    """What compress "auto" would do on such a tier, and why."""
 
 def sealing_key_ids(paths: list[str]) -> list[str]:
     """The id of each key, in hex. RuntimeError or ValueError: a file cannot be used, and what to change."""

@@ -260,6 +260,18 @@ def layer_holds_states(layer: Any, vllm_config: Any) -> bool:
     return isinstance(spec, MambaSpec) and spec.mamba_cache_mode == "align"
 
 
+def layer_element(layer: Any, vllm_config: Any) -> str:
+    """What a layer's cache is made of: "bfloat16" or "float16" where it is plainly that, else "bytes". Raises
+    what vLLM raises for odd layers."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    spec = layer.get_kv_cache_spec(vllm_config)
+    if not isinstance(spec, AttentionSpec) or getattr(spec, "kv_quant_mode", 0) != 0:
+        return "bytes"
+    name = str(spec.dtype).removeprefix("torch.")
+    return name if name in ("bfloat16", "float16") else "bytes"
+
+
 def block_hash_seed(algorithm: str) -> tuple[str, bool]:
     """(the seed of vLLM's block hashes in hex or as text, whether each process draws another one).
 

@@ -44,6 +44,7 @@ def worker_fingerprint(
         fingerprint["max_model_len"] = getattr(vllm_config.model_config, "max_model_len", 0)
         fingerprint["hash_algorithm"] = vllm_config.cache_config.prefix_caching_hash_algo
         fingerprint["windowed"] = _windowed(vllm_config, config)
+        fingerprint["elements"] = _elements(vllm_config, config)
     text = json.dumps(fingerprint, sort_keys=True, default=str)
     if len(text.encode()) > MAX_FINGERPRINT_BYTES:
         fingerprint["settings"] = {"digest": _digest(setting_text(fingerprint["settings"]))}
@@ -134,6 +135,19 @@ def _windowed(vllm_config: Any, config: Any) -> list[bool] | None:
         return None
 
 
+def _elements(vllm_config: Any, config: Any) -> list[str]:
+    """Per group position what its bytes are, for their codec; "bytes" where layers differ or do not say."""
+    try:
+        found = [
+            {compat.layer_element(layer, vllm_config) for layer in layers}
+            for layers in _layers(vllm_config, config)
+        ]
+    except Exception as error:
+        logger.debug("what the cache groups are made of is not known: %s", error)
+        return ["bytes"] * len(config.groups)
+    return [next(iter(names)) if len(names) == 1 else "bytes" for names in found]
+
+
 def groups_of_states(config: Any) -> list[bool]:
     """Per group position whether only the last block of each of its chunks is kept (a Mamba cache, "align").
 
@@ -177,6 +191,10 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
     merged["shards"] = _digest(setting_text([fingerprint["shard"] for fingerprint in ranks]))
     windowed = [fingerprint["windowed"] for fingerprint in ranks if fingerprint.get("windowed") is not None]
     merged["windowed"] = [any(flags) for flags in zip(*windowed, strict=True)] if windowed else None
+    elements = [fingerprint["elements"] for fingerprint in ranks if "elements" in fingerprint]
+    merged["elements"] = [
+        names[0] if len(set(names)) == 1 else "bytes" for names in zip(*elements, strict=True)
+    ]
     return merged
 
 

@@ -13,7 +13,7 @@ from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, Request
 from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
-from .watch import DivergenceWatch, HitWatch, Surroundings
+from .watch import CodecWatch, DivergenceWatch, HitWatch, Surroundings
 
 if TYPE_CHECKING:
     from kv_offload._core import Metrics, TieredCache
@@ -58,6 +58,7 @@ class KVOffloadManager(OffloadingManager):
         self._next_gauges = 0.0
         self._watch = HitWatch(metrics, ("cpu", *self._options.tiers), cache, self._options.surroundings)
         self._divergence = DivergenceWatch(cache, tuple(self._options.tiers))
+        self._codecs = CodecWatch(cache, tuple(self._options.tiers))
         self._live: dict[str, RequestState] = {}
         self._generation = 0
         self._closed = False
@@ -207,6 +208,7 @@ class KVOffloadManager(OffloadingManager):
             self._cache.publish_gauges()
             self._watch.look(now)
             self._divergence.look()
+            self._codecs.look()
         changes = self._metrics.drain()
         if not changes:
             return None

@@ -99,7 +99,9 @@ class KVOffloadSpec(OffloadingSpec):
             logger.warning(caution)
         windowed = merged["windowed"]
         metrics = _core.Metrics()
-        cache = self._make_cache(region, metrics, shard_bytes, merged, self._make_tiers(bounds, identity))
+        cache = self._make_cache(
+            region, metrics, shard_bytes, merged, self._make_tiers(bounds, identity, merged["elements"])
+        )
         parallel = self.config.parallel
         address = options.metrics_address(None, parallel.world_size, parallel.data_parallel_index)
         if address is not None:
@@ -189,12 +191,18 @@ class KVOffloadSpec(OffloadingSpec):
     def _tokens_per_chunk(self) -> list[int]:
         return [group.tokens_per_block * self.config.cache.blocks_per_chunk for group in self.config.groups]
 
-    def _make_tiers(self, bounds: Sequence[int | None], identity: NamespaceIdentity) -> "list[TierSpec]":
+    def _make_tiers(
+        self, bounds: Sequence[int | None], identity: NamespaceIdentity, elements: Sequence[str]
+    ) -> "list[TierSpec]":
+        """``elements``: what each group's bytes are."""
         options = self._options
-        return [
+        tiers = [
             tier.spec(name, bound, identity)
             for name, tier, bound in zip(options.tier_names(), options.secondary_tiers, bounds, strict=True)
         ]
+        for tier in tiers:
+            tier.elements = elements
+        return tiers
 
     def _make_cache(
         self,

@@ -61,6 +61,24 @@ class DivergenceWatch:
                 )
 
 
+class CodecWatch:
+    """Says what is decided on encoding a tier's records, when that changes."""
+
+    def __init__(self, cache: "TieredCache", tiers: Sequence[str]) -> None:
+        """``tiers``: their names, in the order of the cache's."""
+        self._cache = cache
+        self._encodes = dict.fromkeys(range(len(tiers)), False)
+        self._tiers = tiers
+
+    def look(self) -> None:
+        """Ask each tier."""
+        for position, before in self._encodes.items():
+            now = self._cache.tier_stats(position)
+            if now["encodes"] != before:
+                self._encodes[position] = now["encodes"]
+                logger.info("tier %s: encoding of records is %s", self._tiers[position], now["about_codec"])
+
+
 class HitWatch:
     """Checks the counters now and then, and warns once."""
 

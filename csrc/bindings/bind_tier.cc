@@ -3,6 +3,8 @@
 #include "bindings/bindings.h"
 #include "bindings/tier_spec.h"
 #include "cache/key_memory.h"
+#include "storage/idle_cores.h"
+#include "storage/measure_codec.h"
 
 namespace kv_offload::bindings {
 namespace {
@@ -21,7 +23,34 @@ std::string write_policy_text(const TierSlotOptions& slot) {
   return "unknown";
 }
 
+// As torch calls them.
+const char* name_of(Element element) {
+  switch (element) {
+    case Element::kBytes:
+      return "bytes";
+    case Element::kBf16:
+      return "bfloat16";
+    case Element::kFp16:
+      return "float16";
+  }
+  return "unknown";
+}
+
 }  // namespace
+
+RecordFormOptions TierSpec::form() const {
+  RecordFormOptions form{.keys = keys_from(encryption_key_files)};
+  if (compress == Compress::kNone) return form;
+  CompressionOptions options{.compress = compress, .elements = elements};
+  // Asked by I/O threads, one at a time: the choice holds its lock.
+  struct Cores {
+    SteadyClock clock;
+    IdleCores idle{clock};
+  };
+  options.idle_cores = [cores = std::make_shared<Cores>()] { return cores->idle.now(); };
+  form.compression = std::make_shared<CompressionChoice>(options);
+  return form;
+}
 
 TierSlotOptions write_policy_of(std::string_view write_policy) {
   constexpr std::string_view kReuse = "reuse:";
@@ -47,7 +76,45 @@ void bind_tier(py::module_& module) {
       .def_property(
           "write_policy", [](const TierSpec& self) { return write_policy_text(self.slot); },
           [](TierSpec& self, std::string_view text) { self.slot = write_policy_of(text); })
-      .def_readwrite("encryption_key_files", &TierSpec::encryption_key_files);
+      .def_readwrite("encryption_key_files", &TierSpec::encryption_key_files)
+      .def_property(
+          "compress", [](const TierSpec& self) { return to_string(self.compress); },
+          [](TierSpec& self, std::string_view text) {
+            self.compress = one_of<Compress>(
+                "compress", text,
+                {{"auto", Compress::kAuto}, {"none", Compress::kNone}, {"zstd", Compress::kZstd}});
+          })
+      .def_property(
+          "elements",
+          [](const TierSpec& self) {
+            std::vector<std::string> names;
+            for (const Element element : self.elements) names.emplace_back(name_of(element));
+            return names;
+          },
+          [](TierSpec& self, const std::vector<std::string>& names) {
+            std::vector<Element> elements;
+            for (const std::string& name : names) {
+              elements.push_back(one_of<Element>("elements", name,
+                                                 {{name_of(Element::kBytes), Element::kBytes},
+                                                  {name_of(Element::kBf16), Element::kBf16},
+                                                  {name_of(Element::kFp16), Element::kFp16}}));
+            }
+            self.elements = std::move(elements);
+          });
+  module.def(
+      "measure_codec",
+      [] {
+        const CodecSpeed speed = measure_codec();
+        return std::pair(speed.encode, speed.decode);
+      },
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "codec_advice",
+      [](double encode, double decode, double read, double write) {
+        return advice({encode, decode}, read, write);
+      },
+      py::kw_only(), py::arg("encode_bytes_per_second"), py::arg("decode_bytes_per_second"),
+      py::arg("read_bytes_per_second"), py::arg("write_bytes_per_second"));
   module.def(
       "sealing_key_ids",
       [](const std::vector<std::string>& paths) {

@@ -23,11 +23,13 @@ inline std::shared_ptr<const SealingKeys> keys_from(const std::vector<std::strin
 struct TierSpec {
   TierSlotOptions slot;
   std::vector<std::string> encryption_key_files;  // empty: not sealed
+  Compress compress = Compress::kNone;
+  std::vector<Element> elements;  // by position of the group
   virtual ~TierSpec() = default;
   // Without the GIL. Throws InvalidArgument or ResourceError.
   virtual std::unique_ptr<Tier> open() const = 0;
   // Reads the keys: throws as SealingKeys::from_files.
-  RecordFormOptions form() const { return {.keys = keys_from(encryption_key_files)}; }
+  RecordFormOptions form() const;
 };
 
 // "through", "on_evict", "reuse:N", "never"; InvalidArgument naming them.

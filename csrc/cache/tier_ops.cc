@@ -387,7 +387,28 @@ void TierOps::publish(TierSlot& slot, const TierStats& stats) {
         before.read_timeouts);
   count("kv_offload_failures_total", {slot.name, "write", "timeout"}, stats.write_timeouts,
         before.write_timeouts);
+  publish_codec(slot, stats);
   slot.published = stats;
+}
+
+void TierOps::publish_codec(const TierSlot& slot, const TierStats& stats) {
+  if (!stats.may_encode) return;
+  const TierStats& before = slot.published;
+  metrics_.set("kv_offload_codec_on", {slot.name}, stats.encodes ? 1 : 0);
+  if (stats.encoded_stored_bytes > 0) {
+    metrics_.set(
+        "kv_offload_codec_ratio", {slot.name},
+        static_cast<double>(stats.encoded_raw_bytes) / static_cast<double>(stats.encoded_stored_bytes));
+  }
+  const auto count = [&](std::string_view metric, Metrics::Labels labels, double now, double then) {
+    if (now > then) metrics_.add(metric, labels, now - then);
+  };
+  const auto saved = [](const TierStats& of) {
+    return static_cast<double>(of.encoded_raw_bytes - of.encoded_stored_bytes);
+  };
+  count("kv_offload_codec_saved_bytes_total", {slot.name}, saved(stats), saved(before));
+  count("kv_offload_codec_seconds_total", {slot.name, "write"}, stats.encode_seconds, before.encode_seconds);
+  count("kv_offload_codec_seconds_total", {slot.name, "read"}, stats.decode_seconds, before.decode_seconds);
 }
 
 }  // namespace kv_offload

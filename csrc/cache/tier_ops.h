@@ -167,6 +167,7 @@ class TierOps {
   void note_removal(const TierSlot& from, const TierRemoval& removal);
   bool drop_write(OpId op, std::string_view reason);  // false: it cannot be cancelled
   void publish(TierSlot& slot, const TierStats& stats);
+  void publish_codec(const TierSlot& slot, const TierStats& stats);
 
   const ChunkGroups& groups_;
   HostChunks& chunks_;

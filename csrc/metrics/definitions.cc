@@ -64,6 +64,17 @@ std::vector<MetricDefinition> make_definitions() {
             {"tier", "op"}),
       counter("kv_offload_io_ops_total", "Reads and writes of a tier that were direct or buffered.",
               {"tier", "mode"}),
+      gauge("kv_offload_codec_on", "1: the next record of a tier is encoded (compress); 0: it is raw.",
+            {"tier"}),
+      gauge(
+          "kv_offload_codec_ratio",
+          "Bytes of the records that were encoded over the bytes that they take on a tier, since the start.",
+          {"tier"}),
+      counter("kv_offload_codec_saved_bytes_total",
+              "Bytes that encoded records take less on a tier than raw ones.", {"tier"}),
+      counter("kv_offload_codec_seconds_total",
+              "Seconds of I/O threads that encoding records (write) and decoding them (read) took.",
+              {"tier", "op"}),
       counter("kv_offload_breaker_trips_total", "Times a tier was switched off for a while.", {"tier"}),
       counter(
           "kv_offload_decisions_total",

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/thread_annotations.h"
 #include "storage/payload_codec.h"
 #include "storage/tier.h"
@@ -38,6 +39,8 @@ struct CompressionOptions {
   CodecSpeed expected{1.2e9, 2.5e9};
   // How many cores nobody uses; asked at every decision. Null: enough.
   std::function<double()> idle_cores{};
+  // Who encodes and decodes measures by it. Outlives the choice. Null: a steady clock.
+  const Clock* clock = nullptr;
 };
 
 struct CompressionStats {
@@ -66,6 +69,7 @@ class CompressionChoice {
   explicit CompressionChoice(const CompressionOptions& options) : options_(options) {}
 
   Compress setting() const { return options_.compress; }
+  const Clock& clock() const { return options_.clock != nullptr ? *options_.clock : steady_; }
   Element element(std::uint32_t group) const {
     return group < options_.elements.size() ? options_.elements[group] : Element::kBytes;
   }
@@ -106,6 +110,7 @@ class CompressionChoice {
   Moved& of(OpKind kind) REQUIRES(mutex_) { return moved_[static_cast<std::size_t>(kind)]; }
 
   const CompressionOptions options_;
+  const SteadyClock steady_{};
   mutable Mutex mutex_;
   bool on_ GUARDED_BY(mutex_) = false;  // of kAuto
   unsigned ops_until_decision_ GUARDED_BY(mutex_) = 0;

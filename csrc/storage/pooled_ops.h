@@ -37,13 +37,14 @@ class ReadSpeed {
 
 struct PooledStore {
   PooledStore(std::unique_ptr<RecordStore> record_store, const PooledTierOptions& options)
-      : store(std::move(record_store)) {
+      : store(std::move(record_store)), compression(options.form.compression) {
     if (store->catalogue() == nullptr)
       learnt.emplace(clock_of(options), options.absent_for, options.most_keys);
   }
   const std::unique_ptr<RecordStore> store;
-  std::optional<PresenceCache> learnt;  // none: the store keeps a catalogue
-  Breaker breakers[2];                  // by lane
+  const std::shared_ptr<CompressionChoice> compression;  // null: records are never encoded
+  std::optional<PresenceCache> learnt;                   // none: the store keeps a catalogue
+  Breaker breakers[2];                                   // by lane
   std::atomic<bool> maintaining{false};
   std::atomic<std::uint64_t> read_bytes_waiting{0};
   mutable Mutex mutex;
@@ -54,6 +55,8 @@ struct PooledStore {
   Catalogue& catalogue() { return learnt ? static_cast<Catalogue&>(*learnt) : *store->catalogue(); }
 
   void complete(Completion completion) EXCLUDES(mutex) {
+    if (compression && completion.status)
+      compression->moved(completion.kind, completion.bytes, completion.seconds);
     const MutexLock lock(mutex);
     if (completion.kind == OpKind::kRead && completion.status && completion.seconds > 0) {
       speed.add(completion.bytes, completion.seconds);

@@ -60,6 +60,9 @@ class PooledTier final : public Tier {
   void used(const TierUses& uses) override { shared_->catalogue().used(uses); }
   Status reset() override;
   TierStats stats() const override;
+  std::string about_codec() const override {
+    return shared_->compression ? shared_->compression->reason() : std::string();
+  }
   void close() override;
   double estimate_read_seconds(std::uint64_t bytes) const override;
 
@@ -309,6 +312,15 @@ TierStats PooledTier::stats() const {
   stats.readable = takes(Lane::kRead);
   stats.writable = takes(Lane::kWrite) && shared_->store->epoch() != nullptr;
   for (const Breaker& breaker : shared_->breakers) stats.breaker_trips += breaker.trips();
+  if (const CompressionChoice* choice = shared_->compression.get()) {
+    const CompressionStats codec = choice->stats();
+    stats.may_encode = choice->setting() != Compress::kNone;
+    stats.encodes = codec.on;
+    stats.encode_seconds = codec.encode_seconds;
+    stats.decode_seconds = codec.decode_seconds;
+    stats.encoded_raw_bytes = codec.encoded_raw_bytes;
+    stats.encoded_stored_bytes = codec.encoded_stored_bytes;
+  }
   return stats;
 }
 

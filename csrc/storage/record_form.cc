@@ -37,31 +37,33 @@ void RecordForm::give_back(std::unique_ptr<HugeBuffer> buffer) {
 
 OutgoingRecord::OutgoingRecord(RecordForm& form, const NamespaceId& namespace_id, const TierOp& op)
     : form_(form), op_(op), header_(make_header(namespace_id, op.key, op.group, op.shards)) {
-  header_.element = form.element();
+  if (form.compression() != nullptr) header_.element = form.compression()->element(op.group);
   zero_padding(op.shards);
 }
 
-bool OutgoingRecord::take_buffer() {
-  if (!buffer_) {
-    const std::uint64_t most = std::max(
-        header_.payload_bytes,
-        form_.codec() == Codec::kRaw ? 0 : PayloadCodec::encoded_bytes_at_most(op_.shards) + kPageBytes);
-    buffer_ = form_.take_buffer(kRecordHeaderBytes + most);
-  }
+bool OutgoingRecord::take_buffer(std::uint64_t payload_bytes) {
+  if (!buffer_) buffer_ = form_.take_buffer(kRecordHeaderBytes + payload_bytes);
   return buffer_ != nullptr;
 }
 
 Status OutgoingRecord::encode() {
-  if (form_.codec() == Codec::kRaw || header_.payload_bytes <= kPageBytes) return Status::ok();
-  if (!take_buffer()) return Status::ok();  // raw, then
+  CompressionChoice* choice = form_.compression();
+  if (choice == nullptr || header_.payload_bytes <= kPageBytes || !choice->next_is_encoded(op_.group))
+    return Status::ok();
+  // What cannot be encoded is stored raw: without memory, too.
+  const std::uint64_t room = PayloadCodec::encoded_bytes_at_most(op_.shards) + kPageBytes;
+  if (!take_buffer(std::max(header_.payload_bytes, room))) return Status::ok();
   std::uint64_t bytes = 0;
   const std::span<std::byte> out(buffer_->data() + kRecordHeaderBytes, buffer_->size() - kRecordHeaderBytes);
-  if (Status status = form_.payload_codec().encode(op_.shards, header_.element, out, &bytes); !status)
-    return status;
+  const Nanos began = choice->clock().now();
+  if (!form_.payload_codec().encode(op_.shards, header_.element, out, &bytes)) return Status::ok();
+  const double seconds = to_seconds(choice->clock().now() - began);
   const std::uint64_t pages = round_up(bytes, kPageBytes);
-  if (bytes == 0 || pages >= header_.payload_bytes) return Status::ok();
+  const bool gains = bytes != 0 && pages < header_.payload_bytes;
+  choice->encoded(op_.group, header_.payload_bytes, gains ? pages : header_.payload_bytes, seconds);
+  if (!gains) return Status::ok();
   std::memset(out.data() + bytes, 0, pages - bytes);
-  header_.codec = form_.codec();
+  header_.codec = Codec::kSplitZstd;
   header_.stored_bytes = bytes;
   return Status::ok();
 }
@@ -112,7 +114,7 @@ Status OutgoingRecord::finish() {
     for (const Shard& shard : op_.shards) pieces_.emplace_back(padded(shard));
     return Status::ok();
   }
-  if (!take_buffer()) return no_buffer();
+  if (!take_buffer(header_.payload_bytes)) return no_buffer();
   if (Status status = seal_into_buffer(); !status) return status;
   encode_header(header_, {buffer_->data(), kRecordHeaderBytes});
   pieces_.emplace_back(buffer_->data(), bytes());

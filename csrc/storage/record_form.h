@@ -24,6 +24,7 @@
 #include "base/aligned_buffer.h"
 #include "base/status.h"
 #include "base/thread_annotations.h"
+#include "storage/compression_choice.h"
 #include "storage/huge_buffer.h"
 #include "storage/record.h"
 #include "storage/sealing.h"
@@ -32,9 +33,8 @@
 namespace kv_offload {
 
 struct RecordFormOptions {
-  Codec codec = Codec::kRaw;  // where it gains
-  Element element = Element::kBytes;
-  std::shared_ptr<const SealingKeys> keys = {};  // null: not sealed
+  std::shared_ptr<CompressionChoice> compression = {};  // null: raw
+  std::shared_ptr<const SealingKeys> keys = {};         // null: not sealed
 };
 
 // Any thread.
@@ -46,8 +46,7 @@ class RecordForm {
   explicit RecordForm(const RecordFormOptions& options) : options_(options) {}
 
   const SealingKeys* keys() const { return options_.keys.get(); }
-  Codec codec() const { return options_.codec; }
-  Element element() const { return options_.element; }
+  CompressionChoice* compression() const { return options_.compression.get(); }
   PayloadCodec& payload_codec() { return payload_codec_; }
   // Null: there is no memory.
   std::unique_ptr<HugeBuffer> take_buffer(std::uint64_t bytes) EXCLUDES(mutex_);
@@ -69,7 +68,7 @@ class OutgoingRecord {
   OutgoingRecord(const OutgoingRecord&) = delete;
   OutgoingRecord& operator=(const OutgoingRecord&) = delete;
 
-  // First: what takes the codec. From here on bytes() is what it will take.
+  // First: the codec, where the form has chosen it and it gains. From here on bytes() is what it will take.
   Status encode();
   std::uint64_t bytes() const { return header_.record_bytes(); }
   std::uint64_t payload_bytes() const { return header_.payload_bytes; }  // raw
@@ -82,7 +81,7 @@ class OutgoingRecord {
   const std::vector<std::span<const std::byte>>& pieces() const { return pieces_; }
 
  private:
-  bool take_buffer();
+  bool take_buffer(std::uint64_t payload_bytes);
   Status seal_into_buffer();
 
   RecordForm& form_;

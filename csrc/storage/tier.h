@@ -108,6 +108,10 @@ struct TierStats {
   std::uint64_t breaker_trips = 0;
   // Ops that ran for longer than the tier allows, each once, ended since or not.
   std::uint64_t read_timeouts = 0, write_timeouts = 0;
+  // Of a tier that may encode its records (compression_choice.h); totals.
+  bool may_encode = false, encodes = false;  // ever; the next one
+  double encode_seconds = 0, decode_seconds = 0;
+  std::uint64_t encoded_raw_bytes = 0, encoded_stored_bytes = 0;  // records that were encoded: before, after
 };
 
 class Tier {
@@ -148,6 +152,8 @@ class Tier {
   // able to: it then has nothing more for this process.
   virtual Status reset() = 0;
   virtual TierStats stats() const = 0;
+  // Whether records are encoded now, and why: a text for people. Empty: they never are.
+  virtual std::string about_codec() const { return {}; }
   // Refuse new ops, cancel what is queued, finish what runs, join. Idempotent;
   // poll() still hands out what completed. A thread that does not come back in
   // a bounded time (a hung mount) is let go, with shared ownership of all of the

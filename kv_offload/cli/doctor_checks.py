@@ -105,7 +105,10 @@ def place(tier: TierConfig) -> list[Check]:
 def speed(tier: TierConfig, total_bytes: int) -> list[Check]:
     """Its speed without vLLM; nothing where it cannot be measured."""
     answer = tier.measure(total_bytes)
-    return [] if answer is None else [Check(tier.label(), answer.state, answer.text, answer.figures)]
+    if answer is None:
+        return []
+    answers = [answer, *tier.measured(answer.figures or {})]
+    return [Check(tier.label(), each.state, each.text, each.figures) for each in answers]
 
 
 def copy_speed(threads: int, total_bytes: int) -> Check:

@@ -232,6 +232,10 @@ class TierConfig(BaseModel):
         """Its speed, measured by writing and reading so many bytes beside its records; None: not possible."""
         return None
 
+    def measured(self, figures: Mapping[str, Any]) -> list[Answer]:
+        """What follows from the ``figures`` of ``measure`` for its settings."""
+        return []
+
     def raw_speed(self, total_bytes: int) -> Mapping[str, Any] | None:
         """{write,read}_bytes_per_second of the same place without the core, to compare ``measure`` with."""
         return None

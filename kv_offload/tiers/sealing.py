@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from kv_offload.tiers.base import Answer, TierConfig
+from kv_offload.tiers.base import Answer
+from kv_offload.tiers.compression import CompressedTierConfig
 
 if TYPE_CHECKING:
     from kv_offload._core import TierSpec
@@ -39,7 +40,7 @@ def key_ids(paths: tuple[str, ...]) -> list[str]:
         raise ValueError(str(error)) from None
 
 
-class SealedTierConfig(TierConfig):
+class SealedTierConfig(CompressedTierConfig):
     """A tier whose records are encrypted and named by keyed digests if ``encryption_key_file`` is given."""
 
     encryption_key_file: Annotated[_Keys | None, BeforeValidator(_paths)] = Field(

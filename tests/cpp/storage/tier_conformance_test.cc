@@ -7,6 +7,7 @@
 #include <random>
 
 #include "storage/breaker.h"
+#include "storage/encoded_medium.h"
 #include "storage/io_pool.h"
 #include "storage/sealed_medium.h"
 #include "with_threads.h"
@@ -384,6 +385,14 @@ Kind sealed(std::string name) {
   return {std::move(name), [] { return std::make_unique<SealedMedium>(std::make_unique<OneMedium>()); }};
 }
 
+template <typename OneMedium>
+Kind encoded(std::string name) {
+  return {std::move(name), [] { return std::make_unique<EncodedMedium>(std::make_unique<OneMedium>()); }};
+}
+
+INSTANTIATE_TEST_SUITE_P(EncodedKinds, TierConformance,
+                         ::testing::Values(encoded<FsMedium>("fs"), encoded<MemoryMedium>("memory")),
+                         [](const auto& info) { return info.param.name; });
 INSTANTIATE_TEST_SUITE_P(Kinds, TierConformance,
                          ::testing::Values(kind<FsMedium>("fs"), kind<MemoryMedium>("memory"),
                                            kind<RedisMedium>("redis")

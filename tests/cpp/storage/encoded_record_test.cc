@@ -1,0 +1,244 @@
+// Records that are encoded, from the shards of an op to the bytes of a store and back.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <random>
+
+#include "storage/encoded_medium.h"
+#include "storage/numbers_for_tests.h"
+#include "storage/record_form.h"
+#include "storage/sealed_medium.h"
+#include "storage/tier_conformance.h"
+#include "storage/tier_driver.h"
+#include "with_threads.h"
+
+namespace kv_offload {
+namespace {
+
+using testing::always_encoded;
+using testing::Bytes;
+using testing::key_of;
+using testing::Payload;
+using testing::Row;
+using testing::ShardSizes;
+using ::testing::StartsWith;
+
+const ShardSizes kSizes = {150000, 0, 4096, 70001};
+constexpr std::size_t kPadded = 151552 + 4096 + 73728;
+
+NamespaceId space() {
+  NamespaceId id;
+  id.fill(1);
+  return id;
+}
+
+TierOp op_of(const Row& row, std::uint32_t group = 0) {
+  TierOp op;
+  op.key = key_of(1);
+  op.group = group;
+  op.shards = row.shards();
+  return op;
+}
+
+void fill(const Row& row, Payload kind) {
+  std::size_t seed = 0;
+  for (const Shard& shard : row.shards()) {
+    const Bytes bytes =
+        testing::make_payload(kind, Element::kBf16, shard.size(), static_cast<unsigned>(++seed));
+    std::copy(bytes.begin(), bytes.end(), shard.begin());
+  }
+}
+
+bool same(const Row& left, const Row& right) {
+  const auto ours = left.shards(), theirs = right.shards();
+  for (std::size_t i = 0; i < ours.size(); ++i) {
+    // With what pads them: all of it is part of the row.
+    const std::size_t padded = round_up(ours[i].size(), kPageBytes);
+    if (!std::equal(ours[i].data(), ours[i].data() + padded, theirs[i].data())) return false;
+  }
+  return true;
+}
+
+Bytes written(RecordForm& form, const TierOp& op) {
+  OutgoingRecord record(form, space(), op);
+  EXPECT_TRUE(record.encode());
+  EXPECT_TRUE(record.finish());
+  Bytes bytes;
+  for (const auto& piece : record.pieces()) bytes.insert(bytes.end(), piece.begin(), piece.end());
+  EXPECT_EQ(bytes.size(), record.bytes());
+  return bytes;
+}
+
+Status read(RecordForm& form, const TierOp& op, const Bytes& bytes) {
+  IncomingRecord record(form, space(), op);
+  if (Status status = record.check_length(bytes.size()); !status) return status;
+  std::span<const std::byte> from(bytes);
+  for (const auto& place : record.pieces()) {
+    const std::size_t part = std::min(place.size(), from.size());
+    std::copy_n(from.begin(), part, place.begin());
+    from = from.subspan(part);
+  }
+  return record.open(bytes.size());
+}
+
+void make_sums_right(Bytes* bytes) {
+  std::uint64_t checksum =
+      XXH3_64bits(bytes->data() + kRecordHeaderBytes, bytes->size() - kRecordHeaderBytes);
+  std::memcpy(bytes->data() + 120, &checksum, 8);
+  checksum = XXH3_64bits(bytes->data(), kRecordHeaderBytes - 8);
+  std::memcpy(bytes->data() + kRecordHeaderBytes - 8, &checksum, 8);
+}
+
+RecordHeader header_of(const Bytes& bytes) {
+  RecordHeader header;
+  EXPECT_TRUE(decode_header({bytes.data(), kRecordHeaderBytes}, &header));
+  return header;
+}
+
+class EncodedRecord : public ::testing::Test {
+ protected:
+  EncodedRecord() { fill(row_, Payload::kKv); }
+  std::shared_ptr<CompressionChoice> choice_ = always_encoded(Element::kBf16);
+  RecordForm form_{{.compression = choice_}}, plain_{{}};
+  Row row_{kSizes}, other_{kSizes};
+};
+
+TEST_F(EncodedRecord, is_smaller_and_comes_back) {
+  const Bytes bytes = written(form_, op_of(row_));
+  EXPECT_LT(bytes.size(), kRecordHeaderBytes + kPadded * 3 / 4);
+  EXPECT_EQ(bytes.size() % kPageBytes, 0U);
+  const RecordHeader header = header_of(bytes);
+  EXPECT_EQ(header.codec, Codec::kSplitZstd);
+  EXPECT_EQ(header.element, Element::kBf16);
+  EXPECT_EQ(header.payload_bytes, kPadded);
+  ASSERT_TRUE(read(form_, op_of(other_), bytes));
+  EXPECT_TRUE(same(other_, row_));
+  const CompressionStats stats = choice_->stats();
+  EXPECT_EQ(stats.encoded_raw_bytes, kPadded);
+  EXPECT_EQ(stats.encoded_stored_bytes, bytes.size() - kRecordHeaderBytes);
+}
+
+TEST_F(EncodedRecord, who_encodes_nothing_reads_it_too) {
+  ASSERT_TRUE(read(plain_, op_of(other_), written(form_, op_of(row_))));
+  EXPECT_TRUE(same(other_, row_));
+}
+
+TEST_F(EncodedRecord, raw_records_are_read_by_who_encodes) {
+  ASSERT_TRUE(read(form_, op_of(other_), written(plain_, op_of(row_))));
+  EXPECT_TRUE(same(other_, row_));
+}
+
+TEST_F(EncodedRecord, what_gains_nothing_lies_raw_and_in_place) {
+  fill(row_, Payload::kNoise);
+  const TierOp op = op_of(row_);
+  OutgoingRecord record(form_, space(), op);
+  ASSERT_TRUE(record.encode());
+  EXPECT_TRUE(record.in_place());
+  EXPECT_EQ(record.bytes(), kRecordHeaderBytes + kPadded);
+  EXPECT_EQ(choice_->stats().encoded_raw_bytes, 0U);
+}
+
+TEST_F(EncodedRecord, the_choice_is_asked_for_the_group) {
+  RecordForm by_choice({.compression = std::make_shared<CompressionChoice>(
+                            CompressionOptions{.compress = Compress::kAuto, .elements = {Element::kBf16}})});
+  EXPECT_EQ(header_of(written(by_choice, op_of(row_))).codec, Codec::kRaw) << "nothing was measured yet";
+  EXPECT_EQ(header_of(written(form_, op_of(row_, 1))).element, Element::kBytes)
+      << "nothing was said of group 1";
+}
+
+TEST_F(EncodedRecord, damage_is_found) {
+  const Bytes good = written(form_, op_of(row_));
+  for (const std::size_t size : {kRecordHeaderBytes, good.size() - kPageBytes, good.size() + kPageBytes}) {
+    Bytes bad = good;
+    bad.resize(size);
+    EXPECT_EQ(read(form_, op_of(other_), bad).kind(), StatusKind::kCorrupt) << size;
+  }
+  std::mt19937 random(5);
+  for (int round = 0; round < 100; ++round) {
+    Bytes bad = good;
+    const std::size_t at = random() % bad.size();
+    bad[at] ^= static_cast<std::byte>(1U << random() % 8);
+    // A flipped bit of its version makes it another release's.
+    const StatusKind expected = at >= 8 && at < 12 ? StatusKind::kNotFound : StatusKind::kCorrupt;
+    ASSERT_EQ(read(form_, op_of(other_), bad).kind(), expected) << "byte " << at;
+  }
+}
+
+// Wrong bytes under right checksums are what the codec itself must stand.
+TEST_F(EncodedRecord, a_forged_payload_never_reaches_beyond_the_shards) {
+  const Bytes good = written(form_, op_of(row_));
+  std::mt19937 random(6);
+  int corrupt = 0;
+  for (int round = 0; round < 100; ++round) {
+    Bytes bad = good;
+    for (int flips = 0; flips < 3; ++flips) {
+      bad[kRecordHeaderBytes + random() % (bad.size() - kRecordHeaderBytes)] ^=
+          static_cast<std::byte>(1 + random() % 255);
+    }
+    make_sums_right(&bad);
+    const Status status = read(form_, op_of(other_), bad);
+    ASSERT_TRUE(status || status.kind() == StatusKind::kCorrupt) << status.to_string();
+    corrupt += status ? 0 : 1;
+  }
+  EXPECT_GT(corrupt, 0);
+  Bytes bad = good;
+  std::fill_n(bad.begin() + kRecordHeaderBytes, 4, std::byte{0xFF});
+  make_sums_right(&bad);
+  EXPECT_EQ(read(form_, op_of(other_), bad).kind(), StatusKind::kCorrupt);
+}
+
+#ifdef KV_OFFLOAD_SEALING
+TEST_F(EncodedRecord, may_be_sealed_as_well) {
+  RecordForm sealing({.compression = choice_, .keys = testing::keys_of({1})});
+  const Bytes bytes = written(sealing, op_of(row_));
+  EXPECT_EQ(header_of(bytes).codec, Codec::kSplitZstd);
+  EXPECT_LT(bytes.size(), kRecordHeaderBytes + kPadded * 3 / 4);
+  ASSERT_TRUE(read(sealing, op_of(other_), bytes));
+  EXPECT_TRUE(same(other_, row_));
+  Bytes bad = bytes;
+  bad[kRecordHeaderBytes + 5000] ^= std::byte{1};
+  make_sums_right(&bad);
+  EXPECT_EQ(read(sealing, op_of(other_), bad).kind(), StatusKind::kCorrupt);
+}
+#endif
+
+// What a tier reserves and counts is what lies there.
+TEST(EncodedTier, space_is_taken_for_what_is_stored) {
+  testing::FsMedium medium;
+  PooledTierOptions options;
+  options.name = "fs";
+  options.form.compression = always_encoded();
+  testing::TierDriver user(medium.open(options));
+  user.wait_for_scan();
+  constexpr std::uint64_t kRaw = 64 * kPageBytes;
+  ASSERT_TRUE(user.write(1, {kRaw}));
+  const TierStats stats = user.tier().stats();
+  EXPECT_LT(stats.bytes, kRaw);
+  EXPECT_TRUE(stats.may_encode);
+  EXPECT_TRUE(stats.encodes);
+  EXPECT_EQ(stats.encoded_raw_bytes, kRaw);
+  EXPECT_LT(stats.encoded_stored_bytes, kRaw / 3);
+  EXPECT_TRUE(user.read(1, {kRaw}));
+  EXPECT_EQ(user.tier().about_codec(), "on: compress is zstd");
+}
+
+TEST(EncodedTier, its_ops_tell_the_choice_how_fast_it_is) {
+  testing::MemoryMedium medium;
+  PooledTierOptions options;
+  options.name = "memory";
+  options.form.compression = std::make_shared<CompressionChoice>(
+      CompressionOptions{.compress = Compress::kAuto, .elements = {Element::kBf16}});
+  testing::TierDriver user(medium.open(options));
+  EXPECT_THAT(user.tier().about_codec(), StartsWith("off: too little"));
+  for (std::uint32_t i = 0; i < CompressionChoice::kOpsToKnow; ++i) {
+    ASSERT_TRUE(user.write(i));
+    ASSERT_TRUE(user.read(i));
+  }
+  user.poll();
+  EXPECT_THAT(user.tier().about_codec(), ::testing::HasSubstr(": a read of 1 MiB takes "));
+}
+
+}  // namespace
+}  // namespace kv_offload
