@@ -74,11 +74,7 @@ class KeysOfDigests {
 class SealedNames final : public Tier {
  public:
   SealedNames(std::unique_ptr<Tier> tier, const SealingKeys& keys, const NamespaceId& namespace_id)
-      : ways_(keys.size()),
-        table_(kMostDigests),
-        macs_(kMostDigests * keys.size()),
-        remembered_(kMostDigests),
-        tier_(std::move(tier)) {
+      : ways_(keys.size()), tier_(std::move(tier)) {
     for (std::size_t i = 0; i < ways_; ++i)
       digests_.push_back(std::make_unique<NameDigest>(keys, i, namespace_id));
   }
@@ -100,44 +96,19 @@ class SealedNames final : public Tier {
   }
 
  private:
-  static std::size_t place(ChunkId id) { return (id >> 1) % kMostDigests; }
-  std::size_t place_of(const ChunkKey& key) const;
-  ChunkKey digest_of(const ChunkKey& key, std::size_t way) const {
-    return named(macs_[place_of(key) * ways_ + way], key);
-  }
+  static std::size_t place(ChunkId id) { return (id >> 1) % kMostKnown; }
+  ChunkKey digest_of(const ChunkKey& key, std::size_t way) const { return digests_[way]->of(key); }
   // The first under which it is present; the first of all when none is.
   std::size_t way_of(const ChunkKey& key) const;
-  void remember(const ChunkKey& key, std::size_t way) const {
-    std::uint8_t& done = remembered_[place_of(key)];
-    if ((done >> way & 1) != 0) return;
-    done |= static_cast<std::uint8_t>(1u << way);
-    keys_.remember(digest_of(key, way), key);
-  }
-  EntryInfo translated(const ChunkKey& key, EntryInfo about, std::size_t way) const;
+  EntryInfo translated(const ChunkKey& key, EntryInfo about, std::size_t way);
 
   const std::size_t ways_;
-  std::vector<std::unique_ptr<NameDigest>> digests_;
-  // By chunk_id() of the key, each key in the one place that it may be in, with its MACs under all our keys.
-  mutable LazyTable<ChunkKey> table_;
-  mutable LazyTable<Mac> macs_;
-  mutable LazyTable<std::uint8_t> remembered_;  // of each place: under which of our keys keys_ has it
-  static_assert(SealingKeys::kMostKeys <= 8);
-  mutable KeysOfDigests keys_;
+  std::vector<std::unique_ptr<NameDigest>> digests_;  // one for each key
+  LazyTable<ChunkKey> known_{kMostKnown};  // by chunk_id(), each in the one place that it may be in
+  KeysOfDigests keys_;
   std::unordered_map<OpId, ChunkKey> in_flight_;
   const std::unique_ptr<Tier> tier_;
 };
-
-std::size_t SealedNames::place_of(const ChunkKey& key) const {
-  const std::size_t at = place(chunk_id(key));
-  if (table_[at] == key) return at;
-  for (std::size_t i = 0; i < ways_; ++i) {
-    const ChunkKey digest = digests_[i]->of(key);
-    std::memcpy(macs_[at * ways_ + i].data(), digest.bytes().data(), kMacBytes);
-  }
-  table_[at] = key;
-  remembered_[at] = 0;
-  return at;
-}
 
 std::size_t SealedNames::way_of(const ChunkKey& key) const {
   for (std::size_t i = 0; i < ways_ && ways_ > 1; ++i) {
@@ -146,14 +117,15 @@ std::size_t SealedNames::way_of(const ChunkKey& key) const {
   return 0;
 }
 
-// The parent's digest is known while its key is: chunks of a prompt are looked up together.
-EntryInfo SealedNames::translated(const ChunkKey& key, EntryInfo about, std::size_t way) const {
+// Of the chunk before it a policy has the id alone: its key is known when it was written, read or used
+// lately, as it is where both are of one prompt.
+EntryInfo SealedNames::translated(const ChunkKey& key, EntryInfo about, std::size_t way) {
+  known_[place(chunk_id(key))] = key;
   about.id = chunk_id(digest_of(key, way));
   if (about.parent == 0) return about;
-  const std::size_t at = place(about.parent);
-  const ChunkKey& parent = table_[at];
+  const ChunkKey& parent = known_[place(about.parent)];
   const bool known = parent.size() > 0 && chunk_id(parent) == about.parent;
-  about.parent = known ? chunk_id(named(macs_[at * ways_ + way], parent)) : 0;
+  about.parent = known ? chunk_id(digest_of(parent, way)) : 0;
   return about;
 }
 
@@ -163,10 +135,10 @@ void SealedNames::submit(std::vector<TierOp> ops) {
   for (TierOp& op : ops) {
     const ChunkKey key = op.key;
     const std::size_t way = op.kind == OpKind::kRead ? way_of(key) : 0;
-    remember(key, way);
     begun.emplace_back(op.id, key);
     op.about = translated(key, op.about, way);
     op.key = digest_of(key, way);
+    keys_.remember(op.key, key);
   }
   tier_->submit(std::move(ops));  // throws, or takes all of them
   for (auto& [id, key] : begun) in_flight_.insert_or_assign(id, key);
@@ -202,10 +174,7 @@ Presence SealedNames::contains(const ChunkKey& key) const {
   Presence all = Presence::kAbsent;
   for (std::size_t i = 0; i < ways_; ++i) {
     const Presence one = tier_->contains(digest_of(key, i));
-    if (one == Presence::kPresent) {
-      remember(key, i);
-      return one;
-    }
+    if (one == Presence::kPresent) return one;
     if (one == Presence::kUnknown || all == Presence::kAbsent) all = one;
   }
   return all;
@@ -239,30 +208,31 @@ void SealedNames::used(const TierUses& uses) {
 NameDigest::NameDigest(const SealingKeys& keys, std::size_t which, const NamespaceId& namespace_id)
     : context_(EVP_CIPHER_CTX_new()) {
   SealingKeys::Derived key = keys.name_key(which, namespace_id);
-  const unsigned char start[kMacBytes] = {};
   const bool ok = context_ != nullptr &&
-                  EVP_EncryptInit_ex(context_, EVP_aes_256_cbc(), nullptr, key.data(), start) == 1 &&
+                  EVP_EncryptInit_ex(context_, EVP_aes_256_ecb(), nullptr, key.data(), nullptr) == 1 &&
                   EVP_CIPHER_CTX_set_padding(context_, 0) == 1;
   OPENSSL_cleanse(key.data(), key.size());
   if (ok) return;
   EVP_CIPHER_CTX_free(context_);
-  throw_resource("OpenSSL gives no AES-256-CBC");
+  throw_resource("OpenSSL gives no AES-256");
 }
 NameDigest::~NameDigest() { EVP_CIPHER_CTX_free(context_); }
 
+// The chain of CBC by single blocks: to begin OpenSSL's own chain anew takes longer than all of this.
 ChunkKey NameDigest::of(const ChunkKey& key) const {
-  unsigned char text[3 * kMacBytes] = {}, sealed[sizeof(text)];
+  unsigned char text[3 * kMacBytes] = {}, block[kMacBytes] = {};
   static_assert(sizeof(text) == 1 + ChunkKey::kMaxBytes);
-  const unsigned char start[kMacBytes] = {};
   text[0] = static_cast<unsigned char>(key.size());
   std::memcpy(text + 1, key.bytes().data(), key.size());
-  int length = 0;
-  // Neither fails: nothing is allocated, and the text is whole blocks.
-  const bool ok = EVP_EncryptInit_ex(context_, nullptr, nullptr, nullptr, start) == 1 &&
-                  EVP_EncryptUpdate(context_, sealed, &length, text, sizeof(text)) == 1;
-  if (!ok || length != sizeof(text)) throw_resource("OpenSSL encrypts no name");
+  for (std::size_t at = 0; at < sizeof(text); at += kMacBytes) {
+    for (std::size_t i = 0; i < kMacBytes; ++i) block[i] ^= text[at + i];
+    int length = 0;
+    // Does not fail: nothing is allocated, and it is a whole block.
+    if (EVP_EncryptUpdate(context_, block, &length, block, kMacBytes) != 1 || length != kMacBytes)
+      throw_resource("OpenSSL encrypts no name");
+  }
   Mac mac;
-  std::memcpy(mac.data(), sealed + sizeof(text) - kMacBytes, kMacBytes);
+  std::memcpy(mac.data(), block, kMacBytes);
   return named(mac, key);
 }
 

@@ -57,7 +57,7 @@ LIBRARIES = {
     "xxhash": (r"xxhash", r"(storage|memory)/.*"),
     "zstd": (r"zstd", r"storage/payload_codec\.cc"),
     "libvalkey": (r"valkey/", r"storage/redis/(connection|tls)\.cc"),
-    "OpenSSL": (r"openssl/", r"storage/(redis/tls|s3/signature)\.cc"),
+    "OpenSSL": (r"openssl/", r"storage/(redis/tls|s3/signature|sealing|sealed_names)\.cc"),
     "libcurl": (r"curl/", r"nowhere: it is loaded where it is used, and a build has none of its headers"),
 }
 

@@ -136,7 +136,7 @@ def test_a_build_that_must_have_tls_stops_without_openssl(sdist, tmp_path):
     )
 
 
-def test_a_build_that_must_have_the_s3_tier_stops_without_openssl(sdist, tmp_path):
+def test_a_build_that_must_have_the_s3_tier_or_seal_records_stops_without_openssl(sdist, tmp_path):
     options = [f"-DKV_OFFLOAD_LIBVALKEY={path}" for path in REPOSITORY.glob(".cache/libvalkey-*.tar.gz")]
     options += ["-DCMAKE_DISABLE_FIND_PACKAGE_OpenSSL=ON", "-DKV_OFFLOAD_TLS=AUTO"]
     refused = configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_S3=ON")
@@ -144,6 +144,10 @@ def test_a_build_that_must_have_the_s3_tier_stops_without_openssl(sdist, tmp_pat
     assert "KV_OFFLOAD_S3=ON but OpenSSL" in refused.stderr
     without = configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_S3=AUTO")
     assert "there is no s3 tier" in without.stdout
+    assert "Without OpenSSL records cannot be encrypted" in without.stdout
+    refused = configured(sdist, tmp_path, *options, "-DKV_OFFLOAD_SEALING=ON")
+    assert refused.returncode != 0
+    assert "KV_OFFLOAD_SEALING=ON but OpenSSL" in refused.stderr
 
 
 def test_an_archive_that_is_not_libvalkey_is_refused_and_not_kept(sdist, tmp_path):
@@ -161,6 +165,7 @@ def test_releases_are_built_with_the_cuda_copier_tls_and_s3_for_manylinux_2_28()
     assert settings["config-settings"]["cmake.define.KV_OFFLOAD_CUDA"] == "ON"
     assert settings["config-settings"]["cmake.define.KV_OFFLOAD_TLS"] == "ON"
     assert settings["config-settings"]["cmake.define.KV_OFFLOAD_S3"] == "ON"
+    assert settings["config-settings"]["cmake.define.KV_OFFLOAD_SEALING"] == "ON"
     assert "KV_OFFLOAD_S3=ON" in (REPOSITORY / ".ci/wheel").read_text()
     assert "openssl-devel" in settings["linux"]["before-all"]
     assert "manylinux2_28" in settings["linux"]["manylinux-x86_64-image"]

@@ -142,6 +142,20 @@ TEST(CompressionChoice, does_not_switch_to_and_fro) {
   }
 }
 
+TEST(CompressionChoice, between_its_thresholds_it_stays_as_it_is) {
+  constexpr double kBetween = 634e6;  // encoded, 1.06 times as fast
+  Simulated was_on, was_off;
+  was_on.read_speed = was_on.write_speed = 300e6;
+  was_on.use(100);
+  ASSERT_TRUE(was_on.on());
+  for (Simulated* tier : {&was_on, &was_off}) {
+    tier->read_speed = tier->write_speed = kBetween;
+    tier->use(500);
+  }
+  EXPECT_TRUE(was_on.on());
+  EXPECT_FALSE(was_off.on());
+}
+
 TEST(CompressionChoice, a_decision_settles) {
   Simulated tier;
   tier.read_speed = tier.write_speed = 300e6;

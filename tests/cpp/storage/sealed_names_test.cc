@@ -106,16 +106,6 @@ TEST_F(SealedNamesTest,
   EXPECT_EQ(user.removals.front().key, key_of(1));
 }
 
-TEST_F(SealedNamesTest, many_more_keys_than_are_remembered_are_told_apart) {
-  TierDriver user(open({1}));
-  const auto count = static_cast<std::uint32_t>(kMostDigests + kMostDigests / 2);
-  ASSERT_TRUE(user.write(7));
-  for (std::uint32_t number = 100; number < 100 + count; ++number)
-    ASSERT_NE(user.tier().contains(key_of(number)), Presence::kPresent) << number;
-  EXPECT_EQ(user.tier().contains(key_of(7)), Presence::kPresent);
-  EXPECT_TRUE(user.read(7));
-}
-
 // What is known of an op below the names: the chunk before it by its digest, too.
 class Recorder final : public Tier {
  public:

@@ -7,7 +7,7 @@ import pytest
 
 adapter.use_specs()
 
-from kv_offload.specs.watch import DivergenceWatch, HitWatch, Surroundings  # noqa: E402
+from kv_offload.specs.watch import CodecWatch, DivergenceWatch, HitWatch, Surroundings  # noqa: E402
 
 from kv_offload import _core  # noqa: E402
 
@@ -30,9 +30,15 @@ class Tiers:
 
     def __init__(self, *apart: bool) -> None:
         self.apart = list(apart)
+        self.encodes = [False] * len(apart)
 
     def tier_stats(self, position: int) -> dict[str, Any]:
-        return {"apart": self.apart[position]}
+        encodes = self.encodes[position]
+        return {
+            "apart": self.apart[position],
+            "encodes": encodes,
+            "about_codec": "on: it pays" if encodes else "off",
+        }
 
 
 def _watched(
@@ -136,3 +142,19 @@ def test_each_tier_whose_replicas_went_apart_is_named_once(caplog: pytest.LogCap
     (record,) = caplog.records
     assert "tier far: another replica" in record.getMessage()
     assert "reset_prefix_cache" in record.getMessage()
+
+
+def test_what_is_decided_on_encoding_is_said_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    tiers = Tiers(False, False)
+    watch = CodecWatch(tiers, ("fast", "far"))  # type: ignore[arg-type]
+    watch.look()
+    assert not caplog.records
+    tiers.encodes = [False, True]
+    for _ in range(3):
+        watch.look()
+    (record,) = caplog.records
+    assert record.getMessage() == "tier far: encoding of records is on: it pays"
+    tiers.encodes = [False, False]
+    watch.look()
+    assert caplog.records[-1].getMessage() == "tier far: encoding of records is off"

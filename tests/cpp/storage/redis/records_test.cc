@@ -282,7 +282,7 @@ TEST(RedisRecordsScriptTest, when_it_was_written_is_asked_only_where_that_is_no_
   header.namespace_id.fill(0xaa);
   header.key = key_of(1);
   header.shard_bytes = {4096};
-  header.payload_bytes = 4096;
+  header.payload_bytes = header.stored_bytes = 4096;
   header.created_unix_nanos = 1'700'000'000'000'000'000;
   std::string text(kRecordHeaderBytes, '\0');
   encode_header(header, std::as_writable_bytes(std::span(text)));
