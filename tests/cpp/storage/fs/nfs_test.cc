@@ -150,6 +150,27 @@ TEST_F(FsNfsTest, listings_bring_in_what_others_wrote) {
   }
 }
 
+TEST_F(FsNfsTest, listings_look_again_at_a_leaf_that_has_changed) {
+  settle({a_.get(), b_.get()});
+  std::uint32_t same_leaf = 2, other_leaf = 2;
+  while (layout::leaf_of(key_of(same_leaf)) != layout::leaf_of(key_of(1))) ++same_leaf;
+  while (layout::leaf_of(key_of(other_leaf)) == layout::leaf_of(key_of(1))) ++other_leaf;
+  ASSERT_TRUE(a_->write(1));
+  ASSERT_TRUE(a_->write(other_leaf));
+  const fs::path leaf = path_of(root_, 1).parent_path();
+  fs::last_write_time(leaf, fs::last_write_time(leaf) - std::chrono::hours(1));
+  const auto look = [&] {
+    clock_.advance(seconds(30));
+    b_->store->maintain();
+    TierStats stats;
+    b_->store->figures(&stats);
+    return stats.chunks;
+  };
+  EXPECT_EQ(look(), 2u);
+  ASSERT_TRUE(a_->write(same_leaf));
+  EXPECT_EQ(look(), 3u) << "its host remembers when the directory had changed last";
+}
+
 TEST_F(FsNfsTest, what_another_host_evicts_is_a_miss_whenever_it_goes) {
   settle({a_.get(), b_.get()});
   fill(*a_, 1, 3);
