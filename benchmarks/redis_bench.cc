@@ -2,13 +2,16 @@
 //
 //   redis_bench --socket PATH | --port N  [--threads 1,2,4] [--sizes 512,2048,8192 (KiB)] [--rounds 5]
 //   [--total MiB]
+//   redis_bench --socket PATH | --port N  --presence 4096 [--rounds 5]
 //
 // The library alone: SET and GET in a loop on a connection for each thread, values from one buffer, replies
 // freed and not looked at. The tier: the same number of records through submit and poll, with header,
 // checksum and one question whether the record is there already before each write. Rounds alternate, and the
 // ratio is that of the medians. A tier's write threads read, too: with N threads it reads on 2 N connections.
-// Prints JSON: GB/s of each, and the ratio. The server's data are removed between rounds (FLUSHALL): give it
-// one of its own.
+// Prints JSON: GB/s of each, and the ratio. --presence: so many keys of one prompt, half of which are there:
+// one pipeline of EXISTS by the library, which reads the numbers, against prefetch_presence() until
+// contains() knows each, and what the thread that asks spends on it. The server's data are removed between
+// rounds (FLUSHALL): give it one of its own.
 #include <valkey/valkey.h>
 
 #include <cstdio>
@@ -32,6 +35,7 @@ struct Options {
   std::vector<std::size_t> threads{1, 2, 4}, kibibytes{512, 2048, 8192};
   unsigned rounds = 5;
   std::size_t total_mebibytes = 128;
+  std::size_t presence = 0;
 };
 
 [[noreturn]] void fail(const std::string& what) {
@@ -91,6 +95,40 @@ Rates through_the_tier(const Options& options, std::size_t threads, std::size_t 
   return bench::write_and_read(*tier, threads, bytes, records);
 }
 
+// The names are as long as the tier's.
+double ask_alone(valkeyContext* context, const std::vector<ChunkKey>& keys) {
+  const std::string prefix(80, 'p');
+  const double start = bench::now();
+  for (const ChunkKey& key : keys) {
+    const std::string name = prefix + key.hex();
+    if (valkeyAppendCommand(context, "EXISTS %b", name.data(), name.size()) != VALKEY_OK) fail("refused");
+  }
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    void* reply = nullptr;
+    if (valkeyGetReply(context, &reply) != VALKEY_OK) fail("no reply");
+    freeReplyObject(reply);
+  }
+  return bench::now() - start;
+}
+
+void compare_presence(const Options& options) {
+  flush(options.server);
+  RedisTierOptions tier_options;
+  tier_options.name = "redis";
+  tier_options.server = options.server;
+  {
+    const auto tier = make_redis_tier(tier_options);
+    std::vector<AlignedBuffer> rows(4);
+    for (AlignedBuffer& row : rows) row = AlignedBuffer(4096);
+    (void)bench::pass(*tier, OpKind::kWrite, rows, 4096, options.presence / 2);
+  }
+  valkeyContext* context = connect(options.server);
+  bench::compare_presence(
+      options.presence, options.rounds, [&](const auto& keys) { return ask_alone(context, keys); },
+      [&] { return make_redis_tier(tier_options); });
+  valkeyFree(context);
+}
+
 Options parse(int count, char** words) {
   Options options;
   for (int i = 1; i + 1 < count; i += 2) {
@@ -108,6 +146,8 @@ Options parse(int count, char** words) {
       options.rounds = static_cast<unsigned>(std::stoul(value));
     } else if (name == "--total") {
       options.total_mebibytes = std::stoul(value);
+    } else if (name == "--presence") {
+      options.presence = std::stoul(value);
     } else {
       fail("unknown option " + name);
     }
@@ -121,6 +161,10 @@ Options parse(int count, char** words) {
 
 int main(int count, char** words) {
   const Options options = parse(count, words);
+  if (options.presence > 0) {
+    compare_presence(options);
+    return 0;
+  }
   std::printf("[");
   const char* separator = "\n";
   for (const std::size_t kib : options.kibibytes) {

@@ -120,6 +120,61 @@ inline std::vector<std::size_t> numbers(const std::string& text) {
   return values;
 }
 
+struct Presence {
+  double seconds = 0;  // until all are known
+  double ask_seconds = 0,
+         look_seconds = 0;  // of the processor, in the calls that the scheduler's thread makes
+};
+
+// Asks for the keys of a prompt once, as an engine does when one comes that nobody has asked for.
+inline Presence ask_for(Tier& tier, const std::vector<ChunkKey>& keys) {
+  const auto used = [] {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) / 1e9;
+  };
+  Presence spent;
+  const double start = now(), before = used();
+  tier.prefetch_presence(keys, KeyOrder::kPrefix);
+  spent.ask_seconds = used() - before;
+  for (std::size_t known = 0; known < keys.size();) {
+    const double asked = used();
+    while (known < keys.size() && tier.contains(keys[known]) != kv_offload::Presence::kUnknown) ++known;
+    spent.look_seconds += used() - asked;
+    if (known < keys.size()) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  spent.seconds = now() - start;
+  return spent;
+}
+
+// `alone(keys)` asks by the library, in seconds; `fresh()` makes a tier that knows nothing. Prints JSON of
+// the medians, and of the least of each: on a busy machine the rest tells of others.
+template <typename Alone, typename Fresh>
+void compare_presence(std::size_t count, unsigned rounds, Alone alone, Fresh fresh) {
+  std::vector<ChunkKey> keys;
+  for (std::size_t i = 0; i < count; ++i) keys.push_back(key_of(i));
+  std::vector<double> library, ours, asking, looking;
+  for (unsigned round = 0; round < rounds; ++round) {
+    const auto tier = fresh();
+    std::vector<ChunkKey> others;  // so that all of its threads are connected, as those of an engine are
+    for (std::size_t i = 0; i < count; ++i) others.push_back(key_of(count * (round + 2) + i));
+    (void)ask_for(*tier, others);
+    library.push_back(alone(keys));
+    const Presence spent = ask_for(*tier, keys);
+    ours.push_back(spent.seconds);
+    asking.push_back(spent.ask_seconds);
+    looking.push_back(spent.look_seconds);
+  }
+  const auto least = [](const std::vector<double>& of) { return *std::min_element(of.begin(), of.end()); };
+  std::printf("[\n  {\"keys\": %zu, \"rounds\": %u", count, rounds);
+  std::printf(", \"median_ms\": {\"library\": %.2f, \"tier\": %.2f, \"ratio\": %.2f}", median(library) * 1e3,
+              median(ours) * 1e3, median(ours) / median(library));
+  std::printf(", \"least_ms\": {\"library\": %.2f, \"tier\": %.2f, \"ratio\": %.2f}", least(library) * 1e3,
+              least(ours) * 1e3, least(ours) / least(library));
+  std::printf(", \"scheduler_cpu_ms\": {\"prefetch_presence\": %.3f, \"contains\": %.3f}}\n]\n",
+              median(asking) * 1e3, median(looking) * 1e3);
+}
+
 // Rounds alternate; prints JSON of the medians, and their ratio; and the processor time that a GB took, which
 // is the same on a busy machine. A tier's write threads are nice, so the library's should be for its writes.
 // `before()` empties the server; `alone` and `tier` are given the bytes and the number of records.

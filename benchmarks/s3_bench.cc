@@ -2,14 +2,17 @@
 //
 //   s3_bench --endpoint http://HOST:PORT --bucket NAME [--threads 1,4] [--sizes 512,2048,8192 (KiB)]
 //   [--rounds 5] [--total MiB] [--ca-file PEM] [--signed 1]
+//   s3_bench --endpoint http://HOST:PORT --bucket NAME --presence 4096 [--rounds 5]
 //
 // Keys are AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. libcurl alone: PUT and GET in a loop on a connection
 // for each thread, the body of a PUT not summed up (--signed 1: it is, by OpenSSL, and the store compares),
 // answers taken and not looked at. The tier: the same number of records through submit and poll, with header
 // and checksum, all looked up before as those of a prompt are; to an http:// endpoint also with the SHA-256
 // that such a request is signed with: compare it with --signed 1. With N threads it writes on N connections
-// and reads on 2 N. Prints JSON: GB/s of each, and the ratio of the medians. Each round writes under a new
-// prefix, which starts with "bench-" and stays: give it a bucket of its own.
+// and reads on 2 N. Prints JSON: GB/s of each, and the ratio of the medians. --presence: so many keys of one
+// prompt, of which the first half is there: as many HEADs in a row by the library as the halving needs,
+// against prefetch_presence() until contains() knows each, and what the thread that asks spends on it. Each
+// round writes under a new prefix, which starts with "bench-" and stays: give it a bucket of its own.
 #include <curl/curl.h>
 
 #include <cstdio>
@@ -38,6 +41,7 @@ struct Options {
   unsigned rounds = 5;
   std::size_t total_mebibytes = 128;
   bool signed_bodies = false;
+  std::size_t presence = 0;
 };
 
 [[noreturn]] void fail(const std::string& what) {
@@ -72,6 +76,12 @@ class Connection {
   }
   void get(const std::string& key) {
     begin("GET", key, s3::sha256_hex({}));
+    end();
+  }
+  void head(const std::string& key) {  // there or not
+    begin("HEAD", key, s3::sha256_hex({}));
+    curl_easy_setopt(easy_, CURLOPT_NOBODY, 1L);
+    curl_easy_setopt(easy_, CURLOPT_FAILONERROR, 0L);
     end();
   }
 
@@ -150,6 +160,32 @@ Rates through_the_tier(const Options& options, std::size_t threads, std::size_t 
   return bench::write_and_read(*tier, threads, bytes, records);
 }
 
+void compare_presence(const Options& options) {
+  S3TierOptions tier_options;
+  tier_options.name = "s3";
+  tier_options.bucket = options.bucket;
+  tier_options.prefix = new_prefix();
+  {
+    const auto tier = make_s3_tier(tier_options);
+    std::vector<AlignedBuffer> rows(4);
+    for (AlignedBuffer& row : rows) row = AlignedBuffer(4096);
+    (void)bench::pass(*tier, OpKind::kWrite, rows, 4096, options.presence / 2);
+  }
+  // Twice as far each time until one is missing, then half of what is between.
+  std::size_t heads = 1;
+  for (std::size_t reach = 1; reach <= options.presence / 2; reach *= 2) heads += 2;
+  Connection connection(options.bucket, false);
+  const std::string prefix = new_prefix() + "/";
+  connection.head(prefix);
+  const auto alone = [&](const std::vector<ChunkKey>& keys) {
+    const double start = bench::now();
+    for (std::size_t i = 0; i < heads; ++i) connection.head(prefix + keys[i % keys.size()].hex());
+    return bench::now() - start;
+  };
+  bench::compare_presence(options.presence, options.rounds, alone,
+                          [&] { return make_s3_tier(tier_options); });
+}
+
 Options parse(int count, char** words) {
   Options options;
   for (int i = 1; i + 1 < count; i += 2) {
@@ -170,6 +206,8 @@ Options parse(int count, char** words) {
       options.signed_bodies = value == "1";
     } else if (name == "--total") {
       options.total_mebibytes = std::stoul(value);
+    } else if (name == "--presence") {
+      options.presence = std::stoul(value);
     } else {
       fail("unknown option " + name);
     }
@@ -188,6 +226,10 @@ Options parse(int count, char** words) {
 
 int main(int count, char** words) {
   const Options options = parse(count, words);
+  if (options.presence > 0) {
+    compare_presence(options);
+    return 0;
+  }
   std::printf("[");
   const char* separator = "\n";
   for (const std::size_t kib : options.kibibytes) {

@@ -1,6 +1,6 @@
 // A directory seen through a disk that is as bad as it is told to be:
 //
-//   slow_disk DIRECTORY MOUNTPOINT
+//   slow_disk DIRECTORY MOUNTPOINT [locks]
 //
 // mounts DIRECTORY at MOUNTPOINT (FUSE), says "mounted", then obeys the lines of
 // its standard input, "SETTING NUMBER" each, and answers every line with the
@@ -10,7 +10,14 @@
 //   latency_ms                                      of every read and write
 //   frozen                                          1: no call returns until 0
 //   read_errors, write_errors                       1: each ends in EIO
+//   remembers_names                                 1: as a client of NFS does, see below
 //   counts                                          changes nothing
+//
+// Two mounts of one DIRECTORY are two hosts that share it. With "locks" file locks
+// reach from one to the other and, as on NFS, no rename spares what is there; without,
+// they are of one mount, as with the mount option local_lock.
+// What remembers names knows the names that were not there until somebody asks for
+// their directory itself, and the kernel knows those that were: neither expires.
 //
 // A change is for the calls that wait as well. At the end of the input all calls
 // are let go, it unmounts and ends: whoever started it cannot leave it behind.
@@ -19,6 +26,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -34,6 +42,7 @@
 #include <iostream>
 #include <map>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -64,6 +73,29 @@ class Disk {
     text << "ok read_bytes=" << bytes_[kRead] << " write_bytes=" << bytes_[kWrite]
          << " read_errors=" << errors_[kRead] << " write_errors=" << errors_[kWrite] << " held=" << held_;
     return text.str();
+  }
+
+  // Of a name that was looked for: true, it is remembered not to be there. Else note_missing() follows or
+  // not.
+  bool is_missing(const std::string& path) {
+    const std::lock_guard lock(mutex_);
+    return settings_.at("remembers_names") != 0 && missing_.contains(path);
+  }
+  void note_missing(const std::string& path) {
+    const std::lock_guard lock(mutex_);
+    missing_.insert(path);
+  }
+  // This mount made it itself; or its directory was asked for.
+  void note_made(const std::string& path) {
+    const std::lock_guard lock(mutex_);
+    missing_.erase(path);
+  }
+  void look_anew(const std::string& directory) {
+    const std::lock_guard lock(mutex_);
+    const std::string below = directory == "/" ? directory : directory + "/";
+    std::erase_if(missing_, [&](const std::string& path) {
+      return path.starts_with(below) && path.find('/', below.size()) == std::string::npos;
+    });
   }
 
   // Every call comes through here first; waits while the disk is frozen.
@@ -109,12 +141,10 @@ class Disk {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<std::string, std::uint64_t> settings_{{"read_bytes_per_second", 0},
-                                                 {"write_bytes_per_second", 0},
-                                                 {"latency_ms", 0},
-                                                 {"frozen", 0},
-                                                 {"read_errors", 0},
-                                                 {"write_errors", 0}};
+  std::map<std::string, std::uint64_t> settings_{
+      {"read_bytes_per_second", 0}, {"write_bytes_per_second", 0}, {"latency_ms", 0},     {"frozen", 0},
+      {"read_errors", 0},           {"write_errors", 0},           {"remembers_names", 0}};
+  std::set<std::string> missing_;
   std::uint64_t changes_ = 0;
   Clock::time_point free_at_[2]{};
   std::uint64_t bytes_[2]{}, errors_[2]{}, held_ = 0;
@@ -122,23 +152,31 @@ class Disk {
 
 Disk disk;
 int base = -1;  // the mirrored directory
+bool locks_reach_others = false;
 
 const char* relative(const char* path) { return path[1] == '\0' ? "." : path + 1; }
 int or_errno(long result) { return result < 0 ? -errno : static_cast<int>(result); }
 int handle(const fuse_file_info* info) { return static_cast<int>(info->fh); }
 
 void* on_start(fuse_conn_info*, fuse_config* config) {
-  // Nothing is answered from a cache: what a process asks for reaches the disk.
+  // Nothing is answered from a cache: what a process asks for reaches the disk. Of one that others share the
+  // names are, until somebody asks for what is behind them.
+  constexpr double kForever = 1e6;
   config->use_ino = 1;
   config->hard_remove = 1;
-  config->entry_timeout = config->attr_timeout = config->negative_timeout = 0;
+  config->attr_timeout = config->negative_timeout = 0;
+  config->entry_timeout = locks_reach_others ? kForever : 0;
   return nullptr;
 }
 
 int on_getattr(const char* path, struct stat* result, fuse_file_info* info) {
   disk.arrive();
   if (info != nullptr) return or_errno(fstat(handle(info), result));
-  return or_errno(fstatat(base, relative(path), result, AT_SYMLINK_NOFOLLOW));
+  if (disk.is_missing(path)) return -ENOENT;
+  const int rc = or_errno(fstatat(base, relative(path), result, AT_SYMLINK_NOFOLLOW));
+  if (rc == -ENOENT) disk.note_missing(path);
+  if (rc == 0 && S_ISDIR(result->st_mode)) disk.look_anew(path);
+  return rc;
 }
 
 int on_open(const char* path, fuse_file_info* info, int flags, mode_t mode) {
@@ -146,6 +184,7 @@ int on_open(const char* path, fuse_file_info* info, int flags, mode_t mode) {
   // The buffers that arrive here are not aligned as theirs were.
   const int file = openat(base, relative(path), (flags & ~(O_DIRECT | O_NOFOLLOW)) | O_CLOEXEC, mode);
   if (file < 0) return -errno;
+  disk.note_made(path);
   info->fh = static_cast<std::uint64_t>(file);
   info->direct_io = 1;
   return 0;
@@ -184,6 +223,8 @@ int on_fsync(const char*, int data_only, fuse_file_info* info) {
 
 int on_rename(const char* from, const char* to, unsigned flags) {
   disk.arrive();
+  if (locks_reach_others && flags != 0) return -EINVAL;
+  disk.note_made(to);
   return or_errno(renameat2(base, relative(from), base, relative(to), flags));
 }
 
@@ -197,6 +238,7 @@ int on_rmdir(const char* path) {
 }
 int on_mkdir(const char* path, mode_t mode) {
   disk.arrive();
+  disk.note_made(path);  // also when another has: then it is not asked for by name
   return or_errno(mkdirat(base, relative(path), mode));
 }
 int on_chmod(const char* path, mode_t mode, fuse_file_info*) {
@@ -212,9 +254,15 @@ int on_statfs(const char*, struct statvfs* result) {
   return or_errno(fstatvfs(base, result));
 }
 
+int on_flock(const char*, fuse_file_info* info, int operation) {
+  disk.arrive();
+  return or_errno(flock(handle(info), operation));
+}
+
 int on_readdir(const char* path, void* buffer, fuse_fill_dir_t fill, off_t, fuse_file_info*,
                fuse_readdir_flags) {
   disk.arrive();
+  disk.look_anew(path);
   const int directory = openat(base, relative(path), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (directory < 0) return -errno;
   DIR* entries = fdopendir(directory);
@@ -244,8 +292,9 @@ void obey(fuse* mounted) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  if (count != 3) {
-    std::cerr << "usage: slow_disk DIRECTORY MOUNTPOINT\n";
+  locks_reach_others = count == 4 && std::strcmp(arguments[3], "locks") == 0;
+  if (count != 3 && !locks_reach_others) {
+    std::cerr << "usage: slow_disk DIRECTORY MOUNTPOINT [locks]\n";
     return 2;
   }
   umask(0);  // the modes that arrive have the caller's applied
@@ -272,6 +321,7 @@ int main(int count, char** arguments) {
   calls.utimens = on_utimens;
   calls.statfs = on_statfs;
   calls.readdir = on_readdir;
+  if (locks_reach_others) calls.flock = on_flock;
   char* options[] = {arguments[0], nullptr};
   fuse_args given = FUSE_ARGS_INIT(1, options);
   fuse* mounted = fuse_new(&given, &calls, sizeof(calls), nullptr);

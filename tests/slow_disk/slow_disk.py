@@ -41,14 +41,17 @@ def build(folder: Path) -> Path:
 class SlowDisk:
     """``directory`` mounted at ``mountpoint`` (made if missing) while the block runs.
 
+    ``locks``: two such mounts of one directory are two hosts whose file locks reach each other.
+
     Raises NoFuseError where the machine forbids it. Whatever happens, the mount goes when this process ends:
     the program lives as long as its standard input.
     """
 
-    def __init__(self, directory: Path, mountpoint: Path, program: Path) -> None:
+    def __init__(self, directory: Path, mountpoint: Path, program: Path, *, locks: bool = False) -> None:
         self.directory = directory
         self.mountpoint = mountpoint
         self.program = program
+        self.locks = locks
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> SlowDisk:
@@ -59,7 +62,12 @@ class SlowDisk:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.mountpoint.mkdir(parents=True, exist_ok=True)
         self._process = subprocess.Popen(
-            [str(self.program), str(self.directory), str(self.mountpoint)],
+            [
+                str(self.program),
+                str(self.directory),
+                str(self.mountpoint),
+                *(["locks"] if self.locks else []),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -92,6 +92,13 @@ class PosixFileOps final : public FileOps {
     return rc;
   }
   int flock(int fd, int operation) override { return or_errno(::flock(fd, operation)); }
+  int refresh(int directory, const std::string& path) override {
+    struct ::statx ignored;
+    constexpr int kFlags = AT_SYMLINK_NOFOLLOW | AT_STATX_FORCE_SYNC;
+    const int rc = or_errno(::statx(directory, path.c_str(), kFlags, STATX_BASIC_STATS, &ignored));
+    return rc == -ENOSYS || rc == -EPERM ? 0
+                                         : rc;  // no such call here, or it is filtered: as good as it gets
+  }
   int list(int fd, std::vector<DirEntry>* entries) override;
 };
 
@@ -137,6 +144,22 @@ int lock_file(FileOps& ops, int fd, int operation) {
     rc = ops.flock(fd, operation);
   } while (rc == -EINTR);
   return rc;
+}
+
+int stat_anew(FileOps& ops, int directory, const std::string& parent, const std::string& path,
+              FileInfo* info) {
+  if (const int rc = ops.stat(directory, path, info); rc != -ENOENT) return rc;
+  int rc = ops.refresh(directory, parent);
+  if (rc == -ENOENT && (rc = ops.refresh(directory, ".")) == 0) rc = ops.refresh(directory, parent);
+  return rc < 0 ? rc : ops.stat(directory, path, info);
+}
+
+bool lost_its_name(FileOps& ops, int fd, int directory, const std::string& name) {
+  FileInfo held, named;
+  if (const int rc = ops.fstat(fd, &held); rc < 0) return rc == -ESTALE;
+  if (held.links == 0) return true;
+  const int rc = ops.stat(directory, name, &named);
+  return rc == -ENOENT || (rc == 0 && (named.inode != held.inode || named.device != held.device));
 }
 
 int read_text(FileOps& ops, int directory, const std::string& path, std::string* text) {

@@ -59,6 +59,9 @@ class FileOps {
   virtual int set_mtime(int directory, const std::string& path, std::int64_t nanos) = 0;
   virtual int statvfs(int fd, SpaceInfo* info) = 0;
   virtual int flock(int fd, int operation) = 0;
+  // From here on names in this directory are seen as they are now, whoever made or removed them. A client of
+  // a network file system remembers for up to a minute which names there are, and which there are not.
+  virtual int refresh(int directory, const std::string& path) = 0;
   // All names but "." and "..", appended.
   virtual int list(int fd, std::vector<DirEntry>* entries) = 0;
 };
@@ -98,6 +101,12 @@ class Fd {
 Fd open_fd(FileOps& ops, int directory, const std::string& path, int flags, unsigned mode, int* error);
 // flock() with EINTR retried.
 int lock_file(FileOps& ops, int fd, int operation);
+// stat() that also finds what another host has made of late below `parent`, a directory in `directory`.
+int stat_anew(FileOps& ops, int directory, const std::string& parent, const std::string& path,
+              FileInfo* info);
+// It is certain that the name does not lead to this open file any more. The number of links alone does not
+// tell: a client of NFS keeps a file that it has open under another name.
+bool lost_its_name(FileOps& ops, int fd, int directory, const std::string& name);
 // A whole small file; -errno or 0, -EFBIG when it is none.
 inline constexpr std::size_t kMostTextBytes = std::size_t{1} << 20;
 int read_text(FileOps& ops, int directory, const std::string& path, std::string* text);

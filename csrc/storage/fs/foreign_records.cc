@@ -30,6 +30,7 @@ void ForeignRecords::adopt_changed_leaves(std::int64_t since_mtime) {
   for (const std::uint32_t leaf : leaves) {
     if (stop_.load()) break;
     const int directory = own->directory.get();
+    (void)ops_.refresh(directory, layout::leaf_path(leaf));
     if (ops_.stat(directory, layout::leaf_path(leaf), &info) != 0 || info.mtime_nanos < since_mtime) continue;
     newest_leaf_mtime_ = std::max(newest_leaf_mtime_, info.mtime_nanos);
     LeafFound found;

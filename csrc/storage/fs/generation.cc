@@ -65,6 +65,7 @@ int open_generation(FileOps& ops, int namespace_directory, const std::string& na
   if (rc < 0) return rc;
   // Not the links: over NFS a file that was removed while it was open still has one.
   FileInfo named;
+  (void)ops.refresh(namespace_directory, ".");
   if (ops.stat(namespace_directory, layout::mark_name(number, kind), &named) != 0 ||
       named.inode != info.inode)
     return -ENOENT;

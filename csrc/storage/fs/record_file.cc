@@ -81,8 +81,12 @@ Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer dir
 
 Status unless_evicted(FileOps& ops, int directory, const std::string& path, std::uint64_t inode,
                       Status found) {
+  // ESTALE: on NFS, once another host has removed it.
+  if (found.error_number() == ESTALE)
+    return Status::error(StatusKind::kNotFound, "evicted while it was read");
   if (found.kind() != StatusKind::kCorrupt) return found;
   FileInfo info;
+  (void)ops.refresh(directory, path.substr(0, path.rfind('/')));
   const int rc = ops.stat(directory, path, &info);
   if (rc == 0 ? info.inode == inode : rc != -ENOENT) return found;
   return Status::error(StatusKind::kNotFound, "evicted while it was read");

@@ -45,7 +45,8 @@ Status RecordReader::read_file(const TierOp& op, const Generation& generation, s
   if (!fd) return Status::from_errno(error == ESTALE ? ENOENT : error, "open", shown);
   FileInfo info;
   if (const int rc = ops_.fstat(fd.get(), &info); rc < 0) {
-    return Status::error(StatusKind::kIo, Status::from_errno(-rc, "stat").message(), -rc, shown);
+    const StatusKind kind = rc == -ESTALE ? StatusKind::kNotFound : StatusKind::kIo;
+    return Status::error(kind, Status::from_errno(-rc, "stat").message(), -rc, shown);
   }
   if (!info.is_regular()) return Status::error(StatusKind::kIo, "not a regular file", EISDIR, shown);
   *inode = info.inode;

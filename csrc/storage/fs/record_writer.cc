@@ -168,6 +168,7 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
   int rc = ops_.rename(directory, temporary, path, true);
   if (rc == -EINVAL) {  // NFS and others have no such mode
     FileInfo old;
+    (void)ops_.refresh(directory, layout::leaf_path(draft->leaf));
     rc = ops_.stat(directory, path, &old) == 0 ? -EEXIST : ops_.rename(directory, temporary, path, false);
   }
   if (rc == -EEXIST) {

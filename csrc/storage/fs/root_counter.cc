@@ -115,9 +115,7 @@ std::uint64_t RootCounter::count_others(std::uint64_t own_generation, const Coun
   const auto each = [&](int directory, const std::string& but) {
     if (ops_.fstat(directory, &info) == 0) bytes += info.disk_bytes;
     std::vector<DirEntry> entries;
-    int error = 0;
-    const Fd self = open_fd(ops_, directory, ".", O_RDONLY | O_DIRECTORY, 0, &error);
-    if (!self || ops_.list(self.get(), &entries) < 0) return;
+    if (!list_directory(ops_, directory, &entries)) return;
     for (const DirEntry& entry : entries) {
       const auto process =
           directory == root_.directory.get() ? layout::parse_presence(entry.name) : std::nullopt;

@@ -67,7 +67,8 @@ Status Scanner::find(const std::shared_ptr<Generation>& generation, std::span<co
     } else {
       FileInfo info;
       const std::string path = layout::record_path(keys[i], file_bytes[i]);
-      const int rc = ops_.stat(generation->directory.get(), path, &info);
+      const int rc = stat_anew(ops_, generation->directory.get(), layout::leaf_path(layout::leaf_of(keys[i])),
+                               path, &info);
       if (rc == 0 && info.is_regular()) {
         found.push_back({keys[i], file_bytes[i], 0, 0});
         continue;

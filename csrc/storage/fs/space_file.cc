@@ -30,9 +30,13 @@ Status Space::lock_page() {
   }
   const auto give_up = std::chrono::steady_clock::now() + kLockWait;
   auto pause = std::chrono::microseconds(20);
-  for (bool replaced = false;;) {
+  for (bool replaced = false, reopened = false;;) {
     const int rc = lock_file(ops_, fd_.get(), LOCK_EX | LOCK_NB);
     if (rc == 0) return Status::ok();
+    if (rc == -ESTALE && !std::exchange(reopened, true)) {  // replaced by another host, on NFS
+      if (Status status = open_page(); !status) return status;
+      continue;
+    }
     if (rc != -EWOULDBLOCK) return Status::from_errno(-rc, "lock", path_);
     if (std::chrono::steady_clock::now() > give_up) {
       if (std::exchange(replaced, true) || writer_ == 0)
@@ -60,10 +64,7 @@ void Space::replace_page() {
   if (!written || ops_.rename(root_, temporary, name, false) < 0) (void)ops_.unlink(root_, temporary);
 }
 
-bool Space::was_replaced() {
-  FileInfo info;
-  return ops_.fstat(fd_.get(), &info) == 0 && info.links == 0;
-}
+bool Space::was_replaced() { return lost_its_name(ops_, fd_.get(), root_, std::string(layout::kLedgerFile)); }
 
 Status Space::read_page(SpacePage* page) {
   const iovec part{page, sizeof(*page)};

@@ -17,20 +17,16 @@ constexpr Nanos kForgetAfter{std::chrono::minutes(1)};
 
 // A server of files may have forgotten the lock: it is asked for again each time.
 void Space::hold_presence() {
-  FileInfo held;
-  if (presence_ && lock_file(ops_, presence_.get(), LOCK_EX | LOCK_NB) == 0 &&
-      ops_.fstat(presence_.get(), &held) == 0 && held.links > 0) {
-    return;
-  }
   const std::string name = layout::presence_name(writer_);
+  const auto holds = [&] {
+    return presence_ && lock_file(ops_, presence_.get(), LOCK_EX | LOCK_NB) == 0 &&
+           !lost_its_name(ops_, presence_.get(), root_, name);
+  };
+  if (holds()) return;
   for (int attempt = 0; attempt < 3; ++attempt) {
     int error = 0;
     presence_ = open_fd(ops_, root_, name, O_RDWR | O_CREAT | O_NOFOLLOW, 0600, &error);
-    FileInfo info;
-    if (presence_ && lock_file(ops_, presence_.get(), LOCK_EX | LOCK_NB) == 0 &&
-        ops_.fstat(presence_.get(), &info) == 0 && info.links > 0) {
-      return;
-    }
+    if (holds()) return;
   }
   presence_.reset();  // who cannot be seen is taken for dead: too high, until it is counted
 }

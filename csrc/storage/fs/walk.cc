@@ -21,6 +21,8 @@ std::uint64_t disk_bytes_of(FileOps& ops, int directory, const std::string& name
 Status list_at(FileOps& ops, int directory, const std::string& name, Fd* fd, std::vector<DirEntry>* entries) {
   int error = 0;
   *fd = open_fd(ops, directory, name, kOpenDirectory, 0, &error);
+  if (!*fd && error == ENOENT && ops.refresh(directory, ".") == 0)  // or another host made it just now
+    *fd = open_fd(ops, directory, name, kOpenDirectory, 0, &error);
   if (!*fd) return error == ENOENT ? Status::ok() : Status::from_errno(error, "open directory", name);
   const int rc = ops.list(fd->get(), entries);
   return rc < 0 && rc != -ENOENT ? Status::from_errno(-rc, "list", name) : Status::ok();
@@ -46,7 +48,8 @@ std::uint64_t count_locked(FileOps& ops, int directory, const std::string& name,
 bool may_be_directory(const DirEntry& entry) { return entry.type == DT_DIR || entry.type == DT_UNKNOWN; }
 
 Status list_directory(FileOps& ops, int directory, std::vector<DirEntry>* entries) {
-  Fd self;  // a descriptor of our own: listing moves its position
+  (void)ops.refresh(directory, ".");  // on NFS opening "." does not
+  Fd self;                            // a descriptor of our own: listing moves its position
   return list_at(ops, directory, ".", &self, entries);
 }
 

@@ -29,12 +29,14 @@ enum class Call {
   kSetMtime,
   kStatvfs,
   kFlock,
+  kRefresh,
   kList
 };
 
 inline const char* name_of(Call call) {
-  static const char* const kNames[] = {"open",  "preadv", "pwritev", "rename",    "unlink",  "rmdir", "mkdir",
-                                       "fsync", "fstat",  "stat",    "set_mtime", "statvfs", "flock", "list"};
+  static const char* const kNames[] = {"open",      "preadv",  "pwritev", "rename",  "unlink",
+                                       "rmdir",     "mkdir",   "fsync",   "fstat",   "stat",
+                                       "set_mtime", "statvfs", "flock",   "refresh", "list"};
   return kNames[static_cast<int>(call)];
 }
 
@@ -159,6 +161,10 @@ class FaultyFileOps : public FileOps {
   int flock(int fd, int operation) override {
     const int fault = before(Call::kFlock);
     return fault != 0 ? fault : real_.flock(fd, operation);
+  }
+  int refresh(int directory, const std::string& path) override {
+    const int fault = before(Call::kRefresh);
+    return fault != 0 ? fault : real_.refresh(directory, path);
   }
   int list(int fd, std::vector<DirEntry>* entries) override {
     const int fault = before(Call::kList);

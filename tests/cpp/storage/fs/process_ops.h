@@ -79,6 +79,9 @@ class ProcessOps final : public FileOps {
     if (ignore_locks_) return 0;
     return dead() ? -EIO : real_.flock(fd, operation);
   }
+  int refresh(int directory, const std::string& path) override {
+    return dead() ? -EIO : real_.refresh(directory, path);
+  }
   int list(int fd, std::vector<DirEntry>* entries) override {
     return dead() ? -EIO : real_.list(fd, entries);
   }

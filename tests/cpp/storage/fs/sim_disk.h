@@ -65,6 +65,7 @@ class SimDisk : public FileOps {
   int set_mtime(int directory, const std::string& path, std::int64_t nanos) override;
   int statvfs(int fd, SpaceInfo* info) override;
   int flock(int fd, int operation) override;
+  int refresh(int, const std::string&) override { return 0; }
   int list(int fd, std::vector<DirEntry>* entries) override;
 
  private:

@@ -1,0 +1,216 @@
+"""Two hosts and one directory, through real mounts: each has its own file system (tests/slow_disk, FUSE) over
+it, its own boot and its own process. What NFS makes of that at its worst is in tests/cpp/.../nfs_test.cc;
+here the kernel is between, and it takes root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+from live_root import used_bytes
+
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS / "slow_disk"))
+
+from slow_disk import NoFuseError, SlowDisk, build  # noqa: E402
+
+MAX_BYTES = 3 << 20  # a third of it for directories
+FILL = 300  # records: more than fit
+ON_DISK = 8192 + 4096  # of one record
+WARNED = "do not keep other hosts out"
+
+
+class Host:
+    """A process that serves from its mount, in a mount namespace where the kernel has another boot id."""
+
+    def __init__(self, folder: Path, mountpoint: Path) -> None:
+        boot = folder / f"boot-{mountpoint.name}"
+        boot.write_text(f"{uuid.uuid4()}\n")
+        self.log = folder / f"log-{mountpoint.name}"
+        script = 'mount --bind "$1" /proc/sys/kernel/random/boot_id && shift && exec "$@"'
+        driver = [sys.executable, str(Path(__file__).with_name("shared_host.py"))]
+        command = ["unshare", "--mount", "sh", "-c", script, "sh", str(boot), *driver]
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [*command, str(mountpoint / "root"), str(MAX_BYTES)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def wait_until_it_writes(self, number: int) -> None:
+        """Whoever comes from another boot counts the root before it writes."""
+        self._answer()
+        for other in range(number, number + 300):
+            if self.store([other]) == 1:
+                return
+            self.do("step", seconds=0.05)
+        pytest.fail(f"it does not write\n{self.log.read_text()}")
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._process as process:  # closes its pipes
+            process.kill()
+
+    def begin(self, verb: str, **more: Any) -> Callable[[], dict[str, Any]]:
+        assert self._process.stdin is not None
+        print(json.dumps({"do": verb, **more}), file=self._process.stdin, flush=True)
+        return self._answer
+
+    def do(self, verb: str, **more: Any) -> dict[str, Any]:
+        return self.begin(verb, **more)()
+
+    def store(self, numbers: Sequence[int]) -> int:
+        return int(self.do("store", numbers=list(numbers))["written"])
+
+    def finds(self, numbers: Sequence[int]) -> list[int]:
+        answer = self.do("find", numbers=list(numbers))
+        assert answer["wrong"] == []
+        return list(answer["hits"])
+
+    def finds_in_time(self, numbers: Sequence[int]) -> bool:
+        """What was missing is looked for again after a moment."""
+        return any(
+            self.finds(numbers) == list(numbers) for _ in range(100) if self.do("step", seconds=0.02) == {}
+        )
+
+    def warned(self) -> bool:
+        return WARNED in self.log.read_text()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, self.log.read_text()
+        return dict(json.loads(line))
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if os.geteuid() != 0:
+        pytest.skip("no shared mounts: mounting takes root")
+    return build(tmp_path_factory.mktemp("program"))
+
+
+class Shared:
+    def __init__(self, folder: Path, disks: Sequence[SlowDisk], hosts: Sequence[Host]) -> None:
+        self.directory = folder / "directory" / "root"
+        self.disks, self.hosts = disks, hosts
+
+
+@pytest.fixture
+def shared(request: pytest.FixtureRequest, program: Path, tmp_path: Path) -> Iterator[Shared]:
+    disks = [
+        SlowDisk(tmp_path / "directory", tmp_path / name, program, locks=request.param) for name in ("a", "b")
+    ]
+    entered: list[SlowDisk | Host] = []
+    try:
+        for disk in disks:
+            try:
+                entered.append(disk.__enter__())
+            except NoFuseError as error:
+                pytest.skip(f"no shared mounts: {error}")
+        hosts = []
+        for disk in disks:
+            hosts.append(Host(tmp_path, disk.mountpoint))
+            entered.append(hosts[-1])
+            hosts[-1].wait_until_it_writes(9000 + 1000 * len(hosts))
+            disk.tell(remembers_names=1)
+        yield Shared(tmp_path, disks, hosts)
+    finally:
+        for disk in disks:
+            if disk in entered:
+                disk.tell(frozen=0)  # who waits in a frozen call cannot be killed
+        for one in reversed(entered):
+            one.__exit__(None, None, None)
+
+
+with_locks = pytest.mark.parametrize("shared", [True], indirect=True, ids=["locks"])
+without_locks = pytest.mark.parametrize("shared", [False], indirect=True, ids=["local_lock"])
+
+
+@with_locks
+def test_what_one_host_records_the_other_finds_though_it_saw_that_it_was_not_there(shared: Shared) -> None:
+    one, other = shared.hosts
+    assert other.store([1]) == 1
+    assert one.finds_in_time([1])
+    for first in (10, 20):
+        numbers = range(first, first + 5)
+        assert other.finds(numbers) == []
+        assert one.store(numbers) == 5
+        assert other.finds_in_time(numbers)
+        one, other = other, one
+
+
+@with_locks
+def test_both_hosts_fill_evict_and_reset_within_the_bound(shared: Shared) -> None:
+    one, other = shared.hosts
+    for first in (0, FILL // 2):
+        answers = [
+            host.begin("store", numbers=list(range(start, start + FILL // 2)))
+            for host, start in ((one, first), (other, first + 1000))
+        ]
+        for answer in answers:
+            assert answer()["written"] == FILL // 2
+        assert used_bytes(shared.directory) <= MAX_BYTES + 2 * ON_DISK
+    assert sum(host.do("stats")["tier"]["evicted_bytes"] for host in shared.hosts) > 0
+    assert one.finds_in_time([1000 + FILL - 1])
+    one.do("reset")
+    assert one.finds([FILL - 1, 1000 + FILL - 1]) == [], "of the weights of before"
+    assert one.store([FILL - 1]) == 1
+    assert one.finds([FILL - 1]) == [FILL - 1]
+    assert other.finds([FILL - 1]) == [FILL - 1], "each has its own"
+    assert used_bytes(shared.directory) <= MAX_BYTES + 2 * ON_DISK
+    for host in shared.hosts:
+        assert host.do("stats")["failures"] == []
+        assert not host.warned()
+
+
+@with_locks
+def test_a_host_whose_mount_hangs_holds_up_nobody_and_goes_on_when_it_is_back(shared: Shared) -> None:
+    one, other = shared.hosts
+    assert other.store(range(5)) == 5
+    shared.disks[1].tell(frozen=1)
+    stuck = other.begin("store", numbers=[50])
+    assert one.store(range(100, 100 + FILL)) == FILL, "more than fits: it evicts"
+    shared.disks[1].tell(frozen=0)
+    stuck()
+    assert used_bytes(shared.directory) <= MAX_BYTES + 2 * ON_DISK
+    assert other.finds_in_time([100 + FILL - 1])
+    assert other.store([51]) == 1
+    assert one.finds_in_time([51])
+    assert not one.warned()
+    assert not other.warned()
+
+
+@without_locks
+def test_locks_that_do_not_reach_the_other_host_are_told_and_end_the_writing(shared: Shared) -> None:
+    hosts = shared.hosts
+    number = 0
+
+    def quiet(host: Host) -> bool:
+        nonlocal number
+        number += 1
+        return host.warned() and host.store([number]) == 0
+
+    for _ in range(60):
+        for host in hosts:
+            host.do("step", seconds=0.1)
+        # One of them goes on alone: what it writes nobody else writes over.
+        if any([quiet(host) for host in hosts]):
+            break
+    else:
+        pytest.fail("nobody noticed")
