@@ -128,6 +128,20 @@ TEST(Record, a_header_whose_numbers_fit_nothing_is_found) {
   }
 }
 
+TEST(Record, an_encoded_record_that_gained_no_page_is_none) {
+  const AlignedBuffer page(kRecordHeaderBytes);
+  RecordHeader header = some_header(), found;
+  for (const std::uint64_t stored : {header.payload_bytes - kPageBytes + 1, header.payload_bytes,
+                                     header.payload_bytes + 1, std::uint64_t{1} << 60}) {
+    header.stored_bytes = stored;
+    encode_header(header, page.span());
+    EXPECT_EQ(decode_header(page.span(), &found).kind(), StatusKind::kCorrupt) << stored;
+  }
+  header.stored_bytes = header.payload_bytes - kPageBytes;
+  encode_header(header, page.span());
+  EXPECT_TRUE(decode_header(page.span(), &found));
+}
+
 TEST(Record, what_a_seal_vouches_for_is_all_but_what_comes_after_it) {
   const AlignedBuffer fields(kRecordHeaderBytes), others(kRecordHeaderBytes);
   RecordHeader header = some_header();

@@ -36,7 +36,13 @@ TEST(NameDigestTest, is_of_the_whole_key_the_master_key_and_the_namespace_and_ke
                                  one.of(key_of(number, 4))})
       EXPECT_TRUE(seen.insert(std::string(each.bytes())).second);
   }
-  // Its length is part of a key, and so is its last byte.
+  // So is every byte of it, the last of the hash as well.
+  for (std::size_t at = 0; at < ChunkKey::kMaxBytes - 4; ++at) {
+    std::string other(ChunkKey::kMaxBytes, 'k');
+    other[at] = 'l';
+    EXPECT_TRUE(seen.insert(std::string(one.of(ChunkKey(other)).bytes())).second) << at;
+  }
+  // Its length is part of a key.
   const std::string text(47, '\0');
   for (std::size_t size = ChunkKey::kMinBytes; size <= ChunkKey::kMaxBytes; ++size)
     EXPECT_TRUE(seen.insert(std::string(one.of(ChunkKey(text.substr(0, size))).bytes())).second) << size;
