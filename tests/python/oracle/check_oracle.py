@@ -88,7 +88,8 @@ KINDS = {
 }
 
 
-SHORT = {kind for kind in KINDS if kind.startswith(("mamba-like, ", "canonical"))}  # what is new in them shows early
+# What is new in them shows early.
+SHORT = {kind for kind in KINDS if kind.startswith(("mamba-like, ", "canonical"))}
 UNSEEN = {kind for kind in KINDS if "replicated" in kind and MINOR < (0, 32)}
 
 
