@@ -30,15 +30,22 @@ class _KeptApartError(Exception):
     """Why this cache has no canonical layout."""
 
 
+class _NotWholeError(ValueError):
+    """One rank's bytes would be taken for all ranks'."""
+
+
 def canonical_pages(config: Any, kv_caches: Any, replicated: bool) -> CanonicalPages | str:
     """The canonical layout of this rank's caches, or in one clause why they have none.
 
     ``config``: the OffloadingConfig; ``replicated``: every rank holds all bytes, and one area keeps them.
+    ValueError: a layer contradicts that.
     """
     try:
         return _pages(config, kv_caches, replicated)
     except _KeptApartError as reason:
         return str(reason)
+    except _NotWholeError:
+        raise
     except Exception as error:  # of a layer of a kind that we do not know: it serves in the plain layout
         return f"its layers cannot be looked at ({type(error).__name__}: {error})"
 
@@ -92,8 +99,13 @@ def _check_certified(name: str, ref: Any) -> None:
 
 
 def _check_whole(name: str, ref: Any) -> None:
-    if ref.mapping.canonical_page_size_bytes != ref.page_size_bytes:
-        raise _KeptApartError(f"{name} is not the same on every rank")
+    if ref.mapping.canonical_page_size_bytes == ref.page_size_bytes:
+        return
+    # Kept apart it would still be stored by rank 0 for all of them.
+    raise _NotWholeError(
+        "canonical_layout cannot be used: vLLM says that every rank holds the whole cache, and "
+        f"{name} is a part of it; start without canonical_layout"
+    )
 
 
 def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_config: Any) -> int:
@@ -106,7 +118,12 @@ def _heads_of(name: str, layer: Any, ref: Any, tensor: Any, rank: int, vllm_conf
             f"{mapping.canonical_page_size_bytes // page} does"
         )
     cache = compat.layer_cache(layer)
-    heads = 0 if layer is None else getattr(layer.get_kv_cache_spec(vllm_config), "num_kv_heads", 0)
+    spec = None if layer is None else layer.get_kv_cache_spec(vllm_config)
+    heads = getattr(spec, "num_kv_heads", 0)
+    # A backend that packs a page in its own way says so here; two planes of K and V look like two heads.
+    packed = ("num_head_slots", "state_content_bytes")
+    if any(getattr(spec, field, None) is not None for field in packed):
+        raise _KeptApartError(f"the backend of {name} packs its pages in its own way")
     if cache is None or not heads:
         raise _KeptApartError(f"the cache of {name} is not known")
     size = cache.element_size()

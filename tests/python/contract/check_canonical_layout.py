@@ -89,8 +89,6 @@ def test_of_more_heads_than_a_record_has_shards_several_are_one(monkeypatch: pyt
 def test_a_cache_that_every_rank_holds_is_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Rank(monkeypatch, [1], 1, 2)
     assert one.look(replicated=True) == CanonicalPages(1, 1, ((TOKENS * CONTENT * 4,),))
-    one.change_mapping(canonical_page_size_bytes=2 * TOKENS * CONTENT * 4)
-    assert one.look(replicated=True) == "layer.0 is not the same on every rank"
     assert "2 ranks hold the same KV heads" in str(Rank(monkeypatch, [1], 1, 2).look())
 
 
@@ -129,6 +127,21 @@ def test_heads_that_are_not_runs_of_a_page_are_not_taken_for_runs(
     one = Rank(monkeypatch, [4])
     one.layers["layer.0"].kv_cache = SHAPES[name](one.layers["layer.0"].kv_cache)
     assert "a page of layer.0 is not one KV head after the other" in str(one.look())
+
+
+@pytest.mark.parametrize("field", ["num_head_slots", "state_content_bytes"])
+def test_planes_of_a_backend_that_packs_its_pages_are_not_taken_for_heads(
+    monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    one = Rank(monkeypatch, [4, 4], 0, 2)
+    packed = SimpleNamespace(num_kv_heads=2, **{field: 2})
+    one.layers["layer.0"].get_kv_cache_spec = lambda _: packed
+    assert "packs its pages in its own way" in str(one.look())
+
+
+def test_a_part_is_never_stored_for_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"layer\.0 is a part of it; start without canonical_layout"):
+        Rank(monkeypatch, [4, 4], 0, 2).look(replicated=True)
 
 
 def test_ranks_in_another_order_than_their_heads_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
