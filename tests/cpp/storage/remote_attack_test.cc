@@ -21,6 +21,7 @@
 #include "base/status.h"
 #include "rounds.h"
 #include "storage/loopback_server.h"
+#include "storage/mooncake/fake.h"
 #include "storage/mooncake/medium.h"
 #include "storage/redis/medium.h"
 #include "storage/redis/server.h"

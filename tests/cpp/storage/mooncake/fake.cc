@@ -5,6 +5,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <gtest/gtest.h>
+
 #include <array>
 #include <cstring>
 
@@ -27,11 +29,13 @@ class FakeMooncake::Client final : public mooncake::Process {
   ~Client() override {
     {
       const std::lock_guard lock(store_.mutex_);
-      store_.clients_.erase(this);
       die();
     }
     main_.join();
     for (std::thread& thread : threads_) thread.join();
+    const std::lock_guard lock(store_.mutex_);  // the last that it does to the store
+    store_.clients_.erase(this);
+    store_.changed_.notify_all();
   }
   // With the store's mutex.
   void die() {
@@ -159,6 +163,11 @@ class FakeMooncake::Client final : public mooncake::Process {
   std::vector<std::thread> threads_;  // of main_, until it was joined
   std::thread main_;
 };
+
+FakeMooncake::~FakeMooncake() {
+  std::unique_lock lock(mutex_);
+  EXPECT_TRUE(changed_.wait_for(lock, seconds(60), [&] { return clients_.empty(); }));
+}
 
 mooncake::Launch FakeMooncake::launch() {
   return [this](Descriptor theirs, std::unique_ptr<mooncake::Process>* begun) {

@@ -22,6 +22,12 @@ namespace kv_offload::testing {
 // What its objects are is what all processes see. Any thread.
 class FakeMooncake {
  public:
+  FakeMooncake() = default;
+  // Waits until its processes are gone: whoever keeps them may be let go before that.
+  ~FakeMooncake();
+  FakeMooncake(const FakeMooncake&) = delete;
+  FakeMooncake& operator=(const FakeMooncake&) = delete;
+
   enum class Verb : std::uint8_t { kRead, kWrite, kLocate, kRemove, kEpoch };
 
   Faults<Verb> faults;
