@@ -14,23 +14,30 @@ import ctypes
 import json
 import mmap
 import os
+import select
 import signal
 import socket
 import struct
+import sys
 import threading
+import traceback
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 CONTROL = 3
 NAMES_BYTES = 256 << 10
 MOST_TEXT = 1000
 QUESTION = struct.Struct("<IIQQ")  # verb, names, bytes of the names, bytes of the object
 PUT, SET, GET, EXIST, REMOVE = 1, 2, 3, 4, 5
-FAILED, NOT_COMPLETE, BAD_LENGTH = -1, -703, -600
+FAILED, NO_SPACE_LEFT, BAD_LENGTH, NOT_COMPLETE, NO_OBJECT = -1, -200, -600, -703, -704
+NOTHING_IN_USE = (NO_SPACE_LEFT, BAD_LENGTH, NOT_COMPLETE, NO_OBJECT)  # after these, and after none else
 LOG = "KV_OFFLOAD_MOONCAKE_LOG"  # names a file for what Mooncake logs
 _SET_PDEATHSIG = 1
 _CONNECT_SECONDS = 2.0
 _TO_LEAVE_SECONDS = 0.7
 _LOCAL_BUFFER_BYTES = 16 << 20  # of Mooncake's own copies, which are not used here
+_MOST_KEPT_BYTES = 256 << 20  # of memory that Mooncake may still write to
+_MOST_DESCRIPTORS = 1 << 16  # that are tried one by one, where nothing tells which are open
 
 
 class Refused(Exception):
@@ -55,6 +62,23 @@ class Store(Protocol):
 def end_with_the_engine() -> None:
     """Also when nobody here looks at the socket: a call may hold the GIL, or this process be stopped."""
     ctypes.CDLL(None, use_errno=True).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # One that ended before sends no signal any more; its end of the socket was closed before it ended.
+    control = select.poll()
+    control.register(CONTROL, 0)
+    if control.poll(0):
+        os._exit(0)
+
+
+def close_what_was_inherited() -> None:
+    """All but 0 to 3. Not up to the limit, which may be a billion."""
+    try:
+        opened = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        opened = list(range(min(os.sysconf("SC_OPEN_MAX"), _MOST_DESCRIPTORS)))
+    for descriptor in opened:
+        if descriptor > CONTROL:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
 def ignore_signals() -> None:
@@ -74,15 +98,28 @@ def log_elsewhere() -> None:
     os.close(log)
 
 
+def use_no_gpu() -> None:
+    """Only host memory is registered here, and a package for CUDA would make a context on the engine's GPU."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def own_address(master: str) -> str:
-    """The address of this host that a packet to the master leaves from."""
-    host, _, port = master.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, int(port)))
-            return str(probe.getsockname()[0])
-        except (OSError, ValueError):
-            return "127.0.0.1"
+    """The address of this host that a packet to the master leaves from. Raises Refused."""
+    for one in master.rpartition("://")[2].replace(";", ",").split(","):
+        with contextlib.suppress(OSError, ValueError):
+            place = urlsplit(f"//{one.strip()}")
+            if not place.hostname:
+                continue
+            for family, kind, _, _, address in socket.getaddrinfo(
+                place.hostname, place.port or 1, type=socket.SOCK_DGRAM
+            ):
+                with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                    probe.connect(address)
+                    return str(probe.getsockname()[0])
+    raise Refused(
+        f"the address of this host cannot be told from the master's, {master}: give local_host, the name or "
+        "address by which the holders reach this host"
+    )
 
 
 def refuse_a_silent_master(master: str) -> None:
@@ -178,12 +215,29 @@ class Memory:
         self.address = ctypes.addressof(self._anchor)
         self.room = size - NAMES_BYTES
         self.registered = store.register_buffer(self.address, size)
+        self.in_use = False  # Mooncake may still write to it
 
     def close(self) -> None:
+        if self.in_use:
+            keep(self)
+            return
         if self.registered == 0:
             self._store.unregister_buffer(self.address)
         self._anchor = None
         self.map.close()
+
+
+_kept: list[Memory] = []
+_keeping = threading.Lock()
+
+
+def keep(memory: Memory) -> None:
+    """Nothing tells when Mooncake is done with it. As that would grow, the process ends some time."""
+    with _keeping:
+        _kept.append(memory)
+        if sum(NAMES_BYTES + one.room for one in _kept) > _MOST_KEPT_BYTES:
+            print("too much memory is left in use by calls that failed: this process is ended", flush=True)
+            os._exit(1)
 
 
 def answer(store: Store, memory: Memory, question: bytes) -> int:
@@ -214,6 +268,16 @@ def answer(store: Store, memory: Memory, question: bytes) -> int:
     return 0
 
 
+def moves_bytes(question: bytes) -> bool:
+    """Between the channel's memory and the store's."""
+    return QUESTION.unpack(question)[0] in (PUT, SET, GET)
+
+
+def as_message(text: str) -> bytes:
+    """Its beginning, in whole characters."""
+    return text.encode(errors="replace")[:MOST_TEXT].decode(errors="ignore").encode()
+
+
 def serve(store: Store, channel: socket.socket, descriptor: int, size: int) -> None:
     """Answers one channel's questions until its other end closes."""
     with contextlib.closing(channel), contextlib.closing(Memory(store, descriptor, size)) as memory:
@@ -221,10 +285,12 @@ def serve(store: Store, channel: socket.socket, descriptor: int, size: int) -> N
             text = ""
             try:
                 code = answer(store, memory, question)
+                memory.in_use = code < 0 and code not in NOTHING_IN_USE and moves_bytes(question)
             except Exception as error:
                 code, text = FAILED, f"{type(error).__name__}: {error}"
+                memory.in_use = memory.registered == 0 and moves_bytes(question)
             try:
-                channel.send(struct.pack("<q", code) + text.encode()[:MOST_TEXT])
+                channel.send(struct.pack("<q", code) + as_message(text))
             except OSError:
                 return  # nobody waits for it any more
 
@@ -242,9 +308,23 @@ def serve_all(control: socket.socket, store: Store) -> None:
 
 def main() -> None:
     """Until the engine closes its end; what Mooncake's threads are at then is given up."""
-    ignore_signals()
-    os.closerange(CONTROL + 1, os.sysconf("SC_OPEN_MAX"))
+    status = 1
+    try:
+        run()
+        status = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)  # no thread of Mooncake's keeps it
+
+
+def run() -> None:
+    """All of it but its end."""
     end_with_the_engine()
+    ignore_signals()
+    close_what_was_inherited()
+    use_no_gpu()
     control = socket.socket(fileno=CONTROL)
     given = json.loads(control.recv(65536))
     try:
@@ -257,13 +337,12 @@ def main() -> None:
     else:
         ignore_signals()  # Mooncake has set its own
         said = f"ready {version}"
-    control.send(said.encode()[:MOST_TEXT])
+    control.send(as_message(said))
     if said.startswith("ready "):
         serve_all(control, store)
         leaving = threading.Thread(target=store.close, daemon=True)  # so that the master forgets this client
         leaving.start()
         leaving.join(_TO_LEAVE_SECONDS)
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,11 @@ _HOW_TO_GET_IT = (
     "Mooncake's Python package is not installed: pip install mooncake-transfer-engine, or "
     "mooncake-transfer-engine-non-cuda where there is no CUDA (0.3.13 or newer)"
 )
+# Not by -m, which would look into the engine's working directory for every module, Python's own too, first.
+_PROGRAM = (
+    "import sys; sys.path[:1] = [where for where in sys.path[:1] if where]; "
+    "from kv_offload.mooncake_client import main; main()"
+)
 _CANNOT_BE_LISTED = (
     "Mooncake Store does not tell which objects it holds, so stat, ls, verify and purge know nothing of it: "
     "its master's metrics say how full it is, and what is not used any more is evicted by itself"
@@ -101,7 +106,7 @@ class MooncakeTierConfig(SealedTierConfig):
         return self
 
     def _command(self) -> list[str]:
-        return [sys.executable, "-m", "kv_offload.mooncake_client"]
+        return [sys.executable, "-c", _PROGRAM, "kv_offload.mooncake_client"]  # the last for those who look
 
     def _setup(self) -> str:
         """What the process is told first (kv_offload/mooncake_client.py)."""

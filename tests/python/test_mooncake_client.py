@@ -5,6 +5,7 @@ import mmap
 import os
 import socket
 import struct
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from mooncake_store import free_port, make_fake_package
 
 from kv_offload import mooncake_client as client
+from kv_offload.tiers.mooncake import MooncakeTierConfig
 
 GIVEN = {
     "master": "etcd://nowhere",
@@ -154,7 +156,157 @@ def test_a_master_that_does_not_answer_is_told_at_once(package: Path) -> None:
 
 def test_its_own_address_is_the_one_that_the_master_sees() -> None:
     assert client.own_address("127.0.0.1:50051") == "127.0.0.1"
-    assert client.own_address("etcd://nowhere") == "127.0.0.1"
+    assert client.own_address("etcd://127.0.0.1:2379") == "127.0.0.1"
+    assert client.own_address("127.0.0.2:1,127.0.0.3:1").startswith("127.")
+    assert client.own_address("etcd://no.such.host.invalid:1;127.0.0.1:2") == "127.0.0.1", "the next is tried"
+
+
+@pytest.mark.parametrize(
+    "master", ["etcd://no.such.host.invalid:2379", "etcd://[::bad", "etcd://:2379", "no.such.invalid:1"]
+)
+def test_an_address_that_cannot_be_told_is_asked_for(master: str) -> None:
+    with pytest.raises(client.Refused, match=r"give local_host"):
+        client.own_address(master)
+
+
+def test_an_address_of_ip_version_6_is_asked_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Probe:
+        def __init__(self, family: int, *_: object) -> None:
+            assert family == socket.AF_INET6
+
+        def __enter__(self) -> "Probe":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def connect(self, address: tuple[Any, ...]) -> None:
+            assert address[:2] == ("fd00::1", 50051)
+
+        def getsockname(self) -> tuple[Any, ...]:
+            return ("fd00::2", 1, 0, 0)
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert client.own_address("[fd00::1]:50051") == "fd00::2"
+
+
+def run_with_descriptors(program: str) -> str:
+    """What it prints, run with some descriptors more than a program has."""
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(3)]
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", program], pass_fds=held, check=True, capture_output=True, text=True
+        ).stdout
+    finally:
+        for one in held:
+            os.close(one)
+
+
+def test_what_it_inherited_is_closed_without_counting_to_the_limit() -> None:
+    program = (
+        "import os; from kv_offload import mooncake_client as client\n"
+        "os.closerange = None; os.sysconf = lambda _: 10**9\n"
+        "client.close_what_was_inherited()\n"
+        "print([one for one in os.listdir('/proc/self/fd') if int(one) > 4])"
+    )
+    assert run_with_descriptors(program) == "[]\n", "4 is that of the listing"
+
+
+def test_an_engine_that_ended_before_is_noticed_first(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    steps = [
+        "import os, sys; os.dup2(int(sys.argv[1]), 3)",
+        "from kv_offload import mooncake_client as client",
+    ]
+    steps += ["client.ignore_signals = lambda: print('went on', flush=True)", "client.main()"]
+    with ours, theirs:
+        ours.send(b"{}")
+        ours.close()
+        ended = subprocess.run(
+            [sys.executable, "-c", "\n".join(steps), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            capture_output=True,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stdout) == (0, b"")
+
+
+def test_nothing_of_the_engines_working_directory_is_run(package: Path, tmp_path: Path) -> None:
+    there = tmp_path / "cwd"
+    there.mkdir()
+    for name in ("ctypes", "json", "mooncake", "kv_offload"):
+        (there / f"{name}.py").write_text("raise SystemExit('a module of the working directory ran')")
+    command = MooncakeTierConfig(master="h:1")._command()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()  # it ends as soon as it looks
+    begin = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.execv(sys.argv[2], sys.argv[2:])"
+    with theirs:
+        ended = subprocess.run(
+            [sys.executable, "-c", begin, str(theirs.fileno()), *command],
+            pass_fds=[theirs.fileno()],
+            cwd=there,
+            capture_output=True,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_whatever_goes_wrong_it_ends(package: Path) -> None:
+    """Also with a thread of Mooncake's that does not."""
+    program = (
+        "import threading; from kv_offload import mooncake_client as client\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "def fails(): raise ValueError('no setup')\n"
+        "client.run = fails; client.main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert ended.returncode == 1
+    assert b"ValueError: no setup" in ended.stderr
+
+
+def test_what_it_says_is_cut_between_characters() -> None:
+    for length in range(client.MOST_TEXT - 4, client.MOST_TEXT + 1):
+        said = client.as_message("x" * length + "\u20ac" * 5)
+        assert len(said) <= client.MOST_TEXT
+        assert said.decode().strip("\u20ac") == "x" * length
+    assert client.as_message("\udcff") == b"?"
+
+
+def test_memory_that_mooncake_may_still_write_to_is_kept(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_kept", [])
+    store, _ = client.open_store(GIVEN)
+    answers = {"get_into": -800}
+    monkeypatch.setattr(type(store), "get_into", lambda *_: answers["get_into"])
+    for code, kept in ((-704, 0), (-800, 1), (-704, 1)):
+        answers["get_into"] = code
+        with Asked(store) as asked:
+            assert asked.ask(client.GET, "a") == code
+        assert len(client._kept) == len(store.open) == kept
+    with Asked(store) as asked:
+        monkeypatch.setattr(type(store), "batch_is_exist", lambda *_: [-900])
+        assert asked.ask(client.EXIST, "a") == -900
+    assert len(client._kept) == 1, "nothing moved"
+
+
+def test_memory_that_is_kept_is_bounded_by_an_end(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(client, "_kept", [])
+    monkeypatch.setattr(client, "_MOST_KEPT_BYTES", client.NAMES_BYTES * 3)
+    monkeypatch.setattr(os, "_exit", ends.append)
+    store, _ = client.open_store(GIVEN)
+    monkeypatch.setattr(type(store), "get_into", lambda *_: -800)
+    for expected in ([], [], [1]):
+        with Asked(store) as asked:
+            assert asked.ask(client.GET, "a") == -800
+        assert ends == expected
+
+
+def test_it_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    client.use_no_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_the_layout_of_a_question_is_the_cores() -> None:
@@ -167,5 +319,6 @@ def test_the_layout_of_a_question_is_the_cores() -> None:
         ("kSet", client.SET),
         ("kGet", client.GET),
         ("kExist", client.EXIST),
+        ("kRemove", client.REMOVE),
     ):
         assert f"{name} = {verb}," in header
