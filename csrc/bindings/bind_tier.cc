@@ -42,7 +42,7 @@ RecordFormOptions TierSpec::form() const {
   RecordFormOptions form{.keys = keys_from(encryption_key_files)};
   if (compress == Compress::kNone) return form;
   CompressionOptions options{.compress = compress, .elements = elements};
-  // Asked by I/O threads, one at a time: the choice holds its lock.
+  // Asked by I/O threads, one at a time: the choice sees to that.
   struct Cores {
     SteadyClock clock;
     IdleCores idle{clock};

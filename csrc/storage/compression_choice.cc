@@ -39,7 +39,7 @@ bool CompressionChoice::next_is_encoded(std::uint32_t group) {
   if (options_.compress == Compress::kAuto && (!on_ || !is_float(group))) return false;
   if (group >= groups_.size()) return true;
   Group& known = groups_[group];
-  if (known.ratio == 0 || known.ratio >= PayloadCodec::kMinRatio) return true;
+  if (known.tried < kRecordsToKnow || known.ratio >= PayloadCodec::kMinRatio) return true;
   known.passed_over = (known.passed_over + 1) % kTryAgain;
   return known.passed_over == 0;
 }
@@ -50,7 +50,9 @@ void CompressionChoice::encoded(std::uint32_t group, std::uint64_t raw_bytes, st
   const MutexLock lock(mutex_);
   const double raw = static_cast<double>(raw_bytes), stored = static_cast<double>(stored_bytes);
   if (group >= groups_.size()) groups_.resize(group + 1);
-  groups_[group].ratio = mean(groups_[group].ratio, raw / stored);
+  Group& of_group = groups_[group];
+  of_group.tried = std::min(of_group.tried + 1, kRecordsToKnow);
+  of_group.ratio = mean(of_group.ratio, raw / stored);
   if (seconds > 0) speed_.encode = mean(speed_.encode, raw / seconds);
   of(OpKind::kWrite).codec_seconds += seconds;
   of(OpKind::kWrite).saved_bytes += raw - stored;
@@ -71,15 +73,27 @@ void CompressionChoice::decoded(std::uint64_t raw_bytes, std::uint64_t stored_by
 
 void CompressionChoice::moved(OpKind kind, std::uint64_t raw_bytes, double seconds) {
   if (raw_bytes == 0 || seconds <= 0) return;
+  {
+    const MutexLock lock(mutex_);
+    Moved& moved = of(kind);
+    moved.seconds += seconds;
+    moved.raw_bytes += static_cast<double>(raw_bytes);
+    // Last: what the codec did for this op was told before.
+    for (double* sum : {&moved.seconds, &moved.raw_bytes, &moved.codec_seconds, &moved.saved_bytes})
+      *sum *= kFade;
+    moved.ops = std::min(moved.ops + 1, kOpsToKnow);
+    if (!is_to_decide()) return;
+    deciding_ = true;
+  }
+  // It may read a file, and stats() is asked by threads that wait for none.
+  double idle_cores = -1;
+  try {
+    if (options_.idle_cores) idle_cores = options_.idle_cores();
+  } catch (...) {  // not known, then
+  }
   const MutexLock lock(mutex_);
-  Moved& moved = of(kind);
-  moved.seconds += seconds;
-  moved.raw_bytes += static_cast<double>(raw_bytes);
-  // Last: what the codec did for this op was told before.
-  for (double* sum : {&moved.seconds, &moved.raw_bytes, &moved.codec_seconds, &moved.saved_bytes})
-    *sum *= kFade;
-  moved.ops = std::min(moved.ops + 1, kOpsToKnow);
-  decide();
+  deciding_ = false;
+  decide(idle_cores);
 }
 
 CompressionChoice::Times CompressionChoice::times(OpKind kind) const {
@@ -92,17 +106,20 @@ CompressionChoice::Times CompressionChoice::times(OpKind kind) const {
   return {stored, stored / ratio_ + 1 / speed};
 }
 
-void CompressionChoice::decide() {
-  if (options_.compress != Compress::kAuto) return;
+bool CompressionChoice::is_to_decide() {
+  if (options_.compress != Compress::kAuto || deciding_) return false;
+  if (times(OpKind::kRead).raw == 0 && times(OpKind::kWrite).raw == 0) return false;
+  if (ops_until_decision_ == 0) return true;
+  --ops_until_decision_;
+  return false;
+}
+
+void CompressionChoice::decide(double idle_cores) {
   const Times reads = times(OpKind::kRead), writes = times(OpKind::kWrite);
   const Times& deciding = reads.raw > 0 ? reads : writes;
-  if (deciding.raw == 0) return;
-  if (ops_until_decision_ > 0) {
-    --ops_until_decision_;
-    return;
-  }
-  idle_cores_ = options_.idle_cores ? options_.idle_cores() : -1;
-  const Gain needed = idle_cores_ >= 0 && idle_cores_ < 1 ? kWithoutIdleCores : kWithIdleCores;
+  // While it is on, the codec itself may be what keeps the last core busy.
+  cores_are_scarce_ = idle_cores >= 0 && idle_cores < 1 && (!on_ || cores_are_scarce_);
+  const Gain needed = cores_are_scarce_ ? kWithoutIdleCores : kWithIdleCores;
   const bool too_slow = writes.raw > 0 && writes.gain() * kSlowestWrites < 1;
   const bool on = !too_slow && deciding.gain() > (on_ ? needed.off : needed.on);
   if (on == on_) return;
@@ -137,8 +154,8 @@ std::string CompressionChoice::reason() const {
     why += fmt::format(", but a write {:.2f} ms instead of {:.2f} ms", per_mib_ms(writes.encoded),
                        per_mib_ms(writes.raw));
   }
-  if (idle_cores_ >= 0 && idle_cores_ < 1) {
-    why += fmt::format("; less than a core is idle, so it has to be {:.2f} times as fast",
+  if (cores_are_scarce_) {
+    why += fmt::format("; less than a core {} idle, so it has to be {:.2f} times as fast", on_ ? "was" : "is",
                        on_ ? kWithoutIdleCores.off : kWithoutIdleCores.on);
   }
   return why;

@@ -5,7 +5,7 @@
 //
 // Switching has a threshold each way, and settles for a number of ops, so that a decision is not undone by
 // its own effect. Where fewer than one core is idle, more has to be gained: the codec takes a core from the
-// engine.
+// engine. Cores that become busy while it is on change nothing: the codec itself may be what keeps them busy.
 //
 // It measures nothing and knows no tier: who moves and encodes records says here what came of it. Threads:
 // any.
@@ -37,7 +37,8 @@ struct CompressionOptions {
   std::vector<Element> elements{};
   // What kAuto expects until records were encoded and decoded.
   CodecSpeed expected{1.2e9, 2.5e9};
-  // How many cores nobody uses; asked at every decision. Null: enough.
+  // How many cores nobody uses; asked before every decision, by one thread at a time that holds no lock, so
+  // that it may wait. Null: enough.
   std::function<double()> idle_cores{};
   // Who encodes and decodes measures by it. Outlives the choice. Null: a steady clock.
   const Clock* clock = nullptr;
@@ -60,9 +61,10 @@ class CompressionChoice {
   };
   static constexpr Gain kWithIdleCores{1.10, 1.03};
   static constexpr Gain kWithoutIdleCores{1.25, 1.15};
-  static constexpr double kSlowestWrites = 2;   // time encoded over time raw
-  static constexpr unsigned kOpsToKnow = 8;     // of a kind, before its speed counts
-  static constexpr unsigned kOpsToSettle = 64;  // of both kinds, between two decisions
+  static constexpr double kSlowestWrites = 2;    // time encoded over time raw
+  static constexpr unsigned kOpsToKnow = 8;      // of a kind, before its speed counts
+  static constexpr unsigned kOpsToSettle = 64;   // of both kinds, between two decisions
+  static constexpr unsigned kRecordsToKnow = 8;  // of a group, before what it gains counts
   // Of a group that gained too little: which of its records are tried again, one in so many.
   static constexpr unsigned kTryAgain = 64;
 
@@ -75,11 +77,12 @@ class CompressionChoice {
   }
   // Before a record of the group is written.
   bool next_is_encoded(std::uint32_t group) EXCLUDES(mutex_);
-  // A payload went through the codec in so many seconds. stored_bytes: raw_bytes where it gained nothing.
+  // A payload went through the codec in so many seconds, for an op of which moved() will be told.
+  // stored_bytes: raw_bytes where it gained nothing.
   void encoded(std::uint32_t group, std::uint64_t raw_bytes, std::uint64_t stored_bytes, double seconds)
       EXCLUDES(mutex_);
   void decoded(std::uint64_t raw_bytes, std::uint64_t stored_bytes, double seconds) EXCLUDES(mutex_);
-  // An op ended well in so many seconds, those of the codec among them.
+  // An op ended well in so many seconds, those of the codec among them. May ask for idle cores.
   void moved(OpKind kind, std::uint64_t raw_bytes, double seconds) EXCLUDES(mutex_);
 
   CompressionStats stats() const EXCLUDES(mutex_);
@@ -95,7 +98,8 @@ class CompressionChoice {
     double seconds_per_stored_byte() const;
   };
   struct Group {
-    double ratio = 0;  // 0: none was tried
+    double ratio = 0;    // 0: none was tried
+    unsigned tried = 0;  // up to kRecordsToKnow
     unsigned passed_over = 0;
   };
   // Seconds for a byte of raw payload.
@@ -106,7 +110,8 @@ class CompressionChoice {
 
   bool is_float(std::uint32_t group) const { return element(group) != Element::kBytes; }
   Times times(OpKind kind) const REQUIRES(mutex_);
-  void decide() REQUIRES(mutex_);
+  bool is_to_decide() REQUIRES(mutex_);
+  void decide(double idle_cores) REQUIRES(mutex_);
   Moved& of(OpKind kind) REQUIRES(mutex_) { return moved_[static_cast<std::size_t>(kind)]; }
 
   const CompressionOptions options_;
@@ -114,7 +119,8 @@ class CompressionChoice {
   mutable Mutex mutex_;
   bool on_ GUARDED_BY(mutex_) = false;  // of kAuto
   unsigned ops_until_decision_ GUARDED_BY(mutex_) = 0;
-  double idle_cores_ GUARDED_BY(mutex_) = -1;  // at the last decision; below 0: not asked
+  bool deciding_ GUARDED_BY(mutex_) = false;          // a thread asks for idle cores, and decides then
+  bool cores_are_scarce_ GUARDED_BY(mutex_) = false;  // at the last decision; while on, as it was before
   std::array<Moved, 2> moved_ GUARDED_BY(mutex_);
   double ratio_ GUARDED_BY(mutex_) = kExpectedRatio;
   CodecSpeed speed_ GUARDED_BY(mutex_){};  // 0: not known

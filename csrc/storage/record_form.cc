@@ -60,12 +60,19 @@ Status OutgoingRecord::encode() {
   const double seconds = to_seconds(choice->clock().now() - began);
   const std::uint64_t pages = round_up(bytes, kPageBytes);
   const bool gains = bytes != 0 && pages < header_.payload_bytes;
-  choice->encoded(op_.group, header_.payload_bytes, gains ? pages : header_.payload_bytes, seconds);
+  tried_ = Tried{gains ? pages : header_.payload_bytes, seconds};
   if (!gains) return Status::ok();
   std::memset(out.data() + bytes, 0, pages - bytes);
   header_.codec = Codec::kSplitZstd;
   header_.stored_bytes = bytes;
   return Status::ok();
+}
+
+std::uint64_t OutgoingRecord::written() {
+  if (tried_)
+    form_.compression()->encoded(op_.group, header_.payload_bytes, tried_->stored_bytes, tried_->seconds);
+  tried_.reset();
+  return header_.payload_bytes;
 }
 
 Status OutgoingRecord::seal_into_buffer() {
@@ -193,6 +200,8 @@ Status IncomingRecord::finish() {
 }
 
 Status IncomingRecord::decode() {
+  CompressionChoice* choice = form_.compression();
+  const Nanos began = choice != nullptr ? choice->clock().now() : Nanos{0};
   buffer_ = form_.take_buffer(header_.stored_bytes);
   if (!buffer_) return no_buffer();
   std::uint64_t at = 0;
@@ -204,8 +213,12 @@ Status IncomingRecord::decode() {
   }
   const Status status =
       form_.payload_codec().decode({buffer_->data(), header_.stored_bytes}, header_.element, op_.shards);
-  if (status) zero_padding(op_.shards);
-  return status;
+  if (!status) return status;
+  zero_padding(op_.shards);
+  if (choice != nullptr) {
+    choice->decoded(payload_bytes_, header_.padded_stored_bytes(), to_seconds(choice->clock().now() - began));
+  }
+  return Status::ok();
 }
 
 Status IncomingRecord::open(std::uint64_t bytes) {

@@ -71,7 +71,6 @@ class OutgoingRecord {
   // First: the codec, where the form has chosen it and it gains. From here on bytes() is what it will take.
   Status encode();
   std::uint64_t bytes() const { return header_.record_bytes(); }
-  std::uint64_t payload_bytes() const { return header_.payload_bytes; }  // raw
   bool in_place() const { return header_.codec == Codec::kRaw && form_.keys() == nullptr; }
   // In place: all but its checksum, for who sums while it moves them.
   const RecordHeader& header() const { return header_; }
@@ -79,14 +78,23 @@ class OutgoingRecord {
   Status finish();
   // In order, until this goes. REQUIRES: finished.
   const std::vector<std::span<const std::byte>>& pieces() const { return pieces_; }
+  // The store has it: only now the choice is told what the codec did, as it is told of ops that end well.
+  // Returns how many bytes of payload were moved, raw.
+  std::uint64_t written();
 
  private:
+  // What the codec made of the payload, whether or not it gained.
+  struct Tried {
+    std::uint64_t stored_bytes = 0;
+    double seconds = 0;
+  };
   bool take_buffer(std::uint64_t payload_bytes);
   Status seal_into_buffer();
 
   RecordForm& form_;
   const TierOp& op_;
   RecordHeader header_;
+  std::optional<Tried> tried_;          // not told yet
   std::unique_ptr<HugeBuffer> buffer_;  // header page, then what is stored
   std::optional<AlignedBuffer> page_;
   std::vector<std::span<const std::byte>> pieces_;

@@ -2,13 +2,12 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <cstring>
-#include <new>
-#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
+
+#include "storage/keys_of_digests.h"
 
 #ifdef KV_OFFLOAD_SEALING
 #include <openssl/crypto.h>
@@ -27,49 +26,6 @@ ChunkKey named(const Mac& mac, const ChunkKey& key) {
   std::memcpy(bytes + mac.size(), key.bytes().data() + key.size() - 4, 4);
   return ChunkKey::unchecked(bytes, sizeof(bytes));
 }
-
-// Pages that nobody touches take no memory.
-template <typename T>
-class LazyTable {
- public:
-  explicit LazyTable(std::size_t size) : data_(static_cast<T*>(std::calloc(size, sizeof(T)))) {
-    if (data_ == nullptr) throw std::bad_alloc();
-  }
-  ~LazyTable() { std::free(data_); }
-  LazyTable(const LazyTable&) = delete;
-  LazyTable& operator=(const LazyTable&) = delete;
-  T& operator[](std::size_t at) { return data_[at]; }
-
- private:
-  T* data_;
-};
-
-// The keys behind digests. Sets of four; the one that came first goes first.
-class KeysOfDigests {
- public:
-  static constexpr std::size_t kWays = 4, kSets = kMostRemembered / kWays;
-
-  void remember(const ChunkKey& digest, const ChunkKey& key) {
-    ChunkKey* set = &table_[place(digest)];
-    for (std::size_t i = 0; i < kWays; ++i) {
-      if (set[i] == key) return;
-    }
-    std::move_backward(set, set + kWays - 1, set + kWays);
-    set[0] = key;
-  }
-  template <typename IsIt>
-  std::optional<ChunkKey> find(const ChunkKey& digest, IsIt&& is_it) {
-    const ChunkKey* set = &table_[place(digest)];
-    for (std::size_t i = 0; i < kWays; ++i) {
-      if (set[i].size() > 0 && is_it(set[i])) return set[i];
-    }
-    return std::nullopt;
-  }
-
- private:
-  static std::size_t place(const ChunkKey& digest) { return ChunkKey::Hash{}(digest) % kSets * kWays; }
-  LazyTable<ChunkKey> table_{kMostRemembered};
-};
 
 class SealedNames final : public Tier {
  public:
@@ -105,7 +61,7 @@ class SealedNames final : public Tier {
   const std::size_t ways_;
   std::vector<std::unique_ptr<NameDigest>> digests_;  // one for each key
   LazyTable<ChunkKey> known_{kMostKnown};  // by chunk_id(), each in the one place that it may be in
-  KeysOfDigests keys_;
+  KeysOfDigests keys_{kMostRemembered};
   std::unordered_map<OpId, ChunkKey> in_flight_;
   const std::unique_ptr<Tier> tier_;
 };
@@ -147,15 +103,9 @@ void SealedNames::submit(std::vector<TierOp> ops) {
 void SealedNames::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
   const std::size_t first = completions->size(), first_removal = removals->size();
   tier_->poll(completions, removals);
-  for (std::size_t i = first; i < completions->size(); ++i) {
-    const auto found = in_flight_.find((*completions)[i].id);
-    if (found == in_flight_.end()) continue;
-    (*completions)[i].key = found->second;
-    in_flight_.erase(found);
-  }
   const auto is_not_ours_to_tell = [&](TierRemoval& removal) {
     const ChunkKey digest = removal.key;
-    const auto key = keys_.find(digest, [&](const ChunkKey& candidate) {
+    const auto key = keys_.take(digest, [&](const ChunkKey& candidate) {
       for (std::size_t i = 0; i < ways_; ++i) {
         if (digest_of(candidate, i) == digest) return true;
       }
@@ -168,6 +118,15 @@ void SealedNames::poll(std::vector<Completion>* completions, std::vector<TierRem
   removals->erase(std::remove_if(removals->begin() + static_cast<std::ptrdiff_t>(first_removal),
                                  removals->end(), is_not_ours_to_tell),
                   removals->end());
+  for (std::size_t i = first; i < completions->size(); ++i) {
+    Completion& completion = (*completions)[i];
+    const auto found = in_flight_.find(completion.id);
+    if (found == in_flight_.end()) continue;
+    // A record that was there before it may be among the removals.
+    if (completion.status) keys_.remember(completion.key, found->second);
+    completion.key = found->second;
+    in_flight_.erase(found);
+  }
 }
 
 Presence SealedNames::contains(const ChunkKey& key) const {

@@ -11,6 +11,7 @@
 //
 // A digest takes some 80 ns, less than it would to look it up. It does not lead back to its key: what this
 // process wrote or read is remembered, up to kMostRemembered keys, and removals of others are told to nobody.
+// Some are forgotten earlier, once three quarters of that are there (keys_of_digests.h).
 //
 // Threads: as Tier.
 #pragma once

@@ -72,7 +72,7 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& 
   }
   if (status.kind() == StatusKind::kDeclined) records_.note_declined(op.key, op.about.request, generation);
   if (status) status = records_.written({op.key, draft.named_bytes}, op.about, generation);
-  if (status) *moved = payload;
+  if (status) *moved = record.written();
   return status;
 }
 

@@ -86,7 +86,7 @@ Status MooncakeStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64
     return Status::error(StatusKind::kUnavailable, "another began to write this record and has not ended");
   }
   if (answer.result < 0) return refusal(answer.result, answer.text);
-  *moved = answer.result > 0 ? record.payload_bytes() : 0;
+  *moved = answer.result > 0 ? record.written() : 0;
   return Status::ok();
 }
 

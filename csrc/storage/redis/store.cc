@@ -112,7 +112,7 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   if (Status status = cluster_.at(key, OpKind::kWrite, until, &reply, set); !status) return status;
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
   if (reply.kind != Reply::Kind::kStatus || reply.text != "OK") return unexpected();
-  *moved = record.payload_bytes();
+  *moved = record.written();
   return Status::ok();
 }
 

@@ -77,7 +77,7 @@ Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mo
                ? Status::error(StatusKind::kIo, "the store found no place to write to")
                : status;
   }
-  *moved = record.payload_bytes();
+  *moved = record.written();
   return Status::ok();
 }
 

@@ -3,6 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <future>
+#include <new>
+
+#include "with_threads.h"
+
 namespace kv_offload {
 namespace {
 
@@ -193,12 +198,88 @@ TEST(CompressionChoice, a_group_that_gains_nothing_is_tried_now_and_then) {
     tier.write(kStates);
     encoded += tier.was_encoded ? 1 : 0;
   }
-  EXPECT_EQ(encoded, 1 + (kWrites - 1) / CompressionChoice::kTryAgain);
+  constexpr unsigned kFirst = CompressionChoice::kRecordsToKnow;
+  EXPECT_EQ(encoded, kFirst + (kWrites - kFirst) / CompressionChoice::kTryAgain);
   tier.write(kFloats);
   EXPECT_TRUE(tier.was_encoded) << "another group is another matter";
   tier.ratio = 3;
   for (unsigned i = 0; i < kWrites; ++i) tier.write(kStates);
   EXPECT_TRUE(tier.was_encoded);
+}
+
+TEST(CompressionChoice, a_first_record_that_gains_nothing_says_nothing_of_its_group) {
+  Simulated tier(Compress::kZstd);
+  tier.ratio = 1;
+  tier.write();
+  tier.ratio = 1.45;
+  for (unsigned i = 0; i < 10 * CompressionChoice::kRecordsToKnow; ++i) {
+    tier.write();
+    EXPECT_TRUE(tier.was_encoded) << i;
+  }
+}
+
+// It runs on a core that was idle: that this one is busy then is its own doing.
+TEST(CompressionChoice, the_core_that_the_codec_takes_does_not_switch_it_off) {
+  Simulated tier;
+  tier.read_speed = tier.write_speed = 500e6;  // encoded, 1.12 times as fast
+  unsigned switches = 0;
+  bool before = false;
+  for (int i = 0; i < 2000; ++i) {
+    tier.idle_cores = tier.on() ? 0.6 : 1.4;
+    tier.use(1);
+    switches += tier.on() != before ? 1 : 0;
+    before = tier.on();
+  }
+  EXPECT_EQ(switches, 1U);
+  EXPECT_TRUE(tier.on());
+}
+
+TEST(CompressionChoice, cores_that_become_idle_while_it_is_on_lower_what_it_has_to_gain) {
+  Simulated tier;
+  tier.idle_cores = 0.5;
+  tier.read_speed = tier.write_speed = 100e6;
+  tier.use(100);
+  ASSERT_TRUE(tier.on());
+  EXPECT_THAT(tier.choice.reason(), HasSubstr("less than a core was idle, so it has to be 1.15 times"));
+  tier.idle_cores = 4;
+  tier.use(100);
+  tier.idle_cores = 0.5;
+  tier.read_speed = tier.write_speed = 550e6;  // encoded, 1.10 times as fast
+  tier.use(500);
+  EXPECT_TRUE(tier.on());
+}
+
+// To count idle cores may mean to wait for a file. The scheduler asks for stats() and waits for none.
+TEST(CompressionChoice, figures_are_there_while_a_thread_waits_for_the_idle_cores) {
+  CompressionChoice* asked = nullptr;
+  unsigned counted = 0;
+  std::future<void> figures;
+  CompressionChoice choice({.compress = Compress::kAuto, .elements = {Element::kBf16}, .idle_cores = [&] {
+                              if (++counted > 1) return 8.0;
+                              figures = std::async(std::launch::async, [&] {
+                                (void)asked->stats();
+                                (void)asked->reason();
+                                (void)asked->next_is_encoded(kFloats);
+                                // Nor is anybody else sent to count.
+                                asked->moved(OpKind::kRead, kMiB, 1);
+                              });
+                              // For a lock that is held here it would wait forever.
+                              EXPECT_EQ(figures.wait_for(std::chrono::seconds(60)),
+                                        std::future_status::ready);
+                              return 8.0;
+                            }});
+  asked = &choice;
+  for (unsigned i = 0; i < CompressionChoice::kOpsToKnow; ++i) choice.moved(OpKind::kRead, kMiB, 1);
+  EXPECT_EQ(counted, 1U);
+  EXPECT_TRUE(choice.stats().on);
+}
+
+TEST(CompressionChoice, idle_cores_that_cannot_be_counted_are_not_known) {
+  CompressionChoice choice({.compress = Compress::kAuto,
+                            .elements = {Element::kBf16},
+                            .idle_cores = []() -> double { throw std::bad_alloc(); }});
+  for (unsigned i = 0; i < CompressionChoice::kOpsToKnow; ++i) choice.moved(OpKind::kRead, kMiB, 1);
+  EXPECT_TRUE(choice.stats().on);
 }
 
 TEST(CompressionChoice, counts_what_it_cost_and_saved) {

@@ -68,6 +68,7 @@ Bytes written(RecordForm& form, const TierOp& op) {
   Bytes bytes;
   for (const auto& piece : record.pieces()) bytes.insert(bytes.end(), piece.begin(), piece.end());
   EXPECT_EQ(bytes.size(), record.bytes());
+  EXPECT_EQ(record.written(), padded_payload_bytes(op.shards));
   return bytes;
 }
 
@@ -118,6 +119,38 @@ TEST_F(EncodedRecord, is_smaller_and_comes_back) {
   const CompressionStats stats = choice_->stats();
   EXPECT_EQ(stats.encoded_raw_bytes, kPadded);
   EXPECT_EQ(stats.encoded_stored_bytes, bytes.size() - kRecordHeaderBytes);
+  EXPECT_GT(stats.encode_seconds, 0);
+  EXPECT_GT(stats.decode_seconds, 0);
+}
+
+TEST_F(EncodedRecord, the_choice_hears_of_decoding_only_when_it_went_well) {
+  const Bytes raw = written(plain_, op_of(row_));
+  ASSERT_TRUE(read(form_, op_of(other_), raw));
+  EXPECT_EQ(choice_->stats().decode_seconds, 0) << "nothing was decoded";
+  Bytes bad = written(form_, op_of(row_));
+  std::fill_n(bad.begin() + kRecordHeaderBytes, 4, std::byte{0xFF});
+  make_sums_right(&bad);
+  EXPECT_EQ(read(form_, op_of(other_), bad).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(choice_->stats().decode_seconds, 0);
+}
+
+TEST_F(EncodedRecord, the_choice_hears_of_encoding_when_the_record_was_written) {
+  const TierOp op = op_of(row_);
+  {
+    OutgoingRecord given_up(form_, space(), op);
+    ASSERT_TRUE(given_up.encode());
+    ASSERT_TRUE(given_up.finish());
+  }
+  EXPECT_EQ(choice_->stats().encode_seconds, 0);
+  EXPECT_EQ(choice_->stats().encoded_raw_bytes, 0U);
+  OutgoingRecord record(form_, space(), op);
+  ASSERT_TRUE(record.encode());
+  ASSERT_TRUE(record.finish());
+  EXPECT_EQ(record.written(), kPadded);
+  const double told = choice_->stats().encode_seconds;
+  EXPECT_GT(told, 0);
+  EXPECT_EQ(record.written(), kPadded);
+  EXPECT_EQ(choice_->stats().encode_seconds, told) << "once";
 }
 
 TEST_F(EncodedRecord, who_encodes_nothing_reads_it_too) {
@@ -219,6 +252,24 @@ TEST(EncodedTier, space_is_taken_for_what_is_stored) {
   EXPECT_LT(stats.encoded_stored_bytes, kRaw / 3);
   EXPECT_TRUE(user.read(1, {kRaw}));
   EXPECT_EQ(user.tier().about_codec(), "on: compress is zstd");
+}
+
+// The choice weighs what the codec took against the time of ops that ended well: of others it hears nothing.
+TEST(EncodedTier, writes_that_fail_tell_the_choice_nothing) {
+  testing::FsMedium files;
+  testing::MemoryMedium memory;
+  for (testing::Medium* medium :
+       {static_cast<testing::Medium*>(&files), static_cast<testing::Medium*>(&memory)}) {
+    PooledTierOptions options;
+    options.name = "tier";
+    options.form.compression = always_encoded();
+    testing::TierDriver user(medium->open(options));
+    user.wait_for_scan();
+    medium->fail_transfers(true);
+    EXPECT_FALSE(user.write(1, {64 * kPageBytes}));
+    EXPECT_EQ(user.tier().stats().encoded_raw_bytes, 0U);
+    EXPECT_EQ(options.form.compression->stats().encode_seconds, 0);
+  }
 }
 
 TEST(EncodedTier, its_ops_tell_the_choice_how_fast_it_is) {

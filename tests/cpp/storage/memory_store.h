@@ -182,7 +182,7 @@ class MemoryStore final : public RecordStore {
     std::vector<std::byte> record;
     for (const auto& piece : outgoing.pieces()) record.insert(record.end(), piece.begin(), piece.end());
     Status status = server_->put({number(epoch), op.key}, std::move(record));
-    if (status) *moved = outgoing.payload_bytes();
+    if (status) *moved = outgoing.written();
     return status;
   }
 

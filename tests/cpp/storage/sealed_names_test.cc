@@ -113,7 +113,7 @@ TEST_F(SealedNamesTest,
 }
 
 // What is known of an op below the names: the chunk before it by its digest, too.
-class Recorder final : public Tier {
+class Recorder : public Tier {
  public:
   explicit Recorder(std::vector<TierOp>* ops, std::vector<TierUse>* uses) : ops_(ops), uses_(uses) {}
   std::string_view name() const override { return "recorder"; }
@@ -137,6 +137,39 @@ class Recorder final : public Tier {
   std::vector<TierOp>* ops_;
   std::vector<TierUse>* uses_;
 };
+
+// Its record goes, is written again, and goes again.
+class Forgetful final : public Recorder {
+ public:
+  explicit Forgetful(std::vector<TierOp>* ops) : Recorder(ops, nullptr), submitted_(ops) {}
+  void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override {
+    for (const TierOp& op : *submitted_) {
+      removals->push_back({op.key, TierRemoval::Reason::kEvicted});
+      if (!ended_) completions->push_back({op.id, op.kind, op.key, Status::ok(), 0, 0, 0});
+    }
+    ended_ = true;
+  }
+
+ private:
+  const std::vector<TierOp>* submitted_;
+  bool ended_ = false;
+};
+
+TEST(SealedNamesOrderTest, a_removal_before_a_write_does_not_hide_the_one_after_it) {
+  std::vector<TierOp> ops, given(1);
+  const auto tier = with_sealed_names(std::make_unique<Forgetful>(&ops), keys_of({1}), space_of(1));
+  given[0].id = 1;
+  given[0].kind = OpKind::kWrite;
+  given[0].key = key_of(1);
+  tier->submit(std::move(given));
+  for (std::size_t told = 1; told <= 2; ++told) {
+    std::vector<Completion> completions;
+    std::vector<TierRemoval> removals;
+    tier->poll(&completions, &removals);
+    ASSERT_EQ(removals.size(), 1u);
+    EXPECT_EQ(removals.front().key, key_of(1));
+  }
+}
 
 TEST(SealedNamesOrderTest, what_lies_before_a_chunk_is_named_by_its_digest) {
   std::vector<TierOp> ops;
