@@ -9,9 +9,10 @@
 // longer than a raw one; they are opened there, step by step while they are in the CPU's cache, and decoded
 // from a buffer.
 //
-// Invariants: IncomingRecord::finish() is ok only if header, length, checksum and seal were compared, and the
-// shards then hold what was written; a store with keys takes no record that is not sealed. A buffer is one
-// record's, or free; there is at most one for each thread that is inside at once.
+// Invariants: IncomingRecord::finish() is ok only if header, length and checksum were compared, of a sealed
+// record its tag in place of the checksum, and the shards then hold what was written; a store with keys takes
+// no record that is not sealed. A buffer is one record's, or free; there is at most one for each thread that
+// is inside at once.
 #pragma once
 
 #include <cstddef>

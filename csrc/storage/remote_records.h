@@ -77,7 +77,8 @@ class RemoteRecords {
 };
 
 // The bytes of a record as they come, in order. Only its header is kept. With keys what is sealed is opened,
-// too; without, its seal is not looked at.
+// too; without, its seal is not looked at. What is encoded is not decoded: a payload that the codec cannot
+// read passes under right checksums.
 class RecordCheck {
  public:
   explicit RecordCheck(const SealingKeys* keys = nullptr);  // which outlive it

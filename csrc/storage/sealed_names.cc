@@ -46,6 +46,7 @@ class SealedNames final : public Tier {
   void used(const TierUses& uses) override;
   Status reset() override { return tier_->reset(); }
   TierStats stats() const override { return tier_->stats(); }
+  std::string about_codec() const override { return tier_->about_codec(); }
   void close() override { tier_->close(); }
   double estimate_read_seconds(std::uint64_t bytes) const override {
     return tier_->estimate_read_seconds(bytes);
@@ -139,7 +140,9 @@ Presence SealedNames::contains(const ChunkKey& key) const {
   return all;
 }
 
+// Under each of several keys lies a part of a prompt: behind what one of them misses there may be more of it.
 void SealedNames::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
+  if (ways_ > 1) order = KeyOrder::kNone;
   for (std::size_t i = 0; i < ways_; ++i) {
     std::vector<ChunkKey> digests;
     digests.reserve(keys.size());

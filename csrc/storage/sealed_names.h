@@ -6,8 +6,8 @@
 // is a ChunkKey for all that lies below.
 //
 // With several keys a record is present under any of them, read from the first that has it, and written under
-// the first. Of a prompt whose parts lie under two keys a store may overlook what lies behind the first part
-// that it misses (KeyOrder::kPrefix); that is computed again, and written under the first key.
+// the first. The parts of a prompt may lie under different ones, so every name is asked for then
+// (KeyOrder::kNone).
 //
 // A digest takes some 80 ns, less than it would to look it up. It does not lead back to its key: what this
 // process wrote or read is remembered, up to kMostRemembered keys, and removals of others are told to nobody.

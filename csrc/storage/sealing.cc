@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <cstring>
 #include <string_view>
 
 #ifdef KV_OFFLOAD_SEALING
@@ -19,6 +20,22 @@
 namespace kv_offload {
 namespace {
 
+// Not optimised away, though nobody looks at the bytes again.
+void cleanse(void* data, std::size_t bytes) {
+#ifdef KV_OFFLOAD_SEALING
+  OPENSSL_cleanse(data, bytes);
+#else
+  ::explicit_bzero(data, bytes);
+#endif
+}
+
+// Clears them however the scope is left: also by something that throws.
+struct Cleansed {
+  void* data;
+  std::size_t bytes;
+  ~Cleansed() { cleanse(data, bytes); }
+};
+
 struct OpenFile {
   int fd;
   ~OpenFile() {
@@ -27,6 +44,18 @@ struct OpenFile {
 };
 
 std::string what_is_wrong(int error) { return Status::from_errno(error, "open").message(); }
+
+bool is_group_of_ours(::gid_t group) {
+  std::vector<::gid_t> groups(static_cast<std::size_t>(std::max(::getgroups(0, nullptr), 0)) + 1);
+  const int count = ::getgroups(static_cast<int>(groups.size()), groups.data());
+  const auto end = groups.begin() + std::max(count, 0);
+  return group == ::getegid() || std::find(groups.begin(), end, group) != end;
+}
+
+// As Kubernetes mounts a secret for a user who is not root: its fsGroup may read the file, nobody changes it.
+bool is_lent_by_root(const struct ::stat& info) {
+  return info.st_uid == 0 && (info.st_mode & 07777u) == 0440u && is_group_of_ours(info.st_gid);
+}
 
 // A link is followed: secrets of Kubernetes are links.
 void read_master(const std::string& path, SealingKeys::Master* master) {
@@ -45,11 +74,15 @@ void read_master(const std::string& path, SealingKeys::Master* master) {
         "encryption_key_file {} belongs to user {}, this process is user {}: chown it to {} or root", path,
         info.st_uid, ::geteuid(), ::geteuid());
   }
-  if ((info.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
-    throw_resource("encryption_key_file {} has mode {:04o}, so that others may use it: chmod 600 it", path,
-                   info.st_mode & 07777u);
+  if ((info.st_mode & (S_IRWXG | S_IRWXO)) != 0 && !is_lent_by_root(info)) {
+    throw_resource(
+        "encryption_key_file {} has mode {:04o} and group {}, so that others may use it: chmod 600 it, or "
+        "let "
+        "root own it with mode 0440 and a group of this process (fsGroup of Kubernetes)",
+        path, info.st_mode & 07777u, info.st_gid);
   }
   std::array<std::uint8_t, SealingKeys::kMasterBytes + 1> bytes{};
+  const Cleansed in_the_end{bytes.data(), bytes.size()};
   const ::ssize_t length = ::read(file.fd, bytes.data(), bytes.size());
   if (length < 0) throw_resource("encryption_key_file {}: {}", path, what_is_wrong(errno));
   const auto size = static_cast<std::uint64_t>(info.st_size);
@@ -60,9 +93,6 @@ void read_master(const std::string& path, SealingKeys::Master* master) {
         path, size, SealingKeys::kMasterBytes);
   }
   std::copy_n(bytes.begin(), master->size(), master->begin());
-#ifdef KV_OFFLOAD_SEALING
-  OPENSSL_cleanse(bytes.data(), bytes.size());
-#endif
 }
 
 }  // namespace
@@ -82,14 +112,14 @@ bool derive(std::span<const std::uint8_t> key, std::span<const std::uint8_t> fro
          length == derived->size();
 }
 
-SealingKeys::Derived derive_or_throw(std::span<const std::uint8_t> key, std::span<const std::uint8_t> from) {
-  SealingKeys::Derived derived;
-  if (!derive(key, from, &derived)) throw_resource("OpenSSL gives no HMAC-SHA256");
-  return derived;
+// Where they are to stay: what is returned by value may lie in two places.
+void derive_or_throw(std::span<const std::uint8_t> key, std::span<const std::uint8_t> from,
+                     SealingKeys::Derived* derived) {
+  if (!derive(key, from, derived)) throw_resource("OpenSSL gives no HMAC-SHA256");
 }
 
-SealingKeys::Derived derive_for(std::span<const std::uint8_t> key, std::string_view purpose) {
-  return derive_or_throw(key, {reinterpret_cast<const std::uint8_t*>(purpose.data()), purpose.size()});
+void derive_for(std::span<const std::uint8_t> key, std::string_view purpose, SealingKeys::Derived* derived) {
+  derive_or_throw(key, {reinterpret_cast<const std::uint8_t*>(purpose.data()), purpose.size()}, derived);
 }
 
 Status failed(std::string_view what) {
@@ -103,31 +133,23 @@ bool has_sealing() { return true; }
 SealingKeys::SealingKeys(std::span<const Master> masters) {
   if (masters.empty() || masters.size() > kMostKeys)
     throw_invalid("encryption_key_file names {} keys; possible: 1 to {}", masters.size(), kMostKeys);
-  keys_.reserve(masters.size());  // no copy is left anywhere
+  keys_.reserve(masters.size());  // copies go with their destructor
   for (const Master& master : masters) {
     Key key;
-    const Derived id = derive_for(master, "kv_offload: id of a key");
+    Derived id;
+    derive_for(master, "kv_offload: id of a key", &id);
     std::copy_n(id.begin(), key.id.size(), key.id.begin());
-    key.seals = derive_for(master, "kv_offload: seals records");
-    key.names = derive_for(master, "kv_offload: names records");
+    derive_for(master, "kv_offload: seals records", &key.seals);
+    derive_for(master, "kv_offload: names records", &key.names);
     if (find(key.id)) throw_invalid("encryption_key_file names the same key twice (id {})", hex_of(key.id));
     keys_.push_back(key);
-    OPENSSL_cleanse(&key, sizeof(key));
   }
 }
 
-SealingKeys::~SealingKeys() { OPENSSL_cleanse(keys_.data(), keys_.size() * sizeof(Key)); }
-
-std::shared_ptr<const SealingKeys> SealingKeys::from_files(const std::vector<std::string>& paths) {
-  std::vector<Master> masters(paths.size());
-  for (std::size_t i = 0; i < paths.size(); ++i) read_master(paths[i], &masters[i]);
-  auto keys = std::make_shared<const SealingKeys>(masters);
-  OPENSSL_cleanse(masters.data(), masters.size() * sizeof(Master));
-  return keys;
-}
-
 SealingKeys::Derived SealingKeys::name_key(std::size_t which, const NamespaceId& namespace_id) const {
-  return derive_or_throw(keys_[which].names, namespace_id);
+  Derived derived;
+  derive_or_throw(keys_[which].names, namespace_id, &derived);
+  return derived;
 }
 
 Status begin_seal(const SealingKeys& keys, Seal* seal) {
@@ -208,12 +230,6 @@ SealingKeys::SealingKeys(std::span<const Master>) {
       "encryption_key_file needs OpenSSL, and this build has none: build it where OpenSSL's headers are "
       "(libssl-dev), or leave encryption_key_file out");
 }
-SealingKeys::~SealingKeys() = default;
-std::shared_ptr<const SealingKeys> SealingKeys::from_files(const std::vector<std::string>& paths) {
-  std::vector<Master> masters(paths.size());
-  for (std::size_t i = 0; i < paths.size(); ++i) read_master(paths[i], &masters[i]);
-  return std::make_shared<const SealingKeys>(masters);
-}
 SealingKeys::Derived SealingKeys::name_key(std::size_t, const NamespaceId&) const { return {}; }
 Status begin_seal(const SealingKeys&, Seal*) {
   return Status::error(StatusKind::kUnavailable, "no OpenSSL in this build");
@@ -234,6 +250,16 @@ Status RecordCipher::finish_open(const Seal&) {
 }
 
 #endif
+
+SealingKeys::Key::~Key() { cleanse(this, sizeof(*this)); }
+SealingKeys::~SealingKeys() = default;
+
+std::shared_ptr<const SealingKeys> SealingKeys::from_files(const std::vector<std::string>& paths) {
+  std::vector<Master> masters(paths.size());
+  const Cleansed in_the_end{masters.data(), masters.size() * sizeof(Master)};
+  for (std::size_t i = 0; i < paths.size(); ++i) read_master(paths[i], &masters[i]);
+  return std::make_shared<const SealingKeys>(masters);
+}
 
 std::optional<std::size_t> SealingKeys::find(const KeyId& id) const {
   for (std::size_t i = 0; i < keys_.size(); ++i) {

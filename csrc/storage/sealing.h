@@ -45,8 +45,9 @@ class SealingKeys {
   SealingKeys(const SealingKeys&) = delete;
   SealingKeys& operator=(const SealingKeys&) = delete;
 
-  // Of files with 32 bytes each: regular, of this user or root, no permissions for others. Throws
-  // ResourceError that says what to change, and nothing of what a file holds.
+  // Of files with 32 bytes each: regular, of this user or root, no permissions for others; 0440 where root
+  // owns it and its group is one of this process's, too. Throws ResourceError that says what to change, and
+  // nothing of what a file holds.
   static std::shared_ptr<const SealingKeys> from_files(const std::vector<std::string>& paths);
 
   std::size_t size() const { return keys_.size(); }
@@ -60,6 +61,10 @@ class SealingKeys {
   struct Key {
     KeyId id;
     Derived seals, names;
+    Key() = default;
+    Key(const Key&) = default;
+    Key& operator=(const Key&) = default;
+    ~Key();
   };
   std::vector<Key> keys_;
 };

@@ -1,9 +1,9 @@
 // RecordReader: a record's bytes from its file into the shards of an op, verified.
 //
-// Invariant: ok means that the shards hold the record's bytes: length, header, key, checksum and seal were
-// compared (record_form.h). A record that is proven wrong is no longer known, and its file is gone unless
-// another took its name; so is one of another version of the format, which is no damage. One that could not
-// be read stays, and is not offered for a while.
+// Invariant: ok means that the shards hold the record's bytes: length, header, key and checksum, of a sealed
+// record its tag, were compared (record_form.h). A record that is proven wrong is no longer known, and its
+// file is gone unless another took its name; so is one of another version of the format, which is no damage.
+// One that could not be read stays, and is not offered for a while.
 //
 // Threads: I/O threads, several at once. No lock of its own.
 #pragma once

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 
+#include <array>
 #include <cerrno>
 
 #include "base/aligned_buffer.h"
@@ -15,12 +16,8 @@ namespace {
 // A directory that may be made, one that may grow by two, one block of extents.
 constexpr std::uint64_t kOverhead = 4 * kPageBytes;
 
-// May a file of so many bytes be the whole record of another, who may have encoded it to another length.
-bool is_complete(std::uint64_t bytes, const Draft& draft) {
-  if (bytes == draft.file_bytes) return true;
-  return draft.file_bytes != draft.named_bytes && bytes > kRecordHeaderBytes && bytes <= draft.named_bytes &&
-         bytes % kPageBytes == 0;
-}
+// Names that are taken again and again while one is sought for a record.
+constexpr int kPublishAttempts = 4;
 
 }  // namespace
 
@@ -159,32 +156,53 @@ Status RecordWriter::make_leaf(Generation& generation, std::uint32_t leaf, Reser
   return Status::ok();
 }
 
+int RecordWriter::rename_to_name(const Draft& draft, const std::string& path) {
+  const int directory = draft.generation->directory.get();
+  const int rc = ops_.rename(directory, draft.path, path, true);
+  if (rc != -EINVAL) return rc;
+  FileInfo old;  // NFS and others have no such mode
+  (void)ops_.refresh(directory, layout::leaf_path(draft.leaf));
+  return ops_.stat(directory, path, &old) == 0 ? -EEXIST : ops_.rename(directory, draft.path, path, false);
+}
+
+// Is a file of so many bytes the whole record of another, who may have encoded it to another length: that is
+// what its header says.
+bool RecordWriter::is_complete(const Draft& draft, const std::string& path, std::uint64_t bytes) {
+  if (bytes == draft.named_bytes) return true;
+  constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
+  int error = 0;
+  const Fd fd = open_fd(ops_, draft.generation->directory.get(), path, kFlags, 0, &error);
+  if (!fd) return false;
+  std::array<std::byte, kRecordHeaderBytes> page;
+  RecordHeader header;
+  return transfer_all(ops_, fd.get(), {{page.data(), page.size()}}, Transfer::kRead, false, path) &&
+         decode_header(page, &header) && header.record_bytes() == bytes &&
+         kRecordHeaderBytes + header.payload_bytes == draft.named_bytes;
+}
+
 // The record keeps its name if another process wrote the same one meanwhile.
 Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_t disk_bytes,
                              Reservation* reservation) {
   Generation& generation = *draft->generation;
   const int directory = generation.directory.get();
-  const std::string& temporary = draft->path;
-  int rc = ops_.rename(directory, temporary, path, true);
-  if (rc == -EINVAL) {  // NFS and others have no such mode
-    FileInfo old;
-    (void)ops_.refresh(directory, layout::leaf_path(draft->leaf));
-    rc = ops_.stat(directory, path, &old) == 0 ? -EEXIST : ops_.rename(directory, temporary, path, false);
-  }
-  if (rc == -EEXIST) {
+  int rc = rename_to_name(*draft, path);
+  for (int attempt = 1; rc == -EEXIST && attempt < kPublishAttempts; ++attempt) {
     FileInfo old;
     const int known = ops_.stat(directory, path, &old);
-    if (known == 0 && old.is_regular() && is_complete(old.size, *draft)) {
-      const int gone = ops_.unlink(directory, temporary);
-      if (gone < 0 && gone != -ENOENT) reservation->used += disk_bytes;
-      draft->published = true;
-      return Status::ok();
-    }
     if (known == 0 && !old.is_regular()) {
       return Status::error(StatusKind::kIo, "something that is no record is in its place", EEXIST,
                            generation.path + "/" + path);
     }
-    rc = ops_.rename(directory, temporary, path, false);  // an incomplete file
+    if (known == 0 && is_complete(*draft, path, old.size)) {
+      const int gone = ops_.unlink(directory, draft->path);
+      if (gone < 0 && gone != -ENOENT) reservation->used += disk_bytes;
+      draft->published = true;
+      return Status::ok();
+    }
+    // Removed rather than replaced: only who removes a file knows that its bytes are his to take from the
+    // sum.
+    rc = root_.remove_file(directory, path);
+    if (rc == 0) rc = rename_to_name(*draft, path);
   }
   if (rc < 0) {
     Status status = Status::from_errno(-rc, "rename", generation.path + "/" + path);

@@ -38,6 +38,8 @@ class RecordWriter {
   Status make_leaf(Generation& generation, std::uint32_t leaf, Reservation* reservation);
   Status open_temporary(Draft* draft, Reservation* reservation);
   void discard(const Draft& draft, Reservation* reservation);
+  int rename_to_name(const Draft& draft, const std::string& path);  // 0 or -errno; -EEXIST: it is taken
+  bool is_complete(const Draft& draft, const std::string& path, std::uint64_t bytes);
   Status publish(Draft* draft, const std::string& path, std::uint64_t disk_bytes, Reservation* reservation);
   Status sync_names(Generation& generation, std::uint32_t leaf);
   void count_growth(Generation& generation, std::uint32_t leaf, Reservation* reservation);

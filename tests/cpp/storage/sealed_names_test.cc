@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "storage/fs/fixture.h"
 #include "storage/memory_store.h"
 #include "storage/sealed_medium.h"
 #include "storage/tier_driver.h"
@@ -115,7 +116,9 @@ TEST_F(SealedNamesTest,
 // What is known of an op below the names: the chunk before it by its digest, too.
 class Recorder : public Tier {
  public:
-  explicit Recorder(std::vector<TierOp>* ops, std::vector<TierUse>* uses) : ops_(ops), uses_(uses) {}
+  explicit Recorder(std::vector<TierOp>* ops, std::vector<TierUse>* uses,
+                    std::vector<KeyOrder>* orders = nullptr)
+      : ops_(ops), uses_(uses), orders_(orders) {}
   std::string_view name() const override { return "recorder"; }
   void submit(std::vector<TierOp> ops) override {
     for (TierOp& op : ops) ops_->push_back(std::move(op));
@@ -125,17 +128,21 @@ class Recorder : public Tier {
     removals->push_back({key_of(5), TierRemoval::Reason::kEvicted});  // of a server without keys
   }
   Presence contains(const ChunkKey&) const override { return Presence::kAbsent; }
-  void prefetch_presence(std::vector<ChunkKey>, KeyOrder) override {}
+  void prefetch_presence(std::vector<ChunkKey>, KeyOrder order) override {
+    if (orders_ != nullptr) orders_->push_back(order);
+  }
   void touch(const ChunkKey&) override {}
   void used(const TierUses& uses) override { *uses_ = *uses; }
   Status reset() override { return Status::ok(); }
   TierStats stats() const override { return {}; }
+  std::string about_codec() const override { return "off: too little was measured"; }
   void close() override {}
   double estimate_read_seconds(std::uint64_t) const override { return 0; }
 
  private:
   std::vector<TierOp>* ops_;
   std::vector<TierUse>* uses_;
+  std::vector<KeyOrder>* orders_;
 };
 
 // Its record goes, is written again, and goes again.
@@ -169,6 +176,51 @@ TEST(SealedNamesOrderTest, a_removal_before_a_write_does_not_hide_the_one_after_
     ASSERT_EQ(removals.size(), 1u);
     EXPECT_EQ(removals.front().key, key_of(1));
   }
+}
+
+TEST(SealedNamesOrderTest, what_is_said_of_the_codec_comes_through) {
+  std::vector<TierOp> ops;
+  std::vector<TierUse> uses;
+  const auto tier = with_sealed_names(std::make_unique<Recorder>(&ops, &uses), keys_of({1}), space_of(1));
+  EXPECT_EQ(tier->about_codec(), "off: too little was measured");
+}
+
+// Of 16 chunks 8 may lie under the old key and 8 behind them under the new one.
+TEST(SealedNamesOrderTest, under_several_keys_nothing_is_known_of_what_lies_behind_a_gap) {
+  std::vector<TierOp> ops;
+  std::vector<TierUse> uses;
+  std::vector<KeyOrder> orders;
+  for (const auto& keys : {keys_of({1}), keys_of({2, 1})}) {
+    const auto tier = with_sealed_names(std::make_unique<Recorder>(&ops, &uses, &orders), keys, space_of(1));
+    tier->prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kPrefix);
+  }
+  EXPECT_EQ(orders, (std::vector{KeyOrder::kPrefix, KeyOrder::kNone, KeyOrder::kNone}));
+}
+
+// With one key after the other, as a rotation leaves a directory that others write into as well.
+TEST(SealedNamesOrderTest, all_of_a_prompt_is_found_that_begins_under_the_old_key) {
+  const TempDir dir;
+  const auto open = [&](std::initializer_list<int> keys) {
+    FsTierOptions options = options_for(dir.path() + "/root");
+    options.form.keys = keys_of(keys);
+    return std::make_unique<TierUser>(options);
+  };
+  const auto reader = open({2, 1});
+  const auto old = open({1}), fresh = open({2});
+  for (TierDriver* user : {reader.get(), old.get(), fresh.get()}) user->wait_for_scan();
+  std::vector<ChunkKey> prompt;
+  for (std::uint32_t i = 0; i < 16; ++i) {
+    ASSERT_TRUE((i < 8 ? old : fresh)->write(i));
+    prompt.push_back(key_of(i));
+  }
+  std::size_t found = 0;
+  EXPECT_TRUE(reader->until([&] {
+    reader->poll();
+    reader->tier().prefetch_presence(prompt, KeyOrder::kPrefix);
+    found = 0;
+    for (const ChunkKey& key : prompt) found += reader->tier().contains(key) == Presence::kPresent;
+    return found == prompt.size();
+  })) << found;
 }
 
 TEST(SealedNamesOrderTest, what_lies_before_a_chunk_is_named_by_its_digest) {

@@ -62,6 +62,24 @@ TEST_F(KeyFileTest, each_wrong_file_is_refused_in_a_sentence_that_says_what_to_c
   }
 }
 
+// The mounted secret of a pod that does not run as root.
+TEST_F(KeyFileTest, a_group_of_ours_may_read_what_root_owns_and_nobody_changes) {
+  const std::string path = write("key", std::string(32, 'k'), 0440);
+  struct ::stat info;
+  ASSERT_EQ(::stat(path.c_str(), &info), 0);
+  const bool by_root = info.st_uid == 0;
+  const std::string own = refusal_of({path});
+  EXPECT_EQ(own.find("fsGroup") == std::string::npos, by_root) << own;
+  for (const ::mode_t mode : {0640u, 0460u, 0444u, 0450u, 0040u, 04440u}) {
+    const std::string refusal = refusal_of({write("mode", std::string(32, 'k'), mode)});
+    EXPECT_NE(refusal.find("fsGroup"), std::string::npos) << mode;
+  }
+  if (!by_root) return;  // nobody else may give a file to others
+  EXPECT_EQ(own == "it was taken", has_sealing()) << own;
+  ASSERT_EQ(::chown(path.c_str(), 0, 12345), 0);
+  EXPECT_NE(refusal_of({path}).find("group 12345"), std::string::npos);
+}
+
 TEST_F(KeyFileTest, a_good_file_is_taken_also_behind_a_link_and_its_bytes_are_said_nowhere) {
   const std::string path = write("key", "0123456789abcdefghijklmnopqrstuv", 0400);
   const std::string link = dir_.path() + "/link";

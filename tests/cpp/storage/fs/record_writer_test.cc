@@ -5,6 +5,7 @@
 
 #include "faulty_file_ops.h"
 #include "fixture.h"
+#include "storage/encoded_medium.h"
 #include "storage/fs/store.h"
 
 namespace kv_offload {
@@ -81,6 +82,118 @@ TEST(RecordWriterTest, what_would_take_the_place_of_its_own_prompt_is_declined_a
   EXPECT_TRUE(write(number, 1, false)) << "not asked whether it is worth it";
   EXPECT_EQ(held(), kept);
   store.close();
+}
+
+// Two processes on a root; one of them encodes its records, the other may.
+class WritersOfOneRecord : public ::testing::Test {
+ protected:
+  FsTierOptions options(bool encodes) const {
+    FsTierOptions options = options_for(root_);
+    if (encodes) options.form.compression = always_encoded();
+    return options;
+  }
+  std::unique_ptr<FsStore> open(bool encodes) {
+    auto store = std::make_unique<FsStore>(options(encodes), ops_, clock_);
+    store->start();
+    store->maintain();
+    return store;
+  }
+  Status write(FsStore& store, std::uint32_t number) {
+    row_.fill(number);
+    op_.kind = OpKind::kWrite;
+    op_.key = key_of(number);
+    op_.shards = row_.shards();
+    std::uint64_t moved = 0;
+    return store.write(op_, store.epoch(), &moved);
+  }
+  Status read(FsStore& store, std::uint32_t number) {
+    op_.kind = OpKind::kRead;
+    op_.key = key_of(number);
+    op_.shards = row_.shards();
+    std::uint64_t moved = 0;
+    const Status status = store.read(op_, store.epoch(), &moved);
+    EXPECT_TRUE(!status || row_.holds(number));
+    return status;
+  }
+  static std::uint64_t usage(FsStore& store) {
+    TierStats stats;
+    store.figures(&stats);
+    return stats.bytes;
+  }
+  static constexpr std::uint64_t kRaw = 65536;
+  const TempDir dir_;
+  const std::string root_ = dir_.path() + "/root";
+  FaultyFileOps ops_;
+  FakeClock clock_;
+  Row row_{{kRaw}};
+  TierOp op_;
+};
+
+TEST_F(WritersOfOneRecord, the_smaller_one_stays_and_is_counted_once) {
+  const auto one = open(true), other = open(false);
+  for (std::uint32_t i = 0; i < 10; ++i) {
+    ASSERT_TRUE(write(*one, i));
+    const std::uint64_t stored = fs::file_size(path_of(root_, i));
+    ASSERT_LT(stored, kRaw);
+    ASSERT_TRUE(write(*other, i));
+    EXPECT_EQ(fs::file_size(path_of(root_, i)), stored);
+    EXPECT_TRUE(read(*other, i));
+  }
+  EXPECT_EQ(usage(*other), du(root_));
+  EXPECT_TRUE(temporaries_in(root_).empty());
+  for (FsStore* store : {one.get(), other.get()}) store->close();
+}
+
+TEST_F(WritersOfOneRecord, who_encodes_leaves_a_raw_one) {
+  const auto one = open(false), other = open(true);
+  ASSERT_TRUE(write(*one, 1));
+  ASSERT_TRUE(write(*other, 1));
+  EXPECT_GT(fs::file_size(path_of(root_, 1)), kRaw);
+  EXPECT_TRUE(read(*other, 1));
+  EXPECT_EQ(usage(*other), du(root_));
+  for (FsStore* store : {one.get(), other.get()}) store->close();
+}
+
+// As the power leaves one that was not synced. What it takes by then comes off the sum when it goes.
+TEST_F(WritersOfOneRecord, a_torn_one_is_replaced_by_what_is_whole) {
+  const auto one = open(true);
+  std::uint32_t number = 0;
+  for (const bool encodes : {true, false}) {
+    const auto other = open(encodes);
+    for (const std::uint64_t torn : {std::uint64_t{0}, std::uint64_t{100}, 1 * kPageBytes, 2 * kPageBytes}) {
+      ASSERT_TRUE(write(*one, ++number));
+      const std::uint64_t before = usage(*one), whole = du(path_of(root_, number));
+      ASSERT_GT(fs::file_size(path_of(root_, number)), torn);
+      fs::resize_file(path_of(root_, number), torn);
+      const std::uint64_t left = du(path_of(root_, number));
+      ASSERT_LT(left, whole);
+      ASSERT_TRUE(write(*other, number));
+      EXPECT_TRUE(read(*other, number)) << torn;
+      EXPECT_EQ(usage(*other), before - left + du(path_of(root_, number))) << torn;
+    }
+    other->close();
+  }
+  one->close();
+}
+
+// Between the look at it and its removal: then it is gone by another's hand, and not ours to take off.
+TEST_F(WritersOfOneRecord, one_that_another_removes_meanwhile_does_not_come_off_again) {
+  const auto one = open(true), other = open(false);
+  ASSERT_TRUE(write(*one, 1));
+  fs::resize_file(path_of(root_, 1), kPageBytes);
+  const std::uint64_t before = usage(*one);
+  const fs::path path = path_of(root_, 1);
+  bool refused = false, removed = false;
+  ops_.set_rule([&](Call call) {
+    if (call == Call::kPreadv && refused && !removed) removed = fs::remove(path);  // counted by who did it
+    refused |= call == Call::kRename;
+    return 0;
+  });
+  ASSERT_TRUE(write(*other, 1));
+  ops_.clear();
+  EXPECT_TRUE(removed);
+  EXPECT_EQ(usage(*other), before + du(path_of(root_, 1)));
+  for (FsStore* store : {one.get(), other.get()}) store->close();
 }
 
 }  // namespace

@@ -1,0 +1,19 @@
+"""Who wraps a tier passes on every verb that a tier has: one with a default could be forgotten unseen."""
+
+import re
+from pathlib import Path
+
+STORAGE = Path(__file__).resolve().parents[2] / "csrc" / "storage"
+
+
+def verbs() -> list[str]:
+    text = re.sub(r"//.*", "", (STORAGE / "tier.h").read_text())
+    return re.findall(r"virtual [^;{~]*?(\w+)\(", text[text.index("class Tier {") :])
+
+
+def test_sealed_names_pass_on_every_verb() -> None:
+    text = (STORAGE / "sealed_names.cc").read_text()
+    names = verbs()
+    assert {"about_codec", "cancel", "estimate_read_seconds", "poll", "submit", "used"} <= set(names)
+    for name in names:
+        assert f"tier_->{name}(" in text, f"SealedNames does not pass on {name}()"
