@@ -72,6 +72,24 @@ TEST_P(TierConformance, gives_back_the_bytes_that_it_was_given) {
   EXPECT_TRUE(later.read(300, {300}));
 }
 
+TEST_P(TierConformance, what_the_codec_did_is_counted_for_ops_that_end_well) {
+  PooledTierOptions encoded = options();
+  encoded.form.compression = always_encoded();
+  TierDriver user(medium_->open(encoded));
+  user.wait_for_scan();
+  constexpr std::uint64_t kRaw = 16 * kPageBytes;
+  ASSERT_TRUE(user.write(1, {kRaw}));
+  ASSERT_TRUE(user.write(1, {kRaw})) << "it is there";
+  TierStats stats = user.tier().stats();
+  EXPECT_EQ(stats.encoded_raw_bytes, kRaw);
+  EXPECT_GT(stats.encode_seconds, 0);
+  EXPECT_EQ(stats.decode_seconds, 0);
+  ASSERT_TRUE(user.read(1, {kRaw}));
+  stats = user.tier().stats();
+  EXPECT_GT(stats.decode_seconds, 0);
+  EXPECT_EQ(stats.encoded_raw_bytes, kRaw);
+}
+
 TEST_P(TierConformance, an_op_of_no_shards_or_of_too_many_is_the_callers_mistake) {
   TierDriver user(open());
   EXPECT_THROW(user.start(OpKind::kWrite, 1, {}), InvalidArgument);
