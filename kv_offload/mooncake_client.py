@@ -99,7 +99,7 @@ def log_elsewhere() -> None:
 
 
 def use_no_gpu() -> None:
-    """Only host memory is registered here, and a package for CUDA would make a context on the engine's GPU."""
+    """Only host memory is registered here; a package for CUDA would make a context on the engine's GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -27,7 +27,35 @@ int milliseconds_until(Deadline until) {
   return static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, 1 << 30));
 }
 
+// Of the character that the text begins with; 0: it begins with none.
+std::size_t bytes_of_character(std::string_view text) {
+  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
+  const unsigned first = byte(0);
+  if (first < 0x80) return 1;
+  const std::size_t bytes = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : 2;
+  if (first < 0xC2 || first > 0xF4 || bytes > text.size()) return 0;
+  for (std::size_t i = 1; i < bytes; ++i) {
+    if ((byte(i) & 0xC0) != 0x80) return 0;
+  }
+  // Too long for what it says, a surrogate, or behind the last one.
+  const unsigned second = byte(1);
+  const bool none = (first == 0xE0 && second < 0xA0) || (first == 0xED && second > 0x9F) ||
+                    (first == 0xF0 && second < 0x90) || (first == 0xF4 && second > 0x8F);
+  return none ? 0 : bytes;
+}
+
 }  // namespace
+
+std::string text_of(std::span<const std::byte> said) {
+  std::string_view left(reinterpret_cast<const char*>(said.data()), said.size());
+  std::string text;
+  while (!left.empty()) {
+    const std::size_t bytes = bytes_of_character(left);
+    text += bytes > 0 ? left.substr(0, bytes) : "?";
+    left.remove_prefix(std::max<std::size_t>(bytes, 1));
+  }
+  return text;
+}
 
 Descriptor::Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
 
@@ -135,8 +163,7 @@ Status Channel::call(Verb verb, std::span<const std::string> names, std::uint64_
     return Status::error(StatusKind::kIo, "the process that speaks to Mooncake answers what nobody asked");
   }
   std::memcpy(&answer->result, buffer.data(), sizeof(answer->result));
-  const auto text = std::span(buffer).first(got).subspan(sizeof(answer->result));
-  answer->text.assign(reinterpret_cast<const char*>(text.data()), text.size());
+  answer->text = text_of(std::span(buffer).first(got).subspan(sizeof(answer->result)));
   return Status::ok();
 }
 

@@ -71,6 +71,9 @@ Status send_message(int socket, std::span<const std::byte> message, std::span<co
 // kTimeout, kIo. *got: of the message, which is cut to the buffer.
 Status receive_message(int socket, std::span<std::byte> buffer, Deadline until, std::size_t* got);
 
+// What the other side says, for a person: bytes that are no UTF-8 become '?'.
+std::string text_of(std::span<const std::byte> said);
+
 class Channel {
  public:
   // Its memory holds an object of so many bytes; `theirs` and the memory's descriptor are for the other side.

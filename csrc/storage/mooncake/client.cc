@@ -32,6 +32,14 @@ bool starts_with_word(std::string_view text, std::string_view word, std::string*
   return true;
 }
 
+// "it ended with status 127" tells more than that its socket was closed.
+Status end_before_a_word(Process* process) {
+  process->wait_until(steady_clock::now() + kToGoByItself);
+  const std::string how = process->how_it_ended();
+  return Status::error(StatusKind::kIo, fmt::format("the process that speaks to Mooncake said nothing: {}",
+                                                    how.empty() ? "it closed its socket" : how));
+}
+
 }  // namespace
 
 Client::Client(ClientOptions options)
@@ -117,8 +125,8 @@ Status Client::begin(Descriptor* control, std::unique_ptr<Process>* process) {
     if (status.kind() == StatusKind::kTimeout) {
       return Status::error(StatusKind::kTimeout, "Mooncake's client did not start in time");
     }
-    if (!status) return status;
-    said.assign(reinterpret_cast<const char*>(buffer.data()), got);
+    if (!status) return end_before_a_word(process->get());
+    said = text_of(std::span(buffer).first(got));
     if (starts_with_word(said, "ready", &rest)) return Status::ok();
     refused = starts_with_word(said, "refused", &rest);
     if (!refused && !starts_with_word(said, "failed", &rest)) rest = "it says what fits no start";
@@ -155,7 +163,7 @@ void Client::note_end(const Status& status, bool refused) {
 bool Client::wait_for_end(int control) {
   while (true) {
     pollfd either[2] = {{control, POLLIN, 0}, {wake_.get(), POLLIN, 0}};
-    const int ready = ::poll(either, 2, -1);
+    const int ready = ::poll(either, 2, until_calls_end());
     const bool closed = was_closed();
     const MutexLock lock(mutex_);
     // Before the keeper closes it: nobody may send by a number that is another's then.
@@ -169,6 +177,17 @@ bool Client::wait_for_end(int control) {
   }
 }
 
+int Client::until_calls_end() {
+  const MutexLock lock(mutex_);
+  if (!stopped_ || hung_) return hung_ ? 0 : -1;
+  const auto now = steady_clock::now();
+  const Deadline oldest = calls_.empty() ? now : *calls_.begin();
+  const auto left = std::max(oldest, stopped_at_) + kCallsMayTake - now;
+  hung_ = left <= left.zero();
+  if (hung_) return 0;
+  return static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(left).count());
+}
+
 bool Client::was_closed() {
   std::uint64_t woken = 0;
   (void)!::read(wake_.get(), &woken, sizeof(woken));
@@ -179,7 +198,7 @@ bool Client::was_closed() {
 bool Client::pause(Nanos time) {
   const auto until = steady_clock::now() + time;
   const MutexLock lock(mutex_);
-  while (!closed_) {
+  while (!closed_ && !stopped_) {
     const auto left = until - steady_clock::now();
     if (left <= left.zero()) return true;
     changed_.wait_for(mutex_, left);
@@ -191,6 +210,7 @@ bool Client::pause(Nanos time) {
 
 Status Client::wait_for_start(Deadline until, bool* refused) {
   const MutexLock lock(mutex_);
+  until = std::min(until, steady_clock::now() + options_.start_deadline + kToGoByItself);
   while (state_ == State::kStarting && !closed_) {
     const auto left = until - steady_clock::now();
     if (left <= left.zero()) {
@@ -237,6 +257,34 @@ void Client::give_back(std::unique_ptr<Channel> channel) {
   const MutexLock lock(mutex_);
   const bool of_use = state_ == State::kRunning && control_ >= 0 && channel->client() == client_;
   if (of_use && !closed_ && idle_.size() < kMostIdle) idle_.push_back(std::move(channel));
+}
+
+Status Client::call(const Channel& channel, Verb verb, std::span<const std::string> names,
+                    std::uint64_t object_bytes, Deadline until, Nanos whole, Answer* answer) {
+  const auto begun = steady_clock::now();
+  const bool little = is_little(until, whole);
+  {
+    const MutexLock lock(mutex_);
+    calls_.insert(begun);
+  }
+  Status status = channel.call(verb, names, object_bytes, until, answer);
+  if (status.kind() == StatusKind::kTimeout && !little) end_of(channel);
+  const MutexLock lock(mutex_);
+  calls_.erase(calls_.find(begun));
+  return status;
+}
+
+bool Client::is_little(Deadline until, Nanos whole) { return until - steady_clock::now() < whole / 4; }
+
+void Client::stop() {
+  {
+    const MutexLock lock(mutex_);
+    if (stopped_) return;
+    stopped_ = true;
+    stopped_at_ = steady_clock::now();
+    changed_.notify_all();
+  }
+  wake();
 }
 
 void Client::end_of(const Channel& channel) {

@@ -6,12 +6,15 @@
 // anew after a pause, which grows while it keeps failing. It ends with this object, and with the engine,
 // however that ends.
 //
-// A call that does not end in time is one that Mooncake does not come back from: end_of() kills the process,
-// which is the only way to get rid of it. The calls beside it end, too, and fail.
+// A call that does not end in time is one that Mooncake does not come back from: its process is killed, which
+// is the only way to get rid of it. The calls beside it end, too, and fail. So do those that still run a
+// second after stop().
 #pragma once
 
 #include <atomic>
 #include <memory>
+#include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -38,15 +41,23 @@ class Client {
   explicit Client(ClientOptions options);
   ~Client();  // close()
 
-  // Any thread. Waits until it runs or was found to be unable to. *refused: another try will not help, as
-  // something is missing on this side.
+  // Any thread. Waits until it runs or was found to be unable to, no longer than a start may take. *refused:
+  // another try will not help, as something is missing on this side.
   Status wait_for_start(Deadline until, bool* refused) EXCLUDES(mutex_);
   // A channel whose object() has room for so many bytes. kIo, at once: the process is being begun anew.
   Status take(std::size_t object_bytes, std::unique_ptr<Channel>* channel) EXCLUDES(mutex_);
   // After a call that was answered. Others are dropped.
   void give_back(std::unique_ptr<Channel> channel) EXCLUDES(mutex_);
-  // A call on this channel did not end in time: its process is killed, if it still runs.
-  void end_of(const Channel& channel) EXCLUDES(mutex_);
+  // As Channel::call. One that does not end in time ends its process, unless it had little: what another
+  // call left of `whole`, which is all that one may take. stop() does not wait for it for long.
+  Status call(const Channel& channel, Verb verb, std::span<const std::string> names,
+              std::uint64_t object_bytes, Deadline until, Nanos whole, Answer* answer) EXCLUDES(mutex_);
+  // Is what is left until then too little to say of a call that it hangs.
+  static bool is_little(Deadline until, Nanos whole);
+  // Never waits. From now on a process that ends is not started again; where calls have not ended after
+  // kCallsMayTake, it is killed.
+  void stop() EXCLUDES(mutex_);
+  static constexpr std::chrono::seconds kCallsMayTake{1};
   void close();  // Idempotent. Calls that run fail.
 
   std::string version() const EXCLUDES(mutex_);  // of Mooncake, as the process says
@@ -59,8 +70,10 @@ class Client {
   Status begin(Descriptor* control, std::unique_ptr<Process>* process) EXCLUDES(mutex_);
   void note_running(int control, const std::string& version) EXCLUDES(mutex_);
   void note_end(const Status& status, bool refused) EXCLUDES(mutex_);
-  bool wait_for_end(int control) EXCLUDES(mutex_);  // true: it was killed for a call that hung
-  bool pause(Nanos time) EXCLUDES(mutex_);          // false: closed
+  bool wait_for_end(int control) EXCLUDES(mutex_);  // true: it is to be killed for a call that hung
+  int until_calls_end() EXCLUDES(mutex_);           // milliseconds; -1: any time. Sets hung_
+  bool pause(Nanos time) EXCLUDES(mutex_);          // false: closed or stopped
+  void end_of(const Channel& channel) EXCLUDES(mutex_);
   void wake() const;
   bool was_closed() EXCLUDES(mutex_);  // the keeper, woken
 
@@ -75,6 +88,9 @@ class Client {
   int control_ GUARDED_BY(mutex_) = -1;          // the keeper's; valid while it runs
   bool hung_ GUARDED_BY(mutex_) = false;
   bool closed_ GUARDED_BY(mutex_) = false;
+  bool stopped_ GUARDED_BY(mutex_) = false;
+  std::multiset<Deadline> calls_ GUARDED_BY(mutex_);  // when those that run now began
+  Deadline stopped_at_ GUARDED_BY(mutex_);
   std::vector<std::unique_ptr<Channel>> idle_ GUARDED_BY(mutex_);
   std::thread keeper_;
 };

@@ -12,6 +12,8 @@ namespace kv_offload {
 namespace mooncake {
 namespace {
 
+constexpr std::size_t kMostLeftWrong = 4096;
+
 // The record in one piece.
 void pack(const OutgoingRecord& record, std::span<std::byte> object) {
   std::byte* to = object.data();
@@ -38,6 +40,14 @@ bool leaves_memory_in_use(std::int64_t code) {
   return code < 0 && code != kNoObject && code != kNotComplete && code != kNoSpaceLeft && code != kBadLength;
 }
 
+// Of a write it is no miss: one who began to write it before us did not end, or is at it.
+Status refusal_of_write(const Answer& answer) {
+  if (answer.result == kNotComplete || answer.result == kNoObject) {
+    return Status::error(StatusKind::kUnavailable, "another began to write this record and has not ended");
+  }
+  return refusal(answer.result, answer.text);
+}
+
 }  // namespace
 
 MooncakeStore::MooncakeStore(const MooncakeTierOptions& options)
@@ -48,7 +58,8 @@ MooncakeStore::MooncakeStore(const MooncakeTierOptions& options)
       form_(options.form) {
   bool refused = false;
   std::string found;
-  Status status = client_.wait_for_start(deadline(), &refused);
+  // To its end, which start_deadline bounds: a refusal that came later would never be told.
+  Status status = client_.wait_for_start(Deadline::max(), &refused);
   if (refused) throw_resource("mooncake tier at {}: {}", options.place, status.message());
   if (status) status = ask_for_start(&found);
   epochs_.start_with(status ? found : "");
@@ -60,32 +71,49 @@ std::string MooncakeStore::key_of(const ChunkKey& key, const EpochPtr& epoch) co
 
 Status MooncakeStore::call(ChannelPtr* channel, Verb verb, std::span<const std::string> names,
                            std::uint64_t object_bytes, Deadline until, Answer* answer) {
-  Status status = (*channel)->call(verb, names, object_bytes, until, answer);
-  if (status.kind() == StatusKind::kTimeout) client_.end_of(**channel);
+  Status status = client_.call(**channel, verb, names, object_bytes, until, options_.op_deadline, answer);
   if (!status || leaves_memory_in_use(answer->result)) channel->reset();
   return status;
 }
 
 // ---- records
 
+Status MooncakeStore::is_there(const std::string& key, Deadline until, bool* there) {
+  ChannelPtr channel;
+  if (Status status = client_.take(1, &channel); !status) return status;
+  Answer answer;
+  const Status status = call(&channel, Verb::kExist, {&key, 1}, 0, until, &answer);
+  if (status && answer.result >= 0) *there = channel->object()[0] == std::byte{1};
+  if (channel) client_.give_back(std::move(channel));
+  return status && answer.result < 0 ? refusal_of_write(answer) : status;
+}
+
 Status MooncakeStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
-  const Deadline until = deadline();
+  const std::string key = key_of(op.key, epoch);
+  const Deadline asked_until = deadline();
+  // Asking costs less than to make and to move the bytes of a record that another wrote.
+  const bool replace = was_left_wrong(key);
+  bool there = false;
+  if (!replace) {
+    if (Status status = is_there(key, asked_until, &there); !status) return status;
+  }
+  if (there) return Status::ok();
+
+  const auto left = asked_until - std::chrono::steady_clock::now();
   OutgoingRecord record(form_, options_.namespace_id, op);
   if (Status status = record.encode(); !status) return status;
   if (Status status = record.finish(); !status) return status;
   ChannelPtr channel;
   if (Status status = client_.take(record.bytes(), &channel); !status) return status;
   pack(record, channel->object());
-  const std::string key = key_of(op.key, epoch);
+  // What was done here is not Mooncake's time.
+  const Deadline until = std::chrono::steady_clock::now() + left;
   Answer answer;
-  const Status status = call(&channel, Verb::kPut, {&key, 1}, record.bytes(), until, &answer);
+  const Status status =
+      call(&channel, replace ? Verb::kSet : Verb::kPut, {&key, 1}, record.bytes(), until, &answer);
   if (channel) client_.give_back(std::move(channel));
   if (!status) return status;
-  // Of a write it is no miss: one who began to write it before us did not end, or is at it.
-  if (answer.result == kNotComplete || answer.result == kNoObject) {
-    return Status::error(StatusKind::kUnavailable, "another began to write this record and has not ended");
-  }
-  if (answer.result < 0) return refusal(answer.result, answer.text);
+  if (answer.result < 0) return refusal_of_write(answer);
   *moved = answer.result > 0 ? record.written() : 0;
   return Status::ok();
 }
@@ -110,8 +138,10 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
   const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
   if (wrong && !options_.read_only) {
     const bool possible = static_cast<bool>(record.check_length(length));
-    remove_wrong(key, record, until, possible ? record.header_page() : std::span<std::byte>(),
-                 std::move(channel));
+    const bool gone = remove_wrong(
+        key, record, until, possible ? record.header_page() : std::span<std::byte>(), std::move(channel));
+    const MutexLock lock(mutex_);
+    if (!gone && left_wrong_.size() < kMostLeftWrong) left_wrong_.insert(key);
   } else {
     client_.give_back(std::move(channel));
   }
@@ -119,17 +149,33 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
 }
 
 // What was found wrong is removed only if it is still there: one of a possible length and another header
-// has taken its place. One that takes it between the two calls is lost, and is a miss.
-void MooncakeStore::remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
+// has taken its place. One that takes it between the two calls is lost, and is a miss. With little time left
+// it is not tried: the next write goes over it.
+bool MooncakeStore::remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
                                  std::span<const std::byte> header_page, ChannelPtr channel) {
   Answer answer;
-  if (!call(&channel, Verb::kGet, {&key, 1}, 0, until, &answer) || !channel) return;
+  if (Client::is_little(until, options_.op_deadline)) {
+    client_.give_back(std::move(channel));
+    return false;
+  }
+  if (!call(&channel, Verb::kGet, {&key, 1}, 0, until, &answer) || !channel) return false;
   const bool there = answer.result >= 0;
   const bool other_length = there && !record.check_length(static_cast<std::uint64_t>(answer.result));
   const bool same_header = there && !header_page.empty() &&
                            std::memcmp(channel->object().data(), header_page.data(), header_page.size()) == 0;
-  if (other_length || same_header) (void)call(&channel, Verb::kRemove, {&key, 1}, 0, until, &answer);
+  bool gone = there || answer.result == kNoObject;
+  if (other_length || same_header) {
+    gone = call(&channel, Verb::kRemove, {&key, 1}, 0, until, &answer) &&
+           (answer.result >= 0 || answer.result == kNoObject);
+  }
   if (channel) client_.give_back(std::move(channel));
+  return gone;
+}
+
+// Once for each time that it was read.
+bool MooncakeStore::was_left_wrong(const std::string& key) {
+  const MutexLock lock(mutex_);
+  return left_wrong_.erase(key) > 0;
 }
 
 Status MooncakeStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochPtr& epoch,

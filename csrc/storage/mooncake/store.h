@@ -2,10 +2,12 @@
 #pragma once
 
 #include <atomic>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "base/thread_annotations.h"
 #include "storage/mooncake/client.h"
 #include "storage/mooncake/tier.h"
 #include "storage/named_epochs.h"
@@ -28,7 +30,10 @@ class MooncakeStore final : public RecordStore {
   bool can_reset() const override { return !options_.read_only; }
   EpochPtr epoch() const override { return epochs_.current(); }
   void forget() override { epochs_.forget(); }
-  void stop() override { stopped_ = true; }
+  void stop() override {
+    stopped_ = true;
+    client_.stop();
+  }
   void close() override { client_.close(); }
   void figures(TierStats* stats) const override;
 
@@ -37,13 +42,16 @@ class MooncakeStore final : public RecordStore {
 
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_deadline; }
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
-  // As Channel::call; a process that does not answer in time is ended, and a channel after which nothing is
-  // known of its memory is dropped: *channel is null then. A code below 0 of Mooncake's is in *result.
+  // As Client::call; a channel after which nothing is known of its memory is dropped: *channel is null then.
+  // A code below 0 of Mooncake's is in *answer.
   Status call(ChannelPtr* channel, Verb verb, std::span<const std::string> names, std::uint64_t object_bytes,
               Deadline until, Answer* answer);
-  // Whatever is wrong with what lies under the key, unless another took its place.
-  void remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
+  Status is_there(const std::string& key, Deadline until, bool* there);
+  // Whatever is wrong with what lies under the key, unless another took its place. False: it may still be
+  // there.
+  bool remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
                     std::span<const std::byte> header_page, ChannelPtr channel);
+  bool was_left_wrong(const std::string& key) EXCLUDES(mutex_);
   // The name that the epoch's object holds; empty: there is none, or what lies there is no name (*strange).
   Status read_start(Deadline until, std::string* found, bool* strange);
   Status put_start(Verb verb, const std::string& name, Deadline until);
@@ -57,6 +65,8 @@ class MooncakeStore final : public RecordStore {
   RecordForm form_;
   std::atomic<bool> stopped_{false};
   NamedEpochs epochs_;
+  Mutex mutex_;
+  std::set<std::string> left_wrong_ GUARDED_BY(mutex_);  // could not be removed: the next write replaces it
 };
 
 }  // namespace kv_offload::mooncake

@@ -75,7 +75,7 @@ TEST(MooncakeProcess, a_program_that_is_not_there_is_named) {
 
 TEST(MooncakeProcess, one_that_says_nothing_is_no_client_and_is_tried_again) {
   ClientOptions options;
-  options.launch = launch_of({"sh", "-c", "exit 0"});
+  options.launch = launch_of({"sh", "-c", "exit 6"});
   options.setup = "{}";
   options.shortest_pause = options.longest_pause = std::chrono::milliseconds(1);
   Client client(options);
@@ -83,8 +83,18 @@ TEST(MooncakeProcess, one_that_says_nothing_is_no_client_and_is_tried_again) {
   const Status status = client.wait_for_start(soon(), &refused);
   EXPECT_EQ(status.kind(), StatusKind::kIo) << status.to_string();
   EXPECT_FALSE(refused);
+  EXPECT_THAT(status.message(), HasSubstr("said nothing: it ended with status 6"));
   std::unique_ptr<Channel> channel;
   EXPECT_EQ(client.take(10, &channel).kind(), StatusKind::kIo);
+}
+
+TEST(MooncakeClient, what_it_says_is_text_whatever_bytes_it_sends) {
+  const auto read = [](std::string_view said) { return text_of(std::as_bytes(std::span(said))); };
+  EXPECT_EQ(read("plain"), "plain");
+  EXPECT_EQ(read("\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80"), "\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80");
+  EXPECT_EQ(read("cut \xE2\x82"), "cut ??");
+  EXPECT_EQ(read("\xFF\xC0\x80\x80z"), "????z");
+  EXPECT_EQ(read("\xE0\x80\x80|\xED\xA0\x80|\xF0\x80\x80\x80|\xF4\x90\x80\x80"), "???|???|????|????");
 }
 
 }  // namespace

@@ -186,6 +186,27 @@ TEST_F(MooncakeTier, a_good_record_that_took_the_place_of_a_wrong_one_stays) {
   EXPECT_TRUE(user.read(1));
 }
 
+TEST_F(MooncakeTier, one_that_cannot_be_removed_is_written_over) {
+  TierDriver user(open());
+  ASSERT_TRUE(user.write(1));
+  const std::string name = name_of(1);
+  medium_.damage(key_of(1));
+  store_.faults.fail(Verb::kRemove, true);
+  EXPECT_EQ(user.read(1).kind(), StatusKind::kCorrupt);
+  EXPECT_NE(store_.value(name), "");
+  store_.faults.fail(Verb::kRemove, false);
+  EXPECT_TRUE(user.write(1));
+  EXPECT_TRUE(user.read(1));
+}
+
+TEST_F(MooncakeTier, what_another_wrote_is_not_sent_again) {
+  TierDriver user(open()), other(open());
+  ASSERT_TRUE(user.write(1));
+  const std::size_t sent = store_.faults.seen(Verb::kWrite);
+  EXPECT_TRUE(other.write(1));
+  EXPECT_EQ(store_.faults.seen(Verb::kWrite), sent);
+}
+
 TEST_F(MooncakeTier, a_write_beside_one_that_was_left_half_done_is_no_success) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
@@ -264,7 +285,7 @@ TEST_F(MooncakeTier, channels_of_a_process_that_ended_are_not_used_with_the_next
 }
 
 TEST_F(MooncakeTier, a_call_that_hangs_ends_at_its_deadline_and_its_process_with_it) {
-  TierDriver user(medium_.open(options(milliseconds(150))));
+  TierDriver user(medium_.open(options(seconds(1))));
   ASSERT_TRUE(user.write(1));
   store_.stand_still(true);
   const Status status = user.read(1);
@@ -293,12 +314,78 @@ TEST_F(MooncakeTier, what_a_process_that_hung_writes_later_reaches_no_row) {
 
 TEST_F(MooncakeTier, closing_does_not_wait_for_a_process_that_does_not_start) {
   store_.hang_starts(true);
-  MooncakeTierOptions chosen = medium_.options(options(milliseconds(10)));
+  MooncakeTierOptions chosen = medium_.options();
   chosen.client.start_deadline = std::chrono::hours(1);
-  TierDriver user(make_mooncake_tier(chosen));
-  EXPECT_FALSE(user.write(1));
-  user.tier().close();  // one that waits is ended by its runner
+  mooncake::Client client(chosen.client);
+  std::unique_ptr<mooncake::Channel> channel;
+  EXPECT_FALSE(client.take(100, &channel));
+  client.close();  // one that waits is ended by its runner
   store_.hang_starts(false);
+}
+
+TEST_F(MooncakeTier, a_refusal_that_takes_longer_than_an_op_may_is_told) {
+  store_.hang_starts(true);
+  store_.refuse_starts("refused Mooncake's Python package cannot be loaded");
+  std::thread late([&] {
+    EXPECT_TRUE(holds_soon([&] { return store_.starts() == 1; }));
+    store_.hang_starts(false);
+  });
+  EXPECT_THROW((void)medium_.open(options(Nanos{1})), ResourceError);
+  late.join();
+}
+
+TEST_F(MooncakeTier, a_call_that_hangs_does_not_outlive_a_stop_for_long) {
+  mooncake::Client client(medium_.options().client);
+  const auto never = std::chrono::steady_clock::now() + std::chrono::hours(10);
+  bool refused = false;
+  ASSERT_TRUE(client.wait_for_start(never, &refused));
+  std::unique_ptr<mooncake::Channel> channel;
+  ASSERT_TRUE(client.take(100, &channel));
+  store_.stand_still(true);
+  client.stop();
+  const std::string name = "a";
+  mooncake::Answer answer;
+  const Status status =
+      client.call(*channel, mooncake::Verb::kExist, {&name, 1}, 0, never, seconds(1), &answer);
+  EXPECT_EQ(status.kind(), StatusKind::kIo) << status.to_string();
+  EXPECT_FALSE(client.take(100, &channel));
+  store_.stand_still(false);
+  client.close();
+  EXPECT_EQ(store_.starts(), 1) << "none is started that nobody will use";
+}
+
+TEST_F(MooncakeTier, a_call_that_had_little_time_does_not_end_the_process) {
+  mooncake::Client client(medium_.options().client);
+  const auto in = [](Nanos time) { return std::chrono::steady_clock::now() + time; };
+  const std::string name = "a";
+  mooncake::Answer answer;
+  std::unique_ptr<mooncake::Channel> left, asked;
+  const auto ask = [&](const mooncake::Channel& channel, Nanos time, Nanos whole) {
+    return client.call(channel, mooncake::Verb::kExist, {&name, 1}, 0, in(time), whole, &answer);
+  };
+  bool refused = false;
+  ASSERT_TRUE(client.wait_for_start(in(seconds(60)), &refused));
+  ASSERT_TRUE(client.take(100, &left));
+  ASSERT_TRUE(client.take(100, &asked));
+  store_.stand_still(true);
+  EXPECT_EQ(ask(*left, milliseconds(1), std::chrono::hours(1)).kind(), StatusKind::kTimeout);
+  store_.stand_still(false);
+  EXPECT_TRUE(ask(*asked, seconds(60), seconds(60))) << "beside it another goes on";
+  EXPECT_EQ(client.starts(), 1u);
+  store_.stand_still(true);
+  EXPECT_EQ(ask(*asked, milliseconds(200), Nanos{0}).kind(), StatusKind::kTimeout);
+  EXPECT_TRUE(holds_soon([&] { return client.starts() == 2; }));
+  store_.stand_still(false);
+}
+
+TEST_F(MooncakeTier, closing_ends_a_call_that_hangs) {
+  TierDriver user(medium_.open(options(std::chrono::hours(10))));
+  ASSERT_TRUE(user.write(1));
+  store_.stand_still(true);
+  const OpId hangs = user.start(OpKind::kRead, 1, {8192});
+  user.tier().close();
+  EXPECT_FALSE(user.finish(hangs).status);
+  store_.stand_still(false);
 }
 
 TEST(MooncakeErrors, say_what_they_mean) {
