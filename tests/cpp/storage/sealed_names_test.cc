@@ -4,7 +4,6 @@
 
 #include <set>
 
-#include "storage/fs/fixture.h"
 #include "storage/memory_store.h"
 #include "storage/sealed_medium.h"
 #include "storage/tier_driver.h"
@@ -195,32 +194,6 @@ TEST(SealedNamesOrderTest, under_several_keys_nothing_is_known_of_what_lies_behi
     tier->prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kPrefix);
   }
   EXPECT_EQ(orders, (std::vector{KeyOrder::kPrefix, KeyOrder::kNone, KeyOrder::kNone}));
-}
-
-// With one key after the other, as a rotation leaves a directory that others write into as well.
-TEST(SealedNamesOrderTest, all_of_a_prompt_is_found_that_begins_under_the_old_key) {
-  const TempDir dir;
-  const auto open = [&](std::initializer_list<int> keys) {
-    FsTierOptions options = options_for(dir.path() + "/root");
-    options.form.keys = keys_of(keys);
-    return std::make_unique<TierUser>(options);
-  };
-  const auto reader = open({2, 1});
-  const auto old = open({1}), fresh = open({2});
-  for (TierDriver* user : {reader.get(), old.get(), fresh.get()}) user->wait_for_scan();
-  std::vector<ChunkKey> prompt;
-  for (std::uint32_t i = 0; i < 16; ++i) {
-    ASSERT_TRUE((i < 8 ? old : fresh)->write(i));
-    prompt.push_back(key_of(i));
-  }
-  std::size_t found = 0;
-  EXPECT_TRUE(reader->until([&] {
-    reader->poll();
-    reader->tier().prefetch_presence(prompt, KeyOrder::kPrefix);
-    found = 0;
-    for (const ChunkKey& key : prompt) found += reader->tier().contains(key) == Presence::kPresent;
-    return found == prompt.size();
-  })) << found;
 }
 
 TEST(SealedNamesOrderTest, what_lies_before_a_chunk_is_named_by_its_digest) {
