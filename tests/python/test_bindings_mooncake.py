@@ -56,7 +56,7 @@ def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def spec(request: pytest.FixtureRequest, master: str = "", deadline: float = 60.0, **given: Any) -> Any:
     config = MooncakeTierConfig(
-        master=master or "etcd://nowhere", op_deadline_ms=int(deadline * 1000), **given
+        master=master or "etcd://127.0.0.1:2379", op_deadline_ms=int(deadline * 1000), **given
     )
     return config.make_spec("mooncake", None, Namespace(request.node.nodeid))  # type: ignore[arg-type]
 
@@ -208,7 +208,7 @@ def test_the_process_ends_with_the_engine_however_that_ends(request, region, obj
             "from test_bindings_mooncake import *\n"
             "import tempfile\n"
             "region = attach(Path(tempfile.mkdtemp(dir=sys.argv[2])))\n"
-            "config = MooncakeTierConfig(master='etcd://nowhere', op_deadline_ms=60000)\n"
+            "config = MooncakeTierConfig(master='etcd://127.0.0.1:2379', op_deadline_ms=60000)\n"
             "cache = make_cache(region[0], tiers=[config.make_spec('mooncake', None, Namespace('n'))])\n"
             "print(processes()[0], flush=True); time.sleep(10000)",
             str(Path(__file__).parent),

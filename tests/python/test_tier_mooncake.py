@@ -115,7 +115,7 @@ def test_commands_that_need_a_list_say_that_there_is_none(command: list[str]) ->
 
 @pytest.mark.usefixtures("fake")
 def test_doctor_measures_a_store_that_answers() -> None:
-    found = tier(master="etcd://nowhere")
+    found = tier(master="etcd://127.0.0.1:2379")
     assert found.cautions() == []
     assert "by tcp, answers in " in found.summary()
     (check,) = speed(found, 4 << 20)
@@ -131,6 +131,6 @@ def test_a_store_that_cannot_be_used_is_a_caution_in_a_sentence(monkeypatch: pyt
     assert "is not used until it answers" in text
     assert "does not answer: Connection refused" in text
     monkeypatch.setenv("FAKE_MOONCAKE_SETUP", "-1")
-    (text,) = cautions(config(master="etcd://nowhere"))
+    (text,) = cautions(config(master="etcd://127.0.0.1:2379"))
     assert "Mooncake's client does not start (code -1)" in text
-    assert parse_tier({"type": "mooncake", "master": "etcd://nowhere"}).measure(1).state == "refused"
+    assert parse_tier({"type": "mooncake", "master": "etcd://127.0.0.1:2379"}).measure(1).state == "refused"

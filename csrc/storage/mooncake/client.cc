@@ -105,8 +105,8 @@ Status Client::begin(Descriptor* control, std::unique_ptr<Process>* process) {
     Descriptor theirs;
     if (Status status = make_pair(control, &theirs); !status) return status;
     if (Status status = options_.launch(std::move(theirs), process); !status) return status;
-    if (Status status = send_message(control->get(), std::as_bytes(std::span(options_.setup))); !status) {
-      return status;
+    if (!send_message(control->get(), std::as_bytes(std::span(options_.setup)))) {
+      return end_before_a_word(process->get());
     }
     // Closing does not wait for one that is slow to start.
     std::array<std::byte, kMostText> buffer{};
