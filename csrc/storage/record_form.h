@@ -106,6 +106,7 @@ class IncomingRecord {
  public:
   // All of it outlives this.
   IncomingRecord(RecordForm& form, const NamespaceId& namespace_id, const TierOp& op);
+  IncomingRecord(RecordForm&, NamespaceId&&, const TierOp&) = delete;
   ~IncomingRecord() { form_.give_back(std::move(buffer_)); }
   IncomingRecord(const IncomingRecord&) = delete;
   IncomingRecord& operator=(const IncomingRecord&) = delete;

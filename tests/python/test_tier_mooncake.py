@@ -94,7 +94,7 @@ def test_config_writes_it_and_the_boot_line_names_it() -> None:
     line = boot_line(
         config(), (None,), Geometry.of([16], [[4096]]), copier="host", namespace="n", version="1"
     )
-    assert "mooncake mooncake.internal:50051 bounded by its server (through)" in line
+    assert "mooncake mooncake.internal:50051 bounded by its server (through, compress auto)" in line
 
 
 def test_without_the_package_doctor_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +118,10 @@ def test_doctor_measures_a_store_that_answers() -> None:
     found = tier(master="etcd://127.0.0.1:2379")
     assert found.cautions() == []
     assert "by tcp, answers in " in found.summary()
-    (check,) = speed(found, 4 << 20)
-    assert check.state == "ok"
+    check, codec = speed(found, 4 << 20)
+    assert check.state == codec.state == "ok"
     assert "2 objects of 2.0 MiB" in check.text
+    assert "compress auto is" in codec.text
     assert next(check.state for check in place(found)) == "ok"
 
 

@@ -28,9 +28,12 @@ using ::testing::StartsWith;
 const ShardSizes kSizes = {150000, 0, 4096, 70001};
 constexpr std::size_t kPadded = 151552 + 4096 + 73728;
 
-NamespaceId space() {
-  NamespaceId id;
-  id.fill(1);
+const NamespaceId& space() {
+  static const NamespaceId id = [] {
+    NamespaceId filled;
+    filled.fill(1);
+    return filled;
+  }();
   return id;
 }
 

@@ -42,7 +42,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   TierOp op;
   op.key = good.key;
   op.shards = {row.span().first(5000), second.span()};
-  IncomingRecord record(form, {}, op);
+  static const NamespaceId any{};
+  IncomingRecord record(form, any, op);
   std::memcpy(record.header_page().data(), page.data(), kRecordHeaderBytes);
   for (const std::uint64_t bytes : {header.record_bytes(), record.most_bytes()}) {
     if (record.check_length(bytes) && record.open(bytes)) std::abort();
