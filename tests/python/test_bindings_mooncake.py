@@ -262,6 +262,15 @@ def test_a_master_that_was_restarted_has_forgotten_all(request, region, real) ->
         return written(metrics) > 0
 
     step_until(cache, stored)
+    # Who starts before the epoch's object is back begins another, and shares nothing with this one.
+    quiet = 0
+
+    def epoch_is_back() -> bool:
+        nonlocal quiet
+        quiet = quiet + 1 if cache.tier_stats(0)["queued_writes"] == 0 else 0
+        return quiet > 2 and real.objects() > written(metrics)
+
+    step_until(cache, epoch_is_back)
     other = reader(region, opened)
     again = looked_up(other, keys(count - 100, first=101))
     step_until(other, lambda: HIT in again())

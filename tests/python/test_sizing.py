@@ -65,7 +65,7 @@ def test_the_boot_line_says_it_all():
     for part in (
         "kv-offload 0.1.0: cpu 2.0 GiB = 65,536 tokens",
         "fs /kv 1.0 TiB = 33,489,023 tokens",
-        "(reuse:2)",
+        "(reuse:2, compress auto)",
         "32.0 KiB a token (32,768 tokens/GiB)",
         "copier host, 2 threads",
         "namespace abc123",

@@ -167,7 +167,8 @@ def test_doctor_says_what_the_server_is_and_how_fast(server: str) -> None:
     (looked,) = place(tier)
     assert looked.state == "ok"
     assert "of 100.0 MiB used" in looked.text
-    (measured,) = speed(tier, 8 << 20)
+    measured, codec = speed(tier, 8 << 20)
+    assert codec.text.startswith("compress auto is ")
     assert measured.figures is not None
     assert measured.figures["write_bytes_per_second"] > 0
     assert measured.figures["read_bytes_per_second"] > 0
@@ -196,7 +197,8 @@ def test_doctor_says_that_it_is_a_cluster_and_names_the_nodes_it_is_about(cluste
     (looked,) = place(tier)
     assert looked.state == "ok"
     assert "cluster of 1 node, answers" in looked.text
-    (measured,) = speed(tier, 8 << 20)
+    measured, codec = speed(tier, 8 << 20)
+    assert codec.text.startswith("compress auto is ")
     assert measured.figures is not None
     assert measured.figures["read_bytes_per_second"] > 0
     socket = cluster.removeprefix("unix://")

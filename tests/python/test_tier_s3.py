@@ -170,8 +170,9 @@ def test_doctor_says_how_the_store_answers_and_how_fast(
     assert (bound.state, "grows without bound" in bound.text) == ("note", True)
     assert looked.state == "ok"
     assert re.fullmatch(r"answers in [0-9.]+ ms, no TLS, libcurl [0-9.]+.* \(/.*libcurl.*\)", looked.text)
-    (measured,) = speed(asked, 8 << 20)
+    measured, codec = speed(asked, 8 << 20)
     assert measured.state == "ok", measured.text
+    assert codec.text.startswith("compress auto is ")
     assert measured.figures is not None
     assert measured.figures["write_bytes_per_second"] > 0
     assert measured.figures["read_bytes_per_second"] > 0
