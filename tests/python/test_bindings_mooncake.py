@@ -76,6 +76,20 @@ def written(metrics: Any) -> int:
     return int(metrics.value("kv_offload_write_bytes_total", ["mooncake"])) // SHARD_BYTES
 
 
+def store_until_written(cache: Any, region: Any, metrics: Any, first: int) -> list[bytes]:
+    """One chunk after the other, while none of them is written. All of them."""
+    stored: list[bytes] = []
+
+    def one_is_written() -> bool:
+        wanted = keys(1, first=first + len(stored))
+        stored.extend(wanted)
+        store(cache, region[1][0], cache.begin_request("r"), wanted)
+        return written(metrics) > 0
+
+    step_until(cache, one_is_written)
+    return stored
+
+
 def record(region: Any, opened: Any, count: int = 5, first: int = 1) -> list[bytes]:
     """So many records, by a cache that is closed again."""
     metrics = _core.Metrics()
@@ -159,15 +173,7 @@ def test_a_process_that_was_killed_is_started_again(request, region, objects) ->
     os.kill(before, signal.SIGKILL)
     step_until(cache, lambda: any(pid != before for pid in processes()))
     # What was asked meanwhile was missed; what is stored from now on is written as soon as it runs.
-    count = 10
-
-    def stored() -> bool:
-        nonlocal count
-        count += 1
-        store(cache, region[1][0], cache.begin_request("r"), keys(1, first=count))
-        return written(metrics) > 0
-
-    step_until(cache, stored)
+    store_until_written(cache, region, metrics, first=11)
     results = looked_up(cache, wanted[:1])
     step_until(cache, lambda: results() == [HIT])
     cache.close()
@@ -253,15 +259,7 @@ def test_a_master_that_was_restarted_has_forgotten_all(request, region, real) ->
     results = looked_up(cache, wanted)
     step_until(cache, lambda: results() == [MISS] * 5)
     # The holder makes itself known to the new master; then records are kept again, and others find them.
-    count = 100
-
-    def stored() -> bool:
-        nonlocal count
-        count += 1
-        store(cache, region[1][0], cache.begin_request("r"), keys(1, first=count))
-        return written(metrics) > 0
-
-    step_until(cache, stored)
+    stored = store_until_written(cache, region, metrics, first=101)
     # Who starts before the epoch's object is back begins another, and shares nothing with this one.
     quiet = 0
 
@@ -272,7 +270,7 @@ def test_a_master_that_was_restarted_has_forgotten_all(request, region, real) ->
 
     step_until(cache, epoch_is_back)
     other = reader(region, opened)
-    again = looked_up(other, keys(count - 100, first=101))
+    again = looked_up(other, stored)
     step_until(other, lambda: HIT in again())
     other.close()
     cache.close()
