@@ -37,7 +37,7 @@ class Reference:
 
 def patient_config(cpu_bytes: str, root: Path, **tier: Any) -> dict[str, Any]:
     """For tests that count what comes back: all that is there is loaded, and a machine that stands still for
-    seconds makes no difference. ``tier``: further options of the disk."""
-    config = kv_transfer_config(cpu_bytes, root, load_policy="always", lookup_deadline_ms=60_000)
-    config["kv_connector_extra_config"]["secondary_tiers"][0] |= {"op_deadline_ms": 60_000, **tier}
+    a minute makes no difference. ``tier``: further options of the disk."""
+    config = kv_transfer_config(cpu_bytes, root, load_policy="always", lookup_deadline_ms=240_000)
+    config["kv_connector_extra_config"]["secondary_tiers"][0] |= {"op_deadline_ms": 240_000, **tier}
     return config

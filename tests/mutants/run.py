@@ -44,7 +44,10 @@ PLACE = Path(os.environ.get("KV_OFFLOAD_MUTANTS", ROOT / "build" / "mutants")).r
 TREE = PLACE / "tree"
 BUILD = PLACE / "cpp"
 KINDS = ("cpp", "python", "command")
-SECONDS = 600  # a fault may also show as a test that never ends
+SECONDS = 600
+# A fault may also show as a test that never ends: so many times what its tests take without it, or so long.
+SLOWER, LEAST_SECONDS = 5, 60
+LATE = "seen: its tests do not end"
 
 # Python finds the package of an editable install by a list of files: the list is turned to the copy.
 SITE = """import sys
@@ -100,13 +103,21 @@ def copy_tree() -> None:
     )
     wanted = {name for name in files.stdout.decode().split("\0") if name and (ROOT / name).is_file()}
     for path in [path for path in TREE.rglob("*") if path.is_file()]:
-        if str(path.relative_to(TREE)) not in wanted:
+        name = path.relative_to(TREE)
+        if str(name) not in wanted and name.parts[0] not in (".git", "build"):
             path.unlink()
     for name in wanted:
         copy = TREE / name
         if not copy.exists() or copy.read_bytes() != (ROOT / name).read_bytes():
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy)
+    # Tests ask git what belongs to the project, and use what was built of the core.
+    run(["git", "init", "--quiet"])
+    run(["git", "add", "--", *wanted])
+    (TREE / "build").mkdir(exist_ok=True)
+    built = TREE / "build" / "cpp"
+    if not built.is_symlink():
+        built.symlink_to(ROOT / "build" / "cpp")
     (TREE / "sitecustomize.py").write_text(SITE % (str(ROOT) + os.sep, str(TREE) + os.sep))
 
 
@@ -175,12 +186,17 @@ def test_command(kind: str, tests: str) -> list[str]:
             return ["bash", "-c", tests]
 
 
-def check_clean(mutants: list[Mutant]) -> None:
-    """The named tests pass while no fault is planted, and are there at all."""
+def time_tests(mutants: list[Mutant]) -> dict[tuple[str, str], float]:
+    """Seconds of each kind and tests while no fault is planted; what fails or is empty then sees nothing."""
+    took = {}
     for kind, tests in dict.fromkeys((mutant.kind, mutant.tests) for mutant in mutants):
+        began = time.monotonic()
         status, output = run(test_command(kind, tests))
         if status or (kind == "cpp" and "[==========] 0 tests" in output):
-            raise NotPlantedError(f"without any fault {kind} {tests!r} fails or is empty:\n{output[-4000:]}")
+            print(f"without any fault {kind} {tests!r} fails or is empty:\n{output[-4000:]}", flush=True)
+        else:
+            took[kind, tests] = time.monotonic() - began
+    return took
 
 
 @contextmanager
@@ -194,15 +210,19 @@ def planted(mutant: Mutant) -> Iterator[None]:
         path.write_text(text)
 
 
-def verdict(mutant: Mutant) -> str:
+def verdict(mutant: Mutant, usual_seconds: float | None) -> str:
     """seen, NOT SEEN, or what keeps the fault from being planted."""
+    if usual_seconds is None:
+        return "its tests fail without it"
+    # A command compiles first.
+    seconds = SECONDS if mutant.kind == "command" else int(max(LEAST_SECONDS, SLOWER * usual_seconds))
     with planted(mutant):
         if mutant.kind == "cpp":
             status, output = build()
             if status:
                 return f"does not compile:\n{output[-2000:]}"
-        status, _ = run(test_command(mutant.kind, mutant.tests))
-    return "seen" if status else "NOT SEEN"
+        status, _ = run(test_command(mutant.kind, mutant.tests), seconds=seconds)
+    return LATE if status == 124 else "seen" if status else "NOT SEEN"
 
 
 def chosen(areas: list[str], name: str, kinds: Sequence[str]) -> list[Mutant]:
@@ -232,18 +252,18 @@ def main() -> int:
         copy_tree()
         if any(mutant.kind == "cpp" for mutant in mutants):
             configure()
-        check_clean(mutants)
+        usual = time_tests(mutants)
     except NotPlantedError as error:
         print(error, file=sys.stderr)
         return 2
     verdicts = []
     for mutant in mutants:
         began = time.monotonic()
-        verdicts.append(verdict(mutant))
+        verdicts.append(verdict(mutant, usual.get((mutant.kind, mutant.tests))))
         print(f"{time.monotonic() - began:5.0f} s  {mutant.area}: {mutant.name}: {verdicts[-1]}", flush=True)
-    seen = verdicts.count("seen")
+    seen = sum(word in ("seen", LATE) for word in verdicts)
     print(f"{seen} of {len(verdicts)} planted faults were seen")
-    if any(word not in ("seen", "NOT SEEN") for word in verdicts):
+    if any(word not in ("seen", LATE, "NOT SEEN") for word in verdicts):
         return 2
     return 0 if seen == len(verdicts) else 1
 

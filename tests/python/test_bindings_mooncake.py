@@ -237,6 +237,43 @@ def test_the_process_ends_with_the_engine_however_that_ends(request, region, obj
             os.kill(beside, signal.SIGKILL)
 
 
+LOOKS_AT_NOTHING = """
+from kv_offload.mooncake_client import end_with_the_engine
+end_with_the_engine()
+print("begun", flush=True)
+while True:
+    pass
+"""
+ITS_ENGINE = """
+import os, socket, subprocess, sys, time
+ends = [os.dup(end.fileno()) for end in socket.socketpair()]
+os.dup2(ends[1], 3)
+beside = subprocess.Popen([sys.executable, "-c", sys.argv[1]], pass_fds=[3])
+print(beside.pid, flush=True)
+time.sleep(10000)
+"""
+
+
+def test_a_process_that_a_call_holds_ends_with_the_engine() -> None:
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ITS_ENGINE, LOOKS_AT_NOTHING], stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout is not None
+    said = {engine.stdout.readline().strip(), engine.stdout.readline().strip()}
+    (beside,) = (int(line) for line in said - {"begun"})
+    try:
+        engine.kill()
+        engine.wait()
+        deadline = time.monotonic() + 60
+        while runs(beside):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(beside, signal.SIGKILL)
+        engine.stdout.close()
+
+
 def test_without_the_package_the_start_is_refused_in_a_sentence(
     request, region, tmp_path, monkeypatch
 ) -> None:

@@ -54,6 +54,7 @@ def test_under_thread_sanitizer_those_are_wanted_that_begin_threads(monkeypatch,
     ("name", "text"),
     [
         ("fixture.h", '#include "rounds.h"\n'),
+        ("fixture.h", '#include "rounds.h"\nTEST(Asks, less) {}\n'),
         ("fixture.cc", '#include "rounds.h"\nint steps() { return testing::rounds(100); }\n'),
         (
             "asks_test.cc",

@@ -126,6 +126,17 @@ TEST_F(EncodedRecord, is_smaller_and_comes_back) {
   EXPECT_GT(stats.decode_seconds, 0);
 }
 
+TEST_F(EncodedRecord, nothing_of_another_record_lies_behind_it) {
+  const Row larger({4 * kSizes[0]});
+  fill(larger, Payload::kKv);
+  (void)written(form_, op_of(larger));  // into the buffer that the next one gets
+  const Bytes bytes = written(form_, op_of(row_));
+  const std::span<const std::byte> behind =
+      std::span(bytes).subspan(kRecordHeaderBytes + header_of(bytes).stored_bytes);
+  ASSERT_FALSE(behind.empty());
+  EXPECT_THAT(behind, ::testing::Each(std::byte{0}));
+}
+
 TEST_F(EncodedRecord, the_choice_hears_of_decoding_only_when_it_went_well) {
   const Bytes raw = written(plain_, op_of(row_));
   ASSERT_TRUE(read(form_, op_of(other_), raw));

@@ -2,6 +2,7 @@
 #include "storage/redis/connection.h"
 
 #include <fcntl.h>
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -200,6 +201,21 @@ TEST(RedisStoreAnswersTest, a_server_that_has_too_many_clients_is_waited_for) {
       EXPECT_THROW(RedisStore{options}, ResourceError) << answer;
     }
   }
+}
+
+TEST(RedisAddress, says_where_and_not_who) {
+  Server server;
+  server.host = "::1";
+  server.database = 3;
+  server.user = "kv";
+  server.password = "secret";
+  EXPECT_EQ(address_of(server), fmt::format("redis://[::1]:{}/3", server.port));
+  server.tls = true;
+  server.host = "cache";
+  EXPECT_EQ(address_of(server), fmt::format("rediss://cache:{}/3", server.port));
+  server.host.clear();
+  server.unix_socket = "/run/valkey";
+  EXPECT_EQ(address_of(server), "unix:///run/valkey db 3");
 }
 
 TEST(RedisStoreAnswersTest, what_is_no_epoch_and_no_value_is_not_written_over) {
