@@ -33,7 +33,7 @@ jobs=${JOBS:-$(nproc)}
 all="asan tsan fuzz lint cpp oracle cuda mutants python wheel e2e"
 stages=${all/mutants /}
 declare -A share=([packages]=45 [python-packages]=110 [asan]=400 [tsan]=230 [fuzz]=70 [lint]=20 [cpp]=110 [oracle]=120
-  [cuda]=210 [mutants]=900 [pytest]=880) # seconds on two cores, side by side with what runs beside it
+  [cuda]=210 [mutants]=3000 [pytest]=880) # seconds on two cores, side by side with what runs beside it
 if [ "${1:-}" = --long ]; then
   shift
   export KV_OFFLOAD_LONG=1 KV_OFFLOAD_WHEEL=release KV_OFFLOAD_SOAK=${KV_OFFLOAD_SOAK:-8} KV_OFFLOAD_KILLS=${KV_OFFLOAD_KILLS:-50} \
