@@ -46,7 +46,7 @@ BUILD = PLACE / "cpp"
 KINDS = ("cpp", "python", "command")
 SECONDS = 600
 # A fault may also show as a test that never ends: so many times what its tests take without it, or so long.
-SLOWER, LEAST_SECONDS = 5, 60
+SLOWER, LEAST_SECONDS = 5, 20
 LATE = "seen: its tests do not end"
 
 # Python finds the package of an editable install by a list of files: the list is turned to the copy.

@@ -244,7 +244,10 @@ TEST_F(FetchFakeTest, WhatWasAbsentAWhileAgoIsAskedForOnceByEachRequest) {
   EXPECT_EQ(scan(request, {"c"}), "M");
   step();
   EXPECT_EQ(fake().asked.size(), 1u);
+  EXPECT_EQ(scan(begin(), {"b"}), "R");
+  end(request);
   const RequestHandle later = begin();
+  ASSERT_EQ(later, request) << "its handle is free again";
   EXPECT_EQ(scan(later, {"b"}), "R");
 }
 

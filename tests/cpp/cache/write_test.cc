@@ -71,6 +71,7 @@ TEST_P(WriteTest, UnderPressureTheOldestQueuedWritesAreShed) {
   EXPECT_THAT(store({"c"}), ElementsAre("c"));
   EXPECT_THAT(queued(), ElementsAre("c"));
   EXPECT_EQ(world().dropped("fs", "pressure"), 2 * 2 * 4096);
+  EXPECT_EQ(world().dropped("fs", "cancelled"), 0) << "it is told once";
   EXPECT_EQ(peek({"a"}), "M");
   EXPECT_EQ(peek({"b"}), "H");
 }

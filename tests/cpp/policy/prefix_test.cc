@@ -66,7 +66,7 @@ TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentPromptGoesFromItsEnd) {
 TEST_F(PrefixPolicyTest, WhatLiesBeforeAChunkIsLearntWhenItIsUsed) {
   for (const Slot slot : {0u, 1u, 2u, 10u, 11u}) policy_.insert(slot, {.id = id_of(slot)});
   policy_.pin(1);  // as of one that is being read
-  for (const Slot slot : {2u, 1u, 0u}) {
+  for (const Slot slot : {0u, 1u, 2u}) {  // by its use alone the first would be the first to go
     policy_.access(slot, {.id = id_of(slot), .parent = slot == 0 ? 0 : id_of(slot - 1), .request = 1});
   }
   policy_.unpin(1);
