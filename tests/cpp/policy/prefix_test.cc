@@ -65,7 +65,7 @@ TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentPromptGoesFromItsEnd) {
 // As of a directory after a start, in the order of their use: of a prompt the beginning is the oldest.
 TEST_F(PrefixPolicyTest, WhatLiesBeforeAChunkIsLearntWhenItIsUsed) {
   for (const Slot slot : {0u, 1u, 2u, 10u, 11u}) policy_.insert(slot, {.id = id_of(slot)});
-  policy_.pin(1);  // as of one that is being read
+  policy_.pin(1);                         // as of one that is being read
   for (const Slot slot : {0u, 1u, 2u}) {  // by its use alone the first would be the first to go
     policy_.access(slot, {.id = id_of(slot), .parent = slot == 0 ? 0 : id_of(slot - 1), .request = 1});
   }
