@@ -1,23 +1,28 @@
 #include "storage/record_form.h"
 
 #include <gtest/gtest.h>
-#include <xxhash.h>
 
 #include <random>
 
+#include "storage/record_bytes.h"
 #include "storage/sealed_medium.h"
 #include "storage/tier_driver.h"
 
 namespace kv_offload {
 namespace {
 
+using testing::Bytes;
+using testing::bytes_of;
 using testing::key_of;
 using testing::keys_of;
+using testing::make_header_right;
+using testing::make_sums_right;
+using testing::read_bytes;
 using testing::Row;
 using testing::ShardSizes;
+using testing::space_of;
 
-const ShardSizes kSizes = {5000, 4096, 1, 0};
-using Bytes = std::vector<std::byte>;
+const ShardSizes kRowSizes = {5000, 4096, 1, 0};
 
 TierOp op_of(const Row& row, std::uint32_t number = 1) {
   TierOp op;
@@ -27,59 +32,19 @@ TierOp op_of(const Row& row, std::uint32_t number = 1) {
   return op;
 }
 
-NamespaceId space_of(std::uint8_t number) {
-  NamespaceId id;
-  id.fill(number);
-  return id;
-}
-
-Bytes written(RecordForm& form, const TierOp& op, const NamespaceId& space = space_of(1)) {
-  OutgoingRecord record(form, space, op);
-  EXPECT_TRUE(record.encode());
-  EXPECT_TRUE(record.finish());
-  Bytes bytes;
-  for (const auto& piece : record.pieces()) bytes.insert(bytes.end(), piece.begin(), piece.end());
-  EXPECT_EQ(bytes.size(), record.bytes());
-  return bytes;
-}
-
-Status read(RecordForm& form, const TierOp& op, const Bytes& bytes, const NamespaceId& space = space_of(1)) {
-  IncomingRecord record(form, space, op);
-  if (Status status = record.check_length(bytes.size()); !status) return status;
-  std::span<const std::byte> from(bytes);
-  for (const auto& place : record.pieces()) {
-    const std::size_t part = std::min(place.size(), from.size());
-    std::copy_n(from.begin(), part, place.begin());
-    from = from.subspan(part);
-  }
-  return record.open(bytes.size());
-}
-
-void make_header_right(Bytes* bytes) {
-  const std::uint64_t checksum = XXH3_64bits(bytes->data(), kRecordHeaderBytes - 8);
-  std::memcpy(bytes->data() + kRecordHeaderBytes - 8, &checksum, 8);
-}
-// As an attacker would.
-void make_sums_right(Bytes* bytes) {
-  const std::uint64_t checksum =
-      XXH3_64bits(bytes->data() + kRecordHeaderBytes, bytes->size() - kRecordHeaderBytes);
-  std::memcpy(bytes->data() + 120, &checksum, 8);
-  make_header_right(bytes);
-}
-
 TEST(RecordFormTest, raw_and_not_sealed_nothing_lies_between) {
   RecordForm form({});
-  Row row(kSizes);
+  Row row(kRowSizes);
   row.fill(1);
   const TierOp op = op_of(row);
   OutgoingRecord record(form, space_of(1), op);
   ASSERT_TRUE(record.encode());
   EXPECT_TRUE(record.in_place());
   ASSERT_TRUE(record.finish());
-  ASSERT_EQ(record.pieces().size(), 1 + kSizes.size());
-  for (std::size_t i = 0; i < kSizes.size(); ++i) {
+  ASSERT_EQ(record.pieces().size(), 1 + kRowSizes.size());
+  for (std::size_t i = 0; i < kRowSizes.size(); ++i) {
     EXPECT_EQ(record.pieces()[1 + i].data(), op.shards[i].data());
-    EXPECT_EQ(record.pieces()[1 + i].size(), round_up(kSizes[i], kPageBytes));
+    EXPECT_EQ(record.pieces()[1 + i].size(), round_up(kRowSizes[i], kPageBytes));
   }
 }
 
@@ -89,16 +54,16 @@ class SealedRecordTest : public ::testing::Test {
  protected:
   SealedRecordTest() { row_.fill(1); }
   RecordForm form_{{.keys = keys_of({1})}};
-  Row row_{kSizes}, other_{kSizes};
+  Row row_{kRowSizes}, other_{kRowSizes};
 };
 
 TEST_F(SealedRecordTest, comes_back_and_shows_nothing_of_it) {
-  const Bytes bytes = written(form_, op_of(row_));
+  const Bytes bytes = bytes_of(form_, op_of(row_));
   EXPECT_EQ(bytes.size(), kRecordHeaderBytes + 4 * kPageBytes);
   const Shard shard = row_.shards()[0];
   EXPECT_EQ(std::search(bytes.begin(), bytes.end(), shard.begin(), shard.begin() + 16), bytes.end());
   EXPECT_TRUE(row_.holds(1)) << "the row was sealed in place";
-  ASSERT_TRUE(read(form_, op_of(other_), bytes));
+  ASSERT_TRUE(read_bytes(form_, op_of(other_), bytes));
   EXPECT_TRUE(other_.holds(1));
   for (const Shard& each : other_.shards()) {
     for (const std::byte* at = each.data() + each.size();
@@ -109,72 +74,72 @@ TEST_F(SealedRecordTest, comes_back_and_shows_nothing_of_it) {
 
 // Also where whoever flipped it made the checksums right again.
 TEST_F(SealedRecordTest, every_flipped_byte_of_the_header_is_found) {
-  const Bytes good = written(form_, op_of(row_));
+  const Bytes good = bytes_of(form_, op_of(row_));
   for (std::size_t at = 0; at < kRecordHeaderBytes; ++at) {
     Bytes bad = good;
     bad[at] ^= std::byte{0x10};
-    const StatusKind kind = read(form_, op_of(other_), bad).kind();
+    const StatusKind kind = read_bytes(form_, op_of(other_), bad).kind();
     ASSERT_EQ(kind, StatusKind::kCorrupt) << "byte " << at;
     const bool is_a_sum = (at >= 120 && at < 128) || at >= kRecordHeaderBytes - 8;
     if (is_a_sum) continue;  // which are made right
     make_sums_right(&bad);
-    const StatusKind forged = read(form_, op_of(other_), bad).kind();
+    const StatusKind forged = read_bytes(form_, op_of(other_), bad).kind();
     const bool is_version = at >= 8 && at < 12;
     ASSERT_EQ(forged, is_version ? StatusKind::kNotFound : StatusKind::kCorrupt) << "byte " << at;
   }
 }
 
 TEST_F(SealedRecordTest, a_forged_payload_is_found_under_right_checksums) {
-  const Bytes good = written(form_, op_of(row_));
+  const Bytes good = bytes_of(form_, op_of(row_));
   std::mt19937 random(3);
   for (int round = 0; round < 200; ++round) {
     Bytes bad = good;
     const std::size_t at = kRecordHeaderBytes + random() % (bad.size() - kRecordHeaderBytes);
     bad[at] ^= static_cast<std::byte>(1u << random() % 8);
     make_sums_right(&bad);
-    ASSERT_EQ(read(form_, op_of(other_), bad).kind(), StatusKind::kCorrupt) << "byte " << at;
+    ASSERT_EQ(read_bytes(form_, op_of(other_), bad).kind(), StatusKind::kCorrupt) << "byte " << at;
   }
 }
 
 TEST_F(SealedRecordTest, a_record_that_is_cut_grown_or_of_another_length_is_found) {
-  const Bytes good = written(form_, op_of(row_));
+  const Bytes good = bytes_of(form_, op_of(row_));
   for (const std::size_t size : {std::size_t{0}, std::size_t{100}, kRecordHeaderBytes, good.size() - 1,
                                  good.size() - kPageBytes, good.size() + 1, good.size() + kPageBytes}) {
     Bytes bad = good;
     bad.resize(size);
-    EXPECT_EQ(read(form_, op_of(other_), bad).kind(), StatusKind::kCorrupt) << size;
+    EXPECT_EQ(read_bytes(form_, op_of(other_), bad).kind(), StatusKind::kCorrupt) << size;
   }
 }
 
 TEST_F(SealedRecordTest, another_records_bytes_namespace_or_key_are_found) {
-  const Bytes good = written(form_, op_of(row_));
-  EXPECT_EQ(read(form_, op_of(other_, 2), good).kind(), StatusKind::kCorrupt) << "of another key";
-  EXPECT_EQ(read(form_, op_of(other_), good, space_of(2)).kind(), StatusKind::kCorrupt);
+  const Bytes good = bytes_of(form_, op_of(row_));
+  EXPECT_EQ(read_bytes(form_, op_of(other_, 2), good).kind(), StatusKind::kCorrupt) << "of another key";
+  EXPECT_EQ(read_bytes(form_, op_of(other_), good, space_of(2)).kind(), StatusKind::kCorrupt);
   // Put there with a header to fit: what the seal vouches for is the name and the namespace, too.
-  Bytes renamed = written(form_, op_of(row_, 2));
+  Bytes renamed = bytes_of(form_, op_of(row_, 2));
   const std::string name(key_of(1).bytes());
   std::memcpy(renamed.data() + 52, name.data(), name.size());
   make_header_right(&renamed);
-  EXPECT_EQ(read(form_, op_of(other_), renamed).kind(), StatusKind::kCorrupt);
-  Bytes moved = written(form_, op_of(row_), space_of(2));
+  EXPECT_EQ(read_bytes(form_, op_of(other_), renamed).kind(), StatusKind::kCorrupt);
+  Bytes moved = bytes_of(form_, op_of(row_), space_of(2));
   std::memset(moved.data() + 16, 1, 32);
   make_header_right(&moved);
-  EXPECT_EQ(read(form_, op_of(other_), moved).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(read_bytes(form_, op_of(other_), moved).kind(), StatusKind::kCorrupt);
   // The payload of one under the header of another.
-  const Bytes second = written(form_, op_of(row_));
+  const Bytes second = bytes_of(form_, op_of(row_));
   Bytes spliced = good;
   std::copy(second.begin() + kRecordHeaderBytes, second.end(), spliced.begin() + kRecordHeaderBytes);
   make_sums_right(&spliced);
-  EXPECT_EQ(read(form_, op_of(other_), spliced).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(read_bytes(form_, op_of(other_), spliced).kind(), StatusKind::kCorrupt);
 }
 
 TEST_F(SealedRecordTest, who_has_keys_takes_nothing_that_is_not_sealed_and_who_has_none_nothing_that_is) {
   RecordForm plain({}), rotated({.keys = keys_of({2, 1})}), foreign({.keys = keys_of({2})});
-  EXPECT_EQ(read(form_, op_of(other_), written(plain, op_of(row_))).kind(), StatusKind::kCorrupt);
-  const Bytes sealed = written(form_, op_of(row_));
-  EXPECT_EQ(read(plain, op_of(other_), sealed).kind(), StatusKind::kCorrupt);
-  EXPECT_EQ(read(foreign, op_of(other_), sealed).kind(), StatusKind::kCorrupt);
-  EXPECT_TRUE(read(rotated, op_of(other_), sealed));
+  EXPECT_EQ(read_bytes(form_, op_of(other_), bytes_of(plain, op_of(row_))).kind(), StatusKind::kCorrupt);
+  const Bytes sealed = bytes_of(form_, op_of(row_));
+  EXPECT_EQ(read_bytes(plain, op_of(other_), sealed).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(read_bytes(foreign, op_of(other_), sealed).kind(), StatusKind::kCorrupt);
+  EXPECT_TRUE(read_bytes(rotated, op_of(other_), sealed));
   EXPECT_TRUE(other_.holds(1));
 }
 
@@ -182,7 +147,7 @@ TEST_F(SealedRecordTest, records_larger_than_a_step_are_sealed_whole) {
   const ShardSizes sizes = {RecordForm::kStepBytes * 2 + 1000, RecordForm::kStepBytes};
   Row large(sizes), found(sizes);
   large.fill(4);
-  ASSERT_TRUE(read(form_, op_of(found), written(form_, op_of(large))));
+  ASSERT_TRUE(read_bytes(form_, op_of(found), bytes_of(form_, op_of(large))));
   EXPECT_TRUE(found.holds(4));
 }
 

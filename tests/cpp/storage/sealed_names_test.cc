@@ -5,6 +5,7 @@
 #include <set>
 
 #include "storage/memory_store.h"
+#include "storage/record_bytes.h"
 #include "storage/sealed_medium.h"
 #include "storage/tier_driver.h"
 #include "with_threads.h"
@@ -15,12 +16,6 @@ namespace {
 #ifdef KV_OFFLOAD_SEALING
 
 using namespace testing;
-
-NamespaceId space_of(std::uint8_t number) {
-  NamespaceId id;
-  id.fill(number);
-  return id;
-}
 
 TEST(NameDigestTest, is_of_the_whole_key_the_master_key_and_the_namespace_and_keeps_the_group) {
   const auto keys = keys_of({1, 2});

@@ -1,0 +1,47 @@
+// Which epoch an engine uses, and which one it lets others find.
+#include "storage/named_epochs.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace kv_offload {
+namespace {
+
+const std::string kFirst(NamedEpochs::kNameDigits, 'a');
+
+// A store that takes what it is told.
+Status begin(NamedEpochs& epochs, std::string* kept) {
+  return epochs.begin([&](std::string*) { return Status::ok(); },
+                      [&](const std::string& name) {
+                        *kept = name;
+                        return Status::ok();
+                      });
+}
+
+TEST(NamedEpochsTest, what_was_kept_before_a_reset_is_not_what_others_start_with_after_it) {
+  NamedEpochs epochs;
+  epochs.start_with(kFirst);
+  const std::string known = epochs.of_those_who_start();
+  epochs.forget();  // while the store is asked
+  epochs.note_kept(known, kFirst, false);
+  EXPECT_EQ(epochs.of_those_who_start(), "");
+  std::string kept;
+  ASSERT_TRUE(begin(epochs, &kept));
+  epochs.note_kept(known, kFirst, false);
+  EXPECT_EQ(epochs.of_those_who_start(), kept);
+}
+
+TEST(NamedEpochsTest, who_was_reset_is_apart_from_those_who_start) {
+  NamedEpochs epochs;
+  epochs.start_with(kFirst);
+  epochs.forget();
+  std::string kept;
+  ASSERT_TRUE(begin(epochs, &kept));
+  EXPECT_NE(NamedEpochs::name_of(epochs.current()), kept);
+  EXPECT_TRUE(epochs.has_ended(kFirst));
+  EXPECT_FALSE(epochs.has_ended(kept));
+}
+
+}  // namespace
+}  // namespace kv_offload
