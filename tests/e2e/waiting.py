@@ -23,7 +23,7 @@ def step(server: LocalServer, **options: float) -> None:
     server.ask([7] * 16, max_tokens=1, **options)
 
 
-def recorded(root: Path, count: int, server: LocalServer, seconds: float = 60) -> None:
+def recorded(root: Path, count: int, server: LocalServer, seconds: float = 240) -> None:
     """Until ``root`` holds ``count`` records."""
 
     def enough() -> bool:
@@ -39,7 +39,7 @@ def recorded(root: Path, count: int, server: LocalServer, seconds: float = 60) -
     )
 
 
-def known(count: int, server: LocalServer, seconds: float = 60) -> None:
+def known(count: int, server: LocalServer, seconds: float = 240) -> None:
     """Until ``server`` knows of ``count`` records, its own and others': in use, it looks once a second."""
 
     def enough() -> bool:

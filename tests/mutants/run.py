@@ -17,10 +17,11 @@ A mutant replaces text that occurs exactly once in one file and names the tests 
     python = "tests/python/test_config.py -k unit"  # arguments of pytest, or
     command = "bash tests/x.sh"                     # a shell command that must fail
 
-The checkout is never changed: the faults go into a copy of its tracked files in build/mutants, or where
-KV_OFFLOAD_MUTANTS says: two runs side by side need two places. Before any
-fault is planted the named tests have to pass there, so a test that fails anyway catches nothing. Exit status
-0: all were seen; 1: some were not; 2: a mutant cannot be planted or the tests fail without it.
+The checkout is never changed: the faults go into a copy of its files in build/mutants, or where
+KV_OFFLOAD_MUTANTS says: two runs side by side need two places. Before any fault is planted the named tests
+have to pass there, or those mutants are not tried: a test that fails anyway sees nothing. A fault also counts
+as seen when its tests do not end, provided that without it they end in that time. Exit status 0: all were
+seen; 1: some were not; 2: a mutant cannot be planted, or its tests do not pass without it.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +47,7 @@ TREE = PLACE / "tree"
 BUILD = PLACE / "cpp"
 KINDS = ("cpp", "python", "command")
 SECONDS = 600
-# A fault may also show as a test that never ends: so many times what its tests take without it, or so long.
+# Tests that take so many times as long as without the fault, and at least so many seconds, do not end.
 SLOWER, LEAST_SECONDS = 5, 20
 LATE = "seen: its tests do not end"
 
@@ -112,10 +114,15 @@ def copy_tree() -> None:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy)
     # Tests ask git what belongs to the project, and use what was built of the core.
-    run(["git", "init", "--quiet"])
-    run(["git", "add", "--", *wanted])
-    (TREE / "build").mkdir(exist_ok=True)
+    (TREE / ".git" / "index").unlink(missing_ok=True)
+    for arguments in (["init", "--quiet"], ["add", "--", *sorted(wanted)]):
+        status, output = run(["git", f"--git-dir={TREE / '.git'}", f"--work-tree={TREE}", *arguments])
+        if status != 0:
+            raise NotPlantedError(f"git {arguments[0]} in the copy fails:\n{output[-1000:]}")
     built = TREE / "build" / "cpp"
+    if built.is_dir() and not built.is_symlink():
+        shutil.rmtree(built)
+    built.parent.mkdir(exist_ok=True)
     if not built.is_symlink():
         built.symlink_to(ROOT / "build" / "cpp")
     (TREE / "sitecustomize.py").write_text(SITE % (str(ROOT) + os.sep, str(TREE) + os.sep))
@@ -123,7 +130,7 @@ def copy_tree() -> None:
 
 def environment() -> dict[str, str]:
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
         "CCACHE_BASEDIR": str(TREE),
         "CCACHE_NOHASHDIR": "1",
         "PYTHONPATH": f"{TREE}{os.pathsep}{TREE / 'tests' / 'python'}",
@@ -131,19 +138,24 @@ def environment() -> dict[str, str]:
     }
 
 
-def run(command: Sequence[str], *, seconds: int = SECONDS) -> tuple[int, str]:
-    """Exit status and output; 124 when it was not done in time."""
+def run(command: Sequence[str], *, seconds: int = SECONDS) -> tuple[int | None, str]:
+    """Exit status and output; None when it was not done in time. What it began ends with it."""
+    begun = subprocess.Popen(
+        command, cwd=TREE, env=environment(), text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
     try:
-        done = subprocess.run(
-            command, cwd=TREE, env=environment(), timeout=seconds, text=True, errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as late:
-        return 124, str(late.output or "")
-    return done.returncode, done.stdout
+        output, _ = begun.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return None, ""
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(begun.pid, signal.SIGKILL)
+        begun.wait()
+    return begun.returncode, output
 
 
-def build() -> tuple[int, str]:
+def build() -> tuple[int | None, str]:
     return run(["ninja", "-C", str(BUILD), "kv_offload_tests"], seconds=1800)
 
 
@@ -170,9 +182,9 @@ def configure() -> None:
             f"-DPython_EXECUTABLE={sys.executable}",
         ]
     )
-    if not status:
+    if status == 0:
         status, output = build()
-    if status:
+    if status != 0:
         raise NotPlantedError(f"the copy does not build:\n{output[-4000:]}")
 
 
@@ -192,7 +204,7 @@ def time_tests(mutants: list[Mutant]) -> dict[tuple[str, str], float]:
     for kind, tests in dict.fromkeys((mutant.kind, mutant.tests) for mutant in mutants):
         began = time.monotonic()
         status, output = run(test_command(kind, tests))
-        if status or (kind == "cpp" and "[==========] 0 tests" in output):
+        if status != 0 or (kind == "cpp" and "[==========] 0 tests" in output):
             print(f"without any fault {kind} {tests!r} fails or is empty:\n{output[-4000:]}", flush=True)
         else:
             took[kind, tests] = time.monotonic() - began
@@ -211,18 +223,25 @@ def planted(mutant: Mutant) -> Iterator[None]:
 
 
 def verdict(mutant: Mutant, usual_seconds: float | None) -> str:
-    """seen, NOT SEEN, or what keeps the fault from being planted."""
+    """seen, NOT SEEN, or why that is not known."""
     if usual_seconds is None:
-        return "its tests fail without it"
-    # A command compiles first.
+        return "its tests do not pass without it"
+    # A command compiles first, so it has all of the time.
     seconds = SECONDS if mutant.kind == "command" else int(max(LEAST_SECONDS, SLOWER * usual_seconds))
+    command = test_command(mutant.kind, mutant.tests)
     with planted(mutant):
         if mutant.kind == "cpp":
             status, output = build()
-            if status:
+            if status != 0:
                 return f"does not compile:\n{output[-2000:]}"
-        status, _ = run(test_command(mutant.kind, mutant.tests), seconds=seconds)
-    return LATE if status == 124 else "seen" if status else "NOT SEEN"
+        status, _ = run(command, seconds=seconds)
+    if status is not None:
+        return "seen" if status else "NOT SEEN"
+    # The machine may be what is slow.
+    if mutant.kind == "cpp":
+        build()
+    status, _ = run(command, seconds=seconds)
+    return LATE if status == 0 else "not known: its tests take as long without it"
 
 
 def chosen(areas: list[str], name: str, kinds: Sequence[str]) -> list[Mutant]:
@@ -243,6 +262,7 @@ def main() -> int:
     parser.add_argument("--kind", choices=KINDS, action="append", help="only mutants that these tests see")
     parser.add_argument("--list", action="store_true", help="print them and stop")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun ends, too
     try:
         mutants = chosen(arguments.areas, arguments.name, arguments.kind or KINDS)
         if arguments.list:

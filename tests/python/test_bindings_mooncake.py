@@ -238,6 +238,8 @@ def test_the_process_ends_with_the_engine_however_that_ends(request, region, obj
 
 
 LOOKS_AT_NOTHING = """
+import signal
+signal.alarm(120)  # should nothing end it
 from kv_offload.mooncake_client import end_with_the_engine
 end_with_the_engine()
 print("begun", flush=True)
@@ -255,23 +257,23 @@ time.sleep(10000)
 
 
 def test_a_process_that_a_call_holds_ends_with_the_engine() -> None:
-    engine = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", ITS_ENGINE, LOOKS_AT_NOTHING], stdout=subprocess.PIPE, text=True
-    )
-    assert engine.stdout is not None
-    said = {engine.stdout.readline().strip(), engine.stdout.readline().strip()}
+    ) as engine:
+        try:
+            assert engine.stdout is not None
+            said = {engine.stdout.readline().strip(), engine.stdout.readline().strip()}
+        finally:
+            engine.kill()
     (beside,) = (int(line) for line in said - {"begun"})
+    deadline = time.monotonic() + 60
     try:
-        engine.kill()
-        engine.wait()
-        deadline = time.monotonic() + 60
         while runs(beside):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(beside, signal.SIGKILL)
-        engine.stdout.close()
 
 
 def test_without_the_package_the_start_is_refused_in_a_sentence(

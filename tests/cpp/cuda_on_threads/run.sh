@@ -30,7 +30,7 @@ if ! cmake -S . -B "$folder" -G Ninja -DKV_OFFLOAD_DEVELOPER=ON -DKV_OFFLOAD_CUD
   exit 1
 fi
 # A test that stands still is a failure, and says which one it is.
-limit=$((mutant ? 120 : 180 + 120 * seeds))
+limit=$((mutant ? 60 + 60 * seeds : 180 + 120 * seeds))
 KV_OFFLOAD_GPU_SECONDS=${KV_OFFLOAD_GPU_SECONDS:-1} KV_OFFLOAD_GPU_CASES=${KV_OFFLOAD_GPU_CASES:-40} \
   TSAN_OPTIONS=halt_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 \
   timeout --kill-after=5 "${KV_OFFLOAD_THREADS_TIMEOUT:-$limit}" \

@@ -64,18 +64,22 @@ TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentPromptGoesFromItsEnd) {
 
 // As of a directory after a start, in the order of their use: of a prompt the beginning is the oldest.
 TEST_F(PrefixPolicyTest, WhatLiesBeforeAChunkIsLearntWhenItIsUsed) {
-  for (const Slot slot : {0u, 1u, 2u, 10u, 11u}) policy_.insert(slot, {.id = id_of(slot)});
-  policy_.pin(1);                         // as of one that is being read
-  for (const Slot slot : {0u, 1u, 2u}) {  // by its use alone the first would be the first to go
-    policy_.access(slot, {.id = id_of(slot), .parent = slot == 0 ? 0 : id_of(slot - 1), .request = 1});
+  // By their uses alone the last of these orders would let the beginning go first.
+  for (const std::vector<Slot>& uses : {std::vector<Slot>{2, 1, 0}, {0, 1, 2}}) {
+    PrefixPolicy policy(16);
+    for (const Slot slot : {0u, 1u, 2u, 10u, 11u}) policy.insert(slot, {.id = id_of(slot)});
+    policy.pin(1);  // as of one that is being read
+    for (const Slot slot : uses) {
+      policy.access(slot, {.id = id_of(slot), .parent = slot == 0 ? 0 : id_of(slot - 1), .request = 1});
+    }
+    policy.unpin(1);
+    std::vector<Slot> order;
+    while (const auto victim = policy.victim()) {
+      order.push_back(*victim);
+      policy.erase(*victim);
+    }
+    EXPECT_EQ(order, (std::vector<Slot>{10, 11, 2, 1, 0}));
   }
-  policy_.unpin(1);
-  std::vector<Slot> order;
-  while (const auto victim = policy_.victim()) {
-    order.push_back(*victim);
-    policy_.erase(*victim);
-  }
-  EXPECT_EQ(order, (std::vector<Slot>{10, 11, 2, 1, 0}));
 }
 
 TEST_F(PrefixPolicyTest, NothingGoesBeforeWhatLiesBehindIt) {

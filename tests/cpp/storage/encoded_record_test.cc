@@ -32,7 +32,7 @@ using ::testing::StartsWith;
 const ShardSizes kSizes = {150000, 0, 4096, 70001};
 constexpr std::size_t kPadded = 151552 + 4096 + 73728;
 
-TierOp op_of(const Row& row, std::uint32_t group = 0) {
+TierOp op_on(const Row& row, std::uint32_t group = 0) {
   TierOp op;
   op.key = key_of(1);
   op.group = group;
@@ -74,14 +74,14 @@ class EncodedRecord : public ::testing::Test {
 };
 
 TEST_F(EncodedRecord, is_smaller_and_comes_back) {
-  const Bytes bytes = bytes_of(form_, op_of(row_));
+  const Bytes bytes = bytes_of(form_, op_on(row_));
   EXPECT_LT(bytes.size(), kRecordHeaderBytes + kPadded * 3 / 4);
   EXPECT_EQ(bytes.size() % kPageBytes, 0U);
   const RecordHeader header = header_of(bytes);
   EXPECT_EQ(header.codec, Codec::kSplitZstd);
   EXPECT_EQ(header.element, Element::kBf16);
   EXPECT_EQ(header.payload_bytes, kPadded);
-  ASSERT_TRUE(read_bytes(form_, op_of(other_), bytes));
+  ASSERT_TRUE(read_bytes(form_, op_on(other_), bytes));
   EXPECT_TRUE(same(other_, row_));
   const CompressionStats stats = choice_->stats();
   EXPECT_EQ(stats.encoded_raw_bytes, kPadded);
@@ -93,8 +93,8 @@ TEST_F(EncodedRecord, is_smaller_and_comes_back) {
 TEST_F(EncodedRecord, nothing_of_another_record_lies_behind_it) {
   const Row larger({4 * kSizes[0]});
   fill(larger, Payload::kKv);
-  (void)bytes_of(form_, op_of(larger));  // into the buffer that the next one gets
-  const Bytes bytes = bytes_of(form_, op_of(row_));
+  (void)bytes_of(form_, op_on(larger));  // into the buffer that the next one gets
+  const Bytes bytes = bytes_of(form_, op_on(row_));
   const std::span<const std::byte> behind =
       std::span(bytes).subspan(kRecordHeaderBytes + header_of(bytes).stored_bytes);
   ASSERT_FALSE(behind.empty());
@@ -102,18 +102,18 @@ TEST_F(EncodedRecord, nothing_of_another_record_lies_behind_it) {
 }
 
 TEST_F(EncodedRecord, the_choice_hears_of_decoding_only_when_it_went_well) {
-  const Bytes raw = bytes_of(plain_, op_of(row_));
-  ASSERT_TRUE(read_bytes(form_, op_of(other_), raw));
+  const Bytes raw = bytes_of(plain_, op_on(row_));
+  ASSERT_TRUE(read_bytes(form_, op_on(other_), raw));
   EXPECT_EQ(choice_->stats().decode_seconds, 0) << "nothing was decoded";
-  Bytes bad = bytes_of(form_, op_of(row_));
+  Bytes bad = bytes_of(form_, op_on(row_));
   std::fill_n(bad.begin() + kRecordHeaderBytes, 4, std::byte{0xFF});
   make_sums_right(&bad);
-  EXPECT_EQ(read_bytes(form_, op_of(other_), bad).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(read_bytes(form_, op_on(other_), bad).kind(), StatusKind::kCorrupt);
   EXPECT_EQ(choice_->stats().decode_seconds, 0);
 }
 
 TEST_F(EncodedRecord, the_choice_hears_of_encoding_when_the_record_was_written) {
-  const TierOp op = op_of(row_);
+  const TierOp op = op_on(row_);
   {
     OutgoingRecord given_up(form_, space_of(1), op);
     ASSERT_TRUE(given_up.encode());
@@ -132,18 +132,18 @@ TEST_F(EncodedRecord, the_choice_hears_of_encoding_when_the_record_was_written) 
 }
 
 TEST_F(EncodedRecord, who_encodes_nothing_reads_it_too) {
-  ASSERT_TRUE(read_bytes(plain_, op_of(other_), bytes_of(form_, op_of(row_))));
+  ASSERT_TRUE(read_bytes(plain_, op_on(other_), bytes_of(form_, op_on(row_))));
   EXPECT_TRUE(same(other_, row_));
 }
 
 TEST_F(EncodedRecord, raw_records_are_read_by_who_encodes) {
-  ASSERT_TRUE(read_bytes(form_, op_of(other_), bytes_of(plain_, op_of(row_))));
+  ASSERT_TRUE(read_bytes(form_, op_on(other_), bytes_of(plain_, op_on(row_))));
   EXPECT_TRUE(same(other_, row_));
 }
 
 TEST_F(EncodedRecord, what_gains_nothing_lies_raw_and_in_place) {
   fill(row_, Payload::kNoise);
-  const TierOp op = op_of(row_);
+  const TierOp op = op_on(row_);
   OutgoingRecord record(form_, space_of(1), op);
   ASSERT_TRUE(record.encode());
   EXPECT_TRUE(record.in_place());
@@ -154,17 +154,17 @@ TEST_F(EncodedRecord, what_gains_nothing_lies_raw_and_in_place) {
 TEST_F(EncodedRecord, the_choice_is_asked_for_the_group) {
   RecordForm by_choice({.compression = std::make_shared<CompressionChoice>(
                             CompressionOptions{.compress = Compress::kAuto, .elements = {Element::kBf16}})});
-  EXPECT_EQ(header_of(bytes_of(by_choice, op_of(row_))).codec, Codec::kRaw) << "nothing was measured yet";
-  EXPECT_EQ(header_of(bytes_of(form_, op_of(row_, 1))).element, Element::kBytes)
+  EXPECT_EQ(header_of(bytes_of(by_choice, op_on(row_))).codec, Codec::kRaw) << "nothing was measured yet";
+  EXPECT_EQ(header_of(bytes_of(form_, op_on(row_, 1))).element, Element::kBytes)
       << "nothing was said of group 1";
 }
 
 TEST_F(EncodedRecord, damage_is_found) {
-  const Bytes good = bytes_of(form_, op_of(row_));
+  const Bytes good = bytes_of(form_, op_on(row_));
   for (const std::size_t size : {kRecordHeaderBytes, good.size() - kPageBytes, good.size() + kPageBytes}) {
     Bytes bad = good;
     bad.resize(size);
-    EXPECT_EQ(read_bytes(form_, op_of(other_), bad).kind(), StatusKind::kCorrupt) << size;
+    EXPECT_EQ(read_bytes(form_, op_on(other_), bad).kind(), StatusKind::kCorrupt) << size;
   }
   std::mt19937 random(5);
   for (int round = 0; round < 100; ++round) {
@@ -173,13 +173,13 @@ TEST_F(EncodedRecord, damage_is_found) {
     bad[at] ^= static_cast<std::byte>(1U << random() % 8);
     // A flipped bit of its version makes it another release's.
     const StatusKind expected = at >= 8 && at < 12 ? StatusKind::kNotFound : StatusKind::kCorrupt;
-    ASSERT_EQ(read_bytes(form_, op_of(other_), bad).kind(), expected) << "byte " << at;
+    ASSERT_EQ(read_bytes(form_, op_on(other_), bad).kind(), expected) << "byte " << at;
   }
 }
 
 // Wrong bytes under right checksums are what the codec itself must stand.
 TEST_F(EncodedRecord, a_forged_payload_never_reaches_beyond_the_shards) {
-  const Bytes good = bytes_of(form_, op_of(row_));
+  const Bytes good = bytes_of(form_, op_on(row_));
   std::mt19937 random(6);
   for (int round = 0; round < 100; ++round) {
     Bytes bad = good;
@@ -188,27 +188,27 @@ TEST_F(EncodedRecord, a_forged_payload_never_reaches_beyond_the_shards) {
           static_cast<std::byte>(1 + random() % 255);
     }
     make_sums_right(&bad);
-    const Status status = read_bytes(form_, op_of(other_), bad);
+    const Status status = read_bytes(form_, op_on(other_), bad);
     ASSERT_TRUE(status || status.kind() == StatusKind::kCorrupt) << status.to_string();
   }
   Bytes bad = good;
   std::fill_n(bad.begin() + kRecordHeaderBytes, 4, std::byte{0xFF});
   make_sums_right(&bad);
-  EXPECT_EQ(read_bytes(form_, op_of(other_), bad).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(read_bytes(form_, op_on(other_), bad).kind(), StatusKind::kCorrupt);
 }
 
 #ifdef KV_OFFLOAD_SEALING
 TEST_F(EncodedRecord, may_be_sealed_as_well) {
   RecordForm sealing({.compression = choice_, .keys = testing::keys_of({1})});
-  const Bytes bytes = bytes_of(sealing, op_of(row_));
+  const Bytes bytes = bytes_of(sealing, op_on(row_));
   EXPECT_EQ(header_of(bytes).codec, Codec::kSplitZstd);
   EXPECT_LT(bytes.size(), kRecordHeaderBytes + kPadded * 3 / 4);
-  ASSERT_TRUE(read_bytes(sealing, op_of(other_), bytes));
+  ASSERT_TRUE(read_bytes(sealing, op_on(other_), bytes));
   EXPECT_TRUE(same(other_, row_));
   Bytes bad = bytes;
   bad[kRecordHeaderBytes + 5000] ^= std::byte{1};
   make_sums_right(&bad);
-  EXPECT_EQ(read_bytes(sealing, op_of(other_), bad).kind(), StatusKind::kCorrupt);
+  EXPECT_EQ(read_bytes(sealing, op_on(other_), bad).kind(), StatusKind::kCorrupt);
 }
 #endif
 

@@ -7,13 +7,11 @@
 #include <algorithm>
 #include <cstring>
 #include <span>
-#include <vector>
 
+#include "storage/numbers_for_tests.h"
 #include "storage/record_form.h"
 
 namespace kv_offload::testing {
-
-using Bytes = std::vector<std::byte>;
 
 inline NamespaceId space_of(std::uint8_t number) {
   NamespaceId id;
