@@ -107,11 +107,12 @@ class Asking(threading.Thread):
             self.ended = error
 
 
-def metrics(server: LocalServer) -> str:
-    """What the server says of its cache, without what is 0 and histograms' buckets."""
+def account(server: LocalServer, hit: list[int]) -> str:
+    """What the server says of its cache, without what is 0 and histograms' buckets; for a test that fails."""
     lines = server.get("/metrics").splitlines()
     ours = [line for line in lines if "kv_offload" in line.split("{")[0] and "_bucket" not in line]
-    return "\n".join(line for line in ours if not line.startswith("#") and float(line.split()[-1]))
+    said = [line for line in ours if not line.startswith("#") and float(line.split()[-1])]
+    return "\n".join([f"hit: {hit} of {PROMPT_BLOCKS} each", *said, server.log_tail()])
 
 
 def check_all_is_there(server: LocalServer, history: History) -> None:
@@ -120,15 +121,14 @@ def check_all_is_there(server: LocalServer, history: History) -> None:
     again = [server.ask(prompt) for prompt in history.prompts]
     assert_same(again, history.answers)
     hit = [answer.cached_tokens // BLOCK for answer in again]
-    said = f"{hit} of {PROMPT_BLOCKS} each\n{metrics(server)}\n{server.log_tail()}"
     # A disk that stands still for minutes is no fault of a kill: what it delays is computed, and said to be.
     page = Page(server.get("/metrics"))
     late = page.sum("kv_offload_miss_tokens_total", reason="deadline") // BLOCK
     recorded = history.records - history.unasked
-    assert sum(hit) + late >= 0.99 * recorded, f"{recorded} were recorded, hit: {said}"
-    assert late <= MOST_LATE, said
+    assert sum(hit) + late >= 0.99 * recorded, f"{recorded} were recorded\n{account(server, hit)}"
+    assert late <= MOST_LATE, account(server, hit)
     timeouts = page.sum("kv_offload_failures_total", op="read", kind="timeout")
-    assert page.sum("kv_offload_failures_total") == timeouts, said
+    assert page.sum("kv_offload_failures_total") == timeouts, account(server, hit)
     # What had to be computed is on its way to the disk.
     waiting.recorded(history.root, len(history.prompts) * PROMPT_BLOCKS + history.unasked, server)
 
@@ -180,7 +180,7 @@ def test_two_ranks_reload_from_host_memory_and_disk(history: History, reference:
     assert_same(first, reference.answers)
     assert_same(again, reference.answers[::-1])
     hit = [answer.cached_tokens // BLOCK for answer in again]
-    assert hit == [PROMPT_BLOCKS] * PROMPTS, f"{metrics(server)}\n{server.log_tail()}"
+    assert hit == [PROMPT_BLOCKS] * PROMPTS, account(server, hit)
     assert server.metric("kv_offload_hit_tokens_total", tier="cpu") > 0
     assert server.metric("kv_offload_hit_tokens_total", tier="fs") > 0
     # The next test kills this server, and the one after it has these as well.

@@ -50,6 +50,7 @@ SECONDS = 600
 # Tests that take so many times as long as without the fault, and at least so many seconds, do not end.
 SLOWER, LEAST_SECONDS = 5, 20
 LATE = "seen: its tests do not end"
+SEEN = ("seen", LATE)
 
 # Python finds the package of an editable install by a list of files: the list is turned to the copy.
 SITE = """import sys
@@ -281,9 +282,9 @@ def main() -> int:
         began = time.monotonic()
         verdicts.append(verdict(mutant, usual.get((mutant.kind, mutant.tests))))
         print(f"{time.monotonic() - began:5.0f} s  {mutant.area}: {mutant.name}: {verdicts[-1]}", flush=True)
-    seen = sum(word in ("seen", LATE) for word in verdicts)
+    seen = sum(word in SEEN for word in verdicts)
     print(f"{seen} of {len(verdicts)} planted faults were seen")
-    if any(word not in ("seen", LATE, "NOT SEEN") for word in verdicts):
+    if any(word not in (*SEEN, "NOT SEEN") for word in verdicts):
         return 2
     return 0 if seen == len(verdicts) else 1
 

@@ -129,6 +129,18 @@ def runs(pid: int) -> bool:
         return False
 
 
+def assert_ends(pid: int) -> None:
+    """Soon, by itself; ended in any case."""
+    deadline = time.monotonic() + 60
+    try:
+        while runs(pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("kind", ["mooncake", "fake"])
 def test_records_come_back_in_a_new_cache(request, region, kind) -> None:
     master = request.getfixturevalue("real").address if kind == "mooncake" else ""
@@ -227,14 +239,7 @@ def test_the_process_ends_with_the_engine_however_that_ends(request, region, obj
     os.kill(beside, signal.SIGSTOP)  # it cannot look at its socket
     engine.kill()
     engine.communicate()
-    deadline = time.monotonic() + 60
-    try:
-        while runs(beside):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(beside, signal.SIGKILL)
+    assert_ends(beside)
 
 
 LOOKS_AT_NOTHING = """
@@ -266,14 +271,7 @@ def test_a_process_that_a_call_holds_ends_with_the_engine() -> None:
         finally:
             engine.kill()
     (beside,) = (int(line) for line in said - {"begun"})
-    deadline = time.monotonic() + 60
-    try:
-        while runs(beside):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(beside, signal.SIGKILL)
+    assert_ends(beside)
 
 
 def test_without_the_package_the_start_is_refused_in_a_sentence(
