@@ -148,11 +148,8 @@ std::uint64_t Evictor::reclaim_others(std::uint64_t enough, bool even_open) {
   std::uint64_t freed = 0;
   for (const std::string& name : names) {
     if (freed >= enough || stop_.load()) break;
-    if (name == root_.namespace_name) {  // what others keep who were not reset, or reset apart from us
-      const std::shared_ptr<Generation> own = records_.generation();
-      if (even_open && own)
-        freed += reclaim_other_generations(ops_, root_.namespace_directory.get(), own->number, enough - freed,
-                                           stop_, root_.each_removed());
+    if (name == root_.namespace_name) {
+      freed += reclaim_generations(enough - freed, even_open);
       continue;
     }
     const bool open = std::any_of(sharers.begin(), sharers.end(),
@@ -165,9 +162,20 @@ std::uint64_t Evictor::reclaim_others(std::uint64_t enough, bool even_open) {
   return freed;
 }
 
-void Evictor::reclaim_unused_generations(const Generation& own) {
-  evicted_bytes_.fetch_add(kv_offload::reclaim_unused_generations(ops_, root_.namespace_directory.get(),
-                                                                  own.number, stop_, root_.each_removed()));
+// Of our namespace: what a reset left that nobody uses; even_open: also what others keep who were not reset,
+// or reset apart from us.
+std::uint64_t Evictor::reclaim_generations(std::uint64_t enough, bool even_open) {
+  const std::shared_ptr<Generation> own = records_.generation();
+  if (!own) return 0;
+  const int directory = root_.namespace_directory.get();
+  const auto gone = root_.each_removed();
+  return even_open
+             ? reclaim_other_generations(ops_, directory, own->number, enough, stop_, gone)
+             : kv_offload::reclaim_unused_generations(ops_, directory, own->number, enough, stop_, gone);
+}
+
+void Evictor::reclaim_unused_generations() {
+  evicted_bytes_.fetch_add(reclaim_generations(kAllUnused, false));
 }
 
 void Evictor::share_with(std::vector<std::uint64_t> sharers) {

@@ -41,8 +41,8 @@ class Evictor {
   // record. kNoSpace when nothing is left to go; with an errno when it cannot be removed. kDeclined when the
   // next to go is of the draft's own request (Draft::spared_request).
   Status reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(mutex_);
-  // Removes the generations of our namespace that nobody uses; `own` is ours.
-  void reclaim_unused_generations(const Generation& own);
+  // Removes the generations of our namespace that nobody uses.
+  void reclaim_unused_generations();
 
   // Who has the root open (space.h), as upkeep sees it.
   void share_with(std::vector<std::uint64_t> sharers) EXCLUDES(shares_mutex_);
@@ -59,6 +59,7 @@ class Evictor {
   int recycle(const std::string& path, Draft* draft, std::uint64_t* freed) REQUIRES(mutex_);
   std::uint64_t reclaim_dead(std::uint64_t enough) REQUIRES(mutex_);
   std::uint64_t reclaim_others(std::uint64_t enough, bool even_open) REQUIRES(mutex_);
+  std::uint64_t reclaim_generations(std::uint64_t enough, bool even_open);
 
   const FsTierOptions& options_;
   const OpenRoot& root_;
@@ -67,7 +68,7 @@ class Evictor {
   const Clock& clock_;
   const std::atomic<bool>& stop_;
   Mutex mutex_;
-  Nanos next_look_for_dead_ GUARDED_BY(mutex_){0};  // namespaces
+  Nanos next_look_for_dead_ GUARDED_BY(mutex_){0};  // namespaces and generations
   mutable Mutex shares_mutex_;
   std::vector<std::uint64_t> sharers_ GUARDED_BY(shares_mutex_);
   // Read by upkeep and by figures(), which wait for nobody who makes space.

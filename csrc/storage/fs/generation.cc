@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <limits>
 #include <utility>
 
 #include "storage/fs/layout.h"
@@ -14,7 +13,6 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
 constexpr int kMarkFlags = O_RDWR | O_NOFOLLOW;
 
 // The marks, locked against being used; nothing when somebody uses it, or it cannot be told.
@@ -128,14 +126,17 @@ std::vector<std::uint64_t> live_generations(FileOps& ops, int namespace_director
 }
 
 std::uint64_t reclaim_unused_generations(FileOps& ops, int namespace_directory,
-                                         std::optional<std::uint64_t> own, const std::atomic<bool>& stop,
+                                         std::optional<std::uint64_t> own, std::uint64_t enough,
+                                         const std::atomic<bool>& stop,
                                          const std::function<void(std::uint64_t)>& gone) {
   std::vector<std::uint64_t> numbers;
   if (!list_generations(ops, namespace_directory, &numbers) || numbers.empty()) return 0;
   std::uint64_t freed = 0;
   each_unused(ops, namespace_directory, numbers, own, [&](std::uint64_t number, bool all) {
-    freed += reclaim_generation(ops, namespace_directory, number, kAll, all, stop, gone);
+    if (freed < enough)
+      freed += reclaim_generation(ops, namespace_directory, number, enough - freed, all, stop, gone);
   });
+  if (freed >= enough) return freed;
   // Of directories that went by hand. Who makes a generation makes one above the newest.
   std::vector<std::vector<Fd>> held;
   const std::uint64_t marks = remove_marks(ops, namespace_directory, [&](std::uint64_t number) {

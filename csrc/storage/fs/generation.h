@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -54,11 +55,13 @@ bool generation_is_open(FileOps& ops, int namespace_directory, std::uint64_t num
 std::vector<std::uint64_t> live_generations(FileOps& ops, int namespace_directory);
 
 // Removes what nobody can hit any more: all generations that are neither in use, nor `own`, nor the newest,
-// and the records of the newest when a reset made it and its process is gone. The bytes that are gone from
-// disk; `gone` is told of each file's.
+// and the records of the newest when a reset made it and its process is gone; ends when `enough` bytes are
+// gone. The bytes that are gone from disk; `gone` is told of each file's.
 std::uint64_t reclaim_unused_generations(FileOps& ops, int namespace_directory,
-                                         std::optional<std::uint64_t> own, const std::atomic<bool>& stop,
+                                         std::optional<std::uint64_t> own, std::uint64_t enough,
+                                         const std::atomic<bool>& stop,
                                          const std::function<void(std::uint64_t)>& gone);
+inline constexpr std::uint64_t kAllUnused = std::numeric_limits<std::uint64_t>::max();
 // What that would remove.
 std::uint64_t count_unused_generations(FileOps& ops, int namespace_directory);
 // Marks without a generation; the bytes they took.

@@ -58,7 +58,7 @@ std::uint64_t reclaim_left_behind(FileOps& ops, int root, const std::string& nam
   const Fd directory = open_directory(root, name);
   if (!directory) return 0;
   return dry_run ? count_unused_generations(ops, directory.get())
-                 : reclaim_unused_generations(ops, directory.get(), std::nullopt, stop, gone);
+                 : reclaim_unused_generations(ops, directory.get(), std::nullopt, kAllUnused, stop, gone);
 }
 
 }  // namespace

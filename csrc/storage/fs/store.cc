@@ -68,7 +68,7 @@ Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder order, const Epo
 void FsStore::start() {
   if (root_.fresh) return;
   counter_.start();
-  if (!stop_.load()) reclaim_unused_generations();
+  if (!stop_.load()) evictor_.reclaim_unused_generations();
 }
 
 void FsStore::maintain() {
@@ -76,15 +76,10 @@ void FsStore::maintain() {
     records_.apply_uses();
     return recency_.write();
   }
-  if (own_.keep()) reclaim_unused_generations();
+  if (own_.keep()) evictor_.reclaim_unused_generations();
   counter_.look();
   records_.apply_uses();
   recency_.write_when_due();
-}
-
-void FsStore::reclaim_unused_generations() {
-  if (const std::shared_ptr<Generation> own = records_.generation())
-    evictor_.reclaim_unused_generations(*own);
 }
 
 void FsStore::close() {

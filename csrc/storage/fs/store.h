@@ -62,8 +62,6 @@ class FsStore final : public RecordStore {
   Catalogue* catalogue() override { return &records_; }
 
  private:
-  void reclaim_unused_generations();
-
   const FsTierOptions options_;
   std::atomic<bool> stop_{false};  // set once, by stop(); all that takes long asks it
   KnownRecords records_;           // before the root: a policy that is unknown leaves nothing on disk

@@ -150,6 +150,12 @@ def _until_written(engine: Engine) -> None:
         _step_until_none(engine, lambda: engine.manager._cache.tier_stats(0), ("queued_writes",))
 
 
+def until_scanned(engine: Engine) -> None:
+    """Before that a disk that is full takes nothing: what is there may be newer than what is known."""
+    cache = engine.manager._cache
+    _step_until_none(engine, lambda: {"scanning": not cache.tier_stats(0)["scan_complete"]}, ("scanning",))
+
+
 def _step_until_none(engine: Engine, figures: Callable[[], dict[str, Any]], names: tuple[str, ...]) -> None:
     deadline = time.monotonic() + 60
     found = figures()

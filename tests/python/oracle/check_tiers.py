@@ -17,7 +17,16 @@ from mooncake_store import mooncake_store  # noqa: E402
 from redis_server import redis_server  # noqa: E402
 from s3_server import ACCESS, BUCKET, SECRET, S3Server  # noqa: E402
 
-from oracle.check_oracle import FORCED, FULL, KINDS, Setup, _check_at_rest, ask_again, live  # noqa: E402
+from oracle.check_oracle import (  # noqa: E402
+    FORCED,
+    FULL,
+    KINDS,
+    Setup,
+    _check_at_rest,
+    ask_again,
+    live,
+    until_scanned,
+)
 from oracle.drive import Rates, total  # noqa: E402
 from oracle.engine import Engine  # noqa: E402
 
@@ -149,6 +158,7 @@ def test_every_byte_from_a_sealed_directory_is_the_requests_own(tmp_path: Path) 
     assert total(engine, "kv_offload_failures_total") == 0
     prompts = some_prompts(8)
     first = Engine(with_tiers(FULL, old), f"oracle-{uuid.uuid4()}")
+    until_scanned(first)  # the life before may have left it full
     ask_again(first, prompts)
     _check_at_rest(first)
     first.shutdown()
