@@ -44,10 +44,8 @@ class History:
     records: int = 0  # there when the last server was killed
     unasked: int = 0  # of them, those of prompts that were never answered: nobody asks for them
     server: LocalServer | None = None  # of the life that has begun
-    shm_before: set[str] = field(default_factory=set)
 
     def begin(self, start: Serve, model: Path) -> LocalServer:
-        self.shm_before = shared_memory.names()
         self.server = serve(start, model, self.root)
         return self.server
 
@@ -136,6 +134,7 @@ def check_all_is_there(server: LocalServer, history: History) -> None:
 def live(start: Serve, model: Path, history: History, victim: str, number: int, moment: float | None) -> None:
     """One life: has all of the lives before, then is killed while it writes, or ``moment`` seconds later."""
     server = history.server or history.begin(start, model)
+    in_memory = shared_memory.mapped(process.pid for process in server.processes())
     check_all_is_there(server, history)
     before, answered = len(records.files(history.root)), len(history.answers)
     asking = Asking(server, make_prompts(NEW_PROMPTS, PROMPT_BLOCKS, seed=100 + number), history)
@@ -156,7 +155,7 @@ def live(start: Serve, model: Path, history: History, victim: str, number: int, 
     # Written in order: what is there beyond the prompts that were answered is of the next one.
     answered = len(history.answers) - answered
     history.unasked += max(0, history.records - before - answered * PROMPT_BLOCKS)
-    assert shared_memory.names() - history.shm_before == set()
+    assert shared_memory.left(in_memory) == set()
 
 
 @pytest.fixture(scope="module")

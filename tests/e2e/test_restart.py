@@ -123,7 +123,8 @@ def killed(second: Life, root: Path) -> Killed:
     prompts = make_prompts(MORE_PROMPTS, PROMPT_BLOCKS, seed=1)
     answers: list[Answer] = []
     waiting.recorded(root, len(second.answers) * PROMPT_BLOCKS, second.server)
-    before, shm_before = len(records.files(root)), shared_memory.names()
+    before = len(records.files(root))
+    in_memory = shared_memory.mapped(process.pid for process in second.server.processes())
 
     def ask_all() -> None:
         try:
@@ -145,7 +146,7 @@ def killed(second: Life, root: Path) -> Killed:
     asking.join()
     assert len(answers) < MORE_PROMPTS, "it had finished before it was killed"
     asked = prompts[: len(answers) + 1]
-    return Killed(len(records.files(root)), asked, answers, shared_memory.names() - shm_before)
+    return Killed(len(records.files(root)), asked, answers, shared_memory.left(in_memory))
 
 
 @pytest.fixture(scope="module")

@@ -1,72 +1,75 @@
-"""What counts as left in /dev/shm, though other tests may run beside."""
+"""What counts as left in /dev/shm by a server's processes, though other tests run beside."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import shared_memory
 
-HOLD = """import fcntl, sys
-file = open(sys.argv[1])
-fcntl.flock(file, fcntl.LOCK_SH)
-print("locked", flush=True)
+# Its title lies over what /proc shows of its environment and arguments, as that of vLLM's processes does.
+MAP = """import mmap, sys
+from setproctitle import setproctitle
+with open(sys.argv[1], "r+b") as file:
+    held = mmap.mmap(file.fileno(), 0)
+setproctitle("VLLM::EngineCore " + "x" * 4000)
+print("mapped", flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.fixture
-def file() -> Iterator[Path]:
-    path = Path(f"/dev/shm/kv_offload_test_{os.getpid()}")
-    path.touch()
+def region() -> Iterator[Path]:
+    path = Path(shared_memory.DIRECTORY, f"{shared_memory.REGION}{uuid.uuid4().hex}")
+    path.write_bytes(bytes(4096))
     yield path
-    path.unlink()
+    path.unlink(missing_ok=True)
 
 
-def seen_while_held(file: Path, worker: str | None) -> bool:
-    environment = {key: value for key, value in os.environ.items() if key != shared_memory.WORKER}
-    if worker is not None:
-        environment[shared_memory.WORKER] = worker
-    command = [sys.executable, "-c", HOLD, str(file)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"locked\n"
-        return file.name in shared_memory.names()
-
-
-def test_what_nobody_holds_counts(file: Path) -> None:
-    assert file.name in shared_memory.names()
-
-
-def test_what_our_own_processes_hold_counts(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(shared_memory.WORKER, "gw5")
-    assert seen_while_held(file, "gw5")
-    monkeypatch.delenv(shared_memory.WORKER)
-    assert seen_while_held(file, None)
-
-
-def test_what_tests_beside_hold_does_not(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(shared_memory.WORKER, "gw5")
-    assert not seen_while_held(file, "gw6")
-
-
-def test_a_lock_on_a_file_of_another_device_says_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, inode = file.stat().st_dev, file.stat().st_ino
-    monkeypatch.setenv(shared_memory.WORKER, "gw5")
-    monkeypatch.setattr(shared_memory, "LOCKS", file)
-    other = f"{os.major(device) + 1:02x}:{os.minor(device):02x}:{inode}"
-    environment = os.environ | {shared_memory.WORKER: "gw6"}
+@contextmanager
+def process_with(file: Path) -> Iterator[int]:
+    """Its process id; the file is mapped."""
     with subprocess.Popen(
-        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment
-    ) as holder:
-        file.write_text(f"1: FLOCK  ADVISORY  READ {holder.pid} {other} 0 EOF\n")
-        assert file.name in shared_memory.names()
-        file.write_text(
-            file.read_text().replace(other, f"{os.major(device):02x}:{os.minor(device):02x}:{inode}")
-        )
-        assert file.name not in shared_memory.names()
-        holder.communicate(b"\n")
+        [sys.executable, "-c", MAP, str(file)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"mapped\n"
+        yield process.pid
+        process.communicate()
+
+
+def test_a_name_that_stays_when_its_process_has_ended_is_left(region: Path) -> None:
+    with process_with(region) as pid:
+        files = shared_memory.mapped([pid])
+    assert shared_memory.left(files) == {region.name}
+
+
+def test_a_file_whose_name_is_gone_is_not_and_another_of_that_name_is_another(region: Path) -> None:
+    with process_with(region) as pid:
+        region.unlink()
+        files = shared_memory.mapped([pid])
+        region.write_bytes(b"of a test beside")
+        assert len(files) == 1
+        assert shared_memory.left(files) == set()
+
+
+def test_what_vllm_leaves_of_its_own_does_not_count(region: Path) -> None:
+    with process_with(region) as pid:
+        files = shared_memory.mapped([pid])
+    own = region.with_name(f"{shared_memory.VLLMS_OWN[0]}{uuid.uuid4().hex}")
+    region.rename(own)
+    try:
+        assert shared_memory.left(files) == set()
+    finally:
+        own.unlink()
+
+
+def test_processes_without_a_region_of_ours_show_nothing() -> None:
+    with pytest.raises(AssertionError, match="no region of ours"):
+        shared_memory.mapped([os.getpid()])
