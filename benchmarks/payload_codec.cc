@@ -1,6 +1,6 @@
 // How fast is the codec of payloads beside what its parts take at best, and what does it gain?
 //
-//   payload_codec ROUNDS TOKEN_BYTES FILE...       files of K/V in bf16 (payload_codec.py makes them)
+//   payload_codec ROUNDS FILE...       files of K/V in bf16 (payload_codec.py makes them)
 //
 // The bound: zstd alone on the exponents, which lie apart already, in blocks of the codec's size and in
 // cache, and one memcpy of as many bytes as the codec reads and writes beside that. All are measured in the
@@ -9,7 +9,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -17,7 +16,6 @@
 #include <functional>
 #include <map>
 #include <string>
-#include <thread>
 #include <vector>
 
 #define ZSTD_STATIC_LINKING_ONLY
@@ -26,19 +24,19 @@
 #include <lz4.h>
 #endif
 
-#include "base/thread_annotations.h"
-#include "bench.h"
+#include "kv_chunks.h"
 #include "storage/payload_codec.h"
 #include "storage/split_planes.h"
 
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kChunk = std::size_t{1800} << 10;  // 80 tokens of SmolLM2-135M
-constexpr std::size_t kPlane = 64 << 10;                 // of a block of the codec
-constexpr std::size_t kPromptTokens = 8192;
-constexpr double kDeviceSpeed = 500e6;
-using Bytes = std::vector<std::byte>;
+using bench::Bytes;
+using bench::die;
+using bench::kChunk;
+using bench::median;
+
+constexpr std::size_t kPlane = 64 << 10;  // of a block of the codec
 
 double cpu_now() {
   timespec time{};
@@ -46,32 +44,10 @@ double cpu_now() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 double seconds_of(const std::function<void()>& work) {
   const double begin = cpu_now();
   work();
   return cpu_now() - begin;
-}
-
-[[noreturn]] void die(const char* what) {
-  fmt::print(stderr, "{}\n", what);
-  std::exit(1);
-}
-
-Bytes whole_chunks(const std::string& path) {
-  std::FILE* file = std::fopen(path.c_str(), "rb");
-  if (file == nullptr) die("a file cannot be read");
-  Bytes bytes;
-  for (Bytes part(kChunk); std::fread(part.data(), 1, kChunk, file) == kChunk;) {
-    bytes.insert(bytes.end(), part.begin(), part.end());
-  }
-  std::fclose(file);
-  if (bytes.empty()) die("a file has less than a chunk");
-  return bytes;
 }
 
 // A way to make chunks smaller: encode returns the bytes, or 0 for "as it is".
@@ -226,84 +202,10 @@ std::vector<Way> ways_of(PayloadCodec& codec, ZSTD_DCtx* from) {
   return ways;
 }
 
-// One after the other, as the bytes of a disk or a network come.
-class Device {
- public:
-  explicit Device(double bytes_per_second) : bytes_per_second_(bytes_per_second) {}
-  void read(const std::byte* from, std::size_t bytes, std::byte* to) {
-    double ready = 0;
-    {
-      const MutexLock lock(mutex_);
-      free_at_ = std::max(free_at_, bench::now()) + static_cast<double>(bytes) / bytes_per_second_;
-      ready = free_at_;
-    }
-    std::memcpy(to, from, bytes);
-    std::this_thread::sleep_for(std::chrono::duration<double>(ready - bench::now()));
-  }
-
- private:
-  const double bytes_per_second_;
-  Mutex mutex_;
-  double free_at_ GUARDED_BY(mutex_) = 0;
-};
-
-// Seconds until all of the prompt's chunks are there.
-double load_prompt(PayloadCodec& codec, const std::vector<Bytes>& stored, bool encoded, std::size_t chunks,
-                   std::vector<Bytes>& rows) {
-  constexpr unsigned kThreads = 4;
-  Device device(kDeviceSpeed);
-  std::atomic<std::size_t> next{0};
-  std::vector<std::thread> threads;
-  const double begin = bench::now();
-  for (unsigned i = 0; i < kThreads; ++i) {
-    threads.emplace_back([&] {
-      Bytes in(2 * kChunk);
-      for (std::size_t chunk; (chunk = next.fetch_add(1)) < chunks;) {
-        const Bytes& record = stored[chunk % stored.size()];
-        Bytes& row = rows[chunk];
-        device.read(record.data(), record.size(), encoded ? in.data() : row.data());
-        const Shard shard(row);
-        if (encoded && !codec.decode({in.data(), record.size()}, Element::kBf16, {&shard, 1}))
-          die("it does not decode");
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return bench::now() - begin;
-}
-
-void slow_tier(PayloadCodec& codec, int rounds, std::size_t token_bytes, const std::string& file) {
-  Bytes data = whole_chunks(file);
-  std::vector<Bytes> raw, encoded;
-  for (std::size_t at = 0; at < data.size(); at += kChunk) {
-    const Shard shard(data.data() + at, kChunk);
-    raw.emplace_back(shard.begin(), shard.end());
-    Bytes out(PayloadCodec::encoded_bytes_at_most({&shard, 1}));
-    std::uint64_t used = 0;
-    if (!codec.encode({&shard, 1}, Element::kBf16, out, &used) || used == 0) die("it does not encode");
-    out.resize(used);
-    encoded.push_back(std::move(out));
-  }
-  const std::size_t chunks = kPromptTokens * token_bytes / kChunk;
-  std::vector<Bytes> rows(chunks, Bytes(kChunk));
-  std::vector<double> plain, smaller, ratios;
-  for (int i = 0; i < rounds; ++i) {
-    plain.push_back(load_prompt(codec, raw, false, chunks, rows));
-    smaller.push_back(load_prompt(codec, encoded, true, chunks, rows));
-    ratios.push_back(plain.back() / smaller.back());
-  }
-  fmt::print(
-      R"({{"file": "{}", "prompt_bytes": {}, "device": {:.4g}, "raw_seconds": {:.4f}, "encoded_seconds": {:.4f}, )"
-      R"("times_as_fast": {:.3f}}})"
-      "\n",
-      file, chunks * kChunk, kDeviceSpeed, median(plain), median(smaller), median(ratios));
-  std::fflush(stdout);
-}
-
-int run(int rounds, std::size_t token_bytes, const std::vector<std::string>& files) {
+int run(int rounds, const std::vector<std::string>& files) {
   PayloadCodec codec;
   for (const std::string& file : files) {
-    Bench bench(whole_chunks(file));
+    Bench bench(bench::whole_chunks(file));
     bench.to_ = context(ZSTD_minCLevel(), true);
     bench.from_ = ZSTD_createDCtx();
     const std::vector<Way> ways = ways_of(codec, bench.from_);
@@ -327,7 +229,6 @@ int run(int rounds, std::size_t token_bytes, const std::vector<std::string>& fil
           bytes / median(result.out), median(in), median(out));
       std::fflush(stdout);
     }
-    slow_tier(codec, rounds, token_bytes, file);
   }
   return 0;
 }
@@ -336,10 +237,9 @@ int run(int rounds, std::size_t token_bytes, const std::vector<std::string>& fil
 }  // namespace kv_offload
 
 int main(int count, char** words) {
-  if (count < 4) {
-    fmt::print(stderr, "payload_codec ROUNDS TOKEN_BYTES FILE...\n");
+  if (count < 3) {
+    fmt::print(stderr, "payload_codec ROUNDS FILE...\n");
     return 2;
   }
-  return kv_offload::run(std::atoi(words[1]), std::strtoull(words[2], nullptr, 10),
-                         {words + 3, words + count});
+  return kv_offload::run(std::atoi(words[1]), {words + 2, words + count});
 }

@@ -1,0 +1,148 @@
+// How long does a prompt of 8,192 tokens take from a directory: raw, encoded, and as `auto` decides?
+//
+//   codec_tier ROUNDS TOKEN_BYTES DIRECTORY FILE...      files of K/V in bf16 (payload_codec.py makes them)
+//
+// Three fs tiers with the threads that they have by default, each with its own root below DIRECTORY. Each is
+// first given another prompt, written and read, from which `auto` learns; then the prompt is written, and
+// read once a round, the three in turns. With O_DIRECT: what the page cache has would not come from the
+// device. One JSON object per file.
+#include <fmt/format.h>
+
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/aligned_buffer.h"
+#include "base/clock.h"
+#include "bench.h"
+#include "kv_chunks.h"
+#include "storage/compression_choice.h"
+#include "storage/fs/tier.h"
+#include "storage/idle_cores.h"
+
+namespace kv_offload {
+namespace {
+
+using bench::Bytes;
+using bench::die;
+using bench::kChunk;
+
+constexpr std::size_t kPromptTokens = 8192;
+constexpr std::size_t kMostAtOnce = 16;
+constexpr std::array kWays{Compress::kNone, Compress::kZstd, Compress::kAuto};
+
+class Way {
+ public:
+  Way(Compress compress, const std::string& directory, std::size_t chunks) : compress_(compress) {
+    FsTierOptions options;
+    options.root_dir = directory + "/" + to_string(compress);
+    options.max_bytes = 3 * chunks * (kChunk + (std::size_t{64} << 10)) + (std::size_t{64} << 20);
+    options.namespace_json = "{}";
+    options.o_direct = DirectMode::kOn;
+    options.op_deadline = std::chrono::minutes(5);
+    CompressionOptions choice{.compress = compress, .elements = {Element::kBf16}};
+    choice.idle_cores = [cores = std::make_shared<IdleCores>(clock_)] { return cores->now(); };
+    options.form.compression = std::make_shared<CompressionChoice>(choice);
+    tier_ = make_fs_tier(options);
+  }
+
+  Compress compress() const { return compress_; }
+  std::string about() const { return tier_->about_codec(); }
+  std::uint64_t bytes() const { return tier_->stats().bytes; }
+
+  // Seconds until all chunks are there; their keys are those from `first` on.
+  double move(OpKind kind, std::vector<AlignedBuffer>& rows, std::size_t first) {
+    const double start = bench::now();
+    std::vector<Completion> done;
+    std::vector<TierRemoval> removals;
+    std::size_t submitted = 0, ended = 0;
+    while (ended < rows.size()) {
+      for (; submitted < rows.size() && submitted - ended < kMostAtOnce; ++submitted) {
+        std::vector<TierOp> ops(1);
+        ops[0].id = ++last_id_;
+        ops[0].kind = kind;
+        ops[0].key = bench::key_of(first + submitted);
+        ops[0].shards = {rows[submitted].span()};
+        tier_->submit(std::move(ops));
+      }
+      done.clear();
+      tier_->poll(&done, &removals);
+      for (const Completion& completion : done) {
+        if (!completion.status) die(completion.status.to_string());
+      }
+      ended += done.size();
+      if (done.empty()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    return bench::now() - start;
+  }
+
+ private:
+  const Compress compress_;
+  const SteadyClock clock_;
+  OpId last_id_ = 0;
+  std::unique_ptr<Tier> tier_;
+};
+
+void run_file(int rounds, std::size_t token_bytes, const std::string& directory, const std::string& file) {
+  const Bytes data = bench::whole_chunks(file);
+  const std::size_t chunks = kPromptTokens * token_bytes / kChunk;
+  std::vector<AlignedBuffer> written, read;
+  for (std::size_t i = 0; i < chunks; ++i) {
+    written.emplace_back(kChunk);
+    std::memcpy(written.back().data(), data.data() + i * kChunk % data.size(), kChunk);
+    read.emplace_back(kChunk);
+    std::memset(read.back().data(), 0, kChunk);
+  }
+  std::vector<std::unique_ptr<Way>> ways;
+  std::vector<std::vector<double>> seconds(kWays.size());
+  std::vector<double> write_seconds;
+  for (const Compress compress : kWays) {
+    ways.push_back(std::make_unique<Way>(compress, directory, chunks));
+    (void)ways.back()->move(OpKind::kWrite, written, chunks);
+    (void)ways.back()->move(OpKind::kRead, read, chunks);
+    write_seconds.push_back(ways.back()->move(OpKind::kWrite, written, 0));
+  }
+  for (int round = 0; round < rounds; ++round) {
+    for (std::size_t i = 0; i < ways.size(); ++i) {
+      for (AlignedBuffer& row : read) std::memset(row.data(), 0, kChunk);
+      seconds[i].push_back(ways[i]->move(OpKind::kRead, read, 0));
+      for (std::size_t chunk = 0; chunk < chunks; ++chunk) {
+        if (std::memcmp(read[chunk].data(), written[chunk].data(), kChunk) != 0) die("other bytes came back");
+      }
+    }
+  }
+  fmt::print(R"({{"file": "{}", "prompt_bytes": {}, "rounds": {})", file, chunks * kChunk, rounds);
+  for (std::size_t i = 0; i < ways.size(); ++i) {
+    std::vector<double> faster;  // than raw, round by round
+    for (std::size_t round = 0; round < seconds[i].size(); ++round)
+      faster.push_back(seconds[0][round] / seconds[i][round]);
+    fmt::print(
+        R"(, "{}": {{"seconds": {:.4f}, "times_as_fast": {:.3f}, "write_seconds": {:.4f}, "about": "{}"}})",
+        to_string(ways[i]->compress()), bench::median(seconds[i]), bench::median(faster), write_seconds[i],
+        ways[i]->about());
+  }
+  fmt::print("}}\n");
+  std::fflush(stdout);
+}
+
+}  // namespace
+}  // namespace kv_offload
+
+int main(int count, char** words) {
+  if (count < 5) {
+    fmt::print(stderr, "codec_tier ROUNDS TOKEN_BYTES DIRECTORY FILE...\n");
+    return 2;
+  }
+  const std::string directory = words[3];
+  for (int i = 4; i < count; ++i) {
+    const std::string own = fmt::format("{}/{}", directory, i);
+    std::filesystem::create_directories(own);
+    kv_offload::run_file(std::atoi(words[1]), std::strtoull(words[2], nullptr, 10), own, words[i]);
+    std::filesystem::remove_all(own);
+  }
+}
