@@ -1,7 +1,7 @@
 """Holds what some processes move from and to the device of a directory to so many bytes a second.
 
-By the kernel's block I/O controller (root only): ``blkio.throttle.*`` of cgroup v1, ``io.max`` of v2. It counts
-what reaches the device, so nothing that the page cache answers.
+By the kernel's block I/O controller (root only): ``blkio.throttle.*`` of cgroup v1, ``io.max`` of v2. It
+counts what reaches the device, so nothing that the page cache answers.
 """
 
 from __future__ import annotations
