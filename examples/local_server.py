@@ -248,11 +248,11 @@ class LocalServer:
             seconds=seconds,
         )
 
-    def get(self, path: str, timeout: float = 30) -> str:
+    def get(self, path: str, timeout: float = 300) -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=timeout) as reply:
             return str(reply.read().decode())
 
-    def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 60) -> Any:
+    def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 300) -> Any:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}",
             data=json.dumps(body or {}).encode(),
@@ -288,7 +288,7 @@ class LocalServer:
         """SIGKILL to every process of the session; returns when all are gone."""
         if self.process is None:
             return
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 240
         while members := self.processes():
             for member in members:
                 with contextlib.suppress(ProcessLookupError):

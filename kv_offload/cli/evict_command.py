@@ -175,12 +175,15 @@ class Watch:
 
         root = open_root(self._path, changes=True)
         now = time.monotonic()
-        resting = now < self._rest_until
-        if now < self._next_walk and (resting or held_bytes(self._path) <= self._bound.start_above):
+        walks = now >= self._next_walk
+        if not walks and now < self._rest_until:
+            return
+        above = held_bytes(self._path) > self._bound.start_above
+        if not walks and not above:
             return
         self._next_walk = now + _WALK_EVERY_SECONDS
         report = evict_once(root, self._bound, progress=self._goes_on)
-        if not report["bytes_freed"]:
+        if above and not report["bytes_freed"]:
             self._rest_until = now + _REST_SECONDS
         if report["bytes_freed"] or not report["below_bound"]:
             self._show(report)

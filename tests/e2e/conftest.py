@@ -48,7 +48,7 @@ def _make_model(zygote: Zygote, directory: Path, kind: str) -> Path:
     script = EXAMPLES / "tiny_model.py"
     log = directory.with_suffix(".log")
     making = zygote.start([str(script), str(directory), "--kind", kind], dict(os.environ), log)
-    assert making.wait(180) == 0, log.read_text()
+    assert making.wait(480) == 0, log.read_text()
     return directory
 
 

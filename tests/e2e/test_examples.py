@@ -16,7 +16,7 @@ from forked import Zygote
 from setting import EXAMPLES, SCRIPT_ENVIRONMENT
 
 
-def run(script: str, *arguments: str, given: str | None = None, seconds: float = 240) -> str:
+def run(script: str, *arguments: str, given: str | None = None, seconds: float = 480) -> str:
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / script), *arguments],
         input=given,
@@ -36,7 +36,7 @@ def test_offline_example_reloads_from_host_memory_and_from_disk(
         log = tmp_path / "log"
         log.unlink(missing_ok=True)
         command = [str(EXAMPLES / "offline.py"), str(model), "--directory", str(tmp_path / "kv")]
-        status = zygote.start(command, SCRIPT_ENVIRONMENT, log).wait(240)
+        status = zygote.start(command, SCRIPT_ENVIRONMENT, log).wait(480)
         output = log.read_text(errors="replace")
         assert status == 0, output[-8000:]
         return [(int(a), int(b)) for a, b in re.findall(r"(\d+) of (\d+) tokens were not computed", output)]

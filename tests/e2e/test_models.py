@@ -27,7 +27,7 @@ def ask_and_wait_for_writes(server: LocalServer, prompt: list[int]) -> Answer:
         queued = server.metric("kv_offload_queue_depth", tier="fs", op="write")
         return queued == 0 and server.metric("kv_offload_tier_chunks", tier="fs") == chunks == before
 
-    waiting.until(written, 60, "nothing more is written")
+    waiting.until(written, 240, "nothing more is written")
     return answer
 
 

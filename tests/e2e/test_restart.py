@@ -131,16 +131,14 @@ def killed(second: Life, root: Path) -> Killed:
             for prompt in prompts:
                 answers.append(second.server.ask(prompt))
                 # Memory that is full drops what a slow disk has not taken yet: a hole.
-                waiting.recorded(
-                    root, before + len(answers) * PROMPT_BLOCKS - MOST_BEHIND, second.server, 120
-                )
+                waiting.recorded(root, before + len(answers) * PROMPT_BLOCKS - MOST_BEHIND, second.server)
         except (OSError, HTTPException, ServerError, ValueError):
             return  # killed in the middle, as meant
 
     asking = threading.Thread(target=ask_all)
     asking.start()
     waiting.until(
-        lambda: len(records.files(root)) >= before + RECORDED_BEFORE_KILL, 120, "records of the new prompts"
+        lambda: len(records.files(root)) >= before + RECORDED_BEFORE_KILL, 240, "records of the new prompts"
     )
     second.server.kill()
     asking.join()
@@ -175,10 +173,10 @@ def test_a_kill_leaves_nothing_in_shared_memory(killed: Killed) -> None:
 def reset(third: Life, reference: Reference, root: Path) -> Answer:
     """Everything forgotten while serving; the first prompt asked again, recorded again."""
     waiting.until(
-        lambda: bool(third.server.post("/reset_prefix_cache?reset_external=true")["success"]), 30, "a reset"
+        lambda: bool(third.server.post("/reset_prefix_cache?reset_external=true")["success"]), 240, "a reset"
     )
     answer = third.server.ask(reference.prompts[0])
-    waiting.until(lambda: _idle(third.server), 60, "all writes done")
+    waiting.written(third.server)
     third.server.stop()
     return answer
 
@@ -199,8 +197,3 @@ def test_a_restart_after_a_reset_starts_empty(fourth: Life, reference: Reference
     # the third life's memory only.
     assert fourth.cached_blocks() == [0, 0]
     assert_same(fourth.answers, reference.answers[:2])
-
-
-def _idle(server: LocalServer) -> bool:
-    server.ask([7] * 16, max_tokens=1)
-    return server.metric("kv_offload_queue_depth") == 0

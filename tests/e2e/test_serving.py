@@ -103,7 +103,7 @@ def query(server: LocalServer, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 result: list[dict[str, Any]] = json.loads(reply.read())["data"]["result"]
             return result
 
-        waiting.until(lambda: bool(ask("kv_offload_info")), 60, "a first scrape")
+        waiting.until(lambda: bool(ask("kv_offload_info")), 240, "a first scrape")
         yield ask
 
 
@@ -114,7 +114,7 @@ def test_prometheus_sees_hits_by_tier(server: LocalServer, rounds: list[list[Ans
         lambda: (
             [float(row["value"][1]) for row in query('kv_offload_hit_tokens_total{tier="cpu"}')] == [expected]
         ),
-        60,
+        240,
         f"{expected} hit tokens in Prometheus, it says {query('kv_offload_hit_tokens_total')}",
     )
 
@@ -132,13 +132,13 @@ def test_prometheus_sees_what_each_tier_holds(
     for tier in ("cpu", "fs"):
         waiting.until(
             lambda tier=tier: held_on(tier),  # type: ignore[misc]
-            180,
+            240,
             f"{held} chunks on {tier}: {query('kv_offload_tier_chunks')}",
         )
         ratio = f'kv_offload_tier_bytes{{tier="{tier}"}} / kv_offload_tier_capacity_bytes{{tier="{tier}"}}'
         waiting.until(  # a scrape that failed leaves nothing to divide
             lambda ratio=ratio: [0 < float(row["value"][1]) <= 1 for row in query(ratio)] == [True],  # type: ignore[misc]
-            60,
+            240,
             f"{ratio}: {query(ratio)}",
         )
 
@@ -166,4 +166,4 @@ def test_live_monitoring_draws_the_dashboard(server: LocalServer, tmp_path: Path
             server.ask(prompt, kv_transfer_params={"load_policy": "always"})
         return server.metric("kv_offload_hit_tokens_total", tier="fs") > 0
 
-    waiting.until(come_back, 180, "prompts from disk")
+    waiting.until(come_back, 240, "prompts from disk")

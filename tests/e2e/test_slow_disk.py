@@ -44,7 +44,7 @@ class Setting:
             at = self.turn % len(self.reference.prompts)
             self.turn += 1
             extra = {"kv_transfer_params": load_policy} if load_policy else {}
-            answer: Answer = self.server.ask(self.reference.prompts[at], timeout=60, **extra)
+            answer: Answer = self.server.ask(self.reference.prompts[at], **extra)
             assert_same([answer], [self.reference.answers[at]])
 
     def ask_until(
@@ -160,8 +160,9 @@ def test_a_disk_that_fails_to_read_costs_hits_until_it_reads_again(setting: Sett
     counts = setting.disk.tell()
     assert counts["read_errors"] > 0
     assert counts["read_bytes"] == given, "not all reads failed"
-    assert setting.failures("io") >= failures + 8
-    assert setting.trips() > trips, "it goes on trying at full speed"
+    setting.ask_until(lambda: setting.failures("io") >= failures + 8, "8 reads failed", ALWAYS)
+    setting.ask_until(lambda: setting.trips() > trips, "it does not go on trying at full speed", ALWAYS)
+    assert setting.disk.tell()["read_bytes"] == given, "not all reads failed"
     assert setting.failures("corrupt") == 0
 
     # Computed again, so offered for storing again: they were replaced, or are there as they were.

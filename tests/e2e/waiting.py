@@ -23,6 +23,19 @@ def step(server: LocalServer, **options: float) -> None:
     server.ask([7] * 16, max_tokens=1, **options)
 
 
+def written(server: LocalServer, seconds: float = 240) -> None:
+    """Until ``server`` has nothing left to write: neither queued nor in a temporary."""
+    quiet = 0
+
+    def idle() -> bool:
+        nonlocal quiet
+        step(server)
+        quiet = quiet + 1 if server.metric("kv_offload_queue_depth", op="write") == 0 else 0
+        return quiet == 10  # a second: gauges are published twice in it
+
+    until(idle, seconds, f"all writes done\n{server.log_tail()}")
+
+
 def recorded(root: Path, count: int, server: LocalServer, seconds: float = 240) -> None:
     """Until ``root`` holds ``count`` records."""
 

@@ -117,7 +117,7 @@ class MooncakeProcesses:
         ]
         with (self._directory / "master.log").open("ab") as log:
             self.master = subprocess.Popen(command, stdout=log, stderr=log)
-        give_up = time.monotonic() + 60
+        give_up = time.monotonic() + 240
         while True:
             assert self.master.poll() is None
             assert time.monotonic() < give_up
@@ -141,7 +141,7 @@ class MooncakeProcesses:
 
     def objects(self) -> int:
         """How many the master knows."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics}/metrics", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics}/metrics", timeout=240) as answer:
             (line,) = re.findall(rb"^master_key_count (\d+)$", answer.read(), re.MULTILINE)
         return int(line)
 

@@ -37,7 +37,7 @@ def command(path: Path, *words: str) -> bytes:
     """What the server at this socket answers; as it comes, and short."""
     text = b"".join(b"$%d\r\n%s\r\n" % (len(word), word.encode()) for word in words)
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(120)
+        client.settimeout(240)
         client.connect(str(path))
         client.sendall(b"*%d\r\n%s" % (len(words), text))
         return client.recv(65536)
@@ -45,7 +45,7 @@ def command(path: Path, *words: str) -> bytes:
 
 def wait_for(process: subprocess.Popen[bytes], path: Path) -> None:
     """Until it takes connections: the socket lies there a moment before."""
-    give_up = time.monotonic() + 60
+    give_up = time.monotonic() + 240
     while True:
         assert process.poll() is None
         assert time.monotonic() < give_up
@@ -62,7 +62,7 @@ class RedisClient:
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(120)
+        self._socket.settimeout(240)
         self._socket.connect(str(path))
         self._answers = self._socket.makefile("rb")
 

@@ -19,7 +19,7 @@ READER = "AKIAREADS"  # with the same secret; may write nothing
 BUCKET = "kv-cache"
 DOMAIN = "localhost"  # bucket.localhost is this host: libcurl and the resolvers of systems agree
 _NAMES = ("s3", "s3.https", "master", "filer", "volume", "admin")
-_UP_SECONDS = 150
+_UP_SECONDS = 240
 
 
 def free_ports(count: int) -> list[int]:
@@ -133,7 +133,7 @@ class S3Server:
         where = f"http://127.0.0.1:{self.ports['filer']}/buckets/{BUCKET}/{folder}?limit=100000"
         asked = urllib.request.Request(where, headers={"Accept": "application/json"})
         try:
-            with urllib.request.urlopen(asked, timeout=30) as answer:
+            with urllib.request.urlopen(asked, timeout=240) as answer:
                 found = json.load(answer)["Entries"] or []
         except urllib.error.HTTPError as error:
             error.close()
@@ -146,7 +146,7 @@ class S3Server:
 
     def overwrite(self, name: str, content: bytes) -> None:
         """Behind the back of all who use it."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.ports["filer"], timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.ports["filer"], timeout=240)
         connection.request("PUT", f"/buckets/{BUCKET}/{name}", content)
         assert connection.getresponse().status == 201
         connection.close()
@@ -154,7 +154,7 @@ class S3Server:
     def read(self, name: str) -> bytes:
         """The bytes of an object, past the store's checks."""
         address = f"http://127.0.0.1:{self.ports['filer']}/buckets/{BUCKET}/{name}"
-        with urllib.request.urlopen(address, timeout=30) as answer:
+        with urllib.request.urlopen(address, timeout=240) as answer:
             return bytes(answer.read())
 
     def _draw(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ from kv_offload import _core
 
 ROW_UNIT = 4096  # rows are told in pages of an area
 MISS, HIT = 0, 1
-PATIENCE_SECONDS = 60.0  # for the tier's threads; nothing is measured by it
+PATIENCE_SECONDS = 240.0  # for the tier's threads, on whatever machine; nothing is measured by it
 
 
 class Host:
@@ -38,9 +38,14 @@ class Host:
             max_bytes=max_bytes,
             namespace_id=bytes(range(32)),
             namespace_json='{"model": "small"}',
+            op_deadline_seconds=PATIENCE_SECONDS,
         )
         self.cache = make_cache(
-            self.region, self.metrics, tiers=[tier], load_policy="always", lookup_deadline_seconds=20.0
+            self.region,
+            self.metrics,
+            tiers=[tier],
+            load_policy="always",
+            lookup_deadline_seconds=PATIENCE_SECONDS,
         )
         self.requests = 0
 

@@ -31,7 +31,7 @@ def attach(shm: Path, num_bytes: int = MIB, workers: int = 1) -> tuple[Any, list
         )
         for rank in range(workers)
     ]
-    scheduler.wait_for_ranks(5.0)
+    scheduler.wait_for_ranks(240.0)
     return scheduler, attached
 
 

@@ -24,6 +24,7 @@ def root(tmp_path):
 
 def tier(root, **options):
     given = {"root_dir": str(root), "max_bytes": 64 << 20, "namespace_id": NAMESPACE, "namespace_json": JSON}
+    given["op_deadline_seconds"] = 240.0
     return _core.FsTier(**{**given, **options})
 
 
@@ -36,13 +37,13 @@ def region(tmp_path):
 def step_until(cache, done):
     """Steps of the scheduler, with a pause for the tier's threads, until ``done()``."""
     pause = threading.Event()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         cache.end_step()
         if done():
             return
         pause.wait(0.005)
-    pytest.fail("the tier did not come to it in 60 s")
+    pytest.fail(f"the tier did not come to it in 240 s: {cache.tier_stats(0)}")
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def recorded(root, region):
 
 
 def test_chunks_come_back_from_the_root_in_a_new_cache(root, region, recorded):
-    cache = make_cache(region[0], tiers=[tier(root)], load_policy="always", lookup_deadline_seconds=60.0)
+    cache = make_cache(region[0], tiers=[tier(root)], load_policy="always", lookup_deadline_seconds=240.0)
     request = cache.begin_request("r")
     step_until(cache, lambda: all(cache.lookup(request, k) == HIT for k in recorded))
     assert cache.load_source(recorded[0]) == 0

@@ -66,7 +66,7 @@ def test_the_registry_is_served_over_http(metrics):
     metrics.expose(f"127.0.0.1:{port}")
     d = definition("gauge")
     metrics.set(d.name, ["x"] * len(d.labels), 7)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=240) as answer:
         assert d.name in answer.read().decode()
 
 

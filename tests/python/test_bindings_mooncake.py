@@ -54,7 +54,7 @@ def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "objects"
 
 
-def spec(request: pytest.FixtureRequest, master: str = "", deadline: float = 60.0, **given: Any) -> Any:
+def spec(request: pytest.FixtureRequest, master: str = "", deadline: float = 240.0, **given: Any) -> Any:
     config = MooncakeTierConfig(
         master=master or "etcd://127.0.0.1:2379", op_deadline_ms=int(deadline * 1000), **given
     )
@@ -101,7 +101,7 @@ def record(region: Any, opened: Any, count: int = 5, first: int = 1) -> list[byt
 
 
 def reader(region: Any, opened: Any, metrics: Any | None = None) -> Any:
-    return make_cache(region[0], metrics, tiers=[opened], load_policy="always", lookup_deadline_seconds=60.0)
+    return make_cache(region[0], metrics, tiers=[opened], load_policy="always", lookup_deadline_seconds=240.0)
 
 
 def looked_up(cache: Any, wanted: list[bytes]) -> Callable[[], list[int]]:
@@ -131,7 +131,7 @@ def runs(pid: int) -> bool:
 
 def assert_ends(pid: int) -> None:
     """Soon, by itself; ended in any case."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     try:
         while runs(pid):
             assert time.monotonic() < deadline

@@ -379,7 +379,7 @@ def test_import_loads_neither_core_nor_numpy_nor_vllm():
         "heavy = {'kv_offload._core', 'numpy', 'vllm', 'torch'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 # ---- what the machine can give

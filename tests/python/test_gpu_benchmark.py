@@ -169,7 +169,7 @@ def measure(folder: Path, lines: list[dict], last: str = "") -> tuple[int, dict]
     program.write_text("#!/bin/bash\n" + "".join(f"echo '{json.dumps(line)}'\n" for line in lines) + last)
     program.chmod(0o755)
     command = [sys.executable, folder / "copy_gpu.py", "--program", program]
-    status = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=60).returncode
+    status = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=240).returncode
     (kept,) = (folder / "results").glob("copy_gpu-a-gpu-*.json")
     return status, json.loads(kept.read_text())
 

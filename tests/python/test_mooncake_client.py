@@ -226,7 +226,7 @@ def test_an_engine_that_ended_before_is_noticed_first(package: Path, monkeypatch
             [sys.executable, "-c", "\n".join(steps), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             capture_output=True,
-            timeout=60,
+            timeout=240,
         )
     assert (ended.returncode, ended.stdout) == (0, b"")
 
@@ -246,7 +246,7 @@ def test_nothing_of_the_engines_working_directory_is_run(package: Path, tmp_path
             pass_fds=[theirs.fileno()],
             cwd=there,
             capture_output=True,
-            timeout=60,
+            timeout=240,
         )
     assert (ended.returncode, ended.stderr) == (0, b"")
 
@@ -259,7 +259,7 @@ def test_whatever_goes_wrong_it_ends(package: Path) -> None:
         "def fails(): raise ValueError('no setup')\n"
         "client.run = fails; client.main()"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=240)
     assert ended.returncode == 1
     assert b"ValueError: no setup" in ended.stderr
 

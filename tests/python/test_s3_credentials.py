@@ -361,7 +361,7 @@ def test_the_thread_ends_with_what_used_the_bucket(monkeypatch: pytest.MonkeyPat
     (thread,) = [each for each in threading.enumerate() if each.name == "kv-offload-s3-keys"]
     assert thread.daemon
     files.write("default", "second")
-    assert renewer.changed.wait(60)
+    assert renewer.changed.wait(240)
     renewer.is_used = False
     thread.join(60)
     assert not thread.is_alive()

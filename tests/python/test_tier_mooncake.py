@@ -40,7 +40,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes find a package of Mooncake's interface."""
     monkeypatch.setenv("PYTHONPATH", str(make_fake_package(tmp_path)))
     monkeypatch.setenv("FAKE_MOONCAKE", str(tmp_path / "objects"))
-    monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 60.0))
+    monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 240.0))
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ SECRET = "hunter2-never-shown"
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is busy with other tests."""
-    monkeypatch.setattr("kv_offload.tiers.redis._LOOK_SECONDS", 60.0)
-    monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 60.0))
+    monkeypatch.setattr("kv_offload.tiers.redis._LOOK_SECONDS", 240.0)
+    monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 240.0))
 
 
 def config(**given: Any) -> OffloadConfig:
@@ -185,7 +185,7 @@ def cluster(tmp_path: Path) -> Iterator[str]:
     options = ("--cluster-enabled", "yes", "--cluster-port", bus, "--maxmemory", "100mb")
     with redis_server(tmp_path, *options) as path:
         assert command(path, "CLUSTER", "ADDSLOTSRANGE", "0", "16383") == b"+OK\r\n"
-        give_up = time.monotonic() + 120
+        give_up = time.monotonic() + 240
         while b"cluster_state:ok" not in command(path, "CLUSTER", "INFO"):
             assert time.monotonic() < give_up
             time.sleep(0.01)
@@ -193,7 +193,7 @@ def cluster(tmp_path: Path) -> Iterator[str]:
 
 
 def test_doctor_says_that_it_is_a_cluster_and_names_the_nodes_it_is_about(cluster: str) -> None:
-    (tier,) = config(url=cluster, op_deadline_ms=60_000).secondary_tiers
+    (tier,) = config(url=cluster, op_deadline_ms=240_000).secondary_tiers
     (looked,) = place(tier)
     assert looked.state == "ok"
     assert "cluster of 1 node, answers" in looked.text
@@ -210,7 +210,7 @@ def test_doctor_says_that_it_is_a_cluster_and_names_the_nodes_it_is_about(cluste
 
 def test_an_engine_is_served_by_a_cluster(cluster: str) -> None:
     """As the adapter opens it: what one process wrote is there for the next."""
-    (tier,) = config(url=cluster, op_deadline_ms=60_000).secondary_tiers
+    (tier,) = config(url=cluster, op_deadline_ms=240_000).secondary_tiers
     assert isinstance(tier, RedisTierConfig)
     assert tier._others() == []
     found = tier._look(1)

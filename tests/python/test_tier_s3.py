@@ -152,8 +152,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Options of a tier on a machine that is busy with other tests."""
-    monkeypatch.setattr("kv_offload.tiers.s3._LOOK_SECONDS", 60.0)
-    return {"op_deadline_ms": 180_000}
+    monkeypatch.setattr("kv_offload.tiers.s3._LOOK_SECONDS", 240.0)
+    return {"op_deadline_ms": 240_000}
 
 
 def with_keys(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:

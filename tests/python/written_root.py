@@ -30,12 +30,13 @@ def write_root(path: Path, identity: NamespaceIdentity = FACTS, max_bytes: int =
     size = 16 << 20
     worker = core.HostRegion.attach_worker(engine, size, 1, 1, 0, [CHUNK], "layout", huge_pages=False)
     region = core.HostRegion.attach_scheduler(engine, size, 1, 1, huge_pages=False)
-    region.wait_for_ranks(10)
+    region.wait_for_ranks(240)
     tier = core.FsTier(
         root_dir=str(path),
         max_bytes=max_bytes,
         namespace_id=identity.namespace_id(),
         namespace_json=identity.readable_json(),
+        op_deadline_seconds=240.0,
     )
     cache = core.TieredCache(
         region,
@@ -54,7 +55,7 @@ def write_root(path: Path, identity: NamespaceIdentity = FACTS, max_bytes: int =
     worker.report(0, ticket, 0)
     cache.complete_store(accepted)
     cache.end_request(request)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while cache.tier_stats(0)["chunks"] < len(KEYS):
         cache.end_step()
         assert time.monotonic() < deadline, cache.tier_stats(0)

@@ -217,7 +217,7 @@ TEST_F(HostRegionProcesses, all_starting_at_once_find_each_other_while_others_sw
       children.emplace_back([&, who] {
         start.wait();
         const auto region = attach(who);
-        EXPECT_TRUE(region->wait_for_ranks(std::chrono::seconds(30)).is_ok());
+        EXPECT_TRUE(region->wait_for_ranks(std::chrono::seconds(240)).is_ok());
         EXPECT_EQ(region->geometry(1).fingerprint, "rank 1");
         attached.raise();
         leave.wait();

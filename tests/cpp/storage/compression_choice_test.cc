@@ -264,7 +264,7 @@ TEST(CompressionChoice, figures_are_there_while_a_thread_waits_for_the_idle_core
                                 asked->moved(OpKind::kRead, kMiB, 1);
                               });
                               // For a lock that is held here it would wait forever.
-                              EXPECT_EQ(figures.wait_for(std::chrono::seconds(30)),
+                              EXPECT_EQ(figures.wait_for(std::chrono::seconds(240)),
                                         std::future_status::ready);
                               return 8.0;
                             }});

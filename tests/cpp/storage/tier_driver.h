@@ -75,7 +75,7 @@ class Row {
   std::vector<AlignedBuffer> buffers_;
 };
 
-// One tier and verbs on it. All waiting is for an event, bounded by 30 s.
+// One tier and verbs on it. All waiting is for an event, bounded by two minutes.
 class TierDriver {
  public:
   explicit TierDriver(std::unique_ptr<Tier> tier) : tier_(std::move(tier)) {}

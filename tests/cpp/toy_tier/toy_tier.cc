@@ -1,5 +1,6 @@
 // A kind of tier of its own, as somebody would add one: the store (memory_store.h) and what Python makes of
 // it. An extension beside kv_offload._core, for tests/python/test_tiers.py.
+#include <chrono>
 #include <map>
 #include <mutex>
 
@@ -35,13 +36,15 @@ struct ToyTierSpec final : bindings::TierSpec {
 };
 
 std::shared_ptr<ToyTierSpec> toy_tier(const std::string& server, const py::bytes& namespace_id,
-                                      std::string name, unsigned n_read_threads, unsigned n_write_threads) {
+                                      std::string name, unsigned n_read_threads, unsigned n_write_threads,
+                                      unsigned op_deadline_ms) {
   auto spec = std::make_shared<ToyTierSpec>();
   spec->server = server_of(server);
   spec->namespace_id = bindings::namespace_id_of(namespace_id);
   spec->options.name = std::move(name);
   spec->options.n_read_threads = n_read_threads;
   spec->options.n_write_threads = n_write_threads;
+  spec->options.op_deadline = std::chrono::milliseconds(op_deadline_ms);
   return spec;
 }
 
@@ -54,7 +57,7 @@ PYBIND11_MODULE(kv_offload_toy_tier, module) {
   py::module_::import("kv_offload._core");  // has the class that it derives from
   py::class_<ToyTierSpec, kv_offload::bindings::TierSpec, std::shared_ptr<ToyTierSpec>>(module, "ToyTier")
       .def(py::init(&kv_offload::toy_tier), py::kw_only(), py::arg("server"), py::arg("namespace_id"),
-           py::arg("name"), py::arg("n_read_threads"), py::arg("n_write_threads"));
+           py::arg("name"), py::arg("n_read_threads"), py::arg("n_write_threads"), py::arg("op_deadline_ms"));
   module.def(
       "records", [](const std::string& server) { return kv_offload::server_of(server)->size(); },
       py::arg("server"));

@@ -23,7 +23,7 @@ from kv_offload.specs import compat  # noqa: E402
 from contract.check_manager import Engine  # noqa: E402
 from contract.parts import keys  # noqa: E402
 
-WAIT_SECONDS = 60
+WAIT_SECONDS = 240
 
 
 @pytest.fixture

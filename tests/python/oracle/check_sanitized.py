@@ -69,7 +69,7 @@ def test_a_fault_is_seen_in_a_process_like_this() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
     )
     assert result.returncode != 0
     assert SANITIZER.complaint in result.stderr

@@ -21,6 +21,7 @@ from oracle.check_oracle import (  # noqa: E402
     FORCED,
     FULL,
     KINDS,
+    PATIENT_MS,
     Setup,
     _check_at_rest,
     ask_again,
@@ -32,12 +33,12 @@ from oracle.engine import Engine  # noqa: E402
 
 
 def with_tiers(setup: Setup, *tiers: dict[str, Any]) -> Setup:
-    extra = {"secondary_tiers": list(tiers), "load_policy": "always", "lookup_deadline_ms": 60_000}
+    extra = {"secondary_tiers": list(tiers), "load_policy": "always", "lookup_deadline_ms": PATIENT_MS}
     return replace(setup, extra={**setup.extra, **extra})
 
 
 def toy(**more: Any) -> dict[str, Any]:
-    return {"type": "toy", "server": uuid.uuid4().hex, **more}
+    return {"type": "toy", "server": uuid.uuid4().hex, "op_deadline_ms": PATIENT_MS, **more}
 
 
 def live_over(*tiers: dict[str, Any], kind: str = "full attention", seed: int) -> Engine:
@@ -101,7 +102,7 @@ def test_a_tier_that_others_fill_is_read_and_never_written() -> None:
 def redis(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """A tier on a server of this test."""
     with redis_server(tmp_path) as socket:
-        yield {"type": "redis", "url": f"unix://{socket}", "op_deadline_ms": 60_000}
+        yield {"type": "redis", "url": f"unix://{socket}", "op_deadline_ms": PATIENT_MS}
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, An
     monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
     try:
         server.start()
-        yield {"type": "s3", "bucket": BUCKET, "endpoint": server.endpoint, "op_deadline_ms": 60_000}
+        yield {"type": "s3", "bucket": BUCKET, "endpoint": server.endpoint, "op_deadline_ms": PATIENT_MS}
     finally:
         server.kill()
 
@@ -122,7 +123,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, An
 def mooncake(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """A tier over a master and a holder of this test."""
     with mooncake_store(tmp_path) as running:
-        yield {"type": "mooncake", "master": running.address, "op_deadline_ms": 60_000}
+        yield {"type": "mooncake", "master": running.address, "op_deadline_ms": PATIENT_MS}
 
 
 @pytest.mark.parametrize("server", ["redis", "s3", "mooncake"])
@@ -176,7 +177,12 @@ def test_every_byte_from_a_sealed_directory_is_the_requests_own(tmp_path: Path) 
 
 
 def test_two_kinds_serve_side_by_side_and_each_has_its_name(tmp_path: Path) -> None:
-    disk = {"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "4MiB", "op_deadline_ms": 60_000}
+    disk = {
+        "type": "fs",
+        "root_dir": str(tmp_path / "root"),
+        "max_bytes": "4MiB",
+        "op_deadline_ms": PATIENT_MS,
+    }
     engine = live_over(disk, toy(), seed=12)
     for name in ("fs", "toy"):
         assert total(engine, "kv_offload_write_bytes_total", name) > 0

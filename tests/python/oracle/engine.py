@@ -508,7 +508,7 @@ class Engine:
             kv_connector_output=kv_output,
         )
 
-    def drain(self, seconds: float = 60) -> None:
+    def drain(self, seconds: float = 300) -> None:
         """Step until nothing is left to do."""
         deadline = time.monotonic() + seconds
         while self.busy or self.scheduler.connector.connector_scheduler.has_pending_push_work():

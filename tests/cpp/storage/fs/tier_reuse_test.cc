@@ -118,14 +118,14 @@ TEST_F(FsTierReuse, many_that_write_at_once_stay_below_the_bound) {
   }
 }
 
-// Who frees space has it: another that asks at every moment in between gets none of it. (That one's clock
-// stands: it never learns of records that it could evict itself.)
+// Who frees space has it: another that asks at every moment in between gets none of it. (That one looked when
+// there was nothing, and its clock stands: it never learns of records that it could evict itself.)
 TEST_F(FsTierReuse, space_that_one_frees_is_not_taken_by_another) {
   FsTierOptions others = options_for(root_, kReuseBound);
   others.clock = &clock_;
   TierUser user(options_), other(others);
-  fill(user, kOther);
   other.wait_for_scan();
+  fill(user, kOther);
   std::uint32_t asked = 0;
   bool ledger_open = false, made = false;  // the ledger is locked and unlocked, until there is space
   ops_.set_rule([&](Call call) {

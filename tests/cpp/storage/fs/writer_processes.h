@@ -58,7 +58,7 @@ class WriterProcesses {
   bool go_on(std::size_t but, std::uint64_t more) {
     std::vector<std::uint64_t> goals;
     for (std::size_t i = 0; i < size(); ++i) goals.push_back(written(i) + more);
-    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(240);
     const auto done = [&] {
       for (std::size_t i = 0; i < size(); ++i) {
         if (i != but && written(i) < goals[i]) return false;

@@ -166,7 +166,7 @@ class FakeMooncake::Client final : public mooncake::Process {
 
 FakeMooncake::~FakeMooncake() {
   std::unique_lock lock(mutex_);
-  EXPECT_TRUE(changed_.wait_for(lock, seconds(60), [&] { return clients_.empty(); }));
+  EXPECT_TRUE(changed_.wait_for(lock, seconds(240), [&] { return clients_.empty(); }));
 }
 
 mooncake::Launch FakeMooncake::launch() {

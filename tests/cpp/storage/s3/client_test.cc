@@ -31,7 +31,7 @@ class S3ClientTest : public ::testing::Test {
   static long status_of(Client* client) {
     Answer answer;
     const Status status = client->call({.verb = Verb::kPut, .key = kObject},
-                                       std::chrono::steady_clock::now() + std::chrono::seconds(30), &answer);
+                                       std::chrono::steady_clock::now() + std::chrono::seconds(240), &answer);
     EXPECT_TRUE(status) << status.message();
     return answer.status;
   }
@@ -96,15 +96,15 @@ TEST_F(S3ClientTest, the_next_request_is_signed_with_the_newest_keys) {
 
 TEST_F(S3ClientTest, what_the_store_says_of_the_bucket_is_text_of_a_bounded_length) {
   server_.set("?lifecycle=", "<LifecycleConfiguration/>");
-  EXPECT_EQ(ask_bucket(bucket(), "lifecycle=", std::chrono::seconds(30)).text, "<LifecycleConfiguration/>");
-  const Answer missing = ask_bucket(bucket(), "versioning=", std::chrono::seconds(30));
+  EXPECT_EQ(ask_bucket(bucket(), "lifecycle=", std::chrono::seconds(240)).text, "<LifecycleConfiguration/>");
+  const Answer missing = ask_bucket(bucket(), "versioning=", std::chrono::seconds(240));
   EXPECT_EQ(missing.status, 404);
   EXPECT_EQ(missing.text, "");
   EXPECT_EQ(server_.wrong_signatures(), 0u);
   server_.set("?lifecycle=", std::string(65536, 'x'));
-  EXPECT_EQ(ask_bucket(bucket(), "lifecycle=", std::chrono::seconds(30)).text.size(), 65536u);
+  EXPECT_EQ(ask_bucket(bucket(), "lifecycle=", std::chrono::seconds(240)).text.size(), 65536u);
   server_.set("?lifecycle=", std::string(65537, 'x'));
-  EXPECT_THROW((void)ask_bucket(bucket(), "lifecycle=", std::chrono::seconds(30)), ResourceError);
+  EXPECT_THROW((void)ask_bucket(bucket(), "lifecycle=", std::chrono::seconds(240)), ResourceError);
 }
 
 TEST_F(S3ClientTest, keys_are_replaced_whole_while_others_sign_with_them) {
