@@ -1,9 +1,11 @@
-// What the C++ benchmarks share: the clock, and keys as vLLM makes them.
+// What the C++ benchmarks share: the clock, medians, and keys as vLLM makes them.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/types.h"
 
@@ -12,6 +14,13 @@ namespace kv_offload::bench {
 // Seconds of the steady clock.
 inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Of an even number the upper of the two in the middle. There is at least one.
+inline double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
 }
 
 // The key of group 0 with this number.

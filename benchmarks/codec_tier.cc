@@ -14,13 +14,13 @@
 #include <filesystem>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/aligned_buffer.h"
 #include "base/clock.h"
 #include "bench.h"
 #include "kv_chunks.h"
+#include "remote_bench.h"
 #include "storage/compression_choice.h"
 #include "storage/fs/tier.h"
 #include "storage/idle_cores.h"
@@ -33,7 +33,6 @@ using bench::die;
 using bench::kChunk;
 
 constexpr std::size_t kPromptTokens = 8192;
-constexpr std::size_t kMostAtOnce = 16;
 constexpr std::array kWays{Compress::kNone, Compress::kZstd, Compress::kAuto};
 
 class Way {
@@ -53,38 +52,17 @@ class Way {
 
   Compress compress() const { return compress_; }
   std::string about() const { return tier_->about_codec(); }
-  std::uint64_t bytes() const { return tier_->stats().bytes; }
 
   // Seconds until all chunks are there; their keys are those from `first` on.
   double move(OpKind kind, std::vector<AlignedBuffer>& rows, std::size_t first) {
     const double start = bench::now();
-    std::vector<Completion> done;
-    std::vector<TierRemoval> removals;
-    std::size_t submitted = 0, ended = 0;
-    while (ended < rows.size()) {
-      for (; submitted < rows.size() && submitted - ended < kMostAtOnce; ++submitted) {
-        std::vector<TierOp> ops(1);
-        ops[0].id = ++last_id_;
-        ops[0].kind = kind;
-        ops[0].key = bench::key_of(first + submitted);
-        ops[0].shards = {rows[submitted].span()};
-        tier_->submit(std::move(ops));
-      }
-      done.clear();
-      tier_->poll(&done, &removals);
-      for (const Completion& completion : done) {
-        if (!completion.status) die(completion.status.to_string());
-      }
-      ended += done.size();
-      if (done.empty()) std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
+    (void)bench::pass(*tier_, kind, rows, kChunk, rows.size(), first);
     return bench::now() - start;
   }
 
  private:
   const Compress compress_;
   const SteadyClock clock_;
-  OpId last_id_ = 0;
   std::unique_ptr<Tier> tier_;
 };
 

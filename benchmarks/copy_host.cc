@@ -36,12 +36,6 @@ struct Case {
   std::uint32_t shards = 1;  // of a row; more than one: the canonical layout
 };
 
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
-                   values.end());
-  return values[values.size() / 2];
-}
-
 class Bench {
  public:
   Bench(const Case& wanted, std::uint64_t total, unsigned threads) : threads_(threads) {
@@ -93,15 +87,15 @@ class Bench {
       (void)make_copy_plan(layout_, area_.size(), job_);
       planning.push_back(now() - begun);
     }
-    const double rate = static_cast<double>(bytes_) / median(ours);
-    const double baseline = static_cast<double>(bytes_) / median(plain);
+    const double rate = static_cast<double>(bytes_) / bench::median(ours);
+    const double baseline = static_cast<double>(bytes_) / bench::median(plain);
     fmt::print(
         "{{\"case\": \"{}\", \"direction\": \"{}\", \"page_bytes\": {}, \"segments\": {}, \"threads\": {}, "
         "\"bytes\": {}, \"ours\": {:.0f}, \"{}\": {:.0f}, \"ratio\": {:.3f}, \"cpu_ratio\": {:.3f}, "
         "\"plan_seconds\": {:.6f}}}\n",
         wanted.name, direction == CopyDirection::kStore ? "store" : "load", wanted.page_bytes,
         plan.segments.size(), threads_, bytes_, rate, wanted.shards == 1 ? "memcpy" : "plain_layout",
-        baseline, rate / baseline, wanted.shards == 1 ? 0 : plain_cpu / cpu, median(planning));
+        baseline, rate / baseline, wanted.shards == 1 ? 0 : plain_cpu / cpu, bench::median(planning));
     std::fflush(stdout);
   }
 

@@ -3,7 +3,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -30,11 +29,6 @@ inline Bytes whole_chunks(const std::string& path) {
   std::fclose(file);
   if (bytes.empty()) die(fmt::format("{} has less than a chunk of {} bytes", path, kChunk));
   return bytes;
-}
-
-inline double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
 }
 
 }  // namespace kv_offload::bench

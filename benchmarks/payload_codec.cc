@@ -24,6 +24,7 @@
 #include <lz4.h>
 #endif
 
+#include "bench.h"
 #include "kv_chunks.h"
 #include "storage/payload_codec.h"
 #include "storage/split_planes.h"

@@ -108,11 +108,6 @@ inline Rates write_and_read(Tier& tier, std::size_t threads, std::size_t bytes, 
   return rates;
 }
 
-inline double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 inline std::vector<std::size_t> numbers(const std::string& text) {
   std::vector<std::size_t> values;
   std::istringstream stream(text);

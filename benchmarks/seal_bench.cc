@@ -30,12 +30,6 @@ double now() {
   return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) / 1e9;
 }
 
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2),
-                   values.end());
-  return values[values.size() / 2];
-}
-
 void require(bool ok) {
   if (!ok) throw std::runtime_error("seal_bench: a step failed");
 }
@@ -128,9 +122,9 @@ void measure_records(std::size_t bytes, int rounds, std::size_t total) {
       "{{\"bench\": \"seal\", \"record_mib\": {}, \"seal_gb_s\": {:.3f}, \"evp_seal_gb_s\": {:.3f}, "
       "\"seal_ratio\": {:.3f}, \"open_gb_s\": {:.3f}, \"evp_open_gb_s\": {:.3f}, \"open_ratio\": {:.3f}, "
       "\"copy_and_sum_gb_s\": {:.3f}}}\n",
-      static_cast<double>(bytes) / (1 << 20), median(seals), median(evp_seals),
-      median(seals) / median(evp_seals), median(opens), median(evp_opens), median(opens) / median(evp_opens),
-      median(copies));
+      static_cast<double>(bytes) / (1 << 20), bench::median(seals), bench::median(evp_seals),
+      bench::median(seals) / bench::median(evp_seals), bench::median(opens), bench::median(evp_opens),
+      bench::median(opens) / bench::median(evp_opens), bench::median(copies));
 }
 
 // A tier that does nothing: what is measured is the names.
@@ -178,7 +172,7 @@ void measure_names(int rounds) {
   fmt::print(
       "{{\"bench\": \"names\", \"keys\": {}, \"bare_us\": {:.0f}, \"first_us\": {:.0f}, "
       "\"again_us\": {:.0f}, \"digest_ns\": {:.0f}}}\n",
-      kKeys, median(bare), median(first), median(again), median(digests));
+      kKeys, bench::median(bare), bench::median(first), bench::median(again), bench::median(digests));
 }
 
 }  // namespace

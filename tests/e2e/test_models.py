@@ -5,7 +5,6 @@ Host memory is smaller than the working set, so that prompts come back from both
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import waiting
@@ -17,17 +16,7 @@ from setting import PROMPT_BLOCKS, PROMPTS, Serve, patient_config
 def ask_and_wait_for_writes(server: LocalServer, prompt: list[int]) -> Answer:
     """Memory that is full drops what a slow disk has not taken yet."""
     answer = server.ask(prompt)
-    chunks = -1.0
-
-    def written() -> bool:
-        nonlocal chunks
-        before, chunks = chunks, server.metric("kv_offload_tier_chunks", tier="fs")
-        time.sleep(0.6)  # gauges are published twice a second, by an engine that steps
-        waiting.step(server)
-        queued = server.metric("kv_offload_queue_depth", tier="fs", op="write")
-        return queued == 0 and server.metric("kv_offload_tier_chunks", tier="fs") == chunks == before
-
-    waiting.until(written, 240, "nothing more is written")
+    waiting.written(server)
     return answer
 
 

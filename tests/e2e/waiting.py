@@ -10,11 +10,12 @@ import records
 from local_server import LocalServer
 
 
-def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+def until(condition: Callable[[], bool], seconds: float, what: str | Callable[[], str]) -> None:
+    """Raises AssertionError that says ``what`` was waited for, asked for when it did not come."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds:.0f} s: {what}")
+            raise AssertionError(f"not within {seconds:.0f} s: {what if isinstance(what, str) else what()}")
         time.sleep(0.1)
 
 
@@ -33,7 +34,7 @@ def written(server: LocalServer, seconds: float = 240) -> None:
         quiet = quiet + 1 if server.metric("kv_offload_queue_depth", op="write") == 0 else 0
         return quiet == 10  # a second: gauges are published twice in it
 
-    until(idle, seconds, f"all writes done\n{server.log_tail()}")
+    until(idle, seconds, lambda: f"all writes done\n{server.log_tail()}")
 
 
 def recorded(root: Path, count: int, server: LocalServer, seconds: float = 240) -> None:
@@ -48,7 +49,7 @@ def recorded(root: Path, count: int, server: LocalServer, seconds: float = 240) 
     until(
         enough,
         seconds,
-        f"{count} records under {root}, {len(records.files(root))} there\n{server.log_tail()}",
+        lambda: f"{count} records under {root}, {len(records.files(root))} there\n{server.log_tail()}",
     )
 
 
@@ -59,4 +60,4 @@ def known(count: int, server: LocalServer, seconds: float = 240) -> None:
         step(server)
         return server.metric("kv_offload_tier_chunks", tier="fs") >= count
 
-    until(enough, seconds, f"{count} records known to the server\n{server.log_tail()}")
+    until(enough, seconds, lambda: f"{count} records known to the server\n{server.log_tail()}")
