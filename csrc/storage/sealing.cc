@@ -13,7 +13,6 @@
 #ifdef KV_OFFLOAD_SEALING
 #include <openssl/crypto.h>
 #include <openssl/evp.h>
-#include <openssl/hmac.h>
 #include <openssl/rand.h>
 #endif
 
@@ -104,22 +103,52 @@ namespace {
 constexpr int kNonceBytes = 12;
 constexpr unsigned char kNonce[kNonceBytes] = {};  // each key seals once
 
-bool derive(std::span<const std::uint8_t> key, std::span<const std::uint8_t> from,
-            SealingKeys::Derived* derived) {
+// Fetched once: EVP_aes_256_gcm() of OpenSSL 3 is looked up for each record.
+const EVP_CIPHER* aes_256_gcm() {
+#if OPENSSL_VERSION_NUMBER >= 0x30000000L
+  static const EVP_CIPHER* const fetched = EVP_CIPHER_fetch(nullptr, "AES-256-GCM", nullptr);
+  if (fetched != nullptr) return fetched;
+#endif
+  return EVP_aes_256_gcm();
+}
+
+// A SHA-256 that begins with the key, each byte changed by `pad` (RFC 2104). Null: OpenSSL has failed.
+EVP_MD_CTX* begun_with(std::span<const std::uint8_t> key, std::uint8_t pad) {
+  std::array<std::uint8_t, KeyedHash::kBlockBytes> block{};
+  const Cleansed in_the_end{block.data(), block.size()};
+  std::copy(key.begin(), key.end(), block.begin());
+  for (std::uint8_t& byte : block) byte ^= pad;
+  EVP_MD_CTX* hash = EVP_MD_CTX_new();
+  if (hash != nullptr && EVP_DigestInit_ex(hash, EVP_sha256(), nullptr) == 1 &&
+      EVP_DigestUpdate(hash, block.data(), block.size()) == 1)
+    return hash;
+  EVP_MD_CTX_free(hash);
+  return nullptr;
+}
+
+// What `begun` becomes with these bytes.
+bool ended(EVP_MD_CTX* hash, const EVP_MD_CTX* begun, std::span<const std::uint8_t> from,
+           KeyedHash::Hash* to) {
   unsigned int length = 0;
-  return HMAC(EVP_sha256(), key.data(), static_cast<int>(key.size()), from.data(), from.size(),
-              derived->data(), &length) != nullptr &&
-         length == derived->size();
+  return EVP_MD_CTX_copy_ex(hash, begun) == 1 && EVP_DigestUpdate(hash, from.data(), from.size()) == 1 &&
+         EVP_DigestFinal_ex(hash, to->data(), &length) == 1 && length == to->size();
 }
 
 // Where they are to stay: what is returned by value may lie in two places.
-void derive_or_throw(std::span<const std::uint8_t> key, std::span<const std::uint8_t> from,
+void derive_or_throw(const KeyedHash& key, std::span<const std::uint8_t> from,
                      SealingKeys::Derived* derived) {
-  if (!derive(key, from, derived)) throw_resource("OpenSSL gives no HMAC-SHA256");
+  if (!key.of(from, derived)) throw_resource("OpenSSL gives no HMAC-SHA256");
 }
 
-void derive_for(std::span<const std::uint8_t> key, std::string_view purpose, SealingKeys::Derived* derived) {
+void derive_for(const KeyedHash& key, std::string_view purpose, SealingKeys::Derived* derived) {
   derive_or_throw(key, {reinterpret_cast<const std::uint8_t*>(purpose.data()), purpose.size()}, derived);
+}
+
+std::unique_ptr<const KeyedHash> key_for(const KeyedHash& key, std::string_view purpose) {
+  SealingKeys::Derived derived;
+  const Cleansed in_the_end{derived.data(), derived.size()};
+  derive_for(key, purpose, &derived);
+  return std::make_unique<const KeyedHash>(derived);
 }
 
 Status failed(std::string_view what) {
@@ -130,25 +159,44 @@ Status failed(std::string_view what) {
 
 bool has_sealing() { return true; }
 
+KeyedHash::KeyedHash(std::span<const std::uint8_t> key)
+    : inner_(begun_with(key, 0x36)), outer_(begun_with(key, 0x5c)) {
+  if (inner_ != nullptr && outer_ != nullptr) return;
+  EVP_MD_CTX_free(inner_);
+  EVP_MD_CTX_free(outer_);
+  throw_resource("OpenSSL gives no SHA-256");
+}
+KeyedHash::~KeyedHash() {
+  EVP_MD_CTX_free(inner_);
+  EVP_MD_CTX_free(outer_);
+}
+
+bool KeyedHash::of(std::span<const std::uint8_t> from, Hash* hash) const {
+  EVP_MD_CTX* const work = EVP_MD_CTX_new();
+  const bool ok = work != nullptr && ended(work, inner_, from, hash) && ended(work, outer_, *hash, hash);
+  EVP_MD_CTX_free(work);
+  return ok;
+}
+
 SealingKeys::SealingKeys(std::span<const Master> masters) {
   if (masters.empty() || masters.size() > kMostKeys)
     throw_invalid("encryption_key_file names {} keys; possible: 1 to {}", masters.size(), kMostKeys);
-  keys_.reserve(masters.size());  // copies go with their destructor
-  for (const Master& master : masters) {
+  for (const Master& bytes : masters) {
+    const KeyedHash master(bytes);
     Key key;
     Derived id;
     derive_for(master, "kv_offload: id of a key", &id);
     std::copy_n(id.begin(), key.id.size(), key.id.begin());
-    derive_for(master, "kv_offload: seals records", &key.seals);
-    derive_for(master, "kv_offload: names records", &key.names);
+    key.seals = key_for(master, "kv_offload: seals records");
+    key.names = key_for(master, "kv_offload: names records");
     if (find(key.id)) throw_invalid("encryption_key_file names the same key twice (id {})", hex_of(key.id));
-    keys_.push_back(key);
+    keys_.push_back(std::move(key));
   }
 }
 
 SealingKeys::Derived SealingKeys::name_key(std::size_t which, const NamespaceId& namespace_id) const {
   Derived derived;
-  derive_or_throw(keys_[which].names, namespace_id, &derived);
+  derive_or_throw(*keys_[which].names, namespace_id, &derived);
   return derived;
 }
 
@@ -171,11 +219,11 @@ Status RecordCipher::begin(Direction direction, const SealingKeys& keys, const R
   }
   if (header.padded_stored_bytes() > kMostBytes) return failed("seals no record of more than 64 GiB");
   SealingKeys::Derived key;
-  if (!derive(keys.keys_[*which].seals, header.seal.salt, &key)) return failed("gives no HMAC-SHA256");
+  const Cleansed in_the_end{key.data(), key.size()};
+  if (!keys.keys_[*which].seals->of(header.seal.salt, &key)) return failed("gives no HMAC-SHA256");
   const int ok = direction == Direction::kSeal
-                     ? EVP_EncryptInit_ex(context_, EVP_aes_256_gcm(), nullptr, key.data(), kNonce)
-                     : EVP_DecryptInit_ex(context_, EVP_aes_256_gcm(), nullptr, key.data(), kNonce);
-  OPENSSL_cleanse(key.data(), key.size());
+                     ? EVP_EncryptInit_ex(context_, aes_256_gcm(), nullptr, key.data(), kNonce)
+                     : EVP_DecryptInit_ex(context_, aes_256_gcm(), nullptr, key.data(), kNonce);
   if (ok != 1) return failed("does not begin AES-256-GCM");
   std::array<std::byte, kRecordHeaderBytes> fields;
   encode_sealed_fields(header, fields);
@@ -225,6 +273,9 @@ Status RecordCipher::finish_open(const Seal& seal) {
 #else
 
 bool has_sealing() { return false; }
+KeyedHash::KeyedHash(std::span<const std::uint8_t>) : inner_(nullptr), outer_(nullptr) {}
+KeyedHash::~KeyedHash() = default;
+bool KeyedHash::of(std::span<const std::uint8_t>, Hash*) const { return false; }
 SealingKeys::SealingKeys(std::span<const Master>) {
   throw_resource(
       "encryption_key_file needs OpenSSL, and this build has none: build it where OpenSSL's headers are "
@@ -251,7 +302,6 @@ Status RecordCipher::finish_open(const Seal&) {
 
 #endif
 
-SealingKeys::Key::~Key() { cleanse(this, sizeof(*this)); }
 SealingKeys::~SealingKeys() = default;
 
 std::shared_ptr<const SealingKeys> SealingKeys::from_files(const std::vector<std::string>& paths) {

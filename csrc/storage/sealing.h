@@ -23,11 +23,33 @@
 #include "storage/record.h"
 
 struct evp_cipher_ctx_st;
+struct evp_md_ctx_st;
 
 namespace kv_offload {
 
 // Was OpenSSL there when this was built.
 bool has_sealing();
+
+// HMAC-SHA256 under one key, whose two hashes are begun once. What OpenSSL 3 gives in one call looks its
+// parts up each time, for longer than it hashes. Any thread. Cleared in memory when it goes.
+class KeyedHash {
+ public:
+  static constexpr std::size_t kBlockBytes = 64;  // of SHA-256
+  using Hash = std::array<std::uint8_t, 32>;
+
+  // Throws ResourceError: OpenSSL gives no SHA-256. REQUIRES: at most kBlockBytes.
+  explicit KeyedHash(std::span<const std::uint8_t> key);
+  ~KeyedHash();
+  KeyedHash(const KeyedHash&) = delete;
+  KeyedHash& operator=(const KeyedHash&) = delete;
+
+  // False: OpenSSL has failed.
+  bool of(std::span<const std::uint8_t> from, Hash* hash) const;
+
+ private:
+  evp_md_ctx_st* inner_;
+  evp_md_ctx_st* outer_;
+};
 
 // The first seals and names; all of them open. Any thread: nothing changes after construction. Cleared in
 // memory when it goes.
@@ -37,7 +59,7 @@ class SealingKeys {
   static constexpr std::size_t kMostKeys = 8;
   using Master = std::array<std::uint8_t, kMasterBytes>;
   using KeyId = std::array<std::uint8_t, 16>;
-  using Derived = std::array<std::uint8_t, 32>;
+  using Derived = KeyedHash::Hash;
 
   // Throws InvalidArgument: no key, too many, one twice; ResourceError: no OpenSSL in this build.
   explicit SealingKeys(std::span<const Master> masters);
@@ -60,11 +82,7 @@ class SealingKeys {
   friend class RecordCipher;
   struct Key {
     KeyId id;
-    Derived seals, names;
-    Key() = default;
-    Key(const Key&) = default;
-    Key& operator=(const Key&) = default;
-    ~Key();
+    std::unique_ptr<const KeyedHash> seals, names;
   };
   std::vector<Key> keys_;
 };

@@ -103,8 +103,6 @@ TEST(SealingKeysTest, a_build_without_openssl_says_so) {
 
 #ifdef KV_OFFLOAD_SEALING
 
-// NIST's test of HMAC-SHA256 under AES-256-GCM is not ours to repeat; that our pieces fit together is: the
-// record of a fixed key and salt is computed by hand in tests/python/test_sealing.py.
 RecordHeader header_of(const SealingKeys& keys, std::size_t bytes) {
   RecordHeader header;
   header.key = ChunkKey("0123456789abcdef");
@@ -133,6 +131,49 @@ Status opened(const SealingKeys& keys, const RecordHeader& header, std::vector<s
     at += part;
   }
   return cipher.finish_open(header.seal);
+}
+
+// RFC 4231, test cases 1, 2 and 4: keys of 20, 4 and 25 bytes.
+TEST(KeyedHashTest, is_hmac_sha256) {
+  const auto hash_of = [](const std::string& key, const std::string& text) {
+    const auto bytes = [](const std::string& from) {
+      return std::span(reinterpret_cast<const std::uint8_t*>(from.data()), from.size());
+    };
+    const KeyedHash keyed(bytes(key));
+    KeyedHash::Hash hash, again;
+    EXPECT_TRUE(keyed.of(bytes(text), &hash));
+    EXPECT_TRUE(keyed.of(bytes(text), &again));
+    EXPECT_EQ(hash, again) << "what was begun has changed";
+    return hex_of(hash);
+  };
+  std::string counted;
+  for (char c = 1; c <= 25; ++c) counted.push_back(c);
+  EXPECT_EQ(hash_of(std::string(20, '\x0b'), "Hi There"),
+            "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
+  EXPECT_EQ(hash_of("Jefe", "what do ya want for nothing?"),
+            "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+  EXPECT_EQ(hash_of(counted, std::string(50, '\xcd')),
+            "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b");
+}
+
+// Id, tag and bytes were made by Python's hmac and cryptography's AESGCM, of a page that was put together by
+// the table in specs/RECORD_FORMAT.md.
+TEST(RecordCipherTest, a_record_is_sealed_as_the_format_says) {
+  const auto keys = keys_of({1});
+  RecordHeader header = header_of(*keys, 4000);
+  header.namespace_id.fill(0x11);
+  header.group = 3;
+  header.element = Element::kBf16;
+  header.created_unix_nanos = 1'700'000'000'000'000'000;
+  for (std::size_t i = 0; i < header.seal.salt.size(); ++i)
+    header.seal.salt[i] = static_cast<std::uint8_t>(i);
+  std::vector<std::byte> text(4096);
+  for (std::size_t i = 0; i < text.size(); ++i) text[i] = static_cast<std::byte>(i * 7);
+  const std::vector<std::byte> secret = sealed(*keys, &header, text);
+  EXPECT_EQ(hex_of(header.seal.key_id), "2129af037ef3b76d527a1f1c4f38dd2e");
+  EXPECT_EQ(hex_of(header.seal.tag), "f21b91900c5c2f67af527f029dc6f4e3");
+  const auto* first = reinterpret_cast<const std::uint8_t*>(secret.data());
+  EXPECT_EQ(hex_of({first, 16}), "d1d89f1263b8838a1340aad0a63b7d08");
 }
 
 TEST(RecordCipherTest, what_was_sealed_is_opened_in_steps_of_any_size) {
