@@ -26,26 +26,79 @@ const char* to_string(Compress compress) {
   return "unknown";
 }
 
-// Ops and what the codec did for them are told apart and not quite together: some time is always left.
+void CodecComparison::add(bool is_encoded, double raw_bytes, double seconds) {
+  Sum& sum = is_encoded ? encoded_ : raw_;
+  sum.seconds += seconds;
+  sum.raw_bytes += raw_bytes;
+  ++sum.ops;
+  const unsigned ops = raw_.ops + encoded_.ops;
+  if (raw_.ops > 0 && encoded_.ops > 0) {
+    if (ops < kOpsInBlock) return;
+    constexpr double kFadeOfBlocks = 0.95;
+    faded_.raw = faded_.raw * kFadeOfBlocks + raw_.per_byte();
+    faded_.encoded = faded_.encoded * kFadeOfBlocks + encoded_.per_byte();
+    weight_ = weight_ * kFadeOfBlocks + 1;
+    blocks_ = std::min(blocks_ + 1, kBlocksToKnow);
+  } else if (ops < kMostOpsInBlock) {
+    return;
+  } else {
+    faded_ = {};
+    weight_ = 0;
+    blocks_ = 0;
+  }
+  raw_ = encoded_ = {};
+}
+
+CodecTimes CodecComparison::times() const {
+  if (blocks_ < kBlocksToKnow) return {};
+  return {faded_.raw / weight_, faded_.encoded / weight_};
+}
+
+// What is known of ops is not exact to the last nanosecond: some time is always left.
 double CompressionChoice::Moved::seconds_per_stored_byte() const {
   constexpr double kLeast = 0.05;
   const double stored = std::max(raw_bytes - saved_bytes, raw_bytes * kLeast);
   return stored > 0 ? std::max(seconds - codec_seconds, seconds * kLeast) / stored : 0;
 }
 
-bool CompressionChoice::next_is_encoded(std::uint32_t group) {
+// Until it is known: yes.
+bool CompressionChoice::gains(std::uint32_t group) const {
+  if (group >= groups_.size()) return true;
+  const Group& known = groups_[group];
+  return known.tried < kRecordsToKnow || known.ratio >= PayloadCodec::kMinRatio;
+}
+
+bool CompressionChoice::is_to_encode(const ChunkKey& key, std::uint32_t group) {
   if (options_.compress == Compress::kNone) return false;
   const MutexLock lock(mutex_);
-  if (options_.compress == Compress::kAuto && (!on_ || !is_float(group))) return false;
-  if (group >= groups_.size()) return true;
+  if (options_.compress == Compress::kAuto) {
+    if (!is_float(group)) return false;
+    // Not the lowest bits, by which a table may have chosen.
+    const bool is_compared =
+        (chunk_id(key) >> 20) % kComparedOneIn == 0 && deciding().raw > 0 && reckoned_gain() >= kHopeless;
+    if (on_ == is_compared) return false;
+  }
+  if (gains(group)) return true;
   Group& known = groups_[group];
-  if (known.tried < kRecordsToKnow || known.ratio >= PayloadCodec::kMinRatio) return true;
   known.passed_over = (known.passed_over + 1) % kTryAgain;
   return known.passed_over == 0;
 }
 
-void CompressionChoice::encoded(std::uint32_t group, std::uint64_t raw_bytes, std::uint64_t stored_bytes,
-                                double seconds) {
+void CompressionChoice::begin(const Begun& begun) {
+  if (begun_.size() == kMostBegun) begun_.erase(begun_.begin());
+  begun_.push_back(begun);
+}
+
+std::optional<CompressionChoice::Begun> CompressionChoice::take(OpId op) {
+  const auto found = std::find_if(begun_.rbegin(), begun_.rend(), [&](const Begun& b) { return b.op == op; });
+  if (found == begun_.rend()) return std::nullopt;
+  const Begun begun = *found;
+  std::erase_if(begun_, [&](const Begun& each) { return each.op == op; });
+  return begun;
+}
+
+void CompressionChoice::encoded(OpId op, std::uint32_t group, std::uint64_t raw_bytes,
+                                std::uint64_t stored_bytes, double seconds) {
   if (raw_bytes == 0 || stored_bytes == 0) return;
   const MutexLock lock(mutex_);
   const double raw = static_cast<double>(raw_bytes), stored = static_cast<double>(stored_bytes);
@@ -54,8 +107,7 @@ void CompressionChoice::encoded(std::uint32_t group, std::uint64_t raw_bytes, st
   of_group.tried = std::min(of_group.tried + 1, kRecordsToKnow);
   of_group.ratio = mean(of_group.ratio, raw / stored);
   if (seconds > 0) speed_.encode = mean(speed_.encode, raw / seconds);
-  of(OpKind::kWrite).codec_seconds += seconds;
-  of(OpKind::kWrite).saved_bytes += raw - stored;
+  begin({op, seconds, raw - stored, stored < raw});
   stats_.encode_seconds += seconds;
   if (stored_bytes >= raw_bytes) return;
   ratio_ = mean(ratio_, raw / stored);
@@ -63,22 +115,40 @@ void CompressionChoice::encoded(std::uint32_t group, std::uint64_t raw_bytes, st
   stats_.encoded_stored_bytes += stored_bytes;
 }
 
-void CompressionChoice::decoded(std::uint64_t raw_bytes, std::uint64_t stored_bytes, double seconds) {
+void CompressionChoice::decoded(OpId op, std::uint64_t raw_bytes, std::uint64_t stored_bytes,
+                                double seconds) {
   const MutexLock lock(mutex_);
   if (seconds > 0) speed_.decode = mean(speed_.decode, static_cast<double>(raw_bytes) / seconds);
-  of(OpKind::kRead).codec_seconds += seconds;
-  of(OpKind::kRead).saved_bytes += static_cast<double>(raw_bytes) - static_cast<double>(stored_bytes);
+  begin({op, seconds, static_cast<double>(raw_bytes) - static_cast<double>(stored_bytes), true});
   stats_.decode_seconds += seconds;
 }
 
-void CompressionChoice::moved(OpKind kind, std::uint64_t raw_bytes, double seconds) {
-  if (raw_bytes == 0 || seconds <= 0) return;
+// Of a group that gains nothing every record is raw, and none is like those that are encoded.
+void CompressionChoice::found_raw(OpId op, std::uint32_t group) {
+  if (!is_float(group)) return;
+  const MutexLock lock(mutex_);
+  if (gains(group)) begin({op, 0, 0, false});
+}
+
+void CompressionChoice::failed(OpId op) {
+  const MutexLock lock(mutex_);
+  (void)take(op);
+}
+
+void CompressionChoice::moved(OpId op, OpKind kind, std::uint64_t raw_bytes, double seconds) {
   {
     const MutexLock lock(mutex_);
+    const std::optional<Begun> begun = take(op);
+    if (raw_bytes == 0 || seconds <= 0) return;
+    const double raw = static_cast<double>(raw_bytes);
     Moved& moved = of(kind);
     moved.seconds += seconds;
-    moved.raw_bytes += static_cast<double>(raw_bytes);
-    // Last: what the codec did for this op was told before.
+    moved.raw_bytes += raw;
+    if (begun) {
+      moved.codec_seconds += begun->codec_seconds;
+      moved.saved_bytes += begun->saved_bytes;
+      if (kind == OpKind::kRead) comparison_.add(begun->is_encoded, raw, seconds);
+    }
     for (double* sum : {&moved.seconds, &moved.raw_bytes, &moved.codec_seconds, &moved.saved_bytes})
       *sum *= kFade;
     moved.ops = std::min(moved.ops + 1, kOpsToKnow);
@@ -96,7 +166,7 @@ void CompressionChoice::moved(OpKind kind, std::uint64_t raw_bytes, double secon
   decide(idle_cores);
 }
 
-CompressionChoice::Times CompressionChoice::times(OpKind kind) const {
+CodecTimes CompressionChoice::reckoned(OpKind kind) const {
   const Moved& moved = moved_[static_cast<std::size_t>(kind)];
   if (moved.ops < kOpsToKnow) return {};
   const bool reads = kind == OpKind::kRead;
@@ -106,22 +176,31 @@ CompressionChoice::Times CompressionChoice::times(OpKind kind) const {
   return {stored, stored / ratio_ + 1 / speed};
 }
 
+double CompressionChoice::reckoned_gain() const {
+  const CodecTimes reads = reckoned(OpKind::kRead);
+  return reads.raw > 0 ? reads.gain() : reckoned(OpKind::kWrite).gain();
+}
+
+CodecTimes CompressionChoice::deciding() const {
+  if (const CodecTimes measured = comparison_.times(); measured.raw > 0) return measured;
+  const CodecTimes reads = reckoned(OpKind::kRead);
+  return reads.raw > 0 ? reads : reckoned(OpKind::kWrite);
+}
+
 bool CompressionChoice::is_to_decide() {
-  if (options_.compress != Compress::kAuto || deciding_) return false;
-  if (times(OpKind::kRead).raw == 0 && times(OpKind::kWrite).raw == 0) return false;
+  if (options_.compress != Compress::kAuto || deciding_ || deciding().raw == 0) return false;
   if (ops_until_decision_ == 0) return true;
   --ops_until_decision_;
   return false;
 }
 
 void CompressionChoice::decide(double idle_cores) {
-  const Times reads = times(OpKind::kRead), writes = times(OpKind::kWrite);
-  const Times& deciding = reads.raw > 0 ? reads : writes;
+  const CodecTimes writes = reckoned(OpKind::kWrite);
   // While it is on, the codec itself may be what keeps the last core busy.
   cores_are_scarce_ = idle_cores >= 0 && idle_cores < 1 && (!on_ || cores_are_scarce_);
   const Gain needed = cores_are_scarce_ ? kWithoutIdleCores : kWithIdleCores;
   const bool too_slow = writes.raw > 0 && writes.gain() * kSlowestWrites < 1;
-  const bool on = !too_slow && deciding.gain() > (on_ ? needed.off : needed.on);
+  const bool on = !too_slow && deciding().gain() > (on_ ? needed.off : needed.on);
   if (on == on_) return;
   on_ = on;
   ops_until_decision_ = kOpsToSettle;
@@ -143,13 +222,12 @@ std::string CompressionChoice::reason() const {
     return "off: the KV cache is neither bfloat16 nor float16";
   }
   const MutexLock lock(mutex_);
-  const Times reads = times(OpKind::kRead), writes = times(OpKind::kWrite);
-  const bool by_reads = reads.raw > 0;
-  const Times& deciding = by_reads ? reads : writes;
-  if (deciding.raw == 0) return "off: too little was read or written to know the tier's speed";
-  std::string why = fmt::format("{}: a {} of 1 MiB takes {:.2f} ms raw and {:.2f} ms encoded (ratio {:.2f})",
-                                on_ ? "on" : "off", by_reads ? "read" : "write", per_mib_ms(deciding.raw),
-                                per_mib_ms(deciding.encoded), ratio_);
+  const CodecTimes times = deciding(), writes = reckoned(OpKind::kWrite);
+  if (times.raw == 0) return "off: too little was read or written to know the tier's speed";
+  std::string why = fmt::format(
+      "{}: a {} of 1 MiB takes {:.2f} ms raw and {:.2f} ms encoded (ratio {:.2f}{})", on_ ? "on" : "off",
+      reckoned(OpKind::kRead).raw > 0 ? "read" : "write", per_mib_ms(times.raw), per_mib_ms(times.encoded),
+      ratio_, comparison_.times().raw > 0 ? "; both measured" : "");
   if (writes.raw > 0 && writes.gain() * kSlowestWrites < 1) {
     why += fmt::format(", but a write {:.2f} ms instead of {:.2f} ms", per_mib_ms(writes.encoded),
                        per_mib_ms(writes.raw));

@@ -3,6 +3,12 @@
 // with decoding. Reads decide, because requests wait for them; writes may become slower by kSlowestWrites at
 // most. Until there were reads, the speed of writes stands for theirs.
 //
+// What the other way would take is reckoned first, as if the device took all the time and each byte as much
+// of it. So it is not where threads wait for a core, or a request has a latency of its own. Therefore one
+// record in kComparedOneIn, chosen by its key, is stored the other way, and as soon as reads of both were
+// seen often enough they decide (CodecComparison). None is, where reckoning alone says that it would be in
+// vain (kHopeless).
+//
 // Switching has a threshold each way, and settles for a number of ops, so that a decision is not undone by
 // its own effect. Where fewer than one core is idle, more has to be gained: the codec takes a core from the
 // engine. Cores that become busy while it is on change nothing: the codec itself may be what keeps them busy.
@@ -14,6 +20,7 @@
 #include <array>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -52,6 +59,37 @@ struct CompressionStats {
   std::uint64_t encoded_stored_bytes = 0;  // and what they became
 };
 
+// Seconds for a byte of raw payload.
+struct CodecTimes {
+  double raw = 0, encoded = 0;  // 0: not known
+  double gain() const { return encoded > 0 ? raw / encoded : 0; }
+};
+
+// Reads of raw and of encoded records, side by side: a block ends when there was one of each, and each block
+// counts as much as another. So what makes a tier slower or faster for a while does so for both, however rare
+// one is.
+class CodecComparison {
+ public:
+  static constexpr unsigned kBlocksToKnow = 8;
+  static constexpr unsigned kOpsInBlock = 16;        // or more, until there was one of each
+  static constexpr unsigned kMostOpsInBlock = 1024;  // of one way alone: what was known is out of date
+
+  void add(bool is_encoded, double raw_bytes, double seconds);
+  // Zeros until enough is known.
+  CodecTimes times() const;
+
+ private:
+  struct Sum {
+    double seconds = 0, raw_bytes = 0;
+    unsigned ops = 0;
+    double per_byte() const { return seconds / raw_bytes; }
+  };
+  Sum raw_, encoded_;  // of the block that has not ended
+  CodecTimes faded_;   // sums over the blocks before, older ones less
+  double weight_ = 0;
+  unsigned blocks_ = 0;
+};
+
 class CompressionChoice {
  public:
   static constexpr double kExpectedRatio = 1.45;  // of K/V in bf16
@@ -67,6 +105,8 @@ class CompressionChoice {
   static constexpr unsigned kRecordsToKnow = 8;  // of a group, before what it gains counts
   // Of a group that gained too little: which of its records are tried again, one in so many.
   static constexpr unsigned kTryAgain = 64;
+  static constexpr unsigned kComparedOneIn = 32;  // of the records, by their keys
+  static constexpr double kHopeless = 0.8;        // reckoned time raw over time encoded
 
   explicit CompressionChoice(const CompressionOptions& options) : options_(options) {}
 
@@ -76,14 +116,17 @@ class CompressionChoice {
     return group < options_.elements.size() ? options_.elements[group] : Element::kBytes;
   }
   // Before a record of the group is written.
-  bool next_is_encoded(std::uint32_t group) EXCLUDES(mutex_);
-  // A payload went through the codec in so many seconds, for an op of which moved() will be told.
+  bool is_to_encode(const ChunkKey& key, std::uint32_t group) EXCLUDES(mutex_);
+  // A payload went through the codec in so many seconds, for an op of which moved() or failed() will be told.
   // stored_bytes: raw_bytes where it gained nothing.
-  void encoded(std::uint32_t group, std::uint64_t raw_bytes, std::uint64_t stored_bytes, double seconds)
-      EXCLUDES(mutex_);
-  void decoded(std::uint64_t raw_bytes, std::uint64_t stored_bytes, double seconds) EXCLUDES(mutex_);
+  void encoded(OpId op, std::uint32_t group, std::uint64_t raw_bytes, std::uint64_t stored_bytes,
+               double seconds) EXCLUDES(mutex_);
+  void decoded(OpId op, std::uint64_t raw_bytes, std::uint64_t stored_bytes, double seconds) EXCLUDES(mutex_);
+  // A read found a record that is not encoded; as decoded().
+  void found_raw(OpId op, std::uint32_t group) EXCLUDES(mutex_);
   // An op ended well in so many seconds, those of the codec among them. May ask for idle cores.
-  void moved(OpKind kind, std::uint64_t raw_bytes, double seconds) EXCLUDES(mutex_);
+  void moved(OpId op, OpKind kind, std::uint64_t raw_bytes, double seconds) EXCLUDES(mutex_);
+  void failed(OpId op) EXCLUDES(mutex_);
 
   CompressionStats stats() const EXCLUDES(mutex_);
   // "on: a read of 1 MiB takes 2.10 ms raw and 1.75 ms encoded (...)". What is on, and why.
@@ -102,14 +145,22 @@ class CompressionChoice {
     unsigned tried = 0;  // up to kRecordsToKnow
     unsigned passed_over = 0;
   };
-  // Seconds for a byte of raw payload.
-  struct Times {
-    double raw = 0, encoded = 0;
-    double gain() const { return encoded > 0 ? raw / encoded : 0; }
+  // What is known of an op before its end.
+  struct Begun {
+    OpId op = 0;
+    double codec_seconds = 0, saved_bytes = 0;
+    bool is_encoded = false;
   };
+  static constexpr std::size_t kMostBegun = 256;  // an op that is told of and never ends
 
   bool is_float(std::uint32_t group) const { return element(group) != Element::kBytes; }
-  Times times(OpKind kind) const REQUIRES(mutex_);
+  bool gains(std::uint32_t group) const REQUIRES(mutex_);
+  CodecTimes reckoned(OpKind kind) const REQUIRES(mutex_);
+  double reckoned_gain() const REQUIRES(mutex_);  // of reads, else of writes; 0: not known
+  // Of reads, else of writes; measured, else reckoned.
+  CodecTimes deciding() const REQUIRES(mutex_);
+  void begin(const Begun& begun) REQUIRES(mutex_);
+  std::optional<Begun> take(OpId op) REQUIRES(mutex_);
   bool is_to_decide() REQUIRES(mutex_);
   void decide(double idle_cores) REQUIRES(mutex_);
   Moved& of(OpKind kind) REQUIRES(mutex_) { return moved_[static_cast<std::size_t>(kind)]; }
@@ -122,6 +173,8 @@ class CompressionChoice {
   bool deciding_ GUARDED_BY(mutex_) = false;          // a thread asks for idle cores, and decides then
   bool cores_are_scarce_ GUARDED_BY(mutex_) = false;  // at the last decision; while on, as it was before
   std::array<Moved, 2> moved_ GUARDED_BY(mutex_);
+  std::vector<Begun> begun_ GUARDED_BY(mutex_);  // in the order of their beginning
+  CodecComparison comparison_ GUARDED_BY(mutex_);
   double ratio_ GUARDED_BY(mutex_) = kExpectedRatio;
   CodecSpeed speed_ GUARDED_BY(mutex_){};  // 0: not known
   std::vector<Group> groups_ GUARDED_BY(mutex_);

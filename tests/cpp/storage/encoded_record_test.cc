@@ -266,5 +266,28 @@ TEST(EncodedTier, its_ops_tell_the_choice_how_fast_it_is) {
   EXPECT_THAT(user.tier().about_codec(), ::testing::HasSubstr(": a read of 1 MiB takes "));
 }
 
+TEST(EncodedTier, reads_of_raw_and_of_encoded_records_are_compared) {
+  testing::MemoryMedium medium;
+  const auto choice_of = [](Compress compress) {
+    return std::make_shared<CompressionChoice>(
+        CompressionOptions{.compress = compress, .elements = {Element::kBf16}});
+  };
+  PooledTierOptions options;
+  options.name = "memory";
+  constexpr std::uint32_t kReads = CodecComparison::kBlocksToKnow * CodecComparison::kOpsInBlock;
+  for (const bool encoded : {true, false}) {
+    options.form.compression = choice_of(encoded ? Compress::kZstd : Compress::kNone);
+    testing::TierDriver writer(medium.open(options));
+    for (std::uint32_t i = encoded ? 0 : 1; i < kReads; i += 2)
+      ASSERT_TRUE(writer.write(i, {64 * kPageBytes}));
+    EXPECT_EQ(options.form.compression->stats().encoded_raw_bytes > 0, encoded);
+  }
+  options.form.compression = choice_of(Compress::kAuto);
+  testing::TierDriver reader(medium.open(options));
+  for (std::uint32_t i = 0; i < kReads; ++i) ASSERT_TRUE(reader.read(i, {64 * kPageBytes}));
+  reader.poll();
+  EXPECT_THAT(reader.tier().about_codec(), ::testing::HasSubstr("both measured"));
+}
+
 }  // namespace
 }  // namespace kv_offload
