@@ -226,7 +226,7 @@ stage_lint() {
 # falls between. --long runs everything plainly, too.
 stage_cpp() { # configured by setup
   if [ -z "${KV_OFFLOAD_LONG:-}" ]; then
-    ninja -C build/cpp -j "$jobs" --quiet kv_offload_plain_tests benchmarks slow_disk &&
+    ninja -C build/cpp -j "$jobs" --quiet kv_offload_plain_tests kv_offload_without_openssl benchmarks slow_disk &&
       python3 tests/cpp/check_registered.py build/cpp/kv_offload_plain_tests tests/cpp --plain &&
       run_tests build/cpp/kv_offload_plain_tests
     return

@@ -1,7 +1,6 @@
 #include "storage/sealed_names.h"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <unordered_map>
 #include <utility>
@@ -16,16 +15,6 @@
 
 namespace kv_offload {
 namespace {
-
-constexpr std::size_t kMacBytes = 16;
-using Mac = std::array<char, kMacBytes>;
-
-ChunkKey named(const Mac& mac, const ChunkKey& key) {
-  char bytes[NameDigest::kBytes];
-  std::memcpy(bytes, mac.data(), mac.size());
-  std::memcpy(bytes + mac.size(), key.bytes().data() + key.size() - 4, 4);
-  return ChunkKey::unchecked(bytes, sizeof(bytes));
-}
 
 class SealedNames final : public Tier {
  public:
@@ -167,6 +156,10 @@ void SealedNames::used(const TierUses& uses) {
 
 #ifdef KV_OFFLOAD_SEALING
 
+namespace {
+constexpr std::size_t kMacBytes = 16;
+}
+
 NameDigest::NameDigest(const SealingKeys& keys, std::size_t which, const NamespaceId& namespace_id)
     : context_(EVP_CIPHER_CTX_new()) {
   SealingKeys::Derived key = keys.name_key(which, namespace_id);
@@ -193,9 +186,10 @@ ChunkKey NameDigest::of(const ChunkKey& key) const {
     if (EVP_EncryptUpdate(context_, block, &length, block, kMacBytes) != 1 || length != kMacBytes)
       throw_resource("OpenSSL encrypts no name");
   }
-  Mac mac;
-  std::memcpy(mac.data(), block, kMacBytes);
-  return named(mac, key);
+  char name[kBytes];
+  std::memcpy(name, block, kMacBytes);
+  std::memcpy(name + kMacBytes, key.bytes().data() + key.size() - 4, 4);
+  return ChunkKey::unchecked(name, sizeof(name));
 }
 
 #else
