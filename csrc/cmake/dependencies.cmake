@@ -2,6 +2,7 @@
 # with the name of the Debian package, or, when KV_OFFLOAD_FETCH is ON (pip's
 # builds: pyproject.toml), is fetched by git at a pinned commit, whose hash git
 # checks.
+include(CheckCXXSourceCompiles)
 include(FetchContent)
 find_package(Threads REQUIRED)
 
@@ -58,11 +59,30 @@ find_library(KV_OFFLOAD_XXHASH_LIBRARY xxhash)
 if(KV_OFFLOAD_XXHASH_INCLUDE AND KV_OFFLOAD_XXHASH_LIBRARY)
   target_include_directories(kv_offload_xxhash INTERFACE ${KV_OFFLOAD_XXHASH_INCLUDE})
   target_link_libraries(kv_offload_xxhash INTERFACE ${KV_OFFLOAD_XXHASH_LIBRARY})
+  set(CMAKE_REQUIRED_INCLUDES ${KV_OFFLOAD_XXHASH_INCLUDE})
+  set(CMAKE_REQUIRED_LIBRARIES ${KV_OFFLOAD_XXHASH_LIBRARY})
+  check_cxx_source_compiles("#include <xxh_x86dispatch.h>
+    int main() { return static_cast<int>(XXH3_64bits(\"\", 0)); }" KV_OFFLOAD_XXHASH_HAS_DISPATCH)
+  unset(CMAKE_REQUIRED_INCLUDES)
+  unset(CMAKE_REQUIRED_LIBRARIES)
+  if(KV_OFFLOAD_XXHASH_HAS_DISPATCH)
+    target_compile_definitions(kv_offload_xxhash INTERFACE KV_OFFLOAD_XXHASH_DISPATCH)
+  endif()
 elseif(KV_OFFLOAD_FETCH)
   kv_offload_fetch(xxhash https://github.com/Cyan4973/xxHash.git
-    bbb27a5efb85b92a0486cf361a8635715a53f6ba)  # 0.8.2, used as headers
+    bbb27a5efb85b92a0486cf361a8635715a53f6ba)  # 0.8.2
   target_include_directories(kv_offload_xxhash INTERFACE ${xxhash_SOURCE_DIR})
-  target_compile_definitions(kv_offload_xxhash INTERFACE XXH_INLINE_ALL)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
+    # SSE2, AVX2 or AVX-512, by the CPU that it runs on. The headers alone would take SSE2.
+    enable_language(C)
+    add_library(kv_offload_xxhash_x86 STATIC ${xxhash_SOURCE_DIR}/xxhash.c ${xxhash_SOURCE_DIR}/xxh_x86dispatch.c)
+    target_compile_options(kv_offload_xxhash_x86 PRIVATE -w -O3)
+    set_target_properties(kv_offload_xxhash_x86 PROPERTIES C_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON)
+    target_link_libraries(kv_offload_xxhash INTERFACE kv_offload_xxhash_x86)
+    target_compile_definitions(kv_offload_xxhash INTERFACE KV_OFFLOAD_XXHASH_DISPATCH)
+  else()
+    target_compile_definitions(kv_offload_xxhash INTERFACE XXH_INLINE_ALL)
+  endif()
 else()
   kv_offload_missing(xxhash libxxhash-dev)
 endif()

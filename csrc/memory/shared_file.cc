@@ -5,7 +5,6 @@
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
-#include <xxhash.h>
 
 #include <cerrno>
 #include <chrono>
@@ -15,6 +14,7 @@
 #include <utility>
 
 #include "base/status.h"
+#include "base/xxh3.h"
 
 namespace kv_offload {
 namespace {

@@ -1,17 +1,11 @@
 #include "storage/record.h"
 
-#include <xxhash.h>
-
-// The library picks the widest vectors of the machine at run time when it was
-// built with its dispatcher (it then installs this header).
-#if !defined(XXH_INLINE_ALL) && defined(__x86_64__) && __has_include(<xxh_x86dispatch.h>)
-#include <xxh_x86dispatch.h>
-#endif
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <new>
+
+#include "base/xxh3.h"
 
 namespace kv_offload {
 namespace {

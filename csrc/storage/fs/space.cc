@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <unistd.h>
-#include <xxhash.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -11,6 +10,7 @@
 #include <thread>
 
 #include "base/types.h"
+#include "base/xxh3.h"
 #include "storage/fs/layout.h"
 #include "storage/fs/temporary.h"
 

@@ -1,10 +1,10 @@
 #include "storage/fs/space_page.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <cstring>
 #include <limits>
+
+#include "base/xxh3.h"
 
 namespace kv_offload {
 namespace {
