@@ -5,12 +5,15 @@ from __future__ import annotations
 import struct
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 from live_root import paths_in, used_bytes
 
 HEADER = 4096
 # Offsets in the header.
+CODEC = 108  # u32, 0: raw
+SEALING = 652  # u32, 0: none
 PAYLOAD_CHECKSUM = 120  # XXH3-64 of the payload
 CREATED = 128  # unix nanoseconds
 HEADER_CHECKSUM = 4088  # XXH3-64 of all before it
@@ -33,6 +36,17 @@ def files(root: Path) -> list[Path]:
         if header.startswith(b"KVOREC1\n") and len(header) == HEADER:
             found.append((_u64(header, CREATED), path))
     return [path for _, path in sorted(found)]
+
+
+class Form(NamedTuple):
+    encoded: bool
+    sealed: bool
+
+
+def form(path: Path) -> Form:
+    header = path.read_bytes()[:HEADER]
+    codec, sealing = (struct.unpack_from("<I", header, at)[0] for at in (CODEC, SEALING))
+    return Form(encoded=codec != 0, sealed=sealing != 0)
 
 
 def flip(path: Path, offset: int) -> None:
