@@ -1,5 +1,5 @@
-// XXH3, of libxxhash: by the widest vectors that the CPU has, which are looked for when it is first used, if
-// the library was built with its dispatcher (csrc/cmake/dependencies.cmake looks).
+// XXH3 of libxxhash. If the library was built with its dispatcher (csrc/cmake/dependencies.cmake looks), the
+// widest vectors of the CPU are chosen at the first call.
 #pragma once
 
 #ifdef KV_OFFLOAD_XXHASH_DISPATCH

@@ -7,56 +7,75 @@ namespace kv_offload {
 PresenceCache::PresenceCache(const Clock& clock, Nanos absent_for, std::size_t most_keys)
     : clock_(clock), absent_for_(absent_for), most_keys_(std::max<std::size_t>(most_keys, 2)) {}
 
-const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {
-  if (const auto found = young_.find(key); found != young_.end()) return &found->second;
-  if (const auto found = old_.find(key); found != old_.end()) return &found->second;
-  return nullptr;
+std::uint32_t PresenceCache::Entries::place_of(ChunkId id) const {
+  return places_.find(id, [&](std::uint32_t place) { return chunk_id(entries_[place].key); });
 }
 
-Presence PresenceCache::presence_of(const Entry* entry, Nanos now) const {
+const PresenceCache::Entry* PresenceCache::Entries::find(const ChunkKey& key) const {
+  const std::uint32_t place = place_of(chunk_id(key));
+  return place != IdTable::kNone && entries_[place].key == key ? &entries_[place] : nullptr;
+}
+
+void PresenceCache::Entries::put(const Entry& entry) {
+  const auto id_of = [&](std::uint32_t place) { return chunk_id(entries_[place].key); };
+  std::uint32_t& place = places_.at(chunk_id(entry.key), id_of);
+  if (place != IdTable::kNone) {
+    entries_[place] = entry;
+    return;
+  }
+  place = static_cast<std::uint32_t>(entries_.size());
+  entries_.push_back(entry);
+}
+
+void PresenceCache::Entries::clear() {
+  entries_.clear();
+  places_ = IdTable();
+}
+
+const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {
+  if (const Entry* entry = young_.find(key); entry != nullptr) return entry;
+  return old_.find(key);
+}
+
+Presence PresenceCache::presence_of(const Entry* entry) const {
   if (entry == nullptr || entry->state == State::kAsking) return Presence::kUnknown;
   if (entry->state == State::kPresent) return Presence::kPresent;
-  return now < entry->time ? Presence::kAbsent : Presence::kWasAbsent;
+  return clock_.now() < entry->time ? Presence::kAbsent : Presence::kWasAbsent;
 }
 
-void PresenceCache::put(const ChunkKey& key, Entry entry, Entries* forgotten) {
-  old_.erase(key);
-  young_[key] = entry;
+void PresenceCache::put(const Entry& entry) {
+  young_.put(entry);
   if (young_.size() <= most_keys_ / 2) return;
-  forgotten->swap(old_);
-  old_.clear();
-  old_.swap(young_);
+  std::swap(old_, young_);
+  young_.clear();
 }
 
 Presence PresenceCache::contains(const ChunkKey& key) const {
-  const Nanos now = clock_.now();
   const MutexLock lock(mutex_);
-  return presence_of(find(key), now);
+  return presence_of(find(key));
 }
 
 void PresenceCache::begin_asking(std::vector<ChunkKey>* keys) {
   const Nanos now = clock_.now();
-  Entries forgotten;
-  std::vector<ChunkKey> asked;
+  std::size_t kept = 0;
   const MutexLock lock(mutex_);
   for (const ChunkKey& key : *keys) {
     const Entry* entry = find(key);
     const bool asking = entry != nullptr && entry->state == State::kAsking;
-    const Presence presence = presence_of(entry, now);
+    const Presence presence = presence_of(entry);
     if (asking || presence == Presence::kPresent || presence == Presence::kAbsent) continue;
-    put(key, {State::kAsking, now}, &forgotten);
-    asked.push_back(key);
+    put({key, now, State::kAsking});
+    (*keys)[kept++] = key;
   }
-  keys->swap(asked);
+  keys->resize(kept);
 }
 
 void PresenceCache::give_up_asking(std::span<const ChunkKey> keys) {
   const Nanos until = clock_.now() + absent_for_;
-  Entries forgotten;
   const MutexLock lock(mutex_);
   for (const ChunkKey& key : keys) {
     const Entry* entry = find(key);
-    if (entry != nullptr && entry->state == State::kAsking) put(key, {State::kAbsent, until}, &forgotten);
+    if (entry != nullptr && entry->state == State::kAsking) put({key, until, State::kAbsent});
   }
 }
 
@@ -67,44 +86,42 @@ PresenceCache::Era PresenceCache::era() const {
 
 void PresenceCache::answered(const ChunkKey& key, bool present, Era era) {
   const Nanos now = clock_.now();
-  Entries forgotten;
   const MutexLock lock(mutex_);
   if (era != era_) return;
   const Entry* entry = find(key);
   if (entry == nullptr || entry->state != State::kAsking) return;
-  if (present) return put(key, {State::kPresent}, &forgotten);
+  if (present) return put({key, Nanos{0}, State::kPresent});
   const Nanos absent = std::max(kLeastAbsent, kAbsentPerAsking * (now - entry->time));
-  put(key, {State::kAbsent, now + std::min(absent, absent_for_)}, &forgotten);
+  put({key, now + std::min(absent, absent_for_), State::kAbsent});
 }
 
 void PresenceCache::written(const ChunkKey& key, Era era) {
-  Entries forgotten;
   const MutexLock lock(mutex_);
-  if (era == era_) put(key, {State::kPresent}, &forgotten);
+  if (era == era_) put({key, Nanos{0}, State::kPresent});
 }
 
 void PresenceCache::gone(const ChunkKey& key, TierRemoval::Reason reason, Era era) {
   const Nanos until = clock_.now() + absent_for_;
-  Entries forgotten;
   const MutexLock lock(mutex_);
   if (era != era_) return;
   const Entry* entry = find(key);
   const bool known = entry != nullptr && entry->state == State::kPresent;
   if (known) removals_.push_back({key, reason});
-  put(key, {State::kAbsent, until}, &forgotten);
+  put({key, until, State::kAbsent});
 }
 
 void PresenceCache::reset() {
-  Entries young, old;
   const MutexLock lock(mutex_);
   ++era_;
-  young.swap(young_);
-  old.swap(old_);
-  for (const Entries* entries : {&young, &old}) {
-    for (const auto& [key, entry] : *entries) {
-      if (entry.state == State::kPresent) removals_.push_back({key, TierRemoval::Reason::kReset});
+  for (const Entries* entries : {&young_, &old_}) {
+    for (const Entry& entry : entries->all()) {
+      if (find(entry.key)->state != State::kPresent) continue;
+      if (entries == &old_ && young_.find(entry.key) != nullptr) continue;  // told
+      removals_.push_back({entry.key, TierRemoval::Reason::kReset});
     }
   }
+  young_.clear();
+  old_.clear();
 }
 
 void PresenceCache::take_removals(std::vector<TierRemoval>* removals) {

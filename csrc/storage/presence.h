@@ -9,12 +9,12 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <unordered_map>
 #include <vector>
 
 #include "base/clock.h"
 #include "base/thread_annotations.h"
 #include "base/types.h"
+#include "policy/id_table.h"
 #include "storage/tier.h"
 
 namespace kv_offload {
@@ -68,21 +68,39 @@ class PresenceCache final : public Catalogue {
  private:
   enum class State : std::uint8_t { kAsking, kPresent, kAbsent };
   struct Entry {
-    State state = State::kAbsent;
+    ChunkKey key;
     Nanos time{0};  // kAbsent: until then; kAsking: since then
+    State state = State::kAbsent;
   };
-  using Entries = std::unordered_map<ChunkKey, Entry>;
+  // Entries one behind the other, found by a hash of their keys. The scheduler asks for thousands at once: a
+  // node for each would be an allocation and a cache miss. Of two keys with one 64-bit hash it has the later
+  // one.
+  class Entries {
+   public:
+    // Null: not there.
+    const Entry* find(const ChunkKey& key) const;
+    void put(const Entry& entry);
+    void clear();
+    std::size_t size() const { return entries_.size(); }
+    const std::vector<Entry>& all() const { return entries_; }
+
+   private:
+    std::uint32_t place_of(ChunkId id) const;
+    std::vector<Entry> entries_;
+    IdTable places_;
+  };
 
   const Entry* find(const ChunkKey& key) const REQUIRES(mutex_);
-  // Full: `forgotten` receives the older half, to be freed without the lock.
-  void put(const ChunkKey& key, Entry entry, Entries* forgotten) REQUIRES(mutex_);
-  Presence presence_of(const Entry* entry, Nanos now) const;
+  // The key becomes one of the young. When these are half of all, the old are forgotten, and they are the
+  // old.
+  void put(const Entry& entry) REQUIRES(mutex_);
+  Presence presence_of(const Entry* entry) const;
 
   const Clock& clock_;
   const Nanos absent_for_;
   const std::size_t most_keys_;
   mutable Mutex mutex_;
-  // A key is in one of the two; what is learnt makes it one of the young.
+  // What the young say of a key is newer.
   Entries young_ GUARDED_BY(mutex_), old_ GUARDED_BY(mutex_);
   Era era_ GUARDED_BY(mutex_) = 0;
   std::vector<TierRemoval> removals_ GUARDED_BY(mutex_);

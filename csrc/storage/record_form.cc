@@ -69,9 +69,7 @@ Status OutgoingRecord::encode() {
 }
 
 std::uint64_t OutgoingRecord::written() {
-  if (tried_)
-    form_.compression()->encoded(op_.id, op_.group, header_.payload_bytes, tried_->stored_bytes,
-                                 tried_->seconds);
+  if (tried_) form_.compression()->encoded(op_, header_.payload_bytes, tried_->stored_bytes, tried_->seconds);
   tried_.reset();
   return header_.payload_bytes;
 }
@@ -198,7 +196,7 @@ Status IncomingRecord::finish() {
     if (Status status = cipher_->finish_open(header_.seal); !status) return status;
   }
   if (header_.codec != Codec::kRaw) return decode();
-  if (form_.compression() != nullptr) form_.compression()->found_raw(op_.id, op_.group);
+  if (form_.compression() != nullptr && payload_bytes_ > kPageBytes) form_.compression()->found_raw(op_);
   return Status::ok();
 }
 
@@ -219,7 +217,7 @@ Status IncomingRecord::decode() {
   if (!status) return status;
   zero_padding(op_.shards);
   if (choice != nullptr) {
-    choice->decoded(op_.id, payload_bytes_, header_.padded_stored_bytes(),
+    choice->decoded(op_, payload_bytes_, header_.padded_stored_bytes(),
                     to_seconds(choice->clock().now() - began));
   }
   return Status::ok();

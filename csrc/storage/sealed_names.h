@@ -40,7 +40,7 @@ class NameDigest {
   ChunkKey of(const ChunkKey& key) const;
 
  private:
-  struct evp_cipher_ctx_st* context_;
+  [[maybe_unused]] struct evp_cipher_ctx_st* context_;
 };
 
 // How many keys SealedNames remembers, by their digests and by their ids.

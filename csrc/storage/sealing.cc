@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cassert>
 #include <cerrno>
 #include <climits>
 #include <cstring>
@@ -114,6 +115,7 @@ const EVP_CIPHER* aes_256_gcm() {
 
 // A SHA-256 that begins with the key, each byte changed by `pad` (RFC 2104). Null: OpenSSL has failed.
 EVP_MD_CTX* begun_with(std::span<const std::uint8_t> key, std::uint8_t pad) {
+  assert(key.size() <= KeyedHash::kBlockBytes);
   std::array<std::uint8_t, KeyedHash::kBlockBytes> block{};
   const Cleansed in_the_end{block.data(), block.size()};
   std::copy(key.begin(), key.end(), block.begin());

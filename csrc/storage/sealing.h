@@ -47,8 +47,8 @@ class KeyedHash {
   bool of(std::span<const std::uint8_t> from, Hash* hash) const;
 
  private:
-  evp_md_ctx_st* inner_;
-  evp_md_ctx_st* outer_;
+  [[maybe_unused]] evp_md_ctx_st* inner_;  // without OpenSSL nobody uses it
+  [[maybe_unused]] evp_md_ctx_st* outer_;
 };
 
 // The first seals and names; all of them open. Any thread: nothing changes after construction. Cleared in
@@ -111,7 +111,7 @@ class RecordCipher {
   Status finish_open(const Seal& seal);
 
  private:
-  evp_cipher_ctx_st* context_;
+  [[maybe_unused]] evp_cipher_ctx_st* context_;
 };
 
 }  // namespace kv_offload

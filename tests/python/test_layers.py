@@ -54,7 +54,7 @@ LIBRARIES = {
     "torch": (r"(torch|ATen|c10|caffe2)/", r"bindings/torch_.*"),
     "Python": (r"(pybind11/|Python\.h)", r"bindings/(?!torch_).*"),
     "prometheus-cpp": (r"prometheus/", r"metrics/.*"),
-    "xxhash": (r"xxhash", r"(storage|memory)/.*"),
+    "xxhash": (r"xxh", r"base/xxh3\.h"),
     "zstd": (r"zstd", r"storage/payload_codec\.cc"),
     "libvalkey": (r"valkey/", r"storage/redis/(connection|tls)\.cc"),
     "OpenSSL": (r"openssl/", r"storage/(redis/tls|s3/signature|sealing|sealed_names)\.cc"),

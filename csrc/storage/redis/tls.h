@@ -23,7 +23,7 @@ class TlsContext {
   Status make_session(int fd, const std::string& name, ssl_st** session) const;
 
  private:
-  ssl_ctx_st* context_ = nullptr;
+  [[maybe_unused]] ssl_ctx_st* context_ = nullptr;
 };
 
 // What came of a step: bytes moved; or what the socket must be ready for (POLLIN, POLLOUT) before it is tried

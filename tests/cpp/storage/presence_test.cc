@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+
 #include "storage/tier_driver.h"
 
 namespace kv_offload {
@@ -104,6 +106,36 @@ TEST_F(PresenceCacheTest, what_is_given_up_is_absent_for_a_time) {
   EXPECT_EQ(of(2), Presence::kUnknown) << "it was not being asked for";
   clock_.advance(milliseconds(1000));
   EXPECT_EQ(of(1), Presence::kWasAbsent);
+}
+
+// Also of those that were learnt of again, when there were others in between.
+TEST_F(PresenceCacheTest, a_reset_tells_each_key_that_was_there_once) {
+  PresenceCache small(clock_, milliseconds(1000), 10);
+  for (std::uint32_t i = 0; i < 8; ++i) small.written(key_of(i), 0);
+  small.written(key_of(1), 0);                               // of the old, present still
+  small.gone(key_of(2), TierRemoval::Reason::kVanished, 0);  // of the old, and not
+  std::vector<TierRemoval> removals;
+  small.take_removals(&removals);
+  ASSERT_EQ(removals.size(), 1u);
+  removals.clear();
+  small.reset();
+  small.take_removals(&removals);
+  std::multiset<ChunkKey> told;
+  for (const TierRemoval& removal : removals) told.insert(removal.key);
+  EXPECT_EQ(told, (std::multiset<ChunkKey>{key_of(0), key_of(1), key_of(3), key_of(4), key_of(5), key_of(6),
+                                           key_of(7)}));
+}
+
+// A hash is of the first eight bytes and the group. A store is never asked for a key that it was not asked
+// for.
+TEST_F(PresenceCacheTest, a_key_with_the_hash_of_another_is_another) {
+  const ChunkKey one("12345678 one, then abcd"), other("12345678 other, then abcd");
+  ASSERT_EQ(ChunkKey::Hash{}(one), ChunkKey::Hash{}(other));
+  cache_.written(one, 0);
+  EXPECT_EQ(cache_.contains(one), Presence::kPresent);
+  EXPECT_EQ(cache_.contains(other), Presence::kUnknown);
+  cache_.gone(other, TierRemoval::Reason::kVanished, 0);
+  EXPECT_NE(cache_.contains(one), Presence::kAbsent) << "forgotten, maybe, and not taken for the other";
 }
 
 TEST_F(PresenceCacheTest, it_is_bounded_and_forgets_the_oldest_first) {

@@ -5,10 +5,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <fstream>
+#include <thread>
 
 #include "storage/fs/fixture.h"
 #include "storage/sealed_medium.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {
@@ -154,6 +157,25 @@ TEST(KeyedHashTest, is_hmac_sha256) {
             "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
   EXPECT_EQ(hash_of(counted, std::string(50, '\xcd')),
             "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b");
+}
+
+TEST(KeyedHashTest, is_the_same_on_several_threads) {
+  const std::vector<std::uint8_t> key(32, 7);
+  const KeyedHash keyed(key);
+  KeyedHash::Hash expected;
+  ASSERT_TRUE(keyed.of(key, &expected));
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      for (int round = 0; round < 200; ++round) {
+        KeyedHash::Hash hash;
+        if (!keyed.of(key, &hash) || hash != expected) ++wrong;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
 }
 
 // Id, tag and bytes were made by Python's hmac and cryptography's AESGCM, of a page that was put together by
