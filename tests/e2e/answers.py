@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from local_server import Answer, difference
 
 BLOCK = 128  # tokens, vLLM's default on CPU
-# The root mean square by which log-probabilities may differ. The test models are float32 (but for one test that
-# says so): two runs of one prompt differ by about 1e-5, one wrong chunk of twenty-four changes far more
+# The root mean square by which log-probabilities may differ. The test models are float32 (but for one test
+# that says so): two runs of one prompt differ by about 1e-5, one wrong chunk of twenty-four changes far more
 # (test_restart plants one).
 NOISE = 0.005
 

@@ -1,6 +1,6 @@
 """A server with two ranks, whose records are sealed: it reloads from both tiers; one of its processes is
-killed (SIGKILL) while it writes, and the next one starts and has everything. The same, once, with records that
-are encoded as well.
+killed (SIGKILL) while it writes, and the next one starts and has everything. The same, once, with records
+that are encoded as well.
 
 One directory through several lives; in each another process is killed: the engine core, a worker, the API
 server. (All at once: test_restart.) KV_OFFLOAD_KILLS=<n> adds n lives, killed anywhere at a random moment.
@@ -205,9 +205,9 @@ def test_any_process_may_be_killed_while_it_writes(start: Serve, model: Path, hi
         check_all_is_there(server, history)
 
 
-# K and V of a float32 model gain nothing. In bfloat16 answers differ by more than NOISE between a prompt that was
-# computed and one that was loaded, and by nothing between one of vLLM's own blocks and one that was loaded: so
-# the second answer is the one to compare with.
+# K and V of a float32 model gain nothing. In bfloat16 answers differ by more than NOISE between a prompt that
+# was computed and one that was loaded, and by nothing between one of vLLM's own blocks and one that was
+# loaded: so the second answer is the one to compare with.
 def test_encoded_records_outlive_a_kill(start: Serve, model: Path, tmp_path: Path) -> None:
     root, prompts = tmp_path / "encoded", make_prompts(3, PROMPT_BLOCKS)
     bfloat16 = ["--dtype", "bfloat16"]
