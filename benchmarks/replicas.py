@@ -1,6 +1,6 @@
 """Two replicas, and conversations that move between them: what does a tier that both use save?
 
-    python benchmarks/replicas.py [--rounds 4] [--sessions 8] [--turns 5] [--clients 2] [--only NAME ...]
+    python benchmarks/replicas.py [--rounds 3] [--sessions 8] [--turns 5] [--clients 2] [--only NAME ...]
 
 Serves a model made on the spot with vLLM on CPU. Clients play conversations (multi_turn.py: each turn is all
 that was said before and a new question), and send each turn to a replica drawn at random, from a seed: the
@@ -53,6 +53,7 @@ SETTLE_SECONDS = 120
 
 HITS, MISSES = "kv_offload_hit_tokens_total", "kv_offload_miss_tokens_total"
 DECISIONS, SOURCES = "kv_offload_decisions_total", "vllm:prompt_tokens_by_source_total"
+COMPARED = ("total_seconds", "first_token_p50", "first_token_p90", "computed_tokens")  # with the baseline
 COUNTED = {HITS: "tier", MISSES: "reason", DECISIONS: "choice", SOURCES: "source"}
 
 
@@ -70,13 +71,13 @@ class Round:
     decisions: dict[str, int]
 
     def figures(self) -> dict[str, float]:
-        """What settings are compared by."""
         return {
             "total_seconds": self.total_seconds,
             "first_token_p50": percentile(self.first_token_seconds, 0.5),
             "first_token_p90": percentile(self.first_token_seconds, 0.9),
             "computed_tokens": self.computed_tokens,
-            "hit_tokens": sum(self.hit_tokens.values()),
+            "all_hit_tokens": sum(self.hit_tokens.values()),
+            "reused_share": 1 - self.computed_tokens / self.prompt_tokens,  # vLLM's own cache included
         }
 
 
@@ -210,7 +211,14 @@ def prepare(names: Sequence[str], setup: Setup, stack: contextlib.ExitStack) -> 
         stack.callback(server.stop)
     say(f"starting {len(servers)} servers")
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(start, servers))
+        starting = [pool.submit(start, server) for server in servers]
+        try:
+            for each in starting:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    settle(servers)
     return {name: found[SERVERS_OF.get(name, name)] for name in names}
 
 
@@ -228,7 +236,7 @@ def summary(rounds: dict[str, list[Round]]) -> dict[str, Any]:
         }
         if BASELINE in rounds:
             pairs = list(zip(figures, (each.figures() for each in rounds[BASELINE]), strict=True))
-            ratios = {key: [mine[key] / base[key] for mine, base in pairs] for key in figures[0]}
+            ratios = {key: [mine[key] / base[key] for mine, base in pairs] for key in COMPARED}
             results[name]["against_apart"] = ratios
             results[name]["median_against_apart"] = {
                 key: statistics.median(values) for key, values in ratios.items()
@@ -243,7 +251,7 @@ def tell(results: dict[str, Any]) -> None:
         text = (
             f"{name:10} all of it {median['total_seconds']:5.1f} s, first token "
             f"{median['first_token_p50']:.2f} and {median['first_token_p90']:.2f} s, "
-            f"computed {median['computed_tokens']:6.0f} tokens, hit {median['hit_tokens']:6.0f}"
+            f"computed {median['computed_tokens']:6.0f} tokens, hit {median['all_hit_tokens']:6.0f}"
         )
         if "against_apart" in result:
             ratios = result["against_apart"]["total_seconds"]
@@ -264,14 +272,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
-    parser.add_argument(
-        "--only", choices=SETTINGS, action="append", help="for trying out: nothing is written"
-    )
+    parser.add_argument("--only", choices=SETTINGS, action="append", help="may be repeated")
+    parser.add_argument("--dry", action="store_true", help="for trying out: nothing is written")
     parser.add_argument("--directory", type=Path, help="where the directories are; default: a temporary one")
     arguments = parser.parse_args()
     names = [name for name in SETTINGS if not arguments.only or name in arguments.only]
@@ -293,7 +300,7 @@ def main() -> None:
                 )
     results = summary(rounds)
     tell(results)
-    if not arguments.only:
+    if not arguments.dry:
         parameters = {key: getattr(arguments, key) for key in ("sessions", "turns", "clients", "kind")}
         parameters |= {"loop": asdict(LOOP), "replica_bytes": REPLICA_BYTES}
         write_results(
