@@ -268,6 +268,15 @@ def draw(path: Path, results: dict[str, Any]) -> None:
     draw_bars(path, bars, "seconds for all conversations of a round", "Conversations that move")
 
 
+def keep(rounds: dict[str, list[Round]], arguments: argparse.Namespace) -> None:
+    results = summary(rounds)
+    parameters = {key: getattr(arguments, key) for key in ("sessions", "turns", "clients", "kind")}
+    parameters |= {"loop": asdict(LOOP), "replica_bytes": REPLICA_BYTES}
+    write_results(
+        "replicas", {"parameters": parameters, "results": results}, lambda path: draw(path, results)
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -298,14 +307,9 @@ def main() -> None:
                     f"round {number + 1}, {name:10} {taken.total_seconds:5.1f} s, computed "
                     f"{taken.computed_tokens} of {taken.prompt_tokens}, hit {taken.hit_tokens}"
                 )
-    results = summary(rounds)
-    tell(results)
-    if not arguments.dry:
-        parameters = {key: getattr(arguments, key) for key in ("sessions", "turns", "clients", "kind")}
-        parameters |= {"loop": asdict(LOOP), "replica_bytes": REPLICA_BYTES}
-        write_results(
-            "replicas", {"parameters": parameters, "results": results}, lambda path: draw(path, results)
-        )
+            if not arguments.dry:
+                keep(rounds, arguments)  # whoever ends it here has what was measured so far
+    tell(summary(rounds))
 
 
 if __name__ == "__main__":
