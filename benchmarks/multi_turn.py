@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,8 +100,11 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(text)
 
 
-def play(server: LocalServer, loop: Loop, sessions: int, turns: int, clients: int, seed: int) -> Taken:
-    """Every session's turns in order; clients take the session that waited longest."""
+def play(
+    route: Callable[[int, int], LocalServer], loop: Loop, sessions: int, turns: int, clients: int, seed: int
+) -> Taken:
+    """Every session's turns in order; clients take the session that waited longest. ``route``: the server
+    of a session's turn."""
     make = random.Random(f"{loop.name} {seed}")
 
     def text(tokens: int) -> list[int]:
@@ -120,7 +123,7 @@ def play(server: LocalServer, loop: Loop, sessions: int, turns: int, clients: in
         try:
             while (item := ready.get()) is not None:
                 session, turn = item
-                seconds, answer = ask(server, said[session], loop.answer)
+                seconds, answer = ask(route(session, turn), said[session], loop.answer)
                 with lock:
                     taken.first_tokens.append(seconds)
                     taken.prompt_tokens += len(said[session])
@@ -183,7 +186,9 @@ def measure(
             server.ask([random.randrange(2, 2048) for _ in range(4 * BLOCK)], max_tokens=4)
         results = {}
         for loop in LOOPS:
-            taken = play(server, loop, arguments.sessions, arguments.turns, arguments.clients, seed=1)
+            taken = play(
+                lambda *_: server, loop, arguments.sessions, arguments.turns, arguments.clients, seed=1
+            )
             results[loop.name] = taken
             say(f"  {label}, {loop.name}: {row(taken)}")
         if name == "kv_offload":

@@ -20,6 +20,7 @@ import waiting
 from answers import BLOCK, assert_same
 from local_server import Answer, LocalServer, kv_transfer_config
 from mooncake_store import MooncakeProcesses
+from proxies import DEMO, NIXL, P2P, Protocol, Proxy
 from s3_server import ACCESS, BUCKET, SECRET, S3Server
 from setting import PROMPT_BLOCKS, Reference, Serve
 
@@ -182,35 +183,63 @@ def test_what_one_server_computed_the_other_loads(
     assert reader.metric("kv_offload_failures_total") == 0
 
 
-# What a proxy of disaggregated serving sends along: vLLM's disagg_proxy_demo.py nothing, its proxies for NIXL
-# where the decoder is to fetch from. Ours reads none of it.
-PROXIES = (
-    ({}, {}),
-    (
-        {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None},
-        {"do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": "prefill"},
-    ),
-)
+class Served:
+    """What a server has done with prompts since this was made, by its own counters."""
+
+    def __init__(self, server: LocalServer) -> None:
+        self._server = server
+        self._before = self._read()
+
+    def _read(self) -> tuple[float, float, float]:
+        """Tokens of prompts that it computed and that it loaded, and of answers."""
+        by_source = "vllm:prompt_tokens_by_source_total"
+        return (
+            self._server.metric(by_source, source="local_compute"),
+            self._server.metric(by_source, source="external_kv_transfer"),
+            self._server.metric("vllm:generation_tokens_total"),
+        )
+
+    def wait_for(self, computed: int, loaded: int, answered: int) -> None:
+        def so_far() -> tuple[float, ...]:
+            return tuple(now - before for now, before in zip(self._read(), self._before, strict=True))
+
+        wanted = (computed, loaded, answered)
+        waiting.until(
+            lambda: so_far() == wanted, 30, lambda: f"computed, loaded, answered: {so_far()}, {wanted}"
+        )
 
 
-def test_a_server_that_prefills_hands_over_to_one_that_decodes(
-    servers: tuple[LocalServer, LocalServer], store: Store, reference: Reference
+@pytest.mark.parametrize("protocol", [DEMO, NIXL, P2P], ids=lambda protocol: protocol.name)
+def test_behind_a_proxy_of_vllm_one_server_prefills_and_the_other_decodes(
+    servers: tuple[LocalServer, LocalServer], store: Store, reference: Reference, protocol: Protocol
 ) -> None:
     prefill, decode = servers
-    prompts, expected = reference.prompts[3:5], reference.answers[3:5]
-    for prompt, answer, (for_prefill, for_decode) in zip(prompts, expected, PROXIES, strict=True):
-        before = store.records()
-        prefilled = prefill.ask(prompt, max_tokens=1, kv_transfer_params=for_prefill)
-        assert prefilled.cached_tokens == 0
+    prompt, expected = reference.prompts[3], reference.answers[3]
+    before = store.records()
+
+    def written() -> None:
         # The server that prefilled is asked nothing more: what it computed leaves it all the same.
         waiting.until(
-            lambda enough=before + PROMPT_BLOCKS: store.records() >= enough,
+            lambda: store.records() >= before + PROMPT_BLOCKS,
             180,
             f"the records of a prompt\n{prefill.log_tail()}",
         )
-        decoded = decode.ask(prompt, kv_transfer_params=for_decode)
-        assert_same([decoded], [answer])
-        assert decoded.cached_tokens == WHOLE, "every full block"
+
+    prefilled, decoded = Served(prefill), Served(decode)
+    with Proxy(prefill, decode, protocol, between=written) as both:
+        answer = both.ask(prompt, cache_salt=protocol.name)  # new to both servers
+    assert_same([answer], [expected])
+    assert answer.cached_tokens == WHOLE, "every full block"
+    prefilled.wait_for(computed=len(prompt), loaded=0, answered=1)
+    decoded.wait_for(computed=len(prompt) - WHOLE, loaded=WHOLE, answered=len(expected.token_ids))
+
+
+def test_a_proxy_that_does_not_wait_for_the_records_costs_time_only(
+    servers: tuple[LocalServer, LocalServer], reference: Reference
+) -> None:
+    with Proxy(*servers, DEMO) as both:
+        answers = [both.ask(prompt, cache_salt="at once") for prompt in reference.prompts[4:]]
+    assert_same(answers, reference.answers[4:])
 
 
 class Asking:

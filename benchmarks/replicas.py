@@ -1,0 +1,316 @@
+"""Two replicas, and conversations that move between them: what does a tier that both use save?
+
+    python benchmarks/replicas.py [--rounds 3] [--sessions 8] [--turns 5] [--clients 2] [--only NAME ...]
+
+Serves a model made on the spot with vLLM on CPU. Clients play conversations (multi_turn.py: each turn is all
+that was said before and a new question), and send each turn to a replica drawn at random, from a seed: the
+same turn goes to the same replica in all settings but two.
+
+    one        one server with a directory, the cores and the memory of two replicas
+    apart      two replicas, each with a directory of its own: the baseline
+    sticky     these two replicas, but a conversation stays where it began
+    directory  two replicas that share a directory
+    redis, s3  two replicas that share a server on this machine (redis-server, SeaweedFS)
+
+All servers run all the time, and the settings take turns, round after round, each round with conversations
+that are new. A replica computes on its half of the cores. What is below host memory shares the cores, the
+memory and the disk of this machine. Tokens are what the servers' own counters say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from local_server import LocalServer, kv_transfer_config
+from multi_turn import BLOCK, Loop, percentile, play
+from reporting import describe_machine, draw_bars, say, write_results
+from same_for_all import environment
+from tier_places import OWN, entry_of
+from tiny_model import make_model
+
+from kv_offload.exposition import Page
+
+LOOP = Loop("chat", shared=0, first=1024, more=256, answer=16)
+REPLICA_BYTES = 64 * 1024**2  # of host memory, a quarter of what the conversations of a round need
+BASELINE = "apart"
+SETTINGS = ("one", BASELINE, "sticky", "directory", "redis", "s3")
+SERVERS_OF = {"sticky": BASELINE}  # those that have none of their own
+SETTLE_SECONDS = 120
+
+HITS, MISSES = "kv_offload_hit_tokens_total", "kv_offload_miss_tokens_total"
+DECISIONS, SOURCES = "kv_offload_decisions_total", "vllm:prompt_tokens_by_source_total"
+COMPARED = ("total_seconds", "first_token_p50", "first_token_p90", "computed_tokens")  # with the baseline
+COUNTED = {HITS: "tier", MISSES: "reason", DECISIONS: "choice", SOURCES: "source"}
+
+
+@dataclass
+class Round:
+    """One setting with the conversations of one round. All tokens are of prompts."""
+
+    total_seconds: float
+    first_token_seconds: list[float]
+    prompt_tokens: int
+    computed_tokens: int
+    device_tokens: int  # that vLLM's own cache had
+    hit_tokens: dict[str, int]  # by the tier that their bytes came from
+    miss_tokens: dict[str, int]  # by reason
+    decisions: dict[str, int]
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "total_seconds": self.total_seconds,
+            "first_token_p50": percentile(self.first_token_seconds, 0.5),
+            "first_token_p90": percentile(self.first_token_seconds, 0.9),
+            "computed_tokens": self.computed_tokens,
+            "all_hit_tokens": sum(self.hit_tokens.values()),
+            "reused_share": 1 - self.computed_tokens / self.prompt_tokens,  # vLLM's own cache included
+        }
+
+
+def counters(servers: Sequence[LocalServer]) -> dict[str, dict[str, float]]:
+    """Of all the servers together: metric, value of its label, count."""
+    pages = [Page(server.get("/metrics")) for server in servers]
+    return {
+        metric: {
+            value: sum(page.sum(metric, **{label: value}) for page in pages)
+            for value in sorted({value for page in pages for value in page.values_of(metric, label)})
+        }
+        for metric, label in COUNTED.items()
+    }
+
+
+def grown(servers: Sequence[LocalServer], before: dict[str, dict[str, float]]) -> dict[str, dict[str, int]]:
+    """What was counted since; without what was not."""
+    return {
+        metric: {
+            value: int(count - before[metric].get(value, 0))
+            for value, count in found.items()
+            if count != before[metric].get(value, 0)
+        }
+        for metric, found in counters(servers).items()
+    }
+
+
+def settle(servers: Sequence[LocalServer]) -> None:
+    """Until they have nothing left to write. A server that is idle publishes nothing: it is asked."""
+    for server in servers:
+        give_up, quiet = time.monotonic() + SETTLE_SECONDS, 0
+        while quiet < 10:
+            if time.monotonic() > give_up:
+                raise TimeoutError(f"still writing after {SETTLE_SECONDS} s\n{server.log_tail()}")
+            server.ask([7] * 16, max_tokens=1)
+            quiet = quiet + 1 if server.metric("kv_offload_queue_depth", op="write") == 0 else 0
+            time.sleep(0.1)
+
+
+def router(name: str, servers: Sequence[LocalServer], seed: int) -> Callable[[int, int], LocalServer]:
+    """Where a conversation's turn goes; the same for every setting but ``sticky`` and ``one``."""
+
+    def route(session: int, turn: int) -> LocalServer:
+        if name == "sticky":
+            return servers[session % len(servers)]
+        return random.Random(f"{seed} {session} {turn}").choice(servers)
+
+    return route
+
+
+def play_round(name: str, servers: Sequence[LocalServer], arguments: argparse.Namespace, seed: int) -> Round:
+    before = counters(servers)
+    taken = play(
+        router(name, servers, seed), LOOP, arguments.sessions, arguments.turns, arguments.clients, seed
+    )
+    found = grown(servers, before)
+    sources = found[SOURCES]
+    if sum(sources.values()) != taken.prompt_tokens:
+        raise RuntimeError(f"{name}: {taken.prompt_tokens} tokens were sent, vLLM counts {sources}")
+    settle(servers)
+    return Round(
+        total_seconds=taken.total,
+        first_token_seconds=taken.first_tokens,
+        prompt_tokens=taken.prompt_tokens,
+        computed_tokens=sources.get("local_compute", 0),
+        device_tokens=sources.get("local_cache_hit", 0),
+        hit_tokens=found[HITS],
+        miss_tokens=found[MISSES],
+        decisions=found[DECISIONS],
+    )
+
+
+# ---- servers
+
+
+class Setup:
+    """The model, and how servers of it are started."""
+
+    def __init__(self, directory: Path, arguments: argparse.Namespace) -> None:
+        self.directory, self.clients = directory, arguments.clients
+        self.model = make_model(directory / "model", arguments.kind)
+        self.longest = LOOP.first + (arguments.turns - 1) * (LOOP.more + LOOP.answer) + LOOP.answer
+
+    def servers(self, name: str, tier: dict[str, Any] | None) -> list[LocalServer]:
+        """Of one setting, not started. ``tier``: below host memory; None: a directory each."""
+        if name == "one":
+            return [self._server(name, 2, slice(None), self._config(2, tier or self._disk(name)))]
+        labels = [f"{name}-{number}" for number in range(2)]
+        return [
+            self._server(label, 1, slice(number, None, 2), self._config(1, tier or self._disk(label)))
+            for number, label in enumerate(labels)
+        ]
+
+    def _disk(self, label: str) -> dict[str, Any]:
+        return {"type": "fs", "root_dir": str(self.directory / f"kv-{label}"), "max_bytes": "8GiB"}
+
+    def shared_disk(self) -> dict[str, Any]:
+        return self._disk("shared")
+
+    def _config(self, replicas: int, tier: dict[str, Any]) -> dict[str, Any]:
+        return kv_transfer_config(replicas * REPLICA_BYTES, secondary_tiers=[tier])
+
+    def _server(self, label: str, replicas: int, cores: slice, config: dict[str, Any]) -> LocalServer:
+        mine = sorted(os.sched_getaffinity(0))[cores]
+        return LocalServer(
+            self.model,
+            self.directory / f"{label}.log",
+            blocks=replicas * (self.clients * (self.longest // BLOCK + 2) + 2),
+            kv_transfer=config,
+            max_model_len=self.longest + BLOCK,
+            environment=environment() | {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine))},
+        )
+
+
+def start(server: LocalServer) -> None:
+    server.start()
+    for _ in range(2):  # vLLM compiles its helpers at the first requests
+        server.ask([random.randrange(2, 2048) for _ in range(4 * BLOCK)], max_tokens=4)
+
+
+def prepare(names: Sequence[str], setup: Setup, stack: contextlib.ExitStack) -> dict[str, list[LocalServer]]:
+    """The servers of each setting, all of them started; ended with ``stack``."""
+    found: dict[str, list[LocalServer]] = {}
+    for name in dict.fromkeys(SERVERS_OF.get(name, name) for name in names):
+        tier = setup.shared_disk() if name == "directory" else None
+        if name in OWN:
+            tier = entry_of(stack.enter_context(OWN[name]()))
+        found[name] = setup.servers(name, tier)
+    servers = [server for each in found.values() for server in each]
+    for server in servers:
+        stack.callback(server.stop)
+    say(f"starting {len(servers)} servers")
+    with ThreadPoolExecutor(2) as pool:
+        starting = [pool.submit(start, server) for server in servers]
+        try:
+            for each in starting:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    settle(servers)
+    return {name: found[SERVERS_OF.get(name, name)] for name in names}
+
+
+# ---- results
+
+
+def summary(rounds: dict[str, list[Round]]) -> dict[str, Any]:
+    """Per setting its rounds, their medians, and each round against the same round of the baseline."""
+    results: dict[str, Any] = {}
+    for name, taken in rounds.items():
+        figures = [each.figures() for each in taken]
+        results[name] = {
+            "median": {key: statistics.median(each[key] for each in figures) for key in figures[0]},
+            "rounds": [asdict(one) | each for one, each in zip(taken, figures, strict=True)],
+        }
+        if BASELINE in rounds:
+            pairs = list(zip(figures, (each.figures() for each in rounds[BASELINE]), strict=True))
+            ratios = {key: [mine[key] / base[key] for mine, base in pairs] for key in COMPARED}
+            results[name]["against_apart"] = ratios
+            results[name]["median_against_apart"] = {
+                key: statistics.median(values) for key, values in ratios.items()
+            }
+    return results
+
+
+def tell(results: dict[str, Any]) -> None:
+    say(f"machine: {describe_machine()['text']}")
+    for name, result in results.items():
+        median = result["median"]
+        text = (
+            f"{name:10} all of it {median['total_seconds']:5.1f} s, first token "
+            f"{median['first_token_p50']:.2f} and {median['first_token_p90']:.2f} s, "
+            f"computed {median['computed_tokens']:6.0f} tokens, hit {median['all_hit_tokens']:6.0f}"
+        )
+        if "against_apart" in result:
+            ratios = result["against_apart"]["total_seconds"]
+            text += f"; time against {BASELINE}: " + ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        say(text)
+
+
+def draw(path: Path, results: dict[str, Any]) -> None:
+    bars = []
+    for name, result in results.items():
+        median = result["median"]
+        text = f"{median['total_seconds']:.1f} s, {median['computed_tokens'] / 1000:.0f},000 computed"
+        bars.append((name, median["total_seconds"], text))
+    draw_bars(path, bars, "seconds for all conversations of a round", "Conversations that move")
+
+
+def keep(rounds: dict[str, list[Round]], arguments: argparse.Namespace) -> None:
+    results = summary(rounds)
+    parameters = {key: getattr(arguments, key) for key in ("sessions", "turns", "clients", "kind")}
+    parameters |= {"loop": asdict(LOOP), "replica_bytes": REPLICA_BYTES}
+    write_results(
+        "replicas", {"parameters": parameters, "results": results}, lambda path: draw(path, results)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sessions", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=2)
+    parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
+    parser.add_argument("--only", choices=SETTINGS, action="append", help="may be repeated")
+    parser.add_argument("--dry", action="store_true", help="for trying out: nothing is written")
+    parser.add_argument("--directory", type=Path, help="where the directories are; default: a temporary one")
+    arguments = parser.parse_args()
+    names = [name for name in SETTINGS if not arguments.only or name in arguments.only]
+    say(describe_machine()["text"])
+    rounds: dict[str, list[Round]] = {name: [] for name in names}
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.directory, prefix="replicas-") as directory,
+        contextlib.ExitStack() as stack,
+    ):
+        servers = prepare(names, Setup(Path(directory), arguments), stack)
+        for number in range(arguments.rounds):
+            for name in names if number % 2 == 0 else names[::-1]:
+                seed = 2 * number + (name in SERVERS_OF)  # the same servers have played the other one
+                taken = play_round(name, servers[name], arguments, seed)
+                rounds[name].append(taken)
+                say(
+                    f"round {number + 1}, {name:10} {taken.total_seconds:5.1f} s, computed "
+                    f"{taken.computed_tokens} of {taken.prompt_tokens}, hit {taken.hit_tokens}"
+                )
+            if not arguments.dry:
+                keep(rounds, arguments)  # whoever ends it here has what was measured so far
+    tell(summary(rounds))
+
+
+if __name__ == "__main__":
+    main()
