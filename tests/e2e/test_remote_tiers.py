@@ -205,7 +205,7 @@ class Served:
 
         wanted = (computed, loaded, answered)
         waiting.until(
-            lambda: so_far() == wanted, 30, lambda: f"computed, loaded, answered: {so_far()}, {wanted}"
+            lambda: so_far() == wanted, 240, lambda: f"computed, loaded, answered: {so_far()}, {wanted}"
         )
 
 
