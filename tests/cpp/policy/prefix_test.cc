@@ -147,6 +147,49 @@ TEST_F(PrefixPolicyTest, LearnsThatOnePromptsKindComesBackAndAnotherDoesNot) {
   EXPECT_GT(hits, possible * 9 / 10) << possible;
 }
 
+// Each turn of a chat brings its last block under another key than the next one does, as where it is half
+// full.
+TEST_F(PrefixPolicyTest, LearnsThatEndsOfPromptsDoNotComeBack) {
+  constexpr std::size_t kCapacity = 400;
+  Slot next = 0;
+  std::vector<std::vector<Slot>> talks(50);
+  for (std::size_t i = 0; i < 3000; ++i) {
+    auto& talk = talks[i % talks.size()];
+    if (talk.size() > 6) talk.clear();
+    talk.push_back(next++);
+    auto prompt = talk;
+    prompt.push_back(next++);
+    serve(prompt);
+    while (parent_of_.size() > kCapacity) evict();
+  }
+  // The next to go are the ends of the last turns, the youngest there are, and not what comes back.
+  std::set<Slot> coming_back;
+  for (const auto& talk : talks) coming_back.insert(talk.begin(), talk.end());
+  for (int i = 0; i < 40; ++i) EXPECT_FALSE(coming_back.contains(evict())) << i;
+}
+
+// Prompts of one block behind a document of four: many read the first half of the documents, nobody any other
+// twice.
+TEST_F(PrefixPolicyTest, LearnsThatWhatWasUsedBeforeIsUsedAgain) {
+  constexpr std::size_t kCapacity = 300;
+  Slot next = 1000;
+  std::mt19937 random(3);
+  std::size_t hits = 0, possible = 0;
+  for (int i = 0; i < 6000; ++i) {
+    auto prompt = this->prompt(i % 3 == 0 ? 4 * static_cast<Slot>(random() % 50) : next, 4);
+    if (prompt[0] == next) next += 4;
+    prompt.push_back(next++);
+    const bool counts = i > 3000 && prompt[0] < 1000;
+    const std::size_t found = serve(prompt);
+    possible += counts ? 4 : 0;
+    hits += counts ? found : 0;
+    while (parent_of_.size() > kCapacity) evict();
+  }
+  // Between two reads of a document come about 150 prompts, 580 chunks that are new: LRU would hit a few by
+  // chance.
+  EXPECT_GT(hits, possible * 9 / 10) << possible;
+}
+
 TEST_F(PrefixPolicyTest, AnOfferOfWhatARequestStoredItselfIsNoReturn) {
   for (int i = 0; i < 500; ++i) {
     serve(prompt(static_cast<Slot>(100 * i), 4));
