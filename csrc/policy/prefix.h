@@ -95,7 +95,9 @@ class PrefixPolicy final : public EvictionPolicy {
     return node.record != 0 && node.tree != PrefixTree::kNone && !tree_.extended(node.tree);
   }
   unsigned class_of(const Node& node) const {
-    return ReturnModel::class_of(classes_.class_of(node.record), is_end(node), node.used);
+    // Of the youngest the request may still go on behind it.
+    const bool end = is_end(node) && now_ - node.time >= ReturnModel::edge(1);
+    return ReturnModel::class_of(classes_.class_of(node.record), end, node.used);
   }
   ReturnHistory::Use use_of(const Node& node) const {
     return {.record = node.record,
