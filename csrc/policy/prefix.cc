@@ -8,12 +8,11 @@ namespace kv_offload {
 namespace {
 
 constexpr std::uint64_t kAdvanceEvery = 16;  // uses
-constexpr std::uint64_t kLearnEvery = 32;
-constexpr float kKeep = 0.993f;        // of what was learned, each time
+constexpr std::uint64_t kLearnEvery = 8;
+constexpr float kKeep = 0.993f;        // of what was learned of a class, each time that it has its turn
 constexpr std::uint64_t kHorizon = 8;  // times the number of entries
 constexpr std::uint64_t kMinHorizon = 4096;
 constexpr float kClearlyLess = 0.5f;
-constexpr float kRising = 1.05f;
 
 }  // namespace
 
@@ -27,10 +26,10 @@ void PrefixPolicy::insert(Slot slot, const EntryInfo& info) {
   note_use(node);
   node.record = classes_.refer(info.request);
   node.tree = tree_.take(info.id, info.parent, slot);
-  if (node.record != 0) {
-    classes_.note_stored(node.record, history_.sampled(info.id), history_.knows(info.id));
-  }
-  history_.used(info.id, node.record, now_, is_branched(node));
+  node.used = history_.knows(info.id);
+  if (node.record != 0) classes_.note_stored(node.record, history_.sampled(info.id), node.used);
+  history_.used(info.id, use_of(node));
+  if (info.parent != 0) history_.extended(info.parent, node.record);
   no_leaf_above(node);
   put(slot);
 }
@@ -53,10 +52,10 @@ void PrefixPolicy::access(Slot slot, const EntryInfo& info) {
   if (node.place != Place::kPinned) lift(slot);
   const RequestClasses::Record before = node.record;
   node.record = classes_.refer(info.request);
+  node.used = true;
   note_use(node);
-  const bool branched = is_branched(node);
-  if (!branched) classes_.note_return(node.record);
-  history_.used(info.id, node.record, now_, branched);
+  if (!is_branched(node)) classes_.note_return(node.record);
+  history_.used(info.id, use_of(node));
   classes_.release(before);
   if (node.place != Place::kPinned) put(slot);
 }
@@ -66,7 +65,7 @@ void PrefixPolicy::refresh(Slot slot, const EntryInfo& info) {
   assert(node.place != Place::kUnknown);
   if (node.place != Place::kPinned) lift(slot);
   note_use(node);
-  history_.renewed(info.id, node.record, now_);
+  history_.renewed(info.id, use_of(node));
   if (node.place != Place::kPinned) put(slot);
 }
 
@@ -98,42 +97,39 @@ void PrefixPolicy::unpin(Slot slot) {
 
 std::optional<Slot> PrefixPolicy::victim() {
   struct Best {
-    const Leaves* set = nullptr;
+    unsigned of_class = 0, bucket = 0;
     float worth = 0;
-    bool rising = false;  // with age
+    std::uint64_t use = 0;
   };
-  int moves = kMaxMoves;
-  Best least, oldest;
-  for (unsigned c = 0; c < ReturnModel::kClasses; ++c) {
-    for (std::uint64_t left = filled_[c]; left != 0; left &= left - 1) {
-      settle_oldest(c, static_cast<unsigned>(std::countr_zero(left)), &moves);
+  for (int moves = kMaxMoves;;) {
+    std::optional<Best> least, oldest;
+    bool moved = false;
+    for (unsigned c = 0; c < ReturnModel::kClasses; ++c) {
+      for (std::uint64_t left = filled_[c]; left != 0; left &= left - 1) {
+        const auto b = static_cast<unsigned>(std::countr_zero(left));
+        if (oldest_[c][b].due <= now_ && moves > 0) moved |= settle_oldest(c, b, &moves);
+        if ((filled_[c] >> b & 1) == 0) continue;
+        const Best here{c, b, model_.worth(c, b), oldest_[c][b].use};
+        if (!least || here.worth < least->worth) least = here;
+        if (!oldest || here.use < oldest->use) oldest = here;
+      }
     }
+    if (moved) continue;  // into a set that was looked at before
+    if (!least) return inner_.oldest == kNone ? std::nullopt : std::optional(inner_.oldest);
+    const Best& best = least->worth < kClearlyLess * oldest->worth ? *least : *oldest;
+    if (settle_oldest(best.of_class, best.bucket, &moves)) continue;  // its request has become another class
+    return leaves_[best.of_class][best.bucket].begin()->second;
   }
-  for (unsigned c = 0; c < ReturnModel::kClasses; ++c) {
-    for (std::uint64_t left = filled_[c]; left != 0; left &= left - 1) {
-      const auto b = static_cast<unsigned>(std::countr_zero(left));
-      const float worth = model_.worth(c, b);
-      const bool rising = b + 1 < ReturnModel::kBuckets && model_.worth(c, b + 1) > kRising * worth;
-      const Best here{&leaves_[c][b], worth, rising};
-      if (least.set == nullptr || worth < least.worth) least = here;
-      if (oldest.set == nullptr || *here.set->begin() < *oldest.set->begin()) oldest = here;
-    }
-  }
-  if (least.set == nullptr) return inner_.oldest == kNone ? std::nullopt : std::optional(inner_.oldest);
-  if (least.worth >= kClearlyLess * oldest.worth) return oldest.set->begin()->second;
-  // What becomes worth more with age is let go before it has.
-  return least.rising ? least.set->rbegin()->second : least.set->begin()->second;
 }
 
-// Moves the oldest leaves of a set to where they belong by now.
-void PrefixPolicy::settle_oldest(unsigned of_class, unsigned bucket, int* moves) {
+// Moves the oldest leaves of a set to where they belong by now. Whether there were any.
+bool PrefixPolicy::settle_oldest(unsigned of_class, unsigned bucket, int* moves) {
   const Leaves& set = leaves_[of_class][bucket];
-  while (!set.empty() && *moves > 0) {
+  for (bool moved = false;; moved = true) {
+    if (set.empty() || *moves == 0) return moved;
     const Slot slot = set.begin()->second;
     const Node& node = nodes_[slot];
-    if (classes_.class_of(node.record) == of_class && ReturnModel::bucket_of(now_ - node.time) == bucket) {
-      return;
-    }
+    if (class_of(node) == of_class && ReturnModel::bucket_of(now_ - node.time) == bucket) return moved;
     --*moves;
     lift(slot);
     put_leaf(slot);
@@ -162,10 +158,11 @@ void PrefixPolicy::put(Slot slot) {
 void PrefixPolicy::put_leaf(Slot slot) {
   Node& node = nodes_[slot];
   node.place = Place::kLeaf;
-  node.of_class = static_cast<std::uint8_t>(classes_.class_of(node.record));
+  node.of_class = static_cast<std::uint8_t>(class_of(node));
   node.bucket = static_cast<std::uint8_t>(ReturnModel::bucket_of(now_ - node.time));
-  leaves_[node.of_class][node.bucket].insert({node.use, slot});
+  const auto at = leaves_[node.of_class][node.bucket].insert({node.use, slot}).first;
   filled_[node.of_class] |= std::uint64_t{1} << node.bucket;
+  if (at == leaves_[node.of_class][node.bucket].begin()) note_oldest(node.of_class, node.bucket);
 }
 
 void PrefixPolicy::lift(Slot slot) {
@@ -173,10 +170,19 @@ void PrefixPolicy::lift(Slot slot) {
   if (node.place == Place::kLeaf) {
     Leaves& set = leaves_[node.of_class][node.bucket];
     set.erase({node.use, slot});
-    if (set.empty()) filled_[node.of_class] &= ~(std::uint64_t{1} << node.bucket);
+    if (set.empty()) {
+      filled_[node.of_class] &= ~(std::uint64_t{1} << node.bucket);
+    } else if (oldest_[node.of_class][node.bucket].use == node.use) {
+      note_oldest(node.of_class, node.bucket);
+    }
   } else if (node.place == Place::kInner) {
     inner_.unlink(nodes_, slot);
   }
+}
+
+void PrefixPolicy::note_oldest(unsigned of_class, unsigned bucket) {
+  const auto& [use, slot] = *leaves_[of_class][bucket].begin();
+  oldest_[of_class][bucket] = {use, nodes_[slot].time + ReturnModel::edge(bucket + 1)};
 }
 
 }  // namespace kv_offload

@@ -5,11 +5,11 @@
 //   of prefixes (leaves) are victims. While an unpinned leaf is left, nothing goes
 //   before a chunk that lies behind it.
 // - What a request brought tells what becomes of it. Requests are classed by whether
-//   they came back to something, and by how much new prompt they bring; how soon the
-//   chunks of each class come back, by age, is learned while serving (ReturnHistory, ReturnModel). The leaf
-//   with the least worth goes, when that is clearly less than what the least recent leaf is worth; else that
-//   one goes. So without anything learned it is LRU on leaves, and it stays near LRU where there is nothing
-//   to be learned.
+//   they came back to something, and by how much new prompt they bring; chunks, by whether they were used
+//   before and whether they end a prompt. How soon the chunks of each class come back, by age, is learned
+//   while serving (ReturnHistory, ReturnModel). The leaf with the least worth goes, when that is clearly less
+//   than what the least recent leaf is worth; else that one goes. So without anything learned it is LRU on
+//   leaves, and it stays near LRU where there is nothing to be learned.
 //
 // Leaves stand in one set for each class and age, by recency. A leaf that grew older
 // is moved when it comes up as a candidate, at most kMaxMoves in a call. O(log n).
@@ -64,10 +64,16 @@ class PrefixPolicy final : public EvictionPolicy {
     Slot newer = kNone;  // kInner
     Slot older = kNone;
     Place place = Place::kUnknown;
+    bool used = false;          // by a request other than the one that stored it
     std::uint8_t of_class = 0;  // kLeaf: the set that it is in
     std::uint8_t bucket = 0;
   };
   using Leaves = std::set<std::pair<std::uint64_t, Slot>>;  // use, slot
+  // What victim() looks at of each set, without touching the set.
+  struct Oldest {
+    std::uint64_t use = 0;
+    std::uint64_t due = 0;  // when it is too old for its set
+  };
 
   void note_use(Node& node);
   Slot parent_of(const Node& node) const;
@@ -76,12 +82,29 @@ class PrefixPolicy final : public EvictionPolicy {
   void put(Slot slot);
   void lift(Slot slot);
   void put_leaf(Slot slot);
-  void settle_oldest(unsigned of_class, unsigned bucket, int* moves);
+  void note_oldest(unsigned of_class, unsigned bucket);
+  bool settle_oldest(unsigned of_class, unsigned bucket, int* moves);
   bool has_children(const Node& node) const {
     return node.tree != PrefixTree::kNone && tree_.children(node.tree) > 0;
   }
   bool is_branched(const Node& node) const {
     return node.tree != PrefixTree::kNone && tree_.branched(node.tree);
+  }
+  // (Of an entry that no request used here it is not known.)
+  bool is_end(const Node& node) const {
+    return node.record != 0 && node.tree != PrefixTree::kNone && !tree_.extended(node.tree);
+  }
+  unsigned class_of(const Node& node) const {
+    // Of the youngest the request may still go on behind it.
+    const bool end = is_end(node) && now_ - node.time >= ReturnModel::edge(1);
+    return ReturnModel::class_of(classes_.class_of(node.record), end, node.used);
+  }
+  ReturnHistory::Use use_of(const Node& node) const {
+    return {.record = node.record,
+            .now = now_,
+            .end = is_end(node),
+            .used = node.used,
+            .branched = is_branched(node)};
   }
 
   TableVector<Node> nodes_;
@@ -92,7 +115,10 @@ class PrefixPolicy final : public EvictionPolicy {
   RequestClasses classes_;
   ReturnModel model_;
   ReturnHistory history_{model_, classes_};
-  std::array<std::array<Leaves, ReturnModel::kBuckets>, ReturnModel::kClasses> leaves_;
+  template <typename T>
+  using Sets = std::array<std::array<T, ReturnModel::kBuckets>, ReturnModel::kClasses>;
+  Sets<Leaves> leaves_;
+  Sets<Oldest> oldest_;                                        // of those that are not empty
   std::array<std::uint64_t, ReturnModel::kClasses> filled_{};  // bit b: leaves_[class][b] is not empty
   RecencyList inner_;
 };

@@ -30,6 +30,8 @@ class PrefixTree {
   Slot slot(Node node) const { return nodes_[node].slot; }
   Node parent(Node node) const { return nodes_[node].parent; }
   std::uint32_t children(Node node) const { return nodes_[node].children; }
+  // Has (or had, while it is here) a child.
+  bool extended(Node node) const { return nodes_[node].child_tag != 0; }
   // Has (or had, while it is here) more than one child: the head of several prefixes.
   bool branched(Node node) const { return nodes_[node].child_tag == kSeveral; }
   void prefetch(ChunkId id) const { by_id_.prefetch(id); }

@@ -16,7 +16,7 @@ namespace kv_offload {
 class RequestClasses {
  public:
   using Record = std::uint32_t;
-  static constexpr unsigned kUnknown = ReturnModel::kClasses - 1;
+  static constexpr unsigned kUnknown = ReturnModel::kRequestClasses - 1;
   // Classes below this one brought all there is anew, those from here on came back to something.
   static constexpr unsigned kCameBack = kUnknown / 2;
 

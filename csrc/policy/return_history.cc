@@ -6,43 +6,53 @@
 
 namespace kv_offload {
 
-void ReturnHistory::used(ChunkId id, RequestClasses::Record record, std::uint64_t now, bool branched) {
+void ReturnHistory::used(ChunkId id, const Use& use) {
   if (!sampled(id)) return;
   const std::uint32_t at = find(id);
-  if (at == kNone) return add(id, record, now);
+  if (at == kNone) return add(id, use);
   unlink(at);
-  if (!branched) {
+  if (!use.branched) {
     Sample& sample = samples_[at];
-    const unsigned bucket = ReturnModel::bucket_of(now - sample.time);
+    const unsigned bucket = ReturnModel::bucket_of(use.now - sample.time);
     catch_up(sample, bucket);
-    const unsigned of_class = classes_.class_of(sample.record);
+    const unsigned of_class = class_of(sample);
     if (bucket == 0) model_.reached(of_class, 0);
     model_.returned(of_class, bucket);
   }
-  begin_again(at, record, now);
+  begin_again(at, use);
 }
 
-void ReturnHistory::renewed(ChunkId id, RequestClasses::Record record, std::uint64_t now) {
+void ReturnHistory::renewed(ChunkId id, const Use& use) {
   if (!sampled(id)) return;
   const std::uint32_t at = find(id);
-  if (at == kNone) return add(id, record, now);
+  if (at == kNone) return add(id, use);
   unlink(at);
-  begin_again(at, record, now);
+  begin_again(at, use);
+}
+
+// An earlier request's use is left as it is: that one ended here, whoever went on. (What is stored anew comes
+// from the deepest on: the use that brings this request here, and counts as a return, is still to come.)
+void ReturnHistory::extended(ChunkId id, RequestClasses::Record record) {
+  if (!sampled(id)) return;
+  const std::uint32_t at = find(id);
+  if (at != kNone && samples_[at].record == record) samples_[at].end = false;
 }
 
 // REQUIRES: in no queue.
-void ReturnHistory::begin_again(std::uint32_t at, RequestClasses::Record record, std::uint64_t now) {
+void ReturnHistory::begin_again(std::uint32_t at, const Use& use) {
   Sample& sample = samples_[at];
-  classes_.release(std::exchange(sample.record, classes_.refer_again(record)));
-  sample.time = now;
+  classes_.release(std::exchange(sample.record, classes_.refer_again(use.record)));
+  sample.time = use.now;
   sample.bucket = 0;
+  sample.end = use.end;
+  sample.used = use.used;
   link(at);
 }
 
 // Counts the ages that it reached since it was looked at. (The first one is
 // counted when it is left: until then its request may still be growing.)
 void ReturnHistory::catch_up(Sample& sample, unsigned bucket) {
-  const unsigned of_class = classes_.class_of(sample.record);
+  const unsigned of_class = class_of(sample);
   for (; sample.bucket < bucket; ++sample.bucket) {
     if (sample.bucket == 0) model_.reached(of_class, 0);
     model_.reached(of_class, sample.bucket + 1u);
@@ -68,7 +78,7 @@ void ReturnHistory::cross(unsigned bucket, std::uint64_t now) {
   for (; at != kNone && now - samples_[at].time >= edge; at = samples_[at].newer) {
     Sample& sample = samples_[at];
     __builtin_prefetch(&sample + 4);
-    ++counts[classes_.class_of(sample.record)];
+    ++counts[class_of(sample)];
     sample.bucket = static_cast<std::uint8_t>(bucket + 1);
     crossed_[bucket] = at;
   }
@@ -80,7 +90,7 @@ void ReturnHistory::cross(unsigned bucket, std::uint64_t now) {
   }
 }
 
-void ReturnHistory::add(ChunkId id, RequestClasses::Record record, std::uint64_t now) {
+void ReturnHistory::add(ChunkId id, const Use& use) {
   sweep();
   if (by_id_.size() == kMaxSamples) {
     if (swept_ >= samples_.size()) {
@@ -98,7 +108,11 @@ void ReturnHistory::add(ChunkId id, RequestClasses::Record record, std::uint64_t
     first_free_ = samples_[at].newer;
     if (first_free_ == kNone) last_free_ = kNone;
   }
-  samples_[at] = {id, now, classes_.refer_again(record), kNone, kNone, 0};
+  samples_[at] = {.id = id,
+                  .time = use.now,
+                  .record = classes_.refer_again(use.record),
+                  .end = use.end,
+                  .used = use.used};
   by_id_.at(id, id_of()) = at;
   link(at);
   if (by_id_.size() == kMaxSamples) by_id_.prefetch(samples_[by_time_.oldest].id);  // the next to drop

@@ -27,11 +27,20 @@ class ReturnHistory {
     crossed_.fill(kNone);
   }
 
-  // An entry was stored or hit by the request of `record`, at this time (which grows).
-  // `branched`: it is the head of several prefixes, whose returns say nothing of others.
-  void used(ChunkId id, RequestClasses::Record record, std::uint64_t now, bool branched);
+  struct Use {
+    RequestClasses::Record record = 0;  // of the request
+    std::uint64_t now = 0;              // grows
+    bool end = false;                   // as of ReturnModel::class_of, from now on
+    bool used = false;
+    bool branched = false;  // the head of several prefixes, whose returns say nothing of others
+  };
+
+  // An entry was stored or hit.
+  void used(ChunkId id, const Use& use);
   // Used, though not because it was asked for: its age begins again.
-  void renewed(ChunkId id, RequestClasses::Record record, std::uint64_t now);
+  void renewed(ChunkId id, const Use& use);
+  // The request of `record`, which used this entry, went on behind it.
+  void extended(ChunkId id, RequestClasses::Record record);
   bool sampled(ChunkId id) const { return id != 0 && (id * 0x9E3779B97F4A7C15ull >> 40 & skip_mask_) == 0; }
   bool knows(ChunkId id) const { return find(id) != kNone; }
   void prefetch(ChunkId id) const { by_id_.prefetch(id); }
@@ -49,14 +58,19 @@ class ReturnHistory {
     std::uint32_t newer = kNone;
     std::uint32_t older = kNone;
     std::uint8_t bucket = 0;
+    bool end = false;
+    bool used = false;
   };
   auto id_of() const {
     return [this](std::uint32_t at) { return samples_[at].id; };
   }
   std::uint32_t find(ChunkId id) const { return by_id_.find(id, id_of()); }
-  void begin_again(std::uint32_t at, RequestClasses::Record record, std::uint64_t now);
+  unsigned class_of(const Sample& sample) const {
+    return ReturnModel::class_of(classes_.class_of(sample.record), sample.end, sample.used);
+  }
+  void begin_again(std::uint32_t at, const Use& use);
   void catch_up(Sample& sample, unsigned bucket);
-  void add(ChunkId id, RequestClasses::Record record, std::uint64_t now);
+  void add(ChunkId id, const Use& use);
   void sweep();  // drops what is in the sample no more
   void drop(std::uint32_t at);
   void link(std::uint32_t at);

@@ -5,9 +5,11 @@
 namespace kv_offload {
 namespace {
 
-// What all classes show stands for this many entries of each, until it has more of its own.
+// A class's factors stand for this many entries of it, until it has more of its own.
 constexpr float kPriorEntries = 20;
-// And this share of them comes back in each bucket, until anything is known. (The
+// And a factor of 1 for so many returns of a request class or a kind.
+constexpr float kPriorOfFactor = 20;
+// This share of all comes back in each bucket, until anything is known. (The
 // first bucket has all octaves below the second.)
 constexpr float kPriorReturns = 0.01f;
 constexpr float kFirstPriorReturns = 0.025f;
@@ -23,12 +25,14 @@ constexpr auto kWidths = [] {
 }  // namespace
 
 ReturnModel::ReturnModel() {
+  compare();
   for (unsigned c = 0; c < kClasses; ++c) rate(c);
 }
 
 void ReturnModel::learn(float keep) {
   const unsigned c = next_class_;
   next_class_ = (c + 1) % kClasses;
+  if (c == 0) compare();
   rate(c);
   for (unsigned b = 0; b < kBuckets; ++b) {
     exposed_[c][b] *= keep;
@@ -36,8 +40,9 @@ void ReturnModel::learn(float keep) {
   }
 }
 
-void ReturnModel::rate(unsigned of_class) {
-  std::array<float, kBuckets> exposed{}, returns{}, hazard;
+// What came back of each class, against what would have come back of it if it were like all.
+void ReturnModel::compare() {
+  std::array<float, kBuckets> exposed{}, returns{};
   for (unsigned c = 0; c < kClasses; ++c) {
     for (unsigned b = 0; b < kBuckets; ++b) {
       exposed[b] += exposed_[c][b];
@@ -45,7 +50,38 @@ void ReturnModel::rate(unsigned of_class) {
     }
   }
   for (unsigned b = 0; b < kBuckets; ++b) {
-    const float prior = (returns[b] + (b == 0 ? kFirstPriorReturns : kPriorReturns)) / (exposed[b] + 1);
+    pooled_[b] = (returns[b] + (b == 0 ? kFirstPriorReturns : kPriorReturns)) / (exposed[b] + 1);
+  }
+  std::array<float, kKinds> seen_of_kind, expected_of_kind;
+  seen_of_kind.fill(kPriorOfFactor);
+  expected_of_kind.fill(kPriorOfFactor);
+  for (unsigned request = 0; request < kRequestClasses; ++request) {
+    std::array<float, kKinds> seen{}, expected{};
+    float all_seen = kPriorOfFactor, all_expected = kPriorOfFactor;
+    for (unsigned kind = 0; kind < kKinds; ++kind) {
+      const unsigned c = request * kKinds + kind;
+      for (unsigned b = 0; b < kBuckets; ++b) {
+        seen[kind] += returns_[c][b];
+        expected[kind] += exposed_[c][b] * pooled_[b];
+      }
+      all_seen += seen[kind];
+      all_expected += expected[kind];
+    }
+    const float of_request = all_seen / all_expected;
+    for (unsigned kind = 0; kind < kKinds; ++kind) {
+      factor_[request * kKinds + kind] = of_request;
+      seen_of_kind[kind] += seen[kind];
+      expected_of_kind[kind] += expected[kind] * of_request;
+    }
+  }
+  for (unsigned c = 0; c < kClasses; ++c)
+    factor_[c] *= seen_of_kind[c % kKinds] / expected_of_kind[c % kKinds];
+}
+
+void ReturnModel::rate(unsigned of_class) {
+  std::array<float, kBuckets> hazard;
+  for (unsigned b = 0; b < kBuckets; ++b) {
+    const float prior = std::min(1.0f, factor_[of_class] * pooled_[b]);
     hazard[b] = std::min(
         1.0f, (returns_[of_class][b] + kPriorEntries * prior) / (exposed_[of_class][b] + kPriorEntries));
   }

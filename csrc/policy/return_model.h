@@ -2,6 +2,11 @@
 // entry and by age. Ages are counted in entries that were stored since, in half
 // octaves: the model knows no unit of time and no capacity.
 //
+// A class is the class of the request that used an entry last, and the kind of entry: whether
+// it had been used before, and whether it is the end of a prompt. What little was seen of a
+// class is filled up with what its request class and its kind show elsewhere, as factors of
+// what all entries do.
+//
 // worth(class, age) is the Gittins index of keeping such an entry: the largest
 // rate of returns per unit of age, over all spans for which it could be kept.
 // Of two entries the one worth less is the one to let go.
@@ -15,11 +20,18 @@ namespace kv_offload {
 
 class ReturnModel {
  public:
-  static constexpr unsigned kClasses = 17;
+  static constexpr unsigned kRequestClasses = 17;
+  static constexpr unsigned kKinds = 4;
+  static constexpr unsigned kClasses = kRequestClasses * kKinds;
   static constexpr unsigned kBuckets = 40;  // the last one: 47 million and more
 
   ReturnModel();
 
+  // `end`: nothing was ever seen behind it. A chat's last block, half full, comes back filled up and
+  // under another key. `used`: by a request other than the one that stored it.
+  static constexpr unsigned class_of(unsigned of_request, bool end, bool used) {
+    return of_request * kKinds + 2 * end + used;
+  }
   static unsigned bucket_of(std::uint64_t age) {
     if (age < kUnit) return 0;
     const unsigned octave = static_cast<unsigned>(std::bit_width(age)) - 1;
@@ -48,9 +60,14 @@ class ReturnModel {
   static constexpr std::uint64_t kUnit = 1u << kUnitBits;
   using Table = std::array<std::array<float, kBuckets>, kClasses>;
 
+  void compare();
   void rate(unsigned of_class);
 
   Table exposed_{}, returns_{}, worth_{};
+  // As of the last time that all classes were compared: the share of all entries that comes back in
+  // each bucket, and what a class returns by its factors, where all entries together return 1.
+  std::array<float, kBuckets> pooled_{};
+  std::array<float, kClasses> factor_{};
   unsigned next_class_ = 0;
 };
 

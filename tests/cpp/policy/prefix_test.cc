@@ -62,6 +62,14 @@ TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentPromptGoesFromItsEnd) {
   EXPECT_EQ(order, (std::vector<Slot>{11, 10, 2, 1, 0}));
 }
 
+// Prompts of one chunk and of three are of different classes; what they are worth is the same as yet.
+TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentGoesOfWhateverClass) {
+  for (const Slot first : {0u, 10u, 20u, 30u}) serve(prompt(first, first % 20 == 0 ? 1 : 3));
+  std::vector<Slot> order;
+  while (!parent_of_.empty()) order.push_back(evict());
+  EXPECT_EQ(order, (std::vector<Slot>{0, 12, 11, 10, 20, 32, 31, 30}));
+}
+
 // As of a directory after a start, in the order of their use: of a prompt the beginning is the oldest.
 TEST_F(PrefixPolicyTest, WhatLiesBeforeAChunkIsLearntWhenItIsUsed) {
   // By their uses alone the last of these orders would let the beginning go first.
@@ -145,6 +153,46 @@ TEST_F(PrefixPolicyTest, LearnsThatOnePromptsKindComesBackAndAnotherDoesNot) {
   }
   // Between two turns come 50 one-off prompts, 400 chunks: LRU would hit nothing.
   EXPECT_GT(hits, possible * 9 / 10) << possible;
+}
+
+// Each turn of a chat brings its last block under another key than the next one does, as where it is half
+// full.
+TEST_F(PrefixPolicyTest, LearnsThatEndsOfPromptsDoNotComeBack) {
+  constexpr std::size_t kCapacity = 1400;
+  Slot next = 0;
+  std::vector<std::vector<Slot>> talks(500);
+  std::size_t hits = 0, possible = 0;
+  for (std::size_t i = 0; i < 24000; ++i) {
+    auto& talk = talks[i % talks.size()];
+    if (talk.size() > i % 7) talk.clear();
+    talk.push_back(next++);
+    auto prompt = talk;
+    prompt.push_back(next++);
+    const std::size_t found = serve(prompt);
+    hits += i < 12000 ? 0 : found;
+    possible += i < 12000 ? 0 : talk.size() - 1;
+    while (parent_of_.size() > kCapacity) evict();
+  }
+  // Were ends kept like other chunks, 84%.
+  EXPECT_GT(hits, possible * 95 / 100) << possible;
+}
+
+// Questions of eight chunks, none asked twice, on documents of four, which are all read again: of one
+// request.
+TEST_F(PrefixPolicyTest, LearnsThatWhatWasUsedBeforeIsUsedAgain) {
+  constexpr std::size_t kCapacity = 300;
+  Slot next = 200;
+  std::mt19937 random(3);
+  std::size_t hits = 0;
+  for (int i = 0; i < 6000; ++i) {
+    auto prompt = this->prompt(4 * static_cast<Slot>(random() % 50), 4);
+    for (int chunk = 0; chunk < 8; ++chunk) prompt.push_back(next++);
+    const std::size_t found = serve(prompt);
+    hits += i < 3000 ? 0 : found;
+    while (parent_of_.size() > kCapacity) evict();
+  }
+  // Between two reads of a document come 600 chunks: LRU would hit 40% by chance.
+  EXPECT_GT(hits, 4u * 3000 * 95 / 100);
 }
 
 TEST_F(PrefixPolicyTest, AnOfferOfWhatARequestStoredItselfIsNoReturn) {

@@ -15,13 +15,16 @@ class ReturnHistoryTest : public testing::Test {
   void learn() {
     for (unsigned c = 0; c < ReturnModel::kClasses; ++c) model_.learn(1);
   }
-  static constexpr unsigned kClass = RequestClasses::kUnknown;
+  static constexpr unsigned of_kind(bool end, bool used) {
+    return ReturnModel::class_of(RequestClasses::kUnknown, end, used);
+  }
+  static constexpr unsigned kClass = ReturnModel::class_of(RequestClasses::kUnknown, false, false);
 };
 
 TEST_F(ReturnHistoryTest, AReturnIsLearnedAtItsAge) {
-  for (std::uint64_t n = 0; n < 500; ++n) history_.used(chunk_id(n), 0, 0, false);
+  for (std::uint64_t n = 0; n < 500; ++n) history_.used(chunk_id(n), {});
   history_.advance(1000, 100000);
-  for (std::uint64_t n = 0; n < 500; ++n) history_.used(chunk_id(n), 0, 1000, false);
+  for (std::uint64_t n = 0; n < 500; ++n) history_.used(chunk_id(n), {.now = 1000});
   learn();
   const unsigned at = ReturnModel::bucket_of(1000);
   EXPECT_GT(model_.worth(kClass, at), 5 * model_.worth(kClass, at + 1));
@@ -29,20 +32,47 @@ TEST_F(ReturnHistoryTest, AReturnIsLearnedAtItsAge) {
 
 TEST_F(ReturnHistoryTest, TheHeadOfSeveralPrefixesTeachesNothing) {
   const float before = model_.worth(kClass, 0);
-  for (std::uint64_t time = 0; time < 500; ++time) history_.used(chunk_id(1), 0, time, true);
+  for (std::uint64_t time = 0; time < 500; ++time)
+    history_.used(chunk_id(1), {.now = time, .branched = true});
   learn();
   EXPECT_EQ(model_.worth(kClass, 0), before);
 }
 
 TEST_F(ReturnHistoryTest, WhatWasOnlyInUseElsewhereIsNoReturn) {
   const float before = model_.worth(kClass, 0);
-  for (std::uint64_t time = 0; time < 500; ++time) history_.renewed(chunk_id(1), 0, time);
+  for (std::uint64_t time = 0; time < 500; ++time) history_.renewed(chunk_id(1), {.now = time});
   learn();
   EXPECT_EQ(model_.worth(kClass, 0), before);
 }
 
+TEST_F(ReturnHistoryTest, AReturnCountsForTheKindThatTheEntryWas) {
+  for (std::uint64_t n = 0; n < 500; ++n) history_.used(chunk_id(n), {.end = true});
+  history_.advance(1000, 100000);
+  for (std::uint64_t n = 0; n < 500; ++n) history_.used(chunk_id(n), {.now = 1000, .used = true});
+  history_.advance(3000, 100000);
+  learn();
+  const unsigned at = ReturnModel::bucket_of(1000);
+  EXPECT_GT(model_.worth(of_kind(true, false), at), 5 * model_.worth(of_kind(false, true), at));
+}
+
+TEST_F(ReturnHistoryTest, WhatItsOwnRequestWentOnBehindIsNoEnd) {
+  const auto record = classes_.refer(5), later = classes_.refer(6);
+  const unsigned of_request = classes_.class_of(record);
+  for (std::uint64_t n = 0; n < 500; ++n) {
+    history_.used(chunk_id(n), {.record = record, .end = true});
+    history_.extended(chunk_id(n), n % 2 == 0 ? record : later);
+  }
+  history_.advance(1000, 100000);
+  // Only those that did not go on come back: were they one kind, they would be worth the same.
+  for (std::uint64_t n = 1; n < 500; n += 2) history_.used(chunk_id(n), {.record = later, .now = 1000});
+  learn();
+  const unsigned at = ReturnModel::bucket_of(1000);
+  EXPECT_GT(model_.worth(ReturnModel::class_of(of_request, true, false), at),
+            2 * model_.worth(ReturnModel::class_of(of_request, false, false), at));
+}
+
 TEST_F(ReturnHistoryTest, DropsWhatLiesBeyondTheHorizon) {
-  for (std::uint64_t n = 0; n < 100; ++n) history_.used(chunk_id(n), 0, n, false);
+  for (std::uint64_t n = 0; n < 100; ++n) history_.used(chunk_id(n), {.now = n});
   history_.advance(149, 99);
   EXPECT_EQ(history_.size(), 50u);
   EXPECT_FALSE(history_.knows(chunk_id(49)));
@@ -52,7 +82,7 @@ TEST_F(ReturnHistoryTest, DropsWhatLiesBeyondTheHorizon) {
 TEST_F(ReturnHistoryTest, IsBoundedAndTakesEveryOtherWhenItIsFull) {
   constexpr std::uint64_t kUses = 2 * ReturnHistory::kMaxSamples - 1000;
   for (std::uint64_t n = 0; n < kUses; ++n) {
-    history_.used(chunk_id(n), 0, n, false);
+    history_.used(chunk_id(n), {.now = n});
     if (n % 16 == 0) history_.advance(n, kUses);
     ASSERT_LE(history_.size(), ReturnHistory::kMaxSamples);
   }
@@ -68,7 +98,7 @@ TEST_F(ReturnHistoryTest, IsBoundedAndTakesEveryOtherWhenItIsFull) {
 
 TEST_F(ReturnHistoryTest, HoldsTheRecordsOfItsSamplesAndNoOthers) {
   const auto record = classes_.refer(5);
-  history_.used(chunk_id(1), record, 0, false);
+  history_.used(chunk_id(1), {.record = record});
   classes_.release(record);
   EXPECT_EQ(classes_.size(), 1u);
   history_.advance(1000, 10);

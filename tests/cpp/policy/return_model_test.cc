@@ -37,6 +37,29 @@ TEST(ReturnModel, WhatComesBackIsWorthMoreThanWhatDoesNot) {
   EXPECT_LT(model.worth(2, 12), model.worth(2, 9));
 }
 
+// Ends of prompts never come back, whoever brought them: seen of one kind of request, it is expected of
+// another of which only other chunks were seen.
+TEST(ReturnModel, WhatAKindDoesIsExpectedOfRequestsOfWhichLittleWasSeen) {
+  ReturnModel model;
+  const auto see = [&](unsigned of_class, int times, bool returns) {
+    for (int i = 0; i < times; ++i) {
+      for (unsigned b = 0; b <= 10; ++b) model.reached(of_class, b);
+      if (returns) model.returned(of_class, 10);
+    }
+  };
+  see(ReturnModel::class_of(1, false, false), 1000, true);
+  see(ReturnModel::class_of(1, true, false), 1000, false);
+  see(ReturnModel::class_of(2, false, false), 1000, true);
+  for (unsigned c = 0; c < ReturnModel::kClasses; ++c) model.learn(1);
+  const float other = model.worth(ReturnModel::class_of(2, false, false), 10);
+  EXPECT_LT(model.worth(ReturnModel::class_of(2, true, false), 10), other / 4);
+  // And so it is with what a request's class does.
+  see(ReturnModel::class_of(3, false, false), 1000, false);
+  for (unsigned c = 0; c < ReturnModel::kClasses; ++c) model.learn(1);
+  EXPECT_LT(model.worth(ReturnModel::class_of(3, false, true), 10),
+            model.worth(ReturnModel::class_of(2, false, true), 10) / 4);
+}
+
 TEST(ReturnModel, ForgetsWhatIsNotSeenAgain) {
   ReturnModel model;
   for (int i = 0; i < 1000; ++i) {
