@@ -204,24 +204,27 @@ TEST(CompressionChoice, a_decision_settles) {
   EXPECT_FALSE(tier.on());
 }
 
-// Two thirds of each read are a wait that fewer bytes do not shorten: for a core, or for an answer. Reckoned,
-// encoded reads are 1.14 times as fast; side by side, 0.92.
+// Most of each read is a wait that fewer bytes do not shorten: for a core, or for an answer. When its codec
+// has become slow, encoded reads are 1.05 times as fast by reckoning; side by side, 0.84.
 struct Waiting : Simulated {
   Waiting() {
     read_speed = write_speed = 1e9;
-    wait = 2 * kMiB / 1e9;
-    codec_speed = {2.5e9, 1.8e9};
+    wait = 4 * kMiB / 1e9;
+    use(100);
+    EXPECT_TRUE(on());
   }
+  void become_slow() { codec_speed.decode = 0.77e9; }
 };
 
 TEST(CompressionChoice, reads_side_by_side_show_a_loss) {
   Waiting tier;
+  tier.become_slow();
   tier.use(100);
-  ASSERT_TRUE(tier.on()) << "the control: by reckoning";
+  EXPECT_TRUE(tier.on()) << "the control: by reckoning";
   tier.use(1000);
   EXPECT_FALSE(tier.on());
-  EXPECT_THAT(tier.choice.reason(), StartsWith("off: a read of 1 MiB takes 3.1"));
-  EXPECT_THAT(tier.choice.reason(), HasSubstr("side by side, encoded reads are 0.92 times as fast"));
+  EXPECT_THAT(tier.choice.reason(), StartsWith("off: a read of 1 MiB takes 5."));
+  EXPECT_THAT(tier.choice.reason(), HasSubstr("side by side, encoded reads are 0.84 times as fast"));
   unsigned was_on = 0;
   for (int i = 0; i < 5000; ++i) {
     tier.use(1);
@@ -230,6 +233,7 @@ TEST(CompressionChoice, reads_side_by_side_show_a_loss) {
   EXPECT_EQ(was_on, 0U) << "what was seen is not forgotten";
   tier.wait = 0;
   tier.read_speed = 300e6;
+  tier.codec_speed.decode = 2.5e9;
   tier.use(3000);
   EXPECT_TRUE(tier.on()) << "one record in some is still encoded, so that a change is seen";
 }
@@ -237,10 +241,9 @@ TEST(CompressionChoice, reads_side_by_side_show_a_loss) {
 // All would wait less if all were encoded: that is not seen side by side, and is not asked for.
 TEST(CompressionChoice, what_is_equal_side_by_side_is_no_loss) {
   Waiting tier;
-  tier.codec_speed.decode = 2.5e9;  // side by side, 0.97
   tier.use(5000);
   EXPECT_TRUE(tier.on());
-  EXPECT_THAT(tier.choice.reason(), HasSubstr("encoded reads are 0.97 times as fast"));
+  EXPECT_THAT(tier.choice.reason(), HasSubstr("encoded reads are 0.98 times as fast"));
 }
 
 TEST(CompressionChoice, one_record_in_some_is_stored_the_other_way) {
@@ -296,6 +299,7 @@ TEST(CompressionChoice, a_codec_that_was_slow_for_a_while_is_tried_again) {
 
 TEST(CompressionChoice, a_few_records_that_are_read_again_and_again_do_not_switch_it) {
   Waiting tier;
+  tier.become_slow();
   tier.use(2000);
   ASSERT_FALSE(tier.on());
   std::uint32_t first = 1;
