@@ -116,7 +116,7 @@ def codec_advice(
     read_bytes_per_second: float,
     write_bytes_per_second: float,
 ) -> str:
-    """What compress "auto" would do on such a tier at first, before it has compared reads, and why."""
+    """What compress "auto" would do on such a tier, and why."""
 
 def sealing_key_ids(paths: list[str]) -> list[str]:
     """The id of each key, in hex. RuntimeError or ValueError: a file cannot be used, and what to change."""

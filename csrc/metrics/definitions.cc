@@ -64,8 +64,7 @@ std::vector<MetricDefinition> make_definitions() {
             {"tier", "op"}),
       counter("kv_offload_io_ops_total", "Reads and writes of a tier that were direct or buffered.",
               {"tier", "mode"}),
-      gauge("kv_offload_codec_on",
-            "1: records of a tier are encoded (compress); 0: they are raw; but for those that are compared.",
+      gauge("kv_offload_codec_on", "1: the next record of a tier is encoded (compress); 0: it is raw.",
             {"tier"}),
       gauge(
           "kv_offload_codec_ratio",

@@ -55,11 +55,8 @@ struct PooledStore {
   Catalogue& catalogue() { return learnt ? static_cast<Catalogue&>(*learnt) : *store->catalogue(); }
 
   void complete(Completion completion) EXCLUDES(mutex) {
-    if (compression && completion.status) {
-      compression->moved(completion.id, completion.kind, completion.bytes, completion.seconds);
-    } else if (compression) {
-      compression->failed(completion.id);
-    }
+    if (compression && completion.status)
+      compression->moved(completion.kind, completion.bytes, completion.seconds);
     const MutexLock lock(mutex);
     if (completion.kind == OpKind::kRead && completion.status && completion.seconds > 0) {
       speed.add(completion.bytes, completion.seconds);

@@ -48,7 +48,7 @@ bool OutgoingRecord::take_buffer(std::uint64_t payload_bytes) {
 
 Status OutgoingRecord::encode() {
   CompressionChoice* choice = form_.compression();
-  if (choice == nullptr || header_.payload_bytes <= kPageBytes || !choice->is_to_encode(op_.key, op_.group))
+  if (choice == nullptr || header_.payload_bytes <= kPageBytes || !choice->next_is_encoded(op_.group))
     return Status::ok();
   // What cannot be encoded is stored raw: without memory, too.
   const std::uint64_t room = PayloadCodec::encoded_bytes_at_most(op_.shards) + kPageBytes;
@@ -69,7 +69,8 @@ Status OutgoingRecord::encode() {
 }
 
 std::uint64_t OutgoingRecord::written() {
-  if (tried_) form_.compression()->encoded(op_, header_.payload_bytes, tried_->stored_bytes, tried_->seconds);
+  if (tried_)
+    form_.compression()->encoded(op_.group, header_.payload_bytes, tried_->stored_bytes, tried_->seconds);
   tried_.reset();
   return header_.payload_bytes;
 }
@@ -195,9 +196,7 @@ Status IncomingRecord::finish() {
   if (cipher_) {
     if (Status status = cipher_->finish_open(header_.seal); !status) return status;
   }
-  if (header_.codec != Codec::kRaw) return decode();
-  if (form_.compression() != nullptr && payload_bytes_ > kPageBytes) form_.compression()->found_raw(op_);
-  return Status::ok();
+  return header_.codec == Codec::kRaw ? Status::ok() : decode();
 }
 
 Status IncomingRecord::decode() {
@@ -217,8 +216,7 @@ Status IncomingRecord::decode() {
   if (!status) return status;
   zero_padding(op_.shards);
   if (choice != nullptr) {
-    choice->decoded(op_, payload_bytes_, header_.padded_stored_bytes(),
-                    to_seconds(choice->clock().now() - began));
+    choice->decoded(payload_bytes_, header_.padded_stored_bytes(), to_seconds(choice->clock().now() - began));
   }
   return Status::ok();
 }

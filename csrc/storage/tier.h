@@ -109,7 +109,7 @@ struct TierStats {
   // Ops that ran for longer than the tier allows, each once, ended since or not.
   std::uint64_t read_timeouts = 0, write_timeouts = 0;
   // Of a tier that may encode its records (compression_choice.h); totals.
-  bool may_encode = false, encodes = false;  // ever; now, but for those that are compared
+  bool may_encode = false, encodes = false;  // ever; the next one
   double encode_seconds = 0, decode_seconds = 0;
   std::uint64_t encoded_raw_bytes = 0, encoded_stored_bytes = 0;  // records that were encoded: before, after
 };

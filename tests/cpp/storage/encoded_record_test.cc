@@ -266,35 +266,5 @@ TEST(EncodedTier, its_ops_tell_the_choice_how_fast_it_is) {
   EXPECT_THAT(user.tier().about_codec(), ::testing::HasSubstr(": a read of 1 MiB takes "));
 }
 
-// Off, auto encodes those that are compared, so these tell.
-TEST(EncodedTier, reads_of_raw_and_of_encoded_records_are_compared) {
-  testing::MemoryMedium medium;
-  const auto choice_of = [](Compress compress) {
-    return std::make_shared<CompressionChoice>(
-        CompressionOptions{.compress = compress, .elements = {Element::kBf16}});
-  };
-  PooledTierOptions options;
-  options.name = "memory";
-  std::vector<std::uint32_t> numbers;
-  for (std::uint32_t i = 0, compared = 0; compared < 2 * CodecComparison::kBlocksToKnow; ++i) {
-    numbers.push_back(i);
-    compared += CompressionChoice::is_compared(testing::key_of(i)) ? 1 : 0;
-  }
-  for (const bool encoded : {true, false}) {
-    options.form.compression = choice_of(encoded ? Compress::kZstd : Compress::kNone);
-    testing::TierDriver writer(medium.open(options));
-    for (const std::uint32_t i : numbers) {
-      if (CompressionChoice::is_compared(testing::key_of(i)) != encoded) continue;
-      ASSERT_TRUE(writer.write(i, {64 * kPageBytes}));
-    }
-    EXPECT_EQ(options.form.compression->stats().encoded_raw_bytes > 0, encoded);
-  }
-  options.form.compression = choice_of(Compress::kAuto);
-  testing::TierDriver reader(medium.open(options));
-  for (const std::uint32_t i : numbers) ASSERT_TRUE(reader.read(i, {64 * kPageBytes}));
-  reader.poll();
-  EXPECT_THAT(reader.tier().about_codec(), ::testing::HasSubstr("side by side"));
-}
-
 }  // namespace
 }  // namespace kv_offload
