@@ -48,13 +48,13 @@ class Way {
     options.op_deadline = std::chrono::minutes(5);
     CompressionOptions choice{.compress = compress, .elements = {Element::kBf16}};
     choice.idle_cores = [cores = std::make_shared<IdleCores>(clock_)] { return cores->now(); };
-    options.form.compression = choice_ = std::make_shared<CompressionChoice>(choice);
+    options.form.compression = std::make_shared<CompressionChoice>(choice);
     tier_ = make_fs_tier(options);
   }
 
   Compress compress() const { return compress_; }
   std::string about() const { return tier_->about_codec(); }
-  std::uint64_t encoded_bytes() const { return choice_->stats().encoded_raw_bytes; }
+  std::uint64_t encoded_bytes() const { return tier_->stats().encoded_raw_bytes; }
 
   // Seconds until all chunks are there; their keys are those from `first` on.
   double move(OpKind kind, std::vector<AlignedBuffer>& rows, std::size_t first) {
@@ -66,7 +66,6 @@ class Way {
  private:
   const Compress compress_;
   const SteadyClock clock_;
-  std::shared_ptr<CompressionChoice> choice_;
   std::unique_ptr<Tier> tier_;
 };
 

@@ -100,6 +100,12 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(text)
 
 
+def warm_up(server: LocalServer) -> None:
+    """vLLM compiles its helpers at the first requests."""
+    for _ in range(2):
+        server.ask([random.randrange(2, 2048) for _ in range(4 * BLOCK)], max_tokens=4)
+
+
 def play(
     route: Callable[[int, int], LocalServer], loop: Loop, sessions: int, turns: int, clients: int, seed: int
 ) -> Taken:
@@ -182,8 +188,7 @@ def measure(
         max_model_len=longest + BLOCK,
         environment=environment(),
     ) as server:
-        for _ in range(2):  # vLLM compiles its helpers at the first requests
-            server.ask([random.randrange(2, 2048) for _ in range(4 * BLOCK)], max_tokens=4)
+        warm_up(server)
         results = {}
         for loop in LOOPS:
             taken = play(

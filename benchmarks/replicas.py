@@ -36,7 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import LocalServer, kv_transfer_config
-from multi_turn import BLOCK, Loop, percentile, play
+from multi_turn import BLOCK, Loop, percentile, play, warm_up
 from reporting import describe_machine, draw_bars, say, write_results
 from same_for_all import environment
 from tier_places import OWN, entry_of
@@ -194,8 +194,7 @@ class Setup:
 
 def start(server: LocalServer) -> None:
     server.start()
-    for _ in range(2):  # vLLM compiles its helpers at the first requests
-        server.ask([random.randrange(2, 2048) for _ in range(4 * BLOCK)], max_tokens=4)
+    warm_up(server)
 
 
 def prepare(names: Sequence[str], setup: Setup, stack: contextlib.ExitStack) -> dict[str, list[LocalServer]]:

@@ -115,8 +115,8 @@ void PresenceCache::reset() {
   ++era_;
   for (const Entries* entries : {&young_, &old_}) {
     for (const Entry& entry : entries->all()) {
-      if (find(entry.key)->state != State::kPresent) continue;
-      if (entries == &old_ && young_.find(entry.key) != nullptr) continue;  // told
+      if (entry.state != State::kPresent) continue;
+      if (entries == &old_ && young_.find(entry.key) != nullptr) continue;  // the young tell
       removals_.push_back({entry.key, TierRemoval::Reason::kReset});
     }
   }

@@ -44,7 +44,8 @@ class Form(NamedTuple):
 
 
 def form(path: Path) -> Form:
-    header = path.read_bytes()[:HEADER]
+    with path.open("rb") as record:
+        header = record.read(HEADER)
     codec, sealing = (struct.unpack_from("<I", header, at)[0] for at in (CODEC, SEALING))
     return Form(encoded=codec != 0, sealed=sealing != 0)
 
