@@ -354,6 +354,7 @@ class TieredCache:
         skip_store: bool = False,
         load_policy: str | None = None,
         priority: int = 0,
+        await_records_seconds: float = 0.0,
     ) -> int: ...
     def end_request(self, request: int) -> None: ...
     def make_lookup(

@@ -68,7 +68,7 @@ class OffloadConfig(BaseModel):
     )
     request_hints: Literal["allow", "ignore"] = Field(
         default="allow",
-        description="whether requests may set load_policy, priority and the skip flags in their "
+        description="whether requests may set load_policy, priority, a wait and the skip flags in their "
         "kv_transfer_params; ignore where clients are not trusted",
     )
     load_policy: Literal["auto", "always", "never"] = Field(
@@ -76,6 +76,12 @@ class OffloadConfig(BaseModel):
     )
     lookup_deadline_ms: int = Field(
         default=5_000, ge=1, description="no request waits longer than this for a tier"
+    )
+    await_records_ms: int = Field(
+        default=0,
+        ge=0,
+        description="a prompt's chunks that no tier has are waited for so long before they are computed: "
+        "for a server that decodes what others prefill, as their records come after their answers",
     )
     metrics_port: int | None = Field(
         default=None,
@@ -165,6 +171,10 @@ class OffloadConfig(BaseModel):
     @property
     def lookup_deadline_seconds(self) -> float:
         return self.lookup_deadline_ms / 1000
+
+    @property
+    def await_records_seconds(self) -> float:
+        return self.await_records_ms / 1000
 
     def tier_names(self) -> tuple[str, ...]:
         """Labels of the tiers in metrics and events: fs, fs-2, fs-3, ..."""

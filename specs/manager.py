@@ -32,7 +32,8 @@ class ManagerOptions:
     tiers: Mapping[str, str] = field(default_factory=dict)  # name of each tier below -> LOCAL or REMOTE
     event_tiers: Set[str] = frozenset()  # names of those that publish KV events
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
-    request_hints: bool = True  # whether requests may set load_policy, priority and the skip flags
+    request_hints: bool = True  # whether requests may set load_policy, priority, a wait and the skip flags
+    await_records_seconds: float = 0.0  # of a request that does not say
     surroundings: Surroundings = field(default_factory=Surroundings)
 
 
@@ -97,7 +98,11 @@ class KVOffloadManager(OffloadingManager):
 
     def _begin(self, req_context: Any) -> RequestState:
         load_from_cpu, load_from_tiers = compat.tiers_allowed(req_context, self._localities)
-        allowed = {"load_from_cpu": load_from_cpu, "load_from_tiers": load_from_tiers}
+        allowed = {
+            "load_from_cpu": load_from_cpu,
+            "load_from_tiers": load_from_tiers,
+            "await_records_seconds": self._options.await_records_seconds,
+        }
         hints = self._hints.read(req_context.kv_transfer_params)
         handle = self._cache.begin_request(req_context.req_id, **(allowed | hints))
         state = RequestState(handle, self._generation)

@@ -11,6 +11,7 @@ logger = get_logger(__name__)
 
 LOAD_POLICIES = ("auto", "always", "never")
 _LOG_SECONDS = 60.0
+_LONGEST_WAIT_MS = 3_600_000  # lookup_deadline_ms ends a wait sooner
 
 
 @dataclass(slots=True)
@@ -36,7 +37,8 @@ class HintReader:
         """Arguments for ``TieredCache.begin_request``.
 
         ``load_policy``: auto, always, never; ``kv_offload_skip_load``, ``kv_offload_skip_store``: bool;
-        ``priority``: int, below 0: what the request stores goes first, above 0: last; no more levels.
+        ``priority``: int, below 0: what the request stores goes first, above 0: last; no more levels;
+        ``kv_offload_await_ms``: int, how long chunks that no tier has are waited for.
         """
         if not self._allowed or not isinstance(params, dict):
             return {}
@@ -55,6 +57,11 @@ class HintReader:
             hints["priority"] = max(-1, min(1, priority))
         elif priority is not None:
             self._ignored("priority", priority, "an integer")
+        wait = params.get("kv_offload_await_ms")
+        if type(wait) is int and wait >= 0:
+            hints["await_records_seconds"] = min(wait, _LONGEST_WAIT_MS) / 1000
+        elif wait is not None:
+            self._ignored("kv_offload_await_ms", wait, "an integer from 0")
         return hints
 
     def _flag(self, params: dict[str, Any], name: str) -> bool:

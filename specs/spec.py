@@ -139,6 +139,7 @@ class KVOffloadSpec(OffloadingSpec):
                 ),
                 info=info,
                 request_hints=options.request_hints == "allow",
+                await_records_seconds=options.await_records_seconds,
                 surroundings=Surroundings(
                     random_seed=identity.hash_algorithm if seed_is_random else "",
                     other_namespaces=tuple(

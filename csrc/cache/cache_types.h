@@ -55,6 +55,8 @@ struct RequestOptions {
   bool skip_store = false;
   std::optional<LoadPolicy> load_policy{};
   std::int32_t priority = 0;
+  // What no tier has is waited for, for so long since the first lookup: another server is writing it.
+  Nanos await_records{0};
 };
 
 // What became of one request's prompt, all its admissions together.

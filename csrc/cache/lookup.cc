@@ -33,6 +33,7 @@ void Requests::begin_pass(RequestState& request) {
   request.pass.step = step_;
   request.pass.time = clock_.now();
   request.pass.uncounted = true;
+  if (!request.first_lookup) request.first_lookup = request.pass.time;
   if (!request.waiting && !request.expired && request.load_policy == LoadPolicy::kAuto) {
     request.host_too_slow = !costs_.host_pays(groups_.bytes_per_token(), request.pass.time);
   }
@@ -88,18 +89,21 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
                                        const ChunkKey& key) {
   using Kind = Lookup::Kind;
   const auto position = static_cast<std::uint16_t>(group);
+  const bool awaits = request.awaits_records();
   std::uint32_t unknown = 0;  // a bit for each tier
-  bool switched_off = false;
+  bool switched_off = false, may_come = false;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     const Presence presence = ops_.contains(tier, key);
     if (!ops_.is_readable(tier)) {
       switched_off |= presence == Presence::kPresent;
       continue;
     }
+    const bool absent_once = presence == Presence::kWasAbsent;
     if (presence == Presence::kUnknown ||
-        (presence == Presence::kWasAbsent && !request.asked.contains(KeyMemory::fingerprint(key)))) {
+        (absent_once && (awaits || !request.asked.contains(KeyMemory::fingerprint(key))))) {
       unknown |= 1u << tier;
     }
+    may_come |= awaits;
     if (presence != Presence::kPresent) continue;
     if (const auto reason = may_not_wait(request, true)) return miss(request, group, *reason);
     if (request.closed[group]) return miss(request, group, *request.closed[group]);
@@ -109,8 +113,11 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
                     static_cast<std::uint8_t>(tier)},
                    LookupResult::kPending);
   }
-  if (unknown != 0) {
+  if (unknown != 0 || may_come) {
     const auto reason = may_not_wait(request, true);
+    if (!reason && unknown == 0) {
+      return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
+    }
     if (!reason) {
       // Windows are scanned from the right, and have gaps; parts of a last block are looked up one after the
       // other in all groups.
@@ -124,7 +131,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
       }
       return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
     }
-    if (*reason != MissReason::kDisabled) return miss(request, group, *reason);
+    if (unknown != 0 && *reason != MissReason::kDisabled) return miss(request, group, *reason);
   }
   if (switched_off) return miss(request, group, MissReason::kIoError);
   request.pass.lookups.push_back(

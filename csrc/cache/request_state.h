@@ -124,6 +124,8 @@ struct RequestState {
   // next.
   std::unordered_set<std::uint64_t> asked;
 
+  std::optional<Nanos> first_lookup;
+
   // ---- what it is: end positions, in tokens, of the first chunk that was asked for
   // and of its last whole chunk; 0 while not told
   std::uint32_t first_end = 0;
@@ -137,6 +139,8 @@ struct RequestState {
   EntryInfo about(ChunkId parent, std::uint32_t depth) const {
     return {0, parent, depth, number, priority()};
   }
+  // What is absent may come yet.
+  bool awaits_records() const { return pass.time - *first_lookup < options.await_records; }
   double waited_seconds() const {  // in this wait
     return waiting || expired ? to_seconds(pass.time - waits_since) : 0;
   }
@@ -153,6 +157,7 @@ struct RequestState {
     clear_wait();
     failed.clear();
     asked.clear();
+    first_lookup.reset();
     first_end = last_end = 0;
     host_too_slow = held_back = host_hits = knows_span = false;
     report = {};

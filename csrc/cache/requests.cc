@@ -152,7 +152,7 @@ void Requests::read_ended(RequestHandle waiter, const TierOps::ReadEnd& end) {
   if (end.arrived) {
     chunks_.pin(end.slot);
     request.held.push_back(end.slot);
-  } else if (end.failed) {
+  } else if (end.failed && !(end.failed == MissReason::kEvicted && request.awaits_records())) {
     request.failed.push_back({KeyMemory::fingerprint(end.key), *end.failed});
   }
 }

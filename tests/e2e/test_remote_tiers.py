@@ -20,7 +20,7 @@ import waiting
 from answers import BLOCK, assert_same
 from local_server import Answer, LocalServer, kv_transfer_config
 from mooncake_store import MooncakeProcesses
-from proxies import DEMO, NIXL, P2P, Protocol, Proxy
+from proxies import AWAITING, DEMO, NIXL, P2P, Protocol, Proxy
 from s3_server import ACCESS, BUCKET, SECRET, S3Server
 from setting import PROMPT_BLOCKS, Reference, Serve
 
@@ -240,6 +240,15 @@ def test_a_proxy_that_does_not_wait_for_the_records_costs_time_only(
     with Proxy(*servers, DEMO) as both:
         answers = [both.ask(prompt, cache_salt="at once") for prompt in reference.prompts[4:]]
     assert_same(answers, reference.answers[4:])
+
+
+def test_a_server_that_awaits_records_loads_them_whole_behind_a_proxy_that_does_not(
+    servers: tuple[LocalServer, LocalServer], reference: Reference
+) -> None:
+    with Proxy(*servers, AWAITING) as both:
+        answers = [both.ask(prompt, cache_salt="awaited") for prompt in reference.prompts[4:]]
+    assert_same(answers, reference.answers[4:])
+    assert [answer.cached_tokens for answer in answers] == [WHOLE] * len(answers)
 
 
 class Asking:

@@ -251,6 +251,70 @@ TEST_F(FetchFakeTest, WhatWasAbsentAWhileAgoIsAskedForOnceByEachRequest) {
   EXPECT_EQ(scan(later, {"b"}), "R");
 }
 
+TEST_F(FetchFakeTest, WhatAnotherServerIsWritingIsWaitedForAsLongAsTheRequestSays) {
+  record({"a", "b"});
+  auto written_later = fake().records.extract(key_of("b"));
+  const RequestHandle request = begin({.await_records = seconds(2)});
+  EXPECT_EQ(scan(request, {"a", "b"}), "PR");
+  step();
+  EXPECT_TRUE(fake().asked.empty()) << "the tier is sure of what it lacks";
+  tier().finish();
+  pass_time(seconds(2) - Nanos(1));
+  EXPECT_EQ(scan(request, {"a", "b"}), "HR");
+  fake().records.insert(std::move(written_later));
+  EXPECT_EQ(scan(request, {"a", "b"}), "HP");
+  step();
+  tier().finish();
+  EXPECT_EQ(scan(request, {"a", "b"}), "HH");
+  EXPECT_EQ(scan(request, {"a", "b", "c"}), "HHR");
+  step();
+  pass_time(Nanos(1));
+  EXPECT_EQ(scan(request, {"a", "b", "c"}), "HHM") << "it began with the first lookup";
+  end(request);
+  EXPECT_EQ(world().miss_tokens("not_stored"), World::kTokens);
+  EXPECT_EQ(peek({"c"}), "M") << "nobody else waits";
+}
+
+TEST_F(FetchFakeTest, WhoWaitsForARecordAsksAgainAndAgain) {
+  fake().is_sure = false;
+  const RequestHandle request = begin({.await_records = seconds(2)});
+  for (std::size_t asked = 1; asked <= 3; ++asked) {
+    EXPECT_EQ(scan(request, {"a"}), "R");
+    step();
+    EXPECT_EQ(fake().asked.size(), asked);
+  }
+  pass_time(seconds(2));
+  EXPECT_EQ(scan(request, {"a"}), "M");
+}
+
+TEST_F(FetchFakeTest, ARecordThatWasToldTooEarlyIsWaitedForAllTheSame) {
+  record({"a", "b"});
+  const RequestHandle request = begin({.await_records = seconds(2)});
+  EXPECT_EQ(scan(request, {"a", "b"}), "PP");
+  step();
+  auto written_later = fake().records.extract(key_of("b"));
+  tier().finish();
+  EXPECT_EQ(scan(request, {"a", "b"}), "HR");
+  fake().records.insert(std::move(written_later));
+  EXPECT_EQ(scan(request, {"a", "b"}), "HP");
+  step();
+  tier().finish();
+  EXPECT_EQ(scan(request, {"a", "b"}), "HH");
+}
+
+TEST_F(FetchFakeTest, ARecordIsNotWaitedForLongerThanTheDeadlineNorWhereItMayNotBeLoaded) {
+  const RequestHandle patient = begin({.await_records = seconds(600)});
+  EXPECT_EQ(scan(patient, {"a"}), "R");
+  pass_time(seconds(6));
+  step();
+  EXPECT_EQ(scan(patient, {"a"}), "M");
+  EXPECT_EQ(scan(begin({.load_from_tiers = false, .await_records = seconds(600)}), {"a"}), "M");
+  EXPECT_EQ(scan(begin({.load_policy = LoadPolicy::kNever, .await_records = seconds(600)}), {"a"}), "M");
+  fake().switch_off();
+  step();
+  EXPECT_EQ(scan(begin({.await_records = seconds(600)}), {"a"}), "M");
+}
+
 // ---- what may be loaded
 
 TEST_P(FetchTest, PolicyNeverLoadsNothingFromTiers) {

@@ -5,6 +5,7 @@ Chunks become hits through the real way: a worker's job that reports its ticket.
 
 import inspect
 import pickle
+import time
 from typing import Any
 
 import adapter
@@ -415,6 +416,29 @@ def test_hints_of_requests_can_be_ignored_and_priorities_have_bounds() -> None:
     assert HintReader().read(asked) == {"load_policy": "never", "priority": 1, "skip_store": True}
     assert HintReader().read({"priority": -(10**30)}) == {"priority": -1}
     assert HintReader(allowed=False).read(asked) == {}
+
+
+def test_a_request_may_say_how_long_it_waits_for_records_of_others() -> None:
+    read = HintReader().read
+    assert read({"kv_offload_await_ms": 250}) == {"await_records_seconds": 0.25}
+    assert read({"kv_offload_await_ms": 0}) == {"await_records_seconds": 0.0}
+    assert read({"kv_offload_await_ms": 10**30}) == {"await_records_seconds": 3600.0}
+    for nonsense in (-1, 0.5, True, "1"):
+        assert read({"kv_offload_await_ms": nonsense}) == {}
+
+
+def test_who_waits_for_records_of_others_is_told_to_come_again(tmp_path: Any) -> None:
+    tier = {"type": "fs", "root_dir": str(tmp_path)}
+    waiting = Engine(await_records_ms=60_000, secondary_tiers=[tier], model_id="m")
+    try:
+        impatient = waiting.request("b", {"kv_offload_await_ms": 0})
+        until = time.monotonic() + 60
+        while waiting.look(keys(1), impatient) == [RETRY] and time.monotonic() < until:
+            waiting.end_step()  # until the directory was read
+        assert waiting.look(keys(1), impatient) == [MISS]
+        assert waiting.look(keys(1), waiting.request("a")) == [RETRY]
+    finally:
+        waiting.stop()
 
 
 def test_the_setting_ignores_hints(tmp_path: Any) -> None:
