@@ -80,6 +80,7 @@ class OffloadConfig(BaseModel):
     await_records_ms: int = Field(
         default=0,
         ge=0,
+        le=3_600_000,
         description="a prompt's chunks that no tier has are waited for so long before they are computed: "
         "for a server that decodes what others prefill, as their records come after their answers",
     )

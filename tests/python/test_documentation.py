@@ -91,6 +91,7 @@ def test_each_kind_of_tier_has_its_own_settings_under_its_name(site):
         ("n_read_threads", "4", "1 to 256"),
         ("metrics_port", "none", "1 to 65535"),
         ("lookup_deadline_ms", "5000", "1 or more"),
+        ("await_records_ms", "0", "0 to 3600000"),
         ("prefault", "true", "true, false"),
         ("locality", "none", "LOCAL, REMOTE"),
         ("model_id", "none", "text"),
