@@ -177,6 +177,42 @@ TEST_F(PrefixPolicyTest, LearnsThatEndsOfPromptsDoNotComeBack) {
   EXPECT_GT(hits, possible * 95 / 100) << possible;
 }
 
+// A prompt comes in parts: what was stored just now has nothing behind it yet, and may be gone on from.
+TEST_F(PrefixPolicyTest, WhatWasStoredJustNowIsNoEndYet) {
+  Slot next = 0;
+  std::vector<std::vector<Slot>> talks(60);
+  for (std::size_t i = 0; i < 6000; ++i) {  // ends do not come back, all else does
+    auto& talk = talks[i % talks.size()];
+    if (talk.size() > 4) talk.clear();
+    talk.push_back(next++);
+    auto prompt = talk;
+    prompt.push_back(next++);
+    serve(prompt);
+  }
+  const auto forget = [&](Slot slot) {
+    policy_.erase(slot);
+    parent_of_.erase(slot);
+  };
+  while (!parent_of_.empty()) forget(parent_of_.begin()->first);
+  // Two requests of one class: of one chunk it is known that the prompt went on.
+  const Slot went_on = next++, behind = next++, fresh = next++;
+  serve({went_on, behind});
+  forget(behind);
+  serve({fresh});
+  const auto store_others = [&](int count) {
+    while (count-- > 0) {
+      const Slot other = next++;
+      serve({other});
+      policy_.pin(other);
+    }
+  };
+  EXPECT_EQ(policy_.victim(), went_on) << "the least recent";
+  store_others(62);
+  EXPECT_EQ(policy_.victim(), went_on) << "still";
+  store_others(2);
+  EXPECT_EQ(policy_.victim(), fresh) << "64 were stored since: the end of a prompt";
+}
+
 // Questions of eight chunks, none asked twice, on documents of four, which are all read again: of one
 // request.
 TEST_F(PrefixPolicyTest, LearnsThatWhatWasUsedBeforeIsUsedAgain) {
