@@ -130,6 +130,32 @@ TEST_F(PrefixPolicyTest, APinnedEndKeepsAllBeforeIt) {
   EXPECT_EQ(policy_.victim(), 2u);
 }
 
+// As where all ends are being read or written. Of the prompt that was used last its head goes last, though
+// that was used first, or its readers let go of it first.
+TEST_F(PrefixPolicyTest, WithoutAnEndTheLeastRecentPromptGoesFromItsDepth) {
+  enum class Order { kDeepestFirst, kHeadFirst, kLetGoOfHeadFirst };
+  for (const Order used : {Order::kDeepestFirst, Order::kHeadFirst, Order::kLetGoOfHeadFirst}) {
+    serve(prompt(10, 4));
+    serve(prompt(0, 4));
+    serve(prompt(20, 4));
+    for (const Slot end : {3u, 13u, 23u}) policy_.pin(end);
+    ++request_;
+    for (Slot i = 0; i < 3; ++i) {
+      const Slot slot = used == Order::kHeadFirst ? i : 2 - i;
+      policy_.access(slot, info(slot, slot == 0 ? slot : slot - 1));
+    }
+    if (used == Order::kLetGoOfHeadFirst) {
+      for (Slot slot = 0; slot < 3; ++slot) policy_.pin(slot);
+      for (Slot slot = 0; slot < 3; ++slot) policy_.unpin(slot);
+    }
+    std::vector<Slot> order;
+    for (int i = 0; i < 9; ++i) order.push_back(evict());
+    EXPECT_EQ(order, (std::vector<Slot>{12, 11, 10, 22, 21, 20, 2, 1, 0})) << static_cast<int>(used);
+    for (const Slot end : {3u, 13u, 23u}) policy_.unpin(end);
+    while (!parent_of_.empty()) evict();
+  }
+}
+
 // One-off prompts of eight chunks against conversations that come back after as
 // long as an LRU of this size forgets them.
 TEST_F(PrefixPolicyTest, LearnsThatOnePromptsKindComesBackAndAnotherDoesNot) {
