@@ -70,6 +70,15 @@ TEST_P(FsCatalogueTest, WhatIsUsedBeforeTheScanIsLeftToItsUser) {
   EXPECT_EQ(catalogue_.size(), 3u);
 }
 
+TEST_P(FsCatalogueTest, WhatIsBeingReadStaysWhenItIsUsedBeforeTheScan) {
+  catalogue_.insert_unordered({numbered_key(0), 8192});
+  const auto ref = catalogue_.begin_read(numbered_key(0));
+  catalogue_.hit(numbered_key(0), {.request = 1}, Nanos(1));
+  EXPECT_EQ(catalogue_.take_victim(), std::nullopt);
+  catalogue_.end_read(*ref);
+  EXPECT_TRUE(catalogue_.take_victim().has_value());
+}
+
 // A scan first lists the names, then looks at the times: that tells the policy of each record twice.
 TEST_P(FsCatalogueTest, WhatAScanTellsTwiceIsNoUse) {
   FsCatalogue other(GetParam());
