@@ -87,7 +87,7 @@ def own_keys(
 def _note_store_threshold(value: Any, notes: list[str], problems: list[str]) -> None:
     try:
         threshold = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         problems.append(f"store_threshold is {value!r}; it must be a number")
         return
     if threshold >= 2:  # below 2 it is off in vLLM too
@@ -175,7 +175,7 @@ def own_extra_config(transfer: Mapping[str, Any]) -> tuple[Mapping[str, Any], li
     problems = multi_connector_problems(transfer)
     for child in _children(transfer):
         if child.get("kv_connector") in _CONNECTORS:
-            return child.get("kv_connector_extra_config") or {}, problems
+            return _extra_of(child), problems
     return {}, problems
 
 
@@ -191,9 +191,7 @@ def multi_connector_problems(transfer: Mapping[str, Any]) -> list[str]:
         return ['MultiConnector has no "OffloadingConnector" among its connectors, so vLLM never comes here']
     if len(offloading) == 1:
         return []
-    names = ", ".join(
-        str((child.get("kv_connector_extra_config") or {}).get("spec_name")) for child in offloading
-    )
+    names = ", ".join(str(_extra_of(child).get("spec_name")) for child in offloading)
     return [
         f"MultiConnector has {len(offloading)} OffloadingConnectors (spec_name {names}); a Reporting"
         "Connector is one too, and vLLM can serve one: keep ours, and give it what the others have as "
@@ -202,8 +200,15 @@ def multi_connector_problems(transfer: Mapping[str, Any]) -> list[str]:
 
 
 def _children(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    children = (transfer.get("kv_connector_extra_config") or {}).get("connectors") or []
+    children = _extra_of(transfer).get("connectors")
+    if not isinstance(children, (list, tuple)):
+        return []
     return [child for child in children if isinstance(child, Mapping)]
+
+
+def _extra_of(transfer: Mapping[str, Any]) -> Mapping[str, Any]:
+    extra = transfer.get("kv_connector_extra_config")
+    return extra if isinstance(extra, Mapping) else {}
 
 
 def is_llmd_config(extra: Mapping[str, Any]) -> bool:
@@ -222,7 +227,7 @@ def llmd_advice(extra: Mapping[str, Any]) -> str:
     tier = kind.entry(str(root), kind.example[str(kind.bound_key)])
     try:
         threads = min(int(extra.get("threads_per_gpu", 0)), 256)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         threads = 0
     if threads > 0:
         tier["n_read_threads"] = threads

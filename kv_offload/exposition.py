@@ -2,6 +2,7 @@
 
 import math
 import urllib.request
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 from urllib.error import HTTPError, URLError
 
@@ -19,9 +20,9 @@ def fetch(url: str, timeout: float = 10.0) -> str:
         raise OSError(
             f"{url} answers {error.code} {error.reason}: give the server's address, or its metrics page"
         ) from error
-    except (URLError, OSError) as error:
+    except (URLError, OSError, HTTPException) as error:  # the last: what answers there speaks no HTTP
         reason = getattr(error, "reason", error)
-        what = getattr(reason, "strerror", None) or str(reason)
+        what = getattr(reason, "strerror", None) or str(reason).strip() or type(reason).__name__
         raise OSError(
             f"{url} cannot be reached ({what}): is the server running there, and is host and port right? "
             "vLLM opens its port only when it has loaded the model"

@@ -8,7 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,9 @@ def read_model(given: str) -> ModelShape:
         return model_shape(config, name=given.rstrip(os.sep))
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        # Such as a list where a number has to be.
+        raise ValueError(f"{file} is not understood: {error!r}") from error
 
 
 def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
@@ -153,13 +156,20 @@ def model_shape(config: Mapping[str, Any], name: str = "") -> ModelShape:
                     f"{layers} {kind} layers keep a state of a size not known here; it is not counted"
                 )
             else:
-                states.append(state)
+                states.append(_of_known_dtype(state, notes))
         elif kind not in _NO_CACHE_LAYERS:
             groups += _layer_groups(text, kind, layers)
     if not groups:
         raise ValueError("no layer keeps anything for each token; there is nothing to size")
     dtype = _serving_dtype(config, text, notes)
     return ModelShape(name, dtype, tuple(groups), tuple(notes), tuple(states))
+
+
+def _of_known_dtype(state: StateLayers, notes: list[str]) -> StateLayers:
+    if state.recurrent_dtype is None or state.recurrent_dtype in DTYPE_BYTES:
+        return state
+    notes.append(f"{state.name} is kept in {state.recurrent_dtype!r}, not known here; counted as the cache's")
+    return replace(state, recurrent_dtype=None)
 
 
 def _kept_layers(text: Mapping[str, Any], notes: list[str]) -> list[str]:

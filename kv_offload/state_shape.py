@@ -35,7 +35,8 @@ def state_layers(text: Mapping[str, Any], kind: str, layers: int) -> StateLayers
     if values is None:
         return None
     dtype = text.get("mamba_ssm_dtype") or text.get("mamba_ssm_cache_dtype")
-    return StateLayers(f"state ({kind})", layers, *values, None if dtype in (None, "auto") else str(dtype))
+    recurrent = None if dtype in (None, "auto") else str(dtype).removeprefix("torch.")
+    return StateLayers(f"state ({kind})", layers, *values, recurrent)
 
 
 def raised_block_size(block_size: int, state_bytes: int, token_bytes: int) -> int:

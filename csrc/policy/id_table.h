@@ -5,6 +5,7 @@
 // a load of 0.25 to 0.5.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cassert>
 #include <cstdint>
@@ -30,7 +31,7 @@ class IdTable {
   // next call.
   template <typename IdOf>
   std::uint32_t& at(ChunkId id, IdOf id_of) {
-    if (2 * (size_ + 1) > cells_.size()) grow(id_of);
+    if (2 * (size_ + 1) > cells_.size()) grow();
     Cell& cell = cells_[locate(id, id_of)];
     if (cell.value == kNone) {
       cell.tag = tag(id);
@@ -55,6 +56,21 @@ class IdTable {
   }
   void prefetch(ChunkId id) const { __builtin_prefetch(&cells_[home(tag(id))]); }
   std::size_t size() const { return size_; }
+  // Bits of an id's hash that do not choose its cell in tables of up to so many cells: ids that were chosen
+  // by these lie all over the table.
+  static constexpr std::size_t kCellsOfSpareBits = std::size_t{1} << 19;
+  static std::uint64_t spare_bits(ChunkId id) {
+    return hash(id) >> (32 + std::countr_zero(kCellsOfSpareBits));
+  }
+  // The most cells that a find() looks at.
+  std::size_t longest_probe() const {
+    std::size_t longest = 0, run = 0;
+    for (std::size_t i = 0; i < 2 * cells_.size(); ++i) {  // twice: a run may go on at the beginning
+      run = cells_[i % cells_.size()].value == kNone ? 0 : run + 1;
+      longest = std::max(longest, run + 1);
+    }
+    return longest;
+  }
 
  private:
   static constexpr std::size_t kMinCells = 64;
@@ -65,9 +81,8 @@ class IdTable {
   };
 
   // The high bits of the product: ids may differ in a few bits only.
-  static std::uint32_t tag(ChunkId id) {
-    return static_cast<std::uint32_t>(id * 0x9E3779B97F4A7C15ull >> 32);
-  }
+  static std::uint64_t hash(ChunkId id) { return id * 0x9E3779B97F4A7C15ull; }
+  static std::uint32_t tag(ChunkId id) { return static_cast<std::uint32_t>(hash(id) >> 32); }
   std::size_t home(std::uint32_t tag) const { return tag & (cells_.size() - 1); }
   template <typename IdOf>
   std::size_t locate(ChunkId id, IdOf id_of) const {
@@ -78,11 +93,14 @@ class IdTable {
     }
     return at;
   }
-  template <typename IdOf>
-  void grow(IdOf id_of) {
+  // By their tags alone: to ask the owner for a million ids would be as many cache misses in one call.
+  void grow() {
     const TableVector<Cell> old = std::exchange(cells_, TableVector<Cell>(2 * cells_.size()));
     for (const Cell& cell : old) {
-      if (cell.value != kNone) cells_[locate(id_of(cell.value), id_of)] = cell;
+      if (cell.value == kNone) continue;
+      std::size_t at = home(cell.tag);
+      while (cells_[at].value != kNone) at = (at + 1) & (cells_.size() - 1);
+      cells_[at] = cell;
     }
   }
 

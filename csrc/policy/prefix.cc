@@ -152,6 +152,10 @@ void PrefixPolicy::put(Slot slot) {
   Node& node = nodes_[slot];
   if (!has_children(node)) return put_leaf(slot);
   node.place = Place::kInner;
+  // Of one prompt the deepest goes first, also where its head was used first, or let go of by its readers.
+  const Slot above = parent_of(node);
+  if (above != kNone && nodes_[above].place == Place::kInner && is_as_recent(nodes_[above], node))
+    return inner_.link_before(nodes_, slot, above);
   inner_.link_newest(nodes_, slot);
 }
 

@@ -77,6 +77,10 @@ class PrefixPolicy final : public EvictionPolicy {
 
   void note_use(Node& node);
   Slot parent_of(const Node& node) const;
+  // Used later, or by the same request.
+  static bool is_as_recent(const Node& above, const Node& node) {
+    return above.use > node.use || (node.record != 0 && above.record == node.record);
+  }
   void no_leaf_above(const Node& node);  // its parent has a child now
   // By what it is now: leaf, inner or pinned. lift: out of where it is.
   void put(Slot slot);

@@ -29,6 +29,14 @@ struct RecencyList {
     (oldest == kNone ? newest : nodes[oldest].older) = at;
     oldest = at;
   }
+  // Right before `other` in the order in which they go. REQUIRES: in no list; `other` is in this one.
+  template <typename Table>
+  void link_before(Table& nodes, std::uint32_t at, std::uint32_t other) {
+    nodes[at].newer = other;
+    nodes[at].older = nodes[other].older;
+    (nodes[other].older == kNone ? oldest : nodes[nodes[other].older].newer) = at;
+    nodes[other].older = at;
+  }
   // REQUIRES: in this list. Leaves the links of the node itself as they are.
   template <typename Table>
   void unlink(Table& nodes, std::uint32_t at) {

@@ -63,7 +63,7 @@ void ReturnHistory::advance(std::uint64_t now, std::uint64_t horizon) {
   for (unsigned b = 0; b + 1 < ReturnModel::kBuckets; ++b) {
     if (now >= due_[b]) cross(b, now);
   }
-  while (by_time_.oldest != kNone) {
+  for (int dropped = 0; dropped < kDroppedAtOnce && by_time_.oldest != kNone; ++dropped) {
     const Sample& sample = samples_[by_time_.oldest];
     if (now - sample.time <= horizon && sampled(sample.id)) break;
     drop(by_time_.oldest);

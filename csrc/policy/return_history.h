@@ -22,6 +22,7 @@ namespace kv_offload {
 class ReturnHistory {
  public:
   static constexpr std::size_t kMaxSamples = std::size_t{1} << 18;
+  static_assert(2 * kMaxSamples <= IdTable::kCellsOfSpareBits, "what is sampled must lie all over the table");
 
   ReturnHistory(ReturnModel& model, RequestClasses& classes) : model_(model), classes_(classes) {
     crossed_.fill(kNone);
@@ -41,15 +42,18 @@ class ReturnHistory {
   void renewed(ChunkId id, const Use& use);
   // The request of `record`, which used this entry, went on behind it.
   void extended(ChunkId id, RequestClasses::Record record);
-  bool sampled(ChunkId id) const { return id != 0 && (id * 0x9E3779B97F4A7C15ull >> 40 & skip_mask_) == 0; }
-  bool knows(ChunkId id) const { return find(id) != kNone; }
+  bool sampled(ChunkId id) const { return id != 0 && (IdTable::spare_bits(id) & skip_mask_) == 0; }
+  bool knows(ChunkId id) const { return sampled(id) && find(id) != kNone; }
   void prefetch(ChunkId id) const { by_id_.prefetch(id); }
-  // Lets time pass: samples reach higher ages, the oldest beyond `horizon` are dropped.
+  // Lets time pass: samples reach higher ages, some of the oldest beyond `horizon` are dropped (the horizon
+  // of an emptied cache is short at once: the rest go in later calls).
   void advance(std::uint64_t now, std::uint64_t horizon);
   std::size_t size() const { return by_id_.size(); }
+  std::size_t longest_probe() const { return by_id_.longest_probe(); }
 
  private:
   static constexpr std::uint32_t kNone = IdTable::kNone;
+  static constexpr int kDroppedAtOnce = 64;  // more than come between two advances
   static constexpr std::size_t kSweepAtOnce = 4;
   struct Sample {
     ChunkId id = 0;

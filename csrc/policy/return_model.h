@@ -23,7 +23,7 @@ class ReturnModel {
   static constexpr unsigned kRequestClasses = 17;
   static constexpr unsigned kKinds = 4;
   static constexpr unsigned kClasses = kRequestClasses * kKinds;
-  static constexpr unsigned kBuckets = 40;  // the last one: 47 million and more
+  static constexpr unsigned kBuckets = 40;  // the last one: 33 million and more
 
   ReturnModel();
 

@@ -181,7 +181,7 @@ def _add_to_tiers(tiers: list[dict[str, Any]], given: dict[str, Any]) -> None:
 
     for key, value in given.items():
         types = {name for name, kind in kinds().items() if key in kind.model_fields}
-        having = [tier for tier in tiers if tier.get("type") in types]
+        having = [tier for tier in tiers if str(tier.get("type")) in types]
         if not having:
             fail(f"{key} is an option of a tier, and no tier here has it: give --disk or --tier", 2)
         for tier in having:

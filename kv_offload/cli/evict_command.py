@@ -155,6 +155,8 @@ class Watch:
                 signal.signal(number, handler)
 
     def _look_until_ended(self) -> None:
+        from kv_offload._core import ResourceError
+
         told_waiting = False
         while not self._ended.is_set():
             try:
@@ -165,7 +167,7 @@ class Watch:
                 told_waiting = True
             except Stopped:
                 return
-            except OSError as error:  # a volume that is away for a while comes back
+            except (OSError, ResourceError) as error:  # a volume that is away for a while comes back
                 typer.echo(f"kv-offload: {error}", err=True)
             self._ended.wait(self._interval)
 

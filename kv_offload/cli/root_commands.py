@@ -381,7 +381,9 @@ def age(unix_seconds: float | None) -> str:
 
 def model_name(description: dict[str, Any]) -> str:
     """The model of a namespace and the dtype of its cache, for people."""
-    model = description.get("model", {})
+    model = description.get("model")
+    if not isinstance(model, dict):
+        model = {}
     name = str(model.get("architecture") or "?")
     if "name" in model:
         name = f"{model['name']}@{str(model.get('revision', '?'))[:8]}"

@@ -39,7 +39,7 @@ def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
             return command(*args, **kwargs)
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise  # BrokenPipeError: the reader of our output has ended
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:  # the latter: a number such as inf
             fail(str(error), USAGE)
         except ImportError as error:
             fail(f"the C++ core cannot be loaded ({error}); install vllm-kv-offload again", PROBLEM)

@@ -179,6 +179,7 @@ def test_config_for_a_shell_is_quoted():
         ),
         (["--cpu", "1GiB", "--tier", "/kv"], "--tier /kv is neither KIND=PLACE"),
         (["--cpu", "1GiB", "--tier", '{"type": "tape"}'], "is of type 'tape'; possible: fs"),
+        (["--cpu", "1GiB", "--tier", '{"type": ["fs"]}', "--fsync", "data"], "no tier here has it"),
         (["--cpu", "1GiB", "--disk", "/d", "--fsync", "often"], "'none', 'data' or 'full'"),
         (["--cpu", "1GiB", "--set", "lookup_deadline=1"], "did you mean 'lookup_deadline_ms'?"),
         (["--cpu", "1GiB", "--set", "nothing"], "write KEY=VALUE"),
@@ -395,6 +396,8 @@ def test_doctor_knows_our_reporting_connector(core, vllm):
     [
         ([{"kv_connector": "NixlConnector"}], 'has no "OffloadingConnector" among its connectors'),
         ([OURS, OURS], "MultiConnector has 2 OffloadingConnectors (spec_name KVOffloadSpec, KVOffloadSpec)"),
+        ([OURS | {"kv_connector_extra_config": "x"}], "cpu_bytes_to_use is needed"),
+        ([OURS, OURS | {"kv_connector_extra_config": [1]}], "(spec_name KVOffloadSpec, None)"),
     ],
 )
 def test_doctor_refuses_a_multi_connector_that_vllm_cannot_serve(core, vllm, connectors, part):

@@ -177,6 +177,26 @@ def test_a_watched_root_that_was_below_its_mark_is_looked_at_again_at_once(root)
     assert report["bytes_after"] <= used < report["bytes_before"]
 
 
+def test_watching_goes_on_when_the_root_cannot_be_used_for_a_while(root, monkeypatch, capsys):
+    from kv_offload._core import ResourceError
+
+    watch = Watch(str(root), Bound(1, 1, 1, DAY), 0.0, print)
+    answers = iter([ResourceError("cannot open its account"), OSError("stale")])
+
+    def look():
+        error = next(answers, None)
+        if error is not None:
+            raise error
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(watch, "look", look)
+    watch.run()
+    assert capsys.readouterr().err.splitlines() == [
+        "kv-offload: cannot open its account",
+        "kv-offload: stale",
+    ]
+
+
 def test_watching_beside_a_writer_keeps_what_it_writes_servable(tmp_path):
     """The root is written and evicted at the same time; the recorded usage is right in the end."""
     root = write_root(tmp_path / "root")

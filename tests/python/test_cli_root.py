@@ -41,6 +41,12 @@ def test_stat_sees_what_was_written(root):
     assert "org/model@c0ffee" in run("stat", root)
 
 
+@pytest.mark.parametrize("description", ['{"model": "x"}', "[1]", '{"model": null}', ""])
+def test_stat_shows_a_root_whose_description_is_damaged(root, description):
+    next(root.glob("*/namespace.json")).write_text(description)
+    assert FACTS.short_id() in run("stat", root)
+
+
 def test_ls_lists_every_key(root):
     listed = [json.loads(line) for line in run("ls", root, "--json").splitlines()]
     assert sorted(record["key"] for record in listed) == [key.hex() for key in KEYS]

@@ -258,6 +258,16 @@ def test_a_model_of_the_local_cache_of_the_hub(config, tmp_path, monkeypatch):
     assert sized("org/small")["bytes_per_token"]["bfloat16"] == 131_072
 
 
+def test_a_state_in_a_dtype_that_is_not_known_is_counted_as_the_caches(config):
+    plain = sized(config(GRANITE_4))
+    facts = sized(config(GRANITE_4 | {"mamba_ssm_dtype": "fp7"}))
+    assert facts["states"] == plain["states"]
+    assert any("'fp7', not known here" in note for note in facts["notes"])
+    assert sized(config(GRANITE_4 | {"mamba_ssm_dtype": "torch.float32"})) == sized(
+        config(GRANITE_4 | {"mamba_ssm_dtype": "float32"})
+    )
+
+
 @pytest.mark.parametrize(
     ("content", "part"),
     [
@@ -267,6 +277,9 @@ def test_a_model_of_the_local_cache_of_the_hub(config, tmp_path, monkeypatch):
         ({**LLAMA_8B, "layer_types": ["quantum"] * 32}, "layers of an unknown kind: quantum"),
         ({**LLAMA_8B, "layer_types": ["mamba"] * 32}, "no layer keeps anything for each token"),
         ({**LLAMA_8B, "hidden_size": None}, "it has no hidden_size"),
+        ({**LLAMA_8B, "num_key_value_heads": [8, 8]}, "config.json is not understood"),
+        ({**LLAMA_8B, "layer_types": 32}, "config.json is not understood"),
+        ({"text_config": "none"}, "config.json is not understood"),
     ],
 )
 def test_what_cannot_be_sized_is_told(config, content, part):
@@ -281,6 +294,7 @@ def test_what_cannot_be_sized_is_told(config, content, part):
         (["--kv-dtype", "fp3"], "possible: auto, float32"),
         (["--cpu", "1gig"], "is not a size"),
         (["--cpu", "1GiB", "--config", '{"cpu_bytes_to_use": 1}'], "without --cpu"),
+        (["--prefill", "inf"], "infinity"),
     ],
 )
 def test_wrong_options(config, arguments, part):

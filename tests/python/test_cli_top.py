@@ -1,6 +1,7 @@
 """kv-offload top: rates out of two scrapes of a page that a small HTTP server gives."""
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -149,6 +150,35 @@ def test_a_server_that_is_not_there_ends_with_1(serve):
     assert result.stderr.startswith("kv-offload: http://127.0.0.1:1/metrics cannot be reached")
     for part in ("Connection refused", "is the server running there", "is host and port right"):
         assert part in result.stderr
+
+
+@pytest.mark.parametrize(
+    "answer", [b"-ERR unknown command\r\n", b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nup"]
+)
+@pytest.mark.parametrize("command", ["top", "why", "doctor"])
+def test_what_answers_there_and_is_no_web_server_ends_with_1(answer, command):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reply():
+            with listener.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        result = CliRunner().invoke(app, [command, address])
+        thread.join()
+    assert result.exit_code == 1, repr(result.exception)
+    assert f"http://{address}/metrics cannot be reached (" in result.stderr
+
+
+def test_a_port_that_is_no_number_ends_with_1():
+    assert "cannot be reached (nonnumeric port: '80x')" in run("127.0.0.1:80x", "--once", status=1).stderr
+
+
+def test_an_interval_that_never_ends_ends_with_2(serve):
+    assert run(serve(FIRST), "--interval", "inf", status=2).stderr.startswith("kv-offload: ")
 
 
 def test_a_page_that_is_not_there_names_the_address(serve):

@@ -72,15 +72,16 @@ bool FsCatalogue::insert(const Record& record, const EntryInfo& about) {
   if (known != kNone) {
     bytes_ += record.file_bytes - entries_[known].file_bytes;
     entries_[known].file_bytes = record.file_bytes;
-    entries_[known].unordered = false;
+    make_known(known);
     return false;
   }
   add(record, about);
   return true;
 }
 
+// To the policy it is nobody as yet: it is told of the same record again, and that is no return.
 void FsCatalogue::insert_unordered(const Record& record) {
-  if (!holds(record.key)) entries_[add(record, {})].unordered = true;
+  if (!holds(record.key)) entries_[add(record, {}, true)].unordered = true;
 }
 
 bool FsCatalogue::insert_in_order(const Record& record) {
@@ -91,13 +92,21 @@ bool FsCatalogue::insert_in_order(const Record& record) {
   }
   Entry& entry = entries_[slot];
   if (!entry.unordered || entry.readers > 0) return false;
-  entry.unordered = false;
-  policy_->erase(slot);
-  policy_->insert(slot, {.id = chunk_id(record.key)});
+  make_known(slot);
   return true;
 }
 
-Slot FsCatalogue::add(const Record& record, const EntryInfo& about) {
+// From now on the policy knows which one it is, in the place of one that comes now.
+void FsCatalogue::make_known(Slot slot) {
+  Entry& entry = entries_[slot];
+  if (!entry.unordered) return;
+  entry.unordered = false;
+  policy_->erase(slot);
+  policy_->insert(slot, {.id = chunk_id(entry.key)});
+  if (entry.readers > 0) policy_->pin(slot);
+}
+
+Slot FsCatalogue::add(const Record& record, const EntryInfo& about, bool as_nobody) {
   if ((used_ + 1) * 2 > table_.size()) grow(table_.size() * 2);
   Slot slot;
   if (free_.empty()) {
@@ -119,7 +128,7 @@ Slot FsCatalogue::add(const Record& record, const EntryInfo& about) {
   bytes_ += record.file_bytes;
   file_bytes_of_[record.key.group_id()] = record.file_bytes;
   EntryInfo info = about;
-  info.id = chunk_id(record.key);
+  info.id = as_nobody ? 0 : chunk_id(record.key);
   policy_->insert(slot, info);
   return slot;
 }
@@ -206,7 +215,7 @@ void FsCatalogue::read_succeeded(const ChunkKey& key) {
 void FsCatalogue::touch(const ChunkKey& key, Nanos now) {
   const Slot slot = find(key);
   if (slot == kNone) return;
-  entries_[slot].unordered = false;
+  make_known(slot);
   policy_->refresh(slot, {.id = chunk_id(key)});
   note_touched(slot, now);
 }
@@ -216,7 +225,7 @@ void FsCatalogue::hit(const ChunkKey& key, const EntryInfo& about, Nanos now) {
   if (slot == kNone) return;
   EntryInfo info = about;
   info.id = chunk_id(key);
-  entries_[slot].unordered = false;
+  make_known(slot);
   entries_[slot].request = about.request;
   policy_->access(slot, info);
   note_touched(slot, now);

@@ -94,7 +94,9 @@ class FsCatalogue {
   void link(Slot slot);
   void unlink(Slot slot);
   void grow(std::size_t buckets);
-  Slot add(const Record& record, const EntryInfo& about);  // REQUIRES: not there
+  // REQUIRES: not there. as_nobody: the policy is not told which one it is.
+  Slot add(const Record& record, const EntryInfo& about, bool as_nobody = false);
+  void make_known(Slot slot);
   void drop(Slot slot);
   void note_touched(Slot slot, Nanos now);
   std::size_t home(const ChunkKey& key) const { return ChunkKey::Hash{}(key) & (table_.size() - 1); }

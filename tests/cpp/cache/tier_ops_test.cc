@@ -199,5 +199,19 @@ TEST_F(TierOpsTest, RecordsThatATierRemovedAreRememberedWithTheReason) {
   EXPECT_THAT(events[0].keys, ElementsAre(key_of("a"), key_of("b")));
 }
 
+// Both come with one poll, and not in their order.
+TEST_F(TierOpsTest, ARecordThatWasWrittenAgainIsNotToldToBeGone) {
+  parts_.record("a");
+  parts_.tier->remove(key_of("a"), TierRemoval::Reason::kEvicted);
+  write(parts_.resident("a"));
+  parts_.finish();
+  std::vector<bool> removed;
+  for (const CacheEvent& event : parts_.events.take()) {
+    if (event.storage) removed.push_back(event.removed);
+  }
+  EXPECT_THAT(removed, ElementsAre(false));
+  EXPECT_EQ(parts_.memory.why_gone(key_of("a")), std::nullopt);
+}
+
 }  // namespace
 }  // namespace kv_offload

@@ -130,6 +130,32 @@ TEST_F(PrefixPolicyTest, APinnedEndKeepsAllBeforeIt) {
   EXPECT_EQ(policy_.victim(), 2u);
 }
 
+// As where all ends are being read or written. Of the prompt that was used last its head goes last, though
+// that was used first, or its readers let go of it first.
+TEST_F(PrefixPolicyTest, WithoutAnEndTheLeastRecentPromptGoesFromItsDepth) {
+  enum class Order { kDeepestFirst, kHeadFirst, kLetGoOfHeadFirst };
+  for (const Order used : {Order::kDeepestFirst, Order::kHeadFirst, Order::kLetGoOfHeadFirst}) {
+    serve(prompt(10, 4));
+    serve(prompt(0, 4));
+    serve(prompt(20, 4));
+    for (const Slot end : {3u, 13u, 23u}) policy_.pin(end);
+    ++request_;
+    for (Slot i = 0; i < 3; ++i) {
+      const Slot slot = used == Order::kHeadFirst ? i : 2 - i;
+      policy_.access(slot, info(slot, slot == 0 ? slot : slot - 1));
+    }
+    if (used == Order::kLetGoOfHeadFirst) {
+      for (Slot slot = 0; slot < 3; ++slot) policy_.pin(slot);
+      for (Slot slot = 0; slot < 3; ++slot) policy_.unpin(slot);
+    }
+    std::vector<Slot> order;
+    for (int i = 0; i < 9; ++i) order.push_back(evict());
+    EXPECT_EQ(order, (std::vector<Slot>{12, 11, 10, 22, 21, 20, 2, 1, 0})) << static_cast<int>(used);
+    for (const Slot end : {3u, 13u, 23u}) policy_.unpin(end);
+    while (!parent_of_.empty()) evict();
+  }
+}
+
 // One-off prompts of eight chunks against conversations that come back after as
 // long as an LRU of this size forgets them.
 TEST_F(PrefixPolicyTest, LearnsThatOnePromptsKindComesBackAndAnotherDoesNot) {
@@ -175,6 +201,42 @@ TEST_F(PrefixPolicyTest, LearnsThatEndsOfPromptsDoNotComeBack) {
   }
   // Were ends kept like other chunks, 84%.
   EXPECT_GT(hits, possible * 95 / 100) << possible;
+}
+
+// A prompt comes in parts: what was stored just now has nothing behind it yet, and may be gone on from.
+TEST_F(PrefixPolicyTest, WhatWasStoredJustNowIsNoEndYet) {
+  Slot next = 0;
+  std::vector<std::vector<Slot>> talks(60);
+  for (std::size_t i = 0; i < 6000; ++i) {  // ends do not come back, all else does
+    auto& talk = talks[i % talks.size()];
+    if (talk.size() > 4) talk.clear();
+    talk.push_back(next++);
+    auto prompt = talk;
+    prompt.push_back(next++);
+    serve(prompt);
+  }
+  const auto forget = [&](Slot slot) {
+    policy_.erase(slot);
+    parent_of_.erase(slot);
+  };
+  while (!parent_of_.empty()) forget(parent_of_.begin()->first);
+  // Two requests of one class: of one chunk it is known that the prompt went on.
+  const Slot went_on = next++, behind = next++, fresh = next++;
+  serve({went_on, behind});
+  forget(behind);
+  serve({fresh});
+  const auto store_others = [&](int count) {
+    while (count-- > 0) {
+      const Slot other = next++;
+      serve({other});
+      policy_.pin(other);
+    }
+  };
+  EXPECT_EQ(policy_.victim(), went_on) << "the least recent";
+  store_others(62);
+  EXPECT_EQ(policy_.victim(), went_on) << "still";
+  store_others(2);
+  EXPECT_EQ(policy_.victim(), fresh) << "64 were stored since: the end of a prompt";
 }
 
 // Questions of eight chunks, none asked twice, on documents of four, which are all read again: of one

@@ -79,6 +79,26 @@ TEST_F(ReturnHistoryTest, DropsWhatLiesBeyondTheHorizon) {
   EXPECT_TRUE(history_.knows(chunk_id(50)));
 }
 
+// As of a cache that was emptied.
+TEST_F(ReturnHistoryTest, DropsAFewInOneCall) {
+  for (std::uint64_t n = 0; n < 10000; ++n) history_.used(chunk_id(n), {.now = n});
+  history_.advance(20000, 100);
+  EXPECT_GT(history_.size(), 9900u);
+  for (int call = 0; call < 1000; ++call) history_.advance(20000, 100);
+  EXPECT_EQ(history_.size(), 0u);
+}
+
+// One in four of so many: those are chosen by their hashes, and are found by their hashes.
+TEST_F(ReturnHistoryTest, WhatIsSampledLiesAllOverTheTable) {
+  constexpr std::uint64_t kUses = 5 * ReturnHistory::kMaxSamples;
+  for (std::uint64_t n = 0; n < kUses; ++n) history_.used(chunk_id(n), {.now = n});
+  int sampled = 0;
+  for (std::uint64_t n = 0; n < 10000; ++n) sampled += history_.sampled(chunk_id(n));
+  EXPECT_LT(sampled, 3500);
+  EXPECT_GT(history_.size(), ReturnHistory::kMaxSamples / 2);
+  EXPECT_LT(history_.longest_probe(), 150u);
+}
+
 TEST_F(ReturnHistoryTest, IsBoundedAndTakesEveryOtherWhenItIsFull) {
   constexpr std::uint64_t kUses = 2 * ReturnHistory::kMaxSamples - 1000;
   for (std::uint64_t n = 0; n < kUses; ++n) {

@@ -70,12 +70,46 @@ TEST_P(FsCatalogueTest, WhatIsUsedBeforeTheScanIsLeftToItsUser) {
   EXPECT_EQ(catalogue_.size(), 3u);
 }
 
+TEST_P(FsCatalogueTest, WhatIsBeingReadStaysWhenItIsUsedBeforeTheScan) {
+  catalogue_.insert_unordered({numbered_key(0), 8192});
+  const auto ref = catalogue_.begin_read(numbered_key(0));
+  catalogue_.hit(numbered_key(0), {.request = 1}, Nanos(1));
+  EXPECT_EQ(catalogue_.take_victim(), std::nullopt);
+  catalogue_.end_read(*ref);
+  EXPECT_TRUE(catalogue_.take_victim().has_value());
+}
+
+// A scan first lists the names, then looks at the times: that tells the policy of each record twice.
+TEST_P(FsCatalogueTest, WhatAScanTellsTwiceIsNoUse) {
+  FsCatalogue other(GetParam());
+  constexpr int kRecords = 6 * 544, kPrompts = 3000, kMost = 4000;  // 544: whole rounds of what learns
+  for (int n = 0; n < kRecords; ++n) catalogue_.insert_unordered({numbered_key(n), 8192});
+  for (int n = 0; n < kRecords; ++n) {
+    EXPECT_TRUE(catalogue_.insert_in_order({numbered_key(n), 8192}));
+    other.insert({numbered_key(n), 8192}, {});
+  }
+  // Prompts of which each is used once more, long after the records that the directory had.
+  std::vector<ChunkKey> gone, gone_of_other;
+  for (int request = 1; request < kPrompts; ++request) {
+    for (FsCatalogue* catalogue : {&catalogue_, &other}) {
+      for (const int n : {kRecords + request, kRecords + request - 2000}) {
+        const EntryInfo about{.request = static_cast<std::uint32_t>(request)};
+        catalogue->hit(numbered_key(n), about, Nanos(1));
+        catalogue->insert({numbered_key(n), 8192}, about);
+      }
+      while (catalogue->size() > kMost)
+        (catalogue == &other ? gone_of_other : gone).push_back(catalogue->take_victim()->key);
+    }
+  }
+  EXPECT_EQ(gone, gone_of_other);
+}
+
 INSTANTIATE_TEST_SUITE_P(FsCatalogue, FsCatalogueTest, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 
 // A start: a probe finds names in any order, then the scan tells the order of use.
 TEST(FsCatalogueStart, WhatAProbeFoundGetsItsPlaceFromTheScan) {
-  for (const char* policy : {"lru", "prefix"}) {  // s3fifo takes what comes back for wanted
+  for (const std::string& policy : eviction_policy_names()) {
     FsCatalogue catalogue(policy);
     for (const int n : {2, 0, 3}) catalogue.insert_unordered({numbered_key(n), 8192});
     for (int n = 0; n < 5; ++n) EXPECT_TRUE(catalogue.insert_in_order({numbered_key(n), 8192})) << n;
