@@ -3,6 +3,7 @@
 Plain system calls and memcpy from Python threads; both release the GIL for as long as bytes move.
 """
 
+import contextlib
 import mmap
 import os
 import tempfile
@@ -41,13 +42,16 @@ def raw_disk(directory: str, total_bytes: int) -> dict[str, float | bool]:
 
 
 def _open_direct(path: str) -> tuple[int, bool]:
-    try:
+    with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-        with mmap.mmap(-1, mmap.PAGESIZE) as page:
-            os.pwritev(fd, [page], 0)
+        try:
+            with mmap.mmap(-1, mmap.PAGESIZE) as page:
+                os.pwritev(fd, [page], 0)
+        except OSError:
+            os.close(fd)
+            raise
         return fd, True
-    except OSError:
-        return os.open(path, os.O_RDWR), False
+    return os.open(path, os.O_RDWR), False
 
 
 def _speed(blocks: int, transfer: Callable[[mmap.mmap, int], int]) -> float:

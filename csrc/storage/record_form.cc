@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 namespace kv_offload {
 namespace {
@@ -27,10 +28,13 @@ std::unique_ptr<HugeBuffer> RecordForm::take_buffer(std::uint64_t bytes) {
   return buffer->data() == nullptr ? nullptr : std::move(buffer);
 }
 
-void RecordForm::give_back(std::unique_ptr<HugeBuffer> buffer) {
+void RecordForm::give_back(std::unique_ptr<HugeBuffer> buffer) noexcept {
   if (!buffer) return;
-  const MutexLock lock(mutex_);
-  free_.push_back(std::move(buffer));
+  try {
+    const MutexLock lock(mutex_);
+    free_.push_back(std::move(buffer));
+  } catch (const std::bad_alloc&) {  // then it is not kept
+  }
 }
 
 // ---- written

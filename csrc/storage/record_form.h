@@ -51,7 +51,7 @@ class RecordForm {
   PayloadCodec& payload_codec() { return payload_codec_; }
   // Null: there is no memory.
   std::unique_ptr<HugeBuffer> take_buffer(std::uint64_t bytes) EXCLUDES(mutex_);
-  void give_back(std::unique_ptr<HugeBuffer> buffer) EXCLUDES(mutex_);
+  void give_back(std::unique_ptr<HugeBuffer> buffer) noexcept EXCLUDES(mutex_);
 
  private:
   const RecordFormOptions options_;

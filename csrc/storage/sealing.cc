@@ -83,7 +83,10 @@ void read_master(const std::string& path, SealingKeys::Master* master) {
   }
   std::array<std::uint8_t, SealingKeys::kMasterBytes + 1> bytes{};
   const Cleansed in_the_end{bytes.data(), bytes.size()};
-  const ::ssize_t length = ::read(file.fd, bytes.data(), bytes.size());
+  ::ssize_t length = 0;
+  do {
+    length = ::read(file.fd, bytes.data(), bytes.size());
+  } while (length < 0 && errno == EINTR);
   if (length < 0) throw_resource("encryption_key_file {}: {}", path, what_is_wrong(errno));
   const auto size = static_cast<std::uint64_t>(info.st_size);
   if (size != SealingKeys::kMasterBytes || static_cast<std::uint64_t>(length) != size) {
