@@ -26,6 +26,7 @@ from kv_offload.tiers.base import EVICTION_POLICIES, ByteSize, Threads, TierConf
 logger = get_logger(__name__)
 
 MAX_TIERS = 8
+MOST_AWAIT_RECORDS_MS = 3_600_000  # lookup_deadline_ms ends a wait sooner
 
 AnyTier = Annotated[SerializeAsAny[TierConfig], BeforeValidator(parse_tier)]
 
@@ -80,7 +81,7 @@ class OffloadConfig(BaseModel):
     await_records_ms: int = Field(
         default=0,
         ge=0,
-        le=3_600_000,
+        le=MOST_AWAIT_RECORDS_MS,
         description="a prompt's chunks that no tier has are waited for so long before they are computed: "
         "for a server that decodes what others prefill, as their records come after their answers",
     )

@@ -42,14 +42,12 @@ def raw_disk(directory: str, total_bytes: int) -> dict[str, float | bool]:
 
 
 def _open_direct(path: str) -> tuple[int, bool]:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), contextlib.ExitStack() as refused:
         fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-        try:
-            with mmap.mmap(-1, mmap.PAGESIZE) as page:
-                os.pwritev(fd, [page], 0)
-        except OSError:
-            os.close(fd)
-            raise
+        refused.callback(os.close, fd)
+        with mmap.mmap(-1, mmap.PAGESIZE) as page:
+            os.pwritev(fd, [page], 0)
+        refused.pop_all()
         return fd, True
     return os.open(path, os.O_RDWR), False
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kv_offload.config import MOST_AWAIT_RECORDS_MS
 from kv_offload.log import get_logger
 
 logger = get_logger(__name__)
 
 LOAD_POLICIES = ("auto", "always", "never")
 _LOG_SECONDS = 60.0
-_LONGEST_WAIT_MS = 3_600_000  # lookup_deadline_ms ends a wait sooner
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class HintReader:
             self._ignored("priority", priority, "an integer")
         wait = params.get("kv_offload_await_ms")
         if type(wait) is int and wait >= 0:
-            hints["await_records_seconds"] = min(wait, _LONGEST_WAIT_MS) / 1000
+            hints["await_records_seconds"] = min(wait, MOST_AWAIT_RECORDS_MS) / 1000
         elif wait is not None:
             self._ignored("kv_offload_await_ms", wait, "an integer from 0")
         return hints

@@ -91,19 +91,19 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
   const auto position = static_cast<std::uint16_t>(group);
   const bool awaits = request.awaits_records();
   std::uint32_t unknown = 0;  // a bit for each tier
-  bool switched_off = false, may_come = false;
+  bool switched_off = false, readable = false;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     const Presence presence = ops_.contains(tier, key);
     if (!ops_.is_readable(tier)) {
       switched_off |= presence == Presence::kPresent;
       continue;
     }
-    const bool absent_once = presence == Presence::kWasAbsent;
+    readable = true;
     if (presence == Presence::kUnknown ||
-        (absent_once && (awaits || !request.asked.contains(KeyMemory::fingerprint(key))))) {
+        (presence == Presence::kWasAbsent &&
+         (awaits || !request.asked.contains(KeyMemory::fingerprint(key))))) {
       unknown |= 1u << tier;
     }
-    may_come |= awaits;
     if (presence != Presence::kPresent) continue;
     if (const auto reason = may_not_wait(request, true)) return miss(request, group, *reason);
     if (request.closed[group]) return miss(request, group, *request.closed[group]);
@@ -113,11 +113,8 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
                     static_cast<std::uint8_t>(tier)},
                    LookupResult::kPending);
   }
-  if (unknown != 0 || may_come) {
+  if (unknown != 0) {
     const auto reason = may_not_wait(request, true);
-    if (!reason && unknown == 0) {
-      return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
-    }
     if (!reason) {
       // Windows are scanned from the right, and have gaps; parts of a last block are looked up one after the
       // other in all groups.
@@ -131,7 +128,9 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
       }
       return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
     }
-    if (unknown != 0 && *reason != MissReason::kDisabled) return miss(request, group, *reason);
+    if (*reason != MissReason::kDisabled) return miss(request, group, *reason);
+  } else if (awaits && readable && !may_not_wait(request, true)) {
+    return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
   }
   if (switched_off) return miss(request, group, MissReason::kIoError);
   request.pass.lookups.push_back(

@@ -234,20 +234,28 @@ def test_behind_a_proxy_of_vllm_one_server_prefills_and_the_other_decodes(
     decoded.wait_for(computed=len(prompt) - WHOLE, loaded=WHOLE, answered=len(expected.token_ids))
 
 
+def ask_at_once(
+    protocol: Protocol, servers: tuple[LocalServer, LocalServer], reference: Reference
+) -> list[Answer]:
+    """Answers, the right ones, behind a proxy that does not wait, to prompts that are new to both servers."""
+    with Proxy(*servers, protocol) as both:
+        answers = [
+            both.ask(prompt, cache_salt=f"{protocol.name}, at once") for prompt in reference.prompts[4:]
+        ]
+    assert_same(answers, reference.answers[4:])
+    return answers
+
+
 def test_a_proxy_that_does_not_wait_for_the_records_costs_time_only(
     servers: tuple[LocalServer, LocalServer], reference: Reference
 ) -> None:
-    with Proxy(*servers, DEMO) as both:
-        answers = [both.ask(prompt, cache_salt="at once") for prompt in reference.prompts[4:]]
-    assert_same(answers, reference.answers[4:])
+    ask_at_once(DEMO, servers, reference)
 
 
 def test_a_server_that_awaits_records_loads_them_whole_behind_a_proxy_that_does_not(
     servers: tuple[LocalServer, LocalServer], reference: Reference
 ) -> None:
-    with Proxy(*servers, AWAITING) as both:
-        answers = [both.ask(prompt, cache_salt="awaited") for prompt in reference.prompts[4:]]
-    assert_same(answers, reference.answers[4:])
+    answers = ask_at_once(AWAITING, servers, reference)
     assert [answer.cached_tokens for answer in answers] == [WHOLE] * len(answers)
 
 

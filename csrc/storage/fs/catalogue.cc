@@ -75,19 +75,21 @@ bool FsCatalogue::insert(const Record& record, const EntryInfo& about) {
     make_known(known);
     return false;
   }
-  add(record, about);
+  EntryInfo info = about;
+  info.id = chunk_id(record.key);
+  add(record, info);
   return true;
 }
 
 // To the policy it is nobody as yet: it is told of the same record again, and that is no return.
 void FsCatalogue::insert_unordered(const Record& record) {
-  if (!holds(record.key)) entries_[add(record, {}, true)].unordered = true;
+  if (!holds(record.key)) entries_[add(record, {})].unordered = true;
 }
 
 bool FsCatalogue::insert_in_order(const Record& record) {
   const Slot slot = find(record.key);
   if (slot == kNone) {
-    add(record, {});
+    add(record, {.id = chunk_id(record.key)});
     return true;
   }
   Entry& entry = entries_[slot];
@@ -106,7 +108,7 @@ void FsCatalogue::make_known(Slot slot) {
   if (entry.readers > 0) policy_->pin(slot);
 }
 
-Slot FsCatalogue::add(const Record& record, const EntryInfo& about, bool as_nobody) {
+Slot FsCatalogue::add(const Record& record, const EntryInfo& about) {
   if ((used_ + 1) * 2 > table_.size()) grow(table_.size() * 2);
   Slot slot;
   if (free_.empty()) {
@@ -127,9 +129,7 @@ Slot FsCatalogue::add(const Record& record, const EntryInfo& about, bool as_nobo
   ++used_;
   bytes_ += record.file_bytes;
   file_bytes_of_[record.key.group_id()] = record.file_bytes;
-  EntryInfo info = about;
-  info.id = as_nobody ? 0 : chunk_id(record.key);
-  policy_->insert(slot, info);
+  policy_->insert(slot, about);
   return slot;
 }
 

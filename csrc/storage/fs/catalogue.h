@@ -94,8 +94,8 @@ class FsCatalogue {
   void link(Slot slot);
   void unlink(Slot slot);
   void grow(std::size_t buckets);
-  // REQUIRES: not there. as_nobody: the policy is not told which one it is.
-  Slot add(const Record& record, const EntryInfo& about, bool as_nobody = false);
+  // REQUIRES: not there. What the policy is told of it is `about`, its id too.
+  Slot add(const Record& record, const EntryInfo& about);
   void make_known(Slot slot);
   void drop(Slot slot);
   void note_touched(Slot slot, Nanos now);
