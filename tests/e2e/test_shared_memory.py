@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -26,9 +27,13 @@ sys.stdin.read()
 
 @pytest.fixture
 def region() -> Iterator[Path]:
-    path = Path(shared_memory.DIRECTORY, f"{shared_memory.REGION}{uuid.uuid4().hex}")
-    path.write_bytes(bytes(4096))
-    yield path
+    """Locked before it has its name: a server that starts beside removes regions that nobody holds."""
+    unnamed = Path(shared_memory.DIRECTORY, f"test-{uuid.uuid4().hex}")
+    unnamed.write_bytes(bytes(4096))
+    with unnamed.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        path = unnamed.rename(unnamed.with_name(f"{shared_memory.REGION}{uuid.uuid4().hex}"))
+        yield path
     path.unlink(missing_ok=True)
 
 
