@@ -65,6 +65,7 @@ class HostRegion:
         num_workers: int,
         shm_directory: str = "/dev/shm",
         huge_pages: bool = True,
+        keep_for: str = "",  # not empty: may be taken over by the next engine that gives the same
     ) -> HostRegion: ...
     @staticmethod
     def attach_worker(
@@ -77,6 +78,7 @@ class HostRegion:
         fingerprint: str,
         shm_directory: str = "/dev/shm",
         huge_pages: bool = True,
+        keep_for: str = "",  # not empty: may be taken over by the next engine that gives the same
     ) -> HostRegion: ...
     def wait_for_ranks(self, timeout_seconds: float) -> None:
         """Raises ResourceError naming the ranks that did not attach in time."""
@@ -344,6 +346,7 @@ class TieredCache:
         cache_blocks: int = 0,  # of the cache that vLLM computes in; 0: unknown
         blocks_per_chunk: int = 1,
         shards_per_area: int = 1,  # of a record, each of shard_bytes; more than one in the canonical layout
+        keep_identity: str = "",  # not empty: host memory outlives the cache; the region needs keep_for
     ) -> None: ...
     def begin_request(
         self,

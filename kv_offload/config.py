@@ -85,6 +85,11 @@ class OffloadConfig(BaseModel):
         description="a prompt's chunks that no tier has are waited for so long before they are computed: "
         "for a server that decodes what others prefill, as their records come after their answers",
     )
+    keep_host_memory: bool = Field(
+        default=False,
+        description="host memory outlives the server, however it ends, for the next one of the same model: "
+        "until then it stays taken, unless another start needs it",
+    )
     metrics_port: int | None = Field(
         default=None,
         ge=1,

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kv_offload.config import OffloadConfig
 from kv_offload.log import get_logger
 from kv_offload.model_identity import model_identity
 from kv_offload.namespace import GroupIdentity, NamespaceIdentity, setting_text
@@ -217,6 +218,17 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
         names[0] if len(set(names)) == 1 else "bytes" for names in zip(*elements, strict=True)
     ]
     return merged
+
+
+def keep_for(config: Any, options: OffloadConfig) -> str:
+    """What a region of host memory is found by when the next engine starts; "" when it is not kept.
+
+    All processes know it before they attach, and so before the namespace is known, which decides whether
+    the bytes in a region that was found mean the same.
+    """
+    if not options.keep_host_memory:
+        return ""
+    return setting_text([config.model.name, options.model_id, config.parallel.data_parallel_index])
 
 
 def namespace_identity(

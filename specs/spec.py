@@ -13,10 +13,11 @@ from kv_offload.machine import cautions, tier_bounds
 from kv_offload.metrics import metric_definitions
 from kv_offload.model_identity import weights_problem
 from kv_offload.namespace import NamespaceIdentity, random_seed_warning
+from kv_offload.sizes import format_bytes
 from kv_offload.sizing import Geometry, boot_line
 
 from .compat import OffloadingSpec, base
-from .identity import merge_fingerprints, namespace_identity
+from .identity import keep_for, merge_fingerprints, namespace_identity
 
 if TYPE_CHECKING:
     from kv_offload._core import HostRegion, TieredCache, TierSpec
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 RANKS_DEADLINE_SECONDS = 120.0
+KEPT_REGIONS = "/dev/shm/kv_offload-kept-*"
 INFO_LABELS = ("version", "namespace", "layout", "copier", "cpu_bytes_to_use", "tiers", "eviction_policy")
 
 
@@ -87,7 +89,7 @@ class KVOffloadSpec(OffloadingSpec):
             self.config, shard_bytes, merged, self.replicated_layout, options.model_id
         )
         refuse_unknown_weights(options, identity)
-        if seed_is_random and options.secondary_tiers:
+        if seed_is_random and _outlives(options):
             logger.warning(random_seed_warning(identity.hash_algorithm))
         bounds = tier_bounds(options)
         for caution in cautions(options):
@@ -95,8 +97,15 @@ class KVOffloadSpec(OffloadingSpec):
         windowed = merged["windowed"]
         metrics = _core.Metrics()
         cache = self._make_cache(
-            region, metrics, shard_bytes, merged, self._make_tiers(bounds, identity, merged["elements"])
+            region,
+            metrics,
+            shard_bytes,
+            merged,
+            identity,
+            self._make_tiers(bounds, identity, merged["elements"]),
         )
+        if options.keep_host_memory:
+            _tell_kept(cache.stats())
         parallel = self.config.parallel
         address = options.metrics_address(None, parallel.world_size, parallel.data_parallel_index)
         if address is not None:
@@ -162,6 +171,7 @@ class KVOffloadSpec(OffloadingSpec):
             self.num_areas,
             world_size,
             huge_pages=self._options.huge_pages,
+            keep_for=keep_for(self.config, self._options),
         )
         try:
             region.wait_for_ranks(RANKS_DEADLINE_SECONDS)
@@ -208,6 +218,7 @@ class KVOffloadSpec(OffloadingSpec):
         metrics: Any,
         shard_bytes: Sequence[Sequence[int]],
         merged: Mapping[str, Any],
+        identity: NamespaceIdentity,
         tiers: "Sequence[TierSpec]",
     ) -> "TieredCache":
         from kv_offload import _core
@@ -228,6 +239,7 @@ class KVOffloadSpec(OffloadingSpec):
             cache_blocks=merged["cache_blocks"],
             blocks_per_chunk=self.config.cache.blocks_per_chunk,
             shards_per_area=_shards_per_area(merged),
+            keep_identity=identity.namespace_id().hex() if self._options.keep_host_memory else "",
         )
 
     def _windowed_groups(self, windowed: Sequence[bool] | None) -> frozenset[int] | None:
@@ -275,14 +287,33 @@ def _tell_layout(merged: Mapping[str, Any]) -> None:
 
 
 def refuse_unknown_weights(options: OffloadConfig, identity: NamespaceIdentity) -> None:
-    """Raises ValueError when there are tiers and the weights cannot be identified."""
+    """Raises ValueError when the cache outlives the server and the weights cannot be identified."""
     problem = weights_problem(identity.model)
-    if problem is None or not options.secondary_tiers:
+    if problem is None or not _outlives(options):
         return
+    what = "secondary_tiers outlive" if options.secondary_tiers else "keep_host_memory lets the cache outlive"
     raise ValueError(
-        f"secondary_tiers outlive this server, but its weights cannot be identified: {problem}. "
+        f"{what} this server, but its weights cannot be identified: {problem}. "
         'Name them in kv_connector_extra_config, such as "model_id": "llama-3-8b 2026-01-31": the same name '
         "for all servers of the same weights, another one whenever the weights change"
+    )
+
+
+def _outlives(options: OffloadConfig) -> bool:
+    return bool(options.secondary_tiers) or options.keep_host_memory
+
+
+def _tell_kept(stats: Mapping[str, int]) -> None:
+    if not stats["is_kept"]:
+        logger.warning(
+            "keep_host_memory: 64 regions of this model are kept in shared memory already, so this server's "
+            "ends with it; remove those that no server will take over (%s)",
+            KEPT_REGIONS,
+        )
+    logger.info(
+        "host memory outlives this server; of the one before it found %d chunks (%s)",
+        stats["taken_over_chunks"],
+        format_bytes(stats["resident_bytes"]),
     )
 
 

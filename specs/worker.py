@@ -14,7 +14,7 @@ from kv_offload.sizes import format_bytes
 from . import compat
 from .canonical import CanonicalPages, canonical_pages
 from .compat import OffloadingWorker, TransferResult
-from .identity import groups_of_states, worker_fingerprint
+from .identity import groups_of_states, keep_for, worker_fingerprint
 from .load_spec import RowLoadStoreSpec
 
 if TYPE_CHECKING:
@@ -141,9 +141,10 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
             canonical,
         ),
         huge_pages=options.huge_pages,
+        keep_for=keep_for(config, options),
     )
     for name in region.swept:
-        logger.warning("removed %s from shared memory: left by an engine that died while it started", name)
+        logger.warning("removed %s from shared memory: left by an engine that is gone", name)
     first = not replicated or parallel.rank == 0
     _prepare_memory(region, area, parallel.world_size, copier, device, options.prefault, first)
     metrics = _core.Metrics()

@@ -46,8 +46,10 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
                  const std::vector<std::vector<std::uint64_t>>& shard_bytes, std::vector<bool> full_attention,
                  const std::vector<std::shared_ptr<TierSpec>>& tiers, std::string eviction_policy,
                  const std::string& load_policy, double lookup_deadline_seconds, bool keep_events,
-                 std::uint32_t cache_blocks, std::uint32_t blocks_per_chunk, std::uint32_t shards_per_area) {
+                 std::uint32_t cache_blocks, std::uint32_t blocks_per_chunk, std::uint32_t shards_per_area,
+                 std::string keep_identity) {
   CacheOptions options;
+  options.keep_identity = std::move(keep_identity);
   options.groups = groups_of(group_ids, tokens_per_chunk, shard_bytes, shards_per_area, *region);
   options.full_attention = std::move(full_attention);
   options.eviction_policy = std::move(eviction_policy);
@@ -126,7 +128,8 @@ py::dict stats(const Cache& self) {
                   "capacity_bytes"_a = stats.capacity_bytes, "pinned_chunks"_a = stats.pinned_chunks,
                   "quarantined_rows"_a = stats.quarantined_rows,
                   "waiting_requests"_a = stats.waiting_requests, "requests"_a = stats.requests,
-                  "longest_prompt"_a = stats.longest_prompt);
+                  "longest_prompt"_a = stats.longest_prompt, "taken_over_chunks"_a = stats.taken_over_chunks,
+                  "is_kept"_a = stats.is_kept);
 }
 
 // Only what is not nothing.
@@ -180,7 +183,8 @@ void bind_cache(py::module_& module) {
            py::arg("full_attention") = std::vector<bool>{}, py::arg("tiers") = py::tuple(),
            py::arg("eviction_policy") = "lru", py::arg("load_policy") = "auto",
            py::arg("lookup_deadline_seconds") = 5.0, py::arg("keep_events") = false,
-           py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1, py::arg("shards_per_area") = 1)
+           py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1, py::arg("shards_per_area") = 1,
+           py::arg("keep_identity") = "")
       .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
            py::arg("load_from_cpu") = true, py::arg("load_from_tiers") = true, py::arg("skip_store") = false,
            py::arg("load_policy") = py::none(), py::arg("priority") = 0,

@@ -47,6 +47,9 @@ struct CacheOptions {
   Nanos lookup_deadline{std::chrono::seconds(5)};
   std::vector<TierSlotOptions> tiers{};  // one per tier
   bool keep_events = false;
+  // Not empty: host memory outlives this cache (the region has keep_for), for the next one of the same
+  // identity, i.e. everything that the bytes of a chunk depend on.
+  std::string keep_identity{};
 };
 
 struct RequestOptions {

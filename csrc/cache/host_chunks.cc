@@ -36,6 +36,30 @@ HostChunks::HostChunks(const ChunkGroups& groups, const HostRegion& region, cons
   if (!one_row_size_) owners_.assign(area_bytes_ / row_unit_ + 1, kNoOwner);
 }
 
+bool HostChunks::keep_in(HostRegion& region, std::string_view identity) {
+  const std::span<std::byte> memory = region.behind_areas(RowTable::bytes(area_bytes_, row_unit_));
+  std::string all(identity);
+  for (std::uint32_t g = 0; g < groups_.size(); ++g) all += fmt::format(" {}", rows_.row_bytes(g));
+  RowTable table(memory, area_bytes_, row_unit_, all);
+  for (const RowTable::Row& row : table.rows()) {
+    if (take_over(row)) {
+      ++taken_over_;
+    } else {
+      table.erase(row.row);
+    }
+  }
+  table_ = table;
+  return region.keep();
+}
+
+bool HostChunks::take_over(const RowTable::Row& row) {
+  if (groups_.position_of(row.key) != row.group || index_.find(row.key) != nullptr) return false;
+  if (!rows_.claim(row.group, row.row)) return false;
+  const EntryInfo about{chunk_id(row.key), row.parent, row.depth, 0, row.priority};
+  finish_store(insert_filling(row.key, row.group, row.row, about, kNoTicket));
+  return true;
+}
+
 Slot HostChunks::insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
                         ChunkState state) {
   const Slot slot = index_.insert(key, group, row, about, state);
@@ -60,6 +84,7 @@ void HostChunks::make_resident(Slot slot, ChunkOrigin origin) {
   const ChunkEntry& entry = index_.at(slot);
   ++resident_by_group_[entry.group];
   events_.host_has(entry.key);
+  if (table_) table_->put({entry.row, entry.key, entry.parent, entry.depth, entry.priority, entry.group});
 }
 
 void HostChunks::finish_fetch(Slot slot, std::uint8_t tier) {
@@ -73,6 +98,7 @@ RowId HostChunks::remove(Slot slot) {
   if (entry.state == ChunkState::kResident) {
     events_.host_lost(entry.key);
     --resident_by_group_[entry.group];
+    if (table_) table_->erase(row);
   }
   if (!one_row_size_) owner_of(row) = kNoOwner;
   index_.erase(slot);
@@ -113,6 +139,7 @@ void HostChunks::end_load(Slot slot) {
   ChunkEntry& entry = index_.at(slot);
   // Loaded once since the fetch: from now on it is host memory's.
   if (entry.counted) entry.origin = ChunkOrigin::kStore;
+  if (table_) table_->use(entry.row);
   index_.unpin(slot);
 }
 
@@ -138,6 +165,8 @@ void HostChunks::poll() {
 }
 
 void HostChunks::forget() {
+  if (table_) table_->clear();
+  table_.reset();
   index_.for_each([&](Slot, ChunkEntry& entry) {
     if (entry.state == ChunkState::kResident) events_.host_lost(entry.key);
     if (entry.state == ChunkState::kFilling && !tickets_.is_reported(entry.ticket, TicketKind::kStore)) {

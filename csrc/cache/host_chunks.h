@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "cache/cache_events.h"
@@ -25,6 +26,7 @@
 #include "index/chunk_index.h"
 #include "memory/host_region.h"
 #include "memory/row_allocator.h"
+#include "memory/row_table.h"
 
 namespace kv_offload {
 
@@ -34,6 +36,16 @@ class HostChunks {
   // smaller than one row of each group, unknown policy).
   HostChunks(const ChunkGroups& groups, const HostRegion& region, const Tickets& tickets, CacheEvents& events,
              const std::string& eviction_policy);
+
+  // ---- over the end of the engine
+  // Behind the areas of `region` is told from now on what is resident, for the next
+  // engine, and what the one before told there is resident again, if it was of the same
+  // `identity`: everything that the bytes of a chunk depend on. REQUIRES: nothing is here.
+  // False when it cannot be kept (HostRegion::keep). Throws ResourceError (no memory for
+  // the table).
+  bool keep_in(HostRegion& region, std::string_view identity);
+  // What is resident now stays told, whatever happens to it here.
+  void stop_telling() { table_.reset(); }
   HostChunks(const HostChunks&) = delete;
   HostChunks& operator=(const HostChunks&) = delete;
 
@@ -100,12 +112,14 @@ class HostChunks {
   void quarantine(Ticket load, Slot slot) { quarantine_.hold(load, TicketKind::kLoad, at(slot).row); }
   // Frees those whose tickets are reported by now.
   void poll();
-  // All chunks are absent, whatever their pins. Rows in quarantine stay there, and
-  // those of stores that are not reported join them. REQUIRES: loads and ops have put
-  // their rows there.
+  // All chunks are absent, whatever their pins, here and for the next engine, which is told
+  // nothing more: what is stored from now on may be of weights that only this process has.
+  // Rows in quarantine stay there, and those of stores that are not reported join them.
+  // REQUIRES: loads and ops have put their rows there.
   void forget();
 
   // ---- figures
+  std::size_t taken_over() const { return taken_over_; }  // chunks of the engine before
   std::size_t resident() const { return index_.resident(); }
   std::uint64_t resident_bytes() const;
   std::size_t pinned() const { return index_.pinned(); }
@@ -116,6 +130,7 @@ class HostChunks {
   Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about, ChunkState state);
   void make_resident(Slot slot, ChunkOrigin origin);
   RowId remove(Slot slot);  // the row is the caller's
+  bool take_over(const RowTable::Row& row);
   Slot& owner_of(RowId row) { return owners_[row / (row_unit_ / kPageBytes)]; }
 
   const ChunkGroups& groups_;
@@ -130,6 +145,8 @@ class HostChunks {
   bool one_row_size_ = true;
   std::uint64_t row_unit_;    // the smallest row
   std::vector<Slot> owners_;  // by row; only with several row sizes
+  std::optional<RowTable> table_;
+  std::size_t taken_over_ = 0;
 };
 
 }  // namespace kv_offload

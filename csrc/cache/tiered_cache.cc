@@ -47,7 +47,9 @@ struct TieredCache::Impl {
         load_jobs({groups, chunks, write_back, tickets, costs, metrics, clock}, options),
         requests({groups, chunks, memory, costs, ops, load_jobs, metrics, clock}, options),
         stores({groups, chunks, memory, tickets, costs, row_supply, write_back, requests, metrics}),
-        planner({groups, chunks, costs, ops, row_supply, requests, metrics}) {}
+        planner({groups, chunks, costs, ops, row_supply, requests, metrics}) {
+    if (!options.keep_identity.empty()) is_kept = chunks.keep_in(*region, options.keep_identity);
+  }
 
   // All that is in memory. Rows that a rank or a tier may still touch stay out of use until that ended.
   void forget() {
@@ -75,6 +77,7 @@ struct TieredCache::Impl {
   Requests requests;
   Stores stores;
   Planner planner;
+  bool is_kept = false;
   bool closed = false;
 };
 
@@ -170,6 +173,7 @@ void TieredCache::close() {
   Impl& impl = *impl_;
   if (impl.closed) return;
   impl.ops.close();
+  impl.chunks.stop_telling();
   impl.forget();
   impl.events.take();
   impl.stores.close();
@@ -189,6 +193,8 @@ TieredCache::Stats TieredCache::stats() const {
   stats.waiting_requests = impl.requests.waiting().size();
   stats.requests = impl.requests.live();
   stats.longest_prompt = impl.requests.longest_prompt();
+  stats.taken_over_chunks = impl.chunks.taken_over();
+  stats.is_kept = impl.is_kept;
   return stats;
 }
 

@@ -94,7 +94,9 @@ class TieredCache {
   struct Stats {
     std::uint64_t resident_chunks, resident_bytes, capacity_bytes;
     std::uint64_t pinned_chunks, quarantined_rows, waiting_requests, requests;
-    std::uint64_t longest_prompt;  // tokens, of those asked for since the start
+    std::uint64_t longest_prompt;     // tokens, of those asked for since the start
+    std::uint64_t taken_over_chunks;  // of the engine before, at the start
+    bool is_kept;                     // host memory outlives this cache
   };
   Stats stats() const;
   std::vector<LookupCounts> lookup_counts() const;  // by group position

@@ -58,6 +58,12 @@ void ControlPage::initialise(std::byte* base, const Sizes& sizes) {
   header->magic.store(kMagic, std::memory_order_release);
 }
 
+void ControlPage::forget() {
+  std::memset(base_ + kPageBytes, 0, bytes(num_workers_) - kPageBytes);
+  header().scheduler.store(0);
+  header().attached.store(0);
+}
+
 ControlPage::ControlPage(std::byte* base, const Sizes& mine) : base_(base), num_workers_(mine.num_workers) {
   if (header().magic.load(std::memory_order_acquire) != kMagic) {
     throw_resource("the shared memory file of this engine id is not a region: serve under another engine id");

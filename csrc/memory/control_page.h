@@ -36,6 +36,9 @@ class ControlPage {
   static std::uint64_t padded_bytes(std::uint32_t num_workers);  // area 0 starts here
   // For who makes the file, once, before others can see it. `base` is zeroed.
   static void initialise(std::byte* base, const Sizes& sizes);
+  // As initialised: for who takes over a region of the same sizes that nobody else has.
+  // May end half way and be done again.
+  void forget();
 
   ControlPage() = default;
   // REQUIRES: initialised. Throws ResourceError when it is not or is of another

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/xxh3.h"
 #include "memory/control_page.h"
 #include "memory/memory_headroom.h"
 #include "memory/populate.h"
@@ -26,12 +28,14 @@ namespace {
 
 constexpr std::uint64_t kLargeArea = std::uint64_t{64} << 20;
 constexpr auto kPollAtMost = std::chrono::milliseconds(20);
+constexpr auto kRankZeroDeadline = std::chrono::minutes(5);
+constexpr auto kDyingEngine = std::chrono::seconds(2);  // is gone after it
 
-// A mapping of a file from its start. The start is aligned for huge pages.
+// A mapping of a part of a file. Its start in memory is aligned for huge pages.
 class Mapping {
  public:
   Mapping() = default;
-  Mapping(int fd, std::uint64_t bytes) : bytes_(bytes) {
+  Mapping(int fd, std::uint64_t bytes, std::uint64_t offset = 0) : bytes_(bytes) {
     void* reserved = ::mmap(nullptr, bytes + kHugePageBytes, PROT_NONE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (reserved == MAP_FAILED) fail(errno);
@@ -43,7 +47,8 @@ class Mapping {
     if (from + bytes + kHugePageBytes > end) {
       ::munmap(end, static_cast<std::size_t>(from + bytes + kHugePageBytes - end));
     }
-    if (::mmap(start, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    if (::mmap(start, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd,
+               static_cast<off_t>(offset)) == MAP_FAILED) {
       const int error = errno;
       ::munmap(start, bytes);
       fail(error);
@@ -105,14 +110,23 @@ std::string what_to_change(const MemoryHeadroom& headroom, const std::string& sh
   return "lower cpu_bytes_to_use or raise the memory limit of the container or service";
 }
 
-void check_headroom(const RegionOptions& options, std::uint64_t needed) {
-  const MemoryHeadroom headroom = memory_headroom(options.shm_directory);
+// Takes the memory of regions that are kept for nobody's use now, if it is needed.
+void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vector<std::string>* removed) {
+  MemoryHeadroom headroom = memory_headroom(options.shm_directory);
+  if (needed <= headroom.bytes) return;
+  *removed = remove_unheld_files(options.shm_directory, Unheld::kKept);
+  headroom = memory_headroom(options.shm_directory);
   if (needed <= headroom.bytes) return;
   throw_resource(
       "host memory: {} ({} bytes) asked by cpu_bytes_to_use, with the control page {} bytes; {} ({} bytes) "
       "available, limited by {}: {}",
       format_bytes(options.bytes), options.bytes, needed, format_bytes(headroom.bytes), headroom.bytes,
       headroom.limited_by, what_to_change(headroom, options.shm_directory));
+}
+
+std::uint64_t file_size(int fd) {
+  struct stat opened {};
+  return ::fstat(fd, &opened) == 0 ? static_cast<std::uint64_t>(opened.st_size) : 0;
 }
 
 // What is not known does not limit: for threads, which never throw.
@@ -125,9 +139,10 @@ std::uint64_t headroom_bytes(const std::string& shm_directory) {
 }
 
 // The control page is allocated at once, so that no process dies writing to it.
-void fill_in(int fd, const RegionOptions& options, const ControlPage::Sizes& sizes) {
+void fill_in(int fd, const RegionOptions& options, const ControlPage::Sizes& sizes,
+             std::vector<std::string>* removed) {
   const std::uint64_t control = ControlPage::bytes(sizes.num_workers);
-  check_headroom(options, control + sizes.area_bytes * sizes.num_areas);
+  check_headroom(options, control + sizes.area_bytes * sizes.num_areas, removed);
   if (const int error = ::posix_fallocate(fd, 0, static_cast<off_t>(control)); error != 0) {
     throw_resource("{} for the control page in {}: {}; enlarge it", format_bytes(control),
                    options.shm_directory, std::strerror(error));
@@ -138,11 +153,31 @@ void fill_in(int fd, const RegionOptions& options, const ControlPage::Sizes& siz
 
 // Before the whole is mapped: a file of other sizes must not be touched beyond
 // its end.
-void check_agreement(const SharedFile& file, std::uint64_t bytes, const ControlPage::Sizes& sizes) {
-  if (file.size() < kPageBytes) throw_resource("the shared memory file of this engine id is not a region");
-  const Mapping page(file.fd(), kPageBytes);
+void check_agreement(int fd, std::uint64_t bytes, const RegionOptions& options,
+                     const ControlPage::Sizes& sizes) {
+  const std::uint64_t size = file_size(fd);
+  if (size < kPageBytes) throw_resource("the shared memory file of this engine id is not a region");
+  const Mapping page(fd, kPageBytes);
   const ControlPage control(page.start(), sizes);
-  if (file.size() != bytes) throw_resource("the region has {} bytes, not {}", file.size(), bytes);
+  const bool has_table = !options.keep_for.empty() && size > bytes;
+  if (size != bytes && !has_table) throw_resource("the region has {} bytes, not {}", size, bytes);
+}
+
+// What an earlier engine left: the areas stay as they are, what its processes told each other goes.
+bool take_over(int fd, std::uint64_t bytes, const RegionOptions& options, const ControlPage::Sizes& sizes) {
+  try {
+    check_agreement(fd, bytes, options, sizes);
+  } catch (const std::exception&) {  // of other sizes or another version
+    return false;
+  }
+  const Mapping page(fd, ControlPage::bytes(sizes.num_workers));
+  ControlPage(page.start(), sizes).forget();
+  return true;
+}
+
+std::string digest_of(std::string_view text) {
+  const XXH128_hash_t digest = XXH3_128bits(text.data(), text.size());
+  return fmt::format("{:016x}{:016x}", digest.high64, digest.low64);
 }
 
 }  // namespace
@@ -153,9 +188,12 @@ struct HostRegion::Impl {
   std::vector<std::string> swept;
   SharedFile file;  // outlives the mapping
   Mapping mapping;
+  Mapping behind;  // the areas
   ControlPage control;
 
-  explicit Impl(const RegionOptions& given);
+  Impl(const RegionOptions& given, bool is_rank_0);
+  SharedFile open_file(bool is_rank_0);
+  std::uint64_t bytes() const { return area_offset(sizes.num_areas); }
   std::uint64_t area_offset(std::uint32_t index) const {
     return ControlPage::padded_bytes(sizes.num_workers) + index * sizes.area_bytes;
   }
@@ -164,18 +202,32 @@ struct HostRegion::Impl {
   std::vector<std::uint32_t> missing_ranks() const;
 };
 
-HostRegion::Impl::Impl(const RegionOptions& given) : options(given), sizes(sizes_of(given)) {
-  swept = remove_unheld_files(options.shm_directory);
-  const std::uint64_t bytes = area_offset(sizes.num_areas);
-  file = SharedFile::open_or_create(SharedFile::path_of(options.shm_directory, options.engine_id), bytes,
-                                    [&](int fd) { fill_in(fd, options, sizes); });
-  check_agreement(file, bytes, sizes);
-  mapping = Mapping(file.fd(), bytes);
+HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0) : options(given), sizes(sizes_of(given)) {
+  swept = remove_unheld_files(options.shm_directory, Unheld::kLeftovers);
+  file = open_file(is_rank_0);
+  check_agreement(file.fd(), bytes(), options, sizes);
+  mapping = Mapping(file.fd(), bytes());
   control = ControlPage(mapping.start(), sizes);
   std::byte* const areas = mapping.start() + area_offset(0);
   const std::size_t areas_bytes = sizes.area_bytes * sizes.num_areas;
   ::madvise(areas, areas_bytes, MADV_DONTDUMP);
   if (options.huge_pages) ::madvise(areas, areas_bytes, MADV_HUGEPAGE);  // offered, not owed
+}
+
+SharedFile HostRegion::Impl::open_file(bool is_rank_0) {
+  const std::string path = SharedFile::path_of(options.shm_directory, options.engine_id);
+  if (!options.keep_for.empty()) {
+    if (!is_rank_0) return SharedFile::open_when_there(path, kRankZeroDeadline);
+    SharedFile kept = SharedFile::adopt(
+        options.shm_directory, digest_of(options.keep_for), path,
+        [this](int fd) { return take_over(fd, bytes(), options, sizes); }, kDyingEngine);
+    if (kept.fd() >= 0) return kept;
+  }
+  std::vector<std::string> removed;
+  SharedFile made =
+      SharedFile::open_or_create(path, bytes(), [&](int fd) { fill_in(fd, options, sizes, &removed); });
+  swept.insert(swept.end(), removed.begin(), removed.end());
+  return made;
 }
 
 void HostRegion::Impl::check_area(std::uint32_t index) const {
@@ -199,8 +251,9 @@ HostRegion::~HostRegion() = default;
 
 std::unique_ptr<HostRegion> HostRegion::attach_scheduler(const RegionOptions& options) {
   std::unique_ptr<HostRegion> region(new HostRegion);
-  region->impl_ = std::make_unique<Impl>(options);
-  if (region->impl_->control.attach_scheduler()) region->impl_->file.unlink_name();
+  region->impl_ = std::make_unique<Impl>(options, false);
+  const bool is_last = region->impl_->control.attach_scheduler();
+  if (is_last && options.keep_for.empty()) region->impl_->file.unlink_name();
   return region;
 }
 
@@ -211,8 +264,9 @@ std::unique_ptr<HostRegion> HostRegion::attach_worker(const RegionOptions& optio
                   static_cast<std::int64_t>(options.num_workers) - 1);
   }
   std::unique_ptr<HostRegion> region(new HostRegion);
-  region->impl_ = std::make_unique<Impl>(options);
-  if (region->impl_->control.attach_worker(rank, geometry)) region->impl_->file.unlink_name();
+  region->impl_ = std::make_unique<Impl>(options, rank == 0);
+  const bool is_last = region->impl_->control.attach_worker(rank, geometry);
+  if (is_last && options.keep_for.empty()) region->impl_->file.unlink_name();
   return region;
 }
 
@@ -311,10 +365,28 @@ TicketResult HostRegion::result(Ticket ticket, std::uint64_t* failed_groups, Tic
   return TicketResult::kDone;
 }
 
+std::span<std::byte> HostRegion::behind_areas(std::uint64_t bytes) {
+  const int fd = impl_->file.fd();
+  const std::uint64_t start = impl_->bytes();
+  const auto end = static_cast<off_t>(start + bytes);
+  int error = ::ftruncate(fd, std::min(end, static_cast<off_t>(file_size(fd)))) == 0 ? 0 : errno;
+  if (error == 0) error = ::posix_fallocate(fd, static_cast<off_t>(start), static_cast<off_t>(bytes));
+  if (error != 0) {
+    throw_resource("{} in {} for the table of what host memory holds: {}; lower cpu_bytes_to_use",
+                   format_bytes(bytes), impl_->options.shm_directory, std::strerror(error));
+  }
+  impl_->behind = Mapping(fd, bytes, start);
+  return {impl_->behind.start(), bytes};
+}
+
+bool HostRegion::keep() {
+  return impl_->file.keep(impl_->options.shm_directory, digest_of(impl_->options.keep_for));
+}
+
 const std::vector<std::string>& HostRegion::swept() const { return impl_->swept; }
 
 std::vector<std::string> sweep_leftovers(const std::string& shm_directory) {
-  return remove_unheld_files(shm_directory);
+  return remove_unheld_files(shm_directory, Unheld::kLeftovers);
 }
 
 }  // namespace kv_offload

@@ -18,6 +18,14 @@
 // next attach. All sizes are checked against free shm and the cgroup limit
 // BEFORE anything is allocated.
 //
+// With keep_for it may outlive its engine instead. Rank 0 alone makes the object, and
+// takes one that an engine of the same keep_for and the same sizes has left, bytes and
+// all; the others wait for it. Nobody writes to the areas before the scheduler has called
+// keep(), which it does once a table behind the areas tells what their rows hold (RowTable):
+// from then on the object has only a name that no sweep removes. It is removed by a start
+// of the same keep_for with other sizes, and by any start that would not have the memory
+// otherwise.
+//
 // Memory is taken by prefault(), which reports a tmpfs or cgroup that filled up
 // in between as a Status. In an area that was not prefaulted a copy takes the
 // pages itself, and dies by SIGBUS when none are left: prefault before copying.
@@ -49,6 +57,9 @@ struct RegionOptions {
   std::uint32_t num_workers = 1;
   std::string shm_directory = "/dev/shm";
   bool huge_pages = true;  // madvise(MADV_HUGEPAGE) where the system offers it
+  // What has to be equal for a region to be taken over, e.g. the model: of all processes
+  // of the engine. Empty: the region ends with its engine.
+  std::string keep_for{};
 };
 
 // What one rank publishes when it attaches.
@@ -117,7 +128,17 @@ class HostRegion {
   TicketResult result(Ticket ticket, std::uint64_t* failed_groups,
                       TicketKind kind = TicketKind::kStore) const;
 
-  // Names of leftovers removed by the last attach (for the log and for tests).
+  // Scheduler, with keep_for, once: `bytes` behind the areas, mapped until the end. As an
+  // earlier engine left them, zeros where it left none. Throws ResourceError.
+  // REQUIRES: wait_for_ranks succeeded.
+  std::span<std::byte> behind_areas(std::uint64_t bytes);
+  // Scheduler: what lies behind the areas is true of them from now on, so the region may
+  // outlive its engine. False when 64 of the same keep_for are kept here already: this
+  // one then ends with its engine.
+  bool keep();
+
+  // Names of what the last attach removed: leftovers, and regions that were kept where it
+  // needed their memory (for the log and for tests).
   const std::vector<std::string>& swept() const;
 
  private:
@@ -126,7 +147,8 @@ class HostRegion {
   std::unique_ptr<Impl> impl_;
 };
 
-// Remove shared memory objects of ours that no process holds. Returns names.
+// Remove shared memory objects of ours that no process holds and that are not kept.
+// Returns names.
 std::vector<std::string> sweep_leftovers(const std::string& shm_directory);
 
 // Bytes that may still be allocated: min(cgroup limit - usage, MemAvailable,

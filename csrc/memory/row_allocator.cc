@@ -65,6 +65,8 @@ struct RowAllocator::Impl {
   void make_slabs(std::uint32_t area_pages, std::span<const RowSize> sizes);
   std::uint32_t find_open_slab(RowClass& row_class) const;
   std::uint32_t take_slab(std::uint32_t class_index);
+  void give_slab(std::size_t index, std::uint32_t class_index);
+  void take_row(std::size_t index, std::size_t place);
   Slab& slab_of(RowId row);
   std::vector<RowId> used_rows(const Slab& slab) const;
 };
@@ -136,18 +138,33 @@ std::uint32_t RowAllocator::Impl::take_slab(std::uint32_t class_index) {
     if (pool.pages < row_class.pages || pool.slabs.empty()) continue;
     const std::size_t after = row_class.last_slab == kNoIndex ? 0 : row_class.last_slab + std::size_t{1};
     const std::size_t index = after < slabs.size() && pool.slabs.contains(after) ? after : pool.slabs.first();
-    pool.slabs.erase(index);
-    Slab& slab = slabs[index];
-    slab.row_class = class_index;
-    // A slab comes back with all rows free: its set serves again.
-    if (slab.rows != pool.pages / row_class.pages) {
-      slab.rows = pool.pages / row_class.pages;
-      slab.free_rows = BitTree(slab.rows, true);
-    }
-    row_class.open.insert(index);
+    give_slab(index, class_index);
     return static_cast<std::uint32_t>(index);
   }
   return kNoIndex;
+}
+
+// REQUIRES: it is in its pool, and as long as a row of the class.
+void RowAllocator::Impl::give_slab(std::size_t index, std::uint32_t class_index) {
+  Slab& slab = slabs[index];
+  pools[slab.pool].slabs.erase(index);
+  slab.row_class = class_index;
+  // A slab comes back with all rows free: its set serves again.
+  const std::uint32_t rows = slab.extent.pages / classes[class_index].pages;
+  if (slab.rows != rows) {
+    slab.rows = rows;
+    slab.free_rows = BitTree(rows, true);
+  }
+  classes[class_index].open.insert(index);
+}
+
+void RowAllocator::Impl::take_row(std::size_t index, std::size_t place) {
+  Slab& slab = slabs[index];
+  RowClass& row_class = classes[slab.row_class];
+  slab.free_rows.erase(place);
+  ++slab.used;
+  ++row_class.used;
+  if (slab.used == slab.rows) row_class.open.erase(index);
 }
 
 Slab& RowAllocator::Impl::slab_of(RowId row) {
@@ -181,13 +198,24 @@ RowId RowAllocator::allocate(std::uint32_t group) {
   std::size_t place = BitTree::kNone;
   if (index == row_class.last_slab) place = slab.free_rows.first(row_class.next_row);
   if (place == BitTree::kNone) place = slab.free_rows.first();
-  slab.free_rows.erase(place);
-  ++slab.used;
-  ++row_class.used;
-  if (slab.used == slab.rows) row_class.open.erase(index);
+  impl_->take_row(index, place);
   row_class.last_slab = index;
   row_class.next_row = static_cast<std::uint32_t>(place) + 1;
   return slab.extent.start + static_cast<std::uint32_t>(place) * row_class.pages;
+}
+
+bool RowAllocator::claim(std::uint32_t group, RowId row) {
+  const std::uint32_t class_index = impl_->class_of_group.at(group);
+  const std::uint32_t pages = impl_->classes[class_index].pages;
+  if (row >= impl_->area_bytes / kPageBytes) return false;
+  Slab& slab = impl_->slab_of(row);
+  const auto index = static_cast<std::size_t>(&slab - impl_->slabs.data());
+  const std::uint32_t place = (row - slab.extent.start) / pages;
+  if ((row - slab.extent.start) % pages != 0 || place >= slab.extent.pages / pages) return false;
+  if (slab.row_class == kNoIndex) impl_->give_slab(index, class_index);
+  if (slab.row_class != class_index || !slab.free_rows.contains(place)) return false;
+  impl_->take_row(index, place);
+  return true;
 }
 
 void RowAllocator::free(RowId row) {

@@ -34,6 +34,9 @@ class RowAllocator {
   // class where that is free; kNoRow when neither the class nor the pool has
   // any. (An allocated row stays valid until free().)
   RowId allocate(std::uint32_t group);
+  // This very row for group position g, as an earlier allocator of the same sizes handed
+  // it out. False, and nothing has changed, where it is in use or is no row of the class.
+  bool claim(std::uint32_t group, RowId row);
   // REQUIRES: allocated and not freed; checked, throws std::logic_error (a row
   // freed twice would be handed out twice).
   void free(RowId row);

@@ -22,6 +22,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr auto kPatience = 10s;
+constexpr auto kPause = 5ms;
 
 class Descriptor {
  public:
@@ -55,9 +56,17 @@ bool lock_shared_until(int fd, std::chrono::steady_clock::time_point deadline) {
   return true;
 }
 
-void check_is_ours(const std::string& path, int fd) {
+bool is_ours(int fd) {
   struct stat opened {};
-  if (::fstat(fd, &opened) != 0 || !S_ISREG(opened.st_mode) || opened.st_uid != ::geteuid()) {
+  return ::fstat(fd, &opened) == 0 && S_ISREG(opened.st_mode) && opened.st_uid == ::geteuid();
+}
+
+std::string kept_path_of(const std::string& directory, std::string_view digest, unsigned number) {
+  return fmt::format("{}/{}{}-{}", directory, kKeptNamePrefix, digest, number);
+}
+
+void check_is_ours(const std::string& path, int fd) {
+  if (!is_ours(fd)) {
     throw_resource("{} is there but is not a file of user {}: remove it, or serve under another engine id",
                    path, ::geteuid());
   }
@@ -114,6 +123,59 @@ SharedFile SharedFile::open_or_create(const std::string& path, std::uint64_t byt
                  path, std::chrono::seconds(kPatience).count());
 }
 
+SharedFile SharedFile::open_when_there(const std::string& path, std::chrono::nanoseconds patience) {
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  do {
+    if (SharedFile file = try_open(path); file.fd_ >= 0) return file;
+    std::this_thread::sleep_for(kPause);
+  } while (std::chrono::steady_clock::now() < deadline);
+  throw_resource("rank 0 of this engine has not made {} for {} s: has it died, or other settings?", path,
+                 std::chrono::duration_cast<std::chrono::seconds>(patience).count());
+}
+
+SharedFile SharedFile::adopt(const std::string& directory, std::string_view digest, const std::string& path,
+                             const std::function<bool(int)>& take_over, std::chrono::nanoseconds patience) {
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  while (true) {
+    bool any_held = false;
+    for (unsigned number = 0; number < kMostKept; ++number) {
+      SharedFile file = try_lock_kept(kept_path_of(directory, digest, number), &any_held);
+      if (file.fd_ < 0 || !take_over(file.fd_)) continue;  // it goes with its only holder
+      if (::link(file.path_.c_str(), path.c_str()) != 0) continue;
+      file.path_ = path;
+      // The lock is free for a moment when it changes its kind.
+      if (lock_shared_until(file.fd_, std::chrono::steady_clock::now() + kPatience) &&
+          name_means(path, file.fd_)) {
+        return file;
+      }
+    }
+    if (!any_held || std::chrono::steady_clock::now() > deadline) return {};
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+// Held by nobody else from then on; nothing when it is, or is not ours.
+SharedFile SharedFile::try_lock_kept(const std::string& path, bool* held) {
+  Descriptor fd(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
+  if (fd.get() < 0 || !is_ours(fd.get())) return {};
+  if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
+    *held = true;
+    return {};
+  }
+  if (!name_means(path, fd.get())) return {};
+  return SharedFile(fd.release(), path);
+}
+
+bool SharedFile::keep(const std::string& directory, std::string_view digest) {
+  struct stat opened {};
+  bool is_kept = ::fstat(fd_, &opened) == 0 && opened.st_nlink > 1;  // as the engine before left it
+  for (unsigned number = 0; number < kMostKept && !is_kept; ++number) {
+    is_kept = ::link(path_.c_str(), kept_path_of(directory, digest, number).c_str()) == 0;
+  }
+  unlink_name();
+  return is_kept;
+}
+
 // Nothing when there is none (any more).
 SharedFile SharedFile::try_open(const std::string& path) {
   Descriptor fd(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
@@ -160,13 +222,14 @@ SharedFile SharedFile::try_create(const std::string& path, std::uint64_t bytes,
   return file;
 }
 
-std::vector<std::string> remove_unheld_files(const std::string& directory) {
+std::vector<std::string> remove_unheld_files(const std::string& directory, Unheld which) {
   std::vector<std::string> removed;
   const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(directory.c_str()), &::closedir);
   if (!entries) return removed;
   while (const dirent* entry = ::readdir(entries.get())) {
     const std::string_view name = entry->d_name;
     if (!name.starts_with(kSharedNamePrefix)) continue;
+    if (name.starts_with(kKeptNamePrefix) != (which == Unheld::kKept)) continue;
     const std::string path = fmt::format("{}/{}", directory, name);
     const Descriptor fd(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
     struct stat opened {};

@@ -7,9 +7,16 @@
 // leftover, which any sweep may remove. Hence after each lock the name is
 // checked to still mean the locked file.
 //
+// A file that is to outlive its processes gets another name with keep(), of which
+// there are several for each digest: engines that could take over each other's file
+// may run side by side. A sweep leaves these names alone. adopt() takes one that
+// nobody holds and gives it the name of the engine as well, until keep(): so it is
+// still there when the engine dies before that.
+//
 // Private to memory/. Not thread-safe; movable.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -19,6 +26,8 @@
 namespace kv_offload {
 
 inline constexpr std::string_view kSharedNamePrefix = "kv_offload-";
+inline constexpr std::string_view kKeptNamePrefix = "kv_offload-kept-";
+inline constexpr unsigned kMostKept = 64;  // files of one digest
 
 class SharedFile {
  public:
@@ -34,15 +43,28 @@ class SharedFile {
   // for 10 s) or what fill_in throws; nothing is left then.
   static SharedFile open_or_create(const std::string& path, std::uint64_t bytes,
                                    const std::function<void(int fd)>& fill_in);
+  // Waits until another process has made the file at `path`. Throws ResourceError when
+  // it has not after `patience`.
+  static SharedFile open_when_there(const std::string& path, std::chrono::nanoseconds patience);
+  // A kept file of this digest that nobody holds, now also at `path`. It is removed
+  // instead where `take_over(fd)` is false; nobody else holds it then. No file (fd() < 0)
+  // when there is none, also where all are held for as long as `patience`: an engine that
+  // is killed needs a moment to be gone.
+  static SharedFile adopt(const std::string& directory, std::string_view digest, const std::string& path,
+                          const std::function<bool(int fd)>& take_over, std::chrono::nanoseconds patience);
 
   int fd() const { return fd_; }
   std::uint64_t size() const;
   // The name goes, the file stays for those who have it. Not an error when gone.
   void unlink_name();
+  // It gets a kept name unless it has one, and loses the other. False when all kept names
+  // of this digest are taken: then it has none.
+  bool keep(const std::string& directory, std::string_view digest);
 
  private:
   SharedFile(int fd, std::string path);
   static SharedFile try_open(const std::string& path);
+  static SharedFile try_lock_kept(const std::string& path, bool* held);
   static SharedFile try_create(const std::string& path, std::uint64_t bytes,
                                const std::function<void(int)>& fill_in);
   void close_file();
@@ -52,7 +74,9 @@ class SharedFile {
   std::string path_;
 };
 
-// Removes what is ours in `directory` and held by nobody; the names removed.
-std::vector<std::string> remove_unheld_files(const std::string& directory);
+// Removes what is ours in `directory` and held by nobody, but for what is kept or, if so
+// asked, only what is kept; the names removed.
+enum class Unheld : std::uint8_t { kLeftovers, kKept };
+std::vector<std::string> remove_unheld_files(const std::string& directory, Unheld which);
 
 }  // namespace kv_offload

@@ -60,6 +60,7 @@ struct WorldOptions {
   CacheOptions cache{};  // groups are filled in
   std::string engine_id = "engine";
   std::string shm_directory{};  // empty: one of its own
+  std::string keep_for{};       // see RegionOptions; cache.keep_identity says whether it is kept
   FakeTier** slower = nullptr;  // set to a second tier, below the other
   // Instead of one that the test drives.
   std::function<std::unique_ptr<Tier>(const Clock&)> make_tier{};
@@ -79,10 +80,11 @@ class World {
     region_options.num_areas = options_.ranks;
     region_options.num_workers = options_.ranks;
     region_options.shm_directory = directory_;
-    region = HostRegion::attach_scheduler(region_options);
+    region_options.keep_for = options_.keep_for;
     for (std::uint32_t rank = 0; rank < options_.ranks; ++rank) {
       ranks.push_back(HostRegion::attach_worker(region_options, rank, {options_.shard_bytes, "test"}));
     }
+    region = HostRegion::attach_scheduler(region_options);
     for (std::uint32_t g = 0; g < options_.shard_bytes.size(); ++g) {
       GroupGeometry group;
       group.group_id = g;

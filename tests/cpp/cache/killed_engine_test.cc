@@ -21,6 +21,7 @@ namespace {
 constexpr std::uint64_t kRows = 1024;  // 8 MiB in two areas
 constexpr std::uint64_t kRegion = 2 * kRows * kPageBytes;
 constexpr std::uint32_t kMostKeys = 700;
+constexpr std::uint64_t kFewRows = 128;  // of an engine whose host memory is kept
 
 // What a life leaves for the next, and for the test.
 struct Told {
@@ -28,6 +29,7 @@ struct Told {
   std::atomic<std::uint64_t> progress{0};  // of this life
   std::atomic<bool> started{false}, looked{false};
   std::atomic<std::uint64_t> hits{0}, wrong{0};
+  std::atomic<std::uint64_t> resident{0};  // at the end of the last step that stored
 };
 
 class KilledEngine : public ::testing::Test {
@@ -45,6 +47,15 @@ class KilledEngine : public ::testing::Test {
   static Told* make_told() {
     void* memory = ::mmap(nullptr, sizeof(Told), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     return new (memory) Told;
+  }
+  // Whose host memory outlives it, and which has nothing else.
+  WorldOptions kept_engine(int life) {
+    return {.rows = kFewRows,
+            .tier = false,
+            .cache = {.keep_identity = "model"},
+            .engine_id = fmt::format("engine-{}", life),
+            .shm_directory = shm_,
+            .keep_for = "model"};
   }
   WorldOptions engine(int life) {
     return {.rows = kRows,
@@ -99,13 +110,14 @@ class KilledEngine : public ::testing::Test {
       world.cache->complete_store(keys);
       world.cache->end_request(request);
       world.cache->end_step();
+      told_->resident = world.cache->stats().resident_chunks;
       ++told_->progress;
       std::this_thread::yield();
     }
   }
-  void live(int life) {
+  void live(const WorldOptions& options) {
     ++told_->progress;
-    World world(engine(life));
+    World world(options);
     for (std::uint32_t rank = 0; rank < 2; ++rank) {
       if (!world.ranks[rank]->prefault(rank, 1)) throw std::runtime_error("no memory");
     }
@@ -115,10 +127,10 @@ class KilledEngine : public ::testing::Test {
     store_on(world);
   }
   // Starts a life and kills it when it has come so far. False when it ended on its own.
-  bool live_and_die(int life, std::uint64_t progress) {
+  bool live_and_die(const WorldOptions& options, std::uint64_t progress) {
     told_->progress = told_->hits = 0;
     told_->started = told_->looked = false;
-    Child child([&] { live(life); });
+    Child child([&] { live(options); });
     const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(240);
     while (told_->progress < progress && std::chrono::steady_clock::now() < give_up)
       std::this_thread::yield();
@@ -149,7 +161,7 @@ TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneStartsAndFindsEverything) {
     const std::size_t recorded = recorded_now();
     // A third in the middle of starting, the rest wherever they have come to.
     const std::uint64_t progress = random() % 3 == 0 ? 1 : 2 + stored() + random() % 60;
-    ASSERT_TRUE(live_and_die(life, progress)) << "life " << life << " could not start";
+    ASSERT_TRUE(live_and_die(engine(life), progress)) << "life " << life << " could not start";
     started += told_->started;
     if (!told_->looked) continue;
     ++looked;
@@ -172,6 +184,29 @@ TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneStartsAndFindsEverything) {
   }
   EXPECT_EQ(told_->wrong, 0u);
   EXPECT_GT(recorded_now(), 20u);
+}
+
+// Where host memory outlives its engine, the next one hits what was resident: there is no tier here. More
+// keys than rows are stored in the long lives, so that rows are used again.
+TEST_F(KilledEngine, FiftyTimesAtAnyMomentTheNextOneHitsWhatWasInHostMemory) {
+  if (!mounted_) GTEST_SKIP() << "a tmpfs cannot be mounted here (needs root)";
+  std::mt19937 random(5);
+  const int least = testing::rounds(50);
+  int life = 0, looked = 0;
+  std::uint64_t most = 0;
+  for (; life < least || (life < 10 * least && (looked < life / 3 || most < kFewRows)); ++life) {
+    const std::uint64_t resident = told_->resident;
+    const std::uint64_t progress = random() % 3 == 0 ? 1 : 2 + stored() + random() % 200;
+    ASSERT_TRUE(live_and_die(kept_engine(life), progress)) << "life " << life << " could not start";
+    if (!told_->looked) continue;
+    ++looked;
+    // A kill may hit the one that was stored, and the one that had to go for it.
+    EXPECT_GE(told_->hits + 2, resident) << "life " << life;
+    most = std::max(most, resident);
+  }
+  EXPECT_EQ(told_->wrong, 0u);
+  EXPECT_GT(looked, life / 3);
+  EXPECT_EQ(names_in_shm(), 1u) << "more than one region is kept";
 }
 
 // The control: with memory that somebody still holds, the next one cannot start.

@@ -1,5 +1,6 @@
 #include "memory/host_region.h"
 
+#include <sys/mount.h>
 #include <sys/stat.h>
 
 #include <fstream>
@@ -165,6 +166,137 @@ TEST_F(HostRegionTest, areas_are_left_out_of_core_dumps) {
   while (std::getline(smaps, line) && !line.starts_with("VmFlags:")) {
   }
   EXPECT_TRUE(has(line, " dd")) << line;
+}
+
+// ---- what outlives its engine
+
+class KeptRegion : public ShmTest {
+ protected:
+  RegionOptions kept(const std::string& engine, std::uint64_t bytes = 8 * kMiB) const {
+    RegionOptions made = options(bytes, 1, engine);
+    made.keep_for = "model";
+    return made;
+  }
+  struct Engine {
+    explicit Engine(const RegionOptions& options)
+        : worker(HostRegion::attach_worker(options, 0, some_geometry())),
+          scheduler(HostRegion::attach_scheduler(options)) {}
+    std::unique_ptr<HostRegion> worker, scheduler;
+  };
+};
+
+TEST_F(KeptRegion, the_next_engine_has_the_bytes_but_not_what_processes_told_each_other) {
+  {
+    Engine engine(kept("first"));
+    engine.worker->area(0)[7] = std::byte{7};
+    engine.scheduler->behind_areas(4096)[5] = std::byte{5};
+    engine.worker->report(0, 1, 0);
+    EXPECT_TRUE(engine.scheduler->keep());
+  }
+  ASSERT_EQ(names().size(), 1u);
+  EXPECT_TRUE(names()[0].starts_with(kKeptNamePrefix));
+  EXPECT_TRUE(sweep_leftovers(directory_).empty());
+  const auto worker = HostRegion::attach_worker(kept("second"), 0, {{}, "another"});
+  const auto scheduler = HostRegion::attach_scheduler(kept("second"));
+  EXPECT_EQ(scheduler->area(0)[7], std::byte{7});
+  EXPECT_EQ(scheduler->behind_areas(4096)[5], std::byte{5});
+  EXPECT_EQ(scheduler->geometry(0).fingerprint, "another");
+  std::uint64_t failed = 0;
+  EXPECT_EQ(scheduler->result(1, &failed), TicketResult::kPending);
+}
+
+TEST_F(KeptRegion, without_a_table_it_ends_with_its_engine) {
+  { Engine engine(kept("first")); }
+  EXPECT_TRUE(names().empty());
+}
+
+TEST_F(KeptRegion, survives_an_engine_that_ends_before_it_knows_what_is_there) {
+  {
+    Engine engine(kept("first"));
+    engine.worker->area(0)[7] = std::byte{7};
+    EXPECT_TRUE(engine.scheduler->keep());
+  }
+  { Engine engine(kept("second")); }
+  EXPECT_EQ(Child([&] {
+              Engine engine(kept("third"));
+              ::kill(::getpid(), SIGKILL);
+            }).wait(),
+            SIGKILL);
+  Engine engine(kept("fourth"));
+  EXPECT_EQ(engine.scheduler->area(0)[7], std::byte{7});
+  EXPECT_TRUE(engine.scheduler->keep());
+  EXPECT_EQ(names().size(), 1u) << "it has a name too many";
+}
+
+TEST_F(KeptRegion, of_other_sizes_or_another_version_is_removed) {
+  EXPECT_TRUE(Engine(kept("first")).scheduler->keep());
+  EXPECT_TRUE(Engine(kept("larger", 16 * kMiB)).scheduler->keep());
+  EXPECT_EQ(names().size(), 1u);
+  std::fstream(directory_ + "/" + names()[0], std::ios::in | std::ios::out).write("older...", 8);
+  Engine engine(kept("next", 16 * kMiB));
+  EXPECT_EQ(engine.scheduler->area(0)[0], std::byte{0});
+  EXPECT_TRUE(engine.scheduler->keep());
+  EXPECT_EQ(names().size(), 1u);
+}
+
+TEST_F(KeptRegion, of_another_purpose_stays) {
+  EXPECT_TRUE(Engine(kept("first")).scheduler->keep());
+  RegionOptions other = kept("second");
+  other.keep_for = "another model";
+  Engine engine(other);
+  EXPECT_TRUE(engine.scheduler->keep());
+  EXPECT_EQ(names().size(), 2u);
+}
+
+TEST_F(KeptRegion, of_a_running_engine_is_left_to_it) {
+  Engine running(kept("running"));
+  EXPECT_TRUE(running.scheduler->keep());
+  running.worker->area(0)[0] = std::byte{1};
+  Engine beside(kept("beside"));
+  EXPECT_EQ(beside.scheduler->area(0)[0], std::byte{0});
+  EXPECT_TRUE(beside.scheduler->keep());
+  EXPECT_EQ(names().size(), 2u);
+}
+
+TEST_F(KeptRegion, a_link_laid_at_its_name_is_not_followed) {
+  EXPECT_TRUE(Engine(kept("first")).scheduler->keep());
+  const std::string name = directory_ + "/" + names()[0];
+  std::filesystem::rename(name, directory_ + "/elsewhere");
+  std::filesystem::create_symlink(directory_ + "/elsewhere", name);
+  Engine engine(kept("second"));
+  engine.worker->area(0)[0] = std::byte{9};
+  EXPECT_EQ(std::filesystem::hard_link_count(directory_ + "/elsewhere"), 1u);
+}
+
+TEST_F(KeptRegion, ranks_wait_for_the_first) {
+  RegionOptions two = options(8 * kMiB, 2, "engine");
+  two.keep_for = "model";
+  Signal attached;
+  Child second([&] {
+    const auto region = HostRegion::attach_worker(two, 1, some_geometry(1));
+    EXPECT_TRUE(region->wait_for_ranks(std::chrono::seconds(60)).is_ok());
+    attached.raise();
+  });
+  const auto first = HostRegion::attach_worker(two, 0, some_geometry(0));
+  attached.wait();
+  EXPECT_EQ(second.wait(), 0);
+}
+
+TEST_F(KeptRegion, gives_way_to_a_start_that_needs_its_memory) {
+  ASSERT_EQ(::mount("tmpfs", directory_.c_str(), "tmpfs", 0, "size=24m"), 0) << "needs root";
+  {
+    Engine engine(kept("first", 16 * kMiB));
+    ASSERT_TRUE(engine.worker->prefault(0, 1).is_ok());
+    EXPECT_TRUE(engine.scheduler->keep());
+  }
+  const std::vector<std::string> before = names();
+  {
+    const auto small = HostRegion::attach_worker(options(2 * kMiB, 1, "small"), 0, some_geometry());
+    EXPECT_TRUE(small->swept().empty()) << "there was room beside it";
+  }
+  const auto large = HostRegion::attach_worker(options(16 * kMiB, 1, "large"), 0, some_geometry());
+  EXPECT_EQ(large->swept(), before);
+  ::umount2(directory_.c_str(), MNT_DETACH);
 }
 
 // ---- several processes

@@ -294,6 +294,38 @@ TEST(RowAllocator, a_slab_goes_back_when_its_last_row_is_freed) {
   EXPECT_EQ(count, rows.capacity_rows(1));
 }
 
+// What one allocator handed out, another of the same sizes can have handed out, in any order.
+TEST_P(RowAllocatorOfModel, claims_what_another_handed_out) {
+  std::mt19937 random(11);
+  RowAllocator before(GetParam().area_bytes, GetParam().row_bytes),
+      after(GetParam().area_bytes, GetParam().row_bytes);
+  std::vector<std::pair<std::uint32_t, RowId>> taken;
+  for (int i = 0; i < 300; ++i) {
+    const auto group = static_cast<std::uint32_t>(random() % GetParam().row_bytes.size());
+    if (const RowId row = before.allocate(group); row != kNoRow) taken.emplace_back(group, row);
+  }
+  std::shuffle(taken.begin(), taken.end(), random);
+  for (const auto& [group, row] : taken) {
+    EXPECT_TRUE(after.claim(group, row));
+    EXPECT_FALSE(after.claim(group, row)) << "twice";
+  }
+  EXPECT_EQ(after.bytes_in_use(), before.bytes_in_use());
+  for (const auto& [group, row] : taken) after.free(row);
+  EXPECT_EQ(after.rows_in_use(), 0u);
+}
+
+TEST(RowAllocator, claims_only_what_is_a_free_row_of_the_class) {
+  RowAllocator rows(16 * kMiB, {64 * kKiB, 128 * kKiB});
+  const RowId row = rows.allocate(0);
+  EXPECT_FALSE(rows.claim(0, row));
+  EXPECT_FALSE(rows.claim(1, row)) << "its slab is of the other class";
+  EXPECT_FALSE(rows.claim(0, row + 1)) << "inside a row";
+  EXPECT_FALSE(rows.claim(0, 16 * kMiB / kPageBytes)) << "outside";
+  EXPECT_FALSE(rows.claim(0, kNoRow));
+  EXPECT_TRUE(rows.claim(0, row + 16));
+  EXPECT_EQ(rows.allocate(0), row + 32) << "after the one that was claimed";
+}
+
 class Reclaiming : public testing::Test {
  protected:
   Reclaiming() {

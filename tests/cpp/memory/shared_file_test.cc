@@ -80,5 +80,50 @@ TEST_F(SharedFileTest, differs_by_engine) {
   EXPECT_NE(path_, SharedFile::path_of(directory_, "engine2"));
 }
 
+TEST_F(SharedFileTest, is_kept_under_as_many_names_as_there_are) {
+  for (unsigned number = 0; number <= kMostKept; ++number) {
+    SharedFile file = open();
+    EXPECT_EQ(file.keep(directory_, "digest"), number < kMostKept);
+    EXPECT_FALSE(std::filesystem::exists(path_));
+  }
+  EXPECT_EQ(names().size(), kMostKept) << "the last one has a name";
+  EXPECT_TRUE(remove_unheld_files(directory_, Unheld::kLeftovers).empty());
+  EXPECT_EQ(remove_unheld_files(directory_, Unheld::kKept).size(), kMostKept);
+}
+
+TEST_F(SharedFileTest, that_is_not_taken_over_is_removed) {
+  EXPECT_TRUE(open().keep(directory_, "digest"));
+  const auto adopt = [&](bool fits) {
+    return SharedFile::adopt(
+               directory_, "digest", path_, [&](int) { return fits; }, std::chrono::seconds(0))
+        .fd();
+  };
+  EXPECT_LT(adopt(false), 0);
+  EXPECT_TRUE(names().empty());
+  EXPECT_LT(adopt(true), 0) << "there is none";
+}
+
+TEST_F(SharedFileTest, that_is_held_is_not_taken_over) {
+  SharedFile held = open();
+  EXPECT_TRUE(held.keep(directory_, "digest"));
+  const auto refuse = [](int) -> bool { throw std::logic_error("it is held"); };
+  EXPECT_LT(SharedFile::adopt(directory_, "digest", path_, refuse, std::chrono::seconds(0)).fd(), 0);
+  EXPECT_EQ(names().size(), 1u);
+}
+
+TEST_F(SharedFileTest, of_an_engine_that_is_dying_is_waited_for) {
+  SharedFile held = open();
+  EXPECT_TRUE(held.keep(directory_, "digest"));
+  SharedFile adopted;
+  std::thread next([&] {
+    adopted = SharedFile::adopt(
+        directory_, "digest", path_, [](int) { return true; }, std::chrono::hours(1));
+  });
+  held = {};
+  next.join();
+  EXPECT_GE(adopted.fd(), 0);
+  EXPECT_TRUE(std::filesystem::exists(path_));
+}
+
 }  // namespace
 }  // namespace kv_offload

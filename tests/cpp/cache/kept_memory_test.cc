@@ -1,0 +1,247 @@
+// Host memory that outlives its cache: what the next one finds there.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "cache/cache_fixture.h"
+#include "memory/shared_file.h"
+
+namespace kv_offload {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+using ::testing::StartsWith;
+
+class KeptMemory : public ::testing::Test {
+ protected:
+  KeptMemory() {
+    std::string pattern = "/dev/shm/kept-test-XXXXXX";
+    directory_ = ::mkdtemp(pattern.data());
+  }
+  ~KeptMemory() override { std::filesystem::remove_all(directory_); }
+
+  WorldOptions options(const std::string& identity = "weights") {
+    WorldOptions made;
+    made.tier = false;
+    made.cache.keep_identity = identity;
+    made.engine_id = fmt::format("engine-{}", ++engines_);
+    made.shm_directory = directory_;
+    made.keep_for = "model";
+    return made;
+  }
+  static void store(World& world, const std::string& name, std::uint32_t group = 0) {
+    const std::vector<ChunkKey> keys{key_of(name, group)};
+    const RequestHandle request = world.cache->begin_request("r", {});
+    const StoreGrant grant = world.cache->prepare_store(request, keys);
+    ASSERT_EQ(grant.accepted.size(), 1u);
+    world.copy(keys[0], grant.transfer.rows[0], group);
+    world.report(grant.transfer.ticket);
+    world.cache->complete_store(keys);
+    world.cache->end_request(request);
+    world.cache->end_step();
+  }
+  // Hit, with the bytes that were stored.
+  static bool hits(World& world, const std::string& name, std::uint32_t group = 0) {
+    const std::vector<ChunkKey> keys{key_of(name, group)};
+    const RequestHandle request = world.cache->begin_request("r", {});
+    const bool hit = world.cache->lookup(request, keys[0]) == LookupResult::kHit;
+    if (hit) {
+      const RowTransfer transfer = world.cache->prepare_load(request, keys);
+      EXPECT_TRUE(world.holds(keys[0], transfer.rows[0], group)) << "wrong bytes of " << name;
+      world.report(transfer.ticket);
+      world.cache->complete_load(keys);
+    }
+    world.cache->end_request(request);
+    world.cache->end_step();
+    return hit;
+  }
+  std::vector<std::string> names() const {
+    std::vector<std::string> found;
+    for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
+      found.push_back(entry.path().filename());
+    }
+    return found;
+  }
+
+  std::string directory_;
+  int engines_ = 0;
+};
+
+TEST_F(KeptMemory, TheNextEngineHitsWhatWasResident) {
+  {
+    World world(options());
+    EXPECT_TRUE(world.cache->stats().is_kept);
+    store(world, "a");
+    store(world, "b");
+  }
+  EXPECT_THAT(names(), ElementsAre(StartsWith(std::string(kKeptNamePrefix))));
+  World world(options());
+  EXPECT_EQ(world.cache->stats().taken_over_chunks, 2u);
+  EXPECT_EQ(world.cache->stats().resident_chunks, 2u);
+  EXPECT_TRUE(hits(world, "a"));
+  EXPECT_TRUE(hits(world, "b"));
+  EXPECT_FALSE(hits(world, "c"));
+}
+
+TEST_F(KeptMemory, IsToldInEvents) {
+  { store(*std::make_unique<World>(options()), "a"); }
+  WorldOptions next = options();
+  next.cache.keep_events = true;
+  World world(std::move(next));
+  const std::vector<CacheEvent> events = world.cache->take_events();
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_THAT(events[0].keys, ElementsAre(key_of("a")));
+  EXPECT_FALSE(events[0].removed);
+}
+
+TEST_F(KeptMemory, WhatWasEvictedIsNotThereAndWhatTookItsRowIs) {
+  {
+    WorldOptions small = options();
+    small.rows = 2;
+    World world(std::move(small));
+    for (const char* name : {"a", "b", "c"}) store(world, name);
+  }
+  WorldOptions small = options();
+  small.rows = 2;
+  World world(std::move(small));
+  EXPECT_FALSE(hits(world, "a"));
+  EXPECT_TRUE(hits(world, "b"));
+  EXPECT_TRUE(hits(world, "c"));
+}
+
+TEST_F(KeptMemory, TheLeastRecentlyUsedGoesFirstInTheNextEngineToo) {
+  const auto three_rows = [&] {
+    WorldOptions made = options();
+    made.rows = 3;
+    return made;
+  };
+  {
+    World world(three_rows());
+    for (const char* name : {"a", "b", "c"}) store(world, name);
+    EXPECT_TRUE(hits(world, "a"));
+  }
+  World world(three_rows());
+  store(world, "d");
+  EXPECT_FALSE(hits(world, "b"));
+  EXPECT_TRUE(hits(world, "a"));
+}
+
+TEST_F(KeptMemory, WhatWasNotStoredInFullIsNotThere) {
+  {
+    World world(options());
+    const RequestHandle request = world.cache->begin_request("r", {});
+    ASSERT_EQ(world.cache->prepare_store(request, std::vector{key_of("a")}).accepted.size(), 1u);
+  }
+  World world(options());
+  EXPECT_EQ(world.cache->stats().taken_over_chunks, 0u);
+  EXPECT_FALSE(hits(world, "a"));
+}
+
+// A reset says that weights have changed, in this process: the next one may have those of before again.
+TEST_F(KeptMemory, AfterAResetNothingIsThereForTheNext) {
+  {
+    World world(options());
+    store(world, "before");
+    world.cache->reset();
+    store(world, "after");
+    EXPECT_TRUE(hits(world, "after"));
+  }
+  {
+    World world(options());
+    EXPECT_FALSE(hits(world, "before"));
+    EXPECT_FALSE(hits(world, "after"));
+    store(world, "later");
+  }
+  World world(options());
+  EXPECT_TRUE(hits(world, "later"));
+}
+
+TEST_F(KeptMemory, ARowThatIsWrittenToAgainIsNotThere) {
+  const auto one_row = [&] {
+    WorldOptions made = options();
+    made.rows = 1;
+    return made;
+  };
+  {
+    World world(one_row());
+    store(world, "a");
+    const RequestHandle request = world.cache->begin_request("r", {});
+    const StoreGrant grant = world.cache->prepare_store(request, std::vector{key_of("b")});
+    ASSERT_EQ(grant.accepted.size(), 1u);
+    world.copy(key_of("b"), grant.transfer.rows[0], 0);
+  }
+  World world(one_row());
+  EXPECT_FALSE(hits(world, "a"));
+  EXPECT_FALSE(hits(world, "b"));
+}
+
+TEST_F(KeptMemory, OfOtherWeightsIsNotTaken) {
+  { store(*std::make_unique<World>(options("old")), "a"); }
+  {
+    World world(options("new"));
+    EXPECT_FALSE(hits(world, "a"));
+  }
+  World world(options("old"));
+  EXPECT_FALSE(hits(world, "a")) << "its rows were another's since";
+}
+
+TEST_F(KeptMemory, OfOtherSizesIsRemovedAndItsMemoryFree) {
+  { store(*std::make_unique<World>(options()), "a"); }
+  const std::vector<std::string> before = names();
+  WorldOptions larger = options();
+  larger.rows = 16;
+  World world(std::move(larger));
+  EXPECT_FALSE(hits(world, "a"));
+  EXPECT_EQ(names().size(), 1u);
+}
+
+TEST_F(KeptMemory, RowsOfSeveralSizesKeepTheirPlaces) {
+  const auto hybrid = [&] {
+    WorldOptions made = options();
+    made.rows = 64;
+    made.shard_bytes = {300, 3 * kPageBytes};
+    return made;
+  };
+  {
+    World world(hybrid());
+    for (int i = 0; i < 5; ++i) {
+      store(world, fmt::format("small{}", i), 0);
+      store(world, fmt::format("large{}", i), 1);
+    }
+  }
+  World world(hybrid());
+  EXPECT_EQ(world.cache->stats().taken_over_chunks, 10u);
+  for (int i = 0; i < 40; ++i) store(world, fmt::format("new{}", i), i % 2);
+  for (int i = 0; i < 40; ++i) hits(world, fmt::format("new{}", i), i % 2);
+  for (int i = 0; i < 5; ++i) {
+    hits(world, fmt::format("small{}", i), 0);
+    hits(world, fmt::format("large{}", i), 1);
+  }
+}
+
+TEST_F(KeptMemory, OfALivingEngineIsNotTaken) {
+  World living(options());
+  store(living, "a");
+  {
+    World beside(options());
+    EXPECT_FALSE(hits(beside, "a"));
+    EXPECT_TRUE(beside.cache->stats().is_kept);
+    store(beside, "b");
+    EXPECT_EQ(names().size(), 2u);
+  }
+  World next(options());
+  EXPECT_TRUE(hits(next, "b"));
+  EXPECT_FALSE(hits(next, "a"));
+  EXPECT_TRUE(hits(living, "a"));
+}
+
+TEST_F(KeptMemory, WithoutTheSettingNothingIsLeft) {
+  WorldOptions plain = options();
+  plain.keep_for.clear();
+  plain.cache.keep_identity.clear();
+  { store(*std::make_unique<World>(std::move(plain)), "a"); }
+  EXPECT_THAT(names(), IsEmpty());
+}
+
+}  // namespace
+}  // namespace kv_offload
