@@ -126,6 +126,16 @@ void bind_region(py::module_& module) {
         return py::make_tuple(headroom.bytes, std::move(headroom.limited_by));
       },
       py::arg("shm_directory") = "/dev/shm");
+  module.def(
+      "kept_regions",
+      [](const std::string& shm_directory) {
+        py::list found;
+        for (KeptRegion& region : kept_regions(shm_directory)) {
+          found.append(py::make_tuple(std::move(region.name), region.bytes, region.is_held));
+        }
+        return found;
+      },
+      py::arg("shm_directory") = "/dev/shm");
 }
 
 }  // namespace kv_offload::bindings

@@ -23,6 +23,8 @@
 #include <string_view>
 #include <vector>
 
+#include "memory/host_region.h"
+
 namespace kv_offload {
 
 inline constexpr std::string_view kSharedNamePrefix = "kv_offload-";
@@ -73,6 +75,8 @@ class SharedFile {
   int owner_pid_ = 0;  // a forked child shares the lock and must not give it back
   std::string path_;
 };
+
+std::vector<KeptRegion> kept_files(const std::string& directory);
 
 // Removes what is ours in `directory` and held by nobody, but for what is kept or, if so
 // asked, only what is kept; the names removed.

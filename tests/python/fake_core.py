@@ -103,6 +103,10 @@ def memory_headroom(shm_directory: str = "/dev/shm") -> tuple[int, str]:
     return 8 * GIB, "/dev/shm"
 
 
+def kept_regions(shm_directory: str = "/dev/shm") -> list[tuple[str, int, bool]]:
+    return []
+
+
 def cuda_unavailable_reason() -> str:
     return "no CUDA driver"
 

@@ -295,6 +295,13 @@ def test_doctor_refuses_too_much_memory(core, vllm):
     assert "cpu_bytes_to_use asks for 9.0 GiB of host memory, 8.0 GiB are available (/dev/shm)" in text
 
 
+def test_doctor_names_memory_that_ended_servers_keep(core, vllm):
+    core.setattr(fake_core, "kept_regions", lambda *_: [("a", 2 << 30, False), ("b", 1 << 30, True)])
+    text = said("doctor", "--no-measure", "--config", config_text(cpu_bytes_to_use="9GiB"))
+    assert "2.0 GiB kept by servers that have ended" in text
+    assert "9.0 GiB of 10.0 GiB available" in text
+
+
 def test_doctor_tells_all_problems_of_a_config_and_asks_on(core, vllm):
     answer = as_json(
         "doctor",
