@@ -72,6 +72,22 @@ void check_is_ours(const std::string& path, int fd) {
   }
 }
 
+// Calls visit(name, path, fd) for the regular files of `directory` whose name begins like ours.
+void for_each_of_ours(const std::string& directory,
+                      const std::function<void(std::string_view, const std::string&, int)>& visit) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(directory.c_str()), &::closedir);
+  if (!entries) return;
+  while (const dirent* entry = ::readdir(entries.get())) {
+    const std::string_view name = entry->d_name;
+    if (!name.starts_with(kSharedNamePrefix)) continue;
+    const std::string path = fmt::format("{}/{}", directory, name);
+    const Descriptor fd(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
+    struct stat opened {};
+    if (fd.get() < 0 || ::fstat(fd.get(), &opened) != 0 || !S_ISREG(opened.st_mode)) continue;
+    visit(name, path, fd.get());
+  }
+}
+
 }  // namespace
 
 SharedFile::SharedFile(int fd, std::string path) : fd_(fd), owner_pid_(::getpid()), path_(std::move(path)) {}
@@ -221,26 +237,6 @@ SharedFile SharedFile::try_create(const std::string& path, std::uint64_t bytes,
   file.path_ = path;
   return file;
 }
-
-namespace {
-
-// Calls visit(name, path, fd) for the regular files of `directory` whose name begins like ours.
-void for_each_of_ours(const std::string& directory,
-                      const std::function<void(std::string_view, const std::string&, int)>& visit) {
-  const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(directory.c_str()), &::closedir);
-  if (!entries) return;
-  while (const dirent* entry = ::readdir(entries.get())) {
-    const std::string_view name = entry->d_name;
-    if (!name.starts_with(kSharedNamePrefix)) continue;
-    const std::string path = fmt::format("{}/{}", directory, name);
-    const Descriptor fd(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
-    struct stat opened {};
-    if (fd.get() < 0 || ::fstat(fd.get(), &opened) != 0 || !S_ISREG(opened.st_mode)) continue;
-    visit(name, path, fd.get());
-  }
-}
-
-}  // namespace
 
 std::vector<KeptRegion> kept_files(const std::string& directory) {
   std::vector<KeptRegion> found;
