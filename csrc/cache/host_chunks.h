@@ -86,6 +86,8 @@ class HostChunks {
   void access(Slot slot, std::uint32_t request, std::int8_t priority) {
     index_.access(slot, request, priority);
   }
+  // Whether the engine before left it here and nobody has asked since: once for each.
+  bool is_first_use_since_before(Slot slot);
   // A write to this tier begins: it has a pin. Ends; `tried` unless it was cancelled.
   void begin_write(Slot slot, std::uint8_t tier);
   void end_write(Slot slot, std::uint8_t tier, bool tried);

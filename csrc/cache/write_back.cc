@@ -25,14 +25,19 @@ WriteBack::WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyMemory& m
 }
 
 void WriteBack::note_stored(std::span<const Slot> slots) {
+  write_through(slots);
+  for (const Slot slot : slots) count_use(slot);
+}
+
+void WriteBack::write_through(std::span<const Slot> slots) {
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     if (is(tier, WritePolicy::kThrough)) ops_.write(static_cast<std::uint8_t>(tier), slots, true);
   }
-  for (const Slot slot : slots) count_use(slot);
 }
 
 void WriteBack::note_used(Slot slot) {
   if (!policies_.empty()) uses_.push_back({chunks_.at(slot).key, chunks_.about(slot)});
+  if (chunks_.is_first_use_since_before(slot)) write_through({&slot, 1});
   count_use(slot);
 }
 

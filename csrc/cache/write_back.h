@@ -1,7 +1,9 @@
 // WriteBack: which chunks of host memory are written to which tier, and when: the
 // write policies.
 //
-//   through    what was stored, at once; a full tier may decline the end of a prompt
+//   through    what was stored, at once; a full tier may decline the end of a prompt. What the
+//              engine before left in host memory, when it is used: that one may have been killed
+//              before it was written
 //   reuse      what was offered or loaded as often as reuse_threshold says
 //   never      nothing: others fill it
 //   on_evict   what goes from host memory next, ahead of need; a write that failed is
@@ -41,6 +43,7 @@ class WriteBack {
   void tell_uses();
 
  private:
+  void write_through(std::span<const Slot> slots);
   void count_use(Slot slot);  // for reuse
   bool is(std::size_t tier, WritePolicy policy) const { return policies_[tier].write_policy == policy; }
 

@@ -30,7 +30,8 @@ namespace kv_offload {
 enum class ChunkState : std::uint8_t { kAbsent, kFilling, kResident, kFetching };
 
 // Where a resident chunk's bytes came from, for hit accounting.
-enum class ChunkOrigin : std::uint8_t { kStore, kTier };
+// kBefore: the engine before left it in host memory, and nobody has used it since.
+enum class ChunkOrigin : std::uint8_t { kStore, kTier, kBefore };
 
 struct ChunkEntry {
   ChunkKey key;
