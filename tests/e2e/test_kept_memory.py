@@ -1,4 +1,4 @@
-"""Host memory through three lives of a server that has no tier: killed, killed again, reset."""
+"""Host memory through four lives of a server of two ranks that has no tier: killed, killed again, reset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from setting import PROMPT_BLOCKS, Reference, Serve
 
 
 def serve(start: Serve, model: Path) -> LocalServer:
-    return start(model, kv_transfer_config("1GiB", keep_host_memory=True))
+    return start(
+        model,
+        kv_transfer_config("1GiB", keep_host_memory=True),
+        arguments=["--tensor-parallel-size", "2"],
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    )
 
 
 def ask_all(server: LocalServer, reference: Reference) -> list[Answer]:
