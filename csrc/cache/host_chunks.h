@@ -83,9 +83,7 @@ class HostChunks {
   // ---- who uses it
   void pin(Slot slot) { index_.pin(slot); }
   void unpin(Slot slot) { index_.unpin(slot); }
-  void access(Slot slot, std::uint32_t request, std::int8_t priority) {
-    index_.access(slot, request, priority);
-  }
+  void access(Slot slot, std::uint32_t request, std::int8_t priority);
   // A write to this tier begins: it has a pin. Ends; `tried` unless it was cancelled.
   void begin_write(Slot slot, std::uint8_t tier);
   void end_write(Slot slot, std::uint8_t tier, bool tried);
@@ -129,6 +127,7 @@ class HostChunks {
  private:
   Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about, ChunkState state);
   void make_resident(Slot slot, ChunkOrigin origin);
+  void tell(const ChunkEntry& entry);
   RowId remove(Slot slot);  // the row is the caller's
   bool take_over(const RowTable::Row& row);
   Slot& owner_of(RowId row) { return owners_[row / (row_unit_ / kPageBytes)]; }
