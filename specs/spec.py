@@ -210,6 +210,7 @@ class KVOffloadSpec(OffloadingSpec):
         ]
         for tier in tiers:
             tier.elements = elements
+            tier.memory_outlives = options.keep_host_memory
         return tiers
 
     def _make_cache(
