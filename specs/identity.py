@@ -224,11 +224,11 @@ def keep_for(config: Any, options: OffloadConfig) -> str:
     """What a region of host memory is found by when the next engine starts; "" when it is not kept.
 
     All processes know it before they attach, and so before the namespace is known, which decides whether
-    the bytes in a region that was found mean the same.
+    the bytes in a region that was found mean the same. Under one ``model_id`` the model's path may change.
     """
     if not options.keep_host_memory:
         return ""
-    return setting_text([config.model.name, options.model_id, config.parallel.data_parallel_index])
+    return setting_text([options.model_id or config.model.name, config.parallel.data_parallel_index])
 
 
 def namespace_identity(

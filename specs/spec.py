@@ -210,6 +210,7 @@ class KVOffloadSpec(OffloadingSpec):
         ]
         for tier in tiers:
             tier.elements = elements
+            tier.memory_outlives = options.keep_host_memory
         return tiers
 
     def _make_cache(
@@ -306,10 +307,11 @@ def _outlives(options: OffloadConfig) -> bool:
 def _tell_kept(stats: Mapping[str, int]) -> None:
     if not stats["is_kept"]:
         logger.warning(
-            "keep_host_memory: 64 regions of this model are kept in shared memory already, so this server's "
-            "ends with it; remove those that no server will take over (%s)",
+            "keep_host_memory: all 64 names for regions of this model (%s) are taken, by servers that run or "
+            "by other users, so this server's host memory ends with it",
             KEPT_REGIONS,
         )
+        return
     logger.info(
         "host memory outlives this server; of the one before it found %d chunks (%s)",
         stats["taken_over_chunks"],

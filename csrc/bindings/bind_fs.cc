@@ -17,6 +17,7 @@ struct FsTierSpec final : TierSpec {
   std::unique_ptr<Tier> open() const override {
     FsTierOptions chosen = options;
     chosen.form = form();
+    chosen.memory_outlives = memory_outlives;
     return make_fs_tier(chosen);
   }
 };

@@ -77,6 +77,7 @@ void bind_tier(py::module_& module) {
           "write_policy", [](const TierSpec& self) { return write_policy_text(self.slot); },
           [](TierSpec& self, std::string_view text) { self.slot = write_policy_of(text); })
       .def_readwrite("encryption_key_files", &TierSpec::encryption_key_files)
+      .def_readwrite("memory_outlives", &TierSpec::memory_outlives)
       .def_property(
           "compress", [](const TierSpec& self) { return to_string(self.compress); },
           [](TierSpec& self, std::string_view text) {

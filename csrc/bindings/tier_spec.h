@@ -25,6 +25,7 @@ struct TierSpec {
   std::vector<std::string> encryption_key_files;  // empty: not sealed
   Compress compress = Compress::kNone;
   std::vector<Element> elements;  // by position of the group
+  bool memory_outlives = false;   // see FsTierOptions
   virtual ~TierSpec() = default;
   // Without the GIL. Throws InvalidArgument or ResourceError.
   virtual std::unique_ptr<Tier> open() const = 0;

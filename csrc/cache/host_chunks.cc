@@ -84,7 +84,11 @@ void HostChunks::make_resident(Slot slot, ChunkOrigin origin) {
   const ChunkEntry& entry = index_.at(slot);
   ++resident_by_group_[entry.group];
   events_.host_has(entry.key);
-  if (table_) table_->put({entry.row, entry.key, entry.parent, entry.depth, entry.priority, entry.group});
+  if (table_) tell(entry);
+}
+
+void HostChunks::tell(const ChunkEntry& entry) {
+  table_->put({entry.row, entry.key, entry.parent, entry.depth, entry.priority, entry.group});
 }
 
 void HostChunks::finish_fetch(Slot slot, std::uint8_t tier) {
@@ -112,6 +116,18 @@ void HostChunks::discard_store(Slot slot) {
     rows_.free(row);
   } else {
     quarantine_.hold(ticket, TicketKind::kStore, row);
+  }
+}
+
+void HostChunks::access(Slot slot, std::uint32_t request, std::int8_t priority) {
+  const std::int8_t before = index_.at(slot).priority;
+  index_.access(slot, request, priority);
+  const ChunkEntry& entry = index_.at(slot);
+  if (!table_ || entry.state != ChunkState::kResident) return;
+  if (entry.priority != before) {
+    tell(entry);
+  } else {
+    table_->use(entry.row);
   }
 }
 
@@ -146,7 +162,6 @@ void HostChunks::end_load(Slot slot) {
   ChunkEntry& entry = index_.at(slot);
   // Loaded once since the fetch: from now on it is host memory's.
   if (entry.counted) entry.origin = ChunkOrigin::kStore;
-  if (table_) table_->use(entry.row);
   index_.unpin(slot);
 }
 

@@ -83,9 +83,7 @@ class HostChunks {
   // ---- who uses it
   void pin(Slot slot) { index_.pin(slot); }
   void unpin(Slot slot) { index_.unpin(slot); }
-  void access(Slot slot, std::uint32_t request, std::int8_t priority) {
-    index_.access(slot, request, priority);
-  }
+  void access(Slot slot, std::uint32_t request, std::int8_t priority);
   // Whether the engine before left it here and nobody has asked since: once for each.
   bool is_first_use_since_before(Slot slot);
   // A write to this tier begins: it has a pin. Ends; `tried` unless it was cancelled.
@@ -131,6 +129,7 @@ class HostChunks {
  private:
   Slot insert(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about, ChunkState state);
   void make_resident(Slot slot, ChunkOrigin origin);
+  void tell(const ChunkEntry& entry);
   RowId remove(Slot slot);  // the row is the caller's
   bool take_over(const RowTable::Row& row);
   Slot& owner_of(RowId row) { return owners_[row / (row_unit_ / kPageBytes)]; }

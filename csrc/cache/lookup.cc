@@ -89,7 +89,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
                                        const ChunkKey& key) {
   using Kind = Lookup::Kind;
   const auto position = static_cast<std::uint16_t>(group);
-  const bool awaits = request.awaits_records();
+  const bool awaits = request.awaits_records() && !request.closed[group] && !may_not_wait(request, true);
   std::uint32_t unknown = 0;  // a bit for each tier
   bool switched_off = false, readable = false;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
@@ -126,10 +126,12 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
       for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
         if ((unknown >> tier & 1) != 0) ops_.ask_for(tier, key, run);
       }
+      request.pass.awaits |= awaits;
       return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
     }
     if (*reason != MissReason::kDisabled) return miss(request, group, *reason);
-  } else if (awaits && readable && !may_not_wait(request, true)) {
+  } else if (awaits && readable) {
+    request.pass.awaits = true;
     return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
   }
   if (switched_off) return miss(request, group, MissReason::kIoError);

@@ -99,9 +99,11 @@ Loadable loadable_of(const LookupPass& pass, const Scans& scans, const ChunkGrou
   }
   for (std::uint32_t i = first.begin; i < first.end; ++i) {
     const Lookup& lookup = pass.lookups[i];
-    if (lookup.kind == Kind::kMiss || lookup.kind == Kind::kUnknown) break;
+    if (lookup.kind == Kind::kMiss || (lookup.kind == Kind::kUnknown && !pass.awaits)) break;
     if (lookup.kind == Kind::kHit && stretches.empty()) {
       ++loadable.hits_before;
+    } else if (lookup.kind == Kind::kUnknown) {  // the next to come, where the first came from
+      add_chunk(first.candidates.front().tier);
     } else {
       add_chunk(lookup.kind == Kind::kRecorded ? lookup.detail : Stretch::kHere);
     }

@@ -36,8 +36,8 @@ Scans scans_of(const LookupPass& pass, const ChunkGroups& groups, const HostChun
 // What loading the first of these scans would take, the others fetched along with it.
 struct Loadable {
   // From its first chunk that is not in host memory on; groups that are read together
-  // add their bytes. Of a window: all of it, or what was found of the prefix is worth
-  // nothing.
+  // add their bytes. What is awaited counts as if it were where the first candidate is.
+  // Of a window: all of it, or what was found of the prefix is worth nothing.
   std::vector<Stretch> stretches;
   std::uint32_t hits_before = 0;  // chunks
 };

@@ -58,7 +58,7 @@ bool Planner::extend_load_budget(RequestHandle handle, Nanos now) {
   if (missing == 0) return true;  // all is there, it only was not asked about yet
   if (request.fetched_for <= missing) return false;
   const std::size_t arrived = request.fetched_for - missing;
-  const double so_far = to_seconds(now - request.waits_since);
+  const double so_far = to_seconds(now - request.reads_since);
   const double rest = so_far / static_cast<double>(arrived) * static_cast<double>(missing);
   const std::uint32_t group = with_.chunks.at(request.awaited.front()).group;
   const double tokens = with_.groups[group].tokens;
@@ -66,7 +66,7 @@ bool Planner::extend_load_budget(RequestHandle handle, Nanos now) {
   const double compute = with_.costs.prefill.seconds(static_cast<double>(missing) * tokens,
                                                      before + static_cast<double>(arrived) * tokens);
   if (rest >= compute) return false;
-  with_.requests.set_load_budget(handle, now + std::max(kMinLoadBudget, to_nanos(rest)));
+  with_.requests.set_load_budget(handle, request.load_budget, now + std::max(kMinLoadBudget, to_nanos(rest)));
   return true;
 }
 
@@ -81,6 +81,7 @@ void Planner::plan(RequestHandle handle) {
     with_.requests.hold(handle, scan.hits);
     for (const Slot slot : scan.fetching) with_.requests.await(handle, slot);
   }
+  if (request.pass.awaits) with_.requests.restart_load_budget(handle);
   const auto first = std::find_if(scans.begin(), scans.end(), [](const Scan& scan) { return scan.pending; });
   if (first == scans.end()) return;
   Scans chosen;
@@ -199,8 +200,8 @@ void Planner::set_load_budget(RequestHandle handle, const Decision& decision) {
   if (decision.compute_seconds <= 0) return;
   const double compute = decision.compute_seconds;
   const double seconds = std::clamp(2 * decision.load_seconds, compute / 4, compute);
-  const Nanos from = with_.requests.at(handle).pass.time;
-  with_.requests.set_load_budget(handle, from + std::max(kMinLoadBudget, to_nanos(seconds)));
+  const Nanos budget = std::max(kMinLoadBudget, to_nanos(seconds));
+  with_.requests.set_load_budget(handle, budget, with_.requests.at(handle).pass.time + budget);
 }
 
 void Planner::probe(const RequestState& request, const Scan& scan) {

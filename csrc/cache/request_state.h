@@ -33,13 +33,14 @@ struct LookupPass {
   Nanos time{0};
   bool pending = false;    // some answer of it was kPending or kRetry
   bool uncounted = false;  // its misses are not counted yet
+  bool awaits = false;     // kUnknown are chunks that another server may be writing
   std::vector<Lookup> lookups;
   std::vector<ChunkKey> keys;         // of kRecorded
   std::vector<std::uint64_t> absent;  // fingerprints of misses, for KeyMemory
   std::uint32_t scans = 0;            // of one group each, that came to a key which a tier does not know
 
   void clear() {
-    pending = false;
+    pending = awaits = false;
     scans = 0;
     lookups.clear();
     keys.clear();
@@ -107,6 +108,8 @@ struct RequestState {
   MissReason expired_for = MissReason::kDeadline;
   Nanos waits_since{0};
   Nanos deadline{0};
+  Nanos reads_since{0};           // likewise, or the last pass that came to chunks not written yet
+  Nanos load_budget{0};           // for the reads
   Nanos load_budget_end{0};       // computing is cheaper than waiting any longer; 0: no such time
   std::uint32_t fetched_for = 0;  // fetches that it ever awaited in this wait
   std::vector<Slot> held;         // resident, pinned once each for this request
@@ -167,7 +170,7 @@ struct RequestState {
   // REQUIRES: held and awaited are given back.
   void clear_wait() {
     waiting = expired = decided = false;
-    deadline = waits_since = load_budget_end = Nanos(0);
+    deadline = waits_since = reads_since = load_budget = load_budget_end = Nanos(0);
     fetched_for = 0;
     held.clear();
     awaited.clear();

@@ -68,7 +68,7 @@ void Requests::set_span(RequestHandle handle, std::uint32_t first_end, std::uint
 void Requests::start_waiting(RequestHandle handle, RequestState& request) {
   if (request.waiting || request.expired) return;
   request.waiting = true;
-  request.waits_since = request.pass.time;
+  request.waits_since = request.reads_since = request.pass.time;
   request.deadline = request.pass.time + lookup_deadline_;
   waiting_.push_back(handle);
 }
@@ -144,6 +144,17 @@ void Requests::report_decision(RequestHandle handle, std::string_view choice, co
   report.choice = choice;
   report.load_seconds = decision.load_seconds;
   report.compute_seconds = decision.compute_seconds;
+}
+
+void Requests::set_load_budget(RequestHandle handle, Nanos budget, Nanos end) {
+  requests_[handle].load_budget = budget;
+  requests_[handle].load_budget_end = end;
+}
+
+void Requests::restart_load_budget(RequestHandle handle) {
+  RequestState& request = requests_[handle];
+  request.reads_since = request.pass.time;
+  if (request.load_budget > Nanos(0)) request.load_budget_end = request.reads_since + request.load_budget;
 }
 
 void Requests::read_ended(RequestHandle waiter, const TierOps::ReadEnd& end) {

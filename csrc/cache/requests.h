@@ -77,7 +77,10 @@ class Requests {
   void close_all(RequestHandle request, MissReason reason);
   void set_decided(RequestHandle request) { requests_[request].decided = true; }
   void report_decision(RequestHandle request, std::string_view choice, const Decision& decision);
-  void set_load_budget(RequestHandle request, Nanos end) { requests_[request].load_budget_end = end; }
+  // It waits for its reads no longer than until `end`. `budget`: what a decision gave them.
+  void set_load_budget(RequestHandle request, Nanos budget, Nanos end);
+  // Chunks that it is to load are not written yet: the time of its reads begins after this pass.
+  void restart_load_budget(RequestHandle request);
   // It waits no longer: what is not resident is a miss, for this reason.
   void expire(RequestHandle request, MissReason reason);
 

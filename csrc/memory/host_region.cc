@@ -129,6 +129,15 @@ std::uint64_t file_size(int fd) {
   return ::fstat(fd, &opened) == 0 ? static_cast<std::uint64_t>(opened.st_size) : 0;
 }
 
+std::uint64_t memory_taken(int fd) {
+  struct stat opened {};
+  return ::fstat(fd, &opened) == 0 ? static_cast<std::uint64_t>(opened.st_blocks) * 512 : 0;
+}
+
+std::uint64_t memory_of(const ControlPage::Sizes& sizes) {
+  return ControlPage::bytes(sizes.num_workers) + sizes.area_bytes * sizes.num_areas;
+}
+
 // What is not known does not limit: for threads, which never throw.
 std::uint64_t headroom_bytes(const std::string& shm_directory) {
   try {
@@ -142,7 +151,7 @@ std::uint64_t headroom_bytes(const std::string& shm_directory) {
 void fill_in(int fd, const RegionOptions& options, const ControlPage::Sizes& sizes,
              std::vector<std::string>* removed) {
   const std::uint64_t control = ControlPage::bytes(sizes.num_workers);
-  check_headroom(options, control + sizes.area_bytes * sizes.num_areas, removed);
+  check_headroom(options, memory_of(sizes), removed);
   if (const int error = ::posix_fallocate(fd, 0, static_cast<off_t>(control)); error != 0) {
     throw_resource("{} for the control page in {}: {}; enlarge it", format_bytes(control),
                    options.shm_directory, std::strerror(error));
@@ -216,14 +225,19 @@ HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0) : options(giv
 
 SharedFile HostRegion::Impl::open_file(bool is_rank_0) {
   const std::string path = SharedFile::path_of(options.shm_directory, options.engine_id);
+  std::vector<std::string> removed;
   if (!options.keep_for.empty()) {
     if (!is_rank_0) return SharedFile::open_when_there(path, kRankZeroDeadline);
     SharedFile kept = SharedFile::adopt(
         options.shm_directory, digest_of(options.keep_for), path,
         [this](int fd) { return take_over(fd, bytes(), options, sizes); }, kDyingEngine);
-    if (kept.fd() >= 0) return kept;
+    if (kept.fd() >= 0) {  // an engine that was killed early has taken a part of its memory only
+      const std::uint64_t all = memory_of(sizes);
+      check_headroom(options, all - std::min(all, memory_taken(kept.fd())), &removed);
+      swept.insert(swept.end(), removed.begin(), removed.end());
+      return kept;
+    }
   }
-  std::vector<std::string> removed;
   SharedFile made =
       SharedFile::open_or_create(path, bytes(), [&](int fd) { fill_in(fd, options, sizes, &removed); });
   swept.insert(swept.end(), removed.begin(), removed.end());

@@ -92,6 +92,7 @@ std::vector<RowTable::Row> RowTable::rows() {
 }
 
 void RowTable::put(const Row& row) {
+  erase(row.row);
   Entry& entry = entry_of(row.row);
   entry.parent = row.parent;
   entry.key = row.key;
@@ -116,7 +117,8 @@ void RowTable::mark_used(Entry& entry) {
 
 void RowTable::erase(RowId row) {
   // What is written to the row comes after this store, for whoever looks when all has ended.
-  std::atomic_ref<std::uint64_t>(entry_of(row).use).store(0, std::memory_order_seq_cst);
+  std::atomic_ref<std::uint64_t>(entry_of(row).use).store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
 void RowTable::clear() {

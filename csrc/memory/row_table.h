@@ -44,7 +44,8 @@ class RowTable {
 
   // What is there, the least recently used first. Entries that are damaged are removed.
   std::vector<Row> rows();
-  // REQUIRES: the row's bytes are complete and nobody writes to it.
+  // In the place of what is there of it, as used last of all. REQUIRES: the row's bytes are
+  // complete and nobody writes to it.
   void put(const Row& row);
   // As used last of all. Nothing where it is not there.
   void use(RowId row);

@@ -155,31 +155,44 @@ SharedFile SharedFile::adopt(const std::string& directory, std::string_view dige
   while (true) {
     bool any_held = false;
     for (unsigned number = 0; number < kMostKept; ++number) {
-      SharedFile file = try_lock_kept(kept_path_of(directory, digest, number), &any_held);
-      if (file.fd_ < 0 || !take_over(file.fd_)) continue;  // it goes with its only holder
-      if (::link(file.path_.c_str(), path.c_str()) != 0) continue;
+      const std::string kept = kept_path_of(directory, digest, number);
+      SharedFile file = try_lock_kept(kept, &any_held);
+      if (file.fd_ < 0) continue;
+      if (!take_over(file.fd_)) {
+        ::unlink(kept.c_str());  // which means it as long as it is locked
+        continue;
+      }
+      if (::link(kept.c_str(), path.c_str()) != 0) return {};
       file.path_ = path;
-      // The lock is free for a moment when it changes its kind.
+      // The kernel may let the lock go for a moment when its kind changes. Whoever gets it then finds
+      // the other name and leaves the file, but a sweep removes that name.
       if (lock_shared_until(file.fd_, std::chrono::steady_clock::now() + kPatience) &&
           name_means(path, file.fd_)) {
         return file;
       }
+      any_held = true;
     }
     if (!any_held || std::chrono::steady_clock::now() > deadline) return {};
     std::this_thread::sleep_for(kPause);
+    (void)remove_unheld_files(directory, Unheld::kLeftovers);  // names that those who died left
   }
 }
 
-// Held by nobody else from then on; nothing when it is, or is not ours.
+// Held by nobody else from then on; nothing when it is, or is not ours. It stays when it is closed.
 SharedFile SharedFile::try_lock_kept(const std::string& path, bool* held) {
   Descriptor fd(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
+  struct stat opened {};
   if (fd.get() < 0 || !is_ours(fd.get())) return {};
   if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
     *held = true;
     return {};
   }
-  if (!name_means(path, fd.get())) return {};
-  return SharedFile(fd.release(), path);
+  if (!name_means(path, fd.get()) || ::fstat(fd.get(), &opened) != 0) return {};
+  if (opened.st_nlink > 1) {  // an engine is taking it over, or died before keep()
+    *held = true;
+    return {};
+  }
+  return SharedFile(fd.release(), "");
 }
 
 bool SharedFile::keep(const std::string& directory, std::string_view digest) {

@@ -50,8 +50,9 @@ class SharedFile {
   static SharedFile open_when_there(const std::string& path, std::chrono::nanoseconds patience);
   // A kept file of this digest that nobody holds, now also at `path`. It is removed
   // instead where `take_over(fd)` is false; nobody else holds it then. No file (fd() < 0)
-  // when there is none, also where all are held for as long as `patience`: an engine that
-  // is killed needs a moment to be gone.
+  // when there is none, when `path` is another's, and where all are held for as long as
+  // `patience`: an engine that is killed needs a moment to be gone. Whatever is not taken
+  // stays as it is, also when take_over throws.
   static SharedFile adopt(const std::string& directory, std::string_view digest, const std::string& path,
                           const std::function<bool(int fd)>& take_over, std::chrono::nanoseconds patience);
 

@@ -4,13 +4,16 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <limits>
 
 namespace kv_offload {
@@ -41,6 +44,19 @@ void fill(const struct ::stat& from, FileInfo* to) {
   to->mode = from.st_mode;
   to->owner = from.st_uid;
   to->links = static_cast<std::uint32_t>(from.st_nlink);
+}
+
+// File systems of this machine's own devices: they wait for a direct read whatever happens. As
+// statfs(2) names them; those that are not there (FUSE, what is on a network) may not wait.
+bool waits_for_reads(int fd) {
+  constexpr std::int64_t kWaiting[] = {
+      0xEF53 /* ext4 */,    0x58465342 /* XFS */,      0x9123683E /* Btrfs */, 0xF2F52010 /* F2FS */,
+      0x2FC12FC1 /* ZFS */, 0xCA451A4E /* bcachefs */, 0x01021994 /* tmpfs */, 0x794C7630 /* overlay */,
+  };
+  struct ::statfs result;
+  return ::fstatfs(fd, &result) == 0 &&
+         std::find(std::begin(kWaiting), std::end(kWaiting),
+                   std::int64_t{static_cast<std::uint32_t>(result.f_type)}) != std::end(kWaiting);
 }
 
 class PosixFileOps final : public FileOps {
@@ -88,8 +104,10 @@ class PosixFileOps final : public FileOps {
   int statvfs(int fd, SpaceInfo* info) override {
     struct ::statvfs result;
     const int rc = or_errno(::fstatvfs(fd, &result));
-    if (rc == 0) info->free_bytes = std::uint64_t{result.f_bavail} * result.f_frsize;
-    return rc;
+    if (rc != 0) return rc;
+    info->free_bytes = std::uint64_t{result.f_bavail} * result.f_frsize;
+    info->ends_reads_first = waits_for_reads(fd);
+    return 0;
   }
   int flock(int fd, int operation) override { return or_errno(::flock(fd, operation)); }
   int refresh(int directory, const std::string& path) override {

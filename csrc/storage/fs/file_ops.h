@@ -38,6 +38,9 @@ struct DirEntry {
 
 struct SpaceInfo {
   std::uint64_t free_bytes = 0;  // for us (f_bavail)
+  // A process that is killed is gone only when its direct reads have ended. Elsewhere the
+  // kernel may go on to write into their memory: an NFS client does when its server answers.
+  bool ends_reads_first = false;
 };
 
 class FileOps {

@@ -237,10 +237,14 @@ bool takes_direct(FileOps& ops, const OpenRoot& open, DirectMode mode) {
   return false;
 }
 
-void check_space(FileOps& ops, const OpenRoot& open) {
+SpaceInfo space_of(FileOps& ops, const OpenRoot& open) {
   SpaceInfo space;
   if (const int rc = ops.statvfs(open.directory.get(), &space); rc < 0)
     fail(open.path, "ask for free space of", -rc);
+  return space;
+}
+
+void check_space(const OpenRoot& open, const SpaceInfo& space) {
   // What is there already can be evicted.
   const std::uint64_t available = space.free_bytes + open.space->total();
   constexpr std::uint64_t kSmallestRecord = 17 * kPageBytes;
@@ -337,7 +341,9 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<G
         path));
   }
   open.direct = takes_direct(ops, open, options.o_direct);
-  check_space(ops, open);
+  const SpaceInfo space = space_of(ops, open);
+  open.reads_direct = open.direct && (!options.memory_outlives || space.ends_reads_first);
+  check_space(open, space);
   open.fresh = count_new_root(options, ops, open, own);
   return open;
 }

@@ -30,9 +30,10 @@ struct OpenRoot {
   Fd namespace_directory;
   Fd open_lock;  // of <namespace>/open, shared while the namespace is open
   std::unique_ptr<Space> space;
-  bool direct = false;       // O_DIRECT works here
-  bool fresh = false;        // new, ours alone, counted already: nothing to scan
-  std::uint64_t writer = 0;  // random, not 0; names our temporaries and our slot in the page
+  bool direct = false;        // O_DIRECT works here
+  bool reads_direct = false;  // and is to be used for reads
+  bool fresh = false;         // new, ours alone, counted already: nothing to scan
+  std::uint64_t writer = 0;   // random, not 0; names our temporaries and our slot in the page
 
   std::string namespace_path() const { return path + "/" + namespace_name; }
   // What we made, without a reservation, counts from now on.

@@ -33,7 +33,7 @@ Status RecordReader::read_file(const TierOp& op, const Generation& generation, s
                                std::uint64_t* inode) {
   const std::string path = layout::record_path(op.key, file_bytes);
   const std::string shown = generation.path + "/" + path;
-  bool direct = root_.direct && is_aligned(op.shards);
+  bool direct = root_.reads_direct && is_aligned(op.shards);
   // O_NONBLOCK: a pipe in the file's place must not hold the thread.
   constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
   int error = 0;

@@ -50,6 +50,9 @@ struct FsTierOptions : PooledTierOptions {
   std::string namespace_json;  // written beside, compared at open
   FsyncMode fsync = FsyncMode::kNone;
   DirectMode o_direct = DirectMode::kAuto;
+  // What is read into outlives this process (HostRegion::keep), and others use it then: reads are not direct
+  // where the kernel may go on with them (SpaceInfo::ends_reads_first).
+  bool memory_outlives = false;
   std::string eviction_policy = "lru";
   // What an operator has to know, once each. On any of the tier's threads. Default: stderr.
   std::function<void(const std::string&)> warn;

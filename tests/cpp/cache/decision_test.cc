@@ -161,6 +161,40 @@ TEST_F(DecisionTest, WhoGivesUpLeavesTheReadsThatOthersWaitForAsWell) {
   cache.end_request(second);
 }
 
+// Another server is writing them, one by one: the first alone is not worth the tier's latency, and the time
+// until the last is written is none that the tier takes.
+TEST_F(DecisionTest, ChunksThatAreAwaitedAreLoadedHoweverTheyCome) {
+  make({.tiers = {kFast}});
+  engine().tiers[0]->latency_seconds = 0.02;
+  warm_up();
+  for (int i = 0; i < 3; ++i) served();
+  TieredCache& cache = *engine().cache;
+  for (const int steps :
+       {5, 400}) {  // of a millisecond, until the rest is written; computing takes half a second
+    const auto prompt = engine().new_prompt(kChunks);
+    const RequestHandle request = cache.begin_request("r", {.await_records = std::chrono::seconds(2)});
+    cache.set_span(request, SimulatedEngine::kChunk, kChunks * SimulatedEngine::kChunk);
+    const auto hits = [&] {
+      std::uint32_t count = 0;
+      for (const ChunkKey& key : prompt.keys) {
+        const LookupResult answer = cache.lookup(request, key);
+        if (answer == LookupResult::kMiss) break;
+        count += answer == LookupResult::kHit;
+      }
+      cache.end_step();
+      engine().pass(0.001);
+      return count;
+    };
+    engine().put(prompt, 0, 0, 1);
+    for (int step = 0; step < steps; ++step) hits();
+    engine().put(prompt, 0);
+    std::uint32_t most = 0;
+    for (int step = 0; step < 200 && most < kChunks; ++step) most = std::max(most, hits());
+    EXPECT_EQ(most, kChunks) << steps;
+    cache.end_request(request);
+  }
+}
+
 TEST_F(DecisionTest, ATierThatRecoveredIsUsedAgainWithinAProbe) {
   make({.tiers = {kFast}});
   warm_up();

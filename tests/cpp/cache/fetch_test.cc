@@ -317,6 +317,34 @@ TEST_F(FetchFakeTest, ARecordIsNotWaitedForLongerThanTheDeadlineNorWhereItMayNot
   EXPECT_EQ(scan(begin({.await_records = seconds(600)}), {"a"}), "M");
 }
 
+TEST_F(FetchFakeTest, ARecordThatWouldNotBeFetchedIsNotWaitedFor) {
+  make({.rows = 1});
+  record({"a"});
+  record({"b"});
+  const RequestHandle request = begin({.await_records = seconds(2)});
+  EXPECT_EQ(scan(request, {"a", "b"}), "PP");
+  step();
+  EXPECT_EQ(scan(request, {"a", "b"}), "PM") << "there is one row";
+  tier().take_away(key_of("b"));
+  EXPECT_EQ(scan(request, {"a", "b"}), "PM");
+}
+
+// The tier answered in time: nobody stored it.
+TEST_F(FetchFakeTest, WhatWasAwaitedInVainWasNotStoredHoweverTheWaitEnded) {
+  fake().is_sure = false;
+  for (const Nanos await : {seconds(2), seconds(600)}) {
+    const RequestHandle request = begin({.await_records = await});
+    EXPECT_EQ(scan(request, {"a"}), "R");
+    step();
+    pass_time(seconds(6));
+    step();
+    EXPECT_EQ(scan(request, {"a"}), "M");
+    end(request);
+  }
+  EXPECT_EQ(world().miss_tokens("not_stored"), 2 * World::kTokens);
+  EXPECT_EQ(world().miss_tokens("deadline"), 0);
+}
+
 // ---- what may be loaded
 
 TEST_P(FetchTest, PolicyNeverLoadsNothingFromTiers) {

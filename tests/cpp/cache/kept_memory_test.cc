@@ -29,9 +29,10 @@ class KeptMemory : public ::testing::Test {
     made.keep_for = "model";
     return made;
   }
-  static void store(World& world, const std::string& name, std::uint32_t group = 0) {
+  static void store(World& world, const std::string& name, std::uint32_t group = 0,
+                    const RequestOptions& asked = {}) {
     const std::vector<ChunkKey> keys{key_of(name, group)};
-    const RequestHandle request = world.cache->begin_request("r", {});
+    const RequestHandle request = world.cache->begin_request("r", asked);
     const StoreGrant grant = world.cache->prepare_store(request, keys);
     ASSERT_EQ(grant.accepted.size(), 1u);
     world.copy(keys[0], grant.transfer.rows[0], group);
@@ -41,9 +42,10 @@ class KeptMemory : public ::testing::Test {
     world.cache->end_step();
   }
   // Hit, with the bytes that were stored.
-  static bool hits(World& world, const std::string& name, std::uint32_t group = 0) {
+  static bool hits(World& world, const std::string& name, std::uint32_t group = 0,
+                   const RequestOptions& asked = {}) {
     const std::vector<ChunkKey> keys{key_of(name, group)};
-    const RequestHandle request = world.cache->begin_request("r", {});
+    const RequestHandle request = world.cache->begin_request("r", asked);
     const bool hit = world.cache->lookup(request, keys[0]) == LookupResult::kHit;
     if (hit) {
       const RowTransfer transfer = world.cache->prepare_load(request, keys);
@@ -124,6 +126,73 @@ TEST_F(KeptMemory, TheLeastRecentlyUsedGoesFirstInTheNextEngineToo) {
   store(world, "d");
   EXPECT_FALSE(hits(world, "b"));
   EXPECT_TRUE(hits(world, "a"));
+}
+
+// Without its head the rest of a prefix is worth nothing.
+TEST_F(KeptMemory, OfAPrefixThatWasLoadedTheEndGoesFirst) {
+  const auto four_rows = [&] {
+    WorldOptions made = options();
+    made.rows = 4;
+    return made;
+  };
+  const std::vector<ChunkKey> prefix{key_of("a"), key_of("b"), key_of("c")};
+  {
+    World world(four_rows());
+    for (const char* name : {"a", "b", "c", "d"}) store(world, name);
+    const RequestHandle request = world.cache->begin_request("r", {});
+    for (const ChunkKey& key : prefix) EXPECT_EQ(world.cache->lookup(request, key), LookupResult::kHit);
+    world.report(world.cache->prepare_load(request, prefix).ticket);
+    world.cache->complete_load(prefix);
+    world.cache->end_request(request);
+  }
+  World world(four_rows());
+  store(world, "e");
+  store(world, "f");
+  EXPECT_FALSE(hits(world, "d"));
+  EXPECT_FALSE(hits(world, "c"));
+  EXPECT_TRUE(hits(world, "b"));
+  EXPECT_TRUE(hits(world, "a"));
+}
+
+// It was in the device's cache, where vLLM had it from.
+TEST_F(KeptMemory, WhatWasOfferedAgainIsUsed) {
+  const auto two_rows = [&] {
+    WorldOptions made = options();
+    made.rows = 2;
+    return made;
+  };
+  {
+    World world(two_rows());
+    store(world, "a");
+    store(world, "b");
+    const RequestHandle request = world.cache->begin_request("r", {});
+    EXPECT_TRUE(world.cache->prepare_store(request, std::vector{key_of("a")}).accepted.empty());
+    world.cache->end_request(request);
+  }
+  World world(two_rows());
+  store(world, "c");
+  EXPECT_TRUE(hits(world, "a"));
+  EXPECT_FALSE(hits(world, "b"));
+}
+
+TEST_F(KeptMemory, WhatARequestOfHigherPriorityUsedStaysLonger) {
+  const auto two_rows = [&] {
+    WorldOptions made = options();
+    made.rows = 2;
+    return made;
+  };
+  {
+    World world(two_rows());
+    store(world, "a", 0, {.priority = -1});
+    store(world, "b", 0, {.priority = -1});
+    EXPECT_TRUE(hits(world, "a"));
+  }
+  World world(two_rows());
+  EXPECT_EQ(world.cache->stats().taken_over_chunks, 2u);
+  EXPECT_TRUE(hits(world, "b", 0, {.priority = -1}));
+  store(world, "c");
+  EXPECT_TRUE(hits(world, "a"));
+  EXPECT_FALSE(hits(world, "b"));
 }
 
 TEST_F(KeptMemory, WhatWasNotStoredInFullIsNotThere) {

@@ -75,7 +75,8 @@ TEST_F(PlannerTest, AWaitEndsWithItsDeadline) {
 TEST_F(PlannerTest, ALoadBudgetThatIsSpentLeavesTheReadsAsProbes) {
   scan({"a"});
   plan();
-  parts_.requests.set_load_budget(request_, parts_.clock.now() + std::chrono::milliseconds(1));
+  parts_.requests.set_load_budget(request_, std::chrono::milliseconds(1),
+                                  parts_.clock.now() + std::chrono::milliseconds(1));
   parts_.clock.advance(std::chrono::milliseconds(1));
   plan();
   EXPECT_EQ(parts_.requests.at(request_).expired_for, MissReason::kRecomputeCheaper);
@@ -86,7 +87,8 @@ TEST_F(PlannerTest, ALoadBudgetThatIsSpentLeavesTheReadsAsProbes) {
 TEST_F(PlannerTest, WhoHasEverythingWaitsOnPastItsBudget) {
   scan({"a"});
   plan();
-  parts_.requests.set_load_budget(request_, parts_.clock.now() + std::chrono::milliseconds(1));
+  parts_.requests.set_load_budget(request_, std::chrono::milliseconds(1),
+                                  parts_.clock.now() + std::chrono::milliseconds(1));
   parts_.finish();
   parts_.clock.advance(std::chrono::milliseconds(1));
   plan();

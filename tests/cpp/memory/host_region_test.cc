@@ -300,6 +300,31 @@ TEST_F(KeptRegion, gives_way_to_a_start_that_needs_its_memory) {
   ::umount2(directory_.c_str(), MNT_DETACH);
 }
 
+// Its engine was killed before it had touched all of its memory.
+TEST_F(KeptRegion, that_has_taken_a_part_of_its_memory_gets_the_rest_or_is_refused) {
+  ASSERT_EQ(::mount("tmpfs", directory_.c_str(), "tmpfs", 0, "size=24m"), 0) << "needs root";
+  EXPECT_TRUE(Engine(kept("first", 16 * kMiB)).scheduler->keep());
+  const std::vector<std::string> first = names();
+  RegionOptions other = kept("other", 16 * kMiB);
+  other.keep_for = "another model";
+  {
+    Engine engine(other);
+    ASSERT_TRUE(engine.worker->prefault(0, 1).is_ok());
+    EXPECT_TRUE(engine.scheduler->keep());
+    const std::string text = message_of<ResourceError>([&] { Engine{kept("second", 16 * kMiB)}; });
+    EXPECT_TRUE(has(text, "cpu_bytes_to_use") && has(text, "available")) << text;
+    EXPECT_EQ(names().size(), 2u);
+  }
+  {
+    Engine engine(kept("third", 16 * kMiB));
+    EXPECT_EQ(engine.worker->swept().size(), 1u) << "the other's memory was to be had";
+    EXPECT_TRUE(engine.worker->prefault(0, 1).is_ok());
+    EXPECT_TRUE(engine.scheduler->keep());
+  }
+  EXPECT_EQ(names(), first);
+  ::umount2(directory_.c_str(), MNT_DETACH);
+}
+
 // ---- several processes
 
 class HostRegionProcesses : public ShmTest {

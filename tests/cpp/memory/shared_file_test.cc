@@ -125,5 +125,33 @@ TEST_F(SharedFileTest, of_an_engine_that_is_dying_is_waited_for) {
   EXPECT_TRUE(std::filesystem::exists(path_));
 }
 
+// As it is for a moment when another engine takes it over, and when that one died before keep().
+TEST_F(SharedFileTest, that_has_an_engines_name_already_is_taken_over_once_that_is_swept) {
+  EXPECT_TRUE(open().keep(directory_, "digest"));
+  const std::string other = SharedFile::path_of(directory_, "other");
+  std::filesystem::create_hard_link(directory_ + "/" + names().at(0), other);
+  const auto adopt = [&](std::chrono::nanoseconds patience) {
+    return SharedFile::adopt(
+        directory_, "digest", path_, [](int) { return true; }, patience);
+  };
+  EXPECT_LT(adopt(std::chrono::seconds(0)).fd(), 0);
+  EXPECT_EQ(names().size(), 2u);
+  const SharedFile adopted = adopt(std::chrono::hours(1));
+  EXPECT_GE(adopted.fd(), 0);
+  EXPECT_FALSE(std::filesystem::exists(other));
+}
+
+TEST_F(SharedFileTest, that_cannot_be_taken_over_now_stays) {
+  EXPECT_TRUE(open().keep(directory_, "digest"));
+  const auto adopt = [&](const std::function<bool(int)>& take_over) {
+    return SharedFile::adopt(directory_, "digest", path_, take_over, std::chrono::hours(1));
+  };
+  EXPECT_THROW(adopt([](int) -> bool { throw std::runtime_error("no address space"); }), std::runtime_error);
+  EXPECT_EQ(names().size(), 1u);
+  const SharedFile same_engine = open();
+  EXPECT_LT(adopt([](int) { return true; }).fd(), 0);
+  EXPECT_EQ(names().size(), 2u) << "what was kept is lost";
+}
+
 }  // namespace
 }  // namespace kv_offload

@@ -119,6 +119,31 @@ def test_a_cache_without_a_canonical_layout_is_kept_apart_and_said(caplog: pytes
     worker.shutdown()
 
 
+def test_a_region_is_found_by_the_operators_name_of_the_weights_wherever_they_lie() -> None:
+    def found_by(name: str, replica: int = 0, **settings: Any) -> str:
+        model, parallel = SimpleNamespace(name=name), SimpleNamespace(data_parallel_index=replica)
+        options = OffloadConfig.from_extra_config({"cpu_bytes_to_use": "1GiB", **settings})
+        return identity.keep_for(SimpleNamespace(model=model, parallel=parallel), options)
+
+    kept = {"keep_host_memory": True}
+    assert found_by("a") == ""
+    assert found_by("a", **kept) == found_by("a", **kept) != found_by("b", **kept)
+    assert found_by("a", 1, **kept) != found_by("a", 0, **kept)
+    named = kept | {"model_id": "weights of May"}
+    assert found_by("/models/1", **named) == found_by("/models/2", **named) != found_by("/models/1", **kept)
+
+
+def test_what_is_not_kept_is_not_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
+    stats = {"taken_over_chunks": 3, "resident_bytes": 12288}
+    with caplog.at_level("INFO", logger="vllm.kv_offload"):
+        spec._tell_kept(stats | {"is_kept": False})
+        assert "ends with it" in caplog.text
+        assert "outlives" not in caplog.text
+        caplog.clear()
+        spec._tell_kept(stats | {"is_kept": True})
+        assert "found 3 chunks" in caplog.text
+
+
 def test_ranks_that_are_laid_out_in_different_ways_are_refused() -> None:
     config, pages = offloading_config(), [[4096]]
     canonical = CanonicalPages(2, 1, ((8192,),))

@@ -343,5 +343,52 @@ TEST_F(FsTierFaults, a_small_file_system_that_fills_up_is_survived) {
   ::umount(mount_point.c_str());
 }
 
+// A mount of which the kernel may go on to read when the process was killed, or one of which it does not.
+class ReadsOfAMount : public FaultyFileOps {
+ public:
+  bool ends_first = false;
+  int direct = 0, buffered = 0;  // records that were opened to be read
+  int open(int directory, const std::string& path, int flags, unsigned mode) override {
+    if ((flags & O_ACCMODE) == O_RDONLY && path.ends_with(".rec"))
+      ++((flags & O_DIRECT) != 0 ? direct : buffered);
+    return FaultyFileOps::open(directory, path, flags, mode);
+  }
+  int statvfs(int fd, SpaceInfo* info) override {
+    const int rc = FaultyFileOps::statvfs(fd, info);
+    info->ends_reads_first = ends_first;
+    return rc;
+  }
+};
+
+TEST_F(FsTierFaults, no_read_goes_on_into_memory_that_outlives_us) {
+  for (const bool outlives : {false, true}) {
+    for (const bool ends_first : {false, true}) {
+      ReadsOfAMount mount;
+      mount.ends_first = ends_first;
+      options_.file_ops = &mount;
+      options_.memory_outlives = outlives;
+      options_.o_direct = DirectMode::kOn;
+      TierUser user(options_);
+      user.wait_for_scan();
+      ASSERT_TRUE(user.write(0));
+      ASSERT_TRUE(user.read(0));
+      const bool direct = !outlives || ends_first;
+      EXPECT_EQ(mount.direct > 0, direct);
+      EXPECT_EQ(mount.buffered > 0, !direct);
+    }
+  }
+}
+
+TEST(EndsReadsFirst, where_the_device_is_this_machines) {
+  const auto of = [](const char* path) {
+    const Fd fd(posix_file_ops(), ::open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    SpaceInfo space;
+    EXPECT_EQ(posix_file_ops().statvfs(fd.get(), &space), 0);
+    return space.ends_reads_first;
+  };
+  EXPECT_TRUE(of("/dev/shm"));
+  EXPECT_FALSE(of("/proc")) << "what is not known";
+}
+
 }  // namespace
 }  // namespace kv_offload
