@@ -16,6 +16,17 @@ def tier_bounds(config: OffloadConfig) -> tuple[int | None, ...]:
     return bounds_of(config.secondary_tiers)
 
 
+def host_memory(shm_directory: str = "/dev/shm") -> tuple[int, str]:
+    """(bytes that a server may have if it starts now, what limits them).
+
+    Memory that the server before it has kept counts: a start takes it over or removes it.
+    """
+    from kv_offload import _core
+
+    available, limited_by = _core.memory_headroom(shm_directory)
+    return available + _core.kept_memory_bytes(shm_directory), limited_by
+
+
 def check_machine(
     config: OffloadConfig,
     *,
@@ -28,12 +39,8 @@ def check_machine(
     Allocates and writes nothing. ``record_bytes``: of the largest record, header included, when known.
     ``headroom`` replaces the core's measure of host memory.
     """
-    if headroom is None:
-        from kv_offload import _core
-
-        headroom = _core.memory_headroom
     problems = []
-    available, limited_by = headroom(shm_directory)
+    available, limited_by = (headroom or host_memory)(shm_directory)
     if config.cpu_bytes_to_use > available:
         problems.append(
             f"cpu_bytes_to_use asks for {format_bytes(config.cpu_bytes_to_use)} of host memory, "

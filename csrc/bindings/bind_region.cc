@@ -119,6 +119,8 @@ void bind_region(py::module_& module) {
 
   module.def("sweep_leftovers", &sweep_leftovers, py::arg("shm_directory") = "/dev/shm",
              py::call_guard<py::gil_scoped_release>());
+  module.def("kept_memory_bytes", &kept_memory_bytes, py::arg("shm_directory") = "/dev/shm",
+             py::call_guard<py::gil_scoped_release>());
   module.def(
       "memory_headroom",
       [](const std::string& shm_directory) {

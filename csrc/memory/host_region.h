@@ -150,6 +150,9 @@ class HostRegion {
 // Remove shared memory objects of ours that no process holds and that are not kept.
 // Returns names.
 std::vector<std::string> sweep_leftovers(const std::string& shm_directory);
+// Memory of regions that are kept and that no process holds: a start that needs it takes
+// them over or removes them.
+std::uint64_t kept_memory_bytes(const std::string& shm_directory);
 
 // Bytes that may still be allocated: min(cgroup limit - usage, MemAvailable,
 // free bytes of shm_directory), with the name of the binding limit.

@@ -235,10 +235,13 @@ SharedFile SharedFile::try_create(const std::string& path, std::uint64_t bytes,
   return file;
 }
 
-std::vector<std::string> remove_unheld_files(const std::string& directory, Unheld which) {
-  std::vector<std::string> removed;
+namespace {
+
+// Those of ours that nobody holds; each is locked while it is visited.
+void for_each_unheld(const std::string& directory, Unheld which,
+                     const std::function<void(const std::string& path, const struct ::stat& about)>& visit) {
   const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(directory.c_str()), &::closedir);
-  if (!entries) return removed;
+  if (!entries) return;
   while (const dirent* entry = ::readdir(entries.get())) {
     const std::string_view name = entry->d_name;
     if (!name.starts_with(kSharedNamePrefix)) continue;
@@ -248,9 +251,26 @@ std::vector<std::string> remove_unheld_files(const std::string& directory, Unhel
     struct stat opened {};
     if (fd.get() < 0 || ::fstat(fd.get(), &opened) != 0 || !S_ISREG(opened.st_mode)) continue;
     if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) continue;
-    if (name_means(path, fd.get()) && ::unlink(path.c_str()) == 0) removed.emplace_back(name);
+    if (name_means(path, fd.get())) visit(path, opened);
   }
+}
+
+}  // namespace
+
+std::vector<std::string> remove_unheld_files(const std::string& directory, Unheld which) {
+  std::vector<std::string> removed;
+  for_each_unheld(directory, which, [&](const std::string& path, const struct ::stat&) {
+    if (::unlink(path.c_str()) == 0) removed.push_back(path.substr(directory.size() + 1));
+  });
   return removed;
+}
+
+std::uint64_t unheld_kept_bytes(const std::string& directory) {
+  std::uint64_t bytes = 0;
+  for_each_unheld(directory, Unheld::kKept, [&](const std::string&, const struct ::stat& about) {
+    bytes += static_cast<std::uint64_t>(about.st_blocks) * 512;
+  });
+  return bytes;
 }
 
 }  // namespace kv_offload

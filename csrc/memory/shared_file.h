@@ -79,5 +79,7 @@ class SharedFile {
 // asked, only what is kept; the names removed.
 enum class Unheld : std::uint8_t { kLeftovers, kKept };
 std::vector<std::string> remove_unheld_files(const std::string& directory, Unheld which);
+// What removing the kept ones would free, in bytes.
+std::uint64_t unheld_kept_bytes(const std::string& directory);
 
 }  // namespace kv_offload

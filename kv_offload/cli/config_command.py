@@ -201,10 +201,10 @@ def _check_sizes(given: list[tuple[str, str | None]]) -> None:
 
 def _share_of_memory() -> str:
     """A quarter of the host memory that is available here, in whole GiB or MiB."""
-    from kv_offload import _core
+    from kv_offload.machine import host_memory
     from kv_offload.sizes import format_bytes
 
-    available, limited_by = _core.memory_headroom()
+    available, limited_by = host_memory()
     size = available // 4
     unit = "GiB" if size >= 1 << 30 else "MiB"
     count = size >> (30 if unit == "GiB" else 20)

@@ -13,7 +13,7 @@ from kv_offload import vllm_versions
 from kv_offload.cli.terminal import rate
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.config_compat import SPEC_NAME, is_llmd_config, own_extra_config
-from kv_offload.machine import cautions, gpus, no_copier, tier_bounds
+from kv_offload.machine import cautions, gpus, host_memory, no_copier, tier_bounds
 from kv_offload.machine import check_machine as machine_problems
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import State, TierConfig
@@ -80,9 +80,7 @@ def device() -> Check:
 
 def memory(config: OffloadConfig | None) -> Check:
     """Host memory asked for and available."""
-    from kv_offload import _core
-
-    available, limited_by = _core.memory_headroom()
+    available, limited_by = host_memory()
     figures = {"available_bytes": available, "limited_by": limited_by}
     text = f"{format_bytes(available)} available ({limited_by})"
     if config is None:

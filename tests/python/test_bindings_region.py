@@ -110,6 +110,10 @@ def test_headroom_names_its_limit(tmp_path):
     assert limited_by
 
 
+def test_where_nothing_is_kept_no_memory_of_it_can_be_had(tmp_path):
+    assert _core.kept_memory_bytes(str(tmp_path)) == 0
+
+
 def test_nothing_is_left_to_sweep_after_all_have_attached(tmp_path):
     scheduler, _ = attach(tmp_path)
     assert scheduler.swept == []

@@ -135,6 +135,9 @@ def test_config_asks_nothing(core):
     assert "--cpu 2GiB, a quarter of 8.0 GiB (/dev/shm)" in result.stderr
     core.setattr(fake_core, "memory_headroom", lambda *_: (100 << 20, "cgroup"))
     assert extra_of(as_json("config"))["cpu_bytes_to_use"] == "25MiB"
+    core.setattr(fake_core, "kept_memory_bytes", lambda *_: 300 << 20)
+    assert extra_of(as_json("config"))["cpu_bytes_to_use"] == "100MiB", "a start has what was kept for it"
+    core.setattr(fake_core, "kept_memory_bytes", lambda *_: 0)
     core.setattr(fake_core, "memory_headroom", lambda *_: (1 << 20, "cgroup"))
     refused("config", status=1, part="1.0 MiB of host memory available (cgroup); give --cpu")
 

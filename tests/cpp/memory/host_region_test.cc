@@ -294,8 +294,10 @@ TEST_F(KeptRegion, gives_way_to_a_start_that_needs_its_memory) {
     const auto small = HostRegion::attach_worker(options(2 * kMiB, 1, "small"), 0, some_geometry());
     EXPECT_TRUE(small->swept().empty()) << "there was room beside it";
   }
+  EXPECT_GE(kept_memory_bytes(directory_), 16 * kMiB);
   const auto large = HostRegion::attach_worker(options(16 * kMiB, 1, "large"), 0, some_geometry());
   EXPECT_EQ(large->swept(), before);
+  EXPECT_EQ(kept_memory_bytes(directory_), 0u);
   ::umount2(directory_.c_str(), MNT_DETACH);
 }
 
@@ -313,6 +315,7 @@ TEST_F(KeptRegion, that_has_taken_a_part_of_its_memory_gets_the_rest_or_is_refus
     const std::string text = message_of<ResourceError>([&] { Engine{kept("second", 16 * kMiB)}; });
     EXPECT_TRUE(has(text, "cpu_bytes_to_use") && has(text, "available")) << text;
     EXPECT_EQ(names().size(), 2u);
+    EXPECT_LT(kept_memory_bytes(directory_), 2 * kMiB) << "what is held is not to be had";
   }
   {
     Engine engine(kept("third", 16 * kMiB));
