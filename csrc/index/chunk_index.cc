@@ -37,6 +37,8 @@ struct ChunkIndex::Impl {
   std::size_t resident = 0;
   std::size_t pinned = 0;
   Slot last_found = 0;
+  std::uint32_t spared_holder = 0;  // that victim() was asked for last
+  std::vector<Slot> spared;  // in the order in which they would go; may name some that are not any more
 
   static std::uint64_t hash(const ChunkKey& key) { return ChunkKey::Hash{}(key); }
   static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash); }
@@ -103,6 +105,22 @@ struct ChunkIndex::Impl {
     next_free[slot] = kNoSlot;
     (last_free == kNoSlot ? first_free : next_free[last_free]) = slot;
     last_free = slot;
+  }
+  // REQUIRES: resident, no pins, not spared.
+  void spare(Slot slot) {
+    if (spared.size() >= entries.size()) release_spared();  // most of the list is of entries that were erased
+    entries[slot].spared = true;
+    spared.push_back(slot);
+    policy->pin(slot);
+  }
+  // From the last to the first, so that their order stays.
+  void release_spared() {
+    for (std::size_t i = spared.size(); i-- > 0;) {
+      ChunkEntry& entry = entries[spared[i]];
+      if (entry.spared && entry.pins == 0) policy->unpin(spared[i]);
+      entry.spared = false;
+    }
+    spared.clear();
   }
 };
 
@@ -217,6 +235,7 @@ void ChunkIndex::clear() {
     erase(slot);
   }
   impl_->pinned = 0;
+  impl_->spared.clear();
 }
 
 void ChunkIndex::pin(Slot slot) {
@@ -224,7 +243,7 @@ void ChunkIndex::pin(Slot slot) {
   assert(entry.state != ChunkState::kAbsent);
   if (entry.pins++ > 0) return;
   ++impl_->pinned;
-  impl_->policy->pin(slot);
+  if (!entry.spared) impl_->policy->pin(slot);
 }
 
 void ChunkIndex::unpin(Slot slot) {
@@ -232,28 +251,26 @@ void ChunkIndex::unpin(Slot slot) {
   assert(entry.pins > (entry.state == ChunkState::kResident ? 0u : 1u));
   if (--entry.pins > 0) return;
   --impl_->pinned;
-  impl_->policy->unpin(slot);
+  if (!entry.spared) impl_->policy->unpin(slot);
 }
 
 void ChunkIndex::access(Slot slot, std::uint32_t request, std::int8_t priority) {
   ChunkEntry& entry = impl_->entries[slot];
+  if (entry.spared && request != impl_->spared_holder) impl_->release_spared();
   entry.holder = request;
   entry.priority = std::max(entry.priority, priority);
   if (entry.state == ChunkState::kResident) impl_->policy->access(slot, about(entry));
 }
 
 std::optional<Slot> ChunkIndex::victim(std::uint32_t spared_holder) {
-  EvictionPolicy& policy = *impl_->policy;
-  std::optional<Slot> victim = policy.victim();
-  if (spared_holder == 0 || !victim || impl_->entries[*victim].holder != spared_holder) return victim;
-  std::vector<Slot> spared;
-  while (victim && impl_->entries[*victim].holder == spared_holder) {
-    policy.pin(*victim);
-    spared.push_back(*victim);
-    victim = policy.victim();
+  Impl& impl = *impl_;
+  if (spared_holder != impl.spared_holder) impl.release_spared();
+  impl.spared_holder = spared_holder;
+  for (;;) {
+    const std::optional<Slot> victim = impl.policy->victim();
+    if (spared_holder == 0 || !victim || impl.entries[*victim].holder != spared_holder) return victim;
+    impl.spare(*victim);
   }
-  for (std::size_t i = spared.size(); i-- > 0;) policy.unpin(spared[i]);
-  return victim;
 }
 
 std::size_t ChunkIndex::size() const { return impl_->size; }

@@ -9,10 +9,16 @@
 // plans that use the row; a pinned chunk is never evicted. Eviction order is the
 // policy's. Invariants, asserted: pins == 0 for absent; a row belongs to one
 // entry; the policy knows exactly the resident entries, and pins of the policy
-// equal (entry.pins > 0).
+// equal (entry.pins > 0 || entry.spared).
+//
+// Spared entries: those that victim(holder) came to and passed over, as they are of
+// this holder. They stay pinned in the policy for as long as the same holder asks, so
+// that it passes over each of them once and not once a call. Invariant: each spared
+// entry is of the holder that asked last. When another asks, or none, or another
+// request uses a spared entry, all of them are candidates again.
 //
 // Not thread-safe: the scheduler thread owns it. All calls O(1) but for the
-// policy's O(log n).
+// policy's O(log n); victim() amortised over the calls for one holder.
 #pragma once
 
 #include <cstdint>
@@ -44,10 +50,11 @@ struct ChunkEntry {
   std::int8_t priority = 0;  // the highest of those requests
   ChunkState state = ChunkState::kAbsent;
   ChunkOrigin origin = ChunkOrigin::kStore;
-  std::uint8_t tier = 0;    // index of the tier it came from, when origin == kTier
-  std::uint8_t writes = 0;  // bit t: a write op to tier t is queued or running
-  std::uint8_t tried = 0;   // bit t: such an op ended, well or not, since the chunk is here
-  bool counted = false;     // its fetch was counted as a hit of that tier
+  std::uint8_t tier = 0;     // index of the tier it came from, when origin == kTier
+  std::uint8_t writes = 0;   // bit t: a write op to tier t is queued or running
+  std::uint8_t tried = 0;    // bit t: such an op ended, well or not, since the chunk is here
+  bool counted : 1 = false;  // its fetch was counted as a hit of that tier
+  bool spared : 1 = false;   // by victim(); the index's own
 };
 static_assert(sizeof(ChunkEntry) == 88);
 

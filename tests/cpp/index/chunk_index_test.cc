@@ -3,8 +3,11 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <list>
 #include <map>
 #include <random>
+
+#include "../rounds.h"
 
 namespace kv_offload {
 namespace {
@@ -70,6 +73,55 @@ TEST_F(ChunkIndexTest, AHoldersOwnChunksAreSparedAndKeepTheirPlace) {
   EXPECT_EQ(index_.victim(), own);
 }
 
+TEST_F(ChunkIndexTest, WhatAnotherRequestUsesIsNotSparedAnyMore) {
+  const Slot own = store("own"), shared = store("shared"), other = store("other");
+  index_.access(own, 7, 0);
+  index_.access(shared, 7, 0);
+  index_.access(other, 8, 0);
+  EXPECT_EQ(index_.victim(7), other);
+  index_.access(other, 7, 0);
+  EXPECT_EQ(index_.victim(7), std::nullopt);
+  index_.access(shared, 8, 0);
+  EXPECT_EQ(index_.victim(7), shared);
+}
+
+TEST_F(ChunkIndexTest, APinOutlivesTheSparing) {
+  const Slot own = store("own"), other = store("other");
+  index_.access(own, 7, 0);
+  index_.access(other, 8, 0);
+  EXPECT_EQ(index_.victim(7), other);
+  index_.pin(own);
+  EXPECT_EQ(index_.victim(), other);
+  index_.unpin(own);
+  EXPECT_EQ(index_.victim(), own);
+}
+
+TEST_F(ChunkIndexTest, TheSparingOutlivesAPin) {
+  const Slot own = store("own"), other = store("other");
+  index_.access(own, 7, 0);
+  index_.access(other, 8, 0);
+  EXPECT_EQ(index_.victim(7), other);
+  index_.pin(own);
+  index_.unpin(own);
+  EXPECT_EQ(index_.victim(8), own);
+}
+
+TEST_F(ChunkIndexTest, AnErasedChunkThatWasSparedLeavesNothingToTheNextInItsSlot) {
+  const Slot own = store("own"), other = store("other");
+  index_.access(own, 7, 0);
+  index_.access(other, 8, 0);
+  EXPECT_EQ(index_.victim(7), other);
+  index_.erase(own);
+  EXPECT_EQ(store("next"), own);
+  index_.erase(other);
+  EXPECT_EQ(index_.victim(7), own);
+  index_.access(own, 7, 0);
+  index_.clear();
+  EXPECT_EQ(index_.victim(7), std::nullopt);
+  store("after");
+  EXPECT_TRUE(index_.victim(8).has_value());
+}
+
 TEST_F(ChunkIndexTest, AnEntryKeepsTheHighestPriorityOfThoseThatUsedIt) {
   const Slot slot = store("a");
   index_.access(slot, 7, 1);
@@ -121,6 +173,96 @@ TEST_F(ChunkIndexTest, AnAccessProtectsFromEviction) {
   index_.access(a, 1, 0);
   EXPECT_EQ(index_.victim(), b);
 }
+
+// victim() against a list that is searched from its cold end.
+class SparingModel {
+ public:
+  explicit SparingModel(const std::string& policy) : index_(make_eviction_policy(policy, kChunks), kChunks) {}
+
+  // One random call on both.
+  void step() {
+    const auto chosen = chunks_.empty() ? chunks_.end() : std::next(chunks_.begin(), pick(chunks_.size()));
+    const std::uint32_t request = 1 + pick(3);
+    const auto action = pick(16);
+    if (chunks_.size() < kChunks && (chunks_.empty() || action < 3)) {
+      insert(request, chosen);
+    } else if (action < 6) {
+      index_.access(chosen->slot, request, 0);
+      chosen->holder = request;
+      chunks_.splice(chunks_.end(), chunks_, chosen);
+    } else if (action == 6) {
+      index_.pin(chosen->slot);
+      ++chosen->pins;
+    } else if (action < 9 && chosen->pins > 0) {
+      index_.unpin(chosen->slot);
+      --chosen->pins;
+    } else if (action == 9 && chosen->pins == 0) {
+      index_.erase(chosen->slot);
+      chunks_.erase(chosen);
+    } else if (action == 10 && pick(200) == 0) {
+      index_.clear();
+      chunks_.clear();
+    }
+    if (pick(4) == 0) asks_ = pick(4);  // the same one for a while; 0: none
+  }
+  std::optional<Slot> victim() { return index_.victim(asks_); }
+  std::optional<Slot> expected() const {
+    for (const Chunk& chunk : chunks_) {
+      if (may_go(chunk)) return chunk.slot;
+    }
+    return std::nullopt;
+  }
+  bool may_go(std::optional<Slot> slot) const {
+    return std::any_of(chunks_.begin(), chunks_.end(),
+                       [&](const Chunk& chunk) { return chunk.slot == slot && may_go(chunk); });
+  }
+
+ private:
+  static constexpr std::size_t kChunks = 24;
+  struct Chunk {
+    Slot slot;
+    std::uint32_t holder, pins;
+  };
+  bool may_go(const Chunk& chunk) const { return chunk.pins == 0 && (asks_ == 0 || chunk.holder != asks_); }
+  std::uint32_t pick(std::size_t below) { return static_cast<std::uint32_t>(random_() % below); }
+  void insert(std::uint32_t request, std::list<Chunk>::iterator before) {
+    const ChunkId parent = before == chunks_.end() ? 0 : chunk_id(index_.at(before->slot).key);
+    const ChunkKey key = key_of(fmt::format("{}", ++last_));
+    const Slot slot =
+        index_.insert(key, 0, last_, {.parent = parent, .request = request}, ChunkState::kFilling);
+    index_.make_resident(slot, ChunkOrigin::kStore);
+    chunks_.push_back({slot, request, 0});
+  }
+
+  ChunkIndex index_;
+  std::list<Chunk> chunks_;  // the next to go first
+  std::uint32_t asks_ = 0;
+  RowId last_ = 0;
+  std::mt19937 random_{5};
+};
+
+TEST(SparingTest, TheVictimIsTheOldestThatIsNotOfTheHolderUnderRandomCalls) {
+  SparingModel model("lru");
+  for (int i = 0; i < testing::rounds(200000); ++i) {
+    model.step();
+    ASSERT_EQ(model.victim(), model.expected()) << "call " << i;
+  }
+}
+
+class SparingByPolicyTest : public testing::TestWithParam<std::string> {};
+
+TEST_P(SparingByPolicyTest, AVictimIsNeverPinnedNorOfTheHolderAndThereIsOneWheneverThereCanBe) {
+  SparingModel model(GetParam());
+  for (int i = 0; i < testing::rounds(100000); ++i) {
+    model.step();
+    const auto victim = model.victim();
+    ASSERT_EQ(victim.has_value(), model.expected().has_value()) << "call " << i;
+    ASSERT_TRUE(!victim || model.may_go(victim)) << "call " << i;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(ChunkIndex, SparingByPolicyTest, testing::ValuesIn(eviction_policy_names()),
+                         [](const auto& info) { return info.param; });
 
 TEST_F(ChunkIndexTest, AgreesWithAMapUnderRandomInsertsAndErases) {
   // Keys from few hash heads, so that probe runs are long and wrap around.
