@@ -38,7 +38,7 @@ struct ChunkIndex::Impl {
   std::size_t pinned = 0;
   Slot last_found = 0;
   std::uint32_t spared_holder = 0;  // that victim() was asked for last
-  std::vector<Slot> spared;  // in the order in which they would go; may name some that are not any more
+  std::vector<Slot> spared;         // entries[slot].spared
 
   static std::uint64_t hash(const ChunkKey& key) { return ChunkKey::Hash{}(key); }
   static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash); }
@@ -106,19 +106,39 @@ struct ChunkIndex::Impl {
     (last_free == kNoSlot ? first_free : next_free[last_free]) = slot;
     last_free = slot;
   }
-  // REQUIRES: resident, no pins, not spared.
-  void spare(Slot slot) {
-    if (spared.size() >= entries.size()) release_spared();  // most of the list is of entries that were erased
-    entries[slot].spared = true;
-    spared.push_back(slot);
-    policy->pin(slot);
+  // The entry with this id, or kNoSlot. (An id is the hash but for its lowest bit.)
+  Slot slot_of(ChunkId id) const {
+    for (const std::uint64_t hash : {id, id & ~ChunkId{1}}) {
+      for (std::size_t at = home(tag(hash)); marks[at] != 0; at = (at + 1) & mask) {
+        if (cells[at].tag == tag(hash) && chunk_id(entries[cells[at].slot].key) == id) return cells[at].slot;
+      }
+    }
+    return kNoSlot;
   }
-  // From the last to the first, so that their order stays.
+  // The entry before this one in its prefix, or kNoSlot. Most often its neighbour.
+  Slot parent_of(Slot slot) const {
+    const ChunkId id = entries[slot].parent;
+    if (id == 0) return kNoSlot;
+    for (const Slot guess : {slot - 1, slot + 1}) {
+      if (guess >= entries.size() || entries[guess].state == ChunkState::kAbsent) continue;
+      if (chunk_id(entries[guess].key) == id) return guess;
+    }
+    return slot_of(id);
+  }
+  // And what lies before it. REQUIRES: the victim.
+  void spare(Slot slot) {
+    for (; slot != kNoSlot && !entries[slot].spared; slot = parent_of(slot)) {
+      entries[slot].spared = true;
+      spared.push_back(slot);
+      if (entries[slot].pins == 0) policy->pin(slot);
+    }
+  }
+  // From the last to the first, so that those of one prompt keep their order.
   void release_spared() {
     for (std::size_t i = spared.size(); i-- > 0;) {
       ChunkEntry& entry = entries[spared[i]];
-      if (entry.spared && entry.pins == 0) policy->unpin(spared[i]);
       entry.spared = false;
+      if (entry.pins == 0) policy->unpin(spared[i]);
     }
     spared.clear();
   }
@@ -204,11 +224,8 @@ void ChunkIndex::make_resident(Slot slot, ChunkOrigin origin) {
   entry.origin = origin;
   ++impl_->resident;
   impl_->policy->insert(slot, about(entry));
-  if (--entry.pins > 0) {
-    impl_->policy->pin(slot);
-  } else {
-    --impl_->pinned;
-  }
+  if (--entry.pins == 0) --impl_->pinned;
+  if (entry.pins > 0 || entry.spared) impl_->policy->pin(slot);
 }
 
 void ChunkIndex::erase(Slot slot) {
@@ -216,6 +233,7 @@ void ChunkIndex::erase(Slot slot) {
   ChunkEntry& entry = impl.entries[slot];
   assert(entry.state != ChunkState::kAbsent);
   assert(entry.pins == (entry.state == ChunkState::kResident ? 0u : 1u));
+  if (entry.spared) impl.release_spared();
   if (entry.state == ChunkState::kResident) {
     impl.policy->erase(slot);
     --impl.resident;
@@ -228,6 +246,7 @@ void ChunkIndex::erase(Slot slot) {
 }
 
 void ChunkIndex::clear() {
+  impl_->release_spared();
   for (Slot slot = 0; slot < impl_->entries.size(); ++slot) {
     ChunkEntry& entry = impl_->entries[slot];
     if (entry.state == ChunkState::kAbsent) continue;
@@ -235,7 +254,6 @@ void ChunkIndex::clear() {
     erase(slot);
   }
   impl_->pinned = 0;
-  impl_->spared.clear();
 }
 
 void ChunkIndex::pin(Slot slot) {

@@ -12,10 +12,12 @@
 // equal (entry.pins > 0 || entry.spared).
 //
 // Spared entries: those that victim(holder) came to and passed over, as they are of
-// this holder. They stay pinned in the policy for as long as the same holder asks, so
-// that it passes over each of them once and not once a call. Invariant: each spared
-// entry is of the holder that asked last. When another asks, or none, or another
-// request uses a spared entry, all of them are candidates again.
+// this holder, and what lies before them in their prefix, whoever used that last: they
+// are worth nothing without it. They stay pinned in the policy for as long as the same
+// holder asks, so that it passes over each of them once and not once a call. Invariant:
+// each spared entry is of the holder that asked last, or lies before such a one. When
+// another asks, or none, or another request uses a spared entry, or one is erased, all
+// of them are candidates again.
 //
 // Not thread-safe: the scheduler thread owns it. All calls O(1) but for the
 // policy's O(log n); victim() amortised over the calls for one holder.
@@ -99,8 +101,9 @@ class ChunkIndex {
   EntryInfo about(const ChunkEntry& entry) const {
     return {chunk_id(entry.key), entry.parent, entry.depth, entry.holder, entry.priority};
   }
-  // The next to go that is not of this holder: its own prefix goes last, as a chunk
-  // is worth nothing without those before it.
+  // The next to go that is not spared for this holder. (A head is known as such once
+  // victim() came to what lies behind it: where the policy gives a head before that,
+  // as lru and s3fifo may, it goes.)
   std::optional<Slot> victim(std::uint32_t spared_holder = 0);
 
   std::size_t size() const;
