@@ -291,6 +291,20 @@ std::optional<Slot> ChunkIndex::victim(std::uint32_t spared_holder) {
   }
 }
 
+std::vector<Slot> ChunkIndex::next_victims(std::size_t most) {
+  EvictionPolicy& policy = *impl_->policy;
+  impl_->release_spared();
+  std::vector<Slot> next;
+  while (next.size() < most) {
+    const std::optional<Slot> victim = policy.victim();
+    if (!victim) break;
+    policy.set_aside(*victim);
+    next.push_back(*victim);
+  }
+  for (std::size_t i = next.size(); i-- > 0;) policy.put_back(next[i]);
+  return next;
+}
+
 std::size_t ChunkIndex::size() const { return impl_->size; }
 std::size_t ChunkIndex::resident() const { return impl_->resident; }
 std::size_t ChunkIndex::pinned() const { return impl_->pinned; }

@@ -105,6 +105,8 @@ class ChunkIndex {
   // victim() came to what lies behind it: where the policy gives a head before that,
   // as lru and s3fifo may, it goes.)
   std::optional<Slot> victim(std::uint32_t spared_holder = 0);
+  // What would go, one after the other, if nothing else happened; at most so many.
+  std::vector<Slot> next_victims(std::size_t most);
 
   std::size_t size() const;
   std::size_t resident() const;

@@ -6,6 +6,7 @@
 #include <list>
 #include <map>
 #include <random>
+#include <set>
 #include <utility>
 
 #include "../rounds.h"
@@ -329,6 +330,100 @@ TEST_P(SharedHeadTest, AHeadThatIsStillFilledIsSparedOnceItIsThere) {
 INSTANTIATE_TEST_SUITE_P(ChunkIndex, SharedHeadTest, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 INSTANTIATE_TEST_SUITE_P(ChunkIndex, SparingByPolicyTest, testing::ValuesIn(eviction_policy_names()),
+                         [](const auto& info) { return info.param; });
+
+// Prompts that share heads, stored and hit as the cache does it.
+class NextVictimsTest : public testing::TestWithParam<std::string> {
+ protected:
+  static constexpr std::size_t kChunks = 60;
+  void serve(std::uint32_t request, const std::vector<std::string>& prompt) {
+    std::vector<Slot> stored;
+    for (std::size_t i = 0; i < prompt.size(); ++i) {
+      const ChunkKey key = key_of(prompt[i]);
+      if (const ChunkEntry* known = index_.find(key)) {
+        index_.access(index_.slot_of(known), request, 0);
+        continue;
+      }
+      const ChunkId parent = i == 0 ? 0 : chunk_id(key_of(prompt[i - 1]));
+      const EntryInfo about{.parent = parent, .depth = static_cast<std::uint32_t>(i), .request = request};
+      stored.push_back(index_.insert(key, 0, row_++, about, ChunkState::kFilling));
+    }
+    for (std::size_t i = stored.size(); i-- > 0;) index_.make_resident(stored[i], ChunkOrigin::kStore);
+  }
+  void serve_at_random() {
+    std::vector<std::string> prompt;
+    std::string name = "p";
+    for (auto length = 1 + random_() % 7; length > 0; --length) {  // ids are of eight letters
+      name += static_cast<char>('a' + random_() % 2);
+      prompt.push_back(name);
+    }
+    serve(++last_request_, prompt);
+    while (index_.size() > kChunks) index_.erase(index_.victim().value());
+  }
+  std::vector<Slot> drain(std::size_t most) {
+    std::vector<Slot> order;
+    for (; order.size() < most; index_.erase(order.back())) {
+      const auto victim = index_.victim();
+      if (!victim) break;
+      order.push_back(*victim);
+      if (GetParam() == "prefix") expect_ends_first({*victim});
+    }
+    return order;
+  }
+
+  void expect_ends_first(const std::vector<Slot>& order) {
+    std::set<ChunkId> gone;
+    for (const Slot slot : order) {
+      const ChunkId id = chunk_id(index_.at(slot).key);
+      index_.for_each([&](Slot, ChunkEntry& entry) {
+        EXPECT_TRUE(entry.parent != id || gone.contains(chunk_id(entry.key))) << entry.key.bytes();
+      });
+      gone.insert(id);
+    }
+  }
+
+  ChunkIndex index_{make_eviction_policy(GetParam(), kChunks), kChunks};
+  RowId row_ = 0;
+  std::uint32_t last_request_ = 0;
+  std::mt19937 random_{3};
+};
+
+TEST_P(NextVictimsTest, AWholePromptIsSeenBeforeTheEndOfTheNext) {
+  serve(1, {"a1", "a2", "a3"});
+  serve(2, {"b1", "b2", "b3"});
+  const std::vector<Slot> next = index_.next_victims(4);
+  std::vector<ChunkKey> keys;
+  for (const Slot slot : next) keys.push_back(index_.at(slot).key);
+  EXPECT_EQ(keys, (std::vector<ChunkKey>{key_of("a3"), key_of("a2"), key_of("a1"), key_of("b3")}));
+  EXPECT_EQ(drain(4), next);
+}
+
+// But for lru a look may change what a policy thinks of an entry, as it may with victim().
+TEST_P(NextVictimsTest, AreWhatGoesNoneBeforeWhatLiesBehindIt) {
+  for (int i = 0; i < testing::rounds(2000); ++i) {
+    serve_at_random();
+    const std::size_t most = random_() % 20;
+    const std::vector<Slot> next = index_.next_victims(most);
+    ASSERT_EQ(std::set<Slot>(next.begin(), next.end()).size(), std::min(most, index_.size()))
+        << "round " << i;
+    if (GetParam() == "prefix") expect_ends_first(next);
+    const std::vector<Slot> gone = drain(most);
+    if (GetParam() == "lru") {
+      ASSERT_EQ(gone, next) << "round " << i;
+    }
+    ASSERT_EQ(gone.size(), next.size()) << "round " << i;
+  }
+}
+
+TEST_P(NextVictimsTest, WhatIsPinnedIsNotAmongThemAndWhatWasSparedIs) {
+  serve(1, {"a1", "a2", "a3"});
+  serve(2, {"b1"});
+  index_.pin(index_.slot_of(index_.find(key_of("a3"))));
+  EXPECT_TRUE(index_.victim(1).has_value());
+  EXPECT_EQ(index_.next_victims(9).size(), 3u);
+}
+
+INSTANTIATE_TEST_SUITE_P(ChunkIndex, NextVictimsTest, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 
 TEST_F(ChunkIndexTest, AgreesWithAMapUnderRandomInsertsAndErases) {
