@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cassert>
+#include <limits>
 #include <utility>
 
 #include "base/table_vector.h"
@@ -19,6 +20,8 @@ struct Cell {
   std::uint32_t tag = 0;
   Slot slot = kNoSlot;
 };
+
+int sign_of(std::int8_t priority) { return (priority > 0) - (priority < 0); }
 
 }  // namespace
 
@@ -37,8 +40,9 @@ struct ChunkIndex::Impl {
   std::size_t resident = 0;
   std::size_t pinned = 0;
   Slot last_found = 0;
-  std::uint32_t spared_holder = 0;  // that victim() was asked for last
-  std::vector<Slot> spared;         // entries[slot].spared
+  std::int8_t lowest_priority = std::numeric_limits<std::int8_t>::max();  // that an entry ever had
+  std::uint32_t spared_holder = 0;                                        // that victim() was asked for last
+  std::vector<Slot> spared;                                               // entries[slot].spared
 
   static std::uint64_t hash(const ChunkKey& key) { return ChunkKey::Hash{}(key); }
   static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash); }
@@ -125,6 +129,19 @@ struct ChunkIndex::Impl {
     }
     return slot_of(id);
   }
+  // What lies before an entry is to be as important as it. Where all are alike nothing is looked up.
+  void raise_parents(Slot slot) {
+    const std::int8_t priority = entries[slot].priority;
+    if (priority <= lowest_priority) return;
+    for (slot = parent_of(slot); slot != kNoSlot && entries[slot].priority < priority;
+         slot = parent_of(slot)) {
+      ChunkEntry& entry = entries[slot];
+      const bool is_higher_level = sign_of(priority) > sign_of(entry.priority);
+      entry.priority = priority;
+      // No hit: a policy lifts it to that level, and no more.
+      if (is_higher_level && entry.state == ChunkState::kResident) policy->access(slot, about(entry));
+    }
+  }
   // And what lies before it. REQUIRES: the victim.
   void spare(Slot slot) {
     for (; slot != kNoSlot && !entries[slot].spared; slot = parent_of(slot)) {
@@ -205,6 +222,8 @@ Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, con
   impl.fill_cell(at, hash, slot);
   ++impl.size;
   ++impl.pinned;
+  impl.lowest_priority = std::min(impl.lowest_priority, about.priority);
+  impl.raise_parents(slot);
   return slot;
 }
 
@@ -278,6 +297,7 @@ void ChunkIndex::access(Slot slot, std::uint32_t request, std::int8_t priority) 
   entry.holder = request;
   entry.priority = std::max(entry.priority, priority);
   if (entry.state == ChunkState::kResident) impl_->policy->access(slot, about(entry));
+  impl_->raise_parents(slot);
 }
 
 std::optional<Slot> ChunkIndex::victim(std::uint32_t spared_holder) {

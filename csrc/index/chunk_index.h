@@ -49,7 +49,7 @@ struct ChunkEntry {
   std::uint32_t depth = 0;
   std::uint32_t holder = 0;  // number of the request that stored or loaded it last; 0 = none
   std::uint8_t group = 0;    // position, not id
-  std::int8_t priority = 0;  // the highest of those requests
+  std::int8_t priority = 0;  // the highest of those requests, and of what lies behind it
   ChunkState state = ChunkState::kAbsent;
   ChunkOrigin origin = ChunkOrigin::kStore;
   std::uint8_t tier = 0;     // index of the tier it came from, when origin == kTier
@@ -95,10 +95,11 @@ class ChunkIndex {
   void clear();
   void pin(Slot slot);
   void unpin(Slot slot);
-  // A request (its number and priority) uses it, and is its holder from now on.
+  // A request (its number and priority) uses it, and is its holder from now on. As with
+  // insert(), what lies before it becomes as important: a chunk is raised once a level.
   void access(Slot slot, std::uint32_t request, std::int8_t priority);
   // What is known of an entry, for policies: its own and those of tiers.
-  EntryInfo about(const ChunkEntry& entry) const {
+  static EntryInfo about(const ChunkEntry& entry) {
     return {chunk_id(entry.key), entry.parent, entry.depth, entry.holder, entry.priority};
   }
   // The next to go that is not spared for this holder. (A head is known as such once

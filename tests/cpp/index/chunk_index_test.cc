@@ -327,6 +327,65 @@ TEST_P(SharedHeadTest, AHeadThatIsStillFilledIsSparedOnceItIsThere) {
   EXPECT_TRUE(index_.victim(8).has_value());
 }
 
+// Prompts of requests with priorities, and eight chunks of others, which are the most recent.
+class ImportanceTest : public SharedHeadTest {
+ protected:
+  Slot store(std::string_view name, std::string_view parent, std::int8_t priority) {
+    const ChunkId before = parent.empty() ? 0 : chunk_id(key_of(parent));
+    const Slot slot =
+        index_.insert(key_of(name), 0, row_++, {.parent = before, .request = 7, .priority = priority},
+                      ChunkState::kFilling);
+    index_.make_resident(slot, ChunkOrigin::kStore);
+    return slot;
+  }
+  void store_others() {
+    for (int i = 0; i < 8; ++i) SharedHeadTest::store(fmt::format("other{}", i), "", 8);
+  }
+  // That are here still when half of the others had to go.
+  std::size_t left_of(const std::vector<std::string>& names) {
+    for (int i = 0; i < 4; ++i) index_.erase(index_.victim().value());
+    return static_cast<std::size_t>(std::count_if(
+        names.begin(), names.end(), [&](auto& name) { return index_.find(key_of(name)) != nullptr; }));
+  }
+};
+
+TEST_P(ImportanceTest, WhatLiesBeforeAnImportantChunkIsAsImportant) {
+  store("root", "", -1);
+  store("head", "root", 0);
+  store("own", "head", 1);
+  EXPECT_EQ(index_.find(key_of("root"))->priority, 1);
+  store_others();
+  EXPECT_EQ(left_of({"root", "head", "own"}), 3u);
+}
+
+TEST_P(ImportanceTest, SoItIsWhenAnImportantRequestUsesWhatLiesBehindIt) {
+  store("root", "", 0);
+  const Slot head = store("head", "root", 0);
+  store_others();
+  index_.pin(index_.slot_of(index_.find(key_of("root"))));
+  index_.access(head, 9, 1);
+  index_.unpin(index_.slot_of(index_.find(key_of("root"))));
+  EXPECT_EQ(left_of({"root", "head"}), 2u);
+}
+
+TEST_P(ImportanceTest, OneThatCameBackForALesserRequestIsRaisedWhenWhatLiesBehindItIsUsed) {
+  const Slot root = store("root", "", 1);
+  const Slot head = store("head", "root", 1);
+  index_.erase(root);
+  store("root", "", 0);
+  index_.access(head, 9, 0);
+  store_others();
+  EXPECT_EQ(left_of({"root", "head"}), 2u);
+}
+
+TEST_P(ImportanceTest, WhatLiesBehindAnImportantChunkIsNotRaised) {
+  store("root", "", 1);
+  store("own", "root", 0);
+  EXPECT_EQ(index_.find(key_of("own"))->priority, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(ChunkIndex, ImportanceTest, testing::ValuesIn(eviction_policy_names()),
+                         [](const auto& info) { return info.param; });
 INSTANTIATE_TEST_SUITE_P(ChunkIndex, SharedHeadTest, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
 INSTANTIATE_TEST_SUITE_P(ChunkIndex, SparingByPolicyTest, testing::ValuesIn(eviction_policy_names()),
