@@ -98,6 +98,8 @@ class HostChunks {
   // ---- what goes next
   // Not of this holder: the end of its own prefix is worth nothing without the rest.
   std::optional<Slot> victim(std::uint32_t spared_holder = 0) { return index_.victim(spared_holder); }
+  // What would go, one after the other, if nothing else happened; at most so many.
+  std::vector<Slot> next_victims(std::size_t most) { return index_.next_victims(most); }
   // Chunks that together leave a slab which this group can use; empty when there are none.
   std::vector<Slot> slab_to_evict(std::uint32_t group, std::uint32_t spared_holder) const;
   bool has_one_row_size() const { return one_row_size_; }
