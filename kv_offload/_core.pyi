@@ -108,7 +108,7 @@ class TierSpec:
     encryption_key_files: list[str]  # 32 bytes each, read when it is opened; the first seals, all open
     compress: str  # auto | none | zstd; "none" until it is set
     elements: Sequence[str]  # bfloat16 | float16 | bytes, by position of the group; bytes where none is said
-    memory_outlives: bool  # the region is kept: no read may go on when the process is gone; False until it is set
+    memory_outlives: bool  # the region is kept: no read may go on when the process is gone. Default: False
 
 def measure_codec() -> tuple[float, float]:
     """Bytes per second that one core encodes and decodes, of numbers like K and V in bfloat16."""
