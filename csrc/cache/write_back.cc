@@ -107,7 +107,10 @@ void WriteBack::write_cold_end() {
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     any |= is(tier, WritePolicy::kOnEvict) && ops_.is_writable(tier);
   }
-  if (!any || chunks_.has_free(kColdShare)) return;
+  if (!any || chunks_.has_free(kColdShare)) {
+    all_ahead_ = false;  // of what fills it next nothing is
+    return;
+  }
   const std::size_t most = most_ahead();
   const bool due = is_cold_end_due(most);
   const std::vector<Slot> next = chunks_.next_victims(due ? most : kMinAhead);
