@@ -91,6 +91,11 @@ void WriteBack::note_going(Slot slot) {
   }
 }
 
+bool WriteBack::writes_ahead() const {
+  return std::any_of(policies_.begin(), policies_.end(),
+                     [](const auto& policy) { return policy.write_policy == WritePolicy::kOnEvict; });
+}
+
 // All of it again when a quarter has gone, or half of the writes that were the most have ended: a few visits
 // for each chunk that goes or is written, and a short look each step at what has become cold.
 bool WriteBack::is_cold_end_due(std::size_t most) const {
