@@ -13,7 +13,7 @@ RowId RowSupply::take(std::uint32_t group, std::uint32_t request, std::vector<Ch
   for (;;) {
     const RowId row = chunks_.allocate(group);
     if (row != kNoRow) return row;
-    ops_.poll_once_a_step();  // what was written ahead may go
+    if (write_back_.writes_ahead()) ops_.poll_once_a_step();  // what was written ahead may go
     // Evicted rows of other sizes lie free in slabs that are not empty: when they
     // are many, empty a slab instead of evicting on.
     if (may_evict_slabs && chunks_.has_free(kScatteredShare)) {

@@ -96,6 +96,11 @@ void WriteBack::note_going(Slot slot) {
   }
 }
 
+bool WriteBack::writes_ahead() const {
+  return std::any_of(policies_.begin(), policies_.end(),
+                     [](const auto& policy) { return policy.write_policy == WritePolicy::kOnEvict; });
+}
+
 // All of it again when a quarter has gone, or half of the writes that were the most have ended: a few visits
 // for each chunk that goes or is written, and a short look each step at what has become cold.
 bool WriteBack::is_cold_end_due(std::size_t most) const {
@@ -112,7 +117,10 @@ void WriteBack::write_cold_end() {
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     any |= is(tier, WritePolicy::kOnEvict) && ops_.is_writable(tier);
   }
-  if (!any || chunks_.has_free(kColdShare)) return;
+  if (!any || chunks_.has_free(kColdShare)) {
+    all_ahead_ = false;  // of what fills it next nothing is
+    return;
+  }
   const std::size_t most = most_ahead();
   const bool due = is_cold_end_due(most);
   const std::vector<Slot> next = chunks_.next_victims(due ? most : kMinAhead);

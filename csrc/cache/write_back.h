@@ -39,6 +39,7 @@ class WriteBack {
   bool write_before_eviction(Slot slot);
   // It goes, written or not: what is lost by it is counted.
   void note_going(Slot slot);
+  bool writes_ahead() const;  // some tier is on_evict
   // At the end of a step: writes what is evicted next while rows are still free.
   void write_cold_end();
   // At the end of a step: a record whose chunk is in use in host memory is in use. But for on_evict, where it

@@ -185,6 +185,15 @@ TEST_P(BurstTest, OnEvictNothingIsLostAsLongAsTheTierKeepsUp) {
   EXPECT_GE(fake().records.size(), 19 * kBurst);
 }
 
+TEST_P(BurstTest, OnEvictNorAfterAReset) {
+  make_full();
+  fake().automatic = true;
+  burst();
+  cache().reset();
+  for (int i = 0; i < 20; ++i) burst();
+  EXPECT_EQ(dropped(), 0);
+}
+
 // It writes nearly all it can. What it cannot is lost, but neither waited for nor declined.
 TEST_P(BurstTest, OnEvictATierThatIsTooSlowWritesWhatItCan) {
   make_full();
