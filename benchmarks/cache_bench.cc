@@ -3,8 +3,9 @@
 // prepare_store, complete_store, prepare_load and complete_load, 4,096 keys a
 // call, the median of many. One JSON object per line.
 //
-//   cache_bench [prefix|s3fifo|lru] [RESIDENT_CHUNKS ...]        default: prefix 4096 1000000
+//   cache_bench [kept] [prefix|s3fifo|lru] [RESIDENT_CHUNKS ...]        default: prefix 4096 1000000
 //
+// `kept`: with keep_host_memory, so that a table of what is resident is kept up to date.
 // The rows are 4 KiB of a sparse region that nobody touches: no bytes move.
 #include <fmt/format.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 #include <cctype>
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <random>
 #include <string>
 #include <vector>
@@ -31,13 +33,15 @@ constexpr int kRounds = 31;
 
 class Bench {
  public:
-  Bench(std::size_t resident, const std::string& policy) : resident_(resident) {
+  Bench(std::size_t resident, const std::string& policy, bool kept) : resident_(resident) {
     RegionOptions options;
     options.engine_id = fmt::format("cache-bench-{}", ::getpid());
     options.bytes = (resident + 2 * kCall) * kPageBytes;
-    region_ = HostRegion::attach_scheduler(options);
-    rank_ = HostRegion::attach_worker(options, 0, {{kPageBytes}, "bench"});
+    options.shm_directory = directory_.path;
     CacheOptions cache;
+    if (kept) cache.keep_identity = options.keep_for = "cache_bench";
+    rank_ = HostRegion::attach_worker(options, 0, {{kPageBytes}, "bench"});
+    region_ = HostRegion::attach_scheduler(options);
     cache.eviction_policy = policy;
     cache.groups.resize(1);
     cache.groups[0].shard_bytes[0] = kPageBytes;
@@ -86,6 +90,13 @@ class Bench {
   }
 
  private:
+  struct Directory {
+    std::string path = "/dev/shm/cache-bench-XXXXXX";
+    Directory() {
+      if (::mkdtemp(path.data()) == nullptr) std::abort();
+    }
+    ~Directory() { std::filesystem::remove_all(path); }
+  };
   // The keys of one store call: a prompt of 4,096 chunks, or as many as there are.
   std::vector<ChunkKey> prompt() {
     const std::size_t calls = std::max<std::size_t>(1, resident_ / kCall);
@@ -142,6 +153,7 @@ class Bench {
     std::fflush(stdout);
   }
 
+  Directory directory_;
   std::size_t resident_;
   std::size_t sink_ = 0;
   std::mt19937_64 random_{1};
@@ -158,14 +170,17 @@ class Bench {
 int main(int argc, char** argv) {
   std::vector<std::size_t> sizes;
   std::string policy = "prefix";
+  bool kept = false;
   for (int i = 1; i < argc; ++i) {
     if (std::isdigit(static_cast<unsigned char>(*argv[i])) != 0) {
       sizes.push_back(std::strtoull(argv[i], nullptr, 10));
+    } else if (std::string_view(argv[i]) == "kept") {
+      kept = true;
     } else {
       policy = argv[i];
     }
   }
   if (sizes.empty()) sizes = {4096, 1'000'000};
-  for (const std::size_t size : sizes) kv_offload::Bench(size, policy).run();
+  for (const std::size_t size : sizes) kv_offload::Bench(size, policy, kept).run();
   return 0;
 }

@@ -41,10 +41,8 @@ def describe_cuda_copier(device: int = -1) -> str:
     """
 
 def memory_headroom(shm_directory: str = "/dev/shm") -> tuple[int, str]: ...
+def kept_regions(shm_directory: str = "/dev/shm") -> list[tuple[str, int, bool]]: ...  # name, bytes, held
 def sweep_leftovers(shm_directory: str = "/dev/shm") -> list[str]: ...
-def kept_memory_bytes(shm_directory: str = "/dev/shm") -> int:
-    """Of regions that are kept for the next start and that no process holds."""
-
 def measure_copy(total_bytes: int, threads: int) -> float:
     """Bytes per second of the host copier between two buffers of ``total_bytes``."""
 
@@ -110,7 +108,7 @@ class TierSpec:
     encryption_key_files: list[str]  # 32 bytes each, read when it is opened; the first seals, all open
     compress: str  # auto | none | zstd; "none" until it is set
     elements: Sequence[str]  # bfloat16 | float16 | bytes, by position of the group; bytes where none is said
-    memory_outlives: bool  # the region is kept: no read may go on without the process; False until set
+    memory_outlives: bool  # the region is kept: no read may go on when the process is gone; False until it is set
 
 def measure_codec() -> tuple[float, float]:
     """Bytes per second that one core encodes and decodes, of numbers like K and V in bfloat16."""

@@ -16,17 +16,6 @@ def tier_bounds(config: OffloadConfig) -> tuple[int | None, ...]:
     return bounds_of(config.secondary_tiers)
 
 
-def host_memory(shm_directory: str = "/dev/shm") -> tuple[int, str]:
-    """(bytes that a server may have if it starts now, what limits them).
-
-    Memory that the server before it has kept counts: a start takes it over or removes it.
-    """
-    from kv_offload import _core
-
-    available, limited_by = _core.memory_headroom(shm_directory)
-    return available + _core.kept_memory_bytes(shm_directory), limited_by
-
-
 def check_machine(
     config: OffloadConfig,
     *,
@@ -39,8 +28,10 @@ def check_machine(
     Allocates and writes nothing. ``record_bytes``: of the largest record, header included, when known.
     ``headroom`` replaces the core's measure of host memory.
     """
+    if headroom is None:
+        headroom = host_memory
     problems = []
-    available, limited_by = (headroom or host_memory)(shm_directory)
+    available, limited_by = headroom(shm_directory)
     if config.cpu_bytes_to_use > available:
         problems.append(
             f"cpu_bytes_to_use asks for {format_bytes(config.cpu_bytes_to_use)} of host memory, "
@@ -50,6 +41,15 @@ def check_machine(
     for tier in config.secondary_tiers:
         problems += tier.problems(record_bytes)
     return problems
+
+
+def host_memory(shm_directory: str = "/dev/shm") -> tuple[int, str]:
+    """(bytes that a start can have, what limits them): regions that no server holds make way for it."""
+    from kv_offload import _core
+
+    available, limited_by = _core.memory_headroom(shm_directory)
+    kept = sum(taken for _, taken, is_held in _core.kept_regions(shm_directory) if not is_held)
+    return available + kept, limited_by
 
 
 def gpus(devices: str = "/dev") -> list[str]:
@@ -74,6 +74,13 @@ def _memory_remedy(limited_by: str) -> str:
 def cautions(config: OffloadConfig) -> list[str]:
     """What will work but is probably a mistake."""
     texts = [text for tier in config.secondary_tiers for text in tier.cautions()]
+    if config.keep_host_memory and any(
+        getattr(tier, "encryption_key_file", None) for tier in config.secondary_tiers
+    ):
+        texts.append(
+            "keep_host_memory leaves the KV cache in shared memory in the clear when the server has ended, "
+            "encryption_key_file seals records only: who may read files of this user in /dev/shm reads it"
+        )
     for tier in config.secondary_tiers:
         bound = getattr(tier, tier.bound_key) if tier.bound_key else None
         if bound is not None and tier.write_policy == "through":

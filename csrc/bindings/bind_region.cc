@@ -119,13 +119,21 @@ void bind_region(py::module_& module) {
 
   module.def("sweep_leftovers", &sweep_leftovers, py::arg("shm_directory") = "/dev/shm",
              py::call_guard<py::gil_scoped_release>());
-  module.def("kept_memory_bytes", &kept_memory_bytes, py::arg("shm_directory") = "/dev/shm",
-             py::call_guard<py::gil_scoped_release>());
   module.def(
       "memory_headroom",
       [](const std::string& shm_directory) {
         MemoryHeadroom headroom = memory_headroom(shm_directory);
         return py::make_tuple(headroom.bytes, std::move(headroom.limited_by));
+      },
+      py::arg("shm_directory") = "/dev/shm");
+  module.def(
+      "kept_regions",
+      [](const std::string& shm_directory) {
+        py::list found;
+        for (KeptRegion& region : kept_regions(shm_directory)) {
+          found.append(py::make_tuple(std::move(region.name), region.bytes, region.is_held));
+        }
+        return found;
       },
       py::arg("shm_directory") = "/dev/shm");
 }

@@ -56,7 +56,7 @@ bool HostChunks::take_over(const RowTable::Row& row) {
   if (groups_.position_of(row.key) != row.group || index_.find(row.key) != nullptr) return false;
   if (!rows_.claim(row.group, row.row)) return false;
   const EntryInfo about{chunk_id(row.key), row.parent, row.depth, 0, row.priority};
-  finish_store(insert_filling(row.key, row.group, row.row, about, kNoTicket));
+  make_resident(insert_filling(row.key, row.group, row.row, about, kNoTicket), ChunkOrigin::kBefore);
   return true;
 }
 
@@ -141,6 +141,13 @@ void HostChunks::end_write(Slot slot, std::uint8_t tier, bool tried) {
   entry.writes &= static_cast<std::uint8_t>(~(1u << tier));
   if (tried) entry.tried |= static_cast<std::uint8_t>(1u << tier);
   index_.unpin(slot);
+}
+
+bool HostChunks::is_first_use_since_before(Slot slot) {
+  ChunkOrigin& origin = index_.at(slot).origin;
+  if (origin != ChunkOrigin::kBefore) return false;
+  origin = ChunkOrigin::kStore;
+  return true;
 }
 
 std::optional<std::uint8_t> HostChunks::begin_load(Slot slot) {

@@ -84,6 +84,8 @@ class HostChunks {
   void pin(Slot slot) { index_.pin(slot); }
   void unpin(Slot slot) { index_.unpin(slot); }
   void access(Slot slot, std::uint32_t request, std::int8_t priority);
+  // Whether the engine before left it here and nobody has asked since: once for each.
+  bool is_first_use_since_before(Slot slot);
   // A write to this tier begins: it has a pin. Ends; `tried` unless it was cancelled.
   void begin_write(Slot slot, std::uint8_t tier);
   void end_write(Slot slot, std::uint8_t tier, bool tried);
@@ -96,6 +98,8 @@ class HostChunks {
   // ---- what goes next
   // Not of this holder: the end of its own prefix is worth nothing without the rest.
   std::optional<Slot> victim(std::uint32_t spared_holder = 0) { return index_.victim(spared_holder); }
+  // What would go, one after the other, if nothing else happened; at most so many.
+  std::vector<Slot> next_victims(std::size_t most) { return index_.next_victims(most); }
   // Chunks that together leave a slab which this group can use; empty when there are none.
   std::vector<Slot> slab_to_evict(std::uint32_t group, std::uint32_t spared_holder) const;
   bool has_one_row_size() const { return one_row_size_; }

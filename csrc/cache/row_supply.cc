@@ -13,6 +13,7 @@ RowId RowSupply::take(std::uint32_t group, std::uint32_t request, std::vector<Ch
   for (;;) {
     const RowId row = chunks_.allocate(group);
     if (row != kNoRow) return row;
+    ops_.poll_once_a_step();  // what was written ahead may go
     // Evicted rows of other sizes lie free in slabs that are not empty: when they
     // are many, empty a slab instead of evicting on.
     if (may_evict_slabs && chunks_.has_free(kScatteredShare)) {
@@ -41,7 +42,10 @@ bool RowSupply::evict_one(std::uint32_t request, bool may_write, std::vector<Chu
 
 bool RowSupply::evict_slab(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted) {
   const std::vector<Slot> slots = chunks_.slab_to_evict(group, request);
-  for (const Slot slot : slots) evict(slot, evicted);
+  for (const Slot slot : slots) {
+    write_back_.note_going(slot);  // a slab that is needed now waits for no write
+    evict(slot, evicted);
+  }
   return !slots.empty();
 }
 

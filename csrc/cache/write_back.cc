@@ -1,15 +1,17 @@
 #include "cache/write_back.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace kv_offload {
 namespace {
 
-// on_evict: writes in flight for chunks that are about to go, and how many chunks of
-// the cold end are looked at per step, once less than 1 / kColdShare of the area is free.
-constexpr std::uint32_t kMaxEvictionWrites = 64;
-constexpr std::size_t kColdEnd = 64;
+// on_evict: once less than 1 / kColdShare of the area is free, as many chunks are written ahead of their
+// eviction, within bounds: of the rows that writes hold, and of the time that a visit of them takes (some 0.2
+// us each).
 constexpr std::uint64_t kColdShare = 8;
+constexpr std::size_t kMinAhead = 64, kMaxAhead = 1024;
 
 }  // namespace
 
@@ -25,14 +27,19 @@ WriteBack::WriteBack(const ChunkGroups& groups, HostChunks& chunks, KeyMemory& m
 }
 
 void WriteBack::note_stored(std::span<const Slot> slots) {
+  write_through(slots);
+  for (const Slot slot : slots) count_use(slot);
+}
+
+void WriteBack::write_through(std::span<const Slot> slots) {
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
     if (is(tier, WritePolicy::kThrough)) ops_.write(static_cast<std::uint8_t>(tier), slots, true);
   }
-  for (const Slot slot : slots) count_use(slot);
 }
 
 void WriteBack::note_used(Slot slot) {
   if (!policies_.empty()) uses_.push_back({chunks_.at(slot).key, chunks_.about(slot)});
+  if (chunks_.is_first_use_since_before(slot)) write_through({&slot, 1});
   count_use(slot);
 }
 
@@ -59,21 +66,45 @@ void WriteBack::note_fetched(Slot slot, std::uint8_t from) {
   }
 }
 
+bool WriteBack::lacks(std::size_t tier, Slot slot) {
+  return is(tier, WritePolicy::kOnEvict) && !chunks_.was_tried_on(slot, tier) &&
+         !ops_.is_recorded(tier, chunks_.at(slot).key);
+}
+
+std::size_t WriteBack::most_ahead() const {
+  return std::clamp(chunks_.capacity() / kColdShare, kMinAhead, kMaxAhead);
+}
+
 bool WriteBack::write_before_eviction(Slot slot) {
   bool started = false;
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
-    if (!is(tier, WritePolicy::kOnEvict)) continue;
-    if (chunks_.was_tried_on(slot, tier)) continue;
-    if (ops_.is_recorded(tier, chunks_.at(slot).key)) continue;
-    if (!ops_.is_writable(tier) || ops_.writes_in_flight(tier) >= kMaxEvictionWrites) {
-      metrics_.add("kv_offload_dropped_bytes_total", {ops_.name(tier), "pressure"},
-                   static_cast<double>(groups_[chunks_.at(slot).group].bytes));
-      continue;
-    }
+    // Of one prompt the end goes first: what is lost then had better be that, not what lies before it.
+    if (!lacks(tier, slot) || !ops_.is_writable(tier) || ops_.writes_in_flight(tier) >= kMinAhead) continue;
     ops_.write(static_cast<std::uint8_t>(tier), {&slot, 1});
     started = true;
   }
+  if (!started) note_going(slot);
   return started;
+}
+
+void WriteBack::note_going(Slot slot) {
+  ++gone_;
+  for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
+    if (!lacks(tier, slot)) continue;
+    metrics_.add("kv_offload_dropped_bytes_total", {ops_.name(tier), "pressure"},
+                 static_cast<double>(groups_[chunks_.at(slot).group].bytes));
+  }
+}
+
+// All of it again when a quarter has gone, or half of the writes that were the most have ended: a few visits
+// for each chunk that goes or is written, and a short look each step at what has become cold.
+bool WriteBack::is_cold_end_due(std::size_t most) const {
+  if (all_ahead_) return 4 * gone_ >= most;
+  for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
+    if (is(tier, WritePolicy::kOnEvict) && ops_.is_writable(tier) && 2 * ops_.writes_in_flight(tier) <= most)
+      return true;
+  }
+  return false;
 }
 
 void WriteBack::write_cold_end() {
@@ -82,22 +113,24 @@ void WriteBack::write_cold_end() {
     any |= is(tier, WritePolicy::kOnEvict) && ops_.is_writable(tier);
   }
   if (!any || chunks_.has_free(kColdShare)) return;
-  std::vector<Slot> visited;
-  while (visited.size() < kColdEnd) {
-    const auto victim = chunks_.victim();
-    if (!victim) break;
-    chunks_.pin(*victim);
-    visited.push_back(*victim);
-    for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
-      if (!is(tier, WritePolicy::kOnEvict) || !ops_.is_writable(tier)) continue;
-      if (chunks_.was_tried_on(*victim, tier)) continue;  // a failed write is not repeated
-      if (ops_.writes_in_flight(tier) < kMaxEvictionWrites) {
-        ops_.write(static_cast<std::uint8_t>(tier), {&*victim, 1});
-      }
-    }
+  const std::size_t most = most_ahead();
+  const bool due = is_cold_end_due(most);
+  const std::vector<Slot> next = chunks_.next_victims(due ? most : kMinAhead);
+  bool all_ahead = true;
+  for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
+    if (!ops_.is_writable(tier)) continue;
+    std::vector<Slot> ahead;
+    std::copy_if(next.begin(), next.end(), std::back_inserter(ahead),
+                 [&](Slot slot) { return lacks(tier, slot) && !chunks_.is_written_to(slot, tier); });
+    const std::size_t in_flight = ops_.writes_in_flight(tier);
+    const std::size_t room = most - std::min(most, in_flight);
+    all_ahead &= ahead.size() <= room;
+    ahead.resize(std::min(ahead.size(), room));
+    ops_.write(static_cast<std::uint8_t>(tier), ahead);
   }
-  // From the most recent to the oldest, so that their order stays.
-  for (std::size_t i = visited.size(); i-- > 0;) chunks_.unpin(visited[i]);
+  if (!due) return;
+  all_ahead_ = all_ahead;
+  gone_ = 0;
 }
 
 }  // namespace kv_offload

@@ -1,11 +1,14 @@
 // WriteBack: which chunks of host memory are written to which tier, and when: the
 // write policies.
 //
-//   through    what was stored, at once; a full tier may decline the end of a prompt
+//   through    what was stored, at once; a full tier may decline the end of a prompt. What the
+//              engine before left in host memory, when it is used: that one may have been killed
+//              before it was written
 //   reuse      what was offered or loaded as often as reuse_threshold says
 //   never      nothing: others fill it
-//   on_evict   what goes from host memory next, ahead of need; a write that failed is
-//              not repeated for the same stay in host memory
+//   on_evict   what goes from host memory next, ahead of need: an eighth of it is free or
+//              written as long as the tier keeps up. A write that failed is not repeated
+//              for the same stay in host memory
 //
 // It decides; TierOps does. It holds no chunk and no op of its own.
 #pragma once
@@ -32,8 +35,10 @@ class WriteBack {
   // Just became resident, from this tier: the faster ones above it that record all record it too. Under the
   // other policies it is written when it is used again or goes from host memory, as any chunk is.
   void note_fetched(Slot slot, std::uint8_t from);
-  // Before this chunk is evicted. True when a write began: it is pinned until that ends.
+  // Before this chunk is evicted. True when a write began: it is pinned until that ends. False: it goes.
   bool write_before_eviction(Slot slot);
+  // It goes, written or not: what is lost by it is counted.
+  void note_going(Slot slot);
   // At the end of a step: writes what is evicted next while rows are still free.
   void write_cold_end();
   // At the end of a step: a record whose chunk is in use in host memory is in use. But for on_evict, where it
@@ -41,7 +46,12 @@ class WriteBack {
   void tell_uses();
 
  private:
+  void write_through(std::span<const Slot> slots);
   void count_use(Slot slot);  // for reuse
+  // It is on_evict, and neither has this chunk nor failed to take it.
+  bool lacks(std::size_t tier, Slot slot);
+  std::size_t most_ahead() const;  // chunks that are written ahead of their eviction
+  bool is_cold_end_due(std::size_t most) const;
   bool is(std::size_t tier, WritePolicy policy) const { return policies_[tier].write_policy == policy; }
 
   const ChunkGroups& groups_;
@@ -51,6 +61,8 @@ class WriteBack {
   Metrics& metrics_;
   std::vector<TierSlotOptions> policies_;
   std::vector<TierUse> uses_;  // of this step
+  std::size_t gone_ = 0;       // evictions since all of the cold end was visited
+  bool all_ahead_ = false;     // all of it was written, or on its way, then
 };
 
 }  // namespace kv_offload

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cassert>
+#include <limits>
 #include <utility>
 
 #include "base/table_vector.h"
@@ -19,6 +20,8 @@ struct Cell {
   std::uint32_t tag = 0;
   Slot slot = kNoSlot;
 };
+
+int sign_of(std::int8_t priority) { return (priority > 0) - (priority < 0); }
 
 }  // namespace
 
@@ -37,6 +40,9 @@ struct ChunkIndex::Impl {
   std::size_t resident = 0;
   std::size_t pinned = 0;
   Slot last_found = 0;
+  std::int8_t lowest_priority = std::numeric_limits<std::int8_t>::max();  // that an entry ever had
+  std::uint32_t spared_holder = 0;                                        // that victim() was asked for last
+  std::vector<Slot> spared;                                               // entries[slot].spared
 
   static std::uint64_t hash(const ChunkKey& key) { return ChunkKey::Hash{}(key); }
   static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash); }
@@ -104,6 +110,55 @@ struct ChunkIndex::Impl {
     (last_free == kNoSlot ? first_free : next_free[last_free]) = slot;
     last_free = slot;
   }
+  // The entry with this id, or kNoSlot. (An id is the hash but for its lowest bit.)
+  Slot slot_of(ChunkId id) const {
+    for (const std::uint64_t hash : {id, id & ~ChunkId{1}}) {
+      for (std::size_t at = home(tag(hash)); marks[at] != 0; at = (at + 1) & mask) {
+        if (cells[at].tag == tag(hash) && chunk_id(entries[cells[at].slot].key) == id) return cells[at].slot;
+      }
+    }
+    return kNoSlot;
+  }
+  // The entry before this one in its prefix, or kNoSlot. Most often its neighbour.
+  Slot parent_of(Slot slot) const {
+    const ChunkId id = entries[slot].parent;
+    if (id == 0) return kNoSlot;
+    for (const Slot guess : {slot - 1, slot + 1}) {
+      if (guess >= entries.size() || entries[guess].state == ChunkState::kAbsent) continue;
+      if (chunk_id(entries[guess].key) == id) return guess;
+    }
+    return slot_of(id);
+  }
+  // What lies before an entry is to be as important as it. Where all are alike nothing is looked up.
+  void raise_parents(Slot slot) {
+    const std::int8_t priority = entries[slot].priority;
+    if (priority <= lowest_priority) return;
+    for (slot = parent_of(slot); slot != kNoSlot && entries[slot].priority < priority;
+         slot = parent_of(slot)) {
+      ChunkEntry& entry = entries[slot];
+      const bool is_higher_level = sign_of(priority) > sign_of(entry.priority);
+      entry.priority = priority;
+      // No hit: a policy lifts it to that level, and no more.
+      if (is_higher_level && entry.state == ChunkState::kResident) policy->access(slot, about(entry));
+    }
+  }
+  // And what lies before it. REQUIRES: the victim.
+  void spare(Slot slot) {
+    for (; slot != kNoSlot && !entries[slot].spared; slot = parent_of(slot)) {
+      entries[slot].spared = true;
+      spared.push_back(slot);
+      if (entries[slot].pins == 0) policy->pin(slot);
+    }
+  }
+  // From the last to the first, so that those of one prompt keep their order.
+  void release_spared() {
+    for (std::size_t i = spared.size(); i-- > 0;) {
+      ChunkEntry& entry = entries[spared[i]];
+      entry.spared = false;
+      if (entry.pins == 0) policy->unpin(spared[i]);
+    }
+    spared.clear();
+  }
 };
 
 ChunkIndex::ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity_hint)
@@ -167,6 +222,8 @@ Slot ChunkIndex::insert(const ChunkKey& key, std::uint32_t group, RowId row, con
   impl.fill_cell(at, hash, slot);
   ++impl.size;
   ++impl.pinned;
+  impl.lowest_priority = std::min(impl.lowest_priority, about.priority);
+  impl.raise_parents(slot);
   return slot;
 }
 
@@ -186,11 +243,8 @@ void ChunkIndex::make_resident(Slot slot, ChunkOrigin origin) {
   entry.origin = origin;
   ++impl_->resident;
   impl_->policy->insert(slot, about(entry));
-  if (--entry.pins > 0) {
-    impl_->policy->pin(slot);
-  } else {
-    --impl_->pinned;
-  }
+  if (--entry.pins == 0) --impl_->pinned;
+  if (entry.pins > 0 || entry.spared) impl_->policy->pin(slot);
 }
 
 void ChunkIndex::erase(Slot slot) {
@@ -198,6 +252,7 @@ void ChunkIndex::erase(Slot slot) {
   ChunkEntry& entry = impl.entries[slot];
   assert(entry.state != ChunkState::kAbsent);
   assert(entry.pins == (entry.state == ChunkState::kResident ? 0u : 1u));
+  if (entry.spared) impl.release_spared();
   if (entry.state == ChunkState::kResident) {
     impl.policy->erase(slot);
     --impl.resident;
@@ -210,6 +265,7 @@ void ChunkIndex::erase(Slot slot) {
 }
 
 void ChunkIndex::clear() {
+  impl_->release_spared();
   for (Slot slot = 0; slot < impl_->entries.size(); ++slot) {
     ChunkEntry& entry = impl_->entries[slot];
     if (entry.state == ChunkState::kAbsent) continue;
@@ -224,7 +280,7 @@ void ChunkIndex::pin(Slot slot) {
   assert(entry.state != ChunkState::kAbsent);
   if (entry.pins++ > 0) return;
   ++impl_->pinned;
-  impl_->policy->pin(slot);
+  if (!entry.spared) impl_->policy->pin(slot);
 }
 
 void ChunkIndex::unpin(Slot slot) {
@@ -232,28 +288,41 @@ void ChunkIndex::unpin(Slot slot) {
   assert(entry.pins > (entry.state == ChunkState::kResident ? 0u : 1u));
   if (--entry.pins > 0) return;
   --impl_->pinned;
-  impl_->policy->unpin(slot);
+  if (!entry.spared) impl_->policy->unpin(slot);
 }
 
 void ChunkIndex::access(Slot slot, std::uint32_t request, std::int8_t priority) {
   ChunkEntry& entry = impl_->entries[slot];
+  if (entry.spared && request != impl_->spared_holder) impl_->release_spared();
   entry.holder = request;
   entry.priority = std::max(entry.priority, priority);
   if (entry.state == ChunkState::kResident) impl_->policy->access(slot, about(entry));
+  impl_->raise_parents(slot);
 }
 
 std::optional<Slot> ChunkIndex::victim(std::uint32_t spared_holder) {
-  EvictionPolicy& policy = *impl_->policy;
-  std::optional<Slot> victim = policy.victim();
-  if (spared_holder == 0 || !victim || impl_->entries[*victim].holder != spared_holder) return victim;
-  std::vector<Slot> spared;
-  while (victim && impl_->entries[*victim].holder == spared_holder) {
-    policy.pin(*victim);
-    spared.push_back(*victim);
-    victim = policy.victim();
+  Impl& impl = *impl_;
+  if (spared_holder != impl.spared_holder) impl.release_spared();
+  impl.spared_holder = spared_holder;
+  for (;;) {
+    const std::optional<Slot> victim = impl.policy->victim();
+    if (spared_holder == 0 || !victim || impl.entries[*victim].holder != spared_holder) return victim;
+    impl.spare(*victim);
   }
-  for (std::size_t i = spared.size(); i-- > 0;) policy.unpin(spared[i]);
-  return victim;
+}
+
+std::vector<Slot> ChunkIndex::next_victims(std::size_t most) {
+  EvictionPolicy& policy = *impl_->policy;
+  impl_->release_spared();
+  std::vector<Slot> next;
+  while (next.size() < most) {
+    const std::optional<Slot> victim = policy.victim();
+    if (!victim) break;
+    policy.set_aside(*victim);
+    next.push_back(*victim);
+  }
+  for (std::size_t i = next.size(); i-- > 0;) policy.put_back(next[i]);
+  return next;
 }
 
 std::size_t ChunkIndex::size() const { return impl_->size; }

@@ -9,10 +9,18 @@
 // plans that use the row; a pinned chunk is never evicted. Eviction order is the
 // policy's. Invariants, asserted: pins == 0 for absent; a row belongs to one
 // entry; the policy knows exactly the resident entries, and pins of the policy
-// equal (entry.pins > 0).
+// equal (entry.pins > 0 || entry.spared).
+//
+// Spared entries: those that victim(holder) came to and passed over, as they are of
+// this holder, and what lies before them in their prefix, whoever used that last: they
+// are worth nothing without it. They stay pinned in the policy for as long as the same
+// holder asks, so that it passes over each of them once and not once a call. Invariant:
+// each spared entry is of the holder that asked last, or lies before such a one. When
+// another asks, or none, or another request uses a spared entry, or one is erased, all
+// of them are candidates again.
 //
 // Not thread-safe: the scheduler thread owns it. All calls O(1) but for the
-// policy's O(log n).
+// policy's O(log n); victim() amortised over the calls for one holder.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +38,8 @@ namespace kv_offload {
 enum class ChunkState : std::uint8_t { kAbsent, kFilling, kResident, kFetching };
 
 // Where a resident chunk's bytes came from, for hit accounting.
-enum class ChunkOrigin : std::uint8_t { kStore, kTier };
+// kBefore: the engine before left it in host memory, and nobody has used it since.
+enum class ChunkOrigin : std::uint8_t { kStore, kTier, kBefore };
 
 struct ChunkEntry {
   ChunkKey key;
@@ -41,13 +50,14 @@ struct ChunkEntry {
   std::uint32_t depth = 0;
   std::uint32_t holder = 0;  // number of the request that stored or loaded it last; 0 = none
   std::uint8_t group = 0;    // position, not id
-  std::int8_t priority = 0;  // the highest of those requests
+  std::int8_t priority = 0;  // the highest of those requests, and of what lies behind it
   ChunkState state = ChunkState::kAbsent;
   ChunkOrigin origin = ChunkOrigin::kStore;
-  std::uint8_t tier = 0;    // index of the tier it came from, when origin == kTier
-  std::uint8_t writes = 0;  // bit t: a write op to tier t is queued or running
-  std::uint8_t tried = 0;   // bit t: such an op ended, well or not, since the chunk is here
-  bool counted = false;     // its fetch was counted as a hit of that tier
+  std::uint8_t tier = 0;     // index of the tier it came from, when origin == kTier
+  std::uint8_t writes = 0;   // bit t: a write op to tier t is queued or running
+  std::uint8_t tried = 0;    // bit t: such an op ended, well or not, since the chunk is here
+  bool counted : 1 = false;  // its fetch was counted as a hit of that tier
+  bool spared : 1 = false;   // by victim(); the index's own
 };
 static_assert(sizeof(ChunkEntry) == 88);
 
@@ -86,15 +96,19 @@ class ChunkIndex {
   void clear();
   void pin(Slot slot);
   void unpin(Slot slot);
-  // A request (its number and priority) uses it, and is its holder from now on.
+  // A request (its number and priority) uses it, and is its holder from now on. As with
+  // insert(), what lies before it becomes as important: a chunk is raised once a level.
   void access(Slot slot, std::uint32_t request, std::int8_t priority);
   // What is known of an entry, for policies: its own and those of tiers.
-  EntryInfo about(const ChunkEntry& entry) const {
+  static EntryInfo about(const ChunkEntry& entry) {
     return {chunk_id(entry.key), entry.parent, entry.depth, entry.holder, entry.priority};
   }
-  // The next to go that is not of this holder: its own prefix goes last, as a chunk
-  // is worth nothing without those before it.
+  // The next to go that is not spared for this holder. (A head is known as such once
+  // victim() came to what lies behind it: where the policy gives a head before that,
+  // as lru and s3fifo may, it goes.)
   std::optional<Slot> victim(std::uint32_t spared_holder = 0);
+  // What would go, one after the other, if nothing else happened; at most so many.
+  std::vector<Slot> next_victims(std::size_t most);
 
   std::size_t size() const;
   std::size_t resident() const;

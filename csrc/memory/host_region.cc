@@ -403,6 +403,6 @@ std::vector<std::string> sweep_leftovers(const std::string& shm_directory) {
   return remove_unheld_files(shm_directory, Unheld::kLeftovers);
 }
 
-std::uint64_t kept_memory_bytes(const std::string& shm_directory) { return unheld_kept_bytes(shm_directory); }
+std::vector<KeptRegion> kept_regions(const std::string& shm_directory) { return kept_files(shm_directory); }
 
 }  // namespace kv_offload

@@ -150,9 +150,15 @@ class HostRegion {
 // Remove shared memory objects of ours that no process holds and that are not kept.
 // Returns names.
 std::vector<std::string> sweep_leftovers(const std::string& shm_directory);
-// Memory of regions that are kept and that no process holds: a start that needs it takes
-// them over or removes them.
-std::uint64_t kept_memory_bytes(const std::string& shm_directory);
+
+// The regions that are kept (HostRegion::keep): their names, the memory they take, and
+// whether a process has them mapped.
+struct KeptRegion {
+  std::string name;
+  std::uint64_t bytes;
+  bool is_held;
+};
+std::vector<KeptRegion> kept_regions(const std::string& shm_directory);
 
 // Bytes that may still be allocated: min(cgroup limit - usage, MemAvailable,
 // free bytes of shm_directory), with the name of the binding limit.

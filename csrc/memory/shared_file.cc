@@ -72,6 +72,22 @@ void check_is_ours(const std::string& path, int fd) {
   }
 }
 
+// Calls visit(name, path, fd) for the regular files of `directory` whose name begins like ours.
+void for_each_of_ours(const std::string& directory,
+                      const std::function<void(std::string_view, const std::string&, int)>& visit) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(directory.c_str()), &::closedir);
+  if (!entries) return;
+  while (const dirent* entry = ::readdir(entries.get())) {
+    const std::string_view name = entry->d_name;
+    if (!name.starts_with(kSharedNamePrefix)) continue;
+    const std::string path = fmt::format("{}/{}", directory, name);
+    const Descriptor fd(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
+    struct stat opened {};
+    if (fd.get() < 0 || ::fstat(fd.get(), &opened) != 0 || !S_ISREG(opened.st_mode)) continue;
+    visit(name, path, fd.get());
+  }
+}
+
 }  // namespace
 
 SharedFile::SharedFile(int fd, std::string path) : fd_(fd), owner_pid_(::getpid()), path_(std::move(path)) {}
@@ -235,42 +251,25 @@ SharedFile SharedFile::try_create(const std::string& path, std::uint64_t bytes,
   return file;
 }
 
-namespace {
-
-// Those of ours that nobody holds; each is locked while it is visited.
-void for_each_unheld(const std::string& directory, Unheld which,
-                     const std::function<void(const std::string& path, const struct ::stat& about)>& visit) {
-  const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(directory.c_str()), &::closedir);
-  if (!entries) return;
-  while (const dirent* entry = ::readdir(entries.get())) {
-    const std::string_view name = entry->d_name;
-    if (!name.starts_with(kSharedNamePrefix)) continue;
-    if (name.starts_with(kKeptNamePrefix) != (which == Unheld::kKept)) continue;
-    const std::string path = fmt::format("{}/{}", directory, name);
-    const Descriptor fd(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
+std::vector<KeptRegion> kept_files(const std::string& directory) {
+  std::vector<KeptRegion> found;
+  for_each_of_ours(directory, [&](std::string_view name, const std::string&, int fd) {
     struct stat opened {};
-    if (fd.get() < 0 || ::fstat(fd.get(), &opened) != 0 || !S_ISREG(opened.st_mode)) continue;
-    if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) continue;
-    if (name_means(path, fd.get())) visit(path, opened);
-  }
+    if (!name.starts_with(kKeptNamePrefix) || ::fstat(fd, &opened) != 0) return;
+    const bool is_held = ::flock(fd, LOCK_EX | LOCK_NB) != 0;
+    found.push_back({std::string(name), static_cast<std::uint64_t>(opened.st_blocks) * 512, is_held});
+  });
+  return found;
 }
-
-}  // namespace
 
 std::vector<std::string> remove_unheld_files(const std::string& directory, Unheld which) {
   std::vector<std::string> removed;
-  for_each_unheld(directory, which, [&](const std::string& path, const struct ::stat&) {
-    if (::unlink(path.c_str()) == 0) removed.push_back(path.substr(directory.size() + 1));
+  for_each_of_ours(directory, [&](std::string_view name, const std::string& path, int fd) {
+    if (name.starts_with(kKeptNamePrefix) != (which == Unheld::kKept)) return;
+    if (::flock(fd, LOCK_EX | LOCK_NB) != 0) return;
+    if (name_means(path, fd) && ::unlink(path.c_str()) == 0) removed.emplace_back(name);
   });
   return removed;
-}
-
-std::uint64_t unheld_kept_bytes(const std::string& directory) {
-  std::uint64_t bytes = 0;
-  for_each_unheld(directory, Unheld::kKept, [&](const std::string&, const struct ::stat& about) {
-    bytes += static_cast<std::uint64_t>(about.st_blocks) * 512;
-  });
-  return bytes;
 }
 
 }  // namespace kv_offload

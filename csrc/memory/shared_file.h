@@ -23,6 +23,8 @@
 #include <string_view>
 #include <vector>
 
+#include "memory/host_region.h"
+
 namespace kv_offload {
 
 inline constexpr std::string_view kSharedNamePrefix = "kv_offload-";
@@ -75,11 +77,11 @@ class SharedFile {
   std::string path_;
 };
 
+std::vector<KeptRegion> kept_files(const std::string& directory);
+
 // Removes what is ours in `directory` and held by nobody, but for what is kept or, if so
 // asked, only what is kept; the names removed.
 enum class Unheld : std::uint8_t { kLeftovers, kKept };
 std::vector<std::string> remove_unheld_files(const std::string& directory, Unheld which);
-// What removing the kept ones would free, in bytes.
-std::uint64_t unheld_kept_bytes(const std::string& directory);
 
 }  // namespace kv_offload

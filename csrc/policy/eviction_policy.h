@@ -53,6 +53,11 @@ class EvictionPolicy {
   // The next to go among the unpinned, or nothing. Does not remove it. (May
   // reorder internally, as a clock does.)
   virtual std::optional<Slot> victim() = 0;
+  // To see what goes after the victim: as if it were gone, until it is put back.
+  // REQUIRES: it is the victim. No other calls meanwhile but victim() and set_aside() of
+  // further ones; the last of them is put back first.
+  virtual void set_aside(Slot slot) { pin(slot); }
+  virtual void put_back(Slot slot) { unpin(slot); }
   virtual std::string_view name() const = 0;
 };
 

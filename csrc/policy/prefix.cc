@@ -122,6 +122,34 @@ std::optional<Slot> PrefixPolicy::victim() {
   }
 }
 
+void PrefixPolicy::set_aside(Slot slot) {
+  pin(slot);
+  const Node& node = nodes_[slot];
+  if (node.tree != PrefixTree::kNone) tree_.hide(node.tree);
+  const Slot parent = parent_of(node);
+  if (parent == kNone || nodes_[parent].place != Place::kInner || has_children(nodes_[parent])) return;
+  lift(parent);
+  put_leaf(parent);
+}
+
+// What has children goes to the old end of the list, which it was taken from, or would be once no leaf is
+// left.
+void PrefixPolicy::put_back(Slot slot) {
+  const Node& node = nodes_[slot];
+  if (node.tree != PrefixTree::kNone) tree_.show(node.tree);
+  const Slot parent = parent_of(node);
+  if (parent != kNone && nodes_[parent].place == Place::kLeaf) {
+    lift(parent);
+    put_oldest_inner(parent);
+  }
+  has_children(node) ? put_oldest_inner(slot) : put_leaf(slot);
+}
+
+void PrefixPolicy::put_oldest_inner(Slot slot) {
+  nodes_[slot].place = Place::kInner;
+  inner_.link_oldest(nodes_, slot);
+}
+
 // Moves the oldest leaves of a set to where they belong by now. Whether there were any.
 bool PrefixPolicy::settle_oldest(unsigned of_class, unsigned bucket, int* moves) {
   const Leaves& set = leaves_[of_class][bucket];

@@ -45,6 +45,8 @@ class PrefixPolicy final : public EvictionPolicy {
   void pin(Slot slot) override;
   void unpin(Slot slot) override;
   std::optional<Slot> victim() override;
+  void set_aside(Slot slot) override;
+  void put_back(Slot slot) override;
   std::string_view name() const override { return "prefix"; }
 
  private:
@@ -86,6 +88,7 @@ class PrefixPolicy final : public EvictionPolicy {
   void put(Slot slot);
   void lift(Slot slot);
   void put_leaf(Slot slot);
+  void put_oldest_inner(Slot slot);
   void note_oldest(unsigned of_class, unsigned bucket);
   bool settle_oldest(unsigned of_class, unsigned bucket, int* moves);
   bool has_children(const Node& node) const {

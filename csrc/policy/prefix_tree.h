@@ -2,8 +2,9 @@
 // and go in any order: a parent that is not here (yet) is a placeholder for as
 // long as it has children. Every call is O(1).
 //
-// Invariants: a node is taken (has a slot) or has children; only taken nodes are
-// counted as their parent's children. Memory: 24 bytes a node, 16 to 32 of the table.
+// Invariants: a node is taken (has a slot) or has children; only taken nodes that are
+// not hidden are counted as their parent's children. Memory: 24 bytes a node, 16 to 32
+// of the table.
 #pragma once
 
 #include <vector>
@@ -25,6 +26,14 @@ class PrefixTree {
   void set_parent(Node node, ChunkId parent);
   // REQUIRES: taken. The node is not to be used any more.
   void leave(Node node);
+  // Its parent does not count it among its children from now on; does again. REQUIRES: taken; nothing else is
+  // done to either meanwhile.
+  void hide(Node node) {
+    if (nodes_[node].parent != kNone) --nodes_[nodes_[node].parent].children;
+  }
+  void show(Node node) {
+    if (nodes_[node].parent != kNone) ++nodes_[nodes_[node].parent].children;
+  }
 
   // kNone: a placeholder.
   Slot slot(Node node) const { return nodes_[node].slot; }

@@ -28,6 +28,8 @@ class Prioritised final : public EvictionPolicy {
   void pin(Slot slot) override;
   void unpin(Slot slot) override;
   std::optional<Slot> victim() override;
+  void set_aside(Slot slot) override { level_of(slot).set_aside(slot); }
+  void put_back(Slot slot) override { level_of(slot).put_back(slot); }
   std::string_view name() const override { return levels_[kNormal]->name(); }
 
  private:

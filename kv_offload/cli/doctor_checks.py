@@ -91,6 +91,20 @@ def memory(config: OffloadConfig | None) -> Check:
     return Check("memory", "refused" if problems else "ok", problems[0] if problems else asked, figures)
 
 
+def kept_memory() -> list[Check]:
+    """What servers that have ended left of their host memory; no check where that is nothing."""
+    from kv_offload import _core
+
+    left = [taken for _, taken, is_held in _core.kept_regions() if not is_held]
+    if not left:
+        return []
+    text = (
+        f"{format_bytes(sum(left))} kept by servers that have ended (keep_host_memory), for the next start; "
+        "one that needs the memory frees it, and so does rm /dev/shm/kv_offload-kept-*"
+    )
+    return [Check("kept memory", "ok", text, {"regions": len(left), "bytes": sum(left)})]
+
+
 def place(tier: TierConfig) -> list[Check]:
     """Can this tier be used from here."""
     problems = tier.problems()

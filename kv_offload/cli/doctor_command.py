@@ -124,6 +124,7 @@ def _ask_machine(
         ("software", checks.software),
         ("device", lambda: [checks.device()]),
         ("memory", lambda: [checks.memory(parsed)]),
+        ("kept memory", checks.kept_memory),
     ]
     if parsed is not None:
         questions.append(("metrics port", partial(checks.metrics_port, parsed, ranks)))

@@ -99,12 +99,12 @@ def record_created(path: str) -> float:
     return {"/r/0.rec": 5.0, "/r/1.rec": 29.0, "/r/2.rec": 20.0}[path]
 
 
-def kept_memory_bytes(shm_directory: str = "/dev/shm") -> int:
-    return 0
-
-
 def memory_headroom(shm_directory: str = "/dev/shm") -> tuple[int, str]:
     return 8 * GIB, "/dev/shm"
+
+
+def kept_regions(shm_directory: str = "/dev/shm") -> list[tuple[str, int, bool]]:
+    return []
 
 
 def cuda_unavailable_reason() -> str:

@@ -6,7 +6,7 @@ import uuid
 
 import numpy as np
 import pytest
-from small_core import MIB, SHARD_BYTES, attach
+from small_core import MIB, SHARD_BYTES, attach, make_cache
 
 from kv_offload import _core
 
@@ -110,8 +110,24 @@ def test_headroom_names_its_limit(tmp_path):
     assert limited_by
 
 
-def test_where_nothing_is_kept_no_memory_of_it_can_be_had(tmp_path):
-    assert _core.kept_memory_bytes(str(tmp_path)) == 0
+def test_a_kept_region_is_listed_until_its_memory_is_needed(tmp_path):
+    facts = {"num_areas": 1, "num_workers": 1, "shm_directory": str(tmp_path), "keep_for": "model"}
+
+    def start(engine):
+        worker = _core.HostRegion.attach_worker(engine, MIB, rank=0, shard_bytes=[], fingerprint="", **facts)
+        return worker, _core.HostRegion.attach_scheduler(engine, MIB, **facts)
+
+    worker, scheduler = start("first")
+    cache = make_cache(scheduler, keep_identity="weights")
+    assert cache.stats()["is_kept"]
+    ((name, _, is_held),) = _core.kept_regions(str(tmp_path))
+    assert is_held
+    del worker, scheduler, cache
+    gc.collect()
+    ((same, taken, is_held),) = _core.kept_regions(str(tmp_path))
+    assert (same, is_held) == (name, False)
+    assert 0 < taken < 2 * MIB
+    assert _core.sweep_leftovers(str(tmp_path)) == []
 
 
 def test_nothing_is_left_to_sweep_after_all_have_attached(tmp_path):

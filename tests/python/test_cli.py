@@ -135,9 +135,6 @@ def test_config_asks_nothing(core):
     assert "--cpu 2GiB, a quarter of 8.0 GiB (/dev/shm)" in result.stderr
     core.setattr(fake_core, "memory_headroom", lambda *_: (100 << 20, "cgroup"))
     assert extra_of(as_json("config"))["cpu_bytes_to_use"] == "25MiB"
-    core.setattr(fake_core, "kept_memory_bytes", lambda *_: 300 << 20)
-    assert extra_of(as_json("config"))["cpu_bytes_to_use"] == "100MiB", "a start has what was kept for it"
-    core.setattr(fake_core, "kept_memory_bytes", lambda *_: 0)
     core.setattr(fake_core, "memory_headroom", lambda *_: (1 << 20, "cgroup"))
     refused("config", status=1, part="1.0 MiB of host memory available (cgroup); give --cpu")
 
@@ -296,6 +293,13 @@ def test_doctor_reads_files_and_whole_transfer_configs(core, vllm, tmp_path):
 def test_doctor_refuses_too_much_memory(core, vllm):
     text = said("doctor", "--no-measure", "--config", config_text(cpu_bytes_to_use="9GiB"), status=1)
     assert "cpu_bytes_to_use asks for 9.0 GiB of host memory, 8.0 GiB are available (/dev/shm)" in text
+
+
+def test_doctor_names_memory_that_ended_servers_keep(core, vllm):
+    core.setattr(fake_core, "kept_regions", lambda *_: [("a", 2 << 30, False), ("b", 1 << 30, True)])
+    text = said("doctor", "--no-measure", "--config", config_text(cpu_bytes_to_use="9GiB"))
+    assert "2.0 GiB kept by servers that have ended" in text
+    assert "9.0 GiB of 10.0 GiB available" in text
 
 
 def test_doctor_tells_all_problems_of_a_config_and_asks_on(core, vllm):

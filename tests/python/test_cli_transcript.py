@@ -84,7 +84,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # What differs between machines; the rest is the real core's.
     monkeypatch.setattr(_core, "memory_headroom", fake_core.memory_headroom)
-    monkeypatch.setattr(_core, "kept_memory_bytes", fake_core.kept_memory_bytes)
+    monkeypatch.setattr(_core, "kept_regions", fake_core.kept_regions)
     monkeypatch.setattr(_core, "cuda_unavailable_reason", fake_core.cuda_unavailable_reason)
     monkeypatch.setattr(kv_offload.cli.doctor_checks.platform, "platform", lambda: "Linux")
     monkeypatch.setattr(

@@ -398,6 +398,26 @@ def test_a_machine_with_room_has_no_problems(tmp_path):
     assert not (tmp_path / "a").exists(), "asking makes nothing"
 
 
+def test_memory_that_is_kept_for_a_start_counts_as_free(monkeypatch):
+    from kv_offload import machine
+
+    _core = pytest.importorskip("kv_offload._core", reason="the core is not built")
+
+    monkeypatch.setattr(_core, "memory_headroom", lambda _: (GIB, "/dev/shm"))
+    monkeypatch.setattr(_core, "kept_regions", lambda _: [("a", 2 * GIB, False), ("b", 4 * GIB, True)])
+    assert machine.host_memory() == (3 * GIB, "/dev/shm")
+    assert check_machine(read(cpu_bytes_to_use="3GiB")) == []
+    assert len(check_machine(read(cpu_bytes_to_use="4GiB"))) == 1
+
+
+def test_kept_memory_beside_sealed_records_is_a_caution(tmp_path):
+    (tmp_path / "key").write_bytes(bytes(range(32)))
+    sealed = FS | {"root_dir": str(tmp_path / "root"), "encryption_key_file": str(tmp_path / "key")}
+    assert not any("in the clear" in text for text in cautions(read(secondary_tiers=[sealed])))
+    kept = cautions(read(secondary_tiers=[sealed], keep_host_memory=True))
+    assert any("keep_host_memory" in text and "in the clear" in text for text in kept)
+
+
 @pytest.mark.parametrize(
     ("limit", "remedy"),
     [("/dev/shm", "--shm-size"), ("cgroup memory limit", "container"), ("MemAvailable", "free memory")],

@@ -288,6 +288,26 @@ TEST_F(KeptMemory, RowsOfSeveralSizesKeepTheirPlaces) {
   }
 }
 
+// The engine before may have been killed while it was on its way to the disk.
+TEST_F(KeptMemory, WhatNoTierHasIsWrittenWhenItIsUsed) {
+  {
+    World world(options());
+    store(world, "a");
+    store(world, "b");
+  }
+  WorldOptions with_tier = options();
+  with_tier.tier = true;
+  World world(std::move(with_tier));
+  world.tier->records[key_of("b")].shards = {{}, {}};
+  EXPECT_TRUE(hits(world, "a"));
+  EXPECT_TRUE(hits(world, "b"));
+  EXPECT_TRUE(hits(world, "a"));
+  world.tier->finish();
+  world.cache->end_step();
+  EXPECT_EQ(world.metrics.value("kv_offload_write_bytes_total", {"fs"}), 2 * kPageBytes);
+  EXPECT_TRUE(world.tier->records.contains(key_of("a")));
+}
+
 TEST_F(KeptMemory, OfALivingEngineIsNotTaken) {
   World living(options());
   store(living, "a");

@@ -81,5 +81,21 @@ TEST_F(RowSupplyTest, WhatIsWrittenBeforeItGoesIsPassedOver) {
   EXPECT_EQ(parts().tier->queued_writes(), 0u);
 }
 
+TEST_F(RowSupplyTest, WhatGoesUnwrittenIsCountedAlsoWhenItsWholeSlabGoes) {
+  PartsOptions options{.rows = 64, .shard_bytes = {4096, 65536}};
+  options.cache.tiers = {{.write_policy = WritePolicy::kOnEvict}};
+  make(std::move(options));
+  for (RowId row = parts().chunks.allocate(0); row != kNoRow; row = parts().chunks.allocate(0)) {
+    const ChunkKey key = key_of(fmt::format("s{}", row));
+    parts().chunks.finish_store(parts().chunks.insert_filling(key, 0, row, {}, kNoTicket));
+  }
+  parts().tier->switch_off();
+  parts().ops.poll();
+  EXPECT_NE(parts().row_supply.take(1, 1, &evicted_), kNoRow);
+  EXPECT_GT(evicted_.size(), 1u);
+  EXPECT_EQ(parts().metrics.value("kv_offload_dropped_bytes_total", {"fs", "pressure"}),
+            static_cast<double>(evicted_.size()) * 4096);
+}
+
 }  // namespace
 }  // namespace kv_offload

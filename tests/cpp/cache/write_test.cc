@@ -151,6 +151,55 @@ TEST_P(WriteTest, CleaningTheColdEndKeepsItsOrder) {
   EXPECT_THAT(names(grant.evicted), ElementsAre("a", "b", "c"));
 }
 
+// ---- bursts
+
+class BurstTest : public CacheTest, public ::testing::WithParamInterface<const char*> {
+ protected:
+  static constexpr std::size_t kRows = 2048;
+  void make_full() {
+    WorldOptions options{.ranks = 1, .rows = kRows};
+    options.cache.tiers = {{.write_policy = WritePolicy::kOnEvict}};
+    options.cache.eviction_policy = GetParam();
+    make(std::move(options));
+    while (cache().stats().resident_chunks + kBurst <= kRows) burst();
+  }
+  // A prompt of its own, offered in one call, and the end of the step.
+  void burst(std::size_t chunks = kBurst) {
+    Names prompt;
+    for (std::size_t i = 0; i < chunks; ++i) prompt.push_back(fmt::format("{}.{}", prompts_, i));
+    ++prompts_;
+    EXPECT_EQ(store(prompt).size(), chunks);
+    step();
+  }
+  double dropped() { return world().dropped("fs", "pressure") / kPageBytes; }  // chunks
+
+  static constexpr std::size_t kBurst = 200;
+  int prompts_ = 0;
+};
+
+TEST_P(BurstTest, OnEvictNothingIsLostAsLongAsTheTierKeepsUp) {
+  make_full();
+  fake().automatic = true;
+  for (int i = 0; i < 20; ++i) burst();
+  EXPECT_EQ(dropped(), 0);
+  EXPECT_GE(fake().records.size(), 19 * kBurst);
+}
+
+// It writes nearly all it can. What it cannot is lost, but neither waited for nor declined.
+TEST_P(BurstTest, OnEvictATierThatIsTooSlowWritesWhatItCan) {
+  make_full();
+  for (int i = 0; i < 20; ++i) {
+    burst();
+    tier().finish(kBurst / 2);
+  }
+  EXPECT_GE(fake().records.size(), 19 * kBurst / 2);
+  EXPECT_GT(dropped(), 0);
+  EXPECT_LE(fake().queued_writes(), kRows / 8);
+}
+
+INSTANTIATE_TEST_SUITE_P(Policies, BurstTest, ::testing::Values("lru", "s3fifo", "prefix"),
+                         [](const auto& instance) { return std::string(instance.param); });
+
 // ---- reset
 
 TEST_P(WriteTest, AResetForgetsEverythingEverywhere) {

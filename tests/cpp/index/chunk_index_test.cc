@@ -3,8 +3,13 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <list>
 #include <map>
 #include <random>
+#include <set>
+#include <utility>
+
+#include "../rounds.h"
 
 namespace kv_offload {
 namespace {
@@ -70,6 +75,55 @@ TEST_F(ChunkIndexTest, AHoldersOwnChunksAreSparedAndKeepTheirPlace) {
   EXPECT_EQ(index_.victim(), own);
 }
 
+TEST_F(ChunkIndexTest, WhatAnotherRequestUsesIsNotSparedAnyMore) {
+  const Slot own = store("own"), shared = store("shared"), other = store("other");
+  index_.access(own, 7, 0);
+  index_.access(shared, 7, 0);
+  index_.access(other, 8, 0);
+  EXPECT_EQ(index_.victim(7), other);
+  index_.access(other, 7, 0);
+  EXPECT_EQ(index_.victim(7), std::nullopt);
+  index_.access(shared, 8, 0);
+  EXPECT_EQ(index_.victim(7), shared);
+}
+
+TEST_F(ChunkIndexTest, APinOutlivesTheSparing) {
+  const Slot own = store("own"), other = store("other");
+  index_.access(own, 7, 0);
+  index_.access(other, 8, 0);
+  EXPECT_EQ(index_.victim(7), other);
+  index_.pin(own);
+  EXPECT_EQ(index_.victim(), other);
+  index_.unpin(own);
+  EXPECT_EQ(index_.victim(), own);
+}
+
+TEST_F(ChunkIndexTest, TheSparingOutlivesAPin) {
+  const Slot own = store("own"), other = store("other");
+  index_.access(own, 7, 0);
+  index_.access(other, 8, 0);
+  EXPECT_EQ(index_.victim(7), other);
+  index_.pin(own);
+  index_.unpin(own);
+  EXPECT_EQ(index_.victim(8), own);
+}
+
+TEST_F(ChunkIndexTest, AnErasedChunkThatWasSparedLeavesNothingToTheNextInItsSlot) {
+  const Slot own = store("own"), other = store("other");
+  index_.access(own, 7, 0);
+  index_.access(other, 8, 0);
+  EXPECT_EQ(index_.victim(7), other);
+  index_.erase(own);
+  EXPECT_EQ(store("next"), own);
+  index_.erase(other);
+  EXPECT_EQ(index_.victim(7), own);
+  index_.access(own, 7, 0);
+  index_.clear();
+  EXPECT_EQ(index_.victim(7), std::nullopt);
+  store("after");
+  EXPECT_TRUE(index_.victim(8).has_value());
+}
+
 TEST_F(ChunkIndexTest, AnEntryKeepsTheHighestPriorityOfThoseThatUsedIt) {
   const Slot slot = store("a");
   index_.access(slot, 7, 1);
@@ -121,6 +175,315 @@ TEST_F(ChunkIndexTest, AnAccessProtectsFromEviction) {
   index_.access(a, 1, 0);
   EXPECT_EQ(index_.victim(), b);
 }
+
+// victim() against a list that is searched from its cold end.
+class SparingModel {
+ public:
+  explicit SparingModel(const std::string& policy) : index_(make_eviction_policy(policy, kChunks), kChunks) {}
+
+  // One random call on both.
+  void step() {
+    const auto chosen = chunks_.empty() ? chunks_.end() : std::next(chunks_.begin(), pick(chunks_.size()));
+    const std::uint32_t request = 1 + pick(3);
+    const auto action = pick(16);
+    if (chunks_.size() < kChunks && (chunks_.empty() || action < 3)) {
+      insert(request, chosen);
+    } else if (action < 6) {
+      access(*chosen, request);
+      chunks_.splice(chunks_.end(), chunks_, chosen);
+    } else if (action == 6) {
+      index_.pin(chosen->slot);
+      ++chosen->pins;
+    } else if (action < 9 && chosen->pins > 0) {
+      index_.unpin(chosen->slot);
+      --chosen->pins;
+    } else if (action == 9 && chosen->pins == 0) {
+      index_.erase(chosen->slot);
+      if (chosen->spared) spare_nothing();
+      chunks_.erase(chosen);
+    } else if (action == 10 && pick(200) == 0) {
+      index_.clear();
+      chunks_.clear();
+    }
+    if (pick(8) != 0) return;                                     // the same one asks on
+    if (std::exchange(asks_, pick(4)) != asks_) spare_nothing();  // 0: none
+  }
+  std::optional<Slot> victim() { return index_.victim(asks_); }
+  std::optional<Slot> expected() {
+    for (Chunk& chunk : chunks_) {
+      if (chunk.pins > 0 || chunk.spared) continue;
+      if (asks_ == 0 || chunk.holder != asks_) return chunk.slot;
+      spare(chunk);
+    }
+    return std::nullopt;
+  }
+  // Is there anything that no rule protects?
+  bool must_have_victim() const {
+    return std::any_of(chunks_.begin(), chunks_.end(),
+                       [&](const Chunk& chunk) { return !is_protected(chunk); });
+  }
+  bool may_go(Slot slot) const {
+    const auto chunk = std::find_if(chunks_.begin(), chunks_.end(), [&](auto& c) { return c.slot == slot; });
+    return chunk != chunks_.end() && chunk->pins == 0 && (asks_ == 0 || chunk->holder != asks_);
+  }
+
+ private:
+  static constexpr std::size_t kChunks = 24;
+  struct Chunk {
+    Slot slot;
+    ChunkId id, parent;
+    std::uint32_t holder, pins;
+    bool spared;
+  };
+  std::uint32_t pick(std::size_t below) { return static_cast<std::uint32_t>(random_() % below); }
+  void insert(std::uint32_t request, std::list<Chunk>::iterator before) {
+    const ChunkId parent = before == chunks_.end() ? 0 : before->id;
+    const ChunkKey key = key_of(fmt::format("{}", ++last_));
+    const Slot slot =
+        index_.insert(key, 0, last_, {.parent = parent, .request = request}, ChunkState::kFilling);
+    index_.make_resident(slot, ChunkOrigin::kStore);
+    chunks_.push_back({slot, chunk_id(key), parent, request, 0, false});
+  }
+  void access(Chunk& chunk, std::uint32_t request) {
+    index_.access(chunk.slot, request, 0);
+    chunk.holder = request;
+    if (chunk.spared && request != asks_) spare_nothing();
+  }
+  void spare_nothing() {
+    for (Chunk& chunk : chunks_) chunk.spared = false;
+  }
+  void spare(Chunk& chunk) {
+    if (chunk.spared) return;
+    chunk.spared = true;
+    for (Chunk& before : chunks_) {
+      if (before.id == chunk.parent) spare(before);
+    }
+  }
+  bool is_protected(const Chunk& chunk) const {
+    if (chunk.pins > 0 || chunk.spared || chunk.holder == asks_) return true;
+    return std::any_of(chunks_.begin(), chunks_.end(), [&](const Chunk& behind) {
+      return behind.parent == chunk.id && is_protected(behind);
+    });
+  }
+
+  ChunkIndex index_;
+  std::list<Chunk> chunks_;  // the next to go first
+  std::uint32_t asks_ = 0;
+  RowId last_ = 0;
+  std::mt19937 random_{5};
+};
+
+TEST(SparingTest, TheVictimIsTheOldestThatIsNotSparedUnderRandomCalls) {
+  SparingModel model("lru");
+  for (int i = 0; i < testing::rounds(200000); ++i) {
+    model.step();
+    ASSERT_EQ(model.victim(), model.expected()) << "call " << i;
+  }
+}
+
+class SparingByPolicyTest : public testing::TestWithParam<std::string> {};
+
+TEST_P(SparingByPolicyTest, AVictimIsNeverPinnedNorOfTheHolderAndThereIsOneWhereNothingIsProtected) {
+  SparingModel model(GetParam());
+  for (int i = 0; i < testing::rounds(100000); ++i) {
+    model.step();
+    const auto victim = model.victim();
+    ASSERT_TRUE(victim || !model.must_have_victim()) << "call " << i;
+    ASSERT_TRUE(!victim || model.may_go(*victim)) << "call " << i;
+  }
+}
+
+// A prompt of request 7 behind a head that request 8 used last; both policies that know nothing of prefixes
+// and those that do.
+class SharedHeadTest : public SparingByPolicyTest {
+ protected:
+  Slot store(std::string_view name, std::string_view parent, std::uint32_t request) {
+    const ChunkId before = parent.empty() ? 0 : chunk_id(key_of(parent));
+    const Slot slot =
+        index_.insert(key_of(name), 0, row_++, {.parent = before, .request = request}, ChunkState::kFilling);
+    index_.make_resident(slot, ChunkOrigin::kStore);
+    return slot;
+  }
+  ChunkIndex index_{make_eviction_policy(GetParam(), 8), 8};
+  RowId row_ = 0;
+};
+
+TEST_P(SharedHeadTest, TheHeadOfTheOwnPromptIsSparedWhoeverUsedItLast) {
+  const Slot root = store("root", "", 7), head = store("head", "root", 7);
+  store("own", "head", 7);
+  for (const Slot slot : {head, root}) index_.access(slot, 8, 0);
+  EXPECT_EQ(index_.victim(7), std::nullopt) << "its own end is worth nothing without the head";
+  const Slot other = store("other", "head", 8);
+  EXPECT_EQ(index_.victim(7), other);
+  EXPECT_TRUE(index_.victim(9).has_value());
+}
+
+TEST_P(SharedHeadTest, AHeadThatIsStillFilledIsSparedOnceItIsThere) {
+  const Slot head = index_.insert(key_of("head"), 0, row_++, {.request = 8}, ChunkState::kFilling);
+  store("own", "head", 7);
+  EXPECT_EQ(index_.victim(7), std::nullopt);
+  index_.make_resident(head, ChunkOrigin::kStore);
+  EXPECT_EQ(index_.victim(7), std::nullopt);
+  EXPECT_TRUE(index_.victim(8).has_value());
+}
+
+// Prompts of requests with priorities, and eight chunks of others, which are the most recent.
+class ImportanceTest : public SharedHeadTest {
+ protected:
+  Slot store(std::string_view name, std::string_view parent, std::int8_t priority) {
+    const ChunkId before = parent.empty() ? 0 : chunk_id(key_of(parent));
+    const Slot slot =
+        index_.insert(key_of(name), 0, row_++, {.parent = before, .request = 7, .priority = priority},
+                      ChunkState::kFilling);
+    index_.make_resident(slot, ChunkOrigin::kStore);
+    return slot;
+  }
+  void store_others() {
+    for (int i = 0; i < 8; ++i) SharedHeadTest::store(fmt::format("other{}", i), "", 8);
+  }
+  // That are here still when half of the others had to go.
+  std::size_t left_of(const std::vector<std::string>& names) {
+    for (int i = 0; i < 4; ++i) index_.erase(index_.victim().value());
+    return static_cast<std::size_t>(std::count_if(
+        names.begin(), names.end(), [&](auto& name) { return index_.find(key_of(name)) != nullptr; }));
+  }
+};
+
+TEST_P(ImportanceTest, WhatLiesBeforeAnImportantChunkIsAsImportant) {
+  store("root", "", -1);
+  store("head", "root", 0);
+  store("own", "head", 1);
+  EXPECT_EQ(index_.find(key_of("root"))->priority, 1);
+  store_others();
+  EXPECT_EQ(left_of({"root", "head", "own"}), 3u);
+}
+
+TEST_P(ImportanceTest, SoItIsWhenAnImportantRequestUsesWhatLiesBehindIt) {
+  store("root", "", 0);
+  const Slot head = store("head", "root", 0);
+  store_others();
+  index_.pin(index_.slot_of(index_.find(key_of("root"))));
+  index_.access(head, 9, 1);
+  index_.unpin(index_.slot_of(index_.find(key_of("root"))));
+  EXPECT_EQ(left_of({"root", "head"}), 2u);
+}
+
+TEST_P(ImportanceTest, OneThatCameBackForALesserRequestIsRaisedWhenWhatLiesBehindItIsUsed) {
+  const Slot root = store("root", "", 1);
+  const Slot head = store("head", "root", 1);
+  index_.erase(root);
+  store("root", "", 0);
+  index_.access(head, 9, 0);
+  store_others();
+  EXPECT_EQ(left_of({"root", "head"}), 2u);
+}
+
+TEST_P(ImportanceTest, WhatLiesBehindAnImportantChunkIsNotRaised) {
+  store("root", "", 1);
+  store("own", "root", 0);
+  EXPECT_EQ(index_.find(key_of("own"))->priority, 0);
+}
+
+INSTANTIATE_TEST_SUITE_P(ChunkIndex, ImportanceTest, testing::ValuesIn(eviction_policy_names()),
+                         [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(ChunkIndex, SharedHeadTest, testing::ValuesIn(eviction_policy_names()),
+                         [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(ChunkIndex, SparingByPolicyTest, testing::ValuesIn(eviction_policy_names()),
+                         [](const auto& info) { return info.param; });
+
+// Prompts that share heads, stored and hit as the cache does it.
+class NextVictimsTest : public testing::TestWithParam<std::string> {
+ protected:
+  static constexpr std::size_t kChunks = 60;
+  void serve(std::uint32_t request, const std::vector<std::string>& prompt) {
+    std::vector<Slot> stored;
+    for (std::size_t i = 0; i < prompt.size(); ++i) {
+      const ChunkKey key = key_of(prompt[i]);
+      if (const ChunkEntry* known = index_.find(key)) {
+        index_.access(index_.slot_of(known), request, 0);
+        continue;
+      }
+      const ChunkId parent = i == 0 ? 0 : chunk_id(key_of(prompt[i - 1]));
+      const EntryInfo about{.parent = parent, .depth = static_cast<std::uint32_t>(i), .request = request};
+      stored.push_back(index_.insert(key, 0, row_++, about, ChunkState::kFilling));
+    }
+    for (std::size_t i = stored.size(); i-- > 0;) index_.make_resident(stored[i], ChunkOrigin::kStore);
+  }
+  void serve_at_random() {
+    std::vector<std::string> prompt;
+    std::string name = "p";
+    for (auto length = 1 + random_() % 7; length > 0; --length) {  // ids are of eight letters
+      name += static_cast<char>('a' + random_() % 2);
+      prompt.push_back(name);
+    }
+    serve(++last_request_, prompt);
+    while (index_.size() > kChunks) index_.erase(index_.victim().value());
+  }
+  std::vector<Slot> drain(std::size_t most) {
+    std::vector<Slot> order;
+    for (; order.size() < most; index_.erase(order.back())) {
+      const auto victim = index_.victim();
+      if (!victim) break;
+      order.push_back(*victim);
+      if (GetParam() == "prefix") expect_ends_first({*victim});
+    }
+    return order;
+  }
+
+  void expect_ends_first(const std::vector<Slot>& order) {
+    std::set<ChunkId> gone;
+    for (const Slot slot : order) {
+      const ChunkId id = chunk_id(index_.at(slot).key);
+      index_.for_each([&](Slot, ChunkEntry& entry) {
+        EXPECT_TRUE(entry.parent != id || gone.contains(chunk_id(entry.key))) << entry.key.bytes();
+      });
+      gone.insert(id);
+    }
+  }
+
+  ChunkIndex index_{make_eviction_policy(GetParam(), kChunks), kChunks};
+  RowId row_ = 0;
+  std::uint32_t last_request_ = 0;
+  std::mt19937 random_{3};
+};
+
+TEST_P(NextVictimsTest, AWholePromptIsSeenBeforeTheEndOfTheNext) {
+  serve(1, {"a1", "a2", "a3"});
+  serve(2, {"b1", "b2", "b3"});
+  const std::vector<Slot> next = index_.next_victims(4);
+  std::vector<ChunkKey> keys;
+  for (const Slot slot : next) keys.push_back(index_.at(slot).key);
+  EXPECT_EQ(keys, (std::vector<ChunkKey>{key_of("a3"), key_of("a2"), key_of("a1"), key_of("b3")}));
+  EXPECT_EQ(drain(4), next);
+}
+
+// But for lru a look may change what a policy thinks of an entry, as it may with victim().
+TEST_P(NextVictimsTest, AreWhatGoesNoneBeforeWhatLiesBehindIt) {
+  for (int i = 0; i < testing::rounds(2000); ++i) {
+    serve_at_random();
+    const std::size_t most = random_() % 20;
+    const std::vector<Slot> next = index_.next_victims(most);
+    ASSERT_EQ(std::set<Slot>(next.begin(), next.end()).size(), std::min(most, index_.size()))
+        << "round " << i;
+    if (GetParam() == "prefix") expect_ends_first(next);
+    const std::vector<Slot> gone = drain(most);
+    if (GetParam() == "lru") {
+      ASSERT_EQ(gone, next) << "round " << i;
+    }
+    ASSERT_EQ(gone.size(), next.size()) << "round " << i;
+  }
+}
+
+TEST_P(NextVictimsTest, WhatIsPinnedIsNotAmongThemAndWhatWasSparedIs) {
+  serve(1, {"a1", "a2", "a3"});
+  serve(2, {"b1"});
+  index_.pin(index_.slot_of(index_.find(key_of("a3"))));
+  EXPECT_TRUE(index_.victim(1).has_value());
+  EXPECT_EQ(index_.next_victims(9).size(), 3u);
+}
+
+INSTANTIATE_TEST_SUITE_P(ChunkIndex, NextVictimsTest, testing::ValuesIn(eviction_policy_names()),
+                         [](const auto& info) { return info.param; });
 
 TEST_F(ChunkIndexTest, AgreesWithAMapUnderRandomInsertsAndErases) {
   // Keys from few hash heads, so that probe runs are long and wrap around.

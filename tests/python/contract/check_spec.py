@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -367,6 +368,24 @@ def test_records_of_weights_that_are_not_known_are_refused_until_they_are_named(
     made = KVOffloadSpec(config).get_worker(kv_caches())
     KVOffloadSpec(config).get_manager().shutdown()
     made.shutdown()
+    config = offloading_config(keep_host_memory=True)  # unless it is kept
+    made = KVOffloadSpec(config).get_worker(kv_caches())
+    with pytest.raises(ValueError, match="keep_host_memory lets the cache outlive this server"):
+        KVOffloadSpec(config).get_manager()
+    made.shutdown()
+
+
+def test_what_a_kept_region_is_found_by() -> None:
+    def found_by(config: Any, **options: Any) -> str:
+        return identity.keep_for(config, OffloadConfig(cpu_bytes_to_use=1 << 20, **options))
+
+    config = offloading_config()
+    assert found_by(config) == ""
+    kept = found_by(config, keep_host_memory=True)
+    assert kept == found_by(offloading_config(), keep_host_memory=True) != ""
+    assert kept != found_by(config, keep_host_memory=True, model_id="others")
+    second = replace(config, parallel=replace(config.parallel, data_parallel_index=1))
+    assert kept != found_by(second, keep_host_memory=True)
 
 
 def test_the_address_of_the_weights_is_in_the_namespace(vllm_config: Any) -> None:

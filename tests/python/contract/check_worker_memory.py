@@ -87,6 +87,7 @@ def test_every_rank_places_a_shared_area_before_it_pins_and_the_first_populates_
     options = SimpleNamespace(
         cpu_bytes_to_use=1 << 20,
         huge_pages="",
+        keep_host_memory=False,
         prefault=True,
         secondary_tiers=[],
         copy_threads=1,
