@@ -28,7 +28,7 @@ namespace {
 
 constexpr std::uint64_t kLargeArea = std::uint64_t{64} << 20;
 constexpr auto kPollAtMost = std::chrono::milliseconds(20);
-constexpr auto kRankZeroDeadline = std::chrono::minutes(5);
+constexpr auto kRankZeroDeadline = std::chrono::minutes(2);
 constexpr auto kDyingEngine = std::chrono::seconds(2);  // is gone after it
 
 // A mapping of a part of a file. Its start in memory is aligned for huge pages.

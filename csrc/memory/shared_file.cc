@@ -255,7 +255,7 @@ std::vector<KeptRegion> kept_files(const std::string& directory) {
   std::vector<KeptRegion> found;
   for_each_of_ours(directory, [&](std::string_view name, const std::string&, int fd) {
     struct stat opened {};
-    if (!name.starts_with(kKeptNamePrefix) || ::fstat(fd, &opened) != 0) return;
+    if (!name.starts_with(kKeptNamePrefix) || !is_ours(fd) || ::fstat(fd, &opened) != 0) return;
     const bool is_held = ::flock(fd, LOCK_EX | LOCK_NB) != 0;
     found.push_back({std::string(name), static_cast<std::uint64_t>(opened.st_blocks) * 512, is_held});
   });
@@ -266,6 +266,7 @@ std::vector<std::string> remove_unheld_files(const std::string& directory, Unhel
   std::vector<std::string> removed;
   for_each_of_ours(directory, [&](std::string_view name, const std::string& path, int fd) {
     if (name.starts_with(kKeptNamePrefix) != (which == Unheld::kKept)) return;
+    if (which == Unheld::kKept && !is_ours(fd)) return;  // root may, but it is another user's cache
     if (::flock(fd, LOCK_EX | LOCK_NB) != 0) return;
     if (name_means(path, fd) && ::unlink(path.c_str()) == 0) removed.emplace_back(name);
   });

@@ -91,6 +91,18 @@ TEST_F(SharedFileTest, is_kept_under_as_many_names_as_there_are) {
   EXPECT_EQ(remove_unheld_files(directory_, Unheld::kKept).size(), kMostKept);
 }
 
+TEST_F(SharedFileTest, of_another_user_is_neither_counted_nor_removed) {
+  if (::geteuid() != 0) GTEST_SKIP() << "needs root";
+  EXPECT_TRUE(open().keep(directory_, "digest"));
+  const std::string path = directory_ + "/" + names().at(0);
+  ASSERT_EQ(::chown(path.c_str(), 12345, 12345), 0);
+  EXPECT_TRUE(kept_files(directory_).empty());
+  EXPECT_TRUE(remove_unheld_files(directory_, Unheld::kKept).empty());
+  const auto refuse = [](int) -> bool { throw std::logic_error("it is another's"); };
+  EXPECT_LT(SharedFile::adopt(directory_, "digest", path_, refuse, std::chrono::seconds(0)).fd(), 0);
+  EXPECT_TRUE(std::filesystem::exists(path));
+}
+
 TEST_F(SharedFileTest, that_is_not_taken_over_is_removed) {
   EXPECT_TRUE(open().keep(directory_, "digest"));
   const auto adopt = [&](bool fits) {
