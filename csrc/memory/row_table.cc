@@ -116,15 +116,16 @@ void RowTable::mark_used(Entry& entry) {
 }
 
 void RowTable::erase(RowId row) {
-  // What is written to the row comes after this store, for whoever looks when all has ended.
+  // What is written to the row comes after this store. What a killed process has stored arrives in the
+  // order of its instructions, so only the compiler has to keep it.
   std::atomic_ref<std::uint64_t>(entry_of(row).use).store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 
 void RowTable::clear() {
   for (Entry& entry : entries())
     std::atomic_ref<std::uint64_t>(entry.use).store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 
 }  // namespace kv_offload

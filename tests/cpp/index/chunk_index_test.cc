@@ -9,7 +9,7 @@
 #include <set>
 #include <utility>
 
-#include "../rounds.h"
+#include "rounds.h"
 
 namespace kv_offload {
 namespace {
