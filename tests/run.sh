@@ -162,10 +162,11 @@ build() { # FOLDER, targets, CMake options...
 # Sanitizers find more the fewer steps are optimised away, and need lines only.
 build_asan() {
   build asan "$1" -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" \
-    -DKV_OFFLOAD_SANITIZE=address,undefined "${@:2}"
+    -DKV_OFFLOAD_SANITIZE=address,undefined -DKV_OFFLOAD_PYTHON=OFF "${@:2}"
 }
 build_tsan() {
-  build tsan "$1" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" -DKV_OFFLOAD_SANITIZE=thread "${@:2}"
+  build tsan "$1" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" -DKV_OFFLOAD_SANITIZE=thread \
+    -DKV_OFFLOAD_PYTHON=OFF "${@:2}"
 }
 
 # All tests of a program, in as many processes as there are cores.
