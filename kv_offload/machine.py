@@ -8,6 +8,8 @@ from kv_offload.config import OffloadConfig
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers import bounds_of
 
+KEPT_REGIONS = "/dev/shm/kv_offload-kept-*"  # the files of keep_host_memory
+
 Headroom = Callable[[str], tuple[int, str]]
 
 
@@ -48,8 +50,14 @@ def host_memory(shm_directory: str = "/dev/shm") -> tuple[int, str]:
     from kv_offload import _core
 
     available, limited_by = _core.memory_headroom(shm_directory)
-    kept = sum(taken for _, taken, is_held in _core.kept_regions(shm_directory) if not is_held)
-    return available + kept, limited_by
+    return available + sum(kept_memory(shm_directory)), limited_by
+
+
+def kept_memory(shm_directory: str = "/dev/shm") -> list[int]:
+    """Bytes of each region that a server which has ended left for the next (``keep_host_memory``)."""
+    from kv_offload import _core
+
+    return [taken for _, taken, is_held in _core.kept_regions(shm_directory) if not is_held]
 
 
 def gpus(devices: str = "/dev") -> list[str]:

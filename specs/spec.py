@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kv_offload import __version__
 from kv_offload.config import OffloadConfig
 from kv_offload.log import get_logger
-from kv_offload.machine import cautions, tier_bounds
+from kv_offload.machine import KEPT_REGIONS, cautions, tier_bounds
 from kv_offload.metrics import metric_definitions
 from kv_offload.model_identity import weights_problem
 from kv_offload.namespace import NamespaceIdentity, random_seed_warning
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 RANKS_DEADLINE_SECONDS = 120.0
-KEPT_REGIONS = "/dev/shm/kv_offload-kept-*"
 INFO_LABELS = ("version", "namespace", "layout", "copier", "cpu_bytes_to_use", "tiers", "eviction_policy")
 
 

@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <linux/mempolicy.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -11,13 +10,13 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
 #include "base/clock.h"
-#include "base/xxh3.h"
 #include "memory/control_page.h"
 #include "memory/memory_headroom.h"
 #include "memory/populate.h"
@@ -111,10 +110,10 @@ std::string what_to_change(const MemoryHeadroom& headroom, const std::string& sh
 }
 
 // Takes the memory of regions that are kept for nobody's use now, if it is needed.
-void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vector<std::string>* removed) {
+void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vector<std::string>* swept) {
   MemoryHeadroom headroom = memory_headroom(options.shm_directory);
   if (needed <= headroom.bytes) return;
-  *removed = remove_unheld_files(options.shm_directory, Unheld::kKept);
+  std::ranges::move(remove_unheld_files(options.shm_directory, Unheld::kKept), std::back_inserter(*swept));
   headroom = memory_headroom(options.shm_directory);
   if (needed <= headroom.bytes) return;
   throw_resource(
@@ -122,16 +121,6 @@ void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vec
       "available, limited by {}: {}",
       format_bytes(options.bytes), options.bytes, needed, format_bytes(headroom.bytes), headroom.bytes,
       headroom.limited_by, what_to_change(headroom, options.shm_directory));
-}
-
-std::uint64_t file_size(int fd) {
-  struct stat opened {};
-  return ::fstat(fd, &opened) == 0 ? static_cast<std::uint64_t>(opened.st_size) : 0;
-}
-
-std::uint64_t memory_taken(int fd) {
-  struct stat opened {};
-  return ::fstat(fd, &opened) == 0 ? static_cast<std::uint64_t>(opened.st_blocks) * 512 : 0;
 }
 
 std::uint64_t memory_of(const ControlPage::Sizes& sizes) {
@@ -149,9 +138,9 @@ std::uint64_t headroom_bytes(const std::string& shm_directory) {
 
 // The control page is allocated at once, so that no process dies writing to it.
 void fill_in(int fd, const RegionOptions& options, const ControlPage::Sizes& sizes,
-             std::vector<std::string>* removed) {
+             std::vector<std::string>* swept) {
   const std::uint64_t control = ControlPage::bytes(sizes.num_workers);
-  check_headroom(options, memory_of(sizes), removed);
+  check_headroom(options, memory_of(sizes), swept);
   if (const int error = ::posix_fallocate(fd, 0, static_cast<off_t>(control)); error != 0) {
     throw_resource("{} for the control page in {}: {}; enlarge it", format_bytes(control),
                    options.shm_directory, std::strerror(error));
@@ -182,11 +171,6 @@ bool take_over(int fd, std::uint64_t bytes, const RegionOptions& options, const 
   const Mapping page(fd, ControlPage::bytes(sizes.num_workers));
   ControlPage(page.start(), sizes).forget();
   return true;
-}
-
-std::string digest_of(std::string_view text) {
-  const XXH128_hash_t digest = XXH3_128bits(text.data(), text.size());
-  return fmt::format("{:016x}{:016x}", digest.high64, digest.low64);
 }
 
 }  // namespace
@@ -225,23 +209,18 @@ HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0) : options(giv
 
 SharedFile HostRegion::Impl::open_file(bool is_rank_0) {
   const std::string path = SharedFile::path_of(options.shm_directory, options.engine_id);
-  std::vector<std::string> removed;
   if (!options.keep_for.empty()) {
     if (!is_rank_0) return SharedFile::open_when_there(path, kRankZeroDeadline);
     SharedFile kept = SharedFile::adopt(
-        options.shm_directory, digest_of(options.keep_for), path,
+        options.shm_directory, options.keep_for, path,
         [this](int fd) { return take_over(fd, bytes(), options, sizes); }, kDyingEngine);
     if (kept.fd() >= 0) {  // an engine that was killed early has taken a part of its memory only
       const std::uint64_t all = memory_of(sizes);
-      check_headroom(options, all - std::min(all, memory_taken(kept.fd())), &removed);
-      swept.insert(swept.end(), removed.begin(), removed.end());
+      check_headroom(options, all - std::min(all, memory_taken(kept.fd())), &swept);
       return kept;
     }
   }
-  SharedFile made =
-      SharedFile::open_or_create(path, bytes(), [&](int fd) { fill_in(fd, options, sizes, &removed); });
-  swept.insert(swept.end(), removed.begin(), removed.end());
-  return made;
+  return SharedFile::open_or_create(path, bytes(), [&](int fd) { fill_in(fd, options, sizes, &swept); });
 }
 
 void HostRegion::Impl::check_area(std::uint32_t index) const {
@@ -393,9 +372,7 @@ std::span<std::byte> HostRegion::behind_areas(std::uint64_t bytes) {
   return {impl_->behind.start(), bytes};
 }
 
-bool HostRegion::keep() {
-  return impl_->file.keep(impl_->options.shm_directory, digest_of(impl_->options.keep_for));
-}
+bool HostRegion::keep() { return impl_->file.keep(impl_->options.shm_directory, impl_->options.keep_for); }
 
 const std::vector<std::string>& HostRegion::swept() const { return impl_->swept; }
 

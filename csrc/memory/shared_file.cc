@@ -61,8 +61,13 @@ bool is_ours(int fd) {
   return ::fstat(fd, &opened) == 0 && S_ISREG(opened.st_mode) && opened.st_uid == ::geteuid();
 }
 
-std::string kept_path_of(const std::string& directory, std::string_view digest, unsigned number) {
-  return fmt::format("{}/{}{}-{}", directory, kKeptNamePrefix, digest, number);
+std::string digest_of(std::string_view text) {
+  const XXH128_hash_t digest = XXH3_128bits(text.data(), text.size());
+  return fmt::format("{:016x}{:016x}", digest.high64, digest.low64);
+}
+
+std::string kept_path_of(const std::string& directory, std::string_view keep_for, unsigned number) {
+  return fmt::format("{}/{}{}-{}", directory, kKeptNamePrefix, digest_of(keep_for), number);
 }
 
 void check_is_ours(const std::string& path, int fd) {
@@ -115,14 +120,10 @@ void SharedFile::close_file() {
 }
 
 std::string SharedFile::path_of(const std::string& directory, std::string_view engine_id) {
-  const XXH128_hash_t digest = XXH3_128bits(engine_id.data(), engine_id.size());
-  return fmt::format("{}/{}{:016x}{:016x}", directory, kSharedNamePrefix, digest.high64, digest.low64);
+  return fmt::format("{}/{}{}", directory, kSharedNamePrefix, digest_of(engine_id));
 }
 
-std::uint64_t SharedFile::size() const {
-  struct stat opened {};
-  return ::fstat(fd_, &opened) == 0 ? static_cast<std::uint64_t>(opened.st_size) : 0;
-}
+std::uint64_t SharedFile::size() const { return file_size(fd_); }
 
 void SharedFile::unlink_name() {
   if (name_means(path_, fd_)) ::unlink(path_.c_str());
@@ -149,13 +150,13 @@ SharedFile SharedFile::open_when_there(const std::string& path, std::chrono::nan
                  std::chrono::duration_cast<std::chrono::seconds>(patience).count());
 }
 
-SharedFile SharedFile::adopt(const std::string& directory, std::string_view digest, const std::string& path,
+SharedFile SharedFile::adopt(const std::string& directory, std::string_view keep_for, const std::string& path,
                              const std::function<bool(int)>& take_over, std::chrono::nanoseconds patience) {
   const auto deadline = std::chrono::steady_clock::now() + patience;
   while (true) {
     bool any_held = false;
     for (unsigned number = 0; number < kMostKept; ++number) {
-      const std::string kept = kept_path_of(directory, digest, number);
+      const std::string kept = kept_path_of(directory, keep_for, number);
       SharedFile file = try_lock_kept(kept, &any_held);
       if (file.fd_ < 0) continue;
       if (!take_over(file.fd_)) {
@@ -195,11 +196,11 @@ SharedFile SharedFile::try_lock_kept(const std::string& path, bool* held) {
   return SharedFile(fd.release(), "");
 }
 
-bool SharedFile::keep(const std::string& directory, std::string_view digest) {
+bool SharedFile::keep(const std::string& directory, std::string_view keep_for) {
   struct stat opened {};
   bool is_kept = ::fstat(fd_, &opened) == 0 && opened.st_nlink > 1;  // as the engine before left it
   for (unsigned number = 0; number < kMostKept && !is_kept; ++number) {
-    is_kept = ::link(path_.c_str(), kept_path_of(directory, digest, number).c_str()) == 0;
+    is_kept = ::link(path_.c_str(), kept_path_of(directory, keep_for, number).c_str()) == 0;
   }
   unlink_name();
   return is_kept;
@@ -251,13 +252,22 @@ SharedFile SharedFile::try_create(const std::string& path, std::uint64_t bytes,
   return file;
 }
 
+std::uint64_t file_size(int fd) {
+  struct stat opened {};
+  return ::fstat(fd, &opened) == 0 ? static_cast<std::uint64_t>(opened.st_size) : 0;
+}
+
+std::uint64_t memory_taken(int fd) {
+  struct stat opened {};
+  return ::fstat(fd, &opened) == 0 ? static_cast<std::uint64_t>(opened.st_blocks) * 512 : 0;
+}
+
 std::vector<KeptRegion> kept_files(const std::string& directory) {
   std::vector<KeptRegion> found;
   for_each_of_ours(directory, [&](std::string_view name, const std::string&, int fd) {
-    struct stat opened {};
-    if (!name.starts_with(kKeptNamePrefix) || !is_ours(fd) || ::fstat(fd, &opened) != 0) return;
+    if (!name.starts_with(kKeptNamePrefix) || !is_ours(fd)) return;
     const bool is_held = ::flock(fd, LOCK_EX | LOCK_NB) != 0;
-    found.push_back({std::string(name), static_cast<std::uint64_t>(opened.st_blocks) * 512, is_held});
+    found.push_back({std::string(name), memory_taken(fd), is_held});
   });
   return found;
 }

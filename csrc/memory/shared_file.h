@@ -8,10 +8,10 @@
 // checked to still mean the locked file.
 //
 // A file that is to outlive its processes gets another name with keep(), of which
-// there are several for each digest: engines that could take over each other's file
-// may run side by side. A sweep leaves these names alone. adopt() takes one that
-// nobody holds and gives it the name of the engine as well, until keep(): so it is
-// still there when the engine dies before that.
+// there are several for each keep_for (see RegionOptions): engines that could take over
+// each other's file may run side by side. A sweep leaves these names alone. adopt() takes
+// one that nobody holds and gives it the name of the engine as well, until keep(): so it
+// is still there when the engine dies before that.
 //
 // Private to memory/. Not thread-safe; movable.
 #pragma once
@@ -29,7 +29,7 @@ namespace kv_offload {
 
 inline constexpr std::string_view kSharedNamePrefix = "kv_offload-";
 inline constexpr std::string_view kKeptNamePrefix = "kv_offload-kept-";
-inline constexpr unsigned kMostKept = 64;  // files of one digest
+inline constexpr unsigned kMostKept = 64;  // files of one keep_for
 
 class SharedFile {
  public:
@@ -48,12 +48,12 @@ class SharedFile {
   // Waits until another process has made the file at `path`. Throws ResourceError when
   // it has not after `patience`.
   static SharedFile open_when_there(const std::string& path, std::chrono::nanoseconds patience);
-  // A kept file of this digest that nobody holds, now also at `path`. It is removed
+  // A kept file of this keep_for that nobody holds, now also at `path`. It is removed
   // instead where `take_over(fd)` is false; nobody else holds it then. No file (fd() < 0)
   // when there is none, when `path` is another's, and where all are held for as long as
   // `patience`: an engine that is killed needs a moment to be gone. Whatever is not taken
   // stays as it is, also when take_over throws.
-  static SharedFile adopt(const std::string& directory, std::string_view digest, const std::string& path,
+  static SharedFile adopt(const std::string& directory, std::string_view keep_for, const std::string& path,
                           const std::function<bool(int fd)>& take_over, std::chrono::nanoseconds patience);
 
   int fd() const { return fd_; }
@@ -61,8 +61,8 @@ class SharedFile {
   // The name goes, the file stays for those who have it. Not an error when gone.
   void unlink_name();
   // It gets a kept name unless it has one, and loses the other. False when all kept names
-  // of this digest are taken: then it has none.
-  bool keep(const std::string& directory, std::string_view digest);
+  // of this keep_for are taken: then it has none.
+  bool keep(const std::string& directory, std::string_view keep_for);
 
  private:
   SharedFile(int fd, std::string path);
@@ -76,6 +76,10 @@ class SharedFile {
   int owner_pid_ = 0;  // a forked child shares the lock and must not give it back
   std::string path_;
 };
+
+// Of an open file; 0 where it cannot be asked.
+std::uint64_t file_size(int fd);
+std::uint64_t memory_taken(int fd);
 
 std::vector<KeptRegion> kept_files(const std::string& directory);
 

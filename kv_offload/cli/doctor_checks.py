@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 import kv_offload
-from kv_offload import vllm_versions
+from kv_offload import machine, vllm_versions
 from kv_offload.cli.terminal import rate
 from kv_offload.config import ConfigError, OffloadConfig
 from kv_offload.config_compat import SPEC_NAME, is_llmd_config, own_extra_config
@@ -93,14 +93,12 @@ def memory(config: OffloadConfig | None) -> Check:
 
 def kept_memory() -> list[Check]:
     """What servers that have ended left of their host memory; no check where that is nothing."""
-    from kv_offload import _core
-
-    left = [taken for _, taken, is_held in _core.kept_regions() if not is_held]
+    left = machine.kept_memory()
     if not left:
         return []
     text = (
         f"{format_bytes(sum(left))} kept by servers that have ended (keep_host_memory), for the next start; "
-        "one that needs the memory frees it, and so does rm /dev/shm/kv_offload-kept-*"
+        f"one that needs the memory frees it, and so does rm {machine.KEPT_REGIONS}"
     )
     return [Check("kept memory", "ok", text, {"regions": len(left), "bytes": sum(left)})]
 

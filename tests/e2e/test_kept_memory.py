@@ -60,9 +60,7 @@ def second(start: Serve, model: Path, reference: Reference, kept: set[str]) -> S
     server = serve(start, model)
     answers = ask_all(server, reference)
     hit_tokens = server.metric("kv_offload_hit_tokens_total", tier="cpu")
-    waiting.until(
-        lambda: bool(server.post("/reset_prefix_cache?reset_external=true")["success"]), 240, "a reset"
-    )
+    waiting.reset(server)
     return Second(answers, hit_tokens, server.ask(reference.prompts[0]), kill(server))
 
 

@@ -172,9 +172,7 @@ def test_a_kill_leaves_nothing_in_shared_memory(killed: Killed) -> None:
 @pytest.fixture(scope="module")
 def reset(third: Life, reference: Reference, root: Path) -> Answer:
     """Everything forgotten while serving; the first prompt asked again, recorded again."""
-    waiting.until(
-        lambda: bool(third.server.post("/reset_prefix_cache?reset_external=true")["success"]), 240, "a reset"
-    )
+    waiting.reset(third.server)
     answer = third.server.ask(reference.prompts[0])
     waiting.written(third.server)
     third.server.stop()

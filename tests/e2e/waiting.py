@@ -24,6 +24,11 @@ def step(server: LocalServer, **options: float) -> None:
     server.ask([7] * 16, max_tokens=1, **options)
 
 
+def reset(server: LocalServer) -> None:
+    """Until all that is cached is forgotten; vLLM refuses while requests run."""
+    until(lambda: bool(server.post("/reset_prefix_cache?reset_external=true")["success"]), 240, "a reset")
+
+
 def written(server: LocalServer, seconds: float = 240) -> None:
     """Until ``server`` has nothing left to write: neither queued nor in a temporary."""
     quiet = 0

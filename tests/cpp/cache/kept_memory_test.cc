@@ -4,6 +4,7 @@
 
 #include "cache/cache_fixture.h"
 #include "memory/shared_file.h"
+#include "memory/shm_fixture.h"
 
 namespace kv_offload {
 namespace {
@@ -12,14 +13,8 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 using ::testing::StartsWith;
 
-class KeptMemory : public ::testing::Test {
+class KeptMemory : public ShmTest {
  protected:
-  KeptMemory() {
-    std::string pattern = "/dev/shm/kept-test-XXXXXX";
-    directory_ = ::mkdtemp(pattern.data());
-  }
-  ~KeptMemory() override { std::filesystem::remove_all(directory_); }
-
   WorldOptions options(const std::string& identity = "weights") {
     WorldOptions made;
     made.tier = false;
@@ -57,15 +52,7 @@ class KeptMemory : public ::testing::Test {
     world.cache->end_step();
     return hit;
   }
-  std::vector<std::string> names() const {
-    std::vector<std::string> found;
-    for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
-      found.push_back(entry.path().filename());
-    }
-    return found;
-  }
 
-  std::string directory_;
   int engines_ = 0;
 };
 

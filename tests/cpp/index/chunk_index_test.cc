@@ -33,6 +33,12 @@ class ChunkIndexTest : public testing::Test {
     index_.make_resident(slot, ChunkOrigin::kStore);
     return slot;
   }
+  // And used by this request.
+  Slot store_for(std::uint32_t request, std::string_view name) {
+    const Slot slot = store(name);
+    index_.access(slot, request, 0);
+    return slot;
+  }
   ChunkEntry* find(std::string_view name) { return index_.find(key_of(name)); }
 };
 
@@ -63,10 +69,9 @@ TEST_F(ChunkIndexTest, AFillingChunkIsNoVictimAndAResidentOneIs) {
 }
 
 TEST_F(ChunkIndexTest, AHoldersOwnChunksAreSparedAndKeepTheirPlace) {
-  const Slot own = store("own"), later = store("later"), other = store("other");
-  index_.access(own, 7, 0);
-  index_.access(later, 7, 0);
-  index_.access(other, 8, 0);
+  const Slot own = store_for(7, "own");
+  store_for(7, "later");
+  const Slot other = store_for(8, "other");
   EXPECT_EQ(index_.victim(7), other);
   EXPECT_EQ(index_.victim(), own);
   EXPECT_EQ(index_.victim(8), own);
@@ -76,10 +81,8 @@ TEST_F(ChunkIndexTest, AHoldersOwnChunksAreSparedAndKeepTheirPlace) {
 }
 
 TEST_F(ChunkIndexTest, WhatAnotherRequestUsesIsNotSparedAnyMore) {
-  const Slot own = store("own"), shared = store("shared"), other = store("other");
-  index_.access(own, 7, 0);
-  index_.access(shared, 7, 0);
-  index_.access(other, 8, 0);
+  store_for(7, "own");
+  const Slot shared = store_for(7, "shared"), other = store_for(8, "other");
   EXPECT_EQ(index_.victim(7), other);
   index_.access(other, 7, 0);
   EXPECT_EQ(index_.victim(7), std::nullopt);
@@ -88,9 +91,7 @@ TEST_F(ChunkIndexTest, WhatAnotherRequestUsesIsNotSparedAnyMore) {
 }
 
 TEST_F(ChunkIndexTest, APinOutlivesTheSparing) {
-  const Slot own = store("own"), other = store("other");
-  index_.access(own, 7, 0);
-  index_.access(other, 8, 0);
+  const Slot own = store_for(7, "own"), other = store_for(8, "other");
   EXPECT_EQ(index_.victim(7), other);
   index_.pin(own);
   EXPECT_EQ(index_.victim(), other);
@@ -99,9 +100,7 @@ TEST_F(ChunkIndexTest, APinOutlivesTheSparing) {
 }
 
 TEST_F(ChunkIndexTest, TheSparingOutlivesAPin) {
-  const Slot own = store("own"), other = store("other");
-  index_.access(own, 7, 0);
-  index_.access(other, 8, 0);
+  const Slot own = store_for(7, "own"), other = store_for(8, "other");
   EXPECT_EQ(index_.victim(7), other);
   index_.pin(own);
   index_.unpin(own);
@@ -109,9 +108,7 @@ TEST_F(ChunkIndexTest, TheSparingOutlivesAPin) {
 }
 
 TEST_F(ChunkIndexTest, AnErasedChunkThatWasSparedLeavesNothingToTheNextInItsSlot) {
-  const Slot own = store("own"), other = store("other");
-  index_.access(own, 7, 0);
-  index_.access(other, 8, 0);
+  const Slot own = store_for(7, "own"), other = store_for(8, "other");
   EXPECT_EQ(index_.victim(7), other);
   index_.erase(own);
   EXPECT_EQ(store("next"), own);

@@ -14,7 +14,7 @@ namespace kv_offload {
 
 inline constexpr std::uint64_t kMiB = 1024 * 1024;
 
-class ShmTest : public testing::Test {
+class ShmTest : public ::testing::Test {
  protected:
   ShmTest() {
     std::string pattern = "/dev/shm/region-test-XXXXXX";
