@@ -16,8 +16,9 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+import small_core
 from mooncake_store import MooncakeProcesses, make_fake_package, mooncake_store
-from small_core import SHARD_BYTES, attach, keys, make_cache, store
+from small_core import SHARD_BYTES, attach, keys, store
 
 from kv_offload import _core
 from kv_offload.tiers.mooncake import MooncakeTierConfig
@@ -41,9 +42,21 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeProcesses
         yield running
 
 
+OPENED: list[Any] = []
+
+
 @pytest.fixture
-def region(tmp_path: Path) -> Any:
-    return attach(tmp_path)
+def region(tmp_path: Path) -> Iterator[Any]:
+    """And the end of the caches over it: one that a test that failed leaves open would go on starting
+    processes, which other tests count."""
+    yield attach(tmp_path)
+    while OPENED:
+        OPENED.pop().close()
+
+
+def make_cache(*args: Any, **options: Any) -> Any:
+    OPENED.append(small_core.make_cache(*args, **options))
+    return OPENED[-1]
 
 
 @pytest.fixture
