@@ -1,16 +1,18 @@
 """Two servers and one store, for each kind of tier beyond the host: what one computes the other loads, also
-when the one only prefills and the other decodes; the store dies and is back empty while requests run.
+when the one only prefills and the other decodes; a store that is slow is computed around; it dies and is back
+empty while requests run.
 
 Its password or keys are in the environment of the servers, and in no line that they log.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -23,10 +25,13 @@ from mooncake_store import MooncakeProcesses
 from proxies import AWAITING, DEMO, NIXL, P2P, Protocol, Proxy
 from s3_server import ACCESS, BUCKET, SECRET, S3Server
 from setting import PROMPT_BLOCKS, Reference, Serve
+from slow_link import SlowLink
 
 WHOLE = PROMPT_BLOCKS * BLOCK
 ASK_SECONDS = 120  # for one answer, whatever the store does
 HOST_MEMORY = "56MiB"  # two prompts of the six: one that returns comes from the store
+ONE_PROMPT = "28MiB"
+THROTTLED = 1_000_000  # bytes a second: a prompt takes 25 s, computing it some 3 s on two old cores
 PASSWORD = "correct-horse-e2e"
 
 
@@ -70,6 +75,12 @@ class Redis:
     def tier(self) -> dict[str, Any]:
         return {"type": "redis", "url": f"unix://{self.socket}", "password_env": "KV_E2E_PASSWORD"}
 
+    def link(self) -> SlowLink:
+        return SlowLink(str(self.socket))
+
+    def tier_over(self, link: SlowLink) -> dict[str, Any]:
+        return self.tier() | {"url": f"redis://127.0.0.1:{link.port}"}
+
     def records(self) -> int:
         return int(self._cli("DBSIZE")) - 1  # the epoch
 
@@ -101,6 +112,12 @@ class S3:
 
     def tier(self) -> dict[str, Any]:
         return {"type": "s3", "bucket": BUCKET, "endpoint": self.server.endpoint}
+
+    def link(self) -> SlowLink:
+        return SlowLink(("127.0.0.1", self.server.ports["s3"]))
+
+    def tier_over(self, link: SlowLink) -> dict[str, Any]:
+        return self.tier() | {"endpoint": f"http://127.0.0.1:{link.port}"}
 
     def records(self) -> int:
         return len(self.server.records())
@@ -145,16 +162,22 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         running.kill()
 
 
-@pytest.fixture(scope="module")
-def servers(start: Serve, model: Path, store: Store) -> Iterator[tuple[LocalServer, LocalServer]]:
-    tier = {**store.tier(), "op_deadline_ms": 30_000}
+def start_over(
+    start: Serve, model: Path, store: Store, tier: dict[str, Any], host_memory: str, **options: Any
+) -> LocalServer:
+    tier = {**tier, "op_deadline_ms": 30_000}
+    config = kv_transfer_config(host_memory, secondary_tiers=[tier], lookup_deadline_ms=60_000, **options)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in store.environment.items():
             patch.setenv(name, value)
-        config = kv_transfer_config(
-            HOST_MEMORY, secondary_tiers=[tier], load_policy="always", lookup_deadline_ms=60_000
-        )
-        first, second = (start(model, config) for _ in range(2))
+        return start(model, config)
+
+
+@pytest.fixture(scope="module")
+def servers(start: Serve, model: Path, store: Store) -> Iterator[tuple[LocalServer, LocalServer]]:
+    first, second = (
+        start_over(start, model, store, store.tier(), HOST_MEMORY, load_policy="always") for _ in range(2)
+    )
     yield first, second
     first.stop()
     second.stop()
@@ -257,6 +280,52 @@ def test_a_server_that_awaits_records_loads_them_whole_behind_a_proxy_that_does_
 ) -> None:
     answers = ask_at_once(AWAITING, servers, reference)
     assert [answer.cached_tokens for answer in answers] == [WHOLE] * len(answers)
+
+
+def test_a_store_that_is_slower_than_computing_is_computed_around(
+    start: Serve,
+    model: Path,
+    servers: tuple[LocalServer, LocalServer],
+    store: Store,
+    reference: Reference,
+) -> None:
+    if isinstance(store, Mooncake):
+        pytest.skip("its clients tell each other where they listen: nothing can be put between them")
+    prompts = itertools.cycle(zip(reference.prompts[:3], reference.answers[:3], strict=True))  # recorded
+    with store.link() as link, start_over(start, model, store, store.tier_over(link), ONE_PROMPT) as server:
+
+        def ask() -> None:
+            prompt, expected = next(prompts)
+            assert_same([server.ask(prompt, timeout=ASK_SECONDS)], [expected])
+
+        def hits() -> float:
+            return server.metric("kv_offload_hit_tokens_total", tier=store.tier()["type"])
+
+        def missed() -> float:
+            return server.metric("kv_offload_miss_tokens_total", reason="recompute_cheaper")
+
+        def happens(what: str, is_seen: Callable[[], bool]) -> None:
+            def asked() -> bool:
+                ask()
+                return is_seen()
+
+            waiting.until(asked, 300, f"{what}\n{server.log_tail()}")
+
+        answer = server.ask(reference.prompts[5])  # what computing costs it learns from this one
+        assert_same([answer], [reference.answers[5]])
+        assert answer.cached_tokens == 0
+        happens("a load", lambda: hits() >= WHOLE)
+        link.bytes_per_second = THROTTLED
+        happens("a prompt that is computed by choice", lambda: missed() > 0)  # it must find out by itself
+        loaded, computed = hits(), missed()
+        for _ in range(3):
+            ask()
+        assert hits() == loaded
+        assert missed() >= computed + 2 * WHOLE  # of three; of what is left in host memory nothing is missed
+
+        link.bytes_per_second = 0
+        happens("loads again", lambda: hits() >= loaded + WHOLE)
+        assert server.metric("kv_offload_failures_total") == 0
 
 
 class Asking:

@@ -1,0 +1,87 @@
+"""A way to a server that can be made slow: what it answers comes at so many bytes a second."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from types import TracebackType
+
+PIECE = 64 * 1024  # bytes passed on at a time
+
+
+class SlowLink:
+    """Listens on loopback, at ``port``, and passes on what is said to the server at ``target`` (a Unix
+    socket's path, or a host and port) and by it. To be used as a context.
+
+    ``bytes_per_second``: of all that the server says, over all connections; 0, as at the beginning: as fast
+    as it is. May be set at any time.
+    """
+
+    def __init__(self, target: str | tuple[str, int]) -> None:
+        self.bytes_per_second = 0
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._free_at = 0.0  # when the last byte so far will have passed
+        self._open: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+
+    def __enter__(self) -> SlowLink:
+        self._threads[0].start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bytes_per_second = 0
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._threads[0].join()
+        for end in self._open:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for end in [self._listener, *self._open]:
+            end.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self._open.append(client)
+            family = socket.AF_UNIX if isinstance(self._target, str) else socket.AF_INET
+            server = socket.socket(family, socket.SOCK_STREAM)
+            self._open.append(server)
+            try:
+                server.connect(self._target)
+            except OSError:
+                client.shutdown(socket.SHUT_RDWR)
+                continue
+            for source, sink, slow in ((client, server, False), (server, client, True)):
+                thread = threading.Thread(target=self._pass_on, args=(source, sink, slow))
+                self._threads.append(thread)
+                thread.start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, slow: bool) -> None:
+        with contextlib.suppress(OSError):
+            while piece := source.recv(PIECE):
+                if slow:
+                    self._wait_for(len(piece))
+                sink.sendall(piece)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _wait_for(self, count: int) -> None:
+        rate = self.bytes_per_second
+        if rate == 0:
+            return
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + count / rate
+            until = self._free_at
+        time.sleep(max(0.0, until - time.monotonic()))
