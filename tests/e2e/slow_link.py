@@ -27,10 +27,11 @@ class SlowLink:
         self._lock = threading.Lock()
         self._free_at = 0.0  # when the last byte so far will have passed
         self._open: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
+        self._acceptor = threading.Thread(target=self._accept)
+        self._threads: list[threading.Thread] = []  # two a connection
 
     def __enter__(self) -> SlowLink:
-        self._threads[0].start()
+        self._acceptor.start()
         return self
 
     def __exit__(
@@ -38,7 +39,7 @@ class SlowLink:
     ) -> None:
         self.bytes_per_second = 0
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
-        self._threads[0].join()
+        self._acceptor.join()
         for end in self._open:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

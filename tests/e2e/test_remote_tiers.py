@@ -283,15 +283,11 @@ def test_a_server_that_awaits_records_loads_them_whole_behind_a_proxy_that_does_
 
 
 def test_a_store_that_is_slower_than_computing_is_computed_around(
-    start: Serve,
-    model: Path,
-    servers: tuple[LocalServer, LocalServer],
-    store: Store,
-    reference: Reference,
+    start: Serve, model: Path, store: Store, reference: Reference
 ) -> None:
     if isinstance(store, Mooncake):
         pytest.skip("its clients tell each other where they listen: nothing can be put between them")
-    prompts = itertools.cycle(zip(reference.prompts[:3], reference.answers[:3], strict=True))  # recorded
+    prompts = itertools.cycle(zip(reference.prompts[:3], reference.answers[:3], strict=True))
     with store.link() as link, start_over(start, model, store, store.tier_over(link), ONE_PROMPT) as server:
 
         def ask() -> None:
