@@ -91,13 +91,13 @@ Status MooncakeStore::is_there(const std::string& key, Deadline until, bool* the
 Status MooncakeStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const std::string key = key_of(op.key, epoch);
   const Deadline asked_until = deadline();
-  // Asking costs less than to make and to move the bytes of a record that another wrote.
   const bool replace = was_left_wrong(key);
-  bool there = false;
-  if (!replace) {
+  if (!replace && ask_first_.should_ask()) {
+    bool there = false;
     if (Status status = is_there(key, asked_until, &there); !status) return status;
+    ask_first_.answered(there);
+    if (there) return Status::ok();
   }
-  if (there) return Status::ok();
 
   const auto left = asked_until - std::chrono::steady_clock::now();
   OutgoingRecord record(form_, options_.namespace_id, op);

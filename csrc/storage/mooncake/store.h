@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/thread_annotations.h"
+#include "storage/ask_first.h"
 #include "storage/mooncake/client.h"
 #include "storage/mooncake/tier.h"
 #include "storage/named_epochs.h"
@@ -63,6 +64,7 @@ class MooncakeStore final : public RecordStore {
   const std::string prefix_, start_key_;
   Client client_;
   RecordForm form_;
+  AskFirst ask_first_;
   std::atomic<bool> stopped_{false};
   NamedEpochs epochs_;
   Mutex mutex_;

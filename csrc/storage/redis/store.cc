@@ -93,14 +93,17 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   const std::string key = key_of(op.key, epoch);
   const std::string ttl = std::to_string(options_.ttl_seconds);
   const bool expires = options_.ttl_seconds > 0;
-  // Another may have written it: asking costs less than its bytes. One that expires lives on.
   Reply reply;
-  const Connection::Words ask =
-      expires ? Connection::Words{"EXPIRE", key, ttl} : Connection::Words{"EXISTS", key};
-  if (Status status = call(OpKind::kWrite, ask, until, &reply); !status) return status;
-  if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
-  if (reply.kind != Reply::Kind::kInteger) return unexpected();
-  if (reply.integer == 1) return Status::ok();
+  if (ask_first_.should_ask()) {
+    // One that expires lives on.
+    const Connection::Words ask =
+        expires ? Connection::Words{"EXPIRE", key, ttl} : Connection::Words{"EXISTS", key};
+    if (Status status = call(OpKind::kWrite, ask, until, &reply); !status) return status;
+    if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
+    if (reply.kind != Reply::Kind::kInteger) return unexpected();
+    ask_first_.answered(reply.integer == 1);
+    if (reply.integer == 1) return Status::ok();
+  }
 
   OutgoingRecord record(form_, options_.namespace_id, op);
   if (Status status = record.encode(); !status) return status;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/thread_annotations.h"
+#include "storage/ask_first.h"
 #include "storage/named_epochs.h"
 #include "storage/record_store.h"
 #include "storage/redis/cluster.h"
@@ -53,6 +54,7 @@ class RedisStore final : public RecordStore {
   const std::string prefix_, start_key_;
   Cluster cluster_;
   RecordForm form_;
+  AskFirst ask_first_;
   std::atomic<unsigned> maintained_{0};
   std::atomic<bool> stopped_{false};
   NamedEpochs epochs_;

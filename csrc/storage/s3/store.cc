@@ -18,6 +18,39 @@ bool is_done(const Answer& answer) { return answer.status == 200 || answer.statu
 // Another was faster, or is about to be.
 bool is_refused_condition(const Answer& answer) { return answer.status == 412 || answer.status == 409; }
 
+// Sums, or opens, a record while it comes. Of an answer that does not say how long it is nothing is begun.
+class OpenedAsItComes final : public FillObserver {
+ public:
+  explicit OpenedAsItComes(IncomingRecord& record) : record_(record) {}
+
+  void filled(std::span<std::byte> part, std::uint64_t announced) noexcept override {
+    if (!status_) return;
+    try {
+      if (came_ < kRecordHeaderBytes) {
+        // The header page is a piece of its own, so no part goes beyond it.
+        if (came_ + part.size() == kRecordHeaderBytes && announced > 0) {
+          status_ = record_.begin(announced);
+          begun_ = true;
+        }
+      } else if (begun_) {
+        status_ = record_.add(part.data(), part);
+      }
+    } catch (const std::exception& error) {
+      status_ = Status::error(StatusKind::kIo, error.what());
+    }
+    came_ += part.size();
+  }
+  bool begun() const { return begun_; }
+  // After the last byte; as IncomingRecord::open().
+  Status finish() { return status_ ? record_.finish() : status_; }
+
+ private:
+  IncomingRecord& record_;
+  Status status_;
+  std::uint64_t came_ = 0;
+  bool begun_ = false;
+};
+
 }  // namespace
 
 S3Store::S3Store(const S3TierOptions& options)
@@ -52,17 +85,18 @@ Status S3Store::is_there(const std::string& key, Deadline until, bool* there) {
   return *there || answer.status == 404 ? Status::ok() : refusal(answer, options_.bucket);
 }
 
-// Asking first costs less than the bytes of a record that another wrote, also where a look-up found none:
-// that is as old as the prompt took to compute, and of a prefix not every key was looked at. No
-// If-None-Match: two who write a record at once write the same, and not every store knows it.
+// A record may be there also where a look-up found none: that is as old as the prompt took to compute, and of
+// a prefix not every key was looked at. No If-None-Match: two who write a record at once write the same, and
+// not every store knows it.
 Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const Deadline until = deadline();
   Request request{.verb = Verb::kPut, .key = key_of(op.key, epoch)};
-  bool there = false;
-  if (!was_left_wrong(request.key)) {
+  if (!was_left_wrong(request.key) && ask_first_.should_ask()) {
+    bool there = false;
     if (Status status = is_there(request.key, until, &there); !status) return status;
+    ask_first_.answered(there);
+    if (there) return Status::ok();
   }
-  if (there) return Status::ok();
 
   OutgoingRecord record(form_, options_.namespace_id, op);
   if (Status status = record.encode(); !status) return status;
@@ -87,6 +121,8 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
   Request request{.verb = Verb::kGet, .key = key_of(op.key, epoch)};
   request.into = record.pieces();
   request.least_bytes = kRecordHeaderBytes;
+  OpenedAsItComes opened(record);
+  request.observer = &opened;
   Answer answer;
   if (Status status = client_.call(request, until, &answer); !status) return status;
   if (answer.status != 200) return refusal(answer, options_.bucket);
@@ -96,7 +132,7 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
                                                              answer.length, record.most_bytes()));
   } else {
     status = record.check_length(answer.length);
-    if (status) status = record.open(answer.length);
+    if (status) status = opened.begun() ? opened.finish() : record.open(answer.length);
     if (status) *moved = record.payload_bytes();
   }
   // Damaged, or of another version of the format.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/thread_annotations.h"
+#include "storage/ask_first.h"
 #include "storage/named_epochs.h"
 #include "storage/record_store.h"
 #include "storage/s3/client.h"
@@ -53,6 +54,7 @@ class S3Store final : public RecordStore {
   const std::string prefix_, start_key_;
   Client client_;
   RecordForm form_;
+  AskFirst ask_first_;
   std::atomic<unsigned> maintained_{0};
   std::atomic<bool> stopped_{false};
   NamedEpochs epochs_;

@@ -103,7 +103,9 @@ bool Transfer::body(const char* data, std::size_t bytes) {
   while (bytes > 0) {
     const auto& to = request_.into[piece_];
     const std::size_t part = std::min(bytes, to.size() - at_);
-    std::memcpy(to.data() + at_, data, part);
+    const std::span<std::byte> filled = to.subspan(at_, part);
+    std::memcpy(filled.data(), data, part);
+    if (request_.observer != nullptr) request_.observer->filled(filled, has_length_ ? announced_ : 0);
     data += part;
     bytes -= part;
     at_ += part;

@@ -73,6 +73,17 @@ TEST_F(RedisTierTest, a_record_lies_there_as_it_would_on_a_disk) {
   EXPECT_EQ(value.find_first_not_of('\0', kRecordHeaderBytes + 5000), kRecordHeaderBytes + 8192);
 }
 
+TEST_F(RedisTierTest, where_nobody_else_writes_few_writes_ask_first) {
+  TierDriver user(open());
+  const auto questions = [&](std::uint32_t first, std::uint32_t writes) {
+    const std::size_t before = medium_.proxy.faults.seen(Verb::kLocate);
+    for (std::uint32_t i = 0; i < writes; ++i) EXPECT_TRUE(user.write(first + i));
+    return medium_.proxy.faults.seen(Verb::kLocate) - before;
+  };
+  EXPECT_EQ(questions(0, AskFirst::kRun), AskFirst::kRun);
+  EXPECT_EQ(questions(1000, 2 * AskFirst::kEvery), 2u);
+}
+
 TEST_F(RedisTierTest, large_records_and_many_shards_come_back_whole) {
   TierDriver user(open());
   for (const ShardSizes& sizes : {ShardSizes{8 << 20}, ShardSizes(kMaxShards, 40000)}) {

@@ -112,6 +112,22 @@ TEST_F(S3TierTest, an_answer_without_sense_is_a_failure) {
   EXPECT_TRUE(read(store, 1));
 }
 
+TEST_F(S3TierTest, where_nobody_else_writes_few_writes_ask_first) {
+  s3::S3Store store(options());
+  const auto questions = [&](std::uint32_t first, std::uint32_t writes) {
+    const std::size_t before = server_.faults.seen(Verb::kLocate);
+    for (std::uint32_t i = 0; i < writes; ++i) EXPECT_TRUE(write(store, first + i));
+    return server_.faults.seen(Verb::kLocate) - before;
+  };
+  EXPECT_EQ(questions(0, AskFirst::kRun), AskFirst::kRun);
+  EXPECT_EQ(questions(1000, 2 * AskFirst::kEvery), 2u);
+  for (std::uint32_t i = 0; i < AskFirst::kRun; ++i) EXPECT_TRUE(read(store, i));
+  s3::S3Store other(options());
+  for (std::uint32_t i = 0; i < AskFirst::kEvery; ++i) ASSERT_TRUE(write(other, 2000 + i));
+  questions(2000, AskFirst::kEvery);  // one of them finds what the other wrote
+  EXPECT_EQ(questions(3000, AskFirst::kRun), AskFirst::kRun);
+}
+
 TEST_F(S3TierTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
   s3::S3Store store(options());
   ASSERT_TRUE(write(store, 1));
