@@ -1,6 +1,6 @@
 """Mooncake's own client in a loop, for mooncake_bench.
 
-    python mooncake_alone.py MASTER THREADS BYTES RECORDS
+    python mooncake_alone.py MASTER WRITERS READERS BYTES RECORDS
 
 Prints GB/s of puts and of gets, and the processor time of this process for a GB of each. Each thread has a
 buffer of its own, registered; nothing looks at the bytes. Removes all objects of the store before and after;
@@ -34,7 +34,8 @@ def timed(threads: int, records: int, work: Callable[[int, int], None]) -> float
 
 
 def main() -> None:
-    master, threads, size, records = sys.argv[1], *map(int, sys.argv[2:5])
+    master, writers, readers, size, records = sys.argv[1], *map(int, sys.argv[2:6])
+    threads = max(writers, readers)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(1, 2)  # Mooncake logs to both
@@ -60,9 +61,9 @@ def main() -> None:
 
         total = records * size / 1e9
         start = time.process_time()
-        writing = timed(threads, records, put)
+        writing = timed(writers, records, put)
         written = time.process_time()
-        reading = timed(threads, records, get)
+        reading = timed(readers, records, get)
         used = (written - start, time.process_time() - written)
         rates = [total / writing, total / reading, used[0] / total, used[1] / total]
         store.remove_all(True)

@@ -6,10 +6,10 @@
 // The client alone: put_from and get_into in a loop from so many threads of one Python process, from memory
 // that is registered, looked at by nobody. The tier: the same number of records through submit and poll, with
 // header, checksum, the copy to the memory of its process, and two questions whether the record is there for
-// each write. Rounds alternate, and the ratio is that of the medians. A tier's write threads read, too.
-// Processor time is that of all processes but Mooncake's master and holder.
-// Prints JSON: GB/s of each, and the ratio. All objects of the store are removed between rounds: give it one
-// of its own (benchmarks/mooncake_bench.py does, and begins this program).
+// each write. Rounds alternate, and the ratio is that of the medians. A tier's write threads read, too: with
+// N threads both write on N and read on 2 N. Processor time is that of all processes but Mooncake's master
+// and holder. Prints JSON: GB/s of each, and the ratio. All objects of the store are removed between rounds:
+// give it one of its own (benchmarks/mooncake_bench.py does, and begins this program).
 #include <unistd.h>
 
 #include <cstdio>
@@ -46,8 +46,8 @@ struct Options {
 
 // The program prints four numbers; none of records: it only removes all.
 Rates client_alone(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
-  const std::string command = fmt::format("{} {} {} {} {} {}", options.python, options.alone, options.master,
-                                          threads, bytes, records);
+  const std::string command = fmt::format("{} {} {} {} {} {} {}", options.python, options.alone,
+                                          options.master, threads, bench::readers(threads), bytes, records);
   std::FILE* const output = ::popen(command.c_str(), "r");
   Rates rates;
   const bool all = output != nullptr && std::fscanf(output, "%lf %lf %lf %lf", &rates.write, &rates.read,
@@ -85,15 +85,11 @@ Rates through_the_tier(const Options& options, std::size_t threads, std::size_t 
                   options.master);
   tier_options.n_read_threads = tier_options.n_write_threads = static_cast<unsigned>(threads);
   const auto tier = make_mooncake_tier(tier_options);
-  std::vector<AlignedBuffer> rows;
-  for (std::size_t i = 0; i < 2 * threads; ++i) {
-    rows.emplace_back(bytes);
-    std::memset(rows.back().data(), 'v', bytes);
-  }
+  std::vector<AlignedBuffer> rows = bench::rows_for(threads, bytes);
   // As the client alone: memory that is there, and registered.
   const std::size_t others = 1 << 20;
   for (const OpKind kind : {OpKind::kWrite, OpKind::kRead, OpKind::kRead}) {
-    bench::pass(*tier, kind, rows, bytes, 4 * threads, others);
+    bench::pass(*tier, kind, rows, bytes, 2 * rows.size(), others);
   }
   const auto used = [] { return bench::cpu_seconds() + cpu_of_children(); };
   Rates rates;

@@ -9,10 +9,11 @@ CPU). All in one run on one machine; times are whole requests for one token, med
 files of both disk tiers are dropped from the page cache before the restart.
 
 ``--tier``, as often as wanted: the same with this tier in place of the disk (KIND=PLACE, a table of
-secondary_tiers as JSON, or "redis" and "s3" alone for a server that is started here), against computing.
-At the same place also LMCache, where it is installed (lmcache_beside.py tells how), and at one of S3 vLLM's
-own tier of objects, where NIXL is installed. Results are kept apart. On a server that is not started here
-records stay, under a prefix of their own, which is told: `kv-offload purge` takes it.
+secondary_tiers as JSON, or "redis", "s3" and "mooncake" alone for a server that is started here), against
+computing. At the same place also LMCache, where it is installed (lmcache_beside.py tells how), at one of S3
+vLLM's own tier of objects, where NIXL is installed, and at one of Mooncake vLLM's own connector, which has no
+host memory of its own. Results are kept apart. On a server that is not started here records stay, under a
+prefix of their own, which is told: `kv-offload purge` takes it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import random
 import statistics
@@ -67,6 +69,7 @@ class Setup:
     model: Path
     directory: Path
     prompts: list[list[int]]
+    more_environment: dict[str, str] = field(default_factory=dict)
 
     def serve(self, name: str, kv_transfer: dict[str, Any] | None) -> LocalServer:
         tokens = len(self.prompts[0])
@@ -76,7 +79,7 @@ class Setup:
             blocks=tokens // BLOCK + 8,  # one prompt: the next pushes it out
             kv_transfer=kv_transfer,
             max_model_len=tokens + BLOCK,
-            environment=environment(),
+            environment=environment() | self.more_environment,
         )
 
     def ask_all(self, server: LocalServer, what: str) -> list[Answer]:
@@ -273,7 +276,34 @@ def measure_objects(setup: Setup, entry: dict[str, Any]) -> Times | None:
     if importlib.util.find_spec("nixl") is None:
         say("vllm obj: not measured, as NIXL is not installed")
         return None
-    return measure(setup, "vllm obj", vllm_objects(entry), Remote("obj", None))
+    # Its tier reads NIXL's telemetry, which is off unless asked for: the engine would end at the first transfer.
+    with_telemetry = replace(setup, more_environment={"NIXL_TELEMETRY_ENABLE": "y"})
+    return measure(with_telemetry, "vllm obj", vllm_objects(entry), Remote("obj", None))
+
+
+def measure_mooncake_connector(setup: Setup, entry: dict[str, Any]) -> Times:
+    """vLLM's own connector, which stores to Mooncake from its cache and loads into it."""
+    config = setup.directory / "mooncake.json"
+    config.write_text(
+        json.dumps(
+            {
+                "metadata_server": entry.get("metadata", "P2PHANDSHAKE"),
+                "master_server_address": entry["master"],
+                "protocol": entry.get("protocol", "tcp"),
+                "mode": "standalone-store",
+                "global_segment_size": 0,
+                "local_buffer_size": "64MB",
+            }
+        )
+    )
+    connector = {
+        "kv_connector": "CpuMooncakeStoreConnector",
+        "kv_connector_module_path": "vllm_mooncake_on_cpu",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cache_prefix": f"{entry['key_prefix']}-vllm"},
+    }
+    told = replace(setup, more_environment={"MOONCAKE_CONFIG_PATH": str(config), "VLLM_HOST_IP": "127.0.0.1"})
+    return measure(told, "vllm mooncake", connector, Remote("mooncake", None))
 
 
 def measure_tiers(setup: Setup, entries: list[dict[str, Any]]) -> dict[str, Times]:
@@ -284,6 +314,8 @@ def measure_tiers(setup: Setup, entries: list[dict[str, Any]]) -> dict[str, Time
         found[f"LMCache {kind}"] = measure_lmcache(setup, entry)
         if kind == "s3":
             found["vllm obj"] = measure_objects(setup, entry)
+        if kind == "mooncake":
+            found["vllm mooncake"] = measure_mooncake_connector(setup, entry)
     return {name: times for name, times in found.items() if times is not None}
 
 

@@ -7,7 +7,8 @@
 // The library alone: SET and GET in a loop on a connection for each thread, values from one buffer, replies
 // freed and not looked at. The tier: the same number of records through submit and poll, with header,
 // checksum and one question whether the record is there already before each write. Rounds alternate, and the
-// ratio is that of the medians. A tier's write threads read, too: with N threads it reads on 2 N connections.
+// ratio is that of the medians. A tier's write threads read, too: with N threads both write on N connections
+// and read on 2 N.
 // Prints JSON: GB/s of each, and the ratio. --presence: so many keys of one prompt, half of which are there:
 // one pipeline of EXISTS by the library, which reads the numbers, against prefetch_presence() until
 // contains() knows each, and what the thread that asks spends on it. The server's data are removed between
@@ -58,7 +59,7 @@ void flush(const redis::Server& server) {
 
 Rates library_alone(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
   std::vector<valkeyContext*> contexts;
-  for (std::size_t t = 0; t < threads; ++t) contexts.push_back(connect(options.server));
+  for (std::size_t t = 0; t < bench::readers(threads); ++t) contexts.push_back(connect(options.server));
   const std::string value(bytes, 'v');
   const auto command = [&](std::size_t thread, std::vector<std::string_view> words, int expected) {
     std::vector<const char*> data;
@@ -75,13 +76,16 @@ Rates library_alone(const Options& options, std::size_t threads, std::size_t byt
   Rates rates;
   const double total = static_cast<double>(bytes * records) / 1e9;
   rates.write = total / timed(threads, records, [&](std::size_t t, std::size_t first, std::size_t last) {
+                  bench::give_way();
                   for (std::size_t i = first; i < last; ++i)
                     command(t, {"SET", bench::key_of(i).hex(), value}, VALKEY_REPLY_STATUS);
                 });
-  rates.read = total / timed(threads, records, [&](std::size_t t, std::size_t first, std::size_t last) {
-                 for (std::size_t i = first; i < last; ++i)
-                   command(t, {"GET", bench::key_of(i).hex()}, VALKEY_REPLY_STRING);
-               });
+  rates.read =
+      total / timed(contexts.size(), records, [&](std::size_t t, std::size_t first, std::size_t last) {
+        if (t >= threads) bench::give_way();
+        for (std::size_t i = first; i < last; ++i)
+          command(t, {"GET", bench::key_of(i).hex()}, VALKEY_REPLY_STRING);
+      });
   for (valkeyContext* context : contexts) valkeyFree(context);
   return rates;
 }

@@ -14,10 +14,17 @@
 #include <vector>
 
 #include "base/aligned_buffer.h"
+#include "base/thread.h"
 #include "bench.h"
 #include "storage/tier.h"
 
 namespace kv_offload::bench {
+
+// How many threads of a tier read that has so many to read and so many to write: those that write read, too.
+constexpr std::size_t readers(std::size_t threads) { return 2 * threads; }
+// What a tier's threads that write do. The library's are to run with the same share of the processor: all
+// when they write, and those behind the first half of the readers.
+inline void give_way() { begin_thread("library", CpuShare::kBackground); }
 
 struct Rates {
   double write = 0, read = 0;          // GB/s
@@ -80,17 +87,23 @@ inline double pass(Tier& tier, OpKind kind, std::vector<AlignedBuffer>& rows, st
       free_rows.push_back(row_of[completion.id - 1]);
       ++ended;
     }
-    if (done.empty()) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (done.empty()) std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   return static_cast<double>(bytes * records) / 1e9 / (now() - start);
 }
 
-inline Rates write_and_read(Tier& tier, std::size_t threads, std::size_t bytes, std::size_t records) {
+// Rows for all threads of a tier, and as many again that wait: an engine submits a prompt at once.
+inline std::vector<AlignedBuffer> rows_for(std::size_t threads, std::size_t bytes) {
   std::vector<AlignedBuffer> rows;
-  for (std::size_t i = 0; i < 2 * threads; ++i) {
+  for (std::size_t i = 0; i < 2 * readers(threads); ++i) {
     rows.emplace_back(bytes);
     std::memset(rows.back().data(), 'v', bytes);
   }
+  return rows;
+}
+
+inline Rates write_and_read(Tier& tier, std::size_t threads, std::size_t bytes, std::size_t records) {
+  std::vector<AlignedBuffer> rows = rows_for(threads, bytes);
   // As an engine does when a prompt comes.
   std::vector<ChunkKey> keys;
   for (std::size_t i = 0; i < records; ++i) keys.push_back(key_of(i));
@@ -171,13 +184,13 @@ void compare_presence(std::size_t count, unsigned rounds, Alone alone, Fresh fre
 }
 
 // Rounds alternate; prints JSON of the medians, and their ratio; and the processor time that a GB took, which
-// is the same on a busy machine. A tier's write threads are nice, so the library's should be for its writes.
+// is the same on a busy machine.
 // `before()` empties the server; `alone` and `tier` are given the bytes and the number of records.
 template <typename Before, typename Alone, typename Through>
 void compare(std::size_t kib, std::size_t threads, unsigned rounds, std::size_t total_mebibytes,
              Before before, Alone alone, Through tier) {
   const std::size_t bytes = kib << 10;
-  const std::size_t records = std::max<std::size_t>((total_mebibytes << 20) / bytes, 2 * threads);
+  const std::size_t records = std::max<std::size_t>((total_mebibytes << 20) / bytes, 2 * readers(threads));
   std::vector<double> write[2], read[2], write_cpu[2], read_cpu[2];
   for (unsigned round = 0; round < rounds; ++round) {
     before();

@@ -6,10 +6,11 @@
 //
 // Keys are AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. libcurl alone: PUT and GET in a loop on a connection
 // for each thread, the body of a PUT not summed up (--signed 1: it is, by OpenSSL, and the store compares),
-// answers taken and not looked at. The tier: the same number of records through submit and poll, with header
-// and checksum, all looked up before as those of a prompt are; to an http:// endpoint also with the SHA-256
-// that such a request is signed with: compare it with --signed 1. With N threads it writes on N connections
-// and reads on 2 N. Prints JSON: GB/s of each, and the ratio of the medians. --presence: so many keys of one
+// that of a GET copied to memory of the program's own, as libcurl asks for it, and not looked at. The tier:
+// the same number of records through submit and poll, with header and checksum, all looked up before as those
+// of a prompt are; to an http:// endpoint also with the SHA-256 that such a request is signed with: compare
+// it with --signed 1. With N threads both write on N connections and read on 2 N, since a tier's write
+// threads read, too. Prints JSON: GB/s of each, and the ratio of the medians. --presence: so many keys of one
 // prompt, of which the first half is there: as many HEADs in a row by the library as the halving needs,
 // against prefetch_presence() until contains() knows each, and what the thread that asks spends on it. Each
 // round writes under a new prefix, which starts with "bench-" and stays: give it a bucket of its own.
@@ -23,7 +24,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/thread.h"
 #include "bench.h"
 #include "remote_bench.h"
 #include "storage/s3/signature.h"
@@ -55,6 +55,9 @@ std::string new_prefix() {
          std::to_string(++count);
 }
 
+// What stands between a tier's prefix and a key: namespace and epoch. Stores take longer for longer names.
+std::string names_of_the_tier() { return "/" + std::string(64, 'a') + "/" + std::string(32, 'e') + "/"; }
+
 // libcurl, as a program would use it that wants nothing but the bytes.
 class Connection {
  public:
@@ -74,9 +77,13 @@ class Connection {
     curl_easy_setopt(easy_, CURLOPT_READDATA, this);
     end();
   }
-  void get(const std::string& key) {
+  // Into memory that has been used before.
+  void get(const std::string& key, std::size_t bytes) {
+    body_.resize(bytes);
+    filled_ = 0;
     begin("GET", key, s3::sha256_hex({}));
     end();
+    if (filled_ != bytes) fail("an answer is too short");
   }
   void head(const std::string& key) {  // there or not
     begin("HEAD", key, s3::sha256_hex({}));
@@ -104,6 +111,7 @@ class Connection {
     curl_easy_setopt(easy_, CURLOPT_HTTP_VERSION, static_cast<long>(CURL_HTTP_VERSION_1_1));  // 2 is slower
     curl_easy_setopt(easy_, CURLOPT_BUFFERSIZE, static_cast<long>(CURL_MAX_READ_SIZE));
     curl_easy_setopt(easy_, CURLOPT_WRITEFUNCTION, &Connection::on_body);
+    curl_easy_setopt(easy_, CURLOPT_WRITEDATA, this);
     curl_easy_setopt(easy_, CURLOPT_FAILONERROR, 1L);
     if (!bucket_.ca_file.empty()) curl_easy_setopt(easy_, CURLOPT_CAINFO, bucket_.ca_file.c_str());
   }
@@ -111,7 +119,13 @@ class Connection {
     if (const CURLcode code = curl_easy_perform(easy_); code != CURLE_OK) fail(curl_easy_strerror(code));
     curl_slist_free_all(std::exchange(headers_, nullptr));
   }
-  static std::size_t on_body(char*, std::size_t size, std::size_t count, void*) { return size * count; }
+  static std::size_t on_body(char* data, std::size_t size, std::size_t count, void* self) {
+    auto& to = *static_cast<Connection*>(self);
+    const std::size_t bytes = std::min(size * count, to.body_.size() - to.filled_);
+    std::memcpy(to.body_.data() + to.filled_, data, bytes);
+    to.filled_ += bytes;
+    return size * count;
+  }
   static std::size_t on_read(char* data, std::size_t size, std::size_t count, void* self) {
     std::string_view& from = static_cast<Connection*>(self)->at_;
     const std::size_t part = std::min(size * count, from.size());
@@ -125,17 +139,20 @@ class Connection {
   CURL* const easy_ = curl_easy_init();
   curl_slist* headers_ = nullptr;
   std::string_view at_;
+  std::string body_;
+  std::size_t filled_ = 0;
 };
 
 Rates library_alone(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
   std::vector<std::unique_ptr<Connection>> connections;
-  for (std::size_t t = 0; t < threads; ++t)
+  for (std::size_t t = 0; t < bench::readers(threads); ++t)
     connections.push_back(std::make_unique<Connection>(options.bucket, options.signed_bodies));
-  const std::string value(bytes, 'v'), prefix = new_prefix() + "/";
+  const std::string value(bytes, 'v'), prefix = new_prefix() + names_of_the_tier();
   const double total = static_cast<double>(bytes * records) / 1e9;
   const auto rate = [&](bool writes, auto work) {
-    return total / bench::timed(threads, records, [&](std::size_t t, std::size_t first, std::size_t last) {
-             if (writes) begin_thread("library-writes", CpuShare::kBackground);  // as the tier does
+    const std::size_t used = writes ? threads : connections.size();
+    return total / bench::timed(used, records, [&](std::size_t t, std::size_t first, std::size_t last) {
+             if (writes || t >= threads) bench::give_way();
              for (std::size_t i = first; i < last; ++i)
                work(*connections[t], prefix + bench::key_of(i).hex());
            });
@@ -144,7 +161,7 @@ Rates library_alone(const Options& options, std::size_t threads, std::size_t byt
   const double start = bench::cpu_seconds();
   rates.write = rate(true, [&](Connection& to, const std::string& key) { to.put(key, value); });
   const double written = bench::cpu_seconds();
-  rates.read = rate(false, [&](Connection& from, const std::string& key) { from.get(key); });
+  rates.read = rate(false, [&](Connection& from, const std::string& key) { from.get(key, bytes); });
   rates.write_cpu = (written - start) / total;
   rates.read_cpu = (bench::cpu_seconds() - written) / total;
   return rates;
