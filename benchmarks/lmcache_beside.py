@@ -4,7 +4,7 @@ It asks for other versions of packages that vLLM has too, so it goes into a dire
 
     pip install --no-deps --target DIRECTORY lmcache==0.5.6 aiofile aiofiles awscrt boto3 botocore caio \\
         jmespath nvtx opentelemetry-exporter-prometheus python-dateutil redis s3transfer six sortedcontainers
-    PYTHONPATH=DIRECTORY python benchmarks/prompt_reload.py --tier redis --tier s3
+    PYTHONPATH=DIRECTORY python benchmarks/remote_reload.py --tier redis --tier s3
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def model_named(entry: dict[str, Any], model: Path, directory: Path) -> Path:
     """
     if entry["type"] != "s3":
         return model
-    link = directory / entry["bucket"] / entry["prefix"]
+    link: Path = directory / entry["bucket"] / entry["prefix"]
     link.parent.mkdir(exist_ok=True)
     link.symlink_to(model)
     return link.relative_to(directory)

@@ -29,7 +29,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from local_server import LocalServer, kv_transfer_config
+from local_server import LocalServer as LocalServer
+from local_server import kv_transfer_config
 from reporting import describe_machine, say, write_results
 from same_for_all import environment
 from tiny_model import make_model

@@ -76,7 +76,8 @@ class Model:
         return tokenizer
 
     def _norm(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.epsilon) * weight
+        normed: np.ndarray = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.epsilon) * weight
+        return normed
 
     def _rotate(self, x: np.ndarray) -> np.ndarray:
         """By position; GGUF has the two of a pair side by side."""

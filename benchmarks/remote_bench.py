@@ -2,8 +2,9 @@
 
     python benchmarks/remote_bench.py redis|s3|s3-tls|mooncake --programs build/bench [--keep] [options]
 
-Starts a server of its own on loopback, and redis_bench, s3_bench or mooncake_bench from this directory, to which
-it hands on the other options; each tells what it compares. ``--keep`` keeps what it prints under results/.
+Starts a server of its own on loopback, and redis_bench, s3_bench or mooncake_bench from this directory, to
+which it hands on the other options; each tells what it compares. ``--keep`` keeps what it prints under
+results/.
 """
 
 from __future__ import annotations

@@ -36,7 +36,10 @@ AIM = 1.10
 LEARNING = 3  # requests that are not measured after the disk has changed
 PATIENT_MS = 120_000  # deadlines that do not end a slow load: its price is the question
 CHOICES = ("load", "partial", "recompute", "give_up", "probe")
-LOAD_POLICIES = {"auto": {}, "always": {"kv_transfer_params": {"load_policy": "always"}}}
+LOAD_POLICIES: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "always": {"kv_transfer_params": {"load_policy": "always"}},
+}
 
 
 @dataclass
@@ -170,7 +173,7 @@ def main() -> None:
             "environment": environment(),
         }
         with SlowDisk(folder / "directory", folder / "mounted", build(folder)) as disk:
-            common = {"eviction_policy": "lru", "lookup_deadline_ms": PATIENT_MS}
+            common: dict[str, Any] = {"eviction_policy": "lru", "lookup_deadline_ms": PATIENT_MS}
             tiered = kv_transfer_config(host_bytes, disk.mountpoint, **common)
             extra = tiered["kv_connector_extra_config"]
             extra["secondary_tiers"][0]["op_deadline_ms"] = PATIENT_MS

@@ -12,6 +12,7 @@ knows the future.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def measured(trace: Trace, core: Any, host: int, disk: int, rule: tuple[str, str
 
 
 def mean(row: dict[str, Any], figure: str) -> float:
-    return sum(kill[figure] for kill in row["kills"]) / len(row["kills"])
+    return statistics.fmean(kill[figure] for kill in row["kills"])
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

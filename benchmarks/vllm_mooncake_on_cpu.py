@@ -1,7 +1,7 @@
 """vLLM's own MooncakeStoreConnector on the CPU platform, for comparison.
 
-It runs as it is but for one thing: before it reads vLLM's cache it waits for an event of CUDA. On CPU the forward
-pass has ended by then, so there is nothing to wait for. Used by prompt_reload.py through
+It runs as it is but for one thing: before it reads vLLM's cache it waits for an event of CUDA. On CPU the
+forward pass has ended by then, so there is nothing to wait for. Used by remote_reload.py through
 ``kv_connector_module_path``.
 """
 
@@ -24,4 +24,4 @@ class NothingToWaitFor:
 class CpuMooncakeStoreConnector(MooncakeStoreConnector):  # type: ignore[misc]
     """MooncakeStoreConnector where no event of CUDA can be made."""
 
-    torch.cuda.Event = NothingToWaitFor  # type: ignore[assignment,misc]
+    torch.cuda.Event = NothingToWaitFor

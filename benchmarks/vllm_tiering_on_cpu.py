@@ -70,6 +70,8 @@ class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """TieringOffloadingSpec with MemcpyWorker."""
 
+    _worker: OffloadingWorker | None
+
     def _uses_shared_region(self) -> bool:
         return True
 

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import picture
+from dashboard import panels
 from local_prometheus import prometheus
 from local_server import LocalServer, kv_transfer_config
 
@@ -71,7 +72,7 @@ def main() -> None:
             transfer = kv_transfer_config(arguments.memory, folder / "kv", arguments.disk)
             with LocalServer(model, log, blocks=40, kv_transfer=transfer) as server:
                 count = draw(server, folder, arguments.seconds, arguments.file)
-    print(f"{count} of {len(picture.panels())} panels have data; {arguments.file}")
+    print(f"{count} of {len(panels())} panels have data; {arguments.file}")
 
 
 if __name__ == "__main__":

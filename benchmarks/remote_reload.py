@@ -1,0 +1,210 @@
+"""How much faster is a prompt reloaded from a server or a bucket than computed again?
+
+    python benchmarks/remote_reload.py --tier redis|s3|mooncake|KIND=PLACE|JSON [--tier ...] [--prompts 3]
+
+As prompt_reload.py, with these tiers in place of the disk: "redis", "s3" and "mooncake" alone are servers
+that are started here, JSON is a table of secondary_tiers. At the same place also LMCache, where it is
+installed (lmcache_beside.py tells how), at one of S3 vLLM's own tier of objects, where NIXL is installed, and
+at one of Mooncake vLLM's own connector, which has no host memory of its own. On a server that is not started
+here records stay, under a prefix of their own, which is told: `kv-offload purge` takes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import lmcache_beside
+from local_server import LocalServer, kv_transfer_config
+from prompt_reload import HOST_BYTES, WAIT_SECONDS, Setup, Times, make_prompts, measure
+from reporting import describe_machine, say, write_results
+from tier_places import OWN, entry_of
+from tiny_model import make_model
+
+OTHERS_WAIT_SECONDS = 30  # for what was computed to be written, by those who do not tell
+
+
+class Remote:
+    """A server below host memory, whose memory is its own.
+
+    ``is_written``: as many records as this are; None for those who do not tell, who are given a time.
+    """
+
+    def __init__(self, label: str, is_written: Callable[[LocalServer, int], bool] | None) -> None:
+        self.label, self._is_written = label, is_written
+
+    def wait_until_written(self, records: int, server: LocalServer) -> None:
+        seconds = WAIT_SECONDS if self._is_written else OTHERS_WAIT_SECONDS
+        give_up = time.monotonic() + seconds
+        while time.monotonic() < give_up:
+            server.ask([2] * 16, max_tokens=1)
+            time.sleep(1)
+            if self._is_written and self._is_written(server, records):
+                return
+        if self._is_written:
+            raise TimeoutError(f"not all of {records} chunks are written after {seconds} s")
+
+    def forget(self) -> None:
+        pass
+
+
+def vllm_objects(entry: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's own tier of objects at the same place, with its keys from the environment."""
+    config = kv_transfer_config(HOST_BYTES)
+    endpoint = str(entry.get("endpoint", ""))
+    scheme, _, host = endpoint.partition("://")
+    store = {"bucket": entry["bucket"], "endpoint_override": host, "scheme": scheme}
+    config["kv_connector_extra_config"] |= {
+        "spec_name": "CpuTieringSpec",
+        "spec_module_path": "vllm_tiering_on_cpu",
+        "secondary_tiers": [{"type": "obj", "prefix": f"{entry['prefix']}-vllm", "store_config": store}],
+    }
+    return config
+
+
+def measure_ours(setup: Setup, entry: dict[str, Any]) -> Times:
+    kind = entry["type"]
+
+    def is_written(server: LocalServer, records: int) -> bool:
+        return server.metric("kv_offload_write_seconds_count", tier=kind) >= records
+
+    config = kv_transfer_config(HOST_BYTES, secondary_tiers=[entry])
+    return measure(setup, f"kv_offload {kind}", config, Remote(kind, is_written))
+
+
+@contextlib.contextmanager
+def inside(directory: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def measure_lmcache(setup: Setup, entry: dict[str, Any]) -> Times | None:
+    """None where it is not installed, or cannot be given this place."""
+    kind = entry["type"]
+    if not lmcache_beside.is_installed():
+        say(f"LMCache {kind}: not measured, as LMCache is not installed")
+        return None
+    try:
+        server = lmcache_beside.LMCacheServer(entry, HOST_BYTES)
+    except ValueError as error:
+        say(f"LMCache {kind}: not measured, as {error}")
+        return None
+    place = Remote(kind, lambda _, records: server.has_written())
+    with inside(setup.directory):
+        model = lmcache_beside.model_named(entry, setup.model, setup.directory)
+        return measure(replace(setup, model=model), f"LMCache {kind}", server.kv_transfer, place)
+
+
+def measure_objects(setup: Setup, entry: dict[str, Any]) -> Times | None:
+    """None where NIXL is not installed."""
+    if importlib.util.find_spec("nixl") is None:
+        say("vllm obj: not measured, as NIXL is not installed")
+        return None
+    # Its tier reads NIXL's telemetry, which is off unless asked for: the engine ends at the first transfer.
+    with_telemetry = replace(setup, more_environment={"NIXL_TELEMETRY_ENABLE": "y"})
+    return measure(with_telemetry, "vllm obj", vllm_objects(entry), Remote("obj", None))
+
+
+def measure_mooncake_connector(setup: Setup, entry: dict[str, Any]) -> Times:
+    """vLLM's own connector, which stores to Mooncake from its cache and loads into it."""
+    config = setup.directory / "mooncake.json"
+    config.write_text(
+        json.dumps(
+            {
+                "metadata_server": entry.get("metadata", "P2PHANDSHAKE"),
+                "master_server_address": entry["master"],
+                "protocol": entry.get("protocol", "tcp"),
+                "mode": "standalone-store",
+                "global_segment_size": 0,
+                "local_buffer_size": "64MB",
+            }
+        )
+    )
+    connector = {
+        "kv_connector": "CpuMooncakeStoreConnector",
+        "kv_connector_module_path": "vllm_mooncake_on_cpu",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cache_prefix": f"{entry['key_prefix']}-vllm"},
+    }
+    told = replace(setup, more_environment={"MOONCAKE_CONFIG_PATH": str(config), "VLLM_HOST_IP": "127.0.0.1"})
+    return measure(told, "vllm mooncake", connector, Remote("mooncake", None))
+
+
+def measure_tiers(setup: Setup, entries: list[dict[str, Any]]) -> dict[str, Times]:
+    found: dict[str, Times | None] = {"none": measure(setup, "none", None, None)}
+    for entry in entries:
+        kind = entry["type"]
+        found[f"kv_offload {kind}"] = measure_ours(setup, entry)
+        found[f"LMCache {kind}"] = measure_lmcache(setup, entry)
+        if kind == "s3":
+            found["vllm obj"] = measure_objects(setup, entry)
+        if kind == "mooncake":
+            found["vllm mooncake"] = measure_mooncake_connector(setup, entry)
+    return {name: times for name, times in found.items() if times is not None}
+
+
+def tell(results: dict[str, Times], arguments: argparse.Namespace) -> None:
+    """Says it, and keeps it unless it was only tried out."""
+    medians = {name: times.medians() for name, times in results.items()}
+    baseline = medians["none"]["compute"]
+    say(f"machine: {describe_machine()['text']}")
+    say(f"{arguments.tokens} tokens, computed without a connector: {baseline:.2f} s")
+    for name, rows in medians.items():
+        if "disk" in rows:
+            say(f"  {name:18} after a restart {rows['disk']:7.3f} s   {baseline / rows['disk']:6.1f}x")
+    if arguments.dry:
+        return
+    write_results(
+        "remote_reload",
+        {
+            "tokens": arguments.tokens,
+            "model": arguments.kind,
+            "seconds": {name: asdict(times) for name, times in results.items()},
+            "ratio_to_recompute": {
+                name: baseline / rows["disk"] for name, rows in medians.items() if "disk" in rows
+            },
+        },
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tier", action="append", required=True)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
+    parser.add_argument("--directory", type=Path, help="for logs and the model; default: a temporary one")
+    parser.add_argument("--dry", action="store_true", help="for trying out: nothing is kept")
+    arguments = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.directory, prefix="remote-reload-") as name,
+        contextlib.ExitStack() as stack,
+    ):
+        directory = Path(name).resolve()
+        model = make_model(directory / "model", arguments.kind)
+        setup = Setup(model, directory, make_prompts(arguments.prompts, arguments.tokens))
+        places = [stack.enter_context(OWN[tier]()) if tier in OWN else tier for tier in arguments.tier]
+        results = measure_tiers(setup, [entry_of(place) for place in places])
+    tell(results, arguments)
+
+
+if __name__ == "__main__":
+    main()
