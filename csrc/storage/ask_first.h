@@ -14,7 +14,7 @@ namespace kv_offload {
 
 class AskFirst {
  public:
-  static constexpr std::uint32_t kRun = 64;   // answers "not there", one after the other
+  static constexpr std::uint32_t kRun = 16;   // answers "not there", one after the other
   static constexpr std::uint32_t kEvery = 8;  // of so many writes one asks then
 
   // Of the write that is about to begin.
