@@ -101,7 +101,9 @@ void PresenceCache::written(const ChunkKey& key, Era era) {
 }
 
 void PresenceCache::gone(const ChunkKey& key, TierRemoval::Reason reason, Era era) {
-  const Nanos until = clock_.now() + absent_for_;
+  // What was taken for there (of a prefix not every key is looked at) may be about to be written.
+  const bool vanished = reason == TierRemoval::Reason::kVanished;
+  const Nanos until = clock_.now() + (vanished ? std::min(kLeastAbsent, absent_for_) : absent_for_);
   const MutexLock lock(mutex_);
   if (era != era_) return;
   const Entry* entry = find(key);

@@ -43,6 +43,9 @@ std::size_t Transfer::on_header(char* data, std::size_t size, std::size_t count,
 }
 
 void Transfer::header(std::string_view line) {
+  // A trailer of a chunked body: what came is what was answered. It would be sent again for a status that
+  // came behind it, and whoever is told of `into` would have seen parts of two bodies.
+  if (came_ > 0 || error_bytes_ > 0) return;
   if (line.starts_with("HTTP/")) {  // a new answer: after "100 Continue"
     const std::size_t space = line.find(' ');
     status_ = space == line.npos ? 0 : static_cast<long>(number_of(line.substr(space + 1)));

@@ -170,6 +170,7 @@ TEST_F(PooledTierTest, one_that_cannot_be_reset_offers_nothing_more_after_a_rese
   EXPECT_FALSE(reader.has(1));
   EXPECT_EQ(reader.read(1).kind(), StatusKind::kNotFound);
   EXPECT_FALSE(reader.tier().stats().writable);
+  EXPECT_FALSE(reader.tier().stats().readable) << "nobody is to wait for a record of it";
   EXPECT_EQ(server_->epoch(), 1u) << "the others go on as they were";
   TierDriver later(open());
   EXPECT_TRUE(later.has(1));

@@ -99,6 +99,16 @@ TEST_F(PresenceCacheTest, what_is_gone_is_told_once_and_only_what_was_there) {
   EXPECT_EQ(of(1), Presence::kAbsent);
 }
 
+// Of a prefix not every key is looked at: it may not have been written yet.
+TEST_F(PresenceCacheTest, what_a_read_did_not_find_is_worth_asking_for_again_soon) {
+  ask(cache_, {key_of(1)});
+  cache_.answered(key_of(1), true, 0);
+  cache_.gone(key_of(1), TierRemoval::Reason::kVanished, 0);
+  EXPECT_EQ(of(1), Presence::kAbsent);
+  clock_.advance(PresenceCache::kLeastAbsent);
+  EXPECT_EQ(of(1), Presence::kWasAbsent);
+}
+
 TEST_F(PresenceCacheTest, what_is_given_up_is_absent_for_a_time) {
   ask(cache_, {key_of(1)});
   cache_.give_up_asking(std::vector{key_of(1), key_of(2)});

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "storage/s3/tier_fixture.h"
+#include "storage/sealed_medium.h"
 #include "with_threads.h"
 
 namespace kv_offload {
@@ -110,6 +111,32 @@ TEST_F(S3TierTest, an_answer_without_sense_is_a_failure) {
     EXPECT_EQ(read(store, 1).kind(), StatusKind::kIo) << text.substr(0, 30);
   }
   EXPECT_TRUE(read(store, 1));
+}
+
+// Or the request would be sent again, and a seal would vouch for parts of two bodies of which the row has
+// one.
+TEST_F(S3TierTest, what_stands_behind_a_body_does_not_make_another_answer_of_it) {
+  for (const bool sealed : {false, true}) {
+    S3TierOptions chosen = options();
+    chosen.prefix = sealed ? "sealed" : "plain";
+    if (sealed) chosen.form.keys = keys_of({1});
+    s3::S3Store store(chosen);
+    Row row({12288}), into({12288});
+    row.fill(1);
+    std::uint64_t moved = 0;
+    ASSERT_TRUE(store.write(op_of(OpKind::kWrite, 1, row), store.epoch(), &moved));
+    std::string name;
+    for (const std::string& one : server_.keys()) {
+      if (one.starts_with(chosen.prefix)) name = one;
+    }
+    const std::string whole = server_.get(name);
+    server_.answer(Verb::kRead,
+                   "HTTP/1.1 200 OK\r\nContent-Length: 16384\r\nTransfer-Encoding: chunked\r\n\r\n2000\r\n" +
+                       whole.substr(0, 8192) + "\r\n0\r\nHTTP/1.1 503 Busy: x\r\n\r\n",
+                   1);
+    server_.set(name, whole.substr(8192));
+    EXPECT_EQ(store.read(op_of(OpKind::kRead, 1, into), store.epoch(), &moved).kind(), StatusKind::kCorrupt);
+  }
 }
 
 TEST_F(S3TierTest, where_nobody_else_writes_few_writes_ask_first) {
