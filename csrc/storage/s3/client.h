@@ -71,12 +71,13 @@ class BodySink {
   virtual bool take(std::span<const std::byte> bytes) noexcept = 0;  // false: enough
 };
 
-// Told of each part of Request::into when a body of status 200 has filled it, in order, while it is in the
-// CPU's cache. announced: how long the whole body is, as the store says; 0: it does not.
+// Told of each part of Request::into when a body of status 200 has filled it, while it is in the CPU's cache.
+// offset: where it lies in all of `into`; what does not begin where the last part ended is of another body.
+// announced: how long the whole body is, as the store says; 0: it does not.
 class FillObserver {
  public:
   virtual ~FillObserver() = default;
-  virtual void filled(std::span<std::byte> part, std::uint64_t announced) noexcept = 0;
+  virtual void filled(std::span<std::byte> part, std::uint64_t offset, std::uint64_t announced) noexcept = 0;
 };
 
 struct Request {

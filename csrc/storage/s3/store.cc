@@ -18,12 +18,15 @@ bool is_done(const Answer& answer) { return answer.status == 200 || answer.statu
 // Another was faster, or is about to be.
 bool is_refused_condition(const Answer& answer) { return answer.status == 412 || answer.status == 409; }
 
+Status of_two_bodies() { return Status::error(StatusKind::kIo, "the store began its answer anew"); }
+
 // Sums, or opens, a record while it comes. Of an answer that does not say how long it is nothing is begun.
 class OpenedAsItComes final : public FillObserver {
  public:
   explicit OpenedAsItComes(IncomingRecord& record) : record_(record) {}
 
-  void filled(std::span<std::byte> part, std::uint64_t announced) noexcept override {
+  void filled(std::span<std::byte> part, std::uint64_t offset, std::uint64_t announced) noexcept override {
+    if (status_ && offset != came_) status_ = of_two_bodies();
     if (!status_) return;
     try {
       if (came_ < kRecordHeaderBytes) {
@@ -40,7 +43,7 @@ class OpenedAsItComes final : public FillObserver {
     }
     came_ += part.size();
   }
-  bool begun() const { return begun_; }
+  bool begun() const { return begun_ || !status_; }
   // After the last byte; as IncomingRecord::open().
   Status finish() { return status_ ? record_.finish() : status_; }
 

@@ -103,12 +103,14 @@ bool Transfer::body(const char* data, std::size_t bytes) {
   }
   wrong_length_ = (has_length_ && (announced_ > most_ || announced_ < least_)) || came_ > most_;
   if (wrong_length_) return false;
+  std::uint64_t offset = came_ - bytes;
   while (bytes > 0) {
     const auto& to = request_.into[piece_];
     const std::size_t part = std::min(bytes, to.size() - at_);
     const std::span<std::byte> filled = to.subspan(at_, part);
     std::memcpy(filled.data(), data, part);
-    if (request_.observer != nullptr) request_.observer->filled(filled, has_length_ ? announced_ : 0);
+    if (request_.observer != nullptr) request_.observer->filled(filled, offset, has_length_ ? announced_ : 0);
+    offset += part;
     data += part;
     bytes -= part;
     at_ += part;
