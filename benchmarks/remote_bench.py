@@ -12,18 +12,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from reporting import write_results
-from tier_places import own_redis, own_s3
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "python"))
+from tier_places import own_mooncake, own_redis, own_s3
 
 
 @contextlib.contextmanager
@@ -33,41 +31,27 @@ def redis_options() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def s3_options() -> Iterator[list[str]]:
-    """Both sign what they send, as it has to be without TLS."""
-    with own_s3() as tier:
+def s3_options(tls: bool = False) -> Iterator[list[str]]:
+    """Both sign the bytes that they send where that has to be: without TLS."""
+    with own_s3(tls) as tier:
         entry = json.loads(tier)
-        yield ["--endpoint", entry["endpoint"], "--bucket", entry["bucket"], "--signed", "1"]
-
-
-@contextlib.contextmanager
-def s3_tls_options() -> Iterator[list[str]]:
-    from s3_server import ACCESS, BUCKET, SECRET, S3Server, certificate
-
-    os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS, "AWS_SECRET_ACCESS_KEY": SECRET}
-    with tempfile.TemporaryDirectory() as directory:
-        own = certificate(Path(directory))
-        server = S3Server(Path(directory), tls=own)
-        try:
-            server.start()
-            yield ["--endpoint", server.secure, "--bucket", BUCKET, "--ca-file", str(own)]
-        finally:
-            server.kill()
+        how = ["--ca-file", entry["ca_file"]] if tls else ["--signed", "1"]
+        yield ["--endpoint", entry["endpoint"], "--bucket", entry["bucket"], *how]
 
 
 @contextlib.contextmanager
 def mooncake_options() -> Iterator[list[str]]:
-    from mooncake_store import mooncake_store
-
     alone = Path(__file__).with_name("mooncake_alone.py")
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        mooncake_store(Path(directory), holder_bytes=1 << 30) as running,
-    ):
-        yield ["--python", sys.executable, "--alone", str(alone), "--master", running.address]
+    with own_mooncake() as tier:
+        yield ["--python", sys.executable, "--alone", str(alone), "--master", tier.partition("=")[2]]
 
 
-KINDS = {"redis": redis_options, "s3": s3_options, "s3-tls": s3_tls_options, "mooncake": mooncake_options}
+KINDS: dict[str, Callable[[], AbstractContextManager[list[str]]]] = {
+    "redis": redis_options,
+    "s3": s3_options,
+    "s3-tls": partial(s3_options, tls=True),
+    "mooncake": mooncake_options,
+}
 
 
 def main() -> None:

@@ -50,16 +50,22 @@ def own_redis() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def own_s3() -> Iterator[str]:
+def own_s3(tls: bool = False) -> Iterator[str]:
     """SeaweedFS on loopback, and its ``--tier``; its keys are in the environment from here on."""
-    from s3_server import ACCESS, BUCKET, SECRET, S3Server
+    from s3_server import ACCESS, BUCKET, SECRET, S3Server, certificate
 
     os.environ |= {"AWS_ACCESS_KEY_ID": ACCESS, "AWS_SECRET_ACCESS_KEY": SECRET}
     with tempfile.TemporaryDirectory() as directory:
-        server = S3Server(Path(directory))
+        own = certificate(Path(directory)) if tls else None
+        server = S3Server(Path(directory), own)
         try:
             server.start()
-            yield json.dumps({"type": "s3", "bucket": BUCKET, "endpoint": server.endpoint})
+            place = (
+                {"endpoint": server.endpoint}
+                if own is None
+                else {"endpoint": server.secure, "ca_file": str(own)}
+            )
+            yield json.dumps({"type": "s3", "bucket": BUCKET, **place})
         finally:
             server.kill()
 

@@ -309,8 +309,9 @@ TierStats PooledTier::stats() const {
   stats.oldest_write_seconds = writes.oldest_seconds;
   stats.read_timeouts = timeouts_[static_cast<std::size_t>(Lane::kRead)];
   stats.write_timeouts = timeouts_[static_cast<std::size_t>(Lane::kWrite)];
-  stats.readable = takes(Lane::kRead) && shared_->store->epoch() != nullptr;
-  stats.writable = takes(Lane::kWrite) && shared_->store->epoch() != nullptr;
+  const bool in_epoch = shared_->store->epoch() != nullptr;
+  stats.readable = in_epoch && takes(Lane::kRead);
+  stats.writable = in_epoch && takes(Lane::kWrite);
   for (const Breaker& breaker : shared_->breakers) stats.breaker_trips += breaker.trips();
   if (const CompressionChoice* choice = shared_->compression.get()) {
     const CompressionStats codec = choice->stats();

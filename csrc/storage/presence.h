@@ -40,8 +40,9 @@ class Catalogue {
 //
 // What is present stays so until a read finds otherwise; what is absent is worth asking again after a time,
 // for others write to the store: kAbsentPerAsking times as long as the answer took, so that a store that
-// answers fast is seen as it is and a slow one is not kept busy with questions. What an op learnt counts only
-// in the era (the time between two resets) that it was submitted in.
+// answers fast is seen as it is and a slow one is not kept busy with questions; kLeastAbsent after a read
+// that did not find it. What an op learnt counts only in the era (the time between two resets) that it was
+// submitted in.
 class PresenceCache final : public Catalogue {
  public:
   using Era = std::uint64_t;

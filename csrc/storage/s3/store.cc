@@ -43,9 +43,11 @@ class OpenedAsItComes final : public FillObserver {
     }
     came_ += part.size();
   }
-  bool begun() const { return begun_ || !status_; }
-  // After the last byte; as IncomingRecord::open().
-  Status finish() { return status_ ? record_.finish() : status_; }
+  // After the last byte of a record of so many; as IncomingRecord::open().
+  Status finish(std::uint64_t bytes) {
+    if (!status_) return status_;
+    return begun_ ? record_.finish() : record_.open(bytes);
+  }
 
  private:
   IncomingRecord& record_;
@@ -135,7 +137,7 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
                                                              answer.length, record.most_bytes()));
   } else {
     status = record.check_length(answer.length);
-    if (status) status = opened.begun() ? opened.finish() : record.open(answer.length);
+    if (status) status = opened.finish(answer.length);
     if (status) *moved = record.payload_bytes();
   }
   // Damaged, or of another version of the format.

@@ -1,9 +1,8 @@
 // Transfer: the bytes of one request and of its answer, as libcurl asks for them and gives them.
 //
 // Its callbacks run inside libcurl, and nothing throws into it: nothing in them allocates but what is told of
-// the bytes, which keeps its exceptions. A body of status
-// 200 fills Request::into and never goes behind it; that of any other is kept as far as an error's code
-// needs.
+// the bytes, which keeps its exceptions. A body of status 200 fills Request::into and never goes behind it;
+// that of any other is kept as far as an error's code needs.
 #pragma once
 
 #include <array>
