@@ -85,6 +85,12 @@ class OffloadConfig(BaseModel):
         description="a prompt's chunks that no tier has are waited for so long before they are computed: "
         "for a server that decodes what others prefill, as their records come after their answers",
     )
+    wait_while_loading: Literal["auto", "sleep", "spin"] = Field(
+        default="auto",
+        description="how vLLM's processes wait for each other while a request waits for records of a tier: "
+        "spin, as vLLM does, or sleep 0.2 ms between two looks, which leaves the cores to what reads; auto: "
+        "sleep where vLLM computes on the CPU",
+    )
     keep_host_memory: bool = Field(
         default=False,
         description="host memory outlives the server, however it ends, for the next one of the same model: "

@@ -179,6 +179,14 @@ def load_sources() -> tuple[Any, Any] | None:
     return CacheHitSource.HOST, CacheHitSource.DISK
 
 
+def message_queues() -> Any:
+    """The module of the queues between engine core and ranks, whose ``sched_yield`` is called in turns while
+    one waits for a message."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    return shm_broadcast
+
+
 def has_config_info() -> bool:
     """Whether vLLM publishes ``vllm:kv_offload_config_info`` (0.33)."""
     return hasattr(OffloadingManager, "config_info")

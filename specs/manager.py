@@ -35,6 +35,8 @@ class ManagerOptions:
     request_hints: bool = True  # whether requests may set load_policy, priority, a wait and the skip flags
     await_records_seconds: float = 0.0  # of a request that does not say
     surroundings: Surroundings = field(default_factory=Surroundings)
+    # Ends how this process waits for messages (message_wait.py).
+    stop_waiting: Callable[[], None] = lambda: None
 
 
 class KVOffloadManager(OffloadingManager):
@@ -193,6 +195,7 @@ class KVOffloadManager(OffloadingManager):
         """Shed queued writes, let what runs end, close the tiers. Idempotent."""
         if not self._closed:
             self._closed = True
+            self._options.stop_waiting()
             self._cache.close()
 
     # ---- reports

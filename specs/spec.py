@@ -78,6 +78,7 @@ class KVOffloadSpec(OffloadingSpec):
         from kv_offload import _core
 
         from .manager import KVOffloadManager, ManagerOptions
+        from .message_wait import wait_for_messages
         from .watch import Surroundings
 
         options = self._options
@@ -148,6 +149,7 @@ class KVOffloadSpec(OffloadingSpec):
                 info=info,
                 request_hints=options.request_hints == "allow",
                 await_records_seconds=options.await_records_seconds,
+                stop_waiting=wait_for_messages(options.wait_while_loading, merged["copier"], region),
                 surroundings=Surroundings(
                     random_seed=identity.hash_algorithm if seed_is_random else "",
                     other_namespaces=tuple(

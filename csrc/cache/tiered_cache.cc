@@ -60,6 +60,7 @@ struct TieredCache::Impl {
     memory.clear();
   }
   void publish_speeds();
+  void tell_fetching(bool now);
 
   const std::shared_ptr<HostRegion> region;
   Metrics& metrics;
@@ -78,6 +79,7 @@ struct TieredCache::Impl {
   Stores stores;
   Planner planner;
   bool is_kept = false;
+  bool is_fetching = false;  // as the region was told
   bool closed = false;
 };
 
@@ -155,11 +157,18 @@ void TieredCache::end_step() {
   impl.write_back.write_cold_end();
   impl.write_back.tell_uses();
   impl.row_supply.flush_metrics();
+  impl.tell_fetching(impl.requests.has_pending_work());  // what was asked in this step included
   impl.requests.end_step();
   impl.ops.end_step();
 }
 
 bool TieredCache::has_pending_work() const { return !impl_->closed && impl_->requests.has_pending_work(); }
+
+void TieredCache::Impl::tell_fetching(bool now) {
+  if (now == is_fetching) return;  // the ranks look at it all the time
+  is_fetching = now;
+  region->set_fetching(now);
+}
 
 void TieredCache::reset() {
   if (impl_->closed) return;
@@ -177,6 +186,7 @@ void TieredCache::close() {
   impl.forget();
   impl.events.take();
   impl.stores.close();
+  impl.tell_fetching(false);
   impl.closed = true;
 }
 

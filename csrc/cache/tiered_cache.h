@@ -84,7 +84,9 @@ class TieredCache {
   // All ranks reported; the ticket in the control page decides per group
   // whether the keys become resident.
   void complete_store(std::span<const ChunkKey> keys, bool success = true);
-  void end_step();                // poll tiers, make plans, expire deadlines, free quarantined rows
+  // Poll tiers, make plans, expire deadlines, free quarantined rows, tell the region
+  // whether has_pending_work().
+  void end_step();
   bool has_pending_work() const;  // only while a request waits for us
   void reset();                   // forget everything in memory and on every tier; rows of copies in flight
                                   // are reused only after their tickets are reported

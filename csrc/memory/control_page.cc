@@ -31,6 +31,7 @@ struct ControlPage::Header {
   Sizes sizes;
   std::atomic<std::uint32_t> scheduler;  // 1: attached
   std::atomic<std::uint32_t> attached;   // scheduler and workers
+  std::atomic<std::uint32_t> fetching;   // 1: a request waits for records of a tier
 };
 
 struct ControlPage::Worker {
@@ -62,6 +63,7 @@ void ControlPage::forget() {
   std::memset(base_ + kPageBytes, 0, bytes(num_workers_) - kPageBytes);
   header().scheduler.store(0);
   header().attached.store(0);
+  header().fetching.store(0);
 }
 
 ControlPage::ControlPage(std::byte* base, const Sizes& mine) : base_(base), num_workers_(mine.num_workers) {
@@ -134,6 +136,12 @@ RankGeometry ControlPage::geometry(std::uint32_t rank) const {
   geometry.fingerprint.assign(theirs.fingerprint.data(), theirs.fingerprint_bytes);
   return geometry;
 }
+
+void ControlPage::set_fetching(bool fetching) {
+  header().fetching.store(fetching ? 1 : 0, std::memory_order_relaxed);
+}
+
+bool ControlPage::is_fetching() const { return header().fetching.load(std::memory_order_relaxed) != 0; }
 
 void ControlPage::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups) {
   slot(rank, ticket).report(ticket, failed_groups);

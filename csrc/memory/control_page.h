@@ -54,6 +54,10 @@ class ControlPage {
   bool is_published(std::uint32_t rank) const;
   RankGeometry geometry(std::uint32_t rank) const;
 
+  // Whether a request waits for records of a tier (HostRegion::set_fetching).
+  void set_fetching(bool fetching);
+  bool is_fetching() const;
+
   // One thread per rank.
   void report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups);
   // Of one rank; kPending while it has not reported.

@@ -339,6 +339,10 @@ Status HostRegion::prefer_node(std::uint32_t index, int node) {
                        fmt::format("area {} has memory already, which stays on the node it is on", index));
 }
 
+void HostRegion::set_fetching(bool fetching) { impl_->control.set_fetching(fetching); }
+
+bool HostRegion::is_fetching() const { return impl_->control.is_fetching(); }
+
 void HostRegion::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups) {
   impl_->check_rank(rank);
   if (ticket != kNoTicket) impl_->control.report(rank, ticket, failed_groups);

@@ -128,6 +128,12 @@ class HostRegion {
   TicketResult result(Ticket ticket, std::uint64_t* failed_groups,
                       TicketKind kind = TicketKind::kStore) const;
 
+  // Scheduler: whether a request waits for records of a tier now. The ranks may ask, in
+  // each turn of a loop: what waits for a message then should leave its core to the
+  // threads that read.
+  void set_fetching(bool fetching);
+  bool is_fetching() const;
+
   // Scheduler, with keep_for, once: `bytes` behind the areas, mapped until the end. As an
   // earlier engine left them, zeros where it left none. Throws ResourceError.
   // REQUIRES: wait_for_ranks succeeded.

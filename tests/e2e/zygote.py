@@ -16,9 +16,6 @@ A child is in a session of its own, has the environment given and no other, and 
   set up OpenMP, and what they are given is pickled.) They inherit open files, the server's socket among them.
 - All share one seed of Python's hash(), which differs from start to start otherwise.
 - torch compiles nothing.
-- Ranks that wait for each other sleep between two looks; vLLM's spin, with sched_yield, for a second after
-  each message. Two ranks that spin on two cores while the scheduler polls left nothing to all others once in
-  twenty reloads (Linux 6.18): the threads that read for them did not run for minutes.
 Servers that are started plainly are in test_serving.py and, with a restart, in test_examples.py.
 
 A process with threads must not be forked: the zygote ends with an error if it has more than one. It also ends
@@ -36,7 +33,6 @@ import os
 import runpy
 import signal
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any, TextIO
@@ -52,7 +48,6 @@ MODULES = (
     "vllm.model_executor.models.gemma3",
 )
 OURS = ("kv_offload", "specs")
-LOOK_EVERY = 0.0002  # seconds: between two looks of a rank that waits
 
 
 def preloaded() -> str:
@@ -86,11 +81,9 @@ def prepare() -> None:
             importlib.import_module(module)
     import setproctitle
     import vllm.envs
-    from vllm.distributed.device_communicators import shm_broadcast
 
     setproctitle.getproctitle()  # finds where the title lies, which it cannot once the environment is another
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"
-    shm_broadcast.sched_yield = lambda: time.sleep(LOOK_EVERY)
     os.register_at_fork(after_in_child=bind_threads)
     assert not [name for name in sys.modules if name.split(".")[0] in OURS], "what is tested is loaded later"
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is not to be forked"

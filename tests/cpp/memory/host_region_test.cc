@@ -192,6 +192,8 @@ TEST_F(KeptRegion, the_next_engine_has_the_bytes_but_not_what_processes_told_eac
     engine.worker->area(0)[7] = std::byte{7};
     engine.scheduler->behind_areas(4096)[5] = std::byte{5};
     engine.worker->report(0, 1, 0);
+    engine.scheduler->set_fetching(true);
+    EXPECT_TRUE(engine.worker->is_fetching());
     EXPECT_TRUE(engine.scheduler->keep());
   }
   ASSERT_EQ(names().size(), 1u);
@@ -204,6 +206,7 @@ TEST_F(KeptRegion, the_next_engine_has_the_bytes_but_not_what_processes_told_eac
   EXPECT_EQ(scheduler->geometry(0).fingerprint, "another");
   std::uint64_t failed = 0;
   EXPECT_EQ(scheduler->result(1, &failed), TicketResult::kPending);
+  EXPECT_FALSE(worker->is_fetching());
 }
 
 TEST_F(KeptRegion, without_a_table_it_ends_with_its_engine) {

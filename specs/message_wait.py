@@ -1,0 +1,56 @@
+"""How vLLM's processes wait for each other's messages while a request waits for records of a tier.
+
+Its engine core steps once a millisecond then, and core and ranks spin for a second after each message, with
+``sched_yield``. Where cores are few that leaves none to the threads that read, nor to a store on the same
+host: loads that take 0.2 s took 0.4 to 4.3 s (docs/troubleshooting.md). So they sleep between two looks for a
+message as long as records are on their way, and spin as vLLM does otherwise.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import compat
+
+if TYPE_CHECKING:
+    from kv_offload._core import HostRegion
+
+LOOK_EVERY_SECONDS = 0.0002  # the most that it adds to a message
+
+
+class SleepWhileFetching:
+    """Takes the place of ``sched_yield`` in the module of vLLM's message queues. One thread calls it."""
+
+    def __init__(
+        self, region: "HostRegion", queues: Any, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._region: HostRegion | None = region
+        self._queues = queues
+        self._sleep = sleep
+        self._spin = queues.sched_yield
+        queues.sched_yield = self
+
+    def __call__(self) -> None:
+        if self._region is not None and self._region.fetching:
+            self._sleep(LOOK_EVERY_SECONDS)
+        else:
+            self._spin()
+
+    def end(self) -> None:
+        """Give vLLM its own back, and hold the region no longer. Idempotent."""
+        self._region = None  # another may have taken our place, and call us
+        if self._queues.sched_yield is self:
+            self._queues.sched_yield = self._spin
+
+
+def wait_for_messages(how: str, copier: str, region: "HostRegion") -> Callable[[], None]:
+    """Have this process wait as ``how`` says: ``wait_while_loading`` of the configuration.
+
+    ``copier``: "host" or "cuda"; "auto" sleeps where vLLM computes on the cores. Returns what undoes it.
+    """
+    if how == "spin" or (how == "auto" and copier != "host"):
+        return _nothing
+    return SleepWhileFetching(region, compat.message_queues()).end
+
+
+def _nothing() -> None: ...

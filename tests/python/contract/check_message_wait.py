@@ -1,0 +1,101 @@
+"""How vLLM's processes wait for each other while records are on their way: its own loop, with our sleep."""
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from adapter import use_specs
+
+use_specs()
+
+from kv_offload.specs import compat  # noqa: E402
+from kv_offload.specs.message_wait import (  # noqa: E402
+    LOOK_EVERY_SECONDS,
+    SleepWhileFetching,
+    wait_for_messages,
+)
+
+
+@pytest.fixture
+def region() -> Any:
+    return SimpleNamespace(fetching=False)
+
+
+@pytest.fixture
+def queues() -> Iterator[Any]:
+    """vLLM's module, whose own spinning is counted."""
+    module = compat.message_queues()
+    own, module.spun = module.sched_yield, 0
+
+    def spin() -> None:
+        module.spun += 1
+
+    module.sched_yield = spin
+    yield module
+    module.sched_yield = own
+    del module.spun
+
+
+def wait_once(queues: Any) -> None:
+    """As a rank does that got a message just now."""
+    condition = queues.SpinCondition.__new__(queues.SpinCondition)
+    condition.is_reader, condition.busy_loop_s, condition.last_read = True, 1e9, time.monotonic()
+    condition.wait()
+
+
+def test_vllm_spins_by_the_function_that_is_replaced(queues: Any) -> None:
+    wait_once(queues)
+    assert queues.spun == 1
+
+
+def test_it_sleeps_while_a_request_waits_for_records_and_spins_otherwise(region: Any, queues: Any) -> None:
+    slept: list[float] = []
+    wait = SleepWhileFetching(region, queues, slept.append)
+    wait_once(queues)
+    assert (queues.spun, slept) == (1, [])
+    region.fetching = True
+    wait_once(queues)
+    wait_once(queues)
+    assert (queues.spun, slept) == (1, [LOOK_EVERY_SECONDS] * 2)
+    region.fetching = False
+    wait_once(queues)
+    assert (queues.spun, len(slept)) == (2, 2)
+    region.fetching = True
+    wait.end()
+    wait.end()
+    wait_once(queues)
+    assert (queues.spun, len(slept)) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "copier", "sleeps"),
+    [
+        ("auto", "host", True),
+        ("auto", "cuda", False),
+        ("sleep", "cuda", True),
+        ("spin", "host", False),
+    ],
+)
+def test_auto_sleeps_where_vllm_computes_on_the_cores(
+    region: Any, queues: Any, how: str, copier: str, sleeps: bool
+) -> None:
+    own = queues.sched_yield
+    undo = wait_for_messages(how, copier, region)
+    assert isinstance(queues.sched_yield, SleepWhileFetching) is sleeps
+    undo()
+    assert queues.sched_yield is own
+
+
+def test_of_two_in_one_process_either_may_end_first(region: Any, queues: Any) -> None:
+    slept: list[float] = []
+    region.fetching = True
+    first = SleepWhileFetching(region, queues, slept.append).end
+    second = wait_for_messages("sleep", "host", SimpleNamespace(fetching=False))
+    first()
+    wait_once(queues)
+    assert queues.spun == 1
+    second()
+    wait_once(queues)
+    assert (queues.spun, slept) == (2, [])
