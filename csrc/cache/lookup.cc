@@ -91,17 +91,18 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
   const auto position = static_cast<std::uint16_t>(group);
   const bool awaits = request.awaits_records() && !request.closed[group] && !may_not_wait(request, true);
   std::uint32_t unknown = 0;  // a bit for each tier
-  bool switched_off = false, readable = false;
+  bool switched_off = false, may_come = false;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     const Presence presence = ops_.contains(tier, key);
     if (!ops_.is_readable(tier)) {
       switched_off |= presence == Presence::kPresent;
       continue;
     }
-    readable = true;
+    const bool may_come_here = awaits && ops_.is_shared(tier);
+    may_come |= may_come_here;
     if (presence == Presence::kUnknown ||
         (presence == Presence::kWasAbsent &&
-         (awaits || !request.asked.contains(KeyMemory::fingerprint(key))))) {
+         (may_come_here || !request.asked.contains(KeyMemory::fingerprint(key))))) {
       unknown |= 1u << tier;
     }
     if (presence != Presence::kPresent) continue;
@@ -126,11 +127,11 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
       for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
         if ((unknown >> tier & 1) != 0) ops_.ask_for(tier, key, run);
       }
-      request.pass.awaits |= awaits;
+      request.pass.awaits |= may_come;
       return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
     }
     if (*reason != MissReason::kDisabled) return miss(request, group, *reason);
-  } else if (awaits && readable) {
+  } else if (may_come) {
     request.pass.awaits = true;
     return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
   }

@@ -297,6 +297,7 @@ void TierOps::poll() {
     const TierStats stats = tiers_[tier]->stats();
     slots_[tier].readable = stats.readable;
     slots_[tier].writable = stats.writable;
+    slots_[tier].is_shared = stats.is_shared;
   }
   while (!write_order_.empty() && !ops_.contains(write_order_.front())) write_order_.pop_front();
 }

@@ -71,6 +71,8 @@ class TierOps {
   // As of the last poll: would it take a read, a write.
   bool is_readable(std::size_t tier) const { return slots_[tier].readable; }
   bool is_writable(std::size_t tier) const { return slots_[tier].writable; }
+  // May records of others come to it that we would find.
+  bool is_shared(std::size_t tier) const { return slots_[tier].is_shared; }
   Presence contains(std::size_t tier, const ChunkKey& key) { return tiers_[tier]->contains(key); }
   bool is_recorded(std::size_t tier, const ChunkKey& key) {
     return contains(tier, key) == Presence::kPresent;
@@ -140,6 +142,7 @@ class TierOps {
     std::string name;
     bool readable = true;
     bool writable = true;
+    bool is_shared = true;
     std::uint32_t writes = 0;       // ops in flight
     std::vector<Question> unknown;  // asked at the end of the step
     TierStats published;            // running totals up to here are in the metrics

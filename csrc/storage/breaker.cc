@@ -17,29 +17,33 @@ bool Breaker::counts(const Pass& pass) const {
   return pass.trips == trips_.load() && (closed() || pass.probe);
 }
 
-void Breaker::open(Nanos now) {
+void Breaker::open(Nanos now, Kind because_of) {
+  // While it rests, what speaks against records is not outdone by what speaks against names.
+  opened_by_ = closed() ? because_of : std::max(opened_by_, because_of);
   cool_down_ = cool_down_.count() == 0 ? kFirstCoolDown : std::min(cool_down_ * 2, kLastCoolDown);
   retry_at_.store((now + cool_down_).count());
   probing_ = false;
-  failures_ = 0;
+  failures_[0] = failures_[1] = 0;
   trips_.fetch_add(1);
   closed_.store(false, std::memory_order_release);
 }
 
-void Breaker::succeeded(const Pass& pass) {
+void Breaker::succeeded(const Pass& pass, Kind kind) {
   const MutexLock lock(mutex_);
   if (!counts(pass)) return;
-  failures_ = 0;
+  failures(Kind::kQuestion) = 0;
+  if (kind == Kind::kRecord) failures(Kind::kRecord) = 0;
   if (closed()) return;
   probing_ = false;
+  if (kind < opened_by_) return;  // it leaves the try to a record
   cool_down_ = Nanos{0};
   closed_.store(true, std::memory_order_release);
 }
 
-void Breaker::failed(const Pass& pass, Nanos now) {
+void Breaker::failed(const Pass& pass, Nanos now, Kind kind) {
   const MutexLock lock(mutex_);
   if (!counts(pass)) return;
-  if (!closed() || ++failures_ >= kFailuresToTrip) open(now);
+  if (!closed() || ++failures(kind) >= kFailuresToTrip) open(now, kind);
 }
 
 void Breaker::not_tried(const Pass& pass) {
@@ -49,7 +53,7 @@ void Breaker::not_tried(const Pass& pass) {
 
 void Breaker::trip(Nanos now) {
   const MutexLock lock(mutex_);
-  if (closed() || probing_) open(now);
+  if (closed() || probing_) open(now, Kind::kRecord);
 }
 
 }  // namespace kv_offload

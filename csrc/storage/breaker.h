@@ -3,6 +3,10 @@
 // op is let through -> its success closes, its failure opens again for twice as
 // long. Any thread; no I/O.
 //
+// Two kinds of op are told apart: those that move a record, and questions, which are answered from names
+// alone. A device that answers no question moves no record either; that it answers one says nothing of
+// records. So questions have a run of failures of their own, and end only a rest that such a run began.
+//
 // Every op that is let through gets a pass and tells its end with it. Only the end
 // of an op that was let through since the breaker opened last says something about
 // the device now, and while the breaker is open only that of the probe.
@@ -19,10 +23,11 @@ namespace kv_offload {
 
 class Breaker {
  public:
-  static constexpr unsigned kFailuresToTrip = 8;  // in a row
+  static constexpr unsigned kFailuresToTrip = 8;  // in a row, of one kind
   static constexpr Nanos kFirstCoolDown{std::chrono::seconds(1)};
   static constexpr Nanos kLastCoolDown{std::chrono::seconds(60)};
 
+  enum class Kind : std::uint8_t { kQuestion, kRecord };
   struct Pass {
     std::uint64_t trips = 0;  // before it was given
     bool probe = false;
@@ -35,8 +40,8 @@ class Breaker {
     return closed_.load(std::memory_order_acquire) || now.count() >= retry_at_.load();
   }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
-  void succeeded(const Pass& pass) EXCLUDES(mutex_);
-  void failed(const Pass& pass, Nanos now) EXCLUDES(mutex_);
+  void succeeded(const Pass& pass, Kind kind = Kind::kRecord) EXCLUDES(mutex_);
+  void failed(const Pass& pass, Nanos now, Kind kind = Kind::kRecord) EXCLUDES(mutex_);
   void not_tried(const Pass& pass) EXCLUDES(mutex_);  // cancelled, or expired in the queue
   // An op is stuck in the device.
   void trip(Nanos now) EXCLUDES(mutex_);
@@ -44,11 +49,13 @@ class Breaker {
 
  private:
   bool counts(const Pass& pass) const REQUIRES(mutex_);
-  void open(Nanos now) REQUIRES(mutex_);
+  void open(Nanos now, Kind because_of) REQUIRES(mutex_);
+  unsigned& failures(Kind kind) REQUIRES(mutex_) { return failures_[static_cast<std::size_t>(kind)]; }
 
   Mutex mutex_;
-  bool probing_ GUARDED_BY(mutex_) = false;  // a probe's pass is out
-  unsigned failures_ GUARDED_BY(mutex_) = 0;
+  bool probing_ GUARDED_BY(mutex_) = false;       // a probe's pass is out
+  unsigned failures_[2] GUARDED_BY(mutex_) = {};  // in a row, by kind
+  Kind opened_by_ GUARDED_BY(mutex_) = Kind::kRecord;
   Nanos cool_down_ GUARDED_BY(mutex_){0};
   std::atomic<bool> closed_{true};
   std::atomic<std::int64_t> retry_at_{0};

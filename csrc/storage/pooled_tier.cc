@@ -81,6 +81,7 @@ class PooledTier final : public Tier {
   const PooledTierOptions options_;
   const Clock& clock_;
   const std::shared_ptr<PooledStore> shared_;
+  bool was_reset_ = false;
   Nanos tripped_at_{0};             // ops that started before trip no breaker again
   Nanos counted_until_{0};          // ops that started up to here were found stuck, or ended
   std::uint64_t timeouts_[2] = {};  // by lane
@@ -137,8 +138,6 @@ IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optio
   return queued;
 }
 
-// A device that does not answer it does not answer reads. That it answers says nothing of them: names may be
-// read where bytes cannot.
 IoPool::Op PooledTier::make_locate(std::vector<ChunkKey> keys, KeyOrder order, const Submitted& submitted,
                                    Breaker::Pass pass) {
   auto asked = std::make_shared<const std::vector<ChunkKey>>(std::move(keys));
@@ -149,15 +148,19 @@ IoPool::Op PooledTier::make_locate(std::vector<ChunkKey> keys, KeyOrder order, c
   queued.run = [shared = shared_, asked, order, submitted] {
     return run_locate(*shared, *asked, order, submitted);
   };
-  queued.done = [shared = shared_, asked, pass, clock = &clock_](const Status& status, double, double) {
+  queued.done = [shared = shared_, asked, submitted, pass, clock = &clock_](const Status& status, double,
+                                                                            double) {
     Breaker& breaker = shared->breaker(Lane::kRead);
     if (device_failed(status)) {
-      breaker.failed(pass, clock->now());
+      breaker.failed(pass, clock->now(), Breaker::Kind::kQuestion);
+    } else if (status) {
+      breaker.succeeded(pass, Breaker::Kind::kQuestion);
     } else {
       breaker.not_tried(pass);
     }
-    // Last: who sees that the question has ended also sees what the breaker makes of it.
-    if (!status) shared->catalogue().give_up_asking(*asked);
+    // Last: who sees that the question has ended also sees what the breaker makes of it. What was asked
+    // before a reset may be asked anew by now.
+    if (!status && shared->store->epoch() == submitted.epoch) shared->catalogue().give_up_asking(*asked);
   };
   return queued;
 }
@@ -284,6 +287,7 @@ Status PooledTier::keep_and_wait(Nanos wait, std::function<Status(RecordStore&)>
 }
 
 Status PooledTier::reset() {
+  was_reset_ = true;
   shared_->store->forget();
   if (shared_->learnt) shared_->learnt->reset();
   if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
@@ -312,6 +316,7 @@ TierStats PooledTier::stats() const {
   const bool in_epoch = shared_->store->epoch() != nullptr;
   stats.readable = in_epoch && takes(Lane::kRead);
   stats.writable = in_epoch && takes(Lane::kWrite);
+  stats.is_shared = !was_reset_;
   for (const Breaker& breaker : shared_->breakers) stats.breaker_trips += breaker.trips();
   if (const CompressionChoice* choice = shared_->compression.get()) {
     const CompressionStats codec = choice->stats();

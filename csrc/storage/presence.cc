@@ -23,8 +23,8 @@ void PresenceCache::Entries::put(const Entry& entry) {
     entries_[place] = entry;
     return;
   }
-  place = static_cast<std::uint32_t>(entries_.size());
-  entries_.push_back(entry);
+  entries_.push_back(entry);  // first: it may throw
+  place = static_cast<std::uint32_t>(entries_.size() - 1);
 }
 
 void PresenceCache::Entries::clear() {

@@ -104,6 +104,7 @@ struct TierStats {
   bool scan_complete = false;   // and the order of its use, and its bytes
   bool readable = true;         // reads would be taken now: on, or due for a try
   bool writable = true;         // the same of writes
+  bool is_shared = true;        // others may write what we would find: not after a reset of our own
   bool apart = false;  // another process was reset and we were not: we no longer share records with it
   std::uint64_t breaker_trips = 0;
   // Ops that ran for longer than the tier allows, each once, ended since or not.

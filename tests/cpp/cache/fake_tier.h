@@ -151,6 +151,7 @@ class FakeTier final : public TierHand {
     stats.queued_writes = static_cast<std::uint32_t>(writes_.size());
     stats.readable = available;
     stats.writable = available && !reset_pending_;
+    stats.is_shared = !was_reset_;
     stats.scan_complete = true;
     return stats;
   }

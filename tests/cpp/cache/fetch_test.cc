@@ -217,6 +217,33 @@ TEST_P(FetchTest, AVanishedRecordIsAMissAndNoFailure) {
   EXPECT_EQ(world().failures("fs", "read", "not_found"), 0);
 }
 
+TEST_P(FetchTest, TheRanksSeeWhileARequestWaitsForRecords) {
+  record({"a"});
+  const HostRegion& rank = *world().ranks[0];
+  const RequestHandle request = begin();
+  EXPECT_EQ(scan(request, {"a"}), "P");
+  step();
+  EXPECT_TRUE(rank.is_fetching());
+  EXPECT_EQ(scan(request, {"a"}), "P");
+  step();
+  EXPECT_TRUE(rank.is_fetching());
+  tier().finish();
+  EXPECT_EQ(scan(request, {"a"}), "H");
+  step();
+  EXPECT_FALSE(rank.is_fetching());
+}
+
+TEST_F(FetchFakeTest, TheRanksSeeWhileARequestWaitsForATiersAnswerAndNotAfterTheCacheIsClosed) {
+  fake().knows = false;
+  const HostRegion& rank = *world().ranks[0];
+  EXPECT_FALSE(rank.is_fetching());
+  EXPECT_EQ(scan(begin(), {"a"}), "R");
+  step();
+  EXPECT_TRUE(rank.is_fetching());
+  cache().close();
+  EXPECT_FALSE(rank.is_fetching());
+}
+
 TEST_P(FetchTest, ATierThatIsSwitchedOffIsNotWaitedFor) {
   record({"a"});
   tier().switch_off();
@@ -315,6 +342,18 @@ TEST_F(FetchFakeTest, ARecordIsNotWaitedForLongerThanTheDeadlineNorWhereItMayNot
   fake().switch_off();
   step();
   EXPECT_EQ(scan(begin({.await_records = seconds(600)}), {"a"}), "M");
+}
+
+// It is in an epoch that nobody else writes to.
+TEST_F(FetchFakeTest, ARecordIsNotWaitedForOnATierThatWasReset) {
+  cache().reset();
+  step();
+  EXPECT_EQ(scan(begin({.await_records = seconds(2)}), {"a"}), "M");
+  fake().is_sure = false;
+  const RequestHandle request = begin({.await_records = seconds(2)});
+  EXPECT_EQ(scan(request, {"b"}), "R") << "asked once, as by everybody";
+  step();
+  EXPECT_EQ(scan(request, {"b"}), "M");
 }
 
 TEST_F(FetchFakeTest, ARecordThatWouldNotBeFetchedIsNotWaitedFor) {

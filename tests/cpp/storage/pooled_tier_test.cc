@@ -121,6 +121,53 @@ TEST_F(PooledTierTest, a_server_that_does_not_answer_is_left_alone_and_what_it_h
   }
 }
 
+TEST_F(PooledTierTest, questions_that_fail_now_and_then_do_not_switch_reads_off) {
+  TierDriver user(open());
+  for (std::uint32_t i = 0; i < 2 * Breaker::kFailuresToTrip; ++i) {
+    server_->fail(Verb::kLocate, i % 2 == 0 ? StatusKind::kIo : StatusKind::kOk);
+    EXPECT_FALSE(user.has(100 + i));
+  }
+  EXPECT_EQ(user.tier().stats().breaker_trips, 0u);
+}
+
+TEST_F(PooledTierTest, a_server_that_answers_questions_again_is_on_again_before_there_is_anything_to_read) {
+  TierDriver user(open(options(), 1));
+  server_->fail(Verb::kLocate, StatusKind::kIo);
+  for (std::uint32_t i = 0; i < Breaker::kFailuresToTrip; ++i) EXPECT_FALSE(user.has(100 + i));
+  server_->fail(Verb::kLocate, StatusKind::kOk);
+  clock_.advance(seconds(2));
+  EXPECT_FALSE(user.has(200));
+  const std::size_t asked = server_->asked().size();
+  // One of those that are asked at once would be the only try of a tier that is off.
+  user.tier().prefetch_presence({key_of(300), key_of(301), key_of(302)}, KeyOrder::kNone);
+  EXPECT_TRUE(user.until([&] { return server_->asked().size() == asked + 3; }));
+}
+
+TEST_F(PooledTierTest, a_question_of_before_a_reset_that_fails_says_nothing_of_those_after_it) {
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand);
+  tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
+  const auto older = pool->begin_next(Lane::kRead);
+  ASSERT_TRUE(tier->reset());
+  tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
+  server_->fail(Verb::kLocate, StatusKind::kIo);
+  older();
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kUnknown) << "it is being asked for";
+  server_->fail(Verb::kLocate, StatusKind::kOk);
+  run_reads(pool);
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kAbsent);
+}
+
+TEST_F(PooledTierTest, after_a_reset_it_has_what_it_writes_itself_and_nothing_of_others) {
+  TierDriver user(open());
+  EXPECT_TRUE(user.tier().stats().is_shared);
+  ASSERT_TRUE(user.tier().reset());
+  EXPECT_FALSE(user.tier().stats().is_shared);
+  EXPECT_TRUE(user.tier().stats().readable);
+}
+
 TEST_F(PooledTierTest, names_that_can_be_read_do_not_make_up_for_reads_that_fail) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));

@@ -409,7 +409,13 @@ Kind encoded(std::string name) {
 }
 
 INSTANTIATE_TEST_SUITE_P(EncodedKinds, TierConformance,
-                         ::testing::Values(encoded<FsMedium>("fs"), encoded<MemoryMedium>("memory")),
+                         ::testing::Values(encoded<FsMedium>("fs"), encoded<MemoryMedium>("memory"),
+                                           encoded<MooncakeMedium>("mooncake"), encoded<RedisMedium>("redis")
+#ifdef KV_OFFLOAD_S3
+                                                                                    ,
+                                           encoded<S3Medium>("s3")
+#endif
+                                               ),
                          [](const auto& info) { return info.param.name; });
 INSTANTIATE_TEST_SUITE_P(Kinds, TierConformance,
                          ::testing::Values(kind<FsMedium>("fs"), kind<MemoryMedium>("memory"),
