@@ -69,7 +69,8 @@ def main() -> None:
     if done.returncode != 0:
         sys.exit(done.returncode)
     if arguments.keep:
-        write_results(f"{arguments.kind}_bench", {"options": options, "cells": json.loads(done.stdout)})
+        name = "_bench-".join(f"{arguments.kind}-".split("-", 1)).removesuffix("-")
+        write_results(name, {"options": options, "cells": json.loads(done.stdout)})
 
 
 if __name__ == "__main__":

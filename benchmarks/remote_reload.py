@@ -7,6 +7,8 @@ that are started here, JSON is a table of secondary_tiers. At the same place als
 installed (lmcache_beside.py tells how), at one of S3 vLLM's own tier of objects, where NIXL is installed, and
 at one of Mooncake vLLM's own connector, which has no host memory of its own. On a server that is not started
 here records stay, under a prefix of their own, which is told: `kv-offload purge` takes it.
+
+vLLM's processes sleep where they would spin, for all alike (same_for_all.py says why); --spin leaves them be.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import lmcache_beside
 from local_server import LocalServer, kv_transfer_config
 from prompt_reload import HOST_BYTES, WAIT_SECONDS, Setup, Times, make_prompts, measure
 from reporting import describe_machine, say, write_results
+from same_for_all import sleep_where_vllm_spins
 from tier_places import OWN, entry_of
 from tiny_model import make_model
 
@@ -175,6 +178,7 @@ def tell(results: dict[str, Times], arguments: argparse.Namespace) -> None:
         {
             "tokens": arguments.tokens,
             "model": arguments.kind,
+            "vllm_spins": arguments.spin,
             "seconds": {name: asdict(times) for name, times in results.items()},
             "ratio_to_recompute": {
                 name: baseline / rows["disk"] for name, rows in medians.items() if "disk" in rows
@@ -192,6 +196,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
     parser.add_argument("--directory", type=Path, help="for logs and the model; default: a temporary one")
+    parser.add_argument("--spin", action="store_true", help="vLLM as it is")
     parser.add_argument("--dry", action="store_true", help="for trying out: nothing is kept")
     arguments = parser.parse_args()
     with (
@@ -199,6 +204,9 @@ def main() -> None:
         contextlib.ExitStack() as stack,
     ):
         directory = Path(name).resolve()
+        if not arguments.spin:
+            (directory / "site").mkdir()
+            sleep_where_vllm_spins(directory / "site")
         model = make_model(directory / "model", arguments.kind)
         setup = Setup(model, directory, make_prompts(arguments.prompts, arguments.tokens))
         places = [stack.enter_context(OWN[tier]()) if tier in OWN else tier for tier in arguments.tier]

@@ -6,14 +6,16 @@
 //
 // Keys are AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. libcurl alone: PUT and GET in a loop on a connection
 // for each thread, the body of a PUT not summed up (--signed 1: it is, by OpenSSL, and the store compares),
-// that of a GET copied to memory of the program's own, as libcurl asks for it, and not looked at. The tier:
-// the same number of records through submit and poll, with header and checksum, all looked up before as those
-// of a prompt are; to an http:// endpoint also with the SHA-256 that such a request is signed with: compare
-// it with --signed 1. With N threads both write on N connections and read on 2 N, since a tier's write
-// threads read, too. Prints JSON: GB/s of each, and the ratio of the medians. --presence: so many keys of one
-// prompt, of which the first half is there: as many HEADs in a row by the library as the halving needs,
-// against prefetch_presence() until contains() knows each, and what the thread that asks spends on it. Each
-// round writes under a new prefix, which starts with "bench-" and stays: give it a bucket of its own.
+// that of a GET copied to memory of the program's own, as libcurl asks for it, and not looked at; what is put
+// lies in as many buffers as the tier has rows, and cannot be compressed: SeaweedFS compresses what looks
+// like text. The tier: the same number of records through submit and poll, with header and checksum, all
+// looked up before as those of a prompt are; to an http:// endpoint also with the SHA-256 that such a request
+// is signed with: compare it with --signed 1. With N threads both write on N connections and read on 2 N,
+// since a tier's write threads read, too. Prints JSON: GB/s of each, and the ratio of the medians.
+// --presence: so many keys of one prompt, of which the first half is there: as many HEADs in a row by the
+// library as the halving needs, against prefetch_presence() until contains() knows each, and what the thread
+// that asks spends on it. Each round writes under a new prefix, which starts with "bench-" and stays: give it
+// a bucket of its own.
 #include <curl/curl.h>
 
 #include <cstdio>
@@ -39,7 +41,7 @@ struct Options {
   s3::Bucket bucket;
   std::vector<std::size_t> threads{1, 4}, kibibytes{512, 2048, 8192};
   unsigned rounds = 5;
-  std::size_t total_mebibytes = 128;
+  std::size_t total_mebibytes = 256;
   bool signed_bodies = false;
   std::size_t presence = 0;
 };
@@ -66,10 +68,9 @@ class Connection {
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
 
-  void put(const std::string& key, const std::string& value) {
-    at_ = value;
-    const std::span<const std::byte> body = std::as_bytes(std::span(value));
-    begin("PUT", key, signed_bodies_ ? s3::sha256_hex({&body, 1}) : "UNSIGNED-PAYLOAD");
+  void put(const std::string& key, std::span<const std::byte> value) {
+    at_ = {reinterpret_cast<const char*>(value.data()), value.size()};
+    begin("PUT", key, signed_bodies_ ? s3::sha256_hex({&value, 1}) : "UNSIGNED-PAYLOAD");
     curl_easy_setopt(easy_, CURLOPT_UPLOAD, 1L);
     curl_easy_setopt(easy_, CURLOPT_UPLOAD_BUFFERSIZE, 2L << 20);
     curl_easy_setopt(easy_, CURLOPT_INFILESIZE_LARGE, static_cast<curl_off_t>(value.size()));
@@ -147,21 +148,24 @@ Rates library_alone(const Options& options, std::size_t threads, std::size_t byt
   std::vector<std::unique_ptr<Connection>> connections;
   for (std::size_t t = 0; t < bench::readers(threads); ++t)
     connections.push_back(std::make_unique<Connection>(options.bucket, options.signed_bodies));
-  const std::string value(bytes, 'v'), prefix = new_prefix() + names_of_the_tier();
+  const std::vector<AlignedBuffer> rows = bench::rows_for(threads, bytes);
+  const std::string prefix = new_prefix() + names_of_the_tier();
   const double total = static_cast<double>(bytes * records) / 1e9;
   const auto rate = [&](bool writes, auto work) {
     const std::size_t used = writes ? threads : connections.size();
     return total / bench::timed(used, records, [&](std::size_t t, std::size_t first, std::size_t last) {
              if (writes || t >= threads) bench::give_way();
-             for (std::size_t i = first; i < last; ++i)
-               work(*connections[t], prefix + bench::key_of(i).hex());
+             for (std::size_t i = first; i < last; ++i) work(*connections[t], i);
            });
   };
   Rates rates;
   const double start = bench::cpu_seconds();
-  rates.write = rate(true, [&](Connection& to, const std::string& key) { to.put(key, value); });
+  rates.write = rate(true, [&](Connection& to, std::size_t i) {
+    to.put(prefix + bench::key_of(i).hex(), rows[i % rows.size()].span());
+  });
   const double written = bench::cpu_seconds();
-  rates.read = rate(false, [&](Connection& from, const std::string& key) { from.get(key, bytes); });
+  rates.read =
+      rate(false, [&](Connection& from, std::size_t i) { from.get(prefix + bench::key_of(i).hex(), bytes); });
   rates.write_cpu = (written - start) / total;
   rates.read_cpu = (bench::cpu_seconds() - written) / total;
   return rates;
