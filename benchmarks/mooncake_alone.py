@@ -20,8 +20,10 @@ from typing import Any
 def timed(threads: int, records: int, work: Callable[[int, int], None]) -> float:
     """Seconds that ``work(thread, record)`` took over all records."""
 
+    left = iter(range(records))  # next() of it is atomic under the interpreter's lock
+
     def some(thread: int) -> None:
-        for record in range(records * thread // threads, records * (thread + 1) // threads):
+        for record in left:
             work(thread, record)
 
     running = [threading.Thread(target=some, args=(thread,)) for thread in range(threads)]

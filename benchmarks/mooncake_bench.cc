@@ -1,7 +1,7 @@
 // Records to and from a Mooncake Store: the tier against Mooncake's own client in a loop, in the same run.
 //
 //   mooncake_bench --python PATH --alone benchmarks/mooncake_alone.py --master HOST:PORT  [--threads 1,2,4,8]
-//   [--sizes 512,2048,8192 (KiB)] [--rounds 5] [--total MiB]
+//   [--sizes 512,2048,8192 (KiB)] [--rounds 6] [--total MiB]
 //
 // The client alone: put_from and get_into in a loop from so many threads of one Python process, from memory
 // that is registered, looked at by nobody. The tier: the same number of records through submit and poll, with
@@ -36,7 +36,7 @@ using bench::Rates;
 struct Options {
   std::string python, alone, master;
   std::vector<std::size_t> threads{1, 2, 4, 8}, kibibytes{512, 2048, 8192};
-  unsigned rounds = 5;
+  unsigned rounds = 6;
   std::size_t total_mebibytes = 128;
 };
 

@@ -1,8 +1,8 @@
 // Records to and from a Redis or Valkey server: the tier against the client library alone, in the same run.
 //
-//   redis_bench --socket PATH | --port N  [--threads 1,2,4] [--sizes 512,2048,8192 (KiB)] [--rounds 5]
+//   redis_bench --socket PATH | --port N  [--threads 1,2,4] [--sizes 512,2048,8192 (KiB)] [--rounds 6]
 //   [--total MiB]
-//   redis_bench --socket PATH | --port N  --presence 4096 [--rounds 5]
+//   redis_bench --socket PATH | --port N  --presence 4096 [--rounds 6]
 //
 // The library alone: SET and GET in a loop on a connection for each thread, values from one buffer, replies
 // freed and not looked at. The tier: the same number of records through submit and poll, with header,
@@ -33,7 +33,7 @@ using bench::timed;
 struct Options {
   redis::Server server;
   std::vector<std::size_t> threads{1, 2, 4}, kibibytes{512, 2048, 8192};
-  unsigned rounds = 5;
+  unsigned rounds = 6;
   std::size_t total_mebibytes = 128;
   std::size_t presence = 0;
 };
@@ -59,7 +59,10 @@ void flush(const redis::Server& server) {
 Rates library_alone(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
   std::vector<valkeyContext*> contexts;
   for (std::size_t t = 0; t < bench::readers(threads); ++t) contexts.push_back(connect(options.server));
-  const std::string value(bytes, 'v');
+  const std::vector<AlignedBuffer> rows = bench::rows_for(threads, bytes);
+  std::vector<std::string_view> values;
+  for (const AlignedBuffer& row : rows)
+    values.emplace_back(reinterpret_cast<const char*>(row.data()), row.size());
   const auto command = [&](std::size_t thread, std::vector<std::string_view> words, int expected) {
     std::vector<const char*> data;
     std::vector<std::size_t> sizes;
@@ -74,17 +77,19 @@ Rates library_alone(const Options& options, std::size_t threads, std::size_t byt
   };
   Rates rates;
   const double total = static_cast<double>(bytes * records) / 1e9;
-  rates.write = total / timed(threads, records, [&](std::size_t t, std::size_t first, std::size_t last) {
-                  bench::give_way();
-                  for (std::size_t i = first; i < last; ++i)
-                    command(t, {"SET", bench::key_of(i).hex(), value}, VALKEY_REPLY_STATUS);
-                });
-  rates.read =
-      total / timed(contexts.size(), records, [&](std::size_t t, std::size_t first, std::size_t last) {
-        if (t >= threads) bench::give_way();
-        for (std::size_t i = first; i < last; ++i)
-          command(t, {"GET", bench::key_of(i).hex()}, VALKEY_REPLY_STRING);
-      });
+  rates.write =
+      total /
+      timed(
+          threads, records, [](std::size_t) { bench::give_way(); },
+          [&](std::size_t t, std::size_t i) {
+            command(t, {"SET", bench::key_of(i).hex(), values[i % values.size()]}, VALKEY_REPLY_STATUS);
+          });
+  const auto begin_reading = [&](std::size_t t) {
+    if (t >= threads) bench::give_way();
+  };
+  rates.read = total / timed(contexts.size(), records, begin_reading, [&](std::size_t t, std::size_t i) {
+                 command(t, {"GET", bench::key_of(i).hex()}, VALKEY_REPLY_STRING);
+               });
   for (valkeyContext* context : contexts) valkeyFree(context);
   return rates;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -47,13 +48,18 @@ inline double cpu_seconds() {
   std::exit(1);
 }
 
-// Runs `work(thread, first, last)` over all records, on so many threads; seconds.
-template <typename Work>
-double timed(std::size_t threads, std::size_t records, Work work) {
+// Runs `begin(thread)`, then `work(thread, record)` for each record that is left, on so many threads;
+// seconds.
+template <typename Begin, typename Work>
+double timed(std::size_t threads, std::size_t records, Begin begin, Work work) {
   const double start = now();
   std::vector<std::thread> running;
+  std::atomic<std::size_t> next{0};
   for (std::size_t t = 0; t < threads; ++t) {
-    running.emplace_back([&, t] { work(t, records * t / threads, records * (t + 1) / threads); });
+    running.emplace_back([&, t] {
+      begin(t);
+      for (std::size_t record = 0; (record = next.fetch_add(1)) < records;) work(t, record);
+    });
   }
   for (std::thread& thread : running) thread.join();
   return now() - start;
@@ -150,8 +156,9 @@ inline Presence ask_for(Tier& tier, const std::vector<ChunkKey>& keys) {
     return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) / 1e9;
   };
   Presence spent;
+  std::vector<ChunkKey> given = keys;  // as an engine has them, which has asked for each before
   const double start = now(), before = used();
-  tier.prefetch_presence(keys, KeyOrder::kPrefix);
+  tier.prefetch_presence(std::move(given), KeyOrder::kPrefix);
   spent.ask_seconds = used() - before;
   for (std::size_t known = 0; known < keys.size();) {
     const double asked = used();
@@ -172,8 +179,9 @@ void compare_presence(std::size_t count, unsigned rounds, Alone alone, Fresh fre
   std::vector<double> library, ours, asking, looking;
   for (unsigned round = 0; round < rounds; ++round) {
     const auto tier = fresh();
-    std::vector<ChunkKey> others;  // so that all of its threads are connected, as those of an engine are
-    for (std::size_t i = 0; i < count; ++i) others.push_back(key_of(count * (round + 2) + i));
+    // So that all of its threads are connected, and its table has grown, as those of an engine are and have.
+    std::vector<ChunkKey> others;
+    for (std::size_t i = 0; i < 3 * count; ++i) others.push_back(key_of(3 * count * (round + 2) + i));
     (void)ask_for(*tier, others);
     library.push_back(alone(keys));
     const Presence spent = ask_for(*tier, keys);

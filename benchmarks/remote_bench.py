@@ -69,8 +69,8 @@ def main() -> None:
     if done.returncode != 0:
         sys.exit(done.returncode)
     if arguments.keep:
-        name = "_bench-".join(f"{arguments.kind}-".split("-", 1)).removesuffix("-")
-        write_results(name, {"options": options, "cells": json.loads(done.stdout)})
+        kind, dash, how = arguments.kind.partition("-")
+        write_results(f"{kind}_bench{dash}{how}", {"options": options, "cells": json.loads(done.stdout)})
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ def sleep_where_vllm_spins(directory: Path) -> None:
 
     vLLM's processes spin with sched_yield while they wait for each other. On two cores that leaves none to
     what reads, nor to a store that runs beside them, for seconds at times (docs/troubleshooting.md): whoever
-    is compared then is compared by that. This plugin has them sleep while it loads; here they do so for all.
+    is compared then is compared by that. This plugin has them sleep while it loads; here they always do, and
+    for everybody.
     """
     (directory / "sitecustomize.py").write_text(SLEEP_INSTEAD)
     before = os.environ.get("PYTHONPATH", "")

@@ -97,7 +97,9 @@ class HostRegion:
     def prefault(
         self, index: int, threads: int, progress: Callable[[int, int], None] | None = None
     ) -> None: ...
-    fetching: bool  # a request waits for records of a tier: set by the scheduler's cache, for all processes
+    @property
+    def fetching(self) -> bool:
+        """Whether a request waits for records of a tier, as the scheduler's cache tells all processes."""
     def report(self, rank: int, ticket: int, failed_groups: int) -> None: ...
     def result(self, ticket: int) -> int | None:
         """None while pending, else the bit set of failed group positions."""

@@ -181,11 +181,8 @@ def _version() -> str:
 
 
 def put(store: Store, name: str, address: int, size: int) -> int:
-    """0 when it was there. NOT_COMPLETE when it is not there after it was put: Mooncake says that all is well
-    while another has begun to write it, even if that one was killed then."""
-    there = store.is_exist(name)
-    if there != 0:
-        return 0 if there == 1 else there
+    """Leaves what is there. NOT_COMPLETE when nothing is there after it was put: Mooncake says that all is
+    well while another has begun to write it, even if that one was killed then."""
     code = store.put_from(name, address, size)
     if code < 0:
         return code

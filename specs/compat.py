@@ -179,12 +179,14 @@ def load_sources() -> tuple[Any, Any] | None:
     return CacheHitSource.HOST, CacheHitSource.DISK
 
 
-def message_queues() -> Any:
+def message_queues() -> Any | None:
     """The module of the queues between engine core and ranks, whose ``sched_yield`` is called in turns while
-    one waits for a message."""
-    from vllm.distributed.device_communicators import shm_broadcast
-
-    return shm_broadcast
+    one waits for a message; None where it is not that."""
+    try:
+        from vllm.distributed.device_communicators import shm_broadcast
+    except ImportError:
+        return None
+    return shm_broadcast if hasattr(shm_broadcast, "sched_yield") else None
 
 
 def has_config_info() -> bool:

@@ -35,8 +35,6 @@ class ManagerOptions:
     request_hints: bool = True  # whether requests may set load_policy, priority, a wait and the skip flags
     await_records_seconds: float = 0.0  # of a request that does not say
     surroundings: Surroundings = field(default_factory=Surroundings)
-    # Ends how this process waits for messages (message_wait.py).
-    stop_waiting: Callable[[], None] = lambda: None
 
 
 class KVOffloadManager(OffloadingManager):
@@ -65,6 +63,7 @@ class KVOffloadManager(OffloadingManager):
         self._live: dict[str, RequestState] = {}
         self._generation = 0
         self._closed = False
+        self.at_shutdown: Callable[[], None] | None = None  # called once, first
         self._hints = HintReader(allowed=self._options.request_hints, clock=clock)
         results = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY)
         self._results = results
@@ -195,7 +194,8 @@ class KVOffloadManager(OffloadingManager):
         """Shed queued writes, let what runs end, close the tiers. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._options.stop_waiting()
+            if self.at_shutdown is not None:
+                self.at_shutdown()
             self._cache.close()
 
     # ---- reports

@@ -10,16 +10,20 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from kv_offload.log import get_logger
+
 from . import compat
 
 if TYPE_CHECKING:
     from kv_offload._core import HostRegion
 
+logger = get_logger(__name__)
+
 LOOK_EVERY_SECONDS = 0.0002  # the most that it adds to a message
 
 
 class SleepWhileFetching:
-    """Takes the place of ``sched_yield`` in the module of vLLM's message queues. One thread calls it."""
+    """Takes the place of ``sched_yield`` in the module of vLLM's message queues. Any thread may call it."""
 
     def __init__(
         self, region: "HostRegion", queues: Any, sleep: Callable[[float], None] = time.sleep
@@ -31,16 +35,18 @@ class SleepWhileFetching:
         queues.sched_yield = self
 
     def __call__(self) -> None:
-        if self._region is not None and self._region.fetching:
+        region = self._region
+        if region is not None and region.fetching:
             self._sleep(LOOK_EVERY_SECONDS)
         else:
             self._spin()
 
     def end(self) -> None:
         """Give vLLM its own back, and hold the region no longer. Idempotent."""
-        self._region = None  # another may have taken our place, and call us
-        if self._queues.sched_yield is self:
-            self._queues.sched_yield = self._spin
+        self._region = None
+        # One that was made later has our place and calls us, until it ends, too.
+        while isinstance(now := self._queues.sched_yield, SleepWhileFetching) and now._region is None:
+            self._queues.sched_yield = now._spin
 
 
 def wait_for_messages(how: str, copier: str, region: "HostRegion") -> Callable[[], None]:
@@ -50,7 +56,13 @@ def wait_for_messages(how: str, copier: str, region: "HostRegion") -> Callable[[
     """
     if how == "spin" or (how == "auto" and copier != "host"):
         return _nothing
-    return SleepWhileFetching(region, compat.message_queues()).end
+    queues = compat.message_queues()
+    if queues is None:
+        logger.warning(
+            "this vLLM waits for messages in a way that is not known, so wait_while_loading does nothing"
+        )
+        return _nothing
+    return SleepWhileFetching(region, queues).end
 
 
 def _nothing() -> None: ...

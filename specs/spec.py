@@ -132,7 +132,7 @@ class KVOffloadSpec(OffloadingSpec):
                 replicas=parallel.data_parallel_size,
             )
         )
-        return KVOffloadManager(
+        manager = KVOffloadManager(
             cache,
             metrics,
             ManagerOptions(
@@ -149,7 +149,6 @@ class KVOffloadSpec(OffloadingSpec):
                 info=info,
                 request_hints=options.request_hints == "allow",
                 await_records_seconds=options.await_records_seconds,
-                stop_waiting=wait_for_messages(options.wait_while_loading, merged["copier"], region),
                 surroundings=Surroundings(
                     random_seed=identity.hash_algorithm if seed_is_random else "",
                     other_namespaces=tuple(
@@ -161,6 +160,8 @@ class KVOffloadSpec(OffloadingSpec):
                 ),
             ),
         )
+        manager.at_shutdown = wait_for_messages(options.wait_while_loading, merged["copier"], region)
+        return manager
 
     def _attach(self) -> "HostRegion":
         from kv_offload import _core

@@ -40,14 +40,13 @@ class KVOffloadWorker(OffloadingWorker):
         metrics: "Metrics",
         compute_stream: Callable[[], int] | None = None,
         stores: bool = True,
-        stop_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._rank_worker = rank_worker
         # False: another rank stores the same bytes; vLLM gives every rank the stores of a canonical layout.
         self._stores = stores
         self._left_out: list[int] = []  # such jobs, not yet reported
         self._compute_stream = compute_stream  # the CUDA stream that copies wait for; None on the CPU
-        self._stop_waiting = stop_waiting  # for messages in the way that the configuration says
+        self.at_shutdown: Callable[[], None] | None = None  # called once, first
         self.region = region
         self.metrics = metrics  # this process's own; vLLM has no way to collect a worker's
 
@@ -100,7 +99,8 @@ class KVOffloadWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """Let running copies end and give the memory back. Idempotent."""
-        self._stop_waiting()
+        if self.at_shutdown is not None:
+            self.at_shutdown()
         self._rank_worker.close()
 
 
@@ -176,14 +176,9 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     )
     logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())
     metrics.set("kv_offload_copy_info", [rank_worker.describe()], 1)
-    return KVOffloadWorker(
-        rank_worker,
-        region,
-        metrics,
-        _compute_stream_of(copier, device),
-        stores=first,
-        stop_waiting=wait_for_messages(options.wait_while_loading, copier, region),
-    )
+    worker = KVOffloadWorker(rank_worker, region, metrics, _compute_stream_of(copier, device), stores=first)
+    worker.at_shutdown = wait_for_messages(options.wait_while_loading, copier, region)
+    return worker
 
 
 def refuse_several_hosts() -> None:

@@ -114,7 +114,7 @@ void bind_region(py::module_& module) {
             return status.is_ok() ? std::string() : status.to_string();
           },
           py::arg("index"), py::arg("node"))
-      .def_property("fetching", &HostRegion::is_fetching, &HostRegion::set_fetching)
+      .def_property_readonly("fetching", &HostRegion::is_fetching)
       .def("report", &HostRegion::report, py::arg("rank"), py::arg("ticket"), py::arg("failed_groups"))
       .def("result", &result, py::arg("ticket"));
 

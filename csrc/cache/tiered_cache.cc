@@ -61,6 +61,9 @@ struct TieredCache::Impl {
   }
   void publish_speeds();
   void tell_fetching(bool now);
+  void tell_if_nobody_waits() {  // there may be no step any more
+    if (requests.waiting().empty()) tell_fetching(false);
+  }
 
   const std::shared_ptr<HostRegion> region;
   Metrics& metrics;
@@ -95,7 +98,10 @@ RequestHandle TieredCache::begin_request(std::string_view, const RequestOptions&
   return impl_->requests.begin(options);
 }
 
-void TieredCache::end_request(RequestHandle request) { impl_->requests.end(request); }
+void TieredCache::end_request(RequestHandle request) {
+  impl_->requests.end(request);
+  impl_->tell_if_nobody_waits();
+}
 
 bool TieredCache::knows_span(RequestHandle request) const { return impl_->requests.at(request).knows_span; }
 
@@ -173,6 +179,7 @@ void TieredCache::Impl::tell_fetching(bool now) {
 void TieredCache::reset() {
   if (impl_->closed) return;
   impl_->forget();
+  impl_->tell_if_nobody_waits();
   impl_->ops.reset();
 }
 

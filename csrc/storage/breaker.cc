@@ -4,13 +4,13 @@
 
 namespace kv_offload {
 
-std::optional<Breaker::Pass> Breaker::admit(Nanos now) {
-  if (closed()) return Pass{trips_.load(), false};
+std::optional<Breaker::Pass> Breaker::admit(Nanos now, Kind kind) {
+  if (closed()) return Pass{trips_.load(), false, kind};
   const MutexLock lock(mutex_);
-  if (closed()) return Pass{trips_.load(), false};
-  if (probing_ || now.count() < retry_at_.load()) return std::nullopt;
-  probing_ = true;
-  return Pass{trips_.load(), true};
+  if (closed()) return Pass{trips_.load(), false, kind};
+  if (probing(kind) || now.count() < retry_at_.load()) return std::nullopt;
+  probing(kind) = true;
+  return Pass{trips_.load(), true, kind};
 }
 
 bool Breaker::counts(const Pass& pass) const {
@@ -22,38 +22,40 @@ void Breaker::open(Nanos now, Kind because_of) {
   opened_by_ = closed() ? because_of : std::max(opened_by_, because_of);
   cool_down_ = cool_down_.count() == 0 ? kFirstCoolDown : std::min(cool_down_ * 2, kLastCoolDown);
   retry_at_.store((now + cool_down_).count());
-  probing_ = false;
+  probing_[0] = probing_[1] = false;
   failures_[0] = failures_[1] = 0;
   trips_.fetch_add(1);
   closed_.store(false, std::memory_order_release);
 }
 
-void Breaker::succeeded(const Pass& pass, Kind kind) {
+void Breaker::succeeded(const Pass& pass) {
   const MutexLock lock(mutex_);
   if (!counts(pass)) return;
   failures(Kind::kQuestion) = 0;
-  if (kind == Kind::kRecord) failures(Kind::kRecord) = 0;
+  if (pass.kind == Kind::kRecord) failures(Kind::kRecord) = 0;
   if (closed()) return;
-  probing_ = false;
-  if (kind < opened_by_) return;  // it leaves the try to a record
+  probing(pass.kind) = false;
+  if (pass.kind < opened_by_) return;
+  probing_[0] = probing_[1] = false;
   cool_down_ = Nanos{0};
   closed_.store(true, std::memory_order_release);
 }
 
-void Breaker::failed(const Pass& pass, Nanos now, Kind kind) {
+void Breaker::failed(const Pass& pass, Nanos now) {
   const MutexLock lock(mutex_);
   if (!counts(pass)) return;
-  if (!closed() || ++failures(kind) >= kFailuresToTrip) open(now, kind);
+  if (!closed() || ++failures(pass.kind) >= kFailuresToTrip) open(now, pass.kind);
 }
 
 void Breaker::not_tried(const Pass& pass) {
   const MutexLock lock(mutex_);
-  if (pass.probe && counts(pass)) probing_ = false;
+  if (pass.probe && counts(pass)) probing(pass.kind) = false;
 }
 
 void Breaker::trip(Nanos now) {
   const MutexLock lock(mutex_);
-  if (closed() || probing_) open(now, Kind::kRecord);
+  if (closed() || probing_[0] || probing_[1]) return open(now, Kind::kRecord);
+  opened_by_ = Kind::kRecord;
 }
 
 }  // namespace kv_offload

@@ -5,11 +5,12 @@
 //
 // Two kinds of op are told apart: those that move a record, and questions, which are answered from names
 // alone. A device that answers no question moves no record either; that it answers one says nothing of
-// records. So questions have a run of failures of their own, and end only a rest that such a run began.
+// records. So questions have a run of failures and a probe of their own, and end only a rest that such a run
+// began.
 //
 // Every op that is let through gets a pass and tells its end with it. Only the end
 // of an op that was let through since the breaker opened last says something about
-// the device now, and while the breaker is open only that of the probe.
+// the device now, and while the breaker is open only that of a probe.
 #pragma once
 
 #include <atomic>
@@ -31,17 +32,18 @@ class Breaker {
   struct Pass {
     std::uint64_t trips = 0;  // before it was given
     bool probe = false;
+    Kind kind = Kind::kRecord;
   };
 
   // May an op start? Its end must be told, by one of the three calls below.
-  std::optional<Pass> admit(Nanos now) EXCLUDES(mutex_);
+  std::optional<Pass> admit(Nanos now, Kind kind = Kind::kRecord) EXCLUDES(mutex_);
   // Would admit() let an op through.
   bool offers(Nanos now) const {
     return closed_.load(std::memory_order_acquire) || now.count() >= retry_at_.load();
   }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
-  void succeeded(const Pass& pass, Kind kind = Kind::kRecord) EXCLUDES(mutex_);
-  void failed(const Pass& pass, Nanos now, Kind kind = Kind::kRecord) EXCLUDES(mutex_);
+  void succeeded(const Pass& pass) EXCLUDES(mutex_);
+  void failed(const Pass& pass, Nanos now) EXCLUDES(mutex_);
   void not_tried(const Pass& pass) EXCLUDES(mutex_);  // cancelled, or expired in the queue
   // An op is stuck in the device.
   void trip(Nanos now) EXCLUDES(mutex_);
@@ -51,10 +53,12 @@ class Breaker {
   bool counts(const Pass& pass) const REQUIRES(mutex_);
   void open(Nanos now, Kind because_of) REQUIRES(mutex_);
   unsigned& failures(Kind kind) REQUIRES(mutex_) { return failures_[static_cast<std::size_t>(kind)]; }
+  bool& probing(Kind kind) REQUIRES(mutex_) { return probing_[static_cast<std::size_t>(kind)]; }
 
   Mutex mutex_;
-  bool probing_ GUARDED_BY(mutex_) = false;       // a probe's pass is out
-  unsigned failures_[2] GUARDED_BY(mutex_) = {};  // in a row, by kind
+  // By kind.
+  bool probing_[2] GUARDED_BY(mutex_) = {};       // a probe's pass is out
+  unsigned failures_[2] GUARDED_BY(mutex_) = {};  // in a row
   Kind opened_by_ GUARDED_BY(mutex_) = Kind::kRecord;
   Nanos cool_down_ GUARDED_BY(mutex_){0};
   std::atomic<bool> closed_{true};

@@ -39,7 +39,7 @@ Status run_op(PooledStore& shared, OpInFlight& in_flight) {
   return epoch == store.epoch() ? status : of_before_a_reset();
 }
 
-Status run_locate(PooledStore& shared, const std::vector<ChunkKey>& keys, KeyOrder order,
+Status run_locate(PooledStore& shared, std::span<const ChunkKey> keys, KeyOrder order,
                   const Submitted& submitted) {
   if (!submitted.epoch || submitted.epoch != shared.store->epoch()) return of_before_a_reset();
   std::vector<bool> present(keys.size());

@@ -9,6 +9,7 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -96,10 +97,17 @@ Status contained(Work&& work) {
   }
 }
 
+// Keys that one call asks the store for: some of those of a prompt.
+struct Question {
+  std::shared_ptr<const std::vector<ChunkKey>> prompt;
+  std::size_t first = 0, count = 0;
+  std::span<const ChunkKey> keys() const { return std::span(*prompt).subspan(first, count); }
+};
+
 // Does the op in the epoch that it was submitted in, or not at all.
 Status run_op(PooledStore& shared, OpInFlight& in_flight);
 // Asks the store which of the keys it has.
-Status run_locate(PooledStore& shared, const std::vector<ChunkKey>& keys, KeyOrder order,
+Status run_locate(PooledStore& shared, std::span<const ChunkKey> keys, KeyOrder order,
                   const Submitted& submitted);
 
 // Only what the device did counts: our own bound is no failure.

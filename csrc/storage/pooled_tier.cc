@@ -68,7 +68,7 @@ class PooledTier final : public Tier {
 
  private:
   IoPool::Op make_op(TierOp op, const Submitted& submitted, std::optional<Breaker::Pass> pass);
-  IoPool::Op make_locate(std::vector<ChunkKey> keys, KeyOrder order, const Submitted& submitted,
+  IoPool::Op make_locate(const Question& question, KeyOrder order, const Submitted& submitted,
                          Breaker::Pass pass);
   void keep(Lane lane, std::function<void(RecordStore&)> work);
   // On the fast lane of upkeep; kTimeout when it did not end in time (it goes on).
@@ -138,29 +138,27 @@ IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optio
   return queued;
 }
 
-IoPool::Op PooledTier::make_locate(std::vector<ChunkKey> keys, KeyOrder order, const Submitted& submitted,
+IoPool::Op PooledTier::make_locate(const Question& question, KeyOrder order, const Submitted& submitted,
                                    Breaker::Pass pass) {
-  auto asked = std::make_shared<const std::vector<ChunkKey>>(std::move(keys));
   IoPool::Op queued;
   queued.tag = kLocateTag;
   queued.urgent = true;  // short, and who asks may have nothing to wait for
   queued.deadline = clock_.now() + options_.op_deadline;
-  queued.run = [shared = shared_, asked, order, submitted] {
-    return run_locate(*shared, *asked, order, submitted);
+  queued.run = [shared = shared_, question, order, submitted] {
+    return run_locate(*shared, question.keys(), order, submitted);
   };
-  queued.done = [shared = shared_, asked, submitted, pass, clock = &clock_](const Status& status, double,
-                                                                            double) {
+  queued.done = [shared = shared_, question, era = submitted.era, pass, clock = &clock_](const Status& status,
+                                                                                         double, double) {
     Breaker& breaker = shared->breaker(Lane::kRead);
     if (device_failed(status)) {
-      breaker.failed(pass, clock->now(), Breaker::Kind::kQuestion);
+      breaker.failed(pass, clock->now());
     } else if (status) {
-      breaker.succeeded(pass, Breaker::Kind::kQuestion);
+      breaker.succeeded(pass);
     } else {
       breaker.not_tried(pass);
     }
-    // Last: who sees that the question has ended also sees what the breaker makes of it. What was asked
-    // before a reset may be asked anew by now.
-    if (!status && shared->store->epoch() == submitted.epoch) shared->catalogue().give_up_asking(*asked);
+    // Last: who sees that the question has ended also sees what the breaker makes of it.
+    if (!status) shared->catalogue().give_up_asking(question.keys(), era);
   };
   return queued;
 }
@@ -236,13 +234,14 @@ void PooledTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
   const Nanos now = clock_.now();
   const Submitted submitted(*shared_);
   const std::size_t at_once = std::max<std::size_t>(shared_->store->keys_per_locate(order), 1);
+  const auto prompt = std::make_shared<const std::vector<ChunkKey>>(std::move(keys));
   std::vector<IoPool::Op> queued;
-  for (std::size_t begin = 0; begin < keys.size(); begin += at_once) {
-    const auto part = std::span(keys).subspan(begin, std::min(at_once, keys.size() - begin));
-    if (const auto pass = shared_->breaker(Lane::kRead).admit(now)) {
-      queued.push_back(make_locate({part.begin(), part.end()}, order, submitted, *pass));
+  for (std::size_t begin = 0; begin < prompt->size(); begin += at_once) {
+    const Question question{prompt, begin, std::min(at_once, prompt->size() - begin)};
+    if (const auto pass = shared_->breaker(Lane::kRead).admit(now, Breaker::Kind::kQuestion)) {
+      queued.push_back(make_locate(question, order, submitted, *pass));
     } else {
-      shared_->catalogue().give_up_asking(part);
+      shared_->catalogue().give_up_asking(question.keys(), submitted.era);
     }
   }
   pool_.submit(std::move(queued));

@@ -12,8 +12,14 @@ std::uint32_t PresenceCache::Entries::place_of(ChunkId id) const {
 }
 
 const PresenceCache::Entry* PresenceCache::Entries::find(const ChunkKey& key) const {
-  const std::uint32_t place = place_of(chunk_id(key));
-  return place != IdTable::kNone && entries_[place].key == key ? &entries_[place] : nullptr;
+  std::size_t place = next_;
+  if (place >= entries_.size() || entries_[place].key != key) {
+    place = place_of(chunk_id(key));
+    if (place == IdTable::kNone || entries_[place].key != key) return nullptr;
+  }
+  next_ = place + 1;
+  if (next_ + kAhead < entries_.size()) __builtin_prefetch(&entries_[next_ + kAhead]);
+  return &entries_[place];
 }
 
 void PresenceCache::Entries::put(const Entry& entry) {
@@ -30,6 +36,7 @@ void PresenceCache::Entries::put(const Entry& entry) {
 void PresenceCache::Entries::clear() {
   entries_.clear();
   places_ = IdTable();
+  next_ = 0;
 }
 
 const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {
@@ -56,10 +63,16 @@ Presence PresenceCache::contains(const ChunkKey& key) const {
 }
 
 void PresenceCache::begin_asking(std::vector<ChunkKey>* keys) {
+  constexpr std::size_t kAhead = 8;
   const Nanos now = clock_.now();
   std::size_t kept = 0;
   const MutexLock lock(mutex_);
-  for (const ChunkKey& key : *keys) {
+  for (std::size_t i = 0; i < keys->size(); ++i) {
+    if (i + kAhead < keys->size()) {
+      young_.prefetch((*keys)[i + kAhead]);
+      old_.prefetch((*keys)[i + kAhead]);
+    }
+    const ChunkKey& key = (*keys)[i];
     const Entry* entry = find(key);
     const bool asking = entry != nullptr && entry->state == State::kAsking;
     const Presence presence = presence_of(entry);
@@ -70,9 +83,10 @@ void PresenceCache::begin_asking(std::vector<ChunkKey>* keys) {
   keys->resize(kept);
 }
 
-void PresenceCache::give_up_asking(std::span<const ChunkKey> keys) {
+void PresenceCache::give_up_asking(std::span<const ChunkKey> keys, Era era) {
   const Nanos until = clock_.now() + absent_for_;
   const MutexLock lock(mutex_);
+  if (era != era_) return;  // it may be asked for anew by now
   for (const ChunkKey& key : keys) {
     const Entry* entry = find(key);
     if (entry != nullptr && entry->state == State::kAsking) put({key, until, State::kAbsent});

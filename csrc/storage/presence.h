@@ -21,14 +21,16 @@ namespace kv_offload {
 
 class Catalogue {
  public:
+  using Era = std::uint64_t;  // the time between two resets; 0 where it is not told
+
   virtual ~Catalogue() = default;
   // O(1); changes nothing.
   virtual Presence contains(const ChunkKey& key) const = 0;
   // Leaves those keys that have to be asked for: unknown, and not being asked for already. They are being
   // asked for from now on, until RecordStore::locate() of them ended or they are given up.
   virtual void begin_asking(std::vector<ChunkKey>* keys) = 0;
-  // It failed, or never ran: absent for now, so that nobody asks in a loop.
-  virtual void give_up_asking(std::span<const ChunkKey> keys) = 0;
+  // It failed, or never ran: absent for now, so that nobody asks in a loop. `era`: when it was asked.
+  virtual void give_up_asking(std::span<const ChunkKey> keys, Era era) = 0;
   virtual void touch(const ChunkKey& key) = 0;
   virtual void used(const TierUses&) {}  // see Tier
   // Appends what is gone since the last call.
@@ -45,8 +47,6 @@ class Catalogue {
 // submitted in.
 class PresenceCache final : public Catalogue {
  public:
-  using Era = std::uint64_t;
-
   static constexpr int kAbsentPerAsking = 8;
   static constexpr Nanos kLeastAbsent{std::chrono::milliseconds(10)};
 
@@ -55,7 +55,7 @@ class PresenceCache final : public Catalogue {
 
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
   void begin_asking(std::vector<ChunkKey>* keys) override EXCLUDES(mutex_);
-  void give_up_asking(std::span<const ChunkKey> keys) override EXCLUDES(mutex_);
+  void give_up_asking(std::span<const ChunkKey> keys, Era era) override EXCLUDES(mutex_);
   void touch(const ChunkKey&) override {}  // the store knows what is read, and nothing else of use
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
 
@@ -74,12 +74,14 @@ class PresenceCache final : public Catalogue {
     State state = State::kAbsent;
   };
   // Entries one behind the other, found by a hash of their keys. The scheduler asks for thousands at once: a
-  // node for each would be an allocation and a cache miss. Of two keys with one 64-bit hash it has the later
-  // one.
+  // node for each would be an allocation and a cache miss. And it asks for them again in the order that they
+  // came in, so the entry behind the last that was found is looked at first: it has the next one ready. Of
+  // two keys with one 64-bit hash it has the later one.
   class Entries {
    public:
     // Null: not there.
     const Entry* find(const ChunkKey& key) const;
+    void prefetch(const ChunkKey& key) const { places_.prefetch(chunk_id(key)); }
     void put(const Entry& entry);
     void clear();
     std::size_t size() const { return entries_.size(); }
@@ -87,8 +89,10 @@ class PresenceCache final : public Catalogue {
 
    private:
     std::uint32_t place_of(ChunkId id) const;
+    static constexpr std::size_t kAhead = 8;
     std::vector<Entry> entries_;
     IdTable places_;
+    mutable std::size_t next_ = 0;  // behind the one that was found last
   };
 
   const Entry* find(const ChunkKey& key) const REQUIRES(mutex_);

@@ -22,6 +22,11 @@ def test_scheduler_and_worker_see_the_same_bytes(tmp_path):
     assert area[12345] == 42
 
 
+def test_a_worker_sees_that_no_request_waits(tmp_path):
+    _, (worker,) = attach(tmp_path)
+    assert worker.fetching is False
+
+
 def test_an_area_outlives_the_last_name_of_its_region(tmp_path):
     area = attach(tmp_path)[0].area(0)
     gc.collect()

@@ -80,7 +80,7 @@ def test_each_question_does_what_it_says(package: Path) -> None:
     store, _ = client.open_store(GIVEN)
     with Asked(store) as asked:
         assert asked.ask(client.PUT, "a:1", put=b"first") == 5
-        assert asked.ask(client.PUT, "a:1", put=b"other") == 0, "it is there"
+        assert asked.ask(client.PUT, "a:1", put=b"other") == 5, "it is there, and stays"
         assert asked.ask(client.GET, "a:1") == 5
         assert asked.object(5) == b"first"
         assert asked.ask(client.SET, "a:1", put=b"second") == 6

@@ -73,8 +73,9 @@ void KnownRecords::begin_asking(std::vector<ChunkKey>* keys) {
   keys->swap(asked);
 }
 
-void KnownRecords::give_up_asking(std::span<const ChunkKey> keys) {
-  not_found_.give_up_asking(keys);
+// Whenever it was asked: a generation may end without a reset, and what is being asked then has to end.
+void KnownRecords::give_up_asking(std::span<const ChunkKey> keys, Era) {
+  not_found_.give_up_asking(keys, not_found_.era());
   const Nanos ask_again = clock_.now() + kAskAgainAfter;
   const MutexLock lock(mutex_);
   for (const ChunkKey& key : keys) {

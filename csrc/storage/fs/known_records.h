@@ -57,7 +57,7 @@ class KnownRecords final : public Catalogue {
   // ---- Catalogue
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
   void begin_asking(std::vector<ChunkKey>* keys) override EXCLUDES(mutex_);
-  void give_up_asking(std::span<const ChunkKey> keys) override EXCLUDES(mutex_);
+  void give_up_asking(std::span<const ChunkKey> keys, Era) override EXCLUDES(mutex_);
   void touch(const ChunkKey& key) override EXCLUDES(mutex_);
   void used(const TierUses& uses) override EXCLUDES(mutex_);
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);

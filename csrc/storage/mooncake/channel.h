@@ -25,7 +25,7 @@ namespace kv_offload::mooncake {
 using Deadline = std::chrono::steady_clock::time_point;
 
 enum class Verb : std::uint32_t {
-  kPut = 1,     // unless it is there: 0 then, else the bytes written
+  kPut = 1,     // unless it is there; the bytes given
   kSet = 2,     // in place of what is there
   kGet = 3,     // the object's bytes, which are in object() if they are no more than it holds
   kExist = 4,   // of each name, a byte of object(): 1 there, 0 not

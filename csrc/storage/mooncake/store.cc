@@ -114,8 +114,7 @@ Status MooncakeStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64
   if (channel) client_.give_back(std::move(channel));
   if (!status) return status;
   if (answer.result < 0) return refusal_of_write(answer);
-  if (!replace && answer.result == 0) ask_first_.answered(true);
-  *moved = answer.result > 0 ? record.written() : 0;
+  *moved = record.written();
   return Status::ok();
 }
 

@@ -13,8 +13,8 @@ using Kind = Breaker::Kind;
 
 class BreakerTest : public ::testing::Test {
  protected:
-  Breaker::Pass pass() {
-    const auto given = breaker_.admit(now_);
+  Breaker::Pass pass(Kind kind = Kind::kRecord) {
+    const auto given = breaker_.admit(now_, kind);
     EXPECT_TRUE(given);
     return given.value_or(Breaker::Pass{});
   }
@@ -119,44 +119,44 @@ TEST_F(BreakerTest, failures_of_before_it_opened_do_not_count_after_it_closed) {
 
 TEST_F(BreakerTest, trips_after_questions_that_failed_in_a_row_and_not_after_as_many_among_good_ones) {
   for (int run = 0; run < 3; ++run) {
-    for (unsigned i = 1; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(), now_, Kind::kQuestion);
-    breaker_.succeeded(pass(), Kind::kQuestion);
+    for (unsigned i = 1; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kQuestion), now_);
+    breaker_.succeeded(pass(Kind::kQuestion));
   }
   EXPECT_TRUE(breaker_.closed());
-  for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(), now_, Kind::kQuestion);
+  for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kQuestion), now_);
   EXPECT_FALSE(breaker_.closed());
 }
 
 TEST_F(BreakerTest, questions_and_records_fail_apart_and_a_record_speaks_for_both) {
   for (unsigned i = 1; i < Breaker::kFailuresToTrip; ++i) {
-    breaker_.failed(pass(), now_, Kind::kQuestion);
+    breaker_.failed(pass(Kind::kQuestion), now_);
     breaker_.failed(pass(), now_);
-    breaker_.succeeded(pass(), Kind::kQuestion);
+    breaker_.succeeded(pass(Kind::kQuestion));
   }
   EXPECT_TRUE(breaker_.closed()) << "a run of each, and neither long enough";
-  for (unsigned i = 1; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(), now_, Kind::kQuestion);
+  for (unsigned i = 1; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kQuestion), now_);
   breaker_.succeeded(pass());
-  breaker_.failed(pass(), now_, Kind::kQuestion);
+  breaker_.failed(pass(Kind::kQuestion), now_);
   breaker_.failed(pass(), now_);
   EXPECT_TRUE(breaker_.closed());
 }
 
 TEST_F(BreakerTest, a_good_question_ends_a_rest_that_questions_began_and_no_other) {
   const auto rest = [&](Kind because_of) {
-    for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(), now_, because_of);
+    for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(because_of), now_);
     EXPECT_FALSE(breaker_.closed());
     now_ += Breaker::kLastCoolDown;
   };
   rest(Kind::kQuestion);
-  breaker_.succeeded(pass(), Kind::kQuestion);
+  breaker_.succeeded(pass(Kind::kQuestion));
   EXPECT_TRUE(breaker_.closed());
 
   rest(Kind::kRecord);
-  breaker_.succeeded(pass(), Kind::kQuestion);
+  breaker_.succeeded(pass(Kind::kQuestion));
   EXPECT_FALSE(breaker_.closed());
-  breaker_.failed(pass(), now_, Kind::kQuestion);  // takes nothing back
+  breaker_.failed(pass(Kind::kQuestion), now_);  // takes nothing back
   now_ += Breaker::kLastCoolDown;
-  breaker_.succeeded(pass(), Kind::kQuestion);
+  breaker_.succeeded(pass(Kind::kQuestion));
   EXPECT_FALSE(breaker_.closed());
   breaker_.succeeded(pass());
   EXPECT_TRUE(breaker_.closed());
@@ -164,16 +164,40 @@ TEST_F(BreakerTest, a_good_question_ends_a_rest_that_questions_began_and_no_othe
   rest(Kind::kQuestion);
   breaker_.failed(pass(), now_);  // the try was a record's
   now_ += Breaker::kLastCoolDown;
-  breaker_.succeeded(pass(), Kind::kQuestion);
+  breaker_.succeeded(pass(Kind::kQuestion));
   EXPECT_FALSE(breaker_.closed());
 }
 
 TEST_F(BreakerTest, a_good_question_does_not_end_the_rest_of_a_device_that_was_stuck) {
   breaker_.trip(now_);
   now_ += Breaker::kFirstCoolDown;
-  breaker_.succeeded(pass(), Kind::kQuestion);
+  breaker_.succeeded(pass(Kind::kQuestion));
   EXPECT_FALSE(breaker_.closed());
-  EXPECT_FALSE(refuses()) << "it left the try to the next";
+}
+
+TEST_F(BreakerTest, a_device_that_gets_stuck_in_a_rest_that_questions_began_is_not_on_again_by_a_question) {
+  for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kQuestion), now_);
+  breaker_.trip(now_);
+  EXPECT_EQ(breaker_.trips(), 1u);
+  now_ += Breaker::kFirstCoolDown;
+  breaker_.succeeded(pass(Kind::kQuestion));
+  EXPECT_FALSE(breaker_.closed());
+  breaker_.succeeded(pass());
+  EXPECT_TRUE(breaker_.closed());
+}
+
+// Who waits for records asks in every step: a record would never get the only try.
+TEST_F(BreakerTest, questions_and_records_have_a_probe_each) {
+  breaker_.trip(now_);
+  now_ += Breaker::kFirstCoolDown;
+  const Breaker::Pass question = pass(Kind::kQuestion), record = pass();
+  EXPECT_FALSE(breaker_.admit(now_, Kind::kQuestion));
+  EXPECT_FALSE(breaker_.admit(now_));
+  breaker_.succeeded(question);
+  EXPECT_FALSE(breaker_.admit(now_)) << "the record's probe is out still";
+  pass(Kind::kQuestion);
+  breaker_.succeeded(record);
+  EXPECT_TRUE(breaker_.closed());
 }
 
 }  // namespace

@@ -41,6 +41,7 @@ class PooledTierTest : public ::testing::Test {
   }
 
   FakeClock clock_;
+  AlignedBuffer row_{4096};
   const std::shared_ptr<MemoryServer> server_ = std::make_shared<MemoryServer>();
 };
 
@@ -131,16 +132,49 @@ TEST_F(PooledTierTest, questions_that_fail_now_and_then_do_not_switch_reads_off)
 }
 
 TEST_F(PooledTierTest, a_server_that_answers_questions_again_is_on_again_before_there_is_anything_to_read) {
-  TierDriver user(open(options(), 1));
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand, 1);
+  const auto ask = [&](std::vector<ChunkKey> keys) {
+    tier->prefetch_presence(std::move(keys), KeyOrder::kNone);
+    run_reads(pool);
+  };
   server_->fail(Verb::kLocate, StatusKind::kIo);
-  for (std::uint32_t i = 0; i < Breaker::kFailuresToTrip; ++i) EXPECT_FALSE(user.has(100 + i));
+  for (std::uint32_t i = 0; i < Breaker::kFailuresToTrip; ++i) ask({key_of(100 + i)});
+  EXPECT_FALSE(tier->stats().readable);
   server_->fail(Verb::kLocate, StatusKind::kOk);
   clock_.advance(seconds(2));
-  EXPECT_FALSE(user.has(200));
+  ask({key_of(200)});
   const std::size_t asked = server_->asked().size();
-  // One of those that are asked at once would be the only try of a tier that is off.
-  user.tier().prefetch_presence({key_of(300), key_of(301), key_of(302)}, KeyOrder::kNone);
-  EXPECT_TRUE(user.until([&] { return server_->asked().size() == asked + 3; }));
+  ask({key_of(300), key_of(301), key_of(302)});  // of a tier that is off one alone would be let through
+  EXPECT_EQ(server_->asked().size(), asked + 3);
+}
+
+// With a question under way, and another after that.
+TEST_F(PooledTierTest, a_record_gets_a_try_of_its_own_beside_questions) {
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand, 1);
+  server_->fail(Verb::kRead, StatusKind::kIo);
+  const auto read = [&](OpId id) {
+    std::vector<TierOp> ops(1);
+    ops[0].id = id;
+    ops[0].key = key_of(1);
+    ops[0].shards = {row_.span()};
+    tier->submit(std::move(ops));
+    run_reads(pool);
+    std::vector<Completion> done;
+    std::vector<TierRemoval> removals;
+    tier->poll(&done, &removals);
+    return done.empty() ? StatusKind::kOk : done.front().status.kind();
+  };
+  for (OpId id = 1; id <= Breaker::kFailuresToTrip; ++id) EXPECT_EQ(read(id), StatusKind::kIo);
+  EXPECT_EQ(read(20), StatusKind::kUnavailable);
+  clock_.advance(seconds(2));
+  tier->prefetch_presence({key_of(2)}, KeyOrder::kNone);
+  EXPECT_EQ(read(21), StatusKind::kIo) << "it is tried";
 }
 
 TEST_F(PooledTierTest, a_question_of_before_a_reset_that_fails_says_nothing_of_those_after_it) {

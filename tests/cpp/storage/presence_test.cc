@@ -111,7 +111,9 @@ TEST_F(PresenceCacheTest, what_a_read_did_not_find_is_worth_asking_for_again_soo
 
 TEST_F(PresenceCacheTest, what_is_given_up_is_absent_for_a_time) {
   ask(cache_, {key_of(1)});
-  cache_.give_up_asking(std::vector{key_of(1), key_of(2)});
+  cache_.give_up_asking(std::vector{key_of(1), key_of(2)}, 1);
+  EXPECT_EQ(of(1), Presence::kUnknown) << "that was asked in another era";
+  cache_.give_up_asking(std::vector{key_of(1), key_of(2)}, 0);
   EXPECT_EQ(of(1), Presence::kAbsent);
   EXPECT_EQ(of(2), Presence::kUnknown) << "it was not being asked for";
   clock_.advance(milliseconds(1000));

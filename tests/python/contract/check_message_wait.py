@@ -99,3 +99,11 @@ def test_of_two_in_one_process_either_may_end_first(region: Any, queues: Any) ->
     second()
     wait_once(queues)
     assert (queues.spun, slept) == (2, [])
+
+
+def test_where_vllm_waits_in_another_way_nothing_is_replaced(
+    region: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compat, "message_queues", lambda: None)
+    wait_for_messages("sleep", "host", region)()
+    assert "wait_while_loading does nothing" in caplog.text

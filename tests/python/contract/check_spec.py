@@ -18,6 +18,7 @@ adapter.use_specs()
 from kv_offload.specs import KVOffloadSpec, compat, identity, plugin, spec  # noqa: E402
 from kv_offload.specs.canonical import CanonicalPages  # noqa: E402
 from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402
+from kv_offload.specs.message_wait import SleepWhileFetching  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
 
@@ -193,6 +194,29 @@ def test_manager_and_worker_are_made_once() -> None:
     assert scheduler_side.get_manager() is scheduler_side.get_manager()
     worker_side.get_worker(caches).shutdown()
     scheduler_side.get_manager().shutdown()
+
+
+@pytest.mark.parametrize("manager_first", [True, False])
+def test_while_they_run_manager_and_worker_wait_as_the_configuration_says(manager_first: bool) -> None:
+    queues = compat.message_queues()
+    assert queues is not None
+    own = queues.sched_yield  # or the wait of an engine that an earlier check left behind
+
+    def made(how: str) -> list[Any]:
+        config = offloading_config(wait_while_loading=how)
+        worker = KVOffloadSpec(config).get_worker(kv_caches())
+        of_worker = queues.sched_yield
+        manager = KVOffloadSpec(config).get_manager()
+        of_manager = queues.sched_yield
+        assert [of_worker is not own, of_manager is not of_worker] == [how == "auto"] * 2
+        assert how == "spin" or isinstance(of_manager, SleepWhileFetching)
+        return [manager, worker] if manager_first else [worker, manager]
+
+    for how in ("auto", "spin"):
+        first, second = made(how)
+        first.shutdown()
+        second.shutdown()
+        assert queues.sched_yield is own
 
 
 def test_the_boot_line_says_capacity_in_bytes_and_tokens(caplog: pytest.LogCaptureFixture) -> None:

@@ -115,7 +115,7 @@ class FsAskedByNameTest : public ::testing::Test {
     EXPECT_EQ(keys.size(), numbers.size()) << "not all of them were unknown";
     std::vector<bool> present(keys.size());
     Status status = store.locate(keys, order, store.epoch(), &present);
-    if (!status) store.catalogue()->give_up_asking(keys);
+    if (!status) store.catalogue()->give_up_asking(keys, 0);
     return status;
   }
 

@@ -134,7 +134,7 @@ TEST_F(KnownRecordsTest, a_directory_that_could_not_be_asked_for_is_asked_for_ag
   records_.begin_asking(&keys);
   ASSERT_EQ(keys.size(), 1u);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kUnknown);
-  records_.give_up_asking(keys);
+  records_.give_up_asking(keys, 0);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent);
   std::vector<ChunkKey> again = {key_of(1)};
   records_.begin_asking(&again);
@@ -145,7 +145,7 @@ TEST_F(KnownRecordsTest, a_directory_that_could_not_be_asked_for_is_asked_for_ag
   records_.begin_asking(&again);
   EXPECT_EQ(again.size(), 1u);
   records_.note_listed(records_.generation(), layout::leaf_of(key_of(1)));
-  records_.give_up_asking(again);
+  records_.give_up_asking(again, 0);
   clock_.advance(KnownRecords::kAskAgainAfter);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent) << "it was listed meanwhile";
 }

@@ -192,7 +192,7 @@ std::int64_t FakeMooncake::answer(const mooncake::Question& question, const std:
   std::int64_t length = 0;
   switch (static_cast<Op>(question.verb)) {
     case Op::kPut:
-      if (found != objects_.end()) return 0;
+      if (found != objects_.end()) return static_cast<std::int64_t>(question.object_bytes);
       if (begun_.contains(name)) return mooncake::kNotComplete;
       [[fallthrough]];
     case Op::kSet:
