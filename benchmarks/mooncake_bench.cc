@@ -5,8 +5,8 @@
 //
 // The client alone: put_from and get_into in a loop from so many threads of one Python process, from memory
 // that is registered, looked at by nobody. The tier: the same number of records through submit and poll, with
-// header, checksum, the copy to the memory of its process, and two questions whether the record is there for
-// each write, one more for the first ones and some of the rest. Rounds alternate, and the ratio is that of
+// header, checksum, the copy to the memory of its process, and a question whether the record is there for
+// each write, one more for the first ones and some of the rest. Both begin in turns, and the ratio is that of
 // the medians. A tier's write threads read, too: with N threads both write on N and read on 2 N. Processor
 // time is that of all processes but Mooncake's master and holder. Prints JSON: GB/s of each, and the ratio.
 // All objects of the store are removed between rounds: give it one of its own (benchmarks/remote_bench.py

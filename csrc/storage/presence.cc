@@ -63,7 +63,6 @@ Presence PresenceCache::contains(const ChunkKey& key) const {
 }
 
 void PresenceCache::begin_asking(std::vector<ChunkKey>* keys) {
-  constexpr std::size_t kAhead = 8;
   const Nanos now = clock_.now();
   std::size_t kept = 0;
   const MutexLock lock(mutex_);

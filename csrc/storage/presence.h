@@ -67,6 +67,7 @@ class PresenceCache final : public Catalogue {
   void reset() EXCLUDES(mutex_);  // nothing is there any more
 
  private:
+  static constexpr std::size_t kAhead = 8;  // entries that are fetched into the processor's cache
   enum class State : std::uint8_t { kAsking, kPresent, kAbsent };
   struct Entry {
     ChunkKey key;
@@ -89,7 +90,6 @@ class PresenceCache final : public Catalogue {
 
    private:
     std::uint32_t place_of(ChunkId id) const;
-    static constexpr std::size_t kAhead = 8;
     std::vector<Entry> entries_;
     IdTable places_;
     mutable std::size_t next_ = 0;  // behind the one that was found last
