@@ -29,7 +29,6 @@ namespace {
 using namespace kv_offload;
 using bench::numbers;
 using bench::Rates;
-using bench::timed;
 
 struct Options {
   redis::Server server;
@@ -78,17 +77,10 @@ Rates library_alone(const Options& options, std::size_t threads, std::size_t byt
   };
   Rates rates;
   const double total = static_cast<double>(bytes * records) / 1e9;
-  rates.write =
-      total /
-      timed(
-          threads, records, [](std::size_t) { bench::give_way(); },
-          [&](std::size_t t, std::size_t i) {
-            command(t, {"SET", bench::key_of(i).hex(), values[i % values.size()]}, VALKEY_REPLY_STATUS);
-          });
-  const auto begin_reading = [&](std::size_t t) {
-    if (t >= threads) bench::give_way();
-  };
-  rates.read = total / timed(contexts.size(), records, begin_reading, [&](std::size_t t, std::size_t i) {
+  rates.write = total / bench::timed_writes(threads, records, [&](std::size_t t, std::size_t i) {
+                  command(t, {"SET", bench::key_of(i).hex(), values[i % values.size()]}, VALKEY_REPLY_STATUS);
+                });
+  rates.read = total / bench::timed_reads(threads, records, [&](std::size_t t, std::size_t i) {
                  command(t, {"GET", bench::key_of(i).hex()}, VALKEY_REPLY_STRING);
                });
   for (valkeyContext* context : contexts) valkeyFree(context);

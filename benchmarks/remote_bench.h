@@ -65,6 +65,21 @@ double timed(std::size_t threads, std::size_t records, Begin begin, Work work) {
   return now() - start;
 }
 
+// The library on so many threads, as a tier runs on them: all give way when they write, and half of those
+// that read. `work(thread, record)`; seconds.
+template <typename Work>
+double timed_writes(std::size_t threads, std::size_t records, Work work) {
+  return timed(
+      threads, records, [](std::size_t) { give_way(); }, work);
+}
+template <typename Work>
+double timed_reads(std::size_t threads, std::size_t records, Work work) {
+  const auto begin = [=](std::size_t thread) {
+    if (thread >= threads) give_way();
+  };
+  return timed(readers(threads), records, begin, work);
+}
+
 // Writes or reads all records, as many at once as there are rows; GB/s. Their keys are those from `first` on.
 inline double pass(Tier& tier, OpKind kind, std::vector<AlignedBuffer>& rows, std::size_t bytes,
                    std::size_t records, std::size_t first = 0) {

@@ -151,22 +151,15 @@ Rates library_alone(const Options& options, std::size_t threads, std::size_t byt
   const std::vector<AlignedBuffer> rows = bench::rows_for(threads, bytes);
   const std::string prefix = new_prefix() + names_of_the_tier();
   const double total = static_cast<double>(bytes * records) / 1e9;
-  const auto rate = [&](bool writes, auto work) {
-    const std::size_t used = writes ? threads : connections.size();
-    const auto begin = [&](std::size_t t) {
-      if (writes || t >= threads) bench::give_way();
-    };
-    return total / bench::timed(used, records, begin,
-                                [&](std::size_t t, std::size_t i) { work(*connections[t], i); });
-  };
   Rates rates;
   const double start = bench::cpu_seconds();
-  rates.write = rate(true, [&](Connection& to, std::size_t i) {
-    to.put(prefix + bench::key_of(i).hex(), rows[i % rows.size()].span());
-  });
+  rates.write = total / bench::timed_writes(threads, records, [&](std::size_t t, std::size_t i) {
+                  connections[t]->put(prefix + bench::key_of(i).hex(), rows[i % rows.size()].span());
+                });
   const double written = bench::cpu_seconds();
-  rates.read =
-      rate(false, [&](Connection& from, std::size_t i) { from.get(prefix + bench::key_of(i).hex(), bytes); });
+  rates.read = total / bench::timed_reads(threads, records, [&](std::size_t t, std::size_t i) {
+                 connections[t]->get(prefix + bench::key_of(i).hex(), bytes);
+               });
   rates.write_cpu = (written - start) / total;
   rates.read_cpu = (bench::cpu_seconds() - written) / total;
   return rates;

@@ -63,7 +63,7 @@ class KVOffloadManager(OffloadingManager):
         self._live: dict[str, RequestState] = {}
         self._generation = 0
         self._closed = False
-        self.at_shutdown: Callable[[], None] | None = None  # called once, first
+        self.at_shutdown: Callable[[], None] = lambda: None  # first
         self._hints = HintReader(allowed=self._options.request_hints, clock=clock)
         results = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY)
         self._results = results
@@ -194,8 +194,7 @@ class KVOffloadManager(OffloadingManager):
         """Shed queued writes, let what runs end, close the tiers. Idempotent."""
         if not self._closed:
             self._closed = True
-            if self.at_shutdown is not None:
-                self.at_shutdown()
+            self.at_shutdown()
             self._cache.close()
 
     # ---- reports

@@ -46,7 +46,7 @@ class KVOffloadWorker(OffloadingWorker):
         self._stores = stores
         self._left_out: list[int] = []  # such jobs, not yet reported
         self._compute_stream = compute_stream  # the CUDA stream that copies wait for; None on the CPU
-        self.at_shutdown: Callable[[], None] | None = None  # called once, first
+        self.at_shutdown: Callable[[], None] = lambda: None  # first; idempotent, as shutdown() is
         self.region = region
         self.metrics = metrics  # this process's own; vLLM has no way to collect a worker's
 
@@ -99,8 +99,7 @@ class KVOffloadWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """Let running copies end and give the memory back. Idempotent."""
-        if self.at_shutdown is not None:
-            self.at_shutdown()
+        self.at_shutdown()
         self._rank_worker.close()
 
 

@@ -57,13 +57,11 @@ struct TieredCache::Impl {
     load_jobs.forget();
     chunks.forget();
     requests.forget();
+    tell_fetching(false);
     memory.clear();
   }
   void publish_speeds();
   void tell_fetching(bool now);
-  void tell_if_nobody_waits() {  // there may be no step any more
-    if (requests.waiting().empty()) tell_fetching(false);
-  }
 
   const std::shared_ptr<HostRegion> region;
   Metrics& metrics;
@@ -100,7 +98,7 @@ RequestHandle TieredCache::begin_request(std::string_view, const RequestOptions&
 
 void TieredCache::end_request(RequestHandle request) {
   impl_->requests.end(request);
-  impl_->tell_if_nobody_waits();
+  if (impl_->requests.waiting().empty()) impl_->tell_fetching(false);  // there may be no step any more
 }
 
 bool TieredCache::knows_span(RequestHandle request) const { return impl_->requests.at(request).knows_span; }
@@ -179,7 +177,6 @@ void TieredCache::Impl::tell_fetching(bool now) {
 void TieredCache::reset() {
   if (impl_->closed) return;
   impl_->forget();
-  impl_->tell_if_nobody_waits();
   impl_->ops.reset();
 }
 
@@ -193,7 +190,6 @@ void TieredCache::close() {
   impl.forget();
   impl.events.take();
   impl.stores.close();
-  impl.tell_fetching(false);
   impl.closed = true;
 }
 
