@@ -86,7 +86,7 @@ Rates through_the_tier(const Options& options, std::size_t threads, std::size_t 
                   options.master);
   tier_options.n_read_threads = tier_options.n_write_threads = static_cast<unsigned>(threads);
   const auto tier = make_mooncake_tier(tier_options);
-  std::vector<AlignedBuffer> rows = bench::rows_for(threads, bytes);
+  std::vector<AlignedBuffer> rows = bench::rows_for(threads, bytes, records);
   // As the client alone: memory that is there, and registered.
   const std::size_t others = 1 << 20;
   for (const OpKind kind : {OpKind::kWrite, OpKind::kRead, OpKind::kRead}) {

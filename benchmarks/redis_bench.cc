@@ -59,7 +59,7 @@ void flush(const redis::Server& server) {
 Rates library_alone(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
   std::vector<valkeyContext*> contexts;
   for (std::size_t t = 0; t < bench::readers(threads); ++t) contexts.push_back(connect(options.server));
-  const std::vector<AlignedBuffer> rows = bench::rows_for(threads, bytes);
+  const std::vector<AlignedBuffer> rows = bench::rows_for(threads, bytes, records);
   std::vector<std::string_view> values;
   for (const AlignedBuffer& row : rows)
     values.emplace_back(reinterpret_cast<const char*>(row.data()), row.size());

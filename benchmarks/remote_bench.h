@@ -116,12 +116,16 @@ inline double pass(Tier& tier, OpKind kind, std::vector<AlignedBuffer>& rows, st
   return static_cast<double>(bytes * records) / 1e9 / (now() - start);
 }
 
-// Rows for all threads of a tier, and as many again that wait: an engine submits a prompt at once. Bytes that
-// cannot be compressed and are no text: there are stores that look.
-inline std::vector<AlignedBuffer> rows_for(std::size_t threads, std::size_t bytes) {
+// As many records as an engine submits at once, all those of a prompt: where fewer wait than the threads end
+// between two polls, the polls are what is measured.
+constexpr std::size_t at_once(std::size_t threads) { return std::max<std::size_t>(2 * readers(threads), 32); }
+
+// Rows for that many, or for all records if these are fewer. Bytes that cannot be compressed and are no text:
+// there are stores that look.
+inline std::vector<AlignedBuffer> rows_for(std::size_t threads, std::size_t bytes, std::size_t records) {
   std::vector<AlignedBuffer> rows;
   std::mt19937_64 numbers;
-  for (std::size_t i = 0; i < 2 * readers(threads); ++i) {
+  for (std::size_t i = 0; i < std::min(at_once(threads), records); ++i) {
     rows.emplace_back(bytes);
     for (std::size_t at = 0; at + sizeof(std::uint64_t) <= bytes; at += sizeof(std::uint64_t)) {
       const std::uint64_t number = numbers();
@@ -132,7 +136,7 @@ inline std::vector<AlignedBuffer> rows_for(std::size_t threads, std::size_t byte
 }
 
 inline Rates write_and_read(Tier& tier, std::size_t threads, std::size_t bytes, std::size_t records) {
-  std::vector<AlignedBuffer> rows = rows_for(threads, bytes);
+  std::vector<AlignedBuffer> rows = rows_for(threads, bytes, records);
   // As an engine does when a prompt comes.
   std::vector<ChunkKey> keys;
   for (std::size_t i = 0; i < records; ++i) keys.push_back(key_of(i));
@@ -217,12 +221,14 @@ void compare_presence(std::size_t count, unsigned rounds, Alone alone, Fresh fre
 // Prints JSON of the medians, and their ratio; and the processor time that a GB took, which is the same on a
 // busy machine. Both begin in turns, after a round that is not counted: a server that fills gets slower, and
 // the first of two that are alike looked up to a fifth faster.
-// `before()` empties the server; `alone` and `tier` are given the bytes and the number of records.
+// `rounds`: one more when it is odd. `before()` empties the server; `alone` and `tier` are given the bytes
+// and the number of records.
 template <typename Before, typename Alone, typename Through>
 void compare(std::size_t kib, std::size_t threads, unsigned rounds, std::size_t total_mebibytes,
              Before before, Alone alone, Through tier) {
   const std::size_t bytes = kib << 10;
   const std::size_t records = std::max<std::size_t>((total_mebibytes << 20) / bytes, 2 * readers(threads));
+  rounds += rounds % 2;
   std::vector<double> write[2], read[2], write_cpu[2], read_cpu[2];
   for (unsigned round = 0; round <= rounds; ++round) {
     Rates library, ours;

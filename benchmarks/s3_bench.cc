@@ -148,7 +148,7 @@ Rates library_alone(const Options& options, std::size_t threads, std::size_t byt
   std::vector<std::unique_ptr<Connection>> connections;
   for (std::size_t t = 0; t < bench::readers(threads); ++t)
     connections.push_back(std::make_unique<Connection>(options.bucket, options.signed_bodies));
-  const std::vector<AlignedBuffer> rows = bench::rows_for(threads, bytes);
+  const std::vector<AlignedBuffer> rows = bench::rows_for(threads, bytes, records);
   const std::string prefix = new_prefix() + names_of_the_tier();
   const double total = static_cast<double>(bytes * records) / 1e9;
   Rates rates;

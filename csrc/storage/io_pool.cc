@@ -171,6 +171,24 @@ struct IoPool::State {
     begun.next.op.done(status, to_seconds(ended - started), to_seconds(started - begun.next.submitted));
   }
 
+  void submit(std::vector<Op> ops) EXCLUDES(mutex) {
+    {
+      const MutexLock lock(mutex);
+      if (!closing) {
+        const Nanos now = clock->now();
+        std::array<std::size_t, 2> added{};
+        for (Op& op : ops) {
+          ++added[index(op.lane)];
+          if (op.deadline.count() != 0) next_deadline = std::min(next_deadline, op.deadline);
+          queues[index(op.lane)].push({std::move(op), now});
+        }
+        ops.clear();
+        wake(added[index(Lane::kRead)], added[index(Lane::kWrite)]);
+      }
+    }
+    for (const Op& op : ops) op.done(Status::error(StatusKind::kUnavailable, "closing"), 0, 0);
+  }
+
   void fail(Queue failed, const Status& status) {
     const Nanos now = clock->now();
     for (const Queued& queued : failed) finish(queued, status, now);
@@ -201,23 +219,10 @@ IoPool::IoPool(const IoPoolOptions& options) : state_(std::make_shared<State>())
 
 IoPool::~IoPool() { close(); }
 
-void IoPool::submit(std::vector<Op> ops) {
-  const Nanos now = state_->clock->now();
-  {
-    const MutexLock lock(state_->mutex);
-    if (!state_->closing) {
-      std::array<std::size_t, 2> added{};
-      for (Op& op : ops) {
-        ++added[index(op.lane)];
-        if (op.deadline.count() != 0) state_->next_deadline = std::min(state_->next_deadline, op.deadline);
-        LaneQueue& queue = state_->queues[index(op.lane)];
-        queue.push({std::move(op), now});
-      }
-      ops.clear();
-      state_->wake(added[index(Lane::kRead)], added[index(Lane::kWrite)]);
-    }
-  }
-  for (const Op& op : ops) op.done(Status::error(StatusKind::kUnavailable, "closing"), 0, 0);
+void IoPool::submit(std::vector<Op> ops) { state_->submit(std::move(ops)); }
+
+IoPool::Submitter IoPool::submitter() const {
+  return [state = state_](std::vector<Op> ops) { state->submit(std::move(ops)); };
 }
 
 bool IoPool::cancel(std::uint64_t tag) {

@@ -55,6 +55,9 @@ class IoPool {
   ~IoPool();                                      // close()
 
   void submit(std::vector<Op> ops);
+  // Queues as submit() does, also from within an op; once the pool is closed, or gone, it refuses.
+  using Submitter = std::function<void(std::vector<Op>)>;
+  Submitter submitter() const;
   bool cancel(std::uint64_t tag);
   // Ends every queued op with this status; what runs goes on.
   void fail_queued(const Status& status);

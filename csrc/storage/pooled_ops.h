@@ -97,13 +97,6 @@ Status contained(Work&& work) {
   }
 }
 
-// Keys that one call asks the store for: some of those of a prompt.
-struct Question {
-  std::shared_ptr<const std::vector<ChunkKey>> prompt;
-  std::size_t first = 0, count = 0;
-  std::span<const ChunkKey> keys() const { return std::span(*prompt).subspan(first, count); }
-};
-
 // Does the op in the epoch that it was submitted in, or not at all.
 Status run_op(PooledStore& shared, OpInFlight& in_flight);
 // Asks the store which of the keys it has.

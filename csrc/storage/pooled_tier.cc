@@ -11,6 +11,7 @@
 #include "base/thread_annotations.h"
 #include "storage/io_pool.h"
 #include "storage/pooled_ops.h"
+#include "storage/presence_questions.h"
 #include "storage/record.h"
 #include "storage/ticker.h"
 
@@ -18,7 +19,6 @@ namespace kv_offload {
 namespace {
 
 constexpr Nanos kMaintainEvery{std::chrono::seconds(1)};
-constexpr std::uint64_t kLocateTag = std::uint64_t{1} << 63;  // above every caller's id
 
 Lane lane_of(OpKind kind) { return kind == OpKind::kRead ? Lane::kRead : Lane::kWrite; }
 
@@ -43,6 +43,7 @@ class PooledTier final : public Tier {
                   ? IoPoolOptions{0, 0, &clock_, options.close_wait}
                   : IoPoolOptions{options.n_read_threads, options.n_write_threads, &clock_,
                                   options.close_wait}),
+        questions_(shared_, options_, pool_.submitter()),
         upkeep_({1, 1, &clock_, options.close_wait}),
         ticker_(kMaintainEvery, [this] { keep_up_when_due(); }) {
     if (options.driven_by_hand != nullptr) *options.driven_by_hand = &pool_;
@@ -68,8 +69,6 @@ class PooledTier final : public Tier {
 
  private:
   IoPool::Op make_op(TierOp op, const Submitted& submitted, std::optional<Breaker::Pass> pass);
-  IoPool::Op make_locate(const Question& question, KeyOrder order, const Submitted& submitted,
-                         Breaker::Pass pass);
   void keep(Lane lane, std::function<void(RecordStore&)> work);
   // On the fast lane of upkeep; kTimeout when it did not end in time (it goes on).
   Status keep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
@@ -89,6 +88,7 @@ class PooledTier final : public Tier {
   std::atomic<Nanos> next_upkeep_;
   // Last: their threads end before what they use.
   IoPool pool_;
+  PresenceQuestions questions_;
   IoPool upkeep_;  // write lane: start and upkeep; read lane: what must not wait for it
   Ticker ticker_;
 };
@@ -134,31 +134,6 @@ IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optio
     }
     const std::uint64_t bytes = status ? in_flight->moved : 0;
     shared->complete({op.id, op.kind, op.key, status, bytes, seconds, queued_seconds});
-  };
-  return queued;
-}
-
-IoPool::Op PooledTier::make_locate(const Question& question, KeyOrder order, const Submitted& submitted,
-                                   Breaker::Pass pass) {
-  IoPool::Op queued;
-  queued.tag = kLocateTag;
-  queued.urgent = true;  // short, and who asks may have nothing to wait for
-  queued.deadline = clock_.now() + options_.op_deadline;
-  queued.run = [shared = shared_, question, order, submitted] {
-    return run_locate(*shared, question.keys(), order, submitted);
-  };
-  queued.done = [shared = shared_, question, era = submitted.era, pass, clock = &clock_](const Status& status,
-                                                                                         double, double) {
-    Breaker& breaker = shared->breaker(Lane::kRead);
-    if (device_failed(status)) {
-      breaker.failed(pass, clock->now());
-    } else if (status) {
-      breaker.succeeded(pass);
-    } else {
-      breaker.not_tried(pass);
-    }
-    // Last: who sees that the question has ended also sees what the breaker makes of it.
-    if (!status) shared->catalogue().give_up_asking(question.keys(), era);
   };
   return queued;
 }
@@ -229,22 +204,8 @@ Presence PooledTier::contains(const ChunkKey& key) const {
 }
 
 void PooledTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
-  if (closed_ || !takes(Lane::kRead) || shared_->store->epoch() == nullptr) return;
-  shared_->catalogue().begin_asking(&keys);
-  const Nanos now = clock_.now();
-  const Submitted submitted(*shared_);
-  const std::size_t at_once = std::max<std::size_t>(shared_->store->keys_per_locate(order), 1);
-  const auto prompt = std::make_shared<const std::vector<ChunkKey>>(std::move(keys));
-  std::vector<IoPool::Op> queued;
-  for (std::size_t begin = 0; begin < prompt->size(); begin += at_once) {
-    const Question question{prompt, begin, std::min(at_once, prompt->size() - begin)};
-    if (const auto pass = shared_->breaker(Lane::kRead).admit(now, Breaker::Kind::kQuestion)) {
-      queued.push_back(make_locate(question, order, submitted, *pass));
-    } else {
-      shared_->catalogue().give_up_asking(question.keys(), submitted.era);
-    }
-  }
-  pool_.submit(std::move(queued));
+  if (keys.empty() || closed_ || !takes(Lane::kRead) || shared_->store->epoch() == nullptr) return;
+  questions_.ask(std::move(keys), order);
 }
 
 void PooledTier::keep_up_when_due() {

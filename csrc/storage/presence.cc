@@ -62,24 +62,23 @@ Presence PresenceCache::contains(const ChunkKey& key) const {
   return presence_of(find(key));
 }
 
-void PresenceCache::begin_asking(std::vector<ChunkKey>* keys) {
+void PresenceCache::begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) {
   const Nanos now = clock_.now();
-  std::size_t kept = 0;
   const MutexLock lock(mutex_);
-  for (std::size_t i = 0; i < keys->size(); ++i) {
-    if (i + kAhead < keys->size()) {
-      young_.prefetch((*keys)[i + kAhead]);
-      old_.prefetch((*keys)[i + kAhead]);
+  if (era != era_) return;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    if (i + kAhead < keys.size()) {
+      young_.prefetch(keys[i + kAhead]);
+      old_.prefetch(keys[i + kAhead]);
     }
-    const ChunkKey& key = (*keys)[i];
+    const ChunkKey& key = keys[i];
     const Entry* entry = find(key);
     const bool asking = entry != nullptr && entry->state == State::kAsking;
     const Presence presence = presence_of(entry);
     if (asking || presence == Presence::kPresent || presence == Presence::kAbsent) continue;
     put({key, now, State::kAsking});
-    (*keys)[kept++] = key;
+    asked->push_back(key);
   }
-  keys->resize(kept);
 }
 
 void PresenceCache::give_up_asking(std::span<const ChunkKey> keys, Era era) {

@@ -26,9 +26,10 @@ class Catalogue {
   virtual ~Catalogue() = default;
   // O(1); changes nothing.
   virtual Presence contains(const ChunkKey& key) const = 0;
-  // Leaves those keys that have to be asked for: unknown, and not being asked for already. They are being
-  // asked for from now on, until RecordStore::locate() of them ended or they are given up.
-  virtual void begin_asking(std::vector<ChunkKey>* keys) = 0;
+  // Appends those of the keys that have to be asked for: unknown, and not being asked for already; none in
+  // another era. Each is being asked for from then on, until RecordStore::locate() of it ended or it is given
+  // up. If memory runs out, that is so of those that were appended by then, where *asked had room for all.
+  virtual void begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) = 0;
   // It failed, or never ran: absent for now, so that nobody asks in a loop. `era`: when it was asked.
   virtual void give_up_asking(std::span<const ChunkKey> keys, Era era) = 0;
   virtual void touch(const ChunkKey& key) = 0;
@@ -54,7 +55,8 @@ class PresenceCache final : public Catalogue {
   PresenceCache(const Clock& clock, Nanos absent_for, std::size_t most_keys);
 
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
-  void begin_asking(std::vector<ChunkKey>* keys) override EXCLUDES(mutex_);
+  void begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) override
+      EXCLUDES(mutex_);
   void give_up_asking(std::span<const ChunkKey> keys, Era era) override EXCLUDES(mutex_);
   void touch(const ChunkKey&) override {}  // the store knows what is read, and nothing else of use
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);

@@ -54,23 +54,24 @@ Presence KnownRecords::contains(const ChunkKey& key) const {
   return not_found_.contains(key);
 }
 
-void KnownRecords::begin_asking(std::vector<ChunkKey>* keys) {
-  std::vector<ChunkKey> asked;
+void KnownRecords::begin_asking(std::span<const ChunkKey> keys, Era, std::vector<ChunkKey>* asked) {
+  std::vector<ChunkKey> by_name;
   const Nanos now = clock_.now();
-  bool by_name = false;
   {
     const MutexLock lock(mutex_);
-    by_name = extent_ != Extent::kSome && shared_;
-    for (const ChunkKey& key : *keys) {
-      if (by_name && !catalogue_.holds(key)) asked.push_back(key);
+    const bool names_known = extent_ != Extent::kSome;
+    for (const ChunkKey& key : keys) {
+      if (names_known) {
+        if (shared_ && !catalogue_.holds(key)) by_name.push_back(key);
+        continue;
+      }
       Leaf& leaf = leaves_[layout::leaf_of(key)];
-      if (by_name || !is_unknown(leaf, now)) continue;
+      if (!is_unknown(leaf, now)) continue;
+      asked->push_back(key);  // one of each directory
       leaf.state = Leaf::State::kAsking;
-      asked.push_back(key);  // one of each directory
     }
   }
-  if (by_name) not_found_.begin_asking(&asked);
-  keys->swap(asked);
+  not_found_.begin_asking(by_name, not_found_.era(), asked);
 }
 
 // Whenever it was asked: a generation may end without a reset, and what is being asked then has to end.

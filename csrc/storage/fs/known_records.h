@@ -56,7 +56,8 @@ class KnownRecords final : public Catalogue {
 
   // ---- Catalogue
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
-  void begin_asking(std::vector<ChunkKey>* keys) override EXCLUDES(mutex_);
+  void begin_asking(std::span<const ChunkKey> keys, Era, std::vector<ChunkKey>* asked) override
+      EXCLUDES(mutex_);
   void give_up_asking(std::span<const ChunkKey> keys, Era) override EXCLUDES(mutex_);
   void touch(const ChunkKey& key) override EXCLUDES(mutex_);
   void used(const TierUses& uses) override EXCLUDES(mutex_);

@@ -67,6 +67,20 @@ TEST(IoPool, ops_of_a_lane_run_in_order) {
   for (std::uint64_t i = 0; i < 20; ++i) EXPECT_EQ(log.order[i], i);
 }
 
+TEST(IoPool, an_op_may_queue_others) {
+  FakeClock clock;
+  Log log;
+  std::latch all(3);
+  IoPool pool({1, 0, &clock});
+  pool.submit(one(op(log, 1, Lane::kRead, &all, [&, submit = pool.submitter()] {
+    submit(one(op(log, 2, Lane::kRead, &all)));
+    submit(one(op(log, 3, Lane::kRead, &all)));
+  })));
+  all.wait();
+  pool.close();
+  EXPECT_EQ(log.order, (std::vector<std::uint64_t>{1, 2, 3}));
+}
+
 // One write thread, held while the queues fill: what it then takes is the order.
 std::vector<std::uint64_t> order_after_hold(int reads, int writes) {
   FakeClock clock;
@@ -327,6 +341,7 @@ TEST(IoPool, close_lets_a_stuck_thread_go_and_it_ends_its_op_later) {
   struct Stuck {
     Log log;
     std::latch running{1}, go{1}, ended{1};
+    IoPool::Submitter submit;
   };
   auto stuck = std::make_shared<Stuck>();
   IoPool::Op hanging;
@@ -334,11 +349,13 @@ TEST(IoPool, close_lets_a_stuck_thread_go_and_it_ends_its_op_later) {
   hanging.run = [stuck] {
     stuck->running.count_down();
     stuck->go.wait();
+    stuck->submit(one(op(stuck->log, 7, Lane::kRead, nullptr)));
     return Status::ok();
   };
   hanging.done = [stuck](const Status&, double, double) { stuck->ended.count_down(); };
   {
     IoPool pool({1, 1, &clock, std::chrono::milliseconds(1)});
+    stuck->submit = pool.submitter();
     pool.submit(one(std::move(hanging)));
     stuck->running.wait();
     EXPECT_FALSE(pool.close());
@@ -346,6 +363,7 @@ TEST(IoPool, close_lets_a_stuck_thread_go_and_it_ends_its_op_later) {
   }
   stuck->go.count_down();
   stuck->ended.wait();
+  EXPECT_EQ(stuck->log.endings().back(), std::make_pair(std::uint64_t{7}, StatusKind::kUnavailable));
 }
 
 }  // namespace

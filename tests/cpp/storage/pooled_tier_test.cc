@@ -80,6 +80,26 @@ TEST_F(PooledTierTest, more_keys_than_the_store_takes_at_once_are_asked_for_side
   EXPECT_EQ(tier->contains(key_of(9)), Presence::kAbsent);
 }
 
+// As in each step that the request waits in.
+TEST_F(PooledTierTest, a_prompt_that_is_handed_over_again_is_not_taken_twice) {
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand, 4);
+  for (int step = 0; step < 3; ++step) tier->prefetch_presence(keys(10), KeyOrder::kPrefix);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u);
+  tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 2u) << "it is another";
+  run_reads(pool);
+  std::size_t asked = 0;
+  for (const auto& question : server_->asked()) asked += question.size();
+  EXPECT_EQ(asked, 12u) << "of the other only what the first has not";
+  clock_.advance(by_hand.absent_for);
+  tier->prefetch_presence(keys(10), KeyOrder::kPrefix);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "the first has ended";
+  run_reads(pool);
+}
+
 TEST_F(PooledTierTest, what_another_wrote_is_found_when_it_is_asked_for_again) {
   TierDriver a(open()), b(open());
   EXPECT_FALSE(b.has(1));
@@ -181,16 +201,38 @@ TEST_F(PooledTierTest, a_question_of_before_a_reset_that_fails_says_nothing_of_t
   IoPool* pool = nullptr;
   PooledTierOptions by_hand = options();
   by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand);
-  tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
-  const auto older = pool->begin_next(Lane::kRead);
+  const std::unique_ptr<Tier> tier = open(by_hand, 1);
+  const auto begin_to_ask = [&] {
+    tier->prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kNone);
+    pool->begin_next(Lane::kRead)();  // asks for the first, and gives the other to another thread
+    EXPECT_EQ(tier->contains(key_of(2)), Presence::kUnknown);
+    return pool->begin_next(Lane::kRead);
+  };
+  const auto older = begin_to_ask();
   ASSERT_TRUE(tier->reset());
-  tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
+  const auto newer = begin_to_ask();
+  ASSERT_TRUE(newer) << "of before the reset is another";
   server_->fail(Verb::kLocate, StatusKind::kIo);
   older();
-  EXPECT_EQ(tier->contains(key_of(1)), Presence::kUnknown) << "it is being asked for";
+  EXPECT_EQ(tier->contains(key_of(2)), Presence::kUnknown) << "it is being asked for";
   server_->fail(Verb::kLocate, StatusKind::kOk);
-  run_reads(pool);
+  newer();
+  EXPECT_EQ(tier->contains(key_of(2)), Presence::kAbsent);
+}
+
+TEST_F(PooledTierTest, a_prompt_of_before_a_reset_that_is_taken_up_after_it_asks_for_nothing) {
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand);
+  tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
+  ASSERT_TRUE(tier->reset());
+  tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
+  pool->begin_next(Lane::kRead)();
+  EXPECT_TRUE(server_->asked().empty());
+  const auto newer = pool->begin_next(Lane::kRead);
+  ASSERT_TRUE(newer) << "it was taken for the one of before";
+  newer();
   EXPECT_EQ(tier->contains(key_of(1)), Presence::kAbsent);
 }
 

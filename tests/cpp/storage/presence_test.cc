@@ -14,9 +14,10 @@ using std::chrono::milliseconds;
 
 class PresenceCacheTest : public ::testing::Test {
  protected:
-  std::vector<ChunkKey> ask(PresenceCache& cache, std::vector<ChunkKey> keys) {
-    cache.begin_asking(&keys);
-    return keys;
+  static std::vector<ChunkKey> ask(PresenceCache& cache, const std::vector<ChunkKey>& keys) {
+    std::vector<ChunkKey> asked;
+    cache.begin_asking(keys, cache.era(), &asked);
+    return asked;
   }
   Presence of(std::uint32_t number) const { return cache_.contains(key_of(number)); }
   std::size_t removed(TierRemoval::Reason reason) {
@@ -88,6 +89,15 @@ TEST_F(PresenceCacheTest, nothing_that_was_learnt_before_a_reset_counts_after_it
   for (const std::uint32_t number : {2u, 3u, 4u}) EXPECT_EQ(of(number), Presence::kUnknown);
   cache_.answered(key_of(2), true, cache_.era());
   EXPECT_EQ(of(2), Presence::kPresent);
+}
+
+// It would be asked for for ever: no answer of that time counts.
+TEST_F(PresenceCacheTest, what_was_to_be_asked_for_before_a_reset_is_not_after_it) {
+  cache_.reset();
+  std::vector<ChunkKey> asked;
+  cache_.begin_asking(std::vector{key_of(1)}, 0, &asked);
+  EXPECT_TRUE(asked.empty());
+  EXPECT_EQ(ask(cache_, {key_of(1)}).size(), 1u);
 }
 
 TEST_F(PresenceCacheTest, what_is_gone_is_told_once_and_only_what_was_there) {

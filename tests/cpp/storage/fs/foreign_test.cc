@@ -111,8 +111,9 @@ class FsAskedByNameTest : public ::testing::Test {
                     KeyOrder order = KeyOrder::kNone) {
     std::vector<ChunkKey> keys;
     for (const std::uint32_t number : numbers) keys.push_back(key_of(number));
-    store.catalogue()->begin_asking(&keys);
-    EXPECT_EQ(keys.size(), numbers.size()) << "not all of them were unknown";
+    std::vector<ChunkKey> asked;
+    store.catalogue()->begin_asking(keys, 0, &asked);
+    EXPECT_EQ(asked, keys) << "not all of them were unknown";
     std::vector<bool> present(keys.size());
     Status status = store.locate(keys, order, store.epoch(), &present);
     if (!status) store.catalogue()->give_up_asking(keys, 0);
@@ -156,9 +157,9 @@ TEST_F(FsAskedByNameTest, who_is_alone_asks_for_nothing) {
     asker_.maintain();
   }
   EXPECT_EQ(known(asker_, 1), Presence::kAbsent);
-  std::vector<ChunkKey> keys{key_of(1)};
-  asker_.catalogue()->begin_asking(&keys);
-  EXPECT_TRUE(keys.empty());
+  std::vector<ChunkKey> asked;
+  asker_.catalogue()->begin_asking(std::vector{key_of(1)}, 0, &asked);
+  EXPECT_TRUE(asked.empty());
 }
 
 TEST_F(FsAskedByNameTest, another_generation_of_the_namespace_is_shared_with_nobody) {

@@ -57,8 +57,8 @@ struct NfsUser {
     return status;
   }
   bool finds(std::uint32_t number) {
-    std::vector<ChunkKey> keys{key_of(number)};
-    store->catalogue()->begin_asking(&keys);
+    std::vector<ChunkKey> keys;
+    store->catalogue()->begin_asking(std::vector{key_of(number)}, 0, &keys);
     std::vector<bool> present(keys.size());
     if (!keys.empty()) {
       EXPECT_TRUE(store->locate(keys, KeyOrder::kNone, store->epoch(), &present));
