@@ -88,7 +88,7 @@ class PooledTier final : public Tier {
   std::atomic<Nanos> next_upkeep_;
   // Last: their threads end before what they use.
   IoPool pool_;
-  PresenceQuestions questions_;
+  mutable PresenceQuestions questions_;
   IoPool upkeep_;  // write lane: start and upkeep; read lane: what must not wait for it
   Ticker ticker_;
 };
@@ -197,7 +197,10 @@ bool PooledTier::takes(Lane lane) const {
 }
 
 Presence PooledTier::contains(const ChunkKey& key) const {
-  const Presence presence = shared_->catalogue().contains(key);
+  Presence presence = shared_->catalogue().contains(key);
+  if (presence == Presence::kWasAbsent) {
+    presence = questions_.is_handed_over(key) ? Presence::kUnknown : shared_->catalogue().contains(key);
+  }
   if (presence == Presence::kPresent || presence == Presence::kAbsent) return presence;
   const bool answered = !closed_ && takes(Lane::kRead) && shared_->store->epoch() != nullptr;
   return answered ? presence : Presence::kAbsent;

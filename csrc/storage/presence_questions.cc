@@ -1,6 +1,7 @@
 #include "storage/presence_questions.h"
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <utility>
 
@@ -20,9 +21,12 @@ struct PresenceQuestions::Prompt {
   const std::vector<ChunkKey> keys;
   const KeyOrder order;
   const Submitted submitted;
-  std::vector<ChunkKey> unknown;  // those of the keys that are asked for here
+  std::atomic<bool> begun{false};  // the catalogue was told
+  std::vector<ChunkKey> unknown;   // those of the keys that are asked for here
   std::vector<Part> parts;
 
+  Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> given, KeyOrder given_order, Submitted now)
+      : context(std::move(in)), keys(std::move(given)), order(given_order), submitted(std::move(now)) {}
   // The same keys, as far as two prompts can differ: each key stands for all that lies before it. Keys that
   // are no prefix may differ within; those are asked for when they are handed over later.
   bool is(const std::vector<ChunkKey>& others, KeyOrder others_order, const Submitted& now) const {
@@ -42,14 +46,20 @@ PresenceQuestions::PresenceQuestions(std::shared_ptr<PooledStore> shared, const 
 void PresenceQuestions::ask(std::vector<ChunkKey> keys, KeyOrder order) {
   const Submitted now(*context_->shared);
   bool asked = false;
-  std::erase_if(prompts_, [&](const std::weak_ptr<const Prompt>& one) {
-    const auto prompt = one.lock();
-    asked |= prompt && prompt->is(keys, order, now);
-    return !prompt;
+  std::erase_if(prompts_, [&](const HandedOver& one) {
+    const auto prompt = one.prompt.lock();
+    if (!prompt) return true;
+    // One whose answers have come is over, though a thread may be about to let go of it.
+    const auto waits = [&] {
+      return !prompt->begun.load() ||
+             context_->shared->catalogue().contains(keys.front()) == Presence::kUnknown;
+    };
+    asked |= prompt->is(keys, order, now) && waits();
+    return false;
   });
   if (asked) return;
-  const PromptPtr prompt(new Prompt{context_, std::move(keys), order, now, {}, {}});
-  prompts_.push_back(prompt);
+  const auto prompt = std::make_shared<Prompt>(context_, std::move(keys), order, now);
+  prompts_.push_back({prompt, {}});
   std::vector<IoPool::Op> ops;
   ops.push_back(op_of(
       *context_,
@@ -59,6 +69,15 @@ void PresenceQuestions::ask(std::vector<ChunkKey> keys, KeyOrder order) {
       },
       [](const Status&) {}));  // one that never ran has begun nothing
   context_->submit(std::move(ops));
+}
+
+bool PresenceQuestions::is_handed_over(const ChunkKey& key) {
+  return std::any_of(prompts_.begin(), prompts_.end(), [&](HandedOver& one) {
+    const auto prompt = one.prompt.lock();
+    if (!prompt || prompt->begun.load()) return false;
+    if (one.keys.empty()) one.keys.insert(prompt->keys.begin(), prompt->keys.end());
+    return one.keys.contains(key);
+  });
 }
 
 IoPool::Op PresenceQuestions::op_of(const Context& context, std::function<Status()> run,
@@ -76,50 +95,62 @@ IoPool::Op PresenceQuestions::op_of(const Context& context, std::function<Status
 void PresenceQuestions::begin(const PromptPtr& prompt) {
   const Context& context = *prompt->context;
   Catalogue& catalogue = context.shared->catalogue();
-  std::vector<IoPool::Op> others;
-  std::optional<std::size_t> own;
-  const Status picked = contained([&] {
-    divide(*prompt);
-    // All that may throw comes before the first pass is asked for: one that is lost would be missed.
-    others.reserve(prompt->parts.size());
-    std::vector<IoPool::Op> ops;
-    for (std::size_t part = 0; part < prompt->parts.size(); ++part) {
-      ops.push_back(op_of(
-          context, [prompt, part] { return ask_part(*prompt, part); },
-          [prompt, part](const Status& status) { end_part(*prompt, part, status); }));
-    }
-    Breaker& breaker = context.shared->breaker(Lane::kRead);
-    const Nanos now = context.clock->now();
-    for (std::size_t part = 0; part < ops.size(); ++part) {
-      prompt->parts[part].pass = breaker.admit(now, Breaker::Kind::kQuestion);
-      if (!prompt->parts[part].pass) {
-        catalogue.give_up_asking(prompt->keys_of(part), prompt->submitted.era);
-      } else if (!own) {
-        own = part;
-      } else {
-        others.push_back(std::move(ops[part]));
-      }
-    }
+  Status status = contained([&] {
+    pick(*prompt);
     return Status::ok();
   });
-  if (!picked) return catalogue.give_up_asking(prompt->unknown, prompt->submitted.era);
+  prompt->begun.store(true);
+  std::vector<IoPool::Op> others;
+  std::optional<std::size_t> own;
+  if (status)
+    status = contained([&] {
+      // All that may throw comes before the first pass is asked for: one that is lost would be missed.
+      std::vector<IoPool::Op> ops = divide(prompt);
+      others.reserve(ops.size());
+      Breaker& breaker = context.shared->breaker(Lane::kRead);
+      const Nanos now = context.clock->now();
+      for (std::size_t part = 0; part < ops.size(); ++part) {
+        prompt->parts[part].pass = breaker.admit(now, Breaker::Kind::kQuestion);
+        if (!prompt->parts[part].pass) {
+          catalogue.give_up_asking(prompt->keys_of(part), prompt->submitted.era);
+        } else if (!own) {
+          own = part;
+        } else {
+          others.push_back(std::move(ops[part]));
+        }
+      }
+      return Status::ok();
+    });
+  if (!status) return catalogue.give_up_asking(prompt->unknown, prompt->submitted.era);
   context.submit(std::move(others));
   if (own) end_part(*prompt, *own, ask_part(*prompt, *own));
 }
 
-void PresenceQuestions::divide(Prompt& prompt) {
+// Tells the catalogue which of the keys are being asked for.
+void PresenceQuestions::pick(Prompt& prompt) {
   PooledStore& shared = *prompt.context->shared;
   if (!prompt.submitted.epoch || prompt.submitted.epoch != shared.store->epoch()) return;
-  prompt.unknown.reserve(prompt.keys.size());  // what is being asked for is known to be, whatever throws
+  prompt.unknown.reserve(prompt.keys.size());  // all that the catalogue was told is in it, whatever throws
   const std::span<const ChunkKey> keys(prompt.keys);
   for (std::size_t first = 0; first < keys.size(); first += kKeysPerLock) {
     const std::size_t count = std::min(kKeysPerLock, keys.size() - first);
     shared.catalogue().begin_asking(keys.subspan(first, count), prompt.submitted.era, &prompt.unknown);
   }
-  const std::size_t at_once = std::max<std::size_t>(shared.store->keys_per_locate(prompt.order), 1);
-  for (std::size_t first = 0; first < prompt.unknown.size(); first += at_once) {
-    prompt.parts.push_back({first, std::min(at_once, prompt.unknown.size() - first), std::nullopt});
+}
+
+// An op for each call of the store.
+std::vector<IoPool::Op> PresenceQuestions::divide(const PromptPtr& prompt) {
+  const Context& context = *prompt->context;
+  const std::size_t at_once = std::max<std::size_t>(context.shared->store->keys_per_locate(prompt->order), 1);
+  std::vector<IoPool::Op> ops;
+  for (std::size_t first = 0; first < prompt->unknown.size(); first += at_once) {
+    const std::size_t part = prompt->parts.size();
+    prompt->parts.push_back({first, std::min(at_once, prompt->unknown.size() - first), std::nullopt});
+    ops.push_back(op_of(
+        context, [prompt, part] { return ask_part(*prompt, part); },
+        [prompt, part](const Status& status) { end_part(*prompt, part, status); }));
   }
+  return ops;
 }
 
 Status PresenceQuestions::ask_part(Prompt& prompt, std::size_t part) {

@@ -100,6 +100,39 @@ TEST_F(PooledTierTest, a_prompt_that_is_handed_over_again_is_not_taken_twice) {
   run_reads(pool);
 }
 
+// Who asks anew waits for the answer: what was known before is not taken for it, however late a thread comes.
+TEST_F(PooledTierTest, what_was_absent_is_unknown_as_soon_as_it_is_asked_for_again) {
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand);
+  tier->prefetch_presence(keys(10), KeyOrder::kPrefix);
+  run_reads(pool);
+  clock_.advance(by_hand.absent_for);
+  tier->prefetch_presence(keys(5), KeyOrder::kPrefix);
+  EXPECT_EQ(tier->contains(key_of(4)), Presence::kUnknown);
+  EXPECT_EQ(tier->contains(key_of(5)), Presence::kWasAbsent);
+  run_reads(pool);
+  EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent);
+  EXPECT_EQ(tier->contains(key_of(5)), Presence::kWasAbsent);
+}
+
+TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_first_answers_are_old_and_its_last_have_not_come) {
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand, 4);
+  tier->prefetch_presence(keys(8), KeyOrder::kPrefix);
+  pool->begin_next(Lane::kRead)();
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent);
+  EXPECT_EQ(tier->contains(key_of(4)), Presence::kUnknown);
+  clock_.advance(by_hand.absent_for);
+  tier->prefetch_presence(keys(8), KeyOrder::kPrefix);
+  run_reads(pool);
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent) << "asked for twice";
+  EXPECT_EQ(server_->asked().size(), 3u);
+}
+
 TEST_F(PooledTierTest, what_another_wrote_is_found_when_it_is_asked_for_again) {
   TierDriver a(open()), b(open());
   EXPECT_FALSE(b.has(1));
