@@ -7,6 +7,7 @@ message as long as records are on their way, and spin as vLLM does otherwise.
 """
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-LOOK_EVERY_SECONDS = 0.0002  # the most that it adds to a message
+LOOK_EVERY_SECONDS = 0.0002  # a message is seen so much later at most, and by what the system's timer adds
 
 
 class SleepWhileFetching:
@@ -49,10 +50,11 @@ class SleepWhileFetching:
             self._queues.sched_yield = now._spin
 
 
-def wait_for_messages(how: str, copier: str, region: "HostRegion") -> Callable[[], None]:
+def wait_for_messages(how: str, copier: str, region: "HostRegion", owner: object) -> Callable[[], None]:
     """Have this process wait as ``how`` says: ``wait_while_loading`` of the configuration.
 
     ``copier``: "host" or "cuda"; "auto" sleeps where vLLM computes on the cores. Returns what undoes it.
+    Until then it holds the region, but no longer than somebody holds ``owner``.
     """
     if how == "spin" or (how == "auto" and copier != "host"):
         return _nothing
@@ -62,7 +64,14 @@ def wait_for_messages(how: str, copier: str, region: "HostRegion") -> Callable[[
             "this vLLM waits for messages in a way that is not known, so wait_while_loading does nothing"
         )
         return _nothing
-    return SleepWhileFetching(region, queues).end
+    if getattr(queues, "SPINLOOP_EXT_ENABLED", False):
+        logger.warning(
+            "VLLM_USE_SPINLOOP_EXT=1: vLLM spins for 0.1 s before each look for a message, and "
+            "wait_while_loading changes nothing about that"
+        )
+    wait = SleepWhileFetching(region, queues)
+    weakref.finalize(owner, wait.end).atexit = False
+    return wait.end
 
 
 def _nothing() -> None: ...

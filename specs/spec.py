@@ -160,7 +160,7 @@ class KVOffloadSpec(OffloadingSpec):
                 ),
             ),
         )
-        manager.at_shutdown = wait_for_messages(options.wait_while_loading, merged["copier"], region)
+        manager.at_shutdown = wait_for_messages(options.wait_while_loading, merged["copier"], region, manager)
         return manager
 
     def _attach(self) -> "HostRegion":

@@ -176,7 +176,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())
     metrics.set("kv_offload_copy_info", [rank_worker.describe()], 1)
     worker = KVOffloadWorker(rank_worker, region, metrics, _compute_stream_of(copier, device), stores=first)
-    worker.at_shutdown = wait_for_messages(options.wait_while_loading, copier, region)
+    worker.at_shutdown = wait_for_messages(options.wait_while_loading, copier, region, worker)
     return worker
 
 

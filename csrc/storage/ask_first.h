@@ -29,6 +29,7 @@ class AskFirst {
       not_there_.fetch_add(1, std::memory_order_relaxed);
     }
   }
+  void start_over() { not_there_.store(0, std::memory_order_relaxed); }
 
  private:
   std::atomic<std::uint64_t> not_there_{0}, unasked_{0};

@@ -5,27 +5,31 @@
 namespace kv_offload {
 
 std::optional<Breaker::Pass> Breaker::admit(Nanos now, Kind kind) {
-  if (closed()) return Pass{trips_.load(), false, kind};
+  if (closed()) return Pass{rests_.load(), false, kind};
   const MutexLock lock(mutex_);
-  if (closed()) return Pass{trips_.load(), false, kind};
-  if (probing(kind) || now.count() < retry_at_.load()) return std::nullopt;
+  if (closed()) return Pass{rests_.load(), false, kind};
+  if (probing(kind) || now.count() < retry_at(kind).load()) return std::nullopt;
   probing(kind) = true;
-  return Pass{trips_.load(), true, kind};
+  return Pass{rests_.load(), true, kind};
 }
 
 bool Breaker::counts(const Pass& pass) const {
-  return pass.trips == trips_.load() && (closed() || pass.probe);
+  return pass.rests == rests_.load() && (closed() || pass.probe);
 }
 
 void Breaker::open(Nanos now, Kind because_of) {
-  // While it rests, what speaks against records is not outdone by what speaks against names.
-  opened_by_ = closed() ? because_of : std::max(opened_by_, because_of);
-  cool_down_ = cool_down_.count() == 0 ? kFirstCoolDown : std::min(cool_down_ * 2, kLastCoolDown);
-  retry_at_.store((now + cool_down_).count());
+  rests_.fetch_add(1);
   probing_[0] = probing_[1] = false;
   failures_[0] = failures_[1] = 0;
-  trips_.fetch_add(1);
+  rest(now, because_of);
   closed_.store(false, std::memory_order_release);
+}
+
+void Breaker::rest(Nanos now, Kind because_of) {
+  opened_by_ = because_of;
+  cool_down_ = cool_down_.count() == 0 ? kFirstCoolDown : std::min(cool_down_ * 2, kLastCoolDown);
+  for (auto& retry_at : retry_at_) retry_at.store((now + cool_down_).count());
+  trips_.fetch_add(1);
 }
 
 void Breaker::succeeded(const Pass& pass) {
@@ -44,7 +48,16 @@ void Breaker::succeeded(const Pass& pass) {
 void Breaker::failed(const Pass& pass, Nanos now) {
   const MutexLock lock(mutex_);
   if (!counts(pass)) return;
-  if (!closed() || ++failures(pass.kind) >= kFailuresToTrip) open(now, pass.kind);
+  if (closed()) {
+    if (++failures(pass.kind) >= kFailuresToTrip) open(now, pass.kind);
+    return;
+  }
+  probing(pass.kind) = false;
+  if (pass.kind < opened_by_) {  // it says nothing of what the rest is for, and takes no time from it
+    retry_at(pass.kind).store((now + cool_down_).count());
+  } else {
+    rest(now, pass.kind);
+  }
 }
 
 void Breaker::not_tried(const Pass& pass) {

@@ -6,11 +6,12 @@
 // Two kinds of op are told apart: those that move a record, and questions, which are answered from names
 // alone. A device that answers no question moves no record either; that it answers one says nothing of
 // records. So questions have a run of failures and a probe of their own, and end only a rest that such a run
-// began.
+// began; in one that records began, what becomes of a question's probe changes nothing for records.
 //
 // Every op that is let through gets a pass and tells its end with it. Only the end
-// of an op that was let through since the breaker opened last says something about
-// the device now, and while the breaker is open only that of a probe.
+// of an op that was let through since the breaker opened last, or an op got stuck,
+// says something about the device now, and while the breaker is open only that of a
+// probe.
 #pragma once
 
 #include <atomic>
@@ -28,9 +29,9 @@ class Breaker {
   static constexpr Nanos kFirstCoolDown{std::chrono::seconds(1)};
   static constexpr Nanos kLastCoolDown{std::chrono::seconds(60)};
 
-  enum class Kind : std::uint8_t { kQuestion, kRecord };
+  enum class Kind : std::uint8_t { kQuestion, kRecord };  // what the later says outweighs the earlier
   struct Pass {
-    std::uint64_t trips = 0;  // before it was given
+    std::uint64_t rests = 0;  // before it was given
     bool probe = false;
     Kind kind = Kind::kRecord;
   };
@@ -39,7 +40,7 @@ class Breaker {
   std::optional<Pass> admit(Nanos now, Kind kind = Kind::kRecord) EXCLUDES(mutex_);
   // Would admit() let an op through.
   bool offers(Nanos now) const {
-    return closed_.load(std::memory_order_acquire) || now.count() >= retry_at_.load();
+    return closed() || now.count() >= retry_at_[static_cast<std::size_t>(Kind::kRecord)].load();  // the first
   }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
   void succeeded(const Pass& pass) EXCLUDES(mutex_);
@@ -51,9 +52,13 @@ class Breaker {
 
  private:
   bool counts(const Pass& pass) const REQUIRES(mutex_);
+  // Nothing that was let through before counts any more.
   void open(Nanos now, Kind because_of) REQUIRES(mutex_);
+  void rest(Nanos now, Kind because_of) REQUIRES(mutex_);
   unsigned& failures(Kind kind) REQUIRES(mutex_) { return failures_[static_cast<std::size_t>(kind)]; }
   bool& probing(Kind kind) REQUIRES(mutex_) { return probing_[static_cast<std::size_t>(kind)]; }
+
+  std::atomic<std::int64_t>& retry_at(Kind kind) { return retry_at_[static_cast<std::size_t>(kind)]; }
 
   Mutex mutex_;
   // By kind.
@@ -62,8 +67,8 @@ class Breaker {
   Kind opened_by_ GUARDED_BY(mutex_) = Kind::kRecord;
   Nanos cool_down_ GUARDED_BY(mutex_){0};
   std::atomic<bool> closed_{true};
-  std::atomic<std::int64_t> retry_at_{0};
-  std::atomic<std::uint64_t> trips_{0};
+  std::atomic<std::int64_t> retry_at_[2] = {};  // by kind; that of records is never the later one
+  std::atomic<std::uint64_t> rests_{0}, trips_{0};
 };
 
 }  // namespace kv_offload

@@ -34,8 +34,8 @@ void PresenceCache::Entries::put(const Entry& entry) {
 }
 
 void PresenceCache::Entries::clear() {
+  places_ = IdTable();  // first: it may throw
   entries_.clear();
-  places_ = IdTable();
   next_ = 0;
 }
 

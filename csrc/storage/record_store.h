@@ -42,8 +42,9 @@ class RecordStore {
   // stuck. kIo, kTimeout, and kNoSpace with an errno speak against the device, and rest it after some in a
   // row; kTimeout with EBUSY does not: it says that another process was in the way. Nor does kUnavailable: a
   // part of the store that failed before is left alone for now, and the rest goes on. `moved` becomes the
-  // payload's bytes when the device moved them; a record that is there already is ok with 0. Leaves a whole
-  // record or none: nothing else is ever found under the key.
+  // payload's bytes when the device moved them; a record that is there already is ok with 0,
+  // or with its bytes where a store does not tell that it took none. Leaves a whole record or none: nothing
+  // else is ever found under the key.
   virtual Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
   // Ok: the shards hold the record's bytes, verified. kNotFound: there is none. kCorrupt: there is one that
   // is proven wrong; it was removed, unless another took its place meanwhile. All else: the device's failure,

@@ -112,8 +112,12 @@ Status MooncakeStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64
   const Status status =
       call(&channel, replace ? Verb::kSet : Verb::kPut, {&key, 1}, record.bytes(), until, &answer);
   if (channel) client_.give_back(std::move(channel));
-  if (!status) return status;
-  if (answer.result < 0) return refusal_of_write(answer);
+  if (!status || answer.result < 0) {
+    // A put of what is there sends nothing and looks like one that does. Whether bytes can be written again
+    // is seen by one that asked.
+    ask_first_.start_over();
+    return status ? refusal_of_write(answer) : status;
+  }
   *moved = record.written();
   return Status::ok();
 }

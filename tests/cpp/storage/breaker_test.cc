@@ -200,5 +200,26 @@ TEST_F(BreakerTest, questions_and_records_have_a_probe_each) {
   EXPECT_TRUE(breaker_.closed());
 }
 
+// A record that is moved while questions fail says all that a record can say.
+TEST_F(BreakerTest, a_question_that_fails_takes_nothing_back_that_a_record_says_beside_it) {
+  breaker_.trip(now_);
+  now_ += Breaker::kFirstCoolDown;
+  const Breaker::Pass question = pass(Kind::kQuestion), record = pass();
+  breaker_.failed(question, now_);
+  breaker_.succeeded(record);
+  EXPECT_TRUE(breaker_.closed());
+}
+
+// One try of a kind at a time: each may be stuck, and holds a thread.
+TEST_F(BreakerTest, a_question_that_fails_lets_no_second_record_through_beside_a_probe_that_has_not_ended) {
+  breaker_.trip(now_);
+  now_ += Breaker::kFirstCoolDown;
+  const Breaker::Pass question = pass(Kind::kQuestion);
+  pass();
+  breaker_.failed(question, now_);
+  now_ += Breaker::kLastCoolDown;
+  EXPECT_FALSE(breaker_.admit(now_)) << "the record's probe is out still";
+}
+
 }  // namespace
 }  // namespace kv_offload

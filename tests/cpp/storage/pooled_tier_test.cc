@@ -230,6 +230,43 @@ TEST_F(PooledTierTest, a_record_gets_a_try_of_its_own_beside_questions) {
   EXPECT_EQ(read(21), StatusKind::kIo) << "it is tried";
 }
 
+// Reads work again and names do not: the try of its own that a record gets beside questions must count.
+TEST_F(PooledTierTest, a_record_that_was_read_ends_the_rest_though_a_question_fails_beside_it) {
+  { ASSERT_TRUE(TierDriver(open()).write(1, {4096})); }
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand, 1);
+  OpId last = 0;
+  const auto start_read = [&] {
+    std::vector<TierOp> ops(1);
+    ops[0].id = ++last;
+    ops[0].key = key_of(1);
+    ops[0].shards = {row_.span()};
+    tier->submit(std::move(ops));
+  };
+  const auto end = [&] {
+    run_reads(pool);
+    std::vector<Completion> done;
+    std::vector<TierRemoval> removals;
+    tier->poll(&done, &removals);
+    return done.empty() ? StatusKind::kDevice : done.front().status.kind();
+  };
+  server_->fail(Verb::kRead, StatusKind::kIo);
+  for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i) {
+    start_read();
+    EXPECT_EQ(end(), StatusKind::kIo);
+  }
+  server_->fail(Verb::kRead, StatusKind::kOk);
+  server_->fail(Verb::kLocate, StatusKind::kIo);
+  clock_.advance(seconds(2));
+  start_read();
+  tier->prefetch_presence({key_of(2)}, KeyOrder::kNone);  // urgent: it is asked first, and fails
+  EXPECT_EQ(end(), StatusKind::kOk) << "the record was read";
+  start_read();
+  EXPECT_EQ(end(), StatusKind::kOk) << "so reads are on";
+}
+
 TEST_F(PooledTierTest, a_question_of_before_a_reset_that_fails_says_nothing_of_those_after_it) {
   IoPool* pool = nullptr;
   PooledTierOptions by_hand = options();

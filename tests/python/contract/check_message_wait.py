@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +17,13 @@ from kv_offload.specs.message_wait import (  # noqa: E402
 )
 
 
+class Region:
+    fetching = False
+
+
 @pytest.fixture
 def region() -> Any:
-    return SimpleNamespace(fetching=False)
+    return Region()
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ def test_auto_sleeps_where_vllm_computes_on_the_cores(
     region: Any, queues: Any, how: str, copier: str, sleeps: bool
 ) -> None:
     own = queues.sched_yield
-    undo = wait_for_messages(how, copier, region)
+    undo = wait_for_messages(how, copier, region, region)
     assert isinstance(queues.sched_yield, SleepWhileFetching) is sleeps
     undo()
     assert queues.sched_yield is own
@@ -92,7 +95,8 @@ def test_of_two_in_one_process_either_may_end_first(region: Any, queues: Any) ->
     slept: list[float] = []
     region.fetching = True
     first = SleepWhileFetching(region, queues, slept.append).end
-    second = wait_for_messages("sleep", "host", SimpleNamespace(fetching=False))
+    other: Any = Region()
+    second = wait_for_messages("sleep", "host", other, other)
     first()
     wait_once(queues)
     assert queues.spun == 1
@@ -105,5 +109,13 @@ def test_where_vllm_waits_in_another_way_nothing_is_replaced(
     region: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compat, "message_queues", lambda: None)
-    wait_for_messages("sleep", "host", region)()
+    wait_for_messages("sleep", "host", region, region)()
     assert "wait_while_loading does nothing" in caplog.text
+
+
+def test_that_vllm_spins_before_each_look_is_said(
+    region: Any, queues: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(queues, "SPINLOOP_EXT_ENABLED", True)
+    wait_for_messages("sleep", "host", region, region)()
+    assert "VLLM_USE_SPINLOOP_EXT=1" in caplog.text

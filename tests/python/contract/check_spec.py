@@ -1,9 +1,11 @@
 """Run by test_contract.py under each vLLM release: the spec, from the configuration to the boot line."""
 
+import gc
 import json
 import subprocess
 import sys
 import uuid
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,7 +202,9 @@ def test_manager_and_worker_are_made_once() -> None:
 def test_while_they_run_manager_and_worker_wait_as_the_configuration_says(manager_first: bool) -> None:
     queues = compat.message_queues()
     assert queues is not None
-    own = queues.sched_yield  # or the wait of an engine that an earlier check left behind
+    gc.collect()  # an earlier check may have left an engine behind
+    own = queues.sched_yield
+    assert not isinstance(own, SleepWhileFetching)
 
     def made(how: str) -> list[Any]:
         config = offloading_config(wait_while_loading=how)
@@ -217,6 +221,30 @@ def test_while_they_run_manager_and_worker_wait_as_the_configuration_says(manage
         first.shutdown()
         second.shutdown()
         assert queues.sched_yield is own
+
+
+@pytest.mark.parametrize("how", ["spin", "auto"])
+def test_host_memory_goes_with_a_manager_and_a_worker_that_nobody_shut_down(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of an engine in its user's process that is deleted, or whose start fails behind them."""
+    regions: list[Any] = []
+    attach = KVOffloadSpec._attach
+
+    def attached(made: Any) -> Any:
+        region = attach(made)
+        regions.append(weakref.ref(region))
+        return region
+
+    monkeypatch.setattr(KVOffloadSpec, "_attach", attached)
+    config = offloading_config(wait_while_loading=how)
+    worker = KVOffloadSpec(config).get_worker(kv_caches())
+    manager = KVOffloadSpec(config).get_manager()
+    assert manager is not None
+    regions.append(weakref.ref(worker.region))
+    del worker, manager
+    gc.collect()
+    assert [region() for region in regions] == [None, None]
 
 
 def test_the_boot_line_says_capacity_in_bytes_and_tokens(caplog: pytest.LogCaptureFixture) -> None:

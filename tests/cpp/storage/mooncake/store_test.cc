@@ -207,6 +207,19 @@ TEST_F(MooncakeTier, what_another_wrote_is_not_sent_again) {
   EXPECT_EQ(store_.faults.seen(Verb::kWrite), sent);
 }
 
+// Only the master would have answered, and nothing have been written.
+TEST_F(MooncakeTier, a_write_after_one_that_failed_asks_first) {
+  TierDriver user(open()), other(open());
+  ASSERT_TRUE(user.write(1000));
+  for (std::uint32_t i = 0; i < AskFirst::kRun; ++i) ASSERT_TRUE(other.write(i));  // asks no more
+  store_.faults.fail(Verb::kWrite, true);
+  EXPECT_FALSE(other.write(2000));
+  store_.faults.fail(Verb::kWrite, false);
+  const Completion written = other.finish(other.start(OpKind::kWrite, 1000, {8192}));
+  EXPECT_TRUE(written.status);
+  EXPECT_EQ(written.bytes, 0u);
+}
+
 TEST_F(MooncakeTier, where_nobody_else_writes_few_writes_ask_first) {
   TierDriver user(open());
   const auto questions = [&](std::uint32_t first, std::uint32_t writes) {
