@@ -90,7 +90,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
   using Kind = Lookup::Kind;
   const auto position = static_cast<std::uint16_t>(group);
   const bool awaits = request.awaits_records() && !request.closed[group] && !may_not_wait(request, true);
-  std::uint32_t unknown = 0;  // a bit for each tier
+  std::uint32_t unknown = 0, again = 0;  // a bit for each tier
   bool switched_off = false, may_come = false;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     const Presence presence = ops_.contains(tier, key);
@@ -104,6 +104,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
         (presence == Presence::kWasAbsent &&
          (may_come_here || !request.asked.contains(KeyMemory::fingerprint(key))))) {
       unknown |= 1u << tier;
+      if (presence == Presence::kWasAbsent) again |= 1u << tier;
     }
     if (presence != Presence::kPresent) continue;
     if (const auto reason = may_not_wait(request, true)) return miss(request, group, *reason);
@@ -125,7 +126,8 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
                                    : TierOps::Run{};
       request.asked.insert(KeyMemory::fingerprint(key));
       for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
-        if ((unknown >> tier & 1) != 0) ops_.ask_for(tier, key, run);
+        if ((unknown >> tier & 1) == 0) continue;
+        ops_.ask_for(tier, key, (again >> tier & 1) != 0 ? Presence::kWasAbsent : Presence::kUnknown, run);
       }
       request.pass.awaits |= may_come;
       return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);

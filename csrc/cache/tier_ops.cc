@@ -66,12 +66,13 @@ bool TierOps::is_recorded(const ChunkKey& key) {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
     const Presence presence = contains(tier, key);
     if (presence == Presence::kPresent) return true;
-    if (presence != Presence::kAbsent) ask_for(tier, key, {});
+    if (presence != Presence::kAbsent) ask_for(tier, key, presence, {});
   }
   return false;
 }
 
-void TierOps::ask_for(std::size_t tier, const ChunkKey& key, Run run) {
+void TierOps::ask_for(std::size_t tier, const ChunkKey& key, Presence presence, Run run) {
+  if (presence == Presence::kWasAbsent) tiers_[tier]->forget_absence(key);
   std::vector<Question>& unknown = slots_[tier].unknown;
   if (unknown.empty() || unknown.back().run != run) unknown.push_back({run, {}});
   unknown.back().keys.push_back(key);

@@ -9,9 +9,9 @@
 // began; in one that records began, what becomes of a question's probe changes nothing for records.
 //
 // Every op that is let through gets a pass and tells its end with it. Only the end
-// of an op that was let through since the breaker opened last, or an op got stuck,
-// says something about the device now, and while the breaker is open only that of a
-// probe.
+// of an op that was let through since the breaker opened last, or since an op was
+// found stuck, says something about the device now, and while the breaker is open
+// only that of a probe.
 #pragma once
 
 #include <atomic>
@@ -43,6 +43,11 @@ class Breaker {
     return closed() || now.count() >= retry_at_[static_cast<std::size_t>(Kind::kRecord)].load();  // the first
   }
   bool closed() const { return closed_.load(std::memory_order_acquire); }
+  // Would its end count. No longer, for example, when an op was found stuck meanwhile.
+  bool stands(const Pass& pass) EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    return counts(pass);
+  }
   void succeeded(const Pass& pass) EXCLUDES(mutex_);
   void failed(const Pass& pass, Nanos now) EXCLUDES(mutex_);
   void not_tried(const Pass& pass) EXCLUDES(mutex_);  // cancelled, or expired in the queue

@@ -51,6 +51,11 @@ Status run_locate(PooledStore& shared, std::span<const ChunkKey> keys, KeyOrder 
   });
 }
 
+Status off() {
+  return Status::error(StatusKind::kUnavailable,
+                       "the tier is off for now: its device is stuck or keeps failing");
+}
+
 bool device_failed(const Status& status) {
   return status.kind() == StatusKind::kIo ||
          (status.kind() == StatusKind::kTimeout && status.error_number() != EBUSY) ||

@@ -103,6 +103,7 @@ Status run_op(PooledStore& shared, OpInFlight& in_flight);
 Status run_locate(PooledStore& shared, std::span<const ChunkKey> keys, KeyOrder order,
                   const Submitted& submitted);
 
+Status off();  // what an op is told that a breaker lets not through
 // Only what the device did counts: our own bound is no failure.
 bool device_failed(const Status& status);
 // What ended without the device (no record, a reset meanwhile, our own bound) says nothing about it.

@@ -22,11 +22,6 @@ constexpr Nanos kMaintainEvery{std::chrono::seconds(1)};
 
 Lane lane_of(OpKind kind) { return kind == OpKind::kRead ? Lane::kRead : Lane::kWrite; }
 
-Status off() {
-  return Status::error(StatusKind::kUnavailable,
-                       "the tier is off for now: its device is stuck or keeps failing");
-}
-
 void upkeep(RecordStore& store) {
   if (!store.epoch() && store.can_reset()) (void)store.begin_epoch();  // what a reset could not do
   store.maintain();
@@ -56,6 +51,7 @@ class PooledTier final : public Tier {
   bool cancel(OpId id) override { return pool_.cancel(id); }
   void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
   Presence contains(const ChunkKey& key) const override;
+  void forget_absence(const ChunkKey& key) override { shared_->catalogue().forget_absence(key); }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
   void touch(const ChunkKey& key) override { shared_->catalogue().touch(key); }
   void used(const TierUses& uses) override { shared_->catalogue().used(uses); }
@@ -88,7 +84,7 @@ class PooledTier final : public Tier {
   std::atomic<Nanos> next_upkeep_;
   // Last: their threads end before what they use.
   IoPool pool_;
-  mutable PresenceQuestions questions_;
+  PresenceQuestions questions_;
   IoPool upkeep_;  // write lane: start and upkeep; read lane: what must not wait for it
   Ticker ticker_;
 };
@@ -197,10 +193,7 @@ bool PooledTier::takes(Lane lane) const {
 }
 
 Presence PooledTier::contains(const ChunkKey& key) const {
-  Presence presence = shared_->catalogue().contains(key);
-  if (presence == Presence::kWasAbsent) {
-    presence = questions_.is_handed_over(key) ? Presence::kUnknown : shared_->catalogue().contains(key);
-  }
+  const Presence presence = shared_->catalogue().contains(key);
   if (presence == Presence::kPresent || presence == Presence::kAbsent) return presence;
   const bool answered = !closed_ && takes(Lane::kRead) && shared_->store->epoch() != nullptr;
   return answered ? presence : Presence::kAbsent;

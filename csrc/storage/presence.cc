@@ -45,16 +45,18 @@ const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {
 }
 
 Presence PresenceCache::presence_of(const Entry* entry) const {
-  if (entry == nullptr || entry->state == State::kAsking) return Presence::kUnknown;
+  if (entry == nullptr || entry->state == State::kAsking || entry->state == State::kForgotten)
+    return Presence::kUnknown;
   if (entry->state == State::kPresent) return Presence::kPresent;
   return clock_.now() < entry->time ? Presence::kAbsent : Presence::kWasAbsent;
 }
 
 void PresenceCache::put(const Entry& entry) {
+  if (young_.size() >= most_keys_ / 2) {
+    old_.clear();
+    std::swap(old_, young_);
+  }
   young_.put(entry);
-  if (young_.size() <= most_keys_ / 2) return;
-  std::swap(old_, young_);
-  young_.clear();
 }
 
 Presence PresenceCache::contains(const ChunkKey& key) const {
@@ -79,6 +81,11 @@ void PresenceCache::begin_asking(std::span<const ChunkKey> keys, Era era, std::v
     put({key, now, State::kAsking});
     asked->push_back(key);
   }
+}
+
+void PresenceCache::forget_absence(const ChunkKey& key) {
+  const MutexLock lock(mutex_);
+  if (presence_of(find(key)) == Presence::kWasAbsent) put({key, Nanos{0}, State::kForgotten});
 }
 
 void PresenceCache::give_up_asking(std::span<const ChunkKey> keys, Era era) {

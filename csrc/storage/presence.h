@@ -30,6 +30,8 @@ class Catalogue {
   // another era. Each is being asked for from then on, until RecordStore::locate() of it ended or it is given
   // up. If memory runs out, that is so of those that were appended by then, where *asked had room for all.
   virtual void begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) = 0;
+  // See Tier.
+  virtual void forget_absence(const ChunkKey& key) = 0;
   // It failed, or never ran: absent for now, so that nobody asks in a loop. `era`: when it was asked.
   virtual void give_up_asking(std::span<const ChunkKey> keys, Era era) = 0;
   virtual void touch(const ChunkKey& key) = 0;
@@ -57,6 +59,7 @@ class PresenceCache final : public Catalogue {
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
   void begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) override
       EXCLUDES(mutex_);
+  void forget_absence(const ChunkKey& key) override EXCLUDES(mutex_);
   void give_up_asking(std::span<const ChunkKey> keys, Era era) override EXCLUDES(mutex_);
   void touch(const ChunkKey&) override {}  // the store knows what is read, and nothing else of use
   void take_removals(std::vector<TierRemoval>* removals) override EXCLUDES(mutex_);
@@ -70,7 +73,7 @@ class PresenceCache final : public Catalogue {
 
  private:
   static constexpr std::size_t kAhead = 8;  // entries that are fetched into the processor's cache
-  enum class State : std::uint8_t { kAsking, kPresent, kAbsent };
+  enum class State : std::uint8_t { kForgotten, kAsking, kPresent, kAbsent };
   struct Entry {
     ChunkKey key;
     Nanos time{0};  // kAbsent: until then; kAsking: since then
@@ -98,8 +101,8 @@ class PresenceCache final : public Catalogue {
   };
 
   const Entry* find(const ChunkKey& key) const REQUIRES(mutex_);
-  // The key becomes one of the young. When these are half of all, the old are forgotten, and they are the
-  // old.
+  // The key becomes one of the young. When these are half of all before, the old are forgotten, and they are
+  // the old.
   void put(const Entry& entry) REQUIRES(mutex_);
   Presence presence_of(const Entry* entry) const;
 

@@ -21,20 +21,36 @@ struct PresenceQuestions::Prompt {
   const std::vector<ChunkKey> keys;
   const KeyOrder order;
   const Submitted submitted;
-  std::atomic<bool> begun{false};  // the catalogue was told
-  std::vector<ChunkKey> unknown;   // those of the keys that are asked for here
+  std::vector<ChunkKey> unknown;  // those of the keys that are asked for here
   std::vector<Part> parts;
+  std::vector<std::atomic<bool>> ended;  // of the parts
+  std::atomic<bool> begun{false};        // all of this was written
 
   Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> given, KeyOrder given_order, Submitted now)
       : context(std::move(in)), keys(std::move(given)), order(given_order), submitted(std::move(now)) {}
-  // The same keys, as far as two prompts can differ: each key stands for all that lies before it. Keys that
-  // are no prefix may differ within; those are asked for when they are handed over later.
-  bool is(const std::vector<ChunkKey>& others, KeyOrder others_order, const Submitted& now) const {
-    return order == others_order && submitted.epoch == now.epoch && submitted.era == now.era &&
-           keys.size() == others.size() && keys.front() == others.front() && keys.back() == others.back();
-  }
+
   std::span<const ChunkKey> keys_of(std::size_t part) const {
     return std::span(unknown).subspan(parts[part].first, parts[part].count);
+  }
+  // Each of them is about to be asked for here, or is just now. Not of others whose ends are both elsewhere:
+  // to find that out would take too long.
+  bool asks_for(const std::vector<ChunkKey>& others, KeyOrder others_order, const Submitted& now) const {
+    if (order != others_order || submitted.epoch != now.epoch || submitted.era != now.era) return false;
+    if (keys.front() != others.front() && keys.back() != others.back()) return false;
+    std::size_t next = 0;
+    const auto pass = [&](std::span<const ChunkKey> asked) {
+      for (const ChunkKey& key : asked) {
+        if (next < others.size() && key == others[next]) ++next;
+      }
+    };
+    if (!begun.load()) {
+      pass(keys);
+    } else {
+      for (std::size_t part = 0; part < parts.size(); ++part) {
+        if (!ended[part].load()) pass(keys_of(part));
+      }
+    }
+    return next == others.size();
   }
 };
 
@@ -46,20 +62,14 @@ PresenceQuestions::PresenceQuestions(std::shared_ptr<PooledStore> shared, const 
 void PresenceQuestions::ask(std::vector<ChunkKey> keys, KeyOrder order) {
   const Submitted now(*context_->shared);
   bool asked = false;
-  std::erase_if(prompts_, [&](const HandedOver& one) {
-    const auto prompt = one.prompt.lock();
-    if (!prompt) return true;
-    // One whose answers have come is over, though a thread may be about to let go of it.
-    const auto waits = [&] {
-      return !prompt->begun.load() ||
-             context_->shared->catalogue().contains(keys.front()) == Presence::kUnknown;
-    };
-    asked |= prompt->is(keys, order, now) && waits();
-    return false;
+  std::erase_if(prompts_, [&](const std::weak_ptr<const Prompt>& one) {
+    const auto prompt = one.lock();
+    asked |= prompt && prompt->asks_for(keys, order, now);
+    return !prompt;
   });
   if (asked) return;
   const auto prompt = std::make_shared<Prompt>(context_, std::move(keys), order, now);
-  prompts_.push_back({prompt, {}});
+  prompts_.push_back(prompt);
   std::vector<IoPool::Op> ops;
   ops.push_back(op_of(
       *context_,
@@ -69,15 +79,6 @@ void PresenceQuestions::ask(std::vector<ChunkKey> keys, KeyOrder order) {
       },
       [](const Status&) {}));  // one that never ran has begun nothing
   context_->submit(std::move(ops));
-}
-
-bool PresenceQuestions::is_handed_over(const ChunkKey& key) {
-  return std::any_of(prompts_.begin(), prompts_.end(), [&](HandedOver& one) {
-    const auto prompt = one.prompt.lock();
-    if (!prompt || prompt->begun.load()) return false;
-    if (one.keys.empty()) one.keys.insert(prompt->keys.begin(), prompt->keys.end());
-    return one.keys.contains(key);
-  });
 }
 
 IoPool::Op PresenceQuestions::op_of(const Context& context, std::function<Status()> run,
@@ -94,36 +95,44 @@ IoPool::Op PresenceQuestions::op_of(const Context& context, std::function<Status
 // The thread that begins asks for the first part itself.
 void PresenceQuestions::begin(const PromptPtr& prompt) {
   const Context& context = *prompt->context;
-  Catalogue& catalogue = context.shared->catalogue();
-  Status status = contained([&] {
+  std::vector<IoPool::Op> ops;
+  const Status prepared = contained([&] {
     pick(*prompt);
+    ops = divide(prompt);
     return Status::ok();
   });
+  if (!prepared) prompt->parts.clear();
   prompt->begun.store(true);
-  std::vector<IoPool::Op> others;
+  if (!prepared) return give_up(*prompt, prompt->unknown);
+
+  Breaker& breaker = context.shared->breaker(Lane::kRead);
+  const Nanos now = context.clock->now();
   std::optional<std::size_t> own;
-  if (status)
-    status = contained([&] {
-      // All that may throw comes before the first pass is asked for: one that is lost would be missed.
-      std::vector<IoPool::Op> ops = divide(prompt);
-      others.reserve(ops.size());
-      Breaker& breaker = context.shared->breaker(Lane::kRead);
-      const Nanos now = context.clock->now();
-      for (std::size_t part = 0; part < ops.size(); ++part) {
-        prompt->parts[part].pass = breaker.admit(now, Breaker::Kind::kQuestion);
-        if (!prompt->parts[part].pass) {
-          catalogue.give_up_asking(prompt->keys_of(part), prompt->submitted.era);
-        } else if (!own) {
-          own = part;
-        } else {
-          others.push_back(std::move(ops[part]));
-        }
-      }
-      return Status::ok();
-    });
-  if (!status) return catalogue.give_up_asking(prompt->unknown, prompt->submitted.era);
-  context.submit(std::move(others));
+  for (std::size_t part = 0; part < ops.size(); ++part) {
+    prompt->parts[part].pass = breaker.admit(now, Breaker::Kind::kQuestion);
+    if (prompt->parts[part].pass && !own) own = part;
+  }
+  const Status shared = contained([&] {
+    std::vector<IoPool::Op> others;
+    for (std::size_t part = 0; part < ops.size(); ++part) {
+      if (part != own && prompt->parts[part].pass) others.push_back(std::move(ops[part]));
+    }
+    context.submit(std::move(others));
+    return Status::ok();
+  });
+  for (std::size_t part = 0; part < ops.size(); ++part) {
+    const bool is_others = part != own && prompt->parts[part].pass;
+    if (!prompt->parts[part].pass) give_up(*prompt, prompt->keys_of(part));
+    if (is_others && !shared) end_part(*prompt, part, shared);
+  }
   if (own) end_part(*prompt, *own, ask_part(*prompt, *own));
+}
+
+void PresenceQuestions::give_up(const Prompt& prompt, std::span<const ChunkKey> keys) {
+  (void)contained([&] {
+    prompt.context->shared->catalogue().give_up_asking(keys, prompt.submitted.era);
+    return Status::ok();
+  });
 }
 
 // Tells the catalogue which of the keys are being asked for.
@@ -150,10 +159,13 @@ std::vector<IoPool::Op> PresenceQuestions::divide(const PromptPtr& prompt) {
         context, [prompt, part] { return ask_part(*prompt, part); },
         [prompt, part](const Status& status) { end_part(*prompt, part, status); }));
   }
+  prompt->ended = std::vector<std::atomic<bool>>(prompt->parts.size());
   return ops;
 }
 
 Status PresenceQuestions::ask_part(Prompt& prompt, std::size_t part) {
+  // The device may have got stuck after it was let through.
+  if (!prompt.context->shared->breaker(Lane::kRead).stands(*prompt.parts[part].pass)) return off();
   return run_locate(*prompt.context->shared, prompt.keys_of(part), prompt.order, prompt.submitted);
 }
 
@@ -169,7 +181,8 @@ void PresenceQuestions::end_part(Prompt& prompt, std::size_t part, const Status&
     breaker.not_tried(pass);
   }
   // Last: who sees that the question has ended also sees what the breaker makes of it.
-  if (!status) shared.catalogue().give_up_asking(prompt.keys_of(part), prompt.submitted.era);
+  if (!status) give_up(prompt, prompt.keys_of(part));
+  prompt.ended[part].store(true);
 }
 
 }  // namespace kv_offload

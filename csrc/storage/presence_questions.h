@@ -2,8 +2,8 @@
 //
 // The scheduler's thread hands the keys over and nothing else: an I/O thread picks those that are unknown and
 // that nobody asks for (Catalogue::begin_asking), gives all but the first few of them to other threads, and
-// asks for these itself. A prompt that is handed over again while it is being asked for, as one is in each
-// step that its request waits in, is not taken twice.
+// asks for these itself. What is handed over again while it is being asked for, as a prompt is in each step
+// that its request waits in, is not taken twice, nor is what is left of it.
 //
 // Threads: the scheduler's, alone. No call does I/O or waits for who does.
 #pragma once
@@ -11,7 +11,6 @@
 #include <functional>
 #include <memory>
 #include <span>
-#include <unordered_set>
 #include <vector>
 
 #include "base/clock.h"
@@ -33,9 +32,6 @@ class PresenceQuestions {
 
   // keys: at least one.
   void ask(std::vector<ChunkKey> keys, KeyOrder order);
-  // Handed over, and the catalogue was not told yet that it is being asked for. (When this says no, what the
-  // catalogue says from then on is right.)
-  bool is_handed_over(const ChunkKey& key);
 
  private:
   // All that a thread needs which was let go while it asked.
@@ -47,10 +43,6 @@ class PresenceQuestions {
   };
   struct Prompt;
   using PromptPtr = std::shared_ptr<Prompt>;
-  struct HandedOver {
-    std::weak_ptr<const Prompt> prompt;                 // while it is asked for, it lives
-    std::unordered_set<ChunkKey, ChunkKey::Hash> keys;  // filled when it is first looked for one
-  };
 
   static IoPool::Op op_of(const Context& context, std::function<Status()> run,
                           std::function<void(const Status&)> end);
@@ -58,10 +50,11 @@ class PresenceQuestions {
   static void pick(Prompt& prompt);
   static std::vector<IoPool::Op> divide(const PromptPtr& prompt);
   static Status ask_part(Prompt& prompt, std::size_t part);
+  static void give_up(const Prompt& prompt, std::span<const ChunkKey> keys);
   static void end_part(Prompt& prompt, std::size_t part, const Status& status);
 
   const std::shared_ptr<const Context> context_;
-  std::vector<HandedOver> prompts_;
+  std::vector<std::weak_ptr<const Prompt>> prompts_;  // while one is asked for, it lives
 };
 
 }  // namespace kv_offload

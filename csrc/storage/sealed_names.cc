@@ -30,6 +30,9 @@ class SealedNames final : public Tier {
   bool cancel(OpId id) override { return tier_->cancel(id); }
   void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) override;
   Presence contains(const ChunkKey& key) const override;
+  void forget_absence(const ChunkKey& key) override {
+    for (std::size_t i = 0; i < ways_; ++i) tier_->forget_absence(digest_of(key, i));
+  }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override;
   void touch(const ChunkKey& key) override;
   void used(const TierUses& uses) override;

@@ -135,6 +135,9 @@ class Tier {
   // or not it would be read now (TierStats::readable). O(1), starts nothing. Never
   // unknown while reads are switched off: nobody would answer.
   virtual Presence contains(const ChunkKey& key) const = 0;
+  // Of a key that contains() said kWasAbsent of, before it is asked for: it is unknown from now on, so that
+  // nobody takes what was known for the answer. O(1).
+  virtual void forget_absence(const ChunkKey&) {}
   // Asks, behind, for those of the keys that are unknown and are not being asked for
   // yet; contains() knows them soon, found or not. Never blocks.
   virtual void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) = 0;

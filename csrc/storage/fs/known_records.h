@@ -58,6 +58,7 @@ class KnownRecords final : public Catalogue {
   Presence contains(const ChunkKey& key) const override EXCLUDES(mutex_);
   void begin_asking(std::span<const ChunkKey> keys, Era, std::vector<ChunkKey>* asked) override
       EXCLUDES(mutex_);
+  void forget_absence(const ChunkKey& key) override { not_found_.forget_absence(key); }
   void give_up_asking(std::span<const ChunkKey> keys, Era) override EXCLUDES(mutex_);
   void touch(const ChunkKey& key) override EXCLUDES(mutex_);
   void used(const TierUses& uses) override EXCLUDES(mutex_);

@@ -7,6 +7,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -69,8 +70,10 @@ class FakeTier final : public TierHand {
   Verdict verdict;                 // asked as an op is performed
   bool skip_verification = false;  // a planted fault: corrupt records read as ok
   bool available = true;
-  bool knows = true;        // false: contains() says kUnknown
-  bool is_sure = true;      // false: of what it has not contains() says kWasAbsent
+  bool knows = true;    // false: contains() says kUnknown
+  bool is_sure = true;  // false: of what it has not contains() says kWasAbsent
+  bool answers = true;  // false: what was absent and is asked for again stays unknown
+  std::set<ChunkKey> forgotten;
   double read_seconds = 0;  // what estimate_read_seconds and each read's completion say
   std::size_t max_records = kAll;
   bool automatic = false;  // ops end at the next poll
@@ -123,10 +126,15 @@ class FakeTier final : public TierHand {
   }
   Presence contains(const ChunkKey& key) const override {
     if (!knows) return Presence::kUnknown;
+    if (forgotten.contains(key)) return Presence::kUnknown;
     if (records.contains(key)) return Presence::kPresent;
     return is_sure ? Presence::kAbsent : Presence::kWasAbsent;
   }
+  void forget_absence(const ChunkKey& key) override { forgotten.insert(key); }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
+    for (const ChunkKey& key : keys) {
+      if (answers) forgotten.erase(key);
+    }
     asked.emplace_back(std::move(keys), order);
   }
   void touch(const ChunkKey& key) override {

@@ -308,6 +308,19 @@ TEST_F(FetchFakeTest, WhatWasAbsentAWhileAgoIsAskedForOnceByEachRequest) {
   EXPECT_EQ(scan(later, {"b"}), "R");
 }
 
+// What was known before is not taken for it.
+TEST_F(FetchFakeTest, TheAnswerIsWaitedForOfWhatIsAskedForAgain) {
+  record({"a"});
+  fake().is_sure = fake().answers = false;
+  const RequestHandle request = begin();
+  EXPECT_EQ(scan(request, {"b"}), "R");
+  step();
+  EXPECT_EQ(scan(request, {"b"}), "R") << "nobody has answered";
+  fake().answers = true;
+  step();
+  EXPECT_EQ(scan(request, {"b"}), "M");
+}
+
 TEST_F(FetchFakeTest, WhatAnotherServerIsWritingIsWaitedForAsLongAsTheRequestSays) {
   record({"a", "b"});
   auto written_later = fake().records.extract(key_of("b"));

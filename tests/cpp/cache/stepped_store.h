@@ -108,6 +108,7 @@ class SteppedStore final : public TierHand {
   }
   // Its scan is over: nothing is unknown.
   Presence contains(const ChunkKey& key) const override { return tier_->contains(key); }
+  void forget_absence(const ChunkKey& key) override { tier_->forget_absence(key); }
   void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) override {
     tier_->prefetch_presence(std::move(keys), order);
   }

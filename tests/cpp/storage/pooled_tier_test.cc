@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <thread>
 
 #include "storage/breaker.h"
 #include "storage/io_pool.h"
@@ -101,20 +102,23 @@ TEST_F(PooledTierTest, a_prompt_that_is_handed_over_again_is_not_taken_twice) {
 }
 
 // Who asks anew waits for the answer: what was known before is not taken for it, however late a thread comes.
-TEST_F(PooledTierTest, what_was_absent_is_unknown_as_soon_as_it_is_asked_for_again) {
+TEST_F(PooledTierTest, what_was_absent_is_unknown_as_soon_as_that_is_to_be_forgotten) {
   IoPool* pool = nullptr;
   PooledTierOptions by_hand = options();
   by_hand.driven_by_hand = &pool;
   const std::unique_ptr<Tier> tier = open(by_hand);
-  tier->prefetch_presence(keys(10), KeyOrder::kPrefix);
+  tier->prefetch_presence(keys(2), KeyOrder::kPrefix);
   run_reads(pool);
+  tier->forget_absence(key_of(0));
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent) << "that is not old yet";
   clock_.advance(by_hand.absent_for);
-  tier->prefetch_presence(keys(5), KeyOrder::kPrefix);
-  EXPECT_EQ(tier->contains(key_of(4)), Presence::kUnknown);
-  EXPECT_EQ(tier->contains(key_of(5)), Presence::kWasAbsent);
+  tier->forget_absence(key_of(0));
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kUnknown);
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kWasAbsent);
+  tier->prefetch_presence(keys(1), KeyOrder::kPrefix);
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kUnknown);
   run_reads(pool);
-  EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent);
-  EXPECT_EQ(tier->contains(key_of(5)), Presence::kWasAbsent);
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent);
 }
 
 TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_first_answers_are_old_and_its_last_have_not_come) {
@@ -131,6 +135,86 @@ TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_first_answers_are_old_an
   run_reads(pool);
   EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent) << "asked for twice";
   EXPECT_EQ(server_->asked().size(), 3u);
+}
+
+// The mirror of the one before: the first answer has not come, and later ones are old.
+TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_last_answers_are_old_and_its_first_have_not_come) {
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand, 4);
+  // Another prompt asks for the first keys, in a part that no thread has taken up.
+  std::vector<ChunkKey> another;
+  for (std::uint32_t i = 100; i < 104; ++i) another.push_back(key_of(i));
+  for (std::uint32_t i = 0; i < 4; ++i) another.push_back(key_of(i));
+  tier->prefetch_presence(another, KeyOrder::kNone);
+  pool->begin_next(Lane::kRead)();
+  const auto first = pool->begin_next(Lane::kRead);  // 0..3, slow
+  ASSERT_TRUE(first);
+  tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
+  pool->begin_next(Lane::kRead)();                    // 4..7
+  const auto second = pool->begin_next(Lane::kRead);  // 8..11, slow
+  ASSERT_TRUE(second);
+  EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent);
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kUnknown);
+  clock_.advance(by_hand.absent_for);
+  tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
+  run_reads(pool);
+  EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent) << "it was asked for again";
+  first();
+  second();
+}
+
+TEST_F(PooledTierTest, of_two_prompts_with_the_same_ends_each_is_asked_for) {
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand);
+  tier->prefetch_presence({key_of(1), key_of(2), key_of(3)}, KeyOrder::kNone);
+  tier->prefetch_presence({key_of(1), key_of(4), key_of(3)}, KeyOrder::kNone);
+  run_reads(pool);
+  EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent);
+}
+
+// In each step that its request waits in, once the first part is known.
+TEST_F(PooledTierTest, what_is_left_of_a_prompt_is_not_taken_in_every_step) {
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand, 4);
+  tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
+  pool->begin_next(Lane::kRead)();
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent);
+  const auto second = pool->begin_next(Lane::kRead), third = pool->begin_next(Lane::kRead);
+  ASSERT_TRUE(second && third);  // under way on other threads
+  const auto all = keys(12);
+  tier->prefetch_presence({all.begin() + 4, all.end()}, KeyOrder::kPrefix);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 0u);
+  second();
+  tier->prefetch_presence({all.begin() + 8, all.end()}, KeyOrder::kPrefix);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 0u);
+  third();
+}
+
+// It would hold a thread, in a device that is stuck.
+TEST_F(PooledTierTest, a_question_that_was_let_through_before_the_device_got_stuck_is_not_asked) {
+  IoPool* pool = nullptr;
+  PooledTierOptions by_hand = options();
+  by_hand.driven_by_hand = &pool;
+  const std::unique_ptr<Tier> tier = open(by_hand, 1);
+  tier->prefetch_presence(keys(3), KeyOrder::kNone);
+  pool->begin_next(Lane::kRead)();
+  const auto stuck = pool->begin_next(Lane::kRead), later = pool->begin_next(Lane::kRead);
+  ASSERT_TRUE(stuck && later);
+  clock_.advance(by_hand.op_deadline + seconds(1));
+  std::vector<Completion> done;
+  std::vector<TierRemoval> removals;
+  tier->poll(&done, &removals);
+  EXPECT_FALSE(tier->stats().readable);
+  const std::size_t asked = server_->asked().size();
+  later();
+  EXPECT_EQ(server_->asked().size(), asked);
+  stuck();
 }
 
 TEST_F(PooledTierTest, what_another_wrote_is_found_when_it_is_asked_for_again) {
@@ -162,9 +246,6 @@ TEST_F(PooledTierTest, a_server_that_does_not_answer_is_left_alone_and_what_it_h
     for (std::uint32_t i = 0; i < Breaker::kFailuresToTrip; ++i) EXPECT_FALSE(user.has(100 + i));
     EXPECT_FALSE(user.tier().stats().readable) << "after as many failures as of reads";
     EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
-    const std::size_t asked = server_->asked().size();
-    user.tier().prefetch_presence({key_of(1)}, KeyOrder::kNone);
-    EXPECT_EQ(server_->asked().size(), asked);
     server_->fail(Verb::kLocate, StatusKind::kOk);
     clock_.advance(seconds(2));
     EXPECT_TRUE(user.has(1));
@@ -226,8 +307,13 @@ TEST_F(PooledTierTest, a_record_gets_a_try_of_its_own_beside_questions) {
   for (OpId id = 1; id <= Breaker::kFailuresToTrip; ++id) EXPECT_EQ(read(id), StatusKind::kIo);
   EXPECT_EQ(read(20), StatusKind::kUnavailable);
   clock_.advance(seconds(2));
+  server_->block(Verb::kLocate);
   tier->prefetch_presence({key_of(2)}, KeyOrder::kNone);
+  std::thread asking(pool->begin_next(Lane::kRead));
+  server_->wait_for_blocked();
   EXPECT_EQ(read(21), StatusKind::kIo) << "it is tried";
+  server_->release();
+  asking.join();
 }
 
 // Reads work again and names do not: the try of its own that a record gets beside questions must count.
