@@ -43,6 +43,7 @@ class PooledTier final : public Tier {
         ticker_(kMaintainEvery, [this] { keep_up_when_due(); }) {
     if (options.driven_by_hand != nullptr) *options.driven_by_hand = &pool_;
     keep(Lane::kWrite, [](RecordStore& started) { started.start(); });
+    look_for_epoch();
   }
   ~PooledTier() override { close(); }
 
@@ -71,12 +72,15 @@ class PooledTier final : public Tier {
   // An engine that is idle does not poll, and others count on us to go on: also on the ticker's thread.
   void keep_up_when_due();
   bool takes(Lane lane) const;
+  void look_for_epoch() { in_epoch_ = shared_->store->epoch() != nullptr; }
   void watch();  // trips the breakers when an op is stuck
 
   const PooledTierOptions options_;
   const Clock& clock_;
   const std::shared_ptr<PooledStore> shared_;
   bool was_reset_ = false;
+  // As of the last poll or reset: to ask the store for each key takes longer than all else of contains().
+  bool in_epoch_ = false;
   Nanos tripped_at_{0};             // ops that started before trip no breaker again
   Nanos counted_until_{0};          // ops that started up to here were found stuck, or ended
   std::uint64_t timeouts_[2] = {};  // by lane
@@ -181,6 +185,7 @@ void PooledTier::poll(std::vector<Completion>* completions, std::vector<TierRemo
   watch();
   pool_.expire();
   if (!closed_) keep_up_when_due();
+  look_for_epoch();
   shared_->catalogue().take_removals(removals);
   const MutexLock lock(shared_->mutex);
   std::move(shared_->completions.begin(), shared_->completions.end(), std::back_inserter(*completions));
@@ -195,12 +200,12 @@ bool PooledTier::takes(Lane lane) const {
 Presence PooledTier::contains(const ChunkKey& key) const {
   const Presence presence = shared_->catalogue().contains(key);
   if (presence == Presence::kPresent || presence == Presence::kAbsent) return presence;
-  const bool answered = !closed_ && takes(Lane::kRead) && shared_->store->epoch() != nullptr;
+  const bool answered = !closed_ && in_epoch_ && takes(Lane::kRead);
   return answered ? presence : Presence::kAbsent;
 }
 
 void PooledTier::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
-  if (keys.empty() || closed_ || !takes(Lane::kRead) || shared_->store->epoch() == nullptr) return;
+  if (keys.empty() || closed_ || !in_epoch_ || !takes(Lane::kRead)) return;
   questions_.ask(std::move(keys), order);
 }
 
@@ -245,6 +250,7 @@ Status PooledTier::keep_and_wait(Nanos wait, std::function<Status(RecordStore&)>
 Status PooledTier::reset() {
   was_reset_ = true;
   shared_->store->forget();
+  in_epoch_ = false;
   if (shared_->learnt) shared_->learnt->reset();
   if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
   if (!shared_->store->can_reset()) {
@@ -256,6 +262,7 @@ Status PooledTier::reset() {
   // nothing and takes nothing) until upkeep, or what timed out, has begun one.
   Status status = keep_and_wait(options_.op_deadline, [](RecordStore& store) { return store.begin_epoch(); });
   keep(Lane::kWrite, [](RecordStore& store) { upkeep(store); });  // reclaims, behind
+  look_for_epoch();
   return status;
 }
 
