@@ -23,11 +23,8 @@ class AskFirst {
     return unasked_.fetch_add(1, std::memory_order_relaxed) % kEvery == kEvery - 1;
   }
   void answered(bool there) {
-    if (there) {
-      not_there_.store(0, std::memory_order_relaxed);
-    } else {
-      not_there_.fetch_add(1, std::memory_order_relaxed);
-    }
+    if (there) return start_over();
+    not_there_.fetch_add(1, std::memory_order_relaxed);
   }
   void start_over() { not_there_.store(0, std::memory_order_relaxed); }
 

@@ -32,6 +32,12 @@ class PooledTierTest : public ::testing::Test {
     return make_pooled_tier(std::make_unique<MemoryStore>(server_, NamespaceId{}, keys_per_locate), options);
   }
   std::unique_ptr<Tier> open() { return open(options()); }
+  // Whom the pool is given to runs its ops, one by one.
+  std::unique_ptr<Tier> open_by_hand(IoPool** pool, std::size_t keys_per_locate = 64) {
+    PooledTierOptions by_hand = options();
+    by_hand.driven_by_hand = pool;
+    return open(by_hand, keys_per_locate);
+  }
   static std::vector<ChunkKey> keys(std::uint32_t count) {
     std::vector<ChunkKey> keys;
     for (std::uint32_t i = 0; i < count; ++i) keys.push_back(key_of(i));
@@ -39,6 +45,22 @@ class PooledTierTest : public ::testing::Test {
   }
   static void run_reads(IoPool* pool) {
     while (const auto next = pool->begin_next(Lane::kRead)) next();
+  }
+  void start_read(Tier& tier, OpId id) {
+    std::vector<TierOp> ops(1);
+    ops[0].id = id;
+    ops[0].key = key_of(1);
+    ops[0].shards = {row_.span()};
+    tier.submit(std::move(ops));
+  }
+  // How the read that was started ended, after all that is queued was done.
+  static StatusKind end_read(Tier& tier, IoPool* pool) {
+    run_reads(pool);
+    std::vector<Completion> done;
+    std::vector<TierRemoval> removals;
+    tier.poll(&done, &removals);
+    EXPECT_EQ(done.size(), 1u);
+    return done.empty() ? StatusKind::kDevice : done.front().status.kind();
   }
 
   FakeClock clock_;
@@ -49,9 +71,7 @@ class PooledTierTest : public ::testing::Test {
 TEST_F(PooledTierTest, the_keys_of_a_prompt_are_asked_for_at_once_and_in_order) {
   { ASSERT_TRUE(TierDriver(open()).write(3)); }
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
   tier->prefetch_presence(keys(10), KeyOrder::kNone);
   tier->prefetch_presence(keys(10), KeyOrder::kNone);  // again, while they are being asked for
   run_reads(pool);
@@ -59,7 +79,7 @@ TEST_F(PooledTierTest, the_keys_of_a_prompt_are_asked_for_at_once_and_in_order) 
   EXPECT_EQ(server_->asked()[0], keys(10));
   EXPECT_EQ(tier->contains(key_of(3)), Presence::kPresent);
   EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent);
-  clock_.advance(by_hand.absent_for);
+  clock_.advance(options().absent_for);
   EXPECT_EQ(tier->contains(key_of(3)), Presence::kPresent);
   EXPECT_EQ(tier->contains(key_of(4)), Presence::kWasAbsent) << "another server may have written it";
   tier->prefetch_presence(keys(10), KeyOrder::kNone);
@@ -70,9 +90,7 @@ TEST_F(PooledTierTest, the_keys_of_a_prompt_are_asked_for_at_once_and_in_order) 
 
 TEST_F(PooledTierTest, more_keys_than_the_store_takes_at_once_are_asked_for_side_by_side) {
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand, 4);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   tier->prefetch_presence(keys(10), KeyOrder::kNone);
   run_reads(pool);
   std::vector<std::size_t> sizes;
@@ -84,9 +102,7 @@ TEST_F(PooledTierTest, more_keys_than_the_store_takes_at_once_are_asked_for_side
 // As in each step that the request waits in.
 TEST_F(PooledTierTest, a_prompt_that_is_handed_over_again_is_not_taken_twice) {
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand, 4);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   for (int step = 0; step < 3; ++step) tier->prefetch_presence(keys(10), KeyOrder::kPrefix);
   EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u);
   tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
@@ -95,7 +111,7 @@ TEST_F(PooledTierTest, a_prompt_that_is_handed_over_again_is_not_taken_twice) {
   std::size_t asked = 0;
   for (const auto& question : server_->asked()) asked += question.size();
   EXPECT_EQ(asked, 12u) << "of the other only what the first has not";
-  clock_.advance(by_hand.absent_for);
+  clock_.advance(options().absent_for);
   tier->prefetch_presence(keys(10), KeyOrder::kPrefix);
   EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "the first has ended";
   run_reads(pool);
@@ -104,14 +120,12 @@ TEST_F(PooledTierTest, a_prompt_that_is_handed_over_again_is_not_taken_twice) {
 // Who asks anew waits for the answer: what was known before is not taken for it, however late a thread comes.
 TEST_F(PooledTierTest, what_was_absent_is_unknown_as_soon_as_that_is_to_be_forgotten) {
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
   tier->prefetch_presence(keys(2), KeyOrder::kPrefix);
   run_reads(pool);
   tier->forget_absence(key_of(0));
   EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent) << "that is not old yet";
-  clock_.advance(by_hand.absent_for);
+  clock_.advance(options().absent_for);
   tier->forget_absence(key_of(0));
   EXPECT_EQ(tier->contains(key_of(0)), Presence::kUnknown);
   EXPECT_EQ(tier->contains(key_of(1)), Presence::kWasAbsent);
@@ -123,14 +137,12 @@ TEST_F(PooledTierTest, what_was_absent_is_unknown_as_soon_as_that_is_to_be_forgo
 
 TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_first_answers_are_old_and_its_last_have_not_come) {
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand, 4);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   tier->prefetch_presence(keys(8), KeyOrder::kPrefix);
   pool->begin_next(Lane::kRead)();
   EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent);
   EXPECT_EQ(tier->contains(key_of(4)), Presence::kUnknown);
-  clock_.advance(by_hand.absent_for);
+  clock_.advance(options().absent_for);
   tier->prefetch_presence(keys(8), KeyOrder::kPrefix);
   run_reads(pool);
   EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent) << "asked for twice";
@@ -140,9 +152,7 @@ TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_first_answers_are_old_an
 // The mirror of the one before: the first answer has not come, and later ones are old.
 TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_last_answers_are_old_and_its_first_have_not_come) {
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand, 4);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   // Another prompt asks for the first keys, in a part that no thread has taken up.
   std::vector<ChunkKey> another;
   for (std::uint32_t i = 100; i < 104; ++i) another.push_back(key_of(i));
@@ -157,7 +167,7 @@ TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_last_answers_are_old_and
   ASSERT_TRUE(second);
   EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent);
   EXPECT_EQ(tier->contains(key_of(0)), Presence::kUnknown);
-  clock_.advance(by_hand.absent_for);
+  clock_.advance(options().absent_for);
   tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
   run_reads(pool);
   EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent) << "it was asked for again";
@@ -167,9 +177,7 @@ TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_last_answers_are_old_and
 
 TEST_F(PooledTierTest, of_two_prompts_with_the_same_ends_each_is_asked_for) {
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
   tier->prefetch_presence({key_of(1), key_of(2), key_of(3)}, KeyOrder::kNone);
   tier->prefetch_presence({key_of(1), key_of(4), key_of(3)}, KeyOrder::kNone);
   run_reads(pool);
@@ -179,9 +187,7 @@ TEST_F(PooledTierTest, of_two_prompts_with_the_same_ends_each_is_asked_for) {
 // In each step that its request waits in, once the first part is known.
 TEST_F(PooledTierTest, what_is_left_of_a_prompt_is_not_taken_in_every_step) {
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand, 4);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
   pool->begin_next(Lane::kRead)();
   EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent);
@@ -199,14 +205,12 @@ TEST_F(PooledTierTest, what_is_left_of_a_prompt_is_not_taken_in_every_step) {
 // It would hold a thread, in a device that is stuck.
 TEST_F(PooledTierTest, a_question_that_was_let_through_before_the_device_got_stuck_is_not_asked) {
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand, 1);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
   tier->prefetch_presence(keys(3), KeyOrder::kNone);
   pool->begin_next(Lane::kRead)();
   const auto stuck = pool->begin_next(Lane::kRead), later = pool->begin_next(Lane::kRead);
   ASSERT_TRUE(stuck && later);
-  clock_.advance(by_hand.op_deadline + seconds(1));
+  clock_.advance(options().op_deadline + seconds(1));
   std::vector<Completion> done;
   std::vector<TierRemoval> removals;
   tier->poll(&done, &removals);
@@ -267,9 +271,7 @@ TEST_F(PooledTierTest, questions_that_fail_now_and_then_do_not_switch_reads_off)
 
 TEST_F(PooledTierTest, a_server_that_answers_questions_again_is_on_again_before_there_is_anything_to_read) {
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand, 1);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
   const auto ask = [&](std::vector<ChunkKey> keys) {
     tier->prefetch_presence(std::move(keys), KeyOrder::kNone);
     run_reads(pool);
@@ -288,21 +290,11 @@ TEST_F(PooledTierTest, a_server_that_answers_questions_again_is_on_again_before_
 // With a question under way, and another after that.
 TEST_F(PooledTierTest, a_record_gets_a_try_of_its_own_beside_questions) {
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand, 1);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
   server_->fail(Verb::kRead, StatusKind::kIo);
   const auto read = [&](OpId id) {
-    std::vector<TierOp> ops(1);
-    ops[0].id = id;
-    ops[0].key = key_of(1);
-    ops[0].shards = {row_.span()};
-    tier->submit(std::move(ops));
-    run_reads(pool);
-    std::vector<Completion> done;
-    std::vector<TierRemoval> removals;
-    tier->poll(&done, &removals);
-    return done.empty() ? StatusKind::kOk : done.front().status.kind();
+    start_read(*tier, id);
+    return end_read(*tier, pool);
   };
   for (OpId id = 1; id <= Breaker::kFailuresToTrip; ++id) EXPECT_EQ(read(id), StatusKind::kIo);
   EXPECT_EQ(read(20), StatusKind::kUnavailable);
@@ -320,44 +312,25 @@ TEST_F(PooledTierTest, a_record_gets_a_try_of_its_own_beside_questions) {
 TEST_F(PooledTierTest, a_record_that_was_read_ends_the_rest_though_a_question_fails_beside_it) {
   { ASSERT_TRUE(TierDriver(open()).write(1, {4096})); }
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand, 1);
-  OpId last = 0;
-  const auto start_read = [&] {
-    std::vector<TierOp> ops(1);
-    ops[0].id = ++last;
-    ops[0].key = key_of(1);
-    ops[0].shards = {row_.span()};
-    tier->submit(std::move(ops));
-  };
-  const auto end = [&] {
-    run_reads(pool);
-    std::vector<Completion> done;
-    std::vector<TierRemoval> removals;
-    tier->poll(&done, &removals);
-    return done.empty() ? StatusKind::kDevice : done.front().status.kind();
-  };
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
   server_->fail(Verb::kRead, StatusKind::kIo);
-  for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i) {
-    start_read();
-    EXPECT_EQ(end(), StatusKind::kIo);
+  for (OpId id = 1; id <= Breaker::kFailuresToTrip; ++id) {
+    start_read(*tier, id);
+    EXPECT_EQ(end_read(*tier, pool), StatusKind::kIo);
   }
   server_->fail(Verb::kRead, StatusKind::kOk);
   server_->fail(Verb::kLocate, StatusKind::kIo);
   clock_.advance(seconds(2));
-  start_read();
+  start_read(*tier, 20);
   tier->prefetch_presence({key_of(2)}, KeyOrder::kNone);  // urgent: it is asked first, and fails
-  EXPECT_EQ(end(), StatusKind::kOk) << "the record was read";
-  start_read();
-  EXPECT_EQ(end(), StatusKind::kOk) << "so reads are on";
+  EXPECT_EQ(end_read(*tier, pool), StatusKind::kOk) << "the record was read";
+  start_read(*tier, 21);
+  EXPECT_EQ(end_read(*tier, pool), StatusKind::kOk) << "so reads are on";
 }
 
 TEST_F(PooledTierTest, a_question_of_before_a_reset_that_fails_says_nothing_of_those_after_it) {
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand, 1);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
   const auto begin_to_ask = [&] {
     tier->prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kNone);
     pool->begin_next(Lane::kRead)();  // asks for the first, and gives the other to another thread
@@ -378,9 +351,7 @@ TEST_F(PooledTierTest, a_question_of_before_a_reset_that_fails_says_nothing_of_t
 
 TEST_F(PooledTierTest, a_prompt_of_before_a_reset_that_is_taken_up_after_it_asks_for_nothing) {
   IoPool* pool = nullptr;
-  PooledTierOptions by_hand = options();
-  by_hand.driven_by_hand = &pool;
-  const std::unique_ptr<Tier> tier = open(by_hand);
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
   tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
   ASSERT_TRUE(tier->reset());
   tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
