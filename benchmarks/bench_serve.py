@@ -22,15 +22,17 @@ import contextlib
 import io
 import random
 import statistics
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from decode_beside_writes import SYSTEMS, cpu_by_thread, wait_for_writes
-from multi_turn import BLOCK, LocalServer, connector
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from local_server import LocalServer
 from reporting import describe_machine, draw_bars, interval_of_median, say, write_results
-from same_for_all import environment
+from same_for_all import BLOCK, SYSTEMS, connector, cpu_by_thread, environment, grown, wait_for_writes
 from tiny_model import make_model
 
 from kv_offload.exposition import Page
@@ -91,11 +93,6 @@ def counts(server: LocalServer) -> dict[str, float]:
             short = counter.removeprefix("kv_offload_").removesuffix("_total")
             found[f"{short} {value}"] = page.sum(counter, **{label: value})
     return found
-
-
-def grown(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
-    more = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    return {name: round(value, 3) for name, value in more.items() if value > 0}
 
 
 def play(server: LocalServer, model: Path, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:

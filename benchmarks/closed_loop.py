@@ -31,11 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "slow_
 
 from local_server import LocalServer, kv_transfer_config
 from reporting import describe_machine, interval_of_median, say, write_results
-from same_for_all import environment
+from same_for_all import BLOCK, environment
 from slow_disk import SlowDisk, build
 from tiny_model import make_model
 
-BLOCK = 128
 AIM, AIM_FROZEN = 0.99, 1 / 1.05
 NAMES = ("without", "with")
 

@@ -21,9 +21,9 @@ import contextlib
 import http.client
 import itertools
 import json
-import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -31,14 +31,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from multi_turn import BLOCK, LocalServer, connector
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from local_server import LocalServer
 from reporting import describe_machine, draw_bars, interval_of_median, say, write_results
-from same_for_all import environment
+from same_for_all import BLOCK, SYSTEMS, bytes_below, connector, cpu_by_thread, environment, wait_for_writes
 from tiny_model import make_model
 
-SYSTEMS = ("none", "kv_offload", "vllm")
 FIRST = 8  # tokens
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def token_times(server: LocalServer, prompt: Sequence[int], tokens: int) -> list[float]:
@@ -64,40 +64,6 @@ def token_times(server: LocalServer, prompt: Sequence[int], tokens: int) -> list
             if text and text != "[DONE]" and json.loads(text).get("choices"):
                 times.append(time.perf_counter() - began)
     return times
-
-
-def cpu_by_thread(server: LocalServer) -> dict[str, float]:
-    """CPU seconds of all threads of the server that live, by the thread's name."""
-    seconds: dict[str, float] = defaultdict(float)
-    for process in server.processes():
-        for stat in Path(f"/proc/{process.pid}/task").glob("*/stat"):
-            with contextlib.suppress(OSError):
-                before, _, after = stat.read_text().rpartition(")")
-                fields = after.split()
-                seconds[before.partition("(")[2]] += (int(fields[11]) + int(fields[12])) / TICKS
-    return seconds
-
-
-def bytes_below(root: Path) -> int:
-    total = 0
-    for folder, _, files in os.walk(root):
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += os.stat(os.path.join(folder, name)).st_size
-    return total
-
-
-def wait_for_writes(root: Path, least: int) -> float:
-    """Seconds until `least` bytes more were below `root` and nothing was added for half a second."""
-    began, last, since = time.perf_counter(), -1, time.perf_counter()
-    while time.perf_counter() - began < 30:
-        now = bytes_below(root)
-        if now != last:
-            last, since = now, time.perf_counter()
-        elif now >= least and time.perf_counter() - since > 0.5:
-            return since - began
-        time.sleep(0.02)
-    raise RuntimeError(f"{root} holds {last} bytes after 30 s; at least {least} were expected")
 
 
 def play(server: LocalServer, root: Path, prompt: Sequence[int], tokens: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Conversations and agents that come back: how long until the first token, how long for all of it?
 
-    python benchmarks/multi_turn.py [--sizes 64MiB 512MiB] [--sessions 6] [--turns 5] [--clients 2]
+    python benchmarks/multi_turn.py [--rounds 5] [--sizes 64MiB 192MiB 512MiB] [--sessions 6] [--turns 5]
 
 Serves a model made on the spot with vLLM on CPU and plays two closed loops (a client sends its next request
 when it has the answer): a chat, where each session's turn is all that was said before and a new question; and
@@ -8,34 +8,41 @@ an agent, where all tasks share a system prompt and each step appends a tool's r
 that vLLM's own cache, which holds little more than what runs, has lost a session when it goes on. Without a
 connector, with this one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of
 vllm_tiering_on_cpu.py: its own refuses CPU), each of the latter with a disk below several sizes of host
-memory. All in one run on one machine; the same requests in the same order for everybody.
+memory. All servers run side by side. Each round has conversations of its own, the same for everybody; servers
+take turns, in another order each time, and one is asked only when the writes of all are done.
+
+It reports the time to the first token, the time per token after it, how long all of it took, and CPU seconds
+by thread, as ratios of the same round: to no connector, and to vLLM's tiering of the same size.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import queue
 import random
+import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from local_server import LocalServer as LocalServer
-from local_server import kv_transfer_config
-from reporting import describe_machine, say, write_results
-from same_for_all import environment
+from local_server import LocalServer
+from reporting import describe_machine, interval_of_median, say, write_results
+from same_for_all import BLOCK, SYSTEMS, connector, cpu_by_thread, environment, grown, wait_for_writes
 from tiny_model import make_model
 
-BLOCK = 128
+from kv_offload.exposition import Page
+
 PERCENTILES = (0.5, 0.9, 0.99)
 
 
@@ -58,12 +65,13 @@ class Taken:
     """One system under one loop: seconds."""
 
     first_tokens: list[float] = field(default_factory=list)
+    later_tokens: list[float] = field(default_factory=list)  # of a request, the mean of those after the first
     total: float = 0.0
     prompt_tokens: int = 0
 
 
-def ask(server: LocalServer, prompt: Sequence[int], answer: int) -> tuple[float, list[int]]:
-    """(seconds until the first token, the tokens of a greedy answer)."""
+def ask(server: LocalServer, prompt: Sequence[int], answer: int) -> tuple[list[float], list[int]]:
+    """(seconds until each piece of a greedy answer, its tokens)."""
     body = {
         "model": "tiny",
         "prompt": list(prompt),
@@ -81,17 +89,17 @@ def ask(server: LocalServer, prompt: Sequence[int], answer: int) -> tuple[float,
         reply = connection.getresponse()
         if reply.status != 200:
             raise RuntimeError(f"{reply.status}: {reply.read()[:500]!r}")
-        first, tokens = 0.0, []
+        times, tokens = list[float](), list[int]()
         for event in _events(reply):
             for choice in event.get("choices", ()):
-                first = first or time.perf_counter() - began
+                times.append(time.perf_counter() - began)
                 names = (choice.get("logprobs") or {}).get("tokens", ())
                 tokens += [int(name.removeprefix("token_id:")) for name in names]
     finally:
         connection.close()
     if len(tokens) != answer:
         raise RuntimeError(f"{answer} tokens were asked for, {len(tokens)} came")
-    return first, tokens
+    return times, tokens
 
 
 def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -130,9 +138,10 @@ def play(
         try:
             while (item := ready.get()) is not None:
                 session, turn = item
-                seconds, answer = ask(route(session, turn), said[session], loop.answer)
+                times, answer = ask(route(session, turn), said[session], loop.answer)
                 with lock:
-                    taken.first_tokens.append(seconds)
+                    taken.first_tokens.append(times[0])
+                    taken.later_tokens.append((times[-1] - times[0]) / (loop.answer - 1))
                     taken.prompt_tokens += len(said[session])
                     left[0] -= 1
                     done = left[0] == 0
@@ -159,61 +168,33 @@ def play(
     return taken
 
 
-def connector(name: str, size: str, root: Path) -> dict[str, Any] | None:
-    if name == "none":
-        return None
-    config = kv_transfer_config(size, root, "8GiB")
-    if name == "vllm":
-        extra = config["kv_connector_extra_config"]
-        extra |= {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_tiering_on_cpu"}
-        extra["cpu_bytes_to_use"] = int(size.removesuffix("MiB")) * 1024**2  # it knows only numbers
-        del extra["secondary_tiers"][0]["max_bytes"]  # and no bound
-    return config
-
-
-def measure(
-    directory: Path, model: Path, name: str, size: str, arguments: argparse.Namespace
-) -> dict[str, Taken]:
-    label = f"{name} {size}".strip()
-    root = directory / f"root {label}".replace(" ", "-")
-    longest = max(
-        loop.shared + loop.first + (arguments.turns - 1) * (loop.more + loop.answer) + loop.answer
-        for loop in LOOPS
-    )
-    say(f"{label}: starting")
-    with LocalServer(
-        model,
-        directory / f"{label}.log".replace(" ", "-"),
-        blocks=arguments.clients * (longest // BLOCK + 2) + 2,
-        kv_transfer=connector(name, size, root),
-        max_model_len=longest + BLOCK,
-        environment=environment(),
-    ) as server:
-        warm_up(server)
-        results = {}
-        for loop in LOOPS:
-            taken = play(
-                lambda *_: server, loop, arguments.sessions, arguments.turns, arguments.clients, seed=1
-            )
-            results[loop.name] = taken
-            say(f"  {label}, {loop.name}: {row(taken)}")
-        if name == "kv_offload":
-            for choice in ("load", "partial", "recompute", "give_up"):
-                decided = server.metric("kv_offload_decisions_total", choice=choice)
-                if decided:
-                    say(f"  {label}: decided {choice} {decided:.0f} times")
-    return results
+def decisions(server: LocalServer) -> dict[str, float]:
+    """How often each was chosen so far; of other connectors nothing."""
+    page = Page(server.get("/metrics"))
+    counter = "kv_offload_decisions_total"
+    return {choice: page.sum(counter, choice=choice) for choice in page.values_of(counter, "choice")}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-def row(taken: Taken) -> str:
-    times = ", ".join(
-        f"{share:.0%} within {percentile(taken.first_tokens, share):.2f} s" for share in PERCENTILES
-    )
-    return f"first token {times}; all of it {taken.total:.1f} s"
+def figures(taken: Taken) -> dict[str, float]:
+    """Of one loop of one round, in seconds."""
+    return {
+        "total": taken.total,
+        **{f"first_token_{share:.0%}": percentile(taken.first_tokens, share) for share in PERCENTILES},
+        "later_token": statistics.fmean(taken.later_tokens),
+    }
+
+
+def ratio(
+    ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]], what: str
+) -> dict[str, float]:
+    """How many times ``ours`` is as fast, round by round: median and 95% interval."""
+    ratios = [their[what] / our[what] for our, their in zip(ours, theirs, strict=True)]
+    low, high = interval_of_median(ratios)
+    return {"median": statistics.median(ratios), "low": low, "high": high}
 
 
 def draw(path: Path, results: dict[str, dict[str, Any]]) -> None:
@@ -224,10 +205,10 @@ def draw(path: Path, results: dict[str, dict[str, Any]]) -> None:
 
     figure, axes = pyplot.subplots(1, len(LOOPS), figsize=(6.5 * len(LOOPS), 0.55 * len(results) + 1.5))
     for axis, loop in zip(axes, LOOPS, strict=True):
-        for offset, share in ((-0.2, "0.5"), (0.2, "0.9")):
-            values = [result[loop.name]["first_token_seconds"][share] for result in results.values()]
+        for offset, share in ((-0.2, "50%"), (0.2, "90%")):
+            values = [result[loop.name]["median"][f"first_token_{share}"] for result in results.values()]
             places = [place + offset for place in range(len(results))]
-            axis.barh(places, values, 0.4, label=f"{float(share):.0%} of the requests")
+            axis.barh(places, values, 0.4, label=f"{share} of the requests")
         axis.set_yticks(range(len(results)), list(results))
         axis.invert_yaxis()
         axis.set_xlabel("seconds to the first token")
@@ -237,51 +218,130 @@ def draw(path: Path, results: dict[str, dict[str, Any]]) -> None:
     figure.savefig(path, dpi=120)
 
 
+def report(rounds: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
+    """By system and loop: the figures of all rounds, their medians and ratios. Says them."""
+    results: dict[str, dict[str, Any]] = {}
+    for label, loops in rounds.items():
+        system, _, size = label.partition(" ")
+        results[label] = {}
+        for loop, played in loops.items():
+            shown = [what for what in played[0] if what not in ("cpu", "decided")]
+            cpu: dict[str, float] = defaultdict(float)
+            for one in played:
+                for thread, seconds in one["cpu"].items():
+                    cpu[thread] += seconds / len(played)
+            kept: dict[str, Any] = {
+                "rounds": played,
+                "median": {what: statistics.median(one[what] for one in played) for what in shown},
+                "cpu_seconds": {
+                    thread: round(seconds, 3)
+                    for thread, seconds in sorted(cpu.items(), key=lambda pair: -pair[1])
+                    if seconds >= 0.01
+                },
+            }
+            against = {"none": "no connector"} if system != "none" else {}
+            if system == "kv_offload":
+                against[f"vllm {size}"] = "vLLM's tiering"
+            for other, name in against.items():
+                if other not in rounds:
+                    continue
+                kept[f"times_as_fast_as_{other.partition(' ')[0]}"] = found = {
+                    what: ratio(played, rounds[other][loop], what) for what in shown
+                }
+                say(
+                    f"{label:18} {loop:6} times as fast as {name}: "
+                    + ", ".join(
+                        f"{what} {r['median']:.2f} ({r['low']:.2f} to {r['high']:.2f})"
+                        for what, r in found.items()
+                    )
+                )
+            say(
+                f"{label:18} {loop:6} "
+                + ", ".join(f"{what} {seconds:.3f} s" for what, seconds in kept["median"].items())
+            )
+            say(f"{label:18} {loop:6} CPU seconds by thread: {kept['cpu_seconds']}")
+            results[label][loop] = kept
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", nargs="+", default=["64MiB", "512MiB"], help="of host memory, in MiB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--sizes", nargs="+", default=["64MiB", "192MiB", "512MiB"], help="of host memory, in MiB"
+    )
     parser.add_argument("--sessions", type=int, default=6)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
-    parser.add_argument("--only", choices=("none", "kv_offload", "vllm"), action="append")
+    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     arguments = parser.parse_args()
     say(describe_machine()["text"])
-    results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(dir=arguments.directory, prefix="multi-turn-") as name:
+    longest = max(
+        loop.shared + loop.first + (arguments.turns - 1) * (loop.more + loop.answer) + loop.answer
+        for loop in LOOPS
+    )
+    sizes = {"none": [""], "kv_offload": arguments.sizes, "vllm": arguments.sizes}
+    labels = [f"{system} {size}".strip() for system in arguments.only for size in sizes[system]]
+    rounds: dict[str, dict[str, list[dict[str, Any]]]] = {
+        label: {loop.name: [] for loop in LOOPS} for label in labels
+    }
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.directory, prefix="multi-turn-") as name,
+        contextlib.ExitStack() as running,
+    ):
         directory = Path(name)
         model = make_model(directory / "model", arguments.kind)
-        runs = [("none", ""), *((s, size) for size in arguments.sizes for s in ("kv_offload", "vllm"))]
-        for system, size in runs:
-            if arguments.only and system not in arguments.only:
-                continue
-            taken = measure(directory, model, system, size, arguments)
-            results[f"{system} {size}".strip()] = {
-                loop: {
-                    "first_token_seconds": {str(p): percentile(one.first_tokens, p) for p in PERCENTILES},
-                    "all_first_token_seconds": one.first_tokens,
-                    "total_seconds": one.total,
-                    "prompt_tokens": one.prompt_tokens,
-                }
-                for loop, one in taken.items()
-            }
-    if "none" in results:
-        for label, result in results.items():
-            for loop, one in result.items():
-                without = results["none"][loop]
-                one["total_ratio"] = without["total_seconds"] / one["total_seconds"]
-                one["median_ratio"] = (
-                    without["first_token_seconds"]["0.5"] / one["first_token_seconds"]["0.5"]
+        servers, roots = {}, {}
+        for label in labels:
+            say(f"{label}: starting")
+            system, _, size = label.partition(" ")
+            roots[label] = directory / f"root-{label}".replace(" ", "-")
+            servers[label] = running.enter_context(
+                LocalServer(
+                    model,
+                    directory / f"{label}.log".replace(" ", "-"),
+                    blocks=arguments.clients * (longest // BLOCK + 2) + 2,
+                    kv_transfer=connector(system, size, roots[label]),
+                    max_model_len=longest + BLOCK,
+                    environment=environment(),
                 )
-                say(
-                    f"{label:20} {loop:6} against no connector: first token {one['median_ratio']:.2f}x, "
-                    f"all of it {one['total_ratio']:.2f}x"
-                )
-    if not arguments.only:
-        parameters = {name: getattr(arguments, name) for name in ("sessions", "turns", "clients", "kind")}
+            )
+            warm_up(servers[label])
+        make = random.Random(7)
+        for number in range(-1, arguments.rounds):
+            for loop in LOOPS:
+                for label in make.sample(labels, len(labels)):
+                    server = servers[label]
+                    cpu, decided = cpu_by_thread(server), decisions(server)
+                    taken = play(
+                        lambda *_, server=server: server,
+                        loop,
+                        arguments.sessions,
+                        arguments.turns,
+                        arguments.clients,
+                        seed=number + 1,
+                    )
+                    one = figures(taken) | {
+                        "cpu": grown(cpu_by_thread(server), cpu),
+                        "decided": grown(decisions(server), decided),
+                    }
+                    for other, root in roots.items():
+                        if other != "none":
+                            wait_for_writes(root, 1)
+                    say(
+                        f"round {number}, {loop.name}, {label}: all of it {taken.total:.2f} s, first token "
+                        f"{statistics.median(taken.first_tokens):.3f} s, decided {one['decided']}"
+                    )
+                    if number >= 0:  # the one before fills host memory
+                        rounds[label][loop.name].append(one)
+    results = report(rounds)
+    if tuple(arguments.only) == SYSTEMS:
+        names = ("rounds", "sizes", "sessions", "turns", "clients", "kind")
+        parameters = {name: getattr(arguments, name) for name in names}
         write_results(
             "multi_turn", {"parameters": parameters, "results": results}, lambda path: draw(path, results)
         )

@@ -27,10 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import Answer, LocalServer, difference, kv_transfer_config
 from reporting import describe_machine, draw_bars, say, write_results
-from same_for_all import environment
+from same_for_all import BLOCK, environment
 from tiny_model import make_model
 
-BLOCK = 128
 HOST_BYTES = 2 * 1024**3
 WAIT_SECONDS = 180  # for what was computed to be written
 SYSTEMS = ("none", "kv_offload", "vllm")

@@ -36,9 +36,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import LocalServer, kv_transfer_config
-from multi_turn import BLOCK, Loop, percentile, play, warm_up
+from multi_turn import Loop, percentile, play, warm_up
 from reporting import describe_machine, draw_bars, say, write_results
-from same_for_all import environment
+from same_for_all import BLOCK, environment
 from tier_places import OWN, entry_of
 from tiny_model import make_model
 

@@ -1,9 +1,20 @@
-"""What every server of a comparison is started with, so that only the connector differs."""
+"""What servers that are compared have in common, so that only the connector differs: what they are started
+with, that nobody still writes when the next is asked, and what is counted of them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
+
+from local_server import LocalServer, kv_transfer_config
+
+SYSTEMS = ("none", "kv_offload", "vllm")
+BLOCK = 128
+TICKS = os.sysconf("SC_CLK_TCK")
 
 SLEEP_INSTEAD = """\
 import os, time
@@ -26,6 +37,59 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, importable)),
         "DO_NOT_TRACK": "1",
     }
+
+
+def connector(name: str, size: str, root: Path) -> dict[str, Any] | None:
+    """For ``--kv-transfer-config``: one of SYSTEMS with host memory of ``size`` ("64MiB") above ``root``."""
+    if name == "none":
+        return None
+    config = kv_transfer_config(size, root, "8GiB")
+    if name == "vllm":
+        extra = config["kv_connector_extra_config"]
+        extra |= {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_tiering_on_cpu"}
+        extra["cpu_bytes_to_use"] = int(size.removesuffix("MiB")) * 1024**2  # it knows only numbers
+        del extra["secondary_tiers"][0]["max_bytes"]  # and no bound
+    return config
+
+
+def cpu_by_thread(server: LocalServer) -> dict[str, float]:
+    """CPU seconds of all threads of the server that live, by the thread's name."""
+    seconds: dict[str, float] = defaultdict(float)
+    for process in server.processes():
+        for stat in Path(f"/proc/{process.pid}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):
+                before, _, after = stat.read_text().rpartition(")")
+                fields = after.split()
+                seconds[before.partition("(")[2]] += (int(fields[11]) + int(fields[12])) / TICKS
+    return seconds
+
+
+def grown(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:
+    """By how much each of what is counted grew."""
+    more = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return {name: round(value, 3) for name, value in more.items() if value > 0}
+
+
+def bytes_below(root: Path) -> int:
+    total = 0
+    for folder, _, files in os.walk(root):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
+def wait_for_writes(root: Path, least: int) -> float:
+    """Seconds until `least` bytes more were below `root` and nothing was added for half a second."""
+    began, last, since = time.perf_counter(), -1, time.perf_counter()
+    while time.perf_counter() - began < 30:
+        now = bytes_below(root)
+        if now != last:
+            last, since = now, time.perf_counter()
+        elif now >= least and time.perf_counter() - since > 0.5:
+            return since - began
+        time.sleep(0.02)
+    raise RuntimeError(f"{root} holds {last} bytes after 30 s; at least {least} were expected")
 
 
 def sleep_where_vllm_spins(directory: Path) -> None:

@@ -27,11 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "slow_
 from local_server import LocalServer, difference, kv_transfer_config
 from prompt_reload import wait_until_written
 from reporting import describe_machine, draw_bars, say, write_results
-from same_for_all import environment
+from same_for_all import BLOCK, environment
 from slow_disk import SlowDisk, build
 from tiny_model import SHAPES, make_model
 
-BLOCK = 128
 AIM = 1.10
 LEARNING = 3  # requests that are not measured after the disk has changed
 PATIENT_MS = 120_000  # deadlines that do not end a slow load: its price is the question
