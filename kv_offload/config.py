@@ -91,6 +91,12 @@ class OffloadConfig(BaseModel):
         "spin, as vLLM does, or sleep 0.2 ms between two looks, which leaves the cores to what reads; auto: "
         "sleep where vLLM computes on the CPU",
     )
+    openmp_wait: Literal["auto", "sleep", "spin"] = Field(
+        default="auto",
+        description="how the threads of ranks that compute on the CPU wait for work: spin for 3 ms, as GNU's "
+        "OpenMP does, or sleep after 10 us; auto: sleep where ranks compute on all cores. GOMP_SPINCOUNT or "
+        "OMP_WAIT_POLICY in vLLM's environment is left as it is",
+    )
     keep_host_memory: bool = Field(
         default=False,
         description="host memory outlives the server, however it ends, for the next one of the same model: "

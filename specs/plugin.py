@@ -1,10 +1,12 @@
 """The ``vllm.general_plugins`` entry point: makes ``spec_name: KVOffloadSpec`` known in every process."""
 
+import contextlib
+
 SPEC_NAME = "KVOffloadSpec"
 
 
 def register() -> None:
-    """Register the spec with vLLM's factory; idempotent.
+    """Register the spec with vLLM's factory, and what sets up ranks on CPU; idempotent.
 
     Never raises and never judges the release: a vLLM that we do not support must go on serving its other
     specs. Whether this one is supported is said when the spec is used (compat.py).
@@ -13,7 +15,12 @@ def register() -> None:
         from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     except ImportError:
         return  # no offloading specs in this vLLM at all
-    try:
+    with contextlib.suppress(ValueError, AttributeError, TypeError):  # already, or a factory of another shape
         OffloadingSpecFactory.register_spec(SPEC_NAME, "kv_offload.specs", SPEC_NAME)
-    except (ValueError, AttributeError, TypeError):
-        return  # registered already, or a factory of another shape
+    try:
+        from vllm.utils.ompmultiprocessing import OMPProcessManager
+    except ImportError:
+        return
+    from .openmp_wait import tune_ranks
+
+    tune_ranks(OMPProcessManager)

@@ -5,6 +5,7 @@ cache come back, a real Prometheus sees it, and examples/monitoring draws it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import waiting
 from answers import BLOCK, assert_same, make_prompts
+from kv_offload.specs.openmp_wait import SPINS
 from local_prometheus import prometheus
 from local_server import Answer, LocalServer
 from setting import EXAMPLES, GPU_BLOCKS, PROMPT_BLOCKS, SCRIPT_ENVIRONMENT, Reference
@@ -53,6 +55,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
             "KV_MEMORY": "160MiB",
             "KV_DIRECTORY": str(directory / "kv"),
             "KV_DISK_SIZE": "1GiB",
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),  # all there are
+            "SPT_NOENV": "1",  # the name that vLLM gives a process must not overwrite its environment
         },
     )
     with server:
@@ -63,6 +67,13 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
 def rounds(server: LocalServer, reference: Reference) -> list[list[Answer]]:
     """Every prompt asked, then every prompt asked again, when vLLM's own cache has long lost it."""
     return [[server.ask(prompt) for prompt in reference.prompts] for _ in range(2)]
+
+
+def test_a_rank_that_computes_on_all_cores_is_started_with_few_spins(server: LocalServer) -> None:
+    (rank,) = (process for process in server.processes() if "Worker" in process.command)
+    environment = Path(f"/proc/{rank.pid}/environ").read_text().split("\0")
+    assert f"GOMP_SPINCOUNT={SPINS}" in environment
+    assert "openmp_wait" in server.log_file.read_text()
 
 
 def test_evicted_prompts_come_back_from_host_memory(

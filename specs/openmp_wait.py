@@ -1,0 +1,105 @@
+"""How long the threads with which vLLM's ranks compute on CPU spin when they have no work.
+
+vLLM loads GNU's OpenMP, whose threads spin for up to 3 ms before they sleep (GOMP_SPINCOUNT, 300,000 unless
+set: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html). Where ranks compute on all cores, a
+thread that spins keeps a core from vLLM's other processes and from what reads and writes records. Ranks are
+started with fewer spins there (how much faster that is: docs/performance.md). OpenMP reads the variable when
+it is loaded, so it has to be in a rank's environment from the start: it is put there where vLLM's engine core
+sets up OpenMP for its ranks.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import Any
+
+from kv_offload.log import get_logger
+
+logger = get_logger(__name__)
+
+SPINS = 1000  # some 10 us: parts of a layer follow each other sooner
+VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # whoever sets one of them has decided
+
+
+def tune_ranks(managers: type) -> None:
+    """Have vLLM's ``OMPProcessManager`` set up ranks as our configuration says; idempotent.
+
+    Engines that are not served with our spec are left alone, and so are all if vLLM has changed.
+    """
+    own = managers.__init__  # type: ignore[misc]
+    if hasattr(own, "__wrapped__"):
+        return
+
+    @wraps(own)
+    def init(self: Any, config: Any) -> None:
+        own(self, config)
+        try:
+            tune = wanted(self, config)
+        except Exception as error:  # of what vLLM keeps to itself
+            logger.warning("openmp_wait does nothing: %s: %s", type(error).__name__, error)
+            return
+        if tune:
+            logger.info(
+                "the threads of ranks sleep when they have no work: openmp_wait, GOMP_SPINCOUNT=%d", SPINS
+            )
+            self.configure_omp_envs = with_fewer_spins(self.configure_omp_envs)
+
+    managers.__init__ = init  # type: ignore[misc]
+
+
+def wanted(manager: Any, config: Any) -> bool:
+    """Whether the threads of this engine's ranks are to sleep; ``manager``: its OMPProcessManager."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or any(name in os.environ for name in VARIABLES):
+        return False
+    how = asked_for(config)
+    if how != "auto":
+        return how == "sleep"
+    return manager.skip_setup or not others_cores(manager.cpu_lists)
+
+
+def asked_for(config: Any) -> str:
+    """``openmp_wait`` of the engine's configuration; "spin" where our spec does not serve."""
+    from kv_offload.config_compat import own_extra_config
+
+    from .plugin import SPEC_NAME
+
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return "spin"
+    extra, _ = own_extra_config(
+        {
+            "kv_connector": transfer.kv_connector,
+            "kv_connector_extra_config": transfer.kv_connector_extra_config,
+        }
+    )
+    return str(extra.get("openmp_wait", "auto")) if extra.get("spec_name") == SPEC_NAME else "spin"
+
+
+def others_cores(cores_of_ranks: list[list[int]]) -> set[int]:
+    """Those that this process may use and no rank computes on."""
+    return os.sched_getaffinity(0).difference(*cores_of_ranks)
+
+
+def with_fewer_spins(configure: Callable[..., Any]) -> Callable[..., Any]:
+    """``configure_omp_envs`` of an OMPProcessManager, with our variable in the environment that it makes."""
+
+    @contextlib.contextmanager
+    def configured(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with configure(*args, **kwargs), environment({VARIABLES[0]: str(SPINS)}):
+            yield
+
+    return configured
+
+
+@contextlib.contextmanager
+def environment(more: Mapping[str, str]) -> Iterator[None]:
+    """Of this process, for as long; none of ``more`` is set before."""
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name in more:
+            os.environ.pop(name, None)
