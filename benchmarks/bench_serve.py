@@ -116,6 +116,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4, help="requests at once")
     parser.add_argument("--size", default="128MiB", help="of host memory, in MiB")
     parser.add_argument("--kind", default="small", help="model of examples/tiny_model.py")
+    parser.add_argument(
+        "--spins", default="1000", help='GOMP_SPINCOUNT of all servers; "": as each is started on its own'
+    )
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     arguments = parser.parse_args()
@@ -140,7 +143,7 @@ def main() -> None:
                     blocks=arguments.clients * (longest // BLOCK + 1) + 2,
                     kv_transfer=connector(name, arguments.size, roots[name]),
                     max_model_len=longest,
-                    environment=environment(),
+                    environment=environment(arguments.spins),
                 )
             )
         make = random.Random(7)
@@ -194,7 +197,7 @@ def report(rounds: dict[str, dict[str, list[dict[str, Any]]]], arguments: argpar
                 say(f"{name}, {which}: counted a pass: {dict(counted)}")
     if tuple(arguments.only) != SYSTEMS:
         return
-    names = ("rounds", "prefixes", "prefix", "requests", "tokens", "clients", "size", "kind")
+    names = ("rounds", "prefixes", "prefix", "requests", "tokens", "clients", "size", "kind", "spins")
     write_results(
         "bench_serve",
         {"parameters": {name: getattr(arguments, name) for name in names}, "results": results},

@@ -94,6 +94,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--size", default="1024MiB", help="of host memory, in MiB")
     parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
+    parser.add_argument(
+        "--spins", default="1000", help='GOMP_SPINCOUNT of all servers; "": as each is started on its own'
+    )
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     arguments = parser.parse_args()
@@ -115,7 +118,7 @@ def main() -> None:
                     blocks=longest // BLOCK + 3,
                     kv_transfer=connector(name, arguments.size, roots[name]),
                     max_model_len=longest,
-                    environment=environment(),
+                    environment=environment(arguments.spins),
                 )
             )
         make = random.Random(7)
@@ -158,7 +161,9 @@ def report(rounds: dict[str, list[dict[str, Any]]], arguments: argparse.Namespac
         for what, label in (("all", "all tokens"), ("first", f"first {FIRST} tokens")):
             ratio = results[name][f"{what}_ratio"]["median"]
             bars.append((f"{name}, {label}", ratio, f"{ratio:.3f}x"))
-    parameters = {name: getattr(arguments, name) for name in ("rounds", "prompt", "tokens", "size", "kind")}
+    parameters = {
+        name: getattr(arguments, name) for name in ("rounds", "prompt", "tokens", "size", "kind", "spins")
+    }
     write_results(
         "decode_beside_writes",
         {"parameters": parameters, "results": results},

@@ -62,7 +62,7 @@ def conversations(figure: Any, found: dict[str, Any]) -> None:
             name, _, size = system.partition(" ")
             style = {"none": NONE, "kv_offload": OURS, "vllm": VLLM}[name]
             label = NAMES[style] + (f", {size}" if size else "")
-            rows.append((label, found["results"][system][loop]["first_token_seconds"]["0.9"], style))
+            rows.append((label, found["results"][system][loop]["median"]["first_token_90%"], style))
         bars(axes, rows, lambda value: f"{value:.2f}")
         axes.set_xlabel("seconds to the first token, 90th percentile")
         axes.set_title(f"{loop.capitalize()}s ({found['machine']['cpu']}, no GPU)", fontsize=11)
@@ -97,7 +97,7 @@ def policies(figure: Any, found: dict[str, Any]) -> None:
 # Name, results, size in inches, what draws it.
 PICTURES: tuple[tuple[str, str, tuple[float, float], Callable[[Any, dict[str, Any]], None]], ...] = (
     ("reload", "prompt_reload-amd-epyc-2core.json", (8, 3.2), reload),
-    ("conversations", "multi_turn-amd-epyc-2core.json", (11, 3.2), conversations),
+    ("conversations", "multi_turn-amd-epyc-2core.json", (11, 3.8), conversations),
     ("policies", "trace_replay-conversation_trace-amd-epyc-2core.json", (8, 4), policies),
 )
 

@@ -11,8 +11,8 @@ vllm_tiering_on_cpu.py: its own refuses CPU), each of the latter with a disk bel
 memory. All servers run side by side. Each round has conversations of its own, the same for everybody; servers
 take turns, in another order each time, and one is asked only when the writes of all are done.
 
-It reports the time to the first token, the time per token after it, how long all of it took, and CPU seconds
-by thread, as ratios of the same round: to no connector, and to vLLM's tiering of the same size.
+It reports the time to the first token, the time per token after it and how long all of it took, with ratios
+in the same round to no connector and to vLLM's tiering of the same size; and CPU seconds by thread.
 """
 
 from __future__ import annotations
@@ -276,6 +276,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
+    parser.add_argument(
+        "--spins", default="1000", help='GOMP_SPINCOUNT of all servers; "": as each is started on its own'
+    )
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     arguments = parser.parse_args()
@@ -307,7 +310,7 @@ def main() -> None:
                     blocks=arguments.clients * (longest // BLOCK + 2) + 2,
                     kv_transfer=connector(system, size, roots[label]),
                     max_model_len=longest + BLOCK,
-                    environment=environment(),
+                    environment=environment(arguments.spins),
                 )
             )
             warm_up(servers[label])
@@ -340,7 +343,7 @@ def main() -> None:
                         rounds[label][loop.name].append(one)
     results = report(rounds)
     if tuple(arguments.only) == SYSTEMS:
-        names = ("rounds", "sizes", "sessions", "turns", "clients", "kind")
+        names = ("rounds", "sizes", "sessions", "turns", "clients", "kind", "spins")
         parameters = {name: getattr(arguments, name) for name in names}
         write_results(
             "multi_turn", {"parameters": parameters, "results": results}, lambda path: draw(path, results)

@@ -23,19 +23,26 @@ os.sched_yield = lambda: time.sleep(0.0002)
 """
 
 
-def environment() -> dict[str, str]:
-    """For one rank on CPU.
+def environment(spins: str = "1000") -> dict[str, str]:
+    """For one rank on CPU; ``spins``: GOMP_SPINCOUNT, empty for what each server's connector makes of it.
 
     vLLM keeps one core free for its scheduler, and one more when there is a connector, unless none would be
     left (its ompmultiprocessing.py): of two cores a server with a connector computes on both, one without on
-    one. Here all compute on all. The benchmarks' directory is importable, for vllm_tiering_on_cpu, and so is
-    what this process can import by PYTHONPATH. Nobody reports its use to anybody.
+    one. Here all compute on all.
+
+    Threads of OpenMP that wait for work then keep the cores from the rest of the server. This plugin has them
+    sleep soon (``openmp_wait``); so has vLLM's tiering, by accident: the thread of its substitute worker has
+    threads of OpenMP as well, so that there are more of them than cores. Here all servers have it alike.
+
+    The benchmarks' directory is importable, for vllm_tiering_on_cpu, and so is what PYTHONPATH names here.
+    Nobody reports its use to anybody.
     """
     importable = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")]
     return {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "PYTHONPATH": os.pathsep.join(filter(None, importable)),
         "DO_NOT_TRACK": "1",
+        **({"GOMP_SPINCOUNT": spins} if spins else {}),
     }
 
 

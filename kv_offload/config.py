@@ -94,8 +94,8 @@ class OffloadConfig(BaseModel):
     openmp_wait: Literal["auto", "sleep", "spin"] = Field(
         default="auto",
         description="how the threads of ranks that compute on the CPU wait for work: spin for 3 ms, as GNU's "
-        "OpenMP does, or sleep after 10 us; auto: sleep where ranks compute on all cores. GOMP_SPINCOUNT or "
-        "OMP_WAIT_POLICY in vLLM's environment is left as it is",
+        "OpenMP does, or sleep after 10 us; auto: sleep where this engine's ranks compute on all cores. "
+        "GOMP_SPINCOUNT or OMP_WAIT_POLICY in vLLM's environment is left as it is",
     )
     keep_host_memory: bool = Field(
         default=False,

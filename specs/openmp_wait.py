@@ -28,24 +28,28 @@ def tune_ranks(managers: type) -> None:
     Engines that are not served with our spec are left alone, and so are all if vLLM has changed.
     """
     own = managers.__init__  # type: ignore[misc]
-    if hasattr(own, "__wrapped__"):
+    if hasattr(own, "tunes_ranks"):
         return
 
     @wraps(own)
-    def init(self: Any, config: Any) -> None:
-        own(self, config)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        own(self, *args, **kwargs)
         try:
-            tune = wanted(self, config)
+            tune(self, *args, **kwargs)
         except Exception as error:  # of what vLLM keeps to itself
             logger.warning("openmp_wait does nothing: %s: %s", type(error).__name__, error)
-            return
-        if tune:
-            logger.info(
-                "the threads of ranks sleep when they have no work: openmp_wait, GOMP_SPINCOUNT=%d", SPINS
-            )
-            self.configure_omp_envs = with_fewer_spins(self.configure_omp_envs)
 
+    init.tunes_ranks = True  # type: ignore[attr-defined]
     managers.__init__ = init  # type: ignore[misc]
+
+
+def tune(manager: Any, config: Any) -> None:
+    """``config``: the VllmConfig that ``manager`` was made for."""
+    if wanted(manager, config):
+        manager.configure_omp_envs = with_fewer_spins(manager.configure_omp_envs)
+        logger.info(
+            "the threads of ranks sleep when they have no work: openmp_wait, GOMP_SPINCOUNT=%d", SPINS
+        )
 
 
 def wanted(manager: Any, config: Any) -> bool:
@@ -55,9 +59,9 @@ def wanted(manager: Any, config: Any) -> bool:
     if not current_platform.is_cpu() or any(name in os.environ for name in VARIABLES):
         return False
     how = asked_for(config)
-    if how != "auto":
-        return how == "sleep"
-    return manager.skip_setup or not others_cores(manager.cpu_lists)
+    if how == "spin" or manager.use_iomp:  # vLLM has threads of Intel's OpenMP sleep after 5 ms
+        return False
+    return how == "sleep" or (how == "auto" and computes_on_all_cores(manager))
 
 
 def asked_for(config: Any) -> str:
@@ -69,18 +73,22 @@ def asked_for(config: Any) -> str:
     transfer = config.kv_transfer_config
     if transfer is None:
         return "spin"
-    extra, _ = own_extra_config(
+    extra, problems = own_extra_config(
         {
             "kv_connector": transfer.kv_connector,
             "kv_connector_extra_config": transfer.kv_connector_extra_config,
         }
     )
-    return str(extra.get("openmp_wait", "auto")) if extra.get("spec_name") == SPEC_NAME else "spin"
+    if problems or extra.get("spec_name") != SPEC_NAME:
+        return "spin"
+    return str(extra.get("openmp_wait", "auto"))
 
 
-def others_cores(cores_of_ranks: list[list[int]]) -> set[int]:
-    """Those that this process may use and no rank computes on."""
-    return os.sched_getaffinity(0).difference(*cores_of_ranks)
+def computes_on_all_cores(manager: Any) -> bool:
+    """Whether the ranks of this one engine do, of those that it may use."""
+    if manager.skip_setup:  # whoever runs vLLM binds threads, or nobody does
+        return "OMP_NUM_THREADS" not in os.environ
+    return not os.sched_getaffinity(0).difference(*manager.cpu_lists)
 
 
 def with_fewer_spins(configure: Callable[..., Any]) -> Callable[..., Any]:

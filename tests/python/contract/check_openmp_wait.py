@@ -1,6 +1,8 @@
 """How OpenMP's threads of ranks on CPU wait: the environment in which vLLM's own manager starts a rank."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,26 +17,32 @@ from vllm import platforms  # noqa: E402
 from vllm.utils import ompmultiprocessing  # noqa: E402
 
 OURS = {"spec_name": plugin.SPEC_NAME, "spec_module_path": "kv_offload.specs", "cpu_bytes_to_use": "1GiB"}
+FEW = str(SPINS)
 
 
 class Platform:
-    """Of vLLM: a CPU with four cores, all of which this process may use."""
+    """Of vLLM: an x86 CPU."""
 
     on_cpu = True
 
     def is_cpu(self) -> bool:
         return self.on_cpu
 
+    def get_cpu_architecture(self) -> Any:
+        return platforms.CpuArchEnum.X86
+
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Platform:
+    """Of four cores, all of which this process may use; ranks compute on all of them unless a test says
+    otherwise."""
     platform = Platform()
     monkeypatch.setattr(platforms, "current_platform", platform)
     monkeypatch.setattr(ompmultiprocessing, "current_platform", platform)
-    monkeypatch.setattr(platform, "get_cpu_architecture", lambda: platforms.CpuArchEnum.X86, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    for name in (*VARIABLES, "LD_PRELOAD", "VLLM_CPU_NUM_OF_RESERVED_CPU"):
+    for name in (*VARIABLES, "LD_PRELOAD", "OMP_NUM_THREADS", "VLLM_CPU_NUM_OF_RESERVED_CPU"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
     return platform
 
 
@@ -52,28 +60,41 @@ def engine(
     extra: dict[str, Any] | None = OURS, ranks: int = 1, connector: str = "OffloadingConnector"
 ) -> Any:
     transfer = SimpleNamespace(kv_connector=connector, kv_connector_extra_config=extra)
-    parallel = SimpleNamespace(local_world_size=ranks, data_parallel_rank_local=0, _api_process_count=1)
+    parallel = SimpleNamespace(
+        local_world_size=ranks,
+        data_parallel_rank_local=0,
+        _api_process_count=1,
+        assigned_physical_gpu_ids=None,
+    )
     return SimpleNamespace(parallel_config=parallel, kv_transfer_config=None if extra is None else transfer)
 
 
+@contextlib.contextmanager
+def start_of_a_rank(managers: Any, config: Any, rank: int = 0) -> Iterator[None]:
+    """The environment is what it was before when it ends."""
+    before = dict(os.environ)
+    try:
+        with managers(config).configure_omp_envs(rank=rank, local_rank=rank):
+            yield
+    finally:
+        assert dict(os.environ) == before
+
+
 def spins_of_a_rank(managers: type, config: Any, rank: int = 0) -> str | None:
-    with managers(config).configure_omp_envs(rank=rank, local_rank=rank):
-        assert os.environ.get("OMP_NUM_THREADS") or os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-        found = os.environ.get(VARIABLES[0])
-    assert VARIABLES[0] not in os.environ
-    return found
+    with start_of_a_rank(managers, config, rank):
+        return os.environ.get(VARIABLES[0])
 
 
 @pytest.mark.parametrize(
     ("bound", "ranks", "how", "spins"),
     [
-        ("0-3", 1, "auto", str(SPINS)),
-        ("0-1|2-3", 2, "auto", str(SPINS)),
-        ("nobind", 1, "auto", str(SPINS)),
+        ("0-3", 1, "auto", FEW),
+        ("0-1|2-3", 2, "auto", FEW),
         ("0-2", 1, "auto", None),
         ("0|2-3", 2, "auto", None),
-        ("0-2", 1, "sleep", str(SPINS)),
+        ("0-2", 1, "sleep", FEW),
         ("0-3", 1, "spin", None),
+        ("0-3", 1, "what nobody knows", None),
     ],
 )
 def test_threads_sleep_where_ranks_compute_on_all_cores(
@@ -81,51 +102,91 @@ def test_threads_sleep_where_ranks_compute_on_all_cores(
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bound)
     config = engine({**OURS, "openmp_wait": how}, ranks)
-    for rank in range(ranks):
-        assert spins_of_a_rank(managers, config, rank) == spins
+    for rank, cores in enumerate(bound.split("|")):
+        first, _, last = cores.partition("-")
+        with start_of_a_rank(managers, config, rank):
+            assert os.environ.get(VARIABLES[0]) == spins
+            assert os.environ["OMP_NUM_THREADS"] == str(int(last or first) - int(first) + 1)  # vLLM's own
+
+
+def test_where_vllm_binds_no_threads_they_are_as_many_as_cores_unless_it_is_said(
+    managers: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    assert spins_of_a_rank(managers, engine()) == FEW
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert spins_of_a_rank(managers, engine()) is None
+
+
+def test_the_environment_is_as_it_was_when_a_rank_cannot_be_started(managers: type) -> None:
+    def fails_to_start() -> None:
+        with start_of_a_rank(managers, engine()):
+            assert os.environ[VARIABLES[0]] == FEW
+            raise OSError("no more processes")
+
+    with pytest.raises(OSError, match="no more processes"):
+        fails_to_start()
 
 
 @pytest.mark.parametrize("name", VARIABLES)
 def test_what_the_environment_says_is_left(
     managers: type, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
     monkeypatch.setenv(name, "7")
-    with managers(engine()).configure_omp_envs(rank=0, local_rank=0):
+    with start_of_a_rank(managers, engine()):
         assert [os.environ.get(variable) for variable in VARIABLES] == [
             "7" if variable == name else None for variable in VARIABLES
         ]
-    assert os.environ[name] == "7"
 
 
-def test_engines_that_are_not_ours_are_left_alone(
-    managers: type, monkeypatch: pytest.MonkeyPatch, machine: Platform
-) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+def test_intels_openmp_is_left_as_vllm_sets_it_up(managers: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libiomp5.so")
+    with start_of_a_rank(managers, engine({**OURS, "openmp_wait": "sleep"})):
+        assert os.environ["KMP_BLOCKTIME"] == "5"
+        assert VARIABLES[0] not in os.environ
+
+
+def test_engines_that_are_not_ours_are_left_alone(managers: type) -> None:
     others = {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 2**30}
     for config in (engine(None), engine(others), engine(OURS, connector="NixlConnector")):
         assert spins_of_a_rank(managers, config) is None
     child = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": OURS}
     several = engine({"connectors": [{"kv_connector": "NixlConnector"}, child]}, connector="MultiConnector")
-    assert spins_of_a_rank(managers, several) == str(SPINS)
+    assert spins_of_a_rank(managers, several) == FEW
+
+
+def test_gpus_are_left_alone(managers: type, machine: Platform, caplog: pytest.LogCaptureFixture) -> None:
     machine.on_cpu = False
-    with managers(engine()).configure_omp_envs(rank=0, local_rank=0):
-        assert VARIABLES[0] not in os.environ
+    assert spins_of_a_rank(managers, engine({**OURS, "openmp_wait": "sleep"})) is None
+    assert not caplog.text
 
 
-def test_a_vllm_that_has_changed_starts_its_ranks_as_ever(
-    managers: type, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
-    monkeypatch.setattr(openmp_wait, "others_cores", lambda cores: cores.missing)
-    assert spins_of_a_rank(managers, engine()) is None
-    assert "openmp_wait does nothing" in caplog.text
+def test_a_vllm_that_has_changed_starts_its_ranks_as_ever(caplog: pytest.LogCaptureFixture) -> None:
+    class Manager:
+        """Of another vLLM: made from more, and with nothing that we know."""
+
+        def __init__(self, config: Any, *, hosts: int) -> None:
+            self.made = (config, hosts)
+
+    class Without(Manager):
+        skip_setup, use_iomp = True, False
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config, hosts=1)
+
+    tune_ranks(Manager)
+    tune_ranks(Without)
+    assert Manager("config", hosts=2).made == ("config", 2)
+    assert caplog.text.count("openmp_wait does nothing") == 1
+    assert Without(engine()).made[1] == 1
+    assert "configure_omp_envs" in caplog.text
+    assert "the threads of ranks sleep" not in caplog.text
 
 
 def test_the_plugin_tunes_vllms_manager_once() -> None:
     plugin.register()
     tuned = ompmultiprocessing.OMPProcessManager.__init__
-    assert hasattr(tuned, "__wrapped__")
+    assert tuned.tunes_ranks  # type: ignore[attr-defined]
     plugin.register()
     assert ompmultiprocessing.OMPProcessManager.__init__ is tuned
 
@@ -134,3 +195,4 @@ def test_the_setting_is_the_configurations_own() -> None:
     from kv_offload.config import OffloadConfig
 
     assert asked_for(engine()) == OffloadConfig.model_fields["openmp_wait"].default
+    assert openmp_wait.asked_for(engine({**OURS, "openmp_wait": "sleep"})) == "sleep"
