@@ -72,7 +72,7 @@ bool TierOps::is_recorded(const ChunkKey& key) {
 }
 
 void TierOps::ask_for(std::size_t tier, const ChunkKey& key, Presence presence, Run run) {
-  if (presence == Presence::kWasAbsent) tiers_[tier]->forget_absence(key);
+  if (presence == Presence::kWasAbsent) slots_[tier].was_absent.push_back(key);
   std::vector<Question>& unknown = slots_[tier].unknown;
   if (unknown.empty() || unknown.back().run != run) unknown.push_back({run, {}});
   unknown.back().keys.push_back(key);
@@ -310,6 +310,8 @@ void TierOps::poll_once_a_step() {
 void TierOps::end_step() {
   polled_ = false;
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
+    // Not before: who looks later in this step, and had the answer, does not wait for another.
+    for (const ChunkKey& key : std::exchange(slots_[tier].was_absent, {})) tiers_[tier]->forget_absence(key);
     for (Question& question : std::exchange(slots_[tier].unknown, {})) {
       const bool prefix = question.run != Run{};
       tiers_[tier]->prefetch_presence(std::move(question.keys), prefix ? KeyOrder::kPrefix : KeyOrder::kNone);

@@ -143,9 +143,11 @@ class TierOps {
     bool readable = true;
     bool writable = true;
     bool is_shared = true;
-    std::uint32_t writes = 0;       // ops in flight
-    std::vector<Question> unknown;  // asked at the end of the step
-    TierStats published;            // running totals up to here are in the metrics
+    std::uint32_t writes = 0;  // ops in flight
+    // At the end of the step the absence of these is forgotten, and those are asked for.
+    std::vector<ChunkKey> was_absent;
+    std::vector<Question> unknown;
+    TierStats published;  // running totals up to here are in the metrics
   };
   struct Op {
     OpKind kind;

@@ -32,22 +32,32 @@ struct PresenceQuestions::Prompt {
   std::span<const ChunkKey> keys_of(std::size_t part) const {
     return std::span(unknown).subspan(parts[part].first, parts[part].count);
   }
+  // Goes on with others[*next]. False as soon as `left`, the keys from the first of `asked` on, are too few
+  // for the rest: prompts that begin alike are told apart where they part.
+  static bool find_in_order(std::span<const ChunkKey> asked, const std::vector<ChunkKey>& others,
+                            std::size_t left, std::size_t* next) {
+    for (const ChunkKey& key : asked) {
+      if (*next == others.size()) return true;
+      if (left < others.size() - *next) return false;
+      if (key == others[*next]) ++*next;
+      --left;
+    }
+    return true;
+  }
   // Each of them is about to be asked for here, or is just now. Not of others whose ends are both elsewhere:
   // to find that out would take too long.
   bool asks_for(const std::vector<ChunkKey>& others, KeyOrder others_order, const Submitted& now) const {
     if (order != others_order || submitted.epoch != now.epoch || submitted.era != now.era) return false;
     if (keys.front() != others.front() && keys.back() != others.back()) return false;
     std::size_t next = 0;
-    const auto pass = [&](std::span<const ChunkKey> asked) {
-      for (const ChunkKey& key : asked) {
-        if (next < others.size() && key == others[next]) ++next;
-      }
-    };
     if (!begun.load()) {
-      pass(keys);
+      (void)find_in_order(keys, others, keys.size(), &next);
     } else {
+      std::size_t left = unknown.size();
       for (std::size_t part = 0; part < parts.size(); ++part) {
-        if (!ended[part].load()) pass(keys_of(part));
+        left -= parts[part].count;
+        if (!ended[part].load() && !find_in_order(keys_of(part), others, parts[part].count + left, &next))
+          break;
       }
     }
     return next == others.size();
@@ -64,7 +74,7 @@ void PresenceQuestions::ask(std::vector<ChunkKey> keys, KeyOrder order) {
   bool asked = false;
   std::erase_if(prompts_, [&](const std::weak_ptr<const Prompt>& one) {
     const auto prompt = one.lock();
-    asked |= prompt && prompt->asks_for(keys, order, now);
+    if (prompt && !asked) asked = prompt->asks_for(keys, order, now);
     return !prompt;
   });
   if (asked) return;
@@ -122,7 +132,10 @@ void PresenceQuestions::begin(const PromptPtr& prompt) {
   });
   for (std::size_t part = 0; part < ops.size(); ++part) {
     const bool is_others = part != own && prompt->parts[part].pass;
-    if (!prompt->parts[part].pass) give_up(*prompt, prompt->keys_of(part));
+    if (!prompt->parts[part].pass) {
+      give_up(*prompt, prompt->keys_of(part));
+      prompt->ended[part].store(true);
+    }
     if (is_others && !shared) end_part(*prompt, part, shared);
   }
   if (own) end_part(*prompt, *own, ask_part(*prompt, *own));

@@ -321,6 +321,18 @@ TEST_F(FetchFakeTest, TheAnswerIsWaitedForOfWhatIsAskedForAgain) {
   EXPECT_EQ(scan(request, {"b"}), "M");
 }
 
+TEST_F(FetchFakeTest, WhoHasItsAnswerDoesNotWaitBesideOneThatAsksAgainAndAgain) {
+  fake().is_sure = false;
+  const RequestHandle patient = begin({.await_records = seconds(4)}), other = begin();
+  EXPECT_EQ(scan(patient, {"a"}), "R");
+  EXPECT_EQ(scan(other, {"a"}), "R");
+  for (int i = 0; i < 5; ++i) {
+    step();  // so long that the answer is old again
+    EXPECT_EQ(scan(patient, {"a"}), "R");
+    EXPECT_EQ(scan(other, {"a"}), "M") << "the answer was: not there";
+  }
+}
+
 TEST_F(FetchFakeTest, WhatAnotherServerIsWritingIsWaitedForAsLongAsTheRequestSays) {
   record({"a", "b"});
   auto written_later = fake().records.extract(key_of("b"));

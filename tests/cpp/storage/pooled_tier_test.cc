@@ -401,6 +401,50 @@ TEST_F(PooledTierTest, a_question_that_is_stuck_switches_the_tier_off) {
   server_->release();
 }
 
+TEST_F(PooledTierTest, a_part_that_was_not_let_through_is_asked_for_again_beside_one_that_is_slow) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+  server_->fail(Verb::kLocate, StatusKind::kIo);
+  for (std::uint32_t i = 0; i < Breaker::kFailuresToTrip; ++i) {
+    tier->prefetch_presence({key_of(100 + i)}, KeyOrder::kNone);
+    run_reads(pool);
+  }
+  EXPECT_FALSE(tier->stats().readable);
+  server_->fail(Verb::kLocate, StatusKind::kOk);
+  clock_.advance(seconds(2));
+  server_->block(Verb::kLocate);
+  tier->prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kNone);
+  std::thread asking(pool->begin_next(Lane::kRead));  // 1 is the probe, and slow; 2 is given up
+  server_->wait_for_blocked();
+  EXPECT_EQ(tier->contains(key_of(2)), Presence::kAbsent);
+  clock_.advance(options().absent_for);
+  EXPECT_EQ(tier->contains(key_of(2)), Presence::kWasAbsent);
+  tier->forget_absence(key_of(2));
+  tier->prefetch_presence({key_of(2)}, KeyOrder::kNone);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "nobody asks for it";
+  if (const auto next = pool->begin_next(Lane::kRead)) next();
+  EXPECT_EQ(tier->contains(key_of(2)), Presence::kAbsent) << "unknown for as long as the other is slow";
+  server_->release();
+  asking.join();
+}
+
+TEST_F(PooledTierTest, prompts_that_begin_alike_are_each_taken_once) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
+  std::vector<std::vector<ChunkKey>> prompts(3);
+  for (std::uint32_t prompt = 0; prompt < prompts.size(); ++prompt) {
+    for (std::uint32_t i = 0; i < 8; ++i) prompts[prompt].push_back(key_of(i < 3 ? i : 100 * prompt + i));
+  }
+  for (int step = 0; step < 3; ++step) {
+    for (const auto& prompt : prompts) tier->prefetch_presence(prompt, KeyOrder::kPrefix);
+    EXPECT_EQ(pool->depth(Lane::kRead).queued, prompts.size()) << "none is taken up yet";
+  }
+  run_reads(pool);
+  for (const auto& prompt : prompts) {
+    for (const ChunkKey& key : prompt) EXPECT_EQ(tier->contains(key), Presence::kAbsent);
+  }
+}
+
 // ---- tiers that others fill
 
 TEST_F(PooledTierTest, one_that_cannot_be_reset_offers_nothing_more_after_a_reset) {
