@@ -11,10 +11,31 @@ std::uint32_t PresenceCache::Entries::place_of(ChunkId id) const {
   return places_.find(id, [&](std::uint32_t place) { return chunk_id(entries_[place].key); });
 }
 
+namespace {
+
+// The high bits of the product, as many as say which of so many marks.
+std::size_t mark_of(ChunkId id, std::size_t words) {
+  return static_cast<std::size_t>((id * 0x9E3779B97F4A7C15ull) >> 32) & (64 * words - 1);
+}
+
+}  // namespace
+
+void PresenceCache::Entries::mark(Marks* marks, ChunkId id) {
+  const std::size_t at = mark_of(id, marks->size());
+  (*marks)[at / 64] |= std::uint64_t{1} << at % 64;
+}
+
+bool PresenceCache::Entries::is_marked(ChunkId id) const {
+  const std::size_t at = mark_of(id, marks_.size());
+  return (marks_[at / 64] >> at % 64 & 1) != 0;
+}
+
 const PresenceCache::Entry* PresenceCache::Entries::find(const ChunkKey& key) const {
   std::size_t place = next_;
   if (place >= entries_.size() || entries_[place].key != key) {
-    place = place_of(chunk_id(key));
+    const ChunkId id = chunk_id(key);
+    if (!is_marked(id)) return nullptr;
+    place = place_of(id);
     if (place == IdTable::kNone || entries_[place].key != key) return nullptr;
   }
   next_ = place + 1;
@@ -23,8 +44,16 @@ const PresenceCache::Entry* PresenceCache::Entries::find(const ChunkKey& key) co
 }
 
 void PresenceCache::Entries::put(const Entry& entry) {
+  // First what may throw.
+  if (kMarksPerEntry * (entries_.size() + 1) > 64 * marks_.size()) {
+    Marks more(2 * marks_.size());
+    for (const Entry& one : entries_) mark(&more, chunk_id(one.key));
+    marks_ = std::move(more);
+  }
+  const ChunkId id = chunk_id(entry.key);
+  mark(&marks_, id);
   const auto id_of = [&](std::uint32_t place) { return chunk_id(entries_[place].key); };
-  std::uint32_t& place = places_.at(chunk_id(entry.key), id_of);
+  std::uint32_t& place = places_.at(id, id_of);
   if (place != IdTable::kNone) {
     entries_[place] = entry;
     return;
@@ -34,7 +63,9 @@ void PresenceCache::Entries::put(const Entry& entry) {
 }
 
 void PresenceCache::Entries::clear() {
-  places_ = IdTable();  // first: it may throw
+  Marks marks(1);  // first: these may throw
+  places_ = IdTable();
+  marks_ = std::move(marks);
   entries_.clear();
   next_ = 0;
 }

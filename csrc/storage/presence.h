@@ -83,6 +83,10 @@ class PresenceCache final : public Catalogue {
   // node for each would be an allocation and a cache miss. And it asks for them again in the order that they
   // came in, so the entry behind the last that was found is looked at first: it has the next one ready. Of
   // two keys with one 64-bit hash it has the later one.
+  //
+  // A prompt that is new has thousands of keys that nothing is known of, and a hash table that other threads
+  // write to is a cache miss for each. `marks_`, a bit for the hash of each entry among many that are not
+  // set, says no of nearly all of them, and is so small that the processor's cache keeps it.
   class Entries {
    public:
     // Null: not there.
@@ -94,8 +98,13 @@ class PresenceCache final : public Catalogue {
     const std::vector<Entry>& all() const { return entries_; }
 
    private:
+    static constexpr std::size_t kMarksPerEntry = 16;  // at least: of others one in 16 is looked for in vain
+    using Marks = std::vector<std::uint64_t>;          // a power of two
     std::uint32_t place_of(ChunkId id) const;
+    static void mark(Marks* marks, ChunkId id);
+    bool is_marked(ChunkId id) const;
     std::vector<Entry> entries_;
+    Marks marks_ = Marks(1);
     IdTable places_;
     mutable std::size_t next_ = 0;  // behind the one that was found last
   };

@@ -160,6 +160,16 @@ TEST_F(PresenceCacheTest, a_key_with_the_hash_of_another_is_another) {
   EXPECT_NE(cache_.contains(one), Presence::kAbsent) << "forgotten, maybe, and not taken for the other";
 }
 
+TEST_F(PresenceCacheTest, of_many_keys_each_is_found_in_any_order_and_no_other) {
+  PresenceCache large(clock_, milliseconds(1000), 10000);
+  constexpr std::uint32_t kKeys = 4000;
+  for (std::uint32_t i = 0; i < kKeys; ++i) large.written(key_of(i), 0);
+  for (std::uint32_t i = kKeys; i-- > 0;) {
+    EXPECT_EQ(large.contains(key_of(i)), Presence::kPresent) << i;
+    EXPECT_EQ(large.contains(key_of(kKeys + i)), Presence::kUnknown) << kKeys + i;
+  }
+}
+
 TEST_F(PresenceCacheTest, it_is_bounded_and_forgets_the_oldest_first) {
   PresenceCache small(clock_, milliseconds(1000), 10);
   for (std::uint32_t i = 0; i < 100; ++i) small.written(key_of(i), 0);
