@@ -30,6 +30,12 @@ bool PresenceCache::Entries::is_marked(ChunkId id) const {
   return (marks_[at / 64] >> at % 64 & 1) != 0;
 }
 
+void PresenceCache::Entries::prefetch(const ChunkKey& key) const {
+  const ChunkId id = chunk_id(key);
+  places_.prefetch(id);
+  __builtin_prefetch(&marks_[mark_of(id, marks_.size()) / 64]);
+}
+
 const PresenceCache::Entry* PresenceCache::Entries::find(const ChunkKey& key) const {
   std::size_t place = next_;
   if (place >= entries_.size() || entries_[place].key != key) {

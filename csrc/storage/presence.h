@@ -91,7 +91,7 @@ class PresenceCache final : public Catalogue {
    public:
     // Null: not there.
     const Entry* find(const ChunkKey& key) const;
-    void prefetch(const ChunkKey& key) const { places_.prefetch(chunk_id(key)); }
+    void prefetch(const ChunkKey& key) const;
     void put(const Entry& entry);
     void clear();
     std::size_t size() const { return entries_.size(); }
