@@ -2,16 +2,17 @@
 
     python benchmarks/decode_beside_writes.py [--rounds 10] [--prompt 4096] [--tokens 64]
 
-Serves one model, made on the spot, with vLLM on CPU three times, side by side: without a connector, with this
-one, and with vLLM's TieringOffloadingSpec (with the memcpy worker of vllm_tiering_on_cpu.py: its own refuses
-CPU), the latter two with a disk below their host memory. One request at a time: each round every server gets
-the same new prompt and then generates tokens, so that the blocks of the prompt are copied to host memory and
-written to disk while tokens are generated. In every round the servers come in another order, and a server is
-asked only when all earlier writes are done.
+Serves one model, made on the spot, with vLLM on CPU four times, side by side: without a connector, with this
+one and host memory alone, with this one above a disk, and with vLLM's TieringOffloadingSpec above a disk (its
+worker is that of vllm_tiering_on_cpu.py: its own refuses CPU). One request at a time: each round every server
+gets the same new prompt and then generates tokens, so that the blocks of the prompt are copied to host
+memory and written to disk while tokens are generated. In every round the servers come in another order, and a
+server is asked only when all earlier writes are done.
 
-It reports the seconds between two tokens, by round and as a ratio to the server without a connector in the
-same round: over all tokens of an answer, over its first eight, which the copies and the first writes meet,
-and the longest; and the CPU seconds of the server's threads by name, per round.
+It reports the seconds between two tokens, by round and as a ratio in the same round: to the server without a
+connector, and of this connector with a disk to the one without. Over all tokens of an answer, over the first
+eight, which the copies and the first writes meet, and the longest. And the CPU seconds of the threads of the
+server by name, per round.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from local_server import LocalServer
+from local_server import LocalServer, kv_transfer_config
 from reporting import describe_machine, draw_bars, interval_of_median, say, write_results
-from same_for_all import BLOCK, SYSTEMS, bytes_below, connector, cpu_by_thread, environment, wait_for_writes
+from same_for_all import BLOCK, bytes_below, connector, cpu_by_thread, environment, wait_for_writes
 from tiny_model import make_model
 
+SYSTEMS = ("none", "host", "kv_offload", "vllm")
 FIRST = 8  # tokens
 
 
@@ -116,7 +118,9 @@ def main() -> None:
                     model,
                     Path(directory) / f"{name}.log",
                     blocks=longest // BLOCK + 3,
-                    kv_transfer=connector(name, arguments.size, roots[name]),
+                    kv_transfer=kv_transfer_config(arguments.size)
+                    if name == "host"
+                    else connector(name, arguments.size, roots[name]),
                     max_model_len=longest,
                     environment=environment(arguments.spins),
                 )
@@ -144,12 +148,14 @@ def report(rounds: dict[str, list[dict[str, Any]]], arguments: argparse.Namespac
         for what in ("first_token", "all", "first", "longest"):
             values = [one[what] for one in played]
             line = f"{name}: {what}: {statistics.median(values) * 1e3:.2f} ms"
-            if "none" in rounds and name != "none":
-                ratios = [one[what] / none[what] for one, none in zip(played, rounds["none"], strict=True)]
+            for other in ("none", "host") if name == "kv_offload" else ("none",):
+                if other not in rounds or other == name:
+                    continue
+                ratios = [one[what] / their[what] for one, their in zip(played, rounds[other], strict=True)]
                 low, high = interval_of_median(ratios)
-                ratio = statistics.median(ratios)
-                results[name][f"{what}_ratio"] = {"median": ratio, "low": low, "high": high}
-                line += f", {ratio:.3f} ({low:.3f} to {high:.3f}) of no connector"
+                found = {"median": statistics.median(ratios), "low": low, "high": high}
+                results[name][f"{what}_of_{other}"] = found
+                line += f", {found['median']:.3f} ({low:.3f} to {high:.3f}) of {other}"
             say(line)
         written = statistics.fmean(one["written_bytes"] for one in played) / 2**20
         after = statistics.median(one["written_after_answer"] for one in played)
@@ -159,7 +165,7 @@ def report(rounds: dict[str, list[dict[str, Any]]], arguments: argparse.Namespac
     bars = []
     for name in SYSTEMS[1:]:
         for what, label in (("all", "all tokens"), ("first", f"first {FIRST} tokens")):
-            ratio = results[name][f"{what}_ratio"]["median"]
+            ratio = results[name][f"{what}_of_none"]["median"]
             bars.append((f"{name}, {label}", ratio, f"{ratio:.3f}x"))
     parameters = {
         name: getattr(arguments, name) for name in ("rounds", "prompt", "tokens", "size", "kind", "spins")
