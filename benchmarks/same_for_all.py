@@ -30,9 +30,8 @@ def environment(spins: str = "1000") -> dict[str, str]:
     left (its ompmultiprocessing.py): of two cores a server with a connector computes on both, one without on
     one. Here all compute on all.
 
-    Threads of OpenMP that wait for work then keep the cores from the rest of the server. This plugin has them
-    sleep soon (``openmp_wait``); so has vLLM's tiering, by accident: the thread of its substitute worker has
-    threads of OpenMP as well, so that there are more of them than cores. Here all servers have it alike.
+    Threads of OpenMP that wait for work then keep the cores from the rest of the server, unless they spin for
+    a short time only. This plugin sees to that for its own ranks (``openmp_wait``); here all servers have it.
 
     The benchmarks' directory is importable, for vllm_tiering_on_cpu, and so is what PYTHONPATH names here.
     Nobody reports its use to anybody.

@@ -18,13 +18,19 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies whole blocks between the cache tensors and the region, one job after the other in one thread."""
+    """Copies whole blocks between the cache tensors and the region, one job after the other in one thread.
+
+    By numpy: a copy by torch would make threads of OpenMP for this one, which are then more than there are
+    cores, and OpenMP would let those that compute spin less than in the servers that it is compared with.
+    """
 
     def __init__(self, kv_caches: Any, region: SharedOffloadRegion) -> None:
         self._region = region
         self._refs = kv_caches.group_data_refs
-        self._device = [cache.tensor for cache in kv_caches.tensors]
-        self._host = [region.create_next_worker_view(cache.page_size_bytes) for cache in kv_caches.tensors]
+        self._device = [cache.tensor.numpy() for cache in kv_caches.tensors]
+        self._host = [
+            region.create_next_worker_view(cache.page_size_bytes).numpy() for cache in kv_caches.tensors
+        ]
         self._pool = ThreadPoolExecutor(1)
         self._jobs: dict[int, Future[TransferResult]] = {}
 
@@ -41,7 +47,7 @@ class MemcpyWorker(OffloadingWorker):  # type: ignore[misc]
                 )
                 for block, row in zip(ids.tolist(), rows.tolist(), strict=True):
                     one, other = device[block, :page], host[row, :page]
-                    (other if store else one).copy_(one if store else other)
+                    np.copyto(other if store else one, one if store else other)
                 moved += page * size
         return TransferResult(job, True, moved, time.perf_counter() - began)
 

@@ -3,9 +3,8 @@
 vLLM loads GNU's OpenMP, whose threads spin for up to 3 ms before they sleep (GOMP_SPINCOUNT, 300,000 unless
 set: https://gcc.gnu.org/onlinedocs/libgomp/GOMP_005fSPINCOUNT.html). Where ranks compute on all cores, a
 thread that spins keeps a core from vLLM's other processes and from what reads and writes records. Ranks are
-started with fewer spins there (how much faster that is: docs/performance.md). OpenMP reads the variable when
-it is loaded, so it has to be in a rank's environment from the start: it is put there where vLLM's engine core
-sets up OpenMP for its ranks.
+started with fewer spins there. OpenMP reads the variable when it is loaded, so it has to be in a rank's
+environment from the start: it is put there where vLLM's engine core sets up OpenMP for its ranks.
 """
 
 import contextlib
@@ -35,7 +34,10 @@ def tune_ranks(managers: type) -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         own(self, *args, **kwargs)
         try:
-            tune(self, *args, **kwargs)
+            from vllm.platforms import current_platform
+
+            if current_platform.is_cpu():
+                tune(self, *args, **kwargs)
         except Exception as error:  # of what vLLM keeps to itself
             logger.warning("openmp_wait does nothing: %s: %s", type(error).__name__, error)
 
@@ -54,12 +56,10 @@ def tune(manager: Any, config: Any) -> None:
 
 def wanted(manager: Any, config: Any) -> bool:
     """Whether the threads of this engine's ranks are to sleep; ``manager``: its OMPProcessManager."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu() or any(name in os.environ for name in VARIABLES):
+    if any(name in os.environ for name in VARIABLES):
         return False
     how = asked_for(config)
-    if how == "spin" or manager.use_iomp:  # vLLM has threads of Intel's OpenMP sleep after 5 ms
+    if how == "spin" or manager.use_iomp:  # Intel's OpenMP has a variable of its own, which vLLM sets
         return False
     return how == "sleep" or (how == "auto" and computes_on_all_cores(manager))
 

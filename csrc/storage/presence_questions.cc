@@ -33,7 +33,7 @@ struct PresenceQuestions::Prompt {
     return std::span(unknown).subspan(parts[part].first, parts[part].count);
   }
   // Goes on with others[*next]. False as soon as `left`, the keys from the first of `asked` on, are too few
-  // for the rest: prompts that begin alike are told apart where they part.
+  // for the rest: prompts that begin alike, and are as long, are told apart where they part.
   static bool find_in_order(std::span<const ChunkKey> asked, const std::vector<ChunkKey>& others,
                             std::size_t left, std::size_t* next) {
     for (const ChunkKey& key : asked) {

@@ -3,7 +3,9 @@
 // The scheduler's thread hands the keys over and nothing else: an I/O thread picks those that are unknown and
 // that nobody asks for (Catalogue::begin_asking), gives all but the first few of them to other threads, and
 // asks for these itself. What is handed over again while it is being asked for, as a prompt is in each step
-// that its request waits in, is not taken twice, nor is what is left of it.
+// that its request waits in, is not taken twice, nor is what is left of it. Only where another prompt asks
+// for a part of it, it is: an I/O thread looks through it once more in each step, and finds nothing to ask
+// for.
 //
 // Threads: the scheduler's, alone. No call does I/O or waits for who does.
 #pragma once

@@ -321,7 +321,7 @@ TEST_F(FetchFakeTest, TheAnswerIsWaitedForOfWhatIsAskedForAgain) {
   EXPECT_EQ(scan(request, {"b"}), "M");
 }
 
-TEST_F(FetchFakeTest, WhoHasItsAnswerDoesNotWaitBesideOneThatAsksAgainAndAgain) {
+TEST_F(FetchFakeTest, WhoHasItsAnswerDoesNotWaitInAStepInWhichAnotherAsksAgain) {
   fake().is_sure = false;
   const RequestHandle patient = begin({.await_records = seconds(4)}), other = begin();
   EXPECT_EQ(scan(patient, {"a"}), "R");

@@ -428,7 +428,7 @@ TEST_F(PooledTierTest, a_part_that_was_not_let_through_is_asked_for_again_beside
   asking.join();
 }
 
-TEST_F(PooledTierTest, prompts_that_begin_alike_are_each_taken_once) {
+TEST_F(PooledTierTest, prompts_that_begin_alike_are_each_taken_once_until_they_are_taken_up) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   std::vector<std::vector<ChunkKey>> prompts(3);

@@ -18,6 +18,7 @@ from vllm.utils import ompmultiprocessing  # noqa: E402
 
 OURS = {"spec_name": plugin.SPEC_NAME, "spec_module_path": "kv_offload.specs", "cpu_bytes_to_use": "1GiB"}
 FEW = str(SPINS)
+SAID = "the threads of ranks sleep"
 
 
 class Platform:
@@ -174,13 +175,20 @@ def test_a_vllm_that_has_changed_starts_its_ranks_as_ever(caplog: pytest.LogCapt
         def __init__(self, config: Any) -> None:
             super().__init__(config, hosts=1)
 
+    caplog.set_level("INFO")
     tune_ranks(Manager)
     tune_ranks(Without)
     assert Manager("config", hosts=2).made == ("config", 2)
     assert caplog.text.count("openmp_wait does nothing") == 1
     assert Without(engine()).made[1] == 1
     assert "configure_omp_envs" in caplog.text
-    assert "the threads of ranks sleep" not in caplog.text
+    assert SAID not in caplog.text
+
+
+def test_what_is_done_is_said(managers: type, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert spins_of_a_rank(managers, engine()) == FEW
+    assert SAID in caplog.text
 
 
 def test_the_plugin_tunes_vllms_manager_once() -> None:
