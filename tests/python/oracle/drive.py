@@ -89,11 +89,13 @@ class Driver:
         if len(self.live) >= 8 or self.rng.random() >= self.rates.arrive:
             return
         prompt, salt = self._prompt()
-        # A name is used again once its request has ended and vLLM has let it go: when what it stores or loads
-        # is done, which a disk that stands still for a second delays.
+        # A name is used again once its request has ended and vLLM has let it go, when what it stores or loads
+        # is done, which a disk that stands still for a second delays; and once the connector has been told,
+        # or vLLM 0.31 takes the new request for the one that ended.
         name = f"r{self.number % 37}"
         self.number += 1
-        if name in self.live or name in self.engine.scheduler.requests:
+        scheduler = self.engine.scheduler
+        if name in self.live or name in scheduler.requests or name in scheduler.finished_req_ids:
             return
         max_tokens = self.rng.randrange(1, 36)
         request = self.engine.add(name, prompt, max_tokens, salt, self.rng.choice(self.hints))
