@@ -31,8 +31,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import LocalServer
-from reporting import describe_machine, draw_bars, interval_of_median, say, write_results
-from same_for_all import BLOCK, SYSTEMS, connector, cpu_by_thread, environment, grown, wait_for_writes
+from reporting import describe_machine, draw_bars, median_with_interval, say, write_results
+from same_for_all import (
+    BLOCK,
+    SYSTEMS,
+    add_spins,
+    connector,
+    cpu_by_thread,
+    environment,
+    grown,
+    mean_cpu_by_thread,
+    wait_for_writes,
+)
 from tiny_model import make_model
 
 from kv_offload.exposition import Page
@@ -116,9 +126,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4, help="requests at once")
     parser.add_argument("--size", default="128MiB", help="of host memory, in MiB")
     parser.add_argument("--kind", default="small", help="model of examples/tiny_model.py")
-    parser.add_argument(
-        "--spins", default="1000", help='GOMP_SPINCOUNT of all servers; "": as each is started on its own'
-    )
+    add_spins(parser)
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     arguments = parser.parse_args()
@@ -166,23 +174,19 @@ def report(rounds: dict[str, dict[str, list[dict[str, Any]]]], arguments: argpar
     for name, passes in rounds.items():
         results[name] = {}
         for which, played in passes.items():
-            cpu: dict[str, float] = defaultdict(float)
-            for one in played:
-                for thread, seconds in one["cpu"].items():
-                    cpu[thread] += seconds / len(played)
-            busy = {thread: round(seconds, 3) for thread, seconds in cpu.items() if seconds >= 0.01}
-            kept = {"rounds": played, "cpu_seconds": dict(sorted(busy.items(), key=lambda pair: -pair[1]))}
+            kept = {"rounds": played, "cpu_seconds": mean_cpu_by_thread(played)}
             parts = []
             for figure, (label, unit) in FIGURES.items():
                 values = [one[figure] for one in played]
                 text = f"{label} {statistics.median(values):.2f} {unit}"
                 if name == "kv_offload" and "vllm" in rounds:
                     others = rounds["vllm"][which]
-                    ratios = [one[figure] / other[figure] for one, other in zip(played, others, strict=True)]
-                    low, high = interval_of_median(ratios)
-                    ratio = statistics.median(ratios)
-                    kept[f"{figure}_of_vllm"] = {"median": ratio, "low": low, "high": high}
-                    text += f" ({ratio:.2f} of vLLM's tiering, {low:.2f} to {high:.2f})"
+                    found = median_with_interval(
+                        [one[figure] / other[figure] for one, other in zip(played, others, strict=True)]
+                    )
+                    kept[f"{figure}_of_vllm"] = found
+                    ratio = found["median"]
+                    text += f" ({ratio:.2f} of vLLM's tiering, {found['low']:.2f} to {found['high']:.2f})"
                     if figure == "duration":
                         bars.append((f"pass {which}", ratio, f"{ratio:.2f}x"))
                 parts.append(text)

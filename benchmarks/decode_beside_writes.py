@@ -27,7 +27,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import LocalServer, kv_transfer_config
-from reporting import describe_machine, draw_bars, interval_of_median, say, write_results
-from same_for_all import BLOCK, bytes_below, connector, cpu_by_thread, environment, wait_for_writes
+from reporting import describe_machine, draw_bars, median_with_interval, say, write_results
+from same_for_all import (
+    BLOCK,
+    add_spins,
+    bytes_below,
+    connector,
+    cpu_by_thread,
+    environment,
+    mean_cpu_by_thread,
+    wait_for_writes,
+)
 from tiny_model import make_model
 
 SYSTEMS = ("none", "host", "kv_offload", "vllm")
@@ -96,9 +104,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--size", default="1024MiB", help="of host memory, in MiB")
     parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
-    parser.add_argument(
-        "--spins", default="1000", help='GOMP_SPINCOUNT of all servers; "": as each is started on its own'
-    )
+    add_spins(parser)
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     arguments = parser.parse_args()
@@ -138,12 +144,7 @@ def main() -> None:
 def report(rounds: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
     results: dict[str, Any] = {}
     for name, played in rounds.items():
-        cpu: dict[str, float] = defaultdict(float)
-        for one in played:
-            for thread, seconds in one["cpu"].items():
-                cpu[thread] += seconds / len(played)
-        busy = {thread: round(seconds, 3) for thread, seconds in cpu.items() if seconds >= 0.002}
-        results[name] = {"rounds": played, "cpu_seconds": dict(sorted(busy.items(), key=lambda p: -p[1]))}
+        results[name] = {"rounds": played, "cpu_seconds": mean_cpu_by_thread(played, least=0.002)}
         say(f"{name}: CPU seconds a round by thread: {results[name]['cpu_seconds']}")
         for what in ("first_token", "all", "first", "longest"):
             values = [one[what] for one in played]
@@ -151,11 +152,11 @@ def report(rounds: dict[str, list[dict[str, Any]]], arguments: argparse.Namespac
             for other in ("none", "host") if name == "kv_offload" else ("none",):
                 if other not in rounds or other == name:
                     continue
-                ratios = [one[what] / their[what] for one, their in zip(played, rounds[other], strict=True)]
-                low, high = interval_of_median(ratios)
-                found = {"median": statistics.median(ratios), "low": low, "high": high}
+                found = median_with_interval(
+                    [one[what] / their[what] for one, their in zip(played, rounds[other], strict=True)]
+                )
                 results[name][f"{what}_of_{other}"] = found
-                line += f", {found['median']:.3f} ({low:.3f} to {high:.3f}) of {other}"
+                line += f", {found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f}) of {other}"
             say(line)
         written = statistics.fmean(one["written_bytes"] for one in played) / 2**20
         after = statistics.median(one["written_after_answer"] for one in played)

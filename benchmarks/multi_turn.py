@@ -28,7 +28,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +36,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from local_server import LocalServer
-from reporting import describe_machine, interval_of_median, say, write_results
-from same_for_all import BLOCK, SYSTEMS, connector, cpu_by_thread, environment, grown, wait_for_writes
+from reporting import describe_machine, median_with_interval, say, write_results
+from same_for_all import (
+    BLOCK,
+    SYSTEMS,
+    add_spins,
+    connector,
+    cpu_by_thread,
+    environment,
+    grown,
+    mean_cpu_by_thread,
+    wait_for_writes,
+)
 from tiny_model import make_model
 
 from kv_offload.exposition import Page
@@ -192,9 +201,7 @@ def ratio(
     ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]], what: str
 ) -> dict[str, float]:
     """How many times ``ours`` is as fast, round by round: median and 95% interval."""
-    ratios = [their[what] / our[what] for our, their in zip(ours, theirs, strict=True)]
-    low, high = interval_of_median(ratios)
-    return {"median": statistics.median(ratios), "low": low, "high": high}
+    return median_with_interval([their[what] / our[what] for our, their in zip(ours, theirs, strict=True)])
 
 
 def draw(path: Path, results: dict[str, dict[str, Any]]) -> None:
@@ -226,18 +233,10 @@ def report(rounds: dict[str, dict[str, list[dict[str, Any]]]]) -> dict[str, dict
         results[label] = {}
         for loop, played in loops.items():
             shown = [what for what in played[0] if what not in ("cpu", "decided")]
-            cpu: dict[str, float] = defaultdict(float)
-            for one in played:
-                for thread, seconds in one["cpu"].items():
-                    cpu[thread] += seconds / len(played)
             kept: dict[str, Any] = {
                 "rounds": played,
                 "median": {what: statistics.median(one[what] for one in played) for what in shown},
-                "cpu_seconds": {
-                    thread: round(seconds, 3)
-                    for thread, seconds in sorted(cpu.items(), key=lambda pair: -pair[1])
-                    if seconds >= 0.01
-                },
+                "cpu_seconds": mean_cpu_by_thread(played),
             }
             against = {"none": "no connector"} if system != "none" else {}
             if system == "kv_offload":
@@ -276,9 +275,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--clients", type=int, default=2)
     parser.add_argument("--kind", default="large", help="model of examples/tiny_model.py")
-    parser.add_argument(
-        "--spins", default="1000", help='GOMP_SPINCOUNT of all servers; "": as each is started on its own'
-    )
+    add_spins(parser)
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=SYSTEMS)
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     arguments = parser.parse_args()

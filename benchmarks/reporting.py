@@ -49,6 +49,12 @@ def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
     return medians[50], medians[-51]
 
 
+def median_with_interval(ratios: Sequence[float]) -> dict[str, float]:
+    """As results keep it: the median of ``ratios`` and its interval."""
+    low, high = interval_of_median(ratios)
+    return {"median": statistics.median(ratios), "low": low, "high": high}
+
+
 def draw_bars(
     path: Path,
     bars: Sequence[tuple[str, float, str]],

@@ -3,10 +3,12 @@ with, that nobody still writes when the next is asked, and what is counted of th
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from local_server import LocalServer, kv_transfer_config
 
 SYSTEMS = ("none", "kv_offload", "vllm")
 BLOCK = 128
+SPINS = "1000"  # as this plugin has it for its own ranks
 TICKS = os.sysconf("SC_CLK_TCK")
 
 SLEEP_INSTEAD = """\
@@ -23,7 +26,7 @@ os.sched_yield = lambda: time.sleep(0.0002)
 """
 
 
-def environment(spins: str = "1000") -> dict[str, str]:
+def environment(spins: str = SPINS) -> dict[str, str]:
     """For one rank on CPU; ``spins``: GOMP_SPINCOUNT, empty for what each server's connector makes of it.
 
     vLLM keeps one core free for its scheduler, and one more when there is a connector, unless none would be
@@ -68,6 +71,23 @@ def cpu_by_thread(server: LocalServer) -> dict[str, float]:
                 fields = after.split()
                 seconds[before.partition("(")[2]] += (int(fields[11]) + int(fields[12])) / TICKS
     return seconds
+
+
+def mean_cpu_by_thread(played: Sequence[Mapping[str, Any]], least: float = 0.01) -> dict[str, float]:
+    """Of several rounds, each with its ``cpu`` by thread: the mean, the busiest first, from ``least`` on."""
+    seconds: dict[str, float] = defaultdict(float)
+    for one in played:
+        for thread, used in one["cpu"].items():
+            seconds[thread] += used / len(played)
+    busy = {thread: round(used, 3) for thread, used in seconds.items() if used >= least}
+    return dict(sorted(busy.items(), key=lambda pair: -pair[1]))
+
+
+def add_spins(parser: argparse.ArgumentParser) -> None:
+    """``--spins``: see environment()."""
+    parser.add_argument(
+        "--spins", default=SPINS, help='GOMP_SPINCOUNT of all servers; "": as each is started on its own'
+    )
 
 
 def grown(after: dict[str, float], before: dict[str, float]) -> dict[str, float]:

@@ -56,6 +56,8 @@ class IdTable {
   }
   void prefetch(ChunkId id) const { __builtin_prefetch(&cells_[home(tag(id))]); }
   std::size_t size() const { return size_; }
+  // The high bits of an id's hash; the lowest of these choose its cell.
+  static std::uint32_t tag(ChunkId id) { return static_cast<std::uint32_t>(hash(id) >> 32); }
   // Bits of an id's hash that do not choose its cell in tables of up to so many cells: ids that were chosen
   // by these lie all over the table.
   static constexpr std::size_t kCellsOfSpareBits = std::size_t{1} << 19;
@@ -82,7 +84,6 @@ class IdTable {
 
   // The high bits of the product: ids may differ in a few bits only.
   static std::uint64_t hash(ChunkId id) { return id * 0x9E3779B97F4A7C15ull; }
-  static std::uint32_t tag(ChunkId id) { return static_cast<std::uint32_t>(hash(id) >> 32); }
   std::size_t home(std::uint32_t tag) const { return tag & (cells_.size() - 1); }
   template <typename IdOf>
   std::size_t locate(ChunkId id, IdOf id_of) const {

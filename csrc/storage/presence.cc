@@ -13,10 +13,8 @@ std::uint32_t PresenceCache::Entries::place_of(ChunkId id) const {
 
 namespace {
 
-// The high bits of the product, as many as say which of so many marks.
-std::size_t mark_of(ChunkId id, std::size_t words) {
-  return static_cast<std::size_t>((id * 0x9E3779B97F4A7C15ull) >> 32) & (64 * words - 1);
-}
+// Which of the marks in so many words.
+std::size_t mark_of(ChunkId id, std::size_t words) { return IdTable::tag(id) & (64 * words - 1); }
 
 }  // namespace
 

@@ -131,12 +131,12 @@ void PresenceQuestions::begin(const PromptPtr& prompt) {
     return Status::ok();
   });
   for (std::size_t part = 0; part < ops.size(); ++part) {
-    const bool is_others = part != own && prompt->parts[part].pass;
     if (!prompt->parts[part].pass) {
       give_up(*prompt, prompt->keys_of(part));
       prompt->ended[part].store(true);
+    } else if (part != own && !shared) {
+      end_part(*prompt, part, shared);
     }
-    if (is_others && !shared) end_part(*prompt, part, shared);
   }
   if (own) end_part(*prompt, *own, ask_part(*prompt, *own));
 }
