@@ -1,0 +1,314 @@
+"""How soon does the first token of a prompt come that was computed before, on a GPU?
+
+    python benchmarks/reload_gpu.py                                # Llama 8B's shape, 2K-32K tokens
+    python benchmarks/reload_gpu.py --model small --only kv_offload  # are the answers the same?
+    python benchmarks/reload_gpu.py --device cpu --model small     # tries the benchmark without a GPU
+
+Serves a model with vLLM: without a connector, with this one and with vLLM's TieringOffloadingSpec, all in one
+run. Prompts are computed; asked again after vLLM's own cache was emptied, so that they come from host memory;
+and asked again after a restart, from disk, whose files the page cache no longer has. Times are whole requests
+for one token. "together" are prompts that are asked at once, with 64 tokens of answer each.
+
+The 8B model has dummy weights, with which any cache gives much the same text: it is for times. "small" is a
+model whose answers depend on every cached token: there the answers are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+from local_server import Answer, LocalServer, difference, kv_transfer_config
+from prompt_reload import drop_from_page_cache
+from reporting import describe_machine, draw_bars, say, write_results
+from same_for_all import SYSTEMS, bytes_below, environment
+from tiny_model import make_model
+
+WAIT_SECONDS = 60  # for what was computed to be written
+ANSWER = 64  # tokens, of prompts that are asked together
+VOCABULARY = 2048  # of the tokenizer of both models
+# The published shape of Llama 3.1 8B: 128 KiB of KV per token.
+SHAPE_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+# Tokens of a prompt: how many of them.
+PROMPTS = {"8b": {2048: 3, 8192: 3, 32768: 2}, "small": {1024: 3, 4096: 3}}
+TOGETHER = {"8b": (8192, 8), "small": (2048, 4)}
+
+
+@dataclass
+class Setup:
+    model: Path
+    kind: str
+    device: str
+    directory: Path
+    host_bytes: str
+    arguments: list[str]
+    start_seconds: float
+
+    @property
+    def block(self) -> int:
+        return 16 if self.device == "cuda" else 128
+
+    def prompts(self, seed: int) -> list[list[int]]:
+        draw = random.Random(seed)
+        return [
+            [draw.randrange(2, VOCABULARY) for _ in range(tokens)]
+            for tokens, count in PROMPTS[self.kind].items()
+            for _ in range(count)
+        ]
+
+    def together(self) -> list[list[int]]:
+        draw = random.Random(2)
+        tokens, count = TOGETHER[self.kind]
+        return [[draw.randrange(2, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
+
+    def connector(self, name: str) -> dict[str, Any] | None:
+        if name == "none":
+            return None
+        config = kv_transfer_config(self.host_bytes, self.directory / name, "40GiB")
+        if name == "vllm":
+            extra = config["kv_connector_extra_config"]
+            extra["cpu_bytes_to_use"] = int(self.host_bytes.removesuffix("GiB")) << 30  # it knows only numbers
+            del extra["secondary_tiers"][0]["max_bytes"]  # and no bound
+            if self.device == "cuda":
+                extra["spec_name"] = "TieringOffloadingSpec"
+                del extra["spec_module_path"]
+            else:
+                extra |= {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_tiering_on_cpu"}
+        return config
+
+    def serve(self, name: str, run: str) -> LocalServer:
+        return LocalServer(
+            self.model,
+            self.directory / f"{name}-{run}.log",
+            kv_transfer=self.connector(name),
+            max_model_len=max(PROMPTS[self.kind]) + 128,
+            arguments=self.arguments,
+            # So that a prompt has the same name after a restart; and vLLM's cache can be emptied.
+            environment=environment() | {"PYTHONHASHSEED": "0", "VLLM_SERVER_DEV_MODE": "1"},
+            start_seconds=self.start_seconds,
+        )
+
+
+@dataclass
+class Times:
+    """Seconds of each request for one token, and tokens that were not computed, by what the server had to do."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    together: dict[str, float] = field(default_factory=dict)
+    worst_difference: float = 0.0  # of log-probabilities, reloaded against computed
+    start_seconds: list[float] = field(default_factory=list)
+    written_bytes: int = 0
+    copier: str = ""
+
+
+def ask_all(server: LocalServer, prompts: list[list[int]], what: str, times: Times) -> list[Answer]:
+    answers = [server.ask(prompt, max_tokens=1) for prompt in prompts]
+    times.seconds[what] = [answer.seconds for answer in answers]
+    times.tokens[what] = [answer.cached_tokens for answer in answers]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        say(f"  {what}: {len(prompt):6} tokens {answer.seconds:.4f} s, {answer.cached_tokens} reloaded")
+    return answers
+
+
+def ask_together(server: LocalServer, prompts: list[list[int]], what: str, times: Times) -> None:
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        began = time.perf_counter()
+        answers = list(pool.map(lambda prompt: server.ask(prompt, max_tokens=ANSWER), prompts))
+        times.together[what] = time.perf_counter() - began
+    reloaded = sum(answer.cached_tokens for answer in answers)
+    say(f"  {what}, together: {times.together[what]:.3f} s, {reloaded} tokens reloaded")
+
+
+def empty_its_cache(server: LocalServer) -> None:
+    """vLLM's own prefix cache; refused while blocks are being stored."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not server.post("/reset_prefix_cache")["success"]:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"vLLM's cache is not empty after {WAIT_SECONDS} s")
+        time.sleep(0.2)
+
+
+def wait_until_written(root: Path, server: LocalServer) -> int:
+    """Until nothing was added for a second. Returns the bytes; after WAIT_SECONDS as many as there are."""
+    deadline, last, since = time.monotonic() + WAIT_SECONDS, -1, time.monotonic()
+    while time.monotonic() < deadline and time.monotonic() - since < 1:
+        server.ask([2] * 8, max_tokens=1)  # vLLM reports what ended in its steps
+        if (now := bytes_below(root)) != last:
+            last, since = now, time.monotonic()
+        time.sleep(0.1)
+    return last
+
+
+def warm_up(server: LocalServer, setup: Setup) -> None:
+    """Kernels are compiled for shapes when they are first seen; other prompts of the same lengths."""
+    for tokens in PROMPTS[setup.kind]:
+        server.ask([random.randrange(2, VOCABULARY) for _ in range(tokens)], max_tokens=4)
+
+
+def measure(setup: Setup, name: str) -> Times:
+    times, prompts, together = Times(), setup.prompts(1), setup.together()
+    root = setup.directory / name
+    root.mkdir()
+    say(f"{name}: starting")
+    with setup.serve(name, "first") as server:
+        times.start_seconds.append(server.boot_seconds)
+        warm_up(server, setup)
+        computed = ask_all(server, prompts, "computed", times)
+        ask_together(server, together, "computed", times)
+        if name == "none":
+            return times
+        empty_its_cache(server)
+        host = ask_all(server, prompts, "host", times)
+        empty_its_cache(server)
+        ask_together(server, together, "host", times)
+        times.written_bytes = wait_until_written(root, server)
+        (setup.directory / f"{name}.metrics").write_text(server.get("/metrics"))
+        for line in server.log_file.read_text(errors="replace").splitlines():
+            if "cuda:" in line and "rates" in line:
+                times.copier = line[line.index("cuda:") :]
+    drop_from_page_cache(root)
+    say(f"{name}: starting again over {times.written_bytes / 2**30:.1f} GiB")
+    with setup.serve(name, "again") as server:
+        times.start_seconds.append(server.boot_seconds)
+        warm_up(server, setup)
+        disk = ask_all(server, prompts, "disk", times)
+        (setup.directory / f"{name}-again.metrics").write_text(server.get("/metrics"))
+    times.worst_difference = max(map(difference, computed * 2, host + disk))
+    say(f"{name}: answers reloaded differ from those computed by at most {times.worst_difference:.4f}")
+    return times
+
+
+def make_8b(directory: Path) -> Path:
+    """The shape alone, and the small model's tokenizer; vLLM makes the weights up (--load-format dummy)."""
+    make_model(directory, "small")
+    (directory / "model.safetensors").unlink()
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | SHAPE_8B))
+    return directory
+
+
+def medians(setup: Setup, times: Times) -> dict[str, dict[str, float]]:
+    """Seconds by what was done and the prompt's length."""
+    lengths = [len(prompt) for prompt in setup.prompts(1)]
+    return {
+        what: {
+            str(tokens): statistics.median(
+                value for length, value in zip(lengths, seconds, strict=True) if length == tokens
+            )
+            for tokens in PROMPTS[setup.kind]
+        }
+        for what, seconds in times.seconds.items()
+    }
+
+
+def draw(path: Path, rows: dict[str, dict[str, dict[str, float]]], title: str) -> None:
+    bars = []
+    for tokens, baseline in rows["none"]["computed"].items():
+        bars.append((f"{tokens} tokens: computed, no connector", baseline, f"{baseline * 1e3:.0f} ms"))
+        for name, label in (("kv_offload", "kv_offload"), ("vllm", "vLLM tiering")):
+            for what in ("host", "disk"):
+                seconds = rows[name][what][tokens]
+                text = f"{seconds * 1e3:.0f} ms ({baseline / seconds:.1f}x)"
+                bars.append((f"{tokens} tokens: {label}, {what}", seconds, text))
+    draw_bars(path, bars, "seconds to the first token", title)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--model", choices=tuple(PROMPTS), default="8b")
+    parser.add_argument("--host", default="24GiB", help="host memory of a connector, in GiB")
+    parser.add_argument("--only", choices=SYSTEMS, action="append", help="for trying out: nothing is kept")
+    parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
+    parser.add_argument("--keep-logs", type=Path, help="a folder for the servers' logs and metrics")
+    parser.add_argument("--start-seconds", type=float, default=300, help="in which a server must be up")
+    parser.add_argument("arguments", nargs="*", help="further ones for vLLM, after --")
+    options = parser.parse_args()
+    gpu = "host"
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            print("no CUDA device on this machine (--device cpu tries the benchmark)", file=sys.stderr)
+            return 2
+        gpu = torch.cuda.get_device_name()
+    with tempfile.TemporaryDirectory(dir=options.directory, prefix="reload-gpu-") as name:
+        directory = Path(name).resolve()
+        if options.model == "8b":
+            model, dummy = make_8b(directory / "model"), ["--load-format", "dummy"]
+        else:
+            model, dummy = make_model(directory / "model", options.model), []
+        setup = Setup(
+            model=model,
+            kind=options.model,
+            device=options.device,
+            directory=directory,
+            host_bytes=options.host,
+            arguments=[*dummy, *options.arguments],
+            start_seconds=options.start_seconds,
+        )
+        results: dict[str, Times] = {}
+        try:
+            for system in options.only or SYSTEMS:
+                results[system] = measure(setup, system)
+        finally:
+            if options.keep_logs:
+                options.keep_logs.mkdir(parents=True, exist_ok=True)
+                for path in [*directory.glob("*.log"), *directory.glob("*.metrics")]:
+                    with contextlib.suppress(OSError):
+                        (options.keep_logs / path.name).write_bytes(path.read_bytes()[-2_000_000:])
+    rows = {system: medians(setup, times) for system, times in results.items()}
+    for system, by_what in rows.items():
+        for what, by_length in by_what.items():
+            text = ", ".join(f"{tokens}: {seconds * 1e3:.1f} ms" for tokens, seconds in by_length.items())
+            say(f"{system:10} {what:9} {text}; together {results[system].together.get(what, float('nan')):.3f} s")
+    if options.only or options.device != "cuda":
+        return 0
+    title = f"Prompts computed and reloaded, {gpu}"
+    say(f"{gpu}, {describe_machine()['text']}")
+    import vllm
+
+    slug = "-".join(gpu.lower().split())
+    write_results(
+        f"reload_gpu-{options.model}-{slug}",
+        {
+            "device": gpu,
+            "vllm": vllm.__version__,
+            "model": options.model,
+            "medians": rows,
+            "systems": {system: asdict(times) for system, times in results.items()},
+        },
+        lambda path: draw(path, rows, title),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    sys.exit(main())
