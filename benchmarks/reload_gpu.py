@@ -37,7 +37,7 @@ from reporting import describe_machine, draw_bars, say, write_results
 from same_for_all import SYSTEMS, bytes_below, environment
 from tiny_model import make_model
 
-WAIT_SECONDS = 60  # for what was computed to be written
+WAIT_SECONDS = 60  # for what is being copied
 ANSWER = 64  # tokens, of prompts that are asked together
 VOCABULARY = 2048  # of the tokenizer of both models
 # The published shape of Llama 3.1 8B: 128 KiB of KV per token.
@@ -66,6 +66,7 @@ class Setup:
     host_bytes: str
     arguments: list[str]
     start_seconds: float
+    write_seconds: float
 
     @property
     def block(self) -> int:
@@ -90,7 +91,9 @@ class Setup:
         config = kv_transfer_config(self.host_bytes, self.directory / name, "40GiB")
         if name == "vllm":
             extra = config["kv_connector_extra_config"]
-            extra["cpu_bytes_to_use"] = int(self.host_bytes.removesuffix("GiB")) << 30  # it knows only numbers
+            extra["cpu_bytes_to_use"] = (
+                int(self.host_bytes.removesuffix("GiB")) << 30
+            )  # it knows only numbers
             del extra["secondary_tiers"][0]["max_bytes"]  # and no bound
             if self.device == "cuda":
                 extra["spec_name"] = "TieringOffloadingSpec"
@@ -114,7 +117,7 @@ class Setup:
 
 @dataclass
 class Times:
-    """Seconds of each request for one token, and tokens that were not computed, by what the server had to do."""
+    """Seconds of each request for one token, and its tokens that were not computed, by what was to do."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -152,9 +155,9 @@ def empty_its_cache(server: LocalServer) -> None:
         time.sleep(0.2)
 
 
-def wait_until_written(root: Path, server: LocalServer) -> int:
-    """Until nothing was added for a second. Returns the bytes; after WAIT_SECONDS as many as there are."""
-    deadline, last, since = time.monotonic() + WAIT_SECONDS, -1, time.monotonic()
+def wait_until_written(root: Path, server: LocalServer, seconds: float) -> int:
+    """Until nothing was added for a second. Returns the bytes; after ``seconds`` as many as there are."""
+    deadline, last, since = time.monotonic() + seconds, -1, time.monotonic()
     while time.monotonic() < deadline and time.monotonic() - since < 1:
         server.ask([2] * 8, max_tokens=1)  # vLLM reports what ended in its steps
         if (now := bytes_below(root)) != last:
@@ -185,7 +188,7 @@ def measure(setup: Setup, name: str) -> Times:
         host = ask_all(server, prompts, "host", times)
         empty_its_cache(server)
         ask_together(server, together, "host", times)
-        times.written_bytes = wait_until_written(root, server)
+        times.written_bytes = wait_until_written(root, server, setup.write_seconds)
         (setup.directory / f"{name}.metrics").write_text(server.get("/metrics"))
         for line in server.log_file.read_text(errors="replace").splitlines():
             if "cuda:" in line and "rates" in line:
@@ -248,6 +251,9 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     parser.add_argument("--keep-logs", type=Path, help="a folder for the servers' logs and metrics")
     parser.add_argument("--start-seconds", type=float, default=300, help="in which a server must be up")
+    parser.add_argument(
+        "--write-seconds", type=float, default=60, help="at most, for the disk before a restart"
+    )
     parser.add_argument("arguments", nargs="*", help="further ones for vLLM, after --")
     options = parser.parse_args()
     gpu = "host"
@@ -272,6 +278,7 @@ def main() -> int:
             host_bytes=options.host,
             arguments=[*dummy, *options.arguments],
             start_seconds=options.start_seconds,
+            write_seconds=options.write_seconds,
         )
         results: dict[str, Times] = {}
         try:
@@ -287,7 +294,8 @@ def main() -> int:
     for system, by_what in rows.items():
         for what, by_length in by_what.items():
             text = ", ".join(f"{tokens}: {seconds * 1e3:.1f} ms" for tokens, seconds in by_length.items())
-            say(f"{system:10} {what:9} {text}; together {results[system].together.get(what, float('nan')):.3f} s")
+            together = results[system].together.get(what)
+            say(f"{system:10} {what:9} {text}" + (f"; together {together:.3f} s" if together else ""))
     if options.only or options.device != "cuda":
         return 0
     title = f"Prompts computed and reloaded, {gpu}"

@@ -83,6 +83,7 @@ KINDS = {
     "a drafter, asynchronous scheduling": replace(FULL, drafts=2, async_scheduling=True),
     "replicated, two ranks": replace(FULL, replicated=True, world_size=2),
     "mirrored": replace(HYBRID, mirrored=True),
+    "mirrored, parts of a block": replace(STATES, match_unit=4, mirrored=True),
     "decoded tokens too": replace(HYBRID, extra={**FULL.extra, "offload_prompt_only": False}),
     "decoded tokens too, a drafter, asynchronous scheduling": replace(
         HYBRID, drafts=3, async_scheduling=True, extra={**FULL.extra, "offload_prompt_only": False}
@@ -91,7 +92,7 @@ KINDS = {
 
 
 # What is new in them shows early.
-SHORT = {kind for kind in KINDS if kind.startswith(("mamba-like, ", "canonical"))}
+SHORT = {kind for kind in KINDS if kind.startswith(("mamba-like, ", "mirrored, ", "canonical"))}
 UNSEEN = {kind for kind in KINDS if "replicated" in kind and MINOR < (0, 32)}
 
 

@@ -12,7 +12,8 @@ import pickle
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -299,13 +300,12 @@ class Mirror:
         self.host = backing.cpu().clone()
         self.pulled = self.host.clone()
 
-    def pull(self) -> None:
-        """What is there now, to the host."""
+    @contextmanager
+    def brought_up_to_date(self) -> Iterator[None]:
+        """What is there now, to the host; what is changed then, back, on the current stream."""
         self.host.copy_(self.backing)
         self.pulled.copy_(self.host)
-
-    def push(self) -> None:
-        """What the model changed, back, on the current stream."""
+        yield
         changed = (self.host != self.pulled).nonzero().flatten()
         self.backing[changed.to(self.backing.device)] = self.host[changed].to(self.backing.device)
 
@@ -487,18 +487,16 @@ class Engine:
         output.kv_connector_metadata = pickle.loads(metadata)
         kv_transfer_state._KV_CONNECTOR_AGENT = connector
         connector.handle_preemptions(output.kv_connector_metadata)
-        runner.update(output)
+        mirror = self.mirrors[rank]
+        with mirror.brought_up_to_date() if mirror is not None else nullcontext():
+            runner.update(output)  # copies blocks
         with (
             set_current_vllm_config(config),
             set_forward_context(None, config),
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as kv_output,
+            mirror.brought_up_to_date() if mirror is not None else nullcontext(),
         ):
-            mirror = self.mirrors[rank]
-            if mirror is not None:
-                mirror.pull()
             samples = runner.forward(output)
-            if mirror is not None:
-                mirror.push()
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         ids = list(samples)
         return ModelRunnerOutput(
