@@ -88,7 +88,9 @@ class Setup:
     def connector(self, name: str) -> dict[str, Any] | None:
         if name == "none":
             return None
-        config = kv_transfer_config(self.host_bytes, self.directory / name, "40GiB")
+        # Made-up weights have no name of their own.
+        named = {"model_id": "made-up weights"} if self.kind == "8b" and name == "kv_offload" else {}
+        config = kv_transfer_config(self.host_bytes, self.directory / name, "40GiB", **named)
         if name == "vllm":
             extra = config["kv_connector_extra_config"]
             extra["cpu_bytes_to_use"] = (
