@@ -146,19 +146,24 @@ class Bench {
     // Jobs of 64 MiB: what a job has moved counts when it is over.
     const Shape shape{16 << 10, 32, std::min<std::uint64_t>(128, room() / (32 * (16 << 10)) / 16 * 16), 1};
     const CacheLayout layout = layout_of(platform_.cache().data(), shape.page, shape.layers, shape.blocks);
-    for (const CopyPath path : {CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged}) {
+    const std::initializer_list<std::optional<CopyPath>> paths = {std::nullopt, CopyPath::kDma,
+                                                                  CopyPath::kKernel, CopyPath::kStaged};
+    for (const std::optional<CopyPath> path : paths) {
       for (const CopyDirection direction : kBoth) {
         const std::size_t jobs =
             jobs_that_outlast_a_step(direction, shape.page * shape.layers * shape.blocks);
         for (const Setting& setting : settings) {
+          if (!path && &setting != &settings[1]) continue;  // as it serves
           if (path == CopyPath::kStaged && setting.bytes > (8 << 20)) continue;
           DeviceLimits limits = platform_.limits();
-          limits.sub_job_bytes = setting.bytes;
-          limits.sub_job_segments = setting.segments;
-          limits.in_flight = setting.in_flight;
+          if (path) {
+            limits.sub_job_bytes = setting.bytes;
+            limits.sub_job_segments = setting.segments;
+            limits.in_flight = setting.in_flight;
+          }
           if (path == CopyPath::kStaged) limits.staged_bytes = setting.bytes + setting.segments * 32;
-          decode_beside(*platform_.copier(layout, path, limits), job_of(shape, direction, 0), jobs, path,
-                        setting.name);
+          decode_beside(*platform_.copier(layout, path, limits), job_of(shape, direction, 0), jobs,
+                        path ? to_string(*path) : "ours", setting.name);
         }
       }
     }
@@ -197,7 +202,7 @@ class Bench {
     return 2 + static_cast<std::size_t>(std::min(1.5 * step / at_the_links_rate, 30.0));
   }
 
-  void decode_beside(DeviceCopier& copier, const CopyJob& job, std::size_t jobs, CopyPath path,
+  void decode_beside(DeviceCopier& copier, const CopyJob& job, std::size_t jobs, std::string_view path,
                      const char* setting) {
     const int steps = quick_ ? 2 : 20;
     std::vector<Step> alone;
@@ -225,7 +230,7 @@ class Bench {
         "{{\"question\": \"decode\", \"path\": \"{}\", \"direction\": \"{}\", \"setting\": \"{}\", "
         "\"step_alone\": {:.6f}, \"step_beside\": {:.6f}, \"slowed\": {:.4f}, \"copies_alone\": {:.7f}, "
         "\"copies_beside\": {:.7f}, \"copies_beside_p99\": {:.7f}, \"rate\": {:.0f}}}\n",
-        to_string(path), word(job.direction), setting, of(alone, &Step::whole, 0.5),
+        path, word(job.direction), setting, of(alone, &Step::whole, 0.5),
         of(beside, &Step::whole, 0.5), of(beside, &Step::whole, 0.5) / of(alone, &Step::whole, 0.5) - 1,
         of(alone, &Step::copies, 0.5), of(beside, &Step::copies, 0.5), of(beside, &Step::copies, 0.99),
         static_cast<double>(bytes) / busy);

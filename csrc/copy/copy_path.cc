@@ -71,11 +71,19 @@ std::string CopyTable::describe() const {
   std::string text = measured ? "measured" : "built-in";
   if (!not_measured.empty()) text += fmt::format(" (not measured: {})", not_measured);
   constexpr std::uint64_t kJob = 64 << 20;  // what the line speaks of: a job long enough to hide its start
-  for (const CopyDirection direction : kDirections) {
-    text += direction == CopyDirection::kStore ? "; store" : "; load";
+  struct Kind {
+    const char* name;
+    CopyDirection direction;
+    CopyHaste haste;
+  };
+  constexpr Kind kKinds[] = {{"store", CopyDirection::kStore, CopyHaste::kBeside},
+                             {"store waited for", CopyDirection::kStore, CopyHaste::kSoon},
+                             {"load", CopyDirection::kLoad, CopyHaste::kSoon}};
+  for (const auto& [name, direction, haste] : kKinds) {
+    text += fmt::format("; {}", name);
     std::string_view last;
     for (const std::uint64_t bytes : kSegmentBytes) {
-      const CopyPath path = choose_path(*this, direction, kJob, kJob / bytes);
+      const CopyPath path = choose_path(*this, direction, kJob, kJob / bytes, haste);
       if (to_string(path) == last) continue;
       last = to_string(path);
       text +=
@@ -111,10 +119,10 @@ CopyTable single_path_table(CopyPath path) {
 }
 
 CopyPath choose_path(const CopyTable& table, CopyDirection direction, std::uint64_t bytes,
-                     std::uint64_t segments) {
+                     std::uint64_t segments, CopyHaste haste) {
   const double dma = seconds(table, direction, CopyPath::kDma, bytes, segments);
   CopyPath best = CopyPath::kDma;
-  double least = dma < 0 ? 1e30 : dma / kKernelMustWinBy;
+  double least = dma < 0 ? 1e30 : dma / (haste == CopyHaste::kSoon ? kKernelMustWinBy : kBesideMayTake);
   for (const CopyPath path : {CopyPath::kKernel, CopyPath::kStaged}) {
     const double time = seconds(table, direction, path, bytes, segments);
     if (time < 0 || time >= least) continue;

@@ -34,7 +34,8 @@ struct CopyTable {
 
   // Linear in the segment size between the columns, flat beyond them.
   double rate(CopyDirection direction, CopyPath path, std::uint64_t segment_bytes) const;
-  // One line: for each direction, from which segment size on which path is taken.
+  // One line: from which segment size on which path is taken, by stores that nobody
+  // waits for, by those that somebody does, and by loads.
   std::string describe() const;
 };
 
@@ -44,11 +45,23 @@ CopyTable default_copy_table();
 // The same with one path only, which is therefore always taken: for comparing paths.
 CopyTable single_path_table(CopyPath path);
 
-// The path with the least estimated time. A path that takes SMs from the model
-// must be faster than DMA by this factor.
+enum class CopyHaste : std::uint8_t {
+  kSoon,    // somebody waits for it
+  kBeside,  // nobody does: the model should notice as little of it as can be
+};
+
+// kSoon: the path with the least estimated time; a path that takes SMs from the
+// model must be faster than DMA by kKernelMustWinBy. kBeside: DMA, unless it takes
+// kBesideMayTake times as long.
+//
+// Measured on an H100 (benchmarks/results/copy_gpu-*.json, "decode"; 16 KiB pages,
+// a model whose kernels fill every SM): stores by the kernel run at 39 GB/s and make
+// each step 67% longer, those by DMA run at 16 GB/s and make it 2% longer. Of the
+// model's time a gigabyte takes 17 ms the one way and 1 ms the other.
 inline constexpr double kKernelMustWinBy = 1.15;
+inline constexpr double kBesideMayTake = 8;
 CopyPath choose_path(const CopyTable& table, CopyDirection direction, std::uint64_t bytes,
-                     std::uint64_t segments);
+                     std::uint64_t segments, CopyHaste haste = CopyHaste::kSoon);
 
 // Fills a table by measuring each direction, path and segment size.
 // `measure(direction, path, segment_bytes, total_bytes)` returns seconds for

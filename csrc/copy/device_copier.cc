@@ -78,7 +78,7 @@ void DeviceCopier::submit(CopyJob job) {
                     .bytes = plan.bytes,
                     .segments = plan.segments.size()};
   queued->lane = lane_of(job);
-  queued->path = choose_path(table_, job.direction, plan.bytes, plan.segments.size());
+  queued->path = choose_path(table_, job.direction, plan.bytes, plan.segments.size(), haste(queued->lane));
   queued->segments = std::move(plan.segments);
   queued->ranges = split(&queued->segments, split_limits_for(queued->path, limits_));
   Status marked = Status::ok();
@@ -92,6 +92,7 @@ void DeviceCopier::submit(CopyJob job) {
     throw_invalid("job {} was submitted twice", job.id);
   }
   Job& added = *jobs_.emplace(job.id, std::move(queued)).first->second;
+  if (job.direction == CopyDirection::kStore) store_bytes_ += added.result.bytes;
   if (closing_) {
     fail(added, Status::error(StatusKind::kUnavailable, "submit: the copier is closed"));
   } else if (!marked.is_ok()) {
@@ -295,6 +296,7 @@ void DeviceCopier::finish_if_done(Job& job) {
 void DeviceCopier::finish(std::uint64_t job_id) {
   const auto found = jobs_.find(job_id);
   if (found->second->after != kNoEvent) device_->release(found->second->after);
+  if (found->second->result.direction == CopyDirection::kStore) store_bytes_ -= found->second->result.bytes;
   finished_.push_back(std::move(found->second->result));
   jobs_.erase(found);
   done_.notify_all();
@@ -308,6 +310,18 @@ void DeviceCopier::raise_urgency(Job& job) {
   if (job.all_issued()) return;
   queue.erase(std::find(queue.begin(), queue.end(), &job));
   queues_[index(lane)].push_back(&job);
+  // DMA and kernel take the same sub-jobs; staged copies are cut otherwise.
+  const CopyResult& all = job.result;
+  if (job.path == CopyPath::kDma &&
+      choose_path(table_, all.direction, all.bytes, all.segments) == CopyPath::kKernel) {
+    job.path = CopyPath::kKernel;
+  }
+}
+
+CopyHaste DeviceCopier::haste(CopyLane lane) const {
+  if (lane != CopyLane::kStores) return CopyHaste::kSoon;
+  MutexLock lock(mutex_);
+  return store_bytes_ < limits_.patient_bytes ? CopyHaste::kBeside : CopyHaste::kSoon;
 }
 
 }  // namespace kv_offload

@@ -53,6 +53,10 @@ struct DeviceLimits {
   std::uint32_t in_flight = 2;
   std::uint64_t staged_bytes = 0;  // of staged copies: what a slot's staging holds; 0: no staging
   std::uint64_t boundary = 0;      // area offsets that no DMA crosses
+  // Stores that nobody waits for are copied as the model notices least, which is not
+  // always the fastest way, while less than this of stores is under way: a block is
+  // free again when it has been copied. 10 GB/s copy that in 26 ms.
+  std::uint64_t patient_bytes = 256 << 20;
 };
 
 // How the jobs of a path are cut. REQUIRES: staged_bytes of 128 at least for staged copies.
@@ -108,6 +112,7 @@ class DeviceCopier final : public BlockCopier {
   void finish_if_done(Job& job) REQUIRES(mutex_);
   void finish(std::uint64_t job_id) REQUIRES(mutex_);
   void raise_urgency(Job& job) REQUIRES(mutex_);
+  CopyHaste haste(CopyLane lane) const EXCLUDES(mutex_);
 
   const CacheLayout layout_;
   const std::span<std::byte> area_;
@@ -125,6 +130,7 @@ class DeviceCopier final : public BlockCopier {
   CondVar work_;
   CondVar done_;
   bool closing_ GUARDED_BY(mutex_) = false;
+  std::uint64_t store_bytes_ GUARDED_BY(mutex_) = 0;  // of the jobs that are not over
   int waiting_ GUARDED_BY(mutex_) = 0;  // calls of wait() under way: look more often
   std::unordered_map<std::uint64_t, std::unique_ptr<Job>> jobs_ GUARDED_BY(mutex_);
   std::array<std::deque<Job*>, kCopyLanes> queues_ GUARDED_BY(mutex_);

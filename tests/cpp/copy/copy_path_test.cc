@@ -64,6 +64,23 @@ TEST(CopyPath, the_kernel_must_win_clearly) {
   EXPECT_EQ(choose_path(table, kLoad, 64 * kMiB, 1000), CopyPath::kKernel);
 }
 
+TEST(CopyPath, what_nobody_waits_for_goes_by_dma_unless_that_is_far_slower) {
+  CopyTable table = default_copy_table();
+  table.launch_seconds = {};
+  const auto beside = [&](double dma_rate) {
+    for (auto& paths : table.rates) {
+      paths[0].fill(dma_rate);
+      paths[1].fill(40e9);
+      paths[2].fill(20e9);
+    }
+    return choose_path(table, kStore, 64 * kMiB, 1000, CopyHaste::kBeside);
+  };
+  EXPECT_EQ(beside(40e9 / kBesideMayTake * 1.01), CopyPath::kDma);
+  EXPECT_EQ(choose_path(table, kStore, 64 * kMiB, 1000), CopyPath::kKernel);
+  EXPECT_EQ(beside(40e9 / kBesideMayTake * 0.99), CopyPath::kKernel);
+  EXPECT_EQ(beside(0), CopyPath::kKernel);
+}
+
 TEST(CopyPath, a_path_without_a_rate_is_never_taken) {
   CopyTable table = default_copy_table();
   for (auto& paths : table.rates) paths[0].fill(0);

@@ -66,9 +66,17 @@ class DeviceCopierTest : public ::testing::Test {
                        .blocks_per_chunk = 1};
     options_.area = area_;
   }
-  void start() {
-    copier_ = std::make_unique<DeviceCopier>(options_, std::make_unique<FakeDevice>(&state_),
-                                             single_path_table(CopyPath::kDma), limits_);
+  void start(const CopyTable& table = single_path_table(CopyPath::kDma)) {
+    copier_ = std::make_unique<DeviceCopier>(options_, std::make_unique<FakeDevice>(&state_), table, limits_);
+  }
+  // The kernel is four times as fast as DMA.
+  static CopyTable fast_kernel() {
+    CopyTable table;
+    for (auto& paths : table.rates) {
+      paths[static_cast<std::size_t>(CopyPath::kDma)].fill(10e9);
+      paths[static_cast<std::size_t>(CopyPath::kKernel)].fill(40e9);
+    }
+    return table;
   }
   void submit(std::uint64_t id, CopyDirection direction, std::int64_t first, std::int64_t count,
               bool expedited = false) {
@@ -92,6 +100,13 @@ class DeviceCopierTest : public ::testing::Test {
     Ids blocks;
     for (const std::uint64_t offset : state_.offsets) blocks.push_back(offset / kPageBytes);
     return blocks;
+  }
+  // Of the copies issued so far.
+  std::vector<CopyPath> paths() {
+    std::lock_guard lock(state_.mutex);
+    std::vector<CopyPath> paths;
+    for (const DeviceCopy& copy : state_.issued) paths.push_back(copy.path);
+    return paths;
   }
   static Ids ids(const std::vector<CopyResult>& results) {
     Ids found;
@@ -135,6 +150,48 @@ TEST_F(DeviceCopierTest, while_somebody_waits_all_slots_are_taken) {
   EXPECT_EQ(blocks(), (Ids{0, 1, 2, 3, 4, 5}));
   state_.end_everything();
   waiter.join();
+}
+
+TEST_F(DeviceCopierTest, stores_take_nothing_from_the_model_that_dma_does_not_while_nobody_waits) {
+  start(fast_kernel());
+  submit(1, kStore, 0, 1);
+  state_.until_issued(1);
+  submit(2, kLoad, 1, 1);
+  state_.until_issued(2);
+  EXPECT_EQ(paths(), (std::vector{CopyPath::kDma, CopyPath::kKernel}));
+  submit(3, kStore, 2, 1, true);
+  state_.until_issued(3);
+  EXPECT_EQ(paths().back(), CopyPath::kKernel);
+}
+
+TEST_F(DeviceCopierTest, what_is_left_of_a_store_goes_the_fastest_way_once_somebody_waits) {
+  start(fast_kernel());
+  submit(1, kStore, 0, 10);
+  state_.until_issued(kInFlight);
+  std::thread waiter([&] { copier_->wait(Ids{1}); });
+  state_.until_issued(kInFlight + kLaneSlots);
+  using enum CopyPath;
+  EXPECT_EQ(paths(), (std::vector{kDma, kDma, kKernel, kKernel, kKernel, kKernel}));
+  state_.end_everything();
+  waiter.join();
+}
+
+TEST_F(DeviceCopierTest, stores_that_pile_up_go_the_fastest_way_until_they_are_done) {
+  limits_.patient_bytes = 2 * kPageBytes;
+  start(fast_kernel());
+  submit(1, kStore, 0, 1);
+  submit(2, kStore, 1, 1);
+  state_.until_issued(2);
+  submit(3, kStore, 2, 1);
+  state_.end(0);
+  state_.until_issued(3);
+  EXPECT_EQ(paths(), (std::vector{CopyPath::kDma, CopyPath::kDma, CopyPath::kKernel}));
+  state_.end_everything();
+  copier_->wait(Ids{1, 2, 3});
+  EXPECT_EQ(copier_->poll().size(), 3u);
+  submit(4, kStore, 3, 1);
+  state_.until_issued(4);
+  EXPECT_EQ(paths().back(), CopyPath::kDma);
 }
 
 TEST_F(DeviceCopierTest, a_load_does_not_wait_for_a_long_store) {
