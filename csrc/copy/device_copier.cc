@@ -39,7 +39,8 @@ CopyTable paths_that_are_there(CopyTable table, const DeviceLimits& limits) {
 }  // namespace
 
 SplitLimits split_limits_for(CopyPath path, const DeviceLimits& limits) {
-  SplitLimits split{limits.sub_job_bytes, limits.sub_job_segments, limits.boundary};
+  const std::uint64_t bytes = path == CopyPath::kDma ? limits.dma_bytes : limits.kernel_bytes;
+  SplitLimits split{bytes, limits.sub_job_segments, limits.boundary};
   if (path != CopyPath::kStaged) return split;
   // Every run of the area may be padded in staging, and a segment may be a run.
   constexpr std::uint64_t kPadding = 32;
@@ -78,7 +79,8 @@ void DeviceCopier::submit(CopyJob job) {
                     .bytes = plan.bytes,
                     .segments = plan.segments.size()};
   queued->lane = lane_of(job);
-  queued->path = choose_path(table_, job.direction, plan.bytes, plan.segments.size(), haste(queued->lane));
+  queued->path =
+      choose_path(table_, job.direction, plan.bytes, plan.segments.size(), haste(queued->lane, plan));
   queued->segments = std::move(plan.segments);
   queued->ranges = split(&queued->segments, split_limits_for(queued->path, limits_));
   Status marked = Status::ok();
@@ -310,7 +312,7 @@ void DeviceCopier::raise_urgency(Job& job) {
   if (job.all_issued()) return;
   queue.erase(std::find(queue.begin(), queue.end(), &job));
   queues_[index(lane)].push_back(&job);
-  // DMA and kernel take the same sub-jobs; staged copies are cut otherwise.
+  // A kernel can take what DMA was to; staged copies are cut otherwise.
   const CopyResult& all = job.result;
   if (job.path == CopyPath::kDma &&
       choose_path(table_, all.direction, all.bytes, all.segments) == CopyPath::kKernel) {
@@ -318,10 +320,12 @@ void DeviceCopier::raise_urgency(Job& job) {
   }
 }
 
-CopyHaste DeviceCopier::haste(CopyLane lane) const {
-  if (lane != CopyLane::kStores) return CopyHaste::kSoon;
+CopyHaste DeviceCopier::haste(CopyLane lane, const CopyPlan& plan) const {
+  if (lane != CopyLane::kStores || plan.segments.empty()) return CopyHaste::kSoon;
+  const double rate = table_.rate(CopyDirection::kStore, CopyPath::kDma, plan.bytes / plan.segments.size());
   MutexLock lock(mutex_);
-  return store_bytes_ < limits_.patient_bytes ? CopyHaste::kBeside : CopyHaste::kSoon;
+  const double seconds = static_cast<double>(store_bytes_ + plan.bytes) / rate;  // endless without DMA
+  return seconds <= limits_.patient_seconds ? CopyHaste::kBeside : CopyHaste::kSoon;
 }
 
 }  // namespace kv_offload

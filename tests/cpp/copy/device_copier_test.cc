@@ -35,7 +35,8 @@ TEST_P(DeviceCopierPaths, agree_with_the_plain_reference_whatever_the_sub_jobs) 
     CopierOptions options;
     options.layout = c.layout;
     options.area = c.area;
-    const DeviceLimits limits{.sub_job_bytes = 1 + random() % 20'000,
+    const DeviceLimits limits{.dma_bytes = 1 + random() % 20'000,
+                              .kernel_bytes = 1 + random() % 20'000,
                               .sub_job_segments = static_cast<std::uint32_t>(1 + random() % 50),
                               .staged_bytes = state.staging_capacity,
                               .boundary = (1 + random() % 4) * kPageBytes};
@@ -124,7 +125,7 @@ class DeviceCopierTest : public ::testing::Test {
   std::vector<std::byte> area_;
   FakeDeviceState state_;
   CopierOptions options_;
-  DeviceLimits limits_{.sub_job_bytes = kPageBytes, .in_flight = kInFlight};
+  DeviceLimits limits_{.dma_bytes = kPageBytes, .kernel_bytes = kPageBytes, .in_flight = kInFlight};
   std::unique_ptr<DeviceCopier> copier_;
 };
 
@@ -177,7 +178,7 @@ TEST_F(DeviceCopierTest, what_is_left_of_a_store_goes_the_fastest_way_once_someb
 }
 
 TEST_F(DeviceCopierTest, stores_that_pile_up_go_the_fastest_way_until_they_are_done) {
-  limits_.patient_bytes = 2 * kPageBytes;
+  limits_.patient_seconds = 2.5 * kPageBytes / 10e9;
   start(fast_kernel());
   submit(1, kStore, 0, 1);
   submit(2, kStore, 1, 1);

@@ -124,8 +124,10 @@ TEST_P(GpuPaths, move_the_bytes_the_plain_reference_moves) {
       CopierOptions options;
       options.layout = on_device.layout();
       options.area = c.area;
-      const DeviceLimits limits{
-          .sub_job_bytes = 1 + random() % 100'000, .staged_bytes = 40'000, .boundary = pinned.piece_bytes()};
+      const DeviceLimits limits{.dma_bytes = 1 + random() % 100'000,
+                                .kernel_bytes = 1 + random() % 100'000,
+                                .staged_bytes = 40'000,
+                                .boundary = pinned.piece_bytes()};
       auto device = std::make_unique<CudaDevice>(
           CudaDeviceOptions{.area = c.area, .boundary = limits.boundary, .staging_bytes = 40'000});
       DeviceCopier copier(options, std::move(device), single_path_table(GetParam()), limits);
@@ -206,7 +208,7 @@ class GpuOrder : public Gpu, public ::testing::WithParamInterface<CopyPath> {
         .tensors = {{cache_, kAllBlocks, kBlock}}, .groups = {{{0, kBlock}}}, .blocks_per_chunk = 1};
     options.area = area_;
     options.order_after_compute = ordered;
-    const DeviceLimits limits{.sub_job_bytes = 256 << 10, .staged_bytes = 300 << 10};
+    const DeviceLimits limits{.dma_bytes = 256 << 10, .kernel_bytes = 256 << 10, .staged_bytes = 300 << 10};
     auto device = std::make_unique<CudaDevice>(CudaDeviceOptions{.area = area_, .staging_bytes = 300 << 10});
     copier_ =
         std::make_unique<DeviceCopier>(options, std::move(device), single_path_table(GetParam()), limits);

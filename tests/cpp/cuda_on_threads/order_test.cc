@@ -105,7 +105,7 @@ TEST_P(Order, a_load_is_not_over_while_a_part_of_it_stands) {
 // With delays and orders of the seed: a slot's staging is not filled again
 // before it was emptied.
 TEST_P(Order, many_jobs_both_ways_leave_what_the_last_of_them_moved) {
-  start(GetParam(), {.sub_job_bytes = 32 << 10, .staged_bytes = 40 << 10});
+  start(GetParam(), {.dma_bytes = 32 << 10, .kernel_bytes = 32 << 10, .staged_bytes = 40 << 10});
   for (std::uint64_t id = 1; id <= 20; ++id) {
     const int value = static_cast<int>(id * 3);
     fill(cache(), value);
@@ -121,7 +121,7 @@ TEST_P(Order, many_jobs_both_ways_leave_what_the_last_of_them_moved) {
 
 TEST_P(Order, submit_returns_although_the_queues_are_full) {
   cuda_on_threads::set_queue_limit(2);
-  start(GetParam(), {.sub_job_bytes = 32 << 10, .staged_bytes = 40 << 10});
+  start(GetParam(), {.dma_bytes = 32 << 10, .kernel_bytes = 32 << 10, .staged_bytes = 40 << 10});
   Hold copies(Work::kCopy);
   Hold kernels(Work::kKernel);
   for (std::uint64_t id = 1; id <= 8; ++id) submit(id, kStore);
@@ -223,7 +223,7 @@ TEST_F(Limits, a_sub_job_is_short_on_the_link) {
   hold_a_load(64 << 10, 160, [] {
     const auto batches = cuda_on_threads::batches();
     EXPECT_EQ(batches.size(), 2u);
-    for (const auto& batch : batches) EXPECT_LE(batch.bytes, 2u << 20);
+    for (const auto& batch : batches) EXPECT_LE(batch.bytes, 4u << 20);
   });
 }
 

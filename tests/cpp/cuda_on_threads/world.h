@@ -64,7 +64,9 @@ class World : public ::testing::Test {
     (void)cudaFree(cache_);
   }
 
-  void start(CopyPath path, DeviceLimits limits = {.sub_job_bytes = 128 << 10, .staged_bytes = 160 << 10}) {
+  void start(CopyPath path,
+             DeviceLimits limits = {
+                 .dma_bytes = 128 << 10, .kernel_bytes = 128 << 10, .staged_bytes = 160 << 10}) {
     CopierOptions options;
     options.layout = layout();
     options.area = area_.span();
