@@ -12,10 +12,10 @@
 // looked up before as those of a prompt are; to an http:// endpoint also with the SHA-256 that such a request
 // is signed with: compare it with --signed 1. With N threads both write on N connections and read on 2 N,
 // since a tier's write threads read, too. Prints JSON: GB/s of each, and the ratio of the medians.
-// --presence: so many keys of one prompt, of which the first half is there: as many HEADs in a row by the
-// library as the halving needs, against prefetch_presence() until contains() knows each, and what the thread
-// that asks spends on it. Each round writes under a new prefix, which starts with "bench-" and stays: give it
-// a bucket of its own.
+// --presence: so many keys of one prompt, of which the first half is there: by the library HEADs in a row,
+// twice as far each time until one is missing, then by halves, of names as long as the tier's; against
+// prefetch_presence() until contains() knows each, and what the thread that asks spends on it. Each round
+// writes under a new prefix, which starts with "bench-" and stays: give it a bucket of its own.
 #include <curl/curl.h>
 
 #include <cstdio>
@@ -86,11 +86,14 @@ class Connection {
     end();
     if (filled_ != bytes) fail("an answer is too short");
   }
-  void head(const std::string& key) {  // there or not
+  bool is_there(const std::string& key) {
     begin("HEAD", key, s3::sha256_hex({}));
     curl_easy_setopt(easy_, CURLOPT_NOBODY, 1L);
     curl_easy_setopt(easy_, CURLOPT_FAILONERROR, 0L);
     end();
+    long status = 0;
+    curl_easy_getinfo(easy_, CURLINFO_RESPONSE_CODE, &status);
+    return status == 200;
   }
 
  private:
@@ -186,16 +189,27 @@ void compare_presence(const Options& options) {
     for (AlignedBuffer& row : rows) row = AlignedBuffer(4096);
     (void)bench::pass(*tier, OpKind::kWrite, rows, 4096, options.presence / 2);
   }
-  // Twice as far each time until one is missing, then half of what is between.
-  std::size_t heads = 1;
-  for (std::size_t reach = 1; reach <= options.presence / 2; reach *= 2) heads += 2;
   Connection connection(options.bucket, false);
-  const std::string prefix = new_prefix() + "/";
-  connection.head(prefix);
+  const std::string prefix = new_prefix() + names_of_the_tier();
+  const std::vector<std::byte> value(4096);
+  for (std::size_t i = 0; i < options.presence / 2; ++i)
+    connection.put(prefix + bench::key_of(i).hex(), value);
+  // Twice as far each time until one is missing, then half of what is between.
   const auto alone = [&](const std::vector<ChunkKey>& keys) {
     const double start = bench::now();
-    for (std::size_t i = 0; i < heads; ++i) connection.head(prefix + keys[i % keys.size()].hex());
-    return bench::now() - start;
+    std::size_t there = 0, missing = 1;
+    while (missing <= keys.size() && connection.is_there(prefix + keys[missing - 1].hex())) {
+      there = missing;
+      missing *= 2;
+    }
+    missing = std::min(missing, keys.size() + 1);
+    while (missing - there > 1) {
+      const std::size_t middle = there + (missing - there) / 2;
+      (connection.is_there(prefix + keys[middle - 1].hex()) ? there : missing) = middle;
+    }
+    const double seconds = bench::now() - start;
+    if (there != options.presence / 2) fail("the library finds another number of keys");
+    return seconds;
   };
   bench::compare_presence(options.presence, options.rounds, alone,
                           [&] { return make_s3_tier(tier_options); });
