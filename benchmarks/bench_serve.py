@@ -42,6 +42,7 @@ from same_for_all import (
     grown,
     mean_cpu_by_thread,
     wait_for_writes,
+    wait_until_quiet,
 )
 from tiny_model import make_model
 
@@ -158,6 +159,7 @@ def main() -> None:
         for number in range(-1, arguments.rounds):
             for which in PASSES:
                 for name in make.sample(arguments.only, len(arguments.only)):
+                    wait_until_quiet(servers.values())
                     taken = play(servers[name], model, number + 100, arguments)
                     for other, root in roots.items():
                         if other != "none":

@@ -7,7 +7,7 @@ one and host memory alone, with this one above a disk, and with vLLM's TieringOf
 worker is that of vllm_tiering_on_cpu.py: its own refuses CPU). One request at a time: each round every server
 gets the same new prompt and then generates tokens, so that the blocks of the prompt are copied to host
 memory and written to disk while tokens are generated. In every round the servers come in another order, and a
-server is asked only when all earlier writes are done.
+server is asked only when all earlier writes are done and no other computes.
 
 It reports the seconds between two tokens, by round and as a ratio in the same round: to the server without a
 connector, and of this connector with a disk to the one without. Over all tokens of an answer, over the first
@@ -44,6 +44,7 @@ from same_for_all import (
     environment,
     mean_cpu_by_thread,
     wait_for_writes,
+    wait_until_quiet,
 )
 from tiny_model import make_model
 
@@ -135,6 +136,7 @@ def main() -> None:
         for number in range(-2, arguments.rounds):
             prompt = [make.randrange(2, 2048) for _ in range(arguments.prompt)]
             for name in make.sample(arguments.only, len(arguments.only)):
+                wait_until_quiet(servers.values())
                 taken = play(servers[name], roots[name], prompt, arguments.tokens)
                 if number >= 0:  # vLLM compiles its helpers at the first requests
                     rounds[name].append(taken)

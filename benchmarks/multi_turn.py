@@ -47,6 +47,7 @@ from same_for_all import (
     grown,
     mean_cpu_by_thread,
     wait_for_writes,
+    wait_until_quiet,
 )
 from tiny_model import make_model
 
@@ -316,6 +317,7 @@ def main() -> None:
             for loop in LOOPS:
                 for label in make.sample(labels, len(labels)):
                     server = servers[label]
+                    wait_until_quiet(servers.values())
                     cpu, decided = cpu_by_thread(server), decisions(server)
                     taken = play(
                         lambda *_, server=server: server,

@@ -4,10 +4,12 @@
     python benchmarks/reload_gpu.py --model small --only kv_offload  # are the answers the same?
     python benchmarks/reload_gpu.py --device cpu --model small     # tries the benchmark without a GPU
 
-Serves a model with vLLM: without a connector, with this one and with vLLM's TieringOffloadingSpec, all in one
-run. Prompts are computed; asked again after vLLM's own cache was emptied, so that they come from host memory;
-and asked again after a restart, from disk, whose files the page cache no longer has. Times are whole requests
-for one token. "together" are prompts that are asked at once, with 64 tokens of answer each.
+Serves a model with vLLM, one server after the other: without a connector, with this one and with vLLM's
+TieringOffloadingSpec. All without CUDA graphs (--enforce-eager), which would make computing quicker, short
+prompts and answers most. Prompts are computed; asked again after vLLM's own cache was emptied, so that they
+come from host memory; and asked again after a restart, from disk, whose files the page cache no longer has.
+Nothing is being written meanwhile. Times are whole requests for one token. "together" are prompts that are
+asked at once, with 64 tokens of answer each.
 
 The 8B model has dummy weights, with which any cache gives much the same text: it is for times. "small" is a
 model whose answers depend on every cached token: there the answers are compared.
@@ -68,10 +70,6 @@ class Setup:
     start_seconds: float
     write_seconds: float
 
-    @property
-    def block(self) -> int:
-        return 16 if self.device == "cuda" else 128
-
     def prompts(self, seed: int) -> list[list[int]]:
         draw = random.Random(seed)
         return [
@@ -90,7 +88,7 @@ class Setup:
             return None
         # Made-up weights have no name of their own.
         named = {"model_id": "made-up weights"} if self.kind == "8b" and name == "kv_offload" else {}
-        config = kv_transfer_config(self.host_bytes, self.directory / name, "40GiB", **named)
+        config = kv_transfer_config(self.host_bytes, self.directory / name, "60GiB", **named)
         if name == "vllm":
             extra = config["kv_connector_extra_config"]
             extra["cpu_bytes_to_use"] = (
@@ -158,9 +156,13 @@ def empty_its_cache(server: LocalServer) -> None:
 
 
 def wait_until_written(root: Path, server: LocalServer, seconds: float) -> int:
-    """Until nothing was added for a second. Returns the bytes; after ``seconds`` as many as there are."""
+    """Until nothing was added for two seconds. Returns the bytes; after ``seconds`` as many as there are, and
+    says so."""
     deadline, last, since = time.monotonic() + seconds, -1, time.monotonic()
-    while time.monotonic() < deadline and time.monotonic() - since < 1:
+    while time.monotonic() - since < 2:
+        if time.monotonic() > deadline:
+            say(f"  still writing after {seconds:g} s, {last / 2**30:.1f} GiB: what follows runs beside that")
+            break
         server.ask([2] * 8, max_tokens=1)  # vLLM reports what ended in its steps
         if (now := bytes_below(root)) != last:
             last, since = now, time.monotonic()
@@ -186,11 +188,11 @@ def measure(setup: Setup, name: str) -> Times:
         ask_together(server, together, "computed", times)
         if name == "none":
             return times
+        times.written_bytes = wait_until_written(root, server, setup.write_seconds)
         empty_its_cache(server)
         host = ask_all(server, prompts, "host", times)
         empty_its_cache(server)
         ask_together(server, together, "host", times)
-        times.written_bytes = wait_until_written(root, server, setup.write_seconds)
         (setup.directory / f"{name}.metrics").write_text(server.get("/metrics"))
         for line in server.log_file.read_text(errors="replace").splitlines():
             if "cuda:" in line and "rates" in line:
@@ -200,6 +202,7 @@ def measure(setup: Setup, name: str) -> Times:
     with setup.serve(name, "again") as server:
         times.start_seconds.append(server.boot_seconds)
         warm_up(server, setup)
+        wait_until_written(root, server, setup.write_seconds)
         disk = ask_all(server, prompts, "disk", times)
         (setup.directory / f"{name}-again.metrics").write_text(server.get("/metrics"))
     times.worst_difference = max(map(difference, computed * 2, host + disk))
@@ -248,13 +251,13 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", choices=tuple(PROMPTS), default="8b")
-    parser.add_argument("--host", default="24GiB", help="host memory of a connector, in GiB")
+    parser.add_argument("--host", default="40GiB", help="host memory of a connector, in GiB")
     parser.add_argument("--only", choices=SYSTEMS, action="append", help="for trying out: nothing is kept")
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     parser.add_argument("--keep-logs", type=Path, help="a folder for the servers' logs and metrics")
     parser.add_argument("--start-seconds", type=float, default=300, help="in which a server must be up")
     parser.add_argument(
-        "--write-seconds", type=float, default=60, help="at most, for the disk before a restart"
+        "--write-seconds", type=float, default=120, help="at most, for the disk before a restart"
     )
     parser.add_argument("arguments", nargs="*", help="further ones for vLLM, after --")
     options = parser.parse_args()

@@ -8,7 +8,7 @@ import contextlib
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ SYSTEMS = ("none", "kv_offload", "vllm")
 BLOCK = 128
 SPINS = "1000"  # as this plugin has it for its own ranks
 TICKS = os.sysconf("SC_CLK_TCK")
+QUIET_SECONDS, QUIET_SHARE = 0.4, 0.1  # so long no more than this share of one core
 
 SLEEP_INSTEAD = """\
 import os, time
@@ -71,6 +72,19 @@ def cpu_by_thread(server: LocalServer) -> dict[str, float]:
                 fields = after.split()
                 seconds[before.partition("(")[2]] += (int(fields[11]) + int(fields[12])) / TICKS
     return seconds
+
+
+def wait_until_quiet(servers: Iterable[LocalServer]) -> None:
+    """Until none of them computes, before one is asked alone: vLLM's processes spin for a second after their
+    last message (its SpinCondition), on the cores of whoever is asked next. TimeoutError after 30 s."""
+    servers = list(servers)
+    deadline, used = time.monotonic() + 30, float("inf")
+    while used > QUIET_SHARE * QUIET_SECONDS:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the servers, asked nothing, still take {used / QUIET_SECONDS:.0%} of a core")
+        before = sum(sum(cpu_by_thread(server).values()) for server in servers)
+        time.sleep(QUIET_SECONDS)
+        used = sum(sum(cpu_by_thread(server).values()) for server in servers) - before
 
 
 def mean_cpu_by_thread(played: Sequence[Mapping[str, Any]], least: float = 0.01) -> dict[str, float]:

@@ -288,7 +288,10 @@ class Bench {
     std::vector<double> waited;
     for (int i = 0; i <= rounds_; ++i) {
       link.push_back(platform_.link(direction, bytes));
-      for (std::size_t w = 0; w < ways.size(); ++w) seconds[w].push_back(run(*copiers[w], {job}));
+      for (std::size_t turn = 0; turn < ways.size(); ++turn) {
+        const std::size_t w = (turn + static_cast<std::size_t>(i)) % ways.size();
+        seconds[w].push_back(run(*copiers[w], {job}));
+      }
       waited.push_back(run(*copiers[0], {job}, Until::kWaited));
     }
     const double total = static_cast<double>(bytes);

@@ -57,7 +57,7 @@ enum class CopyHaste : std::uint8_t {
 // Measured on an H100 (benchmarks/results/copy_gpu-*.json, "decode"; 16 KiB pages,
 // a model whose kernels fill every SM): stores by the kernel run at 39 GB/s and make
 // each step 67% longer, those by DMA run at 16 GB/s and make it 2% longer. Of the
-// model's time a gigabyte takes 17 ms the one way and 1 ms the other.
+// model's time a gigabyte takes 10 ms the one way and 1 ms the other.
 inline constexpr double kKernelMustWinBy = 1.15;
 inline constexpr double kBesideMayTake = 8;
 CopyPath choose_path(const CopyTable& table, CopyDirection direction, std::uint64_t bytes,

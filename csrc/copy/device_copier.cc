@@ -50,6 +50,14 @@ SplitLimits split_limits_for(CopyPath path, const DeviceLimits& limits) {
   return split;
 }
 
+SplitLimits split_limits_for(CopyPath one, CopyPath other, const DeviceLimits& limits) {
+  SplitLimits split = split_limits_for(one, limits);
+  const SplitLimits also = split_limits_for(other, limits);
+  split.max_bytes = std::min(split.max_bytes, also.max_bytes);
+  split.max_segments = std::min(split.max_segments, also.max_segments);
+  return split;
+}
+
 DeviceCopier::DeviceCopier(const CopierOptions& options, std::unique_ptr<CopyDevice> device,
                            const CopyTable& table, const DeviceLimits& limits)
     : layout_(options.layout),
@@ -81,8 +89,9 @@ void DeviceCopier::submit(CopyJob job) {
   queued->lane = lane_of(job);
   queued->path =
       choose_path(table_, job.direction, plan.bytes, plan.segments.size(), haste(queued->lane, plan));
+  queued->hasty_path = choose_path(table_, job.direction, plan.bytes, plan.segments.size());
   queued->segments = std::move(plan.segments);
-  queued->ranges = split(&queued->segments, split_limits_for(queued->path, limits_));
+  queued->ranges = split(&queued->segments, split_limits_for(queued->path, queued->hasty_path, limits_));
   Status marked = Status::ok();
   if (order_after_compute_ && !queued->ranges.empty())
     marked = device_->mark(job.compute_stream, &queued->after);
@@ -312,12 +321,7 @@ void DeviceCopier::raise_urgency(Job& job) {
   if (job.all_issued()) return;
   queue.erase(std::find(queue.begin(), queue.end(), &job));
   queues_[index(lane)].push_back(&job);
-  // A kernel can take what DMA was to; staged copies are cut otherwise.
-  const CopyResult& all = job.result;
-  if (job.path == CopyPath::kDma &&
-      choose_path(table_, all.direction, all.bytes, all.segments) == CopyPath::kKernel) {
-    job.path = CopyPath::kKernel;
-  }
+  job.path = job.hasty_path;
 }
 
 CopyHaste DeviceCopier::haste(CopyLane lane, const CopyPlan& plan) const {

@@ -43,8 +43,8 @@ struct DeviceLimits {
   // Of a DMA copy. What vLLM copies itself in every step (token ids, block tables)
   // may stand behind what is in flight: at 50 GB/s, two of 4 MiB are 160 us, and so
   // is what an urgent load finds before it. After each the link rests: on an H100,
-  // 2 MiB at a time came to 52.0 GB/s and whole jobs to 54.5. And they must not be
-  // over before the thread looks again, every 50 us or so.
+  // 2 MiB at a time came to 52.0 GB/s, and vLLM's calls for whole jobs to 54.5. And
+  // they must not be over before the thread looks again, every 50 us or so.
   std::uint64_t dma_bytes = 4 << 20;
   // Of a kernel's copy, which keeps SMs from the model: on an H100, steps beside
   // stores were 67% longer with 2 MiB at a time and 83% with 8 MiB.
@@ -59,12 +59,14 @@ struct DeviceLimits {
   std::uint64_t boundary = 0;      // area offsets that no DMA crosses
   // Stores that nobody waits for are copied as the model notices least, which is not
   // always the fastest way, unless that takes longer than this for the stores under
-  // way and this one: a block is free again when it has been copied.
+  // way and this one, at the rate of this one: a block is free when it was copied.
   double patient_seconds = 0.1;
 };
 
 // How the jobs of a path are cut. REQUIRES: staged_bytes of 128 at least for staged copies.
 SplitLimits split_limits_for(CopyPath path, const DeviceLimits& limits);
+// So that each sub-job can go either way.
+SplitLimits split_limits_for(CopyPath one, CopyPath other, const DeviceLimits& limits);
 
 class DeviceCopier final : public BlockCopier {
  public:
@@ -84,6 +86,7 @@ class DeviceCopier final : public BlockCopier {
   struct Job {
     CopyResult result;
     CopyPath path = CopyPath::kDma;
+    CopyPath hasty_path = CopyPath::kDma;  // once somebody waits; the sub-jobs fit both
     CopyLane lane = CopyLane::kStores;
     std::vector<CopySegment> segments;
     std::vector<SegmentRange> ranges;  // one per sub-job

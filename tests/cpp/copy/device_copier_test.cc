@@ -53,6 +53,59 @@ TEST_P(DeviceCopierPaths, agree_with_the_plain_reference_whatever_the_sub_jobs) 
   }
 }
 
+// Whoever begins to wait in the middle of a job changes its path, and no byte of it.
+TEST(DeviceCopierPath, may_change_in_the_middle_of_a_store) {
+  std::mt19937_64 random(23);
+  std::size_t changed = 0;
+  for (int i = 0; i < 120; ++i) {
+    CopyCase c = draw_case(random, kStore, {.max_page = i % 4 == 0 ? 40'000u : 700u, .page_multiple = 16});
+    const auto expected = expected_after(c);
+    FakeDeviceState state;
+    state.area = c.area;
+    state.staging_capacity = 2048 + random() % 30'000;
+    state.automatic = false;
+    CopierOptions options;
+    options.layout = c.layout;
+    options.area = c.area;
+    CopyTable table;
+    table.rates[0][static_cast<std::size_t>(CopyPath::kDma)].fill(10e9);
+    const CopyPath hasty = i % 2 == 0 ? CopyPath::kKernel : CopyPath::kStaged;
+    table.rates[0][static_cast<std::size_t>(hasty)].fill(40e9);
+    const DeviceLimits limits{.dma_bytes = 1 + random() % 20'000,
+                              .kernel_bytes = 1 + random() % 20'000,
+                              .sub_job_segments = static_cast<std::uint32_t>(1 + random() % 50),
+                              .staged_bytes = state.staging_capacity,
+                              .boundary = (1 + random() % 4) * kPageBytes};
+    DeviceCopier copier(options, std::make_unique<FakeDevice>(&state), table, limits);
+    copier.submit(c.job);
+    state.until_issued(1);
+    std::thread waiter([&] { copier.wait(Ids{c.job.id}); });
+    state.until_queried(100);  // while somebody waits the copier looks all the time
+    state.end_everything();
+    waiter.join();
+    ASSERT_TRUE(copier.poll().at(0).status.is_ok());
+    ASSERT_TRUE(snapshot(c) == expected) << "case " << i;
+    for (const DeviceCopy& copy : state.issued) {
+      ASSERT_TRUE(copy.path == CopyPath::kDma || copy.path == hasty);
+      changed += copy.path == hasty;
+    }
+  }
+  EXPECT_GT(changed, 100u);
+}
+
+TEST(SplitLimitsFor, each_path_has_its_own_and_two_have_the_smaller) {
+  const DeviceLimits limits{
+      .dma_bytes = 4000, .kernel_bytes = 3000, .sub_job_segments = 9, .staged_bytes = 1000};
+  EXPECT_EQ(split_limits_for(CopyPath::kDma, limits).max_bytes, 4000u);
+  EXPECT_EQ(split_limits_for(CopyPath::kKernel, limits).max_bytes, 3000u);
+  EXPECT_LT(split_limits_for(CopyPath::kStaged, limits).max_bytes, 1000u);
+  const auto both = split_limits_for(CopyPath::kDma, CopyPath::kStaged, limits);
+  EXPECT_EQ(both.max_bytes, split_limits_for(CopyPath::kStaged, limits).max_bytes);
+  EXPECT_EQ(both.max_segments, split_limits_for(CopyPath::kStaged, limits).max_segments);
+  EXPECT_EQ(split_limits_for(CopyPath::kDma, CopyPath::kKernel, limits).max_bytes, 3000u);
+  EXPECT_GT(DeviceLimits{}.dma_bytes, DeviceLimits{}.kernel_bytes);
+}
+
 // One cache of 64 blocks, one block one sub-job; the row of block b is b.
 class DeviceCopierTest : public ::testing::Test {
  protected:
@@ -70,12 +123,12 @@ class DeviceCopierTest : public ::testing::Test {
   void start(const CopyTable& table = single_path_table(CopyPath::kDma)) {
     copier_ = std::make_unique<DeviceCopier>(options_, std::make_unique<FakeDevice>(&state_), table, limits_);
   }
-  // The kernel is four times as fast as DMA.
-  static CopyTable fast_kernel() {
+  // `fast` is four times as fast as DMA, and the third path is not there.
+  static CopyTable faster_than_dma(CopyPath fast) {
     CopyTable table;
     for (auto& paths : table.rates) {
       paths[static_cast<std::size_t>(CopyPath::kDma)].fill(10e9);
-      paths[static_cast<std::size_t>(CopyPath::kKernel)].fill(40e9);
+      paths[static_cast<std::size_t>(fast)].fill(40e9);
     }
     return table;
   }
@@ -108,6 +161,13 @@ class DeviceCopierTest : public ::testing::Test {
     std::vector<CopyPath> paths;
     for (const DeviceCopy& copy : state_.issued) paths.push_back(copy.path);
     return paths;
+  }
+  void forget_the_copies() {  // REQUIRES: no copier
+    state_.issued.clear();
+    state_.offsets.clear();
+    state_.ended.clear();
+    state_.landed.clear();
+    state_.automatic = false;
   }
   static Ids ids(const std::vector<CopyResult>& results) {
     Ids found;
@@ -154,7 +214,7 @@ TEST_F(DeviceCopierTest, while_somebody_waits_all_slots_are_taken) {
 }
 
 TEST_F(DeviceCopierTest, stores_take_nothing_from_the_model_that_dma_does_not_while_nobody_waits) {
-  start(fast_kernel());
+  start(faster_than_dma(CopyPath::kKernel));
   submit(1, kStore, 0, 1);
   state_.until_issued(1);
   submit(2, kLoad, 1, 1);
@@ -166,20 +226,48 @@ TEST_F(DeviceCopierTest, stores_take_nothing_from_the_model_that_dma_does_not_wh
 }
 
 TEST_F(DeviceCopierTest, what_is_left_of_a_store_goes_the_fastest_way_once_somebody_waits) {
-  start(fast_kernel());
-  submit(1, kStore, 0, 10);
-  state_.until_issued(kInFlight);
-  std::thread waiter([&] { copier_->wait(Ids{1}); });
-  state_.until_issued(kInFlight + kLaneSlots);
   using enum CopyPath;
-  EXPECT_EQ(paths(), (std::vector{kDma, kDma, kKernel, kKernel, kKernel, kKernel}));
-  state_.end_everything();
-  waiter.join();
+  for (const CopyPath fast : {kKernel, kStaged}) {
+    limits_.staged_bytes = state_.staging_capacity = 2 * kPageBytes;
+    limits_.dma_bytes = 2 * kPageBytes;  // the other path's are smaller
+    start(faster_than_dma(fast));
+    submit(1, kStore, 0, 10);
+    state_.until_issued(kInFlight);
+    std::thread waiter([&] { copier_->wait(Ids{1}); });
+    state_.until_issued(kInFlight + kLaneSlots);
+    EXPECT_EQ(paths(), (std::vector{kDma, kDma, fast, fast, fast, fast}));
+    state_.end_everything();
+    waiter.join();
+    copier_.reset();
+    forget_the_copies();
+  }
+}
+
+TEST_F(DeviceCopierTest, stores_that_failed_do_not_count_as_under_way) {
+  limits_.patient_seconds = 1.5 * kPageBytes / 10e9;
+  start(faster_than_dma(CopyPath::kKernel));
+  state_.automatic = true;
+  for (std::uint64_t id = 1; id <= 3; ++id) {
+    {
+      std::lock_guard lock(state_.mutex);
+      state_.issue_status = Status::error(StatusKind::kDevice, "refused");
+    }
+    submit(id, kStore, 0, 1);
+    copier_->wait(Ids{id});
+    EXPECT_FALSE(copier_->poll().at(0).status.is_ok());
+    {
+      std::lock_guard lock(state_.mutex);
+      state_.issue_status = Status::ok();
+    }
+    submit(100 + id, kStore, 1, 1);
+    copier_->wait(Ids{100 + id});
+    EXPECT_EQ(paths().back(), CopyPath::kDma);
+  }
 }
 
 TEST_F(DeviceCopierTest, stores_that_pile_up_go_the_fastest_way_until_they_are_done) {
   limits_.patient_seconds = 2.5 * kPageBytes / 10e9;
-  start(fast_kernel());
+  start(faster_than_dma(CopyPath::kKernel));
   submit(1, kStore, 0, 1);
   submit(2, kStore, 1, 1);
   state_.until_issued(2);
