@@ -59,6 +59,7 @@ TEST(DeviceCopierPath, may_change_in_the_middle_of_a_store) {
   std::size_t changed = 0;
   for (int i = 0; i < 120; ++i) {
     CopyCase c = draw_case(random, kStore, {.max_page = i % 4 == 0 ? 40'000u : 700u, .page_multiple = 16});
+    if (make_copy_plan(c.layout, c.area.size(), c.job).segments.empty()) continue;
     const auto expected = expected_after(c);
     FakeDeviceState state;
     state.area = c.area;
@@ -260,8 +261,10 @@ TEST_F(DeviceCopierTest, stores_that_failed_do_not_count_as_under_way) {
       state_.issue_status = Status::ok();
     }
     submit(100 + id, kStore, 1, 1);
-    copier_->wait(Ids{100 + id});
+    state_.until_issued(id);
     EXPECT_EQ(paths().back(), CopyPath::kDma);
+    copier_->wait(Ids{100 + id});
+    EXPECT_TRUE(copier_->poll().at(0).status.is_ok());
   }
 }
 
