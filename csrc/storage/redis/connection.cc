@@ -95,6 +95,29 @@ std::span<iovec> without(std::span<iovec> vectors, std::size_t moved) {
   }
   return vectors;
 }
+// Of what is still to be moved, what is looked at while it is in the CPU's cache.
+std::vector<iovec> next_step(std::span<const iovec> vectors) {
+  std::vector<iovec> step;
+  std::size_t room = RecordForm::kStepBytes;
+  for (const iovec& vector : vectors) {
+    if (room == 0) break;
+    step.push_back({vector.iov_base, std::min(vector.iov_len, room)});
+    room -= step.back().iov_len;
+  }
+  return step;
+}
+
+// The bytes of the pieces from `begin` up to `end`, which have come.
+void tell(FillObserver* observer, std::span<const std::span<std::byte>> pieces, std::uint64_t begin,
+          std::uint64_t end, std::uint64_t announced) {
+  if (observer == nullptr) return;
+  std::uint64_t at = 0;
+  for (const std::span<std::byte>& piece : pieces) {
+    const std::uint64_t first = std::max(begin, at), last = std::min<std::uint64_t>(end, at + piece.size());
+    if (first < last) observer->filled(piece.subspan(first - at, last - first), first, announced);
+    at += piece.size();
+  }
+}
 
 }  // namespace
 
@@ -196,16 +219,6 @@ Status Connection::send(std::span<const ConstBytes> pieces, Deadline deadline) {
   return Status::ok();
 }
 
-Status Connection::receive(std::span<const Bytes> pieces, Deadline deadline) {
-  std::vector<iovec> vectors = vectors_of(pieces);
-  for (std::span<iovec> rest = vectors; !rest.empty();) {
-    std::size_t moved = 0;
-    if (Status status = stream_->socket->read_some(rest, deadline, &moved); !status) return status;
-    rest = without(rest, moved);
-  }
-  return Status::ok();
-}
-
 Status Connection::next_reply(Deadline deadline, Reply* reply) {
   valkeyReader* reader = stream_->reader;
   std::array<char, 4096> buffer;
@@ -281,7 +294,7 @@ Status Connection::set(std::string_view key, std::span<const ConstBytes> pieces,
 }
 
 Status Connection::get(const Words& command, std::span<const Bytes> pieces, std::uint64_t least,
-                       Deadline deadline, Reply* reply, std::uint64_t* length) {
+                       Deadline deadline, Reply* reply, std::uint64_t* length, FillObserver* observer) {
   if (Status status = begin_call(); !status) return status;
   std::string text;
   append_command(&text, command);
@@ -324,12 +337,13 @@ Status Connection::get(const Words& command, std::span<const Bytes> pieces, std:
     return fits ? nonsense() : Status::ok();
   }
   std::array<std::byte, 2> tail;
-  std::vector<Bytes> all;
+  std::vector<Bytes> value;
   std::size_t open = *length;
   for (const Bytes& piece : pieces) {
-    all.push_back(piece.first(std::min(piece.size(), open)));
-    open -= all.back().size();
+    value.push_back(piece.first(std::min(piece.size(), open)));
+    open -= value.back().size();
   }
+  std::vector<Bytes> all = value;
   all.emplace_back(tail);
   const char* from = start.data() + line.size();
   std::size_t left = early;
@@ -340,7 +354,17 @@ Status Connection::get(const Words& command, std::span<const Bytes> pieces, std:
     from += part;
     left -= part;
   }
-  if (Status status = receive(all, deadline); !status) return status;
+  tell(observer, value, 0, early, *length);
+  std::vector<iovec> vectors = vectors_of(std::span<const Bytes>(all));
+  std::uint64_t came = early;
+  for (std::span<iovec> rest = vectors; !rest.empty();) {
+    std::size_t moved = 0;
+    std::vector<iovec> step = next_step(rest);
+    if (Status status = stream_->socket->read_some(step, deadline, &moved); !status) return status;
+    tell(observer, value, came, came + moved, *length);
+    came += moved;
+    rest = without(rest, moved);
+  }
   if (tail != std::array{std::byte{'\r'}, std::byte{'\n'}}) return nonsense();
   *reply = {Reply::Kind::kString, 0, {}};
   return end_call();

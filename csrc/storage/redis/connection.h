@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "storage/opened_as_it_comes.h"
 #include "storage/redis/reply.h"
 
 namespace kv_offload::redis {
@@ -69,14 +70,14 @@ class Connection {
              Deadline deadline, Reply* reply);
   // GET into the pieces, which are filled from the front. *reply is kString without text when the value has
   // `least` bytes up to all of theirs. Of a value of another length only the length is found out (*length),
-  // the reply is kArray, and the connection is not usable any more.
+  // the reply is kArray, and the connection is not usable any more. `observer` is told of what comes.
   Status get(std::string_view key, std::span<const std::span<std::byte>> pieces, std::uint64_t least,
-             Deadline deadline, Reply* reply, std::uint64_t* length) {
-    return get(Words{"GET", key}, pieces, least, deadline, reply, length);
+             Deadline deadline, Reply* reply, std::uint64_t* length, FillObserver* observer = nullptr) {
+    return get(Words{"GET", key}, pieces, least, deadline, reply, length, observer);
   }
   // The same of another command that is answered by a value, such as GETRANGE.
   Status get(const Words& command, std::span<const std::span<std::byte>> pieces, std::uint64_t least,
-             Deadline deadline, Reply* reply, std::uint64_t* length);
+             Deadline deadline, Reply* reply, std::uint64_t* length, FillObserver* observer = nullptr);
 
   bool usable() const { return usable_; }
   // Idle until now: has the server closed it, or sent what nobody asked for.
@@ -89,7 +90,6 @@ class Connection {
 
   Status log_in(const Server& server, Deadline deadline, bool* refused);
   Status send(std::span<const std::span<const std::byte>> pieces, Deadline deadline);
-  Status receive(std::span<const std::span<std::byte>> pieces, Deadline deadline);
   Status next_reply(Deadline deadline, Reply* reply);
   Status begin_call();
   Status end_call();

@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <optional>
 #include <utility>
 
-#include "storage/record_form.h"
+#include "storage/opened_as_it_comes.h"
 #include "storage/sealed_names.h"
 
 namespace kv_offload {
@@ -122,11 +123,15 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
 Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const Deadline until = deadline();
   const std::string key = key_of(op.key, epoch);
-  IncomingRecord record(form_, options_.namespace_id, op);
+  // Anew for each node that is asked.
+  std::optional<IncomingRecord> record;
+  std::optional<OpenedAsItComes> opened;
   Reply reply;
   std::uint64_t length = 0;
   const auto work = [&](Connection& connection, Reply* answer) {
-    return connection.get(key, record.pieces(), kRecordHeaderBytes, until, answer, &length);
+    opened.reset();
+    opened.emplace(record.emplace(form_, options_.namespace_id, op));
+    return connection.get(key, record->pieces(), kRecordHeaderBytes, until, answer, &length, &*opened);
   };
   Status status = cluster_.at(key, OpKind::kRead, until, &reply, work);
   if (!status) return status;
@@ -138,18 +143,18 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
       break;
     case Reply::Kind::kArray:
       status = Status::error(StatusKind::kCorrupt,
-                             fmt::format("{} bytes long, expected {} at most", length, record.most_bytes()));
+                             fmt::format("{} bytes long, expected {} at most", length, record->most_bytes()));
       break;
     default:
-      status = record.check_length(length);
-      if (status) status = record.open(length);
-      if (status) *moved = record.payload_bytes();
+      status = record->check_length(length);
+      if (status) status = opened->finish(length);
+      if (status) *moved = record->payload_bytes();
   }
   // Damaged, or of another version of the format.
   const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
   if (wrong && !options_.read_only) {
-    remove_wrong(key, record, until,
-                 reply.kind == Reply::Kind::kString ? record.header_page() : std::span<std::byte>());
+    remove_wrong(key, *record, until,
+                 reply.kind == Reply::Kind::kString ? record->header_page() : std::span<std::byte>());
   }
   return status;
 }

@@ -19,6 +19,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/thread_annotations.h"
+#include "storage/opened_as_it_comes.h"
 
 namespace kv_offload::s3 {
 
@@ -71,21 +72,12 @@ class BodySink {
   virtual bool take(std::span<const std::byte> bytes) noexcept = 0;  // false: enough
 };
 
-// Told of each part of Request::into when a body of status 200 has filled it, while it is in the CPU's cache.
-// offset: where it lies in all of `into`; what does not begin where the last part ended is of another body.
-// announced: how long the whole body is, as the store says; 0: it does not.
-class FillObserver {
- public:
-  virtual ~FillObserver() = default;
-  virtual void filled(std::span<std::byte> part, std::uint64_t offset, std::uint64_t announced) noexcept = 0;
-};
-
 struct Request {
   Verb verb = Verb::kGet;
   std::string key = {};                               // letters, digits and -_./ only: signed as it is
   std::vector<std::span<const std::byte>> from = {};  // kPut
   std::vector<std::span<std::byte>> into = {};        // kGet: what a body of status 200 fills
-  FillObserver* observer = nullptr;                   // of `into`
+  FillObserver* observer = nullptr;                   // of `into`, and a body of status 200
   std::size_t least_bytes = SIZE_MAX;  // of that body, filling it from the front; default: all of `into`
   std::string condition = {};          // a header, such as "If-None-Match: *"
   bool once = false;           // sent once and no more: what it does must not be done a second time, later

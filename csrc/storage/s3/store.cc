@@ -4,7 +4,7 @@
 #include <array>
 #include <utility>
 
-#include "storage/record_form.h"
+#include "storage/opened_as_it_comes.h"
 #include "storage/sealed_names.h"
 
 namespace kv_offload {
@@ -17,44 +17,6 @@ constexpr unsigned kLookEvery = 30;  // calls of maintain(): each look is a requ
 bool is_done(const Answer& answer) { return answer.status == 200 || answer.status == 204; }
 // Another was faster, or is about to be.
 bool is_refused_condition(const Answer& answer) { return answer.status == 412 || answer.status == 409; }
-
-Status of_two_bodies() { return Status::error(StatusKind::kIo, "the store began its answer anew"); }
-
-// Sums, or opens, a record while it comes. Of an answer that does not say how long it is nothing is begun.
-class OpenedAsItComes final : public FillObserver {
- public:
-  explicit OpenedAsItComes(IncomingRecord& record) : record_(record) {}
-
-  void filled(std::span<std::byte> part, std::uint64_t offset, std::uint64_t announced) noexcept override {
-    if (status_ && offset != came_) status_ = of_two_bodies();
-    if (!status_) return;
-    try {
-      if (came_ < kRecordHeaderBytes) {
-        // The header page is a piece of its own, so no part goes beyond it.
-        if (came_ + part.size() == kRecordHeaderBytes && announced > 0) {
-          status_ = record_.begin(announced);
-          begun_ = true;
-        }
-      } else if (begun_) {
-        status_ = record_.add(part.data(), part);
-      }
-    } catch (const std::exception& error) {
-      status_ = Status::error(StatusKind::kIo, error.what());
-    }
-    came_ += part.size();
-  }
-  // After the last byte of a record of so many; as IncomingRecord::open().
-  Status finish(std::uint64_t bytes) {
-    if (!status_) return status_;
-    return begun_ ? record_.finish() : record_.open(bytes);
-  }
-
- private:
-  IncomingRecord& record_;
-  Status status_;
-  std::uint64_t came_ = 0;
-  bool begun_ = false;
-};
 
 }  // namespace
 

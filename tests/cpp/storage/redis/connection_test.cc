@@ -121,6 +121,30 @@ TEST(RedisConnectionTest, a_value_that_is_announced_wrongly_reaches_no_row) {
   }
 }
 
+TEST(RedisConnectionTest, an_observer_is_told_of_each_byte_once_in_order_and_of_one_piece_at_a_time) {
+  struct Observer final : FillObserver {
+    void filled(std::span<std::byte> part, std::uint64_t offset, std::uint64_t announced) noexcept override {
+      EXPECT_EQ(offset, seen.size());
+      EXPECT_EQ(announced, 9000u);
+      EXPECT_TRUE(offset >= 4096 || offset + part.size() <= 4096) << offset << " " << part.size();
+      seen.append(reinterpret_cast<const char*>(part.data()), part.size());
+    }
+    std::string seen;
+  };
+  std::string value;
+  for (int i = 0; i < 9000; ++i) value += static_cast<char>('a' + i % 23);
+  const RedisScript server({{"PING", "+PONG\r\n"}, {"GET", "$9000\r\n" + value + "\r\n"}});
+  const auto connection = connected(server.address());
+  std::vector<std::byte> first(4096), second(8192);
+  const std::array<std::span<std::byte>, 2> pieces{first, second};
+  Reply reply;
+  std::uint64_t length = 0;
+  Observer observer;
+  ASSERT_TRUE(connection->get("key", pieces, 4096, later(), &reply, &length, &observer));
+  EXPECT_EQ(length, 9000u);
+  EXPECT_EQ(observer.seen, value);
+}
+
 // It never makes anybody wait, so that no wait ends.
 TEST(RedisSocketTest, a_server_that_always_has_a_byte_ready_ends_with_the_deadline) {
   RedisScript server({});
