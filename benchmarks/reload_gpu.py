@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -125,6 +126,7 @@ class Times:
     worst_difference: float = 0.0  # of log-probabilities, reloaded against computed
     start_seconds: list[float] = field(default_factory=list)
     written_bytes: int = 0
+    beside_writes: bool = False  # something was still being written while it was measured
     copier: str = ""
 
 
@@ -155,13 +157,14 @@ def empty_its_cache(server: LocalServer) -> None:
         time.sleep(0.2)
 
 
-def wait_until_written(root: Path, server: LocalServer, seconds: float) -> int:
+def wait_until_written(root: Path, server: LocalServer, seconds: float, times: Times) -> int:
     """Until nothing was added for two seconds. Returns the bytes; after ``seconds`` as many as there are, and
-    says so."""
+    notes it."""
     deadline, last, since = time.monotonic() + seconds, -1, time.monotonic()
     while time.monotonic() - since < 2:
         if time.monotonic() > deadline:
             say(f"  still writing after {seconds:g} s, {last / 2**30:.1f} GiB: what follows runs beside that")
+            times.beside_writes = True
             break
         server.ask([2] * 8, max_tokens=1)  # vLLM reports what ended in its steps
         if (now := bytes_below(root)) != last:
@@ -188,7 +191,7 @@ def measure(setup: Setup, name: str) -> Times:
         ask_together(server, together, "computed", times)
         if name == "none":
             return times
-        times.written_bytes = wait_until_written(root, server, setup.write_seconds)
+        times.written_bytes = wait_until_written(root, server, setup.write_seconds, times)
         empty_its_cache(server)
         host = ask_all(server, prompts, "host", times)
         empty_its_cache(server)
@@ -202,9 +205,10 @@ def measure(setup: Setup, name: str) -> Times:
     with setup.serve(name, "again") as server:
         times.start_seconds.append(server.boot_seconds)
         warm_up(server, setup)
-        wait_until_written(root, server, setup.write_seconds)
+        wait_until_written(root, server, setup.write_seconds, times)
         disk = ask_all(server, prompts, "disk", times)
         (setup.directory / f"{name}-again.metrics").write_text(server.get("/metrics"))
+    shutil.rmtree(root)  # of the next one's disk
     times.worst_difference = max(map(difference, computed * 2, host + disk))
     say(f"{name}: answers reloaded differ from those computed by at most {times.worst_difference:.4f}")
     return times

@@ -78,13 +78,18 @@ def wait_until_quiet(servers: Iterable[LocalServer]) -> None:
     """Until none of them computes, before one is asked alone: vLLM's processes spin for a second after their
     last message (its SpinCondition), on the cores of whoever is asked next. TimeoutError after 30 s."""
     servers = list(servers)
-    deadline, used = time.monotonic() + 30, float("inf")
-    while used > QUIET_SHARE * QUIET_SECONDS:
+    deadline, busiest = time.monotonic() + 30, float("inf")
+    while busiest > QUIET_SHARE * QUIET_SECONDS:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the servers, asked nothing, still take {used / QUIET_SECONDS:.0%} of a core")
-        before = sum(sum(cpu_by_thread(server).values()) for server in servers)
+            raise TimeoutError(
+                f"a server, asked nothing, still takes {busiest / QUIET_SECONDS:.0%} of a core"
+            )
+        before = [cpu_by_thread(server) for server in servers]
         time.sleep(QUIET_SECONDS)
-        used = sum(sum(cpu_by_thread(server).values()) for server in servers) - before
+        busiest = max(
+            sum(grown(cpu_by_thread(server), then).values())
+            for server, then in zip(servers, before, strict=True)
+        )
 
 
 def mean_cpu_by_thread(played: Sequence[Mapping[str, Any]], least: float = 0.01) -> dict[str, float]:
