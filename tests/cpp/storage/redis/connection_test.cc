@@ -122,7 +122,7 @@ TEST(RedisConnectionTest, a_value_that_is_announced_wrongly_reaches_no_row) {
 }
 
 TEST(RedisConnectionTest, an_observer_is_told_of_each_byte_once_in_order_and_of_one_piece_at_a_time) {
-  constexpr std::size_t kLength = 600'000;
+  static constexpr std::size_t kLength = 600'000;
   struct Observer final : FillObserver {
     void filled(std::span<std::byte> part, std::uint64_t offset, std::uint64_t announced) noexcept override {
       EXPECT_EQ(offset, seen.size());
