@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import shutil
 import statistics
@@ -34,10 +33,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from local_server import Answer, LocalServer, difference, kv_transfer_config
+from local_server import Answer, LocalServer, difference
 from prompt_reload import drop_from_page_cache
 from reporting import describe_machine, draw_bars, say, write_results
-from same_for_all import SYSTEMS, bytes_below, environment
+from same_for_all import SYSTEMS, bytes_below, connector, environment
 from tiny_model import make_model
 
 WAIT_SECONDS = 60  # for what is being copied
@@ -85,22 +84,15 @@ class Setup:
         return [[draw.randrange(2, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
 
     def connector(self, name: str) -> dict[str, Any] | None:
-        if name == "none":
+        config = connector(name, self.host_bytes, self.directory / name, "60GiB")
+        if config is None:
             return None
-        # Made-up weights have no name of their own.
-        named = {"model_id": "made-up weights"} if self.kind == "8b" and name == "kv_offload" else {}
-        config = kv_transfer_config(self.host_bytes, self.directory / name, "60GiB", **named)
-        if name == "vllm":
-            extra = config["kv_connector_extra_config"]
-            extra["cpu_bytes_to_use"] = (
-                int(self.host_bytes.removesuffix("GiB")) << 30
-            )  # it knows only numbers
-            del extra["secondary_tiers"][0]["max_bytes"]  # and no bound
-            if self.device == "cuda":
-                extra["spec_name"] = "TieringOffloadingSpec"
-                del extra["spec_module_path"]
-            else:
-                extra |= {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_tiering_on_cpu"}
+        extra = config["kv_connector_extra_config"]
+        if name == "kv_offload" and self.kind == "8b":
+            extra["model_id"] = "made-up weights"  # which have no name of their own
+        if name == "vllm" and self.device == "cuda":  # where its own worker runs
+            extra["spec_name"] = "TieringOffloadingSpec"
+            del extra["spec_module_path"]
         return config
 
     def serve(self, name: str, run: str) -> LocalServer:
@@ -255,7 +247,7 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", choices=tuple(PROMPTS), default="8b")
-    parser.add_argument("--host", default="40GiB", help="host memory of a connector, in GiB")
+    parser.add_argument("--host", default="40960MiB", help="host memory of a connector, in MiB")
     parser.add_argument("--only", choices=SYSTEMS, action="append", help="for trying out: nothing is kept")
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     parser.add_argument("--keep-logs", type=Path, help="a folder for the servers' logs and metrics")
@@ -327,5 +319,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
     sys.exit(main())

@@ -49,11 +49,12 @@ def environment(spins: str = SPINS) -> dict[str, str]:
     }
 
 
-def connector(name: str, size: str, root: Path) -> dict[str, Any] | None:
-    """For ``--kv-transfer-config``: one of SYSTEMS with host memory of ``size`` ("64MiB") above ``root``."""
+def connector(name: str, size: str, root: Path, max_bytes: str = "8GiB") -> dict[str, Any] | None:
+    """For ``--kv-transfer-config``: one of SYSTEMS with host memory of ``size`` ("64MiB") above ``root``,
+    where it keeps up to ``max_bytes`` ("vllm": any number)."""
     if name == "none":
         return None
-    config = kv_transfer_config(size, root, "8GiB")
+    config = kv_transfer_config(size, root, max_bytes)
     if name == "vllm":
         extra = config["kv_connector_extra_config"]
         extra |= {"spec_name": "CpuTieringSpec", "spec_module_path": "vllm_tiering_on_cpu"}

@@ -147,24 +147,23 @@ class Bench {
     // Jobs of 64 MiB: what a job has moved counts when it is over.
     const Shape shape{16 << 10, 32, std::min<std::uint64_t>(128, room() / (32 * (16 << 10)) / 16 * 16), 1};
     const CacheLayout layout = layout_of(platform_.cache().data(), shape.page, shape.layers, shape.blocks);
-    const std::initializer_list<std::optional<CopyPath>> paths = {std::nullopt, CopyPath::kDma,
-                                                                  CopyPath::kKernel, CopyPath::kStaged};
-    for (const std::optional<CopyPath> path : paths) {
+    const std::uint64_t bytes = shape.page * shape.layers * shape.blocks;
+    for (const CopyDirection direction : kBoth) {
+      decode_beside(*platform_.copier(layout, std::nullopt, platform_.limits()), job_of(shape, direction, 0),
+                    jobs_that_outlast_a_step(direction, bytes), "ours", "as it serves");
+    }
+    for (const CopyPath path : {CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged}) {
       for (const CopyDirection direction : kBoth) {
-        const std::size_t jobs =
-            jobs_that_outlast_a_step(direction, shape.page * shape.layers * shape.blocks);
+        const std::size_t jobs = jobs_that_outlast_a_step(direction, bytes);
         for (const Setting& setting : settings) {
-          if (!path && &setting != settings) continue;
           if (path == CopyPath::kStaged && setting.bytes > (8 << 20)) continue;
           DeviceLimits limits = platform_.limits();
-          if (path) {
-            limits.dma_bytes = limits.kernel_bytes = setting.bytes;
-            limits.sub_job_segments = setting.segments;
-            limits.in_flight = setting.in_flight;
-          }
+          limits.dma_bytes = limits.kernel_bytes = setting.bytes;
+          limits.sub_job_segments = setting.segments;
+          limits.in_flight = setting.in_flight;
           if (path == CopyPath::kStaged) limits.staged_bytes = setting.bytes + setting.segments * 32;
           decode_beside(*platform_.copier(layout, path, limits), job_of(shape, direction, 0), jobs,
-                        path ? to_string(*path) : "ours", path ? setting.name : "as it serves");
+                        to_string(path), setting.name);
         }
       }
     }

@@ -87,9 +87,12 @@ void DeviceCopier::submit(CopyJob job) {
                     .bytes = plan.bytes,
                     .segments = plan.segments.size()};
   queued->lane = lane_of(job);
-  queued->path =
-      choose_path(table_, job.direction, plan.bytes, plan.segments.size(), haste(queued->lane, plan));
-  queued->hasty_path = choose_path(table_, job.direction, plan.bytes, plan.segments.size());
+  const auto path_for = [&](CopyHaste haste) {
+    return choose_path(table_, job.direction, plan.bytes, plan.segments.size(), haste);
+  };
+  queued->hasty_path = path_for(CopyHaste::kSoon);
+  const CopyHaste wanted = haste(queued->lane, plan);
+  queued->path = wanted == CopyHaste::kSoon ? queued->hasty_path : path_for(wanted);
   queued->segments = std::move(plan.segments);
   queued->ranges = split(&queued->segments, split_limits_for(queued->path, queued->hasty_path, limits_));
   Status marked = Status::ok();

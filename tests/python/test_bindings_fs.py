@@ -66,6 +66,7 @@ def test_chunks_come_back_from_the_root_in_a_new_cache(root, region, recorded):
     assert stats["name"] == "fs"
     assert stats["chunks"] == 3
     assert stats["bytes"] >= 3 * SHARD_BYTES
+    assert stats["scan_complete"] is True
     cache.close()
 
 

@@ -20,6 +20,24 @@ using testing::snapshot;
 using enum CopyDirection;
 using Ids = std::vector<std::uint64_t>;
 
+DeviceLimits draw_limits(std::mt19937_64& random, std::uint64_t staged_bytes) {
+  return {.dma_bytes = 1 + random() % 20'000,
+          .kernel_bytes = 1 + random() % 20'000,
+          .sub_job_segments = static_cast<std::uint32_t>(1 + random() % 50),
+          .staged_bytes = staged_bytes,
+          .boundary = (1 + random() % 4) * kPageBytes};
+}
+
+// `fast` is four times as fast as DMA, and the third path is not there.
+CopyTable faster_than_dma(CopyPath fast) {
+  CopyTable table;
+  for (auto& paths : table.rates) {
+    paths[static_cast<std::size_t>(CopyPath::kDma)].fill(10e9);
+    paths[static_cast<std::size_t>(fast)].fill(40e9);
+  }
+  return table;
+}
+
 class DeviceCopierPaths : public ::testing::TestWithParam<CopyPath> {};
 INSTANTIATE_TEST_SUITE_P(Every, DeviceCopierPaths,
                          ::testing::Values(CopyPath::kDma, CopyPath::kKernel, CopyPath::kStaged),
@@ -37,11 +55,7 @@ TEST_P(DeviceCopierPaths, agree_with_the_plain_reference_whatever_the_sub_jobs) 
     CopierOptions options;
     options.layout = c.layout;
     options.area = c.area;
-    const DeviceLimits limits{.dma_bytes = 1 + random() % 20'000,
-                              .kernel_bytes = 1 + random() % 20'000,
-                              .sub_job_segments = static_cast<std::uint32_t>(1 + random() % 50),
-                              .staged_bytes = state.staging_capacity,
-                              .boundary = (1 + random() % 4) * kPageBytes};
+    const DeviceLimits limits = draw_limits(random, state.staging_capacity);
     DeviceCopier copier(options, std::make_unique<FakeDevice>(&state), single_path_table(GetParam()), limits);
     copier.submit(c.job);
     copier.wait(Ids{c.job.id});
@@ -71,17 +85,10 @@ TEST(DeviceCopierPath, may_change_in_the_middle_of_a_store) {
     CopierOptions options;
     options.layout = c.layout;
     options.area = c.area;
-    CopyTable table;
-    table.rates[0][static_cast<std::size_t>(CopyPath::kDma)].fill(10e9);
     const CopyPath hasty = i % 2 == 0 ? CopyPath::kKernel : CopyPath::kStaged;
-    table.rates[0][static_cast<std::size_t>(hasty)].fill(40e9);
-    const DeviceLimits limits{.dma_bytes = 1 + random() % 20'000,
-                              .kernel_bytes = 1 + random() % 20'000,
-                              .sub_job_segments = static_cast<std::uint32_t>(1 + random() % 50),
-                              .staged_bytes = state.staging_capacity,
-                              .boundary = (1 + random() % 4) * kPageBytes};
+    const DeviceLimits limits = draw_limits(random, state.staging_capacity);
     const std::size_t sub_jobs = split(&segments, split_limits_for(CopyPath::kDma, hasty, limits)).size();
-    DeviceCopier copier(options, std::make_unique<FakeDevice>(&state), table, limits);
+    DeviceCopier copier(options, std::make_unique<FakeDevice>(&state), faster_than_dma(hasty), limits);
     copier.submit(c.job);
     state.until_issued(std::min<std::size_t>(sub_jobs, limits.in_flight));
     std::thread waiter([&] { copier.wait(Ids{c.job.id}); });
@@ -128,15 +135,6 @@ class DeviceCopierTest : public ::testing::Test {
   }
   void start(const CopyTable& table = single_path_table(CopyPath::kDma)) {
     copier_ = std::make_unique<DeviceCopier>(options_, std::make_unique<FakeDevice>(&state_), table, limits_);
-  }
-  // `fast` is four times as fast as DMA, and the third path is not there.
-  static CopyTable faster_than_dma(CopyPath fast) {
-    CopyTable table;
-    for (auto& paths : table.rates) {
-      paths[static_cast<std::size_t>(CopyPath::kDma)].fill(10e9);
-      paths[static_cast<std::size_t>(fast)].fill(40e9);
-    }
-    return table;
   }
   void submit(std::uint64_t id, CopyDirection direction, std::int64_t first, std::int64_t count,
               bool expedited = false) {

@@ -488,13 +488,14 @@ class Engine:
         kv_transfer_state._KV_CONNECTOR_AGENT = connector
         connector.handle_preemptions(output.kv_connector_metadata)
         mirror = self.mirrors[rank]
-        with mirror.brought_up_to_date() if mirror is not None else nullcontext():
+        mirrored = nullcontext if mirror is None else mirror.brought_up_to_date
+        with mirrored():
             runner.update(output)  # copies blocks
         with (
             set_current_vllm_config(config),
             set_forward_context(None, config),
             KVConnectorModelRunnerMixin.maybe_get_kv_connector_output(output) as kv_output,
-            mirror.brought_up_to_date() if mirror is not None else nullcontext(),
+            mirrored(),
         ):
             samples = runner.forward(output)
         kv_transfer_state._KV_CONNECTOR_AGENT = None
