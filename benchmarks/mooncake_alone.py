@@ -1,10 +1,11 @@
 """Mooncake's own client in a loop, for mooncake_bench.
 
-    python mooncake_alone.py MASTER WRITERS READERS BYTES RECORDS
+    python mooncake_alone.py MASTER plain|sessions WRITERS READERS BYTES RECORDS
 
-Prints GB/s of puts and of gets, and the processor time of this process for a GB of each. Each thread has a
-buffer of its own, registered; nothing looks at the bytes. Removes all objects of the store before and after;
-RECORDS 0: that alone.
+By put_from and get_into, or by sessions (kv_offload/mooncake_records.py says what these are). Prints GB/s of puts
+and of gets, and the processor time of this process for a GB of each. Each thread has a buffer of its own,
+registered; nothing looks at the bytes. Removes all objects of the store before and after; RECORDS 0: that
+alone.
 """
 
 import ctypes
@@ -36,7 +37,7 @@ def timed(threads: int, records: int, work: Callable[[int, int], None]) -> float
 
 
 def main() -> None:
-    master, writers, readers, size, records = sys.argv[1], *map(int, sys.argv[2:6])
+    master, calls, writers, readers, size, records = *sys.argv[1:3], *map(int, sys.argv[3:7])
     threads = max(writers, readers)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -61,6 +62,20 @@ def main() -> None:
         def get(thread: int, record: int) -> None:
             assert store.get_into(f"alone:{record}", base + thread * room, size) == size
 
+        def put_in_session(thread: int, record: int) -> None:
+            name, at = [f"alone:{record}"], [[base + thread * room]]
+            assert store.batch_put_session_start(name, [size]) == [0]
+            assert store.batch_put_from_multi_buffer_ranges(name, at, [[size]], [[0]]) == [size]
+            assert store.batch_put_session_end(name) == [0]
+
+        def get_in_session(thread: int, record: int) -> None:
+            name, at = [f"alone:{record}"], [[base + thread * room]]
+            assert store.batch_get_session_start(name) == [0]
+            assert store.batch_get_into_multi_buffer_ranges(name, at, [[size]], [[0]]) == [size]
+            store.batch_get_session_end(name)
+
+        if calls == "sessions":
+            put, get = put_in_session, get_in_session
         total = records * size / 1e9
         start = time.process_time()
         writing = timed(writers, records, put)

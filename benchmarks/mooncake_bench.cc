@@ -1,16 +1,16 @@
 // Records to and from a Mooncake Store: the tier against Mooncake's own client in a loop, in the same run.
 //
 //   mooncake_bench --python PATH --alone benchmarks/mooncake_alone.py --master HOST:PORT  [--threads 1,2,4,8]
-//   [--sizes 512,2048,8192 (KiB)] [--rounds 6] [--total MiB]
+//   [--sizes 512,2048,8192 (KiB)] [--rounds 6] [--total MiB] [--calls plain|sessions]
 //
-// The client alone: put_from and get_into in a loop from so many threads of one Python process, from memory
-// that is registered, looked at by nobody. The tier: the same number of records through submit and poll, with
-// header, checksum, the copy to the memory of its process, and a question whether the record is there for
-// each write, one more for the first ones and some of the rest. Both begin in turns, and the ratio is that of
-// the medians. A tier's write threads read, too: with N threads both write on N and read on 2 N. Processor
-// time is that of all processes but Mooncake's master and holder. Prints JSON: GB/s of each, and the ratio.
-// All objects of the store are removed between rounds: give it one of its own (benchmarks/remote_bench.py
-// does, and begins this program).
+// The client alone: put_from and get_into, or with --calls sessions what the tier uses itself, in a loop from
+// so many threads of one Python process, from memory that is registered, looked at by nobody. The tier: the
+// same number of records through submit and poll, with header, checksum, the copy to the memory of its
+// process, and a question whether the record is there before the first writes and some of the rest. Both
+// begin in turns, and the ratio is that of the medians. A tier's write threads read, too: with N threads both
+// write on N and read on 2 N. Processor time is that of all processes but Mooncake's master and holder.
+// Prints JSON: GB/s of each, and the ratio. All objects of the store are removed between rounds: give it one
+// of its own (benchmarks/remote_bench.py does, and begins this program).
 #include <unistd.h>
 
 #include <cstdio>
@@ -34,7 +34,7 @@ using bench::numbers;
 using bench::Rates;
 
 struct Options {
-  std::string python, alone, master;
+  std::string python, alone, master, calls = "plain";
   std::vector<std::size_t> threads{1, 2, 4, 8}, kibibytes{512, 2048, 8192};
   unsigned rounds = 6;
   std::size_t total_mebibytes = 128;
@@ -47,8 +47,9 @@ struct Options {
 
 // The program prints four numbers; none of records: it only removes all.
 Rates client_alone(const Options& options, std::size_t threads, std::size_t bytes, std::size_t records) {
-  const std::string command = fmt::format("{} {} {} {} {} {} {}", options.python, options.alone,
-                                          options.master, threads, bench::readers(threads), bytes, records);
+  const std::string command =
+      fmt::format("{} {} {} {} {} {} {} {}", options.python, options.alone, options.master, options.calls,
+                  threads, bench::readers(threads), bytes, records);
   std::FILE* const output = ::popen(command.c_str(), "r");
   Rates rates;
   const bool all = output != nullptr && std::fscanf(output, "%lf %lf %lf %lf", &rates.write, &rates.read,
@@ -113,6 +114,8 @@ Options parse(int count, char** words) {
       options.alone = value;
     } else if (name == "--master") {
       options.master = value;
+    } else if (name == "--calls") {
+      options.calls = value;
     } else if (name == "--threads") {
       options.threads = numbers(value);
     } else if (name == "--sizes") {

@@ -21,15 +21,24 @@ import struct
 import sys
 import threading
 import traceback
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
+
+from kv_offload.mooncake_records import (
+    BAD_LENGTH,
+    FAILED,
+    NO_OBJECT,
+    NO_SPACE_LEFT,
+    NOT_COMPLETE,
+    Records,
+    Store,
+)
 
 CONTROL = 3
 NAMES_BYTES = 256 << 10
 MOST_TEXT = 1000
 QUESTION = struct.Struct("<IIQQ")  # verb, names, bytes of the names, bytes of the object
 PUT, SET, GET, EXIST, REMOVE = 1, 2, 3, 4, 5
-FAILED, NO_SPACE_LEFT, BAD_LENGTH, NOT_COMPLETE, NO_OBJECT = -1, -200, -600, -703, -704
 NOTHING_IN_USE = (NO_SPACE_LEFT, BAD_LENGTH, NOT_COMPLETE, NO_OBJECT)  # after these, and after none else
 LOG = "KV_OFFLOAD_MOONCAKE_LOG"  # names a file for what Mooncake logs
 _SET_PDEATHSIG = 1
@@ -42,21 +51,6 @@ _MOST_DESCRIPTORS = 1 << 16  # that are tried one by one, where nothing tells wh
 
 class Refused(Exception):
     """Something is missing on this side; another try will not help."""
-
-
-class Store(Protocol):
-    """What is used of mooncake.store.MooncakeDistributedStore."""
-
-    def is_exist(self, key: str, /) -> int: ...
-    def batch_is_exist(self, keys: list[str], /) -> list[int]: ...
-    def put_from(self, key: str, buffer_ptr: int, size: int) -> int: ...
-    def upsert_from(self, key: str, buffer_ptr: int, size: int) -> int: ...
-    def get_into(self, key: str, buffer_ptr: int, size: int) -> int: ...
-    def get_size(self, key: str, /) -> int: ...
-    def remove(self, key: str, force: bool = False) -> int: ...
-    def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
-    def unregister_buffer(self, buffer_ptr: int) -> int: ...
-    def close(self) -> int: ...
 
 
 def end_with_the_engine() -> None:
@@ -180,27 +174,6 @@ def _version() -> str:
     return "of unknown version"
 
 
-def put(store: Store, name: str, address: int, size: int) -> int:
-    """Leaves what is there. NOT_COMPLETE when nothing is there after it was put: Mooncake says that all is
-    well while another has begun to write it, even if that one was killed then."""
-    code = store.put_from(name, address, size)
-    if code < 0:
-        return code
-    there = store.is_exist(name)
-    if there == 1:
-        return size
-    return there if there < 0 else NOT_COMPLETE
-
-
-def get(store: Store, name: str, address: int, room: int) -> int:
-    """The bytes of the object, which are at ``address`` if they are no more than ``room``."""
-    got = store.get_into(name, address, room)
-    if got != BAD_LENGTH:
-        return got
-    length = store.get_size(name)
-    return length if length > room or length < 0 else BAD_LENGTH
-
-
 class Memory:
     """What a channel has mapped, made known to Mooncake."""
 
@@ -237,7 +210,7 @@ def keep(memory: Memory) -> None:
             os._exit(1)
 
 
-def answer(store: Store, memory: Memory, question: bytes) -> int:
+def answer(store: Store, records: Records, memory: Memory, question: bytes) -> int:
     """What is asked, done."""
     verb, count, names_bytes, object_bytes = QUESTION.unpack(question)
     names = memory.map[:names_bytes].decode().split("\n")[:-1]
@@ -247,12 +220,12 @@ def answer(store: Store, memory: Memory, question: bytes) -> int:
     if memory.registered != 0:
         raise RuntimeError(f"Mooncake does not take the memory of this process (code {memory.registered})")
     if verb == PUT:
-        return put(store, names[0], at, object_bytes)
+        return records.put(names[0], at, object_bytes)
     if verb == SET:
         code = store.upsert_from(names[0], at, object_bytes)
         return code if code < 0 else object_bytes
     if verb == GET:
-        return get(store, names[0], at, memory.room)
+        return records.get(names[0], at, memory.room, object_bytes)
     if verb == REMOVE:
         return store.remove(names[0], True)
     if verb != EXIST:
@@ -275,13 +248,15 @@ def as_message(text: str) -> bytes:
     return text.encode(errors="replace")[:MOST_TEXT].decode(errors="ignore").encode()
 
 
-def serve(store: Store, channel: socket.socket, descriptor: int, size: int) -> None:
+def serve(
+    store: Store, records: Records, channel: socket.socket, descriptor: int, size: int
+) -> None:
     """Answers one channel's questions until its other end closes."""
     with contextlib.closing(channel), contextlib.closing(Memory(store, descriptor, size)) as memory:
         while question := channel.recv(QUESTION.size):
             text = ""
             try:
-                code = answer(store, memory, question)
+                code = answer(store, records, memory, question)
                 memory.in_use = code < 0 and code not in NOTHING_IN_USE and moves_bytes(question)
             except Exception as error:
                 code, text = FAILED, f"{type(error).__name__}: {error}"
@@ -294,13 +269,16 @@ def serve(store: Store, channel: socket.socket, descriptor: int, size: int) -> N
 
 def serve_all(control: socket.socket, store: Store) -> None:
     """Takes channels until the engine closes its end."""
+    records = Records(store)
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 8, 2)
         if len(message) != 8 or len(descriptors) != 2:
             return
         (size,) = struct.unpack("<Q", message)
         channel = socket.socket(fileno=descriptors[0])
-        threading.Thread(target=serve, args=(store, channel, descriptors[1], size), daemon=True).start()
+        threading.Thread(
+            target=serve, args=(store, records, channel, descriptors[1], size), daemon=True
+        ).start()
 
 
 def main() -> None:

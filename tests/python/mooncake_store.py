@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp
 print(code, flush=True)
 sys.stdin.read()
 """
-# What kv_offload/mooncake_client.py uses of mooncake.store, over files of one directory, which is the master.
+# What kv_offload/mooncake_client.py and mooncake_records.py use of mooncake.store, over files of one directory, which is the master.
 # A file "hang" there makes every call wait until it is gone.
 _FAKE = """
 import ctypes, os, time, urllib.parse
@@ -28,6 +28,8 @@ class MooncakeDistributedStore:
     def setup(self, host, metadata, segment, buffer, protocol, devices, master):
         self.root = os.environ["FAKE_MOONCAKE"]
         self.open = {}
+        self.puts = {}  # sessions
+        self.gets = {}
         return int(os.environ.get("FAKE_MOONCAKE_SETUP", "0"))
     def _path(self, key):
         while os.path.exists(self.root + "/hang"):
@@ -72,6 +74,41 @@ class MooncakeDistributedStore:
         except FileNotFoundError:
             return -704
         return 0
+    def batch_put_session_start(self, keys, sizes):
+        (key,), (size,) = keys, sizes
+        if key in self.puts:
+            return [-600]
+        if self.is_exist(key):
+            return [-705]
+        self.puts[key] = bytearray(size)
+        return [0]
+    def batch_put_from_multi_buffer_ranges(self, keys, buffers, sizes, offsets):
+        (key,), ((at,),), ((size,),), ((offset,),) = keys, buffers, sizes, offsets
+        if key not in self.puts or offset + size > len(self.puts[key]):
+            return [-600]
+        self.puts[key][offset:offset + size] = ctypes.string_at(at, size)
+        return [size]
+    def batch_put_session_end(self, keys):
+        value = bytes(self.puts.pop(keys[0]))
+        return [self.upsert_from(keys[0], value, len(value))]
+    def batch_put_session_revoke(self, keys):
+        return [-600 if self.puts.pop(keys[0], None) is None else 0]
+    def batch_get_session_start(self, keys):
+        try:
+            with open(self._path(keys[0]), "rb") as file:
+                self.gets[keys[0]] = file.read()
+        except FileNotFoundError:
+            return [-704]
+        return [0]
+    def batch_get_into_multi_buffer_ranges(self, keys, buffers, sizes, offsets):
+        (key,), ((at,),), ((size,),), ((offset,),) = keys, buffers, sizes, offsets
+        if key not in self.gets or offset + size > len(self.gets[key]):
+            return [-600]
+        ctypes.memmove(at, self.gets[key][offset:], size)
+        return [size]
+    def batch_get_session_end(self, keys):
+        self.gets.pop(keys[0], None)
+        return 0
     def close(self):
         return 0
 """
@@ -96,11 +133,14 @@ def free_port() -> int:
 class MooncakeProcesses:
     """A master and a holder; each may be killed and started again, at the same address."""
 
-    def __init__(self, directory: Path, holder_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self, directory: Path, holder_bytes: int = 256 << 20, master_options: Sequence[str] = ()
+    ) -> None:
         import mooncake
 
         self._program = Path(mooncake.__file__).parent / "mooncake_master"
         self._directory, self._holder_bytes = directory, holder_bytes
+        self._master_options = master_options
         self._port, self._metrics = free_port(), free_port()
         self.address = f"127.0.0.1:{self._port}"
         self.master: subprocess.Popen[bytes] | None = None
@@ -114,6 +154,7 @@ class MooncakeProcesses:
             f"--metrics_port={self._metrics}",
             "--client_ttl=2",
             "--logtostderr",
+            *self._master_options,
         ]
         with (self._directory / "master.log").open("ab") as log:
             self.master = subprocess.Popen(command, stdout=log, stderr=log)
@@ -152,9 +193,11 @@ class MooncakeProcesses:
 
 
 @contextmanager
-def mooncake_store(directory: Path, holder_bytes: int = 256 << 20) -> Iterator[MooncakeProcesses]:
+def mooncake_store(
+    directory: Path, holder_bytes: int = 256 << 20, master_options: Sequence[str] = ()
+) -> Iterator[MooncakeProcesses]:
     """Ended by their pids."""
-    found = MooncakeProcesses(directory, holder_bytes)
+    found = MooncakeProcesses(directory, holder_bytes, master_options)
     try:
         found.start_master()
         found.start_holder()

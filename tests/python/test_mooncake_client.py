@@ -15,6 +15,7 @@ import pytest
 from mooncake_store import free_port, make_fake_package
 
 from kv_offload import mooncake_client as client
+from kv_offload.mooncake_records import NO_OBJECT, NOT_COMPLETE, Records
 from kv_offload.tiers.mooncake import MooncakeTierConfig
 
 GIVEN = {
@@ -47,7 +48,9 @@ class Asked:
         os.ftruncate(descriptor, self.size)
         self.map = mmap.mmap(descriptor, self.size)
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.thread = threading.Thread(target=client.serve, args=(store, theirs, descriptor, self.size))
+        self.thread = threading.Thread(
+            target=client.serve, args=(store, Records(store), theirs, descriptor, self.size)
+        )
         self.thread.start()
 
     def __enter__(self) -> "Asked":
@@ -119,17 +122,6 @@ def test_what_mooncake_raises_is_said(package: Path, monkeypatch: pytest.MonkeyP
     with Asked(store) as asked:
         assert asked.ask(client.EXIST, "a") == client.FAILED
         assert b"does not take the memory of this process (code -7)" in asked.answer
-
-
-def test_a_put_after_which_nothing_is_there_is_none(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Mooncake does beside one that was begun and not ended."""
-    store, _ = client.open_store(GIVEN)
-    monkeypatch.setattr(type(store), "put_from", lambda *_: 0)
-    with Asked(store) as asked:
-        assert asked.ask(client.PUT, "a", put=b"x") == client.NOT_COMPLETE
-    monkeypatch.setattr(type(store), "is_exist", lambda *_: -900)
-    with Asked(store) as asked:
-        assert asked.ask(client.PUT, "a", put=b"x") == -900
 
 
 def test_an_error_of_one_key_is_not_taken_for_an_absent_one(

@@ -36,7 +36,7 @@ struct Question {
   std::uint32_t verb = 0;
   std::uint32_t names = 0;         // in the memory's first bytes, one after the other, each ended by '\n'
   std::uint64_t names_bytes = 0;   // all of them
-  std::uint64_t object_bytes = 0;  // put, set: what is to be written
+  std::uint64_t object_bytes = 0;  // put, set: what is to be written; get: what is expected, 0: not known
 };
 static_assert(sizeof(Question) == 24);
 

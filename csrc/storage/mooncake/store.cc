@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "storage/mooncake/errors.h"
+#include "storage/opened_as_it_comes.h"
 #include "storage/record_form.h"
 #include "storage/sealed_names.h"
 
@@ -14,25 +15,50 @@ namespace {
 
 constexpr std::size_t kMostLeftWrong = 4096;
 
-// The record in one piece.
-void pack(const OutgoingRecord& record, std::span<std::byte> object) {
-  std::byte* to = object.data();
-  for (const std::span<const std::byte> piece : record.pieces()) {
-    std::memcpy(to, piece.data(), piece.size());
-    to += piece.size();
+// The record in one piece. What lies in place is summed while it is copied.
+Status pack(OutgoingRecord& record, const TierOp& op, std::span<std::byte> object) {
+  std::span<std::byte> to = object;
+  const auto copy = [&to](const std::byte* from, std::size_t bytes) {
+    std::memcpy(to.data(), from, bytes);
+    to = to.subspan(bytes);
+  };
+  if (!record.in_place()) {
+    if (Status status = record.finish(); !status) return status;
+    for (const std::span<const std::byte> piece : record.pieces()) copy(piece.data(), piece.size());
+    return Status::ok();
   }
+  to = to.subspan(kRecordHeaderBytes);
+  PayloadChecksum checksum;
+  for (const Shard& shard : op.shards) {
+    std::span<const std::byte> left(shard.data(), round_up(shard.size(), kPageBytes));
+    while (!left.empty()) {
+      const auto part = left.first(std::min(left.size(), RecordForm::kStepBytes));
+      checksum.add(part);
+      copy(part.data(), part.size());
+      left = left.subspan(part.size());
+    }
+  }
+  RecordHeader header = record.header();
+  header.checksum = checksum.value();
+  encode_header(header, object.first(kRecordHeaderBytes));
+  return Status::ok();
 }
 
-// Into the rows, where it is verified: what the process does to its memory later is not seen.
+// Into the rows, step by step, and verified there: what the process does to its memory later is not seen.
 Status unpack(IncomingRecord& record, std::span<const std::byte> object, std::uint64_t length) {
   if (Status status = record.check_length(length); !status) return status;
-  std::span<const std::byte> from = object.first(length);
-  for (const std::span<std::byte> piece : record.pieces()) {
-    const std::size_t part = std::min(piece.size(), from.size());
-    if (part > 0) std::memcpy(piece.data(), from.data(), part);
-    from = from.subspan(part);
+  OpenedAsItComes opened(record);
+  std::span<const std::byte> left = object.first(length);
+  for (std::span<std::byte> piece : record.pieces()) {
+    while (!piece.empty() && !left.empty()) {
+      const std::size_t part = std::min({piece.size(), left.size(), RecordForm::kStepBytes});
+      std::memcpy(piece.data(), left.data(), part);
+      opened.filled(piece.first(part), length - left.size(), length);
+      piece = piece.subspan(part);
+      left = left.subspan(part);
+    }
   }
-  return record.open(length);
+  return opened.finish(length);
 }
 
 // Nothing is known of what Mooncake still does with a channel's memory after these.
@@ -102,10 +128,12 @@ Status MooncakeStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64
   const auto left = asked_until - std::chrono::steady_clock::now();
   OutgoingRecord record(form_, options_.namespace_id, op);
   if (Status status = record.encode(); !status) return status;
-  if (Status status = record.finish(); !status) return status;
   ChannelPtr channel;
   if (Status status = client_.take(record.bytes(), &channel); !status) return status;
-  pack(record, channel->object());
+  if (Status status = pack(record, op, channel->object()); !status) {
+    client_.give_back(std::move(channel));
+    return status;
+  }
   // What was done here is not Mooncake's time.
   const Deadline until = std::chrono::steady_clock::now() + left;
   Answer answer;
@@ -128,8 +156,10 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
   ChannelPtr channel;
   if (Status status = client_.take(record.most_bytes(), &channel); !status) return status;
   const std::string key = key_of(op.key, epoch);
+  // Of one that may be encoded the length is not known.
+  const std::uint64_t expected = form_.compression() == nullptr ? record.most_bytes() : 0;
   Answer answer;
-  Status status = call(&channel, Verb::kGet, {&key, 1}, 0, until, &answer);
+  Status status = call(&channel, Verb::kGet, {&key, 1}, expected, until, &answer);
   if (status && answer.result < 0) status = refusal(answer.result, answer.text);
   if (!status) {
     if (channel) client_.give_back(std::move(channel));

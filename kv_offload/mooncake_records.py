@@ -1,0 +1,147 @@
+"""How the process beside an engine (mooncake_client.py) puts records into Mooncake Store and gets them.
+
+Mooncake has two ways. A plain call does all of it, and one of its threads spins until the bytes are moved. A
+session is begun, moves bytes and is ended by calls of its own: it waits without spinning, so that it takes half
+the processor time or less, and its beginning tells what a plain put keeps to itself, that the object is there
+already (``benchmarks/remote_bench.py mooncake`` compares). Sessions are used where Mooncake has them and they
+do all that a plain put does; a put in a session does not write the copy on a shared file system that a master
+with ``--root_fs_dir`` adds to each object.
+
+Results are lengths in bytes, or below 0 one of Mooncake's error codes.
+"""
+
+import threading
+import uuid
+from typing import Protocol
+
+FAILED, NO_SPACE_LEFT, BAD_LENGTH = -1, -200, -600
+NOT_IN_MEMORY, NOT_COMPLETE, NO_OBJECT, IS_THERE = -702, -703, -704, -705
+_SESSION_CALLS = (
+    "batch_put_session_start",
+    "batch_put_from_multi_buffer_ranges",
+    "batch_put_session_end",
+    "batch_put_session_revoke",
+    "batch_get_session_start",
+    "batch_get_into_multi_buffer_ranges",
+    "batch_get_session_end",
+)
+
+
+class Store(Protocol):
+    """What is used of mooncake.store.MooncakeDistributedStore."""
+
+    def is_exist(self, key: str, /) -> int: ...
+    def batch_is_exist(self, keys: list[str], /) -> list[int]: ...
+    def put_from(self, key: str, buffer_ptr: int, size: int) -> int: ...
+    def upsert_from(self, key: str, buffer_ptr: int, size: int) -> int: ...
+    def get_into(self, key: str, buffer_ptr: int, size: int) -> int: ...
+    def get_size(self, key: str, /) -> int: ...
+    def remove(self, key: str, force: bool = False) -> int: ...
+    def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
+    def unregister_buffer(self, buffer_ptr: int) -> int: ...
+    def close(self) -> int: ...
+
+    # Sessions; older packages have none.
+    def batch_put_session_start(self, keys: list[str], sizes: list[int]) -> list[int]: ...
+    def batch_put_from_multi_buffer_ranges(
+        self, keys: list[str], buffers: list[list[int]], sizes: list[list[int]], offsets: list[list[int]], /
+    ) -> list[int]: ...
+    def batch_put_session_end(self, keys: list[str]) -> list[int]: ...
+    def batch_put_session_revoke(self, keys: list[str]) -> list[int]: ...
+    def batch_get_session_start(self, keys: list[str]) -> list[int]: ...
+    def batch_get_into_multi_buffer_ranges(
+        self, keys: list[str], buffers: list[list[int]], sizes: list[list[int]], offsets: list[list[int]], /
+    ) -> list[int]: ...
+    def batch_get_session_end(self, keys: list[str]) -> int: ...
+
+
+class Records:
+    """Of one store. Any thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._has_sessions = all(hasattr(store, name) for name in _SESSION_CALLS)
+        self._puts_in_sessions: bool | None = None if self._has_sessions else False
+        self._lock = threading.Lock()
+        self._putting: set[str] = set()  # names that have a session now
+
+    def put(self, name: str, address: int, size: int) -> int:
+        """Leaves what is there. NOT_COMPLETE where another began to write it and has not ended, even if that
+        one was killed then. ``address``: of memory that is registered."""
+        if self._puts_in_sessions is None:
+            self._puts_in_sessions = self._does_a_session_do_it_all(f"{name}:probe:{uuid.uuid4().hex}", address)
+        if not self._puts_in_sessions:
+            code = self._store.put_from(name, address, size)
+            return code if code < 0 else self._size_if_there(name, size)
+        with self._lock:
+            if name in self._putting:
+                return NOT_COMPLETE
+            self._putting.add(name)
+        try:
+            return self._put_in_session(name, address, size)
+        finally:
+            with self._lock:
+                self._putting.remove(name)
+
+    def get(self, name: str, address: int, room: int, expected: int) -> int:
+        """The bytes of the object, which are at ``address`` if they are no more than ``room``. ``expected``:
+        how many they probably are; 0 when that is not known."""
+        if self._has_sessions and expected:
+            got = self._get_in_session(name, address, expected)
+            if got is not None:
+                return got
+        got = self._store.get_into(name, address, room)
+        if got != BAD_LENGTH:
+            return got
+        length = self._store.get_size(name)
+        return length if length > room or length < 0 else BAD_LENGTH
+
+    def _size_if_there(self, name: str, size: int) -> int:
+        """After a put that may have met another's: Mooncake says that all is well."""
+        there = self._store.is_exist(name)
+        if there == 1:
+            return size
+        return there if there < 0 else NOT_COMPLETE
+
+    def _put_in_session(self, name: str, address: int, size: int) -> int:
+        store = self._store
+        (code,) = store.batch_put_session_start([name], [size])
+        if code == BAD_LENGTH:  # one of ours may be left that could not be ended
+            store.batch_put_session_revoke([name])
+            (code,) = store.batch_put_session_start([name], [size])
+        if code == IS_THERE:
+            return self._size_if_there(name, size)
+        if code < 0:
+            return code
+        (moved,) = store.batch_put_from_multi_buffer_ranges([name], [[address]], [[size]], [[0]])
+        if moved != size:
+            store.batch_put_session_revoke([name])
+            return moved if moved < 0 else FAILED
+        (code,) = store.batch_put_session_end([name])
+        return code if code < 0 else size
+
+    def _does_a_session_do_it_all(self, name: str, address: int) -> bool | None:
+        """Tried with an object of one byte, which can be removed only when all of its copies are written.
+        None: that cannot be told now."""
+        if self._put_in_session(name, address, 1) != 1:
+            return None
+        code = self._store.remove(name, True)
+        return None if code not in (0, NOT_COMPLETE) else code == 0
+
+    def _get_in_session(self, name: str, address: int, expected: int) -> int | None:
+        """None: not to be had that way, and nothing was moved."""
+        store = self._store
+        (code,) = store.batch_get_session_start([name])
+        if code != 0:
+            return None if code == NOT_IN_MEMORY else code
+        try:
+            (got,) = store.batch_get_into_multi_buffer_ranges([name], [[address]], [[expected]], [[0]])
+            if got == BAD_LENGTH:  # it is shorter
+                return None
+            if got != expected:
+                return got if got < 0 else FAILED
+            # It is longer if one more byte can be had; else nobody is asked for that.
+            (more,) = store.batch_get_into_multi_buffer_ranges([name], [[address]], [[1]], [[expected]])
+            return expected if more == BAD_LENGTH else None
+        finally:
+            store.batch_get_session_end([name])

@@ -1,0 +1,312 @@
+"""kv_offload/mooncake_records.py: records by sessions and by plain calls, over Mooncake's own store and over
+one of this file that answers what a test says."""
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mooncake_store import MooncakeProcesses, mooncake_store
+
+from kv_offload.mooncake_records import (
+    _SESSION_CALLS,
+    BAD_LENGTH,
+    IS_THERE,
+    NO_OBJECT,
+    NOT_COMPLETE,
+    NOT_IN_MEMORY,
+    Records,
+)
+
+ROOM = 1 << 16
+
+
+class Buffer:
+    """Memory that a store may be told of."""
+
+    def __init__(self) -> None:
+        self.map = mmap.mmap(-1, ROOM)
+        self._anchor = ctypes.c_char.from_buffer(self.map)
+        self.address = ctypes.addressof(self._anchor)
+
+    def fill(self, value: bytes) -> int:
+        self.map[: len(value)] = value
+        return len(value)
+
+
+class Scripted:
+    """Objects in memory. ``answers[call]``: what that call says instead of doing anything, once for each.
+    ``calls``: what was called, in order, with the name."""
+
+    def __init__(self, completes: bool = True) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.begun: dict[str, bytes] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.calls: list[tuple[str, str]] = []
+        self._completes = completes  # a session writes all copies of an object
+
+    def _said(self, call: str, name: str) -> int | None:
+        self.calls.append((call, name))
+        waiting = self.answers.get(call)
+        return waiting.pop(0) if waiting else None
+
+    def called(self, call: str) -> int:
+        return sum(one == call for one, _ in self.calls)
+
+    def is_exist(self, name: str, /) -> int:
+        said = self._said("is_exist", name)
+        return int(name in self.objects) if said is None else said
+
+    def put_from(self, name: str, address: int, size: int) -> int:
+        said = self._said("put_from", name)
+        if said is None:
+            self.objects.setdefault(name, ctypes.string_at(address, size))
+        return said or 0
+
+    def get_into(self, name: str, address: int, room: int) -> int:
+        said = self._said("get_into", name)
+        if said is not None or name not in self.objects:
+            return NO_OBJECT if said is None else said
+        value = self.objects[name]
+        if len(value) > room:
+            return BAD_LENGTH
+        ctypes.memmove(address, value, len(value))
+        return len(value)
+
+    def get_size(self, name: str, /) -> int:
+        return len(self.objects[name]) if name in self.objects else NO_OBJECT
+
+    def remove(self, name: str, force: bool = False) -> int:
+        said = self._said("remove", name)
+        if said is None and self._completes:
+            del self.objects[name]
+        return said if said is not None else 0 if self._completes else NOT_COMPLETE
+
+    def batch_put_session_start(self, names: list[str], sizes: list[int]) -> list[int]:
+        said = self._said("start", names[0])
+        if said is not None:
+            return [said]
+        if names[0] in self.begun:
+            return [BAD_LENGTH]
+        if names[0] in self.objects:
+            return [IS_THERE]
+        self.begun[names[0]] = bytes(sizes[0])
+        return [0]
+
+    def batch_put_from_multi_buffer_ranges(self, names: Any, at: Any, sizes: Any, offsets: Any) -> list[int]:
+        said = self._said("move", names[0])
+        if said is None:
+            self.begun[names[0]] = ctypes.string_at(at[0][0], sizes[0][0])
+        return [sizes[0][0] if said is None else said]
+
+    def batch_put_session_end(self, names: list[str]) -> list[int]:
+        said = self._said("end", names[0])
+        if said is None:
+            self.objects[names[0]] = self.begun.pop(names[0])
+        return [said or 0]
+
+    def batch_put_session_revoke(self, names: list[str]) -> list[int]:
+        self._said("revoke", names[0])
+        return [BAD_LENGTH if self.begun.pop(names[0], None) is None else 0]
+
+    def batch_get_session_start(self, names: list[str]) -> list[int]:
+        said = self._said("start_get", names[0])
+        return [said if said is not None else 0 if names[0] in self.objects else NO_OBJECT]
+
+    def batch_get_into_multi_buffer_ranges(self, names: Any, at: Any, sizes: Any, offsets: Any) -> list[int]:
+        said = self._said("move_get", names[0])
+        if said is not None:
+            return [said]
+        part = self.objects[names[0]][offsets[0][0] :][: sizes[0][0]]
+        if len(part) < sizes[0][0]:
+            return [BAD_LENGTH]
+        ctypes.memmove(at[0][0], part, len(part))
+        return [len(part)]
+
+    def batch_get_session_end(self, names: list[str]) -> int:
+        self._said("end_get", names[0])
+        return 0
+
+
+class WithoutSessions:
+    """An older package."""
+
+    def __init__(self, store: Scripted) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SESSION_CALLS:
+            raise AttributeError(name)
+        return getattr(self._store, name)
+
+
+@pytest.fixture
+def buffer() -> Buffer:
+    return Buffer()
+
+
+@pytest.mark.parametrize("sessions", [True, False])
+def test_what_is_put_comes_back_and_what_is_there_stays(buffer: Buffer, sessions: bool) -> None:
+    store = Scripted()
+    records = Records(store if sessions else WithoutSessions(store))  # type: ignore[arg-type]
+    assert records.put("a", buffer.address, buffer.fill(b"first")) == 5
+    assert records.put("a", buffer.address, buffer.fill(b"other")) == 5
+    assert store.objects == {"a": b"first"}
+    for expected in (0, 3, 5, 9):
+        buffer.fill(bytes(9))
+        assert records.get("a", buffer.address, ROOM, expected) == 5, expected
+        assert buffer.map[:9] == b"first" + bytes(4)
+    assert records.get("a", buffer.address, 3, 3) == 5, "longer than there is room: its length"
+    assert records.get("none", buffer.address, ROOM, 5) == NO_OBJECT
+    assert (store.called("put_from") == 0) == sessions
+    # Once more where it is not 5 bytes long; else Mooncake is asked plainly.
+    assert store.called("get_into") == (4 if sessions else 6)
+    assert store.called("start_get") == store.called("end_get") + sessions == (6 - 1 if sessions else 0)
+
+
+def test_a_get_that_fails_on_its_way_is_not_tried_again_into_the_same_memory(buffer: Buffer) -> None:
+    store = Scripted()
+    store.objects["a"] = b"value"
+    for call, code in (("start_get", -900), ("move_get", -800), ("move_get", 3)):
+        store.answers[call] = [code]
+        assert Records(store).get("a", buffer.address, ROOM, 5) == min(code, -1)
+    assert store.called("get_into") == 0
+    store.answers["start_get"] = [NOT_IN_MEMORY]
+    assert Records(store).get("a", buffer.address, ROOM, 5) == 5, "on a disk only"
+    assert store.called("get_into") == 1
+
+
+@pytest.mark.parametrize("sessions", [True, False])
+def test_a_put_beside_one_that_did_not_end_is_none(buffer: Buffer, sessions: bool) -> None:
+    store = Scripted(completes=sessions)
+    records = Records(store)  # type: ignore[arg-type]
+    assert records.put("first", buffer.address, 1) == 1
+    store.answers = {"start": [IS_THERE], "put_from": [0]}
+    assert records.put("a", buffer.address, 1) == NOT_COMPLETE
+    store.answers = {"start": [IS_THERE], "put_from": [0], "is_exist": [-900]}
+    assert records.put("a", buffer.address, 1) == -900
+    assert "a" not in store.objects
+
+
+@pytest.mark.parametrize(("call", "code"), [("move", -800), ("move", 0), ("move", 4), ("end", -900)])
+def test_a_session_that_fails_is_no_put_and_is_begun_anew_by_the_next(
+    buffer: Buffer, call: str, code: int
+) -> None:
+    store = Scripted()
+    records = Records(store)  # type: ignore[arg-type]
+    assert records.put("first", buffer.address, 1) == 1
+    store.answers[call] = [code]
+    assert records.put("a", buffer.address, buffer.fill(b"value")) == min(code, -1)
+    assert "a" not in store.objects
+    assert records.put("a", buffer.address, buffer.fill(b"value")) == 5
+    assert store.objects["a"] == b"value"
+    assert store.begun == {}
+
+
+def test_a_session_that_nobody_can_end_costs_no_record_that_is_there(buffer: Buffer) -> None:
+    store = Scripted()
+    records = Records(store)  # type: ignore[arg-type]
+    assert records.put("a", buffer.address, 1) == 1
+    store.answers["start"] = [BAD_LENGTH, BAD_LENGTH]
+    assert records.put("b", buffer.address, 1) == BAD_LENGTH
+
+
+def test_two_puts_of_one_name_do_not_share_a_session(buffer: Buffer) -> None:
+    store = Scripted()
+    records = Records(store)  # type: ignore[arg-type]
+    assert records.put("first", buffer.address, 1) == 1
+    answers: list[int] = []
+    move = store.batch_put_from_multi_buffer_ranges
+
+    def meanwhile(*given: Any) -> list[int]:
+        answers.append(records.put("a", buffer.address, 1))
+        return move(*given)
+
+    store.batch_put_from_multi_buffer_ranges = meanwhile  # type: ignore[method-assign]
+    assert records.put("a", buffer.address, 1) == 1
+    assert answers == [NOT_COMPLETE]
+    assert store.called("revoke") == 0
+
+
+def test_puts_are_plain_where_a_session_leaves_a_copy_unwritten(buffer: Buffer) -> None:
+    store = Scripted(completes=False)
+    records = Records(store)  # type: ignore[arg-type]
+    for name in ("a", "b"):
+        assert records.put(name, buffer.address, 1) == 1
+    assert [name for call, name in store.calls if call == "put_from"] == ["a", "b"]
+    assert store.called("remove") == 1, "tried once"
+
+
+@pytest.mark.parametrize(("call", "code"), [("start", -200), ("remove", -900)])
+def test_while_it_cannot_be_told_puts_are_plain_and_it_is_tried_again(
+    buffer: Buffer, call: str, code: int
+) -> None:
+    store = Scripted()
+    records = Records(store)  # type: ignore[arg-type]
+    store.answers[call] = [code]
+    assert records.put("a", buffer.address, 1) == 1
+    assert records.put("b", buffer.address, 1) == 1
+    assert [name for call, name in store.calls if call == "put_from"] == ["a"]
+
+
+# ---- Mooncake's own
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["memory", "root_fs_dir"])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    directory = tmp_path_factory.mktemp("mooncake")
+    files = directory / "files"
+    files.mkdir()
+    options = [f"--root_fs_dir={files}"] if request.param else []
+    with mooncake_store(directory, master_options=options) as running:
+        yield running, files if request.param else None
+
+
+def opened(running: MooncakeProcesses, buffer: Buffer) -> Any:
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", running.address) == 0
+    assert store.register_buffer(buffer.address, ROOM) == 0
+    return store
+
+
+def wait_until_there_is_a_file_below(directory: Path) -> None:
+    pause, deadline = threading.Event(), time.monotonic() + 240
+    while not any(path.is_file() for path in directory.rglob("*")):
+        assert time.monotonic() < deadline
+        pause.wait(0.01)
+
+
+def test_mooncakes_own_store_does_what_these_tests_take_it_to_do(
+    real: tuple[MooncakeProcesses, Path | None], buffer: Buffer
+) -> None:
+    running, files = real
+    store = opened(running, buffer)
+    records = Records(store)
+    value = bytes(range(256)) * 100
+    assert records.put("a", buffer.address, buffer.fill(value)) == len(value)
+    assert records._puts_in_sessions == (files is None)
+    assert records.put("a", buffer.address, buffer.fill(bytes(len(value)))) == len(value)
+    for expected in (0, len(value) - 1, len(value), len(value) + 1):
+        buffer.fill(bytes(ROOM))
+        assert records.get("a", buffer.address, ROOM, expected) == len(value), expected
+        assert buffer.map[: ROOM] == value + bytes(ROOM - len(value))
+    assert records.get("none", buffer.address, ROOM, 5) == NO_OBJECT
+    # What another began.
+    assert store.batch_put_session_start(["b"], [5]) == [0]
+    memory = Buffer()
+    other = Records(opened(running, memory))
+    assert other.put("b", memory.address, memory.fill(b"other")) == NOT_COMPLETE
+    if files is not None:
+        wait_until_there_is_a_file_below(files)  # the copy on the shared file system
+    else:
+        assert records.put("b", buffer.address, buffer.fill(b"value")) == 5, "its own, which nobody ended"
+        assert other.get("b", memory.address, ROOM, 5) == 5
+        assert memory.map[:5] == b"value"
+    store.close()
+    other._store.close()
