@@ -84,6 +84,8 @@ class CostModel {
     double deadline_seconds = 0;           // what arrives later is of no use
   };
   Decision decide(const Question& question);
+  // What lies on this tier was computed again, the last time that there was a choice.
+  bool computes_instead_of(std::size_t tier) const { return tiers_[tier].recompute; }
   // Whether a tier that is not used should be probed now; then it counts as probed.
   bool should_probe(std::size_t tier, Nanos now);
   // Reads that are under way are a probe from now on.

@@ -208,6 +208,7 @@ void TierOps::finish_read(Op& op, const Completion& completion) {
   for (const RequestHandle waiter : op.waiters) on_read_end_(waiter, end);
   if (arrived) {
     chunks_.finish_fetch(op.slot, op.tier);
+    note_recorded(op.slot, op.tier);
     on_fetched_(op.slot, op.tier);
     return;
   }
@@ -220,7 +221,11 @@ void TierOps::finish_read(Op& op, const Completion& completion) {
 void TierOps::write(std::uint8_t tier, std::span<const Slot> slots, bool may_decline) {
   std::vector<TierOp> batch;
   for (const Slot slot : slots) {
-    if (chunks_.is_written_to(slot, tier) || is_recorded(tier, chunks_.at(slot).key)) continue;
+    if (chunks_.is_written_to(slot, tier)) continue;
+    if (is_recorded(tier, chunks_.at(slot).key)) {
+      note_recorded(slot, tier);
+      continue;
+    }
     chunks_.begin_write(slot, tier);
     ++slots_[tier].writes;
     batch.push_back(make_op(OpKind::kWrite, tier, slot));
@@ -243,7 +248,10 @@ void TierOps::finish_write(Op& op, const Completion& completion) {
                  static_cast<double>(groups_[op.group].bytes));
   }
   if (op.stale) return chunks_.release(op.row);
-  if (completion.status.is_ok()) events_.tier_has(completion.key, slot.name);
+  if (completion.status.is_ok()) {
+    events_.tier_has(completion.key, slot.name);
+    note_recorded(op.slot, op.tier);
+  }
   chunks_.end_write(op.slot, op.tier, kind != StatusKind::kCancelled);
 }
 
@@ -319,8 +327,18 @@ void TierOps::end_step() {
   }
 }
 
+void TierOps::note_recorded(Slot slot, std::uint8_t tier) {
+  if (!costs_.computes_instead_of(tier)) chunks_.set_recorded(slot, true);
+}
+
 void TierOps::note_removal(const TierSlot& from, const TierRemoval& removal) {
   events_.tier_lost(removal.key, from.name);
+  if (const ChunkEntry* entry = chunks_.find_resident(removal.key)) {
+    bool elsewhere = false;
+    for (std::size_t tier = 0; tier < tiers_.size(); ++tier)
+      elsewhere |= &slots_[tier] != &from && is_recorded(tier, removal.key);
+    if (!elsewhere) chunks_.set_recorded(chunks_.slot_of(entry), false);
+  }
   switch (removal.reason) {
     case TierRemoval::Reason::kCorrupt:
       memory_.note_gone(removal.key, static_cast<std::uint8_t>(MissReason::kCorrupt));

@@ -169,6 +169,7 @@ class TierOps {
   void finish_read(Op& op, const Completion& completion);
   void finish_write(Op& op, const Completion& completion);
   void learn_from_read(const Op& op, const Completion& completion);
+  void note_recorded(Slot slot, std::uint8_t tier);
   void note_removal(const TierSlot& from, const TierRemoval& removal);
   bool drop_write(OpId op, std::string_view reason);  // false: it cannot be cancelled
   void publish(TierSlot& slot, const TierStats& stats);

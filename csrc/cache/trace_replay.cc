@@ -117,6 +117,7 @@ class Replayer {
       index_->pin(slot);
       held_.push_back(slot);
       index_->make_resident(slot, ChunkOrigin::kTier);
+      index_->set_recorded(slot, true);
       ++result_.tier_hits;
     }
     for (std::size_t i = known; i-- > 0;) {
@@ -186,15 +187,23 @@ class Replayer {
   // False: declined.
   bool write(Slot slot, std::uint32_t spared_request = 0) {
     const ChunkEntry& entry = index_->at(slot);
-    if (options_.tier_chunks == 0 || catalogue_->holds(entry.key)) return true;
+    if (options_.tier_chunks == 0) return true;
+    if (catalogue_->holds(entry.key)) {
+      index_->set_recorded(slot, true);
+      return true;
+    }
     while (catalogue_->size() >= options_.tier_chunks) {
       if (spared_request != 0 && catalogue_->next_is_of(spared_request)) return false;
-      if (!catalogue_->take_victim()) return true;
+      const auto gone = catalogue_->take_victim();
+      if (!gone) return true;
+      if (const ChunkEntry* here = index_->find(gone->key))
+        index_->set_recorded(index_->slot_of(here), false);
       ++result_.tier_evicted;
     }
     catalogue_->insert({entry.key, kPageBytes}, index_->about(entry));
     last_used_[entry.key] = ++uses_;
     ++result_.written;
+    index_->set_recorded(slot, true);
     return true;
   }
   void hit_recorded(Slot slot) {

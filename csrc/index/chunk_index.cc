@@ -275,6 +275,10 @@ void ChunkIndex::clear() {
   impl_->pinned = 0;
 }
 
+void ChunkIndex::set_recorded(Slot slot, bool recorded) {
+  if (impl_->entries[slot].state == ChunkState::kResident) impl_->policy->set_recorded(slot, recorded);
+}
+
 void ChunkIndex::pin(Slot slot) {
   ChunkEntry& entry = impl_->entries[slot];
   assert(entry.state != ChunkState::kAbsent);

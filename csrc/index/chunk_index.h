@@ -94,6 +94,8 @@ class ChunkIndex {
   void erase(Slot slot);
   // All entries -> absent, whatever their pins. The caller has dealt with rows.
   void clear();
+  // A tier has it too, or none any more: the policy learns it, as long as the entry is resident.
+  void set_recorded(Slot slot, bool recorded);
   void pin(Slot slot);
   void unpin(Slot slot);
   // A request (its number and priority) uses it, and is its holder from now on. As with

@@ -42,6 +42,9 @@ class EvictionPolicy {
   virtual void access(Slot slot, const EntryInfo& info) = 0;
   // As recent as after a hit, though nobody asked for it (it was used elsewhere).
   virtual void refresh(Slot slot, const EntryInfo& info) { access(slot, info); }
+  // A hint: a slower tier has this entry too, so that it costs less to have it again; or has it no more.
+  // After insert() it has not.
+  virtual void set_recorded(Slot, bool) {}
   // A hint that this chunk is inserted or hit soon: what is known of it may be far away.
   virtual void prefetch(ChunkId) const {}
   // Gone for any reason. Pinned or not.

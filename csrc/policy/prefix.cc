@@ -84,6 +84,18 @@ void PrefixPolicy::erase(Slot slot) {
   --known_;
 }
 
+void PrefixPolicy::set_recorded(Slot slot, bool recorded) {
+  Node& node = nodes_[slot];
+  assert(node.place != Place::kUnknown);
+  if (node.place != Place::kLeaf) {
+    node.recorded = recorded;
+  } else if (node.recorded != recorded) {
+    lift(slot);
+    node.recorded = recorded;
+    put_leaf(slot);
+  }
+}
+
 void PrefixPolicy::pin(Slot slot) {
   assert(nodes_[slot].place == Place::kLeaf || nodes_[slot].place == Place::kInner);
   lift(slot);
@@ -97,19 +109,19 @@ void PrefixPolicy::unpin(Slot slot) {
 
 std::optional<Slot> PrefixPolicy::victim() {
   struct Best {
-    unsigned of_class = 0, bucket = 0;
+    unsigned kind = 0, bucket = 0;
     float worth = 0;
     std::uint64_t use = 0;
   };
   for (int moves = kMaxMoves;;) {
     std::optional<Best> least, oldest;
     bool moved = false;
-    for (unsigned c = 0; c < ReturnModel::kClasses; ++c) {
-      for (std::uint64_t left = filled_[c]; left != 0; left &= left - 1) {
+    for (unsigned kind = 0; kind < kKinds; ++kind) {
+      for (std::uint64_t left = filled_[kind]; left != 0; left &= left - 1) {
         const auto b = static_cast<unsigned>(std::countr_zero(left));
-        if (oldest_[c][b].due <= now_ && moves > 0) moved |= settle_oldest(c, b, &moves);
-        if ((filled_[c] >> b & 1) == 0) continue;
-        const Best here{c, b, model_.worth(c, b), oldest_[c][b].use};
+        if (oldest_[kind][b].due <= now_ && moves > 0) moved |= settle_oldest(kind, b, &moves);
+        if ((filled_[kind] >> b & 1) == 0) continue;
+        const Best here{kind, b, worth(kind, b), oldest_[kind][b].use};
         if (!least || here.worth < least->worth) least = here;
         if (!oldest || here.use < oldest->use) oldest = here;
       }
@@ -117,8 +129,8 @@ std::optional<Slot> PrefixPolicy::victim() {
     if (moved) continue;  // into a set that was looked at before
     if (!least) return inner_.oldest == kNone ? std::nullopt : std::optional(inner_.oldest);
     const Best& best = least->worth < kClearlyLess * oldest->worth ? *least : *oldest;
-    if (settle_oldest(best.of_class, best.bucket, &moves)) continue;  // its request has become another class
-    return leaves_[best.of_class][best.bucket].begin()->second;
+    if (settle_oldest(best.kind, best.bucket, &moves)) continue;  // its request has become another class
+    return leaves_[best.kind][best.bucket].begin()->second;
   }
 }
 
@@ -151,13 +163,13 @@ void PrefixPolicy::put_oldest_inner(Slot slot) {
 }
 
 // Moves the oldest leaves of a set to where they belong by now. Whether there were any.
-bool PrefixPolicy::settle_oldest(unsigned of_class, unsigned bucket, int* moves) {
-  const Leaves& set = leaves_[of_class][bucket];
+bool PrefixPolicy::settle_oldest(unsigned kind, unsigned bucket, int* moves) {
+  const Leaves& set = leaves_[kind][bucket];
   for (bool moved = false;; moved = true) {
     if (set.empty() || *moves == 0) return moved;
     const Slot slot = set.begin()->second;
     const Node& node = nodes_[slot];
-    if (class_of(node) == of_class && ReturnModel::bucket_of(now_ - node.time) == bucket) return moved;
+    if (kind_of(node) == kind && ReturnModel::bucket_of(now_ - node.time) == bucket) return moved;
     --*moves;
     lift(slot);
     put_leaf(slot);
@@ -190,31 +202,31 @@ void PrefixPolicy::put(Slot slot) {
 void PrefixPolicy::put_leaf(Slot slot) {
   Node& node = nodes_[slot];
   node.place = Place::kLeaf;
-  node.of_class = static_cast<std::uint8_t>(class_of(node));
+  node.kind = static_cast<std::uint8_t>(kind_of(node));
   node.bucket = static_cast<std::uint8_t>(ReturnModel::bucket_of(now_ - node.time));
-  const auto at = leaves_[node.of_class][node.bucket].insert({node.use, slot}).first;
-  filled_[node.of_class] |= std::uint64_t{1} << node.bucket;
-  if (at == leaves_[node.of_class][node.bucket].begin()) note_oldest(node.of_class, node.bucket);
+  const auto at = leaves_[node.kind][node.bucket].insert({node.use, slot}).first;
+  filled_[node.kind] |= std::uint64_t{1} << node.bucket;
+  if (at == leaves_[node.kind][node.bucket].begin()) note_oldest(node.kind, node.bucket);
 }
 
 void PrefixPolicy::lift(Slot slot) {
   const Node& node = nodes_[slot];
   if (node.place == Place::kLeaf) {
-    Leaves& set = leaves_[node.of_class][node.bucket];
+    Leaves& set = leaves_[node.kind][node.bucket];
     set.erase({node.use, slot});
     if (set.empty()) {
-      filled_[node.of_class] &= ~(std::uint64_t{1} << node.bucket);
-    } else if (oldest_[node.of_class][node.bucket].use == node.use) {
-      note_oldest(node.of_class, node.bucket);
+      filled_[node.kind] &= ~(std::uint64_t{1} << node.bucket);
+    } else if (oldest_[node.kind][node.bucket].use == node.use) {
+      note_oldest(node.kind, node.bucket);
     }
   } else if (node.place == Place::kInner) {
     inner_.unlink(nodes_, slot);
   }
 }
 
-void PrefixPolicy::note_oldest(unsigned of_class, unsigned bucket) {
-  const auto& [use, slot] = *leaves_[of_class][bucket].begin();
-  oldest_[of_class][bucket] = {use, nodes_[slot].time + ReturnModel::edge(bucket + 1)};
+void PrefixPolicy::note_oldest(unsigned kind, unsigned bucket) {
+  const auto& [use, slot] = *leaves_[kind][bucket].begin();
+  oldest_[kind][bucket] = {use, nodes_[slot].time + ReturnModel::edge(bucket + 1)};
 }
 
 }  // namespace kv_offload

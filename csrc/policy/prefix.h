@@ -10,10 +10,12 @@
 //   while serving (ReturnHistory, ReturnModel). The leaf with the least worth goes, when that is clearly less
 //   than what the least recent leaf is worth; else that one goes. So without anything learned it is LRU on
 //   leaves, and it stays near LRU where there is nothing to be learned.
+// - What a slower tier has too is worth half: when it comes back it is read, where the other would have to be
+//   computed. So host memory comes to hold what a disk of little more than its size has dropped or declined.
 //
-// Leaves stand in one set for each class and age, by recency. A leaf that grew older
-// is moved when it comes up as a candidate, at most kMaxMoves in a call. O(log n).
-// Memory: about 100 bytes an entry, and at most 24 MB of samples.
+// Leaves stand in one set for each class, recorded on a tier or not, and age, by recency. A leaf that grew
+// older is moved when it comes up as a candidate, at most kMaxMoves in a call. O(log n). Memory: about 100
+// bytes an entry, and at most 24 MB of samples.
 #pragma once
 
 #include <array>
@@ -41,6 +43,7 @@ class PrefixPolicy final : public EvictionPolicy {
     tree_.prefetch(id);
     history_.prefetch(id);
   }
+  void set_recorded(Slot slot, bool recorded) override;
   void erase(Slot slot) override;
   void pin(Slot slot) override;
   void unpin(Slot slot) override;
@@ -52,6 +55,10 @@ class PrefixPolicy final : public EvictionPolicy {
  private:
   static constexpr Slot kNone = RecencyList::kNone;
   static constexpr int kMaxMoves = 32;
+  static constexpr unsigned kKinds = 2 * ReturnModel::kClasses;
+  // Of what an entry that no tier has is worth. (benchmarks/two_tiers.py: with less, more hits are the
+  // disk's.)
+  static constexpr float kRecordedWorth = 0.5f;
   enum class Place : std::uint8_t {
     kUnknown,
     kLeaf,
@@ -66,8 +73,9 @@ class PrefixPolicy final : public EvictionPolicy {
     Slot newer = kNone;  // kInner
     Slot older = kNone;
     Place place = Place::kUnknown;
-    bool used = false;          // by a request other than the one that stored it
-    std::uint8_t of_class = 0;  // kLeaf: the set that it is in
+    bool used = false;      // by a request other than the one that stored it
+    bool recorded = false;  // a tier has it too
+    std::uint8_t kind = 0;  // kLeaf: the set that it is in
     std::uint8_t bucket = 0;
   };
   using Leaves = std::set<std::pair<std::uint64_t, Slot>>;  // use, slot
@@ -89,8 +97,8 @@ class PrefixPolicy final : public EvictionPolicy {
   void lift(Slot slot);
   void put_leaf(Slot slot);
   void put_oldest_inner(Slot slot);
-  void note_oldest(unsigned of_class, unsigned bucket);
-  bool settle_oldest(unsigned of_class, unsigned bucket, int* moves);
+  void note_oldest(unsigned kind, unsigned bucket);
+  bool settle_oldest(unsigned kind, unsigned bucket, int* moves);
   bool has_children(const Node& node) const {
     return node.tree != PrefixTree::kNone && tree_.children(node.tree) > 0;
   }
@@ -101,10 +109,16 @@ class PrefixPolicy final : public EvictionPolicy {
   bool is_end(const Node& node) const {
     return node.record != 0 && node.tree != PrefixTree::kNone && !tree_.extended(node.tree);
   }
-  unsigned class_of(const Node& node) const {
+  // A class, and whether a tier has it too.
+  unsigned kind_of(const Node& node) const {
     // Of the youngest the request may still go on behind it.
     const bool end = is_end(node) && now_ - node.time >= ReturnModel::edge(1);
-    return ReturnModel::class_of(classes_.class_of(node.record), end, node.used);
+    return ReturnModel::class_of(classes_.class_of(node.record), end, node.used) +
+           (node.recorded ? ReturnModel::kClasses : 0);
+  }
+  float worth(unsigned kind, unsigned bucket) const {
+    return kind < ReturnModel::kClasses ? model_.worth(kind, bucket)
+                                        : kRecordedWorth * model_.worth(kind - ReturnModel::kClasses, bucket);
   }
   ReturnHistory::Use use_of(const Node& node) const {
     return {.record = node.record,
@@ -123,10 +137,10 @@ class PrefixPolicy final : public EvictionPolicy {
   ReturnModel model_;
   ReturnHistory history_{model_, classes_};
   template <typename T>
-  using Sets = std::array<std::array<T, ReturnModel::kBuckets>, ReturnModel::kClasses>;
+  using Sets = std::array<std::array<T, ReturnModel::kBuckets>, kKinds>;
   Sets<Leaves> leaves_;
-  Sets<Oldest> oldest_;                                        // of those that are not empty
-  std::array<std::uint64_t, ReturnModel::kClasses> filled_{};  // bit b: leaves_[class][b] is not empty
+  Sets<Oldest> oldest_;                         // of those that are not empty
+  std::array<std::uint64_t, kKinds> filled_{};  // bit b: leaves_[kind][b] is not empty
   RecencyList inner_;
 };
 

@@ -17,7 +17,7 @@ EvictionPolicy& Prioritised::make_level(Level level) {
 void Prioritised::insert(Slot slot, const EntryInfo& info) {
   if (slot >= states_.size()) states_.resize(std::size_t{slot} + 1);
   const Level level = level_of_priority(info.priority);
-  states_[slot] = {level, false};
+  states_[slot] = {.level = level};
   ++known_[level];
   make_level(level).insert(slot, info);
 }
@@ -31,7 +31,13 @@ void Prioritised::access(Slot slot, const EntryInfo& info) {
   state.level = level;
   ++known_[level];
   make_level(level).insert(slot, info);
+  if (state.recorded) level_of(slot).set_recorded(slot, true);
   if (state.pinned) level_of(slot).pin(slot);
+}
+
+void Prioritised::set_recorded(Slot slot, bool recorded) {
+  states_[slot].recorded = recorded;
+  level_of(slot).set_recorded(slot, recorded);
 }
 
 void Prioritised::erase(Slot slot) {

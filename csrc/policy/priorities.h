@@ -23,6 +23,7 @@ class Prioritised final : public EvictionPolicy {
   // A request of higher priority lifts what it hits to its level.
   void access(Slot slot, const EntryInfo& info) override;
   void refresh(Slot slot, const EntryInfo& info) override { level_of(slot).refresh(slot, info); }
+  void set_recorded(Slot slot, bool recorded) override;
   void prefetch(ChunkId id) const override { levels_[kNormal]->prefetch(id); }
   void erase(Slot slot) override;
   void pin(Slot slot) override;
@@ -37,6 +38,7 @@ class Prioritised final : public EvictionPolicy {
   struct State {
     Level level = kNormal;
     bool pinned = false;
+    bool recorded = false;
   };
   static Level level_of_priority(std::int8_t priority) {
     return priority < 0 ? kLow : priority == 0 ? kNormal : kHigh;
