@@ -41,6 +41,7 @@ class Bench {
   void insert(Slot slot, ChunkId parent) {
     ids_[slot] = (++last_id_ * 0x9E3779B97F4A7C15ull) | 1;
     policy_->insert(slot, {.id = ids_[slot], .parent = parent, .request = request_});
+    policy_->set_recorded(slot, ids_[slot] >> 40 & 1);  // by a tier, half of them
   }
   void store(Slot first) {
     ++request_;

@@ -276,7 +276,11 @@ void ChunkIndex::clear() {
 }
 
 void ChunkIndex::set_recorded(Slot slot, bool recorded) {
-  if (impl_->entries[slot].state == ChunkState::kResident) impl_->policy->set_recorded(slot, recorded);
+  ChunkEntry& entry = impl_->entries[slot];
+  assert(entry.state == ChunkState::kResident);
+  if (entry.recorded == recorded) return;
+  entry.recorded = recorded;
+  impl_->policy->set_recorded(slot, recorded);
 }
 
 void ChunkIndex::pin(Slot slot) {

@@ -53,11 +53,12 @@ struct ChunkEntry {
   std::int8_t priority = 0;  // the highest of those requests, and of what lies behind it
   ChunkState state = ChunkState::kAbsent;
   ChunkOrigin origin = ChunkOrigin::kStore;
-  std::uint8_t tier = 0;     // index of the tier it came from, when origin == kTier
-  std::uint8_t writes = 0;   // bit t: a write op to tier t is queued or running
-  std::uint8_t tried = 0;    // bit t: such an op ended, well or not, since the chunk is here
-  bool counted : 1 = false;  // its fetch was counted as a hit of that tier
-  bool spared : 1 = false;   // by victim(); the index's own
+  std::uint8_t tier = 0;      // index of the tier it came from, when origin == kTier
+  std::uint8_t writes = 0;    // bit t: a write op to tier t is queued or running
+  std::uint8_t tried = 0;     // bit t: such an op ended, well or not, since the chunk is here
+  bool counted : 1 = false;   // its fetch was counted as a hit of that tier
+  bool spared : 1 = false;    // by victim(); the index's own
+  bool recorded : 1 = false;  // a tier that is worth reading has it too
 };
 static_assert(sizeof(ChunkEntry) == 88);
 
@@ -94,7 +95,7 @@ class ChunkIndex {
   void erase(Slot slot);
   // All entries -> absent, whatever their pins. The caller has dealt with rows.
   void clear();
-  // A tier has it too, or none any more: the policy learns it, as long as the entry is resident.
+  // A tier that is worth reading has it too, or none any more. REQUIRES: resident.
   void set_recorded(Slot slot, bool recorded);
   void pin(Slot slot);
   void unpin(Slot slot);

@@ -31,6 +31,7 @@ struct PartsOptions {
   std::vector<std::uint64_t> shard_bytes{300};  // per group
   CacheOptions cache{};                         // groups are filled in
   std::uint32_t shards_per_area = 1;
+  std::size_t tiers = 1;  // or 2
 };
 
 // Rows and chunks.
@@ -120,12 +121,12 @@ struct ChunkParts {
 
 // And a tier's ops.
 struct OpParts : ChunkParts {
-  explicit OpParts(PartsOptions parts = {})
-      : ChunkParts(std::move(parts)),
+  explicit OpParts(const PartsOptions& parts = {})
+      : ChunkParts(parts),
         memory(64),
-        costs(1),
+        costs(parts.tiers),
         ops(
-            {groups, chunks, memory, costs, events, metrics, clock}, region, make_tiers(),
+            {groups, chunks, memory, costs, events, metrics, clock}, region, make_tiers(parts.tiers),
             [this](RequestHandle waiter, const TierOps::ReadEnd& end) {
               if (on_read_end) on_read_end(waiter, end);
             },
@@ -147,6 +148,7 @@ struct OpParts : ChunkParts {
   FakeClock clock;
   Metrics metrics;
   FakeTier* tier = nullptr;
+  FakeTier* slower = nullptr;  // of two
   KeyMemory memory;
   CostModel costs;
   TierOps::OnReadEnd on_read_end;
@@ -154,11 +156,13 @@ struct OpParts : ChunkParts {
   TierOps ops;
 
  private:
-  std::vector<std::unique_ptr<Tier>> make_tiers() {
-    auto made = std::make_unique<FakeTier>("fs", &clock);
-    tier = made.get();
+  std::vector<std::unique_ptr<Tier>> make_tiers(std::size_t count) {
     std::vector<std::unique_ptr<Tier>> tiers;
-    tiers.push_back(std::move(made));
+    for (std::size_t i = 0; i < count; ++i) {
+      auto made = std::make_unique<FakeTier>(i == 0 ? "fs" : "slower", &clock);
+      (i == 0 ? tier : slower) = made.get();
+      tiers.push_back(std::move(made));
+    }
     return tiers;
   }
 };

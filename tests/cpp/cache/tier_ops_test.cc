@@ -213,5 +213,66 @@ TEST_F(TierOpsTest, ARecordThatWasWrittenAgainIsNotToldToBeGone) {
   EXPECT_EQ(parts_.memory.why_gone(key_of("a")), std::nullopt);
 }
 
+TEST_F(TierOpsTest, AChunkIsRecordedFromTheEndOfItsWriteUntilItsRecordGoes) {
+  const Slot slot = parts_.resident("a");
+  const auto recorded = [&] { return parts_.chunks.at(slot).recorded; };
+  write(slot);
+  EXPECT_FALSE(recorded()) << "not yet";
+  parts_.tier->fail(StatusKind::kIo);
+  parts_.finish();
+  EXPECT_FALSE(recorded());
+  parts_.tier->fail(StatusKind::kOk);
+  write(slot);
+  parts_.finish();
+  EXPECT_TRUE(recorded());
+  parts_.tier->remove(key_of("a"), TierRemoval::Reason::kEvicted);
+  ops_.poll();
+  EXPECT_FALSE(recorded());
+}
+
+TEST_F(TierOpsTest, WhatWasReadAndWhatNeedNotBeWrittenIsRecorded) {
+  parts_.record("a");
+  parts_.record("b");
+  const Slot fetched = read("a");
+  parts_.finish();
+  EXPECT_TRUE(parts_.chunks.at(fetched).recorded);
+  const Slot stored = parts_.resident("b");
+  EXPECT_FALSE(parts_.chunks.at(stored).recorded);
+  write(stored);
+  EXPECT_EQ(ops_.writes_in_flight(0), 0u);
+  EXPECT_TRUE(parts_.chunks.at(stored).recorded);
+}
+
+TEST(TierOpsTiersTest, AChunkIsRecordedAsLongAsOneOfItsRecordsIsThere) {
+  PartsOptions options;
+  options.tiers = 2;
+  OpParts parts(options);
+  const Slot slot = parts.resident("a");
+  parts.ops.write(0, {&slot, 1});
+  parts.ops.write(1, {&slot, 1});
+  parts.slower->finish();
+  parts.finish();
+  parts.tier->remove(key_of("a"), TierRemoval::Reason::kEvicted);
+  parts.ops.poll();
+  EXPECT_TRUE(parts.chunks.at(slot).recorded);
+  parts.slower->remove(key_of("a"), TierRemoval::Reason::kEvicted);
+  parts.ops.poll();
+  EXPECT_FALSE(parts.chunks.at(slot).recorded);
+}
+
+// It would be computed again whether or not the tier has it.
+TEST_F(TierOpsTest, WhatATierIsTooSlowToGiveBackIsNotRecorded) {
+  Nanos now{std::chrono::seconds(100)};
+  parts_.costs.prefill.note(1000, 500);
+  for (const int second : {0, 1, 1, 1}) parts_.costs.prefill.end_step(now += std::chrono::seconds(second));
+  for (int i = 1; i <= 32; ++i) parts_.costs.note_read(0, 10.0 * i, 10.0 * i, now);
+  const Stretch stretch{0, 100, 1000, 1000};
+  ASSERT_EQ(parts_.costs.decide({.stretches = {&stretch, 1}}).choice, Decision::Choice::kRecompute);
+  const Slot slot = parts_.resident("a");
+  write(slot);
+  parts_.finish();
+  EXPECT_FALSE(parts_.chunks.at(slot).recorded);
+}
+
 }  // namespace
 }  // namespace kv_offload

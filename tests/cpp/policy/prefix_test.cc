@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <map>
 #include <random>
 #include <set>
@@ -255,6 +256,29 @@ TEST_F(PrefixPolicyTest, LearnsThatWhatWasUsedBeforeIsUsedAgain) {
   }
   // Between two reads of a document come 600 chunks: LRU would hit 40% by chance.
   EXPECT_GT(hits, 4u * 3000 * 95 / 100);
+}
+
+// Prompts that all come back, in turns; there is room for three fifths of them, and a tier has every other
+// one, later the others.
+TEST_F(PrefixPolicyTest, WhatATierHasTooGoesFirst) {
+  constexpr Slot kPrompts = 1000;
+  constexpr int kTurns = 40, kToLearn = 20;
+  for (const Slot has : {1u, 0u}) {
+    std::array<int, 2> hits{};
+    for (int turn = 0; turn < kTurns; ++turn) {
+      for (Slot slot = 0; slot < kPrompts; ++slot) {
+        const std::size_t found = serve({slot});
+        if (has == 0) policy_.pin(slot);  // told while it is read or written
+        policy_.set_recorded(slot, slot % 2 == has);
+        if (has == 0) policy_.unpin(slot);
+        if (turn >= kToLearn) hits[slot % 2 == has] += static_cast<int>(found);
+        while (parent_of_.size() > 600) evict();
+      }
+    }
+    constexpr int kPossible = (kTurns - kToLearn) * kPrompts / 2;
+    EXPECT_GT(hits[0], kPossible * 9 / 10);
+    EXPECT_LT(hits[1], kPossible * 4 / 10);
+  }
 }
 
 TEST_F(PrefixPolicyTest, AnOfferOfWhatARequestStoredItselfIsNoReturn) {

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
+
 #include "policy/lru.h"
 
 namespace kv_offload {
@@ -43,6 +45,33 @@ TEST_F(PrioritisedTest, ALiftedEntryStaysPinned) {
   EXPECT_EQ(policy_.victim(), std::nullopt);
   policy_.unpin(0);
   EXPECT_EQ(policy_.victim(), 0u);
+}
+
+TEST_F(PrioritisedTest, ALiftedEntryStaysRecorded) {
+  struct Told final : EvictionPolicy {
+    explicit Told(std::map<Slot, bool>& told) : told_(told) {}
+    void insert(Slot slot, const EntryInfo&) override { told_[slot] = false; }
+    void set_recorded(Slot slot, bool recorded) override { told_[slot] = recorded; }
+    void access(Slot, const EntryInfo&) override {}
+    void erase(Slot) override {}
+    void pin(Slot) override {}
+    void unpin(Slot) override {}
+    std::optional<Slot> victim() override { return std::nullopt; }
+    std::string_view name() const override { return "told"; }
+    std::map<Slot, bool>& told_;
+  };
+  std::map<Slot, bool> told;
+  Prioritised policy([&](std::size_t) { return std::make_unique<Told>(told); }, 1);
+  for (const Slot slot : {0u, 1u, 2u}) policy.insert(slot, {});
+  policy.set_recorded(0, true);
+  policy.set_recorded(1, true);
+  policy.set_recorded(1, false);
+  for (const Slot slot : {0u, 1u, 2u}) policy.access(slot, {.priority = 1});
+  EXPECT_EQ(told, (std::map<Slot, bool>{{0, true}, {1, false}, {2, false}}));
+  policy.erase(0);
+  policy.insert(0, {});
+  policy.access(0, {.priority = 1});
+  EXPECT_FALSE(told[0]) << "another entry";
 }
 
 TEST_F(PrioritisedTest, TheHighLevelGivesWhenItHoldsMoreThanHalf) {
