@@ -135,7 +135,11 @@ def open_store(given: dict[str, Any]) -> tuple[Store, str]:
             "also for tcp"
         ) from None
     store = MooncakeDistributedStore()
-    missing = [name for name in ("upsert_from", "get_into", "batch_is_exist") if not hasattr(store, name)]
+    missing = [
+        name
+        for name in ("upsert_from", "batch_is_exist", "batch_put_session_start", "batch_get_session_start")
+        if not hasattr(store, name)
+    ]
     version = _version()
     if missing:
         raise Refused(
@@ -248,9 +252,7 @@ def as_message(text: str) -> bytes:
     return text.encode(errors="replace")[:MOST_TEXT].decode(errors="ignore").encode()
 
 
-def serve(
-    store: Store, records: Records, channel: socket.socket, descriptor: int, size: int
-) -> None:
+def serve(store: Store, records: Records, channel: socket.socket, descriptor: int, size: int) -> None:
     """Answers one channel's questions until its other end closes."""
     with contextlib.closing(channel), contextlib.closing(Memory(store, descriptor, size)) as memory:
         while question := channel.recv(QUESTION.size):

@@ -1,11 +1,11 @@
 """How the process beside an engine (mooncake_client.py) puts records into Mooncake Store and gets them.
 
 Mooncake has two ways. A plain call does all of it, and one of its threads spins until the bytes are moved. A
-session is begun, moves bytes and is ended by calls of its own: it waits without spinning, so that it takes half
-the processor time or less, and its beginning tells what a plain put keeps to itself, that the object is there
-already (``benchmarks/remote_bench.py mooncake`` compares). Sessions are used where Mooncake has them and they
-do all that a plain put does; a put in a session does not write the copy on a shared file system that a master
-with ``--root_fs_dir`` adds to each object.
+session is begun, moves bytes and is ended by calls of its own: it waits without spinning, so that it takes
+half the processor time or less, and its beginning tells what a plain put keeps to itself, that the object is
+there already (``benchmarks/remote_bench.py mooncake`` compares). Puts are plain where a session does not do
+all that a plain put does: it does not write the copy on a shared file system that a master with
+``--root_fs_dir`` adds to each object.
 
 Results are lengths in bytes, or below 0 one of Mooncake's error codes.
 """
@@ -16,15 +16,6 @@ from typing import Protocol
 
 FAILED, NO_SPACE_LEFT, BAD_LENGTH = -1, -200, -600
 NOT_IN_MEMORY, NOT_COMPLETE, NO_OBJECT, IS_THERE = -702, -703, -704, -705
-_SESSION_CALLS = (
-    "batch_put_session_start",
-    "batch_put_from_multi_buffer_ranges",
-    "batch_put_session_end",
-    "batch_put_session_revoke",
-    "batch_get_session_start",
-    "batch_get_into_multi_buffer_ranges",
-    "batch_get_session_end",
-)
 
 
 class Store(Protocol):
@@ -40,8 +31,6 @@ class Store(Protocol):
     def register_buffer(self, buffer_ptr: int, size: int) -> int: ...
     def unregister_buffer(self, buffer_ptr: int) -> int: ...
     def close(self) -> int: ...
-
-    # Sessions; older packages have none.
     def batch_put_session_start(self, keys: list[str], sizes: list[int]) -> list[int]: ...
     def batch_put_from_multi_buffer_ranges(
         self, keys: list[str], buffers: list[list[int]], sizes: list[list[int]], offsets: list[list[int]], /
@@ -60,8 +49,7 @@ class Records:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._has_sessions = all(hasattr(store, name) for name in _SESSION_CALLS)
-        self._puts_in_sessions: bool | None = None if self._has_sessions else False
+        self._puts_in_sessions: bool | None = None  # not known yet
         self._lock = threading.Lock()
         self._putting: set[str] = set()  # names that have a session now
 
@@ -69,7 +57,9 @@ class Records:
         """Leaves what is there. NOT_COMPLETE where another began to write it and has not ended, even if that
         one was killed then. ``address``: of memory that is registered."""
         if self._puts_in_sessions is None:
-            self._puts_in_sessions = self._does_a_session_do_it_all(f"{name}:probe:{uuid.uuid4().hex}", address)
+            self._puts_in_sessions = self._does_a_session_do_it_all(
+                f"{name}:probe:{uuid.uuid4().hex}", address
+            )
         if not self._puts_in_sessions:
             code = self._store.put_from(name, address, size)
             return code if code < 0 else self._size_if_there(name, size)
@@ -86,7 +76,7 @@ class Records:
     def get(self, name: str, address: int, room: int, expected: int) -> int:
         """The bytes of the object, which are at ``address`` if they are no more than ``room``. ``expected``:
         how many they probably are; 0 when that is not known."""
-        if self._has_sessions and expected:
+        if expected:
             got = self._get_in_session(name, address, expected)
             if got is not None:
                 return got

@@ -19,8 +19,8 @@ code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp
 print(code, flush=True)
 sys.stdin.read()
 """
-# What kv_offload/mooncake_client.py and mooncake_records.py use of mooncake.store, over files of one directory, which is the master.
-# A file "hang" there makes every call wait until it is gone.
+# What kv_offload/mooncake_client.py and mooncake_records.py use of mooncake.store, over files of one
+# directory, which is the master. A file "hang" there makes every call wait until it is gone.
 _FAKE = """
 import ctypes, os, time, urllib.parse
 

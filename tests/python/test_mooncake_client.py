@@ -15,7 +15,7 @@ import pytest
 from mooncake_store import free_port, make_fake_package
 
 from kv_offload import mooncake_client as client
-from kv_offload.mooncake_records import NO_OBJECT, NOT_COMPLETE, Records
+from kv_offload.mooncake_records import Records
 from kv_offload.tiers.mooncake import MooncakeTierConfig
 
 GIVEN = {
