@@ -23,7 +23,7 @@ struct PresenceQuestions::Prompt {
   const Submitted submitted;
   std::vector<ChunkKey> unknown;  // those of the keys that are asked for here
   std::vector<Part> parts;
-  std::vector<std::atomic<bool>> ended;  // of the parts
+  std::vector<std::atomic<bool>> ended;  // of the parts: answered or given up
   std::atomic<bool> begun{false};        // all of this was written
 
   Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> given, KeyOrder given_order, Submitted now)
@@ -72,7 +72,7 @@ PresenceQuestions::PresenceQuestions(std::shared_ptr<PooledStore> shared, const 
 void PresenceQuestions::ask(std::vector<ChunkKey> keys, KeyOrder order) {
   const Submitted now(*context_->shared);
   bool asked = false;
-  std::erase_if(prompts_, [&](const std::weak_ptr<const Prompt>& one) {
+  std::erase_if(prompts_, [&](const std::weak_ptr<Prompt>& one) {
     const auto prompt = one.lock();
     if (prompt && !asked) asked = prompt->asks_for(keys, order, now);
     return !prompt;
@@ -89,6 +89,19 @@ void PresenceQuestions::ask(std::vector<ChunkKey> keys, KeyOrder order) {
       },
       [](const Status&) {}));  // one that never ran has begun nothing
   context_->submit(std::move(ops));
+}
+
+// What has not begun finds the breaker open, and gives up by itself.
+void PresenceQuestions::give_up_all() {
+  for (const std::weak_ptr<Prompt>& one : prompts_) {
+    const auto prompt = one.lock();
+    if (!prompt || !prompt->begun.load()) continue;
+    for (std::size_t part = 0; part < prompt->parts.size(); ++part) {
+      if (prompt->ended[part].load()) continue;
+      give_up(*prompt, prompt->keys_of(part));
+      prompt->ended[part].store(true);
+    }
+  }
 }
 
 IoPool::Op PresenceQuestions::op_of(const Context& context, std::function<Status()> run,
@@ -193,8 +206,9 @@ void PresenceQuestions::end_part(Prompt& prompt, std::size_t part, const Status&
   } else {
     breaker.not_tried(pass);
   }
-  // Last: who sees that the question has ended also sees what the breaker makes of it.
-  if (!status) give_up(prompt, prompt.keys_of(part));
+  // Last: who sees that the question has ended also sees what the breaker makes of it. One that was given up
+  // while it was stuck may be asked anew by now.
+  if (!status && !prompt.ended[part].load()) give_up(prompt, prompt.keys_of(part));
   prompt.ended[part].store(true);
 }
 

@@ -34,6 +34,8 @@ class PresenceQuestions {
 
   // keys: at least one.
   void ask(std::vector<ChunkKey> keys, KeyOrder order);
+  // The device is stuck: what is being asked for is given up, for nobody knows when its threads come back.
+  void give_up_all();
 
  private:
   // All that a thread needs which was let go while it asked.
@@ -56,7 +58,7 @@ class PresenceQuestions {
   static void end_part(Prompt& prompt, std::size_t part, const Status& status);
 
   const std::shared_ptr<const Context> context_;
-  std::vector<std::weak_ptr<const Prompt>> prompts_;  // while one is asked for, it lives
+  std::vector<std::weak_ptr<Prompt>> prompts_;  // while one is asked for, it lives
 };
 
 }  // namespace kv_offload

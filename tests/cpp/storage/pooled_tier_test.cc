@@ -401,6 +401,58 @@ TEST_F(PooledTierTest, a_question_that_is_stuck_switches_the_tier_off) {
   server_->release();
 }
 
+// Its thread may never come back, and when it does it knows no more than who asked after it.
+TEST_F(PooledTierTest, what_a_stuck_question_asked_for_is_asked_for_again_when_the_tier_is_on_again) {
+  { ASSERT_TRUE(TierDriver(open()).write(1)); }
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+  tier->prefetch_presence(keys(2), KeyOrder::kNone);
+  pool->begin_next(Lane::kRead)();
+  const auto stuck = pool->begin_next(Lane::kRead);  // asks for 1
+  ASSERT_TRUE(stuck);
+  clock_.advance(options().op_deadline + seconds(1));
+  std::vector<Completion> done;
+  std::vector<TierRemoval> removals;
+  tier->poll(&done, &removals);
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kAbsent);
+  clock_.advance(seconds(2));
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kWasAbsent);
+  tier->forget_absence(key_of(1));
+  tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
+  const auto newer = pool->begin_next(Lane::kRead);
+  ASSERT_TRUE(newer) << "it was taken for the stuck one";
+  newer();
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kPresent);
+  EXPECT_TRUE(tier->stats().readable);
+  stuck();
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kPresent);
+}
+
+TEST_F(PooledTierTest, the_end_of_a_stuck_question_is_not_that_of_one_that_asks_anew) {
+  { ASSERT_TRUE(TierDriver(open()).write(1, {4096})); }
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+  const auto ask = [&] {
+    tier->prefetch_presence({key_of(2), key_of(3)}, KeyOrder::kNone);
+    pool->begin_next(Lane::kRead)();
+    return pool->begin_next(Lane::kRead);  // asks for 3
+  };
+  const auto stuck = ask();
+  clock_.advance(options().op_deadline + seconds(1));
+  std::vector<Completion> done;
+  std::vector<TierRemoval> removals;
+  tier->poll(&done, &removals);
+  clock_.advance(seconds(2));
+  start_read(*tier, 1);
+  EXPECT_EQ(end_read(*tier, pool), StatusKind::kOk) << "the tier is on again";
+  const auto newer = ask();
+  ASSERT_TRUE(stuck && newer);
+  stuck();
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kUnknown) << "it is being asked for";
+  newer();
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent);
+}
+
 TEST_F(PooledTierTest, a_part_that_was_not_let_through_is_asked_for_again_beside_one_that_is_slow) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
