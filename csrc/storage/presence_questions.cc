@@ -190,9 +190,12 @@ std::vector<IoPool::Op> PresenceQuestions::divide(const PromptPtr& prompt) {
 }
 
 Status PresenceQuestions::ask_part(Prompt& prompt, std::size_t part) {
-  // The device may have got stuck after it was let through.
-  if (!prompt.context->shared->breaker(Lane::kRead).stands(*prompt.parts[part].pass)) return off();
-  return run_locate(*prompt.context->shared, prompt.keys_of(part), prompt.order, prompt.submitted);
+  return contained([&] {
+    PooledStore& shared = *prompt.context->shared;
+    // The device may have got stuck after it was let through.
+    if (!shared.breaker(Lane::kRead).stands(*prompt.parts[part].pass)) return off();
+    return run_locate(shared, prompt.keys_of(part), prompt.order, prompt.submitted);
+  });
 }
 
 void PresenceQuestions::end_part(Prompt& prompt, std::size_t part, const Status& status) {

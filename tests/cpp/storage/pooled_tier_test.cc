@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <thread>
 
+#include "out_of_memory.h"
 #include "storage/breaker.h"
 #include "storage/io_pool.h"
 #include "storage/memory_store.h"
@@ -494,6 +495,30 @@ TEST_F(PooledTierTest, prompts_that_begin_alike_are_each_taken_once_until_they_a
   run_reads(pool);
   for (const auto& prompt : prompts) {
     for (const ChunkKey& key : prompt) EXPECT_EQ(tier->contains(key), Presence::kAbsent);
+  }
+}
+
+TEST_F(PooledTierTest, whatever_there_is_no_memory_for_no_key_is_asked_for_for_ever) {
+  bool failed = true;
+  for (unsigned after = 0; failed; ++after) {
+    IoPool* pool = nullptr;
+    const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+    tier->prefetch_presence(keys(7), KeyOrder::kNone);
+    const auto begin = pool->begin_next(Lane::kRead);
+    {
+      const FailingAllocation one(after);
+      begin();
+      failed = one.came();
+    }
+    run_reads(pool);
+    clock_.advance(seconds(2));
+    for (const ChunkKey& key : keys(7)) {
+      tier->forget_absence(key);
+      tier->prefetch_presence({key}, KeyOrder::kNone);
+      run_reads(pool);
+      EXPECT_EQ(tier->contains(key), Presence::kAbsent) << after;
+    }
+    EXPECT_EQ(tier->stats().breaker_trips, 0u) << after;
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "out_of_memory.h"
 #include "storage/tier_driver.h"
 
 namespace kv_offload {
@@ -128,6 +129,45 @@ TEST_F(PresenceCacheTest, what_is_given_up_is_absent_for_a_time) {
   EXPECT_EQ(of(2), Presence::kUnknown) << "it was not being asked for";
   clock_.advance(milliseconds(1000));
   EXPECT_EQ(of(1), Presence::kWasAbsent);
+}
+
+TEST_F(PresenceCacheTest, what_was_asked_for_is_given_up_though_there_is_no_memory) {
+  for (std::uint32_t count = 1; count <= 16; ++count) {
+    PresenceCache cache(clock_, milliseconds(1000), 16);
+    std::vector<ChunkKey> keys;
+    for (std::uint32_t i = 0; i < count; ++i) keys.push_back(key_of(i));
+    ask(cache, keys);
+    {
+      const FailingAllocation next(0);
+      EXPECT_NO_THROW(cache.give_up_asking(keys, 0));
+    }
+    for (const ChunkKey& key : keys) EXPECT_EQ(cache.contains(key), Presence::kAbsent) << "one of " << count;
+  }
+}
+
+TEST_F(PresenceCacheTest, a_reset_for_which_there_is_no_memory_has_not_been) {
+  bool failed = true;
+  for (unsigned after = 0; failed; ++after) {
+    PresenceCache cache(clock_, milliseconds(1000), 8);
+    for (std::uint32_t i = 0; i < 6; ++i) cache.written(key_of(i), 0);
+    ask(cache, {key_of(6)});
+    {
+      const FailingAllocation one(after);
+      try {
+        cache.reset();
+      } catch (const std::bad_alloc&) {
+      }
+      failed = one.came();
+    }
+    std::vector<TierRemoval> removals;
+    cache.take_removals(&removals);
+    cache.answered(key_of(6), true, 0);
+    EXPECT_EQ(cache.era(), failed ? 0u : 1u) << after;
+    EXPECT_EQ(removals.size(), failed ? 0u : 6u) << after;
+    for (std::uint32_t i = 0; i < 7; ++i)
+      EXPECT_EQ(cache.contains(key_of(i)), failed ? Presence::kPresent : Presence::kUnknown) << after;
+    EXPECT_TRUE(failed || after > 0) << "it asks for none";
+  }
 }
 
 // Also of those that were learnt of again, when there were others in between.
