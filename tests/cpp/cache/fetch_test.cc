@@ -333,6 +333,39 @@ TEST_F(FetchFakeTest, WhoHasItsAnswerDoesNotWaitInAStepInWhichAnotherAsksAgain) 
   }
 }
 
+// Though it looks again, as one does for which there is no room on the device, while another's is under way.
+TEST_F(FetchFakeTest, WhoHadItsAnswerDoesNotWaitForTheAnswerToAnothersQuestion) {
+  fake().is_sure = false;
+  const RequestHandle first = begin();
+  EXPECT_EQ(scan(first, {"a"}), "R");
+  step();
+  EXPECT_EQ(scan(first, {"a"}), "M");
+  fake().answers = false;
+  const RequestHandle second = begin();
+  EXPECT_EQ(scan(second, {"a"}), "R");
+  for (int i = 0; i < 2; ++i) {
+    step();
+    EXPECT_EQ(scan(first, {"a"}), "M") << i;
+    EXPECT_EQ(scan(second, {"a"}), "R") << "nobody has answered it";
+  }
+  fake().answers = true;
+  step();
+  EXPECT_EQ(scan(second, {"a"}), "M");
+}
+
+TEST_F(FetchFakeTest, WhoHadTheAnswerOfOneTierWaitsForThatOfAnother) {
+  FakeTier* slow = nullptr;
+  make({.slower = &slow});
+  fake().is_sure = slow->knows = false;
+  const RequestHandle request = begin();
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(scan(request, {"a"}), "R") << i;
+    step();
+  }
+  slow->knows = true;
+  EXPECT_EQ(scan(request, {"a"}), "M");
+}
+
 TEST_F(FetchFakeTest, WhatAnotherServerIsWritingIsWaitedForAsLongAsTheRequestSays) {
   record({"a", "b"});
   auto written_later = fake().records.extract(key_of("b"));
