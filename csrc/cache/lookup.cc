@@ -93,7 +93,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
   const std::uint64_t print = KeyMemory::fingerprint(key);
   const auto asked = request.asked.find(print);
   const bool was_asked = asked != request.asked.end(), was_answered = was_asked && asked->second;
-  std::uint32_t unknown = 0, again = 0;  // a bit for each tier
+  std::uint32_t unknown = 0, again = 0, being_asked = 0;  // a bit for each tier
   bool switched_off = false, may_come = false, answered = true;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     const Presence presence = ops_.contains(tier, key);
@@ -103,11 +103,13 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
     }
     const bool may_come_here = awaits && ops_.is_shared(tier);
     may_come |= may_come_here;
-    answered &= presence != Presence::kUnknown;
-    if ((presence == Presence::kUnknown && (may_come_here || !was_answered)) ||
+    const bool is_unknown = presence == Presence::kUnknown || presence == Presence::kAsked;
+    answered &= !is_unknown;
+    if ((is_unknown && (may_come_here || !was_answered)) ||
         (presence == Presence::kWasAbsent && (may_come_here || !was_asked))) {
       unknown |= 1u << tier;
       if (presence == Presence::kWasAbsent) again |= 1u << tier;
+      if (presence == Presence::kAsked) being_asked |= 1u << tier;
     }
     if (presence != Presence::kPresent) continue;
     if (const auto reason = may_not_wait(request, true)) return miss(request, group, *reason);
@@ -130,7 +132,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
                                    : TierOps::Run{};
       request.asked.try_emplace(print, false);
       for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
-        if ((unknown >> tier & 1) == 0) continue;
+        if (((unknown & ~being_asked) >> tier & 1) == 0) continue;
         ops_.ask_for(tier, key, (again >> tier & 1) != 0 ? Presence::kWasAbsent : Presence::kUnknown, run);
       }
       request.pass.awaits |= may_come;

@@ -81,8 +81,8 @@ const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {
 }
 
 Presence PresenceCache::presence_of(const Entry* entry) const {
-  if (entry == nullptr || entry->state == State::kAsking || entry->state == State::kForgotten)
-    return Presence::kUnknown;
+  if (entry == nullptr || entry->state == State::kForgotten) return Presence::kUnknown;
+  if (entry->state == State::kAsking) return Presence::kAsked;
   if (entry->state == State::kPresent) return Presence::kPresent;
   return clock_.now() < entry->time ? Presence::kAbsent : Presence::kWasAbsent;
 }
@@ -110,10 +110,8 @@ void PresenceCache::begin_asking(std::span<const ChunkKey> keys, Era era, std::v
       old_.prefetch(keys[i + kAhead]);
     }
     const ChunkKey& key = keys[i];
-    const Entry* entry = find(key);
-    const bool asking = entry != nullptr && entry->state == State::kAsking;
-    const Presence presence = presence_of(entry);
-    if (asking || presence == Presence::kPresent || presence == Presence::kAbsent) continue;
+    const Presence presence = presence_of(find(key));
+    if (presence != Presence::kUnknown && presence != Presence::kWasAbsent) continue;
     put({key, now, State::kAsking});
     asked->push_back(key);
   }

@@ -287,6 +287,25 @@ TEST_F(FetchFakeTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
+TEST_F(FetchFakeTest, WhatIsBeingAskedForIsWaitedForAndNotHandedOverAgain) {
+  fake().knows = fake().is_sure = false;
+  fake().asks = true;
+  const RequestHandle first = begin(), second = begin();
+  EXPECT_EQ(scan(first, {"a", "b"}), "RR");
+  step();
+  ASSERT_EQ(fake().asked.size(), 1u);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(scan(first, {"a", "b"}), "RR");
+    EXPECT_EQ(scan(second, {"a", "b"}), "RR");
+    EXPECT_TRUE(cache().has_pending_work());
+    step();
+    EXPECT_EQ(fake().asked.size(), 1u);
+  }
+  fake().knows = true;
+  EXPECT_EQ(scan(first, {"a"}), "M");
+  EXPECT_EQ(scan(second, {"a"}), "M") << "that was the answer to its question, too";
+}
+
 TEST_F(FetchFakeTest, WhatWasAbsentAWhileAgoIsAskedForOnceByEachRequest) {
   record({"a"});
   fake().is_sure = false;

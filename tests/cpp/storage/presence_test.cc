@@ -35,7 +35,7 @@ class PresenceCacheTest : public ::testing::Test {
 TEST_F(PresenceCacheTest, a_key_is_asked_for_once_until_there_is_an_answer) {
   EXPECT_EQ(of(1), Presence::kUnknown);
   EXPECT_EQ(ask(cache_, {key_of(1), key_of(2), key_of(1)}).size(), 2u);
-  EXPECT_EQ(of(1), Presence::kUnknown);
+  EXPECT_EQ(of(1), Presence::kAsked);
   EXPECT_TRUE(ask(cache_, {key_of(1), key_of(2)}).empty());
   cache_.answered(key_of(1), true, 0);
   cache_.answered(key_of(2), false, 0);
@@ -87,7 +87,8 @@ TEST_F(PresenceCacheTest, nothing_that_was_learnt_before_a_reset_counts_after_it
   cache_.answered(key_of(2), true, 0);
   cache_.written(key_of(3), 0);
   cache_.gone(key_of(4), TierRemoval::Reason::kVanished, 0);
-  for (const std::uint32_t number : {2u, 3u, 4u}) EXPECT_EQ(of(number), Presence::kUnknown);
+  EXPECT_EQ(of(2), Presence::kAsked);
+  for (const std::uint32_t number : {3u, 4u}) EXPECT_EQ(of(number), Presence::kUnknown);
   cache_.answered(key_of(2), true, cache_.era());
   EXPECT_EQ(of(2), Presence::kPresent);
 }
@@ -123,7 +124,7 @@ TEST_F(PresenceCacheTest, what_a_read_did_not_find_is_worth_asking_for_again_soo
 TEST_F(PresenceCacheTest, what_is_given_up_is_absent_for_a_time) {
   ask(cache_, {key_of(1)});
   cache_.give_up_asking(std::vector{key_of(1), key_of(2)}, 1);
-  EXPECT_EQ(of(1), Presence::kUnknown) << "that was asked in another era";
+  EXPECT_EQ(of(1), Presence::kAsked) << "that was asked in another era";
   cache_.give_up_asking(std::vector{key_of(1), key_of(2)}, 0);
   EXPECT_EQ(of(1), Presence::kAbsent);
   EXPECT_EQ(of(2), Presence::kUnknown) << "it was not being asked for";

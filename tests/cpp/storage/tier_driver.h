@@ -136,7 +136,7 @@ class TierDriver {
       presence = tier_->contains(key_of(number));
       if (presence == Presence::kAbsent || presence == Presence::kPresent) return true;
       if (presence == Presence::kWasAbsent && asked) return true;
-      if (asked && !idle) return false;  // a second question would stay behind
+      if (presence == Presence::kAsked || (asked && !idle)) return false;  // another would stay behind
       if (presence == Presence::kWasAbsent) tier_->forget_absence(key_of(number));
       tier_->prefetch_presence({key_of(number)}, KeyOrder::kNone);
       asked = true;
