@@ -259,7 +259,10 @@ void bench_start(const std::string& root, std::uint64_t count) {
   std::vector<Completion> completions;
   std::vector<TierRemoval> removals;
   tier->prefetch_presence({last}, KeyOrder::kNone);
-  while ((presence = tier->contains(last)) == Presence::kUnknown) std::this_thread::yield();
+  do {
+    std::this_thread::yield();
+    presence = tier->contains(last);
+  } while (presence == Presence::kUnknown || presence == Presence::kAsked);
   const double answered = now();
   while (!tier->stats().names_complete) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   const double complete = now();

@@ -135,12 +135,17 @@ inline std::vector<AlignedBuffer> rows_for(std::size_t threads, std::size_t byte
   return rows;
 }
 
+inline bool is_known(const Tier& tier, const ChunkKey& key) {
+  const kv_offload::Presence presence = tier.contains(key);
+  return presence != kv_offload::Presence::kUnknown && presence != kv_offload::Presence::kAsked;
+}
+
 inline Rates write_and_read(Tier& tier, std::size_t threads, std::size_t bytes, std::size_t records) {
   std::vector<AlignedBuffer> rows = rows_for(threads, bytes, records);
   // As an engine does when a prompt comes.
   std::vector<ChunkKey> keys;
   for (std::size_t i = 0; i < records; ++i) keys.push_back(key_of(i));
-  while (tier.contains(keys.back()) == Presence::kUnknown) {
+  while (!is_known(tier, keys.back())) {
     tier.prefetch_presence(keys, KeyOrder::kPrefix);
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -180,7 +185,7 @@ inline Presence ask_for(Tier& tier, const std::vector<ChunkKey>& keys) {
   const auto look = [&](bool known) {
     const double before = used();
     for (const ChunkKey& key : keys) {
-      if ((tier.contains(key) != kv_offload::Presence::kUnknown) != known) std::exit(1);
+      if (is_known(tier, key) != known) std::exit(1);
     }
     return used() - before;
   };
@@ -189,7 +194,7 @@ inline Presence ask_for(Tier& tier, const std::vector<ChunkKey>& keys) {
   tier.prefetch_presence(std::move(given), KeyOrder::kPrefix);
   spent.ask_seconds = used() - before;
   for (std::size_t known = 0; known < keys.size();) {
-    while (known < keys.size() && tier.contains(keys[known]) != kv_offload::Presence::kUnknown) ++known;
+    while (known < keys.size() && is_known(tier, keys[known])) ++known;
     if (known < keys.size()) std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   spent.seconds = now() - start;

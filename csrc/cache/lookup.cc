@@ -90,8 +90,11 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
   using Kind = Lookup::Kind;
   const auto position = static_cast<std::uint16_t>(group);
   const bool awaits = request.awaits_records() && !request.closed[group] && !may_not_wait(request, true);
-  std::uint32_t unknown = 0, again = 0;  // a bit for each tier
-  bool switched_off = false, may_come = false;
+  const std::uint64_t print = KeyMemory::fingerprint(key);
+  const auto asked = request.asked.find(print);
+  const bool was_asked = asked != request.asked.end(), was_answered = was_asked && asked->second;
+  std::uint32_t unknown = 0, again = 0, being_asked = 0;  // a bit for each tier
+  bool switched_off = false, may_come = false, answered = true;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     const Presence presence = ops_.contains(tier, key);
     if (!ops_.is_readable(tier)) {
@@ -100,11 +103,13 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
     }
     const bool may_come_here = awaits && ops_.is_shared(tier);
     may_come |= may_come_here;
-    if (presence == Presence::kUnknown ||
-        (presence == Presence::kWasAbsent &&
-         (may_come_here || !request.asked.contains(KeyMemory::fingerprint(key))))) {
+    const bool is_unknown = presence == Presence::kUnknown || presence == Presence::kAsked;
+    answered &= !is_unknown;
+    if ((is_unknown && (may_come_here || !was_answered)) ||
+        (presence == Presence::kWasAbsent && (may_come_here || !was_asked))) {
       unknown |= 1u << tier;
       if (presence == Presence::kWasAbsent) again |= 1u << tier;
+      if (presence == Presence::kAsked) being_asked |= 1u << tier;
     }
     if (presence != Presence::kPresent) continue;
     if (const auto reason = may_not_wait(request, true)) return miss(request, group, *reason);
@@ -115,6 +120,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
                     static_cast<std::uint8_t>(tier)},
                    LookupResult::kPending);
   }
+  if (was_asked && answered) asked->second = true;
   if (unknown != 0) {
     const auto reason = may_not_wait(request, true);
     if (!reason) {
@@ -124,9 +130,9 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
       const TierOps::Run run = groups_[group].full_attention
                                    ? TierOps::Run{request.number, group, request.pass.scans}
                                    : TierOps::Run{};
-      request.asked.insert(KeyMemory::fingerprint(key));
+      request.asked.try_emplace(print, false);
       for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
-        if ((unknown >> tier & 1) == 0) continue;
+        if (((unknown & ~being_asked) >> tier & 1) == 0) continue;
         ops_.ask_for(tier, key, (again >> tier & 1) != 0 ? Presence::kWasAbsent : Presence::kUnknown, run);
       }
       request.pass.awaits |= may_come;
@@ -140,7 +146,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
   if (switched_off) return miss(request, group, MissReason::kIoError);
   request.pass.lookups.push_back(
       {static_cast<std::uint32_t>(request.pass.absent.size()), position, Kind::kMiss, Lookup::kReasonLater});
-  request.pass.absent.push_back(KeyMemory::fingerprint(key));
+  request.pass.absent.push_back(print);
   return LookupResult::kMiss;
 }
 

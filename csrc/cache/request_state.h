@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
-#include <unordered_set>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -123,9 +123,9 @@ struct RequestState {
     MissReason reason;
   };
   std::vector<Failed> failed;
-  // Fingerprints of keys that tiers were asked for: once, however old the answer is when it is looked up
-  // next.
-  std::unordered_set<std::uint64_t> asked;
+  // Keys that tiers were asked for, by their fingerprints: once, however old the answer is when it is looked
+  // up next. True: it came, and another's question is not waited for.
+  std::unordered_map<std::uint64_t, bool> asked;
 
   std::optional<Nanos> first_lookup;
 

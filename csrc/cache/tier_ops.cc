@@ -66,7 +66,7 @@ bool TierOps::is_recorded(const ChunkKey& key) {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
     const Presence presence = contains(tier, key);
     if (presence == Presence::kPresent) return true;
-    if (presence != Presence::kAbsent) ask_for(tier, key, presence, {});
+    if (presence == Presence::kUnknown || presence == Presence::kWasAbsent) ask_for(tier, key, presence, {});
   }
   return false;
 }

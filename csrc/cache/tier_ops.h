@@ -88,6 +88,7 @@ class TierOps {
     bool operator==(const Run&) const = default;
   };
   // Whether it is there: to be known soon. Asked at the end of the step, all keys of a run at once.
+  // `presence`: what contains() said, kUnknown or kWasAbsent.
   void ask_for(std::size_t tier, const ChunkKey& key, Presence presence, Run run);
   // The key was in use in host memory until now.
   void touch(const ChunkKey& key);

@@ -36,6 +36,13 @@ CopyTable paths_that_are_there(CopyTable table, const DeviceLimits& limits) {
   return table;
 }
 
+// Endless without DMA.
+double dma_seconds(const CopyTable& table, const CopyPlan& plan) {
+  if (plan.segments.empty()) return 0;
+  return static_cast<double>(plan.bytes) /
+         table.rate(CopyDirection::kStore, CopyPath::kDma, plan.bytes / plan.segments.size());
+}
+
 }  // namespace
 
 SplitLimits split_limits_for(CopyPath path, const DeviceLimits& limits) {
@@ -91,7 +98,8 @@ void DeviceCopier::submit(CopyJob job) {
     return choose_path(table_, job.direction, plan.bytes, plan.segments.size(), haste);
   };
   queued->hasty_path = path_for(CopyHaste::kSoon);
-  const CopyHaste wanted = haste(queued->lane, plan);
+  if (job.direction == CopyDirection::kStore) queued->dma_seconds = dma_seconds(table_, plan);
+  const CopyHaste wanted = plan.segments.empty() ? CopyHaste::kSoon : haste(*queued);
   queued->path = wanted == CopyHaste::kSoon ? queued->hasty_path : path_for(wanted);
   queued->segments = std::move(plan.segments);
   queued->ranges = split(&queued->segments, split_limits_for(queued->path, queued->hasty_path, limits_));
@@ -106,7 +114,6 @@ void DeviceCopier::submit(CopyJob job) {
     throw_invalid("job {} was submitted twice", job.id);
   }
   Job& added = *jobs_.emplace(job.id, std::move(queued)).first->second;
-  if (job.direction == CopyDirection::kStore) store_bytes_ += added.result.bytes;
   if (closing_) {
     fail(added, Status::error(StatusKind::kUnavailable, "submit: the copier is closed"));
   } else if (!marked.is_ok()) {
@@ -310,7 +317,6 @@ void DeviceCopier::finish_if_done(Job& job) {
 void DeviceCopier::finish(std::uint64_t job_id) {
   const auto found = jobs_.find(job_id);
   if (found->second->after != kNoEvent) device_->release(found->second->after);
-  if (found->second->result.direction == CopyDirection::kStore) store_bytes_ -= found->second->result.bytes;
   finished_.push_back(std::move(found->second->result));
   jobs_.erase(found);
   done_.notify_all();
@@ -327,11 +333,11 @@ void DeviceCopier::raise_urgency(Job& job) {
   job.path = job.hasty_path;
 }
 
-CopyHaste DeviceCopier::haste(CopyLane lane, const CopyPlan& plan) const {
-  if (lane != CopyLane::kStores || plan.segments.empty()) return CopyHaste::kSoon;
-  const double rate = table_.rate(CopyDirection::kStore, CopyPath::kDma, plan.bytes / plan.segments.size());
+CopyHaste DeviceCopier::haste(const Job& job) const {
+  if (job.lane != CopyLane::kStores) return CopyHaste::kSoon;
+  double seconds = job.dma_seconds;
   MutexLock lock(mutex_);
-  const double seconds = static_cast<double>(store_bytes_ + plan.bytes) / rate;  // endless without DMA
+  for (const auto& [id, other] : jobs_) seconds += other->dma_seconds;
   return seconds <= limits_.patient_seconds ? CopyHaste::kBeside : CopyHaste::kSoon;
 }
 

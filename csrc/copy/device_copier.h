@@ -59,7 +59,7 @@ struct DeviceLimits {
   std::uint64_t boundary = 0;      // area offsets that no DMA crosses
   // Stores that nobody waits for are copied as the model notices least, which is not
   // always the fastest way, unless that takes longer than this for the stores under
-  // way and this one, at the rate of this one: a block is free when it was copied.
+  // way and this one, by DMA: a block is free when it was copied.
   double patient_seconds = 0.1;
 };
 
@@ -88,6 +88,7 @@ class DeviceCopier final : public BlockCopier {
     CopyPath path = CopyPath::kDma;
     CopyPath hasty_path = CopyPath::kDma;  // once somebody waits; the sub-jobs fit both
     CopyLane lane = CopyLane::kStores;
+    double dma_seconds = 0;  // of a store: what it takes by DMA
     std::vector<CopySegment> segments;
     std::vector<SegmentRange> ranges;  // one per sub-job
     std::size_t next_range = 0;        // not issued yet
@@ -119,7 +120,7 @@ class DeviceCopier final : public BlockCopier {
   void finish_if_done(Job& job) REQUIRES(mutex_);
   void finish(std::uint64_t job_id) REQUIRES(mutex_);
   void raise_urgency(Job& job) REQUIRES(mutex_);
-  CopyHaste haste(CopyLane lane, const CopyPlan& plan) const EXCLUDES(mutex_);
+  CopyHaste haste(const Job& job) const EXCLUDES(mutex_);
 
   const CacheLayout layout_;
   const std::span<std::byte> area_;
@@ -137,8 +138,7 @@ class DeviceCopier final : public BlockCopier {
   CondVar work_;
   CondVar done_;
   bool closing_ GUARDED_BY(mutex_) = false;
-  std::uint64_t store_bytes_ GUARDED_BY(mutex_) = 0;  // of the jobs that are not over
-  int waiting_ GUARDED_BY(mutex_) = 0;                // calls of wait() under way: look more often
+  int waiting_ GUARDED_BY(mutex_) = 0;  // calls of wait() under way: look more often
   std::unordered_map<std::uint64_t, std::unique_ptr<Job>> jobs_ GUARDED_BY(mutex_);
   std::array<std::deque<Job*>, kCopyLanes> queues_ GUARDED_BY(mutex_);
   std::vector<CopyResult> finished_ GUARDED_BY(mutex_);

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <deque>
+#include <list>
 #include <optional>
 #include <thread>
 
@@ -26,7 +26,7 @@ struct Running {
   Lane lane = Lane::kRead;
   Nanos submitted{0}, started{0};
 };
-using Queue = std::deque<Queued>;
+using Queue = std::list<Queued>;  // what goes from one to another needs no memory for it
 
 // What waits in one lane.
 struct LaneQueue {
@@ -35,7 +35,10 @@ struct LaneQueue {
 
   bool empty() const { return urgent.empty() && others.empty(); }
   std::size_t size() const { return urgent.size() + others.size(); }
-  void push(Queued queued) { (queued.op.urgent ? urgent : others).push_back(std::move(queued)); }
+  void push_first_of(Queue* from) {
+    Queue& queue = from->front().op.urgent ? urgent : others;
+    queue.splice(queue.end(), *from, from->begin());
+  }
   Queued pop() {
     const bool others_turn =
         !others.empty() && (urgent.empty() || urgent_in_a_row >= IoPool::kUrgentPerOther);
@@ -172,21 +175,25 @@ struct IoPool::State {
   }
 
   void submit(std::vector<Op> ops) EXCLUDES(mutex) {
+    Queue all;  // first what may throw: all or none
+    for (Op& op : ops) all.push_back({std::move(op)});
     {
       const MutexLock lock(mutex);
       if (!closing) {
         const Nanos now = clock->now();
         std::array<std::size_t, 2> added{};
-        for (Op& op : ops) {
-          ++added[index(op.lane)];
-          if (op.deadline.count() != 0) next_deadline = std::min(next_deadline, op.deadline);
-          queues[index(op.lane)].push({std::move(op), now});
+        while (!all.empty()) {
+          Queued& next = all.front();
+          const std::size_t lane = index(next.op.lane);
+          ++added[lane];
+          next.submitted = now;
+          if (next.op.deadline.count() != 0) next_deadline = std::min(next_deadline, next.op.deadline);
+          queues[lane].push_first_of(&all);
         }
-        ops.clear();
         wake(added[index(Lane::kRead)], added[index(Lane::kWrite)]);
       }
     }
-    for (const Op& op : ops) op.done(Status::error(StatusKind::kUnavailable, "closing"), 0, 0);
+    for (const Queued& queued : all) queued.op.done(Status::error(StatusKind::kUnavailable, "closing"), 0, 0);
   }
 
   void fail(Queue failed, const Status& status) {

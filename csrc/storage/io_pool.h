@@ -54,6 +54,7 @@ class IoPool {
   explicit IoPool(const IoPoolOptions& options);  // throws when a thread cannot start
   ~IoPool();                                      // close()
 
+  // If memory runs out: it throws, and none of them was submitted or ends.
   void submit(std::vector<Op> ops);
   // Queues as submit() does, also from within an op; once the pool is closed, or gone, it refuses.
   using Submitter = std::function<void(std::vector<Op>)>;

@@ -43,12 +43,10 @@ Status run_locate(PooledStore& shared, std::span<const ChunkKey> keys, KeyOrder 
                   const Submitted& submitted) {
   if (!submitted.epoch || submitted.epoch != shared.store->epoch()) return of_before_a_reset();
   std::vector<bool> present(keys.size());
-  return contained([&] {
-    Status status = shared.store->locate(keys, order, submitted.epoch, &present);
-    for (std::size_t i = 0; status && shared.learnt && i < keys.size(); ++i)
-      shared.learnt->answered(keys[i], present[i], submitted.era);
-    return status;
-  });
+  Status status = shared.store->locate(keys, order, submitted.epoch, &present);
+  for (std::size_t i = 0; status && shared.learnt && i < keys.size(); ++i)
+    shared.learnt->answered(keys[i], present[i], submitted.era);
+  return status;
 }
 
 Status off() {

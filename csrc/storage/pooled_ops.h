@@ -99,7 +99,7 @@ Status contained(Work&& work) {
 
 // Does the op in the epoch that it was submitted in, or not at all.
 Status run_op(PooledStore& shared, OpInFlight& in_flight);
-// Asks the store which of the keys it has.
+// Asks the store which of the keys it has. Throws as a store may.
 Status run_locate(PooledStore& shared, std::span<const ChunkKey> keys, KeyOrder order,
                   const Submitted& submitted);
 

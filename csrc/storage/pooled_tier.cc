@@ -179,6 +179,7 @@ void PooledTier::watch() {
   tripped_at_ = now;
   for (Breaker& breaker : shared_->breakers) breaker.trip(now);
   pool_.fail_queued(off());
+  questions_.give_up_all();
 }
 
 void PooledTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {

@@ -1,6 +1,7 @@
 #include "storage/presence.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace kv_offload {
 
@@ -80,8 +81,8 @@ const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {
 }
 
 Presence PresenceCache::presence_of(const Entry* entry) const {
-  if (entry == nullptr || entry->state == State::kAsking || entry->state == State::kForgotten)
-    return Presence::kUnknown;
+  if (entry == nullptr || entry->state == State::kForgotten) return Presence::kUnknown;
+  if (entry->state == State::kAsking) return Presence::kAsked;
   if (entry->state == State::kPresent) return Presence::kPresent;
   return clock_.now() < entry->time ? Presence::kAbsent : Presence::kWasAbsent;
 }
@@ -109,10 +110,8 @@ void PresenceCache::begin_asking(std::span<const ChunkKey> keys, Era era, std::v
       old_.prefetch(keys[i + kAhead]);
     }
     const ChunkKey& key = keys[i];
-    const Entry* entry = find(key);
-    const bool asking = entry != nullptr && entry->state == State::kAsking;
-    const Presence presence = presence_of(entry);
-    if (asking || presence == Presence::kPresent || presence == Presence::kAbsent) continue;
+    const Presence presence = presence_of(find(key));
+    if (presence != Presence::kUnknown && presence != Presence::kWasAbsent) continue;
     put({key, now, State::kAsking});
     asked->push_back(key);
   }
@@ -128,8 +127,8 @@ void PresenceCache::give_up_asking(std::span<const ChunkKey> keys, Era era) {
   const MutexLock lock(mutex_);
   if (era != era_) return;  // it may be asked for anew by now
   for (const ChunkKey& key : keys) {
-    const Entry* entry = find(key);
-    if (entry != nullptr && entry->state == State::kAsking) put({key, until, State::kAbsent});
+    Entry* entry = const_cast<Entry*>(find(key));  // changed where it is: put() may need memory
+    if (entry != nullptr && entry->state == State::kAsking) *entry = {key, until, State::kAbsent};
   }
 }
 
@@ -168,16 +167,20 @@ void PresenceCache::gone(const ChunkKey& key, TierRemoval::Reason reason, Era er
 
 void PresenceCache::reset() {
   const MutexLock lock(mutex_);
-  ++era_;
+  // First what may throw.
+  std::vector<TierRemoval> removals = removals_;
+  Entries young, old;
   for (const Entries* entries : {&young_, &old_}) {
     for (const Entry& entry : entries->all()) {
       if (entry.state != State::kPresent) continue;
       if (entries == &old_ && young_.find(entry.key) != nullptr) continue;  // the young tell
-      removals_.push_back({entry.key, TierRemoval::Reason::kReset});
+      removals.push_back({entry.key, TierRemoval::Reason::kReset});
     }
   }
-  young_.clear();
-  old_.clear();
+  ++era_;
+  removals_.swap(removals);
+  std::swap(young_, young);
+  std::swap(old_, old);
 }
 
 void PresenceCache::take_removals(std::vector<TierRemoval>* removals) {

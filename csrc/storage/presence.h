@@ -32,7 +32,8 @@ class Catalogue {
   virtual void begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) = 0;
   // See Tier.
   virtual void forget_absence(const ChunkKey& key) = 0;
-  // It failed, or never ran: absent for now, so that nobody asks in a loop. `era`: when it was asked.
+  // It failed, or never ran: absent for now, so that nobody asks in a loop. `era`: when it was asked. It
+  // needs no memory: what cannot be given up would be asked for for ever.
   virtual void give_up_asking(std::span<const ChunkKey> keys, Era era) = 0;
   virtual void touch(const ChunkKey& key) = 0;
   virtual void used(const TierUses&) {}  // see Tier
@@ -69,7 +70,8 @@ class PresenceCache final : public Catalogue {
   void answered(const ChunkKey& key, bool present, Era era) EXCLUDES(mutex_);
   void written(const ChunkKey& key, Era era) EXCLUDES(mutex_);  // or read
   void gone(const ChunkKey& key, TierRemoval::Reason reason, Era era) EXCLUDES(mutex_);
-  void reset() EXCLUDES(mutex_);  // nothing is there any more
+  // Nothing is there any more. If memory runs out: it throws, and has changed nothing.
+  void reset() EXCLUDES(mutex_);
 
  private:
   static constexpr std::size_t kAhead = 8;  // entries that are fetched into the processor's cache

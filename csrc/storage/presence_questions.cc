@@ -23,7 +23,7 @@ struct PresenceQuestions::Prompt {
   const Submitted submitted;
   std::vector<ChunkKey> unknown;  // those of the keys that are asked for here
   std::vector<Part> parts;
-  std::vector<std::atomic<bool>> ended;  // of the parts
+  std::vector<std::atomic<bool>> ended;  // of the parts that were let through: answered or given up
   std::atomic<bool> begun{false};        // all of this was written
 
   Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> given, KeyOrder given_order, Submitted now)
@@ -32,35 +32,11 @@ struct PresenceQuestions::Prompt {
   std::span<const ChunkKey> keys_of(std::size_t part) const {
     return std::span(unknown).subspan(parts[part].first, parts[part].count);
   }
-  // Goes on with others[*next]. False as soon as `left`, the keys from the first of `asked` on, are too few
-  // for the rest: prompts that begin alike, and are as long, are told apart where they part.
-  static bool find_in_order(std::span<const ChunkKey> asked, const std::vector<ChunkKey>& others,
-                            std::size_t left, std::size_t* next) {
-    for (const ChunkKey& key : asked) {
-      if (*next == others.size()) return true;
-      if (left < others.size() - *next) return false;
-      if (key == others[*next]) ++*next;
-      --left;
-    }
-    return true;
-  }
-  // Each of them is about to be asked for here, or is just now. Not of others whose ends are both elsewhere:
-  // to find that out would take too long.
-  bool asks_for(const std::vector<ChunkKey>& others, KeyOrder others_order, const Submitted& now) const {
+  // A thread will ask for them, or find that they are being asked for. REQUIRES: both end with the same key.
+  bool stands_for(const std::vector<ChunkKey>& others, KeyOrder others_order, const Submitted& now) const {
     if (order != others_order || submitted.epoch != now.epoch || submitted.era != now.era) return false;
-    if (keys.front() != others.front() && keys.back() != others.back()) return false;
-    std::size_t next = 0;
-    if (!begun.load()) {
-      (void)find_in_order(keys, others, keys.size(), &next);
-    } else {
-      std::size_t left = unknown.size();
-      for (std::size_t part = 0; part < parts.size(); ++part) {
-        left -= parts[part].count;
-        if (!ended[part].load() && !find_in_order(keys_of(part), others, parts[part].count + left, &next))
-          break;
-      }
-    }
-    return next == others.size();
+    return !begun.load() && others.size() <= keys.size() &&
+           std::equal(others.rbegin(), others.rend(), keys.rbegin());
   }
 };
 
@@ -71,15 +47,17 @@ PresenceQuestions::PresenceQuestions(std::shared_ptr<PooledStore> shared, const 
 
 void PresenceQuestions::ask(std::vector<ChunkKey> keys, KeyOrder order) {
   const Submitted now(*context_->shared);
-  bool asked = false;
-  std::erase_if(prompts_, [&](const std::weak_ptr<const Prompt>& one) {
-    const auto prompt = one.lock();
-    if (prompt && !asked) asked = prompt->asks_for(keys, order, now);
-    return !prompt;
-  });
-  if (asked) return;
+  if (prompts_.size() >= most_prompts_) {
+    std::erase_if(prompts_, [](const auto& prompt) { return prompt.second.expired(); });
+    most_prompts_ = 2 * prompts_.size() + kFewPrompts;
+  }
+  const auto [first, last] = prompts_.equal_range(keys.back());
+  for (auto one = first; one != last; ++one) {
+    const auto prompt = one->second.lock();
+    if (prompt && prompt->stands_for(keys, order, now)) return;
+  }
   const auto prompt = std::make_shared<Prompt>(context_, std::move(keys), order, now);
-  prompts_.push_back(prompt);
+  prompts_.emplace(prompt->keys.back(), prompt);
   std::vector<IoPool::Op> ops;
   ops.push_back(op_of(
       *context_,
@@ -89,6 +67,19 @@ void PresenceQuestions::ask(std::vector<ChunkKey> keys, KeyOrder order) {
       },
       [](const Status&) {}));  // one that never ran has begun nothing
   context_->submit(std::move(ops));
+}
+
+// What has not begun finds the breaker open, and gives up by itself.
+void PresenceQuestions::give_up_all() {
+  for (const auto& [last_key, one] : prompts_) {
+    const auto prompt = one.lock();
+    if (!prompt || !prompt->begun.load()) continue;
+    for (std::size_t part = 0; part < prompt->parts.size(); ++part) {
+      if (prompt->ended[part].load()) continue;
+      give_up(*prompt, prompt->keys_of(part));
+      prompt->ended[part].store(true);
+    }
+  }
 }
 
 IoPool::Op PresenceQuestions::op_of(const Context& context, std::function<Status()> run,
@@ -133,7 +124,6 @@ void PresenceQuestions::begin(const PromptPtr& prompt) {
   for (std::size_t part = 0; part < ops.size(); ++part) {
     if (!prompt->parts[part].pass) {
       give_up(*prompt, prompt->keys_of(part));
-      prompt->ended[part].store(true);
     } else if (part != own && !shared) {
       end_part(*prompt, part, shared);
     }
@@ -177,9 +167,12 @@ std::vector<IoPool::Op> PresenceQuestions::divide(const PromptPtr& prompt) {
 }
 
 Status PresenceQuestions::ask_part(Prompt& prompt, std::size_t part) {
-  // The device may have got stuck after it was let through.
-  if (!prompt.context->shared->breaker(Lane::kRead).stands(*prompt.parts[part].pass)) return off();
-  return run_locate(*prompt.context->shared, prompt.keys_of(part), prompt.order, prompt.submitted);
+  return contained([&] {
+    PooledStore& shared = *prompt.context->shared;
+    // The device may have got stuck after it was let through.
+    if (!shared.breaker(Lane::kRead).stands(*prompt.parts[part].pass)) return off();
+    return run_locate(shared, prompt.keys_of(part), prompt.order, prompt.submitted);
+  });
 }
 
 void PresenceQuestions::end_part(Prompt& prompt, std::size_t part, const Status& status) {
@@ -193,8 +186,9 @@ void PresenceQuestions::end_part(Prompt& prompt, std::size_t part, const Status&
   } else {
     breaker.not_tried(pass);
   }
-  // Last: who sees that the question has ended also sees what the breaker makes of it.
-  if (!status) give_up(prompt, prompt.keys_of(part));
+  // Last: who sees that the question has ended also sees what the breaker makes of it. One that was given up
+  // while it was stuck may be asked anew by now.
+  if (!status && !prompt.ended[part].load()) give_up(prompt, prompt.keys_of(part));
   prompt.ended[part].store(true);
 }
 

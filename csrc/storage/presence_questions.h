@@ -2,10 +2,9 @@
 //
 // The scheduler's thread hands the keys over and nothing else: an I/O thread picks those that are unknown and
 // that nobody asks for (Catalogue::begin_asking), gives all but the first few of them to other threads, and
-// asks for these itself. What is handed over again while it is being asked for, as a prompt is in each step
-// that its request waits in, is not taken twice, nor is what is left of it. Only where another prompt asks
-// for a part of it, it is: an I/O thread looks through it once more in each step, and finds nothing to ask
-// for.
+// asks for these itself. From then on the catalogue says that they are being asked for, and nobody hands them
+// over again. Until then a prompt is handed over in each step that its request waits in, whole, or without
+// its first keys where another prompt asks for these: it is not taken twice.
 //
 // Threads: the scheduler's, alone. No call does I/O or waits for who does.
 #pragma once
@@ -13,6 +12,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "base/clock.h"
@@ -34,8 +34,11 @@ class PresenceQuestions {
 
   // keys: at least one.
   void ask(std::vector<ChunkKey> keys, KeyOrder order);
+  // The device is stuck: what is being asked for is given up, for nobody knows when its threads come back.
+  void give_up_all();
 
  private:
+  static constexpr std::size_t kFewPrompts = 64;
   // All that a thread needs which was let go while it asked.
   struct Context {
     std::shared_ptr<PooledStore> shared;
@@ -56,7 +59,9 @@ class PresenceQuestions {
   static void end_part(Prompt& prompt, std::size_t part, const Status& status);
 
   const std::shared_ptr<const Context> context_;
-  std::vector<std::weak_ptr<const Prompt>> prompts_;  // while one is asked for, it lives
+  // By the last key, which is no other prompt's, mostly. While one is asked for, it lives.
+  std::unordered_multimap<ChunkKey, std::weak_ptr<Prompt>> prompts_;
+  std::size_t most_prompts_ = kFewPrompts;  // then those that live no longer are swept out
 };
 
 }  // namespace kv_offload

@@ -127,7 +127,8 @@ Presence SealedNames::contains(const ChunkKey& key) const {
   for (std::size_t i = 0; i < ways_; ++i) {
     const Presence one = tier_->contains(digest_of(key, i));
     if (one == Presence::kPresent) return one;
-    if (one == Presence::kUnknown || all == Presence::kAbsent) all = one;
+    const bool asked = one == Presence::kAsked && all != Presence::kUnknown;
+    if (asked || one == Presence::kUnknown || all == Presence::kAbsent) all = one;
   }
   return all;
 }

@@ -82,7 +82,8 @@ enum class KeyOrder : std::uint8_t {
 enum class Presence : std::uint8_t {
   kAbsent,
   kPresent,
-  kUnknown,    // until it was asked for
+  kUnknown,    // until it is asked for
+  kAsked,      // unknown, and being asked for: there is nothing to do but to wait
   kWasAbsent,  // when it was last asked for, a while ago: worth asking again, for who has not asked yet
 };
 
@@ -132,14 +133,15 @@ class Tier {
   virtual void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) = 0;
 
   // Is a complete record of this key here, as far as is known on this side, whether
-  // or not it would be read now (TierStats::readable). O(1), starts nothing. Never
-  // unknown while reads are switched off: nobody would answer.
+  // or not it would be read now (TierStats::readable). O(1), starts nothing. Neither unknown
+  // nor being asked for while reads are switched off: nobody would answer.
   virtual Presence contains(const ChunkKey& key) const = 0;
   // Of a key that contains() said kWasAbsent of, before it is asked for: it is unknown from now on, so that
   // nobody takes what was known for the answer. O(1).
   virtual void forget_absence(const ChunkKey&) {}
   // Asks, behind, for those of the keys that are unknown and are not being asked for
-  // yet; contains() knows them soon, found or not. Never blocks.
+  // yet; contains() says kAsked of them when a thread has taken them up, and knows
+  // them soon, found or not. Never blocks.
   virtual void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) = 0;
   // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;

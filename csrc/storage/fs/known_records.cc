@@ -46,8 +46,8 @@ Presence KnownRecords::contains(const ChunkKey& key) const {
     if (catalogue_.holds(key)) return Presence::kAbsent;
     if (extent_ == Extent::kSome) {
       const Leaf& leaf = leaves_[layout::leaf_of(key)];
-      const bool asked = leaf.state == Leaf::State::kAsking || is_unknown(leaf, now);
-      return asked ? Presence::kUnknown : Presence::kAbsent;
+      if (leaf.state == Leaf::State::kAsking) return Presence::kAsked;
+      return is_unknown(leaf, now) ? Presence::kUnknown : Presence::kAbsent;
     }
     if (!shared_) return Presence::kAbsent;
   }

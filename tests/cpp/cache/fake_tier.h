@@ -71,6 +71,7 @@ class FakeTier final : public TierHand {
   bool skip_verification = false;  // a planted fault: corrupt records read as ok
   bool available = true;
   bool knows = true;    // false: contains() says kUnknown
+  bool asks = false;    // or, of what was asked for, kAsked
   bool is_sure = true;  // false: of what it has not contains() says kWasAbsent
   bool answers = true;  // false: what was absent and is asked for again stays unknown
   std::set<ChunkKey> forgotten;
@@ -125,7 +126,7 @@ class FakeTier final : public TierHand {
     removals_.clear();
   }
   Presence contains(const ChunkKey& key) const override {
-    if (!knows) return Presence::kUnknown;
+    if (!knows) return asks && !asked.empty() ? Presence::kAsked : Presence::kUnknown;
     if (forgotten.contains(key)) return Presence::kUnknown;
     if (records.contains(key)) return Presence::kPresent;
     return is_sure ? Presence::kAbsent : Presence::kWasAbsent;

@@ -287,6 +287,25 @@ TEST_F(FetchFakeTest, ATierThatDoesNotKnowYetIsAskedAgainUntilTheDeadline) {
   EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
+TEST_F(FetchFakeTest, WhatIsBeingAskedForIsWaitedForAndNotHandedOverAgain) {
+  fake().knows = fake().is_sure = false;
+  fake().asks = true;
+  const RequestHandle first = begin(), second = begin();
+  EXPECT_EQ(scan(first, {"a", "b"}), "RR");
+  step();
+  ASSERT_EQ(fake().asked.size(), 1u);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(scan(first, {"a", "b"}), "RR");
+    EXPECT_EQ(scan(second, {"a", "b"}), "RR");
+    EXPECT_TRUE(cache().has_pending_work());
+    step();
+    EXPECT_EQ(fake().asked.size(), 1u);
+  }
+  fake().knows = true;
+  EXPECT_EQ(scan(first, {"a"}), "M");
+  EXPECT_EQ(scan(second, {"a"}), "M") << "that was the answer to its question, too";
+}
+
 TEST_F(FetchFakeTest, WhatWasAbsentAWhileAgoIsAskedForOnceByEachRequest) {
   record({"a"});
   fake().is_sure = false;
@@ -331,6 +350,39 @@ TEST_F(FetchFakeTest, WhoHasItsAnswerDoesNotWaitInAStepInWhichAnotherAsksAgain) 
     EXPECT_EQ(scan(patient, {"a"}), "R");
     EXPECT_EQ(scan(other, {"a"}), "M") << "the answer was: not there";
   }
+}
+
+// Though it looks again, as one does for which there is no room on the device, while another's is under way.
+TEST_F(FetchFakeTest, WhoHadItsAnswerDoesNotWaitForTheAnswerToAnothersQuestion) {
+  fake().is_sure = false;
+  const RequestHandle first = begin();
+  EXPECT_EQ(scan(first, {"a"}), "R");
+  step();
+  EXPECT_EQ(scan(first, {"a"}), "M");
+  fake().answers = false;
+  const RequestHandle second = begin();
+  EXPECT_EQ(scan(second, {"a"}), "R");
+  for (int i = 0; i < 2; ++i) {
+    step();
+    EXPECT_EQ(scan(first, {"a"}), "M") << i;
+    EXPECT_EQ(scan(second, {"a"}), "R") << "nobody has answered it";
+  }
+  fake().answers = true;
+  step();
+  EXPECT_EQ(scan(second, {"a"}), "M");
+}
+
+TEST_F(FetchFakeTest, WhoHadTheAnswerOfOneTierWaitsForThatOfAnother) {
+  FakeTier* slow = nullptr;
+  make({.slower = &slow});
+  fake().is_sure = slow->knows = false;
+  const RequestHandle request = begin();
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(scan(request, {"a"}), "R") << i;
+    step();
+  }
+  slow->knows = true;
+  EXPECT_EQ(scan(request, {"a"}), "M");
 }
 
 TEST_F(FetchFakeTest, WhatAnotherServerIsWritingIsWaitedForAsLongAsTheRequestSays) {

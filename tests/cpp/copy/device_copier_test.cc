@@ -289,6 +289,28 @@ TEST_F(DeviceCopierTest, stores_that_pile_up_go_the_fastest_way_until_they_are_d
   EXPECT_EQ(paths().back(), CopyPath::kDma);
 }
 
+TEST_F(DeviceCopierTest, each_store_under_way_counts_with_the_rate_of_its_own_pages) {
+  CopyTable table = faster_than_dma(CopyPath::kKernel);
+  auto& dma = table.rates[static_cast<std::size_t>(kStore)][static_cast<std::size_t>(CopyPath::kDma)];
+  dma.fill(10e9);
+  dma.front() = 6e9;  // of single pages
+  limits_.dma_bytes = limits_.kernel_bytes = 1 << 20;
+  const double page = kPageBytes / 6e9, pages = 16 * kPageBytes / 10e9;
+  for (const bool page_first : {true, false}) {
+    for (const bool patient : {true, false}) {
+      limits_.patient_seconds = (page + pages) * (patient ? 1.01 : 0.99);
+      start(table);
+      submit(1, kStore, 0, page_first ? 1 : 16);
+      submit(2, kStore, 20, page_first ? 16 : 1);
+      state_.until_issued(2);
+      EXPECT_EQ(paths().back(), patient ? CopyPath::kDma : CopyPath::kKernel) << page_first;
+      state_.end_everything();
+      copier_.reset();
+      forget_the_copies();
+    }
+  }
+}
+
 TEST_F(DeviceCopierTest, a_load_does_not_wait_for_a_long_store) {
   start();
   submit(1, kStore, 0, 20);

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "base/thread.h"
+#include "out_of_memory.h"
 #include "with_threads.h"
 
 namespace kv_offload {
@@ -284,6 +285,33 @@ TEST(IoPool, what_is_urgent_is_started_before_what_waits_longer) {
   pool.fail_queued(Lane::kRead, Status::error(StatusKind::kUnavailable, "off"));
   EXPECT_EQ(pool.depth(Lane::kRead).queued, 0u);
   EXPECT_EQ(log.endings().size(), 7u + 20u);
+}
+
+TEST(IoPool, of_ops_for_which_there_is_no_memory_none_was_submitted) {
+  FakeClock clock;
+  Log log;
+  IoPool pool({0, 0, &clock});
+  unsigned submitted = 0, failures = 0;
+  for (bool failed = true; failed; failures += failed) {
+    std::vector<IoPool::Op> ops;
+    for (std::uint64_t i = 0; i < 20; ++i)
+      ops.push_back(op(log, i, i % 3 == 0 ? Lane::kWrite : Lane::kRead, nullptr));
+    for (std::uint64_t i = 0; i < 20; i += 2) ops[i].urgent = true;
+    {
+      const testing::FailingAllocation one(failures);
+      try {
+        pool.submit(std::move(ops));
+      } catch (const std::bad_alloc&) {
+      }
+      failed = one.came();
+    }
+    submitted += failed ? 0 : 20;
+    EXPECT_EQ(pool.depth(Lane::kRead).queued + pool.depth(Lane::kWrite).queued, submitted) << failures;
+  }
+  EXPECT_GT(failures, 0u);
+  EXPECT_TRUE(log.endings().empty());
+  pool.close();
+  EXPECT_EQ(log.endings().size(), 20u);
 }
 
 TEST(IoPool, one_without_threads_is_driven_by_hand) {

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <thread>
 
+#include "out_of_memory.h"
 #include "storage/breaker.h"
 #include "storage/io_pool.h"
 #include "storage/memory_store.h"
@@ -141,7 +142,7 @@ TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_first_answers_are_old_an
   tier->prefetch_presence(keys(8), KeyOrder::kPrefix);
   pool->begin_next(Lane::kRead)();
   EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent);
-  EXPECT_EQ(tier->contains(key_of(4)), Presence::kUnknown);
+  EXPECT_EQ(tier->contains(key_of(4)), Presence::kAsked);
   clock_.advance(options().absent_for);
   tier->prefetch_presence(keys(8), KeyOrder::kPrefix);
   run_reads(pool);
@@ -166,7 +167,7 @@ TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_last_answers_are_old_and
   const auto second = pool->begin_next(Lane::kRead);  // 8..11, slow
   ASSERT_TRUE(second);
   EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent);
-  EXPECT_EQ(tier->contains(key_of(0)), Presence::kUnknown);
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kAsked);
   clock_.advance(options().absent_for);
   tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
   run_reads(pool);
@@ -184,22 +185,45 @@ TEST_F(PooledTierTest, of_two_prompts_with_the_same_ends_each_is_asked_for) {
   EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent);
 }
 
-// In each step that its request waits in, once the first part is known.
-TEST_F(PooledTierTest, what_is_left_of_a_prompt_is_not_taken_in_every_step) {
+// In each step that its request waits in: who asks hands over no key that is being asked for.
+TEST_F(PooledTierTest, what_is_being_asked_for_is_told_apart_from_what_nobody_asks_for) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kUnknown) << "no thread has taken it up";
   pool->begin_next(Lane::kRead)();
   EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent);
-  const auto second = pool->begin_next(Lane::kRead), third = pool->begin_next(Lane::kRead);
-  ASSERT_TRUE(second && third);  // under way on other threads
+  for (const std::uint32_t number : {4u, 11u}) EXPECT_EQ(tier->contains(key_of(number)), Presence::kAsked);
+  EXPECT_EQ(tier->contains(key_of(12)), Presence::kUnknown);
+  run_reads(pool);
+  EXPECT_EQ(tier->contains(key_of(11)), Presence::kAbsent);
+}
+
+// A thread may pick the first of its keys, for another prompt, before it comes to this one.
+TEST_F(PooledTierTest, the_end_of_a_prompt_that_no_thread_has_taken_up_is_not_taken_again) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
+  tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
   const auto all = keys(12);
   tier->prefetch_presence({all.begin() + 4, all.end()}, KeyOrder::kPrefix);
-  EXPECT_EQ(pool->depth(Lane::kRead).queued, 0u);
-  second();
-  tier->prefetch_presence({all.begin() + 8, all.end()}, KeyOrder::kPrefix);
-  EXPECT_EQ(pool->depth(Lane::kRead).queued, 0u);
-  third();
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u);
+  tier->prefetch_presence({all.begin(), all.begin() + 4}, KeyOrder::kPrefix);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 2u) << "it ends elsewhere: to look for it would take too long";
+}
+
+// Enough for those that ended to be swept out while some live.
+TEST_F(PooledTierTest, many_prompts_are_each_taken_once_while_others_have_ended) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+  for (std::uint32_t round = 0; round < 10; ++round) {
+    for (int step = 0; step < 2; ++step) {
+      for (std::uint32_t i = 0; i < 50; ++i)
+        tier->prefetch_presence({key_of(100 * round + i)}, KeyOrder::kPrefix);
+      EXPECT_EQ(pool->depth(Lane::kRead).queued, 50u);
+    }
+    run_reads(pool);
+  }
+  EXPECT_EQ(server_->asked().size(), 500u);
 }
 
 // It would hold a thread, in a device that is stuck.
@@ -334,7 +358,7 @@ TEST_F(PooledTierTest, a_question_of_before_a_reset_that_fails_says_nothing_of_t
   const auto begin_to_ask = [&] {
     tier->prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kNone);
     pool->begin_next(Lane::kRead)();  // asks for the first, and gives the other to another thread
-    EXPECT_EQ(tier->contains(key_of(2)), Presence::kUnknown);
+    EXPECT_EQ(tier->contains(key_of(2)), Presence::kAsked);
     return pool->begin_next(Lane::kRead);
   };
   const auto older = begin_to_ask();
@@ -343,7 +367,7 @@ TEST_F(PooledTierTest, a_question_of_before_a_reset_that_fails_says_nothing_of_t
   ASSERT_TRUE(newer) << "of before the reset is another";
   server_->fail(Verb::kLocate, StatusKind::kIo);
   older();
-  EXPECT_EQ(tier->contains(key_of(2)), Presence::kUnknown) << "it is being asked for";
+  EXPECT_EQ(tier->contains(key_of(2)), Presence::kAsked) << "it is being asked for";
   server_->fail(Verb::kLocate, StatusKind::kOk);
   newer();
   EXPECT_EQ(tier->contains(key_of(2)), Presence::kAbsent);
@@ -393,12 +417,64 @@ TEST_F(PooledTierTest, a_question_that_is_stuck_switches_the_tier_off) {
   server_->block(Verb::kLocate);
   user.tier().prefetch_presence({key_of(1)}, KeyOrder::kNone);
   server_->wait_for_blocked();
-  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kUnknown);
+  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAsked);
   clock_.advance(options().op_deadline + seconds(1));
   user.poll();
   EXPECT_FALSE(user.tier().stats().readable);
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
   server_->release();
+}
+
+// Its thread may never come back, and when it does it knows no more than who asked after it.
+TEST_F(PooledTierTest, what_a_stuck_question_asked_for_is_asked_for_again_when_the_tier_is_on_again) {
+  { ASSERT_TRUE(TierDriver(open()).write(1)); }
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+  tier->prefetch_presence(keys(2), KeyOrder::kNone);
+  pool->begin_next(Lane::kRead)();
+  const auto stuck = pool->begin_next(Lane::kRead);  // asks for 1
+  ASSERT_TRUE(stuck);
+  clock_.advance(options().op_deadline + seconds(1));
+  std::vector<Completion> done;
+  std::vector<TierRemoval> removals;
+  tier->poll(&done, &removals);
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kAbsent);
+  clock_.advance(seconds(2));
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kWasAbsent);
+  tier->forget_absence(key_of(1));
+  tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
+  const auto newer = pool->begin_next(Lane::kRead);
+  ASSERT_TRUE(newer) << "it was taken for the stuck one";
+  newer();
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kPresent);
+  EXPECT_TRUE(tier->stats().readable);
+  stuck();
+  EXPECT_EQ(tier->contains(key_of(1)), Presence::kPresent);
+}
+
+TEST_F(PooledTierTest, the_end_of_a_stuck_question_is_not_that_of_one_that_asks_anew) {
+  { ASSERT_TRUE(TierDriver(open()).write(1, {4096})); }
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+  const auto ask = [&] {
+    tier->prefetch_presence({key_of(2), key_of(3)}, KeyOrder::kNone);
+    pool->begin_next(Lane::kRead)();
+    return pool->begin_next(Lane::kRead);  // asks for 3
+  };
+  const auto stuck = ask();
+  clock_.advance(options().op_deadline + seconds(1));
+  std::vector<Completion> done;
+  std::vector<TierRemoval> removals;
+  tier->poll(&done, &removals);
+  clock_.advance(seconds(2));
+  start_read(*tier, 1);
+  EXPECT_EQ(end_read(*tier, pool), StatusKind::kOk) << "the tier is on again";
+  const auto newer = ask();
+  ASSERT_TRUE(stuck && newer);
+  stuck();
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kAsked) << "it is being asked for";
+  newer();
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent);
 }
 
 TEST_F(PooledTierTest, a_part_that_was_not_let_through_is_asked_for_again_beside_one_that_is_slow) {
@@ -442,6 +518,30 @@ TEST_F(PooledTierTest, prompts_that_begin_alike_are_each_taken_once_until_they_a
   run_reads(pool);
   for (const auto& prompt : prompts) {
     for (const ChunkKey& key : prompt) EXPECT_EQ(tier->contains(key), Presence::kAbsent);
+  }
+}
+
+TEST_F(PooledTierTest, whatever_there_is_no_memory_for_no_key_is_asked_for_for_ever) {
+  bool failed = true;
+  for (unsigned after = 0; failed; ++after) {
+    IoPool* pool = nullptr;
+    const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
+    tier->prefetch_presence(keys(7), KeyOrder::kNone);
+    const auto begin = pool->begin_next(Lane::kRead);
+    {
+      const FailingAllocation one(after);
+      begin();
+      failed = one.came();
+    }
+    run_reads(pool);
+    clock_.advance(seconds(2));
+    for (const ChunkKey& key : keys(7)) {
+      tier->forget_absence(key);
+      tier->prefetch_presence({key}, KeyOrder::kNone);
+      run_reads(pool);
+      EXPECT_EQ(tier->contains(key), Presence::kAbsent) << after;
+    }
+    EXPECT_EQ(tier->stats().breaker_trips, 0u) << after;
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <set>
 
+#include "out_of_memory.h"
 #include "storage/tier_driver.h"
 
 namespace kv_offload {
@@ -34,7 +35,7 @@ class PresenceCacheTest : public ::testing::Test {
 TEST_F(PresenceCacheTest, a_key_is_asked_for_once_until_there_is_an_answer) {
   EXPECT_EQ(of(1), Presence::kUnknown);
   EXPECT_EQ(ask(cache_, {key_of(1), key_of(2), key_of(1)}).size(), 2u);
-  EXPECT_EQ(of(1), Presence::kUnknown);
+  EXPECT_EQ(of(1), Presence::kAsked);
   EXPECT_TRUE(ask(cache_, {key_of(1), key_of(2)}).empty());
   cache_.answered(key_of(1), true, 0);
   cache_.answered(key_of(2), false, 0);
@@ -86,7 +87,8 @@ TEST_F(PresenceCacheTest, nothing_that_was_learnt_before_a_reset_counts_after_it
   cache_.answered(key_of(2), true, 0);
   cache_.written(key_of(3), 0);
   cache_.gone(key_of(4), TierRemoval::Reason::kVanished, 0);
-  for (const std::uint32_t number : {2u, 3u, 4u}) EXPECT_EQ(of(number), Presence::kUnknown);
+  EXPECT_EQ(of(2), Presence::kAsked);
+  for (const std::uint32_t number : {3u, 4u}) EXPECT_EQ(of(number), Presence::kUnknown);
   cache_.answered(key_of(2), true, cache_.era());
   EXPECT_EQ(of(2), Presence::kPresent);
 }
@@ -122,12 +124,51 @@ TEST_F(PresenceCacheTest, what_a_read_did_not_find_is_worth_asking_for_again_soo
 TEST_F(PresenceCacheTest, what_is_given_up_is_absent_for_a_time) {
   ask(cache_, {key_of(1)});
   cache_.give_up_asking(std::vector{key_of(1), key_of(2)}, 1);
-  EXPECT_EQ(of(1), Presence::kUnknown) << "that was asked in another era";
+  EXPECT_EQ(of(1), Presence::kAsked) << "that was asked in another era";
   cache_.give_up_asking(std::vector{key_of(1), key_of(2)}, 0);
   EXPECT_EQ(of(1), Presence::kAbsent);
   EXPECT_EQ(of(2), Presence::kUnknown) << "it was not being asked for";
   clock_.advance(milliseconds(1000));
   EXPECT_EQ(of(1), Presence::kWasAbsent);
+}
+
+TEST_F(PresenceCacheTest, what_was_asked_for_is_given_up_though_there_is_no_memory) {
+  for (std::uint32_t count = 1; count <= 16; ++count) {
+    PresenceCache cache(clock_, milliseconds(1000), 16);
+    std::vector<ChunkKey> keys;
+    for (std::uint32_t i = 0; i < count; ++i) keys.push_back(key_of(i));
+    ask(cache, keys);
+    {
+      const FailingAllocation next(0);
+      EXPECT_NO_THROW(cache.give_up_asking(keys, 0));
+    }
+    for (const ChunkKey& key : keys) EXPECT_EQ(cache.contains(key), Presence::kAbsent) << "one of " << count;
+  }
+}
+
+TEST_F(PresenceCacheTest, a_reset_for_which_there_is_no_memory_has_not_been) {
+  bool failed = true;
+  for (unsigned after = 0; failed; ++after) {
+    PresenceCache cache(clock_, milliseconds(1000), 8);
+    for (std::uint32_t i = 0; i < 6; ++i) cache.written(key_of(i), 0);
+    ask(cache, {key_of(6)});
+    {
+      const FailingAllocation one(after);
+      try {
+        cache.reset();
+      } catch (const std::bad_alloc&) {
+      }
+      failed = one.came();
+    }
+    std::vector<TierRemoval> removals;
+    cache.take_removals(&removals);
+    cache.answered(key_of(6), true, 0);
+    EXPECT_EQ(cache.era(), failed ? 0u : 1u) << after;
+    EXPECT_EQ(removals.size(), failed ? 0u : 6u) << after;
+    for (std::uint32_t i = 0; i < 7; ++i)
+      EXPECT_EQ(cache.contains(key_of(i)), failed ? Presence::kPresent : Presence::kUnknown) << after;
+    EXPECT_TRUE(failed || after > 0) << "it asks for none";
+  }
 }
 
 // Also of those that were learnt of again, when there were others in between.

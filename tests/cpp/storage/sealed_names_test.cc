@@ -191,6 +191,32 @@ TEST(SealedNamesOrderTest, under_several_keys_nothing_is_known_of_what_lies_behi
   EXPECT_EQ(orders, (std::vector{KeyOrder::kPrefix, KeyOrder::kNone, KeyOrder::kNone}));
 }
 
+// Says one thing under one name, and another under all others.
+class Telling final : public Recorder {
+ public:
+  Telling(const ChunkKey& key, Presence one, Presence others)
+      : Recorder(nullptr, nullptr), key_(key), one_(one), others_(others) {}
+  Presence contains(const ChunkKey& key) const override { return key == key_ ? one_ : others_; }
+
+ private:
+  const ChunkKey key_;
+  const Presence one_, others_;
+};
+
+TEST(SealedNamesOrderTest, of_what_is_said_under_several_keys_that_counts_which_there_is_most_to_do_for) {
+  const std::vector<Presence> by_rank{Presence::kPresent, Presence::kUnknown, Presence::kAsked,
+                                      Presence::kAbsent};
+  const auto keys = keys_of({2, 1});
+  const ChunkKey first = NameDigest(*keys, 0, space_of(1)).of(key_of(1));
+  for (std::size_t one = 0; one < by_rank.size(); ++one) {
+    for (std::size_t other = 0; other < by_rank.size(); ++other) {
+      const auto tier = with_sealed_names(std::make_unique<Telling>(first, by_rank[one], by_rank[other]),
+                                          keys, space_of(1));
+      EXPECT_EQ(tier->contains(key_of(1)), by_rank[std::min(one, other)]) << one << " " << other;
+    }
+  }
+}
+
 TEST(SealedNamesOrderTest, what_lies_before_a_chunk_is_named_by_its_digest) {
   std::vector<TierOp> ops;
   std::vector<TierUse> uses;

@@ -132,9 +132,11 @@ class TierDriver {
     bool asked = false;
     until([&] {
       poll();
+      const bool idle = tier_->stats().queued_reads == 0;  // before the look: what was asked has its answer
       presence = tier_->contains(key_of(number));
       if (presence == Presence::kAbsent || presence == Presence::kPresent) return true;
       if (presence == Presence::kWasAbsent && asked) return true;
+      if (presence == Presence::kAsked || (asked && !idle)) return false;  // another would stay behind
       if (presence == Presence::kWasAbsent) tier_->forget_absence(key_of(number));
       tier_->prefetch_presence({key_of(number)}, KeyOrder::kNone);
       asked = true;

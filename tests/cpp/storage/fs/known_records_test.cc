@@ -134,7 +134,7 @@ TEST_F(KnownRecordsTest, a_directory_that_could_not_be_asked_for_is_asked_for_ag
   std::vector<ChunkKey> asked;
   records_.begin_asking(keys, 0, &asked);
   ASSERT_EQ(asked, keys);
-  EXPECT_EQ(records_.contains(key_of(1)), Presence::kUnknown);
+  EXPECT_EQ(records_.contains(key_of(1)), Presence::kAsked);
   records_.give_up_asking(keys, 0);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent);
   records_.begin_asking(keys, 0, &asked);

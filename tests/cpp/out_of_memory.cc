@@ -1,0 +1,43 @@
+#include "out_of_memory.h"
+
+#include <cstdlib>
+#include <new>
+
+namespace {
+
+constexpr unsigned kNever = ~0u;
+thread_local unsigned g_left = kNever;  // until one fails
+thread_local bool g_failed = false;
+
+void* allocate(std::size_t bytes) {
+  if (g_left != kNever && g_left-- == 0) {
+    g_left = kNever;
+    g_failed = true;
+    return nullptr;
+  }
+  return std::malloc(bytes == 0 ? 1 : bytes);
+}
+
+}  // namespace
+
+// All that are not of arrays and not aligned: what one of them gave, another takes back.
+void* operator new(std::size_t bytes) {
+  void* const memory = allocate(bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void* operator new(std::size_t bytes, const std::nothrow_t&) noexcept { return allocate(bytes); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
+
+namespace kv_offload::testing {
+
+FailingAllocation::FailingAllocation(unsigned after) {
+  g_failed = false;
+  g_left = after;
+}
+FailingAllocation::~FailingAllocation() { g_left = kNever; }
+bool FailingAllocation::came() const { return g_failed; }
+
+}  // namespace kv_offload::testing

@@ -1,0 +1,17 @@
+// For tests of what is left behind when memory runs out: an allocation that fails.
+#pragma once
+
+namespace kv_offload::testing {
+
+// While it lives, one call of operator new on this thread throws std::bad_alloc: the one after so many
+// others.
+class FailingAllocation {
+ public:
+  explicit FailingAllocation(unsigned after);
+  ~FailingAllocation();
+  FailingAllocation(const FailingAllocation&) = delete;
+  FailingAllocation& operator=(const FailingAllocation&) = delete;
+  bool came() const;  // so many calls were made, and one threw
+};
+
+}  // namespace kv_offload::testing
