@@ -1,6 +1,6 @@
 """What a tier beyond the host reads and writes a second, against its client library alone.
 
-    python benchmarks/remote_bench.py redis|s3|s3-tls|mooncake --programs build/bench [--keep] [options]
+    python benchmarks/remote_bench.py KIND --programs build/bench [--keep] [options]
 
 Starts a server of its own on loopback, and redis_bench, s3_bench or mooncake_bench from this directory, to
 which it hands on the other options; each tells what it compares. ``--keep`` keeps what it prints under
@@ -40,10 +40,11 @@ def s3_options(tls: bool = False) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def mooncake_options() -> Iterator[list[str]]:
-    alone = Path(__file__).with_name("mooncake_alone.py")
+def mooncake_options(calls: str = "plain") -> Iterator[list[str]]:
+    alone = str(Path(__file__).with_name("mooncake_alone.py"))
     with own_mooncake() as tier:
-        yield ["--python", sys.executable, "--alone", str(alone), "--master", tier.partition("=")[2]]
+        master = tier.partition("=")[2]
+        yield ["--python", sys.executable, "--alone", alone, "--master", master, "--calls", calls]
 
 
 KINDS: dict[str, Callable[[], AbstractContextManager[list[str]]]] = {
@@ -51,6 +52,7 @@ KINDS: dict[str, Callable[[], AbstractContextManager[list[str]]]] = {
     "s3": s3_options,
     "s3-tls": partial(s3_options, tls=True),
     "mooncake": mooncake_options,
+    "mooncake-sessions": partial(mooncake_options, calls="sessions"),
 }
 
 
@@ -62,7 +64,7 @@ def main() -> None:
     parser.add_argument("--programs", type=Path, required=True, help="where they were built")
     parser.add_argument("--keep", action="store_true")
     arguments, options = parser.parse_known_args()
-    program = arguments.programs / f"{arguments.kind.removesuffix('-tls')}_bench"
+    program = arguments.programs / f"{arguments.kind.partition('-')[0]}_bench"
     with KINDS[arguments.kind]() as where:
         done = subprocess.run([program, *where, *options], stdout=subprocess.PIPE, text=True)
     print(done.stdout)

@@ -196,7 +196,8 @@ class Replayer {
       if (spared_request != 0 && catalogue_->next_is_of(spared_request)) return false;
       const auto gone = catalogue_->take_victim();
       if (!gone) return true;
-      if (const ChunkEntry* here = index_->find(gone->key))
+      const ChunkEntry* here = index_->find(gone->key);
+      if (here != nullptr && here->state == ChunkState::kResident)
         index_->set_recorded(index_->slot_of(here), false);
       ++result_.tier_evicted;
     }
