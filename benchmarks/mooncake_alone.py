@@ -37,7 +37,8 @@ def timed(threads: int, records: int, work: Callable[[int], None]) -> float:
 
 
 def main() -> None:
-    master, calls, writers, readers, size, records = *sys.argv[1:3], *map(int, sys.argv[3:7])
+    master, calls = sys.argv[1:3]
+    writers, readers, size, records = map(int, sys.argv[3:7])
     buffers = max(2 * readers, 32)  # bench::at_once
     out = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -20,7 +20,9 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -41,6 +43,7 @@ QUESTION = struct.Struct("<IIQQ")  # verb, names, bytes of the names, bytes of t
 PUT, SET, GET, EXIST, REMOVE = 1, 2, 3, 4, 5
 NOTHING_IN_USE = (NO_SPACE_LEFT, BAD_LENGTH, NOT_COMPLETE, NO_OBJECT)  # after these, and after none else
 LOG = "KV_OFFLOAD_MOONCAKE_LOG"  # names a file for what Mooncake logs
+MOST_SECONDS = 120.0  # that a call takes, where the core says nothing
 _SET_PDEATHSIG = 1
 _CONNECT_SECONDS = 2.0
 _TO_LEAVE_SECONDS = 0.7
@@ -252,13 +255,43 @@ def as_message(text: str) -> bytes:
     return text.encode(errors="replace")[:MOST_TEXT].decode(errors="ignore").encode()
 
 
-def serve(store: Store, records: Records, channel: socket.socket, descriptor: int, size: int) -> None:
+class Watch:
+    """Ends the process when a call has not come back after ``seconds``. Mooncake's own calls may wait for a
+    holder for ever; the core ends the process after its deadline, but for calls that it left with too little
+    of that to tell."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._begun: dict[int, float] = {}  # by thread
+
+    @contextlib.contextmanager
+    def over(self) -> Iterator[None]:
+        """A call."""
+        self._begun[threading.get_ident()] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._begun[threading.get_ident()]
+
+    def run(self) -> None:
+        """For ever, on a thread of its own."""
+        while True:
+            time.sleep(self._seconds / 10)
+            if any(time.monotonic() - begun > self._seconds for begun in list(self._begun.values())):
+                print(f"a call takes more than {self._seconds:g} s: this process is ended", flush=True)
+                os._exit(1)
+
+
+def serve(
+    store: Store, records: Records, watch: Watch, channel: socket.socket, descriptor: int, size: int
+) -> None:
     """Answers one channel's questions until its other end closes."""
     with contextlib.closing(channel), contextlib.closing(Memory(store, descriptor, size)) as memory:
         while question := channel.recv(QUESTION.size):
             text = ""
             try:
-                code = answer(store, records, memory, question)
+                with watch.over():
+                    code = answer(store, records, memory, question)
                 memory.in_use = code < 0 and code not in NOTHING_IN_USE and moves_bytes(question)
             except Exception as error:
                 code, text = FAILED, f"{type(error).__name__}: {error}"
@@ -269,9 +302,10 @@ def serve(store: Store, records: Records, channel: socket.socket, descriptor: in
                 return  # nobody waits for it any more
 
 
-def serve_all(control: socket.socket, store: Store) -> None:
+def serve_all(control: socket.socket, store: Store, patience_seconds: float) -> None:
     """Takes channels until the engine closes its end."""
-    records = Records(store)
+    records, watch = Records(store), Watch(patience_seconds)
+    threading.Thread(target=watch.run, daemon=True).start()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 8, 2)
         if len(message) != 8 or len(descriptors) != 2:
@@ -279,7 +313,7 @@ def serve_all(control: socket.socket, store: Store) -> None:
         (size,) = struct.unpack("<Q", message)
         channel = socket.socket(fileno=descriptors[0])
         threading.Thread(
-            target=serve, args=(store, records, channel, descriptors[1], size), daemon=True
+            target=serve, args=(store, records, watch, channel, descriptors[1], size), daemon=True
         ).start()
 
 
@@ -316,7 +350,7 @@ def run() -> None:
         said = f"ready {version}"
     control.send(as_message(said))
     if said.startswith("ready "):
-        serve_all(control, store)
+        serve_all(control, store, given.get("patience_seconds", MOST_SECONDS))
         leaving = threading.Thread(target=store.close, daemon=True)  # so that the master forgets this client
         leaving.start()
         leaving.join(_TO_LEAVE_SECONDS)

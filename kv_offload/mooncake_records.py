@@ -15,7 +15,7 @@ import uuid
 from typing import Protocol
 
 FAILED, NO_SPACE_LEFT, BAD_LENGTH = -1, -200, -600
-NOT_IN_MEMORY, NOT_COMPLETE, NO_OBJECT, IS_THERE = -702, -703, -704, -705
+NOT_IN_MEMORY, NOT_COMPLETE, NO_OBJECT, IS_THERE, NOT_MOVED = -702, -703, -704, -705, -800
 
 
 class Store(Protocol):
@@ -55,14 +55,15 @@ class Records:
 
     def put(self, name: str, address: int, size: int) -> int:
         """Leaves what is there. NOT_COMPLETE where another began to write it and has not ended, even if that
-        one was killed then. ``address``: of memory that is registered."""
+        one was killed then. A holder that goes away meanwhile may take what was put with it: nothing is asked
+        after a session. ``address``: of memory that is registered."""
         if self._puts_in_sessions is None:
             self._puts_in_sessions = self._does_a_session_do_it_all(
                 f"{name}:probe:{uuid.uuid4().hex}", address
             )
         if not self._puts_in_sessions:
             code = self._store.put_from(name, address, size)
-            return code if code < 0 else self._size_if_there(name, size)
+            return code if code < 0 else self._size_if_there(name, size, NOT_COMPLETE)
         with self._lock:
             if name in self._putting:
                 return NOT_COMPLETE
@@ -86,12 +87,12 @@ class Records:
         length = self._store.get_size(name)
         return length if length > room or length < 0 else BAD_LENGTH
 
-    def _size_if_there(self, name: str, size: int) -> int:
-        """After a put that may have met another's: Mooncake says that all is well."""
+    def _size_if_there(self, name: str, size: int, otherwise: int) -> int:
+        """After a put that may have met another's."""
         there = self._store.is_exist(name)
         if there == 1:
             return size
-        return there if there < 0 else NOT_COMPLETE
+        return there if there < 0 else otherwise
 
     def _put_in_session(self, name: str, address: int, size: int) -> int:
         store = self._store
@@ -99,14 +100,17 @@ class Records:
         if code == BAD_LENGTH:  # one of ours may be left that could not be ended
             store.batch_put_session_revoke([name])
             (code,) = store.batch_put_session_start([name], [size])
-        if code == IS_THERE:
-            return self._size_if_there(name, size)
+        if code in (IS_THERE, BAD_LENGTH):
+            # BAD_LENGTH: or its end was done, though Mooncake did not hear of it, and it can be neither ended
+            # nor revoked.
+            return self._size_if_there(name, size, NOT_COMPLETE if code == IS_THERE else BAD_LENGTH)
         if code < 0:
             return code
         (moved,) = store.batch_put_from_multi_buffer_ranges([name], [[address]], [[size]], [[0]])
         if moved != size:
             store.batch_put_session_revoke([name])
-            return moved if moved < 0 else FAILED
+            # BAD_LENGTH is what is said of a holder that cannot be reached.
+            return NOT_MOVED if moved == BAD_LENGTH else moved if moved < 0 else FAILED
         (code,) = store.batch_put_session_end([name])
         return code if code < 0 else size
 
@@ -119,7 +123,7 @@ class Records:
         return None if code not in (0, NOT_COMPLETE) else code == 0
 
     def _get_in_session(self, name: str, address: int, expected: int) -> int | None:
-        """None: not to be had that way, and nothing was moved."""
+        """None: not to be had that way, and nothing is moved any more."""
         store = self._store
         (code,) = store.batch_get_session_start([name])
         if code != 0:
@@ -132,6 +136,8 @@ class Records:
                 return got if got < 0 else FAILED
             # It is longer if one more byte can be had; else nobody is asked for that.
             (more,) = store.batch_get_into_multi_buffer_ranges([name], [[address]], [[1]], [[expected]])
-            return expected if more == BAD_LENGTH else None
+            if more == BAD_LENGTH:
+                return expected
+            return more if more < 0 else None
         finally:
             store.batch_get_session_end([name])

@@ -91,7 +91,8 @@ class HostChunks {
   void end_write(Slot slot, std::uint8_t tier, bool tried);
   bool is_written_to(Slot slot, std::size_t tier) const { return (at(slot).writes >> tier & 1) != 0; }
   bool was_tried_on(Slot slot, std::size_t tier) const { return (at(slot).tried >> tier & 1) != 0; }
-  // A tier that is worth reading has its record, or none has it any more.
+  // A tier that is worth reading now has its record, or none has it any more. A hint for who goes next: some
+  // tiers lose records without a word, and one may become slow later.
   void set_recorded(Slot slot, bool recorded) { index_.set_recorded(slot, recorded); }
   // A load of it begins and has a pin. The tier that it is the first load from, if any.
   std::optional<std::uint8_t> begin_load(Slot slot);

@@ -208,7 +208,7 @@ void TierOps::finish_read(Op& op, const Completion& completion) {
   for (const RequestHandle waiter : op.waiters) on_read_end_(waiter, end);
   if (arrived) {
     chunks_.finish_fetch(op.slot, op.tier);
-    note_recorded(op.slot, op.tier);
+    note_recorded(op.tier, op.slot);
     on_fetched_(op.slot, op.tier);
     return;
   }
@@ -223,7 +223,7 @@ void TierOps::write(std::uint8_t tier, std::span<const Slot> slots, bool may_dec
   for (const Slot slot : slots) {
     if (chunks_.is_written_to(slot, tier)) continue;
     if (is_recorded(tier, chunks_.at(slot).key)) {
-      note_recorded(slot, tier);
+      note_recorded(tier, slot);
       continue;
     }
     chunks_.begin_write(slot, tier);
@@ -250,7 +250,7 @@ void TierOps::finish_write(Op& op, const Completion& completion) {
   if (op.stale) return chunks_.release(op.row);
   if (completion.status.is_ok()) {
     events_.tier_has(completion.key, slot.name);
-    note_recorded(op.slot, op.tier);
+    note_recorded(op.tier, op.slot);
   }
   chunks_.end_write(op.slot, op.tier, kind != StatusKind::kCancelled);
 }
@@ -327,16 +327,24 @@ void TierOps::end_step() {
   }
 }
 
-void TierOps::note_recorded(Slot slot, std::uint8_t tier) {
+void TierOps::note_recorded(std::size_t tier, Slot slot) {
   if (!costs_.computes_instead_of(tier)) chunks_.set_recorded(slot, true);
+}
+
+void TierOps::note_recorded(std::size_t tier, std::span<const Slot> slots) {
+  for (const Slot slot : slots) {
+    if (is_recorded(tier, chunks_.at(slot).key)) note_recorded(tier, slot);
+  }
 }
 
 void TierOps::note_removal(const TierSlot& from, const TierRemoval& removal) {
   events_.tier_lost(removal.key, from.name);
   if (const ChunkEntry* entry = chunks_.find_resident(removal.key)) {
     bool elsewhere = false;
-    for (std::size_t tier = 0; tier < tiers_.size(); ++tier)
-      elsewhere |= &slots_[tier] != &from && is_recorded(tier, removal.key);
+    for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
+      elsewhere |=
+          &slots_[tier] != &from && !costs_.computes_instead_of(tier) && is_recorded(tier, removal.key);
+    }
     if (!elsewhere) chunks_.set_recorded(chunks_.slot_of(entry), false);
   }
   switch (removal.reason) {

@@ -116,6 +116,8 @@ class TierOps {
   // ---- writes
   // Of resident chunks; those that are recorded there or on the way are left out. may_decline: see TierOp.
   void write(std::uint8_t tier, std::span<const Slot> slots, bool may_decline = false);
+  // Those of these resident chunks that are recorded there, and are not written for it.
+  void note_recorded(std::size_t tier, std::span<const Slot> slots);
   std::uint32_t writes_in_flight(std::size_t tier) const { return slots_[tier].writes; }
   // Cancels some of the oldest queued writes; true when chunks lost their last pins by it.
   bool shed_writes();
@@ -170,7 +172,7 @@ class TierOps {
   void finish_read(Op& op, const Completion& completion);
   void finish_write(Op& op, const Completion& completion);
   void learn_from_read(const Op& op, const Completion& completion);
-  void note_recorded(Slot slot, std::uint8_t tier);
+  void note_recorded(std::size_t tier, Slot slot);
   void note_removal(const TierSlot& from, const TierRemoval& removal);
   bool drop_write(OpId op, std::string_view reason);  // false: it cannot be cancelled
   void publish(TierSlot& slot, const TierStats& stats);

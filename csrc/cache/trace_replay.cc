@@ -146,6 +146,9 @@ class Replayer {
     }
     for (std::size_t i = stored_.size(); i-- > 0;) index_->make_resident(stored_[i], ChunkOrigin::kStore);
     result_.stored += stored_.size();
+    for (const Slot slot : stored_) {
+      if (recorded(index_->at(slot).key)) index_->set_recorded(slot, true);
+    }
     if (options_.tier.write_policy == WritePolicy::kThrough) write_stored(number);
     for (const Slot slot : stored_) see_again(slot);
   }
@@ -187,11 +190,7 @@ class Replayer {
   // False: declined.
   bool write(Slot slot, std::uint32_t spared_request = 0) {
     const ChunkEntry& entry = index_->at(slot);
-    if (options_.tier_chunks == 0) return true;
-    if (catalogue_->holds(entry.key)) {
-      index_->set_recorded(slot, true);
-      return true;
-    }
+    if (options_.tier_chunks == 0 || catalogue_->holds(entry.key)) return true;
     while (catalogue_->size() >= options_.tier_chunks) {
       if (spared_request != 0 && catalogue_->next_is_of(spared_request)) return false;
       const auto gone = catalogue_->take_victim();

@@ -33,7 +33,11 @@ void WriteBack::note_stored(std::span<const Slot> slots) {
 
 void WriteBack::write_through(std::span<const Slot> slots) {
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
-    if (is(tier, WritePolicy::kThrough)) ops_.write(static_cast<std::uint8_t>(tier), slots, true);
+    if (is(tier, WritePolicy::kThrough)) {
+      ops_.write(static_cast<std::uint8_t>(tier), slots, true);
+    } else {
+      ops_.note_recorded(tier, slots);
+    }
   }
 }
 

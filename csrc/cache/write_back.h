@@ -47,8 +47,8 @@ class WriteBack {
   void tell_uses();
 
  private:
-  void write_through(std::span<const Slot> slots);
-  void count_use(Slot slot);  // for reuse
+  void write_through(std::span<const Slot> slots);  // other tiers: what they have is noted
+  void count_use(Slot slot);                        // for reuse
   // It is on_evict, and neither has this chunk nor failed to take it.
   bool lacks(std::size_t tier, Slot slot);
   std::size_t most_ahead() const;  // chunks that are written ahead of their eviction

@@ -58,7 +58,7 @@ struct ChunkEntry {
   std::uint8_t tried = 0;     // bit t: such an op ended, well or not, since the chunk is here
   bool counted : 1 = false;   // its fetch was counted as a hit of that tier
   bool spared : 1 = false;    // by victim(); the index's own
-  bool recorded : 1 = false;  // a tier that is worth reading has it too
+  bool recorded : 1 = false;  // a tier has it too, as far as was seen, that was worth reading then
 };
 static_assert(sizeof(ChunkEntry) == 88);
 
@@ -95,7 +95,7 @@ class ChunkIndex {
   void erase(Slot slot);
   // All entries -> absent, whatever their pins. The caller has dealt with rows.
   void clear();
-  // A tier that is worth reading has it too, or none any more. REQUIRES: resident.
+  // A tier has it too that is worth reading now, or none any more. REQUIRES: resident.
   void set_recorded(Slot slot, bool recorded);
   void pin(Slot slot);
   void unpin(Slot slot);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <iterator>
 #include <list>
 #include <optional>
 #include <thread>
@@ -232,7 +233,10 @@ IoPool::Submitter IoPool::submitter() const {
   return [state = state_](std::vector<Op> ops) { state->submit(std::move(ops)); };
 }
 
+// What ends ops makes their status first: once they are off their queue nothing may throw.
+
 bool IoPool::cancel(std::uint64_t tag) {
+  const Status status = Status::error(StatusKind::kCancelled, "cancelled before it was started");
   Queue found;
   {
     const MutexLock lock(state_->mutex);
@@ -240,13 +244,12 @@ bool IoPool::cancel(std::uint64_t tag) {
       const auto at = std::find_if(queue->begin(), queue->end(),
                                    [&](const Queued& queued) { return queued.op.tag == tag; });
       if (at == queue->end()) continue;
-      found.push_back(std::move(*at));
-      queue->erase(at);
+      found.splice(found.end(), *queue, at);
       break;
     }
   }
   const bool cancelled = !found.empty();
-  state_->fail(std::move(found), Status::error(StatusKind::kCancelled, "cancelled before it was started"));
+  state_->fail(std::move(found), status);
   return cancelled;
 }
 
@@ -267,33 +270,34 @@ void IoPool::fail_queued(Lane lane, const Status& status) {
   {
     const MutexLock lock(state_->mutex);
     LaneQueue& queue = state_->queues[index(lane)];
-    while (!queue.empty()) failed.push_back(queue.pop());
+    failed.splice(failed.end(), queue.urgent);
+    failed.splice(failed.end(), queue.others);
   }
   state_->fail(std::move(failed), status);
 }
 
 void IoPool::expire() {
   const Nanos now = state_->clock->now();
+  const Status status = too_late();
   Queue late;
   {
     const MutexLock lock(state_->mutex);
     if (now < state_->next_deadline) return;
     state_->next_deadline = Nanos::max();
     for (Queue* queue : state_->all_queues()) {
-      Queue kept;
-      for (Queued& queued : *queue) {
-        const Nanos deadline = queued.op.deadline;
+      for (auto at = queue->begin(); at != queue->end();) {
+        const auto next = std::next(at);
+        const Nanos deadline = at->op.deadline;
         if (deadline.count() != 0 && now >= deadline) {
-          late.push_back(std::move(queued));
-          continue;
+          late.splice(late.end(), *queue, at);
+        } else if (deadline.count() != 0) {
+          state_->next_deadline = std::min(state_->next_deadline, deadline);
         }
-        if (deadline.count() != 0) state_->next_deadline = std::min(state_->next_deadline, deadline);
-        kept.push_back(std::move(queued));
+        at = next;
       }
-      queue->swap(kept);
     }
   }
-  state_->fail(std::move(late), too_late());
+  state_->fail(std::move(late), status);
 }
 
 bool IoPool::close() {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kv_offload.namespace import NamespaceIdentity
 
 _PROBE_RECORD = 2 << 20
+_LEAST_PATIENCE_SECONDS = 60.0  # as long as Mooncake itself waits for bytes
 _MOST_PROBE_BYTES = 64 << 20
 _HOW_TO_GET_IT = (
     "Mooncake's Python package is not installed: pip install mooncake-transfer-engine, or "
@@ -110,12 +111,9 @@ class MooncakeTierConfig(SealedTierConfig):
 
     def _setup(self) -> str:
         """What the process is told first (kv_offload/mooncake_client.py)."""
-        return json.dumps(
-            {
-                name: getattr(self, name)
-                for name in ("master", "metadata", "protocol", "devices", "local_host")
-            }
-        )
+        names = ("master", "metadata", "protocol", "devices", "local_host")
+        patience = max(_LEAST_PATIENCE_SECONDS, 2 * self.op_deadline_seconds)
+        return json.dumps({name: getattr(self, name) for name in names} | {"patience_seconds": patience})
 
     def open_root(self, *, changes: bool, given: str = "") -> Root:
         """There is none."""

@@ -49,7 +49,8 @@ class Asked:
         self.map = mmap.mmap(descriptor, self.size)
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.thread = threading.Thread(
-            target=client.serve, args=(store, Records(store), theirs, descriptor, self.size)
+            target=client.serve,
+            args=(store, Records(store), client.Watch(1e6), theirs, descriptor, self.size),
         )
         self.thread.start()
 
@@ -293,6 +294,38 @@ def test_memory_that_is_kept_is_bounded_by_an_end(package: Path, monkeypatch: py
         with Asked(store) as asked:
             assert asked.ask(client.GET, "a") == -800
         assert ends == expected
+
+
+def test_a_call_that_does_not_come_back_ends_the_process(package: Path) -> None:
+    program = (
+        "import threading; from kv_offload import mooncake_client as client\n"
+        "watch = client.Watch(0.05)\n"
+        "with watch.over(): pass\n"  # one that did
+        "def hang():\n"
+        "    with watch.over(): threading.Event().wait()\n"
+        "threading.Thread(target=hang, daemon=True).start()\n"
+        "watch.run()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert ended.stdout == "a call takes more than 0.05 s: this process is ended\n"
+
+
+def test_a_call_that_came_back_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = client.Watch(0.0)
+    with watch.over():
+        pass
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            raise StopIteration
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail(f"ended with {status}"))
+    with pytest.raises(StopIteration):
+        watch.run()
 
 
 def test_it_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

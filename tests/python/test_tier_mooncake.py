@@ -81,7 +81,9 @@ def test_the_process_is_told_all_that_it_needs() -> None:
         "protocol": "tcp",
         "devices": "",
         "local_host": "10.0.0.7",
+        "patience_seconds": 60.0,
     }
+    assert json.loads(tier(op_deadline_ms=100_000)._setup())["patience_seconds"] == 200.0
 
 
 def test_config_writes_it_and_the_boot_line_names_it() -> None:

@@ -156,8 +156,9 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
   ChannelPtr channel;
   if (Status status = client_.take(record.most_bytes(), &channel); !status) return status;
   const std::string key = key_of(op.key, epoch);
-  // Of one that may be encoded the length is not known.
-  const std::uint64_t expected = form_.compression() == nullptr ? record.most_bytes() : 0;
+  // Of those of a group that are encoded the length is not known.
+  const std::uint64_t group = std::uint64_t{1} << op.group % 64;
+  const std::uint64_t expected = (encoded_ & group) == 0 ? record.most_bytes() : 0;
   Answer answer;
   Status status = call(&channel, Verb::kGet, {&key, 1}, expected, until, &answer);
   if (status && answer.result < 0) status = refusal(answer.result, answer.text);
@@ -166,6 +167,11 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
     return status;
   }
   const auto length = static_cast<std::uint64_t>(answer.result);
+  if (length < record.most_bytes()) {
+    encoded_ |= group;
+  } else {
+    encoded_ &= ~group;
+  }
   status = unpack(record, channel->object(), length);
   if (status) *moved = record.payload_bytes();
   // Damaged, or of another version of the format.

@@ -66,6 +66,9 @@ class MooncakeStore final : public RecordStore {
   RecordForm form_;
   AskFirst ask_first_;
   std::atomic<bool> stopped_{false};
+  // Bit g % 64: the record of group g that was read last was shorter than a raw one. Where it is known how
+  // long an object is, it is read with less CPU time (kv_offload/mooncake_records.py).
+  std::atomic<std::uint64_t> encoded_{0};
   NamedEpochs epochs_;
   Mutex mutex_;
   std::set<std::string> left_wrong_ GUARDED_BY(mutex_);  // could not be removed: the next write replaces it

@@ -260,18 +260,37 @@ TEST(TierOpsTiersTest, AChunkIsRecordedAsLongAsOneOfItsRecordsIsThere) {
   EXPECT_FALSE(parts.chunks.at(slot).recorded);
 }
 
-// It would be computed again whether or not the tier has it.
-TEST_F(TierOpsTest, WhatATierIsTooSlowToGiveBackIsNotRecorded) {
+// From then on what lies on this tier is computed again, whether or not it is there.
+void make_too_slow(OpParts& parts, std::size_t tier) {
   Nanos now{std::chrono::seconds(100)};
-  parts_.costs.prefill.note(1000, 500);
-  for (const int second : {0, 1, 1, 1}) parts_.costs.prefill.end_step(now += std::chrono::seconds(second));
-  for (int i = 1; i <= 32; ++i) parts_.costs.note_read(0, 10.0 * i, 10.0 * i, now);
-  const Stretch stretch{0, 100, 1000, 1000};
-  ASSERT_EQ(parts_.costs.decide({.stretches = {&stretch, 1}}).choice, Decision::Choice::kRecompute);
+  parts.costs.prefill.note(1000, 500);
+  for (const int second : {0, 1, 1, 1}) parts.costs.prefill.end_step(now += std::chrono::seconds(second));
+  for (int i = 1; i <= 32; ++i) parts.costs.note_read(tier, 10.0 * i, 10.0 * i, now);
+  const Stretch stretch{static_cast<std::int32_t>(tier), 100, 1000, 1000};
+  ASSERT_EQ(parts.costs.decide({.stretches = {&stretch, 1}}).choice, Decision::Choice::kRecompute);
+}
+
+TEST_F(TierOpsTest, WhatATierIsTooSlowToGiveBackIsNotRecorded) {
+  make_too_slow(parts_, 0);
   const Slot slot = parts_.resident("a");
   write(slot);
   parts_.finish();
   EXPECT_FALSE(parts_.chunks.at(slot).recorded);
+}
+
+TEST(TierOpsTiersTest, ARecordOnATierThatIsTooSlowDoesNotStandForOneThatGoes) {
+  PartsOptions options;
+  options.tiers = 2;
+  OpParts parts(options);
+  const Slot slot = parts.resident("a");
+  parts.ops.write(0, {&slot, 1});
+  parts.ops.write(1, {&slot, 1});
+  parts.slower->finish();
+  parts.finish();
+  make_too_slow(parts, 1);
+  parts.tier->remove(key_of("a"), TierRemoval::Reason::kEvicted);
+  parts.ops.poll();
+  EXPECT_FALSE(parts.chunks.at(slot).recorded);
 }
 
 }  // namespace

@@ -59,6 +59,17 @@ TEST_F(WriteBackTest, OnEvictATierIsNotToldOfUsesInHostMemory) {
   EXPECT_TRUE(parts().tier->told_used.empty());
 }
 
+// Of policies that do not write it for being stored.
+TEST_F(WriteBackTest, WhatIsStoredAndRecordedAlreadyIsKnownToBeBoth) {
+  for (const WritePolicy policy : {WritePolicy::kOnEvict, WritePolicy::kReuse, WritePolicy::kNever}) {
+    make(policy, 5);
+    parts().record("a");
+    EXPECT_TRUE(parts().chunks.at(stored("a")).recorded);
+    EXPECT_FALSE(parts().chunks.at(stored("b")).recorded);
+    EXPECT_EQ(writes(), 0u);
+  }
+}
+
 TEST_F(WriteBackTest, OnlyWhatIsWrittenAsItIsStoredMayBeDeclined) {
   make(WritePolicy::kThrough);
   stored("a");

@@ -314,6 +314,45 @@ TEST(IoPool, of_ops_for_which_there_is_no_memory_none_was_submitted) {
   EXPECT_EQ(log.endings().size(), 20u);
 }
 
+TEST(IoPool, no_op_is_lost_when_there_is_no_memory_to_end_it) {
+  FakeClock clock;
+  IoPool pool({0, 0, &clock});
+  constexpr unsigned kOps = 12;
+  unsigned ended = 0;
+  std::vector<IoPool::Op> ops(kOps);
+  for (unsigned i = 0; i < kOps; ++i) {
+    ops[i].lane = i % 2 == 0 ? Lane::kRead : Lane::kWrite;
+    ops[i].tag = i;
+    if (i < 4) ops[i].deadline = clock.now() + std::chrono::seconds(1);
+    ops[i].done = [&](const Status&, double, double) { ++ended; };
+  }
+  pool.submit(std::move(ops));
+  clock.advance(std::chrono::seconds(2));
+  const std::function<void()> ends[] = {
+      [&] { pool.expire(); }, [&] { pool.cancel(5); },
+      [&] {
+        pool.fail_queued(Lane::kRead, Status::error(StatusKind::kUnavailable, "this tier is switched off"));
+      },
+      [&] { pool.close(); }};
+  unsigned failures = 0, left = kOps;
+  for (const auto& end : ends) {
+    bool failed = true;
+    for (unsigned nth = 0; failed; ++nth) {
+      const testing::FailingAllocation one(nth);
+      try {
+        end();
+      } catch (const std::bad_alloc&) {
+      }
+      failed = one.came();
+      failures += failed;
+      left = pool.depth(Lane::kRead).queued + pool.depth(Lane::kWrite).queued;
+      EXPECT_EQ(left + ended, kOps) << nth;
+    }
+  }
+  EXPECT_EQ(left, 0u);
+  EXPECT_GT(failures, 0u);
+}
+
 TEST(IoPool, one_without_threads_is_driven_by_hand) {
   FakeClock clock;
   Log log;

@@ -202,6 +202,7 @@ std::int64_t FakeMooncake::answer(const mooncake::Question& question, const std:
       objects_[name].assign(reinterpret_cast<const char*>(object.data()), question.object_bytes);
       return static_cast<std::int64_t>(question.object_bytes);
     case Op::kGet:
+      expected_[name] = question.object_bytes;
       if (begun_.contains(name)) return mooncake::kNotComplete;
       if (found == objects_.end()) return mooncake::kNoObject;
       if (found->second.size() <= object.size()) {
@@ -280,6 +281,11 @@ void FakeMooncake::replace_once_read(const std::string& name, const std::string&
   const std::lock_guard lock(mutex_);
   replacements_[name] = value;
 }
+std::uint64_t FakeMooncake::expected(const std::string& name) const {
+  const std::lock_guard lock(mutex_);
+  return expected_.at(name);
+}
+
 std::size_t FakeMooncake::puts(const std::string& name) const {
   const std::lock_guard lock(mutex_);
   const auto found = puts_.find(name);

@@ -47,8 +47,9 @@ class FakeMooncake {
   void set_value(const std::string& name, const std::string& value);
   void remove(const std::string& name);
   void replace_once_read(const std::string& name,
-                         const std::string& value);  // by another, after the next read
-  std::size_t puts(const std::string& name) const;   // how often it was written
+                         const std::string& value);       // by another, after the next read
+  std::size_t puts(const std::string& name) const;        // how often it was written
+  std::uint64_t expected(const std::string& name) const;  // bytes, as the last read of it said
   int channels() const { return channels_; }
   int starts() const { return starts_; }
   std::string last_setup() const;
@@ -68,6 +69,7 @@ class FakeMooncake {
   std::map<std::string, std::string> objects_;
   std::map<std::string, std::string> replacements_;
   std::map<std::string, std::size_t> puts_;
+  std::map<std::string, std::uint64_t> expected_;
   std::set<std::string> begun_;
   std::set<Client*> clients_;
   bool down_ = false, still_ = false, full_ = false, hang_starts_ = false;

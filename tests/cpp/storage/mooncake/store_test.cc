@@ -9,6 +9,7 @@
 #include <string>
 #include <thread>
 
+#include "storage/encoded_medium.h"
 #include "storage/mooncake/errors.h"
 #include "storage/mooncake/medium.h"
 #include "with_threads.h"
@@ -101,6 +102,26 @@ TEST_F(MooncakeTier, what_one_engine_wrote_another_reads) {
   ASSERT_TRUE(prefill.write(7, {8192, 300}));
   EXPECT_TRUE(decode.has(7));
   EXPECT_TRUE(decode.read(7, {8192, 300}));
+}
+
+// It is what allows a session (kv_offload/mooncake_records.py); after an encoded one it is not known.
+TEST_F(MooncakeTier, the_process_is_told_how_long_a_record_probably_is) {
+  constexpr std::uint64_t kBytes = 16384, kRaw = kRecordHeaderBytes + kBytes;
+  PooledTierOptions encoding = options();
+  encoding.form.compression = always_encoded();
+  TierDriver raw(open()), encoded(medium_.open(encoding));
+  ASSERT_TRUE(raw.write(1, {kBytes}));
+  ASSERT_TRUE(raw.write(2, {kBytes}));
+  ASSERT_TRUE(encoded.write(3, {kBytes}));
+  ASSERT_LT(store_.value(name_of(3)).size(), kRaw);
+  const auto expected = [&](std::uint32_t number) {
+    EXPECT_TRUE(encoded.read(number, {kBytes})) << number;
+    return store_.expected(name_of(number));
+  };
+  EXPECT_EQ(expected(1), kRaw) << "also where records may be encoded";
+  EXPECT_EQ(expected(3), kRaw) << "as the last one was";
+  EXPECT_EQ(expected(1), 0u);
+  EXPECT_EQ(expected(2), kRaw);
 }
 
 // ---- a store that forgets
