@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 from kv_offload.mooncake_records import (
     BAD_LENGTH,
     FAILED,
+    HOLDER_GONE,
     NO_OBJECT,
     NO_SPACE_LEFT,
     NOT_COMPLETE,
@@ -41,7 +42,13 @@ NAMES_BYTES = 256 << 10
 MOST_TEXT = 1000
 QUESTION = struct.Struct("<IIQQ")  # verb, names, bytes of the names, bytes of the object
 PUT, SET, GET, EXIST, REMOVE = 1, 2, 3, 4, 5
-NOTHING_IN_USE = (NO_SPACE_LEFT, BAD_LENGTH, NOT_COMPLETE, NO_OBJECT)  # after these, and after none else
+NOTHING_IN_USE = (
+    HOLDER_GONE,
+    NO_SPACE_LEFT,
+    BAD_LENGTH,
+    NOT_COMPLETE,
+    NO_OBJECT,
+)  # after these, and after none else
 LOG = "KV_OFFLOAD_MOONCAKE_LOG"  # names a file for what Mooncake logs
 MOST_SECONDS = 120.0  # that a call takes, where the core says nothing
 _SET_PDEATHSIG = 1
@@ -286,7 +293,10 @@ def serve(
     store: Store, records: Records, watch: Watch, channel: socket.socket, descriptor: int, size: int
 ) -> None:
     """Answers one channel's questions until its other end closes."""
-    with contextlib.closing(channel), contextlib.closing(Memory(store, descriptor, size)) as memory:
+    with contextlib.ExitStack() as ends:
+        ends.enter_context(contextlib.closing(channel))
+        with watch.over():
+            memory = ends.enter_context(contextlib.closing(Memory(store, descriptor, size)))
         while question := channel.recv(QUESTION.size):
             text = ""
             try:

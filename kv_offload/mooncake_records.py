@@ -15,7 +15,14 @@ import uuid
 from typing import Protocol
 
 FAILED, NO_SPACE_LEFT, BAD_LENGTH = -1, -200, -600
-NOT_IN_MEMORY, NOT_COMPLETE, NO_OBJECT, IS_THERE, NOT_MOVED = -702, -703, -704, -705, -800
+HOLDER_GONE, NOT_IN_MEMORY, NOT_COMPLETE, NO_OBJECT, IS_THERE, LEASE_ENDED = (
+    -101,
+    -702,
+    -703,
+    -704,
+    -705,
+    -707,
+)
 
 
 class Store(Protocol):
@@ -55,8 +62,8 @@ class Records:
 
     def put(self, name: str, address: int, size: int) -> int:
         """Leaves what is there. NOT_COMPLETE where another began to write it and has not ended, even if that
-        one was killed then. A holder that goes away meanwhile may take what was put with it: nothing is asked
-        after a session. ``address``: of memory that is registered."""
+        one was killed then. Nothing is asked after a session: of a holder that goes away during it, what was
+        put may be gone with it all the same. ``address``: of memory that is registered."""
         if self._puts_in_sessions is None:
             self._puts_in_sessions = self._does_a_session_do_it_all(
                 f"{name}:probe:{uuid.uuid4().hex}", address
@@ -101,16 +108,15 @@ class Records:
             store.batch_put_session_revoke([name])
             (code,) = store.batch_put_session_start([name], [size])
         if code in (IS_THERE, BAD_LENGTH):
-            # BAD_LENGTH: or its end was done, though Mooncake did not hear of it, and it can be neither ended
-            # nor revoked.
+            # BAD_LENGTH: or its end was done, though Mooncake did not hear of it: there is nothing to revoke.
             return self._size_if_there(name, size, NOT_COMPLETE if code == IS_THERE else BAD_LENGTH)
         if code < 0:
             return code
         (moved,) = store.batch_put_from_multi_buffer_ranges([name], [[address]], [[size]], [[0]])
         if moved != size:
             store.batch_put_session_revoke([name])
-            # BAD_LENGTH is what is said of a holder that cannot be reached.
-            return NOT_MOVED if moved == BAD_LENGTH else moved if moved < 0 else FAILED
+            # BAD_LENGTH is what is said of a holder that cannot be reached: nothing was moved.
+            return HOLDER_GONE if moved == BAD_LENGTH else moved if moved < 0 else FAILED
         (code,) = store.batch_put_session_end([name])
         return code if code < 0 else size
 
@@ -130,7 +136,7 @@ class Records:
             return None if code == NOT_IN_MEMORY else code
         try:
             (got,) = store.batch_get_into_multi_buffer_ranges([name], [[address]], [[expected]], [[0]])
-            if got == BAD_LENGTH:  # it is shorter
+            if got == BAD_LENGTH:  # it is shorter, or its holder cannot be reached
                 return None
             if got != expected:
                 return got if got < 0 else FAILED
@@ -138,6 +144,6 @@ class Records:
             (more,) = store.batch_get_into_multi_buffer_ranges([name], [[address]], [[1]], [[expected]])
             if more == BAD_LENGTH:
                 return expected
-            return more if more < 0 else None
+            return more if more < 0 and more != LEASE_ENDED else None
         finally:
             store.batch_get_session_end([name])

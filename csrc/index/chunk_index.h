@@ -58,7 +58,7 @@ struct ChunkEntry {
   std::uint8_t tried = 0;     // bit t: such an op ended, well or not, since the chunk is here
   bool counted : 1 = false;   // its fetch was counted as a hit of that tier
   bool spared : 1 = false;    // by victim(); the index's own
-  bool recorded : 1 = false;  // a tier has it too, as far as was seen, that was worth reading then
+  bool recorded : 1 = false;  // when last seen, a tier worth reading had it too
 };
 static_assert(sizeof(ChunkEntry) == 88);
 

@@ -233,8 +233,6 @@ IoPool::Submitter IoPool::submitter() const {
   return [state = state_](std::vector<Op> ops) { state->submit(std::move(ops)); };
 }
 
-// What ends ops makes their status first: once they are off their queue nothing may throw.
-
 bool IoPool::cancel(std::uint64_t tag) {
   const Status status = Status::error(StatusKind::kCancelled, "cancelled before it was started");
   Queue found;
@@ -272,17 +270,19 @@ void IoPool::fail_queued(Lane lane, const Status& status) {
     LaneQueue& queue = state_->queues[index(lane)];
     failed.splice(failed.end(), queue.urgent);
     failed.splice(failed.end(), queue.others);
+    queue.urgent_in_a_row = 0;
   }
   state_->fail(std::move(failed), status);
 }
 
 void IoPool::expire() {
   const Nanos now = state_->clock->now();
-  const Status status = too_late();
+  Status status;
   Queue late;
   {
     const MutexLock lock(state_->mutex);
     if (now < state_->next_deadline) return;
+    status = too_late();  // before an op is off its queue: it may find no memory
     state_->next_deadline = Nanos::max();
     for (Queue* queue : state_->all_queues()) {
       for (auto at = queue->begin(); at != queue->end();) {

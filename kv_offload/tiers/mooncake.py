@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kv_offload.namespace import NamespaceIdentity
 
 _PROBE_RECORD = 2 << 20
-_LEAST_PATIENCE_SECONDS = 60.0  # as long as Mooncake itself waits for bytes
+_LEAST_PATIENCE_SECONDS = 90.0  # Mooncake itself waits for bytes for 60 s
 _MOST_PROBE_BYTES = 64 << 20
 _HOW_TO_GET_IT = (
     "Mooncake's Python package is not installed: pip install mooncake-transfer-engine, or "

@@ -1,6 +1,7 @@
 """kv_offload/mooncake_client.py by itself: what each question does, what is said where something is missing.
 test_bindings_mooncake.py runs it as a process."""
 
+import json
 import mmap
 import os
 import socket
@@ -272,7 +273,7 @@ def test_memory_that_mooncake_may_still_write_to_is_kept(
     store, _ = client.open_store(GIVEN)
     answers = {"get_into": -800}
     monkeypatch.setattr(type(store), "get_into", lambda *_: answers["get_into"])
-    for code, kept in ((-704, 0), (-800, 1), (-704, 1)):
+    for code, kept in ((-704, 0), (-101, 0), (-800, 1), (-704, 1)):
         answers["get_into"] = code
         with Asked(store) as asked:
             assert asked.ask(client.GET, "a") == code
@@ -309,6 +310,59 @@ def test_a_call_that_does_not_come_back_ends_the_process(package: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stderr) == (1, "")
     assert ended.stdout == "a call takes more than 0.05 s: this process is ended\n"
+
+
+WATCHED = """
+import os, socket, struct, sys, threading
+from kv_offload import mooncake_client as client
+
+def hang(*_):
+    print("hangs", flush=True)
+    threading.Event().wait()
+
+class Store:
+    batch_is_exist = hang
+    register_buffer = hang if sys.argv[1] == "register" else lambda *_: 0
+
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+threading.Thread(target=client.serve_all, args=(theirs, Store(), 0.05), daemon=True).start()
+channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+memory = os.memfd_create("test")
+size = client.NAMES_BYTES + 4096
+os.ftruncate(memory, size)
+os.pwrite(memory, b"a\\n", 0)
+socket.send_fds(ours, [struct.pack("<Q", size)], [other.fileno(), memory])
+channel.send(client.QUESTION.pack(client.EXIST, 1, 2, 0))
+channel.recv(100)
+"""
+
+
+@pytest.mark.parametrize("call", ["register", "exist"])
+def test_each_channels_calls_are_watched(call: str) -> None:
+    ended = subprocess.run([sys.executable, "-c", WATCHED, call], capture_output=True, text=True, timeout=240)
+    assert ended.stdout == "hangs\na call takes more than 0.05 s: this process is ended\n", ended.stderr
+    assert ended.returncode == 1
+
+
+def test_the_watch_has_the_patience_that_the_core_gives(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def serve_all(control: socket.socket, _store: Any, patience: float) -> None:
+        control.close()
+        given.append(patience)
+
+    monkeypatch.setattr(client, "serve_all", serve_all)
+    for name in ("end_with_the_engine", "ignore_signals", "close_what_was_inherited", "log_elsewhere"):
+        monkeypatch.setattr(client, name, lambda: None)
+    for setup in ({"patience_seconds": 7.0}, {}):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        monkeypatch.setattr(client, "CONTROL", theirs.detach())
+        with ours:
+            ours.send(json.dumps(GIVEN | setup).encode())
+            client.run()
+    assert given == [7.0, client.MOST_SECONDS]
 
 
 def test_a_call_that_came_back_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:

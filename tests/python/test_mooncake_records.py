@@ -187,7 +187,7 @@ def test_a_put_beside_one_that_did_not_end_is_none(buffer: Buffer, sessions: boo
 
 @pytest.mark.parametrize(
     ("call", "code", "result"),
-    [("move", -800, -800), ("move", BAD_LENGTH, -800), ("move", 0, -1), ("move", 4, -1), ("end", -900, -900)],
+    [("move", -800, -800), ("move", BAD_LENGTH, -101), ("move", 0, -1), ("move", 4, -1), ("end", -900, -900)],
 )
 def test_a_session_that_fails_is_no_put_and_is_begun_anew_by_the_next(
     buffer: Buffer, call: str, code: int, result: int

@@ -81,7 +81,7 @@ def test_the_process_is_told_all_that_it_needs() -> None:
         "protocol": "tcp",
         "devices": "",
         "local_host": "10.0.0.7",
-        "patience_seconds": 60.0,
+        "patience_seconds": 90.0,
     }
     assert json.loads(tier(op_deadline_ms=100_000)._setup())["patience_seconds"] == 200.0
 

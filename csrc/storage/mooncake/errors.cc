@@ -15,7 +15,7 @@ struct Meaning {
 constexpr std::array kMeanings{
     Meaning{kNoSpaceLeft, StatusKind::kNoSpace,
             "Mooncake's memory is full, and what is in it was used too lately to be evicted"},
-    Meaning{-101, StatusKind::kIo, "the holder of the object is gone"},
+    Meaning{kHolderGone, StatusKind::kIo, "the holder of the object is gone"},
     Meaning{kBadLength, StatusKind::kIo, "Mooncake takes no such object"},
     Meaning{kNotComplete, StatusKind::kNotFound, "another is still writing the object"},
     Meaning{kNoObject, StatusKind::kNotFound, "no record of this key"},

@@ -9,7 +9,8 @@
 
 namespace kv_offload::mooncake {
 
-inline constexpr std::int64_t kNoSpaceLeft = -200, kBadLength = -600, kNotComplete = -703, kNoObject = -704;
+inline constexpr std::int64_t kHolderGone = -101, kNoSpaceLeft = -200, kBadLength = -600, kNotComplete = -703,
+                              kNoObject = -704;
 
 // REQUIRES: code < 0. `text`: what the process adds, which may be empty.
 Status refusal(std::int64_t code, std::string_view text);

@@ -63,7 +63,8 @@ Status unpack(IncomingRecord& record, std::span<const std::byte> object, std::ui
 
 // Nothing is known of what Mooncake still does with a channel's memory after these.
 bool leaves_memory_in_use(std::int64_t code) {
-  return code < 0 && code != kNoObject && code != kNotComplete && code != kNoSpaceLeft && code != kBadLength;
+  return code < 0 && code != kNoObject && code != kNotComplete && code != kNoSpaceLeft &&
+         code != kBadLength && code != kHolderGone;
 }
 
 // Of a write it is no miss: one who began to write it before us did not end, or is at it.
