@@ -15,14 +15,8 @@ import uuid
 from typing import Protocol
 
 FAILED, NO_SPACE_LEFT, BAD_LENGTH = -1, -200, -600
-HOLDER_GONE, NOT_IN_MEMORY, NOT_COMPLETE, NO_OBJECT, IS_THERE, LEASE_ENDED = (
-    -101,
-    -702,
-    -703,
-    -704,
-    -705,
-    -707,
-)
+HOLDER_GONE, NOT_IN_MEMORY, NOT_COMPLETE = -101, -702, -703
+NO_OBJECT, IS_THERE, LEASE_ENDED = -704, -705, -707
 
 
 class Store(Protocol):
@@ -125,8 +119,7 @@ class Records:
         None: that cannot be told now."""
         if self._put_in_session(name, address, 1) != 1:
             return None
-        code = self._store.remove(name, True)
-        return None if code not in (0, NOT_COMPLETE) else code == 0
+        return {0: True, NOT_COMPLETE: False}.get(self._store.remove(name, True))
 
     def _get_in_session(self, name: str, address: int, expected: int) -> int | None:
         """None: not to be had that way, and nothing is moved any more."""

@@ -243,21 +243,30 @@ TEST_F(TierOpsTest, WhatWasReadAndWhatNeedNotBeWrittenIsRecorded) {
   EXPECT_TRUE(parts_.chunks.at(stored).recorded);
 }
 
-TEST(TierOpsTiersTest, AChunkIsRecordedAsLongAsOneOfItsRecordsIsThere) {
-  PartsOptions options;
-  options.tiers = 2;
-  OpParts parts(options);
-  const Slot slot = parts.resident("a");
-  parts.ops.write(0, {&slot, 1});
-  parts.ops.write(1, {&slot, 1});
-  parts.slower->finish();
-  parts.finish();
-  parts.tier->remove(key_of("a"), TierRemoval::Reason::kEvicted);
-  parts.ops.poll();
-  EXPECT_TRUE(parts.chunks.at(slot).recorded);
-  parts.slower->remove(key_of("a"), TierRemoval::Reason::kEvicted);
-  parts.ops.poll();
-  EXPECT_FALSE(parts.chunks.at(slot).recorded);
+// A chunk that two tiers have recorded.
+class TierOpsTiersTest : public ::testing::Test {
+ protected:
+  TierOpsTiersTest() {
+    parts_.ops.write(0, {&slot_, 1});
+    parts_.ops.write(1, {&slot_, 1});
+    parts_.slower->finish();
+    parts_.finish();
+  }
+  void remove_from(FakeTier& tier) {
+    tier.remove(key_of("a"), TierRemoval::Reason::kEvicted);
+    parts_.ops.poll();
+  }
+  bool recorded() { return parts_.chunks.at(slot_).recorded; }
+
+  OpParts parts_{{.tiers = 2}};
+  const Slot slot_ = parts_.resident("a");
+};
+
+TEST_F(TierOpsTiersTest, AChunkIsRecordedAsLongAsOneOfItsRecordsIsThere) {
+  remove_from(*parts_.tier);
+  EXPECT_TRUE(recorded());
+  remove_from(*parts_.slower);
+  EXPECT_FALSE(recorded());
 }
 
 // From then on what lies on this tier is computed again, whether or not it is there.
@@ -278,19 +287,10 @@ TEST_F(TierOpsTest, WhatATierIsTooSlowToGiveBackIsNotRecorded) {
   EXPECT_FALSE(parts_.chunks.at(slot).recorded);
 }
 
-TEST(TierOpsTiersTest, ARecordOnATierThatIsTooSlowDoesNotStandForOneThatGoes) {
-  PartsOptions options;
-  options.tiers = 2;
-  OpParts parts(options);
-  const Slot slot = parts.resident("a");
-  parts.ops.write(0, {&slot, 1});
-  parts.ops.write(1, {&slot, 1});
-  parts.slower->finish();
-  parts.finish();
-  make_too_slow(parts, 1);
-  parts.tier->remove(key_of("a"), TierRemoval::Reason::kEvicted);
-  parts.ops.poll();
-  EXPECT_FALSE(parts.chunks.at(slot).recorded);
+TEST_F(TierOpsTiersTest, ARecordOnATierThatIsTooSlowDoesNotStandForOneThatGoes) {
+  make_too_slow(parts_, 1);
+  remove_from(*parts_.tier);
+  EXPECT_FALSE(recorded());
 }
 
 }  // namespace
