@@ -1,8 +1,9 @@
 """What do host memory and a disk below it hit together, what is written, and what does a kill leave?
 
-For each pair of capacities and each rule (what is written, and what goes first on the disk): blocks hit;
-records written, and declined for being worth less than what would go for them; and, of kills after several
-shares of the trace, how much of the last 50 prompts hits on the disk and how much of all that comes after.
+For each pair of capacities and each rule (what is written, what goes first on the disk, and whether host
+memory outlives a kill): blocks hit; records written, and declined for being worth less than what would go for
+them; and, of kills after several shares of the trace, how much of the last 50 prompts hits then and how much
+of all that comes after.
 Host memory evicts by prefix. Baselines: a disk that evicts by LRU, one cache of both capacities, and one that
 knows the future.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +26,34 @@ from trace_replay import CONVERSATIONS
 from kv_offload.traces import OPTIMUM, Setting, Trace, read_trace, replay
 
 CELLS = ((500, 2_500), (500, 10_000), (2_000, 10_000), (5_000, 5_000))  # host memory, disk
-RULES = (("through", "lru"), ("through", "prefix"), ("on_evict", "lru"), ("on_evict", "prefix"))
+# What is written, what goes first on the disk, whether host memory outlives a kill.
+RULES = (
+    ("through", "lru", False),
+    ("through", "prefix", False),
+    ("on_evict", "lru", False),
+    ("on_evict", "prefix", False),
+    ("on_evict", "prefix", True),
+)
 PREFILL = 10_000  # tokens/s
 
 
-def measured(trace: Trace, core: Any, host: int, disk: int, rule: tuple[str, str], kills: list[float]) -> Any:
+def measured(
+    trace: Trace, core: Any, host: int, disk: int, rule: tuple[str, str, bool], kills: list[float]
+) -> Any:
     """One rule in one cell, unharmed and killed."""
-    write_policy, policy = rule
+    write_policy, policy, kept = rule
+    setting = Setting("prefix", host, disk, policy, write_policy, keep_host_memory=kept)
     began = time.monotonic()
-    row = replay(core, trace, Setting("prefix", host, disk, policy, write_policy), PREFILL)
-    row |= {"write_policy": write_policy, "seconds": time.monotonic() - began, "kills": []}
+    row = replay(core, trace, setting, PREFILL)
+    row |= {
+        "write_policy": write_policy,
+        "keep_host_memory": kept,
+        "seconds": time.monotonic() - began,
+        "kills": [],
+    }
     for share in kills:
         after = int(share * len(trace.prompts))
-        setting = Setting("prefix", host, disk, policy, write_policy, kill_after=after)
-        killed = replay(core, trace, setting, PREFILL)
+        killed = replay(core, trace, replace(setting, kill_after=after), PREFILL)
         row["kills"].append(
             {
                 "after": after,
@@ -47,6 +63,10 @@ def measured(trace: Trace, core: Any, host: int, disk: int, rule: tuple[str, str
             }
         )
     return row
+
+
+def name_of(row: dict[str, Any]) -> str:
+    return f"{row['write_policy']}/{row['tier_policy']}" + ("/kept" if row["keep_host_memory"] else "")
 
 
 def mean(row: dict[str, Any], figure: str) -> float:
@@ -72,7 +92,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         left.plot([row["written"] / 1000 for row in rows], hits, "o", label=label)
         right.plot([100 * mean(row, "hit_ratio_after") for row in rows], hits, "o", label=label)
         for row, y in zip(rows, hits, strict=True):
-            name = f"{row['write_policy']}/{row['tier_policy']}"
+            name = name_of(row)
             left.annotate(name, (row["written"] / 1000, y), fontsize=6)
     left.set(xlabel="records written, thousands", ylabel="blocks hit, %")
     right.set(xlabel="blocks hit after a kill, %", ylabel="blocks hit, %")
@@ -114,7 +134,7 @@ def main() -> None:
             row = measured(trace, core, host, disk, rule, options.kills)
             rows.append(row)
             say(
-                f"host {host:>6,}, disk {disk:>6,}, {'/'.join(rule):15}: {row['hit_ratio']:.1%} hit, "
+                f"host {host:>6,}, disk {disk:>6,}, {name_of(row):20}: {row['hit_ratio']:.1%} hit, "
                 f"{row['written']:>7,} written, {row['tier_declined']:>7,} declined; "
                 f"after a kill {mean(row, 'recent_hit_ratio'):.0%} of the last prompts, "
                 f"{mean(row, 'hit_ratio_after'):.1%} hit"

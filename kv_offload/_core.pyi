@@ -427,6 +427,7 @@ class Trace:
         write_policy: str = "through",
         kill_after: int = 0,
         recent_requests: int = 50,
+        keep_host_memory: bool = False,
     ) -> dict[str, int]:
         """requests; the rest in blocks.
 

@@ -92,13 +92,14 @@ class Setting:
     write_policy: str = "through"
     kill_after: int = 0  # requests; 0: nobody is killed
     recent: int = 50  # requests before the kill
+    keep_host_memory: bool = False  # it outlives the kill
 
 
 def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: float) -> dict[str, Any]:
     """What ``setting`` would have hit, in blocks, tokens and seconds of prefill at so many tokens/s.
 
     With a kill also what it left: ``killed_with`` records on the tier; of the ``recent_blocks`` of the last
-    prompts before it ``recent_hits`` there; ``hits_after`` of the ``blocks_after`` it.
+    prompts before it ``recent_hits`` then; ``hits_after`` of the ``blocks_after`` it.
     """
     found: dict[str, int | None]
     if setting.policy == OPTIMUM:
@@ -117,6 +118,7 @@ def replay(core: "CoreTrace", trace: Trace, setting: Setting, prefill_speed: flo
             write_policy=setting.write_policy,
             kill_after=setting.kill_after,
             recent_requests=setting.recent,
+            keep_host_memory=setting.keep_host_memory,
         )
         hits = result["host_hits"] + result["tier_hits"]
         found = {name: result[name] for name in _COUNTS}

@@ -14,11 +14,12 @@ Trace make_trace(const Ends& ends, const Blocks& blocks) {
 
 py::dict replay_trace(const Trace& trace, std::size_t host_chunks, std::size_t tier_chunks,
                       const std::string& eviction_policy, const std::string& tier_eviction_policy,
-                      const std::string& write_policy, std::size_t kill_after, std::size_t recent_requests) {
+                      const std::string& write_policy, std::size_t kill_after, std::size_t recent_requests,
+                      bool keep_host_memory) {
   using namespace py::literals;
   const ReplayOptions options{
-      host_chunks, tier_chunks,    eviction_policy, tier_eviction_policy, write_policy_of(write_policy),
-      kill_after,  recent_requests};
+      host_chunks, tier_chunks,     eviction_policy, tier_eviction_policy, write_policy_of(write_policy),
+      kill_after,  recent_requests, keep_host_memory};
   ReplayResult result;
   {
     const py::gil_scoped_release release;
@@ -41,7 +42,8 @@ void bind_replay(py::module_& module) {
       .def("__len__", &Trace::size)
       .def("replay", &replay_trace, py::kw_only(), py::arg("host_chunks"), py::arg("tier_chunks") = 0,
            py::arg("eviction_policy") = "lru", py::arg("tier_eviction_policy") = "lru",
-           py::arg("write_policy") = "through", py::arg("kill_after") = 0, py::arg("recent_requests") = 50)
+           py::arg("write_policy") = "through", py::arg("kill_after") = 0, py::arg("recent_requests") = 50,
+           py::arg("keep_host_memory") = false)
       .def("optimal_hits", &optimal_hits, py::arg("capacity"), py::call_guard<py::gil_scoped_release>());
 }
 

@@ -6,6 +6,7 @@
 #include <set>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 
 #include "cache/key_memory.h"
 #include "index/chunk_index.h"
@@ -55,15 +56,32 @@ class Replayer {
     for (std::size_t i = requests - std::min(requests, options_.recent_requests); i < requests; ++i) {
       bool hit = true;
       for (const std::uint64_t block : trace_.request(i)) {
-        hit = hit && recorded(key_of(block));
+        const ChunkKey key = key_of(block);
+        hit = hit && (recorded(key) || (options_.keep_host_memory && index_->find(key) != nullptr));
         ++result_.recent_blocks;
         result_.recent_hits += hit;
       }
     }
-    index_ = make_index();
+    restart_host();
     memory_.clear();
     restart_tier();
     killed_ = true;
+  }
+
+  // Kept memory knows what was used when, and no request that used it.
+  void restart_host() {
+    std::vector<std::pair<std::uint64_t, ChunkEntry>> kept;
+    if (options_.keep_host_memory) {
+      index_->for_each([&](Slot, ChunkEntry& entry) { kept.emplace_back(host_used_.at(entry.key), entry); });
+    }
+    std::sort(kept.begin(), kept.end(),
+              [](const auto& one, const auto& other) { return one.first < other.first; });
+    index_ = make_index();
+    for (const auto& [when, entry] : kept) {
+      const Slot slot =
+          index_->insert(entry.key, 0, 0, {0, entry.parent, entry.depth, 0, 0}, ChunkState::kFilling);
+      make_resident(slot, ChunkOrigin::kBefore);
+    }
   }
 
   // A directory knows what was used when, and of no record what lies before it. (A server that is killed also
@@ -116,13 +134,13 @@ class Replayer {
       hit_recorded(slot);
       index_->pin(slot);
       held_.push_back(slot);
-      index_->make_resident(slot, ChunkOrigin::kTier);
+      make_resident(slot, ChunkOrigin::kTier);
       index_->set_recorded(slot, true);
       ++result_.tier_hits;
     }
     for (std::size_t i = known; i-- > 0;) {
       const Slot slot = index_->slot_of(index_->find(keys_[i]));
-      index_->access(slot, number, 0);
+      access(slot, number);
       use(slot);
     }
     for (const Slot slot : held_) index_->unpin(slot);
@@ -134,7 +152,7 @@ class Replayer {
     for (std::size_t i = from; i < keys_.size(); ++i) {
       if (const ChunkEntry* entry = index_->find(keys_[i])) {
         const Slot slot = index_->slot_of(entry);
-        index_->access(slot, number, 0);
+        access(slot, number);
         if (entry->state == ChunkState::kResident) use(slot);
         continue;
       }
@@ -144,7 +162,7 @@ class Replayer {
       }
       stored_.push_back(insert(number, i, ChunkState::kFilling));
     }
-    for (std::size_t i = stored_.size(); i-- > 0;) index_->make_resident(stored_[i], ChunkOrigin::kStore);
+    for (std::size_t i = stored_.size(); i-- > 0;) make_resident(stored_[i], ChunkOrigin::kStore);
     result_.stored += stored_.size();
     for (const Slot slot : stored_) {
       if (recorded(index_->at(slot).key)) index_->set_recorded(slot, true);
@@ -156,6 +174,17 @@ class Replayer {
   Slot insert(std::uint32_t number, std::size_t i, ChunkState state) {
     const ChunkId parent = i == 0 ? 0 : chunk_id(keys_[i - 1]);
     return index_->insert(keys_[i], 0, 0, {0, parent, static_cast<std::uint32_t>(i), number, 0}, state);
+  }
+  void make_resident(Slot slot, ChunkOrigin origin) {
+    index_->make_resident(slot, origin);
+    note_host_use(slot);
+  }
+  void access(Slot slot, std::uint32_t number) {
+    index_->access(slot, number, 0);
+    note_host_use(slot);
+  }
+  void note_host_use(Slot slot) {
+    if (options_.keep_host_memory) host_used_[index_->at(slot).key] = ++uses_;
   }
   void hold(Slot slot) {
     index_->pin(slot);
@@ -212,6 +241,11 @@ class Replayer {
     last_used_[entry.key] = ++uses_;
   }
   void use(Slot slot) {
+    ChunkEntry& entry = index_->at(slot);
+    if (std::exchange(entry.origin, ChunkOrigin::kStore) == ChunkOrigin::kBefore) {
+      if (options_.tier.write_policy == WritePolicy::kThrough) write(slot, entry.holder);
+      index_->set_recorded(slot, recorded(entry.key));
+    }
     if (options_.tier_chunks > 0 && options_.tier.write_policy != WritePolicy::kOnEvict) hit_recorded(slot);
     see_again(slot);
   }
@@ -230,6 +264,7 @@ class Replayer {
   std::vector<ChunkKey> keys_;  // of the request
   std::vector<Slot> held_, stored_;
   std::unordered_map<ChunkKey, std::uint64_t> last_used_;  // of all that was ever recorded
+  std::unordered_map<ChunkKey, std::uint64_t> host_used_;  // of all that was ever in host memory
   std::uint64_t uses_ = 0;
   bool killed_ = false;
 };

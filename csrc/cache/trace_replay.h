@@ -35,10 +35,12 @@ struct ReplayOptions {
   std::string eviction_policy = "lru";
   std::string tier_eviction_policy = "lru";
   TierSlotOptions tier{};  // its write policy
-  // Not 0: after so many requests the process is killed and started again. Host memory is empty then; of the
-  // tier's records the new process knows the order, and no request that used them.
+  // Not 0: after so many requests the process is killed and started again. Host memory is empty then, unless
+  // it is kept; of the tier's records the new process knows the order, and no request that used them.
   std::size_t kill_after = 0;
   std::size_t recent_requests = 50;  // before the kill: what is left of their prompts is counted
+  // Host memory outlives the kill: what it holds, and in which order it was used.
+  bool keep_host_memory = false;
 };
 
 struct ReplayResult {

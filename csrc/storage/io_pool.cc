@@ -5,6 +5,7 @@
 #include <chrono>
 #include <iterator>
 #include <list>
+#include <new>
 #include <optional>
 #include <thread>
 
@@ -14,8 +15,12 @@
 namespace kv_offload {
 namespace {
 
-Status too_late() {
-  return Status::error(StatusKind::kExpired, "the deadline passed before the op was started");
+Status too_late() noexcept {
+  try {
+    return Status::error(StatusKind::kExpired, "the deadline passed before the op was started");
+  } catch (const std::bad_alloc&) {
+    return Status::error(StatusKind::kExpired, {});
+  }
 }
 
 struct Queued {
@@ -207,6 +212,7 @@ IoPool::IoPool(const IoPoolOptions& options) : state_(std::make_shared<State>())
   if (options.clock == nullptr) throw_invalid("an I/O pool needs a clock");
   state_->clock = options.clock;
   state_->close_wait = options.close_wait;
+  state_->running.reserve(options.read_threads + options.write_threads);  // so that none fails to begin
   const auto start = [&](unsigned count, Lane lane) {
     for (unsigned i = 0; i < count; ++i) {
       const MutexLock lock(state_->mutex);
@@ -277,12 +283,10 @@ void IoPool::fail_queued(Lane lane, const Status& status) {
 
 void IoPool::expire() {
   const Nanos now = state_->clock->now();
-  Status status;
   Queue late;
   {
     const MutexLock lock(state_->mutex);
     if (now < state_->next_deadline) return;
-    status = too_late();  // before an op is off its queue: it may find no memory
     state_->next_deadline = Nanos::max();
     for (Queue* queue : state_->all_queues()) {
       for (auto at = queue->begin(); at != queue->end();) {
@@ -297,7 +301,7 @@ void IoPool::expire() {
       }
     }
   }
-  state_->fail(std::move(late), status);
+  state_->fail(std::move(late), too_late());
 }
 
 bool IoPool::close() {

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <list>
 #include <memory>
 #include <new>
 #include <optional>
@@ -36,6 +37,21 @@ class ReadSpeed {
   double bytes_ = 0, seconds_ = 0;
 };
 
+// What a call of the store says. RecordStore promises not to throw; a store that does all the same (out of
+// memory) fails that op, and no thread ends by it.
+template <typename Work>
+Status contained(Work&& work) {
+  try {
+    return work();
+  } catch (const std::bad_alloc&) {
+    return Status::error(StatusKind::kIo, "out of memory");  // short: it needs none itself
+  } catch (const std::exception& error) {
+    return Status::error(StatusKind::kIo, fmt::format("the store threw: {}", error.what()));
+  } catch (...) {
+    return Status::error(StatusKind::kIo, "the store threw");
+  }
+}
+
 struct PooledStore {
   PooledStore(std::unique_ptr<RecordStore> record_store, const PooledTierOptions& options)
       : store(std::move(record_store)), compression(options.form.compression) {
@@ -49,20 +65,25 @@ struct PooledStore {
   std::atomic<bool> maintaining{false};
   std::atomic<std::uint64_t> read_bytes_waiting{0};
   mutable Mutex mutex;
-  std::vector<Completion> completions GUARDED_BY(mutex);
+  std::list<Completion> completions GUARDED_BY(mutex);
   ReadSpeed speed GUARDED_BY(mutex);
 
   Breaker& breaker(Lane lane) { return breakers[static_cast<std::size_t>(lane)]; }
   Catalogue& catalogue() { return learnt ? static_cast<Catalogue&>(*learnt) : *store->catalogue(); }
 
-  void complete(Completion completion) EXCLUDES(mutex) {
-    if (compression && completion.status)
-      compression->moved(completion.kind, completion.bytes, completion.seconds);
+  // Takes the one that `ended` holds. Needs no memory.
+  void complete(std::list<Completion> ended) EXCLUDES(mutex) {
+    const Completion& completion = ended.front();
+    (void)contained([&] {
+      if (compression && completion.status)
+        compression->moved(completion.kind, completion.bytes, completion.seconds);
+      return Status::ok();
+    });
     const MutexLock lock(mutex);
     if (completion.kind == OpKind::kRead && completion.status && completion.seconds > 0) {
       speed.add(completion.bytes, completion.seconds);
     }
-    completions.push_back(std::move(completion));
+    completions.splice(completions.end(), ended);
   }
 };
 
@@ -80,20 +101,15 @@ struct OpInFlight {
   Submitted submitted;
   std::optional<Breaker::Pass> pass;  // none: the tier was closed
   std::uint64_t moved = 0;
+  std::list<Completion> ended = std::list<Completion>(1);  // made before it is needed: it cannot fail then
 };
 
-// What a call of the store says. RecordStore promises not to throw; a store that does all the same (out of
-// memory) fails that op, and no thread ends by it.
-template <typename Work>
-Status contained(Work&& work) {
+// The same; without its words if there is no memory for them.
+inline Status copy_of(const Status& status) noexcept {
   try {
-    return work();
+    return status;
   } catch (const std::bad_alloc&) {
-    return Status::error(StatusKind::kIo, "out of memory");  // short: it needs none itself
-  } catch (const std::exception& error) {
-    return Status::error(StatusKind::kIo, fmt::format("the store threw: {}", error.what()));
-  } catch (...) {
-    return Status::error(StatusKind::kIo, "the store threw");
+    return Status::error(status.kind(), {}, status.error_number());
   }
 }
 

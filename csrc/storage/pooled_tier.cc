@@ -117,7 +117,9 @@ IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optio
   queued.tag = kept.id;
   queued.lane = lane_of(kept.kind);
   queued.deadline = kept.deadline;
-  queued.run = [shared = shared_, in_flight] { return run_op(*shared, *in_flight); };
+  queued.run = [shared = shared_, in_flight] {
+    return contained([&] { return run_op(*shared, *in_flight); });
+  };
   queued.done = [shared = shared_, in_flight, waiting, clock = &clock_](const Status& status, double seconds,
                                                                         double queued_seconds) {
     shared->read_bytes_waiting.fetch_sub(waiting);
@@ -133,7 +135,8 @@ IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optio
       }
     }
     const std::uint64_t bytes = status ? in_flight->moved : 0;
-    shared->complete({op.id, op.kind, op.key, status, bytes, seconds, queued_seconds});
+    in_flight->ended.front() = {op.id, op.kind, op.key, copy_of(status), bytes, seconds, queued_seconds};
+    shared->complete(std::move(in_flight->ended));
   };
   return queued;
 }
@@ -156,7 +159,7 @@ void PooledTier::submit(std::vector<TierOp> ops) {
     if (!closed_) {
       pass = shared_->breaker(lane_of(op.kind)).admit(now);
       if (!pass) {
-        shared_->complete({op.id, op.kind, op.key, off(), 0, 0, 0});
+        shared_->complete({{op.id, op.kind, op.key, off(), 0, 0, 0}});
         continue;
       }
     }
@@ -189,6 +192,7 @@ void PooledTier::poll(std::vector<Completion>* completions, std::vector<TierRemo
   look_for_epoch();
   shared_->catalogue().take_removals(removals);
   const MutexLock lock(shared_->mutex);
+  completions->reserve(completions->size() + shared_->completions.size());  // what cannot be taken stays
   std::move(shared_->completions.begin(), shared_->completions.end(), std::back_inserter(*completions));
   shared_->completions.clear();
 }

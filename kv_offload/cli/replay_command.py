@@ -45,6 +45,9 @@ def replay(
             metavar="N", min=1, help="Requests before the kill whose prompts are looked for after it."
         ),
     ] = 50,
+    keep_host_memory: Annotated[
+        bool, typer.Option("--keep-host-memory", help="Host memory outlives the kill.")
+    ] = False,
     block_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="KV cache bytes of a block, to show the bytes written.")
     ] = "0",
@@ -64,8 +67,9 @@ def replay(
     Uses the index and the eviction policies as a server does, without any memory or disk. Each line
     is an object such as {"input_length": 1024, "hash_ids": [0, 1]}: the numbers of the prompt's blocks,
     equal numbers for equal prefixes. Mooncake publishes traces in this form. Hits count from the start of
-    each prompt up to its first missing block. A kill empties host memory and leaves the disk; "recent after
-    kill" is how much of the last prompts before it hits there, "hits after kill" that of all that come after.
+    each prompt up to its first missing block. A kill empties host memory, unless the setting keep_host_memory
+    is replayed too, and leaves the disk; "recent after kill" is how much of the last prompts before it hits
+    then, "hits after kill" that of all that come after.
 
     \b
     Example:
@@ -91,7 +95,9 @@ def replay(
     rows: list[dict[str, Any]] = []
     for capacity in capacities:
         for name in policies:
-            setting = Setting(name, capacity, disk, disk_policy, write_policy, kill_after, recent)
+            setting = Setting(
+                name, capacity, disk, disk_policy, write_policy, kill_after, recent, keep_host_memory
+            )
             row = replay_one(core, read, setting, prefill_speed)
             row["written_bytes"] = None if row["written"] is None else row["written"] * size
             rows.append(row)

@@ -1,6 +1,7 @@
 """Traces of requests, read and replayed through the core: alone and as ``kv-offload replay``."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -86,6 +87,9 @@ def test_a_kill_leaves_what_is_on_the_disk(trace):
     row = replay(read.to_core(), read, setting, prefill_speed=100)
     assert (row["killed_with"], row["recent_hits"], row["recent_blocks"]) == (5, 2, 2)
     assert (row["hits_after"], row["blocks_after"]) == (5, 5)
+    kept = replace(setting, write_policy="on_evict", keep_host_memory=True)
+    row = replay(read.to_core(), read, kept, prefill_speed=100)
+    assert (row["killed_with"], row["recent_hits"], row["hits_after"]) == (2, 2, 5)
     unharmed = replay(read.to_core(), read, Setting("lru", 3, 9), prefill_speed=100)
     assert unharmed["killed_with"] is unharmed["hits_after"] is None
 
@@ -122,6 +126,7 @@ def test_the_table_shows_what_a_kill_leaves(trace):
     assert "recent" in said
     assert "after kill" in said
     assert "0.0%" in said, "4 and 5 were in host memory alone"
+    assert "0.0%" not in run(trace, *options, "--write-policy", "on_evict", "--keep-host-memory").stdout
     assert "after kill" not in run(trace, "--host", 3, "--disk", 9).stdout
 
 

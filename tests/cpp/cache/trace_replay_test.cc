@@ -100,6 +100,31 @@ TEST(TraceReplay, AKillLeavesWhatIsOnTheTierAndNothingElse) {
   EXPECT_EQ(lru(trace, 3, 8).killed_with, 0u) << "nobody was killed";
 }
 
+TEST(TraceReplay, KeptHostMemoryOutlivesAKillInTheOrderOfUse) {
+  const Trace prompts = trace_of({{1, 2}, {3, 4}, {3, 4, 5}, {1, 2}, {3, 4, 5}});
+  const ReplayResult on_evict = replay(prompts, {.host_chunks = 3,
+                                                 .tier_chunks = 8,
+                                                 .tier = {.write_policy = WritePolicy::kOnEvict},
+                                                 .kill_after = 3,
+                                                 .recent_requests = 2,
+                                                 .keep_host_memory = true});
+  EXPECT_EQ(on_evict.killed_with, 2u);
+  EXPECT_EQ(on_evict.recent_hits, 5u) << "3, 4 and 5 in host memory alone";
+  EXPECT_EQ(on_evict.hits_after, 5u);
+  const Trace again = trace_of({{1}, {2}, {1}, {3}, {4}, {1}});
+  const ReplayResult kept = replay(again, {.host_chunks = 3, .kill_after = 4, .keep_host_memory = true});
+  EXPECT_EQ(kept.hits_after, 1u) << "2, not 1, was used longest ago";
+}
+
+// As a server does: what the killed one had on no tier is written when it is used.
+TEST(TraceReplay, KeptChunksAreWrittenAtTheirFirstUseWhereNoTierHasThem) {
+  const Trace trace = trace_of({{1}, {2}, {1}, {3}});
+  ReplayOptions options{.host_chunks = 3, .tier_chunks = 1, .kill_after = 2, .keep_host_memory = true};
+  EXPECT_EQ(replay(trace, options).written, 4u) << "1, 2, 1 once more, 3";
+  options.tier.write_policy = WritePolicy::kOnEvict;
+  EXPECT_EQ(replay(trace, options).written, 0u);
+}
+
 // Under `prefix` the end of {1, 2, 3} would go next; after a restart the directory knows no prompts, only
 // that nothing of it was used for longest, its beginning first.
 TEST(TraceReplay, ATierThatIsBackKnowsWhatWasUsedWhenAndNoPrompts) {

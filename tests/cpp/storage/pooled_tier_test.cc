@@ -47,11 +47,12 @@ class PooledTierTest : public ::testing::Test {
   static void run_reads(IoPool* pool) {
     while (const auto next = pool->begin_next(Lane::kRead)) next();
   }
-  void start_read(Tier& tier, OpId id) {
+  void start_read(Tier& tier, OpId id, Nanos deadline = Nanos{0}) {
     std::vector<TierOp> ops(1);
     ops[0].id = id;
     ops[0].key = key_of(1);
     ops[0].shards = {row_.span()};
+    ops[0].deadline = deadline;
     tier.submit(std::move(ops));
   }
   // How the read that was started ended, after all that is queued was done.
@@ -543,6 +544,32 @@ TEST_F(PooledTierTest, whatever_there_is_no_memory_for_no_key_is_asked_for_for_e
     }
     EXPECT_EQ(tier->stats().breaker_trips, 0u) << after;
   }
+}
+
+TEST_F(PooledTierTest, an_op_ends_once_whatever_there_is_no_memory_for) {
+  { ASSERT_TRUE(TierDriver(open()).write(1)); }
+  const std::function<void(Tier&)> befores[] = {
+      [](Tier&) {}, [](Tier& tier) { (void)tier.reset(); },
+      [&](Tier&) { clock_.advance(seconds(2)); },  // too late to start
+  };
+  unsigned failures = 0;
+  for (const auto& before : befores) {
+    bool failed = true;
+    for (unsigned after = 0; failed; ++after, failures += failed) {
+      IoPool* pool = nullptr;
+      const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+      start_read(*tier, 1, clock_.now() + seconds(1));
+      before(*tier);
+      {
+        const auto begin = pool->begin_next(Lane::kRead);
+        const FailingAllocation one(after);
+        begin();
+        failed = one.came();
+      }
+      (void)end_read(*tier, pool);
+    }
+  }
+  EXPECT_GT(failures, 3u);
 }
 
 // ---- tiers that others fill
