@@ -28,7 +28,7 @@ from reporting import describe_machine, say, write_results
 adapter.use_specs()
 
 from kv_offload.specs.manager import KVOffloadManager  # noqa: E402
-from vllm.v1.kv_offload.base import ReqContext, make_offload_key  # noqa: E402
+from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext, make_offload_key  # noqa: E402
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # noqa: E402
 
 from kv_offload import _core  # noqa: E402
@@ -71,7 +71,7 @@ class Ours:
         self.worker.report(0, spec.ticket, 0)
 
     def end_step(self) -> None:
-        self.manager.on_schedule_end(None)
+        self.manager.on_schedule_end(ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
         self.manager.get_stats()
 
 

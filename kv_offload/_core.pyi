@@ -365,6 +365,8 @@ class TieredCache:
         await_records_seconds: float = 0.0,
     ) -> int: ...
     def end_request(self, request: int) -> None: ...
+    def admit(self, request: int) -> None:
+        """It runs: it waits for nothing more. Known by itself once it loads or stores."""
     def make_lookup(
         self,
         results: tuple[Any, Any, Any, Any],

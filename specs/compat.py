@@ -11,12 +11,14 @@ UnsupportedVllmError (an ImportError). What differs:
     config_info, config_info_keys    -      -      x
     sliding_window_size_in_chunks    -      -      x      (of a group; before, the workers tell)
     on_schedule_end                  before the stores    the last call of a step
+    blocks of a session that goes on added again          taken as what it has
 """
 
 import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Set
+from types import SimpleNamespace
 from typing import Any
 
 from kv_offload.vllm_versions import SUPPORTED, version_problem
@@ -187,6 +189,19 @@ def message_queues() -> Any | None:
     except ImportError:
         return None
     return shm_broadcast if hasattr(shm_broadcast, "sched_yield") else None
+
+
+def mistakes_blocks_of_sessions() -> bool:
+    """Whether the connector adds all blocks of a request that is scheduled anew to those that it knows of it
+    already (0.31, 0.32): a session of streaming input that goes on, whose chunks are then looked for in other
+    blocks."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
+
+    new = SimpleNamespace(req_id="", block_ids=())
+    cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+    output = SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached)
+    _, _, is_whole = next(iter(yield_req_data(output)))
+    return not is_whole
 
 
 def has_config_info() -> bool:

@@ -27,8 +27,6 @@ _GAUGE_SECONDS = 0.5
 class ManagerOptions:
     """What the manager needs beside the cache and its metrics."""
 
-    # Original ids of groups that forget blocks behind a window; None: not known.
-    windowed_groups: frozenset[int] | None = None
     tiers: Mapping[str, str] = field(default_factory=dict)  # name of each tier below -> LOCAL or REMOTE
     event_tiers: Set[str] = frozenset()  # names of those that publish KV events
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
@@ -68,6 +66,7 @@ class KVOffloadManager(OffloadingManager):
         results = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.RETRY)
         self._results = results
         self._sources = compat.load_sources()
+        self._turns_sessions_away = compat.mistakes_blocks_of_sessions()
         self.lookup = cache.make_lookup(  # type: ignore[method-assign,assignment]
             results, self._handle_of, compat.asked_span
         )
@@ -148,9 +147,8 @@ class KVOffloadManager(OffloadingManager):
         not fit now is not worth a warning in each step."""
         state = self._state(req_context)
         offered = _sequence(keys)
-        if state.generation != self._generation:
-            offered = self._trusted_after_reset(offered)
-        if not offered:
+        if not offered or not self._may_store(state):
+            self._cache.admit(state.handle)
             return PrepareStoreOutput([], no_rows(), [])
         depths = _depths(offered, req_context)
         accepted, ticket, rows, group_rows, evicted = self._cache.prepare_store(state.handle, offered, depths)
@@ -160,22 +158,35 @@ class KVOffloadManager(OffloadingManager):
         """All ranks have reported. Whether the copies succeeded stands in the region, under the ticket."""
         self._cache.complete_store(keys, success)  # type: ignore[arg-type]
 
-    def _trusted_after_reset(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """vLLM 0.32 and 0.33 offer all chunks of a running request again after reset_cache(), those whose
-        blocks fell behind a window and hold other bytes now included. So such a request stores nothing of a
-        windowed group any more; nothing at all where vLLM does not say which groups have a window."""
-        windowed = self._options.windowed_groups
-        if windowed is None:
-            return []
-        if not windowed:
-            return keys
-        return [key for key in keys if int.from_bytes(key[-4:], "big") not in windowed]
+    def _may_store(self, state: RequestState) -> bool:
+        """A request known before a reset was computed with what was reset, the weights perhaps, or loaded
+        from it; and vLLM 0.32 and 0.33 offer all its chunks again, those whose blocks fell behind a window
+        and hold other bytes now included. It may store again once it was preempted: all is computed anew."""
+        return state.generation == self._generation
 
     # ---- step, reset, end
 
     def on_schedule_end(self, context: Any) -> None:
         """Poll the tiers, make plans for waiting requests, let deadlines pass."""
+        for request_id in context.preempted_req_ids:
+            if (state := self._live.get(request_id)) is not None:
+                state.started, state.generation = False, self._generation
+        for request_id in context.new_req_ids:
+            if (state := self._live.get(request_id)) is not None:
+                if state.started and self._turns_sessions_away:
+                    self._turn_away(request_id, state)
+                self._cache.admit(state.handle)
+                state.started = True
         self._cache.end_step()
+
+    def _turn_away(self, request_id: str, state: RequestState) -> None:
+        """The request stores and loads nothing more: a session of streaming input that goes on, which is new
+        twice without having been preempted. vLLM 0.31 and 0.32 offer its chunks with blocks that hold others,
+        from this step on; in 0.31 its keys may be another prompt's, too."""
+        self._cache.end_request(state.handle)
+        state.handle = self._cache.begin_request(
+            request_id, load_from_cpu=False, load_from_tiers=False, skip_store=True
+        )
 
     def has_pending_work(self) -> bool:
         """Whether a request waits for us: keeps an idle engine stepping."""

@@ -20,6 +20,7 @@ class RequestState:
 
     handle: int  # of TieredCache
     generation: int  # of the manager: how many resets it had seen
+    started: bool = False  # scheduled since it came or was preempted
 
 
 class HintReader:

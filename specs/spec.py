@@ -94,7 +94,6 @@ class KVOffloadSpec(OffloadingSpec):
         bounds = tier_bounds(options)
         for caution in cautions(options):
             logger.warning(caution)
-        windowed = merged["windowed"]
         metrics = _core.Metrics()
         cache = self._make_cache(
             region,
@@ -136,7 +135,6 @@ class KVOffloadSpec(OffloadingSpec):
             cache,
             metrics,
             ManagerOptions(
-                windowed_groups=self._windowed_groups(windowed),
                 tiers={
                     name: tier.events_locality
                     for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
@@ -244,12 +242,6 @@ class KVOffloadSpec(OffloadingSpec):
             shards_per_area=_shards_per_area(merged),
             keep_identity=identity.namespace_id().hex() if self._options.keep_host_memory else "",
         )
-
-    def _windowed_groups(self, windowed: Sequence[bool] | None) -> frozenset[int] | None:
-        if windowed is None:
-            return None
-        pairs = zip(self.config.groups, windowed, strict=True)
-        return frozenset(group.group_id for group, flag in pairs if flag)
 
     def _info(self, merged: Mapping[str, Any], identity: NamespaceIdentity) -> dict[str, str]:
         return {

@@ -196,6 +196,9 @@ void bind_cache(py::module_& module) {
             self->cache->end_request(request);
           },
           py::arg("request"))
+      .def(
+          "admit", [](const Cache& self, RequestHandle request) { self->cache->admit(request); },
+          py::arg("request"))
       .def("make_lookup", &make_lookup, py::arg("results"), py::arg("handle_of"),
            py::arg("span_of") = py::none())
       .def("report", &report, py::arg("request"))

@@ -58,7 +58,8 @@ class Requests {
   // ---- admission: it gets what it gets, or goes without. Its wait is over.
   LoadJobs::Load load_of(RequestHandle request) const;
   void admit_load(RequestHandle request, std::span<const ChunkKey> keys, const LoadJobs::Begun& load);
-  void admit_store(RequestHandle request) { admit(request); }
+  // It runs: what it was told is counted, and it waits for nothing more.
+  void admit(RequestHandle request);
   Offers& offers(RequestHandle request) { return requests_[request].offers; }
 
   // ---- plans: see Planner
@@ -108,7 +109,6 @@ class Requests {
   LookupResult pending(RequestHandle handle, RequestState& request, Lookup lookup, LookupResult result);
   LookupResult miss(RequestState& request, std::uint32_t group, MissReason reason);
   std::optional<MissReason> may_not_wait(const RequestState& request, bool from_tier) const;
-  void admit(RequestHandle handle);
   void start_waiting(RequestHandle handle, RequestState& request);
   void stop_waiting(RequestHandle handle, RequestState& request);  // gives back pins and reads
   // Counts the misses of the last pass, once.

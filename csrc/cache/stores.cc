@@ -44,7 +44,7 @@ StoreGrant Stores::prepare(RequestHandle handle, std::span<const ChunkKey> keys,
   }
   std::uint32_t group = 0;
   for (const ChunkKey& key : keys) group = with_.groups.require_position(key, group);
-  with_.requests.admit_store(handle);
+  with_.requests.admit(handle);
   if (closed_ || request.options.skip_store) return {};
   learn_prefill(handle, keys, depths);
   return take_rows(handle, keys, depths);

@@ -96,6 +96,11 @@ RequestHandle TieredCache::begin_request(std::string_view, const RequestOptions&
   return impl_->requests.begin(options);
 }
 
+void TieredCache::admit(RequestHandle request) {
+  (void)impl_->requests.require_live(request);
+  impl_->requests.admit(request);
+}
+
 void TieredCache::end_request(RequestHandle request) {
   impl_->requests.end(request);
   if (impl_->requests.waiting().empty()) impl_->tell_fetching(false);  // there may be no step any more

@@ -60,6 +60,8 @@ class TieredCache {
   // ---- requests
   RequestHandle begin_request(std::string_view request_id, const RequestOptions& options);
   void end_request(RequestHandle request);  // drops its pins and plan
+  // It runs, so that it waits for nothing more; known by itself once it loads or stores.
+  void admit(RequestHandle request);
   // Where in its prompt a request's lookups start and how long it is: end
   // positions, in tokens, of the first chunk that is asked for and of its last
   // whole chunk. Without it the cost of computing is taken as that of a prompt's

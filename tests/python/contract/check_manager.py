@@ -6,6 +6,7 @@ Chunks become hits through the real way: a worker's job that reports its ticket.
 import inspect
 import pickle
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import adapter
@@ -16,7 +17,7 @@ adapter.use_specs()
 
 from kv_offload.specs import KVOffloadSpec, compat  # noqa: E402
 from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402
-from kv_offload.specs.manager import KVOffloadManager, ManagerOptions  # noqa: E402
+from kv_offload.specs.manager import KVOffloadManager  # noqa: E402
 from kv_offload.specs.request import HintReader  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 
@@ -64,8 +65,8 @@ class Engine:
         self.manager.complete_store(set(output.keys_to_store), request)
         return output
 
-    def end_step(self) -> None:
-        self.manager.on_schedule_end(base.ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
+    def end_step(self, new: Sequence[str] = (), preempted: Sequence[str] = ()) -> None:
+        self.manager.on_schedule_end(base.ScheduleEndContext(new_req_ids=new, preempted_req_ids=preempted))
 
     def look(self, asked: list[bytes], request: Any) -> list[Any]:
         return [self.manager.lookup(one, request) for one in asked]
@@ -312,30 +313,58 @@ def test_its_row_is_not_reused_before_the_copy_ended(engine: Engine) -> None:
     assert engine.offer(keys(5000), later).keys_to_store == keys(5000)
 
 
-def _after_reset(windowed: frozenset[int] | None) -> list[bytes]:
-    engine = Engine(groups=2)
-    manager = KVOffloadManager(
-        engine.manager._cache, engine.manager._metrics, ManagerOptions(windowed_groups=windowed)
-    )
-    known, offered = context("known"), [*keys(1, group=3), *keys(1, group=4)]
-    manager.on_new_request(known)
-    manager.reset_cache()
-    stored = list(manager.prepare_store(offered, known).keys_to_store)
-    fresh = context("fresh")
-    manager.on_new_request(fresh)
-    rest = manager.prepare_store(offered, fresh).keys_to_store
-    assert sorted(stored + list(rest)) == sorted(offered)
-    engine.stop()
-    return stored
+def test_a_request_known_before_a_reset_stores_nothing_until_it_was_preempted(engine: Engine) -> None:
+    known = engine.request("known")
+    engine.manager.reset_cache()
+    assert engine.offer(keys(1), known).keys_to_store == []
+    assert engine.offer(keys(2), engine.request("fresh")).keys_to_store == keys(2)
+    engine.end_step(preempted=["known"])
+    assert engine.offer(keys(1), known).keys_to_store == keys(1)
 
 
-def test_a_request_known_before_a_reset_stores_nothing_of_a_windowed_group_any_more() -> None:
-    assert _after_reset(frozenset({4})) == keys(1, group=3)
-    assert _after_reset(frozenset()) == [*keys(1, group=3), *keys(1, group=4)]
+def test_a_session_that_goes_on_stores_and_loads_no_more_where_vllm_takes_its_blocks_for_others(
+    engine: Engine,
+) -> None:
+    turned_away = compat.mistakes_blocks_of_sessions()
+    assert turned_away == (not compat.has_config_info()), "0.33 has both"
+    session = engine.request("session")
+    engine.end_step(new=["session"])
+    engine.store(keys(1), session)
+    engine.end_step(preempted=["session"])
+    engine.end_step(new=["session"])  # as vLLM's second model runner has it
+    engine.store(keys(2), session)
+    engine.end_step(new=["session"])
+    assert engine.offer(keys(3), session).keys_to_store == ([] if turned_away else keys(3))
+    assert engine.look(keys(1), session) == [MISS if turned_away else HIT]
+    assert engine.look(keys(1, 2), engine.request("other")) == [HIT, HIT]
 
 
-def test_and_nothing_at_all_where_vllm_does_not_say_which_groups_have_a_window() -> None:
-    assert _after_reset(None) == []
+def _held(engine: Engine) -> tuple[int, int]:
+    """Requests that wait, and pinned chunks."""
+    stats = engine.manager._cache.stats()
+    return stats["waiting_requests"], stats["pinned_chunks"]
+
+
+def test_a_request_that_runs_without_load_or_store_holds_nothing(engine: Engine) -> None:
+    engine.store(keys(1), engine.request("before"))
+    output = engine.offer(keys(2), engine.request("beside"))
+    waits = engine.request("waits")
+    assert engine.look(keys(1, 2), waits) == [HIT, PENDING]
+    engine.end_step()
+    assert _held(engine) == (1, 2), "what it hit, and what is being stored"
+    engine.end_step(new=["waits"])
+    assert _held(engine) == (0, 1)
+    engine.copy(output, [0])
+
+
+def test_nor_does_one_that_offers_nothing(engine: Engine) -> None:
+    output = engine.offer(keys(2), engine.request("beside"))
+    waits = engine.request("waits")
+    assert engine.look(keys(2), waits) == [PENDING]
+    assert _held(engine)[0] == 1
+    engine.offer([], waits)
+    assert _held(engine)[0] == 0
+    engine.copy(output, [0])
 
 
 def test_events_tell_what_host_memory_gains_and_loses() -> None:

@@ -1,7 +1,6 @@
 """Run by test_contract.py under each vLLM release: the spec, from the configuration to the boot line."""
 
 import gc
-import json
 import subprocess
 import sys
 import uuid
@@ -27,10 +26,6 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402
 from contract.parts import blocks, context, keys, kv_caches, offloading_config  # noqa: E402
 from kv_offload import _core  # noqa: E402
 from kv_offload.config import OffloadConfig  # noqa: E402
-
-HAS_WINDOWS = "sliding_window_size_in_chunks" in {
-    field.name for field in __import__("dataclasses").fields(type(offloading_config().groups[0]))
-}
 
 
 @pytest.fixture(autouse=True)
@@ -270,14 +265,6 @@ def test_a_capacity_below_one_prompt_is_said_at_start(
     KVOffloadSpec(config).get_manager().shutdown()
     made.shutdown()
     assert ("hold 4,096 tokens, and a prompt may have 4,097" in caplog.text) == told
-
-
-def test_windows_of_groups_reach_the_manager() -> None:
-    if not HAS_WINDOWS:
-        pytest.skip("this vLLM does not say it in the OffloadingConfig")
-    fingerprint = {"copier": "host", "shard": "", "settings": {}, "windowed": [False, True]}
-    merged = identity.merge_fingerprints([json.dumps(fingerprint)])
-    assert KVOffloadSpec(offloading_config(groups=2))._windowed_groups(merged["windowed"]) == {4}
 
 
 @pytest.fixture

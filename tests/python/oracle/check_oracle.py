@@ -20,6 +20,7 @@ adapter.use_specs()
 
 import vllm  # noqa: E402
 from vllm.config import ModelConfig  # noqa: E402
+from vllm.v1.request import RequestStatus  # noqa: E402
 
 from oracle import faults  # noqa: E402
 from oracle.drive import Driver, Rates, total  # noqa: E402
@@ -249,6 +250,62 @@ def test_storing_after_a_reset_what_fell_behind_a_window_is_seen() -> None:
     setup = replace(HYBRID, wrap_manager=faults.TrustingAfterReset)
     with pytest.raises(WrongBytes):
         [live(setup, seed, steps=800, rates=rates) for seed in range(6)]
+
+
+def play_sessions(setup: Setup) -> list[tuple[int, int]]:
+    """Sessions of streaming input, and what comes from us when their whole text is asked for again: (tokens,
+    of how many). Their first parts end within a block, at its end and behind it."""
+    engine = boot(setup)
+    rng = random.Random(0)
+    found = []
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(1000) for _ in range(count)]
+
+    def until_it_waits(session: Any) -> None:
+        deadline = time.monotonic() + 60
+        while session.status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            assert time.monotonic() < deadline, f"the session is {session.status.name} for ever"
+            engine.step_idle()
+
+    try:
+        for first in (53, 58, 59, 60):
+            session = engine.add(f"session-{first}", tokens(first), 6, resumable=True)
+            for more in (70, 5, 30):
+                until_it_waits(session)
+                engine.go_on(session, tokens(more), 6)
+            until_it_waits(session)
+            whole = list(session.all_token_ids[: session.num_computed_tokens])
+            engine.abort(session.request_id)
+            engine.drain()
+            found.append((ask_again(engine, [whole])[0], len(whole)))
+    finally:
+        engine.shutdown()
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind",
+    kinds(
+        "full attention",
+        "two blocks a chunk",
+        "hybrid",
+        "mamba-like",
+        "asynchronous scheduling",
+        "decoded tokens too",
+    ),
+)
+def test_sessions_that_go_on_store_nothing_wrong(kind: str) -> None:
+    found = play_sessions(KINDS[kind])
+    print(kind, found)
+    assert all(loaded > 0 for loaded, _ in found)
+    if MINOR >= (0, 33) and KINDS[kind].window != HYBRID.window:
+        assert all(loaded >= tokens - 40 for loaded, tokens in found), "these are stored whole"
+
+
+def test_storing_what_vllm_offers_of_a_session_is_seen_where_it_is_wrong() -> None:
+    with pytest.raises(WrongBytes) if MINOR < (0, 33) else nullcontext():
+        play_sessions(replace(FULL, wrap_manager=faults.TrustingSessions))
 
 
 DISK_KINDS = (

@@ -411,8 +411,9 @@ class Engine:
         cache_salt: str | None = None,
         params: dict[str, Any] | None = None,
         lora: str | None = None,
+        resumable: bool = False,
     ) -> Request:
-        """A request as the front end would send it."""
+        """A request as the front end would send it; ``resumable``: the first part of a session."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
@@ -424,11 +425,28 @@ class Engine:
             cache_salt=cache_salt,
             lora_request=LoRARequest(lora, 1, "/nowhere") if lora else None,
             block_hasher=self.hasher,
+            resumable=resumable,
         )
         for _, _, runner in self.ranks:
             runner.expect(request_id, prompt, max_tokens, f"{lora}/{cache_salt}" if lora else cache_salt)
         self.scheduler.add_request(request)
         return request
+
+    def go_on(self, session: Request, part: list[int], max_tokens: int) -> None:
+        """The next part of a session that waits for it. Of the answer so far vLLM keeps what was computed."""
+        whole = [*session.all_token_ids[: session.num_computed_tokens], *part]
+        update = Request(
+            request_id=session.request_id,
+            prompt_token_ids=part,
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
+            pooling_params=None,
+            block_hasher=self.hasher,
+            resumable=True,
+        )
+        for _, _, runner in self.ranks:
+            runner.expect(session.request_id, whole, max_tokens, None)
+        self.scheduler.add_request(update)
+        assert list(session.all_token_ids) == whole
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
