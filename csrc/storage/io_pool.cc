@@ -31,6 +31,7 @@ struct Running {
   std::uint64_t number = 0;
   Lane lane = Lane::kRead;
   Nanos submitted{0}, started{0};
+  std::optional<Lane> thread;  // whose it is; none: driven by hand
 };
 using Queue = std::list<Queued>;  // what goes from one to another needs no memory for it
 
@@ -90,7 +91,8 @@ struct IoPool::State {
   Nanos next_deadline GUARDED_BY(mutex) = Nanos::max();
   std::uint64_t next_number GUARDED_BY(mutex) = 1;
   unsigned reads_since_write GUARDED_BY(mutex) = 0;
-  unsigned free_readers GUARDED_BY(mutex) = 0;  // read threads that run no op
+  unsigned free_readers GUARDED_BY(mutex) = 0;             // read threads that run no op
+  std::array<unsigned, 2> started GUARDED_BY(mutex) = {};  // threads, by their lane
   unsigned live GUARDED_BY(mutex) = 0;
   bool closing GUARDED_BY(mutex) = false;
   bool abandoned GUARDED_BY(mutex) = false;
@@ -144,7 +146,7 @@ struct IoPool::State {
         (reader ? reads : writes).wait(mutex);
         continue;
       }
-      Begun begun = begin(*lane);
+      Begun begun = begin(*lane, own);
       if (reader) --free_readers;
       mutex.unlock();
       perform(std::move(begun));
@@ -156,12 +158,12 @@ struct IoPool::State {
     mutex.unlock();
   }
 
-  Begun begin(Lane lane) REQUIRES(mutex) {
+  Begun begin(Lane lane, std::optional<Lane> thread = std::nullopt) REQUIRES(mutex) {
     Begun begun{take(lane), clock->now()};
     const IoPool::Op& op = begun.next.op;
     if (op.deadline.count() == 0 || begun.started < op.deadline) {
       begun.number = next_number++;
-      running.push_back({begun.number, op.lane, begun.next.submitted, begun.started});
+      running.push_back({begun.number, op.lane, begun.next.submitted, begun.started, thread});
     }
     return begun;
   }
@@ -218,6 +220,7 @@ IoPool::IoPool(const IoPoolOptions& options) : state_(std::make_shared<State>())
       const MutexLock lock(state_->mutex);
       state_->threads.emplace_back([state = state_, lane] { state->thread_body(lane); });
       ++state_->live;
+      ++state_->started[index(lane)];
       if (lane == Lane::kRead) ++state_->free_readers;
     }
   };
@@ -352,6 +355,20 @@ IoPool::Depth IoPool::depth(Lane lane) const {
   }
   depth.oldest_seconds = to_seconds(now - oldest);
   return depth;
+}
+
+bool IoPool::is_held_up(Lane lane, Nanos until) const {
+  const auto takes = [lane](Lane thread) { return lane == Lane::kRead || thread == Lane::kWrite; };
+  const MutexLock lock(state_->mutex);
+  std::size_t free = 0;
+  for (const Lane thread : {Lane::kRead, Lane::kWrite}) {
+    if (takes(thread)) free += state_->started[index(thread)];
+  }
+  if (free == 0) return false;
+  for (const Running& running : state_->running) {
+    if (running.thread && takes(*running.thread) && running.started < until) --free;
+  }
+  return free == 0;
 }
 
 std::uint32_t IoPool::running_since(Lane lane, Nanos after, Nanos until) const {

@@ -80,6 +80,8 @@ class IoPool {
   Depth depth(Lane lane) const;
   // Ops of a lane that run, and started after `after` and before `until`.
   std::uint32_t running_since(Lane lane, Nanos after, Nanos until) const;
+  // Every thread that takes ops of this lane runs one that it started before `until`. Never without threads.
+  bool is_held_up(Lane lane, Nanos until) const;
 
  private:
   struct State;

@@ -62,6 +62,7 @@ struct PooledStore {
   const std::shared_ptr<CompressionChoice> compression;  // null: records are never encoded
   std::optional<PresenceCache> learnt;                   // none: the store keeps a catalogue
   Breaker breakers[2];                                   // by lane
+  std::atomic<std::uint64_t> answers[2] = {};            // of the device, by lane
   std::atomic<bool> maintaining{false};
   std::atomic<std::uint64_t> read_bytes_waiting{0};
   mutable Mutex mutex;
@@ -69,6 +70,10 @@ struct PooledStore {
   ReadSpeed speed GUARDED_BY(mutex);
 
   Breaker& breaker(Lane lane) { return breakers[static_cast<std::size_t>(lane)]; }
+  void answered(Lane lane, const Breaker::Pass& pass) {
+    answers[static_cast<std::size_t>(lane)].fetch_add(1);
+    breaker(lane).succeeded(pass);
+  }
   Catalogue& catalogue() { return learnt ? static_cast<Catalogue&>(*learnt) : *store->catalogue(); }
 
   // Takes the one that `ended` holds. Needs no memory.

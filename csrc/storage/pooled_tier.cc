@@ -81,9 +81,18 @@ class PooledTier final : public Tier {
   bool was_reset_ = false;
   // As of the last poll or reset: to ask the store for each key takes longer than all else of contains().
   bool in_epoch_ = false;
-  Nanos tripped_at_{0};             // ops that started before trip no breaker again
-  Nanos counted_until_{0};          // ops that started up to here were found stuck, or ended
-  std::uint64_t timeouts_[2] = {};  // by lane
+  // Of one lane, as of the last watch().
+  struct Watched {
+    Nanos tripped_at{0};  // ops that started before trip no breaker again
+    Nanos answered_at{0};
+    std::uint64_t answers = 0;
+    std::uint64_t timeouts = 0;
+    bool held_up = false;  // no thread would come to an op
+  };
+  Watched& watched(Lane lane) { return watched_[static_cast<std::size_t>(lane)]; }
+  const Watched& watched(Lane lane) const { return watched_[static_cast<std::size_t>(lane)]; }
+  Watched watched_[2];
+  Nanos counted_until_{0};  // ops that started up to here were found stuck, or ended
   bool closed_ = false;
   std::atomic<Nanos> next_upkeep_;
   // Last: their threads end before what they use.
@@ -129,7 +138,7 @@ IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optio
       if (device_failed(status)) {
         breaker.failed(*in_flight->pass, clock->now());
       } else if (device_answered(status, in_flight->moved)) {
-        breaker.succeeded(*in_flight->pass);
+        shared->answered(lane_of(op.kind), *in_flight->pass);
       } else {
         breaker.not_tried(*in_flight->pass);
       }
@@ -157,7 +166,8 @@ void PooledTier::submit(std::vector<TierOp> ops) {
   for (TierOp& op : ops) {
     std::optional<Breaker::Pass> pass;
     if (!closed_) {
-      pass = shared_->breaker(lane_of(op.kind)).admit(now);
+      const Lane lane = lane_of(op.kind);
+      if (!watched(lane).held_up) pass = shared_->breaker(lane).admit(now);
       if (!pass) {
         shared_->complete({{op.id, op.kind, op.key, off(), 0, 0, 0}});
         continue;
@@ -168,21 +178,32 @@ void PooledTier::submit(std::vector<TierOp> ops) {
   pool_.submit(std::move(queued));
 }
 
-// Threads are stuck when an op has been running for longer than op_deadline.
+// A thread is stuck when its op has been running for longer than op_deadline. That speaks against both lanes,
+// but not against one in which the device has answered since.
 void PooledTier::watch() {
   const Nanos now = clock_.now();
   const Nanos too_long_ago = now - options_.op_deadline;
   bool stuck = false;
   for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
-    timeouts_[static_cast<std::size_t>(lane)] += pool_.running_since(lane, counted_until_, too_long_ago);
-    stuck |= pool_.running_since(lane, tripped_at_, too_long_ago) > 0;
+    Watched& seen = watched(lane);
+    const std::uint64_t answers = shared_->answers[static_cast<std::size_t>(lane)].load();
+    if (std::exchange(seen.answers, answers) != answers) seen.answered_at = now;
+    seen.timeouts += pool_.running_since(lane, counted_until_, too_long_ago);
+    seen.held_up = pool_.is_held_up(lane, too_long_ago);
+    stuck |= pool_.running_since(lane, seen.tripped_at, too_long_ago) > 0;
   }
   counted_until_ = std::max(counted_until_, too_long_ago - Nanos{1});
-  if (!stuck) return;
-  tripped_at_ = now;
-  for (Breaker& breaker : shared_->breakers) breaker.trip(now);
-  pool_.fail_queued(off());
-  questions_.give_up_all();
+  for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
+    Watched& seen = watched(lane);
+    const bool own = pool_.running_since(lane, seen.tripped_at, too_long_ago) > 0;
+    const bool trips = own || (stuck && seen.answered_at < too_long_ago);
+    if (trips) {
+      seen.tripped_at = now;
+      shared_->breaker(lane).trip(now);
+      if (lane == Lane::kRead) questions_.give_up_all();
+    }
+    if (trips || seen.held_up) pool_.fail_queued(lane, off());
+  }
 }
 
 void PooledTier::poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) {
@@ -198,6 +219,7 @@ void PooledTier::poll(std::vector<Completion>* completions, std::vector<TierRemo
 }
 
 bool PooledTier::takes(Lane lane) const {
+  if (watched(lane).held_up) return false;
   const Breaker& breaker = shared_->breaker(lane);
   return breaker.closed() || breaker.offers(clock_.now());
 }
@@ -279,8 +301,8 @@ TierStats PooledTier::stats() const {
   stats.queued_writes = writes.queued + writes.running;
   stats.oldest_read_seconds = reads.oldest_seconds;
   stats.oldest_write_seconds = writes.oldest_seconds;
-  stats.read_timeouts = timeouts_[static_cast<std::size_t>(Lane::kRead)];
-  stats.write_timeouts = timeouts_[static_cast<std::size_t>(Lane::kWrite)];
+  stats.read_timeouts = watched(Lane::kRead).timeouts;
+  stats.write_timeouts = watched(Lane::kWrite).timeouts;
   const bool in_epoch = shared_->store->epoch() != nullptr;
   stats.readable = in_epoch && takes(Lane::kRead);
   stats.writable = in_epoch && takes(Lane::kWrite);

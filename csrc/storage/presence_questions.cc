@@ -182,7 +182,7 @@ void PresenceQuestions::end_part(Prompt& prompt, std::size_t part, const Status&
   if (device_failed(status)) {
     breaker.failed(pass, prompt.context->clock->now());
   } else if (status) {
-    breaker.succeeded(pass);
+    shared.answered(Lane::kRead, pass);
   } else {
     breaker.not_tried(pass);
   }

@@ -66,7 +66,7 @@ TEST_F(RequestsTest, AHitIsHeldOnceUntilAdmission) {
   EXPECT_EQ(parts_.chunks.at(slot).pins, 1u);
   parts_.record("y");
   parts_.lookup(a_, "y");  // it waits
-  requests_.admit_store(a_);
+  requests_.admit(a_);
   EXPECT_EQ(parts_.chunks.at(slot).pins, 0u);
 }
 
@@ -137,8 +137,8 @@ TEST_F(RequestsTest, MissesOfTheLastPassAreCountedOnceAtAdmission) {
   requests_.end_step();
   parts_.lookup(a_, "x");
   EXPECT_EQ(parts_.missed("not_stored"), 0);
-  requests_.admit_store(a_);
-  requests_.admit_store(a_);
+  requests_.admit(a_);
+  requests_.admit(a_);
   requests_.end(a_);
   EXPECT_EQ(parts_.missed("not_stored"), 16);
 }

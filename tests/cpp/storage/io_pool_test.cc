@@ -226,6 +226,9 @@ TEST(IoPool, deadlines_expire_even_when_every_thread_is_stuck) {
   EXPECT_EQ(pool.depth(Lane::kRead).oldest_seconds, 1.0);
   const Nanos started = clock.now() - std::chrono::seconds(1);
   EXPECT_EQ(pool.running_since(Lane::kRead, Nanos{0}, clock.now()), 1u);
+  EXPECT_TRUE(pool.is_held_up(Lane::kRead, clock.now()));
+  EXPECT_FALSE(pool.is_held_up(Lane::kRead, started)) << "no longer than that";
+  EXPECT_FALSE(pool.is_held_up(Lane::kWrite, clock.now())) << "it has no thread";
   EXPECT_EQ(pool.running_since(Lane::kWrite, Nanos{0}, clock.now()), 0u);
   EXPECT_EQ(pool.running_since(Lane::kRead, Nanos{0}, started), 0u);
   EXPECT_EQ(pool.running_since(Lane::kRead, started, clock.now()), 0u);

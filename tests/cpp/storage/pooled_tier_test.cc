@@ -48,8 +48,12 @@ class PooledTierTest : public ::testing::Test {
     while (const auto next = pool->begin_next(Lane::kRead)) next();
   }
   void start_read(Tier& tier, OpId id, Nanos deadline = Nanos{0}) {
+    start(tier, OpKind::kRead, id, deadline);
+  }
+  void start(Tier& tier, OpKind kind, OpId id, Nanos deadline = Nanos{0}) {
     std::vector<TierOp> ops(1);
     ops[0].id = id;
+    ops[0].kind = kind;
     ops[0].key = key_of(1);
     ops[0].shards = {row_.span()};
     ops[0].deadline = deadline;
@@ -424,6 +428,39 @@ TEST_F(PooledTierTest, a_question_that_is_stuck_switches_the_tier_off) {
   EXPECT_FALSE(user.tier().stats().readable);
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
   server_->release();
+}
+
+TEST_F(PooledTierTest, a_stuck_write_speaks_against_reads_unless_one_was_answered_since) {
+  {
+    IoPool* pool = nullptr;
+    const std::unique_ptr<Tier> before = open_by_hand(&pool);
+    start(*before, OpKind::kWrite, 1);
+    pool->begin_next(Lane::kWrite)();
+  }
+  for (const bool answered : {true, false}) {
+    IoPool* pool = nullptr;
+    const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+    start(*tier, OpKind::kWrite, 1);
+    const auto stuck = pool->begin_next(Lane::kWrite);
+    clock_.advance(options().op_deadline - seconds(1));
+    if (answered) {
+      start_read(*tier, 2);
+      EXPECT_EQ(end_read(*tier, pool), StatusKind::kOk);
+    }
+    tier->prefetch_presence(keys(1), KeyOrder::kNone);
+    start_read(*tier, 3);
+    clock_.advance(seconds(2));
+    std::vector<Completion> done;
+    std::vector<TierRemoval> removals;
+    tier->poll(&done, &removals);
+    EXPECT_EQ(done.empty(), answered) << "the read that is queued";
+    EXPECT_EQ(tier->stats().readable, answered);
+    EXPECT_FALSE(tier->stats().writable);
+    EXPECT_EQ(tier->contains(key_of(1)) == Presence::kAbsent, !answered);
+    run_reads(pool);
+    EXPECT_EQ(tier->contains(key_of(1)) == Presence::kPresent, answered);
+    stuck();
+  }
 }
 
 // Its thread may never come back, and when it does it knows no more than who asked after it.

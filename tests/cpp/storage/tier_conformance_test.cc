@@ -341,6 +341,12 @@ TEST_P(TierConformance, an_op_that_hangs_switches_the_tier_off_and_blocks_nobody
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent) << "known, and not to be read";
   EXPECT_EQ(user.tier().contains(key_of(50)), Presence::kAbsent);
   EXPECT_FALSE(user.ended(stuck)) << "the device may still write into its row";
+  clock_.advance(seconds(30));  // a probe would be due, but no thread would come to it
+  user.poll();
+  EXPECT_FALSE(user.tier().stats().readable || user.tier().stats().writable);
+  EXPECT_EQ(user.tier().contains(key_of(60)), Presence::kAbsent);
+  EXPECT_EQ(user.finish(read(user, 1)).status.kind(), StatusKind::kUnavailable);
+  EXPECT_EQ(user.write(2).kind(), StatusKind::kUnavailable);
   medium_->release();
   EXPECT_TRUE(user.finish(stuck).status);
   EXPECT_TRUE(user.finish(as_well).status);
