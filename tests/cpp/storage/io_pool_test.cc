@@ -204,6 +204,28 @@ TEST(IoPool, an_op_past_its_deadline_does_not_run) {
   EXPECT_EQ(log.endings()[1], std::make_pair(std::uint64_t{1}, StatusKind::kExpired));
 }
 
+TEST(IoPool, a_lane_is_held_up_when_every_thread_that_takes_its_ops_is) {
+  FakeClock clock;
+  Log log;
+  std::latch reading(1), writing(1), go(1);
+  IoPool pool({1, 1, &clock});
+  const auto hang = [&](Lane lane, std::latch& running) {
+    pool.submit(one(op(log, 0, lane, nullptr, [&] {
+      running.count_down();
+      go.wait();
+    })));
+    running.wait();
+  };
+  hang(Lane::kWrite, writing);
+  clock.advance(std::chrono::seconds(1));
+  EXPECT_TRUE(pool.is_held_up(Lane::kWrite, clock.now()));
+  EXPECT_FALSE(pool.is_held_up(Lane::kRead, clock.now()));
+  hang(Lane::kRead, reading);
+  clock.advance(std::chrono::seconds(1));
+  EXPECT_TRUE(pool.is_held_up(Lane::kRead, clock.now()));
+  go.count_down();
+}
+
 TEST(IoPool, deadlines_expire_even_when_every_thread_is_stuck) {
   FakeClock clock;
   Log log;
