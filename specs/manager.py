@@ -28,6 +28,7 @@ class ManagerOptions:
     """What the manager needs beside the cache and its metrics."""
 
     tiers: Mapping[str, str] = field(default_factory=dict)  # name of each tier below -> LOCAL or REMOTE
+    parts_of: int | None = None  # tokens of a chunk, where vLLM asks for parts of one (--prefix-match-unit)
     event_tiers: Set[str] = frozenset()  # names of those that publish KV events
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
     request_hints: bool = True  # whether requests may set load_policy, priority, a wait and the skip flags
@@ -68,7 +69,7 @@ class KVOffloadManager(OffloadingManager):
         self._sources = compat.load_sources()
         self._turns_sessions_away = compat.mistakes_blocks_of_sessions()
         self.lookup = cache.make_lookup(  # type: ignore[method-assign,assignment]
-            results, self._handle_of, compat.asked_span
+            results, self._handle_of, compat.asked_span, _part_test(self._options.parts_of)
         )
 
     # ---- requests
@@ -248,6 +249,13 @@ class KVOffloadManager(OffloadingManager):
 
 def _sequence(keys: Collection[bytes]) -> Sequence[bytes]:
     return keys if isinstance(keys, (list, tuple)) else list(keys)
+
+
+def _part_test(chunk_tokens: int | None) -> Callable[[Any, bytes], bool] | None:
+    """Whether a key is of a part of a chunk: it ends where no chunk does."""
+    if chunk_tokens is None:
+        return None
+    return lambda req_context, key: (req_context.get_offload_key_position(key) or 0) % chunk_tokens != 0
 
 
 def _depths(keys: Sequence[bytes], req_context: Any) -> list[int] | None:

@@ -135,6 +135,7 @@ class KVOffloadSpec(OffloadingSpec):
             cache,
             metrics,
             ManagerOptions(
+                parts_of=self._parts_of(),
                 tiers={
                     name: tier.events_locality
                     for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
@@ -242,6 +243,15 @@ class KVOffloadSpec(OffloadingSpec):
             shards_per_area=_shards_per_area(merged),
             keep_identity=identity.namespace_id().hex() if self._options.keep_host_memory else "",
         )
+
+    def _parts_of(self) -> int | None:
+        """Tokens of a chunk where vLLM asks for parts of one: chunks of one block, all of one size, in which
+        prompts are compared by smaller units."""
+        tokens = set(self._tokens_per_chunk())
+        cache = self.config.cache
+        if cache.blocks_per_chunk != 1 or len(tokens) != 1 or cache.tokens_per_hash in tokens:
+            return None
+        return tokens.pop()
 
     def _info(self, merged: Mapping[str, Any], identity: NamespaceIdentity) -> dict[str, str]:
         return {

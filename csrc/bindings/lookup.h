@@ -15,7 +15,7 @@ namespace kv_offload::bindings {
 // in tokens, or None, unless the cache knows them. The function keeps the cache
 // alive. TypeError unless `results` are four.
 py::object make_lookup(std::shared_ptr<BoundCache> cache, const py::tuple& results, py::object handle_of,
-                       py::object span_of);
+                       py::object span_of, py::object is_part);
 
 // All lookup functions of this cache drop the context that they remember: its
 // handle may be given to another request from now on.

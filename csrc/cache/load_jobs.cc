@@ -83,8 +83,10 @@ LoadJobs::Begun LoadJobs::begin(std::span<const ChunkKey> keys, const Load& load
     const Slot slot = job.slots[i];
     const auto fetched_from = chunks_.begin_load(slot);
     chunks_.access(slot, load.request, load.priority);
-    const ChunkGroups::Group& of = groups_[chunks_.at(slot).group];
-    begun.hit_tokens[fetched_from ? *fetched_from + 1u : 0] += of.tokens;
+    const ChunkEntry& entry = chunks_.at(slot);
+    const ChunkGroups::Group& of = groups_[entry.group];
+    const std::uint32_t part = entry.depth % of.tokens;  // depth: where it ends
+    begun.hit_tokens[fetched_from ? *fetched_from + 1u : 0] += part == 0 ? of.tokens : part;
     job.bytes += static_cast<double>(of.bytes);
     write_back_.note_used(slot);
   }

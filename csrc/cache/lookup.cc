@@ -8,7 +8,9 @@
 // chunks that the pass was told kMiss, with the reason. vLLM ends the scan of a
 // full-attention group at its first miss; where the request's length is known
 // (set_span), what lies behind counts under that chunk's reason, for that chunk made
-// it useless. lookup_tokens = hit_tokens + miss_tokens, over all tiers and reasons.
+// it useless. Parts of a chunk, which vLLM asks for behind all whole ones, count where
+// they are loaded, as the tokens that they have. lookup_tokens = hit_tokens + miss_tokens, over all tiers and
+// reasons.
 #include <algorithm>
 #include <array>
 
@@ -16,9 +18,10 @@
 
 namespace kv_offload {
 
-LookupResult Requests::lookup(RequestHandle handle, const ChunkKey& key) {
+LookupResult Requests::lookup(RequestHandle handle, const ChunkKey& key, bool is_part) {
   RequestState& request = requests_[handle];
   if (request.pass.step != step_) begin_pass(request);
+  if (is_part) request.pass.whole = std::min(request.pass.whole, request.pass.lookups.size());
   const ChunkEntry* entry = chunks_.find(key);
   if (entry != nullptr && entry->state == ChunkState::kResident && request.host_hits) [[likely]] {
     request.pass.lookups.push_back({chunks_.slot_of(entry), entry->group, Lookup::Kind::kHit, 0});
@@ -191,13 +194,13 @@ void Requests::count_pass(RequestState& request) {
   pass.uncounted = false;
   // A group that was scanned again (vLLM's boundary moved) counts once: its last scan.
   std::vector<bool> counted(groups_.size(), false);
-  const std::uint16_t first = pass.lookups.empty() ? 0 : pass.lookups.front().group;
-  for (std::size_t end = pass.lookups.size(); end > 0;) {
-    const std::uint16_t group = pass.lookups[end - 1].group;
+  const std::span<const Lookup> lookups(pass.lookups.data(), std::min(pass.whole, pass.lookups.size()));
+  const std::uint16_t first = lookups.empty() ? 0 : lookups.front().group;
+  for (std::size_t end = lookups.size(); end > 0;) {
+    const std::uint16_t group = lookups[end - 1].group;
     std::size_t begin = end;
-    while (begin > 0 && pass.lookups[begin - 1].group == group) --begin;
-    if (!counted[group])
-      count_scan(request, std::span(pass.lookups).subspan(begin, end - begin), group == first);
+    while (begin > 0 && lookups[begin - 1].group == group) --begin;
+    if (!counted[group]) count_scan(request, lookups.subspan(begin, end - begin), group == first);
     counted[group] = true;
     end = begin;
   }

@@ -29,12 +29,14 @@ struct Lookup {
 
 // All lookups of a request in one step, in order.
 struct LookupPass {
+  static constexpr auto kAllWhole = static_cast<std::size_t>(-1);
   std::uint64_t step = 0;
   Nanos time{0};
   bool pending = false;    // some answer of it was kPending or kRetry
   bool uncounted = false;  // its misses are not counted yet
   bool awaits = false;     // kUnknown are chunks that another server may be writing
   std::vector<Lookup> lookups;
+  std::size_t whole = kAllWhole;      // so many of them are of whole chunks; then come parts of one
   std::vector<ChunkKey> keys;         // of kRecorded
   std::vector<std::uint64_t> absent;  // fingerprints of misses, for KeyMemory
   std::uint32_t scans = 0;            // of one group each, that came to a key which a tier does not know
@@ -42,6 +44,7 @@ struct LookupPass {
   void clear() {
     pending = awaits = false;
     scans = 0;
+    whole = kAllWhole;
     lookups.clear();
     keys.clear();
     absent.clear();

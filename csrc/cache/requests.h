@@ -53,7 +53,8 @@ class Requests {
   bool is_handle(RequestHandle request) const { return request < requests_.size(); }
 
   // ---- one key's answer
-  LookupResult lookup(RequestHandle request, const ChunkKey& key);
+  // is_part: of a chunk, which is asked for after all whole ones. It is not counted unless it is loaded.
+  LookupResult lookup(RequestHandle request, const ChunkKey& key, bool is_part = false);
 
   // ---- admission: it gets what it gets, or goes without. Its wait is over.
   LoadJobs::Load load_of(RequestHandle request) const;

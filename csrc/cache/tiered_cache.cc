@@ -119,8 +119,8 @@ RequestReport TieredCache::report(RequestHandle request) const {
 
 // ---- vLLM's manager verbs
 
-LookupResult TieredCache::lookup(RequestHandle request, const ChunkKey& key) {
-  return impl_->closed ? LookupResult::kMiss : impl_->requests.lookup(request, key);
+LookupResult TieredCache::lookup(RequestHandle request, const ChunkKey& key, bool is_part) {
+  return impl_->closed ? LookupResult::kMiss : impl_->requests.lookup(request, key, is_part);
 }
 
 int TieredCache::load_source(const ChunkKey& key) const {

@@ -166,8 +166,7 @@ void PooledTier::submit(std::vector<TierOp> ops) {
   for (TierOp& op : ops) {
     std::optional<Breaker::Pass> pass;
     if (!closed_) {
-      const Lane lane = lane_of(op.kind);
-      if (!watched(lane).held_up) pass = shared_->breaker(lane).admit(now);
+      pass = shared_->breaker(lane_of(op.kind)).admit(now);
       if (!pass) {
         shared_->complete({{op.id, op.kind, op.key, off(), 0, 0, 0}});
         continue;

@@ -212,3 +212,27 @@ def test_what_span_of_raises_or_gives_wrongly_comes_out(cache, asked):
         lookup(key(1), context)
     lookup = cache.make_lookup(RESULTS, asked, lambda context, key: None)
     assert lookup(key(1), context) is MISS
+
+
+def test_a_part_of_a_chunk_counts_where_it_is_loaded_as_the_tokens_that_it_has(cache, region):
+    """vLLM asks for a part behind all whole chunks: prompts of 40 tokens in chunks of 16 and units of 4."""
+    ends = {key(1): 16, key(2): 32, key(11): 40, key(12): 36}
+    lookup = cache.make_lookup(
+        RESULTS,
+        lambda context: context.handle,
+        lambda context, asked: (16, 32),
+        lambda context, asked: ends[asked] % 16 != 0,
+    )
+    cold = Context(cache.begin_request("cold"))
+    assert [lookup(asked, cold) for asked in (key(1), key(11), key(12))] == [MISS] * 3
+    offered = [key(1), key(2), key(12)]
+    accepted, ticket, *_ = cache.prepare_store(cold.handle, offered, [ends[asked] for asked in offered])
+    region[1][0].report(0, ticket, 0)
+    cache.complete_store(accepted)
+    assert sum(cache.report(cold.handle)["miss_tokens"].values()) == 32, "its two chunks"
+    warm = Context(cache.begin_request("warm"))
+    assert [lookup(asked, warm) for asked in (key(1), key(2), key(11), key(12))] == [HIT, HIT, MISS, HIT]
+    cache.prepare_load(warm.handle, [key(1), key(2), key(12)])
+    report = cache.report(warm.handle)
+    assert sum(report["hit_tokens"].values()) == 36
+    assert sum(report["miss_tokens"].values()) == 0

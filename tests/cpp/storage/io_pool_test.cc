@@ -216,13 +216,14 @@ TEST(IoPool, a_lane_is_held_up_when_every_thread_that_takes_its_ops_is) {
     })));
     running.wait();
   };
-  hang(Lane::kWrite, writing);
-  clock.advance(std::chrono::seconds(1));
-  EXPECT_TRUE(pool.is_held_up(Lane::kWrite, clock.now()));
-  EXPECT_FALSE(pool.is_held_up(Lane::kRead, clock.now()));
   hang(Lane::kRead, reading);
   clock.advance(std::chrono::seconds(1));
+  EXPECT_FALSE(pool.is_held_up(Lane::kRead, clock.now())) << "the write thread takes reads, too";
+  EXPECT_FALSE(pool.is_held_up(Lane::kWrite, clock.now()));
+  hang(Lane::kWrite, writing);
+  clock.advance(std::chrono::seconds(1));
   EXPECT_TRUE(pool.is_held_up(Lane::kRead, clock.now()));
+  EXPECT_TRUE(pool.is_held_up(Lane::kWrite, clock.now()));
   go.count_down();
 }
 
