@@ -81,6 +81,15 @@ TEST_F(LoadJobsTest, HitsAreOfThePlaceThatTheBytesCameFrom) {
   EXPECT_EQ(begin({"b"}).hit_tokens[0], 16u) << "the second load is host memory's";
 }
 
+TEST_F(LoadJobsTest, APartOfAChunkHitsTheTokensThatItHas) {
+  for (const auto& [name, end] : {std::pair("whole", 32u), std::pair("part", 36u)}) {
+    const Slot slot =
+        parts().chunks.insert_filling(key_of(name), 0, parts().take(0), {.depth = end}, kNoTicket);
+    parts().chunks.finish_store(slot);
+  }
+  EXPECT_EQ(begin({"whole", "part"}).hit_tokens[0], 16u + 4u);
+}
+
 TEST_F(LoadJobsTest, RowsOfForgottenLoadsStayOutOfUseUntilReported) {
   parts().resident("a");
   const auto load = begin({"a"});

@@ -143,6 +143,14 @@ TEST_F(RequestsTest, MissesOfTheLastPassAreCountedOnceAtAdmission) {
   EXPECT_EQ(parts_.missed("not_stored"), 16);
 }
 
+TEST_F(RequestsTest, PartsOfAChunkAreNoMisses) {
+  requests_.set_span(a_, 16, 160);
+  parts_.lookup(a_, "x");
+  for (const char* part : {"y", "z"}) requests_.lookup(a_, key_of(part), true);
+  requests_.admit(a_);
+  EXPECT_EQ(parts_.missed("not_stored"), 160);
+}
+
 TEST_F(RequestsTest, LeftProbesAreNotWaitedFor) {
   parts_.record("x");
   parts_.record("y");
