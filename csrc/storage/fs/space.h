@@ -5,6 +5,8 @@
 // Every byte below the root is in `used` or under some process's reservation; what may
 // be counted either way counts as too much. A reservation is granted only while `used`
 // and all reservations, it included, are at most max_bytes.
+// (For a moment one record of each process may be missing: that whose file it is about
+// to write anew, see Evictor::recycle, if somebody counts just then.)
 //
 // So nobody has to be elected: whoever needs space removes a file, and what it took
 // becomes its reservation. Whoever dies leaves the sum too high, never too low: its
