@@ -372,14 +372,15 @@ class TieredCache:
         results: tuple[Any, Any, Any, Any],
         handle_of: Callable[[Any], int],
         span_of: Callable[[Any, bytes], tuple[int, int] | None] | None = None,
-        is_part: Callable[[Any, bytes], bool] | None = None,
+        part_of: Callable[[Any, bytes], int] | None = None,
     ) -> Callable[[bytes, Any], Any]:
         """A builtin ``lookup(key, context)`` returning one of results = (miss, hit, pending, retry).
 
         ``handle_of(context)`` gives the request handle; it is asked again only when another context
         object than last time is passed. Then ``span_of(context, key)`` gives the ends, in tokens, of the
-        chunk asked for and of the request's last whole chunk, unless they are known. ``is_part(context,
-        key)``, where it is given, is asked for each key: whether it is of a part of a chunk. Call
+        chunk asked for and of the request's last whole chunk, unless they are known. ``part_of(context,
+        key)``, where it is given, is asked for each key: tokens of the part of a chunk that it is of, 0 of
+        a whole one. Call
         ``forget_context`` when a request ends.
         """
     def report(self, request: int) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def worker_fingerprint(
         fingerprint["hash_algorithm"] = vllm_config.cache_config.prefix_caching_hash_algo
         fingerprint["windowed"] = _windowed(vllm_config, config)
         fingerprint["elements"] = _elements(vllm_config, config)
+        fingerprint["resumed_is_new"] = bool(getattr(vllm_config, "use_v2_model_runner", False))
     text = json.dumps(fingerprint, sort_keys=True, default=str)
     if len(text.encode()) > MAX_FINGERPRINT_BYTES:
         fingerprint["settings"] = {"digest": _digest(setting_text(fingerprint["settings"]))}

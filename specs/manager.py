@@ -29,6 +29,7 @@ class ManagerOptions:
 
     tiers: Mapping[str, str] = field(default_factory=dict)  # name of each tier below -> LOCAL or REMOTE
     parts_of: int | None = None  # tokens of a chunk, where vLLM asks for parts of one (--prefix-match-unit)
+    resumed_is_new: bool = False  # vLLM schedules a preempted request as a new one (its second model runner)
     event_tiers: Set[str] = frozenset()  # names of those that publish KV events
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
     request_hints: bool = True  # whether requests may set load_policy, priority, a wait and the skip flags
@@ -69,7 +70,7 @@ class KVOffloadManager(OffloadingManager):
         self._sources = compat.load_sources()
         self._turns_sessions_away = compat.mistakes_blocks_of_sessions()
         self.lookup = cache.make_lookup(  # type: ignore[method-assign,assignment]
-            results, self._handle_of, compat.asked_span, _part_test(self._options.parts_of)
+            results, self._handle_of, compat.asked_span, _part_of(self._options.parts_of)
         )
 
     # ---- requests
@@ -118,7 +119,10 @@ class KVOffloadManager(OffloadingManager):
         return state
 
     def _handle_of(self, req_context: Any) -> int:
-        return self._state(req_context).handle
+        """Of a request that is looked up. After a reset this is asked for each, even if it was known."""
+        state = self._state(req_context)
+        state.generation = self._generation
+        return state.handle
 
     # ---- lookup and load
 
@@ -160,18 +164,20 @@ class KVOffloadManager(OffloadingManager):
         self._cache.complete_store(keys, success)  # type: ignore[arg-type]
 
     def _may_store(self, state: RequestState) -> bool:
-        """A request known before a reset was computed with what was reset, the weights perhaps, or loaded
-        from it; and vLLM 0.32 and 0.33 offer all its chunks again, those whose blocks fell behind a window
-        and hold other bytes now included. It may store again once it was preempted: all is computed anew."""
+        """A request that ran, or loaded, when a reset came was computed with what was reset, the weights
+        perhaps; and vLLM 0.32 and 0.33 offer all its chunks again, those whose blocks fell behind a window
+        and hold other bytes now included. vLLM looks a request up when none of it is computed: one that
+        waited or was preempted may store."""
         return state.generation == self._generation
 
     # ---- step, reset, end
 
     def on_schedule_end(self, context: Any) -> None:
         """Poll the tiers, make plans for waiting requests, let deadlines pass."""
-        for request_id in context.preempted_req_ids:
-            if (state := self._live.get(request_id)) is not None:
-                state.started, state.generation = False, self._generation
+        if self._options.resumed_is_new:
+            for request_id in context.preempted_req_ids:
+                if (state := self._live.get(request_id)) is not None:
+                    state.started = False
         for request_id in context.new_req_ids:
             if (state := self._live.get(request_id)) is not None:
                 if state.started and self._turns_sessions_away:
@@ -182,7 +188,7 @@ class KVOffloadManager(OffloadingManager):
 
     def _turn_away(self, request_id: str, state: RequestState) -> None:
         """The request stores and loads nothing more: a session of streaming input that goes on, which is new
-        twice without having been preempted. vLLM 0.31 and 0.32 offer its chunks with blocks that hold others,
+        once more though it was not resumed. vLLM 0.31 and 0.32 offer its chunks with blocks that hold others,
         from this step on; in 0.31 its keys may be another prompt's, too."""
         self._cache.end_request(state.handle)
         state.handle = self._cache.begin_request(
@@ -251,11 +257,11 @@ def _sequence(keys: Collection[bytes]) -> Sequence[bytes]:
     return keys if isinstance(keys, (list, tuple)) else list(keys)
 
 
-def _part_test(chunk_tokens: int | None) -> Callable[[Any, bytes], bool] | None:
-    """Whether a key is of a part of a chunk: it ends where no chunk does."""
+def _part_of(chunk_tokens: int | None) -> Callable[[Any, bytes], int] | None:
+    """Tokens of the part of a chunk that a key is of, 0 of a whole one: a part ends where no chunk does."""
     if chunk_tokens is None:
         return None
-    return lambda req_context, key: (req_context.get_offload_key_position(key) or 0) % chunk_tokens != 0
+    return lambda req_context, key: (req_context.get_offload_key_position(key) or 0) % chunk_tokens
 
 
 def _depths(keys: Sequence[bytes], req_context: Any) -> list[int] | None:

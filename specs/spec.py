@@ -136,6 +136,7 @@ class KVOffloadSpec(OffloadingSpec):
             metrics,
             ManagerOptions(
                 parts_of=self._parts_of(),
+                resumed_is_new=bool(merged.get("resumed_is_new")),
                 tiers={
                     name: tier.events_locality
                     for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)

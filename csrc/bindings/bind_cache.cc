@@ -200,7 +200,7 @@ void bind_cache(py::module_& module) {
           "admit", [](const Cache& self, RequestHandle request) { self->cache->admit(request); },
           py::arg("request"))
       .def("make_lookup", &make_lookup, py::arg("results"), py::arg("handle_of"),
-           py::arg("span_of") = py::none(), py::arg("is_part") = py::none())
+           py::arg("span_of") = py::none(), py::arg("part_of") = py::none())
       .def("report", &report, py::arg("request"))
       .def("sights",
            [](const Cache& self) {

@@ -14,7 +14,7 @@ struct LookupState {
   std::array<PyObject*, 4> results;  // indexed by LookupResult
   PyObject* handle_of;
   PyObject* span_of;
-  PyObject* is_part;
+  PyObject* part_of;
   PyObject* context;  // null, or the object that `request` belongs to
   RequestHandle request;
 };
@@ -27,7 +27,7 @@ int traverse(PyObject* object, visitproc visit, void* arg) {
   for (PyObject* result : self->results) Py_VISIT(result);
   Py_VISIT(self->handle_of);
   Py_VISIT(self->span_of);
-  Py_VISIT(self->is_part);
+  Py_VISIT(self->part_of);
   Py_VISIT(self->context);
   return 0;
 }
@@ -37,7 +37,7 @@ int clear(PyObject* object) {
   for (PyObject*& result : self->results) Py_CLEAR(result);
   Py_CLEAR(self->handle_of);
   Py_CLEAR(self->span_of);
-  Py_CLEAR(self->is_part);
+  Py_CLEAR(self->part_of);
   Py_CLEAR(self->context);
   return 0;
 }
@@ -98,15 +98,15 @@ bool remember(LookupState* self, PyObject* context, PyObject* key, RequestHandle
          learn_span(self, context, key, *request);
 }
 
-// 1 or 0; -1 with a Python error set.
-int asks_for_part(LookupState* self, PyObject* context, PyObject* key) {
-  if (self->is_part == Py_None) return 0;
+// Tokens of the part of a chunk that the key is of, 0 of a whole one. False with a Python error set.
+bool ask_for_part(LookupState* self, PyObject* context, PyObject* key, std::uint32_t* tokens) {
+  if (self->part_of == Py_None) return true;
   PyObject* const args[] = {context, key};
-  PyObject* answer = PyObject_Vectorcall(self->is_part, args, 2, nullptr);
-  if (answer == nullptr) return -1;
-  const int is_part = PyObject_IsTrue(answer);
+  PyObject* answer = PyObject_Vectorcall(self->part_of, args, 2, nullptr);
+  if (answer == nullptr) return false;
+  *tokens = static_cast<std::uint32_t>(PyLong_AsUnsignedLong(answer));
   Py_DECREF(answer);
-  return is_part;
+  return PyErr_Occurred() == nullptr;
 }
 
 PyObject* lookup(PyObject* object, PyObject* const* args, Py_ssize_t count) {
@@ -129,10 +129,10 @@ PyObject* lookup(PyObject* object, PyObject* const* args, Py_ssize_t count) {
   try {
     RequestHandle request = self->request;
     if (args[1] != self->context && !remember(self, args[1], key, &request)) return nullptr;
-    const int is_part = asks_for_part(self, args[1], key);
-    if (is_part < 0) return nullptr;
+    std::uint32_t part = 0;
+    if (!ask_for_part(self, args[1], key, &part)) return nullptr;
     const LookupResult result =
-        self->cache->cache->lookup(request, ChunkKey::unchecked(PyBytes_AS_STRING(key), size), is_part != 0);
+        self->cache->cache->lookup(request, ChunkKey::unchecked(PyBytes_AS_STRING(key), size), part);
     PyObject* answer = self->results[static_cast<std::size_t>(result)];
     Py_INCREF(answer);
     return answer;
@@ -151,7 +151,7 @@ PyMethodDef lookup_method = {"lookup", reinterpret_cast<PyCFunction>(reinterpret
 }  // namespace
 
 py::object make_lookup(std::shared_ptr<BoundCache> cache, const py::tuple& results, py::object handle_of,
-                       py::object span_of, py::object is_part) {
+                       py::object span_of, py::object part_of) {
   if (results.size() != 4) {
     throw py::type_error("results must be four objects: miss, hit, pending, retry");
   }
@@ -162,7 +162,7 @@ py::object make_lookup(std::shared_ptr<BoundCache> cache, const py::tuple& resul
   for (std::size_t i = 0; i < 4; ++i) self->results[i] = Py_NewRef(PyTuple_GET_ITEM(results.ptr(), i));
   self->handle_of = handle_of.release().ptr();
   self->span_of = span_of.release().ptr();
-  self->is_part = is_part.release().ptr();
+  self->part_of = part_of.release().ptr();
   const auto state = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
   self->cache->lookups.push_back(self);
   PyObject* function = PyCFunction_NewEx(&lookup_method, state.ptr(), nullptr);

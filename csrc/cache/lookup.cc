@@ -18,10 +18,11 @@
 
 namespace kv_offload {
 
-LookupResult Requests::lookup(RequestHandle handle, const ChunkKey& key, bool is_part) {
+LookupResult Requests::lookup(RequestHandle handle, const ChunkKey& key, std::uint32_t part_tokens) {
   RequestState& request = requests_[handle];
   if (request.pass.step != step_) begin_pass(request);
-  if (is_part) request.pass.whole = std::min(request.pass.whole, request.pass.lookups.size());
+  request.pass.part_tokens = part_tokens;
+  if (part_tokens > 0) request.pass.whole = std::min(request.pass.whole, request.pass.lookups.size());
   const ChunkEntry* entry = chunks_.find(key);
   if (entry != nullptr && entry->state == ChunkState::kResident && request.host_hits) [[likely]] {
     request.pass.lookups.push_back({chunks_.slot_of(entry), entry->group, Lookup::Kind::kHit, 0});
@@ -117,7 +118,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
     if (presence != Presence::kPresent) continue;
     if (const auto reason = may_not_wait(request, true)) return miss(request, group, *reason);
     if (request.closed[group]) return miss(request, group, *request.closed[group]);
-    request.pass.keys.push_back(key);
+    request.pass.keys.push_back({key, request.pass.part_tokens});
     return pending(handle, request,
                    {static_cast<std::uint32_t>(request.pass.keys.size() - 1), position, Kind::kRecorded,
                     static_cast<std::uint8_t>(tier)},

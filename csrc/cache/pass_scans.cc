@@ -17,7 +17,7 @@ ChunkId chunk_of(const LookupPass& pass, const Lookup& lookup, const HostChunks&
       return entry.state == ChunkState::kAbsent ? 0 : chunk_id(entry.key);
     }
     case Kind::kRecorded:
-      return chunk_id(pass.keys[lookup.index]);
+      return chunk_id(pass.keys[lookup.index].key);
     case Kind::kUnknown:
     case Kind::kMiss:
       break;

@@ -100,9 +100,10 @@ std::optional<TierOps::Read> Planner::make_fetch(const RequestState& request, st
                                                  const Scan::Candidate& candidate) {
   const RowId row = with_.row_supply.take(group, request.number, nullptr);
   if (row == kNoRow) return std::nullopt;
-  const ChunkKey& key = request.pass.keys[candidate.key];
-  return TierOps::Read{with_.chunks.insert_fetching(key, group, row, request.about(candidate.parent, 0)),
-                       candidate.tier};
+  const auto& [key, part_tokens] = request.pass.keys[candidate.key];
+  // Where a whole chunk ends is not known; of a part it is enough that no chunk ends there.
+  const EntryInfo about = request.about(candidate.parent, part_tokens);
+  return TierOps::Read{with_.chunks.insert_fetching(key, group, row, about), candidate.tier};
 }
 
 void Planner::fetch(RequestHandle handle, const Scan& scan) {
@@ -111,7 +112,7 @@ void Planner::fetch(RequestHandle handle, const Scan& scan) {
   bool rows_are_short = false;
   for (const Scan::Candidate& candidate : scan.candidates) {
     // Another plan of this step took it up.
-    if (const ChunkEntry* entry = with_.chunks.find(request.pass.keys[candidate.key])) {
+    if (const ChunkEntry* entry = with_.chunks.find(request.pass.keys[candidate.key].key)) {
       with_.requests.await(handle, with_.chunks.slot_of(entry));
       continue;
     }
@@ -212,7 +213,7 @@ void Planner::probe(const RequestState& request, const Scan& scan) {
     std::vector<TierOps::Read> planned;
     for (const Scan::Candidate& candidate : scan.candidates) {
       if (candidate.tier != tier || planned.size() == kProbeChunks) continue;
-      if (with_.chunks.find(request.pass.keys[candidate.key]) != nullptr) continue;
+      if (with_.chunks.find(request.pass.keys[candidate.key].key) != nullptr) continue;
       const auto read = make_fetch(request, scan.group, candidate);
       if (!read) break;
       planned.push_back(*read);

@@ -29,6 +29,10 @@ struct Lookup {
 
 // All lookups of a request in one step, in order.
 struct LookupPass {
+  struct Recorded {
+    ChunkKey key;
+    std::uint32_t part_tokens = 0;  // 0: a whole chunk
+  };
   static constexpr auto kAllWhole = static_cast<std::size_t>(-1);
   std::uint64_t step = 0;
   Nanos time{0};
@@ -37,7 +41,8 @@ struct LookupPass {
   bool awaits = false;     // kUnknown are chunks that another server may be writing
   std::vector<Lookup> lookups;
   std::size_t whole = kAllWhole;      // so many of them are of whole chunks; then come parts of one
-  std::vector<ChunkKey> keys;         // of kRecorded
+  std::vector<Recorded> keys;         // of kRecorded
+  std::uint32_t part_tokens = 0;      // of the chunk that is looked up now
   std::vector<std::uint64_t> absent;  // fingerprints of misses, for KeyMemory
   std::uint32_t scans = 0;            // of one group each, that came to a key which a tier does not know
 

@@ -53,8 +53,9 @@ class Requests {
   bool is_handle(RequestHandle request) const { return request < requests_.size(); }
 
   // ---- one key's answer
-  // is_part: of a chunk, which is asked for after all whole ones. It is not counted unless it is loaded.
-  LookupResult lookup(RequestHandle request, const ChunkKey& key, bool is_part = false);
+  // part_tokens: not 0, of a part of a chunk, which is asked for after all whole ones and counts only if it
+  // is loaded.
+  LookupResult lookup(RequestHandle request, const ChunkKey& key, std::uint32_t part_tokens = 0);
 
   // ---- admission: it gets what it gets, or goes without. Its wait is over.
   LoadJobs::Load load_of(RequestHandle request) const;

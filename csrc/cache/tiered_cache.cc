@@ -119,8 +119,8 @@ RequestReport TieredCache::report(RequestHandle request) const {
 
 // ---- vLLM's manager verbs
 
-LookupResult TieredCache::lookup(RequestHandle request, const ChunkKey& key, bool is_part) {
-  return impl_->closed ? LookupResult::kMiss : impl_->requests.lookup(request, key, is_part);
+LookupResult TieredCache::lookup(RequestHandle request, const ChunkKey& key, std::uint32_t part_tokens) {
+  return impl_->closed ? LookupResult::kMiss : impl_->requests.lookup(request, key, part_tokens);
 }
 
 int TieredCache::load_source(const ChunkKey& key) const {

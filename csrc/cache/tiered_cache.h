@@ -72,7 +72,7 @@ class TieredCache {
   RequestReport report(RequestHandle request) const;
 
   // ---- vLLM's manager verbs
-  LookupResult lookup(RequestHandle request, const ChunkKey& key, bool is_part = false);
+  LookupResult lookup(RequestHandle request, const ChunkKey& key, std::uint32_t part_tokens = 0);
   // -1: host memory by a store; else index of the tier its bytes came from.
   int load_source(const ChunkKey& key) const;
   // REQUIRES: all hit in this step. Pins until complete_load or reset.

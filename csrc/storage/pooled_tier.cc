@@ -92,6 +92,7 @@ class PooledTier final : public Tier {
   Watched& watched(Lane lane) { return watched_[static_cast<std::size_t>(lane)]; }
   const Watched& watched(Lane lane) const { return watched_[static_cast<std::size_t>(lane)]; }
   Watched watched_[2];
+  Nanos watched_at_{0};
   Nanos counted_until_{0};  // ops that started up to here were found stuck, or ended
   bool closed_ = false;
   std::atomic<Nanos> next_upkeep_;
@@ -186,12 +187,13 @@ void PooledTier::watch() {
   for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
     Watched& seen = watched(lane);
     const std::uint64_t answers = shared_->answers[static_cast<std::size_t>(lane)].load();
-    if (std::exchange(seen.answers, answers) != answers) seen.answered_at = now;
+    if (std::exchange(seen.answers, answers) != answers) seen.answered_at = watched_at_;  // or later
     seen.timeouts += pool_.running_since(lane, counted_until_, too_long_ago);
     seen.held_up = pool_.is_held_up(lane, too_long_ago);
     stuck |= pool_.running_since(lane, seen.tripped_at, too_long_ago) > 0;
   }
   counted_until_ = std::max(counted_until_, too_long_ago - Nanos{1});
+  watched_at_ = now;
   for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
     Watched& seen = watched(lane);
     const bool own = pool_.running_since(lane, seen.tripped_at, too_long_ago) > 0;

@@ -33,7 +33,7 @@ class PassScansTest : public ::testing::Test {
       if (answer == 'U') lookup.kind = Kind::kUnknown;
       if (answer == 'R') {
         lookup = {static_cast<std::uint32_t>(pass_.keys.size()), group, Kind::kRecorded, 2};
-        pass_.keys.push_back(key_of(name, group));
+        pass_.keys.push_back({key_of(name, group)});
       }
       pass_.lookups.push_back(lookup);
     }

@@ -53,6 +53,14 @@ TEST_F(PlannerTest, APlanIsTrimmedToTheRowsThereAre) {
   EXPECT_EQ(parts_.requests.at(request_).closed[0], MissReason::kPressure);
 }
 
+// It is loaded as the tokens that it has.
+TEST_F(PlannerTest, APartOfAChunkIsReadAsOne) {
+  parts_.record("part");
+  parts_.requests.lookup(request_, key_of("part"), 4);
+  plan();
+  EXPECT_EQ(parts_.chunks.find(key_of("part"))->depth, 4u);
+}
+
 TEST_F(PlannerTest, TwoRequestsShareARead) {
   scan({"a"});
   const RequestHandle other = parts_.requests.begin({});

@@ -146,7 +146,7 @@ TEST_F(RequestsTest, MissesOfTheLastPassAreCountedOnceAtAdmission) {
 TEST_F(RequestsTest, PartsOfAChunkAreNoMisses) {
   requests_.set_span(a_, 16, 160);
   parts_.lookup(a_, "x");
-  for (const char* part : {"y", "z"}) requests_.lookup(a_, key_of(part), true);
+  for (const char* part : {"y", "z"}) requests_.lookup(a_, key_of(part), 4);
   requests_.admit(a_);
   EXPECT_EQ(parts_.missed("not_stored"), 160);
 }

@@ -7,6 +7,7 @@ import inspect
 import pickle
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import adapter
@@ -313,25 +314,30 @@ def test_its_row_is_not_reused_before_the_copy_ended(engine: Engine) -> None:
     assert engine.offer(keys(5000), later).keys_to_store == keys(5000)
 
 
-def test_a_request_known_before_a_reset_stores_nothing_until_it_was_preempted(engine: Engine) -> None:
+def test_a_request_that_runs_through_a_reset_stores_nothing_until_it_is_looked_up_again(
+    engine: Engine,
+) -> None:
     known = engine.request("known")
+    engine.look(keys(1), known)
     engine.manager.reset_cache()
     assert engine.offer(keys(1), known).keys_to_store == []
     assert engine.offer(keys(2), engine.request("fresh")).keys_to_store == keys(2)
-    engine.end_step(preempted=["known"])
+    engine.look(keys(1), known)  # it was preempted, or waited: 0.33 says so only after the offers of a step
     assert engine.offer(keys(1), known).keys_to_store == keys(1)
 
 
+@pytest.mark.parametrize("resumed_is_new", [False, True])
 def test_a_session_that_goes_on_stores_and_loads_no_more_where_vllm_takes_its_blocks_for_others(
-    engine: Engine,
+    engine: Engine, resumed_is_new: bool
 ) -> None:
     turned_away = compat.mistakes_blocks_of_sessions()
     assert turned_away == (not compat.has_config_info()), "0.33 has both"
+    engine.manager._options = replace(engine.manager._options, resumed_is_new=resumed_is_new)
     session = engine.request("session")
     engine.end_step(new=["session"])
     engine.store(keys(1), session)
     engine.end_step(preempted=["session"])
-    engine.end_step(new=["session"])  # as vLLM's second model runner has it
+    engine.end_step(new=["session"] if resumed_is_new else [])
     engine.store(keys(2), session)
     engine.end_step(new=["session"])
     assert engine.offer(keys(3), session).keys_to_store == ([] if turned_away else keys(3))
