@@ -5,7 +5,6 @@
 #include <chrono>
 #include <iterator>
 #include <list>
-#include <new>
 #include <optional>
 #include <thread>
 
@@ -14,14 +13,6 @@
 
 namespace kv_offload {
 namespace {
-
-Status too_late() noexcept {
-  try {
-    return Status::error(StatusKind::kExpired, "the deadline passed before the op was started");
-  } catch (const std::bad_alloc&) {
-    return Status::error(StatusKind::kExpired, {});
-  }
-}
 
 struct Queued {
   IoPool::Op op;
@@ -81,6 +72,9 @@ void finish(const Queued& queued, const Status& status, Nanos now) {
 // Shared by the pool and its threads, so that a thread that was let go while
 // stuck finds it alive.
 struct IoPool::State {
+  // Made before it is needed: an op that comes too late may find no memory.
+  const Status too_late =
+      Status::error(StatusKind::kExpired, "the deadline passed before the op was started");
   const Clock* clock = nullptr;
   Nanos close_wait{0};
   mutable Mutex mutex;
@@ -171,7 +165,7 @@ struct IoPool::State {
   // Takes it by value: what the op holds is let go here, with no lock held.
   void perform(Begun begun) EXCLUDES(mutex) {
     const Nanos started = begun.started;
-    if (begun.number == 0) return finish(begun.next, too_late(), started);
+    if (begun.number == 0) return finish(begun.next, too_late, started);
     const Status status = begun.next.op.run();
     Nanos ended = started;
     {
@@ -304,7 +298,7 @@ void IoPool::expire() {
       }
     }
   }
-  state_->fail(std::move(late), too_late());
+  state_->fail(std::move(late), state_->too_late);
 }
 
 bool IoPool::close() {

@@ -183,21 +183,21 @@ void PooledTier::submit(std::vector<TierOp> ops) {
 void PooledTier::watch() {
   const Nanos now = clock_.now();
   const Nanos too_long_ago = now - options_.op_deadline;
-  bool stuck = false;
+  bool stuck[2] = {};
   for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
     Watched& seen = watched(lane);
     const std::uint64_t answers = shared_->answers[static_cast<std::size_t>(lane)].load();
     if (std::exchange(seen.answers, answers) != answers) seen.answered_at = watched_at_;  // or later
     seen.timeouts += pool_.running_since(lane, counted_until_, too_long_ago);
     seen.held_up = pool_.is_held_up(lane, too_long_ago);
-    stuck |= pool_.running_since(lane, seen.tripped_at, too_long_ago) > 0;
+    stuck[static_cast<std::size_t>(lane)] = pool_.running_since(lane, seen.tripped_at, too_long_ago) > 0;
   }
   counted_until_ = std::max(counted_until_, too_long_ago - Nanos{1});
   watched_at_ = now;
   for (const Lane lane : {Lane::kRead, Lane::kWrite}) {
     Watched& seen = watched(lane);
-    const bool own = pool_.running_since(lane, seen.tripped_at, too_long_ago) > 0;
-    const bool trips = own || (stuck && seen.answered_at < too_long_ago);
+    const bool own = stuck[static_cast<std::size_t>(lane)];
+    const bool trips = own || ((stuck[0] || stuck[1]) && seen.answered_at < too_long_ago);
     if (trips) {
       seen.tripped_at = now;
       shared_->breaker(lane).trip(now);

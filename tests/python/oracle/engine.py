@@ -12,7 +12,7 @@ import pickle
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -412,8 +412,10 @@ class Engine:
         params: dict[str, Any] | None = None,
         lora: str | None = None,
         resumable: bool = False,
+        after: Sequence[int] = (),
     ) -> Request:
-        """A request as the front end would send it; ``resumable``: the first part of a session."""
+        """A request as the front end would send it; ``resumable``: a part of a session, that stands ``after``
+        these tokens."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
@@ -428,25 +430,16 @@ class Engine:
             resumable=resumable,
         )
         for _, _, runner in self.ranks:
-            runner.expect(request_id, prompt, max_tokens, f"{lora}/{cache_salt}" if lora else cache_salt)
+            salt = f"{lora}/{cache_salt}" if lora else cache_salt
+            runner.expect(request_id, [*after, *prompt], max_tokens, salt)
         self.scheduler.add_request(request)
         return request
 
     def go_on(self, session: Request, part: list[int], max_tokens: int) -> None:
         """The next part of a session that waits for it. Of the answer so far vLLM keeps what was computed."""
-        whole = [*session.all_token_ids[: session.num_computed_tokens], *part]
-        update = Request(
-            request_id=session.request_id,
-            prompt_token_ids=part,
-            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0),
-            pooling_params=None,
-            block_hasher=self.hasher,
-            resumable=True,
-        )
-        for _, _, runner in self.ranks:
-            runner.expect(session.request_id, whole, max_tokens, None)
-        self.scheduler.add_request(update)
-        assert list(session.all_token_ids) == whole
+        kept = list(session.all_token_ids[: session.num_computed_tokens])
+        self.add(session.request_id, part, max_tokens, resumable=True, after=kept)
+        assert list(session.all_token_ids) == [*kept, *part]
 
     def abort(self, request_id: str) -> None:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)

@@ -73,15 +73,22 @@ class EarlyStore(_Around):
         return True
 
 
-class StaleRow:
-    """A manager that hands out a row while another chunk is still found there."""
+class _AroundManager:
+    """A manager that does everything as before but what a subclass changes."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.last: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+class StaleRow(_AroundManager):
+    """A manager that hands out a row while another chunk is still found there."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.last: int | None = None
 
     def prepare_store(self, keys: Any, req_context: Any) -> Any:
         output = self.inner.prepare_store(keys, req_context)
@@ -95,23 +102,17 @@ class StaleRow:
         return output
 
 
-class TrustingSessions:
+class TrustingSessions(_AroundManager):
     """A manager that takes what vLLM offers of a session that goes on."""
 
     def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
         inner._turns_sessions_away = False
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
-class TrustingAfterReset:
+class TrustingAfterReset(_AroundManager):
     """A manager that takes all that vLLM offers again after a reset, blocks long reused included."""
 
     def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
         inner._may_store = lambda state: True
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
