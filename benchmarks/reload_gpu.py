@@ -1,18 +1,24 @@
 """How soon does the first token of a prompt come that was computed before, on a GPU?
 
-    python benchmarks/reload_gpu.py                                # Llama 8B's shape, 2K-32K tokens
-    python benchmarks/reload_gpu.py --model small --only kv_offload  # are the answers the same?
-    python benchmarks/reload_gpu.py --device cpu --model small     # tries the benchmark without a GPU
+    python benchmarks/reload_gpu.py                                  # Llama 8B's shape, 2K-32K tokens
+    python benchmarks/reload_gpu.py --only kv_offload                # one system; joins what is kept already
+    python benchmarks/reload_gpu.py --model small --only kv_offload  # compares the answers
+    python benchmarks/reload_gpu.py --device cpu --model small       # tries the benchmark without a GPU
 
-Serves a model with vLLM, one server after the other: without a connector, with this one and with vLLM's
-TieringOffloadingSpec. All without CUDA graphs (--enforce-eager), which would make computing quicker, short
-prompts and answers most. Prompts are computed; asked again after vLLM's own cache was emptied, so that they
-come from host memory; and asked again after a restart, from disk, whose files the page cache no longer has.
-Nothing is being written meanwhile. Times are whole requests for one token. "together" are prompts that are
-asked at once, with 64 tokens of answer each.
+Serves a model with vLLM, one server after the other: without a connector, with this plugin and with vLLM's
+TieringOffloadingSpec. On a GPU all servers capture full CUDA graphs for decoding (--graphs NONE turns them
+off). Each prompt is computed; requested again after vLLM's own cache was emptied, so that host memory serves
+it; and requested again after a restart, from disk, with the page cache dropped. Nothing is written during a
+measurement. Times are whole requests for one token. "together" are prompts that are requested at once, with
+64 tokens of answer each.
 
-The 8B model has dummy weights, with which any cache gives much the same text: it is for times. "small" is a
-model whose answers depend on every cached token: there the answers are compared.
+The 8B model has dummy weights, with which any cache gives much the same text: it is for times. The answers of
+"small" depend on every cached token: there the log-probabilities of the first token are compared. On a GPU it
+is served in bfloat16, as real models are, so that vLLM picks the same attention backend.
+
+Results are written after each system and joined with those of earlier runs of the same setup, so that a run
+that is cut off keeps what it measured. Before the first server starts, the benchmark checks that /dev/shm and
+the disk have room.
 """
 
 from __future__ import annotations
@@ -20,26 +26,37 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import random
 import shutil
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from local_server import Answer, LocalServer, difference
+from local_server import Answer, LocalServer
 from prompt_reload import drop_from_page_cache
-from reporting import describe_machine, draw_bars, say, write_results
+from reporting import describe_machine, draw_bars, read_results, say, write_results
 from same_for_all import SYSTEMS, bytes_below, connector, environment
 from tiny_model import make_model
 
-WAIT_SECONDS = 60  # for what is being copied
+from kv_offload.sizes import parse_byte_size
+
+SHM = Path("/dev/shm")  # where both connectors keep host memory
+WAIT_SECONDS = 60  # for copies that are under way
+GIB = 2**30
+SHM_RESERVE = GIB  # bytes of /dev/shm left to vLLM's own queues
+# Decoding is captured as a whole, so that neither inductor nor a compiler is needed on the machine.
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 ANSWER = 64  # tokens, of prompts that are asked together
 VOCABULARY = 2048  # of the tokenizer of both models
 # The published shape of Llama 3.1 8B: 128 KiB of KV per token.
@@ -57,6 +74,9 @@ SHAPE_8B = {
 # Tokens of a prompt: how many of them.
 PROMPTS = {"8b": {2048: 3, 8192: 3, 32768: 2}, "small": {1024: 3, 4096: 3}}
 TOGETHER = {"8b": (8192, 8), "small": (2048, 4)}
+# Bytes of KV per token, in the type that a GPU or a CPU serves.
+KV_BYTES = {"8b": 128 * 1024, "small": 8 * 1024}
+WARM_UP_TOKENS = (512, 1024)  # short, so that little of them is stored
 
 
 @dataclass
@@ -69,6 +89,36 @@ class Setup:
     arguments: list[str]
     start_seconds: float
     write_seconds: float
+    graphs: bool
+
+    def written_bytes(self) -> int:
+        """An upper bound on the bytes of KV that one system writes to its directory."""
+        tokens, count = TOGETHER[self.kind]
+        together = count * (tokens + ANSWER)
+        single = sum(tokens * count for tokens, count in PROMPTS[self.kind].items())
+        return (together + single + sum(WARM_UP_TOKENS)) * KV_BYTES[self.kind]
+
+    def max_bytes(self) -> int:
+        """The bound of a directory: a quarter more than is written, so that nothing is evicted."""
+        return max(GIB, self.written_bytes() * 5 // 4)
+
+    def missing_room(self, systems: Sequence[str]) -> str | None:
+        """What is too small for the run and how to change it; None if all of it fits."""
+        if not any(system != "none" for system in systems):
+            return None
+        wanted, free = parse_byte_size(self.host_bytes) + SHM_RESERVE, shutil.disk_usage(SHM).free
+        if free < wanted:
+            return (
+                f"host memory of {self.host_bytes} needs {wanted / GIB:.1f} GiB in {SHM}, which has "
+                f"{free / GIB:.1f} free: enlarge it (mount -o remount,size=SIZE {SHM}) or lower --host"
+            )
+        wanted, free = self.max_bytes(), shutil.disk_usage(self.directory).free
+        if free < wanted:
+            return (
+                f"up to {wanted / GIB:.1f} GiB are written below {self.directory}, which has "
+                f"{free / GIB:.1f} free: pass a --directory on a larger disk"
+            )
+        return None
 
     def prompts(self, seed: int) -> list[list[int]]:
         draw = random.Random(seed)
@@ -84,7 +134,7 @@ class Setup:
         return [[draw.randrange(2, VOCABULARY) for _ in range(tokens)] for _ in range(count)]
 
     def connector(self, name: str) -> dict[str, Any] | None:
-        config = connector(name, self.host_bytes, self.directory / name, "60GiB")
+        config = connector(name, self.host_bytes, self.directory / name, self.max_bytes())
         if config is None:
             return None
         extra = config["kv_connector_extra_config"]
@@ -102,6 +152,7 @@ class Setup:
             kv_transfer=self.connector(name),
             max_model_len=max(PROMPTS[self.kind]) + 128,
             arguments=self.arguments,
+            eager=not self.graphs,
             # So that a prompt has the same name after a restart; and vLLM's cache can be emptied.
             environment=environment() | {"PYTHONHASHSEED": "0", "VLLM_SERVER_DEV_MODE": "1"},
             start_seconds=self.start_seconds,
@@ -115,7 +166,9 @@ class Times:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     together: dict[str, float] = field(default_factory=dict)
-    worst_difference: float = 0.0  # of log-probabilities, reloaded against computed
+    # Of the first token's log-probabilities, reloaded against computed (RMS); None: no answers were compared.
+    worst_difference: float | None = None
+    other_tokens: int = 0  # answers whose token differs; near-ties of made-up weights flip now and then
     start_seconds: list[float] = field(default_factory=list)
     written_bytes: int = 0
     beside_writes: bool = False  # something was still being written while it was measured
@@ -166,9 +219,10 @@ def wait_until_written(root: Path, server: LocalServer, seconds: float, times: T
 
 
 def warm_up(server: LocalServer, setup: Setup) -> None:
-    """Kernels are compiled for shapes when they are first seen; other prompts of the same lengths."""
-    for tokens in PROMPTS[setup.kind]:
-        server.ask([random.randrange(2, VOCABULARY) for _ in range(tokens)], max_tokens=4)
+    """Compiles the kernels. The prompts are the same in each server: after a restart they are loaded."""
+    draw = random.Random(3)
+    for tokens in WARM_UP_TOKENS:
+        server.ask([draw.randrange(2, VOCABULARY) for _ in range(tokens)], max_tokens=4)
 
 
 def measure(setup: Setup, name: str) -> Times:
@@ -200,10 +254,29 @@ def measure(setup: Setup, name: str) -> Times:
         wait_until_written(root, server, setup.write_seconds, times)
         disk = ask_all(server, prompts, "disk", times)
         (setup.directory / f"{name}-again.metrics").write_text(server.get("/metrics"))
-    shutil.rmtree(root)  # of the next one's disk
-    times.worst_difference = max(map(difference, computed * 2, host + disk))
-    say(f"{name}: answers reloaded differ from those computed by at most {times.worst_difference:.4f}")
+    shutil.rmtree(root)  # room for the next system
+    compare(computed * 2, host + disk, times)
+    say(
+        f"{name}: log-probabilities after a reload differ by at most {times.worst_difference}, "
+        f"{times.other_tokens} answers have another token"
+    )
     return times
+
+
+def compare(computed: Sequence[Answer], reloaded: Sequence[Answer], times: Times) -> None:
+    """Records how far reloaded answers are from computed ones.
+
+    Only first tokens are compared: their candidates depend on the same prompt, whichever of them won.
+    """
+    differences = []
+    for one, other in zip(computed, reloaded, strict=True):
+        times.other_tokens += one.token_ids[:1] != other.token_ids[:1]
+        left, right = one.top[0], other.top[0]
+        shared = left.keys() & right.keys()
+        if not shared:
+            raise RuntimeError(f"the answers have no candidate in common: {sorted(left)} and {sorted(right)}")
+        differences.append(math.sqrt(statistics.mean((left[token] - right[token]) ** 2 for token in shared)))
+    times.worst_difference = max(differences)
 
 
 def make_8b(directory: Path) -> Path:
@@ -234,11 +307,42 @@ def draw(path: Path, rows: dict[str, dict[str, dict[str, float]]], title: str) -
     for tokens, baseline in rows["none"]["computed"].items():
         bars.append((f"{tokens} tokens: computed, no connector", baseline, f"{baseline * 1e3:.0f} ms"))
         for name, label in (("kv_offload", "kv_offload"), ("vllm", "vLLM tiering")):
-            for what in ("host", "disk"):
+            for what in ("host", "disk") if name in rows else ():
                 seconds = rows[name][what][tokens]
                 text = f"{seconds * 1e3:.0f} ms ({baseline / seconds:.1f}x)"
                 bars.append((f"{tokens} tokens: {label}, {what}", seconds, text))
     draw_bars(path, bars, "seconds to the first token", title)
+
+
+def vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def keep(setup: Setup, device: str, measured: Mapping[str, Times]) -> Path:
+    """Writes what was measured so far, joined with the systems that an earlier run of the same setup kept."""
+    header = {
+        "device": device,
+        "vllm": vllm_version(),
+        "model": setup.kind,
+        "host": setup.host_bytes,
+        "graphs": setup.graphs,
+        "arguments": setup.arguments,
+    }
+    name = f"reload_gpu-{setup.kind}-{'-'.join(device.lower().split())}"
+    medians_of = {system: medians(setup, times) for system, times in measured.items()}
+    systems = {system: asdict(times) for system, times in measured.items()}
+    earlier = read_results(name)
+    if earlier is not None and all(earlier.get(key) == value for key, value in header.items()):
+        medians_of = earlier["medians"] | medians_of
+        systems = earlier["systems"] | systems
+    title = f"Prompts computed and reloaded, {device}"
+    return write_results(
+        name,
+        {**header, "medians": medians_of, "systems": systems},
+        (lambda path: draw(path, medians_of, title)) if "none" in medians_of else None,
+    )
 
 
 def main() -> int:
@@ -248,7 +352,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", choices=tuple(PROMPTS), default="8b")
     parser.add_argument("--host", default="40960MiB", help="host memory of a connector, in MiB")
-    parser.add_argument("--only", choices=SYSTEMS, action="append", help="for trying out: nothing is kept")
+    parser.add_argument("--only", choices=SYSTEMS, action="append", help="measure this system (repeatable)")
+    parser.add_argument("--graphs", choices=("FULL_DECODE_ONLY", "NONE"), default="FULL_DECODE_ONLY")
     parser.add_argument("--directory", type=Path, help="where the tiers are; default: a temporary one")
     parser.add_argument("--keep-logs", type=Path, help="a folder for the servers' logs and metrics")
     parser.add_argument("--start-seconds", type=float, default=300, help="in which a server must be up")
@@ -259,32 +364,41 @@ def main() -> int:
     options = parser.parse_args()
     gpu = "host"
     if options.device == "cuda":
-        import torch
-
         if not torch.cuda.is_available():
             print("no CUDA device on this machine (--device cpu tries the benchmark)", file=sys.stderr)
             return 2
         gpu = torch.cuda.get_device_name()
+    graphs = options.device == "cuda" and options.graphs != "NONE"
+    graph_arguments = ["--compilation-config", json.dumps(GRAPHS)]
     with tempfile.TemporaryDirectory(dir=options.directory, prefix="reload-gpu-") as name:
         directory = Path(name).resolve()
         if options.model == "8b":
             model, dummy = make_8b(directory / "model"), ["--load-format", "dummy"]
         else:
-            model, dummy = make_model(directory / "model", options.model), []
+            # As real models are served; a CPU has no other backend for it.
+            dtype = torch.bfloat16 if options.device == "cuda" else None
+            model, dummy = make_model(directory / "model", options.model, dtype=dtype), []
         setup = Setup(
             model=model,
             kind=options.model,
             device=options.device,
             directory=directory,
             host_bytes=options.host,
-            arguments=[*dummy, *options.arguments],
+            arguments=[*dummy, *(graph_arguments if graphs else []), *options.arguments],
             start_seconds=options.start_seconds,
             write_seconds=options.write_seconds,
+            graphs=graphs,
         )
+        systems = options.only or SYSTEMS
+        if missing := setup.missing_room(systems):
+            print(missing, file=sys.stderr)
+            return 2
         results: dict[str, Times] = {}
         try:
-            for system in options.only or SYSTEMS:
+            for system in systems:
                 results[system] = measure(setup, system)
+                if options.device == "cuda":
+                    keep(setup, gpu, results)
         finally:
             if options.keep_logs:
                 options.keep_logs.mkdir(parents=True, exist_ok=True)
@@ -297,24 +411,7 @@ def main() -> int:
             text = ", ".join(f"{tokens}: {seconds * 1e3:.1f} ms" for tokens, seconds in by_length.items())
             together = results[system].together.get(what)
             say(f"{system:10} {what:9} {text}" + (f"; together {together:.3f} s" if together else ""))
-    if options.only or options.device != "cuda":
-        return 0
-    title = f"Prompts computed and reloaded, {gpu}"
     say(f"{gpu}, {describe_machine()['text']}")
-    import vllm
-
-    slug = "-".join(gpu.lower().split())
-    write_results(
-        f"reload_gpu-{options.model}-{slug}",
-        {
-            "device": gpu,
-            "vllm": vllm.__version__,
-            "model": options.model,
-            "medians": rows,
-            "systems": {system: asdict(times) for system, times in results.items()},
-        },
-        lambda path: draw(path, rows, title),
-    )
     return 0
 
 

@@ -88,6 +88,12 @@ def draw_bars(
     figure.savefig(path, dpi=120)
 
 
+def read_results(name: str) -> dict[str, Any] | None:
+    """What ``write_results`` kept under ``name`` on this machine; None if there is nothing."""
+    path = RESULTS / f"{name}-{describe_machine()['name']}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
 def write_results(name: str, results: dict[str, Any], draw: Callable[[Path], None] | None = None) -> Path:
     """Keeps ``results`` (and the picture that ``draw`` saves at the path it is given) under results/. Returns
     the path of the results."""
@@ -95,7 +101,8 @@ def write_results(name: str, results: dict[str, Any], draw: Callable[[Path], Non
     RESULTS.mkdir(exist_ok=True)
     stem = RESULTS / f"{name}-{machine['name']}"
     written = stem.with_suffix(".new")  # a benchmark that is ended here leaves what was there before
-    written.write_text(json.dumps({"machine": machine, **results}, indent=2) + "\n")
+    # NaN and Infinity are not JSON: other programs cannot read them.
+    written.write_text(json.dumps({"machine": machine, **results}, indent=2, allow_nan=False) + "\n")
     kept = written.replace(stem.with_suffix(".json"))
     say(f"written: {kept}")
     if draw is None:

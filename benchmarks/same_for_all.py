@@ -49,7 +49,7 @@ def environment(spins: str = SPINS) -> dict[str, str]:
     }
 
 
-def connector(name: str, size: str, root: Path, max_bytes: str = "8GiB") -> dict[str, Any] | None:
+def connector(name: str, size: str, root: Path, max_bytes: int | str = "8GiB") -> dict[str, Any] | None:
     """For ``--kv-transfer-config``: one of SYSTEMS with host memory of ``size`` ("64MiB") above ``root``,
     where it keeps up to ``max_bytes`` ("vllm": any number)."""
     if name == "none":

@@ -112,6 +112,7 @@ class LocalServer:
     blocks: KV blocks of vLLM's own cache (128 tokens each on CPU); small, so that it overflows.
     cache_gib: memory that vLLM sets aside for its own cache, at least what ``blocks`` need.
     environment: added to the inherited one.
+    eager: pass ``--enforce-eager``; without it vLLM may compile the model and capture CUDA graphs.
     on_wait: called about twice a second while the server starts, with the seconds so far.
     """
 
@@ -122,6 +123,7 @@ class LocalServer:
     max_model_len: int = 4096
     cache_gib: int = 1
     arguments: Sequence[str] = ()
+    eager: bool = True
     environment: dict[str, str] = field(default_factory=dict)
     start_seconds: float = 480.0
     on_wait: Callable[[float], None] | None = None
@@ -157,7 +159,9 @@ class LocalServer:
             "--max-model-len",
             str(self.max_model_len),
         ]
-        command += ["--enforce-eager", "--enable-prompt-tokens-details", "--max-logprobs", "20"]
+        command += ["--enable-prompt-tokens-details", "--max-logprobs", "20"]
+        if self.eager:
+            command.append("--enforce-eager")
         # Without this vLLM would serve a float32 model in bfloat16.
         command += ["--dtype", json.loads((self.model / "config.json").read_text())["dtype"]]
         if self.blocks is not None:

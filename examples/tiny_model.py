@@ -14,7 +14,7 @@ import argparse
 import inspect
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,15 @@ SHAPES = {
 }
 
 
-def make_model(directory: str | Path, kind: str = "small", seed: int = 0) -> Path:
+def make_model(
+    directory: str | Path, kind: str = "small", seed: int = 0, dtype: torch.dtype | None = None
+) -> Path:
     """Writes the model ``kind`` into ``directory`` (made if missing) and returns it.
 
-    The same kind and seed give the same bytes. Raises KeyError for an unknown kind.
+    The same kind, seed and ``dtype`` (default: the kind's own) give the same bytes. Raises KeyError for an
+    unknown kind.
     """
-    shape = SHAPES[kind]
+    shape = SHAPES[kind] if dtype is None else replace(SHAPES[kind], dtype=dtype)
     root = Path(directory)
     root.mkdir(parents=True, exist_ok=True)
     _make_tokenizer(root, shape)

@@ -1,7 +1,8 @@
 """With pytest-xdist: which tests stay together, because they share a server, a process or files.
 
 The end-to-end tests do, less the demonstration, which has nothing of theirs. So do the checks under releases
-of vLLM (the marker ``beside``: the process of the first begins them all). Every other file is by itself.
+of vLLM (the marker ``beside``: the process of the first begins them all). Every other file is by itself,
+except that each test of a ``check_*.py``, which only such a run collects, is a group of its own.
 Groups begin in the order in which they are found, given --no-loadscope-reorder.
 """
 
@@ -31,6 +32,8 @@ def group_of_file(file: Path) -> str:
 def group(test: str) -> str:
     """Of a test, named as in pytest's output."""
     file, _, name = test.partition("::")
+    if Path(file).name.startswith("check_"):
+        return test  # a run of its own over many processes, whose tests share nothing
     return "demonstration" if name.startswith("test_demo_") else group_of_file(HERE.parent / file)
 
 

@@ -1,5 +1,6 @@
 """Every byte that a request reads is checked, through vLLM's real scheduler, for each release."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,12 @@ def test_byte_oracle(minor: str, beside: str) -> None:
 @pytest.mark.parametrize("minor", MINORS)
 def test_byte_oracle_with_caches_on_a_gpu(minor: str) -> None:
     device = {"KV_OFFLOAD_ORACLE_DEVICE": "cuda", "VLLM_TARGET_DEVICE": "cuda"}
-    print(run_under(tree_of(minor), "oracle/check_oracle.py", **device))
+    print(run_under(tree_of(minor), "oracle/check_oracle.py", "-n", str(workers()), **device))
+
+
+def workers() -> int:
+    """Processes that share one GPU: each takes about 1.5 GiB of its memory."""
+    return max(1, min(12, len(os.sched_getaffinity(0)) - 2))
 
 
 @pytest.mark.beside("oracle/check_canonical.py", "0.32")

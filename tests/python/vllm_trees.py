@@ -8,6 +8,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from kv_offload.vllm_versions import RELEASES
@@ -41,12 +42,24 @@ def trees() -> dict[str, Path]:
     return found
 
 
+@cache
+def is_installed() -> bool:
+    """True if the package with its core is importable without the checkout on the path."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('kv_offload._core') is None)"
+    return (
+        subprocess.run([sys.executable, "-P", "-c", code], cwd=TESTS, stderr=subprocess.DEVNULL).returncode
+        == 0
+    )
+
+
 def run_under(tree: Path, file: str, *arguments: str, timeout: float = 1800, **environment: str) -> str:
     """Run one ``check_*.py`` with pytest, in a process of its own whose vLLM is ``tree``. Returns its output;
     raises AssertionError with it when a check fails or none ran."""
     command = [sys.executable, "-m", "pytest", str(TESTS / file), "-q", "-ra", "-p", "no:cacheprovider"]
     command += ["-o", "python_files=check_*.py", "-o", "filterwarnings=default", "--no-header", *arguments]
-    path = os.pathsep.join([str(tree), str(TESTS), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    # The checkout's kv_offload would hide an installed one that has the compiled core.
+    checkout = [] if is_installed() else [str(ROOT)]
+    path = os.pathsep.join([str(tree), str(TESTS), *checkout, os.environ.get("PYTHONPATH", "")])
     result = subprocess.run(
         command,
         cwd=TESTS,
