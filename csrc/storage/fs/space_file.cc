@@ -110,6 +110,7 @@ SpaceSlot* Space::enter(SpacePage* page) {
   }
   own->version = version_ + 1;
   own->sharer = sharer_.load(std::memory_order_relaxed);
+  own->held = held_.load(std::memory_order_relaxed);
   own->reserved = reserved_;
   own->evicting = evicting_;
   return own;

@@ -68,7 +68,9 @@ Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder order, const Epo
 void FsStore::start() {
   if (root_.fresh) return;
   counter_.start();
-  if (!stop_.load()) evictor_.reclaim_unused_generations();
+  if (stop_.load()) return;
+  evictor_.reclaim_unused_generations();
+  evictor_.trade();
 }
 
 void FsStore::maintain() {
@@ -78,6 +80,7 @@ void FsStore::maintain() {
   }
   if (own_.keep()) evictor_.reclaim_unused_generations();
   counter_.look();
+  evictor_.trade();
   records_.apply_uses();
   recency_.write_when_due();
 }
