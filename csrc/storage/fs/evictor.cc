@@ -16,7 +16,7 @@ namespace kv_offload {
 namespace {
 constexpr int kReserveAttempts = 4;   // a count that ends meanwhile may have missed what went
 constexpr int kMostNotRemovable = 4;  // records, before a write gives up
-constexpr Nanos kLookForDeadEvery{std::chrono::seconds(1)};
+constexpr Nanos kLookAgainAfter{std::chrono::seconds(1)};
 }  // namespace
 
 Evictor::Evictor(const Context& context)
@@ -151,7 +151,7 @@ std::uint64_t Evictor::take_dead(std::uint64_t enough, Reservation* reservation)
   std::uint64_t freed = dead_.remove(request, stop_);
   if (freed < enough) {
     freed += remove_what_is_empty(found, gone);
-    next_look_for_dead_ = now + kLookForDeadEvery;
+    next_look_for_dead_ = now + kLookAgainAfter;
   }
   evicted_bytes_.fetch_add(freed);
   return freed;
@@ -220,7 +220,9 @@ std::vector<OldestRecords::Source> Evictor::other_generations() {
 
 // any: whoever has them, and however much. Else those of sharers with more than their share.
 std::uint64_t Evictor::take_from_others(std::uint64_t enough, bool any, Reservation* reservation) {
-  const std::vector<std::uint64_t> from = shares_.others_to_take_from(any);
+  const Nanos now = clock_.now();
+  const std::vector<std::uint64_t> from = any ? std::vector<std::uint64_t>() : shares_.others_above();
+  if (!any && (from.empty() || now < next_look_at_others_)) return 0;
   const auto may_take = [&](const OldestRecords::Source& source) {
     const std::uint64_t id = sharer(source.namespace_name, source.generation);
     return any || std::find(from.begin(), from.end(), id) != from.end();
@@ -236,6 +238,7 @@ std::uint64_t Evictor::take_from_others(std::uint64_t enough, bool any, Reservat
       adopt_each(*root_.space, reservation),
   };
   const std::uint64_t freed = others_.remove(request, stop_);
+  if (!any && freed < enough) next_look_at_others_ = now + kLookAgainAfter;
   evicted_bytes_.fetch_add(freed);
   return freed;
 }

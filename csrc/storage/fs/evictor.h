@@ -77,7 +77,8 @@ class Evictor {
   const std::atomic<bool>& stop_;
   Shares shares_;
   Mutex mutex_;
-  Nanos next_look_for_dead_ GUARDED_BY(mutex_){0};  // namespaces and generations
+  Nanos next_look_for_dead_ GUARDED_BY(mutex_){0};   // namespaces and generations
+  Nanos next_look_at_others_ GUARDED_BY(mutex_){0};  // that do not answer
   OldestRecords dead_ GUARDED_BY(mutex_);
   OldestRecords others_ GUARDED_BY(mutex_);
   // Read by upkeep and by figures(), which wait for nobody who makes space.

@@ -33,7 +33,8 @@ void Shares::ask() {
     const Nanos now = clock_.now();
     const bool below = is_below();
     const MutexLock lock(mutex_);
-    const bool full = figures_.used + figures_.reserved + enough > max_bytes_;
+    // A little early: some of max_bytes is kept for directories.
+    const bool full = figures_.used + figures_.reserved + 2 * enough > max_bytes_;
     wanted = below && full ? enough : 0;
     credit = figures_.credit;
     const bool same = wanted == 0 ? figures_.wanted == 0 && credit == 0
@@ -69,7 +70,7 @@ bool Shares::is_open(const std::string& namespace_name) const {
       [&](const SpaceFigures::Sharer& sharer) { return is_of_namespace(sharer.id, namespace_name); });
 }
 
-std::vector<std::uint64_t> Shares::others_to_take_from(bool any) const {
+std::vector<std::uint64_t> Shares::others_above() const {
   const std::shared_ptr<Generation> own = records_.generation();
   const std::uint64_t ours = sharer(root_.namespace_name, own ? own->number : 0);
   const std::uint64_t held = records_.bytes();
@@ -78,10 +79,11 @@ std::vector<std::uint64_t> Shares::others_to_take_from(bool any) const {
   for (const SpaceFigures::Sharer& other : figures_.sharers) {
     if (other.id != ours) most = std::max(most, other.held);
   }
-  const std::uint64_t above = any ? 0 : most > share() ? share() : most > held ? held : 0;
+  // A little more than we have is no reason: two servers would take from each other for ever.
+  const std::uint64_t above = most > share() ? share() : held + quantum();
   std::vector<std::uint64_t> others;
   for (const SpaceFigures::Sharer& other : figures_.sharers) {
-    if (other.id != ours && (above == 0 || other.held > above)) others.push_back(other.id);
+    if (other.id != ours && other.held > above) others.push_back(other.id);
   }
   return others;
 }

@@ -46,9 +46,8 @@ class Shares {
   bool is_asked() const EXCLUDES(mutex_);       // another sharer wants space
   bool is_unanswered() const EXCLUDES(mutex_);  // for longer than kAnswerWithin
   bool is_open(const std::string& namespace_name) const EXCLUDES(mutex_);
-  // The others that have more than their share; while none has, those that have more than we have; while none
-  // has that either, or with `any`, all others.
-  std::vector<std::uint64_t> others_to_take_from(bool any) const EXCLUDES(mutex_);
+  // The others that have more than their share; while none has, those that have clearly more than we have.
+  std::vector<std::uint64_t> others_above() const EXCLUDES(mutex_);
 
  private:
   std::uint64_t share() const REQUIRES(mutex_);

@@ -125,7 +125,8 @@ std::optional<SpaceRequest> SpacePage::claim(const SpaceSlot& own, std::uint64_t
   for (SpaceSlot& slot : slots) {
     if (slot.writer == 0 || slot.sharer == own.sharer || slot.wanted == 0) continue;
     std::uint64_t surplus = own.held > share ? own.held - share : 0;
-    if (most <= share && own.held > slot.held) surplus = (own.held - slot.held) / 2;
+    const std::uint64_t more = own.held - std::min(own.held, slot.held);
+    if (most <= share && more > slot.wanted) surplus = more / 2;
     const SpaceRequest request{slot.writer, std::min(slot.wanted, surplus)};
     if (request.bytes == 0) continue;
     slot.wanted -= request.bytes;
