@@ -79,6 +79,7 @@ void FsStore::maintain() {
     return recency_.write();
   }
   if (own_.keep()) evictor_.reclaim_unused_generations();
+  root_.space->publish_held(records_.bytes());  // with this look: others judge us by it when we are stopped
   counter_.look();
   evictor_.trade();
   records_.apply_uses();

@@ -78,15 +78,20 @@ class PromptServer {
     op.about.depth = chunk + 1;
     op.about.request = prompt + 1;
     if (chunk > 0) op.about.parent = chunk_id(chunk_of(prompt, chunk - 1));
+    op.may_decline = true;  // as what was just stored
     op.shards = row_.shards();
     std::uint64_t moved = 0;
-    return store_->write(op, store_->epoch(), &moved);
+    Status status = store_->write(op, store_->epoch(), &moved);
+    if (status.kind() != StatusKind::kDeclined) return status;
+    ++declined;
+    return Status::ok();
   }
   // The next chunk of endless prompts.
   Status write_next() {
     const std::uint32_t number = next_++;
     return write(number / kChunks, number % kChunks);
   }
+  std::size_t declined = 0;
   std::uint32_t prompts() const { return next_ / kChunks + 1; }
   TierStats stats() {
     TierStats stats;
