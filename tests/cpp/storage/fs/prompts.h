@@ -82,16 +82,13 @@ class PromptServer {
     op.shards = row_.shards();
     std::uint64_t moved = 0;
     Status status = store_->write(op, store_->epoch(), &moved);
-    if (status.kind() != StatusKind::kDeclined) return status;
-    ++declined;
-    return Status::ok();
+    return status.kind() == StatusKind::kDeclined ? Status::ok() : status;
   }
   // The next chunk of endless prompts.
   Status write_next() {
     const std::uint32_t number = next_++;
     return write(number / kChunks, number % kChunks);
   }
-  std::size_t declined = 0;
   std::uint32_t prompts() const { return next_ / kChunks + 1; }
   TierStats stats() {
     TierStats stats;
