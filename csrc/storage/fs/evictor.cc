@@ -43,8 +43,8 @@ Status Evictor::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservat
   return status;
 }
 
-// Order: what nobody can hit any more, our records by policy, at last those of others. While we have less than
-// our share and they do not answer, theirs go before ours.
+// Order: what nobody can hit any more, our records by policy, at last those of others. While we have less
+// than our share and they do not answer, theirs go before ours.
 Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation) {
   const MutexLock lock(mutex_);
   // While it waited for the lock. What it would write is wanted by nobody, and nothing has to go for it.

@@ -85,8 +85,8 @@ bool OldestRecords::begin_pass(const Request& request, const std::atomic<bool>& 
   newest_ = std::numeric_limits<std::int64_t>::max();
   if (opened_[sample.front().source].source.findable) {
     const double listed = static_cast<double>(next_leaf_) / static_cast<double>(leaves_.size());
-    const double enough = std::max(static_cast<double>(bytes) / kParts,
-                                   static_cast<double>(request.bytes) * listed);
+    const double enough =
+        std::max(static_cast<double>(bytes) / kParts, static_cast<double>(request.bytes) * listed);
     std::sort(sample.begin(), sample.end(), [](const Candidate& a, const Candidate& b) {
       return a.record.mtime_nanos < b.record.mtime_nanos;
     });

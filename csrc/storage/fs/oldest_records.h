@@ -2,8 +2,8 @@
 // the times of their files, as many as are needed now.
 //
 // A full sort would list every directory; keys are hashes, so a few directories tell how old the oldest 32nd
-// of all records is. A pass removes the records that are at least that old, one directory after the other, and
-// lists each directory once. So only prompts of that oldest part lose records out of order.
+// of all records is. A pass removes the records that are at least that old, one directory after the other,
+// and lists each directory once. So only prompts of that oldest part lose records out of order.
 //
 // Threads: one at a time. Calls block on storage.
 #pragma once
@@ -29,9 +29,9 @@ class OldestRecords {
   };
   struct Request {
     std::uint64_t bytes = 0;
-    std::function<std::vector<Source>()> sources;      // asked at the start of a pass
-    std::function<bool(const Source&)> may_take;       // asked before each record
-    Gone gone;                                         // told of each record after it went
+    std::function<std::vector<Source>()> sources;  // asked at the start of a pass
+    std::function<bool(const Source&)> may_take;   // asked before each record
+    Gone gone;                                     // told of each record after it went
   };
   // A pass removes about one part in so many.
   static constexpr std::uint64_t kParts = 32;

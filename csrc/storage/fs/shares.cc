@@ -5,9 +5,7 @@
 
 namespace kv_offload {
 
-std::uint64_t Shares::share() const {
-  return max_bytes_ / std::max<std::size_t>(figures_.sharers.size(), 1);
-}
+std::uint64_t Shares::share() const { return max_bytes_ / std::max<std::size_t>(figures_.sharers.size(), 1); }
 
 std::uint64_t Shares::quantum() const {
   return std::max(std::min(max_bytes_ / kParts, kMostAsked), kLeastWrites * largest_write_.load());

@@ -4,8 +4,8 @@
 // A server below its share asks the others in the ledger, ahead of its writes, and they evict for it by their
 // own policy. A server that does not answer (stopped, stuck, cut off) loses records by their age instead.
 //
-// Threads: note() and ask() on upkeep's; the rest on any. mutex_ is innermost, except that ask() takes Space's
-// lock without it.
+// Threads: note() and ask() on upkeep's; the rest on any. mutex_ is innermost, except that ask() takes
+// Space's lock without it.
 #pragma once
 
 #include <atomic>
@@ -25,8 +25,8 @@ class Shares {
  public:
   // How long a request may stay unanswered: three ticks.
   static constexpr Nanos kAnswerWithin{std::chrono::seconds(3)};
-  // What is asked for at once: a 256th of the root, but at least some writes and at most 1 GiB, which a server
-  // can evict in about a second.
+  // What is asked for at once: a 256th of the root, but at least some writes and at most 1 GiB, which a
+  // server can evict in about a second.
   static constexpr std::uint64_t kParts = 256;
   static constexpr std::uint64_t kLeastWrites = 4;
   static constexpr std::uint64_t kMostAsked = std::uint64_t{1} << 30;

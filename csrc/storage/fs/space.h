@@ -65,10 +65,10 @@ struct SpaceFigures {
     std::uint64_t id = 0;    // sharer()
     std::uint64_t held = 0;  // bytes of its records
   };
-  std::vector<Sharer> sharers;  // what they have open of it, each once
+  std::vector<Sharer> sharers;           // what they have open of it, each once
   std::uint64_t wanted = 0, credit = 0;  // of our own slot: what is still asked for, what was granted
   bool asked = false;                    // another sharer asks for space
-  bool shared = false;                 // one of the others shares records with us
+  bool shared = false;                   // one of the others shares records with us
   // Another that counts now, and something that changes while it lives.
   std::uint64_t counter = 0, counter_version = 0;
 };

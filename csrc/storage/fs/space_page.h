@@ -66,8 +66,8 @@ struct SpacePage {
   // As it was left by this or an earlier version: the directory is a root of this format.
   static bool is_of_this_format(const void* bytes, std::size_t size);
 
-  std::uint64_t reserved() const;  // by writes, and credit
-  std::uint64_t sharers() const;   // processes that share records count once
+  std::uint64_t reserved() const;           // by writes, and credit
+  std::uint64_t sharers() const;            // processes that share records count once
   SpaceSlot* find(std::uint64_t writer);    // null: not there
   SpaceSlot* claim(const SpaceSlot& slot);  // null: all are taken
 
@@ -81,7 +81,8 @@ struct SpacePage {
   // may be there than its slot tells: the page that told it may be lost with the power.
   void fold(SpaceSlot& slot, std::uint64_t folder);
   // Takes off a request of another sharer what `own` has above its share of max_bytes; while no sharer is
-  // above its share, half of what it has more than the asker (if that is clearly more). Nothing when there is no such request.
+  // above its share, half of what it has more than the asker (if that is clearly more). Nothing when there is
+  // no such request.
   std::optional<SpaceRequest> claim(const SpaceSlot& own, std::uint64_t max_bytes);
   // Bytes of a removed file become credit of the process that asked for them; free space when it has ended.
   void grant(std::uint64_t asker, std::uint64_t bytes, bool unsure);

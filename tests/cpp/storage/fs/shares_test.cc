@@ -116,7 +116,8 @@ TEST_F(FsShares, a_server_that_does_not_answer_loses_its_oldest_prompts_and_no_o
     if (i % 150 == 149) expect_usable(held(0x11, *stopped), 3 * kChunks, fmt::format("after {}", i));
   }
   const double share = static_cast<double>(kSharedBound / kPromptRecord) / 3;
-  for (const auto& [byte, server] : {std::pair<unsigned char, PromptServer*>{0x22, one.get()}, {0x33, two.get()}})
+  for (const auto& [byte, server] :
+       {std::pair<unsigned char, PromptServer*>{0x22, one.get()}, {0x33, two.get()}})
     EXPECT_GT(static_cast<double>(held(byte, *server).records), 0.85 * share);
   // (Directories of three namespaces take a fifth of so small a root.)
   EXPECT_GT(static_cast<double>(held(0x11, *stopped).records), 0.35 * share);
