@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "prompts.h"
 
 namespace kv_offload {
@@ -121,6 +123,11 @@ TEST_F(FsShares, a_server_that_does_not_answer_loses_its_oldest_prompts_and_no_o
     EXPECT_GT(static_cast<double>(held(byte, *server).records), 0.85 * share);
   // (Directories of three namespaces take a fifth of so small a root.)
   EXPECT_GT(static_cast<double>(held(0x11, *stopped).records), 0.35 * share);
+  const std::string newest = chunk_of(stopped->prompts() - 2, 0).hex();
+  const std::vector<std::string> files = disk_.files();
+  EXPECT_TRUE(std::any_of(files.begin(), files.end(), [&](const std::string& path) {
+    return path.find(newest) != std::string::npos;
+  })) << "its newest whole prompt";
   // When it is back, it reads what is there, and what is not is a miss.
   stopped->tick();
   ASSERT_TRUE(stopped->write(900, 0));
