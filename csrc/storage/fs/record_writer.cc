@@ -48,9 +48,14 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& 
   if (first) root_.full_disk->note_evicted(true);
   if (!full) return first;
   root_.full_disk->note_full();
-  if (!root_.full_disk->eviction_helps()) return first;
+  constexpr std::uint64_t kToMaxBytes = ~std::uint64_t{0};
+  if (!root_.full_disk->eviction_helps()) {
+    root_.space->raise_bound(kToMaxBytes);  // a lowered bound would evict for each write to come
+    return first;
+  }
   const Status second = write_once(op, generation, moved, &full);
   if (second || full) root_.full_disk->note_evicted(second.is_ok());
+  if (!root_.full_disk->eviction_helps()) root_.space->raise_bound(kToMaxBytes);
   // Nothing could be evicted: the device is what failed.
   return second.kind() == StatusKind::kNoSpace && second.error_number() == 0 ? first : second;
 }

@@ -86,10 +86,12 @@ void RootCounter::note_lost(std::vector<std::string> lost, const SpaceFigures& f
   count_again_ = true;
   next_count_ = Nanos{0};
   root_.changes->note_rebuilt();
-  options_.warn(fmt::format(
-      "{}: another program removed, replaced or damaged {} while this server used it: made again. Chunks whose "
-      "records are missing are computed again; `kv-offload purge` clears a root that is in use",
-      root_.path, fmt::join(lost, ", ")));
+  root_.changes->explain(root_.changes->missing());  // one line for all of it
+  options_.warn(
+      fmt::format("{}: another program removed, replaced or damaged {} while this server used it: made "
+                  "again. Chunks whose "
+                  "records are missing are computed again; `kv-offload purge` clears a root that is in use",
+                  root_.path, fmt::join(lost, ", ")));
 }
 
 // Once for each time that max_bytes turns out to be too much.
@@ -105,11 +107,12 @@ void RootCounter::follow_full_disk() {
   if (!space.bound_is_lowered()) {
     full_.told = false;
   } else if (!std::exchange(full_.told, true)) {
-    options_.warn(fmt::format(
-        "the file system of {} is full although the tier has {} of max_bytes {}: records are evicted as if {} "
-        "were the bound, until there is room again; free space on it, or lower max_bytes",
-        root_.path, format_bytes(space.total()), format_bytes(options_.max_bytes),
-        format_bytes(space.bound())));
+    options_.warn(
+        fmt::format("the file system of {} is full although the tier has {} of max_bytes {}: records are "
+                    "evicted as if {} "
+                    "were the bound, until there is room again; free space on it, or lower max_bytes",
+                    root_.path, format_bytes(space.total()), format_bytes(options_.max_bytes),
+                    format_bytes(space.bound())));
   }
 }
 
@@ -136,13 +139,14 @@ bool RootCounter::is_suspicious(const SpaceFigures& figures) const {
   return missing > 2 * written || clock_.now() >= suspicion_.next;
 }
 
-// Records that count by their size because their blocks are not reported yet: while many are written, and once
-// when all of them must have settled.
+// Records that count by their size because their blocks are not reported yet: while many are written, and
+// once when all of them must have settled.
 bool RootCounter::is_unsettled(const SpaceFigures&) {
   const std::uint64_t now = root_.charges->unsettled();
   if (std::exchange(unsettled_.seen, now) != now) unsettled_.grew = clock_.now();
   if (now == unsettled_.settled) return false;
-  return now - unsettled_.counted > options_.max_bytes / kMuchDoubt || clock_.now() - unsettled_.grew >= kSettles;
+  return now - unsettled_.counted > options_.max_bytes / kMuchDoubt ||
+         clock_.now() - unsettled_.grew >= kSettles;
 }
 
 // And goes on with it: one that does not move was stopped.
@@ -170,8 +174,8 @@ void RootCounter::count(const SpaceFigures& figures) {
   records_.note_extent(own, KnownRecords::Extent::kOrder);
   counted += count_others(own ? own->number : 0, for_us);
   // A reset meanwhile: a part was counted that is of no generation of ours. What made us count is still true.
-  attempt.finished =
-      begun && !stop_.load() && own == records_.generation() && root_.space->finish_count(number, counted, &surplus);
+  attempt.finished = begun && !stop_.load() && own == records_.generation() &&
+                     root_.space->finish_count(number, counted, &surplus);
   count_again_ = !attempt.finished;
   const Nanos ended = clock_.now();
   next_count_ = ended + std::max(kCountEvery, (ended - started) * 20);
@@ -195,10 +199,11 @@ void RootCounter::explain(const SpaceFigures& figures, std::uint64_t missing, st
     suspicion_.records += forgotten;
   }
   if (suspicion_.bytes == 0 || now < suspicion_.next_line) return;
-  options_.warn(fmt::format(
-      "{}: another program removed or cut files of this server: {} are gone, {} records are missing. The space is "
-      "used again; `kv-offload evict` makes room in a root that is in use",
-      root_.path, format_bytes(suspicion_.bytes), suspicion_.records));
+  options_.warn(
+      fmt::format("{}: another program removed or cut files of this server: {} are gone, {} records are "
+                  "missing. The space is "
+                  "used again; `kv-offload evict` makes room in a root that is in use",
+                  root_.path, format_bytes(suspicion_.bytes), suspicion_.records));
   suspicion_.bytes = suspicion_.records = 0;
   suspicion_.next_line = now + kLineEvery;
 }

@@ -4,6 +4,7 @@
 #include "fixture.h"
 #include "misleading_file_ops.h"
 #include "storage/fs/store.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {
@@ -158,7 +159,8 @@ TEST_F(FsMisleading, records_of_others_are_found_where_times_are_coarse_or_lie_i
     std::atomic<bool> shift{future};
     std::atomic<std::uint64_t> ahead{0};
     ChangedTimes ops([&](std::int64_t nanos, const FileInfo& info) {
-      constexpr std::int64_t kGrain = 2'000'000'000, kCentury = std::int64_t{100} * 365 * 86400 * 1'000'000'000;
+      constexpr std::int64_t kGrain = 2'000'000'000,
+                             kCentury = std::int64_t{100} * 365 * 86400 * 1'000'000'000;
       if (!shift) return nanos / kGrain * kGrain;
       if (info.is_directory()) {
         std::uint64_t none = 0;
@@ -219,8 +221,8 @@ TEST_F(FsMisleading, absurd_sizes_in_names_are_not_believed) {
   for (const char* size : {"9223372036854775808", "18446744073709547520", "274877911040"}) {
     for (const std::uint32_t number : {1u, 2u}) {
       ChunkKey key = key_of(number);
-      const std::string directory = fs::path(leaf).parent_path().string() + "/" +
-                                    layout::leaf_path(layout::leaf_of(key));
+      const std::string directory =
+          fs::path(leaf).parent_path().string() + "/" + layout::leaf_path(layout::leaf_of(key));
       fs::create_directories(directory);
       std::ofstream(directory + "/" + key.hex() + "." + size + ".rec") << "x";
     }

@@ -8,6 +8,7 @@
 #include "faulty_file_ops.h"
 #include "fixture.h"
 #include "storage/fs/store.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {
@@ -37,7 +38,8 @@ class FsOutsideChanges : public ::testing::Test {
     std::uint64_t moved = 0;
     const auto epoch = store.epoch();
     if (!epoch) return Status::error(StatusKind::kIo, "no epoch");
-    const Status status = kind == OpKind::kWrite ? store.write(op, epoch, &moved) : store.read(op, epoch, &moved);
+    const Status status =
+        kind == OpKind::kWrite ? store.write(op, epoch, &moved) : store.read(op, epoch, &moved);
     EXPECT_TRUE(!status || kind == OpKind::kWrite || row_.holds(number));
     return status;
   }
@@ -155,34 +157,62 @@ void restore(const std::string& root) {
   walk(root, [](const fs::path& path) { ::chmod(path.c_str(), fs::is_directory(path) ? 0700 : 0600); });
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    all, FsOutsideChange,
-    ::testing::Values(
-        Change{"everything_in_it", [](const std::string& root, const std::string&) { remove_all_in(root); }},
-        Change{"the_root", [](const std::string& root, const std::string&) { fs::remove_all(root); }},
-        Change{"moved_away", [](const std::string& root, const std::string&) { fs::rename(root, root + ".old"); }},
-        Change{"the_namespace", [](const std::string&, const std::string& space) { fs::remove_all(space); }},
-        Change{"the_generation",
-               [](const std::string&, const std::string& space) { fs::remove_all(space + "/g1"); }},
-        Change{"the_ledger", [](const std::string& root, const std::string&) { fs::remove(root + "/ledger"); }},
-        Change{"the_ledger_cut",
-               [](const std::string& root, const std::string&) { fs::resize_file(root + "/ledger", 0); }},
-        Change{"the_format",
-               [](const std::string& root, const std::string&) { fs::remove(root + "/kv_offload.json"); }},
-        Change{"the_format_cut",
-               [](const std::string& root, const std::string&) { fs::resize_file(root + "/kv_offload.json", 5); }},
-        Change{"the_description",
-               [](const std::string&, const std::string& space) { fs::remove(space + "/namespace.json"); }},
-        Change{"the_open_lock",
-               [](const std::string&, const std::string& space) { fs::remove(space + "/open"); }},
-        Change{"all_files_but_records",
-               [](const std::string& root, const std::string& space) {
-                 for (const std::string& path : {root + "/ledger", root + "/kv_offload.json", space + "/open",
-                                                 space + "/namespace.json", space + "/g1.open"})
-                   fs::remove(path);
-               }},
-        Change{"a_snapshot", [](const std::string& root, const std::string&) { restore(root); }}),
-    [](const auto& info) { return std::string(info.param.name); });
+INSTANTIATE_TEST_SUITE_P(all, FsOutsideChange,
+                         ::testing::Values(Change{"everything_in_it",
+                                                  [](const std::string& root, const std::string&) {
+                                                    remove_all_in(root);
+                                                  }},
+                                           Change{"the_root",
+                                                  [](const std::string& root, const std::string&) {
+                                                    fs::remove_all(root);
+                                                  }},
+                                           Change{"moved_away",
+                                                  [](const std::string& root, const std::string&) {
+                                                    fs::rename(root, root + ".old");
+                                                  }},
+                                           Change{"the_namespace",
+                                                  [](const std::string&, const std::string& space) {
+                                                    fs::remove_all(space);
+                                                  }},
+                                           Change{"the_generation",
+                                                  [](const std::string&, const std::string& space) {
+                                                    fs::remove_all(space + "/g1");
+                                                  }},
+                                           Change{"the_ledger",
+                                                  [](const std::string& root, const std::string&) {
+                                                    fs::remove(root + "/ledger");
+                                                  }},
+                                           Change{"the_ledger_cut",
+                                                  [](const std::string& root, const std::string&) {
+                                                    fs::resize_file(root + "/ledger", 0);
+                                                  }},
+                                           Change{"the_format",
+                                                  [](const std::string& root, const std::string&) {
+                                                    fs::remove(root + "/kv_offload.json");
+                                                  }},
+                                           Change{"the_format_cut",
+                                                  [](const std::string& root, const std::string&) {
+                                                    fs::resize_file(root + "/kv_offload.json", 5);
+                                                  }},
+                                           Change{"the_description",
+                                                  [](const std::string&, const std::string& space) {
+                                                    fs::remove(space + "/namespace.json");
+                                                  }},
+                                           Change{"the_open_lock",
+                                                  [](const std::string&, const std::string& space) {
+                                                    fs::remove(space + "/open");
+                                                  }},
+                                           Change{"all_files_but_records",
+                                                  [](const std::string& root, const std::string& space) {
+                                                    for (const std::string& path :
+                                                         {root + "/ledger", root + "/kv_offload.json",
+                                                          space + "/open", space + "/namespace.json",
+                                                          space + "/g1.open"})
+                                                      fs::remove(path);
+                                                  }},
+                                           Change{"a_snapshot", [](const std::string& root,
+                                                                   const std::string&) { restore(root); }}),
+                         [](const auto& info) { return std::string(info.param.name); });
 
 // A read-only root is an operator's decision: told once, and used again when it is undone.
 TEST_F(FsOutsideChanges, a_changed_mode_is_told_once_with_what_to_do) {
