@@ -10,7 +10,7 @@ namespace kv_offload {
 Status OwnGeneration::begin() {
   constexpr int kAttempts = 100;
   const std::string path = root_.namespace_path();
-  records_.close_unused();
+  records_.free_unused();
   const MutexLock making(making_);
   int rc = -EBUSY;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
@@ -37,7 +37,7 @@ Status OwnGeneration::begin() {
 }
 
 bool OwnGeneration::keep() {
-  records_.close_unused();
+  records_.free_unused();
   std::vector<std::uint64_t> numbers;
   std::shared_ptr<Generation> own = records_.generation();
   if (!own || !list_generations(ops_, root_.namespace_directory.get(), &numbers)) return false;

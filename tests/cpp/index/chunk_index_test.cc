@@ -22,7 +22,7 @@ ChunkKey key_of(std::string_view name, std::uint32_t group = 0) {
 
 class ChunkIndexTest : public testing::Test {
  protected:
-  ChunkIndex index_{make_eviction_policy("lru", 4), 4};
+  ChunkIndex index_{make_eviction_policy("lru"), 4};
   RowId next_row_ = 100;
 
   Slot fill(std::string_view name) {
@@ -176,7 +176,7 @@ TEST_F(ChunkIndexTest, AnAccessProtectsFromEviction) {
 // victim() against a list that is searched from its cold end.
 class SparingModel {
  public:
-  explicit SparingModel(const std::string& policy) : index_(make_eviction_policy(policy, kChunks), kChunks) {}
+  explicit SparingModel(const std::string& policy) : index_(make_eviction_policy(policy), kChunks) {}
 
   // One random call on both.
   void step() {
@@ -301,7 +301,7 @@ class SharedHeadTest : public SparingByPolicyTest {
     index_.make_resident(slot, ChunkOrigin::kStore);
     return slot;
   }
-  ChunkIndex index_{make_eviction_policy(GetParam(), 8), 8};
+  ChunkIndex index_{make_eviction_policy(GetParam()), 8};
   RowId row_ = 0;
 };
 
@@ -438,7 +438,7 @@ class NextVictimsTest : public testing::TestWithParam<std::string> {
     }
   }
 
-  ChunkIndex index_{make_eviction_policy(GetParam(), kChunks), kChunks};
+  ChunkIndex index_{make_eviction_policy(GetParam()), kChunks};
   RowId row_ = 0;
   std::uint32_t last_request_ = 0;
   std::mt19937 random_{3};

@@ -13,7 +13,7 @@ namespace {
 
 class LruTest : public testing::Test {
  protected:
-  std::unique_ptr<EvictionPolicy> policy_ = make_eviction_policy("lru", 16);
+  std::unique_ptr<EvictionPolicy> policy_ = make_eviction_policy("lru");
   void insert(Slot slot) { policy_->insert(slot, EntryInfo{}); }
   // The order in which everything unpinned would go.
   std::vector<Slot> drain() {
@@ -88,7 +88,7 @@ TEST_F(LruTest, ErasedSlotsMayComeBackAsNewOnes) {
 
 TEST(EvictionPolicyFactory, AnUnknownNameIsRefusedNamingTheKnownOnes) {
   try {
-    make_eviction_policy("mru", 1);
+    make_eviction_policy("mru");
     FAIL();
   } catch (const InvalidArgument& error) {
     EXPECT_THAT(error.what(), testing::AllOf(testing::HasSubstr("'mru'"), testing::HasSubstr("lru")));
@@ -98,7 +98,7 @@ TEST(EvictionPolicyFactory, AnUnknownNameIsRefusedNamingTheKnownOnes) {
 // Whatever the policy, a victim is known, unpinned, and everything unpinned goes in the end.
 class AnyPolicy : public testing::TestWithParam<std::string> {
  protected:
-  std::unique_ptr<EvictionPolicy> policy_ = make_eviction_policy(GetParam(), 64);
+  std::unique_ptr<EvictionPolicy> policy_ = make_eviction_policy(GetParam());
   std::vector<Slot> drain() {
     std::vector<Slot> order;
     while (const auto victim = policy_->victim()) {

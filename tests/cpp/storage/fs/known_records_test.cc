@@ -99,10 +99,10 @@ TEST_F(KnownRecordsTest, a_generation_that_is_over_is_closed_by_upkeep_alone) {
   const std::weak_ptr<Generation> watched = used_by_an_op;
   begin(used_by_an_op);
   records_.reset();
-  records_.close_unused();
+  records_.free_unused();
   used_by_an_op.reset();
   EXPECT_FALSE(watched.expired()) << "an op ended, on whichever thread";
-  records_.close_unused();
+  records_.free_unused();
   EXPECT_TRUE(watched.expired());
 
   begin(generation(2));
