@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <list>
 #include <map>
 #include <random>
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include "rounds.h"
+#include "step_watch.h"
 
 namespace kv_offload {
 namespace {
@@ -510,6 +512,23 @@ TEST_F(ChunkIndexTest, AgreesWithAMapUnderRandomInsertsAndErases) {
     EXPECT_EQ(index_.slot_of(&entry), slot);
   });
   EXPECT_EQ(seen, model.size());
+}
+
+TEST(ChunkIndexGrowthTest, noInsertMovesOthersUpToTheCapacity) {
+  const auto capacity = static_cast<std::uint32_t>(testing::rounds(1'500'000));
+  ChunkIndex index(make_eviction_policy("lru"), capacity);
+  std::uint64_t most = 0;
+  for (std::uint32_t i = 0; i < capacity; ++i) {
+    char bytes[36] = {};
+    const std::uint64_t mixed = (i + 1) * 0x9E3779B97F4A7C15ull;
+    std::memcpy(bytes, &mixed, sizeof(mixed));
+    const ChunkKey key = ChunkKey::unchecked(bytes, sizeof(bytes));
+    most = std::max(most, testing::steps_of([&] {
+      index.make_resident(index.insert(key, 0, i, {.id = chunk_id(key)}, ChunkState::kFilling),
+                          ChunkOrigin::kStore);
+    }));
+  }
+  EXPECT_EQ(most, 0u);
 }
 
 }  // namespace

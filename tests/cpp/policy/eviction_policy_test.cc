@@ -6,7 +6,10 @@
 #include <random>
 #include <set>
 
+#include "base/split_table.h"
 #include "base/status.h"
+#include "rounds.h"
+#include "step_watch.h"
 
 namespace kv_offload {
 namespace {
@@ -183,6 +186,25 @@ TEST_P(AnyPolicy, PromptsOfLowPriorityGoFirstAndOfHighPriorityLast) {
 
 INSTANTIATE_TEST_SUITE_P(EvictionPolicy, AnyPolicy, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
+
+// Also where the first entry of a level is a late one.
+TEST_P(AnyPolicy, ACallTakesAsFewStepsWithTenTimesAsManyEntries) {
+  std::uint64_t most[2] = {};
+  for (const int large : {0, 1}) {
+    const auto policy = make_eviction_policy(GetParam());
+    const auto many = static_cast<Slot>(testing::rounds(large == 0 ? 100'000 : 1'000'000));
+    for (Slot slot = 0; slot < many; ++slot) {
+      const ChunkId id = (std::uint64_t{slot} + 1) * 0x9E3779B97F4A7C15ull | 1;
+      const auto priority = static_cast<std::int8_t>(slot == many - 1 ? 1 : 0);
+      const EntryInfo info{.id = id, .request = slot / 2 + 1, .priority = priority};
+      most[large] = std::max(most[large], testing::steps_of([&] { policy->insert(slot, info); }));
+    }
+    for (Slot slot = 0; slot < many; ++slot)
+      most[large] = std::max(most[large], testing::steps_of([&] { policy->erase(slot); }));
+  }
+  EXPECT_LT(most[0], 4 * SplitTable::kCells);
+  EXPECT_LT(most[1], 4 * SplitTable::kCells);
+}
 
 }  // namespace
 }  // namespace kv_offload
