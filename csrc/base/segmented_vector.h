@@ -1,6 +1,6 @@
-// SegmentedVector: a vector whose elements never move. It grows by segments, each as long as all before it, so
-// that growing by one element costs the same at any size, also under a lock and on the scheduler's thread. An
-// element that was never written is all zero bytes.
+// SegmentedVector: a vector whose elements never move. It grows by segments, each as long as all before it,
+// so that growing by one element costs the same at any size, also under a lock and on the scheduler's thread.
+// An element that was never written is all zero bytes.
 #pragma once
 
 #include <array>
@@ -44,7 +44,8 @@ class SegmentedVector {
   }
 
  private:
-  static constexpr std::size_t kFirst = 64;  // elements of the first segment; each is twice as long as the last
+  static constexpr std::size_t kFirst =
+      64;  // elements of the first segment; each is twice as long as the last
   static constexpr std::size_t kMostSegments = 32;
 
   std::size_t capacity() const { return (kFirst << count_) - kFirst; }

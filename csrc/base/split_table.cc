@@ -103,7 +103,8 @@ std::size_t SplitTable::longest_probe() const {
   std::size_t longest = 0;
   for (const Place& place : directory_) {
     std::size_t run = 0;
-    for (std::size_t i = 0; i <= 2 * std::size_t{place.mask}; ++i) {  // twice: a run may go on at the beginning
+    for (std::size_t i = 0; i <= 2 * std::size_t{place.mask};
+         ++i) {  // twice: a run may go on at the beginning
       run = place.cells[i & place.mask].value == kNone ? 0 : run + 1;
       longest = std::max(longest, run + 1);
     }

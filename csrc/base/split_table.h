@@ -1,11 +1,11 @@
-// SplitTable: a hash table of small numbers that grows in steps of bounded work (extendible hashing). The owner
-// has the keys: it gives a 32-bit tag of each, and tells whether a value is the one that it looks for.
+// SplitTable: a hash table of small numbers that grows in steps of bounded work (extendible hashing). The
+// owner has the keys: it gives a 32-bit tag of each, and tells whether a value is the one that it looks for.
 //
 // Cells lie in blocks of kCells; a directory says by the first bits of a tag which block it is in, the last
-// bits choose the cell, and collisions go into the cells behind it (linear probing, no tombstones). A block that
-// is half full is split into two, which moves at most kCells / 2 cells; all other blocks stay as they are. The
-// directory doubles from time to time: it has 16 bytes for each thousand values. Blocks whose tags are all
-// alike, which no digest's are, become longer instead.
+// bits choose the cell, and collisions go into the cells behind it (linear probing, no tombstones). A block
+// that is half full is split into two, which moves at most kCells / 2 cells; all other blocks stay as they
+// are. The directory doubles from time to time: it has 16 bytes for each thousand values. Blocks whose tags
+// are all alike, which no digest's are, become longer instead.
 //
 // Memory: 8 bytes a cell, a load of 0.25 to 0.5. Blocks lie side by side on huge pages where there are many.
 #pragma once
@@ -27,8 +27,8 @@ class SplitTable {
  public:
   static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
   static constexpr std::size_t kCells = 4096;  // of a block; while there is one block it may have fewer
-  // The bits of a tag that choose its cell in tables of less than kMostOfUsedBits values: so many first ones and
-  // so many last ones.
+  // The bits of a tag that choose its cell in tables of less than kMostOfUsedBits values: so many first ones
+  // and so many last ones.
   static constexpr unsigned kFirstBits = 8, kLastBits = 12;
   static constexpr std::size_t kMostOfUsedBits = std::size_t{1} << 18;
   static_assert(std::size_t{1} << kLastBits == kCells);
@@ -42,8 +42,8 @@ class SplitTable {
   std::uint32_t find(std::uint32_t tag, Is is) const {
     return locate(directory_[index_of(tag)], tag, is)->value;
   }
-  // The value; kNone when it was not there until now: to be set before the next call. Throws bad_alloc and has
-  // changed nothing that can be seen.
+  // The value; kNone when it was not there until now: to be set before the next call. Throws bad_alloc and
+  // has changed nothing that can be seen.
   template <typename Is>
   std::uint32_t& at(std::uint32_t tag, Is is) {
     make_room(tag);

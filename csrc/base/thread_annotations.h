@@ -27,8 +27,8 @@ namespace kv_offload {
 
 class KVO_ANNOTATE(capability("mutex")) Mutex {
  public:
-  // Sees each hold of each mutex, on the thread that holds it. For tests and benchmarks, which measure how long
-  // another thread may have to wait.
+  // Sees each hold of each mutex, on the thread that holds it. For tests and benchmarks, which measure how
+  // long another thread may have to wait.
   class Watcher {
    public:
     virtual ~Watcher() = default;
@@ -47,7 +47,8 @@ class KVO_ANNOTATE(capability("mutex")) Mutex {
     note_locked();
   }
   void unlock() RELEASE() {
-    if (Watcher* watcher = watcher_.load(std::memory_order_relaxed)) [[unlikely]] watcher->unlocking(*this);
+    if (Watcher* watcher = watcher_.load(std::memory_order_relaxed)) [[unlikely]]
+      watcher->unlocking(*this);
     mutex_.unlock();
   }
   bool try_lock() TRY_ACQUIRE(true) {
@@ -55,15 +56,16 @@ class KVO_ANNOTATE(capability("mutex")) Mutex {
     note_locked();
     return true;
   }
-  // Between two holds of a long loop: returns when no thread waits for this mutex. Unlocking alone lets nobody
-  // in: a thread that was woken finds the mutex locked again, for as long as the loop goes on.
+  // Between two holds of a long loop: returns when no thread waits for this mutex. Unlocking alone lets
+  // nobody in: a thread that was woken finds the mutex locked again, for as long as the loop goes on.
   void let_others_in() const {
     while (waiting_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
   }
 
  private:
   void note_locked() const {
-    if (Watcher* watcher = watcher_.load(std::memory_order_relaxed)) [[unlikely]] watcher->locked(*this);
+    if (Watcher* watcher = watcher_.load(std::memory_order_relaxed)) [[unlikely]]
+      watcher->locked(*this);
   }
 
   static inline std::atomic<Watcher*> watcher_{nullptr};

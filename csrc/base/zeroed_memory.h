@@ -1,6 +1,6 @@
-// ZeroedMemory: a piece of memory that is all zero bytes at first. A large piece costs the same to get whatever
-// its size, because its pages are only made when they are touched, and is offered huge pages: with millions of
-// entries on 4 KiB pages every probe would walk the page tables as well.
+// ZeroedMemory: a piece of memory that is all zero bytes at first. A large piece costs the same to get
+// whatever its size, because its pages are only made when they are touched, and is offered huge pages: with
+// millions of entries on 4 KiB pages every probe would walk the page tables as well.
 #pragma once
 
 #include <sys/mman.h>
@@ -41,7 +41,8 @@ class ZeroedMemory {
   static void* map(std::size_t* bytes) {
     *bytes = round_up(*bytes, kPageBytes);
     const std::size_t spare = *bytes >= kHugePage ? kHugePage : 0;  // to begin at a huge page
-    void* mapped = ::mmap(nullptr, *bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* mapped =
+        ::mmap(nullptr, *bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) return nullptr;
     if (spare == 0) return mapped;
     auto* const begin = static_cast<std::byte*>(mapped);

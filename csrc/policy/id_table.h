@@ -1,6 +1,7 @@
-// IdTable: ChunkId -> a small number, for policies: open addressing in flat blocks (SplitTable), because a hash
-// map with a node per entry costs an allocation and two cache misses for each chunk that comes and goes. The
-// owner has the ids: `id_of(value)` is the id under which that value stands. Every call O(1), growing included.
+// IdTable: ChunkId -> a small number, for policies: open addressing in flat blocks (SplitTable), because a
+// hash map with a node per entry costs an allocation and two cache misses for each chunk that comes and goes.
+// The owner has the ids: `id_of(value)` is the id under which that value stands. Every call O(1), growing
+// included.
 #pragma once
 
 #include <cstddef>

@@ -79,7 +79,8 @@ void ReturnHistory::cross(unsigned bucket, std::uint64_t now) {
   std::uint32_t at = crossed_[bucket] == kNone ? by_time_.oldest : samples_[crossed_[bucket]].newer;
   int left = kCrossedAtOnce;
   // What has not crossed the buckets below this one yet waits for that.
-  for (; at != kNone && now - samples_[at].time >= edge && samples_[at].bucket == bucket; at = samples_[at].newer) {
+  for (; at != kNone && now - samples_[at].time >= edge && samples_[at].bucket == bucket;
+       at = samples_[at].newer) {
     if (left-- == 0) break;
     Sample& sample = samples_[at];
     __builtin_prefetch(&sample + 4);

@@ -1,6 +1,6 @@
-// KnownNames: the names (sealed_names.h) of the last keys that came by, up to a bound. Keys mostly come in the order
-// of their prompt, again and again: entries are stored in the order in which they came first, and the one behind
-// the last that was found is looked at first.
+// KnownNames: the names (sealed_names.h) of the last keys that came by, up to a bound. Keys mostly come in
+// the order of their prompt, again and again: entries are stored in the order in which they came first, and
+// the one behind the last that was found is looked at first.
 //
 // One thread.
 #pragma once

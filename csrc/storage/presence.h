@@ -45,8 +45,8 @@ class Catalogue {
 };
 
 // Bounded: the keys that nothing was learnt of for longest are forgotten first, and are unknown again. Each
-// call is O(1) a key, whatever the number of keys that are known: those that are forgotten, by a reset too, are
-// put aside, and freed by I/O threads without the lock.
+// call is O(1) a key, whatever the number of keys that are known: those that are forgotten, by a reset too,
+// are put aside, and freed by I/O threads without the lock.
 //
 // What is present stays so until a read finds otherwise; what is absent is worth asking again after a time,
 // for others write to the store: kAbsentPerAsking times as long as the answer took, so that a store that
@@ -108,7 +108,9 @@ class PresenceCache final : public Catalogue {
    private:
     static constexpr std::size_t kMarksPerEntry = 16;  // at least: of others one in 16 is looked for in vain
     std::uint32_t place_of(ChunkId id) const;
-    std::uint64_t& word_of(std::size_t mark) const { return static_cast<std::uint64_t*>(marks_.data())[mark / 64]; }
+    std::uint64_t& word_of(std::size_t mark) const {
+      return static_cast<std::uint64_t*>(marks_.data())[mark / 64];
+    }
     std::size_t mark_of(ChunkId id) const { return IdTable::tag(id) & (marks_in_all_ - 1); }
     SegmentedVector<Entry> entries_;
     std::size_t marks_in_all_;  // a power of two

@@ -20,9 +20,10 @@ struct PresenceQuestions::Window {
 
   std::vector<ChunkKey> unknown;  // those of the keys that are asked for here
   std::vector<Part> parts;
-  std::vector<std::atomic<bool>> ended;   // of the parts that were let through: answered or given up
-  std::atomic<std::size_t> unanswered{0};  // parts that were let through, and one more while they are given away
-  std::atomic<bool> failed{false};         // one of the parts was given up
+  std::vector<std::atomic<bool>> ended;  // of the parts that were let through: answered or given up
+  std::atomic<std::size_t> unanswered{
+      0};                           // parts that were let through, and one more while they are given away
+  std::atomic<bool> failed{false};  // one of the parts was given up
 
   std::span<const ChunkKey> keys_of(std::size_t part) const {
     return std::span(unknown).subspan(parts[part].first, parts[part].count);
@@ -34,7 +35,8 @@ struct PresenceQuestions::Prompt {
   const std::vector<ChunkKey> keys;
   const KeyOrder order;
   const Submitted submitted;
-  // A thread will pick the keys from here on, or find that they are of no use. One thread at a time changes it.
+  // A thread will pick the keys from here on, or find that they are of no use. One thread at a time changes
+  // it.
   std::atomic<std::size_t> next{0};
   Mutex mutex;
   WindowPtr window GUARDED_BY(mutex);  // the last that was begun

@@ -6,9 +6,10 @@
 // over again. Until then a prompt is handed over in each step that its request waits in, whole, or without
 // its first keys where another prompt asks for these: it is not taken twice.
 //
-// The chunks of a prompt (KeyOrder::kPrefix) are asked for in windows, each as long as all before it: behind a chunk
-// that is missing nothing is of use, and of a new prompt of a million tokens the first window tells. The parts of
-// a window are asked for at once. A prompt that is there takes one answer more for each doubling of its length.
+// The chunks of a prompt (KeyOrder::kPrefix) are asked for in windows, each as long as all before it: behind
+// a chunk that is missing nothing is of use, and of a new prompt of a million tokens the first window tells.
+// The parts of a window are asked for at once. A prompt that is there takes one answer more for each doubling
+// of its length.
 //
 // Threads: the scheduler's, alone. No call does I/O or waits for who does.
 #pragma once
@@ -61,7 +62,8 @@ class PresenceQuestions {
   static IoPool::Op op_that_goes_on(const PromptPtr& prompt);
   static void go_on(const PromptPtr& prompt);
   static void pick(Prompt& prompt, std::size_t end, Window* window);
-  static std::vector<IoPool::Op> divide(const PromptPtr& prompt, const WindowPtr& window, std::size_t at_once);
+  static std::vector<IoPool::Op> divide(const PromptPtr& prompt, const WindowPtr& window,
+                                        std::size_t at_once);
   static void ask(const PromptPtr& prompt, const WindowPtr& window, std::vector<IoPool::Op> ops);
   static Status ask_part(Prompt& prompt, Window& window, std::size_t part);
   static void give_up(const Prompt& prompt, std::span<const ChunkKey> keys);

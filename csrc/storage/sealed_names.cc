@@ -23,7 +23,8 @@ class SealedNames final : public Tier {
  public:
   SealedNames(std::unique_ptr<Tier> tier, const SealingKeys& keys, const NamespaceId& namespace_id)
       : ways_(keys.size()),
-        names_(ways_, kMostKnown, [this](const ChunkKey& key, std::size_t way) { return digest_of(key, way); }),
+        names_(ways_, kMostKnown,
+               [this](const ChunkKey& key, std::size_t way) { return digest_of(key, way); }),
         tier_(std::move(tier)) {
     for (std::size_t i = 0; i < ways_; ++i)
       digests_.push_back(std::make_unique<NameDigest>(keys, i, namespace_id));

@@ -1,5 +1,5 @@
-// StepWatch: the most steps (base/steps.h) that any hold of any mutex took while it lives: what another thread may
-// have to wait for. steps_of() counts those of one call.
+// StepWatch: the most steps (base/steps.h) that any hold of any mutex took while it lives: what another
+// thread may have to wait for. steps_of() counts those of one call.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +27,8 @@ class StepWatch final : public Mutex::Watcher {
   ~StepWatch() override { Mutex::watch(nullptr); }
   void locked(const Mutex& mutex) override { held_.emplace_back(&mutex, steps_done); }
   void unlocking(const Mutex& mutex) override {
-    const auto held = std::find_if(held_.rbegin(), held_.rend(),
-                                   [&](const auto& one) { return one.first == &mutex; });
+    const auto held =
+        std::find_if(held_.rbegin(), held_.rend(), [&](const auto& one) { return one.first == &mutex; });
     if (held == held_.rend()) return;  // locked before this watch began
     most_ = std::max(most_, steps_done - held->second);
     held_.erase(std::next(held).base());

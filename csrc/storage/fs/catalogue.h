@@ -61,7 +61,8 @@ class FsCatalogue {
   std::optional<Record> take_victim();
   // The next to go was used last, or written, by this request.
   bool next_is_of(std::uint32_t request);
-  // Forgets all, and leaves it in *all, which is empty before. O(1). No Ref of before names an entry of after.
+  // Forgets all, and leaves it in *all, which is empty before. O(1). No Ref of before names an entry of
+  // after.
   void hand_over(FsCatalogue* all);
   // For who goes through all of them: slots below slots() are in use (then their key) or not (then null).
   Slot slots() const { return static_cast<Slot>(entries_.size()); }
@@ -76,8 +77,8 @@ class FsCatalogue {
   // It was read for the request in `about`; or it was in use elsewhere until now.
   void hit(const ChunkKey& key, const EntryInfo& about, Nanos now);
   void touch(const ChunkKey& key, Nanos now);
-  // Appends entries touched since, oldest touch first; each at most once a minute. It looks at `most` of them;
-  // false: these were all.
+  // Appends entries touched since, oldest touch first; each at most once a minute. It looks at `most` of
+  // them; false: these were all.
   bool take_touched(std::size_t most, std::vector<Record>* records);
 
  private:

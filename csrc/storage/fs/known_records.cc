@@ -363,8 +363,8 @@ void KnownRecords::note_listed(const GenerationPtr& generation, std::uint32_t le
 }
 
 template <typename Visit>
-bool KnownRecords::in_pieces(std::size_t count, const GenerationPtr* generation, const std::atomic<bool>& stop,
-                             Visit visit) const {
+bool KnownRecords::in_pieces(std::size_t count, const GenerationPtr* generation,
+                             const std::atomic<bool>& stop, Visit visit) const {
   for (std::size_t next = 0; next < count;) {
     if (stop.load()) return false;
     mutex_.let_others_in();

@@ -8,11 +8,11 @@
 // says which generation it is of. While there is none, nothing is known, and nothing is there to be found.
 //
 // Threads: any. mutex_ guards all but not_found_, and is the innermost lock: it is never held across a call
-// to the file system, nor while another lock is taken. Each hold of it is short whatever the number of records:
-// long lists are taken in piece by piece, and between two pieces those who wait for the lock get it; tables grow
-// in small steps; a reset only puts aside what was known, and other calls go through it and free it. So the
-// scheduler's thread waits neither for storage nor for a scan. Nor does it close files, which may wait for a
-// server: whoever lets go of a generation last, it stays open until free_unused().
+// to the file system, nor while another lock is taken. Each hold of it is short whatever the number of
+// records: long lists are taken in piece by piece, and between two pieces those who wait for the lock get it;
+// tables grow in small steps; a reset only puts aside what was known, and other calls go through it and free
+// it. So the scheduler's thread waits neither for storage nor for a scan. Nor does it close files, which may
+// wait for a server: whoever lets go of a generation last, it stays open until free_unused().
 #pragma once
 
 #include <atomic>
@@ -185,8 +185,8 @@ class KnownRecords final : public Catalogue {
   std::unique_ptr<Forgotten> nothing() const { return std::make_unique<Forgotten>(policy_name_); }
 
   bool apply_some_uses() EXCLUDES(mutex_);
-  // Calls visit(at) for each `at` below `count`, kRecordsPerLock in a hold of the lock. False: it ended early,
-  // as *stop became true, or *generation (where it is given) is no longer ours.
+  // Calls visit(at) for each `at` below `count`, kRecordsPerLock in a hold of the lock. False: it ended
+  // early, as *stop became true, or *generation (where it is given) is no longer ours.
   template <typename Visit>
   bool in_pieces(std::size_t count, const GenerationPtr* generation, const std::atomic<bool>& stop,
                  Visit visit) const EXCLUDES(mutex_);

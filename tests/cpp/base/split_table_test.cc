@@ -52,9 +52,8 @@ TEST(SplitTableGrowthTest, a_call_moves_as_few_cells_with_ten_times_as_many_valu
   std::uint64_t most = 0, all = 0;
   for (std::uint32_t value = 0; value < many; ++value) {
     const auto tag = static_cast<std::uint32_t>(value * 0x9E3779B97F4A7C15ull >> 32);
-    const std::uint64_t steps = steps_of([&] {
-      table.at(tag, [&](std::uint32_t other) { return other == value; }) = value;
-    });
+    const std::uint64_t steps =
+        steps_of([&] { table.at(tag, [&](std::uint32_t other) { return other == value; }) = value; });
     most = std::max(most, steps);
     all += steps;
   }

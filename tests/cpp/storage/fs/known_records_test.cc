@@ -231,7 +231,8 @@ TEST_F(KnownRecordsTest, what_was_declined_is_known_to_its_request_until_it_is_w
 TEST_F(KnownRecordsTest, a_record_that_was_written_again_after_a_reset_is_not_told_as_removed) {
   begin(generation(1));
   const auto many = static_cast<std::uint32_t>(KnownRecords::kMostRemovals) + 10;
-  for (std::uint32_t i = 0; i < many; ++i) EXPECT_TRUE(records_.written({key_of(i), 8192}, {}, records_.generation()));
+  for (std::uint32_t i = 0; i < many; ++i)
+    EXPECT_TRUE(records_.written({key_of(i), 8192}, {}, records_.generation()));
   records_.reset();
   begin(generation(2));
   EXPECT_TRUE(records_.written({key_of(many - 1), 8192}, {}, records_.generation()));
