@@ -131,8 +131,8 @@ void bind_worker(py::module_& module) {
            py::arg("groups"), py::arg("blocks_per_chunk"), py::arg("area"), py::arg("threads") = 2,
            py::arg("device") = -1, py::arg("holds_states") = std::vector<bool>{},
            py::arg("shards_per_area") = 1, py::arg("kernel_blocks") = CopierOptions{}.kernel_blocks,
-           py::arg("tail_blocks") = std::vector<std::uint32_t>{},
-           py::arg("pin_progress") = py::none(), py::arg("keep_alive") = py::none())
+           py::arg("tail_blocks") = std::vector<std::uint32_t>{}, py::arg("pin_progress") = py::none(),
+           py::arg("keep_alive") = py::none())
       .def("submit", &submit, py::arg("job_id"), py::arg("ticket"), py::arg("store"), py::arg("block_ids"),
            py::arg("group_sizes"), py::arg("block_indices"), py::arg("rows"), py::arg("group_rows"),
            py::arg("expedited") = false, py::arg("compute_stream") = 0)

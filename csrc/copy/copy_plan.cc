@@ -246,7 +246,8 @@ void CacheLayout::validate() const {
     throw_invalid("tail_blocks has {} entries for {} groups", tail_blocks.size(), groups.size());
   }
   for (std::size_t g = 0; g < tail_blocks.size(); ++g) {
-    if (tail_blocks[g] > blocks_per_chunk || (tail_blocks[g] != 0 && is_states(static_cast<std::uint32_t>(g)))) {
+    if (tail_blocks[g] > blocks_per_chunk ||
+        (tail_blocks[g] != 0 && is_states(static_cast<std::uint32_t>(g)))) {
       throw_invalid("group {}: rows cannot hold the last {} of {} blocks of a chunk", g, tail_blocks[g],
                     blocks_per_chunk);
     }

@@ -39,7 +39,7 @@ std::vector<MetricDefinition> make_definitions() {
       counter("kv_offload_miss_tokens_total",
               "Tokens of prompts that were looked up and not loaded, by what was missing first: not_stored, "
               "evicted, recompute_cheaper, deadline, corrupt, "
-              "io_error, pressure, disabled.",
+              "io_error, pressure, disabled, incomplete.",
               {"reason"}),
       counter("kv_offload_lookup_tokens_total", "Tokens looked up beyond what the device cache had."),
       counter("kv_offload_stored_tokens_total", "Tokens whose blocks were stored in host memory."),
@@ -55,7 +55,7 @@ std::vector<MetricDefinition> make_definitions() {
       counter("kv_offload_dropped_bytes_total",
               "Bytes that were to be written to a tier and were not, by reason (declined: not worth what "
               "would have "
-              "to go for them).",
+              "to go for them; incomplete: vLLM offered chunks without some of their blocks).",
               {"tier", "reason"}),
       counter("kv_offload_failures_total",
               "Failed operations of a tier: corrupt, io, no_space, timeout, device.", {"tier", "op", "kind"}),

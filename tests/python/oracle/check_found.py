@@ -13,14 +13,15 @@ import pytest
 
 adapter.use_specs()
 
-from oracle.check_oracle import FULL, MINOR, boot, chunks_of  # noqa: E402
+from oracle.check_oracle import FULL, MINOR, PATIENT_MS, boot, chunks_of  # noqa: E402
 from oracle.engine import STATE, Engine, Setup  # noqa: E402
 from oracle.reference import reference_engine  # noqa: E402
 
 ROOMY = replace(
     FULL,
     layers=2,
-    extra={"cpu_bytes_to_use": "32MiB"},
+    # Whatever is there is loaded: what it costs on a busy machine decides nothing here.
+    extra={"cpu_bytes_to_use": "32MiB", "load_policy": "always", "lookup_deadline_ms": PATIENT_MS},
     num_blocks=200,
     max_model_len=1100,
     max_batched_tokens=512,
@@ -39,6 +40,18 @@ CLASSES: dict[str, Setup] = {
 CHUNKS = (1, 2, 4, 8, 16)
 GROWTHS = (100, 37, 64)  # tokens a turn: neither blocks nor chunks, a few, whole ones
 ALL = os.environ.get("KV_OFFLOAD_FOUND") == "all"
+# In CI: the largest chunk of each class, where nothing was found, and chunks around each window.
+SHORT = {
+    ("full attention", 16),
+    ("window of 32", 2),
+    ("window of 32", 4),
+    ("window of 32", 16),
+    ("window of 128", 8),
+    ("window of 128", 16),
+    ("states", 4),
+    ("window of 128, a drafter", 16),
+    ("replicated, two ranks", 8),
+}
 
 
 @dataclass(frozen=True)
@@ -124,7 +137,8 @@ def cells() -> Iterator[tuple[str, int]]:
         for blocks in CHUNKS:
             if "replicated" in name and MINOR < (0, 32):
                 continue
-            yield name, blocks
+            if ALL or (name, blocks) in SHORT:
+                yield name, blocks
 
 
 def compare(setup: Setup) -> tuple[list[Answer], list[Answer]]:
@@ -141,7 +155,7 @@ def losses(ours: list[Answer], kept: list[Answer]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("name", "blocks"), cells())
+@pytest.mark.parametrize(("name", "blocks"), list(cells()))
 def test_as_much_is_found_as_by_keeping_everything(name: str, blocks: int) -> None:
     ours, kept = compare(chunks_of(CLASSES[name], blocks))
     print(name, blocks, sum(answer.found for answer in ours), sum(answer.found for answer in kept))
