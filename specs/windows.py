@@ -49,9 +49,7 @@ def windows_of(config: Any) -> Windows:
 
 
 def _window(group: Any, known: Mapping[str, Any], vllm_config: Any) -> int | None:
-    windows = {
-        compat.layer_window(known[name], vllm_config) for name in group.layer_names if name in known
-    }
+    windows = {compat.layer_window(known[name], vllm_config) for name in group.layer_names if name in known}
     found = [window for window in windows if window is not None]
     return max(found) if found and len(found) == len(windows) else None
 
@@ -71,7 +69,9 @@ def log_long_chunks(config: Any, windows: Windows) -> None:
         chunk = group.tokens_per_block * blocks
         if window is None or chunk <= window:
             continue
-        layers = f"cache group {group.group_id} ({group.layer_names[0]} and {len(group.layer_names) - 1} more)"
+        layers = (
+            f"cache group {group.group_id} ({group.layer_names[0]} and {len(group.layer_names) - 1} more)"
+        )
         if tail:
             logger.info(
                 "%s: chunks of %d tokens are longer than the sliding window of %d, so the last %d of %d blocks "

@@ -127,7 +127,7 @@ class CopiesAsVllm:
 
 
 def reference_engine(setup: Setup, boot: Callable[[Setup], Engine]) -> Engine:
-    """An engine that finds whatever can be found; ``runner.wrong`` holds the requests whose bytes are wrong."""
+    """An engine that finds whatever can be found. ``runner.wrong``: requests whose bytes are wrong."""
     blocks = int(setup.extra.get("blocks_per_chunk", 1))
     engine = boot(
         replace(
