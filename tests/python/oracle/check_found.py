@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import adapter
 import pytest

@@ -1,4 +1,4 @@
-"""A manager that keeps everything vLLM offers, and a worker that copies as vLLM's own does: what can be found.
+"""A manager that keeps all that vLLM offers, and a worker that copies as vLLM's own does.
 
 The worker places blocks by vLLM's rule (gpu_worker.py): from the slot of the first block that is listed on,
 one after the other. Where vLLM left out a block in between, that is wrong; the runner then sees wrong bytes,
