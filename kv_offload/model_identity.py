@@ -23,7 +23,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 _NOT_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin"}
 # Files of these kinds configure the model, its processors and its code; every such file counts.
 _CONFIGS = (".json", ".py", ".yaml", ".yml", ".npz", ".npy", ".onnx")
-# Except these: keys are hashes of token ids, so files of a tokenizer and chat templates change no byte under a key.
+# Except these: keys are hashes of token ids, so tokenizer files and chat templates change no byte.
 _NOT_CONFIGS = {
     "added_tokens.json",
     "chat_template.json",
@@ -54,7 +54,7 @@ def model_identity(
 ) -> dict[str, Any]:
     """What identifies the weights of ``name``: a directory, a file, or a name of the hub.
 
-    ``configured_by``: where its configuration is instead (--hf-config-path). ``code``: repositories of the hub
+    ``configured_by``: where its configuration is instead (--hf-config-path). ``code``: hub repositories
     whose code is run for it, at ``code_revision``. ``draft``: name and revision of a drafter.
 
     ``address``: where vLLM reads the weights instead (its model_weights, such as s3://...), when ``name`` is
@@ -146,7 +146,7 @@ def _weights_identity(files: list[Path]) -> dict[str, Any]:
 
 
 def _configs_digest(directory: Path) -> str:
-    """sha256 (hex) over the names and contents of all files that configure the model, those in folders included.
+    """Returns the sha256 (hex) of all files that configure the model, those in folders included.
 
     Hidden folders (.git, .cache) are left out.
     """

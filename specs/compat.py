@@ -265,8 +265,10 @@ def current_vllm_config() -> Any | None:
 
 
 def bytes_version() -> str:
-    """Returns the vLLM version whose pages these are: without the label of its build. Raises ValueError when vLLM
-    does not know its version."""
+    """Returns the vLLM version whose pages these are, without the label of its build.
+
+    Raises ValueError when vLLM does not know its version.
+    """
     public = vllm_version().partition("+")[0]
     if not any(letter.isdigit() for letter in public):
         raise ValueError(f"vLLM calls its version {public!r}")
@@ -286,8 +288,8 @@ def layer_backend(layer: Any) -> str:
 def layer_packing(layer: Any, vllm_config: Any, device_type: str) -> str:
     """Returns what of this machine decides how a layer's pages are packed; "" where nothing does.
 
-    CPU_ATTN packs K and V for the instruction set that it finds. GPU kernels choose encodings of quantized values
-    by compute capability. Raises what vLLM raises.
+    CPU_ATTN packs K and V for the instruction set that it finds. GPU kernels choose encodings of quantized
+    values by compute capability. Raises what vLLM raises.
     """
     if device_type == "cpu":
         return _cpu_packing(layer, vllm_config)

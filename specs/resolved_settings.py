@@ -1,8 +1,8 @@
 """The settings of one process that are part of the namespace, as texts: vLLM's resolved configuration and its
 environment, filtered by ``identity_table``.
 
-Values that equal the default of their field are left out. The namespace holds vLLM's version, so a default means
-the same wherever two namespaces agree.
+Values that equal the default of their field are left out. The namespace holds vLLM's version, so a default
+means the same wherever two namespaces agree.
 """
 
 import dataclasses
@@ -42,14 +42,16 @@ def environment(
     ``known``: the variables of vllm/envs.py (its ``environment_variables``). One that no table names counts.
     """
     if known is None:
-        from vllm.envs import environment_variables as known
+        from vllm.envs import environment_variables
+
+        known = environment_variables
     counted = {name for name, decision in ENVIRONMENT.items() if decision.counts}
     counted |= known.keys() - ENVIRONMENT.keys()
     return {name: environ[name] for name in sorted(counted) if name in environ}
 
 
 def decision_for(path: str, table: Mapping[str, Decision] = CONFIGURATION) -> Decision | None:
-    """Returns the line that decides for ``path``, or that of a configuration around it; None for an unknown field."""
+    """Returns the line for ``path`` or for a configuration around it; None for an unknown field."""
     while path:
         if path in table:
             return table[path]
@@ -109,8 +111,8 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Returns ``value`` as tables, lists and texts that are equal in every process: no addresses, no order of sets."""
-    if value is None or isinstance(value, (str, int, float)) and not isinstance(value, enum.Enum):
+    """Returns ``value`` as tables, lists and texts that are equal in every process."""
+    if value is None or (isinstance(value, (str, int, float)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
         return value.name
@@ -150,7 +152,7 @@ def _digest(value: Any) -> str:
 
 
 def _length_is_free(vllm_config: Any) -> bool:
-    """True if max_model_len changes no byte: the model does not read it, and its rotations do not depend on it."""
+    """True if max_model_len changes no byte: neither the model nor its rotations depend on it."""
     model = getattr(vllm_config, "model_config", None)
     text = getattr(model, "hf_text_config", None)
     kinds = {str(getattr(config, "model_type", "")) for config in (text, getattr(model, "hf_config", None))}

@@ -294,7 +294,7 @@ def _tell_layout(merged: Mapping[str, Any]) -> None:
 
 
 def refuse_unknown_identity(options: OffloadConfig, merged: Mapping[str, Any]) -> None:
-    """Raises ValueError when the cache outlives the server and part of what identifies its bytes is not known."""
+    """Raises ValueError when the cache outlives the server and part of its identity is not known."""
     if not _outlives(options):
         return
     what = "secondary_tiers" if options.secondary_tiers else "keep_host_memory"
@@ -306,7 +306,7 @@ def refuse_unknown_identity(options: OffloadConfig, merged: Mapping[str, Any]) -
     if merged["numbered_images"]:
         raise ValueError(
             f"{what}: with --no-enable-prefix-caching and --mm-processor-cache-gb 0 vLLM numbers images "
-            "instead of hashing them, so other images would be found after a restart; leave out one of the two"
+            "instead of hashing them, so other images would be found after a restart; leave out one of them"
         )
 
 

@@ -199,8 +199,8 @@ def refuse_external_launcher() -> None:
     ranks = getattr(parallel, "world_size", 1)
     if launcher == "external_launcher" and isinstance(ranks, int) and ranks > 1:
         raise ValueError(
-            f'distributed_executor_backend "external_launcher" starts a scheduler in each of the {ranks} ranks, '
-            'and KVOffloadSpec needs one for all: use "mp", or tensor_parallel_size 1 for each process'
+            f'distributed_executor_backend "external_launcher" starts a scheduler in each of the {ranks} '
+            'ranks, and KVOffloadSpec needs one for all: use "mp", or tensor_parallel_size 1 for each process'
         )
 
 

@@ -94,6 +94,7 @@ CACHE: dict[str, Decision] = {
     "kernel_config.linear_backend_per_quant": counts(
         "precision of activations differs between these backends"
     ),
+    "kernel_config.monokernel": counts("kernels that vLLM does not call equivalent"),
     "kernel_config.sparse_indexer_topk_backend": counts("selects which entries of an index are attended to"),
     "kernel_config.ir_op_priority": same("order of equivalent kernels"),
     "kernel_config.ir_op_priority.rms_norm": same("order of equivalent kernels"),

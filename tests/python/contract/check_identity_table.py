@@ -1,15 +1,18 @@
-"""Run by test_contract.py under each vLLM release: the tables of what is in the namespace name every field."""
+"""Run by test_contract.py under each vLLM release: the tables of the namespace name every field."""
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import adapter
+import vllm
 
 adapter.use_specs()
 
-from kv_offload.specs.identity_table import CONFIGURATION, VLLM_VARIABLES  # noqa: E402
+from kv_offload.specs.identity_table import CONFIGURATION, ENVIRONMENT, VLLM_VARIABLES  # noqa: E402
 from kv_offload.specs.resolved_settings import decision_for, environment  # noqa: E402
 from vllm import envs  # noqa: E402
 from vllm.config import VllmConfig  # noqa: E402
@@ -43,6 +46,22 @@ def test_every_field_of_the_configuration_is_in_the_table() -> None:
 
 def test_every_variable_of_vllm_is_in_the_table() -> None:
     assert sorted(envs.environment_variables.keys() - VLLM_VARIABLES.keys()) == []
+
+
+READ = re.compile(
+    r"""(?:environ(?:\.get|\.setdefault|\.pop)?\s*[\[(]|getenv\()\s*["']([A-Za-z_]\w*)["']"""
+    r"""|["']([A-Z][A-Z0-9_]+)["']\s+(?:not )?in os\.environ"""
+)
+
+
+def test_every_variable_that_vllms_python_files_read_is_in_the_table() -> None:
+    found = {
+        first or second
+        for file in Path(vllm.__file__).parent.rglob("*.py")
+        for first, second in READ.findall(file.read_text(encoding="utf-8", errors="replace"))
+    }
+    assert len(found) > 100
+    assert sorted(found - ENVIRONMENT.keys()) == []
 
 
 def test_every_line_has_a_reason() -> None:
