@@ -165,4 +165,8 @@ OTHER_VARIABLES: dict[str, Decision] = {
     "NCCL_SOCKET_NTHREADS": same("how ranks exchange equal values"),
     "RAY_CGRAPH_get_timeout": same("timeouts"),
     "VLLM_SNAPSHOT_TIMEOUT_S": same("timeouts"),
+    "XDG_CONFIG_HOME": same("places of files and libraries"),
+    "DO_NOT_TRACK": same("logs, metrics, traces and usage reports"),
+    "JAX_PLATFORMS": same("set by vLLM for TPU; settings.device names the device"),
+    "VLLM_PRECOMPILED_WHEEL_LOCATION": same("read when vLLM is built"),
 }
