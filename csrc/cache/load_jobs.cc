@@ -148,4 +148,12 @@ void LoadJobs::forget() {
   jobs_.clear();
 }
 
+void LoadJobs::abandon() {
+  for (Job& job : jobs_) {
+    if (std::exchange(job.completed, true)) continue;
+    forgotten_.push_back({job.ticket, job.cache_blocks});
+  }
+  poll();
+}
+
 }  // namespace kv_offload
