@@ -1,4 +1,4 @@
-"""Warnings that are logged once: nothing is ever hit; vLLM reset the cache; only another replica was reset."""
+"""Warnings that are logged once: nothing is ever hit; the cache was reset; another replica was reset alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,8 +78,8 @@ class ResetWatch:
         self._reported = True
         records = f" and all records of {', '.join(self._tiers)}" if self._tiers else ""
         logger.warning(
-            "vLLM reset the KV cache: %d chunks in host memory%s are forgotten for good. Sleep (level 1 and "
-            "2), pause and POST /reset_prefix_cache?reset_external=true ask for this, because the weights may "
+            "vLLM reset the KV cache: %d chunks in host memory%s are forgotten for good. Sleep (level 1, 2), "
+            "pause and POST /reset_prefix_cache?reset_external=true ask for this, because the weights may "
             "change next. If the weights of this server never change in place, keep the cache with "
             '"fixed_weights": true. This warning is logged once',
             chunks,
