@@ -80,7 +80,7 @@ class KVOffloadManager(OffloadingManager):
         )
         self._unstored: list[bytes] = []  # keys of chunks whose payloads vLLM may track for nothing
         if self._options.describes_events and compat.tracks_pending_hits():
-            self.lookup = self._noting_pending_hits(self.lookup)  # type: ignore[method-assign]
+            self.lookup = self._noting_pending_hits(self.lookup)  # type: ignore[method-assign,assignment]
 
     # ---- requests
 

@@ -1,4 +1,4 @@
-"""Warnings that are logged once: nothing is ever hit; the cache was reset; another replica was reset alone."""
+"""Warnings logged once: nothing is ever hit; the cache was reset; another replica was reset alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
