@@ -48,13 +48,15 @@ def judge(given: Mapping[str, Any], offloading_gib: float | None = None) -> Judg
     checks = _vllms_verdict(transfer, None if refused else in_effect)
     checks += [Check("config", "refused", text) for text in refused]
     checks += [Check("config", "note", text) for text in notes]
-    if refused and not is_llmd_config(extra):
+    if refused and not is_llmd_config(extra) and extra.get("spec_name") is not None:
         return Judged(checks)
     known = {"cpu_bytes_to_use": "1GiB"} if partial and offloading_gib is None else {}
     try:
         parsed, ignored = OffloadConfig.parse({**extra, **known})
     except ConfigError as error:
         return Judged([*checks, *(Check("config", "refused", text) for text in error.problems)])
+    if refused:  # all of it was looked at, and none of it would be in effect
+        return Judged(checks)
     checks += [Check("config", "note", text) for text in (*ignored, *cautions(parsed))]
     if known:
         return Judged([*checks, Check("config", "note", _PARTIAL)], tiers=parsed)
