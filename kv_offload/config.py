@@ -69,8 +69,8 @@ class OffloadConfig(BaseModel):
     )
     request_hints: Literal["allow", "ignore"] = Field(
         default="allow",
-        description="whether requests may set load_policy, priority, a wait and the skip flags in their "
-        "kv_transfer_params; ignore where clients are not trusted",
+        description="whether requests may set kv_offload_load_policy, kv_offload_priority, a wait and the "
+        "skip flags in their kv_transfer_params; ignore where clients are not trusted",
     )
     load_policy: Literal["auto", "always", "never"] = Field(
         default="auto", description="auto: load what arrives sooner than it is computed; always; never"

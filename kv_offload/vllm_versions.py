@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +46,12 @@ def keys_read_by_vllm(package: str | None = None) -> frozenset[str]:
         if found is None or not found.origin:
             return frozenset()
         package = os.path.dirname(found.origin)
+    return _keys_read_in(package)
+
+
+@cache
+def _keys_read_in(package: str) -> frozenset[str]:
+    """Read once a process: a configuration is parsed several times, and its files do not change meanwhile."""
     keys: set[str] = set()
     for folder in _READERS:
         for file in Path(package, folder).rglob("*.py"):

@@ -73,6 +73,7 @@ def shape_problems(base: Any, config: Any) -> list[str]:
         missing = fields - _field_names(getattr(module, name, None))
         if missing:
             problems.append(f"{name} has no {', '.join(sorted(missing))}")
+    problems += _key_problems(base)
     results = {result.name for result in getattr(base, "LookupResult", ())}
     if results != {"HIT", "HIT_PENDING", "RETRY", "MISS"}:
         problems.append(f"LookupResult is one of {', '.join(sorted(results)) or 'nothing'}")
@@ -80,6 +81,17 @@ def shape_problems(base: Any, config: Any) -> list[str]:
     if not {"block_ids", "group_sizes", "block_indices"} <= parameters:
         problems.append("GPULoadStoreSpec is made from other arguments")
     return problems
+
+
+def _key_problems(base: Any) -> list[str]:
+    """Keys are taken apart in the core (csrc/base/types.h): a block hash, then the group in four bytes."""
+    try:
+        key = bytes(base.make_offload_key(b"\x01\x02\x03", 0x04050607))
+    except Exception as error:
+        return [f"make_offload_key fails ({type(error).__name__}: {error})"]
+    if key == b"\x01\x02\x03\x04\x05\x06\x07":
+        return []
+    return [f"a key is made as {key.hex()} of the hash 010203 and the group 04050607"]
 
 
 # What vLLM passes to each of our methods, in this order; after the bar, what only some releases pass.

@@ -114,6 +114,8 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     parallel = config.parallel
     refuse_several_hosts()
     refuse_several_offloading_connectors()
+    if config.parallel.rank == 0:
+        tell_offloading_size()
     tensors = [entry.tensor for entry in kv_caches.tensors]
     pages = [[ref.page_size_bytes for ref in refs] for refs in kv_caches.group_data_refs]
     holds_states = groups_of_states(config)
@@ -201,6 +203,18 @@ def refuse_several_offloading_connectors() -> None:
     )
     if problems:
         raise ValueError(problems[0])
+
+
+def tell_offloading_size() -> None:
+    """vLLM overwrites parts of --kv-transfer-config for --kv-offloading-size, and says nothing of it."""
+    size = getattr(getattr(compat.current_vllm_config(), "cache_config", None), "kv_offloading_size", None)
+    if size is not None:
+        logger.info(
+            "--kv-offloading-size %g sets cpu_bytes_to_use to %s and kv_connector to OffloadingConnector; "
+            "what --kv-transfer-config has for them is not used",
+            size,
+            format_bytes(int(size * (1 << 30))),
+        )
 
 
 def choose_copier(tensors: list[Any]) -> tuple[str, int]:

@@ -159,13 +159,18 @@ void Stores::complete(std::span<const ChunkKey> keys, bool success) {
     const ChunkEntry &first = with_.chunks.at(a), &second = with_.chunks.at(b);
     return first.depth != second.depth ? first.depth > second.depth : first.row > second.row;
   });
-  double tokens = 0;
+  double tokens = 0, bytes = 0;
   for (std::size_t i = 0; i < stored.size(); ++i) {
     if (i + kAhead < stored.size()) with_.chunks.prefetch(stored[i + kAhead]);
     with_.chunks.finish_store(stored[i]);
-    tokens += with_.groups[with_.chunks.at(stored[i]).group].tokens;
+    const auto& group = with_.groups[with_.chunks.at(stored[i]).group];
+    tokens += group.tokens;
+    bytes += static_cast<double>(group.bytes);
   }
-  if (tokens > 0) with_.metrics.add("kv_offload_stored_tokens_total", {}, tokens);
+  if (!stored.empty()) {
+    with_.metrics.add("kv_offload_stored_tokens_total", {}, tokens);
+    with_.metrics.add("kv_offload_stored_bytes_total", {}, bytes);
+  }
   std::reverse(stored.begin(), stored.end());
   with_.write_back.note_stored(stored);
 }

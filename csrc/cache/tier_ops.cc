@@ -418,6 +418,9 @@ void TierOps::publish(TierSlot& slot, const TierStats& stats) {
   };
   const TierStats& before = slot.published;
   count("kv_offload_evicted_bytes_total", {slot.name}, stats.evicted_bytes, before.evicted_bytes);
+  count("kv_offload_read_record_bytes_total", {slot.name}, stats.read_record_bytes, before.read_record_bytes);
+  count("kv_offload_write_record_bytes_total", {slot.name}, stats.written_record_bytes,
+        before.written_record_bytes);
   count("kv_offload_io_ops_total", {slot.name, "direct"}, stats.direct_ops, before.direct_ops);
   count("kv_offload_io_ops_total", {slot.name, "buffered"}, stats.buffered_ops, before.buffered_ops);
   count("kv_offload_breaker_trips_total", {slot.name}, stats.breaker_trips, before.breaker_trips);

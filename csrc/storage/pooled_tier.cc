@@ -309,6 +309,8 @@ TierStats PooledTier::stats() const {
   stats.writable = in_epoch && takes(Lane::kWrite);
   stats.is_shared = !was_reset_;
   for (const Breaker& breaker : shared_->breakers) stats.breaker_trips += breaker.trips();
+  stats.read_record_bytes = options_.form.traffic->read_bytes;
+  stats.written_record_bytes = options_.form.traffic->written_bytes;
   if (const CompressionChoice* choice = shared_->compression.get()) {
     const CompressionStats codec = choice->stats();
     stats.may_encode = choice->setting() != Compress::kNone;

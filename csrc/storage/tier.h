@@ -110,6 +110,8 @@ struct TierStats {
   std::uint64_t breaker_trips = 0;
   // Ops that ran for longer than the tier allows, each once, ended since or not.
   std::uint64_t read_timeouts = 0, write_timeouts = 0;
+  // Running totals of what ops that ended well moved on the tier: header, encoded payload, padding.
+  std::uint64_t read_record_bytes = 0, written_record_bytes = 0;
   // Of a tier that may encode its records (compression_choice.h); totals.
   bool may_encode = false, encodes = false;  // ever; the next one
   double encode_seconds = 0, decode_seconds = 0;

@@ -264,6 +264,7 @@ TEST_P(StoreTest, FiguresTellWhatIsResident) {
   EXPECT_EQ(world().metrics.value("kv_offload_tier_chunks", {"cpu"}), 2);
   EXPECT_EQ(world().metrics.value("kv_offload_queue_depth", {"fs", "write"}), 2);
   EXPECT_EQ(world().metrics.value("kv_offload_stored_tokens_total", {}), 2 * World::kTokens);
+  EXPECT_EQ(world().metrics.value("kv_offload_stored_bytes_total", {}), 2 * 2 * 4096);
 }
 
 TEST_P(StoreTest, ARequestThatEndedIsRefused) {

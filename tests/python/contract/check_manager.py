@@ -247,9 +247,10 @@ def test_hints_of_a_request_are_obeyed_and_nonsense_is_ignored(engine: Engine) -
     skipping = engine.request("b", {"kv_offload_skip_store": True})
     assert engine.look(keys(1), skipping) == [HIT]
     assert engine.offer(keys(2), skipping).keys_to_store == []
-    forgetful = engine.request("d", {"kv_offload_skip_load": True, "priority": -1})
+    forgetful = engine.request("d", {"kv_offload_skip_load": True, "kv_offload_priority": -1})
     assert engine.look(keys(1), forgetful) == [MISS]
-    odd = engine.request("c", {"load_policy": 7, "kv_offload_skip_store": "no", "priority": 1.5, "other": []})
+    odd_hints = {"kv_offload_load_policy": 7, "kv_offload_skip_store": "no", "kv_offload_priority": 1.5}
+    odd = engine.request("c", odd_hints | {"other": []})
     assert engine.look(keys(1), odd) == [HIT]
     assert engine.offer(keys(2), odd).keys_to_store == keys(2)
 
@@ -447,9 +448,10 @@ def test_a_miss_counts_the_rest_of_its_prompt(engine: Engine) -> None:
 
 
 def test_hints_of_requests_can_be_ignored_and_priorities_have_bounds() -> None:
-    asked = {"load_policy": "never", "priority": 2_147_483_647, "kv_offload_skip_store": True}
+    asked = {"kv_offload_load_policy": "never", "kv_offload_priority": 2_147_483_647}
+    asked |= {"kv_offload_skip_store": True}
     assert HintReader().read(asked) == {"load_policy": "never", "priority": 1, "skip_store": True}
-    assert HintReader().read({"priority": -(10**30)}) == {"priority": -1}
+    assert HintReader().read({"kv_offload_priority": -(10**30)}) == {"priority": -1}
     assert HintReader(allowed=False).read(asked) == {}
 
 
@@ -487,10 +489,10 @@ def test_bad_hints_are_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> No
     now = [0.0]
     reader = HintReader(clock=lambda: now[0])
     for _ in range(1000):
-        reader.read({"load_policy": ["sometimes"], "priority": "high"})
+        reader.read({"kv_offload_load_policy": ["sometimes"], "kv_offload_priority": "high"})
     assert len(caplog.records) == 1
     now[0] = 60.0
-    reader.read({"priority": True})
+    reader.read({"kv_offload_priority": True})
     assert "1999 others" in caplog.records[1].getMessage()
 
 

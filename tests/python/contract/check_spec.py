@@ -142,6 +142,24 @@ def test_what_is_not_kept_is_not_said_to_be(caplog: pytest.LogCaptureFixture) ->
         assert "found 3 chunks" in caplog.text
 
 
+@pytest.mark.parametrize(("size", "rank", "lines"), [(None, 0, 0), (1.5, 0, 1), (1.5, 1, 0)])
+def test_what_the_size_option_overwrites_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, size: Any, rank: int, lines: int
+) -> None:
+    cache = SimpleNamespace(kv_offloading_size=size)
+    monkeypatch.setattr(compat, "current_vllm_config", lambda: SimpleNamespace(cache_config=cache))
+    # Said before the rest of the configuration is looked at, which ends this worker here.
+    monkeypatch.setattr("kv_offload.specs.worker.choose_copier", lambda _: (_ for _ in ()).throw(KeyError))
+    with caplog.at_level("INFO", logger="vllm.kv_offload"), pytest.raises(KeyError):
+        KVOffloadSpec(offloading_config(rank=rank, world_size=2)).get_worker(kv_caches())
+    said = [
+        text
+        for text in caplog.messages
+        if "--kv-offloading-size 1.5 sets cpu_bytes_to_use to 1.5 GiB" in text
+    ]
+    assert len(said) == lines
+
+
 def test_ranks_that_are_laid_out_in_different_ways_are_refused() -> None:
     config, pages = offloading_config(), [[4096]]
     canonical = CanonicalPages(2, 1, ((8192,),))
