@@ -67,20 +67,6 @@ bool namespace_is_open(FileOps& ops, int namespace_directory) {
   return mark && lock_file(ops, mark.get(), LOCK_EX | LOCK_NB) != 0;
 }
 
-std::uint64_t reclaim_other_generations(FileOps& ops, int namespace_directory, std::uint64_t own,
-                                        std::uint64_t enough, const std::atomic<bool>& stop,
-                                        const Gone& gone) {
-  std::vector<std::uint64_t> generations;
-  if (!list_generations(ops, namespace_directory, &generations)) return 0;
-  std::uint64_t freed = 0;
-  for (const std::uint64_t number : generations) {
-    if (freed >= enough) break;
-    if (number == own) continue;
-    freed += reclaim_generation(ops, namespace_directory, number, enough - freed, false, stop, gone);
-  }
-  return freed;
-}
-
 std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name, std::uint64_t enough,
                                 bool even_open, const std::atomic<bool>& stop, const Gone& gone) {
   int error = 0;

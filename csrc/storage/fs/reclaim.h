@@ -26,10 +26,6 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
 
 // True when some process has it open.
 bool namespace_is_open(FileOps& ops, int namespace_directory);
-// Removes records of all generations but `own` until `enough` bytes are gone, those in use too.
-std::uint64_t reclaim_other_generations(FileOps& ops, int namespace_directory, std::uint64_t own,
-                                        std::uint64_t enough, const std::atomic<bool>& stop,
-                                        const Gone& gone);
 
 struct Reclaimed {
   std::uint64_t records = 0, bytes = 0;

@@ -65,7 +65,7 @@ void RootCounter::look() {
 }
 
 void RootCounter::note_sharers(const SpaceFigures& figures) {
-  evictor_.share_with(figures.sharers);
+  evictor_.note(figures);
   records_.note_shared(figures.shared);
 }
 

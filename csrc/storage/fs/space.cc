@@ -153,6 +153,16 @@ Status Space::reserve(Reservation* reservation, std::uint64_t bytes, std::uint64
       return;
     }
     lacking = wanted - max_bytes_;
+    const std::uint64_t credit = std::min(own->credit, lacking);  // others evicted it for us
+    own->credit -= credit;
+    lacking -= credit;
+    if (lacking == 0) {
+      own->reserved += bytes - held;
+      held = bytes;
+      return;
+    }
+    own->reserved += credit;
+    held += credit;
     own->evicting += reservation->evicting_ ? 0 : 1;
     answer = Status::error(StatusKind::kNoSpace,
                            fmt::format("{} in use, {} asked, max_bytes is {}", format_bytes(others),

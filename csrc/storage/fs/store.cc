@@ -68,7 +68,9 @@ Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder order, const Epo
 void FsStore::start() {
   if (root_.fresh) return;
   counter_.start();
-  if (!stop_.load()) evictor_.reclaim_unused_generations();
+  if (stop_.load()) return;
+  evictor_.reclaim_unused_generations();
+  evictor_.trade();
 }
 
 void FsStore::maintain() {
@@ -77,7 +79,9 @@ void FsStore::maintain() {
     return recency_.write();
   }
   if (own_.keep()) evictor_.reclaim_unused_generations();
+  root_.space->publish_held(records_.bytes());  // with this look: others judge us by it when we are stopped
   counter_.look();
+  evictor_.trade();
   records_.apply_uses();
   recency_.write_when_due();
 }
