@@ -165,7 +165,7 @@ void HostChunks::end_load(Slot slot) {
   index_.unpin(slot);
 }
 
-std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, std::uint32_t spared_holder) const {
+std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, std::uint32_t spared_holder) {
   const std::uint64_t pages = row_unit_ / kPageBytes;
   const auto movable = [&](RowId row) {
     const Slot slot = owners_[row / pages];

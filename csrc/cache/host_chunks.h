@@ -104,7 +104,7 @@ class HostChunks {
   // What would go, one after the other, if nothing else happened; at most so many.
   std::vector<Slot> next_victims(std::size_t most) { return index_.next_victims(most); }
   // Chunks that together leave a slab which this group can use; empty when there are none.
-  std::vector<Slot> slab_to_evict(std::uint32_t group, std::uint32_t spared_holder) const;
+  std::vector<Slot> slab_to_evict(std::uint32_t group, std::uint32_t spared_holder);
   bool has_one_row_size() const { return one_row_size_; }
   // More than 1 / `share` of the area lies in no row.
   bool has_free(std::uint64_t share) const;

@@ -51,10 +51,8 @@ LookupResult Requests::lookup_unready(RequestHandle handle, RequestState& reques
   if (!group) return LookupResult::kMiss;
   if (entry != nullptr) return lookup_here(handle, request, *group, *entry);
   if (!request.failed.empty()) {
-    const std::uint64_t fingerprint = KeyMemory::fingerprint(key);
-    for (const auto& failed : request.failed) {
-      if (failed.fingerprint == fingerprint) return miss(request, *group, failed.reason);
-    }
+    const auto failed = request.failed.find(KeyMemory::fingerprint(key));
+    if (failed != request.failed.end()) return miss(request, *group, failed->second);
   }
   return lookup_on_tiers(handle, request, *group, key);
 }

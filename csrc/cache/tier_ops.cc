@@ -141,19 +141,17 @@ void TierOps::read(std::span<const Read> reads, Nanos deadline, bool probe) {
   }
 }
 
-bool TierOps::await(Slot slot, RequestHandle request) {
-  Op* op = read_of(slot);
-  if (op == nullptr) return false;
-  if (std::find(op->waiters.begin(), op->waiters.end(), request) != op->waiters.end()) return false;
-  op->waiters.push_back(request);
-  return true;
+std::optional<OpId> TierOps::await(Slot slot, RequestHandle request) {
+  const auto read = reads_.find(slot);
+  if (read == reads_.end() || !ops_.at(read->second).waiters.insert(request).second) return std::nullopt;
+  return read->second;
 }
 
 void TierOps::stop_awaiting(Slot slot, RequestHandle request) {
   const auto read = reads_.find(slot);
   if (read == reads_.end()) return;
   Op& op = ops_.at(read->second);
-  std::erase(op.waiters, request);
+  op.waiters.erase(request);
   // Nobody needs it any more. Its completion gives the row back.
   if (op.waiters.empty()) tiers_[op.tier]->cancel(read->second);
 }
@@ -201,7 +199,7 @@ void TierOps::finish_read(Op& op, const Completion& completion) {
   }
   if (op.stale) return chunks_.release(op.row);
   reads_.erase(op.slot);
-  ReadEnd end{op.slot, completion.key, arrived, std::nullopt};
+  ReadEnd end{completion.id, op.slot, completion.key, arrived, std::nullopt};
   // One that expired was submitted for a request whose wait is over; another may wait on.
   const bool tried = kind != StatusKind::kCancelled && kind != StatusKind::kExpired;
   if (!arrived && tried) end.failed = miss_reason_of(kind);
@@ -230,7 +228,7 @@ void TierOps::write(std::uint8_t tier, std::span<const Slot> slots, bool may_dec
     ++slots_[tier].writes;
     batch.push_back(make_op(OpKind::kWrite, tier, slot));
     batch.back().may_decline = may_decline;
-    write_order_.push_back(batch.back().id);
+    queued_writes_.insert(batch.back().id);
   }
   if (!batch.empty()) tiers_[tier]->submit(std::move(batch));
 }
@@ -238,6 +236,7 @@ void TierOps::write(std::uint8_t tier, std::span<const Slot> slots, bool may_dec
 void TierOps::finish_write(Op& op, const Completion& completion) {
   TierSlot& slot = slots_[op.tier];
   --slot.writes;
+  queued_writes_.erase(completion.id);
   const StatusKind kind = completion.status.kind();
   if (completion.status.is_ok()) {
     metrics_.add("kv_offload_write_bytes_total", {slot.name}, static_cast<double>(completion.bytes));
@@ -268,9 +267,9 @@ bool TierOps::drop_write(OpId id, std::string_view reason) {
 
 bool TierOps::shed_writes() {
   int shed = 0;
-  while (shed < kShedAtOnce && !write_order_.empty()) {
-    const OpId op = write_order_.front();
-    write_order_.pop_front();
+  while (shed < kShedAtOnce && !queued_writes_.empty()) {
+    const OpId op = *queued_writes_.begin();
+    queued_writes_.erase(queued_writes_.begin());
     if (drop_write(op, "pressure")) ++shed;
   }
   if (shed == 0) return false;
@@ -308,7 +307,6 @@ void TierOps::poll() {
     slots_[tier].writable = stats.writable;
     slots_[tier].is_shared = stats.is_shared;
   }
-  while (!write_order_.empty() && !ops_.contains(write_order_.front())) write_order_.pop_front();
 }
 
 void TierOps::poll_once_a_step() {
@@ -367,7 +365,7 @@ void TierOps::forget() {
   for (const auto& [id, op] : ops_) {
     if (!op.stale) in_flight.push_back(id);
   }
-  std::sort(in_flight.begin(), in_flight.end());  // as tiers have queued them: each is found at once
+  std::sort(in_flight.begin(), in_flight.end());  // rows come back in the order in which they were taken
   for (const OpId id : in_flight) {
     Op& op = ops_.at(id);
     op.stale = true;
@@ -376,7 +374,7 @@ void TierOps::forget() {
     tiers_[op.tier]->cancel(id);  // if it has started, its completion ends the hold
   }
   reads_.clear();
-  write_order_.clear();
+  queued_writes_.clear();
 }
 
 void TierOps::reset() {
@@ -391,7 +389,7 @@ void TierOps::reset() {
 }
 
 void TierOps::close() {
-  for (const OpId op : write_order_) drop_write(op, "closing");
+  for (const OpId op : queued_writes_) drop_write(op, "closing");
   for (const auto& tier : tiers_) tier->close();
   poll();
 }

@@ -18,6 +18,7 @@ class FetchFakeTest : public CacheTest {
   // The record of "b" is there now, and the request, which has "a", loads it.
   void expect_loaded(RequestHandle request, decltype(FakeTier::records)::node_type record_of_b) {
     fake().records.insert(std::move(record_of_b));
+    step();  // vLLM asks once a step
     EXPECT_EQ(scan(request, {"a", "b"}), "HP");
     step();
     tier().finish();

@@ -614,6 +614,38 @@ TEST_F(PooledTierTest, an_op_ends_once_whatever_there_is_no_memory_for) {
   EXPECT_GT(failures, 3u);
 }
 
+TEST_F(PooledTierTest, a_probe_that_there_is_no_memory_to_submit_is_not_lost) {
+  unsigned failures = 0;
+  for (bool failed = true; failed;) {
+    IoPool* pool = nullptr;
+    const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+    server_->fail(MemoryServer::Verb::kRead, StatusKind::kIo);
+    for (OpId id = 1; id <= Breaker::kFailuresToTrip; ++id) {
+      start_read(*tier, id);
+      EXPECT_EQ(end_read(*tier, pool), StatusKind::kIo);
+    }
+    start_read(*tier, 100);
+    EXPECT_EQ(end_read(*tier, pool), StatusKind::kUnavailable) << "it rests";
+    server_->fail(MemoryServer::Verb::kRead, StatusKind::kOk);
+    clock_.advance(seconds(2));
+    bool submitted = true;
+    {
+      const FailingAllocation one(failures);
+      try {
+        start_read(*tier, 101);
+      } catch (const std::bad_alloc&) {
+        submitted = false;
+      }
+      failed = one.came();
+    }
+    failures += failed;
+    if (!submitted) start_read(*tier, 102);
+    EXPECT_EQ(end_read(*tier, pool), StatusKind::kNotFound) << failures << ": the device is well again";
+    EXPECT_EQ(tier->estimate_read_seconds(0), 0) << "no bytes wait";
+  }
+  EXPECT_GT(failures, 4u);
+}
+
 // ---- tiers that others fill
 
 TEST_F(PooledTierTest, one_that_cannot_be_reset_offers_nothing_more_after_a_reset) {
