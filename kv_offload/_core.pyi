@@ -3,7 +3,7 @@
 Errors: ValueError for what the caller got wrong, ResourceError for what the machine does not have.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -409,6 +409,10 @@ class TieredCache:
     def end_step(self) -> None: ...
     def has_pending_work(self) -> bool: ...
     def reset(self) -> None: ...
+    def abandon_jobs(self) -> None:
+        """Discard stores under way; pin chunks being loaded until the ranks have reported; keep the rest."""
+    def absent(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those that are not in host memory and not on their way there."""
     def take_events(self) -> list[tuple[list[bytes], bool, bool, str]]:
         """(keys, on storage, removed, tier name)."""
     def publish_gauges(self) -> None: ...

@@ -102,6 +102,11 @@ class OffloadConfig(BaseModel):
         description="host memory outlives the server, however it ends, for the next one of the same model: "
         "until then it stays taken, unless another start needs it",
     )
+    fixed_weights: bool = Field(
+        default=False,
+        description="the weights never change while the server runs: a cache reset from vLLM, which sleep "
+        "and pause ask for too, keeps host memory and all tiers; vLLM's weight updates are refused",
+    )
     metrics_port: int | None = Field(
         default=None,
         ge=1,

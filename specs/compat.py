@@ -9,6 +9,8 @@ UnsupportedVllmError (an ImportError). What differs:
     submit_load(expedited=)          -      -      x
     on_reset_flushed                 -      -      x
     config_info, config_info_keys    -      -      x
+    OffloadingEvent.metadata_only    -      -      x      (before, vLLM tracks no payload of a pending hit)
+    unregister_kv_caches             -      -      x      (life_cycle.py)
     sliding_window_size_in_chunks    -      -      x      (of a group; before, the workers tell)
     on_schedule_end                  before the stores    the last call of a step
     blocks of a session that goes on added again          taken as what it has
@@ -228,12 +230,37 @@ def new_stats() -> Any:
     return OffloadingConnectorStats()
 
 
-def make_event(keys: list[bytes], *, removed: bool, tier: str | None = None, locality: str = "LOCAL") -> Any:
-    """An OffloadingEvent of host memory (``tier`` None) or of a tier below it."""
+def tracks_pending_hits() -> bool:
+    """True if self-describing events keep a chunk's payload from HIT_PENDING on (0.33), not from HIT."""
+    return "metadata_only" in _EVENT_FIELDS
+
+
+def untrack_events(keys: list[bytes]) -> list[Any]:
+    """Events that make vLLM drop the payloads of chunks that never came to host memory.
+
+    Before 0.33 only a removal drops a payload, and subscribers count the stores and removals of a block: so
+    the chunks are stored and removed in one batch.
+    """
+    if tracks_pending_hits():
+        return [OffloadingEvent(keys=keys, medium=Medium.CPU, removed=True, metadata_only=True)]
+    return [make_event(keys, removed=False), make_event(keys, removed=True)]
+
+
+def make_event(
+    keys: list[bytes],
+    *,
+    removed: bool,
+    tier: str | None = None,
+    locality: str = "LOCAL",
+    removal_expected: bool = True,
+) -> Any:
+    """An OffloadingEvent of host memory (``tier`` None) or of a tier below it.
+
+    ``removal_expected``: vLLM keeps a chunk's payload until the tier reports its removal.
+    """
     if tier is None:
         return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed)
-    # removal_expected: vLLM keeps a stored chunk's payload until every reported residency is removed.
-    fields = {"ownership": tier, "locality": Locality(locality), "removal_expected": True}
+    fields = {"ownership": tier, "locality": Locality(locality), "removal_expected": removal_expected}
     known = {name: value for name, value in fields.items() if name in _EVENT_FIELDS}
     return OffloadingEvent(keys=keys, medium=Medium.STORAGE, removed=removed, **known)
 

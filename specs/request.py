@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kv_offload.config import MOST_AWAIT_RECORDS_MS
@@ -23,6 +23,9 @@ class RequestState:
     handle: int  # of TieredCache
     generation: int  # of the manager: how many resets it had seen when the request was last looked up
     started: bool = False  # scheduled as a new one
+    pending: set[bytes] = field(
+        default_factory=set
+    )  # of pending hits, where vLLM keeps their events' payloads
 
 
 class HintReader:

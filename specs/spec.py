@@ -146,9 +146,17 @@ class KVOffloadSpec(OffloadingSpec):
                     for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
                     if tier.enable_kv_events
                 ),
+                self_evicting_tiers=frozenset(
+                    name
+                    for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
+                    if tier.bound_key is None
+                ),
                 info=info,
                 request_hints=options.request_hints == "allow",
                 await_records_seconds=options.await_records_seconds,
+                fixed_weights=options.fixed_weights,
+                describes_events=self.kv_events_config.enable_kv_cache_events
+                and self.kv_events_config.self_describing_kv_events,
                 surroundings=Surroundings(
                     random_seed=identity.hash_algorithm if seed_is_random else "",
                     other_namespaces=tuple(

@@ -45,6 +45,7 @@ class KVOffloadWorker(OffloadingWorker):
         # False: another rank stores the same bytes; vLLM gives every rank the stores of a canonical layout.
         self._stores = stores
         self._left_out: list[int] = []  # such jobs, not yet reported
+        self._running: set[int] = set()  # the core's jobs, not yet reported
         self._compute_stream = compute_stream  # the CUDA stream that copies wait for; None on the CPU
         self.at_shutdown: Callable[[], None] = lambda: None  # first; idempotent, as shutdown() is
         self.region = region
@@ -68,6 +69,7 @@ class KVOffloadWorker(OffloadingWorker):
     def _submit(
         self, job_id: int, store: bool, blocks: Any, rows: RowLoadStoreSpec, expedited: bool = False
     ) -> None:
+        self._running.add(job_id)
         stream = {} if self._compute_stream is None else {"compute_stream": self._compute_stream()}
         self._rank_worker.submit(
             job_id,
@@ -85,13 +87,19 @@ class KVOffloadWorker(OffloadingWorker):
     def get_finished(self) -> list[Any]:
         """TransferResults of jobs that ended since the last call."""
         left_out, self._left_out = self._left_out, []
+        ended = self._rank_worker.poll()
+        self._running.difference_update(job_id for job_id, _, _ in ended)
         return [TransferResult(job_id, True) for job_id in left_out] + [
-            TransferResult(job_id, True, size, seconds) for job_id, size, seconds in self._rank_worker.poll()
+            TransferResult(job_id, True, size, seconds) for job_id, size, seconds in ended
         ]
 
     def wait(self, job_ids: set[int]) -> None:
         """Return when these jobs no longer touch cache memory. Ids may be finished or unknown."""
         self._rank_worker.wait(job_ids)
+
+    def finish(self) -> None:
+        """Return when no job touches cache memory."""
+        self._rank_worker.wait(self._running)
 
     def describe(self) -> str:
         """Which copier runs and how."""
@@ -111,11 +119,15 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     """
     from kv_offload import _core
 
+    from .life_cycle import finish_copies_before_sleep, refuse_weight_updates
+
     parallel = config.parallel
     refuse_several_hosts()
     refuse_several_offloading_connectors()
     if config.parallel.rank == 0:
         tell_offloading_size()
+    if options.fixed_weights:
+        refuse_weight_updates(compat.current_vllm_config())
     tensors = [entry.tensor for entry in kv_caches.tensors]
     pages = [[ref.page_size_bytes for ref in refs] for refs in kv_caches.group_data_refs]
     holds_states = groups_of_states(config)
@@ -178,6 +190,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())
     metrics.set("kv_offload_copy_info", [rank_worker.describe()], 1)
     worker = KVOffloadWorker(rank_worker, region, metrics, _compute_stream_of(copier, device), stores=first)
+    finish_copies_before_sleep()
     worker.at_shutdown = wait_for_messages(options.wait_while_loading, copier, region, worker)
     return worker
 

@@ -113,6 +113,14 @@ py::tuple prepare_store(const Cache& self, RequestHandle request, const py::sequ
                         to_tuple(grant.transfer.group_rows), to_bytes_list(grant.evicted));
 }
 
+py::list absent(const Cache& self, const py::object& keys) {
+  py::list found;
+  for (const py::handle key : keys) {
+    if (!self->cache->is_in_memory(to_key(key))) found.append(key);
+  }
+  return found;
+}
+
 py::list take_events(const Cache& self) {
   py::list events;
   for (const CacheEvent& event : self->cache->take_events()) {
@@ -236,6 +244,8 @@ void bind_cache(py::module_& module) {
       .def("end_step", [](const Cache& self) { self->cache->end_step(); })
       .def("has_pending_work", [](const Cache& self) { return self->cache->has_pending_work(); })
       .def("reset", &released<&TieredCache::reset>)
+      .def("abandon_jobs", [](const Cache& self) { self->cache->abandon_jobs(); })
+      .def("absent", &absent, py::arg("keys"))
       .def("take_events", &take_events)
       .def("publish_gauges", [](const Cache& self) { self->cache->publish_gauges(); })
       .def("stats", &stats)

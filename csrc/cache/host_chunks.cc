@@ -119,6 +119,14 @@ void HostChunks::discard_store(Slot slot) {
   }
 }
 
+void HostChunks::discard_stores() {
+  std::vector<Slot> filling;
+  index_.for_each([&](Slot slot, const ChunkEntry& entry) {
+    if (entry.state == ChunkState::kFilling) filling.push_back(slot);
+  });
+  for (const Slot slot : filling) discard_store(slot);
+}
+
 void HostChunks::access(Slot slot, std::uint32_t request, std::int8_t priority) {
   const std::int8_t before = index_.at(slot).priority;
   index_.access(slot, request, priority);

@@ -79,6 +79,8 @@ class HostChunks {
   void discard(Slot slot) { rows_.free(remove(slot)); }
   // Likewise of a store that failed: a rank may still copy, then the row is quarantined.
   void discard_store(Slot slot);
+  // Discards every store that has not ended.
+  void discard_stores();
 
   // ---- who uses it
   void pin(Slot slot) { index_.pin(slot); }

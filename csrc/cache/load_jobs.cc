@@ -156,4 +156,12 @@ void LoadJobs::forget(const Job& job) {
   for (const Slot slot : job.slots) chunks_.quarantine(job.ticket, slot);
 }
 
+void LoadJobs::abandon() {
+  for (Job& job : jobs_) {
+    if (std::exchange(job.completed, true)) continue;
+    forgotten_.push_back({job.ticket, job.cache_blocks});
+  }
+  poll();
+}
+
 }  // namespace kv_offload

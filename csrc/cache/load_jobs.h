@@ -62,6 +62,8 @@ class LoadJobs {
   // No load is known any more. The rows of those that ranks may still copy are in
   // quarantine, and still hold others back.
   void forget();
+  // vLLM reports the end of no load begun so far. Their chunks stay, pinned until the ranks have reported.
+  void abandon();
 
   // Whether a load of a request of this span has to wait until others have ended.
   bool must_hold_back(std::uint32_t last_end) const;
