@@ -460,6 +460,7 @@ class RankWorker:
         area: int,
         threads: int = 2,
         device: int = -1,
+        tail_blocks: Sequence[int] = (),  # per position: the last blocks of a chunk that a row holds; 0: all
         holds_states: Sequence[bool] = (),  # per position: of a chunk only the last block is kept
         shards_per_area: int = 1,  # equal parts of each page, which a row holds one after the other
         kernel_blocks: int = 8,  # blocks (of 256 threads) of the CUDA copier's kernels

@@ -55,6 +55,10 @@ REASONS = {
         "check the device or the server: it did not return what was written; of a root, run "
         "kv-offload verify",
     ),
+    "incomplete": (
+        "vLLM offered the chunks without some of their blocks, so they were not stored",
+        "set blocks_per_chunk so that a chunk is not longer than the model's sliding window",
+    ),
     "io_error": (
         "records could not be read, or the tier was switched off after errors or timeouts",
         "look at kv_offload_failures_total by kind, at the device, and at the permissions of the root",

@@ -19,7 +19,7 @@ UnsupportedVllmError (an ImportError). What differs:
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from types import SimpleNamespace
 from typing import Any
 
@@ -313,6 +313,40 @@ def layer_has_window(layer: Any, vllm_config: Any) -> bool:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     return not isinstance(layer.get_kv_cache_spec(vllm_config), FullAttentionSpec)
+
+
+def layer_window(layer: Any, vllm_config: Any) -> int | None:
+    """The tokens before a position that vLLM keeps for a sliding-window layer; None for any other layer,
+    subclasses of the spec included. Raises what vLLM raises for odd layers."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    spec = layer.get_kv_cache_spec(vllm_config)
+    if type(spec) is not SlidingWindowSpec:
+        return None
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+
+
+def loads_end_anywhere(layers: Mapping[str, Any], offloaded: Set[str], vllm_config: Any) -> bool:
+    """True if vLLM may end a load inside a chunk although all groups have chunks of one size: it caps a load
+    by what groups that it does not offload hold (HiSparse), and moves its end to a block for layers that
+    recompute their window (prefix replay). Context parallelism is counted in, as windows do not support it.
+
+    ``layers``: all of this rank, by name; ``offloaded``: the names of those in the groups that we are given.
+    Raises what vLLM raises for odd layers.
+    """
+    parallel = vllm_config.parallel_config
+    if any(
+        getattr(parallel, name, 1) > 1
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
+    ):
+        return True
+    for name, layer in layers.items():
+        if not hasattr(layer, "get_kv_cache_spec"):
+            continue
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if spec is not None and (name not in offloaded or getattr(spec, "prefix_replay_tokens", 0) > 0):
+            return True
+    return False
 
 
 def layer_holds_states(layer: Any, vllm_config: Any) -> bool:

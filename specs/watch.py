@@ -22,6 +22,8 @@ _REASONS = {
     "kv_offload_read_seconds; load_policy always loads anyway",
     "deadline": "reads take longer than lookup_deadline_ms: the tier is slow or stuck",
     "corrupt": "records do not verify: run kv-offload verify on the root",
+    "incomplete": "vLLM offers chunks without some of their blocks: lower blocks_per_chunk until a chunk is "
+    "not longer than the sliding window",
     "io_error": "the tier's records cannot be read: see kv_offload_failures_total",
     "pressure": "host memory has no space for what is read: raise cpu_bytes_to_use",
     "disabled": "loading is switched off: by load_policy never, or by requests (kv_load_tiers and others)",

@@ -17,6 +17,7 @@ from .compat import OffloadingWorker, TransferResult
 from .identity import groups_of_states, keep_for, worker_fingerprint
 from .load_spec import RowLoadStoreSpec
 from .message_wait import wait_for_messages
+from .windows import log_long_chunks, windows_of
 
 if TYPE_CHECKING:
     from kv_offload._core import HostRegion, Metrics, RankWorker
@@ -131,6 +132,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     tensors = [entry.tensor for entry in kv_caches.tensors]
     pages = [[ref.page_size_bytes for ref in refs] for refs in kv_caches.group_data_refs]
     holds_states = groups_of_states(config)
+    windows = windows_of(config)
     copier, device = choose_copier(tensors)
     canonical = (
         canonical_pages(config, kv_caches, replicated) if getattr(config, "canonical_layout", False) else None
@@ -138,6 +140,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     shards = canonical.shards_per_area if isinstance(canonical, CanonicalPages) else 1
     area = 0 if replicated else parallel.rank
     if parallel.rank == 0:
+        log_long_chunks(config, windows)
         _check_roots(options)
     region = _core.HostRegion.attach_worker(
         config.engine_id,
@@ -146,8 +149,8 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         parallel.world_size,
         parallel.rank,
         [
-            sum(sizes) * (1 if states else config.cache.blocks_per_chunk) // shards
-            for sizes, states in zip(pages, holds_states, strict=True)
+            sum(sizes) * (1 if states else tail or config.cache.blocks_per_chunk) // shards
+            for sizes, states, tail in zip(pages, holds_states, windows.tail_blocks, strict=True)
         ],
         worker_fingerprint(
             config,
@@ -183,6 +186,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         device=device,
         holds_states=holds_states,
         shards_per_area=shards,
+        tail_blocks=windows.tail_blocks,
         kernel_blocks=options.copy_kernel_blocks,
         pin_progress=progress_logger(time.monotonic(), what="pinning host memory"),
         keep_alive=tensors,

@@ -24,7 +24,8 @@ enum class MissReason : std::uint8_t {
   kCorrupt,
   kIoError,
   kPressure,
-  kDisabled
+  kDisabled,
+  kIncomplete  // vLLM offered it without some of its blocks
 };
 std::string_view to_string(MissReason reason);
 
@@ -65,7 +66,7 @@ struct RequestOptions {
 // What became of one request's prompt, all its admissions together.
 struct RequestReport {
   static constexpr std::size_t kPlaces = 9;   // host memory, then the tiers
-  static constexpr std::size_t kReasons = 8;  // indexed by MissReason
+  static constexpr std::size_t kReasons = 9;  // indexed by MissReason
   using Places = std::array<std::uint64_t, kPlaces>;
   Places hit_tokens{};
   std::array<std::uint64_t, kReasons> miss_tokens{};

@@ -68,9 +68,11 @@ Slot HostChunks::insert(const ChunkKey& key, std::uint32_t group, RowId row, con
 }
 
 Slot HostChunks::insert_filling(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
-                                Ticket ticket) {
+                                Ticket ticket, bool first) {
   const Slot slot = insert(key, group, row, about, ChunkState::kFilling);
-  index_.at(slot).ticket = ticket;
+  ChunkEntry& entry = index_.at(slot);
+  entry.ticket = ticket;
+  entry.first = first;
   return slot;
 }
 

@@ -69,8 +69,9 @@ class HostChunks {
   void free(RowId row) { rows_.free(row); }
 
   // ---- a chunk's life. REQUIRES for inserts: absent, a row from allocate().
+  // `first`: the first chunk of its group in the store job.
   Slot insert_filling(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
-                      Ticket ticket);
+                      Ticket ticket, bool first = false);
   Slot insert_fetching(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about);
   void finish_store(Slot slot) { make_resident(slot, ChunkOrigin::kStore); }
   void finish_fetch(Slot slot, std::uint8_t tier);

@@ -59,6 +59,7 @@ struct ChunkEntry {
   bool counted : 1 = false;   // its fetch was counted as a hit of that tier
   bool spared : 1 = false;    // by victim(); the index's own
   bool recorded : 1 = false;  // when last seen, a tier worth reading had it too
+  bool first : 1 = false;     // of its group in the store job that fills it
 };
 static_assert(sizeof(ChunkEntry) == 88);
 

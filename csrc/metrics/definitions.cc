@@ -39,7 +39,7 @@ std::vector<MetricDefinition> make_definitions() {
       counter("kv_offload_miss_tokens_total",
               "Tokens of prompts that were looked up and not loaded, by what was missing first: not_stored, "
               "evicted, recompute_cheaper, deadline, corrupt, "
-              "io_error, pressure, disabled.",
+              "io_error, pressure, disabled, incomplete.",
               {"reason"}),
       counter("kv_offload_lookup_tokens_total", "Tokens looked up beyond what the device cache had."),
       counter("kv_offload_stored_tokens_total", "Tokens whose blocks were stored in host memory."),
@@ -62,7 +62,8 @@ std::vector<MetricDefinition> make_definitions() {
       counter("kv_offload_evicted_bytes_total", "Bytes that left a tier to make room.", {"tier"}),
       counter("kv_offload_dropped_bytes_total",
               "Bytes of KV cache that were to be written to a tier and were not, before encoding, by reason "
-              "(declined: worth less than the records they would replace).",
+              "(declined: worth less than the records they would replace; incomplete: vLLM offered chunks "
+              "without some of their blocks).",
               {"tier", "reason"}),
       counter("kv_offload_failures_total",
               "Failed operations of a tier: corrupt, io, no_space, timeout, device.", {"tier", "op", "kind"}),
