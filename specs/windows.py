@@ -74,8 +74,8 @@ def log_long_chunks(config: Any, windows: Windows) -> None:
         )
         if tail:
             logger.info(
-                "%s: chunks of %d tokens are longer than the sliding window of %d, so the last %d of %d blocks "
-                "of each are stored",
+                "%s: chunks of %d tokens are longer than the sliding window of %d, so the last %d of %d "
+                "blocks of each are stored",
                 layers,
                 chunk,
                 window,
@@ -84,8 +84,8 @@ def log_long_chunks(config: Any, windows: Windows) -> None:
             )
         else:
             logger.warning(
-                "%s: chunks of %d tokens are longer than the sliding window of %d, and loads of this model may "
-                "end inside a chunk. Chunks that vLLM offers without their first blocks are not stored, so "
+                "%s: chunks of %d tokens are longer than the sliding window of %d, and loads of this model "
+                "may end inside a chunk. Chunks that vLLM offers without their first blocks are not stored, so "
                 "conversations are rarely found; set blocks_per_chunk to at most %d",
                 layers,
                 chunk,

@@ -124,6 +124,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
 
     parallel = config.parallel
     refuse_several_hosts()
+    refuse_external_launcher()
     refuse_several_offloading_connectors()
     if config.parallel.rank == 0:
         tell_offloading_size()
@@ -207,6 +208,18 @@ def refuse_several_hosts() -> None:
         raise ValueError(
             f"KVOffloadSpec keeps one engine's KV cache on one host, and this engine spans {hosts}: "
             "serve with tensor and pipeline parallelism inside a host, and data parallelism across hosts"
+        )
+
+
+def refuse_external_launcher() -> None:
+    """Raises ValueError when each rank of this engine has a scheduler of its own (external_launcher)."""
+    parallel = getattr(compat.current_vllm_config(), "parallel_config", None)
+    launcher = getattr(parallel, "distributed_executor_backend", None)
+    ranks = getattr(parallel, "world_size", 1)
+    if launcher == "external_launcher" and isinstance(ranks, int) and ranks > 1:
+        raise ValueError(
+            f'distributed_executor_backend "external_launcher" starts a scheduler in each of the {ranks} '
+            'ranks, and KVOffloadSpec needs one for all: use "mp", or tensor_parallel_size 1 for each process'
         )
 
 

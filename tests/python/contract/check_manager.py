@@ -464,6 +464,7 @@ def test_a_request_may_say_how_long_it_waits_for_records_of_others() -> None:
         assert read({"kv_offload_await_ms": nonsense}) == {}
 
 
+@pytest.mark.usefixtures("vllm_config")
 def test_who_waits_for_records_of_others_is_told_to_come_again(tmp_path: Any) -> None:
     tier = {"type": "fs", "root_dir": str(tmp_path)}
     waiting = Engine(await_records_ms=60_000, secondary_tiers=[tier], model_id="m")

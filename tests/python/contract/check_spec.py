@@ -285,23 +285,6 @@ def test_a_capacity_below_one_prompt_is_said_at_start(
     assert ("hold 4,096 tokens, and a prompt may have 4,097" in caplog.text) == told
 
 
-@pytest.fixture
-def vllm_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What a worker finds of the VllmConfig, with the fields that matter."""
-    made = SimpleNamespace(
-        model_config=SimpleNamespace(
-            revision="abc", dtype="torch.bfloat16", quantization=None, hf_overrides={}, max_model_len=100
-        ),
-        load_config=SimpleNamespace(download_dir=str(tmp_path)),
-        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto"),
-        compilation_config=SimpleNamespace(static_forward_context={}),
-        parallel_config=SimpleNamespace(nnodes_within_dp=1),
-        speculative_config=None,
-    )
-    monkeypatch.setattr(compat, "current_vllm_config", lambda: made)
-    return made
-
-
 def _namespace(config: Any, world_size: int = 1) -> str:
     texts = [identity.worker_fingerprint(config, "cpu", "host", [[4096]], 100) for _ in range(world_size)]
     merged = identity.merge_fingerprints(texts)
@@ -394,6 +377,7 @@ def test_a_seed_that_changes_with_each_process_is_known(monkeypatch: pytest.Monk
     assert compat.block_hash_seed("sha256")[1] is True
 
 
+@pytest.mark.usefixtures("vllm_config")
 def test_a_random_seed_with_a_disk_is_said_loudly(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

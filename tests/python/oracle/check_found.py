@@ -1,6 +1,9 @@
-"""Tokens found, not only bytes: what vLLM offers and we keep is found as a manager that keeps everything finds
-it (oracle.reference), for every class of model, chunk size and window. Run by test_oracle.py under each vLLM
-release; every byte that is loaded is checked besides. More: KV_OFFLOAD_FOUND=all."""
+"""Tokens found, not only bytes.
+
+For every model class, chunk size and window: what vLLM offers is found as often as with a manager that keeps
+everything (oracle.reference). test_oracle.py runs this under each vLLM release; every loaded byte is checked
+too. KV_OFFLOAD_FOUND=all runs all cells.
+"""
 
 import os
 import random
