@@ -85,8 +85,8 @@ def log_long_chunks(config: Any, windows: Windows) -> None:
         else:
             logger.warning(
                 "%s: chunks of %d tokens are longer than the sliding window of %d, and loads of this model "
-                "may end inside a chunk. Chunks that vLLM offers without their first blocks are not stored, so "
-                "conversations are rarely found; set blocks_per_chunk to at most %d",
+                "may end inside a chunk. Chunks that vLLM offers without their first blocks are not stored, "
+                "so conversations are rarely found; set blocks_per_chunk to at most %d",
                 layers,
                 chunk,
                 window,

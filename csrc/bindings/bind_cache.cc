@@ -171,6 +171,7 @@ py::dict tier_stats(const Cache& self, std::size_t tier) {
       "queued_writes"_a = stats.queued_writes, "oldest_read_seconds"_a = stats.oldest_read_seconds,
       "oldest_write_seconds"_a = stats.oldest_write_seconds, "scan_complete"_a = stats.scan_complete,
       "readable"_a = stats.readable, "writable"_a = stats.writable, "apart"_a = stats.apart,
+      "rebuilds"_a = stats.rebuilds, "lost_bytes"_a = stats.lost_bytes,
       "breaker_trips"_a = stats.breaker_trips, "encodes"_a = stats.encodes,
       "about_codec"_a = tiers[tier]->about_codec());
 }

@@ -421,6 +421,8 @@ void TierOps::publish(TierSlot& slot, const TierStats& stats) {
         before.written_record_bytes);
   count("kv_offload_io_ops_total", {slot.name, "direct"}, stats.direct_ops, before.direct_ops);
   count("kv_offload_io_ops_total", {slot.name, "buffered"}, stats.buffered_ops, before.buffered_ops);
+  count("kv_offload_tier_rebuilds_total", {slot.name}, stats.rebuilds, before.rebuilds);
+  count("kv_offload_tier_lost_bytes_total", {slot.name}, stats.lost_bytes, before.lost_bytes);
   count("kv_offload_breaker_trips_total", {slot.name}, stats.breaker_trips, before.breaker_trips);
   count("kv_offload_failures_total", {slot.name, "read", "timeout"}, stats.read_timeouts,
         before.read_timeouts);

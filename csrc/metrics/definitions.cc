@@ -83,6 +83,12 @@ std::vector<MetricDefinition> make_definitions() {
       counter("kv_offload_codec_seconds_total",
               "Seconds of I/O threads that encoding records (write) and decoding them (read) took.",
               {"tier", "op"}),
+      counter("kv_offload_tier_rebuilds_total",
+              "Times that the directory of a tier, or a file that it needs, was made again because another "
+              "program had removed it.",
+              {"tier"}),
+      counter("kv_offload_tier_lost_bytes_total",
+              "Bytes of records that another program removed from the directory of a tier.", {"tier"}),
       counter("kv_offload_breaker_trips_total", "Times a tier was switched off for a while.", {"tier"}),
       counter(
           "kv_offload_decisions_total",

@@ -163,6 +163,14 @@ bool FsCatalogue::next_is_of(std::uint32_t request) {
   return slot && entries_[*slot].request == request;
 }
 
+Slot FsCatalogue::records_from(Slot first, std::size_t most, std::vector<Record>* records) const {
+  const std::size_t end = std::min(entries_.size(), std::size_t{first} + most);
+  for (std::size_t slot = first; slot < end; ++slot) {
+    if (entries_[slot].used) records->push_back({entries_[slot].key, entries_[slot].file_bytes});
+  }
+  return static_cast<Slot>(std::max<std::size_t>(end, first));
+}
+
 std::vector<ChunkKey> FsCatalogue::clear() {
   std::vector<ChunkKey> keys;
   keys.reserve(used_);

@@ -58,6 +58,10 @@ class FsCatalogue {
   std::optional<Record> take_victim();
   // The next to go was used last, or written, by this request.
   bool next_is_of(std::uint32_t request);
+  // Appends the records in up to `most` slots from `first` on; returns the slot after those. No more: size of
+  // the slots, as slots() says.
+  Slot records_from(Slot first, std::size_t most, std::vector<Record>* records) const;
+  std::size_t slots() const { return entries_.size(); }
   // Forgets all; returns the keys.
   std::vector<ChunkKey> clear();
 

@@ -68,6 +68,10 @@ Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reser
   if (freed >= bytes) return Status::ok();
   if (!failure) return failure;
   ran_dry_.store(ordered);
+  if (root_.changes->suspected()) {  // there is room, but the sum does not say so yet
+    return Status::error(StatusKind::kIo, "records were removed by another program: the root is counted again",
+                         ENOENT, root_.path);
+  }
   return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }
 
@@ -89,6 +93,7 @@ Status Evictor::evict_own(Draft* draft, Reservation* reservation, std::uint64_t*
   int rc = usable ? recycle(path, draft, &bytes) : -EAGAIN;
   if (rc < 0) rc = unlink_file(ops_, generation.directory.get(), path, &bytes);
   if (rc == -EISDIR) rc = 0;  // what is there is no record
+  if (rc == 0 && bytes == 0) root_.changes->note_missing();
   reservation->adopt(bytes, before);
   evicted_bytes_.fetch_add(bytes);
   *freed += bytes;
@@ -114,7 +119,7 @@ int Evictor::recycle(const std::string& path, Draft* draft, std::uint64_t* freed
   if (moved < 0) return moved;
   if (draft->fd && info.size == draft->file_bytes) {
     draft->path = std::move(temporary);
-    *freed = info.disk_bytes;
+    *freed = info.charge();
     return 0;
   }
   draft->fd.reset();

@@ -158,7 +158,9 @@ void KnownRecords::note_shared(bool shared) {
 
 void KnownRecords::drop(const GenerationPtr& generation) {
   const MutexLock lock(mutex_);
-  if (generation == generation_) drop_all();
+  if (generation != generation_) return;
+  next_.by_reset |= apart_;
+  drop_all();
 }
 
 void KnownRecords::reset() {
@@ -373,6 +375,14 @@ void KnownRecords::adopt_in_order(const GenerationPtr& generation, std::span<con
   const MutexLock lock(mutex_);
   if (generation != generation_) return;
   for (const ChunkKey& key : used) catalogue_.touch(key, clock_.now());
+}
+
+bool KnownRecords::known_from(const GenerationPtr& generation, Slot* slot,
+                              std::vector<FsCatalogue::Record>* records) const {
+  const MutexLock lock(mutex_);
+  if (generation != generation_ || *slot >= catalogue_.slots()) return false;
+  *slot = catalogue_.records_from(*slot, kRecordsPerLock, records);
+  return true;
 }
 
 std::vector<FoundRecord> KnownRecords::unknown_of(std::span<const FoundRecord> records) const {

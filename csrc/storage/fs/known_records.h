@@ -78,7 +78,8 @@ class KnownRecords final : public Catalogue {
   void close_unused() EXCLUDES(mutex_);
   // Others write into it, or nobody does.
   void note_shared(bool shared) EXCLUDES(mutex_);
-  // Forgets it, if it is still ours, and all its records.
+  // Forgets it, if it is still ours, and all its records: its directory is gone. If others had been reset and we
+  // not, the next one is for this process alone.
   void drop(const GenerationPtr& generation) EXCLUDES(mutex_);
   // Forgets whatever there is, so that no process that starts shares the next generation.
   void reset() EXCLUDES(mutex_);
@@ -147,6 +148,9 @@ class KnownRecords final : public Catalogue {
   using LastUse = std::pair<std::int64_t, std::uint32_t>;  // its time, and which record
   void adopt_in_order(const GenerationPtr& generation, std::span<const FoundRecord> records,
                       std::span<const LastUse> order, bool first, const std::atomic<bool>& stop)
+      EXCLUDES(mutex_);
+  // The known records in some slots from *slot on, which moves on. False: there are no more.
+  bool known_from(const GenerationPtr& generation, Slot* slot, std::vector<FsCatalogue::Record>* records) const
       EXCLUDES(mutex_);
   std::vector<FoundRecord> unknown_of(std::span<const FoundRecord> records) const EXCLUDES(mutex_);
 

@@ -74,7 +74,7 @@ bool OldestRecords::begin_pass(const Request& request, const std::atomic<bool>& 
   std::uint64_t bytes = 0;
   while (next_leaf_ < leaves_.size() && sample.size() < kSample && !stop.load()) {
     for (Candidate& found : list_next()) {
-      bytes += found.record.disk_bytes;
+      bytes += found.record.charge();
       sample.push_back(std::move(found));
     }
   }
@@ -93,7 +93,7 @@ bool OldestRecords::begin_pass(const Request& request, const std::atomic<bool>& 
     double sum = 0;
     for (const Candidate& candidate : sample) {
       newest_ = candidate.record.mtime_nanos;
-      sum += static_cast<double>(candidate.record.disk_bytes);
+      sum += static_cast<double>(candidate.record.charge());
       if (sum >= enough) break;
     }
   }
@@ -129,7 +129,7 @@ std::uint64_t OldestRecords::remove_next() {
   const std::string path = layout::record_path(candidate.record.key, candidate.record.file_bytes);
   FileInfo info;
   if (ops_.stat(directory, path, &info) != 0 || info.mtime_nanos > newest_) return 0;
-  return ops_.unlink(directory, path) == 0 ? info.disk_bytes : 0;
+  return ops_.unlink(directory, path) == 0 ? info.charge() : 0;
 }
 
 }  // namespace kv_offload

@@ -1,8 +1,9 @@
 // OpenRoot: a root and a namespace in it, opened: every check that must fail at start has passed, with a
 // sentence where it did not, before anything is served.
 //
-// Invariant: from open_root() to close() nothing here changes; the locks that it holds keep others from
-// removing the namespace. All that appears or goes below the root by our doing is told to `space`.
+// Invariant: from open_root() to close() no member changes; the locks that it holds keep other servers from
+// removing the namespace. All that appears or goes below the root by our doing is told to `space`. A directory
+// that something else removed is made again and put under the same descriptor (RootMender).
 //
 // Threads: any, for it does not change and Space guards itself. close() when no other call can come.
 #pragma once
@@ -13,8 +14,11 @@
 #include <string>
 #include <vector>
 
+#include "storage/fs/charges.h"
 #include "storage/fs/file_ops.h"
+#include "storage/fs/full_disk.h"
 #include "storage/fs/generation.h"
+#include "storage/fs/outside_changes.h"
 #include "storage/fs/space.h"
 #include "storage/fs/tier.h"
 
@@ -30,6 +34,9 @@ struct OpenRoot {
   Fd namespace_directory;
   Fd open_lock;  // of <namespace>/open, shared while the namespace is open
   std::unique_ptr<Space> space;
+  std::unique_ptr<Charges> charges = std::make_unique<Charges>();
+  std::unique_ptr<FullDisk> full_disk = std::make_unique<FullDisk>();
+  std::unique_ptr<OutsideChanges> changes = std::make_unique<OutsideChanges>();
   bool direct = false;        // O_DIRECT works here
   bool reads_direct = false;  // and is to be used for reads
   bool fresh = false;         // new, ours alone, counted already: nothing to scan

@@ -46,7 +46,7 @@ std::int64_t newest_to_go(FileOps& ops, const std::vector<OpenGeneration>& live,
       LeafFound found;
       (void)scan_leaf(ops, generation.directory.get(), leaf, {}, &found);
       for (const FoundRecord& record : found.records)
-        ages.emplace_back(record.mtime_nanos, record.disk_bytes);
+        ages.emplace_back(record.mtime_nanos, record.charge());
     }
   }
   std::sort(ages.begin(), ages.end());
@@ -95,7 +95,7 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
   std::uint64_t last = remove_marks(ops, directory.get(), [](std::uint64_t) { return true; });
   for (const std::string& file : {std::string(layout::kNamespaceFile), mark_name}) {
     if (ops.stat(directory.get(), file, &info) == 0 && ops.unlink(directory.get(), file) == 0) {
-      last += info.disk_bytes;
+      last += info.charge();
     }
   }
   if (ops.stat(root, name, &info) == 0 && ops.rmdir(root, name) == 0) last += info.disk_bytes;
@@ -117,9 +117,9 @@ Reclaimed reclaim_oldest(FileOps& ops, int root, const std::vector<std::string>&
         if (record.mtime_nanos > newest || reclaimed.bytes >= enough) continue;
         const std::string path = layout::record_path(record.key, record.file_bytes);
         if (!dry_run && ops.unlink(generation.directory.get(), path) != 0) continue;
-        reclaimed.bytes += record.disk_bytes;
+        reclaimed.bytes += record.charge();
         ++reclaimed.records;
-        if (!dry_run) gone(record.disk_bytes);
+        if (!dry_run) gone(record.charge());
       }
     }
   }

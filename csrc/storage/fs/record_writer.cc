@@ -43,6 +43,26 @@ RecordWriter::RecordWriter(const FsTierOptions& options, const OpenRoot& root, K
 
 Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& generation,
                            std::uint64_t* moved) {
+  bool full = false;
+  const Status first = write_once(op, generation, moved, &full);
+  if (first) root_.full_disk->note_evicted(true);
+  if (!full) return first;
+  root_.full_disk->note_full();
+  constexpr std::uint64_t kToMaxBytes = ~std::uint64_t{0};
+  if (!root_.full_disk->eviction_helps()) {
+    root_.space->raise_bound(kToMaxBytes);  // a lowered bound would evict for each write to come
+    return first;
+  }
+  const Status second = write_once(op, generation, moved, &full);
+  if (second || full) root_.full_disk->note_evicted(second.is_ok());
+  if (!root_.full_disk->eviction_helps()) root_.space->raise_bound(kToMaxBytes);
+  // Nothing could be evicted: the device is what failed.
+  return second.kind() == StatusKind::kNoSpace && second.error_number() == 0 ? first : second;
+}
+
+Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<Generation>& generation,
+                                std::uint64_t* moved, bool* full) {
+  *full = false;
   const std::uint64_t payload = padded_payload_bytes(op.shards);
   Draft draft;
   draft.generation = generation;
@@ -64,8 +84,12 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& 
   {
     Reservation reservation(*root_.space);
     const UnlessPublished rest{*this, draft, reservation};
-    status = evictor_.reserve(draft.file_bytes + kOverhead, &draft, &reservation);
-    if (status) status = write_file(record, op, replace, &draft, &reservation);
+    status = evictor_.reserve(root_.charges->of_planned(draft.file_bytes) + kOverhead, &draft, &reservation);
+    if (status) {
+      status = write_file(record, op, replace, &draft, &reservation);
+      *full = status.kind() == StatusKind::kNoSpace && status.error_number() != 0;
+      if (*full) root_.space->lower_bound(reservation);
+    }
   }
   if (status.kind() == StatusKind::kDeclined) records_.note_declined(op.key, op.about.request, generation);
   if (status) status = records_.written({op.key, draft.named_bytes}, op.about, generation);
@@ -101,7 +125,7 @@ Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool r
     const int rc = root_.remove_file(generation.directory.get(), path);  // only now that there is another
     if (rc < 0) return Status::from_errno(-rc, "replace", shown);
   }
-  status = publish(draft, path, info.disk_bytes, reservation);
+  status = publish(draft, path, root_.charges->of_written(info), reservation);
   if (status) count_growth(generation, draft->leaf, reservation);
   return status;
 }
@@ -111,10 +135,10 @@ void RecordWriter::discard(const Draft& draft, Reservation* reservation) {
   if (!draft.fd) return;
   const int directory = draft.generation->directory.get();
   FileInfo info;
-  if (ops_.fstat(draft.fd.get(), &info) != 0) info.disk_bytes = draft.file_bytes;
+  const std::uint64_t bytes = ops_.fstat(draft.fd.get(), &info) == 0 ? info.charge() : draft.file_bytes;
   int rc = ops_.unlink(directory, draft.path);
   if (rc < 0 && rc != -ENOENT) rc = ops_.unlink(directory, draft.path);
-  if (rc < 0 && rc != -ENOENT) reservation->used += info.disk_bytes;
+  if (rc < 0 && rc != -ENOENT) reservation->used += bytes;
 }
 
 Status RecordWriter::open_temporary(Draft* draft, Reservation* reservation) {
@@ -181,7 +205,7 @@ bool RecordWriter::is_complete(const Draft& draft, const std::string& path, std:
 }
 
 // The record keeps its name if another process wrote the same one meanwhile.
-Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_t disk_bytes,
+Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_t charge,
                              Reservation* reservation) {
   Generation& generation = *draft->generation;
   const int directory = generation.directory.get();
@@ -195,7 +219,7 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
     }
     if (known == 0 && is_complete(*draft, path, old.size)) {
       const int gone = ops_.unlink(directory, draft->path);
-      if (gone < 0 && gone != -ENOENT) reservation->used += disk_bytes;
+      if (gone < 0 && gone != -ENOENT) reservation->used += charge;
       draft->published = true;
       return Status::ok();
     }
@@ -209,12 +233,12 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
     if (rc == -ENOENT) status = Status::error(StatusKind::kIo, status.message(), ENOENT, status.path());
     return status;
   }
-  reservation->used += disk_bytes;
+  reservation->used += charge;
   draft->published = true;
   if (options_.fsync != FsyncMode::kFull) return Status::ok();
   const Status status = sync_names(generation, draft->leaf);
   // Not what was asked for: it goes again.
-  if (!status && ops_.unlink(directory, path) == 0) reservation->used -= disk_bytes;
+  if (!status && ops_.unlink(directory, path) == 0) reservation->used -= charge;
   return status;
 }
 

@@ -201,7 +201,7 @@ std::vector<DamagedRecord> FsRoot::verify(bool repair,
     FileInfo info;
     if (repair && status.kind() == StatusKind::kCorrupt && ops.stat(AT_FDCWD, path, &info) == 0) {
       removed = ops.unlink(AT_FDCWD, path) == 0;
-      if (removed) space->remove(info.disk_bytes, space->finished());
+      if (removed) space->remove(info.charge(), space->finished());
     }
     damaged.push_back({path, status.kind(), status.message(), removed});
   };

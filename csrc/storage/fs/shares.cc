@@ -5,7 +5,9 @@
 
 namespace kv_offload {
 
-std::uint64_t Shares::share() const { return max_bytes_ / std::max<std::size_t>(figures_.sharers.size(), 1); }
+std::uint64_t Shares::share() const {
+  return root_.space->bound() / std::max<std::size_t>(figures_.sharers.size(), 1);
+}
 
 std::uint64_t Shares::quantum() const {
   return std::max(std::min(max_bytes_ / kParts, kMostAsked), kLeastWrites * largest_write_.load());
@@ -31,8 +33,8 @@ void Shares::ask() {
     const Nanos now = clock_.now();
     const bool below = is_below() && !others_above().empty();  // else nobody has it to give
     const MutexLock lock(mutex_);
-    // A little early: some of max_bytes is kept for directories.
-    const bool full = figures_.used + figures_.reserved + 2 * enough > max_bytes_;
+    // A little early: some of the bound is kept for directories.
+    const bool full = figures_.used + figures_.reserved + 2 * enough > root_.space->bound();
     wanted = below && full ? enough : 0;
     credit = figures_.credit;
     const bool same = wanted == 0 ? figures_.wanted == 0 && credit == 0

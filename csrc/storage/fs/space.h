@@ -117,13 +117,21 @@ class Space {
   // whose writer is in SpaceFigures::writers and holds their lock. The second fails when
   // the first is not known any more (the page was made anew): then count again.
   Status begin_count(std::uint64_t* number);
-  Status finish_count(std::uint64_t number, std::uint64_t counted);
+  // *surplus (or null): by how much the sum was too high, beyond what it was known to be in doubt of.
+  Status finish_count(std::uint64_t number, std::uint64_t counted, std::uint64_t* surplus = nullptr);
   void give_up_count();
 
   // For the caller's one thread that looks after the root, about once a second: folds the slots of the dead.
   Status look(Nanos now, SpaceFigures* figures);
 
   std::uint64_t total() const { return total_.load(std::memory_order_relaxed); }
+
+  // What this process takes for the bound: max_bytes, or less while the file system has no room for that.
+  std::uint64_t bound() const { return bound_.load(); }
+  // The file system had no room for what was reserved: from now on the bound is what is in use without it.
+  void lower_bound(const Reservation& refused);
+  void raise_bound(std::uint64_t by);
+  bool bound_is_lowered() const { return bound() < max_bytes_; }
 
   // How long the lock may be held by somebody else before the file is replaced, in real time.
   static constexpr std::chrono::milliseconds kLockWait{1500};
@@ -191,6 +199,7 @@ class Space {
   bool not_exclusive_ GUARDED_BY(mutex_) = false;
   std::vector<Owed> owed_ GUARDED_BY(mutex_);
   std::atomic<std::uint64_t> total_{0};
+  std::atomic<std::uint64_t> bound_;
   std::atomic<Finished> finished_{0};
 };
 

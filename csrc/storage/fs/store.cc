@@ -42,7 +42,8 @@ FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
       scanner_(root_, records_, stop_),
       counter_({options_, root_, records_, evictor_, scanner_, clock, stop_}),
       own_(root_, records_),
-      recency_(ops, records_, clock) {}
+      mender_(options_, root_),
+      recency_(root_, records_, clock) {}
 
 Status FsStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   return writer_.write(op, generation_of(epoch), moved);
@@ -78,9 +79,10 @@ void FsStore::maintain() {
     records_.apply_uses();
     return recency_.write();
   }
-  if (own_.keep()) evictor_.reclaim_unused_generations();
+  std::vector<std::string> lost = mender_.look(records_.generation());
+  if (own_.keep(&lost)) evictor_.reclaim_unused_generations();
   root_.space->publish_held(records_.bytes());  // with this look: others judge us by it when we are stopped
-  counter_.look();
+  counter_.look(std::move(lost));
   evictor_.trade();
   records_.apply_uses();
   recency_.write_when_due();
@@ -95,6 +97,8 @@ void FsStore::figures(TierStats* stats) const {
   stats->bytes = root_.space->total();
   stats->capacity_bytes = options_.max_bytes;
   stats->evicted_bytes = evictor_.evicted_bytes();
+  stats->rebuilds = root_.changes->rebuilds();
+  stats->lost_bytes = root_.changes->lost_bytes();
   stats->direct_ops = buffers_.direct_ops();
   stats->buffered_ops = buffers_.buffered_ops();
   records_.figures(stats);

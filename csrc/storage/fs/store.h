@@ -10,6 +10,7 @@
 //   Scanner          what is on disk; ForeignRecords: what others wrote
 //   RootCounter      what the root takes, when that is in doubt
 //   OwnGeneration    which generation is used, and how the next one is made
+//   RootMender       what other programs remove from the root, made again
 //   Recency          what was used last, for after a restart
 //
 // Threads: as RecordStore says. Locks, each held while one below it is taken: those of Evictor and
@@ -31,6 +32,7 @@
 #include "storage/fs/record_reader.h"
 #include "storage/fs/record_writer.h"
 #include "storage/fs/root_counter.h"
+#include "storage/fs/root_mender.h"
 #include "storage/fs/scanner.h"
 #include "storage/record_store.h"
 
@@ -74,6 +76,7 @@ class FsStore final : public RecordStore {
   Scanner scanner_;
   RootCounter counter_;
   OwnGeneration own_;
+  RootMender mender_;
   Recency recency_;
 };
 
