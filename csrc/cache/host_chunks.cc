@@ -5,7 +5,6 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kMaxIndexHint = 1 << 20;  // entries reserved ahead
 constexpr Slot kNoOwner = static_cast<Slot>(-1);
 
 std::size_t capacity_of(const RowAllocator& rows, std::size_t groups) {
@@ -25,7 +24,7 @@ HostChunks::HostChunks(const ChunkGroups& groups, const HostRegion& region, cons
       area_bytes_(region.area_bytes()),
       rows_(area_bytes_, groups.row_bytes()),
       capacity_(capacity_of(rows_, groups.size())),
-      index_(make_eviction_policy(eviction_policy, capacity_), std::min(capacity_, kMaxIndexHint)),
+      index_(make_eviction_policy(eviction_policy), capacity_),
       quarantine_([this](RowId row) { rows_.free(row); }),
       resident_by_group_(groups.size(), 0),
       row_unit_(rows_.row_bytes(0)) {

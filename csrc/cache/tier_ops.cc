@@ -298,9 +298,8 @@ void TierOps::poll() {
       }
     }
     for (const TierRemoval& removal : removals_) {
-      // It may have been written again since, and told to be there just now. (Not yet after a reset.)
-      if (removal.reason == TierRemoval::Reason::kReset || !is_recorded(tier, removal.key))
-        note_removal(slots_[tier], removal);
+      // It may have been written again since, and told to be there just now.
+      if (!is_recorded(tier, removal.key)) note_removal(slots_[tier], removal);
     }
     const TierStats stats = tiers_[tier]->stats();
     slots_[tier].readable = stats.readable;

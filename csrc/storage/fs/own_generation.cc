@@ -12,7 +12,7 @@ namespace kv_offload {
 Status OwnGeneration::begin() {
   constexpr int kAttempts = 100;
   const std::string path = root_.namespace_path();
-  records_.close_unused();
+  records_.free_unused();
   const MutexLock making(making_);
   int rc = -EBUSY;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
@@ -55,7 +55,7 @@ int OwnGeneration::make_next(const KnownRecords::Next& next, const std::vector<s
 }
 
 bool OwnGeneration::keep(std::vector<std::string>* lost) {
-  records_.close_unused();
+  records_.free_unused();
   if (!records_.generation()) (void)begin();  // what could not be made again
   std::vector<std::uint64_t> numbers;
   std::shared_ptr<Generation> own = records_.generation();

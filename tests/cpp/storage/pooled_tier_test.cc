@@ -11,6 +11,7 @@
 #include "storage/breaker.h"
 #include "storage/io_pool.h"
 #include "storage/memory_store.h"
+#include "storage/presence_questions.h"
 #include "storage/tier_driver.h"
 #include "with_threads.h"
 
@@ -764,6 +765,64 @@ TEST_F(PooledTierTest, upkeep_goes_on_after_a_store_that_threw_in_it) {
     user.poll();
     return server_->maintained() > before;
   }));
+}
+
+// A prompt of a million tokens has as many chunks. Nothing is of use behind the first that is missing.
+TEST_F(PooledTierTest, of_a_long_prompt_that_is_new_the_first_keys_are_asked_for_and_no_others) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+  const auto asked = [&] {
+    std::size_t count = 0;
+    for (const auto& one : server_->asked()) count += one.size();
+    return count;
+  };
+  tier->prefetch_presence(keys(65'536), KeyOrder::kPrefix);
+  run_reads(pool);
+  EXPECT_EQ(asked(), PresenceQuestions::kFirstWindow);
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent);
+  EXPECT_EQ(tier->contains(key_of(65'535)), Presence::kUnknown) << "nobody looks there";
+  tier->prefetch_presence(keys(3000), KeyOrder::kNone);
+  run_reads(pool);
+  EXPECT_EQ(asked(), 3000u) << "without an order each may be there";
+}
+
+TEST_F(PooledTierTest, a_long_prompt_that_is_there_is_found_whole_and_handed_over_once) {
+  constexpr std::uint32_t kThere = 2000, kAll = 5000;
+  {
+    TierDriver user(open());
+    for (std::uint32_t i = 0; i < kThere; ++i) ASSERT_TRUE(user.write(i));
+  }
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+  tier->prefetch_presence(keys(kAll), KeyOrder::kPrefix);
+  const auto first = pool->begin_next(Lane::kRead);
+  first();
+  // The next step: what is not being asked for yet is handed over again.
+  std::vector<ChunkKey> rest = keys(kAll);
+  rest.erase(rest.begin(), rest.begin() + PresenceQuestions::kFirstWindow);
+  const auto queued = pool->depth(Lane::kRead).queued;
+  tier->prefetch_presence(rest, KeyOrder::kPrefix);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, queued) << "a thread comes to them";
+  run_reads(pool);
+  for (std::uint32_t i = 0; i < kThere; ++i) ASSERT_EQ(tier->contains(key_of(i)), Presence::kPresent) << i;
+  std::size_t asked = 0;
+  for (const auto& one : server_->asked()) asked += one.size();
+  EXPECT_LE(asked, 2 * std::size_t{kThere} + PresenceQuestions::kFirstWindow);
+  tier->prefetch_presence(rest, KeyOrder::kPrefix);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "it has ended";
+  run_reads(pool);
+}
+
+TEST_F(PooledTierTest, behind_a_window_that_failed_nothing_is_asked_for) {
+  { ASSERT_TRUE(TierDriver(open()).write(1)); }
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, PresenceQuestions::kFirstWindow);
+  server_->fail(Verb::kLocate, StatusKind::kIo);
+  tier->prefetch_presence(keys(2000), KeyOrder::kPrefix);
+  run_reads(pool);
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent);
+  EXPECT_NE(tier->contains(key_of(1999)), Presence::kAsked);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 0u);
 }
 
 }  // namespace
