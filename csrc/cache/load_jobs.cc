@@ -157,10 +157,11 @@ void LoadJobs::forget(const Job& job) {
 }
 
 void LoadJobs::abandon() {
-  for (Job& job : jobs_) {
-    if (std::exchange(job.completed, true)) continue;
+  for (auto& [fingerprint, job] : running_) {
     forgotten_.push_back({job.ticket, job.cache_blocks});
+    completed_.push_back(std::move(job));
   }
+  running_.clear();
   poll();
 }
 
