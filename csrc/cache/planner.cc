@@ -107,11 +107,11 @@ std::optional<TierOps::Read> Planner::make_fetch(const RequestState& request, st
   return TierOps::Read{with_.chunks.insert_fetching(key, group, row, about), candidate.tier};
 }
 
-// The last first. What is left is kept again in the end.
+// The chunks that a request hit behind the ones that it still has to read, the last one first.
 class Planner::Tail {
  public:
   Tail(const Context& with, RequestHandle handle) : with_(with), handle_(handle) {}
-  ~Tail() { with_.requests.hold(handle_, slots_); }
+  ~Tail() { with_.requests.remove_held(handle_, given_up_); }
   Tail(const Tail&) = delete;
   Tail& operator=(const Tail&) = delete;
 
@@ -119,14 +119,15 @@ class Planner::Tail {
   bool give_up_one(const Scan& scan, const Scan::Candidate& candidate) {
     if (!scan.is_prefix) return false;
     if (!std::exchange(gathered_, true)) gather(scan, candidate.at);
-    while (!slots_.empty()) {
-      if (places_.back() < candidate.at) return false;
-      const Slot slot = slots_.back();
-      slots_.pop_back();
-      places_.pop_back();
-      // Another may use it, or have evicted it.
+    while (!hits_.empty()) {
+      const auto [place, slot] = hits_.back();
+      if (place < candidate.at) return false;
+      hits_.pop_back();
       const ChunkEntry& entry = with_.chunks.at(slot);
-      if (entry.state != ChunkState::kResident || entry.pins > 0) continue;
+      if (entry.state != ChunkState::kResident || entry.pins > 1) continue;  // another request uses it
+      given_up_.push_back(slot);
+      // Only now: an unpinned chunk could be evicted for a candidate although one behind it is left.
+      with_.chunks.unpin(slot);
       with_.row_supply.give_up(slot);
       return true;
     }
@@ -137,18 +138,15 @@ class Planner::Tail {
   void gather(const Scan& scan, std::uint32_t after) {
     const LookupPass& pass = with_.requests.at(handle_).pass;
     for (std::uint32_t i = after; i < scan.end; ++i) {
-      if (pass.lookups[i].kind != Lookup::Kind::kHit) continue;
-      slots_.push_back(pass.lookups[i].index);
-      places_.push_back(i);
+      if (pass.lookups[i].kind == Lookup::Kind::kHit) hits_.emplace_back(i, pass.lookups[i].index);
     }
-    with_.requests.let_go(handle_, slots_);
   }
 
   const Context& with_;
   const RequestHandle handle_;
   bool gathered_ = false;
-  std::vector<Slot> slots_;
-  std::vector<std::uint32_t> places_;  // in the lookups
+  std::vector<std::pair<std::uint32_t, Slot>> hits_;  // place in the lookups; pinned by the request
+  std::vector<Slot> given_up_;
 };
 
 std::optional<TierOps::Read> Planner::make_fetch(const RequestState& request, const Scan& scan,

@@ -119,15 +119,14 @@ void Requests::hold(RequestHandle handle, std::span<const Slot> hits) {
   }
 }
 
-void Requests::let_go(RequestHandle handle, std::span<const Slot> slots) {
+void Requests::remove_held(RequestHandle handle, std::span<const Slot> slots) {
+  if (slots.empty()) return;
   ++hold_call_;
   for (const Slot slot : slots) {
     if (slot < seen_in_.size()) seen_in_[slot] = hold_call_;
   }
   std::erase_if(requests_[handle].held, [&](Slot slot) {
-    if (slot >= seen_in_.size() || seen_in_[slot] != hold_call_) return false;
-    chunks_.unpin(slot);
-    return true;
+    return slot < seen_in_.size() && seen_in_[slot] == hold_call_;
   });
 }
 

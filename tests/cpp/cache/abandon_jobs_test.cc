@@ -1,5 +1,6 @@
 // vLLM drops its jobs and resets its own cache, and ours is kept (TieredCache::abandon_jobs).
 #include "cache/cache_fixture.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {
