@@ -3,8 +3,9 @@
 // control page exactly once, failed or not, before the result is handed out.
 //
 // A store that fails is no error: its ticket keeps its keys from ever becoming a
-// hit, as it does with the chunks that vLLM offered without some of their blocks. A load that fails is one: vLLM has no way to take it back and would
-// compute on foreign bytes, so wait() and poll() throw until the process ends.
+// hit, as it does with the chunks that vLLM offered without some of their blocks. A load that fails is one:
+// vLLM has no way to take it back and would compute on foreign bytes, so wait() and poll() throw until the
+// process ends.
 //
 // Threads: one (the model runner's).
 #pragma once

@@ -125,9 +125,8 @@ void Requests::remove_held(RequestHandle handle, std::span<const Slot> slots) {
   for (const Slot slot : slots) {
     if (slot < seen_in_.size()) seen_in_[slot] = hold_call_;
   }
-  std::erase_if(requests_[handle].held, [&](Slot slot) {
-    return slot < seen_in_.size() && seen_in_[slot] == hold_call_;
-  });
+  std::erase_if(requests_[handle].held,
+                [&](Slot slot) { return slot < seen_in_.size() && seen_in_[slot] == hold_call_; });
 }
 
 void Requests::await(RequestHandle handle, Slot slot) {

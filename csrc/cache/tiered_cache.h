@@ -93,8 +93,8 @@ class TieredCache {
   bool has_pending_work() const;  // only while a request waits for us
   void reset();                   // forget everything in memory and on every tier; rows of copies in flight
                                   // are reused only after their tickets are reported
-  // The caller has dropped its jobs and reports the end of none: what is being stored is discarded, and what is
-  // being loaded stays pinned until the ranks have reported. Everything else is kept.
+  // The caller has dropped its jobs and reports the end of none: what is being stored is discarded, and what
+  // is being loaded stays pinned until the ranks have reported. Everything else is kept.
   void abandon_jobs();
   std::vector<CacheEvent> take_events();
 

@@ -107,8 +107,8 @@ struct TierStats {
   bool writable = true;         // the same of writes
   bool is_shared = true;        // others may write what we would find: not after a reset of our own
   bool apart = false;  // another process was reset and we were not: we no longer share records with it
-  // Of a directory: how often something that another program removed (the root, a directory or file in it) was
-  // made again, and bytes of files that another program removed. Totals.
+  // Of a directory: how often something that another program removed (the root, a directory or file in it)
+  // was made again, and bytes of files that another program removed. Totals.
   std::uint64_t rebuilds = 0, lost_bytes = 0;
   std::uint64_t breaker_trips = 0;
   // Ops that ran for longer than the tier allows, each once, ended since or not.

@@ -69,8 +69,9 @@ Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reser
   if (!failure) return failure;
   ran_dry_.store(ordered);
   if (root_.changes->suspected()) {  // there is room, but the sum does not say so yet
-    return Status::error(StatusKind::kIo, "records were removed by another program: the root is counted again",
-                         ENOENT, root_.path);
+    return Status::error(StatusKind::kIo,
+                         "records were removed by another program: the root is counted again", ENOENT,
+                         root_.path);
   }
   return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }

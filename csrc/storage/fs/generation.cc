@@ -47,8 +47,8 @@ bool made_by_reset(FileOps& ops, int namespace_directory, std::uint64_t number) 
 }
 
 int keep_mark(FileOps& ops, int namespace_directory, const Generation& generation) {
-  const std::string name = layout::mark_name(
-      generation.number, generation.by_reset ? layout::Mark::kReset : layout::Mark::kOpen);
+  const std::string name =
+      layout::mark_name(generation.number, generation.by_reset ? layout::Mark::kReset : layout::Mark::kOpen);
   if (!lost_its_name(ops, generation.mark.get(), namespace_directory, name)) return 0;
   int error = 0;
   const Fd again = open_fd(ops, namespace_directory, name, kMarkFlags | O_CREAT, 0600, &error);

@@ -87,8 +87,8 @@ class KnownRecords final : public Catalogue {
   void free_unused() EXCLUDES(mutex_);
   // Others write into it, or nobody does.
   void note_shared(bool shared) EXCLUDES(mutex_);
-  // Forgets it, if it is still ours, and all its records: its directory is gone. If others had been reset and we
-  // not, the next one is for this process alone.
+  // Forgets it, if it is still ours, and all its records: its directory is gone. If others had been reset and
+  // we not, the next one is for this process alone.
   void drop(const GenerationPtr& generation) EXCLUDES(mutex_);
   // Forgets whatever there is, so that no process that starts shares the next generation.
   void reset() EXCLUDES(mutex_);
@@ -159,8 +159,8 @@ class KnownRecords final : public Catalogue {
                       std::span<const LastUse> order, bool first, const std::atomic<bool>& stop)
       EXCLUDES(mutex_);
   // The known records in some slots from *slot on, which moves on. False: there are no more.
-  bool known_from(const GenerationPtr& generation, Slot* slot, std::vector<FsCatalogue::Record>* records) const
-      EXCLUDES(mutex_);
+  bool known_from(const GenerationPtr& generation, Slot* slot,
+                  std::vector<FsCatalogue::Record>* records) const EXCLUDES(mutex_);
   std::vector<FoundRecord> unknown_of(std::span<const FoundRecord> records) const EXCLUDES(mutex_);
 
   // Gives records their places by what used() told since. I/O and upkeep's threads.

@@ -2,8 +2,8 @@
 // sentence where it did not, before anything is served.
 //
 // Invariant: from open_root() to close() no member changes; the locks that it holds keep other servers from
-// removing the namespace. All that appears or goes below the root by our doing is told to `space`. A directory
-// that something else removed is made again and put under the same descriptor (RootMender).
+// removing the namespace. All that appears or goes below the root by our doing is told to `space`. A
+// directory that something else removed is made again and put under the same descriptor (RootMender).
 //
 // Threads: any, for it does not change and Space guards itself. close() when no other call can come.
 #pragma once

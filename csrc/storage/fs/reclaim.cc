@@ -45,8 +45,7 @@ std::int64_t newest_to_go(FileOps& ops, const std::vector<OpenGeneration>& live,
     for (const std::uint32_t leaf : generation.leaves) {
       LeafFound found;
       (void)scan_leaf(ops, generation.directory.get(), leaf, {}, &found);
-      for (const FoundRecord& record : found.records)
-        ages.emplace_back(record.mtime_nanos, record.charge());
+      for (const FoundRecord& record : found.records) ages.emplace_back(record.mtime_nanos, record.charge());
     }
   }
   std::sort(ages.begin(), ages.end());

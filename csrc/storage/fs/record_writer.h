@@ -5,7 +5,8 @@
 // counted, and the next count of the root removes it. Every byte that it puts on disk is under the
 // reservation of its op until it is in the sum.
 //
-// A file system that is full below max_bytes lowers the bound (Space::lower_bound), so the next attempt evicts.
+// A file system that is full below max_bytes lowers the bound (Space::lower_bound), so the next attempt
+// evicts.
 //
 // Threads: I/O threads, several at once. No lock of its own; it waits for whoever makes space (Evictor).
 #pragma once

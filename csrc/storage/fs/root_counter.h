@@ -81,8 +81,8 @@ class RootCounter {
   // less and less often, unless a count finds that something else removed them.
   struct {
     Nanos wait{kFirstSuspicion}, next{0}, next_line{0};
-    std::uint64_t writes_by_others = 0;           // when it was counted last
-    std::uint64_t bytes = 0, records = 0;         // found and not told yet
+    std::uint64_t writes_by_others = 0;    // when it was counted last
+    std::uint64_t bytes = 0, records = 0;  // found and not told yet
   } suspicion_;
   // Records whose blocks differed from their size when they were written (Charges::unsettled()).
   struct {

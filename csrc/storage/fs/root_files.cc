@@ -190,8 +190,7 @@ NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const 
   for (int attempt = 0; attempt < 100; ++attempt) {
     const int rc = ops.mkdir(open.directory.get(), open.namespace_name, 0700);
     if (rc < 0 && rc != -EEXIST) fail(path, "make directory", -rc);
-    files.directory =
-        open_fd(ops, open.directory.get(), open.namespace_name, kOpenDirectory, 0, &error);
+    files.directory = open_fd(ops, open.directory.get(), open.namespace_name, kOpenDirectory, 0, &error);
     if (!files.directory && error == ENOENT) continue;
     if (!files.directory) fail(path, "open", error);
     if (rc == 0) sync_directory(ops, open.directory.get(), ".");

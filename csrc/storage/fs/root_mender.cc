@@ -54,7 +54,8 @@ void RootMender::mend_root(std::vector<std::string>* lost) {
   const bool parent_is_there = ops_.stat(AT_FDCWD, above, &parent) == 0;
   if (missing ? !parent_is_there || parent.device != device_ : named.device != device_) {
     problem_ = fmt::format(
-        "{} is no longer the directory that this server opened, and another file system is there (unmounted?): "
+        "{} is no longer the directory that this server opened, and another file system is there "
+        "(unmounted?): "
         "nothing is written until it is back",
         root_.path);
     return;
@@ -65,8 +66,7 @@ void RootMender::mend_root(std::vector<std::string>* lost) {
 
 bool RootMender::is_other(const std::string& name, std::uint64_t size) const {
   FileInfo info;
-  const int directory =
-      name == layout::kRootFile ? root_.directory.get() : root_.namespace_directory.get();
+  const int directory = name == layout::kRootFile ? root_.directory.get() : root_.namespace_directory.get();
   const int rc = ops_.stat(directory, name, &info);
   return rc == -ENOENT || (rc == 0 && info.size != size);
 }

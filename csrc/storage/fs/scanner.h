@@ -3,7 +3,8 @@
 // it takes.
 //
 // Invariant: it brings in only what it found in the generation that it was given, and removes from what is
-// known only a record whose file is not there. After a whole walk all records are known, in the order of their last use.
+// known only a record whose file is not there. After a whole walk all records are known, in the order of
+// their last use.
 //
 // Threads: list() and find() on any thread; scan() on upkeep's, one at a time, which takes a few threads of
 // its own for its time. No lock of its own; that of one scan's shared work is innermost.

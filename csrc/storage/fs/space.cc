@@ -125,8 +125,8 @@ Status Space::refuse(const SpacePage& page, const SpaceSlot* own) const {
                          0, path_);
   }
   if (vouched_ && page.trusted == 0) {  // not at a start: the page was there, and good
-    return Status::error(StatusKind::kIo, "the ledger was removed or damaged: the root is counted again", ENOENT,
-                         path_);
+    return Status::error(StatusKind::kIo, "the ledger was removed or damaged: the root is counted again",
+                         ENOENT, path_);
   }
   if (page.trusted == 0 || !(vouched_ || page.host == host_))
     return Status::error(StatusKind::kNoSpace, "the bytes under the root are still being counted", 0, path_);
@@ -171,12 +171,11 @@ Status Space::reserve(Reservation* reservation, std::uint64_t bytes, std::uint64
     own->reserved += credit;
     held += credit;
     own->evicting += reservation->evicting_ ? 0 : 1;
-    answer = Status::error(StatusKind::kNoSpace,
-                           fmt::format("{} in use, {} asked, {} is {}", format_bytes(others),
-                                       format_bytes(bytes),
-                                       bound < max_bytes_ ? "the room on the file system" : "max_bytes",
-                                       format_bytes(bound)),
-                           0, path_);
+    answer = Status::error(
+        StatusKind::kNoSpace,
+        fmt::format("{} in use, {} asked, {} is {}", format_bytes(others), format_bytes(bytes),
+                    bound < max_bytes_ ? "the room on the file system" : "max_bytes", format_bytes(bound)),
+        0, path_);
   });
   if (!written) return written;  // all is as before
   reserved_ += held - before;

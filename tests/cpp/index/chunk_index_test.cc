@@ -523,10 +523,11 @@ TEST(ChunkIndexGrowthTest, noInsertMovesOthersUpToTheCapacity) {
     const std::uint64_t mixed = (i + 1) * 0x9E3779B97F4A7C15ull;
     std::memcpy(bytes, &mixed, sizeof(mixed));
     const ChunkKey key = ChunkKey::unchecked(bytes, sizeof(bytes));
-    most = std::max(most, testing::steps_of([&] {
-      index.make_resident(index.insert(key, 0, i, {.id = chunk_id(key)}, ChunkState::kFilling),
-                          ChunkOrigin::kStore);
-    }));
+    most =
+        std::max(most, testing::steps_of([&] {
+                   index.make_resident(index.insert(key, 0, i, {.id = chunk_id(key)}, ChunkState::kFilling),
+                                       ChunkOrigin::kStore);
+                 }));
   }
   EXPECT_EQ(most, 0u);
 }

@@ -270,7 +270,8 @@ int SimDisk::replace(int fd, int by) {
   fds_[fd]->locks.erase(fd);
   fds_[fd] = fds_[by];
   std::map<int, int>& locks = fds_[by]->locks;
-  if (const auto held = locks.find(by); held != locks.end()) locks[fd] = held->second;  // one open file has one
+  if (const auto held = locks.find(by); held != locks.end())
+    locks[fd] = held->second;  // one open file has one
   unlocked_.notify_all();
   return 0;
 }
