@@ -195,8 +195,8 @@ void bind_cache(py::module_& module) {
            py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1, py::arg("shards_per_area") = 1,
            py::arg("keep_identity") = "")
       .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
-           py::arg("load_from_cpu") = true, py::arg("load_tiers") = RequestOptions::kAllTiers, py::arg("skip_store") = false,
-           py::arg("load_policy") = py::none(), py::arg("priority") = 0,
+           py::arg("load_from_cpu") = true, py::arg("load_tiers") = RequestOptions::kAllTiers,
+           py::arg("skip_store") = false, py::arg("load_policy") = py::none(), py::arg("priority") = 0,
            py::arg("await_records_seconds") = 0.0)
       .def(
           "end_request",
