@@ -72,7 +72,9 @@ TEST_F(PromotionTest, ARequestMayExcludeOneTierOfTwo) {
   make_with({}, {}, 2);
   keep_on_the_slower("a");
   push_out();
-  EXPECT_EQ(scan(begin({.load_tiers = kFaster}), {"a"}), "M");
+  const RequestHandle limited = begin({.load_tiers = kFaster});
+  EXPECT_EQ(scan(limited, {"a"}), "M");
+  end(limited);
   EXPECT_EQ(world().miss_tokens("disabled"), World::kTokens);
   const RequestHandle request = begin({.load_from_cpu = false, .load_tiers = kSlower});
   EXPECT_EQ(scan(request, {"a"}), "P");

@@ -37,7 +37,6 @@ CLASSES: dict[str, Setup] = {
     "a drafter": replace(ROOMY, drafts=2),
     "window of 128, a drafter": replace(ROOMY, window=128, drafts=2),
     "window of 32, a drafter of two modules": replace(ROOMY, window=32, drafts=2, modules=True),
-    "window of 32, two stages": replace(ROOMY, window=32, world_size=2, pipelined=True),
     "window of 32, two ranks": replace(ROOMY, window=32, world_size=2),
     "replicated, two ranks": replace(ROOMY, replicated=True, world_size=2),
 }
@@ -55,7 +54,6 @@ SHORT = {
     ("states", 4),
     ("window of 128, a drafter", 16),
     ("window of 32, a drafter of two modules", 4),
-    ("window of 32, two stages", 4),
     ("replicated, two ranks", 8),
 }
 
@@ -142,8 +140,6 @@ def cells() -> Iterator[tuple[str, int]]:
     for name in CLASSES:
         for blocks in CHUNKS:
             if "replicated" in name and MINOR < (0, 32):
-                continue
-            if "stages" in name and MINOR < (0, 33):  # rows hold whole chunks (compat.group_drops_blocks)
                 continue
             if ALL or (name, blocks) in SHORT:
                 yield name, blocks

@@ -119,6 +119,7 @@ SHORT = {
     kind
     for kind in KINDS
     if kind.startswith(("mamba-like, ", "mirrored, ", "canonical", "short window, ", "loads within"))
+    and not kind.startswith("short window, a drafter")
 }
 UNSEEN = {kind for kind in KINDS if "replicated" in kind and MINOR < (0, 32)}
 UNSEEN |= {kind for kind in KINDS if "sync_load_budget_bytes" in KINDS[kind].extra and MINOR < (0, 33)}
@@ -357,7 +358,6 @@ DISK_KINDS = (
     "hybrid, every window, a drafter in one group",
     "replicated, two ranks",
     "short window",
-    "short window, a drafter of two modules",
 )
 
 
