@@ -271,7 +271,9 @@ def tiers_allowed(req_context: Any, localities: Sequence[str]) -> tuple[bool, in
     allowed = getattr(req_context, "load_tier_filter", None)
     if allowed is None:
         return True, ALL_TIERS
-    bits = [1 << tier for tier, name in enumerate(localities) if allowed.allows(Medium.STORAGE, Locality(name))]
+    bits = [
+        1 << tier for tier, name in enumerate(localities) if allowed.allows(Medium.STORAGE, Locality(name))
+    ]
     every = len(bits) == len(localities) and bits != []
     return bool(allowed.allows(Medium.CPU, Locality.LOCAL)), ALL_TIERS if every else sum(bits)
 
