@@ -358,7 +358,7 @@ class TieredCache:
         request_id: str,
         *,
         load_from_cpu: bool = True,
-        load_from_tiers: bool = True,
+        load_tiers: int = 255,
         skip_store: bool = False,
         load_policy: str | None = None,
         priority: int = 0,

@@ -98,6 +98,21 @@ class ModelShape:
         shards = [[count * size] * areas for count, size in _as_vllm_groups(layers)]
         return Geometry.of([tokens] * len(shards), shards)
 
+    def long_chunks(
+        self, dtype: str, ranks: int = 1, block_size: int = 16, blocks_per_chunk: int = 1
+    ) -> list[str]:
+        """A sentence for each kind of layers whose sliding window is shorter than a chunk."""
+        block = self.block_size(dtype, ranks, block_size)
+        windows = {group.window for group in self.groups if group.window}
+        return [
+            f"chunks of {block * blocks_per_chunk:,} tokens are longer than the sliding window of "
+            f"{window:,}: "
+            f"of its layers the last {tail_of_chunk(window, block, blocks_per_chunk)} of {blocks_per_chunk} "
+            "blocks of each chunk are stored"
+            for window in sorted(windows)
+            if block * blocks_per_chunk > window
+        ]
+
     def _token_bytes(self, dtype: str, ranks: int) -> int:
         """Of the attention layer that keeps most of a token, on one rank."""
         return max(group.token_bytes_of_rank(dtype, ranks) for group in self.groups)

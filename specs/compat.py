@@ -21,7 +21,7 @@ import hashlib
 import inspect
 import os
 import platform
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from kv_offload.vllm_versions import SUPPORTED, version_problem
@@ -260,16 +260,22 @@ def make_event(
     return OffloadingEvent(keys=keys, medium=Medium.STORAGE, removed=removed, **known)
 
 
-def tiers_allowed(req_context: Any, localities: Set[str]) -> tuple[bool, bool]:
-    """(host memory, any tier below it) that a request may load from: its ``kv_load_tiers``.
+ALL_TIERS = 255
 
-    ``localities``: LOCAL or REMOTE, of the tiers there are.
+
+def tiers_allowed(req_context: Any, localities: Sequence[str]) -> tuple[bool, int]:
+    """(host memory, the tiers below it as bits) that a request may load from: its ``kv_load_tiers``.
+
+    ``localities``: LOCAL or REMOTE, of each tier there is.
     """
     allowed = getattr(req_context, "load_tier_filter", None)
     if allowed is None:
-        return True, True
-    storage = any(allowed.allows(Medium.STORAGE, Locality(name)) for name in localities)
-    return bool(allowed.allows(Medium.CPU, Locality.LOCAL)), storage
+        return True, ALL_TIERS
+    bits = [
+        1 << tier for tier, name in enumerate(localities) if allowed.allows(Medium.STORAGE, Locality(name))
+    ]
+    every = len(bits) == len(localities) and bits != []
+    return bool(allowed.allows(Medium.CPU, Locality.LOCAL)), ALL_TIERS if every else sum(bits)
 
 
 def asked_span(req_context: Any, key: bytes) -> tuple[int, int] | None:
@@ -384,7 +390,25 @@ def layer_window(layer: Any, vllm_config: Any) -> int | None:
     spec = layer.get_kv_cache_spec(vllm_config)
     if type(spec) is not SlidingWindowSpec:
         return None
-    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+    # vLLM sets extra_retained_tokens when it plans the caches, from this, and not in the specs of layers.
+    lookahead = int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0))
+    return int(spec.sliding_window) + max(int(getattr(spec, "extra_retained_tokens", 0)), lookahead - 1, 0)
+
+
+def group_drops_blocks(group: Any, vllm_config: Any) -> bool:
+    """True if vLLM is known to drop the blocks of ``group`` that fall out of the window which all its layers
+    on this rank have.
+
+    False where vLLM keeps all blocks of windowed layers: without its hybrid cache manager, or where it cannot
+    make their pages one size with those of MLA layers. Such a group has full-attention layers too, but in a
+    pipeline they may be on another rank, and only 0.33 names the window of a group.
+    """
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return False
+    has_window = group_has_window(group)
+    if has_window is None:
+        return bool(vllm_config.parallel_config.pipeline_parallel_size == 1)
+    return has_window
 
 
 def loads_end_anywhere(layers: Mapping[str, Any], offloaded: Set[str], vllm_config: Any) -> bool:

@@ -60,7 +60,7 @@ class KVOffloadManager(OffloadingManager):
         self._metrics = metrics
         self._options = options or ManagerOptions()
         self._clock = clock
-        self._localities = frozenset(self._options.tiers.values()) or frozenset({"LOCAL"})
+        self._localities = tuple(self._options.tiers.values())
         self._next_gauges = 0.0
         self._watch = HitWatch(metrics, ("cpu", *self._options.tiers), cache, self._options.surroundings)
         self._divergence = DivergenceWatch(cache, tuple(self._options.tiers))
@@ -110,10 +110,10 @@ class KVOffloadManager(OffloadingManager):
         return None if state is None else self._cache.report(state.handle)
 
     def _begin(self, req_context: Any) -> RequestState:
-        load_from_cpu, load_from_tiers = compat.tiers_allowed(req_context, self._localities)
+        load_from_cpu, load_tiers = compat.tiers_allowed(req_context, self._localities)
         allowed = {
             "load_from_cpu": load_from_cpu,
-            "load_from_tiers": load_from_tiers,
+            "load_tiers": load_tiers,
             "await_records_seconds": self._options.await_records_seconds,
         }
         hints = self._hints.read(req_context.kv_transfer_params)
@@ -217,7 +217,7 @@ class KVOffloadManager(OffloadingManager):
         from this step on; in 0.31 its keys may be another prompt's, too."""
         self._cache.end_request(state.handle)
         state.handle = self._cache.begin_request(
-            request_id, load_from_cpu=False, load_from_tiers=False, skip_store=True
+            request_id, load_from_cpu=False, load_tiers=0, skip_store=True
         )
 
     def has_pending_work(self) -> bool:

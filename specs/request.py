@@ -57,7 +57,7 @@ class HintReader:
         if self._flag(params, "kv_offload_skip_store"):
             hints["skip_store"] = True
         if self._flag(params, "kv_offload_skip_load"):
-            hints |= {"load_from_cpu": False, "load_from_tiers": False}
+            hints |= {"load_from_cpu": False, "load_tiers": 0}
         priority = params.get(_PRIORITY)
         if type(priority) is int:
             hints["priority"] = max(-1, min(1, priority))

@@ -42,10 +42,12 @@ def windows_of(config: Any) -> Windows:
         offloaded = {name for group in config.groups for name in group.layer_names}
         if compat.loads_end_anywhere(known, offloaded, vllm_config):
             return Windows(tokens, nothing.tail_blocks)
+        drops = [compat.group_drops_blocks(group, vllm_config) for group in config.groups]
     except Exception as error:  # of a layer of an unknown kind: it serves, with whole chunks
         logger.debug("which cache groups have a sliding window is not known: %s", error)
         return nothing
-    return Windows(tokens, tuple(_tail(config, tokens, position) for position in range(number)))
+    tails = (_tail(config, tokens, position) if drops[position] else 0 for position in range(number))
+    return Windows(tokens, tuple(tails))
 
 
 def _window(group: Any, known: Mapping[str, Any], vllm_config: Any) -> int | None:

@@ -75,12 +75,12 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
 }
 
 RequestHandle begin_request(const Cache& self, const std::string& request_id, bool load_from_cpu,
-                            bool load_from_tiers, bool skip_store,
+                            std::uint8_t load_tiers, bool skip_store,
                             const std::optional<std::string>& load_policy, std::int32_t priority,
                             double await_records_seconds) {
   RequestOptions options;
   options.load_from_cpu = load_from_cpu;
-  options.load_from_tiers = load_from_tiers;
+  options.load_tiers = load_tiers;
   options.skip_store = skip_store;
   if (load_policy) options.load_policy = load_policy_of(*load_policy);
   options.priority = priority;
@@ -195,8 +195,8 @@ void bind_cache(py::module_& module) {
            py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1, py::arg("shards_per_area") = 1,
            py::arg("keep_identity") = "")
       .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
-           py::arg("load_from_cpu") = true, py::arg("load_from_tiers") = true, py::arg("skip_store") = false,
-           py::arg("load_policy") = py::none(), py::arg("priority") = 0,
+           py::arg("load_from_cpu") = true, py::arg("load_tiers") = RequestOptions::kAllTiers,
+           py::arg("skip_store") = false, py::arg("load_policy") = py::none(), py::arg("priority") = 0,
            py::arg("await_records_seconds") = 0.0)
       .def(
           "end_request",

@@ -54,8 +54,9 @@ struct CacheOptions {
 };
 
 struct RequestOptions {
-  bool load_from_cpu = true;  // kv_load_tiers
-  bool load_from_tiers = true;
+  static constexpr std::uint8_t kAllTiers = 0xFF;
+  bool load_from_cpu = true;            // kv_load_tiers
+  std::uint8_t load_tiers = kAllTiers;  // a bit for each tier below host memory
   bool skip_store = false;
   std::optional<LoadPolicy> load_policy{};
   std::int32_t priority = 0;

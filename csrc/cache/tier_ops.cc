@@ -62,8 +62,9 @@ TierOps::TierOps(const Context& context, std::shared_ptr<const HostRegion> regio
   for (const auto& tier : tiers_) slots_.emplace_back().name = std::string(tier->name());
 }
 
-bool TierOps::is_recorded(const ChunkKey& key) {
+bool TierOps::is_recorded(const ChunkKey& key, std::uint32_t tiers) {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
+    if ((tiers >> tier & 1) == 0) continue;
     const Presence presence = contains(tier, key);
     if (presence == Presence::kPresent) return true;
     if (presence == Presence::kUnknown || presence == Presence::kWasAbsent) ask_for(tier, key, presence, {});

@@ -80,7 +80,8 @@ class TierOps {
   bool is_recorded(std::size_t tier, const ChunkKey& key) {
     return contains(tier, key) == Presence::kPresent;
   }
-  bool is_recorded(const ChunkKey& key);  // on some tier; where that is not known it is asked for
+  // On some tier of `tiers`, a bit for each; where that is not known it is asked for.
+  bool is_recorded(const ChunkKey& key, std::uint32_t tiers);
   double estimate_read_seconds(std::size_t tier, std::uint64_t bytes) const {
     return tiers_[tier]->estimate_read_seconds(bytes);
   }

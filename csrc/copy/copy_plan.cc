@@ -78,6 +78,7 @@ std::uint64_t split_store(const CacheLayout& layout, const CopyJob& job, std::ui
   if (blocks == 0 && rows.empty()) return 0;
   const std::uint64_t missing = job.block_indices[group] % per_chunk;
   if (blocks == 0 || blocks + missing != rows.size() * per_chunk) return refused_group(group);
+  if (layout.groups[group].empty()) return 0;  // its layers are on other ranks of a pipeline, which decide
 
   const std::uint32_t kept = layout.kept_blocks(group);
   std::uint64_t refused = 0;

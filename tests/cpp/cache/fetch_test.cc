@@ -435,7 +435,7 @@ TEST_F(FetchFakeTest, ARecordIsNotWaitedForLongerThanTheDeadlineNorWhereItMayNot
   pass_time(seconds(6));
   step();
   EXPECT_EQ(scan(patient, {"a"}), "M");
-  EXPECT_EQ(scan(begin({.load_from_tiers = false, .await_records = seconds(600)}), {"a"}), "M");
+  EXPECT_EQ(scan(begin({.load_tiers = 0, .await_records = seconds(600)}), {"a"}), "M");
   EXPECT_EQ(scan(begin({.load_policy = LoadPolicy::kNever, .await_records = seconds(600)}), {"a"}), "M");
   fake().switch_off();
   step();
@@ -496,7 +496,7 @@ TEST_P(FetchTest, PolicyNeverLoadsNothingFromTiers) {
 TEST_P(FetchTest, ARequestMayExcludeTheTiersOrHostMemory) {
   record({"a"});
   store({"b"});
-  EXPECT_EQ(scan(begin({.load_from_tiers = false}), {"b", "a"}), "HM");
+  EXPECT_EQ(scan(begin({.load_tiers = 0}), {"b", "a"}), "HM");
   const RequestHandle request = begin({.load_from_cpu = false});
   EXPECT_EQ(lookup(request, "b"), LookupResult::kMiss);  // not recorded yet
   EXPECT_EQ(lookup(request, "a"), LookupResult::kPending);

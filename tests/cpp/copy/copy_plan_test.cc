@@ -171,6 +171,14 @@ TEST(CopyPlan, a_store_that_lacks_blocks_at_unknown_places_is_refused) {
   EXPECT_TRUE(plan.segments.empty());
 }
 
+TEST(CopyPlan, a_rank_without_layers_of_a_group_refuses_none_of_its_chunks) {
+  CacheLayout layout = one_tensor(100, 128, 4);
+  layout.groups[0].clear();
+  const CopyPlan plan = make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kStore, {1, 3}, {0}, 2));
+  EXPECT_EQ(plan.failed_groups, 0u);
+  EXPECT_TRUE(plan.segments.empty());
+}
+
 TEST(CopyPlan, a_load_never_reads_blocks_that_rows_do_not_hold) {
   const CacheLayout layout = of_tails(4, 2);
   const CopyPlan plan = make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kLoad, {9}, {2}, 7));

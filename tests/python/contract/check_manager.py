@@ -273,6 +273,23 @@ def test_kv_load_tiers_decides_where_a_request_may_load_from(
     assert engine.look(keys(1), limited) == [expected]
 
 
+@pytest.mark.parametrize(
+    ("matchers", "allowed"),
+    [
+        ([(base.Medium.STORAGE, base.Locality.LOCAL)], (False, 0b10)),
+        ([(base.Medium.CPU, None), (None, base.Locality.REMOTE)], (True, 0b01)),
+        ([(base.Medium.STORAGE, None)], (False, compat.ALL_TIERS)),
+        ([(base.Medium.CPU, None)], (True, 0)),
+    ],
+)
+def test_kv_load_tiers_decides_of_each_tier_by_its_locality(
+    matchers: list[Any], allowed: tuple[bool, int]
+) -> None:
+    chosen = base.TierFilter(tuple(base.TierMatcher(*matcher) for matcher in matchers))
+    limited = context("a", load_tier_filter=chosen)
+    assert compat.tiers_allowed(limited, ("REMOTE", "LOCAL")) == allowed
+
+
 def test_where_a_hit_came_from(engine: Engine) -> None:
     request = engine.request()
     engine.store(keys(1), request)

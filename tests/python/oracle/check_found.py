@@ -36,6 +36,7 @@ CLASSES: dict[str, Setup] = {
     "states": replace(ROOMY, window=STATE),
     "a drafter": replace(ROOMY, drafts=2),
     "window of 128, a drafter": replace(ROOMY, window=128, drafts=2),
+    "window of 32, a drafter of two modules": replace(ROOMY, window=32, drafts=2, modules=True),
     "window of 32, two ranks": replace(ROOMY, window=32, world_size=2),
     "replicated, two ranks": replace(ROOMY, replicated=True, world_size=2),
 }
@@ -52,6 +53,7 @@ SHORT = {
     ("window of 128", 16),
     ("states", 4),
     ("window of 128, a drafter", 16),
+    ("window of 32, a drafter of two modules", 4),
     ("replicated, two ranks", 8),
 }
 
