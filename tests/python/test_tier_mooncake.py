@@ -119,7 +119,7 @@ def test_commands_that_need_a_list_say_that_there_is_none(command: list[str]) ->
 def test_doctor_measures_a_store_that_answers() -> None:
     found = tier(master="etcd://127.0.0.1:2379")
     assert found.cautions() == []
-    assert "by tcp, answers in " in found.summary()
+    assert "by tcp, answers in " in found.summary().text
     check, codec = speed(found, 4 << 20)
     assert check.state == codec.state == "ok"
     assert "2 objects of 2.0 MiB" in check.text
