@@ -105,6 +105,35 @@ def test_a_drafter_from_another_revision_of_the_model_is_identified(resolved: An
     assert drafts == [None, {"name": model.model, "revision": None}]
 
 
+def _draft(config: Any, directory: str) -> None:
+    config.speculative_config = SimpleNamespace(
+        draft_model_config=SimpleNamespace(model=directory, revision=None)
+    )
+
+
+BESIDE_THE_WEIGHTS: dict[str, Callable[[Any, str], None]] = {
+    "configuration": lambda config, directory: setattr(config.model_config, "hf_config_path", directory),
+    "drafter": _draft,
+    "adapter": lambda config, directory: setattr(
+        config, "lora_config", SimpleNamespace(default_mm_loras={"image": directory})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_THE_WEIGHTS)
+def test_files_beside_the_weights_are_in_the_namespace(resolved: Any, tmp_path: Path, name: str) -> None:
+    BESIDE_THE_WEIGHTS[name](resolved, str(tmp_path))
+    config = offloading_config()
+    found = set()
+    for content in ("{}", '{"a": 1}'):
+        (tmp_path / "config.json").write_text(content)
+        text = identity.worker_fingerprint(config, "cpu", "host", [[4096]], 100)
+        merged = identity.merge_fingerprints([text])
+        made, _ = identity.namespace_identity(config, [[4096]], merged, False)
+        found.add(made.short_id())
+    assert len(found) == 2
+
+
 ANOTHER_PROCESS = """
 import json, sys
 import adapter
