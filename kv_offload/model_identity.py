@@ -50,12 +50,14 @@ def model_identity(
     code: Sequence[str] = (),
     code_revision: str | None = None,
     draft: Mapping[str, Any] | None = None,
+    adapters: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """What identifies the weights of ``name``: a directory, a file, or a name of the hub.
 
     ``configured_by``: where its configuration is instead (--hf-config-path). ``code``: hub repositories
-    whose code is run for it, at ``code_revision``. ``draft``: name and revision of a drafter.
+    whose code is run for it, at ``code_revision``. ``draft``: name and revision of a drafter. ``adapters``:
+    LoRA adapters that a kind of input selects; keys do not hold their contents.
 
     ``address``: where vLLM reads the weights instead (its model_weights, such as s3://...), when ``name`` is
     a directory of configs only. ``model_id``: the operator's name of the weights; it is added to what is
@@ -75,6 +77,10 @@ def model_identity(
         identity["code"] = [_found(each, code_revision, cache_dir, environ) for each in code]
     if draft:
         identity["draft"] = _found(draft["name"], draft.get("revision"), cache_dir, environ)
+    if adapters:
+        identity["adapters"] = {
+            kind: _found(each, None, cache_dir, environ) for kind, each in adapters.items()
+        }
     if address:
         identity["address"] = address.rstrip("/")
     if model_id is not None:
@@ -86,7 +92,8 @@ def weights_problem(identity: Mapping[str, Any]) -> str | None:
     """Why ``identity`` does not tell one set of weights from another, or None when it does."""
     if identity.get("model_id"):
         return None
-    for part in (identity.get("draft"), identity.get("configured_by"), *identity.get("code", ())):
+    beside = (identity.get("draft"), identity.get("configured_by"), *identity.get("code", ()))
+    for part in (*beside, *identity.get("adapters", {}).values()):
         if part and part.get("revision") == UNKNOWN:
             return f"{part['name']!r} is used beside it, and the hub's local cache has no such revision"
     if "address" in identity:
@@ -159,20 +166,21 @@ def _configs_digest(directory: Path) -> str:
             or any(part.startswith(".") for part in name.parts)
         ):
             continue
-        content = _config_text(file).encode() if file.suffix == ".json" else file.read_bytes()
+        content = _json_text(file) if file.suffix == ".json" else file.read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 
 
-def _config_text(file: Path) -> str:
-    text = file.read_text(encoding="utf-8", errors="surrogateescape")
+def _json_text(file: Path) -> bytes:
+    """Returns a JSON file in one form, without BOOKKEEPING; unchanged if it cannot be parsed."""
+    raw = file.read_bytes()
     try:
-        content = json.loads(text)
-    except ValueError:
-        return text
+        content = json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw
     if isinstance(content, dict):
         content = {key: value for key, value in content.items() if key not in BOOKKEEPING}
-    return json.dumps(content, sort_keys=True)
+    return json.dumps(content, sort_keys=True).encode()
 
 
 def _architecture(config: Path) -> str | None:

@@ -14,13 +14,14 @@ from kv_offload.log import get_logger
 from kv_offload.model_identity import model_identity
 from kv_offload.namespace import GroupIdentity, NamespaceIdentity, setting_text
 
-from . import compat
+from . import compat, packing
 from .canonical import CanonicalPages
 from .resolved_settings import configured, environment
 
 logger = get_logger(__name__)
 
 MAX_FINGERPRINT_BYTES = 4095
+_MAX_SETTINGS_BYTES = 2048  # of those: what else a rank publishes needs room, too
 CANONICAL_VERSION = 1  # of the order of bytes in the canonical layout
 UNKNOWN = "unknown"
 
@@ -64,11 +65,10 @@ def worker_fingerprint(
         fingerprint["windowed"] = _windowed(vllm_config, config)
         fingerprint["elements"] = _elements(vllm_config, config)
         fingerprint["resumed_is_new"] = bool(getattr(vllm_config, "use_v2_model_runner", False))
-    text = json.dumps(fingerprint, sort_keys=True, default=str)
-    if len(text.encode()) > MAX_FINGERPRINT_BYTES:
+    # Decided by the settings alone: what else a rank publishes differs between ranks and starts.
+    if len(setting_text(fingerprint["settings"])) > _MAX_SETTINGS_BYTES:
         fingerprint["settings"] = {"digest": _digest(setting_text(fingerprint["settings"]))}
-        text = json.dumps(fingerprint, sort_keys=True, default=str)
-    return text
+    return json.dumps(fingerprint, sort_keys=True, default=str)
 
 
 def _layout_digest(config: Any, pages: Sequence[Sequence[int]]) -> str:
@@ -97,16 +97,21 @@ def _weights_source(vllm_config: Any) -> dict[str, Any]:
         "code": _remote_code(vllm_config.model_config),
         "code_revision": getattr(vllm_config.model_config, "code_revision", None),
         "draft": _draft(vllm_config),
+        "adapters": getattr(getattr(vllm_config, "lora_config", None), "default_mm_loras", None),
     }
 
 
 def _draft(vllm_config: Any) -> dict[str, Any] | None:
-    """Returns where a drafter's weights come from; None without a drafter that has weights of its own."""
+    """Returns where a drafter's weights come from; None without a drafter that has weights of its own.
+
+    vLLM takes an MTP drafter from the model's own repository, but not at the model's revision.
+    """
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    name = getattr(draft, "model", None)
-    if not isinstance(name, str) or name == getattr(vllm_config.model_config, "model", None):
-        return None
-    return {"name": name, "revision": getattr(draft, "revision", None)}
+    found, model = (
+        {"name": getattr(config, "model", None), "revision": getattr(config, "revision", None)}
+        for config in (draft, vllm_config.model_config)
+    )
+    return found if isinstance(found["name"], str) and found != model else None
 
 
 def _remote_code(model_config: Any) -> list[str]:
@@ -136,7 +141,7 @@ def _tensorizer_uri(vllm_config: Any) -> str | None:
 def _settings(vllm_config: Any, config: Any, device_type: str) -> tuple[dict[str, str], list[str]]:
     """Returns (settings that change the bytes of a block, parts that could not be read)."""
     parts: dict[str, Callable[[], Mapping[str, str]]] = {
-        "vLLM's version": lambda: {"vllm": compat.bytes_version()},
+        "vLLM's version": lambda: {"vllm": packing.bytes_version()},
         "vLLM's configuration": lambda: configured(vllm_config),
         "vLLM's environment": environment,
         "attention backends": lambda: _backends(vllm_config, config, device_type),
@@ -164,9 +169,9 @@ def _backends(vllm_config: Any, config: Any, device_type: str) -> dict[str, str]
     layers = [layer for layers in _layers(vllm_config, config) for layer in layers]
     if not layers:
         raise ValueError("no layer of the cache groups is known")
-    names = sorted({compat.layer_backend(layer) for layer in layers})
-    packing = sorted({compat.layer_packing(layer, vllm_config, device_type) for layer in layers} - {""})
-    return {"backends": setting_text(names)} | ({"packing": setting_text(packing)} if packing else {})
+    names = sorted({packing.layer_backend(layer) for layer in layers})
+    packed = sorted({packing.layer_packing(layer, vllm_config, device_type) for layer in layers} - {""})
+    return {"backends": setting_text(names)} | ({"packing": setting_text(packed)} if packed else {})
 
 
 def _windowed(vllm_config: Any, config: Any) -> list[bool] | None:
@@ -291,6 +296,7 @@ def namespace_identity(
             code=model.get("code") or (),
             code_revision=model.get("code_revision"),
             draft=model.get("draft"),
+            adapters=model.get("adapters"),
         ),
         kv_dtype=config.model.dtype,
         kv_cache_layout=str(getattr(config, "kv_cache_layout", None)),

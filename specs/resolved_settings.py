@@ -15,6 +15,7 @@ from typing import Any
 
 from kv_offload.model_identity import BOOKKEEPING
 from kv_offload.namespace import setting_text
+from kv_offload.weights_digest import weights_digest
 
 from .identity_table import CONFIGURATION, ENVIRONMENT, Decision
 
@@ -47,7 +48,7 @@ def environment(
         known = environment_variables
     counted = {name for name, decision in ENVIRONMENT.items() if decision.counts}
     counted |= known.keys() - ENVIRONMENT.keys()
-    return {name: environ[name] for name in sorted(counted) if name in environ}
+    return {name: str(plain(environ[name])) for name in sorted(counted) if name in environ}
 
 
 def decision_for(path: str, table: Mapping[str, Decision] = CONFIGURATION) -> Decision | None:
@@ -111,7 +112,13 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Returns ``value`` as tables, lists and texts that are equal in every process."""
+    """Returns ``value`` as tables, lists and texts that are equal in every process.
+
+    A path of a file becomes a digest of the file, which may change in place. Raises OSError when it cannot be
+    read.
+    """
+    if isinstance(value, (str, Path)) and os.sep in str(value) and os.path.isfile(value):
+        return f"file {weights_digest([Path(value)])}"
     if value is None or (isinstance(value, (str, int, float)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):

@@ -1,10 +1,15 @@
-"""Environment variables that vLLM reads outside vllm/envs.py."""
+"""Environment variables that vLLM reads outside vllm/envs.py, or that its libraries read."""
 
 from .decision import Decision, counts, elsewhere, same
 
 OTHER_VARIABLES: dict[str, Decision] = {
     "PYTHONHASHSEED": elsewhere("hash_seed"),
     "FLA_TRIL_PRECISION": counts("precision of kernels"),
+    "NVIDIA_TF32_OVERRIDE": counts("precision of kernels; read by CUDA's libraries"),
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": counts("precision of kernels; read by PyTorch"),
+    "TRITON_F32_DEFAULT": counts("precision of kernels; read by Triton"),
+    "ONEDNN_DEFAULT_FPMATH_MODE": counts("precision of kernels; read by oneDNN"),
+    "DNNL_DEFAULT_FPMATH_MODE": counts("precision of kernels; read by oneDNN"),
     "AITER_BF16_FP8_MOE_BOUND": counts("precision of kernels"),
     "USE_FLAGOS": counts("kernels that vLLM does not call equivalent"),
     "FLASH_ATTENTION_TRITON_AMD_ENABLE": counts("kernels that vLLM does not call equivalent"),

@@ -24,7 +24,7 @@ MODEL: dict[str, Decision] = {
     "model_config.trust_remote_code": counts("selects code from the repository instead of vLLM's"),
     "model_config.disable_sliding_window": counts("turns sliding windows into full attention"),
     "model_config.max_model_len": counts(
-        "selects the rotation or scaling of positions in some models (see settings.py)"
+        "selects the rotation or scaling of positions in some models (see resolved_settings.py)"
     ),
     "model_config.spec_target_max_model_len": same("limits drafts, which the target model verifies"),
     "model_config.word_embeddings_untied_by_checkpoint": same(
@@ -136,9 +136,7 @@ MODEL: dict[str, Decision] = {
     "lora_config.target_modules": counts(
         "adapter precision and the modules it applies to; keys hold its name only"
     ),
-    "lora_config.default_mm_loras": counts(
-        "adapter precision and the modules it applies to; keys hold its name only"
-    ),
+    "lora_config.default_mm_loras": elsewhere("model.adapters: identity of adapters that no request names"),
     "lora_config.enable_tower_connector_lora": counts(
         "adapter precision and the modules it applies to; keys hold its name only"
     ),

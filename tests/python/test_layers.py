@@ -40,13 +40,11 @@ CACHE_PARTS = (
 # The parts of the fs tier's store, in the order of csrc/storage/fs/store.h. Files not named here hold
 # what several use (functions on files, Space): they know no part.
 FS_PARTS = (
-    *("open", "known_records", "shares", "draft", "evictor", "record_reader", "record_writer"),
-    *("scanner", "foreign_records", "root_counter", "own_generation", "root_mender", "recency"),
+    *("open_root", "root_files", "open", "known_records", "draft", "shares"),
+    *("evictor", "record_reader", "record_writer", "scanner", "foreign_records", "root_counter"),
+    *("own_generation", "root_mender", "recency"),
     *("store", "tier", "probe_disk"),  # above them
 )
-
-# Files that belong to the part of another name: open.cc makes a root with them.
-FS_PART_OF = {"root_files": "open"}
 
 # What an #include of a library looks like, and the files (under csrc/) that may have it.
 LIBRARIES = {
@@ -131,11 +129,9 @@ def fs_errors(root: Path) -> list[str]:
     """Of csrc/storage/fs: which file knows a part that comes after its own."""
     errors = []
     for path in sorted(p for p in (root / "csrc/storage/fs").iterdir() if p.suffix in SOURCES):
-        part = FS_PART_OF.get(path.stem, path.stem)
-        place = FS_PARTS.index(part) if part in FS_PARTS else -1
+        place = FS_PARTS.index(path.stem) if path.stem in FS_PARTS else -1
         for _, header in INCLUDE.findall(path.read_text()):
             name = header.removeprefix("storage/fs/").removesuffix(".h")
-            name = FS_PART_OF.get(name, name)
             if name == "tier":  # its options, which each part may know
                 continue
             if header.startswith("storage/fs/") and name in FS_PARTS and FS_PARTS.index(name) > place:
@@ -215,7 +211,9 @@ def test_no_part_of_the_fs_store_knows_one_that_comes_after_it():
 )
 def test_a_part_of_the_fs_store_that_knows_a_later_one_is_caught(tmp_path, name, header):
     (tmp_path / "csrc/storage/fs").mkdir(parents=True)
-    (tmp_path / "csrc/storage/fs" / name).write_text(f'#include "storage/fs/open.h"\n#include "{header}"\n')
+    (tmp_path / "csrc/storage/fs" / name).write_text(
+        f'#include "storage/fs/open_root.h"\n#include "{header}"\n'
+    )
     errors = fs_errors(tmp_path)
     assert f"{name}: must not include {header}" in errors
 

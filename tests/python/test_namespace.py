@@ -222,6 +222,26 @@ def test_a_configuration_elsewhere_and_code_in_its_folders_are_digested(model, t
     assert found[0] != found[1]
 
 
+def test_an_adapter_that_changes_in_place_is_another_model(model, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    found = []
+    for content in (b"first", b"other"):
+        (adapter / "adapter_model.safetensors").write_bytes(content)
+        found.append(model_identity(str(model), adapters={"audio": str(adapter)}))
+    assert found[0] != found[1]
+    unknown = model_identity(str(model), adapters={"audio": "org/adapter"}, cache_dir=str(tmp_path))
+    assert "'org/adapter'" in weights_problem(unknown)
+
+
+def test_a_file_of_the_model_that_is_not_json_is_digested_as_it_is(model):
+    found = []
+    for content in (b"\xff1", b"\xff2"):
+        (model / "processor_config.json").write_bytes(content)
+        found.append(identity(model))
+    assert found[0] != found[1]
+
+
 def test_code_and_drafts_of_the_hub_are_known_by_their_commits(tmp_path):
     arguments = {"cache_dir": str(tmp_path), "code": ["org/code"], "draft": {"name": "org/draft"}}
     (tmp_path / "w.gguf").write_bytes(b"gguf")

@@ -22,7 +22,7 @@
 #include "storage/fs/draft.h"
 #include "storage/fs/known_records.h"
 #include "storage/fs/oldest_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 #include "storage/fs/shares.h"
 #include "storage/fs/space.h"
 

@@ -15,7 +15,7 @@
 
 #include "base/clock.h"
 #include "storage/fs/known_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 
 namespace kv_offload {
 

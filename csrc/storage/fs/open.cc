@@ -9,7 +9,6 @@
 
 #include "base/aligned_buffer.h"
 #include "storage/fs/layout.h"
-#include "storage/fs/record_file.h"
 #include "storage/fs/root_files.h"
 #include "storage/fs/temporary.h"
 #include "storage/fs/walk.h"
@@ -79,30 +78,6 @@ bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& 
 }
 
 }  // namespace
-
-void OpenRoot::count(const Fd& made) const {
-  if (FileInfo info; ops.fstat(made.get(), &info) == 0) space->add(info.charge());
-}
-
-int OpenRoot::remove_file(int at, const std::string& name) const {
-  const Space::Finished before = space->finished();
-  std::uint64_t freed = 0;
-  const int rc = unlink_file(ops, at, name, &freed);
-  space->remove(freed, before);
-  return rc;
-}
-
-std::function<void(std::uint64_t)> OpenRoot::each_removed() const {
-  return [&to = *space, before = space->finished()](std::uint64_t bytes) mutable {
-    to.remove(bytes, before);
-    before = to.finished();
-  };
-}
-
-void OpenRoot::close() {
-  space->close();
-  open_lock.reset();
-}
 
 OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<Generation>* generation) {
   OpenRoot open(ops);

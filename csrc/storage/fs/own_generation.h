@@ -23,7 +23,7 @@
 #include "base/status.h"
 #include "base/thread_annotations.h"
 #include "storage/fs/known_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 
 namespace kv_offload {
 

@@ -20,7 +20,7 @@
 #include "storage/fs/draft.h"
 #include "storage/fs/evictor.h"
 #include "storage/fs/known_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 #include "storage/record_form.h"
 
 namespace kv_offload {

@@ -18,7 +18,7 @@
 #include "storage/fs/evictor.h"
 #include "storage/fs/foreign_records.h"
 #include "storage/fs/known_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 #include "storage/fs/scanner.h"
 #include "storage/fs/space.h"
 

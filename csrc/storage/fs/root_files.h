@@ -8,7 +8,7 @@
 #include <string_view>
 
 #include "storage/fs/file_ops.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 
 namespace kv_offload {
 

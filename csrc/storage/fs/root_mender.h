@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 
 namespace kv_offload {
 

@@ -18,7 +18,7 @@
 
 #include "base/status.h"
 #include "storage/fs/known_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 #include "storage/fs/walk.h"
 
 namespace kv_offload {

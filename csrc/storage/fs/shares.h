@@ -16,7 +16,7 @@
 #include "base/clock.h"
 #include "base/thread_annotations.h"
 #include "storage/fs/known_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 #include "storage/fs/space.h"
 
 namespace kv_offload {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "storage/fs/layout.h"
+#include "storage/fs/open.h"
 
 namespace kv_offload {
 namespace {

@@ -1,7 +1,7 @@
 // FsStore: the record store of the fs tier. An epoch is a generation's directory. It implements RecordStore
 // by its parts, in the order in which each may know those before it:
 //
-//   OpenRoot         the root and the namespace, opened; what all others borrow (open.h)
+//   OpenRoot         the root and the namespace, opened; what all others borrow (open_root.h)
 //   KnownRecords     the generation in use, and what is known of its records
 //   Evictor          the space for a record in a full root
 //   BounceBuffers    how bytes go between rows and the device
@@ -26,7 +26,7 @@
 #include "storage/fs/bounce_buffers.h"
 #include "storage/fs/evictor.h"
 #include "storage/fs/known_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 #include "storage/fs/own_generation.h"
 #include "storage/fs/recency.h"
 #include "storage/fs/record_reader.h"

@@ -1,6 +1,11 @@
 """Run by test_contract.py under each vLLM release: what gives two namespaces, and what gives one."""
 
 import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +16,9 @@ import pytest
 
 adapter.use_specs()
 
-from kv_offload.specs import KVOffloadSpec, compat, identity, worker  # noqa: E402
+from kv_offload.specs import KVOffloadSpec, compat, identity, packing, worker  # noqa: E402
+from kv_offload.specs.identity_table import CONFIGURATION  # noqa: E402
+from kv_offload.specs.resolved_settings import configured, environment  # noqa: E402
 from oracle.engine import Setup, _vllm_config, make_model_dir  # noqa: E402
 from vllm.config.multimodal import MultiModalConfig  # noqa: E402
 
@@ -49,7 +56,7 @@ OTHER_BYTES: dict[str, Change] = {
     "video pruning": media("video_pruning_rate", 0.5),
     "encoder precision": media("mm_encoder_attn_dtype", "fp8"),
     "configuration of the model": lambda config: config.model_config.hf_config.update({"rms_norm_eps": 0.5}),
-    "field of a new release": lambda config: setattr(config, "additional_config", {"new": 1}),
+    "settings of a platform": lambda config: setattr(config, "additional_config", {"new": 1}),
 }
 
 
@@ -58,6 +65,103 @@ def test_a_setting_that_changes_bytes_is_another_namespace(resolved: Any, name: 
     before = settings()
     OTHER_BYTES[name](resolved)
     assert settings() != before
+
+
+def test_a_variable_that_changes_the_precision_of_a_library_is_another_namespace(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = settings()
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert settings() != before
+
+
+def test_a_field_that_no_table_names_counts(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = settings()
+    resolved.scheduler_config.max_num_seqs += 1
+    assert settings() == before
+    monkeypatch.delitem(CONFIGURATION, "scheduler_config.max_num_seqs")
+    assert settings() != before
+
+
+def test_a_file_that_a_setting_names_counts_by_its_content(resolved: Any, tmp_path: Path) -> None:
+    found = []
+    for folder, content in (("a", "1"), ("a", "2"), ("b", "2")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "scales.json").write_text(content)
+        media("mm_encoder_fp8_scale_path", str(tmp_path / folder / "scales.json"))(resolved)
+        found.append(settings())
+    assert found[0] != found[1] == found[2]
+
+
+def test_a_drafter_from_another_revision_of_the_model_is_identified(resolved: Any) -> None:
+    model = resolved.model_config
+    model.revision = "0" * 40
+    drafts = []
+    for revision in (model.revision, None):
+        draft = SimpleNamespace(model=model.model, revision=revision)
+        resolved.speculative_config = SimpleNamespace(draft_model_config=draft)
+        text = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
+        drafts.append(json.loads(text)["model"]["draft"])
+    assert drafts == [None, {"name": model.model, "revision": None}]
+
+
+def _draft(config: Any, directory: str) -> None:
+    config.speculative_config = SimpleNamespace(
+        draft_model_config=SimpleNamespace(model=directory, revision=None)
+    )
+
+
+BESIDE_THE_WEIGHTS: dict[str, Callable[[Any, str], None]] = {
+    "configuration": lambda config, directory: setattr(config.model_config, "hf_config_path", directory),
+    "drafter": _draft,
+    "adapter": lambda config, directory: setattr(
+        config, "lora_config", SimpleNamespace(default_mm_loras={"image": directory})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_THE_WEIGHTS)
+def test_files_beside_the_weights_are_in_the_namespace(resolved: Any, tmp_path: Path, name: str) -> None:
+    BESIDE_THE_WEIGHTS[name](resolved, str(tmp_path))
+    config = offloading_config()
+    found = set()
+    for content in ("{}", '{"a": 1}'):
+        (tmp_path / "config.json").write_text(content)
+        text = identity.worker_fingerprint(config, "cpu", "host", [[4096]], 100)
+        merged = identity.merge_fingerprints([text])
+        made, _ = identity.namespace_identity(config, [[4096]], merged, False)
+        found.add(made.short_id())
+    assert len(found) == 2
+
+
+ANOTHER_PROCESS = """
+import json, sys
+import adapter
+adapter.use_specs()
+from kv_offload.specs.resolved_settings import configured, environment
+from oracle.engine import Setup, _vllm_config
+made = _vllm_config(Setup(extra={"root": sys.argv[2]}, num_blocks=80), sys.argv[1], sys.argv[2])
+print(json.dumps(configured(made) | environment()))
+"""
+
+
+def test_another_process_on_another_host_has_the_same_settings(tmp_path: Path) -> None:
+    directory = make_model_dir()
+    here = configured(_vllm_config(Setup(), directory, "engine"))
+    there = shutil.copytree(directory, tmp_path / "model")
+    home = str(tmp_path / "home")
+    result = subprocess.run(
+        [sys.executable, "-c", ANOTHER_PROCESS, str(there), "another"],
+        env=os.environ
+        | {"PYTHONHASHSEED": "1", "HOME": home, "HF_HOME": home, "VLLM_CACHE_ROOT": home, "VLLM_PORT": "1"}
+        | {"PYTHONPATH": os.pathsep.join(sys.path), "VLLM_CPU_KVCACHE_SPACE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert json.loads(result.stdout.splitlines()[-1]) == here | environment()
 
 
 def test_two_starts_ranks_and_replicas_have_one_namespace(
@@ -119,8 +223,24 @@ def test_the_compute_capability_is_in_it_where_it_may_decide(
     for major in (9, 10):
         capability = SimpleNamespace(major=major, minor=0)
         monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, c=capability: c)
-        found.add(compat.layer_packing(layer, resolved, "cuda"))
+        found.add(packing.layer_packing(layer, resolved, "cuda"))
     assert len(found) == (2 if in_it else 1)
+
+
+def test_devices_of_cuda_and_rocm_of_one_capability_are_told_apart(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    layer = resolved.compilation_config.static_forward_context["layer.0"]
+    layer.attn_backend = SimpleNamespace(get_name=lambda: "TRITON_MLA")
+    capability = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: capability)
+    found = set()
+    for name in ("cuda", "rocm"):
+        monkeypatch.setattr(type(current_platform), "device_name", name)
+        found.add(packing.layer_packing(layer, resolved, "cuda"))
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("extra", ["secondary_tiers", "keep_host_memory"])

@@ -1,6 +1,7 @@
 """Run by test_contract.py under each vLLM release: the spec, from the configuration to the boot line."""
 
 import gc
+import json
 import subprocess
 import sys
 import uuid
@@ -18,6 +19,7 @@ adapter.use_specs()
 
 from kv_offload.specs import KVOffloadSpec, compat, identity, plugin, spec  # noqa: E402
 from kv_offload.specs.canonical import CanonicalPages  # noqa: E402
+from kv_offload.specs.identity_table import ENVIRONMENT  # noqa: E402
 from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402
 from kv_offload.specs.message_wait import SleepWhileFetching  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
@@ -327,10 +329,26 @@ def test_but_the_longest_request_matters_where_it_chooses_the_rotation(vllm_conf
     assert _namespace(offloading_config()) != plain
 
 
-def test_facts_that_are_too_long_become_a_digest(vllm_config: Any) -> None:
+def test_facts_that_are_too_long_become_a_digest(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_config.model_config.hf_overrides = {"long": "x" * 10_000}
-    text = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
-    assert len(text.encode()) <= identity.MAX_FINGERPRINT_BYTES
+    many = [name for name, decision in ENVIRONMENT.items() if decision.counts]
+    for number, name in enumerate(many):
+        monkeypatch.setenv(name, str(number))
+        text = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
+        assert len(text.encode()) <= identity.MAX_FINGERPRINT_BYTES
+    assert json.loads(text)["settings"].keys() == {"digest"}
+
+
+def test_whether_settings_become_a_digest_is_the_same_in_each_rank_and_start(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name, decision in ENVIRONMENT.items() if decision.counts]:
+        monkeypatch.setenv(name, "1")
+        ranks = [
+            json.loads(identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], blocks))
+            for blocks in (1, 10**60)
+        ]
+        assert ranks[0]["settings"] == ranks[1]["settings"]
 
 
 def test_groups_of_states_are_told_by_their_layers(vllm_config: Any) -> None:
