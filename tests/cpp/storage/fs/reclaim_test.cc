@@ -99,6 +99,19 @@ TEST_F(FsReclaimTest, the_least_recently_used_of_all_namespaces_go_first) {
   EXPECT_EQ(left('2'), (Numbers{2, 3, 4, 5}));
 }
 
+TEST_F(FsReclaimTest, a_record_that_is_used_after_it_was_listed_stays) {
+  const std::uint64_t target = du(root_) - 4 * kRecordBytes;
+  bool used = false;
+  const auto use_the_oldest = [&](std::uint64_t) {
+    if (!used) set_used('1', 0, now_nanos());
+    used = true;
+  };
+  const EvictReport report = FsRoot(root_).evict({target, 0, false}, use_the_oldest);
+  EXPECT_EQ(report.records, 4u) << "another one goes for it";
+  EXPECT_EQ(left('1'), (Numbers{0, 3, 4, 5}));
+  EXPECT_EQ(left('2'), (Numbers{2, 3, 4, 5}));
+}
+
 // An eviction is judged by the prompts that it leaves: a chunk can be loaded only if all before it are there.
 class FsReclaimPrompts : public ::testing::TestWithParam<bool> {
  protected:
