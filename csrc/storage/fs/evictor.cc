@@ -68,10 +68,8 @@ Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reser
   if (freed >= bytes) return Status::ok();
   if (!failure) return failure;
   ran_dry_.store(ordered);
-  if (root_.changes->suspected()) {  // there is room, but the sum does not say so yet
-    return Status::error(StatusKind::kIo, "records were removed by another program: the root is counted again",
-                         ENOENT, root_.path);
-  }
+  // Without an errno: the device is not to blame, also where neighbours or other programs removed what we
+  // know.
   return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }
 
