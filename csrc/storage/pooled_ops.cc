@@ -96,7 +96,7 @@ Status off() {
 }
 
 bool device_failed(const Status& status) {
-  return status.kind() == StatusKind::kIo ||
+  return (status.kind() == StatusKind::kIo && status.error_number() != ENOENT) ||
          (status.kind() == StatusKind::kTimeout && status.error_number() != EBUSY) ||
          (status.kind() == StatusKind::kNoSpace && status.error_number() != 0);
 }

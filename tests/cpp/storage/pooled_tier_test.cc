@@ -299,6 +299,16 @@ TEST_F(PooledTierTest, questions_that_fail_now_and_then_do_not_switch_reads_off)
   EXPECT_EQ(user.tier().stats().breaker_trips, 0u);
 }
 
+TEST_F(PooledTierTest, files_that_other_programs_removed_do_not_switch_writes_off) {
+  for (const int error_number : {ENOENT, EIO}) {
+    TierDriver user(open());
+    server_->fail(Verb::kWrite, StatusKind::kIo, error_number);
+    for (std::uint32_t i = 0; i < 2 * Breaker::kFailuresToTrip; ++i) EXPECT_FALSE(user.write(i));
+    EXPECT_EQ(user.tier().stats().writable, error_number == ENOENT);
+    server_->fail(Verb::kWrite, StatusKind::kOk);
+  }
+}
+
 TEST_F(PooledTierTest, a_server_that_answers_questions_again_is_on_again_before_there_is_anything_to_read) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
