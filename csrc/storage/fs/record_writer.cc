@@ -43,21 +43,30 @@ RecordWriter::RecordWriter(const FsTierOptions& options, const OpenRoot& root, K
 
 Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& generation,
                            std::uint64_t* moved) {
+  constexpr std::uint64_t kToMaxBytes = ~std::uint64_t{0};
+  const auto has_nothing_to_evict = [](const Status& status) {
+    return status.kind() == StatusKind::kNoSpace && status.error_number() == 0;
+  };
   bool full = false;
-  const Status first = write_once(op, generation, moved, &full);
+  Status first = write_once(op, generation, moved, &full);
+  if (has_nothing_to_evict(first) && root_.space->bound_is_lowered()) {
+    // A lowered bound makes room by eviction. With no record left it would only keep the device from being
+    // tried, and the breaker from seeing it.
+    root_.space->raise_bound(kToMaxBytes);
+    first = write_once(op, generation, moved, &full);
+  }
   if (first) root_.full_disk->note_evicted(true);
   if (!full) return first;
   root_.full_disk->note_full();
-  constexpr std::uint64_t kToMaxBytes = ~std::uint64_t{0};
   if (!root_.full_disk->eviction_helps()) {
     root_.space->raise_bound(kToMaxBytes);  // a lowered bound would evict for each write to come
     return first;
   }
   const Status second = write_once(op, generation, moved, &full);
   if (second || full) root_.full_disk->note_evicted(second.is_ok());
-  if (!root_.full_disk->eviction_helps()) root_.space->raise_bound(kToMaxBytes);
-  // Nothing could be evicted: the device is what failed.
-  return second.kind() == StatusKind::kNoSpace && second.error_number() == 0 ? first : second;
+  if (!root_.full_disk->eviction_helps() || has_nothing_to_evict(second))
+    root_.space->raise_bound(kToMaxBytes);
+  return has_nothing_to_evict(second) ? first : second;  // then the device is what failed
 }
 
 Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<Generation>& generation,
