@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kFew = 2'000, kMany = 40'000;
 // A search of all costs 20 times as much with 20 times as many; a tree's depth grows by a half.
-constexpr double kMostGrowth = 2;
+constexpr double kMostPoolGrowth = 2;
 
 class PoolSteps : public ::testing::Test {
  protected:
@@ -46,7 +46,7 @@ class PoolSteps : public ::testing::Test {
       }));
     }
     ASSERT_GT(took[0], 0);
-    EXPECT_LE(took[1] / took[0], kMostGrowth) << took[0] << " steps became " << took[1];
+    EXPECT_LE(took[1] / took[0], kMostPoolGrowth) << took[0] << " steps became " << took[1];
   }
 };
 

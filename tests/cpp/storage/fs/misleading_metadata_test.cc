@@ -11,12 +11,12 @@ namespace {
 
 using namespace testing;
 
-constexpr std::uint64_t kBound = std::uint64_t{4} << 20;
-constexpr std::uint64_t kPayload = 65536, kRecord = kPayload + 4096;
+constexpr std::uint64_t kMetadataBound = std::uint64_t{4} << 20;
+constexpr std::uint64_t kMetadataPayload = 65536, kMetadataRecord = kMetadataPayload + 4096;
 
 class FsMisleading : public ::testing::Test {
  protected:
-  std::unique_ptr<FsStore> open(FileOps& ops, std::uint64_t bound = kBound) {
+  std::unique_ptr<FsStore> open(FileOps& ops, std::uint64_t bound = kMetadataBound) {
     FsTierOptions options = options_for(root_, bound);
     options.warn = [this](const std::string& line) { lines_.push_back(line); };
     auto store = std::make_unique<FsStore>(options, ops, clock_);
@@ -44,7 +44,7 @@ class FsMisleading : public ::testing::Test {
   TempDir dir_;
   std::string root_ = dir_.path() + "/root";
   FakeClock clock_;
-  Row row_{{kPayload}};
+  Row row_{{kMetadataPayload}};
   std::vector<std::string> lines_;
 };
 
@@ -53,15 +53,15 @@ TEST_F(FsMisleading, the_bound_holds_where_blocks_are_reported_late_or_never) {
     fs::remove_all(root_);
     LateBlocks ops(clock_, lag);
     const auto store = open(ops);
-    for (std::uint32_t i = 0; i < 4 * kBound / kRecord; ++i) {
+    for (std::uint32_t i = 0; i < 4 * kMetadataBound / kMetadataRecord; ++i) {
       ASSERT_TRUE(write(*store, i)) << i;
-      ASSERT_LE(du(root_), kBound);
+      ASSERT_LE(du(root_), kMetadataBound);
       if (i % 10 == 9) tick(*store);
     }
-    EXPECT_GT(du(root_), kBound * 9 / 10) << "the tier shrinks";
+    EXPECT_GT(du(root_), kMetadataBound * 9 / 10) << "the tier shrinks";
     for (int i = 0; i < 30; ++i) tick(*store);
-    EXPECT_GE(stats_of(*store).bytes + kRecord, du(root_));
-    EXPECT_LE(stats_of(*store).bytes, du(root_) + kRecord);
+    EXPECT_GE(stats_of(*store).bytes + kMetadataRecord, du(root_));
+    EXPECT_LE(stats_of(*store).bytes, du(root_) + kMetadataRecord);
     store->close();
   }
 }
@@ -75,10 +75,10 @@ TEST_F(FsMisleading, blocks_that_come_late_and_are_more_than_the_size_keep_the_b
   const auto records = [&] { return records_in(root_).size(); };
   for (std::uint32_t i = 4; i < 200; ++i) {
     ASSERT_TRUE(write(*store, i)) << i;
-    ASSERT_LE(records() * 2 * kRecord, kBound) << "after " << i << " records";
+    ASSERT_LE(records() * 2 * kMetadataRecord, kMetadataBound) << "after " << i << " records";
     if (i % 10 == 9) tick(*store);
   }
-  EXPECT_GT(records() * 2 * kRecord, kBound * 8 / 10) << "the tier shrinks";
+  EXPECT_GT(records() * 2 * kMetadataRecord, kMetadataBound * 8 / 10) << "the tier shrinks";
   store->close();
 }
 
@@ -101,7 +101,7 @@ TEST_F(FsMisleading, blocks_that_are_given_back_later_are_used_again) {
     if (i % 4 == 3) tick(*store);
   }
   for (int i = 0; i < 30; ++i) tick(*store);
-  EXPECT_LE(stats_of(*store).bytes, du(root_) + kRecord);
+  EXPECT_LE(stats_of(*store).bytes, du(root_) + kMetadataRecord);
   store->close();
 }
 
@@ -109,7 +109,7 @@ TEST_F(FsMisleading, a_disk_that_is_full_below_the_bound_keeps_what_was_written_
   for (const int error : {ENOSPC, EDQUOT}) {
     fs::remove_all(root_);
     lines_.clear();
-    SmallDisk disk(kBound / 2, error);
+    SmallDisk disk(kMetadataBound / 2, error);
     const auto store = open(disk);
     std::uint32_t failed = 0;
     for (std::uint32_t i = 0; i < 200; ++i) failed += !write(*store, i).is_ok();
@@ -122,17 +122,17 @@ TEST_F(FsMisleading, a_disk_that_is_full_below_the_bound_keeps_what_was_written_
     ASSERT_EQ(lines_.size(), 1u) << lines_.back();
     EXPECT_NE(lines_[0].find("is full"), std::string::npos);
     // There is room again.
-    disk.set_room(4 * kBound);
+    disk.set_room(4 * kMetadataBound);
     for (int i = 0; i < 200; ++i) tick(*store);
     for (std::uint32_t i = 1000; i < 1100; ++i) ASSERT_TRUE(write(*store, i));
-    EXPECT_GT(du(root_), kBound * 9 / 10);
-    EXPECT_LE(du(root_), kBound);
+    EXPECT_GT(du(root_), kMetadataBound * 9 / 10);
+    EXPECT_LE(du(root_), kMetadataBound);
     store->close();
   }
 }
 
 TEST_F(FsMisleading, a_disk_that_stays_full_costs_a_few_records_and_not_the_cache) {
-  SmallDisk disk(kBound / 2);
+  SmallDisk disk(kMetadataBound / 2);
   const auto store = open(disk);
   for (std::uint32_t i = 0; i < 20; ++i) ASSERT_TRUE(write(*store, i));
   disk.set_room(0);
@@ -148,7 +148,7 @@ TEST_F(FsMisleading, a_disk_that_stays_full_costs_a_few_records_and_not_the_cach
   EXPECT_GE(records_in(root_).size(), 20 - kAttemptsThatEvict * kRecordsAnAttempt);
   EXPECT_TRUE(temporaries_in(root_).empty());
   disk.clear();
-  disk.set_room(kBound);
+  disk.set_room(kMetadataBound);
   for (int i = 0; i < 60; ++i) tick(*store);
   EXPECT_TRUE(write(*store, 200));
   EXPECT_EQ(stats_of(*store).bytes, du(root_));

@@ -15,14 +15,14 @@ namespace {
 
 using namespace testing;
 
-constexpr std::uint64_t kBound = std::uint64_t{4} << 20;
-constexpr std::uint64_t kPayload = 65536, kRecord = kPayload + 4096;
-constexpr std::uint32_t kWorth = kBound / kRecord;  // records
+constexpr std::uint64_t kOutsideBound = std::uint64_t{4} << 20;
+constexpr std::uint64_t kOutsidePayload = 65536, kOutsideRecord = kOutsidePayload + 4096;
+constexpr std::uint32_t kWorth = kOutsideBound / kOutsideRecord;  // records
 
 class FsOutsideChanges : public ::testing::Test {
  protected:
   std::unique_ptr<FsStore> open() {
-    FsTierOptions options = options_for(root_, kBound);
+    FsTierOptions options = options_for(root_, kOutsideBound);
     options.warn = [this](const std::string& line) { lines_.push_back(line); };
     auto store = std::make_unique<FsStore>(options, ops_, clock_);
     store->start();
@@ -67,15 +67,15 @@ class FsOutsideChanges : public ::testing::Test {
       EXPECT_NE(status.kind(), StatusKind::kNoSpace) << status.to_string();
     }
     ten_seconds(store);
-    EXPECT_LE(stats_of(store).bytes, du(root_) + kRecord);
-    EXPECT_GE(stats_of(store).bytes + kRecord, du(root_));
+    EXPECT_LE(stats_of(store).bytes, du(root_) + kOutsideRecord);
+    EXPECT_GE(stats_of(store).bytes + kOutsideRecord, du(root_));
     EXPECT_EQ(lines_.size(), 1u) << (lines_.empty() ? "nothing was told" : lines_.back());
     for (std::uint32_t i = 2000; i < 2000 + kWorth; ++i) {
       const Status status = write(store, i);
       ASSERT_TRUE(status) << i << ": " << status.to_string();
-      ASSERT_LE(du(root_), kBound);
+      ASSERT_LE(du(root_), kOutsideBound);
     }
-    EXPECT_GE(du(root_), kBound * 95 / 100);
+    EXPECT_GE(du(root_), kOutsideBound * 95 / 100);
     ten_seconds(store);
     EXPECT_EQ(lines_.size(), 1u) << lines_.back();
     EXPECT_EQ(stats_of(store).chunks, records_in(root_).size());
@@ -91,7 +91,7 @@ class FsOutsideChanges : public ::testing::Test {
   std::string root_ = dir_.path() + "/root";
   FaultyFileOps ops_;
   FakeClock clock_;
-  Row row_{{kPayload}};
+  Row row_{{kOutsidePayload}};
   std::vector<std::string> lines_;
 };
 
@@ -100,8 +100,8 @@ TEST_F(FsOutsideChanges, records_that_others_remove_are_given_back_to_the_bound)
   fill(*store);
   std::uint64_t removed = 0;
   std::vector<fs::path> records = records_in(root_);
-  for (std::size_t i = 0; i < records.size(); i += 2) removed += fs::remove(records[i]) ? kRecord : 0;
-  ASSERT_GT(removed, kBound / 3);
+  for (std::size_t i = 0; i < records.size(); i += 2) removed += fs::remove(records[i]) ? kOutsideRecord : 0;
+  ASSERT_GT(removed, kOutsideBound / 3);
   // Met by an eviction, or a read: here both.
   for (std::uint32_t i = kWorth; i < 2 * kWorth; ++i) (void)read(*store, i);
   recovers(*store);

@@ -28,7 +28,7 @@ Resolver resolver_of(const std::shared_ptr<NameServer>& server) {
   });
 }
 
-Deadline soon() { return std::chrono::steady_clock::now() + milliseconds(1); }
+Deadline very_soon() { return std::chrono::steady_clock::now() + milliseconds(1); }
 Deadline late() { return std::chrono::steady_clock::now() + std::chrono::minutes(2); }
 
 TEST(Resolver, a_lookup_that_is_not_answered_ends_at_the_deadline_and_is_shared) {
@@ -36,7 +36,7 @@ TEST(Resolver, a_lookup_that_is_not_answered_ends_at_the_deadline_and_is_shared)
   Resolver resolver = resolver_of(server);
   std::vector<SocketAddress> addresses;
   for (int i = 0; i < 3; ++i) {
-    EXPECT_EQ(resolver.resolve("cache.example", 6379, soon(), &addresses).kind(), StatusKind::kTimeout);
+    EXPECT_EQ(resolver.resolve("cache.example", 6379, very_soon(), &addresses).kind(), StatusKind::kTimeout);
   }
   server->answers.count_down();
   EXPECT_TRUE(resolver.resolve("cache.example", 6379, late(), &addresses));
@@ -49,7 +49,7 @@ TEST(Resolver, a_silent_name_server_costs_a_bounded_number_of_threads) {
   Resolver resolver = resolver_of(server);
   std::vector<SocketAddress> addresses;
   for (std::size_t i = 0; i < Resolver::kMostLookups; ++i) {
-    EXPECT_EQ(resolver.resolve(fmt::format("node-{}.example", i), 1, soon(), &addresses).kind(),
+    EXPECT_EQ(resolver.resolve(fmt::format("node-{}.example", i), 1, very_soon(), &addresses).kind(),
               StatusKind::kTimeout);
   }
   EXPECT_EQ(resolver.resolve("one-more.example", 1, late(), &addresses).kind(), StatusKind::kIo);
@@ -61,7 +61,7 @@ TEST(Resolver, a_numeric_address_is_not_looked_up) {
   Resolver resolver = resolver_of(server);
   std::vector<SocketAddress> addresses;
   for (const char* host : {"127.0.0.1", "::1"}) {
-    ASSERT_TRUE(resolver.resolve(host, 6379, soon(), &addresses));
+    ASSERT_TRUE(resolver.resolve(host, 6379, very_soon(), &addresses));
     EXPECT_EQ(addresses.size(), 1u);
   }
   EXPECT_EQ(server->asked, 0);
