@@ -9,9 +9,10 @@
 
 #include "base/steps.h"
 #include "base/thread_annotations.h"
-#include "rounds.h"
 
+namespace testing {}
 namespace kv_offload::testing {
+using namespace ::testing;  // testing::Test is gtest's inside kv_offload, too
 
 template <typename Call>
 std::uint64_t steps_of(Call&& call) {
