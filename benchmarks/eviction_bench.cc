@@ -22,7 +22,7 @@ constexpr std::uint32_t kPrompt = 100;  // chunks a request
 class Bench {
  public:
   Bench(const std::string& name, std::uint32_t chunks)
-      : name_(name), chunks_(chunks), policy_(make_eviction_policy(name, chunks)), ids_(chunks) {}
+      : name_(name), chunks_(chunks), policy_(make_eviction_policy(name)), ids_(chunks) {}
 
   void run() {
     for (Slot slot = 0; slot < chunks_; slot += kPrompt) store(slot);

@@ -4,7 +4,7 @@
 
 Reads the value of ``--kv-transfer-config`` and writes the new one. All that changes is ``spec_name`` (and
 ``spec_module_path``), and that each directory gets a bound, which vLLM's own tier does not have. What is not
-needed or not known is said on stderr.
+needed or not known is said on stderr. Exit status: 0 written; 1 the configuration is not valid here.
 """
 
 from __future__ import annotations
@@ -13,27 +13,42 @@ import json
 import sys
 from typing import Any
 
-from kv_offload.config import OffloadConfig
+from kv_offload.config import ConfigError, OffloadConfig
+from kv_offload.vllm_verdict import read_json
 
 
-def migrate(before: dict[str, Any], max_bytes: str = "100GiB") -> tuple[dict[str, Any], list[str]]:
+def migrate(before: Any, max_bytes: str = "100GiB") -> tuple[dict[str, Any], list[str]]:
     """(the new configuration, what to know about it). Raises ConfigError for what is not valid here."""
-    extra = dict(before.get("kv_connector_extra_config", {}))
-    extra |= {"spec_name": "KVOffloadSpec", "spec_module_path": "kv_offload.specs"}
-    extra["secondary_tiers"] = [
-        {"max_bytes": max_bytes} | tier if tier.get("type") == "fs" else tier
-        for tier in extra.get("secondary_tiers", [])
-    ]
+    extra = before.get("kv_connector_extra_config", {}) if isinstance(before, dict) else None
+    if not isinstance(extra, dict):
+        raise ConfigError(["it is not a table with a table kv_connector_extra_config"])
+    extra = extra | {"spec_name": "KVOffloadSpec", "spec_module_path": "kv_offload.specs"}
+    tiers = extra.get("secondary_tiers", [])
+    if isinstance(tiers, list):  # else OffloadConfig says what is wrong
+        extra["secondary_tiers"] = [_bounded(tier, max_bytes) for tier in tiers]
     _, notes = OffloadConfig.parse(extra)
     return {**before, "kv_connector_extra_config": extra}, notes
 
 
-def main() -> None:
-    after, notes = migrate(json.load(sys.stdin))
+def _bounded(tier: Any, max_bytes: str) -> Any:
+    is_directory = isinstance(tier, dict) and tier.get("type") == "fs"
+    return {"max_bytes": max_bytes} | tier if is_directory else tier
+
+
+def main() -> int:
+    try:
+        after, notes = migrate(read_json(sys.stdin.read()))
+    except ConfigError as error:
+        print(f"migrate: {error}", file=sys.stderr)
+        return 1
+    except ValueError as error:  # UnicodeDecodeError too
+        print(f"migrate: the input is not JSON: {error}", file=sys.stderr)
+        return 1
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     print(json.dumps(after, indent=2))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

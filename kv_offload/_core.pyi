@@ -3,7 +3,7 @@
 Errors: ValueError for what the caller got wrong, ResourceError for what the machine does not have.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -358,7 +358,7 @@ class TieredCache:
         request_id: str,
         *,
         load_from_cpu: bool = True,
-        load_from_tiers: bool = True,
+        load_tiers: int = 255,
         skip_store: bool = False,
         load_policy: str | None = None,
         priority: int = 0,
@@ -409,11 +409,18 @@ class TieredCache:
     def end_step(self) -> None: ...
     def has_pending_work(self) -> bool: ...
     def reset(self) -> None: ...
+    def abandon_jobs(self) -> None:
+        """Discard stores under way; pin chunks being loaded until the ranks have reported; keep the rest."""
+    def absent(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those that are not in host memory and not on their way there."""
     def take_events(self) -> list[tuple[list[bytes], bool, bool, str]]:
         """(keys, on storage, removed, tier name)."""
     def publish_gauges(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
-    def tier_stats(self, tier: int) -> dict[str, Any]: ...
+    def tier_stats(self, tier: int) -> dict[str, Any]:
+        """Figures of one tier. Running totals among them: "rebuilds", how often the directory of a tier or a
+        file that it needs was made again because another program had removed it, and "lost_bytes", the bytes
+        of records that other programs removed."""
     def close(self) -> None: ...
 
 class Trace:
@@ -456,6 +463,7 @@ class RankWorker:
         area: int,
         threads: int = 2,
         device: int = -1,
+        tail_blocks: Sequence[int] = (),  # per position: the last blocks of a chunk that a row holds; 0: all
         holds_states: Sequence[bool] = (),  # per position: of a chunk only the last block is kept
         shards_per_area: int = 1,  # equal parts of each page, which a row holds one after the other
         kernel_blocks: int = 8,  # blocks (of 256 threads) of the CUDA copier's kernels

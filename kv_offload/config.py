@@ -69,8 +69,8 @@ class OffloadConfig(BaseModel):
     )
     request_hints: Literal["allow", "ignore"] = Field(
         default="allow",
-        description="whether requests may set load_policy, priority, a wait and the skip flags in their "
-        "kv_transfer_params; ignore where clients are not trusted",
+        description="whether requests may set kv_offload_load_policy, kv_offload_priority, a wait and the "
+        "skip flags in their kv_transfer_params; ignore where clients are not trusted",
     )
     load_policy: Literal["auto", "always", "never"] = Field(
         default="auto", description="auto: load what arrives sooner than it is computed; always; never"
@@ -101,6 +101,11 @@ class OffloadConfig(BaseModel):
         default=False,
         description="host memory outlives the server, however it ends, for the next one of the same model: "
         "until then it stays taken, unless another start needs it",
+    )
+    fixed_weights: bool = Field(
+        default=False,
+        description="the weights never change while the server runs: a cache reset from vLLM, which sleep "
+        "and pause ask for too, keeps host memory and all tiers; vLLM's weight updates are refused",
     )
     metrics_port: int | None = Field(
         default=None,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kv_offload.tiers import kind_behind, kinds
+from kv_offload.vllm_verdict import CONNECTOR, REPORTING_CONNECTOR
 from kv_offload.vllm_versions import keys_read_by_vllm
 
 _NEAR = 0.6  # of difflib: so alike are two keys of which one is a misspelling
@@ -36,6 +37,14 @@ IGNORED_TIER_KEYS = {
     "module_path": "tiers are part of the core",
     "backpressure": IGNORED_KEYS["backpressure"],
 }
+# Words of a key that bounds something; whoever gives it to a tier means how much the tier may hold.
+_OF_A_BOUND = re.compile(
+    r"size|quota|capacity|limit|byte|(^|[^a-z])space|budget|watermark|usage|(^|[^a-z])[kmgt]i?b([^a-z]|$)|"
+    r"max_?(disk|storage|file|record|entr|block|item|object|chunk)",
+    re.IGNORECASE,
+)
+_OF_A_TIER = re.compile(r"disk|ssd|nvme|storage|tier|file|(^|_)fs(_|$)", re.IGNORECASE)
+_OF_A_RESERVE = re.compile(r"(^|[^a-z])(min|free|reserve|keep|available)", re.IGNORECASE)
 _OF_A_SECRET = re.compile(r"secret|passw|access_?key|session_?token|credential", re.IGNORECASE)
 
 # vLLM's tier types, and what to do instead of each here.
@@ -73,6 +82,7 @@ def own_keys(
             problems.append(f"{key!r} belongs into a tier: secondary_tiers[...].{key}")
         elif key not in VLLM_KEYS:
             _unknown_key(key, value, (*known, *VLLM_KEYS), "", notes, problems)
+    problems += _chunk_problems(extra)
     policy = ours.get("eviction_policy")
     foreign = policy == "arc" or (policy is not None and "cache_policy_module_path" in extra)
     if foreign and policy not in eviction_policies:
@@ -82,6 +92,23 @@ def own_keys(
         if ours.get(key, ...) is None:
             del ours[key]
     return ours
+
+
+def _chunk_problems(extra: Mapping[str, Any]) -> list[str]:
+    """How many blocks a chunk has, as vLLM judges it once the model is loaded; and no chunk without a block,
+    which vLLM lets pass for block_size."""
+    if extra.get("block_size") is not None and extra.get("blocks_per_chunk") is not None:
+        return ["block_size and blocks_per_chunk are both given: give one of them"]
+    problems = []
+    for key in ("block_size", "blocks_per_chunk"):
+        value = extra.get(key)
+        try:
+            fits = value is None or int(value) > 0
+        except (TypeError, ValueError, OverflowError):
+            fits = False
+        if not fits:
+            problems.append(f"{key} is {value!r}; it must be a number from 1")
+    return problems
 
 
 def _note_store_threshold(value: Any, notes: list[str], problems: list[str]) -> None:
@@ -120,9 +147,23 @@ def own_tier_keys(index: int, tier: Any, notes: list[str], problems: list[str]) 
             ours[key] = value
         elif key in IGNORED_TIER_KEYS:
             notes.append(f"{where}.{key} is ignored: {IGNORED_TIER_KEYS[key]}")
+        elif _OF_A_BOUND.search(str(key)):
+            problems.append(_unknown_bound(str(key), kind.bound_key, known, f"{where}: "))
         else:
             _unknown_key(key, value, known, f"{where}: ", notes, problems)
     return ours
+
+
+def _unknown_bound(key: str, bound_key: str | None, known: Sequence[str], where: str) -> str:
+    """Another name for the bound of a tier: without it the tier would get a bound that nobody chose."""
+    text = f"{where}{key!r} is not known"
+    if _OF_A_RESERVE.search(key):
+        text += ", and nothing here keeps space free"
+    elif bound_key and difflib.get_close_matches(key.lower(), (bound_key,), cutoff=_NEAR):
+        text += f"; did you mean {bound_key!r}?"
+    if bound_key is None:
+        return f"{text}; max_bytes is no key of this kind of tier either: its server bounds itself"
+    return f"{text}; {bound_key} bounds what a tier may hold. possible: {', '.join(sorted(known))}"
 
 
 def _unknown_key(
@@ -139,8 +180,11 @@ def _unknown_key(
             f"possible: {', '.join(sorted(possible))}"
         )
         return
+    if not where and _OF_A_BOUND.search(str(key)) and _OF_A_TIER.search(str(key)):
+        problems.append(f"{key!r} is not known; secondary_tiers[...].max_bytes bounds a tier")
+        return
     near = difflib.get_close_matches(str(key).lower(), possible, n=1, cutoff=_NEAR)
-    if near:
+    if near and not (_OF_A_RESERVE.search(str(key)) and not _OF_A_RESERVE.search(near[0])):
         problems.append(
             f"{where}{key!r} is not known; did you mean {near[0]!r}? possible: {', '.join(sorted(possible))}"
         )
@@ -157,7 +201,7 @@ def _holds_tables(value: object) -> bool:
 
 
 # vLLM's connector for specs, and the one of ours that adds a report to each response.
-_CONNECTORS = ("OffloadingConnector", "ReportingConnector")
+_CONNECTORS = (CONNECTOR, REPORTING_CONNECTOR)
 
 
 def own_extra_config(transfer: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -166,7 +210,8 @@ def own_extra_config(transfer: Mapping[str, Any]) -> tuple[Mapping[str, Any], li
     Understood are an OffloadingConnector, a MultiConnector with one among its connectors, and our part alone.
     """
     extra = transfer.get("kv_connector_extra_config", transfer)
-    connector = transfer.get("kv_connector", "OffloadingConnector")
+    extra = extra if isinstance(extra, Mapping) else {}
+    connector = transfer.get("kv_connector") or CONNECTOR
     if connector in _CONNECTORS:
         return extra, []
     if connector != "MultiConnector":

@@ -10,12 +10,23 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kv_offload.sizes import format_bytes
+
 if TYPE_CHECKING:
     from kv_offload.exposition import Page
 
 _SMALLEST_SHARE = 0.01  # of the missed tokens: a reason below it explains nothing
 _STUCK_SECONDS = 10.0
 _MANY = 0.05  # of the bytes that were to be written
+
+HOST_MEMORY = "cpu"  # the label of host memory among the tiers
+_NOT_WRITTEN = (
+    "the tier is full, or slower than chunks are stored: set write_policy reuse:2, or use a faster device"
+)
+_NO_ROW = (
+    "loads, and writes to a tier that is slower than chunks are stored, held all of host memory: raise "
+    "cpu_bytes_to_use, or give the slow tier write_policy reuse:2"
+)
 
 # What each reason of kv_offload_miss_tokens_total means, and what to change.
 REASONS = {
@@ -44,6 +55,10 @@ REASONS = {
         "check the device or the server: it did not return what was written; of a root, run "
         "kv-offload verify",
     ),
+    "incomplete": (
+        "vLLM offered the chunks without some of their blocks, so they were not stored",
+        "set blocks_per_chunk so that a chunk is not longer than the model's sliding window",
+    ),
     "io_error": (
         "records could not be read, or the tier was switched off after errors or timeouts",
         "look at kv_offload_failures_total by kind, at the device, and at the permissions of the root",
@@ -54,7 +69,8 @@ REASONS = {
     ),
     "disabled": (
         "loading is switched off for them",
-        "load_policy is never, or requests say so in kv_transfer_params (load_policy, kv_offload_skip_load)",
+        "load_policy is never, or requests say so in kv_transfer_params (kv_offload_load_policy, "
+        "kv_offload_skip_load)",
     ),
 }
 
@@ -187,6 +203,7 @@ def _tiers(page: "Page") -> Iterator[Finding]:
                 "was read from it or written to it",
                 "look at kv_offload_failures_total by kind and at the device",
             )
+        yield from _removed(page, tier)
         kinds = {
             kind: number
             for kind in page.values_of("kv_offload_failures_total", "kind")
@@ -207,15 +224,39 @@ def _tiers(page: "Page") -> Iterator[Finding]:
         dropped -= page.sum(
             "kv_offload_dropped_bytes_total", tier=tier, reason="declined"
         )  # nothing is amiss
-        written = page.sum("kv_offload_write_bytes_total", tier=tier)
+        is_host_memory = tier == HOST_MEMORY
+        written = (
+            page.sum("kv_offload_stored_bytes_total")
+            if is_host_memory
+            else page.sum("kv_offload_write_bytes_total", tier=tier)
+        )
         if dropped > _MANY * (dropped + written):
             share = 100 * dropped / (dropped + written)
+            place = "stored in host memory" if is_host_memory else f"written to tier {tier}"
             yield Finding(
-                "not_written",
-                f"{share:.0f}% of the bytes that were to be written to tier {tier} were dropped",
-                "the tier is full, or slower than chunks are stored: set write_policy reuse:2, or use a "
-                "faster device",
+                "not_stored_in_memory" if is_host_memory else "not_written",
+                f"{share:.0f}% of the bytes that were to be {place} were dropped",
+                _NO_ROW if is_host_memory else _NOT_WRITTEN,
             )
+
+
+def _removed(page: "Page", tier: str) -> Iterator[Finding]:
+    """What other programs took from the directory of a tier."""
+    rebuilds = round(page.sum("kv_offload_tier_rebuilds_total", tier=tier))
+    lost = round(page.sum("kv_offload_tier_lost_bytes_total", tier=tier))
+    if not rebuilds and not lost:
+        return
+    parts = []
+    if rebuilds:
+        times = "once" if rebuilds == 1 else f"{rebuilds:,} times"
+        parts.append(f"removed its directory or files that it needs, which the server made again ({times})")
+    if lost:
+        parts.append(f"removed {format_bytes(lost)} of its records")
+    yield Finding(
+        "removed_by_others",
+        f"another program changed tier {tier}: it {' and '.join(parts)}",
+        "let max_bytes bound the directory instead of a clean-up job; to empty it, use kv-offload purge",
+    )
 
 
 # ---- a log

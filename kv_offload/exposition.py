@@ -1,20 +1,43 @@
 """Reading a server's /metrics page, asked by name and label. prometheus_client parses it."""
 
 import math
+import time
 import urllib.request
+from collections.abc import Callable
 from http.client import HTTPException
 from typing import TYPE_CHECKING
 from urllib.error import HTTPError, URLError
+
+from kv_offload.printable import printable
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
 
-def fetch(url: str, timeout: float = 10.0) -> str:
-    """The page at ``url``. Raises OSError naming the address and what to look at."""
+MOST_PAGE_BYTES = 64 << 20  # a vLLM server with many engines has some MiB
+_STEP_BYTES = 1 << 16
+
+
+def fetch(
+    url: str, timeout: float = 10.0, within: float = 60.0, clock: Callable[[], float] = time.monotonic
+) -> str:
+    """The page at ``url``. ``timeout``: seconds of each wait; ``within``: of all of it.
+
+    Raises OSError naming the address and what to look at.
+    """
+    until = clock() + within
     try:
         with urllib.request.urlopen(url, timeout=timeout) as reply:
-            return str(reply.read().decode("utf-8", errors="replace"))
+            page = bytearray()
+            while part := reply.read1(_STEP_BYTES):
+                page += part
+                if len(page) > MOST_PAGE_BYTES:
+                    raise OSError(f"the answer is longer than {MOST_PAGE_BYTES >> 20} MiB")
+                if clock() > until:
+                    raise OSError(f"the answer takes longer than {within:g} s")
+            if reply.length:
+                raise OSError("the answer ended early")
+            return page.decode("utf-8", errors="replace")
     except HTTPError as error:
         error.close()
         raise OSError(
@@ -30,7 +53,8 @@ def fetch(url: str, timeout: float = 10.0) -> str:
 
 
 class Page:
-    """One scrape. Series of several engines and models are taken together."""
+    """One scrape. Series of several engines and models are taken together. Labels are printable: any server
+    can write them."""
 
     def __init__(self, text: str) -> None:
         """Raises ValueError when ``text`` is not in the format of Prometheus."""
@@ -40,7 +64,8 @@ class Page:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if not math.isnan(sample.value):
-                    self._by_name.setdefault(sample.name, []).append(sample)
+                    labels = {name: printable(value) for name, value in sample.labels.items()}
+                    self._by_name.setdefault(sample.name, []).append(sample._replace(labels=labels))
 
     def has(self, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in self._by_name)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,22 @@ MODELSCOPE = "modelscope"
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors")
 _NOT_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin"}
-# How the weights are to be read. Tokenizer files are not among them: keys are hashes of token ids.
-_CONFIGS = ("config.json", "params.json", "quantize_config.json", "hf_quant_config.json")
+# Files of these kinds configure the model, its processors and its code; every such file counts.
+_CONFIGS = (".json", ".py", ".yaml", ".yml", ".npz", ".npy", ".onnx")
+# Except these: keys are hashes of token ids, so tokenizer files and chat templates change no byte.
+_NOT_CONFIGS = {
+    "added_tokens.json",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "trainer_state.json",
+    "vocab.json",
+}
 # Written by the tools that save a model; they change nothing that is computed.
-_BOOKKEEPING = {"_name_or_path", "_commit_hash", "transformers_version"}
+BOOKKEEPING = {"_name_or_path", "_commit_hash", "transformers_version"}
 
 
 def model_identity(
@@ -34,16 +46,41 @@ def model_identity(
     address: str | None = None,
     model_id: str | None = None,
     cache_dir: str | None = None,
+    configured_by: str | None = None,
+    code: Sequence[str] = (),
+    code_revision: str | None = None,
+    draft: Mapping[str, Any] | None = None,
+    adapters: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """What identifies the weights of ``name``: a directory, a file, or a name of the hub.
+
+    ``configured_by``: where its configuration is instead (--hf-config-path). ``code``: hub repositories
+    whose code is run for it, at ``code_revision``. ``draft``: name and revision of a drafter. ``adapters``:
+    LoRA adapters that a kind of input selects; keys do not hold their contents.
 
     ``address``: where vLLM reads the weights instead (its model_weights, such as s3://...), when ``name`` is
     a directory of configs only. ``model_id``: the operator's name of the weights; it is added to what is
     found. ``cache_dir`` is vLLM's download_dir. Reads a few MiB of local weights (weights_digest); no
     network. Raises OSError when a local file cannot be read.
     """
-    identity = _found(name, revision, cache_dir, os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    identity = _found(name, revision, cache_dir, environ)
+    if configured_by:
+        path = Path(configured_by).expanduser()
+        identity["configured_by"] = (
+            {"configs": _configs_digest(path)}
+            if path.is_dir()
+            else _found(configured_by, None, cache_dir, environ)
+        )
+    if code:
+        identity["code"] = [_found(each, code_revision, cache_dir, environ) for each in code]
+    if draft:
+        identity["draft"] = _found(draft["name"], draft.get("revision"), cache_dir, environ)
+    if adapters:
+        identity["adapters"] = {
+            kind: _found(each, None, cache_dir, environ) for kind, each in adapters.items()
+        }
     if address:
         identity["address"] = address.rstrip("/")
     if model_id is not None:
@@ -55,6 +92,10 @@ def weights_problem(identity: Mapping[str, Any]) -> str | None:
     """Why ``identity`` does not tell one set of weights from another, or None when it does."""
     if identity.get("model_id"):
         return None
+    beside = (identity.get("draft"), identity.get("configured_by"), *identity.get("code", ()))
+    for part in (*beside, *identity.get("adapters", {}).values()):
+        if part and part.get("revision") == UNKNOWN:
+            return f"{part['name']!r} is used beside it, and the hub's local cache has no such revision"
     if "address" in identity:
         return f"the weights are at {identity['address']}, where they can change without this server noticing"
     if identity.get("weight_files") == 0:
@@ -112,23 +153,34 @@ def _weights_identity(files: list[Path]) -> dict[str, Any]:
 
 
 def _configs_digest(directory: Path) -> str:
+    """Returns the sha256 (hex) of all files that configure the model, those in folders included.
+
+    Hidden folders (.git, .cache) are left out.
+    """
     digest = hashlib.sha256()
-    for name in _CONFIGS:
-        file = directory / name
-        if file.is_file():
-            digest.update(f"{name}\0{_config_text(file)}\0".encode())
+    for file in sorted(path for path in directory.rglob("*") if path.suffix in _CONFIGS):
+        name = file.relative_to(directory)
+        if (
+            file.name in _NOT_CONFIGS
+            or not file.is_file()
+            or any(part.startswith(".") for part in name.parts)
+        ):
+            continue
+        content = _json_text(file) if file.suffix == ".json" else file.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode() + content)
     return digest.hexdigest()
 
 
-def _config_text(file: Path) -> str:
-    text = file.read_text(encoding="utf-8", errors="surrogateescape")
+def _json_text(file: Path) -> bytes:
+    """Returns a JSON file in one form, without BOOKKEEPING; unchanged if it cannot be parsed."""
+    raw = file.read_bytes()
     try:
-        content = json.loads(text)
-    except ValueError:
-        return text
+        content = json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw
     if isinstance(content, dict):
-        content = {key: value for key, value in content.items() if key not in _BOOKKEEPING}
-    return json.dumps(content, sort_keys=True)
+        content = {key: value for key, value in content.items() if key not in BOOKKEEPING}
+    return json.dumps(content, sort_keys=True).encode()
 
 
 def _architecture(config: Path) -> str | None:

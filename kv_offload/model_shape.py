@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kv_offload.model_identity import hub_snapshot
-from kv_offload.sizing import Geometry
+from kv_offload.sizing import Geometry, tail_of_chunk
 from kv_offload.state_shape import StateLayers, raised_block_size, state_layers
 
 # Bytes of one value, by vLLM's names for --kv-cache-dtype and the names in a config.json.
@@ -44,6 +44,7 @@ class LayerGroup:
     values: int
     replicated: bool = False  # MLA: every rank holds the same, we keep it once
     value_bytes: int | None = None  # where the dtype of the cache does not matter
+    window: int | None = None  # tokens that a sliding window looks back
 
     def bytes_per_token(self, dtype: str, ranks: int = 1) -> int:
         """Bytes that the whole engine keeps of one token; heads below the number of ranks are copied."""
@@ -86,11 +87,31 @@ class ModelShape:
         """
         replicated = all(group.replicated for group in self.groups) and not self.states
         areas = 1 if replicated else ranks
-        tokens = self.block_size(dtype, ranks, block_size) * blocks_per_chunk
-        layers = [(group.layers, group.token_bytes_of_rank(dtype, ranks) * tokens) for group in self.groups]
+        block = self.block_size(dtype, ranks, block_size)
+        tokens = block * blocks_per_chunk
+        layers = []
+        for group in self.groups:
+            tail = tail_of_chunk(group.window, block, blocks_per_chunk) if group.window else 0
+            kept = block * tail or tokens
+            layers.append((group.layers, group.token_bytes_of_rank(dtype, ranks) * kept))
         layers += [(state.layers, self._token_bytes(dtype, ranks) * tokens) for state in self.states]
         shards = [[count * size] * areas for count, size in _as_vllm_groups(layers)]
         return Geometry.of([tokens] * len(shards), shards)
+
+    def long_chunks(
+        self, dtype: str, ranks: int = 1, block_size: int = 16, blocks_per_chunk: int = 1
+    ) -> list[str]:
+        """A sentence for each kind of layers whose sliding window is shorter than a chunk."""
+        block = self.block_size(dtype, ranks, block_size)
+        windows = {group.window for group in self.groups if group.window}
+        return [
+            f"chunks of {block * blocks_per_chunk:,} tokens are longer than the sliding window of "
+            f"{window:,}: "
+            f"of its layers the last {tail_of_chunk(window, block, blocks_per_chunk)} of {blocks_per_chunk} "
+            "blocks of each chunk are stored"
+            for window in sorted(windows)
+            if block * blocks_per_chunk > window
+        ]
 
     def _token_bytes(self, dtype: str, ranks: int) -> int:
         """Of the attention layer that keeps most of a token, on one rank."""
@@ -228,7 +249,8 @@ def _layer_groups(text: Mapping[str, Any], kind: str, layers: int) -> list[Layer
         size = hidden // _number(text, "num_attention_heads", "n_head", "num_heads")
     values = size + int(text.get("v_head_dim") or size)
     name = "full attention" if whole else f"{kind.split('_')[0]} attention"
-    return [LayerGroup(name + (f" ({window:,} tokens)" if window else ""), layers, heads, values)]
+    name += f" ({window:,} tokens)" if window else ""
+    return [LayerGroup(name, layers, heads, values, window=window if kind == "sliding_attention" else None)]
 
 
 def _serving_dtype(config: Mapping[str, Any], text: Mapping[str, Any], notes: list[str]) -> str:

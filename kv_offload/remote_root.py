@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from kv_offload.printable import printable
+
 if TYPE_CHECKING:
     from kv_offload._core import RemoteRecord, RemoteRecords
 
@@ -26,7 +28,7 @@ _ANSWERED = ("ok", "corrupt", "unavailable")  # the last: a record of another ve
 def shown_name(name: bytes) -> str:
     """A name for people: what is no printable text is escaped."""
     text = name[: 4 * _MOST_NAME].decode("utf-8", "backslashreplace")
-    safe = "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+    safe = printable(text)
     return safe if len(safe) <= _MOST_NAME else f"{safe[: _MOST_NAME - 1]}…"
 
 

@@ -11,6 +11,13 @@ PAGE_BYTES = 4096  # every shard starts and ends on a page; a record's header is
 GIB = 1 << 30
 
 
+def tail_of_chunk(window: int, tokens_per_block: int, blocks_per_chunk: int) -> int:
+    """How many of a chunk's last blocks a load reads that ends with the chunk or one token before it, where
+    layers look back ``window`` tokens; 0 when these are all."""
+    head = max(0, tokens_per_block * blocks_per_chunk - window) // tokens_per_block
+    return blocks_per_chunk - head if head else 0
+
+
 @dataclass(frozen=True)
 class GroupSize:
     """One KV cache group: tokens of a chunk and the bytes of each of its shards, unpadded."""

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +46,12 @@ def keys_read_by_vllm(package: str | None = None) -> frozenset[str]:
         if found is None or not found.origin:
             return frozenset()
         package = os.path.dirname(found.origin)
+    return _keys_read_in(package)
+
+
+@cache
+def _keys_read_in(package: str) -> frozenset[str]:
+    """Read once a process: a configuration is parsed several times, and its files do not change meanwhile."""
     keys: set[str] = set()
     for folder in _READERS:
         for file in Path(package, folder).rglob("*.py"):
@@ -57,10 +64,12 @@ def version_problem(found: str, environ: Mapping[str, str] = os.environ) -> str 
     """Why vLLM ``found`` (a version) is refused, or None.
 
     A version without a number (a build from source) is judged by its interface alone, when it is served;
-    KV_OFFLOAD_ALLOW_UNTESTED_VLLM=1 does so for every version.
+    KV_OFFLOAD_ALLOW_UNTESTED_VLLM=1 does so for every version. A development version (".dev") is refused: its
+    number is the next patch of the last release, whatever was merged since.
     """
     number = re.match(r"([0-9]+)\.([0-9]+)", found)
     minor = (int(number.group(1)), int(number.group(2))) if number else (0, 0)
-    if minor == (0, 0) or _FIRST <= minor <= _LAST or environ.get(ALLOW_UNTESTED) == "1":
+    is_release = ".dev" not in found.partition("+")[0]
+    if minor == (0, 0) or (_FIRST <= minor <= _LAST and is_release) or environ.get(ALLOW_UNTESTED) == "1":
         return None
     return f"it was not tested ({ALLOW_UNTESTED}=1 tries it anyway)"

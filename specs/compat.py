@@ -9,6 +9,8 @@ UnsupportedVllmError (an ImportError). What differs:
     submit_load(expedited=)          -      -      x
     on_reset_flushed                 -      -      x
     config_info, config_info_keys    -      -      x
+    OffloadingEvent.metadata_only    -      -      x      (before, vLLM tracks no payload of a pending hit)
+    unregister_kv_caches             -      -      x      (life_cycle.py)
     sliding_window_size_in_chunks    -      -      x      (of a group; before, the workers tell)
     on_schedule_end                  before the stores    the last call of a step
     blocks of a session that goes on added again          taken as what it has
@@ -17,8 +19,7 @@ UnsupportedVllmError (an ImportError). What differs:
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Set
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from kv_offload.vllm_versions import SUPPORTED, version_problem
@@ -73,6 +74,7 @@ def shape_problems(base: Any, config: Any) -> list[str]:
         missing = fields - _field_names(getattr(module, name, None))
         if missing:
             problems.append(f"{name} has no {', '.join(sorted(missing))}")
+    problems += _key_problems(base)
     results = {result.name for result in getattr(base, "LookupResult", ())}
     if results != {"HIT", "HIT_PENDING", "RETRY", "MISS"}:
         problems.append(f"LookupResult is one of {', '.join(sorted(results)) or 'nothing'}")
@@ -80,6 +82,17 @@ def shape_problems(base: Any, config: Any) -> list[str]:
     if not {"block_ids", "group_sizes", "block_indices"} <= parameters:
         problems.append("GPULoadStoreSpec is made from other arguments")
     return problems
+
+
+def _key_problems(base: Any) -> list[str]:
+    """Keys are taken apart in the core (csrc/base/types.h): a block hash, then the group in four bytes."""
+    try:
+        key = bytes(base.make_offload_key(b"\x01\x02\x03", 0x04050607))
+    except Exception as error:
+        return [f"make_offload_key fails ({type(error).__name__}: {error})"]
+    if key == b"\x01\x02\x03\x04\x05\x06\x07":
+        return []
+    return [f"a key is made as {key.hex()} of the hash 010203 and the group 04050607"]
 
 
 # What vLLM passes to each of our methods, in this order; after the bar, what only some releases pass.
@@ -195,13 +208,7 @@ def mistakes_blocks_of_sessions() -> bool:
     """Whether the connector adds all blocks of a request that is scheduled anew to those that it knows of it
     already (0.31, 0.32): a session of streaming input that goes on, whose chunks are then looked for in other
     blocks."""
-    from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
-
-    new = SimpleNamespace(req_id="", block_ids=())
-    cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
-    output = SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached)
-    _, _, is_whole = next(iter(yield_req_data(output)))
-    return not is_whole
+    return not has_config_info()  # both came with 0.33, which takes the blocks as all there are
 
 
 def has_config_info() -> bool:
@@ -216,26 +223,57 @@ def new_stats() -> Any:
     return OffloadingConnectorStats()
 
 
-def make_event(keys: list[bytes], *, removed: bool, tier: str | None = None, locality: str = "LOCAL") -> Any:
-    """An OffloadingEvent of host memory (``tier`` None) or of a tier below it."""
+def tracks_pending_hits() -> bool:
+    """True if self-describing events keep a chunk's payload from HIT_PENDING on (0.33), not from HIT."""
+    return "metadata_only" in _EVENT_FIELDS
+
+
+def untrack_events(keys: list[bytes]) -> list[Any]:
+    """Events that make vLLM drop the payloads of chunks that never came to host memory.
+
+    Before 0.33 only a removal drops a payload, and subscribers count the stores and removals of a block: so
+    the chunks are stored and removed in one batch.
+    """
+    if tracks_pending_hits():
+        return [OffloadingEvent(keys=keys, medium=Medium.CPU, removed=True, metadata_only=True)]
+    return [make_event(keys, removed=False), make_event(keys, removed=True)]
+
+
+def make_event(
+    keys: list[bytes],
+    *,
+    removed: bool,
+    tier: str | None = None,
+    locality: str = "LOCAL",
+    removal_expected: bool = True,
+) -> Any:
+    """An OffloadingEvent of host memory (``tier`` None) or of a tier below it.
+
+    ``removal_expected``: vLLM keeps a chunk's payload until the tier reports its removal.
+    """
     if tier is None:
         return OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed)
-    # removal_expected: vLLM keeps a stored chunk's payload until every reported residency is removed.
-    fields = {"ownership": tier, "locality": Locality(locality), "removal_expected": True}
+    fields = {"ownership": tier, "locality": Locality(locality), "removal_expected": removal_expected}
     known = {name: value for name, value in fields.items() if name in _EVENT_FIELDS}
     return OffloadingEvent(keys=keys, medium=Medium.STORAGE, removed=removed, **known)
 
 
-def tiers_allowed(req_context: Any, localities: Set[str]) -> tuple[bool, bool]:
-    """(host memory, any tier below it) that a request may load from: its ``kv_load_tiers``.
+ALL_TIERS = 255
 
-    ``localities``: LOCAL or REMOTE, of the tiers there are.
+
+def tiers_allowed(req_context: Any, localities: Sequence[str]) -> tuple[bool, int]:
+    """(host memory, the tiers below it as bits) that a request may load from: its ``kv_load_tiers``.
+
+    ``localities``: LOCAL or REMOTE, of each tier there is.
     """
     allowed = getattr(req_context, "load_tier_filter", None)
     if allowed is None:
-        return True, True
-    storage = any(allowed.allows(Medium.STORAGE, Locality(name)) for name in localities)
-    return bool(allowed.allows(Medium.CPU, Locality.LOCAL)), storage
+        return True, ALL_TIERS
+    bits = [
+        1 << tier for tier, name in enumerate(localities) if allowed.allows(Medium.STORAGE, Locality(name))
+    ]
+    every = len(bits) == len(localities) and bits != []
+    return bool(allowed.allows(Medium.CPU, Locality.LOCAL)), ALL_TIERS if every else sum(bits)
 
 
 def asked_span(req_context: Any, key: bytes) -> tuple[int, int] | None:
@@ -274,6 +312,58 @@ def layer_has_window(layer: Any, vllm_config: Any) -> bool:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     return not isinstance(layer.get_kv_cache_spec(vllm_config), FullAttentionSpec)
+
+
+def layer_window(layer: Any, vllm_config: Any) -> int | None:
+    """The tokens before a position that vLLM keeps for a sliding-window layer; None for any other layer,
+    subclasses of the spec included. Raises what vLLM raises for odd layers."""
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    spec = layer.get_kv_cache_spec(vllm_config)
+    if type(spec) is not SlidingWindowSpec:
+        return None
+    # vLLM sets extra_retained_tokens when it plans the caches, from this, and not in the specs of layers.
+    lookahead = int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0))
+    return int(spec.sliding_window) + max(int(getattr(spec, "extra_retained_tokens", 0)), lookahead - 1, 0)
+
+
+def group_drops_blocks(group: Any, vllm_config: Any) -> bool:
+    """True if vLLM is known to drop the blocks of ``group`` that fall out of the window which all its layers
+    on this rank have.
+
+    False where vLLM keeps all blocks of windowed layers: without its hybrid cache manager, or where it cannot
+    make their pages one size with those of MLA layers. Such a group has full-attention layers too, but in a
+    pipeline they may be on another rank, and only 0.33 names the window of a group.
+    """
+    if vllm_config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return False
+    has_window = group_has_window(group)
+    if has_window is None:
+        return bool(vllm_config.parallel_config.pipeline_parallel_size == 1)
+    return has_window
+
+
+def loads_end_anywhere(layers: Mapping[str, Any], offloaded: Set[str], vllm_config: Any) -> bool:
+    """True if vLLM may end a load inside a chunk although all groups have chunks of one size: it caps a load
+    by what groups that it does not offload hold (HiSparse), and moves its end to a block for layers that
+    recompute their window (prefix replay). Context parallelism is counted in, as windows do not support it.
+
+    ``layers``: all of this rank, by name; ``offloaded``: the names of those in the groups that we are given.
+    Raises what vLLM raises for odd layers.
+    """
+    parallel = vllm_config.parallel_config
+    if any(
+        getattr(parallel, name, 1) > 1
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
+    ):
+        return True
+    for name, layer in layers.items():
+        if not hasattr(layer, "get_kv_cache_spec"):
+            continue
+        spec = layer.get_kv_cache_spec(vllm_config)
+        if spec is not None and (name not in offloaded or getattr(spec, "prefix_replay_tokens", 0) > 0):
+            return True
+    return False
 
 
 def layer_holds_states(layer: Any, vllm_config: Any) -> bool:

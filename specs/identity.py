@@ -6,7 +6,7 @@ scheduler; the region's control page carries at most 4095 bytes of text for each
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kv_offload.config import OffloadConfig
@@ -14,12 +14,14 @@ from kv_offload.log import get_logger
 from kv_offload.model_identity import model_identity
 from kv_offload.namespace import GroupIdentity, NamespaceIdentity, setting_text
 
-from . import compat
+from . import compat, packing
 from .canonical import CanonicalPages
+from .resolved_settings import configured, environment
 
 logger = get_logger(__name__)
 
 MAX_FINGERPRINT_BYTES = 4095
+_MAX_SETTINGS_BYTES = 2048  # of those: what else a rank publishes needs room, too
 CANONICAL_VERSION = 1  # of the order of bytes in the canonical layout
 UNKNOWN = "unknown"
 
@@ -43,7 +45,8 @@ def worker_fingerprint(
         "copier": copier,
         "cache_blocks": cache_blocks,
         "shard": _layout_digest(config, pages),  # may differ between ranks (pipeline stages)
-        "settings": {"device": device_type} | (_settings(vllm_config, config) if vllm_config else {}),
+        "settings": {"device": device_type},
+        "unread": ["vLLM's configuration (none is set in this process)"],
     }
     if isinstance(canonical, CanonicalPages):
         fingerprint["canonical"] = {
@@ -54,17 +57,18 @@ def worker_fingerprint(
     elif canonical is not None:
         fingerprint["kept_apart"] = canonical[:512]
     if vllm_config is not None:
+        fingerprint["settings"], fingerprint["unread"] = _settings(vllm_config, config, device_type)
+        fingerprint["numbered_images"] = _numbers_images(vllm_config)
         fingerprint["model"] = _weights_source(vllm_config)
         fingerprint["max_model_len"] = getattr(vllm_config.model_config, "max_model_len", 0)
         fingerprint["hash_algorithm"] = vllm_config.cache_config.prefix_caching_hash_algo
         fingerprint["windowed"] = _windowed(vllm_config, config)
         fingerprint["elements"] = _elements(vllm_config, config)
         fingerprint["resumed_is_new"] = bool(getattr(vllm_config, "use_v2_model_runner", False))
-    text = json.dumps(fingerprint, sort_keys=True, default=str)
-    if len(text.encode()) > MAX_FINGERPRINT_BYTES:
+    # Decided by the settings alone: what else a rank publishes differs between ranks and starts.
+    if len(setting_text(fingerprint["settings"])) > _MAX_SETTINGS_BYTES:
         fingerprint["settings"] = {"digest": _digest(setting_text(fingerprint["settings"]))}
-        text = json.dumps(fingerprint, sort_keys=True, default=str)
-    return text
+    return json.dumps(fingerprint, sort_keys=True, default=str)
 
 
 def _layout_digest(config: Any, pages: Sequence[Sequence[int]]) -> str:
@@ -89,7 +93,41 @@ def _weights_source(vllm_config: Any) -> dict[str, Any]:
         "revision": getattr(vllm_config.model_config, "revision", None),
         "cache_dir": getattr(vllm_config.load_config, "download_dir", None),
         "address": getattr(vllm_config.model_config, "model_weights", None) or _tensorizer_uri(vllm_config),
+        "configured_by": getattr(vllm_config.model_config, "hf_config_path", None),
+        "code": _remote_code(vllm_config.model_config),
+        "code_revision": getattr(vllm_config.model_config, "code_revision", None),
+        "draft": _draft(vllm_config),
+        "adapters": getattr(getattr(vllm_config, "lora_config", None), "default_mm_loras", None),
     }
+
+
+def _draft(vllm_config: Any) -> dict[str, Any] | None:
+    """Returns where a drafter's weights come from; None without a drafter that has weights of its own.
+
+    vLLM takes an MTP drafter from the model's own repository, but not at the model's revision.
+    """
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    found, model = (
+        {"name": getattr(config, "model", None), "revision": getattr(config, "revision", None)}
+        for config in (draft, vllm_config.model_config)
+    )
+    return found if isinstance(found["name"], str) and found != model else None
+
+
+def _remote_code(model_config: Any) -> list[str]:
+    """Returns the hub repositories, other than the model's, whose code transformers runs for this model."""
+    if not getattr(model_config, "trust_remote_code", False):
+        return []
+    classes = getattr(getattr(model_config, "hf_config", None), "auto_map", None) or {}
+    named = [name for value in classes.values() for name in (value if isinstance(value, list) else [value])]
+    return sorted({name.split("--")[0] for name in named if isinstance(name, str) and "--" in name})
+
+
+def _numbers_images(vllm_config: Any) -> bool:
+    """True if vLLM gives images numbers in the order of their arrival, and not hashes of their contents."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    cached = getattr(media, "mm_processor_cache_gb", None) != 0
+    return media is not None and not cached and not vllm_config.cache_config.enable_prefix_caching
 
 
 def _tensorizer_uri(vllm_config: Any) -> str | None:
@@ -100,30 +138,22 @@ def _tensorizer_uri(vllm_config: Any) -> str | None:
     return uri if isinstance(uri, str) and uri else None
 
 
-def _settings(vllm_config: Any, config: Any) -> dict[str, str]:
-    """Settings that change the bytes of a block, beside those that the OffloadingConfig names."""
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    settings: dict[str, Any] = {
-        "compute_dtype": getattr(model, "dtype", None),
-        "quantization": getattr(model, "quantization", None),
-        "hf_overrides": getattr(model, "hf_overrides", None) or None,
-        "calculate_kv_scales": getattr(cache, "calculate_kv_scales", None),
-        "kv_cache_dtype": getattr(cache, "cache_dtype", None),
-        "mamba_cache_dtype": getattr(cache, "mamba_cache_dtype", None),
-        "mamba_ssm_cache_dtype": getattr(cache, "mamba_ssm_cache_dtype", None),
-        "backends": _backends(vllm_config, config),
+def _settings(vllm_config: Any, config: Any, device_type: str) -> tuple[dict[str, str], list[str]]:
+    """Returns (settings that change the bytes of a block, parts that could not be read)."""
+    parts: dict[str, Callable[[], Mapping[str, str]]] = {
+        "vLLM's version": lambda: {"vllm": packing.bytes_version()},
+        "vLLM's configuration": lambda: configured(vllm_config),
+        "vLLM's environment": environment,
+        "attention backends": lambda: _backends(vllm_config, config, device_type),
     }
-    rope = getattr(getattr(model, "hf_text_config", None), "rope_scaling", None) or {}
-    if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in ("longrope", "su", "dynamic"):
-        settings["max_model_len"] = model.max_model_len  # chooses the rotation of every position
-    load_format = getattr(getattr(vllm_config, "load_config", None), "load_format", None)
-    if load_format not in (None, "auto"):  # dummy: made-up weights under the name of real ones
-        settings["load_format"] = load_format
-    draft = getattr(getattr(vllm_config, "speculative_config", None), "model", None)
-    if draft is not None:
-        settings["draft_model"] = draft
-    texts = {name: setting_text(value) for name, value in settings.items() if value is not None}
-    return {name: text if len(text) <= 128 else _digest(text) for name, text in texts.items()}
+    settings: dict[str, str] = {"device": device_type}
+    unread: list[str] = []
+    for name, read in parts.items():
+        try:
+            settings |= read()
+        except Exception as error:  # any error of vLLM's own: the scheduler refuses tiers
+            unread.append(f"{name} ({type(error).__name__}: {error})"[:300])
+    return {name: text if len(text) <= 128 else _digest(text) for name, text in settings.items()}, unread
 
 
 def _layers(vllm_config: Any, config: Any) -> list[list[Any]]:
@@ -131,16 +161,17 @@ def _layers(vllm_config: Any, config: Any) -> list[list[Any]]:
     return [[known[name] for name in group.layer_names if name in known] for group in config.groups]
 
 
-def _backends(vllm_config: Any, config: Any) -> list[str]:
-    """Names of the attention backends: each lays a page out in its own way."""
-    names = set()
-    try:
-        for layer in (layer for layers in _layers(vllm_config, config) for layer in layers):
-            backend = getattr(layer, "attn_backend", None)
-            names.add(backend.get_name() if backend is not None else type(layer).__name__)
-    except Exception as error:  # an unknown kind of layer: the namespace says less, serving goes on
-        logger.debug("attention backends are not in the namespace: %s", error)
-    return sorted(names)
+def _backends(vllm_config: Any, config: Any, device_type: str) -> dict[str, str]:
+    """Returns the attention backends, and what makes each of them pack its pages as it does here.
+
+    Raises what vLLM raises, and ValueError where no layer of this rank is known.
+    """
+    layers = [layer for layers in _layers(vllm_config, config) for layer in layers]
+    if not layers:
+        raise ValueError("no layer of the cache groups is known")
+    names = sorted({packing.layer_backend(layer) for layer in layers})
+    packed = sorted({packing.layer_packing(layer, vllm_config, device_type) for layer in layers} - {""})
+    return {"backends": setting_text(names)} | ({"packing": setting_text(packed)} if packed else {})
 
 
 def _windowed(vllm_config: Any, config: Any) -> list[bool] | None:
@@ -210,6 +241,8 @@ def merge_fingerprints(texts: Sequence[str]) -> dict[str, Any]:
         merged["settings"]["ranks"] = _digest(
             setting_text([fingerprint["settings"] for fingerprint in ranks])
         )
+    merged["unread"] = sorted({part for fingerprint in ranks for part in fingerprint.get("unread", ())})
+    merged["numbered_images"] = any(fingerprint.get("numbered_images") for fingerprint in ranks)
     merged["cache_blocks"] = min(fingerprint.get("cache_blocks", 0) for fingerprint in ranks)
     merged["shards"] = _digest(setting_text([fingerprint["shard"] for fingerprint in ranks]))
     windowed = [fingerprint["windowed"] for fingerprint in ranks if fingerprint.get("windowed") is not None]
@@ -259,6 +292,11 @@ def namespace_identity(
             address=model.get("address"),
             model_id=model_id,
             cache_dir=model.get("cache_dir"),
+            configured_by=model.get("configured_by"),
+            code=model.get("code") or (),
+            code_revision=model.get("code_revision"),
+            draft=model.get("draft"),
+            adapters=model.get("adapters"),
         ),
         kv_dtype=config.model.dtype,
         kv_cache_layout=str(getattr(config, "kv_cache_layout", None)),

@@ -13,7 +13,7 @@ from .compat import LookupResult, OffloadingManager, PrepareStoreOutput, Request
 from .load_spec import RowLoadStoreSpec, no_rows
 from .report import report_text
 from .request import HintReader, RequestState
-from .watch import CodecWatch, DivergenceWatch, HitWatch, Surroundings
+from .watch import CodecWatch, DivergenceWatch, HitWatch, ResetWatch, Surroundings
 
 if TYPE_CHECKING:
     from kv_offload._core import Metrics, TieredCache
@@ -31,9 +31,14 @@ class ManagerOptions:
     parts_of: int | None = None  # tokens of a chunk, where vLLM asks for parts of one (--prefix-match-unit)
     resumed_is_new: bool = False  # vLLM schedules a preempted request as a new one (its second model runner)
     event_tiers: Set[str] = frozenset()  # names of those that publish KV events
+    self_evicting_tiers: Set[str] = frozenset()  # names of those whose servers evict records without notice
     info: Mapping[str, str] = field(default_factory=dict)  # labels of vllm:kv_offload_config_info
     request_hints: bool = True  # whether requests may set load_policy, priority, a wait and the skip flags
     await_records_seconds: float = 0.0  # of a request that does not say
+    fixed_weights: bool = False  # a cache reset keeps the cache
+    describes_events: bool = (
+        False  # vLLM tracks the payload of each chunk's events (self_describing_kv_events)
+    )
     surroundings: Surroundings = field(default_factory=Surroundings)
 
 
@@ -55,11 +60,12 @@ class KVOffloadManager(OffloadingManager):
         self._metrics = metrics
         self._options = options or ManagerOptions()
         self._clock = clock
-        self._localities = frozenset(self._options.tiers.values()) or frozenset({"LOCAL"})
+        self._localities = tuple(self._options.tiers.values())
         self._next_gauges = 0.0
         self._watch = HitWatch(metrics, ("cpu", *self._options.tiers), cache, self._options.surroundings)
         self._divergence = DivergenceWatch(cache, tuple(self._options.tiers))
         self._codecs = CodecWatch(cache, tuple(self._options.tiers))
+        self._resets = ResetWatch(cache, tuple(self._options.tiers))
         self._live: dict[str, RequestState] = {}
         self._generation = 0
         self._closed = False
@@ -72,6 +78,9 @@ class KVOffloadManager(OffloadingManager):
         self.lookup = cache.make_lookup(  # type: ignore[method-assign,assignment]
             results, self._handle_of, compat.asked_span, _part_of(self._options.parts_of)
         )
+        self._unstored: list[bytes] = []  # keys of chunks whose payloads vLLM may track for nothing
+        if self._options.describes_events and compat.tracks_pending_hits():
+            self.lookup = self._noting_pending_hits(self.lookup)  # type: ignore[method-assign,assignment]
 
     # ---- requests
 
@@ -86,6 +95,8 @@ class KVOffloadManager(OffloadingManager):
         if state is None or state.handle < 0:
             return
         self._cache.end_request(state.handle)
+        self._unstored += state.pending
+        state.pending.clear()
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("Request %s: %s", req_context.req_id, report_text(self._cache.report(state.handle)))
         state.handle = -1
@@ -99,10 +110,10 @@ class KVOffloadManager(OffloadingManager):
         return None if state is None else self._cache.report(state.handle)
 
     def _begin(self, req_context: Any) -> RequestState:
-        load_from_cpu, load_from_tiers = compat.tiers_allowed(req_context, self._localities)
+        load_from_cpu, load_tiers = compat.tiers_allowed(req_context, self._localities)
         allowed = {
             "load_from_cpu": load_from_cpu,
-            "load_from_tiers": load_from_tiers,
+            "load_tiers": load_tiers,
             "await_records_seconds": self._options.await_records_seconds,
         }
         hints = self._hints.read(req_context.kv_transfer_params)
@@ -129,6 +140,18 @@ class KVOffloadManager(OffloadingManager):
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """Is this chunk loadable now. Each instance has the core's builtin under this name instead."""
         return self._results[self._cache.lookup(self._handle_of(req_context), key)]
+
+    def _noting_pending_hits(self, lookup: Callable[[bytes, Any], Any]) -> Callable[[bytes, Any], Any]:
+        """``lookup``, noting the keys of pending hits: what is pending may never come."""
+        pending = LookupResult.HIT_PENDING
+
+        def noting(key: bytes, req_context: Any) -> Any:
+            result = lookup(key, req_context)
+            if result is pending:
+                self._state(req_context).pending.add(key)
+            return result
+
+        return noting
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         """Where the bytes of a hit came from: host memory, or the disk they were fetched from."""
@@ -162,6 +185,8 @@ class KVOffloadManager(OffloadingManager):
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """All ranks have reported. Whether the copies succeeded stands in the region, under the ticket."""
         self._cache.complete_store(keys, success)  # type: ignore[arg-type]
+        if self._options.describes_events:
+            self._unstored += self._cache.absent(keys)
 
     def _may_store(self, state: RequestState) -> bool:
         """A request that ran, or loaded, when a reset came was computed with what was reset, the weights
@@ -192,7 +217,7 @@ class KVOffloadManager(OffloadingManager):
         from this step on; in 0.31 its keys may be another prompt's, too."""
         self._cache.end_request(state.handle)
         state.handle = self._cache.begin_request(
-            request_id, load_from_cpu=False, load_from_tiers=False, skip_store=True
+            request_id, load_from_cpu=False, load_tiers=0, skip_store=True
         )
 
     def has_pending_work(self) -> bool:
@@ -200,10 +225,19 @@ class KVOffloadManager(OffloadingManager):
         return self._cache.has_pending_work()
 
     def reset_cache(self) -> None:
-        """Forget everything, in memory and on every tier."""
+        """Forget everything, in memory and on every tier; with fixed weights only the jobs, which vLLM drops.
+
+        vLLM asks for it before weights change, and for sleep and pause, and does not say which.
+        """
         self._generation += 1
-        self._cache.reset()
+        if self._options.fixed_weights:
+            self._resets.report_kept()
+            self._cache.abandon_jobs()
+        else:
+            self._resets.report_forgotten()
+            self._cache.reset()
         self._cache.forget_context()
+        self._unstored.clear()  # vLLM drops all payloads itself
 
     def on_reset_flushed(self) -> None:
         """vLLM 0.33: the jobs of before the reset ended. The ranks say so themselves, by ticket."""
@@ -219,11 +253,20 @@ class KVOffloadManager(OffloadingManager):
 
     def take_events(self) -> Iterable[Any]:
         """KV events of host memory and of every tier that publishes them."""
+        if unstored := self._cache.absent(self._unstored):  # others may have been stored since
+            yield from compat.untrack_events(unstored)
+        self._unstored.clear()
         for keys, on_storage, removed, tier in self._cache.take_events():
             if not on_storage:
                 yield compat.make_event(keys, removed=removed)
             elif tier in self._options.event_tiers:
-                yield compat.make_event(keys, removed=removed, tier=tier, locality=self._options.tiers[tier])
+                yield compat.make_event(
+                    keys,
+                    removed=removed,
+                    tier=tier,
+                    locality=self._options.tiers[tier],
+                    removal_expected=tier not in self._options.self_evicting_tiers,
+                )
 
     def get_stats(self) -> Any | None:
         """Changes of our metrics since the last call, None when there are none. Called in every step."""

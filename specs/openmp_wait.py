@@ -101,6 +101,7 @@ def with_fewer_spins(configure: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 yield
             finally:
-                del os.environ[VARIABLES[0]]  # it was not set before: wanted()
+                # It was not set before (wanted()), and others may have removed it meanwhile.
+                os.environ.pop(VARIABLES[0], None)
 
     return configured

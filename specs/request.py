@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kv_offload.config import MOST_AWAIT_RECORDS_MS
@@ -12,6 +12,8 @@ logger = get_logger(__name__)
 
 LOAD_POLICIES = ("auto", "always", "never")
 _LOG_SECONDS = 60.0
+# Several connectors and routers read the same dictionary, so that each of our keys has our prefix.
+_LOAD_POLICY, _PRIORITY = "kv_offload_load_policy", "kv_offload_priority"
 
 
 @dataclass(slots=True)
@@ -21,6 +23,9 @@ class RequestState:
     handle: int  # of TieredCache
     generation: int  # of the manager: how many resets it had seen when the request was last looked up
     started: bool = False  # scheduled as a new one
+    pending: set[bytes] = field(
+        default_factory=set
+    )  # of pending hits, where vLLM keeps their events' payloads
 
 
 class HintReader:
@@ -37,27 +42,27 @@ class HintReader:
     def read(self, params: Any) -> dict[str, Any]:
         """Arguments for ``TieredCache.begin_request``.
 
-        ``load_policy``: auto, always, never; ``kv_offload_skip_load``, ``kv_offload_skip_store``: bool;
-        ``priority``: int, below 0: what the request stores goes first, above 0: last; no more levels;
+        ``kv_offload_load_policy``: auto, always, never; ``kv_offload_skip_load``, ``kv_offload_skip_store``:
+        bool; ``kv_offload_priority``: int, below 0: what the request stores is evicted first, above 0: last;
         ``kv_offload_await_ms``: int, how long chunks that no tier has are waited for.
         """
         if not self._allowed or not isinstance(params, dict):
             return {}
         hints: dict[str, Any] = {}
-        policy = params.get("load_policy")
+        policy = params.get(_LOAD_POLICY)
         if isinstance(policy, str) and policy in LOAD_POLICIES:
             hints["load_policy"] = policy
         elif policy is not None:
-            self._ignored("load_policy", policy, "auto, always, never")
+            self._ignored(_LOAD_POLICY, policy, "auto, always, never")
         if self._flag(params, "kv_offload_skip_store"):
             hints["skip_store"] = True
         if self._flag(params, "kv_offload_skip_load"):
-            hints |= {"load_from_cpu": False, "load_from_tiers": False}
-        priority = params.get("priority")
+            hints |= {"load_from_cpu": False, "load_tiers": 0}
+        priority = params.get(_PRIORITY)
         if type(priority) is int:
             hints["priority"] = max(-1, min(1, priority))
         elif priority is not None:
-            self._ignored("priority", priority, "an integer")
+            self._ignored(_PRIORITY, priority, "an integer")
         wait = params.get("kv_offload_await_ms")
         if type(wait) is int and wait >= 0:
             hints["await_records_seconds"] = min(wait, MOST_AWAIT_RECORDS_MS) / 1000

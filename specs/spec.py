@@ -88,6 +88,7 @@ class KVOffloadSpec(OffloadingSpec):
         identity, seed_is_random = namespace_identity(
             self.config, shard_bytes, merged, self.replicated_layout, options.model_id
         )
+        refuse_unknown_identity(options, merged)
         refuse_unknown_weights(options, identity)
         if seed_is_random and _outlives(options):
             logger.warning(random_seed_warning(identity.hash_algorithm))
@@ -146,9 +147,17 @@ class KVOffloadSpec(OffloadingSpec):
                     for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
                     if tier.enable_kv_events
                 ),
+                self_evicting_tiers=frozenset(
+                    name
+                    for name, tier in zip(options.tier_names(), options.secondary_tiers, strict=True)
+                    if tier.bound_key is None
+                ),
                 info=info,
                 request_hints=options.request_hints == "allow",
                 await_records_seconds=options.await_records_seconds,
+                fixed_weights=options.fixed_weights,
+                describes_events=self.kv_events_config.enable_kv_cache_events
+                and self.kv_events_config.self_describing_kv_events,
                 surroundings=Surroundings(
                     random_seed=identity.hash_algorithm if seed_is_random else "",
                     other_namespaces=tuple(
@@ -289,6 +298,23 @@ def _tell_layout(merged: Mapping[str, Any]) -> None:
             "canonical_layout is not possible here, so records are kept apart from those of other "
             "tensor-parallel sizes: %s",
             merged["kept_apart"],
+        )
+
+
+def refuse_unknown_identity(options: OffloadConfig, merged: Mapping[str, Any]) -> None:
+    """Raises ValueError when the cache outlives the server and part of its identity is not known."""
+    if not _outlives(options):
+        return
+    what = "secondary_tiers" if options.secondary_tiers else "keep_host_memory"
+    if merged["unread"]:
+        raise ValueError(
+            f"{what}: cannot tell this server's KV cache from that of other servers: failed to read "
+            f"{', '.join(merged['unread'])}; report this, or serve without {what}"
+        )
+    if merged["numbered_images"]:
+        raise ValueError(
+            f"{what}: with --no-enable-prefix-caching and --mm-processor-cache-gb 0 vLLM numbers images "
+            "instead of hashing them, so other images would be found after a restart; leave out one of them"
         )
 
 

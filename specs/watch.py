@@ -1,4 +1,4 @@
-"""Warnings that are logged once: nothing is ever hit; another replica was reset and this one was not."""
+"""Warnings logged once: nothing is ever hit; the cache was reset; another replica was reset alone."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ _REASONS = {
     "kv_offload_read_seconds; load_policy always loads anyway",
     "deadline": "reads take longer than lookup_deadline_ms: the tier is slow or stuck",
     "corrupt": "records do not verify: run kv-offload verify on the root",
+    "incomplete": "vLLM offers chunks without some of their blocks: lower blocks_per_chunk until a chunk is "
+    "not longer than the sliding window",
     "io_error": "the tier's records cannot be read: see kv_offload_failures_total",
     "pressure": "host memory has no space for what is read: raise cpu_bytes_to_use",
     "disabled": "loading is switched off: by load_policy never, or by requests (kv_load_tiers and others)",
@@ -59,6 +61,43 @@ class DivergenceWatch:
                     "records again after a restart",
                     name,
                 )
+
+
+class ResetWatch:
+    """Reports the first cache reset from vLLM: what it forgot, and how to keep the cache."""
+
+    def __init__(self, cache: "TieredCache", tiers: Sequence[str]) -> None:
+        """``tiers``: their names, in the order of the cache's."""
+        self._cache = cache
+        self._tiers = tiers
+        self._reported = False
+
+    def report_forgotten(self) -> None:
+        """Warns once, before a reset that forgets something."""
+        chunks = self._cache.stats()["resident_chunks"]
+        if self._reported or not (chunks or self._tiers):
+            return
+        self._reported = True
+        records = f" and all records of {', '.join(self._tiers)}" if self._tiers else ""
+        logger.warning(
+            "vLLM reset the KV cache: %d chunks in host memory%s are forgotten for good. Sleep (level 1, 2), "
+            "pause and POST /reset_prefix_cache?reset_external=true ask for this, because the weights may "
+            "change next. If the weights of this server never change in place, keep the cache with "
+            '"fixed_weights": true. This warning is logged once',
+            chunks,
+            records,
+        )
+
+    def report_kept(self) -> None:
+        """Says once that a reset keeps the cache."""
+        if self._reported:
+            return
+        self._reported = True
+        logger.info(
+            "vLLM asked to reset the KV cache: %d chunks in host memory and all tiers are kept "
+            "(fixed_weights)",
+            self._cache.stats()["resident_chunks"],
+        )
 
 
 class CodecWatch:

@@ -17,6 +17,7 @@ from .compat import OffloadingWorker, TransferResult
 from .identity import groups_of_states, keep_for, worker_fingerprint
 from .load_spec import RowLoadStoreSpec
 from .message_wait import wait_for_messages
+from .windows import log_long_chunks, windows_of
 
 if TYPE_CHECKING:
     from kv_offload._core import HostRegion, Metrics, RankWorker
@@ -45,6 +46,7 @@ class KVOffloadWorker(OffloadingWorker):
         # False: another rank stores the same bytes; vLLM gives every rank the stores of a canonical layout.
         self._stores = stores
         self._left_out: list[int] = []  # such jobs, not yet reported
+        self._running: set[int] = set()  # the core's jobs, not yet reported
         self._compute_stream = compute_stream  # the CUDA stream that copies wait for; None on the CPU
         self.at_shutdown: Callable[[], None] = lambda: None  # first; idempotent, as shutdown() is
         self.region = region
@@ -68,6 +70,7 @@ class KVOffloadWorker(OffloadingWorker):
     def _submit(
         self, job_id: int, store: bool, blocks: Any, rows: RowLoadStoreSpec, expedited: bool = False
     ) -> None:
+        self._running.add(job_id)
         stream = {} if self._compute_stream is None else {"compute_stream": self._compute_stream()}
         self._rank_worker.submit(
             job_id,
@@ -85,13 +88,19 @@ class KVOffloadWorker(OffloadingWorker):
     def get_finished(self) -> list[Any]:
         """TransferResults of jobs that ended since the last call."""
         left_out, self._left_out = self._left_out, []
+        ended = self._rank_worker.poll()
+        self._running.difference_update(job_id for job_id, _, _ in ended)
         return [TransferResult(job_id, True) for job_id in left_out] + [
-            TransferResult(job_id, True, size, seconds) for job_id, size, seconds in self._rank_worker.poll()
+            TransferResult(job_id, True, size, seconds) for job_id, size, seconds in ended
         ]
 
     def wait(self, job_ids: set[int]) -> None:
         """Return when these jobs no longer touch cache memory. Ids may be finished or unknown."""
         self._rank_worker.wait(job_ids)
+
+    def finish(self) -> None:
+        """Return when no job touches cache memory."""
+        self._rank_worker.wait(self._running)
 
     def describe(self) -> str:
         """Which copier runs and how."""
@@ -111,12 +120,20 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     """
     from kv_offload import _core
 
+    from .life_cycle import finish_copies_before_sleep, refuse_weight_updates
+
     parallel = config.parallel
     refuse_several_hosts()
+    refuse_external_launcher()
     refuse_several_offloading_connectors()
+    if config.parallel.rank == 0:
+        tell_offloading_size()
+    if options.fixed_weights:
+        refuse_weight_updates(compat.current_vllm_config())
     tensors = [entry.tensor for entry in kv_caches.tensors]
     pages = [[ref.page_size_bytes for ref in refs] for refs in kv_caches.group_data_refs]
     holds_states = groups_of_states(config)
+    windows = windows_of(config)
     copier, device = choose_copier(tensors)
     canonical = (
         canonical_pages(config, kv_caches, replicated) if getattr(config, "canonical_layout", False) else None
@@ -124,6 +141,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     shards = canonical.shards_per_area if isinstance(canonical, CanonicalPages) else 1
     area = 0 if replicated else parallel.rank
     if parallel.rank == 0:
+        log_long_chunks(config, windows)
         _check_roots(options)
     region = _core.HostRegion.attach_worker(
         config.engine_id,
@@ -132,8 +150,8 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         parallel.world_size,
         parallel.rank,
         [
-            sum(sizes) * (1 if states else config.cache.blocks_per_chunk) // shards
-            for sizes, states in zip(pages, holds_states, strict=True)
+            sum(sizes) * (1 if states else tail or config.cache.blocks_per_chunk) // shards
+            for sizes, states, tail in zip(pages, holds_states, windows.tail_blocks, strict=True)
         ],
         worker_fingerprint(
             config,
@@ -169,6 +187,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
         device=device,
         holds_states=holds_states,
         shards_per_area=shards,
+        tail_blocks=windows.tail_blocks,
         kernel_blocks=options.copy_kernel_blocks,
         pin_progress=progress_logger(time.monotonic(), what="pinning host memory"),
         keep_alive=tensors,
@@ -176,6 +195,7 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())
     metrics.set("kv_offload_copy_info", [rank_worker.describe()], 1)
     worker = KVOffloadWorker(rank_worker, region, metrics, _compute_stream_of(copier, device), stores=first)
+    finish_copies_before_sleep()
     worker.at_shutdown = wait_for_messages(options.wait_while_loading, copier, region, worker)
     return worker
 
@@ -191,6 +211,18 @@ def refuse_several_hosts() -> None:
         )
 
 
+def refuse_external_launcher() -> None:
+    """Raises ValueError when each rank of this engine has a scheduler of its own (external_launcher)."""
+    parallel = getattr(compat.current_vllm_config(), "parallel_config", None)
+    launcher = getattr(parallel, "distributed_executor_backend", None)
+    ranks = getattr(parallel, "world_size", 1)
+    if launcher == "external_launcher" and isinstance(ranks, int) and ranks > 1:
+        raise ValueError(
+            f'distributed_executor_backend "external_launcher" starts a scheduler in each of the {ranks} '
+            'ranks, and KVOffloadSpec needs one for all: use "mp", or tensor_parallel_size 1 for each process'
+        )
+
+
 def refuse_several_offloading_connectors() -> None:
     """Raises ValueError when vLLM's MultiConnector has another OffloadingConnector beside this one."""
     transfer = getattr(compat.current_vllm_config(), "kv_transfer_config", None)
@@ -201,6 +233,18 @@ def refuse_several_offloading_connectors() -> None:
     )
     if problems:
         raise ValueError(problems[0])
+
+
+def tell_offloading_size() -> None:
+    """vLLM overwrites parts of --kv-transfer-config for --kv-offloading-size, and says nothing of it."""
+    size = getattr(getattr(compat.current_vllm_config(), "cache_config", None), "kv_offloading_size", None)
+    if size is not None:
+        logger.info(
+            "--kv-offloading-size %g sets cpu_bytes_to_use to %s and kv_connector to OffloadingConnector; "
+            "what --kv-transfer-config has for them is not used",
+            size,
+            format_bytes(int(size * (1 << 30))),
+        )
 
 
 def choose_copier(tensors: list[Any]) -> tuple[str, int]:

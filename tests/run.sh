@@ -227,12 +227,13 @@ stage_lint() {
 # falls between. --long runs everything plainly, too.
 stage_cpp() { # configured by setup
   if [ -z "${KV_OFFLOAD_LONG:-}" ]; then
-    ninja -C build/cpp -j "$jobs" --quiet kv_offload_plain_tests kv_offload_without_openssl benchmarks slow_disk &&
+    ninja -C build/cpp -j "$jobs" --quiet kv_offload_plain_tests kv_offload_without_openssl benchmarks slow_disk step_tests &&
       python3 tests/cpp/check_registered.py build/cpp/kv_offload_plain_tests tests/cpp --plain &&
-      run_tests build/cpp/kv_offload_plain_tests
+      run_tests build/cpp/kv_offload_plain_tests && run_tests build/cpp/tests/cpp/steps/step_tests
     return
   fi
-  ninja -C build/cpp -j "$jobs" --quiet all kv_offload_without_openssl || return
+  ninja -C build/cpp -j "$jobs" --quiet all kv_offload_without_openssl step_tests &&
+    run_tests build/cpp/tests/cpp/steps/step_tests || return
   ctest --test-dir build/cpp -j "$jobs" --output-on-failure >build/ctest.log
   local status=$?
   grep -vE '^ +Start +[0-9]+:|^ *[0-9]+/[0-9]+ Test .* Passed ' build/ctest.log

@@ -2,9 +2,11 @@
 // carries them (names from Clang's documentation of the analysis).
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <thread>
 
 #if defined(__clang__)
 #define KVO_ANNOTATE(x) __attribute__((x))
@@ -25,12 +27,50 @@ namespace kv_offload {
 
 class KVO_ANNOTATE(capability("mutex")) Mutex {
  public:
-  void lock() ACQUIRE() { mutex_.lock(); }
-  void unlock() RELEASE() { mutex_.unlock(); }
-  bool try_lock() TRY_ACQUIRE(true) { return mutex_.try_lock(); }
+  // Sees each hold of each mutex, on the thread that holds it. For tests and benchmarks, which measure how
+  // long another thread may have to wait.
+  class Watcher {
+   public:
+    virtual ~Watcher() = default;
+    virtual void locked(const Mutex& mutex) = 0;
+    virtual void unlocking(const Mutex& mutex) = 0;
+  };
+  // Null: nobody watches. REQUIRES: no other thread uses a mutex meanwhile.
+  static void watch(Watcher* watcher) { watcher_.store(watcher); }
+
+  void lock() ACQUIRE() {
+    if (!mutex_.try_lock()) {
+      waiting_.fetch_add(1, std::memory_order_relaxed);
+      mutex_.lock();
+      waiting_.fetch_sub(1, std::memory_order_relaxed);
+    }
+    note_locked();
+  }
+  void unlock() RELEASE() {
+    if (Watcher* watcher = watcher_.load(std::memory_order_relaxed)) [[unlikely]]
+      watcher->unlocking(*this);
+    mutex_.unlock();
+  }
+  bool try_lock() TRY_ACQUIRE(true) {
+    if (!mutex_.try_lock()) return false;
+    note_locked();
+    return true;
+  }
+  // Between two holds of a long loop: returns when no thread waits for this mutex. Unlocking alone lets
+  // nobody in: a thread that was woken finds the mutex locked again, for as long as the loop goes on.
+  void let_others_in() const {
+    while (waiting_.load(std::memory_order_relaxed) > 0) std::this_thread::yield();
+  }
 
  private:
+  void note_locked() const {
+    if (Watcher* watcher = watcher_.load(std::memory_order_relaxed)) [[unlikely]]
+      watcher->locked(*this);
+  }
+
+  static inline std::atomic<Watcher*> watcher_{nullptr};
   std::mutex mutex_;
+  std::atomic<unsigned> waiting_{0};  // threads
 };
 
 // Scoped lock; usable with CondVar.

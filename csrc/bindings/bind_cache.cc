@@ -75,12 +75,12 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
 }
 
 RequestHandle begin_request(const Cache& self, const std::string& request_id, bool load_from_cpu,
-                            bool load_from_tiers, bool skip_store,
+                            std::uint8_t load_tiers, bool skip_store,
                             const std::optional<std::string>& load_policy, std::int32_t priority,
                             double await_records_seconds) {
   RequestOptions options;
   options.load_from_cpu = load_from_cpu;
-  options.load_from_tiers = load_from_tiers;
+  options.load_tiers = load_tiers;
   options.skip_store = skip_store;
   if (load_policy) options.load_policy = load_policy_of(*load_policy);
   options.priority = priority;
@@ -111,6 +111,14 @@ py::tuple prepare_store(const Cache& self, RequestHandle request, const py::sequ
   for (std::size_t i = 0; i < grant.accepted.size(); ++i) accepted[i] = keys[grant.accepted[i]];
   return py::make_tuple(std::move(accepted), grant.transfer.ticket, to_array(grant.transfer.rows),
                         to_tuple(grant.transfer.group_rows), to_bytes_list(grant.evicted));
+}
+
+py::list absent(const Cache& self, const py::object& keys) {
+  py::list found;
+  for (const py::handle key : keys) {
+    if (!self->cache->is_in_memory(to_key(key))) found.append(key);
+  }
+  return found;
 }
 
 py::list take_events(const Cache& self) {
@@ -163,6 +171,7 @@ py::dict tier_stats(const Cache& self, std::size_t tier) {
       "queued_writes"_a = stats.queued_writes, "oldest_read_seconds"_a = stats.oldest_read_seconds,
       "oldest_write_seconds"_a = stats.oldest_write_seconds, "scan_complete"_a = stats.scan_complete,
       "readable"_a = stats.readable, "writable"_a = stats.writable, "apart"_a = stats.apart,
+      "rebuilds"_a = stats.rebuilds, "lost_bytes"_a = stats.lost_bytes,
       "breaker_trips"_a = stats.breaker_trips, "encodes"_a = stats.encodes,
       "about_codec"_a = tiers[tier]->about_codec());
 }
@@ -186,8 +195,8 @@ void bind_cache(py::module_& module) {
            py::arg("cache_blocks") = 0, py::arg("blocks_per_chunk") = 1, py::arg("shards_per_area") = 1,
            py::arg("keep_identity") = "")
       .def("begin_request", &begin_request, py::arg("request_id"), py::kw_only(),
-           py::arg("load_from_cpu") = true, py::arg("load_from_tiers") = true, py::arg("skip_store") = false,
-           py::arg("load_policy") = py::none(), py::arg("priority") = 0,
+           py::arg("load_from_cpu") = true, py::arg("load_tiers") = RequestOptions::kAllTiers,
+           py::arg("skip_store") = false, py::arg("load_policy") = py::none(), py::arg("priority") = 0,
            py::arg("await_records_seconds") = 0.0)
       .def(
           "end_request",
@@ -236,6 +245,8 @@ void bind_cache(py::module_& module) {
       .def("end_step", [](const Cache& self) { self->cache->end_step(); })
       .def("has_pending_work", [](const Cache& self) { return self->cache->has_pending_work(); })
       .def("reset", &released<&TieredCache::reset>)
+      .def("abandon_jobs", [](const Cache& self) { self->cache->abandon_jobs(); })
+      .def("absent", &absent, py::arg("keys"))
       .def("take_events", &take_events)
       .def("publish_gauges", [](const Cache& self) { self->cache->publish_gauges(); })
       .def("stats", &stats)

@@ -67,12 +67,14 @@ py::dict probe_server(const redis::Server& server, const std::string& key_prefix
   for (const redis::NodeProbe& node : found.nodes) {
     nodes.append(py::dict("address"_a = node.address, "failure"_a = node.failure, "version"_a = node.version,
                           "role"_a = node.role, "eviction_policy"_a = node.eviction_policy,
-                          "used_bytes"_a = node.used_bytes, "max_bytes"_a = node.max_bytes));
+                          "used_bytes"_a = node.used_bytes, "max_bytes"_a = node.max_bytes,
+                          "free_bytes"_a = node.free_bytes()));
   }
   return py::dict(
       "ping_seconds"_a = found.ping_seconds, "write_bytes_per_second"_a = found.write_bytes_per_second,
       "read_bytes_per_second"_a = found.read_bytes_per_second, "write_refused"_a = found.write_refused,
-      "bytes_per_record"_a = found.bytes_per_record, "cluster"_a = found.cluster, "nodes"_a = nodes);
+      "records"_a = found.records, "bytes_per_record"_a = found.bytes_per_record, "cluster"_a = found.cluster,
+      "nodes"_a = nodes);
 }
 
 }  // namespace

@@ -23,11 +23,13 @@ using Tensors = std::vector<std::tuple<std::uintptr_t, std::uint64_t, std::uint6
 using Groups = std::vector<std::vector<std::pair<std::uint32_t, std::uint64_t>>>;
 
 CacheLayout layout_of(const Tensors& tensors, const Groups& groups, std::uint32_t blocks_per_chunk,
-                      std::vector<bool> holds_states, std::uint32_t shards_per_area) {
+                      std::vector<bool> holds_states, std::uint32_t shards_per_area,
+                      std::vector<std::uint32_t> tail_blocks) {
   CacheLayout layout;
   layout.shards_per_area = shards_per_area;
   layout.blocks_per_chunk = blocks_per_chunk;
   layout.holds_states = std::move(holds_states);
+  layout.tail_blocks = std::move(tail_blocks);
   for (const auto& [address, num_blocks, block_stride] : tensors) {
     layout.tensors.push_back({reinterpret_cast<std::byte*>(address), num_blocks, block_stride});
   }
@@ -44,12 +46,14 @@ std::unique_ptr<BoundWorker> make_worker(std::shared_ptr<HostRegion> region, std
                                          std::uint32_t blocks_per_chunk, std::uint32_t area, unsigned threads,
                                          int device, std::vector<bool> holds_states,
                                          std::uint32_t shards_per_area, unsigned kernel_blocks,
+                                         std::vector<std::uint32_t> tail_blocks,
                                          const py::object& pin_progress, py::object keep_alive) {
   using MakeCopier = std::unique_ptr<BlockCopier> (*)(const CopierOptions&);
   const auto make_copier =
       one_of<MakeCopier>("copier", copier, {{"host", &make_host_copier}, {"cuda", &make_cuda_copier}});
   CopierOptions options;
-  options.layout = layout_of(tensors, groups, blocks_per_chunk, std::move(holds_states), shards_per_area);
+  options.layout = layout_of(tensors, groups, blocks_per_chunk, std::move(holds_states), shards_per_area,
+                             std::move(tail_blocks));
   options.area = region->area(area);
   options.threads = threads;
   options.device = device;
@@ -127,7 +131,8 @@ void bind_worker(py::module_& module) {
            py::arg("groups"), py::arg("blocks_per_chunk"), py::arg("area"), py::arg("threads") = 2,
            py::arg("device") = -1, py::arg("holds_states") = std::vector<bool>{},
            py::arg("shards_per_area") = 1, py::arg("kernel_blocks") = CopierOptions{}.kernel_blocks,
-           py::arg("pin_progress") = py::none(), py::arg("keep_alive") = py::none())
+           py::arg("tail_blocks") = std::vector<std::uint32_t>{}, py::arg("pin_progress") = py::none(),
+           py::arg("keep_alive") = py::none())
       .def("submit", &submit, py::arg("job_id"), py::arg("ticket"), py::arg("store"), py::arg("block_ids"),
            py::arg("group_sizes"), py::arg("block_indices"), py::arg("rows"), py::arg("group_rows"),
            py::arg("expedited") = false, py::arg("compute_stream") = 0)

@@ -20,6 +20,8 @@ std::string_view to_string(MissReason reason) {
       return "pressure";
     case MissReason::kDisabled:
       return "disabled";
+    case MissReason::kIncomplete:
+      return "incomplete";
   }
   return "unknown";
 }

@@ -24,7 +24,8 @@ enum class MissReason : std::uint8_t {
   kCorrupt,
   kIoError,
   kPressure,
-  kDisabled
+  kDisabled,
+  kIncomplete  // vLLM offered it without some of its blocks
 };
 std::string_view to_string(MissReason reason);
 
@@ -53,8 +54,9 @@ struct CacheOptions {
 };
 
 struct RequestOptions {
-  bool load_from_cpu = true;  // kv_load_tiers
-  bool load_from_tiers = true;
+  static constexpr std::uint8_t kAllTiers = 0xFF;
+  bool load_from_cpu = true;            // kv_load_tiers
+  std::uint8_t load_tiers = kAllTiers;  // a bit for each tier below host memory
   bool skip_store = false;
   std::optional<LoadPolicy> load_policy{};
   std::int32_t priority = 0;
@@ -65,7 +67,7 @@ struct RequestOptions {
 // What became of one request's prompt, all its admissions together.
 struct RequestReport {
   static constexpr std::size_t kPlaces = 9;   // host memory, then the tiers
-  static constexpr std::size_t kReasons = 8;  // indexed by MissReason
+  static constexpr std::size_t kReasons = 9;  // indexed by MissReason
   using Places = std::array<std::uint64_t, kPlaces>;
   Places hit_tokens{};
   std::array<std::uint64_t, kReasons> miss_tokens{};

@@ -2,21 +2,16 @@
 
 #include <algorithm>
 
+#include "base/refused_chunks.h"
 #include "base/status.h"
 #include "storage/record.h"
 
 namespace kv_offload {
-namespace {
-
-constexpr std::size_t kMaxGroups = 64;  // bits of a ticket's failed_groups
-
-}  // namespace
-
 ChunkGroups::ChunkGroups(const CacheOptions& options, std::uint32_t areas)
     : areas_(areas), kinds_are_known_(!options.full_attention.empty()) {
   if (options.groups.empty()) throw_invalid("no group of chunks was given; a cache needs at least one");
-  if (options.groups.size() > kMaxGroups) {
-    throw_invalid("{} groups were given; at most {} are possible", options.groups.size(), kMaxGroups);
+  if (options.groups.size() > kMostGroups) {
+    throw_invalid("{} groups were given; at most {} are possible", options.groups.size(), kMostGroups);
   }
   if (kinds_are_known_ && options.full_attention.size() != options.groups.size()) {
     throw_invalid("full_attention has {} entries for {} groups; give one per group or none",

@@ -5,7 +5,6 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kMaxIndexHint = 1 << 20;  // entries reserved ahead
 constexpr Slot kNoOwner = static_cast<Slot>(-1);
 
 std::size_t capacity_of(const RowAllocator& rows, std::size_t groups) {
@@ -25,7 +24,7 @@ HostChunks::HostChunks(const ChunkGroups& groups, const HostRegion& region, cons
       area_bytes_(region.area_bytes()),
       rows_(area_bytes_, groups.row_bytes()),
       capacity_(capacity_of(rows_, groups.size())),
-      index_(make_eviction_policy(eviction_policy, capacity_), std::min(capacity_, kMaxIndexHint)),
+      index_(make_eviction_policy(eviction_policy), capacity_),
       quarantine_([this](RowId row) { rows_.free(row); }),
       resident_by_group_(groups.size(), 0),
       row_unit_(rows_.row_bytes(0)) {
@@ -68,9 +67,11 @@ Slot HostChunks::insert(const ChunkKey& key, std::uint32_t group, RowId row, con
 }
 
 Slot HostChunks::insert_filling(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
-                                Ticket ticket) {
+                                Ticket ticket, bool first) {
   const Slot slot = insert(key, group, row, about, ChunkState::kFilling);
-  index_.at(slot).ticket = ticket;
+  ChunkEntry& entry = index_.at(slot);
+  entry.ticket = ticket;
+  entry.first = first;
   return slot;
 }
 
@@ -119,6 +120,14 @@ void HostChunks::discard_store(Slot slot) {
   }
 }
 
+void HostChunks::discard_stores() {
+  std::vector<Slot> filling;
+  index_.for_each([&](Slot slot, const ChunkEntry& entry) {
+    if (entry.state == ChunkState::kFilling) filling.push_back(slot);
+  });
+  for (const Slot slot : filling) discard_store(slot);
+}
+
 void HostChunks::access(Slot slot, std::uint32_t request, std::int8_t priority) {
   const std::int8_t before = index_.at(slot).priority;
   index_.access(slot, request, priority);
@@ -165,7 +174,7 @@ void HostChunks::end_load(Slot slot) {
   index_.unpin(slot);
 }
 
-std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, std::uint32_t spared_holder) const {
+std::vector<Slot> HostChunks::slab_to_evict(std::uint32_t group, std::uint32_t spared_holder) {
   const std::uint64_t pages = row_unit_ / kPageBytes;
   const auto movable = [&](RowId row) {
     const Slot slot = owners_[row / pages];

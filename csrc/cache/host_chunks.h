@@ -69,8 +69,9 @@ class HostChunks {
   void free(RowId row) { rows_.free(row); }
 
   // ---- a chunk's life. REQUIRES for inserts: absent, a row from allocate().
+  // `first`: the first chunk of its group in the store job.
   Slot insert_filling(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about,
-                      Ticket ticket);
+                      Ticket ticket, bool first = false);
   Slot insert_fetching(const ChunkKey& key, std::uint32_t group, RowId row, const EntryInfo& about);
   void finish_store(Slot slot) { make_resident(slot, ChunkOrigin::kStore); }
   void finish_fetch(Slot slot, std::uint8_t tier);
@@ -79,6 +80,8 @@ class HostChunks {
   void discard(Slot slot) { rows_.free(remove(slot)); }
   // Likewise of a store that failed: a rank may still copy, then the row is quarantined.
   void discard_store(Slot slot);
+  // Discards every store that has not ended.
+  void discard_stores();
 
   // ---- who uses it
   void pin(Slot slot) { index_.pin(slot); }
@@ -104,7 +107,7 @@ class HostChunks {
   // What would go, one after the other, if nothing else happened; at most so many.
   std::vector<Slot> next_victims(std::size_t most) { return index_.next_victims(most); }
   // Chunks that together leave a slab which this group can use; empty when there are none.
-  std::vector<Slot> slab_to_evict(std::uint32_t group, std::uint32_t spared_holder) const;
+  std::vector<Slot> slab_to_evict(std::uint32_t group, std::uint32_t spared_holder);
   bool has_one_row_size() const { return one_row_size_; }
   // More than 1 / `share` of the area lies in no row.
   bool has_free(std::uint64_t share) const;

@@ -50,11 +50,8 @@ std::uint64_t LoadJobs::cache_blocks_of(std::uint32_t last_end) const {
 // watching: vLLM lets it run before it asks about another.
 bool LoadJobs::must_hold_back(std::uint32_t last_end) const {
   if (!groups_.has_windows() || cache_blocks_ == 0) return false;
-  std::uint64_t loading = 0;
-  for (const Job& job : jobs_) loading += job.completed ? 0 : job.cache_blocks;
-  for (const ForgottenJob& job : forgotten_) loading += job.cache_blocks;
-  if (loading == 0) return false;
-  return loading + cache_blocks_of(last_end) >= cache_blocks_;  // one is vLLM's own
+  if (loading_blocks_ == 0) return false;
+  return loading_blocks_ + cache_blocks_of(last_end) >= cache_blocks_;  // one is vLLM's own
 }
 
 LoadJobs::Begun LoadJobs::begin(std::span<const ChunkKey> keys, const Load& load) {
@@ -63,7 +60,6 @@ LoadJobs::Begun LoadJobs::begin(std::span<const ChunkKey> keys, const Load& load
   transfer.group_rows.assign(groups_.size(), 0);
   transfer.rows.reserve(keys.size());
   Job job;
-  job.fingerprint = fingerprint_of(keys);
   job.slots.reserve(keys.size());
   std::uint32_t group = 0;
   for (const ChunkKey& key : keys) {
@@ -101,19 +97,21 @@ LoadJobs::Begun LoadJobs::begin(std::span<const ChunkKey> keys, const Load& load
   job.cache_blocks = cache_blocks_of(load.last_end);
   job.began = load.began;
   job.ticket = transfer.ticket = tickets_.next();
-  jobs_.push_back(std::move(job));
+  loading_blocks_ += job.cache_blocks;
+  running_.emplace(fingerprint_of(keys), std::move(job));
   return begun;
 }
 
 void LoadJobs::complete(std::span<const ChunkKey> keys) {
-  const std::uint64_t wanted = fingerprint_of(keys);
-  const auto job = std::find_if(jobs_.begin(), jobs_.end(), [&](const Job& candidate) {
-    return !candidate.completed && candidate.fingerprint == wanted && candidate.slots.size() == keys.size();
-  });
-  if (job == jobs_.end()) return;
-  job->completed = true;
-  note_outcome(*job);
-  if (release(*job)) jobs_.erase(job);
+  const auto [first, last] = running_.equal_range(fingerprint_of(keys));
+  const auto found =
+      std::find_if(first, last, [&](const auto& one) { return one.second.slots.size() == keys.size(); });
+  if (found == last) return;
+  Job job = std::move(found->second);
+  running_.erase(found);
+  loading_blocks_ -= job.cache_blocks;
+  note_outcome(job);
+  if (!release(job)) completed_.push_back(std::move(job));
 }
 
 void LoadJobs::note_outcome(const Job& job) {
@@ -135,17 +133,36 @@ bool LoadJobs::release(const Job& job) {
 
 // What a step reported vLLM takes up before it asks in the next one.
 void LoadJobs::poll() {
-  std::erase_if(jobs_, [&](const Job& job) { return job.completed && release(job); });
-  std::erase_if(forgotten_, [&](const ForgottenJob& job) { return is_reported(job.ticket); });
+  std::erase_if(completed_, [&](const Job& job) { return release(job); });
+  std::erase_if(forgotten_, [&](const ForgottenJob& job) {
+    if (!is_reported(job.ticket)) return false;
+    loading_blocks_ -= job.cache_blocks;
+    return true;
+  });
 }
 
 void LoadJobs::forget() {
-  for (const Job& job : jobs_) {
-    if (!job.completed) forgotten_.push_back({job.ticket, job.cache_blocks});
-    if (is_reported(job.ticket)) continue;
-    for (const Slot slot : job.slots) chunks_.quarantine(job.ticket, slot);
+  for (const auto& [fingerprint, job] : running_) {
+    forgotten_.push_back({job.ticket, job.cache_blocks});
+    forget(job);
   }
-  jobs_.clear();
+  for (const Job& job : completed_) forget(job);
+  running_.clear();
+  completed_.clear();
+}
+
+void LoadJobs::forget(const Job& job) {
+  if (is_reported(job.ticket)) return;
+  for (const Slot slot : job.slots) chunks_.quarantine(job.ticket, slot);
+}
+
+void LoadJobs::abandon() {
+  for (auto& [fingerprint, job] : running_) {
+    forgotten_.push_back({job.ticket, job.cache_blocks});
+    completed_.push_back(std::move(job));
+  }
+  running_.clear();
+  poll();
 }
 
 }  // namespace kv_offload

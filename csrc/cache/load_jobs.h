@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <span>
 #include <vector>
 
@@ -61,6 +62,8 @@ class LoadJobs {
   // No load is known any more. The rows of those that ranks may still copy are in
   // quarantine, and still hold others back.
   void forget();
+  // vLLM reports the end of no load begun so far. Their chunks stay, pinned until the ranks have reported.
+  void abandon();
 
   // Whether a load of a request of this span has to wait until others have ended.
   bool must_hold_back(std::uint32_t last_end) const;
@@ -68,8 +71,6 @@ class LoadJobs {
  private:
   struct Job {
     Ticket ticket = kNoTicket;
-    std::uint64_t fingerprint = 0;  // of its keys, in any order
-    bool completed = false;
     std::uint64_t cache_blocks = 0;  // that its request needs, for all of its prompt
     std::vector<Slot> slots;
     // What it is worth, told when it ends.
@@ -85,6 +86,7 @@ class LoadJobs {
   std::uint64_t cache_blocks_of(std::uint32_t last_end) const;
   bool release(const Job& job);  // false: a rank may still read its rows
   void note_outcome(const Job& job);
+  void forget(const Job& job);  // puts its rows into quarantine
 
   const ChunkGroups& groups_;
   HostChunks& chunks_;
@@ -94,8 +96,10 @@ class LoadJobs {
   Metrics& metrics_;
   const Clock& clock_;
   const std::uint32_t cache_blocks_, blocks_per_chunk_;  // see CacheOptions
-  std::vector<Job> jobs_;
+  std::multimap<std::uint64_t, Job> running_;  // not completed; by a fingerprint of the keys, in any order
+  std::vector<Job> completed_;                 // but not reported yet
   std::vector<ForgottenJob> forgotten_;
+  std::uint64_t loading_blocks_ = 0;  // cache blocks of running_ and forgotten_
 };
 
 }  // namespace kv_offload

@@ -51,10 +51,8 @@ LookupResult Requests::lookup_unready(RequestHandle handle, RequestState& reques
   if (!group) return LookupResult::kMiss;
   if (entry != nullptr) return lookup_here(handle, request, *group, *entry);
   if (!request.failed.empty()) {
-    const std::uint64_t fingerprint = KeyMemory::fingerprint(key);
-    for (const auto& failed : request.failed) {
-      if (failed.fingerprint == fingerprint) return miss(request, *group, failed.reason);
-    }
+    const auto failed = request.failed.find(KeyMemory::fingerprint(key));
+    if (failed != request.failed.end()) return miss(request, *group, failed->second);
   }
   return lookup_on_tiers(handle, request, *group, key);
 }
@@ -74,7 +72,10 @@ LookupResult Requests::lookup_here(RequestHandle handle, RequestState& request, 
   if (entry.state == ChunkState::kResident) {
     const bool as_of_tier = !request.options.load_from_cpu;
     const bool of_tier = entry.origin == ChunkOrigin::kTier;
-    if (as_of_tier && (!request.options.load_from_tiers || !(of_tier || ops_.is_recorded(entry.key)))) {
+    const std::uint8_t tiers = request.options.load_tiers;
+    // Of which tier it came is not known any more.
+    const bool of_allowed = of_tier && tiers == RequestOptions::kAllTiers;
+    if (as_of_tier && !of_allowed && !ops_.is_recorded(entry.key, tiers)) {
       return miss(request, group, MissReason::kDisabled);
     }
     if (request.held_back) {
@@ -85,6 +86,10 @@ LookupResult Requests::lookup_here(RequestHandle handle, RequestState& request, 
     return LookupResult::kHit;
   }
   if (const auto reason = may_not_wait(request, is_fetch)) return miss(request, group, *reason);
+  const std::uint8_t tiers = request.options.load_tiers;
+  if (is_fetch && tiers != RequestOptions::kAllTiers && !ops_.is_recorded(entry.key, tiers)) {
+    return miss(request, group, MissReason::kDisabled);
+  }
   return pending(handle, request, {slot, entry.group, is_fetch ? Kind::kFetching : Kind::kFilling, 0},
                  LookupResult::kPending);
 }
@@ -98,9 +103,13 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
   const auto asked = request.asked.find(print);
   const bool was_asked = asked != request.asked.end(), was_answered = was_asked && asked->second;
   std::uint32_t unknown = 0, again = 0, being_asked = 0;  // a bit for each tier
-  bool switched_off = false, may_come = false, answered = true;
+  bool switched_off = false, barred = false, may_come = false, answered = true;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     const Presence presence = ops_.contains(tier, key);
+    if ((request.options.load_tiers >> tier & 1) == 0) {
+      barred |= presence == Presence::kPresent;
+      continue;
+    }
     if (!ops_.is_readable(tier)) {
       switched_off |= presence == Presence::kPresent;
       continue;
@@ -148,6 +157,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
     return pending(handle, request, {0, position, Kind::kUnknown, 0}, LookupResult::kRetry);
   }
   if (switched_off) return miss(request, group, MissReason::kIoError);
+  if (barred) return miss(request, group, MissReason::kDisabled);
   request.pass.lookups.push_back(
       {static_cast<std::uint32_t>(request.pass.absent.size()), position, Kind::kMiss, Lookup::kReasonLater});
   request.pass.absent.push_back(print);
@@ -155,7 +165,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
 }
 
 std::optional<MissReason> Requests::may_not_wait(const RequestState& request, bool from_tier) const {
-  if (from_tier ? !request.options.load_from_tiers || request.load_policy == LoadPolicy::kNever
+  if (from_tier ? request.options.load_tiers == 0 || request.load_policy == LoadPolicy::kNever
                 : !request.options.load_from_cpu) {
     return MissReason::kDisabled;
   }

@@ -25,7 +25,8 @@ ChunkId chunk_of(const LookupPass& pass, const Lookup& lookup, const HostChunks&
   return 0;
 }
 
-void add(Scan* scan, const Lookup& lookup, ChunkId before) {
+void add(Scan* scan, const LookupPass& pass, std::size_t at, ChunkId before) {
+  const Lookup& lookup = pass.lookups[at];
   switch (lookup.kind) {
     case Kind::kHit:
       scan->hits.push_back(lookup.index);
@@ -34,11 +35,14 @@ void add(Scan* scan, const Lookup& lookup, ChunkId before) {
       scan->fetching.push_back(lookup.index);
       break;
     case Kind::kRecorded:
-      scan->candidates.push_back({lookup.index, lookup.detail, before});
+      if (scan->ends_unknown) break;
+      scan->candidates.push_back({static_cast<std::uint32_t>(at), lookup.index, lookup.detail, before});
+      break;
+    case Kind::kUnknown:
+      scan->ends_unknown = scan->is_prefix;
       break;
     case Kind::kMiss:
     case Kind::kFilling:
-    case Kind::kUnknown:
       break;
   }
   scan->pending |= lookup.kind != Kind::kHit && lookup.kind != Kind::kMiss;
@@ -64,7 +68,7 @@ Scans scans_of(const LookupPass& pass, const ChunkGroups& groups, const HostChun
         scan = Scan{};  // and no prefix
         scan.group = group;
       }
-      add(&scan, lookups[i], before);
+      add(&scan, pass, i, before);
       before = full_attention ? chunk_of(pass, lookups[i], chunks) : 0;
     }
     scan.begin = static_cast<std::uint32_t>(begin);

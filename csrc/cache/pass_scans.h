@@ -20,11 +20,15 @@ struct Scan {
   bool pending = false;              // something is filling, fetching, recorded or unknown
   std::vector<Slot> hits, fetching;
   struct Candidate {    // is recorded
+    std::uint32_t at;   // in LookupPass::lookups
     std::uint32_t key;  // place in LookupPass::keys
     std::uint8_t tier;
     ChunkId parent;  // what was looked up before it
   };
+  // Of a prefix only those with nothing unknown before them: rows are taken from the left, so that a prompt
+  // which finds too few of them has the beginning of it, in whatever order its chunks become known.
   std::vector<Candidate> candidates;
+  bool ends_unknown = false;  // a prefix: what lies behind the candidates is to be known soon
 };
 using Scans = std::vector<Scan>;
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string_view>
+#include <utility>
 
 namespace kv_offload {
 namespace {
@@ -43,7 +44,7 @@ void Planner::expire(RequestHandle handle, Nanos now) {
   const bool too_slow = budget_end > Nanos(0) && now >= budget_end && !extend_load_budget(handle, now);
   if (!late && !too_slow) return;
   // The oldest: the fewest bytes were ahead of it.
-  if (!request.awaited.empty()) with_.ops.note_overdue(request.awaited.front(), now);
+  if (!request.awaited.empty()) with_.ops.note_overdue(request.awaited.begin()->second, now);
   if (!late) {
     // That it took too long says little of why: the first reads go on, and tell.
     with_.metrics.add("kv_offload_decisions_total", {"give_up"});
@@ -60,7 +61,7 @@ bool Planner::extend_load_budget(RequestHandle handle, Nanos now) {
   const std::size_t arrived = request.fetched_for - missing;
   const double so_far = to_seconds(now - request.reads_since);
   const double rest = so_far / static_cast<double>(arrived) * static_cast<double>(missing);
-  const std::uint32_t group = with_.chunks.at(request.awaited.front()).group;
+  const std::uint32_t group = with_.chunks.at(request.awaited.begin()->second).group;
   const double tokens = with_.groups[group].tokens;
   const double before = with_.groups.tokens_before(group, request.first_end);
   const double compute = with_.costs.prefill.seconds(static_cast<double>(missing) * tokens,
@@ -106,8 +107,58 @@ std::optional<TierOps::Read> Planner::make_fetch(const RequestState& request, st
   return TierOps::Read{with_.chunks.insert_fetching(key, group, row, about), candidate.tier};
 }
 
+// The chunks that a request hit behind the ones that it still has to read, the last one first.
+class Planner::Tail {
+ public:
+  Tail(const Context& with, RequestHandle handle) : with_(with), handle_(handle) {}
+  ~Tail() { with_.requests.remove_held(handle_, given_up_); }
+  Tail(const Tail&) = delete;
+  Tail& operator=(const Tail&) = delete;
+
+  // Evicts a chunk behind the candidate. False: there is none.
+  bool give_up_one(const Scan& scan, const Scan::Candidate& candidate) {
+    if (!scan.is_prefix) return false;
+    if (!std::exchange(gathered_, true)) gather(scan, candidate.at);
+    while (!hits_.empty()) {
+      const auto [place, slot] = hits_.back();
+      if (place < candidate.at) return false;
+      hits_.pop_back();
+      const ChunkEntry& entry = with_.chunks.at(slot);
+      if (entry.state != ChunkState::kResident || entry.pins > 1) continue;  // another request uses it
+      given_up_.push_back(slot);
+      // Only now: an unpinned chunk could be evicted for a candidate although one behind it is left.
+      with_.chunks.unpin(slot);
+      with_.row_supply.give_up(slot);
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  void gather(const Scan& scan, std::uint32_t after) {
+    const LookupPass& pass = with_.requests.at(handle_).pass;
+    for (std::uint32_t i = after; i < scan.end; ++i) {
+      if (pass.lookups[i].kind == Lookup::Kind::kHit) hits_.emplace_back(i, pass.lookups[i].index);
+    }
+  }
+
+  const Context& with_;
+  const RequestHandle handle_;
+  bool gathered_ = false;
+  std::vector<std::pair<std::uint32_t, Slot>> hits_;  // place in the lookups; pinned by the request
+  std::vector<Slot> given_up_;
+};
+
+std::optional<TierOps::Read> Planner::make_fetch(const RequestState& request, const Scan& scan,
+                                                 const Scan::Candidate& candidate, Tail* tail) {
+  auto read = make_fetch(request, scan.group, candidate);
+  while (!read && tail->give_up_one(scan, candidate)) read = make_fetch(request, scan.group, candidate);
+  return read;
+}
+
 void Planner::fetch(RequestHandle handle, const Scan& scan) {
   const RequestState& request = with_.requests.at(handle);
+  Tail tail(with_, handle);
   std::vector<TierOps::Read> planned;
   bool rows_are_short = false;
   for (const Scan::Candidate& candidate : scan.candidates) {
@@ -116,7 +167,7 @@ void Planner::fetch(RequestHandle handle, const Scan& scan) {
       with_.requests.await(handle, with_.chunks.slot_of(entry));
       continue;
     }
-    const auto read = make_fetch(request, scan.group, candidate);
+    const auto read = make_fetch(request, scan, candidate, &tail);
     rows_are_short = !read;
     if (rows_are_short) break;
     planned.push_back(*read);
@@ -139,14 +190,19 @@ void Planner::fetch(RequestHandle handle, const Scan& scan) {
 void Planner::decide(RequestHandle handle, Scans& scans) {
   const RequestState& request = with_.requests.at(handle);
   if (request.decided) return;
-  with_.requests.set_decided(handle);
   if (request.load_policy != LoadPolicy::kAuto) {
+    with_.requests.set_decided(handle);
     with_.metrics.add("kv_offload_decisions_total", {"load"});
     return;
   }
   const Scan first = scans.front();  // all of it: what is cut off may be probed
   const Loadable loadable = loadable_of(request.pass, scans, with_.groups);
   const Decision decision = ask_costs(request, scans, loadable);
+  if (decision.choice != Decision::Choice::kLoad && first.ends_unknown && !request.pass.awaits) {
+    for (Scan& scan : scans) scan.candidates.clear();
+    return;
+  }
+  with_.requests.set_decided(handle);
   report(handle, decision);
   if (decision.choice == Decision::Choice::kRecompute) {
     with_.requests.close_all(handle, MissReason::kRecomputeCheaper);

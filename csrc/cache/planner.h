@@ -5,6 +5,9 @@
 // (HostChunks), reads are ops (TierOps), pins and waits are a request's (Requests).
 // Between two steps a plan is nothing but those; this holds none of them.
 //
+// Where rows run out, a request has the beginning of its prompt: rows are taken from the left, and in the end
+// from what it hit itself further to the right, which is worth nothing without them.
+//
 // Per request, in the order in which they arrived: decide once per wait; take rows for
 // the reads, or trim the plan to what fits; read; hold what it already hit. Groups after
 // the first one (in lookup order) that has to wait are not read in this step, so that
@@ -55,7 +58,8 @@ class Planner {
   // The load budget is spent: does it get the rest sooner by waiting on? Then it has a new one.
   bool extend_load_budget(RequestHandle handle, Nanos now);
   void plan(RequestHandle handle);
-  // Leaves in `scans` what is to be fetched; closes the groups of which not all is.
+  // Leaves in `scans` what is to be fetched; closes the groups of which not all is. Nothing is decided where
+  // less than all would be fetched of what is known so far, and more is to be known soon.
   void decide(RequestHandle handle, Scans& scans);
   Decision ask_costs(const RequestState& request, const Scans& scans, const Loadable& loadable);
   void report(RequestHandle handle, const Decision& decision);
@@ -64,9 +68,13 @@ class Planner {
   // having, but nobody is told to wait for them.
   void probe(const RequestState& request, const Scan& scan);
   void fetch(RequestHandle handle, const Scan& scan);
+  // What it hit of a prefix behind a place in its lookups, kept no longer from eviction.
+  class Tail;
   // A chunk that is fetched; nothing when there is no row for it.
   std::optional<TierOps::Read> make_fetch(const RequestState& request, std::uint32_t group,
                                           const Scan::Candidate& candidate);
+  std::optional<TierOps::Read> make_fetch(const RequestState& request, const Scan& scan,
+                                          const Scan::Candidate& candidate, Tail* tail);
 
   const Context with_;
 };

@@ -1,17 +1,9 @@
 #include "cache/quarantine.h"
 
-#include <algorithm>
-
 namespace kv_offload {
 
 void Quarantine::hold(Ticket ticket, TicketKind kind, RowId row) {
-  const auto known = std::find_if(tickets_.rbegin(), tickets_.rend(),
-                                  [&](const Held& held) { return held.ticket == ticket; });
-  if (known != tickets_.rend()) {
-    known->rows.push_back(row);
-  } else {
-    tickets_.push_back({ticket, kind, {row}});
-  }
+  tickets_.try_emplace(ticket, Held{kind, {}}).first->second.rows.push_back(row);
   hold(row);
 }
 
@@ -23,8 +15,9 @@ void Quarantine::release(RowId row) {
 }
 
 void Quarantine::poll(const IsReported& is_reported) {
-  std::erase_if(tickets_, [&](const Held& held) {
-    if (!is_reported(held.ticket, held.kind)) return false;
+  std::erase_if(tickets_, [&](const auto& one) {
+    const auto& [ticket, held] = one;
+    if (!is_reported(ticket, held.kind)) return false;
     for (const RowId row : held.rows) release(row);
     return true;
   });

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <unordered_map>
 #include <vector>
 
@@ -35,11 +36,10 @@ class Quarantine {
   Free free_;
   std::unordered_map<RowId, std::uint32_t> holds_;
   struct Held {
-    Ticket ticket;
     TicketKind kind;
     std::vector<RowId> rows;
   };
-  std::vector<Held> tickets_;
+  std::map<Ticket, Held> tickets_;
 };
 
 }  // namespace kv_offload

@@ -4,10 +4,10 @@
 #include <iterator>
 #include <utility>
 
+#include "base/refused_chunks.h"
+
 namespace kv_offload {
 namespace {
-
-constexpr std::uint64_t kAllGroups = ~std::uint64_t{0};
 
 const char* word(CopyDirection direction) { return direction == CopyDirection::kStore ? "store" : "load"; }
 
@@ -36,10 +36,10 @@ struct RankWorker::Impl {
 
 // The one way a job ends.
 void RankWorker::Impl::end(CopyResult result) {
-  if (!result.status.is_ok() && result.failed_groups == 0) result.failed_groups = kAllGroups;
+  if (!result.status.is_ok()) result.failed_groups = kDeviceFailed;
   if (result.ticket != kNoTicket) region->report(rank, result.ticket, result.failed_groups);
   count(result);
-  if (result.failed_groups != 0) tell(result);
+  if (!result.status.is_ok()) tell(result);
   finished.push_back(std::move(result));
 }
 
@@ -49,7 +49,7 @@ void RankWorker::Impl::drain() {
 
 void RankWorker::Impl::count(const CopyResult& result) {
   const char* direction = word(result.direction);
-  if (result.failed_groups != 0) metrics.add("kv_offload_copy_failures_total", {direction});
+  if (!result.status.is_ok()) metrics.add("kv_offload_copy_failures_total", {direction});
   if (result.refused_batches != 0) {
     metrics.add("kv_offload_copy_refused_batches_total", {direction},
                 static_cast<double>(result.refused_batches));
@@ -60,8 +60,8 @@ void RankWorker::Impl::count(const CopyResult& result) {
   metrics.observe("kv_offload_copy_seconds", {direction}, result.seconds);
 }
 
-// Incomplete chunks of a store are only counted: vLLM sends them. The first
-// device failure of a store is told once; after it every job would repeat it.
+// Incomplete chunks of a store are no failure of a copy: the scheduler counts them. The
+// first device failure of a store is logged once; after it every job would repeat it.
 void RankWorker::Impl::tell(const CopyResult& result) {
   if (result.direction == CopyDirection::kLoad) {
     if (!failed_load.empty()) return;
@@ -69,7 +69,7 @@ void RankWorker::Impl::tell(const CopyResult& result) {
         "load job {} failed on rank {} ({}); its blocks hold foreign bytes, so this worker must stop",
         result.job_id, rank, result.status.to_string());
     log(failed_load);
-  } else if (!result.status.is_ok() && !std::exchange(device_failure_logged, true)) {
+  } else if (!std::exchange(device_failure_logged, true)) {
     log(fmt::format(
         "store job {} failed on rank {} ({}); its chunks will never be hit, and failures are counted "
         "in kv_offload_copy_failures_total from here on",

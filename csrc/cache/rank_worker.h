@@ -3,8 +3,9 @@
 // control page exactly once, failed or not, before the result is handed out.
 //
 // A store that fails is no error: its ticket keeps its keys from ever becoming a
-// hit. A load that fails is one: vLLM has no way to take it back and would
-// compute on foreign bytes, so wait() and poll() throw until the process ends.
+// hit, as it does with the chunks that vLLM offered without some of their blocks. A load that fails is one:
+// vLLM has no way to take it back and would compute on foreign bytes, so wait() and poll() throw until the
+// process ends.
 //
 // Threads: one (the model runner's).
 #pragma once
@@ -33,7 +34,7 @@ class RankWorker {
   ~RankWorker();  // close()
 
   // A job that contradicts itself, or whose copy fails, still ends as a result;
-  // its ticket then names the failed groups. Nothing is thrown.
+  // its ticket then names its chunks. Nothing is thrown.
   void submit(CopyJob job);
   // Finished jobs, tickets already reported. Throws ResourceError when a load failed.
   std::vector<CopyResult> poll();

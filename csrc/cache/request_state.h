@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <unordered_map>
 #include <utility>
@@ -13,6 +14,7 @@
 #include "base/clock.h"
 #include "cache/cache_types.h"
 #include "policy/eviction_policy.h"
+#include "storage/tier.h"
 
 namespace kv_offload {
 
@@ -53,6 +55,13 @@ struct LookupPass {
     lookups.clear();
     keys.clear();
     absent.clear();
+  }
+  // Frees what clear() keeps for the next pass: some 50 bytes for each chunk of the prompt.
+  void release() {
+    std::vector<Lookup>().swap(lookups);
+    std::vector<Recorded>().swap(keys);
+    std::vector<std::uint64_t>().swap(absent);
+    clear();
   }
 };
 
@@ -111,8 +120,9 @@ struct RequestState {
   Offers offers;
 
   // ---- waiting: from the first pending answer until it is admitted
-  bool waiting = false;  // pins are held; ends with the deadline too
-  bool expired = false;  // it waits no more: what is not resident is a miss, for this reason
+  bool waiting = false;      // pins are held; ends with the deadline too
+  std::size_t waits_at = 0;  // place among all that wait
+  bool expired = false;      // it waits no more: what is not resident is a miss, for this reason
   MissReason expired_for = MissReason::kDeadline;
   Nanos waits_since{0};
   Nanos deadline{0};
@@ -121,16 +131,12 @@ struct RequestState {
   Nanos load_budget_end{0};       // computing is cheaper than waiting any longer; 0: no such time
   std::uint32_t fetched_for = 0;  // fetches that it ever awaited in this wait
   std::vector<Slot> held;         // resident, pinned once each for this request
-  std::vector<Slot> awaited;      // being fetched, among others for this request
+  std::map<OpId, Slot> awaited;   // being fetched, among others for this request; the oldest read first
   bool decided = false;           // load or recompute
   // No (further) fetch for this group, and why.
   std::vector<std::optional<MissReason>> closed;
-  // Fetches that failed while it waited: never tried again for it.
-  struct Failed {
-    std::uint64_t fingerprint;
-    MissReason reason;
-  };
-  std::vector<Failed> failed;
+  // Keys, by their fingerprints, whose fetches failed while it waited: never tried again for it.
+  std::unordered_map<std::uint64_t, MissReason> failed;
   // Keys that tiers were asked for, by their fingerprints: once, however old the answer is when it is looked
   // up next. True: it came, and another's question is not waited for.
   std::unordered_map<std::uint64_t, bool> asked;
@@ -174,6 +180,13 @@ struct RequestState {
     report = {};
     offers.begin(groups);
     closed.assign(groups, std::nullopt);
+  }
+  // Its report stays, until the handle is used again; all memory that grew with its prompt is freed now.
+  // REQUIRES: held and awaited are given back.
+  void end() {
+    RequestState ended;
+    ended.report = report;
+    *this = std::move(ended);
   }
   // REQUIRES: held and awaited are given back.
   void clear_wait() {

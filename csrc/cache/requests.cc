@@ -49,7 +49,7 @@ void Requests::end(RequestHandle handle) {
   RequestState& request = requests_[handle];
   count_pass(request);
   stop_waiting(handle, request);
-  request.live = false;
+  request.end();
   free_.push_back(handle);
   if (live() == 0) idle_since_ = clock_.now();
 }
@@ -70,15 +70,18 @@ void Requests::start_waiting(RequestHandle handle, RequestState& request) {
   request.waiting = true;
   request.waits_since = request.reads_since = request.pass.time;
   request.deadline = request.pass.time + lookup_deadline_;
+  request.waits_at = waiting_.size();
   waiting_.push_back(handle);
 }
 
 void Requests::stop_waiting(RequestHandle handle, RequestState& request) {
-  for (const Slot slot : request.held) chunks_.unpin(slot);
-  request.held.clear();
-  for (const Slot slot : request.awaited) ops_.stop_awaiting(slot, handle);
-  request.awaited.clear();
-  if (request.waiting) std::erase(waiting_, handle);
+  for (const Slot slot : std::exchange(request.held, {})) chunks_.unpin(slot);
+  for (const auto& [op, slot] : std::exchange(request.awaited, {})) ops_.stop_awaiting(slot, handle);
+  if (request.waiting) {
+    waiting_[request.waits_at] = waiting_.back();
+    requests_[waiting_.back()].waits_at = request.waits_at;
+    waiting_.pop_back();
+  }
   request.waiting = false;
 }
 
@@ -116,16 +119,27 @@ void Requests::hold(RequestHandle handle, std::span<const Slot> hits) {
   }
 }
 
+void Requests::remove_held(RequestHandle handle, std::span<const Slot> slots) {
+  if (slots.empty()) return;
+  ++hold_call_;
+  for (const Slot slot : slots) {
+    if (slot < seen_in_.size()) seen_in_[slot] = hold_call_;
+  }
+  std::erase_if(requests_[handle].held,
+                [&](Slot slot) { return slot < seen_in_.size() && seen_in_[slot] == hold_call_; });
+}
+
 void Requests::await(RequestHandle handle, Slot slot) {
-  if (!ops_.await(slot, handle)) return;
-  requests_[handle].awaited.push_back(slot);
+  const std::optional<OpId> read = ops_.await(slot, handle);
+  if (!read) return;
+  requests_[handle].awaited.emplace(*read, slot);
   ++requests_[handle].fetched_for;
 }
 
 void Requests::leave_probes(RequestHandle handle, std::size_t most, Nanos now) {
   std::size_t left = 0;
-  std::erase_if(requests_[handle].awaited, [&](Slot slot) {
-    if (left == most || !ops_.leave_as_probe(slot, now)) return false;
+  std::erase_if(requests_[handle].awaited, [&](const auto& read) {
+    if (left == most || !ops_.leave_as_probe(read.second, now)) return false;
     ++left;
     return true;
   });
@@ -159,12 +173,12 @@ void Requests::restart_load_budget(RequestHandle handle) {
 
 void Requests::read_ended(RequestHandle waiter, const TierOps::ReadEnd& end) {
   RequestState& request = requests_[waiter];
-  std::erase(request.awaited, end.slot);
+  request.awaited.erase(end.op);
   if (end.arrived) {
     chunks_.pin(end.slot);
     request.held.push_back(end.slot);
   } else if (end.failed && !(end.failed == MissReason::kEvicted && request.awaits_records())) {
-    request.failed.push_back({KeyMemory::fingerprint(end.key), *end.failed});
+    request.failed.try_emplace(KeyMemory::fingerprint(end.key), *end.failed);
   }
 }
 
@@ -187,7 +201,7 @@ void Requests::forget() {
     request.failed.clear();
     request.offers.forget_declined();
     request.clear_wait();
-    request.pass.clear();
+    request.pass.release();
   }
   waiting_.clear();
   pending_.clear();
@@ -198,6 +212,7 @@ void Requests::forget() {
 void Requests::admit(RequestHandle handle) {
   RequestState& request = requests_[handle];
   count_pass(request);
+  request.pass.release();
   request.knows_span = false;  // it may be asked about again, from another place
   if (!request.waiting && !request.expired) return;
   request.report.waited_seconds += request.waited_seconds();

@@ -71,6 +71,8 @@ class Requests {
   const std::vector<RequestHandle>& waiting() const { return waiting_; }
   // Keeps what it hit until it is admitted; what is not resident any more is left out.
   void hold(RequestHandle request, std::span<const Slot> hits);
+  // Removes chunks from what the request keeps, without unpinning them. O(n) in all that it keeps.
+  void remove_held(RequestHandle request, std::span<const Slot> slots);
   // It waits for this read, if it does not already.
   void await(RequestHandle request, Slot slot);
   // Of the reads that it alone waits for, some go on as probes: it does not wait for them.

@@ -49,6 +49,11 @@ bool RowSupply::evict_slab(std::uint32_t group, std::uint32_t request, std::vect
   return !slots.empty();
 }
 
+void RowSupply::give_up(Slot slot) {
+  write_back_.note_going(slot);
+  evict(slot, nullptr);
+}
+
 void RowSupply::evict(Slot slot, std::vector<ChunkKey>* evicted) {
   const ChunkEntry& entry = chunks_.at(slot);
   const ChunkKey key = entry.key;

@@ -33,6 +33,8 @@ class RowSupply {
   // there is none. Appends the keys that it evicted, unless nullptr; they stay evicted
   // when it throws.
   RowId take(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted);
+  // Evicts this chunk, which may be of the request that asks. REQUIRES: resident, without pins.
+  void give_up(Slot slot);
   // Counts in the metrics what was evicted since the last call.
   void flush_metrics();
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/refused_chunks.h"
 #include "base/status.h"
 
 namespace kv_offload {
@@ -83,8 +84,9 @@ StoreGrant Stores::take_rows(RequestHandle handle, std::span<const ChunkKey> key
     }
     taken.hold(row);
     if (grant.transfer.ticket == kNoTicket) grant.transfer.ticket = with_.tickets.next();
-    taken.hold_as(
-        with_.chunks.insert_filling(key, group, row, request.about(parent, depth), grant.transfer.ticket));
+    const bool first = grant.transfer.group_rows[group] == 0;
+    taken.hold_as(with_.chunks.insert_filling(key, group, row, request.about(parent, depth),
+                                              grant.transfer.ticket, first));
     grant.accepted.push_back(i);
     grant.transfer.rows.push_back(row);
     ++grant.transfer.group_rows[group];
@@ -148,8 +150,10 @@ void Stores::complete(std::span<const ChunkKey> keys, bool success) {
       result = with_.tickets.store_result(known, &failed_groups);
     }
     const Slot slot = with_.chunks.slot_of(entry);
-    if (!success || result != TicketResult::kDone || (failed_groups >> entry->group & 1) != 0) {
+    if (!success || result != TicketResult::kDone || failed_groups == kDeviceFailed) {
       fail(slot);
+    } else if (is_refused(failed_groups, entry->group, entry->first)) {
+      refuse(slot);
     } else {
       stored.push_back(slot);
     }
@@ -159,20 +163,35 @@ void Stores::complete(std::span<const ChunkKey> keys, bool success) {
     const ChunkEntry &first = with_.chunks.at(a), &second = with_.chunks.at(b);
     return first.depth != second.depth ? first.depth > second.depth : first.row > second.row;
   });
-  double tokens = 0;
+  double tokens = 0, bytes = 0;
   for (std::size_t i = 0; i < stored.size(); ++i) {
     if (i + kAhead < stored.size()) with_.chunks.prefetch(stored[i + kAhead]);
     with_.chunks.finish_store(stored[i]);
-    tokens += with_.groups[with_.chunks.at(stored[i]).group].tokens;
+    const auto& group = with_.groups[with_.chunks.at(stored[i]).group];
+    tokens += group.tokens;
+    bytes += static_cast<double>(group.bytes);
   }
-  if (tokens > 0) with_.metrics.add("kv_offload_stored_tokens_total", {}, tokens);
+  if (!stored.empty()) {
+    with_.metrics.add("kv_offload_stored_tokens_total", {}, tokens);
+    with_.metrics.add("kv_offload_stored_bytes_total", {}, bytes);
+  }
   std::reverse(stored.begin(), stored.end());
   with_.write_back.note_stored(stored);
 }
 
 void Stores::fail(Slot slot) {
   with_.metrics.add("kv_offload_failures_total", {"cpu", "store", "device"});
-  with_.memory.note_gone(with_.chunks.at(slot).key, static_cast<std::uint8_t>(MissReason::kIoError));
+  drop(slot, MissReason::kIoError);
+}
+
+void Stores::refuse(Slot slot) {
+  with_.metrics.add("kv_offload_dropped_bytes_total", {"cpu", "incomplete"},
+                    static_cast<double>(with_.groups[with_.chunks.at(slot).group].bytes));
+  drop(slot, MissReason::kIncomplete);
+}
+
+void Stores::drop(Slot slot, MissReason reason) {
+  with_.memory.note_gone(with_.chunks.at(slot).key, static_cast<std::uint8_t>(reason));
   with_.chunks.discard_store(slot);
 }
 

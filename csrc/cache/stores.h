@@ -1,8 +1,8 @@
 // Stores: chunks on their way from the ranks to host memory: rows for what is offered,
 // and what becomes of it when the ranks have reported.
 //
-// Invariant: a chunk becomes resident only when every rank reported its ticket without
-// its group having failed. What prepare() accepts is a prefix of what is new: the first
+// Invariant: a chunk becomes resident only when every rank reported its ticket and none
+// refused it (base/refused_chunks.h). What prepare() accepts is a prefix of what is new: the first
 // key that finds no row ends it, so that there are no holes. A prepare() that throws has
 // accepted nothing.
 //
@@ -54,7 +54,9 @@ class Stores {
   StoreGrant take_rows(RequestHandle request, std::span<const ChunkKey> keys,
                        std::span<const std::uint32_t> depths);
   void count_declined(const StoreGrant& grant, std::span<const std::uint64_t> new_chunks);
-  void fail(Slot slot);
+  void fail(Slot slot);    // the device did not copy it
+  void refuse(Slot slot);  // vLLM offered it without some of its blocks
+  void drop(Slot slot, MissReason reason);
 
   const Context with_;
   bool closed_ = false;

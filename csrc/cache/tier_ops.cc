@@ -62,8 +62,9 @@ TierOps::TierOps(const Context& context, std::shared_ptr<const HostRegion> regio
   for (const auto& tier : tiers_) slots_.emplace_back().name = std::string(tier->name());
 }
 
-bool TierOps::is_recorded(const ChunkKey& key) {
+bool TierOps::is_recorded(const ChunkKey& key, std::uint32_t tiers) {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
+    if ((tiers >> tier & 1) == 0) continue;
     const Presence presence = contains(tier, key);
     if (presence == Presence::kPresent) return true;
     if (presence == Presence::kUnknown || presence == Presence::kWasAbsent) ask_for(tier, key, presence, {});
@@ -141,19 +142,17 @@ void TierOps::read(std::span<const Read> reads, Nanos deadline, bool probe) {
   }
 }
 
-bool TierOps::await(Slot slot, RequestHandle request) {
-  Op* op = read_of(slot);
-  if (op == nullptr) return false;
-  if (std::find(op->waiters.begin(), op->waiters.end(), request) != op->waiters.end()) return false;
-  op->waiters.push_back(request);
-  return true;
+std::optional<OpId> TierOps::await(Slot slot, RequestHandle request) {
+  const auto read = reads_.find(slot);
+  if (read == reads_.end() || !ops_.at(read->second).waiters.insert(request).second) return std::nullopt;
+  return read->second;
 }
 
 void TierOps::stop_awaiting(Slot slot, RequestHandle request) {
   const auto read = reads_.find(slot);
   if (read == reads_.end()) return;
   Op& op = ops_.at(read->second);
-  std::erase(op.waiters, request);
+  op.waiters.erase(request);
   // Nobody needs it any more. Its completion gives the row back.
   if (op.waiters.empty()) tiers_[op.tier]->cancel(read->second);
 }
@@ -201,7 +200,7 @@ void TierOps::finish_read(Op& op, const Completion& completion) {
   }
   if (op.stale) return chunks_.release(op.row);
   reads_.erase(op.slot);
-  ReadEnd end{op.slot, completion.key, arrived, std::nullopt};
+  ReadEnd end{completion.id, op.slot, completion.key, arrived, std::nullopt};
   // One that expired was submitted for a request whose wait is over; another may wait on.
   const bool tried = kind != StatusKind::kCancelled && kind != StatusKind::kExpired;
   if (!arrived && tried) end.failed = miss_reason_of(kind);
@@ -230,7 +229,7 @@ void TierOps::write(std::uint8_t tier, std::span<const Slot> slots, bool may_dec
     ++slots_[tier].writes;
     batch.push_back(make_op(OpKind::kWrite, tier, slot));
     batch.back().may_decline = may_decline;
-    write_order_.push_back(batch.back().id);
+    queued_writes_.insert(batch.back().id);
   }
   if (!batch.empty()) tiers_[tier]->submit(std::move(batch));
 }
@@ -238,6 +237,7 @@ void TierOps::write(std::uint8_t tier, std::span<const Slot> slots, bool may_dec
 void TierOps::finish_write(Op& op, const Completion& completion) {
   TierSlot& slot = slots_[op.tier];
   --slot.writes;
+  queued_writes_.erase(completion.id);
   const StatusKind kind = completion.status.kind();
   if (completion.status.is_ok()) {
     metrics_.add("kv_offload_write_bytes_total", {slot.name}, static_cast<double>(completion.bytes));
@@ -268,9 +268,9 @@ bool TierOps::drop_write(OpId id, std::string_view reason) {
 
 bool TierOps::shed_writes() {
   int shed = 0;
-  while (shed < kShedAtOnce && !write_order_.empty()) {
-    const OpId op = write_order_.front();
-    write_order_.pop_front();
+  while (shed < kShedAtOnce && !queued_writes_.empty()) {
+    const OpId op = *queued_writes_.begin();
+    queued_writes_.erase(queued_writes_.begin());
     if (drop_write(op, "pressure")) ++shed;
   }
   if (shed == 0) return false;
@@ -299,16 +299,14 @@ void TierOps::poll() {
       }
     }
     for (const TierRemoval& removal : removals_) {
-      // It may have been written again since, and told to be there just now. (Not yet after a reset.)
-      if (removal.reason == TierRemoval::Reason::kReset || !is_recorded(tier, removal.key))
-        note_removal(slots_[tier], removal);
+      // It may have been written again since, and told to be there just now.
+      if (!is_recorded(tier, removal.key)) note_removal(slots_[tier], removal);
     }
     const TierStats stats = tiers_[tier]->stats();
     slots_[tier].readable = stats.readable;
     slots_[tier].writable = stats.writable;
     slots_[tier].is_shared = stats.is_shared;
   }
-  while (!write_order_.empty() && !ops_.contains(write_order_.front())) write_order_.pop_front();
 }
 
 void TierOps::poll_once_a_step() {
@@ -367,7 +365,7 @@ void TierOps::forget() {
   for (const auto& [id, op] : ops_) {
     if (!op.stale) in_flight.push_back(id);
   }
-  std::sort(in_flight.begin(), in_flight.end());  // as tiers have queued them: each is found at once
+  std::sort(in_flight.begin(), in_flight.end());  // rows come back in the order in which they were taken
   for (const OpId id : in_flight) {
     Op& op = ops_.at(id);
     op.stale = true;
@@ -376,7 +374,7 @@ void TierOps::forget() {
     tiers_[op.tier]->cancel(id);  // if it has started, its completion ends the hold
   }
   reads_.clear();
-  write_order_.clear();
+  queued_writes_.clear();
 }
 
 void TierOps::reset() {
@@ -391,7 +389,7 @@ void TierOps::reset() {
 }
 
 void TierOps::close() {
-  for (const OpId op : write_order_) drop_write(op, "closing");
+  for (const OpId op : queued_writes_) drop_write(op, "closing");
   for (const auto& tier : tiers_) tier->close();
   poll();
 }
@@ -418,8 +416,13 @@ void TierOps::publish(TierSlot& slot, const TierStats& stats) {
   };
   const TierStats& before = slot.published;
   count("kv_offload_evicted_bytes_total", {slot.name}, stats.evicted_bytes, before.evicted_bytes);
+  count("kv_offload_read_record_bytes_total", {slot.name}, stats.read_record_bytes, before.read_record_bytes);
+  count("kv_offload_write_record_bytes_total", {slot.name}, stats.written_record_bytes,
+        before.written_record_bytes);
   count("kv_offload_io_ops_total", {slot.name, "direct"}, stats.direct_ops, before.direct_ops);
   count("kv_offload_io_ops_total", {slot.name, "buffered"}, stats.buffered_ops, before.buffered_ops);
+  count("kv_offload_tier_rebuilds_total", {slot.name}, stats.rebuilds, before.rebuilds);
+  count("kv_offload_tier_lost_bytes_total", {slot.name}, stats.lost_bytes, before.lost_bytes);
   count("kv_offload_breaker_trips_total", {slot.name}, stats.breaker_trips, before.breaker_trips);
   count("kv_offload_failures_total", {slot.name, "read", "timeout"}, stats.read_timeouts,
         before.read_timeouts);

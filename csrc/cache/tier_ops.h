@@ -8,14 +8,16 @@
 // request that await() took in. A failure is counted once, and never makes a chunk
 // resident.
 //
+// Each call is O(log n) for each op that it names, takes in or ends, whatever else is in flight.
+//
 // Threads: one (the scheduler's). No call waits for storage but close().
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -49,6 +51,7 @@ class TierOps {
   // The end of a read, told to each request that waited for it, while the chunk is
   // still fetching: it becomes resident (arrived) or absent right after.
   struct ReadEnd {
+    OpId op;
     Slot slot;
     const ChunkKey& key;
     bool arrived;
@@ -77,7 +80,8 @@ class TierOps {
   bool is_recorded(std::size_t tier, const ChunkKey& key) {
     return contains(tier, key) == Presence::kPresent;
   }
-  bool is_recorded(const ChunkKey& key);  // on some tier; where that is not known it is asked for
+  // On some tier of `tiers`, a bit for each; where that is not known it is asked for.
+  bool is_recorded(const ChunkKey& key, std::uint32_t tiers);
   double estimate_read_seconds(std::size_t tier, std::uint64_t bytes) const {
     return tiers_[tier]->estimate_read_seconds(bytes);
   }
@@ -103,8 +107,8 @@ class TierOps {
   // `deadline`: not started after it (0: none). `probe`: to learn how fast the tier is
   // now; nobody needs the chunks.
   void read(std::span<const Read> reads, Nanos deadline, bool probe);
-  // This request needs the chunk. False when it waits already or nothing reads it.
-  bool await(Slot slot, RequestHandle request);
+  // This request needs the chunk. The read that it waits for; none when it waits already or nothing reads it.
+  std::optional<OpId> await(Slot slot, RequestHandle request);
   // It no longer does. A read that nobody waits for is cancelled.
   void stop_awaiting(Slot slot, RequestHandle request);
   // Its only waiter leaves, but the read goes on, as a probe. False when others wait too.
@@ -162,8 +166,8 @@ class TierOps {
     RowId row = kNoRow;
     std::uint32_t group = 0;
     Nanos submitted{0};
-    double bytes_ahead = 0;              // on the tier when it was submitted, its own included
-    std::vector<RequestHandle> waiters;  // of a read
+    double bytes_ahead = 0;           // on the tier when it was submitted, its own included
+    std::set<RequestHandle> waiters;  // of a read
   };
 
   TierOp make_op(OpKind kind, std::uint8_t tier, Slot slot);  // registers it
@@ -194,8 +198,10 @@ class TierOps {
   OpId last_op_ = 0;
   std::unordered_map<OpId, Op> ops_;
   std::unordered_map<Slot, OpId> reads_;  // by the chunk that they bring
-  std::deque<OpId> write_order_;          // oldest first; may name ops that ended
-  std::vector<Completion> completions_;   // scratch of poll
+  // Oldest first. Of ops in flight only, and without those that turned out to run: a write that is stuck
+  // keeps none of the writes behind it here.
+  std::set<OpId> queued_writes_;
+  std::vector<Completion> completions_;  // scratch of poll
   std::vector<TierRemoval> removals_;
 };
 

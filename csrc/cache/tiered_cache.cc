@@ -129,6 +129,8 @@ int TieredCache::load_source(const ChunkKey& key) const {
   return entry->tier;
 }
 
+bool TieredCache::is_in_memory(const ChunkKey& key) const { return impl_->chunks.find(key) != nullptr; }
+
 RowTransfer TieredCache::prepare_load(RequestHandle request, std::span<const ChunkKey> keys) {
   Impl& impl = *impl_;
   impl.requests.require_live(request);
@@ -183,6 +185,12 @@ void TieredCache::reset() {
   if (impl_->closed) return;
   impl_->forget();
   impl_->ops.reset();
+}
+
+void TieredCache::abandon_jobs() {
+  if (impl_->closed) return;
+  impl_->load_jobs.abandon();
+  impl_->chunks.discard_stores();
 }
 
 std::vector<CacheEvent> TieredCache::take_events() { return impl_->events.take(); }

@@ -75,6 +75,7 @@ class TieredCache {
   LookupResult lookup(RequestHandle request, const ChunkKey& key, std::uint32_t part_tokens = 0);
   // -1: host memory by a store; else index of the tier its bytes came from.
   int load_source(const ChunkKey& key) const;
+  bool is_in_memory(const ChunkKey& key) const;  // resident, or on its way there
   // REQUIRES: all hit in this step. Pins until complete_load or reset.
   RowTransfer prepare_load(RequestHandle request, std::span<const ChunkKey> keys);
   void complete_load(std::span<const ChunkKey> keys);
@@ -92,6 +93,9 @@ class TieredCache {
   bool has_pending_work() const;  // only while a request waits for us
   void reset();                   // forget everything in memory and on every tier; rows of copies in flight
                                   // are reused only after their tickets are reported
+  // The caller has dropped its jobs and reports the end of none: what is being stored is discarded, and what
+  // is being loaded stays pinned until the ranks have reported. Everything else is kept.
+  void abandon_jobs();
   std::vector<CacheEvent> take_events();
 
   // ---- figures

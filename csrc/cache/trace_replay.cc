@@ -47,8 +47,7 @@ class Replayer {
 
  private:
   std::unique_ptr<ChunkIndex> make_index() const {
-    return std::make_unique<ChunkIndex>(make_eviction_policy(options_.eviction_policy, options_.host_chunks),
-                                        options_.host_chunks);
+    return std::make_unique<ChunkIndex>(make_eviction_policy(options_.eviction_policy), options_.host_chunks);
   }
 
   void kill(std::size_t requests) {

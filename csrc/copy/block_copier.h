@@ -24,7 +24,7 @@ struct CopyResult {
   Ticket ticket = kNoTicket;
   CopyDirection direction = CopyDirection::kStore;
   Status status{};                  // kDevice on failure
-  std::uint64_t failed_groups = 0;  // bit per group position
+  std::uint64_t failed_groups = 0;  // see base/refused_chunks.h
   std::uint64_t bytes = 0;
   std::uint64_t segments = 0;
   std::uint64_t refused_batches = 0;  // that the driver refused and that went one by one

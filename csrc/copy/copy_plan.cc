@@ -4,6 +4,8 @@
 #include <limits>
 #include <numeric>
 
+#include "base/refused_chunks.h"
+
 namespace kv_offload {
 namespace {
 
@@ -63,22 +65,53 @@ void check_ids(const CacheLayout& layout, const CopyJob& job, std::size_t group,
   }
 }
 
-// Which slots of which row the group's blocks take; false when they do not add
-// up to the rows.
-bool split_into_chunks(const CacheLayout& layout, const CopyJob& job, std::uint32_t group,
-                       std::uint64_t first_id, std::span<const RowId> rows, std::vector<ChunkPart>* parts) {
+// The parts of a store. vLLM lists the blocks of all chunks one after the other and leaves
+// out those that it has dropped, without saying which; it does say where the first block
+// that it lists stands. So places are known only when no block after that one is missing.
+// Then the first chunk may lack its head, which a row of tails has no place for.
+// Returns the chunks that are refused.
+std::uint64_t split_store(const CacheLayout& layout, const CopyJob& job, std::uint32_t group,
+                          std::uint64_t first_id, std::span<const RowId> rows,
+                          std::vector<ChunkPart>* parts) {
+  const std::uint64_t per_chunk = layout.blocks_per_chunk;
+  const std::uint64_t blocks = job.group_sizes[group];
+  if (blocks == 0 && rows.empty()) return 0;
+  const std::uint64_t missing = job.block_indices[group] % per_chunk;
+  if (blocks == 0 || blocks + missing != rows.size() * per_chunk) return refused_group(group);
+  if (layout.groups[group].empty()) return 0;  // its layers are on other ranks of a pipeline, which decide
+
+  const std::uint32_t kept = layout.kept_blocks(group);
+  std::uint64_t refused = 0;
+  std::uint64_t end = first_id;  // index after the last block of the row's chunk
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const std::uint64_t present = per_chunk - (i == 0 ? missing : 0);
+    end += present;
+    if (present < kept) {
+      refused = refused_first(group);
+      continue;
+    }
+    parts->push_back({std::uint64_t{rows[i]} * kPageBytes, end - kept, group, 0, kept});
+  }
+  return refused;
+}
+
+// The parts of a load, which may start inside its first chunk and end inside its last.
+// False when the blocks do not add up to the rows or ask for blocks that rows do not hold.
+bool split_load(const CacheLayout& layout, const CopyJob& job, std::uint32_t group, std::uint64_t first_id,
+                std::span<const RowId> rows, std::vector<ChunkPart>* parts) {
   const std::uint64_t per_chunk = layout.blocks_per_chunk;
   const std::uint64_t blocks = job.group_sizes[group];
   const std::uint64_t skipped = blocks == 0 ? 0 : job.block_indices[group] % per_chunk;
   if ((blocks + skipped + per_chunk - 1) / per_chunk != rows.size()) return false;
-  if (job.direction == CopyDirection::kStore && blocks != rows.size() * per_chunk) return false;
 
+  const std::uint64_t head = per_chunk - layout.kept_blocks(group);
   std::uint64_t left = blocks;
   std::uint64_t slot = skipped;
   for (const RowId row : rows) {
+    if (slot < head) return false;
     const std::uint64_t count = std::min(left, per_chunk - slot);
-    parts->push_back({std::uint64_t{row} * kPageBytes, first_id, group, static_cast<std::uint32_t>(slot),
-                      static_cast<std::uint32_t>(count)});
+    parts->push_back({std::uint64_t{row} * kPageBytes, first_id, group,
+                      static_cast<std::uint32_t>(slot - head), static_cast<std::uint32_t>(count)});
     first_id += count;
     left -= count;
     slot = 0;
@@ -105,6 +138,14 @@ bool split_into_states(const CacheLayout& layout, const CopyJob& job, std::uint3
     parts->push_back({std::uint64_t{rows[i]} * kPageBytes, first_id + to_last + i * step, group, 0, 1});
   }
   return true;
+}
+
+[[noreturn]] void refuse_load(const CacheLayout& layout, const CopyJob& job, std::uint32_t group) {
+  throw_invalid(
+      "job {}: {} blocks of group {} from logical block {} do not fit {} rows, which hold the last {} of {} "
+      "blocks of a chunk",
+      job.id, job.group_sizes[group], group, job.block_indices[group], job.group_rows[group],
+      layout.kept_blocks(group), layout.blocks_per_chunk);
 }
 
 void append(CopyPlan* plan, const CopySegment& segment) {
@@ -190,7 +231,7 @@ std::uint64_t CacheLayout::block_bytes(std::uint32_t group) const {
 }
 
 std::uint64_t CacheLayout::shard_bytes(std::uint32_t group) const {
-  return (is_states(group) ? 1 : blocks_per_chunk) * block_bytes(group) / shards_per_area;
+  return kept_blocks(group) * block_bytes(group) / shards_per_area;
 }
 
 void CacheLayout::validate() const {
@@ -199,7 +240,19 @@ void CacheLayout::validate() const {
   if (!holds_states.empty() && holds_states.size() != groups.size()) {
     throw_invalid("holds_states has {} entries for {} groups", holds_states.size(), groups.size());
   }
-  if (groups.empty() || groups.size() > 64) throw_invalid("{} groups; 1 to 64 are possible", groups.size());
+  if (groups.empty() || groups.size() > kMostGroups) {
+    throw_invalid("{} groups; 1 to {} are possible", groups.size(), kMostGroups);
+  }
+  if (!tail_blocks.empty() && tail_blocks.size() != groups.size()) {
+    throw_invalid("tail_blocks has {} entries for {} groups", tail_blocks.size(), groups.size());
+  }
+  for (std::size_t g = 0; g < tail_blocks.size(); ++g) {
+    if (tail_blocks[g] > blocks_per_chunk ||
+        (tail_blocks[g] != 0 && is_states(static_cast<std::uint32_t>(g)))) {
+      throw_invalid("group {}: rows cannot hold the last {} of {} blocks of a chunk", g, tail_blocks[g],
+                    blocks_per_chunk);
+    }
+  }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const CacheTensor& tensor = tensors[i];
     std::uint64_t bytes = 0;
@@ -236,16 +289,16 @@ CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, con
     const auto ids = std::span(job.block_ids).subspan(first_id, job.group_sizes[group]);
     const auto rows = std::span(job.rows).subspan(first_row, job.group_rows[group]);
     check_ids(layout, job, group, ids);
-    const auto split = layout.is_states(group) ? split_into_states : split_into_chunks;
-    if (split(layout, job, group, first_id, rows, &parts)) {
-      most_segments += ids.size() * layout.groups[group].size() * layout.shards_per_area;
-    } else if (job.direction == CopyDirection::kStore) {
-      plan.failed_groups |= std::uint64_t{1} << group;
+    const bool store = job.direction == CopyDirection::kStore;
+    if (store && !layout.is_states(group)) {
+      plan.failed_groups |= split_store(layout, job, group, first_id, rows, &parts);
     } else {
-      throw_invalid("job {}: {} blocks of group {} from logical block {} do not fill {} rows of {} blocks",
-                    job.id, ids.size(), group, job.block_indices[group], rows.size(),
-                    layout.blocks_per_chunk);
+      const auto split = layout.is_states(group) ? split_into_states : split_load;
+      const bool fits = split(layout, job, group, first_id, rows, &parts);
+      if (!fits && !store) refuse_load(layout, job, group);
+      if (!fits) plan.failed_groups |= refused_group(group);
     }
+    most_segments += ids.size() * layout.groups[group].size() * layout.shards_per_area;
     first_id += ids.size();
     first_row += rows.size();
   }

@@ -7,6 +7,13 @@
 // cache in vLLM's mode "align") a block holds what its last token left, and vLLM
 // keeps and offers only a chunk's last block: its row holds that block alone.
 //
+// A row of a sliding-window group whose window is shorter than a chunk holds the last
+// tail_blocks blocks of the chunk and nothing else. vLLM leaves the leading blocks of
+// such a chunk out of a store whenever its own prefix cache held them, and each load
+// ends where a chunk ends, so it reads the tail alone. The head has no place in a row:
+// all writers of a key write the same bytes, and a load that asks for the head is
+// refused instead of reading bytes that were never stored.
+//
 // In the canonical layout every page is `shards_per_area` equal parts, the KV heads
 // that this rank has or several of them together, and the row holds part by part:
 // part s of all blocks, block-major as above, from s * shard_stride(g) on. Then the
@@ -38,10 +45,17 @@ struct CacheLayout {
   std::uint32_t blocks_per_chunk = 1;
   std::vector<bool> holds_states{};   // by position; empty: no group does
   std::uint32_t shards_per_area = 1;  // > 1: the canonical layout with so many in a row
+  // By position; 0: a row holds all blocks of a chunk. Empty: that is so in all groups.
+  std::vector<std::uint32_t> tail_blocks{};
 
   bool is_states(std::uint32_t group) const { return !holds_states.empty() && holds_states[group]; }
+  // Blocks of a chunk that a row of this group holds: always the chunk's last ones.
+  std::uint32_t kept_blocks(std::uint32_t group) const {
+    if (is_states(group)) return 1;
+    return tail_blocks.empty() || tail_blocks[group] == 0 ? blocks_per_chunk : tail_blocks[group];
+  }
   std::uint64_t block_bytes(std::uint32_t group) const;  // sum of the refs' pages
-  // Unpadded bytes of a shard: its part of all blocks of a chunk, or of a state.
+  // Unpadded bytes of a shard: its part of the blocks that a row holds.
   std::uint64_t shard_bytes(std::uint32_t group) const;
   // From one shard of a row to the next.
   std::uint64_t shard_stride(std::uint32_t group) const { return round_up(shard_bytes(group), kPageBytes); }
@@ -79,8 +93,8 @@ struct CopySegment {
 struct CopyPlan {
   std::vector<CopySegment> segments;  // in CopyOrder; runs adjacent on BOTH sides merged
   std::uint64_t bytes = 0;
-  // Groups whose blocks do not add up to their rows (a store's chunk must be
-  // whole): nothing is copied for them and they must never become a hit.
+  // Chunks of a store whose blocks are not all there, as bits (refused_group,
+  // refused_first): nothing is copied for them and they must never become a hit.
   std::uint64_t failed_groups = 0;
 };
 

@@ -45,8 +45,8 @@ constexpr auto members(const GroupRef& s) {
   return list(s, tensor, page_bytes);
 }
 constexpr auto members(const CacheLayout& s) {
-  const auto& [tensors, groups, blocks_per_chunk, holds_states, shards_per_area] = s;
-  return list(s, tensors, groups, blocks_per_chunk, holds_states, shards_per_area);
+  const auto& [tensors, groups, blocks_per_chunk, holds_states, shards_per_area, tail_blocks] = s;
+  return list(s, tensors, groups, blocks_per_chunk, holds_states, shards_per_area, tail_blocks);
 }
 constexpr auto members(const CopierOptions& s) {
   const auto& [layout, area, threads, device, kernel_blocks, staging_bytes, calibrate, pin_progress,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/refused_chunks.h"
 #include "base/thread.h"
 
 namespace kv_offload {
@@ -305,7 +306,7 @@ void DeviceCopier::fail(Job& job, Status status) {
     job.next_range = job.ranges.size();
   }
   if (job.result.status.is_ok()) job.result.status = std::move(status);
-  job.result.failed_groups = ~std::uint64_t{0};
+  job.result.failed_groups = kDeviceFailed;
 }
 
 void DeviceCopier::finish_if_done(Job& job) {

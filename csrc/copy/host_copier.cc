@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/refused_chunks.h"
 #include "base/thread.h"
 #include "copy/host_memcpy.h"
 
@@ -53,7 +54,7 @@ void HostCopier::submit(CopyJob job) {
   Job& added = *jobs_.emplace(job.id, std::move(queued)).first->second;
   if (closing_) {
     added.result.status = Status::error(StatusKind::kUnavailable, "submit: the copier is closed");
-    added.result.failed_groups = ~std::uint64_t{0};
+    added.result.failed_groups = kDeviceFailed;
     finish_job(job.id);
   } else if (added.segments.empty()) {
     finish_job(job.id);

@@ -6,6 +6,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/steps.h"
 #include "base/table_vector.h"
 
 namespace kv_offload {
@@ -77,6 +78,7 @@ struct ChunkIndex::Impl {
     for (Slot slot = 0; slot < entries.size(); ++slot) {
       if (entries[slot].state != ChunkState::kAbsent) place(slot);
     }
+    count_steps(entries.size());
   }
   void place(Slot slot) {
     const std::uint64_t h = hash(entries[slot].key);
@@ -161,12 +163,12 @@ struct ChunkIndex::Impl {
   }
 };
 
-ChunkIndex::ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity_hint)
+ChunkIndex::ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity)
     : impl_(std::make_unique<Impl>()) {
   impl_->policy = std::move(policy);
-  impl_->entries.reserve(capacity_hint);
-  impl_->next_free.reserve(capacity_hint);
-  impl_->resize_table(std::bit_ceil(std::max(kMinCells, 2 * capacity_hint)));
+  impl_->entries.reserve(capacity);
+  impl_->next_free.reserve(capacity);
+  impl_->resize_table(std::bit_ceil(std::max(kMinCells, 2 * capacity)));
 }
 
 ChunkIndex::~ChunkIndex() = default;

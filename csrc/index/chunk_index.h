@@ -59,6 +59,7 @@ struct ChunkEntry {
   bool counted : 1 = false;   // its fetch was counted as a hit of that tier
   bool spared : 1 = false;    // by victim(); the index's own
   bool recorded : 1 = false;  // when last seen, a tier worth reading had it too
+  bool first : 1 = false;     // of its group in the store job that fills it
 };
 static_assert(sizeof(ChunkEntry) == 88);
 
@@ -66,7 +67,8 @@ static_assert(sizeof(ChunkEntry) == 88);
 // 36), 26 of the policy (lru), 4 of the free queue: 136 to 154 bytes a chunk.
 class ChunkIndex {
  public:
-  ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity_hint);
+  // With more entries than `capacity` it still works, but an insert() may move all of them at once.
+  ChunkIndex(std::unique_ptr<EvictionPolicy> policy, std::size_t capacity);
   ~ChunkIndex();
 
   // nullptr when absent. The pointer is valid until the next insert or erase.

@@ -4,12 +4,13 @@
 #include <cstring>
 #include <new>
 
+#include "base/refused_chunks.h"
+
 namespace kv_offload {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x6B765F6F66666C64;  // "kv_offld"
 constexpr std::uint32_t kVersion = 2;
-constexpr std::size_t kMostGroups = 64;  // as bits in failed_groups
 constexpr std::size_t kMostFingerprint = 4095;
 constexpr std::size_t kWorkerBytes = 8192;
 
@@ -39,7 +40,7 @@ struct ControlPage::Worker {
   std::atomic<std::uint32_t> published;  // after all of the geometry
   std::uint32_t num_groups;
   std::uint32_t fingerprint_bytes;
-  std::array<std::uint64_t, kMostGroups> shard_bytes;
+  std::array<std::uint64_t, 64> shard_bytes;  // of kMostGroups at most
   std::array<char, kMostFingerprint> fingerprint;
 };
 

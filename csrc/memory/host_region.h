@@ -119,11 +119,11 @@ class HostRegion {
 
   // Control page: job results. Worker `rank` reports one ticket once, from one
   // thread at a time;
-  // bit g of failed_groups = group position g's bytes must never become a hit.
+  // failed_groups: the chunks that must never become a hit (base/refused_chunks.h).
   void report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups);
   // Scheduler: kDone when every worker that got the job has reported; then
   // *failed_groups is the union. A result overwritten by one kTicketSlots later
-  // (ring wrapped) counts as done with every group failed (all bits). REQUIRES:
+  // (ring wrapped) counts as done with kDeviceFailed. REQUIRES:
   // tickets are given out ascending, ticket != kNoTicket.
   TicketResult result(Ticket ticket, std::uint64_t* failed_groups,
                       TicketKind kind = TicketKind::kStore) const;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 
 #include "base/status.h"
@@ -13,20 +14,25 @@ namespace kv_offload {
 namespace {
 
 constexpr std::uint32_t kNoIndex = 0xFFFFFFFFu;
+// Places for rows that one search for a slab looks at, so that it takes as long in a large area as in a small
+// one. The next search of slabs that are equally full begins behind the last one that was tried.
+constexpr std::uint32_t kPlacesPerSearch = 512;
 
 // Invariant: row_class == kNoIndex <=> used == 0 <=> in its pool.
 struct Slab {
   SlabExtent extent;
-  std::uint32_t pool = 0;              // of the free slabs of its length
-  std::uint32_t row_class = kNoIndex;  // who has it
-  std::uint32_t used = 0;              // rows
-  std::uint32_t rows = 0;              // that the class can have here
+  std::uint32_t pool = 0;                              // of the free slabs of its length
+  std::uint32_t row_class = kNoIndex;                  // who has it
+  std::uint32_t used = 0;                              // rows
+  std::uint32_t rows = 0;                              // that the class can have here
+  std::uint32_t previous = kNoIndex, next = kNoIndex;  // in its ring, see RowClass::rings
   BitTree free_rows;
 };
 
 // Free slabs of one length.
 struct Pool {
   std::uint32_t pages;
+  std::uint32_t usable_pages;  // by the class that leaves the least over
   BitTree slabs;
 };
 
@@ -36,6 +42,10 @@ struct RowClass {
   std::uint32_t last_slab = kNoIndex;
   std::uint32_t next_row = 0;  // in last_slab, after the last row handed out
   std::uint64_t used = 0;
+  // Only with several classes: rings[n] is the next slab to try of those with n rows in use, which are linked
+  // in a circle; kNoIndex where there is none. `counts`: the n that have one.
+  std::vector<std::uint32_t> rings;
+  BitTree counts;
 };
 
 std::vector<std::uint32_t> to_pages(const std::vector<std::uint64_t>& row_bytes) {
@@ -57,8 +67,9 @@ struct RowAllocator::Impl {
   std::uint64_t area_bytes;
   std::vector<std::uint32_t> class_of_group;
   std::vector<RowClass> classes;
-  std::vector<Slab> slabs;  // ascending by place
-  std::vector<Pool> pools;  // ascending by length
+  std::vector<Slab> slabs;         // ascending by place
+  std::vector<Pool> pools;         // ascending by length
+  std::uint64_t usable_pages = 0;  // of all slabs: by their class, or by the best one
 
   Impl(std::uint64_t area, const std::vector<std::uint64_t>& row_bytes);
   void make_classes(const std::vector<std::uint32_t>& group_pages);
@@ -66,9 +77,17 @@ struct RowAllocator::Impl {
   std::uint32_t find_open_slab(RowClass& row_class) const;
   std::uint32_t take_slab(std::uint32_t class_index);
   void give_slab(std::size_t index, std::uint32_t class_index);
+  void return_slab(std::size_t index);
   void take_row(std::size_t index, std::size_t place);
+  void set_used(std::size_t index, std::uint32_t used);
+  void leave_ring(std::size_t index);
+  void enter_ring(std::size_t index);
   Slab& slab_of(RowId row);
-  std::vector<RowId> used_rows(const Slab& slab) const;
+  // The next number of rows in use, from `least` on, that a slab of another class has; nullopt: none.
+  std::optional<std::size_t> next_count(std::uint32_t class_index, std::size_t least) const;
+  // The rows in use of a slab; empty where one is not movable. Takes what it looks at off *places.
+  std::vector<RowId> movable_rows(const Slab& slab, const std::function<bool(RowId)>& movable,
+                                  std::uint32_t* places) const;
 };
 
 RowAllocator::Impl::Impl(std::uint64_t area, const std::vector<std::uint64_t>& row_bytes) : area_bytes(area) {
@@ -109,13 +128,23 @@ void RowAllocator::Impl::make_slabs(std::uint32_t area_pages, std::span<const Ro
   }
   for (auto& [pages, pool] : pool_of_pages) {
     pool = static_cast<std::uint32_t>(pools.size());
-    pools.push_back({pages, BitTree(slabs.size(), false)});
+    std::uint32_t usable = 0;
+    for (const RowClass& row_class : classes)
+      usable = std::max(usable, pages / row_class.pages * row_class.pages);
+    pools.push_back({pages, usable, BitTree(slabs.size(), false)});
   }
   for (std::size_t i = 0; i < slabs.size(); ++i) {
     slabs[i].pool = pool_of_pages[slabs[i].extent.pages];
     pools[slabs[i].pool].slabs.insert(i);
+    usable_pages += pools[slabs[i].pool].usable_pages;
   }
-  for (RowClass& row_class : classes) row_class.open = BitTree(slabs.size(), false);
+  for (RowClass& row_class : classes) {
+    row_class.open = BitTree(slabs.size(), false);
+    if (classes.size() == 1) continue;
+    const std::size_t most = pools.back().pages / row_class.pages;
+    row_class.rings.assign(most + 1, kNoIndex);
+    row_class.counts = BitTree(most + 1, false);
+  }
 }
 
 // The slab of the last row while it has a row after that one; else the lowest,
@@ -156,15 +185,66 @@ void RowAllocator::Impl::give_slab(std::size_t index, std::uint32_t class_index)
     slab.free_rows = BitTree(rows, true);
   }
   classes[class_index].open.insert(index);
+  usable_pages -= pools[slab.pool].usable_pages;
+  usable_pages += std::uint64_t{rows} * classes[class_index].pages;
+}
+
+// REQUIRES: none of its rows is in use.
+void RowAllocator::Impl::return_slab(std::size_t index) {
+  Slab& slab = slabs[index];
+  RowClass& row_class = classes[slab.row_class];
+  row_class.open.erase(index);
+  slab.row_class = kNoIndex;
+  pools[slab.pool].slabs.insert(index);
+  usable_pages -= std::uint64_t{slab.rows} * row_class.pages;
+  usable_pages += pools[slab.pool].usable_pages;
 }
 
 void RowAllocator::Impl::take_row(std::size_t index, std::size_t place) {
   Slab& slab = slabs[index];
   RowClass& row_class = classes[slab.row_class];
   slab.free_rows.erase(place);
-  ++slab.used;
+  set_used(index, slab.used + 1);
   ++row_class.used;
   if (slab.used == slab.rows) row_class.open.erase(index);
+}
+
+void RowAllocator::Impl::set_used(std::size_t index, std::uint32_t used) {
+  const bool in_rings = classes.size() > 1;
+  if (in_rings && slabs[index].used > 0) leave_ring(index);
+  slabs[index].used = used;
+  if (in_rings && used > 0) enter_ring(index);
+}
+
+void RowAllocator::Impl::leave_ring(std::size_t index) {
+  Slab& slab = slabs[index];
+  RowClass& row_class = classes[slab.row_class];
+  std::uint32_t& first = row_class.rings[slab.used];
+  if (slab.next == index) {
+    first = kNoIndex;
+    row_class.counts.erase(slab.used);
+    return;
+  }
+  slabs[slab.previous].next = slab.next;
+  slabs[slab.next].previous = slab.previous;
+  if (first == index) first = slab.next;
+}
+
+// As the last one to be tried.
+void RowAllocator::Impl::enter_ring(std::size_t index) {
+  Slab& slab = slabs[index];
+  RowClass& row_class = classes[slab.row_class];
+  std::uint32_t& first = row_class.rings[slab.used];
+  const auto own = static_cast<std::uint32_t>(index);
+  if (first == kNoIndex) {
+    row_class.counts.insert(slab.used);
+    first = slab.previous = slab.next = own;
+    return;
+  }
+  slab.next = first;
+  slab.previous = slabs[first].previous;
+  slabs[slab.previous].next = own;
+  slabs[first].previous = own;
 }
 
 Slab& RowAllocator::Impl::slab_of(RowId row) {
@@ -173,11 +253,25 @@ Slab& RowAllocator::Impl::slab_of(RowId row) {
   return *std::prev(after);  // the first slab starts at page 0
 }
 
-std::vector<RowId> RowAllocator::Impl::used_rows(const Slab& slab) const {
+std::optional<std::size_t> RowAllocator::Impl::next_count(std::uint32_t class_index,
+                                                          std::size_t least) const {
+  std::size_t next = BitTree::kNone;
+  for (std::uint32_t other = 0; other < classes.size(); ++other) {
+    if (other != class_index) next = std::min(next, classes[other].counts.first(least));
+  }
+  return next == BitTree::kNone ? std::nullopt : std::optional(next);
+}
+
+std::vector<RowId> RowAllocator::Impl::movable_rows(const Slab& slab,
+                                                    const std::function<bool(RowId)>& movable,
+                                                    std::uint32_t* places) const {
   std::vector<RowId> rows;
-  rows.reserve(slab.used);
-  for (std::uint32_t i = 0; i < slab.rows; ++i) {
-    if (!slab.free_rows.contains(i)) rows.push_back(slab.extent.start + i * classes[slab.row_class].pages);
+  for (std::uint32_t place = 0; place < slab.rows; ++place) {
+    *places -= std::min(*places, 1u);
+    if (slab.free_rows.contains(place)) continue;
+    const RowId row = slab.extent.start + place * classes[slab.row_class].pages;
+    if (!movable(row)) return {};
+    rows.push_back(row);
   }
   return rows;
 }
@@ -229,34 +323,39 @@ void RowAllocator::free(RowId row) {
   RowClass& row_class = impl_->classes[slab.row_class];
   const auto index = static_cast<std::size_t>(&slab - impl_->slabs.data());
   slab.free_rows.insert(offset / row_class.pages);
-  --slab.used;
+  impl_->set_used(index, slab.used - 1);
   --row_class.used;
   if (slab.used > 0) {
     row_class.open.insert(index);
-    return;
+  } else {
+    impl_->return_slab(index);
   }
-  row_class.open.erase(index);
-  slab.row_class = kNoIndex;
-  impl_->pools[slab.pool].slabs.insert(index);
 }
 
 std::vector<RowId> RowAllocator::slab_to_reclaim(std::uint32_t group,
-                                                 const std::function<bool(RowId)>& movable) const {
+                                                 const std::function<bool(RowId)>& movable) {
   const std::uint32_t class_index = impl_->class_of_group.at(group);
-  std::vector<const Slab*> candidates;
-  for (const Slab& slab : impl_->slabs) {
-    if (slab.row_class == kNoIndex || slab.row_class == class_index) continue;
-    if (slab.extent.pages >= impl_->classes[class_index].pages) candidates.push_back(&slab);
+  std::uint32_t places = kPlacesPerSearch;
+  for (std::size_t least = 0;;) {
+    const std::optional<std::size_t> count = impl_->next_count(class_index, least);
+    if (!count) return {};
+    least = *count + 1;
+    for (std::uint32_t other = 0; other < impl_->classes.size(); ++other) {
+      if (other == class_index || !impl_->classes[other].counts.contains(*count)) continue;
+      std::uint32_t& first = impl_->classes[other].rings[*count];
+      const std::uint32_t begin = first;
+      do {
+        const Slab& slab = impl_->slabs[first];
+        if (places == 0) return {};
+        --places;
+        if (slab.extent.pages >= impl_->classes[class_index].pages) {
+          std::vector<RowId> rows = impl_->movable_rows(slab, movable, &places);
+          if (!rows.empty()) return rows;
+        }
+        first = slab.next;
+      } while (first != begin);
+    }
   }
-  const auto dearer = [](const Slab* a, const Slab* b) { return a->used > b->used; };
-  std::make_heap(candidates.begin(), candidates.end(), dearer);
-  while (!candidates.empty()) {
-    std::pop_heap(candidates.begin(), candidates.end(), dearer);
-    std::vector<RowId> rows = impl_->used_rows(*candidates.back());
-    if (std::all_of(rows.begin(), rows.end(), std::cref(movable))) return rows;
-    candidates.pop_back();
-  }
-  return {};
 }
 
 std::uint64_t RowAllocator::row_bytes(std::uint32_t group) const {
@@ -283,17 +382,7 @@ std::uint64_t RowAllocator::capacity_rows(std::uint32_t group) const {
 }
 
 std::uint64_t RowAllocator::wasted_bytes() const {
-  std::uint64_t usable = 0;
-  for (const Slab& slab : impl_->slabs) {
-    std::uint32_t most = 0;
-    for (std::uint32_t i = 0; i < impl_->classes.size(); ++i) {
-      if (slab.row_class != kNoIndex && slab.row_class != i) continue;
-      const std::uint32_t pages = impl_->classes[i].pages;
-      most = std::max(most, slab.extent.pages / pages * pages);
-    }
-    usable += most;
-  }
-  return impl_->area_bytes - usable * kPageBytes;
+  return impl_->area_bytes - impl_->usable_pages * kPageBytes;
 }
 
 }  // namespace kv_offload

@@ -8,7 +8,8 @@
 // one class is one slab. Rows that are allocated together are adjacent where
 // possible (copies merge).
 //
-// Not thread-safe: the scheduler thread owns it. O(1) or O(log n) per row.
+// Not thread-safe: the scheduler thread owns it. No call but capacity_rows() and the constructor walks the
+// slabs: each is O(1) or O(log n) for each row that it takes or gives back.
 #pragma once
 
 #include <cstdint>
@@ -43,9 +44,10 @@ class RowAllocator {
 
   // When group g finds no row and its own class has nothing to evict: the rows
   // in use of the other class's slab that is cheapest to empty, i.e. with the
-  // fewest rows in use for which movable(row) holds for ALL rows; empty when
-  // there is none. Evicting all of them makes the slab free for g.
-  std::vector<RowId> slab_to_reclaim(std::uint32_t group, const std::function<bool(RowId)>& movable) const;
+  // fewest rows in use for which movable(row) holds for ALL rows. Evicting all of them makes the slab free
+  // for g. Empty when no such slab is among those that one call looks at: a bounded number, the emptiest
+  // first; of slabs that are equally full the next call tries others.
+  std::vector<RowId> slab_to_reclaim(std::uint32_t group, const std::function<bool(RowId)>& movable);
 
   std::uint64_t row_bytes(std::uint32_t group) const;  // padded
   std::uint64_t rows_in_use() const;

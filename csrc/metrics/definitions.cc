@@ -39,23 +39,31 @@ std::vector<MetricDefinition> make_definitions() {
       counter("kv_offload_miss_tokens_total",
               "Tokens of prompts that were looked up and not loaded, by what was missing first: not_stored, "
               "evicted, recompute_cheaper, deadline, corrupt, "
-              "io_error, pressure, disabled.",
+              "io_error, pressure, disabled, incomplete.",
               {"reason"}),
       counter("kv_offload_lookup_tokens_total", "Tokens looked up beyond what the device cache had."),
       counter("kv_offload_stored_tokens_total", "Tokens whose blocks were stored in host memory."),
+      counter("kv_offload_stored_bytes_total", "Bytes of KV cache stored in host memory."),
       gauge("kv_offload_tier_bytes", "Bytes resident on a tier (cpu: host memory).", {"tier"}),
       gauge("kv_offload_tier_capacity_bytes", "Bytes that a tier may hold.", {"tier"}),
       gauge("kv_offload_tier_capacity_tokens", "Tokens of this model that a tier may hold.", {"tier"}),
       gauge("kv_offload_tier_chunks", "Chunks resident on a tier.", {"tier"}),
-      counter("kv_offload_read_bytes_total", "Bytes read from a tier.", {"tier"}),
-      counter("kv_offload_write_bytes_total", "Bytes written to a tier.", {"tier"}),
+      counter("kv_offload_read_bytes_total", "Bytes of KV cache read from a tier, after decoding.", {"tier"}),
+      counter("kv_offload_write_bytes_total", "Bytes of KV cache written to a tier, before encoding.",
+              {"tier"}),
+      counter("kv_offload_read_record_bytes_total",
+              "Bytes of the records read from a tier, as the tier stores them: encoded, with headers.",
+              {"tier"}),
+      counter("kv_offload_write_record_bytes_total",
+              "Bytes of the records written to a tier, as the tier stores them: encoded, with headers.",
+              {"tier"}),
       seconds("kv_offload_read_seconds", "Seconds from the submission of a read to its end.", {"tier"}),
       seconds("kv_offload_write_seconds", "Seconds from the submission of a write to its end.", {"tier"}),
       counter("kv_offload_evicted_bytes_total", "Bytes that left a tier to make room.", {"tier"}),
       counter("kv_offload_dropped_bytes_total",
-              "Bytes that were to be written to a tier and were not, by reason (declined: not worth what "
-              "would have "
-              "to go for them).",
+              "Bytes of KV cache that were to be written to a tier and were not, before encoding, by reason "
+              "(declined: worth less than the records they would replace; incomplete: vLLM offered chunks "
+              "without some of their blocks).",
               {"tier", "reason"}),
       counter("kv_offload_failures_total",
               "Failed operations of a tier: corrupt, io, no_space, timeout, device.", {"tier", "op", "kind"}),
@@ -75,6 +83,12 @@ std::vector<MetricDefinition> make_definitions() {
       counter("kv_offload_codec_seconds_total",
               "Seconds of I/O threads that encoding records (write) and decoding them (read) took.",
               {"tier", "op"}),
+      counter("kv_offload_tier_rebuilds_total",
+              "Times that the directory of a tier, or a file that it needs, was made again because another "
+              "program had removed it.",
+              {"tier"}),
+      counter("kv_offload_tier_lost_bytes_total",
+              "Bytes of records that another program removed from the directory of a tier.", {"tier"}),
       counter("kv_offload_breaker_trips_total", "Times a tier was switched off for a while.", {"tier"}),
       counter(
           "kv_offload_decisions_total",

@@ -14,12 +14,12 @@ namespace {
 
 struct KnownPolicy {
   std::string_view name;
-  std::unique_ptr<EvictionPolicy> (*make)(std::size_t capacity_hint);
+  std::unique_ptr<EvictionPolicy> (*make)();
 };
 
 template <typename Policy>
-std::unique_ptr<EvictionPolicy> make(std::size_t capacity_hint) {
-  return std::make_unique<Policy>(capacity_hint);
+std::unique_ptr<EvictionPolicy> make() {
+  return std::make_unique<Policy>();
 }
 
 constexpr KnownPolicy kPolicies[] = {
@@ -30,14 +30,14 @@ constexpr KnownPolicy kPolicies[] = {
 
 }  // namespace
 
-std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name, std::size_t capacity_hint) {
+std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name) {
   const auto* found = std::find_if(std::begin(kPolicies), std::end(kPolicies),
                                    [&](const KnownPolicy& policy) { return policy.name == name; });
   if (found == std::end(kPolicies)) {
     throw_invalid("eviction_policy '{}' is not known; known: {}", name,
                   fmt::join(eviction_policy_names(), ", "));
   }
-  return std::make_unique<Prioritised>(found->make, capacity_hint);
+  return std::make_unique<Prioritised>(found->make);
 }
 
 std::vector<std::string> eviction_policy_names() {

@@ -2,7 +2,7 @@
 // and for each tier; it sees slots (dense numbers chosen by its owner), not keys.
 //
 // Two ideas, kept apart: PINS belong to the owner (a pinned slot is never a
-// victim), ORDER belongs to the policy. Every call is O(1) or O(log n).
+// victim), ORDER belongs to the policy. Every call is O(1) or O(log n), growing included.
 // Not thread-safe: its owner serialises.
 #pragma once
 
@@ -65,8 +65,8 @@ class EvictionPolicy {
 };
 
 // A policy of this name, within the levels of EntryInfo::priority (priorities.h).
-// Throws InvalidArgument naming the known ones. capacity_hint: entries expected.
-std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name, std::size_t capacity_hint);
+// Throws InvalidArgument naming the known ones.
+std::unique_ptr<EvictionPolicy> make_eviction_policy(std::string_view name);
 std::vector<std::string> eviction_policy_names();
 
 }  // namespace kv_offload

@@ -4,10 +4,8 @@
 
 namespace kv_offload {
 
-LruPolicy::LruPolicy(std::size_t capacity_hint) { nodes_.reserve(capacity_hint); }
-
 void LruPolicy::insert(Slot slot, const EntryInfo&) {
-  if (slot >= nodes_.size()) nodes_.resize(std::size_t{slot} + 1);
+  nodes_.grow_to(std::size_t{slot} + 1);
   assert(nodes_[slot].place == Place::kUnknown);
   link_newest(slot);
 }

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/table_vector.h"
+#include "base/segmented_vector.h"
 #include "policy/eviction_policy.h"
 #include "policy/recency_list.h"
 
@@ -18,7 +18,6 @@ namespace kv_offload {
 
 class LruPolicy final : public EvictionPolicy {
  public:
-  explicit LruPolicy(std::size_t capacity_hint);
   void insert(Slot slot, const EntryInfo& info) override;
   void access(Slot slot, const EntryInfo& info) override;
   void erase(Slot slot) override;
@@ -41,7 +40,7 @@ class LruPolicy final : public EvictionPolicy {
   void link_newest(Slot slot);
   void take_out(Slot slot);  // of where it is
 
-  TableVector<Node> nodes_;
+  SegmentedVector<Node> nodes_;
   RecencyList list_;
   std::set<std::pair<std::uint64_t, Slot>> returned_;  // by age; all older than the list
   std::uint64_t last_age_ = 0;

@@ -17,7 +17,7 @@ constexpr float kClearlyLess = 0.5f;
 }  // namespace
 
 void PrefixPolicy::insert(Slot slot, const EntryInfo& info) {
-  if (slot >= nodes_.size()) nodes_.resize(std::size_t{slot} + 1);
+  nodes_.grow_to(std::size_t{slot} + 1);
   assert(nodes_[slot].place == Place::kUnknown);
   ++known_;
   ++now_;

@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/table_vector.h"
+#include "base/segmented_vector.h"
 #include "policy/eviction_policy.h"
 #include "policy/prefix_tree.h"
 #include "policy/recency_list.h"
@@ -35,7 +35,6 @@ namespace kv_offload {
 
 class PrefixPolicy final : public EvictionPolicy {
  public:
-  explicit PrefixPolicy(std::size_t capacity_hint) { nodes_.reserve(capacity_hint); }
   void insert(Slot slot, const EntryInfo& info) override;
   void access(Slot slot, const EntryInfo& info) override;
   void refresh(Slot slot, const EntryInfo& info) override;
@@ -128,7 +127,7 @@ class PrefixPolicy final : public EvictionPolicy {
             .branched = is_branched(node)};
   }
 
-  TableVector<Node> nodes_;
+  SegmentedVector<Node> nodes_;
   std::size_t known_ = 0;
   std::uint64_t now_ = 0;   // entries stored so far
   std::uint64_t uses_ = 0;  // stored or hit

@@ -45,20 +45,22 @@ void PrefixTree::note_child(Node parent, ChunkId child) {
 PrefixTree::Node PrefixTree::find_or_make(ChunkId id) {
   Node& node = by_id_.at(id, id_of());
   if (node != kNone) return node;
-  if (free_.empty()) {
-    free_.push_back(static_cast<Node>(nodes_.size()));
-    nodes_.emplace_back();
+  if (first_free_ == kNone) {
+    nodes_.push_back(Data{});
+    node = static_cast<Node>(nodes_.size() - 1);
+  } else {
+    node = first_free_;
+    first_free_ = nodes_[node].parent;
+    nodes_[node] = Data{};
   }
-  node = free_.back();
-  free_.pop_back();
-  nodes_[node] = Data{};
   nodes_[node].id = id;
   return node;
 }
 
 void PrefixTree::remove(Node node) {
   by_id_.erase(nodes_[node].id, id_of());
-  free_.push_back(node);
+  nodes_[node].parent = first_free_;
+  first_free_ = node;
 }
 
 }  // namespace kv_offload

@@ -7,9 +7,7 @@
 // of the table.
 #pragma once
 
-#include <vector>
-
-#include "base/table_vector.h"
+#include "base/segmented_vector.h"
 #include "policy/eviction_policy.h"
 #include "policy/id_table.h"
 
@@ -63,8 +61,8 @@ class PrefixTree {
   void note_child(Node parent, ChunkId child);
   void remove(Node node);
 
-  TableVector<Data> nodes_;
-  std::vector<Node> free_;
+  SegmentedVector<Data> nodes_;
+  Node first_free_ = kNone;  // linked by `parent`
   IdTable by_id_;
 };
 

@@ -4,18 +4,15 @@
 
 namespace kv_offload {
 
-Prioritised::Prioritised(Make make, std::size_t capacity_hint) : make_(std::move(make)) {
-  levels_[kNormal] = make_(capacity_hint);
-  states_.reserve(capacity_hint);
-}
+Prioritised::Prioritised(Make make) : make_(std::move(make)) { levels_[kNormal] = make_(); }
 
 EvictionPolicy& Prioritised::make_level(Level level) {
-  if (!levels_[level]) levels_[level] = make_(0);
+  if (!levels_[level]) levels_[level] = make_();
   return *levels_[level];
 }
 
 void Prioritised::insert(Slot slot, const EntryInfo& info) {
-  if (slot >= states_.size()) states_.resize(std::size_t{slot} + 1);
+  states_.grow_to(std::size_t{slot} + 1);
   const Level level = level_of_priority(info.priority);
   states_[slot] = {.level = level};
   ++known_[level];

@@ -8,7 +8,7 @@
 #include <functional>
 #include <vector>
 
-#include "base/table_vector.h"
+#include "base/segmented_vector.h"
 #include "policy/eviction_policy.h"
 
 namespace kv_offload {
@@ -16,8 +16,8 @@ namespace kv_offload {
 class Prioritised final : public EvictionPolicy {
  public:
   // `make` is called for a level when its first entry comes.
-  using Make = std::function<std::unique_ptr<EvictionPolicy>(std::size_t capacity_hint)>;
-  Prioritised(Make make, std::size_t capacity_hint);
+  using Make = std::function<std::unique_ptr<EvictionPolicy>()>;
+  explicit Prioritised(Make make);
 
   void insert(Slot slot, const EntryInfo& info) override;
   // A request of higher priority lifts what it hits to its level.
@@ -49,7 +49,7 @@ class Prioritised final : public EvictionPolicy {
   Make make_;
   std::array<std::unique_ptr<EvictionPolicy>, 3> levels_;
   std::array<std::size_t, 3> known_{};
-  TableVector<State> states_;
+  SegmentedVector<State> states_;
 };
 
 }  // namespace kv_offload

@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <bit>
-#include <unordered_map>
-#include <vector>
 
+#include "base/segmented_vector.h"
+#include "policy/id_table.h"
 #include "policy/return_model.h"
 
 namespace kv_offload {
@@ -26,10 +26,10 @@ class RequestClasses {
   Record refer(std::uint32_t request) {
     if (request == 0) return 0;
     if (request != last_request_) {
-      const auto [found, fresh] = by_number_.try_emplace(request, 0);
-      if (fresh) found->second = make(request);
+      Record& record = by_number_.at(request, number_of());
+      if (record == IdTable::kNone) record = make(request);
       last_request_ = request;
-      last_record_ = found->second;
+      last_record_ = record;
     }
     return refer_again(last_record_);
   }
@@ -39,9 +39,10 @@ class RequestClasses {
   }
   void release(Record record) {
     if (record == 0 || --records_[record].references > 0) return;
-    by_number_.erase(records_[record].request);
+    by_number_.erase(records_[record].request, number_of());
     if (last_request_ == records_[record].request) last_request_ = 0;
-    free_.push_back(record);
+    records_[record].next_free = first_free_;
+    first_free_ = record;
   }
 
   bool is_of(Record record, std::uint32_t request) const {
@@ -64,7 +65,7 @@ class RequestClasses {
     rate(records_[record]);
   }
   unsigned class_of(Record record) const { return records_[record].of_class; }
-  std::size_t size() const { return records_.size() - free_.size() - 1; }
+  std::size_t size() const { return by_number_.size(); }
 
  private:
   struct Data {
@@ -74,27 +75,33 @@ class RequestClasses {
     std::uint32_t sampled = 0;  // of those
     std::uint32_t fresh = 0;    // of those
     std::uint32_t of_class = 0;
+    Record next_free = 0;
     bool came_back = false;  // it goes on from an earlier one
   };
+  struct NumberOf {
+    const RequestClasses& classes;
+    ChunkId operator()(Record record) const { return classes.records_[record].request; }
+  };
+  NumberOf number_of() const { return {*this}; }
   static void rate(Data& data) {
     const std::uint64_t fresh = std::uint64_t{data.stored} * (data.fresh + 1) / (data.sampled + 1);
     const unsigned octave = std::min(kCameBack - 1, static_cast<unsigned>(std::bit_width(fresh + 1)) - 1);
     data.of_class = (data.came_back ? kCameBack : 0) + octave;
   }
   Record make(std::uint32_t request) {
-    if (free_.empty()) {
-      free_.push_back(static_cast<Record>(records_.size()));
-      records_.emplace_back();
+    if (first_free_ == 0) {
+      records_.push_back({.request = request});
+      return static_cast<Record>(records_.size() - 1);
     }
-    const Record record = free_.back();
-    free_.pop_back();
+    const Record record = first_free_;
+    first_free_ = records_[record].next_free;
     records_[record] = {.request = request};
     return record;
   }
 
-  std::vector<Data> records_;
-  std::vector<Record> free_;
-  std::unordered_map<std::uint32_t, Record> by_number_;
+  SegmentedVector<Data> records_;
+  Record first_free_ = 0;  // 0: none, as it is never given back
+  IdTable by_number_;
   std::uint32_t last_request_ = 0;
   Record last_record_ = 0;
 };

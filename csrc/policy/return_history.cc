@@ -4,6 +4,8 @@
 #include <cassert>
 #include <utility>
 
+#include "base/steps.h"
+
 namespace kv_offload {
 
 void ReturnHistory::used(ChunkId id, const Use& use) {
@@ -75,7 +77,11 @@ void ReturnHistory::cross(unsigned bucket, std::uint64_t now) {
   const std::uint64_t edge = ReturnModel::edge(bucket + 1);
   std::array<std::uint32_t, ReturnModel::kClasses> counts{};
   std::uint32_t at = crossed_[bucket] == kNone ? by_time_.oldest : samples_[crossed_[bucket]].newer;
-  for (; at != kNone && now - samples_[at].time >= edge; at = samples_[at].newer) {
+  int left = kCrossedAtOnce;
+  // What has not crossed the buckets below this one yet waits for that.
+  for (; at != kNone && now - samples_[at].time >= edge && samples_[at].bucket == bucket;
+       at = samples_[at].newer) {
+    if (left-- == 0) break;
     Sample& sample = samples_[at];
     __builtin_prefetch(&sample + 4);
     ++counts[class_of(sample)];
@@ -83,6 +89,7 @@ void ReturnHistory::cross(unsigned bucket, std::uint64_t now) {
     crossed_[bucket] = at;
   }
   due_[bucket] = (at == kNone ? now : samples_[at].time) + edge;
+  count_steps(static_cast<std::uint64_t>(kCrossedAtOnce - std::max(left, 0)));
   for (unsigned c = 0; c < counts.size(); ++c) {
     if (counts[c] == 0) continue;
     if (bucket == 0) model_.reached(c, 0, counts[c]);
@@ -103,7 +110,7 @@ void ReturnHistory::add(ChunkId id, const Use& use) {
   std::uint32_t at = first_free_;
   if (at == kNone) {
     at = static_cast<std::uint32_t>(samples_.size());
-    samples_.emplace_back();
+    samples_.push_back(Sample{});
   } else {
     first_free_ = samples_[at].newer;
     if (first_free_ == kNone) last_free_ = kNone;

@@ -10,7 +10,7 @@
 #include <array>
 #include <vector>
 
-#include "base/table_vector.h"
+#include "base/segmented_vector.h"
 #include "policy/eviction_policy.h"
 #include "policy/id_table.h"
 #include "policy/recency_list.h"
@@ -22,7 +22,7 @@ namespace kv_offload {
 class ReturnHistory {
  public:
   static constexpr std::size_t kMaxSamples = std::size_t{1} << 18;
-  static_assert(2 * kMaxSamples <= IdTable::kCellsOfSpareBits, "what is sampled must lie all over the table");
+  static_assert(kMaxSamples <= IdTable::kIdsOfSpareBits, "what is sampled must lie all over the table");
 
   ReturnHistory(ReturnModel& model, RequestClasses& classes) : model_(model), classes_(classes) {
     crossed_.fill(kNone);
@@ -55,6 +55,7 @@ class ReturnHistory {
   static constexpr std::uint32_t kNone = IdTable::kNone;
   static constexpr int kDroppedAtOnce = 64;  // more than come between two advances
   static constexpr std::size_t kSweepAtOnce = 4;
+  static constexpr int kCrossedAtOnce = 128;  // of a bucket; those that were used at one time come together
   struct Sample {
     ChunkId id = 0;
     std::uint64_t time = 0;
@@ -83,7 +84,7 @@ class ReturnHistory {
 
   ReturnModel& model_;
   RequestClasses& classes_;
-  TableVector<Sample> samples_;
+  SegmentedVector<Sample> samples_;
   // Linked by `newer`, taken in the order in which they came: samples that follow each other in time
   // come to lie side by side.
   std::uint32_t first_free_ = kNone;

@@ -6,7 +6,7 @@
 namespace kv_offload {
 
 void S3FifoPolicy::insert(Slot slot, const EntryInfo& info) {
-  if (slot >= nodes_.size()) nodes_.resize(std::size_t{slot} + 1);
+  nodes_.grow_to(std::size_t{slot} + 1);
   Node& node = nodes_[slot];
   assert(node.place == Place::kUnknown);
   node = Node{};

@@ -11,7 +11,7 @@
 #include <array>
 #include <vector>
 
-#include "base/table_vector.h"
+#include "base/segmented_vector.h"
 #include "policy/eviction_policy.h"
 #include "policy/ghost_list.h"
 #include "policy/recency_list.h"
@@ -20,7 +20,6 @@ namespace kv_offload {
 
 class S3FifoPolicy final : public EvictionPolicy {
  public:
-  explicit S3FifoPolicy(std::size_t capacity_hint) { nodes_.reserve(capacity_hint); }
   void insert(Slot slot, const EntryInfo& info) override;
   void access(Slot slot, const EntryInfo& info) override;
   void erase(Slot slot) override;
@@ -55,7 +54,7 @@ class S3FifoPolicy final : public EvictionPolicy {
   Slot coldest(Queue queue);
   void move_to_main(Slot slot);
 
-  TableVector<Node> nodes_;
+  SegmentedVector<Node> nodes_;
   std::array<Members, 2> queues_;
   GhostList ghosts_;
 };

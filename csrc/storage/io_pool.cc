@@ -2,17 +2,21 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
-#include <iterator>
-#include <list>
+#include <map>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include "base/thread.h"
 #include "base/thread_annotations.h"
 
 namespace kv_offload {
 namespace {
+
+// Ops that go in or out under one hold of the lock: a batch of a long prompt holds up no other thread.
+constexpr std::size_t kOpsPerLock = 256;
 
 struct Queued {
   IoPool::Op op;
@@ -24,39 +28,88 @@ struct Running {
   Nanos submitted{0}, started{0};
   std::optional<Lane> thread;  // whose it is; none: driven by hand
 };
-using Queue = std::list<Queued>;  // what goes from one to another needs no memory for it
+// By a number that ascends with each submission. Nodes move from one to another, which needs no memory.
+using Queue = std::map<std::uint64_t, Queued>;
 
-// What waits in one lane.
-struct LaneQueue {
-  Queue urgent, others;
-  unsigned urgent_in_a_row = 0;  // while others waited
+// What waits in one lane. An op is found by its tag and by its deadline without a search of the queues, which
+// hold an op for each chunk of all prompts that are being read. Each call is O(log n) for each op.
+class LaneQueue {
+ public:
+  bool empty() const { return urgent_.empty() && others_.empty(); }
+  std::size_t size() const { return urgent_.size() + others_.size(); }
 
-  bool empty() const { return urgent.empty() && others.empty(); }
-  std::size_t size() const { return urgent.size() + others.size(); }
-  void push_first_of(Queue* from) {
-    Queue& queue = from->front().op.urgent ? urgent : others;
-    queue.splice(queue.end(), *from, from->begin());
+  // If memory runs out: it throws, and this is to be dropped.
+  void add(std::uint64_t number, IoPool::Op op, Nanos submitted) {
+    const bool urgent = op.urgent;
+    by_tag_.emplace(std::pair(op.tag, number), urgent);
+    if (op.deadline.count() != 0) by_deadline_.emplace(std::pair(op.deadline, number), urgent);
+    queue(urgent).emplace(number, Queued{std::move(op), submitted});
   }
-  Queued pop() {
+  // Needs no memory.
+  void take_all_of(LaneQueue& from) {
+    urgent_.merge(from.urgent_);
+    others_.merge(from.others_);
+    by_tag_.merge(from.by_tag_);
+    by_deadline_.merge(from.by_deadline_);
+  }
+  // Leaves this empty. Constant time.
+  void swap_all(LaneQueue& other) {
+    std::swap(urgent_, other.urgent_);
+    std::swap(others_, other.others_);
+    std::swap(by_tag_, other.by_tag_);
+    std::swap(by_deadline_, other.by_deadline_);
+    urgent_in_a_row_ = 0;
+  }
+  void move_all_to(Queue* to) {
+    to->merge(urgent_);
+    to->merge(others_);
+  }
+  // REQUIRES: not empty.
+  Queue::node_type pop() {
     const bool others_turn =
-        !others.empty() && (urgent.empty() || urgent_in_a_row >= IoPool::kUrgentPerOther);
-    urgent_in_a_row = others_turn || others.empty() ? 0 : urgent_in_a_row + 1;
-    Queue& queue = others_turn ? others : urgent;
-    Queued next = std::move(queue.front());
-    queue.pop_front();
-    return next;
+        !others_.empty() && (urgent_.empty() || urgent_in_a_row_ >= IoPool::kUrgentPerOther);
+    urgent_in_a_row_ = others_turn || others_.empty() ? 0 : urgent_in_a_row_ + 1;
+    return extract(!others_turn, queue(!others_turn).begin()->first);
+  }
+  // The oldest op with this tag; empty where none has it.
+  Queue::node_type take(std::uint64_t tag) {
+    const auto found = by_tag_.lower_bound({tag, 0});
+    if (found == by_tag_.end() || found->first.first != tag) return {};
+    return extract(found->second, found->first.second);
+  }
+  // The op whose deadline passed first; empty where none has by now.
+  Queue::node_type take_late(Nanos now) {
+    if (by_deadline_.empty() || now < by_deadline_.begin()->first.first) return {};
+    return extract(by_deadline_.begin()->second, by_deadline_.begin()->first.second);
   }
   Nanos oldest(Nanos now) const {
-    for (const Queue* queue : {&urgent, &others}) {
-      if (!queue->empty()) now = std::min(now, queue->front().submitted);
+    for (const Queue* one : {&urgent_, &others_}) {
+      if (!one->empty()) now = std::min(now, one->begin()->second.submitted);
     }
     return now;
   }
+
+ private:
+  Queue& queue(bool urgent) { return urgent ? urgent_ : others_; }
+  Queue::node_type extract(bool urgent, std::uint64_t number) {
+    Queue::node_type node = queue(urgent).extract(number);
+    const IoPool::Op& op = node.mapped().op;
+    by_tag_.erase({op.tag, number});
+    if (op.deadline.count() != 0) by_deadline_.erase({op.deadline, number});
+    return node;
+  }
+
+  Queue urgent_, others_;
+  unsigned urgent_in_a_row_ = 0;  // while others waited
+  // With the op's number; whether it is urgent.
+  std::map<std::pair<std::uint64_t, std::uint64_t>, bool> by_tag_;
+  std::map<std::pair<Nanos, std::uint64_t>, bool> by_deadline_;
 };
+using Lanes = std::array<LaneQueue, 2>;
 
 // Off its queue, but not run yet.
 struct Begun {
-  Queued next;
+  Queue::node_type node;
   Nanos started{0};
   std::uint64_t number = 0;  // of its entry in `running`; 0: it came too late to run
 };
@@ -72,17 +125,18 @@ void finish(const Queued& queued, const Status& status, Nanos now) {
 // Shared by the pool and its threads, so that a thread that was let go while
 // stuck finds it alive.
 struct IoPool::State {
-  // Made before it is needed: an op that comes too late may find no memory.
+  // Made before they are needed: an op that comes too late may find no memory.
+  const Status closed = Status::error(StatusKind::kUnavailable, "closing");
   const Status too_late =
       Status::error(StatusKind::kExpired, "the deadline passed before the op was started");
   const Clock* clock = nullptr;
   Nanos close_wait{0};
   mutable Mutex mutex;
   CondVar reads, writes, left;  // for read threads: reads are queued; for write threads: so is what they take
-  std::array<LaneQueue, 2> queues GUARDED_BY(mutex);
+  Lanes queues GUARDED_BY(mutex);
+  std::atomic<std::uint64_t> last_queued{0};
   std::vector<Running> running GUARDED_BY(mutex);
   std::vector<std::thread> threads GUARDED_BY(mutex);
-  Nanos next_deadline GUARDED_BY(mutex) = Nanos::max();
   std::uint64_t next_number GUARDED_BY(mutex) = 1;
   unsigned reads_since_write GUARDED_BY(mutex) = 0;
   unsigned free_readers GUARDED_BY(mutex) = 0;             // read threads that run no op
@@ -90,10 +144,6 @@ struct IoPool::State {
   unsigned live GUARDED_BY(mutex) = 0;
   bool closing GUARDED_BY(mutex) = false;
   bool abandoned GUARDED_BY(mutex) = false;
-
-  std::array<Queue*, 4> all_queues() REQUIRES(mutex) {
-    return {&queues[0].urgent, &queues[0].others, &queues[1].urgent, &queues[1].others};
-  }
 
   // Queued reads beyond those that free read threads are about to take.
   std::size_t reads_left_over() const REQUIRES(mutex) {
@@ -119,8 +169,8 @@ struct IoPool::State {
       writes.notify_one();
   }
 
-  Queued take(Lane lane) REQUIRES(mutex) {
-    Queued next = queues[index(lane)].pop();
+  Queue::node_type take(Lane lane) REQUIRES(mutex) {
+    Queue::node_type next = queues[index(lane)].pop();
     if (lane == Lane::kWrite) {
       reads_since_write = 0;
     } else if (!queues[index(Lane::kWrite)].empty()) {
@@ -154,10 +204,10 @@ struct IoPool::State {
 
   Begun begin(Lane lane, std::optional<Lane> thread = std::nullopt) REQUIRES(mutex) {
     Begun begun{take(lane), clock->now()};
-    const IoPool::Op& op = begun.next.op;
+    const auto& [op, submitted] = begun.node.mapped();
     if (op.deadline.count() == 0 || begun.started < op.deadline) {
       begun.number = next_number++;
-      running.push_back({begun.number, op.lane, begun.next.submitted, begun.started, thread});
+      running.push_back({begun.number, op.lane, submitted, begun.started, thread});
     }
     return begun;
   }
@@ -165,42 +215,70 @@ struct IoPool::State {
   // Takes it by value: what the op holds is let go here, with no lock held.
   void perform(Begun begun) EXCLUDES(mutex) {
     const Nanos started = begun.started;
-    if (begun.number == 0) return finish(begun.next, too_late, started);
-    const Status status = begun.next.op.run();
+    const Queued& queued = begun.node.mapped();
+    if (begun.number == 0) return finish(queued, too_late, started);
+    const Status status = queued.op.run();
     Nanos ended = started;
     {
       const MutexLock lock(mutex);
       if (!abandoned) ended = clock->now();  // once let go, the clock may be gone
       std::erase_if(running, [&](const Running& r) { return r.number == begun.number; });
     }
-    begun.next.op.done(status, to_seconds(ended - started), to_seconds(started - begun.next.submitted));
+    queued.op.done(status, to_seconds(ended - started), to_seconds(started - queued.submitted));
   }
 
   void submit(std::vector<Op> ops) EXCLUDES(mutex) {
-    Queue all;  // first what may throw: all or none
-    for (Op& op : ops) all.push_back({std::move(op)});
-    {
-      const MutexLock lock(mutex);
-      if (!closing) {
-        const Nanos now = clock->now();
-        std::array<std::size_t, 2> added{};
-        while (!all.empty()) {
-          Queued& next = all.front();
-          const std::size_t lane = index(next.op.lane);
-          ++added[lane];
-          next.submitted = now;
-          if (next.op.deadline.count() != 0) next_deadline = std::min(next_deadline, next.op.deadline);
-          queues[lane].push_first_of(&all);
-        }
-        wake(added[index(Lane::kRead)], added[index(Lane::kWrite)]);
+    std::optional<Nanos> now = time_of_submission();
+    // First what may throw: all or none.
+    std::vector<Lanes> batches((ops.size() + kOpsPerLock - 1) / kOpsPerLock);
+    std::uint64_t number = last_queued.fetch_add(ops.size());
+    for (std::size_t i = 0; i < ops.size(); ++i) {
+      LaneQueue& queue = batches[i / kOpsPerLock][index(ops[i].lane)];
+      queue.add(++number, std::move(ops[i]), now.value_or(Nanos{0}));
+    }
+    Queue refused;
+    for (Lanes& batch : batches) {
+      if (!now || !enqueue(batch)) {
+        for (LaneQueue& queue : batch) queue.move_all_to(&refused);
       }
     }
-    for (const Queued& queued : all) queued.op.done(Status::error(StatusKind::kUnavailable, "closing"), 0, 0);
+    for (const auto& [key, queued] : refused) queued.op.done(closed, 0, 0);
   }
 
-  void fail(Queue failed, const Status& status) {
+  // None once the pool is closing: the clock may be gone.
+  std::optional<Nanos> time_of_submission() EXCLUDES(mutex) {
+    const MutexLock lock(mutex);
+    return closing ? std::nullopt : std::optional(clock->now());
+  }
+
+  // False: the pool is closing. Needs no memory.
+  bool enqueue(Lanes& batch) EXCLUDES(mutex) {
+    const MutexLock lock(mutex);
+    if (closing) return false;
+    const std::size_t reads_added = batch[index(Lane::kRead)].size();
+    const std::size_t writes_added = batch[index(Lane::kWrite)].size();
+    for (std::size_t lane = 0; lane < queues.size(); ++lane) queues[lane].take_all_of(batch[lane]);
+    wake(reads_added, writes_added);
+    return true;
+  }
+
+  void fail(const Queue& failed, const Status& status) {
     const Nanos now = clock->now();
-    for (const Queued& queued : failed) finish(queued, status, now);
+    for (const auto& [number, queued] : failed) finish(queued, status, now);
+  }
+
+  // Some of the ops whose deadline has passed.
+  Queue take_late(Nanos now) EXCLUDES(mutex) {
+    Queue late;
+    const MutexLock lock(mutex);
+    for (LaneQueue& queue : queues) {
+      while (late.size() < kOpsPerLock) {
+        Queue::node_type node = queue.take_late(now);
+        if (!node) break;
+        late.insert(std::move(node));
+      }
+    }
+    return late;
   }
 };
 
@@ -241,17 +319,16 @@ bool IoPool::cancel(std::uint64_t tag) {
   Queue found;
   {
     const MutexLock lock(state_->mutex);
-    for (Queue* queue : state_->all_queues()) {
-      const auto at = std::find_if(queue->begin(), queue->end(),
-                                   [&](const Queued& queued) { return queued.op.tag == tag; });
-      if (at == queue->end()) continue;
-      found.splice(found.end(), *queue, at);
+    for (LaneQueue& queue : state_->queues) {
+      Queue::node_type node = queue.take(tag);
+      if (!node) continue;
+      found.insert(std::move(node));
       break;
     }
   }
-  const bool cancelled = !found.empty();
-  state_->fail(std::move(found), status);
-  return cancelled;
+  if (found.empty()) return false;
+  state_->fail(found, status);
+  return true;
 }
 
 std::function<void()> IoPool::begin_next(Lane lane) {
@@ -267,38 +344,23 @@ void IoPool::fail_queued(const Status& status) {
 }
 
 void IoPool::fail_queued(Lane lane, const Status& status) {
-  Queue failed;
+  LaneQueue queued;
   {
     const MutexLock lock(state_->mutex);
-    LaneQueue& queue = state_->queues[index(lane)];
-    failed.splice(failed.end(), queue.urgent);
-    failed.splice(failed.end(), queue.others);
-    queue.urgent_in_a_row = 0;
+    state_->queues[index(lane)].swap_all(queued);
   }
-  state_->fail(std::move(failed), status);
+  Queue failed;
+  queued.move_all_to(&failed);
+  state_->fail(failed, status);
 }
 
 void IoPool::expire() {
   const Nanos now = state_->clock->now();
-  Queue late;
-  {
-    const MutexLock lock(state_->mutex);
-    if (now < state_->next_deadline) return;
-    state_->next_deadline = Nanos::max();
-    for (Queue* queue : state_->all_queues()) {
-      for (auto at = queue->begin(); at != queue->end();) {
-        const auto next = std::next(at);
-        const Nanos deadline = at->op.deadline;
-        if (deadline.count() != 0 && now >= deadline) {
-          late.splice(late.end(), *queue, at);
-        } else if (deadline.count() != 0) {
-          state_->next_deadline = std::min(state_->next_deadline, deadline);
-        }
-        at = next;
-      }
-    }
+  for (;;) {
+    const Queue late = state_->take_late(now);
+    if (late.empty()) return;
+    state_->fail(late, state_->too_late);
   }
-  state_->fail(std::move(late), state_->too_late);
 }
 
 bool IoPool::close() {

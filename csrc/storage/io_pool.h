@@ -10,6 +10,9 @@
 // exactly once in `done`. Ops of a lane are started in order; urgent ones before others, of which one is
 // started for every kUrgentPerOther of them.
 //
+// No call holds the pool's lock for longer with more ops in it: submit() and expire() move a bounded number
+// at a time, cancel() finds its op by the tag.
+//
 // `run` must not throw. `done` runs on the pool's thread (or the caller's, for cancel, fail_queued,
 // expire and close) without any lock of the pool, and must not throw or block.
 //

@@ -2,6 +2,8 @@
 
 #include <cerrno>
 
+#include "storage/record.h"
+
 namespace kv_offload {
 namespace {
 
@@ -20,23 +22,62 @@ void learn(PresenceCache& presence, const OpInFlight& in_flight, const Status& s
 
 }  // namespace
 
-Status run_op(PooledStore& shared, OpInFlight& in_flight) {
-  RecordStore& store = *shared.store;
-  const TierOp& op = in_flight.op;
-  const RecordStore::EpochPtr& epoch = in_flight.submitted.epoch;
+OpInFlight::OpInFlight(std::shared_ptr<PooledStore> shared, TierOp its_op, Submitted in)
+    : op(std::move(its_op)),
+      submitted(std::move(in)),
+      shared_(std::move(shared)),
+      waiting_bytes_(op.kind == OpKind::kRead ? padded_payload_bytes(op.shards) : 0) {
+  shared_->read_bytes_waiting.fetch_add(waiting_bytes_);
+}
+
+OpInFlight::~OpInFlight() {
+  wait_no_longer();
+  if (pass_) shared_->breaker(lane()).not_tried(*pass_);
+}
+
+bool OpInFlight::admit(Nanos now) {
+  pass_ = shared_->breaker(lane()).admit(now);
+  return pass_.has_value();
+}
+
+// In the epoch that it was submitted in, or not at all.
+Status OpInFlight::run() {
+  RecordStore& store = *shared_->store;
+  const RecordStore::EpochPtr& epoch = submitted.epoch;
   const bool is_read = op.kind == OpKind::kRead;
   if (!epoch && !is_read) return Status::error(StatusKind::kUnavailable, "a reset is under way");
   if (epoch != store.epoch()) return of_before_a_reset();
   if (!epoch) return Status::error(StatusKind::kNotFound, "no record of this key");
-  if (!is_read && shared.learnt && shared.learnt->contains(op.key) == Presence::kPresent) return Status::ok();
+  if (!is_read && shared_->learnt && shared_->learnt->contains(op.key) == Presence::kPresent)
+    return Status::ok();
   Status status = contained([&] {
-    Status done =
-        is_read ? store.read(op, epoch, &in_flight.moved) : store.write(op, epoch, &in_flight.moved);
-    if (shared.learnt) learn(*shared.learnt, in_flight, done);
+    Status done = is_read ? store.read(op, epoch, &moved) : store.write(op, epoch, &moved);
+    if (shared_->learnt) learn(*shared_->learnt, *this, done);
     return done;
   });
   // It may be of a time that is over.
   return epoch == store.epoch() ? status : of_before_a_reset();
+}
+
+void OpInFlight::end(const Status& status, double seconds, double queued_seconds, const Clock& clock) {
+  wait_no_longer();
+  tell_breaker(status, clock);
+  const std::uint64_t bytes = status ? moved : 0;
+  ended_.front() = {op.id, op.kind, op.key, copy_of(status), bytes, seconds, queued_seconds};
+  shared_->complete(std::move(ended_));
+}
+
+void OpInFlight::tell_breaker(const Status& status, const Clock& clock) {
+  const auto pass = std::exchange(pass_, std::nullopt);
+  if (!pass) return;
+  Breaker& breaker = shared_->breaker(lane());
+  if (device_failed(status)) {
+    breaker.failed(*pass, clock.now());
+  } else if (device_answered(status, moved)) {
+    shared_->answered(lane(), *pass);
+  } else {
+    breaker.not_tried(*pass);
+  }
 }
 
 Status run_locate(PooledStore& shared, std::span<const ChunkKey> keys, KeyOrder order,
@@ -55,7 +96,7 @@ Status off() {
 }
 
 bool device_failed(const Status& status) {
-  return status.kind() == StatusKind::kIo ||
+  return (status.kind() == StatusKind::kIo && status.error_number() != ENOENT) ||
          (status.kind() == StatusKind::kTimeout && status.error_number() != EBUSY) ||
          (status.kind() == StatusKind::kNoSpace && status.error_number() != 0);
 }

@@ -101,12 +101,35 @@ struct Submitted {
   PresenceCache::Era era = 0;
 };
 
-struct OpInFlight {
-  TierOp op;
-  Submitted submitted;
-  std::optional<Breaker::Pass> pass;  // none: the tier was closed
+// Gives back what it took of the tier, its breaker's pass and its place among the bytes that wait, however it
+// ends: also where memory runs out before it was queued. A probe's pass that is lost keeps the lane off for
+// good.
+class OpInFlight {
+ public:
+  OpInFlight(std::shared_ptr<PooledStore> shared, TierOp its_op, Submitted in);
+  ~OpInFlight();
+  OpInFlight(const OpInFlight&) = delete;
+  OpInFlight& operator=(const OpInFlight&) = delete;
+
+  Lane lane() const { return op.kind == OpKind::kRead ? Lane::kRead : Lane::kWrite; }
+  // Asks the breaker. False: it lets the op not through.
+  bool admit(Nanos now);
+  Status run();
+  // Completes it. Needs no memory.
+  void end(const Status& status, double seconds, double queued_seconds, const Clock& clock);
+
+  const TierOp op;
+  const Submitted submitted;
   std::uint64_t moved = 0;
-  std::list<Completion> ended = std::list<Completion>(1);  // made before it is needed: it cannot fail then
+
+ private:
+  void tell_breaker(const Status& status, const Clock& clock);
+  void wait_no_longer() { shared_->read_bytes_waiting.fetch_sub(std::exchange(waiting_bytes_, 0)); }
+
+  const std::shared_ptr<PooledStore> shared_;
+  std::uint64_t waiting_bytes_;
+  std::optional<Breaker::Pass> pass_;
+  std::list<Completion> ended_ = std::list<Completion>(1);  // made before it is needed: it cannot fail then
 };
 
 // The same; without its words if there is no memory for them.
@@ -118,8 +141,6 @@ inline Status copy_of(const Status& status) noexcept {
   }
 }
 
-// Does the op in the epoch that it was submitted in, or not at all.
-Status run_op(PooledStore& shared, OpInFlight& in_flight);
 // Asks the store which of the keys it has. Throws as a store may.
 Status run_locate(PooledStore& shared, std::span<const ChunkKey> keys, KeyOrder order,
                   const Submitted& submitted);

@@ -20,8 +20,6 @@ namespace {
 
 constexpr Nanos kMaintainEvery{std::chrono::seconds(1)};
 
-Lane lane_of(OpKind kind) { return kind == OpKind::kRead ? Lane::kRead : Lane::kWrite; }
-
 void upkeep(RecordStore& store) {
   if (!store.epoch() && store.can_reset()) (void)store.begin_epoch();  // what a reset could not do
   store.maintain();
@@ -65,7 +63,7 @@ class PooledTier final : public Tier {
   double estimate_read_seconds(std::uint64_t bytes) const override;
 
  private:
-  IoPool::Op make_op(TierOp op, const Submitted& submitted, std::optional<Breaker::Pass> pass);
+  IoPool::Op make_op(std::shared_ptr<OpInFlight> in_flight) const;
   void keep(Lane lane, std::function<void(RecordStore&)> work);
   // On the fast lane of upkeep; kTimeout when it did not end in time (it goes on).
   Status keep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
@@ -118,39 +116,20 @@ void PooledTier::keep(Lane lane, std::function<void(RecordStore&)> work) {
   upkeep_.submit(std::move(ops));
 }
 
-IoPool::Op PooledTier::make_op(TierOp op, const Submitted& submitted, std::optional<Breaker::Pass> pass) {
-  auto in_flight = std::make_shared<OpInFlight>(OpInFlight{std::move(op), submitted, pass});
-  const TierOp& kept = in_flight->op;
-  const std::uint64_t waiting = kept.kind == OpKind::kRead ? padded_payload_bytes(kept.shards) : 0;
-  shared_->read_bytes_waiting.fetch_add(waiting);
+IoPool::Op PooledTier::make_op(std::shared_ptr<OpInFlight> in_flight) const {
   IoPool::Op queued;
-  queued.tag = kept.id;
-  queued.lane = lane_of(kept.kind);
-  queued.deadline = kept.deadline;
-  queued.run = [shared = shared_, in_flight] {
-    return contained([&] { return run_op(*shared, *in_flight); });
-  };
-  queued.done = [shared = shared_, in_flight, waiting, clock = &clock_](const Status& status, double seconds,
-                                                                        double queued_seconds) {
-    shared->read_bytes_waiting.fetch_sub(waiting);
-    const TierOp& op = in_flight->op;
-    if (in_flight->pass) {
-      Breaker& breaker = shared->breaker(lane_of(op.kind));
-      if (device_failed(status)) {
-        breaker.failed(*in_flight->pass, clock->now());
-      } else if (device_answered(status, in_flight->moved)) {
-        shared->answered(lane_of(op.kind), *in_flight->pass);
-      } else {
-        breaker.not_tried(*in_flight->pass);
-      }
-    }
-    const std::uint64_t bytes = status ? in_flight->moved : 0;
-    in_flight->ended.front() = {op.id, op.kind, op.key, copy_of(status), bytes, seconds, queued_seconds};
-    shared->complete(std::move(in_flight->ended));
+  queued.tag = in_flight->op.id;
+  queued.lane = in_flight->lane();
+  queued.deadline = in_flight->op.deadline;
+  queued.run = [in_flight] { return contained([&] { return in_flight->run(); }); };
+  queued.done = [in_flight = std::move(in_flight), clock = &clock_](const Status& status, double seconds,
+                                                                    double queued_seconds) {
+    in_flight->end(status, seconds, queued_seconds, *clock);
   };
   return queued;
 }
 
+// If memory runs out: it throws, and no op was submitted or ends.
 void PooledTier::submit(std::vector<TierOp> ops) {
   for (const TierOp& op : ops) {
     if (op.shards.empty() || op.shards.size() > kMaxShards) {
@@ -159,23 +138,25 @@ void PooledTier::submit(std::vector<TierOp> ops) {
   }
   watch();
   const Nanos now = clock_.now();
+  const Status refused = off();
   // Not when a thread takes the op up: a reset may come in between, and what was computed before it must not
   // be found after it.
   const Submitted submitted(*shared_);
   std::vector<IoPool::Op> queued;
+  std::vector<std::shared_ptr<OpInFlight>> not_let_through;
   queued.reserve(ops.size());
+  not_let_through.reserve(ops.size());
   for (TierOp& op : ops) {
-    std::optional<Breaker::Pass> pass;
-    if (!closed_) {
-      pass = shared_->breaker(lane_of(op.kind)).admit(now);
-      if (!pass) {
-        shared_->complete({{op.id, op.kind, op.key, off(), 0, 0, 0}});
-        continue;
-      }
+    auto in_flight = std::make_shared<OpInFlight>(shared_, std::move(op), submitted);
+    IoPool::Op made = make_op(in_flight);
+    if (closed_ || in_flight->admit(now)) {  // nothing from here on can fail
+      queued.push_back(std::move(made));
+    } else {
+      not_let_through.push_back(std::move(in_flight));
     }
-    queued.push_back(make_op(std::move(op), submitted, pass));
   }
   pool_.submit(std::move(queued));
+  for (const auto& in_flight : not_let_through) in_flight->end(refused, 0, 0, clock_);
 }
 
 // A thread is stuck when its op has been running for longer than op_deadline. That speaks against both lanes,
@@ -241,13 +222,17 @@ void PooledTier::keep_up_when_due() {
   const Nanos now = clock_.now();
   if (now < next_upkeep_.load() || shared_->maintaining.exchange(true)) return;
   next_upkeep_.store(now + kMaintainEvery);
-  keep(Lane::kWrite, [shared = shared_.get()](RecordStore& store) {
-    (void)contained([&] {
-      upkeep(store);
-      return Status::ok();
+  const Status queued = contained([&] {
+    keep(Lane::kWrite, [shared = shared_.get()](RecordStore& store) {
+      (void)contained([&] {
+        upkeep(store);
+        return Status::ok();
+      });
+      shared->maintaining.store(false);
     });
-    shared->maintaining.store(false);
+    return Status::ok();
   });
+  if (!queued) shared_->maintaining.store(false);  // or nothing would be kept up any more
 }
 
 Status PooledTier::keep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work) {
@@ -309,6 +294,8 @@ TierStats PooledTier::stats() const {
   stats.writable = in_epoch && takes(Lane::kWrite);
   stats.is_shared = !was_reset_;
   for (const Breaker& breaker : shared_->breakers) stats.breaker_trips += breaker.trips();
+  stats.read_record_bytes = options_.form.traffic->read_bytes;
+  stats.written_record_bytes = options_.form.traffic->written_bytes;
   if (const CompressionChoice* choice = shared_->compression.get()) {
     const CompressionStats codec = choice->stats();
     stats.may_encode = choice->setting() != Compress::kNone;

@@ -1,45 +1,40 @@
 #include "storage/presence.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
+
+#include "base/steps.h"
 
 namespace kv_offload {
 
 PresenceCache::PresenceCache(const Clock& clock, Nanos absent_for, std::size_t most_keys)
-    : clock_(clock), absent_for_(absent_for), most_keys_(std::max<std::size_t>(most_keys, 2)) {}
+    : clock_(clock),
+      absent_for_(absent_for),
+      most_keys_(std::max<std::size_t>(most_keys, 2)),
+      young_(most_keys_ / 2),
+      old_(most_keys_ / 2) {}
+
+PresenceCache::Entries::Entries(std::size_t most)
+    : marks_in_all_(std::bit_ceil(std::max<std::size_t>(kMarksPerEntry * most, 64))),
+      marks_(marks_in_all_ / 8) {}
 
 std::uint32_t PresenceCache::Entries::place_of(ChunkId id) const {
   return places_.find(id, [&](std::uint32_t place) { return chunk_id(entries_[place].key); });
 }
 
-namespace {
-
-// Which of the marks in so many words.
-std::size_t mark_of(ChunkId id, std::size_t words) { return IdTable::tag(id) & (64 * words - 1); }
-
-}  // namespace
-
-void PresenceCache::Entries::mark(Marks* marks, ChunkId id) {
-  const std::size_t at = mark_of(id, marks->size());
-  (*marks)[at / 64] |= std::uint64_t{1} << at % 64;
-}
-
-bool PresenceCache::Entries::is_marked(ChunkId id) const {
-  const std::size_t at = mark_of(id, marks_.size());
-  return (marks_[at / 64] >> at % 64 & 1) != 0;
-}
-
 void PresenceCache::Entries::prefetch(const ChunkKey& key) const {
   const ChunkId id = chunk_id(key);
   places_.prefetch(id);
-  __builtin_prefetch(&marks_[mark_of(id, marks_.size()) / 64]);
+  __builtin_prefetch(&word_of(mark_of(id)));
 }
 
 const PresenceCache::Entry* PresenceCache::Entries::find(const ChunkKey& key) const {
   std::size_t place = next_;
   if (place >= entries_.size() || entries_[place].key != key) {
     const ChunkId id = chunk_id(key);
-    if (!is_marked(id)) return nullptr;
+    const std::size_t mark = mark_of(id);
+    if ((word_of(mark) >> mark % 64 & 1) == 0) return nullptr;
     place = place_of(id);
     if (place == IdTable::kNone || entries_[place].key != key) return nullptr;
   }
@@ -49,30 +44,16 @@ const PresenceCache::Entry* PresenceCache::Entries::find(const ChunkKey& key) co
 }
 
 void PresenceCache::Entries::put(const Entry& entry) {
-  // First what may throw.
-  if (kMarksPerEntry * (entries_.size() + 1) > 64 * marks_.size()) {
-    Marks more(2 * marks_.size());
-    for (const Entry& one : entries_) mark(&more, chunk_id(one.key));
-    marks_ = std::move(more);
-  }
   const ChunkId id = chunk_id(entry.key);
-  mark(&marks_, id);
   const auto id_of = [&](std::uint32_t place) { return chunk_id(entries_[place].key); };
   std::uint32_t& place = places_.at(id, id_of);
-  if (place != IdTable::kNone) {
+  if (place == IdTable::kNone) {
+    entries_.push_back(entry);  // first: it may throw
+    place = static_cast<std::uint32_t>(entries_.size() - 1);
+    word_of(mark_of(id)) |= std::uint64_t{1} << mark_of(id) % 64;
+  } else {
     entries_[place] = entry;
-    return;
   }
-  entries_.push_back(entry);  // first: it may throw
-  place = static_cast<std::uint32_t>(entries_.size() - 1);
-}
-
-void PresenceCache::Entries::clear() {
-  Marks marks(1);  // first: these may throw
-  places_ = IdTable();
-  marks_ = std::move(marks);
-  entries_.clear();
-  next_ = 0;
 }
 
 const PresenceCache::Entry* PresenceCache::find(const ChunkKey& key) const {
@@ -89,7 +70,8 @@ Presence PresenceCache::presence_of(const Entry* entry) const {
 
 void PresenceCache::put(const Entry& entry) {
   if (young_.size() >= most_keys_ / 2) {
-    old_.clear();
+    spent_.emplace_back(most_keys_ / 2);  // first: it may throw
+    std::swap(spent_.back(), old_);
     std::swap(old_, young_);
   }
   young_.put(entry);
@@ -102,7 +84,9 @@ Presence PresenceCache::contains(const ChunkKey& key) const {
 
 void PresenceCache::begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) {
   const Nanos now = clock_.now();
+  std::vector<Entries> spent;  // freed when the lock is free again
   const MutexLock lock(mutex_);
+  spent.swap(spent_);
   if (era != era_) return;
   for (std::size_t i = 0; i < keys.size(); ++i) {
     if (i + kAhead < keys.size()) {
@@ -126,6 +110,7 @@ void PresenceCache::give_up_asking(std::span<const ChunkKey> keys, Era era) {
   const Nanos until = clock_.now() + absent_for_;
   const MutexLock lock(mutex_);
   if (era != era_) return;  // it may be asked for anew by now
+  count_steps(keys.size());
   for (const ChunkKey& key : keys) {
     Entry* entry = const_cast<Entry*>(find(key));  // changed where it is: put() may need memory
     if (entry != nullptr && entry->state == State::kAsking) *entry = {key, until, State::kAbsent};
@@ -139,7 +124,9 @@ PresenceCache::Era PresenceCache::era() const {
 
 void PresenceCache::answered(const ChunkKey& key, bool present, Era era) {
   const Nanos now = clock_.now();
+  std::vector<Entries> spent;  // as above
   const MutexLock lock(mutex_);
+  spent.swap(spent_);
   if (era != era_) return;
   const Entry* entry = find(key);
   if (entry == nullptr || entry->state != State::kAsking) return;
@@ -149,7 +136,9 @@ void PresenceCache::answered(const ChunkKey& key, bool present, Era era) {
 }
 
 void PresenceCache::written(const ChunkKey& key, Era era) {
+  std::vector<Entries> spent;  // as above
   const MutexLock lock(mutex_);
+  spent.swap(spent_);
   if (era == era_) put({key, Nanos{0}, State::kPresent});
 }
 
@@ -166,27 +155,42 @@ void PresenceCache::gone(const ChunkKey& key, TierRemoval::Reason reason, Era er
 }
 
 void PresenceCache::reset() {
+  Forgotten forgotten{Entries(most_keys_ / 2), Entries(most_keys_ / 2)};  // empty: the next ones
   const MutexLock lock(mutex_);
-  // First what may throw.
-  std::vector<TierRemoval> removals = removals_;
-  Entries young, old;
-  for (const Entries* entries : {&young_, &old_}) {
-    for (const Entry& entry : entries->all()) {
-      if (entry.state != State::kPresent) continue;
-      if (entries == &old_ && young_.find(entry.key) != nullptr) continue;  // the young tell
-      removals.push_back({entry.key, TierRemoval::Reason::kReset});
-    }
-  }
+  forgotten_.push_back(std::move(forgotten));  // the last that may throw
+  std::swap(forgotten_.back().young, young_);
+  std::swap(forgotten_.back().old, old_);
   ++era_;
-  removals_.swap(removals);
-  std::swap(young_, young);
-  std::swap(old_, old);
+}
+
+// Not what is present again: that was told.
+bool PresenceCache::was_present(const Forgotten& forgotten, const Entry& entry) const {
+  if (entry.state != State::kPresent) return false;
+  const bool is_old = forgotten.told >= forgotten.young.size();
+  if (is_old && forgotten.young.find(entry.key) != nullptr) return false;  // the young tell
+  return presence_of(find(entry.key)) != Presence::kPresent;
 }
 
 void PresenceCache::take_removals(std::vector<TierRemoval>* removals) {
   const MutexLock lock(mutex_);
-  removals->insert(removals->end(), removals_.begin(), removals_.end());
-  removals_.clear();
+  std::size_t left = kMostRemovals;
+  for (; left > 0 && !removals_.empty(); --left) {
+    removals->push_back(removals_.front());
+    removals_.pop_front();
+  }
+  while (left > 0 && !forgotten_.empty()) {
+    Forgotten& oldest = forgotten_.front();
+    const std::size_t young = oldest.young.size(), all = young + oldest.old.size();
+    for (; left > 0 && oldest.told < all; --left, ++oldest.told) {
+      const Entry& entry = oldest.told < young ? oldest.young[oldest.told] : oldest.old[oldest.told - young];
+      if (was_present(oldest, entry)) removals->push_back({entry.key, TierRemoval::Reason::kReset});
+    }
+    if (oldest.told < all) break;
+    spent_.push_back(std::move(oldest.young));
+    spent_.push_back(std::move(oldest.old));
+    forgotten_.pop_front();
+  }
+  count_steps(kMostRemovals - left);
 }
 
 }  // namespace kv_offload

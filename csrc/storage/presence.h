@@ -7,13 +7,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <optional>
 #include <span>
 #include <vector>
 
 #include "base/clock.h"
+#include "base/segmented_vector.h"
 #include "base/thread_annotations.h"
 #include "base/types.h"
+#include "base/zeroed_memory.h"
 #include "policy/id_table.h"
 #include "storage/tier.h"
 
@@ -42,7 +45,8 @@ class Catalogue {
 };
 
 // Bounded: the keys that nothing was learnt of for longest are forgotten first, and are unknown again. Each
-// call is O(1) a key, forgetting them included (amortised).
+// call is O(1) a key, whatever the number of keys that are known: those that are forgotten, by a reset too,
+// are put aside, and freed by I/O threads without the lock.
 //
 // What is present stays so until a read finds otherwise; what is absent is worth asking again after a time,
 // for others write to the store: kAbsentPerAsking times as long as the answer took, so that a store that
@@ -75,6 +79,8 @@ class PresenceCache final : public Catalogue {
 
  private:
   static constexpr std::size_t kAhead = 8;  // entries that are fetched into the processor's cache
+  // That one call of take_removals() tells; the next calls tell the others.
+  static constexpr std::size_t kMostRemovals = 2048;
   enum class State : std::uint8_t { kForgotten, kAsking, kPresent, kAbsent };
   struct Entry {
     ChunkKey key;
@@ -91,22 +97,24 @@ class PresenceCache final : public Catalogue {
   // set, says no of nearly all of them, and is so small that the processor's cache keeps it.
   class Entries {
    public:
+    explicit Entries(std::size_t most);
     // Null: not there.
     const Entry* find(const ChunkKey& key) const;
     void prefetch(const ChunkKey& key) const;
-    void put(const Entry& entry);
-    void clear();
+    void put(const Entry& entry);  // REQUIRES: fewer than `most`, or it is one of them
     std::size_t size() const { return entries_.size(); }
-    const std::vector<Entry>& all() const { return entries_; }
+    const Entry& operator[](std::size_t at) const { return entries_[at]; }
 
    private:
     static constexpr std::size_t kMarksPerEntry = 16;  // at least: of others one in 16 is looked for in vain
-    using Marks = std::vector<std::uint64_t>;          // a power of two
     std::uint32_t place_of(ChunkId id) const;
-    static void mark(Marks* marks, ChunkId id);
-    bool is_marked(ChunkId id) const;
-    std::vector<Entry> entries_;
-    Marks marks_ = Marks(1);
+    std::uint64_t& word_of(std::size_t mark) const {
+      return static_cast<std::uint64_t*>(marks_.data())[mark / 64];
+    }
+    std::size_t mark_of(ChunkId id) const { return IdTable::tag(id) & (marks_in_all_ - 1); }
+    SegmentedVector<Entry> entries_;
+    std::size_t marks_in_all_;  // a power of two
+    ZeroedMemory marks_;
     IdTable places_;
     mutable std::size_t next_ = 0;  // behind the one that was found last
   };
@@ -115,6 +123,12 @@ class PresenceCache final : public Catalogue {
   // The key becomes one of the young. When these are half of all before, the old are forgotten, and they are
   // the old.
   void put(const Entry& entry) REQUIRES(mutex_);
+  // What was known before a reset: what was present is to be told as removed.
+  struct Forgotten {
+    Entries young, old;
+    std::size_t told = 0;  // of both, the young first
+  };
+  bool was_present(const Forgotten& forgotten, const Entry& entry) const REQUIRES(mutex_);
   Presence presence_of(const Entry* entry) const;
 
   const Clock& clock_;
@@ -124,7 +138,9 @@ class PresenceCache final : public Catalogue {
   // What the young say of a key is newer.
   Entries young_ GUARDED_BY(mutex_), old_ GUARDED_BY(mutex_);
   Era era_ GUARDED_BY(mutex_) = 0;
-  std::vector<TierRemoval> removals_ GUARDED_BY(mutex_);
+  std::deque<TierRemoval> removals_ GUARDED_BY(mutex_);
+  std::deque<Forgotten> forgotten_ GUARDED_BY(mutex_);  // oldest first
+  std::vector<Entries> spent_ GUARDED_BY(mutex_);       // to be freed, by I/O threads
 };
 
 }  // namespace kv_offload

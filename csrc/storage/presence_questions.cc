@@ -5,39 +5,52 @@
 #include <optional>
 #include <utility>
 
+#include "base/thread_annotations.h"
 #include "storage/breaker.h"
 
 namespace kv_offload {
 
-// What is not const is written by the thread that begins it, before others see it.
-struct PresenceQuestions::Prompt {
+// Keys of a prompt that are asked for at once. All but the atomics is written before others see it.
+struct PresenceQuestions::Window {
   // Keys that one call asks the store for.
   struct Part {
     std::size_t first = 0, count = 0;  // of `unknown`
     std::optional<Breaker::Pass> pass;
   };
 
-  const std::shared_ptr<const Context> context;
-  const std::vector<ChunkKey> keys;
-  const KeyOrder order;
-  const Submitted submitted;
   std::vector<ChunkKey> unknown;  // those of the keys that are asked for here
   std::vector<Part> parts;
   std::vector<std::atomic<bool>> ended;  // of the parts that were let through: answered or given up
-  std::atomic<bool> begun{false};        // all of this was written
-
-  Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> given, KeyOrder given_order, Submitted now)
-      : context(std::move(in)), keys(std::move(given)), order(given_order), submitted(std::move(now)) {}
+  std::atomic<std::size_t> unanswered{
+      0};                           // parts that were let through, and one more while they are given away
+  std::atomic<bool> failed{false};  // one of the parts was given up
 
   std::span<const ChunkKey> keys_of(std::size_t part) const {
     return std::span(unknown).subspan(parts[part].first, parts[part].count);
   }
+};
+
+struct PresenceQuestions::Prompt {
+  const std::shared_ptr<const Context> context;
+  const std::vector<ChunkKey> keys;
+  const KeyOrder order;
+  const Submitted submitted;
+  // A thread will pick the keys from here on, or find that they are of no use. One thread at a time changes
+  // it.
+  std::atomic<std::size_t> next{0};
+  Mutex mutex;
+  WindowPtr window GUARDED_BY(mutex);  // the last that was begun
+
+  Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> given, KeyOrder given_order, Submitted now)
+      : context(std::move(in)), keys(std::move(given)), order(given_order), submitted(std::move(now)) {}
+
   // A thread will ask for them, or find that they are being asked for. REQUIRES: both end with the same key.
   bool stands_for(const std::vector<ChunkKey>& others, KeyOrder others_order, const Submitted& now) const {
     if (order != others_order || submitted.epoch != now.epoch || submitted.era != now.era) return false;
-    return !begun.load() && others.size() <= keys.size() &&
+    return others.size() <= keys.size() - next.load() &&
            std::equal(others.rbegin(), others.rend(), keys.rbegin());
   }
+  void give_up_rest() { next.store(keys.size()); }
 };
 
 PresenceQuestions::PresenceQuestions(std::shared_ptr<PooledStore> shared, const PooledTierOptions& options,
@@ -59,13 +72,7 @@ void PresenceQuestions::ask(std::vector<ChunkKey> keys, KeyOrder order) {
   const auto prompt = std::make_shared<Prompt>(context_, std::move(keys), order, now);
   prompts_.emplace(prompt->keys.back(), prompt);
   std::vector<IoPool::Op> ops;
-  ops.push_back(op_of(
-      *context_,
-      [prompt] {
-        begin(prompt);
-        return Status::ok();
-      },
-      [](const Status&) {}));  // one that never ran has begun nothing
+  ops.push_back(op_that_goes_on(prompt));
   context_->submit(std::move(ops));
 }
 
@@ -73,11 +80,17 @@ void PresenceQuestions::ask(std::vector<ChunkKey> keys, KeyOrder order) {
 void PresenceQuestions::give_up_all() {
   for (const auto& [last_key, one] : prompts_) {
     const auto prompt = one.lock();
-    if (!prompt || !prompt->begun.load()) continue;
-    for (std::size_t part = 0; part < prompt->parts.size(); ++part) {
-      if (prompt->ended[part].load()) continue;
-      give_up(*prompt, prompt->keys_of(part));
-      prompt->ended[part].store(true);
+    if (!prompt) continue;
+    WindowPtr window;
+    {
+      const MutexLock lock(prompt->mutex);
+      window = prompt->window;
+    }
+    for (std::size_t part = 0; window && part < window->parts.size(); ++part) {
+      if (window->ended[part].load()) continue;
+      give_up(*prompt, window->keys_of(part));
+      window->failed.store(true);
+      window->ended[part].store(true);
     }
   }
 }
@@ -93,94 +106,138 @@ IoPool::Op PresenceQuestions::op_of(const Context& context, std::function<Status
   return op;
 }
 
-// The thread that begins asks for the first part itself.
-void PresenceQuestions::begin(const PromptPtr& prompt) {
-  const Context& context = *prompt->context;
-  std::vector<IoPool::Op> ops;
-  const Status prepared = contained([&] {
-    pick(*prompt);
-    ops = divide(prompt);
-    return Status::ok();
-  });
-  if (!prepared) prompt->parts.clear();
-  prompt->begun.store(true);
-  if (!prepared) return give_up(*prompt, prompt->unknown);
+IoPool::Op PresenceQuestions::op_that_goes_on(const PromptPtr& prompt) {
+  return op_of(
+      *prompt->context,
+      [prompt] {
+        go_on(prompt);
+        return Status::ok();
+      },
+      [](const Status&) {});  // one that never ran has begun nothing
+}
 
+// Picks keys until some of them are unknown, and asks for these.
+void PresenceQuestions::go_on(const PromptPtr& prompt) {
+  const PooledStore& shared = *prompt->context->shared;
+  while (prompt->next.load() < prompt->keys.size()) {
+    WindowPtr window;
+    std::vector<IoPool::Op> ops;
+    const Status prepared = contained([&] {
+      window = std::make_shared<Window>();
+      if (!prompt->submitted.epoch || prompt->submitted.epoch != shared.store->epoch()) {
+        prompt->give_up_rest();
+        return Status::ok();
+      }
+      const std::size_t at_once = std::max<std::size_t>(shared.store->keys_per_locate(prompt->order), 1);
+      const std::size_t next = prompt->next.load(), all = prompt->keys.size();
+      const std::size_t wanted = std::max({kFirstWindow, at_once, next});
+      const std::size_t end = prompt->order == KeyOrder::kPrefix ? std::min(all, next + wanted) : all;
+      pick(*prompt, end, window.get());
+      ops = divide(prompt, window, at_once);
+      prompt->next.store(end);
+      return Status::ok();
+    });
+    if (!prepared) {
+      prompt->give_up_rest();
+      if (window) give_up(*prompt, window->unknown);
+      return;
+    }
+    if (!ops.empty()) return ask(prompt, window, std::move(ops));
+  }
+}
+
+// The thread that picked the keys asks for the first part itself.
+void PresenceQuestions::ask(const PromptPtr& prompt, const WindowPtr& window, std::vector<IoPool::Op> ops) {
+  const Context& context = *prompt->context;
   Breaker& breaker = context.shared->breaker(Lane::kRead);
   const Nanos now = context.clock->now();
   std::optional<std::size_t> own;
+  std::size_t let_through = 0;
   for (std::size_t part = 0; part < ops.size(); ++part) {
-    prompt->parts[part].pass = breaker.admit(now, Breaker::Kind::kQuestion);
-    if (prompt->parts[part].pass && !own) own = part;
+    window->parts[part].pass = breaker.admit(now, Breaker::Kind::kQuestion);
+    if (!window->parts[part].pass) continue;
+    ++let_through;
+    if (!own) own = part;
+  }
+  window->unanswered.store(let_through + 1);
+  {
+    const MutexLock lock(prompt->mutex);
+    prompt->window = window;
   }
   const Status shared = contained([&] {
     std::vector<IoPool::Op> others;
     for (std::size_t part = 0; part < ops.size(); ++part) {
-      if (part != own && prompt->parts[part].pass) others.push_back(std::move(ops[part]));
+      if (part != own && window->parts[part].pass) others.push_back(std::move(ops[part]));
     }
     context.submit(std::move(others));
     return Status::ok();
   });
   for (std::size_t part = 0; part < ops.size(); ++part) {
-    if (!prompt->parts[part].pass) {
-      give_up(*prompt, prompt->keys_of(part));
+    if (!window->parts[part].pass) {
+      window->failed.store(true);
+      give_up(*prompt, window->keys_of(part));
     } else if (part != own && !shared) {
-      end_part(*prompt, part, shared);
+      end_part(prompt, *window, part, shared);
     }
   }
-  if (own) end_part(*prompt, *own, ask_part(*prompt, *own));
+  if (own) end_part(prompt, *window, *own, ask_part(*prompt, *window, *own));
+  if (window->unanswered.fetch_sub(1) == 1) end_window(prompt, *window);
 }
 
 void PresenceQuestions::give_up(const Prompt& prompt, std::span<const ChunkKey> keys) {
   (void)contained([&] {
-    prompt.context->shared->catalogue().give_up_asking(keys, prompt.submitted.era);
+    Catalogue& catalogue = prompt.context->shared->catalogue();
+    for (std::size_t first = 0; first < keys.size(); first += kKeysPerLock) {
+      const std::size_t count = std::min(kKeysPerLock, keys.size() - first);
+      catalogue.give_up_asking(keys.subspan(first, count), prompt.submitted.era);
+    }
     return Status::ok();
   });
 }
 
-// Tells the catalogue which of the keys are being asked for.
-void PresenceQuestions::pick(Prompt& prompt) {
+// Tells the catalogue which of the keys up to `end` are being asked for.
+void PresenceQuestions::pick(Prompt& prompt, std::size_t end, Window* window) {
   PooledStore& shared = *prompt.context->shared;
-  if (!prompt.submitted.epoch || prompt.submitted.epoch != shared.store->epoch()) return;
-  prompt.unknown.reserve(prompt.keys.size());  // all that the catalogue was told is in it, whatever throws
   const std::span<const ChunkKey> keys(prompt.keys);
-  for (std::size_t first = 0; first < keys.size(); first += kKeysPerLock) {
-    const std::size_t count = std::min(kKeysPerLock, keys.size() - first);
-    shared.catalogue().begin_asking(keys.subspan(first, count), prompt.submitted.era, &prompt.unknown);
+  std::size_t first = prompt.next.load();
+  window->unknown.reserve(end - first);  // all that the catalogue was told is in it, whatever throws
+  for (std::size_t count = 0; first < end; first += count) {
+    count = std::min(kKeysPerLock, end - first);
+    shared.catalogue().begin_asking(keys.subspan(first, count), prompt.submitted.era, &window->unknown);
   }
 }
 
 // An op for each call of the store.
-std::vector<IoPool::Op> PresenceQuestions::divide(const PromptPtr& prompt) {
-  const Context& context = *prompt->context;
-  const std::size_t at_once = std::max<std::size_t>(context.shared->store->keys_per_locate(prompt->order), 1);
+std::vector<IoPool::Op> PresenceQuestions::divide(const PromptPtr& prompt, const WindowPtr& window,
+                                                  std::size_t at_once) {
   std::vector<IoPool::Op> ops;
-  for (std::size_t first = 0; first < prompt->unknown.size(); first += at_once) {
-    const std::size_t part = prompt->parts.size();
-    prompt->parts.push_back({first, std::min(at_once, prompt->unknown.size() - first), std::nullopt});
+  for (std::size_t first = 0; first < window->unknown.size(); first += at_once) {
+    const std::size_t part = window->parts.size();
+    window->parts.push_back({first, std::min(at_once, window->unknown.size() - first), std::nullopt});
     ops.push_back(op_of(
-        context, [prompt, part] { return ask_part(*prompt, part); },
-        [prompt, part](const Status& status) { end_part(*prompt, part, status); }));
+        *prompt->context, [prompt, window, part] { return ask_part(*prompt, *window, part); },
+        [prompt, window, part](const Status& status) { end_part(prompt, *window, part, status); }));
   }
-  prompt->ended = std::vector<std::atomic<bool>>(prompt->parts.size());
+  window->ended = std::vector<std::atomic<bool>>(window->parts.size());
   return ops;
 }
 
-Status PresenceQuestions::ask_part(Prompt& prompt, std::size_t part) {
+Status PresenceQuestions::ask_part(Prompt& prompt, Window& window, std::size_t part) {
   return contained([&] {
     PooledStore& shared = *prompt.context->shared;
     // The device may have got stuck after it was let through.
-    if (!shared.breaker(Lane::kRead).stands(*prompt.parts[part].pass)) return off();
-    return run_locate(shared, prompt.keys_of(part), prompt.order, prompt.submitted);
+    if (!shared.breaker(Lane::kRead).stands(*window.parts[part].pass)) return off();
+    return run_locate(shared, window.keys_of(part), prompt.order, prompt.submitted);
   });
 }
 
-void PresenceQuestions::end_part(Prompt& prompt, std::size_t part, const Status& status) {
-  PooledStore& shared = *prompt.context->shared;
+void PresenceQuestions::end_part(const PromptPtr& prompt, Window& window, std::size_t part,
+                                 const Status& status) {
+  PooledStore& shared = *prompt->context->shared;
   Breaker& breaker = shared.breaker(Lane::kRead);
-  const Breaker::Pass& pass = *prompt.parts[part].pass;
+  const Breaker::Pass& pass = *window.parts[part].pass;
   if (device_failed(status)) {
-    breaker.failed(pass, prompt.context->clock->now());
+    breaker.failed(pass, prompt->context->clock->now());
   } else if (status) {
     shared.answered(Lane::kRead, pass);
   } else {
@@ -188,8 +245,26 @@ void PresenceQuestions::end_part(Prompt& prompt, std::size_t part, const Status&
   }
   // Last: who sees that the question has ended also sees what the breaker makes of it. One that was given up
   // while it was stuck may be asked anew by now.
-  if (!status && !prompt.ended[part].load()) give_up(prompt, prompt.keys_of(part));
-  prompt.ended[part].store(true);
+  if (!status && !window.ended[part].load()) give_up(*prompt, window.keys_of(part));
+  if (!status) window.failed.store(true);
+  window.ended[part].store(true);
+  if (window.unanswered.fetch_sub(1) == 1) end_window(prompt, window);
+}
+
+// All its parts have ended, and no thread picks keys.
+void PresenceQuestions::end_window(const PromptPtr& prompt, const Window& window) {
+  const std::size_t next = prompt->next.load();
+  if (next >= prompt->keys.size()) return;
+  const Presence last = prompt->context->shared->catalogue().contains(prompt->keys[next - 1]);
+  const bool is_missing = last == Presence::kAbsent || last == Presence::kWasAbsent;
+  if (window.failed.load() || is_missing) return prompt->give_up_rest();
+  const Status submitted = contained([&] {
+    std::vector<IoPool::Op> ops;
+    ops.push_back(op_that_goes_on(prompt));
+    prompt->context->submit(std::move(ops));
+    return Status::ok();
+  });
+  if (!submitted) prompt->give_up_rest();
 }
 
 }  // namespace kv_offload

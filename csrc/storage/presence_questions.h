@@ -6,6 +6,11 @@
 // over again. Until then a prompt is handed over in each step that its request waits in, whole, or without
 // its first keys where another prompt asks for these: it is not taken twice.
 //
+// The chunks of a prompt (KeyOrder::kPrefix) are asked for in windows, each as long as all before it: behind
+// a chunk that is missing nothing is of use, and of a new prompt of a million tokens the first window tells.
+// The parts of a window are asked for at once. A prompt that is there takes one answer more for each doubling
+// of its length.
+//
 // Threads: the scheduler's, alone. No call does I/O or waits for who does.
 #pragma once
 
@@ -28,6 +33,7 @@ class PresenceQuestions {
  public:
   static constexpr std::uint64_t kTag = std::uint64_t{1} << 63;  // of its ops; above every id of a caller's
   static constexpr std::size_t kKeysPerLock = 64;  // what contains() waits for at most, while they are picked
+  static constexpr std::size_t kFirstWindow = 256;  // keys; at least what one call of the store takes
 
   PresenceQuestions(std::shared_ptr<PooledStore> shared, const PooledTierOptions& options,
                     IoPool::Submitter submit);
@@ -47,16 +53,22 @@ class PresenceQuestions {
     IoPool::Submitter submit;
   };
   struct Prompt;
+  struct Window;
   using PromptPtr = std::shared_ptr<Prompt>;
+  using WindowPtr = std::shared_ptr<Window>;
 
   static IoPool::Op op_of(const Context& context, std::function<Status()> run,
                           std::function<void(const Status&)> end);
-  static void begin(const PromptPtr& prompt);
-  static void pick(Prompt& prompt);
-  static std::vector<IoPool::Op> divide(const PromptPtr& prompt);
-  static Status ask_part(Prompt& prompt, std::size_t part);
+  static IoPool::Op op_that_goes_on(const PromptPtr& prompt);
+  static void go_on(const PromptPtr& prompt);
+  static void pick(Prompt& prompt, std::size_t end, Window* window);
+  static std::vector<IoPool::Op> divide(const PromptPtr& prompt, const WindowPtr& window,
+                                        std::size_t at_once);
+  static void ask(const PromptPtr& prompt, const WindowPtr& window, std::vector<IoPool::Op> ops);
+  static Status ask_part(Prompt& prompt, Window& window, std::size_t part);
   static void give_up(const Prompt& prompt, std::span<const ChunkKey> keys);
-  static void end_part(Prompt& prompt, std::size_t part, const Status& status);
+  static void end_part(const PromptPtr& prompt, Window& window, std::size_t part, const Status& status);
+  static void end_window(const PromptPtr& prompt, const Window& window);
 
   const std::shared_ptr<const Context> context_;
   // By the last key, which is no other prompt's, mostly. While one is asked for, it lives.

@@ -76,6 +76,7 @@ std::uint64_t OutgoingRecord::written() {
   if (tried_)
     form_.compression()->encoded(op_.group, header_.payload_bytes, tried_->stored_bytes, tried_->seconds);
   tried_.reset();
+  form_.traffic().written_bytes += bytes();
   return header_.payload_bytes;
 }
 
@@ -200,7 +201,11 @@ Status IncomingRecord::finish() {
   if (cipher_) {
     if (Status status = cipher_->finish_open(header_.seal); !status) return status;
   }
-  return header_.codec == Codec::kRaw ? Status::ok() : decode();
+  if (header_.codec != Codec::kRaw) {
+    if (Status status = decode(); !status) return status;
+  }
+  form_.traffic().read_bytes += header_.record_bytes();
+  return Status::ok();
 }
 
 Status IncomingRecord::decode() {

@@ -15,6 +15,7 @@
 // is inside at once.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -33,9 +34,16 @@
 
 namespace kv_offload {
 
+// Bytes that records took on their tier when they were read and written: headers, encoded payload, padding.
+struct RecordTraffic {
+  std::atomic<std::uint64_t> read_bytes{0}, written_bytes{0};
+};
+
 struct RecordFormOptions {
   std::shared_ptr<CompressionChoice> compression = {};  // null: raw
   std::shared_ptr<const SealingKeys> keys = {};         // null: not sealed
+  // Shared by all copies of these options: the store counts, the tier reports. Never null.
+  std::shared_ptr<RecordTraffic> traffic = std::make_shared<RecordTraffic>();
 };
 
 // Any thread.
@@ -48,6 +56,7 @@ class RecordForm {
 
   const SealingKeys* keys() const { return options_.keys.get(); }
   CompressionChoice* compression() const { return options_.compression.get(); }
+  RecordTraffic& traffic() const { return *options_.traffic; }
   PayloadCodec& payload_codec() { return payload_codec_; }
   // Null: there is no memory.
   std::unique_ptr<HugeBuffer> take_buffer(std::uint64_t bytes) EXCLUDES(mutex_);

@@ -40,7 +40,8 @@ class RecordStore {
 
   // ---- I/O threads, several at once. `epoch` is never null. Each ends within a time of its own, or is
   // stuck. kIo, kTimeout, and kNoSpace with an errno speak against the device, and rest it after some in a
-  // row; kTimeout with EBUSY does not: it says that another process was in the way. Nor does kUnavailable: a
+  // row; kTimeout with EBUSY does not: it says that another process was in the way. Nor does kIo with ENOENT:
+  // another program removed something that the store makes again. Nor does kUnavailable: a
   // part of the store that failed before is left alone for now, and the rest goes on. `moved` becomes the
   // payload's bytes when the device moved them; a record that is there already is ok with 0,
   // or with its bytes where a store does not tell that it took none. Leaves a whole record or none: nothing

@@ -9,9 +9,13 @@
 // the first. The parts of a prompt may lie under different ones, so every name is asked for then
 // (KeyOrder::kNone).
 //
-// A digest takes some 80 ns, less than it would to look it up. It does not lead back to its key: what this
-// process wrote or read is remembered, up to kMostRemembered keys, and removals of others are told to nobody.
-// Some are forgotten earlier, once three quarters of that are there (keys_of_digests.h).
+// A digest takes some 80 ns, and the keys of a request that waits are looked up in every step: the digests of
+// the last kMostKnown keys are kept, in the order in which the keys came (known_names.h). Under several keys
+// the one under which a record was found last is tried first.
+//
+// A digest does not lead back to its key: what this process wrote or read is remembered, up to
+// kMostRemembered keys, and removals of others are told to nobody. Some are forgotten earlier, once three
+// quarters of that are there (keys_of_digests.h).
 //
 // Threads: as Tier.
 #pragma once
@@ -43,8 +47,9 @@ class NameDigest {
   [[maybe_unused]] struct evp_cipher_ctx_st* context_;
 };
 
-// How many keys SealedNames remembers, by their digests and by their ids.
+// How many keys SealedNames remembers by their digests, and how many with their digests: four prompts of a
+// million tokens, 64 bytes each and 16 more for every key on the list.
 inline constexpr std::size_t kMostRemembered = std::size_t{1} << 20;
-inline constexpr std::size_t kMostKnown = std::size_t{1} << 16;
+inline constexpr std::size_t kMostKnown = std::size_t{1} << 18;
 
 }  // namespace kv_offload

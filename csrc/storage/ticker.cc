@@ -1,5 +1,6 @@
 #include "storage/ticker.h"
 
+#include <exception>
 #include <utility>
 
 #include "base/thread.h"
@@ -28,7 +29,12 @@ void Ticker::run() {
       if (!stop_) stopped_.wait_for(mutex_, every_);
       if (stop_) return;
     }
-    tick_();
+    // A thread that ends by an exception ends the process. What this tick could not do (memory ran out), the
+    // next one tries again.
+    try {
+      tick_();
+    } catch (const std::exception&) {
+    }
   }
 }
 

@@ -12,7 +12,7 @@ namespace kv_offload {
 
 class Ticker {
  public:
-  // `tick` must not throw, nor block for long: stop() waits for it.
+  // `tick` must not block for long: stop() waits for it. One that throws is over; the next one comes in time.
   Ticker(Nanos every, std::function<void()> tick);
   ~Ticker();    // stop()
   void stop();  // joins; idempotent; one caller

@@ -107,9 +107,14 @@ struct TierStats {
   bool writable = true;         // the same of writes
   bool is_shared = true;        // others may write what we would find: not after a reset of our own
   bool apart = false;  // another process was reset and we were not: we no longer share records with it
+  // Of a directory: how often something that another program removed (the root, a directory or file in it)
+  // was made again, and bytes of files that another program removed. Totals.
+  std::uint64_t rebuilds = 0, lost_bytes = 0;
   std::uint64_t breaker_trips = 0;
   // Ops that ran for longer than the tier allows, each once, ended since or not.
   std::uint64_t read_timeouts = 0, write_timeouts = 0;
+  // Running totals of what ops that ended well moved on the tier: header, encoded payload, padding.
+  std::uint64_t read_record_bytes = 0, written_record_bytes = 0;
   // Of a tier that may encode its records (compression_choice.h); totals.
   bool may_encode = false, encodes = false;  // ever; the next one
   double encode_seconds = 0, decode_seconds = 0;

@@ -91,8 +91,8 @@ def panels() -> list[Panel]:
             "Tier throughput",
             "Bps",
             {
-                "read {{tier}}": rate("kv_offload_read_bytes_total", "tier"),
-                "write {{tier}}": rate("kv_offload_write_bytes_total", "tier"),
+                "read {{tier}}": rate("kv_offload_read_record_bytes_total", "tier"),
+                "write {{tier}}": rate("kv_offload_write_record_bytes_total", "tier"),
             },
         ),
         Panel(

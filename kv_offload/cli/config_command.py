@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kv_offload.cli.terminal import PROBLEM, fail, plain_errors
+from kv_offload.cli.terminal import PROBLEM, fail, plain_errors, say
 
 
 def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def config(
     for given, made in zip(extra.get("secondary_tiers") or [], parsed.secondary_tiers, strict=True):
         given.update(made.portable())
     for note in notes:
-        typer.echo(f"kv-offload: note: {note}", err=True)
+        say(f"note: {note}")
     text = json.dumps(transfer_config(extra))
     typer.echo(f"--kv-transfer-config {shlex.quote(text)}" if shell else text)
 
@@ -210,10 +210,7 @@ def _share_of_memory() -> str:
     count = size >> (30 if unit == "GiB" else 20)
     if count == 0:
         fail(f"{format_bytes(available)} of host memory available ({limited_by}); give --cpu", PROBLEM)
-    typer.echo(
-        f"kv-offload: note: --cpu {count}{unit}, a quarter of {format_bytes(available)} ({limited_by})",
-        err=True,
-    )
+    say(f"note: --cpu {count}{unit}, a quarter of {format_bytes(available)} ({limited_by})")
     return f"{count}{unit}"
 
 

@@ -12,9 +12,8 @@ import kv_offload
 from kv_offload import machine, vllm_versions
 from kv_offload.cli.terminal import rate
 from kv_offload.config import ConfigError, OffloadConfig
-from kv_offload.config_compat import SPEC_NAME, is_llmd_config, own_extra_config
-from kv_offload.machine import cautions, gpus, host_memory, no_copier, tier_bounds
 from kv_offload.machine import check_machine as machine_problems
+from kv_offload.machine import gpus, host_memory, no_copier, tier_bounds
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import State, TierConfig
 
@@ -108,8 +107,9 @@ def place(tier: TierConfig) -> list[Check]:
     problems = tier.problems()
     if problems:
         return [Check(tier.label(), "refused", problem) for problem in problems]
+    answer = tier.summary()
     more = (Check(tier.label(), each.state, each.text, each.figures) for each in tier.findings())
-    return [Check(tier.label(), "ok", tier.summary()), *more]
+    return [Check(tier.label(), answer.state, answer.text, answer.figures), *more]
 
 
 def speed(tier: TierConfig, total_bytes: int) -> list[Check]:
@@ -182,18 +182,3 @@ def _shown(value: object) -> str:
     if value is None:
         return "-"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def transfer(given: dict[str, Any]) -> Iterator[Check]:
-    """Does this --kv-transfer-config make vLLM use our spec."""
-    extra, problems = own_extra_config(given)
-    for problem in problems:
-        yield Check("config", "refused", problem)
-    spec = extra.get("spec_name")
-    if spec != SPEC_NAME and not is_llmd_config(extra):
-        yield Check("config", "note", f'spec_name is {spec!r}: vLLM takes its own spec; set "{SPEC_NAME}"')
-
-
-def warnings(config: OffloadConfig, notes: list[str]) -> list[Check]:
-    """Keys that are ignored, and settings that are probably mistakes."""
-    return [Check("config", "note", text) for text in (*notes, *cautions(config))]

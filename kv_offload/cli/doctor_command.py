@@ -1,7 +1,7 @@
 """``kv-offload doctor``: what would keep a server from starting here, or what a running one reports."""
 
-import json
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,6 +47,16 @@ def doctor(
         list[str] | None,
         typer.Option(metavar="ROOT", help="Also ask about this directory, or KIND=PLACE. May be repeated."),
     ] = None,
+    kv_offloading_size: Annotated[
+        float | None,
+        typer.Option(
+            "--kv-offloading-size",
+            min=0.0,
+            metavar="GIB",
+            help="What vLLM gets as --kv-offloading-size beside it: it overwrites parts of --config.",
+            show_default=False,
+        ),
+    ] = None,
     ranks: Annotated[
         int, typer.Option(min=1, metavar="N", help="Worker processes of the engine, for metrics_port.")
     ] = 1,
@@ -65,6 +75,9 @@ def doctor(
     in a directory that it removes again. With URL: what the server's metrics say about its tiers, their
     failures, and what is missed and why.
 
+    Where vLLM is installed, its own parser judges the configuration, which takes some seconds. It is
+    refused if vLLM does not start with it, or starts and does not use this plugin.
+
     \b
     Examples:
       kv-offload doctor --config "$(kv-offload config --cpu 32GiB --disk /var/cache/kv)"
@@ -80,7 +93,10 @@ def doctor(
             fail("URL asks a running server, --config and --root ask this machine: give one of them", USAGE)
         found, plan = _ask_server(url)
     else:
-        found, plan = _ask_machine(config, root or [], ranks, measure, parse_byte_size(measure_size))
+        if kv_offloading_size is not None and config is None:
+            fail("--kv-offloading-size without --config: vLLM serves its own spec then", USAGE)
+        asked = Asked(config, kv_offloading_size, root or [], ranks, measure, parse_byte_size(measure_size))
+        found, plan = _ask_machine(asked)
     if as_json:
         print_json(_as_json(found, plan))
     else:
@@ -97,29 +113,35 @@ def _ask_server(url: str) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
     return server_checks(address, scrape(address)), []
 
 
-def _ask_machine(
-    config: str | None, roots: list[str], ranks: int, measure: bool, total: int
-) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
+@dataclass(frozen=True)
+class Asked:
+    """What is asked about this machine."""
+
+    config: str | None
+    offloading_gib: float | None
+    roots: list[str]
+    ranks: int
+    measure: bool
+    total: int  # bytes that a measurement may write
+
+
+def _ask_machine(asked: Asked) -> "tuple[list[Check], list[tuple[str, str, bool]]]":
     """The answers to all questions about this machine, and the effective settings."""
     from kv_offload.cli import doctor_checks as checks
-    from kv_offload.cli.doctor_checks import Check
-    from kv_offload.config import ConfigError, OffloadConfig, tier_at
-    from kv_offload.config_compat import own_extra_config
+    from kv_offload.cli.config_checks import Judged, judge
+    from kv_offload.config import OffloadConfig, tier_at
 
-    found: list[Check] = []
-    parsed: OffloadConfig | None = None
-    if config is not None:
-        given = read_config(config)
-        extra, _ = own_extra_config(given)
-        found += checks.transfer(given)
-        try:
-            parsed, notes = OffloadConfig.parse(extra)
-        except ConfigError as error:
-            found += [Check("config", "refused", text) for text in error.problems]
-        else:
-            found += checks.warnings(parsed, notes)
-    tiers = list(parsed.secondary_tiers if parsed else ())
-    tiers += [tier_at(place) for place in roots]
+    judged = Judged([])
+    status = console(stderr=True).status("asking this machine")
+    if asked.config is not None:
+        given = read_config(asked.config)
+        with status:
+            status.update("asking: vLLM's parser")
+            judged = judge(given, asked.offloading_gib)
+    parsed, ranks, measure, total = judged.config, asked.ranks, asked.measure, asked.total
+    found = list(judged.checks)
+    tiers = list(judged.tiers.secondary_tiers if judged.tiers else ())
+    tiers += [tier_at(place) for place in asked.roots]
     questions: list[tuple[str, Callable[[], Iterable[Check]]]] = [
         ("software", checks.software),
         ("device", lambda: [checks.device()]),
@@ -133,7 +155,7 @@ def _ask_machine(
     if measure:
         threads = parsed.copy_threads if parsed else OffloadConfig.model_fields["copy_threads"].default
         questions.append(("copy", lambda: [checks.copy_speed(threads, total)]))
-    with console(stderr=True).status("asking this machine") as status:
+    with status:
         for name, question in questions:
             status.update(f"asking: {name}")
             found += _answers(name, question)
@@ -163,12 +185,14 @@ def _answers(name: str, question: "Callable[[], Iterable[Check]]") -> "list[Chec
 
 def read_config(text: str) -> dict[str, Any]:
     """The object in JSON, or in a file's JSON after ``@``."""
+    from kv_offload.vllm_verdict import read_json
+
     source = "--config"
     if text.startswith("@"):
         source = text[1:]
         text = Path(source).read_text(encoding="utf-8")
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError as error:
         fail(f"{source} is not JSON: {error}", USAGE)
     if not isinstance(value, dict):

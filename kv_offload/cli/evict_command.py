@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kv_offload.cli.root_commands import Json
-from kv_offload.cli.terminal import OK, PROBLEM, console, plain_errors, print_json
+from kv_offload.cli.terminal import OK, PROBLEM, console, plain_errors, print_json, say
 from kv_offload.fs_root import open_root
 
 if TYPE_CHECKING:
@@ -163,12 +163,12 @@ class Watch:
                 self.look()
             except ValueError as error:  # no root yet: the first server makes it
                 if not told_waiting:
-                    typer.echo(f"kv-offload: waiting: {error}", err=True)
+                    say(f"waiting: {error}")
                 told_waiting = True
             except Stopped:
                 return
             except (OSError, ResourceError) as error:  # a volume that is away for a while comes back
-                typer.echo(f"kv-offload: {error}", err=True)
+                say(str(error))
             self._ended.wait(self._interval)
 
     def look(self) -> None:

@@ -21,6 +21,7 @@ from kv_offload.cli.terminal import (
     fail,
     plain_errors,
     print_json,
+    say,
     shortened,
     table,
 )
@@ -342,7 +343,7 @@ def _extent(report: dict[str, Any], spaces: list[dict[str, Any]], chosen: str | 
 
 def _tell(notes: Iterable[str]) -> None:
     for note in notes:
-        typer.echo(f"kv-offload: {note}", err=True)
+        say(note)
 
 
 def full_id(report: dict[str, Any], prefix: str | None) -> str | None:

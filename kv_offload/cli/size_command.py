@@ -116,7 +116,11 @@ def size(
             {"prefill_tokens_per_second": speed, "bytes_per_second": break_even(per_token, speed)}
             for speed in speeds
         ],
-        "notes": [*shape.notes, *_small_tiers(tiers)],
+        "notes": [
+            *shape.notes,
+            *_small_tiers(tiers),
+            *shape.long_chunks(dtype, tensor_parallel, block_size, blocks_per_chunk),
+        ],
     }
     if as_json:
         print_json(report)

@@ -7,13 +7,16 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 
+from kv_offload.printable import printable
+
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
     from rich.table import Table
 
 P = ParamSpec("P")
@@ -21,12 +24,18 @@ R = TypeVar("R")
 
 OK, PROBLEM, USAGE = 0, 1, 2
 _WIDTH_WITHOUT_TERMINAL = 160
+_LINE_END = "\n"
 
 
 def fail(sentence: str, status: int) -> NoReturn:
     """Say what is wrong on stderr and end with ``status``."""
-    typer.echo(f"kv-offload: {sentence}", err=True)
+    say(sentence)
     raise typer.Exit(status)
+
+
+def say(sentence: str) -> None:
+    """A sentence on stderr."""
+    typer.echo(f"kv-offload: {printable(sentence, _LINE_END)}", err=True)
 
 
 def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
@@ -58,11 +67,26 @@ def sentence(error: Exception) -> str:
 
 def console(stderr: bool = False) -> "Console":
     """A console as wide as the terminal, or as COLUMNS says; wide where nobody reads it on a terminal."""
-    from rich.console import Console
-
     stream = sys.stderr if stderr else sys.stdout
     known = stream.isatty() or "COLUMNS" in os.environ
-    return Console(stderr=stderr, width=None if known else _WIDTH_WITHOUT_TERMINAL, highlight=False)
+    return _console_type()(stderr=stderr, width=None if known else _WIDTH_WITHOUT_TERMINAL, highlight=False)
+
+
+@functools.cache
+def _console_type() -> "type[Console]":
+    """A Console that escapes what a terminal would obey. All output of commands goes through it or ``say``;
+    line ends within outside text are escaped where it is read (``add_row``, ``exposition.Page``)."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class PlainConsole(Console):
+        def render(
+            self, renderable: "RenderableType", options: "ConsoleOptions | None" = None
+        ) -> "Iterator[Segment]":
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else printable(text, _LINE_END), style, control)
+
+    return PlainConsole
 
 
 def table(title: str, *columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()) -> "Table":
@@ -82,10 +106,10 @@ def table(title: str, *columns: str, right: tuple[str, ...] = (), fold: tuple[st
 
 
 def add_row(to: "Table", *cells: str) -> None:
-    """A row of plain text: brackets in it are no markup."""
+    """A row of plain text: brackets in it are no markup, and a cell is one line."""
     from rich.markup import escape
 
-    to.add_row(*(escape(cell) for cell in cells))
+    to.add_row(*(escape(printable(cell)) for cell in cells))
 
 
 def shortened(text: str, width: int) -> str:

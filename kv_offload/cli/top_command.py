@@ -32,7 +32,8 @@ def top(
 
     Reads the server's own /metrics every few seconds; rates are those of the last interval, engines of one
     server are taken together. On a terminal the page is redrawn until Ctrl-C, elsewhere each interval is
-    printed below the one before. kv-offload why explains what is missed.
+    printed below the one before. read and write are bytes of records as the tier stores them, encoded.
+    kv-offload why explains what is missed.
 
     \b
     Examples:
@@ -106,8 +107,8 @@ def compare(before: "Page", page: "Page", seconds: float) -> dict[str, Any]:
             "chunks": total("tier_chunks", tier=tier),
             "hit_tokens": total("hit_tokens_total", tier=tier),
             "hit_tokens_per_second": per_second("hit_tokens_total", tier=tier),
-            "read_bytes_per_second": per_second("read_bytes_total", tier=tier),
-            "write_bytes_per_second": per_second("write_bytes_total", tier=tier),
+            "read_bytes_per_second": per_second("read_record_bytes_total", tier=tier),
+            "write_bytes_per_second": per_second("write_record_bytes_total", tier=tier),
             "read_seconds": mean("read_seconds", tier),
             "write_seconds": mean("write_seconds", tier),
             "evicted_bytes_per_second": per_second("evicted_bytes_total", tier=tier),

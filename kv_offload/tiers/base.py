@@ -220,9 +220,10 @@ class TierConfig(BaseModel):
         """What the boot line says of it behind its size, a word or two each."""
         return [self.write_policy]
 
-    def summary(self) -> str:
-        """One line about a tier that can be used."""
-        return "can be used"
+    def summary(self) -> Answer:
+        """One line about it without a measurement. refused: a server would not start with it; note: it would
+        start, and not use it for now."""
+        return Answer("ok", "can be used")
 
     def findings(self) -> list[Answer]:
         """What ``doctor`` says beside the summary."""

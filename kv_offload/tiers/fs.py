@@ -176,9 +176,9 @@ class FsTierConfig(SealedTierConfig):
             f"hold {format_bytes(space)}; writes will be dropped when it is full"
         ]
 
-    def summary(self) -> str:
+    def summary(self) -> Answer:
         """What is free there."""
-        return f"{format_bytes(free_bytes(self.root_dir))} free"
+        return Answer("ok", f"{format_bytes(free_bytes(self.root_dir))} free")
 
     def measure(self, total_bytes: int) -> Answer:
         """Writes and reads temporary records in a directory of their own, which the core removes again."""

@@ -125,7 +125,7 @@ class MooncakeTierConfig(SealedTierConfig):
         return [f"{self.label()}: {_HOW_TO_GET_IT}"] * missing + self.key_problems()
 
     def _look(self, records: int = 0) -> dict[str, Any]:
-        """How the store answers; RuntimeError when it does not, or this side lacks something."""
+        """How the store answers; RuntimeError when it does not, ValueError when this side lacks something."""
         from kv_offload import _core
 
         return _core.probe_mooncake(
@@ -144,16 +144,20 @@ class MooncakeTierConfig(SealedTierConfig):
             return []
         try:
             self._look()
+        except ValueError:
+            return []  # refused: summary() says why, and so does the start
         except RuntimeError as error:
             return [f"{self.label()} is not used until it answers: {error}"]
         return []
 
-    def summary(self) -> str:
-        """What can be said of it without a measurement."""
+    def summary(self) -> Answer:
+        """How it answers."""
         try:
-            return self._described(self._look())
+            return Answer("ok", self._described(self._look()))
+        except ValueError as error:
+            return Answer("refused", str(error))
         except RuntimeError as error:
-            return f"does not answer: {error}"
+            return Answer("note", f"does not answer: {error}")
 
     def _described(self, found: Mapping[str, Any]) -> str:
         return (
@@ -167,7 +171,7 @@ class MooncakeTierConfig(SealedTierConfig):
         records = max(1, min(total_bytes, _MOST_PROBE_BYTES) // _PROBE_RECORD)
         try:
             found = self._look(records)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             return Answer("refused", str(error))
         if found["write_refused"]:
             state: Literal["note", "refused"] = "note" if self.write_policy == "never" else "refused"

@@ -20,7 +20,17 @@ if TYPE_CHECKING:
     from kv_offload.remote_root import RemoteRoot
 
 DEFAULT_PORT = 6379
-_FORMS = "redis://[user@]host[:port][/db], rediss://... (TLS), unix:///path[?db=N]"
+_FORMS = (
+    "redis://[user@]host[:port][/db], rediss://... (TLS), unix:///path[?db=N]; valkey:// and valkeys:// alike"
+)
+_SAME_SCHEMES = {"valkey": "redis", "valkeys": "rediss"}
+_SENTINEL_SCHEMES = (
+    "redis-sentinel",
+    "rediss-sentinel",
+    "redis+sentinel",
+    "valkey-sentinel",
+    "valkeys-sentinel",
+)
 _PROBE_RECORD = 2 << 20
 _MOST_PROBE_BYTES = 64 << 20
 _LOOK_SECONDS = 2.0
@@ -50,10 +60,16 @@ def parse_url(text: str) -> Url:
             "has a password in it, which ends in logs and process lists: leave it out and name an "
             "environment variable (password_env) or a file (password_file) that has it"
         )
-    if parts.scheme not in ("redis", "rediss", "unix") or parts.fragment:
+    if parts.scheme in _SENTINEL_SCHEMES:
+        raise ValueError(
+            "is the address of a Sentinel, which stores no records; no primary is looked up here: give the "
+            "address of the primary, or one that always leads to it (a proxy or a service), or use a cluster"
+        )
+    scheme = _SAME_SCHEMES.get(parts.scheme, parts.scheme)
+    if scheme not in ("redis", "rediss", "unix") or parts.fragment:
         raise ValueError(f"is no address of a server; possible: {_FORMS}")
     user = unquote(parts.username or "")
-    if parts.scheme == "unix":
+    if scheme == "unix":
         found = re.fullmatch(r"(db=([0-9]{1,5}))?", parts.query)
         if found is None or parts.hostname or not parts.path.startswith("/"):
             raise ValueError("is no address of a socket; write unix:///path/of/socket or unix:///path?db=N")
@@ -67,7 +83,7 @@ def parse_url(text: str) -> Url:
         host=parts.hostname,
         port=port or DEFAULT_PORT,
         database=int(database.group(1) or 0),
-        tls=parts.scheme == "rediss",
+        tls=scheme == "rediss",
         user=user,
     )
 
@@ -91,7 +107,7 @@ class RedisTierConfig(SealedTierConfig):
     example: ClassVar[Mapping[str, Any]] = {"type": "redis", "url": "redis://cache.internal:6379/0"}
     place_key: ClassVar[str] = "url"
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
-    schemes: ClassVar[tuple[str, ...]] = ("redis", "rediss", "unix")
+    schemes: ClassVar[tuple[str, ...]] = ("redis", "rediss", "unix", *_SAME_SCHEMES, *_SENTINEL_SCHEMES)
     address_options: ClassVar[tuple[str, ...]] = (
         "key_prefix",
         "password_env",
@@ -168,7 +184,9 @@ class RedisTierConfig(SealedTierConfig):
         if self.password_env is not None and self.password_file is not None:
             raise ValueError("both password_env and password_file are given: give one of them")
         if self.ca_file is not None and not self.parts.tls:
-            raise ValueError("ca_file is given and url is not rediss://, so nothing would be verified")
+            raise ValueError(
+                "ca_file is given and url is not rediss:// or valkeys://, so nothing would be verified"
+            )
         if self.other_nodes and self.parts.unix_socket:
             raise ValueError("other_nodes is given and url is a unix socket: give the url of a node instead")
         if self.other_nodes and self.parts.database:
@@ -261,7 +279,7 @@ class RedisTierConfig(SealedTierConfig):
         return problems + self.key_problems()
 
     def _look(self, records: int = 0) -> dict[str, Any]:
-        """What the server is; RuntimeError or ValueError when it does not answer or refuses us."""
+        """What the server is; RuntimeError when it does not answer, ValueError when it refuses us."""
         from kv_offload import _core
 
         seconds = min(self.op_deadline_seconds, _LOOK_SECONDS) if records == 0 else self.op_deadline_seconds
@@ -273,7 +291,9 @@ class RedisTierConfig(SealedTierConfig):
         """A server that does not answer, is a replica, or has no bound or no way to keep one."""
         try:
             found = self._look()
-        except (RuntimeError, ValueError) as error:
+        except ValueError:
+            return []  # refused: summary() says why, and so does the start
+        except RuntimeError as error:
             return [f"{self.label()} is not used until it answers: {error}"]
         return [f"{self.label()}: {text}" for text in self._cautions_of(found)]
 
@@ -312,12 +332,14 @@ class RedisTierConfig(SealedTierConfig):
             )
         return texts
 
-    def summary(self) -> str:
+    def summary(self) -> Answer:
         """What it says of itself."""
         try:
-            return self._described(self._look())
-        except (RuntimeError, ValueError) as error:
-            return f"does not answer: {error}"
+            return Answer("ok", self._described(self._look()))
+        except ValueError as error:
+            return Answer("refused", str(error))
+        except RuntimeError as error:
+            return Answer("note", f"does not answer: {error}")
 
     def _described(self, found: Mapping[str, Any]) -> str:
         nodes = [node for node in found["nodes"] if not node["failure"]]
@@ -340,7 +362,8 @@ class RedisTierConfig(SealedTierConfig):
         return ", ".join(part for part in parts if part)
 
     def measure(self, total_bytes: int) -> Answer:
-        """Writes and reads records of its own on one connection, which are removed again."""
+        """Writes and reads records of its own on one connection, which are removed again; at most a quarter
+        of what the server has free, so that it evicts nothing."""
         records = max(1, min(total_bytes, _MOST_PROBE_BYTES) // _PROBE_RECORD)
         try:
             found = self._look(records)
@@ -350,15 +373,30 @@ class RedisTierConfig(SealedTierConfig):
         if found["write_refused"]:
             state: Literal["ok", "note", "refused"] = "note" if self.write_policy == "never" else "refused"
             return Answer(state, f"{self._described(found)}; {found['write_refused']}", found)
+        if not found["records"]:
+            return self._without_room(found, notes)
         write, read = (
             f"{format_bytes(int(found[f'{verb}_bytes_per_second']))}/s" for verb in ("write", "read")
         )
-        size = f"{records} records of {format_bytes(_PROBE_RECORD)} on one connection"
+        size = f"{found['records']} records of {format_bytes(_PROBE_RECORD)} on one connection"
         taken = found["bytes_per_record"]
         if taken > _PROBE_RECORD * 1.1:  # its allocator rounds up
             size += f", each takes {format_bytes(taken)} of its memory"
         text = "; ".join((f"writes {write}, reads {read}, {self._described(found)}", size, *notes))
         return Answer("note" if notes else "ok", text, found)
+
+    def _without_room(self, found: dict[str, Any], notes: list[str]) -> Answer:
+        """Nothing was written. Refused where the tier could write nothing either."""
+        free = min(node["free_bytes"] for node in found["nodes"] if node["free_bytes"] is not None)
+        full = free < _PROBE_RECORD and all(
+            node["eviction_policy"] == "noeviction" for node in found["nodes"]
+        )
+        text = (
+            f"not measured, as that could evict records: {format_bytes(free)} free; {self._described(found)}"
+        )
+        if full and self.write_policy != "never":
+            return Answer("refused", "; ".join((text, *notes)), found)
+        return Answer("note", "; ".join((text, *notes)), found)
 
     def make_spec(self, name: str, bound: int | None, identity: "NamespaceIdentity") -> "RedisTier":
         """A tier of a server's values."""

@@ -12,7 +12,9 @@ from pydantic import Field, field_validator, model_validator
 from kv_offload.sizes import format_bytes
 from kv_offload.tiers.base import Answer, Threads, options_of
 from kv_offload.tiers.s3_bucket import is_about_bucket, look_at_bucket
-from kv_offload.tiers.s3_credentials import Found, NoCredentials, Renewal, find_credentials
+from kv_offload.tiers.s3_credentials import Found, Renewal, find_credentials
+from kv_offload.tiers.s3_place import REGION, check_endpoint, endpoint_of, region_of
+from kv_offload.tiers.s3_place import Found as PlaceFound
 from kv_offload.tiers.sealing import SealedTierConfig
 
 if TYPE_CHECKING:
@@ -61,11 +63,16 @@ class S3TierConfig(SealedTierConfig):
         max_length=256,
         description="the first part of the name of every object",
     )
-    region: str = Field(default="us-east-1", pattern=r"^[a-z0-9-]{1,40}$", description="of the bucket")
+    region: str | None = Field(
+        default=None,
+        pattern=REGION,
+        description="of the bucket, as the store writes it; default: AWS_REGION, AWS_DEFAULT_REGION, the "
+        "profile's region, then us-east-1",
+    )
     endpoint: str | None = Field(
         default=None,
-        description="https://host[:port] of a compatible store; default: AWS's of the region. Never with "
-        "credentials",
+        description="https://host[:port] of a compatible store, never with credentials; default: "
+        "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile's endpoint_url, then AWS's of the region",
     )
     path_style: bool | None = Field(
         default=None,
@@ -92,28 +99,7 @@ class S3TierConfig(SealedTierConfig):
     @field_validator("endpoint")
     @classmethod
     def _an_address(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        try:
-            parts = urlsplit(value)
-            port = parts.port
-        except ValueError:
-            raise ValueError("is no address of a store; write https://host[:port]") from None
-        if parts.username is not None or parts.password is not None:
-            raise ValueError(
-                "has credentials in it, which end in logs and process lists: leave them out and set "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or profile"
-            )
-        if (
-            parts.scheme not in ("http", "https")
-            or not parts.hostname
-            or port == 0
-            or parts.path.strip("/")
-            or parts.query
-            or parts.fragment
-        ):
-            raise ValueError("is no address of a store; write https://host[:port]")
-        return f"{parts.scheme}://{parts.netloc}"
+        return None if value is None else check_endpoint(value)
 
     @field_validator("max_bytes")
     @classmethod
@@ -125,20 +111,39 @@ class S3TierConfig(SealedTierConfig):
 
     @model_validator(mode="after")
     def _fit_together(self) -> "S3TierConfig":
-        if self.ca_file is not None and (self.endpoint or "").startswith("http:"):
-            raise ValueError("ca_file is given and endpoint is not https://, so nothing would be verified")
-        if self.path_style is False and _is_ip_address(urlsplit(self.endpoint or "").hostname):
-            raise ValueError(
+        if problem := self._misfit(self.endpoint):
+            raise ValueError(problem)
+        return self
+
+    def _misfit(self, endpoint: str | None) -> str | None:
+        """Why other settings do not go with this endpoint."""
+        if self.ca_file is not None and (endpoint or "").startswith("http:"):
+            return "ca_file is given and endpoint is not https://, so nothing would be verified"
+        if self.path_style is False and _is_ip_address(urlsplit(endpoint or "").hostname):
+            return (
                 "path_style is false and endpoint is an IP address, before which no bucket can stand: give "
                 "its name, or leave path_style out"
             )
-        return self
+        return None
+
+    def _endpoint(self) -> PlaceFound | None:
+        """In effect; ValueError where that of the environment is none, or does not go with the settings."""
+        found = endpoint_of(self.endpoint, self.profile)
+        if found is not None and (problem := self._misfit(found.value)):
+            raise ValueError(f"{problem} ({found.source})")
+        return found
+
+    def _at(self) -> str:
+        try:
+            found = self._endpoint()
+        except ValueError:
+            return ""  # problems() says it
+        return f" at {found.value}" if found else ""
 
     @property
     def place(self) -> str:
         """The bucket and the prefix, and the store where it is not AWS."""
-        at = f" at {self.endpoint}" if self.endpoint else ""
-        return f"{self.bucket}/{self.prefix}{at}"
+        return f"{self.bucket}/{self.prefix}{self._at()}"
 
     @classmethod
     def entry_of_address(cls, address: str) -> dict[str, Any]:
@@ -166,19 +171,19 @@ class S3TierConfig(SealedTierConfig):
         bucket = self._bucket(found)
         Renewal(found, bucket.renewer(), self.label()).start()
         records = _core.s3_records(bucket, prefix=self.prefix, deadline_seconds=self.op_deadline_seconds)
-        at = f" at {self.endpoint}" if self.endpoint else ""
-        return RemoteRoot(records, f"s3://{self.bucket}/{self.prefix}{at}", f"s3://{self.bucket}/")
+        return RemoteRoot(records, f"s3://{self.bucket}/{self.prefix}{self._at()}", f"s3://{self.bucket}/")
 
     def _bucket(self, found: Found) -> "S3Bucket":
         from kv_offload import _core
 
+        endpoint = self._endpoint()
         path_style = self.path_style
         if path_style is None:
-            path_style = self.endpoint is not None or "." in self.bucket
+            path_style = endpoint is not None or "." in self.bucket
         return _core.S3Bucket(
             name=self.bucket,
-            endpoint=self.endpoint or "",
-            region=self.region,
+            endpoint=endpoint.value if endpoint else "",
+            region=region_of(self.region, self.profile, of_aws=endpoint is None).value,
             path_style=path_style,
             ca_file=self.ca_file or "",
             access_key=found.keys.access_key,
@@ -194,6 +199,8 @@ class S3TierConfig(SealedTierConfig):
         if reason := _core.s3_unavailable_reason():
             problems.append(f"{self.label()}: {reason}")
         try:
+            endpoint = self._endpoint()
+            region_of(self.region, self.profile, of_aws=endpoint is None)
             find_credentials(self.profile)
         except ValueError as error:
             problems.append(f"{self.label()}: {error}")
@@ -202,7 +209,8 @@ class S3TierConfig(SealedTierConfig):
         return problems + self.key_problems()
 
     def _look(self, records: int = 0) -> dict[str, Any]:
-        """How the store answers; RuntimeError when it does not or refuses us, NoCredentials without any."""
+        """How the store answers; RuntimeError when it does not, ValueError when it refuses us or there are no
+        credentials."""
         from kv_offload import _core
 
         bucket = self._bucket(find_credentials(self.profile))
@@ -213,20 +221,22 @@ class S3TierConfig(SealedTierConfig):
         """A store that does not answer."""
         try:
             self._look()
-        except NoCredentials:
-            return []  # a problem
+        except ValueError:
+            return []  # a problem, or refused: summary() says why, and so does the start
         except RuntimeError as error:
             return [f"{self.label()} is not used until it answers: {error}"]
         return []
 
-    def summary(self) -> str:
-        """What can be said of it without a measurement."""
+    def summary(self) -> Answer:
+        """How it answers."""
         from kv_offload import _core
 
         try:
-            return f"{self._described(self._look())}, libcurl {_core.s3_library_version()}"
-        except (RuntimeError, NoCredentials) as error:
-            return f"does not answer: {error}"
+            return Answer("ok", f"{self._described(self._look())}, libcurl {_core.s3_library_version()}")
+        except ValueError as error:
+            return Answer("refused", str(error))
+        except RuntimeError as error:
+            return Answer("note", f"does not answer: {error}")
 
     def findings(self) -> list[Answer]:
         """What seals its records, whether a lifecycle rule bounds it, and whether older versions stay."""
@@ -242,20 +252,23 @@ class S3TierConfig(SealedTierConfig):
             if not is_about_bucket(lifecycle):
                 return []
             versioning = _core.ask_s3_bucket(bucket, "versioning=", seconds)
-        except (RuntimeError, NoCredentials):
+        except (RuntimeError, ValueError):
             return []  # which the summary says, too
         return look_at_bucket(self.prefix, lifecycle, versioning)
 
     def _described(self, found: Mapping[str, Any]) -> str:
-        tls = "no TLS" if (self.endpoint or "").startswith("http:") else "TLS"
-        return f"answers in {found['answer_seconds'] * 1e3:.2f} ms, {tls}"
+        endpoint = self._endpoint()
+        region = region_of(self.region, self.profile, of_aws=endpoint is None)
+        tls = "no TLS" if endpoint and endpoint.value.startswith("http:") else "TLS"
+        told = f"endpoint {endpoint}, " if endpoint and endpoint.source else ""
+        return f"{told}region {region}, answers in {found['answer_seconds'] * 1e3:.2f} ms, {tls}"
 
     def measure(self, total_bytes: int) -> Answer:
         """Writes and reads objects of its own on one connection, which are removed again."""
         records = max(1, min(total_bytes, _MOST_PROBE_BYTES) // _PROBE_RECORD)
         try:
             found = self._look(records)
-        except (RuntimeError, NoCredentials) as error:
+        except (RuntimeError, ValueError) as error:
             return Answer("refused", str(error))
         if found["write_refused"]:
             state: Literal["note", "refused"] = "note" if self.write_policy == "never" else "refused"

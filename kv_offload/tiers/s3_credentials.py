@@ -118,7 +118,7 @@ def _in_credentials(profile: str) -> Mapping[str, str]:
     return dict(sections[profile]) if sections.has_section(profile) else {}
 
 
-def _settings(profile: str) -> Mapping[str, str]:
+def profile_settings(profile: str) -> Mapping[str, str]:
     """All that is set for a profile, in either file."""
     sections = _sections("AWS_CONFIG_FILE", "config")
     names = (["default"] if profile == "default" else []) + [f"profile {profile}"]
@@ -128,12 +128,21 @@ def _settings(profile: str) -> Mapping[str, str]:
     return {**found, **_in_credentials(profile)}
 
 
+def service_settings(profile: str, service: str) -> Mapping[str, str]:
+    """What the profile's section ``services`` sets for one service, in indented lines below its name."""
+    section = f"services {profile_settings(profile).get('services', '')}"
+    sections = _sections("AWS_CONFIG_FILE", "config")
+    lines = sections.get(section, service, fallback="").splitlines() if sections.has_section(section) else []
+    pairs = (line.partition("=") for line in lines if "=" in line)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
 def _refuse_codes(profile: str) -> None:
     """A role that needs a code of the moment: botocore would wait for somebody to type it."""
     seen: set[str] = set()
     while profile and profile not in seen:
         seen.add(profile)
-        section = _settings(profile)
+        section = profile_settings(profile)
         if not section.get("role_arn") or section.get("web_identity_token_file"):
             return
         if section.get("mfa_serial"):
@@ -146,7 +155,7 @@ def _refuse_codes(profile: str) -> None:
 
 def _way_of_botocore(profile: str) -> str | None:
     """The setting of the profile by which others give its keys; it goes before keys that stand beside it."""
-    section = _settings(profile)
+    section = profile_settings(profile)
     found = [setting for setting in _WAYS if section.get(setting)]
     # As in AWS's own tools: a program or a sign-in comes after keys in the file of credentials.
     if found and found[0] not in _BEFORE_KEYS and _in_credentials(profile).get("aws_access_key_id"):

@@ -4,7 +4,7 @@
     check_registered.py PROGRAM DIRECTORY --plain    those of files that ask whether they are sanitized
     check_registered.py PROGRAM DIRECTORY --threads  those of files that begin threads
 
-Files named gpu_* and fuzz_* are programs of their own, and so is cuda_on_threads.
+Files named gpu_* and fuzz_* are programs of their own, and so are cuda_on_threads and steps.
 
 A test may do less under a sanitizer, or nothing: then it must be run without one, too. Which ones do is known
 by their including rounds.h, so nothing else may ask, and no header and no source without tests may hide it.
@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 WRITTEN = re.compile(r"^\s*(?:TYPED_)?TEST(?:_F|_P)?\(\s*(\w+)\s*,\s*(\w+)\s*\)", re.MULTILINE)
+PROGRAMS = {"cuda_on_threads", "steps"}  # folders
 ROUNDS = '#include "rounds.h"'
 ONLY = {"--plain": ROUNDS, "--threads": '#include "with_threads.h"'}
 ASKS = re.compile(r"__SANITIZE_|__has_feature|kSanitized|rounds\.h")
@@ -27,7 +28,7 @@ ASKS = re.compile(r"__SANITIZE_|__has_feature|kSanitized|rounds\.h")
 def sources_of(directory: Path) -> dict[Path, str]:
     paths = [p for p in directory.rglob("*") if p.suffix in (".cc", ".h")]
     paths = [p for p in paths if not p.name.startswith(("gpu_", "fuzz_")) and p.name != "rounds.h"]
-    paths = [p for p in paths if "cuda_on_threads" not in p.relative_to(directory).parts]
+    paths = [p for p in paths if not PROGRAMS.intersection(p.relative_to(directory).parts)]
     return {path: path.read_text() for path in paths}
 
 

@@ -174,7 +174,7 @@ def test_live_monitoring_draws_the_dashboard(server: LocalServer, tmp_path: Path
 
     def come_back() -> bool:
         for prompt in prompts:
-            server.ask(prompt, kv_transfer_params={"load_policy": "always"})
+            server.ask(prompt, kv_transfer_params={"kv_offload_load_policy": "always"})
         return server.metric("kv_offload_hit_tokens_total", tier="fs") > 0
 
     waiting.until(come_back, 240, "prompts from disk")

@@ -23,7 +23,7 @@ LOOKUP_DEADLINE_MS = 3000
 OP_DEADLINE_MS = 4000
 # Three records are read at a time, so each arrives within its op's deadline; a prompt takes 13 s.
 THROTTLED = 2_000_000
-ALWAYS = {"load_policy": "always"}
+ALWAYS = {"kv_offload_load_policy": "always"}
 RECOVERY_SECONDS = (
     600  # the tier is probed after 30 s, a breaker tried after up to 60; the disk below is slow, too
 )

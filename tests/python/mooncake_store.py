@@ -26,11 +26,11 @@ import ctypes, os, time, urllib.parse
 
 class MooncakeDistributedStore:
     def setup(self, host, metadata, segment, buffer, protocol, devices, master):
-        self.root = os.environ["FAKE_MOONCAKE"]
+        self.root = os.environ["MOONCAKE_FAKE"]
         self.open = {}
         self.puts = {}  # sessions
         self.gets = {}
-        return int(os.environ.get("FAKE_MOONCAKE_SETUP", "0"))
+        return int(os.environ.get("MOONCAKE_FAKE_SETUP", "0"))
     def _path(self, key):
         while os.path.exists(self.root + "/hang"):
             time.sleep(0.01)
@@ -115,7 +115,7 @@ class MooncakeDistributedStore:
 
 
 def make_fake_package(directory: Path) -> Path:
-    """A folder for PYTHONPATH with a ``mooncake`` in it; FAKE_MOONCAKE names the directory of its objects."""
+    """A folder for PYTHONPATH with a ``mooncake`` in it; MOONCAKE_FAKE names the directory of its objects."""
     package = directory / "site" / "mooncake"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")

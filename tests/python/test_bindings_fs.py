@@ -70,6 +70,23 @@ def test_chunks_come_back_from_the_root_in_a_new_cache(root, region, recorded):
     cache.close()
 
 
+@pytest.mark.parametrize("compress", ["none", "zstd"])
+def test_records_are_counted_as_large_as_they_are_on_the_disk(root, region, compress):
+    metrics = _core.Metrics()
+    spec = tier(root)
+    spec.compress = compress
+    cache = make_cache(region[0], metrics, tiers=[spec])
+    store(cache, region[1][0], cache.begin_request("r"), keys(3))
+    step_until(cache, lambda: cache.tier_stats(0)["chunks"] == 3)
+    cache.publish_gauges()
+    cache.close()
+    on_disk = sum(record["bytes"] for record in _core.FsRoot(str(root)).records())
+    assert metrics.value("kv_offload_write_record_bytes_total", ["fs"]) == on_disk
+    assert metrics.value("kv_offload_write_bytes_total", ["fs"]) == 3 * SHARD_BYTES
+    assert metrics.value("kv_offload_stored_bytes_total", []) == 3 * SHARD_BYTES
+    assert (on_disk < 3 * (SHARD_BYTES + 4096)) == (compress == "zstd")
+
+
 def test_a_root_is_read_without_a_cache(root, recorded):
     facts = _core.FsRoot(str(root)).stat()
     assert facts["records"] == 3

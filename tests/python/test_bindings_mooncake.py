@@ -63,7 +63,7 @@ def make_cache(*args: Any, **options: Any) -> Any:
 def objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of a store whose package is no Mooncake's; its processes are begun with that package."""
     monkeypatch.setenv("PYTHONPATH", str(make_fake_package(tmp_path)))
-    monkeypatch.setenv("FAKE_MOONCAKE", str(tmp_path / "objects"))
+    monkeypatch.setenv("MOONCAKE_FAKE", str(tmp_path / "objects"))
     return tmp_path / "objects"
 
 

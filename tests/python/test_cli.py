@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kv_offload
-from kv_offload import vllm_versions
+from kv_offload import vllm_verdict, vllm_versions
 from kv_offload.cli import app
 from kv_offload.cli.app import COMMANDS as LISTED
 from kv_offload.cli.app import load_command
@@ -42,6 +42,8 @@ def vllm(monkeypatch):
     def install(version):
         found = None if version is None else ("vllm", version)
         monkeypatch.setattr(vllm_versions, "installed_vllm", lambda: found)
+        # Its own parser is asked by test_transfer_configs.py, which takes long.
+        monkeypatch.setattr(vllm_verdict, "find_spec", lambda _: None)
 
     install("0.33.0")
     return install
@@ -367,34 +369,50 @@ def test_a_question_that_fails_does_not_end_the_others(core, vllm, tmp_path):
     assert "10.0 GiB/s" in text
 
 
-def test_doctor_notes_a_config_that_leads_elsewhere(core, vllm):
+def test_doctor_refuses_a_config_that_leads_elsewhere_and_prints_no_plan(core, vllm):
     in_tree = {
         "kv_connector": "OffloadingConnector",
         "kv_connector_extra_config": {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": GIB},
     }
-    text = said("doctor", "--no-measure", "--config", json.dumps(in_tree))
+    text = said("doctor", "--no-measure", "--config", json.dumps(in_tree | {"kv_role": "kv_both"}), status=1)
     assert "spec_name is 'CPUOffloadingSpec': vLLM takes its own spec; set \"KVOffloadSpec\"" in text
-    other = json.dumps({"kv_connector": "NixlConnector"})
+    assert "effective plan" not in text
+    other = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
     assert "kv_connector is 'NixlConnector'" in said("doctor", "--no-measure", "--config", other, status=1)
 
 
 def multi(*connectors):
     return json.dumps(
-        {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": list(connectors)}}
+        {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": list(connectors)},
+        }
     )
 
 
-OURS = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": json.loads(config_text())}
+OURS = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": json.loads(config_text()),
+}
 
 
 def test_doctor_finds_us_in_a_multi_connector(core, vllm):
-    answer = as_json("doctor", "--json", "--no-measure", "--config", multi({"kv_connector": "X"}, OURS))
+    answer = as_json(
+        "doctor",
+        "--json",
+        "--no-measure",
+        "--config",
+        multi({"kv_connector": "X", "kv_role": "kv_both"}, OURS),
+    )
     assert answer["plan"]["cpu_bytes_to_use"]["value"] == "1.0 GiB"
     assert "config" not in states(answer)
 
 
 def test_doctor_knows_our_reporting_connector(core, vllm):
-    given = json.dumps(OURS | {"kv_connector": "ReportingConnector"})
+    module = {"kv_connector_module_path": "kv_offload.specs.connector"}
+    given = json.dumps(OURS | {"kv_connector": "ReportingConnector"} | module)
     assert "config" not in states(as_json("doctor", "--json", "--no-measure", "--config", given))
 
 
@@ -403,7 +421,7 @@ def test_doctor_knows_our_reporting_connector(core, vllm):
     [
         ([{"kv_connector": "NixlConnector"}], 'has no "OffloadingConnector" among its connectors'),
         ([OURS, OURS], "MultiConnector has 2 OffloadingConnectors (spec_name KVOffloadSpec, KVOffloadSpec)"),
-        ([OURS | {"kv_connector_extra_config": "x"}], "cpu_bytes_to_use is needed"),
+        ([OURS | {"kv_connector_extra_config": "x"}], "kv_connector_extra_config is not a table"),
         ([OURS, OURS | {"kv_connector_extra_config": [1]}], "(spec_name KVOffloadSpec, None)"),
     ],
 )
@@ -419,11 +437,49 @@ def test_doctor_answers_a_config_of_llmd_with_ours(core, vllm):
         "block_size": 256,
         "threads_per_gpu": 64,
     }
-    transfer = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": theirs}
+    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"} | {
+        "kv_connector_extra_config": theirs
+    }
     text = said("doctor", "--no-measure", "--config", json.dumps(transfer), status=1)
     for part in ("llm-d", '"root_dir": "/mnt/files"', '"n_read_threads": 64', '"block_size": 256'):
         assert part in text
     assert "vLLM takes its own spec" not in text
+
+
+def test_doctor_needs_a_role_where_there_is_a_connector(core, vllm):
+    without = {key: value for key, value in OURS.items() if key != "kv_role"}
+    text = said("doctor", "--no-measure", "--config", json.dumps(without), status=1)
+    assert "kv_role is needed with kv_connector: 'kv_producer', 'kv_both' or 'kv_consumer'" in text
+
+
+def test_doctor_says_when_vllm_could_not_be_asked(core, vllm, monkeypatch):
+    def unasked(*_):
+        raise vllm_verdict.Unasked("vLLM's parser failed: ImportError: no torch")
+
+    monkeypatch.setattr(vllm_verdict, "problems_of", unasked)
+    text = said("doctor", "--no-measure", "--config", json.dumps(OURS))
+    assert (
+        "note config whether vLLM takes it is not known: vLLM's parser failed: ImportError: no torch" in text
+    )
+
+
+def test_doctor_shows_what_the_size_option_overwrites(core, vllm):
+    option = ("--kv-offloading-size", "2")
+    text = said("doctor", "--no-measure", *option, "--config", json.dumps(OURS))
+    assert "--kv-offloading-size overwrites cpu_bytes_to_use: '1GiB' is not used, '2GiB' is" in text
+    assert "cpu_bytes_to_use 2.0 GiB" in text
+    refused("doctor", *option, status=2, part="without --config")
+
+
+def test_doctor_takes_a_configuration_that_the_size_option_completes(core, vllm, tmp_path):
+    tiers = [{"type": "fs", "root_dir": str(tmp_path / "kv"), "max_bytes": "1GiB"}]
+    part = json.dumps({"kv_connector_extra_config": {"spec_name": "KVOffloadSpec", "secondary_tiers": tiers}})
+    answer = as_json("doctor", "--json", "--no-measure", "--config", part)
+    assert answer["plan"] == {}, "it is not known what will be in effect"
+    assert states(answer)["config"] == "note"
+    assert states(answer)[f"disk {tmp_path}/kv"] == "ok"
+    whole = as_json("doctor", "--json", "--no-measure", "--kv-offloading-size", "2", "--config", part)
+    assert whole["plan"]["cpu_bytes_to_use"]["value"] == "2.0 GiB"
 
 
 @pytest.mark.parametrize("given", ["{", "[]", '{"kv_connector_extra_config": 1}'])

@@ -231,6 +231,15 @@ def test_a_disk_that_is_smaller_than_host_memory_is_noted(config):
     assert sized(model, "--disk-size", "1GiB")["notes"] == []
 
 
+def test_chunks_longer_than_a_sliding_window_are_noted(config):
+    model = config(GEMMA_3)
+    assert sized(model, "--blocks-per-chunk", 64)["notes"] == []
+    (note,) = sized(model, "--blocks-per-chunk", 65)["notes"]
+    assert note.startswith("chunks of 1,040 tokens are longer than the sliding window of 1,024: ")
+    assert "the last 64 of 65 blocks" not in sized(model, "--blocks-per-chunk", 128)["notes"][0]
+    assert "the last 64 of 128 blocks" in sized(model, "--blocks-per-chunk", 128)["notes"][0]
+
+
 def test_more_ranks_than_heads_copy_them_but_mla_is_kept_once(config):
     assert sized(config(LLAMA_8B), "-t", 8)["bytes_per_token"]["bfloat16"] == 131_072
     assert sized(config(LLAMA_8B), "-t", 16)["bytes_per_token"]["bfloat16"] == 262_144

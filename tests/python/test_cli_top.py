@@ -34,7 +34,7 @@ kv_offload_hit_tokens_total{engine="1",model_name="tiny",tier="cpu"} 0.0
 kv_offload_hit_tokens_total{engine="0",model_name="tiny",tier="fs"} 1000.0
 kv_offload_miss_tokens_total{engine="0",model_name="tiny",reason="not_stored"} %(missed)s
 kv_offload_miss_tokens_total{engine="0",model_name="tiny",reason="a \\"new\\" reason"} 5.0
-kv_offload_read_bytes_total{engine="0",model_name="tiny",tier="fs"} %(read)s
+kv_offload_read_record_bytes_total{engine="0",model_name="tiny",tier="fs"} %(read)s
 kv_offload_read_seconds_bucket{engine="0",le="+Inf",model_name="tiny",tier="fs"} %(reads)s
 kv_offload_read_seconds_count{engine="0",model_name="tiny",tier="fs"} %(reads)s
 kv_offload_read_seconds_sum{engine="0",model_name="tiny",tier="fs"} %(seconds)s

@@ -128,6 +128,45 @@ def test_other_causes(changes, expected, part):
     assert part in " ".join(f"{finding.text} {finding.advice}" for finding in found)
 
 
+def tier_findings(text, cause):
+    (found,) = (finding for finding in from_metrics(Page(text)).findings if finding.cause == cause)
+    return found
+
+
+def test_a_chunk_that_host_memory_dropped_is_a_share_of_what_was_stored():
+    dropped = ("dropped_bytes_total", ["cpu", "pressure"], 4096)
+    assert causes(page(STORED, HIT, ("stored_bytes_total", [], 1e9), dropped)) == []
+    found = tier_findings(
+        page(STORED, HIT, ("stored_bytes_total", [], 3 * 4096), dropped), "not_stored_in_memory"
+    )
+    assert found.text == "25% of the bytes that were to be stored in host memory were dropped"
+    assert "cpu_bytes_to_use" in found.advice
+    assert "faster device" not in found.advice
+    # What was stored is no part of what a slower tier got.
+    to_disk = ("dropped_bytes_total", ["fs", "pressure"], 4096)
+    assert "not_written" in causes(page(STORED, HIT, ("stored_bytes_total", [], 1e9), to_disk))
+
+
+@pytest.mark.parametrize(
+    ("rebuilds", "lost", "said"),
+    [
+        (1, 0, "it removed its directory or files that it needs, which the server made again (once)"),
+        (2, 3 << 20, "which the server made again (2 times) and removed 3.0 MiB of its records"),
+        (0, 3 << 20, "it removed 3.0 MiB of its records"),
+    ],
+)
+def test_what_other_programs_removed_from_a_root_is_said(rebuilds, lost, said, serve):  # noqa: F811
+    more = f'kv_offload_tier_rebuilds_total{{tier="fs"}} {rebuilds}\n'
+    more += f'kv_offload_tier_lost_bytes_total{{tier="fs"}} {lost}\n'
+    found = tier_findings(page(STORED, HIT) + more, "removed_by_others")
+    assert found.text.startswith("another program changed tier fs: ")
+    assert found.text.endswith(said)
+    address = serve(FIRST + more)
+    checks = json.loads(run("doctor", address, "--json").stdout)["checks"]
+    assert [check["state"] for check in checks if check["name"] == "removed_by_others"] == ["note"]
+    assert "Another program changed tier fs" in run("why", address).stdout
+
+
 # ---- logs: each line is made by the code that logs it
 
 
@@ -162,10 +201,10 @@ def test_a_hash_seed_that_changes():
 
 def test_hints_of_requests_that_are_ignored(caplog):
     with caplog.at_level(logging.WARNING):
-        HintReader().read({"load_policy": "sometimes"})
+        HintReader().read({"kv_offload_load_policy": "sometimes"})
     (found,) = of_log(caplog.messages[-1]).findings
     assert found.cause == "ignored_hint"
-    assert "load_policy is 'sometimes'" in found.text
+    assert "kv_offload_load_policy is 'sometimes'" in found.text
 
 
 def test_requests_of_a_debug_log_are_added_up():

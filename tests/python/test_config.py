@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from live_root import used_bytes
@@ -207,12 +208,72 @@ def test_tier_names_are_distinct():
     assert config.tier_names() == ("fs", "fs-2", "fs-3")
 
 
-@pytest.mark.parametrize("key", ["max_recompute_pending_tokens", "control_plane_interval_s", "tenant_quota"])
+@pytest.mark.parametrize(
+    "key", ["max_recompute_pending_tokens", "control_plane_interval_s", "store_mode", "namespace"]
+)
 def test_a_key_that_is_near_to_none_of_ours_may_be_of_a_later_vllm_and_is_noted(key):
     _, notes = OffloadConfig.parse({"cpu_bytes_to_use": GIB, key: 1, "secondary_tiers": [FS | {key: 2}]})
     assert len(notes) == 2
     assert all(key in note and "ignored" in note for note in notes)
     assert notes[1].startswith("secondary_tiers[0]: ")
+
+
+# What other tiers and forks call a bound, and what people write for one.
+OTHER_BOUNDS = (
+    *(
+        "max_disk_gib",
+        "max_size",
+        "size_gb",
+        "max_local_disk_size",
+        "quota",
+        "tenant_quota",
+        "capacity_bytes",
+    ),
+    *("disk_limit", "max_space", "limit", "storage_budget", "high_watermark", "max_disk", "maxDiskGiB", "GB"),
+)
+
+
+@pytest.mark.parametrize("key", OTHER_BOUNDS)
+def test_another_name_for_the_bound_of_a_tier_is_an_error_that_names_max_bytes(key, monkeypatch):
+    for tier in (FS, {"type": "redis", "url": "redis://h"}, {"type": "s3", "bucket": "bucket"}):
+        (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [tier | {key: 20}]})
+        assert problem.startswith(f"secondary_tiers[0]: {key!r} is not known")
+        assert "max_bytes" in problem
+    # Nor does it help that vLLM reads a key of that name for a tier of its own.
+    monkeypatch.setattr("kv_offload.config_compat.keys_read_by_vllm", lambda: frozenset({key}))
+    assert "max_bytes" in problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [FS | {key: 20}]})[0]
+
+
+@pytest.mark.parametrize("key", ["max_disk_gib", "disk_size", "fs_quota", "storage_limit"])
+def test_the_bound_of_a_disk_outside_of_a_tier_is_an_error_that_names_max_bytes(key):
+    (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [FS], key: 20})
+    assert "secondary_tiers[...].max_bytes" in problem
+
+
+@pytest.mark.parametrize("key", ["min_free_bytes", "reserved_bytes", "keep_free_gib", "free_space"])
+def test_what_shall_stay_free_is_not_taken_for_what_may_be_held(key):
+    (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [FS | {key: 20}]})
+    assert "did you mean" not in problem
+    assert "nothing here keeps space free; max_bytes bounds what a tier may hold" in problem
+
+
+def test_a_misspelt_key_that_keeps_something_is_still_corrected():
+    assert (
+        "did you mean 'keep_host_memory'" in problems({"cpu_bytes_to_use": GIB, "keep_host_memry": True})[0]
+    )
+
+
+@pytest.mark.parametrize("given", [0, -16, "many", "", 1e400, [1], {}])
+@pytest.mark.parametrize("key", ["blocks_per_chunk", "block_size"])
+def test_a_chunk_without_a_block_is_refused(key, given):
+    (problem,) = problems({"cpu_bytes_to_use": GIB, key: given})
+    assert problem == f"{key} is {given!r}; it must be a number from 1"
+    assert read(**{key: "4"}) == read(**{key: None}) == read(), "as vLLM reads it"
+
+
+def test_a_chunk_has_one_size():
+    (problem,) = problems({"cpu_bytes_to_use": GIB, "blocks_per_chunk": 4, "block_size": 64})
+    assert "give one of them" in problem
 
 
 def test_a_key_that_the_installed_vllm_reads_is_left_to_it(monkeypatch):
@@ -232,6 +293,20 @@ def test_keys_are_told_from_the_files_of_vllm(tmp_path):
     )
     assert keys_read_by_vllm(str(tmp_path)) == {"first", "second", "third"}
     assert keys_read_by_vllm(str(tmp_path / "missing")) == frozenset()
+
+
+def test_the_files_of_vllm_are_read_once_however_many_configurations_are_parsed(tmp_path, monkeypatch):
+    package = tmp_path / "v1" / "kv_offload"
+    package.mkdir(parents=True)
+    (package / "spec.py").write_text('extra_config.get("first")')
+    looked = []
+    rglob = Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda self, pattern: looked.append(self) or rglob(self, pattern))
+    assert keys_read_by_vllm(str(tmp_path)) == {"first"}
+    once = len(looked)
+    assert once > 0
+    assert keys_read_by_vllm(str(tmp_path)) == {"first"}
+    assert len(looked) == once
 
 
 # ---- MultiConnector

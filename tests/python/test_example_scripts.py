@@ -1,8 +1,12 @@
 """The scripts of examples/ that need no server to be looked at."""
 
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -34,3 +38,52 @@ def test_serve_gives_queued_chunks_time_to_reach_the_disk(tmp_path):
 
 def test_an_option_of_the_caller_comes_last_and_so_counts(tmp_path):
     assert served_with(tmp_path, "--shutdown-timeout", "5")[-2:] == ["--shutdown-timeout", "5"]
+
+
+def migrated(given):
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / "migrate.py")],
+        input=given,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+def of_vllm(*tiers):
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30, "secondary_tiers": tiers}
+    return json.dumps({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra})
+
+
+def test_a_configuration_of_vllm_gets_a_name_and_a_bound():
+    done = migrated(of_vllm({"type": "fs", "root_dir": "/mnt/kv"}))
+    assert done.returncode == 0, done.stderr
+    extra = json.loads(done.stdout)["kv_connector_extra_config"]
+    assert extra["spec_name"] == "KVOffloadSpec"
+    assert extra["secondary_tiers"] == [{"max_bytes": "100GiB", "type": "fs", "root_dir": "/mnt/kv"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        (
+            of_vllm({"type": "fs", "root_dir": "/mnt/kv", "max_disk_gib": 20}),
+            "max_bytes bounds what a tier may hold",
+        ),
+        (of_vllm({"type": "p2p"}), "is of type 'p2p'"),
+        (of_vllm("fs"), "must be a table"),
+        ('{"kv_connector_extra_config": {"secondary_tiers": {"type": "fs"}}}', "it must be a list"),
+        ('{"kv_connector_extra_config": 1}', "it is not a table"),
+        ("[1]", "it is not a table"),
+        ("{", "the input is not JSON"),
+        ("", "the input is not JSON"),
+    ],
+)
+def test_what_cannot_be_migrated_is_said_in_a_sentence(given, part):
+    done = migrated(given)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert ("not JSON" in done.stderr) == ("not JSON" in part)
+    assert part in done.stderr

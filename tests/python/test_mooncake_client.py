@@ -34,7 +34,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(make_fake_package(tmp_path)))
-    monkeypatch.setenv("FAKE_MOONCAKE", str(tmp_path / "objects"))
+    monkeypatch.setenv("MOONCAKE_FAKE", str(tmp_path / "objects"))
     yield tmp_path / "objects"
     for name in [name for name in sys.modules if name.partition(".")[0] == "mooncake"]:
         del sys.modules[name]

@@ -163,6 +163,10 @@ def change_config(model):
         lambda model: (model / "model-2.safetensors").rename(model / "model-3.safetensors"),
         lambda model: (model / "model-2.safetensors").unlink(),
         lambda model: (model / "quantize_config.json").write_text("{}"),
+        lambda model: (model / "preprocessor_config.json").write_text("{}"),
+        lambda model: (model / "processor_config.json").write_text("{}"),
+        lambda model: (model / "video_preprocessor_config.json").write_text("{}"),
+        lambda model: (model / "modeling_tiny.py").write_text("pass"),
         change_config,
     ],
 )
@@ -207,6 +211,48 @@ def test_a_hub_name_is_known_by_its_commit(tmp_path):
     snapshot = tmp_path / "models--org--name" / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
     assert model_identity(str(snapshot)) == named, "started offline: the same model"
+
+
+def test_a_configuration_elsewhere_and_code_in_its_folders_are_digested(model, tmp_path):
+    (model / "layers").mkdir()
+    (model / "layers" / "norm.py").write_text("a")
+    found = [model_identity(str(tmp_path), configured_by=str(model))]
+    (model / "layers" / "norm.py").write_text("b")
+    found.append(model_identity(str(tmp_path), configured_by=str(model)))
+    assert found[0] != found[1]
+
+
+def test_an_adapter_that_changes_in_place_is_another_model(model, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    found = []
+    for content in (b"first", b"other"):
+        (adapter / "adapter_model.safetensors").write_bytes(content)
+        found.append(model_identity(str(model), adapters={"audio": str(adapter)}))
+    assert found[0] != found[1]
+    unknown = model_identity(str(model), adapters={"audio": "org/adapter"}, cache_dir=str(tmp_path))
+    assert "'org/adapter'" in weights_problem(unknown)
+
+
+def test_a_file_of_the_model_that_is_not_json_is_digested_as_it_is(model):
+    found = []
+    for content in (b"\xff1", b"\xff2"):
+        (model / "processor_config.json").write_bytes(content)
+        found.append(identity(model))
+    assert found[0] != found[1]
+
+
+def test_code_and_drafts_of_the_hub_are_known_by_their_commits(tmp_path):
+    arguments = {"cache_dir": str(tmp_path), "code": ["org/code"], "draft": {"name": "org/draft"}}
+    (tmp_path / "w.gguf").write_bytes(b"gguf")
+    unknown = model_identity(str(tmp_path / "w.gguf"), **arguments)
+    assert "'org/draft'" in weights_problem(unknown)
+    for name in ("code", "draft"):
+        references = tmp_path / f"models--org--{name}" / "refs"
+        references.mkdir(parents=True)
+        (references / "main").write_text("c0ffee")
+    known = model_identity(str(tmp_path / "w.gguf"), **arguments)
+    assert (weights_problem(known), known["draft"]["revision"]) == (None, "c0ffee")
 
 
 # ---- weights that cannot be told from others

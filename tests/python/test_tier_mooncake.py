@@ -39,7 +39,7 @@ def problem(**given: Any) -> str:
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes find a package of Mooncake's interface."""
     monkeypatch.setenv("PYTHONPATH", str(make_fake_package(tmp_path)))
-    monkeypatch.setenv("FAKE_MOONCAKE", str(tmp_path / "objects"))
+    monkeypatch.setenv("MOONCAKE_FAKE", str(tmp_path / "objects"))
     monkeypatch.setattr("kv_offload.tiers.base.TierConfig.op_deadline_seconds", property(lambda _: 240.0))
 
 
@@ -119,7 +119,7 @@ def test_commands_that_need_a_list_say_that_there_is_none(command: list[str]) ->
 def test_doctor_measures_a_store_that_answers() -> None:
     found = tier(master="etcd://127.0.0.1:2379")
     assert found.cautions() == []
-    assert "by tcp, answers in " in found.summary()
+    assert "by tcp, answers in " in found.summary().text
     check, codec = speed(found, 4 << 20)
     assert check.state == codec.state == "ok"
     assert "2 objects of 2.0 MiB" in check.text
@@ -133,7 +133,7 @@ def test_a_store_that_cannot_be_used_is_a_caution_in_a_sentence(monkeypatch: pyt
     (text,) = cautions(silent)
     assert "is not used until it answers" in text
     assert "does not answer: Connection refused" in text
-    monkeypatch.setenv("FAKE_MOONCAKE_SETUP", "-1")
+    monkeypatch.setenv("MOONCAKE_FAKE_SETUP", "-1")
     (text,) = cautions(config(master="etcd://127.0.0.1:2379"))
     assert "Mooncake's client does not start (code -1)" in text
     assert parse_tier({"type": "mooncake", "master": "etcd://127.0.0.1:2379"}).measure(1).state == "refused"

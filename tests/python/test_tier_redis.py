@@ -2,13 +2,15 @@
 
 import json
 import logging
+import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from redis_server import command, redis_server
+from redis_server import RedisClient, command, redis_server
 from s3_server import free_ports
 from typer.testing import CliRunner
 
@@ -56,6 +58,8 @@ def server(tmp_path: Path) -> Iterator[str]:
         ("redis://cache", Url("cache")),
         ("redis://kv@cache:7000/3", Url("cache", 7000, database=3, user="kv")),
         ("rediss://a%40b@[::1]:6380/", Url("::1", 6380, tls=True, user="a@b")),
+        ("valkey://kv@cache:7000/3", Url("cache", 7000, database=3, user="kv")),
+        ("valkeys://cache", Url("cache", tls=True)),
         ("unix:///run/r.sock", Url(unix_socket="/run/r.sock")),
         ("unix:///run/r.sock?db=2", Url(unix_socket="/run/r.sock", database=2)),
     ],
@@ -84,6 +88,79 @@ def test_what_is_no_address_is_refused_with_the_forms_that_are(text: str) -> Non
     sentence = problem(url=text)
     assert "secondary_tiers[0].url" in sentence
     assert "redis://" in sentence or "unix:///" in sentence
+
+
+@pytest.mark.parametrize("scheme", ["redis-sentinel", "rediss-sentinel", "redis+sentinel", "valkey-sentinel"])
+def test_the_address_of_a_sentinel_is_refused_with_what_to_give_instead(scheme: str) -> None:
+    assert "give the address of the primary" in problem(url=f"{scheme}://cache:26379/mymaster/0")
+    for words in (["doctor", "--no-measure", "--root"], ["config", "--cpu", "1GiB", "--tier"]):
+        prefix = "redis=" if words[0] == "config" else ""
+        result = CliRunner().invoke(app, [*words, f"{prefix}{scheme}://cache:26379/mymaster"])
+        assert result.exit_code == 2
+        assert "the address of a Sentinel" in result.stderr
+
+
+def wait_for_port(process: subprocess.Popen[bytes], port: int) -> None:
+    give_up = time.monotonic() + 240
+    while True:
+        assert process.poll() is None
+        assert time.monotonic() < give_up
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+
+
+def test_a_sentinel_behind_a_plain_address_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sentinel.conf").write_text("sentinel monitor mymaster 127.0.0.1 1 1\n")
+    port = free_ports(1)[0]
+    started = ["redis-server", str(tmp_path / "sentinel.conf"), "--sentinel", "--port", str(port)]
+    sentinel = subprocess.Popen(started, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        wait_for_port(sentinel, port)
+        (tier,) = config(url=f"redis://127.0.0.1:{port}").secondary_tiers
+        (answer,) = place(tier)
+        assert (answer.state, "this is a Sentinel, which stores no records" in answer.text) == (
+            "refused",
+            True,
+        )
+        (measured,) = speed(tier, 1 << 20)
+        assert measured.state == "refused"
+        (numbered,) = place(config(url=f"redis://127.0.0.1:{port}/1").secondary_tiers[0])
+        assert (numbered.state, "it is a Sentinel" in numbered.text) == ("refused", True)
+    finally:
+        sentinel.kill()
+        sentinel.wait()
+
+
+@pytest.mark.parametrize("held", [0, 75, 135])
+def test_a_measurement_takes_a_quarter_of_what_is_free_and_evicts_nothing(tmp_path: Path, held: int) -> None:
+    options = ("--maxmemory", "160mb", "--maxmemory-policy", "allkeys-lru")
+    with redis_server(tmp_path, *options) as path, RedisClient(path) as client:
+        for number in range(held):
+            assert client.ask("SET", f"other:{number}", b"x" * 1_000_000) == b"OK"
+        assert client.ask("DBSIZE") == held, "a control: nothing was evicted yet"
+        (tier,) = config(url=f"unix://{path}").secondary_tiers
+        (answer, *_) = speed(tier, 64 << 20)
+        assert answer.state in ("ok", "note"), answer.text
+        assert client.ask("DBSIZE") == held
+        assert b"evicted_keys:0\r\n" in client.ask("INFO", "stats")
+        assert answer.figures is not None
+        (node,) = answer.figures["nodes"]
+        assert answer.figures["records"] * (2 << 20) <= node["free_bytes"] / 4
+        assert (answer.figures["records"] > 0) == (node["free_bytes"] > 4 * 2.5 * (2 << 20))
+
+
+@pytest.mark.parametrize(("policy", "state"), [("allkeys-lru", "note"), ("noeviction", "refused")])
+def test_a_full_server_is_not_measured(tmp_path: Path, policy: str, state: str) -> None:
+    options = ("--maxmemory", "2mb", "--maxmemory-policy", policy)
+    with redis_server(tmp_path, *options) as path, RedisClient(path) as client:
+        (tier,) = config(url=f"unix://{path}").secondary_tiers
+        (answer, *_) = speed(tier, 64 << 20)
+        assert answer.state == state, answer.text
+        assert "not measured" in answer.text
+        assert client.ask("DBSIZE") == 0
 
 
 @pytest.mark.parametrize(
@@ -158,7 +235,7 @@ def test_nothing_shows_the_password(
         str(speed(tier, 4 << 20)),
         boot_line(parsed, (None,), Geometry.of([16], [[4096]]), copier="host", namespace="n", version="1"),
     ]
-    assert "refuses the user name or the password" in str(cautions(parsed))
+    assert "refuses the user name or the password" in str(place(tier))
     assert SECRET not in "".join(shown) + caplog.text
 
 
@@ -205,7 +282,7 @@ def test_doctor_says_that_it_is_a_cluster_and_names_the_nodes_it_is_about(cluste
     assert f"{socket} db 0: its maxmemory-policy is noeviction" in measured.text
     assert "hash tag" not in measured.text
     assert "hash tag" in str(cautions(config(url=cluster, key_prefix="{kv}")))
-    assert "database 0 alone" in str(cautions(config(url=f"{cluster}?db=2")))
+    assert "database 0 alone" in str(place(config(url=f"{cluster}?db=2").secondary_tiers[0]))
 
 
 def test_an_engine_is_served_by_a_cluster(cluster: str) -> None:
@@ -285,6 +362,7 @@ def test_doctor_says_what_the_allocator_makes_of_a_record(
         "write_bytes_per_second": 1e9,
         "read_bytes_per_second": 1e9,
         "bytes_per_record": taken,
+        "records": 2,
     }
     monkeypatch.setattr(RedisTierConfig, "_look", lambda *_: found)
     measured = tier.measure(1 << 22)

@@ -126,7 +126,7 @@ def test_nothing_shows_the_keys(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
         repr(find_credentials(None)),
         str(found.problems()),
         str(cautions(parsed)),
-        found.summary(),
+        str(found.summary()),
     ]
     assert shown[2] == "<S3Bucket s3://kv-cache at http://127.0.0.1:9>"
     for secret in (SECRET, ACCESS):
@@ -169,7 +169,9 @@ def test_doctor_says_how_the_store_answers_and_how_fast(
     looked, bound = place(asked)
     assert (bound.state, "grows without bound" in bound.text) == ("note", True)
     assert looked.state == "ok"
-    assert re.fullmatch(r"answers in [0-9.]+ ms, no TLS, libcurl [0-9.]+.* \(/.*libcurl.*\)", looked.text)
+    assert re.fullmatch(
+        r"region us-east-1, answers in [0-9.]+ ms, no TLS, libcurl [0-9.]+.* \(/.*libcurl.*\)", looked.text
+    )
     measured, codec = speed(asked, 8 << 20)
     assert measured.state == "ok", measured.text
     assert codec.text.startswith("compress auto is ")
@@ -187,10 +189,108 @@ def test_doctor_repeats_no_key_of_a_store_that_refuses_it(
     with_keys(monkeypatch, SECRET)
     asked = tier(bucket=BUCKET, endpoint=server.endpoint, **patient)
     (looked,), (measured,) = place(asked), speed(asked, 1 << 20)
+    assert looked.state == "refused", "also where nothing is measured"
     assert "refuses the signature" in looked.text
     assert measured.state == "refused"
     assert "refuses the signature" in measured.text
     assert SECRET not in looked.text + measured.text
+
+
+def test_what_the_start_refuses_is_refused_without_a_measurement_too(
+    monkeypatch: pytest.MonkeyPatch, server: S3Server, patient: dict[str, Any]
+) -> None:
+    with_keys(monkeypatch, KNOWN_SECRET)
+    (missing,) = place(tier(bucket="no-such-bucket", endpoint=server.endpoint, **patient))
+    assert (missing.state, "there is no such bucket" in missing.text) == ("refused", True)
+    address = f"s3://no-such-bucket?endpoint={server.endpoint}"
+    assert CliRunner().invoke(app, ["doctor", "--no-measure", "--root", address]).exit_code == 1
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAUNKNOWN")
+    (unknown,) = place(tier(bucket=BUCKET, endpoint=server.endpoint, **patient))
+    assert (unknown.state, "access key" in unknown.text) == ("refused", True)
+
+
+def test_a_store_is_found_by_the_variables_of_awss_tools(
+    monkeypatch: pytest.MonkeyPatch, server: S3Server, patient: dict[str, Any]
+) -> None:
+    with_keys(monkeypatch, KNOWN_SECRET)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    monkeypatch.setenv("AWS_REGION", "US-WEST-04A")
+    asked = tier(bucket=BUCKET, prefix="found", **patient)
+    looked, _ = place(asked)
+    assert looked.state == "ok", looked.text
+    told = f"endpoint {server.endpoint} (AWS_ENDPOINT_URL), region US-WEST-04A (AWS_REGION), answers"
+    assert looked.text.startswith(told)
+    (measured, _) = speed(asked, 4 << 20)
+    assert measured.state == "ok", "signed for the region as it is written"
+    assert asked.place == f"{BUCKET}/found at {server.endpoint}"
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings", "given", "endpoint", "region"),
+    [
+        ({}, "", {}, "", "us-east-1"),
+        ({"AWS_REGION": "eu-a", "AWS_DEFAULT_REGION": "eu-b"}, "region = eu-c", {}, "", "eu-a"),
+        ({"AWS_DEFAULT_REGION": "EU-B"}, "region = eu-c", {}, "", "eu-b"),
+        ({}, "region = eu-c", {}, "", "eu-c"),
+        ({"AWS_REGION": "eu-a"}, "", {"region": "US-WEST-04A"}, "", "us-west-04a"),
+        ({}, "", {"region": "US-WEST-04A", "endpoint": "https://h"}, "https://h", "US-WEST-04A"),
+        (
+            {"AWS_ENDPOINT_URL_S3": "https://a", "AWS_ENDPOINT_URL": "https://b"},
+            "",
+            {},
+            "https://a",
+            "us-east-1",
+        ),
+        ({"AWS_ENDPOINT_URL": "https://b/"}, "endpoint_url = https://c", {}, "https://b", "us-east-1"),
+        ({}, "endpoint_url = https://c", {}, "https://c", "us-east-1"),
+        ({}, "services = x\n[services x]\ns3 =\n  endpoint_url = https://d", {}, "https://d", "us-east-1"),
+        ({"AWS_ENDPOINT_URL": "https://b"}, "", {"endpoint": "https://h"}, "https://h", "us-east-1"),
+        (
+            {"AWS_ENDPOINT_URL": "https://b", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"},
+            "endpoint_url = https://c",
+            {},
+            "",
+            "us-east-1",
+        ),
+    ],
+)
+def test_endpoint_and_region_come_from_where_awss_tools_look_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    variables: dict[str, str],
+    settings: str,
+    given: dict[str, str],
+    endpoint: str,
+    region: str,
+) -> None:
+    with_keys(monkeypatch, SECRET)
+    (tmp_path / "config").write_text(f"[default]\n{settings}\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    keys = find_credentials(None)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(_core, "S3Bucket", lambda **told: asked.update(told))
+    tier(**given)._bucket(keys)
+    assert (asked["endpoint"], asked["region"]) == (endpoint, region)
+    assert asked["path_style"] == bool(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_ENDPOINT_URL_S3", f"https://u:{SECRET}@h"),
+        ("AWS_ENDPOINT_URL", "h:1"),
+        ("AWS_REGION", "eu west"),
+    ],
+)
+def test_a_variable_that_is_not_valid_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    with_keys(monkeypatch, SECRET)
+    monkeypatch.setenv(name, value)
+    (told,) = tier().problems()
+    assert name in told
+    assert SECRET not in told
 
 
 @pytest.mark.parametrize(("write_policy", "state"), [("through", "refused"), ("never", "note")])

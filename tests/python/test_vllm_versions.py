@@ -50,3 +50,18 @@ def test_what_lies_before_and_behind_them_is_refused():
         *([True] * len(RELEASES)),
         False,
     ]
+
+
+@pytest.mark.parametrize(
+    ("version", "allowed"),
+    [
+        (f"{RELEASES[-1]}.1", True),
+        (f"{RELEASES[-1]}.0+cu130", True),
+        (f"{RELEASES[-1]}.1rc1", True),
+        (f"{RELEASES[-1]}.1.dev12+gabc", False),
+        (f"{RELEASES[-1]}.1rc1.dev7+gabc", False),
+    ],
+)
+def test_a_development_version_is_not_the_release_before_it(version, allowed):
+    assert (version_problem(version, {}) is None) == allowed
+    assert version_problem(version, {"KV_OFFLOAD_ALLOW_UNTESTED_VLLM": "1"}) is None

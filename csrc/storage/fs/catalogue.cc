@@ -3,62 +3,27 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/steps.h"
+#include "policy/id_table.h"
+
 namespace kv_offload {
 namespace {
-constexpr std::size_t kFirstBuckets = 1024;
-}
+
+constexpr int kMostFailures = 8;  // doubled so often, a back-off is as long as the last
+
+std::uint32_t tag_of(const ChunkKey& key) { return IdTable::tag(chunk_id(key)); }
+
+}  // namespace
 
 FsCatalogue::FsCatalogue(std::string policy_name)
-    : policy_name_(std::move(policy_name)),
-      policy_(make_eviction_policy(policy_name_, kFirstBuckets)),
-      table_(kFirstBuckets, kNone) {}
+    : policy_name_(std::move(policy_name)), policy_(make_eviction_policy(policy_name_)) {}
 
-Slot FsCatalogue::find(const ChunkKey& key) const {
-  for (std::size_t at = home(key); table_[at] != kNone; at = (at + 1) & (table_.size() - 1)) {
-    if (entries_[table_[at]].key == key) return table_[at];
-  }
-  return kNone;
-}
-
-void FsCatalogue::link(Slot slot) {
-  std::size_t at = home(entries_[slot].key);
-  while (table_[at] != kNone) at = (at + 1) & (table_.size() - 1);
-  table_[at] = slot;
-}
-
-// Closes the gap by moving later members of the run back (no tombstones).
-void FsCatalogue::unlink(Slot slot) {
-  const std::size_t mask = table_.size() - 1;
-  std::size_t gap = home(entries_[slot].key);
-  while (table_[gap] != slot) gap = (gap + 1) & mask;
-  for (std::size_t at = (gap + 1) & mask; table_[at] != kNone; at = (at + 1) & mask) {
-    const std::size_t wanted = home(entries_[table_[at]].key);
-    if (((at - wanted) & mask) >= ((at - gap) & mask)) {
-      table_[gap] = table_[at];
-      gap = at;
-    }
-  }
-  table_[gap] = kNone;
-}
-
-void FsCatalogue::grow(std::size_t buckets) {
-  table_.assign(buckets, kNone);
-  for (Slot slot = 0; slot < entries_.size(); ++slot) {
-    if (entries_[slot].used) link(slot);
-  }
-}
-
-void FsCatalogue::reserve(std::size_t entries) {
-  std::size_t buckets = table_.size();
-  while (buckets < entries * 2) buckets *= 2;
-  if (buckets != table_.size()) grow(buckets);
-  entries_.reserve(entries);
-}
+Slot FsCatalogue::find(const ChunkKey& key) const { return table_.find(tag_of(key), is(key)); }
 
 bool FsCatalogue::offers(const ChunkKey& key, Nanos now) const {
   const Slot slot = find(key);
   if (slot == kNone) return false;
-  return !entries_[slot].backing_off || back_off_.at(slot).until <= now;
+  return entries_[slot].failures == 0 || entries_[slot].offered_from <= now;
 }
 
 std::optional<std::uint64_t> FsCatalogue::file_bytes_of(std::uint32_t group) const {
@@ -109,38 +74,35 @@ void FsCatalogue::make_known(Slot slot) {
 }
 
 Slot FsCatalogue::add(const Record& record, const EntryInfo& about) {
-  if ((used_ + 1) * 2 > table_.size()) grow(table_.size() * 2);
-  Slot slot;
-  if (free_.empty()) {
-    slot = static_cast<Slot>(entries_.size());
-    entries_.emplace_back();
-  } else {
-    slot = free_.back();
-    free_.pop_back();
-  }
+  // First what may throw.
+  const Slot slot = first_free_ == kNone ? static_cast<Slot>(entries_.size()) : first_free_;
+  entries_.grow_to(std::size_t{slot} + 1);
+  Slot& cell = table_.at(tag_of(record.key), is(record.key));
+  cell = slot;
   Entry& entry = entries_[slot];
+  if (slot == first_free_) first_free_ = entry.next_free;
   entry = {};
   entry.key = record.key;
   entry.file_bytes = record.file_bytes;
   entry.serial = next_serial_++;
   entry.request = about.request;
   entry.used = true;
-  link(slot);
-  ++used_;
   bytes_ += record.file_bytes;
-  file_bytes_of_[record.key.group_id()] = record.file_bytes;
+  const std::uint32_t group = record.key.group_id();
+  if (file_bytes_of_.size() < kMostGroups || file_bytes_of_.contains(group))
+    file_bytes_of_[group] = record.file_bytes;
   policy_->insert(slot, about);
   return slot;
 }
 
 void FsCatalogue::drop(Slot slot) {
-  unlink(slot);
+  Entry& entry = entries_[slot];
+  table_.erase(tag_of(entry.key), [slot](Slot other) { return other == slot; });
   policy_->erase(slot);
-  if (entries_[slot].backing_off) back_off_.erase(slot);
-  entries_[slot].used = false;
-  --used_;
-  bytes_ -= entries_[slot].file_bytes;
-  free_.push_back(slot);
+  entry.used = false;
+  bytes_ -= entry.file_bytes;
+  entry.next_free = first_free_;
+  first_free_ = slot;
 }
 
 bool FsCatalogue::erase(const ChunkKey& key) {
@@ -163,21 +125,17 @@ bool FsCatalogue::next_is_of(std::uint32_t request) {
   return slot && entries_[*slot].request == request;
 }
 
-std::vector<ChunkKey> FsCatalogue::clear() {
-  std::vector<ChunkKey> keys;
-  keys.reserve(used_);
-  for (const Entry& entry : entries_) {
-    if (entry.used) keys.push_back(entry.key);
+Slot FsCatalogue::records_from(Slot first, std::size_t most, std::vector<Record>* records) const {
+  const std::size_t end = std::min(entries_.size(), std::size_t{first} + most);
+  for (std::size_t slot = first; slot < end; ++slot) {
+    if (entries_[slot].used) records->push_back({entries_[slot].key, entries_[slot].file_bytes});
   }
-  policy_ = make_eviction_policy(policy_name_, kFirstBuckets);
-  entries_.clear();
-  free_.clear();
-  table_.assign(kFirstBuckets, kNone);
-  used_ = 0;
-  bytes_ = 0;
-  back_off_.clear();
-  touched_.clear();
-  return keys;
+  return static_cast<Slot>(std::max<std::size_t>(end, first));
+}
+
+void FsCatalogue::hand_over(FsCatalogue* all) {
+  std::swap(*this, *all);
+  next_serial_ = all->next_serial_;
 }
 
 std::optional<FsCatalogue::Ref> FsCatalogue::begin_read(const ChunkKey& key) {
@@ -199,17 +157,14 @@ void FsCatalogue::end_read(const Ref& ref) {
 void FsCatalogue::read_failed(const ChunkKey& key, Nanos now) {
   const Slot slot = find(key);
   if (slot == kNone) return;
-  BackOff& back_off = back_off_[slot];
-  back_off.wait = back_off.wait.count() == 0 ? kFirstBackOff : std::min(back_off.wait * 2, kLastBackOff);
-  back_off.until = now + back_off.wait;
-  entries_[slot].backing_off = true;
+  Entry& entry = entries_[slot];
+  entry.offered_from = now + std::min(kFirstBackOff * (std::int64_t{1} << entry.failures), kLastBackOff);
+  entry.failures = static_cast<std::uint8_t>(std::min(entry.failures + 1, kMostFailures));
 }
 
 void FsCatalogue::read_succeeded(const ChunkKey& key) {
   const Slot slot = find(key);
-  if (slot == kNone || !entries_[slot].backing_off) return;
-  entries_[slot].backing_off = false;
-  back_off_.erase(slot);
+  if (slot != kNone) entries_[slot].failures = 0;
 }
 
 void FsCatalogue::touch(const ChunkKey& key, Nanos now) {
@@ -243,17 +198,17 @@ void FsCatalogue::note_touched(Slot slot, Nanos now) {
   touched_.push_back({slot, entry.serial, entry.file_bytes});
 }
 
-std::vector<FsCatalogue::Record> FsCatalogue::take_touched() {
-  std::vector<Record> records;
-  records.reserve(touched_.size());
-  for (const Ref& ref : touched_) {
+bool FsCatalogue::take_touched(std::size_t most, std::vector<Record>* records) {
+  for (; most > 0 && !touched_.empty(); --most) {
+    count_steps(1);
+    const Ref ref = touched_.front();
+    touched_.pop_front();
     Entry& entry = entries_[ref.slot];
     if (!entry.used || entry.serial != ref.serial) continue;
     entry.touched = false;
-    records.push_back({entry.key, entry.file_bytes});
+    records->push_back({entry.key, entry.file_bytes});
   }
-  touched_.clear();
-  return records;
+  return !touched_.empty();
 }
 
 }  // namespace kv_offload

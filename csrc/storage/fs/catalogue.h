@@ -1,12 +1,14 @@
 // FsCatalogue: what this process knows of one generation's records: key, file
 // size, order of eviction, reads in flight, back-off. No I/O, no lock: its owner
-// serialises. Every call is O(1) or the policy's cost, but clear().
+// serialises. Every call is O(1) or the policy's cost, growing included: the owner's
+// lock is never held for a time that depends on the number of records.
 //
-// Invariants: an entry is in the map, in the policy and in slots_, or in none of
+// Invariants: an entry is in the table, in the policy and in entries_, or in none of
 // them; a slot is pinned in the policy while its entry has readers.
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +16,8 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/segmented_vector.h"
+#include "base/split_table.h"
 #include "base/types.h"
 #include "policy/eviction_policy.h"
 
@@ -48,9 +52,8 @@ class FsCatalogue {
   // when it has been used meanwhile (it keeps the place it has).
   void insert_unordered(const Record& record);
   bool insert_in_order(const Record& record);
-  void reserve(std::size_t entries);
   bool erase(const ChunkKey& key);
-  std::size_t size() const { return used_; }
+  std::size_t size() const { return table_.size(); }
   std::uint64_t bytes() const { return bytes_; }  // of their files
   // Of a record of this group: they are all of one size. Nothing while none was seen.
   std::optional<std::uint64_t> file_bytes_of(std::uint32_t group) const;
@@ -58,8 +61,14 @@ class FsCatalogue {
   std::optional<Record> take_victim();
   // The next to go was used last, or written, by this request.
   bool next_is_of(std::uint32_t request);
-  // Forgets all; returns the keys.
-  std::vector<ChunkKey> clear();
+  // Appends the records in up to `most` slots from `first` on; returns the slot after those.
+  Slot records_from(Slot first, std::size_t most, std::vector<Record>* records) const;
+  // Forgets all, and leaves it in *all, which is empty before. O(1). No Ref of before names an entry of
+  // after.
+  void hand_over(FsCatalogue* all);
+  // For who goes through all of them: slots below slots() are in use (then their key) or not (then null).
+  Slot slots() const { return static_cast<Slot>(entries_.size()); }
+  const ChunkKey* key_at(Slot slot) const { return entries_[slot].used ? &entries_[slot].key : nullptr; }
 
   // Pins until end_read.
   std::optional<Ref> begin_read(const ChunkKey& key);
@@ -70,8 +79,9 @@ class FsCatalogue {
   // It was read for the request in `about`; or it was in use elsewhere until now.
   void hit(const ChunkKey& key, const EntryInfo& about, Nanos now);
   void touch(const ChunkKey& key, Nanos now);
-  // Entries touched since, oldest touch first; each at most once a minute.
-  std::vector<Record> take_touched();
+  // Appends entries touched since, oldest touch first; each at most once a minute. It looks at `most` of
+  // them; false: these were all.
+  bool take_touched(std::size_t most, std::vector<Record>* records);
 
  private:
   static constexpr Slot kNone = 0xFFFFFFFFu;
@@ -82,36 +92,34 @@ class FsCatalogue {
     std::uint32_t readers = 0;
     std::uint32_t touched_second = 0;  // of the clock; 0: not yet
     std::uint32_t request = 0;         // that wrote or used it last; 0: not known
+    Slot next_free = kNone;
     bool used = false;
-    bool backing_off = false;
     bool touched = false;
     bool unordered = false;
+    std::uint8_t failures = 0;  // of reads, in a row
+    Nanos offered_from{0};      // after those
   };
-  struct BackOff {
-    Nanos until{0}, wait{0};
-  };
+  // A directory that others write to may hold records of any number of groups.
+  static constexpr std::size_t kMostGroups = 1024;
   Slot find(const ChunkKey& key) const;
-  void link(Slot slot);
-  void unlink(Slot slot);
-  void grow(std::size_t buckets);
   // REQUIRES: not there. What the policy is told of it is `about`, its id too.
   Slot add(const Record& record, const EntryInfo& about);
   void make_known(Slot slot);
   void drop(Slot slot);
   void note_touched(Slot slot, Nanos now);
-  std::size_t home(const ChunkKey& key) const { return ChunkKey::Hash{}(key) & (table_.size() - 1); }
+  auto is(const ChunkKey& key) const {
+    return [this, &key](Slot slot) { return entries_[slot].key == key; };
+  }
 
-  const std::string policy_name_;
+  std::string policy_name_;
   std::unique_ptr<EvictionPolicy> policy_;
-  std::vector<Entry> entries_;
-  std::vector<Slot> free_;
-  std::vector<Slot> table_;  // open addressing, linear, kNone = empty; a power of two
-  std::size_t used_ = 0;
+  SegmentedVector<Entry> entries_;
+  Slot first_free_ = kNone;
+  SplitTable table_;  // by IdTable::tag of their chunk_id()
   std::uint64_t bytes_ = 0;
   std::unordered_map<std::uint32_t, std::uint64_t> file_bytes_of_;  // by group
   std::uint32_t next_serial_ = 1;
-  std::unordered_map<Slot, BackOff> back_off_;
-  std::vector<Ref> touched_;
+  std::deque<Ref> touched_;
 };
 
 }  // namespace kv_offload

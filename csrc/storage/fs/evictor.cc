@@ -14,9 +14,9 @@
 
 namespace kv_offload {
 namespace {
-constexpr int kReserveAttempts = 4;   // others may take what other namespaces gave back
+constexpr int kReserveAttempts = 4;   // a count that ends meanwhile may have missed what went
 constexpr int kMostNotRemovable = 4;  // records, before a write gives up
-constexpr Nanos kLookForDeadEvery{std::chrono::seconds(1)};
+constexpr Nanos kLookAgainAfter{std::chrono::seconds(1)};
 }  // namespace
 
 Evictor::Evictor(const Context& context)
@@ -25,9 +25,13 @@ Evictor::Evictor(const Context& context)
       ops_(context.root.ops),
       records_(context.records),
       clock_(context.clock),
-      stop_(context.stop) {}
+      stop_(context.stop),
+      shares_(context.options.max_bytes, context.root, context.records, context.clock),
+      dead_(context.root.ops, context.root.directory.get()),
+      others_(context.root.ops, context.root.directory.get()) {}
 
 Status Evictor::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) {
+  shares_.note_write(bytes);
   Status status;
   for (int attempt = 0; attempt < kReserveAttempts; ++attempt) {
     std::uint64_t missing = 0;
@@ -39,17 +43,18 @@ Status Evictor::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservat
   return status;
 }
 
-// Order: what nobody can hit any more, our records by policy, at last those of namespaces that others have
-// open; or before ours, while we have less than our share.
+// Order: what nobody can hit any more, our records by policy, at last those of others. While we have less
+// than our share and they do not answer, theirs go before ours.
 Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation) {
   const MutexLock lock(mutex_);
   // While it waited for the lock. What it would write is wanted by nobody, and nothing has to go for it.
   if (draft != nullptr && draft->generation != records_.generation())
     return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted", ECANCELED);
-  std::uint64_t freed = reclaim_dead(bytes);
+  std::uint64_t freed = take_dead(bytes, reservation);
   // What is not in the catalogue yet may be older than what is.
   const bool ordered = records_.extent() == KnownRecords::Extent::kOrder;
-  if (ordered && freed < bytes && is_below_share()) freed += reclaim_others(bytes - freed, true);
+  if (ordered && freed < bytes && shares_.is_below() && shares_.is_unanswered())
+    freed += take_from_others(bytes - freed, false, reservation);
   Status failure;
   for (int failures = 0; ordered && freed < bytes && failures < kMostNotRemovable;) {
     const Status status = evict_own(draft, reservation, &freed);
@@ -59,22 +64,16 @@ Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reser
     failure = status;
     ++failures;
   }
-  if (ordered && freed < bytes) freed += reclaim_others(bytes - freed, true);
+  if (ordered && freed < bytes) freed += take_from_others(bytes - freed, true, reservation);
   if (freed >= bytes) return Status::ok();
   if (!failure) return failure;
   ran_dry_.store(ordered);
-  return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
-}
-
-// Those who have records of their own, another namespace or another generation of ours, share the root alike.
-// Who has less takes from the others.
-bool Evictor::is_below_share() const {
-  std::size_t sharers = 0;
-  {
-    const MutexLock lock(shares_mutex_);
-    sharers = sharers_.size();
+  if (root_.changes->suspected()) {  // there is room, but the sum does not say so yet
+    return Status::error(StatusKind::kIo,
+                         "records were removed by another program: the root is counted again", ENOENT,
+                         root_.path);
   }
-  return sharers > 1 && records_.bytes() < options_.max_bytes / sharers;
+  return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }
 
 Status Evictor::evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) {
@@ -95,6 +94,7 @@ Status Evictor::evict_own(Draft* draft, Reservation* reservation, std::uint64_t*
   int rc = usable ? recycle(path, draft, &bytes) : -EAGAIN;
   if (rc < 0) rc = unlink_file(ops_, generation.directory.get(), path, &bytes);
   if (rc == -EISDIR) rc = 0;  // what is there is no record
+  if (rc == 0 && bytes == 0) root_.changes->note_missing();
   reservation->adopt(bytes, before);
   evicted_bytes_.fetch_add(bytes);
   *freed += bytes;
@@ -120,7 +120,7 @@ int Evictor::recycle(const std::string& path, Draft* draft, std::uint64_t* freed
   if (moved < 0) return moved;
   if (draft->fd && info.size == draft->file_bytes) {
     draft->path = std::move(temporary);
-    *freed = info.disk_bytes;
+    *freed = info.charge();
     return 0;
   }
   draft->fd.reset();
@@ -129,58 +129,159 @@ int Evictor::recycle(const std::string& path, Draft* draft, std::uint64_t* freed
   return rc;
 }
 
-std::uint64_t Evictor::reclaim_dead(std::uint64_t enough) {
+// ---- what others left, or have
+
+namespace {
+// What is gone becomes the reservation's, so that no other write gets it.
+Gone adopt_each(Space& space, Reservation* reservation) {
+  return [&space, reservation, before = space.finished()](std::uint64_t bytes) mutable {
+    reservation->adopt(bytes, before);
+    before = space.finished();
+  };
+}
+}  // namespace
+
+std::uint64_t Evictor::take_dead(std::uint64_t enough, Reservation* reservation) {
   const Nanos now = clock_.now();
   if (now < next_look_for_dead_) return 0;
-  const std::uint64_t freed = reclaim_others(enough, false);
-  if (freed < enough) next_look_for_dead_ = now + kLookForDeadEvery;
-  return freed;
-}
-
-std::uint64_t Evictor::reclaim_others(std::uint64_t enough, bool even_open) {
-  std::vector<std::string> names;
-  if (!list_namespaces(ops_, root_.directory.get(), &names)) return 0;
-  std::vector<std::uint64_t> sharers;
-  {
-    const MutexLock lock(shares_mutex_);
-    sharers = sharers_;
-  }
-  std::uint64_t freed = 0;
-  for (const std::string& name : names) {
-    if (freed >= enough || stop_.load()) break;
-    if (name == root_.namespace_name) {
-      freed += reclaim_generations(enough - freed, even_open);
-      continue;
-    }
-    const bool open = std::any_of(sharers.begin(), sharers.end(),
-                                  [&](std::uint64_t sharer) { return is_of_namespace(sharer, name); });
-    if (open && !even_open) continue;  // maybe on another host
-    freed += reclaim_namespace(ops_, root_.directory.get(), name, enough - freed, even_open, stop_,
-                               root_.each_removed());
+  const Gone gone = adopt_each(*root_.space, reservation);
+  std::vector<OldestRecords::Source> found;
+  const OldestRecords::Request request{
+      enough,
+      [&] { return found = dead_generations(); },
+      [&](const OldestRecords::Source& source) {
+        return source.namespace_name == root_.namespace_name || !shares_.is_open(source.namespace_name);
+      },
+      gone,
+  };
+  std::uint64_t freed = dead_.remove(request, stop_);
+  if (freed < enough) {
+    freed += remove_what_is_empty(found, gone);
+    next_look_for_dead_ = now + kLookAgainAfter;
   }
   evicted_bytes_.fetch_add(freed);
   return freed;
 }
 
-// Of our namespace: what a reset left that nobody uses; even_open: also what others keep who were not reset,
-// or reset apart from us.
-std::uint64_t Evictor::reclaim_generations(std::uint64_t enough, bool even_open) {
+// The directories and marks of what is dead, once its records are gone.
+std::uint64_t Evictor::remove_what_is_empty(const std::vector<OldestRecords::Source>& dead,
+                                            const Gone& gone) {
+  std::uint64_t freed = 0;
+  std::string last;
+  for (const OldestRecords::Source& source : dead) {
+    if (source.namespace_name == last || stop_.load()) continue;
+    last = source.namespace_name;
+    if (last != root_.namespace_name) {
+      freed += reclaim_namespace(ops_, root_.directory.get(), last, kAllUnused, false, stop_, gone);
+    } else if (const std::shared_ptr<Generation> own = records_.generation()) {
+      freed += kv_offload::reclaim_unused_generations(ops_, root_.namespace_directory.get(), own->number,
+                                                      kAllUnused, stop_, gone);
+    }
+  }
+  return freed;
+}
+
+// Namespaces that no server has open, and of ours what a reset left.
+std::vector<OldestRecords::Source> Evictor::dead_generations() {
+  std::vector<OldestRecords::Source> dead;
+  std::vector<std::string> names;
+  if (!list_namespaces(ops_, root_.directory.get(), &names)) return dead;
   const std::shared_ptr<Generation> own = records_.generation();
-  if (!own) return 0;
-  const int directory = root_.namespace_directory.get();
-  const auto gone = root_.each_removed();
-  return even_open
-             ? reclaim_other_generations(ops_, directory, own->number, enough, stop_, gone)
-             : kv_offload::reclaim_unused_generations(ops_, directory, own->number, enough, stop_, gone);
+  for (const std::string& name : names) {
+    const bool ours = name == root_.namespace_name;
+    if (ours ? !own : shares_.is_open(name)) continue;  // maybe on another host
+    int error = 0;
+    const Fd directory = open_fd(ops_, root_.directory.get(), name, kOpenDirectory, 0, &error);
+    std::vector<std::uint64_t> numbers;
+    if (!directory || (!ours && namespace_is_open(ops_, directory.get())) ||
+        !list_generations(ops_, directory.get(), &numbers)) {
+      continue;
+    }
+    const std::vector<std::uint64_t> live = live_generations(ops_, directory.get());
+    for (const std::uint64_t number : numbers) {
+      const bool findable = std::binary_search(live.begin(), live.end(), number);
+      if (!ours || (!findable && number != own->number)) dead.push_back({name, number, findable});
+    }
+  }
+  return dead;
+}
+
+// All generations but our own that somebody may find, or may have found before it was stopped.
+std::vector<OldestRecords::Source> Evictor::other_generations() {
+  std::vector<OldestRecords::Source> others;
+  std::vector<std::string> names;
+  const std::shared_ptr<Generation> own = records_.generation();
+  if (!own || !list_namespaces(ops_, root_.directory.get(), &names)) return others;
+  for (const std::string& name : names) {
+    int error = 0;
+    const Fd directory = open_fd(ops_, root_.directory.get(), name, kOpenDirectory, 0, &error);
+    std::vector<std::uint64_t> numbers;
+    if (!directory || !list_generations(ops_, directory.get(), &numbers)) continue;
+    for (const std::uint64_t number : numbers) {
+      if (name != root_.namespace_name || number != own->number) others.push_back({name, number, true});
+    }
+  }
+  return others;
+}
+
+// any: whoever has them, and however much. Else those of sharers with more than their share.
+std::uint64_t Evictor::take_from_others(std::uint64_t enough, bool any, Reservation* reservation) {
+  const Nanos now = clock_.now();
+  const std::vector<std::uint64_t> from = any ? std::vector<std::uint64_t>() : shares_.others_above();
+  if (!any && (from.empty() || now < next_look_at_others_)) return 0;
+  const auto may_take = [&](const OldestRecords::Source& source) {
+    const std::uint64_t id = sharer(source.namespace_name, source.generation);
+    return any || std::find(from.begin(), from.end(), id) != from.end();
+  };
+  const OldestRecords::Request request{
+      enough,
+      [&] {
+        std::vector<OldestRecords::Source> sources = other_generations();
+        std::erase_if(sources, [&](const OldestRecords::Source& source) { return !may_take(source); });
+        return sources;
+      },
+      may_take,
+      adopt_each(*root_.space, reservation),
+  };
+  const std::uint64_t freed = others_.remove(request, stop_);
+  if (!any && freed < enough) next_look_at_others_ = now + kLookAgainAfter;
+  evicted_bytes_.fetch_add(freed);
+  return freed;
 }
 
 void Evictor::reclaim_unused_generations() {
-  evicted_bytes_.fetch_add(reclaim_generations(kAllUnused, false));
+  const std::shared_ptr<Generation> own = records_.generation();
+  if (!own) return;
+  evicted_bytes_.fetch_add(kv_offload::reclaim_unused_generations(
+      ops_, root_.namespace_directory.get(), own->number, kAllUnused, stop_, root_.each_removed()));
 }
 
-void Evictor::share_with(std::vector<std::uint64_t> sharers) {
-  const MutexLock lock(shares_mutex_);
-  sharers_ = std::move(sharers);
+// ---- sharers that are alive
+
+void Evictor::trade() {
+  const bool ordered = records_.extent() == KnownRecords::Extent::kOrder;
+  for (bool goes_on = ordered && shares_.is_asked(); goes_on && !stop_.load();) {
+    root_.space->publish_held(records_.bytes());
+    const std::optional<SpaceRequest> request = root_.space->claim();
+    goes_on = request && give_back(*request);
+  }
+  shares_.ask();
+}
+
+// By our policy: only it knows which chunks lie before which, and what was used just now. False when it could
+// not evict that much.
+bool Evictor::give_back(const SpaceRequest& request) {
+  Reservation evicted(*root_.space);
+  std::uint64_t freed = 0;
+  for (int failures = 0; freed < request.bytes && failures < kMostNotRemovable && !stop_.load();) {
+    const MutexLock lock(mutex_);  // of each record anew: writes go on meanwhile
+    const Status status = evict_own(nullptr, &evicted, &freed);
+    if (status.kind() == StatusKind::kNotFound) break;
+    failures += !status;
+  }
+  const bool enough = freed >= request.bytes;
+  root_.space->grant(request, enough ? 0 : request.bytes - freed, &evicted);
+  return enough;
 }
 
 }  // namespace kv_offload

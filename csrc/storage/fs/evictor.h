@@ -2,12 +2,13 @@
 //
 // Invariant: what goes for a write becomes that write's reservation, so nobody else gets its bytes in
 // between. A record is either known and on disk, or neither, or it could not be removed: then it stays known,
-// as the last to go, and the errno is told. What another process has open is taken only when nothing else is
-// left, or while we have less than our share.
+// as the last to go, and the errno is told. Records of a server that has the root open are evicted by that
+// server, which we ask for space while we have less than our share (Shares). They are removed from here only
+// if it does not answer, or if we have no record of our own to evict.
 //
 // Threads: reserve() on any I/O thread; the rest on upkeep's. mutex_ admits one thread at a time, for two
 // would remove twice as much; it is held across calls to the file system, and before the locks of
-// KnownRecords and Space. shares_mutex_ is innermost, and never held across a call.
+// KnownRecords, Shares and Space.
 #pragma once
 
 #include <atomic>
@@ -20,7 +21,9 @@
 #include "base/thread_annotations.h"
 #include "storage/fs/draft.h"
 #include "storage/fs/known_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/oldest_records.h"
+#include "storage/fs/open_root.h"
+#include "storage/fs/shares.h"
 #include "storage/fs/space.h"
 
 namespace kv_offload {
@@ -44,8 +47,10 @@ class Evictor {
   // Removes the generations of our namespace that nobody uses.
   void reclaim_unused_generations();
 
-  // Who has the root open (space.h), as upkeep sees it.
-  void share_with(std::vector<std::uint64_t> sharers) EXCLUDES(shares_mutex_);
+  // What upkeep found in the ledger.
+  void note(const SpaceFigures& figures) { shares_.note(figures); }
+  // Evicts for the sharers that ask for space, and asks them in turn.
+  void trade() EXCLUDES(mutex_);
   // Nothing was left to evict though the root is full: the sum may be too high.
   bool ran_dry() const { return ran_dry_.load(); }
   void forget_that_it_ran_dry() { ran_dry_.store(false); }
@@ -53,13 +58,16 @@ class Evictor {
 
  private:
   Status make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(mutex_);
-  bool is_below_share() const EXCLUDES(shares_mutex_);
   // One record; kNotFound when there is none, kDeclined when it is of the draft's own request.
   Status evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) REQUIRES(mutex_);
   int recycle(const std::string& path, Draft* draft, std::uint64_t* freed) REQUIRES(mutex_);
-  std::uint64_t reclaim_dead(std::uint64_t enough) REQUIRES(mutex_);
-  std::uint64_t reclaim_others(std::uint64_t enough, bool even_open) REQUIRES(mutex_);
-  std::uint64_t reclaim_generations(std::uint64_t enough, bool even_open);
+  std::uint64_t take_dead(std::uint64_t enough, Reservation* reservation) REQUIRES(mutex_);
+  std::uint64_t take_from_others(std::uint64_t enough, bool any, Reservation* reservation) REQUIRES(mutex_);
+  std::uint64_t remove_what_is_empty(const std::vector<OldestRecords::Source>& dead, const Gone& gone)
+      REQUIRES(mutex_);
+  std::vector<OldestRecords::Source> dead_generations();
+  std::vector<OldestRecords::Source> other_generations();
+  bool give_back(const SpaceRequest& request) EXCLUDES(mutex_);
 
   const FsTierOptions& options_;
   const OpenRoot& root_;
@@ -67,10 +75,12 @@ class Evictor {
   KnownRecords& records_;
   const Clock& clock_;
   const std::atomic<bool>& stop_;
+  Shares shares_;
   Mutex mutex_;
-  Nanos next_look_for_dead_ GUARDED_BY(mutex_){0};  // namespaces and generations
-  mutable Mutex shares_mutex_;
-  std::vector<std::uint64_t> sharers_ GUARDED_BY(shares_mutex_);
+  Nanos next_look_for_dead_ GUARDED_BY(mutex_){0};   // namespaces and generations
+  Nanos next_look_at_others_ GUARDED_BY(mutex_){0};  // that do not answer
+  OldestRecords dead_ GUARDED_BY(mutex_);
+  OldestRecords others_ GUARDED_BY(mutex_);
   // Read by upkeep and by figures(), which wait for nobody who makes space.
   std::atomic<bool> ran_dry_{false};
   std::atomic<std::uint64_t> evicted_bytes_{0};

@@ -16,11 +16,21 @@
 #include <iterator>
 #include <limits>
 
+#include "base/aligned_buffer.h"
+#include "base/types.h"
+
 namespace kv_offload {
 
 bool FileInfo::is_regular() const { return S_ISREG(mode); }
 bool FileInfo::is_directory() const { return S_ISDIR(mode); }
 bool FileInfo::is_symlink() const { return S_ISLNK(mode); }
+std::uint64_t FileInfo::charge() const { return is_regular() ? charged_bytes(disk_bytes, size) : disk_bytes; }
+
+std::uint64_t charged_bytes(std::uint64_t disk_bytes, std::uint64_t size) {
+  constexpr std::uint64_t kMostBytes = std::uint64_t{1}
+                                       << 38;  // larger than any record: a hole, and not ours
+  return size > kMostBytes ? disk_bytes : std::max(disk_bytes, round_up(size, kPageBytes));
+}
 
 namespace {
 
@@ -65,6 +75,10 @@ class PosixFileOps final : public FileOps {
     return or_errno(::openat(directory, path.c_str(), flags | O_CLOEXEC, mode));
   }
   void close(int fd) override { ::close(fd); }
+  int replace(int fd, int by) override {
+    const int rc = or_errno(::dup3(by, fd, O_CLOEXEC));
+    return rc < 0 ? rc : 0;
+  }
   std::int64_t preadv(int fd, const iovec* parts, int count, std::int64_t offset) override {
     return or_errno(static_cast<std::int64_t>(::preadv(fd, parts, count, offset)));
   }

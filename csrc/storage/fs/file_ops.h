@@ -26,10 +26,16 @@ struct FileInfo {
   std::uint32_t mode = 0;
   std::uint32_t owner = 0;
   std::uint32_t links = 0;
+  // Bytes that a file of ours counts against the bound (charged_bytes()); anything else counts its blocks.
+  std::uint64_t charge() const;
   bool is_regular() const;
   bool is_directory() const;
   bool is_symlink() const;
 };
+
+// Bytes that one of our files counts against the bound: its blocks, but at least its size in whole pages. ZFS
+// reports the blocks of a new file only seconds after the write, and file systems that compress report fewer.
+std::uint64_t charged_bytes(std::uint64_t disk_bytes, std::uint64_t size);
 
 struct DirEntry {
   std::string name;
@@ -49,6 +55,8 @@ class FileOps {
   // `directory` may be AT_FDCWD. O_CLOEXEC is added.
   virtual int open(int directory, const std::string& path, int flags, unsigned mode) = 0;
   virtual void close(int fd) = 0;
+  // dup3(): from now on `fd` is the open file of `by`, in all threads. `by` stays open.
+  virtual int replace(int fd, int by) = 0;
   virtual std::int64_t preadv(int fd, const iovec* parts, int count, std::int64_t offset) = 0;
   virtual std::int64_t pwritev(int fd, const iovec* parts, int count, std::int64_t offset) = 0;
   // keep_existing: -EEXIST instead of replacing; -EINVAL where unsupported.

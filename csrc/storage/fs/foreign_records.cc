@@ -1,42 +1,52 @@
 #include "storage/fs/foreign_records.h"
 
-#include <algorithm>
+#include <utility>
 
 #include "storage/fs/layout.h"
 #include "storage/fs/walk.h"
 
 namespace kv_offload {
 namespace {
-// A directory may change again within the grain of its time.
-constexpr std::int64_t kGrainNanos = 1'000'000'000;
+// A directory may change again within the grain of its time: 2 s at most, of the file systems that there are.
+constexpr Nanos kGrain{std::chrono::seconds(3)};
 }  // namespace
 
 void ForeignRecords::look(std::uint64_t writes) {
   if (records_.extent() != KnownRecords::Extent::kOrder) return;
   const Nanos started = clock_.now();
-  if (writes == writes_seen_ || started < next_look_) return;
+  if ((writes == writes_seen_ && !unsettled_) || started < next_look_) return;
   writes_seen_ = writes;
-  adopt_changed_leaves(newest_leaf_mtime_ - kGrainNanos);
+  unsettled_ = !adopt_changed_leaves();
   next_look_ = started + (clock_.now() - started) * 20;
 }
 
-// Adds the records of directories changed since.
-void ForeignRecords::adopt_changed_leaves(std::int64_t since_mtime) {
+// Each directory's time is compared with what it was: that of another may lie in the future, or go back. True
+// when all are settled.
+bool ForeignRecords::adopt_changed_leaves() {
   const std::shared_ptr<Generation> own = records_.generation();
   std::vector<std::uint32_t> leaves;
   std::uint64_t ignored = 0;
-  if (!own || !list_leaves(ops_, own->directory.get(), &leaves, &ignored)) return;
+  if (!own || !list_leaves(ops_, own->directory.get(), &leaves, &ignored)) return true;
+  if (std::exchange(generation_, own->number) != own->number || leaves_.empty())
+    leaves_.assign(layout::kLeaves, {});
+  bool all_settled = true;
   FileInfo info;
   for (const std::uint32_t leaf : leaves) {
     if (stop_.load()) break;
     const int directory = own->directory.get();
     (void)ops_.refresh(directory, layout::leaf_path(leaf));
-    if (ops_.stat(directory, layout::leaf_path(leaf), &info) != 0 || info.mtime_nanos < since_mtime) continue;
-    newest_leaf_mtime_ = std::max(newest_leaf_mtime_, info.mtime_nanos);
+    if (ops_.stat(directory, layout::leaf_path(leaf), &info) != 0) continue;
+    Listed& listed = leaves_[leaf];
+    const Nanos now = clock_.now();
+    if (listed.mtime != info.mtime_nanos) listed = {info.mtime_nanos, now, false};
+    if (listed.settled) continue;
+    listed.settled = now - listed.changed >= kGrain;
+    all_settled &= listed.settled;
     LeafFound found;
     (void)scan_leaf(ops_, directory, leaf, {.names_only = true}, &found);
     records_.adopt_names(own, found.records, true, stop_);
   }
+  return all_settled;
 }
 
 }  // namespace kv_offload

@@ -9,11 +9,13 @@
 
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <memory>
+#include <vector>
 
 #include "base/clock.h"
 #include "storage/fs/known_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 
 namespace kv_offload {
 
@@ -28,14 +30,22 @@ class ForeignRecords {
   void look(std::uint64_t writes);
 
  private:
-  void adopt_changed_leaves(std::int64_t since_mtime);
+  // How a leaf directory looked when it was listed last.
+  struct Listed {
+    std::int64_t mtime = std::numeric_limits<std::int64_t>::min();
+    Nanos changed{0};      // when its time was first seen to be this
+    bool settled = false;  // it was listed once more, so late that a later change has another time
+  };
+  bool adopt_changed_leaves();
 
   FileOps& ops_;
   KnownRecords& records_;
   const Clock& clock_;
   const std::atomic<bool>& stop_;
   std::uint64_t writes_seen_ = 0;
-  std::int64_t newest_leaf_mtime_ = 0;  // by the file system's clock
+  std::vector<Listed> leaves_;
+  std::uint64_t generation_ = 0;  // that they are of
+  bool unsettled_ = false;
   Nanos next_look_{0};
 };
 

@@ -28,12 +28,6 @@ std::optional<std::vector<Fd>> hold_unused(FileOps& ops, int namespace_directory
   return held;
 }
 
-// Taken to be, when it cannot be told.
-bool made_by_reset(FileOps& ops, int namespace_directory, std::uint64_t number) {
-  FileInfo info;
-  return ops.stat(namespace_directory, layout::mark_name(number, layout::Mark::kReset), &info) != -ENOENT;
-}
-
 // What nobody can hit any more, of all that there are; all: and its directory.
 using Unused = std::function<void(std::uint64_t number, bool all)>;
 void each_unused(FileOps& ops, int namespace_directory, const std::vector<std::uint64_t>& numbers,
@@ -46,6 +40,22 @@ void each_unused(FileOps& ops, int namespace_directory, const std::vector<std::u
 }
 
 }  // namespace
+
+bool made_by_reset(FileOps& ops, int namespace_directory, std::uint64_t number) {
+  FileInfo info;
+  return ops.stat(namespace_directory, layout::mark_name(number, layout::Mark::kReset), &info) != -ENOENT;
+}
+
+int keep_mark(FileOps& ops, int namespace_directory, const Generation& generation) {
+  const std::string name =
+      layout::mark_name(generation.number, generation.by_reset ? layout::Mark::kReset : layout::Mark::kOpen);
+  if (!lost_its_name(ops, generation.mark.get(), namespace_directory, name)) return 0;
+  int error = 0;
+  const Fd again = open_fd(ops, namespace_directory, name, kMarkFlags | O_CREAT, 0600, &error);
+  if (!again) return -error;
+  const int rc = lock_file(ops, again.get(), LOCK_SH | LOCK_NB);
+  return rc < 0 ? rc : ops.replace(generation.mark.get(), again.get());
+}
 
 int open_generation(FileOps& ops, int namespace_directory, const std::string& namespace_path,
                     std::uint64_t number, Generate make, std::shared_ptr<Generation>* generation) {
@@ -79,6 +89,7 @@ int open_generation(FileOps& ops, int namespace_directory, const std::string& na
     return rc < 0 ? rc : -error;
   }
   opened->made = make != Generate::kNot;
+  opened->by_reset = kind == layout::Mark::kReset;
   opened->number = number;
   opened->path = namespace_path + "/" + name;
   *generation = std::move(opened);
@@ -171,7 +182,7 @@ std::uint64_t remove_marks(FileOps& ops, int namespace_directory,
     const auto number = layout::parse_mark(entry.name);
     if (number && which(*number) && ops.stat(namespace_directory, entry.name, &info) == 0 &&
         ops.unlink(namespace_directory, entry.name) == 0) {
-      bytes += info.disk_bytes;
+      bytes += info.charge();
     }
   }
   return bytes;

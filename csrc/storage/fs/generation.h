@@ -31,7 +31,8 @@ struct Generation : RecordStore::Epoch {
   Fd mark;  // with its lock
   Fd directory;
   std::string path;
-  bool made = false;  // by this process
+  bool made = false;      // by this process
+  bool by_reset = false;  // its mark says so
   LeafDirectories leaves;
 };
 
@@ -46,6 +47,11 @@ int open_generation(FileOps& ops, int namespace_directory, const std::string& na
 // For who starts; 0 or -errno.
 int open_newest_generation(FileOps& ops, int namespace_directory, const std::string& namespace_path,
                            std::shared_ptr<Generation>* generation);
+
+// Makes the mark of one that is in use again when it was removed, and locks it; 0 or -errno.
+int keep_mark(FileOps& ops, int namespace_directory, const Generation& generation);
+// Taken to be, when it cannot be told.
+bool made_by_reset(FileOps& ops, int namespace_directory, std::uint64_t number);
 
 // Ascending.
 Status list_generations(FileOps& ops, int namespace_directory, std::vector<std::uint64_t>* generations);

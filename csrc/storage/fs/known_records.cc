@@ -1,16 +1,14 @@
 #include "storage/fs/known_records.h"
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
+#include "base/steps.h"
 #include "storage/fs/layout.h"
 
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kRecordsPerLock = 1024;  // the scheduler's thread waits for no more
-constexpr std::size_t kUsesPerLock = 128;      // each costs what the policy takes for it
 constexpr std::size_t kDeclinedCells = 4096;
 
 // Never 0: an id's lowest bit is set, and stays.
@@ -24,7 +22,8 @@ Status was_reset() {
 }  // namespace
 
 KnownRecords::KnownRecords(const std::string& eviction_policy, const Clock& clock)
-    : clock_(clock),
+    : policy_name_(eviction_policy),
+      clock_(clock),
       catalogue_(eviction_policy),
       leaves_(layout::kLeaves),
       declined_(kDeclinedCells),
@@ -79,6 +78,7 @@ void KnownRecords::give_up_asking(std::span<const ChunkKey> keys, Era) {
   not_found_.give_up_asking(keys, not_found_.era());
   const Nanos ask_again = clock_.now() + kAskAgainAfter;
   const MutexLock lock(mutex_);
+  count_steps(keys.size());
   for (const ChunkKey& key : keys) {
     Leaf& leaf = leaves_[layout::leaf_of(key)];
     if (leaf.state == Leaf::State::kAsking) leaf = {Leaf::State::kGivenUp, ask_again};
@@ -93,25 +93,29 @@ void KnownRecords::touch(const ChunkKey& key) {
 
 void KnownRecords::used(const TierUses& uses) {
   if (uses->empty()) return;
+  std::vector<TierUses> forgotten;  // freed when the lock is free again
   const MutexLock lock(mutex_);
   uses_.push_back(uses);
   used_keys_ += uses->size();
-  while (used_keys_ > kMostUses && uses_.size() > 1) {
+  while ((used_keys_ > kMostUses && uses_.size() > 1) || uses_.size() > kMostUseLists) {
+    count_steps(1);
     used_keys_ -= uses_.front()->size();
+    forgotten.push_back(std::move(uses_.front()));
     uses_.pop_front();
     next_use_ = 0;
   }
 }
 
 void KnownRecords::apply_uses() {
-  while (apply_some_uses()) std::this_thread::yield();  // who waits for the lock may get it
+  while (apply_some_uses()) mutex_.let_others_in();
 }
 
 // True: there are more.
 bool KnownRecords::apply_some_uses() {
   const Nanos now = clock_.now();
   const MutexLock lock(mutex_);
-  for (std::size_t n = 0; n < kUsesPerLock && !uses_.empty(); ++n) {
+  for (std::size_t n = 0; n < kRecordsPerLock && !uses_.empty(); ++n) {
+    count_steps(1);
     const std::vector<TierUse>& oldest = *uses_.front();
     catalogue_.hit(oldest[next_use_].key, oldest[next_use_].about, now);
     if (++next_use_ < oldest.size()) continue;
@@ -124,8 +128,23 @@ bool KnownRecords::apply_some_uses() {
 
 void KnownRecords::take_removals(std::vector<TierRemoval>* removals) {
   const MutexLock lock(mutex_);
-  removals->insert(removals->end(), removals_.begin(), removals_.end());
-  removals_.clear();
+  std::size_t left = kMostRemovals;
+  for (; left > 0 && !removals_.empty(); --left) {
+    removals->push_back(removals_.front());
+    removals_.pop_front();
+  }
+  while (left > 0 && !forgotten_.empty()) {
+    Forgotten& oldest = *forgotten_.front();
+    for (; left > 0 && oldest.told < oldest.catalogue.slots(); --left, ++oldest.told) {
+      const ChunkKey* key = oldest.catalogue.key_at(oldest.told);
+      // Not what was written again since: it was told to be there.
+      if (key != nullptr && !catalogue_.holds(*key)) removals->push_back({*key, TierRemoval::Reason::kReset});
+    }
+    if (oldest.told < oldest.catalogue.slots()) break;
+    told_.push_back(std::move(forgotten_.front()));
+    forgotten_.pop_front();
+  }
+  count_steps(kMostRemovals - left);
 }
 
 // ---- the generation
@@ -157,34 +176,41 @@ void KnownRecords::note_shared(bool shared) {
 }
 
 void KnownRecords::drop(const GenerationPtr& generation) {
+  std::unique_ptr<Forgotten> forgotten = nothing();
   const MutexLock lock(mutex_);
-  if (generation == generation_) drop_all();
+  if (generation != generation_) return;
+  next_.by_reset |= apart_;
+  drop_all(std::move(forgotten));
 }
 
 void KnownRecords::reset() {
+  std::unique_ptr<Forgotten> forgotten = nothing();
   const MutexLock lock(mutex_);
   next_.by_reset = true;
-  drop_all();
+  drop_all(std::move(forgotten));
 }
 
-void KnownRecords::drop_all() {
+void KnownRecords::drop_all(std::unique_ptr<Forgotten> forgotten) {
   if (generation_) {
     next_.least_number = generation_->number + 1;
     over_.push_back(generation_);
     generation_.reset();
   }
-  for (const ChunkKey& key : catalogue_.clear()) removals_.push_back({key, TierRemoval::Reason::kReset});
-  apart_ = false;
-  uses_.clear();
+  forgotten_.push_back(std::move(forgotten));  // first: it may throw
+  catalogue_.hand_over(&forgotten_.back()->catalogue);
+  forgotten_.back()->uses.swap(uses_);
   used_keys_ = next_use_ = 0;
+  apart_ = false;
   declined_.assign(kDeclinedCells, 0);
   extent_ = Extent::kOrder;  // nothing is there to be found until there is one
 }
 
 // Who has the only one of something can give it to nobody else: a count of 1 stays 1.
-void KnownRecords::close_unused() {
+void KnownRecords::free_unused() {
   std::vector<GenerationPtr> unused;  // closed when the lock is free again
+  std::vector<std::unique_ptr<Forgotten>> told;
   const MutexLock lock(mutex_);
+  told.swap(told_);
   std::erase_if(over_, [&](GenerationPtr& generation) {
     if (generation.use_count() > 1) return false;
     unused.push_back(std::move(generation));
@@ -338,61 +364,75 @@ void KnownRecords::note_listed(const GenerationPtr& generation, std::uint32_t le
   if (generation == generation_) leaves_[leaf].state = Leaf::State::kListed;
 }
 
+template <typename Visit>
+bool KnownRecords::in_pieces(std::size_t count, const GenerationPtr* generation,
+                             const std::atomic<bool>& stop, Visit visit) const {
+  for (std::size_t next = 0; next < count;) {
+    if (stop.load()) return false;
+    mutex_.let_others_in();
+    const MutexLock lock(mutex_);
+    if (generation != nullptr && *generation != generation_) return false;
+    const std::size_t end = std::min(next + kRecordsPerLock, count);
+    count_steps(end - next);
+    for (; next < end; ++next) visit(next);
+  }
+  return true;
+}
+
 void KnownRecords::adopt_names(const GenerationPtr& generation, std::span<const FoundRecord> records,
                                bool newest, const std::atomic<bool>& stop) {
-  std::size_t next = 0;
-  while (next < records.size() && !stop.load()) {
-    const MutexLock lock(mutex_);
-    if (generation != generation_) return;
-    const std::size_t end = std::min(next + kRecordsPerLock, records.size());
-    for (; next < end; ++next) {
-      const FsCatalogue::Record record{records[next].key, records[next].file_bytes};
-      if (newest) {
-        catalogue_.insert(record, {});
-      } else {
-        catalogue_.insert_unordered(record);
-      }
+  in_pieces(records.size(), &generation, stop, [&](std::size_t at) REQUIRES(mutex_) {
+    const FsCatalogue::Record record{records[at].key, records[at].file_bytes};
+    if (newest) {
+      catalogue_.insert(record, {});
+    } else {
+      catalogue_.insert_unordered(record);
     }
-  }
+  });
 }
 
 void KnownRecords::adopt_in_order(const GenerationPtr& generation, std::span<const FoundRecord> records,
                                   std::span<const LastUse> order, bool first, const std::atomic<bool>& stop) {
   std::vector<ChunkKey> used;  // since it was opened
-  std::size_t next = 0;
-  while (next < order.size() && !stop.load()) {
-    const MutexLock lock(mutex_);
-    if (generation != generation_) return;
-    if (next == 0) catalogue_.reserve(records.size());
-    const std::size_t end = std::min(next + kRecordsPerLock, order.size());
-    for (; next < end; ++next) {
-      const FoundRecord& record = records[order[next].second];
-      if (!catalogue_.insert_in_order({record.key, record.file_bytes}) && first) used.push_back(record.key);
-    }
-  }
+  in_pieces(order.size(), &generation, stop, [&](std::size_t at) REQUIRES(mutex_) {
+    const FoundRecord& record = records[order[at].second];
+    if (!catalogue_.insert_in_order({record.key, record.file_bytes}) && first) used.push_back(record.key);
+  });
+  const Nanos now = clock_.now();
+  static constexpr std::atomic<bool> kToTheEnd{false};
+  in_pieces(used.size(), &generation, kToTheEnd,
+            [&](std::size_t at) REQUIRES(mutex_) { catalogue_.touch(used[at], now); });
+}
+
+bool KnownRecords::known_from(const GenerationPtr& generation, Slot* slot,
+                              std::vector<FsCatalogue::Record>* records) const {
   const MutexLock lock(mutex_);
-  if (generation != generation_) return;
-  for (const ChunkKey& key : used) catalogue_.touch(key, clock_.now());
+  if (generation != generation_ || *slot >= catalogue_.slots()) return false;
+  *slot = catalogue_.records_from(*slot, kRecordsPerLock, records);
+  return true;
 }
 
 std::vector<FoundRecord> KnownRecords::unknown_of(std::span<const FoundRecord> records) const {
   std::vector<FoundRecord> unknown;
-  for (std::size_t next = 0; next < records.size();) {
-    const MutexLock lock(mutex_);
-    const std::size_t end = std::min(next + kRecordsPerLock, records.size());
-    for (; next < end; ++next) {
-      if (!catalogue_.holds(records[next].key)) unknown.push_back(records[next]);
-    }
-  }
+  static constexpr std::atomic<bool> kToTheEnd{false};
+  in_pieces(records.size(), nullptr, kToTheEnd, [&](std::size_t at) REQUIRES(mutex_) {
+    if (!catalogue_.holds(records[at].key)) unknown.push_back(records[at]);
+  });
   return unknown;
 }
 
 // ---- figures
 
 std::vector<FsCatalogue::Record> KnownRecords::take_touched(GenerationPtr* generation) {
-  const MutexLock lock(mutex_);
-  *generation = generation_;
-  return catalogue_.take_touched();
+  std::vector<FsCatalogue::Record> records;
+  for (bool more = true, first = true; more; first = false) {
+    mutex_.let_others_in();
+    const MutexLock lock(mutex_);
+    if (first) *generation = generation_;
+    if (*generation != generation_) return {};
+    more = catalogue_.take_touched(kRecordsPerLock, &records);
+  }
+  return records;
 }
 
 std::uint64_t KnownRecords::bytes() const {

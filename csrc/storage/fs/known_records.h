@@ -8,9 +8,11 @@
 // says which generation it is of. While there is none, nothing is known, and nothing is there to be found.
 //
 // Threads: any. mutex_ guards all but not_found_, and is the innermost lock: it is never held across a call
-// to the file system, nor while another lock is taken; long lists are taken in piece by piece. So the
-// scheduler's thread waits neither for storage nor for a scan. Nor does it close files, which may wait for a
-// server: whoever lets go of a generation last, it stays open until close_unused().
+// to the file system, nor while another lock is taken. Each hold of it is short whatever the number of
+// records: long lists are taken in piece by piece, and between two pieces those who wait for the lock get it;
+// tables grow in small steps; a reset only puts aside what was known, and other calls go through it and free
+// it. So the scheduler's thread waits neither for storage nor for a scan. Nor does it close files, which may
+// wait for a server: whoever lets go of a generation last, it stays open until free_unused().
 #pragma once
 
 #include <atomic>
@@ -48,8 +50,14 @@ class KnownRecords final : public Catalogue {
   // So many names that were asked for and not found are remembered (48 MiB): all requests that wait, and
   // what they share.
   static constexpr std::size_t kMostNotFound = std::size_t{1} << 19;
-  // Uses that wait to be applied; the oldest beyond that are forgotten.
+  // Uses that wait to be applied, and the lists (one a step) that they are in; the oldest beyond that are
+  // forgotten.
   static constexpr std::size_t kMostUses = std::size_t{1} << 16;
+  static constexpr std::size_t kMostUseLists = 1024;
+  // Of a long list, what is done in one hold of the lock: some 0.2 ms.
+  static constexpr std::size_t kRecordsPerLock = 128;
+  // That one call of take_removals() tells; the next calls tell the others.
+  static constexpr std::size_t kMostRemovals = 2048;
 
   // Throws InvalidArgument (unknown policy).
   KnownRecords(const std::string& eviction_policy, const Clock& clock);
@@ -74,11 +82,13 @@ class KnownRecords final : public Catalogue {
   std::optional<Next> next() const EXCLUDES(mutex_);  // nothing while there is a generation
   // False when a reset came since `made_for` was asked for: its lock file says the wrong thing.
   bool begin(GenerationPtr generation, const Next& made_for, Extent extent) EXCLUDES(mutex_);
-  // Closes the generations that are over and that no op uses any more. Upkeep's threads.
-  void close_unused() EXCLUDES(mutex_);
+  // Closes the generations that are over and that no op uses any more, and frees what was known of those
+  // before a reset. Upkeep's threads.
+  void free_unused() EXCLUDES(mutex_);
   // Others write into it, or nobody does.
   void note_shared(bool shared) EXCLUDES(mutex_);
-  // Forgets it, if it is still ours, and all its records.
+  // Forgets it, if it is still ours, and all its records: its directory is gone. If others had been reset and
+  // we not, the next one is for this process alone.
   void drop(const GenerationPtr& generation) EXCLUDES(mutex_);
   // Forgets whatever there is, so that no process that starts shares the next generation.
   void reset() EXCLUDES(mutex_);
@@ -148,13 +158,17 @@ class KnownRecords final : public Catalogue {
   void adopt_in_order(const GenerationPtr& generation, std::span<const FoundRecord> records,
                       std::span<const LastUse> order, bool first, const std::atomic<bool>& stop)
       EXCLUDES(mutex_);
+  // The known records in some slots from *slot on, which moves on. False: there are no more.
+  bool known_from(const GenerationPtr& generation, Slot* slot,
+                  std::vector<FsCatalogue::Record>* records) const EXCLUDES(mutex_);
   std::vector<FoundRecord> unknown_of(std::span<const FoundRecord> records) const EXCLUDES(mutex_);
 
   // Gives records their places by what used() told since. I/O and upkeep's threads.
   void apply_uses() EXCLUDES(mutex_);
 
   // ---- figures
-  // Records in use since the last call, oldest use first, and their generation.
+  // Records in use since the last call, oldest use first, and their generation. Of a generation that ended
+  // meanwhile: none.
   std::vector<FsCatalogue::Record> take_touched(GenerationPtr* generation) EXCLUDES(mutex_);
   std::uint64_t bytes() const EXCLUDES(mutex_);  // of the known records' files
   void figures(TierStats* stats) const EXCLUDES(mutex_);
@@ -164,11 +178,28 @@ class KnownRecords final : public Catalogue {
     enum class State : std::uint8_t { kUnknown, kAsking, kGivenUp, kListed } state = State::kUnknown;
     Nanos ask_again{0};  // kGivenUp
   };
+  // What was known before a reset: its keys are to be told as removed.
+  struct Forgotten {
+    FsCatalogue catalogue;
+    std::deque<TierUses> uses;
+    Slot told = 0;  // the slots below this one
+
+    explicit Forgotten(const std::string& eviction_policy) : catalogue(eviction_policy) {}
+  };
+  std::unique_ptr<Forgotten> nothing() const { return std::make_unique<Forgotten>(policy_name_); }
+
   bool apply_some_uses() EXCLUDES(mutex_);
+  // Calls visit(at) for each `at` below `count`, kRecordsPerLock in a hold of the lock. False: it ended
+  // early, as *stop became true, or *generation (where it is given) is no longer ours.
+  template <typename Visit>
+  bool in_pieces(std::size_t count, const GenerationPtr* generation, const std::atomic<bool>& stop,
+                 Visit visit) const EXCLUDES(mutex_);
   bool is_unknown(const Leaf& leaf, Nanos now) const REQUIRES(mutex_);
-  void drop_all() REQUIRES(mutex_);
+  // Puts aside what was known; *forgotten is the empty place for it.
+  void drop_all(std::unique_ptr<Forgotten> forgotten) REQUIRES(mutex_);
   void unpin(const FsCatalogue::Ref& ref) EXCLUDES(mutex_);
 
+  const std::string policy_name_;
   const Clock& clock_;
   mutable Mutex mutex_;
   GenerationPtr generation_ GUARDED_BY(mutex_);
@@ -179,7 +210,9 @@ class KnownRecords final : public Catalogue {
   Extent extent_ GUARDED_BY(mutex_) = Extent::kOrder;
   FsCatalogue catalogue_ GUARDED_BY(mutex_);
   std::vector<Leaf> leaves_ GUARDED_BY(mutex_);
-  std::vector<TierRemoval> removals_ GUARDED_BY(mutex_);
+  std::deque<TierRemoval> removals_ GUARDED_BY(mutex_);
+  std::deque<std::unique_ptr<Forgotten>> forgotten_ GUARDED_BY(mutex_);  // oldest first
+  std::vector<std::unique_ptr<Forgotten>> told_ GUARDED_BY(mutex_);      // all of it; to be freed
   std::deque<TierUses> uses_ GUARDED_BY(mutex_);            // not applied yet, oldest first; none is empty
   std::size_t used_keys_ GUARDED_BY(mutex_) = 0;            // in them
   std::size_t next_use_ GUARDED_BY(mutex_) = 0;             // of the oldest

@@ -74,7 +74,8 @@ std::optional<ParsedRecord> parse_record(std::string_view name) {
   if (hex.size() % 2 != 0 || !ChunkKey::fits(hex.size() / 2)) return std::nullopt;
   if (name.size() < dot + 1 + 4) return std::nullopt;
   const auto bytes = parse_number(name.substr(dot + 1, name.size() - dot - 1 - 4));
-  if (!bytes || *bytes < kRecordHeaderBytes || *bytes % kPageBytes != 0) return std::nullopt;
+  if (!bytes || *bytes < kRecordHeaderBytes || *bytes % kPageBytes != 0 || *bytes > kMostRecordBytes)
+    return std::nullopt;
   char raw[ChunkKey::kMaxBytes];
   for (std::size_t i = 0; i < hex.size() / 2; ++i) {
     const int high = hex_digit(hex[2 * i]), low = hex_digit(hex[2 * i + 1]);

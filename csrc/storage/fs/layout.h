@@ -34,6 +34,10 @@ std::uint32_t leaf_of(const ChunkKey& key);  // from the first byte
 std::string leaf_path(std::uint32_t leaf);   // "ab"
 std::optional<std::uint8_t> parse_hex_byte(std::string_view name);
 
+// A larger size in a name is not believed: such a file counts and is left alone. The sum of 64 million names
+// with this size still fits into 64 bits.
+inline constexpr std::uint64_t kMostRecordBytes = std::uint64_t{1} << 38;
+
 // "<key hex>.<file bytes>.rec"
 std::string record_name(const ChunkKey& key, std::uint64_t file_bytes);
 std::string record_path(const ChunkKey& key, std::uint64_t file_bytes);  // with the leaf before it

@@ -5,12 +5,14 @@
 #include <utility>
 #include <vector>
 
+#include "storage/fs/layout.h"
+
 namespace kv_offload {
 
 Status OwnGeneration::begin() {
   constexpr int kAttempts = 100;
   const std::string path = root_.namespace_path();
-  records_.close_unused();
+  records_.free_unused();
   const MutexLock making(making_);
   int rc = -EBUSY;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
@@ -19,14 +21,14 @@ Status OwnGeneration::begin() {
       return status;
     const std::optional<KnownRecords::Next> next = records_.next();
     if (!next) return Status::ok();
-    const std::uint64_t number = std::max(next->least_number, numbers.empty() ? 1 : numbers.back() + 1);
     std::shared_ptr<Generation> made;
-    rc = open_generation(ops_, root_.namespace_directory.get(), path, number,
-                         next->by_reset ? Generate::kByReset : Generate::kAtStart, &made);
+    rc = make_next(*next, numbers, &made);
     if (rc == -EEXIST || rc == -ENOENT) continue;  // another process resets too
     if (rc < 0) break;
-    root_.count(made->directory);
-    if (records_.begin(std::move(made), *next, KnownRecords::Extent::kOrder)) {
+    const std::uint64_t number = made->number;
+    if (made->made) root_.count(made->directory);
+    const auto extent = made->made ? KnownRecords::Extent::kOrder : KnownRecords::Extent::kSome;
+    if (records_.begin(std::move(made), *next, extent)) {
       root_.space->share_as(sharer(root_.namespace_name, number));
       return Status::ok();
     }
@@ -36,18 +38,39 @@ Status OwnGeneration::begin() {
                        Status::from_errno(-rc, "make the next generation").message(), -rc, path);
 }
 
-bool OwnGeneration::keep() {
-  records_.close_unused();
+int OwnGeneration::make_next(const KnownRecords::Next& next, const std::vector<std::uint64_t>& numbers,
+                             std::shared_ptr<Generation>* made) {
+  const int directory = root_.namespace_directory.get();
+  const std::string path = root_.namespace_path();
+  if (!next.by_reset) {
+    for (const std::uint64_t same : {next.least_number, next.least_number - 1}) {
+      if (!std::binary_search(numbers.begin(), numbers.end(), same) || made_by_reset(ops_, directory, same))
+        continue;
+      return open_generation(ops_, directory, path, same, Generate::kNot, made);
+    }
+  }
+  const std::uint64_t number = std::max(next.least_number, numbers.empty() ? 1 : numbers.back() + 1);
+  return open_generation(ops_, directory, path, number,
+                         next.by_reset ? Generate::kByReset : Generate::kAtStart, made);
+}
+
+bool OwnGeneration::keep(std::vector<std::string>* lost) {
+  records_.free_unused();
+  if (!records_.generation()) (void)begin();  // what could not be made again
   std::vector<std::uint64_t> numbers;
   std::shared_ptr<Generation> own = records_.generation();
-  if (!own || !list_generations(ops_, root_.namespace_directory.get(), &numbers)) return false;
-  if (!std::binary_search(numbers.begin(), numbers.end(), own->number)) {
+  const int directory = root_.namespace_directory.get();
+  if (!own || !list_generations(ops_, directory, &numbers)) return false;
+  if (!std::binary_search(numbers.begin(), numbers.end(), own->number) ||
+      lost_its_name(ops_, own->directory.get(), directory, layout::generation_name(own->number))) {
+    lost->push_back(layout::generation_name(own->number) + " with its records");
     records_.drop(own);
     if (!begin()) return false;
     own = records_.generation();
     numbers.clear();
-    if (!own || !list_generations(ops_, root_.namespace_directory.get(), &numbers)) return false;
+    if (!own || !list_generations(ops_, directory, &numbers)) return false;
   }
+  (void)keep_mark(ops_, directory, *own);  // without it others take it for unused
   records_.note_newer(own, !numbers.empty() && numbers.back() > own->number);
   return numbers.size() > 1;
 }

@@ -1,5 +1,6 @@
 #include "storage/fs/recency.h"
 
+#include <cerrno>
 #include <chrono>
 #include <memory>
 #include <vector>
@@ -13,11 +14,23 @@ void Recency::write() {
   const std::vector<FsCatalogue::Record> records = records_.take_touched(&own);
   if (!own) return;
   // One nanosecond apart, so that their order survives too.
-  std::int64_t nanos =
-      std::chrono::duration_cast<Nanos>(std::chrono::system_clock::now().time_since_epoch()).count() -
-      static_cast<std::int64_t>(records.size());
-  for (const FsCatalogue::Record& record : records)
-    (void)ops_.set_mtime(own->directory.get(), layout::record_path(record.key, record.file_bytes), nanos++);
+  std::int64_t nanos = now_of_files() - static_cast<std::int64_t>(records.size());
+  for (const FsCatalogue::Record& record : records) {
+    const std::string path = layout::record_path(record.key, record.file_bytes);
+    if (ops_.set_mtime(own->directory.get(), path, nanos++) == -ENOENT) root_.changes->note_missing();
+  }
+}
+
+// New records get their times from the clock of the file system, which may be that of a server: what was used
+// has to be compared with those. The ledger was written within the last second or so.
+std::int64_t Recency::now_of_files() const {
+  constexpr std::int64_t kMostSkew = 5'000'000'000;  // less is the age of the ledger's last write
+  const std::int64_t here =
+      std::chrono::duration_cast<Nanos>(std::chrono::system_clock::now().time_since_epoch()).count();
+  FileInfo ledger;
+  if (ops_.stat(root_.directory.get(), std::string(layout::kLedgerFile), &ledger) != 0) return here;
+  const std::int64_t skew = ledger.mtime_nanos > here ? ledger.mtime_nanos - here : here - ledger.mtime_nanos;
+  return skew > kMostSkew ? ledger.mtime_nanos : here;
 }
 
 void Recency::write_when_due() {

@@ -7,19 +7,23 @@
 
 #include "base/clock.h"
 #include "storage/fs/known_records.h"
+#include "storage/fs/open_root.h"
 
 namespace kv_offload {
 
 class Recency {
  public:
   // All of it outlives this.
-  Recency(FileOps& ops, KnownRecords& records, const Clock& clock)
-      : ops_(ops), records_(records), clock_(clock), last_write_(clock.now()) {}
+  Recency(const OpenRoot& root, KnownRecords& records, const Clock& clock)
+      : root_(root), ops_(root.ops), records_(records), clock_(clock), last_write_(clock.now()) {}
 
   void write();
   void write_when_due();  // about once a minute
 
  private:
+  std::int64_t now_of_files() const;
+
+  const OpenRoot& root_;
   FileOps& ops_;
   KnownRecords& records_;
   const Clock& clock_;

@@ -38,24 +38,46 @@ std::vector<OpenGeneration> open_live(FileOps& ops, int root, const std::vector<
   return live;
 }
 
-// Records used at or before this time have to go for `enough` bytes.
-std::int64_t newest_to_go(FileOps& ops, const std::vector<OpenGeneration>& live, std::uint64_t enough) {
-  std::vector<std::pair<std::int64_t, std::uint64_t>> ages;  // mtime, bytes on disk
-  for (const OpenGeneration& generation : live) {
-    for (const std::uint32_t leaf : generation.leaves) {
+struct Victim {
+  ChunkKey key;
+  std::uint64_t file_bytes = 0, charge = 0;
+  std::int64_t mtime_nanos = 0;
+  std::size_t generation = 0;  // index
+};
+bool is_older(const Victim& a, const Victim& b) { return a.mtime_nanos < b.mtime_nanos; }
+
+// The least recently used records that together have `enough` bytes, but no more than `most` records; the
+// most recently used one first.
+std::vector<Victim> list_victims(FileOps& ops, const std::vector<OpenGeneration>& live, std::uint64_t enough,
+                                 std::size_t most) {
+  std::vector<Victim> victims;  // a heap while we walk
+  std::uint64_t sum = 0;
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    for (const std::uint32_t leaf : live[i].leaves) {
       LeafFound found;
-      (void)scan_leaf(ops, generation.directory.get(), leaf, {}, &found);
-      for (const FoundRecord& record : found.records)
-        ages.emplace_back(record.mtime_nanos, record.disk_bytes);
+      (void)scan_leaf(ops, live[i].directory.get(), leaf, {}, &found);
+      for (const FoundRecord& record : found.records) {
+        victims.push_back({record.key, record.file_bytes, record.charge(), record.mtime_nanos, i});
+        std::push_heap(victims.begin(), victims.end(), is_older);
+        sum += record.charge();
+        while (victims.size() > most || sum - victims.front().charge >= enough) {
+          sum -= victims.front().charge;
+          std::pop_heap(victims.begin(), victims.end(), is_older);
+          victims.pop_back();
+        }
+      }
     }
   }
-  std::sort(ages.begin(), ages.end());
-  std::uint64_t sum = 0;
-  for (const auto& [mtime, bytes] : ages) {
-    sum += bytes;
-    if (sum >= enough) return mtime;
-  }
-  return std::numeric_limits<std::int64_t>::max();
+  std::sort(victims.rbegin(), victims.rend(), is_older);
+  return victims;
+}
+
+// False if it is missing, was used since it was listed, or cannot be removed.
+bool remove_victim(FileOps& ops, const OpenGeneration& generation, const Victim& victim) {
+  const std::string path = layout::record_path(victim.key, victim.file_bytes);
+  FileInfo info;
+  return ops.stat(generation.directory.get(), path, &info) == 0 && info.mtime_nanos <= victim.mtime_nanos &&
+         ops.unlink(generation.directory.get(), path) == 0;
 }
 
 }  // namespace
@@ -65,20 +87,6 @@ bool namespace_is_open(FileOps& ops, int namespace_directory) {
   const Fd mark =
       open_fd(ops, namespace_directory, std::string(layout::kOpenFile), O_RDWR | O_NOFOLLOW, 0, &error);
   return mark && lock_file(ops, mark.get(), LOCK_EX | LOCK_NB) != 0;
-}
-
-std::uint64_t reclaim_other_generations(FileOps& ops, int namespace_directory, std::uint64_t own,
-                                        std::uint64_t enough, const std::atomic<bool>& stop,
-                                        const Gone& gone) {
-  std::vector<std::uint64_t> generations;
-  if (!list_generations(ops, namespace_directory, &generations)) return 0;
-  std::uint64_t freed = 0;
-  for (const std::uint64_t number : generations) {
-    if (freed >= enough) break;
-    if (number == own) continue;
-    freed += reclaim_generation(ops, namespace_directory, number, enough - freed, false, stop, gone);
-  }
-  return freed;
 }
 
 std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name, std::uint64_t enough,
@@ -109,7 +117,7 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
   std::uint64_t last = remove_marks(ops, directory.get(), [](std::uint64_t) { return true; });
   for (const std::string& file : {std::string(layout::kNamespaceFile), mark_name}) {
     if (ops.stat(directory.get(), file, &info) == 0 && ops.unlink(directory.get(), file) == 0) {
-      last += info.disk_bytes;
+      last += info.charge();
     }
   }
   if (ops.stat(root, name, &info) == 0 && ops.rmdir(root, name) == 0) last += info.disk_bytes;
@@ -119,23 +127,19 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
 
 Reclaimed reclaim_oldest(FileOps& ops, int root, const std::vector<std::string>& names, std::uint64_t enough,
                          bool dry_run, const Gone& gone) {
+  constexpr std::size_t kMostListed = std::size_t{1} << 20;  // 64 MiB
   Reclaimed reclaimed;
-  if (enough == 0) return reclaimed;
   const std::vector<OpenGeneration> live = open_live(ops, root, names);
-  const std::int64_t newest = newest_to_go(ops, live, enough);
-  for (const OpenGeneration& generation : live) {
-    for (const std::uint32_t leaf : generation.leaves) {
-      LeafFound found;
-      (void)scan_leaf(ops, generation.directory.get(), leaf, {}, &found);
-      for (const FoundRecord& record : found.records) {
-        if (record.mtime_nanos > newest || reclaimed.bytes >= enough) continue;
-        const std::string path = layout::record_path(record.key, record.file_bytes);
-        if (!dry_run && ops.unlink(generation.directory.get(), path) != 0) continue;
-        reclaimed.bytes += record.disk_bytes;
-        ++reclaimed.records;
-        if (!dry_run) gone(record.disk_bytes);
-      }
+  while (reclaimed.bytes < enough) {
+    const std::uint64_t bytes_before = reclaimed.bytes;
+    const std::size_t most = dry_run ? std::numeric_limits<std::size_t>::max() : kMostListed;
+    for (const Victim& victim : list_victims(ops, live, enough - reclaimed.bytes, most)) {
+      if (!dry_run && !remove_victim(ops, live[victim.generation], victim)) continue;
+      reclaimed.bytes += victim.charge;
+      ++reclaimed.records;
+      if (!dry_run) gone(victim.charge);
     }
+    if (dry_run || reclaimed.bytes == bytes_before) break;
   }
   return reclaimed;
 }

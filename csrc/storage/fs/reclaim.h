@@ -26,17 +26,20 @@ std::uint64_t reclaim_namespace(FileOps& ops, int root, const std::string& name,
 
 // True when some process has it open.
 bool namespace_is_open(FileOps& ops, int namespace_directory);
-// Removes records of all generations but `own` until `enough` bytes are gone, those in use too.
-std::uint64_t reclaim_other_generations(FileOps& ops, int namespace_directory, std::uint64_t own,
-                                        std::uint64_t enough, const std::atomic<bool>& stop,
-                                        const Gone& gone);
 
 struct Reclaimed {
   std::uint64_t records = 0, bytes = 0;
 };
-// The least recently used records of these namespaces' generations that live,
-// until `enough` bytes are gone. Two walks, 16 bytes of memory a record; a record
-// that is used between the two is spared. dry_run: counts what would go.
+// Removes the least recently used records of these namespaces' live generations until `enough` bytes are
+// gone. A record that is used after it was listed stays.
+//
+// Of the records that have to go, the most recently used one is removed first. A prompt is written and used
+// from its first chunk on, and a chunk can be loaded only if all chunks before it are there. So an eviction
+// that ends early leaves prompts without their ends, and not prompts without their beginnings.
+//
+// OldestRecords does not list the whole root, as a write waits for it; the order within its passes is that of
+// the directories. Here nothing waits: one walk for each 2^20 records that go, 64 bytes of memory for each.
+// dry_run: counts what would go, in one walk.
 Reclaimed reclaim_oldest(FileOps& ops, int root, const std::vector<std::string>& names, std::uint64_t enough,
                          bool dry_run, const Gone& gone);
 

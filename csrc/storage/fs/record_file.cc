@@ -97,7 +97,7 @@ int unlink_file(FileOps& ops, int directory, const std::string& path, std::uint6
   int rc = ops.stat(directory, path, &info);
   if (rc == 0) rc = ops.unlink(directory, path);
   if (rc < 0) return rc == -ENOENT ? 0 : rc;
-  *freed += info.disk_bytes;
+  *freed += info.charge();
   return 0;
 }
 

@@ -21,6 +21,9 @@ Status RecordReader::read(const TierOp& op, const std::shared_ptr<Generation>& g
   std::uint64_t inode = 0;
   const Status status =
       records_.finish_read(op, generation, read_file(op, *generation, pin.file_bytes(), &inode));
+  // Removed or cut by another program, perhaps: the sum does not know that.
+  if (status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound)
+    root_.changes->note_missing();
   if (status.kind() == StatusKind::kCorrupt)
     remove(op.key, generation, pin.file_bytes(), inode, TierRemoval::Reason::kCorrupt);
   if (status.kind() == StatusKind::kNotFound)

@@ -14,7 +14,7 @@
 #include "base/status.h"
 #include "storage/fs/bounce_buffers.h"
 #include "storage/fs/known_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 #include "storage/record_form.h"
 
 namespace kv_offload {

@@ -43,6 +43,35 @@ RecordWriter::RecordWriter(const FsTierOptions& options, const OpenRoot& root, K
 
 Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& generation,
                            std::uint64_t* moved) {
+  constexpr std::uint64_t kToMaxBytes = ~std::uint64_t{0};
+  const auto has_nothing_to_evict = [](const Status& status) {
+    return status.kind() == StatusKind::kNoSpace && status.error_number() == 0;
+  };
+  bool full = false;
+  Status first = write_once(op, generation, moved, &full);
+  if (has_nothing_to_evict(first) && root_.space->bound_is_lowered()) {
+    // A lowered bound makes room by eviction. With no record left it would only keep the device from being
+    // tried, and the breaker from seeing it.
+    root_.space->raise_bound(kToMaxBytes);
+    first = write_once(op, generation, moved, &full);
+  }
+  if (first) root_.full_disk->note_evicted(true);
+  if (!full) return first;
+  root_.full_disk->note_full();
+  if (!root_.full_disk->eviction_helps()) {
+    root_.space->raise_bound(kToMaxBytes);  // a lowered bound would evict for each write to come
+    return first;
+  }
+  const Status second = write_once(op, generation, moved, &full);
+  if (second || full) root_.full_disk->note_evicted(second.is_ok());
+  if (!root_.full_disk->eviction_helps() || has_nothing_to_evict(second))
+    root_.space->raise_bound(kToMaxBytes);
+  return has_nothing_to_evict(second) ? first : second;  // then the device is what failed
+}
+
+Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<Generation>& generation,
+                                std::uint64_t* moved, bool* full) {
+  *full = false;
   const std::uint64_t payload = padded_payload_bytes(op.shards);
   Draft draft;
   draft.generation = generation;
@@ -64,8 +93,12 @@ Status RecordWriter::write(const TierOp& op, const std::shared_ptr<Generation>& 
   {
     Reservation reservation(*root_.space);
     const UnlessPublished rest{*this, draft, reservation};
-    status = evictor_.reserve(draft.file_bytes + kOverhead, &draft, &reservation);
-    if (status) status = write_file(record, op, replace, &draft, &reservation);
+    status = evictor_.reserve(root_.charges->of_planned(draft.file_bytes) + kOverhead, &draft, &reservation);
+    if (status) {
+      status = write_file(record, op, replace, &draft, &reservation);
+      *full = status.kind() == StatusKind::kNoSpace && status.error_number() != 0;
+      if (*full) root_.space->lower_bound(reservation);
+    }
   }
   if (status.kind() == StatusKind::kDeclined) records_.note_declined(op.key, op.about.request, generation);
   if (status) status = records_.written({op.key, draft.named_bytes}, op.about, generation);
@@ -101,7 +134,7 @@ Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool r
     const int rc = root_.remove_file(generation.directory.get(), path);  // only now that there is another
     if (rc < 0) return Status::from_errno(-rc, "replace", shown);
   }
-  status = publish(draft, path, info.disk_bytes, reservation);
+  status = publish(draft, path, root_.charges->of_written(info), reservation);
   if (status) count_growth(generation, draft->leaf, reservation);
   return status;
 }
@@ -111,10 +144,10 @@ void RecordWriter::discard(const Draft& draft, Reservation* reservation) {
   if (!draft.fd) return;
   const int directory = draft.generation->directory.get();
   FileInfo info;
-  if (ops_.fstat(draft.fd.get(), &info) != 0) info.disk_bytes = draft.file_bytes;
+  const std::uint64_t bytes = ops_.fstat(draft.fd.get(), &info) == 0 ? info.charge() : draft.file_bytes;
   int rc = ops_.unlink(directory, draft.path);
   if (rc < 0 && rc != -ENOENT) rc = ops_.unlink(directory, draft.path);
-  if (rc < 0 && rc != -ENOENT) reservation->used += info.disk_bytes;
+  if (rc < 0 && rc != -ENOENT) reservation->used += bytes;
 }
 
 Status RecordWriter::open_temporary(Draft* draft, Reservation* reservation) {
@@ -181,7 +214,7 @@ bool RecordWriter::is_complete(const Draft& draft, const std::string& path, std:
 }
 
 // The record keeps its name if another process wrote the same one meanwhile.
-Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_t disk_bytes,
+Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_t charge,
                              Reservation* reservation) {
   Generation& generation = *draft->generation;
   const int directory = generation.directory.get();
@@ -195,7 +228,7 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
     }
     if (known == 0 && is_complete(*draft, path, old.size)) {
       const int gone = ops_.unlink(directory, draft->path);
-      if (gone < 0 && gone != -ENOENT) reservation->used += disk_bytes;
+      if (gone < 0 && gone != -ENOENT) reservation->used += charge;
       draft->published = true;
       return Status::ok();
     }
@@ -209,12 +242,12 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
     if (rc == -ENOENT) status = Status::error(StatusKind::kIo, status.message(), ENOENT, status.path());
     return status;
   }
-  reservation->used += disk_bytes;
+  reservation->used += charge;
   draft->published = true;
   if (options_.fsync != FsyncMode::kFull) return Status::ok();
   const Status status = sync_names(generation, draft->leaf);
   // Not what was asked for: it goes again.
-  if (!status && ops_.unlink(directory, path) == 0) reservation->used -= disk_bytes;
+  if (!status && ops_.unlink(directory, path) == 0) reservation->used -= charge;
   return status;
 }
 

@@ -5,6 +5,9 @@
 // counted, and the next count of the root removes it. Every byte that it puts on disk is under the
 // reservation of its op until it is in the sum.
 //
+// A file system that is full below max_bytes lowers the bound (Space::lower_bound), so the next attempt
+// evicts.
+//
 // Threads: I/O threads, several at once. No lock of its own; it waits for whoever makes space (Evictor).
 #pragma once
 
@@ -17,7 +20,7 @@
 #include "storage/fs/draft.h"
 #include "storage/fs/evictor.h"
 #include "storage/fs/known_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 #include "storage/record_form.h"
 
 namespace kv_offload {
@@ -33,6 +36,9 @@ class RecordWriter {
 
  private:
   struct UnlessPublished;
+  // *full: the file system had no room, though the bound has; more of the root may go for another attempt.
+  Status write_once(const TierOp& op, const std::shared_ptr<Generation>& generation, std::uint64_t* moved,
+                    bool* full);
   Status write_file(OutgoingRecord& record, const TierOp& op, bool replace, Draft* draft,
                     Reservation* reservation);
   Status make_leaf(Generation& generation, std::uint32_t leaf, Reservation* reservation);
@@ -40,7 +46,7 @@ class RecordWriter {
   void discard(const Draft& draft, Reservation* reservation);
   int rename_to_name(const Draft& draft, const std::string& path);  // 0 or -errno; -EEXIST: it is taken
   bool is_complete(const Draft& draft, const std::string& path, std::uint64_t bytes);
-  Status publish(Draft* draft, const std::string& path, std::uint64_t disk_bytes, Reservation* reservation);
+  Status publish(Draft* draft, const std::string& path, std::uint64_t charge, Reservation* reservation);
   Status sync_names(Generation& generation, std::uint32_t leaf);
   void count_growth(Generation& generation, std::uint32_t leaf, Reservation* reservation);
 

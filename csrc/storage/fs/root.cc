@@ -201,7 +201,7 @@ std::vector<DamagedRecord> FsRoot::verify(bool repair,
     FileInfo info;
     if (repair && status.kind() == StatusKind::kCorrupt && ops.stat(AT_FDCWD, path, &info) == 0) {
       removed = ops.unlink(AT_FDCWD, path) == 0;
-      if (removed) space->remove(info.disk_bytes, space->finished());
+      if (removed) space->remove(info.charge(), space->finished());
     }
     damaged.push_back({path, status.kind(), status.message(), removed});
   };
@@ -249,19 +249,22 @@ EvictReport FsRoot::evict(const EvictOptions& options, const std::function<void(
     freed += bytes;
     if (gone) gone(freed);
   };
-  std::vector<std::string> live;
+  std::vector<std::string> live, dead;
   for (const std::string& name : namespaces_of(root, std::nullopt, impl_->path)) {
-    if (report.dead_bytes < wanted) {
+    if (report.dead_bytes < wanted)
       report.dead_bytes += reclaim_left_behind(ops, root, name, options.dry_run, note);
-    }
-    if (!is_dead(name, options.dead_before_unix_nanos)) {
-      live.push_back(name);
-    } else if (report.dead_bytes < wanted) {
-      const std::uint64_t enough = wanted - report.dead_bytes;
-      report.dead_namespaces.push_back(name);
-      report.dead_bytes += options.dry_run ? std::min(enough, count_tree(ops, root, name, {}, stop))
-                                           : reclaim_namespace(ops, root, name, enough, false, stop, note);
-    }
+    (is_dead(name, options.dead_before_unix_nanos) ? dead : live).push_back(name);
+  }
+  // By age, too: a server of a namespace that was taken for dead may still start.
+  if (report.dead_bytes < wanted && !dead.empty()) {
+    report.dead_namespaces = dead;
+    report.dead_bytes +=
+        reclaim_oldest(ops, root, dead, wanted - report.dead_bytes, options.dry_run, note).bytes;
+  }
+  // All their records are gone: what remains is their directories.
+  for (const std::string& name : dead) {
+    if (report.dead_bytes >= wanted || options.dry_run) break;
+    report.dead_bytes += reclaim_namespace(ops, root, name, wanted - report.dead_bytes, false, stop, note);
   }
   report.bytes_freed = report.dead_bytes;
   if (report.dead_bytes < wanted) {

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <utility>
@@ -14,6 +15,12 @@ namespace {
 constexpr Nanos kCountEvery{std::chrono::seconds(1)};    // and twenty times as long as one takes
 constexpr Nanos kCounterStuck{std::chrono::seconds(3)};  // then one counts beside it
 constexpr std::uint64_t kMuchDoubt = 64;                 // a 64th of the bound
+constexpr Nanos kLongestSuspicion{std::chrono::hours(1)};
+constexpr Nanos kLineEvery{std::chrono::minutes(10)};
+// ZFS reports the blocks of a file after its next transaction group: 5 s, unless that is tuned.
+constexpr Nanos kSettles{std::chrono::seconds(15)};
+// The bound of a file system that was full rises again after this, by a 64th of max_bytes each second.
+constexpr Nanos kStaysLow{std::chrono::seconds(30)};
 
 // Others wait for a count that goes on: one that ends early, be it by something that throws, is given up.
 struct UnlessFinished {
@@ -49,9 +56,12 @@ void RootCounter::start() {
   count_again_ = false;
 }
 
-void RootCounter::look() {
+void RootCounter::look(std::vector<std::string> lost) {
   SpaceFigures figures;
-  if (!root_.space->look(clock_.now(), &figures)) return;
+  const bool looked = root_.space->look(clock_.now(), &figures).is_ok();
+  note_lost(std::move(lost), figures);
+  if (!looked) return;
+  was_counted_ = figures.state == SpaceState::kCounted;
   note_sharers(figures);
   if (figures.state == SpaceState::kNotExclusive && !std::exchange(told_not_exclusive_, true)) {
     options_.warn(fmt::format(
@@ -61,11 +71,53 @@ void RootCounter::look() {
   }
   foreign_.look(figures.writes_by_others);  // they have to be known before they can be evicted in their turn
   if (is_due(figures)) count(figures);
+  follow_full_disk();
   writes_before_ = figures.writes;
 }
 
+// One line, whatever was removed together.
+void RootCounter::note_lost(std::vector<std::string> lost, const SpaceFigures& figures) {
+  const bool ledger = was_counted_ && figures.state == SpaceState::kUncounted && !figures.writers.empty();
+  if (lost.empty() && !ledger) return;
+  if (ledger) {
+    was_counted_ = false;
+    lost.emplace_back(layout::kLedgerFile);
+  }
+  count_again_ = true;
+  next_count_ = Nanos{0};
+  root_.changes->note_rebuilt();
+  root_.changes->explain(root_.changes->missing());  // one line for all of it
+  options_.warn(
+      fmt::format("{}: another program removed, replaced or damaged {} while this server used it: made "
+                  "again. Chunks whose "
+                  "records are missing are computed again; `kv-offload purge` clears a root that is in use",
+                  root_.path, fmt::join(lost, ", ")));
+}
+
+// Once for each time that max_bytes turns out to be too much.
+void RootCounter::follow_full_disk() {
+  const Nanos now = clock_.now();
+  Space& space = *root_.space;
+  if (std::exchange(full_.times, root_.full_disk->times()) != root_.full_disk->times()) {
+    full_.lowered = now;
+  } else if (now - full_.lowered >= kStaysLow) {
+    root_.full_disk->try_again();
+    space.raise_bound(std::max<std::uint64_t>(options_.max_bytes / 64, 1));
+  }
+  if (!space.bound_is_lowered()) {
+    full_.told = false;
+  } else if (!std::exchange(full_.told, true)) {
+    options_.warn(
+        fmt::format("the file system of {} is full although the tier has {} of max_bytes {}: records are "
+                    "evicted as if {} "
+                    "were the bound, until there is room again; free space on it, or lower max_bytes",
+                    root_.path, format_bytes(space.total()), format_bytes(options_.max_bytes),
+                    format_bytes(space.bound())));
+  }
+}
+
 void RootCounter::note_sharers(const SpaceFigures& figures) {
-  evictor_.share_with(figures.sharers);
+  evictor_.note(figures);
   records_.note_shared(figures.shared);
 }
 
@@ -73,9 +125,28 @@ bool RootCounter::is_due(const SpaceFigures& figures) {
   if (figures.state == SpaceState::kNotExclusive || another_counts(figures)) return false;
   if (figures.state == SpaceState::kUncounted) return true;
   const bool quiet = figures.writes == writes_before_;
+  const bool unsettled = is_unsettled(figures);
   const bool wanted = count_again_ || evictor_.ran_dry() || figures.doubt > options_.max_bytes / kMuchDoubt ||
-                      (figures.doubt > 0 && quiet);
+                      (figures.doubt > 0 && quiet) || unsettled || is_suspicious(figures);
   return wanted && clock_.now() >= next_count_;
+}
+
+// Others evict for what they write, about as many as they write.
+bool RootCounter::is_suspicious(const SpaceFigures& figures) const {
+  const std::uint64_t missing = root_.changes->missing() - root_.changes->explained();
+  if (missing == 0) return false;
+  const std::uint64_t written = figures.writes_by_others - suspicion_.writes_by_others;
+  return missing > 2 * written || clock_.now() >= suspicion_.next;
+}
+
+// Records that count by their size because their blocks are not reported yet: while many are written, and
+// once when all of them must have settled.
+bool RootCounter::is_unsettled(const SpaceFigures&) {
+  const std::uint64_t now = root_.charges->unsettled();
+  if (std::exchange(unsettled_.seen, now) != now) unsettled_.grew = clock_.now();
+  if (now == unsettled_.settled) return false;
+  return now - unsettled_.counted > options_.max_bytes / kMuchDoubt ||
+         clock_.now() - unsettled_.grew >= kSettles;
 }
 
 // And goes on with it: one that does not move was stopped.
@@ -90,21 +161,51 @@ bool RootCounter::another_counts(const SpaceFigures& figures) {
 void RootCounter::count(const SpaceFigures& figures) {
   evictor_.forget_that_it_ran_dry();
   const Nanos started = clock_.now();
-  const CountFor for_us{root_.writer, figures.writers};
-  std::uint64_t number = 0, counted = 0;
+  const CountFor for_us{root_.writer, figures.writers, root_.charges.get()};
+  std::uint64_t number = 0, counted = 0, surplus = 0, forgotten = 0;
+  const std::uint64_t missing = root_.changes->missing(), unsettled = root_.charges->unsettled();
+  const bool has_settled = started - unsettled_.grew >= kSettles && unsettled == unsettled_.seen;
+  const bool suspected = missing != root_.changes->explained();
   count_again_ = true;
   UnlessFinished attempt{*root_.space};
   const Status begun = root_.space->begin_count(&number);
   const std::shared_ptr<Generation> own = records_.generation();
-  if (own && !scanner_.scan(own, &for_us, &counted)) return;
+  if (own && !scanner_.scan(own, &for_us, &counted, suspected ? &forgotten : nullptr)) return;
   records_.note_extent(own, KnownRecords::Extent::kOrder);
   counted += count_others(own ? own->number : 0, for_us);
   // A reset meanwhile: a part was counted that is of no generation of ours. What made us count is still true.
-  attempt.finished =
-      begun && !stop_.load() && own == records_.generation() && root_.space->finish_count(number, counted);
+  attempt.finished = begun && !stop_.load() && own == records_.generation() &&
+                     root_.space->finish_count(number, counted, &surplus);
   count_again_ = !attempt.finished;
   const Nanos ended = clock_.now();
   next_count_ = ended + std::max(kCountEvery, (ended - started) * 20);
+  if (!attempt.finished) return;
+  unsettled_.counted = unsettled;
+  if (has_settled) unsettled_.settled = unsettled;
+  if (suspected) explain(figures, missing, surplus, forgotten);
+}
+
+// Records were missing, or not whole. Is the sum too high, something that keeps no ledger removed them.
+void RootCounter::explain(const SpaceFigures& figures, std::uint64_t missing, std::uint64_t surplus,
+                          std::uint64_t forgotten) {
+  const Nanos now = clock_.now();
+  root_.changes->explain(missing);
+  suspicion_.writes_by_others = figures.writes_by_others;
+  suspicion_.wait = surplus > 0 ? kFirstSuspicion : std::min(suspicion_.wait * 2, kLongestSuspicion);
+  suspicion_.next = now + suspicion_.wait;
+  if (surplus > 0) {
+    root_.changes->note_lost(surplus);
+    suspicion_.bytes += surplus;
+    suspicion_.records += forgotten;
+  }
+  if (suspicion_.bytes == 0 || now < suspicion_.next_line) return;
+  options_.warn(
+      fmt::format("{}: another program removed or cut files of this server: {} are gone, {} records are "
+                  "missing. The space is "
+                  "used again; `kv-offload evict` makes room in a root that is in use",
+                  root_.path, format_bytes(suspicion_.bytes), suspicion_.records));
+  suspicion_.bytes = suspicion_.records = 0;
+  suspicion_.next_line = now + kLineEvery;
 }
 
 // All of the root but the records below our own generation.

@@ -93,11 +93,12 @@ struct Scanner::Scan {
   std::atomic<bool> outdated{false};  // reset meanwhile
   Mutex mutex;
   std::uint64_t counted GUARDED_BY(mutex) = 0;
+  std::uint64_t settled_blocks GUARDED_BY(mutex) = 0, settled_sizes GUARDED_BY(mutex) = 0;
   std::vector<FoundRecord> records GUARDED_BY(mutex);
 };
 
 bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor* count,
-                   std::uint64_t* counted) {
+                   std::uint64_t* counted, std::uint64_t* forgotten) {
   Scan scan;
   scan.own = generation;
   const int directory = generation->directory.get();
@@ -118,14 +119,37 @@ bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor
     const MutexLock lock(scan.mutex);
     *counted += scan.counted;
     records.swap(scan.records);
+    root_.charges->learn(scan.settled_blocks, scan.settled_sizes);
   }
   if (scan.outdated.load()) return true;
+  if (forgotten != nullptr) *forgotten += forget_missing(scan, records);
   if (!first) records = not_known(scan, records);
   std::vector<KnownRecords::LastUse> order(records.size());
   for (std::uint32_t i = 0; i < records.size(); ++i) order[i] = {records[i].mtime_nanos, i};
   std::sort(order.begin(), order.end());
   records_.adopt_in_order(generation, records, order, first, stop_);
   return true;
+}
+
+// A record that was written after its directory was listed is there, and stays.
+std::uint64_t Scanner::forget_missing(const Scan& scan, const std::vector<FoundRecord>& found) {
+  std::vector<std::size_t> there;  // hashes: one that two keys share costs a record its removal, no more
+  there.reserve(found.size());
+  for (const FoundRecord& record : found) there.push_back(ChunkKey::Hash{}(record.key));
+  std::sort(there.begin(), there.end());
+  std::uint64_t forgotten = 0;
+  FileInfo info;
+  std::vector<FsCatalogue::Record> known;
+  for (Slot next = 0; !stop_.load() && records_.known_from(scan.own, &next, &known); known.clear()) {
+    for (const FsCatalogue::Record& record : known) {
+      if (std::binary_search(there.begin(), there.end(), ChunkKey::Hash{}(record.key))) continue;
+      const std::string path = layout::record_path(record.key, record.file_bytes);
+      if (ops_.stat(scan.own->directory.get(), path, &info) != -ENOENT) continue;
+      records_.remove(record.key, scan.own, TierRemoval::Reason::kVanished);
+      ++forgotten;
+    }
+  }
+  return forgotten;
 }
 
 // What is not known now though it was found was evicted meanwhile, or is another's.
@@ -147,7 +171,7 @@ void Scanner::list_leaves_of(Scan& scan) {
 }
 
 void Scanner::scan_leaves_of(Scan& scan) {
-  std::uint64_t counted = 0;
+  std::uint64_t counted = 0, settled_blocks = 0, settled_sizes = 0;
   std::vector<FoundRecord> records;
   for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
     if (stop_.load() || scan.outdated.load()) break;
@@ -156,13 +180,21 @@ void Scanner::scan_leaves_of(Scan& scan) {
     // An unreadable directory hides its records; the rest is served.
     (void)scan_leaf(ops_, scan.own->directory.get(), leaf, scan.options, &found);
     counted += found.other_bytes + found.directory_bytes;
-    for (const FoundRecord& record : found.records) counted += record.disk_bytes;
+    for (const FoundRecord& record : found.records) {
+      counted += root_.charges->of(record.disk_bytes, record.size);
+      const std::uint64_t whole = charged_bytes(0, record.size);
+      if (record.disk_bytes < whole) continue;
+      settled_blocks += record.disk_bytes;
+      settled_sizes += whole;
+    }
     records.insert(records.end(), found.records.begin(), found.records.end());
     (void)scan.own->leaves.note_size(leaf, found.directory_bytes);
     if (scan.own != records_.generation()) scan.outdated.store(true);
   }
   const MutexLock lock(scan.mutex);
   scan.counted += counted;
+  scan.settled_blocks += settled_blocks;
+  scan.settled_sizes += settled_sizes;
   scan.records.insert(scan.records.end(), records.begin(), records.end());
 }
 

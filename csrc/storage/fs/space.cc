@@ -48,7 +48,8 @@ Space::Space(FileOps& ops, int root, const std::string& root_path, std::uint64_t
       max_bytes_(max_bytes),
       writer_(writer | 1),
       sharer_(sharer),
-      host_(this_host(ops)) {
+      host_(this_host(ops)),
+      bound_(max_bytes) {
   hold_presence();
   Status status;
   {
@@ -72,7 +73,8 @@ Space::Space(FileOps& ops, int root, const std::string& root_path)
       path_(root_path + "/" + std::string(layout::kLedgerFile)),
       max_bytes_(0),
       writer_(0),
-      sharer_(0) {
+      sharer_(0),
+      bound_(0) {
   const MutexLock lock(mutex_);
   int error = 0;
   fd_ = open_fd(ops_, root_, std::string(layout::kLedgerFile), kOpenPage, 0, &error);
@@ -122,6 +124,10 @@ Status Space::refuse(const SpacePage& page, const SpaceSlot* own) const {
                          "its own",
                          0, path_);
   }
+  if (vouched_ && page.trusted == 0) {  // not at a start: the page was there, and good
+    return Status::error(StatusKind::kIo, "the ledger was removed or damaged: the root is counted again",
+                         ENOENT, path_);
+  }
   if (page.trusted == 0 || !(vouched_ || page.host == host_))
     return Status::error(StatusKind::kNoSpace, "the bytes under the root are still being counted", 0, path_);
   return Status::ok();
@@ -147,17 +153,29 @@ Status Space::reserve(Reservation* reservation, std::uint64_t bytes, std::uint64
     if (!answer) return;
     const std::uint64_t others = page.used + std::min(page.reserved() - held, ~page.used);
     const std::uint64_t wanted = others + std::min(bytes, ~others);
-    if (wanted <= max_bytes_) {
+    const std::uint64_t bound = bound_.load();
+    if (wanted <= bound) {
       own->reserved += bytes - held;
       held = bytes;
       return;
     }
-    lacking = wanted - max_bytes_;
+    lacking = wanted - bound;
+    const std::uint64_t credit = std::min(own->credit, lacking);  // others evicted it for us
+    own->credit -= credit;
+    lacking -= credit;
+    if (lacking == 0) {
+      own->reserved += bytes - held;
+      held = bytes;
+      return;
+    }
+    own->reserved += credit;
+    held += credit;
     own->evicting += reservation->evicting_ ? 0 : 1;
-    answer = Status::error(StatusKind::kNoSpace,
-                           fmt::format("{} in use, {} asked, max_bytes is {}", format_bytes(others),
-                                       format_bytes(bytes), format_bytes(max_bytes_)),
-                           0, path_);
+    answer = Status::error(
+        StatusKind::kNoSpace,
+        fmt::format("{} in use, {} asked, {} is {}", format_bytes(others), format_bytes(bytes),
+                    bound < max_bytes_ ? "the room on the file system" : "max_bytes", format_bytes(bound)),
+        0, path_);
   });
   if (!written) return written;  // all is as before
   reserved_ += held - before;
@@ -187,6 +205,22 @@ Status Reservation::grow_to(std::uint64_t bytes, std::uint64_t* missing) {
   return space_.reserve(this, bytes, missing);
 }
 
+// ---- a file system that is full below the bound
+
+void Space::lower_bound(const Reservation& refused) {
+  const std::uint64_t in_use = total() - std::min(total(), refused.held_);
+  std::uint64_t bound = bound_.load();
+  while (in_use < bound && !bound_.compare_exchange_weak(bound, in_use)) {
+  }
+}
+
+void Space::raise_bound(std::uint64_t by) {
+  std::uint64_t bound = bound_.load();
+  while (bound < max_bytes_ &&
+         !bound_.compare_exchange_weak(bound, bound + std::min(by, max_bytes_ - bound))) {
+  }
+}
+
 // ---- counting
 
 Status Space::begin_count(std::uint64_t* number) {
@@ -200,16 +234,22 @@ Status Space::begin_count(std::uint64_t* number) {
   return written ? answer : written;
 }
 
-Status Space::finish_count(std::uint64_t number, std::uint64_t counted) {
+Status Space::finish_count(std::uint64_t number, std::uint64_t counted, std::uint64_t* surplus) {
   const MutexLock lock(mutex_);
   bool known = false;
+  std::uint64_t too_high = 0;
   const Status written = update_locked([&](SpacePage& page, SpaceSlot* own) {
     known = own != nullptr && own->counting == number;
-    if (known) page.finish_count(*own, counted);
+    if (!known) return;
+    const std::uint64_t used = page.used, explained = page.doubt + std::min(own->doubt, ~page.doubt);
+    page.finish_count(*own, counted);
+    too_high = used - std::min(used, page.used);
+    too_high -= std::min(too_high, explained);
   });
   if (!written) return written;
   if (!known) return Status::error(StatusKind::kCancelled, "the page was made anew meanwhile", 0, path_);
   vouched_ = true;
+  if (surplus != nullptr) *surplus = too_high;
   return Status::ok();
 }
 

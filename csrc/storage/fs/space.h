@@ -9,7 +9,8 @@
 // to write anew, see Evictor::recycle, if somebody counts just then.)
 //
 // So nobody has to be elected: whoever needs space removes a file, and what it took
-// becomes its reservation. Whoever dies leaves the sum too high, never too low: its
+// becomes its reservation. Who has less than its share of a full root asks the others, who evict for it by
+// their own policy. Whoever dies leaves the sum too high, never too low: its
 // slot is folded into `used` by whoever notices, and counting the root makes it exact.
 // A page that cannot be believed (new, damaged, of another boot) grants nothing until
 // somebody has counted.
@@ -60,8 +61,14 @@ struct SpaceFigures {
   std::uint64_t writes = 0;            // by all
   bool alone = false;                  // no other process has the root open
   std::vector<std::uint64_t> writers;  // who has it open, we among them
-  std::vector<std::uint64_t> sharers;  // what they have open of it, each once
-  bool shared = false;                 // one of the others shares records with us
+  struct Sharer {
+    std::uint64_t id = 0;    // sharer()
+    std::uint64_t held = 0;  // bytes of its records
+  };
+  std::vector<Sharer> sharers;           // what they have open of it, each once
+  std::uint64_t wanted = 0, credit = 0;  // of our own slot: what is still asked for, what was granted
+  bool asked = false;                    // another sharer asks for space
+  bool shared = false;                   // one of the others shares records with us
   // Another that counts now, and something that changes while it lives.
   std::uint64_t counter = 0, counter_version = 0;
 };
@@ -88,6 +95,18 @@ class Space {
   // What this process shares records as from now on; told with the next change of the page.
   void share_as(std::uint64_t sharer) { sharer_.store(sharer, std::memory_order_relaxed); }
 
+  // What the records of this process and of those that share them take; published with the next change.
+  void publish_held(std::uint64_t bytes) { held_.store(bytes, std::memory_order_relaxed); }
+  // Asks the other sharers to evict `bytes` for this process, credit that it has included. Waits for nothing.
+  // 0 withdraws the request and frees the credit.
+  void ask(std::uint64_t bytes) EXCLUDES(mutex_);
+  // What this process has to evict for another one: at most what that one wants (SpacePage::claim). Ends with
+  // grant().
+  std::optional<SpaceRequest> claim() EXCLUDES(mutex_);
+  // The files that the reservation adopted are gone: their bytes become credit of the asker, who goes on to
+  // want what is missing.
+  void grant(const SpaceRequest& request, std::uint64_t missing, Reservation* reservation) EXCLUDES(mutex_);
+
   // Bytes that appeared without a reservation (an empty directory).
   void add(std::uint64_t bytes);
   // Bytes that are gone from the disk.
@@ -98,13 +117,21 @@ class Space {
   // whose writer is in SpaceFigures::writers and holds their lock. The second fails when
   // the first is not known any more (the page was made anew): then count again.
   Status begin_count(std::uint64_t* number);
-  Status finish_count(std::uint64_t number, std::uint64_t counted);
+  // *surplus (or null): by how much the sum was too high, beyond what it was known to be in doubt of.
+  Status finish_count(std::uint64_t number, std::uint64_t counted, std::uint64_t* surplus = nullptr);
   void give_up_count();
 
   // For the caller's one thread that looks after the root, about once a second: folds the slots of the dead.
   Status look(Nanos now, SpaceFigures* figures);
 
   std::uint64_t total() const { return total_.load(std::memory_order_relaxed); }
+
+  // What this process takes for the bound: max_bytes, or less while the file system has no room for that.
+  std::uint64_t bound() const { return bound_.load(); }
+  // The file system had no room for what was reserved: from now on the bound is what is in use without it.
+  void lower_bound(const Reservation& refused);
+  void raise_bound(std::uint64_t by);
+  bool bound_is_lowered() const { return bound() < max_bytes_; }
 
   // How long the lock may be held by somebody else before the file is replaced, in real time.
   static constexpr std::chrono::milliseconds kLockWait{1500};
@@ -156,6 +183,7 @@ class Space {
   const std::uint64_t max_bytes_;
   const std::uint64_t writer_;  // 0: no slot
   std::atomic<std::uint64_t> sharer_;
+  std::atomic<std::uint64_t> held_{0};
   std::uint64_t host_ = 0;
   Fd presence_;                         // of the thread that looks after the root
   std::map<std::uint64_t, Seen> seen_;  // too
@@ -171,6 +199,7 @@ class Space {
   bool not_exclusive_ GUARDED_BY(mutex_) = false;
   std::vector<Owed> owed_ GUARDED_BY(mutex_);
   std::atomic<std::uint64_t> total_{0};
+  std::atomic<std::uint64_t> bound_;
   std::atomic<Finished> finished_{0};
 };
 

@@ -103,15 +103,16 @@ SpaceSlot* Space::enter(SpacePage* page) {
     SpaceSlot slot{};
     slot.writer = writer_;
     slot.host = host_;
-    slot.pid = static_cast<std::uint64_t>(::getpid());
+    slot.pid = static_cast<std::uint32_t>(::getpid());
     own = page->claim(slot);
     if (own == nullptr) return nullptr;
     if (reserved_ > 0) page->doubt += std::min(reserved_, ~page->doubt);
   }
   own->version = version_ + 1;
   own->sharer = sharer_.load(std::memory_order_relaxed);
+  own->held = held_.load(std::memory_order_relaxed);
   own->reserved = reserved_;
-  own->evicting = evicting_;
+  own->evicting = static_cast<std::uint32_t>(evicting_);
   return own;
 }
 

@@ -95,6 +95,44 @@ Status Space::look(Nanos now, SpaceFigures* figures) {
   return Status::ok();
 }
 
+// ---- what the sharers ask of each other
+
+void Space::ask(std::uint64_t bytes) {
+  (void)update([&](SpacePage&, SpaceSlot* own) {
+    if (own == nullptr) return;
+    own->credit = std::min(own->credit, bytes);
+    own->wanted = bytes - own->credit;
+  });
+}
+
+std::optional<SpaceRequest> Space::claim() {
+  const MutexLock lock(mutex_);
+  std::optional<SpaceRequest> request;
+  const Status written = update_locked([&](SpacePage& page, SpaceSlot* own) REQUIRES(mutex_) {
+    request.reset();
+    if (own == nullptr || !refuse(page, own)) return;
+    request = page.claim(*own, max_bytes_);
+    // If we die before grant(), files may be gone that are in the sum.
+    if (request) ++own->evicting;
+  });
+  if (!written || !request) return std::nullopt;
+  ++evicting_;
+  return request;
+}
+
+void Space::grant(const SpaceRequest& request, std::uint64_t missing, Reservation* reservation) {
+  const MutexLock lock(mutex_);
+  --evicting_;
+  const Status written = update_locked([&](SpacePage& page, SpaceSlot*) {
+    for (const Reservation::Freed& freed : reservation->freed_)
+      page.grant(request.asker, freed.bytes, freed.before != page.finished);
+    // (A request that was withdrawn meanwhile comes back for a tick.)
+    if (SpaceSlot* asker = page.find(request.asker); asker != nullptr && missing > 0)
+      asker->wanted += std::min(missing, ~asker->wanted);
+  });
+  if (written) reservation->freed_.clear();  // else they are told when it dies, and are anybody's
+}
+
 void Space::note(const SpacePage& page, std::uint64_t own_writes, SpaceFigures* figures) const {
   *figures = {};
   const bool counted = page.trusted != 0 && (vouched_ || page.host == host_);
@@ -109,10 +147,20 @@ void Space::note(const SpacePage& page, std::uint64_t own_writes, SpaceFigures* 
   for (const SpaceSlot& slot : page.slots) {
     if (slot.writer == 0) continue;
     figures->writers.push_back(slot.writer);
-    if (std::find(figures->sharers.begin(), figures->sharers.end(), slot.sharer) == figures->sharers.end())
-      figures->sharers.push_back(slot.sharer);
-    if (slot.writer == writer_) continue;
+    const auto known =
+        std::find_if(figures->sharers.begin(), figures->sharers.end(),
+                     [&](const SpaceFigures::Sharer& sharer) { return sharer.id == slot.sharer; });
+    SpaceFigures::Sharer& sharer = known == figures->sharers.end()
+                                       ? figures->sharers.emplace_back(SpaceFigures::Sharer{slot.sharer, 0})
+                                       : *known;
+    sharer.held = std::max(sharer.held, slot.held);
+    if (slot.writer == writer_) {
+      figures->wanted = slot.wanted;
+      figures->credit = slot.credit;
+      continue;
+    }
     figures->shared |= slot.sharer == sharer_.load(std::memory_order_relaxed);
+    figures->asked |= slot.wanted > 0;
     if (slot.counting == 0) continue;
     figures->counter = slot.writer;
     figures->counter_version = slot.version;

@@ -1,6 +1,7 @@
 #include "storage/fs/space_page.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
 
@@ -9,8 +10,9 @@
 namespace kv_offload {
 namespace {
 
-constexpr char kMagic[] = "KVOSPAC1";
-constexpr char kOlderMagic[] = "KVOLEDG2";  // the same format of the root; its figures are not read
+constexpr char kMagic[] = "KVOSPAC2";
+// The same format of the root; their figures are not read.
+constexpr std::array<const char*, 2> kOlderMagic = {"KVOSPAC1", "KVOLEDG2"};
 
 void add(std::uint64_t& sum, std::uint64_t bytes) {
   sum = bytes > std::numeric_limits<std::uint64_t>::max() - sum ? std::numeric_limits<std::uint64_t>::max()
@@ -41,15 +43,29 @@ void SpacePage::seal() {
 bool SpacePage::is_of_this_format(const void* bytes, std::size_t size) {
   if (size < sizeof(magic)) return false;
   return std::memcmp(bytes, kMagic, sizeof(magic)) == 0 ||
-         std::memcmp(bytes, kOlderMagic, sizeof(magic)) == 0;
+         std::any_of(kOlderMagic.begin(), kOlderMagic.end(),
+                     [&](const char* older) { return std::memcmp(bytes, older, sizeof(magic)) == 0; });
 }
 
 std::uint64_t SpacePage::reserved() const {
   std::uint64_t sum = 0;
   for (const SpaceSlot& slot : slots) {
-    if (slot.writer != 0) add(sum, slot.reserved);
+    if (slot.writer == 0) continue;
+    add(sum, slot.reserved);
+    add(sum, slot.credit);
   }
   return sum;
+}
+
+std::uint64_t SpacePage::sharers() const {
+  std::uint64_t count = 0;
+  for (const SpaceSlot* slot = slots; slot != slots + kSlots; ++slot) {
+    const bool again = std::any_of(slots, slot, [&](const SpaceSlot& before) {
+      return before.writer != 0 && before.sharer == slot->sharer;
+    });
+    count += slot->writer != 0 && !again;
+  }
+  return count;
 }
 
 SpaceSlot* SpacePage::find(std::uint64_t writer) {
@@ -100,6 +116,28 @@ void SpacePage::fold(SpaceSlot& slot, std::uint64_t folder) {
   for (SpaceSlot& other : slots) {
     if (other.counting != 0) add(other.doubt, 1);
   }
+}
+
+std::optional<SpaceRequest> SpacePage::claim(const SpaceSlot& own, std::uint64_t max_bytes) {
+  const std::uint64_t share = max_bytes / std::max<std::uint64_t>(sharers(), 1);
+  std::uint64_t most = 0;
+  for (const SpaceSlot& slot : slots) most = slot.writer != 0 ? std::max(most, slot.held) : most;
+  for (SpaceSlot& slot : slots) {
+    if (slot.writer == 0 || slot.sharer == own.sharer || slot.wanted == 0) continue;
+    std::uint64_t surplus = own.held > share ? own.held - share : 0;
+    const std::uint64_t more = own.held - std::min(own.held, slot.held);
+    if (most <= share && more > slot.wanted) surplus = more / 2;
+    const SpaceRequest request{slot.writer, std::min(slot.wanted, surplus)};
+    if (request.bytes == 0) continue;
+    slot.wanted -= request.bytes;
+    return request;
+  }
+  return std::nullopt;
+}
+
+void SpacePage::grant(std::uint64_t asker, std::uint64_t bytes, bool unsure) {
+  if (!went(bytes, unsure)) return;
+  if (SpaceSlot* slot = find(asker); slot != nullptr) add(slot->credit, bytes);
 }
 
 void SpacePage::begin_count(SpaceSlot& slot, std::uint64_t number) {

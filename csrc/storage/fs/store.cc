@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "storage/fs/layout.h"
+#include "storage/fs/open.h"
 
 namespace kv_offload {
 namespace {
@@ -42,7 +43,8 @@ FsStore::FsStore(const FsTierOptions& options, FileOps& ops, const Clock& clock)
       scanner_(root_, records_, stop_),
       counter_({options_, root_, records_, evictor_, scanner_, clock, stop_}),
       own_(root_, records_),
-      recency_(ops, records_, clock) {}
+      mender_(options_, root_),
+      recency_(root_, records_, clock) {}
 
 Status FsStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   return writer_.write(op, generation_of(epoch), moved);
@@ -68,7 +70,9 @@ Status FsStore::locate(std::span<const ChunkKey> keys, KeyOrder order, const Epo
 void FsStore::start() {
   if (root_.fresh) return;
   counter_.start();
-  if (!stop_.load()) evictor_.reclaim_unused_generations();
+  if (stop_.load()) return;
+  evictor_.reclaim_unused_generations();
+  evictor_.trade();
 }
 
 void FsStore::maintain() {
@@ -76,8 +80,11 @@ void FsStore::maintain() {
     records_.apply_uses();
     return recency_.write();
   }
-  if (own_.keep()) evictor_.reclaim_unused_generations();
-  counter_.look();
+  std::vector<std::string> lost = mender_.look(records_.generation());
+  if (own_.keep(&lost)) evictor_.reclaim_unused_generations();
+  root_.space->publish_held(records_.bytes());  // with this look: others judge us by it when we are stopped
+  counter_.look(std::move(lost));
+  evictor_.trade();
   records_.apply_uses();
   recency_.write_when_due();
 }
@@ -91,6 +98,8 @@ void FsStore::figures(TierStats* stats) const {
   stats->bytes = root_.space->total();
   stats->capacity_bytes = options_.max_bytes;
   stats->evicted_bytes = evictor_.evicted_bytes();
+  stats->rebuilds = root_.changes->rebuilds();
+  stats->lost_bytes = root_.changes->lost_bytes();
   stats->direct_ops = buffers_.direct_ops();
   stats->buffered_ops = buffers_.buffered_ops();
   records_.figures(stats);

@@ -1,7 +1,7 @@
 // FsStore: the record store of the fs tier. An epoch is a generation's directory. It implements RecordStore
 // by its parts, in the order in which each may know those before it:
 //
-//   OpenRoot         the root and the namespace, opened; what all others borrow (open.h)
+//   OpenRoot         the root and the namespace, opened; what all others borrow (open_root.h)
 //   KnownRecords     the generation in use, and what is known of its records
 //   Evictor          the space for a record in a full root
 //   BounceBuffers    how bytes go between rows and the device
@@ -10,6 +10,7 @@
 //   Scanner          what is on disk; ForeignRecords: what others wrote
 //   RootCounter      what the root takes, when that is in doubt
 //   OwnGeneration    which generation is used, and how the next one is made
+//   RootMender       what other programs remove from the root, made again
 //   Recency          what was used last, for after a restart
 //
 // Threads: as RecordStore says. Locks, each held while one below it is taken: those of Evictor and
@@ -25,12 +26,13 @@
 #include "storage/fs/bounce_buffers.h"
 #include "storage/fs/evictor.h"
 #include "storage/fs/known_records.h"
-#include "storage/fs/open.h"
+#include "storage/fs/open_root.h"
 #include "storage/fs/own_generation.h"
 #include "storage/fs/recency.h"
 #include "storage/fs/record_reader.h"
 #include "storage/fs/record_writer.h"
 #include "storage/fs/root_counter.h"
+#include "storage/fs/root_mender.h"
 #include "storage/fs/scanner.h"
 #include "storage/record_store.h"
 
@@ -74,6 +76,7 @@ class FsStore final : public RecordStore {
   Scanner scanner_;
   RootCounter counter_;
   OwnGeneration own_;
+  RootMender mender_;
   Recency recency_;
 };
 

@@ -17,6 +17,12 @@ std::uint64_t disk_bytes_of(FileOps& ops, int directory, const std::string& name
   return ops.stat(directory, name, &info) == 0 ? info.disk_bytes : 0;
 }
 
+// Of a file that we made, or a directory.
+std::uint64_t charge_of(FileOps& ops, int directory, const std::string& name) {
+  FileInfo info;
+  return ops.stat(directory, name, &info) == 0 ? info.charge() : 0;
+}
+
 // Lists directory/name; ENOENT (vanished) is an empty list.
 Status list_at(FileOps& ops, int directory, const std::string& name, Fd* fd, std::vector<DirEntry>* entries) {
   int error = 0;
@@ -31,7 +37,7 @@ Status list_at(FileOps& ops, int directory, const std::string& name, Fd* fd, std
 // What a temporary, or the lock of a process, counts.
 std::uint64_t count_locked(FileOps& ops, int directory, const std::string& name, std::uint64_t writer,
                            const CountFor& count) {
-  const std::uint64_t bytes = disk_bytes_of(ops, directory, name);
+  const std::uint64_t bytes = charge_of(ops, directory, name);
   const bool lives = std::find(count.writers.begin(), count.writers.end(), writer) != count.writers.end();
   if (!lives || writer == count.writer) {
     if (sweep_temporary(ops, directory, name)) return 0;
@@ -117,7 +123,9 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
   if (!info.is_directory()) {
     if (options.count != nullptr && layout::is_temporary(name))
       return count_locked(ops, directory, name, layout::writer_of(name), *options.count);
-    return info.disk_bytes;
+    if (options.count == nullptr || !layout::parse_record(name)) return info.disk_bytes;
+    return options.count->charges != nullptr ? options.count->charges->of(info.disk_bytes, info.size)
+                                             : info.charge();
   }
   std::uint64_t bytes = info.disk_bytes;
   Fd fd;
@@ -138,7 +146,7 @@ std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uin
   };
   const auto remove_directory = [&](int at, const std::string& path) {
     if (!remove_directories) return false;
-    const std::uint64_t bytes = disk_bytes_of(ops, at, path);
+    const std::uint64_t bytes = charge_of(ops, at, path);
     if (ops.rmdir(at, path) != 0) return false;
     note(bytes);
     return true;
@@ -156,7 +164,7 @@ std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uin
     if (!list_at(ops, generation.get(), leaf.name, &leaf_fd, &files) || !leaf_fd) continue;
     for (const DirEntry& file : files) {
       if (stop.load() || freed >= enough) return freed;
-      const std::uint64_t bytes = disk_bytes_of(ops, leaf_fd.get(), file.name);
+      const std::uint64_t bytes = charge_of(ops, leaf_fd.get(), file.name);
       const bool removed = layout::is_temporary(file.name) ? sweep_temporary(ops, leaf_fd.get(), file.name)
                                                            : layout::parse_record(file.name).has_value() &&
                                                                  ops.unlink(leaf_fd.get(), file.name) == 0;
@@ -170,7 +178,7 @@ std::uint64_t reclaim_generation(FileOps& ops, int namespace_directory, std::uin
   if (!remove_directory(namespace_directory, name)) return freed;
   for (const layout::Mark kind : {layout::Mark::kOpen, layout::Mark::kReset}) {
     const std::string mark = layout::mark_name(number, kind);
-    const std::uint64_t bytes = disk_bytes_of(ops, namespace_directory, mark);
+    const std::uint64_t bytes = charge_of(ops, namespace_directory, mark);
     if (ops.unlink(namespace_directory, mark) == 0) note(bytes);
   }
   return freed;

@@ -11,6 +11,7 @@
 
 #include "base/status.h"
 #include "base/types.h"
+#include "storage/fs/charges.h"
 #include "storage/fs/file_ops.h"
 
 namespace kv_offload {
@@ -21,6 +22,7 @@ struct FoundRecord {
   std::uint64_t disk_bytes = 0;
   std::int64_t mtime_nanos = 0;
   std::uint64_t size = 0;  // of the file
+  std::uint64_t charge() const { return charged_bytes(disk_bytes, size); }
 };
 
 // Removed when nobody holds its lock: true, and when it was gone already.
@@ -36,6 +38,7 @@ struct LeafFound {
 struct CountFor {
   std::uint64_t writer = 0;            // who counts: what it does not hold the lock of is garbage
   std::vector<std::uint64_t> writers;  // all that have the root open: theirs is left alone
+  const Charges* charges = nullptr;    // null: as charged_bytes()
 };
 struct LeafOptions {
   const CountFor* count = nullptr;  // null: all is counted as it is

@@ -29,7 +29,9 @@ class Prober {
         until_(until) {
     const auto start = steady_clock::now();
     bool refused = false;
-    check(client_.wait_for_start(until_, &refused));
+    const Status started = client_.wait_for_start(until_, &refused);
+    if (refused) throw_invalid("mooncake store at {}: {}", place_, started.message());
+    check(started);
     start_seconds_ = seconds_since(start);
     check(client_.take(record_bytes_, &channel_));
   }

@@ -6,9 +6,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <iterator>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -55,6 +58,52 @@ class Child final : public Process {
   std::string how_;
 };
 
+// What the client needs of the engine's environment: where programs, modules and temporary files are, the
+// locale, how the network is reached, and the settings of Mooncake, its transports and of sanitizers. All
+// else stays with the engine: it holds passwords, tokens and keys of others.
+constexpr std::string_view kPassedNames[] = {"PATH",
+                                             "HOME",
+                                             "USER",
+                                             "LOGNAME",
+                                             "LANG",
+                                             "LANGUAGE",
+                                             "TZ",
+                                             "TMPDIR",
+                                             "TEMP",
+                                             "TMP",
+                                             "VIRTUAL_ENV",
+                                             "LD_LIBRARY_PATH",
+                                             "LD_PRELOAD",
+                                             "SSL_CERT_FILE",
+                                             "SSL_CERT_DIR",
+                                             "http_proxy",
+                                             "https_proxy",
+                                             "no_proxy",
+                                             "HTTP_PROXY",
+                                             "HTTPS_PROXY",
+                                             "NO_PROXY",
+                                             "all_proxy",
+                                             "KV_OFFLOAD_MOONCAKE_LOG"};
+constexpr std::string_view kPassedPrefixes[] = {"LC_",   "PYTHON", "CONDA_", "MC_",   "MOONCAKE_", "GLOG_",
+                                                "IBV_",  "RDMAV_", "MLX4_",  "MLX5_", "UCX_",      "FI_",
+                                                "ASAN_", "TSAN_",  "UBSAN_", "LSAN_"};
+
+bool is_passed(std::string_view variable) {
+  const std::string_view name = variable.substr(0, variable.find('='));
+  return std::ranges::find(kPassedNames, name) != std::end(kPassedNames) ||
+         std::ranges::any_of(kPassedPrefixes,
+                             [&](std::string_view prefix) { return name.starts_with(prefix); });
+}
+
+std::vector<char*> passed_environment() {
+  std::vector<char*> passed;
+  for (char** variable = environ; variable != nullptr && *variable != nullptr; ++variable) {
+    if (is_passed(*variable)) passed.push_back(*variable);
+  }
+  passed.push_back(nullptr);
+  return passed;
+}
+
 // As a shell would begin it: what the engine's threads do with signals is theirs.
 void set_signals(posix_spawnattr_t* attributes) {
   sigset_t none, all;
@@ -79,7 +128,8 @@ Status spawn(const std::vector<std::string>& argv, Descriptor theirs, std::uniqu
   posix_spawn_file_actions_adddup2(&actions, above.get(), kTheirDescriptor);
   set_signals(&attributes);
   pid_t pid = -1;
-  const int error = ::posix_spawnp(&pid, words[0], &actions, &attributes, words.data(), environ);
+  std::vector<char*> environment = passed_environment();
+  const int error = ::posix_spawnp(&pid, words[0], &actions, &attributes, words.data(), environment.data());
   posix_spawn_file_actions_destroy(&actions);
   posix_spawnattr_destroy(&attributes);
   if (error != 0) {

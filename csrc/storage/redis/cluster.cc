@@ -9,6 +9,21 @@ namespace {
 
 constexpr unsigned kLearnEvery = 60;  // calls of keep_up()
 
+// A Sentinel answers PING and INFO like a server and keeps no keys. Every server names cluster_enabled in the
+// section that was asked for; only where that is missing a second question is needed.
+Status refuse_sentinel(Connection& connection, const Reply& info, Deadline until, bool* refused) {
+  if (info.kind == Reply::Kind::kError || info.text.find("cluster_enabled:") != info.text.npos) {
+    return Status::ok();
+  }
+  Reply server;
+  if (Status status = connection.call({"INFO", "server"}, until, &server); !status) return status;
+  if (server.text.find("redis_mode:sentinel") == server.text.npos) return Status::ok();
+  *refused = true;
+  return Status::error(StatusKind::kIo,
+                       "this is a Sentinel, which stores no records: give the address of the primary, or one "
+                       "that always leads to it (a proxy or a service), or use a cluster");
+}
+
 // Nodes are told apart by it: one whose certificate must carry another name now is another.
 std::string id_of(const Server& server) { return address_of(server) + " " + server.tls_name; }
 
@@ -115,6 +130,7 @@ Status Cluster::ask_for_map(Node& source, Deadline until, bool* refused, std::ve
   Reply info, map;
   if (Status status = connection->call({"INFO", "cluster"}, until, &info); !status) return status;
   if (info.kind == Reply::Kind::kError && is_passing(info.text)) return refusal(info.text);
+  if (Status status = refuse_sentinel(*connection, info, until, refused); !status) return status;
   const bool is_node = info.text.find("cluster_enabled:1") != std::string::npos;
   // Several nodes were named, and INFO is not for this user.
   const bool untold = info.kind == Reply::Kind::kError && seeds_.size() > 1;

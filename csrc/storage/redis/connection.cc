@@ -186,6 +186,9 @@ Status Connection::log_in(const Server& server, Deadline deadline, bool* refused
                                        "database {} out of url",
                                        database));
     }
+    if (verb == "SELECT" && replies[i].text.starts_with("ERR unknown command")) {
+      return Status::error(StatusKind::kIo, "the server has no databases: it is a Sentinel, or no Redis");
+    }
     if (verb == "SELECT" && !is_setting(replies[i].text)) {
       return Status::error(StatusKind::kIo, fmt::format("the server has no database {}", database));
     }

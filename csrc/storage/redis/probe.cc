@@ -16,6 +16,10 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr int kPings = 9;
+// Of the memory of the server that a record may take: its allocator rounds up, by half at most, and the
+// buffers of a connection hold each value once more while it is sent.
+constexpr double kMemoryPerByte = 2.5;
+constexpr std::uint64_t kFreePart = 4;
 
 std::string line_of(std::string_view info, std::string_view name) {
   const std::string start = fmt::format("\n{}:", name);
@@ -38,7 +42,9 @@ class Prober {
   Prober(const std::vector<Server>& seeds, Deadline until)
       : seed_(seeds.front()), until_(until), cluster_(seeds) {
     bool refused = false;
-    check(cluster_.learn(until, &refused));
+    const Status status = cluster_.learn(until, &refused);
+    if (refused) throw_invalid("{}: {}", address_of(seed_), status.message());
+    check(status);
   }
   // One that does not answer takes no time from the others.
   void ask(Probe* found) {
@@ -56,19 +62,22 @@ class Prober {
       if (!status && !found->cluster) check(status);
     }
   }
-  void transfer(const std::string& key_prefix, std::uint64_t bytes, unsigned records, Probe* found) {
+  void transfer(const std::string& key_prefix, std::uint64_t bytes, unsigned most, Probe* found) {
+    const unsigned records = records_that_fit(*found, bytes, most);
+    if (records == 0) return;
     const AlignedBuffer record(bytes), back(bytes);
     std::fill(record.span().begin(), record.span().end(), std::byte{0x5a});
     const auto key = [&](unsigned i) { return fmt::format("{}:probe:{}:{}", key_prefix, getpid(), i); };
     const std::span<const std::byte> from = record.span();
     const std::span<std::byte> to = back.span();
-    std::vector<std::string> written;
+    std::vector<std::string> written, sent;
     Status failure;
     Reply reply;
     double writing = 0, reading = 0;  // of what came to pass: not the wait for a node that is away
     for (unsigned i = 0; i < 2 * records && written.size() < records && found->write_refused.empty(); ++i) {
       std::string name = key(i);
       reply = {};
+      sent.push_back(name);
       const auto start = steady_clock::now();
       Status status = at(name, OpKind::kWrite, &reply, [&](Connection& connection, Reply* answer) {
         return connection.set(name, {&from, 1}, {"EX", "60"}, soon(), answer);
@@ -84,7 +93,11 @@ class Prober {
         written.push_back(std::move(name));
       }
     }
-    if (written.empty() && found->write_refused.empty()) return check(failure);
+    if (written.empty() && found->write_refused.empty()) {
+      remove(sent);
+      return check(failure);
+    }
+    found->records = static_cast<unsigned>(written.size());
     if (!written.empty()) found->bytes_per_record = memory_usage(written.front());
     std::size_t read = 0, dropped = 0;
     for (const std::string& name : written) {
@@ -98,7 +111,7 @@ class Prober {
       if (status) reading += seconds_since(start);
       if (!status) failure = std::move(status);
     }
-    for (const std::string& name : written) (void)call(name, {"DEL", name}, &reply);  // or they expire
+    remove(sent);
     if (!found->write_refused.empty()) return;
     if (dropped > 0) {
       found->write_refused = "the server dropped records at once: it has no room for them";
@@ -112,6 +125,22 @@ class Prober {
  private:
   void check(const Status& status) const {
     if (!status) throw_resource("{}: {}", address_of(seed_), status.message());
+  }
+  // Also what a write without an answer may have left. What cannot be removed now expires.
+  void remove(const std::vector<std::string>& names) {
+    Reply reply;
+    for (const std::string& name : names) (void)call(name, {"DEL", name}, &reply);
+  }
+  // Keys are spread over the nodes at random: the fullest of them decides.
+  static unsigned records_that_fit(const Probe& found, std::uint64_t bytes, unsigned most) {
+    for (const NodeProbe& node : found.nodes) {
+      const auto free = node.failure.empty() ? node.free_bytes() : std::nullopt;
+      if (!free) continue;
+      const double fitting =
+          static_cast<double>(*free / kFreePart) / (kMemoryPerByte * static_cast<double>(bytes));
+      most = static_cast<unsigned>(std::min<double>(most, fitting));
+    }
+    return most;
   }
   // Of one that is silent time is left for the others.
   Deadline soon() const { return share_of(until_, 3); }
@@ -157,6 +186,7 @@ class Prober {
     found->eviction_policy = line_of(info, "maxmemory_policy");
     found->used_bytes = number_of(line_of(info, "used_memory"));
     found->max_bytes = number_of(line_of(info, "maxmemory"));
+    found->host_bytes = number_of(line_of(info, "total_system_memory"));
     return Status::ok();
   }
 
@@ -166,6 +196,12 @@ class Prober {
 };
 
 }  // namespace
+
+std::optional<std::uint64_t> NodeProbe::free_bytes() const {
+  const std::uint64_t bound = max_bytes != 0 ? max_bytes : host_bytes;
+  if (bound == 0) return std::nullopt;
+  return bound - std::min(bound, used_bytes);
+}
 
 Probe probe(const std::vector<Server>& seeds, const std::string& key_prefix, std::uint64_t record_bytes,
             unsigned records, Nanos deadline) {

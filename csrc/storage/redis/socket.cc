@@ -1,6 +1,6 @@
 #include "storage/redis/socket.h"
 
-#include <netdb.h>
+#include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
@@ -10,9 +10,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <optional>
+#include <vector>
 
 #include "base/no_sigpipe.h"
+#include "storage/redis/resolver.h"
 #include "storage/redis/tls.h"
 
 namespace kv_offload::redis {
@@ -90,23 +91,23 @@ Status connect_unix(const std::string& path, Deadline deadline, int* made) {
   return connect_new(AF_UNIX, reinterpret_cast<const sockaddr*>(&address), sizeof address, deadline, made);
 }
 
+// Never destroyed: a thread that was let go may use it while the process ends.
+Resolver& resolver() {
+  static Resolver* const one = new Resolver;
+  return *one;
+}
+
 Status connect_tcp(const Server& server, Deadline deadline, int* made) {
-  addrinfo hints{}, *first = nullptr;
-  hints.ai_family = AF_UNSPEC;
-  hints.ai_socktype = SOCK_STREAM;
-  const std::string port = std::to_string(server.port);
-  if (const int error = getaddrinfo(server.host.c_str(), port.c_str(), &hints, &first); error != 0) {
-    return no_connection(gai_strerror(error));
-  }
-  const std::unique_ptr<addrinfo, void (*)(addrinfo*)> addresses(first, &freeaddrinfo);
-  long left = 0;
-  for (const addrinfo* one = first; one != nullptr; one = one->ai_next) ++left;
-  Status status = no_connection("its name has no address");
-  for (const addrinfo* one = first; one != nullptr; one = one->ai_next, --left) {
+  std::vector<SocketAddress> addresses;
+  Status status = resolver().resolve(server.host, server.port, deadline, &addresses);
+  if (!status) return status;
+  auto left = static_cast<long>(addresses.size());
+  for (const SocketAddress& one : addresses) {
     const Deadline now = std::chrono::steady_clock::now();
     const Deadline share = left > 1 ? now + (deadline - now) / left : deadline;
-    status = connect_new(one->ai_family, one->ai_addr, one->ai_addrlen, share, made);
+    status = connect_new(one.family(), one.get(), one.length, share, made);
     if (status) return status;
+    --left;
   }
   return status;
 }

@@ -19,7 +19,7 @@ namespace kv_offload::redis {
 class Socket {
  public:
   // Connects, and with TLS makes sure of the server's certificate and name. Of a name with several addresses
-  // each has its share of the time; looking the name up is done by the system and has a time of its own.
+  // each has its share of the time that looking the name up has left.
   // *refused: the certificate is not trusted or of another name.
   static Status open(const Server& server, const TlsContext* tls, Deadline deadline,
                      std::unique_ptr<Socket>* opened, bool* refused);

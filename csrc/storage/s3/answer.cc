@@ -70,7 +70,8 @@ bool is_redirect(const Answer& answer) { return answer.status >= 300 && answer.s
 
 bool is_region(std::string_view text) {
   return !text.empty() && text.size() <= 40 &&
-         text.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789-") == text.npos;
+         text.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_") ==
+             text.npos;
 }
 
 }  // namespace

@@ -31,7 +31,9 @@ class Prober {
       const Answer answer = call({.verb = Verb::kGet, .key = prefix_ + "/conditions"});
       times.push_back(seconds_since(start));
       if (answer.status != 200 && refusal(answer, client_.bucket()).kind() != StatusKind::kNotFound) {
-        check(refusal(answer, client_.bucket()));
+        const Status status = refusal(answer, client_.bucket());
+        if (is_setting(answer)) throw_invalid("{}: {}", address_of(client_.bucket()), status.message());
+        check(status);
       }
     }
     std::sort(times.begin(), times.end());

@@ -79,7 +79,7 @@ TEST(ChunkGroupsTest, TheTokensBeforeAChunkAreThoseUpToItsBegin) {
 TEST(ChunkGroupsTest, WhatCannotBeIsRefused) {
   CacheOptions options;
   EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument);
-  options.groups.assign(65, group_of(0, 16, 1, 0));
+  options.groups.assign(32, group_of(0, 16, 1, 0));
   EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument);
   options.groups = {group_of(0, 0, 100, 0)};
   EXPECT_THROW(ChunkGroups(options, 1), InvalidArgument) << "no tokens";

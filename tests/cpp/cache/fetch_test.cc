@@ -18,6 +18,7 @@ class FetchFakeTest : public CacheTest {
   // The record of "b" is there now, and the request, which has "a", loads it.
   void expect_loaded(RequestHandle request, decltype(FakeTier::records)::node_type record_of_b) {
     fake().records.insert(std::move(record_of_b));
+    step();  // vLLM asks once a step
     EXPECT_EQ(scan(request, {"a", "b"}), "HP");
     step();
     tier().finish();
@@ -434,7 +435,7 @@ TEST_F(FetchFakeTest, ARecordIsNotWaitedForLongerThanTheDeadlineNorWhereItMayNot
   pass_time(seconds(6));
   step();
   EXPECT_EQ(scan(patient, {"a"}), "M");
-  EXPECT_EQ(scan(begin({.load_from_tiers = false, .await_records = seconds(600)}), {"a"}), "M");
+  EXPECT_EQ(scan(begin({.load_tiers = 0, .await_records = seconds(600)}), {"a"}), "M");
   EXPECT_EQ(scan(begin({.load_policy = LoadPolicy::kNever, .await_records = seconds(600)}), {"a"}), "M");
   fake().switch_off();
   step();
@@ -495,7 +496,7 @@ TEST_P(FetchTest, PolicyNeverLoadsNothingFromTiers) {
 TEST_P(FetchTest, ARequestMayExcludeTheTiersOrHostMemory) {
   record({"a"});
   store({"b"});
-  EXPECT_EQ(scan(begin({.load_from_tiers = false}), {"b", "a"}), "HM");
+  EXPECT_EQ(scan(begin({.load_tiers = 0}), {"b", "a"}), "HM");
   const RequestHandle request = begin({.load_from_cpu = false});
   EXPECT_EQ(lookup(request, "b"), LookupResult::kMiss);  // not recorded yet
   EXPECT_EQ(lookup(request, "a"), LookupResult::kPending);

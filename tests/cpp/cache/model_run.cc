@@ -58,7 +58,7 @@ void ModelRun::run(std::uint64_t calls) {
 
 void ModelRun::begin_request() {
   Request request;
-  if (chance(5)) request.options.load_from_tiers = false;
+  if (chance(5)) request.options.load_tiers = 0;
   if (chance(5)) request.options.load_policy = LoadPolicy::kNever;
   if (chance(5)) request.options.skip_store = true;
   if (chance(10)) request.options.priority = chance(50) ? 1 : -1;

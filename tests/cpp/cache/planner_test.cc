@@ -104,5 +104,50 @@ TEST_F(PlannerTest, WhoHasEverythingWaitsOnPastItsBudget) {
   EXPECT_THAT(parts_.requests.at(request_).awaited, IsEmpty());
 }
 
+// While a directory is being scanned, chunks become known in any order. Hits are the chunks from the left
+// that are there: those that are known early take no row from those before them.
+TEST_F(PlannerTest, a_prompt_larger_than_host_memory_hits_as_many_chunks_as_there_are_rows_in_any_order) {
+  const Names prompt{"a", "b", "c", "d", "e", "f"};
+  std::vector<std::size_t> order{0, 1, 2, 3, 4, 5};
+  do {
+    RequestParts parts;
+    Planner planner({parts.groups, parts.chunks, parts.costs, parts.ops, parts.row_supply, parts.requests,
+                     parts.metrics});
+    for (const auto& name : prompt) {
+      parts.record(name);
+      parts.tier->forgotten.insert(key_of(name));  // it is not known whether it is there
+    }
+    parts.tier->answers = false;
+    const RequestHandle request = parts.requests.begin({});
+    std::size_t hits = 0;
+    for (std::size_t known = 0; known < 2 * order.size(); ++known) {
+      if (known < order.size()) parts.tier->forgotten.erase(key_of(prompt[order[known]]));
+      hits = 0;
+      for (bool in_front = true; const auto& name : prompt) {
+        in_front &= parts.lookup(request, name) == LookupResult::kHit;
+        hits += in_front;
+      }
+      planner.plan_step(parts.clock.now());
+      parts.requests.end_step();
+      parts.ops.end_step();
+      parts.finish();
+    }
+    EXPECT_EQ(hits, 4u) << ::testing::PrintToString(order);
+  } while (std::next_permutation(order.begin(), order.end()));
+}
+
+// What it hit further to the right is worth nothing without them.
+TEST_F(PlannerTest, the_beginning_of_a_prompt_takes_the_rows_of_its_end) {
+  for (const char* name : {"c", "d", "e", "f"}) parts_.resident(name);
+  scan({"a", "b", "c", "d", "e", "f"});
+  plan();
+  EXPECT_THAT(parts_.tier->read_keys(), ElementsAre(key_of("a"), key_of("b")));
+  EXPECT_TRUE(parts_.has("c"));
+  EXPECT_TRUE(parts_.has("d"));
+  EXPECT_FALSE(parts_.has("e"));
+  EXPECT_FALSE(parts_.has("f"));
+  EXPECT_THAT(parts_.requests.at(request_).held, SizeIs(2));
+}
+
 }  // namespace
 }  // namespace kv_offload

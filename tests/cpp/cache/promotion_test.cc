@@ -67,6 +67,26 @@ TEST_F(PromotionTest, WhatWasFetchedFromASlowerTierIsWrittenToTheFasterOne) {
   EXPECT_EQ(world().hit_tokens("fs"), World::kTokens) << "the faster one has it now, and the same bytes";
 }
 
+TEST_F(PromotionTest, ARequestMayExcludeOneTierOfTwo) {
+  constexpr std::uint8_t kFaster = 1, kSlower = 2;
+  make_with({}, {}, 2);
+  keep_on_the_slower("a");
+  push_out();
+  const RequestHandle limited = begin({.load_tiers = kFaster});
+  EXPECT_EQ(scan(limited, {"a"}), "M");
+  end(limited);
+  EXPECT_EQ(world().miss_tokens("disabled"), World::kTokens);
+  const RequestHandle request = begin({.load_from_cpu = false, .load_tiers = kSlower});
+  EXPECT_EQ(scan(request, {"a"}), "P");
+  step();
+  EXPECT_EQ(scan(begin({.load_tiers = kFaster}), {"a"}), "M") << "it is being read from the other tier";
+  slower_->finish(1);
+  step();
+  EXPECT_EQ(scan(request, {"a"}), "H");
+  EXPECT_EQ(scan(begin({.load_from_cpu = false, .load_tiers = kFaster}), {"a"}), "M") << "the other has it";
+  EXPECT_EQ(scan(begin({.load_tiers = kFaster}), {"a"}), "H") << "host memory has it";
+}
+
 TEST_F(PromotionTest, WhatWasFetchedFromAFasterTierIsNotWrittenToTheSlowerOne) {
   make_with({});
   store({"a"});

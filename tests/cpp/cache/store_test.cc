@@ -1,4 +1,5 @@
 // What is stored, and when it becomes a hit.
+#include "base/refused_chunks.h"
 #include "cache/cache_fixture.h"
 #include "with_threads.h"
 
@@ -104,7 +105,7 @@ TEST_F(StoreFakeTest, AnOfferThatThrowsHalfWayTakesNoRow) {
 TEST_P(StoreTest, AFailedCopyIsNeverAHitAndItsRowIsUsedAgain) {
   const RequestHandle request = begin();
   const Job job = offer(request, {"a", "b"});
-  copy(job, 1);
+  copy(job, kDeviceFailed);
   complete(job);
   EXPECT_EQ(peek({"a"}), "M");
   EXPECT_EQ(world().miss_tokens("io_error"), World::kTokens);
@@ -264,6 +265,7 @@ TEST_P(StoreTest, FiguresTellWhatIsResident) {
   EXPECT_EQ(world().metrics.value("kv_offload_tier_chunks", {"cpu"}), 2);
   EXPECT_EQ(world().metrics.value("kv_offload_queue_depth", {"fs", "write"}), 2);
   EXPECT_EQ(world().metrics.value("kv_offload_stored_tokens_total", {}), 2 * World::kTokens);
+  EXPECT_EQ(world().metrics.value("kv_offload_stored_bytes_total", {}), 2 * 2 * 4096);
 }
 
 TEST_P(StoreTest, ARequestThatEndedIsRefused) {

@@ -35,13 +35,23 @@ TEST_F(StoresTest, AChunkIsResidentWhenAllRanksReportedIt) {
   EXPECT_EQ(parts_.tier->queued_writes(), 1u);
 }
 
+TEST_F(StoresTest, IfTheFirstChunkOfAJobIsRefusedTheOthersAreKept) {
+  const StoreGrant grant = prepare({"a", "b"});
+  parts_.report(grant.transfer.ticket, std::uint64_t{1} << 32);
+  stores_.complete(keys({"b", "a"}), true);  // vLLM gives the keys in any order
+  EXPECT_EQ(parts_.chunks.find(key_of("a")), nullptr);
+  EXPECT_NE(parts_.chunks.find(key_of("b")), nullptr);
+  EXPECT_EQ(parts_.metrics.value("kv_offload_failures_total", {"cpu", "store", "device"}), 0);
+}
+
 TEST_F(StoresTest, AChunkThatFailedIsAbsentAndItsRowWaitsForTheReport) {
   const StoreGrant grant = prepare({"a", "b"});
   stores_.complete(keys({"a"}), true);  // not reported
   parts_.report(grant.transfer.ticket, 1);
-  stores_.complete(keys({"b"}), true);  // its group failed
+  stores_.complete(keys({"b"}), true);  // its group was refused
   EXPECT_EQ(parts_.chunks.resident(), 0u);
-  EXPECT_EQ(parts_.metrics.value("kv_offload_failures_total", {"cpu", "store", "device"}), 2);
+  EXPECT_EQ(parts_.metrics.value("kv_offload_failures_total", {"cpu", "store", "device"}), 1);
+  EXPECT_GT(parts_.metrics.value("kv_offload_dropped_bytes_total", {"cpu", "incomplete"}), 0);
   EXPECT_EQ(parts_.free_rows(), 3u);
   parts_.chunks.poll();
   EXPECT_EQ(parts_.free_rows(), 4u);

@@ -123,7 +123,7 @@ TEST_F(TierOpsTest, AWriteHasAPinUntilItEnded) {
   parts_.finish();
   EXPECT_EQ(ops_.writes_in_flight(0), 0u);
   EXPECT_EQ(parts_.chunks.victim(), slot);
-  EXPECT_TRUE(ops_.is_recorded(key_of("a")));
+  EXPECT_TRUE(ops_.is_recorded(key_of("a"), 1));
   write(slot);
   EXPECT_EQ(parts_.tier->queued_writes(), 0u) << "it is there";
 }

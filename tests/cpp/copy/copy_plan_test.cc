@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "base/refused_chunks.h"
 #include "copy/copy_cases.h"
 
 namespace kv_offload {
@@ -132,6 +133,61 @@ TEST(CopyPlan, a_store_that_does_not_fill_its_chunks_fails_its_group_alone) {
   ASSERT_EQ(plan.segments.size(), 2u);
   EXPECT_EQ(plan.segments[0].area_offset, 2u * 4096);
   EXPECT_EQ(plan.bytes, 128u);
+}
+
+CacheLayout of_tails(std::uint32_t blocks_per_chunk, std::uint32_t kept) {
+  CacheLayout layout = one_tensor(100, 128, blocks_per_chunk);
+  layout.tail_blocks = {kept};
+  return layout;
+}
+
+TEST(CopyPlan, a_row_of_tails_holds_the_last_blocks_of_each_chunk) {
+  const CacheLayout layout = of_tails(4, 2);
+  EXPECT_EQ(layout.shard_bytes(0), 200u);
+  const CopyPlan plan =
+      make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kStore, {1, 3, 5, 7, 9, 11}, {0, 1}, 2));
+  EXPECT_EQ(plan.failed_groups, 0u);
+  ASSERT_EQ(plan.segments.size(), 4u);
+  EXPECT_EQ(plan.segments[0].cache, at(0x10000 + 1 * 128));
+  EXPECT_EQ(plan.segments[0].area_offset, 0u);
+  EXPECT_EQ(plan.segments[2].cache, at(0x10000 + 9 * 128));
+  EXPECT_EQ(plan.segments[2].area_offset, 4096u);
+}
+
+TEST(CopyPlan, of_a_store_whose_first_chunk_lacks_blocks_that_chunk_alone_is_refused) {
+  for (const std::uint32_t kept : {0u, 3u}) {
+    const CopyPlan plan = make_copy_plan(of_tails(4, kept), 1 << 20,
+                                         job_of(CopyDirection::kStore, {1, 3, 5, 7, 9, 11}, {0, 1}, 2));
+    EXPECT_EQ(plan.failed_groups, refused_first(0));
+    EXPECT_EQ(plan.bytes, (kept == 0 ? 4 : kept) * 100u);
+    EXPECT_EQ(plan.segments[0].area_offset, 4096u);
+  }
+}
+
+TEST(CopyPlan, a_store_that_lacks_blocks_at_unknown_places_is_refused) {
+  const CopyPlan plan =
+      make_copy_plan(of_tails(4, 2), 1 << 20, job_of(CopyDirection::kStore, {1, 3, 5, 7, 9}, {0, 1}, 2));
+  EXPECT_EQ(plan.failed_groups, refused_group(0));
+  EXPECT_TRUE(plan.segments.empty());
+}
+
+TEST(CopyPlan, a_rank_without_layers_of_a_group_refuses_none_of_its_chunks) {
+  CacheLayout layout = one_tensor(100, 128, 4);
+  layout.groups[0].clear();
+  const CopyPlan plan = make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kStore, {1, 3}, {0}, 2));
+  EXPECT_EQ(plan.failed_groups, 0u);
+  EXPECT_TRUE(plan.segments.empty());
+}
+
+TEST(CopyPlan, a_load_never_reads_blocks_that_rows_do_not_hold) {
+  const CacheLayout layout = of_tails(4, 2);
+  const CopyPlan plan = make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kLoad, {9}, {2}, 7));
+  ASSERT_EQ(plan.segments.size(), 1u);
+  EXPECT_EQ(plan.segments[0].area_offset, 2u * 4096 + 100);
+  EXPECT_THROW(make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kLoad, {7, 8, 9}, {0}, 5)),
+               InvalidArgument);
+  EXPECT_THROW(make_copy_plan(layout, 1 << 20, job_of(CopyDirection::kLoad, {8, 9, 10}, {0, 1}, 6)),
+               InvalidArgument);
 }
 
 TEST(CopyPlan, a_store_that_starts_inside_a_chunk_fails) {
@@ -355,7 +411,7 @@ TEST(CacheLayout, refuses_what_is_not_a_cache) {
   layout.tensors[0].base = nullptr;
   EXPECT_THROW(layout.validate(), InvalidArgument);
   layout = one_tensor(100, 128, 1);
-  layout.groups.resize(65);
+  layout.groups.resize(32);
   EXPECT_THROW(layout.validate(), InvalidArgument);
   layout = one_tensor(100, 128, 1);
   layout.shards_per_area = 3;  // of a page of 100 bytes

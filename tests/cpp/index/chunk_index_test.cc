@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <list>
 #include <map>
 #include <random>
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include "rounds.h"
+#include "step_watch.h"
 
 namespace kv_offload {
 namespace {
@@ -22,7 +24,7 @@ ChunkKey key_of(std::string_view name, std::uint32_t group = 0) {
 
 class ChunkIndexTest : public testing::Test {
  protected:
-  ChunkIndex index_{make_eviction_policy("lru", 4), 4};
+  ChunkIndex index_{make_eviction_policy("lru"), 4};
   RowId next_row_ = 100;
 
   Slot fill(std::string_view name) {
@@ -176,7 +178,7 @@ TEST_F(ChunkIndexTest, AnAccessProtectsFromEviction) {
 // victim() against a list that is searched from its cold end.
 class SparingModel {
  public:
-  explicit SparingModel(const std::string& policy) : index_(make_eviction_policy(policy, kChunks), kChunks) {}
+  explicit SparingModel(const std::string& policy) : index_(make_eviction_policy(policy), kChunks) {}
 
   // One random call on both.
   void step() {
@@ -301,7 +303,7 @@ class SharedHeadTest : public SparingByPolicyTest {
     index_.make_resident(slot, ChunkOrigin::kStore);
     return slot;
   }
-  ChunkIndex index_{make_eviction_policy(GetParam(), 8), 8};
+  ChunkIndex index_{make_eviction_policy(GetParam()), 8};
   RowId row_ = 0;
 };
 
@@ -438,7 +440,7 @@ class NextVictimsTest : public testing::TestWithParam<std::string> {
     }
   }
 
-  ChunkIndex index_{make_eviction_policy(GetParam(), kChunks), kChunks};
+  ChunkIndex index_{make_eviction_policy(GetParam()), kChunks};
   RowId row_ = 0;
   std::uint32_t last_request_ = 0;
   std::mt19937 random_{3};
@@ -510,6 +512,24 @@ TEST_F(ChunkIndexTest, AgreesWithAMapUnderRandomInsertsAndErases) {
     EXPECT_EQ(index_.slot_of(&entry), slot);
   });
   EXPECT_EQ(seen, model.size());
+}
+
+TEST(ChunkIndexGrowthTest, noInsertMovesOthersUpToTheCapacity) {
+  const auto capacity = static_cast<std::uint32_t>(testing::rounds(1'500'000));
+  ChunkIndex index(make_eviction_policy("lru"), capacity);
+  std::uint64_t most = 0;
+  for (std::uint32_t i = 0; i < capacity; ++i) {
+    char bytes[36] = {};
+    const std::uint64_t mixed = (i + 1) * 0x9E3779B97F4A7C15ull;
+    std::memcpy(bytes, &mixed, sizeof(mixed));
+    const ChunkKey key = ChunkKey::unchecked(bytes, sizeof(bytes));
+    most =
+        std::max(most, testing::steps_of([&] {
+                   index.make_resident(index.insert(key, 0, i, {.id = chunk_id(key)}, ChunkState::kFilling),
+                                       ChunkOrigin::kStore);
+                 }));
+  }
+  EXPECT_EQ(most, 0u);
 }
 
 }  // namespace

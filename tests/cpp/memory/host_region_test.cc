@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "base/refused_chunks.h"
 #include "memory/child_process.h"
 #include "memory/shared_file.h"
 #include "memory/shm_fixture.h"
@@ -95,7 +96,7 @@ TEST_F(HostRegionTest, waiting_names_the_ranks_that_are_missing) {
 
 TEST_F(HostRegionTest, geometry_arrives_as_published) {
   const auto scheduler = HostRegion::attach_scheduler(options(8 * kMiB, 2));
-  const RankGeometry full{std::vector<std::uint64_t>(64, 7), std::string(4095, 'f')};
+  const RankGeometry full{std::vector<std::uint64_t>(kMostGroups, 7), std::string(4095, 'f')};
   const auto worker_0 = HostRegion::attach_worker(options(8 * kMiB, 2), 0, full);
   const auto worker_1 = HostRegion::attach_worker(options(8 * kMiB, 2), 1, {{}, ""});
   ASSERT_TRUE(scheduler->wait_for_ranks(std::chrono::seconds(0)).is_ok());

@@ -6,14 +6,17 @@
 #include <random>
 #include <set>
 
+#include "base/split_table.h"
 #include "base/status.h"
+#include "rounds.h"
+#include "step_watch.h"
 
 namespace kv_offload {
 namespace {
 
 class LruTest : public testing::Test {
  protected:
-  std::unique_ptr<EvictionPolicy> policy_ = make_eviction_policy("lru", 16);
+  std::unique_ptr<EvictionPolicy> policy_ = make_eviction_policy("lru");
   void insert(Slot slot) { policy_->insert(slot, EntryInfo{}); }
   // The order in which everything unpinned would go.
   std::vector<Slot> drain() {
@@ -88,7 +91,7 @@ TEST_F(LruTest, ErasedSlotsMayComeBackAsNewOnes) {
 
 TEST(EvictionPolicyFactory, AnUnknownNameIsRefusedNamingTheKnownOnes) {
   try {
-    make_eviction_policy("mru", 1);
+    make_eviction_policy("mru");
     FAIL();
   } catch (const InvalidArgument& error) {
     EXPECT_THAT(error.what(), testing::AllOf(testing::HasSubstr("'mru'"), testing::HasSubstr("lru")));
@@ -98,7 +101,7 @@ TEST(EvictionPolicyFactory, AnUnknownNameIsRefusedNamingTheKnownOnes) {
 // Whatever the policy, a victim is known, unpinned, and everything unpinned goes in the end.
 class AnyPolicy : public testing::TestWithParam<std::string> {
  protected:
-  std::unique_ptr<EvictionPolicy> policy_ = make_eviction_policy(GetParam(), 64);
+  std::unique_ptr<EvictionPolicy> policy_ = make_eviction_policy(GetParam());
   std::vector<Slot> drain() {
     std::vector<Slot> order;
     while (const auto victim = policy_->victim()) {
@@ -183,6 +186,25 @@ TEST_P(AnyPolicy, PromptsOfLowPriorityGoFirstAndOfHighPriorityLast) {
 
 INSTANTIATE_TEST_SUITE_P(EvictionPolicy, AnyPolicy, testing::ValuesIn(eviction_policy_names()),
                          [](const auto& info) { return info.param; });
+
+// Also where the first entry of a level is a late one.
+TEST_P(AnyPolicy, ACallTakesAsFewStepsWithTenTimesAsManyEntries) {
+  std::uint64_t most[2] = {};
+  for (const int large : {0, 1}) {
+    const auto policy = make_eviction_policy(GetParam());
+    const auto many = static_cast<Slot>(testing::rounds(large == 0 ? 100'000 : 1'000'000));
+    for (Slot slot = 0; slot < many; ++slot) {
+      const ChunkId id = (std::uint64_t{slot} + 1) * 0x9E3779B97F4A7C15ull | 1;
+      const auto priority = static_cast<std::int8_t>(slot == many - 1 ? 1 : 0);
+      const EntryInfo info{.id = id, .request = slot / 2 + 1, .priority = priority};
+      most[large] = std::max(most[large], testing::steps_of([&] { policy->insert(slot, info); }));
+    }
+    for (Slot slot = 0; slot < many; ++slot)
+      most[large] = std::max(most[large], testing::steps_of([&] { policy->erase(slot); }));
+  }
+  EXPECT_LT(most[0], 4 * SplitTable::kCells);
+  EXPECT_LT(most[1], 4 * SplitTable::kCells);
+}
 
 }  // namespace
 }  // namespace kv_offload

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "step_watch.h"
+
 namespace kv_offload {
 namespace {
 
@@ -35,6 +37,22 @@ TEST(GhostList, GrowingForgetsNothing) {
   ghosts.add(id_of(2), 400);
   EXPECT_TRUE(ghosts.contains(id_of(1)));
   EXPECT_TRUE(ghosts.contains(id_of(2)));
+}
+
+// What left while the list was short is found when it has grown, whatever its length then.
+TEST(GhostList, GrowsAFewCellsACallAndForgetsNothingByIt) {
+  GhostList ghosts;
+  EXPECT_LT(testing::steps_of([&] { ghosts.add(id_of(1), 1'000'000); }), 100u);
+  int found = 0;
+  for (std::uint64_t n = 2; n <= 20'000; ++n) {
+    ASSERT_LT(testing::steps_of([&] { ghosts.add(id_of(n), 1'000'000); }), 100u);
+    if ((n & (n - 1)) == 0) {
+      found = 0;
+      for (std::uint64_t m = 1; m <= n; ++m) found += ghosts.contains(id_of(m));
+      ASSERT_GT(10 * found, 8 * static_cast<int>(n)) << n;
+    }
+  }
+  EXPECT_GT(found, 0);
 }
 
 }  // namespace

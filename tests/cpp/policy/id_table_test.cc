@@ -51,7 +51,7 @@ TEST(IdTable, WhatIsChosenBySpareBitsLiesAllOverTheTable) {
   std::vector<ChunkId> ids;
   const auto id_of = [&](std::uint32_t value) { return ids[value]; };
   IdTable table;
-  while (ids.size() < IdTable::kCellsOfSpareBits / 2) {
+  while (ids.size() < IdTable::kIdsOfSpareBits) {
     const ChunkId id = random();
     if (IdTable::spare_bits(id) % 64 != 0) continue;
     ids.push_back(id);

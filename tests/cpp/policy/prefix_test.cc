@@ -14,7 +14,7 @@ namespace {
 // hits from the deepest to the head. Slots are chunk numbers.
 class PrefixPolicyTest : public testing::Test {
  protected:
-  PrefixPolicy policy_{16};
+  PrefixPolicy policy_;
   std::map<Slot, Slot> parent_of_;  // known slots; their own number: none
   std::uint32_t request_ = 0;
 
@@ -75,7 +75,7 @@ TEST_F(PrefixPolicyTest, KnowingNothingTheLeastRecentGoesOfWhateverClass) {
 TEST_F(PrefixPolicyTest, WhatLiesBeforeAChunkIsLearntWhenItIsUsed) {
   // By their uses alone the last of these orders would let the beginning go first.
   for (const std::vector<Slot>& uses : {std::vector<Slot>{2, 1, 0}, {0, 1, 2}}) {
-    PrefixPolicy policy(16);
+    PrefixPolicy policy;
     for (const Slot slot : {0u, 1u, 2u, 10u, 11u}) policy.insert(slot, {.id = id_of(slot)});
     policy.pin(1);  // as of one that is being read
     for (const Slot slot : uses) {

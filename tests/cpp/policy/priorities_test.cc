@@ -11,7 +11,7 @@ namespace {
 
 class PrioritisedTest : public testing::Test {
  protected:
-  Prioritised policy_{[](std::size_t hint) { return std::make_unique<LruPolicy>(hint); }, 16};
+  Prioritised policy_{[] { return std::make_unique<LruPolicy>(); }};
   void insert(Slot slot, std::int8_t priority) { policy_.insert(slot, {.priority = priority}); }
   std::vector<Slot> drain() {
     std::vector<Slot> order;
@@ -61,7 +61,7 @@ TEST_F(PrioritisedTest, ALiftedEntryStaysRecorded) {
     std::map<Slot, bool>& told_;
   };
   std::map<Slot, bool> told;
-  Prioritised policy([&](std::size_t) { return std::make_unique<Told>(told); }, 1);
+  Prioritised policy([&] { return std::make_unique<Told>(told); });
   for (const Slot slot : {0u, 1u, 2u}) policy.insert(slot, {});
   policy.set_recorded(0, true);
   policy.set_recorded(1, true);

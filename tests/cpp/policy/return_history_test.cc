@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "step_watch.h"
+
 namespace kv_offload {
 namespace {
 
@@ -123,6 +125,20 @@ TEST_F(ReturnHistoryTest, HoldsTheRecordsOfItsSamplesAndNoOthers) {
   EXPECT_EQ(classes_.size(), 1u);
   history_.advance(1000, 10);
   EXPECT_EQ(classes_.size(), 0u);
+}
+
+// Entries that were all used between two stores.
+TEST_F(ReturnHistoryTest, ThoseOfOneTimeGetOlderAFewInACall) {
+  constexpr std::uint64_t kMany = 20000;
+  for (std::uint64_t n = 0; n < kMany; ++n) history_.used(chunk_id(n), {.now = 1});
+  std::uint64_t now = 1 + ReturnModel::edge(1);
+  std::uint64_t all = 0;
+  for (std::uint64_t calls = 0; calls < kMany; ++calls) {
+    const std::uint64_t steps = testing::steps_of([&] { history_.advance(now, 10 * kMany); });
+    ASSERT_LT(steps, 5000u);
+    all += steps;
+  }
+  EXPECT_GE(all, kMany) << "in the end each has";
 }
 
 }  // namespace

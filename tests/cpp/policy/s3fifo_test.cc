@@ -54,7 +54,7 @@ class PlainS3Fifo {
 TEST(S3FifoPolicy, DoesWhatThePlainAlgorithmDoes) {
   std::mt19937 random(3);
   constexpr std::size_t kCapacity = 40;
-  S3FifoPolicy policy(kCapacity);
+  S3FifoPolicy policy;
   PlainS3Fifo plain;
   std::uint32_t request = 0;
   for (int i = 0; i < 20000; ++i) {
@@ -78,7 +78,7 @@ TEST(S3FifoPolicy, DoesWhatThePlainAlgorithmDoes) {
 }
 
 TEST(S3FifoPolicy, OneRequestIsOneHit) {
-  S3FifoPolicy policy(4);
+  S3FifoPolicy policy;
   policy.insert(0, {.id = 1, .request = 7});
   policy.insert(1, {.id = 2, .request = 8});
   policy.access(0, {.id = 1, .request = 7});  // its own: no hit
@@ -88,7 +88,7 @@ TEST(S3FifoPolicy, OneRequestIsOneHit) {
 }
 
 TEST(S3FifoPolicy, AnUnpinnedSlotIsAtTheColdEndOfItsQueue) {
-  S3FifoPolicy policy(4);
+  S3FifoPolicy policy;
   for (const Slot slot : {0u, 1u, 2u}) policy.insert(slot, {.id = slot + 1u});
   policy.pin(0);
   policy.pin(1);
@@ -100,7 +100,7 @@ TEST(S3FifoPolicy, AnUnpinnedSlotIsAtTheColdEndOfItsQueue) {
 
 TEST(S3FifoPolicy, NoCallLooksAtAllThatWasHit) {
   constexpr Slot kMany = 100000;
-  S3FifoPolicy policy(kMany);
+  S3FifoPolicy policy;
   for (Slot slot = 0; slot < kMany; ++slot) {
     policy.insert(slot, {.id = slot + 1u});
     for (std::uint32_t request = 1; request <= 3; ++request) policy.access(slot, {.request = request});

@@ -11,6 +11,7 @@
 #include "storage/breaker.h"
 #include "storage/io_pool.h"
 #include "storage/memory_store.h"
+#include "storage/presence_questions.h"
 #include "storage/tier_driver.h"
 #include "with_threads.h"
 
@@ -296,6 +297,16 @@ TEST_F(PooledTierTest, questions_that_fail_now_and_then_do_not_switch_reads_off)
     EXPECT_FALSE(user.has(100 + i));
   }
   EXPECT_EQ(user.tier().stats().breaker_trips, 0u);
+}
+
+TEST_F(PooledTierTest, files_that_other_programs_removed_do_not_switch_writes_off) {
+  for (const int error_number : {ENOENT, EIO}) {
+    TierDriver user(open());
+    server_->fail(Verb::kWrite, StatusKind::kIo, error_number);
+    for (std::uint32_t i = 0; i < 2 * Breaker::kFailuresToTrip; ++i) EXPECT_FALSE(user.write(i));
+    EXPECT_EQ(user.tier().stats().writable, error_number == ENOENT);
+    server_->fail(Verb::kWrite, StatusKind::kOk);
+  }
 }
 
 TEST_F(PooledTierTest, a_server_that_answers_questions_again_is_on_again_before_there_is_anything_to_read) {
@@ -614,6 +625,38 @@ TEST_F(PooledTierTest, an_op_ends_once_whatever_there_is_no_memory_for) {
   EXPECT_GT(failures, 3u);
 }
 
+TEST_F(PooledTierTest, a_probe_that_there_is_no_memory_to_submit_is_not_lost) {
+  unsigned failures = 0;
+  for (bool failed = true; failed;) {
+    IoPool* pool = nullptr;
+    const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+    server_->fail(MemoryServer::Verb::kRead, StatusKind::kIo);
+    for (OpId id = 1; id <= Breaker::kFailuresToTrip; ++id) {
+      start_read(*tier, id);
+      EXPECT_EQ(end_read(*tier, pool), StatusKind::kIo);
+    }
+    start_read(*tier, 100);
+    EXPECT_EQ(end_read(*tier, pool), StatusKind::kUnavailable) << "it rests";
+    server_->fail(MemoryServer::Verb::kRead, StatusKind::kOk);
+    clock_.advance(seconds(2));
+    bool submitted = true;
+    {
+      const FailingAllocation one(failures);
+      try {
+        start_read(*tier, 101);
+      } catch (const std::bad_alloc&) {
+        submitted = false;
+      }
+      failed = one.came();
+    }
+    failures += failed;
+    if (!submitted) start_read(*tier, 102);
+    EXPECT_EQ(end_read(*tier, pool), StatusKind::kNotFound) << failures << ": the device is well again";
+    EXPECT_EQ(tier->estimate_read_seconds(0), 0) << "no bytes wait";
+  }
+  EXPECT_GT(failures, 4u);
+}
+
 // ---- tiers that others fill
 
 TEST_F(PooledTierTest, one_that_cannot_be_reset_offers_nothing_more_after_a_reset) {
@@ -732,6 +775,64 @@ TEST_F(PooledTierTest, upkeep_goes_on_after_a_store_that_threw_in_it) {
     user.poll();
     return server_->maintained() > before;
   }));
+}
+
+// A prompt of a million tokens has as many chunks. Nothing is of use behind the first that is missing.
+TEST_F(PooledTierTest, of_a_long_prompt_that_is_new_the_first_keys_are_asked_for_and_no_others) {
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+  const auto asked = [&] {
+    std::size_t count = 0;
+    for (const auto& one : server_->asked()) count += one.size();
+    return count;
+  };
+  tier->prefetch_presence(keys(65'536), KeyOrder::kPrefix);
+  run_reads(pool);
+  EXPECT_EQ(asked(), PresenceQuestions::kFirstWindow);
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent);
+  EXPECT_EQ(tier->contains(key_of(65'535)), Presence::kUnknown) << "nobody looks there";
+  tier->prefetch_presence(keys(3000), KeyOrder::kNone);
+  run_reads(pool);
+  EXPECT_EQ(asked(), 3000u) << "without an order each may be there";
+}
+
+TEST_F(PooledTierTest, a_long_prompt_that_is_there_is_found_whole_and_handed_over_once) {
+  constexpr std::uint32_t kThere = 2000, kAll = 5000;
+  {
+    TierDriver user(open());
+    for (std::uint32_t i = 0; i < kThere; ++i) ASSERT_TRUE(user.write(i));
+  }
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool);
+  tier->prefetch_presence(keys(kAll), KeyOrder::kPrefix);
+  const auto first = pool->begin_next(Lane::kRead);
+  first();
+  // The next step: what is not being asked for yet is handed over again.
+  std::vector<ChunkKey> rest = keys(kAll);
+  rest.erase(rest.begin(), rest.begin() + PresenceQuestions::kFirstWindow);
+  const auto queued = pool->depth(Lane::kRead).queued;
+  tier->prefetch_presence(rest, KeyOrder::kPrefix);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, queued) << "a thread comes to them";
+  run_reads(pool);
+  for (std::uint32_t i = 0; i < kThere; ++i) ASSERT_EQ(tier->contains(key_of(i)), Presence::kPresent) << i;
+  std::size_t asked = 0;
+  for (const auto& one : server_->asked()) asked += one.size();
+  EXPECT_LE(asked, 2 * std::size_t{kThere} + PresenceQuestions::kFirstWindow);
+  tier->prefetch_presence(rest, KeyOrder::kPrefix);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "it has ended";
+  run_reads(pool);
+}
+
+TEST_F(PooledTierTest, behind_a_window_that_failed_nothing_is_asked_for) {
+  { ASSERT_TRUE(TierDriver(open()).write(1)); }
+  IoPool* pool = nullptr;
+  const std::unique_ptr<Tier> tier = open_by_hand(&pool, PresenceQuestions::kFirstWindow);
+  server_->fail(Verb::kLocate, StatusKind::kIo);
+  tier->prefetch_presence(keys(2000), KeyOrder::kPrefix);
+  run_reads(pool);
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent);
+  EXPECT_NE(tier->contains(key_of(1999)), Presence::kAsked);
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 0u);
 }
 
 }  // namespace

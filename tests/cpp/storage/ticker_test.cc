@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <latch>
+#include <new>
 
 #include "with_threads.h"
 
@@ -22,6 +23,18 @@ TEST(Ticker, ticks_while_nobody_asks_and_not_after_it_was_stopped) {
   EXPECT_GE(at_stop, 3);
   ticker.stop();
   EXPECT_EQ(ticks, at_stop);
+}
+
+TEST(Ticker, a_tick_that_throws_is_over_and_the_next_one_comes) {
+  std::latch three(3);
+  std::atomic<int> ticks{0};
+  Ticker ticker(std::chrono::milliseconds(1), [&] {
+    if (ticks.fetch_add(1) < 3) three.count_down();
+    throw std::bad_alloc();
+  });
+  three.wait();
+  ticker.stop();
+  EXPECT_GE(ticks, 3);
 }
 
 TEST(Ticker, stops_without_waiting_for_the_next_tick) {

@@ -25,6 +25,27 @@ def test_this_release_has_the_shape_that_we_know() -> None:
 
 
 @pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (
+            lambda hashed, group: group.to_bytes(4, "big") + hashed,
+            "a key is made as 04050607010203 of the hash 010203 and the group 04050607",
+        ),
+        (
+            lambda hashed, group: hashed + group.to_bytes(4, "little"),
+            "a key is made as 01020307060504 of the hash 010203 and the group 04050607",
+        ),
+        (lambda hashed: hashed, "make_offload_key fails (TypeError"),
+    ],
+)
+def test_keys_of_another_form_are_refused(made: Any, problem: str) -> None:
+    """The core takes a key apart: with another form it would take a part of the hash for the group."""
+    other = SimpleNamespace(**{**vars(base), "make_offload_key": made})
+    (found,) = compat.shape_problems(other, config)
+    assert found.startswith(problem)
+
+
+@pytest.mark.parametrize(
     ("name", "methods", "problem"),
     [
         (

@@ -27,7 +27,7 @@ WAIT_SECONDS = 240
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vllm_config: Any) -> Iterator[Engine]:
     monkeypatch.setattr(compat, "block_hash_seed", lambda _: ("0", False))
     tiers: list[dict[str, Any]] = [
         {"type": "fs"},

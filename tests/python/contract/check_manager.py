@@ -247,9 +247,10 @@ def test_hints_of_a_request_are_obeyed_and_nonsense_is_ignored(engine: Engine) -
     skipping = engine.request("b", {"kv_offload_skip_store": True})
     assert engine.look(keys(1), skipping) == [HIT]
     assert engine.offer(keys(2), skipping).keys_to_store == []
-    forgetful = engine.request("d", {"kv_offload_skip_load": True, "priority": -1})
+    forgetful = engine.request("d", {"kv_offload_skip_load": True, "kv_offload_priority": -1})
     assert engine.look(keys(1), forgetful) == [MISS]
-    odd = engine.request("c", {"load_policy": 7, "kv_offload_skip_store": "no", "priority": 1.5, "other": []})
+    odd_hints = {"kv_offload_load_policy": 7, "kv_offload_skip_store": "no", "kv_offload_priority": 1.5}
+    odd = engine.request("c", odd_hints | {"other": []})
     assert engine.look(keys(1), odd) == [HIT]
     assert engine.offer(keys(2), odd).keys_to_store == keys(2)
 
@@ -270,6 +271,23 @@ def test_kv_load_tiers_decides_where_a_request_may_load_from(
     engine.store(keys(1), engine.request("a"))
     limited = engine.request("b", load_tier_filter=base.TierFilter(tuple(matchers)))
     assert engine.look(keys(1), limited) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("matchers", "allowed"),
+    [
+        ([(base.Medium.STORAGE, base.Locality.LOCAL)], (False, 0b10)),
+        ([(base.Medium.CPU, None), (None, base.Locality.REMOTE)], (True, 0b01)),
+        ([(base.Medium.STORAGE, None)], (False, compat.ALL_TIERS)),
+        ([(base.Medium.CPU, None)], (True, 0)),
+    ],
+)
+def test_kv_load_tiers_decides_of_each_tier_by_its_locality(
+    matchers: list[Any], allowed: tuple[bool, int]
+) -> None:
+    chosen = base.TierFilter(tuple(base.TierMatcher(*matcher) for matcher in matchers))
+    limited = context("a", load_tier_filter=chosen)
+    assert compat.tiers_allowed(limited, ("REMOTE", "LOCAL")) == allowed
 
 
 def test_where_a_hit_came_from(engine: Engine) -> None:
@@ -447,9 +465,10 @@ def test_a_miss_counts_the_rest_of_its_prompt(engine: Engine) -> None:
 
 
 def test_hints_of_requests_can_be_ignored_and_priorities_have_bounds() -> None:
-    asked = {"load_policy": "never", "priority": 2_147_483_647, "kv_offload_skip_store": True}
+    asked = {"kv_offload_load_policy": "never", "kv_offload_priority": 2_147_483_647}
+    asked |= {"kv_offload_skip_store": True}
     assert HintReader().read(asked) == {"load_policy": "never", "priority": 1, "skip_store": True}
-    assert HintReader().read({"priority": -(10**30)}) == {"priority": -1}
+    assert HintReader().read({"kv_offload_priority": -(10**30)}) == {"priority": -1}
     assert HintReader(allowed=False).read(asked) == {}
 
 
@@ -462,6 +481,7 @@ def test_a_request_may_say_how_long_it_waits_for_records_of_others() -> None:
         assert read({"kv_offload_await_ms": nonsense}) == {}
 
 
+@pytest.mark.usefixtures("vllm_config")
 def test_who_waits_for_records_of_others_is_told_to_come_again(tmp_path: Any) -> None:
     tier = {"type": "fs", "root_dir": str(tmp_path)}
     waiting = Engine(await_records_ms=60_000, secondary_tiers=[tier], model_id="m")
@@ -487,10 +507,10 @@ def test_bad_hints_are_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> No
     now = [0.0]
     reader = HintReader(clock=lambda: now[0])
     for _ in range(1000):
-        reader.read({"load_policy": ["sometimes"], "priority": "high"})
+        reader.read({"kv_offload_load_policy": ["sometimes"], "kv_offload_priority": "high"})
     assert len(caplog.records) == 1
     now[0] = 60.0
-    reader.read({"priority": True})
+    reader.read({"kv_offload_priority": True})
     assert "1999 others" in caplog.records[1].getMessage()
 
 

@@ -129,6 +129,12 @@ def test_the_environment_is_as_it_was_when_a_rank_cannot_be_started(managers: ty
         fails_to_start()
 
 
+def test_a_variable_that_others_removed_meanwhile_is_no_error(managers: type) -> None:
+    with start_of_a_rank(managers, engine()):
+        del os.environ[VARIABLES[0]]
+    assert VARIABLES[0] not in os.environ
+
+
 @pytest.mark.parametrize("name", VARIABLES)
 def test_what_the_environment_says_is_left(
     managers: type, monkeypatch: pytest.MonkeyPatch, name: str

@@ -1,6 +1,7 @@
 """Run by test_contract.py under each vLLM release: the spec, from the configuration to the boot line."""
 
 import gc
+import json
 import subprocess
 import sys
 import uuid
@@ -18,6 +19,7 @@ adapter.use_specs()
 
 from kv_offload.specs import KVOffloadSpec, compat, identity, plugin, spec  # noqa: E402
 from kv_offload.specs.canonical import CanonicalPages  # noqa: E402
+from kv_offload.specs.identity_table import ENVIRONMENT  # noqa: E402
 from kv_offload.specs.load_spec import RowLoadStoreSpec  # noqa: E402
 from kv_offload.specs.message_wait import SleepWhileFetching  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
@@ -140,6 +142,24 @@ def test_what_is_not_kept_is_not_said_to_be(caplog: pytest.LogCaptureFixture) ->
         caplog.clear()
         spec._tell_kept(stats | {"is_kept": True})
         assert "found 3 chunks" in caplog.text
+
+
+@pytest.mark.parametrize(("size", "rank", "lines"), [(None, 0, 0), (1.5, 0, 1), (1.5, 1, 0)])
+def test_what_the_size_option_overwrites_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, size: Any, rank: int, lines: int
+) -> None:
+    cache = SimpleNamespace(kv_offloading_size=size)
+    monkeypatch.setattr(compat, "current_vllm_config", lambda: SimpleNamespace(cache_config=cache))
+    # Said before the rest of the configuration is looked at, which ends this worker here.
+    monkeypatch.setattr("kv_offload.specs.worker.choose_copier", lambda _: (_ for _ in ()).throw(KeyError))
+    with caplog.at_level("INFO", logger="vllm.kv_offload"), pytest.raises(KeyError):
+        KVOffloadSpec(offloading_config(rank=rank, world_size=2)).get_worker(kv_caches())
+    said = [
+        text
+        for text in caplog.messages
+        if "--kv-offloading-size 1.5 sets cpu_bytes_to_use to 1.5 GiB" in text
+    ]
+    assert len(said) == lines
 
 
 def test_ranks_that_are_laid_out_in_different_ways_are_refused() -> None:
@@ -267,23 +287,6 @@ def test_a_capacity_below_one_prompt_is_said_at_start(
     assert ("hold 4,096 tokens, and a prompt may have 4,097" in caplog.text) == told
 
 
-@pytest.fixture
-def vllm_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What a worker finds of the VllmConfig, with the fields that matter."""
-    made = SimpleNamespace(
-        model_config=SimpleNamespace(
-            revision="abc", dtype="torch.bfloat16", quantization=None, hf_overrides={}, max_model_len=100
-        ),
-        load_config=SimpleNamespace(download_dir=str(tmp_path)),
-        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", cache_dtype="auto"),
-        compilation_config=SimpleNamespace(static_forward_context={}),
-        parallel_config=SimpleNamespace(nnodes_within_dp=1),
-        speculative_config=None,
-    )
-    monkeypatch.setattr(compat, "current_vllm_config", lambda: made)
-    return made
-
-
 def _namespace(config: Any, world_size: int = 1) -> str:
     texts = [identity.worker_fingerprint(config, "cpu", "host", [[4096]], 100) for _ in range(world_size)]
     merged = identity.merge_fingerprints(texts)
@@ -326,10 +329,26 @@ def test_but_the_longest_request_matters_where_it_chooses_the_rotation(vllm_conf
     assert _namespace(offloading_config()) != plain
 
 
-def test_facts_that_are_too_long_become_a_digest(vllm_config: Any) -> None:
+def test_facts_that_are_too_long_become_a_digest(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_config.model_config.hf_overrides = {"long": "x" * 10_000}
-    text = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
-    assert len(text.encode()) <= identity.MAX_FINGERPRINT_BYTES
+    many = [name for name, decision in ENVIRONMENT.items() if decision.counts]
+    for number, name in enumerate(many):
+        monkeypatch.setenv(name, str(number))
+        text = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
+        assert len(text.encode()) <= identity.MAX_FINGERPRINT_BYTES
+    assert json.loads(text)["settings"].keys() == {"digest"}
+
+
+def test_whether_settings_become_a_digest_is_the_same_in_each_rank_and_start(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name, decision in ENVIRONMENT.items() if decision.counts]:
+        monkeypatch.setenv(name, "1")
+        ranks = [
+            json.loads(identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], blocks))
+            for blocks in (1, 10**60)
+        ]
+        assert ranks[0]["settings"] == ranks[1]["settings"]
 
 
 def test_groups_of_states_are_told_by_their_layers(vllm_config: Any) -> None:
@@ -376,6 +395,7 @@ def test_a_seed_that_changes_with_each_process_is_known(monkeypatch: pytest.Monk
     assert compat.block_hash_seed("sha256")[1] is True
 
 
+@pytest.mark.usefixtures("vllm_config")
 def test_a_random_seed_with_a_disk_is_said_loudly(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -81,10 +81,12 @@ def test_every_rank_places_a_shared_area_before_it_pins_and_the_first_populates_
     tensor = torch.zeros(4, 8)
     config = SimpleNamespace(
         engine_id="engine",
+        groups=[SimpleNamespace(tokens_per_block=1)],
         parallel=SimpleNamespace(rank=rank, world_size=2, data_parallel_index=0),
         cache=SimpleNamespace(blocks_per_chunk=1),
     )
     options = SimpleNamespace(
+        fixed_weights=False,
         cpu_bytes_to_use=1 << 20,
         huge_pages="",
         keep_host_memory=False,

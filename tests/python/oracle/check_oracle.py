@@ -44,6 +44,7 @@ FULL = Setup(
 )
 HYBRID = replace(FULL, window=40)
 STATES = replace(FULL, window=STATE)
+SHORTER = replace(FULL, window=24, extra={**FULL.extra, "blocks_per_chunk": 4})  # than a chunk
 
 
 def chunks_of(setup: Setup, blocks: int) -> Setup:
@@ -89,12 +90,39 @@ KINDS = {
     "decoded tokens too, a drafter, asynchronous scheduling": replace(
         HYBRID, drafts=3, async_scheduling=True, extra={**FULL.extra, "offload_prompt_only": False}
     ),
+    "short window": SHORTER,
+    "short window, packed, two ranks": replace(SHORTER, layout="BLHNC", world_size=2),
+    "short window, canonical, two ranks": replace(
+        SHORTER,
+        heads=4,
+        world_size=2,
+        extra={**SHORTER.extra, "cpu_bytes_to_use": "2MiB", "canonical_layout": True},
+    ),
+    "short window, a drafter": replace(SHORTER, drafts=2, retention=64),
+    "short window, a drafter of two modules": replace(SHORTER, window=32, drafts=2, modules=True),
+    "short window, asynchronous scheduling": replace(SHORTER, async_scheduling=True),
+    "short window, decoded tokens too": replace(
+        SHORTER, retention=None, extra={**SHORTER.extra, "offload_prompt_only": False}
+    ),
+    "short window, stages of one kind": replace(SHORTER, layers=2, world_size=2, pipelined=True),
+    "short window, stages of one kind, no hybrid manager": replace(
+        SHORTER, layers=2, world_size=2, pipelined=True, hybrid_manager=False
+    ),
+    "loads within a step": chunks_of(
+        replace(HYBRID, extra={**FULL.extra, "sync_load_budget_bytes": 1 << 20}), 2
+    ),
 }
 
 
 # What is new in them shows early.
-SHORT = {kind for kind in KINDS if kind.startswith(("mamba-like, ", "mirrored, ", "canonical"))}
+SHORT = {
+    kind
+    for kind in KINDS
+    if kind.startswith(("mamba-like, ", "mirrored, ", "canonical", "short window, ", "loads within"))
+    and not kind.startswith("short window, a drafter")
+}
 UNSEEN = {kind for kind in KINDS if "replicated" in kind and MINOR < (0, 32)}
+UNSEEN |= {kind for kind in KINDS if "sync_load_budget_bytes" in KINDS[kind].extra and MINOR < (0, 33)}
 
 
 def kinds(*names: str) -> list[str]:
@@ -193,6 +221,9 @@ def test_every_byte_that_a_request_reads_is_its_own(kind: str, seed: int) -> Non
         _, _, runner = engine.ranks[0]
         print(f"{runner.rejected} drafts rejected, {runner.stale} positions of other continuations")
         assert runner.rejected > STEPS // 20
+    if "sync_load_budget_bytes" in engine.setup.extra:
+        print(f"{engine.sync_loads} loads within a step")
+        assert engine.sync_loads > 0
     if engine.setup.match_unit:
         assert all(runner.copied_blocks > STEPS // 100 for _, _, runner in engine.ranks)
     assert engine.happened["requests"] > STEPS // 20
@@ -326,6 +357,7 @@ DISK_KINDS = (
     "mamba-like",
     "hybrid, every window, a drafter in one group",
     "replicated, two ranks",
+    "short window",
 )
 
 

@@ -16,9 +16,9 @@ SALTS = (None, None, None, "tenant")
 HINTS: tuple[dict[str, Any] | None, ...] = (
     *([None] * 12),
     {"kv_offload_skip_store": True},
-    {"load_policy": "never"},
-    {"load_policy": "always", "priority": 3},
-    {"load_policy": "sometimes", "priority": "high"},  # ignored
+    {"kv_offload_load_policy": "never"},
+    {"kv_offload_load_policy": "always", "kv_offload_priority": 3},
+    {"kv_offload_load_policy": "sometimes", "kv_offload_priority": "high"},  # ignored
     {"max_load_tokens": 48},
     {"max_offload_tokens": 64},
     {"kv_load_tiers": [{"medium": "CPU"}]},

@@ -84,6 +84,8 @@ class Setup:
     events: bool = False
     device: str = "cpu"  # where the caches are
     drafts: int = 0  # tokens that the last layer, a drafter's, guesses in each step (EAGLE, MTP)
+    modules: bool = False  # each draft has a module of its own: windows keep more tokens (multi-layer MTP)
+    hybrid_manager: bool = True  # False: vLLM keeps all blocks of windowed layers
     match_unit: int | None = None  # --prefix-match-unit: states are kept at parts of a block, too
     retention: int | None = 0  # of windows one per so many tokens is kept and stored; 0: the last of a prompt
     mirrored: bool = False  # the model works on a copy of them, as it does where they are on a GPU
@@ -127,7 +129,7 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=setup.async_scheduling,
-            disable_hybrid_kv_cache_manager=False,
+            disable_hybrid_kv_cache_manager=not setup.hybrid_manager,
         ),
         kv_transfer_config=transfer,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null")
@@ -142,6 +144,9 @@ def _vllm_config(setup: Setup, model_dir: str, engine_id: str) -> VllmConfig:
     )
     if setup.drafts:
         config.speculative_config = _drafting(config, setup.drafts)
+    if setup.modules:
+        object.__setattr__(config.speculative_config, "use_multi_module_mtp", lambda: True)
+        assert config.num_prefill_lookahead_tokens == setup.drafts > 1
     return config
 
 
@@ -360,6 +365,7 @@ class Engine:
         self.async_scheduling = setup.async_scheduling
         self.queue: deque[tuple[Any, list[Any]]] = deque()
         self.stats: list[Any] = []
+        self.sync_loads = 0  # loads that end within the step that begins them (sync_load_budget_bytes)
 
     def _start_rank(self, rank: int, kv_cache_config: Any, specs: dict[str, Any]) -> tuple[Any, Any, Any]:
         config = copy.deepcopy(self.config)
@@ -489,6 +495,8 @@ class Engine:
             self.stats.append(results.scheduler_stats.kv_connector_stats)
 
     def _execute(self, output: Any) -> list[Any]:
+        loads = output.kv_connector_metadata.load_jobs.values()
+        self.sync_loads += sum(getattr(job, "sync", False) for job in loads)
         metadata = pickle.dumps(output.kv_connector_metadata)
         return [self._execute_rank(rank, output, metadata) for rank in range(len(self.ranks))]
 

@@ -104,6 +104,7 @@ class FaultyFileOps : public FileOps {
     --open_;
     changed_.notify_all();
   }
+  int replace(int fd, int by) override { return real_.replace(fd, by); }
   // Descriptors at once, at most.
   int most_open() {
     const std::lock_guard lock(mutex_);

@@ -99,10 +99,10 @@ TEST_F(KnownRecordsTest, a_generation_that_is_over_is_closed_by_upkeep_alone) {
   const std::weak_ptr<Generation> watched = used_by_an_op;
   begin(used_by_an_op);
   records_.reset();
-  records_.close_unused();
+  records_.free_unused();
   used_by_an_op.reset();
   EXPECT_FALSE(watched.expired()) << "an op ended, on whichever thread";
-  records_.close_unused();
+  records_.free_unused();
   EXPECT_TRUE(watched.expired());
 
   begin(generation(2));
@@ -225,6 +225,40 @@ TEST_F(KnownRecordsTest, what_was_declined_is_known_to_its_request_until_it_is_w
   begin(generation(2));
   records_.note_declined(key_of(1), 5, before);
   EXPECT_FALSE(records_.is_declined(one, 5)) << "that was decided before the reset";
+}
+
+// A removal that is told late must not hide a record that was written since.
+TEST_F(KnownRecordsTest, a_record_that_was_written_again_after_a_reset_is_not_told_as_removed) {
+  begin(generation(1));
+  const auto many = static_cast<std::uint32_t>(KnownRecords::kMostRemovals) + 10;
+  for (std::uint32_t i = 0; i < many; ++i)
+    EXPECT_TRUE(records_.written({key_of(i), 8192}, {}, records_.generation()));
+  records_.reset();
+  begin(generation(2));
+  EXPECT_TRUE(records_.written({key_of(many - 1), 8192}, {}, records_.generation()));
+  std::vector<TierRemoval> removals;
+  records_.take_removals(&removals);
+  EXPECT_EQ(removals.size(), KnownRecords::kMostRemovals);
+  records_.take_removals(&removals);
+  EXPECT_EQ(removals.size(), many - 1);
+  for (const TierRemoval& removal : removals) EXPECT_NE(removal.key, key_of(many - 1));
+  EXPECT_TRUE(has(many - 1));
+  records_.take_removals(&removals);
+  EXPECT_EQ(removals.size(), many - 1) << "once";
+}
+
+TEST_F(KnownRecordsTest, the_end_of_a_read_of_before_a_reset_lets_nothing_go_that_is_read_after_it) {
+  begin(generation(1));
+  EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, records_.generation()));
+  auto before = std::make_unique<KnownRecords::Pin>();
+  ASSERT_TRUE(records_.begin_read(key_of(1), records_.generation(), before.get()));
+  records_.reset();
+  begin(generation(2));
+  EXPECT_TRUE(records_.written({key_of(2), 8192}, {}, records_.generation()));
+  KnownRecords::Pin after;
+  ASSERT_TRUE(records_.begin_read(key_of(2), records_.generation(), &after));
+  before.reset();
+  EXPECT_FALSE(records_.take_victim()) << "it is being read";
 }
 
 }  // namespace

@@ -84,6 +84,12 @@ class NfsHost final : public FileOps {
     real_.close(fd);
     if (!file.kept_as.empty() && !is_open(file)) (void)::unlink(file.kept_as.c_str());
   }
+  int replace(int fd, int by) override {
+    Calling call(*this);
+    const int rc = real_.replace(fd, by);
+    if (rc == 0) open_[fd] = open_[by];
+    return rc;
+  }
   std::int64_t preadv(int fd, const iovec* parts, int count, std::int64_t offset) override {
     Calling call(*this);
     return is_stale(fd) ? -ESTALE : real_.preadv(fd, parts, count, offset);

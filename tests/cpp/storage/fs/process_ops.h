@@ -48,6 +48,7 @@ class ProcessOps final : public FileOps {
     const std::lock_guard lock(mutex_);
     if (open_.erase(fd) > 0) real_.close(fd);
   }
+  int replace(int fd, int by) override { return dead() ? -EIO : real_.replace(fd, by); }
   std::int64_t preadv(int fd, const iovec* parts, int count, std::int64_t offset) override {
     return dead() ? -EIO : real_.preadv(fd, parts, count, offset);
   }

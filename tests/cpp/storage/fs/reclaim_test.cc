@@ -9,7 +9,9 @@
 #include <cerrno>
 #include <chrono>
 #include <limits>
+#include <map>
 #include <set>
+#include <string>
 
 #include "faulty_file_ops.h"
 #include "fixture.h"
@@ -96,6 +98,92 @@ TEST_F(FsReclaimTest, the_least_recently_used_of_all_namespaces_go_first) {
   EXPECT_EQ(left('1'), (Numbers{3, 4, 5}));
   EXPECT_EQ(left('2'), (Numbers{2, 3, 4, 5}));
 }
+
+TEST_F(FsReclaimTest, a_record_that_is_used_after_it_was_listed_stays) {
+  const std::uint64_t target = du(root_) - 4 * kRecordBytes;
+  bool used = false;
+  const auto use_the_oldest = [&](std::uint64_t) {
+    if (!used) set_used('1', 0, now_nanos());
+    used = true;
+  };
+  const EvictReport report = FsRoot(root_).evict({target, 0, false}, use_the_oldest);
+  EXPECT_EQ(report.records, 4u) << "another one goes for it";
+  EXPECT_EQ(left('1'), (Numbers{0, 3, 4, 5}));
+  EXPECT_EQ(left('2'), (Numbers{2, 3, 4, 5}));
+}
+
+// An eviction is judged by the prompts that it leaves: a chunk can be loaded only if all before it are there.
+class FsReclaimPrompts : public ::testing::TestWithParam<bool> {
+ protected:
+  static constexpr std::uint32_t kPrompts = 24, kChunks = 16;
+  static constexpr std::uint32_t kWriters = 2;  // prompts that are written at once
+
+  FsReclaimPrompts() {
+    TierUser user(options_for(root_));
+    for (std::uint32_t i = 0; i < kPrompts * kChunks; ++i) {
+      EXPECT_TRUE(user.write(i));
+      number_of_[key_of(i).hex()] = i;
+    }
+    for (const fs::path& path : records_in(root_)) {
+      const std::uint32_t prompt = number(path) / kChunks, chunk = number(path) % kChunks;
+      const std::uint32_t at = (prompt / kWriters * kChunks + chunk) * kWriters + prompt % kWriters;
+      const timespec time{1'000'000 + static_cast<time_t>(at), 0};
+      const timespec times[2] = {time, time};
+      EXPECT_EQ(::utimensat(AT_FDCWD, path.c_str(), times, 0), 0);
+    }
+    const timespec old[2] = {{1'000'000, 0}, {1'000'000, 0}};
+    EXPECT_EQ(::utimensat(AT_FDCWD, (root_ + "/" + std::string(64, '1') + "/open").c_str(), old, 0), 0);
+  }
+  std::uint32_t number(const fs::path& path) const {
+    return number_of_.at(layout::parse_record(path.filename().string())->key.hex());
+  }
+  std::set<std::uint32_t> left() const {
+    std::set<std::uint32_t> numbers;
+    for (const fs::path& path : records_in(root_)) numbers.insert(number(path));
+    return numbers;
+  }
+  // Records without one that lies before them in their prompt.
+  static std::size_t useless(const std::set<std::uint32_t>& numbers) {
+    std::size_t usable = 0;
+    for (std::uint32_t prompt = 0; prompt < kPrompts; ++prompt) {
+      for (std::uint32_t chunk = 0; chunk < kChunks && numbers.contains(prompt * kChunks + chunk); ++chunk)
+        ++usable;
+    }
+    return numbers.size() - usable;
+  }
+  std::int64_t dead_before() const { return GetParam() ? now_nanos() : 0; }
+
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  std::map<std::string, std::uint32_t> number_of_;
+};
+
+TEST_P(FsReclaimPrompts, of_those_that_stay_only_the_ones_at_the_edge_lose_their_beginning) {
+  const std::uint64_t target = du(root_) - kPrompts * kChunks / 3 * kRecordBytes;
+  (void)FsRoot(root_).evict({target, dead_before(), false}, {});
+  const std::set<std::uint32_t> numbers = left();
+  EXPECT_EQ(numbers.size(), kPrompts * kChunks * 2 / 3);
+  EXPECT_LE(useless(numbers), kWriters * kChunks);
+  for (std::uint32_t prompt = kPrompts / 2; prompt < kPrompts; ++prompt)
+    EXPECT_TRUE(numbers.contains(prompt * kChunks)) << "a newer prompt went: " << prompt;
+}
+
+TEST_P(FsReclaimPrompts, stay_usable_when_the_eviction_ends_early) {
+  const std::uint64_t target = du(root_) - kPrompts * kChunks * 3 / 4 * kRecordBytes;
+  struct Ended {};
+  std::size_t removed = 0;
+  const auto end_early = [&](std::uint64_t) {
+    if (++removed == kPrompts * kChunks / 3) throw Ended();
+  };
+  EXPECT_THROW((void)FsRoot(root_).evict({target, dead_before(), false}, end_early), Ended);
+  const std::set<std::uint32_t> numbers = left();
+  EXPECT_EQ(numbers.size(), kPrompts * kChunks * 2 / 3);
+  EXPECT_LE(useless(numbers), kWriters * kChunks);
+}
+
+INSTANTIATE_TEST_SUITE_P(all, FsReclaimPrompts, ::testing::Bool(), [](const auto& info) {
+  return info.param ? "of_a_dead_namespace" : "of_one_that_lives";
+});
 
 TEST_F(FsReclaimTest, a_dry_run_tells_the_same_and_removes_nothing) {
   const std::uint64_t before = du(root_);

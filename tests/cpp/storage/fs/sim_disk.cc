@@ -264,6 +264,18 @@ void SimDisk::close(int fd) {
   unlocked_.notify_all();
 }
 
+int SimDisk::replace(int fd, int by) {
+  const std::lock_guard lock(mutex_);
+  if (!fds_.contains(fd) || !fds_.contains(by)) return -EBADF;
+  fds_[fd]->locks.erase(fd);
+  fds_[fd] = fds_[by];
+  std::map<int, int>& locks = fds_[by]->locks;
+  if (const auto held = locks.find(by); held != locks.end())
+    locks[fd] = held->second;  // one open file has one
+  unlocked_.notify_all();
+  return 0;
+}
+
 int SimDisk::rename(int directory, const std::string& from, const std::string& to, bool keep_existing) {
   const std::lock_guard lock(mutex_);
   if (ended_) return -EIO;

@@ -53,6 +53,7 @@ class SimDisk : public FileOps {
   // ---- FileOps
   int open(int directory, const std::string& path, int flags, unsigned mode) override;
   void close(int fd) override;
+  int replace(int fd, int by) override;
   std::int64_t preadv(int fd, const iovec* parts, int count, std::int64_t offset) override;
   std::int64_t pwritev(int fd, const iovec* parts, int count, std::int64_t offset) override;
   int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override;

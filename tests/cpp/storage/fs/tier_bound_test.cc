@@ -145,9 +145,10 @@ TEST_F(FsTierBound, what_the_dead_left_goes_before_any_record) {
   while (fs::exists(root_ + "/" + std::string(64, '2'))) {
     ASSERT_TRUE(user.write(next++, kShards));
     ASSERT_LE(du(root_), kBound);
+    if (!fs::exists(root_ + "/" + std::string(64, '2'))) break;  // its last bytes may not have been enough
     ASSERT_EQ(user.removed(TierRemoval::Reason::kEvicted), 0u);
+    ASSERT_TRUE(user.has(0));
   }
-  EXPECT_TRUE(user.has(0));
 }
 
 TEST_F(FsTierBound, files_of_others_count_and_stay) {

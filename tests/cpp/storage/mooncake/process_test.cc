@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <stdlib.h>
+
 #include <array>
 #include <chrono>
 #include <memory>
@@ -51,6 +53,22 @@ TEST(MooncakeProcess, speaks_through_descriptor_3_and_sees_that_we_left) {
   begun.ours.reset();
   begun.process->wait_until(soon());
   EXPECT_EQ(begun.process->how_it_ended(), "it ended with status 7");
+}
+
+TEST(MooncakeProcess, gets_the_settings_that_it_needs_and_none_of_the_secrets_of_the_engine) {
+  for (const char* name :
+       {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "VLLM_API_KEY", "ANY_OTHER", "MC_SET_BY_TEST"}) {
+    ::setenv(name, "there", 1);
+  }
+  const Begun begun = begin(
+      "[ -z \"$AWS_SECRET_ACCESS_KEY$HF_TOKEN$VLLM_API_KEY$ANY_OTHER\" ] || exit 1; "
+      "[ \"$MC_SET_BY_TEST\" = there ] && [ -n \"$PATH\" ] || exit 2");
+  begun.process->wait_until(soon());
+  EXPECT_EQ(begun.process->how_it_ended(), "it ended with status 0");
+  for (const char* name :
+       {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "VLLM_API_KEY", "ANY_OTHER", "MC_SET_BY_TEST"}) {
+    ::unsetenv(name);
+  }
 }
 
 TEST(MooncakeProcess, that_does_not_go_is_killed) {

@@ -484,6 +484,16 @@ TEST(RedisClusterScriptTest, several_nodes_that_do_not_say_that_they_are_some_ar
   EXPECT_NE(refused(options).find("+cluster|slots"), std::string::npos) << refused(options);
 }
 
+TEST(RedisClusterScriptTest, a_sentinel_is_refused_at_the_start_and_an_empty_section_is_none) {
+  const std::string info = "# Server\r\nredis_version:7.0.15\r\nredis_mode:sentinel\r\n";
+  const std::string reply = "$" + std::to_string(info.size()) + "\r\n" + info + "\r\n";
+  const RedisScript sentinel(RedisScript::usual({{"INFO", reply}}));
+  EXPECT_NE(refused(options_of(sentinel)).find("Sentinel"), std::string::npos)
+      << refused(options_of(sentinel));
+  const RedisScript server(RedisScript::usual({}));  // its INFO is empty
+  EXPECT_EQ(refused(options_of(server)), "");
+}
+
 // INFO is not for everybody; a redirect tells as well.
 TEST(RedisClusterScriptTest, a_cluster_that_does_not_say_so_is_known_by_its_redirects) {
   RedisScript script(node({{"INFO", "-NOPERM x\r\n"}}), RedisScript::On::kPort);

@@ -1,0 +1,60 @@
+// ZeroedMemory: a piece of memory that is all zero bytes at first. A large piece costs the same to get
+// whatever its size, because its pages are only made when they are touched, and is offered huge pages: with
+// millions of entries on 4 KiB pages every probe would walk the page tables as well.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <utility>
+
+#include "base/types.h"
+
+namespace kv_offload {
+
+class ZeroedMemory {
+ public:
+  ZeroedMemory() = default;
+  // Throws bad_alloc.
+  explicit ZeroedMemory(std::size_t bytes) : bytes_(bytes) {
+    data_ = is_mapped() ? map(&bytes_) : std::calloc(bytes_, 1);
+    if (data_ == nullptr) throw std::bad_alloc();
+  }
+  ~ZeroedMemory() { is_mapped() ? static_cast<void>(::munmap(data_, bytes_)) : std::free(data_); }
+  ZeroedMemory(ZeroedMemory&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  ZeroedMemory& operator=(ZeroedMemory&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
+
+  void* data() const { return data_; }
+
+ private:
+  static constexpr std::size_t kHugePage = std::size_t{2} << 20;
+  // calloc() clears memory that it reuses: a long call if there is much of it.
+  bool is_mapped() const { return bytes_ >= kHugePage / 2; }
+  static void* map(std::size_t* bytes) {
+    *bytes = round_up(*bytes, kPageBytes);
+    const std::size_t spare = *bytes >= kHugePage ? kHugePage : 0;  // to begin at a huge page
+    void* mapped =
+        ::mmap(nullptr, *bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mapped == MAP_FAILED) return nullptr;
+    if (spare == 0) return mapped;
+    auto* const begin = static_cast<std::byte*>(mapped);
+    const std::size_t before = (kHugePage - reinterpret_cast<std::uintptr_t>(begin) % kHugePage) % kHugePage;
+    if (before > 0) (void)::munmap(begin, before);
+    if (before < spare) (void)::munmap(begin + before + *bytes, spare - before);
+    (void)::madvise(begin + before, *bytes, MADV_HUGEPAGE);  // offered, not owed
+    return begin + before;
+  }
+
+  void* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,49 @@
+// Charges: how many bytes a new record counts against the bound while the file system does not report its
+// blocks yet (ZFS: a few seconds), and how much of what was charged may still turn out to be different.
+//
+// Invariant: a file is never charged less than charged_bytes(). Where settled records take more than their
+// size (copies, parity, large allocation units), new ones are charged that factor in advance.
+//
+// Threads: any.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "storage/fs/file_ops.h"
+
+namespace kv_offload {
+
+class Charges {
+ public:
+  std::uint64_t of(std::uint64_t disk_bytes, std::uint64_t size) const {
+    const std::uint64_t whole = charged_bytes(0, size);
+    return disk_bytes >= whole ? disk_bytes : whole + excess_of(whole);
+  }
+  // A record that was just written. The difference between its blocks and its size asks for a count.
+  std::uint64_t of_written(const FileInfo& info) {
+    const std::uint64_t whole = charged_bytes(0, info.size), blocks = info.disk_bytes;
+    unsettled_.fetch_add(blocks > whole ? blocks - whole : whole - blocks);
+    return of(blocks, info.size);
+  }
+  std::uint64_t of_planned(std::uint64_t size) const { return size + excess_of(size); }
+  // All records of a scan whose blocks are reported: their blocks, and their sizes in whole pages.
+  void learn(std::uint64_t blocks, std::uint64_t whole) {
+    if (whole == 0) return;
+    constexpr std::uint64_t kMostExcess = 3;  // a tree of another kind than ours; counts keep the bound there
+    const double excess = static_cast<double>(blocks - std::min(blocks, whole)) / static_cast<double>(whole);
+    excess_.store(std::min(excess, static_cast<double>(kMostExcess)));
+  }
+  // Running total.
+  std::uint64_t unsettled() const { return unsettled_.load(); }
+
+ private:
+  std::uint64_t excess_of(std::uint64_t whole) const {
+    return static_cast<std::uint64_t>(static_cast<double>(whole) * excess_.load());
+  }
+  std::atomic<double> excess_{0};  // of a record's size
+  std::atomic<std::uint64_t> unsettled_{0};
+};
+
+}  // namespace kv_offload

@@ -1,0 +1,133 @@
+"""What vLLM's Worker does to a rank between requests: it sleeps, and its weights change in place.
+
+Sleep unmaps the KV cache. vLLM waits for the connector's jobs first, unless the engine runs in the caller's
+process (VLLM_ENABLE_V1_MULTIPROCESSING=0). So each connector ends its copies here. vLLM 0.33 tells connectors
+(unregister_kv_caches, which OffloadingConnector leaves empty); before it, the methods that unmap are wrapped.
+
+With ``fixed_weights`` a cache reset keeps the cache, so weight updates of this engine are refused.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from .worker import KVOffloadWorker
+
+_WORKER_MODULE = "vllm.v1.worker.gpu_worker"  # every platform's Worker inherits from this one's
+_UNMAPS = ("sleep", "discard")
+_CHANGES_WEIGHTS = (
+    "reload_weights",
+    "init_weight_transfer_engine",
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+    "reset_weights",
+)
+
+_fixed: set[str] = set()  # ids of engines whose weights may not change
+
+
+def finish_copies(connector: Any) -> None:
+    """End every copy of our OffloadingConnector, those of stores that wait for the next step too."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+
+    side = getattr(connector, "connector_worker", None)
+    worker = getattr(side, "worker", None)
+    if side is None or not isinstance(worker, KVOffloadWorker):
+        return
+    side.handle_preemptions(OffloadingConnectorMetadata(load_jobs={}, store_jobs={}))
+    worker.finish()
+
+
+def finish_copies_before_sleep() -> None:
+    """From now on, this process ends our copies before vLLM unmaps the KV cache. Idempotent."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+    if hasattr(OffloadingConnector, "unregister_kv_caches"):
+        _call_before(OffloadingConnector, "unregister_kv_caches", _finish_copies_of)
+        return
+    worker_class = _worker_class()
+    for name in _UNMAPS if worker_class is not None else ():
+        _call_before(worker_class, name, _finish_all_copies)
+
+
+def _finish_copies_of(name: str, connector: Any, **arguments: Any) -> None:
+    finish_copies(connector)
+
+
+def _finish_all_copies(name: str, worker: Any, **arguments: Any) -> None:
+    from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return
+    connector = get_kv_transfer_group()
+    for each in getattr(connector, "_connectors", [connector]):  # of a MultiConnector
+        finish_copies(each)
+
+
+def refuse_weight_updates(vllm_config: Any) -> None:
+    """With ``fixed_weights``: from now on, this engine's weights cannot be changed through vLLM's Worker.
+
+    Raises ValueError where vLLM was set up to change them, or where they cannot be guarded.
+    """
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise ValueError(
+            "fixed_weights is set, but this server is set up to receive weights (weight_transfer_config): "
+            "KV of the old weights would be served with the new ones; remove one of the two"
+        )
+    worker_class = _worker_class()
+    engine_id = getattr(getattr(vllm_config, "kv_transfer_config", None), "engine_id", None)
+    if engine_id is None or worker_class is None:
+        raise ValueError(
+            "fixed_weights is set, but weight updates cannot be refused here: vLLM's "
+            + (
+                "configuration is not known in this worker"
+                if engine_id is None
+                else f"{_WORKER_MODULE} is missing"
+            )
+            + "; remove fixed_weights"
+        )
+    _fixed.add(engine_id)
+    for name in _CHANGES_WEIGHTS:
+        if hasattr(worker_class, name):
+            _call_before(worker_class, name, _refuse)
+    _call_before(worker_class, "sleep", _refuse_to_drop_weights)
+
+
+def _refuse(name: str, worker: Any, **arguments: Any) -> None:
+    transfer = getattr(worker.vllm_config, "kv_transfer_config", None)
+    if getattr(transfer, "engine_id", None) in _fixed:
+        raise RuntimeError(
+            f"{name} is refused: fixed_weights is set, so KV of the present weights would be served with new "
+            "ones. Restart the server with the new weights, or without fixed_weights"
+        )
+
+
+def _refuse_to_drop_weights(name: str, worker: Any, level: int = 1, **arguments: Any) -> None:
+    if level >= 2:  # the caller loads weights again after it, from wherever it likes
+        _refuse(f"sleep at level {level}", worker)
+
+
+def _worker_class() -> Any | None:
+    return getattr(sys.modules.get(_WORKER_MODULE), "Worker", None)
+
+
+def _call_before(owner: Any, name: str, first: Callable[..., None]) -> None:
+    """Call ``first(name, self, **arguments)`` before a method of a class of vLLM's; once for each of both."""
+    method = getattr(owner, name)
+    before: frozenset[Any] = getattr(method, "kv_offload_calls", frozenset())
+    if first in before:
+        return
+    parameters = inspect.signature(method)
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        itself, *rest = args
+        given = parameters.bind(*args, **kwargs).arguments
+        first(name, itself, **dict(list(given.items())[1:]))
+        return method(itself, *rest, **kwargs)
+
+    wrapped.kv_offload_calls = before | {first}  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)

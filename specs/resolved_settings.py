@@ -1,0 +1,181 @@
+"""The settings of one process that are part of the namespace, as texts: vLLM's resolved configuration and its
+environment, filtered by ``identity_table``.
+
+Values that equal the default of their field are left out. The namespace holds vLLM's version, so a default
+means the same wherever two namespaces agree.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kv_offload.model_identity import BOOKKEEPING
+from kv_offload.namespace import setting_text
+from kv_offload.weights_digest import weights_digest
+
+from .identity_table import CONFIGURATION, ENVIRONMENT, Decision
+
+# Kinds of rotary embedding whose angles do not depend on max_model_len.
+_FIXED_ROTATIONS = {None, "default", "linear", "yarn", "deepseek_yarn", "llama3", "mrope", "proportional"}
+# Models that read max_model_len when they compute: attention temperature (Llama 4), length of the rotation.
+_READS_MAX_MODEL_LEN = ("llama4", "minimax_m2", "cohere_compass")
+_ANY_LENGTH = "model_config.max_model_len"
+_MAX_DEPTH = 8
+
+
+def configured(vllm_config: Any) -> dict[str, str]:
+    """Returns {path of a field: text} for every field that counts and is not at its default."""
+    found = dict(_walk(vllm_config, "", ""))
+    if _length_is_free(vllm_config):
+        found.pop(_ANY_LENGTH, None)
+    return found
+
+
+def environment(
+    environ: Mapping[str, str] = os.environ, known: Mapping[str, Any] | None = None
+) -> dict[str, str]:
+    """Returns {variable: text} for every variable that counts and is set.
+
+    ``known``: the variables of vllm/envs.py (its ``environment_variables``). One that no table names counts.
+    """
+    if known is None:
+        from vllm.envs import environment_variables
+
+        known = environment_variables
+    counted = {name for name, decision in ENVIRONMENT.items() if decision.counts}
+    counted |= known.keys() - ENVIRONMENT.keys()
+    return {name: str(plain(environ[name])) for name in sorted(counted) if name in environ}
+
+
+def decision_for(path: str, table: Mapping[str, Decision] = CONFIGURATION) -> Decision | None:
+    """Returns the line for ``path`` or for a configuration around it; None for an unknown field."""
+    while path:
+        if path in table:
+            return table[path]
+        path = path.rpartition(".")[0]
+    return None
+
+
+def _walk(value: Any, path: str, section: str) -> Iterator[tuple[str, str]]:
+    """``path`` names the field in the namespace, ``section`` its lines in the table."""
+    for name, field, default in _fields(value):
+        inner = f"{path}.{name}".lstrip(".")
+        line = f"{section}.{name}".lstrip(".")
+        decision = decision_for(line)
+        if decision is not None and not decision.counts:
+            continue
+        below = decision.like if decision is not None and decision.like else line
+        if _is_configuration(field) and inner.count(".") < _MAX_DEPTH:
+            yield from _walk(field, inner, below)
+        elif field is not default and not _equal(field, default):
+            yield inner, setting_text(plain(field))
+
+
+def _is_configuration(value: Any) -> bool:
+    """True for vLLM's configuration classes, whose fields the table names one by one."""
+    is_class = isinstance(value, type)
+    return not is_class and (dataclasses.is_dataclass(value) or type(value).__name__ == "SimpleNamespace")
+
+
+def _fields(config: Any) -> list[tuple[str, Any, Any]]:
+    """Returns (name, value, default) of each field of a configuration."""
+    if not dataclasses.is_dataclass(config):
+        return [(name, value, None) for name, value in vars(config).items()]
+    return [
+        (field.name, getattr(config, field.name, None), _default(field))
+        for field in dataclasses.fields(config)
+    ]
+
+
+def _default(field: Any) -> Any:
+    """Returns the default of a dataclass field, pydantic's included; a new object where there is none."""
+    for source in (field, field.default):  # pydantic puts a FieldInfo in the place of the default
+        factory = getattr(source, "default_factory", None)
+        if callable(factory) and factory is not dataclasses.MISSING:
+            try:
+                return factory()
+            except Exception:  # a factory that needs arguments: the value is always named
+                return object()
+    default = getattr(field.default, "default", field.default)
+    missing = default is dataclasses.MISSING or type(default).__name__ == "PydanticUndefinedType"
+    return object() if missing else default
+
+
+def _equal(value: Any, default: Any) -> bool:
+    return (
+        setting_text(plain(value)) == setting_text(plain(default)) if type(default) is not object else False
+    )
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Returns ``value`` as tables, lists and texts that are equal in every process.
+
+    A path of a file becomes a digest of the file, which may change in place. Raises OSError when it cannot be
+    read.
+    """
+    if isinstance(value, (str, Path)) and os.sep in str(value) and os.path.isfile(value):
+        return f"file {weights_digest([Path(value)])}"
+    if value is None or (isinstance(value, (str, int, float)) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, Path):
+        return str(value)
+    if depth >= _MAX_DEPTH:
+        return type(value).__qualname__
+    if isinstance(value, Mapping):
+        return {str(key): plain(part, depth + 1) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part, depth + 1) for part in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(part, depth + 1) for part in value), key=setting_text)
+    if hasattr(value, "to_dict") and not isinstance(value, type):  # a configuration of transformers
+        return _digest(_without_bookkeeping(plain(value.to_dict(), depth + 1)))
+    if isinstance(value, type) or callable(value):
+        named = value if hasattr(value, "__qualname__") else type(value)
+        return f"{named.__module__}.{named.__qualname__}"
+    if type(value).__module__ == "torch":
+        return str(value)  # a dtype or device
+    inside = (
+        {name: plain(part, depth + 1) for name, part in vars(value).items()}
+        if hasattr(value, "__dict__")
+        else {}
+    )
+    return {"type": type(value).__qualname__, **inside}
+
+
+def _without_bookkeeping(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_bookkeeping(part) for key, part in value.items() if key not in BOOKKEEPING}
+    return [_without_bookkeeping(part) for part in value] if isinstance(value, list) else value
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(setting_text(value).encode()).hexdigest()[:32]
+
+
+def _length_is_free(vllm_config: Any) -> bool:
+    """True if max_model_len changes no byte: neither the model nor its rotations depend on it."""
+    model = getattr(vllm_config, "model_config", None)
+    text = getattr(model, "hf_text_config", None)
+    kinds = {str(getattr(config, "model_type", "")) for config in (text, getattr(model, "hf_config", None))}
+    if any(kind.startswith(_READS_MAX_MODEL_LEN) for kind in kinds):
+        return False
+    return _rotations(text) <= _FIXED_ROTATIONS
+
+
+def _rotations(text_config: Any) -> set[Any]:
+    """Returns the kinds of rotary embedding that a text configuration names, one a kind of layer."""
+    found: set[Any] = set()
+    for name in ("rope_parameters", "rope_scaling"):
+        scaling = getattr(text_config, name, None)
+        if not isinstance(scaling, Mapping):
+            continue
+        nested = [part for part in scaling.values() if isinstance(part, Mapping)]
+        for part in (scaling, *nested):
+            found |= {part[key] for key in ("rope_type", "type") if isinstance(part.get(key), str)}
+    return found

@@ -1,0 +1,89 @@
+#include "base/split_table.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+
+#include "base/segmented_vector.h"
+#include "rounds.h"
+#include "step_watch.h"
+
+namespace kv_offload {
+namespace {
+
+using namespace testing;
+
+// Some bits of the tags are alike, as with names that somebody has made up.
+class SplitTableTest : public ::testing::TestWithParam<std::uint32_t> {};
+
+TEST_P(SplitTableTest, agrees_with_a_map_whatever_bits_the_tags_have_in_common) {
+  std::mt19937_64 random(5);
+  std::vector<std::uint32_t> tags;  // by value
+  for (int i = 0; i < 6000; ++i) tags.push_back(static_cast<std::uint32_t>(random()) & GetParam());
+  SplitTable table;
+  std::map<std::uint32_t, bool> known;
+  const auto is = [](std::uint32_t value) { return [value](std::uint32_t other) { return value == other; }; };
+  for (int i = 0; i < rounds(60000); ++i) {
+    const auto value = static_cast<std::uint32_t>(random() % tags.size());
+    ASSERT_EQ(table.find(tags[value], is(value)), known[value] ? value : SplitTable::kNone) << "call " << i;
+    if (known[value] && random() % 8 < (i / 20000 % 2 == 0 ? 2u : 7u)) {
+      table.erase(tags[value], is(value));
+      known[value] = false;
+    } else {
+      table.at(tags[value], is(value)) = value;
+      known[value] = true;
+    }
+  }
+  std::size_t size = 0;
+  for (const auto& [value, here] : known) {
+    size += here;
+    EXPECT_EQ(table.find(tags[value], is(value)), here ? value : SplitTable::kNone);
+  }
+  EXPECT_EQ(table.size(), size);
+}
+
+INSTANTIATE_TEST_SUITE_P(Tags, SplitTableTest,
+                         ::testing::Values(0xFFFFFFFFu, 0x00FFFFFFu, 0xFFF00000u, 0x000FF000u, 0x80000001u));
+
+TEST(SplitTableGrowthTest, a_call_moves_as_few_cells_with_ten_times_as_many_values) {
+  const auto many = static_cast<std::uint32_t>(rounds(10'000'000));
+  SplitTable table;
+  std::uint64_t most = 0, all = 0;
+  for (std::uint32_t value = 0; value < many; ++value) {
+    const auto tag = static_cast<std::uint32_t>(value * 0x9E3779B97F4A7C15ull >> 32);
+    const std::uint64_t steps =
+        steps_of([&] { table.at(tag, [&](std::uint32_t other) { return other == value; }) = value; });
+    most = std::max(most, steps);
+    all += steps;
+  }
+  EXPECT_LT(most, SplitTable::kCells);
+  EXPECT_LT(all, 4 * std::uint64_t{many}) << "in the mean";
+  EXPECT_LT(table.longest_probe(), 200u);
+}
+
+TEST(SegmentedVectorTest, elements_never_move_and_are_zero_until_they_are_written) {
+  struct Element {
+    std::uint64_t number, other;
+  };
+  SegmentedVector<Element> vector;
+  std::vector<const Element*> places;
+  const auto many = static_cast<std::uint64_t>(rounds(300'000));
+  for (std::uint64_t i = 0; i < many; ++i) {
+    vector.push_back({i, i});
+    places.push_back(&vector[i]);
+  }
+  vector.grow_to(10 * many);
+  for (std::uint64_t i = 0; i < many; ++i) {
+    ASSERT_EQ(&vector[i], places[i]);
+    ASSERT_EQ(vector[i].number, i);
+  }
+  for (std::uint64_t i = many; i < 10 * many; i += 1000) ASSERT_EQ(vector[i].number + vector[i].other, 0u);
+  vector.grow_to(1);
+  EXPECT_EQ(vector.size(), 10 * many) << "it never shrinks";
+  SegmentedVector<Element> taken = std::move(vector);
+  EXPECT_EQ(&taken[many - 1], places[many - 1]);
+}
+
+}  // namespace
+}  // namespace kv_offload

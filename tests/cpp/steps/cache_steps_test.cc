@@ -1,0 +1,366 @@
+// What a verb of the cache costs for each chunk does not grow: not with what is in host memory, on the tier,
+// in flight or asked for by others. Each test does the same work in a small world and in one that is ten
+// times as large, and compares steps. A tier of 10 million records stands below where one is needed.
+#include "cache/tiered_cache.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <vector>
+
+#include "cache/cache_fixture.h"
+#include "steps/counted_store.h"
+#include "steps/steps.h"
+#include "storage/io_pool.h"
+#include "storage/pooled_tier.h"
+#include "with_threads.h"
+
+namespace kv_offload::testing {
+namespace {
+
+constexpr double kMostGrowth = 1.7;  // a tree of ten times as many is half as deep again
+constexpr std::uint64_t kRecords = 10'000'000;
+
+struct Size {
+  std::uint64_t rows = 4096;
+  std::vector<std::uint64_t> shard_bytes{300};
+  bool tier = true;
+  StatusKind reads_end = StatusKind::kOk;
+  std::vector<bool> full_attention{};
+  std::uint32_t cache_blocks = 0;
+};
+
+// A cache whose tier's threads are the test.
+class Engine {
+ public:
+  explicit Engine(const Size& size) {
+    WorldOptions options;
+    options.ranks = 1;
+    options.rows = size.rows;
+    options.shard_bytes = size.shard_bytes;
+    options.cache.load_policy = LoadPolicy::kAlways;
+    options.cache.full_attention = size.full_attention;
+    options.cache.cache_blocks = size.cache_blocks;
+    options.tier = size.tier;
+    if (size.tier) {
+      options.make_tier = [this, size](const Clock& clock) {
+        PooledTierOptions tier;
+        tier.name = "counted";
+        tier.clock = &clock;
+        tier.driven_by_hand = &pool_;
+        return make_pooled_tier(std::make_unique<CountedStore>(kRecords, size.reads_end), tier);
+      };
+    }
+    world_ = std::make_unique<World>(options);
+  }
+
+  TieredCache& cache() { return *world_->cache; }
+  FakeClock& clock() { return world_->clock; }
+  void run(Lane lane, std::size_t most = static_cast<std::size_t>(-1)) {
+    for (; most > 0; --most) {
+      const auto op = pool_->begin_next(lane);
+      if (!op) return;
+      op();
+    }
+  }
+  IoPool& pool() { return *pool_; }
+  RequestHandle begin() { return cache().begin_request("r", {}); }
+  static std::vector<ChunkKey> keys(std::uint64_t first, std::size_t count, std::uint32_t group = 0) {
+    std::vector<ChunkKey> made;
+    for (std::size_t i = 0; i < count; ++i) made.push_back(numbered_key(first + i, group));
+    return made;
+  }
+  std::size_t look(RequestHandle request, const std::vector<ChunkKey>& keys) {
+    std::size_t hits = 0;
+    for (const ChunkKey& key : keys) hits += cache().lookup(request, key) == LookupResult::kHit;
+    return hits;
+  }
+  // Until the tier knows which of them it has, and reads are queued.
+  RequestHandle ask(const std::vector<ChunkKey>& keys) {
+    const RequestHandle request = begin();
+    ask_again(request, keys);
+    return request;
+  }
+  void ask_again(RequestHandle request, const std::vector<ChunkKey>& keys) {
+    look(request, keys);
+    cache().end_step();
+    answer();
+    look(request, keys);
+    cache().end_step();
+  }
+  // Questions are urgent: they run before the reads that are queued.
+  void answer() {
+    while (pool_->depth(Lane::kRead).queued > reads_) pool_->begin_next(Lane::kRead)();
+  }
+  void expect_reads(std::size_t reads) {
+    reads_ = reads;
+    ASSERT_EQ(pool_->depth(Lane::kRead).queued, reads);
+  }
+  Ticket store(RequestHandle request, const std::vector<ChunkKey>& keys, std::uint64_t* prepare = nullptr,
+               std::uint64_t* complete = nullptr) {
+    StoreGrant grant;
+    const std::uint64_t prepared = steps_of([&] { grant = cache().prepare_store(request, keys); });
+    EXPECT_EQ(grant.accepted.size(), keys.size());
+    world_->report(grant.transfer.ticket);
+    const std::uint64_t completed = steps_of([&] { cache().complete_store(keys); });
+    if (prepare != nullptr) *prepare += prepared;
+    if (complete != nullptr) *complete += completed;
+    return grant.transfer.ticket;
+  }
+  void store(const std::vector<ChunkKey>& keys) {
+    const RequestHandle request = begin();
+    store(request, keys);
+    cache().end_request(request);
+    cache().end_step();
+  }
+  World& world() { return *world_; }
+
+ private:
+  IoPool* pool_ = nullptr;
+  std::size_t reads_ = 0;
+  std::unique_ptr<World> world_;
+};
+
+// `measure`: steps for one unit of work in a world of this scale, 1 or 10.
+template <typename Measure>
+void expect_no_growth(Measure measure) {
+  const double small = static_cast<double>(measure(1)), large = static_cast<double>(measure(10));
+  ASSERT_GT(small, 0);
+  EXPECT_LE(large / small, kMostGrowth) << small << " steps became " << large;
+}
+
+// ---- host memory
+
+std::uint64_t steps_of_evicting_stores(const Size& size, std::uint32_t groups) {
+  Engine engine(size);
+  std::uint64_t next = 0, prepare = 0;
+  const auto store = [&](std::uint64_t* steps) {
+    std::vector<ChunkKey> keys;
+    for (std::uint32_t g = 0; g < groups; ++g) {
+      for (const ChunkKey& key : Engine::keys(next, 64, g)) keys.push_back(key);
+    }
+    next += 64;
+    const RequestHandle request = engine.begin();
+    engine.store(request, keys, steps);
+    engine.cache().end_request(request);
+    engine.cache().end_step();
+  };
+  const std::uint64_t fill = 2 * size.rows / (64 * groups);
+  for (std::uint64_t i = 0; i < fill; ++i) store(nullptr);
+  for (int i = 0; i < 16; ++i) store(&prepare);
+  return prepare;
+}
+
+TEST(CacheSteps, a_store_that_evicts_costs_the_same_in_a_larger_memory) {
+  expect_no_growth(
+      [](std::uint64_t scale) { return steps_of_evicting_stores({.rows = 4096 * scale, .tier = false}, 1); });
+}
+
+TEST(CacheSteps, a_store_that_evicts_rows_of_two_sizes_costs_the_same_in_a_larger_memory) {
+  expect_no_growth([](std::uint64_t scale) {
+    return steps_of_evicting_stores({.rows = 4096 * scale,
+                                     .shard_bytes = {300, 3 * kPageBytes},
+                                     .tier = false,
+                                     .full_attention = {true, true}},
+                                    2);
+  });
+}
+
+TEST(CacheSteps, a_store_costs_the_same_where_no_slab_can_be_emptied) {
+  expect_no_growth([](std::uint64_t scale) {
+    Engine engine({.rows = 16'384 * scale,
+                   .shard_bytes = {300, 3 * kPageBytes},
+                   .tier = false,
+                   .full_attention = {true, true}});
+    // Stores that no rank has reported pin all of it.
+    const RequestHandle request = engine.begin();
+    for (std::uint64_t first = 0;; first += 512) {
+      const auto keys = Engine::keys(first, 512);
+      if (engine.cache().prepare_store(request, keys).accepted.size() < keys.size()) break;
+    }
+    std::uint64_t took = 0;
+    for (std::uint64_t i = 0; i < 20; ++i) {
+      const RequestHandle other = engine.begin();
+      const auto keys = Engine::keys(i, 1, 1);
+      took += steps_of([&] { EXPECT_TRUE(engine.cache().prepare_store(other, keys).accepted.empty()); });
+      engine.cache().end_request(other);
+    }
+    return took;
+  });
+}
+
+TEST(CacheSteps, a_prompt_of_a_million_tokens_is_looked_up_and_loaded_at_the_price_of_a_short_one) {
+  std::uint64_t per_chunk[2][4] = {};
+  for (const std::uint64_t scale : {1, 10}) {
+    const std::size_t chunks = 6'250 * scale;  // of 16 tokens
+    Engine engine({.rows = 70'000, .tier = false});
+    const auto keys = Engine::keys(0, chunks);
+    engine.store(keys);
+    const RequestHandle request = engine.begin();
+    std::uint64_t* took = per_chunk[scale == 10];
+    took[0] = steps_of([&] { EXPECT_EQ(engine.look(request, keys), chunks); }) / chunks;
+    RowTransfer load;
+    took[1] = steps_of([&] { load = engine.cache().prepare_load(request, keys); }) / chunks;
+    engine.world().report(load.ticket);
+    took[2] = steps_of([&] { engine.cache().complete_load(keys); }) / chunks;
+    took[3] = steps_of([&] { engine.cache().reset(); }) / chunks;
+    engine.cache().end_request(request);
+  }
+  for (int verb = 0; verb < 4; ++verb) {
+    ASSERT_GT(per_chunk[0][verb], 0u);
+    EXPECT_LE(static_cast<double>(per_chunk[1][verb]) / static_cast<double>(per_chunk[0][verb]), kMostGrowth)
+        << "verb " << verb;
+  }
+}
+
+TEST(CacheSteps, the_end_of_a_load_costs_the_same_beside_many_others) {
+  expect_no_growth([](std::uint64_t scale) {
+    Engine engine({.rows = 4096, .tier = false});
+    std::vector<std::vector<ChunkKey>> prompts;
+    std::vector<Ticket> tickets;
+    for (std::uint64_t i = 0; i < 100 * scale; ++i) {
+      prompts.push_back(Engine::keys(4 * i, 4));
+      engine.store(prompts.back());
+      const RequestHandle request = engine.begin();
+      engine.look(request, prompts.back());
+      tickets.push_back(engine.cache().prepare_load(request, prompts.back()).ticket);
+    }
+    std::uint64_t took = 0;
+    for (std::size_t i = 0; i < 50; ++i) {
+      const std::size_t last = prompts.size() - 1 - i;
+      engine.world().report(tickets[last]);
+      took += steps_of([&] { engine.cache().complete_load(prompts[last]); });
+    }
+    return took;
+  });
+}
+
+// ---- reads from a tier
+
+TEST(CacheSteps, a_request_that_ends_while_its_chunks_are_read_costs_the_same_a_chunk) {
+  expect_no_growth([](std::uint64_t scale) {
+    const std::size_t chunks = 3'000 * scale;
+    Engine engine({.rows = 70'000});
+    engine.ask(Engine::keys(0, chunks));  // in front of it
+    engine.expect_reads(chunks);
+    const RequestHandle request = engine.ask(Engine::keys(100'000, chunks));
+    const std::uint64_t took = steps_of([&] { engine.cache().end_request(request); });
+    EXPECT_EQ(engine.pool().depth(Lane::kRead).queued, chunks);
+    return took / chunks;
+  });
+}
+
+TEST(CacheSteps, giving_up_costs_the_same_a_chunk) {
+  expect_no_growth([](std::uint64_t scale) {
+    const std::size_t chunks = 3'000 * scale;
+    Engine engine({.rows = 70'000});
+    engine.ask(Engine::keys(0, chunks));
+    engine.clock().advance(std::chrono::seconds(6));
+    const std::uint64_t took = steps_of([&] { engine.cache().end_step(); });
+    EXPECT_EQ(engine.cache().stats().waiting_requests, 0u);
+    return took / chunks;
+  });
+}
+
+TEST(CacheSteps, reads_that_arrive_cost_the_same_each_and_so_does_a_preempted_request_that_asks_again) {
+  std::uint64_t arrive[2], again[2];
+  for (const std::uint64_t scale : {1, 10}) {
+    const std::size_t chunks = 3'000 * scale;
+    Engine engine({.rows = 70'000});
+    const auto keys = Engine::keys(0, chunks);
+    const RequestHandle request = engine.ask(keys);
+    engine.run(Lane::kRead);
+    arrive[scale == 10] = steps_of([&] { engine.cache().end_step(); }) / chunks;
+    EXPECT_EQ(engine.look(request, keys), chunks);
+    engine.cache().prepare_load(request, keys);
+    again[scale == 10] = steps_of([&] {
+                           EXPECT_EQ(engine.look(request, keys), chunks);
+                           engine.cache().admit(request);
+                         }) /
+                         chunks;
+  }
+  EXPECT_LE(static_cast<double>(arrive[1]) / static_cast<double>(arrive[0]), kMostGrowth)
+      << arrive[0] << " became " << arrive[1];
+  EXPECT_LE(static_cast<double>(again[1]) / static_cast<double>(again[0]), kMostGrowth);
+}
+
+TEST(CacheSteps, asking_again_after_reads_that_failed_costs_the_same_a_chunk) {
+  expect_no_growth([](std::uint64_t scale) {
+    const std::size_t chunks = 1'000 * scale;
+    Engine engine({.rows = 20'000, .reads_end = StatusKind::kNotFound});
+    const auto keys = Engine::keys(0, chunks);
+    const RequestHandle request = engine.ask(keys);
+    engine.run(Lane::kRead);
+    engine.cache().end_step();
+    return steps_of([&] { EXPECT_EQ(engine.look(request, keys), 0u); }) / chunks;
+  });
+}
+
+TEST(CacheSteps, a_request_that_waits_costs_the_same_beside_many_that_wait_for_the_same_chunks) {
+  expect_no_growth([](std::uint64_t scale) {
+    Engine engine({.rows = 4096});
+    const auto keys = Engine::keys(0, 64);
+    std::vector<RequestHandle> others;
+    others.push_back(engine.ask(keys));
+    for (std::uint64_t i = 1; i < 100 * scale; ++i) {
+      others.push_back(engine.begin());
+      engine.look(others.back(), keys);
+    }
+    engine.cache().end_step();
+    std::uint64_t took = 0;
+    for (std::size_t i = 0; i < 20; ++i)
+      took += steps_of([&] { engine.cache().end_request(others[2 * i + 1]); });
+    return took;
+  });
+}
+
+// ---- memory
+
+TEST(CacheSteps, requests_that_ended_keep_nothing_of_their_prompts) {
+  Engine engine({.rows = 4096});
+  std::vector<RequestHandle> requests;
+  const auto keys = Engine::keys(kRecords, 8192);  // of none there is a record
+  engine.cache().end_request(engine.ask(keys));
+  const std::uint64_t before = bytes_in_use();
+  for (int i = 0; i < 100; ++i) {
+    requests.push_back(engine.begin());
+    engine.look(requests.back(), keys);
+  }
+  EXPECT_GT(bytes_in_use(), before + (std::uint64_t{8} << 20)) << "the test asks for too little";
+  for (const RequestHandle request : requests) engine.cache().end_request(request);
+  EXPECT_LT(bytes_in_use(), before + (std::uint64_t{1} << 20));
+}
+
+TEST(CacheSteps, a_request_that_runs_keeps_nothing_of_what_it_was_told) {
+  Engine engine({.rows = 4096});
+  const auto keys = Engine::keys(kRecords, 8192);
+  engine.cache().end_request(engine.ask(keys));
+  const std::uint64_t before = bytes_in_use();
+  for (int i = 0; i < 50; ++i) {
+    const RequestHandle request = engine.begin();
+    engine.look(request, keys);
+    engine.cache().admit(request);
+  }
+  EXPECT_LT(bytes_in_use(), before + (std::uint64_t{1} << 20));
+}
+
+TEST(CacheSteps, writes_behind_one_that_is_stuck_leave_nothing_behind) {
+  Engine engine({.rows = 256});
+  engine.store(Engine::keys(kRecords, 1));
+  const auto stuck = engine.pool().begin_next(Lane::kWrite);
+  const auto write = [&](std::uint64_t from, std::uint64_t to) {
+    for (std::uint64_t i = from; i < to; ++i) {
+      engine.store(Engine::keys(kRecords + 1 + 64 * i, 64));
+      engine.run(Lane::kWrite);
+      engine.cache().end_step();
+    }
+  };
+  write(0, 9'000);  // what the tier remembers of keys, which is bounded, is full
+  const std::uint64_t before = bytes_in_use();
+  write(9'000, 13'000);
+  EXPECT_LT(bytes_in_use(), before + (std::uint64_t{1} << 20));
+  stuck();
+}
+
+}  // namespace
+}  // namespace kv_offload::testing

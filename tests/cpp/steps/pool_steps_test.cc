@@ -1,0 +1,96 @@
+// What a call of the I/O pool costs does not grow with the ops that wait in it.
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "steps/steps.h"
+#include "storage/io_pool.h"
+
+namespace kv_offload::testing {
+namespace {
+
+constexpr std::size_t kFew = 2'000, kMany = 40'000;
+// A search of all costs 20 times as much with 20 times as many; a tree's depth grows by a half.
+constexpr double kMostPoolGrowth = 2;
+
+class PoolSteps : public ::testing::Test {
+ protected:
+  struct Pool {
+    explicit Pool(std::size_t ops) {
+      std::vector<IoPool::Op> all;
+      for (std::size_t i = 0; i < ops; ++i) all.push_back(op(i));
+      pool.submit(std::move(all));
+    }
+    IoPool::Op op(std::uint64_t tag) {
+      IoPool::Op made;
+      made.tag = tag;
+      made.lane = tag % 4 == 3 ? Lane::kWrite : Lane::kRead;
+      made.deadline = Nanos(2'000'000'000 + tag);
+      made.run = [] { return Status::ok(); };
+      made.done = [this](const Status&, double, double) { ++ended; };
+      return made;
+    }
+    FakeClock clock;
+    std::size_t ended = 0;
+    IoPool pool{{0, 0, &clock}};
+  };
+  // Steps of 200 of these calls, in a pool of so many ops.
+  template <typename Call>
+  static void expect_no_growth(Call call) {
+    double took[2];
+    for (const bool many : {false, true}) {
+      const std::size_t ops = many ? kMany : kFew;
+      Pool pool(ops);
+      took[many] = static_cast<double>(steps_of([&] {
+        for (std::size_t i = 0; i < 200; ++i) call(pool, ops, i);
+      }));
+    }
+    ASSERT_GT(took[0], 0);
+    EXPECT_LE(took[1] / took[0], kMostPoolGrowth) << took[0] << " steps became " << took[1];
+  }
+};
+
+TEST_F(PoolSteps, cancelling_an_op_costs_the_same_behind_many_others) {
+  expect_no_growth([](Pool& pool, std::size_t ops, std::size_t i) {
+    EXPECT_TRUE(pool.pool.cancel(ops - 1 - i));
+    EXPECT_EQ(pool.ended, i + 1);
+  });
+}
+
+TEST_F(PoolSteps, cancelling_an_op_that_is_not_there_costs_the_same) {
+  expect_no_growth(
+      [](Pool& pool, std::size_t ops, std::size_t i) { EXPECT_FALSE(pool.pool.cancel(ops + 10 + i)); });
+}
+
+TEST_F(PoolSteps, submitting_an_op_costs_the_same_behind_many_others) {
+  expect_no_growth([](Pool& pool, std::size_t ops, std::size_t i) {
+    std::vector<IoPool::Op> one;
+    one.push_back(pool.op(ops + i));
+    pool.pool.submit(std::move(one));
+  });
+}
+
+TEST_F(PoolSteps, running_the_next_op_costs_the_same_before_many_others) {
+  expect_no_growth([](Pool& pool, std::size_t, std::size_t i) {
+    pool.pool.begin_next(Lane::kRead)();
+    EXPECT_EQ(pool.ended, i + 1);
+  });
+}
+
+TEST_F(PoolSteps, an_op_that_comes_too_late_costs_the_same_among_many_others) {
+  expect_no_growth([](Pool& pool, std::size_t, std::size_t i) {
+    pool.clock.advance(Nanos(2'000'000'000 + i) - pool.clock.now());
+    pool.pool.expire();
+    EXPECT_EQ(pool.ended, i + 1);
+  });
+}
+
+TEST_F(PoolSteps, a_look_at_the_pool_costs_the_same) {
+  expect_no_growth([](Pool& pool, std::size_t ops, std::size_t) {
+    EXPECT_GE(pool.pool.depth(Lane::kRead).queued, ops / 2);
+    pool.pool.expire();
+  });
+}
+
+}  // namespace
+}  // namespace kv_offload::testing

@@ -1,0 +1,102 @@
+// File systems whose metadata misleads: blocks that are reported late (ZFS), never, or in another amount than
+// the size; times that are coarse or lie in the future; no room although the bound has some.
+#pragma once
+
+#include <atomic>
+#include <cerrno>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "base/clock.h"
+#include "faulty_file_ops.h"
+
+namespace kv_offload::testing {
+
+// Regular files show no blocks until `lag` after their size was first seen; then size * factor.
+class LateBlocks : public FaultyFileOps {
+ public:
+  LateBlocks(const Clock& clock, Nanos lag, std::uint64_t factor = 1)
+      : clock_(clock), lag_(lag), factor_(factor) {}
+
+  int fstat(int fd, FileInfo* info) override { return seen(FaultyFileOps::fstat(fd, info), info); }
+  int stat(int directory, const std::string& path, FileInfo* info) override {
+    return seen(FaultyFileOps::stat(directory, path, info), info);
+  }
+
+ private:
+  int seen(int rc, FileInfo* info) {
+    if (rc != 0 || !info->is_regular() || info->size == 0) return rc;
+    const std::lock_guard lock(mutex_);
+    auto& [size, since] = first_[info->inode];
+    if (size != info->size) {
+      size = info->size;
+      since = clock_.now();
+    }
+    info->disk_bytes = clock_.now() - since >= lag_ ? (info->size + 511) / 512 * 512 * factor_ : 0;
+    return rc;
+  }
+  const Clock& clock_;
+  const Nanos lag_;
+  const std::uint64_t factor_;
+  std::mutex mutex_;
+  std::map<std::uint64_t, std::pair<std::uint64_t, Nanos>> first_;  // by inode: its size, and since when
+};
+
+// All times pass through `shown`.
+class ChangedTimes : public FaultyFileOps {
+ public:
+  using Shown = std::function<std::int64_t(std::int64_t nanos, const FileInfo& info)>;
+  explicit ChangedTimes(Shown shown) : shown_(std::move(shown)) {}
+  int fstat(int fd, FileInfo* info) override {
+    const int rc = FaultyFileOps::fstat(fd, info);
+    if (rc == 0) info->mtime_nanos = shown_(info->mtime_nanos, *info);
+    return rc;
+  }
+  int stat(int directory, const std::string& path, FileInfo* info) override {
+    const int rc = FaultyFileOps::stat(directory, path, info);
+    if (rc == 0) info->mtime_nanos = shown_(info->mtime_nanos, *info);
+    return rc;
+  }
+
+ private:
+  const Shown shown_;
+};
+
+// Has room for so many bytes in files of more than a page; a write that passes that is ENOSPC (or EDQUOT).
+class SmallDisk : public FaultyFileOps {
+ public:
+  explicit SmallDisk(std::uint64_t room, int error = ENOSPC) : room_(room), error_(error) {}
+  void set_room(std::uint64_t room) { room_.store(room); }
+  std::uint64_t room() const { return room_.load(); }
+
+  std::int64_t pwritev(int fd, const iovec* parts, int count, std::int64_t offset) override {
+    std::uint64_t end = static_cast<std::uint64_t>(offset);
+    for (int i = 0; i < count; ++i) end += parts[i].iov_len;
+    FileInfo info;
+    if (end > kPageBytes && posix_file_ops().fstat(fd, &info) == 0 && end > info.size) {
+      const std::lock_guard lock(mutex_);
+      const std::uint64_t grown = end - info.size;
+      if (used_ + grown > room_.load()) return -error_;
+      used_ += grown;
+    }
+    return FaultyFileOps::pwritev(fd, parts, count, offset);
+  }
+  int unlink(int directory, const std::string& path) override {
+    FileInfo info;
+    const bool known = posix_file_ops().stat(directory, path, &info) == 0 && info.size > kPageBytes;
+    const int rc = FaultyFileOps::unlink(directory, path);
+    const std::lock_guard lock(mutex_);
+    if (rc == 0 && known) used_ -= std::min(used_, info.size);
+    return rc;
+  }
+
+ private:
+  std::atomic<std::uint64_t> room_;
+  const int error_;
+  std::mutex mutex_;
+  std::uint64_t used_ = 0;
+};
+
+}  // namespace kv_offload::testing

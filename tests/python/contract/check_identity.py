@@ -1,0 +1,282 @@
+"""Run by test_contract.py under each vLLM release: what gives two namespaces, and what gives one."""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import adapter
+import pytest
+
+adapter.use_specs()
+
+from kv_offload.specs import KVOffloadSpec, compat, identity, packing, worker  # noqa: E402
+from kv_offload.specs.identity_table import CONFIGURATION  # noqa: E402
+from kv_offload.specs.resolved_settings import configured, environment  # noqa: E402
+from oracle.engine import Setup, _vllm_config, make_model_dir  # noqa: E402
+from vllm.config.multimodal import MultiModalConfig  # noqa: E402
+
+from contract.parts import kv_caches, offloading_config  # noqa: E402
+
+Change = Callable[[Any], None]
+
+
+@pytest.fixture
+def resolved(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's own resolved configuration, whose only layer is that of the fixture."""
+    made = _vllm_config(Setup(), make_model_dir(), "engine")
+    made.compilation_config.static_forward_context.update(
+        vllm_config.compilation_config.static_forward_context
+    )
+    made.model_config.multimodal_config = MultiModalConfig()
+    monkeypatch.setattr(compat, "current_vllm_config", lambda: made)
+    return made
+
+
+def settings(rank: int = 0) -> dict[str, str]:
+    text = identity.worker_fingerprint(offloading_config(rank=rank), "cpu", "host", [[4096]], 100)
+    merged = identity.merge_fingerprints([text])
+    assert merged["unread"] == []
+    return dict(merged["settings"])
+
+
+def media(name: str, value: Any) -> Change:
+    return lambda config: setattr(config.model_config.multimodal_config, name, value)
+
+
+OTHER_BYTES: dict[str, Change] = {
+    "processor arguments": media("mm_processor_kwargs", {"max_pixels": 1024}),
+    "media arguments": media("media_io_kwargs", {"video": {"num_frames": 8}}),
+    "video pruning": media("video_pruning_rate", 0.5),
+    "encoder precision": media("mm_encoder_attn_dtype", "fp8"),
+    "configuration of the model": lambda config: config.model_config.hf_config.update({"rms_norm_eps": 0.5}),
+    "settings of a platform": lambda config: setattr(config, "additional_config", {"new": 1}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_BYTES)
+def test_a_setting_that_changes_bytes_is_another_namespace(resolved: Any, name: str) -> None:
+    before = settings()
+    OTHER_BYTES[name](resolved)
+    assert settings() != before
+
+
+def test_a_variable_that_changes_the_precision_of_a_library_is_another_namespace(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = settings()
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert settings() != before
+
+
+def test_a_field_that_no_table_names_counts(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = settings()
+    resolved.scheduler_config.max_num_seqs += 1
+    assert settings() == before
+    monkeypatch.delitem(CONFIGURATION, "scheduler_config.max_num_seqs")
+    assert settings() != before
+
+
+def test_a_file_that_a_setting_names_counts_by_its_content(resolved: Any, tmp_path: Path) -> None:
+    found = []
+    for folder, content in (("a", "1"), ("a", "2"), ("b", "2")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "scales.json").write_text(content)
+        media("mm_encoder_fp8_scale_path", str(tmp_path / folder / "scales.json"))(resolved)
+        found.append(settings())
+    assert found[0] != found[1] == found[2]
+
+
+def test_a_drafter_from_another_revision_of_the_model_is_identified(resolved: Any) -> None:
+    model = resolved.model_config
+    model.revision = "0" * 40
+    drafts = []
+    for revision in (model.revision, None):
+        draft = SimpleNamespace(model=model.model, revision=revision)
+        resolved.speculative_config = SimpleNamespace(draft_model_config=draft)
+        text = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
+        drafts.append(json.loads(text)["model"]["draft"])
+    assert drafts == [None, {"name": model.model, "revision": None}]
+
+
+def _draft(config: Any, directory: str) -> None:
+    config.speculative_config = SimpleNamespace(
+        draft_model_config=SimpleNamespace(model=directory, revision=None)
+    )
+
+
+BESIDE_THE_WEIGHTS: dict[str, Callable[[Any, str], None]] = {
+    "configuration": lambda config, directory: setattr(config.model_config, "hf_config_path", directory),
+    "drafter": _draft,
+    "adapter": lambda config, directory: setattr(
+        config, "lora_config", SimpleNamespace(default_mm_loras={"image": directory})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_THE_WEIGHTS)
+def test_files_beside_the_weights_are_in_the_namespace(resolved: Any, tmp_path: Path, name: str) -> None:
+    BESIDE_THE_WEIGHTS[name](resolved, str(tmp_path))
+    config = offloading_config()
+    found = set()
+    for content in ("{}", '{"a": 1}'):
+        (tmp_path / "config.json").write_text(content)
+        text = identity.worker_fingerprint(config, "cpu", "host", [[4096]], 100)
+        merged = identity.merge_fingerprints([text])
+        made, _ = identity.namespace_identity(config, [[4096]], merged, False)
+        found.add(made.short_id())
+    assert len(found) == 2
+
+
+ANOTHER_PROCESS = """
+import json, sys
+import adapter
+adapter.use_specs()
+from kv_offload.specs.resolved_settings import configured, environment
+from oracle.engine import Setup, _vllm_config
+made = _vllm_config(Setup(extra={"root": sys.argv[2]}, num_blocks=80), sys.argv[1], sys.argv[2])
+print(json.dumps(configured(made) | environment()))
+"""
+
+
+def test_another_process_on_another_host_has_the_same_settings(tmp_path: Path) -> None:
+    directory = make_model_dir()
+    here = configured(_vllm_config(Setup(), directory, "engine"))
+    there = shutil.copytree(directory, tmp_path / "model")
+    home = str(tmp_path / "home")
+    result = subprocess.run(
+        [sys.executable, "-c", ANOTHER_PROCESS, str(there), "another"],
+        env=os.environ
+        | {"PYTHONHASHSEED": "1", "HOME": home, "HF_HOME": home, "VLLM_CACHE_ROOT": home, "VLLM_PORT": "1"}
+        | {"PYTHONPATH": os.pathsep.join(sys.path), "VLLM_CPU_KVCACHE_SPACE": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert json.loads(result.stdout.splitlines()[-1]) == here | environment()
+
+
+def test_two_starts_ranks_and_replicas_have_one_namespace(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = settings()
+    again = copy.copy(resolved)
+    again.parallel_config = copy.copy(resolved.parallel_config)
+    again.instance_id = "another"
+    for name, value in {
+        "rank": 1,
+        "data_parallel_rank": 1,
+        "data_parallel_index": 1,
+        "data_parallel_size": 2,
+        "data_parallel_master_port": 1234,
+        "master_port": 4321,
+        "assigned_physical_gpu_ids": [1],
+    }.items():
+        setattr(again.parallel_config, name, value)
+    again.kv_transfer_config = copy.copy(resolved.kv_transfer_config)
+    again.kv_transfer_config.engine_id = "another"
+    monkeypatch.setattr(compat, "current_vllm_config", lambda: again)
+    for variable in ("VLLM_PORT", "LOCAL_RANK", "VLLM_DP_RANK", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(variable, "1")
+    assert settings(rank=1) == first
+
+
+def test_the_axes_of_convolution_states_are_in_the_namespace(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for layout in ("SD", "DS"):
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", layout)
+        found.append(settings())
+    assert found[0] != found[1]
+
+
+def test_the_instruction_set_that_pages_are_packed_for_is_in_the_namespace(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.attention.backends import cpu_attn
+
+    found = []
+    for name in ("amx", "vec"):
+        monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_, name=name: name)
+        found.append(settings())
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(("backend", "in_it"), [("FLASH_ATTN", False), ("FLASHINFER_MLA", True)])
+def test_the_compute_capability_is_in_it_where_it_may_decide(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch, backend: str, in_it: bool
+) -> None:
+    from vllm.platforms import current_platform
+
+    layer = resolved.compilation_config.static_forward_context["layer.0"]
+    layer.attn_backend = SimpleNamespace(get_name=lambda: backend)
+    found = set()
+    for major in (9, 10):
+        capability = SimpleNamespace(major=major, minor=0)
+        monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, c=capability: c)
+        found.add(packing.layer_packing(layer, resolved, "cuda"))
+    assert len(found) == (2 if in_it else 1)
+
+
+def test_devices_of_cuda_and_rocm_of_one_capability_are_told_apart(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.platforms import current_platform
+
+    layer = resolved.compilation_config.static_forward_context["layer.0"]
+    layer.attn_backend = SimpleNamespace(get_name=lambda: "TRITON_MLA")
+    capability = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: capability)
+    found = set()
+    for name in ("cuda", "rocm"):
+        monkeypatch.setattr(type(current_platform), "device_name", name)
+        found.add(packing.layer_packing(layer, resolved, "cuda"))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("extra", ["secondary_tiers", "keep_host_memory"])
+@pytest.mark.parametrize("why", ["backends", "configuration", "numbered images"])
+def test_a_cache_that_outlives_its_server_is_refused(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extra: str, why: str
+) -> None:
+    if why == "backends":
+        resolved.compilation_config.static_forward_context.clear()
+    elif why == "configuration":
+        monkeypatch.setattr(compat, "current_vllm_config", lambda: None)
+    else:
+        resolved.cache_config.enable_prefix_caching = False
+        resolved.model_config.multimodal_config.mm_processor_cache_gb = 0
+    tiers = [{"type": "fs", "root_dir": str(tmp_path / "root"), "max_bytes": "16MiB"}]
+    config = offloading_config(model_id="m", **{extra: tiers if extra == "secondary_tiers" else True})
+    made = KVOffloadSpec(config).get_worker(kv_caches())
+    said = "numbers images" if why == "numbered images" else "failed to read"
+    with pytest.raises(ValueError, match=f"^{extra}: .*{said}"):
+        KVOffloadSpec(config).get_manager()
+    made.shutdown()
+
+
+def test_a_scheduler_in_each_rank_is_refused(resolved: Any) -> None:
+    worker.refuse_external_launcher()
+    resolved.parallel_config.distributed_executor_backend = "external_launcher"
+    worker.refuse_external_launcher()  # one rank has one scheduler
+    resolved.parallel_config.world_size = 2
+    with pytest.raises(ValueError, match="a scheduler in each of the 2 ranks"):
+        worker.refuse_external_launcher()
+
+
+def test_whether_blocks_of_a_session_are_mistaken_is_what_vllm_does() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
+
+    new = SimpleNamespace(req_id="", block_ids=())
+    cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+    output = SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached)
+    assert compat.mistakes_blocks_of_sessions() is not next(iter(yield_req_data(output)))[2]

@@ -1,0 +1,12 @@
+"""Resets, sleep, weight updates and event payloads, through vLLM's real scheduler, for each release."""
+
+import pytest
+from vllm_trees import MINORS
+
+pytestmark = pytest.mark.timeout(1800)  # as run_under: one waits for those begun before it, beside servers
+
+
+@pytest.mark.beside("oracle/check_life_cycles.py")
+@pytest.mark.parametrize("minor", MINORS)
+def test_engines_that_reset_sleep_and_change_weights(minor: str, beside: str) -> None:
+    print(beside)
