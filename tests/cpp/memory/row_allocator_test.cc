@@ -356,8 +356,7 @@ TEST_F(Reclaiming, leaves_alone_a_slab_with_one_row_that_must_stay) {
   EXPECT_TRUE(rows_.slab_to_reclaim(1, [](RowId) { return false; }).empty());
 }
 
-// A slab has up to 16 of the largest rows, and thousands of the smallest. AddressSanitizer sees a look
-// beyond.
+// A slab has hundreds of the smallest rows, and one of the largest.
 TEST_F(Reclaiming, a_slab_has_more_rows_of_one_size_than_any_has_of_another) {
   RowAllocator rows(16 * kMiB, {64 * kKiB, 1024 * kKiB, 4 * kKiB});
   const RowId largest = rows.allocate(1);
