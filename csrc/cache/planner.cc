@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string_view>
+#include <unordered_set>
 #include <utility>
 
 namespace kv_offload {
@@ -135,10 +136,15 @@ class Planner::Tail {
   }
 
  private:
+  // Only hits that the request holds: another plan of this step may have evicted one of the others, and its
+  // slot may be a chunk of another request by now.
   void gather(const Scan& scan, std::uint32_t after) {
-    const LookupPass& pass = with_.requests.at(handle_).pass;
+    const RequestState& request = with_.requests.at(handle_);
+    std::unordered_set<Slot> held(request.held.begin(), request.held.end());
     for (std::uint32_t i = after; i < scan.end; ++i) {
-      if (pass.lookups[i].kind == Lookup::Kind::kHit) hits_.emplace_back(i, pass.lookups[i].index);
+      const Lookup& lookup = request.pass.lookups[i];
+      if (lookup.kind == Lookup::Kind::kHit && held.erase(lookup.index) > 0)
+        hits_.emplace_back(i, lookup.index);
     }
   }
 

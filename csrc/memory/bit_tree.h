@@ -5,6 +5,7 @@
 #pragma once
 
 #include <bit>
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -28,7 +29,11 @@ class BitTree {
   }
 
   bool empty() const { return levels_.empty() || levels_.back().empty() || levels_.back().front() == 0; }
-  bool contains(std::size_t i) const { return (levels_.front()[i / 64] >> (i % 64) & 1) != 0; }
+  // REQUIRES, as of insert() and erase(): i < size.
+  bool contains(std::size_t i) const {
+    assert(i / 64 < levels_.front().size());
+    return (levels_.front()[i / 64] >> (i % 64) & 1) != 0;
+  }
 
   void insert(std::size_t i) {
     for (auto& level : levels_) {

@@ -341,8 +341,11 @@ std::vector<RowId> RowAllocator::slab_to_reclaim(std::uint32_t group,
     if (!count) return {};
     least = *count + 1;
     for (std::uint32_t other = 0; other < impl_->classes.size(); ++other) {
-      if (other == class_index || !impl_->classes[other].counts.contains(*count)) continue;
-      std::uint32_t& first = impl_->classes[other].rings[*count];
+      RowClass& row_class = impl_->classes[other];
+      // A class of larger rows has no slab, and no ring, of so many.
+      if (other == class_index || *count >= row_class.rings.size() || row_class.rings[*count] == kNoIndex)
+        continue;
+      std::uint32_t& first = row_class.rings[*count];
       const std::uint32_t begin = first;
       do {
         const Slab& slab = impl_->slabs[first];

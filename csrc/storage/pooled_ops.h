@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/steps.h"
 #include "base/thread_annotations.h"
 #include "storage/breaker.h"
 #include "storage/io_pool.h"
@@ -89,6 +90,24 @@ struct PooledStore {
       speed.add(completion.bytes, completion.seconds);
     }
     completions.splice(completions.end(), ended);
+  }
+  // Appends all completions. Holds the lock for a constant time: I/O threads that end an op wait for it. If
+  // memory runs out: it throws, and what cannot be taken stays.
+  void take_completions(std::vector<Completion>* taken) EXCLUDES(mutex) {
+    std::list<Completion> ended;
+    {
+      const MutexLock lock(mutex);
+      ended.swap(completions);
+    }
+    try {
+      taken->reserve(taken->size() + ended.size());
+    } catch (...) {
+      const MutexLock lock(mutex);
+      completions.splice(completions.begin(), ended);
+      throw;
+    }
+    for (Completion& completion : ended) taken->push_back(std::move(completion));
+    count_steps(ended.size());
   }
 };
 

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
-#include <iterator>
 #include <optional>
 #include <utility>
 
@@ -194,10 +193,7 @@ void PooledTier::poll(std::vector<Completion>* completions, std::vector<TierRemo
   if (!closed_) keep_up_when_due();
   look_for_epoch();
   shared_->catalogue().take_removals(removals);
-  const MutexLock lock(shared_->mutex);
-  completions->reserve(completions->size() + shared_->completions.size());  // what cannot be taken stays
-  std::move(shared_->completions.begin(), shared_->completions.end(), std::back_inserter(*completions));
-  shared_->completions.clear();
+  shared_->take_completions(completions);
 }
 
 bool PooledTier::takes(Lane lane) const {

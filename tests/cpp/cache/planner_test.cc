@@ -149,5 +149,27 @@ TEST_F(PlannerTest, the_beginning_of_a_prompt_takes_the_rows_of_its_end) {
   EXPECT_THAT(parts_.requests.at(request_).held, SizeIs(2));
 }
 
+// A plan evicts a chunk that a later plan of this step hit, and reads another into its slot. The later plan
+// sheds writes to find a row, and thereby takes up the end of that read.
+TEST_F(PlannerTest, a_request_gives_up_no_chunk_that_another_read_into_the_slot_of_one_it_hit) {
+  const Slot hit = parts_.resident("x");
+  for (const char* name : {"p", "q", "r"}) parts_.chunks.pin(parts_.resident(name));
+  const Slot written = parts_.chunks.slot_of(parts_.chunks.find(key_of("p")));
+  parts_.ops.write(0, {&written, 1});
+  scan({"a"});
+  const RequestHandle other = parts_.requests.begin({});
+  parts_.lookup(other, "b");
+  ASSERT_EQ(parts_.lookup(other, "x"), LookupResult::kHit);
+  parts_.tier->automatic = true;
+  planner_.plan_step(parts_.clock.now());
+  const ChunkEntry* read = parts_.chunks.find(key_of("a"));
+  ASSERT_NE(read, nullptr);
+  EXPECT_EQ(parts_.chunks.slot_of(read), hit);
+  EXPECT_EQ(read->state, ChunkState::kResident);
+  EXPECT_EQ(read->pins, 1u);
+  EXPECT_THAT(parts_.requests.at(request_).held, ElementsAre(hit));
+  EXPECT_EQ(parts_.requests.at(other).closed[0], MissReason::kPressure);
+}
+
 }  // namespace
 }  // namespace kv_offload

@@ -356,6 +356,20 @@ TEST_F(Reclaiming, leaves_alone_a_slab_with_one_row_that_must_stay) {
   EXPECT_TRUE(rows_.slab_to_reclaim(1, [](RowId) { return false; }).empty());
 }
 
+// A slab has hundreds of the smallest rows, and one of the largest.
+TEST_F(Reclaiming, a_slab_has_more_rows_of_one_size_than_any_has_of_another) {
+  RowAllocator rows(16 * kMiB, {64 * kKiB, 1024 * kKiB, 4 * kKiB});
+  const RowId largest = rows.allocate(1);
+  std::size_t smallest = 0;
+  while (rows.allocate(2) != kNoRow) ++smallest;
+  ASSERT_GT(smallest, 1024u);
+  EXPECT_EQ(rows.slab_to_reclaim(0, always), std::vector<RowId>{largest});
+  const std::vector<RowId> others = rows.slab_to_reclaim(0, [&](RowId row) { return row != largest; });
+  EXPECT_GT(others.size(), 64u);
+  for (const RowId row : others) rows.free(row);
+  EXPECT_NE(rows.allocate(0), kNoRow);
+}
+
 TEST_F(Reclaiming, never_offers_the_group_its_own_rows) {
   EXPECT_TRUE(rows_.slab_to_reclaim(0, always).empty());
 }

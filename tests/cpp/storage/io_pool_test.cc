@@ -12,6 +12,7 @@
 
 #include "base/thread.h"
 #include "out_of_memory.h"
+#include "step_watch.h"
 #include "with_threads.h"
 
 namespace kv_offload {
@@ -338,6 +339,30 @@ TEST(IoPool, of_ops_for_which_there_is_no_memory_none_was_submitted) {
   EXPECT_TRUE(log.endings().empty());
   pool.close();
   EXPECT_EQ(log.endings().size(), 20u);
+}
+
+// Another thread waits for the lock no longer behind a long batch than behind a short one.
+TEST(IoPool, a_long_batch_goes_in_and_expires_under_several_holds_of_the_lock) {
+  std::uint64_t holds[2][2] = {};
+  for (const std::size_t scale : {1, 10}) {
+    FakeClock clock;
+    Log log;
+    IoPool pool({0, 0, &clock});
+    std::vector<IoPool::Op> ops;
+    for (std::uint64_t i = 0; i < 1000 * scale; ++i) {
+      ops.push_back(op(log, i, i % 3 == 0 ? Lane::kWrite : Lane::kRead, nullptr));
+      ops.back().deadline = Nanos{1};
+    }
+    const testing::StepWatch watch;
+    pool.submit(std::move(ops));
+    holds[scale == 10][0] = watch.holds();
+    clock.advance(Nanos{2'000'000'000});
+    pool.expire();
+    holds[scale == 10][1] = watch.holds() - holds[scale == 10][0];
+    EXPECT_EQ(log.endings().size(), 1000 * scale);
+  }
+  EXPECT_GE(holds[1][0], 5 * holds[0][0]) << "submit()";
+  EXPECT_GE(holds[1][1], 5 * holds[0][1]) << "expire()";
 }
 
 TEST(IoPool, no_op_is_lost_when_there_is_no_memory_to_end_it) {

@@ -5,12 +5,16 @@
 
 #include <atomic>
 #include <cerrno>
+#include <list>
+#include <new>
 #include <thread>
 
 #include "out_of_memory.h"
+#include "step_watch.h"
 #include "storage/breaker.h"
 #include "storage/io_pool.h"
 #include "storage/memory_store.h"
+#include "storage/pooled_ops.h"
 #include "storage/presence_questions.h"
 #include "storage/tier_driver.h"
 #include "with_threads.h"
@@ -655,6 +659,34 @@ TEST_F(PooledTierTest, a_probe_that_there_is_no_memory_to_submit_is_not_lost) {
     EXPECT_EQ(tier->estimate_read_seconds(0), 0) << "no bytes wait";
   }
   EXPECT_GT(failures, 4u);
+}
+
+// I/O threads that end an op wait while a poll holds the lock.
+TEST(PooledStoreTest, completions_are_taken_in_one_short_hold_of_the_lock_or_stay) {
+  constexpr OpId kOps = 10'000;
+  const auto server = std::make_shared<MemoryServer>();
+  PooledTierOptions options;
+  options.name = "memory";
+  PooledStore shared(std::make_unique<MemoryStore>(server, NamespaceId{}, 64), options);
+  const auto complete = [&](OpId id) {
+    std::list<Completion> ended(1);
+    ended.front().id = id;
+    shared.complete(std::move(ended));
+  };
+  for (OpId id = 1; id <= kOps; ++id) complete(id);
+  std::vector<Completion> taken;
+  {
+    const FailingAllocation one(0);
+    EXPECT_THROW(shared.take_completions(&taken), std::bad_alloc);
+  }
+  EXPECT_TRUE(taken.empty());
+  complete(kOps + 1);
+  const StepWatch watch;
+  const std::uint64_t steps = steps_of([&] { shared.take_completions(&taken); });
+  ASSERT_EQ(taken.size(), kOps + 1);
+  for (OpId id = 1; id <= kOps + 1; ++id) EXPECT_EQ(taken[id - 1].id, id);
+  EXPECT_GE(steps, kOps);
+  EXPECT_EQ(watch.most(), 0u) << "without the lock";
 }
 
 // ---- tiers that others fill

@@ -4,6 +4,8 @@
 
 #include <set>
 
+#include "step_watch.h"
+#include "storage/known_names.h"
 #include "storage/memory_store.h"
 #include "storage/record_bytes.h"
 #include "storage/sealed_medium.h"
@@ -244,7 +246,74 @@ TEST(SealedNamesOrderTest, what_lies_before_a_chunk_is_named_by_its_digest) {
   EXPECT_TRUE(removals.empty()) << "it has no name that we know";
 }
 
+// The keys of a request that waits are looked up in every step.
+TEST(SealedNamesOrderTest, the_digest_of_a_key_is_computed_once_under_each_of_our_keys) {
+  constexpr std::uint32_t kKeys = 1000;
+  std::vector<TierOp> ops;
+  std::vector<TierUse> uses;
+  std::vector<KeyOrder> orders;
+  const auto tier =
+      with_sealed_names(std::make_unique<Recorder>(&ops, &uses, &orders), keys_of({3, 2, 1}), space_of(1));
+  std::vector<ChunkKey> keys;
+  auto used = std::make_shared<std::vector<TierUse>>();
+  std::vector<TierOp> given(kKeys);
+  for (std::uint32_t i = 0; i < kKeys; ++i) {
+    keys.push_back(key_of(i));
+    used->push_back({keys.back(), {}});
+    given[i].id = i;
+    given[i].key = keys.back();
+  }
+  EXPECT_GE(steps_of([&] {
+              for (const ChunkKey& key : keys) (void)tier->contains(key);
+            }),
+            3 * kKeys);
+  const std::uint64_t again = steps_of([&] {
+    for (const ChunkKey& key : keys) (void)tier->contains(key);
+    for (std::size_t i = kKeys; i-- > 0;) tier->forget_absence(keys[i]);
+    for (std::size_t i = 0; i < kKeys; i += 7) tier->touch(keys[i]);
+    tier->prefetch_presence(keys, KeyOrder::kPrefix);
+    tier->used(used);
+  });
+  EXPECT_EQ(again, 0u);
+  tier->submit(std::move(given));
+  EXPECT_EQ(ops.back().key, NameDigest(*keys_of({3}), 0, space_of(1)).of(keys.back()));
+}
+
 #endif
+
+// Two keys of one hash in turn, and more keys than are remembered: no key has the name of another.
+TEST(KnownNamesTest, a_name_is_that_of_its_key_whatever_was_forgotten_or_has_the_same_hash) {
+  std::size_t computed = 0;
+  const auto name_of = [&](const ChunkKey& key, std::size_t way) {
+    ++computed;
+    std::string name(key.bytes().substr(8, KnownNames::kDigestBytes));
+    name[0] = static_cast<char>(name[0] + static_cast<char>(way));
+    return ChunkKey(name + std::string(key.bytes().substr(key.size() - 4)));
+  };
+  KnownNames names(2, 4, name_of);
+  std::vector<ChunkKey> keys;
+  for (std::uint32_t number = 0; number < 6; ++number) keys.push_back(testing::key_of(number));
+  std::string twin(keys[1].bytes());
+  twin[20] = static_cast<char>(twin[20] + 1);
+  keys.insert(keys.begin() + 2, ChunkKey(twin));
+  ASSERT_EQ(chunk_id(keys[1]), chunk_id(keys[2]));
+  std::size_t lookups = 0;
+  for (const std::size_t stride : {1, 2, 3, 5}) {
+    for (std::size_t i = 0; i < 3 * keys.size(); ++i) {
+      const ChunkKey& key = keys[i * stride % keys.size()];
+      const KnownNames::Place place = names.place_of(key);
+      for (const std::size_t way : {0u, 1u}) EXPECT_EQ(names.name(place, way), name_of(key, way));
+      EXPECT_EQ(names.place_of(key), place);
+      EXPECT_EQ(names.find(chunk_id(key)), place);
+      computed -= 2;
+      ++lookups;
+    }
+  }
+  EXPECT_LE(computed, 2 * lookups) << "asking again computes nothing";
+  std::size_t remembered = 0;
+  for (const ChunkKey& key : keys) remembered += names.find(chunk_id(key)).has_value();
+  EXPECT_LE(remembered, 5u) << "four, of which one has a twin";
+}
 
 }  // namespace
 }  // namespace kv_offload
