@@ -98,19 +98,22 @@ struct Scanner::Scan {
 };
 
 bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor* count,
-                   std::uint64_t* counted, std::uint64_t* forgotten) {
+                   std::uint64_t* counted, Unseen* unseen, std::uint64_t* forgotten) {
   Scan scan;
   scan.own = generation;
   const int directory = generation->directory.get();
-  if (!list_leaves(ops_, directory, &scan.leaves, counted)) return true;
+  if (const Status listed = list_leaves(ops_, directory, &scan.leaves, counted); !listed) {
+    unseen->note(listed.error_number());
+    return true;
+  }
   FileInfo info;
   if (ops_.fstat(directory, &info) == 0) *counted += info.disk_bytes;
-  scan.options = {.count = count};
+  scan.options = {.count = count, .unseen = unseen};
   const bool first = records_.extent() != KnownRecords::Extent::kOrder;
   if (first) {  // who asks has to know soon what is there; how old it is can wait
     by_threads(scan.leaves.size() / 16, [&] { list_leaves_of(scan); });
     scan.next.store(0);
-    if (!stop_.load()) records_.note_extent(generation, KnownRecords::Extent::kNames);
+    if (!stop_.load() && !unseen->any()) records_.note_extent(generation, KnownRecords::Extent::kNames);
   }
   by_threads(scan.leaves.size() / 16, [&] { scan_leaves_of(scan); });
   if (stop_.load()) return false;
@@ -128,6 +131,7 @@ bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor
   for (std::uint32_t i = 0; i < records.size(); ++i) order[i] = {records[i].mtime_nanos, i};
   std::sort(order.begin(), order.end());
   records_.adopt_in_order(generation, records, order, first, stop_);
+  records_.note_extent(generation, KnownRecords::Extent::kOrder);
   return true;
 }
 
@@ -166,7 +170,8 @@ std::vector<FoundRecord> Scanner::not_known(const Scan& scan, const std::vector<
 void Scanner::list_leaves_of(Scan& scan) {
   for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
     if (stop_.load()) return;
-    (void)list(scan.own, scan.leaves[at]);
+    if (const Status status = list(scan.own, scan.leaves[at]); !status)
+      scan.options.unseen->note(status.error_number());
   }
 }
 
