@@ -186,6 +186,9 @@ void RootCounter::count(const SpaceFigures& figures) {
   if (!attempt.finished) return;
   unsettled_.counted = unsettled;
   if (has_settled) unsettled_.settled = unsettled;
+  // Each server that shares our generation tells of a directory that grew: that is no change by others.
+  const std::uint64_t told_twice = own && figures.shared ? own->leaves.growth() * figures.writers.size() : 0;
+  surplus -= std::min(surplus, told_twice);
   if (suspected) explain(figures, missing, surplus, forgotten);
 }
 
