@@ -262,7 +262,7 @@ void Evictor::reclaim_unused_generations() {
 void Evictor::trade() {
   const bool ordered = records_.extent() == KnownRecords::Extent::kOrder;
   for (bool goes_on = ordered && shares_.is_asked(); goes_on && !stop_.load();) {
-    root_.space->publish_held(records_.bytes());
+    publish_held();
     const std::optional<SpaceRequest> request = root_.space->claim();
     goes_on = request && give_back(*request);
   }

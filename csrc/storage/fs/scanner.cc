@@ -94,6 +94,7 @@ struct Scanner::Scan {
   Mutex mutex;
   std::uint64_t counted GUARDED_BY(mutex) = 0;
   std::uint64_t settled_blocks GUARDED_BY(mutex) = 0, settled_sizes GUARDED_BY(mutex) = 0;
+  std::uint64_t named GUARDED_BY(mutex) = 0, charged GUARDED_BY(mutex) = 0;  // of the records
   std::vector<FoundRecord> records GUARDED_BY(mutex);
 };
 
@@ -123,6 +124,7 @@ bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor
     *counted += scan.counted;
     records.swap(scan.records);
     root_.charges->learn(scan.settled_blocks, scan.settled_sizes);
+    root_.charges->learn_stored(scan.named, scan.charged);
   }
   if (scan.outdated.load()) return true;
   if (forgotten != nullptr) *forgotten += forget_missing(scan, records);
@@ -176,7 +178,7 @@ void Scanner::list_leaves_of(Scan& scan) {
 }
 
 void Scanner::scan_leaves_of(Scan& scan) {
-  std::uint64_t counted = 0, settled_blocks = 0, settled_sizes = 0;
+  std::uint64_t counted = 0, settled_blocks = 0, settled_sizes = 0, named = 0, charged = 0;
   std::vector<FoundRecord> records;
   for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
     if (stop_.load() || scan.outdated.load()) break;
@@ -186,7 +188,8 @@ void Scanner::scan_leaves_of(Scan& scan) {
     (void)scan_leaf(ops_, scan.own->directory.get(), leaf, scan.options, &found);
     counted += found.other_bytes + found.directory_bytes;
     for (const FoundRecord& record : found.records) {
-      counted += root_.charges->of(record.disk_bytes, record.size);
+      named += record.file_bytes;
+      charged += root_.charges->of(record.disk_bytes, record.size);
       const std::uint64_t whole = charged_bytes(0, record.size);
       if (record.disk_bytes < whole) continue;
       settled_blocks += record.disk_bytes;
@@ -197,7 +200,9 @@ void Scanner::scan_leaves_of(Scan& scan) {
     if (scan.own != records_.generation()) scan.outdated.store(true);
   }
   const MutexLock lock(scan.mutex);
-  scan.counted += counted;
+  scan.counted += counted + charged;
+  scan.named += named;
+  scan.charged += charged;
   scan.settled_blocks += settled_blocks;
   scan.settled_sizes += settled_sizes;
   scan.records.insert(scan.records.end(), records.begin(), records.end());

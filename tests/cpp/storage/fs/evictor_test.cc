@@ -9,6 +9,7 @@
 
 #include "faulty_file_ops.h"
 #include "fixture.h"
+#include "storage/encoded_medium.h"
 #include "storage/fs/store.h"
 
 namespace kv_offload {
@@ -169,6 +170,44 @@ TEST_F(EvictorBesideAnother, a_record_that_can_never_fit_evicts_nothing) {
   EXPECT_EQ(write(*ours_, 2000, large).kind(), StatusKind::kNoSpace);
   EXPECT_EQ(records_in(root_).size(), before);
   EXPECT_TRUE(write(*ours_, 2001, row_)) << "the control";
+}
+
+// By what its records take, not by what they would take raw: an eighth.
+TEST(EvictorTest, a_server_whose_records_are_encoded_gets_its_whole_share) {
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  FakeClock clock;
+  FsTierOptions options = options_for(root, std::uint64_t{16} << 20), other = options;
+  other.namespace_id.fill(0x22);
+  options.form.compression = always_encoded();
+  other.form.compression = always_encoded();
+  FsStore first(options, posix_file_ops(), clock);
+  Row row({65536 - 4096});
+  std::uint64_t moved = 0, number = 0;
+  TierOp op;
+  op.kind = OpKind::kWrite;
+  op.shards = row.shards();
+  TierStats stats;
+  const auto write_next = [&](FsStore& store) {
+    op.key = key_of(static_cast<std::uint32_t>(number++));
+    ASSERT_TRUE(store.write(op, store.epoch(), &moved));
+    store.figures(&stats);
+  };
+  while (stats.evicted_bytes == 0) write_next(first);
+  const std::uint64_t all = stats.chunks;
+  FsStore second(other, posix_file_ops(), clock);
+  second.start();
+  for (std::uint64_t i = 0; i < all; ++i) {
+    if (i % 16 == 0) {
+      clock.advance(std::chrono::seconds(1));
+      second.maintain();
+      first.maintain();
+    }
+    write_next(second);
+  }
+  EXPECT_GT(stats.chunks, all / 3) << "of " << all << " that fit";
+  EXPECT_LE(du(root), options.max_bytes);
+  for (FsStore* store : {&first, &second}) store->close();
 }
 
 }  // namespace
