@@ -4,6 +4,9 @@
 // Invariant: a file is never charged less than charged_bytes(). Where settled records take more than their
 // size (copies, parity, large allocation units), new ones are charged that factor in advance.
 //
+// The catalogue knows records by the size that their names say. Servers divide a root by what their records
+// take (Shares), which is less where records are encoded: of_named().
+//
 // Threads: any.
 #pragma once
 
@@ -37,6 +40,25 @@ class Charges {
   }
   // Running total.
   std::uint64_t unsettled() const { return unsettled_.load(); }
+  // A record that was written here: the size that its name says, and what it is charged. The two differ where
+  // records are encoded.
+  void add_stored(std::uint64_t named, std::uint64_t charged) {
+    named_.fetch_add(named);
+    stored_.fetch_add(charged);
+  }
+  // The same of all records of a scan.
+  void learn_stored(std::uint64_t named, std::uint64_t charged) {
+    if (named == 0) return;
+    named_.store(named);
+    stored_.store(charged);
+  }
+  // What records of so many named bytes are charged, by those that were seen.
+  std::uint64_t of_named(std::uint64_t named) const {
+    const auto seen = static_cast<double>(named_.load());
+    return seen > 0 ? static_cast<std::uint64_t>(static_cast<double>(named) *
+                                                 (static_cast<double>(stored_.load()) / seen))
+                    : named;
+  }
 
  private:
   std::uint64_t excess_of(std::uint64_t whole) const {
@@ -44,6 +66,7 @@ class Charges {
   }
   std::atomic<double> excess_{0};  // of a record's size
   std::atomic<std::uint64_t> unsettled_{0};
+  std::atomic<std::uint64_t> named_{0}, stored_{0};
 };
 
 }  // namespace kv_offload

@@ -36,7 +36,7 @@ Status Evictor::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservat
   for (int attempt = 0; attempt < kReserveAttempts; ++attempt) {
     std::uint64_t missing = 0;
     status = reservation->grow_to(bytes, &missing);
-    if (status || missing == 0 || bytes > options_.max_bytes) return status;
+    if (status || missing == 0 || bytes > root_.space->bound()) return status;  // no eviction would do
     const Status made = make_space(missing, draft, reservation);
     if (!made) return made.error_number() != 0 || made.kind() == StatusKind::kDeclined ? made : status;
   }
@@ -64,7 +64,8 @@ Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reser
     failure = status;
     ++failures;
   }
-  if (ordered && freed < bytes) freed += take_from_others(bytes - freed, true, reservation);
+  // Not instead of records of ours that cannot be removed: writes would go on to cost others theirs.
+  if (ordered && failure && freed < bytes) freed += take_from_others(bytes - freed, true, reservation);
   if (freed >= bytes) return Status::ok();
   if (!failure) return failure;
   ran_dry_.store(ordered);
@@ -261,7 +262,7 @@ void Evictor::reclaim_unused_generations() {
 void Evictor::trade() {
   const bool ordered = records_.extent() == KnownRecords::Extent::kOrder;
   for (bool goes_on = ordered && shares_.is_asked(); goes_on && !stop_.load();) {
-    root_.space->publish_held(records_.bytes());
+    publish_held();
     const std::optional<SpaceRequest> request = root_.space->claim();
     goes_on = request && give_back(*request);
   }

@@ -49,6 +49,8 @@ class Evictor {
 
   // What upkeep found in the ledger.
   void note(const SpaceFigures& figures) { shares_.note(figures); }
+  // Others judge us by it also when we are stopped.
+  void publish_held() { root_.space->publish_held(shares_.held()); }
   // Evicts for the sharers that ask for space, and asks them in turn.
   void trade() EXCLUDES(mutex_);
   // Nothing was left to evict though the root is full: the sum may be too high.

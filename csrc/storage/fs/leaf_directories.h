@@ -6,6 +6,7 @@
 // Threads: any. mutex_ guards all; no other lock is taken while it is held, and no call waits for storage.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bitset>
 #include <cstdint>
@@ -24,6 +25,13 @@ class LeafDirectories {
     const std::uint64_t grown = known != 0 && bytes > known ? bytes - known : 0;
     known = static_cast<std::uint32_t>(bytes);
     return grown;
+  }
+  // What they take beyond the one page that each had when it was made.
+  std::uint64_t growth() const EXCLUDES(mutex_) {
+    const MutexLock lock(mutex_);
+    std::uint64_t sum = 0;
+    for (const std::uint64_t bytes : bytes_) sum += bytes - std::min<std::uint64_t>(bytes, kPageBytes);
+    return sum;
   }
   bool is_durable(std::uint32_t leaf) const EXCLUDES(mutex_) {
     const MutexLock lock(mutex_);

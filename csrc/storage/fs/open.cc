@@ -73,7 +73,13 @@ bool count_new_root(const FsTierOptions& options, FileOps& ops, const OpenRoot& 
   if (!open.space->begin_count(&number)) return false;
   const std::atomic<bool> stop{false};
   const CountFor count{open.writer, figures.writers};
-  const std::uint64_t bytes = count_tree(ops, open.directory.get(), ".", {.count = &count}, stop);
+  Unseen unseen;
+  const std::uint64_t bytes =
+      count_tree(ops, open.directory.get(), ".", {.count = &count, .unseen = &unseen}, stop);
+  if (unseen.any()) {
+    open.space->give_up_count();
+    return false;
+  }
   return open.space->finish_count(number, bytes).is_ok();
 }
 

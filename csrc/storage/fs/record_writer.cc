@@ -134,8 +134,11 @@ Status RecordWriter::write_file(OutgoingRecord& record, const TierOp& op, bool r
     const int rc = root_.remove_file(generation.directory.get(), path);  // only now that there is another
     if (rc < 0) return Status::from_errno(-rc, "replace", shown);
   }
-  status = publish(draft, path, root_.charges->of_written(info), reservation);
-  if (status) count_growth(generation, draft->leaf, reservation);
+  const std::uint64_t charge = root_.charges->of_written(info);
+  status = publish(draft, path, charge, reservation);
+  if (!status) return status;
+  root_.charges->add_stored(draft->named_bytes, charge);
+  count_growth(generation, draft->leaf, reservation);
   return status;
 }
 

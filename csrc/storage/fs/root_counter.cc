@@ -21,6 +21,8 @@ constexpr Nanos kLineEvery{std::chrono::minutes(10)};
 constexpr Nanos kSettles{std::chrono::seconds(15)};
 // The bound of a file system that was full rises again after this, by a 64th of max_bytes each second.
 constexpr Nanos kStaysLow{std::chrono::seconds(30)};
+// In a row, because of errors; the last one is taken as it is.
+constexpr unsigned kMostFailedCounts = 3;
 
 // Others wait for a count that goes on: one that ends early, be it by something that throws, is given up.
 struct UnlessFinished {
@@ -50,10 +52,11 @@ void RootCounter::start() {
   // Alone, nobody waits for it: what the dead left is found and swept.
   if (figures.alone || figures.state == SpaceState::kUncounted) return count(figures);
   std::uint64_t ignored = 0;
+  Unseen unseen;
   const std::shared_ptr<Generation> own = records_.generation();
-  count_again_ = true;  // in case it throws: that scans as well
-  if (own && scanner_.scan(own, nullptr, &ignored)) records_.note_extent(own, KnownRecords::Extent::kOrder);
-  count_again_ = false;
+  count_again_ = true;  // in case it throws, or is not all: that scans as well
+  if (own) (void)scanner_.scan(own, nullptr, &ignored, &unseen);
+  count_again_ = unseen.any();
 }
 
 void RootCounter::look(std::vector<std::string> lost) {
@@ -170,11 +173,12 @@ void RootCounter::count(const SpaceFigures& figures) {
   UnlessFinished attempt{*root_.space};
   const Status begun = root_.space->begin_count(&number);
   const std::shared_ptr<Generation> own = records_.generation();
-  if (own && !scanner_.scan(own, &for_us, &counted, suspected ? &forgotten : nullptr)) return;
-  records_.note_extent(own, KnownRecords::Extent::kOrder);
-  counted += count_others(own ? own->number : 0, for_us);
+  Unseen unseen;
+  if (own && !scanner_.scan(own, &for_us, &counted, &unseen, suspected ? &forgotten : nullptr)) return;
+  counted += count_others(own ? own->number : 0, for_us, &unseen);
+  const bool whole = is_whole(unseen);
   // A reset meanwhile: a part was counted that is of no generation of ours. What made us count is still true.
-  attempt.finished = begun && !stop_.load() && own == records_.generation() &&
+  attempt.finished = begun && whole && !stop_.load() && own == records_.generation() &&
                      root_.space->finish_count(number, counted, &surplus);
   count_again_ = !attempt.finished;
   const Nanos ended = clock_.now();
@@ -182,7 +186,22 @@ void RootCounter::count(const SpaceFigures& figures) {
   if (!attempt.finished) return;
   unsettled_.counted = unsettled;
   if (has_settled) unsettled_.settled = unsettled;
+  // Each server that shares our generation tells of a directory that grew: that is no change by others.
+  const std::uint64_t told_twice = own && figures.shared ? own->leaves.growth() * figures.writers.size() : 0;
+  surplus -= std::min(surplus, told_twice);
   if (suspected) explain(figures, missing, surplus, forgotten);
+}
+
+// A count that missed something would let the root grow past its bound. A directory that stays unreadable
+// must not keep writes off for good, so its bytes are left out in the end.
+bool RootCounter::is_whole(const Unseen& unseen) {
+  if (!unseen.any()) {
+    failed_counts_ = 0;
+    return true;
+  }
+  if (unseen.shortage.load()) return false;
+  failed_counts_ = std::min(failed_counts_ + 1, kMostFailedCounts);
+  return failed_counts_ == kMostFailedCounts;
 }
 
 // Records were missing, or not whole. Is the sum too high, something that keeps no ledger removed them.
@@ -209,14 +228,15 @@ void RootCounter::explain(const SpaceFigures& figures, std::uint64_t missing, st
 }
 
 // All of the root but the records below our own generation.
-std::uint64_t RootCounter::count_others(std::uint64_t own_generation, const CountFor& count) {
-  const LeafOptions options{.count = &count};
+std::uint64_t RootCounter::count_others(std::uint64_t own_generation, const CountFor& count, Unseen* unseen) {
+  const LeafOptions options{.count = &count, .unseen = unseen};
   std::uint64_t bytes = 0;
   FileInfo info;
   const auto each = [&](int directory, const std::string& but) {
     if (ops_.fstat(directory, &info) == 0) bytes += info.disk_bytes;
     std::vector<DirEntry> entries;
-    if (!list_directory(ops_, directory, &entries)) return;
+    if (const Status listed = list_directory(ops_, directory, &entries); !listed)
+      return unseen->note(listed.error_number());
     for (const DirEntry& entry : entries) {
       const auto process =
           directory == root_.directory.get() ? layout::parse_presence(entry.name) : std::nullopt;

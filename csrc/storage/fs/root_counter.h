@@ -54,7 +54,8 @@ class RootCounter {
   void count(const SpaceFigures& figures);
   void explain(const SpaceFigures& figures, std::uint64_t missing, std::uint64_t surplus,
                std::uint64_t forgotten);
-  std::uint64_t count_others(std::uint64_t own_generation, const CountFor& count);
+  bool is_whole(const Unseen& unseen);
+  std::uint64_t count_others(std::uint64_t own_generation, const CountFor& count, Unseen* unseen);
 
   static constexpr Nanos kFirstSuspicion{std::chrono::minutes(1)};
 
@@ -69,6 +70,7 @@ class RootCounter {
   ForeignRecords foreign_;
   Nanos next_count_{0};
   bool count_again_ = false;         // the last one came to nothing
+  unsigned failed_counts_ = 0;       // in a row, because errors hid a part of the root
   std::uint64_t writes_before_ = 0;  // when it looked last
   // Another that counts, and when it was seen to go on.
   struct {

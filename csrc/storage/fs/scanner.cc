@@ -94,23 +94,27 @@ struct Scanner::Scan {
   Mutex mutex;
   std::uint64_t counted GUARDED_BY(mutex) = 0;
   std::uint64_t settled_blocks GUARDED_BY(mutex) = 0, settled_sizes GUARDED_BY(mutex) = 0;
+  std::uint64_t named GUARDED_BY(mutex) = 0, charged GUARDED_BY(mutex) = 0;  // of the records
   std::vector<FoundRecord> records GUARDED_BY(mutex);
 };
 
 bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor* count,
-                   std::uint64_t* counted, std::uint64_t* forgotten) {
+                   std::uint64_t* counted, Unseen* unseen, std::uint64_t* forgotten) {
   Scan scan;
   scan.own = generation;
   const int directory = generation->directory.get();
-  if (!list_leaves(ops_, directory, &scan.leaves, counted)) return true;
+  if (const Status listed = list_leaves(ops_, directory, &scan.leaves, counted); !listed) {
+    unseen->note(listed.error_number());
+    return true;
+  }
   FileInfo info;
   if (ops_.fstat(directory, &info) == 0) *counted += info.disk_bytes;
-  scan.options = {.count = count};
+  scan.options = {.count = count, .unseen = unseen};
   const bool first = records_.extent() != KnownRecords::Extent::kOrder;
   if (first) {  // who asks has to know soon what is there; how old it is can wait
     by_threads(scan.leaves.size() / 16, [&] { list_leaves_of(scan); });
     scan.next.store(0);
-    if (!stop_.load()) records_.note_extent(generation, KnownRecords::Extent::kNames);
+    if (!stop_.load() && !unseen->any()) records_.note_extent(generation, KnownRecords::Extent::kNames);
   }
   by_threads(scan.leaves.size() / 16, [&] { scan_leaves_of(scan); });
   if (stop_.load()) return false;
@@ -120,6 +124,7 @@ bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor
     *counted += scan.counted;
     records.swap(scan.records);
     root_.charges->learn(scan.settled_blocks, scan.settled_sizes);
+    root_.charges->learn_stored(scan.named, scan.charged);
   }
   if (scan.outdated.load()) return true;
   if (forgotten != nullptr) *forgotten += forget_missing(scan, records);
@@ -128,6 +133,7 @@ bool Scanner::scan(const std::shared_ptr<Generation>& generation, const CountFor
   for (std::uint32_t i = 0; i < records.size(); ++i) order[i] = {records[i].mtime_nanos, i};
   std::sort(order.begin(), order.end());
   records_.adopt_in_order(generation, records, order, first, stop_);
+  records_.note_extent(generation, KnownRecords::Extent::kOrder);
   return true;
 }
 
@@ -166,12 +172,13 @@ std::vector<FoundRecord> Scanner::not_known(const Scan& scan, const std::vector<
 void Scanner::list_leaves_of(Scan& scan) {
   for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
     if (stop_.load()) return;
-    (void)list(scan.own, scan.leaves[at]);
+    if (const Status status = list(scan.own, scan.leaves[at]); !status)
+      scan.options.unseen->note(status.error_number());
   }
 }
 
 void Scanner::scan_leaves_of(Scan& scan) {
-  std::uint64_t counted = 0, settled_blocks = 0, settled_sizes = 0;
+  std::uint64_t counted = 0, settled_blocks = 0, settled_sizes = 0, named = 0, charged = 0;
   std::vector<FoundRecord> records;
   for (std::size_t at; (at = scan.next.fetch_add(1)) < scan.leaves.size();) {
     if (stop_.load() || scan.outdated.load()) break;
@@ -181,7 +188,8 @@ void Scanner::scan_leaves_of(Scan& scan) {
     (void)scan_leaf(ops_, scan.own->directory.get(), leaf, scan.options, &found);
     counted += found.other_bytes + found.directory_bytes;
     for (const FoundRecord& record : found.records) {
-      counted += root_.charges->of(record.disk_bytes, record.size);
+      named += record.file_bytes;
+      charged += root_.charges->of(record.disk_bytes, record.size);
       const std::uint64_t whole = charged_bytes(0, record.size);
       if (record.disk_bytes < whole) continue;
       settled_blocks += record.disk_bytes;
@@ -192,7 +200,9 @@ void Scanner::scan_leaves_of(Scan& scan) {
     if (scan.own != records_.generation()) scan.outdated.store(true);
   }
   const MutexLock lock(scan.mutex);
-  scan.counted += counted;
+  scan.counted += counted + charged;
+  scan.named += named;
+  scan.charged += charged;
   scan.settled_blocks += settled_blocks;
   scan.settled_sizes += settled_sizes;
   scan.records.insert(scan.records.end(), records.begin(), records.end());

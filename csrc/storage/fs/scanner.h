@@ -34,11 +34,12 @@ class Scanner {
   // What others wrote since: the records of these keys, by their names. Of a prefix those behind the first
   // that is missing are not looked for. Not ok: the directory does not answer.
   Status find(const std::shared_ptr<Generation>& generation, std::span<const ChunkKey> keys, KeyOrder order);
-  // All of the generation. Adds what it takes on disk to *counted; count (or null): who that is for. False
-  // when it gave up. A reset meanwhile ends it early, and there is nothing more to be known.
-  // forgotten (or null): records that are known and no longer on disk are forgotten, and added to it.
+  // All of the generation; its extent is kOrder then. Adds what it takes on disk to *counted; count (or
+  // null): who that is for. False when it gave up. A reset meanwhile ends it early, and there is nothing more
+  // to be known. unseen: errors that hid a part of it, which is then neither counted nor known. forgotten (or
+  // null): records that are known and no longer on disk are forgotten, and added to it.
   bool scan(const std::shared_ptr<Generation>& generation, const CountFor* count, std::uint64_t* counted,
-            std::uint64_t* forgotten = nullptr);
+            Unseen* unseen, std::uint64_t* forgotten = nullptr);
 
  private:
   struct Scan;

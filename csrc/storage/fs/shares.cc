@@ -27,7 +27,7 @@ void Shares::note(const SpaceFigures& figures) {
 
 void Shares::ask() {
   const std::uint64_t enough = quantum();
-  root_.space->publish_held(records_.bytes());
+  root_.space->publish_held(held());
   std::uint64_t wanted = 0, credit = 0;
   {
     const Nanos now = clock_.now();
@@ -47,9 +47,9 @@ void Shares::ask() {
 }
 
 bool Shares::is_below() const {
-  const std::uint64_t held = records_.bytes();
+  const std::uint64_t ours_held = held();
   const MutexLock lock(mutex_);
-  return figures_.sharers.size() > 1 && held < share();
+  return figures_.sharers.size() > 1 && ours_held < share();
 }
 
 bool Shares::is_asked() const {
@@ -73,14 +73,14 @@ bool Shares::is_open(const std::string& namespace_name) const {
 std::vector<std::uint64_t> Shares::others_above() const {
   const std::shared_ptr<Generation> own = records_.generation();
   const std::uint64_t ours = sharer(root_.namespace_name, own ? own->number : 0);
-  const std::uint64_t held = records_.bytes();
+  const std::uint64_t ours_held = held();
   const MutexLock lock(mutex_);
   std::uint64_t most = 0;
   for (const SpaceFigures::Sharer& other : figures_.sharers) {
     if (other.id != ours) most = std::max(most, other.held);
   }
   // A little more than we have is no reason: two servers would take from each other for ever.
-  const std::uint64_t above = most > share() ? share() : held + quantum();
+  const std::uint64_t above = most > share() ? share() : ours_held + quantum();
   std::vector<std::uint64_t> others;
   for (const SpaceFigures::Sharer& other : figures_.sharers) {
     if (other.id != ours && other.held > above) others.push_back(other.id);

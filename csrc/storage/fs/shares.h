@@ -35,6 +35,8 @@ class Shares {
   Shares(std::uint64_t max_bytes, const OpenRoot& root, KnownRecords& records, const Clock& clock)
       : max_bytes_(max_bytes), root_(root), records_(records), clock_(clock) {}
 
+  // What our records take on disk. (Their names say what they would take raw.)
+  std::uint64_t held() const { return root_.charges->of_named(records_.bytes()); }
   // What upkeep found in the ledger.
   void note(const SpaceFigures& figures) EXCLUDES(mutex_);
   // Asks for as much as the next second's writes may take, or withdraws the request.

@@ -82,7 +82,7 @@ void FsStore::maintain() {
   }
   std::vector<std::string> lost = mender_.look(records_.generation());
   if (own_.keep(&lost)) evictor_.reclaim_unused_generations();
-  root_.space->publish_held(records_.bytes());  // with this look: others judge us by it when we are stopped
+  evictor_.publish_held();  // with this look
   counter_.look(std::move(lost));
   evictor_.trade();
   records_.apply_uses();

@@ -51,6 +51,26 @@ std::uint64_t count_locked(FileOps& ops, int directory, const std::string& name,
 
 }  // namespace
 
+void Unseen::note(int error) {
+  switch (error) {
+    case 0:
+    case ENOENT:
+    case ESTALE:
+    case ENOTDIR:
+    case ELOOP:
+    case EACCES:
+    case EPERM:
+      return;
+    case EMFILE:
+    case ENFILE:
+    case ENOMEM:
+      shortage.store(true);
+      return;
+    default:
+      failed.store(true);
+  }
+}
+
 bool may_be_directory(const DirEntry& entry) { return entry.type == DT_DIR || entry.type == DT_UNKNOWN; }
 
 Status list_directory(FileOps& ops, int directory, std::vector<DirEntry>* entries) {
@@ -71,8 +91,10 @@ Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOpt
                  LeafFound* found) {
   Fd fd;
   std::vector<DirEntry> entries;
-  if (Status status = list_at(ops, generation, layout::leaf_path(leaf), &fd, &entries); !status)
+  if (Status status = list_at(ops, generation, layout::leaf_path(leaf), &fd, &entries); !status) {
+    if (options.unseen != nullptr) options.unseen->note(status.error_number());
     return status;
+  }
   if (!fd) return Status::ok();
   FileInfo info;
   if (ops.fstat(fd.get(), &info) == 0) found->directory_bytes = info.disk_bytes;
@@ -90,7 +112,10 @@ Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOpt
               : count_locked(ops, fd.get(), entry.name, layout::writer_of(entry.name), *options.count);
       continue;
     }
-    if (ops.stat(fd.get(), entry.name, &info) != 0) continue;  // vanished
+    if (const int rc = ops.stat(fd.get(), entry.name, &info); rc != 0) {  // vanished
+      if (options.unseen != nullptr) options.unseen->note(-rc);
+      continue;
+    }
     if (in_place) {
       found->records.push_back(
           {record->key, record->file_bytes, info.disk_bytes, info.mtime_nanos, info.size});
@@ -118,8 +143,12 @@ Status list_leaves(FileOps& ops, int generation, std::vector<std::uint32_t>* lea
 
 std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, const LeafOptions& options,
                          const std::atomic<bool>& stop, int levels) {
+  const auto is_seen = [&](int error) {
+    if (options.unseen != nullptr) options.unseen->note(error);
+    return error == 0;
+  };
   FileInfo info;
-  if (stop.load() || ops.stat(directory, name, &info) != 0) return 0;
+  if (stop.load() || !is_seen(-ops.stat(directory, name, &info))) return 0;
   if (!info.is_directory()) {
     if (options.count != nullptr && layout::is_temporary(name))
       return count_locked(ops, directory, name, layout::writer_of(name), *options.count);
@@ -130,7 +159,8 @@ std::uint64_t count_tree(FileOps& ops, int directory, const std::string& name, c
   std::uint64_t bytes = info.disk_bytes;
   Fd fd;
   std::vector<DirEntry> entries;
-  if (levels == 0 || !list_at(ops, directory, name, &fd, &entries) || !fd) return bytes;
+  if (levels == 0 || !is_seen(list_at(ops, directory, name, &fd, &entries).error_number()) || !fd)
+    return bytes;
   for (const DirEntry& entry : entries)
     bytes += count_tree(ops, fd.get(), entry.name, options, stop, levels - 1);
   return bytes;

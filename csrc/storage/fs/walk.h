@@ -40,9 +40,19 @@ struct CountFor {
   std::vector<std::uint64_t> writers;  // all that have the root open: theirs is left alone
   const Charges* charges = nullptr;    // null: as charged_bytes()
 };
+// Errors that hid a part of a tree from a walk, so that its bytes were not counted. What vanished, and what
+// permissions hide for good, is no such error.
+struct Unseen {
+  std::atomic<bool> shortage{false};  // of descriptors or memory: it says nothing of the tree
+  std::atomic<bool> failed{false};    // any other error
+
+  bool any() const { return shortage.load() || failed.load(); }
+  void note(int error);  // 0: none
+};
 struct LeafOptions {
   const CountFor* count = nullptr;  // null: all is counted as it is
   bool names_only = false;          // records without disk_bytes and mtime; nothing else is looked at
+  Unseen* unseen = nullptr;         // null: the caller does not need to know
 };
 Status scan_leaf(FileOps& ops, int generation, std::uint32_t leaf, const LeafOptions& options,
                  LeafFound* found);

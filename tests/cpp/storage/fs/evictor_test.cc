@@ -1,11 +1,17 @@
 // What goes for a write: none whose generation is over, and first what nobody can hit.
 #include <gtest/gtest.h>
 
+#include <cerrno>
+#include <memory>
 #include <new>
+#include <set>
+#include <string>
 
 #include "faulty_file_ops.h"
 #include "fixture.h"
+#include "storage/encoded_medium.h"
 #include "storage/fs/store.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {
@@ -93,6 +99,116 @@ TEST(EvictorTest, who_starts_on_a_root_that_is_full_of_what_a_reset_left_writes_
   op.key = key_of(1000);
   EXPECT_EQ(store.write(op, store.epoch(), &moved).kind(), StatusKind::kNoSpace) << "the control";
   store.close();
+}
+
+// Records that cannot be removed.
+class UnremovableRecords : public FaultyFileOps {
+ public:
+  void keep(const std::string& path) { kept_.insert(path); }
+  int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override {
+    return kept_.contains(from) ? -EACCES : FaultyFileOps::rename(directory, from, to, keep_existing);
+  }
+  int unlink(int directory, const std::string& path) override {
+    return kept_.contains(path) ? -EACCES : FaultyFileOps::unlink(directory, path);
+  }
+
+ private:
+  std::set<std::string> kept_;
+};
+
+// A full root of 1 MiB: records 0 to 199 were written by a server of another namespace.
+class EvictorBesideAnother : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    other_.namespace_id.fill(0x22);
+    theirs_ = std::make_unique<FsStore>(other_, posix_file_ops(), clock_);
+    for (std::uint32_t i = 0; i < 200; ++i) ASSERT_TRUE(write(*theirs_, i, row_));
+    ours_ = std::make_unique<FsStore>(options_, ops_, clock_);
+    ours_->start();
+    ours_->maintain();
+    for (std::uint32_t i = 1000; i < 1010; ++i) ASSERT_TRUE(write(*ours_, i, row_));
+  }
+  void TearDown() override {
+    for (FsStore* store : {ours_.get(), theirs_.get()}) store->close();
+  }
+  static Status write(FsStore& store, std::uint32_t number, const Row& row) {
+    TierOp op;
+    op.kind = OpKind::kWrite;
+    op.key = key_of(number);
+    op.shards = row.shards();
+    std::uint64_t moved = 0;
+    return store.write(op, store.epoch(), &moved);
+  }
+  std::size_t records_of_theirs() const { return records_in(root_ + "/" + std::string(64, '2')).size(); }
+
+  static constexpr std::uint64_t kPayload = 16384;
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  FakeClock clock_;
+  UnremovableRecords ops_;
+  FsTierOptions options_ = options_for(root_, std::uint64_t{1} << 20), other_ = options_;
+  Row row_{{kPayload}};
+  std::unique_ptr<FsStore> theirs_, ours_;
+};
+
+TEST_F(EvictorBesideAnother, others_lose_nothing_because_our_own_records_cannot_be_removed) {
+  for (std::uint32_t i = 1000; i < 1010; ++i)
+    ops_.keep(layout::record_path(key_of(i), kPayload + kRecordHeaderBytes));
+  const std::size_t before = records_of_theirs();
+  ASSERT_GT(before, 10u);
+  for (std::uint32_t i = 2000; i < 2005; ++i) {
+    const Status status = write(*ours_, i, row_);
+    EXPECT_EQ(status.error_number(), EACCES) << status.to_string();
+  }
+  EXPECT_EQ(records_of_theirs(), before);
+}
+
+// Its size and what a write reserves beside it are more than the bound, though not more than max_bytes.
+TEST_F(EvictorBesideAnother, a_record_that_can_never_fit_evicts_nothing) {
+  const Row large({options_.max_bytes - 40960});
+  const std::size_t before = records_in(root_).size();
+  ASSERT_GT(before, 10u);
+  EXPECT_EQ(write(*ours_, 2000, large).kind(), StatusKind::kNoSpace);
+  EXPECT_EQ(records_in(root_).size(), before);
+  EXPECT_TRUE(write(*ours_, 2001, row_)) << "the control";
+}
+
+// By what its records take, not by what they would take raw: an eighth.
+TEST(EvictorTest, a_server_whose_records_are_encoded_gets_its_whole_share) {
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  FakeClock clock;
+  FsTierOptions options = options_for(root, std::uint64_t{16} << 20), other = options;
+  other.namespace_id.fill(0x22);
+  options.form.compression = always_encoded();
+  other.form.compression = always_encoded();
+  FsStore first(options, posix_file_ops(), clock);
+  Row row({65536 - 4096});
+  std::uint64_t moved = 0, number = 0;
+  TierOp op;
+  op.kind = OpKind::kWrite;
+  op.shards = row.shards();
+  TierStats stats;
+  const auto write_next = [&](FsStore& store) {
+    op.key = key_of(static_cast<std::uint32_t>(number++));
+    ASSERT_TRUE(store.write(op, store.epoch(), &moved));
+    store.figures(&stats);
+  };
+  while (stats.evicted_bytes == 0 && !::testing::Test::HasFatalFailure()) write_next(first);
+  const std::uint64_t all = stats.chunks;
+  FsStore second(other, posix_file_ops(), clock);
+  second.start();
+  for (std::uint64_t i = 0; i < all && !::testing::Test::HasFatalFailure(); ++i) {
+    if (i % 16 == 0) {
+      clock.advance(std::chrono::seconds(1));
+      second.maintain();
+      first.maintain();
+    }
+    write_next(second);
+  }
+  EXPECT_GT(stats.chunks, all / 3) << "of " << all << " that fit";
+  EXPECT_LE(du(root), options.max_bytes);
+  for (FsStore* store : {&first, &second}) store->close();
 }
 
 }  // namespace

@@ -16,6 +16,16 @@ TEST(LeafDirectoriesTest, growth_is_told_once_and_a_first_size_is_none) {
   EXPECT_EQ(leaves.note_size(7, 8192), 4096u);
 }
 
+TEST(LeafDirectoriesTest, the_growth_of_all_is_what_they_have_beyond_their_first_page) {
+  LeafDirectories leaves;
+  EXPECT_EQ(leaves.growth(), 0u);
+  (void)leaves.note_size(7, 12288);
+  (void)leaves.note_size(8, 4096);
+  (void)leaves.note_size(9, 0);
+  (void)leaves.note_size(255, 8192);
+  EXPECT_EQ(leaves.growth(), 12288u);
+}
+
 TEST(LeafDirectoriesTest, each_name_becomes_durable_by_itself) {
   LeafDirectories leaves;
   leaves.note_durable(3);

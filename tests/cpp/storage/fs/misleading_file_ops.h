@@ -44,6 +44,33 @@ class LateBlocks : public FaultyFileOps {
   std::map<std::uint64_t, std::pair<std::uint64_t, Nanos>> first_;  // by inode: its size, and since when
 };
 
+// A directory takes a page, and one more for each name that it ever had at once, as on ext4 with long names.
+class GrowingDirectories : public FaultyFileOps {
+ public:
+  int fstat(int fd, FileInfo* info) override { return grown(FaultyFileOps::fstat(fd, info), fd, info); }
+  int stat(int directory, const std::string& path, FileInfo* info) override {
+    const int rc = FaultyFileOps::stat(directory, path, info);
+    if (rc != 0 || !info->is_directory()) return rc;
+    int error = 0;
+    const Fd fd = open_fd(posix_file_ops(), directory, path, kOpenDirectory, 0, &error);
+    return grown(rc, fd.get(), info);
+  }
+
+ private:
+  int grown(int rc, int fd, FileInfo* info) {
+    if (rc != 0 || !info->is_directory()) return rc;
+    std::vector<DirEntry> names;
+    (void)posix_file_ops().list(fd, &names);
+    const std::lock_guard lock(mutex_);
+    std::uint64_t& most = most_[info->inode];
+    most = std::max<std::uint64_t>(most, names.size());
+    info->disk_bytes = kPageBytes * (1 + most);
+    return rc;
+  }
+  std::mutex mutex_;
+  std::map<std::uint64_t, std::uint64_t> most_;  // names, by inode
+};
+
 // All times pass through `shown`.
 class ChangedTimes : public FaultyFileOps {
  public:

@@ -156,6 +156,26 @@ TEST_F(FsMisleading, a_disk_that_stays_full_costs_a_few_records_and_not_the_cach
 }
 
 // One directory's time lies in the future: what others write into the rest is found all the same.
+// Each server tells the ledger of it, so the sum is too high: no other program removed anything.
+TEST_F(FsMisleading, a_directory_that_grows_under_two_servers_is_not_told_as_lost_records) {
+  GrowingDirectories ops;
+  const auto one = open(ops), other = open(ops);
+  std::uint32_t number = 0;
+  const std::uint32_t leaf = layout::leaf_of(key_of(0));
+  for (int i = 0; i < 8; ++i) {
+    for (int n = 0; n < 20; ++number) {
+      if (layout::leaf_of(key_of(number)) != leaf) continue;
+      ASSERT_TRUE(write(n++ % 2 == 0 ? *one : *other, number)) << number;
+    }
+    tick(*one, std::chrono::minutes(1));  // counts that a suspicion asks for are made with pauses
+    other->maintain();
+  }
+  ASSERT_GT(stats_of(*one).evicted_bytes, 0u);
+  EXPECT_TRUE(lines_.empty()) << lines_.back();
+  EXPECT_EQ(stats_of(*one).lost_bytes + stats_of(*other).lost_bytes, 0u);
+  for (FsStore* store : {one.get(), other.get()}) store->close();
+}
+
 TEST_F(FsMisleading, records_of_others_are_found_where_times_are_coarse_or_lie_in_the_future) {
   for (const bool future : {false, true}) {
     fs::remove_all(root_);

@@ -77,7 +77,7 @@ class FsOutsideChanges : public ::testing::Test {
     }
     EXPECT_GE(du(root_), kOutsideBound * 95 / 100);
     ten_seconds(store);
-    EXPECT_EQ(lines_.size(), 1u) << lines_.back();
+    EXPECT_EQ(lines_.size(), 1u) << (lines_.empty() ? "nothing was told" : lines_.back());
     EXPECT_EQ(stats_of(store).chunks, records_in(root_).size());
     EXPECT_TRUE(read(store, 2000 + kWorth - 1));
     store.close();

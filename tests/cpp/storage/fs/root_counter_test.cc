@@ -2,7 +2,10 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 
+#include <cerrno>
 #include <new>
+#include <string>
+#include <utility>
 
 #include "faulty_file_ops.h"
 #include "fixture.h"
@@ -81,6 +84,88 @@ TEST(RootCounterTest, a_count_that_a_reset_overtook_changes_nothing_and_is_made_
   store.figures(&stats);
   EXPECT_EQ(stats.bytes, du(root));
   store.close();
+}
+
+// The n-th list of a count fails, once.
+class FsPartialCount : public ::testing::TestWithParam<int> {};
+
+TEST_P(FsPartialCount, a_count_that_missed_a_directory_is_not_believed_and_is_made_again) {
+  const TempDir dir;
+  const std::string root = dir.path() + "/root";
+  const FsTierOptions options = options_for(root);
+  {
+    TierUser user(options);
+    for (std::uint32_t i = 0; i < 64; ++i) ASSERT_TRUE(user.write(i));
+  }
+  int failed = 0;
+  for (int n = 0; failed == n; ++n) {
+    FaultyFileOps ops;
+    FakeClock clock;
+    FsStore store(options, ops, clock);
+    std::atomic<int> lists{0};
+    ops.set_rule(
+        [&](Call call) -> int { return call == Call::kList && lists.fetch_add(1) == n ? -GetParam() : 0; });
+    store.start();
+    ops.clear();
+    if (lists > n) ++failed;
+    TierStats stats;
+    store.figures(&stats);
+    ASSERT_GE(stats.bytes, du(root)) << "list " << n;
+    clock.advance(std::chrono::hours(1));  // counts are made with pauses
+    store.maintain();
+    store.figures(&stats);
+    ASSERT_EQ(stats.bytes, du(root)) << "list " << n;
+    ASSERT_EQ(stats.chunks, 64u) << "list " << n;
+    ASSERT_TRUE(stats.scan_complete) << "list " << n;
+    store.close();
+  }
+  EXPECT_GT(failed, 64);  // the leaf directories, by name and then for their order, and those above them
+}
+
+INSTANTIATE_TEST_SUITE_P(errors, FsPartialCount, ::testing::Values(EMFILE, ENOMEM, EIO, ETIMEDOUT));
+
+// One leaf directory cannot be opened.
+class UnreadableLeaf : public FaultyFileOps {
+ public:
+  explicit UnreadableLeaf(std::string leaf, int error) : leaf_(std::move(leaf)), error_(error) {}
+  int open(int directory, const std::string& path, int flags, unsigned mode) override {
+    return path == leaf_ ? -error_ : FaultyFileOps::open(directory, path, flags, mode);
+  }
+
+ private:
+  const std::string leaf_;
+  const int error_;
+};
+
+TEST(RootCounterTest,
+     a_directory_that_stays_unreadable_keeps_writes_off_for_a_few_counts_and_a_shortage_for_all) {
+  for (const int error : {EIO, EMFILE}) {
+    const TempDir dir;
+    const std::string root = dir.path() + "/root";
+    const FsTierOptions options = options_for(root);
+    {
+      TierUser user(options);
+      for (std::uint32_t i = 0; i < 64; ++i) ASSERT_TRUE(user.write(i));
+    }
+    fs::remove(root + "/ledger");  // nothing is granted until the root was counted
+    UnreadableLeaf ops(layout::leaf_path(layout::leaf_of(key_of(0))), error);
+    FakeClock clock;
+    FsStore store(options, ops, clock);
+    store.start();
+    Row row({16384});
+    std::uint64_t moved = 0;
+    TierOp op;
+    op.kind = OpKind::kWrite;
+    op.shards = row.shards();
+    op.key = key_of(1000);
+    EXPECT_EQ(store.write(op, store.epoch(), &moved).kind(), StatusKind::kNoSpace);
+    for (int i = 0; i < 5; ++i) {
+      clock.advance(std::chrono::hours(1));
+      store.maintain();
+    }
+    EXPECT_EQ(store.write(op, store.epoch(), &moved).is_ok(), error == EIO);
+    store.close();
+  }
 }
 
 }  // namespace
