@@ -2,10 +2,10 @@
 
     python in_process.py JOB ANSWERS
 
-The job: ``options`` of vLLM's LLM; ``prompts``, each a list of token ids; ``before``: for each round, what
-is called before all prompts are asked one by one; ``records``: how many files there must be under ``root``
-before the engine is closed. Written to ANSWERS: the answers of each round, and the names of what the engine
-leaves in shared memory.
+The job: ``options`` of vLLM's LLM; ``prompts``, each a list of token ids; ``rounds``: for each round, what is
+called before all prompts are asked one by one, and how many new records there must be under ``root`` before
+the round ends. Written to ANSWERS: the answers of each round, and the names of what the engine leaves in
+shared memory.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ def main() -> None:
         "reset vLLM's cache": lambda: llm.reset_prefix_cache(),
         "reset both caches": lambda: llm.reset_prefix_cache(reset_connector=True),
     }
-    rounds = []
-    for name in job["before"]:
+    root, rounds = Path(job["root"]), []
+    for name, records in job["rounds"]:
         calls[name]()
+        before = set(root.rglob("*.rec"))
         rounds.append([ask(llm, prompt) for prompt in job["prompts"]])
-    deadline = time.monotonic() + 240
-    while len(list(Path(job["root"]).rglob("*.rec"))) < job["records"]:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"there are not {job['records']} records under {job['root']}")
-        time.sleep(0.02)  # writers are threads of this process
+        deadline = time.monotonic() + 240
+        while len(set(root.rglob("*.rec")) - before) < records:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"there are not {records} new records under {root}")
+            time.sleep(0.02)  # writers are threads of this process
     files = shared_memory.mapped([os.getpid()])
     llm.llm_engine.engine_core.shutdown()
     answers = {"rounds": rounds, "left": sorted(shared_memory.left(files))}
