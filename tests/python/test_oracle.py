@@ -29,6 +29,12 @@ def test_as_many_tokens_are_found_as_by_a_manager_that_keeps_everything(minor: s
     print(beside)
 
 
+@pytest.mark.beside("oracle/check_inputs.py")
+@pytest.mark.parametrize("minor", MINORS)
+def test_images_embeddings_and_shared_layers_cost_no_byte(minor: str, beside: str) -> None:
+    print(beside)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 @pytest.mark.parametrize("minor", MINORS)

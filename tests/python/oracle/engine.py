@@ -39,6 +39,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_request_block_hasher,
@@ -50,6 +51,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from oracle.inputs import Inputs
 from oracle.runner import FakeRunner
 
 try:
@@ -84,6 +86,8 @@ class Setup:
     events: bool = False
     device: str = "cpu"  # where the caches are
     drafts: int = 0  # tokens that the last layer, a drafter's, guesses in each step (EAGLE, MTP)
+    shared_layers: int = 0  # more layers, at the end, without a KV cache: they read one of another layer
+    encoder_tokens: int = 0  # image tokens that the encoder cache holds and a step may encode
     modules: bool = False  # each draft has a module of its own: windows keep more tokens (multi-layer MTP)
     hybrid_manager: bool = True  # False: vLLM keeps all blocks of windowed layers
     match_unit: int | None = None  # --prefix-match-unit: states are kept at parts of a block, too
@@ -238,6 +242,15 @@ def _layer_name(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.attn"
 
 
+def _shared_layers(setup: Setup) -> dict[str, str]:
+    """Layer -> the layer whose KV cache it reads: the last one of its kind that has a cache (Gemma 3n)."""
+    kinds = 1 if setup.window is None else 2
+    return {
+        _layer_name(layer): _layer_name(setup.layers - kinds + (layer - setup.layers) % kinds)
+        for layer in range(setup.layers, setup.layers + setup.shared_layers)
+    }
+
+
 def _specs_by_rank(setup: Setup) -> list[dict[str, Any]]:
     specs = _layer_specs(setup)
     if not setup.pipelined:
@@ -356,6 +369,9 @@ class Engine:
             hash_block_size=hash_block_size,
             log_stats=True,
         )
+        if setup.encoder_tokens:  # vLLM knows by the model's class that it takes images, which is none here
+            self.scheduler.max_num_encoder_input_tokens = setup.encoder_tokens
+            self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=setup.encoder_tokens)
         connector_scheduler = self.scheduler.connector.connector_scheduler
         self.manager = connector_scheduler.manager
         if setup.wrap_manager is not None:
@@ -378,6 +394,9 @@ class Engine:
         config.compilation_config.static_forward_context = {
             name: SpecOnly(spec, registered[name]) for name, spec in specs.items()
         }
+        for name, target in _shared_layers(self.setup).items():  # as vLLM's runner: after its KVCacheConfig
+            registered[name] = registered[target]
+            config.compilation_config.static_forward_context[name] = SpecOnly(specs[target], registered[name])
         with set_current_vllm_config(config):
             connector = OffloadingConnector(config, KVConnectorRole.WORKER, kv_cache_config)
             connector.register_kv_caches(registered)
@@ -419,25 +438,28 @@ class Engine:
         lora: str | None = None,
         resumable: bool = False,
         after: Sequence[int] = (),
+        inputs: Inputs | None = None,
     ) -> Request:
         """A request as the front end would send it; ``resumable``: a part of a session, that stands ``after``
-        these tokens."""
+        these tokens; ``inputs``: the parts of the prompt that are no tokens."""
+        inputs = inputs or Inputs()
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
         if params is not None:
             sampling.extra_args = {"kv_transfer_params": params}
         request = Request(
             request_id=request_id,
-            prompt_token_ids=prompt,
+            prompt_token_ids=inputs.token_ids(prompt),
             sampling_params=sampling,
             pooling_params=None,
             cache_salt=cache_salt,
             lora_request=LoRARequest(lora, 1, "/nowhere") if lora else None,
             block_hasher=self.hasher,
             resumable=resumable,
+            **inputs.request_fields(),
         )
         for _, _, runner in self.ranks:
             salt = f"{lora}/{cache_salt}" if lora else cache_salt
-            runner.expect(request_id, [*after, *prompt], max_tokens, salt)
+            runner.expect(request_id, [*after, *prompt], max_tokens, salt, inputs.contents())
         self.scheduler.add_request(request)
         return request
 

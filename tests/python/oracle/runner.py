@@ -1,9 +1,10 @@
 """The model of the oracle: each token's KV bytes follow from its whole prefix, so all can be checked.
 
-A token at position t of a sequence has a 64-bit digest of (cache salt, tokens 0..t). Its bytes in layer l of
-group g on rank r are words made from the digest and (g, l, r); where pages are KV heads one after the other,
-those of head h are made from (g, l, h). The next token follows from the digest too, so a sequence is known
-from its prompt alone, however often it is preempted.
+A token at position t of a sequence has a 64-bit digest of (cache salt, tokens 0..t); a position that an
+image or an embedding fills counts with its content. Its bytes in layer l of group g on rank r are words
+made from the digest and (g, l, r); where pages are KV heads one after the other, those of head h are made
+from (g, l, h). The next token follows from the digest too, so a sequence is known from its prompt alone,
+however often it is preempted.
 
 Layers of a drafter (EAGLE) are one token ahead: what they keep for position t follows from tokens 0..t+1.
 A block's key says nothing of the token after it, so its last position may hold what another continuation left
@@ -11,6 +12,7 @@ there. vLLM drops the last block of a hit for that reason; where it does not, on
 """
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,9 @@ def _next(digest: int, token: int) -> int:
 class Sequence:
     """The digests of a prompt and of all that will be generated after it."""
 
-    def __init__(self, prompt: list[int], max_tokens: int, salt: str | None) -> None:
+    def __init__(
+        self, prompt: list[int], max_tokens: int, salt: str | None, contents: Mapping[int, int] | None = None
+    ) -> None:
         self.prompt_len = len(prompt)
         self.tokens = list(prompt)
         self.block_ids: list[list[int]] = []
@@ -52,6 +56,8 @@ class Sequence:
             if position >= len(self.tokens):
                 self.tokens.append(_mix(digest ^ _ODD) % VOCABULARY)
             digest = _next(digest, self.tokens[position])
+            if contents and position in contents:
+                digest = _next(digest, contents[position])
             digests.append(digest)
         self.digests = np.array(digests, dtype=np.uint64)
 
@@ -101,8 +107,16 @@ class FakeRunner:
         self.sequences: dict[str, Sequence] = {}
         self.checked_tokens = 0
 
-    def expect(self, request_id: str, prompt: list[int], max_tokens: int, salt: str | None) -> None:
-        self.sequences[request_id] = Sequence(prompt, max_tokens, salt)
+    def expect(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int,
+        salt: str | None,
+        contents: Mapping[int, int] | None = None,
+    ) -> None:
+        """``contents``: what fills positions of the prompt that are no tokens, as numbers."""
+        self.sequences[request_id] = Sequence(prompt, max_tokens, salt, contents)
 
     def update(self, output: Any) -> None:
         """The block tables, as the scheduler's output changes them, and the copies of blocks that it asks
