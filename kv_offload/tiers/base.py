@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kv_offload._core import TierSpec
     from kv_offload.namespace import NamespaceIdentity
 
-EVICTION_POLICIES = ("lru", "s3fifo", "prefix")  # a test compares it with what the core has
+EVICTION_POLICIES = ("lru", "prefix")  # a test compares it with what the core has
 MAX_REUSE = 127  # the N of write_policy reuse:N; the core counts no further
 
 ByteSize = Annotated[int, BeforeValidator(parse_byte_size)]
