@@ -3,7 +3,7 @@
 // prepare_store, complete_store, prepare_load and complete_load, 4,096 keys a
 // call, the median of many. One JSON object per line.
 //
-//   cache_bench [kept] [prefix|s3fifo|lru] [RESIDENT_CHUNKS ...]        default: prefix 4096 1000000
+//   cache_bench [kept] [prefix|lru] [RESIDENT_CHUNKS ...]        default: prefix 4096 1000000
 //
 // `kept`: with keep_host_memory, so that a table of what is resident is kept up to date.
 // The rows are 4 KiB of a sparse region that nobody touches: no bytes move.

@@ -1,7 +1,7 @@
 """Which policy keeps what comes back? A trace of requests through the index and the policies of the core,
 at several capacities of host memory and of a tier below it.
 
-Baselines, on the same trace: LRU and S3-FIFO of the same core; vLLM's own manager with its lru and its arc
+Baselines, on the same trace: LRU of the same core; vLLM's own manager with its lru and its arc
 policy; and the optimum that knows the future. Hits count from the left of each prompt.
 
     python benchmarks/trace_replay.py [TRACE.jsonl] [--shape agents]
@@ -21,9 +21,9 @@ from kv_offload.traces import OPTIMUM, Setting, Trace, read_trace, replay
 ROOT = Path(__file__).resolve().parent.parent
 CONVERSATIONS = ROOT.parent / "shared" / "data" / "conversation_trace.jsonl"
 CAPACITIES = (1_000, 2_500, 5_000, 10_000, 20_000, 35_000, 50_000)
-OURS = ("lru", "s3fifo", "prefix")
+OURS = ("lru", "prefix")
 VLLM = ("lru", "arc")
-PAIRS = (("lru", "lru"), ("prefix", "lru"), ("prefix", "prefix"), ("s3fifo", "s3fifo"))  # host, disk
+PAIRS = (("lru", "lru"), ("prefix", "lru"), ("prefix", "prefix"))  # host, disk
 
 
 def vllm_hits(trace: Trace, policy: str, capacity: int) -> int:

@@ -24,7 +24,6 @@ PAGES = {
     "specs/FAILURES.md": "failures.md",
     "specs/RECORD_FORMAT.md": "record-format.md",
 }
-PICTURES = {"examples/monitoring/dashboard.png": "figures/dashboard.png"}
 MARK = re.compile(r"(?m)^.*<!-- generated: (\w+) -->$")
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
 
@@ -212,14 +211,12 @@ GENERATORS: dict[str, Callable[[], str]] = {
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages and pictures that are elsewhere in the project."""
+    """Add the pages that are elsewhere in the project."""
     from mkdocs.structure.files import File
 
     for source, place in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, place, content=relinked(text, source)))
-    for source, place in PICTURES.items():
-        files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
     return files
 
 

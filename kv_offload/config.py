@@ -57,8 +57,8 @@ class OffloadConfig(BaseModel):
     )
     eviction_policy: str = Field(
         default="prefix",
-        description='of host memory: "prefix" (ends of prompts first, by what it learns of their return), '
-        '"s3fifo", "lru"',
+        description='which chunks leave host memory first: "prefix" (ends of prompts first, by what it '
+        'learns of their return) or "lru"',
     )
     model_id: str | None = Field(
         default=None,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kv_offload.tiers import kind_behind, kinds
+from kv_offload.tiers import TierConfig, kind_behind, kinds
 from kv_offload.vllm_verdict import CONNECTOR, REPORTING_CONNECTOR
 from kv_offload.vllm_versions import keys_read_by_vllm
 
@@ -148,22 +148,23 @@ def own_tier_keys(index: int, tier: Any, notes: list[str], problems: list[str]) 
         elif key in IGNORED_TIER_KEYS:
             notes.append(f"{where}.{key} is ignored: {IGNORED_TIER_KEYS[key]}")
         elif _OF_A_BOUND.search(str(key)):
-            problems.append(_unknown_bound(str(key), kind.bound_key, known, f"{where}: "))
+            problems.append(_unknown_bound(str(key), kind, f"{where}: "))
         else:
             _unknown_key(key, value, known, f"{where}: ", notes, problems)
     return ours
 
 
-def _unknown_bound(key: str, bound_key: str | None, known: Sequence[str], where: str) -> str:
+def _unknown_bound(key: str, kind: type[TierConfig], where: str) -> str:
     """Another name for the bound of a tier: without it the tier would get a bound that nobody chose."""
-    text = f"{where}{key!r} is not known"
+    text, bound_key = f"{where}{key!r} is not known", kind.bound_key
+    if bound_key is None:
+        return f"{text}: {kind.bounded_by}"
     if _OF_A_RESERVE.search(key):
         text += ", and nothing here keeps space free"
-    elif bound_key and difflib.get_close_matches(key.lower(), (bound_key,), cutoff=_NEAR):
+    elif difflib.get_close_matches(key.lower(), (bound_key,), cutoff=_NEAR):
         text += f"; did you mean {bound_key!r}?"
-    if bound_key is None:
-        return f"{text}; max_bytes is no key of this kind of tier either: its server bounds itself"
-    return f"{text}; {bound_key} bounds what a tier may hold. possible: {', '.join(sorted(known))}"
+    possible = ", ".join(sorted(kind.model_fields))
+    return f"{text}; {bound_key} bounds what a tier may hold. possible: {possible}"
 
 
 def _unknown_key(

@@ -110,7 +110,7 @@ class ChunkIndex {
   }
   // The next to go that is not spared for this holder. (A head is known as such once
   // victim() came to what lies behind it: where the policy gives a head before that,
-  // as lru and s3fifo may, it goes.)
+  // as lru may, it goes.)
   std::optional<Slot> victim(std::uint32_t spared_holder = 0);
   // What would go, one after the other, if nothing else happened; at most so many.
   std::vector<Slot> next_victims(std::size_t most);

@@ -7,7 +7,6 @@
 #include "policy/lru.h"
 #include "policy/prefix.h"
 #include "policy/priorities.h"
-#include "policy/s3fifo.h"
 
 namespace kv_offload {
 namespace {
@@ -24,7 +23,6 @@ std::unique_ptr<EvictionPolicy> make() {
 
 constexpr KnownPolicy kPolicies[] = {
     {"lru", &make<LruPolicy>},
-    {"s3fifo", &make<S3FifoPolicy>},
     {"prefix", &make<PrefixPolicy>},
 };
 

@@ -24,7 +24,7 @@ def replay(
         list[str] | None,
         typer.Option(
             metavar="POLICY",
-            help=f"lru, s3fifo, prefix, or {OPTIMUM} (knows the future). Default: all.",
+            help=f"lru, prefix, or {OPTIMUM} (knows the future). Default: all.",
         ),
     ] = None,
     disk_policy: Annotated[

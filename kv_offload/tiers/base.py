@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kv_offload._core import TierSpec
     from kv_offload.namespace import NamespaceIdentity
 
-EVICTION_POLICIES = ("lru", "s3fifo", "prefix")  # a test compares it with what the core has
+EVICTION_POLICIES = ("lru", "prefix")  # a test compares it with what the core has
 MAX_REUSE = 127  # the N of write_policy reuse:N; the core counts no further
 
 ByteSize = Annotated[int, BeforeValidator(parse_byte_size)]
@@ -111,6 +111,7 @@ class TierConfig(BaseModel):
     example: ClassVar[Mapping[str, Any]]  # an entry of secondary_tiers
     place_key: ClassVar[str]  # the field that names its place
     bound_key: ClassVar[str | None] = None  # the field that bounds it; None: its server bounds itself
+    bounded_by: ClassVar[str] = "its server bounds itself"  # where bound_key is None; and what to set there
     option: ClassVar[str | None] = None  # of the command line, that takes such a place: "disk" of --disk
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "LOCAL"
     schemes: ClassVar[tuple[str, ...]] = ()  # of addresses that commands are given: "redis" of redis://host

@@ -72,8 +72,8 @@ class FsTierConfig(SealedTierConfig):
     )
     eviction_policy: str = Field(
         default="prefix",
-        description='what goes first when max_bytes is reached: "prefix" (ends of prompts first, by what it '
-        'learns of their return), "s3fifo", "lru"',
+        description='which records are evicted first when max_bytes is reached: "prefix" (ends of prompts '
+        'first, by what it learns of their return) or "lru"',
     )
     fsync: Literal["none", "data", "full"] = Field(
         default="none",

@@ -40,6 +40,10 @@ class MooncakeTierConfig(SealedTierConfig):
 
     example: ClassVar[Mapping[str, Any]] = {"type": "mooncake", "master": "mooncake.internal:50051"}
     place_key: ClassVar[str] = "master"
+    bounded_by: ClassVar[str] = (
+        "the store bounds itself; "
+        "set --global_segment_size of mooncake_client, the memory that its holders give"
+    )
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
 
     type: Literal["mooncake"] = Field(
@@ -74,9 +78,6 @@ class MooncakeTierConfig(SealedTierConfig):
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
         description="the first part of the name of every object",
     )
-    max_bytes: Any = Field(
-        default=None, description="refused: the store bounds itself, by the memory that its holders give"
-    )
 
     @field_validator("master")
     @classmethod
@@ -90,15 +91,6 @@ class MooncakeTierConfig(SealedTierConfig):
         if not found or "@" in value or any(char.isspace() for char in value):
             raise ValueError("is no address of a master; write host:port, such as mooncake.internal:50051")
         return value
-
-    @field_validator("max_bytes")
-    @classmethod
-    def _bounds_itself(cls, value: object) -> None:
-        if value is not None:
-            raise ValueError(
-                "has no meaning here, the store bounds itself: by the memory that its holders give "
-                "(--global_segment_size of mooncake_client)"
-            )
 
     @model_validator(mode="after")
     def _fit_together(self) -> "MooncakeTierConfig":

@@ -106,6 +106,9 @@ class RedisTierConfig(SealedTierConfig):
 
     example: ClassVar[Mapping[str, Any]] = {"type": "redis", "url": "redis://cache.internal:6379/0"}
     place_key: ClassVar[str] = "url"
+    bounded_by: ClassVar[str] = (
+        "the server bounds itself; set its maxmemory, and maxmemory-policy allkeys-lru"
+    )
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
     schemes: ClassVar[tuple[str, ...]] = ("redis", "rediss", "unix", *_SAME_SCHEMES, *_SENTINEL_SCHEMES)
     address_options: ClassVar[tuple[str, ...]] = (
@@ -152,10 +155,6 @@ class RedisTierConfig(SealedTierConfig):
         pattern=r"^[A-Za-z0-9_.{}-]{1,64}$",
         description="the first part of the name of every key",
     )
-    max_bytes: Any = Field(
-        default=None,
-        description="refused: the server bounds itself, by its maxmemory and maxmemory-policy",
-    )
 
     @field_validator("url")
     @classmethod
@@ -169,15 +168,6 @@ class RedisTierConfig(SealedTierConfig):
         for node in value:
             parse_node(node)
         return value
-
-    @field_validator("max_bytes")
-    @classmethod
-    def _bounds_itself(cls, value: object) -> None:
-        if value is not None:
-            raise ValueError(
-                "has no meaning here, the server bounds itself: set its maxmemory, and maxmemory-policy "
-                "allkeys-lru"
-            )
 
     @model_validator(mode="after")
     def _fit_together(self) -> "RedisTierConfig":

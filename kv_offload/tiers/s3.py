@@ -40,6 +40,9 @@ class S3TierConfig(SealedTierConfig):
 
     example: ClassVar[Mapping[str, Any]] = {"type": "s3", "bucket": "kv-cache", "region": "eu-west-1"}
     place_key: ClassVar[str] = "bucket"
+    bounded_by: ClassVar[str] = (
+        "nothing bounds a bucket but its own rules; add a lifecycle rule, which expires objects"
+    )
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
     schemes: ClassVar[tuple[str, ...]] = ("s3",)
     address_options: ClassVar[tuple[str, ...]] = (
@@ -94,20 +97,11 @@ class S3TierConfig(SealedTierConfig):
     )
     n_read_threads: Threads = Field(default=8, description="threads that read, of the engine")
     n_write_threads: Threads = Field(default=4, description="threads that write, of the engine")
-    max_bytes: Any = Field(default=None, description="refused: bound the bucket by a lifecycle rule")
 
     @field_validator("endpoint")
     @classmethod
     def _an_address(cls, value: str | None) -> str | None:
         return None if value is None else check_endpoint(value)
-
-    @field_validator("max_bytes")
-    @classmethod
-    def _bounds_itself(cls, value: object) -> None:
-        if value is not None:
-            raise ValueError(
-                "has no meaning here: bound the bucket by a lifecycle rule, which expires objects"
-            )
 
     @model_validator(mode="after")
     def _fit_together(self) -> "S3TierConfig":

@@ -18,6 +18,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [
     str(REPOSITORY / "examples"),
+    str(REPOSITORY / "examples" / "monitoring"),
     str(REPOSITORY / "tests" / "slow_disk"),
     str(REPOSITORY / "tests" / "python"),
     str(Path(__file__).parent),

@@ -422,7 +422,7 @@ def test_sights_are_counted_within_bounds(given):
 def test_an_unknown_policy_of_a_tier_is_refused_naming_the_known_ones():
     tier = {"type": "fs", "root_dir": "/a", "eviction_policy": "fifo"}
     (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [tier]})
-    assert problem.startswith("secondary_tiers[0].eviction_policy: is 'fifo'; possible: lru, s3fifo, prefix")
+    assert problem.startswith("secondary_tiers[0].eviction_policy: is 'fifo'; possible: lru, prefix")
 
 
 @pytest.mark.parametrize(

@@ -156,25 +156,6 @@ def test_the_dashboard_has_a_panel_of(metric: str) -> None:
     assert any(f"kv_offload_{metric}" in text for panel in panels for text in panel.queries.values())
 
 
-def test_the_picture_is_drawn_from_the_dashboards_own_queries(prometheus: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib (extra: bench)")
-    file = tmp_path / "dashboard.png"
-    deadline = time.monotonic() + 240
-    rate = "rate(kv_offload_hit_tokens_total[5s])"
-    while not query(prometheus, rate)["data"]["result"] and time.monotonic() < deadline:
-        time.sleep(0.2)
-    done = subprocess.run(
-        [sys.executable, str(MONITORING / "picture.py"), prometheus, str(file), "--minutes", "1"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert file.read_bytes().startswith(b"\x89PNG")
-    shown = int(re.search(r"(\d+) of (\d+) panels have data", done.stdout).group(1))  # type: ignore[union-attr]
-    assert shown == len(load_dashboard().panels())
-
-
 def test_a_query_with_a_mistake_is_told(prometheus: str) -> None:
     assert query(prometheus, "sum by (tier) (rate(kv_offload_hit_tokens_total))")["status"] == "error"
 

@@ -189,7 +189,7 @@ def test_a_tier_that_is_not_valid_does_not_show_what_was_given() -> None:
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
-    assert "the server bounds itself" in problem(max_bytes="1GiB")
+    assert "maxmemory" in problem(max_bytes="1GiB")
     assert "give one of them" in problem(password_env="A", password_file="/b")
     assert "not rediss://" in problem(ca_file="/ca.pem")
     assert "key_prefix" in problem(key_prefix="a b")

@@ -206,7 +206,7 @@ TEST_P(BurstTest, OnEvictATierThatIsTooSlowWritesWhatItCan) {
   EXPECT_LE(fake().queued_writes(), kRows / 8);
 }
 
-INSTANTIATE_TEST_SUITE_P(Policies, BurstTest, ::testing::Values("lru", "s3fifo", "prefix"),
+INSTANTIATE_TEST_SUITE_P(Policies, BurstTest, ::testing::Values("lru", "prefix"),
                          [](const auto& instance) { return std::string(instance.param); });
 
 // ---- reset

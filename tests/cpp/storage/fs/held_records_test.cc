@@ -87,7 +87,7 @@ TEST_P(HeldRecordsTest, no_hold_of_the_lock_is_longer_with_ten_times_as_many_rec
   EXPECT_LT(most_of_a_life(many), kMostSteps);
 }
 
-INSTANTIATE_TEST_SUITE_P(Policies, HeldRecordsTest, ::testing::Values("lru", "s3fifo", "prefix"));
+INSTANTIATE_TEST_SUITE_P(Policies, HeldRecordsTest, ::testing::Values("lru", "prefix"));
 
 // The scheduler's thread adds uses and takes removals, in steps that others are late for.
 TEST(HeldUsesTest, uses_that_nobody_applies_are_let_go_of_a_few_at_a_time) {
