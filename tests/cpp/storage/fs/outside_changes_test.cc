@@ -144,6 +144,9 @@ TEST_P(FsOutsideChange, is_healed_and_told_once) {
   GetParam().make(root_, space());
   recovers(*store);
   EXPECT_GE(stats_of(*store).rebuilds, 1u);
+  ASSERT_FALSE(lines_.empty());
+  const bool is_ledger = std::string(GetParam().name).starts_with("the_ledger");
+  EXPECT_TRUE(!is_ledger || lines_.front().find("damaged ledger") != std::string::npos) << lines_.front();
 }
 
 void remove_all_in(const std::string& directory) {
