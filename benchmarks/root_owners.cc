@@ -5,29 +5,25 @@
 //     Two full roots with FILES records in each of LEAVES leaf directories. In one they are our own, in the
 //     other those of a namespace that no server has open. Writes go to both by turns, on this thread; a line
 //     for each batch of WRITES and root.
-//   root_owners models DIRECTORY SECONDS MAX_BYTES RECORD_BYTES
-//     Two servers with different models, each a process, on one root of MAX_BYTES. The first fills it, then
-//     both write prompts. A third one is alone on a root of half the size, as the baseline. A line for each
-//     sample and server: the records that it holds, and how many of them can be loaded, as no chunk before
-//     them is missing.
+//   root_owners models DIRECTORY SECONDS MAX_BYTES RECORD_BYTES PER_SECOND PROMPT
+//     Two servers with different models on one root of MAX_BYTES. The first fills it, then both write prompts
+//     of PROMPT chunks, PER_SECOND chunks a second. A third one is alone on a root of half the size, as the
+//     baseline. A line for each sample and server: the records on disk, and how many of them can be loaded,
+//     as no chunk before them is missing. The clock is simulated: a second passes after the writes of a
+//     second.
 //
 // DIRECTORY is made and removed. The records of `dead` are not written, only allocated.
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <signal.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
 #include <memory>
-#include <new>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -37,7 +33,9 @@
 
 #include "base/aligned_buffer.h"
 #include "bench.h"
+#include "storage/fs/file_ops.h"
 #include "storage/fs/layout.h"
+#include "storage/fs/store.h"
 #include "storage/fs/tier.h"
 #include "storage/io_pool.h"
 
@@ -89,11 +87,11 @@ FsTierOptions options_for(const std::string& root, std::uint64_t max_bytes, std:
   return options;
 }
 
-// A tier, and one record of it at a time.
+// A tier, and one record of it at a time, written by the thread that calls.
 class Writer {
  public:
-  Writer(FsTierOptions options, std::uint64_t record_bytes, bool by_hand) : row_(record_bytes) {
-    if (by_hand) options.driven_by_hand = &pool_;
+  Writer(FsTierOptions options, std::uint64_t record_bytes) : row_(record_bytes) {
+    options.driven_by_hand = &pool_;
     tier_ = make_fs_tier(options);
   }
   Tier& tier() { return *tier_; }
@@ -109,13 +107,11 @@ class Writer {
     std::vector<TierOp> ops;
     ops.push_back(std::move(op));
     tier_->submit(std::move(ops));
-    if (pool_ != nullptr) {
-      const std::function<void()> run = pool_->begin_next(Lane::kWrite);
-      const double began = now(), cpu_began = thread_seconds();
-      if (run) run();
-      if (cpu != nullptr) *cpu = thread_seconds() - cpu_began;
-      if (wall != nullptr) *wall = now() - began;
-    }
+    const std::function<void()> run = pool_->begin_next(Lane::kWrite);
+    const double began = now(), cpu_began = thread_seconds();
+    if (run) run();
+    if (cpu != nullptr) *cpu = thread_seconds() - cpu_began;
+    if (wall != nullptr) *wall = now() - began;
     std::vector<Completion> done;
     std::vector<TierRemoval> removals;
     for (;; pause_for(20e-6)) {
@@ -137,6 +133,11 @@ class Writer {
 
 constexpr std::uint8_t kOurs = 0x11, kDead = 0x22;
 
+struct ModelsOptions {
+  std::uint64_t seconds = 0, max_bytes = 0, record_bytes = 0;
+  std::uint64_t per_second = 0;  // chunks that each server writes
+  std::uint64_t prompt = 0;      // chunks of a prompt
+};
 struct DeadOptions {
   std::uint32_t leaves = 0, files = 0;
   std::uint64_t record_bytes = 0;
@@ -166,8 +167,7 @@ class FullRoot {
     // The ledger does not know these files: the next server counts them.
     fs::remove(root + "/" + std::string(layout::kLedgerFile));
     const std::uint64_t full = du(root);
-    writer_ =
-        std::make_unique<Writer>(options_for(root, full + (1 << 20), kOurs), options.record_bytes, true);
+    writer_ = std::make_unique<Writer>(options_for(root, full + (1 << 20), kOurs), options.record_bytes);
     wait_until("scan", [&] {
       std::vector<Completion> done;
       std::vector<TierRemoval> removals;
@@ -188,7 +188,7 @@ class FullRoot {
  private:
   void fill(const std::string& root, std::uint8_t owner, const DeadOptions& options) {
     {
-      Writer writer(options_for(root, std::uint64_t{1} << 40, owner), options.record_bytes, true);
+      Writer writer(options_for(root, std::uint64_t{1} << 40, owner), options.record_bytes);
       if (!writer.write(keys_.next(), {})) give_up("the first record was not written");
     }
     fs::path first;
@@ -254,136 +254,104 @@ void measure_dead(const std::string& directory, const DeadOptions& options, int 
 
 // ---- models
 
-constexpr std::uint64_t kChunksOfPrompt = 400;
 constexpr std::uint8_t kModels[] = {0x11, 0x22, 0x33};  // the last one is alone
 constexpr const char* kNames[] = {"first", "second", "alone"};
-constexpr std::size_t kServers = std::size(kModels);
 
-ChunkKey chunk_of(std::size_t server, std::uint64_t number) {
-  return key_of(static_cast<std::uint64_t>(server) << 40 | number);
-}
-
-// What the processes tell one another.
-struct Board {
-  std::atomic<bool> hurry{true};  // the servers that run fill their roots
-  struct Server {
-    std::atomic<std::uint64_t> chunks{0}, refused{0};  // so far
-  } servers[kServers];
-};
-
-[[noreturn]] void serve(Board* board, std::size_t server, const FsTierOptions& options,
-                        std::uint64_t record_bytes) {
-  ::alarm(3600);
-  Writer writer(options, record_bytes, false);
-  wait_until("scan", [&] { return writer.tier().stats().scan_complete; });
-  Board::Server& own = board->servers[server];
-  for (std::uint64_t number = 0;; ++number) {
-    EntryInfo about;
-    about.request = static_cast<std::uint32_t>(number / kChunksOfPrompt + 1);
-    about.depth = static_cast<std::uint32_t>(number % kChunksOfPrompt + 1);
-    if (about.depth > 1) about.parent = chunk_id(chunk_of(server, number - 1));
-    own.refused.fetch_add(!writer.write(chunk_of(server, number), about));
-    own.chunks.store(number + 1);
-    if (!board->hurry.load()) pause_for(0.01);
-  }
-}
-
-class Models {
+// A server without threads of its own: its writes and its ticks come when we say so, so that the result does
+// not depend on how busy the machine is.
+class Server {
  public:
-  Models(std::string directory, std::uint64_t max_bytes, std::uint64_t record_bytes)
-      : directory_(std::move(directory)), max_bytes_(max_bytes), record_bytes_(record_bytes) {
-    fs::create_directories(directory_);
-    void* memory = ::mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    board_ = new (memory) Board;
-    start(0);
-    start(2);
-    wait_until("fill", [&] {
-      return du(root_of(0)) > bound_of(0) - bound_of(0) / 32 &&
-             du(root_of(2)) > bound_of(2) - bound_of(2) / 32 && turned_over(0) && turned_over(2);
-    });
-    board_->hurry.store(false);
+  Server(std::size_t index, const std::string& root, std::uint64_t max_bytes, std::uint64_t share,
+         const ModelsOptions& models, const Clock& clock)
+      : index_(index),
+        share_(share),
+        models_(models),
+        options_(options_for(root, max_bytes, kModels[index])),
+        row_(models.record_bytes),
+        store_(options_, posix_file_ops(), clock) {
+    store_.start();
+    store_.maintain();
   }
-  ~Models() {
-    for (const pid_t child : children_) {
-      if (child == 0) continue;
-      ::kill(child, SIGKILL);
-      ::waitpid(child, nullptr, 0);
-    }
-    ::munmap(board_, sizeof(Board));
+  ~Server() { store_.close(); }
+  void tick() { store_.maintain(); }
+  void write() {
+    const std::uint64_t number = chunks_++;
+    TierOp op;
+    op.kind = OpKind::kWrite;
+    op.key = key(number);
+    op.about.request = static_cast<std::uint32_t>(number / models_.prompt + 1);
+    op.about.depth = static_cast<std::uint32_t>(number % models_.prompt + 1);
+    if (op.about.depth > 1) op.about.parent = chunk_id(key(number - 1));
+    op.may_decline = true;
+    op.shards = {Shard(row_.data(), row_.size())};
+    std::uint64_t moved = 0;
+    const Status status = store_.write(op, store_.epoch(), &moved);
+    refused_ += !status.is_ok() && status.kind() != StatusKind::kDeclined;
   }
-  void start_second() { start(1); }
-  // All servers stand still meanwhile.
-  void sample(double at) {
-    for (const pid_t child : children_) {
-      if (child == 0) continue;
-      ::kill(child, SIGSTOP);
-      ::waitpid(child, nullptr, WUNTRACED);
-    }
-    for (std::size_t server = 0; server < kServers; ++server) {
-      if (children_[server] != 0) print(server, at);
-    }
-    std::fflush(stdout);
-    for (const pid_t child : children_) {
-      if (child != 0) ::kill(child, SIGCONT);
-    }
-  }
-
- private:
-  std::string root_of(std::size_t server) const { return directory_ + (server == 2 ? "/alone" : "/shared"); }
-  std::uint64_t bound_of(std::size_t server) const { return server == 2 ? max_bytes_ / 2 : max_bytes_; }
-  // It has written twice as much as fits.
-  bool turned_over(std::size_t server) const {
-    return board_->servers[server].chunks.load() * record_bytes_ > 2 * bound_of(server);
-  }
-  void start(std::size_t server) {
-    const pid_t child = ::fork();
-    if (child == 0) {
-      serve(board_, server, options_for(root_of(server), bound_of(server), kModels[server]), record_bytes_);
-    }
-    children_[server] = child;
-  }
-  void print(std::size_t server, double at) const {
+  bool has_written(std::uint64_t bytes) const { return chunks_ * models_.record_bytes > bytes; }
+  // What is on disk.
+  void print(std::uint64_t second) const {
     NamespaceId id;
-    id.fill(kModels[server]);
+    id.fill(kModels[index_]);
     std::unordered_set<std::string> held;
-    std::uint64_t bytes = 0;
-    walk(root_of(server) + "/" + layout::namespace_name(id), [&](const fs::path& path) {
+    std::uint64_t bytes = 0, usable = 0;
+    walk(options_.root_dir + "/" + layout::namespace_name(id), [&](const fs::path& path) {
       const auto record = layout::parse_record(path.filename().string());
       if (!record) return;
       bytes += disk_bytes(path.string());
       held.insert(record->key.hex());
     });
-    const std::uint64_t chunks = board_->servers[server].chunks.load();
-    std::uint64_t usable = 0;
-    for (std::uint64_t first = 0; first < chunks; first += kChunksOfPrompt) {
+    for (std::uint64_t first = 0; first < chunks_; first += models_.prompt) {
       std::uint64_t chunk = first;
-      while (chunk < first + kChunksOfPrompt && held.contains(chunk_of(server, chunk).hex())) ++chunk;
+      while (chunk < first + models_.prompt && held.contains(key(chunk).hex())) ++chunk;
       usable += chunk - first;
     }
     fmt::print(
-        "{{\"seconds\": {:.1f}, \"server\": \"{}\", \"chunks_offered\": {}, \"refused\": {}, \"records\": "
+        "{{\"second\": {}, \"server\": \"{}\", \"chunks\": {}, \"refused\": {}, \"records\": {}, \"usable\": "
         "{}, "
-        "\"usable\": {}, \"bytes\": {}, \"share_bytes\": {}, \"root_bytes\": {}, \"max_bytes\": {}}}\n",
-        at, kNames[server], chunks, board_->servers[server].refused.load(), held.size(), usable, bytes,
-        max_bytes_ / 2, du(root_of(server)), bound_of(server));
+        "\"bytes\": {}, \"share_bytes\": {}, \"root_bytes\": {}, \"max_bytes\": {}}}\n",
+        second, kNames[index_], chunks_, refused_, held.size(), usable, bytes, share_, du(options_.root_dir),
+        options_.max_bytes);
+    std::fflush(stdout);
   }
 
-  const std::string directory_;
-  const std::uint64_t max_bytes_, record_bytes_;
-  Board* board_ = nullptr;
-  pid_t children_[kServers] = {};
+ private:
+  ChunkKey key(std::uint64_t number) const {
+    return key_of(static_cast<std::uint64_t>(index_) << 40 | number);
+  }
+
+  const std::size_t index_;
+  const std::uint64_t share_;
+  const ModelsOptions models_;
+  const FsTierOptions options_;
+  AlignedBuffer row_;
+  FsStore store_;
+  std::uint64_t chunks_ = 0, refused_ = 0;
 };
 
-void measure_models(const std::string& directory, double seconds, std::uint64_t max_bytes,
-                    std::uint64_t record_bytes) {
-  constexpr double kSampleEvery = 15;
-  Models models(directory, max_bytes, record_bytes);
-  models.sample(0);
-  models.start_second();
-  const double began = now();
-  for (double at = kSampleEvery; at <= seconds; at += kSampleEvery) {
-    pause_for(std::max(0.0, began + at - now()));
-    models.sample(now() - began);
+void measure_models(const std::string& directory, const ModelsOptions& options) {
+  constexpr std::uint64_t kSampleEvery = 20;  // seconds
+  fs::create_directories(directory);
+  FakeClock clock;
+  const std::string shared = directory + "/shared";
+  const std::uint64_t share = options.max_bytes / 2;
+  std::vector<std::unique_ptr<Server>> servers;
+  servers.push_back(std::make_unique<Server>(0, shared, options.max_bytes, share, options, clock));
+  const auto pass_second = [&] {
+    for (const auto& server : servers) {
+      for (std::uint64_t i = 0; i < options.per_second; ++i) server->write();
+    }
+    for (const auto& server : servers) server->tick();
+    clock.advance(std::chrono::seconds(1));
+  };
+  while (!servers[0]->has_written(options.max_bytes * 5 / 4)) pass_second();
+  servers[0]->print(0);
+  servers.push_back(std::make_unique<Server>(1, shared, options.max_bytes, share, options, clock));
+  servers.push_back(std::make_unique<Server>(2, directory + "/alone", share, share, options, clock));
+  for (std::uint64_t second = 1; second <= options.seconds; ++second) {
+    pass_second();
+    if (second % kSampleEvery != 0) continue;
+    for (const auto& server : servers) server->print(second);
   }
 }
 
@@ -398,12 +366,12 @@ int main(int argc, char** argv) {
     measure_dead(argv[2],
                  {static_cast<std::uint32_t>(number(3)), static_cast<std::uint32_t>(number(4)), number(5)},
                  static_cast<int>(number(6)), static_cast<int>(number(7)));
-  } else if (command == "models" && argc == 6) {
-    measure_models(argv[2], static_cast<double>(number(3)), number(4), number(5));
+  } else if (command == "models" && argc == 8) {
+    measure_models(argv[2], {number(3), number(4), number(5), number(6), number(7)});
   } else {
     fmt::print(stderr,
                "usage: {0} dead DIRECTORY LEAVES FILES RECORD_BYTES WRITES BATCHES\n"
-               "       {0} models DIRECTORY SECONDS MAX_BYTES RECORD_BYTES\n",
+               "       {0} models DIRECTORY SECONDS MAX_BYTES RECORD_BYTES PER_SECOND PROMPT\n",
                argv[0]);
     return 2;
   }

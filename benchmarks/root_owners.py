@@ -76,15 +76,22 @@ def measure_dead(program: Path, options: argparse.Namespace) -> dict[str, list[f
 def measure_models(program: Path, options: argparse.Namespace) -> tuple[dict[str, list[float]], Lines]:
     """Figures of the last quarter of the samples, and all samples."""
     lines = run(
-        program, "models", options.directory, options.seconds, options.max_bytes, options.model_record
+        program,
+        "models",
+        options.directory,
+        options.seconds,
+        options.max_bytes,
+        options.model_record,
+        options.per_second,
+        options.prompt,
     )
     figures: dict[str, list[float]] = defaultdict(list)
     for line in lines:
-        if line["seconds"] < options.seconds * 3 / 4:
+        if line["second"] < options.seconds * 3 / 4:
             continue
         figures[f"{line['server']}, held of its share"].append(line["bytes"] / line["share_bytes"])
         figures[f"{line['server']}, usable of its records"].append(line["usable"] / max(line["records"], 1))
-        figures[f"{line['server']}, refused of its writes"].append(line["refused"] / line["chunks_offered"])
+        figures[f"{line['server']}, refused of its writes"].append(line["refused"] / line["chunks"])
         figures[f"{line['server']}, root of its bound"].append(line["root_bytes"] / line["max_bytes"])
     return figures, lines
 
@@ -104,9 +111,11 @@ def main() -> None:
     parser.add_argument("--record-bytes", type=int, default=4096, help="payload of a record (dead)")
     parser.add_argument("--writes", type=int, default=1000, help="in a batch")
     parser.add_argument("--batches", type=int, default=3)
-    parser.add_argument("--seconds", type=int, default=240, help="that the two models write side by side")
+    parser.add_argument("--seconds", type=int, default=320, help="of the simulated clock (models)")
     parser.add_argument("--max-bytes", type=int, default=512 << 20, help="of the shared root")
     parser.add_argument("--model-record", type=int, default=60 << 10, help="payload of a record (models)")
+    parser.add_argument("--per-second", type=int, default=48, help="chunks that each server writes (models)")
+    parser.add_argument("--prompt", type=int, default=400, help="chunks of a prompt (models)")
     parser.add_argument("--name", default="root_owners", help="of the result file")
     options = parser.parse_args()
     builds = {"now": options.program} | ({"before": options.before} if options.before else {})
