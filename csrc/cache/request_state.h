@@ -132,6 +132,7 @@ struct RequestState {
   std::uint32_t fetched_for = 0;  // fetches that it ever awaited in this wait
   std::vector<Slot> held;         // resident, pinned once each for this request
   std::map<OpId, Slot> awaited;   // being fetched, among others for this request; the oldest read first
+  std::uint64_t waiter = 0;       // of these reads (TierOps::Waiter)
   bool decided = false;           // load or recompute
   // No (further) fetch for this group, and why.
   std::vector<std::optional<MissReason>> closed;
@@ -195,6 +196,7 @@ struct RequestState {
     fetched_for = 0;
     held.clear();
     awaited.clear();
+    waiter = 0;
     for (auto& reason : closed) reason.reset();
   }
 };

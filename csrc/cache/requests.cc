@@ -48,7 +48,7 @@ void Requests::end(RequestHandle handle) {
   require_live(handle);
   RequestState& request = requests_[handle];
   count_pass(request);
-  stop_waiting(handle, request);
+  stop_waiting(request);
   request.end();
   free_.push_back(handle);
   if (live() == 0) idle_since_ = clock_.now();
@@ -74,9 +74,12 @@ void Requests::start_waiting(RequestHandle handle, RequestState& request) {
   waiting_.push_back(handle);
 }
 
-void Requests::stop_waiting(RequestHandle handle, RequestState& request) {
+void Requests::stop_waiting(RequestState& request) {
   for (const Slot slot : std::exchange(request.held, {})) chunks_.unpin(slot);
-  for (const auto& [op, slot] : std::exchange(request.awaited, {})) ops_.stop_awaiting(slot, handle);
+  if (!request.awaited.empty()) {
+    left_.push_back({std::exchange(request.waiter, 0), std::exchange(request.awaited, {})});
+    give_back_reads();
+  }
   if (request.waiting) {
     waiting_[request.waits_at] = waiting_.back();
     requests_[waiting_.back()].waits_at = request.waits_at;
@@ -85,9 +88,23 @@ void Requests::stop_waiting(RequestHandle handle, RequestState& request) {
   request.waiting = false;
 }
 
+void Requests::give_back_reads() {
+  for (std::size_t i = 0; i < kReadsGivenBackAtOnce && !left_.empty(); ++i) {
+    LeftReads& left = left_.front();
+    ops_.stop_awaiting(left.reads.begin()->first, left.waiter);
+    left.reads.erase(left.reads.begin());
+    if (left.reads.empty()) left_.pop_front();
+  }
+}
+
+void Requests::end_step() {
+  ++step_;
+  give_back_reads();
+}
+
 void Requests::expire(RequestHandle handle, MissReason reason) {
   RequestState& request = requests_[handle];
-  stop_waiting(handle, request);
+  stop_waiting(request);
   request.expired = true;
   request.expired_for = reason;
 }
@@ -130,10 +147,12 @@ void Requests::remove_held(RequestHandle handle, std::span<const Slot> slots) {
 }
 
 void Requests::await(RequestHandle handle, Slot slot) {
-  const std::optional<OpId> read = ops_.await(slot, handle);
+  RequestState& request = requests_[handle];
+  if (request.awaited.empty()) request.waiter = std::uint64_t{++last_wait_} << 32 | handle;
+  const std::optional<OpId> read = ops_.await(slot, request.waiter);
   if (!read) return;
-  requests_[handle].awaited.emplace(*read, slot);
-  ++requests_[handle].fetched_for;
+  request.awaited.emplace(*read, slot);
+  ++request.fetched_for;
 }
 
 void Requests::leave_probes(RequestHandle handle, std::size_t most, Nanos now) {
@@ -171,8 +190,9 @@ void Requests::restart_load_budget(RequestHandle handle) {
   if (request.load_budget > Nanos(0)) request.load_budget_end = request.reads_since + request.load_budget;
 }
 
-void Requests::read_ended(RequestHandle waiter, const TierOps::ReadEnd& end) {
-  RequestState& request = requests_[waiter];
+void Requests::read_ended(TierOps::Waiter waiter, const TierOps::ReadEnd& end) {
+  RequestState& request = requests_[static_cast<RequestHandle>(waiter)];
+  if (request.waiter != waiter) return;  // it left
   request.awaited.erase(end.op);
   if (end.arrived) {
     chunks_.pin(end.slot);
@@ -183,6 +203,7 @@ void Requests::read_ended(RequestHandle waiter, const TierOps::ReadEnd& end) {
 }
 
 bool Requests::has_pending_work() const {
+  if (!left_.empty()) return true;  // or the reads of who left would go on while no other request comes
   return std::any_of(waiting_.begin(), waiting_.end(), [&](RequestHandle handle) {
     const RequestState& request = requests_[handle];
     if (!request.awaited.empty()) return true;
@@ -205,6 +226,7 @@ void Requests::forget() {
   }
   waiting_.clear();
   pending_.clear();
+  left_.clear();
 }
 
 // ---- admission
@@ -216,7 +238,7 @@ void Requests::admit(RequestHandle handle) {
   request.knows_span = false;  // it may be asked about again, from another place
   if (!request.waiting && !request.expired) return;
   request.report.waited_seconds += request.waited_seconds();
-  stop_waiting(handle, request);
+  stop_waiting(request);
   request.clear_wait();
 }
 

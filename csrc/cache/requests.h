@@ -4,13 +4,16 @@
 // Invariant: a request that waits has a deadline, and is told kMiss, with a reason,
 // for what is not there by then. It holds one pin on each chunk in `held`; it is among
 // the waiters of exactly the reads of `awaited`; both are given back when it is
-// admitted (its load or store begins), expires or ends. Each chunk that it was told
+// admitted (its load or store begins), expires or ends. Reads are given back a bounded number at a time, in
+// the calls and steps that follow: who awaited them then is nobody's waiter. Each chunk that it was told
 // about is counted once per admission, as a hit or as a miss with its reason.
 //
 // Threads: one (the scheduler's).
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <optional>
 #include <span>
 #include <vector>
@@ -29,6 +32,9 @@ namespace kv_offload {
 
 class Requests {
  public:
+  // Reads that one call or step cancels. All reads of a prompt of a million tokens at once would stop the
+  // scheduler for tenths of a second. The oldest go first, so that few are begun meanwhile.
+  static constexpr std::size_t kReadsGivenBackAtOnce = 2048;
   // What it works with; all of it outlives this.
   struct Context {
     const ChunkGroups& groups;
@@ -90,8 +96,8 @@ class Requests {
   void expire(RequestHandle request, MissReason reason);
 
   // A read that it waited for ended.
-  void read_ended(RequestHandle waiter, const TierOps::ReadEnd& end);
-  void end_step() { ++step_; }
+  void read_ended(TierOps::Waiter waiter, const TierOps::ReadEnd& end);
+  void end_step();
   // Some request waits for a read or a plan.
   bool has_pending_work() const;
   // Nothing is held or awaited any more; requests live on. REQUIRES: pins and reads are gone.
@@ -114,7 +120,8 @@ class Requests {
   LookupResult miss(RequestState& request, std::uint32_t group, MissReason reason);
   std::optional<MissReason> may_not_wait(const RequestState& request, bool from_tier) const;
   void start_waiting(RequestHandle handle, RequestState& request);
-  void stop_waiting(RequestHandle handle, RequestState& request);  // gives back pins and reads
+  void stop_waiting(RequestState& request);  // gives back pins and reads
+  void give_back_reads();                    // some of those that were left
   // Counts the misses of the last pass, once.
   void count_pass(RequestState& request);
   void count_scan(RequestState& request, std::span<const Lookup> scan, bool first);
@@ -135,6 +142,13 @@ class Requests {
   std::vector<RequestState> requests_;  // by handle
   std::vector<RequestHandle> free_;
   std::uint32_t last_number_ = 0;
+  std::uint32_t last_wait_ = 0;
+  // Reads that were awaited by who left, the oldest first. They are cancelled in parts.
+  struct LeftReads {
+    TierOps::Waiter waiter;
+    std::map<OpId, Slot> reads;
+  };
+  std::deque<LeftReads> left_;
   Nanos idle_since_;  // while no request lives
   std::uint64_t step_ = 1;
   std::vector<RequestHandle> pending_;  // with a pending answer in this step

@@ -142,19 +142,18 @@ void TierOps::read(std::span<const Read> reads, Nanos deadline, bool probe) {
   }
 }
 
-std::optional<OpId> TierOps::await(Slot slot, RequestHandle request) {
+std::optional<OpId> TierOps::await(Slot slot, Waiter waiter) {
   const auto read = reads_.find(slot);
-  if (read == reads_.end() || !ops_.at(read->second).waiters.insert(request).second) return std::nullopt;
+  if (read == reads_.end() || !ops_.at(read->second).waiters.insert(waiter).second) return std::nullopt;
   return read->second;
 }
 
-void TierOps::stop_awaiting(Slot slot, RequestHandle request) {
-  const auto read = reads_.find(slot);
-  if (read == reads_.end()) return;
-  Op& op = ops_.at(read->second);
-  op.waiters.erase(request);
+void TierOps::stop_awaiting(OpId read, Waiter waiter) {
+  const auto found = ops_.find(read);
+  if (found == ops_.end() || found->second.waiters.erase(waiter) == 0) return;
+  Op& op = found->second;
   // Nobody needs it any more. Its completion gives the row back.
-  if (op.waiters.empty()) tiers_[op.tier]->cancel(read->second);
+  if (op.waiters.empty()) tiers_[op.tier]->cancel(read);
 }
 
 bool TierOps::leave_as_probe(Slot slot, Nanos now) {
@@ -204,7 +203,7 @@ void TierOps::finish_read(Op& op, const Completion& completion) {
   // One that expired was submitted for a request whose wait is over; another may wait on.
   const bool tried = kind != StatusKind::kCancelled && kind != StatusKind::kExpired;
   if (!arrived && tried) end.failed = miss_reason_of(kind);
-  for (const RequestHandle waiter : op.waiters) on_read_end_(waiter, end);
+  for (const Waiter waiter : op.waiters) on_read_end_(waiter, end);
   if (arrived) {
     chunks_.finish_fetch(op.slot, op.tier);
     note_recorded(op.tier, op.slot);

@@ -58,7 +58,10 @@ class TierOps {
     // Why not; nothing when the read was given up before it was tried.
     std::optional<MissReason> failed;
   };
-  using OnReadEnd = std::function<void(RequestHandle waiter, const ReadEnd& end)>;
+  // Who waits for reads. A number that the caller never gives to anybody else, so that one who left and whose
+  // reads are not cancelled yet is not taken for another.
+  using Waiter = std::uint64_t;
+  using OnReadEnd = std::function<void(Waiter waiter, const ReadEnd& end)>;
   // A read's chunk has become resident.
   using OnFetched = std::function<void(Slot slot, std::uint8_t tier)>;
 
@@ -107,10 +110,10 @@ class TierOps {
   // `deadline`: not started after it (0: none). `probe`: to learn how fast the tier is
   // now; nobody needs the chunks.
   void read(std::span<const Read> reads, Nanos deadline, bool probe);
-  // This request needs the chunk. The read that it waits for; none when it waits already or nothing reads it.
-  std::optional<OpId> await(Slot slot, RequestHandle request);
-  // It no longer does. A read that nobody waits for is cancelled.
-  void stop_awaiting(Slot slot, RequestHandle request);
+  // Waits for the read that brings the chunk, and returns it; none when it waits already or nothing reads it.
+  std::optional<OpId> await(Slot slot, Waiter waiter);
+  // Waits for this read no more, which may have ended. A read that nobody waits for is cancelled.
+  void stop_awaiting(OpId read, Waiter waiter);
   // Its only waiter leaves, but the read goes on, as a probe. False when others wait too.
   bool leave_as_probe(Slot slot, Nanos now);
   bool is_probe(Slot slot) const;  // being read, and nobody waits for it
@@ -166,8 +169,8 @@ class TierOps {
     RowId row = kNoRow;
     std::uint32_t group = 0;
     Nanos submitted{0};
-    double bytes_ahead = 0;           // on the tier when it was submitted, its own included
-    std::set<RequestHandle> waiters;  // of a read
+    double bytes_ahead = 0;    // on the tier when it was submitted, its own included
+    std::set<Waiter> waiters;  // of a read
   };
 
   TierOp make_op(OpKind kind, std::uint8_t tier, Slot slot);  // registers it

@@ -40,7 +40,7 @@ struct TieredCache::Impl {
         costs(tiers.size()),
         ops(
             {groups, chunks, memory, costs, events, metrics, clock}, region, std::move(tiers),
-            [this](RequestHandle waiter, const TierOps::ReadEnd& end) { requests.read_ended(waiter, end); },
+            [this](TierOps::Waiter waiter, const TierOps::ReadEnd& end) { requests.read_ended(waiter, end); },
             [this](Slot slot, std::uint8_t tier) { write_back.note_fetched(slot, tier); }),
         write_back(groups, chunks, memory, ops, metrics, options.tiers),
         row_supply(groups, chunks, memory, ops, write_back, metrics),

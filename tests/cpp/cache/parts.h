@@ -127,7 +127,7 @@ struct OpParts : ChunkParts {
         costs(parts.tiers),
         ops(
             {groups, chunks, memory, costs, events, metrics, clock}, region, make_tiers(parts.tiers),
-            [this](RequestHandle waiter, const TierOps::ReadEnd& end) {
+            [this](TierOps::Waiter waiter, const TierOps::ReadEnd& end) {
               if (on_read_end) on_read_end(waiter, end);
             },
             [this](Slot slot, std::uint8_t from) {
@@ -192,7 +192,7 @@ struct RequestParts : LoadParts {
   explicit RequestParts(PartsOptions parts = {})
       : LoadParts(std::move(parts)),
         requests({groups, chunks, memory, costs, ops, load_jobs, metrics, clock}, options) {
-    on_read_end = [this](RequestHandle waiter, const TierOps::ReadEnd& end) {
+    on_read_end = [this](TierOps::Waiter waiter, const TierOps::ReadEnd& end) {
       requests.read_ended(waiter, end);
     };
   }

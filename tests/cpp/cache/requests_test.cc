@@ -1,5 +1,7 @@
 #include "cache/requests.h"
 
+#include <fmt/format.h>
+
 #include "cache/parts.h"
 
 namespace kv_offload {
@@ -90,6 +92,68 @@ TEST_F(RequestsTest, AReadThatArrivesIsHeldByAllThatWaitedForIt) {
   EXPECT_THAT(requests_.at(a_).awaited, IsEmpty());
   requests_.end(a_);
   EXPECT_EQ(parts_.chunks.at(slot).pins, 1u);
+}
+
+class ManyReads : public ::testing::Test {
+ protected:
+  static constexpr std::size_t kMany = 2 * Requests::kReadsGivenBackAtOnce + 10;
+
+  void await_all(RequestHandle request) {
+    for (const TierOps::Read& read : reads_) parts_.requests.await(request, read.slot);
+  }
+  void SetUp() override {
+    for (std::size_t i = 0; i < kMany; ++i) {
+      const std::string name = fmt::format("{}", i);
+      parts_.record(name);
+      reads_.push_back({parts_.fetching(name), 0});
+    }
+    parts_.ops.read(reads_, Nanos(0), false);
+  }
+
+  RequestParts parts_{PartsOptions{.rows = kMany}};
+  std::vector<TierOps::Read> reads_;
+};
+
+TEST_F(ManyReads, OfWhoEndsAreCancelledAFewAtATimeTheOldestFirst) {
+  const RequestHandle request = parts_.requests.begin({});
+  await_all(request);
+  parts_.requests.end(request);
+  EXPECT_EQ(parts_.tier->queued_reads(), kMany - Requests::kReadsGivenBackAtOnce);
+  EXPECT_TRUE(parts_.requests.has_pending_work()) << "an idle engine goes on stepping";
+  parts_.ops.poll();
+  EXPECT_FALSE(parts_.has("0"));
+  EXPECT_EQ(parts_.chunks.at(reads_.back().slot).state, ChunkState::kFetching);
+  parts_.requests.end_step();
+  parts_.requests.end_step();
+  EXPECT_EQ(parts_.tier->queued_reads(), 0u);
+  EXPECT_FALSE(parts_.requests.has_pending_work());
+}
+
+TEST_F(ManyReads, OfWhoEndedAreNotThoseOfWhoHasTheHandleNext) {
+  const RequestHandle first = parts_.requests.begin({});
+  await_all(first);
+  parts_.requests.end(first);
+  const RequestHandle next = parts_.requests.begin({});
+  ASSERT_EQ(next, first);
+  const Slot last = reads_.back().slot;
+  parts_.requests.await(next, last);
+  EXPECT_EQ(parts_.requests.at(next).fetched_for, 1u);
+  parts_.requests.end_step();
+  parts_.requests.end_step();
+  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "it is needed";
+  parts_.finish();
+  EXPECT_EQ(parts_.chunks.at(last).pins, 1u);
+  EXPECT_THAT(parts_.requests.at(next).held, ElementsAre(last));
+}
+
+TEST_F(ManyReads, ThatArriveForWhoEndedAreHeldByNobody) {
+  const RequestHandle request = parts_.requests.begin({});
+  await_all(request);
+  parts_.requests.end(request);
+  ASSERT_EQ(parts_.requests.begin({}), request);
+  parts_.finish();
+  EXPECT_EQ(parts_.chunks.at(reads_.back().slot).pins, 0u);
+  EXPECT_THAT(parts_.requests.at(request).held, IsEmpty());
 }
 
 TEST_F(RequestsTest, AReadThatFailedIsAMissForWhoWaitedAndIsNotAskedForAgain) {

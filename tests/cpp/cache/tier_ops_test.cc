@@ -12,14 +12,14 @@ using ::testing::SizeIs;
 class TierOpsTest : public ::testing::Test {
  protected:
   struct Told {
-    RequestHandle waiter;
+    TierOps::Waiter waiter;
     bool arrived;
     std::optional<MissReason> failed;
     ChunkState state;  // of the chunk, while it is told
     bool operator==(const Told&) const = default;
   };
   TierOpsTest() {
-    parts_.on_read_end = [this](RequestHandle waiter, const TierOps::ReadEnd& end) {
+    parts_.on_read_end = [this](TierOps::Waiter waiter, const TierOps::ReadEnd& end) {
       told_.push_back({waiter, end.arrived, end.failed, parts_.chunks.at(end.slot).state});
     };
   }
@@ -86,11 +86,13 @@ TEST_F(TierOpsTest, AReadThatFailsMakesItsChunkAbsentWithTheReasonAndIsCountedOn
 TEST_F(TierOpsTest, AReadThatIsGivenUpIsNoFailureOfItsKey) {
   parts_.record("a");
   const Slot slot = read("a");
-  ops_.await(slot, 5);
+  const OpId op = ops_.await(slot, 5).value();
   ops_.await(slot, 6);
-  ops_.stop_awaiting(slot, 5);
+  ops_.stop_awaiting(op, 5);
   EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "another waits for it";
-  ops_.stop_awaiting(slot, 6);
+  ops_.stop_awaiting(op, 5);
+  EXPECT_EQ(parts_.tier->queued_reads(), 1u) << "it left before";
+  ops_.stop_awaiting(op, 6);
   EXPECT_EQ(parts_.tier->queued_reads(), 0u);
   parts_.finish();
   EXPECT_THAT(told_, IsEmpty());
@@ -102,10 +104,10 @@ TEST_F(TierOpsTest, AReadThatIsGivenUpIsNoFailureOfItsKey) {
 TEST_F(TierOpsTest, AReadIsLeftAsAProbeUnlessOthersWaitForIt) {
   parts_.record("a");
   const Slot slot = read("a");
-  ops_.await(slot, 5);
+  const OpId op = ops_.await(slot, 5).value();
   ops_.await(slot, 6);
   EXPECT_FALSE(ops_.leave_as_probe(slot, Nanos(0)));
-  ops_.stop_awaiting(slot, 6);
+  ops_.stop_awaiting(op, 6);
   EXPECT_FALSE(ops_.is_probe(slot));
   EXPECT_TRUE(ops_.leave_as_probe(slot, Nanos(0)));
   EXPECT_TRUE(ops_.is_probe(slot));
