@@ -2,9 +2,10 @@
 
     python benchmarks/figures.py [--check]
 
-Nothing is measured here. All of them look alike and can be read without colour: shades and hatches for bars,
-marks for lines, and the figure beside each bar. --check draws nothing and ends with 1 if a picture is missing
-or was drawn from other results (each picture carries a digest of what it was drawn from).
+Nothing is measured here. All of them look alike. Their colours are those of Okabe and Ito, which differ for
+colour-blind readers too; hatches, marks and the value at each bar make the pictures readable in grey. --check
+draws nothing and ends with 1 if a picture is missing or was drawn from other results (each picture carries a
+digest of what it was drawn from).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 FIGURES = HERE.parent / "docs" / "figures"
 KEY = "Description"  # of a PNG's texts: the digest
-STYLES = ({"color": "0.25"}, {"color": "0.6"}, {"color": "0.85", "hatch": "//"})
+STYLES = ({"color": "#999999"}, {"color": "#0072B2"}, {"color": "#E69F00", "hatch": "//"})
+LINES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#999999")
 NONE, OURS, VLLM = range(3)
 NAMES = ("computed, no connector", "vllm-kv-offload", "vLLM's tiering")
 
@@ -73,14 +75,14 @@ def policies(figure: Any, found: dict[str, Any]) -> None:
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in found["host"]:
         lines.setdefault(row["policy"], []).append((row["host_blocks"], 100 * row["hit_ratio"]))
-    for (policy, points), mark, dash in zip(
-        lines.items(), "os^vDPX*", ("-", "--", "-.", ":", "-", "--", "-.", ":"), strict=False
+    for (policy, points), mark, dash, color in zip(
+        lines.items(), "os^vDPX*", ("-", "--", "-.", ":", "-", "--", "-.", ":"), LINES, strict=False
     ):
         axes.plot(
             *zip(*sorted(points), strict=True),
             marker=mark,
             linestyle=dash,
-            color="0.15",
+            color=color,
             markerfacecolor="white",
             label=policy,
         )

@@ -48,81 +48,88 @@ class OffloadConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cpu_bytes_to_use: ByteSize = Field(
-        gt=0, description="host memory of the whole engine, all ranks together, exact"
+        gt=0, description="host memory for the whole engine, all ranks together"
     )
     secondary_tiers: tuple[AnyTier, ...] = Field(
         default=(),
         max_length=MAX_TIERS,
-        description=f"tiers below host memory, fastest first; at most {MAX_TIERS}",
+        description=f"tiers below host memory, fastest first, at most {MAX_TIERS}",
     )
     eviction_policy: str = Field(
         default="prefix",
-        description='which chunks leave host memory first: "prefix" (ends of prompts first, by what it '
-        'learns of their return) or "lru"',
+        description='eviction order of host memory: "prefix" (ends of prompts first, by predicted reuse) '
+        'or "lru"',
     )
     model_id: str | None = Field(
         default=None,
         min_length=1,
         max_length=256,
-        description="names the weights, where their files or commit do not (object stores, names that are "
-        "not in the hub's cache): servers share records only under the same name",
+        description="name of the weights. Required where neither local files nor a commit identify them "
+        "(object stores, models outside the hub's cache). Servers share records only under the same name",
     )
     request_hints: Literal["allow", "ignore"] = Field(
         default="allow",
-        description="whether requests may set kv_offload_load_policy, kv_offload_priority, a wait and the "
-        "skip flags in their kv_transfer_params; ignore where clients are not trusted",
+        description="whether requests may set the kv_offload_* keys in their kv_transfer_params. Use ignore "
+        "if clients are not trusted",
     )
     load_policy: Literal["auto", "always", "never"] = Field(
-        default="auto", description="auto: load what arrives sooner than it is computed; always; never"
+        default="auto",
+        description="auto: load what is loaded faster than it is computed; always: load every hit; never: "
+        "load nothing",
     )
     lookup_deadline_ms: int = Field(
-        default=5_000, ge=1, description="no request waits longer than this for a tier"
+        default=5_000, ge=1, description="longest wait of a request for a tier, in ms"
     )
     await_records_ms: int = Field(
         default=0,
         ge=0,
         le=MOST_AWAIT_RECORDS_MS,
-        description="a prompt's chunks that no tier has are waited for so long before they are computed: "
-        "for a server that decodes what others prefill, as their records come after their answers",
+        description="how long a request waits for chunks that another server is still writing, in ms. For "
+        "servers that decode what other servers prefill",
     )
     wait_while_loading: Literal["auto", "sleep", "spin"] = Field(
         default="auto",
-        description="how vLLM's processes wait for each other while a request waits for records of a tier: "
-        "spin, as vLLM does, or sleep 0.2 ms between two looks, which leaves the cores to what reads; auto: "
-        "sleep where vLLM computes on the CPU",
+        description="how vLLM's processes wait for each other while a request waits for a tier: spin (vLLM's "
+        "default), or sleep 0.2 ms between checks, which frees cores for the reader threads. auto: sleep "
+        "where vLLM computes on the CPU",
     )
     openmp_wait: Literal["auto", "sleep", "spin"] = Field(
         default="auto",
-        description="how the threads of ranks that compute on the CPU wait for work: spin for 3 ms, as GNU's "
-        "OpenMP does, or sleep after 10 us; auto: sleep where this engine's ranks compute on all cores. "
-        "GOMP_SPINCOUNT or OMP_WAIT_POLICY in vLLM's environment is left as it is",
+        description="how idle OpenMP threads of ranks on the CPU wait: spin for 3 ms (GNU's default), or "
+        "sleep after 10 us. auto: sleep if this engine's ranks compute on all cores. GOMP_SPINCOUNT and "
+        "OMP_WAIT_POLICY in vLLM's environment take precedence",
     )
     keep_host_memory: bool = Field(
         default=False,
-        description="host memory outlives the server, however it ends, for the next one of the same model: "
-        "until then it stays taken, unless another start needs it",
+        description="keep host memory after the server ends, also after a crash, for the next server of the "
+        "same model. Until then the memory stays allocated, unless another start needs it",
     )
     fixed_weights: bool = Field(
         default=False,
-        description="the weights never change while the server runs: a cache reset from vLLM, which sleep "
-        "and pause ask for too, keeps host memory and all tiers; vLLM's weight updates are refused",
+        description="declares that the weights never change while the server runs. A cache reset, also one "
+        "by sleep or pause, then keeps host memory and all tiers, and vLLM's weight updates are refused",
     )
     metrics_port: int | None = Field(
         default=None,
         ge=1,
         le=65_535,
-        description="each process also serves its own /metrics: the scheduler here, rank r at +1+r",
+        description="port of an additional /metrics page of each process: the scheduler uses this port, "
+        "rank r this port + 1 + r",
     )
-    metrics_host: str = Field(default="127.0.0.1", description="where metrics_port listens")
-    copy_threads: Threads = Field(default=2, description="per rank, of the CPU platform's copier")
+    metrics_host: str = Field(default="127.0.0.1", description="address that metrics_port listens on")
+    copy_threads: Threads = Field(
+        default=2, description="threads of the copier on the CPU platform, per rank"
+    )
     copy_kernel_blocks: int = Field(
         default=8,
         ge=1,
         le=1024,
-        description="per rank, on a GPU: SMs that a kernel copying small pages takes while it runs",
+        description="SMs that the kernel for small pages uses on a GPU, per rank",
     )
-    prefault: bool = Field(default=True, description="touch all host memory at start, not at first use")
-    huge_pages: bool = Field(default=True, description="use huge pages where the system offers them")
+    prefault: bool = Field(
+        default=True, description="allocate all host memory at start instead of at first use"
+    )
+    huge_pages: bool = Field(default=True, description="use huge pages if the system offers them")
 
     @field_validator("metrics_port", mode="before")
     @classmethod

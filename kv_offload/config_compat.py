@@ -6,14 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kv_offload.names import SPEC_MODULE, SPEC_NAME
 from kv_offload.tiers import TierConfig, kind_behind, kinds
 from kv_offload.vllm_verdict import CONNECTOR, REPORTING_CONNECTOR
 from kv_offload.vllm_versions import keys_read_by_vllm
 
 _NEAR = 0.6  # of difflib: so alike are two keys of which one is a misspelling
-
-SPEC_NAME = "KVOffloadSpec"
-SPEC_MODULE = "kv_offload.specs"
 
 # Read by vLLM itself (OffloadingConnector, OffloadingSpec, the factory), whatever the spec.
 VLLM_KEYS = (
@@ -47,12 +45,15 @@ _OF_A_TIER = re.compile(r"disk|ssd|nvme|storage|tier|file|(^|_)fs(_|$)", re.IGNO
 _OF_A_RESERVE = re.compile(r"(^|[^a-z])(min|free|reserve|keep|available)", re.IGNORECASE)
 _OF_A_SECRET = re.compile(r"secret|passw|access_?key|session_?token|credential", re.IGNORECASE)
 
+_SHARED = (
+    "use mooncake or redis, which hosts share over the network, or fs with a root_dir on a shared file system"
+)
 # vLLM's tier types, and what to do instead of each here.
 OTHER_TIERS = {
     "example": "it keeps nothing",
     "obj": "use s3, with its bucket, region and endpoint",
-    "p2p": "share one root_dir between the hosts and use fs",
-    "kvcr": "share one root_dir between the hosts and use fs",
+    "p2p": _SHARED,
+    "kvcr": _SHARED,
 }
 
 

@@ -64,7 +64,7 @@ REASONS = {
         "look at kv_offload_failures_total by kind, at the device, and at the permissions of the root",
     ),
     "pressure": (
-        "host memory had no space for what would have been read",
+        "host memory had no space for the chunks to read",
         "raise cpu_bytes_to_use: everything that is read from a tier passes through it",
     ),
     "disabled": (

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 from kv_offload.log import get_logger
+from kv_offload.names import SPEC_NAME
 
 logger = get_logger(__name__)
 
@@ -67,8 +68,6 @@ def wanted(manager: Any, config: Any) -> bool:
 def asked_for(config: Any) -> str:
     """``openmp_wait`` of the engine's configuration; "spin" where our spec does not serve."""
     from kv_offload.config_compat import own_extra_config
-
-    from .plugin import SPEC_NAME
 
     transfer = config.kv_transfer_config
     if transfer is None:

@@ -2,7 +2,7 @@
 
 import contextlib
 
-SPEC_NAME = "KVOffloadSpec"
+from kv_offload.names import SPEC_MODULE, SPEC_NAME
 
 
 def register() -> None:
@@ -16,7 +16,7 @@ def register() -> None:
     except ImportError:
         return  # no offloading specs in this vLLM at all
     with contextlib.suppress(ValueError, AttributeError, TypeError):  # already, or a factory of another shape
-        OffloadingSpecFactory.register_spec(SPEC_NAME, "kv_offload.specs", SPEC_NAME)
+        OffloadingSpecFactory.register_spec(SPEC_NAME, SPEC_MODULE, SPEC_NAME)
     try:
         from vllm.utils.ompmultiprocessing import OMPProcessManager
     except ImportError:

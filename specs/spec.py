@@ -16,7 +16,7 @@ from kv_offload.namespace import NamespaceIdentity, random_seed_warning
 from kv_offload.sizes import format_bytes
 from kv_offload.sizing import Geometry, boot_line
 
-from .compat import OffloadingSpec, base
+from .compat import OffloadingSpec, base, current_vllm_config
 from .identity import keep_for, merge_fingerprints, namespace_identity
 
 if TYPE_CHECKING:
@@ -59,9 +59,13 @@ class KVOffloadSpec(OffloadingSpec):
     def get_worker(self, kv_caches: Any) -> "KVOffloadWorker":
         """This rank's worker. Raises ValueError or ResourceError, naming what to change."""
         if self._worker is None:
+            from .life_cycle import finish_copies_before_sleep, refuse_weight_updates
             from .worker import make_worker
 
+            if self._options.fixed_weights:
+                refuse_weight_updates(current_vllm_config())
             self._worker = make_worker(self.config, self._options, self.replicated_layout, kv_caches)
+            finish_copies_before_sleep()
         return self._worker
 
     def get_manager(self) -> "KVOffloadManager":

@@ -120,16 +120,12 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     """
     from kv_offload import _core
 
-    from .life_cycle import finish_copies_before_sleep, refuse_weight_updates
-
     parallel = config.parallel
     refuse_several_hosts()
     refuse_external_launcher()
     refuse_several_offloading_connectors()
     if config.parallel.rank == 0:
         tell_offloading_size()
-    if options.fixed_weights:
-        refuse_weight_updates(compat.current_vllm_config())
     tensors = [entry.tensor for entry in kv_caches.tensors]
     pages = [[ref.page_size_bytes for ref in refs] for refs in kv_caches.group_data_refs]
     holds_states = groups_of_states(config)
@@ -195,7 +191,6 @@ def make_worker(config: Any, options: OffloadConfig, replicated: bool, kv_caches
     logger.info("rank %d copies with %s", parallel.rank, rank_worker.describe())
     metrics.set("kv_offload_copy_info", [rank_worker.describe()], 1)
     worker = KVOffloadWorker(rank_worker, region, metrics, _compute_stream_of(copier, device), stores=first)
-    finish_copies_before_sleep()
     worker.at_shutdown = wait_for_messages(options.wait_while_loading, copier, region, worker)
     return worker
 

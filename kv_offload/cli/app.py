@@ -18,7 +18,7 @@ COMMANDS = (
     ("config", "config_command", "Write the JSON for vllm serve --kv-transfer-config, checked."),
     ("doctor", "doctor_command", "Check whether this machine can serve, or how a server is doing."),
     ("size", "size_command", "Show how large a model's KV cache is, and when loading pays off."),
-    ("bench", "bench_command", "Measure a tier and memory copies, each beside its raw speed."),
+    ("bench", "bench_command", "Measure a tier and memory copies against their raw speed."),
     ("top", "top_command", "Show a running server live: tiers, hits, speeds, misses."),
     ("why", "why_command", "Say why nothing, or little, is loaded: from metrics or from a log."),
     ("stat", "root_commands", "Show what a root holds: bytes, records, and each namespace."),

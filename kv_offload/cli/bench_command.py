@@ -34,16 +34,16 @@ def bench(
         str,
         typer.Argument(
             metavar="ROOT",
-            help="Where the tier is or will be: a directory; KIND=PLACE for another kind.",
+            help="Place of the tier: a directory, or KIND=PLACE for another kind.",
             show_default=False,
         ),
     ],
     measure_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="How much to write there, and to copy.")
+        str, typer.Option(metavar="SIZE", help="Bytes to write there, and to copy.")
     ] = "512MiB",
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="Threads of the host copier.")] = 2,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Plan for this model: see kv-offload size.")
+        str | None, typer.Option(metavar="MODEL", help="Plan for this model, given as for kv-offload size.")
     ] = None,
     kv_dtype: Annotated[str, typer.Option(metavar="DTYPE", help="As vLLM's --kv-cache-dtype.")] = "auto",
     tensor_parallel: Annotated[
@@ -51,20 +51,25 @@ def bench(
     ] = 1,
     prefill: Annotated[
         float | None,
-        typer.Option(metavar="TOKENS/S", min=1, help="Its prefill speed here: is a tier there worth it?"),
+        typer.Option(
+            metavar="TOKENS/S",
+            min=1,
+            help="Prefill speed of the model here: report whether a tier there pays off.",
+        ),
     ] = None,
     cpu: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Also write the configuration, with this host memory.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Also print a configuration with this much host memory."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure a tier and memory copies, each beside its raw speed.
+    """Measure a tier and memory copies against their raw speed.
 
     The raw speeds are those of plain system calls in the same place, and of memcpy. Writes temporary files
-    below ROOT, or its nearest parent that exists, and removes them. The plan says for several sizes of a
-    token how many tokens per second a request gets back; load_policy auto measures the same while it
-    serves, so the plan need not be exact. With --prefill it says whether a tier there pays off, and whether
-    it can take everything that is computed, or should write only what is asked for twice (write_policy
+    below ROOT, or its nearest parent that exists, and removes them. The plan shows, for several sizes of a
+    token, how many tokens per second a request loads. It is an estimate: load_policy auto measures the real
+    speed while it serves. With --prefill the plan also shows whether a tier there pays off, and whether it
+    can write everything that is computed or should write chunks at their second request (write_policy
     reuse:2).
 
     \b

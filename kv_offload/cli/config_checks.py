@@ -7,8 +7,9 @@ from typing import Any
 from kv_offload import vllm_verdict
 from kv_offload.cli.doctor_checks import Check
 from kv_offload.config import ConfigError, OffloadConfig
-from kv_offload.config_compat import SPEC_MODULE, SPEC_NAME, is_llmd_config, own_extra_config
+from kv_offload.config_compat import is_llmd_config, own_extra_config
 from kv_offload.machine import cautions
+from kv_offload.names import SPEC_MODULE, SPEC_NAME
 
 _PARTIAL = (
     "there is no kv_connector: vLLM serves without any, unless it is started with --kv-offloading-size. "

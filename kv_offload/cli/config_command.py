@@ -11,7 +11,7 @@ from kv_offload.cli.terminal import PROBLEM, fail, plain_errors, say
 
 def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
     """vLLM's KV transfer configuration with ``extra`` as our part of it."""
-    from kv_offload.config_compat import SPEC_MODULE, SPEC_NAME
+    from kv_offload.names import SPEC_MODULE, SPEC_NAME
 
     return {
         "kv_connector": "OffloadingConnector",
@@ -26,8 +26,8 @@ def config(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Host memory for the whole engine, all ranks together: 32GiB. Without it: a quarter of what "
-            "is available here.",
+            help="Host memory for the whole engine, all ranks together: 32GiB. Default: a quarter of the "
+            "available memory.",
         ),
     ] = None,
     disk: Annotated[
@@ -40,8 +40,8 @@ def config(
         list[str] | None,
         typer.Option(
             metavar="SIZE",
-            help="Hard bound of the --disk at the same position: 500GiB. Without it: half of the sum of what "
-            "is free and what the directory already holds.",
+            help="Hard limit of the --disk at the same position: 500GiB. Default: half of the sum of the "
+            "free space and what the directory already holds.",
         ),
     ] = None,
     tier: Annotated[
@@ -68,35 +68,43 @@ def config(
         ),
     ] = None,
     o_direct: Annotated[
-        str | None, typer.Option(metavar="MODE", help="auto, on or off: bypass the page cache.")
+        str | None, typer.Option(metavar="MODE", help="Bypass the page cache: auto, on or off.")
     ] = None,
     read_threads: Annotated[
-        int | None, typer.Option(metavar="N", help="Reading threads of each tier.")
+        int | None, typer.Option(metavar="N", help="Reader threads of each tier.")
     ] = None,
     write_threads: Annotated[
-        int | None, typer.Option(metavar="N", help="Writing threads of each tier.")
+        int | None, typer.Option(metavar="N", help="Writer threads of each tier.")
     ] = None,
     load_policy: Annotated[
         str | None,
-        typer.Option(metavar="POLICY", help="auto (load what is faster than computing), always, never."),
+        typer.Option(
+            metavar="POLICY", help="auto (load what is loaded faster than computed), always or never."
+        ),
     ] = None,
     blocks_per_chunk: Annotated[
         int | None,
-        typer.Option(metavar="N", help="vLLM blocks in a chunk: more make larger records, coarser hits."),
+        typer.Option(
+            metavar="N", help="vLLM blocks in a chunk. Larger chunks make larger records and coarser hits."
+        ),
     ] = None,
     metrics_port: Annotated[
         int | None,
         typer.Option(
             metavar="PORT",
-            help="Each process serves its own /metrics: scheduler here, rank r +1+r.",
+            help="Each process serves its own /metrics: the scheduler on PORT, rank r on PORT+1+r.",
         ),
     ] = None,
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=JSON", help="Any other key: --set lookup_deadline_ms=2000."),
+        typer.Option(
+            "--set",
+            metavar="KEY=JSON",
+            help="Set any other key: --set lookup_deadline_ms=2000. May be repeated.",
+        ),
     ] = None,
     shell: Annotated[
-        bool, typer.Option("--shell", help="Print the whole option, quoted for a shell.")
+        bool, typer.Option("--shell", help="Print the whole --kv-transfer-config option, quoted for a shell.")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the JSON alone, on one line. This is the default.")
@@ -104,7 +112,7 @@ def config(
 ) -> None:
     """Write the JSON for vllm serve --kv-transfer-config, checked.
 
-    Without options the configuration is host memory alone: a quarter of what this machine has available.
+    Without options the configuration has host memory only: a quarter of the available memory.
     Directories are written as absolute paths. Sizes need a unit: KiB, MiB, GiB,
     TiB or Ki, Mi, Gi, Ti (powers of 1024), KB, MB, GB, TB or K, M, G, T (powers of 1000).
 

@@ -40,12 +40,13 @@ def doctor(
         str | None,
         typer.Option(
             metavar="JSON|@FILE",
-            help="What --kv-transfer-config gets, or its kv_connector_extra_config alone; or a file of it.",
+            help="The value of --kv-transfer-config, or its kv_connector_extra_config alone. @FILE reads a "
+            "file.",
         ),
     ] = None,
     root: Annotated[
         list[str] | None,
-        typer.Option(metavar="ROOT", help="Also ask about this directory, or KIND=PLACE. May be repeated."),
+        typer.Option(metavar="ROOT", help="Also check this directory, or KIND=PLACE. May be repeated."),
     ] = None,
     kv_offloading_size: Annotated[
         float | None,
@@ -53,18 +54,18 @@ def doctor(
             "--kv-offloading-size",
             min=0.0,
             metavar="GIB",
-            help="What vLLM gets as --kv-offloading-size beside it: it overwrites parts of --config.",
+            help="The value of vLLM's --kv-offloading-size, which overwrites parts of --config.",
             show_default=False,
         ),
     ] = None,
     ranks: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Worker processes of the engine, for metrics_port.")
+        int, typer.Option(min=1, metavar="N", help="Worker processes of the engine, to check metrics_port.")
     ] = 1,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Measure the speed of disks and of copies.")
     ] = True,
     measure_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="How much to write to each disk to measure it.")
+        str, typer.Option(metavar="SIZE", help="Bytes to write to each disk for the measurement.")
     ] = "256MiB",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -72,11 +73,11 @@ def doctor(
 
     Without URL: version, device, memory, ports, disks, and the settings that the configuration amounts to.
     Allocates no host memory for serving and changes no root; to measure a disk it writes temporary records
-    in a directory that it removes again. With URL: what the server's metrics say about its tiers, their
-    failures, and what is missed and why.
+    in a directory that it removes again. With URL: the server's tiers, their failures and the misses by
+    reason, from its metrics.
 
-    Where vLLM is installed, its own parser judges the configuration, which takes some seconds. It is
-    refused if vLLM does not start with it, or starts and does not use this plugin.
+    Where vLLM is installed, its own parser checks the configuration, which takes some seconds. The
+    configuration is refused if vLLM would not start with it, or would start without this plugin.
 
     \b
     Examples:

@@ -44,34 +44,41 @@ class Bound:
 def evict(
     root: Root,
     max_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bound of everything in the root: 500GiB.", show_default=False)
+        str, typer.Option(metavar="SIZE", help="Limit of everything in the root: 500GiB.", show_default=False)
     ],
     high: Annotated[
-        float, typer.Option(min=1, max=100, metavar="PERCENT", help="Of --max-bytes: evict when above.")
+        float,
+        typer.Option(
+            min=1, max=100, metavar="PERCENT", help="Start to evict above this share of --max-bytes."
+        ),
     ] = 95,
     low: Annotated[
-        float, typer.Option(min=0, max=100, metavar="PERCENT", help="Of --max-bytes: evict until below.")
+        float,
+        typer.Option(min=0, max=100, metavar="PERCENT", help="Evict down to this share of --max-bytes."),
     ] = 90,
     dead_after: Annotated[
         str,
         typer.Option(
             metavar="DURATION",
-            help="A namespace that no server has open, unused for so long, goes first: 30min, 12h, 7d.",
+            help="First evict namespaces that no server has open and that were unused this long: 30min, "
+            "12h, 7d.",
         ),
     ] = "1h",
-    watch: Annotated[bool, typer.Option("--watch", help="Go on until SIGTERM or SIGINT.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Run until SIGTERM or SIGINT.")] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="With --watch: how often to look.")
+        float, typer.Option(min=0.1, metavar="SECONDS", help="With --watch: time between two checks.")
     ] = 5,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, remove nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Report what would be evicted, and remove nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Remove records until a root is below its bound.
 
-    Runs beside the servers that use the root. First go records that nobody can hit any more: those from
-    before a reset, and namespaces (another model, revision or layout) that no server has open and that were
-    not used for --dead-after. Then records of all namespaces, least recently used first; servers write the
-    time of last use once a minute.
+    Runs alongside the servers that use the root. Records that no server can hit any more are evicted first:
+    those from before a reset, and namespaces (another model, revision or layout) that no server has open
+    and that were not used for --dead-after. Then records of all namespaces, least recently used first;
+    servers write the time of last use once a minute.
 
     Servers keep their own bound and need no evictor. It is for volumes that several of them share: one
     place that sees all their records. It may run on any host that mounts the volume, as the user that the
@@ -85,8 +92,8 @@ def evict(
       kv-offload evict /mnt/kv --max-bytes 500GiB --dry-run
       kv-offload evict /mnt/kv --max-bytes 2TiB --high 95 --low 85 --watch --json
 
-    Exit status: 0 the root is below its bound, or --watch was ended by a signal; 1 it could not be brought
-    below because the rest are not records, or was refused; 2 wrong use, or ROOT is not a root.
+    Exit status: 0 the root is below its bound, or --watch was ended by a signal; 1 it could not (the rest
+    are not records), or was refused; 2 wrong use, or ROOT is not a root.
     """
     from kv_offload.sizes import parse_byte_size
     from kv_offload.tiers import kind_behind, refuse_address

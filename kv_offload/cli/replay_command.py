@@ -13,13 +13,18 @@ from kv_offload.traces import replay as replay_one
 @plain_errors
 def replay(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="Requests, one JSON object a line.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="TRACE", help="File of requests, one JSON object per line.", show_default=False
+        ),
     ],
     host: Annotated[
         list[int] | None,
         typer.Option(metavar="BLOCKS", min=1, help="Capacity of host memory. May be repeated."),
     ] = None,
-    disk: Annotated[int, typer.Option(metavar="BLOCKS", min=0, help="Capacity of a tier below it.")] = 0,
+    disk: Annotated[
+        int, typer.Option(metavar="BLOCKS", min=0, help="Capacity of a disk tier below host memory.")
+    ] = 0,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -28,48 +33,47 @@ def replay(
         ),
     ] = None,
     disk_policy: Annotated[
-        str, typer.Option(metavar="POLICY", help="Of the disk: what goes first when it is full.")
+        str, typer.Option(metavar="POLICY", help="Eviction policy of the disk.")
     ] = "prefix",
     write_policy: Annotated[
-        str, typer.Option(metavar="POLICY", help="Of the disk: through, on_evict, reuse:N.")
+        str, typer.Option(metavar="POLICY", help="Write policy of the disk: through, on_evict or reuse:N.")
     ] = "through",
     kill_after: Annotated[
         int,
-        typer.Option(
-            metavar="N", min=0, help="Kill the server after N requests and start it again; 0: do not."
-        ),
+        typer.Option(metavar="N", min=0, help="Simulate a kill and restart after N requests; 0: none."),
     ] = 0,
     recent: Annotated[
         int,
         typer.Option(
-            metavar="N", min=1, help="Requests before the kill whose prompts are looked for after it."
+            metavar="N",
+            min=1,
+            help="Number of requests before the kill whose prompts are looked up after it.",
         ),
     ] = 50,
     keep_host_memory: Annotated[
-        bool, typer.Option("--keep-host-memory", help="Host memory outlives the kill.")
+        bool, typer.Option("--keep-host-memory", help="Keep host memory over the kill.")
     ] = False,
     block_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="KV cache bytes of a block, to show the bytes written.")
     ] = "0",
     prefill_speed: Annotated[
         float,
-        typer.Option(
-            metavar="TOKENS/S", min=1, help="Prefill speed: a token that is hit saves 1/SPEED seconds."
-        ),
+        typer.Option(metavar="TOKENS/S", min=1, help="Prefill speed. Each hit token saves 1/SPEED seconds."),
     ] = 10_000,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-l", metavar="N", min=1, help="Only the first N requests.")
+        int | None,
+        typer.Option("--limit", "-l", metavar="N", min=1, help="Replay only the first N requests."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Replay a trace of requests against caches of other sizes.
 
-    Uses the index and the eviction policies as a server does, without any memory or disk. Each line
-    is an object such as {"input_length": 1024, "hash_ids": [0, 1]}: the numbers of the prompt's blocks,
-    equal numbers for equal prefixes. Mooncake publishes traces in this form. Hits count from the start of
-    each prompt up to its first missing block. A kill empties host memory, unless the setting keep_host_memory
-    is replayed too, and leaves the disk; "recent after kill" is how much of the last prompts before it hits
-    then, "hits after kill" that of all that come after.
+    Uses the index and the eviction policies as a server does, without any memory or disk. Each line is an
+    object such as {"input_length": 1024, "hash_ids": [0, 1]}: the numbers of the prompt's blocks, equal
+    numbers for equal prefixes. Mooncake publishes traces in this form. Hits count from the start of each
+    prompt up to its first missing block. A kill empties host memory (not with --keep-host-memory) and keeps
+    the disk; "recent after kill" is how much of the last prompts before it hits then, "hits after kill"
+    that of all that come after.
 
     \b
     Example:

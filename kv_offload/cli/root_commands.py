@@ -37,7 +37,9 @@ Root = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Namespace = Annotated[
     str | None,
-    typer.Option("--namespace", "-n", metavar="ID", help="Only this namespace; its first digits are enough."),
+    typer.Option(
+        "--namespace", "-n", metavar="ID", help="Only this namespace. The first digits of its id are enough."
+    ),
 ]
 
 
@@ -51,11 +53,11 @@ _LS_WITHOUT_KEY = 54  # columns that all but the key take in a row of ls
 def stat(root: Root, as_json: Json = False) -> None:
     """Show what a root holds: bytes, records, and each namespace.
 
-    Each model, layout and format has a namespace of its own. With --json each has its description (model,
+    Each model, layout and format has its own namespace. With --json each has its description (model,
     revision, dtype, layout) and its generation (how often it was reset) as well. A server or a bucket knows
     neither of them, nor who uses it: "-", null with --json.
 
-    ROOT is a directory, or the address of a server or a bucket; after its "?" stand keys of the tier.
+    ROOT is a directory, or the address of a server or a bucket. Tier settings follow its "?".
 
     \b
     Examples:
@@ -141,25 +143,28 @@ def ls(
     namespace: Namespace = None,
     by: Annotated[
         Order,
-        typer.Option(help="newest, oldest: by last use. hits: those hit since they were written first."),
+        typer.Option(
+            help="Order of the list. newest and oldest: by last use; hits: records hit since their write "
+            "first."
+        ),
     ] = Order.NEWEST,
     limit: Annotated[
         int,
-        typer.Option("--limit", "-l", min=0, metavar="N", help="The first N; 0: all."),
+        typer.Option("--limit", "-l", min=0, metavar="N", help="List the first N records; 0: all."),
     ] = 50,
     as_json: Json = False,
 ) -> None:
     """List the records of a root, last used first.
 
-    A record's age is that of its last use: servers write it back to the file once a minute. Whether it was
-    used at all since it was written is known from its header, which is read for what is shown, and of all
-    records for --by hits; how often is not kept on disk. In a narrow terminal keys are shortened.
+    The age of a record is the time since its last use, which servers write to the file once a minute. Its
+    header shows if it was hit since its first write; headers are read for the listed records, and for all
+    records with --by hits. The number of hits is not stored. In a narrow terminal keys are shortened.
 
     With --json each record is one line: namespace, generation, key, bytes, mtime (last use, unix seconds),
     created, hit, path. With --limit 0 and by newest they come as they are found.
 
-    On a server or in a bucket nothing is known of hits; the generation is the name of an epoch. A Redis
-    server has no last use where its maxmemory-policy is LFU, and a bucket never; what is not known is "-".
+    On a server or in a bucket hits are unknown, and the generation is the name of an epoch. A Redis
+    server has no last use where its maxmemory-policy is LFU, and a bucket never; unknown values are "-".
 
     \b
     Examples:
@@ -207,25 +212,25 @@ def ls(
 @plain_errors
 def verify(
     root: Root,
-    repair: Annotated[bool, typer.Option("--repair", help="Remove what is proven bad.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Remove records that are proven damaged.")] = False,
     encryption_key_file: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="Open sealed records, too; once for each key.", show_default=False),
+        typer.Option(metavar="FILE", help="Key of encrypted records. May be repeated.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Check every record of a root: length, header, key, checksums.
 
     Also finds records that no server can find, because their name or directory is wrong, and namespaces
-    whose namespace.json does not match their id. --repair removes what is proven bad, nothing else: what is
-    removed is computed again. Records that cannot be read (an I/O error, permissions) are named and kept.
+    whose namespace.json does not match their id. --repair removes only records that are proven damaged;
+    servers compute them again. Records that cannot be read (an I/O error, permissions) are named and kept.
     Servers may use the root meanwhile. --repair must run as the user that the root belongs to.
 
-    Of sealed records all but the seal is checked, and with --encryption-key-file the seal, too. One that
-    none of the keys has sealed is named and kept.
+    Encrypted records are authenticated only with --encryption-key-file; without it, everything else is
+    checked. A record that none of the keys decrypts is reported and kept.
 
-    On a server or in a bucket each record is read through the network. One that another has written anew
-    meanwhile is never removed; where a store cannot promise that, it is named and kept.
+    On a server or in a bucket each record is read over the network. A record that was replaced during the
+    check is never removed; if the store cannot rule that out, the record is reported and kept.
 
     \b
     Examples:
@@ -284,14 +289,14 @@ def _print_damage(where: str, checked: int, damaged: list[dict[str, Any]], repai
 def purge(
     root: Root,
     namespace: Namespace = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
     """Remove the records of one namespace, or of all.
 
-    Servers may use the root meanwhile: what they no longer find they compute again. Must run as the user
-    that the root belongs to. On a server or in a bucket only records are removed: not the small keys that
-    name the epochs of the servers that run, and nothing that is no record.
+    Servers may use the root meanwhile, and compute missing records again. The command must run as the owner
+    of the root. On a server or in a bucket only records are removed: the small keys that name epochs stay,
+    and so does everything that is not a record.
 
     \b
     Examples:

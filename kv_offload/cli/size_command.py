@@ -37,21 +37,25 @@ def size(
         int, typer.Option(min=1, metavar="N", help="vLLM blocks per chunk, as in the configuration.")
     ] = 1,
     cpu: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Also say how many tokens this host memory holds.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Also show how many tokens host memory of this size holds."),
     ] = None,
     disk_size: Annotated[
-        list[str] | None, typer.Option(metavar="SIZE", help="The same of a tier on disk. May be repeated.")
+        list[str] | None,
+        typer.Option(
+            metavar="SIZE", help="Also show how many tokens a disk tier of this size holds. May be repeated."
+        ),
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(metavar="JSON|@FILE", help="Take the tiers from what --kv-transfer-config gets."),
+        typer.Option(metavar="JSON|@FILE", help="Take the tiers from this value of --kv-transfer-config."),
     ] = None,
     prefill: Annotated[
         list[float] | None,
         typer.Option(
             metavar="TOKENS/S",
             min=0,
-            help="Prefill speed of this model on this machine, of one request. May be repeated.",
+            help="Prefill speed of one request with this model on this machine. May be repeated.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,

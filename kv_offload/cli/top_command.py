@@ -17,16 +17,18 @@ if TYPE_CHECKING:
 @plain_errors
 def top(
     url: Annotated[
-        str, typer.Argument(metavar="URL", help="The server, or its metrics page.")
+        str, typer.Argument(metavar="URL", help="Address of the server or of its metrics page.")
     ] = "http://127.0.0.1:8000/metrics",
     interval: Annotated[
-        float, typer.Option("--interval", "-i", min=0.05, metavar="SECONDS", help="Between two looks.")
+        float, typer.Option("--interval", "-i", min=0.05, metavar="SECONDS", help="Time between two updates.")
     ] = 2,
-    once: Annotated[
-        bool, typer.Option("--once", help="One interval, then end: for scripts and without a terminal.")
+    once: Annotated[bool, typer.Option("--once", help="Show one interval and exit, for scripts.")] = False,
+    count: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Exit after N intervals; 0: run until Ctrl-C.")
+    ] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON for each interval.")
     ] = False,
-    count: Annotated[int, typer.Option(min=0, metavar="N", help="End after N intervals; 0: go on.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON for each interval.")] = False,
 ) -> None:
     """Show a running server live: tiers, hits, speeds, misses.
 

@@ -24,7 +24,8 @@ def why(
         str,
         typer.Argument(
             metavar="URL|LOG",
-            help="A running server, or a file: a server's log, or its saved metrics page. -: standard input.",
+            help="A running server, or a file with its log or its saved metrics page; - reads standard "
+            "input.",
         ),
     ] = "http://127.0.0.1:8000/metrics",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of sentences.")] = False,
@@ -32,9 +33,9 @@ def why(
     """Say why nothing, or little, is loaded: from metrics or from a log.
 
     For each cause: how many tokens, what it means, what to change; the largest first. Metrics know the
-    misses by reason since the server's start. A log knows what was said at start (a hash seed that changes,
-    a configuration that was refused) and the one warning of a server that stores and never hits; with
-    VLLM_LOGGING_LEVEL=DEBUG it has each request.
+    misses by reason since the server's start. A log shows problems at start (a changing hash seed, a
+    refused configuration), and the warning of a server that stores and never hits. With
+    VLLM_LOGGING_LEVEL=DEBUG it shows each request.
 
     \b
     Examples:

@@ -117,23 +117,28 @@ class TierConfig(BaseModel):
     schemes: ClassVar[tuple[str, ...]] = ()  # of addresses that commands are given: "redis" of redis://host
     address_options: ClassVar[tuple[str, ...]] = ()  # its fields that may follow the "?" of such an address
 
-    type: str = Field(description="kind of tier; required, as in vLLM's own configuration")
+    type: str = Field(description="type of the tier; required, as in vLLM's own configuration")
     write_policy: str = Field(
         default="through",
-        description='"through": record every stored chunk, and what was read from a slower tier; "on_evict": '
-        'what leaves host memory; "reuse:N": what is asked for N times, which spares SSDs; "never": others '
-        "fill it",
+        description='"through": write every stored chunk, and chunks read from a slower tier; "on_evict": '
+        'write chunks that host memory evicts; "reuse:N": write chunks at their Nth request, which reduces '
+        'SSD wear; "never": only read',
     )
-    n_read_threads: Threads = Field(default=4, description="threads that read, of the engine")
-    n_write_threads: Threads = Field(default=2, description="threads that write, of the engine")
+    n_read_threads: Threads = Field(default=4, description="reader threads, for the whole engine")
+    n_write_threads: Threads = Field(default=2, description="writer threads, for the whole engine")
     op_deadline_ms: int = Field(
-        default=10_000, ge=1, description="a read or write older than this turns the tier off for a while"
+        default=10_000,
+        ge=1,
+        description="time limit of a read or write, in ms. A tier that exceeds it is taken out of service "
+        "and retried later",
     )
     locality: Literal["LOCAL", "REMOTE"] | None = Field(
-        default=None, description="for KV events: whether the storage is this host's or shared"
+        default=None,
+        description="locality in the tier's KV events: LOCAL (storage of this host) or REMOTE (shared). "
+        "Default: by the type of the tier",
     )
     enable_kv_events: bool = Field(
-        default=True, description="publish this tier's KV events when vLLM publishes any"
+        default=True, description="publish KV events of this tier if vLLM publishes KV events"
     )
 
     @field_validator("write_policy")

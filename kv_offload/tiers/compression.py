@@ -17,10 +17,10 @@ class CompressedTierConfig(TierConfig):
 
     compress: Literal["auto", "none", "zstd"] = Field(
         default="auto",
-        description='"zstd": records are made smaller, without loss, where that gains at least a tenth (K/V '
-        'in bfloat16: about 1.45 times), by the threads that read and write; "auto": while that makes reads '
-        "of this tier faster, by the measured speeds of the tier and of the codec, for bfloat16 and float16 "
-        'only; "none": as they are. Any setting reads what another one has written',
+        description='lossless compression. "zstd": compress records that become at least a tenth smaller '
+        '(bfloat16: about 1.45 times); "auto": compress bfloat16 and float16 while that makes reads faster, '
+        'by the measured speeds of the tier and the codec; "none": store raw bytes. Records state their '
+        "codec, so the setting can be changed at any time",
     )
 
     def traits(self) -> list[str]:

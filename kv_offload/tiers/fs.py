@@ -59,29 +59,29 @@ class FsTierConfig(SealedTierConfig):
     option: ClassVar[str] = "disk"
 
     type: Literal["fs"] = Field(
-        default="fs", description="kind of tier; required, as in vLLM's own configuration"
+        default="fs", description="type of the tier; required, as in vLLM's own configuration"
     )
     root_dir: str = Field(
-        description="directory of the records; created if it is missing; must belong to the serving user"
+        description="directory of the records. Created if missing; must be owned by the user that runs vLLM"
     )
     max_bytes: ByteSize | None = Field(
         default=None,
         gt=0,
-        description="hard bound on everything in the directory, for all servers that use it; default: half "
-        "of the sum of what is free and what the directory already holds",
+        description="hard limit on everything in the directory, for all servers that share it together. "
+        "Default: half of the sum of the free space and what the directory already holds",
     )
     eviction_policy: str = Field(
         default="prefix",
-        description='which records are evicted first when max_bytes is reached: "prefix" (ends of prompts '
-        'first, by what it learns of their return) or "lru"',
+        description='eviction order at max_bytes: "prefix" (ends of prompts first, by predicted reuse) '
+        'or "lru"',
     )
     fsync: Literal["none", "data", "full"] = Field(
         default="none",
-        description="what a power failure leaves; none: records may be missing or torn, and torn ones are "
-        "found; data: none is torn; full: none is missing",
+        description="what a power failure can do. none: records may be missing or torn, and torn records are "
+        "detected; data: records may be missing; full: no record is lost",
     )
     o_direct: Annotated[Literal["auto", "on", "off"], BeforeValidator(_direct_mode)] = Field(
-        default="auto", description="bypass the page cache; auto: where the file system can"
+        default="auto", description="bypass the page cache. auto: if the file system supports it"
     )
 
     @field_validator("root_dir")

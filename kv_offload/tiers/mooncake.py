@@ -47,36 +47,36 @@ class MooncakeTierConfig(SealedTierConfig):
     default_locality: ClassVar[Literal["LOCAL", "REMOTE"]] = "REMOTE"
 
     type: Literal["mooncake"] = Field(
-        default="mooncake", description="kind of tier; required, as in vLLM's own configuration"
+        default="mooncake", description="type of the tier; required, as in vLLM's own configuration"
     )
     master: str = Field(
         max_length=512,
-        description="host:port of mooncake_master; of several masters what Mooncake takes as their address, "
+        description="host:port of mooncake_master. With several masters: the address that Mooncake takes, "
         "such as etcd://host:port",
     )
     metadata: str = Field(
         default="P2PHANDSHAKE",
         pattern=r"^(P2PHANDSHAKE|(https?|etcd|redis)://[^\s@]+)$",
         max_length=512,
-        description="where Mooncake's clients find each other, the same for all of a store: P2PHANDSHAKE, "
+        description="metadata service of the store, the same for all its clients: P2PHANDSHAKE, "
         "http://host:port/metadata or etcd://host:port",
     )
-    protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="that records travel by")
+    protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="transport of the records")
     devices: str = Field(
         default="",
         pattern=r"^[A-Za-z0-9_.,-]{0,256}$",
-        description="rdma: names of the adapters, separated by commas; default: Mooncake chooses",
+        description="for rdma: names of the adapters, separated by commas. Default: Mooncake chooses",
     )
     local_host: str = Field(
         default="",
         pattern=r"^[A-Za-z0-9_.:\[\]-]{0,255}$",
-        description="name or address of this host, by which holders reach it; default: the one that packets "
-        "to the master leave from",
+        description="name or address of this host for the store's memory nodes. Default: the local address "
+        "of the route to the master",
     )
     key_prefix: str = Field(
         default="kv_offload",
         pattern=r"^[A-Za-z0-9_.-]{1,64}$",
-        description="the first part of the name of every object",
+        description="first part of every object name",
     )
 
     @field_validator("master")

@@ -120,40 +120,39 @@ class RedisTierConfig(SealedTierConfig):
     )
 
     type: Literal["redis"] = Field(
-        default="redis", description="kind of tier; required, as in vLLM's own configuration"
+        default="redis", description="type of the tier; required, as in vLLM's own configuration"
     )
     url: str = Field(
-        description=f"the server, or any node of a cluster: {_FORMS}. Never with a password. Whether it is a "
-        "cluster, and which node has which records, the server says"
+        description=f"address of the server, or of any node of a cluster, without a password: {_FORMS}"
     )
     other_nodes: tuple[str, ...] = Field(
         default=(),
         max_length=64,
-        description="more nodes of the same cluster, each HOST or HOST:PORT, asked which nodes there are "
-        "when the one in url is away; user, password and TLS are those of url",
+        description="more nodes of the cluster, each HOST or HOST:PORT, used when the node in url is not "
+        "reachable at start. User, password and TLS are those of url",
     )
     password_env: str | None = Field(
-        default=None, min_length=1, description="environment variable that holds the password"
+        default=None, min_length=1, description="name of the environment variable that holds the password"
     )
     password_file: str | None = Field(
-        default=None, min_length=1, description="file that holds the password and nothing else"
+        default=None, min_length=1, description="file that contains only the password"
     )
     ca_file: str | None = Field(
         default=None,
         min_length=1,
-        description="rediss: certificates (PEM) that the server's must be signed by; default: the system's. "
+        description="for rediss: PEM file of the certificate authorities to trust. Default: the system's. "
         "The certificate and its name are always verified",
     )
     ttl_seconds: int | None = Field(
         default=None,
         ge=1,
         le=31_536_000,
-        description="a record expires this long after any engine wrote it last; default: never",
+        description="lifetime of a record after its last write, in seconds. Default: unlimited",
     )
     key_prefix: str = Field(
         default="kv_offload",
         pattern=r"^[A-Za-z0-9_.{}-]{1,64}$",
-        description="the first part of the name of every key",
+        description="first part of every key",
     )
 
     @field_validator("url")

@@ -55,48 +55,47 @@ class S3TierConfig(SealedTierConfig):
     )
 
     type: Literal["s3"] = Field(
-        default="s3", description="kind of tier; required, as in vLLM's own configuration"
+        default="s3", description="type of the tier; required, as in vLLM's own configuration"
     )
     bucket: str = Field(
-        pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", description="the bucket; it must exist"
+        pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", description="name of the bucket, which must exist"
     )
     prefix: str = Field(
         default="kv_offload",
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*$",
         max_length=256,
-        description="the first part of the name of every object",
+        description="first part of every object name",
     )
     region: str | None = Field(
         default=None,
         pattern=REGION,
-        description="of the bucket, as the store writes it; default: AWS_REGION, AWS_DEFAULT_REGION, the "
-        "profile's region, then us-east-1",
+        description="region of the bucket. Default: AWS_REGION, AWS_DEFAULT_REGION, the profile's region, "
+        "then us-east-1",
     )
     endpoint: str | None = Field(
         default=None,
-        description="https://host[:port] of a compatible store, never with credentials; default: "
-        "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile's endpoint_url, then AWS's of the region",
+        description="https://host[:port] of an S3-compatible store, never with credentials. Default: "
+        "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, the profile's endpoint_url, then AWS",
     )
     path_style: bool | None = Field(
         default=None,
-        description="the bucket in the path, not in the host's name; default: with an endpoint, and for a "
-        "bucket with a dot in its name",
+        description="address the bucket in the path instead of in the host name. Default: true with an "
+        "endpoint or a dot in the bucket name, else false",
     )
     profile: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_.@-]{1,64}$",
-        description="the profile in the file of credentials; default: AWS_ACCESS_KEY_ID and "
-        "AWS_SECRET_ACCESS_KEY, then AWS_PROFILE or the profile default, then what botocore finds where it "
-        "is installed",
+        description="profile in the AWS credentials file. Default: AWS_ACCESS_KEY_ID and "
+        'AWS_SECRET_ACCESS_KEY, then AWS_PROFILE or the profile "default", then botocore if it is installed',
     )
     ca_file: str | None = Field(
         default=None,
         min_length=1,
-        description="certificates (PEM) that the store's must be signed by; default: the system's. "
-        "The certificate and its name are always verified",
+        description="PEM file of the certificate authorities to trust. Default: the system's. The "
+        "certificate and its name are always verified",
     )
-    n_read_threads: Threads = Field(default=8, description="threads that read, of the engine")
-    n_write_threads: Threads = Field(default=4, description="threads that write, of the engine")
+    n_read_threads: Threads = Field(default=8, description="reader threads, for the whole engine")
+    n_write_threads: Threads = Field(default=4, description="writer threads, for the whole engine")
 
     @field_validator("endpoint")
     @classmethod

@@ -45,9 +45,10 @@ class SealedTierConfig(CompressedTierConfig):
 
     encryption_key_file: Annotated[_Keys | None, BeforeValidator(_paths)] = Field(
         default=None,
-        description="file with 32 random bytes, or a list of them: records are encrypted and authenticated "
-        "(AES-256-GCM), and their names tell nothing of prompts; the first key seals, all of them open. Each "
-        "file must belong to the serving user or root, and be closed to all others (mode 0600 or 0400)",
+        description="file with 32 random bytes, or a list of such files. Records are encrypted and "
+        "authenticated (AES-256-GCM), and record names reveal nothing about prompts. The first key "
+        "encrypts, all keys decrypt. Each file must be owned by the user that runs vLLM or by root, with "
+        "mode 0600 or 0400",
     )
 
     def key_problems(self) -> list[str]:

@@ -165,6 +165,45 @@ def import_errors(root: Path) -> list[str]:
     return errors
 
 
+def specs_circle(root: Path) -> list[str]:
+    """Modules of specs/ that import each other in a circle, in order; empty when there is none.
+
+    Imports inside functions count, and so do those that only a type checker follows.
+    """
+    modules = {path.stem: path for path in (root / "specs").glob("*.py") if path.stem != "__init__"}
+
+    def imported(name: str) -> set[str]:
+        found = set()
+        for node in ast.walk(ast.parse(modules[name].read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                found |= {node.module} if node.module else {alias.name for alias in node.names}
+        return {each for each in found if each in modules}
+
+    def follow(path: list[str]) -> list[str]:
+        for name in sorted(imported(path[-1])):
+            if name in path:
+                return [*path[path.index(name) :], name]
+            if name not in cleared and (circle := follow([*path, name])):
+                return circle
+        cleared.add(path[-1])
+        return []
+
+    cleared: set[str] = set()
+    return next((circle for name in sorted(modules) if (circle := follow([name]))), [])
+
+
+def test_the_modules_of_specs_import_each_other_in_no_circle():
+    assert specs_circle(REPOSITORY) == []
+
+
+@pytest.mark.parametrize("line", ["from .a import f\n", "def g():\n    from . import a\n"])
+def test_a_circle_of_imports_in_specs_is_caught(tmp_path, line):
+    (tmp_path / "specs").mkdir()
+    (tmp_path / "specs/a.py").write_text("def f():\n    from .b import g\n")
+    (tmp_path / "specs/b.py").write_text(line)
+    assert specs_circle(tmp_path) == ["a", "b", "a"]
+
+
 def test_c_plus_plus_files_include_only_the_layers_below():
     assert include_errors(REPOSITORY) == []
 

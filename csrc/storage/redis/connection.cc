@@ -336,7 +336,7 @@ Status Connection::get(const Words& command, std::span<const Bytes> pieces, std:
   for (const Bytes& piece : pieces) most += piece.size();
   const bool fits = *length <= most && *length >= least;
   if (!fits || early > *length + 2) {
-    *reply = {Reply::Kind::kArray, 0, {}};
+    *reply = {Reply::Kind::kWrongLength, 0, {}};
     return fits ? nonsense() : Status::ok();
   }
   std::array<std::byte, 2> tail;

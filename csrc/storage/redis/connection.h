@@ -69,8 +69,9 @@ class Connection {
   Status set(std::string_view key, std::span<const std::span<const std::byte>> pieces, const Words& options,
              Deadline deadline, Reply* reply);
   // GET into the pieces, which are filled from the front. *reply is kString without text when the value has
-  // `least` bytes up to all of theirs. Of a value of another length only the length is found out (*length),
-  // the reply is kArray, and the connection is not usable any more. `observer` is told of what comes.
+  // at least `least` bytes and fits into the pieces. A value of another length is not read: the reply is
+  // kWrongLength, *length is that length, and the connection is not usable any more. `observer` sees the
+  // bytes as they arrive.
   Status get(std::string_view key, std::span<const std::span<std::byte>> pieces, std::uint64_t least,
              Deadline deadline, Reply* reply, std::uint64_t* length, FillObserver* observer = nullptr) {
     return get(Words{"GET", key}, pieces, least, deadline, reply, length, observer);

@@ -18,7 +18,6 @@ constexpr std::size_t kPieceBytes = std::size_t{1} << 20;
 constexpr int kMostLooks = 3;  // at a record that others write meanwhile
 constexpr std::size_t kCursorDigits = 20;
 
-Status strange_answer() { return Status::error(StatusKind::kIo, "the server's answer fits no such command"); }
 Status is_restarted() {
   return Status::error(StatusKind::kIo,
                        "the server was restarted, or is another one, while it was listed: run it again");
@@ -212,17 +211,17 @@ Status RedisRecords::list(const std::string& namespace_id, std::string from, boo
   if (Status status = scan(quoted(below) + "*", cursor, &found); !status) return status;
   if (found.kind != Kind::kArray || found.elements.size() != 2 || found.elements[0].kind != Kind::kString ||
       found.elements[1].kind != Kind::kArray)
-    return strange_answer();
+    return unexpected_reply();
   const std::string& next = found.elements[0].text;
   if (next.empty() || next.size() > kCursorDigits || next.find_first_not_of("0123456789") != next.npos)
-    return strange_answer();
+    return unexpected_reply();
   if (next == cursor && next != "0") {
     return Status::error(StatusKind::kIo, "the server lists the same page again and again");
   }
   if (next != "0") page->next = next;
   std::unordered_set<std::string> seen;
   for (Reply& name : found.elements[1].elements) {
-    if (name.kind != Kind::kString || !name.text.starts_with(below)) return strange_answer();
+    if (name.kind != Kind::kString || !name.text.starts_with(below)) return unexpected_reply();
     if (!seen.insert(name.text).second) continue;
     RemoteRecord record;
     record.name = std::move(name.text);
@@ -298,7 +297,7 @@ Status RedisRecords::look(const RemoteRecord& record) {
   const Reply &there = replies[2], &length = replies[3], &header = replies[4];
   if (there.kind != Kind::kInteger || length.kind != Kind::kInteger || length.integer < 0 ||
       header.kind != Kind::kString)
-    return strange_answer();
+    return unexpected_reply();
   if (there.integer == 0) return is_gone();
   RecordCheck check(keys());
   check.add(std::as_bytes(std::span(header.text)));
@@ -339,7 +338,7 @@ Status RedisRecords::settle(const RemoteRecord& record, bool repair, Settled* se
   Reply begun;
   if (Status status = connection_->call(begin, deadline(), &begun); !status) return status;
   if (begun.kind == Kind::kError) return refusal_of(begin, begun, options_.key_prefix);
-  if (begun.kind != Kind::kStatus || begun.text != "OK") return strange_answer();
+  if (begun.kind != Kind::kStatus || begun.text != "OK") return unexpected_reply();
   const std::array commands{Words{repair ? "DEL" : "EXISTS", record.name}, Words{"EXEC"}};
   std::vector<Reply> replies;
   settled->in_doubt = repair;
@@ -354,7 +353,7 @@ Status RedisRecords::settle(const RemoteRecord& record, bool repair, Settled* se
   }
   settled->in_doubt = repair && done.kind != Kind::kNil;
   if (done.kind == Kind::kNil) return Status::ok();  // another wrote it
-  if (done.kind != Kind::kArray || done.elements.size() != 1) return strange_answer();
+  if (done.kind != Kind::kArray || done.elements.size() != 1) return unexpected_reply();
   const Reply& removed = done.elements[0];
   settled->in_doubt = false;
   if (removed.kind == Kind::kError) return refusal_of(commands[0], removed, options_.key_prefix);
@@ -392,7 +391,7 @@ Status RedisRecords::remove(std::span<const RemoteRecord> records, RemoteRemoved
     for (std::size_t i = 0; i < some.size(); ++i) {
       if (replies[i].kind != Kind::kInteger && refused) {
         refused = replies[i].kind == Kind::kError ? refusal_of(commands[i], replies[i], options_.key_prefix)
-                                                  : strange_answer();
+                                                  : unexpected_reply();
       }
       if (replies[i].kind != Kind::kInteger || replies[i].integer != 1) continue;
       ++removed->records;

@@ -60,6 +60,8 @@ std::string_view code_of(std::string_view text) {
 
 }  // namespace
 
+Status unexpected_reply() { return Status::error(StatusKind::kIo, "unexpected reply to this command"); }
+
 Status refusal(std::string_view text) {
   if (text.starts_with(kTooManyClients)) {
     return Status::error(StatusKind::kIo, "the server has as many clients as it takes (maxclients)");

@@ -11,13 +11,16 @@
 namespace kv_offload::redis {
 
 struct Reply {
-  enum class Kind : std::uint8_t { kNil, kStatus, kInteger, kString, kArray, kError };
+  // kWrongLength is not part of the protocol: Connection::get() returns it for a value that does not fit.
+  enum class Kind : std::uint8_t { kNil, kStatus, kInteger, kString, kArray, kError, kWrongLength };
   Kind kind = Kind::kNil;
   long long integer = 0;             // kInteger; of kArray the number of elements
   std::string text;                  // kStatus, kString, kError
   std::vector<Reply> elements = {};  // kArray, of a command whose answer is one
 };
 
+// The failure of a command whose reply is of a kind or a form that the command cannot have.
+Status unexpected_reply();
 // The status that an error reply stands for: kCorrupt for a value of another type, kNoSpace (without an
 // errno: the server's own bound) when it is full, else kIo. The message never repeats more of the reply than
 // its first word and, of errors that cannot name what was sent, its text: some servers quote arguments, and

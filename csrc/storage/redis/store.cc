@@ -26,8 +26,6 @@ std::uint64_t figure_of(std::string_view info, std::string_view name) {
   return value;
 }
 
-// A server that answers something else is not to be believed, whatever it did.
-Status unexpected() { return Status::error(StatusKind::kIo, "the server's answer fits no such command"); }
 Status absent() { return Status::error(StatusKind::kNotFound, "no record of this key"); }
 
 // The command, in a transaction of its own on a connection that watches. It is sent once MULTI was answered:
@@ -101,7 +99,7 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
         expires ? Connection::Words{"EXPIRE", key, ttl} : Connection::Words{"EXISTS", key};
     if (Status status = call(OpKind::kWrite, ask, until, &reply); !status) return status;
     if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
-    if (reply.kind != Reply::Kind::kInteger) return unexpected();
+    if (reply.kind != Reply::Kind::kInteger) return unexpected_reply();
     ask_first_.answered(reply.integer == 1);
     if (reply.integer == 1) return Status::ok();
   }
@@ -115,7 +113,7 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   };
   if (Status status = cluster_.at(key, OpKind::kWrite, until, &reply, set); !status) return status;
   if (reply.kind == Reply::Kind::kError) return refusal(reply.text);
-  if (reply.kind != Reply::Kind::kStatus || reply.text != "OK") return unexpected();
+  if (reply.kind != Reply::Kind::kStatus || reply.text != "OK") return unexpected_reply();
   *moved = record.written();
   return Status::ok();
 }
@@ -141,9 +139,9 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
     case Reply::Kind::kError:
       status = refusal(reply.text);
       break;
-    case Reply::Kind::kArray:
-      status = Status::error(StatusKind::kCorrupt,
-                             fmt::format("{} bytes long, expected {} at most", length, record->most_bytes()));
+    case Reply::Kind::kWrongLength:
+      status = Status::error(StatusKind::kCorrupt, fmt::format("{} bytes long, expected {} to {}", length,
+                                                               kRecordHeaderBytes, record->most_bytes()));
       break;
     default:
       status = record->check_length(length);
@@ -201,7 +199,7 @@ Status RedisStore::locate(std::span<const ChunkKey> keys, KeyOrder, const EpochP
     (*present)[i] = false;
     if (!answered[i]) continue;
     if (replies[i].kind == Reply::Kind::kError) return refusal(replies[i].text);
-    if (replies[i].kind != Reply::Kind::kInteger) return unexpected();
+    if (replies[i].kind != Reply::Kind::kInteger) return unexpected_reply();
     (*present)[i] = replies[i].integer == 1;
   }
   return Status::ok();
@@ -250,7 +248,7 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
     const bool other_type = start.text.starts_with("WRONGTYPE");
     if (start.kind == Reply::Kind::kError && !other_type) return refusal(start.text);
     if (!other_type && start.kind != Reply::Kind::kString && start.kind != Reply::Kind::kNil)
-      return unexpected();
+      return unexpected_reply();
     found->clear();
     if (start.kind == Reply::Kind::kString && NamedEpochs::is_name(start.text)) *found = start.text;
     if (!found->empty() || options_.read_only) return Status::ok();

@@ -16,7 +16,9 @@ from kv_offload.specs.openmp_wait import SPINS, VARIABLES, asked_for, tune_ranks
 from vllm import platforms  # noqa: E402
 from vllm.utils import ompmultiprocessing  # noqa: E402
 
-OURS = {"spec_name": plugin.SPEC_NAME, "spec_module_path": "kv_offload.specs", "cpu_bytes_to_use": "1GiB"}
+from kv_offload.names import SPEC_NAME  # noqa: E402
+
+OURS = {"spec_name": SPEC_NAME, "spec_module_path": "kv_offload.specs", "cpu_bytes_to_use": "1GiB"}
 FEW = str(SPINS)
 SAID = "the threads of ranks sleep"
 

@@ -121,6 +121,21 @@ TEST(RedisConnectionTest, a_value_that_is_announced_wrongly_reaches_no_row) {
   }
 }
 
+TEST(RedisConnectionTest, a_value_of_another_length_has_a_reply_kind_of_its_own) {
+  for (const char* answer : {"$3\r\nabc\r\n", "$5\r\nabcde\r\n"}) {
+    const RedisScript server({{"PING", "+PONG\r\n"}, {"GET", answer}});
+    const auto connection = connected(server.address());
+    std::array<std::byte, 4> row{};
+    const std::span<std::byte> piece(row);
+    Reply reply;
+    std::uint64_t length = 0;
+    ASSERT_TRUE(connection->get("key", {&piece, 1}, piece.size(), later(), &reply, &length)) << answer;
+    EXPECT_EQ(reply.kind, Reply::Kind::kWrongLength) << answer;
+    EXPECT_EQ(length, answer[1] - '0');
+    EXPECT_FALSE(connection->usable()) << answer;
+  }
+}
+
 TEST(RedisConnectionTest, an_observer_is_told_of_each_byte_once_in_order_and_of_one_piece_at_a_time) {
   static constexpr std::size_t kLength = 600'000;
   struct Observer final : FillObserver {

@@ -11,6 +11,11 @@ TEST(RedisReplyTest, a_full_server_is_our_own_bound_and_no_failure_of_the_device
   EXPECT_EQ(status.error_number(), 0);
 }
 
+TEST(RedisReplyTest, an_unexpected_reply_is_an_io_error) {
+  EXPECT_EQ(unexpected_reply().kind(), StatusKind::kIo);
+  EXPECT_EQ(unexpected_reply().message(), "unexpected reply to this command");
+}
+
 TEST(RedisReplyTest, refusals_are_told_apart) {
   EXPECT_EQ(refusal("WRONGTYPE Operation against a key holding the wrong kind of value").kind(),
             StatusKind::kCorrupt);

@@ -1,0 +1,4 @@
+"""The names under which vLLM finds the spec. This module imports nothing: every process of vLLM loads it."""
+
+SPEC_NAME = "KVOffloadSpec"
+SPEC_MODULE = "kv_offload.specs"
