@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cassert>
+#include <deque>
 #include <limits>
 #include <utility>
 
@@ -43,7 +44,8 @@ struct ChunkIndex::Impl {
   Slot last_found = 0;
   std::int8_t lowest_priority = std::numeric_limits<std::int8_t>::max();  // that an entry ever had
   std::uint32_t spared_holder = 0;                                        // that victim() was asked for last
-  std::vector<Slot> spared;                                               // entries[slot].spared
+  std::deque<Slot> spared;                                                // entries[slot].spared
+  bool others_took = false;  // of the spared ones, since all were released
 
   static std::uint64_t hash(const ChunkKey& key) { return ChunkKey::Hash{}(key); }
   static std::uint32_t tag(std::uint64_t hash) { return static_cast<std::uint32_t>(hash); }
@@ -147,19 +149,34 @@ struct ChunkIndex::Impl {
   // And what lies before it. REQUIRES: the victim.
   void spare(Slot slot) {
     for (; slot != kNoSlot && !entries[slot].spared; slot = parent_of(slot)) {
+      count_steps(1);
       entries[slot].spared = true;
       spared.push_back(slot);
       if (entries[slot].pins == 0) policy->pin(slot);
     }
   }
+  void release(Slot slot) {
+    count_steps(1);
+    entries[slot].spared = false;
+    if (entries[slot].pins == 0) policy->unpin(slot);
+  }
   // From the last to the first, so that those of one prompt keep their order.
   void release_spared() {
-    for (std::size_t i = spared.size(); i-- > 0;) {
-      ChunkEntry& entry = entries[spared[i]];
-      entry.spared = false;
-      if (entry.pins == 0) policy->unpin(spared[i]);
+    for (; !spared.empty(); spared.pop_back()) release(spared.back());
+    others_took = false;
+  }
+  // What goes next for another request than the one that entries are spared for: the first of these, which
+  // was the next to go when it was spared.
+  std::optional<Slot> victim_beside_spared() {
+    while (!spared.empty()) {
+      const Slot slot = spared.front();
+      spared.pop_front();
+      release(slot);
+      others_took = true;
+      if (entries[slot].pins > 0) continue;
+      if (const std::optional<Slot> victim = policy->victim()) return victim;
     }
-    spared.clear();
+    return std::nullopt;
   }
 };
 
@@ -312,11 +329,22 @@ void ChunkIndex::access(Slot slot, std::uint32_t request, std::int8_t priority) 
 
 std::optional<Slot> ChunkIndex::victim(std::uint32_t spared_holder) {
   Impl& impl = *impl_;
-  if (spared_holder != impl.spared_holder) impl.release_spared();
-  impl.spared_holder = spared_holder;
+  const auto may_go = [&](Slot slot) {
+    return spared_holder == 0 || impl.entries[slot].holder != spared_holder;
+  };
+  if (spared_holder != impl.spared_holder) {
+    const std::optional<Slot> victim = impl.victim_beside_spared();
+    if (victim && may_go(*victim)) return victim;
+    impl.release_spared();
+    impl.spared_holder = spared_holder;
+  }
   for (;;) {
     const std::optional<Slot> victim = impl.policy->victim();
-    if (spared_holder == 0 || !victim || impl.entries[*victim].holder != spared_holder) return victim;
+    if (!victim && impl.others_took) {
+      impl.release_spared();  // some may lie before nothing of this holder any more
+      continue;
+    }
+    if (!victim || may_go(*victim)) return victim;
     impl.spare(*victim);
   }
 }

@@ -13,14 +13,15 @@
 //
 // Spared entries: those that victim(holder) came to and passed over, as they are of
 // this holder, and what lies before them in their prefix, whoever used that last: they
-// are worth nothing without it. They stay pinned in the policy for as long as the same
-// holder asks, so that it passes over each of them once and not once a call. Invariant:
-// each spared entry is of the holder that asked last, or lies before such a one. When
-// another asks, or none, or another request uses a spared entry, or one is erased, all
-// of them are candidates again.
+// are worth nothing without it. They stay pinned in the policy, so that their holder passes
+// over each of them once and not once a call. Whoever else asks takes the first of them, and
+// leaves the others spared: two long requests that ask in turn go through each other's chunks
+// once. Invariant: each spared entry is of the holder that they are spared for, or lies before
+// such a one, or did when it was spared. When none is left that another may have, or another
+// request uses a spared entry, or one is erased, all of them are candidates again.
 //
 // Not thread-safe: the scheduler thread owns it. All calls O(1) but for the
-// policy's O(log n); victim() amortised over the calls for one holder.
+// policy's O(log n); victim() amortised over the calls of all holders.
 #pragma once
 
 #include <cstdint>

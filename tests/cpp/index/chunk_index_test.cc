@@ -178,7 +178,9 @@ TEST_F(ChunkIndexTest, AnAccessProtectsFromEviction) {
 // victim() against a list that is searched from its cold end.
 class SparingModel {
  public:
-  explicit SparingModel(const std::string& policy) : index_(make_eviction_policy(policy), kChunks) {}
+  // asks: the one request that asks; 0: they take turns.
+  explicit SparingModel(const std::string& policy, std::uint32_t asks = 0)
+      : index_(make_eviction_policy(policy), kChunks), takes_turns_(asks == 0), asks_(asks) {}
 
   // One random call on both.
   void step() {
@@ -204,8 +206,7 @@ class SparingModel {
       index_.clear();
       chunks_.clear();
     }
-    if (pick(8) != 0) return;                                     // the same one asks on
-    if (std::exchange(asks_, pick(4)) != asks_) spare_nothing();  // 0: none
+    if (takes_turns_ && pick(8) == 0) asks_ = pick(4);  // 0: none
   }
   std::optional<Slot> victim() { return index_.victim(asks_); }
   std::optional<Slot> expected() {
@@ -267,17 +268,43 @@ class SparingModel {
 
   ChunkIndex index_;
   std::list<Chunk> chunks_;  // the next to go first
-  std::uint32_t asks_ = 0;
+  const bool takes_turns_;
+  std::uint32_t asks_;
   RowId last_ = 0;
   std::mt19937 random_{5};
 };
 
 TEST(SparingTest, TheVictimIsTheOldestThatIsNotSparedUnderRandomCalls) {
-  SparingModel model("lru");
+  SparingModel model("lru", 1);
   for (int i = 0; i < testing::rounds(200000); ++i) {
     model.step();
     ASSERT_EQ(model.victim(), model.expected()) << "call " << i;
   }
+}
+
+// Memory is full of two long prompts, whose requests ask for room by turns.
+double most_steps_by_turns(const std::string& policy, std::uint32_t chunks) {
+  ChunkIndex index(make_eviction_policy(policy), chunks);
+  std::vector<ChunkId> last(2, 0);
+  RowId row = 0;
+  const auto store = [&](std::uint32_t request) {
+    const ChunkKey key = key_of(fmt::format("{}", row));
+    const Slot slot =
+        index.insert(key, 0, row++, {.parent = last[request - 1], .request = request}, ChunkState::kFilling);
+    index.make_resident(slot, ChunkOrigin::kStore);
+    last[request - 1] = chunk_id(key);
+  };
+  for (std::uint32_t request : {1u, 2u}) {
+    for (std::uint32_t i = 0; i < chunks / 2; ++i) store(request);
+  }
+  const std::uint64_t steps = testing::steps_of([&] {
+    for (std::uint32_t i = 0; i < chunks / 2; ++i) {
+      const std::uint32_t request = 1 + i % 2;
+      index.erase(index.victim(request).value());
+      store(request);
+    }
+  });
+  return static_cast<double>(steps) / (chunks / 2);
 }
 
 class SparingByPolicyTest : public testing::TestWithParam<std::string> {};
@@ -290,6 +317,12 @@ TEST_P(SparingByPolicyTest, AVictimIsNeverPinnedNorOfTheHolderAndThereIsOneWhere
     ASSERT_TRUE(victim || !model.must_have_victim()) << "call " << i;
     ASSERT_TRUE(!victim || model.may_go(*victim)) << "call " << i;
   }
+}
+
+TEST_P(SparingByPolicyTest, RequestsThatAskByTurnsGoThroughEachOthersChunksOnce) {
+  const double few = most_steps_by_turns(GetParam(), 400), many = most_steps_by_turns(GetParam(), 4000);
+  EXPECT_LE(many, 2 * few + 4) << "a call took " << few << " steps, and with ten times as many chunks "
+                               << many;
 }
 
 // A prompt of request 7 behind a head that request 8 used last; both policies that know nothing of prefixes
