@@ -18,8 +18,8 @@ constexpr int kReserveAttempts = 4;   // a count that ends meanwhile may have mi
 constexpr int kMostNotRemovable = 4;  // records, before a write gives up
 // Missing records in one hold of mutex_, and in one write or request: each costs two calls to the file
 // system.
-constexpr int kMissingPerLock = 128;
-constexpr int kMostMissing = 16 * kMissingPerLock;
+constexpr int kMissingPerLock = 64;
+constexpr int kMostMissing = 8 * kMissingPerLock;
 constexpr Nanos kLookAgainAfter{std::chrono::seconds(1)};
 }  // namespace
 

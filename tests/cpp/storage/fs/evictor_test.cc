@@ -261,11 +261,11 @@ class EvictorMeetsMissingRecords : public ::testing::Test {
     }
   }
 
-  static constexpr std::uint64_t kBound = std::uint64_t{32} << 20;
+  static constexpr std::uint64_t kBound = std::uint64_t{8} << 20;
   static constexpr std::uint64_t kPayload = 4096;
   // Two calls for each, and what a write does besides.
-  static constexpr int kMostCallsPerLock = 2 * 128 + 64;
-  static constexpr int kMostCalls = 2 * 16 * 128 + 512;
+  static constexpr int kMostCallsPerLock = 2 * 64 + 64;
+  static constexpr int kMostCalls = 2 * 8 * 64 + 256;
   TempDir dir_;
   std::string root_ = dir_.path() + "/root";
   FakeClock clock_;
@@ -276,7 +276,7 @@ class EvictorMeetsMissingRecords : public ::testing::Test {
 };
 
 TEST_F(EvictorMeetsMissingRecords, other_threads_get_the_lock_between_some_of_them) {
-  constexpr std::uint32_t kMissing = 1000;
+  constexpr std::uint32_t kMissing = 300;
   ASSERT_GT(count_, 2 * kMissing);
   remove_first(kMissing);
   const CallsPerLock calls(ops_);
