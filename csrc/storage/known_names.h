@@ -12,6 +12,7 @@
 #include <optional>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "base/segmented_vector.h"
 #include "base/types.h"
@@ -28,7 +29,7 @@ class KnownNames {
 
   // most: at least 1.
   KnownNames(std::size_t ways, std::size_t most, NameOf name_of)
-      : ways_(ways), most_(most), name_of_(std::move(name_of)) {}
+      : ways_(ways), most_(most), name_of_(std::move(name_of)), computed_(ways) {}
 
   // Remembers it if it is new. A place is the key's until the next call.
   Place place_of(const ChunkKey& key) {
@@ -78,9 +79,11 @@ class KnownNames {
   };
   IdAt id_at() const { return {*this}; }
   void fill(Place place, const ChunkKey& key) {
-    entries_[place] = {key, 0};
+    // All of them first: name_of_ may throw, and the key that is stored there keeps its own digests then.
     for (std::size_t way = 0; way < ways_; ++way)
-      std::memcpy(digests_[place * ways_ + way].bytes, name_of_(key, way).bytes().data(), kDigestBytes);
+      std::memcpy(computed_[way].bytes, name_of_(key, way).bytes().data(), kDigestBytes);
+    for (std::size_t way = 0; way < ways_; ++way) digests_[place * ways_ + way] = computed_[way];
+    entries_[place] = {key, 0};
   }
   void forget(Place place) {
     const ChunkId id = id_at()(place);
@@ -90,6 +93,7 @@ class KnownNames {
   const std::size_t ways_;
   const std::size_t most_;
   const NameOf name_of_;
+  std::vector<Digest> computed_;  // of one key
   SegmentedVector<Entry> entries_;
   SegmentedVector<Digest> digests_;  // ways_ for each entry
   IdTable places_;

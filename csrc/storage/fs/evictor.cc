@@ -16,6 +16,10 @@ namespace kv_offload {
 namespace {
 constexpr int kReserveAttempts = 4;   // a count that ends meanwhile may have missed what went
 constexpr int kMostNotRemovable = 4;  // records, before a write gives up
+// Missing records in one hold of mutex_, and in one write or request: each costs two calls to the file
+// system.
+constexpr int kMissingPerLock = 64;
+constexpr int kMostMissing = 8 * kMissingPerLock;
 constexpr Nanos kLookAgainAfter{std::chrono::seconds(1)};
 }  // namespace
 
@@ -33,51 +37,65 @@ Evictor::Evictor(const Context& context)
 Status Evictor::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) {
   shares_.note_write(bytes);
   Status status;
-  for (int attempt = 0; attempt < kReserveAttempts; ++attempt) {
+  int missing_records = 0;
+  for (int attempt = 0; attempt < kReserveAttempts;) {
     std::uint64_t missing = 0;
     status = reservation->grow_to(bytes, &missing);
     if (status || missing == 0 || bytes > root_.space->bound()) return status;  // no eviction would do
-    const Status made = make_space(missing, draft, reservation);
+    if (missing_records >= kMostMissing) {
+      ran_dry_.store(true);  // the count forgets the others
+      return sum_is_doubtful();
+    }
+    const int before = missing_records;
+    const Status made = make_space(missing, draft, reservation, &missing_records);
     if (!made) return made.error_number() != 0 || made.kind() == StatusKind::kDeclined ? made : status;
+    if (missing_records - before < kMissingPerLock) ++attempt;
   }
   return status;
 }
 
+Status Evictor::sum_is_doubtful() const {
+  return Status::error(StatusKind::kIo, "records were removed by another program: the root is counted again",
+                       ENOENT, root_.path);
+}
+
 // Order: what nobody can hit any more, our records by policy, at last those of others. While we have less
 // than our share and they do not answer, theirs go before ours.
-Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation) {
+// After kMissingPerLock missing records it returns ok, for threads that wait for the lock.
+Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation,
+                           int* missing_records) {
   const MutexLock lock(mutex_);
   // While it waited for the lock. What it would write is wanted by nobody, and nothing has to go for it.
   if (draft != nullptr && draft->generation != records_.generation())
     return Status::error(StatusKind::kCancelled, "the tier was reset after the op was submitted", ECANCELED);
-  std::uint64_t freed = take_dead(bytes, reservation);
+  Progress own;
+  std::uint64_t& freed = own.freed;
+  freed = take_dead(bytes, reservation);
   // What is not in the catalogue yet may be older than what is.
   const bool ordered = records_.extent() == KnownRecords::Extent::kOrder;
   if (ordered && freed < bytes && shares_.is_below() && shares_.is_unanswered())
     freed += take_from_others(bytes - freed, false, reservation);
   Status failure;
-  for (int failures = 0; ordered && freed < bytes && failures < kMostNotRemovable;) {
-    const Status status = evict_own(draft, reservation, &freed);
+  bool has_more = ordered;
+  while (has_more && freed < bytes && own.failed < kMostNotRemovable && own.missing < kMissingPerLock) {
+    const Status status = evict_own(draft, reservation, &own);
     if (status.kind() == StatusKind::kDeclined) return status;
-    if (status.kind() == StatusKind::kNotFound) break;
-    if (status) continue;
-    failure = status;
-    ++failures;
+    has_more = status.kind() != StatusKind::kNotFound;
+    if (has_more && !status) failure = status;
   }
-  // Not instead of records of ours that cannot be removed: writes would go on to cost others theirs.
-  if (ordered && failure && freed < bytes) freed += take_from_others(bytes - freed, true, reservation);
+  *missing_records += own.missing;
+  // Not instead of our own records, removable or not: writes would go on to cost others theirs.
+  if (ordered && !has_more && failure && freed < bytes)
+    freed += take_from_others(bytes - freed, true, reservation);
   if (freed >= bytes) return Status::ok();
   if (!failure) return failure;
+  if (has_more) return Status::ok();
   ran_dry_.store(ordered);
-  if (root_.changes->suspected()) {  // there is room, but the sum does not say so yet
-    return Status::error(StatusKind::kIo,
-                         "records were removed by another program: the root is counted again", ENOENT,
-                         root_.path);
-  }
+  if (root_.changes->suspected()) return sum_is_doubtful();  // there is room, but the sum does not say so yet
   return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }
 
-Status Evictor::evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) {
+Status Evictor::evict_own(Draft* draft, Reservation* reservation, Progress* progress) {
   bool own = false;
   const std::uint32_t spared = draft != nullptr ? draft->spared_request : 0;
   const std::optional<KnownRecords::Victim> victim = records_.take_victim(spared, &own);
@@ -95,11 +113,15 @@ Status Evictor::evict_own(Draft* draft, Reservation* reservation, std::uint64_t*
   int rc = usable ? recycle(path, draft, &bytes) : -EAGAIN;
   if (rc < 0) rc = unlink_file(ops_, generation.directory.get(), path, &bytes);
   if (rc == -EISDIR) rc = 0;  // what is there is no record
-  if (rc == 0 && bytes == 0) root_.changes->note_missing();
+  if (rc == 0 && bytes == 0) {
+    root_.changes->note_missing();
+    ++progress->missing;
+  }
   reservation->adopt(bytes, before);
   evicted_bytes_.fetch_add(bytes);
-  *freed += bytes;
+  progress->freed += bytes;
   if (rc < 0) {
+    ++progress->failed;
     records_.put_back(*victim);
     return Status::error(StatusKind::kIo, Status::from_errno(-rc, "evict").message(), -rc,
                          generation.path + "/" + path);
@@ -270,18 +292,18 @@ void Evictor::trade() {
 }
 
 // By our policy: only it knows which chunks lie before which, and what was used just now. False when it could
-// not evict that much.
+// not evict that much: the asker goes on to want the rest.
 bool Evictor::give_back(const SpaceRequest& request) {
   Reservation evicted(*root_.space);
-  std::uint64_t freed = 0;
-  for (int failures = 0; freed < request.bytes && failures < kMostNotRemovable && !stop_.load();) {
+  Progress own;
+  while (own.freed < request.bytes && own.failed < kMostNotRemovable && own.missing < kMostMissing &&
+         !stop_.load()) {
     const MutexLock lock(mutex_);  // of each record anew: writes go on meanwhile
-    const Status status = evict_own(nullptr, &evicted, &freed);
-    if (status.kind() == StatusKind::kNotFound) break;
-    failures += !status;
+    if (evict_own(nullptr, &evicted, &own).kind() == StatusKind::kNotFound) break;
   }
-  const bool enough = freed >= request.bytes;
-  root_.space->grant(request, enough ? 0 : request.bytes - freed, &evicted);
+  if (own.missing >= kMostMissing) ran_dry_.store(true);
+  const bool enough = own.freed >= request.bytes;
+  root_.space->grant(request, enough ? 0 : request.bytes - own.freed, &evicted);
   return enough;
 }
 

@@ -6,6 +6,10 @@
 // server, which we ask for space while we have less than our share (Shares). They are removed from here only
 // if it does not answer, or if we have no record of our own to evict.
 //
+// Hazard: thousands of records in a row may be missing (`find -delete`, evictions by a server that shares
+// them). A write that met many of them lets other threads in between, and fails after a bounded number; the
+// count that follows forgets the rest.
+//
 // Threads: reserve() on any I/O thread; the rest on upkeep's. mutex_ admits one thread at a time, for two
 // would remove twice as much; it is held across calls to the file system, and before the locks of
 // KnownRecords, Shares and Space.
@@ -41,8 +45,9 @@ class Evictor {
   explicit Evictor(const Context& context);
 
   // Grows the reservation to `bytes`, removing what has to go. draft (or null) may get the file of an evicted
-  // record. kNoSpace when nothing is left to go; with an errno when it cannot be removed. kDeclined when the
-  // next to go is of the draft's own request (Draft::spared_request).
+  // record. kNoSpace when nothing is left to go; with an errno when it cannot be removed. kIo with ENOENT
+  // when missing records make the sum of the root doubtful. kDeclined when the next to go is of the draft's
+  // own request (Draft::spared_request).
   Status reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(mutex_);
   // Removes the generations of our namespace that nobody uses.
   void reclaim_unused_generations();
@@ -53,15 +58,23 @@ class Evictor {
   void publish_held() { root_.space->publish_held(shares_.held()); }
   // Evicts for the sharers that ask for space, and asks them in turn.
   void trade() EXCLUDES(mutex_);
-  // Nothing was left to evict though the root is full: the sum may be too high.
+  // Nothing was left to evict though the root is full, or too many records were missing: the sum may be too
+  // high.
   bool ran_dry() const { return ran_dry_.load(); }
   void forget_that_it_ran_dry() { ran_dry_.store(false); }
   std::uint64_t evicted_bytes() const { return evicted_bytes_.load(); }  // running total
 
  private:
-  Status make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(mutex_);
+  Status make_space(std::uint64_t bytes, Draft* draft, Reservation* reservation, int* missing_records)
+      EXCLUDES(mutex_);
+  Status sum_is_doubtful() const;
+  // What one write, or one request of another server, has got from our records.
+  struct Progress {
+    std::uint64_t freed = 0;
+    int failed = 0, missing = 0;  // records
+  };
   // One record; kNotFound when there is none, kDeclined when it is of the draft's own request.
-  Status evict_own(Draft* draft, Reservation* reservation, std::uint64_t* freed) REQUIRES(mutex_);
+  Status evict_own(Draft* draft, Reservation* reservation, Progress* progress) REQUIRES(mutex_);
   int recycle(const std::string& path, Draft* draft, std::uint64_t* freed) REQUIRES(mutex_);
   std::uint64_t take_dead(std::uint64_t enough, Reservation* reservation) REQUIRES(mutex_);
   std::uint64_t take_from_others(std::uint64_t enough, bool any, Reservation* reservation) REQUIRES(mutex_);

@@ -46,6 +46,15 @@ bool made_by_reset(FileOps& ops, int namespace_directory, std::uint64_t number) 
   return ops.stat(namespace_directory, layout::mark_name(number, layout::Mark::kReset), &info) != -ENOENT;
 }
 
+bool reset_made_any_from(FileOps& ops, int namespace_directory, std::uint64_t least) {
+  std::vector<DirEntry> entries;
+  if (!list_directory(ops, namespace_directory, &entries)) return true;
+  return std::any_of(entries.begin(), entries.end(), [&](const DirEntry& entry) {
+    const auto number = layout::parse_mark(entry.name);
+    return number && *number >= least && entry.name == layout::mark_name(*number, layout::Mark::kReset);
+  });
+}
+
 int keep_mark(FileOps& ops, int namespace_directory, const Generation& generation) {
   const std::string name =
       layout::mark_name(generation.number, generation.by_reset ? layout::Mark::kReset : layout::Mark::kOpen);

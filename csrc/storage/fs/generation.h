@@ -52,6 +52,9 @@ int open_newest_generation(FileOps& ops, int namespace_directory, const std::str
 int keep_mark(FileOps& ops, int namespace_directory, const Generation& generation);
 // Taken to be, when it cannot be told.
 bool made_by_reset(FileOps& ops, int namespace_directory, std::uint64_t number);
+// True if a reset made a generation of this number or above: its mark is there, its directory may be missing.
+// Also true when the namespace cannot be listed.
+bool reset_made_any_from(FileOps& ops, int namespace_directory, std::uint64_t least);
 
 // Ascending.
 Status list_generations(FileOps& ops, int namespace_directory, std::vector<std::uint64_t>* generations);

@@ -163,6 +163,7 @@ std::optional<KnownRecords::Next> KnownRecords::next() const {
 bool KnownRecords::begin(GenerationPtr generation, const Next& made_for, Extent extent) {
   const MutexLock lock(mutex_);
   if (next_.by_reset != made_for.by_reset) return false;
+  next_.by_reset |= generation->by_reset;  // made apart from others that were reset: so are those after it
   generation_ = std::move(generation);
   leaves_.assign(layout::kLeaves, {});
   extent_ = extent;

@@ -42,7 +42,9 @@ int OwnGeneration::make_next(const KnownRecords::Next& next, const std::vector<s
                              std::shared_ptr<Generation>* made) {
   const int directory = root_.namespace_directory.get();
   const std::string path = root_.namespace_path();
-  if (!next.by_reset) {
+  // Another server may have been reset since the last look, and our generation removed since.
+  const bool alone = next.by_reset || reset_made_any_from(ops_, directory, next.least_number);
+  if (!alone) {
     for (const std::uint64_t same : {next.least_number, next.least_number - 1}) {
       if (!std::binary_search(numbers.begin(), numbers.end(), same) || made_by_reset(ops_, directory, same))
         continue;
@@ -50,8 +52,8 @@ int OwnGeneration::make_next(const KnownRecords::Next& next, const std::vector<s
     }
   }
   const std::uint64_t number = std::max(next.least_number, numbers.empty() ? 1 : numbers.back() + 1);
-  return open_generation(ops_, directory, path, number,
-                         next.by_reset ? Generate::kByReset : Generate::kAtStart, made);
+  return open_generation(ops_, directory, path, number, alone ? Generate::kByReset : Generate::kAtStart,
+                         made);
 }
 
 bool OwnGeneration::keep(std::vector<std::string>* lost) {

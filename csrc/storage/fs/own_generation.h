@@ -10,7 +10,8 @@
 //
 // Where ours was removed, and no reset came: the one that a server that shared it has made since, or the one
 // of the same number that was put back (from a snapshot), or a new one for whoever starts. They all hold what
-// ours held. After a reset, or apart from others that were reset, a new one for this process alone.
+// ours held. After a reset, or apart from others that were reset, a new one for this process alone. The marks
+// in the namespace show a reset that came after the last keep().
 //
 // Threads: begin() and keep() on upkeep's, also beside each other; reset() on any, it never waits. making_
 // admits one maker at a time; it is held across calls to the file system, and before the locks of

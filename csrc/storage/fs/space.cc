@@ -93,10 +93,22 @@ void Space::close() {
 
 // ---- what is asked of it
 
+void Space::Owed::add(Bytes bytes, Finished of, Finished now) noexcept {
+  if (before != now) {
+    unsure.appeared += sure.appeared;
+    unsure.gone += sure.gone;
+    sure = {};
+    before = now;
+  }
+  Bytes& sum = of == now ? sure : unsure;
+  sum.appeared += bytes.appeared;
+  sum.gone += bytes.gone;
+}
+
 void Space::add(std::uint64_t bytes) {
   {
     const MutexLock lock(mutex_);
-    owed_.push_back({.appeared = bytes, .before = finished()});
+    owed_.add({.appeared = bytes}, finished(), finished());
   }
   (void)update([](SpacePage&, SpaceSlot*) {});  // a failure leaves it owed
 }
@@ -105,7 +117,7 @@ void Space::remove(std::uint64_t bytes, Finished before) {
   if (bytes == 0) return;
   const MutexLock lock(mutex_);
   if (writer_ == 0 && !fd_) return;
-  owed_.push_back({.gone = bytes, .before = before});
+  owed_.add({.gone = bytes}, before, finished());
   (void)update_locked([](SpacePage&, SpaceSlot*) {});
 }
 
@@ -187,16 +199,23 @@ Status Space::reserve(Reservation* reservation, std::uint64_t bytes, std::uint64
   return answer;
 }
 
-void Space::settle(Reservation* reservation) {
+// Runs in a destructor, also when memory has run out: then the next change of the page pays what is owed.
+void Space::settle(Reservation* reservation) noexcept {
   const Reservation& done = *reservation;
   if (done.held_ == 0 && done.used == 0 && done.freed_.empty() && !done.evicting_) return;
   const MutexLock lock(mutex_);
   reserved_ -= done.held_;
   evicting_ -= done.evicting_ ? 1 : 0;
   for (const Reservation::Freed& freed : done.freed_)
-    owed_.push_back({.gone = freed.bytes, .before = freed.before});
-  if (done.used > 0) owed_.push_back({.appeared = done.used, .writes = 1, .before = done.since_});
-  (void)update_locked([](SpacePage&, SpaceSlot*) {});
+    owed_.add({.gone = freed.bytes}, freed.before, finished());
+  if (done.used > 0) {
+    owed_.add({.appeared = done.used}, done.since_, finished());
+    ++owed_.writes;
+  }
+  try {
+    (void)update_locked([](SpacePage&, SpaceSlot*) {});
+  } catch (...) {  // no memory: it stays owed
+  }
 }
 
 Status Reservation::grow_to(std::uint64_t bytes, std::uint64_t* missing) {
@@ -253,10 +272,14 @@ Status Space::finish_count(std::uint64_t number, std::uint64_t counted, std::uin
   return Status::ok();
 }
 
-void Space::give_up_count() {
-  (void)update([](SpacePage&, SpaceSlot* own) {
-    if (own != nullptr) own->counting = own->added = own->doubt = 0;
-  });
+// Runs in a destructor, too. A count that stays begun ends with the next one of this process.
+void Space::give_up_count() noexcept {
+  try {
+    (void)update([](SpacePage&, SpaceSlot* own) {
+      if (own != nullptr) own->counting = own->added = own->doubt = 0;
+    });
+  } catch (...) {  // no memory
+  }
 }
 
 }  // namespace kv_offload

@@ -119,7 +119,7 @@ class Space {
   Status begin_count(std::uint64_t* number);
   // *surplus (or null): by how much the sum was too high, beyond what it was known to be in doubt of.
   Status finish_count(std::uint64_t number, std::uint64_t counted, std::uint64_t* surplus = nullptr);
-  void give_up_count();
+  void give_up_count() noexcept;
 
   // For the caller's one thread that looks after the root, about once a second: folds the slots of the dead.
   Status look(Nanos now, SpaceFigures* figures);
@@ -140,10 +140,17 @@ class Space {
 
  private:
   friend class Reservation;
-  // What is true already and not on the page yet.
+  // What is true already and not on the page yet. Sums, not a list: destructors add to it, and memory may
+  // have run out.
   struct Owed {
-    std::uint64_t appeared = 0, gone = 0, writes = 0;
-    Finished before = 0;
+    struct Bytes {
+      std::uint64_t appeared = 0, gone = 0;
+    };
+    Bytes sure, unsure;   // unsure: a count that ended may have missed them, or seen them already
+    Finished before = 0;  // of `sure`
+    std::uint64_t writes = 0;
+    // now: finished(). The number of the page only grows, so bytes of an earlier number are unsure.
+    void add(Bytes bytes, Finished of, Finished now) noexcept;
   };
   // How another's slot looked before.
   struct Seen {
@@ -154,7 +161,7 @@ class Space {
   };
 
   Status reserve(Reservation* reservation, std::uint64_t bytes, std::uint64_t* missing) EXCLUDES(mutex_);
-  void settle(Reservation* reservation) EXCLUDES(mutex_);
+  void settle(Reservation* reservation) noexcept EXCLUDES(mutex_);
   Status refuse(const SpacePage& page, const SpaceSlot* own) const REQUIRES(mutex_);
 
   // space_file.cc
@@ -197,7 +204,7 @@ class Space {
   unsigned lost_ GUARDED_BY(mutex_) = 0;     // changes of ours that others overwrote
   bool vouched_ GUARDED_BY(mutex_) = false;  // the page is of this boot
   bool not_exclusive_ GUARDED_BY(mutex_) = false;
-  std::vector<Owed> owed_ GUARDED_BY(mutex_);
+  Owed owed_ GUARDED_BY(mutex_);
   std::atomic<std::uint64_t> total_{0};
   std::atomic<std::uint64_t> bound_;
   std::atomic<Finished> finished_{0};

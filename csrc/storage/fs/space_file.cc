@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 #include "storage/fs/layout.h"
 #include "storage/fs/space.h"
@@ -15,6 +16,15 @@
 namespace kv_offload {
 namespace {
 constexpr unsigned kMostLost = 2;  // one may be a server of files that forgot its locks
+
+// Unlocks the page, also when memory runs out while it is held: all servers of the root wait for it.
+struct PageLock {
+  FileOps& ops;
+  int fd;
+  ~PageLock() {
+    if (lock_file(ops, fd, LOCK_UN) < 0) (void)lock_file(ops, fd, LOCK_UN);
+  }
+};
 }  // namespace
 
 Status Space::open_page() {
@@ -117,12 +127,13 @@ SpaceSlot* Space::enter(SpacePage* page) {
 }
 
 void Space::pay(SpacePage* page) {
-  for (const Owed& owed : owed_) {
-    const bool unsure = owed.before != page->finished;
-    if (owed.appeared > 0) page->appeared(owed.appeared, unsure);
-    if (owed.gone > 0) (void)page->went(owed.gone, unsure);
-    page->writes += owed.writes;
-  }
+  const auto pay_bytes = [page](const Owed::Bytes& bytes, bool unsure) {
+    if (bytes.appeared > 0) page->appeared(bytes.appeared, unsure);
+    if (bytes.gone > 0) (void)page->went(bytes.gone, unsure);
+  };
+  pay_bytes(owed_.sure, owed_.before != page->finished);
+  pay_bytes(owed_.unsure, true);
+  page->writes += owed_.writes;
 }
 
 Status Space::update(const Change& change) {
@@ -135,23 +146,26 @@ Status Space::update_locked(const Change& change) {
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     if (Status locked = lock_page(); !locked) return locked;
     SpacePage page;
-    Status status = read_page(&page);
-    if (status) {
-      SpaceSlot* own = enter(&page);
-      pay(&page);
-      change(page, own);
-      status = write_page(&page);
+    Status status;
+    bool replaced = false;
+    {
+      const PageLock held{ops_, fd_.get()};
+      status = read_page(&page);
+      if (status) {
+        SpaceSlot* own = enter(&page);
+        pay(&page);
+        change(page, own);
+        status = write_page(&page);
+      }
+      replaced = was_replaced();
     }
-    const bool replaced = was_replaced();
-    if (lock_file(ops_, fd_.get(), LOCK_UN) < 0) (void)lock_file(ops_, fd_.get(), LOCK_UN);
     if (replaced) {
       fd_.reset();
       continue;
     }
     if (!status) return status;
     ++version_;
-    for (const Owed& owed : owed_) own_writes_ += owed.writes;
-    owed_.clear();
+    own_writes_ += std::exchange(owed_, {}).writes;
     vouched_ = vouched_ || (page.trusted != 0 && page.host == host_);
     total_.store(page.total, std::memory_order_relaxed);
     finished_.store(page.finished, std::memory_order_release);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <set>
+#include <stdexcept>
 
 #include "step_watch.h"
 #include "storage/known_names.h"
@@ -313,6 +314,42 @@ TEST(KnownNamesTest, a_name_is_that_of_its_key_whatever_was_forgotten_or_has_the
   std::size_t remembered = 0;
   for (const ChunkKey& key : keys) remembered += names.find(chunk_id(key)).has_value();
   EXPECT_LE(remembered, 5u) << "four, of which one has a twin";
+}
+
+// Whichever digest of whichever key fails, and is asked for again at once or after the others.
+TEST(KnownNamesTest, a_name_that_could_not_be_computed_leaves_no_wrong_one) {
+  constexpr std::size_t kWays = 3, kMost = 3, kKeys = 5, kRounds = 2;
+  for (std::size_t fails = 0; fails < kRounds * kKeys * kWays; ++fails) {
+    std::size_t computed = 0;
+    const auto right_name = [](const ChunkKey& key, std::size_t way) {
+      std::string name(key.bytes().substr(8, KnownNames::kDigestBytes));
+      name[0] = static_cast<char>(name[0] + static_cast<char>(way));
+      return ChunkKey(name + std::string(key.bytes().substr(key.size() - 4)));
+    };
+    KnownNames names(kWays, kMost, [&](const ChunkKey& key, std::size_t way) {
+      if (computed++ == fails) throw std::runtime_error("no digest");
+      return right_name(key, way);
+    });
+    unsigned thrown = 0;
+    const auto expect_right = [&](std::uint32_t number) {
+      const ChunkKey key = testing::key_of(number);
+      try {
+        const KnownNames::Place place = names.place_of(key);
+        for (std::size_t way = 0; way < kWays; ++way)
+          EXPECT_EQ(names.name(place, way), right_name(key, way)) << fails << ", key " << number;
+      } catch (const std::runtime_error&) {
+        ++thrown;
+      }
+    };
+    for (std::size_t round = 0; round < kRounds; ++round) {
+      for (std::uint32_t number = 0; number < kKeys; ++number) {
+        expect_right(number);
+        expect_right(number);
+        if (number > 0) expect_right(number - 1);
+      }
+    }
+    EXPECT_EQ(thrown, 1u) << fails;
+  }
 }
 
 }  // namespace

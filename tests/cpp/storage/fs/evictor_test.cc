@@ -1,12 +1,16 @@
 // What goes for a write: none whose generation is over, and first what nobody can hit.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <map>
 #include <memory>
 #include <new>
 #include <set>
 #include <string>
+#include <utility>
 
+#include "base/thread_annotations.h"
 #include "faulty_file_ops.h"
 #include "fixture.h"
 #include "storage/encoded_medium.h"
@@ -209,6 +213,94 @@ TEST(EvictorTest, a_server_whose_records_are_encoded_gets_its_whole_share) {
   EXPECT_GT(stats.chunks, all / 3) << "of " << all << " that fit";
   EXPECT_LE(du(root), options.max_bytes);
   for (FsStore* store : {&first, &second}) store->close();
+}
+
+// The most calls to the file system that this thread makes in one hold of one mutex.
+class CallsPerLock : public Mutex::Watcher {
+ public:
+  explicit CallsPerLock(FaultyFileOps& ops) : ops_(ops) { Mutex::watch(this); }
+  ~CallsPerLock() override { Mutex::watch(nullptr); }
+  void locked(const Mutex& mutex) override { begun_[&mutex] = ops_.calls_here(); }
+  void unlocking(const Mutex& mutex) override {
+    most_ = std::max(most_, ops_.calls_here() - std::exchange(begun_[&mutex], 0));
+  }
+  int most() const { return most_; }
+
+ private:
+  FaultyFileOps& ops_;
+  std::map<const Mutex*, int> begun_;
+  int most_ = 0;
+};
+
+// `find -delete` removes the oldest records of a full root, or all.
+class EvictorMeetsMissingRecords : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    store_ = std::make_unique<FsStore>(options_for(root_, kBound), ops_, clock_);
+    store_->start();
+    store_->maintain();
+    TierStats stats;
+    for (; stats.evicted_bytes == 0; ++count_) {
+      ASSERT_TRUE(write());
+      store_->figures(&stats);
+    }
+  }
+  void TearDown() override { store_->close(); }
+  Status write() {
+    TierOp op;
+    op.kind = OpKind::kWrite;
+    op.key = key_of(next_++);
+    op.shards = row_.shards();
+    std::uint64_t moved = 0;
+    return store_->write(op, store_->epoch(), &moved);
+  }
+  void remove_first(std::uint32_t count) {
+    for (std::uint32_t i = 0; i < count; ++i) {
+      fs::remove(root_ + "/" + std::string(64, '1') + "/g1/" +
+                 layout::record_path(key_of(i), kPayload + kRecordHeaderBytes));
+    }
+  }
+
+  static constexpr std::uint64_t kBound = std::uint64_t{8} << 20;
+  static constexpr std::uint64_t kPayload = 4096;
+  // Two calls for each, and what a write does besides.
+  static constexpr int kMostCallsPerLock = 2 * 64 + 64;
+  static constexpr int kMostCalls = 2 * 8 * 64 + 256;
+  TempDir dir_;
+  std::string root_ = dir_.path() + "/root";
+  FakeClock clock_;
+  FaultyFileOps ops_;
+  Row row_{{kPayload}};
+  std::unique_ptr<FsStore> store_;
+  std::uint32_t next_ = 0, count_ = 0;
+};
+
+TEST_F(EvictorMeetsMissingRecords, other_threads_get_the_lock_between_some_of_them) {
+  constexpr std::uint32_t kMissing = 300;
+  ASSERT_GT(count_, 2 * kMissing);
+  remove_first(kMissing);
+  const CallsPerLock calls(ops_);
+  const int before = ops_.calls_here();
+  EXPECT_TRUE(write()) << "a record that is left was evicted";
+  EXPECT_GT(ops_.calls_here() - before, static_cast<int>(kMissing)) << "the control";
+  EXPECT_LE(calls.most(), kMostCallsPerLock);
+}
+
+TEST_F(EvictorMeetsMissingRecords, a_write_gives_up_after_many_and_the_next_count_forgets_all) {
+  ASSERT_GT(2 * count_, static_cast<std::uint32_t>(kMostCalls)) << "enough of them";
+  remove_first(count_);
+  int before = ops_.calls_here();
+  const Status status = write();
+  EXPECT_EQ(status.error_number(), ENOENT) << status.to_string();
+  EXPECT_LE(ops_.calls_here() - before, kMostCalls);
+  clock_.advance(std::chrono::minutes(1));
+  store_->maintain();
+  TierStats stats;
+  store_->figures(&stats);
+  EXPECT_EQ(stats.chunks, 0u);
+  before = ops_.calls_here();
+  EXPECT_TRUE(write());
+  EXPECT_LE(ops_.calls_here() - before, kMostCallsPerLock);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // The bound, and what is found, on file systems whose metadata misleads.
+#include <fmt/ranges.h>
 #include <gtest/gtest.h>
 
 #include "fixture.h"
@@ -119,7 +120,7 @@ TEST_F(FsMisleading, a_disk_that_is_full_below_the_bound_keeps_what_was_written_
     EXPECT_EQ(last, 20u);
     EXPECT_TRUE(path_of(root_, 0).empty());
     store->maintain();
-    ASSERT_EQ(lines_.size(), 1u) << lines_.back();
+    ASSERT_EQ(lines_.size(), 1u) << fmt::format("{}", fmt::join(lines_, "\n"));
     EXPECT_NE(lines_[0].find("is full"), std::string::npos);
     // There is room again.
     disk.set_room(4 * kMetadataBound);
@@ -155,7 +156,6 @@ TEST_F(FsMisleading, a_disk_that_stays_full_costs_a_few_records_and_not_the_cach
   store->close();
 }
 
-// One directory's time lies in the future: what others write into the rest is found all the same.
 // Each server tells the ledger of it, so the sum is too high: no other program removed anything.
 TEST_F(FsMisleading, a_directory_that_grows_under_two_servers_is_not_told_as_lost_records) {
   GrowingDirectories ops;
@@ -176,6 +176,7 @@ TEST_F(FsMisleading, a_directory_that_grows_under_two_servers_is_not_told_as_los
   for (FsStore* store : {one.get(), other.get()}) store->close();
 }
 
+// One directory's time lies in the future: what others write into the rest is found all the same.
 TEST_F(FsMisleading, records_of_others_are_found_where_times_are_coarse_or_lie_in_the_future) {
   for (const bool future : {false, true}) {
     fs::remove_all(root_);

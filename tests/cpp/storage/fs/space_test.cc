@@ -6,10 +6,13 @@
 #include <sys/file.h>
 
 #include <cerrno>
+#include <optional>
 
 #include "faulty_file_ops.h"
 #include "fixture.h"
+#include "out_of_memory.h"
 #include "process_ops.h"
+#include "storage/fs/layout.h"
 #include "storage/pooled_ops.h"
 
 namespace kv_offload {
@@ -391,6 +394,61 @@ TEST_F(SpaceTest, a_host_that_joins_counts_for_itself_and_holds_up_nobody) {
   ASSERT_TRUE(theirs->finish_count(number, 1000));
   EXPECT_TRUE(reserve(one, 1));
   EXPECT_TRUE(reserve(two, 2)) << "the page is of the other's boot now";
+}
+
+// Each allocation of each call fails once, also while the page cannot be locked or read.
+TEST_F(SpaceTest, what_ends_when_memory_has_run_out_is_paid_later) {
+  constexpr std::uint64_t kUsed = 200, kGone = 50;
+  std::uint64_t used = 10000;
+  count(used);
+  for (const Call broken : {Call::kFsync, Call::kFlock, Call::kPreadv}) {  // fsync: none of its calls
+    bool came = true;
+    for (unsigned after = 0; came; ++after) {
+      const std::string where = std::string(name_of(broken)) + " " + std::to_string(after);
+      std::optional<Reservation> reservation(*other_);
+      ASSERT_TRUE(reserve(*reservation, 500)) << where;
+      reservation->used = kUsed;
+      reservation->adopt(kGone, other_->finished());
+      ops_.fail_all(broken, EIO);
+      {
+        const FailingAllocation failing(after);
+        reservation.reset();
+        came = failing.came();
+      }
+      ops_.clear();
+      used += kUsed - kGone;
+      ASSERT_EQ(look(*server_).reserved > 0, broken != Call::kFsync) << where << ": the control";
+      const SpaceFigures paid = look(*other_);
+      EXPECT_EQ(paid.used, used) << where;
+      EXPECT_EQ(paid.reserved + paid.doubt, 0u) << where;
+    }
+  }
+}
+
+TEST_F(SpaceTest, a_count_that_is_given_up_when_memory_has_run_out_leaves_the_page_unlocked) {
+  count(10000);
+  for (const Call broken : {Call::kFlock, Call::kPreadv}) {
+    bool came = true;
+    unsigned after = 0;
+    for (; came; ++after) {
+      std::uint64_t number = 0;
+      ASSERT_TRUE(other_->begin_count(&number));
+      ops_.fail_all(broken, EIO);
+      {
+        const FailingAllocation failing(after);
+        other_->give_up_count();
+        came = failing.came();
+      }
+      ops_.clear();
+      const Fd page =
+          open_fd(posix_file_ops(), root_.get(), std::string(layout::kLedgerFile), O_RDWR, 0, &error_);
+      EXPECT_EQ(posix_file_ops().flock(page.get(), LOCK_EX | LOCK_NB), 0) << name_of(broken) << " " << after;
+    }
+    EXPECT_GT(after, 1u) << "the control";
+    std::uint64_t number = 0;
+    ASSERT_TRUE(other_->begin_count(&number));
+    EXPECT_TRUE(other_->finish_count(number, 10000));
+  }
 }
 
 }  // namespace

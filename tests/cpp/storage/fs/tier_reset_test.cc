@@ -8,6 +8,8 @@
 
 #include "faulty_file_ops.h"
 #include "fixture.h"
+#include "storage/fs/generation.h"
+#include "storage/fs/layout.h"
 #include "storage/fs/space.h"
 #include "storage/fs/store.h"
 #include "storage/io_pool.h"
@@ -327,6 +329,44 @@ TEST_F(FsTierReset, a_generation_that_is_removed_under_its_user_is_made_anew) {
   EXPECT_FALSE(user.has(1));
   EXPECT_TRUE(user.write(1));
   EXPECT_TRUE(user.read(1));
+}
+
+// Between two looks of a server another one is reset, and directories are removed by hand. A generation for
+// servers that start would have given them records of the old weights.
+TEST_F(FsTierReset, a_generation_removed_after_a_reset_by_another_is_made_for_its_server_alone) {
+  const auto remove = [&](const std::set<std::string>& which) {
+    walk(root_, [&](const fs::path& path) {
+      if (which.contains(path.filename().string())) fs::remove_all(path);
+    });
+  };
+  const auto marks = [&] {
+    std::set<std::string> names;
+    walk(root_, [&](const fs::path& path) { names.insert(path.filename().string()); });
+    return names;
+  };
+  using Removed = std::set<std::string>;
+  for (const bool reset : {true, false}) {
+    for (const Removed& removed : {Removed{"g1"}, Removed{"g1", "g2"}, Removed{std::string(64, '1')}}) {
+      fs::remove_all(root_);
+      FsStore store(timed_options(), ops_, clock_), other(timed_options(), ops_, clock_);
+      store.maintain();
+      if (reset) {
+        other.forget();
+        ASSERT_TRUE(other.begin_epoch());
+      }
+      remove(removed);
+      if (removed.contains(std::string(64, '1'))) other.maintain();  // makes its own again
+      for (int again = 0; again < 2; ++again) {
+        store.maintain();
+        const auto own = std::static_pointer_cast<Generation>(store.epoch());
+        ASSERT_TRUE(own);
+        const std::string name = layout::generation_name(own->number);
+        EXPECT_EQ(marks().contains(name + ".reset"), reset) << removed.size() << " " << again << " " << name;
+        remove({name});
+      }
+      for (FsStore* each : {&store, &other}) each->close();
+    }
+  }
 }
 
 // Its generation was removed by hand, and upkeep makes another as the reset comes.
