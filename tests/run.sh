@@ -258,11 +258,11 @@ stage_oracle() {
 }
 # Side by side: those that C++ tests see are compiled, the others start Python and wait.
 stage_mutants() {
-  local status=0 other
+  local status=0 other part=(--part "${KV_OFFLOAD_MUTANTS_PART:-1/1}")
   KV_OFFLOAD_MUTANTS=build/mutants-python .venv/bin/python tests/mutants/run.py --kind python --kind command \
-    >build/mutants-python.log 2>&1 &
+    "${part[@]}" >build/mutants-python.log 2>&1 &
   other=$!
-  .venv/bin/python tests/mutants/run.py --kind cpp || status=1
+  .venv/bin/python tests/mutants/run.py --kind cpp "${part[@]}" || status=1
   wait $other || status=1
   cat build/mutants-python.log
   return $status
