@@ -4,7 +4,7 @@
 #   bash tests/loop.sh core [GTEST_FILTER]       the core's unit tests; needs neither Python's packages nor vLLM
 #   bash tests/loop.sh adapter [PYTEST ARGS...]  the adapter against the installed vLLM, the command line, the bindings
 #
-# `core` has a build of its own (build/loop: each file by itself, so that a change compiles one), `adapter` needs
+# `core` has a build of its own (build/dev: each file by itself, so that a change compiles one), `adapter` needs
 # `bash tests/run.sh lint` once. Long random tests are cut short here; the whole check is tests/run.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,14 +12,13 @@ export CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1
 jobs=${JOBS:-$(nproc)}
 
 core() {
-  [ -e build/loop/build.ninja ] || cmake -S . -B build/loop -G Ninja -DKV_OFFLOAD_DEVELOPER=ON -DKV_OFFLOAD_CUDA=OFF \
-    -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" >build/loop.log || { cat build/loop.log; return 1; }
-  ninja -C build/loop -j "$jobs" --quiet kv_offload_tests
+  [ -e build/dev/build.ninja ] || cmake --preset dev >build/dev.log || { cat build/dev.log; return 1; }
+  ninja -C build/dev -j "$jobs" --quiet kv_offload_tests
   local shard status=0
   local -a running=()
   for ((shard = 0; shard < jobs; shard++)); do
     KV_OFFLOAD_SOAK=0.1 GTEST_TOTAL_SHARDS=$jobs GTEST_SHARD_INDEX=$shard \
-      build/loop/kv_offload_tests --gtest_brief=1 --gtest_filter="${1:-*}" &
+      build/dev/kv_offload_tests --gtest_brief=1 --gtest_filter="${1:-*}" &
     running+=($!)
   done
   for shard in "${running[@]}"; do wait "$shard" || status=1; done

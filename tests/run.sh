@@ -150,23 +150,12 @@ install_package() {
 }
 
 # ---- stages ---------------------------------------------------------------
-build() { # FOLDER, targets, CMake options...
-  local folder=build/$1 targets=$2
-  shift 2
-  cmake -S . -B "$folder" -G Ninja -DKV_OFFLOAD_DEVELOPER=ON -DKV_OFFLOAD_CUDA=OFF -DKV_OFFLOAD_UNITY=ON "$@" \
-    >"$folder.log" || { cat "$folder.log"; return 1; }
+# CMakePresets.json has the options of each build. Sanitizers find more at -O1 than at -O2, and need line numbers only.
+build() { # PRESET, targets, more CMake options...
+  local folder=build/$1
+  cmake --preset "$1" "${@:3}" >"$folder.log" || { cat "$folder.log"; return 1; }
   # shellcheck disable=SC2086  # a list
-  ninja -C "$folder" -j "$jobs" --quiet $targets
-}
-
-# Sanitizers find more the fewer steps are optimised away, and need lines only.
-build_asan() {
-  build asan "$1" -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" \
-    -DKV_OFFLOAD_SANITIZE=address,undefined -DKV_OFFLOAD_PYTHON=OFF "${@:2}"
-}
-build_tsan() {
-  build tsan "$1" -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS="-O1 -g1" -DKV_OFFLOAD_SANITIZE=thread \
-    -DKV_OFFLOAD_PYTHON=OFF "${@:2}"
+  ninja -C "$folder" -j "$jobs" --quiet $2
 }
 
 # All tests of a program, in as many processes as there are cores.
@@ -197,7 +186,7 @@ slowest() { # gtest's XML files
 
 stage_asan() {
   export UBSAN_OPTIONS=print_stacktrace=1
-  build_asan kv_offload_tests && python3 tests/cpp/check_registered.py build/asan/kv_offload_tests tests/cpp &&
+  build asan kv_offload_tests && python3 tests/cpp/check_registered.py build/asan/kv_offload_tests tests/cpp &&
     run_tests build/asan/kv_offload_tests || return
   # The control: what is leaked at exit is told.
   if build/asan/kv_offload_tests --gtest_also_run_disabled_tests --gtest_filter='*DISABLED_a_leak*' >build/leak.log 2>&1 ||
@@ -208,7 +197,7 @@ stage_asan() {
 }
 stage_tsan() {
   export TSAN_OPTIONS=halt_on_error=1
-  build_tsan kv_offload_tests && python3 tests/cpp/check_registered.py build/tsan/kv_offload_tests tests/cpp --threads &&
+  build tsan kv_offload_tests && python3 tests/cpp/check_registered.py build/tsan/kv_offload_tests tests/cpp --threads &&
     run_tests build/tsan/kv_offload_tests
 }
 stage_lint() {
@@ -248,7 +237,7 @@ stage_cpp() { # configured by setup
 stage_oracle() {
   local kind status=0 python=(-DKV_OFFLOAD_PYTHON=ON "-DPython_EXECUTABLE=$root/.venv/bin/python"
     "-Dpybind11_DIR=$(.venv/bin/pybind11-config --cmakedir)")
-  build_asan _core "${python[@]}" && build_tsan _core "${python[@]}" || return
+  build asan _core "${python[@]}" && build tsan _core "${python[@]}" || return
   local -A runtime=([asan]=$(clang++ -print-file-name=libclang_rt.asan-x86_64.so) [tsan]=$(g++ -print-file-name=libtsan.so)) running=()
   for kind in asan tsan; do
     LD_PRELOAD="$(realpath "${runtime[$kind]}") $(realpath "$(g++ -print-file-name=libstdc++.so)")" \
@@ -269,11 +258,11 @@ stage_oracle() {
 }
 # Side by side: those that C++ tests see are compiled, the others start Python and wait.
 stage_mutants() {
-  local status=0 other
+  local status=0 other part=(--part "${KV_OFFLOAD_MUTANTS_PART:-1/1}")
   KV_OFFLOAD_MUTANTS=build/mutants-python .venv/bin/python tests/mutants/run.py --kind python --kind command \
-    >build/mutants-python.log 2>&1 &
+    "${part[@]}" >build/mutants-python.log 2>&1 &
   other=$!
-  .venv/bin/python tests/mutants/run.py --kind cpp || status=1
+  .venv/bin/python tests/mutants/run.py --kind cpp "${part[@]}" || status=1
   wait $other || status=1
   cat build/mutants-python.log
   return $status
@@ -282,7 +271,7 @@ stage_mutants() {
 stage_fuzz() {
   local seconds=${KV_OFFLOAD_FUZZ_SECONDS:-20} status=0 target
   local -a running=()
-  build fuzz fuzzers -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 || return
+  build fuzz fuzzers || return
   for target in fuzz_payload fuzz_record fuzz_root; do
     mkdir -p "build/corpus/$target"
     "build/fuzz/$target" -max_total_time="$seconds" -max_len=5000 -timeout=10 -dict=tests/cpp/storage/fuzz.dict -rss_limit_mb=1024 \
@@ -311,8 +300,8 @@ stage_cuda() {
     return
   fi
   # As the wheel's, which has these objects from ccache then.
-  build cuda "kv_offload_cuda kv_offload_torch_cuda kv_offload_gpu_tests copy_gpu" -DKV_OFFLOAD_CUDA=ON \
-    -DKV_OFFLOAD_TORCH=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$root/.venv/bin/python"
+  build cuda "kv_offload_cuda kv_offload_torch_cuda kv_offload_gpu_tests copy_gpu" \
+    -DPython_EXECUTABLE="$root/.venv/bin/python"
 }
 
 # ---- run ------------------------------------------------------------------

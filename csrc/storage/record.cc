@@ -143,7 +143,7 @@ Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
       return wrong("shard bytes", shard_bytes[i], "at most 2^48");
     padded += round_up(shard_bytes[i], kPageBytes);
   }
-  const std::size_t used = kShardsAt + 8 * shards;
+  const std::size_t used = kShardsAt + 8 * std::size_t{shards};
   if (!all_zero(page.subspan(used, kShardsEnd - used))) return wrong("unused shards", "set", "zero");
   if (!all_zero(page.subspan(kEnd, kChecksumAt - kEnd))) return wrong("padding", "set", "zero");
   if (Status status = check_stored(page, padded); !status) return status;

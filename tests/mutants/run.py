@@ -4,6 +4,7 @@
     python tests/mutants/run.py space cuda       some areas (names of the files)
     python tests/mutants/run.py --name reset     those whose names contain "reset"
     python tests/mutants/run.py --kind cpp       those that these tests see: cpp, python, command
+    python tests/mutants/run.py --part 2/8       the second of eight parts of them: for several machines
     python tests/mutants/run.py --list
 
 A mutant replaces text that occurs exactly once in one file and names the tests that must fail then::
@@ -256,16 +257,26 @@ def chosen(areas: list[str], name: str, kinds: Sequence[str]) -> list[Mutant]:
     return [mutant for mutant in mutants if mutant.kind in kinds]
 
 
+def part_of(mutants: list[Mutant], part: str) -> list[Mutant]:
+    """Returns the K-th of N contiguous parts, for "K/N": neighbours share tests, which are timed once."""
+    numbers = [int(number) if number.isdecimal() else 0 for number in part.split("/")]
+    if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
+        raise NotPlantedError(f"--part {part}: K/N with 1 <= K <= N expected")
+    k, n = numbers
+    return mutants[len(mutants) * (k - 1) // n : len(mutants) * k // n]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("areas", nargs="*", help="files of tests/mutants, without .toml; default: all")
     parser.add_argument("--name", default="", help="only mutants whose names contain this")
     parser.add_argument("--kind", choices=KINDS, action="append", help="only mutants that these tests see")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="only the K-th of N parts of them")
     parser.add_argument("--list", action="store_true", help="print them and stop")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun ends, too
     try:
-        mutants = chosen(arguments.areas, arguments.name, arguments.kind or KINDS)
+        mutants = part_of(chosen(arguments.areas, arguments.name, arguments.kind or KINDS), arguments.part)
         if arguments.list:
             for mutant in mutants:
                 print(f"{mutant.area}: {mutant.name}  [{mutant.kind} {mutant.tests}]")

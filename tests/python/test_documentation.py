@@ -379,10 +379,12 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
         assert command in text
 
 
-@pytest.mark.parametrize("page", ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"])
+@pytest.mark.parametrize(
+    "page", ["CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md"]
+)
 def test_links_of_what_lies_beside_it_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
-        assert (ROOT / target).exists(), target
+        assert ((ROOT / page).parent / target).exists(), target
 
 
 def test_pictures_are_drawn_from_the_results_that_are_there():
