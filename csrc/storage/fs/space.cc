@@ -93,14 +93,14 @@ void Space::close() {
 
 // ---- what is asked of it
 
-void Space::Owed::add(Bytes bytes, Finished of, Finished now) noexcept {
-  if (before != now) {
+void Space::Owed::add(Bytes bytes, Finished of) noexcept {
+  if (of > before) {
     unsure.appeared += sure.appeared;
     unsure.gone += sure.gone;
     sure = {};
-    before = now;
+    before = of;
   }
-  Bytes& sum = of == now ? sure : unsure;
+  Bytes& sum = of == before ? sure : unsure;
   sum.appeared += bytes.appeared;
   sum.gone += bytes.gone;
 }
@@ -108,7 +108,7 @@ void Space::Owed::add(Bytes bytes, Finished of, Finished now) noexcept {
 void Space::add(std::uint64_t bytes) {
   {
     const MutexLock lock(mutex_);
-    owed_.add({.appeared = bytes}, finished(), finished());
+    owed_.add({.appeared = bytes}, finished());
   }
   (void)update([](SpacePage&, SpaceSlot*) {});  // a failure leaves it owed
 }
@@ -117,7 +117,7 @@ void Space::remove(std::uint64_t bytes, Finished before) {
   if (bytes == 0) return;
   const MutexLock lock(mutex_);
   if (writer_ == 0 && !fd_) return;
-  owed_.add({.gone = bytes}, before, finished());
+  owed_.add({.gone = bytes}, before);
   (void)update_locked([](SpacePage&, SpaceSlot*) {});
 }
 
@@ -206,10 +206,9 @@ void Space::settle(Reservation* reservation) noexcept {
   const MutexLock lock(mutex_);
   reserved_ -= done.held_;
   evicting_ -= done.evicting_ ? 1 : 0;
-  for (const Reservation::Freed& freed : done.freed_)
-    owed_.add({.gone = freed.bytes}, freed.before, finished());
+  for (const Reservation::Freed& freed : done.freed_) owed_.add({.gone = freed.bytes}, freed.before);
   if (done.used > 0) {
-    owed_.add({.appeared = done.used}, done.since_, finished());
+    owed_.add({.appeared = done.used}, done.since_);
     ++owed_.writes;
   }
   try {

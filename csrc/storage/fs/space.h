@@ -149,8 +149,8 @@ class Space {
     Bytes sure, unsure;   // unsure: a count that ended may have missed them, or seen them already
     Finished before = 0;  // of `sure`
     std::uint64_t writes = 0;
-    // now: finished(). The number of the page only grows, so bytes of an earlier number are unsure.
-    void add(Bytes bytes, Finished of, Finished now) noexcept;
+    // The number of the page only grows: bytes of a lower number than others are unsure.
+    void add(Bytes bytes, Finished of) noexcept;
   };
   // How another's slot looked before.
   struct Seen {
