@@ -84,15 +84,9 @@ Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reser
     if (has_more && !status) failure = status;
   }
   *missing_records += own.missing;
-  // Not instead of our own records, removable or not: writes would go on to cost others theirs. Nor while
-  // servers that answer are to give back space by their own policy: the oldest records by their times belong
-  // to prompts of which the rest would stay, of no use.
-  if (ordered && !has_more && failure && freed < bytes) {
-    if (shares_.may_be_given()) {
-      return Status::error(StatusKind::kDeclined, "other servers have been asked to give back space");
-    }
+  // Not instead of our own records, removable or not: writes would go on to cost others theirs.
+  if (ordered && !has_more && failure && freed < bytes)
     freed += take_from_others(bytes - freed, true, reservation);
-  }
   if (freed >= bytes) return Status::ok();
   if (!failure) return failure;
   if (has_more) return Status::ok();

@@ -63,8 +63,6 @@ bool Shares::is_unanswered() const {
   return requested_ > 0 && now - answered_ > kAnswerWithin;
 }
 
-bool Shares::may_be_given() const { return is_below() && !others_above().empty() && !is_unanswered(); }
-
 bool Shares::is_open(const std::string& namespace_name) const {
   const MutexLock lock(mutex_);
   return std::any_of(

@@ -47,8 +47,6 @@ class Shares {
   bool is_below() const EXCLUDES(mutex_);
   bool is_asked() const EXCLUDES(mutex_);       // another sharer wants space
   bool is_unanswered() const EXCLUDES(mutex_);  // for longer than kAnswerWithin
-  // We are below our share, and those above theirs were asked, or will be with the next tick, and may answer.
-  bool may_be_given() const EXCLUDES(mutex_);
   bool is_open(const std::string& namespace_name) const EXCLUDES(mutex_);
   // The others that have more than their share; while none has, those that have clearly more than we have.
   std::vector<std::uint64_t> others_above() const EXCLUDES(mutex_);

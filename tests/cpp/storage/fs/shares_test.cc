@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "prompts.h"
+#include "with_threads.h"
 
 namespace kv_offload {
 namespace {
@@ -128,27 +129,14 @@ TEST_F(FsShares, a_server_that_does_not_answer_loses_its_oldest_prompts_and_no_o
   EXPECT_TRUE(std::any_of(files.begin(), files.end(), [&](const std::string& path) {
     return path.find(newest) != std::string::npos;
   })) << "its newest whole prompt";
-  // When it is back, it reads what is there, what is not is a miss, and the others give it back some space.
+  // When it is back, it reads what is there, and what is not is a miss. Its first write meets many records
+  // that are missing; then they are counted, and the others give back some space.
+  (void)stopped->write(900, 0);
   for (int i = 0; i < 3; ++i) {
     second();
     for (PromptServer* server : {stopped.get(), one.get(), two.get()}) server->tick();
   }
   ASSERT_TRUE(stopped->write(900, 0));
-}
-
-TEST_F(FsShares, a_newcomer_takes_no_record_of_a_server_that_answers) {
-  const auto first = start(options(0x11));
-  fill(*first);
-  const std::size_t before = held(0x11, *first).records;
-  const auto newcomer = start(options(0x22));
-  EXPECT_EQ(newcomer->write(0, 0).kind(), StatusKind::kDeclined) << "it has not asked yet";
-  second();
-  newcomer->tick();  // asks
-  EXPECT_EQ(newcomer->write(0, 0).kind(), StatusKind::kDeclined) << "nobody has answered yet";
-  EXPECT_EQ(held(0x11, *first).records, before);
-  first->tick();
-  EXPECT_TRUE(newcomer->write(0, 0));
-  EXPECT_EQ(newcomer->stats().evicted_bytes, 0u);
 }
 
 TEST_F(FsShares, what_one_evicts_for_another_is_not_taken_by_a_third) {
