@@ -86,6 +86,7 @@ class KnownNames {
     entries_[place] = {key, 0};
   }
   void forget(Place place) {
+    if (entries_[place].key.size() == 0) return;  // its names could not be computed
     const ChunkId id = id_at()(place);
     if (places_.find(id, id_at()) == place) places_.erase(id, id_at());  // not when memory ran out meanwhile
   }
