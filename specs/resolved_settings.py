@@ -114,10 +114,11 @@ def _equal(value: Any, default: Any) -> bool:
 def plain(value: Any, depth: int = 0) -> Any:
     """Returns ``value`` as tables, lists and texts that are equal in every process.
 
-    A path of a file becomes a digest of the file, which may change in place. Raises OSError when it cannot be
-    read.
+    A path of a file becomes a digest of the file, which may change in place. ``depth`` counts objects: beyond
+    _MAX_DEPTH, which an object that contains itself reaches, the type stands for the value. Raises OSError
+    when a file cannot be read.
     """
-    if isinstance(value, (str, Path)) and os.sep in str(value) and os.path.isfile(value):
+    if isinstance(value, (str, Path)) and _may_name_a_file(str(value)) and os.path.isfile(value):
         return f"file {weights_digest([Path(value)])}"
     if value is None or (isinstance(value, (str, int, float)) and not isinstance(value, enum.Enum)):
         return value
@@ -125,14 +126,14 @@ def plain(value: Any, depth: int = 0) -> Any:
         return value.name
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(part, depth) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part, depth) for part in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(part, depth) for part in value), key=setting_text)
     if depth >= _MAX_DEPTH:
         return type(value).__qualname__
-    if isinstance(value, Mapping):
-        return {str(key): plain(part, depth + 1) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(part, depth + 1) for part in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((plain(part, depth + 1) for part in value), key=setting_text)
     if hasattr(value, "to_dict") and not isinstance(value, type):  # a configuration of transformers
         return _digest(_without_bookkeeping(plain(value.to_dict(), depth + 1)))
     if isinstance(value, type) or callable(value):
@@ -146,6 +147,11 @@ def plain(value: Any, depth: int = 0) -> Any:
         else {}
     )
     return {"type": type(value).__qualname__, **inside}
+
+
+def _may_name_a_file(text: str) -> bool:
+    """False for words such as "auto": a file of that name in the working directory is not meant."""
+    return os.sep in text or "." in text
 
 
 def _without_bookkeeping(value: Any) -> Any:

@@ -93,6 +93,31 @@ def test_a_file_that_a_setting_names_counts_by_its_content(resolved: Any, tmp_pa
     assert found[0] != found[1] == found[2]
 
 
+def test_a_file_in_the_working_directory_counts_by_its_content_and_a_word_is_no_file(
+    resolved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, list[Any]] = {}
+    for name in ("scales.json", "auto"):
+        media("mm_encoder_fp8_scale_path", name)(resolved)
+        for content in ("1", "2"):
+            (tmp_path / name).write_text(content)
+            found.setdefault(name, []).append(settings())
+    assert found["scales.json"][0] != found["scales.json"][1]
+    assert found["auto"][0] == found["auto"][1]
+
+
+def test_values_deep_inside_a_setting_count(resolved: Any) -> None:
+    found = []
+    for value in (1, 2):
+        nested: Any = value
+        for _ in range(20):
+            nested = {"inside": [nested]}
+        resolved.model_config.hf_overrides = nested
+        found.append(settings())
+    assert found[0] != found[1]
+
+
 def test_a_drafter_from_another_revision_of_the_model_is_identified(resolved: Any) -> None:
     model = resolved.model_config
     model.revision = "0" * 40
