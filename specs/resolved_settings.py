@@ -23,15 +23,17 @@ from .identity_table import CONFIGURATION, ENVIRONMENT, Decision
 _FIXED_ROTATIONS = {None, "default", "linear", "yarn", "deepseek_yarn", "llama3", "mrope", "proportional"}
 # Models that read max_model_len when they compute: attention temperature (Llama 4), length of the rotation.
 _READS_MAX_MODEL_LEN = ("llama4", "minimax_m2", "cohere_compass")
-_ANY_LENGTH = "model_config.max_model_len"
+# Models of an engine, by their path: the model and its drafter.
+_MODELS = ("model_config", "speculative_config.draft_model_config")
 _MAX_DEPTH = 8
 
 
 def configured(vllm_config: Any) -> dict[str, str]:
     """Returns {path of a field: text} for every field that counts and is not at its default."""
     found = dict(_walk(vllm_config, "", ""))
-    if _length_is_free(vllm_config):
-        found.pop(_ANY_LENGTH, None)
+    for path in _MODELS:
+        if _length_is_free(_at(vllm_config, path)):
+            found.pop(f"{path}.max_model_len", None)
     return found
 
 
@@ -164,9 +166,17 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(setting_text(value).encode()).hexdigest()[:32]
 
 
-def _length_is_free(vllm_config: Any) -> bool:
-    """True if max_model_len changes no byte: neither the model nor its rotations depend on it."""
-    model = getattr(vllm_config, "model_config", None)
+def _at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def _length_is_free(model: Any) -> bool:
+    """True if max_model_len changes no byte: neither the model nor its rotations depend on it.
+
+    ``model``: a ModelConfig.
+    """
     text = getattr(model, "hf_text_config", None)
     kinds = {str(getattr(config, "model_type", "")) for config in (text, getattr(model, "hf_config", None))}
     if any(kind.startswith(_READS_MAX_MODEL_LEN) for kind in kinds):

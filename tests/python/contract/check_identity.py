@@ -23,6 +23,7 @@ from oracle.engine import Setup, _vllm_config, make_model_dir  # noqa: E402
 from vllm.config.multimodal import MultiModalConfig  # noqa: E402
 
 from contract.parts import kv_caches, offloading_config  # noqa: E402
+from kv_offload.namespace import setting_text  # noqa: E402
 
 Change = Callable[[Any], None]
 
@@ -187,6 +188,23 @@ def test_another_process_on_another_host_has_the_same_settings(tmp_path: Path) -
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert json.loads(result.stdout.splitlines()[-1]) == here | environment()
+
+
+@pytest.mark.parametrize(("rotation", "in_it"), [("default", False), ("dynamic", True)])
+def test_the_longest_request_of_a_drafter_counts_where_it_chooses_the_rotation(
+    rotation: str, in_it: bool
+) -> None:
+    directory = make_model_dir()
+    found = set()
+    for longest in (320, 400):
+        made = _vllm_config(Setup(drafts=2, max_model_len=longest), directory, "engine")
+        draft = copy.copy(made.speculative_config.draft_model_config)
+        draft.hf_text_config = copy.copy(draft.hf_text_config)
+        draft.hf_text_config.rope_parameters = {"rope_type": rotation}
+        made.speculative_config.draft_model_config = draft
+        assert draft.max_model_len == longest
+        found.add(setting_text(configured(made)))
+    assert len(found) == (2 if in_it else 1)
 
 
 def test_two_starts_ranks_and_replicas_have_one_namespace(
