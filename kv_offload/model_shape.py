@@ -101,7 +101,7 @@ class ModelShape:
     def long_chunks(
         self, dtype: str, ranks: int = 1, block_size: int = 16, blocks_per_chunk: int = 1
     ) -> list[str]:
-        """A sentence for each kind of layers whose sliding window is shorter than a chunk."""
+        """A sentence for each kind of layers whose sliding window is shorter than a chunk by whole blocks."""
         block = self.block_size(dtype, ranks, block_size)
         windows = {group.window for group in self.groups if group.window}
         return [
@@ -110,7 +110,7 @@ class ModelShape:
             f"of its layers the last {tail_of_chunk(window, block, blocks_per_chunk)} of {blocks_per_chunk} "
             "blocks of each chunk are stored"
             for window in sorted(windows)
-            if block * blocks_per_chunk > window
+            if tail_of_chunk(window, block, blocks_per_chunk)
         ]
 
     def _token_bytes(self, dtype: str, ranks: int) -> int:

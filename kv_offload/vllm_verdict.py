@@ -5,6 +5,7 @@ them takes seconds, and loads torch. Elsewhere the same is judged by what the su
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 
 CONNECTOR = "OffloadingConnector"
+# Of vLLM: what --kv-offloading-size takes instead where the variable is set to a number other than 0.
+SIMPLE_CONNECTOR, SIMPLE_VARIABLE = "SimpleCPUOffloadConnector", "VLLM_USE_SIMPLE_KV_OFFLOAD"
 # A subclass of it, of ours, which vLLM finds by its module alone.
 REPORTING_CONNECTOR, REPORTING_MODULE = "ReportingConnector", "kv_offload.specs.connector"
 
@@ -118,18 +121,24 @@ def with_offloading_size(given: Mapping[str, Any], gib: float) -> tuple[dict[str
     """What vLLM makes of it for ``--kv-offloading-size``, and what it overwrites by that."""
     extra = given.get("kv_connector_extra_config") or {}
     size = gib * (1 << 30)
+    is_simple = os.environ.get(SIMPLE_VARIABLE, "0") != "0"
+    connector = SIMPLE_CONNECTOR if is_simple else CONNECTOR
     notes = [
         f"--kv-offloading-size overwrites {name}: {value!r} is not used, {now!r} is"
         for name, value, now in (
-            ("kv_connector", given.get("kv_connector"), CONNECTOR),
+            ("kv_connector", given.get("kv_connector"), connector),
             ("kv_role", given.get("kv_role"), "kv_both"),
             ("cpu_bytes_to_use", extra.get("cpu_bytes_to_use"), f"{gib:g}GiB"),
         )
         if value not in (None, now)
     ]
+    if is_simple:
+        notes.append(
+            f"--kv-offloading-size takes {SIMPLE_CONNECTOR} because {SIMPLE_VARIABLE} is set: unset it"
+        )
     in_effect = {
         **given,
-        "kv_connector": CONNECTOR,
+        "kv_connector": connector,
         "kv_role": "kv_both",
         "kv_connector_extra_config": {**extra, "cpu_bytes_to_use": size},
     }

@@ -92,7 +92,8 @@ def _weights_source(vllm_config: Any) -> dict[str, Any]:
     return {
         "revision": getattr(vllm_config.model_config, "revision", None),
         "cache_dir": getattr(vllm_config.load_config, "download_dir", None),
-        "address": getattr(vllm_config.model_config, "model_weights", None) or _tensorizer_uri(vllm_config),
+        "address": getattr(vllm_config.model_config, "model_weights", None)
+        or _tensorizer_address(vllm_config),
         "configured_by": getattr(vllm_config.model_config, "hf_config_path", None),
         "code": _remote_code(vllm_config.model_config),
         "code_revision": getattr(vllm_config.model_config, "code_revision", None),
@@ -130,12 +131,21 @@ def _numbers_images(vllm_config: Any) -> bool:
     return media is not None and not cached and not vllm_config.cache_config.enable_prefix_caching
 
 
-def _tensorizer_uri(vllm_config: Any) -> str | None:
+def _tensorizer_address(vllm_config: Any) -> str | None:
+    """Returns where Tensorizer reads the weights, if that is not the model's own directory.
+
+    vLLM's command line copies its settings into a table of their own, where the model is the default of
+    ``tensorizer_dir``.
+    """
     extra = getattr(vllm_config.load_config, "model_loader_extra_config", None)
-    uri = (
-        extra.get("tensorizer_uri") if isinstance(extra, Mapping) else getattr(extra, "tensorizer_uri", None)
-    )
-    return uri if isinstance(uri, str) and uri else None
+    model = getattr(vllm_config.model_config, "model", None)
+    tables = [extra, extra.get("tensorizer_config")] if isinstance(extra, Mapping) else [extra]
+    for name in ("tensorizer_uri", "tensorizer_dir"):
+        for table in tables:
+            found = table.get(name) if isinstance(table, Mapping) else getattr(table, name, None)
+            if isinstance(found, str) and found and found != model:
+                return found
+    return None
 
 
 def _settings(vllm_config: Any, config: Any, device_type: str) -> tuple[dict[str, str], list[str]]:

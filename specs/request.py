@@ -13,7 +13,10 @@ logger = get_logger(__name__)
 LOAD_POLICIES = ("auto", "always", "never")
 _LOG_SECONDS = 60.0
 # Several connectors and routers read the same dictionary, so that each of our keys has our prefix.
+_PREFIX = "kv_offload_"
 _LOAD_POLICY, _PRIORITY = "kv_offload_load_policy", "kv_offload_priority"
+_SKIP_LOAD, _SKIP_STORE, _AWAIT = "kv_offload_skip_load", "kv_offload_skip_store", "kv_offload_await_ms"
+_HINTS = (_LOAD_POLICY, _PRIORITY, _SKIP_LOAD, _SKIP_STORE, _AWAIT)
 
 
 @dataclass(slots=True)
@@ -54,20 +57,24 @@ class HintReader:
             hints["load_policy"] = policy
         elif policy is not None:
             self._ignored(_LOAD_POLICY, policy, "auto, always, never")
-        if self._flag(params, "kv_offload_skip_store"):
+        if self._flag(params, _SKIP_STORE):
             hints["skip_store"] = True
-        if self._flag(params, "kv_offload_skip_load"):
+        if self._flag(params, _SKIP_LOAD):
             hints |= {"load_from_cpu": False, "load_tiers": 0}
         priority = params.get(_PRIORITY)
         if type(priority) is int:
             hints["priority"] = max(-1, min(1, priority))
         elif priority is not None:
             self._ignored(_PRIORITY, priority, "an integer")
-        wait = params.get("kv_offload_await_ms")
+        wait = params.get(_AWAIT)
         if type(wait) is int and wait >= 0:
             hints["await_records_seconds"] = min(wait, MOST_AWAIT_RECORDS_MS) / 1000
         elif wait is not None:
-            self._ignored("kv_offload_await_ms", wait, "an integer from 0")
+            self._ignored(_AWAIT, wait, "an integer from 0")
+        for name in params:
+            if isinstance(name, str) and name.startswith(_PREFIX) and name not in _HINTS:
+                known = ", ".join(_HINTS)
+                self._say("kv_transfer_params: %.80r is not known and is ignored; possible: %s", name, known)
         return hints
 
     def _flag(self, params: dict[str, Any], name: str) -> bool:
@@ -77,12 +84,13 @@ class HintReader:
         return value is True
 
     def _ignored(self, name: str, value: object, possible: str) -> None:
+        self._say("kv_transfer_params: %s is %.80r and is ignored; possible: %s", name, value, possible)
+
+    def _say(self, text: str, *parts: object) -> None:
         now = self._clock()
         if now < self._next_line:
             self._unsaid += 1
             return
         more = f" ({self._unsaid} others since the last such line)" if self._unsaid else ""
-        logger.warning(
-            "kv_transfer_params: %s is %.80r and is ignored; possible: %s%s", name, value, possible, more
-        )
+        logger.warning(text + "%s", *parts, more)
         self._next_line, self._unsaid = now + _LOG_SECONDS, 0

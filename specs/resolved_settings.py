@@ -23,15 +23,17 @@ from .identity_table import CONFIGURATION, ENVIRONMENT, Decision
 _FIXED_ROTATIONS = {None, "default", "linear", "yarn", "deepseek_yarn", "llama3", "mrope", "proportional"}
 # Models that read max_model_len when they compute: attention temperature (Llama 4), length of the rotation.
 _READS_MAX_MODEL_LEN = ("llama4", "minimax_m2", "cohere_compass")
-_ANY_LENGTH = "model_config.max_model_len"
+# Models of an engine, by their path: the model and its drafter.
+_MODELS = ("model_config", "speculative_config.draft_model_config")
 _MAX_DEPTH = 8
 
 
 def configured(vllm_config: Any) -> dict[str, str]:
     """Returns {path of a field: text} for every field that counts and is not at its default."""
     found = dict(_walk(vllm_config, "", ""))
-    if _length_is_free(vllm_config):
-        found.pop(_ANY_LENGTH, None)
+    for path in _MODELS:
+        if _length_is_free(_at(vllm_config, path)):
+            found.pop(f"{path}.max_model_len", None)
     return found
 
 
@@ -114,10 +116,11 @@ def _equal(value: Any, default: Any) -> bool:
 def plain(value: Any, depth: int = 0) -> Any:
     """Returns ``value`` as tables, lists and texts that are equal in every process.
 
-    A path of a file becomes a digest of the file, which may change in place. Raises OSError when it cannot be
-    read.
+    A path of a file becomes a digest of the file, which may change in place. ``depth`` counts objects: beyond
+    _MAX_DEPTH, which an object that contains itself reaches, the type stands for the value. Raises OSError
+    when a file cannot be read.
     """
-    if isinstance(value, (str, Path)) and os.sep in str(value) and os.path.isfile(value):
+    if isinstance(value, (str, Path)) and _may_name_a_file(str(value)) and os.path.isfile(value):
         return f"file {weights_digest([Path(value)])}"
     if value is None or (isinstance(value, (str, int, float)) and not isinstance(value, enum.Enum)):
         return value
@@ -125,14 +128,14 @@ def plain(value: Any, depth: int = 0) -> Any:
         return value.name
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(part, depth) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(part, depth) for part in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(part, depth) for part in value), key=setting_text)
     if depth >= _MAX_DEPTH:
         return type(value).__qualname__
-    if isinstance(value, Mapping):
-        return {str(key): plain(part, depth + 1) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(part, depth + 1) for part in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted((plain(part, depth + 1) for part in value), key=setting_text)
     if hasattr(value, "to_dict") and not isinstance(value, type):  # a configuration of transformers
         return _digest(_without_bookkeeping(plain(value.to_dict(), depth + 1)))
     if isinstance(value, type) or callable(value):
@@ -148,6 +151,11 @@ def plain(value: Any, depth: int = 0) -> Any:
     return {"type": type(value).__qualname__, **inside}
 
 
+def _may_name_a_file(text: str) -> bool:
+    """False for words such as "auto": a file of that name in the working directory is not meant."""
+    return os.sep in text or "." in text
+
+
 def _without_bookkeeping(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_bookkeeping(part) for key, part in value.items() if key not in BOOKKEEPING}
@@ -158,9 +166,17 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(setting_text(value).encode()).hexdigest()[:32]
 
 
-def _length_is_free(vllm_config: Any) -> bool:
-    """True if max_model_len changes no byte: neither the model nor its rotations depend on it."""
-    model = getattr(vllm_config, "model_config", None)
+def _at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def _length_is_free(model: Any) -> bool:
+    """True if max_model_len changes no byte: neither the model nor its rotations depend on it.
+
+    ``model``: a ModelConfig.
+    """
     text = getattr(model, "hf_text_config", None)
     kinds = {str(getattr(config, "model_type", "")) for config in (text, getattr(model, "hf_config", None))}
     if any(kind.startswith(_READS_MAX_MODEL_LEN) for kind in kinds):

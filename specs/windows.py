@@ -65,11 +65,13 @@ def _tail(config: Any, tokens: Sequence[int | None], position: int) -> int:
 
 
 def log_long_chunks(config: Any, windows: Windows) -> None:
-    """Log each group whose chunks are longer than its window: a warning where conversations lose by it."""
+    """Log each group whose chunks are longer than its window by whole blocks: a warning where conversations
+    lose by it."""
     for group, window, tail in zip(config.groups, windows.tokens, windows.tail_blocks, strict=True):
         blocks = config.cache.blocks_per_chunk
         chunk = group.tokens_per_block * blocks
-        if window is None or chunk <= window:
+        # Longer by less than a block changes nothing: a load reads a part of the chunk's first block too.
+        if window is None or not tail_of_chunk(window, group.tokens_per_block, blocks):
             continue
         layers = (
             f"cache group {group.group_id} ({group.layer_names[0]} and {len(group.layer_names) - 1} more)"

@@ -471,6 +471,17 @@ def test_doctor_shows_what_the_size_option_overwrites(core, vllm):
     refused("doctor", *option, status=2, part="without --config")
 
 
+@pytest.mark.parametrize(("value", "status"), [("1", 1), ("0", 0)])
+def test_doctor_knows_the_variable_by_which_the_size_option_takes_another_connector(
+    core, vllm, monkeypatch, value, status
+):
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", value)
+    option = ("--kv-offloading-size", "2")
+    text = said("doctor", "--no-measure", *option, "--config", json.dumps(OURS), status=status)
+    assert ("effective plan" in text) == (status == 0)
+    assert ("VLLM_USE_SIMPLE_KV_OFFLOAD is set: unset it" in text) == (status == 1)
+
+
 def test_doctor_takes_a_configuration_that_the_size_option_completes(core, vllm, tmp_path):
     tiers = [{"type": "fs", "root_dir": str(tmp_path / "kv"), "max_bytes": "1GiB"}]
     part = json.dumps({"kv_connector_extra_config": {"spec_name": "KVOffloadSpec", "secondary_tiers": tiers}})

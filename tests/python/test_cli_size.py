@@ -238,6 +238,8 @@ def test_chunks_longer_than_a_sliding_window_are_noted(config):
     assert note.startswith("chunks of 1,040 tokens are longer than the sliding window of 1,024: ")
     assert "the last 64 of 65 blocks" not in sized(model, "--blocks-per-chunk", 128)["notes"][0]
     assert "the last 64 of 128 blocks" in sized(model, "--blocks-per-chunk", 128)["notes"][0]
+    # Longer by less than a block: all blocks are stored.
+    assert sized(model, "--block-size", 48, "--blocks-per-chunk", 22)["notes"] == []
 
 
 def test_more_ranks_than_heads_copy_them_but_mla_is_kept_once(config):

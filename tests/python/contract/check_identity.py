@@ -23,6 +23,7 @@ from oracle.engine import Setup, _vllm_config, make_model_dir  # noqa: E402
 from vllm.config.multimodal import MultiModalConfig  # noqa: E402
 
 from contract.parts import kv_caches, offloading_config  # noqa: E402
+from kv_offload.namespace import setting_text  # noqa: E402
 
 Change = Callable[[Any], None]
 
@@ -91,6 +92,31 @@ def test_a_file_that_a_setting_names_counts_by_its_content(resolved: Any, tmp_pa
         media("mm_encoder_fp8_scale_path", str(tmp_path / folder / "scales.json"))(resolved)
         found.append(settings())
     assert found[0] != found[1] == found[2]
+
+
+def test_a_file_in_the_working_directory_counts_by_its_content_and_a_word_is_no_file(
+    resolved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, list[Any]] = {}
+    for name in ("scales.json", "auto"):
+        media("mm_encoder_fp8_scale_path", name)(resolved)
+        for content in ("1", "2"):
+            (tmp_path / name).write_text(content)
+            found.setdefault(name, []).append(settings())
+    assert found["scales.json"][0] != found["scales.json"][1]
+    assert found["auto"][0] == found["auto"][1]
+
+
+def test_values_deep_inside_a_setting_count(resolved: Any) -> None:
+    found = []
+    for value in (1, 2):
+        nested: Any = value
+        for _ in range(20):
+            nested = {"inside": [nested]}
+        resolved.model_config.hf_overrides = nested
+        found.append(settings())
+    assert found[0] != found[1]
 
 
 def test_a_drafter_from_another_revision_of_the_model_is_identified(resolved: Any) -> None:
@@ -162,6 +188,23 @@ def test_another_process_on_another_host_has_the_same_settings(tmp_path: Path) -
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert json.loads(result.stdout.splitlines()[-1]) == here | environment()
+
+
+@pytest.mark.parametrize(("rotation", "in_it"), [("default", False), ("dynamic", True)])
+def test_the_longest_request_of_a_drafter_counts_where_it_chooses_the_rotation(
+    rotation: str, in_it: bool
+) -> None:
+    directory = make_model_dir()
+    found = set()
+    for longest in (320, 400):
+        made = _vllm_config(Setup(drafts=2, max_model_len=longest), directory, "engine")
+        draft = copy.copy(made.speculative_config.draft_model_config)
+        draft.hf_text_config = copy.copy(draft.hf_text_config)
+        draft.hf_text_config.rope_parameters = {"rope_type": rotation}
+        made.speculative_config.draft_model_config = draft
+        assert draft.max_model_len == longest
+        found.add(setting_text(configured(made)))
+    assert len(found) == (2 if in_it else 1)
 
 
 def test_two_starts_ranks_and_replicas_have_one_namespace(

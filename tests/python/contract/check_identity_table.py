@@ -48,19 +48,25 @@ def test_every_variable_of_vllm_is_in_the_table() -> None:
     assert sorted(envs.environment_variables.keys() - VLLM_VARIABLES.keys()) == []
 
 
-READ = re.compile(
-    r"""(?:environ(?:\.get|\.setdefault|\.pop)?\s*[\[(]|getenv\()\s*["']([A-Za-z_]\w*)["']"""
-    r"""|["']([A-Z][A-Z0-9_]+)["']\s+(?:not )?in os\.environ"""
-)
+_ACCESS = r"""(?:environ(?:\.get|\.setdefault|\.pop)?\s*[\[(]|getenv\()\s*"""
+READ = re.compile(_ACCESS + r"""["']([A-Za-z_]\w*)["']|["']([A-Z][A-Z0-9_]+)["']\s+(?:not )?in os\.environ""")
+READ_BY_CONSTANT = re.compile(_ACCESS + r"""(_?[A-Z][A-Z0-9_]+)\b""")
+CONSTANT = re.compile(r"""^[ \t]*(_?[A-Z][A-Z0-9_]+)(?: *: *\w+)? = ["']([A-Za-z_]\w*)["']""", re.MULTILINE)
 
 
 def test_every_variable_that_vllms_python_files_read_is_in_the_table() -> None:
-    found = {
-        first or second
-        for file in Path(vllm.__file__).parent.rglob("*.py")
-        for first, second in READ.findall(file.read_text(encoding="utf-8", errors="replace"))
-    }
+    found, by_constant = set(), set()
+    values: dict[str, set[str]] = {}  # of constants, which other files import
+    for file in Path(vllm.__file__).parent.rglob("*.py"):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        found |= {first or second for first, second in READ.findall(text)}
+        by_constant |= set(READ_BY_CONSTANT.findall(text))
+        for name, value in CONSTANT.findall(text):
+            values.setdefault(name, set()).add(value)
     assert len(found) > 100
+    assert len(by_constant) > 2
+    for name in by_constant:
+        found |= values.get(name, {name})  # one of a library outside vLLM has its name as its value
     assert sorted(found - ENVIRONMENT.keys()) == []
 
 

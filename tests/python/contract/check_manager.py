@@ -514,6 +514,21 @@ def test_bad_hints_are_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> No
     assert "1999 others" in caplog.records[1].getMessage()
 
 
+@pytest.mark.parametrize("name", ["kv_offload_prority", "kv_offload_load_polic\ny"])
+def test_a_misspelt_hint_is_reported_with_those_that_exist(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    known = {"kv_offload_priority": 1, "kv_offload_await_ms": 5, "kv_offload_skip_load": False}
+    others = {"kv_offload": {}, "do_remote_prefill": True, "kv_load_tiers": []}  # not ours
+    expected = HintReader().read({**known, **others})
+    assert caplog.messages == []
+    assert HintReader().read({name: 1, **known, **others}) == expected
+    (line,) = caplog.messages
+    assert line.startswith(f"kv_transfer_params: {name!r} is not known and is ignored; possible: ")
+    assert all(each in line for each in known)
+    assert "\n" not in line
+
+
 def test_a_part_of_a_chunk_that_was_tried_is_not_the_end_of_a_prompt() -> None:
     """vLLM notes positions of parts of a block (--prefix-match-unit) behind those of all chunks."""
     request = context()

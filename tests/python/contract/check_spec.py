@@ -459,6 +459,17 @@ def test_the_address_of_the_weights_is_in_the_namespace(vllm_config: Any) -> Non
     assert len(set(found)) == 3
 
 
+@pytest.mark.parametrize("key", ["tensorizer_uri", "tensorizer_dir"])
+def test_the_address_that_tensorizer_reads_is_that_of_the_weights(vllm_config: Any, key: str) -> None:
+    """The settings as EngineArgs.create_load_config leaves them; its default is the model itself."""
+    vllm_config.model_config.model = "/models/base"
+    for given, address in (({key: "s3://bucket/base"}, "s3://bucket/base"), ({}, None)):
+        table = {"tensorizer_dir": "/models/base", **given}
+        vllm_config.load_config.model_loader_extra_config = {**given, "tensorizer_config": table}
+        text = identity.worker_fingerprint(offloading_config(), "cpu", "host", [[4096]], 100)
+        assert json.loads(text)["model"]["address"] == address
+
+
 def test_a_root_that_cannot_be_used_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     tiers = [{"type": "fs", "root_dir": str(tmp_path / "file"), "max_bytes": "16MiB"}]

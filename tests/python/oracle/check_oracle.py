@@ -99,7 +99,9 @@ KINDS = {
         extra={**SHORTER.extra, "cpu_bytes_to_use": "2MiB", "canonical_layout": True},
     ),
     "short window, a drafter": replace(SHORTER, drafts=2, retention=64),
-    "short window, a drafter of two modules": replace(SHORTER, window=32, drafts=2, modules=True),
+    "short window, a drafter of two modules": replace(
+        SHORTER, window=32, drafts=2, modules=True, retention=64
+    ),
     "short window, asynchronous scheduling": replace(SHORTER, async_scheduling=True),
     "short window, decoded tokens too": replace(
         SHORTER, retention=None, extra={**SHORTER.extra, "offload_prompt_only": False}
@@ -358,6 +360,9 @@ DISK_KINDS = (
     "hybrid, every window, a drafter in one group",
     "replicated, two ranks",
     "short window",
+    # With retention: without it, vLLM offers nothing by which a repeat is found with a drafter, and what the
+    # next life finds is what its random conversations happen to share.
+    "short window, a drafter of two modules",
 )
 
 
