@@ -236,7 +236,7 @@ void Requests::admit(RequestHandle handle) {
   count_pass(request);
   request.pass.release();
   decltype(request.asked)().swap(request.asked);  // its buckets, too
-  request.knows_span = false;  // it may be asked about again, from another place
+  request.knows_span = false;                     // it may be asked about again, from another place
   if (!request.waiting && !request.expired) return;
   request.report.waited_seconds += request.waited_seconds();
   stop_waiting(request);
