@@ -235,11 +235,15 @@ OTHER_BOUNDS = (
 
 
 @pytest.mark.parametrize("key", OTHER_BOUNDS)
-def test_another_name_for_the_bound_of_a_tier_is_an_error_that_names_max_bytes(key, monkeypatch):
-    for tier in (FS, {"type": "redis", "url": "redis://h"}, {"type": "s3", "bucket": "bucket"}):
+def test_another_name_for_the_bound_of_a_tier_is_an_error_that_names_its_bound(key, monkeypatch):
+    for tier, bound in (
+        (FS, "max_bytes"),
+        ({"type": "redis", "url": "redis://h"}, "maxmemory"),
+        ({"type": "s3", "bucket": "bucket"}, "lifecycle rule"),
+    ):
         (problem,) = problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [tier | {key: 20}]})
         assert problem.startswith(f"secondary_tiers[0]: {key!r} is not known")
-        assert "max_bytes" in problem
+        assert bound in problem
     # Nor does it help that vLLM reads a key of that name for a tier of its own.
     monkeypatch.setattr("kv_offload.config_compat.keys_read_by_vllm", lambda: frozenset({key}))
     assert "max_bytes" in problems({"cpu_bytes_to_use": GIB, "secondary_tiers": [FS | {key: 20}]})[0]
