@@ -59,7 +59,7 @@ HIT = ("hit_tokens_total", ["cpu"], 5)
 
 def test_every_reason_of_the_core_is_explained():
     definition = {d.name: d for d in _core.metric_definitions()}["kv_offload_miss_tokens_total"]
-    named = re.search(r"first: (.*)\.", definition.documentation).group(1).split(", ")
+    named = re.search(r"first miss: (.*)\.", definition.documentation).group(1).split(", ")
     assert set(named) == set(REASONS)
 
 
