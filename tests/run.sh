@@ -216,6 +216,7 @@ stage_lint() {
 # falls between. --long runs everything plainly, too.
 stage_cpp() { # configured by setup
   if [ -z "${KV_OFFLOAD_LONG:-}" ]; then
+    export KV_OFFLOAD_SOAK=${KV_OFFLOAD_SOAK:-0.3} # random tests are short here; a long run has 8
     ninja -C build/cpp -j "$jobs" --quiet kv_offload_plain_tests kv_offload_without_openssl benchmarks slow_disk step_tests &&
       python3 tests/cpp/check_registered.py build/cpp/kv_offload_plain_tests tests/cpp --plain &&
       run_tests build/cpp/kv_offload_plain_tests && run_tests build/cpp/tests/cpp/steps/step_tests
@@ -372,7 +373,7 @@ printf '%s\n' "${summary[@]}"
 pytest_status=0
 if [ ${#tests[@]} -gt 0 ]; then
   printf '\n==== pytest %s (its share: %d s)\n' "${tests[*]}" "${share[pytest]}"
-  bounded $((share[pytest] * slower / 2)) .venv/bin/python -m pytest --durations=10 --timeout 600 \
+  bounded $((share[pytest] * slower / 2)) .venv/bin/python -m pytest --durations=10 --timeout 600 --junitxml=build/pytest.xml \
     -n 2 --dist loadscope --no-loadscope-reorder "${tests[@]}"
   pytest_status=$?
 fi

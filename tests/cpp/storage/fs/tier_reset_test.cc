@@ -296,7 +296,8 @@ TEST_F(FsTierReset, a_replica_that_was_reset_gets_its_share_of_a_full_root) {
     ASSERT_TRUE(takes(a, 1000 + i)) << i;
     ASSERT_TRUE(takes(b, 2000 + i)) << i;
   }
-  for (TierUser* user : {&a, &b}) EXPECT_GT(user->tier().stats().chunks, kBound / kRecord / 4);
+  // Half of an equal share: directories take a third of the bound, and the last eviction may have been large.
+  for (TierUser* user : {&a, &b}) EXPECT_GT(user->tier().stats().chunks, kBound / kRecord / 6);
   EXPECT_LE(du(root_), kBound + 2 * kRecord);
 }
 
