@@ -84,6 +84,13 @@ Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reser
     if (has_more && !status) failure = status;
   }
   *missing_records += own.missing;
+  // The other servers evict whole prompts, which we cannot: only they know which chunks belong together. A
+  // write that may be declined waits for them; the next ones find what they granted.
+  const bool may_decline = draft != nullptr && draft->spared_request != 0;
+  if (ordered && !has_more && failure && freed < bytes && may_decline && shares_.may_be_granted()) {
+    return Status::error(StatusKind::kDeclined,
+                         "the servers that hold more than their share were asked for space");
+  }
   // Not instead of our own records, removable or not: writes would go on to cost others theirs.
   if (ordered && !has_more && failure && freed < bytes)
     freed += take_from_others(bytes - freed, true, reservation);

@@ -4,7 +4,7 @@
 // between. A record is either known and on disk, or neither, or it could not be removed: then it stays known,
 // as the last to go, and the errno is told. Records of a server that has the root open are evicted by that
 // server, which we ask for space while we have less than our share (Shares). They are removed from here only
-// if it does not answer, or if we have no record of our own to evict.
+// if it does not answer, or if we have no record of our own to evict and the write must not be declined.
 //
 // Hazard: thousands of records in a row may be missing (`find -delete`, evictions by a server that shares
 // them). A write that met many of them lets other threads in between, and fails after a bounded number; the
@@ -46,8 +46,9 @@ class Evictor {
 
   // Grows the reservation to `bytes`, removing what has to go. draft (or null) may get the file of an evicted
   // record. kNoSpace when nothing is left to go; with an errno when it cannot be removed. kIo with ENOENT
-  // when missing records make the sum of the root doubtful. kDeclined when the next to go is of the draft's
-  // own request (Draft::spared_request).
+  // when missing records make the sum of the root doubtful. kDeclined for a draft that may be
+  // declined (Draft::spared_request): the next victim is of its own request, or other servers were asked to
+  // evict for it.
   Status reserve(std::uint64_t bytes, Draft* draft, Reservation* reservation) EXCLUDES(mutex_);
   // Removes the generations of our namespace that nobody uses.
   void reclaim_unused_generations();

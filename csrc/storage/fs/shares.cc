@@ -63,6 +63,8 @@ bool Shares::is_unanswered() const {
   return requested_ > 0 && now - answered_ > kAnswerWithin;
 }
 
+bool Shares::may_be_granted() const { return is_below() && !is_unanswered() && !others_above().empty(); }
+
 bool Shares::is_open(const std::string& namespace_name) const {
   const MutexLock lock(mutex_);
   return std::any_of(

@@ -47,6 +47,9 @@ class Shares {
   bool is_below() const EXCLUDES(mutex_);
   bool is_asked() const EXCLUDES(mutex_);       // another sharer wants space
   bool is_unanswered() const EXCLUDES(mutex_);  // for longer than kAnswerWithin
+  // True while other sharers can still evict for us: we hold less than our share, they hold more than theirs,
+  // and our request is not overdue.
+  bool may_be_granted() const EXCLUDES(mutex_);
   bool is_open(const std::string& namespace_name) const EXCLUDES(mutex_);
   // The others that have more than their share; while none has, those that have clearly more than we have.
   std::vector<std::uint64_t> others_above() const EXCLUDES(mutex_);

@@ -82,6 +82,22 @@ TEST_P(FsShares, a_neighbour_gets_its_share_and_leaves_the_prompts_of_the_other_
 
 INSTANTIATE_TEST_SUITE_P(policies, FsShares, ::testing::Values("prefix", "lru"));
 
+TEST_F(FsShares, a_newcomer_waits_for_the_servers_that_answer_and_cuts_no_prompt_of_theirs) {
+  const auto first = start(options(0x11));
+  fill(*first);
+  const Held before = held(0x11, *first);
+  const auto newcomer = start(options(0x22));  // asks for space
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(newcomer->write_next()) << "declined is no failure";
+  EXPECT_EQ(held(0x22, *newcomer).records, 0u) << "written before the other server evicted anything";
+  EXPECT_EQ(held(0x11, *first).records, before.records);
+  first->tick();  // evicts for the newcomer
+  second();
+  newcomer->tick();
+  ASSERT_TRUE(newcomer->write(7, 0));
+  EXPECT_EQ(held(0x22, *newcomer).records, 1u);
+  expect_usable(held(0x11, *first), 2, "after the first grant");
+}
+
 TEST_F(FsShares, one_of_two_replicas_that_was_reset_leaves_the_prompts_of_the_other_usable) {
   const auto kept = start(options(0x11)), changed = start(options(0x11));
   fill(*kept);
