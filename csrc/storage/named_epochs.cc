@@ -57,9 +57,9 @@ std::string NamedEpochs::of_those_who_start() const {
 void NamedEpochs::note_kept(const std::string& known, const std::string& kept, bool read_only) {
   const MutexLock lock(mutex_);
   if (kept.empty()) return;
-  // Not when a reset came in between: what it replaced must not be put back.
+  // Not if a reset happened in between: the name that it replaced must not be put back.
   if (start_ == known && epoch_ != nullptr) set_start(kept);
-  if (resets_ > 0) return;  // of our own, and nobody else's, or none
+  if (resets_ > 0) return;  // our epoch is then ours alone, or there is none
   if (epoch_ == nullptr && read_only) epoch_ = std::make_shared<Named>(kept);
   if (epoch_ != nullptr && name_of(epoch_) != kept) apart_ = true;
 }
@@ -100,7 +100,7 @@ void NamedEpochs::forget() {
   for (const std::string& name : starts_) remember(name, &ended_);
   starts_.clear();
   epoch_.reset();
-  start_.clear();  // never to be put back
+  start_.clear();  // must never be put back
   apart_ = false;
   ++resets_;
 }

@@ -40,7 +40,7 @@ bool OpInFlight::admit(Nanos now) {
   return pass_.has_value();
 }
 
-// In the epoch that it was submitted in, or not at all.
+// Runs in the epoch that the op was submitted in, or not at all.
 Status OpInFlight::run() {
   RecordStore& store = *shared_->store;
   const RecordStore::EpochPtr& epoch = submitted.epoch;
@@ -55,7 +55,7 @@ Status OpInFlight::run() {
     if (shared_->learnt) learn(*shared_->learnt, *this, done);
     return done;
   });
-  // It may be of a time that is over.
+  // The result may belong to an epoch that has ended.
   return epoch == store.epoch() ? status : of_before_a_reset();
 }
 

@@ -20,7 +20,7 @@
 namespace kv_offload {
 namespace {
 
-// Not optimised away, though nobody looks at the bytes again.
+// Clears memory in a way that the compiler cannot optimize away.
 void cleanse(void* data, std::size_t bytes) {
 #ifdef KV_OFFLOAD_SEALING
   OPENSSL_cleanse(data, bytes);
@@ -29,7 +29,7 @@ void cleanse(void* data, std::size_t bytes) {
 #endif
 }
 
-// Clears them however the scope is left: also by something that throws.
+// Clears the memory at the end of the scope, also on an exception.
 struct Cleansed {
   void* data;
   std::size_t bytes;
@@ -52,12 +52,13 @@ bool is_group_of_ours(::gid_t group) {
   return group == ::getegid() || std::find(groups.begin(), end, group) != end;
 }
 
-// As Kubernetes mounts a secret for a user who is not root: its fsGroup may read the file, nobody changes it.
+// True for a secret as Kubernetes mounts it for a non-root user: its fsGroup may read the file, no user may
+// change it.
 bool is_lent_by_root(const struct ::stat& info) {
   return info.st_uid == 0 && (info.st_mode & 07777u) == 0440u && is_group_of_ours(info.st_gid);
 }
 
-// A link is followed: secrets of Kubernetes are links.
+// Follows links, because Kubernetes secrets are links.
 void read_master(const std::string& path, SealingKeys::Master* master) {
   const OpenFile file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)};
   if (file.fd < 0) {
@@ -66,6 +67,7 @@ void read_master(const std::string& path, SealingKeys::Master* master) {
   }
   struct ::stat info;
   if (::fstat(file.fd, &info) != 0) throw_resource("encryption_key_file {}: {}", path, what_is_wrong(errno));
+  // The file must be regular, owned by this user or root, and inaccessible to others.
   if (!S_ISREG(info.st_mode)) {
     throw_resource("encryption_key_file {} is not a regular file: give one with 32 random bytes", path);
   }
@@ -81,6 +83,7 @@ void read_master(const std::string& path, SealingKeys::Master* master) {
         "root own it with mode 0440 and a group of this process (fsGroup of Kubernetes)",
         path, info.st_mode & 07777u, info.st_gid);
   }
+  // One byte more than a key, so that a longer file is noticed.
   std::array<std::uint8_t, SealingKeys::kMasterBytes + 1> bytes{};
   const Cleansed in_the_end{bytes.data(), bytes.size()};
   ::ssize_t length = 0;
@@ -105,9 +108,9 @@ void read_master(const std::string& path, SealingKeys::Master* master) {
 namespace {
 
 constexpr int kNonceBytes = 12;
-constexpr unsigned char kNonce[kNonceBytes] = {};  // each key seals once
+constexpr unsigned char kNonce[kNonceBytes] = {};  // constant: each key encrypts one message
 
-// Fetched once: EVP_aes_256_gcm() of OpenSSL 3 is looked up for each record.
+// Fetched once: OpenSSL 3 looks EVP_aes_256_gcm() up again for each record.
 const EVP_CIPHER* aes_256_gcm() {
 #if OPENSSL_VERSION_NUMBER >= 0x30000000L
   static const EVP_CIPHER* const fetched = EVP_CIPHER_fetch(nullptr, "AES-256-GCM", nullptr);
@@ -116,7 +119,7 @@ const EVP_CIPHER* aes_256_gcm() {
   return EVP_aes_256_gcm();
 }
 
-// A SHA-256 that begins with the key, each byte changed by `pad` (RFC 2104). Null: OpenSSL has failed.
+// Returns a SHA-256 that has hashed the key, each byte XORed with `pad` (RFC 2104). Null: OpenSSL failed.
 EVP_MD_CTX* begun_with(std::span<const std::uint8_t> key, std::uint8_t pad) {
   assert(key.size() <= KeyedHash::kBlockBytes);
   std::array<std::uint8_t, KeyedHash::kBlockBytes> block{};
@@ -131,7 +134,7 @@ EVP_MD_CTX* begun_with(std::span<const std::uint8_t> key, std::uint8_t pad) {
   return nullptr;
 }
 
-// What `begun` becomes with these bytes.
+// Continues `begun` with these bytes and writes the hash.
 bool ended(EVP_MD_CTX* hash, const EVP_MD_CTX* begun, std::span<const std::uint8_t> from,
            KeyedHash::Hash* to) {
   unsigned int length = 0;
@@ -139,7 +142,7 @@ bool ended(EVP_MD_CTX* hash, const EVP_MD_CTX* begun, std::span<const std::uint8
          EVP_DigestFinal_ex(hash, to->data(), &length) == 1 && length == to->size();
 }
 
-// Where they are to stay: what is returned by value may lie in two places.
+// Writes the derived key in place: returning it by value could leave a second copy in memory.
 void derive_or_throw(const KeyedHash& key, std::span<const std::uint8_t> from,
                      SealingKeys::Derived* derived) {
   if (!key.of(from, derived)) throw_resource("OpenSSL gives no HMAC-SHA256");
