@@ -32,15 +32,15 @@ struct ControlPage::Header {
   Sizes sizes;
   std::atomic<std::uint32_t> scheduler;  // 1: attached
   std::atomic<std::uint32_t> attached;   // scheduler and workers
-  std::atomic<std::uint32_t> fetching;   // 1: a request waits for records of a tier
+  std::atomic<std::uint32_t> fetching;   // 1: a request waits for a tier's records
 };
 
 struct ControlPage::Worker {
   std::atomic<std::uint32_t> attached;
-  std::atomic<std::uint32_t> published;  // after all of the geometry
+  std::atomic<std::uint32_t> published;  // set after all of the geometry
   std::uint32_t num_groups;
   std::uint32_t fingerprint_bytes;
-  std::array<std::uint64_t, 64> shard_bytes;  // of kMostGroups at most
+  std::array<std::uint64_t, 64> shard_bytes;  // kMostGroups at most
   std::array<char, kMostFingerprint> fingerprint;
 };
 

@@ -28,7 +28,7 @@ namespace {
 constexpr std::uint64_t kLargeArea = std::uint64_t{64} << 20;
 constexpr auto kPollAtMost = std::chrono::milliseconds(20);
 constexpr auto kRankZeroDeadline = std::chrono::minutes(2);
-constexpr auto kDyingEngine = std::chrono::seconds(2);  // is gone after it
+constexpr auto kDyingEngine = std::chrono::seconds(2);  // an engine killed now has ended by then
 
 // A mapping of a part of a file. Its start in memory is aligned for huge pages.
 class Mapping {
@@ -109,7 +109,7 @@ std::string what_to_change(const MemoryHeadroom& headroom, const std::string& sh
   return "lower cpu_bytes_to_use or raise the memory limit of the container or service";
 }
 
-// Takes the memory of regions that are kept for nobody's use now, if it is needed.
+// Frees kept regions that no process holds if their memory is needed.
 void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vector<std::string>* swept) {
   MemoryHeadroom headroom = memory_headroom(options.shm_directory);
   if (needed <= headroom.bytes) return;
@@ -127,7 +127,7 @@ std::uint64_t memory_of(const ControlPage::Sizes& sizes) {
   return ControlPage::bytes(sizes.num_workers) + sizes.area_bytes * sizes.num_areas;
 }
 
-// What is not known does not limit: for threads, which never throw.
+// An unknown headroom does not limit. For threads, which must not throw.
 std::uint64_t headroom_bytes(const std::string& shm_directory) {
   try {
     return memory_headroom(shm_directory).bytes;
@@ -136,7 +136,7 @@ std::uint64_t headroom_bytes(const std::string& shm_directory) {
   }
 }
 
-// The control page is allocated at once, so that no process dies writing to it.
+// Allocates the control page at once, so that no process dies writing to it.
 void fill_in(int fd, const RegionOptions& options, const ControlPage::Sizes& sizes,
              std::vector<std::string>* swept) {
   const std::uint64_t control = ControlPage::bytes(sizes.num_workers);
@@ -149,8 +149,7 @@ void fill_in(int fd, const RegionOptions& options, const ControlPage::Sizes& siz
   ControlPage::initialise(page.start(), sizes);
 }
 
-// Before the whole is mapped: a file of other sizes must not be touched beyond
-// its end.
+// Call before mapping the whole file: a file of other sizes must not be touched beyond its end.
 void check_agreement(int fd, std::uint64_t bytes, const RegionOptions& options,
                      const ControlPage::Sizes& sizes) {
   const std::uint64_t size = file_size(fd);
@@ -161,7 +160,7 @@ void check_agreement(int fd, std::uint64_t bytes, const RegionOptions& options,
   if (size != bytes && !has_table) throw_resource("the region has {} bytes, not {}", size, bytes);
 }
 
-// What an earlier engine left: the areas stay as they are, what its processes told each other goes.
+// Adopts an earlier engine's file: keeps the areas, clears what its processes exchanged.
 bool take_over(int fd, std::uint64_t bytes, const RegionOptions& options, const ControlPage::Sizes& sizes) {
   try {
     check_agreement(fd, bytes, options, sizes);
@@ -179,9 +178,9 @@ struct HostRegion::Impl {
   RegionOptions options;
   ControlPage::Sizes sizes;
   std::vector<std::string> swept;
-  SharedFile file;  // outlives the mapping
+  SharedFile file;  // must outlive the mapping
   Mapping mapping;
-  Mapping behind;  // the areas
+  Mapping behind;  // after the areas
   ControlPage control;
 
   Impl(const RegionOptions& given, bool is_rank_0);
@@ -204,7 +203,7 @@ HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0) : options(giv
   std::byte* const areas = mapping.start() + area_offset(0);
   const std::size_t areas_bytes = sizes.area_bytes * sizes.num_areas;
   ::madvise(areas, areas_bytes, MADV_DONTDUMP);
-  if (options.huge_pages) ::madvise(areas, areas_bytes, MADV_HUGEPAGE);  // offered, not owed
+  if (options.huge_pages) ::madvise(areas, areas_bytes, MADV_HUGEPAGE);  // a hint: it may fail
 }
 
 SharedFile HostRegion::Impl::open_file(bool is_rank_0) {
@@ -214,7 +213,8 @@ SharedFile HostRegion::Impl::open_file(bool is_rank_0) {
     SharedFile kept = SharedFile::adopt(
         options.shm_directory, options.keep_for, path,
         [this](int fd) { return take_over(fd, bytes(), options, sizes); }, kDyingEngine);
-    if (kept.fd() >= 0) {  // an engine that was killed early has taken a part of its memory only
+    // An engine that was killed early has allocated only a part of its memory.
+    if (kept.fd() >= 0) {
       const std::uint64_t all = memory_of(sizes);
       check_headroom(options, all - std::min(all, memory_taken(kept.fd())), &swept);
       return kept;
@@ -326,7 +326,7 @@ Status HostRegion::prefer_node(std::uint32_t index, int node) {
   const auto start = static_cast<off_t>(impl_->area_offset(index));
   const off_t data = ::lseek(impl_->file.fd(), start, SEEK_DATA);
   const bool populated = data >= 0 && data < start + static_cast<off_t>(memory.size());
-  constexpr int kBits = 1024;  // the kernel takes one less than it is told
+  constexpr int kBits = 1024;  // the kernel uses one bit less than maxnode
   constexpr int kWord = 8 * sizeof(unsigned long);
   std::array<unsigned long, kBits / kWord> mask{};
   if (node >= kBits) return Status::error(StatusKind::kIo, fmt::format("NUMA node {} is not known", node));
