@@ -81,7 +81,7 @@ class Populating {
  private:
   Status populate_piece(std::size_t start, std::size_t bytes) const {
     if (population_.available && !is_there(start, bytes) && population_.available() < bytes) {
-      return failed(start, ENOMEM, "the free memory is used up");
+      return failed(start, ENOMEM, "no free memory is left");
     }
     std::byte* address = population_.range.data() + start;
     while (population_.advise(address, bytes, kPopulateWrite) != 0) {

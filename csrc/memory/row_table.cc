@@ -55,7 +55,7 @@ RowTable::RowTable(std::span<std::byte> memory, std::uint64_t area_bytes, std::u
       capacity_(capacity_of(area_bytes, row_bytes)),
       row_pages_(static_cast<std::uint32_t>(row_bytes / kPageBytes)) {
   if (memory.size() != bytes(area_bytes, row_bytes)) {
-    throw_invalid("{} bytes were given for the table of rows; it takes {}", memory.size(),
+    throw_invalid("{} bytes were given for the row table; it needs {}", memory.size(),
                   bytes(area_bytes, row_bytes));
   }
   const std::string all = fmt::format("{} {} {}", area_bytes, row_bytes, identity);

@@ -72,7 +72,7 @@ std::string kept_path_of(const std::string& directory, std::string_view keep_for
 
 void check_is_ours(const std::string& path, int fd) {
   if (!is_ours(fd)) {
-    throw_resource("{} is there but is not a file of user {}: remove it, or serve under another engine id",
+    throw_resource("{} exists but is not a file of user {}: remove it, or serve under another engine id",
                    path, ::geteuid());
   }
 }
@@ -136,8 +136,8 @@ SharedFile SharedFile::open_or_create(const std::string& path, std::uint64_t byt
     if (SharedFile file = try_open(path); file.fd_ >= 0) return file;
     if (SharedFile file = try_create(path, bytes, fill_in); file.fd_ >= 0) return file;
   } while (std::chrono::steady_clock::now() < deadline);
-  throw_resource("{} was removed or locked by others again and again for {} s: is something else using it?",
-                 path, std::chrono::seconds(kPatience).count());
+  throw_resource("other processes kept removing or locking {} for {} s: is another program using it?", path,
+                 std::chrono::seconds(kPatience).count());
 }
 
 SharedFile SharedFile::open_when_there(const std::string& path, std::chrono::nanoseconds patience) {
@@ -146,8 +146,9 @@ SharedFile SharedFile::open_when_there(const std::string& path, std::chrono::nan
     if (SharedFile file = try_open(path); file.fd_ >= 0) return file;
     std::this_thread::sleep_for(kPause);
   } while (std::chrono::steady_clock::now() < deadline);
-  throw_resource("rank 0 of this engine has not made {} for {} s: has it died, or other settings?", path,
-                 std::chrono::duration_cast<std::chrono::seconds>(patience).count());
+  throw_resource(
+      "rank 0 of this engine has not created {} after {} s: did it fail, or does it have other settings?",
+      path, std::chrono::duration_cast<std::chrono::seconds>(patience).count());
 }
 
 SharedFile SharedFile::adopt(const std::string& directory, std::string_view keep_for, const std::string& path,
@@ -212,7 +213,7 @@ SharedFile SharedFile::try_open(const std::string& path) {
   Descriptor fd(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
   if (fd.get() < 0) {
     if (errno == ENOENT) return {};
-    throw_resource("{} is there but cannot be opened: {}; remove it, or serve under another engine id", path,
+    throw_resource("{} exists but cannot be opened: {}; remove it, or serve under another engine id", path,
                    std::strerror(errno));
   }
   check_is_ours(path, fd.get());
@@ -234,19 +235,19 @@ SharedFile SharedFile::try_create(const std::string& path, std::uint64_t bytes,
       ::unlink(own_name.c_str());
       return {};
     }
-    throw_resource("a shared memory file cannot be made in {}: {}; mount a writable tmpfs there",
+    throw_resource("cannot create a shared memory file in {}: {}; mount a writable tmpfs there",
                    path.substr(0, path.rfind('/')), std::strerror(errno));
   }
   SharedFile file(fd.release(), own_name);  // removes own_name on every return path
   if (::flock(file.fd_, LOCK_SH | LOCK_NB) != 0) return {};
   if (::ftruncate(file.fd_, static_cast<off_t>(bytes)) != 0) {
-    throw_resource("a shared memory file of {} bytes cannot be made in {}: {}; lower cpu_bytes_to_use", bytes,
+    throw_resource("cannot create a shared memory file of {} bytes in {}: {}; lower cpu_bytes_to_use", bytes,
                    path.substr(0, path.rfind('/')), std::strerror(errno));
   }
   fill_in(file.fd_);
   if (::link(own_name.c_str(), path.c_str()) != 0) {
     if (errno == EEXIST || errno == ENOENT) return {};
-    throw_resource("{} cannot be linked: {}", path, std::strerror(errno));
+    throw_resource("cannot link {}: {}", path, std::strerror(errno));
   }
   ::unlink(own_name.c_str());
   file.path_ = path;

@@ -21,7 +21,7 @@ namespace kv_offload {
 class ReturnHistory {
  public:
   static constexpr std::size_t kMaxSamples = std::size_t{1} << 18;
-  static_assert(kMaxSamples <= IdTable::kIdsOfSpareBits, "what is sampled must lie all over the table");
+  static_assert(kMaxSamples <= IdTable::kIdsOfSpareBits, "samples must be spread over the whole table");
 
   ReturnHistory(ReturnModel& model, RequestClasses& classes) : model_(model), classes_(classes) {
     crossed_.fill(kNone);

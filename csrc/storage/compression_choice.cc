@@ -156,12 +156,12 @@ std::string CompressionChoice::reason() const {
                                 per_mib_ms(deciding.encoded), ratio_);
   if (writes.raw > 0 && writes.gain() * kSlowestWrites < 1) {
     // Writes that would become too slow keep the codec off whatever reads gain.
-    why += fmt::format(", but a write {:.2f} ms instead of {:.2f} ms", per_mib_ms(writes.encoded),
+    why += fmt::format(", but a write takes {:.2f} ms instead of {:.2f} ms", per_mib_ms(writes.encoded),
                        per_mib_ms(writes.raw));
   }
   if (cores_are_scarce_) {
     // Scarce cores raise the threshold.
-    why += fmt::format("; less than a core {} idle, so it has to be {:.2f} times as fast", on_ ? "was" : "is",
+    why += fmt::format("; less than one core {} idle, so it must be {:.2f} times as fast", on_ ? "was" : "is",
                        on_ ? kWithoutIdleCores.off : kWithoutIdleCores.on);
   }
   return why;

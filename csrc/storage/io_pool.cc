@@ -302,7 +302,7 @@ IoPool::IoPool(const IoPoolOptions& options) : state_(std::make_shared<State>())
     start(options.write_threads, Lane::kWrite);
   } catch (...) {
     close();
-    throw_resource("the system refused a thread for storage ({} read and {} write threads asked)",
+    throw_resource("the system refused to start a storage thread ({} read and {} write threads requested)",
                    options.read_threads, options.write_threads);
   }
 }

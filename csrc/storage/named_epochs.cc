@@ -26,7 +26,8 @@ struct NamedEpochs::Named final : RecordStore::Epoch {
 
 std::string NamedEpochs::new_name() {
   std::array<std::uint8_t, kNameDigits / 2> bytes{};
-  if (getentropy(bytes.data(), bytes.size()) != 0) throw_resource("the system gives no random numbers");
+  if (getentropy(bytes.data(), bytes.size()) != 0)
+    throw_resource("getentropy failed: the system has no random numbers");
   return hex_of(bytes);
 }
 
@@ -83,7 +84,7 @@ Status NamedEpochs::begin(const std::function<Status(std::string* kept)>& ask,
   const MutexLock lock(mutex_);
   if (resets != resets_) {
     remember(start, &ended_);
-    return Status::error(StatusKind::kUnavailable, "the tier was reset once more meanwhile");
+    return Status::error(StatusKind::kUnavailable, "the tier was reset again meanwhile");
   }
   set_start(start);
   if (epoch_ == nullptr) epoch_ = std::make_shared<Named>(resets == 0 ? start : new_name());

@@ -26,7 +26,7 @@ class OpenedAsItComes final : public FillObserver {
 
   void filled(std::span<std::byte> part, std::uint64_t offset, std::uint64_t announced) noexcept override {
     if (status_ && offset != came_) {
-      status_ = Status::error(StatusKind::kIo, "the store began its answer anew");
+      status_ = Status::error(StatusKind::kIo, "the store restarted its answer");
     }
     if (!status_) return;
     try {

@@ -196,10 +196,10 @@ const char* Context::decode(const SplitPlanes& planes, Element element, std::spa
   const std::size_t plane_bytes = coded_bytes(element, raw.size());
   const std::size_t kept = raw.size() - plane_bytes;
   const auto frame = coded.last(frame_bytes);
-  if (!is_one_frame(frame, plane_bytes)) return "not one frame of the bytes that are missing";
+  if (!is_one_frame(frame, plane_bytes)) return "not exactly one frame of the expected size";
   std::byte* const plane = element == Element::kBytes ? raw.data() : upper.data();
   if (ZSTD_decompressDCtx(from.get(), plane, plane_bytes, frame.data(), frame.size()) != plane_bytes) {
-    return "the frame does not decode";
+    return "the frame cannot be decoded";
   }
   if (element != Element::kBytes) {
     planes.join(plane, coded.data(), plane_bytes, raw.data());
@@ -212,12 +212,12 @@ const char* Context::decode(const SplitPlanes& planes, Element element, std::spa
 Status decode_block(Context& context, const SplitPlanes& planes, Element element,
                     std::span<const std::byte> in, std::uint64_t* at, std::span<std::byte> raw) {
   const auto left = in.subspan(*at);
-  if (left.size() < kLengthBytes) return damaged(*at, "ends within its length");
+  if (left.size() < kLengthBytes) return damaged(*at, "truncated in its length field");
   const std::size_t frame_bytes = load_u32(left.data());
   const std::size_t coded = coded_bytes(element, raw.size());
-  if (frame_bytes > coded) return damaged(*at, "its frame is longer than what is in it");
+  if (frame_bytes > coded) return damaged(*at, "its frame is longer than the decoded bytes");
   const std::size_t bytes = frame_bytes == 0 ? raw.size() : raw.size() - coded + frame_bytes;
-  if (left.size() - kLengthBytes < bytes) return damaged(*at, "ends early");
+  if (left.size() - kLengthBytes < bytes) return damaged(*at, "truncated");
   const auto stored = left.subspan(kLengthBytes, bytes);
   if (frame_bytes == 0) {
     std::memcpy(raw.data(), stored.data(), bytes);
@@ -229,7 +229,7 @@ Status decode_block(Context& context, const SplitPlanes& planes, Element element
 }
 
 Status no_memory() {
-  return Status::error(StatusKind::kUnavailable, "a payload cannot be encoded or decoded: no memory");
+  return Status::error(StatusKind::kUnavailable, "cannot encode or decode a payload: out of memory");
 }
 
 }  // namespace
@@ -299,7 +299,7 @@ Status PayloadCodec::decode(std::span<const std::byte> in, Element element, std:
     if (status) blocks.scatter();
   }
   contexts_->give_back(std::move(context));
-  if (status && at != in.size()) return damaged(at, "there are bytes behind the last block");
+  if (status && at != in.size()) return damaged(at, "extra bytes after the last block");
   return status;
 }
 

@@ -45,7 +45,7 @@ Status OpInFlight::run() {
   RecordStore& store = *shared_->store;
   const RecordStore::EpochPtr& epoch = submitted.epoch;
   const bool is_read = op.kind == OpKind::kRead;
-  if (!epoch && !is_read) return Status::error(StatusKind::kUnavailable, "a reset is under way");
+  if (!epoch && !is_read) return Status::error(StatusKind::kUnavailable, "a reset is in progress");
   if (epoch != store.epoch()) return of_before_a_reset();
   if (!epoch) return Status::error(StatusKind::kNotFound, "no record of this key");
   if (!is_read && shared_->learnt && shared_->learnt->contains(op.key) == Presence::kPresent)
@@ -92,7 +92,7 @@ Status run_locate(PooledStore& shared, std::span<const ChunkKey> keys, KeyOrder 
 
 Status off() {
   return Status::error(StatusKind::kUnavailable,
-                       "the tier is off for now: its device is stuck or keeps failing");
+                       "the tier is out of service for now: its device is stuck or keeps failing");
 }
 
 bool device_failed(const Status& status) {

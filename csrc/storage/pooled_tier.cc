@@ -132,7 +132,7 @@ IoPool::Op PooledTier::make_op(std::shared_ptr<OpInFlight> in_flight) const {
 void PooledTier::submit(std::vector<TierOp> ops) {
   for (const TierOp& op : ops) {
     if (op.shards.empty() || op.shards.size() > kMaxShards) {
-      throw_invalid("an op of {} shards was given; a record has 1..{}", op.shards.size(), kMaxShards);
+      throw_invalid("an op has {} shards; a record holds 1..{}", op.shards.size(), kMaxShards);
     }
   }
   watch();
@@ -250,7 +250,7 @@ Status PooledTier::keep_and_wait(Nanos wait, std::function<Status(RecordStore&)>
   const MutexLock lock(answer->mutex);
   while (!answer->done) {
     const auto remaining = give_up - std::chrono::steady_clock::now();
-    if (remaining <= remaining.zero()) return Status::error(StatusKind::kTimeout, "storage does not answer");
+    if (remaining <= remaining.zero()) return Status::error(StatusKind::kTimeout, "storage does not respond");
     answer->ready.wait_for(answer->mutex, remaining);
   }
   return answer->status;
@@ -264,7 +264,7 @@ Status PooledTier::reset() {
   if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
   if (!shared_->store->can_reset()) {
     return Status::error(StatusKind::kUnavailable,
-                         "the tier cannot be reset: it offers nothing any more, until the next start");
+                         "the tier cannot be reset: it is disabled until the next start");
   }
   // Waits, unlike everything else here: after a change of weights the caller must know that no older record
   // can be found again. A failure leaves the store without an epoch (it finds no records and accepts none)

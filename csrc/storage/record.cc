@@ -86,7 +86,7 @@ std::uint32_t other_version(std::span<const std::byte> page) {
 
 Status of_another_version(std::uint32_t version) {
   return Status::error(StatusKind::kNotFound,
-                       fmt::format("a record of version {}, which this release does not know", version));
+                       fmt::format("record version {} is not supported by this release", version));
 }
 
 namespace {

@@ -10,7 +10,7 @@ namespace {
 std::span<std::byte> padded(const Shard& shard) { return {shard.data(), round_up(shard.size(), kPageBytes)}; }
 
 // kUnavailable: running out of memory does not count against the device.
-Status no_buffer() { return Status::error(StatusKind::kUnavailable, "no memory for a record's buffer"); }
+Status no_buffer() { return Status::error(StatusKind::kUnavailable, "out of memory for a record buffer"); }
 
 }  // namespace
 
@@ -167,9 +167,11 @@ Status IncomingRecord::begin(std::uint64_t bytes) {
   }
   if (form_.keys() == nullptr) {
     if (header_.sealing == Sealing::kNone) return Status::ok();
-    return Status::error(StatusKind::kCorrupt, "it is sealed, and there is no key to open it");
+    return Status::error(StatusKind::kCorrupt,
+                         "the record is encrypted, but no encryption key is configured");
   }
-  if (header_.sealing == Sealing::kNone) return Status::error(StatusKind::kCorrupt, "it is not sealed");
+  if (header_.sealing == Sealing::kNone)
+    return Status::error(StatusKind::kCorrupt, "the record is not encrypted");
   cipher_.emplace();
   return cipher_->begin(RecordCipher::Direction::kOpen, *form_.keys(), header_);
 }
@@ -194,8 +196,8 @@ Status IncomingRecord::add(const std::byte* from, std::span<std::byte> to) {
 
 Status IncomingRecord::finish() {
   if (added_ != header_.padded_stored_bytes()) {
-    return Status::error(StatusKind::kCorrupt, fmt::format("{} stored bytes came, its header says {}", added_,
-                                                           header_.padded_stored_bytes()));
+    return Status::error(StatusKind::kCorrupt, fmt::format("{} stored bytes arrived, its header says {}",
+                                                           added_, header_.padded_stored_bytes()));
   }
   if (!cipher_ && checksum_.value() != header_.checksum) {
     return Status::error(StatusKind::kCorrupt,

@@ -85,7 +85,7 @@ Status RecordCheck::check_header(const RemoteRecord& named, std::uint64_t length
     return Status::error(StatusKind::kUnavailable, of_another_version(version).message());
   if (!decoded_) return decoded_;
   if (hex_of(header_.namespace_id) != named.namespace_id || header_.key.hex() != named.key) {
-    return Status::error(StatusKind::kCorrupt, "the header is of another namespace or key");
+    return Status::error(StatusKind::kCorrupt, "the header names another namespace or key");
   }
   if (header_.record_bytes() == length) return Status::ok();
   return Status::error(StatusKind::kCorrupt,

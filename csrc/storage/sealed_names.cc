@@ -196,7 +196,7 @@ NameDigest::NameDigest(const SealingKeys& keys, std::size_t which, const Namespa
   OPENSSL_cleanse(key.data(), key.size());
   if (ok) return;
   EVP_CIPHER_CTX_free(context_);
-  throw_resource("OpenSSL gives no AES-256");
+  throw_resource("AES-256 is not available in OpenSSL");
 }
 NameDigest::~NameDigest() { EVP_CIPHER_CTX_free(context_); }
 
@@ -212,7 +212,7 @@ ChunkKey NameDigest::of(const ChunkKey& key) const {
     int length = 0;
     // Cannot fail: nothing is allocated, and the block is complete.
     if (EVP_EncryptUpdate(context_, block, &length, block, kMacBytes) != 1 || length != kMacBytes)
-      throw_resource("OpenSSL encrypts no name");
+      throw_resource("OpenSSL failed to compute a record name");
   }
   char name[kBytes];
   std::memcpy(name, block, kMacBytes);
