@@ -77,7 +77,7 @@ class HostRegion {
   static constexpr std::size_t kTicketSlots = 16384;
 
   // Attaches as the scheduler. Throws ResourceError (stating the requested and available bytes and
-  // cpu_bytes_to_use) or InvalidArgument; nothing is left behind then.
+  // cpu_bytes_to_use) or InvalidArgument; nothing remains then.
   static std::unique_ptr<HostRegion> attach_scheduler(const RegionOptions& options);
   // Attaches as worker `rank` (area = rank, or 0 when replicated) and publishes its geometry. Throws as
   // above, also if the processes' sizes disagree.
@@ -88,7 +88,7 @@ class HostRegion {
   HostRegion& operator=(const HostRegion&) = delete;
 
   // Scheduler: waits until all ranks have attached and published. kTimeout names the missing ranks. Polls;
-  // leaves no thread behind.
+  // leaves no thread running.
   Status wait_for_ranks(std::chrono::nanoseconds timeout) const;
   // REQUIRES: wait_for_ranks succeeded (or the caller is that rank).
   RankGeometry geometry(std::uint32_t rank) const;
@@ -141,7 +141,7 @@ class HostRegion {
   std::unique_ptr<Impl> impl_;
 };
 
-// Removes shared memory objects of ours that no process holds and that are not kept. Returns their names.
+// Removes our shared memory objects that no process holds and that are not kept. Returns their names.
 std::vector<std::string> sweep_leftovers(const std::string& shm_directory);
 
 // The kept regions (HostRegion::keep): their names, the memory they take, and whether a process has them

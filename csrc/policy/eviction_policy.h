@@ -22,8 +22,8 @@ using Slot = std::uint32_t;
 using ChunkId = std::uint64_t;
 inline ChunkId chunk_id(const ChunkKey& key) { return ChunkKey::Hash{}(key) | 1; }
 
-// Facts about an entry and the request that stores or hits it. Everything except `id` is a
-// hint: 0 if unknown.
+// Facts about an entry and the request that stores or hits it. Everything except `id` is a hint: 0 if
+// unknown.
 struct EntryInfo {
   ChunkId id = 0;
   ChunkId parent = 0;         // the previous chunk of its prefix, without which it is useless

@@ -5,7 +5,7 @@
 namespace kv_offload {
 namespace {
 
-// A class's factors weigh as much as this many entries of its own.
+// A class's factors weigh as much as this many observed entries.
 constexpr float kPriorEntries = 20;
 // A factor of 1 weighs as much as this many reuses of a request class or a kind.
 constexpr float kPriorOfFactor = 20;

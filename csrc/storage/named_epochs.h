@@ -1,5 +1,4 @@
-// NamedEpochs: epochs (see record_store.h) for a store that many engines share and that guarantees to keep no
-// key.
+// NamedEpochs: epochs (see record_store.h) for a store that many engines share and that may lose any key.
 //
 // An epoch is a random name, never a count. A store may forget any key (it evicts, it restarts empty), and a
 // count that restarts would name an epoch a second time. The store keeps one name for newly started
@@ -48,7 +47,7 @@ class NamedEpochs {
   EpochPtr current() const EXCLUDES(mutex_);
   void forget() EXCLUDES(mutex_);
   bool apart() const EXCLUDES(mutex_);  // the store keeps a name other than that of our epoch
-  // True if a reset of ours ended this epoch. A store that still keeps its name has lost later changes (a
+  // True if one of our resets ended this epoch. A store that still keeps its name has lost later changes (a
   // replica that had not received them took over, or another process put the name back) and must be updated
   // again.
   bool has_ended(std::string_view name) const EXCLUDES(mutex_);
@@ -61,7 +60,8 @@ class NamedEpochs {
   mutable Mutex mutex_;
   EpochPtr epoch_ GUARDED_BY(mutex_);
   std::string start_ GUARDED_BY(mutex_);
-  // The values of start_ since our last reset, oldest first. The last one ends all the others.
+  // The values of start_ since our last reset. All of them are older than our next reset, which ends them
+  // all.
   std::deque<std::string> starts_ GUARDED_BY(mutex_);
   std::uint64_t resets_ GUARDED_BY(mutex_) = 0;  // calls of forget()
   bool apart_ GUARDED_BY(mutex_) = false;

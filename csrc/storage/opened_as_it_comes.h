@@ -31,7 +31,7 @@ class OpenedAsItComes final : public FillObserver {
     if (!status_) return;
     try {
       if (came_ < kRecordHeaderBytes) {
-        // The header page is a piece of its own, so no part extends beyond it.
+        // The header page is a separate piece, so no part extends beyond it.
         if (came_ + part.size() == kRecordHeaderBytes && announced > 0) {
           status_ = record_.begin(announced);
           begun_ = true;

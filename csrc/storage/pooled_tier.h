@@ -1,7 +1,7 @@
 // PooledTier: the shared asynchronous half of tiers whose store blocks the calling thread (see
 // record_store.h). It owns a pool of I/O threads, each op's deadline, completions, presence and the speed of
 // recent reads. Reads and writes have a breaker each, because a full disk must not stop reads. Upkeep runs on
-// a timer of its own, so that it continues while the engine is idle.
+// a separate timer, so that it continues while the engine is idle.
 #pragma once
 
 #include <memory>

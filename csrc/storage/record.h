@@ -1,6 +1,6 @@
-// Record: a chunk's bytes on a tier. A 4 KiB header, then the stored payload: raw (the shards in
-// rank order, each zero-padded to 4 KiB) or encoded (payload_codec.h, zero-padded to 4 KiB as a whole);
-// encrypted or not (sealing.h). All integers are little-endian.
+// Record: a chunk's bytes on a tier. A 4 KiB header, then the stored payload: raw (the shards in rank order,
+// each zero-padded to 4 KiB) or encoded (payload_codec.h, zero-padded to 4 KiB as a whole); encrypted or not
+// (sealing.h). All integers are little-endian.
 //
 //   offset size
 //        0    8  magic "KVOREC1\n"

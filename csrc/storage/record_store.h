@@ -3,9 +3,9 @@
 //
 // A store keeps records under keys, in epochs: a record that was written in one epoch is not found in
 // another. All newly started processes share one epoch. forget() ends the current epoch. begin_epoch() begins
-// a new one, above every epoch used before (a directory in a file system, a number in each key on a server).
-// The new epoch belongs to this process alone, because its weights are no longer those that it was started
-// with. Records in unused epochs are reclaimed in the background or age out.
+// one that was never used before: a directory with a higher number in a file system, a random name in each
+// key on a server (named_epochs.h). The new epoch belongs to this process alone, because its weights are no
+// longer those that it was started with. Records in unused epochs are reclaimed in the background or age out.
 //
 // Threads: each method states the threads it may run on. Methods for I/O and upkeep threads may wait for the
 // device. Methods for any thread never wait, because the scheduler calls them. A store may be left with a
@@ -40,8 +40,8 @@ class RecordStore {
 
   virtual ~RecordStore() = default;
 
-  // ---- I/O threads, several at once. `epoch` is never null. Each call ends within a time bound,
-  // or is stuck. kIo, kTimeout and kNoSpace with an errno count as device failures; several in a row open the
+  // ---- I/O threads, several at once. `epoch` is never null. Each call ends within a time bound, or is
+  // stuck. kIo, kTimeout and kNoSpace with an errno count as device failures; several in a row open the
   // breaker. These do not count: kTimeout with EBUSY (another process was in the way), kIo with ENOENT
   // (another program removed something that the store recreates), and kUnavailable (a part of the store that
   // failed before is backing off, and the rest keeps working).
@@ -65,8 +65,9 @@ class RecordStore {
   // once.
   virtual std::size_t keys_per_locate(KeyOrder order) const = 0;
 
-  // ---- upkeep threads Runs once, before the other upkeep calls: slow work that must not delay the start of
-  // a server.
+  // ---- upkeep threads
+  //
+  // Runs once, before the other upkeep calls: slow work that must not delay the start of a server.
   virtual void start() {}
   // Runs about once a second, also while the engine is idle. Runs once more after stop(), to save what would
   // be lost; a call that has not noticed stop() yet may be running concurrently.

@@ -2,8 +2,8 @@
 //
 // A master key of 32 bytes is never used on data. HMAC-SHA256 derives three values from it: the encryption
 // key, the naming key (one per namespace, sealed_names.h), and an id that each header stores to identify its
-// key. Each record has a key of its own: HMAC-SHA256 of a fresh random 32-byte salt under the encryption key.
-// So every AES-256-GCM key encrypts a single message, and a fixed nonce is safe. There is no counter that
+// key. Each record has its own key: HMAC-SHA256 of a fresh random 32-byte salt under the encryption key.
+// So every AES-256-GCM key encrypts a single message, and a fixed nonce is safe. No counter exists that
 // restarts, replicas or disk copies could reset.
 //
 // Built on OpenSSL; without it has_sealing() is false, and keys cannot be loaded.

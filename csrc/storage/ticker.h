@@ -1,4 +1,4 @@
-// Ticker: calls a function on a thread of its own, about once a second of real time, until it is stopped. For
+// Ticker: calls a function on its own thread, about once a second of real time, until it is stopped. For
 // work that must continue while the engine is idle.
 #pragma once
 

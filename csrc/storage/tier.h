@@ -148,7 +148,7 @@ class Tier {
   // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;
   // The uses of one scheduler step, oldest first. O(1): applied in the background, before the next eviction.
-  // A tier without an eviction order of its own ignores it.
+  // A tier without its own eviction order ignores it.
   virtual void used(const TierUses&) {}
   // Invalidates all records: from this call on, neither this process nor any process started later finds an
   // older record. The bytes are reclaimed in the background. Records written after it hold data of this
