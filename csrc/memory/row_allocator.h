@@ -38,10 +38,11 @@ class RowAllocator {
   // twice).
   void free(RowId row);
 
-  // For a group g that finds no row and whose own class has nothing to evict. Returns the rows in use of
-  // another class's slab: the one with the fewest such rows, if movable(row) holds for ALL of them. Evicting
-  // all of them frees the slab for g. Returns an empty list if the slabs that one call checks include none: a
-  // bounded number, the emptiest first. Of equally full slabs, the next call checks others.
+  // For a group g that finds no row and whose own class has nothing to evict. Returns the rows in use of the
+  // slab of another class that is cheapest to empty: the one with the fewest rows in use, among those where
+  // movable(row) holds for ALL of them. Evicting these rows frees the slab for g. Returns an empty list if
+  // the slabs that one call checks include none: a bounded number, the emptiest first. Of equally full slabs,
+  // the next call checks others.
   std::vector<RowId> slab_to_reclaim(std::uint32_t group, const std::function<bool(RowId)>& movable);
 
   std::uint64_t row_bytes(std::uint32_t group) const;  // padded

@@ -46,7 +46,7 @@ struct RemoteRemoved {
   std::uint64_t records = 0, bytes = 0;
 };
 
-// The deadline given at the open applies to each answer that a call waits for.
+// Each call is bounded: every answer that it waits for must arrive within the deadline set at creation.
 class RemoteRecords {
  public:
   virtual ~RemoteRecords() = default;
@@ -66,7 +66,7 @@ class RemoteRecords {
   virtual Status verify(const RemoteRecord& record, bool repair, bool* removed) = 0;
   // Removes the records. Adds those removed to *removed, with their listed bytes, also if it fails midway.
   virtual Status remove(std::span<const RemoteRecord> records, RemoteRemoved* removed) = 0;
-  // True if several threads may call verify() concurrently. Each call waits for one server round trip per
+  // True if several threads may call this object concurrently: each call waits for one server round trip per
   // record.
   virtual bool takes_threads() const { return false; }
   // True if a removed record is kept as an older version, which still takes up space.
