@@ -22,7 +22,7 @@ ChunkGroups::ChunkGroups(const CacheOptions& options, std::uint32_t areas)
     group.geometry = options.groups[position];
     group.id = group.geometry.group_id;
     group.tokens = group.geometry.tokens_per_chunk;
-    // Where vLLM does not say, a group that is alone has full attention.
+    // If vLLM does not report it, a single group has full attention.
     group.full_attention = kinds_are_known_ ? options.full_attention[position] : options.groups.size() == 1;
     for (std::uint32_t area = 0; area < areas; ++area) {
       group.bytes += group.geometry.shards_per_area * round_up(group.geometry.shard_bytes[area], kPageBytes);

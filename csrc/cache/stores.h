@@ -2,8 +2,8 @@
 // resident or discards them when the ranks have reported.
 //
 // Invariant: a chunk becomes resident only if every rank reported its ticket and none refused it
-// (base/refused_chunks.h). prepare() accepts a prefix of the new chunks: the first key without a row ends it,
-// so that there are no holes. If prepare() throws, it has accepted nothing.
+// (base/refused_chunks.h). prepare() accepts a prefix of each group's new chunks: the first key without a row
+// ends it, so that there are no holes. If prepare() throws, it has accepted nothing.
 //
 // Threads: one (the scheduler's).
 #pragma once

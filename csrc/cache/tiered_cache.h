@@ -79,9 +79,9 @@ class TieredCache {
   // REQUIRES: all keys hit in this step. Pins them until complete_load or reset.
   RowTransfer prepare_load(RequestHandle request, std::span<const ChunkKey> keys);
   void complete_load(std::span<const ChunkKey> keys);
-  // Accepts a prefix of the new keys; keys that already have a row, in any state, are skipped and not
-  // declined. The first declined key ends it, so that there are no holes. If it throws, it has accepted
-  // nothing; what it evicted stays evicted.
+  // Accepts a prefix of each group's new keys. Keys that already have a row, in any state, are skipped and
+  // not declined. The first declined key ends the prefix, so that there are no holes. If it throws, it has
+  // accepted nothing; what it evicted stays evicted.
   StoreGrant prepare_store(RequestHandle request, std::span<const ChunkKey> keys,
                            std::span<const std::uint32_t> depths = {});
   // All ranks have reported. The ticket in the control page decides per group whether the keys become
