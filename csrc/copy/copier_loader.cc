@@ -1,5 +1,5 @@
-// Finds and loads the library with the CUDA copier: it lies beside the binary
-// that contains this code, and nothing of CUDA is touched before it is asked for.
+// Finds and loads the library with the CUDA copier. It is in the directory of the binary that contains this
+// code. Nothing of CUDA is loaded before the first use.
 #include <dlfcn.h>
 
 #include <array>
@@ -12,7 +12,7 @@
 namespace kv_offload {
 namespace {
 
-// Loaded once per process and kept: a copier's code must outlive the copier.
+// Loaded once per process and never unloaded: a copier's code must outlive the copier.
 struct CudaLibrary {
   CudaMakeCopier make = nullptr;
   CudaReason reason = nullptr;

@@ -14,9 +14,11 @@ namespace kv_offload {
 // declares all of them.
 inline bool context_is_lost(cudaError_t error) {
   switch (error) {
+    // Memory or links failed.
     case cudaErrorECCUncorrectable:
     case cudaErrorNvlinkUncorrectable:
     case cudaErrorContained:
+    // The context is destroyed or in an inconsistent state.
     case cudaErrorIllegalAddress:
     case cudaErrorLaunchTimeout:
     case cudaErrorContextIsDestroyed:
