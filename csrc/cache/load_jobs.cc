@@ -65,7 +65,7 @@ LoadJobs::Begun LoadJobs::begin(std::span<const ChunkKey> keys, const Load& load
     const ChunkEntry* entry = chunks_.find_resident(key);
     if (entry == nullptr) {
       throw_invalid(
-          "chunk {} is to be loaded but is not in host memory; load only what was a hit in this step",
+          "cannot load chunk {}: it is not in host memory; load only chunks that were hits in this step",
           key.hex());
     }
     job.slots.push_back(chunks_.slot_of(entry));

@@ -66,13 +66,13 @@ void RankWorker::Impl::tell(const CopyResult& result) {
   if (result.direction == CopyDirection::kLoad) {
     if (!failed_load.empty()) return;
     failed_load = fmt::format(
-        "load job {} failed on rank {} ({}); its blocks hold foreign bytes, so this worker must stop",
+        "load job {} failed on rank {} ({}); its blocks contain invalid data, so this worker must stop",
         result.job_id, rank, result.status.to_string());
     log(failed_load);
   } else if (!std::exchange(device_failure_logged, true)) {
     log(fmt::format(
-        "store job {} failed on rank {} ({}); its chunks will never be hit, and failures are counted "
-        "in kv_offload_copy_failures_total from here on",
+        "store job {} failed on rank {} ({}); its chunks will not become hits; further failures are only "
+        "counted in kv_offload_copy_failures_total",
         result.job_id, rank, result.status.to_string()));
   }
 }

@@ -39,7 +39,7 @@ RequestHandle Requests::begin(const RequestOptions& options) {
 
 const RequestState& Requests::require_live(RequestHandle request) const {
   if (request >= requests_.size() || !requests_[request].live) {
-    throw_invalid("request handle {} is not live; {} requests are", request, live());
+    throw_invalid("request handle {} is not live; the number of live requests is {}", request, live());
   }
   return requests_[request];
 }

@@ -114,7 +114,7 @@ void TieredCache::set_span(RequestHandle request, std::uint32_t first_end, std::
 }
 
 RequestReport TieredCache::report(RequestHandle request) const {
-  if (!impl_->requests.is_handle(request)) throw_invalid("request handle {} never was one", request);
+  if (!impl_->requests.is_handle(request)) throw_invalid("invalid request handle {}", request);
   return impl_->requests.at(request).report;
 }
 

@@ -289,7 +289,7 @@ std::vector<std::uint64_t> next_uses(const Trace& trace) {
 void require_order(const Trace& trace) {
   if (!std::is_sorted(trace.ends.begin(), trace.ends.end()) ||
       (trace.ends.empty() ? 0 : trace.ends.back()) != trace.blocks.size()) {
-    throw_invalid("the ends of a trace's requests must ascend to the number of its blocks, {}",
+    throw_invalid("invalid trace: request ends must ascend and end at {}, the number of blocks",
                   trace.blocks.size());
   }
 }
@@ -298,7 +298,7 @@ void require_order(const Trace& trace) {
 
 ReplayResult replay(const Trace& trace, const ReplayOptions& options) {
   require_order(trace);
-  if (options.host_chunks == 0) throw_invalid("host_chunks is 0; a replay needs one chunk or more");
+  if (options.host_chunks == 0) throw_invalid("host_chunks is 0; it must be at least 1");
   if (options.kill_after > trace.size()) {
     throw_invalid("kill_after is {}; the trace has {} requests", options.kill_after, trace.size());
   }

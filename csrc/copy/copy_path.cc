@@ -77,7 +77,7 @@ std::string CopyTable::describe() const {
     CopyHaste haste;
   };
   constexpr Kind kKinds[] = {{"store", CopyDirection::kStore, CopyHaste::kBeside},
-                             {"store waited for", CopyDirection::kStore, CopyHaste::kSoon},
+                             {"urgent store", CopyDirection::kStore, CopyHaste::kSoon},
                              {"load", CopyDirection::kLoad, CopyHaste::kSoon}};
   for (const auto& [name, direction, haste] : kKinds) {
     text += fmt::format("; {}", name);

@@ -257,7 +257,7 @@ void CacheLayout::validate() const {
     // Catch a missing tensor and an address range that overflows.
     if (tensor.base == nullptr || tensor.num_blocks == 0 ||
         mul_overflows(tensor.num_blocks, tensor.block_stride, &bytes)) {
-      throw_invalid("tensor {}: base {}, {} blocks, stride {} is not a cache", i,
+      throw_invalid("tensor {}: base {}, {} blocks, stride {} do not describe a cache", i,
                     static_cast<const void*>(tensor.base), tensor.num_blocks, tensor.block_stride);
     }
   }
@@ -269,7 +269,7 @@ void CacheLayout::validate() const {
       check_page(g, tensors[ref.tensor], ref);
       // The canonical layout splits every page into equal shards.
       if (ref.page_bytes % shards_per_area != 0) {
-        throw_invalid("group {}: a page of {} bytes is not {} equal shards", g, ref.page_bytes,
+        throw_invalid("group {}: a page of {} bytes cannot be split into {} equal shards", g, ref.page_bytes,
                       shards_per_area);
       }
     }

@@ -120,7 +120,7 @@ CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& l
       return 0;
     };
     CopyTable table = calibrate({.measure = measure, .spent = spent, .budget_seconds = 0.8});
-    if (!table.measured) table.not_measured = "its time was over before the first copy";
+    if (!table.measured) table.not_measured = "the time budget ended before the first copy";
     return table;
   } catch (const ResourceError& error) {
     CopyTable table = default_copy_table();

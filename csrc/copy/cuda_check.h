@@ -47,9 +47,7 @@ inline Status cuda_status(cudaError_t error, std::string_view what) {
       StatusKind::kDevice,
       fmt::format("{}: {} ({} {}){}", what, cudaGetErrorString(error), cudaGetErrorName(error),
                   static_cast<int>(error),
-                  context_is_lost(error) ? "; the CUDA context is lost and only a restart of this process "
-                                           "brings it back"
-                                         : ""));
+                  context_is_lost(error) ? "; the CUDA context is lost: restart this process" : ""));
 }
 
 // For use in constructors.

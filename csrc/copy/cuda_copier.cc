@@ -84,7 +84,7 @@ int count_devices() {
   if (driver / 1000 < CUDART_VERSION / 1000) {
     throw_resource(
         "the CUDA driver is for CUDA {} and this build for CUDA {}: update the driver, or install a build "
-        "for CUDA {} (made with nvcc 12.8, it serves every driver from CUDA 12.0 on; its kernels need 12.1)",
+        "for CUDA {} (a build made with nvcc 12.8 supports drivers from CUDA 12.0 on; its kernels need 12.1)",
         version_text(driver), version_text(CUDART_VERSION), driver / 1000);
   }
   int devices = 0;
@@ -94,11 +94,11 @@ int count_devices() {
 
 std::unique_ptr<BlockCopier> make_copier(CopierOptions options) {
   options.layout.validate();
-  if (options.kernel_blocks == 0) throw_invalid("kernel_blocks=0: the pack kernels need one block at least");
+  if (options.kernel_blocks == 0) throw_invalid("kernel_blocks=0: the pack kernels need at least one block");
   const int devices = count_devices();
   if (options.device < 0) cuda_require(cudaGetDevice(&options.device), "cudaGetDevice");
   if (options.device >= devices) {
-    throw_invalid("device {} is not there: this process sees {} CUDA devices", options.device, devices);
+    throw_invalid("CUDA device {} does not exist: this process sees {} devices", options.device, devices);
   }
   const CudaContext context(options.device);
   const CudaContext::Scope scope(context);

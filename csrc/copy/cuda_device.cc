@@ -43,10 +43,10 @@ void CudaDevice::open() {
   cuda_require(cudaGetDeviceProperties(&properties, options_.device), "cudaGetDeviceProperties");
   const Status kernels = cuda_status(load_pack_kernels(), "loading the pack kernels");
   has_kernels_ = kernels.is_ok();
-  name_ = fmt::format(
-      "{} (device {}, {}, {})", properties.name, options_.device,
-      has_kernels_ ? fmt::format("{} blocks for kernels", options_.kernel_blocks) : kernels.message(),
-      batch_.batched() ? "batched DMA" : "DMA one by one");
+  name_ =
+      fmt::format("{} (device {}, {}, {})", properties.name, options_.device,
+                  has_kernels_ ? fmt::format("{} kernel blocks", options_.kernel_blocks) : kernels.message(),
+                  batch_.batched() ? "batched DMA" : "unbatched DMA");
   int least = 0;
   int greatest = 0;
   cuda_require(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");

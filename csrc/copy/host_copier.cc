@@ -30,7 +30,7 @@ HostCopier::HostCopier(const CopierOptions& options, CopyFunction copy)
 HostCopier::~HostCopier() { close(); }
 
 std::string HostCopier::describe() const {
-  return fmt::format("host: memcpy, {} threads, runs from {} KiB past the caches", threads_.size(),
+  return fmt::format("host: memcpy, {} threads, runs of {} KiB or more bypass the caches", threads_.size(),
                      non_temporal_from_ >> 10);
 }
 
