@@ -7,7 +7,7 @@ namespace kv_offload {
 
 void CostModel::note_read(std::size_t index, double bytes_ahead, double seconds, Nanos now) {
   Tier& tier = tiers_[index];
-  // What was known before the tier fell out of use is outdated.
+  // Samples from before the tier fell out of use are outdated.
   if (std::exchange(tier.probing, false)) tier.reads.restart();
   tier.reads.note(bytes_ahead, seconds);
   tier.last_read = now;

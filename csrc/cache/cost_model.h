@@ -96,7 +96,7 @@ class CostModel {
   struct Tier {
     TransferModel reads;
     double waiting_bytes = 0;
-    bool recompute = false;  // last choice; changing it takes the margin
+    bool recompute = false;  // the last choice; the margin applies to a change
     bool probing = false;    // the next read replaces what was learned
     Nanos last_read{0};      // or last probe
   };

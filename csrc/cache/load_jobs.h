@@ -58,10 +58,10 @@ class LoadJobs {
   void complete(std::span<const ChunkKey> keys);
   // Releases completed loads whose tickets have been reported.
   void poll();
-  // Forgets all loads. Rows that ranks may still copy are quarantined, and these loads still hold back
+  // Forgets all loads. Rows that ranks may still read are quarantined, and these loads still hold back
   // others.
   void forget();
-  // vLLM will report the end of no load begun so far. Their chunks stay, pinned until the ranks have
+  // vLLM will not report the end of the loads begun so far. Their chunks stay, pinned until the ranks have
   // reported.
   void abandon();
 

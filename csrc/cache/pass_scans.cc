@@ -106,8 +106,7 @@ Loadable loadable_of(const LookupPass& pass, const Scans& scans, const ChunkGrou
     if (lookup.kind == Kind::kMiss || (lookup.kind == Kind::kUnknown && !pass.awaits)) break;
     if (lookup.kind == Kind::kHit && stretches.empty()) {
       ++loadable.hits_before;
-    } else if (lookup.kind ==
-               Kind::kUnknown) {  // arrives next, assumed to come from the same tier as the first
+    } else if (lookup.kind == Kind::kUnknown) {  // arrives next, from the tier of the first candidate
       add_chunk(first.candidates.front().tier);
     } else {
       add_chunk(lookup.kind == Kind::kRecorded ? lookup.detail : Stretch::kHere);

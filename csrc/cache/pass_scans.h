@@ -29,7 +29,7 @@ struct Scan {
   // that is short of rows gets the beginning of its prompt, whatever the order in which its chunks become
   // known.
   std::vector<Candidate> candidates;
-  bool ends_unknown = false;  // a prefix only: what follows the candidates is known soon
+  bool ends_unknown = false;  // a prefix only: the lookups after the candidates become known soon
 };
 using Scans = std::vector<Scan>;
 

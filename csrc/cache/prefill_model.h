@@ -5,8 +5,8 @@
 //
 // The model is learned online from the steps: from the tokens whose chunks are offered for storing, and from
 // the time until the following step. The work of a step shows in one of three intervals between step ends.
-// Which one depends on vLLM's version and on async scheduling (which schedules one step ahead): it is the
-// interval in which large steps take long.
+// The interval depends on vLLM's version and on async scheduling (which schedules one step ahead): it is the
+// one in which large steps take long.
 //
 // Threads: one.
 #pragma once
@@ -19,7 +19,7 @@
 namespace kv_offload {
 
 struct PrefillOptions {
-  double half_life_tokens = 65536;  // after which a sample has half its weight
+  double half_life_tokens = 65536;  // tokens after which a sample has half its weight
   std::uint64_t min_step_tokens = 16;
   // A longer step means that the engine hung; it is not a slow prefill.
   Nanos max_step{std::chrono::seconds(10)};
@@ -70,7 +70,7 @@ class PrefillModel {
   std::array<std::array<double, kTerms>, kTerms> xx_{};
   std::array<double, kTerms> xy_{};
   double weight_ = 0;
-  double step_tokens_ = 0;  // size of large steps: the chunk size of long prompts
+  double step_tokens_ = 0;  // tokens per large step, as in the chunked prefill of a long prompt
   mutable Fit fit_;
   mutable bool dirty_ = true;
 };

@@ -4,7 +4,7 @@
 //
 // A failed store is not an error: its ticket keeps its keys from ever becoming a hit, like chunks that vLLM
 // offered without some of their blocks. A failed load is an error: vLLM cannot undo it and would compute with
-// foreign bytes. Therefore wait() and poll() throw until the process ends.
+// invalid data. Therefore wait() and poll() throw until the process ends.
 //
 // Threads: one (the model runner's).
 #pragma once

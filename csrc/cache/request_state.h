@@ -65,7 +65,7 @@ struct LookupPass {
   }
 };
 
-// What a request offered for storing, by group: the chunk before the next offer, and the first offer that
+// Offers of a request for storing, by group: the chunk before the next offer, and the first offer that
 // found no row.
 class Offers {
  public:

@@ -201,8 +201,8 @@ class TierOps {
   OpId last_op_ = 0;
   std::unordered_map<OpId, Op> ops_;
   std::unordered_map<Slot, OpId> reads_;  // by the chunk that they bring
-  // Oldest first. Contains only ops in flight, without writes that turned out to run: a stuck write keeps no
-  // later write in this set.
+  // Oldest first. Contains only ops in flight. Writes found to be running are removed, so a stuck write keeps
+  // no later write in this set.
   std::set<OpId> queued_writes_;
   std::vector<Completion> completions_;  // scratch of poll()
   std::vector<TierRemoval> removals_;

@@ -1,10 +1,10 @@
-// TieredCache: the scheduler-side cache behind vLLM's OffloadingManager. Combines the index, the region and
-// the tiers.
+// TieredCache: the scheduler-side cache that implements vLLM's OffloadingManager verbs. Combines the index,
+// the region and the tiers.
 //
 // Threads: one (the scheduler's); no call waits for storage. Tier results are polled in end_step() and at the
 // start of lookup passes.
 //
-// It has no state of its own: it connects its parts and forwards each call to one of them. The header of each
+// It holds no cache state: it connects its parts and forwards each call to one of them. The header of each
 // part describes what the part owns. A part uses only parts above it in this list
 // (tests/python/test_layers.py). The exception is the end of a read, which TierOps reports to the waiting
 // requests.
@@ -93,7 +93,7 @@ class TieredCache {
   bool has_pending_work() const;  // only while a request waits for the cache
   void reset();                   // forgets everything in memory and on every tier; rows of copies in
                                   // flight are reused only after their tickets are reported
-  // The caller has dropped its jobs and will report the end of none. Chunks being stored are discarded, and
+  // The caller has dropped its jobs and will not report their end. Chunks being stored are discarded, and
   // chunks being loaded stay pinned until the ranks have reported. Everything else is kept.
   void abandon_jobs();
   std::vector<CacheEvent> take_events();

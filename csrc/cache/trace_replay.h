@@ -36,7 +36,7 @@ struct ReplayOptions {
   // Not 0: the process is killed and restarted after this many requests. Host memory is then empty unless it
   // is kept. The new process knows the order of the tier's records, but no request that used them.
   std::size_t kill_after = 0;
-  std::size_t recent_requests = 50;  // before the kill; what is left of their prompts is counted
+  std::size_t recent_requests = 50;  // last ones before the kill, whose remaining blocks are counted
   // Host memory outlives the kill, with its chunks and their order of use.
   bool keep_host_memory = false;
 };
@@ -50,7 +50,7 @@ struct ReplayResult {
   std::uint64_t declined = 0;       // no row was found
   std::uint64_t evicted = 0;        // from host memory
   std::uint64_t written = 0;        // to the tier
-  std::uint64_t tier_declined = 0;  // not written: it would have replaced a record of its own prompt
+  std::uint64_t tier_declined = 0;  // not written: would have replaced records of the same prompt
   std::uint64_t tier_evicted = 0;
   // Results of a kill: records on the tier; blocks of the recent prompts, and how many of them would hit if
   // all were requested again at once; blocks requested after the kill, and their hits.

@@ -41,8 +41,8 @@ class CopyDevice {
   // Sets `*done` to true if the compute stream has reached the event.
   virtual Status reached(DeviceEvent event, bool* done) = 0;
   // Enqueues a copy. On failure no part of the copy runs any more (it may block to ensure that). REQUIRES:
-  // the slot is free, and the work that the copy depends on was reached(): the device does not order the copy
-  // after anything.
+  // the slot is free, and the work that the copy depends on has ended (reached): the device does not order
+  // the copy after anything.
   virtual Status issue(const DeviceCopy& copy) = 0;
   // Sets `*done` to true if the copy in this slot has ended. After a failure it has ended.
   virtual Status query(std::uint32_t lane, std::uint32_t slot, bool* done) = 0;

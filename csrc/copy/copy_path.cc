@@ -151,7 +151,7 @@ CopyTable calibrate(const CalibrationProbe& probe) {
       }
     }
   }
-  // Columns that the budget did not reach get the default's shape, scaled to what was measured of that path.
+  // Columns that the budget did not reach get the default's shape, scaled to the measurements of that path.
   // Paths that it did not reach get the scale of DMA: on a link half as fast they are no faster.
   Scale of_dma;
   for (std::size_t d = 0; d < kDirections.size(); ++d) {

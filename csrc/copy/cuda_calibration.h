@@ -8,8 +8,8 @@
 namespace kv_offload {
 
 // Takes at most about a second. `limits`: the limits that the copier will use. Uses 32 MiB of device memory,
-// 32 MiB of pinned memory and the staging buffers. If that memory is not available, returns the built-in
-// table with the reason.
+// 32 MiB of pinned memory and as much staging as the copier will use. If that memory is not available,
+// returns the built-in table with the reason.
 CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& limits);
 
 }  // namespace kv_offload
