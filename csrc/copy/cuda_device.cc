@@ -46,7 +46,7 @@ void CudaDevice::open() {
   name_ =
       fmt::format("{} (device {}, {}, {})", properties.name, options_.device,
                   has_kernels_ ? fmt::format("{} kernel blocks", options_.kernel_blocks) : kernels.message(),
-                  batch_.batched() ? "batched DMA" : "unbatched DMA");
+                  batch_.batched() ? "batched DMA" : "DMA without batching");
   int least = 0;
   int greatest = 0;
   cuda_require(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
