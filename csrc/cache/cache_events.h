@@ -1,6 +1,5 @@
-// CacheEvents: which chunks came to host memory and to tiers, and which left, for
-// whoever takes them. Neighbours of one kind are one event. Keeps nothing unless it
-// is told to.
+// CacheEvents: records which chunks host memory and the tiers gained and lost, until the caller takes the
+// events. Consecutive changes of the same kind share one event. Records nothing unless `keep` is set.
 //
 // Threads: one (the scheduler's).
 #pragma once

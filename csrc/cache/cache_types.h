@@ -1,4 +1,4 @@
-// What goes in and out of TieredCache: options, results, reports, events.
+// Inputs and outputs of TieredCache: options, results, reports, events.
 #pragma once
 
 #include <array>
@@ -25,7 +25,7 @@ enum class MissReason : std::uint8_t {
   kIoError,
   kPressure,
   kDisabled,
-  kIncomplete  // vLLM offered it without some of its blocks
+  kIncomplete  // vLLM offered the chunk without some of its blocks
 };
 std::string_view to_string(MissReason reason);
 
@@ -39,8 +39,7 @@ struct TierSlotOptions {
 struct CacheOptions {
   std::vector<GroupGeometry> groups{};  // by position
   std::vector<bool> full_attention{};   // by position; empty = unknown (vLLM <= 0.32)
-  // Blocks of the cache that vLLM computes in, shared by all groups; 0 = unknown.
-  // See LoadJobs::must_hold_back.
+  // Blocks of vLLM's GPU KV cache, shared by all groups; 0 = unknown. See LoadJobs::must_hold_back.
   std::uint32_t cache_blocks = 0;
   std::uint32_t blocks_per_chunk = 1;
   std::string eviction_policy = "lru";
@@ -48,50 +47,51 @@ struct CacheOptions {
   Nanos lookup_deadline{std::chrono::seconds(5)};
   std::vector<TierSlotOptions> tiers{};  // one per tier
   bool keep_events = false;
-  // Not empty: host memory outlives this cache (the region has keep_for), for the next one of the same
-  // identity, i.e. everything that the bytes of a chunk depend on.
+  // Not empty: host memory outlives this cache (the region has keep_for), and the next cache with the same
+  // identity takes it over. The identity covers everything that the bytes of a chunk depend on.
   std::string keep_identity{};
 };
 
 struct RequestOptions {
   static constexpr std::uint8_t kAllTiers = 0xFF;
   bool load_from_cpu = true;            // kv_load_tiers
-  std::uint8_t load_tiers = kAllTiers;  // a bit for each tier below host memory
+  std::uint8_t load_tiers = kAllTiers;  // one bit per tier below host memory
   bool skip_store = false;
   std::optional<LoadPolicy> load_policy{};
   std::int32_t priority = 0;
-  // What no tier has is waited for, for so long since the first lookup: another server is writing it.
+  // How long after the first lookup the request waits for chunks that no tier has, because another server may
+  // still be writing them.
   Nanos await_records{0};
 };
 
-// What became of one request's prompt, all its admissions together.
+// Outcome for one request's prompt, summed over all its admissions.
 struct RequestReport {
   static constexpr std::size_t kPlaces = 9;   // host memory, then the tiers
   static constexpr std::size_t kReasons = 9;  // indexed by MissReason
   using Places = std::array<std::uint64_t, kPlaces>;
   Places hit_tokens{};
   std::array<std::uint64_t, kReasons> miss_tokens{};
-  std::string_view choice{};  // of the last decision; empty: there was none to make
-  double load_seconds = 0;    // estimated by it; 0 = unknown
+  std::string_view choice{};  // last decision; empty: no decision was needed
+  double load_seconds = 0;    // estimate of that decision; 0 = unknown
   double compute_seconds = 0;
-  double waited_seconds = 0;  // measured, until its loads could begin
+  double waited_seconds = 0;  // measured until the loads could begin
 };
 
 using RequestHandle = std::uint32_t;  // dense, reused after end_request
 
-// What the worker needs: rows of each group, in the order of the keys.
+// Rows for the worker, per group, in the order of the keys.
 struct RowTransfer {
   Ticket ticket = kNoTicket;
   std::vector<RowId> rows;
   std::vector<std::uint32_t> group_rows;  // rows per group position
 };
 struct StoreGrant {
-  std::vector<std::uint32_t> accepted;  // indices into the keys that were offered, ascending
+  std::vector<std::uint32_t> accepted;  // indices into the offered keys, ascending
   RowTransfer transfer;
-  std::vector<ChunkKey> evicted;  // from host memory, for their rows
+  std::vector<ChunkKey> evicted;  // evicted from host memory to free rows
 };
 
-// Chunks of a group that lookups found and that they missed, since the start.
+// Chunks of one group that lookups found and missed since the start.
 struct LookupCounts {
   std::uint64_t found = 0, missed = 0;
 };

@@ -9,7 +9,7 @@
 namespace kv_offload {
 ChunkGroups::ChunkGroups(const CacheOptions& options, std::uint32_t areas)
     : areas_(areas), kinds_are_known_(!options.full_attention.empty()) {
-  if (options.groups.empty()) throw_invalid("no group of chunks was given; a cache needs at least one");
+  if (options.groups.empty()) throw_invalid("no chunk groups were given; a cache needs at least one");
   if (options.groups.size() > kMostGroups) {
     throw_invalid("{} groups were given; at most {} are possible", options.groups.size(), kMostGroups);
   }
@@ -22,7 +22,7 @@ ChunkGroups::ChunkGroups(const CacheOptions& options, std::uint32_t areas)
     group.geometry = options.groups[position];
     group.id = group.geometry.group_id;
     group.tokens = group.geometry.tokens_per_chunk;
-    // Where vLLM does not say, a group that is alone has full attention.
+    // If vLLM does not report it, a single group has full attention.
     group.full_attention = kinds_are_known_ ? options.full_attention[position] : options.groups.size() == 1;
     for (std::uint32_t area = 0; area < areas; ++area) {
       group.bytes += group.geometry.shards_per_area * round_up(group.geometry.shard_bytes[area], kPageBytes);
@@ -44,9 +44,9 @@ ChunkGroups::ChunkGroups(const CacheOptions& options, std::uint32_t areas)
 std::uint32_t ChunkGroups::require_position(const ChunkKey& key, std::uint32_t at_least) const {
   const auto position = position_of(key);
   if (!position)
-    throw_invalid("chunk {} is of group {}, which was not configured", key.hex(), key.group_id());
+    throw_invalid("chunk {} belongs to group {}, which is not configured", key.hex(), key.group_id());
   if (*position < at_least) {
-    throw_invalid("chunk {} of group position {} came after one of position {}; order keys by group",
+    throw_invalid("chunk {} of group position {} follows a chunk of position {}; order keys by group",
                   key.hex(), *position, at_least);
   }
   return *position;

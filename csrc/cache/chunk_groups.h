@@ -1,5 +1,5 @@
-// ChunkGroups: the groups of chunks that one cache keeps, by position. Fixed from
-// construction on; every other class of the cache reads sizes and names from here.
+// ChunkGroups: the chunk groups of one cache, by position. Immutable after construction; every other class of
+// the cache reads group sizes and names from here.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +14,15 @@ namespace kv_offload {
 class ChunkGroups {
  public:
   struct Group {
-    std::uint32_t id = 0;         // vLLM's, found in the keys
+    std::uint32_t id = 0;         // vLLM's group id, as found in the keys
     std::uint32_t tokens = 0;     // per chunk
-    std::uint64_t bytes = 0;      // of a chunk in all areas, padded
-    bool full_attention = false;  // known to be
+    std::uint64_t bytes = 0;      // per chunk, over all areas, padded
+    bool full_attention = false;  // false if not known
     GroupGeometry geometry;
   };
 
-  // `areas`: of the region. Throws InvalidArgument (no group, too many, one without bytes or tokens,
-  // full_attention of another length).
+  // `areas`: number of areas in the region. Throws InvalidArgument (no groups, too many groups, a group
+  // without bytes or tokens, or a full_attention whose length differs from the number of groups).
   ChunkGroups(const CacheOptions& options, std::uint32_t areas);
 
   std::size_t size() const { return groups_.size(); }
@@ -30,7 +30,7 @@ class ChunkGroups {
   auto begin() const { return groups_.begin(); }
   auto end() const { return groups_.end(); }
 
-  // The group of a key; nullopt when it is none of these.
+  // Returns the group position of a key; nullopt if no group has its id.
   std::optional<std::uint32_t> position_of(const ChunkKey& key) const {
     const std::uint32_t id = key.group_id();
     for (std::uint32_t position = 0; position < groups_.size(); ++position) {
@@ -38,19 +38,20 @@ class ChunkGroups {
     }
     return std::nullopt;
   }
-  // Throws InvalidArgument when it is none of these, or one before `at_least`.
+  // Throws InvalidArgument if no group matches, or if the position is less than `at_least`.
   std::uint32_t require_position(const ChunkKey& key, std::uint32_t at_least) const;
 
-  // Whether vLLM said which groups have full attention (releases up to 0.32 do not).
+  // True if vLLM reported which groups have full attention (releases up to 0.32 do not).
   bool kinds_are_known() const { return kinds_are_known_; }
-  bool has_windows() const { return has_windows_; }  // or may have
-  // Of a prompt, before its first chunk in this group, which ends at `first_end` (0 = not known).
+  bool has_windows() const { return has_windows_; }  // true also when unknown
+  // Returns the prompt tokens before the first chunk in this group; that chunk ends at `first_end` (0 =
+  // unknown).
   double tokens_before(std::uint32_t position, std::uint32_t first_end) const {
     const std::uint32_t chunk = groups_[position].tokens;
     return first_end > chunk ? first_end - chunk : 0;
   }
   double bytes_per_token() const { return bytes_per_token_; }
-  // Bytes of a row in each area, by position: the largest of any rank.
+  // Returns the row size in each area, by position: the largest of any rank, in bytes.
   std::vector<std::uint64_t> row_bytes() const;
 
  private:

@@ -7,7 +7,7 @@ namespace kv_offload {
 
 void CostModel::note_read(std::size_t index, double bytes_ahead, double seconds, Nanos now) {
   Tier& tier = tiers_[index];
-  // What was known when the tier was left is of another time.
+  // Samples from before the tier fell out of use are outdated.
   if (std::exchange(tier.probing, false)) tier.reads.restart();
   tier.reads.note(bytes_ahead, seconds);
   tier.last_read = now;
@@ -36,7 +36,7 @@ void CostModel::extend(Cut* cut, const Stretch& stretch, double chunks) {
   if (stretch.tier >= 0) cut->tier_bytes[static_cast<std::size_t>(stretch.tier)] += bytes;
 }
 
-// Tiers read side by side; the copy follows.
+// Tiers read concurrently; the copy to the device follows.
 void CostModel::judge(Cut* cut, const Question& question) const {
   double longest = 0, longest_with_margin = 0;
   for (std::size_t t = 0; t < tiers_.size(); ++t) {
@@ -58,9 +58,8 @@ bool CostModel::in_time(const Cut& cut, const Question& question) {
   return question.deadline_seconds <= 0 || cut.load_seconds <= question.deadline_seconds;
 }
 
-// Within a stretch the gain is convex (a tier's latency is paid once, and what
-// lies deeper takes longer to compute), so only the end of a stretch can be best, or
-// the last chunk that arrives in time.
+// Within a stretch the gain is convex: a tier's latency is paid once, and deeper chunks take longer to
+// compute. So only the end of a stretch, or the last chunk that arrives in time, can be best.
 CostModel::Cut CostModel::best_cut(const Question& question, Cut* whole) const {
   Cut best, at;
   bool all_in_time = true;
@@ -68,12 +67,14 @@ CostModel::Cut CostModel::best_cut(const Question& question, Cut* whole) const {
     const Cut before = at;
     extend(&at, stretch, stretch.chunks);
     judge(&at, question);
+    // After the deadline only the total for `whole` is accumulated.
     if (!all_in_time) continue;
     if (in_time(at, question)) {
       if (at.gain > best.gain) best = at;
       continue;
     }
     all_in_time = false;
+    // Binary search for the last chunk of this stretch that arrives in time.
     for (std::uint32_t fit = 0, too_many = stretch.chunks; too_many - fit > 1;) {
       const std::uint32_t middle = fit + (too_many - fit) / 2;
       Cut part = before;
@@ -84,6 +85,7 @@ CostModel::Cut CostModel::best_cut(const Question& question, Cut* whole) const {
     }
   }
   *whole = at;
+  // A window is all or nothing.
   if (question.divisible) return best;
   return in_time(at, question) && at.gain > 0 ? at : Cut{};
 }
@@ -96,11 +98,13 @@ Decision CostModel::decide(const Question& question) {
   }
   Cut whole;
   const Cut best = best_cut(question, &whole);
+  // A tier or prefill of unknown speed: load, because loading is how the speed is learned.
   bool known = prefill.known();
   for (std::size_t t = 0; t < tiers_.size(); ++t) {
     if (all_[t] > 0) known &= read_seconds(t, all_[t], hint(question, t)) > 0;
   }
   if (!known) return {Choice::kLoad, whole.chunks, 0, whole.compute_seconds};
+  // Remember the choice per tier: tiers within the best cut are loaded from, the others recomputed.
   for (std::size_t t = 0; t < tiers_.size(); ++t) {
     if (all_[t] > 0) tiers_[t].recompute = true;
   }
@@ -131,7 +135,7 @@ void CostModel::begin_probe(std::size_t index, Nanos now) {
 bool CostModel::host_pays(double bytes_per_token, Nanos now) {
   if (!prefill.known() || !copy_.told_apart() || copy_.bytes_per_second() <= 0) return true;
   const double copy = bytes_per_token / copy_.bytes_per_second();
-  // Of the first tokens of a prompt: those behind them take longer.
+  // For the first tokens of a prompt; later tokens take longer.
   const bool pays = copy < options_.host_slowdown_limit * prefill.seconds(1, 0);
   if (!pays && now - last_host_load_ < options_.probe_interval) return false;
   last_host_load_ = now;

@@ -1,11 +1,10 @@
-// CostModel: is it faster to load a prefix than to compute it again, and how
-// much of it. Pure arithmetic on what it is told; no clock, no tier of its own.
+// CostModel: decides whether loading a prefix is faster than recomputing it, and how much of it to load. Pure
+// arithmetic on reported measurements; it has no clock and no tiers.
 //
-// Both sides are learnt online: prefill_model.h from the steps of the engine,
-// transfer_model.h from every read of a tier and every copy to the device. What
-// is unknown is loaded: that is how it is learnt. A choice is kept while the
-// sides are close. A tier that is not used any more is probed now and then by
-// reads that nobody waits for.
+// Both sides are learned online: prefill_model.h learns from engine steps, transfer_model.h from every tier
+// read and every copy to the device. A source of unknown speed is loaded from, because loading is how its
+// speed is learned. Hysteresis keeps the current choice while the two sides are close. A tier that is no
+// longer used is probed occasionally with reads that no request waits for.
 //
 // Threads: one.
 #pragma once
@@ -23,28 +22,28 @@
 namespace kv_offload {
 
 struct CostModelOptions {
-  double margin = 0.93;  // a choice is left only when the other side's time is below this share of its own
-  // A tier that was judged too slow is probed this long after its last read.
+  double margin = 0.93;  // switch only if the other side takes less than this share of the time
+  // A tier judged too slow is probed this long after its last read.
   Nanos probe_interval{std::chrono::seconds(30)};
-  // Host memory is given up only when copying takes this many times as long as computing.
+  // Loads from host memory stop only when copying takes at least this many times as long as recomputing.
   double host_slowdown_limit = 2;
   PrefillOptions prefill{};
 };
 
-// A stretch of a prefix whose chunks are in one place.
+// A part of a prefix whose chunks are all in the same place.
 struct Stretch {
-  static constexpr std::int32_t kHere = -1;  // in host memory, or on the way there already
+  static constexpr std::int32_t kHere = -1;  // in host memory or already on its way there
   std::int32_t tier = kHere;
   std::uint32_t chunks = 0;
   std::uint64_t tokens = 0;
-  std::uint64_t bytes = 0;  // to copy; to read as well unless kHere
+  std::uint64_t bytes = 0;  // bytes to copy, and to read unless kHere
 };
 
 struct Decision {
   enum class Choice : std::uint8_t { kLoad, kPartial, kRecompute };
   Choice choice = Choice::kLoad;
-  std::uint32_t chunks = 0;    // of the stretches, from the left: how many to load
-  double load_seconds = 0;     // estimated for those (kRecompute: for all); 0 = unknown
+  std::uint32_t chunks = 0;    // how many chunks of the stretches to load, from the left
+  double load_seconds = 0;     // estimated for those chunks (kRecompute: for all); 0 = unknown
   double compute_seconds = 0;  // likewise
 };
 
@@ -57,17 +56,17 @@ class CostModel {
 
   PrefillModel prefill;
 
-  // ---- what was measured
-  // A read had arrived so long after it was submitted; `bytes_ahead`: what waited
-  // on the tier when it was submitted, its own bytes included.
+  // ---- measurements
+  // A read arrived `seconds` after its submission. `bytes_ahead`: bytes pending on the tier at submission,
+  // including its own.
   void note_read(std::size_t tier, double bytes_ahead, double seconds, Nanos now);
-  // A read is still not there.
+  // A read has not arrived yet.
   void note_overdue_read(std::size_t tier, double bytes_ahead, double seconds_so_far, Nanos now);
   void note_copy(double bytes, double seconds) { copy_.note(bytes, seconds); }
 
-  // ---- what follows
-  // Until `bytes` more have arrived; what waits there already counts. `hint`: the
-  // tier's own estimate, used until something was measured. 0 = unknown.
+  // ---- estimates
+  // Returns the seconds until `bytes` more have arrived, including what is already pending on the tier.
+  // `hint`: the tier's own estimate, used until a measurement exists. 0 = unknown.
   double read_seconds(std::size_t tier, double bytes, double hint) const;
   double read_bytes_per_second(std::size_t tier) const { return tiers_[tier].reads.bytes_per_second(); }
   const TransferModel& copy() const { return copy_; }
@@ -76,32 +75,32 @@ class CostModel {
   double waiting_bytes(std::size_t tier) const { return tiers_[tier].waiting_bytes; }
 
   struct Question {
-    std::span<const Stretch> stretches{};  // from the first chunk that is not in host memory on
-    std::span<const double> hints{};       // per tier: see read_seconds, for all of its bytes
-    double context = 0;                    // tokens before the stretches
-    bool loads_anyway = false;             // something before them is loaded
-    bool divisible = true;                 // some of them from the left are of use without the rest
-    double deadline_seconds = 0;           // what arrives later is of no use
+    std::span<const Stretch> stretches{};  // starts at the first chunk that is not in host memory
+    std::span<const double> hints{};  // per tier: estimated seconds for all of its bytes, see read_seconds
+    double context = 0;               // tokens before the stretches
+    bool loads_anyway = false;        // chunks before the stretches are loaded
+    bool divisible = true;            // a left part is useful without the rest
+    double deadline_seconds = 0;      // data that arrives later is useless
   };
   Decision decide(const Question& question);
-  // What lies on this tier was computed again, the last time that there was a choice.
+  // True if the last decision recomputed what this tier stores.
   bool computes_instead_of(std::size_t tier) const { return tiers_[tier].recompute; }
-  // Whether a tier that is not used should be probed now; then it counts as probed.
+  // True if a tier that is not used should be probed now; it then counts as probed.
   bool should_probe(std::size_t tier, Nanos now);
-  // Reads that are under way are a probe from now on.
+  // Turns reads already in flight into a probe.
   void begin_probe(std::size_t tier, Nanos now);
-  // False when copying this from host memory takes clearly longer than computing it.
+  // False if copying from host memory takes clearly longer than recomputing.
   bool host_pays(double bytes_per_token, Nanos now);
 
  private:
   struct Tier {
     TransferModel reads;
     double waiting_bytes = 0;
-    bool recompute = false;  // the last choice: changing it takes the margin
-    bool probing = false;    // the next read tells it anew
-    Nanos last_read{0};      // or probe
+    bool recompute = false;  // the last choice; the margin applies to a change
+    bool probing = false;    // the next read replaces what was learned
+    Nanos last_read{0};      // or last probe
   };
-  // A prefix of the stretches, and what it would take.
+  // A prefix of the stretches and its estimated cost.
   struct Cut {
     std::uint32_t chunks = 0;
     double tokens = 0, copy_bytes = 0;
@@ -118,7 +117,7 @@ class CostModel {
   std::vector<Tier> tiers_;
   TransferModel copy_;
   Nanos last_host_load_{0};
-  std::array<double, kMaxTiers> all_{};  // bytes of all stretches, by tier: scratch of decide
+  std::array<double, kMaxTiers> all_{};  // bytes of all stretches by tier; scratch of decide()
 };
 
 }  // namespace kv_offload

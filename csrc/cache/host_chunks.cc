@@ -169,7 +169,7 @@ std::optional<std::uint8_t> HostChunks::begin_load(Slot slot) {
 
 void HostChunks::end_load(Slot slot) {
   ChunkEntry& entry = index_.at(slot);
-  // Loaded once since the fetch: from now on it is host memory's.
+  // Loaded once since the fetch: from now on it counts as host memory's own.
   if (entry.counted) entry.origin = ChunkOrigin::kStore;
   index_.unpin(slot);
 }

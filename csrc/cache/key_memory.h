@@ -1,7 +1,6 @@
-// KeyMemory: what is remembered of keys that are not here: why they went and how
-// often they were used. Bounded: a direct-mapped table of fingerprints, so an
-// old memory may be overwritten by another key's, never taken for it (but for
-// one chance in 2^53).
+// KeyMemory: remembers why keys that are not here were evicted or lost, and how often they were used.
+// Bounded: a direct-mapped table of fingerprints. A key may overwrite the entry of another key, but is
+// mistaken for it only with probability 2^-53.
 #pragma once
 
 #include <algorithm>
@@ -24,12 +23,12 @@ class KeyMemory {
   // Remembers about `keys` keys, at most kMaxCells (8 bytes each).
   explicit KeyMemory(std::size_t keys) : cells_(std::bit_ceil(std::clamp(keys, kMinCells, kMaxCells))) {}
 
-  // `reason` < 15, of the caller's own numbering.
+  // `reason` < 15; the caller defines the numbering.
   void note_gone(const ChunkKey& key, std::uint8_t reason) {
     std::uint64_t& cell = own(key);
     cell = (cell & ~kReasonMask) | (std::uint64_t{reason} + 1);
   }
-  // A hint that this key is noted or seen soon: its cell may be far away.
+  // Prefetches the cell of a key that is noted or looked up soon.
   void prefetch(const ChunkKey& key) const { __builtin_prefetch(&cells_[place(fingerprint(key))]); }
   std::optional<std::uint8_t> why_gone(const ChunkKey& key) const { return why_gone(fingerprint(key)); }
   std::optional<std::uint8_t> why_gone(std::uint64_t print) const {
@@ -37,7 +36,7 @@ class KeyMemory {
     if ((cell & kPrintMask) != (print & kPrintMask) || (cell & kReasonMask) == 0) return std::nullopt;
     return static_cast<std::uint8_t>((cell & kReasonMask) - 1);
   }
-  // How often this key was used, this time included; saturates at kMaxUses.
+  // Returns how often this key was used, including this use; saturates at kMaxUses.
   std::uint32_t count_use(const ChunkKey& key) {
     std::uint64_t& cell = own(key);
     std::uint64_t uses = (cell & kUsesMask) >> kUsesShift;
@@ -48,7 +47,7 @@ class KeyMemory {
   void clear() { std::fill(cells_.begin(), cells_.end(), 0); }
 
   static std::uint64_t fingerprint(const ChunkKey& key) {
-    // Not ChunkKey::Hash alone: the end of the digest takes part.
+    // ChunkKey::Hash alone is not enough: mix in the end of the digest.
     std::uint64_t tail;
     std::memcpy(&tail, key.bytes().data() + (key.size() > 12 ? key.size() - 12 : 0), sizeof(tail));
     std::uint64_t mixed = ChunkKey::Hash{}(key) ^ (tail * 0x9FB21C651E98DF25ull);

@@ -29,8 +29,8 @@ LoadJobs::LoadJobs(const Context& context, const CacheOptions& options)
       cache_blocks_(options.cache_blocks),
       blocks_per_chunk_(options.blocks_per_chunk) {}
 
-// Upper bound of what vLLM gives a request for its whole prompt. A chunk more, for
-// the part of one at its end, and one block of each group for what it drafts.
+// Returns an upper bound of the blocks that vLLM allocates for a request's whole prompt. Adds one chunk for
+// the partial chunk at the end, and one block per group for draft tokens.
 std::uint64_t LoadJobs::cache_blocks_of(std::uint32_t last_end) const {
   if (last_end == 0) return cache_blocks_;
   std::uint64_t blocks = 0;
@@ -40,18 +40,16 @@ std::uint64_t LoadJobs::cache_blocks_of(std::uint32_t last_end) const {
   return blocks;
 }
 
-// vLLM admits a load beside others that run when it leaves free what those still
-// need for the rest of their prompts. Of a group with a window it counts blocks that
-// were given back as if they were still held, so it leaves too few: requests whose
-// loads ended hold all blocks, none of them gets its next ones, nothing runs that could
-// give any back, and the engine stands still for good (0.31 to 0.33, Scheduler.
-// _request_remaining_blocks). So loads run side by side only as long as all of their
-// requests fit into the cache, whatever vLLM counts. One whose load ended needs no
-// watching: vLLM lets it run before it asks about another.
+// vLLM admits a load next to running ones if that leaves enough free blocks for the rest of their prompts.
+// For a window group it counts blocks that were already freed as still held, so it leaves too few. Then
+// requests whose loads have ended hold all blocks, none of them gets its next blocks, nothing runs that could
+// free any, and the engine hangs for good (vLLM 0.31 to 0.33, Scheduler._request_remaining_blocks). Therefore
+// loads run concurrently only while all of their requests fit into the cache, whatever vLLM counts. A request
+// whose load has ended needs no tracking: vLLM runs it before it asks about another.
 bool LoadJobs::must_hold_back(std::uint32_t last_end) const {
   if (!groups_.has_windows() || cache_blocks_ == 0) return false;
   if (loading_blocks_ == 0) return false;
-  return loading_blocks_ + cache_blocks_of(last_end) >= cache_blocks_;  // one is vLLM's own
+  return loading_blocks_ + cache_blocks_of(last_end) >= cache_blocks_;  // one block is vLLM's own
 }
 
 LoadJobs::Begun LoadJobs::begin(std::span<const ChunkKey> keys, const Load& load) {
@@ -67,26 +65,26 @@ LoadJobs::Begun LoadJobs::begin(std::span<const ChunkKey> keys, const Load& load
     const ChunkEntry* entry = chunks_.find_resident(key);
     if (entry == nullptr) {
       throw_invalid(
-          "chunk {} is to be loaded but is not in host memory; load only what was a hit in this step",
+          "cannot load chunk {}: it is not in host memory; load only chunks that were hits in this step",
           key.hex());
     }
     job.slots.push_back(chunks_.slot_of(entry));
     transfer.rows.push_back(entry->row);
     ++transfer.group_rows[group];
   }
-  // From the last to the first: the head of a prefix is the last to go.
+  // From the last to the first, so that the head of a prefix is evicted last.
   for (std::size_t i = job.slots.size(); i-- > 0;) {
     const Slot slot = job.slots[i];
     const auto fetched_from = chunks_.begin_load(slot);
     chunks_.access(slot, load.request, load.priority);
     const ChunkEntry& entry = chunks_.at(slot);
     const ChunkGroups::Group& of = groups_[entry.group];
-    const std::uint32_t part = entry.depth % of.tokens;  // depth: where it ends
+    const std::uint32_t part = entry.depth % of.tokens;  // depth: where the chunk ends
     begun.hit_tokens[fetched_from ? *fetched_from + 1u : 0] += part == 0 ? of.tokens : part;
     job.bytes += static_cast<double>(of.bytes);
     write_back_.note_used(slot);
   }
-  // A window's chunks stand for all of the prefix: the widest group says how much it is.
+  // A window's chunks stand for the whole prefix, so the widest group determines the token count.
   double tokens = 0;
   for (std::uint32_t g = 0; g < groups_.size(); ++g) {
     tokens = std::max<double>(tokens, std::uint64_t{transfer.group_rows[g]} * groups_[g].tokens);
@@ -131,7 +129,7 @@ bool LoadJobs::release(const Job& job) {
   return true;
 }
 
-// What a step reported vLLM takes up before it asks in the next one.
+// vLLM processes what a step reported before it asks again in the next step.
 void LoadJobs::poll() {
   std::erase_if(completed_, [&](const Job& job) { return release(job); });
   std::erase_if(forgotten_, [&](const ForgottenJob& job) {

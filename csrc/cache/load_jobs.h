@@ -1,10 +1,9 @@
-// LoadJobs: the copies from rows to the device: which run, and which may run side by
-// side.
+// LoadJobs: the copies from rows to the device: which loads run, and which may run concurrently.
 //
-// Invariant: from begin() until its end was told (complete) AND its ticket is reported,
-// a load pins each of its chunks: the first says that vLLM is done with it, the second
-// that no rank reads its rows any more. vLLM tells which keys have ended, not which
-// load; two loads may share keys, so a load is known again by all of its keys.
+// Invariant: a load pins each of its chunks from begin() until complete() was called for it AND its ticket is
+// reported. complete() means that vLLM is done with the load; the report means that no rank reads its rows
+// any more. vLLM reports the keys that ended, not the load. Two loads may share keys, so a load is identified
+// by all of its keys.
 //
 // Threads: one (the scheduler's).
 #pragma once
@@ -26,7 +25,7 @@ namespace kv_offload {
 
 class LoadJobs {
  public:
-  // What it works with; all of it outlives this.
+  // Dependencies; all of them outlive this.
   struct Context {
     const ChunkGroups& groups;
     HostChunks& chunks;
@@ -36,48 +35,49 @@ class LoadJobs {
     Metrics& metrics;
     const Clock& clock;
   };
-  // What the request that loads says of itself.
+  // Properties of the request that loads.
   struct Load {
-    std::uint32_t request = 0;  // number
+    std::uint32_t request = 0;  // request number
     std::int8_t priority = 0;
-    std::uint32_t first_end = 0, last_end = 0;  // its span, in tokens; 0 = not known
-    double waited_seconds = 0;                  // before the load could begin
+    std::uint32_t first_end = 0, last_end = 0;  // span in tokens; 0 = unknown
+    double waited_seconds = 0;                  // wait before the load could begin
     Nanos began{0};
   };
   struct Begun {
     RowTransfer transfer;
-    RequestReport::Places hit_tokens{};  // by where the bytes came from
+    RequestReport::Places hit_tokens{};  // by source of the bytes
   };
 
   LoadJobs(const Context& context, const CacheOptions& options);
 
-  // Throws InvalidArgument when a key is not resident, is of no group or out of order;
-  // then nothing has changed. REQUIRES: at least one key.
+  // Throws InvalidArgument if a key is not resident, has an unknown group or is out of order; nothing has
+  // changed then. REQUIRES: at least one key.
   Begun begin(std::span<const ChunkKey> keys, const Load& load);
-  // vLLM is done with the load of these keys, in any order. Unknown ones are of before
-  // a reset.
+  // vLLM is done with the load of these keys, given in any order. Unknown loads are ignored: they began
+  // before a reset.
   void complete(std::span<const ChunkKey> keys);
-  // Lets go of what was completed and is reported by now.
+  // Releases completed loads whose tickets have been reported.
   void poll();
-  // No load is known any more. The rows of those that ranks may still copy are in
-  // quarantine, and still hold others back.
+  // Forgets all loads. Rows that ranks may still read are quarantined, and these loads still hold back
+  // others.
   void forget();
-  // vLLM reports the end of no load begun so far. Their chunks stay, pinned until the ranks have reported.
+  // vLLM will not report the end of the loads begun so far. Their chunks stay, pinned until the ranks have
+  // reported.
   void abandon();
 
-  // Whether a load of a request of this span has to wait until others have ended.
+  // True if a load of a request that ends at `last_end` must wait until other loads have ended.
   bool must_hold_back(std::uint32_t last_end) const;
 
  private:
   struct Job {
     Ticket ticket = kNoTicket;
-    std::uint64_t cache_blocks = 0;  // that its request needs, for all of its prompt
+    std::uint64_t cache_blocks = 0;  // needed by the request for its whole prompt
     std::vector<Slot> slots;
-    // What it is worth, told when it ends.
+    // For the outcome that is recorded when the load ends.
     Nanos began{0};
     double waited_seconds = 0, compute_seconds = 0, bytes = 0;
   };
-  struct ForgottenJob {  // while it ran: vLLM does not say when it ends
+  struct ForgottenJob {  // forgotten while it ran: vLLM does not report its end
     Ticket ticket;
     std::uint64_t cache_blocks;
   };
@@ -86,7 +86,7 @@ class LoadJobs {
   std::uint64_t cache_blocks_of(std::uint32_t last_end) const;
   bool release(const Job& job);  // false: a rank may still read its rows
   void note_outcome(const Job& job);
-  void forget(const Job& job);  // puts its rows into quarantine
+  void forget(const Job& job);  // quarantines its rows
 
   const ChunkGroups& groups_;
   HostChunks& chunks_;
@@ -97,7 +97,7 @@ class LoadJobs {
   const Clock& clock_;
   const std::uint32_t cache_blocks_, blocks_per_chunk_;  // see CacheOptions
   std::multimap<std::uint64_t, Job> running_;  // not completed; by a fingerprint of the keys, in any order
-  std::vector<Job> completed_;                 // but not reported yet
+  std::vector<Job> completed_;                 // completed but not reported yet
   std::vector<ForgottenJob> forgotten_;
   std::uint64_t loading_blocks_ = 0;  // cache blocks of running_ and forgotten_
 };

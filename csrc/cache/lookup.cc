@@ -1,16 +1,14 @@
-// One key's answer. What a request is told, and what it is counted for.
+// Lookup of one key: the result for the request, and how it is counted.
 //
-// Why a chunk is absent is looked up when it is counted, not here: vLLM asks again
-// in each step for each request that waits.
+// The reason for an absent chunk is looked up when it is counted, not here: vLLM asks again in each step for
+// each waiting request.
 //
-// Counting: a chunk is counted once per admission of a request, when the outcome
-// of its last lookup pass is known. Hits are the chunks that it loads; misses are the
-// chunks that the pass was told kMiss, with the reason. vLLM ends the scan of a
-// full-attention group at its first miss; where the request's length is known
-// (set_span), what lies behind counts under that chunk's reason, for that chunk made
-// it useless. Parts of a chunk, which vLLM asks for behind all whole ones, count where
-// they are loaded, as the tokens that they have. lookup_tokens = hit_tokens + miss_tokens, over all tiers and
-// reasons.
+// Counting: a chunk is counted once per admission of a request, when the outcome of its last lookup pass is
+// known. Hits are the chunks that the request loads; misses are the chunks that were kMiss in the pass, with
+// the reason. vLLM ends the scan of a full-attention group at its first miss. If the request's length is
+// known (set_span), the chunks after that miss count under its reason, because it made them useless. Parts of
+// a chunk, which vLLM looks up after all whole chunks, count when they are loaded, with the tokens that they
+// have. lookup_tokens = hit_tokens + miss_tokens, over all tiers and reasons.
 #include <algorithm>
 #include <array>
 
@@ -57,13 +55,13 @@ LookupResult Requests::lookup_unready(RequestHandle handle, RequestState& reques
   return lookup_on_tiers(handle, request, *group, key);
 }
 
-// It has a row: resident, but not simply a hit for this request, or on its way.
+// The key has a row: resident but not a plain hit for this request, or still on its way.
 LookupResult Requests::lookup_here(RequestHandle handle, RequestState& request, std::uint32_t group,
                                    const ChunkEntry& entry) {
   using Kind = Lookup::Kind;
   const bool is_fetch = entry.state == ChunkState::kFetching;
   const Slot slot = chunks_.slot_of(&entry);
-  // Of a tier that was judged too slow; or host memory was.
+  // The tier being probed, or host memory, was judged too slow.
   const bool too_slow =
       is_fetch ? ops_.is_probe(slot) : request.host_too_slow && request.options.load_from_cpu;
   if (too_slow && request.load_policy == LoadPolicy::kAuto) {
@@ -73,7 +71,7 @@ LookupResult Requests::lookup_here(RequestHandle handle, RequestState& request, 
     const bool as_of_tier = !request.options.load_from_cpu;
     const bool of_tier = entry.origin == ChunkOrigin::kTier;
     const std::uint8_t tiers = request.options.load_tiers;
-    // Of which tier it came is not known any more.
+    // A chunk that came from a tier hits without further checks only if the request may load from all tiers.
     const bool of_allowed = of_tier && tiers == RequestOptions::kAllTiers;
     if (as_of_tier && !of_allowed && !ops_.is_recorded(entry.key, tiers)) {
       return miss(request, group, MissReason::kDisabled);
@@ -102,7 +100,7 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
   const std::uint64_t print = KeyMemory::fingerprint(key);
   const auto asked = request.asked.find(print);
   const bool was_asked = asked != request.asked.end(), was_answered = was_asked && asked->second;
-  std::uint32_t unknown = 0, again = 0, being_asked = 0;  // a bit for each tier
+  std::uint32_t unknown = 0, again = 0, being_asked = 0;  // one bit per tier
   bool switched_off = false, barred = false, may_come = false, answered = true;
   for (std::size_t tier = 0; tier < ops_.size(); ++tier) {
     const Presence presence = ops_.contains(tier, key);
@@ -137,8 +135,8 @@ LookupResult Requests::lookup_on_tiers(RequestHandle handle, RequestState& reque
   if (unknown != 0) {
     const auto reason = may_not_wait(request, true);
     if (!reason) {
-      // Windows are scanned from the right, and have gaps; parts of a last block are looked up one after the
-      // other in all groups.
+      // Window groups are scanned from the right and have gaps. Parts of a last block are looked up in all
+      // groups, one after the other.
       if (request.pass.lookups.empty() || request.pass.lookups.back().group != position) ++request.pass.scans;
       const TierOps::Run run = groups_[group].full_attention
                                    ? TierOps::Run{request.number, group, request.pass.scans}
@@ -203,7 +201,7 @@ void Requests::count_pass(RequestState& request) {
   LookupPass& pass = request.pass;
   if (!pass.uncounted) return;
   pass.uncounted = false;
-  // A group that was scanned again (vLLM's boundary moved) counts once: its last scan.
+  // A group that was scanned again (vLLM's boundary moved) counts once, with its last scan.
   std::vector<bool> counted(groups_.size(), false);
   const std::span<const Lookup> lookups(pass.lookups.data(), std::min(pass.whole, pass.lookups.size()));
   const std::uint16_t first = lookups.empty() ? 0 : lookups.front().group;
@@ -233,7 +231,7 @@ void Requests::count_scan(RequestState& request, std::span<const Lookup> scan, b
   }
   lookup_counts_[group].missed += misses;
   lookup_counts_[group].found += scan.size() - misses;
-  // Scanned from the left, and ended there.
+  // A scan from the left that ended at its only miss.
   if (!first || misses != 1 || scan.back().kind != Lookup::Kind::kMiss) return;
   const std::uint64_t asked = request.first_end + (scan.size() - 1) * chunk;
   if (!request.knows_span || asked >= request.last_end) return;

@@ -7,12 +7,12 @@ namespace {
 
 using Kind = Lookup::Kind;
 
-// The chunk that this was a lookup of; 0 when it was not remembered.
+// Returns the chunk of this lookup; 0 if it was not recorded.
 ChunkId chunk_of(const LookupPass& pass, const Lookup& lookup, const HostChunks& chunks) {
   switch (lookup.kind) {
     case Kind::kHit:
     case Kind::kFilling:
-    case Kind::kFetching: {  // its slot may have been given back since: then it is absent
+    case Kind::kFetching: {  // the slot may have been released since: then it is absent
       const ChunkEntry& entry = chunks.at(lookup.index);
       return entry.state == ChunkState::kAbsent ? 0 : chunk_id(entry.key);
     }
@@ -60,12 +60,12 @@ Scans scans_of(const LookupPass& pass, const ChunkGroups& groups, const HostChun
     Scan& scan = scans.emplace_back();
     scan.group = group;
     const bool full_attention = groups[group].full_attention;
-    // Where vLLM does not say which groups have a window, those come after the others.
+    // If vLLM does not report which groups have a window, those follow the others.
     scan.is_prefix = full_attention || (!groups.kinds_are_known() && scans.size() == 1);
     ChunkId before = 0;
     for (std::size_t i = begin; i < end; ++i) {
       if (lookups[i].kind == Kind::kMiss && i + 1 < end && !full_attention) {
-        scan = Scan{};  // and no prefix
+        scan = Scan{};  // not a prefix
         scan.group = group;
       }
       add(&scan, pass, i, before);
@@ -106,7 +106,7 @@ Loadable loadable_of(const LookupPass& pass, const Scans& scans, const ChunkGrou
     if (lookup.kind == Kind::kMiss || (lookup.kind == Kind::kUnknown && !pass.awaits)) break;
     if (lookup.kind == Kind::kHit && stretches.empty()) {
       ++loadable.hits_before;
-    } else if (lookup.kind == Kind::kUnknown) {  // the next to come, where the first came from
+    } else if (lookup.kind == Kind::kUnknown) {  // arrives next, from the tier of the first candidate
       add_chunk(first.candidates.front().tier);
     } else {
       add_chunk(lookup.kind == Kind::kRecorded ? lookup.detail : Stretch::kHere);

@@ -8,8 +8,8 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint32_t kProbeChunks = 8;  // several sizes in one queue: latency and rate are told apart
-constexpr double kOfDeadline = 0.8;        // of the time left, what may be planned with
+constexpr std::uint32_t kProbeChunks = 8;  // several sizes in one queue, to separate latency from rate
+constexpr double kOfDeadline = 0.8;        // share of the remaining time that a plan may use
 constexpr Nanos kMinLoadBudget = std::chrono::milliseconds(5);
 
 std::string_view to_string(Decision::Choice choice) {
@@ -32,11 +32,11 @@ Nanos to_nanos(double seconds) {
 
 void Planner::plan_step(Nanos now) {
   const std::vector<RequestHandle>& waiting = with_.requests.waiting();
-  for (std::size_t i = waiting.size(); i-- > 0;) expire(waiting[i], now);  // erases at most that one
+  for (std::size_t i = waiting.size(); i-- > 0;) expire(waiting[i], now);  // erases at most this one
   for (const RequestHandle handle : with_.requests.take_pending()) plan(handle);
 }
 
-// ---- waits that are over
+// ---- expired waits
 
 void Planner::expire(RequestHandle handle, Nanos now) {
   const RequestState& request = with_.requests.at(handle);
@@ -44,10 +44,10 @@ void Planner::expire(RequestHandle handle, Nanos now) {
   const Nanos budget_end = request.load_budget_end;
   const bool too_slow = budget_end > Nanos(0) && now >= budget_end && !extend_load_budget(handle, now);
   if (!late && !too_slow) return;
-  // The oldest: the fewest bytes were ahead of it.
+  // The oldest read, because the fewest bytes were ahead of it.
   if (!request.awaited.empty()) with_.ops.note_overdue(request.awaited.begin()->second, now);
   if (!late) {
-    // That it took too long says little of why: the first reads go on, and tell.
+    // The timeout does not show why the reads were slow: the first of them continue as probes and measure it.
     with_.metrics.add("kv_offload_decisions_total", {"give_up"});
     with_.requests.leave_probes(handle, kProbeChunks, now);
   }
@@ -57,7 +57,7 @@ void Planner::expire(RequestHandle handle, Nanos now) {
 bool Planner::extend_load_budget(RequestHandle handle, Nanos now) {
   const RequestState& request = with_.requests.at(handle);
   const std::size_t missing = request.awaited.size();
-  if (missing == 0) return true;  // all is there, it only was not asked about yet
+  if (missing == 0) return true;  // all arrived, but not looked up again yet
   if (request.fetched_for <= missing) return false;
   const std::size_t arrived = request.fetched_for - missing;
   const double so_far = to_seconds(now - request.reads_since);
@@ -77,8 +77,8 @@ bool Planner::extend_load_budget(RequestHandle handle, Nanos now) {
 void Planner::plan(RequestHandle handle) {
   const RequestState& request = with_.requests.at(handle);
   const Scans scans = scans_of(request.pass, with_.groups, with_.chunks);
-  // What it hit must still be there when the rest has arrived; and no row for
-  // the rest may come from it.
+  // Chunks that it already hit must still be there when the rest has arrived, and must not be evicted for the
+  // rest.
   for (const Scan& scan : scans) {
     with_.requests.hold(handle, scan.hits);
     for (const Slot slot : scan.fetching) with_.requests.await(handle, slot);
@@ -103,12 +103,12 @@ std::optional<TierOps::Read> Planner::make_fetch(const RequestState& request, st
   const RowId row = with_.row_supply.take(group, request.number, nullptr);
   if (row == kNoRow) return std::nullopt;
   const auto& [key, part_tokens] = request.pass.keys[candidate.key];
-  // Where a whole chunk ends is not known; of a part it is enough that no chunk ends there.
+  // The depth of a whole chunk is unknown. For a part, any depth that is not a chunk boundary will do.
   const EntryInfo about = request.about(candidate.parent, part_tokens);
   return TierOps::Read{with_.chunks.insert_fetching(key, group, row, about), candidate.tier};
 }
 
-// The chunks that a request hit behind the ones that it still has to read, the last one first.
+// The chunks that a request hit after those it still has to read, last one first.
 class Planner::Tail {
  public:
   Tail(const Context& with, RequestHandle handle) : with_(with), handle_(handle) {}
@@ -116,7 +116,7 @@ class Planner::Tail {
   Tail(const Tail&) = delete;
   Tail& operator=(const Tail&) = delete;
 
-  // Evicts a chunk behind the candidate. False: there is none.
+  // Evicts a chunk after the candidate. False if there is none.
   bool give_up_one(const Scan& scan, const Scan::Candidate& candidate) {
     if (!scan.is_prefix) return false;
     if (!std::exchange(gathered_, true)) gather(scan, candidate.at);
@@ -125,9 +125,9 @@ class Planner::Tail {
       if (place < candidate.at) return false;
       hits_.pop_back();
       const ChunkEntry& entry = with_.chunks.at(slot);
-      if (entry.state != ChunkState::kResident || entry.pins > 1) continue;  // another request uses it
+      if (entry.state != ChunkState::kResident || entry.pins > 1) continue;  // in use by another request
       given_up_.push_back(slot);
-      // Only now: an unpinned chunk could be evicted for a candidate although one behind it is left.
+      // Unpin only now: an unpinned chunk could be evicted for a candidate while a later chunk remains.
       with_.chunks.unpin(slot);
       with_.row_supply.give_up(slot);
       return true;
@@ -136,8 +136,8 @@ class Planner::Tail {
   }
 
  private:
-  // Only hits that the request holds: another plan of this step may have evicted one of the others, and its
-  // slot may be a chunk of another request by now.
+  // Only hits that the request holds. Another plan of this step may have evicted other hits, and their slots
+  // may belong to chunks of another request by now.
   void gather(const Scan& scan, std::uint32_t after) {
     const RequestState& request = with_.requests.at(handle_);
     std::unordered_set<Slot> held(request.held.begin(), request.held.end());
@@ -151,7 +151,7 @@ class Planner::Tail {
   const Context& with_;
   const RequestHandle handle_;
   bool gathered_ = false;
-  std::vector<std::pair<std::uint32_t, Slot>> hits_;  // place in the lookups; pinned by the request
+  std::vector<std::pair<std::uint32_t, Slot>> hits_;  // index in the lookups; pinned by the request
   std::vector<Slot> given_up_;
 };
 
@@ -168,7 +168,7 @@ void Planner::fetch(RequestHandle handle, const Scan& scan) {
   std::vector<TierOps::Read> planned;
   bool rows_are_short = false;
   for (const Scan::Candidate& candidate : scan.candidates) {
-    // Another plan of this step took it up.
+    // Another plan of this step has begun to fetch it.
     if (const ChunkEntry* entry = with_.chunks.find(request.pass.keys[candidate.key].key)) {
       with_.requests.await(handle, with_.chunks.slot_of(entry));
       continue;
@@ -180,7 +180,7 @@ void Planner::fetch(RequestHandle handle, const Scan& scan) {
   }
   if (rows_are_short) {
     with_.requests.close_group(handle, scan.group, MissReason::kPressure);
-    // The windows of the other groups need rows too, or all of this is in vain.
+    // Leave rows for the windows of the other groups: without them these reads are useless.
     std::size_t spared = with_.groups.size() > 1 ? (planned.size() + 3) / 4 : 0;
     for (; spared > 0; --spared) {
       with_.chunks.discard(planned.back().slot);
@@ -201,7 +201,7 @@ void Planner::decide(RequestHandle handle, Scans& scans) {
     with_.metrics.add("kv_offload_decisions_total", {"load"});
     return;
   }
-  const Scan first = scans.front();  // all of it: what is cut off may be probed
+  const Scan first = scans.front();  // complete, because the part that is cut may be probed
   const Loadable loadable = loadable_of(request.pass, scans, with_.groups);
   const Decision decision = ask_costs(request, scans, loadable);
   if (decision.choice != Decision::Choice::kLoad && first.ends_unknown && !request.pass.awaits) {
@@ -244,7 +244,7 @@ Decision Planner::ask_costs(const RequestState& request, const Scans& scans, con
                      loadable.hits_before * static_cast<double>(with_.groups[group].tokens);
   question.loads_anyway = loadable.hits_before > 0;
   question.deadline_seconds = kOfDeadline * to_seconds(request.deadline - request.pass.time);
-  question.divisible = scans.front().is_prefix;  // of a window all is needed
+  question.divisible = scans.front().is_prefix;  // a window is needed as a whole
   return with_.costs.decide(question);
 }
 
@@ -257,8 +257,8 @@ void Planner::report(RequestHandle handle, const Decision& decision) {
   with_.metrics.add("kv_offload_estimated_seconds_total", {choice, "compute"}, decision.compute_seconds);
 }
 
-// A tier that turns out slower than estimated costs at most what computing would
-// have cost, most often a quarter of it; while reads arrive, see extend_load_budget.
+// A tier that is slower than estimated costs at most the compute time, and usually a quarter of it. While
+// reads arrive, see extend_load_budget.
 void Planner::set_load_budget(RequestHandle handle, const Decision& decision) {
   if (decision.compute_seconds <= 0) return;
   const double compute = decision.compute_seconds;

@@ -1,22 +1,19 @@
-// Planner: what is fetched for the requests that wait, and how long each waits for it:
-// load or recompute. Plans are made once a step, for all that were told kPending.
+// Planner: decides what is fetched for waiting requests and how long each of them waits: load or recompute.
+// It plans once per step, for all requests that got kPending.
 //
-// Invariant: what a plan takes is given back by others: rows are chunks that fetch
-// (HostChunks), reads are ops (TierOps), pins and waits are a request's (Requests).
-// Between two steps a plan is nothing but those; this holds none of them.
+// Invariant: a plan holds no resources itself. Rows belong to fetching chunks (HostChunks), reads to ops
+// (TierOps), pins and waits to requests (Requests), and those classes release them.
 //
-// Where rows run out, a request has the beginning of its prompt: rows are taken from the left, and in the end
-// from what it hit itself further to the right, which is worth nothing without them.
+// A request that is short of rows gets the beginning of its prompt. Rows are taken from the left, and as a
+// last resort from its own hits further to the right, which are worthless without the beginning.
 //
-// Per request, in the order in which they arrived: decide once per wait; take rows for
-// the reads, or trim the plan to what fits; read; hold what it already hit. Groups after
-// the first one (in lookup order) that has to wait are not read in this step, so that
-// nothing is read that the agreed prefix does not need; groups with full attention are
-// read together.
+// For each request, in order of arrival: decide once per wait; take rows for the reads, or trim the plan to
+// the rows available; read; hold the chunks it already hit. The first group (in lookup order) that has to
+// wait is read; later groups are not read in this step, so that nothing is read beyond the agreed prefix.
+// Groups with full attention are read together.
 //
-// A request waits no longer than its deadline, and no longer than its load budget: once
-// that is spent, computing is cheaper than waiting on, unless the reads that arrived
-// say otherwise.
+// A request waits until its deadline, or until its load budget is spent. Then recomputing is cheaper than
+// waiting longer, unless the reads that have arrived indicate otherwise.
 //
 // Threads: one (the scheduler's).
 #pragma once
@@ -38,7 +35,7 @@ namespace kv_offload {
 
 class Planner {
  public:
-  // What it works with; all of it outlives this.
+  // Dependencies; all of them outlive this.
   struct Context {
     const ChunkGroups& groups;
     HostChunks& chunks;
@@ -50,27 +47,28 @@ class Planner {
   };
   explicit Planner(const Context& context) : with_(context) {}
 
-  // At the end of a step: waits that are over, then plans for those that are not.
+  // Call at the end of a step: ends the waits that are over, then plans for the others.
   void plan_step(Nanos now);
 
  private:
   void expire(RequestHandle handle, Nanos now);
-  // The load budget is spent: does it get the rest sooner by waiting on? Then it has a new one.
+  // The load budget is spent. Extends it and returns true if the rest arrives sooner than it can be
+  // recomputed.
   bool extend_load_budget(RequestHandle handle, Nanos now);
   void plan(RequestHandle handle);
-  // Leaves in `scans` what is to be fetched; closes the groups of which not all is. Nothing is decided where
-  // less than all would be fetched of what is known so far, and more is to be known soon.
+  // Reduces `scans` to the chunks to fetch and closes the groups that are cut. Postpones the decision if less
+  // than everything known so far would be fetched and more keys become known soon.
   void decide(RequestHandle handle, Scans& scans);
   Decision ask_costs(const RequestState& request, const Scans& scans, const Loadable& loadable);
   void report(RequestHandle handle, const Decision& decision);
   void set_load_budget(RequestHandle handle, const Decision& decision);
-  // Reads the first chunks from tiers that are not used at present. They are worth
-  // having, but nobody is told to wait for them.
+  // Reads the first chunks from tiers that are currently not used. The chunks are useful, but no request
+  // waits for them.
   void probe(const RequestState& request, const Scan& scan);
   void fetch(RequestHandle handle, const Scan& scan);
-  // What it hit of a prefix behind a place in its lookups, kept no longer from eviction.
+  // The request's own hits after a candidate in its prefix, which may be evicted to free rows.
   class Tail;
-  // A chunk that is fetched; nothing when there is no row for it.
+  // Takes a row for a chunk to fetch; nullopt if there is none.
   std::optional<TierOps::Read> make_fetch(const RequestState& request, std::uint32_t group,
                                           const Scan::Candidate& candidate);
   std::optional<TierOps::Read> make_fetch(const RequestState& request, const Scan& scan,

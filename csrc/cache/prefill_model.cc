@@ -9,15 +9,15 @@
 namespace kv_offload {
 namespace {
 
-constexpr double kFade = 0.98;         // of the lags' evidence, per step that computes
-constexpr double kLagMargin = 1.25;    // another lag must be better by this much
-constexpr double kIndependent = 1e-3;  // terms that determine each other are not told apart
+constexpr double kFade = 0.98;         // decay of the lag evidence per computing step
+constexpr double kLagMargin = 1.25;    // another lag must be better by this factor
+constexpr double kIndependent = 1e-3;  // below this, terms are treated as collinear
 
 using Matrix = std::array<std::array<double, 3>, 3>;
 using Vector = std::array<double, 3>;
 
-// Solves for the terms listed in `chosen`, others 0. False when they determine
-// each other.
+// Solves for the terms listed in `chosen`; other terms are 0. False if the terms are collinear or a
+// coefficient is negative.
 bool solve(const Matrix& xx, const Vector& xy, const std::vector<std::size_t>& chosen, Vector* solution) {
   const std::size_t n = chosen.size();
   double rows[3][4];
@@ -29,7 +29,7 @@ bool solve(const Matrix& xx, const Vector& xy, const std::vector<std::size_t>& c
     }
     rows[i][n] = xy[chosen[i]] / scale_i;
   }
-  for (std::size_t i = 0; i < n; ++i) {  // correlations: the pivots are what is not explained yet
+  for (std::size_t i = 0; i < n; ++i) {  // on correlations: a pivot is the unexplained part
     if (rows[i][i] < kIndependent) return false;
     for (std::size_t k = i + 1; k < n; ++k) {
       const double factor = rows[k][i] / rows[i][i];
@@ -47,7 +47,7 @@ bool solve(const Matrix& xx, const Vector& xy, const std::vector<std::size_t>& c
   return std::all_of(solution->begin(), solution->end(), [](double value) { return value >= 0; });
 }
 
-// Squared error less that of predicting nothing.
+// Returns the squared error minus that of the zero prediction.
 double error_of(const Matrix& xx, const Vector& xy, const Vector& at) {
   double error = 0;
   for (std::size_t i = 0; i < 3; ++i) {
@@ -88,12 +88,12 @@ void PrefillModel::close_step(double seconds) {
       static_cast<std::size_t>(std::max_element(together_.begin(), together_.end()) - together_.begin());
   if (together_[best] > kLagMargin * together_[lag_]) {
     lag_ = best;
-    weight_ = 0;  // what was learnt belongs to other intervals
+    weight_ = 0;  // learned data belongs to other intervals
     xx_ = {};
     xy_ = {};
     dirty_ = true;
   }
-  // The oldest step: all intervals in which its work may show are known by now.
+  // The oldest step: all intervals in which its work may show are known now.
   const Step& oldest = recent_[kLags - 1];
   learn(oldest.work, recent_[kLags - 1 - lag_].seconds);
 }

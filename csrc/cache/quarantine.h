@@ -1,6 +1,5 @@
-// Quarantine: rows that nobody owns any more but that somebody may still touch:
-// a rank copying under a ticket that is not reported, a tier's op that runs.
-// A row is freed when the last of its holds ended.
+// Quarantine: rows without an owner that may still be touched: a rank copies under an unreported ticket, or a
+// tier op still runs. A row is freed when its last hold ends.
 //
 // Threads: one (the scheduler's).
 #pragma once
@@ -22,13 +21,13 @@ class Quarantine {
   using IsReported = std::function<bool(Ticket, TicketKind)>;
   explicit Quarantine(Free free) : free_(std::move(free)) {}
 
-  // Until the ticket is reported. A row may be held several times.
+  // Holds the row until the ticket is reported. A row may have several holds.
   void hold(Ticket ticket, TicketKind kind, RowId row);
-  // Until release(row).
+  // Holds the row until release(row).
   void hold(RowId row) { ++holds_[row]; }
   void release(RowId row);
   bool holds(RowId row) const { return holds_.contains(row); }
-  // Ends the holds of tickets that are reported by now.
+  // Ends the holds of tickets that have been reported.
   void poll(const IsReported& is_reported);
   std::size_t rows() const { return holds_.size(); }
 

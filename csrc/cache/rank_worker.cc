@@ -20,10 +20,10 @@ struct RankWorker::Impl {
   std::uint32_t rank;
   Metrics& metrics;
   Log log;
-  std::vector<CopyResult> finished;  // reported, not handed out
-  std::string failed_load;           // the sentence, once there is one
+  std::vector<CopyResult> finished;  // reported but not returned yet
+  std::string failed_load;           // error message of the first failed load
   bool device_failure_logged = false;
-  std::unique_ptr<BlockCopier> copier;  // last: it dies first
+  std::unique_ptr<BlockCopier> copier;  // last member: destroyed first
 
   void end(CopyResult result);
   void drain();
@@ -34,7 +34,7 @@ struct RankWorker::Impl {
   }
 };
 
-// The one way a job ends.
+// Every job ends here.
 void RankWorker::Impl::end(CopyResult result) {
   if (!result.status.is_ok()) result.failed_groups = kDeviceFailed;
   if (result.ticket != kNoTicket) region->report(rank, result.ticket, result.failed_groups);
@@ -60,19 +60,19 @@ void RankWorker::Impl::count(const CopyResult& result) {
   metrics.observe("kv_offload_copy_seconds", {direction}, result.seconds);
 }
 
-// Incomplete chunks of a store are no failure of a copy: the scheduler counts them. The
-// first device failure of a store is logged once; after it every job would repeat it.
+// Incomplete chunks of a store are not a copy failure: the scheduler counts them. Only the first device
+// failure of a store is logged, because every later job would repeat it.
 void RankWorker::Impl::tell(const CopyResult& result) {
   if (result.direction == CopyDirection::kLoad) {
     if (!failed_load.empty()) return;
     failed_load = fmt::format(
-        "load job {} failed on rank {} ({}); its blocks hold foreign bytes, so this worker must stop",
+        "load job {} failed on rank {} ({}); its blocks contain invalid data, so this worker must stop",
         result.job_id, rank, result.status.to_string());
     log(failed_load);
   } else if (!std::exchange(device_failure_logged, true)) {
     log(fmt::format(
-        "store job {} failed on rank {} ({}); its chunks will never be hit, and failures are counted "
-        "in kv_offload_copy_failures_total from here on",
+        "store job {} failed on rank {} ({}); its chunks will not become hits; further failures are only "
+        "counted in kv_offload_copy_failures_total",
         result.job_id, rank, result.status.to_string()));
   }
 }

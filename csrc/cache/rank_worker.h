@@ -1,11 +1,10 @@
-// RankWorker: the worker-side twin of TieredCache. It ties one rank's copier to
-// its area of the region: jobs in, results out, every ticket reported in the
-// control page exactly once, failed or not, before the result is handed out.
+// RankWorker: the worker-side counterpart of TieredCache. Connects one rank's copier to its area of the
+// region: it accepts jobs and returns results. Every ticket is reported in the control page exactly once,
+// failed or not, before its result is returned.
 //
-// A store that fails is no error: its ticket keeps its keys from ever becoming a
-// hit, as it does with the chunks that vLLM offered without some of their blocks. A load that fails is one:
-// vLLM has no way to take it back and would compute on foreign bytes, so wait() and poll() throw until the
-// process ends.
+// A failed store is not an error: its ticket keeps its keys from ever becoming a hit, like chunks that vLLM
+// offered without some of their blocks. A failed load is an error: vLLM cannot undo it and would compute with
+// invalid data. Therefore wait() and poll() throw until the process ends.
 //
 // Threads: one (the model runner's).
 #pragma once
@@ -25,24 +24,23 @@ namespace kv_offload {
 
 class RankWorker {
  public:
-  // One line for an operator: what failed and what follows from it.
+  // Logs one line for an operator: what failed and the consequence.
   using Log = std::function<void(const std::string& line)>;
 
-  // The region is shared; metrics outlive this. Without a log, stderr.
+  // Shares the region; `metrics` must outlive this. Logs to stderr if `log` is empty.
   RankWorker(std::shared_ptr<HostRegion> region, std::uint32_t rank, std::unique_ptr<BlockCopier> copier,
              Metrics& metrics, Log log = {});
-  ~RankWorker();  // close()
+  ~RankWorker();  // calls close()
 
-  // A job that contradicts itself, or whose copy fails, still ends as a result;
-  // its ticket then names its chunks. Nothing is thrown.
+  // Never throws. An inconsistent job or a failed copy also ends as a result, and its ticket marks its chunks
+  // as failed.
   void submit(CopyJob job);
-  // Finished jobs, tickets already reported. Throws ResourceError when a load failed.
+  // Returns finished jobs; their tickets are already reported. Throws ResourceError if a load failed.
   std::vector<CopyResult> poll();
-  // Returns when the listed jobs no longer touch cache memory. Throws
-  // ResourceError when a load failed.
+  // Returns when the listed jobs no longer touch cache memory. Throws ResourceError if a load failed.
   void wait(std::span<const std::uint64_t> job_ids);
   std::string describe() const;
-  // Finishes what runs and reports every ticket. Idempotent.
+  // Finishes running jobs and reports every ticket. Idempotent.
   void close();
 
  private:

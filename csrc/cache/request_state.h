@@ -1,6 +1,6 @@
-// What Requests knows of one live request: what it was answered in its last lookup
-// pass, what it waits for and holds, what it offered for storing. Plain data: others
-// read it, Requests alone changes it (Offers apart, which a store keeps up).
+// State of one live request in Requests: the results of its last lookup pass, what it waits for and holds,
+// and what it offered for storing. Plain data: other classes only read it, and Requests alone changes it. The
+// exception is Offers, which Stores updates.
 #pragma once
 
 #include <algorithm>
@@ -18,11 +18,11 @@
 
 namespace kv_offload {
 
-// One lookup of a pass, and its answer.
+// One lookup of a pass and its result.
 struct Lookup {
   enum class Kind : std::uint8_t { kHit, kFilling, kFetching, kRecorded, kUnknown, kMiss };
-  std::uint32_t index = 0;  // kHit, kFilling, kFetching: slot; kRecorded: place in LookupPass::keys;
-                            // kReasonLater: in LookupPass::absent
+  std::uint32_t index = 0;  // kHit, kFilling, kFetching: slot; kRecorded: index in LookupPass::keys;
+                            // kReasonLater: index in LookupPass::absent
   std::uint16_t group = 0;
   Kind kind = Kind::kMiss;
   std::uint8_t detail = 0;  // kRecorded: tier; kMiss: MissReason or kReasonLater
@@ -33,20 +33,20 @@ struct Lookup {
 struct LookupPass {
   struct Recorded {
     ChunkKey key;
-    std::uint32_t part_tokens = 0;  // 0: a whole chunk
+    std::uint32_t part_tokens = 0;  // 0 = whole chunk
   };
   static constexpr auto kAllWhole = static_cast<std::size_t>(-1);
   std::uint64_t step = 0;
   Nanos time{0};
-  bool pending = false;    // some answer of it was kPending or kRetry
+  bool pending = false;    // some result was kPending or kRetry
   bool uncounted = false;  // its misses are not counted yet
-  bool awaits = false;     // kUnknown are chunks that another server may be writing
+  bool awaits = false;     // another server may be writing the kUnknown chunks
   std::vector<Lookup> lookups;
-  std::size_t whole = kAllWhole;      // so many of them are of whole chunks; then come parts of one
-  std::vector<Recorded> keys;         // of kRecorded
-  std::uint32_t part_tokens = 0;      // of the chunk that is looked up now
+  std::size_t whole = kAllWhole;      // number of lookups of whole chunks; parts of a chunk follow
+  std::vector<Recorded> keys;         // for kRecorded
+  std::uint32_t part_tokens = 0;      // of the chunk that is being looked up
   std::vector<std::uint64_t> absent;  // fingerprints of misses, for KeyMemory
-  std::uint32_t scans = 0;            // of one group each, that came to a key which a tier does not know
+  std::uint32_t scans = 0;            // scans of one group that reached a key unknown to a tier
 
   void clear() {
     pending = awaits = false;
@@ -56,7 +56,7 @@ struct LookupPass {
     keys.clear();
     absent.clear();
   }
-  // Frees what clear() keeps for the next pass: some 50 bytes for each chunk of the prompt.
+  // Frees the memory that clear() keeps for the next pass: about 50 bytes per chunk of the prompt.
   void release() {
     std::vector<Lookup>().swap(lookups);
     std::vector<Recorded>().swap(keys);
@@ -65,28 +65,28 @@ struct LookupPass {
   }
 };
 
-// What a request offered for storing, by group: the chunk before the next one, and
-// where it found no row.
+// Offers of a request for storing, by group: the chunk before the next offer, and the first offer that
+// found no row.
 class Offers {
  public:
   void begin(std::size_t groups) { groups_.assign(groups, {}); }
-  // `key` is offered now: the chunk before it in its prefix, 0 when that is not known.
-  // vLLM offers a prefix in order, once or from its head again.
+  // Records that `key` is offered. Returns the chunk before it in its prefix; 0 if unknown. vLLM offers a
+  // prefix in order, either once or again from its head.
   ChunkId follow(std::uint32_t group, const ChunkKey& key, std::uint32_t depth) {
     const Chunk before = std::exchange(groups_[group].last, {chunk_id(key), depth});
     return depth > before.depth ? before.id : 0;
   }
-  // It was loaded: what is offered next comes after it.
+  // The chunk was loaded: the next offer follows it.
   void note_loaded(std::uint32_t group, const ChunkKey& key, std::uint32_t depth) {
     groups_[group].last = {chunk_id(key), depth};
   }
-  // The end of what was offered so far, in tokens.
+  // Returns the end of the offers so far, in tokens.
   std::uint32_t end(std::uint32_t group) const { return groups_[group].end; }
   void extend(std::uint32_t group, std::uint32_t end) {
     groups_[group].end = std::max(groups_[group].end, end);
   }
-  // The first key that finds no row. What follows it is declined too, or there would
-  // be holes, until vLLM starts from that key again.
+  // Records the first key that found no row. Later keys are declined too, which avoids holes, until vLLM
+  // offers that key again.
   void decline(std::uint32_t group, const ChunkKey& key) { groups_[group].declined = key; }
   bool is_declined(std::uint32_t group, const ChunkKey& key) {
     auto& declined = groups_[group].declined;
@@ -115,49 +115,50 @@ struct RequestState {
   std::uint32_t number = 0;  // in order of arrival, never 0
   RequestOptions options;
   LoadPolicy load_policy = LoadPolicy::kAuto;
-  LookupPass pass;  // the last one
+  LookupPass pass;  // the last pass
   RequestReport report;
   Offers offers;
 
-  // ---- waiting: from the first pending answer until it is admitted
-  bool waiting = false;      // pins are held; ends with the deadline too
-  std::size_t waits_at = 0;  // place among all that wait
-  bool expired = false;      // it waits no more: what is not resident is a miss, for this reason
+  // ---- waiting: from the first pending result until admission
+  bool waiting = false;      // holds pins; also ends with the deadline
+  std::size_t waits_at = 0;  // index in Requests::waiting_
+  bool expired = false;      // stopped waiting: chunks that are not resident miss, with this reason
   MissReason expired_for = MissReason::kDeadline;
   Nanos waits_since{0};
   Nanos deadline{0};
-  Nanos reads_since{0};           // likewise, or the last pass that came to chunks not written yet
-  Nanos load_budget{0};           // for the reads
-  Nanos load_budget_end{0};       // computing is cheaper than waiting any longer; 0: no such time
-  std::uint32_t fetched_for = 0;  // fetches that it ever awaited in this wait
-  std::vector<Slot> held;         // resident, pinned once each for this request
-  std::map<OpId, Slot> awaited;   // being fetched, among others for this request; the oldest read first
-  std::uint64_t waiter = 0;       // of these reads (TierOps::Waiter)
-  bool decided = false;           // load or recompute
-  // No (further) fetch for this group, and why.
+  Nanos reads_since{0};           // as waits_since, or the last pass that found chunks not written yet
+  Nanos load_budget{0};           // time allowed for the reads
+  Nanos load_budget_end{0};       // recomputing is cheaper than waiting past this; 0 = no limit
+  std::uint32_t fetched_for = 0;  // fetches awaited in this wait so far
+  std::vector<Slot> held;         // resident; each pinned once for this request
+  std::map<OpId, Slot> awaited;   // reads in flight that it awaits, oldest first
+  std::uint64_t waiter = 0;       // its TierOps::Waiter number for these reads
+  bool decided = false;           // load or recompute was decided
+  // Set: nothing (more) is fetched for this group, for this reason.
   std::vector<std::optional<MissReason>> closed;
-  // Keys, by their fingerprints, whose fetches failed while it waited: never tried again for it.
+  // Fingerprints of keys whose fetches failed while it waited: they are never fetched again for it.
   std::unordered_map<std::uint64_t, MissReason> failed;
-  // Keys that tiers were asked for, by their fingerprints: once, however old the answer is when it is looked
-  // up next. True: it came, and another's question is not waited for.
+  // Fingerprints of keys that the tiers were asked for. Each key is asked for once, however old the answer is
+  // at the next lookup. True: the answer arrived, and the request does not wait for the question of another
+  // request.
   std::unordered_map<std::uint64_t, bool> asked;
 
   std::optional<Nanos> first_lookup;
 
-  // ---- what it is: end positions, in tokens, of the first chunk that was asked for
-  // and of its last whole chunk; 0 while not told
+  // ---- span: end positions, in tokens, of the first chunk that is looked up and of the last whole chunk; 0
+  // until set
   std::uint32_t first_end = 0;
   std::uint32_t last_end = 0;
   bool knows_span = false;
-  bool host_too_slow = false;  // copying from host memory takes longer than computing
-  bool held_back = false;      // may not load yet: others' loads run
-  bool host_hits = false;      // what is resident is a hit
+  bool host_too_slow = false;  // copying from host memory is slower than recomputing
+  bool held_back = false;      // may not load while loads of other requests run
+  bool host_hits = false;      // resident chunks are hits
 
   std::int8_t priority() const { return static_cast<std::int8_t>(std::clamp(options.priority, -1, 1)); }
   EntryInfo about(ChunkId parent, std::uint32_t depth) const {
     return {0, parent, depth, number, priority()};
   }
-  // What is absent may come yet.
+  // True while absent chunks may still be written by another server.
   bool awaits_records() const { return pass.time - *first_lookup < options.await_records; }
   double waited_seconds() const {  // in this wait
     return waiting || expired ? to_seconds(pass.time - waits_since) : 0;
@@ -182,14 +183,14 @@ struct RequestState {
     offers.begin(groups);
     closed.assign(groups, std::nullopt);
   }
-  // Its report stays, until the handle is used again; all memory that grew with its prompt is freed now.
-  // REQUIRES: held and awaited are given back.
+  // Keeps only the report, until the handle is reused, and frees all memory that grew with the prompt.
+  // REQUIRES: held and awaited were released.
   void end() {
     RequestState ended;
     ended.report = report;
     *this = std::move(ended);
   }
-  // REQUIRES: held and awaited are given back.
+  // REQUIRES: held and awaited were released.
   void clear_wait() {
     waiting = expired = decided = false;
     deadline = waits_since = reads_since = load_budget = load_budget_end = Nanos(0);

@@ -1,4 +1,4 @@
-// Who is there, what it waits for, admission. See lookup.cc for one key's answer.
+// Live requests, waiting and admission. See lookup.cc for the lookup of one key.
 #include "cache/requests.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ Requests::Requests(const Context& context, const CacheOptions& options)
       idle_since_(clock_.now()),
       lookup_counts_(groups_.size()) {}
 
-// ---- who is there
+// ---- live requests
 
 RequestHandle Requests::begin(const RequestOptions& options) {
   if (free_.empty()) {
@@ -39,7 +39,7 @@ RequestHandle Requests::begin(const RequestOptions& options) {
 
 const RequestState& Requests::require_live(RequestHandle request) const {
   if (request >= requests_.size() || !requests_[request].live) {
-    throw_invalid("request handle {} is not live; {} requests are", request, live());
+    throw_invalid("request handle {} is not live; the number of live requests is {}", request, live());
   }
   return requests_[request];
 }
@@ -129,7 +129,7 @@ void Requests::hold(RequestHandle handle, std::span<const Slot> hits) {
   };
   for (const Slot slot : request.held) is_new(slot);
   for (const Slot slot : hits) {
-    // It may have been evicted since it was looked up.
+    // It may have been evicted since the lookup.
     if (chunks_.at(slot).state != ChunkState::kResident || !is_new(slot)) continue;
     chunks_.pin(slot);
     request.held.push_back(slot);
@@ -192,7 +192,7 @@ void Requests::restart_load_budget(RequestHandle handle) {
 
 void Requests::read_ended(TierOps::Waiter waiter, const TierOps::ReadEnd& end) {
   RequestState& request = requests_[static_cast<RequestHandle>(waiter)];
-  if (request.waiter != waiter) return;  // it left
+  if (request.waiter != waiter) return;  // the request has stopped waiting
   request.awaited.erase(end.op);
   if (end.arrived) {
     chunks_.pin(end.slot);
@@ -203,11 +203,11 @@ void Requests::read_ended(TierOps::Waiter waiter, const TierOps::ReadEnd& end) {
 }
 
 bool Requests::has_pending_work() const {
-  if (!left_.empty()) return true;  // or the reads of who left would go on while no other request comes
+  if (!left_.empty()) return true;  // else these reads would run on while no request arrives
   return std::any_of(waiting_.begin(), waiting_.end(), [&](RequestHandle handle) {
     const RequestState& request = requests_[handle];
     if (!request.awaited.empty()) return true;
-    // Asked in this step, not planned yet.
+    // Looked up in this step and not planned yet.
     const LookupPass& pass = request.pass;
     return pass.pending && pass.step == step_ &&
            std::any_of(pass.lookups.begin(), pass.lookups.end(), [](const Lookup& lookup) {
@@ -235,8 +235,8 @@ void Requests::admit(RequestHandle handle) {
   RequestState& request = requests_[handle];
   count_pass(request);
   request.pass.release();
-  decltype(request.asked)().swap(request.asked);  // its buckets, too
-  request.knows_span = false;                     // it may be asked about again, from another place
+  decltype(request.asked)().swap(request.asked);  // frees its buckets, too
+  request.knows_span = false;                     // vLLM may ask about it again from another position
   if (!request.waiting && !request.expired) return;
   request.report.waited_seconds += request.waited_seconds();
   stop_waiting(request);

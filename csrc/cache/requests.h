@@ -1,12 +1,10 @@
-// Requests: who is there, what each was answered in its last lookup pass, and what it
-// waits for.
+// Requests: the live requests, the results of their last lookup passes, and what they wait for.
 //
-// Invariant: a request that waits has a deadline, and is told kMiss, with a reason,
-// for what is not there by then. It holds one pin on each chunk in `held`; it is among
-// the waiters of exactly the reads of `awaited`; both are given back when it is
-// admitted (its load or store begins), expires or ends. Reads are given back a bounded number at a time, in
-// the calls and steps that follow: who awaited them then is nobody's waiter. Each chunk that it was told
-// about is counted once per admission, as a hit or as a miss with its reason.
+// Invariant: a waiting request has a deadline; chunks that are not resident by then are kMiss with a reason.
+// It holds one pin on each chunk in `held` and is a waiter of exactly the reads in `awaited`. Both are
+// released when it is admitted (its load or store begins), expires or ends. Reads are cancelled in bounded
+// batches, over the following calls and steps; until then their waiter number belongs to no request. Each
+// chunk that was looked up is counted once per admission, as a hit or as a miss with its reason.
 //
 // Threads: one (the scheduler's).
 #pragma once
@@ -32,10 +30,10 @@ namespace kv_offload {
 
 class Requests {
  public:
-  // Reads that one call or step cancels. All reads of a prompt of a million tokens at once would stop the
-  // scheduler for tenths of a second. The oldest go first, so that few are begun meanwhile.
+  // Reads cancelled per call or step. To cancel all reads of a prompt of a million tokens at once would block
+  // the scheduler for tenths of a second. The oldest are cancelled first, so that few reads begin meanwhile.
   static constexpr std::size_t kReadsGivenBackAtOnce = 2048;
-  // What it works with; all of it outlives this.
+  // Dependencies; all of them outlive this.
   struct Context {
     const ChunkGroups& groups;
     HostChunks& chunks;
@@ -48,62 +46,62 @@ class Requests {
   };
   Requests(const Context& context, const CacheOptions& options);
 
-  // ---- who is there
+  // ---- live requests
   RequestHandle begin(const RequestOptions& options);
   void end(RequestHandle request);
   void set_span(RequestHandle request, std::uint32_t first_end, std::uint32_t last_end);
-  // REQUIRES: a handle that begin() gave, ended or not.
+  // REQUIRES: a handle returned by begin(), ended or not.
   const RequestState& at(RequestHandle request) const { return requests_[request]; }
-  // Throws InvalidArgument when it is not live.
+  // Throws InvalidArgument if the request is not live.
   const RequestState& require_live(RequestHandle request) const;
   bool is_handle(RequestHandle request) const { return request < requests_.size(); }
 
-  // ---- one key's answer
-  // part_tokens: not 0, of a part of a chunk, which is asked for after all whole ones and counts only if it
-  // is loaded.
+  // ---- lookup of one key
+  // part_tokens: not 0 for a part of a chunk. Parts are looked up after all whole chunks and count only if
+  // they are loaded.
   LookupResult lookup(RequestHandle request, const ChunkKey& key, std::uint32_t part_tokens = 0);
 
-  // ---- admission: it gets what it gets, or goes without. Its wait is over.
+  // ---- admission: vLLM schedules the request, with or without a load, and its wait ends
   LoadJobs::Load load_of(RequestHandle request) const;
   void admit_load(RequestHandle request, std::span<const ChunkKey> keys, const LoadJobs::Begun& load);
-  // It runs: what it was told is counted, and it waits for nothing more.
+  // The request was scheduled: counts its lookup results and stops waiting.
   void admit(RequestHandle request);
   Offers& offers(RequestHandle request) { return requests_[request].offers; }
 
   // ---- plans: see Planner
-  // Those that were told kPending or kRetry in this step and still wait, the oldest
-  // first; once.
+  // Returns the requests that got kPending or kRetry in this step and still wait, oldest first. Each is
+  // returned once.
   std::vector<RequestHandle> take_pending();
   const std::vector<RequestHandle>& waiting() const { return waiting_; }
-  // Keeps what it hit until it is admitted; what is not resident any more is left out.
+  // Pins the hits until the request is admitted. Chunks that are no longer resident are skipped.
   void hold(RequestHandle request, std::span<const Slot> hits);
-  // Removes chunks from what the request keeps, without unpinning them. O(n) in all that it keeps.
+  // Removes chunks from `held` without unpinning them. O(n) in the size of `held`.
   void remove_held(RequestHandle request, std::span<const Slot> slots);
-  // It waits for this read, if it does not already.
+  // Waits for the read of this chunk, unless the request already does.
   void await(RequestHandle request, Slot slot);
-  // Of the reads that it alone waits for, some go on as probes: it does not wait for them.
+  // Turns up to `most` of the reads that only this request awaits into probes, and stops waiting for them.
   void leave_probes(RequestHandle request, std::size_t most, Nanos now);
-  // Nothing (more) is fetched for it, of one group or of all.
+  // Nothing (more) is fetched for the request, in one group or in all groups.
   void close_group(RequestHandle request, std::uint32_t group, MissReason reason);
   void close_all(RequestHandle request, MissReason reason);
   void set_decided(RequestHandle request) { requests_[request].decided = true; }
   void report_decision(RequestHandle request, std::string_view choice, const Decision& decision);
-  // It waits for its reads no longer than until `end`. `budget`: what a decision gave them.
+  // The request waits for its reads until `end` at the latest. `budget`: the time that the decision allowed.
   void set_load_budget(RequestHandle request, Nanos budget, Nanos end);
-  // Chunks that it is to load are not written yet: the time of its reads begins after this pass.
+  // Chunks that the request is to load are not written yet: restarts the time for its reads at this pass.
   void restart_load_budget(RequestHandle request);
-  // It waits no longer: what is not resident is a miss, for this reason.
+  // Stops waiting: chunks that are not resident miss, with this reason.
   void expire(RequestHandle request, MissReason reason);
 
-  // A read that it waited for ended.
+  // A read that the request awaited has ended.
   void read_ended(TierOps::Waiter waiter, const TierOps::ReadEnd& end);
   void end_step();
-  // Some request waits for a read or a plan.
+  // True if some request waits for a read or a plan.
   bool has_pending_work() const;
-  // Nothing is held or awaited any more; requests live on. REQUIRES: pins and reads are gone.
+  // Drops all holds and waits; requests stay live. REQUIRES: pins and reads were released.
   void forget();
 
-  // ---- figures
+  // ---- statistics
   const std::vector<LookupCounts>& lookup_counts() const { return lookup_counts_; }  // by group position
   std::size_t live() const { return requests_.size() - free_.size(); }
   std::uint64_t longest_prompt() const { return longest_prompt_; }
@@ -120,8 +118,8 @@ class Requests {
   LookupResult miss(RequestState& request, std::uint32_t group, MissReason reason);
   std::optional<MissReason> may_not_wait(const RequestState& request, bool from_tier) const;
   void start_waiting(RequestHandle handle, RequestState& request);
-  void stop_waiting(RequestState& request);  // gives back pins and reads
-  void give_back_reads();                    // some of those that were left
+  void stop_waiting(RequestState& request);  // releases pins and reads
+  void give_back_reads();                    // cancels some of left_
   // Counts the misses of the last pass, once.
   void count_pass(RequestState& request);
   void count_scan(RequestState& request, std::span<const Lookup> scan, bool first);
@@ -143,19 +141,19 @@ class Requests {
   std::vector<RequestHandle> free_;
   std::uint32_t last_number_ = 0;
   std::uint32_t last_wait_ = 0;
-  // Reads that were awaited by who left, the oldest first. They are cancelled in parts.
+  // Reads of requests that stopped waiting, oldest first. They are cancelled in batches.
   struct LeftReads {
     TierOps::Waiter waiter;
     std::map<OpId, Slot> reads;
   };
   std::deque<LeftReads> left_;
-  Nanos idle_since_;  // while no request lives
+  Nanos idle_since_;  // start of the time without live requests
   std::uint64_t step_ = 1;
-  std::vector<RequestHandle> pending_;  // with a pending answer in this step
+  std::vector<RequestHandle> pending_;  // got kPending or kRetry in this step
   std::vector<RequestHandle> waiting_;
   std::uint64_t longest_prompt_ = 0;
   std::vector<LookupCounts> lookup_counts_;
-  std::vector<std::uint64_t> seen_in_;  // by slot, scratch of hold(): the call that saw it last
+  std::vector<std::uint64_t> seen_in_;  // by slot, scratch of hold(): the last call that saw it
   std::uint64_t hold_call_ = 0;
 };
 

@@ -13,9 +13,9 @@ RowId RowSupply::take(std::uint32_t group, std::uint32_t request, std::vector<Ch
   for (;;) {
     const RowId row = chunks_.allocate(group);
     if (row != kNoRow) return row;
-    if (write_back_.writes_ahead()) ops_.poll_once_a_step();  // what was written ahead may go
-    // Evicted rows of other sizes lie free in slabs that are not empty: when they
-    // are many, empty a slab instead of evicting on.
+    if (write_back_.writes_ahead()) ops_.poll_once_a_step();  // chunks written ahead may be evicted now
+    // Free rows of other sizes are scattered over slabs that are not empty. If there are many, empty a slab
+    // instead of evicting further single chunks.
     if (may_evict_slabs && chunks_.has_free(kScatteredShare)) {
       may_evict_slabs = evict_slab(group, request, evicted);
       if (may_evict_slabs) continue;
@@ -26,7 +26,7 @@ RowId RowSupply::take(std::uint32_t group, std::uint32_t request, std::vector<Ch
       if (may_evict_slabs) continue;
     }
     if (!ops_.shed_writes()) return kNoRow;
-    may_write = false;  // or what was shed would be queued again
+    may_write = false;  // else the cancelled writes would be queued again
   }
 }
 
@@ -34,7 +34,7 @@ bool RowSupply::evict_one(std::uint32_t request, bool may_write, std::vector<Chu
   for (;;) {
     const auto victim = chunks_.victim(request);
     if (!victim) return false;
-    if (may_write && write_back_.write_before_eviction(*victim)) continue;  // pinned now: the next one
+    if (may_write && write_back_.write_before_eviction(*victim)) continue;  // pinned now: take the next one
     evict(*victim, evicted);
     return true;
   }
@@ -60,7 +60,7 @@ void RowSupply::evict(Slot slot, std::vector<ChunkKey>* evicted) {
   chunks_.prefetch_eviction(slot);
   memory_.prefetch(key);
   evicted_bytes_ += groups_[entry.group].bytes;
-  // A tier counts its records as used until now: they were, from here.
+  // The chunk was in use here until now, so its records count as used until now.
   ops_.touch(key);
   if (evicted != nullptr) evicted->push_back(key);
   chunks_.discard(slot);

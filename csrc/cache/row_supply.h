@@ -1,9 +1,10 @@
-// RowSupply: a row for a chunk, whatever it takes: a free one; else that of the chunk
-// that is evicted next, or a slab of several where groups have rows of several sizes;
-// else those of queued writes, which are cancelled. Chunks in use and those of the
-// request that asks are never taken.
+// RowSupply: finds a row for a chunk. It tries, in order:
+// - a free row;
+// - the row of the next chunk to evict, or a slab of several rows where groups differ in row size;
+// - rows of queued writes, which are cancelled.
+// Chunks in use and chunks of the requesting request are never taken.
 //
-// It holds no row of its own: a row is free, a chunk's or the caller's.
+// It owns no rows: a row is free, owned by a chunk, or owned by the caller.
 #pragma once
 
 #include <cstdint>
@@ -29,13 +30,12 @@ class RowSupply {
         write_back_(write_back),
         metrics_(metrics) {}
 
-  // A row for a chunk of this group, of the request with this number; kNoRow when
-  // there is none. Appends the keys that it evicted, unless nullptr; they stay evicted
-  // when it throws.
+  // Returns a row for a chunk of this group; kNoRow if there is none. `request`: number of the request that
+  // asks. Appends the evicted keys to `evicted` unless it is nullptr. Keys stay evicted if this throws.
   RowId take(std::uint32_t group, std::uint32_t request, std::vector<ChunkKey>* evicted);
-  // Evicts this chunk, which may be of the request that asks. REQUIRES: resident, without pins.
+  // Evicts this chunk, even one of the requesting request. REQUIRES: resident, without pins.
   void give_up(Slot slot);
-  // Counts in the metrics what was evicted since the last call.
+  // Adds the evictions since the last call to the metrics.
   void flush_metrics();
 
  private:

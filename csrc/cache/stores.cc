@@ -9,10 +9,10 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::size_t kAhead = 8;  // of what comes, the cells are fetched ahead of its turn
+constexpr std::size_t kAhead = 8;  // prefetch distance in chunks
 
-// Rows that a prepare() took and has not handed out yet. No rank knows of them: when it
-// throws they are free at once, and their keys absent.
+// Rows that prepare() took and has not returned yet. No rank knows them, so if prepare() throws they are free
+// at once and their keys absent.
 class TakenRows {
  public:
   TakenRows(HostChunks& chunks, std::size_t most) : chunks_(chunks) { slots_.reserve(most); }
@@ -23,7 +23,7 @@ class TakenRows {
   TakenRows(const TakenRows&) = delete;
   TakenRows& operator=(const TakenRows&) = delete;
   void hold(RowId row) { row_ = row; }
-  void hold_as(Slot slot) {  // the chunk that the row became
+  void hold_as(Slot slot) {  // the chunk that now owns the row
     row_ = kNoRow;
     slots_.push_back(slot);
   }
@@ -67,8 +67,10 @@ StoreGrant Stores::take_rows(RequestHandle handle, std::span<const ChunkKey> key
     const ChunkKey& key = keys[i];
     group = with_.groups.require_position(key, group);
     const std::uint32_t depth = depths.empty() ? 0 : depths[i];
+    // Only chunks of full-attention groups form a chain and have a parent.
     const ChunkId parent =
         with_.groups[group].full_attention ? offers.follow(group, key, depths.empty() ? i + 1 : depth) : 0;
+    // Already has a row in some state: a use, and neither accepted nor declined.
     if (const ChunkEntry* known = with_.chunks.find(key)) {
       const Slot slot = with_.chunks.slot_of(known);
       with_.chunks.access(slot, request.number, request.priority());
@@ -76,6 +78,7 @@ StoreGrant Stores::take_rows(RequestHandle handle, std::span<const ChunkKey> key
       continue;
     }
     ++new_chunks[group];
+    // After the first decline of a group, its later keys are declined too, which avoids holes.
     if (offers.is_declined(group, key)) continue;
     const RowId row = with_.row_supply.take(group, request.number, &grant.evicted);
     if (row == kNoRow) {
@@ -106,8 +109,8 @@ void Stores::count_declined(const StoreGrant& grant, std::span<const std::uint64
   }
 }
 
-// What is offered now is computed in this step, but for what the device cache had
-// and for what vLLM offers again (after a reset). The widest group says how much.
+// Chunks offered now are computed in this step, except those that the GPU's prefix cache had and those that
+// vLLM offers again (after a reset). The group with the most tokens determines the amount.
 void Stores::learn_prefill(RequestHandle handle, std::span<const ChunkKey> keys,
                            std::span<const std::uint32_t> depths) {
   const RequestState& request = with_.requests.at(handle);
@@ -122,6 +125,8 @@ void Stores::learn_prefill(RequestHandle handle, std::span<const ChunkKey> keys,
     double tokens = 0, token_context = 0;
     for (std::size_t i = begin; i < end; ++i) {
       const std::uint32_t depth = depths.empty() ? 0 : depths[i];
+      // Offered before, or a hit of the prefix cache: not computed in this step. Without a span, chunks that
+      // already have a row count as not computed.
       const bool before = depth > 0 && (depth <= offered || depth < request.first_end);
       if (before || (request.first_end == 0 && with_.chunks.find(keys[i]) != nullptr)) continue;
       tokens += chunk;
@@ -158,7 +163,7 @@ void Stores::complete(std::span<const ChunkKey> keys, bool success) {
       stored.push_back(slot);
     }
   }
-  // The deepest first, so that the head of a prefix is the last to go.
+  // Deepest first, so that the head of a prefix is evicted last.
   std::sort(stored.begin(), stored.end(), [&](Slot a, Slot b) {
     const ChunkEntry &first = with_.chunks.at(a), &second = with_.chunks.at(b);
     return first.depth != second.depth ? first.depth > second.depth : first.row > second.row;

@@ -1,10 +1,9 @@
-// Stores: chunks on their way from the ranks to host memory: rows for what is offered,
-// and what becomes of it when the ranks have reported.
+// Stores: moves chunks from the ranks to host memory: allocates rows for offered chunks, and makes them
+// resident or discards them when the ranks have reported.
 //
-// Invariant: a chunk becomes resident only when every rank reported its ticket and none
-// refused it (base/refused_chunks.h). What prepare() accepts is a prefix of what is new: the first
-// key that finds no row ends it, so that there are no holes. A prepare() that throws has
-// accepted nothing.
+// Invariant: a chunk becomes resident only if every rank reported its ticket and none refused it
+// (base/refused_chunks.h). prepare() accepts a prefix of each group's new chunks: the first key without a row
+// ends it, so that there are no holes. If prepare() throws, it has accepted nothing.
 //
 // Threads: one (the scheduler's).
 #pragma once
@@ -26,7 +25,7 @@ namespace kv_offload {
 
 class Stores {
  public:
-  // What it works with; all of it outlives this.
+  // Dependencies; all of them outlive this.
   struct Context {
     const ChunkGroups& groups;
     HostChunks& chunks;
@@ -40,13 +39,13 @@ class Stores {
   };
   explicit Stores(const Context& context) : with_(context) {}
 
-  // See TieredCache::prepare_store. Throws InvalidArgument before anything has changed
-  // when keys are of no group or out of order, or depths are not one per key.
+  // See TieredCache::prepare_store. Throws InvalidArgument, before any change, if keys have an unknown group
+  // or are out of order, or if depths are not one per key.
   StoreGrant prepare(RequestHandle request, std::span<const ChunkKey> keys,
                      std::span<const std::uint32_t> depths);
   // See TieredCache::complete_store.
   void complete(std::span<const ChunkKey> keys, bool success);
-  void close() { closed_ = true; }  // nothing is accepted from now on
+  void close() { closed_ = true; }  // nothing is accepted after this
 
  private:
   void learn_prefill(RequestHandle request, std::span<const ChunkKey> keys,

@@ -1,6 +1,5 @@
-// Tickets: the numbers of jobs, and what the ranks reported under them. A number is
-// given once, ascending over stores and loads alike, which is what the region's ring of
-// results needs.
+// Tickets: job numbers, and what the ranks reported for them. A number is used once and ascends over stores
+// and loads alike, as the region's result ring requires.
 //
 // Threads: one (the scheduler's).
 #pragma once
@@ -18,13 +17,13 @@ class Tickets {
   explicit Tickets(const HostRegion& region) : region_(region) {}
 
   Ticket next() { return ++last_; }
-  // Every rank that got the job has reported: none touches its rows any more. Of a
-  // replicated cache one rank stores, but all ranks load.
+  // True if every rank that got the job has reported; none touches its rows any more. In a replicated cache
+  // one rank stores, but all ranks load.
   bool is_reported(Ticket ticket, TicketKind kind) const {
     std::uint64_t failed_groups = 0;
     return region_.result(ticket, &failed_groups, kind) == TicketResult::kDone;
   }
-  // Of a store: kDone with the groups (bits) whose bytes must never become a hit.
+  // Returns kDone with the groups (as bits) whose bytes must never become a hit.
   TicketResult store_result(Ticket ticket, std::uint64_t* failed_groups) const {
     return region_.result(ticket, failed_groups, TicketKind::kStore);
   }

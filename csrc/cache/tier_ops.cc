@@ -24,9 +24,9 @@ MissReason miss_reason_of(StatusKind kind) {
   }
 }
 
-// Not: given up before it was tried (those are counted where they are cancelled), too
-// late to be tried (a miss tells it), refused by a tier that is switched off (counted
-// as what switched it off), not worth its place, not there.
+// Not failures: cancelled before it was tried (counted where it is cancelled); expired before it was tried
+// (counted as a miss); refused by a disabled tier (counted as the failure that disabled it); declined as not
+// worth its place; not found.
 bool is_failure(StatusKind kind) {
   switch (kind) {
     case StatusKind::kOk:
@@ -56,7 +56,7 @@ TierOps::TierOps(const Context& context, std::shared_ptr<const HostRegion> regio
       tiers_(std::move(tiers)),
       on_read_end_(std::move(on_read_end)),
       on_fetched_(std::move(on_fetched)) {
-  if (tiers_.size() > CostModel::kMaxTiers) {  // bits of ChunkEntry::writes
+  if (tiers_.size() > CostModel::kMaxTiers) {  // limited by the bits of ChunkEntry::writes
     throw_invalid("{} tiers were given; at most {} are possible", tiers_.size(), CostModel::kMaxTiers);
   }
   for (const auto& tier : tiers_) slots_.emplace_back().name = std::string(tier->name());
@@ -152,7 +152,7 @@ void TierOps::stop_awaiting(OpId read, Waiter waiter) {
   const auto found = ops_.find(read);
   if (found == ops_.end() || found->second.waiters.erase(waiter) == 0) return;
   Op& op = found->second;
-  // Nobody needs it any more. Its completion gives the row back.
+  // No request needs it any more. Its completion releases the row.
   if (op.waiters.empty()) tiers_[op.tier]->cancel(read);
 }
 
@@ -200,7 +200,7 @@ void TierOps::finish_read(Op& op, const Completion& completion) {
   if (op.stale) return chunks_.release(op.row);
   reads_.erase(op.slot);
   ReadEnd end{completion.id, op.slot, completion.key, arrived, std::nullopt};
-  // One that expired was submitted for a request whose wait is over; another may wait on.
+  // An expired read was submitted for a request whose wait is over; another request may still wait.
   const bool tried = kind != StatusKind::kCancelled && kind != StatusKind::kExpired;
   if (!arrived && tried) end.failed = miss_reason_of(kind);
   for (const Waiter waiter : op.waiters) on_read_end_(waiter, end);
@@ -298,7 +298,7 @@ void TierOps::poll() {
       }
     }
     for (const TierRemoval& removal : removals_) {
-      // It may have been written again since, and told to be there just now.
+      // It may have been written again since and reported as present just now.
       if (!is_recorded(tier, removal.key)) note_removal(slots_[tier], removal);
     }
     const TierStats stats = tiers_[tier]->stats();
@@ -315,7 +315,8 @@ void TierOps::poll_once_a_step() {
 void TierOps::end_step() {
   polled_ = false;
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
-    // Not before: who looks later in this step, and had the answer, does not wait for another.
+    // Only at the end of the step: later lookups in this step that already have the answer do not wait for a
+    // new one.
     for (const ChunkKey& key : std::exchange(slots_[tier].was_absent, {})) tiers_[tier]->forget_absence(key);
     for (Question& question : std::exchange(slots_[tier].unknown, {})) {
       const bool prefix = question.run != Run{};
@@ -357,14 +358,14 @@ void TierOps::note_removal(const TierSlot& from, const TierRemoval& removal) {
   }
 }
 
-// ---- the end
+// ---- shutdown and reset
 
 void TierOps::forget() {
   std::vector<OpId> in_flight;
   for (const auto& [id, op] : ops_) {
     if (!op.stale) in_flight.push_back(id);
   }
-  std::sort(in_flight.begin(), in_flight.end());  // rows come back in the order in which they were taken
+  std::sort(in_flight.begin(), in_flight.end());  // rows are released in the order in which they were taken
   for (const OpId id : in_flight) {
     Op& op = ops_.at(id);
     op.stale = true;
@@ -378,7 +379,8 @@ void TierOps::forget() {
 
 void TierOps::reset() {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) {
-    // It has forgotten, whatever it says; and it makes up for what it could not do (see Tier::reset).
+    // The tier has forgotten its records whatever status it returns, and retries later what failed (see
+    // Tier::reset).
     const Status status = tiers_[tier]->reset();
     if (!status.is_ok()) {
       metrics_.add("kv_offload_failures_total", {slots_[tier].name, "reset", to_string(status.kind())});
@@ -393,7 +395,7 @@ void TierOps::close() {
   poll();
 }
 
-// ---- figures
+// ---- metrics
 
 void TierOps::publish() {
   for (std::size_t tier = 0; tier < tiers_.size(); ++tier) publish(slots_[tier], tiers_[tier]->stats());

@@ -1,4 +1,4 @@
-// What the cache is made of, and which part each call goes to.
+// The parts of the cache, and which part handles each call.
 #include "cache/tiered_cache.h"
 
 #include <utility>
@@ -22,7 +22,7 @@ namespace kv_offload {
 namespace {
 
 static_assert(RequestReport::kPlaces == CostModel::kMaxTiers + 1);
-constexpr std::size_t kRememberedPerChunk = 4;  // keys that are gone, for each chunk that fits
+constexpr std::size_t kRememberedPerChunk = 4;  // remembered absent keys for each chunk that fits
 
 }  // namespace
 
@@ -51,7 +51,8 @@ struct TieredCache::Impl {
     if (!options.keep_identity.empty()) is_kept = chunks.keep_in(*region, options.keep_identity);
   }
 
-  // All that is in memory. Rows that a rank or a tier may still touch stay out of use until that ended.
+  // Forgets everything in memory. Rows that a rank or a tier may still touch stay out of use until it is
+  // done.
   void forget() {
     ops.forget();
     load_jobs.forget();
@@ -80,7 +81,7 @@ struct TieredCache::Impl {
   Stores stores;
   Planner planner;
   bool is_kept = false;
-  bool is_fetching = false;  // as the region was told
+  bool is_fetching = false;  // last value set in the region
   bool closed = false;
 };
 
@@ -103,7 +104,7 @@ void TieredCache::admit(RequestHandle request) {
 
 void TieredCache::end_request(RequestHandle request) {
   impl_->requests.end(request);
-  if (impl_->requests.waiting().empty()) impl_->tell_fetching(false);  // there may be no step any more
+  if (impl_->requests.waiting().empty()) impl_->tell_fetching(false);  // no further step may follow
 }
 
 bool TieredCache::knows_span(RequestHandle request) const { return impl_->requests.at(request).knows_span; }
@@ -113,7 +114,7 @@ void TieredCache::set_span(RequestHandle request, std::uint32_t first_end, std::
 }
 
 RequestReport TieredCache::report(RequestHandle request) const {
-  if (!impl_->requests.is_handle(request)) throw_invalid("request handle {} never was one", request);
+  if (!impl_->requests.is_handle(request)) throw_invalid("invalid request handle {}", request);
   return impl_->requests.at(request).report;
 }
 
@@ -168,7 +169,7 @@ void TieredCache::end_step() {
   impl.write_back.write_cold_end();
   impl.write_back.tell_uses();
   impl.row_supply.flush_metrics();
-  impl.tell_fetching(impl.requests.has_pending_work());  // what was asked in this step included
+  impl.tell_fetching(impl.requests.has_pending_work());  // includes the lookups of this step
   impl.requests.end_step();
   impl.ops.end_step();
 }
@@ -176,7 +177,7 @@ void TieredCache::end_step() {
 bool TieredCache::has_pending_work() const { return !impl_->closed && impl_->requests.has_pending_work(); }
 
 void TieredCache::Impl::tell_fetching(bool now) {
-  if (now == is_fetching) return;  // the ranks look at it all the time
+  if (now == is_fetching) return;  // avoid writes: the ranks read it all the time
   is_fetching = now;
   region->set_fetching(now);
 }
@@ -206,7 +207,7 @@ void TieredCache::close() {
   impl.closed = true;
 }
 
-// ---- figures
+// ---- statistics
 
 TieredCache::Stats TieredCache::stats() const {
   const Impl& impl = *impl_;

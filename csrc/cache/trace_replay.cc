@@ -17,7 +17,7 @@ namespace {
 
 ChunkKey key_of(std::uint64_t block) {
   char bytes[20] = {};
-  std::uint64_t mixed = block + 0x9E3779B97F4A7C15ull;  // splitmix64: spread as digests are
+  std::uint64_t mixed = block + 0x9E3779B97F4A7C15ull;  // splitmix64: spread like digests
   for (int word = 0; word < 2; ++word) {
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9ull;
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EBull;
@@ -67,7 +67,7 @@ class Replayer {
     killed_ = true;
   }
 
-  // Kept memory knows what was used when, and no request that used it.
+  // Kept memory knows the order of uses, but no request that used its chunks.
   void restart_host() {
     std::vector<std::pair<std::uint64_t, ChunkEntry>> kept;
     if (options_.keep_host_memory) {
@@ -83,8 +83,8 @@ class Replayer {
     }
   }
 
-  // A directory knows what was used when, and of no record what lies before it. (A server that is killed also
-  // forgets the last minute's uses; here none is forgotten.)
+  // A directory knows the order of uses, but for no record the chunk before it. (A killed server also loses
+  // the last minute of uses; here none are lost.)
   void restart_tier() {
     std::vector<std::pair<std::uint64_t, FsCatalogue::Record>> records;
     while (const auto record = catalogue_->take_victim()) {
@@ -111,8 +111,8 @@ class Replayer {
     store(number, hits);
   }
 
-  // What is resident or recorded, up to the first that is neither. Hits are pinned
-  // until all of them are here.
+  // Loads chunks that are resident or recorded, up to the first that is neither. Hits stay pinned until all
+  // of them are here.
   std::size_t load(std::uint32_t number) {
     std::size_t known = 0;
     for (; known < keys_.size(); ++known) {
@@ -207,7 +207,7 @@ class Replayer {
   }
 
   bool recorded(const ChunkKey& key) const { return options_.tier_chunks > 0 && catalogue_->holds(key); }
-  // What lies behind a declined one is declined, too.
+  // Chunks after a declined one are declined, too.
   void write_stored(std::uint32_t number) {
     for (std::size_t i = 0; i < stored_.size(); ++i) {
       if (write(stored_[i], number)) continue;
@@ -215,7 +215,7 @@ class Replayer {
       return;
     }
   }
-  // False: declined.
+  // False if declined.
   bool write(Slot slot, std::uint32_t spared_request = 0) {
     const ChunkEntry& entry = index_->at(slot);
     if (options_.tier_chunks == 0 || catalogue_->holds(entry.key)) return true;
@@ -260,17 +260,17 @@ class Replayer {
   std::unique_ptr<FsCatalogue> catalogue_;
   KeyMemory memory_;
   ReplayResult result_;
-  std::vector<ChunkKey> keys_;  // of the request
+  std::vector<ChunkKey> keys_;  // of the current request
   std::vector<Slot> held_, stored_;
-  std::unordered_map<ChunkKey, std::uint64_t> last_used_;  // of all that was ever recorded
-  std::unordered_map<ChunkKey, std::uint64_t> host_used_;  // of all that was ever in host memory
+  std::unordered_map<ChunkKey, std::uint64_t> last_used_;  // of all chunks that were ever recorded
+  std::unordered_map<ChunkKey, std::uint64_t> host_used_;  // of all chunks that were ever in host memory
   std::uint64_t uses_ = 0;
   bool killed_ = false;
 };
 
 constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
 
-// The next request that has the block, for each place in trace.blocks.
+// Returns, for each position in trace.blocks, the next request that has the block.
 std::vector<std::uint64_t> next_uses(const Trace& trace) {
   std::vector<std::uint64_t> next(trace.blocks.size(), kNever);
   std::unordered_map<std::uint64_t, std::uint64_t> seen;
@@ -289,7 +289,7 @@ std::vector<std::uint64_t> next_uses(const Trace& trace) {
 void require_order(const Trace& trace) {
   if (!std::is_sorted(trace.ends.begin(), trace.ends.end()) ||
       (trace.ends.empty() ? 0 : trace.ends.back()) != trace.blocks.size()) {
-    throw_invalid("the ends of a trace's requests must ascend to the number of its blocks, {}",
+    throw_invalid("invalid trace: request ends must ascend and end at {}, the number of blocks",
                   trace.blocks.size());
   }
 }
@@ -298,7 +298,7 @@ void require_order(const Trace& trace) {
 
 ReplayResult replay(const Trace& trace, const ReplayOptions& options) {
   require_order(trace);
-  if (options.host_chunks == 0) throw_invalid("host_chunks is 0; a replay needs one chunk or more");
+  if (options.host_chunks == 0) throw_invalid("host_chunks is 0; it must be at least 1");
   if (options.kill_after > trace.size()) {
     throw_invalid("kill_after is {}; the trace has {} requests", options.kill_after, trace.size());
   }

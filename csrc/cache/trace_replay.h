@@ -1,11 +1,9 @@
-// Replays request traces through the index, the eviction policies and a tier's
-// catalogue, without a byte of memory or storage behind them: what would have
-// been hit, stored and written at given capacities. Requests come one after the
-// other; what one stores the next may hit. One block of the trace is one chunk.
+// Replays request traces through the index, the eviction policies and a tier's catalogue, without any data in
+// memory or storage. Reports what would have been hit, stored and written at given capacities. Requests run
+// one after the other, so a request may hit what an earlier one stored. One block of the trace is one chunk.
 //
-// The verbs are TieredCache's: a lookup from the left up to the first miss,
-// eviction in the policy's order but never of the request's own prefix, the deepest
-// chunk first. (A test replays a trace through both.)
+// The rules are those of TieredCache: lookups from the left up to the first miss; eviction in the policy's
+// order, but never from the request's own prefix; deepest chunk first. (A test replays a trace through both.)
 #pragma once
 
 #include <cstdint>
@@ -17,10 +15,10 @@
 
 namespace kv_offload {
 
-// The blocks of each request's prompt, in order. Equal numbers are equal prefixes.
+// The blocks of each request's prompt, in order. Equal numbers mean equal prefixes.
 struct Trace {
-  std::vector<std::uint32_t> ends;    // of each request's blocks
-  std::vector<std::uint64_t> blocks;  // of all requests, one after the other
+  std::vector<std::uint32_t> ends;    // end of each request's blocks
+  std::vector<std::uint64_t> blocks;  // blocks of all requests, one after the other
 
   std::size_t size() const { return ends.size(); }
   std::span<const std::uint64_t> request(std::size_t i) const {
@@ -31,15 +29,15 @@ struct Trace {
 
 struct ReplayOptions {
   std::size_t host_chunks = 0;
-  std::size_t tier_chunks = 0;  // 0: no tier
+  std::size_t tier_chunks = 0;  // 0 = no tier
   std::string eviction_policy = "lru";
   std::string tier_eviction_policy = "lru";
-  TierSlotOptions tier{};  // its write policy
-  // Not 0: after so many requests the process is killed and started again. Host memory is empty then, unless
-  // it is kept; of the tier's records the new process knows the order, and no request that used them.
+  TierSlotOptions tier{};  // write policy of the tier
+  // Not 0: the process is killed and restarted after this many requests. Host memory is then empty unless it
+  // is kept. The new process knows the order of the tier's records, but no request that used them.
   std::size_t kill_after = 0;
-  std::size_t recent_requests = 50;  // before the kill: what is left of their prompts is counted
-  // Host memory outlives the kill: what it holds, and in which order it was used.
+  std::size_t recent_requests = 50;  // last ones before the kill, whose remaining blocks are counted
+  // Host memory outlives the kill, with its chunks and their order of use.
   bool keep_host_memory = false;
 };
 
@@ -49,24 +47,24 @@ struct ReplayResult {
   std::uint64_t host_hits = 0;  // blocks
   std::uint64_t tier_hits = 0;
   std::uint64_t stored = 0;         // in host memory
-  std::uint64_t declined = 0;       // found no row
+  std::uint64_t declined = 0;       // no row was found
   std::uint64_t evicted = 0;        // from host memory
   std::uint64_t written = 0;        // to the tier
-  std::uint64_t tier_declined = 0;  // not written: it would have taken the place of its own prompt
+  std::uint64_t tier_declined = 0;  // not written: would have replaced records of the same prompt
   std::uint64_t tier_evicted = 0;
-  // Of the kill: records on the tier; blocks of the recent prompts, and how many of them hit if they were all
-  // asked for again at once; blocks asked for from then on, and hit.
+  // Results of a kill: records on the tier; blocks of the recent prompts, and how many of them would hit if
+  // all were requested again at once; blocks requested after the kill, and their hits.
   std::uint64_t killed_with = 0;
   std::uint64_t recent_blocks = 0, recent_hits = 0;
   std::uint64_t blocks_after = 0, hits_after = 0;
 };
 
-// Throws InvalidArgument (a capacity of 0, an unknown policy, ends that are not in order, a kill after the
-// end).
+// Throws InvalidArgument (a capacity of 0, an unknown policy, unsorted ends, a kill after the end of the
+// trace).
 ReplayResult replay(const Trace& trace, const ReplayOptions& options);
 
-// The most that any cache of so many blocks could hit: it knows the future (Belady),
-// and does not take in what will not come back in time.
+// Returns the most hits that any cache of `capacity` blocks could have: it knows the future (Belady) and does
+// not admit blocks that are not reused in time.
 std::uint64_t optimal_hits(const Trace& trace, std::size_t capacity);
 
 }  // namespace kv_offload

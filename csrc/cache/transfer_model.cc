@@ -33,8 +33,7 @@ double TransferModel::bytes_per_second() const {
   return per_byte > 0 ? 1 / per_byte : 0;
 }
 
-// Least squares, 1/bytes being a sample's weight: a large plan that came slowly
-// counts as much as many small reads that came fast.
+// Least squares with weight 1/bytes per sample: one large slow plan counts as much as many small fast reads.
 const TransferModel::Fit& TransferModel::fit() const {
   if (!dirty_) return fit_;
   fit_ = {};
@@ -54,11 +53,13 @@ const TransferModel::Fit& TransferModel::fit() const {
   }
   if (weight <= 0) return fit_;
   const double spread = weight * xx - x * x;
+  // Sizes must differ enough to separate latency from rate.
   fit_.told_apart = spread > 0.05 * weight * xx;
   if (fit_.told_apart) {
     fit_.per_byte = (weight * xy - x * y) / spread;
     fit_.latency = (y - fit_.per_byte * x) / weight;
   }
+  // No negative terms: attribute all time to the rate, or all of it to the latency.
   if (!fit_.told_apart || fit_.latency < 0) {
     fit_.latency = 0;
     fit_.per_byte = xy / xx;

@@ -1,7 +1,6 @@
-// TransferModel: seconds until a transfer has arrived = latency + bytes / rate,
-// where the bytes count all that wait before it. Learnt from the latest samples
-// of each size alone: small and large ones are what latency and rate are told
-// apart by, and nothing of a device's past outlives new evidence of its size.
+// TransferModel: seconds until a transfer has arrived = latency + bytes / rate, where the bytes include
+// everything that waits before it. Uses only the latest samples of each size: small and large samples
+// separate latency from rate, and new samples of a size replace the device's older behaviour.
 //
 // Threads: one.
 #pragma once
@@ -14,27 +13,26 @@ namespace kv_offload {
 
 class TransferModel {
  public:
-  static constexpr std::size_t kOfSize = 4;    // samples of each power of two of bytes
-  static constexpr std::uint64_t kOld = 8192;  // so many samples later one counts no more
+  static constexpr std::size_t kOfSize = 4;    // samples kept per power of two of bytes
+  static constexpr std::uint64_t kOld = 8192;  // a sample is ignored after this many newer ones
 
-  // `bytes` had arrived `seconds` after they were asked for: all bytes that were
-  // ahead and the transfer's own.
+  // `bytes` arrived `seconds` after they were requested. They include the bytes ahead and the transfer's own.
   void note(double bytes, double seconds);
-  // Nothing of before counts any more.
+  // Ignores all earlier samples.
   void restart() {
     first_ = noted_;
     dirty_ = true;
   }
-  // `bytes` have NOT arrived after `seconds`. Where that is worse than the
-  // estimate it replaces what was learnt.
+  // `bytes` have NOT arrived after `seconds`. If that is worse than the estimate, it replaces what was
+  // learned.
   void note_overdue(double bytes, double seconds);
 
   bool known() const { return noted_ > first_; }
-  // Samples of several sizes: the latency is told from the rate.
+  // True if samples of several sizes separate the latency from the rate.
   bool told_apart() const { return fit().told_apart; }
   // 0 while unknown.
   double seconds(double bytes) const;
-  // 0 while unknown; without the latency.
+  // Excludes the latency. 0 while unknown.
   double bytes_per_second() const;
   double latency() const { return fit().latency; }
 
@@ -51,7 +49,7 @@ class TransferModel {
   const Fit& fit() const;
 
   std::array<std::array<Sample, kOfSize>, kSizes> samples_{};
-  std::uint64_t noted_ = 0, first_ = 0;  // those after first_ count
+  std::uint64_t noted_ = 0, first_ = 0;  // samples after first_ count
   mutable Fit fit_;
   mutable bool dirty_ = true;
 };

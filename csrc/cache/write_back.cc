@@ -7,9 +7,8 @@
 namespace kv_offload {
 namespace {
 
-// on_evict: once less than 1 / kColdShare of the area is free, as many chunks are written ahead of their
-// eviction, within bounds: of the rows that writes hold, and of the time that a visit of them takes (some 0.2
-// us each).
+// on_evict: when less than 1 / kColdShare of the area is free, as many chunks are written ahead of their
+// eviction. Bounded by the rows that writes hold and by the time to visit the chunks (about 0.2 us each).
 constexpr std::uint64_t kColdShare = 8;
 constexpr std::size_t kMinAhead = 64, kMaxAhead = 1024;
 
@@ -82,7 +81,8 @@ std::size_t WriteBack::most_ahead() const {
 bool WriteBack::write_before_eviction(Slot slot) {
   bool started = false;
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
-    // Of one prompt the end goes first: what is lost then had better be that, not what lies before it.
+    // The end of a prompt is evicted first. If something must be lost, that is better than losing what
+    // precedes it.
     if (!lacks(tier, slot) || !ops_.is_writable(tier) || ops_.writes_in_flight(tier) >= kMinAhead) continue;
     ops_.write(static_cast<std::uint8_t>(tier), {&slot, 1});
     started = true;
@@ -105,8 +105,9 @@ bool WriteBack::writes_ahead() const {
                      [](const auto& policy) { return policy.write_policy == WritePolicy::kOnEvict; });
 }
 
-// All of it again when a quarter has gone, or half of the writes that were the most have ended: a few visits
-// for each chunk that goes or is written, and a short look each step at what has become cold.
+// True if the whole cold end should be visited again: a quarter of it was evicted, or half of the maximum
+// number of writes have ended. This costs a few visits per evicted or written chunk, and a short look at
+// newly cold chunks in each step.
 bool WriteBack::is_cold_end_due(std::size_t most) const {
   if (all_ahead_) return 4 * gone_ >= most;
   for (std::size_t tier = 0; tier < policies_.size(); ++tier) {
@@ -122,7 +123,7 @@ void WriteBack::write_cold_end() {
     any |= is(tier, WritePolicy::kOnEvict) && ops_.is_writable(tier);
   }
   if (!any || chunks_.has_free(kColdShare)) {
-    all_ahead_ = false;  // of what fills it next nothing is
+    all_ahead_ = false;  // nothing that fills it next is written ahead
     return;
   }
   const std::size_t most = most_ahead();

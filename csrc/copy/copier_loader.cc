@@ -1,5 +1,5 @@
-// Finds and loads the library with the CUDA copier: it lies beside the binary
-// that contains this code, and nothing of CUDA is touched before it is asked for.
+// Finds and loads the library with the CUDA copier. It is in the directory of the binary that contains this
+// code. Nothing of CUDA is loaded before the first use.
 #include <dlfcn.h>
 
 #include <array>
@@ -12,7 +12,7 @@
 namespace kv_offload {
 namespace {
 
-// Loaded once per process and kept: a copier's code must outlive the copier.
+// Loaded once per process and never unloaded: a copier's code must outlive the copier.
 struct CudaLibrary {
   CudaMakeCopier make = nullptr;
   CudaReason reason = nullptr;
@@ -32,7 +32,7 @@ CudaLibrary load() {
   const std::string path = (std::filesystem::path(own_directory()) / kCudaLibraryName).string();
   if (!std::filesystem::exists(path)) {
     library.error = fmt::format(
-        "{} is not there: this build has no CUDA copier (build it with nvcc on PATH and "
+        "{} does not exist: this build has no CUDA copier (build it with nvcc on PATH and "
         "KV_OFFLOAD_CUDA=ON)",
         path);
     return library;
@@ -48,7 +48,7 @@ CudaLibrary load() {
   library.numa_node = reinterpret_cast<CudaNumaNode>(dlsym(handle, kCudaNumaNodeSymbol));
   if (interface == nullptr || library.make == nullptr || library.reason == nullptr ||
       library.numa_node == nullptr || interface() != kCudaInterface) {
-    library.error = fmt::format("{} is of another build than this one; install them together", path);
+    library.error = fmt::format("{} comes from a different build; install both from the same build", path);
   }
   return library;
 }

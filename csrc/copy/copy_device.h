@@ -1,9 +1,10 @@
-// CopyDevice: what DeviceCopier needs of an accelerator, and nothing else, so
-// that everything about jobs, turns and failures is tested without one.
+// CopyDevice: the minimal interface that DeviceCopier needs from an accelerator, so that jobs, scheduling and
+// failures can be tested without one.
 //
-// Copies are issued into lanes; a lane has streams of its own and a few slots,
-// one per copy in flight. Threads: mark() and release() any; the rest one thread,
-// which calls enter_thread() first.
+// Copies are issued into lanes. A lane has its own streams and a few slots, one per copy in flight.
+//
+// Threads: mark() and release() from any thread; all other calls from one thread, which calls enter_thread()
+// first.
 #pragma once
 
 #include <cstdint>
@@ -31,21 +32,21 @@ class CopyDevice {
  public:
   virtual ~CopyDevice() = default;
   virtual std::string name() const = 0;
-  // An event behind all that `compute_stream` was given so far. Never blocks.
+  // Records an event after all work submitted to `compute_stream` so far. Never blocks.
   virtual Status mark(std::uintptr_t compute_stream, DeviceEvent* event) = 0;
-  // Nobody asks about it any more.
+  // Releases the event: it will not be queried again.
   virtual void release(DeviceEvent event) = 0;
 
   virtual void enter_thread() {}
-  // Whether the compute stream has come to the event.
+  // Sets `*done` to true if the compute stream has reached the event.
   virtual Status reached(DeviceEvent event, bool* done) = 0;
-  // Enqueues. On failure nothing of this copy runs any more (it may block to
-  // make sure). REQUIRES: the slot is free, and what the copy comes behind was
-  // reached: the device orders it behind nothing.
+  // Enqueues a copy. On failure no part of the copy runs any more (it may block to ensure that). REQUIRES:
+  // the slot is free, and the work that the copy depends on has ended (reached): the device does not order
+  // the copy after anything.
   virtual Status issue(const DeviceCopy& copy) = 0;
-  // Whether the copy in this slot has ended; after a failure it has.
+  // Sets `*done` to true if the copy in this slot has ended. After a failure it has ended.
   virtual Status query(std::uint32_t lane, std::uint32_t slot, bool* done) = 0;
-  // Batches that were refused, so far, and enqueued in another way.
+  // Returns the number of batches refused so far and enqueued another way.
   virtual std::uint64_t refused_batches() const { return 0; }
 };
 

@@ -9,8 +9,8 @@ constexpr std::array<CopyPath, kCopyPaths> kAllPaths = {CopyPath::kDma, CopyPath
 constexpr std::array<CopyDirection, 2> kDirections = {CopyDirection::kStore, CopyDirection::kLoad};
 constexpr std::size_t kColumns = CopyTable::kSegmentBytes.size();
 
-// The order in which sizes are measured: where the decision usually turns
-// first, so that a short budget is well spent.
+// The order in which sizes are measured. It starts where the decision usually changes, to make good use of a
+// short budget.
 constexpr std::array<std::size_t, kColumns> kMeasureOrder = {1, 3, 5, 2, 4, 0, 6};
 constexpr std::uint64_t kProbeBytes = 16 << 20;
 constexpr int kRepeats = 2;
@@ -27,7 +27,7 @@ double seconds(const CopyTable& table, CopyDirection direction, CopyPath path, s
 
 using Seen = std::array<bool, kColumns>;
 
-// How far what was measured lies from the default.
+// Average ratio of the measured rates to the default rates.
 struct Scale {
   double sum = 0;
   int count = 0;
@@ -70,14 +70,14 @@ double CopyTable::rate(CopyDirection direction, CopyPath path, std::uint64_t seg
 std::string CopyTable::describe() const {
   std::string text = measured ? "measured" : "built-in";
   if (!not_measured.empty()) text += fmt::format(" (not measured: {})", not_measured);
-  constexpr std::uint64_t kJob = 64 << 20;  // what the line speaks of: a job long enough to hide its start
+  constexpr std::uint64_t kJob = 64 << 20;  // the job size of this line: large enough to hide the launch time
   struct Kind {
     const char* name;
     CopyDirection direction;
     CopyHaste haste;
   };
   constexpr Kind kKinds[] = {{"store", CopyDirection::kStore, CopyHaste::kBeside},
-                             {"store waited for", CopyDirection::kStore, CopyHaste::kSoon},
+                             {"urgent store", CopyDirection::kStore, CopyHaste::kSoon},
                              {"load", CopyDirection::kLoad, CopyHaste::kSoon}};
   for (const auto& [name, direction, haste] : kKinds) {
     text += fmt::format("; {}", name);
@@ -151,8 +151,8 @@ CopyTable calibrate(const CalibrationProbe& probe) {
       }
     }
   }
-  // Columns that the budget did not reach get the default's shape at the height of what was measured of that
-  // path, and paths that it did not reach at that of DMA: on a link half as fast they are no faster.
+  // Columns that the budget did not reach get the default's shape, scaled to the measurements of that path.
+  // Paths that it did not reach get the scale of DMA: on a link half as fast they are no faster.
   Scale of_dma;
   for (std::size_t d = 0; d < kDirections.size(); ++d) {
     of_dma.add(table.rates[d][index(CopyPath::kDma)], defaults.rates[d][index(CopyPath::kDma)],

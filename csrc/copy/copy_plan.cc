@@ -9,8 +9,8 @@
 namespace kv_offload {
 namespace {
 
-// One row's share of a group: blocks [first_block, + num_blocks) of the job's
-// ids land at block `first_slot` of the row.
+// One row's part of a group: blocks [first_id, + num_blocks) of the job's block ids go to block `first_slot`
+// of the row.
 struct ChunkPart {
   std::uint64_t area_offset;  // of the row
   std::uint64_t first_id;     // index into block_ids
@@ -65,11 +65,10 @@ void check_ids(const CacheLayout& layout, const CopyJob& job, std::size_t group,
   }
 }
 
-// The parts of a store. vLLM lists the blocks of all chunks one after the other and leaves
-// out those that it has dropped, without saying which; it does say where the first block
-// that it lists stands. So places are known only when no block after that one is missing.
-// Then the first chunk may lack its head, which a row of tails has no place for.
-// Returns the chunks that are refused.
+// Adds the parts of a store. vLLM lists the blocks of all chunks one after the other and omits blocks that it
+// has dropped, without saying which. It does report the logical index of the first block that it lists. So
+// the positions are known only if no block after that one is missing. The first chunk may lack its head,
+// which a tail row does not store. Returns the refused chunks.
 std::uint64_t split_store(const CacheLayout& layout, const CopyJob& job, std::uint32_t group,
                           std::uint64_t first_id, std::span<const RowId> rows,
                           std::vector<ChunkPart>* parts) {
@@ -78,7 +77,7 @@ std::uint64_t split_store(const CacheLayout& layout, const CopyJob& job, std::ui
   if (blocks == 0 && rows.empty()) return 0;
   const std::uint64_t missing = job.block_indices[group] % per_chunk;
   if (blocks == 0 || blocks + missing != rows.size() * per_chunk) return refused_group(group);
-  if (layout.groups[group].empty()) return 0;  // its layers are on other ranks of a pipeline, which decide
+  if (layout.groups[group].empty()) return 0;  // its layers are on other pipeline ranks, which decide
 
   const std::uint32_t kept = layout.kept_blocks(group);
   std::uint64_t refused = 0;
@@ -95,8 +94,8 @@ std::uint64_t split_store(const CacheLayout& layout, const CopyJob& job, std::ui
   return refused;
 }
 
-// The parts of a load, which may start inside its first chunk and end inside its last.
-// False when the blocks do not add up to the rows or ask for blocks that rows do not hold.
+// Adds the parts of a load, which may start inside its first chunk and end inside its last. False if the
+// blocks do not match the rows or ask for blocks that rows do not store.
 bool split_load(const CacheLayout& layout, const CopyJob& job, std::uint32_t group, std::uint64_t first_id,
                 std::span<const RowId> rows, std::vector<ChunkPart>* parts) {
   const std::uint64_t per_chunk = layout.blocks_per_chunk;
@@ -119,9 +118,8 @@ bool split_load(const CacheLayout& layout, const CopyJob& job, std::uint32_t gro
   return true;
 }
 
-// The same for a group of states: one block, the last of its chunk, fills a row.
-// A store has no others; a load may ask for more of a chunk, which were never kept
-// and which nothing reads.
+// Same for a state group: one block, the last of its chunk, fills a row. A store has no other blocks. A load
+// may ask for more blocks of a chunk; these were never stored, and nothing reads them.
 bool split_into_states(const CacheLayout& layout, const CopyJob& job, std::uint32_t group,
                        std::uint64_t first_id, std::span<const RowId> rows, std::vector<ChunkPart>* parts) {
   const std::uint64_t per_chunk = layout.blocks_per_chunk;
@@ -130,7 +128,7 @@ bool split_into_states(const CacheLayout& layout, const CopyJob& job, std::uint3
   const std::uint64_t first = job.block_indices[group];
   const bool store = job.direction == CopyDirection::kStore;
   const std::uint64_t to_last =
-      per_chunk - 1 - first % per_chunk;  // from the first block to its chunk's last
+      per_chunk - 1 - first % per_chunk;  // from the first block to the last block of its chunk
   const std::uint64_t step = store ? 1 : per_chunk;
   if (store && to_last != 0) return false;
   if (blocks != to_last + 1 + (rows.size() - 1) * step) return false;
@@ -199,8 +197,7 @@ void emit_by_pages(const CacheLayout& layout, const CopyJob& job, const ChunkPar
   plan->bytes += part.num_blocks * block_bytes;
 }
 
-// Rows may come in any order; sorting chunks instead of segments keeps a plan
-// of many small pages cheap.
+// Rows may be in any order. Sorting chunks instead of segments keeps a plan of many small pages cheap.
 void sort_by_row(const CacheLayout& layout, std::uint64_t area_bytes, const CopyJob& job,
                  std::vector<ChunkPart>* parts) {
   const auto by_offset = [](const ChunkPart& a, const ChunkPart& b) { return a.area_offset < b.area_offset; };
@@ -246,6 +243,7 @@ void CacheLayout::validate() const {
   if (!tail_blocks.empty() && tail_blocks.size() != groups.size()) {
     throw_invalid("tail_blocks has {} entries for {} groups", tail_blocks.size(), groups.size());
   }
+  // A state group stores one block per row, so it cannot store a tail.
   for (std::size_t g = 0; g < tail_blocks.size(); ++g) {
     if (tail_blocks[g] > blocks_per_chunk ||
         (tail_blocks[g] != 0 && is_states(static_cast<std::uint32_t>(g)))) {
@@ -256,9 +254,10 @@ void CacheLayout::validate() const {
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     const CacheTensor& tensor = tensors[i];
     std::uint64_t bytes = 0;
+    // Catch a missing tensor and an address range that overflows.
     if (tensor.base == nullptr || tensor.num_blocks == 0 ||
         mul_overflows(tensor.num_blocks, tensor.block_stride, &bytes)) {
-      throw_invalid("tensor {}: base {}, {} blocks, stride {} is not a cache", i,
+      throw_invalid("tensor {}: base {}, {} blocks, stride {} do not describe a cache", i,
                     static_cast<const void*>(tensor.base), tensor.num_blocks, tensor.block_stride);
     }
   }
@@ -268,8 +267,9 @@ void CacheLayout::validate() const {
         throw_invalid("group {}: tensor {} of {} does not exist", g, ref.tensor, tensors.size());
       }
       check_page(g, tensors[ref.tensor], ref);
+      // The canonical layout splits every page into equal shards.
       if (ref.page_bytes % shards_per_area != 0) {
-        throw_invalid("group {}: a page of {} bytes is not {} equal shards", g, ref.page_bytes,
+        throw_invalid("group {}: a page of {} bytes cannot be split into {} equal shards", g, ref.page_bytes,
                       shards_per_area);
       }
     }
@@ -290,6 +290,7 @@ CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, con
     const auto rows = std::span(job.rows).subspan(first_row, job.group_rows[group]);
     check_ids(layout, job, group, ids);
     const bool store = job.direction == CopyDirection::kStore;
+    // A store refuses incomplete chunks; a load that does not fit is a caller error.
     if (store && !layout.is_states(group)) {
       plan.failed_groups |= split_store(layout, job, group, first_id, rows, &parts);
     } else {
@@ -304,6 +305,7 @@ CopyPlan make_copy_plan(const CacheLayout& layout, std::uint64_t area_bytes, con
   }
   sort_by_row(layout, area_bytes, job, &parts);
   plan.segments.reserve(most_segments);
+  // Both orders are equal with one shard.
   const bool by_pages = order == CopyOrder::kPages && layout.shards_per_area > 1;
   for (const ChunkPart& part : parts) (by_pages ? emit_by_pages : emit)(layout, job, part, &plan);
   return plan;

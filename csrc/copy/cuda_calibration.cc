@@ -12,9 +12,9 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kScratchBytes = 32 << 20;  // pages stand twice as far apart as they are long
+constexpr std::uint64_t kScratchBytes = 32 << 20;  // the distance between pages is twice their size
 
-// Device and pinned memory to measure on.
+// Device memory and pinned memory for the measurements.
 class Scratch {
  public:
   Scratch() {
@@ -39,7 +39,7 @@ class Scratch {
   std::byte* rows_ = nullptr;
 };
 
-// A group for each size of the table: pages that far apart that nothing merges.
+// A group for each size of the table. Its pages are far enough apart that nothing merges.
 CacheLayout layout_of(std::byte* cache) {
   CacheLayout layout;
   for (const std::uint64_t bytes : CopyTable::kSegmentBytes) {
@@ -65,8 +65,8 @@ CopyJob job_of(CopyDirection direction, std::uint64_t segment_bytes, std::uint64
   return job;
 }
 
-// One path, run by the copier that will serve: with its turns, its limits, and a
-// thread that sleeps between two looks.
+// One path, run by the same copier as in production, with its scheduling, its limits and a thread that sleeps
+// between polls.
 class Runner {
  public:
   Runner(CopyPath path, const CacheLayout& layout, const CudaDeviceOptions& options,
@@ -78,7 +78,7 @@ class Runner {
     job.id = ++last_id_;
     copier_.submit(std::move(job));
     std::vector<CopyResult> results;
-    // Not wait(): it makes the thread spin and lets more be in flight.
+    // Not wait(), which makes the thread spin and allows more in flight.
     while ((results = copier_.poll()).empty()) std::this_thread::sleep_for(std::chrono::microseconds(50));
     return std::move(results[0]);
   }
@@ -109,18 +109,18 @@ CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& l
       if (path == CopyPath::kStaged && limits.staged_bytes == 0) return 0;
       std::unique_ptr<Runner>& runner = runners[static_cast<std::size_t>(path)];
       if (runner == nullptr) {
-        // Only staged copies need staging, which is most of what this takes.
+        // Only staged copies need staging, which is most of what a runner allocates.
         on_scratch.staging_bytes = path == CopyPath::kStaged ? options.staging_bytes : 0;
         runner = std::make_unique<Runner>(path, layout, on_scratch, limits);
       }
       const CopyResult result = runner->run(job_of(direction, segment_bytes, total_bytes));
       if (result.status.is_ok()) return result.seconds;
-      // A kernel may be missing; DMA never is.
+      // A kernel may be missing; DMA is always available.
       if (path == CopyPath::kDma) throw_resource("{}", result.status.message());
       return 0;
     };
     CopyTable table = calibrate({.measure = measure, .spent = spent, .budget_seconds = 0.8});
-    if (!table.measured) table.not_measured = "its time was over before the first copy";
+    if (!table.measured) table.not_measured = "the time budget ended before the first copy";
     return table;
   } catch (const ResourceError& error) {
     CopyTable table = default_copy_table();

@@ -1,5 +1,5 @@
-// Measures the copy paths of a device on scratch memory of its own: neither the
-// caches nor the area are touched. CUDA only.
+// Measures the copy paths of a device on its own scratch memory; touches neither the caches nor the area.
+// CUDA only.
 #pragma once
 
 #include "copy/copy_path.h"
@@ -7,9 +7,9 @@
 
 namespace kv_offload {
 
-// Bounded by a second; `limits` as the copier will use them. Takes 32 MiB of the
-// device, 32 MiB of pinned memory and as much staging as will serve; where that
-// is not to be had, the table is the built-in one and says why.
+// Takes at most about a second. `limits`: the limits that the copier will use. Uses 32 MiB of device memory,
+// 32 MiB of pinned memory and as much staging as the copier will use. If that memory is not available,
+// returns the built-in table with the reason.
 CopyTable calibrate_cuda(const CudaDeviceOptions& options, const DeviceLimits& limits);
 
 }  // namespace kv_offload

@@ -1,4 +1,4 @@
-// CUDA's error codes as Status. CUDA only.
+// Converts CUDA error codes to Status. CUDA only.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,14 +9,16 @@
 
 namespace kv_offload {
 
-// Errors after which every later call of this process's context fails: those of
-// which the header says that the process must be started again, and memory or
-// links that gave up. All are in the headers of CUDA 12.8, the oldest we build with.
+// True for errors after which every later call in this process's context fails: errors for which the CUDA
+// header requires a process restart, and failed memory or links. CUDA 12.8, the oldest supported version,
+// declares all of them.
 inline bool context_is_lost(cudaError_t error) {
   switch (error) {
+    // Memory or links failed.
     case cudaErrorECCUncorrectable:
     case cudaErrorNvlinkUncorrectable:
     case cudaErrorContained:
+    // The context is destroyed or in an inconsistent state.
     case cudaErrorIllegalAddress:
     case cudaErrorLaunchTimeout:
     case cudaErrorContextIsDestroyed:
@@ -36,9 +38,8 @@ inline bool context_is_lost(cudaError_t error) {
   }
 }
 
-// Also clears the thread's copy of the error, which would otherwise surface in a
-// later, innocent call of whoever shares this thread. CUDA's code is in the
-// sentence only: it is no errno.
+// Also clears the thread's copy of the error, which would otherwise surface in a later, unrelated call on
+// this thread. CUDA's code appears only in the message: it is not an errno.
 inline Status cuda_status(cudaError_t error, std::string_view what) {
   if (error == cudaSuccess) return Status::ok();
   (void)cudaGetLastError();
@@ -46,12 +47,10 @@ inline Status cuda_status(cudaError_t error, std::string_view what) {
       StatusKind::kDevice,
       fmt::format("{}: {} ({} {}){}", what, cudaGetErrorString(error), cudaGetErrorName(error),
                   static_cast<int>(error),
-                  context_is_lost(error) ? "; the CUDA context is lost and only a restart of this process "
-                                           "brings it back"
-                                         : ""));
+                  context_is_lost(error) ? "; the CUDA context is lost: restart this process" : ""));
 }
 
-// For construction.
+// For use in constructors.
 inline void cuda_require(const Status& status) {
   if (!status.is_ok()) throw ResourceError(status.to_string());
 }
@@ -60,7 +59,7 @@ inline void cuda_require(cudaError_t error, std::string_view what) {
   if (!status.is_ok()) throw ResourceError(status.message());
 }
 
-// Our calls neither take part in a graph capture of this process nor break it.
+// In this scope, our calls neither join nor break a graph capture of this process.
 class CudaCaptureScope {
  public:
   CudaCaptureScope() : exchanged_(cudaThreadExchangeStreamCaptureMode(&mode_) == cudaSuccess) {
@@ -73,8 +72,8 @@ class CudaCaptureScope {
   CudaCaptureScope& operator=(const CudaCaptureScope&) = delete;
 
  private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // that of before, once exchanged
-  const bool exchanged_;  // else mode_ is still ours, and to restore it would leave it to the thread
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;  // the previous mode, once exchanged
+  const bool exchanged_;  // false: mode_ is still ours and must not be set on the thread
 };
 
 }  // namespace kv_offload

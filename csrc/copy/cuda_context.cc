@@ -7,7 +7,7 @@ namespace {
 
 template <typename Function>
 Function driver_function(const char* name) {
-  constexpr unsigned kSince = 12000;  // the driver's version whose function of that name is meant
+  constexpr unsigned kSince = 12000;  // driver version of the function variant that we use
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
   cuda_require(cudaGetDriverEntryPointByVersion(name, &function, kSince, cudaEnableDefault, &found), name);

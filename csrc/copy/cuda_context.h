@@ -1,15 +1,13 @@
-// CudaContext: a device's primary context, kept for as long as this lives, and
-// made current where a thread of somebody else calls CUDA. The runtime's own way,
-// cudaSetDevice and back, makes a context (about 0.5 GB of device memory) on
-// device 0 when the thread had none before. CUDA only.
+// CudaContext: holds a device's primary context for its lifetime and makes it current when a foreign thread
+// calls CUDA. The runtime's way, cudaSetDevice and back, would create a context on device 0 (about 0.5 GB of
+// device memory) if the thread had none. CUDA only.
 //
-// A thread of our own calls cudaSetDevice once instead and stays there.
+// Our own threads call cudaSetDevice once instead and keep that device.
 //
-// The runtime makes a context in the first call "which requires an active context";
-// its manual does not say which those are. The constructor looks the driver's
-// functions up before any context can be there: in the runtime of 13.0 that goes to
-// the driver without the step that makes one (seen in its code; cudaGetDeviceCount
-// goes without it, too). Everything else is asked inside a Scope.
+// The runtime creates a context in the first call "which requires an active context"; its manual does not say
+// which calls these are. The constructor looks up the driver's functions before any context can exist. In the
+// runtime of 13.0, that lookup reaches the driver without the step that creates a context (seen in its code;
+// cudaGetDeviceCount skips that step, too). All other calls are made inside a Scope.
 #pragma once
 
 #include <cuda.h>
@@ -26,8 +24,8 @@ class CudaContext {
   CudaContext(const CudaContext&) = delete;
   CudaContext& operator=(const CudaContext&) = delete;
 
-  // Current on this thread until its end; then the thread is as it was. Calls
-  // made although status() is a failure go to whatever device the thread has.
+  // Makes the context current on this thread until the scope ends, then restores the thread's state. If
+  // status() is a failure, calls go to whatever device the thread has.
   class Scope {
    public:
     explicit Scope(const CudaContext& context);
@@ -44,7 +42,7 @@ class CudaContext {
  private:
   const int device_;
   CUcontext context_ = nullptr;
-  // The driver is not linked: a node without one loads this library too.
+  // The driver is not linked, so that this library also loads on a node without one.
   CUresult (*release_)(CUdevice) = nullptr;
   CUresult (*push_)(CUcontext) = nullptr;
   CUresult (*pop_)(CUcontext*) = nullptr;

@@ -1,5 +1,5 @@
-// The CUDA copier: DeviceCopier over a CudaDevice over a pinned area, and the C
-// symbols by which the core finds it (cuda_library.h).
+// The CUDA copier: a DeviceCopier over a CudaDevice over a pinned area, and the C symbols through which the
+// core finds it (cuda_library.h).
 #include <algorithm>
 #include <cstring>
 
@@ -14,8 +14,8 @@
 namespace kv_offload {
 namespace {
 
-// A kernel that is given an address of no memory ends the process's context, and
-// DMA reads it as plain memory: better to look first.
+// Check the addresses first: a kernel with an invalid address ends the process's CUDA context, and DMA would
+// read it as plain host memory.
 void require_device_memory(const CacheLayout& layout, int device) {
   for (std::size_t i = 0; i < layout.tensors.size(); ++i) {
     cudaPointerAttributes attributes{};
@@ -48,7 +48,7 @@ class CudaCopier final : public BlockCopier {
     device_options.boundary = pinned.piece_bytes();
     device_options.kernel_blocks = options.kernel_blocks;
     device_options.staging_bytes = options.staging_bytes / (kCopyLanes * kLaneSlots);
-    if (device_options.staging_bytes < kPageBytes) device_options.staging_bytes = 0;  // holds no page
+    if (device_options.staging_bytes < kPageBytes) device_options.staging_bytes = 0;  // smaller than a page
     DeviceLimits limits;
     limits.staged_bytes = device_options.staging_bytes;
     limits.boundary = pinned.piece_bytes();
@@ -63,7 +63,7 @@ class CudaCopier final : public BlockCopier {
     return std::make_unique<DeviceCopier>(options, std::move(device), table, limits);
   }
 
-  PinnedArea pinned_;  // first: it outlives what copies from it
+  PinnedArea pinned_;  // first: must outlive the copier that reads from it
   std::unique_ptr<DeviceCopier> copier_;
 };
 
@@ -75,16 +75,16 @@ void write_message(std::string_view text, char* message, std::size_t capacity) {
 
 std::string version_text(int version) { return fmt::format("{}.{}", version / 1000, version % 1000 / 10); }
 
-// Throws ResourceError saying what keeps this process from CUDA.
+// Throws ResourceError with the reason if this process cannot use CUDA.
 int count_devices() {
   int driver = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess) (void)cudaGetLastError();
   if (driver == 0) throw ResourceError("no CUDA driver (libcuda.so.1) on this machine");
-  // A driver serves what was built for any minor version of its major one.
+  // A driver supports builds for any minor version of its major version.
   if (driver / 1000 < CUDART_VERSION / 1000) {
     throw_resource(
         "the CUDA driver is for CUDA {} and this build for CUDA {}: update the driver, or install a build "
-        "for CUDA {} (made with nvcc 12.8, it serves every driver from CUDA 12.0 on; its kernels need 12.1)",
+        "for CUDA {} (a build made with nvcc 12.8 supports drivers from CUDA 12.0 on; its kernels need 12.1)",
         version_text(driver), version_text(CUDART_VERSION), driver / 1000);
   }
   int devices = 0;
@@ -94,11 +94,11 @@ int count_devices() {
 
 std::unique_ptr<BlockCopier> make_copier(CopierOptions options) {
   options.layout.validate();
-  if (options.kernel_blocks == 0) throw_invalid("kernel_blocks=0: the pack kernels need one block at least");
+  if (options.kernel_blocks == 0) throw_invalid("kernel_blocks=0: the pack kernels need at least one block");
   const int devices = count_devices();
   if (options.device < 0) cuda_require(cudaGetDevice(&options.device), "cudaGetDevice");
   if (options.device >= devices) {
-    throw_invalid("device {} is not there: this process sees {} CUDA devices", options.device, devices);
+    throw_invalid("CUDA device {} does not exist: this process sees {} devices", options.device, devices);
   }
   const CudaContext context(options.device);
   const CudaContext::Scope scope(context);

@@ -43,10 +43,10 @@ void CudaDevice::open() {
   cuda_require(cudaGetDeviceProperties(&properties, options_.device), "cudaGetDeviceProperties");
   const Status kernels = cuda_status(load_pack_kernels(), "loading the pack kernels");
   has_kernels_ = kernels.is_ok();
-  name_ = fmt::format(
-      "{} (device {}, {}, {})", properties.name, options_.device,
-      has_kernels_ ? fmt::format("{} blocks for kernels", options_.kernel_blocks) : kernels.message(),
-      batch_.batched() ? "batched DMA" : "DMA one by one");
+  name_ =
+      fmt::format("{} (device {}, {}, {})", properties.name, options_.device,
+                  has_kernels_ ? fmt::format("{} kernel blocks", options_.kernel_blocks) : kernels.message(),
+                  batch_.batched() ? "batched DMA" : "DMA without batching");
   int least = 0;
   int greatest = 0;
   cuda_require(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
@@ -88,7 +88,7 @@ Status CudaDevice::mark(std::uintptr_t compute_stream, DeviceEvent* event) {
   if (!scope.status().is_ok()) return scope.status();
   const CudaCaptureScope relaxed;
   auto* const stream = reinterpret_cast<cudaStream_t>(compute_stream);
-  // An event of a capture stands for a place in a graph, not for work that ends.
+  // An event recorded during a capture is a node in a graph, not a point in executed work.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   if (Status asked = cuda_status(cudaStreamIsCapturing(stream, &capture), "the compute stream");
       !asked.is_ok()) {
@@ -156,8 +156,8 @@ Status CudaDevice::ask(cudaEvent_t event, std::string_view what, bool* done) {
   return Status::ok();
 }
 
-// After a failure part of a copy may be running: its job must not end before
-// that has. A stream that cannot be waited for is dead, with its context.
+// After a failure part of a copy may still run, and its job must not end before that. If the stream cannot be
+// waited for, it is dead together with its context.
 void CudaDevice::wait_for(const Lane& lane) {
   (void)cudaStreamSynchronize(lane.stream);
   if (lane.helper != nullptr) (void)cudaStreamSynchronize(lane.helper);  // null: the model's default stream
@@ -198,8 +198,8 @@ cudaError_t CudaDevice::enqueue_kernel(const DeviceCopy& copy, const Lane& lane,
   return cudaEventRecord(slot.ended, lane.stream);
 }
 
-// The kernel runs on the helper stream and the DMA on the lane's, so that one
-// slot packs while another is on the link.
+// The kernel runs on the helper stream and the DMA on the lane's stream, so that one slot packs while another
+// uses the link.
 cudaError_t CudaDevice::enqueue_staged(const DeviceCopy& copy, const Lane& lane, const Slot& slot) {
   const bool store = copy.direction == CopyDirection::kStore;
   const cudaStream_t first = store ? lane.helper : lane.stream;

@@ -1,11 +1,9 @@
-// CudaDevice: CopyDevice on one GPU. A lane is a non-blocking stream of our own for
-// DMA and kernels, and where there is staging a second one for the kernels of staged
-// copies; a slot has its end event and its piece of staging. Nothing here synchronises
-// with the host but a failed issue() or query(). CUDA only.
+// CudaDevice: CopyDevice on one GPU. A lane is our own non-blocking stream for DMA and kernels, plus a second
+// one for the kernels of staged copies if there is staging. A slot has an end event and its own staging
+// buffer. Only a failed issue() or query() synchronises with the host. CUDA only.
 //
-// All streams have the least priority there is. Priorities order the blocks of
-// kernels, not copies: a pack kernel above the model's would take SMs before it,
-// and would gain nothing from it, being bound by the link.
+// All streams have the lowest priority. Priorities order kernel blocks, not copies. A pack kernel with a
+// higher priority than the model would take SMs first and gain nothing, because it is bound by the link.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,10 +25,10 @@ namespace kv_offload {
 
 struct CudaDeviceOptions {
   int device = 0;
-  std::span<std::byte> area;   // pinned by the caller, for longer than this lives
-  std::uint64_t boundary = 0;  // area offsets that no DMA may cross; 0: none
+  std::span<std::byte> area;   // pinned by the caller; must outlive this
+  std::uint64_t boundary = 0;  // no DMA may cross a multiple of this area offset; 0 = none
   unsigned kernel_blocks = 8;
-  std::uint64_t staging_bytes = 0;  // per slot; 0: no staged copies
+  std::uint64_t staging_bytes = 0;  // per slot; 0 = no staged copies
 };
 
 class CudaDevice final : public CopyDevice {
@@ -43,7 +41,7 @@ class CudaDevice final : public CopyDevice {
   std::string name() const override;
   Status mark(std::uintptr_t compute_stream, DeviceEvent* event) override;
   void release(DeviceEvent event) override;
-  // Whether the pack kernels can run here; without them there is DMA only.
+  // True if the pack kernels can run here; otherwise only DMA is available.
   bool has_kernels() const { return has_kernels_; }
   void enter_thread() override;
   Status reached(DeviceEvent event, bool* done) override;
@@ -54,12 +52,12 @@ class CudaDevice final : public CopyDevice {
  private:
   struct Slot {
     cudaEvent_t ended = nullptr;
-    cudaEvent_t half = nullptr;  // of a staged copy: its first half
+    cudaEvent_t half = nullptr;  // end of the first half of a staged copy
     std::byte* staging = nullptr;
   };
   struct Lane {
     cudaStream_t stream = nullptr;
-    cudaStream_t helper = nullptr;  // null where nothing is staged
+    cudaStream_t helper = nullptr;  // null without staging
     std::array<Slot, kLaneSlots> slots;
   };
 
@@ -74,7 +72,7 @@ class CudaDevice final : public CopyDevice {
   cudaError_t enqueue_staged(const DeviceCopy& copy, const Lane& lane, const Slot& slot);
   cudaError_t enqueue_runs(const DeviceCopy& copy, const Slot& slot, cudaStream_t stream);
   cudaError_t enqueue_pieces(const DeviceCopy& copy, cudaStream_t stream);
-  // Room in pieces_ for what the segments are cut into.
+  // Resizes pieces_ for the pieces of these segments.
   void make_room(std::span<const CopySegment> segments);
 
   const CudaDeviceOptions options_;
@@ -82,12 +80,12 @@ class CudaDevice final : public CopyDevice {
   std::array<Lane, kCopyLanes> lanes_;
   bool has_kernels_ = false;
   std::string name_;
-  // The issuing thread's:
+  // Used by the issuing thread only:
   Status entered_ = Status::ok();
   DmaBatch batch_;
   std::vector<RowRun> runs_;       // of the staged copy being issued
   std::vector<PackPiece> pieces_;  // of the copy being issued
-  std::size_t count_ = 0;          // of them in use
+  std::size_t count_ = 0;          // pieces_ in use
 
   std::mutex mutex_;
   std::vector<cudaEvent_t> free_events_;  // under mutex_

@@ -1,9 +1,7 @@
-// The seam between the core and the library of the CUDA copier: four C symbols.
-// No CUDA header is needed to include this.
+// The interface between the core and the CUDA copier library: four C symbols. Needs no CUDA header.
 //
-// Structs of C++ pass through it, so the two are built together or not used
-// together: both have kCudaInterface compiled in, which is made of every member
-// of those structs.
+// C++ structs cross this interface, so core and library must come from the same build. Both contain
+// kCudaInterface, a hash over every member of those structs.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +16,7 @@ namespace kv_offload {
 
 namespace cuda_interface {
 
-// FNV-1a of the types' names, which this function's own name lists, and sizes.
+// FNV-1a over the sizes and names of the types; the function's own name contains the type names.
 template <typename... Types>
 struct Members {
   static constexpr std::uint64_t mixed_into(std::uint64_t hash) {
@@ -34,8 +32,8 @@ constexpr Members<Struct, Types...> list(const Struct&, const Types&...) {
   return {};
 }
 
-// A binding names as many members as the struct has: with one more this does not
-// compile until it is listed, and the number is another one then.
+// A structured binding names as many members as the struct has. A new member does not compile until it is
+// listed here, which changes the hash.
 constexpr auto members(const CacheTensor& s) {
   const auto& [base, num_blocks, block_stride] = s;
   return list(s, base, num_blocks, block_stride);
@@ -75,26 +73,25 @@ constexpr std::uint64_t number_of(std::uint64_t version) {
 }  // namespace cuda_interface
 
 inline constexpr char kCudaLibraryName[] = "libkv_offload_cuda.so";
-// To be raised for what the members' types do not show: another virtual function of
-// BlockCopier, another order or meaning of members of one type or of an enum's
-// values, members of Status.
+// Increase this for changes that the member types do not show: a new virtual function of BlockCopier, a new
+// order or meaning of members of the same type or of enum values, or new members of Status.
 inline constexpr std::uint64_t kCudaInterfaceVersion = 3;
 inline constexpr std::uint64_t kCudaInterface =
     cuda_interface::number_of<CacheTensor, GroupRef, CacheLayout, CopierOptions, CopyJob, CopyResult>(
         kCudaInterfaceVersion);
 inline constexpr std::size_t kCudaMessageBytes = 1024;
 
-// kCudaInterface of the library.
+// Returns the library's kCudaInterface.
 using CudaInterface = std::uint64_t (*)();
 inline constexpr char kCudaInterfaceSymbol[] = "kv_offload_cuda_interface";
-// Null and a message on failure; nothing is thrown across.
+// Returns null and writes a message on failure. No exception crosses the interface.
 using CudaMakeCopier = BlockCopier* (*)(const CopierOptions* options, bool* callers_mistake, char* message,
                                         std::size_t capacity);
 inline constexpr char kCudaMakeCopierSymbol[] = "kv_offload_cuda_make_copier";
-// Writes "" when a device can be used, else why not.
+// Writes "" if a device can be used, else the reason why not.
 using CudaReason = void (*)(char* message, std::size_t capacity);
 inline constexpr char kCudaReasonSymbol[] = "kv_offload_cuda_unavailable_reason";
-// The NUMA node that a device hangs on; -1 when there is none or it is not told.
+// Returns the NUMA node of a device; -1 if there is none or it is unknown.
 using CudaNumaNode = int (*)(int device);
 inline constexpr char kCudaNumaNodeSymbol[] = "kv_offload_cuda_numa_node";
 

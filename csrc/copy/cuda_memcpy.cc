@@ -23,7 +23,7 @@ void DmaBatch::ask_driver() { batched_ = driver_has_batches(); }
 cudaError_t DmaBatch::enqueue_batch(bool from_host, cudaStream_t stream) {
   cudaMemcpyAttributes attributes{};
   attributes.srcAccessOrder = from_host ? cudaMemcpySrcAccessOrderAny : cudaMemcpySrcAccessOrderStream;
-  // From 13.1 on the driver may otherwise copy with SMs, which are the model's.
+  // From 13.1 on, the driver may otherwise copy with SMs, which the model needs.
   attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
   std::size_t first = 0;
 #if CUDART_VERSION >= 13000
@@ -53,7 +53,7 @@ cudaError_t DmaBatch::enqueue(bool from_host, cudaStream_t stream) {
   if (batched_ && bytes_.size() > 1) {
     const cudaError_t error = enqueue_batch(from_host, stream);
     if (error == cudaSuccess) return error;
-    // Whatever of a refused batch was enqueued is enqueued again: same bytes.
+    // Copies of a refused batch that were enqueued are enqueued again, with the same bytes.
     (void)cudaGetLastError();
     ++refused_;
     if (error == cudaErrorNotSupported || error == cudaErrorCallRequiresNewerDriver) batched_ = false;

@@ -1,5 +1,5 @@
-// Batched DMA: one call for many copies where the driver has it (CUDA 12.8 and
-// newer), else one call per copy. CUDA only.
+// Batched DMA: one call for many copies if the driver supports it (CUDA 12.8 and newer), else one call per
+// copy. CUDA only.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,21 +10,20 @@
 
 namespace kv_offload {
 
-// The arrays of a batch, kept to be reused. Not thread-safe.
+// The arrays of a batch, which are reused. Not thread-safe.
 class DmaBatch {
  public:
-  // Whether it has batched copies: call it once, with the device's context current
-  // (cuda_context.h says why). Until then, and where it has none, there are none.
+  // Detects whether the driver supports batched copies. Call it once, with the device's context current
+  // (cuda_context.h explains why). Until then copies are not batched.
   void ask_driver();
   bool batched() const { return batched_; }
-  // Batches that the driver refused and that were enqueued one by one instead.
+  // Returns the number of batches that the driver refused and that were enqueued one by one instead.
   std::uint64_t refused() const { return refused_; }
 
   void clear();
   void add(void* to, const void* from, std::size_t bytes);
-  // Enqueues what was added. `from_host`: sources are host rows, which nobody
-  // writes while a copy reads them, so the device may read ahead. Of a failure
-  // some copies may be running.
+  // Enqueues the added copies. `from_host`: the sources are host rows, which are not written while a copy
+  // reads them, so the device may read ahead. After a failure some copies may still run.
   cudaError_t enqueue(bool from_host, cudaStream_t stream);
 
  private:

@@ -1,9 +1,8 @@
-// The pack kernels: cache pages (device memory) <-> pinned host memory or a
-// staging buffer. CUDA only; everything that can be wrong about them is in
-// pack_index.h, which the host tests run too.
+// The pack kernels: copy between cache pages (device memory) and pinned host memory or a staging buffer. CUDA
+// only. All index arithmetic is in pack_index.h, which the host tests run too.
 //
-// The pieces are parameters of the launch: they need no memory that somebody
-// must keep, and no copy that would queue behind the loads on the copy engine.
+// The pieces are launch parameters. They need no memory that must be kept alive, and no copy that would queue
+// after the loads on the copy engine.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,10 +13,10 @@
 
 namespace kv_offload {
 
-// Threads of a block; with kPieceBytes, four 16-byte vectors each.
+// Threads per block; with kPieceBytes, four 16-byte vectors per thread.
 inline constexpr unsigned kPackThreads = 256;
-// Pieces of one launch. Parameters cost time by the byte, and end at 32,764 bytes;
-// on the drivers of CUDA 12.0 at 4 KiB, and those load none of these kernels.
+// Pieces per launch. Parameters cost time per byte and are limited to 32,764 bytes. Drivers of CUDA 12.0
+// limit them to 4 KiB and load none of these kernels.
 inline constexpr unsigned kFewPieces = 160;
 inline constexpr unsigned kMostPieces = 1024;
 
@@ -29,12 +28,12 @@ struct PackLaunch {
 };
 static_assert(sizeof(PackLaunch<kFewPieces>) <= 4096 && sizeof(PackLaunch<kMostPieces>) <= 32764);
 
-// Loads the kernels' code into the current context. Otherwise the first launch
-// does, and may wait for everything that the device was given.
+// Loads the kernels' code into the current context. Otherwise the first launch loads it, and may wait for all
+// work submitted to the device.
 cudaError_t load_pack_kernels();
 
-// Enqueues all pieces, in launches of at most `blocks` blocks. They are copied
-// before this returns. Of a failure some launches may be running.
+// Enqueues all pieces, in launches of at most `blocks` blocks. `pieces` is copied before this returns. After
+// a failure some launches may still run.
 cudaError_t launch_pack(const PackPiece* pieces, std::uint64_t count, bool to_row, unsigned blocks,
                         cudaStream_t stream);
 

@@ -11,10 +11,9 @@
 namespace kv_offload {
 namespace {
 
-// Pageable host memory, and without peer access another device's, would be an
-// illegal address to a kernel, and the end of the process's CUDA context: better
-// to ask first. Unified addressing gives every device pointer the same value
-// everywhere, so that only `device` tells whose it is.
+// True if a kernel can access the address. Pageable host memory, and without peer access another device's
+// memory, are illegal addresses for a kernel and would end the process's CUDA context. With unified
+// addressing a device pointer has the same value everywhere, so only `device` identifies its owner.
 bool reachable(const void* address, int device) {
   cudaPointerAttributes attributes{};
   if (cudaPointerGetAttributes(&attributes, address) != cudaSuccess) {
@@ -38,7 +37,7 @@ std::string pack_pages_on_stream(std::span<const PackPiece> pages, bool to_row, 
     const CudaContext context(device);
     const CudaContext::Scope scope(context);
     if (!scope.status().is_ok()) return scope.status().to_string();
-    const CudaCaptureScope relaxed;  // another stream's capture forbids this thread to load kernels
+    const CudaCaptureScope relaxed;  // a capture on another stream forbids this thread to load kernels
     auto* const on = static_cast<cudaStream_t>(stream);
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     if (const cudaError_t error = cudaStreamIsCapturing(on, &capture); error != cudaSuccess) {

@@ -15,7 +15,7 @@
 namespace kv_offload {
 namespace {
 
-// What the pinning threads share.
+// State shared by the pinning threads.
 struct Pinning {
   std::atomic<std::size_t> next{0};
   std::mutex mutex;
@@ -60,7 +60,7 @@ void PinnedArea::register_pieces(const PinOptions& options) {
   const std::size_t pieces = registered_.size();
   Pinning pinning;
   const auto work = [&] {
-    // A thread of our own: it gets its device once and ends with it.
+    // Our own thread: sets its device once and ends with it.
     Status status = cuda_status(cudaSetDevice(device_), "cudaSetDevice");
     const CudaCaptureScope relaxed;
     while (status.is_ok()) {
@@ -78,13 +78,13 @@ void PinnedArea::register_pieces(const PinOptions& options) {
     }
     const std::lock_guard lock(pinning.mutex);
     if (!status.is_ok()) {
-      pinning.next = pieces;  // nobody starts another piece
+      pinning.next = pieces;  // stops all threads after their current piece
       pinning.failure = status;
     }
     --pinning.running;
     pinning.changed.notify_all();
   };
-  std::vector<std::jthread> threads;  // joined whatever happens
+  std::vector<std::jthread> threads;  // joined in any case
   for (std::size_t i = 0; i < std::min<std::size_t>(std::max(options.threads, 1u), pieces); ++i) {
     const std::lock_guard lock(pinning.mutex);
     threads.emplace_back(work);

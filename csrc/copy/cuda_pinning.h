@@ -1,10 +1,8 @@
-// PinnedArea: a rank's area registered with CUDA for as long as this lives. The
-// area is registered in pieces by several threads at once, which also populates
-// what is not populated yet, where the memory's own policy puts it
-// (HostRegion::prefer_node). CUDA only.
+// PinnedArea: registers a rank's area with CUDA for its lifetime. Several threads register the area in pieces
+// concurrently. Registering also populates pages that are not populated yet, on the NUMA node given by the
+// memory's own policy (HostRegion::prefer_node). CUDA only.
 //
-// A DMA must not cross two registrations: copies are cut at multiples of
-// piece_bytes().
+// A DMA must not cross two registrations: copies are split at multiples of piece_bytes().
 #pragma once
 
 #include <cstdint>
@@ -20,21 +18,20 @@ struct PinOptions {
   int device = 0;
   std::uint64_t piece_bytes = 1ull << 30;  // at most 64 GiB; a multiple of 2 MiB
   unsigned threads = 4;
-  std::function<void(std::uint64_t done, std::uint64_t total)> progress{};  // from the constructor's thread
+  std::function<void(std::uint64_t done, std::uint64_t total)> progress{};  // on the constructor's thread
 };
 
 class PinnedArea {
  public:
-  // Throws ResourceError naming the bytes asked and what CUDA said, and what the
-  // progress function throws; then nothing stays registered and no CUDA error
-  // stays behind.
+  // Throws ResourceError with the requested bytes and CUDA's error, and rethrows exceptions of the progress
+  // function. Then nothing stays registered and no CUDA error stays pending.
   PinnedArea(std::span<std::byte> area, const PinOptions& options);
   ~PinnedArea();
   PinnedArea(const PinnedArea&) = delete;
   PinnedArea& operator=(const PinnedArea&) = delete;
 
   std::uint64_t piece_bytes() const { return piece_bytes_; }
-  // Whether kernels may use the host addresses as they are.
+  // True if kernels may use the host addresses unchanged.
   bool reachable_by_kernels() const { return reachable_; }
 
  private:
@@ -47,11 +44,11 @@ class PinnedArea {
   std::span<std::byte> area_;
   int device_;
   std::uint64_t piece_bytes_;
-  std::vector<char> registered_;  // by piece; not vector<bool>, threads write it side by side
+  std::vector<char> registered_;  // by piece; not vector<bool>, because threads write it concurrently
   bool reachable_ = true;
 };
 
-// The NUMA node a device hangs on; -1 when there is none or it is not told.
+// Returns the NUMA node of a device; -1 if there is none or it is unknown.
 int numa_node_of(int device);
 
 }  // namespace kv_offload

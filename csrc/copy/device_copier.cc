@@ -10,12 +10,12 @@
 namespace kv_offload {
 namespace {
 
-// How long the thread sleeps between two looks: at copies in flight, short against
-// a sub-job; at a compute stream, short against a step of the model.
+// Sleep between two polls. For copies in flight: short compared to a sub-job. For a compute stream: short
+// compared to a step of the model.
 constexpr auto kLookAgain = std::chrono::microseconds(20);
 constexpr auto kLookAtComputeAgain = std::chrono::microseconds(100);
-// By default the kernel lets a sleep last 50 us longer than asked: measured, one of
-// 20 us takes 108 us then (median), and 51 us with this.
+// By default the kernel may extend a sleep by 50 us. Measured median of a 20 us sleep: 108 us by default, 51
+// us with this.
 constexpr unsigned long kTimerSlackNs = 1000;
 
 constexpr std::uint32_t index(CopyLane lane) { return static_cast<std::uint32_t>(lane); }
@@ -30,14 +30,14 @@ CopyLane lane_of(const CopyJob& job) {
   return job.expedited ? CopyLane::kUrgentLoads : CopyLane::kLoads;
 }
 
-// Without staging nothing is staged, whatever was measured or is built in.
+// Without staging memory the staged path is not available, whatever was measured or is built in.
 CopyTable paths_that_are_there(CopyTable table, const DeviceLimits& limits) {
   if (limits.staged_bytes != 0) return table;
   for (auto& paths : table.rates) paths[static_cast<std::size_t>(CopyPath::kStaged)].fill(0);
   return table;
 }
 
-// Endless without DMA.
+// Infinite without DMA.
 double dma_seconds(const CopyTable& table, const CopyPlan& plan) {
   if (plan.segments.empty()) return 0;
   return static_cast<double>(plan.bytes) /
@@ -100,21 +100,26 @@ void DeviceCopier::submit(CopyJob job) {
   };
   queued->hasty_path = path_for(CopyHaste::kSoon);
   if (job.direction == CopyDirection::kStore) queued->dma_seconds = dma_seconds(table_, plan);
+  // An empty job needs no choice.
   const CopyHaste wanted = plan.segments.empty() ? CopyHaste::kSoon : haste(*queued);
   queued->path = wanted == CopyHaste::kSoon ? queued->hasty_path : path_for(wanted);
   queued->segments = std::move(plan.segments);
+  // wait() may switch the job to the hasty path, so the sub-jobs fit both paths.
   queued->ranges = split(&queued->segments, split_limits_for(queued->path, queued->hasty_path, limits_));
+  // A job without copies does not depend on the compute stream.
   Status marked = Status::ok();
   if (order_after_compute_ && !queued->ranges.empty())
     marked = device_->mark(job.compute_stream, &queued->after);
   queued->reached = queued->after == kNoEvent;
 
   MutexLock lock(mutex_);
+  // The event was recorded before this check: release it.
   if (jobs_.contains(job.id)) {
     if (queued->after != kNoEvent) device_->release(queued->after);
     throw_invalid("job {} was submitted twice", job.id);
   }
   Job& added = *jobs_.emplace(job.id, std::move(queued)).first->second;
+  // Only a job with copies is queued; every other job ends here.
   if (closing_) {
     fail(added, Status::error(StatusKind::kUnavailable, "submit: the copier is closed"));
   } else if (!marked.is_ok()) {
@@ -185,19 +190,19 @@ void DeviceCopier::run_thread() {
   }
 }
 
-// Until it is worth while to look again.
+// Waits until the next poll.
 void DeviceCopier::rest() {
   if (waiting_ == 0) {
     work_.wait_for(mutex_, anything_in_flight() ? kLookAgain : kLookAtComputeAgain);
-  } else {  // somebody holds up the forward pass for this
+  } else {  // a caller blocks the forward pass in wait()
     mutex_.unlock();
     std::this_thread::yield();
     mutex_.lock();
   }
 }
 
-// The next job of each lane, where it may not be issued yet. Those behind it were
-// submitted later, or were less urgent.
+// Returns the next job of each lane that may not be issued yet. Later jobs of a lane were submitted later, or
+// became urgent later.
 std::vector<DeviceCopier::Job*> DeviceCopier::behind_compute() const {
   std::vector<Job*> jobs;
   for (const auto& queue : queues_) {
@@ -213,7 +218,7 @@ void DeviceCopier::look_at_compute(std::span<Job* const> jobs) {
   }
 }
 
-// Asks the device about every copy in flight; true when one has ended.
+// Queries every copy in flight. True if one has ended.
 bool DeviceCopier::look_at_flights() {
   bool any = false;
   for (std::uint32_t lane = 0; lane < kCopyLanes; ++lane) {
@@ -257,13 +262,13 @@ bool DeviceCopier::can_go_on(std::uint32_t lane) const {
   return !queues_[lane].empty() && queues_[lane].front()->reached;
 }
 
-// Of one direction, a lane waits while a more urgent one has work to hand out.
+// In each direction, a lane waits while a more urgent lane has work to issue.
 bool DeviceCopier::lane_may_issue(std::uint32_t lane) const {
   const bool less_urgent = lane == index(CopyLane::kLoads) || lane == index(CopyLane::kStores);
   return can_go_on(lane) && !(less_urgent && can_go_on(lane - 1));
 }
 
-// The next sub-job that has a free slot; its flight has begun when this returns.
+// Takes the next sub-job with a free slot. It counts as in flight when this returns.
 bool DeviceCopier::take_copy(DeviceCopy* copy) {
   for (std::uint32_t lane = 0; lane < kCopyLanes; ++lane) {
     if (!lane_may_issue(lane)) continue;
@@ -293,12 +298,12 @@ void DeviceCopier::issue(const DeviceCopy& copy, Job& job) {
   Status status = device_->issue(copy);
   job.result.refused_batches += device_->refused_batches() - refused;
   if (status.is_ok()) return;
-  Flight& flight = flights_[copy.lane][copy.slot];  // landed by the next look
+  Flight& flight = flights_[copy.lane][copy.slot];  // the next poll ends the flight
   flight.ended = true;
   flight.status = std::move(status);
 }
 
-// Nothing more of the job is issued.
+// No further sub-job of the job is issued.
 void DeviceCopier::fail(Job& job, Status status) {
   if (!job.all_issued()) {
     auto& queue = queues_[index(job.lane)];

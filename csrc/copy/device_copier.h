@@ -1,19 +1,16 @@
-// DeviceCopier: BlockCopier over a CopyDevice. submit() plans, marks the compute
-// stream and queues; one thread of its own issues copies and sees them end, so
-// that the model runner's thread neither waits nor pays for descriptors.
+// DeviceCopier: BlockCopier on top of a CopyDevice. submit() plans the job, marks the compute stream and
+// queues the job. A dedicated thread issues the copies and polls for their end, so the model runner's thread
+// neither waits nor pays for descriptors.
 //
-// Jobs are cut into sub-jobs. Lanes, most urgent first: loads that are expedited
-// or waited for, loads, stores that are waited for, stores. Of one direction only
-// the most urgent lane that can go on is fed. wait() moves what is left of the
+// Jobs are split into sub-jobs. Lanes, most urgent first: expedited or awaited loads, loads, awaited stores,
+// stores. In each direction only the most urgent lane that can proceed is fed. wait() moves the rest of the
 // listed jobs to the urgent lane.
 //
-// The device shares its copy engines, its SMs and its driver's locks with the
-// model, so little is in flight: a few sub-jobs a lane (DeviceLimits), and nothing
-// of a job before the compute stream has come to where it stood at submit: a copy
-// that only waits would hold a place in the driver's queues.
+// The device shares its copy engines, SMs and driver locks with the model, so little is in flight: a few
+// sub-jobs per lane (DeviceLimits). A job is not issued before the compute stream has reached its position at
+// submit(): a copy that only waits would occupy a place in the driver's queues.
 //
-// A failed sub-job ends its job as kDevice with every group failed, once nothing
-// of the job runs any more.
+// A failed sub-job ends its job as kDevice with all groups failed, once nothing of the job runs any more.
 #pragma once
 
 #include <array>
@@ -40,32 +37,31 @@ inline constexpr std::uint32_t kCopyLanes = 4;
 inline constexpr std::uint32_t kLaneSlots = 4;
 
 struct DeviceLimits {
-  // Of a DMA copy. What vLLM copies itself in every step (token ids, block tables)
-  // may stand behind what is in flight: at 50 GB/s, two of 4 MiB are 160 us, and so
-  // is what an urgent load finds before it. After each the link rests: on an H100,
-  // 2 MiB at a time came to 52.0 GB/s, and vLLM's calls for whole jobs to 54.5. And
-  // they must not be over before the thread looks again, every 50 us or so.
+  // Bytes of a DMA sub-job. vLLM's own copies in every step (token ids, block tables) may queue after what is
+  // in flight: at 50 GB/s, two sub-jobs of 4 MiB take 160 us. An urgent load waits as long. Each sub-job
+  // leaves a gap on the link: on an H100, sub-jobs of 2 MiB reached 52.0 GB/s, and vLLM's calls for whole
+  // jobs 54.5 GB/s. A sub-job must also take longer than the thread's polling interval, about 50 us.
   std::uint64_t dma_bytes = 4 << 20;
-  // Of a kernel's copy, which keeps SMs from the model: on an H100, steps beside
-  // stores were 67% longer with 2 MiB at a time and 83% with 8 MiB.
+  // Bytes of a kernel sub-job, which takes SMs from the model: on an H100, steps during stores were 67%
+  // longer with 2 MiB at a time and 83% longer with 8 MiB.
   std::uint64_t kernel_bytes = 2 << 20;
-  // Descriptors of one call, during which the driver may hold locks that the
-  // model's launches need. 2 MiB of 4 KiB pages.
+  // Descriptors per call. During a call the driver may hold locks that the model's launches need. 512 pages
+  // of 4 KiB are 2 MiB.
   std::uint32_t sub_job_segments = 512;
-  // Sub-jobs of a lane in flight: one on the link, one behind it. While somebody
-  // waits the lane takes all its slots, and the thread spins.
+  // Sub-jobs of a lane in flight: one on the link and one queued after it. While a caller is in wait(), the
+  // lanes use all their slots and the thread spins.
   std::uint32_t in_flight = 2;
-  std::uint64_t staged_bytes = 0;  // of staged copies: what a slot's staging holds; 0: no staging
-  std::uint64_t boundary = 0;      // area offsets that no DMA crosses
-  // Stores that nobody waits for are copied as the model notices least, which is not
-  // always the fastest way, unless that takes longer than this for the stores under
-  // way and this one, by DMA: a block is free when it was copied.
+  std::uint64_t staged_bytes = 0;  // staging bytes per slot; 0 = no staging
+  std::uint64_t boundary = 0;      // no DMA crosses a multiple of this area offset
+  // Background stores use the path that disturbs the model least, which is not always the fastest. The
+  // exception: the stores in progress and this one would take longer than this by DMA. A block is only free
+  // after it was copied.
   double patient_seconds = 0.1;
 };
 
-// How the jobs of a path are cut. REQUIRES: staged_bytes of 128 at least for staged copies.
+// Returns how jobs of a path are split. REQUIRES: staged_bytes >= 128 for staged copies.
 SplitLimits split_limits_for(CopyPath path, const DeviceLimits& limits);
-// So that each sub-job can go either way.
+// Returns limits that let each sub-job use either path.
 SplitLimits split_limits_for(CopyPath one, CopyPath other, const DeviceLimits& limits);
 
 class DeviceCopier final : public BlockCopier {
@@ -73,33 +69,33 @@ class DeviceCopier final : public BlockCopier {
   // Throws InvalidArgument (layout).
   DeviceCopier(const CopierOptions& options, std::unique_ptr<CopyDevice> device, const CopyTable& table,
                const DeviceLimits& limits);
-  ~DeviceCopier() override;  // close()
+  ~DeviceCopier() override;  // calls close()
 
   std::string describe() const override;
   void submit(CopyJob job) override;
   std::vector<CopyResult> poll() override;
   void wait(std::span<const std::uint64_t> job_ids) override;
-  // Refuses new jobs (they end as kUnavailable), finishes the queued ones, joins.
+  // Refuses new jobs (they end as kUnavailable), finishes the queued ones and joins the thread.
   void close() override;
 
  private:
   struct Job {
     CopyResult result;
     CopyPath path = CopyPath::kDma;
-    CopyPath hasty_path = CopyPath::kDma;  // once somebody waits; the sub-jobs fit both
+    CopyPath hasty_path = CopyPath::kDma;  // used once a caller waits; the sub-jobs fit both paths
     CopyLane lane = CopyLane::kStores;
-    double dma_seconds = 0;  // of a store: what it takes by DMA
+    double dma_seconds = 0;  // estimated DMA time of a store
     std::vector<CopySegment> segments;
     std::vector<SegmentRange> ranges;  // one per sub-job
     std::size_t next_range = 0;        // not issued yet
     std::uint32_t running = 0;
-    DeviceEvent after = kNoEvent;  // of the compute stream
-    bool reached = false;          // it has come there: the job may be issued
+    DeviceEvent after = kNoEvent;  // event on the compute stream
+    bool reached = false;          // the compute stream reached `after`: the job may be issued
     Nanos started{0};
     bool all_issued() const { return next_range == ranges.size(); }
   };
   struct Flight {
-    Job* job = nullptr;  // null: the slot is free
+    Job* job = nullptr;  // null = the slot is free
     bool ended = false;
     Status status;
   };
@@ -130,19 +126,19 @@ class DeviceCopier final : public BlockCopier {
   const SteadyClock clock_;
   const std::unique_ptr<CopyDevice> device_;
 
-  // The thread's own:
+  // Used by the thread only:
   std::array<LaneFlights, kCopyLanes> flights_;
-  std::vector<std::pair<Job*, Status>> not_reachable_;  // their event cannot be asked about
+  std::vector<std::pair<Job*, Status>> not_reachable_;  // querying their event failed
 
   mutable Mutex mutex_;
   CondVar work_;
   CondVar done_;
   bool closing_ GUARDED_BY(mutex_) = false;
-  int waiting_ GUARDED_BY(mutex_) = 0;  // calls of wait() under way: look more often
+  int waiting_ GUARDED_BY(mutex_) = 0;  // calls in wait(): poll more often
   std::unordered_map<std::uint64_t, std::unique_ptr<Job>> jobs_ GUARDED_BY(mutex_);
   std::array<std::deque<Job*>, kCopyLanes> queues_ GUARDED_BY(mutex_);
   std::vector<CopyResult> finished_ GUARDED_BY(mutex_);
-  std::thread thread_;  // last: it dies first
+  std::thread thread_;  // last member: stopped first
 };
 
 }  // namespace kv_offload

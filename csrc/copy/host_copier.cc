@@ -30,12 +30,12 @@ HostCopier::HostCopier(const CopierOptions& options, CopyFunction copy)
 HostCopier::~HostCopier() { close(); }
 
 std::string HostCopier::describe() const {
-  return fmt::format("host: memcpy, {} threads, runs from {} KiB past the caches", threads_.size(),
+  return fmt::format("host: memcpy, {} threads, runs of {} KiB or more bypass the caches", threads_.size(),
                      non_temporal_from_ >> 10);
 }
 
 void HostCopier::submit(CopyJob job) {
-  // Whichever side is read: a read waits for memory, a write past the caches does not.
+  // Order by the side that is read: reads wait for memory, and writes that bypass the caches do not.
   const CopyOrder order = job.direction == CopyDirection::kStore ? CopyOrder::kPages : CopyOrder::kArea;
   CopyPlan plan = make_copy_plan(layout_, area_.size(), job, order);
   auto queued = std::make_unique<Job>();
@@ -120,7 +120,7 @@ void HostCopier::run_thread() {
   }
 }
 
-// The next slice of the most urgent job that is at least as urgent as `least`.
+// Returns the next slice of the most urgent job that is at least as urgent as `least`.
 HostCopier::Slice HostCopier::take_slice(Urgency least) {
   for (std::size_t urgency = 0; urgency <= least; ++urgency) {
     auto& queue = queues_[urgency];

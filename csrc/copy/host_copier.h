@@ -1,11 +1,10 @@
-// HostCopier: BlockCopier for caches in host memory. A small pool of threads
-// works through the jobs slice by slice, always on the most urgent one: waited
-// for, expedited loads, loads, stores; within a class in order of submission.
-// A job in slices is left between two of them, so that a short load passes a
-// long store. Idle threads sleep; wait() lends the calling thread to the jobs.
+// HostCopier: BlockCopier for caches in host memory. A small thread pool processes the jobs in slices. It
+// always takes the most urgent job: awaited jobs, expedited loads, loads, stores; by order of submission
+// within a class. A more urgent job runs between two slices, so that a short load overtakes a long store.
+// Idle threads sleep; wait() uses the calling thread for the awaited jobs.
 //
-// REQUIRES: whoever wrote the bytes has finished before submit() is called (on
-// the CPU platform the forward pass is synchronous).
+// REQUIRES: the bytes are completely written before submit() is called (on the CPU platform the forward pass
+// is synchronous).
 #pragma once
 
 #include <array>
@@ -27,20 +26,20 @@ namespace kv_offload {
 
 class HostCopier final : public BlockCopier {
  public:
-  // Copies one run; tests put a gate or a fault in its place. Any pool thread.
+  // Copies one run, on any pool thread. Tests replace it to block or to fail.
   using CopyFunction = std::function<void(std::byte* to, const std::byte* from, std::size_t bytes)>;
   static constexpr std::uint64_t kSliceBytes = 1 << 20;
 
   // Throws InvalidArgument (layout, no threads).
   explicit HostCopier(const CopierOptions& options, CopyFunction copy = {});
-  ~HostCopier() override;  // close()
+  ~HostCopier() override;  // calls close()
 
   std::string describe() const override;
   void submit(CopyJob job) override;
   std::vector<CopyResult> poll() override;
   void wait(std::span<const std::uint64_t> job_ids) override;
-  // Refuses new jobs (they end as kUnavailable), finishes the queued ones,
-  // joins. Results are still polled after it.
+  // Refuses new jobs (they end as kUnavailable), finishes the queued ones and joins the threads. Results can
+  // still be polled afterwards.
   void close() override;
 
  private:
@@ -51,8 +50,8 @@ class HostCopier final : public BlockCopier {
     CopyResult result;
     std::vector<CopySegment> segments;
     Urgency urgency = kStores;
-    std::size_t next_segment = 0;  // first byte not handed out yet
-    std::uint64_t next_byte = 0;   // inside it
+    std::size_t next_segment = 0;  // segment of the first byte not handed out yet
+    std::uint64_t next_byte = 0;   // offset in that segment
     std::uint32_t slices_running = 0;
     Nanos started{0};
     bool handed_out() const { return next_segment == segments.size(); }
@@ -78,13 +77,13 @@ class HostCopier final : public BlockCopier {
   const SteadyClock clock_;
 
   mutable Mutex mutex_;
-  CondVar work_;  // a slice may be taken, or closing
+  CondVar work_;  // a slice is available, or closing
   CondVar done_;  // a job finished
   bool closing_ GUARDED_BY(mutex_) = false;
   std::unordered_map<std::uint64_t, std::unique_ptr<Job>> jobs_ GUARDED_BY(mutex_);  // not finished
   std::array<std::deque<Job*>, kUrgencies> queues_ GUARDED_BY(mutex_);  // with slices to hand out
   std::vector<CopyResult> finished_ GUARDED_BY(mutex_);
-  std::vector<std::thread> threads_;  // last: they die first
+  std::vector<std::thread> threads_;  // last member: stopped first
 };
 
 }  // namespace kv_offload

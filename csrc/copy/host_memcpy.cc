@@ -14,8 +14,8 @@ namespace {
 
 constexpr std::size_t kLine = 64;
 
-// REQUIRES: `to` is 16-byte aligned, bytes is a multiple of a line. 16-byte
-// streams fill the write-combining buffers as fast as wider ones here.
+// REQUIRES: `to` is 16-byte aligned, and `bytes` is a multiple of a cache line. 16-byte streaming stores fill
+// the write-combining buffers as fast as wider ones here.
 void stream_lines(std::byte* to, const std::byte* from, std::size_t bytes) {
   for (std::size_t at = 0; at < bytes; at += kLine) {
     const auto* source = reinterpret_cast<const __m128i*>(from + at);
@@ -29,7 +29,7 @@ void stream_lines(std::byte* to, const std::byte* from, std::size_t bytes) {
     _mm_stream_si128(target + 2, c);
     _mm_stream_si128(target + 3, d);
   }
-  _mm_sfence();  // streamed stores are weakly ordered: publish before any flag is set
+  _mm_sfence();  // streaming stores are weakly ordered: publish before any flag is set
 }
 
 }  // namespace

@@ -1,13 +1,13 @@
-// How fast the host copier is here; for kv-offload doctor.
+// Measures the speed of the host copier; for kv-offload doctor.
 #pragma once
 
 #include <cstdint>
 
 namespace kv_offload {
 
-// Bytes per second from one buffer of `total_bytes` (in whole blocks of 2 MiB, at least one page)
-// to another with `threads` threads: the best of a few passes after a first one
-// that is not counted. Throws InvalidArgument when there is nothing to copy.
+// Returns bytes per second for copies between two buffers of `total_bytes` (in whole blocks of 2 MiB, at
+// least one page) with `threads` threads: the best of a few passes after an uncounted warm-up pass. Throws
+// InvalidArgument if total_bytes is 0.
 double measure_copy(std::uint64_t total_bytes, unsigned threads);
 
 }  // namespace kv_offload

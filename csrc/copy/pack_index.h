@@ -1,10 +1,9 @@
-// The indexing of the pack kernels, written once for device and host: the tests
-// run the very same code on the host, thread by thread.
+// The index arithmetic of the pack kernels, shared by device and host: the tests run the same code on the
+// host, thread by thread.
 //
-// A launch moves pieces; block b takes pieces b, b + blocks, ...; its threads
-// share a piece's bytes. Vectors are as wide as both addresses allow: if they
-// agree modulo 16, a scalar head up to the boundary, 16-byte vectors, a scalar
-// tail; narrower vectors else. Any alignment is correct.
+// A launch copies pieces; block b copies pieces b, b + blocks, ..., and its threads share the bytes of a
+// piece. Vectors are as wide as both addresses allow. If the addresses agree modulo 16: a scalar head up to
+// the boundary, 16-byte vectors, a scalar tail; otherwise narrower vectors. Any alignment is correct.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +17,7 @@
 
 namespace kv_offload {
 
-// One block's turn. 16 KiB: 256 threads with four 16-byte vectors in flight each.
+// Bytes that a block copies at a time. 16 KiB = 256 threads with four 16-byte vectors in flight each.
 inline constexpr std::uint64_t kPieceBytes = 16 << 10;
 
 struct PackPiece {
@@ -29,7 +28,7 @@ struct PackPiece {
 
 namespace pack {
 
-// Units of any memory: they may alias what the bytes really are.
+// Access units for memory of any type: they may alias the actual type of the bytes.
 struct __attribute__((__may_alias__)) Vector16 {
   alignas(16) std::uint64_t low;
   std::uint64_t high;
@@ -51,7 +50,7 @@ KVO_HOST_DEVICE inline void move_units(std::byte* to, const std::byte* from, std
   auto* target = reinterpret_cast<Unit*>(to);
   const auto* source = reinterpret_cast<const Unit*>(from);
   std::uint64_t i = thread;
-  // Four loads before the first store: the link's latency is paid once for four.
+  // Four loads before the first store: the link's latency is paid once for all four.
   for (; i + 3ull * threads < units; i += 4ull * threads) {
     const Unit a = source[i];
     const Unit b = source[i + threads];
@@ -65,8 +64,7 @@ KVO_HOST_DEVICE inline void move_units(std::byte* to, const std::byte* from, std
   for (; i < units; i += threads) target[i] = source[i];
 }
 
-// Head, body and tail with `Unit` vectors. REQUIRES: to and from agree modulo
-// sizeof(Unit).
+// Copies head, body and tail with `Unit` vectors. REQUIRES: `to` and `from` agree modulo sizeof(Unit).
 template <typename Unit>
 KVO_HOST_DEVICE inline void move_aligned(std::byte* to, const std::byte* from, std::uint64_t bytes,
                                          unsigned thread, unsigned threads) {
@@ -79,7 +77,7 @@ KVO_HOST_DEVICE inline void move_aligned(std::byte* to, const std::byte* from, s
   move_units<Vector1>(to + tail, from + tail, bytes - tail, thread, threads);
 }
 
-// This thread's share of one piece.
+// Copies this thread's share of one piece.
 KVO_HOST_DEVICE inline void move_piece(std::byte* to, const std::byte* from, std::uint64_t bytes,
                                        unsigned thread, unsigned threads) {
   const std::uintptr_t apart = reinterpret_cast<std::uintptr_t>(to) ^ reinterpret_cast<std::uintptr_t>(from);
@@ -94,7 +92,7 @@ KVO_HOST_DEVICE inline void move_piece(std::byte* to, const std::byte* from, std
   }
 }
 
-// This thread's share of a launch.
+// Copies this thread's share of a launch.
 KVO_HOST_DEVICE inline void move_pieces(const PackPiece* pieces, std::uint64_t count, bool to_row,
                                         unsigned block, unsigned blocks, unsigned thread, unsigned threads) {
   for (std::uint64_t i = block; i < count; i += blocks) {

@@ -1,5 +1,4 @@
-// The pack kernels on a stream of somebody else's. No CUDA header is needed to
-// include this.
+// Runs the pack kernels on the caller's stream. Needs no CUDA header.
 #pragma once
 
 #include <span>
@@ -9,11 +8,10 @@
 
 namespace kv_offload {
 
-// Enqueues all pages on `stream` (a cudaStream_t) of `device`; never waits for
-// them. Both sides must be memory of that device or pinned host memory, and the
-// stream must not be under graph capture. `pages` is not kept; the memory that it
-// names is the caller's to keep until the stream has come there. "" or what failed;
-// of many pages some may be enqueued then.
+// Enqueues all pages on `stream` (a cudaStream_t) of `device`; never waits for them. Both sides must be
+// memory of that device or pinned host memory, and the stream must not be under graph capture. `pages` is not
+// kept. The caller must keep the memory that it refers to until the stream has reached that point. Returns
+// "", or what failed; some of the pages may be enqueued then.
 std::string pack_pages_on_stream(std::span<const PackPiece> pages, bool to_row, unsigned blocks, int device,
                                  void* stream);
 

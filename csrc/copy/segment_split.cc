@@ -7,7 +7,7 @@ namespace {
 
 constexpr std::uint64_t kVector = 16;
 
-// Bytes from `offset` that one segment may take.
+// Returns the maximum length of a segment that starts at `offset`.
 std::uint64_t reach(std::uint64_t offset, const SplitLimits& limits) {
   std::uint64_t bytes = limits.max_bytes;
   if (limits.boundary != 0) bytes = std::min(bytes, limits.boundary - offset % limits.boundary);
@@ -37,7 +37,7 @@ void cut_long_ones(std::vector<CopySegment>* segments, const SplitLimits& limits
   *segments = std::move(cut);
 }
 
-// False when the pieces are full.
+// False if the pieces do not fit.
 bool cut(std::byte* cache, std::byte* row, std::uint64_t bytes, PackPiece* pieces, std::size_t capacity,
          std::size_t* count) {
   for (std::uint64_t at = 0; at < bytes; at += kPieceBytes) {

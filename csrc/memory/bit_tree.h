@@ -1,5 +1,5 @@
-// BitTree: a set of small integers with "the first member at or after i" in
-// O(log64 n): bitmap words, and above them bitmaps of which words are not empty.
+// BitTree: a set of small integers that finds the first member at or after i in O(log64 n). Bitmap words,
+// with bitmaps above them that mark the non-empty words.
 //
 // Value type, not thread-safe.
 #pragma once
@@ -29,7 +29,7 @@ class BitTree {
   }
 
   bool empty() const { return levels_.empty() || levels_.back().empty() || levels_.back().front() == 0; }
-  // REQUIRES, as of insert() and erase(): i < size.
+  // REQUIRES, like insert() and erase(): i < size.
   bool contains(std::size_t i) const {
     assert(i / 64 < levels_.front().size());
     return (levels_.front()[i / 64] >> (i % 64) & 1) != 0;
@@ -50,7 +50,7 @@ class BitTree {
     }
   }
 
-  // The smallest member >= from, or kNone.
+  // Returns the smallest member >= from, or kNone.
   std::size_t first(std::size_t from = 0) const {
     for (std::size_t depth = 0; depth < levels_.size(); ++depth) {
       const auto& level = levels_[depth];

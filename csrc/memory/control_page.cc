@@ -32,15 +32,15 @@ struct ControlPage::Header {
   Sizes sizes;
   std::atomic<std::uint32_t> scheduler;  // 1: attached
   std::atomic<std::uint32_t> attached;   // scheduler and workers
-  std::atomic<std::uint32_t> fetching;   // 1: a request waits for records of a tier
+  std::atomic<std::uint32_t> fetching;   // 1: a request waits for a tier's records
 };
 
 struct ControlPage::Worker {
   std::atomic<std::uint32_t> attached;
-  std::atomic<std::uint32_t> published;  // after all of the geometry
+  std::atomic<std::uint32_t> published;  // set after all of the geometry
   std::uint32_t num_groups;
   std::uint32_t fingerprint_bytes;
-  std::array<std::uint64_t, 64> shard_bytes;  // of kMostGroups at most
+  std::array<std::uint64_t, 64> shard_bytes;  // kMostGroups at most
   std::array<char, kMostFingerprint> fingerprint;
 };
 
@@ -73,7 +73,8 @@ ControlPage::ControlPage(std::byte* base, const Sizes& mine) : base_(base), num_
   }
   if (header().version != kVersion) {
     throw_resource(
-        "the host memory region has format {}, this process knows {}: all processes of one engine need the "
+        "the host memory region has format {}, this process supports {}: all processes of one engine need "
+        "the "
         "same version of this package",
         header().version, kVersion);
   }
@@ -99,7 +100,8 @@ bool ControlPage::count_in() { return header().attached.fetch_add(1) + 1 == num_
 
 bool ControlPage::attach_scheduler() {
   if (header().scheduler.exchange(1) != 0) {
-    throw_resource("a scheduler is attached to this region: does another engine have the same engine id?");
+    throw_resource(
+        "a scheduler is already attached to this region: does another engine use the same engine id?");
   }
   return count_in();
 }
@@ -115,7 +117,8 @@ bool ControlPage::attach_worker(std::uint32_t rank, const RankGeometry& geometry
   }
   Worker& mine = worker(rank);
   if (mine.attached.exchange(1) != 0) {
-    throw_resource("rank {} is attached to this region: does another engine have the same engine id?", rank);
+    throw_resource("rank {} is already attached to this region: does another engine use the same engine id?",
+                   rank);
   }
   mine.num_groups = static_cast<std::uint32_t>(geometry.shard_bytes.size());
   mine.fingerprint_bytes = static_cast<std::uint32_t>(geometry.fingerprint.size());
@@ -130,7 +133,7 @@ bool ControlPage::is_published(std::uint32_t rank) const {
 }
 
 RankGeometry ControlPage::geometry(std::uint32_t rank) const {
-  if (!is_published(rank)) throw_invalid("rank {} has not attached yet: wait_for_ranks first", rank);
+  if (!is_published(rank)) throw_invalid("rank {} has not attached yet: call wait_for_ranks first", rank);
   const Worker& theirs = worker(rank);
   RankGeometry geometry;
   geometry.shard_bytes.assign(theirs.shard_bytes.begin(), theirs.shard_bytes.begin() + theirs.num_groups);

@@ -1,13 +1,12 @@
-// ControlPage: the head of the shared mapping, before the areas. What processes
-// tell each other lies here; only lock-free atomics and bytes that are written
-// before a flag is.
+// ControlPage: the head of the shared mapping, before the areas. The processes exchange data here, only with
+// lock-free atomics and with bytes that are written before a flag.
 //
-//   header     4 KiB   sizes that all must agree on, who is attached
+//   header     4 KiB   sizes that all processes must agree on, attached processes
 //   workers    8 KiB each: geometry and fingerprint
 //   tickets    256 KiB each worker: a ring of kTicketSlots results
 //   padding    to 2 MiB, so that the areas may have huge pages; takes no memory
 //
-// Private to memory/. Methods: any thread, any process, unless said otherwise.
+// Private to memory/. Methods: any thread, any process, unless stated otherwise.
 #pragma once
 
 #include <array>
@@ -34,33 +33,32 @@ class ControlPage {
 
   static std::uint64_t bytes(std::uint32_t num_workers);         // without the padding
   static std::uint64_t padded_bytes(std::uint32_t num_workers);  // area 0 starts here
-  // For who makes the file, once, before others can see it. `base` is zeroed.
+  // Called once by the process that creates the file, before other processes can see it. `base` is zeroed.
   static void initialise(std::byte* base, const Sizes& sizes);
-  // As initialised: for who takes over a region of the same sizes that nobody else has.
-  // May end half way and be done again.
+  // Resets the page to its initial state. For a process that adopts a region of the same sizes that no other
+  // process holds. May be interrupted and repeated.
   void forget();
 
   ControlPage() = default;
-  // REQUIRES: initialised. Throws ResourceError when it is not or is of another
-  // version, InvalidArgument naming both values where the sizes differ.
+  // REQUIRES: initialised. Throws ResourceError if it is not or if it has another version, InvalidArgument
+  // naming both values if the sizes differ.
   ControlPage(std::byte* base, const Sizes& mine);
 
-  // True when the caller was the last of all. Throws ResourceError when that
-  // part is taken (two processes of one rank), InvalidArgument when the geometry
-  // is too large; then nothing has changed.
+  // Return true if the caller was the last process to attach. Throw ResourceError if that part is taken (two
+  // processes of one rank), InvalidArgument if the geometry is too large; nothing has changed then.
   bool attach_scheduler();
   bool attach_worker(std::uint32_t rank, const RankGeometry& geometry);
 
   bool is_published(std::uint32_t rank) const;
   RankGeometry geometry(std::uint32_t rank) const;
 
-  // Whether a request waits for records of a tier (HostRegion::set_fetching).
+  // True while a request waits for a tier's records (HostRegion::set_fetching).
   void set_fetching(bool fetching);
   bool is_fetching() const;
 
   // One thread per rank.
   void report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_groups);
-  // Of one rank; kPending while it has not reported.
+  // Returns one rank's result; kPending while it has not reported.
   TicketResult result(std::uint32_t rank, Ticket ticket, std::uint64_t* failed_groups) const;
 
  private:

@@ -28,7 +28,7 @@ namespace {
 constexpr std::uint64_t kLargeArea = std::uint64_t{64} << 20;
 constexpr auto kPollAtMost = std::chrono::milliseconds(20);
 constexpr auto kRankZeroDeadline = std::chrono::minutes(2);
-constexpr auto kDyingEngine = std::chrono::seconds(2);  // is gone after it
+constexpr auto kDyingEngine = std::chrono::seconds(2);  // an engine killed now has ended by then
 
 // A mapping of a part of a file. Its start in memory is aligned for huge pages.
 class Mapping {
@@ -69,7 +69,8 @@ class Mapping {
  private:
   [[noreturn]] void fail(int error) const {
     throw_resource(
-        "{} of address space for the host memory region: {}; raise ulimit -v or lower cpu_bytes_to_use",
+        "cannot reserve {} of address space for the host memory region: {}; raise ulimit -v or lower "
+        "cpu_bytes_to_use",
         format_bytes(bytes_), std::strerror(error));
   }
 
@@ -84,7 +85,7 @@ ControlPage::Sizes sizes_of(const RegionOptions& options) {
     throw_invalid("{} workers were given; 1 to {} are possible", options.num_workers, kMostWorkers);
   }
   if (options.num_areas != 1 && options.num_areas != options.num_workers) {
-    throw_invalid("{} areas for {} workers were given; possible are one for each or one for all",
+    throw_invalid("{} areas were given for {} workers; use one for each worker or one for all",
                   options.num_areas, options.num_workers);
   }
   std::uint64_t area_bytes = options.bytes / options.num_areas;
@@ -100,16 +101,15 @@ ControlPage::Sizes sizes_of(const RegionOptions& options) {
 std::string what_to_change(const MemoryHeadroom& headroom, const std::string& shm_directory) {
   if (headroom.limited_by == shm_directory) {
     return fmt::format(
-        "lower cpu_bytes_to_use or enlarge {} (docker run --shm-size, Kubernetes emptyDir with medium "
-        "Memory, "
-        "mount -o remount,size=)",
+        "lower cpu_bytes_to_use or enlarge {} (docker run --shm-size, Kubernetes emptyDir with "
+        "medium Memory, mount -o remount,size=)",
         shm_directory);
   }
   if (headroom.limited_by == "MemAvailable") return "lower cpu_bytes_to_use or free memory on this machine";
   return "lower cpu_bytes_to_use or raise the memory limit of the container or service";
 }
 
-// Takes the memory of regions that are kept for nobody's use now, if it is needed.
+// Frees kept regions that no process holds if their memory is needed.
 void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vector<std::string>* swept) {
   MemoryHeadroom headroom = memory_headroom(options.shm_directory);
   if (needed <= headroom.bytes) return;
@@ -117,8 +117,8 @@ void check_headroom(const RegionOptions& options, std::uint64_t needed, std::vec
   headroom = memory_headroom(options.shm_directory);
   if (needed <= headroom.bytes) return;
   throw_resource(
-      "host memory: {} ({} bytes) asked by cpu_bytes_to_use, with the control page {} bytes; {} ({} bytes) "
-      "available, limited by {}: {}",
+      "host memory: {} ({} bytes) requested by cpu_bytes_to_use, {} bytes with the control page; "
+      "{} ({} bytes) available, limited by {}: {}",
       format_bytes(options.bytes), options.bytes, needed, format_bytes(headroom.bytes), headroom.bytes,
       headroom.limited_by, what_to_change(headroom, options.shm_directory));
 }
@@ -127,7 +127,7 @@ std::uint64_t memory_of(const ControlPage::Sizes& sizes) {
   return ControlPage::bytes(sizes.num_workers) + sizes.area_bytes * sizes.num_areas;
 }
 
-// What is not known does not limit: for threads, which never throw.
+// An unknown headroom does not limit. For threads, which must not throw.
 std::uint64_t headroom_bytes(const std::string& shm_directory) {
   try {
     return memory_headroom(shm_directory).bytes;
@@ -136,21 +136,20 @@ std::uint64_t headroom_bytes(const std::string& shm_directory) {
   }
 }
 
-// The control page is allocated at once, so that no process dies writing to it.
+// Allocates the control page at once, so that no process dies writing to it.
 void fill_in(int fd, const RegionOptions& options, const ControlPage::Sizes& sizes,
              std::vector<std::string>* swept) {
   const std::uint64_t control = ControlPage::bytes(sizes.num_workers);
   check_headroom(options, memory_of(sizes), swept);
   if (const int error = ::posix_fallocate(fd, 0, static_cast<off_t>(control)); error != 0) {
-    throw_resource("{} for the control page in {}: {}; enlarge it", format_bytes(control),
+    throw_resource("cannot allocate {} for the control page in {}: {}; enlarge it", format_bytes(control),
                    options.shm_directory, std::strerror(error));
   }
   const Mapping page(fd, kPageBytes);
   ControlPage::initialise(page.start(), sizes);
 }
 
-// Before the whole is mapped: a file of other sizes must not be touched beyond
-// its end.
+// Call before mapping the whole file: a file of other sizes must not be touched beyond its end.
 void check_agreement(int fd, std::uint64_t bytes, const RegionOptions& options,
                      const ControlPage::Sizes& sizes) {
   const std::uint64_t size = file_size(fd);
@@ -161,7 +160,7 @@ void check_agreement(int fd, std::uint64_t bytes, const RegionOptions& options,
   if (size != bytes && !has_table) throw_resource("the region has {} bytes, not {}", size, bytes);
 }
 
-// What an earlier engine left: the areas stay as they are, what its processes told each other goes.
+// Adopts an earlier engine's file: keeps the areas, clears what its processes exchanged.
 bool take_over(int fd, std::uint64_t bytes, const RegionOptions& options, const ControlPage::Sizes& sizes) {
   try {
     check_agreement(fd, bytes, options, sizes);
@@ -179,9 +178,9 @@ struct HostRegion::Impl {
   RegionOptions options;
   ControlPage::Sizes sizes;
   std::vector<std::string> swept;
-  SharedFile file;  // outlives the mapping
+  SharedFile file;  // must outlive the mapping
   Mapping mapping;
-  Mapping behind;  // the areas
+  Mapping behind;  // after the areas
   ControlPage control;
 
   Impl(const RegionOptions& given, bool is_rank_0);
@@ -204,7 +203,7 @@ HostRegion::Impl::Impl(const RegionOptions& given, bool is_rank_0) : options(giv
   std::byte* const areas = mapping.start() + area_offset(0);
   const std::size_t areas_bytes = sizes.area_bytes * sizes.num_areas;
   ::madvise(areas, areas_bytes, MADV_DONTDUMP);
-  if (options.huge_pages) ::madvise(areas, areas_bytes, MADV_HUGEPAGE);  // offered, not owed
+  if (options.huge_pages) ::madvise(areas, areas_bytes, MADV_HUGEPAGE);  // a hint: it may fail
 }
 
 SharedFile HostRegion::Impl::open_file(bool is_rank_0) {
@@ -214,7 +213,8 @@ SharedFile HostRegion::Impl::open_file(bool is_rank_0) {
     SharedFile kept = SharedFile::adopt(
         options.shm_directory, options.keep_for, path,
         [this](int fd) { return take_over(fd, bytes(), options, sizes); }, kDyingEngine);
-    if (kept.fd() >= 0) {  // an engine that was killed early has taken a part of its memory only
+    // An engine that was killed early has allocated only a part of its memory.
+    if (kept.fd() >= 0) {
       const std::uint64_t all = memory_of(sizes);
       check_headroom(options, all - std::min(all, memory_taken(kept.fd())), &swept);
       return kept;
@@ -224,11 +224,13 @@ SharedFile HostRegion::Impl::open_file(bool is_rank_0) {
 }
 
 void HostRegion::Impl::check_area(std::uint32_t index) const {
-  if (index >= sizes.num_areas) throw_invalid("area {} was named; there are {}", index, sizes.num_areas);
+  if (index >= sizes.num_areas)
+    throw_invalid("area {} is out of range; there are {}", index, sizes.num_areas);
 }
 
 void HostRegion::Impl::check_rank(std::uint32_t rank) const {
-  if (rank >= sizes.num_workers) throw_invalid("rank {} was named; there are {}", rank, sizes.num_workers);
+  if (rank >= sizes.num_workers)
+    throw_invalid("rank {} is out of range; there are {}", rank, sizes.num_workers);
 }
 
 std::vector<std::uint32_t> HostRegion::Impl::missing_ranks() const {
@@ -326,7 +328,7 @@ Status HostRegion::prefer_node(std::uint32_t index, int node) {
   const auto start = static_cast<off_t>(impl_->area_offset(index));
   const off_t data = ::lseek(impl_->file.fd(), start, SEEK_DATA);
   const bool populated = data >= 0 && data < start + static_cast<off_t>(memory.size());
-  constexpr int kBits = 1024;  // the kernel takes one less than it is told
+  constexpr int kBits = 1024;  // the kernel uses one bit less than maxnode
   constexpr int kWord = 8 * sizeof(unsigned long);
   std::array<unsigned long, kBits / kWord> mask{};
   if (node >= kBits) return Status::error(StatusKind::kIo, fmt::format("NUMA node {} is not known", node));
@@ -336,7 +338,7 @@ Status HostRegion::prefer_node(std::uint32_t index, int node) {
   }
   if (!populated) return Status::ok();
   return Status::error(StatusKind::kIo,
-                       fmt::format("area {} has memory already, which stays on the node it is on", index));
+                       fmt::format("area {} already has memory, which stays on its node", index));
 }
 
 void HostRegion::set_fetching(bool fetching) { impl_->control.set_fetching(fetching); }
@@ -349,7 +351,7 @@ void HostRegion::report(std::uint32_t rank, Ticket ticket, std::uint64_t failed_
 }
 
 TicketResult HostRegion::result(Ticket ticket, std::uint64_t* failed_groups, TicketKind kind) const {
-  if (ticket == kNoTicket) throw std::logic_error("a result was asked for no ticket");
+  if (ticket == kNoTicket) throw std::logic_error("result() was called without a ticket");
   const bool only_rank_0 = kind == TicketKind::kStore && impl_->sizes.num_areas == 1;
   const std::uint32_t reporting = only_rank_0 ? 1 : impl_->sizes.num_workers;
   std::uint64_t all_failed = 0;
@@ -369,7 +371,7 @@ std::span<std::byte> HostRegion::behind_areas(std::uint64_t bytes) {
   int error = ::ftruncate(fd, std::min(end, static_cast<off_t>(file_size(fd)))) == 0 ? 0 : errno;
   if (error == 0) error = ::posix_fallocate(fd, static_cast<off_t>(start), static_cast<off_t>(bytes));
   if (error != 0) {
-    throw_resource("{} in {} for the table of what host memory holds: {}; lower cpu_bytes_to_use",
+    throw_resource("cannot allocate {} in {} for the table of host memory rows: {}; lower cpu_bytes_to_use",
                    format_bytes(bytes), impl_->options.shm_directory, std::strerror(error));
   }
   impl_->behind = Mapping(fd, bytes, start);

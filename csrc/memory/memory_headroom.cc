@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::uint64_t>::max();
 
-// "  24 kB" -> 24; nothing for "max" and whatever else is not a number.
+// "  24 kB" -> 24; nullopt for "max" and anything else that is not a number.
 std::optional<std::uint64_t> parse_number(std::string_view text) {
   const std::size_t start = text.find_first_not_of(" \t");
   if (start == std::string_view::npos) return std::nullopt;
@@ -33,7 +33,7 @@ std::optional<std::uint64_t> read_number(const std::string& path) {
   return parse_number(line);
 }
 
-// The number after `name` in a file of "name number" lines.
+// Returns the number after `name` in a file of "name number" lines.
 std::optional<std::uint64_t> read_field(const std::string& path, std::string_view name) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {
@@ -62,11 +62,11 @@ std::uint64_t left_in_group(const std::string& directory, const Version& version
 
 struct CgroupMount {
   Version version;
-  std::string directory;  // where it is mounted
-  std::string top;        // which group is mounted there
+  std::string directory;  // mount point
+  std::string top;        // the group mounted there
 };
 
-// A line of mountinfo: "35 31 0:32 /top /directory rw,.. - cgroup cgroup rw,memory"
+// Parses a line of mountinfo: "35 31 0:32 /top /directory rw,.. - cgroup cgroup rw,memory"
 std::optional<CgroupMount> parse_mount(const std::string& line) {
   std::istringstream words(line);
   std::string skipped, top, directory, word, type, source, options;
@@ -80,7 +80,7 @@ std::optional<CgroupMount> parse_mount(const std::string& line) {
   return std::nullopt;
 }
 
-// The path of this process's group: "4:memory:/a/b" (version 1), "0::/a/b" (2).
+// Returns the path of this process's group: "4:memory:/a/b" (version 1), "0::/a/b" (2).
 std::string group_path(const std::string& root, bool version2) {
   std::ifstream file(root + "/proc/self/cgroup");
   for (std::string line; std::getline(file, line);) {

@@ -23,7 +23,7 @@ constexpr auto kProgressEvery = std::chrono::milliseconds(200);
 #ifdef MADV_POPULATE_WRITE
 constexpr int kPopulateWrite = MADV_POPULATE_WRITE;
 #else
-constexpr int kPopulateWrite = 23;  // Linux 5.14, in libc headers later
+constexpr int kPopulateWrite = 23;  // Linux 5.14; libc headers define it later
 #endif
 
 class Populating {
@@ -69,7 +69,7 @@ class Populating {
       }
       try {
         if (progress) progress(done, total_);
-      } catch (...) {  // the caller's; the threads are joined on the way out
+      } catch (...) {  // thrown by the caller's function; the threads are joined during unwinding
         stop_ = true;
         throw;
       }
@@ -81,7 +81,7 @@ class Populating {
  private:
   Status populate_piece(std::size_t start, std::size_t bytes) const {
     if (population_.available && !is_there(start, bytes) && population_.available() < bytes) {
-      return failed(start, ENOMEM, "the free memory is used up");
+      return failed(start, ENOMEM, "no free memory is left");
     }
     std::byte* address = population_.range.data() + start;
     while (population_.advise(address, bytes, kPopulateWrite) != 0) {
@@ -97,14 +97,14 @@ class Populating {
     return ::lseek(population_.fd, offset, SEEK_HOLE) >= offset + static_cast<off_t>(bytes);
   }
 
-  // The allocation refuses where a touch would be SIGBUS.
+  // fallocate reports an error where a touch would raise SIGBUS.
   Status allocate_and_touch(std::size_t start, std::size_t bytes) const {
     const auto offset = static_cast<off_t>(population_.file_offset + start);
     while (::fallocate(population_.fd, 0, offset, static_cast<off_t>(bytes)) != 0) {
       if (errno != EINTR) return failed(start, errno, "fallocate");
     }
     for (std::size_t i = 0; i < bytes; i += kPageBytes) {
-      // Writes the page and keeps it, whoever else writes there.
+      // Writes to the page without changing it, even if another thread writes there.
       auto* word = reinterpret_cast<std::uint64_t*>(population_.range.data() + start + i);
       __atomic_fetch_or(word, std::uint64_t{0}, __ATOMIC_RELAXED);
     }
@@ -144,7 +144,7 @@ Status populate(const Population& population, unsigned threads,
     populating.expect_worker();
     try {
       workers.emplace_back([&] { populating.work(); });
-    } catch (const std::system_error&) {  // no more threads here: this one helps
+    } catch (const std::system_error&) {  // no more threads available: this one works
       populating.work();
       break;
     }

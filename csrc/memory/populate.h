@@ -1,5 +1,5 @@
-// Giving pages of a shared mapping their memory before anything depends on it.
-// A full tmpfs answers a store with SIGBUS; here it becomes a Status.
+// Allocates the pages of a shared mapping before anything depends on them. A store to a full tmpfs raises
+// SIGBUS; here it becomes a Status.
 //
 // Private to memory/ and its tests.
 #pragma once
@@ -13,23 +13,23 @@
 
 namespace kv_offload {
 
-// madvise, or what a test puts in its place; -1 and errno on failure.
+// madvise, or a test's replacement; -1 and errno on failure.
 using Advise = std::function<int(void* address, std::size_t bytes, int advice)>;
 Advise system_advise();
 
 struct Population {
-  std::span<std::byte> range;     // page aligned; what is in it is kept
-  int fd = -1;                    // the file behind it,
+  std::span<std::byte> range;     // page aligned; its contents are preserved
+  int fd = -1;                    // the mapped file,
   std::uint64_t file_offset = 0;  // and where the range starts in it
-  // Bytes that may be taken now; asked before each piece, so that a cgroup limit
-  // refuses here and does not kill.
+  // Returns the bytes that may be allocated now. Called before each piece, so that a cgroup limit is reported
+  // here and does not kill the process.
   std::function<std::uint64_t()> available;
   Advise advise = system_advise();
 };
 
-// On up to `threads` threads, in pieces; progress(done, total) from the calling
-// thread now and then and at the end. The first failure stops it: no_space when
-// memory or the tmpfs ran out (what was populated stays), io otherwise.
+// Populates the range on up to `threads` threads, in pieces. Calls progress(done, total) on the calling
+// thread from time to time and at the end. Stops at the first failure: kNoSpace if memory or the tmpfs ran
+// out (populated pages stay), kIo otherwise.
 Status populate(const Population& population, unsigned threads,
                 const std::function<void(std::uint64_t, std::uint64_t)>& progress);
 

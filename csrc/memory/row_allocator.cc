@@ -14,17 +14,17 @@ namespace kv_offload {
 namespace {
 
 constexpr std::uint32_t kNoIndex = 0xFFFFFFFFu;
-// Places for rows that one search for a slab looks at, so that it takes as long in a large area as in a small
-// one. The next search of slabs that are equally full begins behind the last one that was tried.
+// Row places that one search for a slab checks, so that a large area takes no longer than a small one. The
+// next search of equally full slabs continues after the last one checked.
 constexpr std::uint32_t kPlacesPerSearch = 512;
 
 // Invariant: row_class == kNoIndex <=> used == 0 <=> in its pool.
 struct Slab {
   SlabExtent extent;
-  std::uint32_t pool = 0;                              // of the free slabs of its length
-  std::uint32_t row_class = kNoIndex;                  // who has it
-  std::uint32_t used = 0;                              // rows
-  std::uint32_t rows = 0;                              // that the class can have here
+  std::uint32_t pool = 0;                              // holds the free slabs of its length
+  std::uint32_t row_class = kNoIndex;                  // the class that owns it
+  std::uint32_t used = 0;                              // rows in use
+  std::uint32_t rows = 0;                              // rows of the class that fit
   std::uint32_t previous = kNoIndex, next = kNoIndex;  // in its ring, see RowClass::rings
   BitTree free_rows;
 };
@@ -32,18 +32,18 @@ struct Slab {
 // Free slabs of one length.
 struct Pool {
   std::uint32_t pages;
-  std::uint32_t usable_pages;  // by the class that leaves the least over
+  std::uint32_t usable_pages;  // by the class that wastes the least
   BitTree slabs;
 };
 
 struct RowClass {
   std::uint32_t pages = 0;  // of a row
-  BitTree open;             // slabs of ours with a free row
+  BitTree open;             // our slabs with a free row
   std::uint32_t last_slab = kNoIndex;
-  std::uint32_t next_row = 0;  // in last_slab, after the last row handed out
+  std::uint32_t next_row = 0;  // in last_slab, after the last allocated row
   std::uint64_t used = 0;
-  // Only with several classes: rings[n] is the next slab to try of those with n rows in use, which are linked
-  // in a circle; kNoIndex where there is none. `counts`: the n that have one.
+  // Only with several classes: slabs with n rows in use form a circular list. rings[n] is the next one of
+  // them to check; kNoIndex if there is none. `counts`: the n with a ring.
   std::vector<std::uint32_t> rings;
   BitTree counts;
 };
@@ -83,9 +83,11 @@ struct RowAllocator::Impl {
   void leave_ring(std::size_t index);
   void enter_ring(std::size_t index);
   Slab& slab_of(RowId row);
-  // The next number of rows in use, from `least` on, that a slab of another class has; nullopt: none.
+  // Returns the smallest number >= `least` of rows in use of any slab of another class; nullopt if there is
+  // none.
   std::optional<std::size_t> next_count(std::uint32_t class_index, std::size_t least) const;
-  // The rows in use of a slab; empty where one is not movable. Takes what it looks at off *places.
+  // Returns the rows in use of a slab; empty if one of them is not movable. Subtracts the places checked from
+  // *places.
   std::vector<RowId> movable_rows(const Slab& slab, const std::function<bool(RowId)>& movable,
                                   std::uint32_t* places) const;
 };
@@ -147,8 +149,8 @@ void RowAllocator::Impl::make_slabs(std::uint32_t area_pages, std::span<const Ro
   }
 }
 
-// The slab of the last row while it has a row after that one; else the lowest,
-// so that the high ones run empty and go back to the pool.
+// Returns the slab of the last row while it has a free row after that one; else the lowest open slab, so that
+// the high ones become empty and return to the pool.
 std::uint32_t RowAllocator::Impl::find_open_slab(RowClass& row_class) const {
   const std::uint32_t last = row_class.last_slab;
   if (last != kNoIndex && row_class.open.contains(last) &&
@@ -159,8 +161,8 @@ std::uint32_t RowAllocator::Impl::find_open_slab(RowClass& row_class) const {
   return lowest == BitTree::kNone ? kNoIndex : static_cast<std::uint32_t>(lowest);
 }
 
-// The smallest that fits, so that larger rows keep the larger ones; of these the
-// one after the last row's slab.
+// Takes the smallest slab that fits, so that the larger ones remain for larger rows. Among those, the one
+// after the last row's slab.
 std::uint32_t RowAllocator::Impl::take_slab(std::uint32_t class_index) {
   RowClass& row_class = classes[class_index];
   for (Pool& pool : pools) {
@@ -173,12 +175,12 @@ std::uint32_t RowAllocator::Impl::take_slab(std::uint32_t class_index) {
   return kNoIndex;
 }
 
-// REQUIRES: it is in its pool, and as long as a row of the class.
+// REQUIRES: the slab is in its pool and holds at least one row of the class.
 void RowAllocator::Impl::give_slab(std::size_t index, std::uint32_t class_index) {
   Slab& slab = slabs[index];
   pools[slab.pool].slabs.erase(index);
   slab.row_class = class_index;
-  // A slab comes back with all rows free: its set serves again.
+  // A slab returns with all rows free, so its set can be reused.
   const std::uint32_t rows = slab.extent.pages / classes[class_index].pages;
   if (slab.rows != rows) {
     slab.rows = rows;
@@ -230,7 +232,7 @@ void RowAllocator::Impl::leave_ring(std::size_t index) {
   if (first == index) first = slab.next;
 }
 
-// As the last one to be tried.
+// Adds the slab as the last one to be checked.
 void RowAllocator::Impl::enter_ring(std::size_t index) {
   Slab& slab = slabs[index];
   RowClass& row_class = classes[slab.row_class];
@@ -342,7 +344,7 @@ std::vector<RowId> RowAllocator::slab_to_reclaim(std::uint32_t group,
     least = *count + 1;
     for (std::uint32_t other = 0; other < impl_->classes.size(); ++other) {
       RowClass& row_class = impl_->classes[other];
-      // A class of larger rows has no slab, and no ring, of so many.
+      // A class of larger rows has no slab, and no ring, with this many rows.
       if (other == class_index || *count >= row_class.rings.size() || row_class.rings[*count] == kNoIndex)
         continue;
       std::uint32_t& first = row_class.rings[*count];

@@ -14,7 +14,7 @@
 namespace kv_offload {
 namespace {
 
-constexpr std::uint64_t kTableMagic = 0x6B765F726F777331;  // "kv_rows1": the version is in it
+constexpr std::uint64_t kTableMagic = 0x6B765F726F777331;  // "kv_rows1": includes the version
 
 std::size_t capacity_of(std::uint64_t area_bytes, std::uint64_t row_bytes) {
   return static_cast<std::size_t>(area_bytes / row_bytes);
@@ -37,7 +37,7 @@ struct RowTable::Entry {
   std::int8_t priority;
   std::uint8_t group;
   std::array<std::uint8_t, 6> unused;
-  std::uint64_t check;  // of all but the use, which changes
+  std::uint64_t check;  // of all fields except `use`, which changes
 
   std::uint64_t sum() const { return XXH3_64bits(&parent, kSummed); }
   static constexpr std::size_t kSummed = 8 + sizeof(ChunkKey) + 16;
@@ -55,7 +55,7 @@ RowTable::RowTable(std::span<std::byte> memory, std::uint64_t area_bytes, std::u
       capacity_(capacity_of(area_bytes, row_bytes)),
       row_pages_(static_cast<std::uint32_t>(row_bytes / kPageBytes)) {
   if (memory.size() != bytes(area_bytes, row_bytes)) {
-    throw_invalid("{} bytes were given for the table of rows; it takes {}", memory.size(),
+    throw_invalid("{} bytes were given for the row table; it needs {}", memory.size(),
                   bytes(area_bytes, row_bytes));
   }
   const std::string all = fmt::format("{} {} {}", area_bytes, row_bytes, identity);
@@ -116,8 +116,8 @@ void RowTable::mark_used(Entry& entry) {
 }
 
 void RowTable::erase(RowId row) {
-  // What is written to the row comes after this store. What a killed process has stored arrives in the
-  // order of its instructions, so only the compiler has to keep it.
+  // This store must precede any write to the row. The stores of a killed process arrive in program order, so
+  // only the compiler has to keep the order.
   std::atomic_ref<std::uint64_t>(entry_of(row).use).store(0, std::memory_order_relaxed);
   std::atomic_signal_fence(std::memory_order_seq_cst);
 }

@@ -1,14 +1,13 @@
-// RowTable: what each row of a region holds, in shared memory behind the areas, so that
-// the next engine can go on with the rows that this one leaves (HostRegion::keep).
+// RowTable: what each row of a region holds, in shared memory after the areas, so that the next engine can
+// reuse the rows that this one leaves (HostRegion::keep).
 //
-//   header    4 KiB     magic, digest of what the rows depend on, the counter of uses
+//   header    4 KiB     magic, digest of what the rows depend on, the use counter
 //   entries   88 bytes for each row of the smallest size: use (0: empty), key, parent,
-//             depth, row, priority, group, and XXH3-64 of these but the use
+//             depth, row, priority, group, and XXH3-64 of all but the use
 //
-// A kill may come between any two stores of this process. An entry is written before
-// its use is, and the use is cleared before the row is given to anybody: so an entry that
-// is there is of a row whose bytes are complete. What a dying process still wrote into
-// other rows does not matter. Entries are not synchronised with the disk: they end with
+// A kill may happen between any two stores of this process. An entry is written before its use, and the use
+// is cleared before the row is reused. So a valid entry always describes a row whose bytes are complete. What
+// a dying process still wrote into other rows does not matter. Entries are not synced to disk: they end with
 // the machine, as the rows do.
 //
 // Threads: one (the scheduler's).
@@ -28,28 +27,28 @@ class RowTable {
   struct Row {
     RowId row = kNoRow;
     ChunkKey key;
-    std::uint64_t parent = 0;  // see EntryInfo, as are the next two
+    std::uint64_t parent = 0;  // see EntryInfo, like the next two
     std::uint32_t depth = 0;
     std::int8_t priority = 0;
     std::uint8_t group = 0;  // position
   };
 
-  // For areas of `area_bytes` whose smallest row has `row_bytes`.
+  // Returns the table's size for areas of `area_bytes` whose smallest row has `row_bytes`.
   static std::uint64_t bytes(std::uint64_t area_bytes, std::uint64_t row_bytes);
-  // `memory`: of bytes(), 4 KiB aligned, zeros or an earlier table; it outlives this.
-  // `identity`: everything that the bytes of rows and their places depend on; a table of
-  // another identity is emptied.
+  // `memory`: of bytes() bytes, 4 KiB aligned, zeros or an earlier table; must outlive this object.
+  // `identity`: everything that the rows' bytes and places depend on. A table with another identity is
+  // cleared.
   RowTable(std::span<std::byte> memory, std::uint64_t area_bytes, std::uint64_t row_bytes,
            std::string_view identity);
 
-  // What is there, the least recently used first. Entries that are damaged are removed.
+  // Returns the valid entries, least recently used first. Removes damaged entries.
   std::vector<Row> rows();
-  // In the place of what is there of it, as used last of all. REQUIRES: the row's bytes are
-  // complete and nobody writes to it.
+  // Replaces the row's entry and marks it most recently used. REQUIRES: the row's bytes are complete and no
+  // thread writes to it.
   void put(const Row& row);
-  // As used last of all. Nothing where it is not there.
+  // Marks the row most recently used. Ignores rows without an entry.
   void use(RowId row);
-  // Before the row is given to anybody. Not an error when it is not there.
+  // Call before the row is reused. A missing entry is not an error.
   void erase(RowId row);
   void clear();
 

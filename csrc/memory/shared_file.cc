@@ -46,7 +46,7 @@ bool name_means(const std::string& path, int fd) {
          named.st_dev == opened.st_dev;
 }
 
-// A sweep holds the exclusive lock for a moment only.
+// A sweep holds the exclusive lock only briefly.
 bool lock_shared_until(int fd, std::chrono::steady_clock::time_point deadline) {
   while (::flock(fd, LOCK_SH | LOCK_NB) != 0) {
     if (errno != EWOULDBLOCK && errno != EINTR) return false;
@@ -72,12 +72,12 @@ std::string kept_path_of(const std::string& directory, std::string_view keep_for
 
 void check_is_ours(const std::string& path, int fd) {
   if (!is_ours(fd)) {
-    throw_resource("{} is there but is not a file of user {}: remove it, or serve under another engine id",
+    throw_resource("{} exists but is not a file of user {}: remove it, or serve under another engine id",
                    path, ::geteuid());
   }
 }
 
-// Calls visit(name, path, fd) for the regular files of `directory` whose name begins like ours.
+// Calls visit(name, path, fd) for the regular files of `directory` whose name starts with our prefix.
 void for_each_of_ours(const std::string& directory,
                       const std::function<void(std::string_view, const std::string&, int)>& visit) {
   const std::unique_ptr<DIR, int (*)(DIR*)> entries(::opendir(directory.c_str()), &::closedir);
@@ -136,8 +136,8 @@ SharedFile SharedFile::open_or_create(const std::string& path, std::uint64_t byt
     if (SharedFile file = try_open(path); file.fd_ >= 0) return file;
     if (SharedFile file = try_create(path, bytes, fill_in); file.fd_ >= 0) return file;
   } while (std::chrono::steady_clock::now() < deadline);
-  throw_resource("{} was removed or locked by others again and again for {} s: is something else using it?",
-                 path, std::chrono::seconds(kPatience).count());
+  throw_resource("other processes kept removing or locking {} for {} s: is another program using it?", path,
+                 std::chrono::seconds(kPatience).count());
 }
 
 SharedFile SharedFile::open_when_there(const std::string& path, std::chrono::nanoseconds patience) {
@@ -146,8 +146,9 @@ SharedFile SharedFile::open_when_there(const std::string& path, std::chrono::nan
     if (SharedFile file = try_open(path); file.fd_ >= 0) return file;
     std::this_thread::sleep_for(kPause);
   } while (std::chrono::steady_clock::now() < deadline);
-  throw_resource("rank 0 of this engine has not made {} for {} s: has it died, or other settings?", path,
-                 std::chrono::duration_cast<std::chrono::seconds>(patience).count());
+  throw_resource(
+      "rank 0 of this engine has not created {} after {} s: did it fail, or does it have other settings?",
+      path, std::chrono::duration_cast<std::chrono::seconds>(patience).count());
 }
 
 SharedFile SharedFile::adopt(const std::string& directory, std::string_view keep_for, const std::string& path,
@@ -160,13 +161,13 @@ SharedFile SharedFile::adopt(const std::string& directory, std::string_view keep
       SharedFile file = try_lock_kept(kept, &any_held);
       if (file.fd_ < 0) continue;
       if (!take_over(file.fd_)) {
-        ::unlink(kept.c_str());  // which means it as long as it is locked
+        ::unlink(kept.c_str());  // the name refers to the file while it is locked
         continue;
       }
       if (::link(kept.c_str(), path.c_str()) != 0) return {};
       file.path_ = path;
-      // The kernel may let the lock go for a moment when its kind changes. Whoever gets it then finds
-      // the other name and leaves the file, but a sweep removes that name.
+      // The kernel may release the lock briefly when its kind changes. A process that gets it then finds the
+      // second name and leaves the file, but a sweep removes that name.
       if (lock_shared_until(file.fd_, std::chrono::steady_clock::now() + kPatience) &&
           name_means(path, file.fd_)) {
         return file;
@@ -175,11 +176,12 @@ SharedFile SharedFile::adopt(const std::string& directory, std::string_view keep
     }
     if (!any_held || std::chrono::steady_clock::now() > deadline) return {};
     std::this_thread::sleep_for(kPause);
-    (void)remove_unheld_files(directory, Unheld::kLeftovers);  // names that those who died left
+    (void)remove_unheld_files(directory, Unheld::kLeftovers);  // names left by processes that died
   }
 }
 
-// Held by nobody else from then on; nothing when it is, or is not ours. It stays when it is closed.
+// Locks a kept file exclusively. Returns no file if another process holds it or if it is not ours. Closing it
+// does not remove it.
 SharedFile SharedFile::try_lock_kept(const std::string& path, bool* held) {
   Descriptor fd(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
   struct stat opened {};
@@ -189,7 +191,7 @@ SharedFile SharedFile::try_lock_kept(const std::string& path, bool* held) {
     return {};
   }
   if (!name_means(path, fd.get()) || ::fstat(fd.get(), &opened) != 0) return {};
-  if (opened.st_nlink > 1) {  // an engine is taking it over, or died before keep()
+  if (opened.st_nlink > 1) {  // an engine is adopting it, or died before keep()
     *held = true;
     return {};
   }
@@ -198,7 +200,7 @@ SharedFile SharedFile::try_lock_kept(const std::string& path, bool* held) {
 
 bool SharedFile::keep(const std::string& directory, std::string_view keep_for) {
   struct stat opened {};
-  bool is_kept = ::fstat(fd_, &opened) == 0 && opened.st_nlink > 1;  // as the engine before left it
+  bool is_kept = ::fstat(fd_, &opened) == 0 && opened.st_nlink > 1;  // kept by the previous engine
   for (unsigned number = 0; number < kMostKept && !is_kept; ++number) {
     is_kept = ::link(path_.c_str(), kept_path_of(directory, keep_for, number).c_str()) == 0;
   }
@@ -206,12 +208,12 @@ bool SharedFile::keep(const std::string& directory, std::string_view keep_for) {
   return is_kept;
 }
 
-// Nothing when there is none (any more).
+// Returns no file if the name does not exist (any more).
 SharedFile SharedFile::try_open(const std::string& path) {
   Descriptor fd(::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
   if (fd.get() < 0) {
     if (errno == ENOENT) return {};
-    throw_resource("{} is there but cannot be opened: {}; remove it, or serve under another engine id", path,
+    throw_resource("{} exists but cannot be opened: {}; remove it, or serve under another engine id", path,
                    std::strerror(errno));
   }
   check_is_ours(path, fd.get());
@@ -220,32 +222,32 @@ SharedFile SharedFile::try_open(const std::string& path) {
   return SharedFile(fd.release(), path);
 }
 
-// Nothing when another process was first.
+// Returns no file if another process was first.
 SharedFile SharedFile::try_create(const std::string& path, std::uint64_t bytes,
                                   const std::function<void(int)>& fill_in) {
-  // Threads of one process may race too: the address of a local tells them apart.
+  // Threads of one process may race too: the address of a local makes their names unique.
   const int here = 0;
   const std::string own_name =
       fmt::format("{}.{}.{:x}", path, ::getpid(), reinterpret_cast<std::uintptr_t>(&here));
   Descriptor fd(::open(own_name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (fd.get() < 0) {
-    if (errno == EEXIST) {  // of an earlier process with our number, so its lock is gone
+    if (errno == EEXIST) {  // left by an earlier process with our pid, which no longer runs
       ::unlink(own_name.c_str());
       return {};
     }
-    throw_resource("a shared memory file cannot be made in {}: {}; mount a writable tmpfs there",
+    throw_resource("cannot create a shared memory file in {}: {}; mount a writable tmpfs there",
                    path.substr(0, path.rfind('/')), std::strerror(errno));
   }
-  SharedFile file(fd.release(), own_name);  // removes own_name on every way out
+  SharedFile file(fd.release(), own_name);  // removes own_name on every return path
   if (::flock(file.fd_, LOCK_SH | LOCK_NB) != 0) return {};
   if (::ftruncate(file.fd_, static_cast<off_t>(bytes)) != 0) {
-    throw_resource("a shared memory file of {} bytes cannot be made in {}: {}; lower cpu_bytes_to_use", bytes,
+    throw_resource("cannot create a shared memory file of {} bytes in {}: {}; lower cpu_bytes_to_use", bytes,
                    path.substr(0, path.rfind('/')), std::strerror(errno));
   }
   fill_in(file.fd_);
   if (::link(own_name.c_str(), path.c_str()) != 0) {
     if (errno == EEXIST || errno == ENOENT) return {};
-    throw_resource("{} cannot be linked: {}", path, std::strerror(errno));
+    throw_resource("cannot link {}: {}", path, std::strerror(errno));
   }
   ::unlink(own_name.c_str());
   file.path_ = path;
@@ -276,7 +278,7 @@ std::vector<std::string> remove_unheld_files(const std::string& directory, Unhel
   std::vector<std::string> removed;
   for_each_of_ours(directory, [&](std::string_view name, const std::string& path, int fd) {
     if (name.starts_with(kKeptNamePrefix) != (which == Unheld::kKept)) return;
-    if (which == Unheld::kKept && !is_ours(fd)) return;  // root may, but it is another user's cache
+    if (which == Unheld::kKept && !is_ours(fd)) return;  // root could, but it is another user's cache
     if (::flock(fd, LOCK_EX | LOCK_NB) != 0) return;
     if (name_means(path, fd) && ::unlink(path.c_str()) == 0) removed.emplace_back(name);
   });

@@ -5,12 +5,12 @@
 namespace kv_offload {
 namespace {
 
-// More slabs cost memory and longer searches and break runs; fewer would not be
-// handed between sizes finely enough. 2 MiB slabs in 32 GiB.
+// More slabs cost memory and longer searches, and break up runs of rows. With fewer slabs, sizes could not
+// share the area finely enough. 2 MiB slabs in 32 GiB.
 constexpr std::uint32_t kMostSlabs = 16384;
 constexpr std::uint32_t kCandidatesPerSize = 4096;
-// Within this share of the area the longer slab is taken, for the runs in it, up
-// to so many rows: emptying a slab for another size evicts all of them.
+// While the waste stays within this share of the area, longer slabs are preferred for the runs of rows in
+// them. The limit is kRunRows rows, because emptying a slab for another size evicts all of them.
 constexpr double kBearableWaste = 0.01;
 constexpr std::uint32_t kRunRows = 16;
 
@@ -31,7 +31,7 @@ void append_equal(std::vector<SlabExtent>& slabs, std::uint32_t start, std::uint
   }
 }
 
-// Pages that the worst size could not use, and half a slab of each size.
+// Returns the pages that the worst size could not use, plus half a slab of each size.
 double unused_pages(std::uint32_t area_pages, std::span<const RowSize> sizes, std::uint32_t slab_pages) {
   const std::uint32_t full = area_pages / slab_pages;
   const std::uint32_t tail = area_pages % slab_pages;
@@ -42,7 +42,7 @@ double unused_pages(std::uint32_t area_pages, std::span<const RowSize> sizes, st
   return worst + 0.5 * static_cast<double>(sizes.size()) * slab_pages;
 }
 
-// Calls consider(slab_pages) for the multiples of every row size from `least` on.
+// Calls consider(slab_pages) for `least`, and for the multiples of every row size from `least` on.
 template <typename Consider>
 void for_each_candidate(std::uint32_t area_pages, std::span<const RowSize> sizes, std::uint32_t least,
                         Consider consider) {
@@ -78,7 +78,7 @@ std::uint32_t choose_slab_pages(std::uint32_t area_pages, std::span<const RowSiz
   return chosen;
 }
 
-// Whether full slabs alone give every group a row.
+// True if the full slabs alone give every group a row.
 bool holds_one_of_each(std::uint32_t area_pages, std::span<const RowSize> sizes, std::uint32_t slab_pages) {
   std::uint32_t needed = 0;
   for (const RowSize& size : sizes) needed += divide_up(size.groups, slab_pages / size.pages);

@@ -12,21 +12,20 @@ struct SlabExtent {
   std::uint32_t pages;
 };
 
-// The rows of one size, and how many groups have it.
+// A row size, and the number of groups that have it.
 struct RowSize {
   std::uint32_t pages;
   std::uint32_t groups;
 };
 
-// Slabs in ascending order; together the whole area. `sizes` are different and
-// one row of every group fits the area. Every size finds, in the slabs that the
-// other sizes leave, one row for each of its groups when each size takes the
-// smallest slab that fits, largest size first.
+// Returns slabs in ascending order that cover the whole area. REQUIRES: `sizes` are different, and one row of
+// every group fits in the area. If each size takes the smallest slabs that fit, largest size first, every
+// size finds one row for each of its groups.
 //
 // - One size: one slab.
-// - Else equal slabs, the last one shorter: of the slab sizes that leave <= 1% (or
-//   the least possible) unused, counting rows that do not divide it and half a
-//   slab per size, the largest up to 16 of the largest rows.
+// - Else equal slabs, the last one shorter. Among the slab sizes that leave <= 1% (or the least possible)
+//   unused, the largest one up to 16 of the largest rows. Unused counts the remainder of rows that do not
+//   divide the slab, and half a slab per size.
 // - An area of a few rows only: a slab for a row of each group, then equal slabs.
 std::vector<SlabExtent> cut_slabs(std::uint32_t area_pages, std::span<const RowSize> sizes);
 

@@ -1,10 +1,10 @@
-// One place of a ticket ring: a worker writes the results of ticket after ticket
-// into it while the scheduler reads. Private to memory/ and its tests.
+// One slot of a ticket ring: a worker writes the results of successive tickets into it while the scheduler
+// reads. Private to memory/ and its tests.
 //
-// Before failed_groups of the next ticket is there, ticket is 0; so a reader that
-// finds its ticket before and after it read failed_groups has read what belongs
-// to it. (release/acquire on failed_groups keeps the second look after the first:
-// who sees the new failed_groups sees the 0 as well.)
+// `ticket` is 0 while failed_groups changes to the next ticket's value. So a reader that finds its ticket
+// both before and after reading failed_groups has read the matching value. (release/acquire on failed_groups
+// orders the second read of `ticket` after the first: a reader that sees the new failed_groups also sees the
+// 0.)
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace kv_offload {
 
-// Word: std::atomic<std::uint64_t>, or what a test steps through.
+// Word: std::atomic<std::uint64_t>, or a test's stepping replacement.
 template <typename Word>
 struct TicketSlot {
   Word ticket;
@@ -22,14 +22,14 @@ struct TicketSlot {
 
   // REQUIRES: one writer.
   void report(Ticket mine, std::uint64_t failed) {
-    // A job overtaken by a whole ring counts as failed; its successor's stays.
+    // A job overtaken by a whole ring counts as failed; the later result stays.
     if (ticket.load(std::memory_order_relaxed) >= mine) return;
     ticket.store(kNoTicket, std::memory_order_relaxed);
     failed_groups.store(failed, std::memory_order_release);
     ticket.store(mine, std::memory_order_release);
   }
 
-  // kPending until reported; all bits when a later ticket took the place.
+  // kPending until reported; all bits set if a later ticket took the slot.
   TicketResult result(Ticket wanted, std::uint64_t* failed) const {
     const Ticket before = ticket.load(std::memory_order_acquire);
     const std::uint64_t found = failed_groups.load(std::memory_order_acquire);

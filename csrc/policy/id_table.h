@@ -1,6 +1,6 @@
-// IdTable: ChunkId -> a small number, for policies: open addressing in flat blocks (SplitTable), because a
-// hash map with a node per entry costs an allocation and two cache misses for each chunk that comes and goes.
-// The owner has the ids: `id_of(value)` is the id under which that value stands. Every call O(1), growing
+// IdTable: ChunkId -> a small number, for policies. Open addressing in flat blocks (SplitTable), because a
+// hash map with a node per entry costs an allocation and two cache misses for each chunk inserted and
+// removed. The owner stores the ids: `id_of(value)` returns the id of a value. Every call is O(1), growth
 // included.
 #pragma once
 
@@ -16,37 +16,37 @@ class IdTable {
  public:
   static constexpr std::uint32_t kNone = SplitTable::kNone;
 
-  // kNone: not there.
+  // Returns kNone if the id is not in the table.
   template <typename IdOf>
   std::uint32_t find(ChunkId id, IdOf id_of) const {
     return table_.find(tag(id), [&](std::uint32_t value) { return id_of(value) == id; });
   }
-  // The value of `id`; kNone when it was not there until now: to be set before the
-  // next call.
+  // Returns the value of `id`, adding it as kNone if it is new; the caller must then set it before the next
+  // call.
   template <typename IdOf>
   std::uint32_t& at(ChunkId id, IdOf id_of) {
     return table_.at(tag(id), [&](std::uint32_t value) { return id_of(value) == id; });
   }
-  // REQUIRES: there.
+  // REQUIRES: the id is in the table.
   template <typename IdOf>
   void erase(ChunkId id, IdOf id_of) {
     table_.erase(tag(id), [&](std::uint32_t value) { return id_of(value) == id; });
   }
   void prefetch(ChunkId id) const { table_.prefetch(tag(id)); }
   std::size_t size() const { return table_.size(); }
-  // The high bits of an id's hash; the first and the last of these choose its cell.
+  // The high bits of an id's hash. The first and the last of these choose its cell.
   static std::uint32_t tag(ChunkId id) { return static_cast<std::uint32_t>(hash(id) >> 32); }
-  // Bits of an id's hash that do not choose its cell in tables of up to so many ids: ids that were chosen
-  // by these lie all over the table.
+  // Bits of an id's hash that do not choose its cell in tables of up to this many ids: ids selected by these
+  // bits are spread over the whole table.
   static constexpr std::size_t kIdsOfSpareBits = SplitTable::kMostOfUsedBits;
   static std::uint32_t spare_bits(ChunkId id) {
     return tag(id) << SplitTable::kFirstBits >> (SplitTable::kFirstBits + SplitTable::kLastBits);
   }
-  // The most cells that a find() looks at.
+  // Returns the most cells that a find() checks.
   std::size_t longest_probe() const { return table_.longest_probe(); }
 
  private:
-  // The high bits of the product: ids may differ in a few bits only.
+  // The high bits of the product, because ids may differ in a few bits only.
   static std::uint64_t hash(ChunkId id) { return id * 0x9E3779B97F4A7C15ull; }
 
   SplitTable table_;

@@ -1,9 +1,8 @@
 // Least recently used: one intrusive list of slots, most recent first.
 //
-// A pinned slot keeps its place. victim() sets pinned slots that it meets at the
-// cold end aside (parks them), once per pin, so that it stays O(1) however many
-// are pinned. A parked slot is older than all of the list; unpinned, it waits in
-// a set ordered by age, from which victims are taken first: O(log n) for those.
+// A pinned slot keeps its place. victim() parks pinned slots that it meets at the cold end, once per pin, so
+// that it stays O(1) however many are pinned. A parked slot is older than the whole list. Once unpinned, it
+// waits in a set ordered by age, from which victims are taken first: O(log n) for those.
 #pragma once
 
 #include <set>
@@ -38,7 +37,7 @@ class LruPolicy final : public EvictionPolicy {
   };
 
   void link_newest(Slot slot);
-  void take_out(Slot slot);  // of where it is
+  void take_out(Slot slot);  // removes the slot from its list or set
 
   SegmentedVector<Node> nodes_;
   RecencyList list_;

@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::uint64_t kAdvanceEvery = 16;  // uses
 constexpr std::uint64_t kLearnEvery = 8;
-constexpr float kKeep = 0.993f;        // of what was learned of a class, each time that it has its turn
+constexpr float kKeep = 0.993f;        // weight of a class's learned data after each of its turns
 constexpr std::uint64_t kHorizon = 8;  // times the number of entries
 constexpr std::uint64_t kMinHorizon = 4096;
 constexpr float kClearlyLess = 0.5f;
@@ -44,11 +44,11 @@ void PrefixPolicy::no_leaf_above(const Node& node) {
 void PrefixPolicy::access(Slot slot, const EntryInfo& info) {
   Node& node = nodes_[slot];
   assert(node.place != Place::kUnknown);
-  if (node.tree != PrefixTree::kNone && info.parent != 0) {  // what a directory has told is told without
+  if (node.tree != PrefixTree::kNone && info.parent != 0) {  // an entry found in a directory had none
     tree_.set_parent(node.tree, info.parent);
     no_leaf_above(node);
   }
-  if (classes_.is_of(node.record, info.request)) return refresh(slot, info);  // no return: it is still there
+  if (classes_.is_of(node.record, info.request)) return refresh(slot, info);  // not a reuse: the same request
   if (node.place != Place::kPinned) lift(slot);
   const RequestClasses::Record before = node.record;
   node.record = classes_.refer(info.request);
@@ -126,10 +126,11 @@ std::optional<Slot> PrefixPolicy::victim() {
         if (!oldest || here.use < oldest->use) oldest = here;
       }
     }
-    if (moved) continue;  // into a set that was looked at before
+    // A leaf moved into a set that was checked before.
+    if (moved) continue;
     if (!least) return inner_.oldest == kNone ? std::nullopt : std::optional(inner_.oldest);
     const Best& best = least->worth < kClearlyLess * oldest->worth ? *least : *oldest;
-    if (settle_oldest(best.kind, best.bucket, &moves)) continue;  // its request has become another class
+    if (settle_oldest(best.kind, best.bucket, &moves)) continue;  // its request's class has changed
     return leaves_[best.kind][best.bucket].begin()->second;
   }
 }
@@ -144,8 +145,8 @@ void PrefixPolicy::set_aside(Slot slot) {
   put_leaf(parent);
 }
 
-// What has children goes to the old end of the list, which it was taken from, or would be once no leaf is
-// left.
+// An entry with children returns to the old end of the inner list. It was taken from there, or would be taken
+// from there once no leaf is left.
 void PrefixPolicy::put_back(Slot slot) {
   const Node& node = nodes_[slot];
   if (node.tree != PrefixTree::kNone) tree_.show(node.tree);
@@ -162,7 +163,7 @@ void PrefixPolicy::put_oldest_inner(Slot slot) {
   inner_.link_oldest(nodes_, slot);
 }
 
-// Moves the oldest leaves of a set to where they belong by now. Whether there were any.
+// Moves the oldest leaves of a set to the sets where they belong now. Returns whether any moved.
 bool PrefixPolicy::settle_oldest(unsigned kind, unsigned bucket, int* moves) {
   const Leaves& set = leaves_[kind][bucket];
   for (bool moved = false;; moved = true) {
@@ -192,7 +193,8 @@ void PrefixPolicy::put(Slot slot) {
   Node& node = nodes_[slot];
   if (!has_children(node)) return put_leaf(slot);
   node.place = Place::kInner;
-  // Of one prompt the deepest goes first, also where its head was used first, or let go of by its readers.
+  // Within one prompt the deepest chunk is evicted first, also if the prompt's head was used or unpinned
+  // earlier.
   const Slot above = parent_of(node);
   if (above != kNone && nodes_[above].place == Place::kInner && is_as_recent(nodes_[above], node))
     return inner_.link_before(nodes_, slot, above);

@@ -1,21 +1,20 @@
-// The policy of this project: `prefix`. It keeps what is most likely to come back
-// soon, by what a KV cache knows and others do not:
+// This project's own policy: `prefix`. It keeps what is most likely to be reused soon, based on what only a
+// KV cache knows:
 //
-// - A chunk without those before it is worth nothing: only the last known chunks
-//   of prefixes (leaves) are victims. While an unpinned leaf is left, nothing goes
-//   before a chunk that lies behind it.
-// - What a request brought tells what becomes of it. Requests are classed by whether
-//   they came back to something, and by how much new prompt they bring; chunks, by whether they were used
-//   before and whether they end a prompt. How soon the chunks of each class come back, by age, is learned
-//   while serving (ReturnHistory, ReturnModel). The leaf with the least worth goes, when that is clearly less
-//   than what the least recent leaf is worth; else that one goes. So without anything learned it is LRU on
-//   leaves, and it stays near LRU where there is nothing to be learned.
-// - What a slower tier has too is worth half: when it comes back it is read, where the other would have to be
-//   computed. So host memory comes to hold what a disk of little more than its size has dropped or declined.
+// - A chunk is useless without the chunks before it, so only the last known chunks of prefixes (leaves) are
+//   victims. While an unpinned leaf is left, no chunk is evicted before the chunks after it.
+// - The request predicts the reuse of its chunks. Requests are classed by whether they reused earlier entries
+//   and by how much new prompt they bring. Chunks are classed by whether they were used before and whether
+//   they end a prompt. ReturnHistory and ReturnModel learn while serving how soon the chunks of each class
+//   are reused, by age. The leaf with the least worth is evicted if it is clearly worth less than the least
+//   recent leaf; otherwise the least recent leaf is. So without any learned data the policy is LRU on leaves,
+//   and it stays near LRU if there is nothing to learn.
+// - A chunk that a slower tier has too is worth half: on reuse it is read instead of recomputed. So host
+//   memory comes to hold what a disk of little more than its size has dropped or declined.
 //
-// Leaves stand in one set for each class, recorded on a tier or not, and age, by recency. A leaf that grew
-// older is moved when it comes up as a candidate, at most kMaxMoves in a call. O(log n). Memory: about 100
-// bytes an entry, and at most 24 MB of samples.
+// Leaves are kept in one set per class, tier copy (yes or no) and age bucket, ordered by recency. A leaf that
+// outgrew its bucket is moved when it becomes a candidate, at most kMaxMoves per call. O(log n). Memory:
+// about 100 bytes per entry, and at most 24 MB of samples.
 #pragma once
 
 #include <array>
@@ -55,13 +54,13 @@ class PrefixPolicy final : public EvictionPolicy {
   static constexpr Slot kNone = RecencyList::kNone;
   static constexpr int kMaxMoves = 32;
   static constexpr unsigned kKinds = 2 * ReturnModel::kClasses;
-  // Of what an entry that no tier has is worth. (benchmarks/two_tiers.py: with less, more hits are the
-  // disk's.)
+  // Worth relative to an entry that no tier has. (benchmarks/two_tiers.py: with a smaller value, more hits
+  // come from disk.)
   static constexpr float kRecordedWorth = 0.5f;
   enum class Place : std::uint8_t {
     kUnknown,
     kLeaf,
-    kInner,  // has children: in the list of what is taken only when no leaf is left
+    kInner,  // has children: in the list that is evicted only when no leaf is left
     kPinned,
   };
   struct Node {
@@ -78,20 +77,20 @@ class PrefixPolicy final : public EvictionPolicy {
     std::uint8_t bucket = 0;
   };
   using Leaves = std::set<std::pair<std::uint64_t, Slot>>;  // use, slot
-  // What victim() looks at of each set, without touching the set.
+  // What victim() checks of each set, without touching the set.
   struct Oldest {
     std::uint64_t use = 0;
-    std::uint64_t due = 0;  // when it is too old for its set
+    std::uint64_t due = 0;  // when it becomes too old for its set
   };
 
   void note_use(Node& node);
   Slot parent_of(const Node& node) const;
-  // Used later, or by the same request.
+  // True if `above` was used later, or by the same request.
   static bool is_as_recent(const Node& above, const Node& node) {
     return above.use > node.use || (node.record != 0 && above.record == node.record);
   }
   void no_leaf_above(const Node& node);  // its parent has a child now
-  // By what it is now: leaf, inner or pinned. lift: out of where it is.
+  // Files the slot by its current state: leaf, inner or pinned. lift: removes it from its set or list.
   void put(Slot slot);
   void lift(Slot slot);
   void put_leaf(Slot slot);
@@ -104,13 +103,13 @@ class PrefixPolicy final : public EvictionPolicy {
   bool is_branched(const Node& node) const {
     return node.tree != PrefixTree::kNone && tree_.branched(node.tree);
   }
-  // (Of an entry that no request used here it is not known.)
+  // False also if it is unknown: no request used the entry here.
   bool is_end(const Node& node) const {
     return node.record != 0 && node.tree != PrefixTree::kNone && !tree_.extended(node.tree);
   }
-  // A class, and whether a tier has it too.
+  // The class, and whether a tier has the entry too.
   unsigned kind_of(const Node& node) const {
-    // Of the youngest the request may still go on behind it.
+    // A request may still extend the youngest entries.
     const bool end = is_end(node) && now_ - node.time >= ReturnModel::edge(1);
     return ReturnModel::class_of(classes_.class_of(node.record), end, node.used) +
            (node.recorded ? ReturnModel::kClasses : 0);
@@ -138,7 +137,7 @@ class PrefixPolicy final : public EvictionPolicy {
   template <typename T>
   using Sets = std::array<std::array<T, ReturnModel::kBuckets>, kKinds>;
   Sets<Leaves> leaves_;
-  Sets<Oldest> oldest_;                         // of those that are not empty
+  Sets<Oldest> oldest_;                         // valid for non-empty sets
   std::array<std::uint64_t, kKinds> filled_{};  // bit b: leaves_[kind][b] is not empty
   RecencyList inner_;
 };

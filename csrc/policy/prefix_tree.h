@@ -1,10 +1,8 @@
-// PrefixTree: which known entry lies right behind which in a prefix. Entries come
-// and go in any order: a parent that is not here (yet) is a placeholder for as
-// long as it has children. Every call is O(1).
+// PrefixTree: which known entry directly follows which in a prefix. Entries arrive and leave in any order: an
+// unknown parent is a placeholder as long as it has children. Every call is O(1).
 //
-// Invariants: a node is taken (has a slot) or has children; only taken nodes that are
-// not hidden are counted as their parent's children. Memory: 24 bytes a node, 16 to 32
-// of the table.
+// Invariants: a node is taken (has a slot) or has children; only taken nodes that are not hidden count as
+// their parent's children. Memory: 24 bytes per node, plus 16 to 32 in the table.
 #pragma once
 
 #include "base/segmented_vector.h"
@@ -18,14 +16,14 @@ class PrefixTree {
   using Node = std::uint32_t;
   static constexpr Node kNone = IdTable::kNone;
 
-  // The entry's node, or kNone when it has no id (0) or another entry has the same.
+  // Returns the entry's node, or kNone if it has no id (0) or another entry has the same id.
   Node take(ChunkId id, ChunkId parent, Slot slot);
-  // What lies before a taken node, told after it was taken; nothing changes where that is known.
+  // Sets a taken node's parent later. Changes nothing if the parent is known.
   void set_parent(Node node, ChunkId parent);
-  // REQUIRES: taken. The node is not to be used any more.
+  // REQUIRES: taken. Do not use the node afterwards.
   void leave(Node node);
-  // Its parent does not count it among its children from now on; does again. REQUIRES: taken; nothing else is
-  // done to either meanwhile.
+  // hide() stops counting the node among its parent's children, show() counts it again. REQUIRES: taken; the
+  // node and its parent must not change in between.
   void hide(Node node) {
     if (nodes_[node].parent != kNone) --nodes_[nodes_[node].parent].children;
   }
@@ -37,9 +35,9 @@ class PrefixTree {
   Slot slot(Node node) const { return nodes_[node].slot; }
   Node parent(Node node) const { return nodes_[node].parent; }
   std::uint32_t children(Node node) const { return nodes_[node].children; }
-  // Has (or had, while it is here) a child.
+  // True if it has a child now, or had one since it was taken.
   bool extended(Node node) const { return nodes_[node].child_tag != 0; }
-  // Has (or had, while it is here) more than one child: the head of several prefixes.
+  // True if it has, or had since it was taken, more than one child: the head of several prefixes.
   bool branched(Node node) const { return nodes_[node].child_tag == kSeveral; }
   void prefetch(ChunkId id) const { by_id_.prefetch(id); }
   std::size_t size() const { return by_id_.size(); }
@@ -51,7 +49,7 @@ class PrefixTree {
     Node parent = kNone;
     Slot slot = kNone;
     std::uint32_t children = 0;
-    std::uint32_t child_tag = 0;  // of the one child that it ever had
+    std::uint32_t child_tag = 0;  // of its only child so far
   };
 
   auto id_of() const {

@@ -1,7 +1,7 @@
-// Prioritised: any policy, in three levels of EntryInfo::priority. What requests
-// of priority below 0 brought goes first, what those above 0 brought or hit goes
-// last; within a level the policy decides. So that nobody can fill the cache for
-// good, the level above gives when it holds more than half of all.
+// Prioritised: applies any policy in three levels of EntryInfo::priority. Entries of requests with a priority
+// below 0 are evicted first, those that a request above 0 brought or hit last. Within a level the policy
+// decides. To keep requests above 0 from filling the cache for good, their level gives up entries before
+// level 0 while it holds more than half of all.
 #pragma once
 
 #include <array>
@@ -15,12 +15,12 @@ namespace kv_offload {
 
 class Prioritised final : public EvictionPolicy {
  public:
-  // `make` is called for a level when its first entry comes.
+  // `make` is called for a level when its first entry is inserted.
   using Make = std::function<std::unique_ptr<EvictionPolicy>()>;
   explicit Prioritised(Make make);
 
   void insert(Slot slot, const EntryInfo& info) override;
-  // A request of higher priority lifts what it hits to its level.
+  // A request of higher priority raises the entry that it hits to its own level.
   void access(Slot slot, const EntryInfo& info) override;
   void refresh(Slot slot, const EntryInfo& info) override { level_of(slot).refresh(slot, info); }
   void set_recorded(Slot slot, bool recorded) override;

@@ -1,6 +1,6 @@
-// RecencyList: a list of nodes of a table, by when they were linked. The nodes are
-// the owner's and carry the links: members `newer` and `older`, positions in the
-// table or kNone. Every call is O(1). REQUIRES, of each: the same table.
+// RecencyList: a list of a table's nodes in the order in which they were linked. The nodes belong to the
+// owner and carry the links: members `newer` and `older`, positions in the table or kNone. Every call is
+// O(1). REQUIRES for each call: the same table.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct RecencyList {
     (oldest == kNone ? newest : nodes[oldest].older) = at;
     oldest = at;
   }
-  // Right before `other` in the order in which they go. REQUIRES: in no list; `other` is in this one.
+  // Links the node so that it is evicted right before `other`. REQUIRES: in no list; `other` is in this one.
   template <typename Table>
   void link_before(Table& nodes, std::uint32_t at, std::uint32_t other) {
     nodes[at].newer = other;
@@ -37,7 +37,7 @@ struct RecencyList {
     (nodes[other].older == kNone ? oldest : nodes[nodes[other].older].newer) = at;
     nodes[other].older = at;
   }
-  // REQUIRES: in this list. Leaves the links of the node itself as they are.
+  // REQUIRES: in this list. Leaves the links of the node itself unchanged.
   template <typename Table>
   void unlink(Table& nodes, std::uint32_t at) {
     const std::uint32_t newer = nodes[at].newer, older = nodes[at].older;

@@ -1,7 +1,6 @@
-// RequestClasses: what the entries of one request have in common: whether it came
-// back to what an earlier one left (a conversation that goes on), and how much new
-// prompt it brought, in octaves. A request's record lives as long as entries or
-// samples refer to it.
+// RequestClasses: what the entries of one request have in common: whether the request reused earlier entries
+// (a continued conversation), and how much new prompt it brought, in octaves. A request's record lives as
+// long as entries or samples refer to it.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +16,13 @@ class RequestClasses {
  public:
   using Record = std::uint32_t;
   static constexpr unsigned kUnknown = ReturnModel::kRequestClasses - 1;
-  // Classes below this one brought all there is anew, those from here on came back to something.
+  // Requests in classes below this one brought only new prompt; those in this class and above reused earlier
+  // entries.
   static constexpr unsigned kCameBack = kUnknown / 2;
 
-  RequestClasses() { records_.push_back({.of_class = kUnknown}); }  // of request 0: not known
+  RequestClasses() { records_.push_back({.of_class = kUnknown}); }  // of request 0: unknown
 
-  // The record of this request with one more reference to it.
+  // Returns this request's record and adds a reference to it.
   Record refer(std::uint32_t request) {
     if (request == 0) return 0;
     if (request != last_request_) {
@@ -48,8 +48,8 @@ class RequestClasses {
   bool is_of(Record record, std::uint32_t request) const {
     return request != 0 && records_[record].request == request;
   }
-  // The request stored an entry. Of those in the sample it is known whether they
-  // were here before; the others are taken to be new in the same proportion.
+  // Reports that the request stored an entry. Sampled entries show whether they were here before; the others
+  // are assumed to be new in the same proportion.
   void note_stored(Record record, bool sampled, bool was_here) {
     Data& data = records_[record];
     ++data.stored;
@@ -58,7 +58,7 @@ class RequestClasses {
     data.came_back |= was_here;
     rate(data);
   }
-  // The request came back to an entry that is no common head of several prefixes.
+  // Reports that the request reused an entry that is not the common head of several prefixes.
   void note_return(Record record) {
     if (record == 0 || records_[record].came_back) return;
     records_[record].came_back = true;
@@ -72,11 +72,11 @@ class RequestClasses {
     std::uint32_t request = 0;
     std::uint32_t references = 0;
     std::uint32_t stored = 0;
-    std::uint32_t sampled = 0;  // of those
-    std::uint32_t fresh = 0;    // of those
+    std::uint32_t sampled = 0;  // of those stored
+    std::uint32_t fresh = 0;    // of those sampled
     std::uint32_t of_class = 0;
     Record next_free = 0;
-    bool came_back = false;  // it goes on from an earlier one
+    bool came_back = false;  // it continues an earlier one
   };
   struct NumberOf {
     const RequestClasses& classes;
@@ -100,7 +100,7 @@ class RequestClasses {
   }
 
   SegmentedVector<Data> records_;
-  Record first_free_ = 0;  // 0: none, as it is never given back
+  Record first_free_ = 0;  // 0: none, because record 0 is never released
   IdTable by_number_;
   std::uint32_t last_request_ = 0;
   Record last_record_ = 0;

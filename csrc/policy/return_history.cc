@@ -32,15 +32,16 @@ void ReturnHistory::renewed(ChunkId id, const Use& use) {
   begin_again(at, use);
 }
 
-// An earlier request's use is left as it is: that one ended here, whoever went on. (What is stored anew comes
-// from the deepest on: the use that brings this request here, and counts as a return, is still to come.)
+// An earlier request's use stays an end: that request ended here, even if another one continued. (Newly
+// stored chunks are reported deepest first. So the use that brings this request here, and counts as a reuse,
+// is yet to come.)
 void ReturnHistory::extended(ChunkId id, RequestClasses::Record record) {
   if (!sampled(id)) return;
   const std::uint32_t at = find(id);
   if (at != kNone && samples_[at].record == record) samples_[at].end = false;
 }
 
-// REQUIRES: in no queue.
+// REQUIRES: linked in no list.
 void ReturnHistory::begin_again(std::uint32_t at, const Use& use) {
   Sample& sample = samples_[at];
   classes_.release(std::exchange(sample.record, classes_.refer_again(use.record)));
@@ -51,8 +52,8 @@ void ReturnHistory::begin_again(std::uint32_t at, const Use& use) {
   link(at);
 }
 
-// Counts the ages that it reached since it was looked at. (The first one is
-// counted when it is left: until then its request may still be growing.)
+// Counts the ages that the sample reached since the last call. (The first age is counted when the sample
+// leaves it: until then its request may still be growing.)
 void ReturnHistory::catch_up(Sample& sample, unsigned bucket) {
   const unsigned of_class = class_of(sample);
   for (; sample.bucket < bucket; ++sample.bucket) {
@@ -72,13 +73,13 @@ void ReturnHistory::advance(std::uint64_t now, std::uint64_t horizon) {
   }
 }
 
-// Those that get older than this bucket.
+// Moves and counts the samples that have outgrown this bucket.
 void ReturnHistory::cross(unsigned bucket, std::uint64_t now) {
   const std::uint64_t edge = ReturnModel::edge(bucket + 1);
   std::array<std::uint32_t, ReturnModel::kClasses> counts{};
   std::uint32_t at = crossed_[bucket] == kNone ? by_time_.oldest : samples_[crossed_[bucket]].newer;
   int left = kCrossedAtOnce;
-  // What has not crossed the buckets below this one yet waits for that.
+  // Samples that have not crossed the younger buckets yet must do that first.
   for (; at != kNone && now - samples_[at].time >= edge && samples_[at].bucket == bucket;
        at = samples_[at].newer) {
     if (left-- == 0) break;
@@ -125,7 +126,7 @@ void ReturnHistory::add(ChunkId id, const Use& use) {
   if (by_id_.size() == kMaxSamples) by_id_.prefetch(samples_[by_time_.oldest].id);  // the next to drop
 }
 
-// A little per sample: all at once would be a long call.
+// A few per new sample: sweeping all at once would take too long.
 void ReturnHistory::sweep() {
   const std::size_t end = std::min(samples_.size(), swept_ + kSweepAtOnce);
   for (; swept_ < end; ++swept_) {
@@ -144,7 +145,7 @@ void ReturnHistory::drop(std::uint32_t at) {
   last_free_ = at;
 }
 
-// As the newest.
+// Links the sample as the newest.
 void ReturnHistory::link(std::uint32_t at) {
   assert(samples_[at].bucket == 0);
   by_time_.link_newest(samples_, at);

@@ -5,12 +5,12 @@
 namespace kv_offload {
 namespace {
 
-// A class's factors stand for this many entries of it, until it has more of its own.
+// A class's factors weigh as much as this many observed entries.
 constexpr float kPriorEntries = 20;
-// And a factor of 1 for so many returns of a request class or a kind.
+// A factor of 1 weighs as much as this many reuses of a request class or a kind.
 constexpr float kPriorOfFactor = 20;
-// This share of all comes back in each bucket, until anything is known. (The
-// first bucket has all octaves below the second.)
+// Share of all entries assumed to be reused in each bucket, until there is data. (The first bucket covers all
+// octaves below the second.)
 constexpr float kPriorReturns = 0.01f;
 constexpr float kFirstPriorReturns = 0.025f;
 
@@ -40,7 +40,7 @@ void ReturnModel::learn(float keep) {
   }
 }
 
-// What came back of each class, against what would have come back of it if it were like all.
+// Compares the reuses of each class with those expected if it behaved like all entries.
 void ReturnModel::compare() {
   std::array<float, kBuckets> exposed{}, returns{};
   for (unsigned c = 0; c < kClasses; ++c) {
@@ -85,15 +85,15 @@ void ReturnModel::rate(unsigned of_class) {
     hazard[b] = std::min(
         1.0f, (returns_[of_class][b] + kPriorEntries * prior) / (exposed_[of_class][b] + kPriorEntries));
   }
-  // For every age `from` at once, so that the inner loop is one of vectors: what is left
-  // of an entry kept since then (none before it), its returns and what keeping it took.
-  // The largest gained / kept is found by products: a division costs as much as all the rest.
+  // Runs for every age `from` at once, so that the inner loop vectorizes. `here`: the remaining share of an
+  // entry kept since `from` (0 before it). `gained`: its reuses. `kept`: the cost of keeping it. The largest
+  // gained / kept is found with products: a division would cost as much as all the rest.
   std::array<float, kBuckets> here{}, gained{}, kept{}, best_gained{}, best_kept;
   best_kept.fill(1);
   for (unsigned b = 0; b < kBuckets; ++b) {
     const float left = 1 - hazard[b], cost = kWidths[b] * (1 - hazard[b] / 2);
     here[b] = 1;
-    kept[b] = -cost / 2;  // it is in the middle of its own bucket
+    kept[b] = -cost / 2;  // an entry is in the middle of its own bucket
     for (unsigned from = 0; from < kBuckets; ++from) {
       kept[from] += here[from] * cost;
       gained[from] += here[from] * hazard[b];

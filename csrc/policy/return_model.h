@@ -1,15 +1,13 @@
-// ReturnModel: how soon entries come back, learned while serving, by class of
-// entry and by age. Ages are counted in entries that were stored since, in half
-// octaves: the model knows no unit of time and no capacity.
+// ReturnModel: how soon entries are reused, learned while serving, by class and age of the entry. Age is the
+// number of entries stored since the last use, in half octaves: the model knows no unit of time and no
+// capacity.
 //
-// A class is the class of the request that used an entry last, and the kind of entry: whether
-// it had been used before, and whether it is the end of a prompt. What little was seen of a
-// class is filled up with what its request class and its kind show elsewhere, as factors of
-// what all entries do.
+// A class combines the class of the request that used the entry last with the kind of entry: whether it had
+// been used before, and whether it ends a prompt. A class with little data borrows from its request class and
+// its kind in other classes, as factors of the average over all entries.
 //
-// worth(class, age) is the Gittins index of keeping such an entry: the largest
-// rate of returns per unit of age, over all spans for which it could be kept.
-// Of two entries the one worth less is the one to let go.
+// worth(class, age) is the Gittins index of keeping such an entry: the largest rate of reuses per unit of
+// age, over all spans for which it could be kept. Of two entries, evict the one worth less.
 #pragma once
 
 #include <array>
@@ -27,8 +25,8 @@ class ReturnModel {
 
   ReturnModel();
 
-  // `end`: nothing was ever seen behind it. A chat's last block, half full, comes back filled up and
-  // under another key. `used`: by a request other than the one that stored it.
+  // `end`: no chunk after it was ever seen. A chat's last block, half full, is reused filled up and under
+  // another key. `used`: by a request other than the one that stored it.
   static constexpr unsigned class_of(unsigned of_request, bool end, bool used) {
     return of_request * kKinds + 2 * end + used;
   }
@@ -44,15 +42,14 @@ class ReturnModel {
     return bucket == 0 ? 0 : ((kUnit / 2) * (2 + (bucket - 1) % 2)) << ((bucket - 1) / 2);
   }
 
-  // Entries of this class reached this age; and: one came back at this age.
+  // reached(): entries of this class reached this age. returned(): one was reused at this age.
   void reached(unsigned of_class, unsigned bucket, std::uint32_t entries = 1) {
     exposed_[of_class][bucket] += static_cast<float>(entries);
   }
   void returned(unsigned of_class, unsigned bucket) { returns_[of_class][bucket] += 1; }
 
   float worth(unsigned of_class, unsigned bucket) const { return worth_[of_class][bucket]; }
-  // Works one class's figures into worth(); classes take turns. What was learned
-  // counts `keep` of itself from now on.
+  // Updates worth() for one class; classes take turns. The learned data is then weighted with `keep`.
   void learn(float keep);
 
  private:
@@ -64,8 +61,8 @@ class ReturnModel {
   void rate(unsigned of_class);
 
   Table exposed_{}, returns_{}, worth_{};
-  // As of the last time that all classes were compared: the share of all entries that comes back in
-  // each bucket, and what a class returns by its factors, where all entries together return 1.
+  // As of the last comparison of all classes: the share of all entries that is reused in each bucket, and
+  // each class's reuse relative to all entries (= 1), from its factors.
   std::array<float, kBuckets> pooled_{};
   std::array<float, kClasses> factor_{};
   unsigned next_class_ = 0;

@@ -1,10 +1,11 @@
-// AskFirst: does it pay to ask a store for a record before it is written?
+// AskFirst: decides whether to check that a record is missing before writing it.
 //
-// Asking saves the bytes of a record that another wrote since the look-up, and costs a round trip. Where
-// others write the same prompts that is a bargain; where nobody does it is a tenth to a fifth of each write.
-// So every write asks until a run of answers says that nobody does; then a few do, until one finds a record.
+// The check saves the transfer of a record that another process wrote since the lookup, and costs a round
+// trip. It pays off where other processes write the same prompts; elsewhere it costs a tenth to a fifth of
+// each write. So every write checks until a run of checks finds no record. Then only a few writes check,
+// until one of them finds a record.
 //
-// What is sent without asking is never wrong, for who writes a record writes the same. Threads: any.
+// Skipping the check is safe: every writer of a key writes the same bytes. Threads: any.
 #pragma once
 
 #include <atomic>
@@ -14,10 +15,10 @@ namespace kv_offload {
 
 class AskFirst {
  public:
-  static constexpr std::uint32_t kRun = 16;   // answers "not there", one after the other
-  static constexpr std::uint32_t kEvery = 8;  // of so many writes one asks then
+  static constexpr std::uint32_t kRun = 16;   // consecutive checks that found no record
+  static constexpr std::uint32_t kEvery = 8;  // then one write in this many checks
 
-  // Of the write that is about to begin.
+  // Returns whether the next write should check first.
   bool should_ask() {
     if (not_there_.load(std::memory_order_relaxed) < kRun) return true;
     return unasked_.fetch_add(1, std::memory_order_relaxed) % kEvery == kEvery - 1;

@@ -53,7 +53,7 @@ void Breaker::failed(const Pass& pass, Nanos now) {
     return;
   }
   probing(pass.kind) = false;
-  if (pass.kind < opened_by_) {  // it says nothing of what the rest is for, and takes no time from it
+  if (pass.kind < opened_by_) {  // a lookup's probe does not extend the cool-down of records
     retry_at(pass.kind).store((now + cool_down_).count());
   } else {
     rest(now, pass.kind);

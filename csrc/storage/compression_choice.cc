@@ -5,8 +5,8 @@
 namespace kv_offload {
 namespace {
 
-constexpr double kFade = 0.95;   // of what ops before the last one count
-constexpr double kWeight = 0.1;  // of the last payload beside those before
+constexpr double kFade = 0.95;   // weight of the earlier ops after each op
+constexpr double kWeight = 0.1;  // weight of the last payload in the mean
 
 double mean(double before, double last) { return before > 0 ? before + kWeight * (last - before) : last; }
 
@@ -26,7 +26,8 @@ const char* to_string(Compress compress) {
   return "unknown";
 }
 
-// Ops and what the codec did for them are told apart and not quite together: some time is always left.
+// Ops and codec results are reported separately and slightly out of step, so a minimum of time always
+// remains.
 double CompressionChoice::Moved::seconds_per_stored_byte() const {
   constexpr double kLeast = 0.05;
   const double stored = std::max(raw_bytes - saved_bytes, raw_bytes * kLeast);
@@ -78,18 +79,18 @@ void CompressionChoice::moved(OpKind kind, std::uint64_t raw_bytes, double secon
     Moved& moved = of(kind);
     moved.seconds += seconds;
     moved.raw_bytes += static_cast<double>(raw_bytes);
-    // Last: what the codec did for this op was told before.
+    // Last, because the codec's result for this op was reported before.
     for (double* sum : {&moved.seconds, &moved.raw_bytes, &moved.codec_seconds, &moved.saved_bytes})
       *sum *= kFade;
     moved.ops = std::min(moved.ops + 1, kOpsToKnow);
     if (!is_to_decide()) return;
     deciding_ = true;
   }
-  // It may read a file, and stats() is asked by threads that wait for none.
+  // Without the lock: the callback may read a file, and threads that call stats() must not wait for that.
   double idle_cores = -1;
   try {
     if (options_.idle_cores) idle_cores = options_.idle_cores();
-  } catch (...) {  // not known, then
+  } catch (...) {  // idle cores stay unknown
   }
   const MutexLock lock(mutex_);
   deciding_ = false;
@@ -135,15 +136,18 @@ CompressionStats CompressionChoice::stats() const {
 }
 
 std::string CompressionChoice::reason() const {
+  // A fixed setting is its own reason.
   if (options_.compress != Compress::kAuto) {
     return options_.compress == Compress::kZstd ? "on: compress is zstd" : "off: compress is none";
   }
+  // Auto encodes only floating-point groups.
   if (std::none_of(options_.elements.begin(), options_.elements.end(),
                    [](Element element) { return element != Element::kBytes; })) {
     return "off: the KV cache is neither bfloat16 nor float16";
   }
   const MutexLock lock(mutex_);
   const Times reads = times(OpKind::kRead), writes = times(OpKind::kWrite);
+  // The same order as decide(): reads, else writes, else nothing is known yet.
   const bool by_reads = reads.raw > 0;
   const Times& deciding = by_reads ? reads : writes;
   if (deciding.raw == 0) return "off: too little was read or written to know the tier's speed";
@@ -151,11 +155,13 @@ std::string CompressionChoice::reason() const {
                                 on_ ? "on" : "off", by_reads ? "read" : "write", per_mib_ms(deciding.raw),
                                 per_mib_ms(deciding.encoded), ratio_);
   if (writes.raw > 0 && writes.gain() * kSlowestWrites < 1) {
-    why += fmt::format(", but a write {:.2f} ms instead of {:.2f} ms", per_mib_ms(writes.encoded),
+    // Writes that would become too slow keep the codec off whatever reads gain.
+    why += fmt::format(", but a write takes {:.2f} ms instead of {:.2f} ms", per_mib_ms(writes.encoded),
                        per_mib_ms(writes.raw));
   }
   if (cores_are_scarce_) {
-    why += fmt::format("; less than a core {} idle, so it has to be {:.2f} times as fast", on_ ? "was" : "is",
+    // Scarce cores raise the threshold.
+    why += fmt::format("; less than one core {} idle, so it must be {:.2f} times as fast", on_ ? "was" : "is",
                        on_ ? kWithoutIdleCores.off : kWithoutIdleCores.on);
   }
   return why;

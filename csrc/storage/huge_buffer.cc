@@ -17,9 +17,9 @@ HugeBuffer::HugeBuffer(std::size_t bytes) : size_(round_up(bytes, kHugePage)) {
   if (memory == MAP_FAILED) return;
   mapped_ = memory;
   data_ = reinterpret_cast<std::byte*>(round_up(reinterpret_cast<std::uintptr_t>(memory), kHugePage));
-  (void)::madvise(data_, size_, MADV_HUGEPAGE);  // offered, not owed
+  (void)::madvise(data_, size_, MADV_HUGEPAGE);  // a hint: it may fail
   for (std::size_t at = 0; at < size_; at += kPageBytes)
-    data_[at] = std::byte{0};  // now, or it counts as transfer
+    data_[at] = std::byte{0};  // page in now, or it counts as transfer time
 }
 
 HugeBuffer::~HugeBuffer() {

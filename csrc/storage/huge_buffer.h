@@ -1,5 +1,5 @@
-// HugeBuffer: memory of our own for a record on its way, in huge pages where the system has them. A device
-// takes it in few pieces.
+// HugeBuffer: buffer for a record in transit, in huge pages where the system has them. A device accepts it in
+// few pieces.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@ namespace kv_offload {
 
 class HugeBuffer {
  public:
-  explicit HugeBuffer(std::size_t bytes);  // data() is null: there is no memory
+  explicit HugeBuffer(std::size_t bytes);  // data() is null if memory runs out
   ~HugeBuffer();
   HugeBuffer(const HugeBuffer&) = delete;
   HugeBuffer& operator=(const HugeBuffer&) = delete;

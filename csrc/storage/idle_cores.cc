@@ -33,8 +33,8 @@ IdleCores::IdleCores(const Clock& clock, std::vector<unsigned> cpus, std::functi
 
 IdleCores::IdleCores(const Clock& clock) : IdleCores(clock, allowed_cpus(), proc_stat) {}
 
-// A line of a CPU: "cpu3 user nice system idle iowait irq softirq steal guest guest_nice"; guests are in
-// user.
+// The line of a CPU: "cpu3 user nice system idle iowait irq softirq steal guest guest_nice". Guest time is
+// part of user.
 std::vector<IdleCores::Ticks> IdleCores::look() const {
   constexpr int kCounted = 8, kIdle = 3, kIoWait = 4;
   std::vector<Ticks> found(cpus_.size());
@@ -66,7 +66,7 @@ double IdleCores::now() {
     idle_ = 0;
     bool known = false;
     for (std::size_t i = 0; i < ticks.size(); ++i) {
-      // Counters of idle time may go back a little.
+      // Idle counters may decrease slightly.
       if (ticks[i].all <= last_[i].all || ticks[i].idle < last_[i].idle) continue;
       known = true;
       idle_ += static_cast<double>(ticks[i].idle - last_[i].idle) /

@@ -1,5 +1,5 @@
-// IdleCores: how many of the cores that this process may run on nobody used lately. From /proc/stat: of the
-// whole machine, whatever share of a core a container may use.
+// IdleCores: measures how many of the cores that this process may run on were idle lately. Reads /proc/stat,
+// which covers the whole machine and ignores a container's CPU quota.
 //
 // One thread at a time.
 #pragma once
@@ -17,12 +17,13 @@ class IdleCores {
  public:
   static constexpr Nanos kEvery{std::chrono::seconds(2)};
 
-  // `cpus`: those that count. `read`: the text of /proc/stat. Both outlive nothing: they are copied.
+  // `cpus`: the cores to count. `read`: returns the text of /proc/stat. Both are copied.
   IdleCores(const Clock& clock, std::vector<unsigned> cpus, std::function<std::string()> read);
-  // Of this process.
+  // Counts the cores of this process.
   explicit IdleCores(const Clock& clock);
 
-  // Over the time since it was looked at last, some seconds ago. Below 0: it is not known (yet).
+  // Returns the idle cores, averaged over the time since the last measurement some seconds ago. Below 0: not
+  // known (yet).
   double now();
 
  private:

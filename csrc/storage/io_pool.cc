@@ -15,7 +15,7 @@
 namespace kv_offload {
 namespace {
 
-// Ops that go in or out under one hold of the lock: a batch of a long prompt holds up no other thread.
+// Ops added or removed per hold of the lock, so that a long prompt's batch does not delay the other threads.
 constexpr std::size_t kOpsPerLock = 256;
 
 struct Queued {
@@ -26,33 +26,33 @@ struct Running {
   std::uint64_t number = 0;
   Lane lane = Lane::kRead;
   Nanos submitted{0}, started{0};
-  std::optional<Lane> thread;  // whose it is; none: driven by hand
+  std::optional<Lane> thread;  // lane of the thread that runs it; none: driven by hand
 };
-// By a number that ascends with each submission. Nodes move from one to another, which needs no memory.
+// Keyed by a number that increases with each submission. Moving nodes between queues allocates nothing.
 using Queue = std::map<std::uint64_t, Queued>;
 
-// What waits in one lane. An op is found by its tag and by its deadline without a search of the queues, which
-// hold an op for each chunk of all prompts that are being read. Each call is O(log n) for each op.
+// The waiting ops of one lane. Ops are indexed by tag and by deadline, so that no call searches the queues:
+// they hold an op for each chunk of all prompts that are being read. Each call is O(log n) per op.
 class LaneQueue {
  public:
   bool empty() const { return urgent_.empty() && others_.empty(); }
   std::size_t size() const { return urgent_.size() + others_.size(); }
 
-  // If memory runs out: it throws, and this is to be dropped.
+  // If memory runs out, throws; the object must then be discarded.
   void add(std::uint64_t number, IoPool::Op op, Nanos submitted) {
     const bool urgent = op.urgent;
     by_tag_.emplace(std::pair(op.tag, number), urgent);
     if (op.deadline.count() != 0) by_deadline_.emplace(std::pair(op.deadline, number), urgent);
     queue(urgent).emplace(number, Queued{std::move(op), submitted});
   }
-  // Needs no memory.
+  // Allocates nothing.
   void take_all_of(LaneQueue& from) {
     urgent_.merge(from.urgent_);
     others_.merge(from.others_);
     by_tag_.merge(from.by_tag_);
     by_deadline_.merge(from.by_deadline_);
   }
-  // Leaves this empty. Constant time.
+  // Moves all ops to `other`. REQUIRES: `other` is empty. Constant time.
   void swap_all(LaneQueue& other) {
     std::swap(urgent_, other.urgent_);
     std::swap(others_, other.others_);
@@ -71,13 +71,13 @@ class LaneQueue {
     urgent_in_a_row_ = others_turn || others_.empty() ? 0 : urgent_in_a_row_ + 1;
     return extract(!others_turn, queue(!others_turn).begin()->first);
   }
-  // The oldest op with this tag; empty where none has it.
+  // Returns the oldest op with this tag; empty if there is none.
   Queue::node_type take(std::uint64_t tag) {
     const auto found = by_tag_.lower_bound({tag, 0});
     if (found == by_tag_.end() || found->first.first != tag) return {};
     return extract(found->second, found->first.second);
   }
-  // The op whose deadline passed first; empty where none has by now.
+  // Returns the op with the earliest passed deadline; empty if no deadline has passed.
   Queue::node_type take_late(Nanos now) {
     if (by_deadline_.empty() || now < by_deadline_.begin()->first.first) return {};
     return extract(by_deadline_.begin()->second, by_deadline_.begin()->first.second);
@@ -101,17 +101,17 @@ class LaneQueue {
 
   Queue urgent_, others_;
   unsigned urgent_in_a_row_ = 0;  // while others waited
-  // With the op's number; whether it is urgent.
+  // Key: the tag or deadline, and the op's number. Value: true for an urgent op.
   std::map<std::pair<std::uint64_t, std::uint64_t>, bool> by_tag_;
   std::map<std::pair<Nanos, std::uint64_t>, bool> by_deadline_;
 };
 using Lanes = std::array<LaneQueue, 2>;
 
-// Off its queue, but not run yet.
+// An op that was removed from its queue and has not run yet.
 struct Begun {
   Queue::node_type node;
   Nanos started{0};
-  std::uint64_t number = 0;  // of its entry in `running`; 0: it came too late to run
+  std::uint64_t number = 0;  // of its entry in `running`; 0: its deadline had passed
 };
 
 std::size_t index(Lane lane) { return static_cast<std::size_t>(lane); }
@@ -122,17 +122,17 @@ void finish(const Queued& queued, const Status& status, Nanos now) {
 
 }  // namespace
 
-// Shared by the pool and its threads, so that a thread that was let go while
-// stuck finds it alive.
+// Shared by the pool and its threads, so that it outlives a detached thread.
 struct IoPool::State {
-  // Made before they are needed: an op that comes too late may find no memory.
+  // Built in advance: there may be no memory when an op expires.
   const Status closed = Status::error(StatusKind::kUnavailable, "closing");
   const Status too_late =
       Status::error(StatusKind::kExpired, "the deadline passed before the op was started");
   const Clock* clock = nullptr;
   Nanos close_wait{0};
   mutable Mutex mutex;
-  CondVar reads, writes, left;  // for read threads: reads are queued; for write threads: so is what they take
+  // `reads` wakes read threads for queued reads; `writes` wakes write threads for any op that they may take.
+  CondVar reads, writes, left;
   Lanes queues GUARDED_BY(mutex);
   std::atomic<std::uint64_t> last_queued{0};
   std::vector<Running> running GUARDED_BY(mutex);
@@ -145,7 +145,7 @@ struct IoPool::State {
   bool closing GUARDED_BY(mutex) = false;
   bool abandoned GUARDED_BY(mutex) = false;
 
-  // Queued reads beyond those that free read threads are about to take.
+  // Returns the number of queued reads beyond those that free read threads are about to take.
   std::size_t reads_left_over() const REQUIRES(mutex) {
     const std::size_t queued = queues[index(Lane::kRead)].size();
     return queued - std::min<std::size_t>(queued, free_readers);
@@ -162,7 +162,7 @@ struct IoPool::State {
     return std::nullopt;
   }
 
-  // Wakes as many threads as can start something of what was added.
+  // Wakes as many threads as can start one of the added ops.
   void wake(std::size_t added_reads, std::size_t added_writes) REQUIRES(mutex) {
     for (std::size_t i = std::min<std::size_t>(added_reads, free_readers); i > 0; --i) reads.notify_one();
     for (std::size_t i = added_writes + std::min(added_reads, reads_left_over()); i > 0; --i)
@@ -180,7 +180,7 @@ struct IoPool::State {
   }
 
   void thread_body(Lane own) {
-    // What a write thread does can wait: writes, and reads that would otherwise wait for a read thread.
+    // Write threads run in the background: writes can wait, and so can reads that no read thread is free for.
     const bool reader = own == Lane::kRead;
     begin_thread(reader ? "kvo-read" : "kvo-write", reader ? CpuShare::kFull : CpuShare::kBackground);
     mutex.lock();
@@ -212,7 +212,7 @@ struct IoPool::State {
     return begun;
   }
 
-  // Takes it by value: what the op holds is let go here, with no lock held.
+  // Takes the op by value so that its resources are released here, without a lock held.
   void perform(Begun begun) EXCLUDES(mutex) {
     const Nanos started = begun.started;
     const Queued& queued = begun.node.mapped();
@@ -221,7 +221,7 @@ struct IoPool::State {
     Nanos ended = started;
     {
       const MutexLock lock(mutex);
-      if (!abandoned) ended = clock->now();  // once let go, the clock may be gone
+      if (!abandoned) ended = clock->now();  // after a detach the clock may be gone
       std::erase_if(running, [&](const Running& r) { return r.number == begun.number; });
     }
     queued.op.done(status, to_seconds(ended - started), to_seconds(started - queued.submitted));
@@ -229,7 +229,7 @@ struct IoPool::State {
 
   void submit(std::vector<Op> ops) EXCLUDES(mutex) {
     std::optional<Nanos> now = time_of_submission();
-    // First what may throw: all or none.
+    // Everything that may throw comes first: all ops are queued or none.
     std::vector<Lanes> batches((ops.size() + kOpsPerLock - 1) / kOpsPerLock);
     std::uint64_t number = last_queued.fetch_add(ops.size());
     for (std::size_t i = 0; i < ops.size(); ++i) {
@@ -245,13 +245,13 @@ struct IoPool::State {
     for (const auto& [key, queued] : refused) queued.op.done(closed, 0, 0);
   }
 
-  // None once the pool is closing: the clock may be gone.
+  // Returns nullopt once the pool is closing, because the clock may be destroyed.
   std::optional<Nanos> time_of_submission() EXCLUDES(mutex) {
     const MutexLock lock(mutex);
     return closing ? std::nullopt : std::optional(clock->now());
   }
 
-  // False: the pool is closing. Needs no memory.
+  // Returns false if the pool is closing. Allocates nothing.
   bool enqueue(Lanes& batch) EXCLUDES(mutex) {
     const MutexLock lock(mutex);
     if (closing) return false;
@@ -267,7 +267,7 @@ struct IoPool::State {
     for (const auto& [number, queued] : failed) finish(queued, status, now);
   }
 
-  // Some of the ops whose deadline has passed.
+  // Removes and returns a bounded number of ops whose deadline has passed.
   Queue take_late(Nanos now) EXCLUDES(mutex) {
     Queue late;
     const MutexLock lock(mutex);
@@ -286,7 +286,8 @@ IoPool::IoPool(const IoPoolOptions& options) : state_(std::make_shared<State>())
   if (options.clock == nullptr) throw_invalid("an I/O pool needs a clock");
   state_->clock = options.clock;
   state_->close_wait = options.close_wait;
-  state_->running.reserve(options.read_threads + options.write_threads);  // so that none fails to begin
+  // Reserved so that starting an op never fails.
+  state_->running.reserve(options.read_threads + options.write_threads);
   const auto start = [&](unsigned count, Lane lane) {
     for (unsigned i = 0; i < count; ++i) {
       const MutexLock lock(state_->mutex);
@@ -301,7 +302,7 @@ IoPool::IoPool(const IoPoolOptions& options) : state_(std::make_shared<State>())
     start(options.write_threads, Lane::kWrite);
   } catch (...) {
     close();
-    throw_resource("the system refused a thread for storage ({} read and {} write threads asked)",
+    throw_resource("the system refused to start a storage thread ({} read and {} write threads requested)",
                    options.read_threads, options.write_threads);
   }
 }

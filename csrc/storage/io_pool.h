@@ -1,24 +1,23 @@
-// IoPool: threads that run ops in two lanes. Reads go first; writes never
-// starve: read threads take reads only; write threads take reads too when more
-// wait than there are free read threads, but start one write for every
-// kReadsPerWrite reads started meanwhile. Write threads have a background share
-// of the CPU (base/thread.h).
-// An op is a function that ends in a Status; the pool knows nothing of files.
-// Each op has a tag and a deadline: one that has not started by then ends
-// kExpired without running (noticed by a thread that comes free, or by
-// expire()). cancel() ends a queued op kCancelled. Every submitted op ends
-// exactly once in `done`. Ops of a lane are started in order; urgent ones before others, of which one is
-// started for every kUrgentPerOther of them.
+// IoPool: threads that run ops in two lanes. Reads run first; writes never starve. Read threads run only
+// reads. Write threads also run reads if more reads wait than there are free read threads, but they start one
+// write for every kReadsPerWrite reads started meanwhile. Write threads have a background share of the CPU
+// (base/thread.h).
 //
-// No call holds the pool's lock for longer with more ops in it: submit() and expire() move a bounded number
-// at a time, cancel() finds its op by the tag.
+// An op is a function that returns a Status; the pool knows nothing of files. Each op has a tag and a
+// deadline. An op that has not started by its deadline ends kExpired without running (noticed by a thread
+// that becomes free, or by expire()). cancel() ends a queued op kCancelled. Every submitted op ends exactly
+// once in `done`. Ops of a lane start in order, urgent ones first, but one other op starts for every
+// kUrgentPerOther urgent ones.
 //
-// `run` must not throw. `done` runs on the pool's thread (or the caller's, for cancel, fail_queued,
-// expire and close) without any lock of the pool, and must not throw or block.
+// No call holds the pool's lock longer when more ops are queued: submit() and expire() move a bounded number
+// at a time, and cancel() finds its op by the tag.
 //
-// A thread stuck inside `run` blocks no call here. close() waits for it at most
-// close_wait of real time and then lets the thread go: the thread owns what it
-// still needs of the pool, runs `done` when it comes back, and reads no clock.
+// `run` must not throw. `done` runs on a pool thread (or on the caller's, for cancel, fail_queued, expire and
+// close) without any lock of the pool, and must not throw or block.
+//
+// A thread stuck inside `run` blocks no call here. close() waits for it at most close_wait of real time and
+// then detaches it. The thread owns what it still needs of the pool, runs `done` when it returns, and reads
+// no clock.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +35,7 @@ enum class Lane : std::uint8_t { kRead, kWrite };
 struct IoPoolOptions {
   unsigned read_threads = 2;
   unsigned write_threads = 1;
-  const Clock* clock = nullptr;  // required; outlives the pool
+  const Clock* clock = nullptr;  // required; must outlive the pool
   Nanos close_wait{std::chrono::seconds(10)};
 };
 
@@ -51,29 +50,29 @@ class IoPool {
     Nanos deadline{0};  // absolute; 0 = none
     bool urgent = false;
     std::function<Status()> run;
-    // status, seconds running, seconds queued
+    // Arguments: status, seconds running, seconds queued.
     std::function<void(const Status&, double, double)> done;
   };
-  explicit IoPool(const IoPoolOptions& options);  // throws when a thread cannot start
-  ~IoPool();                                      // close()
+  explicit IoPool(const IoPoolOptions& options);  // throws if a thread cannot start
+  ~IoPool();                                      // calls close()
 
-  // If memory runs out: it throws, and none of them was submitted or ends.
+  // If memory runs out, throws; no op was submitted and none ends.
   void submit(std::vector<Op> ops);
-  // Queues as submit() does, also from within an op; once the pool is closed, or gone, it refuses.
+  // Queues ops as submit() does, also from within an op. Refuses them once the pool is closed or destroyed.
   using Submitter = std::function<void(std::vector<Op>)>;
   Submitter submitter() const;
   bool cancel(std::uint64_t tag);
-  // Ends every queued op with this status; what runs goes on.
+  // Ends every queued op with this status; running ops continue.
   void fail_queued(const Status& status);
   void fail_queued(Lane lane, const Status& status);
   // Ends queued ops whose deadline has passed, even while all threads are stuck.
   void expire();
-  // Takes the next queued op of a lane, as a thread does that comes free: it runs from now on and cannot be
-  // cancelled. Calling the result does its work and ends it, on the thread that calls. Empty: none is queued.
-  // For a pool without threads, which is driven by hand.
+  // Takes the next queued op of a lane, like a thread that becomes free: the op counts as running and cannot
+  // be cancelled. Calling the returned function runs and ends the op on the calling thread. Returns an empty
+  // function if no op is queued. For a pool without threads, driven by hand.
   std::function<void()> begin_next(Lane lane);
-  // Refuse new (kUnavailable), cancel what is queued, wait for what runs, join.
-  // False when a thread was stuck and let go. Idempotent.
+  // Refuses new ops (kUnavailable), cancels queued ops, waits for running ops, joins the threads. Returns
+  // false if a stuck thread was detached. Idempotent.
   bool close();
 
   struct Depth {
@@ -81,9 +80,10 @@ class IoPool {
     double oldest_seconds = 0;  // since submit, of ops queued or running
   };
   Depth depth(Lane lane) const;
-  // Ops of a lane that run, and started after `after` and before `until`.
+  // Returns the number of running ops of a lane that started after `after` and before `until`.
   std::uint32_t running_since(Lane lane, Nanos after, Nanos until) const;
-  // Every thread that takes ops of this lane runs one that it started before `until`. Never without threads.
+  // True if every thread that serves this lane is running an op that started before `until`. Always false
+  // without threads.
   bool is_held_up(Lane lane, Nanos until) const;
 
  private:

@@ -1,7 +1,7 @@
-// KeysOfDigests: which keys are behind digests (sealed_names.h), of a bounded number of them. A digest has
-// two sets of cells and goes into the emptier one, so that sets are full only when nearly all cells are: with
-// three quarters of the cells in use hardly any key was forgotten, with all of them some 4 in 100. Where both
-// sets are full, the key that came into the first one first is forgotten.
+// KeysOfDigests: maps digests (sealed_names.h) back to a bounded number of keys. Each digest hashes to two
+// sets of cells and its key is put into the emptier one, so sets are full only when nearly all cells are
+// used. With three quarters of the cells in use hardly any key is forgotten; with all of them some 4 in 100
+// are. If both sets are full, the first set forgets its oldest key.
 //
 // One thread.
 #pragma once
@@ -18,7 +18,7 @@
 
 namespace kv_offload {
 
-// Pages that nobody touches take no memory.
+// A zeroed table whose untouched pages take no memory.
 template <typename T>
 class LazyTable {
  public:
@@ -38,7 +38,7 @@ class KeysOfDigests {
  public:
   static constexpr std::size_t kWays = 8;
 
-  // REQUIRES: a multiple of kWays.
+  // REQUIRES: `cells` is a multiple of kWays.
   explicit KeysOfDigests(std::size_t cells) : sets_(cells / kWays), table_(cells) {}
 
   void remember(const ChunkKey& digest, const ChunkKey& key) {
@@ -53,7 +53,7 @@ class KeysOfDigests {
     std::move_backward(set, set + kWays - 1, set + kWays);
     set[0] = key;
   }
-  // It is gone: forgets it as well, which makes room.
+  // Returns the key and forgets it, which frees its cell. For digests whose record was removed.
   template <typename IsIt>
   std::optional<ChunkKey> take(const ChunkKey& digest, IsIt&& is_it) {
     for (ChunkKey* set : sets_of(digest)) {
@@ -69,7 +69,7 @@ class KeysOfDigests {
   }
 
  private:
-  // The used cells of a set are the first ones, the newest in front.
+  // Used cells come first in a set, the newest in front.
   std::array<ChunkKey*, 2> sets_of(const ChunkKey& digest) {
     const std::uint64_t hash = ChunkKey::Hash{}(digest);
     return {&table_[hash % sets_ * kWays], &table_[(hash >> 32) % sets_ * kWays]};

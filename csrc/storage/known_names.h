@@ -1,6 +1,6 @@
-// KnownNames: the names (sealed_names.h) of the last keys that came by, up to a bound. Keys mostly come in
-// the order of their prompt, again and again: entries are stored in the order in which they came first, and
-// the one behind the last that was found is looked at first.
+// KnownNames: a bounded cache of the names (sealed_names.h) of recent keys. Keys mostly arrive in the order
+// of their prompt, repeatedly. So entries are stored in the order of their first arrival, and the entry after
+// the last one found is checked first.
 //
 // One thread.
 #pragma once
@@ -22,16 +22,16 @@ namespace kv_offload {
 
 class KnownNames {
  public:
-  static constexpr std::size_t kDigestBytes = 16;  // a name is these and the last four bytes of the key
+  static constexpr std::size_t kDigestBytes = 16;  // a name is the digest and the last four bytes of the key
   using Place = std::uint32_t;
-  // The name of `key` under key `way` of the list.
+  // Returns the name of `key` under encryption key number `way`.
   using NameOf = std::function<ChunkKey(const ChunkKey& key, std::size_t way)>;
 
   // most: at least 1.
   KnownNames(std::size_t ways, std::size_t most, NameOf name_of)
       : ways_(ways), most_(most), name_of_(std::move(name_of)), computed_(ways) {}
 
-  // Remembers it if it is new. A place is the key's until the next call.
+  // Returns the key's place and adds the key if it is new. The place is valid until the next call.
   Place place_of(const ChunkKey& key) {
     if (next_ < entries_.size() && entries_[next_].key == key) return static_cast<Place>(next_++);
     const ChunkId id = chunk_id(key);
@@ -44,13 +44,13 @@ class KnownNames {
       fill(place, key);
       places_.at(id, id_at()) = place;
       oldest_ = (oldest_ + 1) % most_;
-    } else if (entries_[place].key != key) {  // of the same hash: the later one stays
+    } else if (entries_[place].key != key) {  // two keys share one hash: the later one stays
       fill(place, key);
     }
     next_ = std::size_t{place} + 1;
     return place;
   }
-  // Nothing: it did not come by, or too long ago.
+  // Returns nullopt if the key was never added, or too long ago.
   std::optional<Place> find(ChunkId id) const {
     const Place place = places_.find(id, id_at());
     return place == IdTable::kNone ? std::nullopt : std::optional(place);
@@ -62,7 +62,7 @@ class KnownNames {
     std::memcpy(name + kDigestBytes, key.data() + key.size() - 4, 4);
     return ChunkKey::unchecked(name, sizeof(name));
   }
-  // Under which it was present last: the caller's, 0 at first.
+  // The way under which the caller last found the record; initially 0.
   std::uint32_t& way(Place place) { return entries_[place].way; }
 
  private:
@@ -79,7 +79,7 @@ class KnownNames {
   };
   IdAt id_at() const { return {*this}; }
   void fill(Place place, const ChunkKey& key) {
-    // All of them first: name_of_ may throw, and the key that is stored there keeps its own digests then.
+    // All digests first: name_of_ may throw, and the key that is stored there must then keep its own digests.
     for (std::size_t way = 0; way < ways_; ++way)
       std::memcpy(computed_[way].bytes, name_of_(key, way).bytes().data(), kDigestBytes);
     for (std::size_t way = 0; way < ways_; ++way) digests_[place * ways_ + way] = computed_[way];
@@ -88,7 +88,8 @@ class KnownNames {
   void forget(Place place) {
     if (entries_[place].key.size() == 0) return;  // its names could not be computed
     const ChunkId id = id_at()(place);
-    if (places_.find(id, id_at()) == place) places_.erase(id, id_at());  // not when memory ran out meanwhile
+    // The index may lack the entry if memory ran out while it was added.
+    if (places_.find(id, id_at()) == place) places_.erase(id, id_at());
   }
 
   const std::size_t ways_;
@@ -98,7 +99,7 @@ class KnownNames {
   SegmentedVector<Entry> entries_;
   SegmentedVector<Digest> digests_;  // ways_ for each entry
   IdTable places_;
-  std::size_t next_ = 0;    // behind the one that was found last
+  std::size_t next_ = 0;    // after the entry found last
   std::size_t oldest_ = 0;  // the next new key's place
 };
 

@@ -10,9 +10,9 @@ namespace kv_offload {
 namespace {
 
 constexpr std::size_t kBytes = std::size_t{1} << 20;
-constexpr int kRounds = 5;  // the best one counts: others use this machine, too
+constexpr int kRounds = 5;  // the best one counts: other programs use this machine, too
 
-// The upper halves of normal floats.
+// The upper halves of normally distributed floats.
 std::vector<std::byte> numbers_like_kv() {
   std::vector<std::byte> bytes(kBytes);
   std::mt19937 random(1);

@@ -1,5 +1,5 @@
-// How fast the codec is on this machine, and what a choice would make of a tier of a given speed: for
-// commands, before a server runs.
+// Measures the codec's speed on this machine and predicts the compression choice for a tier of a given speed.
+// For commands that run before a server does.
 #pragma once
 
 #include <string>
@@ -8,11 +8,11 @@
 
 namespace kv_offload {
 
-// One thread, numbers that look like K and V in bf16; some milliseconds. 0: there is no memory for it.
+// One thread, bf16 numbers that resemble K and V; takes some milliseconds. Returns 0 if memory runs out.
 CodecSpeed measure_codec();
 
-// What kAuto decides for K/V in bf16 on a tier that reads and writes so many bytes a second, with this codec:
-// CompressionChoice::reason().
+// Returns CompressionChoice::reason() for kAuto with bf16 K/V and this codec, on a tier with the given read
+// and write speeds.
 std::string advice(const CodecSpeed& codec, double read_bytes_per_second, double write_bytes_per_second);
 
 }  // namespace kv_offload

@@ -26,7 +26,8 @@ struct NamedEpochs::Named final : RecordStore::Epoch {
 
 std::string NamedEpochs::new_name() {
   std::array<std::uint8_t, kNameDigits / 2> bytes{};
-  if (getentropy(bytes.data(), bytes.size()) != 0) throw_resource("the system gives no random numbers");
+  if (getentropy(bytes.data(), bytes.size()) != 0)
+    throw_resource("getentropy failed: the system has no random numbers");
   return hex_of(bytes);
 }
 
@@ -57,9 +58,9 @@ std::string NamedEpochs::of_those_who_start() const {
 void NamedEpochs::note_kept(const std::string& known, const std::string& kept, bool read_only) {
   const MutexLock lock(mutex_);
   if (kept.empty()) return;
-  // Not when a reset came in between: what it replaced must not be put back.
+  // Not if a reset happened in between: the name that it replaced must not be put back.
   if (start_ == known && epoch_ != nullptr) set_start(kept);
-  if (resets_ > 0) return;  // of our own, and nobody else's, or none
+  if (resets_ > 0) return;  // our epoch is then ours alone, or there is none
   if (epoch_ == nullptr && read_only) epoch_ = std::make_shared<Named>(kept);
   if (epoch_ != nullptr && name_of(epoch_) != kept) apart_ = true;
 }
@@ -83,7 +84,7 @@ Status NamedEpochs::begin(const std::function<Status(std::string* kept)>& ask,
   const MutexLock lock(mutex_);
   if (resets != resets_) {
     remember(start, &ended_);
-    return Status::error(StatusKind::kUnavailable, "the tier was reset once more meanwhile");
+    return Status::error(StatusKind::kUnavailable, "the tier was reset again meanwhile");
   }
   set_start(start);
   if (epoch_ == nullptr) epoch_ = std::make_shared<Named>(resets == 0 ? start : new_name());
@@ -100,7 +101,7 @@ void NamedEpochs::forget() {
   for (const std::string& name : starts_) remember(name, &ended_);
   starts_.clear();
   epoch_.reset();
-  start_.clear();  // never to be put back
+  start_.clear();  // must never be put back
   apart_ = false;
   ++resets_;
 }

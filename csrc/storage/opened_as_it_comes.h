@@ -1,4 +1,4 @@
-// Records that are summed, or opened, while they come: each part is still in the CPU's cache then.
+// Checksums or decrypts a record while it arrives: each part is still in the CPU's cache then.
 #pragma once
 
 #include <cstdint>
@@ -9,29 +9,29 @@
 
 namespace kv_offload {
 
-// Told of each part of a value's place when it has been filled. A part is of one piece of that place only.
-// offset: where it lies in the value; what does not begin where the last part ended is of another answer.
-// announced: how long the whole value is, as the store says; 0: it does not.
+// Called for each part of a value's destination that was filled. A part never crosses pieces of the
+// destination. offset: its position in the value; a part that does not start where the previous one ended
+// belongs to another answer. announced: length of the whole value as the store reports it; 0: unknown.
 class FillObserver {
  public:
   virtual ~FillObserver() = default;
   virtual void filled(std::span<std::byte> part, std::uint64_t offset, std::uint64_t announced) noexcept = 0;
 };
 
-// Of one answer that fills IncomingRecord::pieces(). Of one that does not say how long it is nothing is begun
-// before its end.
+// Processes one answer that fills IncomingRecord::pieces(). Without an announced length, it begins only after
+// the last byte.
 class OpenedAsItComes final : public FillObserver {
  public:
   explicit OpenedAsItComes(IncomingRecord& record) : record_(record) {}
 
   void filled(std::span<std::byte> part, std::uint64_t offset, std::uint64_t announced) noexcept override {
     if (status_ && offset != came_) {
-      status_ = Status::error(StatusKind::kIo, "the store began its answer anew");
+      status_ = Status::error(StatusKind::kIo, "the store restarted its answer");
     }
     if (!status_) return;
     try {
       if (came_ < kRecordHeaderBytes) {
-        // The header page is a piece of its own, so no part goes beyond it.
+        // The header page is a separate piece, so no part extends beyond it.
         if (came_ + part.size() == kRecordHeaderBytes && announced > 0) {
           status_ = record_.begin(announced);
           begun_ = true;
@@ -44,7 +44,7 @@ class OpenedAsItComes final : public FillObserver {
     }
     came_ += part.size();
   }
-  // After the last byte of a record of so many; as IncomingRecord::open().
+  // Call after the last byte of a record of `bytes` bytes; like IncomingRecord::open().
   Status finish(std::uint64_t bytes) {
     if (!status_) return status_;
     return begun_ ? record_.finish() : record_.open(bytes);

@@ -1,7 +1,7 @@
 #include "storage/payload_codec.h"
 
-// For ZSTD_c_literalCompressionMode, whose name no release has to keep: so the library is linked statically
-// (dependencies.cmake). What it makes are frames as any zstd since 1.0 reads them.
+// For ZSTD_c_literalCompressionMode, whose name may change in any release: so the library is linked
+// statically (dependencies.cmake). The frames are readable by every zstd since 1.0.
 #define ZSTD_STATIC_LINKING_ONLY
 #include <zstd.h>
 #include <zstd_errors.h>
@@ -19,8 +19,8 @@
 namespace kv_offload {
 namespace {
 
-// Raw bytes of a block. What is worked on at a time stays in the L2 cache; much smaller ones lose by the
-// code that each frame carries. Part of the format: another length is another codec.
+// Raw bytes of a block. The working set stays in the L2 cache; much smaller blocks lose to the code table
+// that each frame carries. Part of the format: another length is another codec.
 constexpr std::size_t kBlockBytes = 128 << 10;
 constexpr std::size_t kLengthBytes = 4;
 
@@ -35,7 +35,7 @@ std::uint64_t bytes_of(std::span<const Shard> shards) {
   return bytes;
 }
 
-// How many bytes of a block are entropy-coded; what remains is stored as it is.
+// Returns how many bytes of a block are entropy-coded; the rest is stored unchanged.
 std::size_t coded_bytes(Element element, std::size_t block_bytes) {
   return element == Element::kBytes ? block_bytes : block_bytes / 2;
 }
@@ -54,7 +54,7 @@ void store_u32(std::byte* at, std::size_t value) {
   for (int i = 0; i < 4; ++i) at[i] = static_cast<std::byte>(value >> 8 * i);
 }
 
-// Goes through shards a block at a time. A block that lies in several of them is gathered or scattered.
+// Iterates over shards in blocks. A block that spans several shards is gathered or scattered.
 class Blocks {
  public:
   Blocks(std::span<const Shard> shards, std::byte* scratch)
@@ -63,7 +63,7 @@ class Blocks {
   }
 
   std::size_t bytes() const { return static_cast<std::size_t>(std::min<std::uint64_t>(left_, kBlockBytes)); }
-  // Where the block lies, or is to be put together.
+  // Returns the block in its shard, or the scratch buffer for one that spans shards.
   std::byte* place() const { return in_one_shard() ? shards_[shard_].data() + at_ : scratch_; }
   void gather() const {
     if (!in_one_shard())
@@ -114,30 +114,30 @@ Status damaged(std::uint64_t at, const char* what) {
   return Status::error(StatusKind::kCorrupt, fmt::format("encoded payload, block at byte {}: {}", at, what));
 }
 
-// One frame, and nothing else, that says itself to be as long as it must be. Else the library might be led
-// into formats of its past, or on to further frames.
+// True for exactly one frame that states the required content size. Anything else could lead the library into
+// its legacy formats, or on to further frames.
 bool is_one_frame(std::span<const std::byte> frame, std::size_t content_bytes) {
   return frame.size() >= kLengthBytes && load_u32(frame.data()) == ZSTD_MAGICNUMBER &&
          ZSTD_getFrameContentSize(frame.data(), frame.size()) == content_bytes &&
          ZSTD_findFrameCompressedSize(frame.data(), frame.size()) == frame.size();
 }
 
-// What one call works with.
+// The working memory of one call.
 struct Context {
   std::unique_ptr<ZSTD_CCtx, FreeZstd> to;
   std::unique_ptr<ZSTD_DCtx, FreeZstd> from;
-  std::unique_ptr<Context> next;  // of those that wait for a call
+  std::unique_ptr<Context> next;  // list of idle contexts
   std::array<std::byte, kBlockBytes> block;
   std::array<std::byte, kBlockBytes / 2> upper;
 
-  // False: there is no memory, or the library is not one that we know.
+  // Return false if memory runs out or the library lacks a parameter.
   bool can_encode();
   bool can_decode();
-  // Into `to`, which has room for kLengthBytes more than the block; returns what was used of it. 0: the
-  // library fails.
+  // Encodes one block into `out`, which has room for the block and kLengthBytes more. Returns the bytes used;
+  // 0 if the library fails.
   std::size_t encode(const SplitPlanes& planes, Element element, std::span<const std::byte> raw,
                      std::byte* out);
-  // `coded` is what follows the block's length, `frame_bytes` of it the frame. Null, or what is wrong.
+  // `coded` follows the block's length; its last `frame_bytes` are the frame. Returns null, or what is wrong.
   const char* decode(const SplitPlanes& planes, Element element, std::span<const std::byte> coded,
                      std::size_t frame_bytes, std::span<std::byte> raw);
 };
@@ -146,8 +146,8 @@ bool Context::can_encode() {
   if (to != nullptr) return true;
   std::unique_ptr<ZSTD_CCtx, FreeZstd> made(ZSTD_createCCtx());
   if (made == nullptr) return false;
-  // Exponents repeat, but not in sequences worth finding: the fastest level looks for next to none and would
-  // leave it at that, so it is told to code single bytes.
+  // Exponents repeat, but not in sequences worth finding. The fastest level searches hardly any and would
+  // then store the bytes uncompressed, so literal compression is forced on.
   for (const auto& [parameter, value] :
        {std::pair<ZSTD_cParameter, int>{ZSTD_c_compressionLevel, ZSTD_minCLevel()},
         {ZSTD_c_hashLog, ZSTD_HASHLOG_MIN},
@@ -196,10 +196,10 @@ const char* Context::decode(const SplitPlanes& planes, Element element, std::spa
   const std::size_t plane_bytes = coded_bytes(element, raw.size());
   const std::size_t kept = raw.size() - plane_bytes;
   const auto frame = coded.last(frame_bytes);
-  if (!is_one_frame(frame, plane_bytes)) return "not one frame of the bytes that are missing";
+  if (!is_one_frame(frame, plane_bytes)) return "not exactly one frame of the expected size";
   std::byte* const plane = element == Element::kBytes ? raw.data() : upper.data();
   if (ZSTD_decompressDCtx(from.get(), plane, plane_bytes, frame.data(), frame.size()) != plane_bytes) {
-    return "the frame does not decode";
+    return "the frame cannot be decoded";
   }
   if (element != Element::kBytes) {
     planes.join(plane, coded.data(), plane_bytes, raw.data());
@@ -208,16 +208,16 @@ const char* Context::decode(const SplitPlanes& planes, Element element, std::spa
   return nullptr;
 }
 
-// Reads the block at *at of `in`, and moves *at behind it.
+// Reads the block at *at of `in` and moves *at past it.
 Status decode_block(Context& context, const SplitPlanes& planes, Element element,
                     std::span<const std::byte> in, std::uint64_t* at, std::span<std::byte> raw) {
   const auto left = in.subspan(*at);
-  if (left.size() < kLengthBytes) return damaged(*at, "ends within its length");
+  if (left.size() < kLengthBytes) return damaged(*at, "truncated in its length field");
   const std::size_t frame_bytes = load_u32(left.data());
   const std::size_t coded = coded_bytes(element, raw.size());
-  if (frame_bytes > coded) return damaged(*at, "its frame is longer than what is in it");
+  if (frame_bytes > coded) return damaged(*at, "its frame is longer than the decoded bytes");
   const std::size_t bytes = frame_bytes == 0 ? raw.size() : raw.size() - coded + frame_bytes;
-  if (left.size() - kLengthBytes < bytes) return damaged(*at, "ends early");
+  if (left.size() - kLengthBytes < bytes) return damaged(*at, "truncated");
   const auto stored = left.subspan(kLengthBytes, bytes);
   if (frame_bytes == 0) {
     std::memcpy(raw.data(), stored.data(), bytes);
@@ -229,7 +229,7 @@ Status decode_block(Context& context, const SplitPlanes& planes, Element element
 }
 
 Status no_memory() {
-  return Status::error(StatusKind::kUnavailable, "a payload cannot be encoded or decoded: no memory");
+  return Status::error(StatusKind::kUnavailable, "cannot encode or decode a payload: out of memory");
 }
 
 }  // namespace
@@ -239,7 +239,7 @@ struct PayloadCodec::Contexts {
   Mutex mutex;
   std::unique_ptr<Context> idle GUARDED_BY(mutex);
 
-  // Null: no memory.
+  // Returns null if memory runs out.
   std::unique_ptr<Context> take() {
     MutexLock lock(mutex);
     if (idle == nullptr) return std::unique_ptr<Context>(new (std::nothrow) Context);
@@ -299,7 +299,7 @@ Status PayloadCodec::decode(std::span<const std::byte> in, Element element, std:
     if (status) blocks.scatter();
   }
   contexts_->give_back(std::move(context));
-  if (status && at != in.size()) return damaged(at, "there are bytes behind the last block");
+  if (status && at != in.size()) return damaged(at, "extra bytes after the last block");
   return status;
 }
 

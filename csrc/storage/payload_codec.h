@@ -1,11 +1,11 @@
-// PayloadCodec: a lossless codec for the payload of a record. Floating point K/V do not shrink as they are:
-// their mantissas are noise. Their exponents are not; they are split off and entropy-coded, the rest is
-// stored as it is.
+// PayloadCodec: a lossless codec for the payload of a record. Floating-point K/V hardly compress directly,
+// because their mantissas are noise. Their exponents do compress: they are split off and entropy-coded, and
+// the rest is stored unchanged.
 //
-// What is encoded says itself how long each of its parts is; it does not say of which shards it is: the
-// record's header does. Nothing in it is used as a size or an offset before it was checked.
+// The encoded payload states the length of each of its parts. It does not name its shards; the record's
+// header does. Nothing in it is used as a size or an offset before it was checked.
 //
-// Threads: any, several at once; contexts of the library are kept for the next call.
+// Threads: any, several at once; the library's contexts are kept for later calls.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@
 
 namespace kv_offload {
 
-// As in a record's header: numbers are never given to anything else.
+// Values of the record header: never reuse a number.
 enum class Codec : std::uint32_t { kRaw = 0, kSplitZstd = 1 };
-// What the payload is made of.
+// Number format of the payload.
 enum class Element : std::uint32_t { kBytes = 0, kBf16 = 1, kFp16 = 2 };
 
 class PayloadCodec {
  public:
-  // Raw bytes over encoded bytes: less than that is not worth decoding.
+  // Raw over encoded bytes: a smaller ratio is not worth decoding.
   static constexpr double kMinRatio = 1.1;
 
   PayloadCodec();
@@ -31,14 +31,14 @@ class PayloadCodec {
   PayloadCodec(const PayloadCodec&) = delete;
   PayloadCodec& operator=(const PayloadCodec&) = delete;
 
-  // How much room encode() may need for these shards.
+  // Returns how much room encode() may need for these shards.
   static std::uint64_t encoded_bytes_at_most(std::span<const Shard> shards);
-  // The shards, unpadded, in order. *bytes: of `out` that were used; 0: it gains less than kMinRatio, and the
-  // record is to be stored raw. REQUIRES: out.size() >= encoded_bytes_at_most(shards).
+  // Encodes the unpadded shards in order. *bytes: used bytes of `out`; 0: the ratio is below kMinRatio, store
+  // the record raw. REQUIRES: out.size() >= encoded_bytes_at_most(shards).
   Status encode(std::span<const Shard> shards, Element element, std::span<std::byte> out,
                 std::uint64_t* bytes);
-  // Fills the shards, unpadded. kCorrupt: `in` does not encode exactly that many bytes; the shards are
-  // garbage then.
+  // Fills the unpadded shards. kCorrupt: `in` does not encode exactly that many bytes; the shards then hold
+  // garbage.
   Status decode(std::span<const std::byte> in, Element element, std::span<const Shard> shards);
 
  private:

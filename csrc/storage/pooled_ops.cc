@@ -40,12 +40,12 @@ bool OpInFlight::admit(Nanos now) {
   return pass_.has_value();
 }
 
-// In the epoch that it was submitted in, or not at all.
+// Runs in the epoch that the op was submitted in, or not at all.
 Status OpInFlight::run() {
   RecordStore& store = *shared_->store;
   const RecordStore::EpochPtr& epoch = submitted.epoch;
   const bool is_read = op.kind == OpKind::kRead;
-  if (!epoch && !is_read) return Status::error(StatusKind::kUnavailable, "a reset is under way");
+  if (!epoch && !is_read) return Status::error(StatusKind::kUnavailable, "a reset is in progress");
   if (epoch != store.epoch()) return of_before_a_reset();
   if (!epoch) return Status::error(StatusKind::kNotFound, "no record of this key");
   if (!is_read && shared_->learnt && shared_->learnt->contains(op.key) == Presence::kPresent)
@@ -55,7 +55,7 @@ Status OpInFlight::run() {
     if (shared_->learnt) learn(*shared_->learnt, *this, done);
     return done;
   });
-  // It may be of a time that is over.
+  // The result may belong to an epoch that has ended.
   return epoch == store.epoch() ? status : of_before_a_reset();
 }
 
@@ -92,7 +92,7 @@ Status run_locate(PooledStore& shared, std::span<const ChunkKey> keys, KeyOrder 
 
 Status off() {
   return Status::error(StatusKind::kUnavailable,
-                       "the tier is off for now: its device is stuck or keeps failing");
+                       "the tier is out of service for now: its device is stuck or keeps failing");
 }
 
 bool device_failed(const Status& status) {

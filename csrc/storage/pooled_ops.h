@@ -1,6 +1,6 @@
-// What a PooledTier's ops do on its I/O threads: all that lies between the pool and the store.
+// The work of a PooledTier's ops on its I/O threads: the layer between the pool and the store.
 //
-// PooledStore is shared by the tier and every op, so that a thread that had to be let go finds it alive.
+// PooledStore is shared by the tier and every op, so that it outlives a detached thread.
 #pragma once
 
 #include <atomic>
@@ -24,7 +24,7 @@
 
 namespace kv_offload {
 
-// Mean speed of late reads; older ones fade.
+// Mean speed of recent reads; older reads fade out.
 class ReadSpeed {
  public:
   void add(std::uint64_t bytes, double seconds) {
@@ -38,14 +38,14 @@ class ReadSpeed {
   double bytes_ = 0, seconds_ = 0;
 };
 
-// What a call of the store says. RecordStore promises not to throw; a store that does all the same (out of
-// memory) fails that op, and no thread ends by it.
+// Runs a store call and turns exceptions into a Status. RecordStore promises not to throw; if a store throws
+// anyway (out of memory), that op fails and no thread ends.
 template <typename Work>
 Status contained(Work&& work) {
   try {
     return work();
   } catch (const std::bad_alloc&) {
-    return Status::error(StatusKind::kIo, "out of memory");  // short: it needs none itself
+    return Status::error(StatusKind::kIo, "out of memory");  // short: needs no memory itself
   } catch (const std::exception& error) {
     return Status::error(StatusKind::kIo, fmt::format("the store threw: {}", error.what()));
   } catch (...) {
@@ -77,7 +77,7 @@ struct PooledStore {
   }
   Catalogue& catalogue() { return learnt ? static_cast<Catalogue&>(*learnt) : *store->catalogue(); }
 
-  // Takes the one that `ended` holds. Needs no memory.
+  // Moves the one completion in `ended` to the list. Allocates nothing.
   void complete(std::list<Completion> ended) EXCLUDES(mutex) {
     const Completion& completion = ended.front();
     (void)contained([&] {
@@ -91,8 +91,8 @@ struct PooledStore {
     }
     completions.splice(completions.end(), ended);
   }
-  // Appends all completions. Holds the lock for a constant time: I/O threads that end an op wait for it. If
-  // memory runs out: it throws, and what cannot be taken stays.
+  // Appends all completions. Holds the lock for a constant time, because I/O threads that end an op wait for
+  // it. If memory runs out, throws; completions that were not taken stay.
   void take_completions(std::vector<Completion>* taken) EXCLUDES(mutex) {
     std::list<Completion> ended;
     {
@@ -111,18 +111,18 @@ struct PooledStore {
   }
 };
 
-// The time between two resets that something was submitted in.
+// The epoch (the time between two resets) in which an op or a lookup was submitted.
 struct Submitted {
   explicit Submitted(PooledStore& shared) : epoch(shared.store->epoch()) {
     if (shared.learnt) era = shared.learnt->era();
   }
-  RecordStore::EpochPtr epoch;  // null: a reset was not over
+  RecordStore::EpochPtr epoch;  // null: a reset was in progress
   PresenceCache::Era era = 0;
 };
 
-// Gives back what it took of the tier, its breaker's pass and its place among the bytes that wait, however it
-// ends: also where memory runs out before it was queued. A probe's pass that is lost keeps the lane off for
-// good.
+// An op and what it holds of the tier: its breaker's pass and its share of the waiting bytes. Releases both
+// however it ends, also if memory runs out before it was queued. A lost probe pass would keep the lane off
+// for good.
 class OpInFlight {
  public:
   OpInFlight(std::shared_ptr<PooledStore> shared, TierOp its_op, Submitted in);
@@ -131,10 +131,10 @@ class OpInFlight {
   OpInFlight& operator=(const OpInFlight&) = delete;
 
   Lane lane() const { return op.kind == OpKind::kRead ? Lane::kRead : Lane::kWrite; }
-  // Asks the breaker. False: it lets the op not through.
+  // Asks the breaker for a pass. False if the breaker refuses the op.
   bool admit(Nanos now);
   Status run();
-  // Completes it. Needs no memory.
+  // Completes the op. Allocates nothing.
   void end(const Status& status, double seconds, double queued_seconds, const Clock& clock);
 
   const TierOp op;
@@ -148,10 +148,10 @@ class OpInFlight {
   const std::shared_ptr<PooledStore> shared_;
   std::uint64_t waiting_bytes_;
   std::optional<Breaker::Pass> pass_;
-  std::list<Completion> ended_ = std::list<Completion>(1);  // made before it is needed: it cannot fail then
+  std::list<Completion> ended_ = std::list<Completion>(1);  // allocated early: end() cannot fail
 };
 
-// The same; without its words if there is no memory for them.
+// Copies a status; drops its message if there is no memory for it.
 inline Status copy_of(const Status& status) noexcept {
   try {
     return status;
@@ -164,10 +164,11 @@ inline Status copy_of(const Status& status) noexcept {
 Status run_locate(PooledStore& shared, std::span<const ChunkKey> keys, KeyOrder order,
                   const Submitted& submitted);
 
-Status off();  // what an op is told that a breaker lets not through
-// Only what the device did counts: our own bound is no failure.
+Status off();  // the status of an op that the breaker refuses
+// True if the status is a failure of the device. Reaching our own size bound is not.
 bool device_failed(const Status& status);
-// What ended without the device (no record, a reset meanwhile, our own bound) says nothing about it.
+// True if the device answered. A result without the device (no record, a reset meanwhile, our own size bound)
+// does not prove that it works.
 bool device_answered(const Status& status, std::uint64_t moved);
 
 }  // namespace kv_offload

@@ -20,7 +20,7 @@ namespace {
 constexpr Nanos kMaintainEvery{std::chrono::seconds(1)};
 
 void upkeep(RecordStore& store) {
-  if (!store.epoch() && store.can_reset()) (void)store.begin_epoch();  // what a reset could not do
+  if (!store.epoch() && store.can_reset()) (void)store.begin_epoch();  // the reset could not begin it
   store.maintain();
 }
 
@@ -64,9 +64,9 @@ class PooledTier final : public Tier {
  private:
   IoPool::Op make_op(std::shared_ptr<OpInFlight> in_flight) const;
   void keep(Lane lane, std::function<void(RecordStore&)> work);
-  // On the fast lane of upkeep; kTimeout when it did not end in time (it goes on).
+  // Runs on upkeep's fast lane. Returns kTimeout if the work did not end in time (it keeps running).
   Status keep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work);
-  // An engine that is idle does not poll, and others count on us to go on: also on the ticker's thread.
+  // The ticker's thread calls this too: an idle engine does not poll, and other processes rely on the upkeep.
   void keep_up_when_due();
   bool takes(Lane lane) const;
   void look_for_epoch() { in_epoch_ = shared_->store->epoch() != nullptr; }
@@ -76,27 +76,27 @@ class PooledTier final : public Tier {
   const Clock& clock_;
   const std::shared_ptr<PooledStore> shared_;
   bool was_reset_ = false;
-  // As of the last poll or reset: to ask the store for each key takes longer than all else of contains().
+  // As of the last poll or reset. Asking the store per key would take longer than all the rest of contains().
   bool in_epoch_ = false;
-  // Of one lane, as of the last watch().
+  // State of one lane, as of the last watch().
   struct Watched {
-    Nanos tripped_at{0};  // ops that started before trip no breaker again
+    Nanos tripped_at{0};  // ops that started before this time cannot trip a breaker again
     Nanos answered_at{0};
     std::uint64_t answers = 0;
     std::uint64_t timeouts = 0;
-    bool held_up = false;  // no thread would come to an op
+    bool held_up = false;  // every thread is stuck: none would start an op
   };
   Watched& watched(Lane lane) { return watched_[static_cast<std::size_t>(lane)]; }
   const Watched& watched(Lane lane) const { return watched_[static_cast<std::size_t>(lane)]; }
   Watched watched_[2];
   Nanos watched_at_{0};
-  Nanos counted_until_{0};  // ops that started up to here were found stuck, or ended
+  Nanos counted_until_{0};  // ops that started up to this time were found stuck or have ended
   bool closed_ = false;
   std::atomic<Nanos> next_upkeep_;
-  // Last: their threads end before what they use.
+  // Last members: their threads end before the members that they use.
   IoPool pool_;
   PresenceQuestions questions_;
-  IoPool upkeep_;  // write lane: start and upkeep; read lane: what must not wait for it
+  IoPool upkeep_;  // write lane: start and upkeep; read lane: work that must not wait for it
   Ticker ticker_;
 };
 
@@ -128,18 +128,18 @@ IoPool::Op PooledTier::make_op(std::shared_ptr<OpInFlight> in_flight) const {
   return queued;
 }
 
-// If memory runs out: it throws, and no op was submitted or ends.
+// If memory runs out, throws; no op was submitted and none completes.
 void PooledTier::submit(std::vector<TierOp> ops) {
   for (const TierOp& op : ops) {
     if (op.shards.empty() || op.shards.size() > kMaxShards) {
-      throw_invalid("an op of {} shards was given; a record has 1..{}", op.shards.size(), kMaxShards);
+      throw_invalid("an op has {} shards; a record holds 1..{}", op.shards.size(), kMaxShards);
     }
   }
   watch();
   const Nanos now = clock_.now();
   const Status refused = off();
-  // Not when a thread takes the op up: a reset may come in between, and what was computed before it must not
-  // be found after it.
+  // The epoch is captured here, not when a thread starts the op. A reset may happen in between, and a record
+  // computed before the reset must not be found after it.
   const Submitted submitted(*shared_);
   std::vector<IoPool::Op> queued;
   std::vector<std::shared_ptr<OpInFlight>> not_let_through;
@@ -158,8 +158,8 @@ void PooledTier::submit(std::vector<TierOp> ops) {
   for (const auto& in_flight : not_let_through) in_flight->end(refused, 0, 0, clock_);
 }
 
-// A thread is stuck when its op has been running for longer than op_deadline. That speaks against both lanes,
-// but not against one in which the device has answered since.
+// A thread is stuck if its op has been running longer than op_deadline. That trips both lanes, except a lane
+// in which the device has answered since.
 void PooledTier::watch() {
   const Nanos now = clock_.now();
   const Nanos too_long_ago = now - options_.op_deadline;
@@ -228,7 +228,7 @@ void PooledTier::keep_up_when_due() {
     });
     return Status::ok();
   });
-  if (!queued) shared_->maintaining.store(false);  // or nothing would be kept up any more
+  if (!queued) shared_->maintaining.store(false);  // otherwise no upkeep would run again
 }
 
 Status PooledTier::keep_and_wait(Nanos wait, std::function<Status(RecordStore&)> work) {
@@ -250,7 +250,7 @@ Status PooledTier::keep_and_wait(Nanos wait, std::function<Status(RecordStore&)>
   const MutexLock lock(answer->mutex);
   while (!answer->done) {
     const auto remaining = give_up - std::chrono::steady_clock::now();
-    if (remaining <= remaining.zero()) return Status::error(StatusKind::kTimeout, "storage does not answer");
+    if (remaining <= remaining.zero()) return Status::error(StatusKind::kTimeout, "storage does not respond");
     answer->ready.wait_for(answer->mutex, remaining);
   }
   return answer->status;
@@ -264,13 +264,13 @@ Status PooledTier::reset() {
   if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
   if (!shared_->store->can_reset()) {
     return Status::error(StatusKind::kUnavailable,
-                         "the tier cannot be reset: it offers nothing any more, until the next start");
+                         "the tier cannot be reset: it is disabled until the next start");
   }
-  // Waits, unlike all else here: who changed the weights must know that nothing
-  // older can come back. A failure leaves the store without an epoch (it finds
-  // nothing and takes nothing) until upkeep, or what timed out, has begun one.
+  // Waits, unlike everything else here: after a change of weights the caller must know that no older record
+  // can be found again. A failure leaves the store without an epoch (it finds no records and accepts none)
+  // until upkeep, or the call that timed out, has begun one.
   Status status = keep_and_wait(options_.op_deadline, [](RecordStore& store) { return store.begin_epoch(); });
-  keep(Lane::kWrite, [](RecordStore& store) { upkeep(store); });  // reclaims, behind
+  keep(Lane::kWrite, [](RecordStore& store) { upkeep(store); });  // reclaims in the background
   look_for_epoch();
   return status;
 }
@@ -308,7 +308,7 @@ void PooledTier::close() {
   if (std::exchange(closed_, true)) return;
   ticker_.stop();
   shared_->store->stop();
-  // While threads still run; a device that fails is spared.
+  // Last upkeep while threads still run. Skipped if the device is failing.
   if (shared_->breaker(Lane::kWrite).closed()) {
     (void)keep_and_wait(options_.close_wait, [](RecordStore& store) {
       store.maintain();
@@ -334,7 +334,7 @@ double PooledTier::estimate_read_seconds(std::uint64_t bytes) const {
 }  // namespace
 
 const Clock& clock_of(const PooledTierOptions& options) {
-  static const SteadyClock steady;  // stateless; threads that were let go may read it
+  static const SteadyClock steady;  // stateless; detached threads may read it
   return options.clock != nullptr ? *options.clock : static_cast<const Clock&>(steady);
 }
 

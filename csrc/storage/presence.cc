@@ -84,7 +84,7 @@ Presence PresenceCache::contains(const ChunkKey& key) const {
 
 void PresenceCache::begin_asking(std::span<const ChunkKey> keys, Era era, std::vector<ChunkKey>* asked) {
   const Nanos now = clock_.now();
-  std::vector<Entries> spent;  // freed when the lock is free again
+  std::vector<Entries> spent;  // destroyed after the lock is released
   const MutexLock lock(mutex_);
   spent.swap(spent_);
   if (era != era_) return;
@@ -109,10 +109,10 @@ void PresenceCache::forget_absence(const ChunkKey& key) {
 void PresenceCache::give_up_asking(std::span<const ChunkKey> keys, Era era) {
   const Nanos until = clock_.now() + absent_for_;
   const MutexLock lock(mutex_);
-  if (era != era_) return;  // it may be asked for anew by now
+  if (era != era_) return;  // the keys may have a new lookup by now
   count_steps(keys.size());
   for (const ChunkKey& key : keys) {
-    Entry* entry = const_cast<Entry*>(find(key));  // changed where it is: put() may need memory
+    Entry* entry = const_cast<Entry*>(find(key));  // in place: put() may need memory
     if (entry != nullptr && entry->state == State::kAsking) *entry = {key, until, State::kAbsent};
   }
 }
@@ -143,7 +143,7 @@ void PresenceCache::written(const ChunkKey& key, Era era) {
 }
 
 void PresenceCache::gone(const ChunkKey& key, TierRemoval::Reason reason, Era era) {
-  // What was taken for there (of a prefix not every key is looked at) may be about to be written.
+  // Lookups of a prompt do not check every key, so a key that counted as present may be about to be written.
   const bool vanished = reason == TierRemoval::Reason::kVanished;
   const Nanos until = clock_.now() + (vanished ? std::min(kLeastAbsent, absent_for_) : absent_for_);
   const MutexLock lock(mutex_);
@@ -155,19 +155,19 @@ void PresenceCache::gone(const ChunkKey& key, TierRemoval::Reason reason, Era er
 }
 
 void PresenceCache::reset() {
-  Forgotten forgotten{Entries(most_keys_ / 2), Entries(most_keys_ / 2)};  // empty: the next ones
+  Forgotten forgotten{Entries(most_keys_ / 2), Entries(most_keys_ / 2)};  // empty tables for the new epoch
   const MutexLock lock(mutex_);
-  forgotten_.push_back(std::move(forgotten));  // the last that may throw
+  forgotten_.push_back(std::move(forgotten));  // the last step that may throw
   std::swap(forgotten_.back().young, young_);
   std::swap(forgotten_.back().old, old_);
   ++era_;
 }
 
-// Not what is present again: that was told.
+// False for keys that are present again: their new presence was reported.
 bool PresenceCache::was_present(const Forgotten& forgotten, const Entry& entry) const {
   if (entry.state != State::kPresent) return false;
   const bool is_old = forgotten.told >= forgotten.young.size();
-  if (is_old && forgotten.young.find(entry.key) != nullptr) return false;  // the young tell
+  if (is_old && forgotten.young.find(entry.key) != nullptr) return false;  // the young entry is newer
   return presence_of(find(entry.key)) != Presence::kPresent;
 }
 

@@ -10,20 +10,20 @@
 
 namespace kv_offload {
 
-// Keys of a prompt that are asked for at once. All but the atomics is written before others see it.
+// Keys of a prompt that are looked up together. Everything except the atomics is written before other threads
+// see it.
 struct PresenceQuestions::Window {
-  // Keys that one call asks the store for.
+  // Keys of one store call.
   struct Part {
-    std::size_t first = 0, count = 0;  // of `unknown`
+    std::size_t first = 0, count = 0;  // range in `unknown`
     std::optional<Breaker::Pass> pass;
   };
 
-  std::vector<ChunkKey> unknown;  // those of the keys that are asked for here
+  std::vector<ChunkKey> unknown;  // the keys that this window looks up
   std::vector<Part> parts;
-  std::vector<std::atomic<bool>> ended;  // of the parts that were let through: answered or given up
-  std::atomic<std::size_t> unanswered{
-      0};                           // parts that were let through, and one more while they are given away
-  std::atomic<bool> failed{false};  // one of the parts was given up
+  std::vector<std::atomic<bool>> ended;    // of the admitted parts: answered or given up
+  std::atomic<std::size_t> unanswered{0};  // admitted parts, plus one while they are handed out
+  std::atomic<bool> failed{false};         // a part was given up
 
   std::span<const ChunkKey> keys_of(std::size_t part) const {
     return std::span(unknown).subspan(parts[part].first, parts[part].count);
@@ -35,16 +35,17 @@ struct PresenceQuestions::Prompt {
   const std::vector<ChunkKey> keys;
   const KeyOrder order;
   const Submitted submitted;
-  // A thread will pick the keys from here on, or find that they are of no use. One thread at a time changes
-  // it.
+  // A thread will pick the keys from here on, or find that they are not needed. Only one thread at a time
+  // changes it.
   std::atomic<std::size_t> next{0};
   Mutex mutex;
-  WindowPtr window GUARDED_BY(mutex);  // the last that was begun
+  WindowPtr window GUARDED_BY(mutex);  // the last one begun
 
   Prompt(std::shared_ptr<const Context> in, std::vector<ChunkKey> given, KeyOrder given_order, Submitted now)
       : context(std::move(in)), keys(std::move(given)), order(given_order), submitted(std::move(now)) {}
 
-  // A thread will ask for them, or find that they are being asked for. REQUIRES: both end with the same key.
+  // True if a thread will look these keys up, or find that their lookups are pending. REQUIRES: both lists
+  // end with the same key.
   bool stands_for(const std::vector<ChunkKey>& others, KeyOrder others_order, const Submitted& now) const {
     if (order != others_order || submitted.epoch != now.epoch || submitted.era != now.era) return false;
     return others.size() <= keys.size() - next.load() &&
@@ -76,7 +77,7 @@ void PresenceQuestions::ask(std::vector<ChunkKey> keys, KeyOrder order) {
   context_->submit(std::move(ops));
 }
 
-// What has not begun finds the breaker open, and gives up by itself.
+// Lookups that have not begun find the breaker open and give up by themselves.
 void PresenceQuestions::give_up_all() {
   for (const auto& [last_key, one] : prompts_) {
     const auto prompt = one.lock();
@@ -99,7 +100,7 @@ IoPool::Op PresenceQuestions::op_of(const Context& context, std::function<Status
                                     std::function<void(const Status&)> end) {
   IoPool::Op op;
   op.tag = kTag;
-  op.urgent = true;  // short, and who asks may have nothing to wait for
+  op.urgent = true;  // short, and the request may be waiting for nothing else
   op.deadline = context.clock->now() + context.op_deadline;
   op.run = std::move(run);
   op.done = [end = std::move(end)](const Status& status, double, double) { end(status); };
@@ -113,10 +114,10 @@ IoPool::Op PresenceQuestions::op_that_goes_on(const PromptPtr& prompt) {
         go_on(prompt);
         return Status::ok();
       },
-      [](const Status&) {});  // one that never ran has begun nothing
+      [](const Status&) {});  // an op that never ran has begun no lookup
 }
 
-// Picks keys until some of them are unknown, and asks for these.
+// Picks keys until some of them are unknown, and looks those up.
 void PresenceQuestions::go_on(const PromptPtr& prompt) {
   const PooledStore& shared = *prompt->context->shared;
   while (prompt->next.load() < prompt->keys.size()) {
@@ -146,7 +147,7 @@ void PresenceQuestions::go_on(const PromptPtr& prompt) {
   }
 }
 
-// The thread that picked the keys asks for the first part itself.
+// The thread that picked the keys looks up the first part itself.
 void PresenceQuestions::ask(const PromptPtr& prompt, const WindowPtr& window, std::vector<IoPool::Op> ops) {
   const Context& context = *prompt->context;
   Breaker& breaker = context.shared->breaker(Lane::kRead);
@@ -154,11 +155,13 @@ void PresenceQuestions::ask(const PromptPtr& prompt, const WindowPtr& window, st
   std::optional<std::size_t> own;
   std::size_t let_through = 0;
   for (std::size_t part = 0; part < ops.size(); ++part) {
+    // The breaker admits each part separately; this thread keeps the first one admitted.
     window->parts[part].pass = breaker.admit(now, Breaker::Kind::kQuestion);
     if (!window->parts[part].pass) continue;
     ++let_through;
     if (!own) own = part;
   }
+  // The extra one keeps the window from ending while its parts are handed out.
   window->unanswered.store(let_through + 1);
   {
     const MutexLock lock(prompt->mutex);
@@ -167,12 +170,14 @@ void PresenceQuestions::ask(const PromptPtr& prompt, const WindowPtr& window, st
   const Status shared = contained([&] {
     std::vector<IoPool::Op> others;
     for (std::size_t part = 0; part < ops.size(); ++part) {
+      // All admitted parts but its own are queued for other threads.
       if (part != own && window->parts[part].pass) others.push_back(std::move(ops[part]));
     }
     context.submit(std::move(others));
     return Status::ok();
   });
   for (std::size_t part = 0; part < ops.size(); ++part) {
+    // A part that was refused, or that could not be queued, is given up.
     if (!window->parts[part].pass) {
       window->failed.store(true);
       give_up(*prompt, window->keys_of(part));
@@ -195,19 +200,19 @@ void PresenceQuestions::give_up(const Prompt& prompt, std::span<const ChunkKey> 
   });
 }
 
-// Tells the catalogue which of the keys up to `end` are being asked for.
+// Marks the unknown keys up to `end` as pending in the catalogue.
 void PresenceQuestions::pick(Prompt& prompt, std::size_t end, Window* window) {
   PooledStore& shared = *prompt.context->shared;
   const std::span<const ChunkKey> keys(prompt.keys);
   std::size_t first = prompt.next.load();
-  window->unknown.reserve(end - first);  // all that the catalogue was told is in it, whatever throws
+  window->unknown.reserve(end - first);  // whatever throws, it holds every key that the catalogue was given
   for (std::size_t count = 0; first < end; first += count) {
     count = std::min(kKeysPerLock, end - first);
     shared.catalogue().begin_asking(keys.subspan(first, count), prompt.submitted.era, &window->unknown);
   }
 }
 
-// An op for each call of the store.
+// Returns one op per store call.
 std::vector<IoPool::Op> PresenceQuestions::divide(const PromptPtr& prompt, const WindowPtr& window,
                                                   std::size_t at_once) {
   std::vector<IoPool::Op> ops;
@@ -225,7 +230,7 @@ std::vector<IoPool::Op> PresenceQuestions::divide(const PromptPtr& prompt, const
 Status PresenceQuestions::ask_part(Prompt& prompt, Window& window, std::size_t part) {
   return contained([&] {
     PooledStore& shared = *prompt.context->shared;
-    // The device may have got stuck after it was let through.
+    // The device may have become stuck after the part was admitted.
     if (!shared.breaker(Lane::kRead).stands(*window.parts[part].pass)) return off();
     return run_locate(shared, window.keys_of(part), prompt.order, prompt.submitted);
   });
@@ -243,15 +248,15 @@ void PresenceQuestions::end_part(const PromptPtr& prompt, Window& window, std::s
   } else {
     breaker.not_tried(pass);
   }
-  // Last: who sees that the question has ended also sees what the breaker makes of it. One that was given up
-  // while it was stuck may be asked anew by now.
+  // Last: a thread that sees the lookup end also sees its effect on the breaker. A part that was given up
+  // while stuck may have a new lookup by now, so it is not given up twice.
   if (!status && !window.ended[part].load()) give_up(*prompt, window.keys_of(part));
   if (!status) window.failed.store(true);
   window.ended[part].store(true);
   if (window.unanswered.fetch_sub(1) == 1) end_window(prompt, window);
 }
 
-// All its parts have ended, and no thread picks keys.
+// All parts have ended, and no thread is picking keys.
 void PresenceQuestions::end_window(const PromptPtr& prompt, const Window& window) {
   const std::size_t next = prompt->next.load();
   if (next >= prompt->keys.size()) return;

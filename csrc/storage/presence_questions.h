@@ -1,17 +1,17 @@
-// PresenceQuestions: asks a store which keys of prompts it has records of, on the threads of a pool.
+// PresenceQuestions: looks up which keys of prompts a store has records for, on the threads of a pool.
 //
-// The scheduler's thread hands the keys over and nothing else: an I/O thread picks those that are unknown and
-// that nobody asks for (Catalogue::begin_asking), gives all but the first few of them to other threads, and
-// asks for these itself. From then on the catalogue says that they are being asked for, and nobody hands them
-// over again. Until then a prompt is handed over in each step that its request waits in, whole, or without
-// its first keys where another prompt asks for these: it is not taken twice.
+// The scheduler's thread only hands the keys over. An I/O thread picks the keys that are unknown and have no
+// pending lookup (Catalogue::begin_asking). It gives all but the first part of them to other threads and
+// looks that part up itself. From then on the catalogue reports the lookups as pending, and the keys are not
+// handed over again. Until then a waiting request hands its prompt over in each step: whole, or without the
+// first keys if another prompt looks these up. It is not queued twice.
 //
-// The chunks of a prompt (KeyOrder::kPrefix) are asked for in windows, each as long as all before it: behind
-// a chunk that is missing nothing is of use, and of a new prompt of a million tokens the first window tells.
-// The parts of a window are asked for at once. A prompt that is there takes one answer more for each doubling
-// of its length.
+// The chunks of a prompt (KeyOrder::kPrefix) are looked up in windows, each as long as all windows before it.
+// Chunks after a missing one are useless, so for a new prompt of a million tokens the first window is enough.
+// The parts of a window are looked up concurrently. A prompt that is present takes one more round trip for
+// each doubling of its length.
 //
-// Threads: the scheduler's, alone. No call does I/O or waits for who does.
+// Threads: only the scheduler's. No call does I/O or waits for a thread that does.
 #pragma once
 
 #include <functional>
@@ -31,21 +31,21 @@ namespace kv_offload {
 
 class PresenceQuestions {
  public:
-  static constexpr std::uint64_t kTag = std::uint64_t{1} << 63;  // of its ops; above every id of a caller's
-  static constexpr std::size_t kKeysPerLock = 64;  // what contains() waits for at most, while they are picked
-  static constexpr std::size_t kFirstWindow = 256;  // keys; at least what one call of the store takes
+  static constexpr std::uint64_t kTag = std::uint64_t{1} << 63;  // of lookup ops; above every caller id
+  static constexpr std::size_t kKeysPerLock = 64;   // bounds how long contains() waits while keys are picked
+  static constexpr std::size_t kFirstWindow = 256;  // keys; at least the keys of one store call
 
   PresenceQuestions(std::shared_ptr<PooledStore> shared, const PooledTierOptions& options,
                     IoPool::Submitter submit);
 
-  // keys: at least one.
+  // REQUIRES: at least one key.
   void ask(std::vector<ChunkKey> keys, KeyOrder order);
-  // The device is stuck: what is being asked for is given up, for nobody knows when its threads come back.
+  // The device is stuck: gives pending lookups up, because their threads may never return.
   void give_up_all();
 
  private:
   static constexpr std::size_t kFewPrompts = 64;
-  // All that a thread needs which was let go while it asked.
+  // Everything that a thread needs if it is detached during a lookup.
   struct Context {
     std::shared_ptr<PooledStore> shared;
     const Clock* clock;
@@ -71,9 +71,9 @@ class PresenceQuestions {
   static void end_window(const PromptPtr& prompt, const Window& window);
 
   const std::shared_ptr<const Context> context_;
-  // By the last key, which is no other prompt's, mostly. While one is asked for, it lives.
+  // By the last key, which prompts seldom share. A prompt lives as long as its lookups.
   std::unordered_multimap<ChunkKey, std::weak_ptr<Prompt>> prompts_;
-  std::size_t most_prompts_ = kFewPrompts;  // then those that live no longer are swept out
+  std::size_t most_prompts_ = kFewPrompts;  // at this size expired prompts are removed
 };
 
 }  // namespace kv_offload

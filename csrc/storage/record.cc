@@ -86,12 +86,12 @@ std::uint32_t other_version(std::span<const std::byte> page) {
 
 Status of_another_version(std::uint32_t version) {
   return Status::error(StatusKind::kNotFound,
-                       fmt::format("a record of version {}, which this release does not know", version));
+                       fmt::format("record version {} is not supported by this release", version));
 }
 
 namespace {
 
-// How the payload is stored. `padded`: its bytes when it is raw.
+// Checks how the payload is stored. `padded`: its bytes when it is raw.
 Status check_stored(std::span<const std::byte> page, std::uint64_t padded) {
   const auto codec = get<std::uint32_t>(page, 108);
   if (codec > static_cast<std::uint32_t>(Codec::kSplitZstd)) return wrong("codec", codec, "0..1");
@@ -99,7 +99,7 @@ Status check_stored(std::span<const std::byte> page, std::uint64_t padded) {
   if (element > static_cast<std::uint32_t>(Element::kFp16)) return wrong("element", element, "0..2");
   const auto stored = get<std::uint64_t>(page, kStoredAt), stored_padded = get<std::uint64_t>(page, 112);
   if (codec == 0 && stored != padded) return wrong("stored bytes", stored, padded);
-  // So no record is longer than a raw one, whatever it says.
+  // Bounds every record, whatever its header says, by the length of a raw one.
   if (codec != 0 && (stored == 0 || stored >= padded || round_up(stored, kPageBytes) >= padded))
     return wrong("stored bytes", stored, fmt::format("fewer pages than raw, {}", padded));
   if (stored_padded != round_up(stored, kPageBytes))
@@ -122,7 +122,7 @@ Status decode_header(std::span<const std::byte> page, RecordHeader* header) {
   if (checksum != computed) {
     return wrong("checksum", fmt::format("{:#018x}", checksum), fmt::format("{:#018x}", computed));
   }
-  // From here on the bytes are what some writer meant; they may still not be ours.
+  // From here on the bytes are what a writer intended; they may still not be ours.
   const auto version = get<std::uint32_t>(page, 8);
   if (version != kRecordVersion) return wrong("version", version, kRecordVersion);
   const auto length = get<std::uint32_t>(page, 12);
@@ -217,7 +217,7 @@ void zero_padding(std::span<const Shard> shards) {
   for (const Shard& shard : shards) {
     std::byte* pad = shard.data() + shard.size();
     std::byte* end = shard.data() + round_up(shard.size(), kPageBytes);
-    // Look first: a row whose pad is clean is only read, so readers may share it.
+    // Check first: a row with clean padding is only read, so readers may share it.
     if (std::any_of(pad, end, [](std::byte b) { return b != std::byte{0}; })) {
       std::memset(pad, 0, static_cast<std::size_t>(end - pad));
     }

@@ -1,6 +1,6 @@
-// Record: a chunk's bytes on a tier. 4 KiB header, then the payload as it is stored: raw (the shards in rank
-// order, each padded with zeros to 4 KiB) or encoded (payload_codec.h, padded with zeros to 4 KiB as a
-// whole); sealed or not (sealing.h). All integers little-endian.
+// Record: a chunk's bytes on a tier. A 4 KiB header, then the stored payload: raw (the shards in rank order,
+// each zero-padded to 4 KiB) or encoded (payload_codec.h, zero-padded to 4 KiB as a whole); encrypted or not
+// (sealing.h). All integers are little-endian.
 //
 //   offset size
 //        0    8  magic "KVOREC1\n"
@@ -15,15 +15,15 @@
 //      120    8  checksum (XXH3-64 of the padded stored bytes)
 //      128    8  creation time, unix nanoseconds
 //      136  8*64 bytes of each shard, unpadded
-//      648    4  element: what the payload is made of
-//      652    4  sealing (0: none, 1: AES-256-GCM)
+//      648    4  element: number format of the payload
+//      652    4  encryption (0: none, 1: AES-256-GCM)
 //      656    8  stored bytes, unpadded
-//      664   16  id of the key that sealed      680   32  salt      712   16  tag
+//      664   16  id of the encryption key      680   32  salt      712   16  tag
 //      728 ..    zeros
 //     4088    8  header checksum (XXH3-64 of bytes 0..4087)
 //
-// What lies where and why: specs/RECORD_FORMAT.md. Nothing read from a header is used as a size or an offset
-// before verify.
+// specs/RECORD_FORMAT.md explains the layout. A header value is never used as a size or an offset before the
+// header was verified.
 #pragma once
 
 #include <array>
@@ -46,7 +46,7 @@ using NamespaceId = std::array<std::uint8_t, 32>;
 
 enum class Sealing : std::uint32_t { kNone = 0, kAes256Gcm = 1 };
 
-// All zero: not sealed.
+// All zero: not encrypted.
 struct Seal {
   std::array<std::uint8_t, 16> key_id{};
   std::array<std::uint8_t, 32> salt{};
@@ -63,7 +63,7 @@ struct RecordHeader {
   Codec codec = Codec::kRaw;
   Element element = Element::kBytes;
   std::uint64_t stored_bytes = 0;  // unpadded; raw: payload_bytes, encoded: fewer pages than that
-  std::uint64_t checksum = 0;      // of what is stored, padded
+  std::uint64_t checksum = 0;      // of the padded stored bytes
   std::uint64_t created_unix_nanos = 0;
   Sealing sealing = Sealing::kNone;
   Seal seal;
@@ -74,18 +74,20 @@ struct RecordHeader {
 
 // Writes all 4096 bytes. REQUIRES: page.size() == kRecordHeaderBytes.
 void encode_header(const RecordHeader& header, std::span<std::byte> page);
-// kCorrupt naming the field and both values, when anything does not verify.
+// Returns kCorrupt, naming the field and both values, if any check fails.
 Status decode_header(std::span<const std::byte> page, RecordHeader* header);
-// The version of a header that is whole and that another release has written; 0: it is no such header.
+// Returns the version of an intact header that another release wrote; 0 if the page is anything else.
 std::uint32_t other_version(std::span<const std::byte> page);
-// What a seal vouches for beside the payload: the page as it is encoded, with zeros for the two checksums and
-// the tag, which are not known before the payload is sealed. REQUIRES: page.size() == kRecordHeaderBytes.
+// Writes the header fields that the encryption tag authenticates in addition to the payload. This is the
+// encoded page with zeros for the two checksums and the tag, which are unknown before the payload is
+// encrypted. REQUIRES: page.size() == kRecordHeaderBytes.
 void encode_sealed_fields(const RecordHeader& header, std::span<std::byte> page);
-// After decode: does it describe this key, group and these shards. kCorrupt if not.
+// Call after decode_header(). Returns kCorrupt if the header does not describe this key, group and these
+// shards.
 Status match_header(const RecordHeader& header, const NamespaceId& namespace_id, const ChunkKey& key,
                     std::uint32_t group, std::span<const Shard> shards);
 
-// XXH3-64 of what is stored, as it comes in pieces.
+// Incremental XXH3-64 of the stored bytes.
 class PayloadChecksum {
  public:
   PayloadChecksum();
@@ -103,13 +105,13 @@ class PayloadChecksum {
 std::uint64_t payload_checksum(std::span<const Shard> shards);
 std::uint64_t padded_payload_bytes(std::span<const Shard> shards);
 
-// Makes the bytes behind each shard, up to the next 4 KiB, zero. They belong to
-// the row; what is on disk is then determined by the shards alone.
+// Zeroes the bytes from the end of each shard to the next 4 KiB boundary. They belong to the row; zeroing
+// makes the bytes on disk depend on the shards alone.
 void zero_padding(std::span<const Shard> shards);
-// The header of a raw record of these shards, written now; its checksum is left to who sums them.
+// Returns the header of a raw record of these shards, created now. The caller sets the checksum.
 RecordHeader make_header(const NamespaceId& namespace_id, const ChunkKey& key, std::uint32_t group,
                          std::span<const Shard> shards);
-// A record that another release has written: neither ours nor damaged.
+// Returns the status for a record that another release wrote: neither ours nor damaged.
 Status of_another_version(std::uint32_t version);
 
 }  // namespace kv_offload

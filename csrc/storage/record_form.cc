@@ -9,8 +9,8 @@ namespace {
 
 std::span<std::byte> padded(const Shard& shard) { return {shard.data(), round_up(shard.size(), kPageBytes)}; }
 
-// It says nothing of the device.
-Status no_buffer() { return Status::error(StatusKind::kUnavailable, "no memory for a record's buffer"); }
+// kUnavailable: running out of memory does not count against the device.
+Status no_buffer() { return Status::error(StatusKind::kUnavailable, "out of memory for a record buffer"); }
 
 }  // namespace
 
@@ -33,11 +33,11 @@ void RecordForm::give_back(std::unique_ptr<HugeBuffer> buffer) noexcept {
   try {
     const MutexLock lock(mutex_);
     free_.push_back(std::move(buffer));
-  } catch (const std::bad_alloc&) {  // then it is not kept
+  } catch (const std::bad_alloc&) {  // the buffer is freed instead
   }
 }
 
-// ---- written
+// ---- writing
 
 OutgoingRecord::OutgoingRecord(RecordForm& form, const NamespaceId& namespace_id, const TierOp& op)
     : form_(form), op_(op), header_(make_header(namespace_id, op.key, op.group, op.shards)) {
@@ -54,7 +54,7 @@ Status OutgoingRecord::encode() {
   CompressionChoice* choice = form_.compression();
   if (choice == nullptr || header_.payload_bytes <= kPageBytes || !choice->next_is_encoded(op_.group))
     return Status::ok();
-  // What cannot be encoded is stored raw: without memory, too.
+  // A payload that cannot be encoded is stored raw, also when memory runs out.
   const std::uint64_t room = PayloadCodec::encoded_bytes_at_most(op_.shards) + kPageBytes;
   if (!take_buffer(std::max(header_.payload_bytes, room))) return Status::ok();
   std::uint64_t bytes = 0;
@@ -85,12 +85,14 @@ Status OutgoingRecord::seal_into_buffer() {
   PayloadChecksum checksum;
   std::optional<RecordCipher> cipher;
   if (form_.keys() != nullptr) {
+    // A store with keys encrypts every record that it writes.
     header_.sealing = Sealing::kAes256Gcm;
     if (Status status = begin_seal(*form_.keys(), &header_.seal); !status) return status;
     cipher.emplace();
     if (Status status = cipher->begin(RecordCipher::Direction::kSeal, *form_.keys(), header_); !status)
       return status;
   }
+  // Encrypts (with keys) and checksums in steps that stay in the CPU cache.
   const auto pass = [&](const std::byte* from, std::uint64_t bytes) {
     while (bytes > 0) {
       const std::size_t part = std::min<std::uint64_t>(bytes, RecordForm::kStepBytes);
@@ -105,10 +107,12 @@ Status OutgoingRecord::seal_into_buffer() {
     return Status::ok();
   };
   if (header_.codec != Codec::kRaw) {
+    // Encoded: the bytes are in the buffer already. Their padding is checksummed but not encrypted.
     if (Status status = pass(to, header_.stored_bytes); !status) return status;
     checksum.add({to, header_.padded_stored_bytes() - header_.stored_bytes});
   } else {
     for (const Shard& shard : op_.shards) {
+      // Raw: read from the shards including their padding.
       if (Status status = pass(shard.data(), round_up(shard.size(), kPageBytes)); !status) return status;
     }
   }
@@ -133,7 +137,7 @@ Status OutgoingRecord::finish() {
   return Status::ok();
 }
 
-// ---- read
+// ---- reading
 
 IncomingRecord::IncomingRecord(RecordForm& form, const NamespaceId& namespace_id, const TierOp& op)
     : form_(form), namespace_id_(namespace_id), op_(op), payload_bytes_(padded_payload_bytes(op.shards)) {}
@@ -163,9 +167,11 @@ Status IncomingRecord::begin(std::uint64_t bytes) {
   }
   if (form_.keys() == nullptr) {
     if (header_.sealing == Sealing::kNone) return Status::ok();
-    return Status::error(StatusKind::kCorrupt, "it is sealed, and there is no key to open it");
+    return Status::error(StatusKind::kCorrupt,
+                         "the record is encrypted, but no encryption key is configured");
   }
-  if (header_.sealing == Sealing::kNone) return Status::error(StatusKind::kCorrupt, "it is not sealed");
+  if (header_.sealing == Sealing::kNone)
+    return Status::error(StatusKind::kCorrupt, "the record is not encrypted");
   cipher_.emplace();
   return cipher_->begin(RecordCipher::Direction::kOpen, *form_.keys(), header_);
 }
@@ -173,8 +179,8 @@ Status IncomingRecord::begin(std::uint64_t bytes) {
 Status IncomingRecord::add(const std::byte* from, std::span<std::byte> to) {
   while (!to.empty()) {
     const std::size_t part = std::min(to.size(), RecordForm::kStepBytes);
-    if (!cipher_) checksum_.add({from, part});  // the seal says more
-    // What pads the stored bytes is not sealed.
+    if (!cipher_) checksum_.add({from, part});  // the tag replaces the checksum
+    // The padding of the stored bytes is not encrypted.
     const std::uint64_t left = header_.stored_bytes - std::min(added_, header_.stored_bytes);
     const std::size_t sealed = cipher_ ? std::min<std::uint64_t>(part, left) : 0;
     if (sealed > 0) {
@@ -190,8 +196,8 @@ Status IncomingRecord::add(const std::byte* from, std::span<std::byte> to) {
 
 Status IncomingRecord::finish() {
   if (added_ != header_.padded_stored_bytes()) {
-    return Status::error(StatusKind::kCorrupt, fmt::format("{} stored bytes came, its header says {}", added_,
-                                                           header_.padded_stored_bytes()));
+    return Status::error(StatusKind::kCorrupt, fmt::format("{} stored bytes arrived, its header says {}",
+                                                           added_, header_.padded_stored_bytes()));
   }
   if (!cipher_ && checksum_.value() != header_.checksum) {
     return Status::error(StatusKind::kCorrupt,

@@ -1,18 +1,18 @@
-// What lies between the shards of an op and the stored bytes of its record, for all kinds of stores:
+// The transformation between the shards of an op and the stored bytes of its record, for all kinds of stores:
 //
-//   RecordForm       how a store writes: raw or encoded, sealed or not
-//   OutgoingRecord   a record to be written: where its stored bytes are
-//   IncomingRecord   a record that is read: where its stored bytes go, and what they were
+//   RecordForm       how a store writes: raw or encoded, encrypted or not
+//   OutgoingRecord   a record being written: where its stored bytes are
+//   IncomingRecord   a record being read: where its stored bytes go, and what they were
 //
-// Raw and not sealed, nothing lies between: the stored bytes are those of the shards, in place. Otherwise a
-// write makes them in a buffer. A read puts the stored bytes where the shards are, for a record is never
-// longer than a raw one; they are opened there, step by step while they are in the CPU's cache, and decoded
-// from a buffer.
+// Raw and unencrypted records need no transformation: the stored bytes are the shards, in place. Otherwise a
+// write builds the stored bytes in a buffer. A read puts the stored bytes into the shards' memory, because a
+// record is never longer than a raw one. They are decrypted there, step by step while they are in the CPU's
+// cache, and decoded from a buffer.
 //
-// Invariants: IncomingRecord::finish() is ok only if header, length and checksum were compared, of a sealed
-// record its tag in place of the checksum, and the shards then hold what was written; a store with keys takes
-// no record that is not sealed. A buffer is one record's, or free; there is at most one for each thread that
-// is inside at once.
+// Invariants: IncomingRecord::finish() returns ok only if header, length and checksum match (for an encrypted
+// record its tag instead of the checksum); the shards then hold what was written. A store with keys rejects
+// records that are not encrypted. A buffer belongs to one record or is free; there is at most one buffer for
+// each thread that is inside at once.
 #pragma once
 
 #include <atomic>
@@ -34,14 +34,14 @@
 
 namespace kv_offload {
 
-// Bytes that records took on their tier when they were read and written: headers, encoded payload, padding.
+// Bytes of the records that were read from and written to the tier: headers, encoded payload, padding.
 struct RecordTraffic {
   std::atomic<std::uint64_t> read_bytes{0}, written_bytes{0};
 };
 
 struct RecordFormOptions {
   std::shared_ptr<CompressionChoice> compression = {};  // null: raw
-  std::shared_ptr<const SealingKeys> keys = {};         // null: not sealed
+  std::shared_ptr<const SealingKeys> keys = {};         // null: not encrypted
   // Shared by all copies of these options: the store counts, the tier reports. Never null.
   std::shared_ptr<RecordTraffic> traffic = std::make_shared<RecordTraffic>();
 };
@@ -49,7 +49,8 @@ struct RecordFormOptions {
 // Any thread.
 class RecordForm {
  public:
-  // Copied, summed, sealed or opened before the next is: while it is in the nearest cache that it fits.
+  // Each step is copied, checksummed, encrypted or decrypted before the next one, while it is in the nearest
+  // cache that holds it.
   static constexpr std::size_t kStepBytes = std::size_t{256} << 10;
 
   explicit RecordForm(const RecordFormOptions& options) : options_(options) {}
@@ -58,7 +59,7 @@ class RecordForm {
   CompressionChoice* compression() const { return options_.compression.get(); }
   RecordTraffic& traffic() const { return *options_.traffic; }
   PayloadCodec& payload_codec() { return payload_codec_; }
-  // Null: there is no memory.
+  // Returns null if memory runs out.
   std::unique_ptr<HugeBuffer> take_buffer(std::uint64_t bytes) EXCLUDES(mutex_);
   void give_back(std::unique_ptr<HugeBuffer> buffer) noexcept EXCLUDES(mutex_);
 
@@ -72,28 +73,29 @@ class RecordForm {
 // One thread.
 class OutgoingRecord {
  public:
-  // All of it outlives this. Makes the pads of the shards zero.
+  // The arguments must outlive this object. Zeroes the padding of the shards.
   OutgoingRecord(RecordForm& form, const NamespaceId& namespace_id, const TierOp& op);
   ~OutgoingRecord() { form_.give_back(std::move(buffer_)); }
   OutgoingRecord(const OutgoingRecord&) = delete;
   OutgoingRecord& operator=(const OutgoingRecord&) = delete;
 
-  // First: the codec, where the form has chosen it and it gains. From here on bytes() is what it will take.
+  // Call first. Encodes the payload if the form chose the codec and it saves space. From here on bytes() is
+  // the final record size.
   Status encode();
   std::uint64_t bytes() const { return header_.record_bytes(); }
   bool in_place() const { return header_.codec == Codec::kRaw && form_.keys() == nullptr; }
-  // In place: all but its checksum, for who sums while it moves them.
+  // In place: complete except for its checksum, for stores that compute the sum while they move the bytes.
   const RecordHeader& header() const { return header_; }
-  // Seals, sums, makes the header. REQUIRES: encoded.
+  // Encrypts, checksums and builds the header. REQUIRES: encode() was called.
   Status finish();
-  // In order, until this goes. REQUIRES: finished.
+  // In order, valid as long as this object. REQUIRES: finish() was called.
   const std::vector<std::span<const std::byte>>& pieces() const { return pieces_; }
-  // The store has it: only now the choice is told what the codec did, as it is told of ops that end well.
-  // Returns how many bytes of payload were moved, raw.
+  // Call when the store has the record. Only now the codec's result is reported to the choice, because only
+  // successful ops count. Returns the raw payload bytes moved.
   std::uint64_t written();
 
  private:
-  // What the codec made of the payload, whether or not it gained.
+  // Result of the codec, whether it saved space or not.
   struct Tried {
     std::uint64_t stored_bytes = 0;
     double seconds = 0;
@@ -104,16 +106,17 @@ class OutgoingRecord {
   RecordForm& form_;
   const TierOp& op_;
   RecordHeader header_;
-  std::optional<Tried> tried_;          // not told yet
-  std::unique_ptr<HugeBuffer> buffer_;  // header page, then what is stored
+  std::optional<Tried> tried_;          // not reported yet
+  std::unique_ptr<HugeBuffer> buffer_;  // header page, then the stored bytes
   std::optional<AlignedBuffer> page_;
   std::vector<std::span<const std::byte>> pieces_;
 };
 
-// One thread. Calls in this order: begin() when the header page is full, add() for what follows, finish().
+// One thread. Calls in this order: begin() when the header page is full, add() for the bytes after it,
+// finish().
 class IncomingRecord {
  public:
-  // All of it outlives this.
+  // The arguments must outlive this object.
   IncomingRecord(RecordForm& form, const NamespaceId& namespace_id, const TierOp& op);
   IncomingRecord(RecordForm&, NamespaceId&&, const TierOp&) = delete;
   ~IncomingRecord() { form_.give_back(std::move(buffer_)); }
@@ -122,19 +125,20 @@ class IncomingRecord {
 
   std::uint64_t payload_bytes() const { return payload_bytes_; }  // raw
   std::uint64_t most_bytes() const { return kRecordHeaderBytes + payload_bytes_; }
-  // May a record of this op have so many bytes. kCorrupt if not.
+  // Returns kCorrupt if a record of this op cannot have this many bytes.
   Status check_length(std::uint64_t bytes) const;
   std::span<std::byte> header_page() const { return page_.span(); }
-  // The header page, then the shards as far as they are padded: most_bytes() in all, filled from the front.
+  // The header page, then the shards including padding: most_bytes() in total, filled from the front.
   std::vector<std::span<std::byte>> pieces() const;
 
-  // `bytes`: of the record. kCorrupt: it is not that of the op. kNotFound: another release has written it.
+  // `bytes`: the record's length. kCorrupt: the record does not belong to the op. kNotFound: another release
+  // wrote it.
   Status begin(std::uint64_t bytes);
-  // The next of the stored bytes, from where they are to their place in pieces(); these may be the same.
+  // Adds the next stored bytes and moves them to `to`, their place in pieces(). `from` may be the same place.
   Status add(const std::byte* from, std::span<std::byte> to);
-  // kCorrupt: what was added is not what the header says, or was not sealed by a key of ours.
+  // kCorrupt: the added bytes do not match the header, or were not encrypted with one of our keys.
   Status finish();
-  // All of it, of a record of so many bytes that lies in pieces().
+  // Runs all steps for a record of `bytes` bytes that is already in pieces().
   Status open(std::uint64_t bytes);
 
  private:

@@ -1,18 +1,19 @@
-// RecordStore: all that a kind of tier implements; the synchronous half of a tier. PooledTier is the other
-// half, written once: threads, deadlines, breakers, completions, presence, speed.
+// RecordStore: the synchronous half of a tier, implemented once per kind of tier. PooledTier is the shared
+// asynchronous half: threads, deadlines, breakers, completions, presence, speed.
 //
-// A store keeps records under keys, in epochs: what was written in one is not found in another. Who starts
-// shares one with all who start. forget() ends it, begin_epoch() begins another, above all that anybody used
-// before (for a file system a directory, for a server a number in each key): for this process alone, whose
-// weights are no longer those that it was started with. What lies in epochs that nobody uses is reclaimed
-// behind or ages out.
+// A store keeps records under keys, in epochs: a record that was written in one epoch is not found in
+// another. All newly started processes share one epoch. forget() ends the current epoch. begin_epoch() begins
+// one that was never used before: a directory with a higher number in a file system, a random name in each
+// key on a server (named_epochs.h). The new epoch belongs to this process alone, because its weights are no
+// longer those that it was started with. Records in unused epochs are reclaimed in the background or age out.
 //
-// Threads: each method says on whose it runs. Those of I/O threads and of upkeep may wait for the device;
-// those of any thread never do, for the scheduler is among them. A store may be left with a thread stuck in a
-// call of the first kind: it is shared by all ops in flight, so nothing is freed under them.
+// Threads: each method states the threads it may run on. Methods for I/O and upkeep threads may wait for the
+// device. Methods for any thread never wait, because the scheduler calls them. A store may be left with a
+// thread stuck in a call of the first kind. All ops in flight share ownership of the store, so nothing is
+// freed while such a thread uses it.
 //
-// No method throws: what cannot be done is a Status. (One that throws all the same fails its op, as kIo; it
-// leaves no thread ended and no op without a completion.) A constructor may throw.
+// No method throws; failures are returned as a Status. (If a method throws anyway, its op fails with kIo; no
+// thread ends and every op still gets its completion.) A constructor may throw.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +31,8 @@ namespace kv_offload {
 
 class RecordStore {
  public:
-  // What a store calls the time between two resets. Ops in flight share the one that they were submitted in.
+  // The store's handle for one epoch, the time between two resets. Ops in flight share the epoch that they
+  // were submitted in.
   struct Epoch {
     virtual ~Epoch() = default;
   };
@@ -38,48 +40,53 @@ class RecordStore {
 
   virtual ~RecordStore() = default;
 
-  // ---- I/O threads, several at once. `epoch` is never null. Each ends within a time of its own, or is
-  // stuck. kIo, kTimeout, and kNoSpace with an errno speak against the device, and rest it after some in a
-  // row; kTimeout with EBUSY does not: it says that another process was in the way. Nor does kIo with ENOENT:
-  // another program removed something that the store makes again. Nor does kUnavailable: a
-  // part of the store that failed before is left alone for now, and the rest goes on. `moved` becomes the
-  // payload's bytes when the device moved them; a record that is there already is ok with 0,
-  // or with its bytes where a store does not tell that it took none. Leaves a whole record or none: nothing
-  // else is ever found under the key.
+  // ---- I/O threads, several at once. `epoch` is never null. Each call ends within a time bound, or is
+  // stuck. kIo, kTimeout and kNoSpace with an errno count as device failures; several in a row open the
+  // breaker. These do not count: kTimeout with EBUSY (another process was in the way), kIo with ENOENT
+  // (another program removed something that the store recreates), and kUnavailable (a part of the store that
+  // failed before is backing off, and the rest keeps working).
+  //
+  // Writes a record. Sets `moved` to the payload's bytes if the device moved them. A record that already
+  // exists returns ok with 0, or with its bytes if the store cannot detect that it wrote nothing. Leaves a
+  // whole record or none: no partial record is ever found under the key.
   virtual Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
-  // Ok: the shards hold the record's bytes, verified. kNotFound: there is none. kCorrupt: there is one that
-  // is proven wrong; it was removed, unless another took its place meanwhile. All else: the device's failure,
-  // and the record is left alone.
+  // Ok: the shards hold the record's bytes, verified. kNotFound: there is no record. kCorrupt: the record is
+  // proven wrong; it was removed, unless another one replaced it meanwhile. Any other status is a device
+  // failure, and the record stays.
   virtual Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) = 0;
-  // Which of the keys have a record. (*present)[i] is set for every key when ok. Of a prefix a store may
-  // answer without looking at each: what lies before one that is there is there, what lies behind one that is
-  // missing is not. (Where that is wrong, a read finds nothing, and what was overlooked is computed again.)
-  // Of a store of several parts it is enough that one answers: what lies on the others is not there for now.
+  // Finds which keys have a record. Sets (*present)[i] for every key when ok. With KeyOrder::kPrefix, a store
+  // may answer without checking each key: it assumes that keys before a present one are present, and keys
+  // after a missing one are missing. (Where that is wrong, a read finds no record, or an overlooked chunk is
+  // recomputed.) In a store of several parts, one part that answers is enough; records on the other parts
+  // count as missing for now.
   virtual Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                         std::vector<bool>* present) = 0;
-  // How many keys are given to one locate(); more than that are asked for by several threads at once.
+  // Returns how many keys one locate() call takes. More keys than that are looked up by several threads at
+  // once.
   virtual std::size_t keys_per_locate(KeyOrder order) const = 0;
 
-  // ---- upkeep's threads
-  // Once, first: what takes long and need not keep a server from starting.
+  // ---- upkeep threads
+  //
+  // Runs once, before the other upkeep calls: slow work that must not delay the start of a server.
   virtual void start() {}
-  // About once a second, also while the engine is idle; and once more after stop(), for what would be lost,
-  // maybe beside a call that has not noticed yet.
+  // Runs about once a second, also while the engine is idle. Runs once more after stop(), to save what would
+  // be lost; a call that has not noticed stop() yet may be running concurrently.
   virtual void maintain() = 0;
-  // Ok when there is an epoch, made now or before. May run beside maintain() and beside itself.
+  // Returns ok if there is an epoch, begun now or earlier. May run concurrently with maintain() and with
+  // itself.
   virtual Status begin_epoch() = 0;
-  // False of a store that others fill and that cannot tell what they wrote before from what comes after:
-  // after forget() there is no epoch any more, and begin_epoch() is never asked for one.
+  // False for a store that others fill and that cannot distinguish older records from later ones. Such a
+  // store has no epoch after forget(), and begin_epoch() is never called again.
   virtual bool can_reset() const { return true; }
 
-  // ---- any thread, never wait
+  // ---- any thread; never waits
   virtual EpochPtr epoch() const = 0;  // null between forget() and the next begin_epoch()
   virtual void forget() = 0;
-  virtual void stop() {}  // calls that take long give up soon
-  // No op can come any more: locks and connections are given back.
+  virtual void stop() {}  // makes slow calls give up soon
+  // Releases locks and connections. No op can arrive after this call.
   virtual void close() = 0;
   virtual void figures(TierStats* stats) const = 0;
-  // The store's own, exact one; null: PooledTier keeps what it learns (PresenceCache).
+  // Returns the store's own exact catalogue. Null: PooledTier keeps what it learns in a PresenceCache.
   virtual Catalogue* catalogue() { return nullptr; }
 };
 

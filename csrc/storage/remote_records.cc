@@ -14,16 +14,20 @@ bool is_hex(std::string_view text) { return text.find_first_not_of("0123456789ab
 }  // namespace
 
 void parse_remote_name(std::string_view rest, char separator, RemoteRecord* record) {
+  // Names are <namespace>/epoch or <namespace>/<epoch>/<key>, all in hex. Any other name leaves the parts
+  // empty.
   if (rest.size() <= kNamespaceDigits || rest[kNamespaceDigits] != separator) return;
   const std::string_view space = rest.substr(0, kNamespaceDigits);
   if (!is_hex(space)) return;
   rest.remove_prefix(kNamespaceDigits + 1);
+  // The name of the namespace's epoch: the other parts stay empty.
   if (rest == "epoch") {
     record->namespace_id = space;
     return;
   }
   if (rest.size() <= kEpochDigits || rest[kEpochDigits] != separator) return;
   const std::string_view epoch = rest.substr(0, kEpochDigits), key = rest.substr(kEpochDigits + 1);
+  // Two digits per byte, and a length that a ChunkKey can hold.
   if (!is_hex(epoch) || !is_hex(key) || key.size() % 2 != 0 || !ChunkKey::fits(key.size() / 2)) return;
   record->namespace_id = space;
   record->epoch = epoch;
@@ -81,7 +85,7 @@ Status RecordCheck::check_header(const RemoteRecord& named, std::uint64_t length
     return Status::error(StatusKind::kUnavailable, of_another_version(version).message());
   if (!decoded_) return decoded_;
   if (hex_of(header_.namespace_id) != named.namespace_id || header_.key.hex() != named.key) {
-    return Status::error(StatusKind::kCorrupt, "the header is of another namespace or key");
+    return Status::error(StatusKind::kCorrupt, "the header names another namespace or key");
   }
   if (header_.record_bytes() == length) return Status::ok();
   return Status::error(StatusKind::kCorrupt,

@@ -52,14 +52,15 @@ class SealedNames final : public Tier {
   }
 
  private:
-  // Takes some 80 ns: names_ has those of the last keys.
+  // Takes some 80 ns; names_ caches the digests of recent keys.
   ChunkKey digest_of(const ChunkKey& key, std::size_t way) const { return digests_[way]->of(key); }
-  // One under which it is present, the last that was found so before others; the first of all when none is.
+  // Returns a key number under which the record is present, preferring the one found last; 0 if there is
+  // none.
   std::size_t way_of(KnownNames::Place place) const;
   EntryInfo translated(KnownNames::Place place, EntryInfo about, std::size_t way) const;
 
   const std::size_t ways_;
-  std::vector<std::unique_ptr<NameDigest>> digests_;  // one for each key
+  std::vector<std::unique_ptr<NameDigest>> digests_;  // one for each encryption key
   mutable KnownNames names_;
   KeysOfDigests keys_{kMostRemembered};
   std::unordered_map<OpId, ChunkKey> in_flight_;
@@ -77,8 +78,8 @@ std::size_t SealedNames::way_of(KnownNames::Place place) const {
   return 0;
 }
 
-// Of the chunk before it a policy has the id alone: its name is known when it came by lately, as it did where
-// both are of one prompt.
+// A policy knows only the id of the parent chunk. The parent's name is known if its key arrived lately, which
+// holds for chunks of one prompt.
 EntryInfo SealedNames::translated(KnownNames::Place place, EntryInfo about, std::size_t way) const {
   about.id = chunk_id(names_.name(place, way));
   if (about.parent == 0) return about;
@@ -117,7 +118,7 @@ void SealedNames::poll(std::vector<Completion>* completions, std::vector<TierRem
     });
     if (!key) return true;
     removal.key = *key;
-    return ways_ > 1 && contains(*key) == Presence::kPresent;  // under another of our keys
+    return ways_ > 1 && contains(*key) == Presence::kPresent;  // still present under another key
   };
   removals->erase(std::remove_if(removals->begin() + static_cast<std::ptrdiff_t>(first_removal),
                                  removals->end(), is_not_ours_to_tell),
@@ -126,7 +127,7 @@ void SealedNames::poll(std::vector<Completion>* completions, std::vector<TierRem
     Completion& completion = (*completions)[i];
     const auto found = in_flight_.find(completion.id);
     if (found == in_flight_.end()) continue;
-    // A record that was there before it may be among the removals.
+    // A previous record of this key may be among the removals, which forgot the digest.
     if (completion.status) keys_.remember(completion.key, found->second);
     completion.key = found->second;
     in_flight_.erase(found);
@@ -150,7 +151,8 @@ Presence SealedNames::contains(const ChunkKey& key) const {
   return all;
 }
 
-// Under each of several keys lies a part of a prompt: behind what one of them misses there may be more of it.
+// With several encryption keys, each may hold a part of the prompt: after a chunk that is missing under one
+// key, later chunks may still be present under it.
 void SealedNames::prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) {
   if (ways_ > 1) order = KeyOrder::kNone;
   for (std::size_t i = 0; i < ways_; ++i) {
@@ -194,11 +196,11 @@ NameDigest::NameDigest(const SealingKeys& keys, std::size_t which, const Namespa
   OPENSSL_cleanse(key.data(), key.size());
   if (ok) return;
   EVP_CIPHER_CTX_free(context_);
-  throw_resource("OpenSSL gives no AES-256");
+  throw_resource("AES-256 is not available in OpenSSL");
 }
 NameDigest::~NameDigest() { EVP_CIPHER_CTX_free(context_); }
 
-// The chain of CBC by single blocks: to begin OpenSSL's own chain anew takes longer than all of this.
+// CBC chained by hand from single blocks: restarting OpenSSL's own CBC takes longer than this whole function.
 ChunkKey NameDigest::of(const ChunkKey& key) const {
   count_steps(1);
   unsigned char text[3 * kMacBytes] = {}, block[kMacBytes] = {};
@@ -208,9 +210,9 @@ ChunkKey NameDigest::of(const ChunkKey& key) const {
   for (std::size_t at = 0; at < sizeof(text); at += kMacBytes) {
     for (std::size_t i = 0; i < kMacBytes; ++i) block[i] ^= text[at + i];
     int length = 0;
-    // Does not fail: nothing is allocated, and it is a whole block.
+    // Cannot fail: nothing is allocated, and the block is complete.
     if (EVP_EncryptUpdate(context_, block, &length, block, kMacBytes) != 1 || length != kMacBytes)
-      throw_resource("OpenSSL encrypts no name");
+      throw_resource("OpenSSL failed to compute a record name");
   }
   char name[kBytes];
   std::memcpy(name, block, kMacBytes);

@@ -1,23 +1,23 @@
-// SealedNames: a tier whose records are named by keyed digests. Chunk keys are hashes of prompts: who lists a
-// directory or a server could tell by them which prompts were seen. Between the cache and a tier of sealed
-// records each key is exchanged for a digest: AES-256-CBC-MAC of exactly 48 bytes (its length, the key,
-// zeros) under a key that is derived from the master key for this namespace, 16 bytes; behind
-// them the key's four bytes of the group stay as they are, because records of a group have one size. A digest
-// is a ChunkKey for all that lies below.
+// SealedNames: a tier that names its records by keyed digests. Chunk keys are hashes of prompts: anyone who
+// can list a directory or a server could learn from them which prompts were seen. This layer sits between the
+// cache and a tier of encrypted records and replaces each key by a digest. The digest is 16 bytes:
+// AES-256-CBC-MAC of exactly 48 bytes (the key's length, the key, zeros), under a key derived from the master
+// key for this namespace. The key's four group bytes follow unchanged, because records of a group have one
+// size. To the tier below, a digest is a ChunkKey.
 //
-// With several keys a record is present under any of them, read from the first that has it, and written under
-// the first. The parts of a prompt may lie under different ones, so every name is asked for then
-// (KeyOrder::kNone).
+// With several encryption keys, a record may be present under any of them. It is read from the first key that
+// has it and written under the first key. Parts of a prompt may be stored under different keys, so every name
+// is then looked up (KeyOrder::kNone).
 //
-// A digest takes some 80 ns, and the keys of a request that waits are looked up in every step: the digests of
-// the last kMostKnown keys are kept, in the order in which the keys came (known_names.h). Under several keys
-// the one under which a record was found last is tried first.
+// A digest takes some 80 ns, and a waiting request's keys are looked up in every step. So the digests of the
+// last kMostKnown keys are kept, in the order of their first arrival (known_names.h). With several encryption
+// keys, the one under which a record was last found is tried first.
 //
-// A digest does not lead back to its key: what this process wrote or read is remembered, up to
-// kMostRemembered keys, and removals of others are told to nobody. Some are forgotten earlier, once three
-// quarters of that are there (keys_of_digests.h).
+// A digest cannot be turned back into its key. This process remembers the keys that it wrote or read, up to
+// kMostRemembered, and does not report removals of other records. Some keys are forgotten earlier, once three
+// quarters of that many are remembered (keys_of_digests.h).
 //
-// Threads: as Tier.
+// Threads: see Tier.
 #pragma once
 
 #include <memory>
@@ -27,11 +27,11 @@
 
 namespace kv_offload {
 
-// The tier itself without keys. Throws ResourceError: OpenSSL gives no cipher.
+// Returns the tier itself if `keys` is null. Throws ResourceError if OpenSSL lacks the cipher.
 std::unique_ptr<Tier> with_sealed_names(std::unique_ptr<Tier> tier, std::shared_ptr<const SealingKeys> keys,
                                         const NamespaceId& namespace_id);
 
-// What makes the digests of one key. One thread.
+// Computes digests under one key. One thread.
 class NameDigest {
  public:
   static constexpr std::size_t kBytes = 20;
@@ -47,8 +47,9 @@ class NameDigest {
   [[maybe_unused]] struct evp_cipher_ctx_st* context_;
 };
 
-// How many keys SealedNames remembers by their digests, and how many with their digests: four prompts of a
-// million tokens, 64 bytes each and 16 more for every key on the list.
+// kMostRemembered: keys that SealedNames remembers by their digests. kMostKnown: keys that it remembers with
+// their digests, enough for four prompts of a million tokens. Each of them takes 64 bytes, plus 16 bytes per
+// encryption key.
 inline constexpr std::size_t kMostRemembered = std::size_t{1} << 20;
 inline constexpr std::size_t kMostKnown = std::size_t{1} << 18;
 

@@ -20,7 +20,7 @@
 namespace kv_offload {
 namespace {
 
-// Not optimised away, though nobody looks at the bytes again.
+// Clears memory in a way that the compiler cannot optimize away.
 void cleanse(void* data, std::size_t bytes) {
 #ifdef KV_OFFLOAD_SEALING
   OPENSSL_cleanse(data, bytes);
@@ -29,7 +29,7 @@ void cleanse(void* data, std::size_t bytes) {
 #endif
 }
 
-// Clears them however the scope is left: also by something that throws.
+// Clears the memory at the end of the scope, also on an exception.
 struct Cleansed {
   void* data;
   std::size_t bytes;
@@ -52,12 +52,13 @@ bool is_group_of_ours(::gid_t group) {
   return group == ::getegid() || std::find(groups.begin(), end, group) != end;
 }
 
-// As Kubernetes mounts a secret for a user who is not root: its fsGroup may read the file, nobody changes it.
+// True for a secret as Kubernetes mounts it for a non-root user: its fsGroup may read the file, no user may
+// change it.
 bool is_lent_by_root(const struct ::stat& info) {
   return info.st_uid == 0 && (info.st_mode & 07777u) == 0440u && is_group_of_ours(info.st_gid);
 }
 
-// A link is followed: secrets of Kubernetes are links.
+// Follows links, because Kubernetes secrets are links.
 void read_master(const std::string& path, SealingKeys::Master* master) {
   const OpenFile file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY)};
   if (file.fd < 0) {
@@ -66,6 +67,7 @@ void read_master(const std::string& path, SealingKeys::Master* master) {
   }
   struct ::stat info;
   if (::fstat(file.fd, &info) != 0) throw_resource("encryption_key_file {}: {}", path, what_is_wrong(errno));
+  // The file must be regular, owned by this user or root, and inaccessible to others.
   if (!S_ISREG(info.st_mode)) {
     throw_resource("encryption_key_file {} is not a regular file: give one with 32 random bytes", path);
   }
@@ -76,11 +78,11 @@ void read_master(const std::string& path, SealingKeys::Master* master) {
   }
   if ((info.st_mode & (S_IRWXG | S_IRWXO)) != 0 && !is_lent_by_root(info)) {
     throw_resource(
-        "encryption_key_file {} has mode {:04o} and group {}, so that others may use it: chmod 600 it, or "
-        "let "
-        "root own it with mode 0440 and a group of this process (fsGroup of Kubernetes)",
+        "encryption_key_file {} has mode {:04o} and group {}, so other users may access it: chmod 600 it, or "
+        "make root its owner, with mode 0440 and a group of this process (Kubernetes fsGroup)",
         path, info.st_mode & 07777u, info.st_gid);
   }
+  // One byte more than a key, so that a longer file is noticed.
   std::array<std::uint8_t, SealingKeys::kMasterBytes + 1> bytes{};
   const Cleansed in_the_end{bytes.data(), bytes.size()};
   ::ssize_t length = 0;
@@ -105,9 +107,9 @@ void read_master(const std::string& path, SealingKeys::Master* master) {
 namespace {
 
 constexpr int kNonceBytes = 12;
-constexpr unsigned char kNonce[kNonceBytes] = {};  // each key seals once
+constexpr unsigned char kNonce[kNonceBytes] = {};  // constant: each key encrypts one message
 
-// Fetched once: EVP_aes_256_gcm() of OpenSSL 3 is looked up for each record.
+// Fetched once: OpenSSL 3 looks EVP_aes_256_gcm() up again for each record.
 const EVP_CIPHER* aes_256_gcm() {
 #if OPENSSL_VERSION_NUMBER >= 0x30000000L
   static const EVP_CIPHER* const fetched = EVP_CIPHER_fetch(nullptr, "AES-256-GCM", nullptr);
@@ -116,7 +118,7 @@ const EVP_CIPHER* aes_256_gcm() {
   return EVP_aes_256_gcm();
 }
 
-// A SHA-256 that begins with the key, each byte changed by `pad` (RFC 2104). Null: OpenSSL has failed.
+// Returns a SHA-256 that has hashed the key, each byte XORed with `pad` (RFC 2104). Null: OpenSSL failed.
 EVP_MD_CTX* begun_with(std::span<const std::uint8_t> key, std::uint8_t pad) {
   assert(key.size() <= KeyedHash::kBlockBytes);
   std::array<std::uint8_t, KeyedHash::kBlockBytes> block{};
@@ -131,7 +133,7 @@ EVP_MD_CTX* begun_with(std::span<const std::uint8_t> key, std::uint8_t pad) {
   return nullptr;
 }
 
-// What `begun` becomes with these bytes.
+// Continues `begun` with these bytes and writes the hash.
 bool ended(EVP_MD_CTX* hash, const EVP_MD_CTX* begun, std::span<const std::uint8_t> from,
            KeyedHash::Hash* to) {
   unsigned int length = 0;
@@ -139,10 +141,10 @@ bool ended(EVP_MD_CTX* hash, const EVP_MD_CTX* begun, std::span<const std::uint8
          EVP_DigestFinal_ex(hash, to->data(), &length) == 1 && length == to->size();
 }
 
-// Where they are to stay: what is returned by value may lie in two places.
+// Writes the derived key in place: returning it by value could leave a second copy in memory.
 void derive_or_throw(const KeyedHash& key, std::span<const std::uint8_t> from,
                      SealingKeys::Derived* derived) {
-  if (!key.of(from, derived)) throw_resource("OpenSSL gives no HMAC-SHA256");
+  if (!key.of(from, derived)) throw_resource("OpenSSL failed to compute HMAC-SHA256");
 }
 
 void derive_for(const KeyedHash& key, std::string_view purpose, SealingKeys::Derived* derived) {
@@ -169,7 +171,7 @@ KeyedHash::KeyedHash(std::span<const std::uint8_t> key)
   if (inner_ != nullptr && outer_ != nullptr) return;
   EVP_MD_CTX_free(inner_);
   EVP_MD_CTX_free(outer_);
-  throw_resource("OpenSSL gives no SHA-256");
+  throw_resource("SHA-256 is not available in OpenSSL");
 }
 KeyedHash::~KeyedHash() {
   EVP_MD_CTX_free(inner_);
@@ -208,7 +210,7 @@ SealingKeys::Derived SealingKeys::name_key(std::size_t which, const NamespaceId&
 Status begin_seal(const SealingKeys& keys, Seal* seal) {
   seal->key_id = keys.id(0);
   if (RAND_bytes(seal->salt.data(), static_cast<int>(seal->salt.size())) == 1) return Status::ok();
-  return failed("gives no random bytes");
+  return failed("returned no random bytes");
 }
 
 RecordCipher::RecordCipher() : context_(EVP_CIPHER_CTX_new()) {
@@ -219,23 +221,24 @@ RecordCipher::~RecordCipher() { EVP_CIPHER_CTX_free(context_); }
 Status RecordCipher::begin(Direction direction, const SealingKeys& keys, const RecordHeader& header) {
   const std::optional<std::size_t> which = keys.find(header.seal.key_id);
   if (!which) {
-    return Status::error(StatusKind::kCorrupt, fmt::format("sealed by the key {}, which is not one of ours",
-                                                           hex_of(header.seal.key_id)));
+    return Status::error(
+        StatusKind::kCorrupt,
+        fmt::format("encrypted with the key {}, which is not configured here", hex_of(header.seal.key_id)));
   }
-  if (header.padded_stored_bytes() > kMostBytes) return failed("seals no record of more than 64 GiB");
+  if (header.padded_stored_bytes() > kMostBytes) return failed("cannot encrypt a record of more than 64 GiB");
   SealingKeys::Derived key;
   const Cleansed in_the_end{key.data(), key.size()};
-  if (!keys.keys_[*which].seals->of(header.seal.salt, &key)) return failed("gives no HMAC-SHA256");
+  if (!keys.keys_[*which].seals->of(header.seal.salt, &key)) return failed("failed to compute HMAC-SHA256");
   const int ok = direction == Direction::kSeal
                      ? EVP_EncryptInit_ex(context_, aes_256_gcm(), nullptr, key.data(), kNonce)
                      : EVP_DecryptInit_ex(context_, aes_256_gcm(), nullptr, key.data(), kNonce);
-  if (ok != 1) return failed("does not begin AES-256-GCM");
+  if (ok != 1) return failed("failed to start AES-256-GCM");
   std::array<std::byte, kRecordHeaderBytes> fields;
   encode_sealed_fields(header, fields);
   int length = 0;
   if (EVP_CipherUpdate(context_, nullptr, &length, reinterpret_cast<const unsigned char*>(fields.data()),
                        static_cast<int>(fields.size())) != 1)
-    return failed("does not take a record's header");
+    return failed("failed to authenticate a record's header");
   return Status::ok();
 }
 
@@ -247,7 +250,7 @@ Status RecordCipher::step(const std::byte* from, std::byte* to, std::size_t byte
     if (EVP_CipherUpdate(context_, reinterpret_cast<unsigned char*>(to), &length,
                          reinterpret_cast<const unsigned char*>(from), static_cast<int>(part)) != 1 ||
         length != static_cast<int>(part))
-      return failed("stops in a record");
+      return failed("failed in the middle of a record");
     from += part;
     to += part;
     bytes -= part;
@@ -261,7 +264,7 @@ Status RecordCipher::finish_seal(Seal* seal) {
   if (EVP_EncryptFinal_ex(context_, rest, &length) != 1 ||
       EVP_CIPHER_CTX_ctrl(context_, EVP_CTRL_GCM_GET_TAG, static_cast<int>(seal->tag.size()),
                           seal->tag.data()) != 1)
-    return failed("does not finish a seal");
+    return failed("failed to finish encrypting a record");
   return Status::ok();
 }
 
@@ -270,9 +273,11 @@ Status RecordCipher::finish_open(const Seal& seal) {
   int length = 0;
   unsigned char rest[16];
   if (EVP_CIPHER_CTX_ctrl(context_, EVP_CTRL_GCM_SET_TAG, static_cast<int>(tag.size()), tag.data()) != 1)
-    return failed("does not take a tag");
+    return failed("rejected an authentication tag");
   if (EVP_DecryptFinal_ex(context_, rest, &length) == 1) return Status::ok();
-  return Status::error(StatusKind::kCorrupt, "the seal does not match: it was altered, or sealed elsewhere");
+  return Status::error(
+      StatusKind::kCorrupt,
+      "the authentication tag does not match: the record was altered, or encrypted elsewhere");
 }
 
 #else
@@ -283,8 +288,8 @@ KeyedHash::~KeyedHash() = default;
 bool KeyedHash::of(std::span<const std::uint8_t>, Hash*) const { return false; }
 SealingKeys::SealingKeys(std::span<const Master>) {
   throw_resource(
-      "encryption_key_file needs OpenSSL, and this build has none: build it where OpenSSL's headers are "
-      "(libssl-dev), or leave encryption_key_file out");
+      "encryption_key_file needs OpenSSL, and this build has none: build with OpenSSL's headers "
+      "(libssl-dev), or remove encryption_key_file");
 }
 SealingKeys::Derived SealingKeys::name_key(std::size_t, const NamespaceId&) const { return {}; }
 Status begin_seal(const SealingKeys&, Seal*) {

@@ -28,7 +28,7 @@ void join_plain(const std::byte* upper, const std::byte* lower, std::size_t coun
 }
 
 #if defined(__x86_64__)
-// SSE2 is in every x86-64; it is written out because -O2 leaves the loops above as they are.
+// Every x86-64 has SSE2. Written as intrinsics because -O2 does not vectorize the loops above.
 void split_sse2(const std::byte* numbers, std::size_t count, std::byte* upper, std::byte* lower) {
   constexpr std::size_t kStep = 16;
   const __m128i low_byte = _mm_set1_epi16(0xFF);
@@ -66,7 +66,7 @@ constexpr std::size_t kAvx2Step = 32;
 
 __attribute__((target("avx2"))) void split_avx2(const std::byte* numbers, std::size_t count, std::byte* upper,
                                                 std::byte* lower) {
-  constexpr int kHalvesInOrder = 0xD8;  // packing takes turns between the halves of its operands
+  constexpr int kHalvesInOrder = 0xD8;  // undoes the interleaving of 128-bit lanes by the pack instruction
   const __m256i low_byte = _mm256_set1_epi16(0xFF);
   const std::size_t whole = count / kAvx2Step * kAvx2Step;
   for (std::size_t i = 0; i < whole; i += kAvx2Step) {
@@ -84,8 +84,8 @@ __attribute__((target("avx2"))) void split_avx2(const std::byte* numbers, std::s
   split_plain(numbers + 2 * whole, count - whole, upper + whole, lower + whole);
 }
 
-// What is decoded lies in rows that are larger than the caches: streamed past them, it is not read before it
-// is written.
+// Decoded rows are larger than the caches. Streaming stores bypass the caches, so the memory is not read
+// before it is written.
 template <bool kStream>
 __attribute__((target("avx2"))) void store(std::byte* to, __m256i value) {
   if constexpr (kStream) {
@@ -113,11 +113,11 @@ __attribute__((target("avx2"))) void join_steps(const std::byte* upper, const st
 }
 
 void join_avx2(const std::byte* upper, const std::byte* lower, std::size_t count, std::byte* numbers) {
-  constexpr std::size_t kStreamed = std::size_t{16} << 10;  // what is less may be wanted soon
+  constexpr std::size_t kStreamed = std::size_t{16} << 10;  // smaller results may be used soon
   const std::size_t whole = count / kAvx2Step * kAvx2Step;
   if (whole >= kStreamed && reinterpret_cast<std::uintptr_t>(numbers) % kAvx2Step == 0) {
     join_steps<true>(upper, lower, whole, numbers);
-    _mm_sfence();  // streamed stores are weakly ordered: before any flag is set
+    _mm_sfence();  // streamed stores are weakly ordered: must precede any flag
   } else {
     join_steps<false>(upper, lower, whole, numbers);
   }

@@ -29,8 +29,8 @@ void Ticker::run() {
       if (!stop_) stopped_.wait_for(mutex_, every_);
       if (stop_) return;
     }
-    // A thread that ends by an exception ends the process. What this tick could not do (memory ran out), the
-    // next one tries again.
+    // An exception that leaves the thread would end the process. The next tick retries what this one could
+    // not do (memory ran out).
     try {
       tick_();
     } catch (const std::exception&) {

@@ -1,5 +1,5 @@
-// Ticker: calls a function on a thread of its own, about once a second of real time,
-// until it is stopped. For what must go on while nobody asks for anything.
+// Ticker: calls a function on its own thread, about once a second of real time, until it is stopped. For
+// work that must continue while the engine is idle.
 #pragma once
 
 #include <functional>
@@ -12,9 +12,10 @@ namespace kv_offload {
 
 class Ticker {
  public:
-  // `tick` must not block for long: stop() waits for it. One that throws is over; the next one comes in time.
+  // `tick` must not block for long: stop() waits for it. If it throws, that tick is abandoned and the next
+  // one runs on time.
   Ticker(Nanos every, std::function<void()> tick);
-  ~Ticker();    // stop()
+  ~Ticker();    // calls stop()
   void stop();  // joins; idempotent; one caller
 
  private:

@@ -1,17 +1,15 @@
-// Tier: a place below host memory that keeps records. Batched asynchronous
-// verbs; every op ends in exactly one Completion carrying one Status.
+// Tier: a storage level below host memory that keeps records. Batched asynchronous verbs; every op ends in
+// exactly one Completion with one Status.
 //
-// The tier owns its catalogue (which keys it holds, their sizes and order of
-// eviction), its bound (max_bytes, never exceeded: space is reserved before a
-// write) and its threads. The rows behind an op's shards are the op's until its
-// completion was polled, and the op keeps their memory mapped (TierOp::memory) for
-// as long as a thread may touch it, be that after close(). No callback ever runs on
-// a tier's thread: results are polled by the caller's thread.
+// The tier owns its catalogue (keys, sizes, eviction order), its bound (max_bytes, never exceeded: space is
+// reserved before a write) and its threads. An op owns the rows of its shards until its completion was
+// polled. It keeps their memory mapped (TierOp::memory) as long as a thread may touch it, even after close().
+// No callback ever runs on a tier's thread: the caller's thread polls for results.
 //
-// Threads: submit, cancel, poll, contains, prefetch_presence, touch, used, reset, stats may
-// be called from one thread (the scheduler's); the tier's own threads are inside.
+// Threads: only one thread (the scheduler's) may call submit, cancel, poll, contains, prefetch_presence,
+// touch, used, reset and stats. The tier's own threads are internal.
 //
-// tests/cpp/storage/tier_conformance_test.cc holds every kind of tier to what is said here.
+// tests/cpp/storage/tier_conformance_test.cc checks this contract for every kind of tier.
 #pragma once
 
 #include <cstdint>
@@ -37,26 +35,25 @@ struct TierOp {
   OpId id = 0;  // chosen by the caller, unique among its ops in flight
   OpKind kind = OpKind::kRead;
   ChunkKey key;
-  std::uint32_t group = 0;  // group position, stored in the record and checked
-  EntryInfo about;          // for the tier's eviction policy
-  // The chunk's shards, one or more per area with bytes, page-aligned; the record's
-  // payload is their concatenation, each padded to 4 KiB. The bytes behind a
-  // shard up to the next 4 KiB are part of the row: a write makes them zero, a
-  // read fills them. Read: filled and verified before the op completes ok;
-  // garbage on failure. An op that is stuck in the kernel does NOT complete
-  // until the kernel lets go of the memory, whatever its deadline, and not at
-  // all when the tier was closed meanwhile: until then the row stays the op's.
+  std::uint32_t group = 0;  // position of the cache group, stored in the record and checked
+  EntryInfo about;          // input of the tier's eviction policy
+  // The chunk's shards: one or more per area with bytes, page-aligned. The record's payload is their
+  // concatenation, each padded to 4 KiB. The bytes from the end of a shard to the next 4 KiB boundary are
+  // part of the row: a write zeroes them, a read fills them. Read: the shards are filled and verified before
+  // the op completes ok; they hold garbage on failure. An op that is stuck in the kernel does NOT complete
+  // until the kernel releases the memory, regardless of its deadline. It never completes if the tier was
+  // closed meanwhile. The op owns the row until it completes.
   std::vector<Shard> shards;
-  // What the shards lie in. Shared by the op until no thread can touch them any more.
+  // The memory that holds the shards. The op shares ownership until no thread can touch the shards.
   std::shared_ptr<const void> memory{};
-  // Absolute time after which the op is not started any more (kExpired). 0 = none.
+  // Absolute time after which the op is not started and completes kExpired. 0 = none.
   Nanos deadline{0};
-  // A write: kDeclined rather than take the place of a record of the same request (about.request). For what
-  // was just stored: the end of a prompt is not worth its beginning.
+  // Write: complete with kDeclined rather than evict a record of the same request (about.request). Set for
+  // chunks that were just stored: the end of a prompt is not worth evicting its beginning.
   bool may_decline = false;
 };
 
-// A request used a chunk in host memory: as much as a read of its record would say.
+// A request used a chunk in host memory. Counts for recency like a read of its record.
 struct TierUse {
   ChunkKey key;
   EntryInfo about;
@@ -68,112 +65,111 @@ struct Completion {
   OpKind kind = OpKind::kRead;
   ChunkKey key;
   Status status;
-  std::uint64_t bytes = 0;  // payload moved when ok
-  double seconds = 0;       // start to end on the device, queue time not included
+  std::uint64_t bytes = 0;  // payload bytes moved when ok
+  double seconds = 0;       // start to end on the device, without queue time
   double queued_seconds = 0;
 };
 
-// What is known of several keys by the order that they are given in.
+// Meaning of the order of a list of keys.
 enum class KeyOrder : std::uint8_t {
   kNone,    // nothing
-  kPrefix,  // chunks of one prompt, from the left: none is stored or of use without those before it
+  kPrefix,  // chunks of one prompt, from the left: a chunk is not stored or usable without those before it
 };
 
 enum class Presence : std::uint8_t {
   kAbsent,
   kPresent,
-  kUnknown,    // until it is asked for
-  kAsked,      // unknown, and being asked for: there is nothing to do but to wait
-  kWasAbsent,  // when it was last asked for, a while ago: worth asking again, for who has not asked yet
+  kUnknown,  // not looked up yet
+  kAsked,    // a lookup is pending: the caller can only wait
+  // Absent when last looked up, a while ago. A caller that has not asked yet should ask again.
+  kWasAbsent,
 };
 
-// Why a key the tier once held is gone; for events and miss reasons.
+// Why a tier no longer holds a key; for events and miss reasons.
 struct TierRemoval {
   ChunkKey key;
   enum class Reason : std::uint8_t { kEvicted, kCorrupt, kVanished, kReset } reason = Reason::kEvicted;
 };
 
 struct TierStats {
-  std::uint64_t bytes = 0;           // on the root, all of it: records, temporaries, old namespaces
+  std::uint64_t bytes = 0;           // used on the root in total: records, temporaries, old namespaces
   std::uint64_t capacity_bytes = 0;  // max_bytes
-  std::uint64_t chunks = 0;          // records in the catalogue of this namespace
+  std::uint64_t chunks = 0;          // records in this namespace's catalogue
   std::uint64_t evicted_bytes = 0;   // running total
-  std::uint64_t direct_ops = 0, buffered_ops = 0;     // O_DIRECT used or not
+  std::uint64_t direct_ops = 0, buffered_ops = 0;     // with and without O_DIRECT
   std::uint32_t queued_reads = 0, queued_writes = 0;  // waiting or running
   double oldest_read_seconds = 0, oldest_write_seconds = 0;
-  bool names_complete = false;  // after a start: all that is there is known
-  bool scan_complete = false;   // and the order of its use, and its bytes
-  bool readable = true;         // reads would be taken now: on, or due for a try
-  bool writable = true;         // the same of writes
-  bool is_shared = true;        // others may write what we would find: not after a reset of our own
-  bool apart = false;  // another process was reset and we were not: we no longer share records with it
-  // Of a directory: how often something that another program removed (the root, a directory or file in it)
-  // was made again, and bytes of files that another program removed. Totals.
+  bool names_complete = false;  // the startup scan has found the names of all records
+  bool scan_complete = false;   // the startup scan also knows their sizes and order of use
+  bool readable = true;         // reads are accepted now: the breaker is closed or due for a probe
+  bool writable = true;         // the same for writes
+  bool is_shared = true;        // can find other processes' records: false after a reset of this one
+  bool apart = false;  // another process was reset and this one was not: they no longer share records
+  // File tiers: how often the tier recreated something that another program removed (the root, a directory or
+  // a file in it), and the bytes of files that another program removed. Totals.
   std::uint64_t rebuilds = 0, lost_bytes = 0;
   std::uint64_t breaker_trips = 0;
-  // Ops that ran for longer than the tier allows, each once, ended since or not.
+  // Ops that ran longer than the tier allows. Each op counts once, also after it has ended.
   std::uint64_t read_timeouts = 0, write_timeouts = 0;
-  // Running totals of what ops that ended well moved on the tier: header, encoded payload, padding.
+  // Bytes that successful ops moved on the tier: header, encoded payload, padding. Running totals.
   std::uint64_t read_record_bytes = 0, written_record_bytes = 0;
-  // Of a tier that may encode its records (compression_choice.h); totals.
-  bool may_encode = false, encodes = false;  // ever; the next one
+  // Tiers that can encode their records (compression_choice.h); totals.
+  bool may_encode = false, encodes = false;  // ever; for the next record
   double encode_seconds = 0, decode_seconds = 0;
-  std::uint64_t encoded_raw_bytes = 0, encoded_stored_bytes = 0;  // records that were encoded: before, after
+  std::uint64_t encoded_raw_bytes = 0, encoded_stored_bytes = 0;  // encoded records: size before and after
 };
 
 class Tier {
  public:
-  virtual ~Tier() = default;                  // closes
-  virtual std::string_view name() const = 0;  // the label: "fs"
+  virtual ~Tier() = default;                  // calls close()
+  virtual std::string_view name() const = 0;  // the label, e.g. "fs"
 
-  // Takes all ops or (closing) completes them with kUnavailable; never blocks
-  // on storage. Ops are served in order within a kind; reads go before writes.
-  // An op belongs to the time between two resets in which it was submitted: it
-  // neither finds nor leaves a record in another, however late it runs.
+  // Accepts all ops. A tier that is closing completes them with kUnavailable. Never blocks on storage. Ops
+  // run in order within a kind; reads run before writes. An op belongs to the epoch (the time between two
+  // resets) in which it was submitted. However late it runs, it neither finds nor leaves a record in another
+  // epoch.
   virtual void submit(std::vector<TierOp> ops) = 0;
-  // Give up a queued op that has not started: true, and it completes kCancelled.
-  // False when it runs or is done (its completion comes or came as usual).
+  // Cancels a queued op that has not started. Returns true if the op was still queued; it then completes
+  // kCancelled. Returns false if it is running or done; its completion arrives as usual.
   virtual bool cancel(OpId id) = 0;
-  // Appends finished ops and removals since the last call. Never blocks.
+  // Appends the ops that finished and the keys that were removed since the last call. Never blocks.
   virtual void poll(std::vector<Completion>* completions, std::vector<TierRemoval>* removals) = 0;
 
-  // Is a complete record of this key here, as far as is known on this side, whether
-  // or not it would be read now (TierStats::readable). O(1), starts nothing. Neither unknown
-  // nor being asked for while reads are switched off: nobody would answer.
+  // Returns whether a complete record of this key is here, as far as this process knows. The answer does not
+  // depend on whether the record can be read now (TierStats::readable). O(1), starts no I/O. Never returns
+  // kUnknown or kAsked while reads are switched off, because a lookup would get no answer.
   virtual Presence contains(const ChunkKey& key) const = 0;
-  // Of a key that contains() said kWasAbsent of, before it is asked for: it is unknown from now on, so that
-  // nobody takes what was known for the answer. O(1).
+  // Turns kWasAbsent of a key into kUnknown before the key is looked up again, so that no caller takes the
+  // stale answer for the new one. O(1).
   virtual void forget_absence(const ChunkKey&) {}
-  // Asks, behind, for those of the keys that are unknown and are not being asked for
-  // yet; contains() says kAsked of them when a thread has taken them up, and knows
-  // them soon, found or not. Never blocks.
+  // Starts background lookups of those keys that are unknown and have no pending lookup. contains() returns
+  // kAsked once a thread has picked a key up, and the answer (found or not) soon after. Never blocks.
   virtual void prefetch_presence(std::vector<ChunkKey> keys, KeyOrder order) = 0;
   // Recency: the key was in use elsewhere until now.
   virtual void touch(const ChunkKey& key) = 0;
-  // Of a step, oldest first. O(1): taken up behind, before anything is evicted. A tier that keeps no order of
-  // its own has no use for it.
+  // The uses of one scheduler step, oldest first. O(1): applied in the background, before the next eviction.
+  // A tier without its own eviction order ignores it.
   virtual void used(const TierUses&) {}
-  // Forget everything: from this call on no older record is found again by
-  // anybody who starts later or by us; the bytes are reclaimed behind. What is
-  // written after it is of this process's memory (new weights, in place): nobody
-  // who starts later finds it. Not ok: the
-  // tier could not yet make sure of those who start later. It has forgotten all the
-  // same, goes on trying, and takes no records (kUnavailable, writable is false)
-  // until it has; nothing is needed of the caller. One that others fill may not be
-  // able to: it then has nothing more for this process.
+  // Invalidates all records: from this call on, neither this process nor any process started later finds an
+  // older record. The bytes are reclaimed in the background. Records written after it hold data of this
+  // process's memory (new weights, in place), so no process started later finds them either. Not ok: the tier
+  // could not yet hide the records from processes started later. This process has still forgotten them. The
+  // tier retries on its own and accepts no records (kUnavailable, writable is false) until it succeeds; the
+  // caller does not need to retry. A tier that other processes fill may be unable to reset; it then serves no
+  // more records to this process.
   virtual Status reset() = 0;
   virtual TierStats stats() const = 0;
-  // Whether records are encoded now, and why: a text for people. Empty: they never are.
+  // Returns whether records are encoded now, and why, as text for people. Empty if this tier never encodes
+  // records.
   virtual std::string about_codec() const { return {}; }
-  // Refuse new ops, cancel what is queued, finish what runs, join. Idempotent;
-  // poll() still hands out what completed. A thread that does not come back in
-  // a bounded time (a hung mount) is let go, with shared ownership of all of the
-  // tier that it touches: the row of an op that has not completed after close()
-  // may still be written and must not be freed or reused.
+  // Refuses new ops, cancels queued ops, finishes running ops, joins the threads. Idempotent; poll() still
+  // returns what completed. A thread that does not return in a bounded time (a hung mount) is detached and
+  // shares ownership of all of the tier that it touches. The row of an op that has not completed after
+  // close() may still be written to: do not free or reuse it.
   virtual void close() = 0;
 
-  // Is this op's device busy or slow: estimated seconds until a read of `bytes`
-  // submitted now would complete (queue included); 0 when unknown.
+  // Returns the estimated seconds until a read of `bytes` submitted now would complete, queue included; 0 if
+  // unknown.
   virtual double estimate_read_seconds(std::uint64_t bytes) const = 0;
 };
 

@@ -56,7 +56,7 @@ spec.loader.exec_module(core)
 print(core.cuda_unavailable_reason(), core.cuda_numa_node(0))
 """
     said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
-    assert said == f"{library} is of another build than this one; install them together -1\n"
+    assert said == f"{library} comes from a different build; install both from the same build -1\n"
 
 
 def _promised() -> list[tuple[str, str]]:

@@ -205,7 +205,7 @@ def test_a_server_that_cannot_be_read_is_no_damage() -> None:
 
 def test_records_of_another_version_are_no_failure_of_the_server() -> None:
     page = [[record_of(number) for number in range(20)]]
-    verdict = ("unavailable", "a record of version 9, which this release does not know", False)
+    verdict = ("unavailable", "record version 9 is not supported by this release", False)
     assert len(root_of(Scripted(page, verdict)).verify(False, nobody)) == 20
     records = Scripted(page)
     verdicts = iter([verdict] * 6 + [("timeout", "no answer", False)] * 14)

@@ -397,7 +397,7 @@ TEST_F(Gpu, calibration_shows_in_the_description) {
   for (int i = 0; i < 20; ++i) {  // a machine that stood still has measured nothing
     copier.reset();
     copier = make(options);
-    if (copier->describe().find("its time was over") == std::string::npos) break;
+    if (copier->describe().find("the time budget ended") == std::string::npos) break;
   }
   EXPECT_EQ(copier->describe().find("not measured"), std::string::npos) << copier->describe();
   EXPECT_NE(copier->describe().find("rates measured"), std::string::npos) << copier->describe();

@@ -221,7 +221,7 @@ TEST_F(Faults, a_driver_without_batches_is_served_one_by_one) {
   copier_->wait(Ids{1});
   EXPECT_TRUE(area_holds(1));
   EXPECT_TRUE(cuda_on_threads::batches().empty());
-  EXPECT_NE(copier_->describe().find("DMA one by one"), std::string::npos);
+  EXPECT_NE(copier_->describe().find("DMA without batching"), std::string::npos);
 }
 
 TEST_F(Faults, a_lost_context_fails_what_runs_and_what_comes_and_says_so) {

@@ -115,7 +115,7 @@ TEST(CompressionChoice, writes_may_become_slower_but_not_by_much) {
   tier.write_speed = 5e9;  // 0.2 ns a byte; the codec alone takes 0.8
   tier.use(300);
   EXPECT_FALSE(tier.on());
-  EXPECT_THAT(tier.choice.reason(), HasSubstr("but a write 1."));
+  EXPECT_THAT(tier.choice.reason(), HasSubstr("but a write takes 1."));
 }
 
 TEST(CompressionChoice, follows_a_tier_that_changes) {
@@ -183,7 +183,7 @@ TEST(CompressionChoice, without_idle_cores_it_has_to_gain_more) {
   EXPECT_TRUE(idle.on());
   EXPECT_FALSE(busy.on());
   EXPECT_THAT(busy.choice.reason(),
-              HasSubstr("less than a core is idle, so it has to be 1.25 times as fast"));
+              HasSubstr("less than one core is idle, so it must be 1.25 times as fast"));
   busy.read_speed = busy.write_speed = 100e6;
   busy.use(300);
   EXPECT_TRUE(busy.on());
@@ -240,7 +240,7 @@ TEST(CompressionChoice, cores_that_become_idle_while_it_is_on_lower_what_it_has_
   tier.read_speed = tier.write_speed = 100e6;
   tier.use(100);
   ASSERT_TRUE(tier.on());
-  EXPECT_THAT(tier.choice.reason(), HasSubstr("less than a core was idle, so it has to be 1.15 times"));
+  EXPECT_THAT(tier.choice.reason(), HasSubstr("less than one core was idle, so it must be 1.15 times"));
   tier.idle_cores = 4;
   tier.use(100);
   tier.idle_cores = 0.5;
