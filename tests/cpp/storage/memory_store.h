@@ -148,7 +148,7 @@ class MemoryServer {
     }
     const auto [kind, error_number] = fails_[verb];
     if (kind == StatusKind::kOk) return Status::ok();
-    return Status::error(kind, "the server was told to fail", error_number);
+    return Status::error(kind, "injected failure", error_number);
   }
 
   mutable std::mutex mutex_;

@@ -642,7 +642,7 @@ TEST_F(PooledTierTest, a_probe_whose_submission_runs_out_of_memory_is_not_lost) 
       EXPECT_EQ(end_read(*tier, pool), StatusKind::kIo);
     }
     start_read(*tier, 100);
-    EXPECT_EQ(end_read(*tier, pool), StatusKind::kUnavailable) << "it rests";
+    EXPECT_EQ(end_read(*tier, pool), StatusKind::kUnavailable) << "it is cooling down";
     server_->fail(MemoryServer::Verb::kRead, StatusKind::kOk);
     clock_.advance(seconds(2));
     bool submitted = true;

@@ -65,7 +65,7 @@ TEST_F(KeyFileTest, each_wrong_file_is_refused_with_a_message_that_says_what_to_
   }
 }
 
-// As a mounted secret of a pod that does not run as root.
+// Like the mounted secret of a pod that does not run as root.
 TEST_F(KeyFileTest, a_group_may_read_a_file_that_root_owns_and_nobody_may_change) {
   const std::string path = write("key", std::string(32, 'k'), 0440);
   struct ::stat info;

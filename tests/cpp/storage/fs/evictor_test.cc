@@ -1,5 +1,5 @@
-// Victim selection for a write. A write of an ended epoch evicts nothing, and records that nobody can hit are
-// evicted first.
+// Victim selection for a write. A write of an ended epoch evicts nothing, and records that can no longer be
+// hit are evicted first.
 #include <gtest/gtest.h>
 
 #include <algorithm>

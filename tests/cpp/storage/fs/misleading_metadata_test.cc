@@ -59,7 +59,7 @@ TEST_F(FsMisleading, the_bound_holds_where_blocks_are_reported_late_or_never) {
       ASSERT_LE(du(root_), kMetadataBound);
       if (i % 10 == 9) tick(*store);
     }
-    EXPECT_GT(du(root_), kMetadataBound * 9 / 10) << "the tier shrinks";
+    EXPECT_GT(du(root_), kMetadataBound * 9 / 10) << "the tier lost capacity";
     for (int i = 0; i < 30; ++i) tick(*store);
     EXPECT_GE(stats_of(*store).bytes + kMetadataRecord, du(root_));
     EXPECT_LE(stats_of(*store).bytes, du(root_) + kMetadataRecord);
@@ -79,7 +79,7 @@ TEST_F(FsMisleading, late_blocks_that_exceed_the_size_keep_the_bound_once_they_w
     ASSERT_LE(records() * 2 * kMetadataRecord, kMetadataBound) << "after " << i << " records";
     if (i % 10 == 9) tick(*store);
   }
-  EXPECT_GT(records() * 2 * kMetadataRecord, kMetadataBound * 8 / 10) << "the tier shrinks";
+  EXPECT_GT(records() * 2 * kMetadataRecord, kMetadataBound * 8 / 10) << "the tier lost capacity";
   store->close();
 }
 

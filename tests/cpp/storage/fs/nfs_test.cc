@@ -206,7 +206,7 @@ TEST_F(FsNfsTest, a_record_evicted_by_another_host_is_a_miss_at_any_moment) {
   EXPECT_EQ(status.kind(), StatusKind::kNotFound) << status.to_string();
 }
 
-TEST_F(FsNfsTest, a_damaged_record_is_still_reported_as_damaged) {  // the control of the one above
+TEST_F(FsNfsTest, a_damaged_record_is_still_reported_as_damaged) {  // the control of the test above
   settle({a_.get(), b_.get()});
   ASSERT_TRUE(a_->write(1));
   ASSERT_TRUE(b_->finds(1));

@@ -230,7 +230,7 @@ class StuckRecords : public FaultyFileOps {
   }
 };
 
-// Nobody has the namespace open, and another one needs the space.
+// No process has the namespace open, and another namespace needs the space.
 TEST_F(FsReclaimTest, records_from_before_a_reset_are_not_found_when_only_the_newest_epoch_can_be_removed) {
   reset_by_one_of_two();
   StuckRecords ops;

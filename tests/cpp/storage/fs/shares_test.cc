@@ -101,7 +101,7 @@ TEST_F(FsShares, a_reset_replica_leaves_the_other_replicas_prompts_usable) {
               0.1 * static_cast<double>(old.records));
 }
 
-// A server that is stopped or cut off: it never ticks, and nobody waits for it.
+// A server that is stopped or cut off: it never ticks, and no server waits for it.
 TEST_F(FsShares, a_server_that_does_not_answer_loses_only_its_oldest_prompts) {
   const auto stopped = start(options(0x11));
   fill(*stopped);

@@ -131,7 +131,7 @@ TEST_F(FsTierDamage, records_of_other_formats_are_never_accepted) {
     EXPECT_NE(status.message().find("version"), std::string::npos) << status.to_string();
     EXPECT_EQ(user.finish(user.start(OpKind::kWrite, 1, kDamageShards)).bytes,
               kFileBytes - kRecordHeaderBytes)
-        << "the record in its place blocks nobody";
+        << "the record in its place does not block the write";
     EXPECT_TRUE(user.read(1, kDamageShards));
     disk_.replace(path_of(1), bytes);
     EXPECT_EQ(user.read(1, kDamageShards).kind(), StatusKind::kNotFound);

@@ -176,7 +176,7 @@ TEST_F(FsTierReset, records_that_others_still_use_are_not_reclaimed_until_those_
 }
 
 // Records written after a reset belong to weights that only one process has in memory. A new process has the
-// weights that its namespace names, since no reset told it otherwise.
+// weights that its namespace names, because no reset changed them.
 TEST_F(FsTierReset, a_new_process_finds_no_records_from_before_a_reset_nor_of_a_reset_process) {
   auto a = std::make_unique<TierUser>(timed_options());
   auto b = std::make_unique<TierUser>(timed_options());

@@ -1,5 +1,5 @@
-// A full root writes into the files of evicted records. Nobody may notice: neither a reader that has the file
-// open, nor the ledger, nor a process that has another name for it.
+// A full root writes into the files of evicted records. That must be invisible to a reader that has the file
+// open, to the ledger, and to a process that has another name for the file.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -215,7 +215,7 @@ TEST_F(FsTierReuse, a_hard_link_copy_keeps_its_bytes) {
   for (const auto& [name, was] : bytes) EXPECT_EQ(content(copy + "/" + name), was) << name;
 }
 
-// As a reader in another process: it has the file open while another record is written into it.
+// Like a reader in another process that has the file open while another record is written into it.
 TEST_F(FsTierReuse, a_reader_with_the_file_open_gets_a_miss_and_not_damage) {
   TierUser user(options_);
   fill(user);

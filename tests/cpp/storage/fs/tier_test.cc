@@ -112,7 +112,7 @@ TEST_F(FsTierTest, a_reset_forgets_everything_permanently) {
   }
   TierUser user(options_for(root_));
   EXPECT_FALSE(user.has(1));
-  EXPECT_FALSE(user.has(3)) << "its weights are in no memory any more";
+  EXPECT_FALSE(user.has(3)) << "no process has its weights any more";
   user.wait_for_scan();
   EXPECT_EQ(user.tier().stats().chunks, 0u);
 }

@@ -37,7 +37,7 @@ std::unique_ptr<Connection> connected(const Server& server) {
   return connection;
 }
 
-// The reply is still outstanding, so the socket shows nothing: only the connection's own state tells.
+// The reply is still outstanding, so the socket shows nothing: only the connection's own state does.
 TEST(RedisConnectionsTest, a_connection_with_an_outstanding_reply_is_not_used_again) {
   RedisMedium medium;
   medium.server.call({"SET", "present", "x"});

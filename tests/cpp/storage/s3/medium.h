@@ -92,7 +92,7 @@ class S3Medium final : public RemoteMedium {
     return fmt::format("HTTP/1.1 {}\r\nContent-Length: {}\r\n\r\n{}", status, body.size(), body);
   }
 
-  const std::shared_ptr<int> held_ = std::make_shared<int>();  // by each store
+  const std::shared_ptr<int> held_ = std::make_shared<int>();  // each open store holds a reference
 };
 
 }  // namespace kv_offload::testing
