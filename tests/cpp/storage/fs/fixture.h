@@ -62,7 +62,7 @@ inline std::uint64_t du(const std::string& path) {
 class TierUser : public TierDriver {
  public:
   explicit TierUser(const FsTierOptions& options) : TierDriver(make_fs_tier(options)) {}
-  // The usage becomes equal to the disk usage, at once or with the next count.
+  // Succeeds once the usage equals the disk usage: at once, or with the next count.
   ::testing::AssertionResult usage_becomes_exact(const std::string& root) {
     const bool exact = until([&] {
       poll();

@@ -41,7 +41,7 @@ class RedisProcess {
 
   // Runs a command on a separate connection.
   redis::Reply call(const redis::Connection::Words& command) const;
-  std::vector<std::string> keys() const;  // of records
+  std::vector<std::string> keys() const;  // names of records
 
  private:
   const std::string directory_;

@@ -39,7 +39,7 @@ class S3Server {
   static constexpr const char* kSecret = "secret-never-shown";
 
   // ---- objects, without a request
-  std::vector<std::string> keys() const;  // of records
+  std::vector<std::string> keys() const;  // names of records
   std::string get(const std::string& key) const;
   void set(const std::string& key, const std::string& value);
   bool remove(const std::string& key);
