@@ -1,4 +1,4 @@
-// When a store is asked for a record before it is written.
+// When a store checks for a record before it writes one.
 #include "storage/ask_first.h"
 
 #include <gtest/gtest.h>
@@ -6,7 +6,7 @@
 namespace kv_offload {
 namespace {
 
-// Of so many writes, each of which finds nothing when it asks.
+// Returns how many of `writes` writes check first; no check finds a record.
 unsigned asked_of(AskFirst& ask_first, unsigned writes) {
   unsigned asked = 0;
   for (unsigned i = 0; i < writes; ++i) {
@@ -17,18 +17,18 @@ unsigned asked_of(AskFirst& ask_first, unsigned writes) {
   return asked;
 }
 
-TEST(AskFirstTest, every_write_asks_until_a_run_of_answers_says_that_nobody_else_writes) {
+TEST(AskFirstTest, every_write_checks_until_a_run_of_misses_shows_a_single_writer) {
   AskFirst ask_first;
   EXPECT_EQ(asked_of(ask_first, AskFirst::kRun), AskFirst::kRun);
   EXPECT_EQ(asked_of(ask_first, 10 * AskFirst::kEvery), 10u);
 }
 
-TEST(AskFirstTest, a_record_that_another_wrote_begins_the_run_anew) {
+TEST(AskFirstTest, a_record_written_by_another_restarts_the_run) {
   AskFirst ask_first;
   asked_of(ask_first, AskFirst::kRun - 1);
   ask_first.answered(true);
   EXPECT_EQ(asked_of(ask_first, AskFirst::kRun), AskFirst::kRun);
-  ask_first.answered(true);  // one of the few that still ask
+  ask_first.answered(true);  // one of the few writes that still check
   EXPECT_EQ(asked_of(ask_first, AskFirst::kRun), AskFirst::kRun);
 }
 

@@ -24,7 +24,7 @@ class BreakerTest : public ::testing::Test {
   Nanos now_{seconds(100)};
 };
 
-TEST_F(BreakerTest, trips_after_failures_in_a_row) {
+TEST_F(BreakerTest, trips_after_consecutive_failures) {
   for (unsigned i = 1; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(), now_);
   breaker_.succeeded(pass());
   for (unsigned i = 1; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(), now_);
@@ -35,7 +35,7 @@ TEST_F(BreakerTest, trips_after_failures_in_a_row) {
   EXPECT_EQ(breaker_.trips(), 1u);
 }
 
-TEST_F(BreakerTest, lets_one_probe_through_after_its_rest_and_closes_with_its_success) {
+TEST_F(BreakerTest, admits_one_probe_after_the_cool_down_and_closes_when_it_succeeds) {
   breaker_.trip(now_);
   EXPECT_TRUE(refuses());
   EXPECT_FALSE(breaker_.offers(now_));
@@ -49,7 +49,7 @@ TEST_F(BreakerTest, lets_one_probe_through_after_its_rest_and_closes_with_its_su
   EXPECT_TRUE(breaker_.admit(now_)) << "any number";
 }
 
-TEST_F(BreakerTest, a_probe_that_fails_doubles_the_rest_up_to_a_minute) {
+TEST_F(BreakerTest, a_failed_probe_doubles_the_cool_down_up_to_a_minute) {
   breaker_.trip(now_);
   for (Nanos rest = Breaker::kFirstCoolDown; rest < seconds(64); rest *= 2) {
     now_ += std::min(rest, Breaker::kLastCoolDown) - Nanos(1);
@@ -61,10 +61,10 @@ TEST_F(BreakerTest, a_probe_that_fails_doubles_the_rest_up_to_a_minute) {
   breaker_.succeeded(pass());
   breaker_.trip(now_);
   now_ += Breaker::kFirstCoolDown;
-  EXPECT_FALSE(refuses()) << "from the first rest again";
+  EXPECT_FALSE(refuses()) << "from the first cool-down again";
 }
 
-TEST_F(BreakerTest, a_probe_that_was_not_tried_leaves_its_place_to_the_next) {
+TEST_F(BreakerTest, a_probe_that_was_not_tried_gives_its_slot_to_the_next) {
   breaker_.trip(now_);
   now_ += Breaker::kFirstCoolDown;
   breaker_.not_tried(pass());
@@ -72,13 +72,13 @@ TEST_F(BreakerTest, a_probe_that_was_not_tried_leaves_its_place_to_the_next) {
   EXPECT_TRUE(breaker_.closed());
 }
 
-TEST_F(BreakerTest, while_a_probe_runs_the_ends_of_older_ops_say_nothing) {
+TEST_F(BreakerTest, while_a_probe_runs_the_ends_of_older_ops_change_nothing) {
   const Breaker::Pass queued = pass(), running = pass(), failing = pass();
   breaker_.trip(now_);
   now_ += Breaker::kFirstCoolDown;
   const Breaker::Pass probe = pass();
   breaker_.not_tried(queued);
-  EXPECT_TRUE(refuses()) << "the probe's place was given to a second one";
+  EXPECT_TRUE(refuses()) << "the probe's slot was given to a second one";
   breaker_.succeeded(running);
   EXPECT_FALSE(breaker_.closed());
   breaker_.failed(failing, now_);
@@ -87,7 +87,7 @@ TEST_F(BreakerTest, while_a_probe_runs_the_ends_of_older_ops_say_nothing) {
   EXPECT_TRUE(breaker_.closed());
 }
 
-TEST_F(BreakerTest, a_probe_that_was_stuck_itself_says_nothing_when_it_comes_back) {
+TEST_F(BreakerTest, a_stuck_probe_that_ends_later_changes_nothing) {
   breaker_.trip(now_);
   now_ += Breaker::kFirstCoolDown;
   const Breaker::Pass stuck = pass();
@@ -105,7 +105,7 @@ TEST_F(BreakerTest, a_probe_that_was_stuck_itself_says_nothing_when_it_comes_bac
   EXPECT_TRUE(breaker_.closed());
 }
 
-TEST_F(BreakerTest, failures_of_before_it_opened_do_not_count_after_it_closed) {
+TEST_F(BreakerTest, failures_from_before_it_opened_do_not_count_after_it_closed) {
   std::vector<Breaker::Pass> old;
   for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i) old.push_back(pass());
   breaker_.trip(now_);
@@ -115,9 +115,9 @@ TEST_F(BreakerTest, failures_of_before_it_opened_do_not_count_after_it_closed) {
   EXPECT_TRUE(breaker_.closed());
 }
 
-// ---- questions
+// ---- lookups
 
-TEST_F(BreakerTest, trips_after_questions_that_failed_in_a_row_and_not_after_as_many_among_good_ones) {
+TEST_F(BreakerTest, trips_after_consecutive_lookup_failures_and_not_after_as_many_among_successes) {
   for (int run = 0; run < 3; ++run) {
     for (unsigned i = 1; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kQuestion), now_);
     breaker_.succeeded(pass(Kind::kQuestion));
@@ -127,13 +127,13 @@ TEST_F(BreakerTest, trips_after_questions_that_failed_in_a_row_and_not_after_as_
   EXPECT_FALSE(breaker_.closed());
 }
 
-TEST_F(BreakerTest, questions_and_records_fail_apart_and_a_record_speaks_for_both) {
+TEST_F(BreakerTest, lookups_and_transfers_fail_separately_and_a_transfer_success_clears_both) {
   for (unsigned i = 1; i < Breaker::kFailuresToTrip; ++i) {
     breaker_.failed(pass(Kind::kQuestion), now_);
     breaker_.failed(pass(), now_);
     breaker_.succeeded(pass(Kind::kQuestion));
   }
-  EXPECT_TRUE(breaker_.closed()) << "a run of each, and neither long enough";
+  EXPECT_TRUE(breaker_.closed()) << "two runs of failures, and neither is long enough";
   for (unsigned i = 1; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kQuestion), now_);
   breaker_.succeeded(pass());
   breaker_.failed(pass(Kind::kQuestion), now_);
@@ -141,7 +141,7 @@ TEST_F(BreakerTest, questions_and_records_fail_apart_and_a_record_speaks_for_bot
   EXPECT_TRUE(breaker_.closed());
 }
 
-TEST_F(BreakerTest, a_good_question_ends_a_rest_that_questions_began_and_no_other) {
+TEST_F(BreakerTest, a_successful_lookup_ends_a_cool_down_that_lookups_began_and_no_other) {
   const auto rest = [&](Kind because_of) {
     for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(because_of), now_);
     EXPECT_FALSE(breaker_.closed());
@@ -154,7 +154,7 @@ TEST_F(BreakerTest, a_good_question_ends_a_rest_that_questions_began_and_no_othe
   rest(Kind::kRecord);
   breaker_.succeeded(pass(Kind::kQuestion));
   EXPECT_FALSE(breaker_.closed());
-  breaker_.failed(pass(Kind::kQuestion), now_);  // takes nothing back
+  breaker_.failed(pass(Kind::kQuestion), now_);  // does not clear the record's failures
   now_ += Breaker::kLastCoolDown;
   breaker_.succeeded(pass(Kind::kQuestion));
   EXPECT_FALSE(breaker_.closed());
@@ -162,20 +162,20 @@ TEST_F(BreakerTest, a_good_question_ends_a_rest_that_questions_began_and_no_othe
   EXPECT_TRUE(breaker_.closed());
 
   rest(Kind::kQuestion);
-  breaker_.failed(pass(), now_);  // the try was a record's
+  breaker_.failed(pass(), now_);  // a record made this attempt
   now_ += Breaker::kLastCoolDown;
   breaker_.succeeded(pass(Kind::kQuestion));
   EXPECT_FALSE(breaker_.closed());
 }
 
-TEST_F(BreakerTest, a_good_question_does_not_end_the_rest_of_a_device_that_was_stuck) {
+TEST_F(BreakerTest, a_successful_lookup_does_not_end_the_cool_down_of_a_stuck_device) {
   breaker_.trip(now_);
   now_ += Breaker::kFirstCoolDown;
   breaker_.succeeded(pass(Kind::kQuestion));
   EXPECT_FALSE(breaker_.closed());
 }
 
-TEST_F(BreakerTest, a_device_that_gets_stuck_in_a_rest_that_questions_began_is_not_on_again_by_a_question) {
+TEST_F(BreakerTest, a_successful_lookup_does_not_enable_a_device_that_got_stuck_in_a_lookup_cool_down) {
   for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i) breaker_.failed(pass(Kind::kQuestion), now_);
   breaker_.trip(now_);
   EXPECT_EQ(breaker_.trips(), 1u);
@@ -186,22 +186,22 @@ TEST_F(BreakerTest, a_device_that_gets_stuck_in_a_rest_that_questions_began_is_n
   EXPECT_TRUE(breaker_.closed());
 }
 
-// Who waits for records asks in every step: a record would never get the only try.
-TEST_F(BreakerTest, questions_and_records_have_a_probe_each) {
+// A waiting request looks up records in every step: with one shared probe, a transfer would never get it.
+TEST_F(BreakerTest, lookups_and_transfers_have_a_probe_each) {
   breaker_.trip(now_);
   now_ += Breaker::kFirstCoolDown;
   const Breaker::Pass question = pass(Kind::kQuestion), record = pass();
   EXPECT_FALSE(breaker_.admit(now_, Kind::kQuestion));
   EXPECT_FALSE(breaker_.admit(now_));
   breaker_.succeeded(question);
-  EXPECT_FALSE(breaker_.admit(now_)) << "the record's probe is out still";
+  EXPECT_FALSE(breaker_.admit(now_)) << "the record's probe has not ended";
   pass(Kind::kQuestion);
   breaker_.succeeded(record);
   EXPECT_TRUE(breaker_.closed());
 }
 
-// A record that is moved while questions fail says all that a record can say.
-TEST_F(BreakerTest, a_question_that_fails_takes_nothing_back_that_a_record_says_beside_it) {
+// A successful transfer proves that the device works even while lookups fail.
+TEST_F(BreakerTest, a_failed_lookup_does_not_cancel_the_success_of_a_concurrent_transfer) {
   breaker_.trip(now_);
   now_ += Breaker::kFirstCoolDown;
   const Breaker::Pass question = pass(Kind::kQuestion), record = pass();
@@ -210,15 +210,15 @@ TEST_F(BreakerTest, a_question_that_fails_takes_nothing_back_that_a_record_says_
   EXPECT_TRUE(breaker_.closed());
 }
 
-// One try of a kind at a time: each may be stuck, and holds a thread.
-TEST_F(BreakerTest, a_question_that_fails_lets_no_second_record_through_beside_a_probe_that_has_not_ended) {
+// One probe of each kind at a time: each may be stuck, and then holds a thread.
+TEST_F(BreakerTest, a_failed_lookup_admits_no_second_transfer_while_a_transfer_probe_runs) {
   breaker_.trip(now_);
   now_ += Breaker::kFirstCoolDown;
   const Breaker::Pass question = pass(Kind::kQuestion);
   pass();
   breaker_.failed(question, now_);
   now_ += Breaker::kLastCoolDown;
-  EXPECT_FALSE(breaker_.admit(now_)) << "the record's probe is out still";
+  EXPECT_FALSE(breaker_.admit(now_)) << "the record's probe has not ended";
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ using ::testing::StartsWith;
 constexpr std::uint64_t kMiB = 1 << 20;
 constexpr std::uint32_t kFloats = 0, kStates = 1;  // groups
 
-// A tier of a given speed whose records go through a codec of a given speed, without time passing.
+// A tier of a given speed whose records pass through a codec of a given speed. No real time passes.
 struct Simulated {
   explicit Simulated(Compress compress = Compress::kAuto)
       : choice({.compress = compress, .elements = {Element::kBf16, Element::kBytes}, .idle_cores = [this] {
@@ -32,7 +32,7 @@ struct Simulated {
     choice.moved(OpKind::kWrite, kMiB, kMiB * stored / write_speed + codec);
     was_encoded = encode;
   }
-  // Of what the last write left.
+  // Reads what the last write stored.
   void read() {
     const double stored = was_encoded ? 1 / ratio : 1;
     const double codec = was_encoded ? kMiB / codec_speed.decode : 0;
@@ -53,7 +53,7 @@ struct Simulated {
   CompressionChoice choice;
 };
 
-TEST(CompressionChoice, none_and_zstd_are_what_they_say) {
+TEST(CompressionChoice, none_never_encodes_and_zstd_always_does) {
   Simulated none(Compress::kNone), zstd(Compress::kZstd);
   none.read_speed = none.write_speed = 1e6;
   none.use(200);
@@ -63,7 +63,7 @@ TEST(CompressionChoice, none_and_zstd_are_what_they_say) {
   EXPECT_TRUE(zstd.on());
   EXPECT_TRUE(zstd.was_encoded);
   zstd.write(kStates);
-  EXPECT_TRUE(zstd.was_encoded) << "whatever gains";
+  EXPECT_TRUE(zstd.was_encoded) << "zstd encodes every group";
 }
 
 TEST(CompressionChoice, auto_stays_off_on_a_fast_disk) {
@@ -73,32 +73,32 @@ TEST(CompressionChoice, auto_stays_off_on_a_fast_disk) {
   EXPECT_THAT(tier.choice.reason(), StartsWith("off: a read of 1 MiB takes 0.35 ms raw and "));
 }
 
-TEST(CompressionChoice, auto_goes_on_where_a_tier_is_slow) {
+TEST(CompressionChoice, auto_turns_on_for_a_slow_tier) {
   Simulated tier;
   tier.read_speed = tier.write_speed = 500e6;
   tier.use(CompressionChoice::kOpsToKnow - 1);
-  EXPECT_FALSE(tier.on()) << "nothing is known yet";
+  EXPECT_FALSE(tier.on()) << "too few ops were measured";
   EXPECT_THAT(tier.choice.reason(), HasSubstr("too little"));
   tier.use(3);
   EXPECT_TRUE(tier.on());
   tier.use(1000);
-  EXPECT_TRUE(tier.on()) << "encoded, reads are faster: the tier is not";
+  EXPECT_TRUE(tier.on()) << "encoded reads are faster, and the tier itself is not";
   EXPECT_THAT(tier.choice.reason(), StartsWith("on: a read of 1 MiB takes 2.10 ms raw and 1.8"));
 }
 
-TEST(CompressionChoice, only_numbers_are_encoded_by_auto) {
+TEST(CompressionChoice, auto_encodes_only_floating_point_groups) {
   Simulated tier;
   tier.read_speed = tier.write_speed = 100e6;
   tier.use(100);
   tier.write(kStates);
   EXPECT_FALSE(tier.was_encoded);
-  tier.write(7);  // a group that nothing was said of
+  tier.write(7);  // a group without a declared element type
   EXPECT_FALSE(tier.was_encoded);
   tier.write(kFloats);
   EXPECT_TRUE(tier.was_encoded);
 }
 
-TEST(CompressionChoice, writes_decide_until_there_were_reads) {
+TEST(CompressionChoice, writes_decide_until_there_are_reads) {
   Simulated tier;
   tier.write_speed = 200e6;
   for (int i = 0; i < 20; ++i) tier.write();
@@ -106,19 +106,19 @@ TEST(CompressionChoice, writes_decide_until_there_were_reads) {
   EXPECT_THAT(tier.choice.reason(), StartsWith("on: a write of 1 MiB"));
   tier.read_speed = 5e9;
   tier.use(200);
-  EXPECT_FALSE(tier.on()) << "reads are what requests wait for";
+  EXPECT_FALSE(tier.on()) << "requests wait for reads";
 }
 
-TEST(CompressionChoice, writes_may_become_slower_but_not_by_much) {
+TEST(CompressionChoice, writes_may_become_slower_within_a_limit) {
   Simulated tier;
   tier.read_speed = 500e6;
-  tier.write_speed = 5e9;  // 0.2 ns a byte; the codec alone takes 0.8
+  tier.write_speed = 5e9;  // 0.2 ns a byte; the codec alone takes 0.8 ns
   tier.use(300);
   EXPECT_FALSE(tier.on());
   EXPECT_THAT(tier.choice.reason(), HasSubstr("but a write takes 1."));
 }
 
-TEST(CompressionChoice, follows_a_tier_that_changes) {
+TEST(CompressionChoice, follows_a_tier_whose_speed_changes) {
   Simulated tier;
   tier.use(300);
   ASSERT_FALSE(tier.on());
@@ -131,8 +131,8 @@ TEST(CompressionChoice, follows_a_tier_that_changes) {
   EXPECT_FALSE(tier.on());
 }
 
-// Between its two thresholds it stays as it is, and noise around one of them switches it rarely.
-TEST(CompressionChoice, does_not_switch_to_and_fro) {
+// Between its two thresholds the choice stays unchanged, and noise around one of them rarely switches it.
+TEST(CompressionChoice, does_not_oscillate) {
   for (double speed = 600e6; speed < 1600e6; speed += 20e6) {
     Simulated tier;
     unsigned switches = 0;
@@ -147,8 +147,8 @@ TEST(CompressionChoice, does_not_switch_to_and_fro) {
   }
 }
 
-TEST(CompressionChoice, between_its_thresholds_it_stays_as_it_is) {
-  constexpr double kBetween = 634e6;  // encoded, 1.06 times as fast
+TEST(CompressionChoice, keeps_its_state_between_the_thresholds) {
+  constexpr double kBetween = 634e6;  // 1.06 times as fast when encoded
   Simulated was_on, was_off;
   was_on.read_speed = was_on.write_speed = 300e6;
   was_on.use(100);
@@ -161,7 +161,7 @@ TEST(CompressionChoice, between_its_thresholds_it_stays_as_it_is) {
   EXPECT_FALSE(was_off.on());
 }
 
-TEST(CompressionChoice, a_decision_settles) {
+TEST(CompressionChoice, a_decision_is_stable) {
   Simulated tier;
   tier.read_speed = tier.write_speed = 300e6;
   tier.use(20);
@@ -173,7 +173,7 @@ TEST(CompressionChoice, a_decision_settles) {
   EXPECT_FALSE(tier.on());
 }
 
-TEST(CompressionChoice, without_idle_cores_it_has_to_gain_more) {
+TEST(CompressionChoice, requires_a_larger_gain_without_idle_cores) {
   Simulated idle, busy;
   busy.idle_cores = 0.5;
   for (Simulated* tier : {&idle, &busy}) {
@@ -189,7 +189,7 @@ TEST(CompressionChoice, without_idle_cores_it_has_to_gain_more) {
   EXPECT_TRUE(busy.on());
 }
 
-TEST(CompressionChoice, a_group_that_gains_nothing_is_tried_now_and_then) {
+TEST(CompressionChoice, a_group_that_gains_nothing_is_retried_periodically) {
   Simulated tier(Compress::kZstd);
   tier.ratio = 1;
   unsigned encoded = 0;
@@ -201,13 +201,13 @@ TEST(CompressionChoice, a_group_that_gains_nothing_is_tried_now_and_then) {
   constexpr unsigned kFirst = CompressionChoice::kRecordsToKnow;
   EXPECT_EQ(encoded, kFirst + (kWrites - kFirst) / CompressionChoice::kTryAgain);
   tier.write(kFloats);
-  EXPECT_TRUE(tier.was_encoded) << "another group is another matter";
+  EXPECT_TRUE(tier.was_encoded) << "groups are decided separately";
   tier.ratio = 3;
   for (unsigned i = 0; i < kWrites; ++i) tier.write(kStates);
   EXPECT_TRUE(tier.was_encoded);
 }
 
-TEST(CompressionChoice, a_first_record_that_gains_nothing_says_nothing_of_its_group) {
+TEST(CompressionChoice, a_first_record_that_gains_nothing_does_not_decide_its_group) {
   Simulated tier(Compress::kZstd);
   tier.ratio = 1;
   tier.write();
@@ -218,10 +218,10 @@ TEST(CompressionChoice, a_first_record_that_gains_nothing_says_nothing_of_its_gr
   }
 }
 
-// It runs on a core that was idle: that this one is busy then is its own doing.
-TEST(CompressionChoice, the_core_that_the_codec_takes_does_not_switch_it_off) {
+// The codec runs on a core that was idle, so it makes that core busy itself.
+TEST(CompressionChoice, the_core_that_the_codec_uses_does_not_switch_it_off) {
   Simulated tier;
-  tier.read_speed = tier.write_speed = 500e6;  // encoded, 1.12 times as fast
+  tier.read_speed = tier.write_speed = 500e6;  // 1.12 times as fast when encoded
   unsigned switches = 0;
   bool before = false;
   for (int i = 0; i < 2000; ++i) {
@@ -234,7 +234,7 @@ TEST(CompressionChoice, the_core_that_the_codec_takes_does_not_switch_it_off) {
   EXPECT_TRUE(tier.on());
 }
 
-TEST(CompressionChoice, cores_that_become_idle_while_it_is_on_lower_what_it_has_to_gain) {
+TEST(CompressionChoice, cores_that_become_idle_while_it_is_on_lower_the_required_gain) {
   Simulated tier;
   tier.idle_cores = 0.5;
   tier.read_speed = tier.write_speed = 100e6;
@@ -244,13 +244,13 @@ TEST(CompressionChoice, cores_that_become_idle_while_it_is_on_lower_what_it_has_
   tier.idle_cores = 4;
   tier.use(100);
   tier.idle_cores = 0.5;
-  tier.read_speed = tier.write_speed = 550e6;  // encoded, 1.10 times as fast
+  tier.read_speed = tier.write_speed = 550e6;  // 1.10 times as fast when encoded
   tier.use(500);
   EXPECT_TRUE(tier.on());
 }
 
-// To count idle cores may mean to wait for a file. The scheduler asks for stats() and waits for none.
-TEST(CompressionChoice, figures_are_there_while_a_thread_waits_for_the_idle_cores) {
+// Counting idle cores may block on a file. The scheduler calls stats() and must not wait for it.
+TEST(CompressionChoice, stats_are_available_while_a_thread_counts_idle_cores) {
   CompressionChoice* asked = nullptr;
   unsigned counted = 0;
   std::future<void> figures;
@@ -260,10 +260,10 @@ TEST(CompressionChoice, figures_are_there_while_a_thread_waits_for_the_idle_core
                                 (void)asked->stats();
                                 (void)asked->reason();
                                 (void)asked->next_is_encoded(kFloats);
-                                // Nor is anybody else sent to count.
+                                // No second thread starts to count.
                                 asked->moved(OpKind::kRead, kMiB, 1);
                               });
-                              // For a lock that is held here it would wait forever.
+                              // With a lock held here, this would wait forever.
                               EXPECT_EQ(figures.wait_for(std::chrono::seconds(240)),
                                         std::future_status::ready);
                               return 8.0;
@@ -274,7 +274,7 @@ TEST(CompressionChoice, figures_are_there_while_a_thread_waits_for_the_idle_core
   EXPECT_TRUE(choice.stats().on);
 }
 
-TEST(CompressionChoice, idle_cores_that_cannot_be_counted_are_not_known) {
+TEST(CompressionChoice, idle_cores_that_cannot_be_counted_are_unknown) {
   CompressionChoice choice({.compress = Compress::kAuto,
                             .elements = {Element::kBf16},
                             .idle_cores = []() -> double { throw std::bad_alloc(); }});
@@ -282,7 +282,7 @@ TEST(CompressionChoice, idle_cores_that_cannot_be_counted_are_not_known) {
   EXPECT_TRUE(choice.stats().on);
 }
 
-TEST(CompressionChoice, counts_what_it_cost_and_saved) {
+TEST(CompressionChoice, counts_cost_and_savings) {
   CompressionChoice choice({.compress = Compress::kZstd, .elements = {Element::kBf16}});
   choice.encoded(0, 1000, 600, 0.5);
   choice.encoded(0, 1000, 1000, 0.25);  // gained nothing
@@ -294,7 +294,7 @@ TEST(CompressionChoice, counts_what_it_cost_and_saved) {
   EXPECT_EQ(stats.encoded_stored_bytes, 600U);
 }
 
-TEST(CompressionChoice, nothing_to_encode_is_said) {
+TEST(CompressionChoice, reports_that_there_is_nothing_to_encode) {
   const CompressionChoice choice({.compress = Compress::kAuto, .elements = {Element::kBytes}});
   EXPECT_EQ(choice.reason(), "off: the KV cache is neither bfloat16 nor float16");
 }

@@ -1,4 +1,4 @@
-// Any medium, with records that are encoded where that gains.
+// Wraps a medium: records are encoded where that saves space.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// Records that are encoded, from the shards of an op to the bytes of a store and back.
+// Encoded records, from the shards of an op to the bytes in a store and back.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -52,7 +52,7 @@ void fill(const Row& row, Payload kind) {
 bool same(const Row& left, const Row& right) {
   const auto ours = left.shards(), theirs = right.shards();
   for (std::size_t i = 0; i < ours.size(); ++i) {
-    // With what pads them: all of it is part of the row.
+    // Compares the padding too: all of it is part of the row.
     const std::size_t padded = round_up(ours[i].size(), kPageBytes);
     if (!std::equal(ours[i].data(), ours[i].data() + padded, theirs[i].data())) return false;
   }
@@ -73,7 +73,7 @@ class EncodedRecord : public ::testing::Test {
   Row row_{kSizes}, other_{kSizes};
 };
 
-TEST_F(EncodedRecord, is_smaller_and_comes_back) {
+TEST_F(EncodedRecord, is_smaller_and_decodes_to_the_same_bytes) {
   const Bytes bytes = bytes_of(form_, op_on(row_));
   EXPECT_LT(bytes.size(), kRecordHeaderBytes + kPadded * 3 / 4);
   EXPECT_EQ(bytes.size() % kPageBytes, 0U);
@@ -90,10 +90,10 @@ TEST_F(EncodedRecord, is_smaller_and_comes_back) {
   EXPECT_GT(stats.decode_seconds, 0);
 }
 
-TEST_F(EncodedRecord, nothing_of_another_record_lies_behind_it) {
+TEST_F(EncodedRecord, no_bytes_of_an_earlier_record_follow_it) {
   const Row larger({4 * kSizes[0]});
   fill(larger, Payload::kKv);
-  (void)bytes_of(form_, op_on(larger));  // into the buffer that the next one gets
+  (void)bytes_of(form_, op_on(larger));  // fills the buffer that the next record reuses
   const Bytes bytes = bytes_of(form_, op_on(row_));
   const std::span<const std::byte> behind =
       std::span(bytes).subspan(kRecordHeaderBytes + header_of(bytes).stored_bytes);
@@ -101,7 +101,7 @@ TEST_F(EncodedRecord, nothing_of_another_record_lies_behind_it) {
   EXPECT_THAT(behind, ::testing::Each(std::byte{0}));
 }
 
-TEST_F(EncodedRecord, the_choice_hears_of_decoding_only_when_it_went_well) {
+TEST_F(EncodedRecord, the_choice_counts_decoding_only_when_it_succeeds) {
   const Bytes raw = bytes_of(plain_, op_on(row_));
   ASSERT_TRUE(read_bytes(form_, op_on(other_), raw));
   EXPECT_EQ(choice_->stats().decode_seconds, 0) << "nothing was decoded";
@@ -112,7 +112,7 @@ TEST_F(EncodedRecord, the_choice_hears_of_decoding_only_when_it_went_well) {
   EXPECT_EQ(choice_->stats().decode_seconds, 0);
 }
 
-TEST_F(EncodedRecord, the_choice_hears_of_encoding_when_the_record_was_written) {
+TEST_F(EncodedRecord, the_choice_counts_encoding_only_when_the_record_was_written) {
   const TierOp op = op_on(row_);
   {
     OutgoingRecord given_up(form_, space_of(1), op);
@@ -131,17 +131,17 @@ TEST_F(EncodedRecord, the_choice_hears_of_encoding_when_the_record_was_written) 
   EXPECT_EQ(choice_->stats().encode_seconds, told) << "once";
 }
 
-TEST_F(EncodedRecord, who_encodes_nothing_reads_it_too) {
+TEST_F(EncodedRecord, a_form_without_encoding_reads_encoded_records) {
   ASSERT_TRUE(read_bytes(plain_, op_on(other_), bytes_of(form_, op_on(row_))));
   EXPECT_TRUE(same(other_, row_));
 }
 
-TEST_F(EncodedRecord, raw_records_are_read_by_who_encodes) {
+TEST_F(EncodedRecord, a_form_with_encoding_reads_raw_records) {
   ASSERT_TRUE(read_bytes(form_, op_on(other_), bytes_of(plain_, op_on(row_))));
   EXPECT_TRUE(same(other_, row_));
 }
 
-TEST_F(EncodedRecord, what_gains_nothing_lies_raw_and_in_place) {
+TEST_F(EncodedRecord, a_record_that_gains_nothing_is_stored_raw_without_a_copy) {
   fill(row_, Payload::kNoise);
   const TierOp op = op_on(row_);
   OutgoingRecord record(form_, space_of(1), op);
@@ -151,12 +151,12 @@ TEST_F(EncodedRecord, what_gains_nothing_lies_raw_and_in_place) {
   EXPECT_EQ(choice_->stats().encoded_raw_bytes, 0U);
 }
 
-TEST_F(EncodedRecord, the_choice_is_asked_for_the_group) {
+TEST_F(EncodedRecord, the_choice_is_made_for_each_group) {
   RecordForm by_choice({.compression = std::make_shared<CompressionChoice>(
                             CompressionOptions{.compress = Compress::kAuto, .elements = {Element::kBf16}})});
   EXPECT_EQ(header_of(bytes_of(by_choice, op_on(row_))).codec, Codec::kRaw) << "nothing was measured yet";
   EXPECT_EQ(header_of(bytes_of(form_, op_on(row_, 1))).element, Element::kBytes)
-      << "nothing was said of group 1";
+      << "group 1 has no declared element type";
 }
 
 TEST_F(EncodedRecord, damage_is_found) {
@@ -171,13 +171,13 @@ TEST_F(EncodedRecord, damage_is_found) {
     Bytes bad = good;
     const std::size_t at = random() % bad.size();
     bad[at] ^= static_cast<std::byte>(1U << random() % 8);
-    // A flipped bit of its version makes it another release's.
+    // A flipped bit in the version makes it a record of another release.
     const StatusKind expected = at >= 8 && at < 12 ? StatusKind::kNotFound : StatusKind::kCorrupt;
     ASSERT_EQ(read_bytes(form_, op_on(other_), bad).kind(), expected) << "byte " << at;
   }
 }
 
-// Wrong bytes under right checksums are what the codec itself must stand.
+// The codec itself must survive wrong bytes under correct checksums.
 TEST_F(EncodedRecord, a_forged_payload_never_reaches_beyond_the_shards) {
   const Bytes good = bytes_of(form_, op_on(row_));
   std::mt19937 random(6);
@@ -198,7 +198,7 @@ TEST_F(EncodedRecord, a_forged_payload_never_reaches_beyond_the_shards) {
 }
 
 #ifdef KV_OFFLOAD_SEALING
-TEST_F(EncodedRecord, may_be_sealed_as_well) {
+TEST_F(EncodedRecord, may_be_encrypted_as_well) {
   RecordForm sealing({.compression = choice_, .keys = testing::keys_of({1})});
   const Bytes bytes = bytes_of(sealing, op_on(row_));
   EXPECT_EQ(header_of(bytes).codec, Codec::kSplitZstd);
@@ -212,8 +212,8 @@ TEST_F(EncodedRecord, may_be_sealed_as_well) {
 }
 #endif
 
-// What a tier reserves and counts is what lies there.
-TEST(EncodedTier, space_is_taken_for_what_is_stored) {
+// A tier reserves and counts the stored bytes.
+TEST(EncodedTier, space_is_counted_by_stored_size) {
   testing::FsMedium medium;
   PooledTierOptions options;
   options.name = "fs";
@@ -232,8 +232,8 @@ TEST(EncodedTier, space_is_taken_for_what_is_stored) {
   EXPECT_EQ(user.tier().about_codec(), "on: compress is zstd");
 }
 
-// The choice weighs what the codec took against the time of ops that ended well: of others it hears nothing.
-TEST(EncodedTier, writes_that_fail_tell_the_choice_nothing) {
+// The choice compares codec time with the time of successful ops, so it must not count failed ones.
+TEST(EncodedTier, failed_writes_do_not_reach_the_choice) {
   testing::FsMedium files;
   testing::MemoryMedium memory;
   for (testing::Medium* medium :
@@ -250,7 +250,7 @@ TEST(EncodedTier, writes_that_fail_tell_the_choice_nothing) {
   }
 }
 
-TEST(EncodedTier, its_ops_tell_the_choice_how_fast_it_is) {
+TEST(EncodedTier, ops_report_the_tiers_speed_to_the_choice) {
   testing::MemoryMedium medium;
   PooledTierOptions options;
   options.name = "memory";

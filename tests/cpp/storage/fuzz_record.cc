@@ -1,6 +1,6 @@
-// libFuzzer on the record header: whatever a file holds, decoding it ends in a
-// header that encodes to the same page, or in kCorrupt. Clang only (CMake:
-// fuzz_record). The checksum is made right, so that the fuzzer gets past it.
+// libFuzzer target for the record header. Whatever a file holds, decoding ends in a header that encodes to
+// the same page, or in kCorrupt. Clang only (CMake: fuzz_record). The harness corrects the checksum, so that
+// the fuzzer gets past it.
 #include <xxhash.h>
 
 #include <cstdlib>
@@ -12,7 +12,7 @@
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace kv_offload;
   const AlignedBuffer page(kRecordHeaderBytes), again(kRecordHeaderBytes);
-  // Over a good header, so that most inputs are good but for a little.
+  // Starts from a good header, so that most inputs are almost valid.
   RecordHeader good;
   good.key = ChunkKey::unchecked("0123456789abcdef0123456789abcdefgrou", 36);
   good.shard_bytes = {5000, 4096};
@@ -36,7 +36,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   }
   encode_header(header, again.span());
   if (std::memcmp(page.data(), again.data(), kRecordHeaderBytes) != 0) std::abort();
-  // A record of these shards, whatever the header makes of it: never ok, for its payload's sum is not right.
+  // Reads a record with these shards, whatever the header says. It never succeeds: the payload's checksum is
+  // wrong.
   static RecordForm form({});
   static const AlignedBuffer row(8192), second(4096);
   TierOp op;

@@ -15,16 +15,16 @@ struct IdleCoresTest : ::testing::Test {
       "cpu10 5 5 5 5 5 5 5 5 5 5\nintr 12 cpu1\n";
 };
 
-TEST_F(IdleCoresTest, counts_what_was_idle_since_the_last_look) {
+TEST_F(IdleCoresTest, counts_the_cores_that_were_idle_since_the_last_look) {
   IdleCores cores = of({0, 1});
-  EXPECT_LT(cores.now(), 0) << "not known yet";
-  // Of 100 ticks each: CPU 0 was busy for 75, CPU 1 waited for a disk for 50 and did nothing for 50.
+  EXPECT_LT(cores.now(), 0) << "unknown so far";
+  // Each CPU ran for 100 ticks. CPU 0 was busy for 75; CPU 1 waited for a disk for 50 and did nothing for 50.
   text = "cpu0 175 0 0 1025 0 0 0 0 9 9\ncpu1 100 0 0 1050 100 0 0 0 0 0\ncpu10 5 5 5 900 5 5 5 5 5 5\n";
   clock.advance(IdleCores::kEvery);
   EXPECT_DOUBLE_EQ(cores.now(), 1.25);
 }
 
-TEST_F(IdleCoresTest, looks_seldom) {
+TEST_F(IdleCoresTest, looks_at_most_once_per_interval) {
   IdleCores cores = of({0});
   (void)cores.now();
   text = "cpu0 100 0 0 2000 0 0 0 0 0 0\n";
@@ -38,7 +38,7 @@ TEST_F(IdleCoresTest, looks_seldom) {
   EXPECT_DOUBLE_EQ(cores.now(), 0);
 }
 
-TEST_F(IdleCoresTest, what_cannot_be_read_is_not_known) {
+TEST_F(IdleCoresTest, unreadable_statistics_are_unknown) {
   IdleCores cores = of({0});
   (void)cores.now();
   for (const char* unreadable :
@@ -52,7 +52,7 @@ TEST_F(IdleCoresTest, what_cannot_be_read_is_not_known) {
   }
 }
 
-TEST_F(IdleCoresTest, of_this_process_there_are_some_cores) {
+TEST_F(IdleCoresTest, this_process_has_a_plausible_number_of_idle_cores) {
   IdleCores cores(clock);
   (void)cores.now();
   clock.advance(IdleCores::kEvery);

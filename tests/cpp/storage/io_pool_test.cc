@@ -83,7 +83,7 @@ TEST(IoPool, an_op_may_queue_others) {
   EXPECT_EQ(log.order, (std::vector<std::uint64_t>{1, 2, 3}));
 }
 
-// One write thread, held while the queues fill: what it then takes is the order.
+// One write thread, held while the queues fill: it then takes ops in the returned order.
 std::vector<std::uint64_t> order_after_hold(int reads, int writes) {
   FakeClock clock;
   Log log;
@@ -105,18 +105,18 @@ std::vector<std::uint64_t> order_after_hold(int reads, int writes) {
   return log.order;
 }
 
-TEST(IoPool, reads_go_before_writes_that_came_first) {
+TEST(IoPool, reads_run_before_writes_that_were_queued_earlier) {
   const auto order = order_after_hold(3, 2);
   EXPECT_EQ(order, (std::vector<std::uint64_t>{0, 1, 2, 3, 1000, 1001}));
 }
 
-TEST(IoPool, writes_do_not_starve_behind_reads) {
+TEST(IoPool, writes_do_not_starve_under_reads) {
   const auto order = order_after_hold(20, 2);
   EXPECT_EQ(order[IoPool::kReadsPerWrite + 1], 1000u);
   EXPECT_EQ(order[2 * IoPool::kReadsPerWrite + 2], 1001u);
 }
 
-TEST(IoPool, read_threads_leave_writes_alone) {
+TEST(IoPool, read_threads_take_no_writes) {
   FakeClock clock;
   Log log;
   std::latch running(1), go(1), all(3);
@@ -146,7 +146,7 @@ TEST(IoPool, write_threads_take_only_reads_for_which_no_read_thread_is_free) {
   FakeClock clock;
   Log log;
   for (int i = 0; i < 20; ++i) {
-    const bool beside_a_write = i % 2 == 1;  // so the write thread wakes up as well, and may be the first
+    const bool beside_a_write = i % 2 == 1;  // the write thread then wakes up too, and may be the first
     std::latch running(1), go(1), all(beside_a_write ? 3 : 2);
     std::array<std::string, 2> by;
     IoPool pool({1, 1, &clock});
@@ -168,7 +168,7 @@ TEST(IoPool, write_threads_take_only_reads_for_which_no_read_thread_is_free) {
   }
 }
 
-TEST(IoPool, write_threads_have_a_background_share_of_the_cpu) {
+TEST(IoPool, write_threads_run_with_background_cpu_priority) {
   FakeClock clock;
   Log log;
   std::latch all(2);
@@ -205,7 +205,7 @@ TEST(IoPool, an_op_past_its_deadline_does_not_run) {
   EXPECT_EQ(log.endings()[1], std::make_pair(std::uint64_t{1}, StatusKind::kExpired));
 }
 
-TEST(IoPool, a_lane_is_held_up_when_every_thread_that_takes_its_ops_is) {
+TEST(IoPool, a_lane_is_stuck_when_every_thread_that_serves_it_is_stuck) {
   FakeClock clock;
   Log log;
   std::latch reading(1), writing(1), go(1);
@@ -219,7 +219,7 @@ TEST(IoPool, a_lane_is_held_up_when_every_thread_that_takes_its_ops_is) {
   };
   hang(Lane::kRead, reading);
   clock.advance(std::chrono::seconds(1));
-  EXPECT_FALSE(pool.is_held_up(Lane::kRead, clock.now())) << "the write thread takes reads, too";
+  EXPECT_FALSE(pool.is_held_up(Lane::kRead, clock.now())) << "the write thread also takes reads";
   EXPECT_FALSE(pool.is_held_up(Lane::kWrite, clock.now()));
   hang(Lane::kWrite, writing);
   clock.advance(std::chrono::seconds(1));
@@ -251,15 +251,15 @@ TEST(IoPool, deadlines_expire_even_when_every_thread_is_stuck) {
   const Nanos started = clock.now() - std::chrono::seconds(1);
   EXPECT_EQ(pool.running_since(Lane::kRead, Nanos{0}, clock.now()), 1u);
   EXPECT_TRUE(pool.is_held_up(Lane::kRead, clock.now()));
-  EXPECT_FALSE(pool.is_held_up(Lane::kRead, started)) << "no longer than that";
-  EXPECT_FALSE(pool.is_held_up(Lane::kWrite, clock.now())) << "it has no thread";
+  EXPECT_FALSE(pool.is_held_up(Lane::kRead, started)) << "it has been stuck for no longer than that";
+  EXPECT_FALSE(pool.is_held_up(Lane::kWrite, clock.now())) << "the lane has no thread";
   EXPECT_EQ(pool.running_since(Lane::kWrite, Nanos{0}, clock.now()), 0u);
   EXPECT_EQ(pool.running_since(Lane::kRead, Nanos{0}, started), 0u);
   EXPECT_EQ(pool.running_since(Lane::kRead, started, clock.now()), 0u);
   go.count_down();
 }
 
-TEST(IoPool, cancel_ends_what_is_queued_and_leaves_what_runs) {
+TEST(IoPool, cancel_ends_queued_ops_and_leaves_running_ones) {
   FakeClock clock;
   Log log;
   std::latch running(1), go(1), all(2);
@@ -280,7 +280,7 @@ TEST(IoPool, cancel_ends_what_is_queued_and_leaves_what_runs) {
   EXPECT_EQ(log.order, (std::vector<std::uint64_t>{7}));
 }
 
-TEST(IoPool, what_is_urgent_is_started_before_what_waits_longer) {
+TEST(IoPool, urgent_ops_start_before_older_ones) {
   FakeClock clock;
   Log log;
   IoPool pool({0, 0, &clock});
@@ -298,7 +298,7 @@ TEST(IoPool, what_is_urgent_is_started_before_what_waits_longer) {
   submit(5, true);
   submit(6, true, clock.now() + std::chrono::seconds(1));
   EXPECT_EQ(pool.depth(Lane::kRead).queued, 6u);
-  EXPECT_EQ(pool.depth(Lane::kRead).oldest_seconds, 6) << "of all that wait";
+  EXPECT_EQ(pool.depth(Lane::kRead).oldest_seconds, 6) << "the oldest of all queued ops";
   EXPECT_TRUE(pool.cancel(4));
   pool.expire();
   EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{6}, StatusKind::kExpired));
@@ -306,7 +306,7 @@ TEST(IoPool, what_is_urgent_is_started_before_what_waits_longer) {
   EXPECT_EQ(log.order, (std::vector<std::uint64_t>{2, 5, 1}));
   for (std::uint64_t tag = 100; tag < 120; ++tag) submit(tag, true);
   for (int i = 0; i < 9; ++i) pool.begin_next(Lane::kRead)();
-  EXPECT_EQ(log.order.back(), 3u) << "it has had its turn";
+  EXPECT_EQ(log.order.back(), 3u) << "it got its turn";
   EXPECT_EQ(log.order.size(), 3u + 9u);
   submit(7, true);
   pool.fail_queued(Lane::kRead, Status::error(StatusKind::kUnavailable, "off"));
@@ -314,7 +314,7 @@ TEST(IoPool, what_is_urgent_is_started_before_what_waits_longer) {
   EXPECT_EQ(log.endings().size(), 7u + 20u);
 }
 
-TEST(IoPool, of_ops_for_which_there_is_no_memory_none_was_submitted) {
+TEST(IoPool, a_batch_that_runs_out_of_memory_submits_nothing) {
   FakeClock clock;
   Log log;
   IoPool pool({0, 0, &clock});
@@ -341,8 +341,8 @@ TEST(IoPool, of_ops_for_which_there_is_no_memory_none_was_submitted) {
   EXPECT_EQ(log.endings().size(), 20u);
 }
 
-// Another thread waits for the lock no longer behind a long batch than behind a short one.
-TEST(IoPool, a_long_batch_goes_in_and_expires_under_several_holds_of_the_lock) {
+// A long batch must not make another thread wait longer for the lock than a short one.
+TEST(IoPool, a_long_batch_is_queued_and_expired_under_several_holds_of_the_lock) {
   std::uint64_t holds[2][2] = {};
   for (const std::size_t scale : {1, 10}) {
     FakeClock clock;
@@ -365,7 +365,7 @@ TEST(IoPool, a_long_batch_goes_in_and_expires_under_several_holds_of_the_lock) {
   EXPECT_GE(holds[1][1], 5 * holds[0][1]) << "expire()";
 }
 
-TEST(IoPool, no_op_is_lost_when_there_is_no_memory_to_end_it) {
+TEST(IoPool, no_op_is_lost_when_memory_runs_out_while_it_ends) {
   FakeClock clock;
   IoPool pool({0, 0, &clock});
   constexpr unsigned kOps = 12;
@@ -404,7 +404,7 @@ TEST(IoPool, no_op_is_lost_when_there_is_no_memory_to_end_it) {
   EXPECT_GT(failures, 0u);
 }
 
-TEST(IoPool, one_without_threads_is_driven_by_hand) {
+TEST(IoPool, a_pool_without_threads_is_driven_by_hand) {
   FakeClock clock;
   Log log;
   IoPool pool({0, 0, &clock});
@@ -430,7 +430,7 @@ TEST(IoPool, one_without_threads_is_driven_by_hand) {
   EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{2}, StatusKind::kCancelled));
 }
 
-TEST(IoPool, close_cancels_the_queue_waits_for_what_runs_and_refuses_more) {
+TEST(IoPool, close_cancels_queued_ops_waits_for_running_ones_and_refuses_new_ones) {
   FakeClock clock;
   Log log;
   std::latch running(1), go(1);
@@ -454,7 +454,7 @@ TEST(IoPool, close_cancels_the_queue_waits_for_what_runs_and_refuses_more) {
   EXPECT_EQ(log.endings().back(), std::make_pair(std::uint64_t{9}, StatusKind::kUnavailable));
 }
 
-TEST(IoPool, close_lets_a_stuck_thread_go_and_it_ends_its_op_later) {
+TEST(IoPool, close_abandons_a_stuck_thread_which_ends_its_op_later) {
   FakeClock clock;
   struct Stuck {
     Log log;

@@ -36,13 +36,13 @@ TEST_F(KeysOfDigestsTest, a_key_is_found_once) {
   EXPECT_FALSE(take(1));
 }
 
-TEST_F(KeysOfDigestsTest, hardly_any_is_forgotten_before_the_cells_are_full) {
+TEST_F(KeysOfDigestsTest, few_keys_are_forgotten_before_the_cells_are_full) {
   constexpr std::uint32_t kMost = kCells / 4 * 3;
   for (std::uint32_t i = 0; i < kMost; ++i) remember(i);
   EXPECT_GE(taken(0, kMost), kMost - 5);
 }
 
-TEST_F(KeysOfDigestsTest, what_goes_makes_room) {
+TEST_F(KeysOfDigestsTest, taken_keys_make_room) {
   constexpr std::uint32_t kAlive = kCells / 2;
   for (std::uint32_t i = 0; i < kAlive; ++i) remember(i);
   for (std::uint32_t i = 0; i < 4 * kCells; ++i) {
@@ -51,7 +51,7 @@ TEST_F(KeysOfDigestsTest, what_goes_makes_room) {
   }
 }
 
-TEST_F(KeysOfDigestsTest, the_newest_are_kept_when_there_are_too_many) {
+TEST_F(KeysOfDigestsTest, the_newest_keys_are_kept_when_there_are_too_many) {
   constexpr std::uint32_t kMany = 10 * kCells;
   for (std::uint32_t i = 0; i < kMany; ++i) remember(i);
   EXPECT_GE(taken(kMany - kCells / 8, kMany), kCells / 8 * 99 / 100);

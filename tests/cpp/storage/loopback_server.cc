@@ -89,7 +89,7 @@ bool send_answer(int client, std::string_view answer, const Fate& fate) {
   }
   if (!fate.endless) return true;
   std::string nothing;
-  while (receive(client, &nothing)) {  // until the other side has had enough
+  while (receive(client, &nothing)) {  // until the peer closes
   }
   return false;
 }

@@ -1,5 +1,5 @@
-// What the servers and proxies of these tests have in common: each connection is served on a thread of its
-// own, and requests fail, wait, and have their answers cut, garbled or slowed down where the test says so.
+// Shared base of the test servers and proxies. Each connection is served on its own thread. A test can make
+// requests fail or wait, and have their answers cut, garbled or slowed down.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -19,15 +19,15 @@
 
 namespace kv_offload::testing {
 
-int unix_socket(const std::string& path, bool listen_there);  // -1: not possible
-// On this port of the loopback interface, or on a free one, which is then told.
+int unix_socket(const std::string& path, bool listen_there);  // -1: failed
+// Listens on *port of the loopback interface; 0: on a free port, which *port then returns.
 int loopback_listener(std::uint16_t* port);
 bool send_all(int fd, std::string_view text);
-bool receive(int fd, std::string* buffer);  // appends what is there; false: nothing more will come
-// Until the condition holds; false: not within two minutes.
+bool receive(int fd, std::string* buffer);  // appends received bytes; false: the connection ended
+// Waits until the condition holds; false: it did not within two minutes.
 bool holds_soon(const std::function<bool()>& condition);
 
-// Takes connections until it is stopped.
+// Accepts connections until it is stopped.
 class Acceptor {
  public:
   using Serve = std::function<void(Acceptor&, int client)>;  // `client` is closed when it returns
@@ -39,7 +39,7 @@ class Acceptor {
   void stop();  // ends all connections and joins all threads; idempotent
   int connections() const;
 
-  // A descriptor that stop() ends, too, for as long as this lives; closed with it.
+  // A descriptor that stop() also shuts down while this object lives. The destructor closes it.
   class Held {
    public:
     Held(Acceptor& acceptor, int fd);
@@ -67,45 +67,45 @@ class Acceptor {
   std::thread accepting_;
 };
 
-// What can happen to a request and its answer, at random.
+// Random faults of a request and its answer.
 enum class Mishap : std::uint8_t {
-  kLost,        // the connection ends before anything is done
-  kUnanswered,  // the connection ends when it is done
+  kLost,        // the connection ends before the request is executed
+  kUnanswered,  // the connection ends after the request was executed
   kCut,         // the connection ends in the middle of the answer
-  kFlipped,     // a bit of the answer is another
-  kRefused,     // an error in place of the answer
-  kEndless,     // a byte now and then, and never the last one
+  kFlipped,     // one bit of the answer is flipped
+  kRefused,     // an error replaces the answer
+  kEndless,     // the answer trickles, and its last byte never arrives
 };
 inline constexpr std::size_t kMishaps = 6;
 
-// What becomes of one request.
+// The outcome of one request.
 struct Fate {
-  bool lost = false;         // nothing is done
-  bool unanswered = false;   // it is done
+  bool lost = false;         // not executed, and the connection ends
+  bool unanswered = false;   // executed, and the connection ends
   std::size_t cut = 0;       // bytes of the answer that are sent; 0: all
-  std::size_t permille = 0;  // or this part of it
-  bool slow = false;         // a byte at a time, a millisecond apart
-  bool endless = false;      // so, too, and the last one never
-  int flipped = -1;          // which part of a thousand of the answer is wrong
-  std::string instead;       // is the answer, and nothing is done
+  std::size_t permille = 0;  // or the sent part in thousandths
+  bool slow = false;         // one byte per millisecond
+  bool endless = false;      // as `slow`, and the last byte is never sent
+  int flipped = -1;          // position of the flipped bit, in thousandths of the answer
+  std::string instead;       // sent as the answer, and nothing is executed
 };
 
-// Sends an answer as its fate has it; false: the connection is over.
+// Sends an answer with the given faults. False: the connection ended.
 bool send_answer(int client, std::string_view answer, const Fate& fate);
 
-// What happens to requests, by the kind that a server knows them by. Any thread.
+// Faults by request kind (the server's Verb). Thread-safe.
 template <typename Verb>
 class Faults {
  public:
-  void fail(Verb verb, bool fails) {  // ends their connection
+  void fail(Verb verb, bool fails) {  // ends its connection
     const std::lock_guard lock(mutex_);
     put(&failing_, verb, fails);
   }
-  void cut(Verb verb, std::size_t after) {  // answers, and their connection, after so many bytes; 0: whole
+  void cut(Verb verb, std::size_t after) {  // ends answer and connection after so many bytes; 0: off
     const std::lock_guard lock(mutex_);
     cut_[verb] = after;
   }
-  void trickle(Verb verb, bool slow) {  // answers come a byte at a time
+  void trickle(Verb verb, bool slow) {  // sends the answer a byte at a time
     const std::lock_guard lock(mutex_);
     put(&slow_, verb, slow);
   }
@@ -121,10 +121,10 @@ class Faults {
   void wait_for_blocked(int requests) {
     std::unique_lock lock(mutex_);
     EXPECT_TRUE(changed_.wait_for(lock, std::chrono::seconds(120), [&] { return waiting_ >= requests; }))
-        << waiting_ << " requests wait, not " << requests;
+        << waiting_ << " requests wait, expected " << requests;
   }
-  // To so many of a thousand requests something happens; 0: to none. `refusals`: errors that the server
-  // knows.
+  // Injects a random fault into `permille` of 1,000 requests; 0: into none. `refusals`: error replies in the
+  // server's protocol.
   void at_random(unsigned seed, unsigned permille, std::vector<std::string> refusals) {
     const std::lock_guard lock(mutex_);
     random_.seed(seed);
@@ -141,7 +141,7 @@ class Faults {
     return found == seen_.end() ? 0 : found->second;
   }
 
-  // A request has come. Waits while its verb is blocked.
+  // Registers an arrived request and returns its fate. Blocks while its verb is blocked.
   Fate meet(Verb verb) {
     std::unique_lock lock(mutex_);
     ++seen_[verb];
@@ -168,7 +168,8 @@ class Faults {
     }
   }
   Fate draw() {
-    // Each kind once, and then at random. Who meets one without an end waits for a deadline: they are rarer.
+    // Draws each kind once, then at random. Endless answers cost their client a full deadline, so they are
+    // rarer.
     std::size_t kind = drawn_++;
     if (kind >= kMishaps) kind = random_() % 24 == 0 ? kMishaps - 1 : random_() % (kMishaps - 1);
     ++happened_[kind];

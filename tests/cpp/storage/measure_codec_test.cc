@@ -8,13 +8,13 @@ namespace {
 
 using ::testing::StartsWith;
 
-TEST(MeasureCodec, some_speed_is_found) {
+TEST(MeasureCodec, measures_a_speed) {
   const CodecSpeed speed = measure_codec();
   EXPECT_GT(speed.encode, 0);
   EXPECT_GT(speed.decode, 0);
 }
 
-TEST(MeasureCodec, advice_is_what_the_choice_would_do) {
+TEST(MeasureCodec, advice_agrees_with_the_choice) {
   const CodecSpeed codec{1.2e9, 2.5e9};
   EXPECT_THAT(advice(codec, 500e6, 500e6), StartsWith("on: a read of 1 MiB takes 2.10 ms raw and 1.8"));
   EXPECT_THAT(advice(codec, 3e9, 2e9), StartsWith("off: a read of 1 MiB takes 0.35 ms raw and "));

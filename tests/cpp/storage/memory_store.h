@@ -1,6 +1,6 @@
-// A kind of tier that is a dictionary in memory: the smallest RecordStore there is, for the tests of what all
-// kinds share. MemoryServer is what a server would be: stores come and go, several may use it at once, it
-// keeps its records, drops them by itself, and fails or hangs where told.
+// A tier kind that is a dictionary in memory: the smallest RecordStore, for the tests that all kinds share.
+// MemoryServer stands for a remote server. Stores open and close, several may use it at once, and it keeps
+// its records. It drops records by itself, and fails or hangs as a test configures it.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ class MemoryServer {
   enum class Verb : std::uint8_t { kRead, kWrite, kLocate, kEpoch, kMaintain };
   using Name = std::pair<std::uint64_t, ChunkKey>;  // epoch, key
 
-  // ---- what a store asks; each may wait, and fails as told
+  // ---- store requests; each may wait or fail as configured
   Status put(const Name& name, std::vector<std::byte> record) {
     if (Status status = before(Verb::kWrite); !status) return status;
     const std::lock_guard lock(mutex_);
@@ -46,13 +46,13 @@ class MemoryServer {
     for (std::size_t i = 0; i < keys.size(); ++i) (*present)[i] = records_.contains({epoch, keys[i]});
     return Status::ok();
   }
-  // Unless it is another by now.
+  // Removes the record unless it has been replaced.
   void remove(const Name& name, const std::vector<std::byte>& record) {
     const std::lock_guard lock(mutex_);
     const auto found = records_.find(name);
     if (found != records_.end() && found->second == record) records_.erase(found);
   }
-  // For one that was reset, and nobody else.
+  // Makes an epoch for a store that was reset. Others never start with it.
   Status next_epoch(std::uint64_t* epoch) {
     if (Status status = before(Verb::kEpoch); !status) return status;
     const std::lock_guard lock(mutex_);
@@ -60,7 +60,7 @@ class MemoryServer {
     made_by_reset_ = true;
     return Status::ok();
   }
-  // For who starts.
+  // Returns the epoch for a store that starts.
   std::uint64_t start() {
     const std::lock_guard lock(mutex_);
     if (std::exchange(made_by_reset_, false)) ++epoch_;
@@ -71,7 +71,7 @@ class MemoryServer {
     return epoch_;
   }
 
-  // ---- what a test does
+  // ---- test controls
   void lose(const ChunkKey& key) {
     const std::lock_guard lock(mutex_);
     std::erase_if(records_, [&](const auto& entry) { return entry.first.second == key; });
@@ -86,12 +86,12 @@ class MemoryServer {
     const std::lock_guard lock(mutex_);
     fails_[verb] = {kind, error_number};
   }
-  // As no store may.
+  // Makes calls of this verb throw, which no real store may do.
   void throw_in(Verb verb, bool throws = true) {
     const std::lock_guard lock(mutex_);
     throws_[verb] = throws;
   }
-  // Calls of this verb wait until release().
+  // Blocks calls of this verb until release().
   void block(Verb verb) {
     const std::lock_guard lock(mutex_);
     blocked_.insert(verb);
@@ -105,7 +105,7 @@ class MemoryServer {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return waiting_ >= threads; });
   }
-  std::vector<std::vector<ChunkKey>> asked() const {  // by locate, call by call
+  std::vector<std::vector<ChunkKey>> asked() const {  // keys by locate call
     const std::lock_guard lock(mutex_);
     return asked_;
   }
@@ -114,7 +114,7 @@ class MemoryServer {
     const std::lock_guard lock(mutex_);
     ++maintained_;
   }
-  int maintained() const {  // how often, by all its stores
+  int maintained() const {  // number of calls, over all its stores
     const std::lock_guard lock(mutex_);
     return maintained_;
   }
@@ -148,7 +148,7 @@ class MemoryServer {
     }
     const auto [kind, error_number] = fails_[verb];
     if (kind == StatusKind::kOk) return Status::ok();
-    return Status::error(kind, "the server was told to fail", error_number);
+    return Status::error(kind, "injected failure", error_number);
   }
 
   mutable std::mutex mutex_;
@@ -219,7 +219,7 @@ class MemoryStore final : public RecordStore {
     std::uint64_t number = 0;
     if (Status status = server_->next_epoch(&number); !status) return status;
     const std::lock_guard lock(mutex_);
-    if (!epoch_) epoch_ = std::make_shared<Number>(number);  // upkeep and a reset may both begin one
+    if (!epoch_) epoch_ = std::make_shared<Number>(number);  // upkeep and a reset may both begin an epoch
     return Status::ok();
   }
   bool can_reset() const override { return !read_only_; }

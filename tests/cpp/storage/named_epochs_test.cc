@@ -1,4 +1,4 @@
-// Which epoch an engine uses, and which one it lets others find.
+// The epoch that an engine uses, and the epoch that it publishes for others.
 #include "storage/named_epochs.h"
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@ namespace {
 
 const std::string kFirst(NamedEpochs::kNameDigits, 'a');
 
-// A store that takes what it is told.
+// Begins an epoch with a store that accepts any name.
 Status begin(NamedEpochs& epochs, std::string* kept) {
   return epochs.begin([&](std::string*) { return Status::ok(); },
                       [&](const std::string& name) {
@@ -19,11 +19,11 @@ Status begin(NamedEpochs& epochs, std::string* kept) {
                       });
 }
 
-TEST(NamedEpochsTest, what_was_kept_before_a_reset_is_not_what_others_start_with_after_it) {
+TEST(NamedEpochsTest, a_name_kept_before_a_reset_is_not_the_start_epoch_after_it) {
   NamedEpochs epochs;
   epochs.start_with(kFirst);
   const std::string known = epochs.of_those_who_start();
-  epochs.forget();  // while the store is asked
+  epochs.forget();  // while the store is being asked
   epochs.note_kept(known, kFirst, false);
   EXPECT_EQ(epochs.of_those_who_start(), "");
   std::string kept;
@@ -32,7 +32,7 @@ TEST(NamedEpochsTest, what_was_kept_before_a_reset_is_not_what_others_start_with
   EXPECT_EQ(epochs.of_those_who_start(), kept);
 }
 
-TEST(NamedEpochsTest, who_was_reset_is_apart_from_those_who_start) {
+TEST(NamedEpochsTest, a_reset_engine_does_not_share_the_start_epoch) {
   NamedEpochs epochs;
   epochs.start_with(kFirst);
   epochs.forget();

@@ -1,4 +1,4 @@
-// Payloads for tests: what K and V look like, and what they never should.
+// Payloads for tests: typical K and V values, and values that should never occur.
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@ inline std::uint16_t bf16_of(float value) {
   return static_cast<std::uint16_t>(bits >> 16);
 }
 
-// Within the range of its normal numbers.
+// Converts `value`, which must be within the range of normal fp16 numbers.
 inline std::uint16_t fp16_of(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -46,7 +46,7 @@ inline Bytes make_payload(Payload payload, Element element, std::size_t bytes, u
     const auto noise = static_cast<std::uint16_t>(random());
     const bool half = element == Element::kFp16;
     switch (payload) {
-      case Payload::kKv: {  // each channel has a scale of its own
+      case Payload::kKv: {  // each channel has its own scale
         const float value = normal(random) * std::exp2(static_cast<float>(i % 64 % 5) - 2.0F);
         numbers[i] =
             half ? fp16_of(std::copysign(std::fmax(std::fabs(value), 1e-4F), value)) : bf16_of(value);

@@ -19,10 +19,10 @@ using testing::Bytes;
 using testing::make_payload;
 using testing::Payload;
 
-constexpr std::size_t kBlock = 128 << 10;  // of the format
+constexpr std::size_t kBlock = 128 << 10;  // block size of the format
 constexpr Element kElements[] = {Element::kBytes, Element::kBf16, Element::kFp16};
 
-// Shards, each in memory of its own and of its length, so that a sanitizer sees what goes beyond.
+// Shards in separate buffers of exactly their lengths, so that a sanitizer sees accesses beyond them.
 class Shards {
  public:
   explicit Shards(const std::vector<std::size_t>& lengths) {
@@ -51,7 +51,7 @@ class Shards {
 };
 
 struct PayloadCodecTest : ::testing::Test {
-  // What encode() made; empty: it is to be stored raw.
+  // Returns the output of encode(). Empty: the payload is to be stored raw.
   Bytes encoded(const Shards& shards, Element element) {
     const std::uint64_t room = PayloadCodec::encoded_bytes_at_most(shards.all());
     const auto out = std::make_unique<std::byte[]>(room);
@@ -65,7 +65,7 @@ struct PayloadCodecTest : ::testing::Test {
     return encoded(Shards({payload.size()}, payload), element);
   }
 
-  // From memory of exactly these bytes.
+  // Decodes from a buffer of exactly these bytes.
   Status decode(const Bytes& in, Element element, const Shards& shards) {
     const auto exact = std::make_unique<std::byte[]>(in.size());
     std::copy(in.begin(), in.end(), exact.get());
@@ -75,7 +75,7 @@ struct PayloadCodecTest : ::testing::Test {
     return decode(in, element, Shards({bytes})).kind();
   }
 
-  // Encodes these shards and decodes into others of other lengths. Returns the ratio; 1: stored raw.
+  // Encodes these shards and decodes into shards of other lengths. Returns the ratio; 1: stored raw.
   double round_trip(const std::vector<std::size_t>& lengths, const std::vector<std::size_t>& others,
                     Payload kind, Element element) {
     const std::size_t bytes = std::accumulate(lengths.begin(), lengths.end(), std::size_t{0});
@@ -95,7 +95,7 @@ struct PayloadCodecTest : ::testing::Test {
   PayloadCodec codec;
 };
 
-// A block by hand, as RECORD_FORMAT.md has it.
+// Builds a block by hand, as specified in RECORD_FORMAT.md.
 Bytes block_of(const Bytes& kept, const Bytes& frame) {
   Bytes block(4);
   for (std::size_t i = 0; i < 4; ++i) block[i] = static_cast<std::byte>(frame.size() >> 8 * i);
@@ -117,7 +117,7 @@ Bytes operator+(Bytes left, const Bytes& right) {
   return left;
 }
 
-TEST_F(PayloadCodecTest, bytes_come_back_for_every_kind_of_payload) {
+TEST_F(PayloadCodecTest, every_kind_of_payload_decodes_to_the_same_bytes) {
   for (const Element element : kElements) {
     for (const Payload kind : testing::kPayloads) {
       SCOPED_TRACE(static_cast<int>(kind));
@@ -126,7 +126,7 @@ TEST_F(PayloadCodecTest, bytes_come_back_for_every_kind_of_payload) {
   }
 }
 
-TEST_F(PayloadCodecTest, every_length_around_a_vector_and_a_block) {
+TEST_F(PayloadCodecTest, lengths_around_a_vector_and_a_block_work) {
   for (const std::size_t base : {std::size_t{0}, 2 * kBlock - 70}) {
     for (std::size_t bytes = base; bytes < base + 140; base == 0 ? bytes += 1 : bytes += 7) {
       for (const Element element : kElements) round_trip(bytes, Payload::kConstant, element);
@@ -138,7 +138,8 @@ TEST_F(PayloadCodecTest, every_length_around_a_vector_and_a_block) {
 }
 
 TEST_F(PayloadCodecTest, shards_may_end_anywhere) {
-  // Encoded from some shards, decoded into others: what is stored is the bytes in order, whatever holds them.
+  // Encodes from one set of shards and decodes into another: the stored bytes do not depend on the shard
+  // layout.
   const std::vector<std::size_t> many{1, kBlock - 1, 0, 3, kBlock, 5000, 0, 2 * kBlock + 9, 77, 0};
   const std::size_t bytes = std::accumulate(many.begin(), many.end(), std::size_t{0});
   std::vector<std::size_t> small(64, bytes / 64);
@@ -150,26 +151,26 @@ TEST_F(PayloadCodecTest, shards_may_end_anywhere) {
   }
 }
 
-TEST_F(PayloadCodecTest, what_it_gains) {
+TEST_F(PayloadCodecTest, reaches_the_expected_ratios) {
   EXPECT_GT(round_trip(4 * kBlock, Payload::kKv, Element::kBf16), 1.4);
   EXPECT_GT(round_trip(4 * kBlock, Payload::kKv, Element::kFp16), 1.1);
   EXPECT_GT(round_trip(4 * kBlock, Payload::kConstant, Element::kBf16), 1.9);
   EXPECT_GT(round_trip(4 * kBlock, Payload::kZeros, Element::kBytes), 100);
 }
 
-TEST_F(PayloadCodecTest, what_does_not_gain_is_to_be_stored_raw) {
+TEST_F(PayloadCodecTest, payloads_that_do_not_gain_are_stored_raw) {
   for (const Element element : kElements) {
     EXPECT_EQ(round_trip(4 * kBlock, Payload::kNoise, element), 1);
     EXPECT_TRUE(encoded(Bytes{}, element).empty());
     EXPECT_TRUE(encoded(Bytes(10), element).empty());
   }
-  // A quarter of one block in eight gains: 1.07 in all.
+  // A quarter of one block in eight gains: 1.07 overall.
   Bytes little = make_payload(Payload::kNoise, Element::kBytes, 8 * kBlock);
   std::fill_n(little.begin(), kBlock / 2, std::byte{});
   EXPECT_TRUE(encoded(little, Element::kBytes).empty());
 }
 
-TEST_F(PayloadCodecTest, a_block_that_does_not_gain_lies_raw_among_others) {
+TEST_F(PayloadCodecTest, a_block_that_does_not_gain_is_stored_raw_among_others) {
   Bytes payload = make_payload(Payload::kKv, Element::kBf16, 5 * kBlock);
   const Bytes noise = make_payload(Payload::kNoise, Element::kBf16, kBlock);
   std::copy(noise.begin(), noise.end(), payload.begin() + 2 * kBlock);
@@ -181,7 +182,7 @@ TEST_F(PayloadCodecTest, a_block_that_does_not_gain_lies_raw_among_others) {
   EXPECT_TRUE(back.joined() == payload);
 }
 
-TEST_F(PayloadCodecTest, lies_as_the_format_says) {
+TEST_F(PayloadCodecTest, output_follows_the_format) {
   const Bytes payload = make_payload(Payload::kKv, Element::kBf16, 4001);
   const Bytes stored = encoded(payload, Element::kBf16);
   ASSERT_GT(stored.size(), 2005U);
@@ -199,7 +200,7 @@ TEST_F(PayloadCodecTest, lies_as_the_format_says) {
   EXPECT_EQ(stored[2004], payload[4000]);
 }
 
-TEST_F(PayloadCodecTest, a_payload_made_by_hand_is_read) {
+TEST_F(PayloadCodecTest, a_payload_built_by_hand_is_read) {
   const Bytes kept = make_payload(Payload::kNoise, Element::kBytes, 500), coded(500, std::byte{0x7F});
   EXPECT_EQ(decoded_as(block_of(kept, frame_of(coded)), Element::kBf16, 1000), StatusKind::kOk);
   EXPECT_EQ(decoded_as(block_of({}, frame_of(coded)), Element::kBytes, 500), StatusKind::kOk);
@@ -207,7 +208,7 @@ TEST_F(PayloadCodecTest, a_payload_made_by_hand_is_read) {
   EXPECT_EQ(decoded_as({}, Element::kBf16, 0), StatusKind::kOk);
 }
 
-TEST_F(PayloadCodecTest, what_is_not_a_payload_is_corrupt) {
+TEST_F(PayloadCodecTest, an_invalid_payload_is_corrupt) {
   const Bytes kept(500, std::byte{1}), coded = make_payload(Payload::kKv, Element::kBytes, 500);
   const Bytes frame = frame_of(coded), good = block_of(kept, frame);
   const auto corrupt = [&](const Bytes& in, Element element = Element::kBf16, std::size_t bytes = 1000) {
@@ -215,17 +216,17 @@ TEST_F(PayloadCodecTest, what_is_not_a_payload_is_corrupt) {
   };
   ASSERT_FALSE(corrupt(good));
   EXPECT_TRUE(corrupt({}));
-  EXPECT_TRUE(corrupt(good + Bytes(1))) << "a byte more";
-  EXPECT_TRUE(corrupt(good + good)) << "a block more";
+  EXPECT_TRUE(corrupt(good + Bytes(1))) << "one extra byte";
+  EXPECT_TRUE(corrupt(good + good)) << "one extra block";
   EXPECT_TRUE(corrupt(good, Element::kBf16, 1002)) << "longer shards";
   EXPECT_TRUE(corrupt(good, Element::kBf16, 998)) << "shorter shards";
   EXPECT_TRUE(corrupt(good, Element::kBytes)) << "another element";
   EXPECT_TRUE(corrupt(good, Element::kBf16, 0));
-  EXPECT_TRUE(corrupt(block_of(kept, frame_of(coded, false)))) << "does not say how long its content is";
+  EXPECT_TRUE(corrupt(block_of(kept, frame_of(coded, false)))) << "a frame without its content length";
   EXPECT_TRUE(corrupt(block_of(kept, frame_of(Bytes(499))))) << "a shorter content";
   EXPECT_TRUE(corrupt(block_of(kept, frame_of(Bytes(501))))) << "a longer content";
   EXPECT_TRUE(corrupt(block_of(kept, frame_of(Bytes(500)) + frame_of({})))) << "two frames";
-  EXPECT_TRUE(corrupt(block_of(kept, frame_of(Bytes(500)) + Bytes(3)))) << "bytes behind the frame";
+  EXPECT_TRUE(corrupt(block_of(kept, frame_of(Bytes(500)) + Bytes(3)))) << "bytes after the frame";
   EXPECT_TRUE(corrupt(block_of(kept, Bytes(3)))) << "no room for a magic number";
   Bytes magic = frame_of(Bytes(500));
   for (const int other : {0x27, 0x26, 0x25}) {  // zstd 0.7, 0.6, 0.5
@@ -234,7 +235,7 @@ TEST_F(PayloadCodecTest, what_is_not_a_payload_is_corrupt) {
   }
   const Bytes skipped{std::byte{0x50}, std::byte{0x2A}, std::byte{0x4D}, std::byte{0x18},
                       std::byte{},     std::byte{},     std::byte{},     std::byte{}};
-  EXPECT_TRUE(corrupt(block_of(kept, skipped + frame_of(Bytes(500))))) << "a frame to be skipped";
+  EXPECT_TRUE(corrupt(block_of(kept, skipped + frame_of(Bytes(500))))) << "a skippable frame";
 }
 
 TEST_F(PayloadCodecTest, lengths_are_checked_before_they_are_used) {
@@ -258,7 +259,7 @@ TEST_F(PayloadCodecTest, every_truncation_is_corrupt) {
   }
 }
 
-TEST_F(PayloadCodecTest, damage_is_corrupt_or_other_bytes_but_never_beyond_them) {
+TEST_F(PayloadCodecTest, damage_yields_corrupt_or_wrong_bytes_but_never_writes_beyond_the_shards) {
   std::mt19937 random(7);
   int seen = 0;
   for (const Element element : kElements) {
@@ -270,7 +271,7 @@ TEST_F(PayloadCodecTest, damage_is_corrupt_or_other_bytes_but_never_beyond_them)
     for (int round = 0; round < 1500; ++round) {
       Bytes damaged = stored;
       for (int flips = 1 + round % 3; flips > 0; --flips) {
-        // Half of them where lengths and the heads of frames are.
+        // Half of the damage hits lengths and frame headers.
         const std::size_t kept = element == Element::kBytes ? 4 : 4 + payload.size() / 2;
         const std::size_t at =
             round % 2 == 0 ? random() % damaged.size() : (kept + random() % 40) % damaged.size();
@@ -282,11 +283,11 @@ TEST_F(PayloadCodecTest, damage_is_corrupt_or_other_bytes_but_never_beyond_them)
     }
   }
   EXPECT_GT(seen, 0);
-  // Nothing of it is left in the codec.
+  // The codec keeps no state from the damaged payloads.
   round_trip(2 * kBlock, Payload::kKv, Element::kBf16);
 }
 
-TEST_F(PayloadCodecTest, threads_share_one) {
+TEST_F(PayloadCodecTest, threads_share_one_codec) {
   constexpr unsigned kThreads = 4;
   std::latch all_there(kThreads);
   std::vector<std::thread> threads;

@@ -1,4 +1,4 @@
-// What PooledTier does for a store that has no catalogue: presence, asked for in batches; upkeep; failures.
+// PooledTier over a store without a catalogue: batched presence lookups, upkeep, failures.
 #include "storage/pooled_tier.h"
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ class PooledTierTest : public ::testing::Test {
     return make_pooled_tier(std::make_unique<MemoryStore>(server_, NamespaceId{}, keys_per_locate), options);
   }
   std::unique_ptr<Tier> open() { return open(options()); }
-  // Whom the pool is given to runs its ops, one by one.
+  // The caller runs the pool's ops one by one.
   std::unique_ptr<Tier> open_by_hand(IoPool** pool, std::size_t keys_per_locate = 64) {
     PooledTierOptions by_hand = options();
     by_hand.driven_by_hand = pool;
@@ -64,7 +64,7 @@ class PooledTierTest : public ::testing::Test {
     ops[0].deadline = deadline;
     tier.submit(std::move(ops));
   }
-  // How the read that was started ended, after all that is queued was done.
+  // Runs all queued reads and returns how the started read ended.
   static StatusKind end_read(Tier& tier, IoPool* pool) {
     run_reads(pool);
     std::vector<Completion> done;
@@ -79,12 +79,12 @@ class PooledTierTest : public ::testing::Test {
   const std::shared_ptr<MemoryServer> server_ = std::make_shared<MemoryServer>();
 };
 
-TEST_F(PooledTierTest, the_keys_of_a_prompt_are_asked_for_at_once_and_in_order) {
+TEST_F(PooledTierTest, the_keys_of_a_prompt_are_looked_up_in_one_batch_and_in_order) {
   { ASSERT_TRUE(TierDriver(open()).write(3)); }
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool);
   tier->prefetch_presence(keys(10), KeyOrder::kNone);
-  tier->prefetch_presence(keys(10), KeyOrder::kNone);  // again, while they are being asked for
+  tier->prefetch_presence(keys(10), KeyOrder::kNone);  // again, while the lookup is pending
   run_reads(pool);
   ASSERT_EQ(server_->asked().size(), 1u);
   EXPECT_EQ(server_->asked()[0], keys(10));
@@ -96,10 +96,10 @@ TEST_F(PooledTierTest, the_keys_of_a_prompt_are_asked_for_at_once_and_in_order) 
   tier->prefetch_presence(keys(10), KeyOrder::kNone);
   run_reads(pool);
   ASSERT_EQ(server_->asked().size(), 2u);
-  EXPECT_EQ(server_->asked()[1].size(), 9u) << "all but the one that is there";
+  EXPECT_EQ(server_->asked()[1].size(), 9u) << "all keys but the present one";
 }
 
-TEST_F(PooledTierTest, more_keys_than_the_store_takes_at_once_are_asked_for_side_by_side) {
+TEST_F(PooledTierTest, more_keys_than_one_batch_are_looked_up_concurrently) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   tier->prefetch_presence(keys(10), KeyOrder::kNone);
@@ -110,32 +110,32 @@ TEST_F(PooledTierTest, more_keys_than_the_store_takes_at_once_are_asked_for_side
   EXPECT_EQ(tier->contains(key_of(9)), Presence::kAbsent);
 }
 
-// As in each step that the request waits in.
-TEST_F(PooledTierTest, a_prompt_that_is_handed_over_again_is_not_taken_twice) {
+// As in each step in which the request waits.
+TEST_F(PooledTierTest, a_prompt_that_is_submitted_again_is_not_queued_twice) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   for (int step = 0; step < 3; ++step) tier->prefetch_presence(keys(10), KeyOrder::kPrefix);
   EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u);
   tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
-  EXPECT_EQ(pool->depth(Lane::kRead).queued, 2u) << "it is another";
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 2u) << "a different prompt";
   run_reads(pool);
   std::size_t asked = 0;
   for (const auto& question : server_->asked()) asked += question.size();
-  EXPECT_EQ(asked, 12u) << "of the other only what the first has not";
+  EXPECT_EQ(asked, 12u) << "only the keys that the first prompt does not cover";
   clock_.advance(options().absent_for);
   tier->prefetch_presence(keys(10), KeyOrder::kPrefix);
-  EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "the first has ended";
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "the first lookup has ended";
   run_reads(pool);
 }
 
-// Who asks anew waits for the answer: what was known before is not taken for it, however late a thread comes.
-TEST_F(PooledTierTest, what_was_absent_is_unknown_as_soon_as_that_is_to_be_forgotten) {
+// A new lookup waits for its own answer: earlier knowledge is not reused, however late a thread runs it.
+TEST_F(PooledTierTest, an_absent_key_becomes_unknown_once_its_absence_is_to_be_forgotten) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool);
   tier->prefetch_presence(keys(2), KeyOrder::kPrefix);
   run_reads(pool);
   tier->forget_absence(key_of(0));
-  EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent) << "that is not old yet";
+  EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent) << "its absence has not expired";
   clock_.advance(options().absent_for);
   tier->forget_absence(key_of(0));
   EXPECT_EQ(tier->contains(key_of(0)), Presence::kUnknown);
@@ -146,7 +146,7 @@ TEST_F(PooledTierTest, what_was_absent_is_unknown_as_soon_as_that_is_to_be_forgo
   EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent);
 }
 
-TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_first_answers_are_old_and_its_last_have_not_come) {
+TEST_F(PooledTierTest, a_prompt_is_queued_again_when_its_first_answers_expired_and_its_last_are_pending) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   tier->prefetch_presence(keys(8), KeyOrder::kPrefix);
@@ -156,15 +156,15 @@ TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_first_answers_are_old_an
   clock_.advance(options().absent_for);
   tier->prefetch_presence(keys(8), KeyOrder::kPrefix);
   run_reads(pool);
-  EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent) << "asked for twice";
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent) << "looked up twice";
   EXPECT_EQ(server_->asked().size(), 3u);
 }
 
-// The mirror of the one before: the first answer has not come, and later ones are old.
-TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_last_answers_are_old_and_its_first_have_not_come) {
+// Mirrors the previous test: the first answer is pending, and later ones have expired.
+TEST_F(PooledTierTest, a_prompt_is_queued_again_when_its_last_answers_expired_and_its_first_are_pending) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
-  // Another prompt asks for the first keys, in a part that no thread has taken up.
+  // Another prompt looks up the first keys, in a batch that no thread has started.
   std::vector<ChunkKey> another;
   for (std::uint32_t i = 100; i < 104; ++i) another.push_back(key_of(i));
   for (std::uint32_t i = 0; i < 4; ++i) another.push_back(key_of(i));
@@ -181,12 +181,12 @@ TEST_F(PooledTierTest, a_prompt_is_taken_again_when_its_last_answers_are_old_and
   clock_.advance(options().absent_for);
   tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
   run_reads(pool);
-  EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent) << "it was asked for again";
+  EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent) << "it was looked up again";
   first();
   second();
 }
 
-TEST_F(PooledTierTest, of_two_prompts_with_the_same_ends_each_is_asked_for) {
+TEST_F(PooledTierTest, two_prompts_with_equal_first_and_last_keys_are_both_looked_up) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool);
   tier->prefetch_presence({key_of(1), key_of(2), key_of(3)}, KeyOrder::kNone);
@@ -195,12 +195,12 @@ TEST_F(PooledTierTest, of_two_prompts_with_the_same_ends_each_is_asked_for) {
   EXPECT_EQ(tier->contains(key_of(4)), Presence::kAbsent);
 }
 
-// In each step that its request waits in: who asks hands over no key that is being asked for.
-TEST_F(PooledTierTest, what_is_being_asked_for_is_told_apart_from_what_nobody_asks_for) {
+// A waiting request submits its keys in each step, except those with a pending lookup.
+TEST_F(PooledTierTest, pending_lookups_are_distinguished_from_unknown_keys) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
-  EXPECT_EQ(tier->contains(key_of(3)), Presence::kUnknown) << "no thread has taken it up";
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kUnknown) << "no thread has started it";
   pool->begin_next(Lane::kRead)();
   EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent);
   for (const std::uint32_t number : {4u, 11u}) EXPECT_EQ(tier->contains(key_of(number)), Presence::kAsked);
@@ -209,8 +209,8 @@ TEST_F(PooledTierTest, what_is_being_asked_for_is_told_apart_from_what_nobody_as
   EXPECT_EQ(tier->contains(key_of(11)), Presence::kAbsent);
 }
 
-// A thread may pick the first of its keys, for another prompt, before it comes to this one.
-TEST_F(PooledTierTest, the_end_of_a_prompt_that_no_thread_has_taken_up_is_not_taken_again) {
+// A thread may look up the first of the prompt's keys for another prompt before it starts this one.
+TEST_F(PooledTierTest, the_tail_of_a_queued_prompt_is_not_queued_again) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   tier->prefetch_presence(keys(12), KeyOrder::kPrefix);
@@ -218,11 +218,12 @@ TEST_F(PooledTierTest, the_end_of_a_prompt_that_no_thread_has_taken_up_is_not_ta
   tier->prefetch_presence({all.begin() + 4, all.end()}, KeyOrder::kPrefix);
   EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u);
   tier->prefetch_presence({all.begin(), all.begin() + 4}, KeyOrder::kPrefix);
-  EXPECT_EQ(pool->depth(Lane::kRead).queued, 2u) << "it ends elsewhere: to look for it would take too long";
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 2u)
+      << "it has another last key: searching for it would take too long";
 }
 
-// Enough for those that ended to be swept out while some live.
-TEST_F(PooledTierTest, many_prompts_are_each_taken_once_while_others_have_ended) {
+// Enough prompts that ended ones are swept while others are live.
+TEST_F(PooledTierTest, each_of_many_prompts_is_queued_once_while_others_have_ended) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool);
   for (std::uint32_t round = 0; round < 10; ++round) {
@@ -236,8 +237,8 @@ TEST_F(PooledTierTest, many_prompts_are_each_taken_once_while_others_have_ended)
   EXPECT_EQ(server_->asked().size(), 500u);
 }
 
-// It would hold a thread, in a device that is stuck.
-TEST_F(PooledTierTest, a_question_that_was_let_through_before_the_device_got_stuck_is_not_asked) {
+// In a stuck device the lookup would hold a thread.
+TEST_F(PooledTierTest, a_lookup_admitted_before_the_device_got_stuck_is_not_sent) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
   tier->prefetch_presence(keys(3), KeyOrder::kNone);
@@ -255,17 +256,17 @@ TEST_F(PooledTierTest, a_question_that_was_let_through_before_the_device_got_stu
   stuck();
 }
 
-TEST_F(PooledTierTest, what_another_wrote_is_found_when_it_is_asked_for_again) {
+TEST_F(PooledTierTest, a_record_written_by_another_is_found_by_a_later_lookup) {
   TierDriver a(open()), b(open());
   EXPECT_FALSE(b.has(1));
   ASSERT_TRUE(a.write(1));
-  EXPECT_FALSE(b.has(1)) << "for a time";
+  EXPECT_FALSE(b.has(1)) << "until its absence expires";
   clock_.advance(options().absent_for);
   EXPECT_TRUE(b.has(1));
   EXPECT_TRUE(b.read(1));
 }
 
-TEST_F(PooledTierTest, an_answer_that_comes_after_a_reset_does_not_count) {
+TEST_F(PooledTierTest, an_answer_that_arrives_after_a_reset_does_not_count) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   TierDriver user(open());
   server_->block(Verb::kLocate);
@@ -276,25 +277,25 @@ TEST_F(PooledTierTest, an_answer_that_comes_after_a_reset_does_not_count) {
   EXPECT_FALSE(user.has(1));
 }
 
-TEST_F(PooledTierTest, a_server_that_does_not_answer_is_left_alone_and_what_it_has_is_absent_for_a_time) {
+TEST_F(PooledTierTest, a_server_whose_lookups_fail_is_switched_off_and_its_records_are_absent_for_a_time) {
   for (const StatusKind kind : {StatusKind::kIo, StatusKind::kTimeout}) {
     { ASSERT_TRUE(TierDriver(open()).write(1)); }
     TierDriver user(open());
     server_->fail(Verb::kLocate, kind);
     for (std::uint32_t i = 0; i < Breaker::kFailuresToTrip; ++i) EXPECT_FALSE(user.has(100 + i));
-    EXPECT_FALSE(user.tier().stats().readable) << "after as many failures as of reads";
+    EXPECT_FALSE(user.tier().stats().readable) << "after as many failures as for reads";
     EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
     server_->fail(Verb::kLocate, StatusKind::kOk);
     clock_.advance(seconds(2));
     EXPECT_TRUE(user.has(1));
-    // The answer is known a moment before the question gives its try back.
+    // The answer is known a moment before the lookup returns its probe slot.
     EXPECT_TRUE(user.until([&] { return user.read(1).is_ok(); }));
     EXPECT_TRUE(user.tier().stats().readable);
     EXPECT_EQ(user.tier().stats().breaker_trips, 1u);
   }
 }
 
-TEST_F(PooledTierTest, questions_that_fail_now_and_then_do_not_switch_reads_off) {
+TEST_F(PooledTierTest, occasional_lookup_failures_do_not_switch_reads_off) {
   TierDriver user(open());
   for (std::uint32_t i = 0; i < 2 * Breaker::kFailuresToTrip; ++i) {
     server_->fail(Verb::kLocate, i % 2 == 0 ? StatusKind::kIo : StatusKind::kOk);
@@ -303,7 +304,7 @@ TEST_F(PooledTierTest, questions_that_fail_now_and_then_do_not_switch_reads_off)
   EXPECT_EQ(user.tier().stats().breaker_trips, 0u);
 }
 
-TEST_F(PooledTierTest, files_that_other_programs_removed_do_not_switch_writes_off) {
+TEST_F(PooledTierTest, files_removed_by_other_programs_do_not_switch_writes_off) {
   for (const int error_number : {ENOENT, EIO}) {
     TierDriver user(open());
     server_->fail(Verb::kWrite, StatusKind::kIo, error_number);
@@ -313,7 +314,7 @@ TEST_F(PooledTierTest, files_that_other_programs_removed_do_not_switch_writes_of
   }
 }
 
-TEST_F(PooledTierTest, a_server_that_answers_questions_again_is_on_again_before_there_is_anything_to_read) {
+TEST_F(PooledTierTest, lookups_enable_a_server_again_before_there_is_anything_to_read) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
   const auto ask = [&](std::vector<ChunkKey> keys) {
@@ -327,12 +328,12 @@ TEST_F(PooledTierTest, a_server_that_answers_questions_again_is_on_again_before_
   clock_.advance(seconds(2));
   ask({key_of(200)});
   const std::size_t asked = server_->asked().size();
-  ask({key_of(300), key_of(301), key_of(302)});  // of a tier that is off one alone would be let through
+  ask({key_of(300), key_of(301), key_of(302)});  // a tier that is off would admit only one
   EXPECT_EQ(server_->asked().size(), asked + 3);
 }
 
-// With a question under way, and another after that.
-TEST_F(PooledTierTest, a_record_gets_a_try_of_its_own_beside_questions) {
+// One lookup is in flight, and another follows it.
+TEST_F(PooledTierTest, a_record_gets_its_own_probe_alongside_lookups) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
   server_->fail(Verb::kRead, StatusKind::kIo);
@@ -352,8 +353,8 @@ TEST_F(PooledTierTest, a_record_gets_a_try_of_its_own_beside_questions) {
   asking.join();
 }
 
-// Reads work again and names do not: the try of its own that a record gets beside questions must count.
-TEST_F(PooledTierTest, a_record_that_was_read_ends_the_rest_though_a_question_fails_beside_it) {
+// Reads work again and lookups do not: the probe that a record has of its own must count.
+TEST_F(PooledTierTest, a_successful_read_ends_the_cool_down_although_a_concurrent_lookup_fails) {
   { ASSERT_TRUE(TierDriver(open()).write(1, {4096})); }
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
@@ -366,34 +367,34 @@ TEST_F(PooledTierTest, a_record_that_was_read_ends_the_rest_though_a_question_fa
   server_->fail(Verb::kLocate, StatusKind::kIo);
   clock_.advance(seconds(2));
   start_read(*tier, 20);
-  tier->prefetch_presence({key_of(2)}, KeyOrder::kNone);  // urgent: it is asked first, and fails
+  tier->prefetch_presence({key_of(2)}, KeyOrder::kNone);  // urgent: it runs first, and fails
   EXPECT_EQ(end_read(*tier, pool), StatusKind::kOk) << "the record was read";
   start_read(*tier, 21);
-  EXPECT_EQ(end_read(*tier, pool), StatusKind::kOk) << "so reads are on";
+  EXPECT_EQ(end_read(*tier, pool), StatusKind::kOk) << "reads are on";
 }
 
-TEST_F(PooledTierTest, a_question_of_before_a_reset_that_fails_says_nothing_of_those_after_it) {
+TEST_F(PooledTierTest, a_failed_lookup_from_before_a_reset_does_not_affect_later_ones) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
   const auto begin_to_ask = [&] {
     tier->prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kNone);
-    pool->begin_next(Lane::kRead)();  // asks for the first, and gives the other to another thread
+    pool->begin_next(Lane::kRead)();  // looks up the first key and passes the other to another thread
     EXPECT_EQ(tier->contains(key_of(2)), Presence::kAsked);
     return pool->begin_next(Lane::kRead);
   };
   const auto older = begin_to_ask();
   ASSERT_TRUE(tier->reset());
   const auto newer = begin_to_ask();
-  ASSERT_TRUE(newer) << "of before the reset is another";
+  ASSERT_TRUE(newer) << "a lookup from before the reset was reused";
   server_->fail(Verb::kLocate, StatusKind::kIo);
   older();
-  EXPECT_EQ(tier->contains(key_of(2)), Presence::kAsked) << "it is being asked for";
+  EXPECT_EQ(tier->contains(key_of(2)), Presence::kAsked) << "its lookup is pending";
   server_->fail(Verb::kLocate, StatusKind::kOk);
   newer();
   EXPECT_EQ(tier->contains(key_of(2)), Presence::kAbsent);
 }
 
-TEST_F(PooledTierTest, a_prompt_of_before_a_reset_that_is_taken_up_after_it_asks_for_nothing) {
+TEST_F(PooledTierTest, a_prompt_queued_before_a_reset_and_started_after_it_looks_up_nothing) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool);
   tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
@@ -402,12 +403,12 @@ TEST_F(PooledTierTest, a_prompt_of_before_a_reset_that_is_taken_up_after_it_asks
   pool->begin_next(Lane::kRead)();
   EXPECT_TRUE(server_->asked().empty());
   const auto newer = pool->begin_next(Lane::kRead);
-  ASSERT_TRUE(newer) << "it was taken for the one of before";
+  ASSERT_TRUE(newer) << "it was mistaken for the lookup before the reset";
   newer();
   EXPECT_EQ(tier->contains(key_of(1)), Presence::kAbsent);
 }
 
-TEST_F(PooledTierTest, after_a_reset_it_has_what_it_writes_itself_and_nothing_of_others) {
+TEST_F(PooledTierTest, after_a_reset_a_tier_has_its_own_writes_and_nothing_of_others) {
   TierDriver user(open());
   EXPECT_TRUE(user.tier().stats().is_shared);
   ASSERT_TRUE(user.tier().reset());
@@ -415,7 +416,7 @@ TEST_F(PooledTierTest, after_a_reset_it_has_what_it_writes_itself_and_nothing_of
   EXPECT_TRUE(user.tier().stats().readable);
 }
 
-TEST_F(PooledTierTest, names_that_can_be_read_do_not_make_up_for_reads_that_fail) {
+TEST_F(PooledTierTest, successful_lookups_do_not_make_up_for_failed_reads) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   server_->fail(Verb::kRead, StatusKind::kIo);
@@ -426,13 +427,13 @@ TEST_F(PooledTierTest, names_that_can_be_read_do_not_make_up_for_reads_that_fail
   EXPECT_EQ(user.tier().stats().breaker_trips, 1u);
   clock_.advance(seconds(2));
   EXPECT_FALSE(user.has(200));
-  // The answer is known a moment before the question gives its try back.
+  // The answer is known a moment before the lookup returns its probe slot.
   EXPECT_TRUE(user.until([&] { return user.read(1).kind() == StatusKind::kIo; }))
-      << "it is let through: the question left the try to it";
+      << "it is admitted: the lookup left the probe slot to it";
   EXPECT_EQ(user.tier().stats().breaker_trips, 2u);
 }
 
-TEST_F(PooledTierTest, a_question_that_is_stuck_switches_the_tier_off) {
+TEST_F(PooledTierTest, a_stuck_lookup_switches_the_tier_off) {
   TierDriver user(open());
   server_->block(Verb::kLocate);
   user.tier().prefetch_presence({key_of(1)}, KeyOrder::kNone);
@@ -445,7 +446,7 @@ TEST_F(PooledTierTest, a_question_that_is_stuck_switches_the_tier_off) {
   server_->release();
 }
 
-TEST_F(PooledTierTest, a_stuck_write_speaks_against_reads_unless_one_was_answered_since) {
+TEST_F(PooledTierTest, a_stuck_write_switches_reads_off_unless_a_read_succeeded_since) {
   ASSERT_TRUE(TierDriver(open()).write(2));
   {
     IoPool* pool = nullptr;
@@ -461,7 +462,7 @@ TEST_F(PooledTierTest, a_stuck_write_speaks_against_reads_unless_one_was_answere
     if (answer == Answer::kBefore) start_read(*tier, 2);
     start(*tier, OpKind::kWrite, 1);
     const auto stuck = pool->begin_next(Lane::kWrite);
-    run_reads(pool);  // and nobody polls, as of an engine that idles
+    run_reads(pool);  // nobody polls, as in an idle engine
     clock_.advance(options().op_deadline - seconds(1));
     if (since) {
       start_read(*tier, 2);
@@ -473,7 +474,7 @@ TEST_F(PooledTierTest, a_stuck_write_speaks_against_reads_unless_one_was_answere
     std::vector<Completion> done;
     std::vector<TierRemoval> removals;
     tier->poll(&done, &removals);
-    EXPECT_EQ(done.empty(), since) << "the read that is queued";
+    EXPECT_EQ(done.empty(), since) << "the queued read";
     EXPECT_EQ(tier->stats().readable, since);
     EXPECT_FALSE(tier->stats().writable);
     EXPECT_EQ(tier->contains(key_of(2)) == Presence::kAbsent, !since);
@@ -483,14 +484,14 @@ TEST_F(PooledTierTest, a_stuck_write_speaks_against_reads_unless_one_was_answere
   }
 }
 
-// Its thread may never come back, and when it does it knows no more than who asked after it.
-TEST_F(PooledTierTest, what_a_stuck_question_asked_for_is_asked_for_again_when_the_tier_is_on_again) {
+// A stuck lookup's thread may never return, and its late answer is no newer than that of the next lookup.
+TEST_F(PooledTierTest, the_keys_of_a_stuck_lookup_are_looked_up_again_once_the_tier_is_on) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
   tier->prefetch_presence(keys(2), KeyOrder::kNone);
   pool->begin_next(Lane::kRead)();
-  const auto stuck = pool->begin_next(Lane::kRead);  // asks for 1
+  const auto stuck = pool->begin_next(Lane::kRead);  // looks up key 1
   ASSERT_TRUE(stuck);
   clock_.advance(options().op_deadline + seconds(1));
   std::vector<Completion> done;
@@ -502,7 +503,7 @@ TEST_F(PooledTierTest, what_a_stuck_question_asked_for_is_asked_for_again_when_t
   tier->forget_absence(key_of(1));
   tier->prefetch_presence({key_of(1)}, KeyOrder::kNone);
   const auto newer = pool->begin_next(Lane::kRead);
-  ASSERT_TRUE(newer) << "it was taken for the stuck one";
+  ASSERT_TRUE(newer) << "it was mistaken for the stuck one";
   newer();
   EXPECT_EQ(tier->contains(key_of(1)), Presence::kPresent);
   EXPECT_TRUE(tier->stats().readable);
@@ -510,14 +511,14 @@ TEST_F(PooledTierTest, what_a_stuck_question_asked_for_is_asked_for_again_when_t
   EXPECT_EQ(tier->contains(key_of(1)), Presence::kPresent);
 }
 
-TEST_F(PooledTierTest, the_end_of_a_stuck_question_is_not_that_of_one_that_asks_anew) {
+TEST_F(PooledTierTest, the_end_of_a_stuck_lookup_is_not_that_of_a_newer_one) {
   { ASSERT_TRUE(TierDriver(open()).write(1, {4096})); }
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
   const auto ask = [&] {
     tier->prefetch_presence({key_of(2), key_of(3)}, KeyOrder::kNone);
     pool->begin_next(Lane::kRead)();
-    return pool->begin_next(Lane::kRead);  // asks for 3
+    return pool->begin_next(Lane::kRead);  // looks up key 3
   };
   const auto stuck = ask();
   clock_.advance(options().op_deadline + seconds(1));
@@ -530,12 +531,12 @@ TEST_F(PooledTierTest, the_end_of_a_stuck_question_is_not_that_of_one_that_asks_
   const auto newer = ask();
   ASSERT_TRUE(stuck && newer);
   stuck();
-  EXPECT_EQ(tier->contains(key_of(3)), Presence::kAsked) << "it is being asked for";
+  EXPECT_EQ(tier->contains(key_of(3)), Presence::kAsked) << "the newer lookup is pending";
   newer();
   EXPECT_EQ(tier->contains(key_of(3)), Presence::kAbsent);
 }
 
-TEST_F(PooledTierTest, a_part_that_was_not_let_through_is_asked_for_again_beside_one_that_is_slow) {
+TEST_F(PooledTierTest, a_batch_that_was_not_admitted_is_looked_up_again_alongside_a_slow_one) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 1);
   server_->fail(Verb::kLocate, StatusKind::kIo);
@@ -548,21 +549,22 @@ TEST_F(PooledTierTest, a_part_that_was_not_let_through_is_asked_for_again_beside
   clock_.advance(seconds(2));
   server_->block(Verb::kLocate);
   tier->prefetch_presence({key_of(1), key_of(2)}, KeyOrder::kNone);
-  std::thread asking(pool->begin_next(Lane::kRead));  // 1 is the probe, and slow; 2 is given up
+  std::thread asking(pool->begin_next(Lane::kRead));  // 1 is the slow probe; 2 is abandoned
   server_->wait_for_blocked();
   EXPECT_EQ(tier->contains(key_of(2)), Presence::kAbsent);
   clock_.advance(options().absent_for);
   EXPECT_EQ(tier->contains(key_of(2)), Presence::kWasAbsent);
   tier->forget_absence(key_of(2));
   tier->prefetch_presence({key_of(2)}, KeyOrder::kNone);
-  EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "nobody asks for it";
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "no lookup is pending for it";
   if (const auto next = pool->begin_next(Lane::kRead)) next();
-  EXPECT_EQ(tier->contains(key_of(2)), Presence::kAbsent) << "unknown for as long as the other is slow";
+  EXPECT_EQ(tier->contains(key_of(2)), Presence::kAbsent)
+      << "it stays unknown while the other lookup is slow";
   server_->release();
   asking.join();
 }
 
-TEST_F(PooledTierTest, prompts_that_begin_alike_are_each_taken_once_until_they_are_taken_up) {
+TEST_F(PooledTierTest, prompts_with_equal_first_keys_are_each_queued_once_until_started) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, 4);
   std::vector<std::vector<ChunkKey>> prompts(3);
@@ -571,7 +573,7 @@ TEST_F(PooledTierTest, prompts_that_begin_alike_are_each_taken_once_until_they_a
   }
   for (int step = 0; step < 3; ++step) {
     for (const auto& prompt : prompts) tier->prefetch_presence(prompt, KeyOrder::kPrefix);
-    EXPECT_EQ(pool->depth(Lane::kRead).queued, prompts.size()) << "none is taken up yet";
+    EXPECT_EQ(pool->depth(Lane::kRead).queued, prompts.size()) << "none has started";
   }
   run_reads(pool);
   for (const auto& prompt : prompts) {
@@ -579,7 +581,7 @@ TEST_F(PooledTierTest, prompts_that_begin_alike_are_each_taken_once_until_they_a
   }
 }
 
-TEST_F(PooledTierTest, whatever_there_is_no_memory_for_no_key_is_asked_for_for_ever) {
+TEST_F(PooledTierTest, no_lookup_stays_pending_forever_when_memory_runs_out) {
   bool failed = true;
   for (unsigned after = 0; failed; ++after) {
     IoPool* pool = nullptr;
@@ -603,7 +605,7 @@ TEST_F(PooledTierTest, whatever_there_is_no_memory_for_no_key_is_asked_for_for_e
   }
 }
 
-TEST_F(PooledTierTest, an_op_ends_once_whatever_there_is_no_memory_for) {
+TEST_F(PooledTierTest, an_op_ends_once_when_memory_runs_out) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   const std::function<void(Tier&)> befores[] = {
       [](Tier&) {}, [](Tier& tier) { (void)tier.reset(); },
@@ -629,7 +631,7 @@ TEST_F(PooledTierTest, an_op_ends_once_whatever_there_is_no_memory_for) {
   EXPECT_GT(failures, 3u);
 }
 
-TEST_F(PooledTierTest, a_probe_that_there_is_no_memory_to_submit_is_not_lost) {
+TEST_F(PooledTierTest, a_probe_whose_submission_runs_out_of_memory_is_not_lost) {
   unsigned failures = 0;
   for (bool failed = true; failed;) {
     IoPool* pool = nullptr;
@@ -640,7 +642,7 @@ TEST_F(PooledTierTest, a_probe_that_there_is_no_memory_to_submit_is_not_lost) {
       EXPECT_EQ(end_read(*tier, pool), StatusKind::kIo);
     }
     start_read(*tier, 100);
-    EXPECT_EQ(end_read(*tier, pool), StatusKind::kUnavailable) << "it rests";
+    EXPECT_EQ(end_read(*tier, pool), StatusKind::kUnavailable) << "it is cooling down";
     server_->fail(MemoryServer::Verb::kRead, StatusKind::kOk);
     clock_.advance(seconds(2));
     bool submitted = true;
@@ -655,14 +657,14 @@ TEST_F(PooledTierTest, a_probe_that_there_is_no_memory_to_submit_is_not_lost) {
     }
     failures += failed;
     if (!submitted) start_read(*tier, 102);
-    EXPECT_EQ(end_read(*tier, pool), StatusKind::kNotFound) << failures << ": the device is well again";
+    EXPECT_EQ(end_read(*tier, pool), StatusKind::kNotFound) << failures << ": the device works again";
     EXPECT_EQ(tier->estimate_read_seconds(0), 0) << "no bytes wait";
   }
   EXPECT_GT(failures, 4u);
 }
 
 // I/O threads that end an op wait while a poll holds the lock.
-TEST(PooledStoreTest, completions_are_taken_in_one_short_hold_of_the_lock_or_stay) {
+TEST(PooledStoreTest, completions_are_taken_in_one_short_hold_of_the_lock_or_stay_queued) {
   constexpr OpId kOps = 10'000;
   const auto server = std::make_shared<MemoryServer>();
   PooledTierOptions options;
@@ -689,9 +691,9 @@ TEST(PooledStoreTest, completions_are_taken_in_one_short_hold_of_the_lock_or_sta
   EXPECT_EQ(watch.most(), 0u) << "without the lock";
 }
 
-// ---- tiers that others fill
+// ---- tiers that other servers fill
 
-TEST_F(PooledTierTest, one_that_cannot_be_reset_offers_nothing_more_after_a_reset) {
+TEST_F(PooledTierTest, a_tier_that_cannot_be_reset_offers_nothing_after_a_reset) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   TierDriver reader(
       make_pooled_tier(std::make_unique<MemoryStore>(server_, NamespaceId{}, 64, true), options()));
@@ -708,8 +710,8 @@ TEST_F(PooledTierTest, one_that_cannot_be_reset_offers_nothing_more_after_a_rese
   EXPECT_FALSE(reader.has(1));
   EXPECT_EQ(reader.read(1).kind(), StatusKind::kNotFound);
   EXPECT_FALSE(reader.tier().stats().writable);
-  EXPECT_FALSE(reader.tier().stats().readable) << "nobody is to wait for a record of it";
-  EXPECT_EQ(server_->epoch(), 1u) << "the others go on as they were";
+  EXPECT_FALSE(reader.tier().stats().readable) << "no request should wait for its records";
+  EXPECT_EQ(server_->epoch(), 1u) << "the others are unaffected";
   TierDriver later(open());
   EXPECT_TRUE(later.has(1));
 }
@@ -747,12 +749,12 @@ class Counted final : public RecordStore {
   const EpochPtr epoch_;
 };
 
-TEST_F(PooledTierTest, a_store_is_kept_up_while_nobody_polls_and_once_more_before_it_is_closed) {
+TEST_F(PooledTierTest, upkeep_runs_without_polls_and_once_more_before_the_store_closes) {
   Counted::Calls calls;
   TierDriver user(make_pooled_tier(std::make_unique<Counted>(calls), options()));
   for (int i = 1; i <= 2; ++i) {
     clock_.advance(seconds(1));
-    ASSERT_TRUE(user.until([&] { return calls.maintained >= i; })) << "by the tier's own timer";
+    ASSERT_TRUE(user.until([&] { return calls.maintained >= i; })) << "driven by the tier's own timer";
   }
   EXPECT_EQ(calls.started, 1);
   EXPECT_EQ(calls.maintained_before_start, 0);
@@ -764,11 +766,11 @@ TEST_F(PooledTierTest, a_store_is_kept_up_while_nobody_polls_and_once_more_befor
   EXPECT_EQ(calls.closed, 1);
 }
 
-TEST_F(PooledTierTest, a_neighbour_that_keeps_a_lock_is_no_failure_of_the_device) {
+TEST_F(PooledTierTest, a_neighbour_that_keeps_a_lock_does_not_count_as_a_device_failure) {
   TierDriver user(open());
   server_->fail(Verb::kWrite, StatusKind::kTimeout, EBUSY);
   for (std::uint32_t i = 0; i < 2 * Breaker::kFailuresToTrip; ++i)
-    EXPECT_EQ(user.write(i).kind(), StatusKind::kTimeout) << "told as a failure all the same";
+    EXPECT_EQ(user.write(i).kind(), StatusKind::kTimeout) << "the write still reports a failure";
   EXPECT_EQ(user.tier().stats().breaker_trips, 0u);
   EXPECT_TRUE(user.tier().stats().writable);
   server_->fail(Verb::kWrite, StatusKind::kTimeout);  // the control
@@ -791,7 +793,7 @@ TEST_F(PooledTierTest, a_store_that_throws_fails_its_op_and_ends_no_thread) {
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_F(PooledTierTest, upkeep_goes_on_after_a_store_that_threw_in_it) {
+TEST_F(PooledTierTest, upkeep_continues_after_the_store_threw_in_it) {
   TierDriver user(open());
   server_->throw_in(Verb::kMaintain);
   const int thrown = server_->thrown();
@@ -809,8 +811,9 @@ TEST_F(PooledTierTest, upkeep_goes_on_after_a_store_that_threw_in_it) {
   }));
 }
 
-// A prompt of a million tokens has as many chunks. Nothing is of use behind the first that is missing.
-TEST_F(PooledTierTest, of_a_long_prompt_that_is_new_the_first_keys_are_asked_for_and_no_others) {
+// A prompt of a million tokens has tens of thousands of chunks. Nothing after the first missing one is
+// useful.
+TEST_F(PooledTierTest, only_the_first_keys_of_a_long_new_prompt_are_looked_up) {
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool);
   const auto asked = [&] {
@@ -822,13 +825,13 @@ TEST_F(PooledTierTest, of_a_long_prompt_that_is_new_the_first_keys_are_asked_for
   run_reads(pool);
   EXPECT_EQ(asked(), PresenceQuestions::kFirstWindow);
   EXPECT_EQ(tier->contains(key_of(0)), Presence::kAbsent);
-  EXPECT_EQ(tier->contains(key_of(65'535)), Presence::kUnknown) << "nobody looks there";
+  EXPECT_EQ(tier->contains(key_of(65'535)), Presence::kUnknown) << "nothing looks there";
   tier->prefetch_presence(keys(3000), KeyOrder::kNone);
   run_reads(pool);
-  EXPECT_EQ(asked(), 3000u) << "without an order each may be there";
+  EXPECT_EQ(asked(), 3000u) << "without an order, each key may be present";
 }
 
-TEST_F(PooledTierTest, a_long_prompt_that_is_there_is_found_whole_and_handed_over_once) {
+TEST_F(PooledTierTest, a_long_stored_prompt_is_found_completely_and_submitted_once) {
   constexpr std::uint32_t kThere = 2000, kAll = 5000;
   {
     TierDriver user(open());
@@ -839,23 +842,23 @@ TEST_F(PooledTierTest, a_long_prompt_that_is_there_is_found_whole_and_handed_ove
   tier->prefetch_presence(keys(kAll), KeyOrder::kPrefix);
   const auto first = pool->begin_next(Lane::kRead);
   first();
-  // The next step: what is not being asked for yet is handed over again.
+  // The next step submits the keys without a pending lookup again.
   std::vector<ChunkKey> rest = keys(kAll);
   rest.erase(rest.begin(), rest.begin() + PresenceQuestions::kFirstWindow);
   const auto queued = pool->depth(Lane::kRead).queued;
   tier->prefetch_presence(rest, KeyOrder::kPrefix);
-  EXPECT_EQ(pool->depth(Lane::kRead).queued, queued) << "a thread comes to them";
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, queued) << "a queued batch covers them";
   run_reads(pool);
   for (std::uint32_t i = 0; i < kThere; ++i) ASSERT_EQ(tier->contains(key_of(i)), Presence::kPresent) << i;
   std::size_t asked = 0;
   for (const auto& one : server_->asked()) asked += one.size();
   EXPECT_LE(asked, 2 * std::size_t{kThere} + PresenceQuestions::kFirstWindow);
   tier->prefetch_presence(rest, KeyOrder::kPrefix);
-  EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "it has ended";
+  EXPECT_EQ(pool->depth(Lane::kRead).queued, 1u) << "the previous lookup has ended";
   run_reads(pool);
 }
 
-TEST_F(PooledTierTest, behind_a_window_that_failed_nothing_is_asked_for) {
+TEST_F(PooledTierTest, nothing_after_a_failed_window_is_looked_up) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   IoPool* pool = nullptr;
   const std::unique_ptr<Tier> tier = open_by_hand(&pool, PresenceQuestions::kFirstWindow);

@@ -32,7 +32,7 @@ class PresenceCacheTest : public ::testing::Test {
   PresenceCache cache_{clock_, milliseconds(1000), 1000};
 };
 
-TEST_F(PresenceCacheTest, a_key_is_asked_for_once_until_there_is_an_answer) {
+TEST_F(PresenceCacheTest, a_key_is_looked_up_once_until_there_is_an_answer) {
   EXPECT_EQ(of(1), Presence::kUnknown);
   EXPECT_EQ(ask(cache_, {key_of(1), key_of(2), key_of(1)}).size(), 2u);
   EXPECT_EQ(of(1), Presence::kAsked);
@@ -44,7 +44,7 @@ TEST_F(PresenceCacheTest, a_key_is_asked_for_once_until_there_is_an_answer) {
   EXPECT_TRUE(ask(cache_, {key_of(1), key_of(2)}).empty());
 }
 
-TEST_F(PresenceCacheTest, what_is_absent_is_worth_asking_again_after_a_time_and_what_is_present_is_not) {
+TEST_F(PresenceCacheTest, absence_expires_and_presence_does_not) {
   ask(cache_, {key_of(1), key_of(2)});
   clock_.advance(milliseconds(500));
   cache_.answered(key_of(1), true, 0);
@@ -57,7 +57,7 @@ TEST_F(PresenceCacheTest, what_is_absent_is_worth_asking_again_after_a_time_and_
   EXPECT_EQ(ask(cache_, {key_of(1), key_of(2)}), std::vector<ChunkKey>{key_of(2)});
 }
 
-TEST_F(PresenceCacheTest, a_store_that_answers_fast_is_asked_again_soon) {
+TEST_F(PresenceCacheTest, absence_expires_sooner_when_the_store_answers_fast) {
   for (const auto& [took, absent] : {std::pair(0, 10), {2, 16}, {40, 320}, {200, 1000}}) {
     PresenceCache cache(clock_, milliseconds(1000), 1000);
     ask(cache, {key_of(1)});
@@ -77,7 +77,7 @@ TEST_F(PresenceCacheTest, an_answer_that_is_older_than_a_write_does_not_count) {
   EXPECT_EQ(of(1), Presence::kPresent);
 }
 
-TEST_F(PresenceCacheTest, nothing_that_was_learnt_before_a_reset_counts_after_it) {
+TEST_F(PresenceCacheTest, nothing_learnt_before_a_reset_counts_after_it) {
   cache_.written(key_of(1), 0);
   ask(cache_, {key_of(2)});
   cache_.reset();
@@ -93,8 +93,8 @@ TEST_F(PresenceCacheTest, nothing_that_was_learnt_before_a_reset_counts_after_it
   EXPECT_EQ(of(2), Presence::kPresent);
 }
 
-// It would be asked for for ever: no answer of that time counts.
-TEST_F(PresenceCacheTest, what_was_to_be_asked_for_before_a_reset_is_not_after_it) {
+// Otherwise the lookup would stay pending forever: no answer from before the reset counts.
+TEST_F(PresenceCacheTest, a_lookup_requested_before_a_reset_does_not_start_after_it) {
   cache_.reset();
   std::vector<ChunkKey> asked;
   cache_.begin_asking(std::vector{key_of(1)}, 0, &asked);
@@ -102,7 +102,7 @@ TEST_F(PresenceCacheTest, what_was_to_be_asked_for_before_a_reset_is_not_after_i
   EXPECT_EQ(ask(cache_, {key_of(1)}).size(), 1u);
 }
 
-TEST_F(PresenceCacheTest, what_is_gone_is_told_once_and_only_what_was_there) {
+TEST_F(PresenceCacheTest, a_removal_is_reported_once_and_only_for_present_keys) {
   cache_.written(key_of(1), 0);
   cache_.gone(key_of(1), TierRemoval::Reason::kVanished, 0);
   cache_.gone(key_of(1), TierRemoval::Reason::kVanished, 0);
@@ -111,8 +111,8 @@ TEST_F(PresenceCacheTest, what_is_gone_is_told_once_and_only_what_was_there) {
   EXPECT_EQ(of(1), Presence::kAbsent);
 }
 
-// Of a prefix not every key is looked at: it may not have been written yet.
-TEST_F(PresenceCacheTest, what_a_read_did_not_find_is_worth_asking_for_again_soon) {
+// Not every key of a prefix is checked: a missing one may not have been written yet.
+TEST_F(PresenceCacheTest, a_key_that_a_read_missed_is_soon_looked_up_again) {
   ask(cache_, {key_of(1)});
   cache_.answered(key_of(1), true, 0);
   cache_.gone(key_of(1), TierRemoval::Reason::kVanished, 0);
@@ -121,18 +121,18 @@ TEST_F(PresenceCacheTest, what_a_read_did_not_find_is_worth_asking_for_again_soo
   EXPECT_EQ(of(1), Presence::kWasAbsent);
 }
 
-TEST_F(PresenceCacheTest, what_is_given_up_is_absent_for_a_time) {
+TEST_F(PresenceCacheTest, an_abandoned_lookup_counts_as_absent_for_a_time) {
   ask(cache_, {key_of(1)});
   cache_.give_up_asking(std::vector{key_of(1), key_of(2)}, 1);
-  EXPECT_EQ(of(1), Presence::kAsked) << "that was asked in another era";
+  EXPECT_EQ(of(1), Presence::kAsked) << "that lookup belongs to another epoch";
   cache_.give_up_asking(std::vector{key_of(1), key_of(2)}, 0);
   EXPECT_EQ(of(1), Presence::kAbsent);
-  EXPECT_EQ(of(2), Presence::kUnknown) << "it was not being asked for";
+  EXPECT_EQ(of(2), Presence::kUnknown) << "it was not being looked up";
   clock_.advance(milliseconds(1000));
   EXPECT_EQ(of(1), Presence::kWasAbsent);
 }
 
-TEST_F(PresenceCacheTest, what_was_asked_for_is_given_up_though_there_is_no_memory) {
+TEST_F(PresenceCacheTest, abandoning_lookups_needs_no_memory) {
   for (std::uint32_t count = 1; count <= 16; ++count) {
     PresenceCache cache(clock_, milliseconds(1000), 16);
     std::vector<ChunkKey> keys;
@@ -146,7 +146,7 @@ TEST_F(PresenceCacheTest, what_was_asked_for_is_given_up_though_there_is_no_memo
   }
 }
 
-TEST_F(PresenceCacheTest, a_reset_for_which_there_is_no_memory_has_not_been) {
+TEST_F(PresenceCacheTest, a_reset_that_runs_out_of_memory_changes_nothing) {
   bool failed = true;
   for (unsigned after = 0; failed; ++after) {
     PresenceCache cache(clock_, milliseconds(1000), 8);
@@ -167,16 +167,16 @@ TEST_F(PresenceCacheTest, a_reset_for_which_there_is_no_memory_has_not_been) {
     EXPECT_EQ(removals.size(), failed ? 0u : 6u) << after;
     for (std::uint32_t i = 0; i < 7; ++i)
       EXPECT_EQ(cache.contains(key_of(i)), failed ? Presence::kPresent : Presence::kUnknown) << after;
-    EXPECT_TRUE(failed || after > 0) << "it asks for none";
+    EXPECT_TRUE(failed || after > 0) << "the reset allocates nothing";
   }
 }
 
-// Also of those that were learnt of again, when there were others in between.
-TEST_F(PresenceCacheTest, a_reset_tells_each_key_that_was_there_once) {
+// Also keys that were learnt again, with others in between.
+TEST_F(PresenceCacheTest, a_reset_reports_each_present_key_once) {
   PresenceCache small(clock_, milliseconds(1000), 10);
   for (std::uint32_t i = 0; i < 8; ++i) small.written(key_of(i), 0);
-  small.written(key_of(1), 0);                               // of the old, present still
-  small.gone(key_of(2), TierRemoval::Reason::kVanished, 0);  // of the old, and not
+  small.written(key_of(1), 0);                               // old, still present
+  small.gone(key_of(2), TierRemoval::Reason::kVanished, 0);  // old, no longer present
   std::vector<TierRemoval> removals;
   small.take_removals(&removals);
   ASSERT_EQ(removals.size(), 1u);
@@ -189,19 +189,20 @@ TEST_F(PresenceCacheTest, a_reset_tells_each_key_that_was_there_once) {
                                            key_of(7)}));
 }
 
-// A hash is of the first eight bytes and the group. A store is never asked for a key that it was not asked
-// for.
-TEST_F(PresenceCacheTest, a_key_with_the_hash_of_another_is_another) {
+// The hash covers the first eight bytes and the group. A store is never asked for a key that was not
+// requested.
+TEST_F(PresenceCacheTest, keys_with_equal_hashes_are_kept_apart) {
   const ChunkKey one("12345678 one, then abcd"), other("12345678 other, then abcd");
   ASSERT_EQ(ChunkKey::Hash{}(one), ChunkKey::Hash{}(other));
   cache_.written(one, 0);
   EXPECT_EQ(cache_.contains(one), Presence::kPresent);
   EXPECT_EQ(cache_.contains(other), Presence::kUnknown);
   cache_.gone(other, TierRemoval::Reason::kVanished, 0);
-  EXPECT_NE(cache_.contains(one), Presence::kAbsent) << "forgotten, maybe, and not taken for the other";
+  EXPECT_NE(cache_.contains(one), Presence::kAbsent)
+      << "it may be forgotten, but not mistaken for the other key";
 }
 
-TEST_F(PresenceCacheTest, of_many_keys_each_is_found_in_any_order_and_no_other) {
+TEST_F(PresenceCacheTest, each_of_many_keys_is_found_in_any_order) {
   PresenceCache large(clock_, milliseconds(1000), 10000);
   constexpr std::uint32_t kKeys = 4000;
   for (std::uint32_t i = 0; i < kKeys; ++i) large.written(key_of(i), 0);
@@ -211,7 +212,7 @@ TEST_F(PresenceCacheTest, of_many_keys_each_is_found_in_any_order_and_no_other) 
   }
 }
 
-TEST_F(PresenceCacheTest, it_is_bounded_and_forgets_the_oldest_first) {
+TEST_F(PresenceCacheTest, the_cache_is_bounded_and_forgets_the_oldest_first) {
   PresenceCache small(clock_, milliseconds(1000), 10);
   for (std::uint32_t i = 0; i < 100; ++i) small.written(key_of(i), 0);
   std::uint32_t known = 0;

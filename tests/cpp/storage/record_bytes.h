@@ -1,4 +1,4 @@
-// A record as bytes: what an op stores, and what is read of it.
+// A record as bytes: what an op stores and reads.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -48,7 +48,7 @@ inline void make_header_right(Bytes* bytes) {
   std::memcpy(bytes->data() + kRecordHeaderBytes - 8, &checksum, 8);
 }
 
-// As an attacker would.
+// Corrects the checksums, as an attacker would.
 inline void make_sums_right(Bytes* bytes) {
   const std::uint64_t checksum =
       XXH3_64bits(bytes->data() + kRecordHeaderBytes, bytes->size() - kRecordHeaderBytes);

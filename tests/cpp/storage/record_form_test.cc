@@ -32,7 +32,7 @@ TierOp op_of(const Row& row, std::uint32_t number = 1) {
   return op;
 }
 
-TEST(RecordFormTest, raw_and_not_sealed_nothing_lies_between) {
+TEST(RecordFormTest, a_raw_unencrypted_record_uses_no_intermediate_buffer) {
   RecordForm form({});
   Row row(kRowSizes);
   row.fill(1);
@@ -57,23 +57,23 @@ class SealedRecordTest : public ::testing::Test {
   Row row_{kRowSizes}, other_{kRowSizes};
 };
 
-TEST_F(SealedRecordTest, comes_back_and_shows_nothing_of_it) {
+TEST_F(SealedRecordTest, decrypts_to_the_same_bytes_and_reveals_none_of_them) {
   const Bytes bytes = bytes_of(form_, op_of(row_));
   EXPECT_EQ(bytes.size(), kRecordHeaderBytes + 4 * kPageBytes);
   const Shard shard = row_.shards()[0];
   EXPECT_EQ(std::search(bytes.begin(), bytes.end(), shard.begin(), shard.begin() + 16), bytes.end());
-  EXPECT_TRUE(row_.holds(1)) << "the row was sealed in place";
+  EXPECT_TRUE(row_.holds(1)) << "the row was encrypted in place";
   ASSERT_TRUE(read_bytes(form_, op_of(other_), bytes));
   EXPECT_TRUE(other_.holds(1));
   for (const Shard& each : other_.shards()) {
     for (const std::byte* at = each.data() + each.size();
          at != each.data() + round_up(each.size(), kPageBytes); ++at)
-      ASSERT_EQ(*at, std::byte{0}) << "behind a shard";
+      ASSERT_EQ(*at, std::byte{0}) << "after a shard";
   }
 }
 
-// Also where whoever flipped it made the checksums right again.
-TEST_F(SealedRecordTest, every_flipped_byte_of_the_header_is_found) {
+// Also when the attacker corrected the checksums afterwards.
+TEST_F(SealedRecordTest, every_flipped_byte_of_the_header_is_detected) {
   const Bytes good = bytes_of(form_, op_of(row_));
   for (std::size_t at = 0; at < kRecordHeaderBytes; ++at) {
     Bytes bad = good;
@@ -81,7 +81,7 @@ TEST_F(SealedRecordTest, every_flipped_byte_of_the_header_is_found) {
     const StatusKind kind = read_bytes(form_, op_of(other_), bad).kind();
     ASSERT_EQ(kind, StatusKind::kCorrupt) << "byte " << at;
     const bool is_a_sum = (at >= 120 && at < 128) || at >= kRecordHeaderBytes - 8;
-    if (is_a_sum) continue;  // which are made right
+    if (is_a_sum) continue;  // make_sums_right() corrects these
     make_sums_right(&bad);
     const StatusKind forged = read_bytes(form_, op_of(other_), bad).kind();
     const bool is_version = at >= 8 && at < 12;
@@ -89,7 +89,7 @@ TEST_F(SealedRecordTest, every_flipped_byte_of_the_header_is_found) {
   }
 }
 
-TEST_F(SealedRecordTest, a_forged_payload_is_found_under_right_checksums) {
+TEST_F(SealedRecordTest, a_forged_payload_is_detected_under_correct_checksums) {
   const Bytes good = bytes_of(form_, op_of(row_));
   std::mt19937 random(3);
   for (int round = 0; round < 200; ++round) {
@@ -101,7 +101,7 @@ TEST_F(SealedRecordTest, a_forged_payload_is_found_under_right_checksums) {
   }
 }
 
-TEST_F(SealedRecordTest, a_record_that_is_cut_grown_or_of_another_length_is_found) {
+TEST_F(SealedRecordTest, a_truncated_or_extended_record_is_detected) {
   const Bytes good = bytes_of(form_, op_of(row_));
   for (const std::size_t size : {std::size_t{0}, std::size_t{100}, kRecordHeaderBytes, good.size() - 1,
                                  good.size() - kPageBytes, good.size() + 1, good.size() + kPageBytes}) {
@@ -111,11 +111,11 @@ TEST_F(SealedRecordTest, a_record_that_is_cut_grown_or_of_another_length_is_foun
   }
 }
 
-TEST_F(SealedRecordTest, another_records_bytes_namespace_or_key_are_found) {
+TEST_F(SealedRecordTest, bytes_of_another_record_namespace_or_key_are_detected) {
   const Bytes good = bytes_of(form_, op_of(row_));
   EXPECT_EQ(read_bytes(form_, op_of(other_, 2), good).kind(), StatusKind::kCorrupt) << "of another key";
   EXPECT_EQ(read_bytes(form_, op_of(other_), good, space_of(2)).kind(), StatusKind::kCorrupt);
-  // Put there with a header to fit: what the seal vouches for is the name and the namespace, too.
+  // Moved here with a matching header: the authentication tag also covers the name and the namespace.
   Bytes renamed = bytes_of(form_, op_of(row_, 2));
   const std::string name(key_of(1).bytes());
   std::memcpy(renamed.data() + 52, name.data(), name.size());
@@ -125,7 +125,7 @@ TEST_F(SealedRecordTest, another_records_bytes_namespace_or_key_are_found) {
   std::memset(moved.data() + 16, 1, 32);
   make_header_right(&moved);
   EXPECT_EQ(read_bytes(form_, op_of(other_), moved).kind(), StatusKind::kCorrupt);
-  // The payload of one under the header of another.
+  // Puts the payload of one record under the header of another.
   const Bytes second = bytes_of(form_, op_of(row_));
   Bytes spliced = good;
   std::copy(second.begin() + kRecordHeaderBytes, second.end(), spliced.begin() + kRecordHeaderBytes);
@@ -133,7 +133,7 @@ TEST_F(SealedRecordTest, another_records_bytes_namespace_or_key_are_found) {
   EXPECT_EQ(read_bytes(form_, op_of(other_), spliced).kind(), StatusKind::kCorrupt);
 }
 
-TEST_F(SealedRecordTest, who_has_keys_takes_nothing_that_is_not_sealed_and_who_has_none_nothing_that_is) {
+TEST_F(SealedRecordTest, a_form_with_keys_rejects_plain_records_and_one_without_rejects_encrypted_ones) {
   RecordForm plain({}), rotated({.keys = keys_of({2, 1})}), foreign({.keys = keys_of({2})});
   EXPECT_EQ(read_bytes(form_, op_of(other_), bytes_of(plain, op_of(row_))).kind(), StatusKind::kCorrupt);
   const Bytes sealed = bytes_of(form_, op_of(row_));
@@ -143,7 +143,7 @@ TEST_F(SealedRecordTest, who_has_keys_takes_nothing_that_is_not_sealed_and_who_h
   EXPECT_TRUE(other_.holds(1));
 }
 
-TEST_F(SealedRecordTest, records_larger_than_a_step_are_sealed_whole) {
+TEST_F(SealedRecordTest, records_larger_than_one_step_are_encrypted_completely) {
   const ShardSizes sizes = {RecordForm::kStepBytes * 2 + 1000, RecordForm::kStepBytes};
   Row large(sizes), found(sizes);
   large.fill(4);

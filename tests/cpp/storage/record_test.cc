@@ -31,7 +31,7 @@ RecordHeader some_header() {
   return header;
 }
 
-TEST(Record, header_comes_back_as_it_was) {
+TEST(Record, the_header_decodes_to_the_same_values) {
   const AlignedBuffer page(kRecordHeaderBytes);
   const RecordHeader header = some_header();
   encode_header(header, page.span());
@@ -51,7 +51,7 @@ TEST(Record, header_comes_back_as_it_was) {
   EXPECT_EQ(found.created_unix_nanos, header.created_unix_nanos);
 }
 
-TEST(Record, fields_lie_where_the_format_says) {
+TEST(Record, fields_are_at_the_offsets_of_the_format) {
   const AlignedBuffer page(kRecordHeaderBytes);
   encode_header(some_header(), page.span());
   const auto byte = [&](std::size_t at) { return std::to_integer<int>(page.data()[at]); };
@@ -77,7 +77,7 @@ TEST(Record, fields_lie_where_the_format_says) {
   EXPECT_EQ(byte(728), 0);
 }
 
-TEST(Record, every_flipped_byte_of_the_header_is_found) {
+TEST(Record, every_flipped_byte_of_the_header_is_detected) {
   const AlignedBuffer page(kRecordHeaderBytes);
   encode_header(some_header(), page.span());
   RecordHeader found;
@@ -89,7 +89,7 @@ TEST(Record, every_flipped_byte_of_the_header_is_found) {
   EXPECT_TRUE(decode_header(page.span(), &found));
 }
 
-TEST(Record, header_of_something_else_does_not_match) {
+TEST(Record, a_header_of_another_record_does_not_match) {
   const RecordHeader header = some_header();
   const Row row({5000, 4096, 1});
   const auto shards = row.shards();
@@ -107,8 +107,8 @@ TEST(Record, header_of_something_else_does_not_match) {
   EXPECT_EQ(match_header(header, header.namespace_id, header.key, 3, fewer).kind(), StatusKind::kCorrupt);
 }
 
-// Each under a checksum that holds: what a writer of ours cannot have meant.
-TEST(Record, a_header_whose_numbers_fit_nothing_is_found) {
+// Each case has a valid checksum, and no writer of ours could have produced it.
+TEST(Record, a_header_with_inconsistent_numbers_is_rejected) {
   const AlignedBuffer page(kRecordHeaderBytes);
   struct Case {
     std::size_t at;
@@ -128,7 +128,7 @@ TEST(Record, a_header_whose_numbers_fit_nothing_is_found) {
   }
 }
 
-TEST(Record, an_encoded_record_that_gained_no_page_is_none) {
+TEST(Record, an_encoded_record_that_saves_no_page_is_rejected) {
   const AlignedBuffer page(kRecordHeaderBytes);
   RecordHeader header = some_header(), found;
   for (const std::uint64_t stored : {header.payload_bytes - kPageBytes + 1, header.payload_bytes,
@@ -142,7 +142,7 @@ TEST(Record, an_encoded_record_that_gained_no_page_is_none) {
   EXPECT_TRUE(decode_header(page.span(), &found));
 }
 
-TEST(Record, what_a_seal_vouches_for_is_all_but_what_comes_after_it) {
+TEST(Record, the_authenticated_fields_exclude_only_those_computed_after_them) {
   const AlignedBuffer fields(kRecordHeaderBytes), others(kRecordHeaderBytes);
   RecordHeader header = some_header();
   encode_sealed_fields(header, fields.span());
@@ -155,7 +155,7 @@ TEST(Record, what_a_seal_vouches_for_is_all_but_what_comes_after_it) {
   EXPECT_NE(std::memcmp(fields.data(), others.data(), kRecordHeaderBytes), 0);
 }
 
-TEST(Record, payload_checksum_sees_every_byte_and_no_pad) {
+TEST(Record, the_payload_checksum_covers_every_byte_and_no_padding) {
   Row row({5000, 100});
   row.fill(1);
   auto shards = row.shards();
@@ -168,12 +168,12 @@ TEST(Record, payload_checksum_sees_every_byte_and_no_pad) {
   shards[1][99] ^= std::byte{1};
   EXPECT_NE(payload_checksum(shards), checksum);
   shards[1][99] ^= std::byte{1};
-  shards[1].data()[100] ^= std::byte{1};  // behind the shard
+  shards[1].data()[100] ^= std::byte{1};  // after the shard
   EXPECT_EQ(payload_checksum(shards), checksum);
   EXPECT_EQ(padded_payload_bytes(shards), 12288u);
 }
 
-TEST(Record, the_checksum_of_a_split_payload_is_that_of_the_whole) {
+TEST(Record, the_checksum_does_not_depend_on_how_the_payload_is_split) {
   Row whole({8192});
   whole.fill(5);
   const auto one = whole.shards();

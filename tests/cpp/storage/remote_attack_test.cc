@@ -1,5 +1,5 @@
-// Two engines over one server to which everything happens, for each kind of tier beyond the host: no wrong
-// byte, every op ends once, nothing hangs, nothing grows, and afterwards it is used as before.
+// Two engines share one server that suffers every fault, for each remote tier kind. No byte may be wrong,
+// every op ends once, nothing hangs, nothing grows, and the server works again afterwards.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -48,13 +48,13 @@ std::size_t attack_ops() {
   return kSanitized ? usual / 4 : usual;
 }
 
-// Of one key, always the same.
+// Returns the shard sizes of a key, always the same ones.
 ShardSizes sizes_of(std::uint32_t number) {
   static const std::array<ShardSizes, 3> kShapes{ShardSizes{8192}, ShardSizes{300}, ShardSizes{5000, 4096}};
   return kShapes[number % kShapes.size()];
 }
 
-// One that shares the server, and what it expects of it.
+// An engine that shares the server, and the content that it expects.
 class AttackedEngine {
  public:
   AttackedEngine(RemoteMedium& medium, FakeClock& clock) : medium_(medium), clock_(clock) {}
@@ -66,10 +66,10 @@ class AttackedEngine {
     options.clock = &clock_;
     options.op_deadline = milliseconds(250);
     for (int tries = 0; !tier_; ++tries) {
-      ASSERT_LT(tries, 1000) << "it is refused each time";
+      ASSERT_LT(tries, 1000) << "every attempt to open was refused";
       try {
         tier_ = medium_.open(options);
-      } catch (const ResourceError&) {  // an answer that was garbled may look like a refusal
+      } catch (const ResourceError&) {  // a garbled answer may look like a refusal
       }
     }
     weights_ = 0;
@@ -78,12 +78,12 @@ class AttackedEngine {
     if (!tier_) return;
     tier_->close();
     poll();
-    EXPECT_TRUE(rows_.empty()) << rows_.size() << " ops of an engine that was closed did not end";
+    EXPECT_TRUE(rows_.empty()) << rows_.size() << " ops of a closed engine did not end";
     tier_.reset();
   }
   void reset(std::uint32_t weights) {
     (void)tier_->reset();
-    weights_ = weights;  // of its own
+    weights_ = weights;  // its own new weights
   }
   OpId submit(OpKind kind, std::uint32_t number, Nanos deadline = Nanos{0}) {
     InFlight one{kind, number, weights_, std::make_shared<Row>(sizes_of(number))};
@@ -121,14 +121,14 @@ class AttackedEngine {
       rows_.erase(found);
     }
   }
-  // All that is in flight has ended but for so many.
+  // Waits until all but `rest` ops in flight have ended.
   bool drain(std::size_t rest = 0) {
     return holds_soon([&] {
       poll();
       return rows_.size() <= rest;
     });
   }
-  // And nothing that it asks for itself.
+  // Also waits for the tier's own lookups.
   bool settle() {
     return drain() && holds_soon([&] { return tier_->stats().queued_reads == 0; });
   }
@@ -148,7 +148,7 @@ class AttackedEngine {
   Tier& tier() { return *tier_; }
 
   std::map<StatusKind, std::size_t> ended;
-  std::size_t reads = 0;  // that ended ok
+  std::size_t reads = 0;  // ended ok
 
  private:
   struct InFlight {
@@ -161,7 +161,7 @@ class AttackedEngine {
   FakeClock& clock_;
   std::uint32_t weights_ = 0;
   OpId last_id_ = 0;
-  std::map<OpId, InFlight> rows_;  // outlive the tier
+  std::map<OpId, InFlight> rows_;  // outlives the tier
   std::unique_ptr<Tier> tier_;
 };
 
@@ -203,7 +203,7 @@ class RemoteAttack : public ::testing::TestWithParam<RemoteKind> {
     }
     ++submitted_;
   }
-  // What somebody does to the records there.
+  // Corrupts one stored record.
   void spoil() {
     const std::vector<std::string> names = medium_->names();
     if (names.empty()) return;
@@ -218,9 +218,10 @@ class RemoteAttack : public ::testing::TestWithParam<RemoteKind> {
         value.resize(draw(static_cast<std::uint32_t>(value.size())));
         break;
       case 2:
-        value[8] = static_cast<char>(value[8] + 1);  // of another version
+        value[8] = static_cast<char>(value[8] + 1);  // another version
         break;
-      default: {  // of another key; what another epoch has of this one is a good record with other bytes
+      default: {  // Another key's record. A record of this key from another epoch would be valid and hold
+                  // other bytes.
         const std::string& other = names[draw(static_cast<std::uint32_t>(names.size()))];
         if (other.ends_with(std::string_view(name).substr(name.size() - key_of(0).hex().size()))) return;
         value = medium_->value(other);
@@ -229,7 +230,7 @@ class RemoteAttack : public ::testing::TestWithParam<RemoteKind> {
     medium_->set_value(name, value);
     ++spoilt_;
   }
-  // What happens to the server as a whole, with ops in flight; and it is over.
+  // Causes one outage of the whole server, with ops in flight, and ends it.
   void outage(std::uint32_t which) {
     const auto meanwhile = [&] {
       for (int i = 0; i < 20; ++i) one_op(any_engine());
@@ -268,7 +269,7 @@ class RemoteAttack : public ::testing::TestWithParam<RemoteKind> {
     }
   }
   static constexpr std::uint32_t kOutages = 6;
-  // Those that were switched off are due for a try.
+  // Waits until tiers that were switched off are due for a probe.
   void rest() {
     for (auto& engine : engines_) {
       EXPECT_TRUE(engine->settle());
@@ -299,12 +300,12 @@ class RemoteAttack : public ::testing::TestWithParam<RemoteKind> {
   std::uint32_t last_weights_ = 0;
 };
 
-TEST_P(RemoteAttack, whatever_happens_to_the_server_no_byte_is_wrong_and_every_op_ends_once) {
+TEST_P(RemoteAttack, no_server_fault_causes_wrong_bytes_and_every_op_ends_once) {
   const std::size_t ops = attack_ops();
   medium_->go_wrong(7, 30);
   std::size_t resident = 0;
-  // On a machine that is slow many ops time out and their tier is off for a while: it goes on until enough
-  // went well.
+  // On a slow machine many ops time out, and their tier is then off for a while: the attack goes on until
+  // enough ops succeeded.
   const auto was_attacked = [&] {
     bool all = reads() >= ops / 50 && ok() >= ops / 10 && spoilt_ > 0;
     for (std::size_t mishap = 0; mishap < kMishaps; ++mishap)
@@ -312,7 +313,7 @@ TEST_P(RemoteAttack, whatever_happens_to_the_server_no_byte_is_wrong_and_every_o
     return all;
   };
   while (submitted_ < ops || !was_attacked()) {
-    ASSERT_LT(submitted_, 20 * ops) << "too little of it reaches the server: " << how_they_ended();
+    ASSERT_LT(submitted_, 20 * ops) << "too few ops reach the server: " << how_they_ended();
     AttackedEngine& engine = any_engine();
     if (!engine.is_on()) rest();
     one_op(engine);
@@ -328,11 +329,11 @@ TEST_P(RemoteAttack, whatever_happens_to_the_server_no_byte_is_wrong_and_every_o
     if (HasFailure()) return;
   }
   for (auto& engine : engines_) EXPECT_TRUE(engine->drain());
-  if (is_long() && !kSanitized) {  // a short run would not show it
+  if (is_long() && !kSanitized) {  // a short run would not show growth
     EXPECT_LT(resident_bytes(), resident + (64u << 20));
   }
-  // Of an engine that was closed the server may not have noticed yet.
-  EXPECT_TRUE(holds_soon([&] { return medium_->connections() <= 2 * (4 + 2 + 2); })) << "one a thread";
+  // The server may not have noticed the end of a closed engine yet.
+  EXPECT_TRUE(holds_soon([&] { return medium_->connections() <= 2 * (4 + 2 + 2); })) << "one per thread";
   std::size_t ended = 0;
   for (const auto& engine : engines_) {
     for (const auto& [kind, times] : engine->ended) ended += times;
@@ -345,7 +346,7 @@ TEST_P(RemoteAttack, whatever_happens_to_the_server_no_byte_is_wrong_and_every_o
     EXPECT_TRUE(holds_soon([&] {
       rest();
       return engine->write_and_read(kKeys + 1).is_ok();
-    })) << "it is used again";
+    })) << "it works again";
   }
 }
 

@@ -1,4 +1,4 @@
-// A medium that is a server which several tiers share: what can happen to one, whatever its kind.
+// A server as a medium that several tiers share, with the faults that any kind of server may suffer.
 #pragma once
 
 #include <string>
@@ -11,22 +11,22 @@ namespace kv_offload::testing {
 
 class RemoteMedium : public Medium {
  public:
-  virtual void kill() = 0;               // and all that it keeps in memory
-  virtual void start() = 0;              // again, empty
+  virtual void kill() = 0;               // loses everything that it keeps in memory
+  virtual void start() = 0;              // starts again, empty
   virtual void stand_still() = 0;        // answers nothing
-  virtual void go_on() = 0;              // those that waited are answered
-  virtual void set_full(bool full) = 0;  // takes no more records
-  // To so many of a thousand requests something happens on their way; 0: to none.
+  virtual void go_on() = 0;              // answers the requests that waited
+  virtual void set_full(bool full) = 0;  // accepts no more records
+  // Injects a random fault into `permille` of 1,000 requests; 0: into none.
   virtual void go_wrong(unsigned seed, unsigned permille) = 0;
   virtual std::size_t went_wrong(Mishap mishap) const = 0;
 
-  // Behind the backs of all who use it.
+  // ---- Direct access, unnoticed by the tiers.
   virtual std::vector<std::string> names() const = 0;  // of records
   virtual std::string value(const std::string& name) const = 0;
   virtual void set_value(const std::string& name, const std::string& value) = 0;
   virtual void remove(const std::string& name) = 0;
 
-  virtual std::size_t reads() const = 0;  // of records, that came
+  virtual std::size_t reads() const = 0;  // record reads that arrived
   virtual int connections() const = 0;
 };
 

@@ -1,4 +1,4 @@
-// Keys for the tests of sealed records, and any medium with them.
+// Keys for the tests of encrypted records, and a medium that uses them.
 #pragma once
 
 #include <memory>
@@ -11,14 +11,14 @@
 
 namespace kv_offload::testing {
 
-// Of masters that are 32 times the same number.
+// Returns keys made of master keys, each of which repeats one number 32 times.
 inline std::shared_ptr<const SealingKeys> keys_of(std::initializer_list<int> numbers) {
   std::vector<SealingKeys::Master> masters;
   for (const int number : numbers) masters.emplace_back().fill(static_cast<std::uint8_t>(number));
   return std::make_shared<const SealingKeys>(masters);
 }
 
-// The tests name records by the keys that they gave; the medium has them under digests.
+// Tests name records by plain keys; the medium stores them under digests.
 class SealedMedium final : public Medium {
  public:
   explicit SealedMedium(std::unique_ptr<Medium> medium) : medium_(std::move(medium)) {

@@ -20,7 +20,7 @@ namespace {
 
 using namespace testing;
 
-TEST(NameDigestTest, is_of_the_whole_key_the_master_key_and_the_namespace_and_keeps_the_group) {
+TEST(NameDigestTest, depends_on_key_master_key_and_namespace_and_keeps_the_group) {
   const auto keys = keys_of({1, 2});
   const NameDigest one(*keys, 0, space_of(1)), again(*keys, 0, space_of(1)), other_key(*keys, 1, space_of(1)),
       other_space(*keys, 0, space_of(2));
@@ -34,13 +34,13 @@ TEST(NameDigestTest, is_of_the_whole_key_the_master_key_and_the_namespace_and_ke
                                  one.of(key_of(number, 4))})
       EXPECT_TRUE(seen.insert(std::string(each.bytes())).second);
   }
-  // So is every byte of it, the last of the hash as well.
+  // It depends on every byte of the key, including the last byte of the hash.
   for (std::size_t at = 0; at < ChunkKey::kMaxBytes - 4; ++at) {
     std::string other(ChunkKey::kMaxBytes, 'k');
     other[at] = 'l';
     EXPECT_TRUE(seen.insert(std::string(one.of(ChunkKey(other)).bytes())).second) << at;
   }
-  // Its length is part of a key.
+  // The key's length matters too.
   const std::string text(47, '\0');
   for (std::size_t size = ChunkKey::kMinBytes; size <= ChunkKey::kMaxBytes; ++size)
     EXPECT_TRUE(seen.insert(std::string(one.of(ChunkKey(text.substr(0, size))).bytes())).second) << size;
@@ -62,7 +62,7 @@ class SealedNamesTest : public ::testing::Test {
   const std::shared_ptr<MemoryServer> server_ = std::make_shared<MemoryServer>();
 };
 
-TEST_F(SealedNamesTest, no_name_on_the_tier_is_that_of_a_chunk) {
+TEST_F(SealedNamesTest, no_stored_name_is_that_of_a_chunk) {
   TierDriver user(open({1}));
   ASSERT_TRUE(user.write(1));
   (void)user.has(2);
@@ -70,12 +70,12 @@ TEST_F(SealedNamesTest, no_name_on_the_tier_is_that_of_a_chunk) {
     for (const ChunkKey& key : asked) EXPECT_EQ(key.size(), NameDigest::kBytes);
   }
   server_->lose(key_of(1));
-  EXPECT_TRUE(user.read(1)) << "it lay under its own name";
+  EXPECT_TRUE(user.read(1)) << "it was stored under its own name";
   server_->lose(NameDigest(*keys_of({1}), 0, space_).of(key_of(1)));
   EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
 }
 
-TEST_F(SealedNamesTest, after_a_rotation_old_records_are_read_and_new_ones_are_of_the_new_key) {
+TEST_F(SealedNamesTest, after_a_key_rotation_old_records_are_readable_and_new_ones_use_the_new_key) {
   { ASSERT_TRUE(TierDriver(open({1})).write(1)); }
   {
     TierDriver rotated(open({2, 1}));
@@ -85,7 +85,7 @@ TEST_F(SealedNamesTest, after_a_rotation_old_records_are_read_and_new_ones_are_o
     EXPECT_TRUE(rotated.read(2));
   }
   TierDriver newer(open({2}));
-  EXPECT_FALSE(newer.has(1)) << "its key is gone";
+  EXPECT_FALSE(newer.has(1)) << "its key was dropped";
   EXPECT_TRUE(newer.has(2));
   EXPECT_TRUE(newer.read(2));
   TierDriver older(open({1}));
@@ -94,7 +94,7 @@ TEST_F(SealedNamesTest, after_a_rotation_old_records_are_read_and_new_ones_are_o
 }
 
 TEST_F(SealedNamesTest,
-       a_record_under_two_keys_is_read_under_the_first_and_its_loss_told_when_both_are_gone) {
+       a_record_under_two_keys_is_read_under_the_first_and_reported_lost_when_both_are_missing) {
   { ASSERT_TRUE(TierDriver(open({1})).write(1)); }
   TierDriver user(open({2, 1}));
   ASSERT_TRUE(user.has(1));
@@ -102,7 +102,7 @@ TEST_F(SealedNamesTest,
   EXPECT_EQ(server_->size(), 2u);
   server_->lose(NameDigest(*keys_of({2}), 0, space_).of(key_of(1)));
   EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
-  EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 0u) << "it lies under the other";
+  EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 0u) << "it is stored under the other key";
   EXPECT_TRUE(user.read(1));
   server_->lose(NameDigest(*keys_of({1}), 0, space_).of(key_of(1)));
   EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
@@ -110,7 +110,7 @@ TEST_F(SealedNamesTest,
   EXPECT_EQ(user.removals.front().key, key_of(1));
 }
 
-// What is known of an op below the names: the chunk before it by its digest, too.
+// Records the ops below the name layer, including the digest of the parent chunk.
 class Recorder : public Tier {
  public:
   explicit Recorder(std::vector<TierOp>* ops, std::vector<TierUse>* uses,
@@ -122,7 +122,7 @@ class Recorder : public Tier {
   }
   bool cancel(OpId) override { return false; }
   void poll(std::vector<Completion>*, std::vector<TierRemoval>* removals) override {
-    removals->push_back({key_of(5), TierRemoval::Reason::kEvicted});  // of a server without keys
+    removals->push_back({key_of(5), TierRemoval::Reason::kEvicted});  // not a digest of ours
   }
   Presence contains(const ChunkKey&) const override { return Presence::kAbsent; }
   void prefetch_presence(std::vector<ChunkKey>, KeyOrder order) override {
@@ -142,7 +142,7 @@ class Recorder : public Tier {
   std::vector<KeyOrder>* orders_;
 };
 
-// Its record goes, is written again, and goes again.
+// Reports its record as removed, written and removed again.
 class Forgetful final : public Recorder {
  public:
   explicit Forgetful(std::vector<TierOp>* ops) : Recorder(ops, nullptr), submitted_(ops) {}
@@ -159,7 +159,7 @@ class Forgetful final : public Recorder {
   bool ended_ = false;
 };
 
-TEST(SealedNamesOrderTest, a_removal_before_a_write_does_not_hide_the_one_after_it) {
+TEST(SealedNamesOrderTest, a_removal_before_a_write_does_not_hide_a_later_removal) {
   std::vector<TierOp> ops, given(1);
   const auto tier = with_sealed_names(std::make_unique<Forgetful>(&ops), keys_of({1}), space_of(1));
   given[0].id = 1;
@@ -175,15 +175,15 @@ TEST(SealedNamesOrderTest, a_removal_before_a_write_does_not_hide_the_one_after_
   }
 }
 
-TEST(SealedNamesOrderTest, what_is_said_of_the_codec_comes_through) {
+TEST(SealedNamesOrderTest, the_codec_description_is_passed_through) {
   std::vector<TierOp> ops;
   std::vector<TierUse> uses;
   const auto tier = with_sealed_names(std::make_unique<Recorder>(&ops, &uses), keys_of({1}), space_of(1));
   EXPECT_EQ(tier->about_codec(), "off: too little was measured");
 }
 
-// Of 16 chunks 8 may lie under the old key and 8 behind them under the new one.
-TEST(SealedNamesOrderTest, under_several_keys_nothing_is_known_of_what_lies_behind_a_gap) {
+// Of 16 chunks, the first 8 may be stored under the old key and the next 8 under the new one.
+TEST(SealedNamesOrderTest, with_several_keys_a_gap_says_nothing_about_later_chunks) {
   std::vector<TierOp> ops;
   std::vector<TierUse> uses;
   std::vector<KeyOrder> orders;
@@ -194,7 +194,7 @@ TEST(SealedNamesOrderTest, under_several_keys_nothing_is_known_of_what_lies_behi
   EXPECT_EQ(orders, (std::vector{KeyOrder::kPrefix, KeyOrder::kNone, KeyOrder::kNone}));
 }
 
-// Says one thing under one name, and another under all others.
+// Returns one presence for one name, and another presence for all other names.
 class Telling final : public Recorder {
  public:
   Telling(const ChunkKey& key, Presence one, Presence others)
@@ -206,7 +206,7 @@ class Telling final : public Recorder {
   const Presence one_, others_;
 };
 
-TEST(SealedNamesOrderTest, of_what_is_said_under_several_keys_that_counts_which_there_is_most_to_do_for) {
+TEST(SealedNamesOrderTest, with_several_keys_the_presence_that_requires_most_work_wins) {
   const std::vector<Presence> by_rank{Presence::kPresent, Presence::kUnknown, Presence::kAsked,
                                       Presence::kAbsent};
   const auto keys = keys_of({2, 1});
@@ -220,7 +220,7 @@ TEST(SealedNamesOrderTest, of_what_is_said_under_several_keys_that_counts_which_
   }
 }
 
-TEST(SealedNamesOrderTest, what_lies_before_a_chunk_is_named_by_its_digest) {
+TEST(SealedNamesOrderTest, the_parent_chunk_is_named_by_its_digest) {
   std::vector<TierOp> ops;
   std::vector<TierUse> uses;
   const auto tier = with_sealed_names(std::make_unique<Recorder>(&ops, &uses), keys_of({1}), space_of(1));
@@ -232,7 +232,7 @@ TEST(SealedNamesOrderTest, what_lies_before_a_chunk_is_named_by_its_digest) {
     given[i].key = key_of(i);
     given[i].about.parent = i == 0 ? 0 : of(i - 1);
   }
-  given[2].about.parent = of(77);  // of which nothing was heard
+  given[2].about.parent = of(77);  // an unknown chunk
   tier->submit(std::move(given));
   EXPECT_EQ(ops[1].about.id, chunk_id(digest.of(key_of(1))));
   EXPECT_EQ(ops[1].about.parent, chunk_id(digest.of(key_of(0))));
@@ -244,11 +244,11 @@ TEST(SealedNamesOrderTest, what_lies_before_a_chunk_is_named_by_its_digest) {
   std::vector<Completion> completions;
   std::vector<TierRemoval> removals;
   tier->poll(&completions, &removals);
-  EXPECT_TRUE(removals.empty()) << "it has no name that we know";
+  EXPECT_TRUE(removals.empty()) << "we know no such name";
 }
 
-// The keys of a request that waits are looked up in every step.
-TEST(SealedNamesOrderTest, the_digest_of_a_key_is_computed_once_under_each_of_our_keys) {
+// The keys of a waiting request are looked up in every step.
+TEST(SealedNamesOrderTest, each_key_is_hashed_once_under_each_of_our_keys) {
   constexpr std::uint32_t kKeys = 1000;
   std::vector<TierOp> ops;
   std::vector<TierUse> uses;
@@ -282,8 +282,8 @@ TEST(SealedNamesOrderTest, the_digest_of_a_key_is_computed_once_under_each_of_ou
 
 #endif
 
-// Two keys of one hash in turn, and more keys than are remembered: no key has the name of another.
-TEST(KnownNamesTest, a_name_is_that_of_its_key_whatever_was_forgotten_or_has_the_same_hash) {
+// Two keys with equal hashes alternate with more keys than are remembered: no key gets the name of another.
+TEST(KnownNamesTest, a_name_belongs_to_its_key_after_forgetting_and_with_equal_hashes) {
   std::size_t computed = 0;
   const auto name_of = [&](const ChunkKey& key, std::size_t way) {
     ++computed;
@@ -310,13 +310,13 @@ TEST(KnownNamesTest, a_name_is_that_of_its_key_whatever_was_forgotten_or_has_the
       ++lookups;
     }
   }
-  EXPECT_LE(computed, 2 * lookups) << "asking again computes nothing";
+  EXPECT_LE(computed, 2 * lookups) << "repeated requests compute nothing";
   std::size_t remembered = 0;
   for (const ChunkKey& key : keys) remembered += names.find(chunk_id(key)).has_value();
-  EXPECT_LE(remembered, 5u) << "four, of which one has a twin";
+  EXPECT_LE(remembered, 5u) << "four, one of which has a twin";
 }
 
-// Whichever digest of whichever key fails, and is asked for again at once or after the others.
+// Any digest of any key may fail, and is requested again at once or after the others.
 TEST(KnownNamesTest, a_name_that_could_not_be_computed_leaves_no_wrong_one) {
   constexpr std::size_t kWays = 3, kMost = 3, kKeys = 5, kRounds = 2;
   for (std::size_t fails = 0; fails < kRounds * kKeys * kWays; ++fails) {

@@ -25,7 +25,7 @@ std::string refusal_of(const std::vector<std::string>& paths) {
   } catch (const std::exception& error) {
     return error.what();
   }
-  return "it was taken";
+  return "it was accepted";
 }
 
 class KeyFileTest : public ::testing::Test {
@@ -39,7 +39,7 @@ class KeyFileTest : public ::testing::Test {
   TempDir dir_;
 };
 
-TEST_F(KeyFileTest, each_wrong_file_is_refused_in_a_sentence_that_says_what_to_change) {
+TEST_F(KeyFileTest, each_wrong_file_is_refused_with_a_message_that_says_what_to_change) {
   const std::string bytes(32, 'k');
   for (const ::mode_t mode : {0640u, 0604u, 0610u, 0601u, 0644u}) {
     const std::string refusal = refusal_of({write("mode", bytes, mode)});
@@ -65,8 +65,8 @@ TEST_F(KeyFileTest, each_wrong_file_is_refused_in_a_sentence_that_says_what_to_c
   }
 }
 
-// The mounted secret of a pod that does not run as root.
-TEST_F(KeyFileTest, a_group_of_ours_may_read_what_root_owns_and_nobody_changes) {
+// Like the mounted secret of a pod that does not run as root.
+TEST_F(KeyFileTest, a_group_may_read_a_file_that_root_owns_and_nobody_may_change) {
   const std::string path = write("key", std::string(32, 'k'), 0440);
   struct ::stat info;
   ASSERT_EQ(::stat(path.c_str(), &info), 0);
@@ -77,13 +77,13 @@ TEST_F(KeyFileTest, a_group_of_ours_may_read_what_root_owns_and_nobody_changes) 
     const std::string refusal = refusal_of({write("mode", std::string(32, 'k'), mode)});
     EXPECT_NE(refusal.find("fsGroup"), std::string::npos) << mode;
   }
-  if (!by_root) return;  // nobody else may give a file to others
-  EXPECT_EQ(own == "it was taken", has_sealing()) << own;
+  if (!by_root) return;  // only root can give a file to another user
+  EXPECT_EQ(own == "it was accepted", has_sealing()) << own;
   ASSERT_EQ(::chown(path.c_str(), 0, 12345), 0);
   EXPECT_NE(refusal_of({path}).find("group 12345"), std::string::npos);
 }
 
-TEST_F(KeyFileTest, a_good_file_is_taken_also_behind_a_link_and_its_bytes_are_said_nowhere) {
+TEST_F(KeyFileTest, a_good_file_is_accepted_through_a_link_and_its_bytes_are_never_printed) {
   const std::string path = write("key", "0123456789abcdefghijklmnopqrstuv", 0400);
   const std::string link = dir_.path() + "/link";
   ASSERT_EQ(::symlink(path.c_str(), link.c_str()), 0);
@@ -91,7 +91,7 @@ TEST_F(KeyFileTest, a_good_file_is_taken_also_behind_a_link_and_its_bytes_are_sa
   EXPECT_EQ(keys->size(), 2u);
   EXPECT_EQ(keys->find(keys->id(1)), 1u);
   EXPECT_NE(keys->id(0), keys->id(1));
-  EXPECT_EQ(hex_of(keys->id(0)).find("3031"), std::string::npos) << "the id holds the key";
+  EXPECT_EQ(hex_of(keys->id(0)).find("3031"), std::string::npos) << "the id contains the key";
   const std::string refusal = refusal_of({write("long", "0123456789abcdefghijklmnopqrstuvw")});
   EXPECT_EQ(refusal.find("0123456789"), std::string::npos) << refusal;
 }
@@ -146,7 +146,7 @@ TEST(KeyedHashTest, is_hmac_sha256) {
     KeyedHash::Hash hash, again;
     EXPECT_TRUE(keyed.of(bytes(text), &hash));
     EXPECT_TRUE(keyed.of(bytes(text), &again));
-    EXPECT_EQ(hash, again) << "what was begun has changed";
+    EXPECT_EQ(hash, again) << "the prepared state has changed";
     return hex_of(hash);
   };
   std::string counted;
@@ -178,9 +178,9 @@ TEST(KeyedHashTest, is_the_same_on_several_threads) {
   EXPECT_EQ(wrong, 0);
 }
 
-// Id, tag and bytes were made by Python's hmac and cryptography's AESGCM, of a page that was put together by
-// the table in specs/RECORD_FORMAT.md.
-TEST(RecordCipherTest, a_record_is_sealed_as_the_format_says) {
+// Python's hmac and cryptography's AESGCM made the id, the tag and the bytes, from a page that follows the
+// table in specs/RECORD_FORMAT.md.
+TEST(RecordCipherTest, a_record_is_encrypted_as_the_format_specifies) {
   const auto keys = keys_of({1});
   RecordHeader header = header_of(*keys, 4000);
   header.namespace_id.fill(0x11);
@@ -198,7 +198,7 @@ TEST(RecordCipherTest, a_record_is_sealed_as_the_format_says) {
   EXPECT_EQ(hex_of({first, 16}), "d1d89f1263b8838a1340aad0a63b7d08");
 }
 
-TEST(RecordCipherTest, what_was_sealed_is_opened_in_steps_of_any_size) {
+TEST(RecordCipherTest, decryption_works_in_steps_of_any_size) {
   const auto keys = keys_of({1});
   RecordHeader header = header_of(*keys, 8192);
   const std::vector<std::byte> text(8192, std::byte{7});
@@ -211,7 +211,7 @@ TEST(RecordCipherTest, what_was_sealed_is_opened_in_steps_of_any_size) {
   }
 }
 
-TEST(RecordCipherTest, no_two_seals_of_the_same_bytes_are_alike) {
+TEST(RecordCipherTest, encrypting_the_same_bytes_twice_gives_different_bytes) {
   const auto keys = keys_of({1});
   const std::vector<std::byte> text(4096);
   RecordHeader one = header_of(*keys, 4096), two = header_of(*keys, 4096);
@@ -219,7 +219,7 @@ TEST(RecordCipherTest, no_two_seals_of_the_same_bytes_are_alike) {
   EXPECT_NE(sealed(*keys, &one, text), sealed(*keys, &two, text));
 }
 
-TEST(RecordCipherTest, whatever_is_changed_is_found) {
+TEST(RecordCipherTest, every_change_is_detected) {
   const auto keys = keys_of({1});
   RecordHeader header = header_of(*keys, 4096);
   const std::vector<std::byte> secret = sealed(*keys, &header, std::vector<std::byte>(4096));
@@ -251,7 +251,7 @@ TEST(RecordCipherTest, whatever_is_changed_is_found) {
   EXPECT_TRUE(opened(*keys, header, &text));
 }
 
-TEST(RecordCipherTest, every_key_opens_what_it_sealed_and_no_other) {
+TEST(RecordCipherTest, a_key_decrypts_only_what_it_encrypted) {
   const auto old_keys = keys_of({1}), both = keys_of({2, 1}), others = keys_of({3});
   RecordHeader header = header_of(*old_keys, 4096);
   const std::vector<std::byte> secret = sealed(*old_keys, &header, std::vector<std::byte>(4096));
@@ -259,13 +259,13 @@ TEST(RecordCipherTest, every_key_opens_what_it_sealed_and_no_other) {
   EXPECT_TRUE(opened(*both, header, &text));
   text = secret;
   EXPECT_EQ(opened(*others, header, &text).kind(), StatusKind::kCorrupt);
-  EXPECT_EQ(header_of(*both, 4096).seal.key_id, both->id(0)) << "the first one seals";
-  // Though its id says so.
+  EXPECT_EQ(header_of(*both, 4096).seal.key_id, both->id(0)) << "the first key encrypts";
+  // Also when the record's key id is ours.
   header.seal.key_id = others->id(0);
   EXPECT_EQ(opened(*others, header, &text).kind(), StatusKind::kCorrupt);
 }
 
-TEST(SealingKeysTest, names_have_a_key_of_their_own_in_each_namespace) {
+TEST(SealingKeysTest, names_use_a_separate_key_in_each_namespace) {
   const auto keys = keys_of({1, 2});
   NamespaceId here{}, there{};
   there[31] = 1;

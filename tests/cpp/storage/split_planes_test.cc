@@ -16,7 +16,7 @@ std::vector<SplitPlanes> known() {
   return {ways, ways + split_planes_known(ways)};
 }
 
-// Numbers and planes begin at odd addresses; bytes around each are looked at as well.
+// Numbers and planes start at odd addresses; the bytes around each are checked too.
 struct Planes {
   explicit Planes(std::size_t count) : upper(count + 2, std::byte{0x55}), lower(count + 2, std::byte{0x55}) {}
   bool operator==(const Planes&) const = default;
@@ -37,11 +37,11 @@ TEST(SplitPlanes, exponent_of_bf16_is_the_upper_byte) {
     EXPECT_EQ(planes.upper[63], std::byte{0x81});
     EXPECT_EQ(planes.lower[0], std::byte{0x25 << 1 | 1});
     EXPECT_EQ(planes.lower[63], std::byte{0x25 << 1 | 1});
-    EXPECT_EQ(planes.upper[64], std::byte{0x55}) << "wrote behind the plane";
+    EXPECT_EQ(planes.upper[64], std::byte{0x55}) << "wrote beyond the plane";
   }
 }
 
-TEST(SplitPlanes, all_ways_do_the_same_and_join_undoes_it) {
+TEST(SplitPlanes, all_implementations_agree_and_join_reverses_split) {
   const auto ways = known();
   ASSERT_STREQ(ways.back().name, "plain");
   std::mt19937 random(1);
@@ -64,9 +64,9 @@ TEST(SplitPlanes, all_ways_do_the_same_and_join_undoes_it) {
   }
 }
 
-// Each of the 65,536 numbers: a turn that loses a bit shows here. To an aligned place, as rows are, and to
-// one that is not.
-TEST(SplitPlanes, every_number_comes_back) {
+// All 65,536 numbers, so that any lost bit shows. They are joined into aligned memory, as in rows, and into
+// unaligned memory.
+TEST(SplitPlanes, every_number_survives_split_and_join) {
   constexpr std::size_t kCount = 1 << 16;
   std::vector<std::byte> numbers(2 * kCount);
   const AlignedBuffer memory(2 * kCount + 1);

@@ -11,7 +11,7 @@
 namespace kv_offload {
 namespace {
 
-TEST(Ticker, ticks_while_nobody_asks_and_not_after_it_was_stopped) {
+TEST(Ticker, ticks_by_itself_and_not_after_stop) {
   std::latch three(3);
   std::atomic<int> ticks{0};
   Ticker ticker(std::chrono::milliseconds(1), [&] {
@@ -25,7 +25,7 @@ TEST(Ticker, ticks_while_nobody_asks_and_not_after_it_was_stopped) {
   EXPECT_EQ(ticks, at_stop);
 }
 
-TEST(Ticker, a_tick_that_throws_is_over_and_the_next_one_comes) {
+TEST(Ticker, ticks_continue_after_one_that_throws) {
   std::latch three(3);
   std::atomic<int> ticks{0};
   Ticker ticker(std::chrono::milliseconds(1), [&] {

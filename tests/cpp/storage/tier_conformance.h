@@ -1,4 +1,4 @@
-// The media of each kind of tier, for the tests that hold all kinds to tier.h.
+// The media of each tier kind, for the tests that check every kind against tier.h.
 #pragma once
 
 #include <memory>
@@ -45,7 +45,7 @@ class FsMedium final : public Medium {
   void wait_for_let_go() override { ops_.wait_for_all_closed(); }
 
  private:
-  // A thread that was let go is still in a call of it when the last file is closed.
+  // Never destroyed: an abandoned thread is still inside a call of it when the last file is closed.
   static FaultyFileOps& kept() {
     static std::vector<std::unique_ptr<FaultyFileOps>> all;
     return *all.emplace_back(std::make_unique<FaultyFileOps>());

@@ -1,4 +1,4 @@
-// Every kind of tier does what tier.h promises. A kind that is added here is held to all of it.
+// Checks the promises of tier.h for every tier kind. A kind that is added here must keep all of them.
 #include "storage/tier_conformance.h"
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ class TierConformance : public ::testing::TestWithParam<Kind> {
     return chosen;
   }
   std::unique_ptr<Tier> open() { return medium_->open(options()); }
-  // A tier on the same medium that comes later.
+  // Checks with a tier that is opened later on the same medium.
   bool finds_later(std::uint32_t number) {
     TierDriver later(open());
     return later.has(number);
@@ -61,7 +61,7 @@ class TierConformance : public ::testing::TestWithParam<Kind> {
 
 // ---- bytes
 
-TEST_P(TierConformance, gives_back_the_bytes_that_it_was_given) {
+TEST_P(TierConformance, reads_return_the_written_bytes) {
   TierDriver user(open());
   for (const ShardSizes& sizes : {ShardSizes{8192}, ShardSizes{300}, ShardSizes{5000, 0, 4096, 1}}) {
     const auto number = static_cast<std::uint32_t>(sizes.front());
@@ -73,14 +73,14 @@ TEST_P(TierConformance, gives_back_the_bytes_that_it_was_given) {
   EXPECT_TRUE(later.read(300, {300}));
 }
 
-TEST_P(TierConformance, what_the_codec_did_is_counted_for_ops_that_end_well) {
+TEST_P(TierConformance, codec_work_is_counted_for_ops_that_succeed) {
   PooledTierOptions encoded = options();
   encoded.form.compression = always_encoded();
   TierDriver user(medium_->open(encoded));
   user.wait_for_scan();
   constexpr std::uint64_t kRaw = 16 * kPageBytes;
   ASSERT_TRUE(user.write(1, {kRaw}));
-  ASSERT_TRUE(user.write(1, {kRaw})) << "it is there";
+  ASSERT_TRUE(user.write(1, {kRaw})) << "it is already stored";
   TierStats stats = user.tier().stats();
   EXPECT_EQ(stats.encoded_raw_bytes, kRaw);
   EXPECT_GT(stats.encode_seconds, 0);
@@ -91,7 +91,7 @@ TEST_P(TierConformance, what_the_codec_did_is_counted_for_ops_that_end_well) {
   EXPECT_EQ(stats.encoded_raw_bytes, kRaw);
 }
 
-TEST_P(TierConformance, the_bytes_of_records_are_counted_as_the_tier_stores_them) {
+TEST_P(TierConformance, record_bytes_are_counted_as_stored) {
   PooledTierOptions encoded = options();
   encoded.form.compression = always_encoded();
   constexpr std::uint64_t kPayload = 16 * kPageBytes, kRaw = kPayload + kRecordHeaderBytes;
@@ -109,20 +109,20 @@ TEST_P(TierConformance, the_bytes_of_records_are_counted_as_the_tier_stores_them
     read[number - 1] = stats.read_record_bytes;
     ++number;
   }
-  // A medium of this suite may encode by itself; the second tier always does.
+  // A medium of this suite may encode by itself; the second tier always encodes.
   EXPECT_LE(written[0], kRaw);
   EXPECT_LT(written[1], kRaw);
   EXPECT_EQ(read[0], 2 * written[0]);
   EXPECT_EQ(read[1], 2 * written[1]);
 }
 
-TEST_P(TierConformance, an_op_of_no_shards_or_of_too_many_is_the_callers_mistake) {
+TEST_P(TierConformance, an_op_without_shards_or_with_too_many_is_a_caller_error) {
   TierDriver user(open());
   EXPECT_THROW(user.start(OpKind::kWrite, 1, {}), InvalidArgument);
   EXPECT_THROW(user.start(OpKind::kWrite, 1, ShardSizes(kMaxShards + 1, 1)), InvalidArgument);
 }
 
-TEST_P(TierConformance, a_record_that_is_there_is_not_written_again) {
+TEST_P(TierConformance, a_stored_record_is_not_written_again) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   const Completion again = user.finish(write(user, 1));
@@ -132,7 +132,7 @@ TEST_P(TierConformance, a_record_that_is_there_is_not_written_again) {
 
 // ---- order, cancel, deadlines
 
-TEST_P(TierConformance, ops_of_a_kind_are_served_in_order) {
+TEST_P(TierConformance, ops_of_a_kind_run_in_order) {
   IoPool* pool = nullptr;
   TierDriver user(medium_->open(by_hand(&pool)));
   for (const OpKind kind : {OpKind::kWrite, OpKind::kRead}) {
@@ -148,7 +148,7 @@ TEST_P(TierConformance, ops_of_a_kind_are_served_in_order) {
   }
 }
 
-TEST_P(TierConformance, an_op_that_is_cancelled_in_time_leaves_nothing_and_ends_once) {
+TEST_P(TierConformance, an_op_cancelled_in_time_leaves_nothing_and_ends_once) {
   IoPool* pool = nullptr;
   TierDriver user(medium_->open(by_hand(&pool)));
   const OpId first = write(user, 1), second = write(user, 2);
@@ -160,12 +160,12 @@ TEST_P(TierConformance, an_op_that_is_cancelled_in_time_leaves_nothing_and_ends_
   run_all(pool);
   EXPECT_TRUE(user.finish(first).status);
   EXPECT_EQ(user.finish(second).status.kind(), StatusKind::kCancelled);
-  EXPECT_FALSE(user.tier().cancel(first)) << "it is done";
+  EXPECT_FALSE(user.tier().cancel(first)) << "it has ended";
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent);
   EXPECT_FALSE(finds_later(2));
 }
 
-TEST_P(TierConformance, an_op_that_was_not_begun_by_its_deadline_is_not_begun) {
+TEST_P(TierConformance, an_op_not_started_by_its_deadline_never_starts) {
   IoPool* pool = nullptr;
   TierDriver user(medium_->open(by_hand(&pool)));
   const Nanos deadline = clock_.now() + seconds(1);
@@ -174,15 +174,15 @@ TEST_P(TierConformance, an_op_that_was_not_begun_by_its_deadline_is_not_begun) {
   const OpId taken_late = user.start(OpKind::kWrite, 3, {8192}, clock_.now() + seconds(3));
   ASSERT_TRUE(user.tier().cancel(early));
   clock_.advance(seconds(1));
-  EXPECT_EQ(user.finish(late).status.kind(), StatusKind::kExpired) << "though no thread came free";
+  EXPECT_EQ(user.finish(late).status.kind(), StatusKind::kExpired) << "although no thread became free";
   clock_.advance(seconds(2));
   run_all(pool);
   EXPECT_EQ(user.finish(taken_late).status.kind(), StatusKind::kExpired);
   EXPECT_FALSE(finds_later(1) || finds_later(3));
-  EXPECT_TRUE(user.tier().stats().writable) << "no fault of the device";
+  EXPECT_TRUE(user.tier().stats().writable) << "not a device failure";
 }
 
-TEST_P(TierConformance, each_op_ends_once_whatever_happens_to_it) {
+TEST_P(TierConformance, each_op_ends_once_under_random_operations) {
   TierDriver user(open());
   std::mt19937 random(7);
   std::vector<OpId> ids;
@@ -196,14 +196,14 @@ TEST_P(TierConformance, each_op_ends_once_whatever_happens_to_it) {
     if (random() % 10 == 0) clock_.advance(std::chrono::milliseconds(100));
     if (random() % 4 == 0) user.poll();
   }
-  for (const OpId id : ids) (void)user.finish(id);  // the driver sees those that end twice
+  for (const OpId id : ids) (void)user.finish(id);  // the driver detects ops that end twice
   user.tier().close();
   user.poll();
 }
 
 // ---- reset
 
-TEST_P(TierConformance, nothing_of_before_a_reset_is_found_after_it) {
+TEST_P(TierConformance, no_record_from_before_a_reset_is_found_after_it) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   ASSERT_TRUE(user.tier().reset());
@@ -215,10 +215,10 @@ TEST_P(TierConformance, nothing_of_before_a_reset_is_found_after_it) {
   user.weights = 1;
   ASSERT_TRUE(user.write(1));
   EXPECT_TRUE(user.read(1));
-  EXPECT_FALSE(finds_later(1)) << "who starts later has weights of its own";
+  EXPECT_FALSE(finds_later(1)) << "a later process has its own weights";
 }
 
-TEST_P(TierConformance, an_op_of_before_a_reset_neither_finds_nor_leaves_what_is_of_after_it) {
+TEST_P(TierConformance, an_op_from_before_a_reset_neither_reads_nor_leaves_records_of_the_new_epoch) {
   IoPool* pool = nullptr;
   TierDriver user(medium_->open(by_hand(&pool)));
   const OpId taken_up = write(user, 1);
@@ -240,7 +240,7 @@ TEST_P(TierConformance, an_op_of_before_a_reset_neither_finds_nor_leaves_what_is
   EXPECT_FALSE(finds_later(1) || finds_later(2) || finds_later(3));
 }
 
-TEST_P(TierConformance, an_op_that_is_in_the_device_while_the_tier_is_reset_ends_cancelled) {
+TEST_P(TierConformance, an_op_inside_the_device_during_a_reset_ends_cancelled) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   for (const OpKind kind : {OpKind::kRead, OpKind::kWrite}) {
@@ -255,7 +255,7 @@ TEST_P(TierConformance, an_op_that_is_in_the_device_while_the_tier_is_reset_ends
   EXPECT_FALSE(finds_later(2));
 }
 
-TEST_P(TierConformance, a_reset_that_fails_has_forgotten_and_is_made_up_for) {
+TEST_P(TierConformance, a_failed_reset_has_forgotten_all_records_and_is_retried) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   medium_->fail_resets(true);
@@ -277,7 +277,7 @@ TEST_P(TierConformance, a_reset_that_fails_has_forgotten_and_is_made_up_for) {
 
 // ---- presence
 
-TEST_P(TierConformance, what_was_written_is_present_when_its_completion_was_polled) {
+TEST_P(TierConformance, a_record_is_present_once_its_write_completion_was_polled) {
   TierDriver user(open());
   EXPECT_FALSE(user.has(1));
   ASSERT_TRUE(user.write(1));
@@ -286,7 +286,7 @@ TEST_P(TierConformance, what_was_written_is_present_when_its_completion_was_poll
   EXPECT_FALSE(finds_later(2));
 }
 
-TEST_P(TierConformance, asking_whether_a_record_is_there_starts_nothing) {
+TEST_P(TierConformance, checking_presence_starts_no_op) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   IoPool* pool = nullptr;
   TierDriver user(medium_->open(by_hand(&pool)));
@@ -299,7 +299,7 @@ TEST_P(TierConformance, asking_whether_a_record_is_there_starts_nothing) {
   EXPECT_EQ(user.tier().contains(key_of(2)), Presence::kAbsent);
 }
 
-TEST_P(TierConformance, a_record_that_vanished_is_a_miss_and_told_once) {
+TEST_P(TierConformance, a_vanished_record_is_a_miss_and_reported_once) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   medium_->lose(key_of(1));
@@ -307,12 +307,12 @@ TEST_P(TierConformance, a_record_that_vanished_is_a_miss_and_told_once) {
   EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kAbsent);
   EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
   EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 1u);
-  EXPECT_TRUE(user.tier().stats().readable) << "no fault of the device";
+  EXPECT_TRUE(user.tier().stats().readable) << "not a device failure";
   ASSERT_TRUE(user.write(1));
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_P(TierConformance, a_damaged_record_is_found_removed_and_written_anew) {
+TEST_P(TierConformance, a_damaged_record_is_detected_removed_and_written_again) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   medium_->damage(key_of(1));
@@ -326,9 +326,9 @@ TEST_P(TierConformance, a_damaged_record_is_found_removed_and_written_anew) {
   EXPECT_TRUE(user.read(1));
 }
 
-// ---- a device that fails, hangs, is let go
+// ---- a device that fails, hangs or is abandoned
 
-TEST_P(TierConformance, a_device_that_keeps_failing_is_left_alone_for_a_while) {
+TEST_P(TierConformance, a_device_that_keeps_failing_is_switched_off_for_a_while) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   medium_->fail_transfers(true);
@@ -336,12 +336,12 @@ TEST_P(TierConformance, a_device_that_keeps_failing_is_left_alone_for_a_while) {
     EXPECT_EQ(user.write(10 + i).kind(), StatusKind::kIo);
   EXPECT_EQ(user.write(30).kind(), StatusKind::kUnavailable);
   EXPECT_FALSE(user.tier().stats().writable);
-  EXPECT_TRUE(user.tier().stats().readable) << "of its own";
+  EXPECT_TRUE(user.tier().stats().readable) << "reads have their own breaker";
   for (unsigned i = 0; i < Breaker::kFailuresToTrip; ++i) {
     EXPECT_FALSE(user.read(1));
   }
   EXPECT_FALSE(user.tier().stats().readable);
-  EXPECT_NE(user.tier().contains(key_of(40)), Presence::kUnknown) << "nobody would answer";
+  EXPECT_NE(user.tier().contains(key_of(40)), Presence::kUnknown) << "no lookup would be answered";
   EXPECT_EQ(user.tier().stats().breaker_trips, 2u);
   medium_->fail_transfers(false);
   clock_.advance(seconds(120));
@@ -350,7 +350,7 @@ TEST_P(TierConformance, a_device_that_keeps_failing_is_left_alone_for_a_while) {
   EXPECT_TRUE(user.tier().stats().readable && user.tier().stats().writable);
 }
 
-TEST_P(TierConformance, an_op_that_hangs_switches_the_tier_off_and_blocks_nobody) {
+TEST_P(TierConformance, an_op_that_hangs_switches_the_tier_off_and_blocks_no_caller) {
   PooledTierOptions chosen = options();
   chosen.n_read_threads = chosen.n_write_threads = 1;  // both take reads
   TierDriver user(medium_->open(chosen));
@@ -364,10 +364,10 @@ TEST_P(TierConformance, an_op_that_hangs_switches_the_tier_off_and_blocks_nobody
   EXPECT_EQ(user.tier().stats().read_timeouts, 2u);
   EXPECT_EQ(user.finish(behind).status.kind(), StatusKind::kUnavailable);
   EXPECT_EQ(user.write(2).kind(), StatusKind::kUnavailable);
-  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent) << "known, and not to be read";
+  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent) << "known, but not readable";
   EXPECT_EQ(user.tier().contains(key_of(50)), Presence::kAbsent);
   EXPECT_FALSE(user.ended(stuck)) << "the device may still write into its row";
-  clock_.advance(seconds(30));  // a probe would be due, but no thread would come to it
+  clock_.advance(seconds(30));  // a probe would be due, but no thread could run it
   user.poll();
   EXPECT_FALSE(user.tier().stats().readable || user.tier().stats().writable);
   EXPECT_EQ(user.tier().contains(key_of(60)), Presence::kAbsent);
@@ -381,7 +381,7 @@ TEST_P(TierConformance, an_op_that_hangs_switches_the_tier_off_and_blocks_nobody
   ASSERT_TRUE(user.write(2));
 }
 
-TEST_P(TierConformance, after_close_nothing_is_taken_and_what_was_queued_has_ended) {
+TEST_P(TierConformance, after_close_nothing_is_accepted_and_queued_ops_have_ended) {
   IoPool* pool = nullptr;
   TierDriver user(medium_->open(by_hand(&pool)));
   const OpId queued = write(user, 1);
@@ -395,7 +395,7 @@ TEST_P(TierConformance, after_close_nothing_is_taken_and_what_was_queued_has_end
   EXPECT_FALSE(finds_later(1));
 }
 
-TEST_P(TierConformance, closing_beside_an_op_that_hangs_returns_and_frees_nothing_under_it) {
+TEST_P(TierConformance, close_during_a_hanging_op_returns_and_frees_no_memory_in_use) {
   PooledTierOptions chosen = options();
   chosen.close_wait = std::chrono::milliseconds(10);
   { ASSERT_TRUE(TierDriver(open()).write(1)); }

@@ -1,4 +1,4 @@
-// What the tests of any kind of tier share: rows with known bytes, and verbs that wait for completions.
+// Shared by the tests of all tier kinds: rows with known bytes, and blocking calls.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -33,7 +33,7 @@ inline ChunkKey key_of(std::uint32_t number, std::uint32_t group = 0) {
 
 using ShardSizes = std::vector<std::uint64_t>;
 
-// A row in as many areas as there are shards; pads start out as garbage.
+// A row with one buffer per shard. Padding starts as garbage.
 class Row {
  public:
   explicit Row(const ShardSizes& sizes) : sizes_(sizes) {
@@ -67,7 +67,7 @@ class Row {
   }
 
  private:
-  // Each byte has one of four values: of two pages a codec makes one.
+  // Each byte has one of four values, so that a codec can compress two pages into one.
   static std::uint64_t word_of(std::uint32_t number, std::size_t shard, std::uint64_t at) {
     return (number * 31 + shard * 7 + 1 + at / 8) * 0x9E3779B97F4A7C15ull & 0x0303030303030303ull;
   }
@@ -75,7 +75,7 @@ class Row {
   std::vector<AlignedBuffer> buffers_;
 };
 
-// One tier and verbs on it. All waiting is for an event, bounded by two minutes.
+// A tier with blocking calls. Every wait is for an event and lasts two minutes at most.
 class TierDriver {
  public:
   explicit TierDriver(std::unique_ptr<Tier> tier) : tier_(std::move(tier)) {}
@@ -115,14 +115,14 @@ class TierDriver {
   Status write(std::uint32_t number, const ShardSizes& sizes = {8192}) {
     return finish(start(OpKind::kWrite, number, sizes)).status;
   }
-  // ok also says that the bytes are right.
+  // A returned ok also means that the bytes are right.
   Status read(std::uint32_t number, const ShardSizes& sizes = {8192}) {
     const OpId id = start(OpKind::kRead, number, sizes);
     const Status status = finish(id).status;
     EXPECT_TRUE(!status || holds_what_it_should(id)) << "wrong bytes for record " << number;
     return status;
   }
-  // Of a read that ended ok.
+  // For a read that ended ok.
   bool holds_what_it_should(OpId id) const {
     const auto& [number, row] = rows_.at(id);
     return row->holds(content_of(number));
@@ -132,11 +132,11 @@ class TierDriver {
     bool asked = false;
     until([&] {
       poll();
-      const bool idle = tier_->stats().queued_reads == 0;  // before the look: what was asked has its answer
+      const bool idle = tier_->stats().queued_reads == 0;  // before contains(), to see ended lookups
       presence = tier_->contains(key_of(number));
       if (presence == Presence::kAbsent || presence == Presence::kPresent) return true;
       if (presence == Presence::kWasAbsent && asked) return true;
-      if (presence == Presence::kAsked || (asked && !idle)) return false;  // another would stay behind
+      if (presence == Presence::kAsked || (asked && !idle)) return false;  // a lookup is pending
       if (presence == Presence::kWasAbsent) tier_->forget_absence(key_of(number));
       tier_->prefetch_presence({key_of(number)}, KeyOrder::kNone);
       asked = true;
@@ -150,7 +150,7 @@ class TierDriver {
       return tier_->stats().scan_complete;
     })) << "the scan did not end";
   }
-  // (Upkeep rests for twenty times as long as it took.)
+  // (Upkeep pauses for twenty times as long as it took.)
   bool until(const std::function<bool()>& condition) {
     const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(120);
     while (!condition()) {
@@ -170,7 +170,7 @@ class TierDriver {
 
  private:
   std::uint32_t content_of(std::uint32_t number) const { return number + 1000003 * weights; }
-  std::map<OpId, std::pair<std::uint32_t, std::unique_ptr<Row>>> rows_;  // outlive the tier
+  std::map<OpId, std::pair<std::uint32_t, std::unique_ptr<Row>>> rows_;  // outlives the tier
   std::map<OpId, Completion> done_;
   OpId last_id_ = 0;
   std::unique_ptr<Tier> tier_;

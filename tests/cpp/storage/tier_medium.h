@@ -1,5 +1,5 @@
-// What a kind of tier gives to the tests that hold all kinds to tier.h: a medium, which outlives the tiers on
-// it, and what can happen to one.
+// The interface of a medium, for the tests that check every tier kind against tier.h. A medium outlives the
+// tiers on it, and can be made to fail.
 #pragma once
 
 #include <memory>
@@ -16,10 +16,10 @@ class Medium {
   virtual void damage(const ChunkKey& key) = 0;
   virtual void fail_transfers(bool fail) = 0;
   virtual void fail_resets(bool fail) = 0;
-  virtual void block(OpKind kind) = 0;  // transfers of this kind, until release()
+  virtual void block(OpKind kind) = 0;  // blocks transfers of this kind until release()
   virtual void release() = 0;
   virtual void wait_for_blocked(int threads = 1) = 0;
-  virtual void wait_for_let_go() = 0;  // no thread of a tier that was closed touches it any more
+  virtual void wait_for_let_go() = 0;  // waits until no thread of a closed tier touches the medium
 };
 
 }  // namespace kv_offload::testing

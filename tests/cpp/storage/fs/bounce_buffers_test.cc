@@ -12,7 +12,7 @@ namespace {
 
 using Path = FasterPath::Path;
 
-// Uses `paths` `count` times; what each path takes a byte is given.
+// Uses `paths` `count` times, with the given time per byte of each path. Returns how often it bounced.
 int bounced_of(FasterPath& paths, int count, Nanos in_place, Nanos bounced) {
   int picked = 0;
   for (int i = 0; i < count; ++i) {
@@ -23,17 +23,17 @@ int bounced_of(FasterPath& paths, int count, Nanos in_place, Nanos bounced) {
   return picked;
 }
 
-TEST(FasterPathTest, both_are_tried_before_one_is_chosen) {
+TEST(FasterPathTest, both_paths_are_tried_before_one_is_chosen) {
   FasterPath paths;
   EXPECT_EQ(bounced_of(paths, 2 * FasterPath::kTries, Nanos(10), Nanos(1)), FasterPath::kTries);
 }
 
-TEST(FasterPathTest, the_copy_is_made_where_it_pays_and_only_there) {
+TEST(FasterPathTest, the_bounced_path_is_chosen_only_where_it_is_faster) {
   constexpr int kCount = 6400;
   constexpr int kOthers =
       kCount / static_cast<int>(FasterPath::kTryOtherEvery) * static_cast<int>(FasterPath::kTries);
   for (const auto& [bounced, expected] :
-       {std::pair{Nanos(50), kCount - kOthers}, std::pair{Nanos(90), kOthers},  // too little gained
+       {std::pair{Nanos(50), kCount - kOthers}, std::pair{Nanos(90), kOthers},  // the gain is too small
         std::pair{Nanos(100), kOthers}, std::pair{Nanos(300), kOthers}}) {
     FasterPath paths;
     (void)bounced_of(paths, 64, Nanos(100), bounced);
@@ -41,14 +41,14 @@ TEST(FasterPathTest, the_copy_is_made_where_it_pays_and_only_there) {
   }
 }
 
-TEST(FasterPathTest, a_machine_that_changes_is_noticed) {
+TEST(FasterPathTest, a_change_of_speed_is_noticed) {
   FasterPath paths;
   (void)bounced_of(paths, 640, Nanos(100), Nanos(50));
   (void)bounced_of(paths, 640, Nanos(100), Nanos(400));
   EXPECT_LE(bounced_of(paths, 640, Nanos(100), Nanos(400)), 3 * static_cast<int>(FasterPath::kTries));
 }
 
-// A record of several reads, whose shards end in the middle of them.
+// A record that takes several reads, and whose shards end in the middle of them.
 class BounceBuffersTest : public ::testing::TestWithParam<bool> {
  protected:
   static constexpr std::size_t kFirst = BounceBuffers::kReadBytes + 5 * kPageBytes;
@@ -81,7 +81,7 @@ class BounceBuffersTest : public ::testing::TestWithParam<bool> {
     bytes.insert(bytes.end(), second_.span().begin(), second_.span().end());
     return bytes;
   }
-  // Both paths are tried.
+  // Enough rounds to try both paths.
   static constexpr unsigned kRounds = 2 * FasterPath::kTries;
 
   const testing::TempDir directory_;
@@ -93,7 +93,7 @@ class BounceBuffersTest : public ::testing::TestWithParam<bool> {
   int fd_;
 };
 
-TEST_P(BounceBuffersTest, both_paths_move_the_same_bytes_and_sum_what_was_read) {
+TEST_P(BounceBuffersTest, both_paths_move_the_same_bytes_and_compute_the_same_checksum) {
   ASSERT_GE(fd_, 0);
   for (unsigned round = 0; round < kRounds; ++round) {
     for (AlignedBuffer* part : {&first_, &second_}) {
@@ -115,7 +115,7 @@ TEST_P(BounceBuffersTest, both_paths_move_the_same_bytes_and_sum_what_was_read) 
   }
 }
 
-TEST_P(BounceBuffersTest, what_cannot_be_read_says_so_on_both_paths) {
+TEST_P(BounceBuffersTest, a_read_error_is_reported_on_both_paths) {
   ASSERT_TRUE(write());
   ASSERT_EQ(::ftruncate(fd_, static_cast<off_t>(kFirst + kSecond)), 0);
   for (unsigned round = 0; round < kRounds; ++round) {

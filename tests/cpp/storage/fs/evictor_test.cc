@@ -1,4 +1,5 @@
-// What goes for a write: none whose generation is over, and first what nobody can hit.
+// Victim selection for a write. A write of an ended epoch evicts nothing, and records that can no longer be
+// hit are evicted first.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -22,8 +23,8 @@ namespace {
 
 using namespace testing;
 
-// It stands at the lock of the ledger when the reset comes; the other namespace has all that there is.
-TEST(EvictorTest, nothing_is_evicted_for_a_write_that_a_reset_overtook) {
+// The reset happens while the write waits for the ledger lock; the other namespace owns the whole root.
+TEST(EvictorTest, a_write_that_a_reset_overtook_evicts_nothing) {
   const TempDir dir;
   const std::string root = dir.path() + "/root";
   FaultyFileOps ops;
@@ -59,8 +60,8 @@ TEST(EvictorTest, nothing_is_evicted_for_a_write_that_a_reset_overtook) {
   for (FsStore* store : {&ours, &theirs}) store->close();
 }
 
-// Before its records are known none of ours may go, for any of them may be the one to keep.
-TEST(EvictorTest, who_starts_on_a_root_that_is_full_of_what_a_reset_left_writes_at_once) {
+// Until its records are known, the server must not evict its own: any of them may be worth keeping.
+TEST(EvictorTest, a_new_server_writes_at_once_to_a_root_full_of_records_from_before_a_reset) {
   const TempDir dir;
   const std::string root = dir.path() + "/root";
   FakeClock clock;
@@ -93,7 +94,7 @@ TEST(EvictorTest, who_starts_on_a_root_that_is_full_of_what_a_reset_left_writes_
       ASSERT_TRUE(store.write(op, store.epoch(), &moved)) << i;
       EXPECT_LE(du(root), options.max_bytes);
     }
-    EXPECT_GT(records_in(root).size(), left / 2) << "only what is needed goes while a write waits";
+    EXPECT_GT(records_in(root).size(), left / 2) << "a waiting write evicts only what it needs";
     store.start();
     EXPECT_EQ(records_in(root).size(), 10u);
     store.close();
@@ -105,7 +106,7 @@ TEST(EvictorTest, who_starts_on_a_root_that_is_full_of_what_a_reset_left_writes_
   store.close();
 }
 
-// Records that cannot be removed.
+// Makes some records unremovable.
 class UnremovableRecords : public FaultyFileOps {
  public:
   void keep(const std::string& path) { kept_.insert(path); }
@@ -120,7 +121,7 @@ class UnremovableRecords : public FaultyFileOps {
   std::set<std::string> kept_;
 };
 
-// A full root of 1 MiB: records 0 to 199 were written by a server of another namespace.
+// A full root of 1 MiB. A server of another namespace wrote records 0 to 199.
 class EvictorBesideAnother : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -155,7 +156,7 @@ class EvictorBesideAnother : public ::testing::Test {
   std::unique_ptr<FsStore> theirs_, ours_;
 };
 
-TEST_F(EvictorBesideAnother, others_lose_nothing_because_our_own_records_cannot_be_removed) {
+TEST_F(EvictorBesideAnother, unremovable_own_records_cost_others_nothing) {
   for (std::uint32_t i = 1000; i < 1010; ++i)
     ops_.keep(layout::record_path(key_of(i), kPayload + kRecordHeaderBytes));
   const std::size_t before = records_of_theirs();
@@ -167,7 +168,8 @@ TEST_F(EvictorBesideAnother, others_lose_nothing_because_our_own_records_cannot_
   EXPECT_EQ(records_of_theirs(), before);
 }
 
-// Its size and what a write reserves beside it are more than the bound, though not more than max_bytes.
+// The record and the write's reservation together exceed the bound, although the record alone is below
+// max_bytes.
 TEST_F(EvictorBesideAnother, a_record_that_can_never_fit_evicts_nothing) {
   const Row large({options_.max_bytes - 40960});
   const std::size_t before = records_in(root_).size();
@@ -177,8 +179,8 @@ TEST_F(EvictorBesideAnother, a_record_that_can_never_fit_evicts_nothing) {
   EXPECT_TRUE(write(*ours_, 2001, row_)) << "the control";
 }
 
-// By what its records take, not by what they would take raw: an eighth.
-TEST(EvictorTest, a_server_whose_records_are_encoded_gets_its_whole_share) {
+// Its share follows the stored size of its records, an eighth of their raw size.
+TEST(EvictorTest, a_server_with_encoded_records_gets_its_whole_share) {
   const TempDir dir;
   const std::string root = dir.path() + "/root";
   FakeClock clock;
@@ -215,7 +217,7 @@ TEST(EvictorTest, a_server_whose_records_are_encoded_gets_its_whole_share) {
   for (FsStore* store : {&first, &second}) store->close();
 }
 
-// The most calls to the file system that this thread makes in one hold of one mutex.
+// Measures the most file system calls of this thread under one hold of one mutex.
 class CallsPerLock : public Mutex::Watcher {
  public:
   explicit CallsPerLock(FaultyFileOps& ops) : ops_(ops) { Mutex::watch(this); }
@@ -232,7 +234,7 @@ class CallsPerLock : public Mutex::Watcher {
   int most_ = 0;
 };
 
-// `find -delete` removes the oldest records of a full root, or all.
+// `find -delete` removes the oldest records of a full root, or all of them.
 class EvictorMeetsMissingRecords : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -263,7 +265,7 @@ class EvictorMeetsMissingRecords : public ::testing::Test {
 
   static constexpr std::uint64_t kBound = std::uint64_t{8} << 20;
   static constexpr std::uint64_t kPayload = 4096;
-  // Two calls for each, and what a write does besides.
+  // Two calls for each missing record, plus the other calls of a write.
   static constexpr int kMostCallsPerLock = 2 * 64 + 64;
   static constexpr int kMostCalls = 2 * 8 * 64 + 256;
   TempDir dir_;
@@ -275,19 +277,20 @@ class EvictorMeetsMissingRecords : public ::testing::Test {
   std::uint32_t next_ = 0, count_ = 0;
 };
 
-TEST_F(EvictorMeetsMissingRecords, other_threads_get_the_lock_between_some_of_them) {
+TEST_F(EvictorMeetsMissingRecords, other_threads_get_the_lock_between_missing_records) {
   constexpr std::uint32_t kMissing = 300;
   ASSERT_GT(count_, 2 * kMissing);
   remove_first(kMissing);
   const CallsPerLock calls(ops_);
   const int before = ops_.calls_here();
-  EXPECT_TRUE(write()) << "a record that is left was evicted";
+  EXPECT_TRUE(write()) << "an existing record was evicted";
   EXPECT_GT(ops_.calls_here() - before, static_cast<int>(kMissing)) << "the control";
   EXPECT_LE(calls.most(), kMostCallsPerLock);
 }
 
-TEST_F(EvictorMeetsMissingRecords, a_write_gives_up_after_many_and_the_next_count_forgets_all) {
-  ASSERT_GT(2 * count_, static_cast<std::uint32_t>(kMostCalls)) << "enough of them";
+TEST_F(EvictorMeetsMissingRecords,
+       a_write_gives_up_after_many_missing_records_and_the_next_count_forgets_them_all) {
+  ASSERT_GT(2 * count_, static_cast<std::uint32_t>(kMostCalls)) << "too few records to reach the limit";
   remove_first(count_);
   int before = ops_.calls_here();
   const Status status = write();

@@ -1,4 +1,4 @@
-// FileOps that passes everything on, but fails, blocks or shortens where told.
+// FileOps that forwards all calls, except those that a test makes fail, block or shorten.
 #pragma once
 
 #include <algorithm>
@@ -43,36 +43,36 @@ inline const char* name_of(Call call) {
 class FaultyFileOps : public FileOps {
  public:
   explicit FaultyFileOps(FileOps& real = posix_file_ops()) : real_(real) {}
-  // Calls that this thread made.
+  // Returns the number of calls of this thread.
   int calls_here() {
     const std::lock_guard lock(mutex_);
     return calls_[std::this_thread::get_id()];
   }
-  // Asked before every call: 0 passes it on, else it is the (negative) result.
+  // Called before every call. 0 forwards the call; any other (negative) value is its result.
   using Rule = std::function<int(Call)>;
   void set_rule(Rule rule) {
     const std::lock_guard lock(mutex_);
     rule_ = std::move(rule);
   }
   void clear() { set_rule({}); }
-  // Every call of this kind fails.
+  // Makes every call of this kind fail.
   void fail_all(Call kind, int error) {
     set_rule([=](Call call) { return call == kind ? -error : 0; });
   }
-  // Transfers of more than a page move at most this; 0: no limit.
+  // Limits transfers of more than a page to this many bytes; 0: no limit.
   void limit_transfers(std::size_t bytes) {
     const std::lock_guard lock(mutex_);
     limit_ = bytes;
   }
-  // Calls of this kind wait until release(); transfers only of at least so many bytes (what a
-  // root keeps beside records is read by a page at most).
+  // Blocks calls of this kind until release(). Transfers block only from this size on: a root's own files are
+  // read in units of a page at most.
   void block(Call kind, std::size_t at_least = 0) {
     const std::lock_guard lock(mutex_);
     blocked_ = kind;
     blocked_bytes_ = at_least;
     blocking_ = true;
   }
-  // All calls wait until release(): a mount that hangs.
+  // Blocks all calls until release(), like a mount that hangs.
   void freeze() {
     const std::lock_guard lock(mutex_);
     blocking_ = all_ = true;
@@ -105,12 +105,12 @@ class FaultyFileOps : public FileOps {
     changed_.notify_all();
   }
   int replace(int fd, int by) override { return real_.replace(fd, by); }
-  // Descriptors at once, at most.
+  // The largest number of descriptors that were open at once.
   int most_open() {
     const std::lock_guard lock(mutex_);
     return most_open_;
   }
-  // The last owner of what uses these ops is gone.
+  // Waits until the last user of these ops has closed its descriptors.
   void wait_for_all_closed() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return open_ == 0; });
@@ -221,8 +221,7 @@ class FaultyFileOps : public FileOps {
   int open_ = 0, most_open_ = 0;
 };
 
-// While it lives, or until the ops are cleared: counts the calls from now on, and the n-th (from 0) of them
-// fails.
+// While it lives, or until the ops are cleared, counts all calls and makes the n-th (from 0) fail.
 class OneFault {
  public:
   static constexpr int kNever = -1;

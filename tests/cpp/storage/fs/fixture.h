@@ -1,4 +1,4 @@
-// What the fs tier's tests share: a root of their own, and what lies in it.
+// Shared by the tests of the fs tier: temporary roots, and access to their content.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -36,7 +36,7 @@ class TempDir {
   std::string path_;
 };
 
-// Of a record's payload, which begins behind 4 KiB.
+// Flips a bit in a record's payload, which starts after 4 KiB.
 inline void flip_a_bit(const fs::path& record) {
   constexpr std::streamoff kAt = 5000;
   std::fstream file(record, std::ios::in | std::ios::out | std::ios::binary);
@@ -46,7 +46,7 @@ inline void flip_a_bit(const fs::path& record) {
   file.put(flipped);
 }
 
-// What `du` says, in bytes. Files that vanish meanwhile count nothing.
+// Returns the size in bytes as `du` computes it. Files that vanish meanwhile count as 0.
 inline std::uint64_t du(const std::string& path) {
   struct ::stat info;
   if (::lstat(path.c_str(), &info) != 0) return 0;
@@ -62,7 +62,7 @@ inline std::uint64_t du(const std::string& path) {
 class TierUser : public TierDriver {
  public:
   explicit TierUser(const FsTierOptions& options) : TierDriver(make_fs_tier(options)) {}
-  // The usage becomes what is on the disk: at once, or with the next count.
+  // Succeeds once the usage equals the disk usage: at once, or with the next count.
   ::testing::AssertionResult usage_becomes_exact(const std::string& root) {
     const bool exact = until([&] {
       poll();
@@ -82,7 +82,7 @@ inline FsTierOptions options_for(const std::string& root, std::uint64_t max_byte
   return options;
 }
 
-// All paths below a root; what vanishes meanwhile is passed over.
+// Visits all paths below a root, and skips those that vanish meanwhile.
 inline void walk(const std::string& path, const std::function<void(const fs::path&)>& visit) {
   std::error_code error;
   for (fs::directory_iterator it(path, error), end; !error && it != end; it.increment(error)) {

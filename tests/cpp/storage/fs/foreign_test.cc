@@ -1,4 +1,4 @@
-// Two processes on one root: what one records the other finds, without a restart.
+// Two processes share one root: each finds the other's records without a restart.
 #include <gtest/gtest.h>
 
 #include "faulty_file_ops.h"
@@ -14,7 +14,7 @@ using namespace testing;
 
 class FsForeignTest : public ::testing::Test {
  protected:
-  // Asked once and again while it is not known, as a waiting request asks.
+  // Looks the key up until it is known, like a waiting request.
   bool finds(TierUser& user, std::uint32_t number) { return user.has(number); }
   bool finds_in_time(TierUser& user, std::uint32_t number) {
     return user.until([&] { return finds(user, number); });
@@ -23,7 +23,7 @@ class FsForeignTest : public ::testing::Test {
   std::string root_ = dir_.path() + "/root";
 };
 
-TEST_F(FsForeignTest, a_record_of_one_is_found_and_read_by_the_other) {
+TEST_F(FsForeignTest, a_record_of_one_process_is_found_and_read_by_the_other) {
   TierUser one(options_for(root_)), other(options_for(root_));
   one.wait_for_scan();
   other.wait_for_scan();
@@ -37,7 +37,7 @@ TEST_F(FsForeignTest, a_record_of_one_is_found_and_read_by_the_other) {
   EXPECT_TRUE(one.read(10));
 }
 
-TEST_F(FsForeignTest, records_that_come_later_are_found_too) {
+TEST_F(FsForeignTest, records_written_later_are_found_too) {
   TierUser one(options_for(root_)), other(options_for(root_));
   one.wait_for_scan();
   other.wait_for_scan();
@@ -48,7 +48,7 @@ TEST_F(FsForeignTest, records_that_come_later_are_found_too) {
   EXPECT_EQ(other.tier().stats().chunks, 3u);
 }
 
-TEST_F(FsForeignTest, what_the_other_evicts_is_a_miss_not_a_failure) {
+TEST_F(FsForeignTest, a_record_evicted_by_the_other_is_a_miss_and_not_a_failure) {
   TierUser one(options_for(root_)), other(options_for(root_));
   one.wait_for_scan();
   other.wait_for_scan();
@@ -72,7 +72,7 @@ TEST_F(FsForeignTest, namespaces_do_not_see_each_other) {
   EXPECT_FALSE(other.has(1));
 }
 
-// Two stores driven by hand: upkeep looks only where a test says so.
+// Two stores driven by hand: upkeep runs only where a test calls it.
 class FsAskedByNameTest : public ::testing::Test {
  protected:
   FsAskedByNameTest() {
@@ -106,7 +106,7 @@ class FsAskedByNameTest : public ::testing::Test {
   static Presence known(FsStore& store, std::uint32_t number) {
     return store.catalogue()->contains(key_of(number));
   }
-  // As PooledTier asks.
+  // Looks keys up as PooledTier does.
   static Status ask(FsStore& store, const std::vector<std::uint32_t>& numbers,
                     KeyOrder order = KeyOrder::kNone) {
     std::vector<ChunkKey> keys;
@@ -127,10 +127,10 @@ class FsAskedByNameTest : public ::testing::Test {
   FsStore asker_{options_for(dir_.path() + "/root"), ops_, clock_};
 };
 
-TEST_F(FsAskedByNameTest, what_another_has_written_is_found_when_it_is_asked_for) {
+TEST_F(FsAskedByNameTest, a_record_written_by_another_is_found_by_lookup) {
   write(writer_, 1);
   EXPECT_EQ(known(asker_, 1), Presence::kUnknown);
-  ASSERT_TRUE(ask(asker_, {1}));  // the first of its group: the directory tells its size
+  ASSERT_TRUE(ask(asker_, {1}));  // the first of its group: the directory listing gives its size
   EXPECT_EQ(known(asker_, 1), Presence::kPresent);
   write(writer_, 2);
   ASSERT_TRUE(ask(asker_, {2}));
@@ -138,7 +138,7 @@ TEST_F(FsAskedByNameTest, what_another_has_written_is_found_when_it_is_asked_for
   for (const std::uint32_t number : {1u, 2u}) EXPECT_TRUE(read(asker_, number));
 }
 
-TEST_F(FsAskedByNameTest, what_is_not_there_is_a_miss_until_it_is_worth_asking_again) {
+TEST_F(FsAskedByNameTest, a_missing_record_is_a_miss_until_its_absence_expires) {
   write(asker_, 1);
   ASSERT_TRUE(ask(asker_, {2}));
   EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
@@ -150,9 +150,9 @@ TEST_F(FsAskedByNameTest, what_is_not_there_is_a_miss_until_it_is_worth_asking_a
   EXPECT_EQ(known(asker_, 2), Presence::kPresent);
 }
 
-TEST_F(FsAskedByNameTest, who_is_alone_asks_for_nothing) {
+TEST_F(FsAskedByNameTest, a_server_without_neighbours_looks_nothing_up) {
   writer_.close();
-  for (int i = 0; i < 2; ++i) {  // its slot is given back; or is of one that died
+  for (int i = 0; i < 2; ++i) {  // its slot is free, or belongs to a dead process
     clock_.advance(Space::kDeadAfter);
     asker_.maintain();
   }
@@ -162,7 +162,7 @@ TEST_F(FsAskedByNameTest, who_is_alone_asks_for_nothing) {
   EXPECT_TRUE(asked.empty());
 }
 
-TEST_F(FsAskedByNameTest, another_generation_of_the_namespace_is_shared_with_nobody) {
+TEST_F(FsAskedByNameTest, another_epoch_of_the_namespace_is_not_shared) {
   writer_.forget();
   ASSERT_TRUE(writer_.begin_epoch());
   writer_.maintain();
@@ -172,7 +172,7 @@ TEST_F(FsAskedByNameTest, another_generation_of_the_namespace_is_shared_with_nob
   EXPECT_EQ(known(writer_, 2), Presence::kAbsent);
 }
 
-TEST_F(FsAskedByNameTest, behind_the_first_gap_of_a_prompt_nothing_is_looked_for) {
+TEST_F(FsAskedByNameTest, nothing_after_the_first_gap_of_a_prompt_is_looked_up) {
   write(asker_, 1);  // the size of its group is known
   for (const std::uint32_t number : {10u, 11u, 13u}) write(writer_, number);
   const std::vector<std::uint32_t> prompt{10, 11, 12, 13, 14};
@@ -183,15 +183,15 @@ TEST_F(FsAskedByNameTest, behind_the_first_gap_of_a_prompt_nothing_is_looked_for
   });
   ASSERT_TRUE(ask(asker_, prompt, KeyOrder::kPrefix));
   ops_.clear();
-  EXPECT_EQ(looks, 3);  // the two, and the gap, whose directory is not there
+  EXPECT_EQ(looks, 3);  // two hits and the gap, whose directory is missing
   EXPECT_EQ(known(asker_, 11), Presence::kPresent);
   for (const std::uint32_t number : {12u, 13u, 14u}) EXPECT_EQ(known(asker_, number), Presence::kAbsent);
   clock_.advance(KnownRecords::kAskAgainAfter);
-  ASSERT_TRUE(ask(asker_, {12, 13, 14}));  // as of a sliding window, whose chunks are asked for one by one
+  ASSERT_TRUE(ask(asker_, {12, 13, 14}));  // like a sliding window, whose chunks are looked up one by one
   EXPECT_EQ(known(asker_, 13), Presence::kPresent);
 }
 
-TEST_F(FsAskedByNameTest, a_directory_that_does_not_answer_is_the_devices_failure) {
+TEST_F(FsAskedByNameTest, a_directory_that_does_not_answer_is_a_device_failure) {
   write(asker_, 1);
   for (const std::uint32_t number : {2u, 3u}) write(writer_, number);
   ops_.fail_all(Call::kStat, EIO);
@@ -203,7 +203,7 @@ TEST_F(FsAskedByNameTest, a_directory_that_does_not_answer_is_the_devices_failur
   EXPECT_EQ(known(asker_, 3), Presence::kPresent);
 }
 
-TEST_F(FsAskedByNameTest, what_cannot_be_looked_at_hides_itself_only) {
+TEST_F(FsAskedByNameTest, an_inaccessible_path_hides_only_its_own_record) {
   write(asker_, 1);  // the size of its group is known
   for (const std::uint32_t number : {10u, 11u, 12u, 13u}) write(writer_, number);
   const auto first_look_fails = [&](int error) {
@@ -214,24 +214,24 @@ TEST_F(FsAskedByNameTest, what_cannot_be_looked_at_hides_itself_only) {
     });
   };
   std::uint32_t there = 10;
-  for (const int error : {EACCES, ENOTDIR, ELOOP}) {  // somebody's file or a mode in the way: not the device
+  for (const int error : {EACCES, ENOTDIR, ELOOP}) {  // a foreign file or a mode: not the device
     first_look_fails(error);
     EXPECT_TRUE(ask(asker_, {20, there}));
     EXPECT_EQ(known(asker_, 20), Presence::kAbsent);
-    EXPECT_EQ(known(asker_, there++), Presence::kPresent) << "the other is in its way";
+    EXPECT_EQ(known(asker_, there++), Presence::kPresent) << "the foreign file blocks it";
     clock_.advance(KnownRecords::kAskAgainAfter);
   }
   first_look_fails(EIO);
   EXPECT_EQ(ask(asker_, {20, there}).kind(), StatusKind::kIo);
-  EXPECT_EQ(known(asker_, there), Presence::kPresent) << "that one was seen";
+  EXPECT_EQ(known(asker_, there), Presence::kPresent) << "it was found";
   first_look_fails(ETIMEDOUT);
   const int before = ops_.calls_here();
   EXPECT_EQ(ask(asker_, {21, 22, 23}).kind(), StatusKind::kTimeout);
-  EXPECT_EQ(ops_.calls_here() - before, 1) << "each would take as long";
+  EXPECT_EQ(ops_.calls_here() - before, 1) << "every lookup would take as long";
 }
 
-TEST_F(FsAskedByNameTest, a_leaf_that_may_not_be_listed_has_no_records) {
-  write(writer_, 1);  // of its group nothing is known: its directory is listed
+TEST_F(FsAskedByNameTest, a_leaf_that_must_not_be_listed_has_no_records) {
+  write(writer_, 1);  // its group is unknown, so its directory is listed
   for (const int error : {EACCES, ENOTDIR, ELOOP}) {
     ops_.fail_all(Call::kOpen, error);
     EXPECT_TRUE(ask(asker_, {1}));
@@ -243,7 +243,7 @@ TEST_F(FsAskedByNameTest, a_leaf_that_may_not_be_listed_has_no_records) {
   EXPECT_EQ(known(asker_, 1), Presence::kPresent);
 }
 
-TEST_F(FsAskedByNameTest, a_directory_in_a_records_place_is_no_record) {
+TEST_F(FsAskedByNameTest, a_directory_in_place_of_a_record_is_not_a_record) {
   write(asker_, 1);
   write(writer_, 2);
   const fs::path path = path_of(dir_.path() + "/root", 2);
@@ -253,7 +253,7 @@ TEST_F(FsAskedByNameTest, a_directory_in_a_records_place_is_no_record) {
   EXPECT_EQ(known(asker_, 2), Presence::kAbsent);
 }
 
-TEST_F(FsAskedByNameTest, a_reset_while_it_is_asked_for_makes_nothing_known) {
+TEST_F(FsAskedByNameTest, a_reset_during_a_lookup_makes_nothing_known) {
   write(asker_, 1);
   write(writer_, 2);
   ops_.set_rule([&](Call call) -> int {

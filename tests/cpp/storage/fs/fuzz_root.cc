@@ -1,6 +1,6 @@
-// libFuzzer on everything else that a root tells us: the page of its space, the
-// readable twins, file names. Whatever they hold, opening the root ends in a sum that
-// keeps the bound or in one sentence. Clang only (CMake: fuzz_root).
+// libFuzzer target for the other files of a root: the ledger page, the readable description files, file
+// names. Whatever they contain, opening the root ends in a usage total that keeps the bound, or in one error
+// message. Clang only (CMake: fuzz_root).
 #include <fcntl.h>
 #include <xxhash.h>
 
@@ -33,7 +33,7 @@ FsTierOptions options_on(testing::SimDisk& disk) {
   return options;
 }
 
-// The checksum is made right, so that the fuzzer gets past it.
+// Corrects the checksum, so that the fuzzer gets past it.
 void plant_page(testing::SimDisk& disk, const std::uint8_t* data, std::size_t size) {
   testing::SimDisk::Bytes bytes = disk.content("/root/ledger");
   if (bytes.size() != SpacePage::kBytes) std::abort();
@@ -65,7 +65,7 @@ void use(const FsTierOptions& options, testing::SimDisk& disk) {
     space.add(4096);
     SpaceFigures figures;
     std::uint64_t number = 0;
-    // A page that is full of slots has no place for us, until those are found to be dead.
+    // A page full of slots has no slot for us until the dead owners are detected.
     if (!space.look(Nanos{0}, &figures) || !space.look(Space::kDeadAfter, &figures)) std::abort();
     if (!space.begin_count(&number) || !space.finish_count(number, 8192)) std::abort();
     if (space.total() < 8192 || figures.state == SpaceState::kNotExclusive) std::abort();
@@ -99,7 +99,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     std::shared_ptr<Generation> generation;
     const OpenRoot made = open_root(options, disk, &generation);
   }
-  // With a second namespace the root is not counted as it is opened.
+  // With a second namespace, opening does not count the root.
   if (disk.mkdir(AT_FDCWD, "/root/" + std::string(64, '2'), 0700) != 0) std::abort();
   const std::string space = "/root/" + layout::namespace_name(options.namespace_id);
   switch (data[0] % 4) {

@@ -1,4 +1,4 @@
-// How much work is done while the lock of the records is held: the scheduler's thread waits for it.
+// Limits the work under the lock of the records: the scheduler's thread waits for that lock.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -14,8 +14,8 @@ namespace {
 
 using namespace testing;
 
-// Blocks of a table fill up at about the same time, so that one hold may split some of each of several
-// tables. A step takes some nanoseconds.
+// The blocks of a table fill up at about the same time, so one hold may split some blocks of several tables.
+// One step takes a few nanoseconds.
 constexpr std::uint64_t kMostSteps = 32 * SplitTable::kCells / 2;
 
 ChunkKey held_key(std::uint64_t number) {
@@ -44,7 +44,7 @@ class HeldRecordsTest : public ::testing::TestWithParam<const char*> {
     for (std::uint64_t i = 0; i < count; ++i) found.push_back({held_key(i), 8192, 8192, 0});
     return found;
   }
-  // The most steps of a hold while so many records are found by a scan, used, told and forgotten.
+  // The most steps in one hold while this many records are found by a scan, used, reported and forgotten.
   std::uint64_t most_of_a_life(std::uint64_t count) {
     const StepWatch watch;
     const auto generation = begin(count);
@@ -81,7 +81,7 @@ class HeldRecordsTest : public ::testing::TestWithParam<const char*> {
   const std::atomic<bool> go_on_{false};
 };
 
-TEST_P(HeldRecordsTest, no_hold_of_the_lock_is_longer_with_ten_times_as_many_records) {
+TEST_P(HeldRecordsTest, no_hold_of_the_lock_grows_with_ten_times_as_many_records) {
   const auto many = static_cast<std::uint64_t>(rounds(1'000'000));
   EXPECT_LT(most_of_a_life(many / 10), kMostSteps);
   EXPECT_LT(most_of_a_life(many), kMostSteps);
@@ -89,8 +89,8 @@ TEST_P(HeldRecordsTest, no_hold_of_the_lock_is_longer_with_ten_times_as_many_rec
 
 INSTANTIATE_TEST_SUITE_P(Policies, HeldRecordsTest, ::testing::Values("lru", "prefix"));
 
-// The scheduler's thread adds uses and takes removals, in steps that others are late for.
-TEST(HeldUsesTest, uses_that_nobody_applies_are_let_go_of_a_few_at_a_time) {
+// The scheduler's thread adds uses and takes removals; other threads may be late to apply them.
+TEST(HeldUsesTest, uses_that_nobody_applies_are_dropped_a_few_at_a_time) {
   FakeClock clock;
   KnownRecords records("lru", clock);
   const auto one = std::make_shared<std::vector<TierUse>>(1, TierUse{held_key(1), {}});
@@ -101,7 +101,7 @@ TEST(HeldUsesTest, uses_that_nobody_applies_are_let_go_of_a_few_at_a_time) {
   EXPECT_LE(steps_of([&] { records.used(many); }), KnownRecords::kMostUseLists);
 }
 
-TEST(HeldPresenceTest, no_hold_of_the_lock_is_longer_with_more_keys) {
+TEST(HeldPresenceTest, no_hold_of_the_lock_grows_with_more_keys) {
   FakeClock clock;
   std::vector<ChunkKey> keys;
   for (int i = 0; i < rounds(600'000); ++i) keys.push_back(held_key(static_cast<std::uint64_t>(i)));
@@ -120,7 +120,7 @@ TEST(HeldPresenceTest, no_hold_of_the_lock_is_longer_with_more_keys) {
     presence.take_removals(&removals);
     EXPECT_LT(removals.size() - before, kMostSteps);
   }
-  EXPECT_GT(removals.size(), keys.size() / 3) << "all that was not forgotten before";
+  EXPECT_GT(removals.size(), keys.size() / 3) << "all that were not forgotten before";
   EXPECT_LT(watch.most(), kMostSteps);
 }
 

@@ -1,4 +1,4 @@
-// What is known is of one generation, whoever brings what, and when.
+// All knowledge belongs to one epoch, whichever thread adds it, and whenever.
 #include "storage/fs/known_records.h"
 
 #include <gtest/gtest.h>
@@ -48,7 +48,7 @@ class KnownRecordsTest : public ::testing::Test {
   const std::atomic<bool> go_on_{false};
 };
 
-TEST_F(KnownRecordsTest, what_was_learnt_in_a_generation_that_is_over_changes_nothing) {
+TEST_F(KnownRecordsTest, knowledge_from_an_ended_epoch_changes_nothing) {
   const auto old = generation(1), now = generation(2);
   begin(old, Extent::kSome);
   const auto victim_of_old = [&] {
@@ -80,7 +80,7 @@ TEST_F(KnownRecordsTest, what_was_learnt_in_a_generation_that_is_over_changes_no
   EXPECT_EQ(records_.begin_read(key_of(2), old, &pin).kind(), StatusKind::kCancelled);
 }
 
-TEST_F(KnownRecordsTest, the_next_generation_is_above_ours_and_says_whether_it_is_a_resets) {
+TEST_F(KnownRecordsTest, the_next_epoch_is_above_ours_and_knows_whether_a_reset_began_it) {
   begin(generation(7));
   EXPECT_FALSE(records_.next()) << "there is one";
   records_.drop(records_.generation());
@@ -89,31 +89,31 @@ TEST_F(KnownRecordsTest, the_next_generation_is_above_ours_and_says_whether_it_i
   const KnownRecords::Next before = *records_.next();
   records_.reset();
   EXPECT_TRUE(records_.next()->by_reset);
-  EXPECT_FALSE(records_.begin(generation(8), before, Extent::kOrder)) << "it was made before the reset";
+  EXPECT_FALSE(records_.begin(generation(8), before, Extent::kOrder)) << "it was prepared before the reset";
   EXPECT_EQ(records_.generation(), nullptr);
 }
 
-// The scheduler's thread resets, and copies what it compares; closing may wait for a server.
-TEST_F(KnownRecordsTest, a_generation_that_is_over_is_closed_by_upkeep_alone) {
+// The scheduler's thread resets and copies data to compare, while closing an epoch may wait for a server.
+TEST_F(KnownRecordsTest, only_upkeep_closes_an_ended_epoch) {
   auto used_by_an_op = generation(1);
   const std::weak_ptr<Generation> watched = used_by_an_op;
   begin(used_by_an_op);
   records_.reset();
   records_.free_unused();
   used_by_an_op.reset();
-  EXPECT_FALSE(watched.expired()) << "an op ended, on whichever thread";
+  EXPECT_FALSE(watched.expired()) << "an op ended, on any thread";
   records_.free_unused();
   EXPECT_TRUE(watched.expired());
 
   begin(generation(2));
   const std::weak_ptr<Generation> next = records_.generation();
   records_.reset();
-  EXPECT_FALSE(next.expired()) << "whoever resets closes nothing";
+  EXPECT_FALSE(next.expired()) << "a reset closes nothing";
   records_.close();
   EXPECT_TRUE(next.expired());
 }
 
-TEST_F(KnownRecordsTest, a_record_that_was_written_again_is_not_told_as_evicted) {
+TEST_F(KnownRecordsTest, a_record_that_was_written_again_is_not_reported_as_evicted) {
   begin(generation(1));
   EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, records_.generation()));
   EXPECT_TRUE(records_.written({key_of(2), 8192}, {}, records_.generation()));
@@ -128,7 +128,7 @@ TEST_F(KnownRecordsTest, a_record_that_was_written_again_is_not_told_as_evicted)
   EXPECT_TRUE(has(1));
 }
 
-TEST_F(KnownRecordsTest, a_directory_that_could_not_be_asked_for_is_asked_for_again_after_a_time) {
+TEST_F(KnownRecordsTest, a_directory_that_could_not_be_read_is_looked_up_again_later) {
   begin(generation(1), Extent::kSome);
   const std::vector<ChunkKey> keys = {key_of(1)};
   std::vector<ChunkKey> asked;
@@ -149,7 +149,7 @@ TEST_F(KnownRecordsTest, a_directory_that_could_not_be_asked_for_is_asked_for_ag
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kAbsent) << "it was listed meanwhile";
 }
 
-TEST_F(KnownRecordsTest, without_a_generation_nothing_is_there_and_nothing_unknown) {
+TEST_F(KnownRecordsTest, without_an_epoch_every_record_is_absent) {
   begin(generation(1), Extent::kSome);
   EXPECT_EQ(records_.contains(key_of(1)), Presence::kUnknown);
   EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, records_.generation()));
@@ -163,7 +163,7 @@ TEST_F(KnownRecordsTest, without_a_generation_nothing_is_there_and_nothing_unkno
 }
 
 // A record whose chunk is in use in host memory is not old.
-TEST_F(KnownRecordsTest, what_was_used_elsewhere_has_its_place_before_anything_goes) {
+TEST_F(KnownRecordsTest, uses_elsewhere_count_before_anything_is_evicted) {
   const auto now = generation(1);
   begin(now);
   for (const std::uint32_t number : {1, 2, 3}) EXPECT_TRUE(records_.written({key_of(number), 8192}, {}, now));
@@ -173,7 +173,7 @@ TEST_F(KnownRecordsTest, what_was_used_elsewhere_has_its_place_before_anything_g
   EXPECT_EQ(gone, (std::vector<ChunkKey>{key_of(3), key_of(2), key_of(1)}));
 }
 
-TEST_F(KnownRecordsTest, uses_of_before_a_reset_change_nothing_after_it) {
+TEST_F(KnownRecordsTest, uses_from_before_a_reset_change_nothing_after_it) {
   begin(generation(1));
   records_.used(uses_of({1}));
   records_.reset();
@@ -183,19 +183,19 @@ TEST_F(KnownRecordsTest, uses_of_before_a_reset_change_nothing_after_it) {
   EXPECT_EQ(records_.take_victim()->record.key, key_of(1));
 }
 
-TEST_F(KnownRecordsTest, the_oldest_of_too_many_uses_are_forgotten) {
+TEST_F(KnownRecordsTest, the_oldest_of_too_many_uses_are_dropped) {
   const auto now = generation(1);
   begin(now);
   for (const std::uint32_t number : {1, 2, 3}) EXPECT_TRUE(records_.written({key_of(number), 8192}, {}, now));
   records_.used(uses_of({1}));
   records_.used(uses_of({2}));
   const std::vector<std::uint32_t> others(KnownRecords::kMostUses - 1, 99);
-  records_.used(uses_of(others));  // with that of 2 as many as are kept
+  records_.used(uses_of(others));  // together with the use of 2, as many as are kept
   EXPECT_EQ(records_.take_victim()->record.key, key_of(1));
   EXPECT_EQ(records_.take_victim()->record.key, key_of(3));
 }
 
-TEST_F(KnownRecordsTest, the_next_to_go_stays_when_it_is_of_the_request_that_is_spared) {
+TEST_F(KnownRecordsTest, the_next_victim_stays_if_it_belongs_to_the_spared_request) {
   const auto now = generation(1);
   begin(now);
   EXPECT_TRUE(records_.written({key_of(1), 8192}, {.request = 5}, now));
@@ -208,14 +208,14 @@ TEST_F(KnownRecordsTest, the_next_to_go_stays_when_it_is_of_the_request_that_is_
   EXPECT_FALSE(own);
 }
 
-TEST_F(KnownRecordsTest, what_was_declined_is_known_to_its_request_until_it_is_written_or_reset) {
+TEST_F(KnownRecordsTest, a_declined_write_is_remembered_for_its_request_until_it_is_written_or_reset) {
   begin(generation(1));
   const ChunkId one = chunk_id(key_of(1)), two = chunk_id(key_of(2));
   records_.note_declined(key_of(1), 5, records_.generation());
   EXPECT_TRUE(records_.is_declined(one, 5));
-  EXPECT_FALSE(records_.is_declined(one, 6)) << "a later request is looked at anew";
+  EXPECT_FALSE(records_.is_declined(one, 6)) << "a later request is judged separately";
   EXPECT_FALSE(records_.is_declined(two, 5));
-  EXPECT_FALSE(records_.is_declined(0, 5)) << "nothing lies before it";
+  EXPECT_FALSE(records_.is_declined(0, 5)) << "it has no parent chunk";
   EXPECT_TRUE(records_.written({key_of(1), 8192}, {.request = 5}, records_.generation()));
   EXPECT_FALSE(records_.is_declined(one, 5));
   const auto before = records_.generation();
@@ -227,8 +227,8 @@ TEST_F(KnownRecordsTest, what_was_declined_is_known_to_its_request_until_it_is_w
   EXPECT_FALSE(records_.is_declined(one, 5)) << "that was decided before the reset";
 }
 
-// A removal that is told late must not hide a record that was written since.
-TEST_F(KnownRecordsTest, a_record_that_was_written_again_after_a_reset_is_not_told_as_removed) {
+// A removal that is reported late must not hide a record that was written since.
+TEST_F(KnownRecordsTest, a_record_written_again_after_a_reset_is_not_reported_as_removed) {
   begin(generation(1));
   const auto many = static_cast<std::uint32_t>(KnownRecords::kMostRemovals) + 10;
   for (std::uint32_t i = 0; i < many; ++i)
@@ -247,7 +247,7 @@ TEST_F(KnownRecordsTest, a_record_that_was_written_again_after_a_reset_is_not_to
   EXPECT_EQ(removals.size(), many - 1) << "once";
 }
 
-TEST_F(KnownRecordsTest, the_end_of_a_read_of_before_a_reset_lets_nothing_go_that_is_read_after_it) {
+TEST_F(KnownRecordsTest, a_read_from_before_a_reset_does_not_unpin_a_record_read_after_it) {
   begin(generation(1));
   EXPECT_TRUE(records_.written({key_of(1), 8192}, {}, records_.generation()));
   auto before = std::make_unique<KnownRecords::Pin>();

@@ -1,4 +1,4 @@
-// The growth of directories, told once.
+// Directory growth, reported once.
 #include "storage/fs/leaf_directories.h"
 
 #include <gtest/gtest.h>
@@ -6,17 +6,17 @@
 namespace kv_offload {
 namespace {
 
-TEST(LeafDirectoriesTest, growth_is_told_once_and_a_first_size_is_none) {
+TEST(LeafDirectoriesTest, growth_is_reported_once_and_not_for_a_first_size) {
   LeafDirectories leaves;
   EXPECT_EQ(leaves.note_size(7, 4096), 0u);
   EXPECT_EQ(leaves.note_size(7, 12288), 8192u);
   EXPECT_EQ(leaves.note_size(7, 12288), 0u);
   EXPECT_EQ(leaves.note_size(8, 12288), 0u) << "another directory";
-  EXPECT_EQ(leaves.note_size(7, 4096), 0u) << "it was emptied and made anew";
+  EXPECT_EQ(leaves.note_size(7, 4096), 0u) << "it was emptied and created again";
   EXPECT_EQ(leaves.note_size(7, 8192), 4096u);
 }
 
-TEST(LeafDirectoriesTest, the_growth_of_all_is_what_they_have_beyond_their_first_page) {
+TEST(LeafDirectoriesTest, the_total_growth_excludes_the_first_page_of_each_directory) {
   LeafDirectories leaves;
   EXPECT_EQ(leaves.growth(), 0u);
   (void)leaves.note_size(7, 12288);
@@ -26,7 +26,7 @@ TEST(LeafDirectoriesTest, the_growth_of_all_is_what_they_have_beyond_their_first
   EXPECT_EQ(leaves.growth(), 12288u);
 }
 
-TEST(LeafDirectoriesTest, each_name_becomes_durable_by_itself) {
+TEST(LeafDirectoriesTest, each_name_becomes_durable_separately) {
   LeafDirectories leaves;
   leaves.note_durable(3);
   EXPECT_TRUE(leaves.is_durable(3));

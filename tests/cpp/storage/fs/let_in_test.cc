@@ -13,7 +13,7 @@
 namespace kv_offload {
 namespace {
 
-// Reads Mutex::waiting_, which is private: an explicit instantiation may name it.
+// Reads the private member Mutex::waiting_: an explicit instantiation may name it.
 unsigned threads_waiting_for(const Mutex& mutex);
 template <std::atomic<unsigned> Mutex::*kWaiting>
 struct WaitingThreads {
@@ -21,8 +21,8 @@ struct WaitingThreads {
 };
 template struct WaitingThreads<&Mutex::waiting_>;
 
-// Whom each hold of one mutex belongs to. The thread with the long list keeps each of its holds until the
-// other thread waits, so whose hold is the next one is not left to chance.
+// Records which thread owns each hold of one mutex. The thread with the long list keeps each hold until the
+// other thread waits, so the next owner is not left to chance.
 class Turns final : public Mutex::Watcher {
  public:
   Turns() { Mutex::watch(this); }
@@ -39,7 +39,7 @@ class Turns final : public Mutex::Watcher {
     was_long_ = is_long;
   }
   void unlocking(const Mutex&) override {}
-  // From now on this thread goes through a long list.
+  // From now on, this thread works through a long list.
   void begin() {
     pieces_ = 0;
     in_a_row_ = 0;
@@ -48,7 +48,7 @@ class Turns final : public Mutex::Watcher {
   }
   void end() { long_list_.store(false); }
   int pieces() const { return pieces_; }
-  int in_a_row() const { return in_a_row_; }  // holds of the long list right after another of its holds
+  int in_a_row() const { return in_a_row_; }  // holds of the long list right after another hold of it
 
  private:
   const std::thread::id owner_ = std::this_thread::get_id();
@@ -57,7 +57,7 @@ class Turns final : public Mutex::Watcher {
   std::atomic<int> pieces_{0}, in_a_row_{0};
 };
 
-TEST(LetInTest, a_thread_that_waits_gets_the_lock_before_the_next_piece_of_a_long_list) {
+TEST(LetInTest, a_waiting_thread_gets_the_lock_before_the_next_piece_of_a_long_list) {
   constexpr std::uint32_t kPieces = 20;
   constexpr auto kCount = kPieces * static_cast<std::uint32_t>(KnownRecords::kRecordsPerLock);
   FakeClock clock;
@@ -73,7 +73,7 @@ TEST(LetInTest, a_thread_that_waits_gets_the_lock_before_the_next_piece_of_a_lon
   }
 
   Turns turns;
-  (void)records.bytes();  // this mutex
+  (void)records.bytes();  // selects this mutex
   std::atomic<bool> done{false};
   std::thread asks([&] {
     while (!done.load()) (void)records.contains(found[0].key);
@@ -93,7 +93,7 @@ TEST(LetInTest, a_thread_that_waits_gets_the_lock_before_the_next_piece_of_a_lon
     long_lists[i]();
     turns.end();
     EXPECT_GE(turns.pieces(), static_cast<int>(kPieces)) << i;
-    // used() is a call of its own, which lets nobody in.
+    // used() is a separate call, which lets no other thread in.
     EXPECT_LE(turns.in_a_row(), i == 1 ? 1 : 0) << i;
   }
   done.store(true);

@@ -1,4 +1,4 @@
-// Several on one full root: each goes on, whatever the others do or do not do.
+// Several servers on one full root: each makes progress, whatever the others do.
 #include <gtest/gtest.h>
 #include <signal.h>
 
@@ -29,8 +29,8 @@ class FsLiveness : public ::testing::Test {
     next_ = first;
     while (user.removed(TierRemoval::Reason::kEvicted) < 3) ASSERT_TRUE(user.write(next_++, kLivenessShards));
   }
-  // Looks of the tier's own ticker are under way while this clock jumps: they may take what it jumped for
-  // their own duration, and rest for twenty times as long.
+  // The tier's own ticker may be scanning while this clock jumps. It then takes the jump for its own
+  // duration, and pauses for twenty times as long.
   bool finds(TierUser& user, std::uint32_t number) {
     return user.until([&] {
       clock_.advance(std::chrono::seconds(1));
@@ -46,7 +46,7 @@ class FsLiveness : public ::testing::Test {
 TEST_F(FsLiveness, an_idle_server_on_a_full_root_starves_nobody) {
   TierUser idle(timed_options()), busy(timed_options());
   busy.wait_for_scan();
-  fill(idle);  // and from here on it is not even polled
+  fill(idle);  // from here on it is not even polled
   ASSERT_TRUE(finds(busy, next_ - 1));
   ASSERT_TRUE(busy.until([&] {  // and all others
     if (busy.tier().stats().chunks >= idle.tier().stats().chunks) return true;
@@ -60,7 +60,7 @@ TEST_F(FsLiveness, an_idle_server_on_a_full_root_starves_nobody) {
   }
 }
 
-TEST_F(FsLiveness, what_one_records_in_a_full_root_the_other_finds) {
+TEST_F(FsLiveness, a_record_written_to_a_full_root_is_found_by_the_other_server) {
   TierUser one(timed_options()), other(timed_options());
   fill(one);
   other.wait_for_scan();
@@ -71,7 +71,7 @@ TEST_F(FsLiveness, what_one_records_in_a_full_root_the_other_finds) {
   }
 }
 
-TEST_F(FsLiveness, an_engine_that_does_not_poll_goes_on_looking) {
+TEST_F(FsLiveness, an_engine_that_does_not_poll_keeps_scanning) {
   TierUser one(timed_options()), idle(timed_options());
   one.wait_for_scan();
   idle.wait_for_scan();
@@ -82,7 +82,7 @@ TEST_F(FsLiveness, an_engine_that_does_not_poll_goes_on_looking) {
   }));
 }
 
-TEST_F(FsLiveness, records_that_cannot_be_removed_stay_known_and_the_error_is_told) {
+TEST_F(FsLiveness, unremovable_records_stay_known_and_the_error_is_reported) {
   FaultyFileOps ops;
   FsTierOptions options = timed_options();
   options.file_ops = &ops;
@@ -96,13 +96,13 @@ TEST_F(FsLiveness, records_that_cannot_be_removed_stay_known_and_the_error_is_to
     EXPECT_EQ(status.error_number(), EPERM);
   }
   EXPECT_EQ(user.tier().stats().chunks, known);
-  EXPECT_EQ(user.tier().stats().breaker_trips, 1u) << "a device that refuses rests";
+  EXPECT_EQ(user.tier().stats().breaker_trips, 1u) << "a device that refuses is switched off for a while";
   ops.clear();
   clock_.advance(std::chrono::seconds(2));
   EXPECT_TRUE(user.until([&] { return user.write(next_, kLivenessShards).is_ok(); }));
 }
 
-TEST_F(FsLiveness, beside_one_that_cannot_remove_and_one_that_resets_the_others_go_on) {
+TEST_F(FsLiveness, servers_continue_alongside_one_that_cannot_remove_and_one_that_resets) {
   FaultyFileOps ops;
   FsTierOptions broken_options = timed_options(), resetting_options = timed_options();
   broken_options.file_ops = &ops;
@@ -125,7 +125,7 @@ TEST_F(FsLiveness, beside_one_that_cannot_remove_and_one_that_resets_the_others_
   }
 }
 
-TEST_F(FsLiveness, a_namespace_that_comes_to_a_full_root_gets_its_share) {
+TEST_F(FsLiveness, a_new_namespace_gets_its_share_of_a_full_root) {
   FsTierOptions late = timed_options();
   late.namespace_id.fill(0x22);
   late.namespace_json = "{}";
@@ -136,7 +136,7 @@ TEST_F(FsLiveness, a_namespace_that_comes_to_a_full_root_gets_its_share) {
   clock_.advance(std::chrono::seconds(1));
   second.poll();
   for (std::uint32_t i = 0; i < 60; ++i) {
-    clock_.advance(std::chrono::seconds(1));  // what one asks for in a tick, the other evicts in its next
+    clock_.advance(std::chrono::seconds(1));  // one tick requests space, the other's next tick evicts
     first.poll();
     second.poll();
     EXPECT_TRUE(second.until([&] { return second.write(i, kLivenessShards).is_ok(); })) << i;
@@ -148,7 +148,7 @@ TEST_F(FsLiveness, a_namespace_that_comes_to_a_full_root_gets_its_share) {
 
 // ---- processes
 
-TEST_F(FsLiveness, three_processes_of_which_any_one_is_stopped_or_killed_go_on) {
+TEST_F(FsLiveness, two_of_three_processes_continue_while_the_other_is_stopped_or_killed) {
   WriterProcesses writers(kLivenessShards);
   for (int i = 0; i < 3; ++i) writers.start(options_for(root_, kLivenessBound), WriterProcesses::Time::kReal);
   ASSERT_TRUE(writers.go_on(3, 40)) << "full, by all three";

@@ -1,5 +1,5 @@
-// File systems whose metadata misleads: blocks that are reported late (ZFS), never, or in another amount than
-// the size; times that are coarse or lie in the future; no room although the bound has some.
+// File systems with misleading metadata. Blocks are reported late (ZFS), never, or in another amount than the
+// size. Times are coarse or in the future. The disk is full although the bound is not reached.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace kv_offload::testing {
 
-// Regular files show no blocks until `lag` after their size was first seen; then size * factor.
+// Regular files show no blocks until `lag` after their size was first seen, and then size * factor.
 class LateBlocks : public FaultyFileOps {
  public:
   LateBlocks(const Clock& clock, Nanos lag, std::uint64_t factor = 1)
@@ -41,10 +41,10 @@ class LateBlocks : public FaultyFileOps {
   const Nanos lag_;
   const std::uint64_t factor_;
   std::mutex mutex_;
-  std::map<std::uint64_t, std::pair<std::uint64_t, Nanos>> first_;  // by inode: its size, and since when
+  std::map<std::uint64_t, std::pair<std::uint64_t, Nanos>> first_;  // by inode: size, first seen when
 };
 
-// A directory takes a page, and one more for each name that it ever had at once, as on ext4 with long names.
+// A directory takes one page, plus one page for each name of its maximum, like ext4 with long names.
 class GrowingDirectories : public FaultyFileOps {
  public:
   int fstat(int fd, FileInfo* info) override { return grown(FaultyFileOps::fstat(fd, info), fd, info); }
@@ -71,7 +71,7 @@ class GrowingDirectories : public FaultyFileOps {
   std::map<std::uint64_t, std::uint64_t> most_;  // names, by inode
 };
 
-// All times pass through `shown`.
+// Transforms all times with `shown`.
 class ChangedTimes : public FaultyFileOps {
  public:
   using Shown = std::function<std::int64_t(std::int64_t nanos, const FileInfo& info)>;
@@ -91,7 +91,7 @@ class ChangedTimes : public FaultyFileOps {
   const Shown shown_;
 };
 
-// Has room for so many bytes in files of more than a page; a write that passes that is ENOSPC (or EDQUOT).
+// Has room for this many bytes in files of more than a page; a write beyond that fails with `error`.
 class SmallDisk : public FaultyFileOps {
  public:
   explicit SmallDisk(std::uint64_t room, int error = ENOSPC) : room_(room), error_(error) {}

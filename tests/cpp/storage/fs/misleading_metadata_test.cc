@@ -1,4 +1,4 @@
-// The bound, and what is found, on file systems whose metadata misleads.
+// The bound and the lookups on file systems with misleading metadata.
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
 
@@ -59,7 +59,7 @@ TEST_F(FsMisleading, the_bound_holds_where_blocks_are_reported_late_or_never) {
       ASSERT_LE(du(root_), kMetadataBound);
       if (i % 10 == 9) tick(*store);
     }
-    EXPECT_GT(du(root_), kMetadataBound * 9 / 10) << "the tier shrinks";
+    EXPECT_GT(du(root_), kMetadataBound * 9 / 10) << "the tier lost capacity";
     for (int i = 0; i < 30; ++i) tick(*store);
     EXPECT_GE(stats_of(*store).bytes + kMetadataRecord, du(root_));
     EXPECT_LE(stats_of(*store).bytes, du(root_) + kMetadataRecord);
@@ -67,24 +67,24 @@ TEST_F(FsMisleading, the_bound_holds_where_blocks_are_reported_late_or_never) {
   }
 }
 
-// Copies, parity, large allocation units: twice the size, and known late.
-TEST_F(FsMisleading, blocks_that_come_late_and_are_more_than_the_size_keep_the_bound_once_they_were_seen) {
+// Copies, parity or large allocation units: twice the size, and reported late.
+TEST_F(FsMisleading, late_blocks_that_exceed_the_size_keep_the_bound_once_they_were_seen) {
   LateBlocks ops(clock_, std::chrono::seconds(5), 2);
   const auto store = open(ops);
   for (std::uint32_t i = 0; i < 4; ++i) ASSERT_TRUE(write(*store, i));
-  for (int i = 0; i < 30; ++i) tick(*store);  // nothing is written: they settle, and are counted
+  for (int i = 0; i < 30; ++i) tick(*store);  // without writes, the blocks settle and are counted
   const auto records = [&] { return records_in(root_).size(); };
   for (std::uint32_t i = 4; i < 200; ++i) {
     ASSERT_TRUE(write(*store, i)) << i;
     ASSERT_LE(records() * 2 * kMetadataRecord, kMetadataBound) << "after " << i << " records";
     if (i % 10 == 9) tick(*store);
   }
-  EXPECT_GT(records() * 2 * kMetadataRecord, kMetadataBound * 8 / 10) << "the tier shrinks";
+  EXPECT_GT(records() * 2 * kMetadataRecord, kMetadataBound * 8 / 10) << "the tier lost capacity";
   store->close();
 }
 
-// XFS allocates ahead of a file's end, and gives that back later.
-TEST_F(FsMisleading, blocks_that_are_given_back_later_are_used_again) {
+// XFS allocates beyond a file's end, and returns that space later.
+TEST_F(FsMisleading, blocks_that_are_returned_later_are_used_again) {
   class Ahead : public LateBlocks {
    public:
     using LateBlocks::LateBlocks;
@@ -106,7 +106,7 @@ TEST_F(FsMisleading, blocks_that_are_given_back_later_are_used_again) {
   store->close();
 }
 
-TEST_F(FsMisleading, a_disk_that_is_full_below_the_bound_keeps_what_was_written_last) {
+TEST_F(FsMisleading, a_disk_that_is_full_below_the_bound_keeps_the_newest_records) {
   for (const int error : {ENOSPC, EDQUOT}) {
     fs::remove_all(root_);
     lines_.clear();
@@ -122,7 +122,7 @@ TEST_F(FsMisleading, a_disk_that_is_full_below_the_bound_keeps_what_was_written_
     store->maintain();
     ASSERT_EQ(lines_.size(), 1u) << fmt::format("{}", fmt::join(lines_, "\n"));
     EXPECT_NE(lines_[0].find("is full"), std::string::npos);
-    // There is room again.
+    // Space becomes available again.
     disk.set_room(4 * kMetadataBound);
     for (int i = 0; i < 200; ++i) tick(*store);
     for (std::uint32_t i = 1000; i < 1100; ++i) ASSERT_TRUE(write(*store, i));
@@ -132,7 +132,7 @@ TEST_F(FsMisleading, a_disk_that_is_full_below_the_bound_keeps_what_was_written_
   }
 }
 
-TEST_F(FsMisleading, a_disk_that_stays_full_costs_a_few_records_and_not_the_cache) {
+TEST_F(FsMisleading, a_disk_that_stays_full_costs_a_few_records_and_not_the_whole_cache) {
   SmallDisk disk(kMetadataBound / 2);
   const auto store = open(disk);
   for (std::uint32_t i = 0; i < 20; ++i) ASSERT_TRUE(write(*store, i));
@@ -143,8 +143,8 @@ TEST_F(FsMisleading, a_disk_that_stays_full_costs_a_few_records_and_not_the_cach
     EXPECT_EQ(status.kind(), StatusKind::kNoSpace) << status.to_string();
     EXPECT_EQ(status.error_number(), ENOSPC);
   }
-  // The first write evicts in its second attempt. The next one evicts in both, since the bound is lowered,
-  // and ends as the second write in vain. Room for a record and its directories takes two records.
+  // The first write evicts in its second attempt. The next write evicts in both attempts, since the bound is
+  // lowered, and is the second write to fail. Space for a record and its directories takes two records.
   constexpr std::size_t kAttemptsThatEvict = 1 + 2, kRecordsAnAttempt = 2;
   EXPECT_GE(records_in(root_).size(), 20 - kAttemptsThatEvict * kRecordsAnAttempt);
   EXPECT_TRUE(temporaries_in(root_).empty());
@@ -156,8 +156,8 @@ TEST_F(FsMisleading, a_disk_that_stays_full_costs_a_few_records_and_not_the_cach
   store->close();
 }
 
-// Each server tells the ledger of it, so the sum is too high: no other program removed anything.
-TEST_F(FsMisleading, a_directory_that_grows_under_two_servers_is_not_told_as_lost_records) {
+// Each server adds the growth to the ledger, so the total is too high, but no other program removed anything.
+TEST_F(FsMisleading, a_directory_that_grows_under_two_servers_is_not_reported_as_lost_records) {
   GrowingDirectories ops;
   const auto one = open(ops), other = open(ops);
   std::uint32_t number = 0;
@@ -167,7 +167,7 @@ TEST_F(FsMisleading, a_directory_that_grows_under_two_servers_is_not_told_as_los
       if (layout::leaf_of(key_of(number)) != leaf) continue;
       ASSERT_TRUE(write(n++ % 2 == 0 ? *one : *other, number)) << number;
     }
-    tick(*one, std::chrono::minutes(1));  // counts that a suspicion asks for are made with pauses
+    tick(*one, std::chrono::minutes(1));  // counts that a suspicion triggers are made with pauses
     other->maintain();
   }
   ASSERT_GT(stats_of(*one).evicted_bytes, 0u);
@@ -176,8 +176,8 @@ TEST_F(FsMisleading, a_directory_that_grows_under_two_servers_is_not_told_as_los
   for (FsStore* store : {one.get(), other.get()}) store->close();
 }
 
-// One directory's time lies in the future: what others write into the rest is found all the same.
-TEST_F(FsMisleading, records_of_others_are_found_where_times_are_coarse_or_lie_in_the_future) {
+// One directory's time is in the future: records that others write elsewhere are found anyway.
+TEST_F(FsMisleading, records_of_others_are_found_where_times_are_coarse_or_in_the_future) {
   for (const bool future : {false, true}) {
     fs::remove_all(root_);
     std::atomic<bool> shift{future};
@@ -195,7 +195,7 @@ TEST_F(FsMisleading, records_of_others_are_found_where_times_are_coarse_or_lie_i
     const auto reader = open(ops);
     const auto writer = open(posix_file_ops());
     ASSERT_TRUE(write(*writer, 0));
-    ahead.store(0);  // the directory of this record is the first to be looked at
+    ahead.store(0);  // the directory of this record is scanned first
     FileInfo leaf;
     ASSERT_EQ(posix_file_ops().stat(AT_FDCWD, path_of(root_, 0).parent_path().string(), &leaf), 0);
     ahead.store(leaf.inode);
@@ -209,14 +209,14 @@ TEST_F(FsMisleading, records_of_others_are_found_where_times_are_coarse_or_lie_i
   }
 }
 
-// The clock of a file server is ahead of ours: what was used is newer than what was only written.
-TEST_F(FsMisleading, the_order_of_use_survives_a_restart_where_the_file_systems_clock_is_ahead) {
+// The clock of a file server is ahead of ours, so a file that was only written looks newer than a used one.
+TEST_F(FsMisleading, the_order_of_use_survives_a_restart_where_the_file_system_clock_is_ahead) {
   constexpr std::int64_t kAhead = std::int64_t{7200} * 1'000'000'000;
   const auto now = [] {
     return std::chrono::duration_cast<Nanos>(std::chrono::system_clock::now().time_since_epoch()).count();
   };
   const auto start = now();
-  // What the server stamped is ahead; what we set with set_mtime() is as we set it, and already ahead then.
+  // The server's own stamps are ahead. A time set with set_mtime() is kept as set, and is already ahead.
   ChangedTimes ops([&](std::int64_t nanos, const FileInfo&) {
     return nanos < start + kAhead / 2 && nanos > start - kAhead / 2 ? nanos + kAhead : nanos;
   });
@@ -238,7 +238,7 @@ TEST_F(FsMisleading, the_order_of_use_survives_a_restart_where_the_file_systems_
   store->close();
 }
 
-TEST_F(FsMisleading, absurd_sizes_in_names_are_not_believed) {
+TEST_F(FsMisleading, absurd_sizes_in_names_are_ignored) {
   const auto store = open(posix_file_ops());
   ASSERT_TRUE(write(*store, 1));
   const std::string leaf = path_of(root_, 1).parent_path().string();

@@ -1,14 +1,14 @@
-// One host's view of a directory that several hosts mount over NFS, at its worst: nothing that was remembered
-// expires by time. What another host changes is seen where Linux's client asks the server for it:
+// One host's view of a directory that several hosts mount over NFS, in the worst case: no cached state
+// expires by time. A change by another host becomes visible where Linux's client asks the server:
 //
-//   names     are remembered, those that are not there too, until the directory is opened by its name or
+//   names     are cached, missing ones too, until the directory is opened by its name or
 //             refreshed; opening it as "." does not count, nor does a listing
-//   files     are as they are from each open on; one that another host removed is ESTALE
-//   removal   of a file that this host has open gives it another name (.nfsN) until it is closed
-//   rename    knows no "keep what is there" (EINVAL)
-//   locks     reach all hosts, of files only; LOCK_EX needs a descriptor that can write
+//   files     keep their state from each open on; one that another host removed is ESTALE
+//   removal   of a file that this host has open renames it (.nfsN) until it is closed
+//   rename    does not support "keep the existing file" (EINVAL)
+//   locks     reach all hosts, for files only; LOCK_EX needs a writable descriptor
 //
-// cut_off(): no call returns until heal(), and the server has given the locks away meanwhile.
+// cut_off(): no call returns until heal(), and meanwhile the server gives the locks to others.
 #pragma once
 
 #include <fcntl.h>
@@ -27,7 +27,7 @@
 
 namespace kv_offload::testing {
 
-// What the server knows: how often the names of each directory were changed.
+// The server's state: how often the names of each directory changed.
 class NfsServer {
  public:
   std::uint64_t version(const std::string& directory) {
@@ -58,7 +58,7 @@ class NfsHost final : public FileOps {
     cut_ = false;
     healed_.notify_all();
   }
-  // The clock of this host, in what it writes as a time.
+  // Shifts this host's clock in the times that it writes.
   void set_clock_ahead(std::int64_t nanos) { ahead_ = nanos; }
 
   int open(int directory, const std::string& path, int flags, unsigned mode) override {
@@ -96,7 +96,7 @@ class NfsHost final : public FileOps {
   }
   std::int64_t pwritev(int fd, const iovec* parts, int count, std::int64_t offset) override {
     Calling call(*this);
-    return real_.pwritev(fd, parts, count, offset);  // of a stale one too: the cache takes it
+    return real_.pwritev(fd, parts, count, offset);  // also to a stale file: the cache accepts it
   }
   int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override {
     Calling call(*this);
@@ -184,10 +184,10 @@ class NfsHost final : public FileOps {
  private:
   struct File {
     std::uint64_t inode = 0;
-    std::string kept_as;  // it was removed here while it is open
+    std::string kept_as;  // name of a file that was removed here while open
   };
   struct Name {
-    std::uint64_t version = 0;  // of its directory, as it was seen
+    std::uint64_t version = 0;  // of its directory, as last seen
     int result = 0;
     FileInfo info;
   };
@@ -196,7 +196,7 @@ class NfsHost final : public FileOps {
     std::uint64_t version = 0;
     std::vector<DirEntry> entries;
   };
-  // Each call waits while the host is cut off, and then has its state for itself.
+  // Each call waits while the host is cut off, and then has exclusive access to its state.
   struct Calling {
     explicit Calling(NfsHost& host) : lock(host.mutex_) {
       host.healed_.wait(lock, [&] { return !host.cut_; });
@@ -225,7 +225,7 @@ class NfsHost final : public FileOps {
       *info = at->second.info;
       return at->second.result;
     }
-    // A directory that is not there as it is remembered hides what it holds.
+    // A directory that is cached as missing hides its content.
     if (const auto above = names_.find(parent_of(full));
         above != names_.end() && above->second.result == -ENOENT &&
         above->second.version == seen_version(parent_of(parent_of(full)))) {

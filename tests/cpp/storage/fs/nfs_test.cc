@@ -1,5 +1,5 @@
-// Hosts that share a directory over NFS (nfs_host.h): what each remembers of it never costs a right answer,
-// a byte above the bound, or a record that is told to be there and is not.
+// Hosts that share a directory over NFS (nfs_host.h). Cached state never causes a wrong answer, a byte above
+// the bound, or a record that is reported as present and is missing.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ using std::chrono::seconds;
 constexpr std::uint64_t kBound = std::uint64_t{1} << 20;
 constexpr std::uint64_t kPayload = 16384, kRecordOnDisk = kPayload + 4096;
 
-// A host, and a store of it that is driven by hand: upkeep looks only where a test says so.
+// A host with a store that is driven by hand: upkeep runs only where a test calls it.
 struct NfsUser {
   NfsUser(NfsServer& server, const FsTierOptions& given, const std::string& boot, const Clock& clock)
       : host(server, between), options(given) {
@@ -87,7 +87,7 @@ class FsNfsTest : public ::testing::Test {
     options.namespace_id.fill(namespace_byte);
     return std::make_unique<NfsUser>(server_, options, name, clock_);
   }
-  // Both see each other, and the root is counted.
+  // Both hosts see each other, and the root is counted.
   void settle(const std::vector<NfsUser*>& users) {
     for (int round = 0; round < 4; ++round) {
       for (NfsUser* user : users) user->store->maintain();
@@ -113,14 +113,14 @@ class FsNfsTest : public ::testing::Test {
   std::unique_ptr<NfsUser> a_ = host("a"), b_ = host("b");
 };
 
-TEST_F(FsNfsTest, a_record_is_found_by_a_host_that_saw_that_it_was_not_there) {
+TEST_F(FsNfsTest, a_record_is_found_by_a_host_that_cached_its_absence) {
   settle({a_.get(), b_.get()});
   ASSERT_TRUE(a_->write(1));
   ASSERT_TRUE(b_->finds(1)) << "the size of its group is known from here on";
-  for (std::uint32_t i = 2; i < 20; ++i) {  // in leaves that are there, and that are not
+  for (std::uint32_t i = 2; i < 20; ++i) {  // in leaves that exist, and in leaves that do not
     ASSERT_FALSE(b_->finds(i));
     clock_.advance(KnownRecords::kAskAgainAfter);
-    ASSERT_FALSE(b_->finds(i)) << "the host remembers it now";
+    ASSERT_FALSE(b_->finds(i)) << "the host caches the absence now";
     ASSERT_TRUE(a_->write(i));
     clock_.advance(KnownRecords::kAskAgainAfter);
     EXPECT_TRUE(b_->finds(i)) << i;
@@ -128,7 +128,7 @@ TEST_F(FsNfsTest, a_record_is_found_by_a_host_that_saw_that_it_was_not_there) {
   }
 }
 
-TEST_F(FsNfsTest, the_first_record_of_a_group_is_found_in_a_leaf_that_was_not_there) {
+TEST_F(FsNfsTest, the_first_record_of_a_group_is_found_in_a_leaf_that_did_not_exist) {
   settle({a_.get(), b_.get()});
   ASSERT_FALSE(b_->finds(1));
   clock_.advance(KnownRecords::kAskAgainAfter);
@@ -138,7 +138,7 @@ TEST_F(FsNfsTest, the_first_record_of_a_group_is_found_in_a_leaf_that_was_not_th
   EXPECT_TRUE(b_->finds(1));
 }
 
-TEST_F(FsNfsTest, listings_bring_in_what_others_wrote) {
+TEST_F(FsNfsTest, scans_find_records_written_by_others) {
   settle({a_.get(), b_.get()});
   for (std::uint32_t burst = 0; burst < 3; ++burst) {
     fill(*a_, burst * 8, 8);
@@ -150,7 +150,7 @@ TEST_F(FsNfsTest, listings_bring_in_what_others_wrote) {
   }
 }
 
-TEST_F(FsNfsTest, listings_look_again_at_a_leaf_that_has_changed) {
+TEST_F(FsNfsTest, scans_read_a_changed_leaf_again) {
   settle({a_.get(), b_.get()});
   std::uint32_t same_leaf = 2, other_leaf = 2;
   while (layout::leaf_of(key_of(same_leaf)) != layout::leaf_of(key_of(1))) ++same_leaf;
@@ -168,16 +168,16 @@ TEST_F(FsNfsTest, listings_look_again_at_a_leaf_that_has_changed) {
   };
   EXPECT_EQ(look(), 2u);
   ASSERT_TRUE(a_->write(same_leaf));
-  EXPECT_EQ(look(), 3u) << "its host remembers when the directory had changed last";
+  EXPECT_EQ(look(), 3u) << "its host caches when the directory last changed";
 }
 
-TEST_F(FsNfsTest, what_another_host_evicts_is_a_miss_whenever_it_goes) {
+TEST_F(FsNfsTest, a_record_evicted_by_another_host_is_a_miss_at_any_moment) {
   settle({a_.get(), b_.get()});
   fill(*a_, 1, 3);
   for (std::uint32_t i = 1; i <= 3; ++i) ASSERT_TRUE(b_->finds(i));
   ASSERT_TRUE(fs::remove(path_of(root_, 1)));
   EXPECT_EQ(b_->read(1).kind(), StatusKind::kNotFound);
-  // While it is read: before the n-th look at the open file.
+  // During the read: before the n-th fstat of the open file.
   const auto meanwhile = [&](int n, std::uint32_t number,
                              const std::function<void(const fs::path&)>& change) {
     b_->between.set_rule([&, change, looks = 0](Call call) mutable {
@@ -188,7 +188,7 @@ TEST_F(FsNfsTest, what_another_host_evicts_is_a_miss_whenever_it_goes) {
     b_->between.clear();
     return status;
   };
-  for (int n = 1; n <= 3; ++n) {  // as it is opened, asked for its size, read
+  for (int n = 1; n <= 3; ++n) {  // at the open, at the size check, at the read
     ASSERT_TRUE(a_->write(10));
     ASSERT_TRUE(b_->finds(10));
     const Status status = meanwhile(n, 10, [](const fs::path& path) { fs::remove(path); });
@@ -206,7 +206,7 @@ TEST_F(FsNfsTest, what_another_host_evicts_is_a_miss_whenever_it_goes) {
   EXPECT_EQ(status.kind(), StatusKind::kNotFound) << status.to_string();
 }
 
-TEST_F(FsNfsTest, a_record_that_is_damaged_is_still_told_to_be) {  // the control of the one above
+TEST_F(FsNfsTest, a_damaged_record_is_still_reported_as_damaged) {  // the control of the test above
   settle({a_.get(), b_.get()});
   ASSERT_TRUE(a_->write(1));
   ASSERT_TRUE(b_->finds(1));
@@ -215,20 +215,20 @@ TEST_F(FsNfsTest, a_record_that_is_damaged_is_still_told_to_be) {  // the contro
   EXPECT_TRUE(path_of(root_, 1).empty());
 }
 
-TEST_F(FsNfsTest, who_writes_what_another_wrote_leaves_it_and_the_sum_alone) {
+TEST_F(FsNfsTest, writing_a_record_that_another_host_wrote_leaves_it_and_the_usage_unchanged) {
   settle({a_.get(), b_.get()});
   for (std::uint32_t i = 0; i < 12; ++i) {
-    ASSERT_FALSE(b_->finds(i));  // so it computes and writes it, too
+    ASSERT_FALSE(b_->finds(i));  // so it computes and writes the record too
     ASSERT_TRUE(a_->write(i));
     ASSERT_TRUE(b_->write(i));
   }
   EXPECT_EQ(usage(*b_), du(root_)) << "counted once";
 }
 
-TEST_F(FsNfsTest, who_says_that_a_record_is_written_has_it_on_disk) {
+TEST_F(FsNfsTest, a_reported_write_is_on_disk) {
   settle({a_.get(), b_.get()});
   ASSERT_TRUE(a_->write(1));
-  FileInfo info;  // its host remembers the name from before b evicted it
+  FileInfo info;  // its host caches the name from before b evicted it
   const fs::path path = path_of(root_, 1);
   ASSERT_EQ(a_->host.stat(AT_FDCWD, path.string(), &info), 0);
   ASSERT_EQ(b_->host.unlink(AT_FDCWD, path.string()), 0);
@@ -236,21 +236,21 @@ TEST_F(FsNfsTest, who_says_that_a_record_is_written_has_it_on_disk) {
   ASSERT_TRUE(b_->write(1));
   ASSERT_EQ(a_->host.stat(AT_FDCWD, path.string(), &info), 0);
   ASSERT_EQ(b_->host.unlink(AT_FDCWD, path.string()), 0);
-  ASSERT_EQ(a_->host.stat(AT_FDCWD, path.string(), &info), 0) << "the test needs a host that remembers it";
+  ASSERT_EQ(a_->host.stat(AT_FDCWD, path.string(), &info), 0) << "the test needs a host that caches the name";
   ASSERT_TRUE(a_->write(1));
   EXPECT_TRUE(fs::exists(path));
 }
 
-TEST_F(FsNfsTest, a_count_takes_in_what_another_host_has_made_just_now) {
+TEST_F(FsNfsTest, a_count_includes_files_that_another_host_just_created) {
   settle({a_.get(), b_.get()});
-  std::vector<DirEntry> names;  // a remembers what lies in the root
+  std::vector<DirEntry> names;  // a caches the root's content
   int error = 0;
   const Fd root = open_fd(a_->host, AT_FDCWD, root_, O_RDONLY | O_DIRECTORY, 0, &error);
   ASSERT_EQ(a_->host.list(root.get(), &names), 0);
   auto other_model = host("c", 0x22);
   settle({other_model.get()});
   fill(*other_model, 0, 30);
-  fs::resize_file(root_ + "/" + std::string(layout::kLedgerFile), 0);  // the sum is in doubt
+  fs::resize_file(root_ + "/" + std::string(layout::kLedgerFile), 0);  // the total is in doubt
   settle({a_.get()});
   EXPECT_GE(usage(*a_), du(root_));
   for (std::uint32_t i = 0; i < 60; ++i) {
@@ -259,7 +259,7 @@ TEST_F(FsNfsTest, a_count_takes_in_what_another_host_has_made_just_now) {
   }
 }
 
-TEST_F(FsNfsTest, resets_on_each_host_in_turn_begin_a_generation_each) {
+TEST_F(FsNfsTest, resets_on_alternating_hosts_each_begin_an_epoch) {
   settle({a_.get(), b_.get()});
   std::uint32_t weights = 0;
   for (int round = 0; round < 4; ++round) {
@@ -271,10 +271,10 @@ TEST_F(FsNfsTest, resets_on_each_host_in_turn_begin_a_generation_each) {
     }
     for (NfsUser* user : {a_.get(), b_.get()}) EXPECT_TRUE(user->read(1)) << "each its own";
   }
-  EXPECT_EQ(records_in(root_).size(), 2u) << "what is of no use any more has gone";
+  EXPECT_EQ(records_in(root_).size(), 2u) << "obsolete records were removed";
 }
 
-TEST_F(FsNfsTest, a_host_that_is_cut_off_takes_nothing_from_the_others_and_goes_on_when_it_is_back) {
+TEST_F(FsNfsTest, a_host_that_is_cut_off_costs_the_others_nothing_and_continues_when_it_is_back) {
   settle({a_.get(), b_.get()});
   std::uint32_t next = 0;
   for (int cut = 0; cut < 2; ++cut) {
@@ -287,7 +287,7 @@ TEST_F(FsNfsTest, a_host_that_is_cut_off_takes_nothing_from_the_others_and_goes_
       clock_.advance(seconds(1));
       a_->store->maintain();
     }
-    fill(*a_, next, 60);  // evicts: it does not wait for the host that does not answer
+    fill(*a_, next, 60);  // evicts without waiting for the host that does not answer
     next += 60;
     EXPECT_LE(du(root_), kBound);
     b_->host.heal();
@@ -305,8 +305,8 @@ TEST_F(FsNfsTest, a_host_that_is_cut_off_takes_nothing_from_the_others_and_goes_
   EXPECT_TRUE(a_->warnings.empty()) << a_->warnings[0];
 }
 
-// Whatever two hosts do in whatever order, one of them with a clock that is ten minutes ahead.
-TEST_F(FsNfsTest, any_order_of_what_hosts_do_keeps_the_bytes_and_the_bound) {
+// Random operations of two hosts in any order, one of which has a clock that is ten minutes ahead.
+TEST_F(FsNfsTest, any_order_of_operations_keeps_the_bytes_and_the_bound) {
   b_->host.set_clock_ahead(std::int64_t{600} * 1'000'000'000);
   settle({a_.get(), b_.get()});
   std::mt19937 random(7);
@@ -347,18 +347,18 @@ TEST_F(FsNfsTest, any_order_of_what_hosts_do_keeps_the_bytes_and_the_bound) {
   for (const NfsUser* user : {a_.get(), b_.get()}) EXPECT_TRUE(user->warnings.empty()) << user->warnings[0];
 }
 
-// ---- the page of the sum
+// ---- the ledger page
 
 class SpaceOnNfs : public ::testing::Test {
  protected:
   std::unique_ptr<Space> open(std::uint64_t writer, FileOps& ops) {
     return std::make_unique<Space>(ops, root_.get(), dir_.path(), kBound, writer, writer);
   }
-  // As who finds it locked for too long.
+  // Replaces the page as a process does that finds it locked for too long.
   void replace_the_page(FileOps& ops) {
     const std::string name(layout::kLedgerFile);
     int error = 0;
-    const Fd held = open_fd(ops, root_.get(), name, O_RDWR, 0, &error);  // who replaces it has it open
+    const Fd held = open_fd(ops, root_.get(), name, O_RDWR, 0, &error);  // the replacing process has it open
     const Fd fd = open_fd(ops, root_.get(), "new", O_RDWR | O_CREAT, 0600, &error);
     ASSERT_TRUE(held && fd);
     ASSERT_EQ(ops.rename(root_.get(), "new", name, false), 0);
@@ -378,23 +378,22 @@ class SpaceOnNfs : public ::testing::Test {
   Fd root_ = open_fd(posix_file_ops(), AT_FDCWD, dir_.path(), O_RDONLY | O_DIRECTORY, 0, &error_);
 };
 
-TEST_F(SpaceOnNfs, a_page_that_is_replaced_is_left_by_all_who_had_it) {
+TEST_F(SpaceOnNfs, all_users_move_to_a_page_that_replaced_theirs) {
   const std::unique_ptr<Space> one = open(1, host_), two = open(3, another_);
   for (NfsHost* by : {&host_, &another_}) {
     replace_the_page(*by);
-    for (int change = 0; change < 2;
-         ++change) {  // the host that did not replace it may see it one change late
+    for (int change = 0; change < 2; ++change) {  // the other host may see the replacement one change late
       one->add(10);
       two->add(10);
     }
-    EXPECT_EQ(seen_by(host_), 2u) << "both are in the page that has the name";
+    EXPECT_EQ(seen_by(host_), 2u) << "both use the page that has the name";
   }
   SpaceFigures figures;
   EXPECT_TRUE(one->look(Nanos{0}, &figures));
-  EXPECT_NE(figures.state, SpaceState::kNotExclusive) << "their locks did not fail them";
+  EXPECT_NE(figures.state, SpaceState::kNotExclusive) << "their locks worked";
 }
 
-TEST_F(SpaceOnNfs, who_was_taken_for_dead_by_its_own_host_can_be_seen_again) {
+TEST_F(SpaceOnNfs, a_process_that_its_own_host_took_for_dead_becomes_visible_again) {
   const std::unique_ptr<Space> one = open(1, host_);
   const std::string presence = layout::presence_name(1);
   ASSERT_EQ(host_.unlink(root_.get(), presence), 0);

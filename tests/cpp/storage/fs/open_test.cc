@@ -1,4 +1,4 @@
-// What a start makes of the root's own files when they are damaged.
+// Starts on a root whose own files are damaged.
 #include "storage/fs/open.h"
 
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ class FsOpenTest : public ::testing::Test {
     std::ofstream(path, std::ios::binary | std::ios::trunc) << text;
     warnings_.clear();
   }
-  // The sentence, or "" when it starts and finds its record.
+  // Returns the error message, or "" if the tier opens and finds its record.
   std::string start() {
     try {
       TierUser user(options_);
@@ -47,7 +47,7 @@ class FsOpenTest : public ::testing::Test {
   std::vector<std::string> warnings_;
 };
 
-TEST_F(FsOpenTest, a_flipped_bit_in_the_roots_own_files_costs_one_warning_and_no_start) {
+TEST_F(FsOpenTest, a_flipped_bit_in_the_roots_own_files_causes_one_warning_and_no_failure) {
   for (const std::string& path : {root_file_, namespace_file_}) {
     const std::string whole = content(path);
     for (std::size_t at = 0; at < whole.size(); ++at) {
@@ -61,7 +61,7 @@ TEST_F(FsOpenTest, a_flipped_bit_in_the_roots_own_files_costs_one_warning_and_no
   }
 }
 
-TEST_F(FsOpenTest, a_damaged_number_of_the_format_is_told_from_another_format_by_the_ledger) {
+TEST_F(FsOpenTest, the_ledger_distinguishes_a_damaged_format_number_from_another_format) {
   std::string three = content(root_file_);
   three[three.find('2')] = '3';
   put(root_file_, three);
@@ -72,7 +72,7 @@ TEST_F(FsOpenTest, a_damaged_number_of_the_format_is_told_from_another_format_by
   EXPECT_EQ(content(root_file_), three);
 }
 
-TEST_F(FsOpenTest, torn_and_emptied_files_are_made_anew) {
+TEST_F(FsOpenTest, torn_and_emptied_files_are_created_again) {
   for (const std::string& text : {std::string(), std::string(40, '\0'), std::string("\x7f\x45\x4c")}) {
     put(root_file_, text);
     EXPECT_EQ(start(), "");
@@ -80,7 +80,7 @@ TEST_F(FsOpenTest, torn_and_emptied_files_are_made_anew) {
   }
 }
 
-TEST_F(FsOpenTest, what_is_certainly_not_ours_is_refused_and_left_as_it_is) {
+TEST_F(FsOpenTest, a_foreign_file_is_refused_and_left_unchanged) {
   for (const std::string& text : {std::string("{\"format\": 9}"), std::string("{\"kind\": \"other\"}\n")}) {
     put(root_file_, text);
     EXPECT_NE(start().find("another format"), std::string::npos);
@@ -89,7 +89,7 @@ TEST_F(FsOpenTest, what_is_certainly_not_ours_is_refused_and_left_as_it_is) {
   }
 }
 
-TEST_F(FsOpenTest, the_ledger_of_an_older_version_is_taken_over_by_a_count) {
+TEST_F(FsOpenTest, the_ledger_of_an_older_version_is_replaced_by_a_count) {
   put(root_ + "/ledger", "KVOLEDG2" + std::string(96, '\1'));
   TierUser user(options_);
   user.wait_for_scan();
@@ -97,8 +97,8 @@ TEST_F(FsOpenTest, the_ledger_of_an_older_version_is_taken_over_by_a_count) {
   EXPECT_TRUE(user.write(2));
 }
 
-// Nobody counts a root that others have open: who makes something there adds it to the sum.
-TEST_F(FsOpenTest, what_a_start_makes_beside_other_servers_is_in_the_sum) {
+// A root that others have open is not counted, so a server adds its new files to the total itself.
+TEST_F(FsOpenTest, files_created_at_start_alongside_other_servers_are_in_the_total) {
   FakeClock clock;
   options_.clock = &clock;
   FsStore one(options_, posix_file_ops(), clock);
@@ -113,7 +113,7 @@ TEST_F(FsOpenTest, what_a_start_makes_beside_other_servers_is_in_the_sum) {
   for (FsStore* store : {&same, &two, &one}) store->close();
 }
 
-TEST_F(FsOpenTest, what_a_reset_makes_is_in_the_sum) {
+TEST_F(FsOpenTest, files_created_by_a_reset_are_in_the_total) {
   FakeClock clock;
   FsStore store(options_, posix_file_ops(), clock);
   store.start();
@@ -133,14 +133,14 @@ class FullDisk final : public FaultyFileOps {
   }
 };
 
-TEST_F(FsOpenTest, a_disk_without_space_for_one_record_is_told_so_at_start) {
+TEST_F(FsOpenTest, a_disk_without_space_for_one_record_is_reported_at_start) {
   {
     TierUser user(options_);
     for (std::uint32_t i = 2; i < 20; ++i) EXPECT_TRUE(user.write(i));
   }
   FullDisk full;
   options_.file_ops = &full;
-  EXPECT_EQ(start(), "") << "what is there can be evicted";
+  EXPECT_EQ(start(), "") << "existing records can be evicted";
   options_.root_dir = dir_.path() + "/other";
   EXPECT_NE(
       start().find("free; even a small record needs 68.0 KiB; free some space or set root_dir elsewhere"),

@@ -1,5 +1,5 @@
-// What other programs do to a root that is served: remove, cut, replace, chmod. The tier finds out by itself,
-// says so in one line, and goes on.
+// Other programs change a root in use: they remove, truncate, replace, chmod. The tier detects that by
+// itself, logs one line, and continues.
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
@@ -60,7 +60,7 @@ class FsOutsideChanges : public ::testing::Test {
     store.figures(&stats);
     return stats;
   }
-  // All that is asked of a tier after something was done to its root.
+  // Checks the recovery of a tier after a change to its root.
   void recovers(FsStore& store) {
     for (std::uint32_t i = 1000; i < 1005; ++i) {
       const Status status = write(store, i);
@@ -69,7 +69,7 @@ class FsOutsideChanges : public ::testing::Test {
     ten_seconds(store);
     EXPECT_LE(stats_of(store).bytes, du(root_) + kOutsideRecord);
     EXPECT_GE(stats_of(store).bytes + kOutsideRecord, du(root_));
-    EXPECT_EQ(lines_.size(), 1u) << (lines_.empty() ? "nothing was told" : lines_.back());
+    EXPECT_EQ(lines_.size(), 1u) << (lines_.empty() ? "nothing was logged" : lines_.back());
     for (std::uint32_t i = 2000; i < 2000 + kWorth; ++i) {
       const Status status = write(store, i);
       ASSERT_TRUE(status) << i << ": " << status.to_string();
@@ -77,12 +77,12 @@ class FsOutsideChanges : public ::testing::Test {
     }
     EXPECT_GE(du(root_), kOutsideBound * 95 / 100);
     ten_seconds(store);
-    EXPECT_EQ(lines_.size(), 1u) << (lines_.empty() ? "nothing was told" : lines_.back());
+    EXPECT_EQ(lines_.size(), 1u) << (lines_.empty() ? "nothing was logged" : lines_.back());
     EXPECT_EQ(stats_of(store).chunks, records_in(root_).size());
     EXPECT_TRUE(read(store, 2000 + kWorth - 1));
     store.close();
     const auto second = open();
-    EXPECT_TRUE(read(*second, 2000 + kWorth - 1)) << "a second life";
+    EXPECT_TRUE(read(*second, 2000 + kWorth - 1)) << "a second start";
     second->close();
   }
   std::string space() const { return root_ + "/" + std::string(64, '1'); }
@@ -95,31 +95,31 @@ class FsOutsideChanges : public ::testing::Test {
   std::vector<std::string> lines_;
 };
 
-TEST_F(FsOutsideChanges, records_that_others_remove_are_given_back_to_the_bound) {
+TEST_F(FsOutsideChanges, space_of_records_that_others_removed_is_usable_again) {
   const auto store = open();
   fill(*store);
   std::uint64_t removed = 0;
   std::vector<fs::path> records = records_in(root_);
   for (std::size_t i = 0; i < records.size(); i += 2) removed += fs::remove(records[i]) ? kOutsideRecord : 0;
   ASSERT_GT(removed, kOutsideBound / 3);
-  // Met by an eviction, or a read: here both.
+  // An eviction or a read detects the loss; here both do.
   for (std::uint32_t i = kWorth; i < 2 * kWorth; ++i) (void)read(*store, i);
   recovers(*store);
   EXPECT_GE(stats_of(*store).lost_bytes, removed / 2);
 }
 
-TEST_F(FsOutsideChanges, an_eviction_meets_removed_records_too) {
+TEST_F(FsOutsideChanges, an_eviction_detects_removed_records_too) {
   const auto store = open();
   fill(*store);
   for (const fs::path& path : records_in(root_)) fs::remove(path);
-  // Until the root is counted: the device is not to blame, or writing would pause.
+  // Until the root is counted. This must not count as a device failure, or writes would pause.
   const Status status = write(*store, 999);
   EXPECT_EQ(status.kind(), StatusKind::kIo) << status.to_string();
   EXPECT_EQ(status.error_number(), ENOENT);
   recovers(*store);
 }
 
-TEST_F(FsOutsideChanges, records_that_were_cut_are_given_back_too) {
+TEST_F(FsOutsideChanges, space_of_truncated_records_is_usable_again) {
   for (const std::uint64_t left : {std::uint64_t{0}, std::uint64_t{8192}}) {
     fs::remove_all(root_);
     const auto store = open();
@@ -138,7 +138,7 @@ struct Change {
 
 class FsOutsideChange : public FsOutsideChanges, public ::testing::WithParamInterface<Change> {};
 
-TEST_P(FsOutsideChange, is_healed_and_told_once) {
+TEST_P(FsOutsideChange, is_repaired_and_reported_once) {
   const auto store = open();
   fill(*store);
   GetParam().make(root_, space());
@@ -152,7 +152,7 @@ TEST_P(FsOutsideChange, is_healed_and_told_once) {
 void remove_all_in(const std::string& directory) {
   for (const auto& entry : fs::directory_iterator(directory)) fs::remove_all(entry.path());
 }
-// A snapshot is put back: other files under the same names.
+// Restores a snapshot: other files under the same names.
 void restore(const std::string& root) {
   const std::string copy = root + ".copy";
   fs::copy(root, copy, fs::copy_options::recursive);
@@ -221,8 +221,8 @@ INSTANTIATE_TEST_SUITE_P(all, FsOutsideChange,
                                                                    const std::string&) { restore(root); }}),
                          [](const auto& info) { return std::string(info.param.name); });
 
-// A read-only root is an operator's decision: told once, and used again when it is undone.
-TEST_F(FsOutsideChanges, a_changed_mode_is_told_once_with_what_to_do) {
+// A read-only root is an operator's decision: the tier reports it once, and writes again when it is undone.
+TEST_F(FsOutsideChanges, a_changed_mode_is_reported_once_with_a_remedy) {
   const auto store = open();
   fill(*store);
   ASSERT_EQ(::chmod((space() + "/g1").c_str(), 0500), 0);
@@ -236,7 +236,7 @@ TEST_F(FsOutsideChanges, a_changed_mode_is_told_once_with_what_to_do) {
   store->close();
 }
 
-TEST_F(FsOutsideChanges, the_mark_of_a_generation_in_use_is_made_again) {
+TEST_F(FsOutsideChanges, the_mark_of_an_epoch_in_use_is_created_again) {
   const auto store = open();
   ASSERT_TRUE(write(*store, 1));
   fs::remove(space() + "/g1.open");
@@ -248,7 +248,7 @@ TEST_F(FsOutsideChanges, the_mark_of_a_generation_in_use_is_made_again) {
   store->close();
 }
 
-// Two servers of one namespace go on with one directory of records.
+// Two servers of one namespace continue with one directory of records.
 TEST_F(FsOutsideChanges, servers_that_shared_records_share_them_again) {
   const auto one = open(), other = open();
   ASSERT_TRUE(write(*one, 1));
@@ -266,8 +266,8 @@ TEST_F(FsOutsideChanges, servers_that_shared_records_share_them_again) {
   for (FsStore* store : {one.get(), other.get()}) store->close();
 }
 
-// While a neighbour evicts, missing records are its doing: they are no reason to count again and again.
-TEST_F(FsOutsideChanges, what_a_neighbour_evicts_is_not_told) {
+// While a neighbour evicts, missing records are expected: they must not trigger repeated counts.
+TEST_F(FsOutsideChanges, evictions_by_a_neighbour_are_not_reported) {
   const auto one = open(), other = open();
   fill(*one);
   for (int i = 0; i < 10; ++i) {

@@ -1,5 +1,5 @@
-// FileOps of one process among several in a test: it can die (its locks go, nothing is
-// tidied up), run on another host, or on a mount whose locks do not reach other hosts.
+// FileOps of one process among several in a test. It can die (its locks are released, and it cleans nothing
+// up), run on another host, or use a mount whose locks do not reach other hosts.
 #pragma once
 
 #include <unistd.h>
@@ -20,7 +20,7 @@ class ProcessOps final : public FileOps {
   ~ProcessOps() override {
     if (!boot_id_.empty()) ::unlink(boot_id_.c_str());
   }
-  // From here on every call fails.
+  // From here on, every call fails.
   void die() {
     const std::lock_guard lock(mutex_);
     dead_ = true;

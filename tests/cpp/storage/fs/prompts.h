@@ -1,5 +1,5 @@
-// Prompts on a shared root, judged by what eviction leaves of them: a chunk can be loaded only if all chunks
-// before it are there.
+// Prompts on a shared root. An eviction is judged by the prompts that it leaves: a chunk can be loaded only
+// if all earlier chunks are stored.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@
 
 namespace kv_offload::testing {
 
-// Files get the time of their name, one nanosecond apart, as no real clock is so coarse.
+// Files get the time of their naming, one nanosecond apart. No real clock is that fine.
 class TimedDisk : public SimDisk {
  public:
   int rename(int directory, const std::string& from, const std::string& to, bool keep_existing) override {
@@ -30,7 +30,7 @@ class TimedDisk : public SimDisk {
   std::int64_t time_ = 1'000'000'000;
 };
 
-inline constexpr std::uint32_t kChunks = 100;  // of a prompt
+inline constexpr std::uint32_t kChunks = 100;  // per prompt
 inline constexpr std::uint64_t kPromptShard = 4096;
 inline constexpr std::uint64_t kPromptRecord = 2 * 4096;
 
@@ -38,7 +38,7 @@ inline ChunkKey chunk_of(std::uint32_t prompt, std::uint32_t chunk) {
   return key_of(prompt * kChunks + chunk);
 }
 
-// What a root holds of prompts: records, and those of them that can be loaded.
+// A root's records of prompts, and the loadable ones among them.
 struct Held {
   std::size_t records = 0, usable = 0;
 };
@@ -58,7 +58,7 @@ inline Held held_in(const SimDisk& disk, const std::string& below, std::uint32_t
   return held;
 }
 
-// A server without threads: its ticks and writes come when a test says so.
+// A server without threads: its ticks and writes happen only when a test calls them.
 class PromptServer {
  public:
   PromptServer(const FsTierOptions& options, FileOps& ops, const Clock& clock)
@@ -78,13 +78,13 @@ class PromptServer {
     op.about.depth = chunk + 1;
     op.about.request = prompt + 1;
     if (chunk > 0) op.about.parent = chunk_id(chunk_of(prompt, chunk - 1));
-    op.may_decline = true;  // as what was just stored
+    op.may_decline = true;  // like a chunk that was just stored
     op.shards = row_.shards();
     std::uint64_t moved = 0;
     Status status = store_->write(op, store_->epoch(), &moved);
     return status.kind() == StatusKind::kDeclined ? Status::ok() : status;
   }
-  // The next chunk of endless prompts.
+  // Writes the next chunk of endless prompts.
   Status write_next() {
     const std::uint32_t number = next_++;
     return write(number / kChunks, number % kChunks);

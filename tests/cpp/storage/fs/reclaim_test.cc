@@ -30,8 +30,7 @@ std::int64_t now_nanos() {
   return std::chrono::duration_cast<Nanos>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// Two namespaces of six records; 0 is the oldest, the first namespace's by turns
-// older and newer than the second's.
+// Two namespaces with six records each. Record 0 is the oldest, and the namespaces alternate in age.
 class FsReclaimTest : public ::testing::Test {
  protected:
   FsReclaimTest() {
@@ -62,7 +61,7 @@ class FsReclaimTest : public ::testing::Test {
   EvictReport evict(std::uint64_t target, std::int64_t dead_before = 0, bool dry_run = false) {
     return FsRoot(root_).evict({target, dead_before, dry_run}, {});
   }
-  // Which records of a namespace are left.
+  // Returns the remaining records of a namespace.
   std::vector<std::uint32_t> left(char space) {
     std::vector<std::uint32_t> numbers;
     for (std::uint32_t i = 0; i < 6; ++i) {
@@ -70,7 +69,8 @@ class FsReclaimTest : public ::testing::Test {
     }
     return numbers;
   }
-  // Both of the first namespace, and both end: the other kept what was recorded before.
+  // Two servers of the first namespace, both of which end. Only one was reset: the other kept the older
+  // records.
   void reset_by_one_of_two() {
     TierUser other(first_);
     ASSERT_TRUE(TierUser(first_).tier().reset());
@@ -82,13 +82,13 @@ class FsReclaimTest : public ::testing::Test {
   FsTierOptions first_ = options_for(root_), second_ = options_for(root_);
 };
 
-TEST_F(FsReclaimTest, nothing_goes_below_the_target) {
+TEST_F(FsReclaimTest, nothing_is_evicted_below_the_target) {
   const std::uint64_t before = du(root_);
   EXPECT_EQ(evict(before).bytes_freed, 0u);
   EXPECT_EQ(du(root_), before);
 }
 
-TEST_F(FsReclaimTest, the_least_recently_used_of_all_namespaces_go_first) {
+TEST_F(FsReclaimTest, the_least_recently_used_records_of_all_namespaces_are_evicted_first) {
   const std::uint64_t before = du(root_);
   const EvictReport report = evict(before - 5 * kRecordBytes + 1);
   EXPECT_EQ(report.records, 5u);
@@ -99,7 +99,7 @@ TEST_F(FsReclaimTest, the_least_recently_used_of_all_namespaces_go_first) {
   EXPECT_EQ(left('2'), (Numbers{2, 3, 4, 5}));
 }
 
-TEST_F(FsReclaimTest, a_record_that_is_used_after_it_was_listed_stays) {
+TEST_F(FsReclaimTest, a_record_used_after_it_was_listed_stays) {
   const std::uint64_t target = du(root_) - 4 * kRecordBytes;
   bool used = false;
   const auto use_the_oldest = [&](std::uint64_t) {
@@ -107,16 +107,17 @@ TEST_F(FsReclaimTest, a_record_that_is_used_after_it_was_listed_stays) {
     used = true;
   };
   const EvictReport report = FsRoot(root_).evict({target, 0, false}, use_the_oldest);
-  EXPECT_EQ(report.records, 4u) << "another one goes for it";
+  EXPECT_EQ(report.records, 4u) << "another one is evicted instead";
   EXPECT_EQ(left('1'), (Numbers{0, 3, 4, 5}));
   EXPECT_EQ(left('2'), (Numbers{2, 3, 4, 5}));
 }
 
-// An eviction is judged by the prompts that it leaves: a chunk can be loaded only if all before it are there.
+// An eviction is judged by the prompts that it leaves: a chunk can be loaded only if all earlier chunks
+// exist.
 class FsReclaimPrompts : public ::testing::TestWithParam<bool> {
  protected:
   static constexpr std::uint32_t kPrompts = 24, kChunks = 16;
-  static constexpr std::uint32_t kWriters = 2;  // prompts that are written at once
+  static constexpr std::uint32_t kWriters = 2;  // prompts that are written concurrently
 
   FsReclaimPrompts() {
     TierUser user(options_for(root_));
@@ -142,7 +143,7 @@ class FsReclaimPrompts : public ::testing::TestWithParam<bool> {
     for (const fs::path& path : records_in(root_)) numbers.insert(number(path));
     return numbers;
   }
-  // Records without one that lies before them in their prompt.
+  // Counts the records whose prompt misses an earlier record.
   static std::size_t useless(const std::set<std::uint32_t>& numbers) {
     std::size_t usable = 0;
     for (std::uint32_t prompt = 0; prompt < kPrompts; ++prompt) {
@@ -158,19 +159,19 @@ class FsReclaimPrompts : public ::testing::TestWithParam<bool> {
   std::map<std::string, std::uint32_t> number_of_;
 };
 
-TEST_P(FsReclaimPrompts, of_those_that_stay_only_the_ones_at_the_edge_lose_their_beginning) {
+TEST_P(FsReclaimPrompts, only_prompts_at_the_edge_of_the_evicted_range_lose_their_beginning) {
   const std::uint64_t target = du(root_) - kPrompts * kChunks / 3 * kRecordBytes;
   (void)FsRoot(root_).evict({target, dead_before(), false}, {});
   const std::set<std::uint32_t> numbers = left();
   EXPECT_EQ(numbers.size(), kPrompts * kChunks * 2 / 3);
   EXPECT_LE(useless(numbers), kWriters * kChunks);
   for (std::uint32_t prompt = kPrompts / 2; prompt < kPrompts; ++prompt)
-    EXPECT_TRUE(numbers.contains(prompt * kChunks)) << "a newer prompt went: " << prompt;
+    EXPECT_TRUE(numbers.contains(prompt * kChunks)) << "a newer prompt was evicted: " << prompt;
 }
 
-TEST_P(FsReclaimPrompts, stay_usable_when_the_eviction_ends_early) {
+TEST_P(FsReclaimPrompts, prompts_stay_usable_when_the_eviction_stops_early) {
   const std::uint64_t target = du(root_) - kPrompts * kChunks * 3 / 4 * kRecordBytes;
-  // In the middle of prompts: what remains of them begins with their first chunks.
+  // Stops in the middle of prompts: their remaining chunks start with the first one.
   constexpr std::size_t kRemoved = kPrompts * kChunks / 3 + kWriters * kChunks / 2;
   struct Ended {};
   std::size_t removed = 0;
@@ -187,15 +188,15 @@ INSTANTIATE_TEST_SUITE_P(all, FsReclaimPrompts, ::testing::Bool(), [](const auto
   return info.param ? "of_a_dead_namespace" : "of_one_that_lives";
 });
 
-TEST_F(FsReclaimTest, a_dry_run_tells_the_same_and_removes_nothing) {
+TEST_F(FsReclaimTest, a_dry_run_reports_the_same_and_removes_nothing) {
   const std::uint64_t before = du(root_);
   EXPECT_EQ(evict(before - 5 * kRecordBytes + 1, 0, true).records, 5u);
-  EXPECT_EQ(evict(before - 5 * kRecordBytes, now_nanos(), true).records, 0u) << "dead ones are enough";
+  EXPECT_EQ(evict(before - 5 * kRecordBytes, now_nanos(), true).records, 0u) << "dead namespaces are enough";
   EXPECT_EQ(du(root_), before);
 }
 
-TEST_F(FsReclaimTest, dead_namespaces_go_before_the_oldest_record) {
-  TierUser serving(second_);  // keeps the other one alive
+TEST_F(FsReclaimTest, dead_namespaces_are_evicted_before_the_oldest_record) {
+  TierUser serving(second_);  // keeps the other namespace alive
   const EvictReport report = evict(du(root_) - 2 * kRecordBytes, now_nanos());
   EXPECT_EQ(report.records, 0u);
   EXPECT_EQ(report.dead_namespaces, std::vector<std::string>{std::string(64, '1')});
@@ -203,17 +204,17 @@ TEST_F(FsReclaimTest, dead_namespaces_go_before_the_oldest_record) {
   EXPECT_EQ(left('1').size(), 4u);
   const EvictReport more = evict(du(root_) - 8 * kRecordBytes, now_nanos());
   EXPECT_GE(more.dead_bytes, 4 * kRecordBytes);
-  EXPECT_FALSE(fs::exists(root_ + "/" + std::string(64, '1'))) << "emptied, it goes itself";
+  EXPECT_FALSE(fs::exists(root_ + "/" + std::string(64, '1'))) << "an empty namespace is removed";
 }
 
-TEST_F(FsReclaimTest, a_namespace_used_a_moment_ago_is_not_dead) {
+TEST_F(FsReclaimTest, a_recently_used_namespace_is_not_dead) {
   set_used('1', 5, now_nanos());
   (void)evict(du(root_) - 2 * kRecordBytes, now_nanos() - 3600 * kSecond);
-  EXPECT_EQ(left('2').size(), 4u) << "dead for hours: it goes first, as far as needed";
+  EXPECT_EQ(left('2').size(), 4u) << "dead for hours: it is evicted first, as far as needed";
   EXPECT_EQ(left('1').size(), 6u);
 }
 
-TEST_F(FsReclaimTest, what_a_reset_left_behind_goes_first) {
+TEST_F(FsReclaimTest, records_from_before_a_reset_are_evicted_first) {
   fs::create_directory(root_ + "/" + std::string(64, '1') + "/g2");
   const EvictReport report = evict(du(root_) - kRecordBytes);
   EXPECT_GE(report.dead_bytes, 6 * kRecordBytes);
@@ -221,7 +222,7 @@ TEST_F(FsReclaimTest, what_a_reset_left_behind_goes_first) {
   EXPECT_EQ(left('2').size(), 6u);
 }
 
-// Records that cannot be removed: a device that fails.
+// Records that cannot be removed because the device fails.
 class StuckRecords : public FaultyFileOps {
  public:
   int unlink(int directory, const std::string& path) override {
@@ -229,8 +230,8 @@ class StuckRecords : public FaultyFileOps {
   }
 };
 
-// Nobody has the namespace open, and another needs the space.
-TEST_F(FsReclaimTest, what_was_recorded_before_a_reset_is_not_found_when_the_newest_alone_can_be_removed) {
+// No process has the namespace open, and another namespace needs the space.
+TEST_F(FsReclaimTest, records_from_before_a_reset_are_not_found_when_only_the_newest_epoch_can_be_removed) {
   reset_by_one_of_two();
   StuckRecords ops;
   int error = 0;
@@ -241,7 +242,7 @@ TEST_F(FsReclaimTest, what_was_recorded_before_a_reset_is_not_found_when_the_new
   EXPECT_FALSE(TierUser(first_).has(0));
 }
 
-TEST_F(FsReclaimTest, what_is_left_of_who_was_reset_is_not_found_by_who_starts) {
+TEST_F(FsReclaimTest, a_new_server_does_not_find_the_remaining_records_of_a_reset_server) {
   {
     TierUser changed(first_);
     ASSERT_TRUE(changed.tier().reset());
@@ -258,8 +259,8 @@ TEST_F(FsReclaimTest, what_is_left_of_who_was_reset_is_not_found_by_who_starts) 
   EXPECT_FALSE(TierUser(first_).has(20));
 }
 
-// The process that makes space is stopped while it removes what was recorded before a reset.
-TEST_F(FsReclaimTest, one_that_is_stopped_leaves_the_newest_where_it_is) {
+// The reclaiming process is stopped while it removes records from before a reset.
+TEST_F(FsReclaimTest, a_stopped_reclaim_leaves_the_newest_epoch) {
   reset_by_one_of_two();
   int error = 0;
   const Fd root = open_fd(posix_file_ops(), AT_FDCWD, root_, kOpenDirectory, 0, &error);
@@ -272,8 +273,8 @@ TEST_F(FsReclaimTest, one_that_is_stopped_leaves_the_newest_where_it_is) {
   EXPECT_FALSE(TierUser(first_).has(stay[0]));
 }
 
-// A replica that was reset, and one that was not: both serve.
-TEST_F(FsReclaimTest, what_is_in_use_apart_from_the_newest_is_seen_and_goes_by_age) {
+// One replica was reset and the other was not: both serve.
+TEST_F(FsReclaimTest, an_older_epoch_in_use_is_listed_and_evicted_by_age) {
   TierUser old(first_), changed(first_);
   old.wait_for_scan();
   ASSERT_TRUE(changed.tier().reset());
@@ -299,7 +300,7 @@ TEST_F(FsReclaimTest, what_is_in_use_apart_from_the_newest_is_seen_and_goes_by_a
   EXPECT_TRUE(changed.read(20)) << "the newest of all";
 }
 
-TEST_F(FsReclaimTest, a_serving_process_goes_on_and_finds_the_space) {
+TEST_F(FsReclaimTest, a_serving_process_continues_and_uses_the_space) {
   TierUser user(first_);
   user.wait_for_scan();
   (void)evict(du(root_) - 6 * kRecordBytes);

@@ -1,4 +1,4 @@
-// What a read leaves behind when it is ended by something that throws.
+// A read that ends with an exception.
 #include <gtest/gtest.h>
 
 #include <new>

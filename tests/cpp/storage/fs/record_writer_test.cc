@@ -1,4 +1,4 @@
-// What a write leaves behind when it is ended by something that throws.
+// A write that ends with an exception, and writes that compete for one record.
 #include <gtest/gtest.h>
 
 #include <new>
@@ -13,7 +13,7 @@ namespace {
 
 using namespace testing;
 
-TEST(RecordWriterTest, a_write_that_throws_leaves_no_temporary_and_no_bytes) {
+TEST(RecordWriterTest, a_write_that_throws_leaves_no_temporary_file_and_no_bytes) {
   const TempDir dir;
   const std::string root = dir.path() + "/root";
   FsTierOptions options = options_for(root);
@@ -42,8 +42,8 @@ TEST(RecordWriterTest, a_write_that_throws_leaves_no_temporary_and_no_bytes) {
   store.close();
 }
 
-// In a full root the end of a prompt does not take the place of the prompt's own beginning.
-TEST(RecordWriterTest, what_would_take_the_place_of_its_own_prompt_is_declined_and_so_is_what_lies_behind) {
+// In a full root, the end of a prompt does not evict the prompt's own beginning.
+TEST(RecordWriterTest, a_write_that_would_evict_its_own_prompt_is_declined_with_all_later_chunks) {
   const TempDir dir;
   const std::string root = dir.path() + "/root";
   FaultyFileOps ops;
@@ -72,19 +72,19 @@ TEST(RecordWriterTest, what_would_take_the_place_of_its_own_prompt_is_declined_a
   const std::uint64_t kept = held();
   EXPECT_EQ(kept, number - 1);
   EXPECT_TRUE(temporaries_in(root).empty());
-  // Of another request: those before it go, if it must be.
+  // A write of another request evicts records of the first request if it must.
   EXPECT_TRUE(write(100, 2, true));
   EXPECT_EQ(store.catalogue()->contains(key_of(1)), Presence::kAbsent);
   for (std::uint32_t used = 2; used < number; ++used) store.catalogue()->touch(key_of(used));
   EXPECT_EQ(write(number + 1, 1, true).kind(), StatusKind::kDeclined)
-      << "the other's would go for it, but it lies behind one that is not there";
-  EXPECT_TRUE(write(number + 1, 3, true)) << "a later request is not held to that";
-  EXPECT_TRUE(write(number, 1, false)) << "not asked whether it is worth it";
+      << "it could evict a record of the other request, but its parent chunk is missing";
+  EXPECT_TRUE(write(number + 1, 3, true)) << "a later request is not bound by that decision";
+  EXPECT_TRUE(write(number, 1, false)) << "it must not be declined";
   EXPECT_EQ(held(), kept);
   store.close();
 }
 
-// Two processes on a root; one of them encodes its records, the other may.
+// Two processes on one root: one encodes its records, and the other may.
 class WritersOfOneRecord : public ::testing::Test {
  protected:
   FsTierOptions options(bool encodes) const {
@@ -129,7 +129,7 @@ class WritersOfOneRecord : public ::testing::Test {
   TierOp op_;
 };
 
-TEST_F(WritersOfOneRecord, the_smaller_one_stays_and_is_counted_once) {
+TEST_F(WritersOfOneRecord, the_smaller_record_stays_and_is_counted_once) {
   const auto one = open(true), other = open(false);
   for (std::uint32_t i = 0; i < 10; ++i) {
     ASSERT_TRUE(write(*one, i));
@@ -144,7 +144,7 @@ TEST_F(WritersOfOneRecord, the_smaller_one_stays_and_is_counted_once) {
   for (FsStore* store : {one.get(), other.get()}) store->close();
 }
 
-TEST_F(WritersOfOneRecord, who_encodes_leaves_a_raw_one) {
+TEST_F(WritersOfOneRecord, an_encoding_writer_leaves_a_raw_record) {
   const auto one = open(false), other = open(true);
   ASSERT_TRUE(write(*one, 1));
   ASSERT_TRUE(write(*other, 1));
@@ -154,8 +154,8 @@ TEST_F(WritersOfOneRecord, who_encodes_leaves_a_raw_one) {
   for (FsStore* store : {one.get(), other.get()}) store->close();
 }
 
-// As the power leaves one that was not synced. What it takes by then comes off the sum when it goes.
-TEST_F(WritersOfOneRecord, a_torn_one_is_replaced_by_what_is_whole) {
+// As after a power cut without fsync. Its remaining bytes are subtracted when it is replaced.
+TEST_F(WritersOfOneRecord, a_torn_record_is_replaced_by_a_complete_one) {
   const auto one = open(true);
   std::uint32_t number = 0;
   for (const bool encodes : {true, false}) {
@@ -176,8 +176,9 @@ TEST_F(WritersOfOneRecord, a_torn_one_is_replaced_by_what_is_whole) {
   one->close();
 }
 
-// Between the look at it and its removal: then it is gone by another's hand, and not ours to take off.
-TEST_F(WritersOfOneRecord, one_that_another_removes_meanwhile_does_not_come_off_again) {
+// The other process removes the record between our check and our removal: it subtracts the bytes, and we must
+// not.
+TEST_F(WritersOfOneRecord, a_record_that_another_removes_meanwhile_is_not_subtracted_twice) {
   const auto one = open(true), other = open(false);
   ASSERT_TRUE(write(*one, 1));
   fs::resize_file(path_of(root_, 1), kPageBytes);
@@ -185,7 +186,7 @@ TEST_F(WritersOfOneRecord, one_that_another_removes_meanwhile_does_not_come_off_
   const fs::path path = path_of(root_, 1);
   bool refused = false, removed = false;
   ops_.set_rule([&](Call call) {
-    if (call == Call::kPreadv && refused && !removed) removed = fs::remove(path);  // counted by who did it
+    if (call == Call::kPreadv && refused && !removed) removed = fs::remove(path);  // the remover subtracts it
     refused |= call == Call::kRename;
     return 0;
   });

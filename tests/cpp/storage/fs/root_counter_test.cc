@@ -1,4 +1,4 @@
-// Counts that are ended by something that throws, or overtaken by a reset.
+// Counts that end with an exception, or that a reset overtakes.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@ namespace {
 
 using namespace testing;
 
-TEST(RootCounterTest, a_count_that_throws_is_made_again_and_nobody_waits_for_it) {
+TEST(RootCounterTest, a_count_that_throws_is_repeated_and_blocks_nobody) {
   const TempDir dir;
   const std::string root = dir.path() + "/root";
   const FsTierOptions options = options_for(root);
@@ -52,7 +52,7 @@ TEST(RootCounterTest, a_count_that_throws_is_made_again_and_nobody_waits_for_it)
   store.close();
 }
 
-TEST(RootCounterTest, a_count_that_a_reset_overtook_changes_nothing_and_is_made_again) {
+TEST(RootCounterTest, a_count_that_a_reset_overtook_changes_nothing_and_is_repeated) {
   const TempDir dir;
   const std::string root = dir.path() + "/root";
   const FsTierOptions options = options_for(root);
@@ -75,7 +75,7 @@ TEST(RootCounterTest, a_count_that_a_reset_overtook_changes_nothing_and_is_made_
   ASSERT_GE(lists, 8);
   TierStats stats;
   store.figures(&stats);
-  // A part of the root was counted, of no generation of ours. (Its own files, of a few pages, came since.)
+  // The count covered part of the root, without an epoch of ours. (Our own files, a few pages, came later.)
   EXPECT_GE(stats.bytes, known);
   EXPECT_LT(stats.bytes, known + (std::uint64_t{1} << 17));
   ASSERT_TRUE(store.begin_epoch());
@@ -86,10 +86,10 @@ TEST(RootCounterTest, a_count_that_a_reset_overtook_changes_nothing_and_is_made_
   store.close();
 }
 
-// The n-th list of a count fails, once.
+// Makes the n-th listing of a count fail once.
 class FsPartialCount : public ::testing::TestWithParam<int> {};
 
-TEST_P(FsPartialCount, a_count_that_missed_a_directory_is_not_believed_and_is_made_again) {
+TEST_P(FsPartialCount, a_count_that_missed_a_directory_is_rejected_and_repeated) {
   const TempDir dir;
   const std::string root = dir.path() + "/root";
   const FsTierOptions options = options_for(root);
@@ -119,12 +119,12 @@ TEST_P(FsPartialCount, a_count_that_missed_a_directory_is_not_believed_and_is_ma
     ASSERT_TRUE(stats.scan_complete) << "list " << n;
     store.close();
   }
-  EXPECT_GT(failed, 64);  // the leaf directories, by name and then for their order, and those above them
+  EXPECT_GT(failed, 64);  // leaf directories, by name and by order, and the directories above them
 }
 
 INSTANTIATE_TEST_SUITE_P(errors, FsPartialCount, ::testing::Values(EMFILE, ENOMEM, EIO, ETIMEDOUT));
 
-// One leaf directory cannot be opened.
+// Makes one leaf directory fail to open.
 class UnreadableLeaf : public FaultyFileOps {
  public:
   explicit UnreadableLeaf(std::string leaf, int error) : leaf_(std::move(leaf)), error_(error) {}
@@ -138,7 +138,7 @@ class UnreadableLeaf : public FaultyFileOps {
 };
 
 TEST(RootCounterTest,
-     a_directory_that_stays_unreadable_keeps_writes_off_for_a_few_counts_and_a_shortage_for_all) {
+     an_unreadable_directory_stops_writes_for_a_few_counts_and_a_descriptor_shortage_for_all) {
   for (const int error : {EIO, EMFILE}) {
     const TempDir dir;
     const std::string root = dir.path() + "/root";
@@ -147,7 +147,7 @@ TEST(RootCounterTest,
       TierUser user(options);
       for (std::uint32_t i = 0; i < 64; ++i) ASSERT_TRUE(user.write(i));
     }
-    fs::remove(root + "/ledger");  // nothing is granted until the root was counted
+    fs::remove(root + "/ledger");  // no space is granted until the root was counted
     UnreadableLeaf ops(layout::leaf_path(layout::leaf_of(key_of(0))), error);
     FakeClock clock;
     FsStore store(options, ops, clock);

@@ -34,7 +34,7 @@ class FsRootTest : public ::testing::Test {
   std::string root_ = dir_.path() + "/root";
 };
 
-TEST_F(FsRootTest, tells_what_is_there) {
+TEST_F(FsRootTest, stat_reports_the_content) {
   std::ofstream(root_ + "/.tmp-1-00-1") << "x";
   FsRoot root(root_);
   const RootInfo info = root.stat();
@@ -94,7 +94,7 @@ TEST_F(FsRootTest, verify_finds_damage_and_repair_removes_it) {
   EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
-TEST_F(FsRootTest, verify_finds_records_that_nobody_can_find) {
+TEST_F(FsRootTest, verify_finds_records_that_no_lookup_can_find) {
   const fs::path misplaced = path_of(root_, 1).parent_path() / path_of(root_, 2).filename();
   fs::rename(path_of(root_, 2), misplaced);
   const fs::path misspelt = path_of(root_, 3).parent_path() / "abc.rec";
@@ -108,7 +108,7 @@ TEST_F(FsRootTest, verify_finds_records_that_nobody_can_find) {
   EXPECT_TRUE(root.verify(false, {}).empty());
 }
 
-TEST_F(FsRootTest, purge_removes_one_namespace_or_all_even_while_served) {
+TEST_F(FsRootTest, purge_removes_one_namespace_or_all_even_while_in_use) {
   FsRoot root(root_);
   TierUser user(options_for(root_));
   user.wait_for_scan();
@@ -125,12 +125,12 @@ TEST_F(FsRootTest, purge_removes_one_namespace_or_all_even_while_served) {
   EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
-TEST_F(FsRootTest, a_directory_that_is_no_root_is_refused) {
+TEST_F(FsRootTest, a_directory_that_is_not_a_root_is_refused) {
   EXPECT_THROW(FsRoot(dir_.path()), InvalidArgument);
   EXPECT_THROW(FsRoot(dir_.path() + "/nothing"), InvalidArgument);
 }
 
-TEST_F(FsRootTest, a_probe_measures_and_leaves_nothing) {
+TEST_F(FsRootTest, a_probe_measures_and_leaves_no_files) {
   const DiskProbe probe = probe_disk(dir_.path(), 1 << 20, 65536);
   EXPECT_GT(probe.write_bytes_per_second, 0);
   EXPECT_GT(probe.read_bytes_per_second, 0);
@@ -138,8 +138,8 @@ TEST_F(FsRootTest, a_probe_measures_and_leaves_nothing) {
   EXPECT_THROW(probe_disk(dir_.path(), 1 << 20, 1000), InvalidArgument);
 }
 
-// A record of another version, whole: named, and never removed.
-TEST_F(FsRootTest, verify_leaves_records_of_another_version) {
+// A complete record of another version is reported and never removed.
+TEST_F(FsRootTest, verify_keeps_records_of_another_version) {
   const fs::path path = path_of(root_, 2);
   std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
   std::vector<char> page(kRecordHeaderBytes);
@@ -159,7 +159,7 @@ TEST_F(FsRootTest, verify_leaves_records_of_another_version) {
 
 #ifdef KV_OFFLOAD_SEALING
 
-TEST(FsRootSealedTest, verify_looks_at_seals_with_the_key_and_at_all_else_without) {
+TEST(FsRootSealedTest, verify_checks_encryption_with_the_key_and_everything_else_without) {
   const TempDir dir;
   const std::string path = dir.path() + "/root";
   FsTierOptions options = options_for(path);
@@ -172,11 +172,11 @@ TEST(FsRootSealedTest, verify_looks_at_seals_with_the_key_and_at_all_else_withou
   EXPECT_TRUE(root.verify(false, {}).empty());
   EXPECT_TRUE(root.verify(false, {}, keys_of({2, 1})).empty());
   for (const DamagedRecord& unknown : root.verify(true, {}, keys_of({2}))) {
-    EXPECT_EQ(unknown.kind, StatusKind::kUnavailable) << "it may be another's";
+    EXPECT_EQ(unknown.kind, StatusKind::kUnavailable) << "another server may own it";
     EXPECT_FALSE(unknown.removed);
   }
   EXPECT_EQ(root.verify(true, {}, keys_of({2})).size(), 3u);
-  // A forgery: a byte that was changed under checksums that hold.
+  // A forgery: one byte was changed and the checksums were corrected.
   const fs::path forged = records_in(path).front();
   std::vector<char> bytes(fs::file_size(forged));
   std::fstream file(forged, std::ios::in | std::ios::out | std::ios::binary);
@@ -188,14 +188,14 @@ TEST(FsRootSealedTest, verify_looks_at_seals_with_the_key_and_at_all_else_withou
   std::memcpy(bytes.data() + kRecordHeaderBytes - 8, &checksum, sizeof(checksum));
   file.seekp(0);
   file.write(bytes.data(), static_cast<std::streamsize>(bytes.size())).flush();
-  EXPECT_TRUE(root.verify(false, {}).empty()) << "without the key it cannot be told";
+  EXPECT_TRUE(root.verify(false, {}).empty()) << "without the key it cannot be detected";
   const auto damaged = root.verify(true, {}, keys_of({1}));
   ASSERT_EQ(damaged.size(), 1u);
   EXPECT_EQ(damaged[0].kind, StatusKind::kCorrupt);
   EXPECT_FALSE(fs::exists(forged));
 }
 
-TEST(FsRootSealedTest, no_name_in_a_sealed_root_is_that_of_a_chunk) {
+TEST(FsRootSealedTest, no_name_in_an_encrypted_root_is_that_of_a_chunk) {
   const TempDir dir;
   const std::string path = dir.path() + "/root";
   FsTierOptions options = options_for(path);
@@ -206,7 +206,7 @@ TEST(FsRootSealedTest, no_name_in_a_sealed_root_is_that_of_a_chunk) {
   options.form.keys = keys_of({1});
   TierUser user(options);
   user.wait_for_scan();
-  EXPECT_FALSE(user.has(1)) << "what is not sealed is not found";
+  EXPECT_FALSE(user.has(1)) << "plain records are not found";
   ASSERT_TRUE(user.write(1));
   EXPECT_TRUE(user.read(1));
   std::size_t with_its_name = 0;

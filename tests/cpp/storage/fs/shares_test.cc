@@ -1,4 +1,4 @@
-// Servers that share a full root: how much each may have, and what the others lose for it, judged by the
+// Servers that share a full root: the share that each gets, and the loss of the others, measured by the
 // prompts that can still be loaded from their first chunk on.
 #include "storage/fs/shares.h"
 
@@ -32,7 +32,7 @@ class FsShares : public ::testing::TestWithParam<const char*> {
   std::unique_ptr<PromptServer> start(const FsTierOptions& made) {
     return std::make_unique<PromptServer>(made, disk_, clock_);
   }
-  // Until it evicts its own.
+  // Writes until the server evicts its own records.
   void fill(PromptServer& server) {
     while (server.stats().evicted_bytes == 0) ASSERT_TRUE(server.write_next());
     second();
@@ -42,7 +42,7 @@ class FsShares : public ::testing::TestWithParam<const char*> {
   Held held(unsigned char namespace_byte, const PromptServer& server, const std::string& generation = "") {
     return held_in(disk_, name(namespace_byte) + generation, server.prompts());
   }
-  // Of what is held at most so many records cannot be loaded.
+  // At most `useless` of the held records cannot be loaded.
   void expect_usable(const Held& found, std::size_t useless, const std::string& when) {
     EXPECT_LE(found.records - found.usable, useless)
         << when << ": " << found.usable << " of " << found.records;
@@ -52,11 +52,11 @@ class FsShares : public ::testing::TestWithParam<const char*> {
   FakeClock clock_;
 };
 
-TEST_P(FsShares, a_neighbour_gets_its_share_and_leaves_the_prompts_of_the_other_usable) {
+TEST_P(FsShares, a_neighbour_gets_its_share_and_leaves_the_other_servers_prompts_usable) {
   const auto first = start(options(0x11, GetParam()));
   fill(*first);
   const std::size_t before = held(0x11, *first).records;
-  // The oldest prompt loses its end first; with lru its beginning, so that all of it is useless.
+  // The oldest prompt loses its end first; with lru it loses its beginning, so all of it becomes useless.
   const std::size_t useless = GetParam() == std::string("lru") ? kChunks : 2;
   const auto second_one = start(options(0x22, GetParam()));
   first->tick();
@@ -64,7 +64,7 @@ TEST_P(FsShares, a_neighbour_gets_its_share_and_leaves_the_prompts_of_the_other_
   for (int i = 0; i < 1600; ++i) {
     ASSERT_TRUE(second_one->write_next()) << i;
     ASSERT_LE(disk_.du(), kSharedBound);
-    if (i < 8 || i % 4 == 3) {  // a tick's writes are fewer than what is asked for at once
+    if (i < 8 || i % 4 == 3) {  // one tick's writes need less space than is requested at once
       second();
       first->tick();
       second_one->tick();
@@ -74,7 +74,7 @@ TEST_P(FsShares, a_neighbour_gets_its_share_and_leaves_the_prompts_of_the_other_
   }
   const Held theirs = held(0x11, *first), ours = held(0x22, *second_one);
   expect_usable(ours, useless, "the newcomer");
-  EXPECT_EQ(first->stats().chunks, theirs.records) << "who evicts knows what is gone";
+  EXPECT_EQ(first->stats().chunks, theirs.records) << "the evicting server knows what it evicted";
   const double share = static_cast<double>(theirs.records + ours.records) / 2;
   EXPECT_NEAR(static_cast<double>(ours.records), share, 0.05 * share);
   EXPECT_LT(theirs.records, before);
@@ -98,7 +98,7 @@ TEST_F(FsShares, a_newcomer_waits_for_the_servers_that_answer_and_cuts_no_prompt
   expect_usable(held(0x11, *first), 2, "after the first grant");
 }
 
-TEST_F(FsShares, one_of_two_replicas_that_was_reset_leaves_the_prompts_of_the_other_usable) {
+TEST_F(FsShares, a_reset_replica_leaves_the_other_replicas_prompts_usable) {
   const auto kept = start(options(0x11)), changed = start(options(0x11));
   fill(*kept);
   changed->store().forget();
@@ -117,8 +117,8 @@ TEST_F(FsShares, one_of_two_replicas_that_was_reset_leaves_the_prompts_of_the_ot
               0.1 * static_cast<double>(old.records));
 }
 
-// Stopped, or cut off: its ticks never come, and nobody waits for them.
-TEST_F(FsShares, a_server_that_does_not_answer_loses_its_oldest_prompts_and_no_others) {
+// A server that is stopped or cut off: it never ticks, and no server waits for it.
+TEST_F(FsShares, a_server_that_does_not_answer_loses_only_its_oldest_prompts) {
   const auto stopped = start(options(0x11));
   fill(*stopped);
   const auto one = start(options(0x22)), two = start(options(0x33));
@@ -131,22 +131,22 @@ TEST_F(FsShares, a_server_that_does_not_answer_loses_its_oldest_prompts_and_no_o
     ASSERT_TRUE(one->write_next()) << i;
     ASSERT_TRUE(two->write_next()) << i;
     ASSERT_LE(disk_.du(), kSharedBound);
-    // A 32nd is being removed by each, and reaches into one prompt more.
+    // Each server is removing a 32nd of it, and so reaches into one more prompt.
     if (i % 150 == 149) expect_usable(held(0x11, *stopped), 3 * kChunks, fmt::format("after {}", i));
   }
   const double share = static_cast<double>(kSharedBound / kPromptRecord) / 3;
   for (const auto& [byte, server] :
        {std::pair<unsigned char, PromptServer*>{0x22, one.get()}, {0x33, two.get()}})
     EXPECT_GT(static_cast<double>(held(byte, *server).records), 0.85 * share);
-  // (Directories of three namespaces take a fifth of so small a root.)
+  // (The directories of three namespaces take a fifth of such a small root.)
   EXPECT_GT(static_cast<double>(held(0x11, *stopped).records), 0.35 * share);
   const std::string newest = chunk_of(stopped->prompts() - 2, 0).hex();
   const std::vector<std::string> files = disk_.files();
   EXPECT_TRUE(std::any_of(files.begin(), files.end(), [&](const std::string& path) {
     return path.find(newest) != std::string::npos;
   })) << "its newest whole prompt";
-  // When it is back, it reads what is there, and what is not is a miss. Its first write meets many records
-  // that are missing; then they are counted, and the others give back some space.
+  // When it is back, it reads its remaining records; the others are misses. Its first write meets many
+  // missing records. Then they are counted, and the others return some space.
   (void)stopped->write(900, 0);
   for (int i = 0; i < 3; ++i) {
     second();
@@ -155,25 +155,25 @@ TEST_F(FsShares, a_server_that_does_not_answer_loses_its_oldest_prompts_and_no_o
   ASSERT_TRUE(stopped->write(900, 0));
 }
 
-TEST_F(FsShares, what_one_evicts_for_another_is_not_taken_by_a_third) {
+TEST_F(FsShares, space_evicted_for_one_server_is_not_taken_by_another) {
   const auto first = start(options(0x11));
   fill(*first);
   const auto asks = start(options(0x22));
   second();
-  asks->tick();   // asks
-  first->tick();  // evicts for it
+  asks->tick();   // requests space
+  first->tick();  // evicts for the request
   const std::size_t granted = first->stats().evicted_bytes / kPromptRecord;
   ASSERT_GE(granted, 8u);
   const std::size_t before = held(0x11, *first).records;
-  for (int i = 0; i < 200; ++i) ASSERT_TRUE(first->write_next());  // in place of its own
+  for (int i = 0; i < 200; ++i) ASSERT_TRUE(first->write_next());  // evicts its own records
   EXPECT_NEAR(static_cast<double>(held(0x11, *first).records), static_cast<double>(before), 3);
   const std::uint64_t evicted = asks->stats().evicted_bytes;
   for (int i = 0; i < 4; ++i) ASSERT_TRUE(asks->write_next()) << i;
-  EXPECT_EQ(asks->stats().evicted_bytes, evicted) << "it writes into what it was given";
+  EXPECT_EQ(asks->stats().evicted_bytes, evicted) << "it writes into the granted space";
   EXPECT_EQ(held(0x22, *asks).records, 4u);
 }
 
-TEST_F(FsShares, what_was_granted_to_a_server_that_ended_is_free_again) {
+TEST_F(FsShares, space_granted_to_a_server_that_ended_is_free_again) {
   const auto first = start(options(0x11));
   fill(*first);
   {
@@ -207,7 +207,7 @@ class CountedCalls : public FaultyFileOps {
   std::size_t listed = 0;
 };
 
-TEST_F(FsShares, a_write_beside_a_dead_namespace_lists_a_directory_once_for_many_records) {
+TEST_F(FsShares, a_write_alongside_a_dead_namespace_lists_each_directory_once_for_many_records) {
   CountedCalls ops(disk_);
   {
     const auto dead = start(options(0x11));
@@ -223,11 +223,11 @@ TEST_F(FsShares, a_write_beside_a_dead_namespace_lists_a_directory_once_for_many
     ASSERT_LE(disk_.du(), kSharedBound);
   }
   EXPECT_LT(held_in(disk_, name(0x11), 40).records, dead_before - kWrites / 2);
-  // Each pass lists at most what there is, and serves a 32nd of it.
+  // Each pass lists at most the existing records, and serves a 32nd of them.
   EXPECT_LE(ops.listed / kWrites, 2 * OldestRecords::kParts);
 }
 
-TEST_F(FsShares, no_write_fails_beside_dead_bytes_and_their_prompts_go_whole) {
+TEST_F(FsShares, writes_alongside_dead_bytes_never_fail_and_evict_whole_prompts) {
   std::uint32_t prompts = 0;
   {
     const auto dead = start(options(0x11));

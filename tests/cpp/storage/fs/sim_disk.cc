@@ -45,7 +45,7 @@ SimDisk::NodePtr SimDisk::make_node(bool directory) {
   return node;
 }
 
-// ---- ends and starts
+// ---- end and boot
 
 void SimDisk::power_cut() {
   const std::lock_guard lock(mutex_);
@@ -77,7 +77,7 @@ void SimDisk::end(bool power) {
 
 void SimDisk::boot() {
   const std::lock_guard lock(mutex_);
-  if (!ended_) throw std::logic_error("boot without an end");
+  if (!ended_) throw std::logic_error("boot() without an end");
   for (const auto& [fd, node] : fds_) node->locks.clear();
   fds_.clear();
   root_ = std::move(next_root_);
@@ -135,7 +135,7 @@ int SimDisk::change() {
   return 0;
 }
 
-// ---- what is on it
+// ---- content
 
 std::uint64_t SimDisk::disk_bytes(const Node& node) {
   return node.directory ? kPageBytes : round_up(node.data.size(), kPageBytes);
@@ -152,7 +152,7 @@ std::uint64_t SimDisk::du() const {
 }
 std::uint64_t SimDisk::peak() const {
   const std::lock_guard lock(mutex_);
-  return peak_ < kPageBytes ? 0 : peak_ - kPageBytes;  // less the directory that holds the root
+  return peak_ < kPageBytes ? 0 : peak_ - kPageBytes;  // without the directory that holds the root
 }
 std::uint64_t SimDisk::changes() const {
   const std::lock_guard lock(mutex_);
@@ -232,7 +232,7 @@ void SimDisk::change_name(Node& directory, const std::string& gone, const std::s
 
 int SimDisk::open(int directory, const std::string& path, int flags, unsigned) {
   const std::lock_guard lock(mutex_);
-  if (path == "/proc/sys/kernel/random/boot_id") {  // each boot has its own
+  if (path == "/proc/sys/kernel/random/boot_id") {  // a new id for each boot
     const NodePtr node = make_node(false);
     const std::string text = std::to_string(boots_);
     for (const char c : text) node->data.push_back(static_cast<std::byte>(c));
@@ -271,7 +271,7 @@ int SimDisk::replace(int fd, int by) {
   fds_[fd] = fds_[by];
   std::map<int, int>& locks = fds_[by]->locks;
   if (const auto held = locks.find(by); held != locks.end())
-    locks[fd] = held->second;  // one open file has one
+    locks[fd] = held->second;  // one lock per open file
   unlocked_.notify_all();
   return 0;
 }
@@ -287,7 +287,7 @@ int SimDisk::rename(int directory, const std::string& from, const std::string& t
   if (const int rc = change(); rc < 0) return rc;
   if (source.parent == target.parent) {
     change_name(*source.parent, source.name, target.name, source.node);
-  } else {  // a power cut may leave it in both directories, or in none
+  } else {  // a power cut may leave it in both directories, or in neither
     ++source.node->links;
     change_name(*source.parent, source.name, "", source.node);
     change_name(*target.parent, "", target.name, source.node);
@@ -365,7 +365,7 @@ std::int64_t SimDisk::pwritev(int fd, const iovec* parts, int count, std::int64_
   const std::uint64_t before = disk_bytes(node);
   auto at = static_cast<std::size_t>(offset);
   const std::size_t start = at;
-  // The process may end in the middle: what came before is in the page cache.
+  // The process may end in the middle: the bytes before that are in the page cache.
   const bool last = end_at_ != 0 && changes_ + 1 >= end_at_;
   std::size_t left = last ? random_() % 65536 : SIZE_MAX;
   for (int i = 0; i < count && left > 0; ++i) {

@@ -1,15 +1,13 @@
-// A disk in memory behind FileOps that forgets as a real one does: what was not
-// synced is lost or torn by a power cut, in any order. Also the place to damage
-// records, by the ten thousand, without a file system below.
+// An in-memory disk behind FileOps that loses data as a real disk does: a power cut drops or tears everything
+// that was not synced, in any order. It also allows damaging tens of thousands of records without a real file
+// system.
 //
-// The model is the worst that POSIX allows: data is durable after fsync of the
-// file, a name after fsync of its directory; until then each 4 KiB page of a
-// file, its size and each change of a directory survives or not on its own, and
-// a page may be torn at 512 bytes. A rename within a directory is atomic. O_DIRECT is as volatile
-// as the page cache (disks have caches too). No links, no symbolic links.
+// The model is the worst case that POSIX allows. Data is durable after fsync of the file, and a name after
+// fsync of its directory. Until then, each 4 KiB page of a file, its size, and each change of a directory
+// survives or is lost independently, and a page may be torn at 512 bytes. A rename within a directory is
+// atomic. O_DIRECT is as volatile as the page cache (disks have caches too). No hard or symbolic links.
 //
-// Threads: any. power_cut and kill end the process on it: every call from then
-// on fails until boot().
+// Threads: any. power_cut() and kill() end the process on the disk: every later call fails until boot().
 #pragma once
 
 #include <condition_variable>
@@ -30,22 +28,22 @@ class SimDisk : public FileOps {
  public:
   explicit SimDisk(std::uint64_t seed = 1);
 
-  // ---- how a process on it ends, and the next one starts
+  // ---- end of the current process, and start of the next one
   void power_cut();
-  void kill();  // SIGKILL: the kernel lives on, so nothing is lost but locks
-  // Ends it in the middle of the n-th call from now that changes the disk.
+  void kill();  // SIGKILL: the kernel lives on, so only locks are lost
+  // Ends the process in the middle of the n-th call from now that changes the disk.
   void end_after(std::uint64_t changes, bool power);
   bool ended() const;
-  // REQUIRES: ended, nothing uses it any more.
+  // REQUIRES: the process ended, and nothing uses the disk.
   void boot();
-  // Planted: fsync answers and does nothing.
+  // Plants a fault: fsync succeeds without an effect.
   void lie_about_sync() { lying_ = true; }
 
-  // ---- what is on it
-  std::uint64_t du() const;    // as `du`
-  std::uint64_t peak() const;  // the most there was since the last boot
+  // ---- content
+  std::uint64_t du() const;    // as `du` reports it
+  std::uint64_t peak() const;  // maximum since the last boot
   std::uint64_t changes() const;
-  std::vector<std::string> files() const;  // all paths of files
+  std::vector<std::string> files() const;  // the paths of all files
   using Bytes = std::vector<std::byte>;
   Bytes content(const std::string& path) const;
   void replace(const std::string& path, Bytes content);
@@ -82,7 +80,7 @@ class SimDisk : public FileOps {
     std::uint64_t inode = 0;
     std::uint32_t links = 1;
     std::int64_t mtime = 0;
-    Bytes data, synced;           // synced: what a power cut cannot take
+    Bytes data, synced;           // synced: safe from a power cut
     std::set<std::size_t> dirty;  // pages
     Entries entries, synced_entries;
     std::vector<NameChange> unsynced;
@@ -96,7 +94,7 @@ class SimDisk : public FileOps {
 
   NodePtr make_node(bool directory);
   Place find(int directory, const std::string& path) const;
-  int change();  // counts it; -EIO when the process has ended, now or before
+  int change();  // counts the change; -EIO if the process has ended, now or before
   void change_name(Node& directory, const std::string& gone, const std::string& made, const NodePtr& node);
   void end(bool power);
   NodePtr survivor(const NodePtr& node, std::map<const Node*, NodePtr>& known);

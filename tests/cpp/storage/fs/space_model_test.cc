@@ -1,6 +1,5 @@
-// Several processes on one page, at random: they reserve, write, evict, count, reset, die
-// and come back, and calls fail. After each step every byte is used or reserved, and no
-// more is there than the bound.
+// Random operations of several processes on one ledger page: they reserve, write, evict, count, reset, die
+// and restart, and calls fail. After each step, every byte is used or reserved, and the bound holds.
 #include <gtest/gtest.h>
 
 #include <fcntl.h>
@@ -46,7 +45,7 @@ class SpaceModel : public ::testing::TestWithParam<unsigned> {
     std::uint64_t writer = 0;
     std::optional<Write> write;
     std::optional<Count> count;
-    std::vector<std::pair<std::uint64_t, Space::Finished>> removed;  // not told yet
+    std::vector<std::pair<std::uint64_t, Space::Finished>> removed;  // not subtracted yet
     ~Process() {
       real.die();
       write.reset();
@@ -65,7 +64,7 @@ class SpaceModel : public ::testing::TestWithParam<unsigned> {
     for (const auto& [id, file] : files_) sum += file.bytes;
     return sum;
   }
-  // Any file with a name.
+  // Returns a random file with a final name.
   std::map<std::uint64_t, File>::iterator victim() {
     if (files_.empty()) return files_.end();
     auto at = std::next(files_.begin(), static_cast<std::ptrdiff_t>(random_() % files_.size()));
@@ -93,7 +92,7 @@ class SpaceModel : public ::testing::TestWithParam<unsigned> {
       const auto file = files_.find(write.file);
       write.named = true;
       if (random_() % 5 == 0) {
-        files_.erase(file);  // it failed
+        files_.erase(file);  // the write failed
       } else {
         file->second.temporary = false;
         write.reservation->used = write.bytes;
@@ -150,7 +149,7 @@ class SpaceModel : public ::testing::TestWithParam<unsigned> {
     }
     switch (random_() % 40) {
       case 0:
-        start(at);  // the one before died
+        start(at);  // the previous process died
         return;
       case 1:
       case 2: {
@@ -163,7 +162,7 @@ class SpaceModel : public ::testing::TestWithParam<unsigned> {
       case 5:
         remove(process);
         break;
-      case 6:  // a reset: all of a part goes
+      case 6:  // a reset: removes several files
         for (int i = 0; i < 3; ++i) remove(process);
         break;
       default:

@@ -1,4 +1,4 @@
-// The bytes of a root, with several who have it open.
+// The usage total of a root that several processes have open.
 #include "storage/fs/space.h"
 
 #include <fcntl.h>
@@ -32,7 +32,7 @@ class SpaceTest : public ::testing::Test {
     EXPECT_TRUE(space.look(now, &figures));
     return figures;
   }
-  // A count that finds so much.
+  // Finishes a count with this result.
   void count(std::uint64_t found) {
     std::uint64_t number = 0;
     ASSERT_TRUE(server_->begin_count(&number));
@@ -49,7 +49,7 @@ class SpaceTest : public ::testing::Test {
   std::unique_ptr<Space> server_ = open(1), other_ = open(3, ops_);
 };
 
-TEST_F(SpaceTest, refuses_until_it_was_counted_and_above_the_bound) {
+TEST_F(SpaceTest, refuses_before_the_first_count_and_above_the_bound) {
   Reservation first(*server_), second(*other_);
   missing_ = 1;
   EXPECT_EQ(reserve(first, 1).kind(), StatusKind::kNoSpace);
@@ -60,7 +60,7 @@ TEST_F(SpaceTest, refuses_until_it_was_counted_and_above_the_bound) {
   EXPECT_EQ(missing_, 10u);
 }
 
-TEST_F(SpaceTest, what_was_used_stays_and_the_rest_of_a_reservation_comes_back) {
+TEST_F(SpaceTest, used_bytes_stay_and_the_rest_of_a_reservation_is_returned) {
   count(1000);
   {
     Reservation reservation(*server_);
@@ -72,24 +72,24 @@ TEST_F(SpaceTest, what_was_used_stays_and_the_rest_of_a_reservation_comes_back) 
   EXPECT_EQ(look(*other_).doubt, 0u);
 }
 
-// Of one process by another: the counter knows what all have reserved.
-TEST_F(SpaceTest, a_reservation_of_another_survives_a_count) {
+// A reservation of one process, and a count by another: the counting process knows all reservations.
+TEST_F(SpaceTest, a_reservation_of_another_process_survives_a_count) {
   count(1000);
   {
     Reservation theirs(*other_);
     ASSERT_TRUE(reserve(theirs, 500));
-    count(1000);  // their file has no name yet
+    count(1000);  // their file has no final name yet
     EXPECT_EQ(server_->total(), 1500u);
     theirs.used = 500;
   }
   EXPECT_EQ(look(*server_).used, 1500u);
 }
 
-TEST_F(SpaceTest, what_appears_during_a_count_is_never_missed) {
+TEST_F(SpaceTest, a_file_created_during_a_count_is_never_missed) {
   count(1000);
   std::uint64_t number = 0;
   ASSERT_TRUE(server_->begin_count(&number));
-  // Here the directory of the new file is counted.
+  // At this point the count has reached the directory of the new file.
   {
     Reservation theirs(*other_);
     ASSERT_TRUE(reserve(theirs, 500));
@@ -100,12 +100,12 @@ TEST_F(SpaceTest, what_appears_during_a_count_is_never_missed) {
   EXPECT_EQ(look(*server_).doubt, 500u) << "it might have been counted";
 }
 
-TEST_F(SpaceTest, what_a_count_found_before_it_was_settled_is_in_doubt) {
+TEST_F(SpaceTest, a_file_counted_before_its_reservation_ends_is_in_doubt) {
   count(1000);
   {
     Reservation theirs(*other_);
     ASSERT_TRUE(reserve(theirs, 500));
-    count(1500);  // it has its name already
+    count(1500);  // the file already has its final name
     theirs.used = 500;
   }
   const SpaceFigures figures = look(*server_);
@@ -113,7 +113,7 @@ TEST_F(SpaceTest, what_a_count_found_before_it_was_settled_is_in_doubt) {
   EXPECT_EQ(figures.doubt, 500u);
 }
 
-TEST_F(SpaceTest, what_goes_between_two_counts_comes_off) {
+TEST_F(SpaceTest, bytes_removed_between_two_counts_are_subtracted) {
   count(1000);
   (void)look(*other_);
   other_->remove(300, other_->finished());
@@ -121,32 +121,32 @@ TEST_F(SpaceTest, what_goes_between_two_counts_comes_off) {
   EXPECT_EQ(look(*server_).doubt, 0u);
 }
 
-TEST_F(SpaceTest, what_a_count_missed_does_not_come_off_again) {
+TEST_F(SpaceTest, bytes_that_a_count_missed_are_not_subtracted_again) {
   count(1000);
   (void)look(*other_);
   const Space::Finished before = other_->finished();
-  count(700);  // the file went before this
+  count(700);  // the file was removed before this
   other_->remove(300, before);
   EXPECT_EQ(look(*server_).used, 700u);
   EXPECT_EQ(look(*server_).doubt, 300u);
   Reservation writer(*other_);
   writer.adopt(300, before);
   ASSERT_TRUE(reserve(writer, 300));
-  EXPECT_EQ(other_->total(), 1000u) << "nothing was got for nothing";
+  EXPECT_EQ(other_->total(), 1000u) << "no space was gained without a removal";
 }
 
-TEST_F(SpaceTest, what_goes_during_a_count_never_makes_it_too_low) {
+TEST_F(SpaceTest, a_removal_during_a_count_never_makes_the_total_too_low) {
   count(1000);
   std::uint64_t number = 0;
   ASSERT_TRUE(server_->begin_count(&number));
   other_->remove(300, server_->finished());
   EXPECT_EQ(other_->total(), 700u);
-  ASSERT_TRUE(server_->finish_count(number, 700));  // had gone before
+  ASSERT_TRUE(server_->finish_count(number, 700));  // the file had been removed before
   EXPECT_EQ(server_->total(), 700u);
   EXPECT_EQ(look(*server_).doubt, 300u) << "or not";
 }
 
-TEST_F(SpaceTest, two_that_count_at_once_are_both_right) {
+TEST_F(SpaceTest, two_concurrent_counts_are_both_right) {
   count(1000);
   std::uint64_t one = 0, two = 0;
   ASSERT_TRUE(server_->begin_count(&one));
@@ -159,27 +159,27 @@ TEST_F(SpaceTest, two_that_count_at_once_are_both_right) {
   EXPECT_EQ(other_->total(), 1110u);
 }
 
-TEST_F(SpaceTest, space_that_one_frees_is_its_own) {
+TEST_F(SpaceTest, space_freed_by_one_process_belongs_to_it) {
   count(kMost);
   Reservation maker(*other_), thief(*server_);
   ASSERT_FALSE(reserve(maker, 500));
-  maker.adopt(500, other_->finished());  // the file is gone
+  maker.adopt(500, other_->finished());  // the file was removed
   EXPECT_FALSE(reserve(thief, 500));
   EXPECT_TRUE(reserve(maker, 500));
   EXPECT_FALSE(reserve(thief, 1));
 }
 
-TEST_F(SpaceTest, space_that_is_not_enough_yet_is_kept_from_others) {
+TEST_F(SpaceTest, insufficient_freed_space_is_kept_from_others) {
   count(kMost);
   Reservation maker(*server_), other(*other_);
   ASSERT_FALSE(reserve(maker, 1000));
   maker.adopt(400, server_->finished());
   ASSERT_FALSE(reserve(maker, 1000));
   EXPECT_EQ(missing_, 600u);
-  EXPECT_FALSE(reserve(other, 100)) << "it was made for another";
+  EXPECT_FALSE(reserve(other, 100)) << "it was freed for another reservation";
 }
 
-TEST_F(SpaceTest, what_cannot_be_written_is_written_with_the_next) {
+TEST_F(SpaceTest, a_change_that_cannot_be_written_is_written_with_the_next) {
   count(1000);
   {
     Reservation reservation(*other_);
@@ -198,24 +198,24 @@ TEST_F(SpaceTest, what_cannot_be_written_is_written_with_the_next) {
   EXPECT_EQ(look(*other_).reserved, 0u);
 }
 
-TEST_F(SpaceTest, writes_are_told_and_only_grow) {
+TEST_F(SpaceTest, writes_by_others_are_reported_and_only_grow) {
   count(kMost - 1000);
   std::uint64_t before = look(*server_).writes_by_others;
   for (int i = 0; i < 3; ++i) {
     Reservation writer(*other_);
-    writer.adopt(1000, other_->finished());  // in the place of another record: the sum stays
+    writer.adopt(1000, other_->finished());  // replaces another record: the total does not change
     ASSERT_TRUE(reserve(writer, 1000));
     writer.used = 1000;
     ops_.clear();
   }
   EXPECT_EQ(look(*server_).writes_by_others, before + 3);
   before = look(*other_).writes_by_others;
-  EXPECT_EQ(before, 0u) << "its own are not foreign";
+  EXPECT_EQ(before, 0u) << "own writes do not count";
 }
 
-// ---- who dies
+// ---- dead processes
 
-TEST_F(SpaceTest, what_the_dead_had_reserved_is_used_until_it_is_counted) {
+TEST_F(SpaceTest, reservations_of_a_dead_process_count_as_used_until_the_next_count) {
   count(1000);
   ProcessOps process;
   const auto dying = open(5, process);
@@ -230,17 +230,17 @@ TEST_F(SpaceTest, what_the_dead_had_reserved_is_used_until_it_is_counted) {
   EXPECT_FALSE(fs::exists(dir_.path() + "/" + layout::presence_name(5)));
 }
 
-TEST_F(SpaceTest, one_that_died_while_it_made_space_leaves_the_sum_in_doubt) {
+TEST_F(SpaceTest, a_process_that_died_while_freeing_space_leaves_the_total_in_doubt) {
   count(kMost);
   ProcessOps process;
   const auto dying = open(5, process);
   Reservation lost(*dying);
   ASSERT_FALSE(reserve(lost, 500));
-  process.die();  // after a file went, before it could be told
+  process.die();  // after a file was removed, before that was reported
   EXPECT_GT(look(*server_).doubt, 0u);
 }
 
-TEST_F(SpaceTest, one_that_closed_or_did_nothing_leaves_no_doubt) {
+TEST_F(SpaceTest, a_process_that_closed_or_did_nothing_leaves_no_doubt) {
   count(1000);
   ProcessOps process;
   const auto dying = open(5, process);
@@ -252,16 +252,16 @@ TEST_F(SpaceTest, one_that_closed_or_did_nothing_leaves_no_doubt) {
   EXPECT_FALSE(fs::exists(dir_.path() + "/" + layout::presence_name(7)));
 }
 
-TEST_F(SpaceTest, one_of_another_boot_that_died_leaves_doubt_though_its_slot_has_nothing) {
+TEST_F(SpaceTest, a_process_of_another_boot_that_died_leaves_doubt_although_its_slot_is_empty) {
   count(1000);
   ProcessOps process;
   process.on_host("of the boot before");
   const auto dying = open(5, process);
   process.die();
-  EXPECT_GT(look(*server_).doubt, 0u) << "its temporaries are never swept";
+  EXPECT_GT(look(*server_).doubt, 0u) << "its temporary files are never swept";
 }
 
-TEST_F(SpaceTest, one_that_does_nothing_for_long_is_not_dead) {
+TEST_F(SpaceTest, a_process_that_is_idle_for_long_is_not_dead) {
   count(1000);
   Reservation theirs(*other_);
   ASSERT_TRUE(reserve(theirs, 500));
@@ -269,7 +269,7 @@ TEST_F(SpaceTest, one_that_does_nothing_for_long_is_not_dead) {
   EXPECT_EQ(look(*server_).reserved, 500u);
 }
 
-TEST_F(SpaceTest, one_whose_lock_was_lost_with_the_power_is_dead_when_it_does_not_move) {
+TEST_F(SpaceTest, a_process_that_lost_its_lock_with_the_power_is_dead_once_it_stays_idle) {
   count(1000);
   ProcessOps process;
   process.on_host("of the boot before");
@@ -281,7 +281,7 @@ TEST_F(SpaceTest, one_whose_lock_was_lost_with_the_power_is_dead_when_it_does_no
   EXPECT_EQ(look(*server_, Space::kDeadAfter).writers.size(), 2u);
 }
 
-TEST_F(SpaceTest, one_that_was_taken_for_dead_comes_back_with_what_it_has_reserved) {
+TEST_F(SpaceTest, a_process_taken_for_dead_returns_with_its_reservations) {
   count(1000);
   Reservation theirs(*other_);
   ASSERT_TRUE(reserve(theirs, 500));
@@ -292,10 +292,10 @@ TEST_F(SpaceTest, one_that_was_taken_for_dead_comes_back_with_what_it_has_reserv
   EXPECT_EQ(look(*server_).writers.size(), 2u);
 }
 
-// ---- a lock that does not come free
+// ---- a lock that is never released
 
-// As of a process that was stopped in the few microseconds in which it holds it.
-TEST_F(SpaceTest, a_lock_that_is_held_for_ever_costs_a_count_and_no_more) {
+// As by a process that was stopped during the few microseconds in which it holds the lock.
+TEST_F(SpaceTest, a_lock_that_is_held_forever_costs_one_count) {
   count(1000);
   const std::string path = dir_.path() + "/ledger";
   const Fd held(posix_file_ops(), ::open(path.c_str(), O_RDWR));
@@ -304,29 +304,29 @@ TEST_F(SpaceTest, a_lock_that_is_held_for_ever_costs_a_count_and_no_more) {
   count(1000);
   EXPECT_EQ(look(*server_).state, SpaceState::kCounted);
   EXPECT_EQ(look(*other_).writers.size(), 2u);
-  // The one that was stopped goes on in a file that is nobody's, and notices.
+  // The stopped process continues on an orphaned file, and notices.
   ASSERT_EQ(::flock(held.get(), LOCK_UN), 0);
   EXPECT_EQ(look(*other_).writers.size(), 2u);
 }
 
-TEST_F(SpaceTest, what_was_granted_on_a_page_that_was_replaced_is_asked_for_again) {
+TEST_F(SpaceTest, space_granted_on_a_replaced_page_is_requested_again) {
   count(kMost);
   Reservation writer(*other_);
   bool done = false;
   ops_.set_rule([&](Call call) {
     if (call != Call::kPwritev || done) return 0;
-    done = true;  // stopped here, for longer than others wait
+    done = true;  // stopped here for longer than others wait
     SpacePage page = SpacePage::fresh();
     std::ofstream(dir_.path() + "/new", std::ios::binary).write(reinterpret_cast<char*>(&page), sizeof(page));
     fs::rename(dir_.path() + "/new", dir_.path() + "/ledger");
     return 0;
   });
   EXPECT_EQ(reserve(writer, 1).kind(), StatusKind::kNoSpace);
-  EXPECT_EQ(missing_, 0u) << "it is to be counted";
+  EXPECT_EQ(missing_, 0u) << "a count is due";
   EXPECT_EQ(look(*server_).writers.size(), 2u);
 }
 
-TEST_F(SpaceTest, a_lock_that_nobody_gives_up_is_told_and_is_no_failure_of_the_device) {
+TEST_F(SpaceTest, a_lock_that_nobody_releases_is_reported_and_is_not_a_device_failure) {
   count(1000);
   ops_.fail_all(Call::kFlock, EWOULDBLOCK);
   Reservation writer(*other_);
@@ -337,14 +337,14 @@ TEST_F(SpaceTest, a_lock_that_nobody_gives_up_is_told_and_is_no_failure_of_the_d
 
 // ---- locks that do not reach other hosts
 
-TEST_F(SpaceTest, changes_that_get_lost_are_seen_and_stop_the_writing) {
+TEST_F(SpaceTest, lost_changes_are_detected_and_stop_writes) {
   count(1000);
   ProcessOps process;
   process.on_host("another");
   process.ignore_locks();
   FaultyFileOps between(process);
   const auto theirs = open(5, between);
-  // While they have read and not yet written, we change the page, and our change is lost.
+  // The other process has read the page and not yet written it. We change the page now, and lose that change.
   const auto lose_one = [&] {
     bool done = false;
     between.set_rule([&](Call call) {
@@ -355,9 +355,9 @@ TEST_F(SpaceTest, changes_that_get_lost_are_seen_and_stop_the_writing) {
     between.clear();
   };
   lose_one();
-  EXPECT_EQ(look(*server_).state, SpaceState::kUncounted) << "the sum cannot be right";
+  EXPECT_EQ(look(*server_).state, SpaceState::kUncounted) << "the total cannot be right";
   count(1020);
-  EXPECT_EQ(look(*server_).state, SpaceState::kCounted) << "it may have been once";
+  EXPECT_EQ(look(*server_).state, SpaceState::kCounted) << "a single lost change is tolerated";
   lose_one();
   EXPECT_EQ(look(*server_).state, SpaceState::kNotExclusive);
   count(1040);
@@ -367,7 +367,7 @@ TEST_F(SpaceTest, changes_that_get_lost_are_seen_and_stop_the_writing) {
   EXPECT_NE(status.message().find("nolock"), std::string::npos) << status.to_string();
 }
 
-TEST_F(SpaceTest, one_of_another_host_that_lives_without_its_lock_is_seen) {
+TEST_F(SpaceTest, a_live_process_of_another_host_without_its_lock_is_detected) {
   count(1000);
   ProcessOps process;
   process.on_host("another");
@@ -381,7 +381,7 @@ TEST_F(SpaceTest, one_of_another_host_that_lives_without_its_lock_is_seen) {
   EXPECT_EQ(state, SpaceState::kNotExclusive);
 }
 
-TEST_F(SpaceTest, a_host_that_joins_counts_for_itself_and_holds_up_nobody) {
+TEST_F(SpaceTest, a_host_that_joins_makes_its_own_count_and_delays_nobody) {
   count(1000);
   ProcessOps process;
   process.on_host("another");
@@ -393,15 +393,15 @@ TEST_F(SpaceTest, a_host_that_joins_counts_for_itself_and_holds_up_nobody) {
   ASSERT_TRUE(theirs->begin_count(&number));
   ASSERT_TRUE(theirs->finish_count(number, 1000));
   EXPECT_TRUE(reserve(one, 1));
-  EXPECT_TRUE(reserve(two, 2)) << "the page is of the other's boot now";
+  EXPECT_TRUE(reserve(two, 2)) << "the page now belongs to the other host's boot";
 }
 
-// Each allocation of each call fails once, also while the page cannot be locked or read.
-TEST_F(SpaceTest, what_ends_when_memory_has_run_out_is_paid_later) {
+// Makes each allocation of each call fail once, also while the page cannot be locked or read.
+TEST_F(SpaceTest, changes_that_run_out_of_memory_are_applied_later) {
   constexpr std::uint64_t kUsed = 200, kGone = 50;
   std::uint64_t used = 10000;
   count(used);
-  for (const Call broken : {Call::kFsync, Call::kFlock, Call::kPreadv}) {  // fsync: none of its calls
+  for (const Call broken : {Call::kFsync, Call::kFlock, Call::kPreadv}) {  // fsync: never called
     bool came = true;
     for (unsigned after = 0; came; ++after) {
       const std::string where = std::string(name_of(broken)) + " " + std::to_string(after);
@@ -425,7 +425,7 @@ TEST_F(SpaceTest, what_ends_when_memory_has_run_out_is_paid_later) {
   }
 }
 
-TEST_F(SpaceTest, a_count_that_is_given_up_when_memory_has_run_out_leaves_the_page_unlocked) {
+TEST_F(SpaceTest, abandoning_a_count_without_memory_leaves_the_page_unlocked) {
   count(10000);
   for (const Call broken : {Call::kFlock, Call::kPreadv}) {
     bool came = true;

@@ -1,4 +1,4 @@
-// The bound holds, whoever writes and whoever dies.
+// The bound holds with any writers and any deaths.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -22,13 +22,13 @@ const ShardSizes kShards = {65536};
 
 class FsTierBound : public ::testing::Test {
  protected:
-  // As a process that died in the middle would have left it.
+  // Leaves a temporary file, like a process that died during a write.
   void leave_temporary(const std::string& directory, std::uint64_t bytes) {
     fs::create_directories(directory);
     const std::string path = directory + "/.tmp-999999-00000000000000aa-" + std::to_string(++left_);
     std::ofstream(path) << std::string(bytes, 'x');
   }
-  // Of tiers whose time goes by only as a test says.
+  // Options with a clock that only the test advances.
   FsTierOptions timed_options() {
     FsTierOptions options = options_for(root_, kBound);
     options.clock = &clock_;
@@ -41,7 +41,7 @@ class FsTierBound : public ::testing::Test {
   int left_ = 0;
 };
 
-TEST_F(FsTierBound, four_times_the_bound_never_shows_more_than_the_bound) {
+TEST_F(FsTierBound, writing_four_times_the_bound_never_exceeds_the_bound) {
   TierUser user(options_for(root_, kBound));
   std::uint64_t most = 0;
   for (std::uint32_t i = 0; i < 4 * kBound / kRecord; ++i) {
@@ -59,7 +59,7 @@ TEST_F(FsTierBound, four_times_the_bound_never_shows_more_than_the_bound) {
   EXPECT_GT(user.removed(TierRemoval::Reason::kEvicted), 0u);
 }
 
-TEST_F(FsTierBound, eviction_goes_by_recency) {
+TEST_F(FsTierBound, eviction_follows_recency) {
   TierUser user(options_for(root_, kBound));
   std::uint32_t next = 0;
   while (user.tier().stats().evicted_bytes == 0) {
@@ -74,14 +74,14 @@ TEST_F(FsTierBound, eviction_goes_by_recency) {
   EXPECT_TRUE(user.has(next - 1));
 }
 
-// A count reads the times of files, which are up to a minute behind what is known in memory.
+// A count reads file times, which lag behind the state in memory by up to a minute.
 TEST_F(FsTierBound, recency_survives_a_recount) {
   TierUser user(timed_options()), other(timed_options());
   user.wait_for_scan();
   other.wait_for_scan();
   for (std::uint32_t i = 0; i < 10; ++i) ASSERT_TRUE(user.write(i, kShards));
   user.tier().touch(key_of(0));
-  // Another writes more than a sixteenth of the bound: what there is has to be counted.
+  // Another server writes more than a sixteenth of the bound, which makes a count due.
   for (std::uint32_t i = 100; i < 104; ++i) ASSERT_TRUE(other.write(i, kShards));
   EXPECT_TRUE(user.until([&] {
     clock_.advance(std::chrono::seconds(2));
@@ -106,12 +106,12 @@ TEST_F(FsTierBound, recency_survives_a_restart) {
   user.wait_for_scan();
   std::uint32_t next = 100;
   while (user.removed(TierRemoval::Reason::kEvicted) < 9) ASSERT_TRUE(user.write(next++, kShards));
-  // 1, 2, 4 ... 9 went first, then 3, then 0.
+  // 1, 2, 4 ... 9 were evicted first, then 3, then 0.
   EXPECT_TRUE(user.has(0));
   EXPECT_FALSE(user.has(3));
 }
 
-TEST_F(FsTierBound, a_record_being_read_is_not_evicted) {
+TEST_F(FsTierBound, a_record_that_is_read_is_not_evicted) {
   TierUser user(options_for(root_, kBound));
   ASSERT_TRUE(user.write(0, kShards));
   for (std::uint32_t i = 1; i < 100; ++i) {
@@ -123,7 +123,7 @@ TEST_F(FsTierBound, a_record_being_read_is_not_evicted) {
   }
 }
 
-TEST_F(FsTierBound, what_the_dead_left_goes_before_any_record) {
+TEST_F(FsTierBound, files_of_dead_processes_are_removed_before_any_record) {
   FsTierOptions dead = options_for(root_, kBound);
   dead.namespace_id.fill(0x22);
   dead.namespace_json = "{}";
@@ -131,7 +131,7 @@ TEST_F(FsTierBound, what_the_dead_left_goes_before_any_record) {
     TierUser user(dead);
     for (std::uint32_t i = 0; i < 8; ++i) ASSERT_TRUE(user.write(i, kShards));
   }
-  TierUser first(options_for(root_, kBound));  // makes the namespace
+  TierUser first(options_for(root_, kBound));  // creates the namespace
   ASSERT_TRUE(first.write(0, kShards));
   first.tier().close();
   const std::string name(64, '1');
@@ -151,7 +151,7 @@ TEST_F(FsTierBound, what_the_dead_left_goes_before_any_record) {
   }
 }
 
-TEST_F(FsTierBound, files_of_others_count_and_stay) {
+TEST_F(FsTierBound, foreign_files_count_and_stay) {
   fs::create_directories(root_ + "/mine");
   std::ofstream(root_ + "/mine/data") << std::string(1 << 20, 'x');
   fs::permissions(root_, fs::perms::owner_all);
@@ -165,7 +165,7 @@ TEST_F(FsTierBound, files_of_others_count_and_stay) {
   EXPECT_GT(user.tier().stats().chunks, 5u);
 }
 
-TEST_F(FsTierBound, a_namespace_that_somebody_has_open_is_not_garbage) {
+TEST_F(FsTierBound, a_namespace_that_a_process_has_open_is_not_garbage) {
   FsTierOptions other = options_for(root_, kBound);
   other.namespace_id.fill(0x22);
   other.namespace_json = "{}";
@@ -180,7 +180,7 @@ TEST_F(FsTierBound, a_namespace_that_somebody_has_open_is_not_garbage) {
   for (std::uint32_t i = 0; i < 5; ++i) EXPECT_TRUE(neighbour.read(i, kShards));
 }
 
-TEST_F(FsTierBound, two_that_share_a_root_stay_below_it_together) {
+TEST_F(FsTierBound, two_servers_that_share_a_root_stay_below_the_bound_together) {
   FsTierOptions options = timed_options();
   options.op_deadline = std::chrono::hours(24);  // the clock runs fast here
   TierUser a(options), b(options);
@@ -190,13 +190,13 @@ TEST_F(FsTierBound, two_that_share_a_root_stay_below_it_together) {
   for (std::uint32_t i = 0; i < 60; ++i) {
     const OpId one = a.start(OpKind::kWrite, i, kShards), two = b.start(OpKind::kWrite, 1000 + i, kShards);
     written_by_a += a.finish(one).status.is_ok();
-    const Status status = b.finish(two).status;  // each evicts for itself
+    const Status status = b.finish(two).status;  // each server evicts for itself
     EXPECT_TRUE(status) << status.to_string();
     ASSERT_LE(du(root_), kBound + kRecord);
     for (std::uint32_t j = 0; j <= i; ++j) {  // evicted or right
       if (a.has(j)) read_by_a += a.read(j, kShards).is_ok();
     }
-    const Status read = b.read(1000 + i, kShards);  // a may have made space once more
+    const Status read = b.read(1000 + i, kShards);  // a may have evicted since
     EXPECT_TRUE(read || read.kind() == StatusKind::kNotFound) << read.to_string();
     read_by_b += read.is_ok();
   }
@@ -205,7 +205,7 @@ TEST_F(FsTierBound, two_that_share_a_root_stay_below_it_together) {
   EXPECT_GT(read_by_b, 30u);
 }
 
-TEST_F(FsTierBound, two_that_write_the_same_record_keep_one) {
+TEST_F(FsTierBound, two_writers_of_one_record_keep_one_copy) {
   TierUser a(options_for(root_, kBound)), b(options_for(root_, kBound));
   b.wait_for_scan();
   for (std::uint32_t i = 0; i < 5; ++i) {
@@ -218,13 +218,13 @@ TEST_F(FsTierBound, two_that_write_the_same_record_keep_one) {
   EXPECT_EQ(records_in(root_).size(), 5u);
 }
 
-// A child process that fills the root and is killed in the middle.
+// Forks a child process that fills the root; the caller kills it during a write.
 pid_t writer_process(const std::string& root, int* ready) {
   int ends[2];
   if (::pipe(ends) != 0) return -1;
   const pid_t child = ::fork();
   if (child == 0) {
-    ::alarm(120);  // no test hangs for a child
+    ::alarm(120);  // a child must not hang the test
     TierUser user(options_for(root, kBound));
     for (std::uint32_t i = 0;; ++i) {
       (void)user.write(i, kShards);
@@ -237,20 +237,20 @@ pid_t writer_process(const std::string& root, int* ready) {
   return child;
 }
 
-TEST_F(FsTierBound, a_killed_writer_leaves_no_drift) {
+TEST_F(FsTierBound, a_killed_writer_causes_no_drift) {
   int ready = -1;
   const pid_t child = writer_process(root_, &ready);
   ASSERT_GT(child, 0);
   char byte;
   ASSERT_EQ(::read(ready, &byte, 1), 1);
-  // The real clock: a recount is followed by a rest twenty times as long, and a clock that a test
-  // moves once per attempt may run much faster while one counts than while one rests.
+  // Uses the real clock. A pause of twenty times its duration follows a recount. A clock that a test moves
+  // once per attempt may run much faster during the recount than during the pause.
   TierUser user(options_for(root_, kBound));
   user.wait_for_scan();
   for (std::uint32_t i = 500; i < 520; ++i) {
     const Status status = user.write(i, kShards);
     EXPECT_TRUE(status || status.kind() == StatusKind::kNoSpace);
-    // Stopped meanwhile: a walk beside it may count an evicted record and also the one that follows it.
+    // Stopped meanwhile: a concurrent walk may count both an evicted record and its successor.
     ::kill(child, SIGSTOP);
     ::waitpid(child, nullptr, WUNTRACED);
     const std::uint64_t held = du(root_);
@@ -261,12 +261,12 @@ TEST_F(FsTierBound, a_killed_writer_leaves_no_drift) {
   ::waitpid(child, nullptr, 0);
   ::close(ready);
   for (std::uint32_t i = 1000; i < 1040; ++i) {
-    // What the dead one wrote since our scan is found at a tick.
+    // A tick finds the records that the dead process wrote since our scan.
     EXPECT_TRUE(user.until([&] { return user.write(i, kShards).is_ok(); }));
     ASSERT_LE(du(root_), kBound);
     EXPECT_TRUE(user.read(i, kShards));
   }
-  // What the dead one was about to write into may lie there, and be in the sum, until upkeep has counted.
+  // The file that the dead process was about to write may remain in the total until upkeep has counted.
   EXPECT_TRUE(user.until([&] {
     user.poll();
     return temporaries_in(root_).empty();
@@ -274,7 +274,7 @@ TEST_F(FsTierBound, a_killed_writer_leaves_no_drift) {
   EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
-TEST_F(FsTierBound, three_processes_keep_it_together_and_one_is_killed) {
+TEST_F(FsTierBound, three_processes_keep_the_bound_and_one_is_killed) {
   WriterProcesses writers(kShards);
   for (const std::uint8_t byte : {0x11, 0x11, 0x22}) {
     FsTierOptions options = options_for(root_, kBound);
@@ -282,8 +282,8 @@ TEST_F(FsTierBound, three_processes_keep_it_together_and_one_is_killed) {
     writers.start(options, WriterProcesses::Time::kFast);
   }
   std::uint64_t most = 0, samples = 0;
-  // Until together they have written so many more, and were looked at often. (Who gets how much of the
-  // space is a matter of speed.)
+  // Runs until the processes wrote this many more records and enough samples were taken. (The split of the
+  // space depends on speed.)
   const auto sample = [&](std::uint64_t more) {
     const auto all = [&] { return writers.written(0) + writers.written(1) + writers.written(2); };
     const std::uint64_t start = all();
@@ -303,7 +303,7 @@ TEST_F(FsTierBound, three_processes_keep_it_together_and_one_is_killed) {
   EXPECT_GT(most, kBound * 8 / 10);
 }
 
-TEST_F(FsTierBound, killed_at_any_moment_the_next_start_is_right) {
+TEST_F(FsTierBound, a_process_killed_at_any_moment_leaves_a_consistent_root) {
   for (int round = 0; round < 5; ++round) {
     int ready = -1;
     const pid_t child = writer_process(root_, &ready);

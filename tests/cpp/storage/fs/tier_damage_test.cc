@@ -1,5 +1,4 @@
-// Ten thousand damaged records: each is found out before a byte of it is used,
-// counted as corrupt and removed.
+// Ten thousand damaged records: each is detected before a byte of it is used, counted as corrupt and removed.
 #include <gtest/gtest.h>
 #include <xxhash.h>
 
@@ -55,7 +54,7 @@ SimDisk::Bytes damaged(SimDisk::Bytes bytes, const SimDisk::Bytes& other, Damage
     case Damage::kOtherRecord:
       bytes = other;
       break;
-    case Damage::kSpliced: {  // header of one, payload of the other
+    case Damage::kSpliced: {  // header of one record, payload of another
       const std::size_t at = (1 + random() % (pages - 1)) * kPageBytes;
       std::copy(other.begin() + static_cast<std::ptrdiff_t>(at), other.end(),
                 bytes.begin() + static_cast<std::ptrdiff_t>(at));
@@ -85,7 +84,7 @@ class FsTierDamage : public ::testing::Test {
   FsTierOptions options_;
 };
 
-TEST_F(FsTierDamage, ten_thousand_at_random_are_all_found) {
+TEST_F(FsTierDamage, all_of_ten_thousand_random_damages_are_detected) {
   TierUser user(options_);
   user.wait_for_scan();
   std::mt19937_64 random(5);
@@ -99,7 +98,7 @@ TEST_F(FsTierDamage, ten_thousand_at_random_are_all_found) {
     ASSERT_TRUE(user.write(number, kDamageShards));
     const SimDisk::Bytes good = disk_.content(path_of(number));
     const SimDisk::Bytes bad = damaged(good, other, kDamages[round % kDamages.size()], random);
-    if (bad == good) {  // that page was zero
+    if (bad == good) {  // that page contained zeros
       spared.insert(number);
       continue;
     }
@@ -113,12 +112,12 @@ TEST_F(FsTierDamage, ten_thousand_at_random_are_all_found) {
   }
   EXPECT_EQ(user.removed(TierRemoval::Reason::kCorrupt), planted);
   EXPECT_TRUE(user.read(kOther, kDamageShards));
-  // kOther, and six of the root's own.
+  // kOther and six files of the root itself.
   EXPECT_EQ(disk_.files().size(), 7 + spared.size()) << "a damaged record was left";
 }
 
-// A record of another version of the format, its checksums right: a miss, and no damage.
-TEST_F(FsTierDamage, records_of_other_formats_are_never_taken_for_ours) {
+// A record of another format version with valid checksums is a miss and not damage.
+TEST_F(FsTierDamage, records_of_other_formats_are_never_accepted) {
   TierUser user(options_);
   for (const std::uint32_t version : {1u, 3u, 255u}) {
     ASSERT_TRUE(user.write(1, kDamageShards));
@@ -132,7 +131,7 @@ TEST_F(FsTierDamage, records_of_other_formats_are_never_taken_for_ours) {
     EXPECT_NE(status.message().find("version"), std::string::npos) << status.to_string();
     EXPECT_EQ(user.finish(user.start(OpKind::kWrite, 1, kDamageShards)).bytes,
               kFileBytes - kRecordHeaderBytes)
-        << "what lay in its place is in nobody's way";
+        << "the record in its place does not block the write";
     EXPECT_TRUE(user.read(1, kDamageShards));
     disk_.replace(path_of(1), bytes);
     EXPECT_EQ(user.read(1, kDamageShards).kind(), StatusKind::kNotFound);
@@ -141,8 +140,8 @@ TEST_F(FsTierDamage, records_of_other_formats_are_never_taken_for_ours) {
   EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 6u);
 }
 
-// The control: damage that checksums cannot see, because they were made to fit it.
-TEST_F(FsTierDamage, the_comparison_sees_a_wrong_byte_under_right_checksums) {
+// The control: damage that checksums cannot detect, because they were corrected.
+TEST_F(FsTierDamage, the_comparison_detects_a_wrong_byte_under_valid_checksums) {
   TierUser user(options_);
   ASSERT_TRUE(user.write(1, kDamageShards));
   SimDisk::Bytes bytes = disk_.content(path_of(1));
@@ -158,8 +157,8 @@ TEST_F(FsTierDamage, the_comparison_sees_a_wrong_byte_under_right_checksums) {
   EXPECT_FALSE(user.holds_what_it_should(read));
 }
 
-// Clocks jump: times of files are anything, and only their order matters.
-TEST_F(FsTierDamage, times_of_any_year_are_only_an_order) {
+// Clocks jump: file times may have any value, and only their order matters.
+TEST_F(FsTierDamage, file_times_of_any_year_only_define_an_order) {
   constexpr std::int64_t kLongAgo = std::numeric_limits<std::int64_t>::min();
   constexpr std::int64_t kFarAway = std::numeric_limits<std::int64_t>::max();
   {

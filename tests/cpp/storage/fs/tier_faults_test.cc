@@ -1,5 +1,5 @@
-// What the file system may do to us: every call failing once, short transfers,
-// signals, damaged and strange files, a device that does not answer.
+// File system faults: every call fails once, short transfers, signals, damaged and strange files, a device
+// that does not answer.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/mount.h>
@@ -38,10 +38,10 @@ class FsTierFaults : public ::testing::Test {
   FsTierOptions options_;
 };
 
-// Fails the n-th call of a write, for every n that a clean write makes.
+// Fails the n-th call of a write, for every n that a successful write makes.
 class FsTierEveryStep : public FsTierFaults, public ::testing::WithParamInterface<int> {};
 
-TEST_P(FsTierEveryStep, a_write_that_fails_anywhere_leaves_nothing) {
+TEST_P(FsTierEveryStep, a_write_that_fails_at_any_call_leaves_nothing) {
   options_.fsync = FsyncMode::kFull;
   TierUser user(options_);
   user.wait_for_scan();
@@ -73,18 +73,18 @@ TEST_P(FsTierEveryStep, a_write_that_fails_anywhere_leaves_nothing) {
       EXPECT_EQ(status.error_number(), GetParam()) << where;
       EXPECT_FALSE(status.path().empty()) << where;
     }
-    const Status next = user.write(number + 1000);  // what was owed is settled with the next
+    const Status next = user.write(number + 1000);  // the next write settles open accounting
     ASSERT_TRUE(next) << where << "; then " << next.to_string();
     EXPECT_EQ(user.tier().stats().bytes, du(root_)) << where;
   }
-  // Without space the write is tried once more after an eviction, and the fault is planted once.
+  // Without disk space, the write is retried after an eviction, and the fault occurs only once.
   const bool no_space = GetParam() == ENOSPC || GetParam() == EDQUOT;
   EXPECT_TRUE(no_space ? failed < steps / 2 : failed > 8) << failed;
 }
 
 INSTANTIATE_TEST_SUITE_P(errors, FsTierEveryStep, ::testing::Values(EIO, ENOSPC, EDQUOT, EMFILE));
 
-TEST_F(FsTierFaults, signals_and_short_transfers_are_gone_on_after) {
+TEST_F(FsTierFaults, transfers_continue_after_signals_and_short_transfers) {
   std::atomic<int> calls{0};  // counted until the tier is closed
   TierUser user(options_);
   ops_.limit_transfers(4096 * 3);
@@ -95,7 +95,7 @@ TEST_F(FsTierFaults, signals_and_short_transfers_are_gone_on_after) {
   });
   EXPECT_TRUE(user.write(1, {100000, 5, 70000}));
   EXPECT_TRUE(user.read(1, {100000, 5, 70000}));
-  ops_.limit_transfers(4096 + 512);  // not whole pages
+  ops_.limit_transfers(4096 + 512);  // not a multiple of a page
   EXPECT_TRUE(user.write(2, {100000, 5, 70000}));
   EXPECT_TRUE(user.read(2, {100000, 5, 70000}));
   EXPECT_GT(calls.load(), 40);
@@ -128,7 +128,7 @@ TEST_F(FsTierFaults, a_damaged_record_is_never_read_as_good_and_is_removed) {
   EXPECT_TRUE(records_in(root_).empty());
 }
 
-TEST_F(FsTierFaults, another_keys_record_in_its_place_is_found_out) {
+TEST_F(FsTierFaults, another_keys_record_in_its_place_is_detected) {
   TierUser user(options_);
   ASSERT_TRUE(user.write(1));
   ASSERT_TRUE(user.write(2));
@@ -137,7 +137,7 @@ TEST_F(FsTierFaults, another_keys_record_in_its_place_is_found_out) {
   EXPECT_TRUE(user.read(2));
 }
 
-TEST_F(FsTierFaults, a_record_that_vanished_is_a_miss) {
+TEST_F(FsTierFaults, a_vanished_record_is_a_miss) {
   TierUser user(options_);
   ASSERT_TRUE(user.write(1));
   fs::remove(path_of(root_, 1));
@@ -146,7 +146,7 @@ TEST_F(FsTierFaults, a_record_that_vanished_is_a_miss) {
   EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 1u);
 }
 
-TEST_F(FsTierFaults, strange_things_in_a_records_place_are_left_alone) {
+TEST_F(FsTierFaults, strange_files_in_place_of_a_record_are_left_alone) {
   TierUser user(options_);
   for (std::uint32_t i = 1; i <= 3; ++i) ASSERT_TRUE(user.write(i));
   const std::vector<fs::path> paths = {path_of(root_, 1), path_of(root_, 2), path_of(root_, 3)};
@@ -189,7 +189,7 @@ TEST_F(FsTierFaults, an_unreadable_record_is_replaced_by_a_new_write) {
   EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
-TEST_F(FsTierFaults, an_unreadable_record_stays_when_it_cannot_be_replaced) {
+TEST_F(FsTierFaults, an_unreadable_record_stays_if_it_cannot_be_replaced) {
   TierUser user(options_);
   user.wait_for_scan();
   ASSERT_TRUE(user.write(1));
@@ -205,7 +205,7 @@ TEST_F(FsTierFaults, an_unreadable_record_stays_when_it_cannot_be_replaced) {
   EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
-TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_nobody) {
+TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_no_caller) {
   TierUser user(options_);
   user.wait_for_scan();
   for (std::uint32_t i = 0; i < 20; ++i) ASSERT_TRUE(user.write(i));
@@ -221,11 +221,11 @@ TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_nobody) {
   EXPECT_FALSE(stats.writable);
   EXPECT_EQ(stats.breaker_trips, 2u);
   EXPECT_GE(stats.oldest_read_seconds, 11);
-  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent) << "known, and not to be read";
+  EXPECT_EQ(user.tier().contains(key_of(1)), Presence::kPresent) << "known, but not readable";
   EXPECT_FALSE(stats.readable);
   EXPECT_EQ(user.read(1).kind(), StatusKind::kUnavailable);
   EXPECT_EQ(user.write(100).kind(), StatusKind::kUnavailable);
-  // What was waiting has ended; what is in the kernel has not, for it may write.
+  // Queued ops have ended. Ops in the kernel have not, because it may still write.
   std::size_t unended = 0;
   for (const OpId id : stuck) {
     if (user.ended(id)) {
@@ -237,7 +237,7 @@ TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_nobody) {
   EXPECT_GE(unended, 4u);
   ops_.release();
   for (const OpId id : stuck) user.finish(id);
-  EXPECT_FALSE(user.tier().stats().readable) << "still cooling down";
+  EXPECT_FALSE(user.tier().stats().readable) << "still in its cool-down";
   clock_.advance(std::chrono::seconds(1));
   EXPECT_TRUE(user.has(1));
   EXPECT_TRUE(user.read(1));
@@ -245,7 +245,7 @@ TEST_F(FsTierFaults, a_device_that_does_not_answer_blocks_nobody) {
   EXPECT_EQ(user.tier().stats().breaker_trips, 2u);
 }
 
-TEST_F(FsTierFaults, the_cool_down_doubles_while_the_device_stays_bad) {
+TEST_F(FsTierFaults, the_cool_down_doubles_while_the_device_keeps_failing) {
   TierUser user(options_);
   user.wait_for_scan();
   for (std::uint32_t i = 0; i < 8; ++i) {
@@ -264,7 +264,7 @@ TEST_F(FsTierFaults, the_cool_down_doubles_while_the_device_stays_bad) {
   EXPECT_EQ(user.tier().stats().breaker_trips, 2u);
 }
 
-TEST_F(FsTierFaults, a_full_disk_stops_writes_not_reads) {
+TEST_F(FsTierFaults, a_full_disk_stops_writes_and_not_reads) {
   TierUser user(options_);
   user.wait_for_scan();
   for (std::uint32_t i = 0; i < 20; ++i) ASSERT_TRUE(user.write(i));
@@ -277,10 +277,10 @@ TEST_F(FsTierFaults, a_full_disk_stops_writes_not_reads) {
   EXPECT_TRUE(user.read(19));
 }
 
-TEST_F(FsTierFaults, a_full_disk_stops_writes_to_an_empty_cache_and_they_go_on_once_there_is_room) {
+TEST_F(FsTierFaults, a_full_disk_stops_writes_to_an_empty_cache_until_there_is_space) {
   TierUser user(options_);
   user.wait_for_scan();
-  ASSERT_TRUE(user.write(1));  // evicted in vain
+  ASSERT_TRUE(user.write(1));  // evicted without success
   std::atomic<bool> full{true};
   ops_.set_rule([&](Call call) { return call == Call::kRename && full ? -ENOSPC : 0; });
   for (std::uint32_t i = 10; i < 20; ++i) {
@@ -290,13 +290,13 @@ TEST_F(FsTierFaults, a_full_disk_stops_writes_to_an_empty_cache_and_they_go_on_o
   }
   EXPECT_FALSE(user.tier().stats().writable);
   full = false;
-  clock_.advance(std::chrono::seconds(2));  // the breaker's rest
+  clock_.advance(std::chrono::seconds(2));  // the breaker's cool-down
   EXPECT_TRUE(user.write(20));
   EXPECT_TRUE(user.read(20));
 }
 
-TEST_F(FsTierFaults, closing_with_a_stuck_read_returns_and_nothing_is_freed_under_it) {
-  // What a thread that was let go may still use is never freed.
+TEST_F(FsTierFaults, close_with_a_stuck_read_returns_and_frees_no_memory_in_use) {
+  // Everything that an abandoned thread may still use is never freed.
   struct Left {
     FaultyFileOps ops;
     FakeClock clock;
@@ -330,11 +330,11 @@ TEST_F(FsTierFaults, closing_with_a_stuck_read_returns_and_nothing_is_freed_unde
   EXPECT_TRUE(completions.empty()) << "the kernel may still write into the row";
   tier.reset();
   left->ops.release();
-  left->ops.wait_for_all_closed();  // the thread came back, went on and was the last owner
+  left->ops.wait_for_all_closed();  // the thread returned, continued and was the last owner
   EXPECT_TRUE(left->row.holds(1));
 }
 
-TEST_F(FsTierFaults, a_small_file_system_that_fills_up_is_survived) {
+TEST_F(FsTierFaults, a_small_file_system_that_fills_up_causes_no_failure) {
   const std::string mount_point = dir_.path() + "/small";
   fs::create_directory(mount_point);
   if (::mount("tmpfs", mount_point.c_str(), "tmpfs", 0, "size=2m") != 0) {
@@ -346,7 +346,7 @@ TEST_F(FsTierFaults, a_small_file_system_that_fills_up_is_survived) {
     user.wait_for_scan();
     for (std::uint32_t i = 0; i < 60; ++i) {
       const Status status = user.write(i, {65536});
-      EXPECT_TRUE(status) << i << ": " << status.to_string();  // older records make room
+      EXPECT_TRUE(status) << i << ": " << status.to_string();  // older records are evicted
     }
     EXPECT_TRUE(temporaries_in(mount_point).empty());
     std::uint32_t kept = 0;
@@ -362,11 +362,11 @@ TEST_F(FsTierFaults, a_small_file_system_that_fills_up_is_survived) {
   ::umount(mount_point.c_str());
 }
 
-// A mount of which the kernel may go on to read when the process was killed, or one of which it does not.
+// A mount whose reads the kernel may continue after the process was killed, or one whose reads it ends first.
 class ReadsOfAMount : public FaultyFileOps {
  public:
   bool ends_first = false;
-  int direct = 0, buffered = 0;  // records that were opened to be read
+  int direct = 0, buffered = 0;  // records opened for reading
   int open(int directory, const std::string& path, int flags, unsigned mode) override {
     if ((flags & O_ACCMODE) == O_RDONLY && path.ends_with(".rec"))
       ++((flags & O_DIRECT) != 0 ? direct : buffered);
@@ -379,7 +379,7 @@ class ReadsOfAMount : public FaultyFileOps {
   }
 };
 
-TEST_F(FsTierFaults, no_read_goes_on_into_memory_that_outlives_us) {
+TEST_F(FsTierFaults, no_read_continues_into_memory_that_outlives_the_process) {
   for (const bool outlives : {false, true}) {
     for (const bool ends_first : {false, true}) {
       ReadsOfAMount mount;
@@ -398,7 +398,7 @@ TEST_F(FsTierFaults, no_read_goes_on_into_memory_that_outlives_us) {
   }
 }
 
-TEST(EndsReadsFirst, where_the_device_is_this_machines) {
+TEST(EndsReadsFirst, is_true_for_local_devices_and_false_for_unknown_ones) {
   const auto of = [](const char* path) {
     const Fd fd(posix_file_ops(), ::open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     SpaceInfo space;
@@ -406,7 +406,7 @@ TEST(EndsReadsFirst, where_the_device_is_this_machines) {
     return space.ends_reads_first;
   };
   EXPECT_TRUE(of("/dev/shm"));
-  EXPECT_FALSE(of("/proc")) << "what is not known";
+  EXPECT_FALSE(of("/proc")) << "not known";
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// A root that somebody has been at: links, strangers' files, files of absurd size.
-// Nothing outside of the root is touched, nothing is believed, nothing runs out.
+// A hostile root: links, foreign files, files of absurd size. Nothing outside the root is touched, nothing is
+// trusted, no resource is exhausted.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -45,7 +45,7 @@ TEST_F(FsTierHostile, a_namespace_that_is_a_link_is_refused) {
   EXPECT_TRUE(outside_is_empty());
 }
 
-TEST_F(FsTierHostile, a_generation_that_is_a_link_is_not_followed) {
+TEST_F(FsTierHostile, an_epoch_directory_that_is_a_link_is_not_followed) {
   make_root();
   fs::remove_all(space_ + "/g1");
   fs::create_directory_symlink(outside_, space_ + "/g1");
@@ -56,7 +56,7 @@ TEST_F(FsTierHostile, a_generation_that_is_a_link_is_not_followed) {
   EXPECT_TRUE(outside_is_empty());
 }
 
-TEST_F(FsTierHostile, a_leaf_that_is_a_link_is_not_scanned_nor_emptied) {
+TEST_F(FsTierHostile, a_leaf_that_is_a_link_is_neither_scanned_nor_emptied) {
   {
     TierUser user(options_for(root_));
     ASSERT_TRUE(user.write(1));
@@ -111,7 +111,7 @@ TEST_F(FsTierHostile, a_root_that_others_may_write_is_refused) {
 
 // ---- absurd files
 
-TEST_F(FsTierHostile, a_record_of_a_terabyte_is_damage_and_not_memory) {
+TEST_F(FsTierHostile, a_record_of_a_terabyte_is_damage_and_takes_no_memory) {
   make_root();
   const std::uint64_t huge = std::uint64_t{1} << 40;
   const ChunkKey key = key_of(5);
@@ -128,14 +128,14 @@ TEST_F(FsTierHostile, a_record_of_a_terabyte_is_damage_and_not_memory) {
   EXPECT_TRUE(damaged[0].removed);
 }
 
-TEST_F(FsTierHostile, a_readable_twin_of_a_gigabyte_is_not_read_whole) {
+TEST_F(FsTierHostile, a_description_file_of_a_gigabyte_is_not_read_completely) {
   make_root();
   fs::resize_file(space_ + "/namespace.json", std::uint64_t{1} << 30);
   EXPECT_NE(refusal(options_for(root_)), "");
   EXPECT_EQ(FsRoot(root_).stat().namespaces.size(), 1u);
 }
 
-TEST_F(FsTierHostile, a_tree_of_a_thousand_levels_holds_no_thousand_descriptors) {
+TEST_F(FsTierHostile, a_tree_of_a_thousand_levels_does_not_hold_a_thousand_descriptors) {
   make_root();
   int error = 0;
   FileOps& real = posix_file_ops();
@@ -155,7 +155,7 @@ TEST_F(FsTierHostile, a_tree_of_a_thousand_levels_holds_no_thousand_descriptors)
   EXPECT_LT(ops.most_open(), 100);
 }
 
-TEST_F(FsTierHostile, files_of_others_that_look_like_temporaries_stay) {
+TEST_F(FsTierHostile, foreign_files_that_look_like_temporary_files_stay) {
   make_root();
   for (const char* name : {".tmp-notes", ".tmp-1", ".tmp-1-2", ".tmp-x-00000000000000aa-1", ".tmp-1-zz-1"}) {
     std::ofstream(root_ + "/" + name) << "mine";
@@ -168,7 +168,7 @@ TEST_F(FsTierHostile, files_of_others_that_look_like_temporaries_stay) {
   }
 }
 
-TEST_F(FsTierHostile, what_is_in_a_new_records_place_is_no_success) {
+TEST_F(FsTierHostile, a_write_to_an_occupied_path_is_no_success) {
   TierUser user(options_for(root_));
   user.wait_for_scan();
   const std::string generation = space_ + "/g1/";
@@ -186,8 +186,9 @@ TEST_F(FsTierHostile, what_is_in_a_new_records_place_is_no_success) {
 
 // ---- the whole file system
 
-TEST_F(FsTierHostile, a_root_that_is_removed_while_it_is_served_is_survived) {
-  FakeClock clock;  // upkeep comes only at the start: it would meet the root in the middle of its removal
+TEST_F(FsTierHostile, a_root_that_is_removed_while_in_use_causes_no_crash) {
+  // Upkeep runs only at the start. Otherwise it would run during the removal of the root.
+  FakeClock clock;
   FsTierOptions options = options_for(root_);
   options.clock = &clock;
   TierUser user(options);
@@ -203,7 +204,7 @@ TEST_F(FsTierHostile, a_root_that_is_removed_while_it_is_served_is_survived) {
   EXPECT_TRUE(next.read(1));
 }
 
-TEST_F(FsTierHostile, a_file_system_that_turns_read_only_is_read_on) {
+TEST_F(FsTierHostile, a_file_system_that_turns_read_only_stays_readable) {
   FaultyFileOps ops;
   FsTierOptions options = options_for(root_);
   options.file_ops = &ops;

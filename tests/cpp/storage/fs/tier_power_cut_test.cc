@@ -1,5 +1,5 @@
-// A process that ends at any moment, by SIGKILL or with the power: the next start
-// opens, finds what is whole, and never reads a wrong byte.
+// A process that ends at any moment, by SIGKILL or a power cut. The next start opens the root, finds the
+// complete records, and never reads a wrong byte.
 #include <gtest/gtest.h>
 
 #include "fixture.h"
@@ -17,7 +17,7 @@ using namespace testing;
 constexpr std::uint64_t kSmallBound = std::uint64_t{1} << 20;
 const ShardSizes kPowerCutShards = {12000, 4096};
 
-// Planted: whatever the payload is, its checksum is said to be right.
+// Plants a fault: the checksum of any payload is reported as valid.
 class BlindDisk final : public SimDisk {
  public:
   using SimDisk::SimDisk;
@@ -45,7 +45,7 @@ struct Plan {
   bool sealed = false;
 };
 
-// Many lives on one disk, each ended in the middle of writing.
+// Many lives of a process on one disk, each of which ends during a write.
 class Lives {
  public:
   Lives(SimDisk& disk, Plan plan) : disk_(disk), plan_(plan), random_(99) {
@@ -64,7 +64,7 @@ class Lives {
       disk_.end_after(1 + random_() % most_changes, plan_.power);
       write_until_the_end(user);
       user.tier().close();
-      // Files that had been evicted may come back with the power.
+      // Files that were evicted may return after a power cut.
       above += disk_.peak() > std::max(plan_.max_bytes, booted_with_ + 16 * kPageBytes);
       peak = std::max(peak, disk_.peak());
       disk_.boot();
@@ -76,7 +76,7 @@ class Lives {
     look(user);
   }
 
-  // What a life leaves is chance, and a slow machine or a sanitizer runs fewer of them.
+  // The result of a life is random, and a slow machine or a sanitizer runs fewer lives.
   template <typename Seen>
   void live_until(Seen seen, int lives, unsigned most_changes) {
     for (int more = 0; more == 0 || (more < 20 && !seen()); ++more) live(lives, most_changes);
@@ -105,13 +105,14 @@ class Lives {
       }
     }
     promised_.clear();
-    // Who lost its lock with the power is dead when it has not moved for a while.
+    // A process that lost its lock with the power is dead once it stays idle for a while.
     const bool settled = user.until([&] {
       clock_.advance(std::chrono::seconds(1));
       user.poll();
       return user.tier().stats().bytes == disk_.du() && (may_come_back() || temporaries() == 0);
     });
-    if (settled) return;  // a second look could meet what is reclaimed behind, between the disk and the sum
+    // A second look could fall between a background reclaim's change on the disk and in the total.
+    if (settled) return;
     drifted += user.tier().stats().bytes != disk_.du();
     unswept += temporaries();
   }
@@ -125,7 +126,7 @@ class Lives {
       }
       std::vector<std::pair<std::uint32_t, OpId>> ops;
       for (int i = 0; i < 3; ++i) {
-        // Also what may be there already.
+        // Also writes records that may exist already.
         const std::uint32_t number = next_ > 0 && random_() % 4 == 0 ? random_() % next_ : next_++;
         rewritten_.insert(number);
         ops.emplace_back(number, user.start(OpKind::kWrite, number, kPowerCutShards));
@@ -137,8 +138,8 @@ class Lives {
       }
     }
   }
-  // Without fsync a full root writes into the files of evicted records, and with the power the name in
-  // between may come back when the write has long ended. It is in the sum, and the next count removes it.
+  // Without fsync, a full root writes into the files of evicted records. After a power cut, the intermediate
+  // name may return although the write ended long ago. It is in the total, and the next count removes it.
   bool may_come_back() const {
     return plan_.power && plan_.fsync == FsyncMode::kNone && plan_.max_bytes < 2 * kSmallBound;
   }
@@ -160,7 +161,7 @@ class Lives {
   std::set<std::uint32_t> promised_, before_reset_, rewritten_;
 };
 
-TEST(PowerCut, the_next_start_finds_what_is_whole_and_no_wrong_byte) {
+TEST(PowerCut, the_next_start_finds_complete_records_and_no_wrong_byte) {
   SimDisk disk;
   Lives lives(disk, {});
   lives.live_until([&] { return lives.found > 0 && lives.corrupt > 0; }, rounds(300), 60);
@@ -174,7 +175,7 @@ TEST(PowerCut, the_next_start_finds_what_is_whole_and_no_wrong_byte) {
 
 #ifdef KV_OFFLOAD_SEALING
 
-TEST(PowerCut, of_sealed_records_too_the_next_start_finds_what_is_whole) {
+TEST(PowerCut, the_next_start_finds_complete_encrypted_records) {
   SimDisk disk;
   Lives lives(disk, {.max_bytes = kSmallBound + (std::uint64_t{256} << 10), .resets = true, .sealed = true});
   lives.live_until([&] { return lives.found > 0 && lives.corrupt > 0; }, rounds(100), 100);
@@ -183,7 +184,7 @@ TEST(PowerCut, of_sealed_records_too_the_next_start_finds_what_is_whole) {
   EXPECT_GT(lives.corrupt, 0u) << "hardly anything was torn";
 }
 
-TEST(Kill, at_any_call_loses_no_sealed_record) {
+TEST(Kill, at_any_call_loses_no_encrypted_record) {
   SimDisk disk;
   Lives lives(disk, {.power = false, .sealed = true});
   lives.live_until([&] { return lives.promises > 10; }, rounds(50), 60);
@@ -193,7 +194,7 @@ TEST(Kill, at_any_call_loses_no_sealed_record) {
 
 #endif
 
-TEST(PowerCut, without_checksums_the_wrong_bytes_would_be_seen) {
+TEST(PowerCut, without_checksums_wrong_bytes_would_be_detected) {
   BlindDisk disk;
   Lives lives(disk, {});
   lives.live_until([&] { return lives.wrong > 0; }, rounds(60), 60);
@@ -208,7 +209,7 @@ TEST(PowerCut, synced_data_is_never_torn) {
   EXPECT_GT(lives.found, 0u);
 }
 
-// Also of records that were evicted, which may come back.
+// Also evicted records, which may return.
 TEST(PowerCut, synced_data_is_never_torn_in_a_full_root) {
   SimDisk disk;
   Lives lives(disk, {.fsync = FsyncMode::kData, .max_bytes = kSmallBound + (std::uint64_t{256} << 10)});
@@ -217,7 +218,7 @@ TEST(PowerCut, synced_data_is_never_torn_in_a_full_root) {
   EXPECT_GT(lives.peak, kSmallBound) << "the bound was never reached";
 }
 
-TEST(PowerCut, fully_synced_records_are_all_there) {
+TEST(PowerCut, fully_synced_records_are_never_lost) {
   SimDisk disk;
   Lives lives(disk, {.fsync = FsyncMode::kFull});
   lives.live_until([&] { return lives.promises > 15; }, rounds(150), 60);
@@ -225,7 +226,7 @@ TEST(PowerCut, fully_synced_records_are_all_there) {
   EXPECT_EQ(lives.broken_promises + lives.wrong + lives.corrupt + lives.unswept + lives.drifted, 0u);
 }
 
-TEST(PowerCut, a_disk_that_lies_about_sync_is_seen) {
+TEST(PowerCut, a_disk_that_ignores_fsync_is_detected) {
   SimDisk disk;
   disk.lie_about_sync();
   Lives lives(disk, {.fsync = FsyncMode::kFull});
@@ -234,7 +235,7 @@ TEST(PowerCut, a_disk_that_lies_about_sync_is_seen) {
   EXPECT_EQ(lives.wrong, 0u);
 }
 
-TEST(PowerCut, nothing_of_before_a_reset_comes_back) {
+TEST(PowerCut, no_record_from_before_a_reset_returns) {
   SimDisk disk;
   Lives lives(disk, {.fsync = FsyncMode::kFull, .resets = true});
   lives.live_until([&] { return lives.found > 0; }, rounds(200), 100);
@@ -242,7 +243,7 @@ TEST(PowerCut, nothing_of_before_a_reset_comes_back) {
   EXPECT_GT(lives.found, 0u);
 }
 
-TEST(PowerCut, the_bound_holds_through_all_of_it) {
+TEST(PowerCut, the_bound_holds_across_power_cuts) {
   SimDisk disk;
   Lives lives(disk, {.max_bytes = kSmallBound + (std::uint64_t{256} << 10)});
   lives.live_until([&] { return lives.peak > kSmallBound; }, rounds(150), 300);
@@ -250,7 +251,7 @@ TEST(PowerCut, the_bound_holds_through_all_of_it) {
   EXPECT_GT(lives.peak, kSmallBound) << "the bound was never reached";
 }
 
-TEST(Kill, at_any_call_loses_nothing_that_was_recorded) {
+TEST(Kill, at_any_call_loses_no_written_record) {
   SimDisk disk;
   Lives lives(disk, {.power = false});
   lives.live_until([&] { return lives.promises > 10; }, rounds(100), 60);
@@ -258,7 +259,7 @@ TEST(Kill, at_any_call_loses_nothing_that_was_recorded) {
   EXPECT_EQ(lives.broken_promises + lives.wrong + lives.corrupt + lives.unswept + lives.drifted, 0u);
 }
 
-TEST(Kill, at_any_call_with_resets_and_a_bound) {
+TEST(Kill, at_any_call_with_resets_and_a_bound_leaves_a_consistent_root) {
   SimDisk disk;
   Lives lives(disk, {.power = false, .max_bytes = kSmallBound + (std::uint64_t{256} << 10), .resets = true});
   lives.live_until([&] { return lives.peak > kSmallBound; }, rounds(200), 300);

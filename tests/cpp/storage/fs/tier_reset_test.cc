@@ -1,4 +1,4 @@
-// Resets beside ops that are under way, beside other processes, on a device that fails or hangs.
+// Resets during ops in flight, alongside other processes, and on a device that fails or hangs.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 
@@ -56,9 +56,9 @@ class FsTierReset : public ::testing::Test {
   FakeClock clock_;
 };
 
-// ---- ops under way
+// ---- ops in flight
 
-TEST_F(FsTierReset, an_op_that_a_thread_took_up_before_a_reset_leaves_nothing_after_it) {
+TEST_F(FsTierReset, an_op_that_a_thread_started_before_a_reset_leaves_nothing_after_it) {
   IoPool* pool = nullptr;
   FsTierOptions options = timed_options();
   options.driven_by_hand = &pool;
@@ -73,7 +73,7 @@ TEST_F(FsTierReset, an_op_that_a_thread_took_up_before_a_reset_leaves_nothing_af
   EXPECT_TRUE(records_in(root_).empty());
 }
 
-TEST_F(FsTierReset, so_does_one_that_was_queued_and_not_cancelled) {
+TEST_F(FsTierReset, a_queued_op_that_was_not_cancelled_leaves_nothing_after_a_reset) {
   IoPool* pool = nullptr;
   FsTierOptions options = timed_options();
   options.driven_by_hand = &pool;
@@ -90,7 +90,7 @@ TEST_F(FsTierReset, so_does_one_that_was_queued_and_not_cancelled) {
   EXPECT_EQ(user.finish(read).status.kind(), StatusKind::kCancelled);
 }
 
-// PooledTier compares before and after; in between the store is alone.
+// PooledTier checks the epoch before and after a call; during the call, the store must check it.
 TEST_F(FsTierReset, a_write_that_a_reset_overtakes_inside_the_store_leaves_nothing) {
   FsStore store(timed_options(), ops_, clock_);
   const RecordStore::EpochPtr before = store.epoch();
@@ -108,15 +108,15 @@ TEST_F(FsTierReset, a_write_that_a_reset_overtakes_inside_the_store_leaves_nothi
   store.close();
 }
 
-// With threads: whichever way a write and a reset meet, the bytes of before it are gone.
-TEST_F(FsTierReset, no_byte_of_before_a_reset_comes_back_whenever_it_comes) {
+// With threads: however a write and a reset interleave, no bytes from before the reset remain.
+TEST_F(FsTierReset, no_byte_from_before_a_reset_returns_at_any_interleaving) {
   FsTierOptions options = options_for(root_);
   TierUser user(options);
   user.wait_for_scan();
   for (std::uint32_t round = 0; round < 100; ++round) {
     std::vector<OpId> writes;
     for (std::uint32_t i = 0; i < 16; ++i) writes.push_back(user.start(OpKind::kWrite, i, {4096}));
-    if (round % 2 == 0) (void)user.finish(writes[round % 16]);  // or none is begun yet
+    if (round % 2 == 0) (void)user.finish(writes[round % 16]);  // otherwise no write may have started yet
     for (const OpId id : writes) (void)user.tier().cancel(id);
     ASSERT_TRUE(user.tier().reset());
     for (const OpId id : writes) (void)user.finish(id);
@@ -126,12 +126,12 @@ TEST_F(FsTierReset, no_byte_of_before_a_reset_comes_back_whenever_it_comes) {
 
 // ---- several processes
 
-TEST_F(FsTierReset, a_reset_by_one_leaves_the_other_with_what_is_of_its_weights) {
+TEST_F(FsTierReset, a_reset_of_one_server_leaves_the_other_its_own_records) {
   TierUser a(timed_options()), b(timed_options());
   b.wait_for_scan();
   ASSERT_TRUE(b.write(1));
   ASSERT_TRUE(a.tier().reset());
-  a.weights = 1;  // a's were changed; b's are what they were
+  a.weights = 1;  // a has new weights; those of b are unchanged
   ASSERT_TRUE(a.write(1));
   ASSERT_TRUE(a.write(2));
   for (int i = 0; i < 3; ++i) {
@@ -150,13 +150,13 @@ TEST_F(FsTierReset, a_reset_by_one_leaves_the_other_with_what_is_of_its_weights)
   EXPECT_FALSE(a.has(3)) << "of other weights";
 }
 
-TEST_F(FsTierReset, what_the_others_still_use_is_not_reclaimed_until_they_were_reset_or_ended) {
+TEST_F(FsTierReset, records_that_others_still_use_are_not_reclaimed_until_those_reset_or_end) {
   auto a = std::make_unique<TierUser>(timed_options());
   a->wait_for_scan();
   TierUser b(timed_options());
   b.wait_for_scan();
   ASSERT_TRUE(b.write(1));
-  for (int i = 0; i < 3; ++i) ASSERT_TRUE(a->tier().reset());  // and a reclaims after each: it has the lease
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(a->tier().reset());  // a has the lease, and reclaims after each
   EXPECT_TRUE(a->until([&] {
     tick(*a);
     return generations() == std::set<std::string>{"g1", "g4"};
@@ -175,9 +175,9 @@ TEST_F(FsTierReset, what_the_others_still_use_is_not_reclaimed_until_they_were_r
   }));
 }
 
-// What is recorded after a reset is of weights that one process has in memory. One that starts has those that
-// its namespace names, or was never told.
-TEST_F(FsTierReset, who_starts_later_finds_nothing_of_before_a_reset_nor_of_who_was_reset) {
+// Records written after a reset belong to weights that only one process has in memory. A new process has the
+// weights that its namespace names, because no reset changed them.
+TEST_F(FsTierReset, a_new_process_finds_no_records_from_before_a_reset_nor_of_a_reset_process) {
   auto a = std::make_unique<TierUser>(timed_options());
   auto b = std::make_unique<TierUser>(timed_options());
   b->wait_for_scan();
@@ -202,13 +202,13 @@ TEST_F(FsTierReset, who_starts_later_finds_nothing_of_before_a_reset_nor_of_who_
   EXPECT_FALSE(c->has(2));
   ASSERT_TRUE(c->write(3));
   TierUser beside(timed_options());
-  EXPECT_TRUE(beside.has(3)) << "those who start share";
+  EXPECT_TRUE(beside.has(3)) << "new processes share";
   c.reset();
   TierUser d(timed_options());
-  EXPECT_TRUE(d.has(3) && d.read(3)) << "and it is kept";
+  EXPECT_TRUE(d.has(3) && d.read(3)) << "and its records are kept";
 }
 
-TEST_F(FsTierReset, after_the_end_of_who_was_reset_its_records_are_reclaimed) {
+TEST_F(FsTierReset, records_of_a_reset_process_are_reclaimed_after_it_ended) {
   auto a = std::make_unique<TierUser>(timed_options());
   auto b = std::make_unique<TierUser>(timed_options());
   b->wait_for_scan();
@@ -223,7 +223,7 @@ TEST_F(FsTierReset, after_the_end_of_who_was_reset_its_records_are_reclaimed) {
   EXPECT_TRUE(b->read(1));
   b.reset();
   TierUser c(timed_options());
-  EXPECT_FALSE(c.has(1)) << "that there was a reset is not forgotten with them";
+  EXPECT_FALSE(c.has(1)) << "the reset is remembered after its records were reclaimed";
   const auto marks = [&] {
     std::set<std::string> found;
     walk(root_, [&](const fs::path& path) {
@@ -231,14 +231,14 @@ TEST_F(FsTierReset, after_the_end_of_who_was_reset_its_records_are_reclaimed) {
     });
     return found;
   };
-  // The marks of a generation are removed after its directory.
+  // The marks of an epoch are removed after its directory.
   EXPECT_TRUE(c.until([&] {
     tick(c);
     return generations() == std::set<std::string>{"g3"} && marks() == std::set<std::string>{"g3.open"};
   }));
 }
 
-// As on NFS: locks on directories are seen by one host, those on files by all.
+// As on NFS: locks on directories are visible on one host, and locks on files on all.
 class HostLocalDirectoryLocks : public FaultyFileOps {
  public:
   int flock(int fd, int operation) override {
@@ -247,7 +247,7 @@ class HostLocalDirectoryLocks : public FaultyFileOps {
   }
 };
 
-TEST_F(FsTierReset, hosts_that_were_each_reset_leave_one_another_alone) {
+TEST_F(FsTierReset, hosts_that_were_each_reset_do_not_affect_one_another) {
   HostLocalDirectoryLocks hosts[3];
   std::vector<std::unique_ptr<TierUser>> users;
   for (HostLocalDirectoryLocks& ops : hosts) {
@@ -272,7 +272,7 @@ TEST_F(FsTierReset, hosts_that_were_each_reset_leave_one_another_alone) {
   for (std::uint32_t i = 0; i < users.size(); ++i) EXPECT_TRUE(users[i]->read(i)) << i;
 }
 
-TEST_F(FsTierReset, a_replica_that_was_reset_gets_its_share_of_a_full_root) {
+TEST_F(FsTierReset, a_reset_replica_gets_its_share_of_a_full_root) {
   constexpr std::uint64_t kBound = std::uint64_t{4} << 20;  // directories take a third
   constexpr std::uint64_t kRecord = 16384 + 4096;
   FsTierOptions options = timed_options();
@@ -301,7 +301,7 @@ TEST_F(FsTierReset, a_replica_that_was_reset_gets_its_share_of_a_full_root) {
   EXPECT_LE(du(root_), kBound + 2 * kRecord);
 }
 
-TEST_F(FsTierReset, what_starts_after_resets_make_is_in_the_sum_that_it_is_taken_off_from) {
+TEST_F(FsTierReset, files_of_processes_that_start_after_resets_are_in_the_total_before_they_are_subtracted) {
   TierUser b(timed_options());
   b.wait_for_scan();
   ASSERT_TRUE(b.write(1));
@@ -312,13 +312,13 @@ TEST_F(FsTierReset, what_starts_after_resets_make_is_in_the_sum_that_it_is_taken
     tick(b);
     return generations() == std::set<std::string>{"g1", "g16"};
   }));
-  // What the page says now: b has last looked at it some time ago.
+  // Reads the current ledger page: b last looked at it some time ago.
   const Fd root(posix_file_ops(), ::open(root_.c_str(), O_RDONLY | O_DIRECTORY));
   EXPECT_GE(recorded_usage(posix_file_ops(), root.get()).value_or(0), du(root_));
 }
 
-// By hand.
-TEST_F(FsTierReset, a_generation_that_is_removed_under_its_user_is_made_anew) {
+// As if removed by hand.
+TEST_F(FsTierReset, an_epoch_directory_removed_while_in_use_is_replaced) {
   TierUser user(timed_options());
   ASSERT_TRUE(user.write(1));
   walk(root_, [](const fs::path& path) {
@@ -332,9 +332,9 @@ TEST_F(FsTierReset, a_generation_that_is_removed_under_its_user_is_made_anew) {
   EXPECT_TRUE(user.read(1));
 }
 
-// Between two looks of a server another one is reset, and directories are removed by hand. A generation for
-// servers that start would have given them records of the old weights.
-TEST_F(FsTierReset, a_generation_removed_after_a_reset_by_another_is_made_for_its_server_alone) {
+// Between two scans of a server, another server is reset, and directories are removed by hand. An epoch that
+// new servers share would have given them records of the old weights.
+TEST_F(FsTierReset, an_epoch_replaced_after_anothers_reset_is_not_shared) {
   const auto remove = [&](const std::set<std::string>& which) {
     walk(root_, [&](const fs::path& path) {
       if (which.contains(path.filename().string())) fs::remove_all(path);
@@ -356,7 +356,7 @@ TEST_F(FsTierReset, a_generation_removed_after_a_reset_by_another_is_made_for_it
         ASSERT_TRUE(other.begin_epoch());
       }
       remove(removed);
-      if (removed.contains(std::string(64, '1'))) other.maintain();  // makes its own again
+      if (removed.contains(std::string(64, '1'))) other.maintain();  // creates its own again
       for (int again = 0; again < 2; ++again) {
         store.maintain();
         const auto own = std::static_pointer_cast<Generation>(store.epoch());
@@ -370,8 +370,8 @@ TEST_F(FsTierReset, a_generation_removed_after_a_reset_by_another_is_made_for_it
   }
 }
 
-// Its generation was removed by hand, and upkeep makes another as the reset comes.
-TEST_F(FsTierReset, a_reset_beside_the_making_of_a_generation_makes_one_for_itself) {
+// Its epoch directory was removed by hand, and upkeep creates another one during the reset.
+TEST_F(FsTierReset, a_reset_while_upkeep_creates_an_epoch_creates_its_own) {
   FsStore store(timed_options(), ops_, clock_);
   walk(root_, [](const fs::path& path) {
     if (path.filename() == "g1") fs::remove_all(path);
@@ -385,10 +385,10 @@ TEST_F(FsTierReset, a_reset_beside_the_making_of_a_generation_makes_one_for_itse
   EXPECT_TRUE(store.begin_epoch());
   std::set<std::string> names;
   walk(root_, [&](const fs::path& path) { names.insert(path.filename().string()); });
-  EXPECT_TRUE(names.contains(*generations().rbegin() + ".reset")) << "nobody who starts is to share it";
+  EXPECT_TRUE(names.contains(*generations().rbegin() + ".reset")) << "a new process must not share it";
 }
 
-TEST_F(FsTierReset, space_is_taken_from_what_others_keep_apart_when_nothing_else_is_left) {
+TEST_F(FsTierReset, space_is_taken_from_epochs_of_others_when_nothing_else_is_left) {
   constexpr std::uint64_t kBound = std::uint64_t{2} << 20;
   FsTierOptions options = timed_options();
   options.max_bytes = kBound;
@@ -402,13 +402,13 @@ TEST_F(FsTierReset, space_is_taken_from_what_others_keep_apart_when_nothing_else
   EXPECT_TRUE(a.until([&] {
     tick(a);
     return a.write(1000, {16384}) && a.read(1000, {16384});
-  })) << "b has filled the root, and a has nothing of its own to evict";
+  })) << "b filled the root, and a has no records of its own to evict";
   EXPECT_LE(du(root_), kBound + 65536);
 }
 
 // ---- failures
 
-TEST_F(FsTierReset, one_that_fails_leaves_a_tier_that_holds_nothing_until_it_is_made_up_for) {
+TEST_F(FsTierReset, a_failed_reset_leaves_an_empty_tier_until_the_reset_is_made_up_for) {
   TierUser user(timed_options());
   ASSERT_TRUE(user.write(1));
   ops_.fail_all(Call::kMkdir, EIO);
@@ -426,9 +426,9 @@ TEST_F(FsTierReset, one_that_fails_leaves_a_tier_that_holds_nothing_until_it_is_
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_F(FsTierReset, one_that_takes_too_long_ends_later_by_itself) {
+TEST_F(FsTierReset, a_reset_that_takes_too_long_ends_later_by_itself) {
   FsTierOptions options = timed_options();
-  options.op_deadline = std::chrono::milliseconds(20);  // of real time here
+  options.op_deadline = std::chrono::milliseconds(20);  // real time here
   TierUser user(options);
   ASSERT_TRUE(user.write(1));
   ops_.block(Call::kMkdir);
@@ -442,7 +442,7 @@ TEST_F(FsTierReset, one_that_takes_too_long_ends_later_by_itself) {
   EXPECT_TRUE(user.read(2));
 }
 
-// The probe of an open breaker that ended without the device closes nothing.
+// The probe of an open breaker ended without a device access, and must not close the breaker.
 TEST_F(FsTierReset, a_probe_that_a_reset_ended_does_not_close_the_breaker) {
   IoPool* pool = nullptr;
   FsTierOptions options = timed_options();
@@ -461,11 +461,11 @@ TEST_F(FsTierReset, a_probe_that_a_reset_ended_does_not_close_the_breaker) {
   ASSERT_TRUE(user.tier().reset());
   pool->begin_next(Lane::kWrite)();
   EXPECT_EQ(user.finish(probe).status.kind(), StatusKind::kCancelled);
-  EXPECT_EQ(write(), StatusKind::kIo);           // the next one is the probe
-  EXPECT_EQ(write(), StatusKind::kUnavailable);  // and its failure opened it again
+  EXPECT_EQ(write(), StatusKind::kIo);           // this write is the probe
+  EXPECT_EQ(write(), StatusKind::kUnavailable);  // the failed probe opened the breaker again
 }
 
-TEST_F(FsTierReset, who_was_reset_itself_is_not_told_to_be_reset) {
+TEST_F(FsTierReset, a_server_that_was_reset_itself_is_not_asked_to_reset) {
   const FsTierOptions options = timed_options();
   FsStore a(options, ops_, clock_), b(options, ops_, clock_), not_reset(options, ops_, clock_);
   for (FsStore* store : {&a, &b}) {

@@ -1,5 +1,5 @@
-// A full root writes into the files of evicted records. Nobody may see that: not a
-// reader that has one open, not the ledger, not whoever has another name for one.
+// A full root writes into the files of evicted records. That must be invisible to a reader that has the file
+// open, to the ledger, and to a process that has another name for the file.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -43,7 +43,7 @@ class FsTierReuse : public ::testing::Test {
     const Fd root(posix_file_ops(), ::open(root_.c_str(), O_RDONLY | O_DIRECTORY));
     Space space(posix_file_ops(), root.get(), root_);
     const Space::Finished before = space.finished();
-    space.remove(1, before + 1);  // of another count: the sum is in doubt
+    space.remove(1, before + 1);  // of another count: the total is in doubt
     EXPECT_TRUE(user.until([&] {
       clock_.advance(std::chrono::seconds(1));
       user.poll();
@@ -60,7 +60,8 @@ class FsTierReuse : public ::testing::Test {
     EXPECT_EQ(::lstat(path.c_str(), &info), 0) << path;
     return info.st_ino;
   }
-  // Of the next record, while those of before are held open: no inode is given anew.
+  // True if the next record is written into an existing file. The existing files are held open, so that no
+  // inode number is reused.
   bool next_is_in_a_file_of_before(TierUser& user, const ShardSizes& shards = kReuseShards) {
     std::vector<std::ifstream> held;
     for (const fs::path& path : records_in(root_)) held.emplace_back(path);
@@ -89,7 +90,7 @@ TEST_F(FsTierReuse, a_full_root_writes_into_the_files_of_evicted_records) {
     ASSERT_LE(du(root_), kReuseBound);
     ASSERT_EQ(user.tier().stats().bytes, du(root_));
   }
-  // What is known is what is there, and all of it is right.
+  // The known records are the stored ones, and all of them are right.
   std::size_t found = 0;
   for (std::uint32_t i = kFirst; i < next_; ++i) {
     if (!user.has(i)) continue;
@@ -100,7 +101,7 @@ TEST_F(FsTierReuse, a_full_root_writes_into_the_files_of_evicted_records) {
   EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished) + user.removed(TierRemoval::Reason::kCorrupt), 0u);
 }
 
-TEST_F(FsTierReuse, many_that_write_at_once_stay_below_the_bound) {
+TEST_F(FsTierReuse, concurrent_writers_stay_below_the_bound) {
   options_.n_write_threads = 4;
   TierUser user(options_);
   fill(user);
@@ -118,16 +119,17 @@ TEST_F(FsTierReuse, many_that_write_at_once_stay_below_the_bound) {
   }
 }
 
-// Who frees space has it: another that asks at every moment in between gets none of it. (That one looked when
-// there was nothing, and its clock stands: it never learns of records that it could evict itself.)
-TEST_F(FsTierReuse, space_that_one_frees_is_not_taken_by_another) {
+// Freed space belongs to the process that freed it: another process that asks at every moment gets none of
+// it. (The other one scanned an empty root and its clock stands still, so it never learns of records that it
+// could evict.)
+TEST_F(FsTierReuse, space_that_one_server_frees_is_not_taken_by_another) {
   FsTierOptions others = options_for(root_, kReuseBound);
   others.clock = &clock_;
   TierUser user(options_), other(others);
   other.wait_for_scan();
   fill(user, kOther);
   std::uint32_t asked = 0;
-  bool ledger_open = false, made = false;  // the ledger is locked and unlocked, until there is space
+  bool ledger_open = false, made = false;  // the ledger is locked and unlocked until there is space
   ops_.set_rule([&](Call call) {
     made = made || call == Call::kOpen;
     if (call != Call::kFlock || made) return 0;
@@ -142,8 +144,8 @@ TEST_F(FsTierReuse, space_that_one_frees_is_not_taken_by_another) {
   EXPECT_GT(asked, 0u);
 }
 
-// Who made it may still have it open for writing.
-TEST_F(FsTierReuse, a_file_of_another_user_is_not_taken) {
+// The process that created it may still have it open for writing.
+TEST_F(FsTierReuse, a_file_of_another_user_is_not_reused) {
   if (::geteuid() != 0) GTEST_SKIP() << "only root can give files to another user";
   TierUser user(options_);
   fill(user);
@@ -151,7 +153,7 @@ TEST_F(FsTierReuse, a_file_of_another_user_is_not_taken) {
   EXPECT_FALSE(next_is_in_a_file_of_before(user));
 }
 
-TEST_F(FsTierReuse, directories_in_the_place_of_records_stay_where_they_are) {
+TEST_F(FsTierReuse, directories_in_place_of_records_stay) {
   TierUser user(options_);
   fill(user);
   std::vector<fs::path> paths = records_in(root_);
@@ -166,7 +168,7 @@ TEST_F(FsTierReuse, directories_in_the_place_of_records_stay_where_they_are) {
   EXPECT_TRUE(temporaries_in(root_).empty());
 }
 
-TEST_F(FsTierReuse, a_file_that_somebody_made_longer_is_not_taken) {
+TEST_F(FsTierReuse, a_file_that_another_process_extended_is_not_reused) {
   TierUser user(options_);
   fill(user);
   const std::vector<fs::path> longer = records_in(root_);
@@ -177,14 +179,14 @@ TEST_F(FsTierReuse, a_file_that_somebody_made_longer_is_not_taken) {
   }
 }
 
-TEST_F(FsTierReuse, only_a_file_of_the_same_size_is_taken) {
+TEST_F(FsTierReuse, only_a_file_of_the_same_size_is_reused) {
   TierUser user(options_);
   fill(user, kOther);
   EXPECT_FALSE(next_is_in_a_file_of_before(user, kReuseShards));
   EXPECT_EQ(user.tier().stats().bytes, du(root_));
 }
 
-TEST_F(FsTierReuse, with_fsync_no_bytes_of_a_record_that_may_come_back_are_touched) {
+TEST_F(FsTierReuse, with_fsync_no_bytes_of_a_record_that_may_return_are_overwritten) {
   for (const FsyncMode mode : {FsyncMode::kData, FsyncMode::kFull}) {
     options_.fsync = mode;
     options_.root_dir = root_ = dir_.path() + "/root" + std::to_string(static_cast<int>(mode));
@@ -194,7 +196,7 @@ TEST_F(FsTierReuse, with_fsync_no_bytes_of_a_record_that_may_come_back_are_touch
   }
 }
 
-TEST_F(FsTierReuse, a_copy_made_by_a_hard_link_keeps_its_bytes) {
+TEST_F(FsTierReuse, a_hard_link_copy_keeps_its_bytes) {
   TierUser user(options_);
   fill(user);
   const std::string copy = dir_.path() + "/copy";
@@ -213,8 +215,8 @@ TEST_F(FsTierReuse, a_copy_made_by_a_hard_link_keeps_its_bytes) {
   for (const auto& [name, was] : bytes) EXPECT_EQ(content(copy + "/" + name), was) << name;
 }
 
-// As a reader in another process: it holds the file that another record is written into.
-TEST_F(FsTierReuse, a_reader_that_holds_it_finds_it_gone_and_not_damaged) {
+// Like a reader in another process that has the file open while another record is written into it.
+TEST_F(FsTierReuse, a_reader_with_the_file_open_gets_a_miss_and_not_damage) {
   TierUser user(options_);
   fill(user);
   FaultyFileOps slow;
@@ -238,7 +240,7 @@ TEST_F(FsTierReuse, a_reader_that_holds_it_finds_it_gone_and_not_damaged) {
   EXPECT_TRUE(user.read(next_ - 1, kReuseShards)) << "the new record was removed";
 }
 
-TEST_F(FsTierReuse, verify_beside_a_server_finds_no_damage) {
+TEST_F(FsTierReuse, verify_alongside_a_server_finds_no_damage) {
   TierUser user(options_);
   fill(user);
   std::atomic<bool> done{false};
@@ -254,7 +256,7 @@ TEST_F(FsTierReuse, verify_beside_a_server_finds_no_damage) {
   EXPECT_TRUE(damaged.empty()) << damaged.front().path << ": " << damaged.front().message;
 }
 
-TEST_F(FsTierReuse, a_count_in_the_middle_of_it_comes_out_exact) {
+TEST_F(FsTierReuse, a_count_during_a_reuse_is_exact) {
   options_.op_deadline = std::chrono::hours(24 * 365);  // the clock moves while the write is blocked
   TierUser user(options_);
   fill(user);
@@ -264,13 +266,13 @@ TEST_F(FsTierReuse, a_count_in_the_middle_of_it_comes_out_exact) {
   EXPECT_EQ(temporaries_in(root_).size(), 1u);
   recount(user);
   ASSERT_EQ(temporaries_in(root_).size(), 1u);
-  EXPECT_FALSE(sweep_temporary(posix_file_ops(), AT_FDCWD, temporaries_in(root_)[0])) << "it is somebody's";
+  EXPECT_FALSE(sweep_temporary(posix_file_ops(), AT_FDCWD, temporaries_in(root_)[0])) << "it is in use";
   ops_.release();
   EXPECT_TRUE(user.finish(write).status);
   EXPECT_TRUE(user.read(next_, kReuseShards));
-  EXPECT_GE(user.tier().stats().bytes, du(root_)) << "a directory that was made for it may count twice";
+  EXPECT_GE(user.tier().stats().bytes, du(root_)) << "a directory created for it may count twice";
   EXPECT_LE(user.tier().stats().bytes, du(root_) + kPageBytes);
-  // The count before took as long as the clock moved meanwhile, and a rest of twenty times that follows it.
+  // The previous count lasted as long as the clock moved meanwhile; a pause of twenty times that follows it.
   Nanos step{std::chrono::seconds(1)};
   EXPECT_TRUE(user.until([&] {
     clock_.advance(step);
@@ -283,10 +285,10 @@ TEST_F(FsTierReuse, a_count_in_the_middle_of_it_comes_out_exact) {
 // Fails the n-th call of a write into the file of an evicted record, for every n.
 class FsTierReuseEveryStep : public FsTierReuse, public ::testing::WithParamInterface<int> {};
 
-TEST_P(FsTierReuseEveryStep, a_write_that_fails_anywhere_leaves_nothing) {
+TEST_P(FsTierReuseEveryStep, a_write_that_fails_at_any_call_leaves_nothing) {
   TierUser user(options_);
   fill(user);
-  // Until no directory is made any more: then each write takes over one file, and nothing else goes for it.
+  // Writes until no directory is created any more: then each write reuses one file and evicts nothing else.
   const fs::path generation = root_ + "/" + std::string(64, '1') + "/g1";
   while (std::distance(fs::directory_iterator(generation), {}) < std::ptrdiff_t{layout::kLeaves})
     ASSERT_TRUE(user.write(next_++, kReuseShards));
@@ -310,7 +312,7 @@ TEST_P(FsTierReuseEveryStep, a_write_that_fails_anywhere_leaves_nothing) {
     EXPECT_EQ(user.has(number), status.is_ok()) << where;
     EXPECT_EQ(!path_of(root_, number).empty(), status.is_ok()) << where;
     EXPECT_TRUE(!status || user.read(number, kReuseShards)) << where;
-    ASSERT_TRUE(user.write(next_++, kReuseShards)) << where;  // what was owed is settled with the next
+    ASSERT_TRUE(user.write(next_++, kReuseShards)) << where;  // the next write settles open accounting
     EXPECT_EQ(user.tier().stats().bytes, du(root_)) << where;
     EXPECT_EQ(user.tier().stats().chunks, records_in(root_).size()) << where;
     EXPECT_LE(du(root_), kReuseBound) << where;

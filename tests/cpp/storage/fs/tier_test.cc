@@ -16,7 +16,7 @@ class FsTierTest : public ::testing::Test {
   std::string root_ = dir_.path() + "/root";
 };
 
-TEST_F(FsTierTest, what_is_written_is_read_back) {
+TEST_F(FsTierTest, written_records_are_read_back) {
   TierUser user(options_for(root_));
   const std::vector<ShardSizes> shapes = {
       {4096}, {1}, {5000}, {1 << 20}, {4096, 4096, 4096, 4096}, {1, 5000, 4097, 12288}, {70001, 3, 8192, 99}};
@@ -34,7 +34,7 @@ TEST_F(FsTierTest, what_is_written_is_read_back) {
   EXPECT_GT(user.tier().estimate_read_seconds(1 << 20), 0);
 }
 
-TEST_F(FsTierTest, both_ways_of_transfer_make_the_same_files) {
+TEST_F(FsTierTest, direct_and_buffered_transfers_make_the_same_files) {
   std::vector<std::string> contents;
   for (const DirectMode mode : {DirectMode::kAuto, DirectMode::kOff}) {
     const std::string root = dir_.path() + (mode == DirectMode::kOff ? "/off" : "/auto");
@@ -50,16 +50,16 @@ TEST_F(FsTierTest, both_ways_of_transfer_make_the_same_files) {
     contents.push_back(bytes.substr(4096));
   }
   EXPECT_EQ(contents[0], contents[1]);
-  EXPECT_EQ(contents[0].find_first_not_of('\0', 5000), 8192u);  // the pad is zero
+  EXPECT_EQ(contents[0].find_first_not_of('\0', 5000), 8192u);  // the padding is zero
 }
 
-TEST_F(FsTierTest, a_restart_finds_everything_at_once) {
+TEST_F(FsTierTest, a_restart_finds_all_records_at_once) {
   {
     TierUser user(options_for(root_));
     for (std::uint32_t i = 0; i < 200; ++i) ASSERT_TRUE(user.write(i));
   }
   TierUser user(options_for(root_));
-  for (std::uint32_t i = 0; i < 200; ++i) EXPECT_TRUE(user.has(i)) << i;  // scanned or not
+  for (std::uint32_t i = 0; i < 200; ++i) EXPECT_TRUE(user.has(i)) << i;  // before or after the scan
   EXPECT_FALSE(user.has(1000));
   user.wait_for_scan();
   EXPECT_EQ(user.tier().stats().chunks, 200u);
@@ -67,7 +67,7 @@ TEST_F(FsTierTest, a_restart_finds_everything_at_once) {
   EXPECT_FALSE(user.has(1000));
 }
 
-TEST_F(FsTierTest, files_are_for_this_user_only) {
+TEST_F(FsTierTest, files_are_accessible_to_this_user_only) {
   TierUser user(options_for(root_));
   ASSERT_TRUE(user.write(1));
   walk(root_, [](const fs::path& path) {
@@ -81,7 +81,7 @@ TEST_F(FsTierTest, files_are_for_this_user_only) {
   EXPECT_EQ(fs::status(root_).permissions(), fs::perms::owner_all);
 }
 
-TEST_F(FsTierTest, a_record_that_is_here_is_not_written_again) {
+TEST_F(FsTierTest, a_stored_record_is_not_written_again) {
   TierUser user(options_for(root_));
   ASSERT_TRUE(user.write(1));
   const Completion again = user.finish(user.start(OpKind::kWrite, 1, {8192}));
@@ -89,14 +89,14 @@ TEST_F(FsTierTest, a_record_that_is_here_is_not_written_again) {
   EXPECT_EQ(again.bytes, 0u);
 }
 
-TEST_F(FsTierTest, the_account_is_what_du_says) {
+TEST_F(FsTierTest, the_usage_equals_du) {
   TierUser user(options_for(root_));
   for (std::uint32_t i = 0; i < 50; ++i) ASSERT_TRUE(user.write(i, {4096 * (1 + i % 7)}));
   user.wait_for_scan();
   EXPECT_TRUE(user.usage_becomes_exact(root_));
 }
 
-TEST_F(FsTierTest, a_reset_forgets_everything_for_good) {
+TEST_F(FsTierTest, a_reset_forgets_everything_permanently) {
   {
     TierUser user(options_for(root_));
     for (std::uint32_t i = 0; i < 20; ++i) ASSERT_TRUE(user.write(i));
@@ -107,17 +107,17 @@ TEST_F(FsTierTest, a_reset_forgets_everything_for_good) {
     EXPECT_EQ(user.removed(TierRemoval::Reason::kReset), 20u);
     EXPECT_TRUE(user.write(3, {4096}));  // the same key, other bytes
     EXPECT_TRUE(user.read(3, {4096}));
-    EXPECT_TRUE(user.until([&] { return records_in(root_).size() == 1; })) << "old bytes are not reclaimed";
+    EXPECT_TRUE(user.until([&] { return records_in(root_).size() == 1; })) << "old bytes were not reclaimed";
     EXPECT_TRUE(user.usage_becomes_exact(root_));
   }
   TierUser user(options_for(root_));
   EXPECT_FALSE(user.has(1));
-  EXPECT_FALSE(user.has(3)) << "of weights that are in nobody's memory any more";
+  EXPECT_FALSE(user.has(3)) << "no process has its weights any more";
   user.wait_for_scan();
   EXPECT_EQ(user.tier().stats().chunks, 0u);
 }
 
-TEST_F(FsTierTest, opening_names_what_is_wrong) {
+TEST_F(FsTierTest, an_error_at_open_names_the_cause) {
   const auto message = [](const FsTierOptions& options) -> std::string {
     try {
       make_fs_tier(options);
@@ -144,12 +144,12 @@ TEST_F(FsTierTest, opening_names_what_is_wrong) {
   EXPECT_NE(by_others.find("chmod 700"), std::string::npos) << by_others;
   EXPECT_NE(by_others.find("fsGroupChangePolicy: OnRootMismatch"), std::string::npos) << by_others;
   EXPECT_NE(by_others.find("/public/kv"), std::string::npos)
-      << "a directory inside the volume: " << by_others;
+      << "expected the suggestion of a directory inside the volume: " << by_others;
   std::ofstream(root_ + "/kv_offload.json") << "{\"format\": 9}";
   EXPECT_NE(message(options_for(root_)).find("another format"), std::string::npos);
 }
 
-TEST_F(FsTierTest, options_that_cannot_work_are_refused_before_anything_is_made) {
+TEST_F(FsTierTest, options_that_cannot_work_are_refused_before_anything_is_created) {
   const auto refused = [](FsTierOptions options, const std::function<void(FsTierOptions*)>& spoil) {
     spoil(&options);
     EXPECT_THROW(make_fs_tier(options), InvalidArgument);

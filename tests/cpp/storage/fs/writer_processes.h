@@ -1,4 +1,4 @@
-// Processes that write into a root for ever, until they are stopped or killed.
+// Processes that write to a root until they are stopped or killed.
 #pragma once
 
 #include <signal.h>
@@ -25,12 +25,12 @@ class WriterProcesses {
   WriterProcesses(const WriterProcesses&) = delete;
   WriterProcesses& operator=(const WriterProcesses&) = delete;
 
-  enum class Time { kReal, kFast };  // kFast: a clock of its own, a second for each write
+  enum class Time { kReal, kFast };  // kFast: its own clock, one second per write
   void start(FsTierOptions options, Time time) {
     const std::size_t index = children_.size();
     const pid_t child = ::fork();
     if (child != 0) return children_.push_back(child);
-    ::alarm(200);  // no test hangs for a child
+    ::alarm(200);  // a child must not hang the test
     FakeClock clock;
     if (time == Time::kFast) {
       options.clock = &clock;
@@ -54,7 +54,7 @@ class WriterProcesses {
     ::waitpid(children_[index], nullptr, 0);
     children_[index] = -1;
   }
-  // Every one but `but` writes so many more.
+  // True once every process except `but` wrote this many more records.
   bool go_on(std::size_t but, std::uint64_t more) {
     std::vector<std::uint64_t> goals;
     for (std::size_t i = 0; i < size(); ++i) goals.push_back(written(i) + more);
@@ -68,7 +68,8 @@ class WriterProcesses {
     while (!done() && std::chrono::steady_clock::now() < give_up) std::this_thread::yield();
     return done();
   }
-  // Bytes below `root`, while nobody moves: a walk of a busy tree may count one record twice.
+  // Bytes below `root`, measured while all processes are stopped: a walk of a busy tree may count one record
+  // twice.
   std::uint64_t held(const std::string& root) {
     for (const pid_t child : children_) {
       if (child < 0) continue;

@@ -33,11 +33,11 @@ class FakeMooncake::Client final : public mooncake::Process {
     }
     main_.join();
     for (std::thread& thread : threads_) thread.join();
-    const std::lock_guard lock(store_.mutex_);  // the last that it does to the store
+    const std::lock_guard lock(store_.mutex_);  // the last access of this client to the store
     store_.clients_.erase(this);
     store_.changed_.notify_all();
   }
-  // With the store's mutex.
+  // Caller must hold the store's mutex.
   void die() {
     dead_ = true;
     ::shutdown(control_.get(), SHUT_RDWR);
@@ -147,7 +147,7 @@ class FakeMooncake::Client final : public mooncake::Process {
       die();
       return false;
     }
-    // What went wrong on the way to its memory.
+    // Applies the faults on the way to its memory.
     if (fate.permille > 0) std::memset(object.data() + object.size() * fate.permille / 1000, 0, 1);
     if (fate.permille > 0 && result > 0) result = result * static_cast<std::int64_t>(fate.permille) / 1000;
     if (fate.flipped >= 0 && static_cast<Op>(question.verb) == Op::kGet) {
@@ -159,8 +159,8 @@ class FakeMooncake::Client final : public mooncake::Process {
   FakeMooncake& store_;
   const Descriptor control_;
   std::atomic<bool> dead_{false};
-  std::set<int> sockets_;             // with the store's mutex
-  std::vector<std::thread> threads_;  // of main_, until it was joined
+  std::set<int> sockets_;             // guarded by the store's mutex
+  std::vector<std::thread> threads_;  // of main_, until it is joined
   std::thread main_;
 };
 

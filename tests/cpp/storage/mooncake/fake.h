@@ -1,6 +1,5 @@
-// A Mooncake Store of these tests, and the process that speaks to it as threads of this one. The process
-// follows the protocol of csrc/storage/mooncake/channel.h as kv_offload/mooncake_client.py does, and can be
-// killed.
+// A Mooncake Store for these tests, and its client process as threads of this process. The client follows the
+// protocol of csrc/storage/mooncake/channel.h like kv_offload/mooncake_client.py, and can be killed.
 #pragma once
 
 #include <atomic>
@@ -19,11 +18,11 @@
 
 namespace kv_offload::testing {
 
-// What its objects are is what all processes see. Any thread.
+// All processes see the same objects. Thread-safe.
 class FakeMooncake {
  public:
   FakeMooncake() = default;
-  // Waits until its processes are gone: whoever keeps them may be let go before that.
+  // Waits until its client processes ended: their owners may be abandoned before that.
   ~FakeMooncake();
   FakeMooncake(const FakeMooncake&) = delete;
   FakeMooncake& operator=(const FakeMooncake&) = delete;
@@ -32,14 +31,14 @@ class FakeMooncake {
 
   Faults<Verb> faults;
 
-  // ---- what a test does
-  void kill();   // the master, which forgets all
-  void start();  // again
+  // ---- test controls
+  void kill();   // kills the master, which loses everything
+  void start();  // starts the master again
   void stand_still(bool still);
   void set_full(bool full);
-  void begin_and_leave(const std::string& name);  // a writer that was killed meanwhile
-  void refuse_starts(std::string said);           // what a process that starts says; empty: it is well
-  void kill_clients();                            // all that run, as by SIGKILL
+  void begin_and_leave(const std::string& name);  // leaves an incomplete write, as by a killed writer
+  void refuse_starts(std::string said);  // a starting process reports this; empty: it starts normally
+  void kill_clients();                   // kills all running processes, as by SIGKILL
   void hang_starts(bool hang);
 
   std::vector<std::string> names() const;
@@ -47,9 +46,9 @@ class FakeMooncake {
   void set_value(const std::string& name, const std::string& value);
   void remove(const std::string& name);
   void replace_once_read(const std::string& name,
-                         const std::string& value);       // by another, after the next read
-  std::size_t puts(const std::string& name) const;        // how often it was written
-  std::uint64_t expected(const std::string& name) const;  // bytes, as the last read of it said
+                         const std::string& value);       // by another writer, after the next read
+  std::size_t puts(const std::string& name) const;        // number of writes
+  std::uint64_t expected(const std::string& name) const;  // bytes that its last read announced
   int channels() const { return channels_; }
   int starts() const { return starts_; }
   std::string last_setup() const;
@@ -59,7 +58,7 @@ class FakeMooncake {
  private:
   class Client;
 
-  // -900 while it is down; waits while it stands still, unless `dead` becomes true.
+  // Returns -900 while it is down. Waits while it stands still, unless `dead` becomes true.
   bool wait_until_it_answers(const std::atomic<bool>& dead);
   std::int64_t answer(const mooncake::Question& question, const std::vector<std::string>& names,
                       std::span<std::byte> object);

@@ -1,4 +1,4 @@
-// The mooncake tier's medium for the tests that all kinds of tiers pass.
+// The medium of the mooncake tier, for the tests that all tier kinds pass.
 #pragma once
 
 #include <chrono>
@@ -31,7 +31,7 @@ class MooncakeMedium final : public RemoteMedium {
     return make_mooncake_tier(options(pooled));
   }
 
-  // The name of the record of this key; of the only one, whatever its epoch.
+  // Returns the name of the only record of this key, whatever its epoch.
   std::string name_of(const ChunkKey& key) const {
     for (const std::string& name : store.names()) {
       if (name.ends_with(":" + key.hex())) return name;

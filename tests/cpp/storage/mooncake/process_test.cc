@@ -34,7 +34,7 @@ Begun begin(const std::string& script) {
   return begun;
 }
 
-TEST(MooncakeProcess, says_how_it_ended) {
+TEST(MooncakeProcess, reports_how_it_ended) {
   const Begun exits = begin("exit 3");
   exits.process->wait_until(soon());
   EXPECT_EQ(exits.process->how_it_ended(), "it ended with status 3");
@@ -43,7 +43,7 @@ TEST(MooncakeProcess, says_how_it_ended) {
   EXPECT_EQ(killed.process->how_it_ended(), "it was ended by signal 9");
 }
 
-TEST(MooncakeProcess, speaks_through_descriptor_3_and_sees_that_we_left) {
+TEST(MooncakeProcess, communicates_through_descriptor_3_and_detects_that_the_engine_ended) {
   Begun begun = begin("echo hello >&3; read -r nothing <&3; exit 7");
   std::array<std::byte, 16> buffer{};
   std::size_t got = 0;
@@ -55,7 +55,7 @@ TEST(MooncakeProcess, speaks_through_descriptor_3_and_sees_that_we_left) {
   EXPECT_EQ(begun.process->how_it_ended(), "it ended with status 7");
 }
 
-TEST(MooncakeProcess, gets_the_settings_that_it_needs_and_none_of_the_secrets_of_the_engine) {
+TEST(MooncakeProcess, receives_the_settings_that_it_needs_and_no_secrets_of_the_engine) {
   for (const char* name :
        {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "VLLM_API_KEY", "ANY_OTHER", "MC_SET_BY_TEST"}) {
     ::setenv(name, "there", 1);
@@ -71,7 +71,7 @@ TEST(MooncakeProcess, gets_the_settings_that_it_needs_and_none_of_the_secrets_of
   }
 }
 
-TEST(MooncakeProcess, that_does_not_go_is_killed) {
+TEST(MooncakeProcess, is_killed_if_it_does_not_end) {
   Begun begun =
       begin("trap '' TERM INT HUP; echo on >&3; while :; do read -r line <&3 || exec sleep 10000; done");
   std::array<std::byte, 16> buffer{};
@@ -82,7 +82,7 @@ TEST(MooncakeProcess, that_does_not_go_is_killed) {
   EXPECT_EQ(gone.kind(), StatusKind::kIo) << "its end of the socket is closed: " << gone.to_string();
 }
 
-TEST(MooncakeProcess, a_program_that_is_not_there_is_named) {
+TEST(MooncakeProcess, a_missing_program_is_named_in_the_error) {
   Descriptor ours, theirs;
   ASSERT_TRUE(make_pair(&ours, &theirs));
   std::unique_ptr<Process> process;
@@ -91,8 +91,8 @@ TEST(MooncakeProcess, a_program_that_is_not_there_is_named) {
   EXPECT_EQ(process, nullptr);
 }
 
-TEST(MooncakeProcess, one_that_says_nothing_is_no_client_and_is_tried_again) {
-  // The second one ends when it has its setup, not before that is sent.
+TEST(MooncakeProcess, a_process_that_sends_nothing_is_retried) {
+  // The first ends before the setup is sent, the second after it received the setup.
   for (const char* script : {"exit 6", "dd count=1 <&3 >/dev/null 2>&1; exit 6"}) {
     ClientOptions options;
     options.launch = launch_of({"sh", "-c", script});
@@ -109,7 +109,7 @@ TEST(MooncakeProcess, one_that_says_nothing_is_no_client_and_is_tried_again) {
   }
 }
 
-TEST(MooncakeClient, what_it_says_is_text_whatever_bytes_it_sends) {
+TEST(MooncakeClient, its_messages_are_valid_text_whatever_bytes_it_sends) {
   const auto read = [](std::string_view said) { return text_of(std::as_bytes(std::span(said))); };
   EXPECT_EQ(read("plain"), "plain");
   EXPECT_EQ(read("\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80"), "\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80");

@@ -1,4 +1,5 @@
-// What only the mooncake tier does: the process beside the engine, its end, and a store that forgets.
+// Properties of the mooncake tier alone: the process next to the engine, its end, and a store that loses its
+// content.
 #include "storage/mooncake/store.h"
 
 #include <gmock/gmock.h>
@@ -39,7 +40,7 @@ class MooncakeTier : public ::testing::Test {
     return make_mooncake_tier(chosen);
   }
   std::string name_of(std::uint32_t number) { return medium_.name_of(key_of(number)); }
-  // Upkeep is due once a second of the tier's clock.
+  // Upkeep is due once per second of the tier's clock.
   bool soon(TierDriver& user, const std::function<bool()>& condition) {
     return user.until([&] {
       clock_.advance(seconds(1));
@@ -47,7 +48,7 @@ class MooncakeTier : public ::testing::Test {
       return condition();
     });
   }
-  // A tier that was switched off meanwhile is due for a try.
+  // Waits until a tier that was switched off is due for a probe.
   bool works_again(TierDriver& user, std::uint32_t number) {
     return soon(user, [&] {
       clock_.advance(seconds(61));
@@ -60,7 +61,7 @@ class MooncakeTier : public ::testing::Test {
   FakeMooncake& store_ = medium_.store;
 };
 
-TEST_F(MooncakeTier, a_record_is_one_object_whose_name_says_whose_it_is) {
+TEST_F(MooncakeTier, a_record_is_one_object_whose_name_identifies_its_owner) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1, {5000, 300}));
   const std::string name = name_of(1);
@@ -69,7 +70,7 @@ TEST_F(MooncakeTier, a_record_is_one_object_whose_name_says_whose_it_is) {
   EXPECT_EQ(store_.value(name).size(), kRecordHeaderBytes + 8192 + 4096);
 }
 
-TEST_F(MooncakeTier, names_of_all_keys_that_are_asked_for_at_once_have_room) {
+TEST_F(MooncakeTier, the_names_of_all_keys_of_one_lookup_fit) {
   const std::size_t longest = 64 + 1 + 64 + 1 + 32 + 1 + 2 * ChunkKey::kMaxBytes + 1;
   EXPECT_LE(512 * longest, mooncake::kNamesBytes);
   TierDriver user(open());
@@ -94,18 +95,19 @@ TEST_F(MooncakeTier, records_of_any_size_share_the_memory_of_a_channel) {
     ASSERT_TRUE(user.write(number, {bytes}));
     EXPECT_TRUE(user.read(number, {bytes}));
   }
-  EXPECT_LE(store_.channels(), 4) << "one for each thread that asked at once";
+  EXPECT_LE(store_.channels(), 4) << "one per thread that asked at the same time";
 }
 
-TEST_F(MooncakeTier, what_one_engine_wrote_another_reads) {
+TEST_F(MooncakeTier, one_engine_reads_what_another_wrote) {
   TierDriver prefill(open()), decode(open());
   ASSERT_TRUE(prefill.write(7, {8192, 300}));
   EXPECT_TRUE(decode.has(7));
   EXPECT_TRUE(decode.read(7, {8192, 300}));
 }
 
-// It is what allows a session (kv_offload/mooncake_records.py); after an encoded one it is not known.
-TEST_F(MooncakeTier, the_process_is_told_how_long_a_record_probably_is) {
+// A correct size permits a session (kv_offload/mooncake_records.py). After an encoded record, the size is
+// unknown.
+TEST_F(MooncakeTier, the_process_receives_the_expected_size_of_a_record) {
   constexpr std::uint64_t kBytes = 16384, kRaw = kRecordHeaderBytes + kBytes;
   PooledTierOptions encoding = options();
   encoding.form.compression = always_encoded();
@@ -119,14 +121,14 @@ TEST_F(MooncakeTier, the_process_is_told_how_long_a_record_probably_is) {
     return store_.expected(name_of(number));
   };
   EXPECT_EQ(expected(1), kRaw) << "also where records may be encoded";
-  EXPECT_EQ(expected(3), kRaw) << "as the last one was";
+  EXPECT_EQ(expected(3), kRaw) << "the size of the last record";
   EXPECT_EQ(expected(1), 0u);
   EXPECT_EQ(expected(2), kRaw);
 }
 
-// ---- a store that forgets
+// ---- a store that loses its content
 
-TEST_F(MooncakeTier, a_master_that_was_restarted_has_forgotten_all_which_is_a_miss) {
+TEST_F(MooncakeTier, everything_is_a_miss_after_a_restart_of_the_master) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   const std::string epoch = store_.value(medium_.epoch_name());
@@ -136,13 +138,13 @@ TEST_F(MooncakeTier, a_master_that_was_restarted_has_forgotten_all_which_is_a_mi
   EXPECT_EQ(user.read(1).kind(), StatusKind::kNotFound);
   EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 1u);
   EXPECT_TRUE(soon(user, [&] { return store_.value(medium_.epoch_name()) == epoch; }))
-      << "the epoch is put back by who uses it";
+      << "an engine that uses the epoch writes it back";
   ASSERT_TRUE(works_again(user, 2));
   TierDriver later(open());
   EXPECT_TRUE(later.read(2));
 }
 
-TEST_F(MooncakeTier, what_lies_where_the_epoch_should_is_replaced_if_it_is_no_name) {
+TEST_F(MooncakeTier, an_invalid_epoch_value_is_replaced) {
   { TierDriver(open()).poll(); }
   const std::string at = medium_.epoch_name();
   for (const std::string& strange : {std::string("short"), std::string(5 << 20, 'x')}) {
@@ -153,7 +155,7 @@ TEST_F(MooncakeTier, what_lies_where_the_epoch_should_is_replaced_if_it_is_no_na
   }
 }
 
-TEST_F(MooncakeTier, an_epoch_that_a_reset_ended_and_another_put_back_is_replaced_again) {
+TEST_F(MooncakeTier, an_ended_epoch_that_another_server_restored_is_replaced_again) {
   TierDriver user(open());
   const std::string at = medium_.epoch_name(), old = store_.value(at);
   ASSERT_TRUE(user.tier().reset());
@@ -163,7 +165,7 @@ TEST_F(MooncakeTier, an_epoch_that_a_reset_ended_and_another_put_back_is_replace
   EXPECT_TRUE(soon(user, [&] { return store_.value(at) == next; }));
 }
 
-TEST_F(MooncakeTier, one_that_only_reads_puts_nothing_there_and_removes_nothing) {
+TEST_F(MooncakeTier, a_read_only_tier_writes_and_removes_nothing) {
   TierDriver reader(open_read_only());
   EXPECT_TRUE(store_.names().empty());
   TierDriver writer(open());
@@ -174,7 +176,7 @@ TEST_F(MooncakeTier, one_that_only_reads_puts_nothing_there_and_removes_nothing)
   EXPECT_NE(store_.value(name_of(1)), "");
 }
 
-// ---- records that are wrong
+// ---- invalid records
 
 TEST_F(MooncakeTier, a_record_of_a_wrong_length_or_with_wrong_bytes_is_removed) {
   TierDriver user(open());
@@ -195,19 +197,19 @@ TEST_F(MooncakeTier, a_record_of_a_wrong_length_or_with_wrong_bytes_is_removed) 
   EXPECT_EQ(store_.value(name), "");
 }
 
-TEST_F(MooncakeTier, a_good_record_that_took_the_place_of_a_wrong_one_stays) {
+TEST_F(MooncakeTier, a_good_record_that_replaced_a_damaged_one_stays) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   const std::string name = name_of(1), good = store_.value(name);
   std::string wrong = good;
-  wrong.at(130) ^= 1;  // of another time, and of another header checksum
+  wrong.at(130) ^= 1;  // another time, and so another header checksum
   store_.set_value(name, wrong);
   store_.replace_once_read(name, good);
   EXPECT_EQ(user.read(1).kind(), StatusKind::kCorrupt);
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_F(MooncakeTier, one_that_cannot_be_removed_is_written_over) {
+TEST_F(MooncakeTier, a_damaged_record_that_cannot_be_removed_is_overwritten) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   const std::string name = name_of(1);
@@ -220,7 +222,7 @@ TEST_F(MooncakeTier, one_that_cannot_be_removed_is_written_over) {
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_F(MooncakeTier, what_another_wrote_is_not_sent_again) {
+TEST_F(MooncakeTier, a_record_written_by_another_is_not_sent_again) {
   TierDriver user(open()), other(open());
   ASSERT_TRUE(user.write(1));
   const std::size_t sent = store_.faults.seen(Verb::kWrite);
@@ -228,11 +230,11 @@ TEST_F(MooncakeTier, what_another_wrote_is_not_sent_again) {
   EXPECT_EQ(store_.faults.seen(Verb::kWrite), sent);
 }
 
-// Only the master would have answered, and nothing have been written.
-TEST_F(MooncakeTier, a_write_after_one_that_failed_asks_first) {
+// Without the check, only the master would answer, and nothing would be written.
+TEST_F(MooncakeTier, a_write_after_a_failed_one_checks_first) {
   TierDriver user(open()), other(open());
   ASSERT_TRUE(user.write(1000));
-  for (std::uint32_t i = 0; i < AskFirst::kRun; ++i) ASSERT_TRUE(other.write(i));  // asks no more
+  for (std::uint32_t i = 0; i < AskFirst::kRun; ++i) ASSERT_TRUE(other.write(i));  // no longer checks first
   store_.faults.fail(Verb::kWrite, true);
   EXPECT_FALSE(other.write(2000));
   store_.faults.fail(Verb::kWrite, false);
@@ -241,7 +243,7 @@ TEST_F(MooncakeTier, a_write_after_one_that_failed_asks_first) {
   EXPECT_EQ(written.bytes, 0u);
 }
 
-TEST_F(MooncakeTier, where_nobody_else_writes_few_writes_ask_first) {
+TEST_F(MooncakeTier, few_writes_check_first_where_nobody_else_writes) {
   TierDriver user(open());
   const auto questions = [&](std::uint32_t first, std::uint32_t writes) {
     const std::size_t before = store_.faults.seen(Verb::kLocate);
@@ -252,7 +254,7 @@ TEST_F(MooncakeTier, where_nobody_else_writes_few_writes_ask_first) {
   EXPECT_EQ(questions(1000, 2 * AskFirst::kEvery), 2u);
 }
 
-TEST_F(MooncakeTier, a_write_beside_one_that_was_left_half_done_is_no_success) {
+TEST_F(MooncakeTier, a_write_to_a_record_that_another_writer_left_incomplete_is_no_success) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   std::string name = name_of(1);
@@ -264,7 +266,7 @@ TEST_F(MooncakeTier, a_write_beside_one_that_was_left_half_done_is_no_success) {
   EXPECT_TRUE(user.tier().stats().writable) << "the store answers";
 }
 
-TEST_F(MooncakeTier, a_store_that_is_full_refuses_and_is_not_taken_for_a_broken_one) {
+TEST_F(MooncakeTier, a_full_store_refuses_writes_and_does_not_count_as_broken) {
   TierDriver user(open());
   store_.set_full(true);
   for (std::uint32_t i = 0; i < 20; ++i) EXPECT_EQ(user.write(i).kind(), StatusKind::kNoSpace);
@@ -275,7 +277,7 @@ TEST_F(MooncakeTier, a_store_that_is_full_refuses_and_is_not_taken_for_a_broken_
 
 // ---- the process
 
-TEST_F(MooncakeTier, without_what_the_process_needs_there_is_no_tier) {
+TEST_F(MooncakeTier, opening_fails_without_the_requirements_of_the_process) {
   store_.refuse_starts("refused Mooncake's Python package cannot be loaded");
   try {
     open();
@@ -285,7 +287,7 @@ TEST_F(MooncakeTier, without_what_the_process_needs_there_is_no_tier) {
   }
 }
 
-TEST_F(MooncakeTier, a_master_that_is_away_at_the_start_is_waited_for) {
+TEST_F(MooncakeTier, a_master_that_is_down_at_the_start_is_waited_for) {
   store_.kill();
   TierDriver user(open());
   EXPECT_FALSE(user.tier().stats().writable);
@@ -294,7 +296,7 @@ TEST_F(MooncakeTier, a_master_that_is_away_at_the_start_is_waited_for) {
   EXPECT_TRUE(works_again(user, 1));
 }
 
-TEST_F(MooncakeTier, a_process_that_is_killed_ends_its_ops_and_is_started_again) {
+TEST_F(MooncakeTier, a_killed_process_ends_its_ops_and_is_started_again) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   store_.faults.block(Verb::kRead);
@@ -305,11 +307,11 @@ TEST_F(MooncakeTier, a_process_that_is_killed_ends_its_ops_and_is_started_again)
   EXPECT_EQ(status.kind(), StatusKind::kIo) << status.to_string();
   store_.faults.release();
   EXPECT_TRUE(works_again(user, 2));
-  EXPECT_TRUE(user.read(1)) << "the store has kept it";
+  EXPECT_TRUE(user.read(1)) << "the store kept it";
   EXPECT_GE(store_.starts(), 2);
 }
 
-TEST_F(MooncakeTier, channels_of_a_process_that_ended_are_not_used_with_the_next_one) {
+TEST_F(MooncakeTier, channels_of_an_ended_process_are_not_used_with_the_next_one) {
   mooncake::Client client(medium_.options().client);
   const auto until = std::chrono::steady_clock::now() + seconds(60);
   bool refused = false;
@@ -329,7 +331,7 @@ TEST_F(MooncakeTier, channels_of_a_process_that_ended_are_not_used_with_the_next
   EXPECT_TRUE(next->call(mooncake::Verb::kExist, {&name, 1}, 0, until, &answer));
 }
 
-TEST_F(MooncakeTier, a_call_that_hangs_ends_at_its_deadline_and_its_process_with_it) {
+TEST_F(MooncakeTier, a_hanging_call_ends_at_its_deadline_together_with_its_process) {
   TierDriver user(medium_.open(options(seconds(1))));
   ASSERT_TRUE(user.write(1));
   store_.stand_still(true);
@@ -337,10 +339,10 @@ TEST_F(MooncakeTier, a_call_that_hangs_ends_at_its_deadline_and_its_process_with
   EXPECT_EQ(status.kind(), StatusKind::kTimeout) << status.to_string();
   store_.stand_still(false);
   EXPECT_TRUE(works_again(user, 2));
-  EXPECT_GE(store_.starts(), 2) << "the process that hung is not used again";
+  EXPECT_GE(store_.starts(), 2) << "the hung process is not used again";
 }
 
-TEST_F(MooncakeTier, what_a_process_that_hung_writes_later_reaches_no_row) {
+TEST_F(MooncakeTier, late_writes_of_a_hung_process_reach_no_row) {
   TierDriver user(medium_.open(options(milliseconds(150))));
   ASSERT_TRUE(user.write(1));
   store_.faults.block(Verb::kRead);
@@ -357,18 +359,18 @@ TEST_F(MooncakeTier, what_a_process_that_hung_writes_later_reaches_no_row) {
   EXPECT_TRUE(row->holds(77));
 }
 
-TEST_F(MooncakeTier, closing_does_not_wait_for_a_process_that_does_not_start) {
+TEST_F(MooncakeTier, close_does_not_wait_for_a_process_that_does_not_start) {
   store_.hang_starts(true);
   MooncakeTierOptions chosen = medium_.options();
   chosen.client.start_deadline = std::chrono::hours(1);
   mooncake::Client client(chosen.client);
   std::unique_ptr<mooncake::Channel> channel;
   EXPECT_FALSE(client.take(100, &channel));
-  client.close();  // one that waits is ended by its runner
+  client.close();  // the runner ends a waiting process
   store_.hang_starts(false);
 }
 
-TEST_F(MooncakeTier, a_refusal_that_takes_longer_than_an_op_may_is_told) {
+TEST_F(MooncakeTier, a_refusal_that_takes_longer_than_an_op_is_reported) {
   store_.hang_starts(true);
   store_.refuse_starts("refused Mooncake's Python package cannot be loaded");
   std::thread late([&] {
@@ -379,7 +381,7 @@ TEST_F(MooncakeTier, a_refusal_that_takes_longer_than_an_op_may_is_told) {
   late.join();
 }
 
-TEST_F(MooncakeTier, a_call_that_hangs_does_not_outlive_a_stop_for_long) {
+TEST_F(MooncakeTier, a_hanging_call_ends_soon_after_a_stop) {
   mooncake::Client client(medium_.options().client);
   const auto never = std::chrono::steady_clock::now() + std::chrono::hours(10);
   bool refused = false;
@@ -396,10 +398,10 @@ TEST_F(MooncakeTier, a_call_that_hangs_does_not_outlive_a_stop_for_long) {
   EXPECT_FALSE(client.take(100, &channel));
   store_.stand_still(false);
   client.close();
-  EXPECT_EQ(store_.starts(), 1) << "none is started that nobody will use";
+  EXPECT_EQ(store_.starts(), 1) << "no unused process is started";
 }
 
-TEST_F(MooncakeTier, a_call_that_had_little_time_does_not_end_the_process) {
+TEST_F(MooncakeTier, a_call_with_a_short_deadline_does_not_end_the_process) {
   mooncake::Client client(medium_.options().client);
   const auto in = [](Nanos time) { return std::chrono::steady_clock::now() + time; };
   const std::string name = "a";
@@ -415,7 +417,7 @@ TEST_F(MooncakeTier, a_call_that_had_little_time_does_not_end_the_process) {
   store_.stand_still(true);
   EXPECT_EQ(ask(*left, milliseconds(1), std::chrono::hours(1)).kind(), StatusKind::kTimeout);
   store_.stand_still(false);
-  EXPECT_TRUE(ask(*asked, seconds(60), seconds(60))) << "beside it another goes on";
+  EXPECT_TRUE(ask(*asked, seconds(60), seconds(60))) << "a concurrent call succeeds";
   EXPECT_EQ(client.starts(), 1u);
   store_.stand_still(true);
   EXPECT_EQ(ask(*asked, milliseconds(200), Nanos{0}).kind(), StatusKind::kTimeout);
@@ -423,7 +425,7 @@ TEST_F(MooncakeTier, a_call_that_had_little_time_does_not_end_the_process) {
   store_.stand_still(false);
 }
 
-TEST_F(MooncakeTier, closing_ends_a_call_that_hangs) {
+TEST_F(MooncakeTier, close_ends_a_hanging_call) {
   TierDriver user(medium_.open(options(std::chrono::hours(10))));
   ASSERT_TRUE(user.write(1));
   store_.stand_still(true);
@@ -433,12 +435,12 @@ TEST_F(MooncakeTier, closing_ends_a_call_that_hangs) {
   store_.stand_still(false);
 }
 
-TEST(MooncakeErrors, say_what_they_mean) {
+TEST(MooncakeErrors, map_to_the_right_kinds_and_messages) {
   using mooncake::refusal;
   EXPECT_EQ(refusal(-704, "").kind(), StatusKind::kNotFound);
   EXPECT_EQ(refusal(-703, "").kind(), StatusKind::kNotFound);
   EXPECT_EQ(refusal(-200, "").kind(), StatusKind::kNoSpace);
-  EXPECT_EQ(refusal(-200, "").error_number(), 0) << "or a full store would be taken for a broken one";
+  EXPECT_EQ(refusal(-200, "").error_number(), 0) << "otherwise a full store would count as a broken one";
   EXPECT_EQ(refusal(-800, "").kind(), StatusKind::kIo);
   EXPECT_THAT(refusal(-900, "").message(), HasSubstr("master does not answer (code -900)"));
   EXPECT_THAT(refusal(-5, "").message(), HasSubstr("code -5"));

@@ -1,5 +1,5 @@
-// Nodes of a cluster that redirect without end, tell maps that are none, are silent, or are no nodes: scripts
-// that say what they are told to.
+// Scripted cluster nodes that redirect without end, send invalid slot maps, stay silent, or are not cluster
+// nodes.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -28,7 +28,7 @@ std::string range(std::uint32_t first, std::uint32_t last, const std::string& po
   return "*3\r\n:" + std::to_string(first) + "\r\n:" + std::to_string(last) +
          "\r\n*3\r\n$9\r\n127.0.0.1\r\n:" + port + "\r\n$2\r\nid\r\n";
 }
-// One that has every slot.
+// A node that owns every slot.
 Answers node(const Answers& others = {}) {
   Answers answers = others;
   answers.insert({{"INFO", kNode}, {"CLUSTER", "*1\r\n" + range(0, kSlots - 1, "@PORT@")}});
@@ -40,10 +40,10 @@ RedisTierOptions options_of(const RedisScript& script, Nanos op_deadline = std::
   options.op_deadline = op_deadline;
   return options;
 }
-// A deadline that a test waits for.
+// The deadline of tests that wait for a deadline.
 constexpr Nanos kShort{std::chrono::seconds(12)};
 
-// What a pool would ask of the store.
+// Calls the store as a pool does.
 struct Asker {
   explicit Asker(const RedisTierOptions& options) : store(options) { row.fill(1); }
   Status write(const ChunkKey& key) {
@@ -68,7 +68,7 @@ struct Asker {
   std::uint16_t slot(const ChunkKey& key) const {
     return slot_of("kv_offload:" + std::string(64, '0') + ":0123456789abcdef0123456789abcdef:" + key.hex());
   }
-  // One below `bound`, or one at or above it.
+  // Returns a key with a slot below `bound`, or with one at or above it.
   ChunkKey key_in(bool below, std::uint32_t bound = kSlots / 2) const {
     for (std::uint32_t number = 1;; ++number) {
       if ((slot(key_of(number)) < bound) == below) return key_of(number);
@@ -79,7 +79,7 @@ struct Asker {
   std::vector<bool> present;
 };
 
-TEST(RedisClusterScriptTest, nodes_that_send_a_key_in_circles_are_left_after_a_few) {
+TEST(RedisClusterScriptTest, nodes_that_redirect_a_key_in_circles_are_abandoned_after_a_few_redirects) {
   RedisScript script(node(), RedisScript::On::kPort);
   Asker asker(options_of(script));
   ASSERT_NE(asker.store.epoch(), nullptr);
@@ -98,7 +98,7 @@ TEST(RedisClusterScriptTest, nodes_that_send_a_key_in_circles_are_left_after_a_f
   }
 }
 
-TEST(RedisClusterScriptTest, a_redirect_that_makes_no_sense_is_a_failure) {
+TEST(RedisClusterScriptTest, an_invalid_redirect_is_a_failure) {
   RedisScript script(node(), RedisScript::On::kPort);
   Asker asker(options_of(script));
   const std::string slot = std::to_string(asker.slot(key_of(1)));
@@ -112,7 +112,7 @@ TEST(RedisClusterScriptTest, a_redirect_that_makes_no_sense_is_a_failure) {
   }
 }
 
-TEST(RedisClusterScriptTest, the_one_that_a_key_was_sent_to_is_asked_first_from_then_on) {
+TEST(RedisClusterScriptTest, the_target_of_a_redirect_is_asked_first_from_then_on) {
   RedisScript to(RedisScript::usual({}), RedisScript::On::kPort);
   RedisScript from(node(), RedisScript::On::kPort);
   Asker asker(options_of(from));
@@ -124,14 +124,14 @@ TEST(RedisClusterScriptTest, the_one_that_a_key_was_sent_to_is_asked_first_from_
   EXPECT_EQ(from.commands("EXISTS"), 1u);
   EXPECT_EQ(to.commands("SET"), 1u);
   EXPECT_EQ(to.commands("EXISTS"), 2u);
-  // Upkeep learns the map anew, which still says otherwise.
+  // Upkeep reads the map again, which still names the old node.
   asker.store.maintain();
   EXPECT_TRUE(asker.locate({key}));
   EXPECT_EQ(from.commands("EXISTS"), 2u);
 }
 
-// ASK is for this command alone, and is announced to the other; the map stays.
-TEST(RedisClusterScriptTest, one_that_is_taking_a_key_over_is_asked_for_this_command_alone) {
+// ASK holds for one command only, and ASKING announces it to the other node. The map does not change.
+TEST(RedisClusterScriptTest, a_node_that_imports_a_slot_is_asked_for_one_command_only) {
   RedisScript to(RedisScript::usual({{"ASKING", "+OK\r\n"}}), RedisScript::On::kPort);
   RedisScript from(node(), RedisScript::On::kPort);
   Asker asker(options_of(from));
@@ -141,14 +141,14 @@ TEST(RedisClusterScriptTest, one_that_is_taking_a_key_over_is_asked_for_this_com
   from.answer("EXISTS", ask);
   from.answer("SET", ask);
   EXPECT_TRUE(asker.write(key));
-  EXPECT_EQ(to.commands("ASKING"), 2u) << "of both commands of a write";
+  EXPECT_EQ(to.commands("ASKING"), 2u) << "for both commands of a write";
   EXPECT_TRUE(asker.locate({key, key}));
   EXPECT_EQ(from.commands("EXISTS"), 3u);
   EXPECT_EQ(to.commands("ASKING"), 4u) << "before each";
   EXPECT_EQ(to.commands("EXISTS"), 3u);
 }
 
-TEST(RedisClusterScriptTest, a_map_that_is_none_leaves_the_tier_empty_until_there_is_one) {
+TEST(RedisClusterScriptTest, an_invalid_map_leaves_the_tier_empty_until_there_is_a_valid_one) {
   const std::string deep = "*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n:1\r\n";
   for (const std::string& map :
        {std::string("*0\r\n"), std::string("+OK\r\n"), std::string("$-1\r\n"),
@@ -165,7 +165,7 @@ TEST(RedisClusterScriptTest, a_map_that_is_none_leaves_the_tier_empty_until_ther
   }
 }
 
-// Each slot in a range of its own, with as many nodes.
+// Returns a map with each slot in its own range, and this many nodes per range.
 std::string long_map(std::uint16_t port, int nodes) {
   std::string map = "*16384\r\n", node;
   node = "*3\r\n$9\r\n127.0.0.1\r\n:" + std::to_string(port) + "\r\n$40\r\n" + std::string(40, 'i') + "\r\n";
@@ -177,7 +177,7 @@ std::string long_map(std::uint16_t port, int nodes) {
   return map;
 }
 
-TEST(RedisClusterScriptTest, the_longest_map_there_can_be_is_read_and_a_longer_one_is_not_kept) {
+TEST(RedisClusterScriptTest, the_longest_possible_map_is_read_and_a_longer_one_is_rejected) {
   for (const int nodes : {3, 12}) {
     RedisScript script(node(), RedisScript::On::kPort);
     script.answer("CLUSTER", long_map(script.address().port, nodes));
@@ -189,7 +189,7 @@ TEST(RedisClusterScriptTest, the_longest_map_there_can_be_is_read_and_a_longer_o
   }
 }
 
-TEST(RedisClusterScriptTest, slots_that_no_node_has_are_misses_and_the_others_are_served) {
+TEST(RedisClusterScriptTest, slots_without_a_node_are_misses_and_the_others_are_served) {
   RedisScript script(node({{"CLUSTER", "*1\r\n" + range(0, kSlots / 2 - 1, "@PORT@")}}),
                      RedisScript::On::kPort);
   if (slot_of(kStart) >= kSlots / 2)
@@ -206,11 +206,11 @@ TEST(RedisClusterScriptTest, slots_that_no_node_has_are_misses_and_the_others_ar
   EXPECT_EQ(asker.locate({nowhere}).kind(), StatusKind::kUnavailable);
 }
 
-// Two nodes: one answers, the other takes connections and says nothing.
+// Two nodes: one answers, and the other accepts connections and stays silent.
 struct HalfSilent {
   RedisScript silent{Answers{{"PING", "@SILENCE@"}}, RedisScript::On::kPort};
   RedisScript well{node(), RedisScript::On::kPort};
-  const bool low = slot_of(kStart) < kSlots / 2;  // has the epoch's key
+  const bool low = slot_of(kStart) < kSlots / 2;  // owns the epoch's key
   HalfSilent() {
     const std::string here = "@PORT@", there = std::to_string(silent.address().port);
     well.answer("CLUSTER", "*2\r\n" + range(0, kSlots / 2 - 1, low ? here : there) +
@@ -219,7 +219,7 @@ struct HalfSilent {
   }
 };
 
-// A ping is waited for a second at most, which a busy machine may need for itself.
+// A ping has a second at most, and a busy machine may take that long by itself.
 template <typename Condition>
 bool after_upkeep(Asker& asker, Condition condition) {
   for (int tries = 0; tries < 60; ++tries) {
@@ -234,12 +234,12 @@ TEST(RedisClusterScriptTest, a_silent_node_costs_its_keys_one_deadline_and_the_o
   Asker asker(options_of(nodes.well, kShort));
   ASSERT_NE(asker.store.epoch(), nullptr);
   const ChunkKey here = asker.key_in(nodes.low), there = asker.key_in(!nodes.low);
-  // A lookup hears those that answer, whichever is asked first.
+  // A lookup gets the answers of the working nodes, in any order of requests.
   ASSERT_TRUE(asker.locate({there, here, there}));
   EXPECT_EQ(asker.present, (std::vector<bool>{false, true, false}));
   const std::size_t connected = nodes.silent.commands("PING");
   EXPECT_GE(connected, 1u);
-  // From then on it is left alone, which says nothing against the others.
+  // From then on the silent node is not asked, and that does not count against the others.
   for (int i = 0; i < 20; ++i) {
     const Status status = asker.read(there);
     EXPECT_EQ(status.kind(), StatusKind::kUnavailable) << status.to_string();
@@ -248,11 +248,11 @@ TEST(RedisClusterScriptTest, a_silent_node_costs_its_keys_one_deadline_and_the_o
   }
   EXPECT_TRUE(asker.locate({here}));
   EXPECT_EQ(nodes.silent.commands("PING"), connected);
-  nodes.silent.answer("PING", "");  // from here on it ends connections, and need not be waited for
-  // Writes have not failed yet; one does, and then they are not tried either.
+  nodes.silent.answer("PING", "");  // from here on it closes connections, so nothing waits for it
+  // Writes have not failed yet. One fails, and then writes are not tried either.
   EXPECT_EQ(asker.write(there).kind(), StatusKind::kIo);
   EXPECT_EQ(asker.write(there).kind(), StatusKind::kUnavailable);
-  // Upkeep finds out that it answers again.
+  // Upkeep detects that the node answers again.
   asker.store.maintain();
   EXPECT_EQ(asker.read(there).kind(), StatusKind::kUnavailable);
   for (const auto& [verb, bytes] : node()) nodes.silent.answer(verb, bytes);
@@ -262,8 +262,8 @@ TEST(RedisClusterScriptTest, a_silent_node_costs_its_keys_one_deadline_and_the_o
   }));
 }
 
-// Nothing is to succeed within these deadlines: they may be short.
-TEST(RedisClusterScriptTest, a_silent_node_is_waited_for_until_the_deadline_of_the_op) {
+// No op needs to succeed within these deadlines, so they may be short.
+TEST(RedisClusterScriptTest, an_op_waits_for_a_silent_node_until_its_own_deadline) {
   HalfSilent nodes;
   const redis::Deadline start = std::chrono::steady_clock::now();
   redis::Cluster cluster({nodes.well.address()});
@@ -284,16 +284,16 @@ TEST(RedisClusterScriptTest, a_silent_node_is_waited_for_until_the_deadline_of_t
   EXPECT_EQ(ask(), StatusKind::kUnavailable);
 }
 
-// Silent nodes take all the time that upkeep has; another is the first each time.
-TEST(RedisClusterScriptTest, a_node_that_is_well_again_is_found_behind_one_that_stays_silent) {
+// Silent nodes take all the time of one upkeep; the next upkeep starts with another node.
+TEST(RedisClusterScriptTest, upkeep_finds_a_recovered_node_after_one_that_stays_silent) {
   RedisScript one(node(), RedisScript::On::kPort), other(node(), RedisScript::On::kPort);
   const bool in_order = address_of(one.address()) < address_of(other.address());
-  RedisScript &silent = in_order ? one : other, &back = in_order ? other : one;  // as they are looked after
+  RedisScript &silent = in_order ? one : other, &back = in_order ? other : one;  // in the order of upkeep
   silent.answer("PING", "@SILENCE@");
   RedisScript well(node(), RedisScript::On::kPort);
   const std::uint32_t third = kSlots / 3, start = slot_of(kStart);
   const auto port = [](const RedisScript& script) { return std::to_string(script.address().port); };
-  // The node that is well has the epoch's key; the others lie behind it.
+  // The working node owns the epoch's key; the others follow in the slot order.
   std::string map = "*3\r\n";
   std::array<std::string, 3> ports;
   const std::size_t own = std::min<std::uint32_t>(start / third, 2);
@@ -305,7 +305,7 @@ TEST(RedisClusterScriptTest, a_node_that_is_well_again_is_found_behind_one_that_
   well.answer("CLUSTER", map);
   back.answer("CLUSTER", map);
   Asker asker(options_of(well, std::chrono::seconds(2)));
-  // The start may have been too late for it.
+  // The start may have been too slow for its deadline.
   ASSERT_TRUE(holds_soon([&] { return asker.store.begin_epoch().is_ok(); }));
   const auto key_at = [&](std::size_t part) {
     for (std::uint32_t number = 1;; ++number) {
@@ -325,8 +325,8 @@ TEST(RedisClusterScriptTest, a_node_that_is_well_again_is_found_behind_one_that_
   EXPECT_EQ(asker.write(at_silent).kind(), StatusKind::kUnavailable) << "still silent";
 }
 
-// While it cannot save, a server refuses what writes, and PING, and serves reads.
-TEST(RedisClusterScriptTest, a_node_that_takes_no_writes_goes_on_to_serve_reads) {
+// While it cannot save, a server refuses writes and PING, and serves reads.
+TEST(RedisClusterScriptTest, a_node_that_refuses_writes_still_serves_reads) {
   const std::string misconf = "-MISCONF x\r\n";
   HalfSilent nodes;
   for (const auto& [verb, bytes] : node()) nodes.silent.answer(verb, bytes);
@@ -337,15 +337,15 @@ TEST(RedisClusterScriptTest, a_node_that_takes_no_writes_goes_on_to_serve_reads)
   nodes.silent.answer("PING", misconf);
   EXPECT_EQ(asker.write(there).kind(), StatusKind::kIo);
   for (int i = 0; i < 3; ++i) asker.store.maintain();
-  EXPECT_TRUE(asker.locate({there})) << "on a connection that was there";
+  EXPECT_TRUE(asker.locate({there})) << "on an existing connection";
   EXPECT_EQ(asker.write(there).kind(), StatusKind::kUnavailable);
-  // One that failed a read is found to serve reads, on a new connection too.
+  // Upkeep detects that a node whose read failed serves reads again, also on a new connection.
   nodes.silent.answer("EXISTS", "-LOADING x\r\n");
   EXPECT_EQ(asker.locate({there}).kind(), StatusKind::kIo);
   nodes.silent.answer("EXISTS", "");
   EXPECT_EQ(asker.locate({there}).kind(), StatusKind::kUnavailable);
   EXPECT_TRUE(after_upkeep(asker, [&] { return asker.locate({there}).kind() == StatusKind::kIo; }))
-      << "the connections are gone";
+      << "the connections were closed";
   nodes.silent.answer("EXISTS", ":0\r\n");
   EXPECT_TRUE(after_upkeep(asker, [&] { return asker.locate({there}).is_ok(); }));
   nodes.silent.answer("SET", "+OK\r\n");
@@ -353,8 +353,8 @@ TEST(RedisClusterScriptTest, a_node_that_takes_no_writes_goes_on_to_serve_reads)
   EXPECT_TRUE(after_upkeep(asker, [&] { return asker.write(there).is_ok(); }));
 }
 
-// As Redis 7 says it of a node without a hostname, where names are preferred.
-TEST(RedisClusterScriptTest, a_redirect_to_an_unknown_address_is_nothing_against_who_sends_it) {
+// Redis 7 reports this for a node without a hostname where hostnames are preferred.
+TEST(RedisClusterScriptTest, a_redirect_to_an_unknown_address_does_not_count_against_its_sender) {
   HalfSilent nodes;
   for (const auto& [verb, bytes] : node()) nodes.silent.answer(verb, bytes);
   Asker asker(options_of(nodes.well));
@@ -373,8 +373,8 @@ TEST(RedisClusterScriptTest, a_redirect_to_an_unknown_address_is_nothing_against
   EXPECT_TRUE(asker.write(there));
 }
 
-// It has no slots yet.
-TEST(RedisClusterScriptTest, one_that_is_taking_a_key_over_and_fails_once_is_soon_asked_again) {
+// The importing node owns no slots yet.
+TEST(RedisClusterScriptTest, an_importing_node_that_fails_once_is_soon_asked_again) {
   RedisScript to(RedisScript::usual({{"ASKING", "+OK\r\n"}, {"EXISTS", "-LOADING x\r\n"}}),
                  RedisScript::On::kPort);
   RedisScript from(node(), RedisScript::On::kPort);
@@ -391,8 +391,8 @@ TEST(RedisClusterScriptTest, one_that_is_taking_a_key_over_and_fails_once_is_soo
   EXPECT_TRUE(asker.write(key));
 }
 
-// Several of them were half open: the host was lost.
-TEST(RedisClusterScriptTest, one_connection_that_breaks_is_the_end_of_those_that_lie_idle) {
+// As when a host is lost: several connections are half open.
+TEST(RedisClusterScriptTest, one_broken_connection_closes_all_idle_ones) {
   RedisScript script(node(), RedisScript::On::kPort);
   redis::Cluster cluster({script.address()});
   const Deadline until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
@@ -404,13 +404,13 @@ TEST(RedisClusterScriptTest, one_connection_that_breaks_is_the_end_of_those_that
   for (auto& one : several) only->connections.give_back(std::move(one));
   Reply reply;
   EXPECT_FALSE(cluster.at("x", OpKind::kRead, until, &reply, [&](Connection& connection, Reply* answer) {
-    return connection.call({"STRLEN", "x"}, until, answer);  // which ends the connection
+    return connection.call({"STRLEN", "x"}, until, answer);  // ends the connection
   }));
   EXPECT_FALSE(only->connections.has_idle());
 }
 
-// Nobody else is to tell that the device fails.
-TEST(RedisClusterScriptTest, while_every_node_rests_each_is_tried_and_fails) {
+// Otherwise nothing would report that the device fails.
+TEST(RedisClusterScriptTest, while_every_node_is_in_back_off_each_is_tried_and_fails) {
   RedisScript script(node(), RedisScript::On::kPort);
   Asker asker(options_of(script));
   ASSERT_NE(asker.store.epoch(), nullptr);
@@ -445,14 +445,14 @@ std::string refused(const RedisTierOptions& options) {
   return {};
 }
 
-TEST(RedisClusterScriptTest, several_addresses_of_what_is_no_cluster_are_refused) {
+TEST(RedisClusterScriptTest, several_addresses_of_a_server_that_is_not_a_cluster_are_refused) {
   const RedisScript script(RedisScript::usual({}), RedisScript::On::kPort);
   RedisTierOptions options = options_of(script);
   options.other_nodes.push_back(options.server);
   EXPECT_NE(refused(options).find("other_nodes"), std::string::npos) << refused(options);
 }
 
-TEST(RedisClusterScriptTest, what_a_cluster_does_not_allow_is_said_at_the_start) {
+TEST(RedisClusterScriptTest, missing_cluster_permissions_are_reported_at_the_start) {
   const RedisScript script(node({{"CLUSTER", "-NOPERM x\r\n"}}), RedisScript::On::kPort);
   EXPECT_NE(refused(options_of(script)).find("+cluster|slots"), std::string::npos);
   const RedisScript selecting(node({{"SELECT", "-ERR SELECT is not allowed in cluster mode\r\n"}}),
@@ -462,7 +462,7 @@ TEST(RedisClusterScriptTest, what_a_cluster_does_not_allow_is_said_at_the_start)
   EXPECT_NE(refused(options).find("database 0 alone"), std::string::npos) << refused(options);
 }
 
-// Something in between that answers for a cluster and says that it is none.
+// A proxy that answers for a cluster and reports that it is none.
 TEST(RedisClusterScriptTest, a_server_that_redirects_and_has_no_map_is_refused) {
   const std::string moved = "-MOVED " + std::to_string(slot_of(kStart)) + " 127.0.0.1:1\r\n";
   const RedisScript script(
@@ -473,7 +473,7 @@ TEST(RedisClusterScriptTest, a_server_that_redirects_and_has_no_map_is_refused) 
       << refused(options_of(script));
 }
 
-TEST(RedisClusterScriptTest, several_nodes_that_do_not_say_that_they_are_some_are_asked_for_the_map) {
+TEST(RedisClusterScriptTest, several_nodes_without_a_reported_mode_are_asked_for_the_map) {
   RedisScript script(node({{"INFO", "-NOPERM x\r\n"}}), RedisScript::On::kPort);
   RedisTierOptions options = options_of(script);
   options.other_nodes.push_back(options.server);
@@ -484,7 +484,7 @@ TEST(RedisClusterScriptTest, several_nodes_that_do_not_say_that_they_are_some_ar
   EXPECT_NE(refused(options).find("+cluster|slots"), std::string::npos) << refused(options);
 }
 
-TEST(RedisClusterScriptTest, a_sentinel_is_refused_at_the_start_and_an_empty_section_is_none) {
+TEST(RedisClusterScriptTest, a_sentinel_is_refused_at_the_start_and_an_empty_info_is_accepted) {
   const std::string info = "# Server\r\nredis_version:7.0.15\r\nredis_mode:sentinel\r\n";
   const std::string reply = "$" + std::to_string(info.size()) + "\r\n" + info + "\r\n";
   const RedisScript sentinel(RedisScript::usual({{"INFO", reply}}));
@@ -494,8 +494,8 @@ TEST(RedisClusterScriptTest, a_sentinel_is_refused_at_the_start_and_an_empty_sec
   EXPECT_EQ(refused(options_of(server)), "");
 }
 
-// INFO is not for everybody; a redirect tells as well.
-TEST(RedisClusterScriptTest, a_cluster_that_does_not_say_so_is_known_by_its_redirects) {
+// INFO needs a permission; a redirect reveals a cluster as well.
+TEST(RedisClusterScriptTest, a_cluster_that_does_not_report_its_mode_is_detected_by_its_redirects) {
   RedisScript script(node({{"INFO", "-NOPERM x\r\n"}}), RedisScript::On::kPort);
   Asker alone(options_of(script));
   ASSERT_NE(alone.store.epoch(), nullptr);
@@ -511,8 +511,8 @@ TEST(RedisClusterScriptTest, a_cluster_that_does_not_say_so_is_known_by_its_redi
   EXPECT_TRUE(alone.write(key_of(1)));
 }
 
-// Behind one address: the replica took over, and the name points to it for those who connect.
-TEST(RedisClusterScriptTest, who_became_a_replica_is_connected_to_anew) {
+// Failover behind one address: the replica took over, and new connections to the name reach it.
+TEST(RedisClusterScriptTest, a_server_that_became_a_replica_is_reconnected) {
   RedisScript script(RedisScript::usual({}));
   Asker asker(options_of(script));
   EXPECT_TRUE(asker.write(key_of(1)));
@@ -527,8 +527,8 @@ TEST(RedisClusterScriptTest, who_became_a_replica_is_connected_to_anew) {
   EXPECT_EQ(script.commands("PING"), connected + 1);
 }
 
-// The server leads to a replica now, and what is refused is in a transaction.
-TEST(RedisClusterScriptTest, a_reset_that_is_told_again_to_a_replica_is_connected_to_anew) {
+// The connection reaches a replica now, which refuses a transaction.
+TEST(RedisClusterScriptTest, a_repeated_reset_that_a_replica_refuses_is_sent_over_a_new_connection) {
   RedisScript script(RedisScript::usual({{"WATCH", "+OK\r\n"}, {"MULTI", "+OK\r\n"}}));
   Asker asker(options_of(script));
   asker.store.forget();

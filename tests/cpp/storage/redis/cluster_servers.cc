@@ -4,8 +4,8 @@
 
 namespace kv_offload::testing {
 
-// The timeout is long: nodes that a loaded machine is slow to run are not taken for dead by the others, and
-// nothing fails over unless a test says so.
+// The timeout is long, so that nodes do not take each other for dead on a loaded machine. Nothing fails over
+// unless a test causes it.
 RedisClusterServers::RedisClusterServers() {
   std::array<std::uint16_t, kNodes> buses{};
   for (std::size_t i = 0; i < kNodes; ++i) {
@@ -57,7 +57,7 @@ RedisClusterServers::RedisClusterServers() {
   ready_ = !::testing::Test::HasFailure();
 }
 
-// It knows a master for each slot, and whose replica the replica is.
+// True if the node knows a master for each slot, and the master of the replica.
 bool RedisClusterServers::agrees(std::size_t node) const {
   const std::string info = nodes_[node]->call({"CLUSTER", "INFO"}).text;
   const std::string nodes = nodes_[node]->call({"CLUSTER", "NODES"}).text;

@@ -1,4 +1,4 @@
-// A real cluster: where records lie, a slot that moves, a node that dies and is replaced.
+// A real cluster: placement of records, a slot that moves, a node that dies and is replaced.
 #include "storage/redis/cluster.h"
 
 #include <gtest/gtest.h>
@@ -23,7 +23,7 @@ using namespace testing;
 using std::chrono::seconds;
 using Servers = RedisClusterServers;
 
-// One cluster for all tests, which each find it whole except for what the last test to kill has left.
+// One cluster for all tests. Each test finds it complete, except after the last test, which kills a node.
 class RedisClusterTest : public ::testing::Test {
  protected:
   static void SetUpTestSuite() { servers_ = std::make_unique<Servers>(); }
@@ -44,7 +44,7 @@ class RedisClusterTest : public ::testing::Test {
     return options;
   }
   std::string prefix() const { return "kv_offload:" + hex_of(namespace_id_) + ":"; }
-  // That of those who start.
+  // Returns the epoch that new processes use.
   std::string epoch() const {
     for (std::size_t i = 0; i < Servers::kMasters; ++i) {
       const redis::Reply reply = servers_->node(i).call({"GET", prefix() + "epoch"});
@@ -54,7 +54,7 @@ class RedisClusterTest : public ::testing::Test {
     return {};
   }
   std::string name_of(std::uint32_t number) const { return prefix() + epoch() + ":" + key_of(number).hex(); }
-  // The first number from `from` on whose record belongs on this master.
+  // Returns the first number, starting at `from`, whose record belongs to this master.
   std::uint32_t number_on(std::size_t master, std::uint32_t from = 1) const {
     const std::string start = prefix() + epoch() + ":";
     for (std::uint32_t number = from;; ++number) {
@@ -79,7 +79,7 @@ class RedisClusterTest : public ::testing::Test {
 std::unique_ptr<Servers> RedisClusterTest::servers_;
 std::uint8_t RedisClusterTest::namespaces_ = 0;
 
-TEST_F(RedisClusterTest, records_lie_on_all_nodes_and_are_found_by_who_starts_at_any) {
+TEST_F(RedisClusterTest, records_are_spread_over_all_nodes_and_found_from_any_node) {
   TierDriver user(make_redis_tier(options(0)));
   std::set<std::size_t> holders;
   for (std::uint32_t number = 1; number <= 40; ++number) {
@@ -99,7 +99,7 @@ TEST_F(RedisClusterTest, records_lie_on_all_nodes_and_are_found_by_who_starts_at
   EXPECT_EQ(later.read(41).kind(), StatusKind::kNotFound);
 }
 
-TEST_F(RedisClusterTest, a_reset_is_one_for_all_nodes) {
+TEST_F(RedisClusterTest, one_reset_covers_all_nodes) {
   TierDriver user(make_redis_tier(options()));
   for (std::uint32_t number = 1; number <= 12; ++number) ASSERT_TRUE(user.write(number));
   ASSERT_TRUE(user.tier().reset());
@@ -111,7 +111,7 @@ TEST_F(RedisClusterTest, a_reset_is_one_for_all_nodes) {
   for (std::uint32_t number = 1; number <= 12; ++number) EXPECT_FALSE(later.has(number));
 }
 
-TEST_F(RedisClusterTest, damage_is_removed_where_it_lies) {
+TEST_F(RedisClusterTest, damage_is_removed_on_the_node_that_stores_it) {
   TierDriver user(make_redis_tier(options()));
   for (std::size_t master = 0; master < Servers::kMasters; ++master) {
     const std::uint32_t number = number_on(master);
@@ -129,7 +129,7 @@ TEST_F(RedisClusterTest, damage_is_removed_where_it_lies) {
 TEST_F(RedisClusterTest, the_memory_of_all_masters_is_summed_and_each_is_named) {
   TierDriver user(make_redis_tier(options()));
   EXPECT_TRUE(eventually(user, [&] { return user.tier().stats().capacity_bytes == 3 * (64ull << 20); }));
-  EXPECT_GT(user.tier().stats().bytes, 3u << 20) << "an empty server takes more than one";
+  EXPECT_GT(user.tier().stats().bytes, 3u << 20) << "an empty server uses more than 1 MiB";
   const redis::Probe found =
       redis::probe({servers_->address(Servers::kReplica)}, "kv_offload", 1 << 20, 6, seconds(60));
   EXPECT_TRUE(found.cluster);
@@ -143,7 +143,7 @@ TEST_F(RedisClusterTest, the_memory_of_all_masters_is_summed_and_each_is_named) 
   EXPECT_GT(found.read_bytes_per_second, 0);
   EXPECT_GT(found.bytes_per_record, 1u << 20);
   EXPECT_LT(found.bytes_per_record, 2u << 20);
-  // Who may not ask for that is served all the same, and leaves nothing; all keys on one node.
+  // A user without that permission is served anyway, and leaves no keys; all keys are on one node.
   for (std::size_t i = 0; i < Servers::kMasters; ++i) {
     servers_->node(i).call({"ACL", "SETUSER", "plain", "on", ">x", "~*", "+@all", "-memory"});
   }
@@ -166,7 +166,7 @@ TEST_F(RedisClusterTest, the_commands_see_the_records_of_all_nodes) {
     ASSERT_TRUE(user.write(number));
     names[master] = name_of(number);
   }
-  // The replica has a part of the keys only, and names the masters.
+  // The replica has only a part of the keys, and names the masters.
   const auto records = open_redis_records(
       {.server = servers_->address(Servers::kReplica), .deadline = seconds(60), .page = 4});
   const auto listed = [&] {
@@ -200,9 +200,9 @@ TEST_F(RedisClusterTest, the_commands_see_the_records_of_all_nodes) {
   for (const auto& [name, record] : found) all.push_back(record);
   RemoteRemoved gone;
   EXPECT_TRUE(records->remove(all, &gone));
-  EXPECT_EQ(gone.records, 2u) << "one went before";
+  EXPECT_EQ(gone.records, 2u) << "one was removed before";
   EXPECT_TRUE(listed().empty());
-  // A slot goes on its way between two pages.
+  // A slot moves between two pages.
   const std::uint16_t slot = redis::slot_of(names[0]);
   servers_->begin_move(slot, 0, 1);
   servers_->end_move(slot, 0, 1);
@@ -221,12 +221,13 @@ TEST_F(RedisClusterTest, the_commands_see_the_records_of_all_nodes) {
     EXPECT_THROW((void)records->list("", strange, false, &page), InvalidArgument) << strange;
 }
 
-// A slot of the first master goes to the second while it is in use.
+// A slot of the first master moves to the second while it is in use.
 TEST_F(RedisClusterTest, a_slot_that_moves_takes_its_records_along) {
   TierDriver user(make_redis_tier(options()));
   const std::uint32_t staying = number_on(0);
   ASSERT_TRUE(user.write(staying));
-  // In a slot without a record, of other tests either: another could not be given away.
+  // Uses a slot without any record, including those of other tests: a slot with other records could not be
+  // moved.
   std::uint32_t coming = number_on(0, staying + 1);
   const auto slot_of_it = [&] { return redis::slot_of(name_of(coming)); };
   const auto keys_there = [&] {
@@ -235,9 +236,9 @@ TEST_F(RedisClusterTest, a_slot_that_moves_takes_its_records_along) {
   while (keys_there() > 0) coming = number_on(0, coming + 1);
   const std::uint16_t slot = slot_of_it();
   servers_->begin_move(slot, 0, 1);
-  EXPECT_EQ(user.read(coming).kind(), StatusKind::kNotFound) << "neither has it";
+  EXPECT_EQ(user.read(coming).kind(), StatusKind::kNotFound) << "neither node has it";
   ASSERT_TRUE(user.write(coming));
-  EXPECT_EQ(servers_->holder_of(name_of(coming)), 1u) << "ASK: where the slot goes";
+  EXPECT_EQ(servers_->holder_of(name_of(coming)), 1u) << "ASK: on the node that imports the slot";
   EXPECT_TRUE(user.read(coming));
   EXPECT_TRUE(TierDriver(make_redis_tier(options())).has(coming));
   servers_->end_move(slot, 0, 1);
@@ -246,8 +247,8 @@ TEST_F(RedisClusterTest, a_slot_that_moves_takes_its_records_along) {
   EXPECT_EQ(user.tier().stats().breaker_trips, 0u);
 }
 
-// The last of the tests, for it leaves a cluster of two masters and one that was a replica.
-TEST_F(RedisClusterTest, z_a_node_that_dies_takes_its_keys_away_until_its_replica_has_taken_over) {
+// Runs last, because it leaves a cluster of two masters and a former replica.
+TEST_F(RedisClusterTest, z_keys_of_a_dead_node_are_missing_until_its_replica_takes_over) {
   constexpr std::size_t kDying = 2;
   RedisTierOptions chosen = options();
   TierDriver user(make_redis_tier(chosen));
@@ -258,7 +259,7 @@ TEST_F(RedisClusterTest, z_a_node_that_dies_takes_its_keys_away_until_its_replic
   }
   const std::string kept = name_of(numbers[kDying]);
   const std::uint32_t another = number_on(kDying, 1000);
-  ASSERT_TRUE(holds_soon([&] {  // a replica answers by itself only with its own keys
+  ASSERT_TRUE(holds_soon([&] {  // a replica answers for its own keys only
     const auto keys = servers_->node(Servers::kReplica).keys();
     return std::find(keys.begin(), keys.end(), kept) != keys.end();
   }));
@@ -269,16 +270,16 @@ TEST_F(RedisClusterTest, z_a_node_that_dies_takes_its_keys_away_until_its_replic
     EXPECT_TRUE(user.read(numbers[0]));
   }
   EXPECT_TRUE(user.tier().stats().readable && user.tier().stats().writable);
-  EXPECT_EQ(user.tier().stats().breaker_trips, 0u) << "one of three is no reason to leave the others alone";
+  EXPECT_EQ(user.tier().stats().breaker_trips, 0u) << "one failed node of three must not switch the tier off";
   try {
     (void)open_redis_records({.server = servers_->address(0), .deadline = seconds(60)});
-    ADD_FAILURE() << "what the node that is away has would be left out";
+    ADD_FAILURE() << "the keys of the node that is down would be left out";
   } catch (const ResourceError& error) {
     EXPECT_NE(std::string(error.what()).find(redis::address_of(servers_->address(kDying))), std::string::npos)
         << error.what();
   }
   const redis::Probe probed = redis::probe({servers_->address(0)}, "kv_offload", 1 << 20, 6, seconds(60));
-  EXPECT_GT(probed.write_bytes_per_second, 0) << "of those that answer";
+  EXPECT_GT(probed.write_bytes_per_second, 0) << "of the nodes that answer";
   EXPECT_GT(probed.read_bytes_per_second, 0);
   servers_->promote_replica();
   EXPECT_TRUE(eventually(user, [&] { return user.read(numbers[kDying]).is_ok(); }));

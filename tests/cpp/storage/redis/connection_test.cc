@@ -1,4 +1,4 @@
-// Connections to servers that answer late, too much, without end, or something else.
+// Connections to servers that answer late, too much, without end, or with something else.
 #include "storage/redis/connection.h"
 
 #include <fcntl.h>
@@ -37,8 +37,8 @@ std::unique_ptr<Connection> connected(const Server& server) {
   return connection;
 }
 
-// The reply is still to come, so nothing on the socket tells: what was asked last is all that does.
-TEST(RedisConnectionsTest, one_whose_reply_is_still_to_come_is_not_used_again) {
+// The reply is still outstanding, so the socket shows nothing: only the connection's own state does.
+TEST(RedisConnectionsTest, a_connection_with_an_outstanding_reply_is_not_used_again) {
   RedisMedium medium;
   medium.server.call({"SET", "present", "x"});
   Connections connections(medium.proxy.address());
@@ -54,10 +54,10 @@ TEST(RedisConnectionsTest, one_whose_reply_is_still_to_come_is_not_used_again) {
   EXPECT_TRUE(connection->usable());
   medium.proxy.faults.release();
   ASSERT_TRUE(connection->call({"EXISTS", "absent"}, later(), &reply));
-  EXPECT_EQ(reply.integer, 0) << "not the answer to what was asked before";
+  EXPECT_EQ(reply.integer, 0) << "not the answer to the previous request";
 }
 
-TEST(RedisConnectionsTest, one_that_answered_is_used_again) {
+TEST(RedisConnectionsTest, a_connection_that_answered_is_used_again) {
   RedisMedium medium;
   Connections connections(medium.proxy.address());
   std::unique_ptr<Connection> connection;
@@ -72,7 +72,7 @@ TEST(RedisConnectionsTest, one_that_answered_is_used_again) {
   EXPECT_EQ(medium.proxy.connections(), 1);
 }
 
-TEST(RedisConnectionTest, one_that_is_lost_sends_and_believes_nothing_any_more) {
+TEST(RedisConnectionTest, a_lost_connection_sends_nothing_and_accepts_no_reply) {
   const RedisScript server({{"PING", "+PONG\r\n"}, {"EXISTS", ":1\r\n:1\r\n"}});
   const auto connection = connected(server.address());
   Reply reply;
@@ -81,7 +81,7 @@ TEST(RedisConnectionTest, one_that_is_lost_sends_and_believes_nothing_any_more) 
   EXPECT_EQ(connection->call({"PING"}, later(), &reply).kind(), StatusKind::kIo);
 }
 
-TEST(RedisConnectionTest, what_a_server_sends_without_end_is_not_kept) {
+TEST(RedisConnectionTest, an_endless_reply_is_not_buffered) {
   std::string many = "*16385\r\n";
   for (int i = 0; i < 16385; ++i) many += ":1\r\n";
   for (const std::string& answer :
@@ -96,7 +96,7 @@ TEST(RedisConnectionTest, what_a_server_sends_without_end_is_not_kept) {
   }
 }
 
-TEST(RedisConnectionTest, what_a_server_sends_in_many_replies_is_not_kept_either) {
+TEST(RedisConnectionTest, an_endless_sequence_of_replies_is_not_buffered_either) {
   const RedisScript server(
       {{"PING", "+PONG\r\n"}, {"EXISTS", "$200000\r\n" + std::string(200'000, 'x') + "\r\n"}});
   const auto connection = connected(server.address());
@@ -106,7 +106,7 @@ TEST(RedisConnectionTest, what_a_server_sends_in_many_replies_is_not_kept_either
   EXPECT_EQ(connection->call_all(commands, later(), &replies).kind(), StatusKind::kIo);
 }
 
-TEST(RedisConnectionTest, a_value_that_is_announced_wrongly_reaches_no_row) {
+TEST(RedisConnectionTest, a_value_with_an_invalid_length_reaches_no_row) {
   for (const char* answer : {"$99999999999999999999\r\n", "$-2\r\n", "$4x\r\n", "$\r\n", "$4\r\nabcdefgh",
                              "+OK\r\n", "*1\r\n$4\r\nabcd\r\n", "$-1\r\n$4\r\nabcd\r\n", ":4\r\n"}) {
     const RedisScript server({{"PING", "+PONG\r\n"}, {"GET", answer}});
@@ -121,7 +121,7 @@ TEST(RedisConnectionTest, a_value_that_is_announced_wrongly_reaches_no_row) {
   }
 }
 
-TEST(RedisConnectionTest, a_value_of_another_length_has_a_reply_kind_of_its_own) {
+TEST(RedisConnectionTest, a_value_of_another_length_has_its_own_reply_kind) {
   for (const char* answer : {"$3\r\nabc\r\n", "$5\r\nabcde\r\n"}) {
     const RedisScript server({{"PING", "+PONG\r\n"}, {"GET", answer}});
     const auto connection = connected(server.address());
@@ -136,7 +136,7 @@ TEST(RedisConnectionTest, a_value_of_another_length_has_a_reply_kind_of_its_own)
   }
 }
 
-TEST(RedisConnectionTest, an_observer_is_told_of_each_byte_once_in_order_and_of_one_piece_at_a_time) {
+TEST(RedisConnectionTest, an_observer_sees_each_byte_once_in_order_and_one_piece_at_a_time) {
   static constexpr std::size_t kLength = 600'000;
   struct Observer final : FillObserver {
     void filled(std::span<std::byte> part, std::uint64_t offset, std::uint64_t announced) noexcept override {
@@ -162,7 +162,7 @@ TEST(RedisConnectionTest, an_observer_is_told_of_each_byte_once_in_order_and_of_
   EXPECT_TRUE(observer.seen == value);
 }
 
-// It never makes anybody wait, so that no wait ends.
+// Such a server never lets a wait block, so no wait reaches its timeout.
 TEST(RedisSocketTest, a_server_that_always_has_a_byte_ready_ends_with_the_deadline) {
   RedisScript server({});
   server.trickle("xxxxx");
@@ -178,7 +178,7 @@ TEST(RedisSocketTest, a_server_that_always_has_a_byte_ready_ends_with_the_deadli
   EXPECT_EQ(socket->write_some({&into, 1}, steady_clock::now(), &moved).kind(), StatusKind::kTimeout);
 }
 
-TEST(RedisSocketTest, no_process_that_is_started_inherits_it_and_an_idle_one_is_kept_alive) {
+TEST(RedisSocketTest, child_processes_do_not_inherit_the_socket_and_idle_ones_use_keepalive) {
   const RedisScript here({{"PING", "+PONG\r\n"}}, RedisScript::On::kPort);
   const auto connection = connected(here.address());
   EXPECT_EQ(fcntl(connection->descriptor(), F_GETFD) & FD_CLOEXEC, FD_CLOEXEC);
@@ -188,8 +188,8 @@ TEST(RedisSocketTest, no_process_that_is_started_inherits_it_and_an_idle_one_is_
   EXPECT_EQ(on, 1);
 }
 
-// The first record of a handshake, a byte a millisecond: 16 s in all.
-TEST(RedisSocketTest, a_tls_handshake_that_comes_byte_by_byte_ends_with_the_deadline) {
+// The first record of a handshake, one byte per millisecond: 16 s in total.
+TEST(RedisSocketTest, a_tls_handshake_that_arrives_byte_by_byte_ends_with_the_deadline) {
   if (!has_tls()) GTEST_SKIP() << "built without OpenSSL";
   RedisScript slow({}, RedisScript::On::kPort);
   slow.trickle(std::string("\x16\x03\x03\x40\x00", 5) + std::string(0x4000, '\x02'));
@@ -202,8 +202,8 @@ TEST(RedisSocketTest, a_tls_handshake_that_comes_byte_by_byte_ends_with_the_dead
   EXPECT_FALSE(refused);
 }
 
-// Each of these was counted as a success.
-TEST(RedisStoreAnswersTest, an_answer_that_fits_no_such_command_is_a_failure) {
+// A regression test: each of these answers was counted as a success.
+TEST(RedisStoreAnswersTest, an_answer_of_the_wrong_type_is_a_failure) {
   for (const Answers& answers :
        {Answers{{"SET", "+QUEUED\r\n"}}, Answers{{"SET", "$-1\r\n"}}, Answers{{"SET", ":1\r\n"}},
         Answers{{"EXISTS", "+OK\r\n"}}, Answers{{"EXISTS", "$-1\r\n"}}}) {
@@ -227,8 +227,8 @@ TEST(RedisStoreAnswersTest, an_answer_that_fits_no_such_command_is_a_failure) {
   }
 }
 
-// The reply is about the connection, and not about the password that was sent.
-TEST(RedisStoreAnswersTest, a_server_that_has_too_many_clients_is_waited_for) {
+// The reply is about the connection and not about the password that was sent.
+TEST(RedisStoreAnswersTest, a_server_with_too_many_clients_is_waited_for) {
   for (const auto& [answer, waits] :
        {std::pair{"-ERR max number of clients reached\r\n", true}, std::pair{"-LOADING x\r\n", true},
         std::pair{"-WRONGPASS x\r\n", false}, std::pair{"-ERR invalid password\r\n", false}}) {
@@ -244,7 +244,7 @@ TEST(RedisStoreAnswersTest, a_server_that_has_too_many_clients_is_waited_for) {
   }
 }
 
-TEST(RedisAddress, says_where_and_not_who) {
+TEST(RedisAddress, names_the_location_and_not_the_user) {
   Server server;
   server.host = "::1";
   server.database = 3;
@@ -259,7 +259,7 @@ TEST(RedisAddress, says_where_and_not_who) {
   EXPECT_EQ(address_of(server), "unix:///run/valkey db 3");
 }
 
-TEST(RedisStoreAnswersTest, what_is_no_epoch_and_no_value_is_not_written_over) {
+TEST(RedisStoreAnswersTest, a_value_that_is_not_an_epoch_name_is_not_overwritten) {
   const RedisScript server(RedisScript::usual({{"GET", ":1\r\n"}}));
   RedisTierOptions options;
   options.server = server.address();

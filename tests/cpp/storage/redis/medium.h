@@ -1,4 +1,4 @@
-// The redis tier's medium for the tests that all kinds of tiers pass: a server of its own behind a proxy.
+// The medium of the redis tier, for the tests that all tier kinds pass: a separate server behind a proxy.
 #pragma once
 
 #include <chrono>
@@ -28,7 +28,7 @@ class RedisMedium final : public RemoteMedium {
     return make_redis_tier(options(pooled));
   }
 
-  // The name of the record of this key; of the only one, whatever its epoch.
+  // Returns the name of the only record of this key, whatever its epoch.
   std::string name_of(const ChunkKey& key) const {
     for (const std::string& name : server.keys()) {
       if (name.ends_with(":" + key.hex())) return name;

@@ -1,4 +1,4 @@
-// Records looked after from outside: what others do meanwhile, and servers that say whatever they like.
+// Administration of records from outside: concurrent changes, and servers with arbitrary answers.
 #include "storage/redis/records.h"
 
 #include <gtest/gtest.h>
@@ -69,7 +69,7 @@ class RedisRecordsTest : public ::testing::Test {
   RedisMedium medium_;
 };
 
-TEST_F(RedisRecordsTest, all_are_listed_in_pages_of_any_size) {
+TEST_F(RedisRecordsTest, all_records_are_listed_in_pages_of_any_size) {
   for (int i = 0; i < 300; ++i) medium_.server.call({"SET", fmt::format("other:{}", i), "x"});
   for (const unsigned page : {1u, 7u, 512u}) {
     const auto records = opened(medium_.server.address(), page);
@@ -85,7 +85,7 @@ TEST_F(RedisRecordsTest, all_are_listed_in_pages_of_any_size) {
   }
 }
 
-TEST_F(RedisRecordsTest, a_record_that_goes_while_it_is_listed_is_left_out) {
+TEST_F(RedisRecordsTest, a_record_removed_while_it_is_listed_is_left_out) {
   const auto records = opened(medium_.server.address());
   const RemoteRecord gone = record_of(key_of(1));
   medium_.lose(key_of(1));
@@ -94,13 +94,13 @@ TEST_F(RedisRecordsTest, a_record_that_goes_while_it_is_listed_is_left_out) {
   EXPECT_FALSE(removed);
   RemoteRemoved total;
   EXPECT_TRUE(records->remove(std::vector{gone}, &total));
-  EXPECT_EQ(total.records, 0u) << "what was gone before is not counted";
+  EXPECT_EQ(total.records, 0u) << "it was removed before, and is not counted";
   std::int64_t nanos = 1;
   EXPECT_TRUE(records->written(gone, &nanos));
   EXPECT_EQ(nanos, 0);
 }
 
-TEST_F(RedisRecordsTest, records_of_several_pieces_are_verified_whole) {
+TEST_F(RedisRecordsTest, records_that_are_read_in_several_pieces_are_verified_completely) {
   const auto records = opened(medium_.server.address());
   const RemoteRecord record = record_of(key_of(1));
   bool removed = false;
@@ -114,7 +114,7 @@ TEST_F(RedisRecordsTest, records_of_several_pieces_are_verified_whole) {
   EXPECT_EQ(medium_.server.call({"EXISTS", record.name}).integer, 0);
 }
 
-// A value larger than any record costs no more to look at than its header.
+// Looking at a value larger than any record costs no more than reading its header.
 TEST_F(RedisRecordsTest, a_huge_value_is_not_read) {
   const auto records = opened(medium_.proxy.address());
   const RemoteRecord record = record_of(key_of(1));
@@ -126,8 +126,8 @@ TEST_F(RedisRecordsTest, a_huge_value_is_not_read) {
   EXPECT_LT(medium_.proxy.faults.seen(Verb::kOther) - before, 10u);
 }
 
-// The damaged one was read; before it is removed, another has written the record anew.
-TEST_F(RedisRecordsTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
+// The damaged record was read. Before it is removed, another server writes the record again.
+TEST_F(RedisRecordsTest, a_record_that_replaced_a_damaged_one_stays) {
   {
     TierDriver user(make_redis_tier(medium_.options()));
     ASSERT_TRUE(user.write(9));
@@ -150,8 +150,8 @@ TEST_F(RedisRecordsTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
   EXPECT_EQ(medium_.server.call({"GET", record.name}).text, whole);
 }
 
-// DEL behind a MULTI that is refused is done at once, whatever another wrote meanwhile.
-TEST_F(RedisRecordsTest, nothing_is_removed_where_there_are_no_transactions) {
+// After a refused MULTI, DEL would run at once, whatever another server wrote meanwhile.
+TEST_F(RedisRecordsTest, nothing_is_removed_without_transactions) {
   medium_.server.call({"ACL", "SETUSER", "looker", "on", ">hunter2", "~*", "+@all", "-multi", "-exec"});
   redis::Server server = medium_.server.address();
   server.user = "looker";
@@ -173,8 +173,8 @@ TEST_F(RedisRecordsTest, nothing_is_removed_where_there_are_no_transactions) {
   }
 }
 
-// The cursor of one process means nothing to another.
-TEST_F(RedisRecordsTest, a_restart_in_the_middle_of_a_list_is_told) {
+// A cursor of one process is meaningless to another.
+TEST_F(RedisRecordsTest, a_restart_during_a_listing_is_reported) {
   for (int i = 0; i < 100; ++i) medium_.server.call({"SET", fmt::format("kv_offload:{}", i), "x"});
   const auto records = opened(medium_.server.address(), 1);
   RemotePage page;
@@ -185,10 +185,10 @@ TEST_F(RedisRecordsTest, a_restart_in_the_middle_of_a_list_is_told) {
   medium_.server.start();
   const Status status = records->list("", next, false, &page);
   EXPECT_NE(status.message().find("the server was restarted"), std::string::npos) << status.to_string();
-  EXPECT_TRUE(records->list("", "", false, &page)) << "a new list";
+  EXPECT_TRUE(records->list("", "", false, &page)) << "a new listing";
 }
 
-TEST_F(RedisRecordsTest, bytes_that_are_freed_are_counted_once) {
+TEST_F(RedisRecordsTest, freed_bytes_are_counted_once) {
   const auto records = opened(medium_.server.address());
   std::vector<RemoteRecord> found = all_of(*records);
   const std::uint64_t bytes = found[0].bytes + found[1].bytes;
@@ -199,9 +199,9 @@ TEST_F(RedisRecordsTest, bytes_that_are_freed_are_counted_once) {
   EXPECT_EQ(total.bytes, bytes);
 }
 
-// ---- what a server may say
+// ---- arbitrary answers
 
-TEST(RedisRecordsScriptTest, a_record_that_went_is_not_listed_with_no_bytes) {
+TEST(RedisRecordsScriptTest, a_record_that_vanished_is_not_listed_with_zero_bytes) {
   const RedisScript server(RedisScript::usual({{"CLIENT", "+OK\r\n"},
                                                {"SCAN", page_of("0", {kName})},
                                                {"MEMORY", "$-1\r\n"},
@@ -211,8 +211,8 @@ TEST(RedisRecordsScriptTest, a_record_that_went_is_not_listed_with_no_bytes) {
   EXPECT_TRUE(page.records.empty());
 }
 
-// The server may have done it before the connection ended.
-TEST(RedisRecordsScriptTest, a_removal_without_an_answer_is_not_said_to_have_failed) {
+// The server may have executed it before the connection ended.
+TEST(RedisRecordsScriptTest, a_removal_without_an_answer_is_not_reported_as_failed) {
   RedisScript server(RedisScript::usual({{"CLIENT", "+OK\r\n"},
                                          {"UNWATCH", "+OK\r\n"},
                                          {"WATCH", "+OK\r\n"},
@@ -233,11 +233,11 @@ TEST(RedisRecordsScriptTest, a_removal_without_an_answer_is_not_said_to_have_fai
   EXPECT_NE(before.message().find("it stays"), std::string::npos) << before.to_string();
 }
 
-TEST(RedisRecordsScriptTest, a_server_that_does_not_say_whether_it_is_a_node_is_not_believed) {
+TEST(RedisRecordsScriptTest, a_server_that_does_not_report_its_mode_is_refused) {
   const RedisScript server(RedisScript::usual({{"CLIENT", "+OK\r\n"}, {"INFO", "-NOPERM x\r\n"}}));
   try {
     (void)opened(server.address());
-    ADD_FAILURE() << "was let in";
+    ADD_FAILURE() << "was accepted";
   } catch (const ResourceError& error) {
     EXPECT_NE(std::string(error.what()).find("allow +info"), std::string::npos) << error.what();
   }
@@ -245,7 +245,7 @@ TEST(RedisRecordsScriptTest, a_server_that_does_not_say_whether_it_is_a_node_is_
   (void)opened(plain.address());
 }
 
-TEST(RedisRecordsScriptTest, a_name_of_any_length_takes_no_memory_and_is_told) {
+TEST(RedisRecordsScriptTest, an_overlong_name_takes_no_memory_and_is_reported) {
   const RedisScript server(RedisScript::usual(
       {{"CLIENT", "+OK\r\n"}, {"SCAN", page_of("0", {kName + std::string(1 << 20, 'x')})}}));
   RemotePage page;
@@ -254,7 +254,7 @@ TEST(RedisRecordsScriptTest, a_name_of_any_length_takes_no_memory_and_is_told) {
   EXPECT_TRUE(page.records.empty());
 }
 
-TEST(RedisRecordsScriptTest, an_answer_that_is_no_page_is_refused) {
+TEST(RedisRecordsScriptTest, an_answer_that_is_not_a_page_is_refused) {
   for (const std::string& answer :
        {std::string("+OK\r\n"), std::string("*0\r\n"), std::string("*2\r\n:0\r\n*0\r\n"), page_of("x", {}),
         page_of("", {}), page_of(std::string(21, '9'), {}), page_of("0", {"other"}),
@@ -277,7 +277,7 @@ TEST(RedisRecordsScriptTest, a_name_that_is_listed_twice_is_counted_once) {
   EXPECT_TRUE(page.records[1].namespace_id.empty());
 }
 
-TEST(RedisRecordsScriptTest, when_it_was_written_is_asked_only_where_that_is_no_use) {
+TEST(RedisRecordsScriptTest, the_write_time_is_read_only_where_reading_does_not_count_as_a_use) {
   RecordHeader header;
   header.namespace_id.fill(0xaa);
   header.key = key_of(1);
@@ -297,7 +297,7 @@ TEST(RedisRecordsScriptTest, when_it_was_written_is_asked_only_where_that_is_no_
   }
 }
 
-TEST(RedisRecordsScriptTest, refusals_say_what_to_do_and_repeat_nothing) {
+TEST(RedisRecordsScriptTest, refusals_name_the_remedy_and_repeat_no_secret) {
   const std::string secret = "hunter2-never-shown";
   for (const auto& [answer, expected] : std::vector<std::pair<std::string, std::string>>{
            {"NOPERM User x " + secret, "may not use SCAN here: allow +scan and the keys ~kv_offload:*"},
@@ -312,7 +312,7 @@ TEST(RedisRecordsScriptTest, refusals_say_what_to_do_and_repeat_nothing) {
   }
 }
 
-TEST(RedisRecordsScriptTest, sizes_that_are_refused_are_not_nothing) {
+TEST(RedisRecordsScriptTest, refused_sizes_are_not_reported_as_zero) {
   for (const auto& [memory, expected] : std::vector<std::pair<std::string, bool>>{
            {"-LOADING x\r\n", false}, {"-NOPERM x\r\n", true}, {"-ERR unknown command\r\n", true}}) {
     const RedisScript server(
@@ -330,7 +330,7 @@ TEST(RedisRecordsScriptTest, sizes_that_are_refused_are_not_nothing) {
   }
 }
 
-TEST(RedisRecordsScriptTest, a_cluster_whose_map_has_holes_or_is_none_is_refused) {
+TEST(RedisRecordsScriptTest, an_incomplete_or_missing_cluster_map_is_refused) {
   const std::string port = "*2\r\n$0\r\n\r\n:6379\r\n";
   for (const auto& [map, expected] : std::vector<std::pair<std::string, std::string>>{
            {"*1\r\n*3\r\n:0\r\n:99\r\n" + port, "16284 of the cluster's 16384 slots are on no node"},
@@ -340,7 +340,7 @@ TEST(RedisRecordsScriptTest, a_cluster_whose_map_has_holes_or_is_none_is_refused
         {{"CLIENT", "+OK\r\n"}, {"INFO", bulk("# Cluster\r\ncluster_enabled:1\r\n")}, {"CLUSTER", map}}));
     try {
       (void)opened(server.address());
-      ADD_FAILURE() << "was let in";
+      ADD_FAILURE() << "was accepted";
     } catch (const ResourceError& error) {
       EXPECT_NE(std::string(error.what()).find(expected), std::string::npos) << error.what();
     }

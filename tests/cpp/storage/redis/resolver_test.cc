@@ -13,7 +13,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Threads outlive the test that let them go, and so does what they touch.
+// Threads outlive the test that abandoned them, and so must the data that they use.
 struct NameServer {
   std::latch answers{1};
   std::atomic<int> asked{0};
@@ -31,7 +31,7 @@ Resolver resolver_of(const std::shared_ptr<NameServer>& server) {
 Deadline very_soon() { return std::chrono::steady_clock::now() + milliseconds(1); }
 Deadline late() { return std::chrono::steady_clock::now() + std::chrono::minutes(2); }
 
-TEST(Resolver, a_lookup_that_is_not_answered_ends_at_the_deadline_and_is_shared) {
+TEST(Resolver, an_unanswered_lookup_ends_at_the_deadline_and_is_shared) {
   const auto server = std::make_shared<NameServer>();
   Resolver resolver = resolver_of(server);
   std::vector<SocketAddress> addresses;
@@ -41,7 +41,7 @@ TEST(Resolver, a_lookup_that_is_not_answered_ends_at_the_deadline_and_is_shared)
   server->answers.count_down();
   EXPECT_TRUE(resolver.resolve("cache.example", 6379, late(), &addresses));
   EXPECT_EQ(addresses.size(), 1u);
-  EXPECT_LE(server->asked, 2) << "those that waited at once wait for one";
+  EXPECT_LE(server->asked, 2) << "concurrent callers share one lookup";
 }
 
 TEST(Resolver, a_silent_name_server_costs_a_bounded_number_of_threads) {

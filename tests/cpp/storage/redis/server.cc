@@ -27,13 +27,15 @@ using std::chrono::steady_clock;
 
 std::string new_directory() {
   std::string path =
-      "/dev/shm/kv-redis-XXXXXX";  // a socket's path is short; a node of a cluster syncs its file
+      "/dev/shm/kv-redis-XXXXXX";  // a socket's path must be short; a cluster node syncs its file
   if (mkdtemp(path.data()) == nullptr) std::abort();
   return path;
 }
 
-// Of the first whole command in the buffer ("*2\r\n$3\r\nGET\r\n..."), or of the first whole reply that is no
-// array; 0: it is not there yet.
+// Returns the length of the first complete command in the buffer ("*2\r
+// $3\r
+// GET\r
+// ..."), or of the first complete reply that is not an array; 0: incomplete.
 std::size_t length_of(std::string_view text) {
   const std::size_t line = text.find("\r\n");
   if (line == text.npos) return 0;
@@ -53,7 +55,7 @@ std::size_t length_of(std::string_view text) {
   return at;
 }
 
-// Reads until there is a whole one; it is taken off the buffer.
+// Reads until the buffer contains a complete one, and removes it from the buffer.
 std::optional<std::string> next_whole(int fd, std::string* buffer) {
   for (;;) {
     const std::size_t length = buffer->empty() ? 0 : length_of(*buffer);
@@ -70,8 +72,8 @@ std::optional<std::string> next_whole(int fd, std::string* buffer) {
 
 std::uint16_t unused_port() {
   static std::mt19937 random{std::random_device{}()};
-  static std::set<std::uint16_t> given;  // who has one may not listen yet
-  // Another process of these tests, begun beside this one, mostly draws from other ones.
+  static std::set<std::uint16_t> given;  // their owners may not listen yet
+  // A concurrent process of these tests mostly draws other ports.
   const auto parity = static_cast<unsigned>(getpid()) % 2;
   for (;;) {
     const auto port = static_cast<std::uint16_t>(12000 + 2 * (random() % 4000) + parity);
@@ -105,7 +107,7 @@ redis::Server RedisProcess::address() const {
 }
 
 void RedisProcess::start() {
-  // It ends with the thread that starts it, also where a test crashes: the main one.
+  // The server ends with the thread that starts it, the main thread, even if a test crashes.
   std::vector<std::string> words{"setpriv",      "--pdeathsig",
                                  "KILL",         "redis-server",
                                  "--port",       "0",
@@ -164,7 +166,7 @@ redis::Reply RedisProcess::call(const redis::Connection::Words& command) const {
 }
 
 std::vector<std::string> RedisProcess::keys() const {
-  // Their names, one a line: a script of the server's, for the library's arrays are not ours to read.
+  // A server-side script returns the names in one string: the library does not parse arrays of names here.
   const redis::Reply reply = call({"EVAL", "return table.concat(redis.call('keys', '*'), ' ')", "0"});
   std::vector<std::string> names;
   for (std::size_t at = 0; at < reply.text.size();) {

@@ -1,7 +1,7 @@
-// A real server for the tests, and a proxy before it that fails and hangs where it is told.
+// A real server for the tests, and a proxy in front of it that fails and hangs as configured.
 //
-// The server is Debian's redis-server, a child process on a unix socket (or, for TLS, on a free loopback
-// port) in a directory of its own, killed by its pid.
+// The server is Debian's redis-server: a child process with its own directory, on a unix socket or, for TLS,
+// on a free loopback port. It is killed by its pid.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,12 +21,12 @@
 
 namespace kv_offload::testing {
 
-// A port of loopback that nobody listens on, below those that the system gives to clients.
+// Returns an unused loopback port below the range that the system assigns to clients.
 std::uint16_t unused_port();
 
 class RedisProcess {
  public:
-  // Options as on its command line: {"--maxmemory", "64mb"}.
+  // Options as on the command line: {"--maxmemory", "64mb"}.
   explicit RedisProcess(std::vector<std::string> options = {});
   ~RedisProcess();
   RedisProcess(const RedisProcess&) = delete;
@@ -35,13 +35,13 @@ class RedisProcess {
   redis::Server address() const;
   const std::string& directory() const { return directory_; }
   void kill();   // SIGKILL
-  void start();  // again, and empty
+  void start();  // starts again, empty
   void stop_process();
   void continue_process();
 
-  // A command on a connection of its own.
+  // Runs a command on a separate connection.
   redis::Reply call(const redis::Connection::Words& command) const;
-  std::vector<std::string> keys() const;  // of records
+  std::vector<std::string> keys() const;  // names of records
 
  private:
   const std::string directory_;
@@ -49,7 +49,7 @@ class RedisProcess {
   pid_t pid_ = -1;
 };
 
-// What passes: one command after the other, each whole, and its reply.
+// Forwards one complete command after another, and its reply.
 class RedisProxy {
  public:
   enum class Verb { kRead, kWrite, kLocate, kEpoch, kInfo, kMulti, kOther };
@@ -70,15 +70,15 @@ class RedisProxy {
   static Verb verb_of(std::string_view command);
 
   const std::string socket_, server_socket_;
-  Acceptor acceptor_;  // last: its threads use the others
+  Acceptor acceptor_;  // last: its threads use the other members
 };
 
-// A server that says what it is told to, on a unix socket of its own or, for who wants TCP, a loopback port.
+// A server with scripted answers, on its own unix socket or, for tests of TCP, on a loopback port.
 class RedisScript {
  public:
   enum class On { kSocket, kPort };
-  // The bytes that answer each verb ("SET"); "" ends the connection, and so does a verb that is not there.
-  // @PORT@ in them is the script's own port, and "@SILENCE@" is no answer at all.
+  // The bytes that answer each verb ("SET"); "" and missing verbs end the connection. @PORT@ stands for the
+  // script's own port, and "@SILENCE@" for no answer at all.
   using Answers = std::map<std::string, std::string>;
 
   explicit RedisScript(Answers answers, On on = On::kSocket);
@@ -86,13 +86,12 @@ class RedisScript {
   RedisScript(const RedisScript&) = delete;
   RedisScript& operator=(const RedisScript&) = delete;
 
-  // What a store asks when it starts, answered; others are added, or take their place.
+  // Answers all requests of a store's start; `others` are added, or replace them.
   static Answers usual(const Answers& others);
   redis::Server address() const;
-  std::size_t commands(const std::string& verb);                   // that came
+  std::size_t commands(const std::string& verb);                   // number of received commands
   void answer(const std::string& verb, const std::string& bytes);  // from now on
-  void trickle(
-      std::string bytes);  // from now on who connects gets these, a millisecond apart, and no answers
+  void trickle(std::string bytes);  // new connections receive this, a byte per millisecond, and no answers
 
  private:
   void serve(int client);
@@ -103,7 +102,7 @@ class RedisScript {
   std::mutex mutex_;
   std::string trickled_;
   std::map<std::string, std::size_t> came_;
-  Acceptor acceptor_;  // last: its threads use the others
+  Acceptor acceptor_;  // last: its threads use the other members
 };
 
 }  // namespace kv_offload::testing

@@ -18,8 +18,8 @@ Reply array(std::vector<Reply> elements) {
 Reply node(const std::string& host, long long port) { return array({text(host), number(port), text("id")}); }
 Reply error(const std::string& value) { return {Reply::Kind::kError, 0, value}; }
 
-// Figures from the cluster specification, and from CLUSTER KEYSLOT of a server.
-TEST(RedisSlotsTest, a_key_has_the_slot_that_the_server_gives_it) {
+// Values from the cluster specification, and from CLUSTER KEYSLOT of a server.
+TEST(RedisSlotsTest, a_key_has_the_slot_that_the_server_assigns) {
   for (const auto& [key, slot] :
        {std::pair{"123456789", 0x31C3}, std::pair{"foo", 12182}, std::pair{"", 0},
         std::pair{"foo{}{bar}", 8363}, std::pair{"foo{{bar}}zap", 4015}, std::pair{"foo{bar}{zap}", 5061}}) {
@@ -31,7 +31,7 @@ TEST(RedisSlotsTest, a_key_has_the_slot_that_the_server_gives_it) {
   EXPECT_NE(slot_of("a{b"), slot_of("b"));
 }
 
-TEST(RedisSlotsTest, a_map_is_read_with_replicas_and_names) {
+TEST(RedisSlotsTest, a_map_with_replicas_and_names_is_parsed) {
   Reply named = node("10.0.0.2", 7001);
   named.elements.push_back(array({text("hostname"), text("b.cache")}));
   Reply unnamed = node("?", 7002);
@@ -48,11 +48,11 @@ TEST(RedisSlotsTest, a_map_is_read_with_replicas_and_names) {
   EXPECT_EQ((*ranges)[0].replicas[0].host, "10.0.0.2");
   EXPECT_EQ((*ranges)[0].replicas[0].tls_name, "b.cache");
   EXPECT_EQ((*ranges)[1].owner.host, "10.0.0.3");
-  EXPECT_EQ((*ranges)[2].owner.host, "") << "that of the node that was asked";
+  EXPECT_EQ((*ranges)[2].owner.host, "") << "the address of the asked node";
   EXPECT_EQ((*ranges)[2].owner.port, 7003);
 }
 
-TEST(RedisSlotsTest, what_is_no_map_is_refused) {
+TEST(RedisSlotsTest, an_invalid_map_is_refused) {
   const Reply good = node("a", 1);
   for (const Reply& reply :
        {Reply{}, text("map"), array({number(1)}), array({array({number(0), number(1)})}),
@@ -63,8 +63,8 @@ TEST(RedisSlotsTest, what_is_no_map_is_refused) {
   }
 }
 
-// A node that cannot be reached has no slots; those of the others are good.
-TEST(RedisSlotsTest, an_owner_that_can_be_none_is_left_out) {
+// An unreachable node has no slots; the ranges of the other nodes are valid.
+TEST(RedisSlotsTest, an_invalid_owner_is_left_out) {
   for (const Reply& owner : {node("a b", 1), node("a\r\nAUTH x", 1), node(std::string(300, 'a'), 1),
                              node("a", 0), node("a", 70000), node("a", -1), node("?", 1), node("a/b", 1),
                              array({text("a")}), array({}), text("a")}) {
@@ -76,7 +76,7 @@ TEST(RedisSlotsTest, an_owner_that_can_be_none_is_left_out) {
   }
 }
 
-TEST(RedisSlotsTest, redirects_are_told_from_other_errors) {
+TEST(RedisSlotsTest, redirects_are_distinguished_from_other_errors) {
   const auto moved = redirect_of(error("MOVED 3999 127.0.0.1:6381"));
   ASSERT_TRUE(moved);
   EXPECT_FALSE(moved->asking);
@@ -100,7 +100,7 @@ TEST(RedisSlotsTest, redirects_are_told_from_other_errors) {
   EXPECT_FALSE(redirect_of(text("MOVED 3999 127.0.0.1:6381"))) << "a value";
 }
 
-TEST(RedisSlotsTest, an_endpoint_is_spoken_to_as_the_node_that_named_it) {
+TEST(RedisSlotsTest, an_endpoint_inherits_the_settings_of_the_node_that_named_it) {
   Server seed;
   seed.host = "a";
   seed.port = 1;

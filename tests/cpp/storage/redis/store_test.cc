@@ -1,4 +1,4 @@
-// What can happen to a server, and what the tier makes of it.
+// Server faults, and the reaction of the redis tier.
 #include "storage/redis/store.h"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ using namespace testing;
 using std::chrono::seconds;
 using Verb = RedisProxy::Verb;
 
-// An op_deadline that a test waits for. It is real time, and bounds what is to succeed as well.
+// An op_deadline that a test waits for. It is real time, and also bounds ops that must succeed.
 constexpr Nanos kShort{seconds(2)};
 
 class RedisTierTest : public ::testing::Test {
@@ -31,7 +31,7 @@ class RedisTierTest : public ::testing::Test {
     chosen.op_deadline = seconds(60);
     return chosen;
   }
-  // As the ops of a pool see it, without threads.
+  // Builds an op as a pool does, without threads.
   static TierOp op_of(OpKind kind, std::uint32_t number, const Row& row) {
     TierOp op;
     op.kind = kind;
@@ -39,7 +39,7 @@ class RedisTierTest : public ::testing::Test {
     op.shards = row.shards();
     return op;
   }
-  // Upkeep goes by the tier's clock.
+  // Upkeep follows the tier's clock.
   template <typename Condition>
   bool eventually(TierDriver& user, Condition condition) {
     return user.until([&] {
@@ -59,7 +59,7 @@ class RedisTierTest : public ::testing::Test {
 
 // ---- values
 
-TEST_F(RedisTierTest, a_record_lies_there_as_it_would_on_a_disk) {
+TEST_F(RedisTierTest, a_record_is_stored_in_the_disk_format) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1, {5000, 0, 4096}));
   const std::string name = medium_.name_of(key_of(1));
@@ -73,7 +73,7 @@ TEST_F(RedisTierTest, a_record_lies_there_as_it_would_on_a_disk) {
   EXPECT_EQ(value.find_first_not_of('\0', kRecordHeaderBytes + 5000), kRecordHeaderBytes + 8192);
 }
 
-TEST_F(RedisTierTest, where_nobody_else_writes_few_writes_ask_first) {
+TEST_F(RedisTierTest, few_writes_check_first_where_nobody_else_writes) {
   TierDriver user(open());
   const auto questions = [&](std::uint32_t first, std::uint32_t writes) {
     const std::size_t before = medium_.proxy.faults.seen(Verb::kLocate);
@@ -84,7 +84,7 @@ TEST_F(RedisTierTest, where_nobody_else_writes_few_writes_ask_first) {
   EXPECT_EQ(questions(1000, 2 * AskFirst::kEvery), 2u);
 }
 
-TEST_F(RedisTierTest, large_records_and_many_shards_come_back_whole) {
+TEST_F(RedisTierTest, large_records_and_many_shards_are_read_back) {
   TierDriver user(open());
   for (const ShardSizes& sizes : {ShardSizes{8 << 20}, ShardSizes(kMaxShards, 40000)}) {
     const auto number = static_cast<std::uint32_t>(sizes.size());
@@ -93,8 +93,8 @@ TEST_F(RedisTierTest, large_records_and_many_shards_come_back_whole) {
   }
 }
 
-// Each is a value that was never written under this key; none is read, each is counted once and removed.
-TEST_F(RedisTierTest, a_value_that_is_no_record_of_this_key_is_damage) {
+// Each value was never written under this key. None is read; each is counted once and removed.
+TEST_F(RedisTierTest, a_value_that_is_not_a_record_of_this_key_is_damage) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1) && user.write(2));
   const std::string name = medium_.name_of(key_of(1)), other = medium_.name_of(key_of(2));
@@ -118,7 +118,7 @@ TEST_F(RedisTierTest, a_value_that_is_no_record_of_this_key_is_damage) {
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_F(RedisTierTest, what_pads_a_shard_is_verified_too) {
+TEST_F(RedisTierTest, the_padding_of_a_shard_is_verified_too) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1, {5000}));
   medium_.server.call(
@@ -126,8 +126,8 @@ TEST_F(RedisTierTest, what_pads_a_shard_is_verified_too) {
   EXPECT_EQ(user.read(1, {5000}).kind(), StatusKind::kCorrupt);
 }
 
-// The reader found damage; before it removes it, another has written the record anew.
-TEST_F(RedisTierTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
+// The reader found damage. Before it removes the record, another server writes the record again.
+TEST_F(RedisTierTest, a_record_that_replaced_a_damaged_one_stays) {
   redis::RedisStore store(options());
   Row row({8192});
   row.fill(1);
@@ -136,14 +136,14 @@ TEST_F(RedisTierTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
   const std::string name = medium_.name_of(key_of(1));
   const std::string whole = medium_.server.call({"GET", name}).text;
   medium_.damage(key_of(1));
-  medium_.proxy.faults.block(Verb::kOther);  // WATCH: the damaged one was read
+  medium_.proxy.faults.block(Verb::kOther);  // WATCH: the damaged record was read
   std::thread reader([&] {
     Row into({8192});
     std::uint64_t read = 0;
     EXPECT_EQ(store.read(op_of(OpKind::kRead, 1, into), store.epoch(), &read).kind(), StatusKind::kCorrupt);
   });
   medium_.proxy.faults.wait_for_blocked(1);
-  std::string anew = whole;  // written at another time: another header
+  std::string anew = whole;  // written at another time, so with another header
   RecordHeader header;
   EXPECT_TRUE(decode_header(std::as_bytes(std::span(whole)).first(kRecordHeaderBytes), &header));
   ++header.created_unix_nanos;
@@ -154,7 +154,7 @@ TEST_F(RedisTierTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
   EXPECT_EQ(medium_.server.call({"GET", name}).text, anew);
 }
 
-TEST_F(RedisTierTest, a_tier_that_only_reads_changes_nothing_there) {
+TEST_F(RedisTierTest, a_read_only_tier_changes_nothing) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   RedisTierOptions chosen = options();
   chosen.read_only = true;
@@ -167,10 +167,10 @@ TEST_F(RedisTierTest, a_tier_that_only_reads_changes_nothing_there) {
   EXPECT_FALSE(user.tier().reset());
   EXPECT_FALSE(user.has(1));
   TierDriver later(open());
-  EXPECT_TRUE(later.has(1)) << "it reset nobody else";
+  EXPECT_TRUE(later.has(1)) << "others were not reset";
 }
 
-TEST_F(RedisTierTest, one_that_only_reads_finds_what_comes_after_it) {
+TEST_F(RedisTierTest, a_read_only_tier_finds_records_written_later) {
   RedisTierOptions chosen = options();
   chosen.read_only = true;
   TierDriver user(make_redis_tier(chosen));
@@ -181,7 +181,7 @@ TEST_F(RedisTierTest, one_that_only_reads_finds_what_comes_after_it) {
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_F(RedisTierTest, what_another_has_written_is_not_sent_again) {
+TEST_F(RedisTierTest, a_record_written_by_another_is_not_sent_again) {
   TierDriver first(open()), second(open());
   ASSERT_TRUE(first.write(1));
   const Completion again = second.finish(second.start(OpKind::kWrite, 1, {8192}));
@@ -190,7 +190,7 @@ TEST_F(RedisTierTest, what_another_has_written_is_not_sent_again) {
   EXPECT_EQ(medium_.proxy.faults.seen(Verb::kWrite), 1u);
 }
 
-TEST_F(RedisTierTest, a_time_to_live_is_given_and_renewed_by_who_writes_again) {
+TEST_F(RedisTierTest, a_ttl_is_set_and_a_repeated_write_renews_it) {
   RedisTierOptions chosen = options();
   chosen.ttl_seconds = 1000;
   TierDriver first(make_redis_tier(chosen));
@@ -206,9 +206,9 @@ TEST_F(RedisTierTest, a_time_to_live_is_given_and_renewed_by_who_writes_again) {
   EXPECT_EQ(first.removed(TierRemoval::Reason::kVanished), 1u);
 }
 
-// ---- resets, over a server that forgets
+// ---- resets, with a server that loses keys
 
-TEST_F(RedisTierTest, who_runs_on_after_anothers_reset_is_apart_and_shares_nothing_with_it) {
+TEST_F(RedisTierTest, an_engine_and_one_that_was_reset_share_nothing) {
   TierDriver reset(open()), other(open());
   ASSERT_TRUE(reset.tier().reset());
   reset.weights = 1;
@@ -222,7 +222,7 @@ TEST_F(RedisTierTest, who_runs_on_after_anothers_reset_is_apart_and_shares_nothi
   EXPECT_FALSE(later.has(1) || later.has(2)) << "older weights, and weights of one process";
 }
 
-TEST_F(RedisTierTest, two_that_were_reset_share_nothing) {
+TEST_F(RedisTierTest, two_reset_engines_share_nothing) {
   TierDriver one(open()), two(open());
   ASSERT_TRUE(one.tier().reset() && two.tier().reset());
   one.weights = 1;
@@ -233,8 +233,8 @@ TEST_F(RedisTierTest, two_that_were_reset_share_nothing) {
   EXPECT_TRUE(one.read(1));
 }
 
-// A count would begin anew here, and name the epoch of one that was reset a second time.
-TEST_F(RedisTierTest, a_server_that_forgot_which_epochs_there_were_mixes_none) {
+// A counter would restart here, and name the epoch of an engine that is reset a second time.
+TEST_F(RedisTierTest, a_server_that_lost_its_epochs_mixes_none) {
   TierDriver one(open());
   ASSERT_TRUE(one.tier().reset());
   one.weights = 1;
@@ -250,7 +250,7 @@ TEST_F(RedisTierTest, a_server_that_forgot_which_epochs_there_were_mixes_none) {
   EXPECT_TRUE(two.read(1));
 }
 
-TEST_F(RedisTierTest, the_epoch_is_put_back_when_the_server_drops_it) {
+TEST_F(RedisTierTest, the_epoch_is_written_back_when_the_server_drops_it) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
@@ -260,7 +260,7 @@ TEST_F(RedisTierTest, the_epoch_is_put_back_when_the_server_drops_it) {
   EXPECT_TRUE(later.has(1));
 }
 
-TEST_F(RedisTierTest, what_is_no_epoch_is_replaced) {
+TEST_F(RedisTierTest, an_invalid_epoch_value_is_replaced) {
   const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
   for (const redis::Connection::Words& junk :
        {redis::Connection::Words{"SET", name, "../x"}, redis::Connection::Words{"RPUSH", name, "x"}}) {
@@ -272,12 +272,12 @@ TEST_F(RedisTierTest, what_is_no_epoch_is_replaced) {
   }
 }
 
-// The reset comes between what the server answers to upkeep and what upkeep makes of it.
-TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_is_never_put_back) {
+// The reset happens after the server's answer to upkeep, and before upkeep uses the answer.
+TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_is_never_written_back) {
   redis::RedisStore store(options());
   const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
   const std::string before = medium_.server.call({"GET", name}).text;
-  medium_.proxy.faults.block(Verb::kInfo);  // which is asked behind it
+  medium_.proxy.faults.block(Verb::kInfo);  // upkeep sends this after it
   std::thread upkeep([&] { store.maintain(); });
   medium_.proxy.faults.wait_for_blocked(1);
   store.forget();
@@ -289,8 +289,9 @@ TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_is_never_put_back) {
   EXPECT_NE(medium_.server.call({"GET", name}).text, before);
 }
 
-// A replica took over that had not heard of the reset; or another put back what it knew, when it was dropped.
-TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_and_that_comes_back_is_replaced_again) {
+// A replica that missed the reset took over, or another engine wrote its old epoch back after the server
+// dropped the new one.
+TEST_F(RedisTierTest, an_ended_epoch_that_returns_is_replaced_again) {
   redis::RedisStore store(options());
   const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
   const std::string before = medium_.server.call({"GET", name}).text;
@@ -300,7 +301,7 @@ TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_and_that_comes_back_is_replace
   medium_.server.call({"SET", name, before});
   store.maintain();
   EXPECT_EQ(medium_.server.call({"GET", name}).text, after);
-  // That of another's reset stays.
+  // An epoch of another engine's reset stays.
   const std::string others(32, 'a');
   medium_.server.call({"SET", name, others});
   store.maintain();
@@ -308,8 +309,8 @@ TEST_F(RedisTierTest, an_epoch_that_a_reset_ended_and_that_comes_back_is_replace
   EXPECT_EQ(medium_.server.call({"GET", name}).text, others);
 }
 
-// Its upkeep had taken over what others put there; a reset is of later than all of it.
-TEST_F(RedisTierTest, each_epoch_that_was_there_before_a_reset_is_replaced_again) {
+// Upkeep had adopted epochs that others wrote; the reset is newer than all of them.
+TEST_F(RedisTierTest, each_epoch_from_before_a_reset_is_replaced_again) {
   redis::RedisStore store(options());
   const std::string name = "kv_offload:" + std::string(64, '1') + ":epoch";
   const std::string first = medium_.server.call({"GET", name}).text, second(32, 'a');
@@ -325,7 +326,7 @@ TEST_F(RedisTierTest, each_epoch_that_was_there_before_a_reset_is_replaced_again
   }
 }
 
-TEST_F(RedisTierTest, upkeep_says_nothing_to_the_server_once_the_tier_closes) {
+TEST_F(RedisTierTest, upkeep_sends_nothing_once_the_tier_closes) {
   redis::RedisStore store(options());
   const std::size_t asked = medium_.proxy.faults.seen(Verb::kEpoch);
   store.stop();
@@ -335,7 +336,7 @@ TEST_F(RedisTierTest, upkeep_says_nothing_to_the_server_once_the_tier_closes) {
 
 // ---- a server that fails
 
-TEST_F(RedisTierTest, a_full_server_refuses_writes_and_nothing_else_happens) {
+TEST_F(RedisTierTest, a_full_server_refuses_writes_only) {
   medium_.server.call({"CONFIG", "SET", "maxmemory", "3mb"});
   medium_.server.call({"CONFIG", "SET", "maxmemory-policy", "noeviction"});
   TierDriver user(open());
@@ -346,13 +347,13 @@ TEST_F(RedisTierTest, a_full_server_refuses_writes_and_nothing_else_happens) {
   EXPECT_GT(written, 2u);
   for (std::uint32_t i = 200; i < 220; ++i)
     EXPECT_EQ(user.write(i, {256 << 10}).kind(), StatusKind::kNoSpace);
-  EXPECT_TRUE(user.tier().stats().writable) << "its own bound is no failure";
+  EXPECT_TRUE(user.tier().stats().writable) << "its own bound is not a failure";
   EXPECT_TRUE(user.read(0, {256 << 10}));
   medium_.lose(key_of(0));
   EXPECT_TRUE(user.write(300));
 }
 
-TEST_F(RedisTierTest, a_server_that_evicts_stays_below_its_bound_and_what_it_dropped_is_a_miss) {
+TEST_F(RedisTierTest, evicted_records_of_a_bounded_server_are_misses) {
   medium_.server.call({"CONFIG", "SET", "maxmemory", "4mb"});
   medium_.server.call({"CONFIG", "SET", "maxmemory-policy", "allkeys-lru"});
   TierDriver user(open());
@@ -369,8 +370,7 @@ TEST_F(RedisTierTest, a_server_that_evicts_stays_below_its_bound_and_what_it_dro
   EXPECT_TRUE(user.tier().stats().readable);
 }
 
-TEST_F(RedisTierTest,
-       a_value_that_is_cut_in_the_middle_is_a_failure_and_the_next_read_is_on_another_connection) {
+TEST_F(RedisTierTest, a_truncated_value_is_a_failure_and_the_next_read_uses_another_connection) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   for (const std::size_t after : {1u, 3u, 7u, 70u, 4100u, 12000u, 12296u}) {
@@ -379,22 +379,22 @@ TEST_F(RedisTierTest,
     medium_.proxy.faults.cut(Verb::kRead, 0);
     EXPECT_TRUE(user.read(1)) << after;
   }
-  EXPECT_EQ(medium_.server.keys().size(), 1u) << "no fault of the record";
+  EXPECT_EQ(medium_.server.keys().size(), 1u) << "the record is intact";
 }
 
-TEST_F(RedisTierTest, a_reply_that_comes_byte_by_byte_ends_with_the_deadline) {
+TEST_F(RedisTierTest, a_reply_that_arrives_byte_by_byte_ends_with_the_deadline) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   RedisTierOptions chosen = options();
   chosen.op_deadline = kShort;
   TierDriver user(make_redis_tier(chosen));
   ASSERT_TRUE(eventually(user, [&] { return user.tier().stats().writable; }));
-  medium_.proxy.faults.trickle(Verb::kRead, true);  // 12 s in all
+  medium_.proxy.faults.trickle(Verb::kRead, true);  // 12 s in total
   EXPECT_EQ(user.read(1).kind(), StatusKind::kTimeout);
   medium_.proxy.faults.trickle(Verb::kRead, false);
   EXPECT_TRUE(user.until([&] { return user.read(1).is_ok(); }));
 }
 
-TEST_F(RedisTierTest, a_server_that_is_stopped_costs_each_op_a_deadline_and_then_none) {
+TEST_F(RedisTierTest, a_stopped_server_costs_each_op_in_flight_a_deadline_and_later_ops_none) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   RedisTierOptions chosen = options();
   chosen.op_deadline = kShort;
@@ -412,7 +412,7 @@ TEST_F(RedisTierTest, a_server_that_is_stopped_costs_each_op_a_deadline_and_then
   EXPECT_TRUE(user.until([&] { return restored_read(user, 1).is_ok(); }));
 }
 
-TEST_F(RedisTierTest, a_server_that_was_killed_and_is_back_empty_is_used_again) {
+TEST_F(RedisTierTest, a_server_that_was_killed_and_returns_empty_is_used_again) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   medium_.server.kill();
@@ -423,15 +423,15 @@ TEST_F(RedisTierTest, a_server_that_was_killed_and_is_back_empty_is_used_again) 
   EXPECT_EQ(user.removed(TierRemoval::Reason::kVanished), 1u);
   ASSERT_TRUE(user.write(1));
   EXPECT_TRUE(user.read(1));
-  // Before another starts: who finds no epoch makes one.
+  // This must happen before another engine starts: an engine that finds no epoch creates one.
   ASSERT_TRUE(eventually(user, [&] {
     return medium_.server.call({"KEYS", "*:epoch"}).integer == 1;
-  })) << "the epoch is put back";
+  })) << "the epoch was not written back";
   TierDriver next(open());
   EXPECT_TRUE(eventually(next, [&] { return next.has(1); }));
 }
 
-TEST_F(RedisTierTest, one_that_starts_before_its_server_is_empty_until_it_answers) {
+TEST_F(RedisTierTest, a_tier_that_starts_before_its_server_is_empty_until_the_server_answers) {
   medium_.server.kill();
   TierDriver user(open());
   EXPECT_FALSE(user.has(1));
@@ -441,10 +441,10 @@ TEST_F(RedisTierTest, one_that_starts_before_its_server_is_empty_until_it_answer
   EXPECT_TRUE(eventually(user, [&] { return user.tier().stats().writable; }));
   ASSERT_TRUE(user.write(1));
   EXPECT_TRUE(user.read(1));
-  EXPECT_TRUE(TierDriver(open()).has(1)) << "it shares what it writes";
+  EXPECT_TRUE(TierDriver(open()).has(1)) << "it shares its records";
 }
 
-TEST_F(RedisTierTest, a_connection_that_the_server_closed_while_idle_is_no_failure) {
+TEST_F(RedisTierTest, an_idle_connection_that_the_server_closed_is_not_a_failure) {
   RedisTierOptions chosen = options();
   chosen.server = medium_.server.address();
   TierDriver user(make_redis_tier(chosen));
@@ -453,7 +453,7 @@ TEST_F(RedisTierTest, a_connection_that_the_server_closed_while_idle_is_no_failu
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_F(RedisTierTest, a_read_only_replica_is_read_and_says_why_it_is_not_written) {
+TEST_F(RedisTierTest, a_read_only_replica_serves_reads_and_names_the_cause_for_writes) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   medium_.server.call({"CONFIG", "SET", "replica-serve-stale-data", "yes"});
@@ -464,7 +464,7 @@ TEST_F(RedisTierTest, a_read_only_replica_is_read_and_says_why_it_is_not_written
   EXPECT_NE(status.message().find("read-only replica"), std::string::npos) << status.to_string();
 }
 
-// ---- who is let in
+// ---- authentication
 
 std::string text_of(const std::string& path) {
   std::ostringstream text;
@@ -472,7 +472,7 @@ std::string text_of(const std::string& path) {
   return text.str();
 }
 
-// What opening says when it is refused.
+// Returns the error of a refused open.
 std::string refused(const RedisTierOptions& options) {
   try {
     (void)make_redis_tier(options);
@@ -482,7 +482,7 @@ std::string refused(const RedisTierOptions& options) {
   return {};
 }
 
-TEST_F(RedisTierTest, a_wrong_password_is_refused_at_start_in_one_sentence_without_it) {
+TEST_F(RedisTierTest, a_wrong_password_is_refused_at_start_and_not_printed) {
   medium_.server.call({"ACL", "SETUSER", "kv", "on", ">right-secret", "~*", "+@all"});
   medium_.server.call({"ACL", "SETUSER", "default", "off"});
   RedisTierOptions chosen = options();
@@ -500,7 +500,7 @@ TEST_F(RedisTierTest, a_wrong_password_is_refused_at_start_in_one_sentence_witho
   EXPECT_EQ(text_of(medium_.server.directory() + "/log").find("secret"), std::string::npos);
 }
 
-TEST_F(RedisTierTest, a_user_without_permissions_is_told_which_are_needed) {
+TEST_F(RedisTierTest, a_user_without_permissions_gets_a_list_of_the_needed_ones) {
   medium_.server.call({"ACL", "SETUSER", "kv", "on", ">x", "~*", "+ping", "+info"});
   RedisTierOptions chosen = options();
   chosen.server.user = "kv";
@@ -508,8 +508,8 @@ TEST_F(RedisTierTest, a_user_without_permissions_is_told_which_are_needed) {
   EXPECT_NE(refused(chosen).find("+exists"), std::string::npos) << refused(chosen);
 }
 
-// The list in the sentence is all that is needed, and no more.
-TEST_F(RedisTierTest, the_permissions_that_are_named_are_enough) {
+// The list in the message contains exactly the needed permissions.
+TEST_F(RedisTierTest, the_listed_permissions_are_sufficient) {
   medium_.server.call({"ACL",       "SETUSER", "kv",     "on",       ">x",      "~kv_offload:*", "+ping",
                        "+select",   "+info",   "+get",   "+set",     "+exists", "+expire",       "+del",
                        "+getrange", "+strlen", "+watch", "+unwatch", "+multi",  "+exec"});
@@ -527,8 +527,8 @@ TEST_F(RedisTierTest, the_permissions_that_are_named_are_enough) {
   EXPECT_FALSE(user.has(3));
 }
 
-// Behind a MULTI that is refused, DEL would be run at once, whatever lies there now.
-TEST_F(RedisTierTest, without_transactions_damage_is_found_and_stays) {
+// After a refused MULTI, DEL would run at once, whatever the record is by then.
+TEST_F(RedisTierTest, without_transactions_damage_is_detected_and_stays) {
   medium_.server.call({"ACL", "SETUSER", "kv", "on", ">x", "~*", "+@all", "-multi"});
   RedisTierOptions chosen = options();
   chosen.server.user = "kv";
@@ -543,14 +543,14 @@ TEST_F(RedisTierTest, without_transactions_damage_is_found_and_stays) {
   EXPECT_TRUE(user.write(3));
 }
 
-TEST_F(RedisTierTest, a_database_that_is_not_there_is_named) {
+TEST_F(RedisTierTest, a_missing_database_is_named_in_the_error) {
   RedisTierOptions chosen = options();
   chosen.server.database = 4000;
   EXPECT_NE(refused(chosen).find("no database 4000"), std::string::npos) << refused(chosen);
 }
 
-// It announces no address, so that what it says of itself means the socket that it was asked on.
-TEST(RedisOneNodeTest, a_cluster_of_one_node_behind_a_socket_is_used_once_it_has_its_slots) {
+// It announces no address, so its own address in the map means the socket that was used.
+TEST(RedisOneNodeTest, a_one_node_cluster_behind_a_socket_is_used_once_it_has_its_slots) {
   const RedisProcess node(
       {"--port", "0", "--cluster-enabled", "yes", "--cluster-port", std::to_string(unused_port())});
   RedisTierOptions options;
@@ -567,7 +567,7 @@ TEST(RedisOneNodeTest, a_cluster_of_one_node_behind_a_socket_is_used_once_it_has
     return user.write(1).is_ok();
   }));
   EXPECT_TRUE(user.read(1));
-  // With the permissions that are named, and no more.
+  // With exactly the listed permissions.
   node.call({"ACL",       "SETUSER", "kv",     "on",       ">x",      "~kv_offload:*", "+ping",
              "+select",   "+info",   "+get",   "+set",     "+exists", "+expire",       "+del",
              "+getrange", "+strlen", "+watch", "+unwatch", "+multi",  "+exec",         "+cluster|slots",

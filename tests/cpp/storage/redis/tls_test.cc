@@ -1,4 +1,4 @@
-// TLS against a real server: who is trusted, and that what is not is refused.
+// TLS against a real server: trusted certificates are accepted, and all others are refused.
 #include "storage/redis/tls.h"
 
 #include <gtest/gtest.h>
@@ -40,7 +40,7 @@ class RedisTlsTest : public ::testing::Test {
         file(name, "key") + " -out " + file(name, "pem") + " " + options + " 2>/dev/null";
     ASSERT_EQ(std::system(command.c_str()), 0) << command;
   }
-  // Only `openssl ca` takes dates.
+  // Only `openssl ca` accepts dates.
   void make_expired(const std::string& name) const {
     std::ofstream(directory_ + "/ca.conf") << "[ca]\ndefault_ca=d\n[d]\ndatabase=" << directory_
                                            << "/index\nnew_certs_dir=" << directory_ << "\nrand_serial=yes\n"
@@ -92,7 +92,7 @@ class RedisTlsTest : public ::testing::Test {
   std::unique_ptr<RedisProcess> server_;
 };
 
-TEST_F(RedisTlsTest, records_of_any_size_come_back_whole) {
+TEST_F(RedisTlsTest, records_of_any_size_are_read_back) {
   TierDriver user(make_redis_tier(options()));
   for (const ShardSizes& sizes : {ShardSizes{300}, ShardSizes{3 << 20}, ShardSizes{5000, 0, 4096, 1}}) {
     const auto number = static_cast<std::uint32_t>(sizes.front());
@@ -106,19 +106,19 @@ TEST_F(RedisTlsTest, records_of_any_size_come_back_whole) {
   EXPECT_FALSE(later.has(4));
 }
 
-TEST_F(RedisTlsTest, a_certificate_that_nobody_vouches_for_is_refused) {
+TEST_F(RedisTlsTest, an_untrusted_certificate_is_refused) {
   EXPECT_NE(refused(options("other")).find("certificate is not trusted"), std::string::npos);
-  EXPECT_NE(refused(options("")).find("certificate is not trusted"), std::string::npos) << "the system's";
+  EXPECT_NE(refused(options("")).find("certificate is not trusted"), std::string::npos) << "system CAs";
 }
 
-TEST_F(RedisTlsTest, a_certificate_of_another_name_is_refused) {
+TEST_F(RedisTlsTest, a_certificate_with_another_name_is_refused) {
   certificate("named", "-days 1 -addext subjectAltName=DNS:somebody.else");
   start("named");
   EXPECT_NE(refused(options("named")).find("mismatch"), std::string::npos) << refused(options("named"));
 }
 
-// A node announces an address, and beside it the name that its certificate carries.
-TEST_F(RedisTlsTest, a_node_of_a_cluster_has_a_certificate_of_its_name_or_else_of_its_address) {
+// A node announces an address and the name in its certificate.
+TEST_F(RedisTlsTest, a_cluster_nodes_certificate_matches_its_name_or_else_its_address) {
   certificate("named", "-days 1 -addext subjectAltName=DNS:localhost");
   for (const bool announced : {true, false}) {
     std::vector<std::string> words{"--tls-cluster",         "yes",
@@ -129,7 +129,7 @@ TEST_F(RedisTlsTest, a_node_of_a_cluster_has_a_certificate_of_its_name_or_else_o
     start("named", words);
     server_->call({"CLUSTER", "ADDSLOTSRANGE", "0", "16383"});
     RedisTierOptions named = options("named");
-    named.server.host = "localhost";  // the seed's own name is its certificate's
+    named.server.host = "localhost";  // the certificate has the seed's own name
     redis::Cluster cluster({named.server});
     const redis::Deadline until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     bool refused = false;
@@ -144,17 +144,17 @@ TEST_F(RedisTlsTest, a_node_of_a_cluster_has_a_certificate_of_its_name_or_else_o
   }
 }
 
-TEST_F(RedisTlsTest, a_certificate_that_expired_is_refused) {
+TEST_F(RedisTlsTest, an_expired_certificate_is_refused) {
   make_expired("old");
   start("old");
   EXPECT_NE(refused(options("old")).find("expired"), std::string::npos) << refused(options("old"));
 }
 
-TEST_F(RedisTlsTest, a_ca_file_that_is_none_is_named) {
+TEST_F(RedisTlsTest, an_invalid_ca_file_is_named_in_the_error) {
   EXPECT_NE(refused(options("nothing")).find("nothing.pem"), std::string::npos);
 }
 
-TEST_F(RedisTlsTest, a_server_that_goes_away_is_a_failure_and_no_signal) {
+TEST_F(RedisTlsTest, a_server_that_disappears_is_a_failure_and_sends_no_signal) {
   TierDriver user(make_redis_tier(options()));
   ASSERT_TRUE(user.write(1));
   server_->kill();

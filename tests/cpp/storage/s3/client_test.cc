@@ -1,4 +1,4 @@
-// Keys that are replaced while a client is used, and signals.
+// Credentials that are replaced while a client is in use, and signals.
 #include "storage/s3/client.h"
 
 #include <gtest/gtest.h>
@@ -53,8 +53,9 @@ std::string blocked_signals_of(pid_t thread) {
   return {};
 }
 
-// A libcurl before 7.87 writes TLS by write(2); the server here speaks none, so that the mask is looked at.
-TEST_F(S3ClientTest, a_store_that_closes_sends_no_signal_to_who_asks_it) {
+// libcurl before 7.87 writes TLS with write(2). The server here has no TLS, so the test checks the signal
+// mask.
+TEST_F(S3ClientTest, a_store_that_closes_the_connection_sends_no_signal_to_the_caller) {
   using Verb = S3Server::Verb;
   server_.faults.block(Verb::kOther);
   Client client(bucket());
@@ -73,7 +74,7 @@ TEST_F(S3ClientTest, a_store_that_closes_sends_no_signal_to_who_asks_it) {
   constexpr std::uint64_t kPipe = std::uint64_t{1} << (SIGPIPE - 1);
   ASSERT_FALSE(during.empty() || after.empty());
   EXPECT_NE(std::stoull(during, nullptr, 16) & kPipe, 0u);
-  EXPECT_EQ(std::stoull(after, nullptr, 16) & kPipe, 0u) << "it is as it was";
+  EXPECT_EQ(std::stoull(after, nullptr, 16) & kPipe, 0u) << "the mask was restored";
 }
 
 TEST_F(S3ClientTest, the_next_request_is_signed_with_the_newest_keys) {
@@ -88,13 +89,13 @@ TEST_F(S3ClientTest, the_next_request_is_signed_with_the_newest_keys) {
   EXPECT_EQ(token(), "new");
   first.newer_keys->set({first.access_key, S3Server::kSecret, ""});
   EXPECT_EQ(status_of(&client), 200) << "on the same connection";
-  EXPECT_EQ(token(), "") << "none is left of what was replaced";
+  EXPECT_EQ(token(), "") << "no part of the replaced keys remains";
   first.newer_keys->set({first.access_key, "of-tomorrow", ""});
   EXPECT_EQ(status_of(&client), 403);
   EXPECT_EQ(server_.connections(), 1);
 }
 
-TEST_F(S3ClientTest, what_the_store_says_of_the_bucket_is_text_of_a_bounded_length) {
+TEST_F(S3ClientTest, answers_about_the_bucket_are_bounded_text) {
   server_.set("?lifecycle=", "<LifecycleConfiguration/>");
   EXPECT_EQ(ask_bucket(bucket(), "lifecycle=", std::chrono::seconds(240)).text, "<LifecycleConfiguration/>");
   const Answer missing = ask_bucket(bucket(), "versioning=", std::chrono::seconds(240));
@@ -107,12 +108,12 @@ TEST_F(S3ClientTest, what_the_store_says_of_the_bucket_is_text_of_a_bounded_leng
   EXPECT_THROW((void)ask_bucket(bucket(), "lifecycle=", std::chrono::seconds(240)), ResourceError);
 }
 
-TEST_F(S3ClientTest, keys_are_replaced_whole_while_others_sign_with_them) {
+TEST_F(S3ClientTest, keys_are_replaced_atomically_while_other_threads_sign) {
   const Bucket first = bucket();
   Client client(first);
   std::thread renews([&] {
     for (int i = 0; i < 100; ++i) {
-      // Of two kinds: one without a token, and longer than what it replaces.
+      // Alternates two kinds: one without a token, and one that is longer than the replaced one.
       first.newer_keys->set({first.access_key, i % 2 == 0 ? S3Server::kSecret : std::string(1000, 'x'),
                              i % 2 == 0 ? "" : "token"});
     }

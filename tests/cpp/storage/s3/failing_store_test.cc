@@ -1,4 +1,4 @@
-// Stores that are overloaded, fail, hang or refuse, and what the s3 tier makes of it.
+// Stores that are overloaded, fail, hang or refuse, and the reaction of the s3 tier.
 #include "storage/s3/store.h"
 
 #include <gtest/gtest.h>
@@ -20,12 +20,12 @@ using Verb = S3Server::Verb;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// An op_deadline that a test waits for; and where it bounds what is to succeed as well.
+// kShort: an op_deadline that a test waits for. kOfTier: one that also bounds ops that must succeed.
 constexpr Nanos kShort{milliseconds(200)}, kOfTier{seconds(2)};
 
-// ---- a store that is overloaded, fails, hangs
+// ---- overload, failures, hangs
 
-TEST_F(S3TierTest, a_store_that_is_overloaded_is_asked_again_with_pauses_that_grow) {
+TEST_F(S3TierTest, an_overloaded_store_is_asked_again_with_growing_pauses) {
   s3::S3Store store(options());
   server_.answer(Verb::kWrite, error_of("503 Slow Down", "SlowDown"), 3);
   EXPECT_TRUE(write(store, 1));
@@ -38,13 +38,13 @@ TEST_F(S3TierTest, a_store_that_is_overloaded_is_asked_again_with_pauses_that_gr
   EXPECT_TRUE(read(store, 1));
   const std::string page(1 << 20, '<');
   server_.answer(Verb::kRead, "HTTP/1.1 503 Busy\r\nConnection: close\r\n\r\n" + page, 1);
-  EXPECT_TRUE(read(store, 1)) << "however much it says";
+  EXPECT_TRUE(read(store, 1)) << "regardless of the length of its answer";
   server_.answer(Verb::kRead, error_of("503 Slow Down", "SlowDown"), kAlways);
   EXPECT_EQ(read(store, 1).kind(), StatusKind::kIo);
   EXPECT_EQ(server_.faults.seen(Verb::kRead), 4u + 5u) << "and no more";
 }
 
-TEST_F(S3TierTest, the_store_says_when_to_ask_again_and_a_deadline_goes_before_it) {
+TEST_F(S3TierTest, retry_after_is_respected_up_to_the_deadline) {
   s3::S3Store store(options());
   server_.answer(Verb::kWrite, error_of("503 Slow Down", "SlowDown", "Retry-After: 3\r\n"), 1);
   EXPECT_TRUE(write(store, 1));
@@ -55,10 +55,10 @@ TEST_F(S3TierTest, the_store_says_when_to_ask_again_and_a_deadline_goes_before_i
   EXPECT_EQ(pauses_.size(), 1u);
 }
 
-TEST_F(S3TierTest, a_store_that_does_not_answer_costs_a_deadline) {
+TEST_F(S3TierTest, a_store_that_does_not_answer_costs_one_deadline) {
   S3TierOptions chosen = options();
   chosen.op_deadline = kShort;
-  s3::S3Store patient(options()), store(chosen);  // which may be too late already for its epoch
+  s3::S3Store patient(options()), store(chosen);  // this one may be too late for its epoch already
   Row row({8192});
   row.fill(1);
   std::uint64_t moved = 0;
@@ -69,22 +69,22 @@ TEST_F(S3TierTest, a_store_that_does_not_answer_costs_a_deadline) {
   EXPECT_TRUE(write(patient, 1));
 }
 
-TEST_F(S3TierTest, an_answer_that_comes_byte_by_byte_ends_with_the_deadline) {
+TEST_F(S3TierTest, an_answer_that_arrives_byte_by_byte_ends_with_the_deadline) {
   S3TierOptions chosen = options();
   chosen.op_deadline = kShort;
   s3::S3Store patient(options()), store(chosen);
   ASSERT_TRUE(write(patient, 1));
   Row row({8192});
   std::uint64_t moved = 0;
-  server_.faults.trickle(Verb::kRead, true);  // 12 s in all
+  server_.faults.trickle(Verb::kRead, true);  // 12 s in total
   const Status status = store.read(op_of(OpKind::kRead, 1, row), patient.epoch(), &moved);
   EXPECT_EQ(status.kind(), StatusKind::kTimeout) << status.to_string();
   EXPECT_EQ(moved, 0u);
   server_.faults.trickle(Verb::kRead, false);
-  EXPECT_TRUE(read(patient, 1)) << "no fault of the record";
+  EXPECT_TRUE(read(patient, 1)) << "the record is intact";
 }
 
-TEST_F(S3TierTest, a_store_that_was_killed_and_is_back_empty_is_used_again) {
+TEST_F(S3TierTest, a_store_that_was_killed_and_returns_empty_is_used_again) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1));
   server_.kill();
@@ -97,7 +97,7 @@ TEST_F(S3TierTest, a_store_that_was_killed_and_is_back_empty_is_used_again) {
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_F(S3TierTest, a_store_that_stands_still_costs_each_op_a_deadline_and_then_none) {
+TEST_F(S3TierTest, a_stopped_store_costs_each_op_in_flight_a_deadline_and_later_ops_none) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   S3TierOptions chosen = options();
   chosen.op_deadline = kOfTier;
@@ -121,7 +121,7 @@ TEST_F(S3TierTest, a_store_that_stands_still_costs_each_op_a_deadline_and_then_n
   EXPECT_TRUE(later([&] { return user.read(1).is_ok(); }));
 }
 
-TEST_F(S3TierTest, a_connection_that_the_store_closed_while_it_was_idle_is_made_anew) {
+TEST_F(S3TierTest, an_idle_connection_that_the_store_closed_is_opened_again) {
   s3::S3Store store(options());
   server_.answer_after(Verb::kWrite, "HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", 1);  // and closes
   ASSERT_TRUE(write(store, 1));
@@ -129,7 +129,7 @@ TEST_F(S3TierTest, a_connection_that_the_store_closed_while_it_was_idle_is_made_
   EXPECT_TRUE(write(store, 2));
 }
 
-TEST_F(S3TierTest, one_that_starts_before_its_store_uses_it_as_soon_as_it_answers) {
+TEST_F(S3TierTest, a_tier_that_starts_before_its_store_works_as_soon_as_the_store_answers) {
   server_.faults.fail(Verb::kEpoch, true);
   TierDriver user(open());
   EXPECT_FALSE(user.tier().stats().writable);
@@ -142,9 +142,9 @@ TEST_F(S3TierTest, one_that_starts_before_its_store_uses_it_as_soon_as_it_answer
   EXPECT_TRUE(user.write(1));
 }
 
-// ---- what it refuses
+// ---- refusals
 
-TEST_F(S3TierTest, what_waiting_does_not_change_refuses_the_start_in_a_sentence_of_its_own) {
+TEST_F(S3TierTest, permanent_refusals_fail_the_open_with_a_specific_message) {
   const std::pair<std::string, std::string> cases[] = {
       {error_of("403 Forbidden", "AccessDenied"), "s3:ListBucket"},
       {error_of("403 Forbidden", "InvalidAccessKeyId"), "does not know the access key"},
@@ -164,7 +164,7 @@ TEST_F(S3TierTest, what_waiting_does_not_change_refuses_the_start_in_a_sentence_
     EXPECT_EQ(said.find(S3Server::kSecret), said.npos) << said;
   }
   server_.answer(Verb::kEpoch, error_of("503 Slow Down", "SlowDown"), kAlways);
-  EXPECT_NO_THROW((void)open()) << "it may pass";
+  EXPECT_NO_THROW((void)open()) << "it may be temporary";
   for (const auto& [status, code] :
        {std::pair("403 Forbidden", "QuotaExceeded"), std::pair("400 Bad Request", "RequestTimeout"),
         std::pair("400 Bad Request", "Throttling")}) {
@@ -187,8 +187,8 @@ TEST_F(S3TierTest, a_wrong_secret_or_region_is_refused_and_a_session_token_is_si
   EXPECT_EQ(server_.wrong_signatures(), 2u);
 }
 
-// An answer to HEAD has no body, and so no code.
-TEST_F(S3TierTest, a_refusal_without_a_code_names_what_it_may_be) {
+// An answer to HEAD has no body, and therefore no error code.
+TEST_F(S3TierTest, a_refusal_without_a_code_names_possible_causes) {
   s3::S3Store store(options());
   for (const auto& [status, sentence] : {std::pair("403 Forbidden", "the keys are wrong or have expired"),
                                          std::pair("400 Bad Request", "credentials may have expired")}) {
@@ -198,7 +198,7 @@ TEST_F(S3TierTest, a_refusal_without_a_code_names_what_it_may_be) {
   }
 }
 
-TEST_F(S3TierTest, a_bucket_that_is_gone_is_no_miss_and_one_that_is_full_no_fault_of_the_device) {
+TEST_F(S3TierTest, a_missing_bucket_is_not_a_miss_and_a_full_one_is_not_a_device_failure) {
   s3::S3Store store(options());
   server_.answer(Verb::kRead, error_of("404 Not Found", "NoSuchBucket"), 1);
   EXPECT_EQ(read(store, 1).kind(), StatusKind::kIo);

@@ -1,4 +1,4 @@
-// What is declared of libcurl is what its header says, and a libcurl that will not do is told.
+// Our declarations of libcurl agree with its header, and an unusable libcurl is reported.
 #include "storage/s3/libcurl.h"
 
 #include <gmock/gmock.h>
@@ -58,37 +58,37 @@ static_assert(sizeof(Address) == sizeof(curl_sockaddr) &&
               offsetof(Address, address) == offsetof(curl_sockaddr, addr));
 #endif
 
-TEST(LibcurlTest, the_one_of_this_process_is_loaded_once) {
+TEST(LibcurlTest, the_libcurl_of_this_process_is_loaded_once) {
   const Loaded& found = loaded();
   EXPECT_EQ(found.problem, "");
   EXPECT_THAT(found.version, HasSubstr("libcurl"));
   EXPECT_EQ(&loaded(), &found);
 }
 
-TEST(LibcurlTest, the_first_that_is_there_is_taken) {
+TEST(LibcurlTest, the_first_available_library_is_used) {
   const Loaded found = load({"libcurl-nowhere.so.4", "libcurl.so.4", "libcurl-nowhere-else.so.4"});
   EXPECT_EQ(found.problem, "");
   EXPECT_THAT(found.version, AllOf(HasSubstr(" (/"), HasSubstr("/libcurl.so.4"))) << "the file";
 }
 
-TEST(LibcurlTest, after_one_that_will_not_do_comes_the_next) {
+TEST(LibcurlTest, the_next_library_is_tried_after_an_unusable_one) {
   EXPECT_EQ(load({"libm.so.6", "libcurl.so.4"}).problem, "");
   EXPECT_THAT(load({"libm.so.6", "libcurl-nowhere.so.4"}).problem,
               AllOf(HasSubstr("libm.so.6 is no libcurl; libcurl-nowhere.so.4: cannot open")));
 }
 
-TEST(LibcurlTest, without_one_it_says_what_was_tried_and_what_to_install) {
+TEST(LibcurlTest, without_a_library_the_error_lists_the_attempts_and_what_to_install) {
   EXPECT_THAT(load({"libcurl-nowhere.so.4", "libcurl-nowhere-else.so.4"}).problem,
               AllOf(HasSubstr("libcurl-nowhere.so.4: cannot open"), HasSubstr("libcurl-nowhere-else.so.4"),
                     HasSubstr("apt install libcurl4"), HasSubstr("dnf install libcurl"),
                     HasSubstr("KV_OFFLOAD_LIBCURL")));
 }
 
-TEST(LibcurlTest, what_is_no_libcurl_is_told_apart) {
+TEST(LibcurlTest, another_library_is_distinguished) {
   EXPECT_THAT(load({"libm.so.6"}).problem, HasSubstr("libm.so.6 is no libcurl"));
 }
 
-TEST(LibcurlTest, one_that_is_too_old_or_has_no_tls_is_refused) {
+TEST(LibcurlTest, a_library_that_is_too_old_or_lacks_tls_is_refused) {
   EXPECT_EQ(problem_of({0, "7.61.1", 0x073d01, "", kWithTls}, "x.so"), "");
   EXPECT_THAT(problem_of({0, "7.60.0", 0x073c00, "", kWithTls}, "x.so"),
               HasSubstr("x.so is 7.60.0, which is too old"));

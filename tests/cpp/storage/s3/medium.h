@@ -1,4 +1,4 @@
-// The s3 tier's medium for the tests that all kinds of tiers pass: a small store of the tests.
+// The medium of the s3 tier, for the tests that all tier kinds pass: the tests' own small store.
 #pragma once
 
 #include <fmt/format.h>
@@ -31,7 +31,7 @@ class S3Medium final : public RemoteMedium {
     return make_s3_tier(options(pooled));
   }
 
-  // The name of the record of this key; of the only one, whatever its epoch.
+  // Returns the name of the only record of this key, whatever its epoch.
   std::string name_of(const ChunkKey& key) const {
     for (const std::string& name : server.keys()) {
       if (name.ends_with("/" + key.hex())) return name;
@@ -92,7 +92,7 @@ class S3Medium final : public RemoteMedium {
     return fmt::format("HTTP/1.1 {}\r\nContent-Length: {}\r\n\r\n{}", status, body.size(), body);
   }
 
-  const std::shared_ptr<int> held_ = std::make_shared<int>();  // by each store
+  const std::shared_ptr<int> held_ = std::make_shared<int>();  // each open store holds a reference
 };
 
 }  // namespace kv_offload::testing

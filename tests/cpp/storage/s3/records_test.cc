@@ -1,4 +1,4 @@
-// Records of a bucket looked after from outside: lists, what others write meanwhile, and stores that lie.
+// Administration of a bucket's records from outside: listings, concurrent writes, and stores that misbehave.
 #include "storage/s3/records.h"
 
 #include <gtest/gtest.h>
@@ -72,7 +72,7 @@ class S3RecordsTest : public S3TierTest {
   }
 };
 
-TEST_F(S3RecordsTest, all_are_listed_in_pages_of_any_size) {
+TEST_F(S3RecordsTest, all_records_are_listed_in_pages_of_any_size) {
   server_.set("kv_offload2/" + std::string(64, 'a') + "/epoch", "x");
   server_.set("kv_offload/no record & <\xff>", "x");
   for (const bool plain : {false, true}) {
@@ -93,7 +93,7 @@ TEST_F(S3RecordsTest, all_are_listed_in_pages_of_any_size) {
   EXPECT_TRUE(all_of(*opened(), std::string(64, '2')).empty());
 }
 
-TEST_F(S3RecordsTest, a_name_that_is_no_record_comes_as_it_is) {
+TEST_F(S3RecordsTest, a_name_that_is_not_a_record_is_listed_unchanged) {
   const std::string name = "kv_offload/no record+100% & <\xff>";
   server_.set(name, "x");
   for (const bool plain : {false, true}) {
@@ -106,7 +106,7 @@ TEST_F(S3RecordsTest, a_name_that_is_no_record_comes_as_it_is) {
   }
 }
 
-TEST_F(S3RecordsTest, damage_is_found_and_removed_only_if_it_is_still_there) {
+TEST_F(S3RecordsTest, damage_is_detected_and_removed_only_if_unchanged) {
   const auto records = opened();
   const RemoteRecord record = record_of(1);
   const std::string whole = server_.get(record.name);
@@ -117,7 +117,7 @@ TEST_F(S3RecordsTest, damage_is_found_and_removed_only_if_it_is_still_there) {
   EXPECT_EQ(records->verify(record, false, &removed).kind(), StatusKind::kCorrupt);
   EXPECT_TRUE(server_.has(record.name));
 
-  server_.faults.block(Verb::kRemove);  // the damaged one was read
+  server_.faults.block(Verb::kRemove);  // the damaged record was read
   Status status;
   std::thread looker([&] { status = records->verify(record, true, &removed); });
   server_.faults.wait_for_blocked(1);
@@ -135,7 +135,7 @@ TEST_F(S3RecordsTest, damage_is_found_and_removed_only_if_it_is_still_there) {
   EXPECT_EQ(records->verify(record, true, &removed).kind(), StatusKind::kNotFound);
 }
 
-TEST_F(S3RecordsTest, a_store_that_removes_whatever_is_there_is_told_and_nothing_removed) {
+TEST_F(S3RecordsTest, nothing_is_removed_from_a_store_that_ignores_conditions) {
   server_.ignore_conditions(true);
   medium_.damage(key_of(1));
   const RemoteRecord record = record_of(1);
@@ -150,7 +150,7 @@ TEST_F(S3RecordsTest, a_store_that_removes_whatever_is_there_is_told_and_nothing
 
 TEST_F(S3RecordsTest, a_huge_object_is_not_read_to_its_end) {
   const RemoteRecord record = record_of(1);
-  // Of 1 TiB the first bytes are sent; who wants more finds the answer cut.
+  // The store sends the first bytes of 1 TiB; a reader that wants more finds a truncated answer.
   for (const std::string& start :
        {std::string(kRecordHeaderBytes, 'x'), server_.get(record.name) + std::string(1, 'x')}) {
     server_.answer(Verb::kRead,
@@ -162,14 +162,14 @@ TEST_F(S3RecordsTest, a_huge_object_is_not_read_to_its_end) {
   }
 }
 
-TEST_F(S3RecordsTest, what_went_before_it_was_removed_is_no_damage) {
+TEST_F(S3RecordsTest, a_record_that_vanished_before_its_removal_is_not_damage) {
   const auto records = opened();
   const RemoteRecord record = record_of(1), before = record_of(2);
   medium_.damage(key_of(1));
   medium_.damage(key_of(2));
   bool removed = false;
   EXPECT_EQ(records->verify(before, true, &removed).kind(), StatusKind::kCorrupt);
-  EXPECT_TRUE(removed) << "it is known that the store knows conditions";
+  EXPECT_TRUE(removed) << "the store is known to support conditions";
   server_.faults.block(Verb::kRemove);
   Status status;
   std::thread looker([&] { status = records->verify(record, true, &removed); });
@@ -182,7 +182,7 @@ TEST_F(S3RecordsTest, what_went_before_it_was_removed_is_no_damage) {
   EXPECT_EQ(status.kind(), StatusKind::kNotFound) << status.to_string();
 }
 
-TEST_F(S3RecordsTest, what_became_of_a_removal_is_said_as_far_as_it_is_known) {
+TEST_F(S3RecordsTest, the_outcome_of_a_removal_is_reported_as_far_as_it_is_known) {
   const RemoteRecord record = record_of(1);
   medium_.damage(key_of(1));
   const auto records = opened();
@@ -221,7 +221,7 @@ TEST_F(S3RecordsTest, a_record_of_a_later_release_stays) {
   EXPECT_EQ(server_.get(record.name), later);
 }
 
-TEST_F(S3RecordsTest, an_answer_that_was_cut_is_no_damage) {
+TEST_F(S3RecordsTest, a_truncated_answer_is_not_damage) {
   const RemoteRecord record = record_of(1);
   server_.faults.cut(Verb::kRead, 6000);
   bool removed = false;
@@ -233,7 +233,7 @@ TEST_F(S3RecordsTest, an_answer_that_was_cut_is_no_damage) {
   EXPECT_TRUE(server_.has(record.name));
 }
 
-TEST_F(S3RecordsTest, what_is_removed_is_counted_and_versions_are_told) {
+TEST_F(S3RecordsTest, removals_are_counted_and_kept_versions_are_reported) {
   const auto records = opened();
   std::vector<RemoteRecord> found = all_of(*records);
   RemoteRemoved total;
@@ -251,7 +251,7 @@ TEST_F(S3RecordsTest, what_is_removed_is_counted_and_versions_are_told) {
   EXPECT_EQ(server_.keys().size(), 2u);
 }
 
-TEST_F(S3RecordsTest, lists_that_cannot_be_believed_are_refused) {
+TEST_F(S3RecordsTest, invalid_listings_are_refused) {
   const std::string object = "<Contents><Key>kv_offload/a</Key><Size>1</Size></Contents>";
   const std::string more = "<IsTruncated>true</IsTruncated>", whole = "<IsTruncated>false</IsTruncated>";
   for (const std::string& body :
@@ -289,7 +289,7 @@ TEST_F(S3RecordsTest, lists_that_cannot_be_believed_are_refused) {
   }
 }
 
-TEST_F(S3RecordsTest, a_list_that_goes_in_circles_ends) {
+TEST_F(S3RecordsTest, a_circular_listing_ends) {
   server_.answer(
       Verb::kList,
       ok_of(list_of("<IsTruncated>true</IsTruncated><NextContinuationToken>t</NextContinuationToken>")),
@@ -301,7 +301,7 @@ TEST_F(S3RecordsTest, a_list_that_goes_in_circles_ends) {
   EXPECT_EQ(records->list("", "t", true, &page).kind(), StatusKind::kIo);
 }
 
-TEST(S3ListTest, text_and_times_are_read_as_they_are_meant) {
+TEST(S3ListTest, text_and_times_are_parsed_correctly) {
   s3::ListPage page;
   ASSERT_TRUE(s3::parse_list(
       list_of("<Contents><Key>a&amp;&#233;&#x20AC;&lt;/Key&gt;</Key><LastModified>1970-01-02T00:00:01Z"
@@ -313,7 +313,7 @@ TEST(S3ListTest, text_and_times_are_read_as_they_are_meant) {
   EXPECT_EQ(page.objects[0].key, "a&\u00e9\u20ac</Key>");
   EXPECT_EQ(page.objects[0].bytes, UINT64_MAX);
   EXPECT_EQ(page.objects[0].modified_unix_nanos, 86'401'000'000'000);
-  EXPECT_EQ(page.objects[1].key, "b%2F+") << "not said to be encoded";
+  EXPECT_EQ(page.objects[1].key, "b%2F+") << "not marked as encoded";
   EXPECT_EQ(page.objects[1].modified_unix_nanos, 0) << "no such month";
   EXPECT_TRUE(page.next.empty());
   EXPECT_EQ(s3::percent_encoded("a/b c\xff~"), "a%2Fb%20c%FF~");

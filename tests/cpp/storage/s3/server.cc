@@ -32,7 +32,7 @@ std::string hmac(std::string_view key, std::string_view text) {
   return {reinterpret_cast<char*>(sum), length};
 }
 
-// "AWS4-HMAC-SHA256 Credential=..., SignedHeaders=..., Signature=..."
+// Parses "AWS4-HMAC-SHA256 Credential=..., SignedHeaders=..., Signature=...".
 std::string part_of(const std::string& authorization, const std::string& name) {
   const std::size_t at = authorization.find(name + "=");
   if (at == std::string::npos) return {};
@@ -57,16 +57,16 @@ bool is_signed(const S3Message& message) {
   for (std::size_t at = 0; at <= names.size();) {
     const std::size_t end = std::min(names.find(';', at), names.size());
     const std::string name = names.substr(at, end - at);
-    if (!message.headers.contains(name)) return false;  // signed, and not sent
+    if (!message.headers.contains(name)) return false;  // signed, but not sent
     seen.insert(name);
     canonical += name + ":" + value(name) + "\n";
     at = end + 1;
   }
-  for (const auto& [name, unused] : message.headers) {  // those that S3 wants signed
+  for (const auto& [name, unused] : message.headers) {  // headers that S3 requires to be signed
     if ((name == "host" || name.starts_with("x-amz-")) && !seen.contains(name)) return false;
   }
   canonical += fmt::format("\n{}\n{}", names, sum);
-  if (sum != hex(sha256(message.body))) return false;  // without TLS
+  if (sum != hex(sha256(message.body))) return false;  // required without TLS
   const std::string text = fmt::format("AWS4-HMAC-SHA256\n{}\n{}\n{}", when, scope, hex(sha256(canonical)));
   std::string key = hmac(std::string("AWS4") + S3Server::kSecret, when.substr(0, 8));
   for (const std::string_view step : {kRegion, std::string_view("s3"), std::string_view("aws4_request")}) {
@@ -125,7 +125,7 @@ std::optional<S3Message> next_message(int fd, std::string* buffer) {
     message.headers[lower(head.substr(at, colon - at))] = value;
     at = line_end + 2;
   }
-  // Who asks for "100 Continue" gets no answer before the body is here.
+  // A client that waits for "100 Continue" gets no answer before the body arrived.
   const auto length = message.headers.find("content-length");
   const std::size_t bytes = length == message.headers.end() ? 0 : std::stoull(length->second);
   while (buffer->size() < bytes) {
@@ -205,7 +205,7 @@ std::string S3Server::act(const S3Message& message) {
   }
   const std::string start = fmt::format("/{}/", kBucket);
   if (!message.path.starts_with(start)) return error("404 Not Found", "NoSuchBucket", head);
-  const std::string key = message.path.substr(start.size());  // with its query: such an object is the answer
+  const std::string key = message.path.substr(start.size());  // with its query: a test may store that object
   if (key.starts_with("?list-type=") || key.find("&list-type=2") != key.npos) return list(key);
   const std::string version = keeps_versions_ ? "x-amz-version-id: 3sL4kqtJlcpXroDTDmJ\r\n" : "";
   const auto found = objects_.find(key);
@@ -230,7 +230,7 @@ std::string S3Server::act(const S3Message& message) {
   return reply("200 OK", found->second, "ETag: " + etag(found->second) + "\r\n" + version, head);
 }
 
-// In order, from behind the token, which is the last name of the page before.
+// Lists in order, starting after the token, which is the last name of the previous page.
 std::string S3Server::list(std::string_view query) const {
   const auto given = [&](std::string_view name) {
     const std::size_t at = query.find(fmt::format("{}=", name));

@@ -1,5 +1,5 @@
-// A small S3 store of the tests: objects in memory, on a loopback port, which fails, hangs and lies where it
-// is told. It checks each request's signature (AWS SigV4) by code of its own.
+// A small S3 store for the tests: objects in memory, on a loopback port, with failures, hangs and wrong
+// answers as configured. It checks each request's signature (AWS SigV4) with its own code.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -34,24 +34,24 @@ class S3Server {
   S3Server& operator=(const S3Server&) = delete;
 
   s3::Bucket address() const;
-  void kill();   // connections end, and what was kept is gone
-  void start();  // again, at the address of before
+  void kill();   // ends all connections and drops all objects
+  void start();  // starts again at the previous address
   static constexpr const char* kSecret = "secret-never-shown";
 
   // ---- objects, without a request
-  std::vector<std::string> keys() const;  // of records
+  std::vector<std::string> keys() const;  // names of records
   std::string get(const std::string& key) const;
   void set(const std::string& key, const std::string& value);
   bool remove(const std::string& key);
   bool has(const std::string& key) const;
 
-  // ---- what happens to requests
+  // ---- faults of requests
   Faults<Verb> faults;
-  void answer(Verb verb, std::string text, int times = 1 << 30);  // these bytes, and nothing is done
-  void answer_after(Verb verb, std::string text, int times);  // it is done, and these bytes are the answer
+  void answer(Verb verb, std::string text, int times = 1 << 30);  // sends these bytes and executes nothing
+  void answer_after(Verb verb, std::string text, int times);  // executes the request and sends these bytes
   void ignore_conditions(bool ignored);
-  void keep_versions(bool kept);   // answers say so; older versions are not kept
-  void list_as_it_is(bool plain);  // names in lists are not encoded, whatever was asked for
+  void keep_versions(bool kept);   // answers report versions; older versions are not kept
+  void list_as_it_is(bool plain);  // listed names are not encoded, even on request
   int connections() const;
   std::size_t wrong_signatures() const;
   S3Message last(Verb verb) const;
@@ -64,9 +64,9 @@ class S3Server {
   };
   void serve(int client);
   bool answer_one(int client, const S3Message& message);
-  // Under the lock: what is answered, and does the connection go on.
+  // Returns the answer; *more: whether the connection continues. Caller must hold the lock.
   std::string answer_to(const S3Message& message, bool* more);
-  std::string act(const S3Message& message);  // under the lock
+  std::string act(const S3Message& message);  // caller must hold the lock
   std::string list(std::string_view query) const;
   static Verb verb_of(const S3Message& message);
 
@@ -77,7 +77,7 @@ class S3Server {
   std::map<Verb, S3Message> last_;
   std::size_t wrong_signatures_ = 0;
   bool ignores_conditions_ = false, keeps_versions_ = false, lists_plainly_ = false;
-  std::unique_ptr<Acceptor> acceptor_;  // last: its threads use the others; none: killed
+  std::unique_ptr<Acceptor> acceptor_;  // last: its threads use the others; null: killed
 };
 
 }  // namespace kv_offload::testing

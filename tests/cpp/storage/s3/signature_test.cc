@@ -1,4 +1,4 @@
-// Signatures against the examples of AWS:
+// Signatures of the examples of AWS:
 // https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html
 #include "storage/s3/signature.h"
 
@@ -22,7 +22,7 @@ std::string signature_of(std::string_view method, std::string_view path, std::st
   return text.substr(text.rfind('=') + 1);
 }
 
-TEST(S3SignatureTest, the_examples_of_aws_come_out) {
+TEST(S3SignatureTest, matches_the_examples_of_aws) {
   EXPECT_EQ(signature_of("GET", "/test.txt", "", kEmpty, {{"range", "bytes=0-9"}}),
             "f0e8bdb87c964420e857bd35b5d6ed310bd44f0170aba48dd91039c6036bdb41");
   const std::string_view text = "Welcome to Amazon S3.";
@@ -37,7 +37,7 @@ TEST(S3SignatureTest, the_examples_of_aws_come_out) {
             "34b48302e7b5fa45bde8084f4b7868a86f0a534bc59db6670ed5711ef69dc6f7");
 }
 
-TEST(S3SignatureTest, pieces_are_summed_up_as_one) {
+TEST(S3SignatureTest, the_hash_of_pieces_equals_the_hash_of_the_whole) {
   const std::string_view whole = "Welcome to Amazon S3.";
   const std::span<const std::byte> body = std::as_bytes(std::span(whole));
   const std::array<std::span<const std::byte>, 3> pieces{body.first(3), body.subspan(3, 0), body.subspan(3)};

@@ -1,4 +1,4 @@
-// What lies in a bucket, and what the s3 tier makes of it.
+// The objects in a bucket, and the s3 tier's handling of them.
 #include "storage/s3/store.h"
 
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ using Verb = S3Server::Verb;
 
 // ---- objects
 
-TEST_F(S3TierTest, a_record_lies_there_as_it_would_on_a_disk) {
+TEST_F(S3TierTest, a_record_is_stored_in_the_disk_format) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1, {5000, 0, 4096}));
   const std::string name = medium_.name_of(key_of(1));
@@ -34,7 +34,7 @@ TEST_F(S3TierTest, a_record_lies_there_as_it_would_on_a_disk) {
   EXPECT_FALSE(server_.last(Verb::kWrite).headers.contains("expect")) << "it would wait for an answer";
 }
 
-TEST_F(S3TierTest, large_records_and_many_shards_come_back_whole) {
+TEST_F(S3TierTest, large_records_and_many_shards_are_read_back) {
   TierDriver user(open());
   for (const ShardSizes& sizes : {ShardSizes{8 << 20}, ShardSizes(kMaxShards, 40000)}) {
     const auto number = static_cast<std::uint32_t>(sizes.size());
@@ -44,8 +44,8 @@ TEST_F(S3TierTest, large_records_and_many_shards_come_back_whole) {
   EXPECT_EQ(server_.wrong_signatures(), 0u);
 }
 
-// Each is a value that was never written under this key; none is read, each is removed.
-TEST_F(S3TierTest, an_object_that_is_no_record_of_this_key_is_damage) {
+// Each value was never written under this key. None is read; each is removed.
+TEST_F(S3TierTest, an_object_that_is_not_a_record_of_this_key_is_damage) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1) && user.write(2));
   const std::string name = medium_.name_of(key_of(1));
@@ -64,7 +64,7 @@ TEST_F(S3TierTest, an_object_that_is_no_record_of_this_key_is_damage) {
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_F(S3TierTest, what_pads_a_shard_is_verified_too) {
+TEST_F(S3TierTest, the_padding_of_a_shard_is_verified_too) {
   TierDriver user(open());
   ASSERT_TRUE(user.write(1, {5000}));
   const std::string name = medium_.name_of(key_of(1));
@@ -74,21 +74,21 @@ TEST_F(S3TierTest, what_pads_a_shard_is_verified_too) {
   EXPECT_EQ(user.read(1, {5000}).kind(), StatusKind::kCorrupt);
 }
 
-// No length is announced: what comes is counted, and never put behind the row.
-TEST_F(S3TierTest, a_body_that_announces_no_length_is_counted) {
+// Without an announced length, received bytes are counted and never written beyond the row.
+TEST_F(S3TierTest, a_body_without_an_announced_length_is_counted) {
   s3::S3Store store(options());
   ASSERT_TRUE(write(store, 1));
   const std::string whole = server_.get(medium_.name_of(key_of(1)));
   for (const auto& [body, kind] : {std::pair(whole + "x", StatusKind::kCorrupt),
                                    std::pair(whole + std::string(1 << 20, 'x'), StatusKind::kCorrupt),
-                                   std::pair(whole.substr(0, 5000), StatusKind::kIo)}) {  // or was it cut
+                                   std::pair(whole.substr(0, 5000), StatusKind::kIo)}) {  // or truncated
     server_.answer(Verb::kRead, "HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body, 1);
     EXPECT_EQ(read(store, 1).kind(), kind) << body.size();
   }
-  EXPECT_TRUE(read(store, 1)) << "what lies there has no such ETag";
+  EXPECT_TRUE(read(store, 1)) << "its ETag differs";
 }
 
-TEST_F(S3TierTest, an_answer_that_is_cut_is_a_failure_of_the_store_and_the_record_stays) {
+TEST_F(S3TierTest, a_truncated_answer_is_a_store_failure_and_the_record_stays) {
   s3::S3Store store(options());
   ASSERT_TRUE(write(store, 1));
   for (const std::size_t after : {1, 12, 60, 110, 200, 4200, 12000}) {
@@ -99,7 +99,7 @@ TEST_F(S3TierTest, an_answer_that_is_cut_is_a_failure_of_the_store_and_the_recor
   EXPECT_TRUE(read(store, 1));
 }
 
-TEST_F(S3TierTest, an_answer_without_sense_is_a_failure) {
+TEST_F(S3TierTest, an_invalid_answer_is_a_failure) {
   s3::S3Store store(options());
   ASSERT_TRUE(write(store, 1));
   const std::string whole = server_.get(medium_.name_of(key_of(1)));
@@ -113,9 +113,9 @@ TEST_F(S3TierTest, an_answer_without_sense_is_a_failure) {
   EXPECT_TRUE(read(store, 1));
 }
 
-// Or the request would be sent again, and a seal would vouch for parts of two bodies of which the row has
-// one.
-TEST_F(S3TierTest, what_stands_behind_a_body_does_not_make_another_answer_of_it) {
+// Otherwise the request would be sent again, and an authentication tag would cover parts of two bodies while
+// the row holds one of them.
+TEST_F(S3TierTest, bytes_after_a_body_do_not_change_the_answer) {
   for (const bool sealed : {false, true}) {
     S3TierOptions chosen = options();
     chosen.prefix = sealed ? "sealed" : "plain";
@@ -139,7 +139,7 @@ TEST_F(S3TierTest, what_stands_behind_a_body_does_not_make_another_answer_of_it)
   }
 }
 
-TEST_F(S3TierTest, where_nobody_else_writes_few_writes_ask_first) {
+TEST_F(S3TierTest, few_writes_check_first_where_nobody_else_writes) {
   s3::S3Store store(options());
   const auto questions = [&](std::uint32_t first, std::uint32_t writes) {
     const std::size_t before = server_.faults.seen(Verb::kLocate);
@@ -151,16 +151,16 @@ TEST_F(S3TierTest, where_nobody_else_writes_few_writes_ask_first) {
   for (std::uint32_t i = 0; i < AskFirst::kRun; ++i) EXPECT_TRUE(read(store, i));
   s3::S3Store other(options());
   for (std::uint32_t i = 0; i < AskFirst::kEvery; ++i) ASSERT_TRUE(write(other, 2000 + i));
-  questions(2000, AskFirst::kEvery);  // one of them finds what the other wrote
+  questions(2000, AskFirst::kEvery);  // one of them finds a record of the other
   EXPECT_EQ(questions(3000, AskFirst::kRun), AskFirst::kRun);
 }
 
-TEST_F(S3TierTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
+TEST_F(S3TierTest, a_record_that_replaced_a_damaged_one_stays) {
   s3::S3Store store(options());
   ASSERT_TRUE(write(store, 1));
   const std::string name = medium_.name_of(key_of(1)), whole = server_.get(name);
   medium_.damage(key_of(1));
-  server_.faults.block(Verb::kLocate);  // the damaged one was read
+  server_.faults.block(Verb::kLocate);  // the damaged record was read
   std::thread reader([&] { EXPECT_EQ(read(store, 1).kind(), StatusKind::kCorrupt); });
   server_.faults.wait_for_blocked(1);
   server_.set(name, whole);
@@ -168,7 +168,7 @@ TEST_F(S3TierTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
   reader.join();
   EXPECT_EQ(server_.get(name), whole);
   medium_.damage(key_of(1));
-  server_.faults.block(Verb::kRemove);  // and it was looked at
+  server_.faults.block(Verb::kRemove);  // and it was checked
   std::thread second([&] { EXPECT_EQ(read(store, 1).kind(), StatusKind::kCorrupt); });
   server_.faults.wait_for_blocked(1);
   server_.set(name, whole);
@@ -177,7 +177,7 @@ TEST_F(S3TierTest, a_record_that_took_the_place_of_a_damaged_one_stays) {
   EXPECT_EQ(server_.get(name), whole);
 }
 
-TEST_F(S3TierTest, a_damaged_object_that_may_not_be_removed_is_written_over) {
+TEST_F(S3TierTest, a_damaged_object_that_cannot_be_removed_is_overwritten) {
   s3::S3Store store(options());
   ASSERT_TRUE(write(store, 1));
   medium_.damage(key_of(1));
@@ -190,7 +190,7 @@ TEST_F(S3TierTest, a_damaged_object_that_may_not_be_removed_is_written_over) {
   EXPECT_EQ(server_.faults.seen(Verb::kWrite), before) << "only once";
 }
 
-TEST_F(S3TierTest, a_tier_that_only_reads_changes_nothing_there) {
+TEST_F(S3TierTest, a_read_only_tier_changes_nothing) {
   { ASSERT_TRUE(TierDriver(open()).write(1)); }
   S3TierOptions chosen = options();
   chosen.read_only = true;
@@ -200,17 +200,17 @@ TEST_F(S3TierTest, a_tier_that_only_reads_changes_nothing_there) {
   EXPECT_EQ(user.read(1).kind(), StatusKind::kCorrupt);
   EXPECT_EQ(server_.keys().size(), 1u);
   EXPECT_FALSE(user.tier().reset());
-  EXPECT_TRUE(TierDriver(open()).has(1)) << "it reset nobody else";
+  EXPECT_TRUE(TierDriver(open()).has(1)) << "others were not reset";
 }
 
-TEST_F(S3TierTest, what_another_has_written_is_not_sent_again) {
+TEST_F(S3TierTest, a_record_written_by_another_is_not_sent_again) {
   s3::S3Store first(options()), second(options());
   ASSERT_TRUE(write(first, 1));
   ASSERT_TRUE(write(second, 1));
   EXPECT_EQ(server_.faults.seen(Verb::kWrite), 1u);
 }
 
-TEST_F(S3TierTest, what_was_looked_up_and_missing_is_not_sent_when_another_wrote_it_since) {
+TEST_F(S3TierTest, a_record_that_another_wrote_after_a_missed_lookup_is_not_sent) {
   TierDriver user(open()), other(open());
   EXPECT_FALSE(user.has(1));
   clock_.advance(std::chrono::minutes(1));  // while the prompt was computed
@@ -220,7 +220,7 @@ TEST_F(S3TierTest, what_was_looked_up_and_missing_is_not_sent_when_another_wrote
   EXPECT_TRUE(user.read(1));
 }
 
-TEST_F(S3TierTest, the_keys_of_a_prompt_are_found_in_few_requests) {
+TEST_F(S3TierTest, the_keys_of_a_prompt_are_found_with_few_requests) {
   s3::S3Store store(options());
   std::vector<ChunkKey> keys;
   for (std::uint32_t i = 0; i < 100; ++i) keys.push_back(key_of(i));
@@ -233,15 +233,15 @@ TEST_F(S3TierTest, the_keys_of_a_prompt_are_found_in_few_requests) {
   }
 }
 
-TEST_F(S3TierTest, keys_that_are_no_prefix_are_each_asked_for) {
+TEST_F(S3TierTest, keys_without_prefix_order_are_each_looked_up) {
   s3::S3Store store(options());
   for (const std::uint32_t number : {1u, 3u}) ASSERT_TRUE(write(store, number));
   const std::vector<ChunkKey> keys{key_of(4), key_of(3), key_of(2), key_of(1)};
   EXPECT_EQ(located(store, keys, KeyOrder::kNone), (std::vector<bool>{false, true, false, true}));
 }
 
-// Such as of a window: each is a request, and takes its time.
-TEST_F(S3TierTest, keys_that_are_no_prefix_are_asked_for_side_by_side) {
+// For example the keys of a sliding window: each is a request, and takes its time.
+TEST_F(S3TierTest, keys_without_prefix_order_are_looked_up_concurrently) {
   PooledTierOptions pooled;
   pooled.n_read_threads = 4;
   const auto tier = medium_.open(pooled);
@@ -251,7 +251,8 @@ TEST_F(S3TierTest, keys_that_are_no_prefix_are_asked_for_side_by_side) {
   server_.faults.release();
 }
 
-// Of a prefix in which one expired (a lifecycle rule knows no prompts): whichever is found, a read tells.
+// One record of a prefix expired (lifecycle rules know no prompts): whatever the lookup returns, the read
+// gets a miss.
 TEST_F(S3TierTest, a_hole_in_a_prefix_is_a_miss_when_it_is_read) {
   s3::S3Store store(options());
   std::vector<ChunkKey> keys;
@@ -260,7 +261,7 @@ TEST_F(S3TierTest, a_hole_in_a_prefix_is_a_miss_when_it_is_read) {
     ASSERT_TRUE(write(store, i));
   }
   ASSERT_TRUE(server_.remove(medium_.name_of(key_of(4))));
-  EXPECT_TRUE(located(store, keys)[4]) << "not looked at";
+  EXPECT_TRUE(located(store, keys)[4]) << "not checked";
   EXPECT_EQ(read(store, 4).kind(), StatusKind::kNotFound);
   ASSERT_TRUE(write(store, 4));
   EXPECT_TRUE(read(store, 4));
@@ -268,26 +269,26 @@ TEST_F(S3TierTest, a_hole_in_a_prefix_is_a_miss_when_it_is_read) {
 
 // ---- epochs
 
-TEST_F(S3TierTest, of_two_that_start_at_once_the_second_takes_the_epoch_of_the_first) {
+TEST_F(S3TierTest, the_second_of_two_concurrent_starts_adopts_the_epoch_of_the_first) {
   for (const bool ignored : {false, true}) {
     S3Server server;
     server.ignore_conditions(ignored);
     S3TierOptions chosen = options();
     chosen.bucket = server.address();
     const std::string epoch = "kv_offload/" + std::string(64, '1') + "/epoch";
-    // The answer to the question is of before the other one wrote.
+    // The answer to the first request predates the other server's write.
     server.answer(Verb::kEpoch, error_of("404 Not Found", "NoSuchKey"), 1);
     server.set(epoch, std::string(32, 'a'));
     s3::S3Store second(chosen);
     ASSERT_NE(second.epoch(), nullptr);
     ASSERT_TRUE(write(second, 1));
     const std::string kept = server.get(epoch);
-    EXPECT_EQ(kept == std::string(32, 'a'), !ignored) << "a store without conditions keeps the last one";
+    EXPECT_EQ(kept == std::string(32, 'a'), !ignored) << "a store without conditions keeps the last write";
     EXPECT_NE(server.keys().at(0).find("/" + kept + "/"), std::string::npos);
   }
 }
 
-TEST_F(S3TierTest, an_epoch_that_is_gone_is_put_back_only_where_conditions_are_heeded) {
+TEST_F(S3TierTest, a_missing_epoch_is_written_back_only_where_conditions_are_supported) {
   const std::string epoch = "kv_offload/" + std::string(64, '1') + "/epoch";
   for (const bool ignored : {false, true}) {
     server_.remove(epoch);
@@ -302,12 +303,12 @@ TEST_F(S3TierTest, an_epoch_that_is_gone_is_put_back_only_where_conditions_are_h
   }
 }
 
-// A reset while upkeep is about to put the old epoch back: the new one stays.
-TEST_F(S3TierTest, an_epoch_of_before_a_reset_never_takes_the_place_of_the_one_after_it) {
+// A reset while upkeep is about to write the old epoch back: the new epoch stays.
+TEST_F(S3TierTest, an_epoch_from_before_a_reset_never_replaces_the_new_one) {
   const std::string epoch = "kv_offload/" + std::string(64, '1') + "/epoch";
   s3::S3Store store(options()), reset(options());
   server_.remove(epoch);
-  server_.faults.block(Verb::kOther);  // it has seen that there is none
+  server_.faults.block(Verb::kOther);  // it has seen that the epoch is missing
   std::thread upkeep([&] { store.maintain(); });
   server_.faults.wait_for_blocked(1);
   reset.forget();
@@ -321,7 +322,7 @@ TEST_F(S3TierTest, an_epoch_of_before_a_reset_never_takes_the_place_of_the_one_a
   EXPECT_TRUE(stats.apart);
 }
 
-// Asked a second time, it could take the place of what another reset has put there since.
+// If it were sent twice, it could replace the epoch that another reset has written since.
 TEST_F(S3TierTest, a_new_epoch_is_sent_once) {
   s3::S3Store store(options());
   store.forget();
@@ -333,7 +334,7 @@ TEST_F(S3TierTest, a_new_epoch_is_sent_once) {
   EXPECT_TRUE(store.begin_epoch());
 }
 
-TEST_F(S3TierTest, what_lies_in_place_of_an_epoch_and_is_no_name_is_replaced) {
+TEST_F(S3TierTest, an_invalid_epoch_value_is_replaced) {
   const std::string epoch = "kv_offload/" + std::string(64, '1') + "/epoch";
   for (const std::string& text :
        {std::string(), std::string(32, 'X'), std::string(33, 'a'), std::string("../..")}) {
@@ -345,7 +346,7 @@ TEST_F(S3TierTest, what_lies_in_place_of_an_epoch_and_is_no_name_is_replaced) {
   }
 }
 
-TEST_F(S3TierTest, a_prefix_that_would_not_be_signed_as_it_is_is_the_callers_mistake) {
+TEST_F(S3TierTest, a_prefix_that_changes_when_it_is_signed_is_a_caller_error) {
   for (const char* prefix : {"", "a b", "a//b", "a%20", "\xC3\xA4"}) {
     S3TierOptions chosen = options();
     chosen.prefix = prefix;

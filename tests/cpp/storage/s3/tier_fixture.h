@@ -1,4 +1,4 @@
-// Stores and tiers over the S3 server of the tests.
+// Stores and tiers that use the S3 server of the tests.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -36,7 +36,7 @@ class S3TierTest : public ::testing::Test {
     };
     return chosen;
   }
-  // As the ops of a pool see it, without threads.
+  // Builds an op as a pool does, without threads.
   static TierOp op_of(OpKind kind, std::uint32_t number, const Row& row) {
     TierOp op;
     op.kind = kind;
@@ -70,7 +70,7 @@ class S3TierTest : public ::testing::Test {
     } catch (const ResourceError& error) {
       return error.what();
     }
-    ADD_FAILURE() << "was let in";
+    ADD_FAILURE() << "was accepted";
     return {};
   }
 
