@@ -9,8 +9,8 @@ namespace {
 
 constexpr unsigned kLearnEvery = 60;  // calls of keep_up()
 
-// A Sentinel answers PING and INFO like a server and keeps no keys. Every server names cluster_enabled in the
-// section that was asked for; only where that is missing a second question is needed.
+// Refuses a Sentinel, which answers PING and INFO like a server but stores no keys. Every real server reports
+// cluster_enabled in the requested section; a second command is needed only if it is missing.
 Status refuse_sentinel(Connection& connection, const Reply& info, Deadline until, bool* refused) {
   if (info.kind == Reply::Kind::kError || info.text.find("cluster_enabled:") != info.text.npos) {
     return Status::ok();
@@ -24,13 +24,13 @@ Status refuse_sentinel(Connection& connection, const Reply& info, Deadline until
                        "that always leads to it (a proxy or a service), or use a cluster");
 }
 
-// Nodes are told apart by it: one whose certificate must carry another name now is another.
+// The identity of a node. A node whose certificate must carry another name is another node.
 std::string id_of(const Server& server) { return address_of(server) + " " + server.tls_name; }
 
 Status not_known() {
   return Status::error(StatusKind::kIo, "no server has answered yet, so it is not known which has the key");
 }
-// That others are served says that the device works.
+// kUnavailable: other slots are still served, so the device works.
 Status no_owner(std::uint16_t slot) {
   return Status::error(StatusKind::kUnavailable, fmt::format("no node of the cluster has slot {}", slot));
 }
@@ -97,8 +97,8 @@ void Cluster::close() {
 
 // ---- learning the map
 
-// Nodes that have keys and are well, other nodes, those that rest; of each the seeds first, which an operator
-// gave.
+// Returns the nodes to ask for the map: healthy owners, then other nodes, then resting nodes. Within each
+// group the seeds come first, because an operator configured them.
 std::vector<NodePtr> Cluster::sources() {
   const std::vector<NodePtr> having = owners();
   const std::set<NodePtr> owning(having.begin(), having.end());
@@ -122,7 +122,7 @@ std::vector<NodePtr> Cluster::sources() {
   return all;
 }
 
-// *alone: it is no node of a cluster.
+// *alone: the server is not a cluster node.
 Status Cluster::ask_for_map(Node& source, Deadline until, bool* refused, std::vector<SlotRange>* ranges,
                             bool* alone) {
   std::unique_ptr<Connection> connection;
@@ -132,7 +132,7 @@ Status Cluster::ask_for_map(Node& source, Deadline until, bool* refused, std::ve
   if (info.kind == Reply::Kind::kError && is_passing(info.text)) return refusal(info.text);
   if (Status status = refuse_sentinel(*connection, info, until, refused); !status) return status;
   const bool is_node = info.text.find("cluster_enabled:1") != std::string::npos;
-  // Several nodes were named, and INFO is not for this user.
+  // Several nodes are configured, and this user may not run INFO.
   const bool untold = info.kind == Reply::Kind::kError && seeds_.size() > 1;
   *alone = !is_node && !was_redirected_ && !untold;
   if (*alone) {
@@ -184,13 +184,13 @@ Status Cluster::adopt(const NodePtr& source, const std::vector<SlotRange>& range
 }
 
 Status Cluster::learn(Deadline until, bool* refused) {
-  stale_ = false;  // before asking: what is found out meanwhile counts
+  stale_ = false;  // cleared before asking, so that changes found meanwhile count
   const std::vector<NodePtr> asked = sources();
   const bool was_cluster = is_cluster();
   Status failure = not_known();
   bool any_refused = false;
   for (std::size_t i = 0; i < asked.size(); ++i) {
-    // Each look-up of a name has a time of its own.
+    // An attempt may use up the time left for the others.
     if (i > 0 && std::chrono::steady_clock::now() >= until) break;
     const NodePtr& source = asked[i];
     std::vector<SlotRange> ranges;
@@ -210,7 +210,7 @@ Status Cluster::learn(Deadline until, bool* refused) {
     }
     if (status) status = adopt(source, ranges);
     if (status) return status;
-    // What was refused is worth telling before what did not answer.
+    // A refusal is more useful to report than a timeout.
     if (!any_refused || no) failure = std::move(status);
     any_refused |= no;
   }
@@ -230,14 +230,14 @@ void Cluster::keep_up(Deadline until, const std::atomic<bool>& stopped) {
   if (stale_ || resting || due) (void)learn(share_of(until, 2), &refused);
   const std::vector<NodePtr> resting_now = those_that_rest();
   for (std::size_t i = 0; i < resting_now.size(); ++i) {
-    // Another is the first each time: silent ones take all the time there is.
+    // Starts with another node each time: silent nodes may use up the whole time.
     if (stopped || std::chrono::steady_clock::now() >= until) return;
     Node& node = *resting_now[(calls + i) % resting_now.size()];
     ping(node, std::min(until, std::chrono::steady_clock::now() + kPingAtMost));
   }
 }
 
-// Those that have keys, and others that were sent keys for a command alone.
+// Covers owners of keys, and nodes that only received ASK redirects.
 std::vector<NodePtr> Cluster::those_that_rest() const {
   std::vector<NodePtr> found;
   const MutexLock lock(mutex_);
@@ -271,8 +271,8 @@ Cluster::Target Cluster::owner_of(std::uint16_t slot) const {
 Cluster::Target Cluster::follow(const Redirect& redirect, std::uint16_t slot, const Node& from) {
   const MutexLock lock(mutex_);
   const Server to = server_at(redirect.to, from.server);
-  // The map may know a name that its certificate carries (the last of those at the address); a redirect does
-  // not say.
+  // Prefer a known node at this address: the map may have given it a certificate name, which a redirect does
+  // not carry. If there are several, use the last one.
   NodePtr node;
   const std::string start = address_of(to) + " ";
   for (auto known = nodes_.lower_bound(start); known != nodes_.end() && known->first.starts_with(start);
@@ -305,7 +305,7 @@ Status Cluster::next_of(const Redirect& redirect, std::string_view key, const No
   }
   *target = redirect.nowhere ? Target{} : follow(redirect, slot, from);
   if (target->node) return Status::ok();
-  stale_ = true;  // the map may tell more
+  stale_ = true;  // the map may have a usable address
   return Status::error(StatusKind::kUnavailable,
                        "the node sends the key to another and names no address of it that can be used");
 }
@@ -341,7 +341,7 @@ Status Cluster::on_node(const Target& target, OpKind kind, Deadline until, Reply
   Status status = node.connections.take(until, &connection, &refused);
   if (status && target.asking) status = connection->call({"ASKING"}, until, reply);
   if (status && reply->kind != Reply::Kind::kError) status = work(*connection, reply);
-  // What broke one connection broke those that lie idle, as far as is known.
+  // The failure probably broke the idle connections, too.
   if (!status) node.connections.drop_idle();
   if (reply->kind == Reply::Kind::kError && reply->text.starts_with("READONLY ")) {
     connection.reset();

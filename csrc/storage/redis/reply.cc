@@ -50,7 +50,7 @@ const Meaning* meaning_of(std::string_view text) {
 
 constexpr std::string_view kTooManyClients = "ERR max number of clients";
 
-// "WRONGTYPE"; of a server that says something else there, nothing.
+// Returns the error code, such as "WRONGTYPE", or "no code" if the first word does not look like one.
 std::string_view code_of(std::string_view text) {
   const std::string_view word = text.substr(0, text.find(' '));
   const bool code =
