@@ -45,7 +45,7 @@ const Meaning* meaning_of(std::string_view code) {
   return found == kMeanings.end() ? nullptr : &*found;
 }
 
-// Of an answer to HEAD, which has no body.
+// The message for a response to HEAD, which has no body.
 std::string_view sentence_without_code(long status) {
   switch (status) {
     case 400:
@@ -77,6 +77,7 @@ bool is_region(std::string_view text) {
 }  // namespace
 
 Status refusal(const Answer& answer, const Bucket& bucket) {
+  // A wrong region shows in a redirect or a 400.
   if (is_region(answer.region) && answer.region != bucket.region &&
       (is_redirect(answer) || answer.status == 400)) {
     return Status::error(StatusKind::kIo, fmt::format("the bucket is in region {}, not in {}: correct region",
@@ -85,6 +86,7 @@ Status refusal(const Answer& answer, const Bucket& bucket) {
   if (const Meaning* meaning = meaning_of(answer.code)) {
     return Status::error(meaning->kind, std::string(meaning->sentence));
   }
+  // Without a known code, the HTTP status decides.
   if (is_redirect(answer)) return refusal({.status = 400, .code = "PermanentRedirect"}, bucket);
   if (answer.status == 404) return Status::error(StatusKind::kNotFound, "no record of this key");
   if (answer.status == 507) return refusal({.status = 400, .code = "InsufficientStorage"}, bucket);
@@ -98,7 +100,7 @@ bool is_setting(const Answer& answer) {
   const Meaning* meaning = meaning_of(answer.code);
   if (answer.misconfigured || is_redirect(answer)) return true;
   if (meaning != nullptr) return meaning->setting;
-  // 408 and 429 pass; 404, 409 and 412 tell what lies there.
+  // 408 and 429 are temporary. 404, 409 and 412 describe the object.
   constexpr std::array kOther{404L, 408L, 409L, 412L, 429L};
   return answer.status >= 400 && answer.status < 500 &&
          std::find(kOther.begin(), kOther.end(), answer.status) == kOther.end();

@@ -9,7 +9,7 @@
 namespace kv_offload::s3::curl {
 namespace {
 
-constexpr unsigned kOldest = 0x073d00;  // 7.61: Red Hat 8; older ones were never tried
+constexpr unsigned kOldest = 0x073d00;  // 7.61: Red Hat 8; older versions are untested
 constexpr const char* kHowToGetIt =
     "install it (Debian, Ubuntu: apt install libcurl4; Red Hat: dnf install libcurl), or name one in "
     "KV_OFFLOAD_LIBCURL, such as /opt/conda/lib/libcurl.so.4";
@@ -33,17 +33,17 @@ bool find_all(void* handle, Library* library) {
          find(handle, "curl_slist_free_all", &library->slist_free_all);
 }
 
-// The file, as several of one name may be on a machine.
+// Returns the file path, because a machine may have several libraries of one name.
 std::string where_is(void* handle, const std::string& name) {
   const link_map* map = nullptr;
   const bool found = dlinfo(handle, RTLD_DI_LINKMAP, static_cast<void*>(&map)) == 0;
   return found && map != nullptr && map->l_name != nullptr && *map->l_name != '\0' ? map->l_name : name;
 }
 
-// Empty: it is the library, and started.
+// Loads and initializes one library. Returns the problem, or an empty string on success.
 std::string load_one(const std::string& name, Loaded* found) {
-  // Never closed: it has threads, and state of the libraries below it. Local, so that its OpenSSL is not
-  // taken for the wheel's, nor the other way round.
+  // Never closed: the library has threads, and state in its dependencies. RTLD_LOCAL keeps its OpenSSL and
+  // the wheel's apart.
   void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* error = dlerror();
@@ -88,7 +88,7 @@ const Loaded& loaded() {
     if (named != nullptr && *named != '\0') return new Loaded(load({named}));
     return new Loaded(load({"libcurl.so.4", "libcurl-gnutls.so.4"}));
   }();
-  return *found;  // for as long as threads that are stuck in it
+  return *found;  // never destroyed: threads may be stuck in the library
 }
 
 }  // namespace kv_offload::s3::curl
