@@ -19,20 +19,20 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr std::size_t kMostIdle = 64;
-// Memory of a channel is got in steps, so that groups of nearly one size share channels.
+// Channel memory is allocated in steps, so that groups of nearly equal record size share channels.
 constexpr std::size_t kStep = std::size_t{256} << 10;
 constexpr std::chrono::seconds kToGoByItself{1};
-// One that ran for so long is not what keeps failing.
+// A process that ran this long does not count as a failing start.
 constexpr std::chrono::seconds kAWhile{60};
 
-// What the process says first: "ready VERSION", "refused SENTENCE" or "failed SENTENCE".
+// Parses the first message of the process: "ready VERSION", "refused SENTENCE" or "failed SENTENCE".
 bool starts_with_word(std::string_view text, std::string_view word, std::string* rest) {
   if (!text.starts_with(word) || text.size() <= word.size()) return false;
   *rest = text.substr(word.size() + 1);
   return true;
 }
 
-// "it ended with status 127" tells more than that its socket was closed.
+// "it ended with status 127" says more than a closed socket.
 Status end_before_a_word(Process* process) {
   process->wait_until(steady_clock::now() + kToGoByItself);
   const std::string how = process->how_it_ended();
@@ -70,7 +70,7 @@ void Client::wake() const {
 // ---- the keeper
 
 void Client::keep() {
-  // Its share of the CPU is the process's, which reads records that somebody waits for.
+  // The child inherits this thread's CPU share. It reads records that requests wait for.
   begin_thread("kv-mooncake", CpuShare::kFull);
   Nanos next_pause = options_.shortest_pause;
   while (true) {
@@ -80,7 +80,7 @@ void Client::keep() {
     Status status = begin(&control, &process);
     if (status) {
       const bool hung = wait_for_end(control.get());
-      // Of one that was killed for hanging the calls beside it must end now, too.
+      // Closing the socket ends concurrent calls; they must end now if the process was killed for hanging.
       control.reset();
       if (process && !hung) process->wait_until(steady_clock::now() + kToGoByItself);
       const std::string how = process ? process->how_it_ended() : "";
@@ -108,7 +108,7 @@ Status Client::begin(Descriptor* control, std::unique_ptr<Process>* process) {
     if (!send_message(control->get(), std::as_bytes(std::span(options_.setup)))) {
       return end_before_a_word(process->get());
     }
-    // Closing does not wait for one that is slow to start.
+    // Waits for close(), too, so that closing does not wait for a slow start.
     std::array<std::byte, kMostText> buffer{};
     std::size_t got = 0;
     const auto until = steady_clock::now() + options_.start_deadline;
@@ -166,11 +166,12 @@ bool Client::wait_for_end(int control) {
     const int ready = ::poll(either, 2, until_calls_end());
     const bool closed = was_closed();
     const MutexLock lock(mutex_);
-    // Before the keeper closes it: nobody may send by a number that is another's then.
+    // Cleared before the keeper closes the descriptor: its number may be reused at once.
     if (hung_ || closed) control_ = -1;
     if (hung_) return true;
     if (closed) return false;
-    if (ready > 0 && either[0].revents != 0) {  // it says nothing after its start: this is its end
+    // The process sends nothing after its start, so this is its end.
+    if (ready > 0 && either[0].revents != 0) {
       control_ = -1;
       return false;
     }
@@ -206,7 +207,7 @@ bool Client::pause(Nanos time) {
   return false;
 }
 
-// ---- those who use it
+// ---- callers
 
 Status Client::wait_for_start(Deadline until, bool* refused) {
   const MutexLock lock(mutex_);
@@ -238,7 +239,7 @@ Status Client::take(std::size_t object_bytes, std::unique_ptr<Channel>* channel)
     idle_.erase(fits);
     return Status::ok();
   }
-  // In place of one that is too small: there are as many as are used at once.
+  // Replaces one that is too small: there are as many channels as are in use at once.
   if (!idle_.empty()) idle_.pop_back();
   Descriptor theirs, memory;
   std::unique_ptr<Channel> made;

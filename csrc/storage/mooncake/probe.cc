@@ -54,7 +54,7 @@ class Prober {
     std::fill(record.begin(), record.end(), std::byte{0x5a});
     unsigned written = 0, read = 0;
     auto start = steady_clock::now();
-    // A slow store is measured by fewer: what was written must still be read.
+    // A slow store gets fewer records: time must be left to read them.
     const auto enough = start + (until_ - start) / 3;
     for (; written < records && (written == 0 || steady_clock::now() < enough); ++written) {
       const std::int64_t code = call(Verb::kPut, name(written));
