@@ -140,7 +140,7 @@ py::dict stats(const Cache& self) {
                   "is_kept"_a = stats.is_kept);
 }
 
-// Only what is not nothing.
+// Omits tiers without hits and reasons without misses.
 py::dict report(const Cache& self, std::uint64_t request) {
   using namespace py::literals;
   const RequestReport report = self->cache->report(self->check_handle(request));
@@ -176,7 +176,7 @@ py::dict tier_stats(const Cache& self, std::size_t tier) {
       "about_codec"_a = tiers[tier]->about_codec());
 }
 
-// Calls that go to storage or wait for it.
+// Binds a method that does storage I/O or waits for it, without the GIL.
 template <auto Method>
 void released(const Cache& self) {
   const py::gil_scoped_release release;
