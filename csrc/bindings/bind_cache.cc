@@ -65,7 +65,7 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
   const py::gil_scoped_release release;
   std::vector<std::unique_ptr<Tier>> opened;
   for (const std::shared_ptr<TierSpec>& tier : tiers) {
-    if (!tier) throw_invalid("tiers has a None in it; give a TierSpec for each");
+    if (!tier) throw_invalid("tiers contains None; give a TierSpec for each");
     options.tiers.push_back(tier->slot);
     opened.push_back(tier->open());
   }
@@ -162,7 +162,7 @@ py::dict report(const Cache& self, std::uint64_t request) {
 py::dict tier_stats(const Cache& self, std::size_t tier) {
   using namespace py::literals;
   const auto& tiers = self->cache->tiers();
-  if (tier >= tiers.size()) throw_invalid("tier {} is not there: the cache has {}", tier, tiers.size());
+  if (tier >= tiers.size()) throw_invalid("no tier {}: the cache has {}", tier, tiers.size());
   const TierStats stats = tiers[tier]->stats();
   return py::dict(
       "name"_a = tiers[tier]->name(), "bytes"_a = stats.bytes, "capacity_bytes"_a = stats.capacity_bytes,

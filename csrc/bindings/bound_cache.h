@@ -27,7 +27,7 @@ struct BoundCache {
 
   // Returns the handle. Throws InvalidArgument unless begin_request returned it: lookups do not check again.
   RequestHandle check_handle(std::uint64_t handle) const {
-    if (handle >= handles) throw_invalid("request handle {} was never given by begin_request", handle);
+    if (handle >= handles) throw_invalid("invalid request handle {}", handle);
     return static_cast<RequestHandle>(handle);
   }
 

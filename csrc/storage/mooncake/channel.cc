@@ -19,7 +19,7 @@ namespace {
 
 constexpr std::size_t kMostDescriptors = 2;
 
-Status ended() { return Status::error(StatusKind::kIo, "the process that speaks to Mooncake ended"); }
+Status ended() { return Status::error(StatusKind::kIo, "the Mooncake client process ended"); }
 
 // Rounds up, so that waiting for a deadline never spins.
 int milliseconds_until(Deadline until) {
@@ -100,7 +100,7 @@ Status send_message(int socket, std::span<const std::byte> message, std::span<co
   while (::sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
     if (errno == EINTR) continue;
     if (errno == EAGAIN) {
-      return Status::error(StatusKind::kIo, "the process that speaks to Mooncake is stuck");
+      return Status::error(StatusKind::kIo, "the Mooncake client process is stuck");
     }
     return errno == EPIPE || errno == ECONNRESET ? ended() : Status::from_errno(errno, "sendmsg");
   }
@@ -162,7 +162,7 @@ Status Channel::call(Verb verb, std::span<const std::string> names, std::uint64_
   std::size_t got = 0;
   if (Status status = receive_message(socket_.get(), buffer, until, &got); !status) return status;
   if (got < sizeof(answer->result)) {
-    return Status::error(StatusKind::kIo, "the process that speaks to Mooncake answers what nobody asked");
+    return Status::error(StatusKind::kIo, "the Mooncake client process sent an unexpected response");
   }
   std::memcpy(&answer->result, buffer.data(), sizeof(answer->result));
   answer->text = text_of(std::span(buffer).first(got).subspan(sizeof(answer->result)));

@@ -36,15 +36,16 @@ bool starts_with_word(std::string_view text, std::string_view word, std::string*
 Status end_before_a_word(Process* process) {
   process->wait_until(steady_clock::now() + kToGoByItself);
   const std::string how = process->how_it_ended();
-  return Status::error(StatusKind::kIo, fmt::format("the process that speaks to Mooncake said nothing: {}",
-                                                    how.empty() ? "it closed its socket" : how));
+  return Status::error(StatusKind::kIo,
+                       fmt::format("the Mooncake client process did not report its start: {}",
+                                   how.empty() ? "it closed its socket" : how));
 }
 
 }  // namespace
 
 Client::Client(ClientOptions options)
     : options_(std::move(options)), wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (wake_.get() < 0) throw_resource("the system gives no eventfd (errno {})", errno);
+  if (wake_.get() < 0) throw_resource("cannot create an eventfd (errno {})", errno);
   keeper_ = std::thread([this] { keep(); });
 }
 
@@ -84,11 +85,10 @@ void Client::keep() {
       control.reset();
       if (process && !hung) process->wait_until(steady_clock::now() + kToGoByItself);
       const std::string how = process ? process->how_it_ended() : "";
-      status = Status::error(StatusKind::kIo,
-                             fmt::format("the process that speaks to Mooncake is being started again: {}",
-                                         hung          ? "a call did not end in time, and it was killed"
-                                         : how.empty() ? "it ended"
-                                                       : how));
+      status = Status::error(StatusKind::kIo, fmt::format("the Mooncake client process is restarting: {}",
+                                                          hung ? "it was killed because a call timed out"
+                                                          : how.empty() ? "it ended"
+                                                                        : how));
       note_end(status, false);
     }
     process.reset();
@@ -129,7 +129,7 @@ Status Client::begin(Descriptor* control, std::unique_ptr<Process>* process) {
     said = text_of(std::span(buffer).first(got));
     if (starts_with_word(said, "ready", &rest)) return Status::ok();
     refused = starts_with_word(said, "refused", &rest);
-    if (!refused && !starts_with_word(said, "failed", &rest)) rest = "it says what fits no start";
+    if (!refused && !starts_with_word(said, "failed", &rest)) rest = "unexpected start message";
     return Status::error(StatusKind::kIo, rest);
   };
   Status status = start();
@@ -227,10 +227,10 @@ Status Client::take(std::size_t object_bytes, std::unique_ptr<Channel>* channel)
   const MutexLock lock(mutex_);
   if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
   if (state_ == State::kStarting) {
-    return Status::error(StatusKind::kIo, "the process that speaks to Mooncake has not started yet");
+    return Status::error(StatusKind::kIo, "the Mooncake client process has not started yet");
   }
   if (state_ != State::kRunning) return why_;
-  if (control_ < 0) return Status::error(StatusKind::kIo, "the process that speaks to Mooncake ended");
+  if (control_ < 0) return Status::error(StatusKind::kIo, "the Mooncake client process ended");
   const auto fits = std::find_if(idle_.begin(), idle_.end(), [&](const std::unique_ptr<Channel>& one) {
     return one->object().size() >= object_bytes;
   });

@@ -70,7 +70,7 @@ class Prober {
     for (unsigned i = 0; i < written; ++i) (void)call(Verb::kRemove, name(i));
     if (!found->write_refused.empty()) return;
     if (read < written) {
-      found->write_refused = "the store does not give back what it took";
+      found->write_refused = "the store does not return the records that it accepted";
       return;
     }
     const double total = static_cast<double>(record_bytes_) * written;

@@ -72,7 +72,7 @@ bool leaves_memory_in_use(std::int64_t code) {
 // writing.
 Status refusal_of_write(const Answer& answer) {
   if (answer.result == kNotComplete || answer.result == kNoObject) {
-    return Status::error(StatusKind::kUnavailable, "another began to write this record and has not ended");
+    return Status::error(StatusKind::kUnavailable, "another process has not finished writing this record");
   }
   return refusal(answer.result, answer.text);
 }
@@ -293,7 +293,7 @@ Status MooncakeStore::ask_for_start(std::string* found) {
     // Nobody uses an object that is not an epoch name, so it may be replaced.
     if (Status status = put_start(strange ? Verb::kSet : Verb::kPut, name, until); !status) return status;
   }
-  return Status::error(StatusKind::kIo, "the store keeps no epoch");
+  return Status::error(StatusKind::kIo, "the store does not keep the epoch");
 }
 
 void MooncakeStore::maintain() {

@@ -28,15 +28,14 @@ Status refuse_sentinel(Connection& connection, const Reply& info, Deadline until
 std::string id_of(const Server& server) { return address_of(server) + " " + server.tls_name; }
 
 Status not_known() {
-  return Status::error(StatusKind::kIo, "no server has answered yet, so it is not known which has the key");
+  return Status::error(StatusKind::kIo, "no server has responded yet, so the owner of the key is unknown");
 }
 // kUnavailable: other slots are still served, so the device works.
 Status no_owner(std::uint16_t slot) {
   return Status::error(StatusKind::kUnavailable, fmt::format("no node of the cluster has slot {}", slot));
 }
 Status no_map(std::string_view why) {
-  return Status::error(StatusKind::kIo,
-                       fmt::format("the node gives no map of its cluster (CLUSTER SLOTS): {}", why));
+  return Status::error(StatusKind::kIo, fmt::format("the node reports no slot map (CLUSTER SLOTS): {}", why));
 }
 
 }  // namespace
@@ -146,16 +145,16 @@ Status Cluster::ask_for_map(Node& source, Deadline until, bool* refused, std::ve
   if (map.kind == Reply::Kind::kError && !is_node && !untold) {
     *refused = true;
     return Status::error(StatusKind::kIo,
-                         "it sends keys to other servers (MOVED), yet is no node of a cluster: give the "
-                         "address of a node, or of a server that keeps all keys itself");
+                         "the server redirects keys (MOVED) but is not a cluster node: give the address of a "
+                         "node, or of a server that stores all keys itself");
   }
   if (map.kind == Reply::Kind::kError) {
     *refused = is_setting(map.text);
     return refusal(map.text);
   }
   auto found = slot_ranges(map);
-  if (!found) return no_map("what it says is none");
-  if (found->empty()) return no_map("no slot is given to any node yet");
+  if (!found) return no_map("malformed reply");
+  if (found->empty()) return no_map("no slot is assigned to a node yet");
   *ranges = std::move(*found);
   return Status::ok();
 }
@@ -196,14 +195,15 @@ Status Cluster::learn(Deadline until, bool* refused) {
     std::vector<SlotRange> ranges;
     bool alone = false, no = false;
     Status status = ask_for_map(*source, share_of(until, asked.size() - i), &no, &ranges, &alone);
-    if (status && alone && was_cluster) status = no_map("it has left it");
+    if (status && alone && was_cluster) status = no_map("the node has left the cluster");
     if (status && alone && !was_cluster) {
       const MutexLock lock(mutex_);
       if (seeds_.size() > 1) {
         *refused = true;
-        return Status::error(StatusKind::kIo,
-                             fmt::format("{} is no node of a cluster, and other_nodes is given: leave it out",
-                                         address_of(source->server)));
+        return Status::error(
+            StatusKind::kIo,
+            fmt::format("{} is not a cluster node, but other_nodes is set: remove other_nodes",
+                        address_of(source->server)));
       }
       owners_ = {source};
       return Status::ok();
@@ -291,23 +291,21 @@ Status Cluster::next_of(const Redirect& redirect, std::string_view key, const No
   if (!redirect.asking) stale_ = true;
   if (!is_cluster()) {
     stale_ = was_redirected_ = true;
-    return Status::error(StatusKind::kIo,
-                         "the server sends the key to another (MOVED), as nodes of a cluster do: it is asked "
-                         "whether it is one");
+    return Status::error(
+        StatusKind::kIo,
+        "the server redirected the key (MOVED), as cluster nodes do: checking whether it is one");
   }
   if (redirects >= kMostRedirects) {
-    return Status::error(StatusKind::kIo, "the nodes of the cluster send the key from one to another");
+    return Status::error(StatusKind::kIo, "too many redirects between the cluster's nodes");
   }
   const std::uint16_t slot = slot_of(key);
   if (redirect.slot != slot) {
-    return Status::error(StatusKind::kIo,
-                         "the node sends the key elsewhere for a slot that is not the key's");
+    return Status::error(StatusKind::kIo, "the node redirected the key with the number of another slot");
   }
   *target = redirect.nowhere ? Target{} : follow(redirect, slot, from);
   if (target->node) return Status::ok();
   stale_ = true;  // the map may have a usable address
-  return Status::error(StatusKind::kUnavailable,
-                       "the node sends the key to another and names no address of it that can be used");
+  return Status::error(StatusKind::kUnavailable, "the node redirected the key without a usable address");
 }
 
 Status Cluster::rest_of(const Node& node, OpKind kind) const {
@@ -316,7 +314,7 @@ Status Cluster::rest_of(const Node& node, OpKind kind) const {
     if (!other->rests_for(kind)) {
       return Status::error(
           StatusKind::kUnavailable,
-          fmt::format("the node {} failed, and is left alone until it answers", address_of(node.server)));
+          fmt::format("the node {} failed and is out of service until it answers", address_of(node.server)));
     }
   }
   return Status::ok();

@@ -68,9 +68,9 @@ class ClusterRecords final : public RemoteRecords {
     for (std::uint32_t slot = 0; slot < kSlots; ++slot) {
       const NodePtr before = cluster_.owner_of_slot(slot), after = now.owner_of_slot(slot);
       if (after && address_of(before->server) == address_of(after->server)) continue;
-      return Status::error(StatusKind::kIo,
-                           "slots of the cluster went to other nodes while it was listed, so that what was "
-                           "seen is a part: run it again");
+      return Status::error(
+          StatusKind::kIo,
+          "cluster slots moved to other nodes during the listing, so the list is incomplete: run it again");
     }
     return Status::ok();
   }
@@ -93,7 +93,7 @@ Status ClusterRecords::list(const std::string& namespace_id, std::string from, b
     const char* const end = from.data() + from.size();
     const auto [stop, error] = std::from_chars(from.data(), end, at);
     if (error != std::errc() || stop == end || *stop != '@' || at >= nodes_.size())
-      throw_invalid("{:?} is no place where a list of {} nodes goes on", from, nodes_.size());
+      throw_invalid("{:?} does not continue a list of {} nodes", from, nodes_.size());
     from.erase(0, static_cast<std::size_t>(stop - from.data()) + 1);
   }
   const Part& part = nodes_[at];

@@ -25,7 +25,7 @@ constexpr long long kMostElements = 16384;  // a page of names, or a map of slot
 // Enough for a map in which each slot is a range of its own with a master and two replicas.
 constexpr std::size_t kMostMapBytes = 8 << 20;
 
-Status nonsense() { return Status::error(StatusKind::kIo, "what the server sent is no reply"); }
+Status nonsense() { return Status::error(StatusKind::kIo, "malformed reply"); }
 
 // False: a type that no command of ours returns.
 bool to_reply(const valkeyReply& from, Reply* reply) {
@@ -183,13 +183,14 @@ Status Connection::log_in(const Server& server, Deadline deadline, bool* refused
     if (verb == "AUTH")
       return Status::error(StatusKind::kIo, "the server refuses the user name or the password");
     if (verb == "SELECT" && replies[i].text.find("cluster mode") != std::string::npos) {
-      return Status::error(StatusKind::kIo,
-                           fmt::format("the server is a node of a cluster, which has database 0 alone: leave "
-                                       "database {} out of url",
-                                       database));
+      return Status::error(
+          StatusKind::kIo,
+          fmt::format("the server is a cluster node, which only has database 0: remove database {} from url",
+                      database));
     }
     if (verb == "SELECT" && replies[i].text.starts_with("ERR unknown command")) {
-      return Status::error(StatusKind::kIo, "the server has no databases: it is a Sentinel, or no Redis");
+      return Status::error(StatusKind::kIo,
+                           "the server does not support databases: it is a Sentinel or not a Redis server");
     }
     if (verb == "SELECT" && !is_setting(replies[i].text)) {
       return Status::error(StatusKind::kIo, fmt::format("the server has no database {}", database));
@@ -234,7 +235,7 @@ Status Connection::next_reply(Deadline deadline, Reply* reply) {
     if (found != nullptr) {
       return to_reply(*static_cast<valkeyReply*>(found), reply) ? Status::ok() : nonsense();
     }
-    if (fed_ > most_reply_bytes_) return Status::error(StatusKind::kIo, "the answer is too long", EMSGSIZE);
+    if (fed_ > most_reply_bytes_) return Status::error(StatusKind::kIo, "the reply is too long", EMSGSIZE);
     iovec vector{buffer.data(), buffer.size()};
     std::size_t moved = 0;
     if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;

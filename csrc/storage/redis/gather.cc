@@ -96,7 +96,7 @@ struct Cluster::Gathering {
       if (!target.node) {
         cluster.stale_ = true;
         failed(Status::error(cluster.is_known() ? StatusKind::kUnavailable : StatusKind::kIo,
-                             "it is not known which node has the key"));
+                             "the owner of the key is unknown"));
         continue;
       }
       Asked& asked = round[{target.node.get(), target.asking}];

@@ -20,9 +20,9 @@ constexpr std::size_t kCursorDigits = 20;
 
 Status is_restarted() {
   return Status::error(StatusKind::kIo,
-                       "the server was restarted, or is another one, while it was listed: run it again");
+                       "the server was restarted or replaced during the listing: run it again");
 }
-Status is_gone() { return Status::error(StatusKind::kNotFound, "it is gone"); }
+Status is_gone() { return Status::error(StatusKind::kNotFound, "it no longer exists"); }
 
 bool is_word(const Reply& reply, std::string_view word) {
   return reply.kind == Kind::kError &&
@@ -36,8 +36,8 @@ bool is_unknown(const Reply& reply) {
 
 Status has_moved() {
   return Status::error(StatusKind::kIo,
-                       "the server sends the key to another, as a node of a cluster does whose slots are "
-                       "moving: run it again when they have (redis-cli --cluster check)");
+                       "the server redirected the key, as a cluster node does while its slots move: run it "
+                       "again when they have moved (redis-cli --cluster check)");
 }
 
 // Returns "run_id:..." from an INFO reply; empty: the server does not report one.
@@ -69,8 +69,8 @@ Status refusal_of(const Words& command, const Reply& reply, std::string_view pre
   // A failover has demoted the primary, or this address leads to a replica.
   if (is_word(reply, "READONLY")) {
     return Status::error(StatusKind::kIo,
-                         "the server is a read-only replica, where nothing can be removed: give the address "
-                         "of its primary, or of a cluster run it again");
+                         "the server is a read-only replica and cannot remove records: give the address of "
+                         "its primary; in a cluster, run it again");
   }
   if (is_word(reply, "MOVED") || is_word(reply, "ASK") || is_word(reply, "TRYAGAIN")) return has_moved();
   return refusal(reply.text);
@@ -198,8 +198,8 @@ Status RedisRecords::scan(const std::string& match, const std::string& cursor, R
     if (status.error_number() != EMSGSIZE) return status;
     if (keys == 1) {
       return Status::error(StatusKind::kIo,
-                           "a key under the prefix has a name far longer than those of records, which keeps "
-                           "all others from being listed: remove it");
+                           "a key under the prefix has a name far longer than a record's, so the other keys "
+                           "cannot be listed: remove that key");
     }
     keys = std::max(1u, keys / 16);
     if (!names_itself_) listed_by_.clear();  // we reconnected, so the number changed on the same server
@@ -221,7 +221,7 @@ Status RedisRecords::list(const std::string& namespace_id, std::string from, boo
     return unexpected_reply();
   // A cursor that repeats would make the caller list forever.
   if (next == cursor && next != "0") {
-    return Status::error(StatusKind::kIo, "the server lists the same page again and again");
+    return Status::error(StatusKind::kIo, "the server repeats the same page of the list");
   }
   if (next != "0") page->next = next;
   std::unordered_set<std::string> seen;
@@ -378,14 +378,14 @@ Status RedisRecords::verify(const RemoteRecord& record, bool repair, bool* remov
     if (status.kind() != StatusKind::kCorrupt) return status;
     Settled settled;
     if (Status failed = settle(record, repair, &settled); !failed) {
-      const char* const then = settled.in_doubt ? "it may have been removed" : "it stays";
+      const char* const then = settled.in_doubt ? "it may have been removed" : "it was not removed";
       return Status::error(failed.kind(),
                            fmt::format("{}; {}: {}", status.message(), then, failed.message()));
     }
     *removed = settled.unchanged && repair;
     if (settled.unchanged) return status;
   }
-  return Status::error(StatusKind::kIo, "others write it again and again while it is read");
+  return Status::error(StatusKind::kIo, "other processes keep writing it while it is read");
 }
 
 // ---- removal

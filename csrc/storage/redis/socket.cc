@@ -36,7 +36,7 @@ Status lost(int error) {
       fmt::format("the connection was lost: {}", error == 0 ? "closed" : std::strerror(error)), error);
 }
 Status no_connection(std::string_view why) {
-  return Status::error(StatusKind::kIo, fmt::format("it cannot be connected to: {}", why));
+  return Status::error(StatusKind::kIo, fmt::format("cannot connect: {}", why));
 }
 
 Status wait_for(int fd, short events, Deadline deadline) {

@@ -262,7 +262,7 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
     if (done) *found = name;
     if (done) return Status::ok();
   }
-  return Status::error(StatusKind::kIo, "the server keeps no epoch");
+  return Status::error(StatusKind::kIo, "the server does not keep the epoch");
 }
 
 // Replaces the epoch that our reset ended, and no other: a later reset may have published another one.
@@ -331,7 +331,7 @@ Status RedisStore::begin_epoch() {
   const auto put = [&](const std::string& name) {
     bool done = false;
     if (Status status = put_start(name, false, &done); !status) return status;
-    return done ? Status::ok() : Status::error(StatusKind::kIo, "the server took no new epoch");
+    return done ? Status::ok() : Status::error(StatusKind::kIo, "the server did not store the new epoch");
   };
   return epochs_.begin(ask, put);
 }

@@ -14,11 +14,11 @@ struct Meaning {
 };
 
 constexpr std::array kMeanings{
-    Meaning{"NoSuchBucket", StatusKind::kIo, true, "there is no such bucket: make it, or correct bucket"},
+    Meaning{"NoSuchBucket", StatusKind::kIo, true, "the bucket does not exist: create it, or correct bucket"},
     Meaning{"AccessDenied", StatusKind::kIo, true,
             "access is denied: allow s3:GetObject, s3:PutObject and s3:DeleteObject on the objects of the "
             "prefix, "
-            "and s3:ListBucket on the bucket (without it what is missing is answered as denied)"},
+            "and s3:ListBucket on the bucket (without it the store reports missing objects as denied)"},
     Meaning{"InvalidAccessKeyId", StatusKind::kIo, true, "the store does not know the access key"},
     Meaning{"SignatureDoesNotMatch", StatusKind::kIo, true,
             "the store refuses the signature: the secret key or the region is wrong"},
@@ -29,14 +29,14 @@ constexpr std::array kMeanings{
     Meaning{"AuthorizationHeaderMalformed", StatusKind::kIo, true,
             "the store refuses the region or the access key: correct region"},
     Meaning{"PermanentRedirect", StatusKind::kIo, true,
-            "the bucket is elsewhere: correct region or endpoint"},
+            "the bucket is at another endpoint: correct region or endpoint"},
     Meaning{"SlowDown", StatusKind::kIo, false, "the store asks for fewer requests"},
     Meaning{"Throttling", StatusKind::kIo, false, "the store asks for fewer requests"},
     Meaning{"RequestLimitExceeded", StatusKind::kIo, false, "the store asks for fewer requests"},
     Meaning{"RequestTimeout", StatusKind::kIo, false, "the store waited too long for the request"},
-    Meaning{"QuotaExceeded", StatusKind::kNoSpace, false, "the store has no room for more"},
-    Meaning{"XMinioStorageFull", StatusKind::kNoSpace, false, "the store has no room for more"},
-    Meaning{"InsufficientStorage", StatusKind::kNoSpace, false, "the store has no room for more"},
+    Meaning{"QuotaExceeded", StatusKind::kNoSpace, false, "the store is full"},
+    Meaning{"XMinioStorageFull", StatusKind::kNoSpace, false, "the store is full"},
+    Meaning{"InsufficientStorage", StatusKind::kNoSpace, false, "the store is full"},
 };
 
 const Meaning* meaning_of(std::string_view code) {

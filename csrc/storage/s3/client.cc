@@ -109,7 +109,7 @@ std::string address_of(const Bucket& bucket) {
 
 std::string unavailable_reason() {
   if (can_sign()) return curl::loaded().problem;
-  return "this build has no s3 tier: build it where the headers of OpenSSL are (libssl-dev, openssl-devel)";
+  return "this build has no s3 tier: build it with OpenSSL's headers installed (libssl-dev, openssl-devel)";
 }
 std::string library_version() { return can_sign() ? curl::loaded().version : std::string(); }
 
@@ -196,7 +196,7 @@ Status failure(int result, Answer* answer) {
                           result == curl::kUnsupportedProtocol;
   answer->lost = result == curl::kSendError || result == curl::kGotNothing;
   return Status::error(StatusKind::kIo,
-                       fmt::format("no answer of the store: {}", library().easy_strerror(result)));
+                       fmt::format("no response from the store: {}", library().easy_strerror(result)));
 }
 
 }  // namespace
@@ -265,7 +265,8 @@ Status Client::call_once(const Request& request, const std::string& sum, Deadlin
                          Nanos* retry_after) {
   *answer = {};
   const auto left = std::chrono::duration_cast<milliseconds>(deadline - steady_clock::now());
-  if (left <= milliseconds(0)) return Status::error(StatusKind::kTimeout, "no time is left to ask the store");
+  if (left <= milliseconds(0))
+    return Status::error(StatusKind::kTimeout, "no time is left for a request to the store");
   const Target target = target_of(bucket_, request.key);
   HeaderMap signed_headers{{"host", target.host}};
   if (!request.condition.empty()) signed_headers.insert(header_of(request.condition));

@@ -50,13 +50,13 @@ std::string load_one(const std::string& name, Loaded* found) {
     return error != nullptr ? error : name;
   }
   const std::string path = where_is(handle, name);
-  if (!find_all(handle, &found->library)) return fmt::format("{} is no libcurl", path);
+  if (!find_all(handle, &found->library)) return fmt::format("{} is not libcurl", path);
   const Version& version = *found->library.version_info(0);
   found->version = fmt::format("{} ({})", version.version, path);
   if (std::string problem = problem_of(version, path); !problem.empty()) return problem;
   const int started = found->library.global_init(kGlobalDefault);
   if (started == kOk) return {};
-  return fmt::format("{} cannot be started: {}", found->version, found->library.easy_strerror(started));
+  return fmt::format("{} cannot be initialized: {}", found->version, found->library.easy_strerror(started));
 }
 
 }  // namespace
@@ -76,9 +76,8 @@ Loaded load(const std::vector<std::string>& names) {
     problems += fmt::format("{}{}", problems.empty() ? "" : "; ", problem);
   }
   Loaded none;
-  none.problem =
-      fmt::format("the s3 tier needs libcurl 7.61 or newer with TLS, and none can be used ({}): {}", problems,
-                  kHowToGetIt);
+  none.problem = fmt::format("the s3 tier needs libcurl 7.61 or newer with TLS, but none is usable ({}): {}",
+                             problems, kHowToGetIt);
   return none;
 }
 

@@ -8,7 +8,7 @@
 namespace kv_offload::s3 {
 namespace {
 
-Status no_list() { return Status::error(StatusKind::kIo, "what the store sent is no list of objects"); }
+Status no_list() { return Status::error(StatusKind::kIo, "the store sent a malformed list of objects"); }
 
 // Returns the text between <name> and </name>, searched from *at, and moves *at past the end tag. Text cannot
 // match a tag by accident, because brackets in text are escaped.
@@ -169,7 +169,7 @@ Status parse_list(std::string_view xml, std::size_t most, ListPage* page) {
         contents->find(kStart) != contents->npos)
       return no_list();
     if (page->objects.size() == most) {
-      return Status::error(StatusKind::kIo, "the store lists far more objects at once than it was asked for");
+      return Status::error(StatusKind::kIo, "the store lists far more objects than requested");
     }
     Listed object;
     if (Status status = read_object(*contents, encoded, &object); !status) return status;
@@ -181,7 +181,7 @@ Status parse_list(std::string_view xml, std::size_t most, ListPage* page) {
   const auto next = element(xml, "NextContinuationToken");
   const std::optional<std::string> token = next ? unescaped(*next) : std::nullopt;
   if (!token || token->empty() || token->size() > 8192) {
-    return Status::error(StatusKind::kIo, "the store lists a part and does not say how to go on");
+    return Status::error(StatusKind::kIo, "the store truncated the list without a continuation token");
   }
   page->next = *token;
   return Status::ok();

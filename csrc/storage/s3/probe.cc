@@ -68,7 +68,7 @@ class Prober {
     for (unsigned i = 0; i < written; ++i) (void)call({.verb = Verb::kDelete, .key = key(i)});
     if (!found->write_refused.empty()) return;
     if (!all) {
-      found->write_refused = "the store does not give back what it took";
+      found->write_refused = "the store does not return the records that it accepted";
       return;
     }
     found->records = written;
@@ -110,7 +110,7 @@ Answer ask_bucket(const Bucket& bucket, const std::string& query, Nanos deadline
   const Request ask{.verb = Verb::kGet, .query = query, .text_bytes = 65536};
   const Status status = client.call(ask, steady_clock::now() + deadline, &answer);
   if (!status) throw_resource("{}: {}", address_of(bucket), status.message());
-  if (answer.wrong_length) throw_resource("{}: an answer that is too long", address_of(bucket));
+  if (answer.wrong_length) throw_resource("{}: the response is too long", address_of(bucket));
   return answer;
 }
 

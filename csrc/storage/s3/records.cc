@@ -107,7 +107,8 @@ Status S3Records::refused(const Answer& answer, std::string_view permission) con
   }
   const Status status = refusal(answer, options_.bucket);
   return status.kind() == StatusKind::kNotFound
-             ? Status::error(StatusKind::kIo, "the store found no such bucket, or knows no such request")
+             ? Status::error(StatusKind::kIo,
+                             "the bucket does not exist, or the store does not support this request")
              : status;
 }
 
@@ -135,12 +136,12 @@ Status S3Records::list(const std::string& namespace_id, std::string from, bool, 
   if (Status status = parse_list(sink.text(), 2 * std::size_t{options_.page} + 1000, &listed); !status)
     return status;
   if (!from.empty() && listed.next == from) {
-    return Status::error(StatusKind::kIo, "the store lists the same page again and again");
+    return Status::error(StatusKind::kIo, "the store repeats the same page of the list");
   }
   page->next = listed.next;
   for (Listed& object : listed.objects) {
     if (!object.key.starts_with(below)) {
-      return Status::error(StatusKind::kIo, "the store lists objects that were not asked for");
+      return Status::error(StatusKind::kIo, "the store lists objects outside the prefix");
     }
     if (object.key == prefix_ + "conditions") continue;  // our own object, not a record
     RemoteRecord record;
@@ -161,17 +162,17 @@ Status S3Records::look(const RemoteRecord& record, std::string* etag) {
   Answer answer;
   if (Status status = client_.call(request, deadline(), &answer); !status) return status;
   if (answer.status == 404 && answer.code != "NoSuchBucket")
-    return Status::error(StatusKind::kNotFound, "it is gone");
+    return Status::error(StatusKind::kNotFound, "it no longer exists");
   if (answer.status != 200) return refused(answer, "s3:GetObject on the objects of the prefix");
   if (answer.versioned) versions_ = true;
   *etag = answer.etag;
   RecordCheck& check = sink.check;
-  if (sink.failed()) return Status::error(StatusKind::kIo, "no memory to look at it");
+  if (sink.failed()) return Status::error(StatusKind::kIo, "not enough memory to check it");
   if (sink.ended()) return check.check_header(record, std::max(answer.length, check.total()));
   // Without a length or chunks, a cut connection looks like the end.
-  if (!answer.told_length) return Status::error(StatusKind::kIo, "the store does not say how long it is");
+  if (!answer.told_length) return Status::error(StatusKind::kIo, "the store does not report its length");
   if (check.total() != answer.length)
-    return Status::error(StatusKind::kIo, "the answer of the store ended too soon");
+    return Status::error(StatusKind::kIo, "the store's response ended too early");
   return check.finish(record);
 }
 
@@ -205,8 +206,8 @@ Status S3Records::remove_this(const std::string& key, const std::string& etag, R
   if (Status status = knows_conditional_removal(&conditional); !status) return status;
   if (!conditional || etag.empty()) {
     return Status::error(StatusKind::kUnavailable,
-                         "the store cannot remove an object only if it is still the same (If-Match), so that "
-                         "what another wrote meanwhile could be lost; remove it yourself, or purge");
+                         "the store does not support conditional removal (If-Match), so a newer object could "
+                         "be lost; remove it yourself, or purge");
   }
   const Request request{.verb = Verb::kDelete, .key = key, .condition = "If-Match: " + etag, .once = true};
   Answer answer;
@@ -234,14 +235,15 @@ Status S3Records::verify(const RemoteRecord& record, bool repair, bool* removed)
     if (status.kind() != StatusKind::kCorrupt || !repair) return status;
     if (!etag.empty() && etag == refused_etag) {
       return Status::error(StatusKind::kCorrupt,
-                           fmt::format("{}; it stays: the store does not know its own ETag in If-Match, "
+                           fmt::format("{}; it was not removed: the store rejects its own ETag in If-Match; "
                                        "remove it yourself, or purge",
                                        status.message()));
     }
     Removal removal = Removal::kNone;
     bool other_etag = false;
     if (Status done = remove_this(record.name, etag, &removal, &other_etag); !done) {
-      const char* const then = removal == Removal::kInDoubt ? "it may have been removed" : "it stays";
+      const char* const then =
+          removal == Removal::kInDoubt ? "it may have been removed" : "it was not removed";
       return Status::error(StatusKind::kCorrupt,
                            fmt::format("{}; {}: {}", status.message(), then, done.message()));
     }
@@ -249,7 +251,7 @@ Status S3Records::verify(const RemoteRecord& record, bool repair, bool* removed)
     if (*removed) return status;
     refused_etag = other_etag ? etag : "";
   }
-  return Status::error(StatusKind::kIo, "others write it again and again while it is read");
+  return Status::error(StatusKind::kIo, "other processes keep writing it while it is read");
 }
 
 // ---- removal

@@ -75,7 +75,7 @@ Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mo
     const Status status = refusal(answer, options_.bucket);
     // For a write, 404 is not a miss.
     return status.kind() == StatusKind::kNotFound
-               ? Status::error(StatusKind::kIo, "the store found no place to write to")
+               ? Status::error(StatusKind::kIo, "the store answered a write with 404")
                : status;
   }
   *moved = record.written();
@@ -229,10 +229,10 @@ Status S3Store::ask_for_start(std::string* found, bool* refused) {
     *refused = is_setting(answer);
     const Status status = refusal(answer, options_.bucket);
     return status.kind() == StatusKind::kNotFound
-               ? Status::error(StatusKind::kIo, "the store found no place to write to")
+               ? Status::error(StatusKind::kIo, "the store answered a write with 404")
                : status;
   }
-  return Status::error(StatusKind::kIo, "the store keeps no epoch");
+  return Status::error(StatusKind::kIo, "the store does not keep the epoch");
 }
 
 void S3Store::maintain() {
@@ -253,7 +253,7 @@ Status S3Store::begin_epoch() {
     Answer answer;
     if (Status status = put(start_key_, name, {}, deadline(), &answer); !status) return status;
     if (is_done(answer)) return Status::ok();
-    return Status::error(StatusKind::kIo, fmt::format("the store took no new epoch: {}",
+    return Status::error(StatusKind::kIo, fmt::format("the store did not store the new epoch: {}",
                                                       refusal(answer, options_.bucket).message()));
   };
   return epochs_.begin(ask, put_new);

@@ -164,7 +164,7 @@ Status Transfer::take(Answer* answer) const {
   }
   // Without a length or chunks, a cut connection looks like the end.
   if (!has_length_ && came_ < most_ && (came_ < least_ || !chunked_)) {
-    return Status::error(StatusKind::kIo, "the answer of the store ended too soon");
+    return Status::error(StatusKind::kIo, "the store's response ended too early");
   }
   answer->length = has_length_ ? announced_ : came_;
   answer->wrong_length = wrong_length_ || came_ > most_ || came_ < least_ || came_ != answer->length;

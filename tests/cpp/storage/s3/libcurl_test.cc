@@ -74,7 +74,7 @@ TEST(LibcurlTest, the_first_that_is_there_is_taken) {
 TEST(LibcurlTest, after_one_that_will_not_do_comes_the_next) {
   EXPECT_EQ(load({"libm.so.6", "libcurl.so.4"}).problem, "");
   EXPECT_THAT(load({"libm.so.6", "libcurl-nowhere.so.4"}).problem,
-              AllOf(HasSubstr("libm.so.6 is no libcurl; libcurl-nowhere.so.4: cannot open")));
+              AllOf(HasSubstr("libm.so.6 is not libcurl; libcurl-nowhere.so.4: cannot open")));
 }
 
 TEST(LibcurlTest, without_one_it_says_what_was_tried_and_what_to_install) {
@@ -85,7 +85,7 @@ TEST(LibcurlTest, without_one_it_says_what_was_tried_and_what_to_install) {
 }
 
 TEST(LibcurlTest, what_is_no_libcurl_is_told_apart) {
-  EXPECT_THAT(load({"libm.so.6"}).problem, HasSubstr("libm.so.6 is no libcurl"));
+  EXPECT_THAT(load({"libm.so.6"}).problem, HasSubstr("libm.so.6 is not libcurl"));
 }
 
 TEST(LibcurlTest, one_that_is_too_old_or_has_no_tls_is_refused) {
