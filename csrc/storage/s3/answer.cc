@@ -15,10 +15,10 @@ struct Meaning {
 
 constexpr std::array kMeanings{
     Meaning{"NoSuchBucket", StatusKind::kIo, true, "the bucket does not exist: create it, or correct bucket"},
-    Meaning{"AccessDenied", StatusKind::kIo, true,
-            "access is denied: allow s3:GetObject, s3:PutObject and s3:DeleteObject on the objects of the "
-            "prefix, "
-            "and s3:ListBucket on the bucket (without it the store reports missing objects as denied)"},
+    Meaning{
+        "AccessDenied", StatusKind::kIo, true,
+        "access is denied: allow s3:GetObject, s3:PutObject and s3:DeleteObject on the objects of the "
+        "prefix, and s3:ListBucket on the bucket (without it the store reports missing objects as denied)"},
     Meaning{"InvalidAccessKeyId", StatusKind::kIo, true, "the store does not know the access key"},
     Meaning{"SignatureDoesNotMatch", StatusKind::kIo, true,
             "the store refuses the signature: the secret key or the region is wrong"},
@@ -50,14 +50,11 @@ std::string_view sentence_without_code(long status) {
   switch (status) {
     case 400:
       return "the store refuses the request and does not say why: credentials may have expired, or the "
-             "region or "
-             "the clock of this host is wrong";
+             "region or the clock of this host is wrong";
     case 403:
       return "access is denied and the store does not say why: the keys are wrong or have expired, the clock "
-             "of this "
-             "host is wrong, or a permission is missing (s3:GetObject, s3:PutObject and s3:DeleteObject on "
-             "the "
-             "objects of the prefix, s3:ListBucket on the bucket)";
+             "of this host is wrong, or a permission is missing (s3:GetObject, s3:PutObject and "
+             "s3:DeleteObject on the objects of the prefix, s3:ListBucket on the bucket)";
     case 429:
     case 503:
       return "the store asks for fewer requests";
