@@ -39,7 +39,7 @@ py::tuple to_tuple(std::span<const std::uint32_t> values) {
 }
 
 Nanos to_nanos(double seconds, std::string_view what) {
-  constexpr double kLongest = 1e9;  // 30 years, far from where nanoseconds overflow
+  constexpr double kLongest = 1e9;  // about 30 years, far below the overflow of 64-bit nanoseconds
   if (!(seconds >= 0) || seconds > kLongest) {
     throw_invalid("{}={} must be between 0 and {:.0f} seconds", what, seconds, kLongest);
   }

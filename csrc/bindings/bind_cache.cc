@@ -65,7 +65,7 @@ Cache make_cache(std::shared_ptr<HostRegion> region, std::shared_ptr<Metrics> me
   const py::gil_scoped_release release;
   std::vector<std::unique_ptr<Tier>> opened;
   for (const std::shared_ptr<TierSpec>& tier : tiers) {
-    if (!tier) throw_invalid("tiers has a None in it; give a TierSpec for each");
+    if (!tier) throw_invalid("tiers contains None; give a TierSpec for each");
     options.tiers.push_back(tier->slot);
     opened.push_back(tier->open());
   }
@@ -140,7 +140,7 @@ py::dict stats(const Cache& self) {
                   "is_kept"_a = stats.is_kept);
 }
 
-// Only what is not nothing.
+// Omits tiers without hits and reasons without misses.
 py::dict report(const Cache& self, std::uint64_t request) {
   using namespace py::literals;
   const RequestReport report = self->cache->report(self->check_handle(request));
@@ -162,7 +162,7 @@ py::dict report(const Cache& self, std::uint64_t request) {
 py::dict tier_stats(const Cache& self, std::size_t tier) {
   using namespace py::literals;
   const auto& tiers = self->cache->tiers();
-  if (tier >= tiers.size()) throw_invalid("tier {} is not there: the cache has {}", tier, tiers.size());
+  if (tier >= tiers.size()) throw_invalid("no tier {}: the cache has {}", tier, tiers.size());
   const TierStats stats = tiers[tier]->stats();
   return py::dict(
       "name"_a = tiers[tier]->name(), "bytes"_a = stats.bytes, "capacity_bytes"_a = stats.capacity_bytes,
@@ -176,7 +176,7 @@ py::dict tier_stats(const Cache& self, std::size_t tier) {
       "about_codec"_a = tiers[tier]->about_codec());
 }
 
-// Calls that go to storage or wait for it.
+// Binds a method that does storage I/O or waits for it, without the GIL.
 template <auto Method>
 void released(const Cache& self) {
   const py::gil_scoped_release release;

@@ -79,7 +79,7 @@ py::dict next_record(FsRoot::Cursor& cursor) {
                   "mtime"_a = to_unix_seconds(record->mtime_unix_nanos), "path"_a = record->path);
 }
 
-// What `progress` raises ends the work.
+// An exception from `progress` ends the work.
 py::list verify(FsRoot& root, bool repair, const py::object& progress,
                 const std::vector<std::string>& encryption_key_files) {
   const auto report = [&progress](std::uint64_t done, std::uint64_t total) {
@@ -100,7 +100,8 @@ py::list verify(FsRoot& root, bool repair, const py::object& progress,
   return list;
 }
 
-// What `progress` raises ends the work; what is gone by then is off the account.
+// An exception from `progress` ends the work. Records removed by then are already subtracted from the
+// accounting.
 py::dict evict(FsRoot& root, std::uint64_t target_bytes, double dead_before, bool dry_run,
                const py::object& progress) {
   const auto report = [&progress](std::uint64_t freed) {

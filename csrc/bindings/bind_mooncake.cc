@@ -19,7 +19,7 @@ struct MooncakeTierSpec final : TierSpec {
 };
 
 mooncake::ClientOptions client_of(std::vector<std::string> command, std::string setup) {
-  if (command.empty()) throw_invalid("command is empty; give the program that speaks to Mooncake");
+  if (command.empty()) throw_invalid("command is empty; give the Mooncake client program");
   mooncake::ClientOptions client;
   client.launch = mooncake::launch_of(std::move(command));
   client.setup = std::move(setup);

@@ -59,7 +59,8 @@ py::tuple verify_record(RemoteRecords& self, const RemoteRecord& record, bool re
   return py::make_tuple(to_string(status.kind()), status.message(), removed);
 }
 
-// What is gone, and why no more: a call that fails on the way has removed some.
+// Returns the removed records and bytes, and the error that stopped the call: a failed call may have removed
+// some records.
 py::tuple remove_records(RemoteRecords& self, const std::vector<RemoteRecord>& records) {
   RemoteRemoved removed;
   Status status;

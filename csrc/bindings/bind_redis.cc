@@ -80,7 +80,7 @@ py::dict probe_server(const redis::Server& server, const std::string& key_prefix
 }  // namespace
 
 void bind_redis(py::module_& module) {
-  // Neither shows its user or password.
+  // Neither repr shows the user or the password.
   py::class_<redis::Server>(module, "RedisServer")
       .def(py::init(&server_of), py::kw_only(), py::arg("host") = "", py::arg("port") = 6379,
            py::arg("unix_socket") = "", py::arg("database") = 0, py::arg("tls") = false,

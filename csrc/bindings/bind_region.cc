@@ -41,7 +41,7 @@ std::shared_ptr<HostRegion> attach_worker(std::string engine_id, std::uint64_t b
                                    rank, RankGeometry{std::move(shard_bytes), std::move(fingerprint)});
 }
 
-// In slices, so that Ctrl-C ends the wait.
+// Waits in slices, so that Ctrl-C ends the wait.
 void wait_for_ranks(const HostRegion& region, double timeout_seconds) {
   constexpr Nanos kSlice = std::chrono::milliseconds(200);
   Nanos left = to_nanos(timeout_seconds, "timeout_seconds");

@@ -34,7 +34,7 @@ s3::Bucket bucket_of(std::string name, std::string endpoint, std::string region,
   return bucket;
 }
 
-// Does not keep what it renews.
+// Holds the keys weakly: it does not keep alive what it renews.
 class S3Renewer {
  public:
   explicit S3Renewer(const s3::Bucket& bucket) : keys_(bucket.newer_keys) {}
@@ -89,7 +89,7 @@ py::tuple ask_s3_bucket(const s3::Bucket& bucket, const std::string& query, doub
 }  // namespace
 
 void bind_s3(py::module_& module) {
-  // Neither shows its keys.
+  // Neither repr shows the keys.
   py::class_<s3::Bucket>(module, "S3Bucket")
       .def(py::init(&bucket_of), py::kw_only(), py::arg("name"), py::arg("endpoint") = "",
            py::arg("region") = "us-east-1", py::arg("path_style") = false, py::arg("ca_file") = "",

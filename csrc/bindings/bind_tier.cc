@@ -23,7 +23,7 @@ std::string write_policy_text(const TierSlotOptions& slot) {
   return "unknown";
 }
 
-// As torch calls them.
+// Returns torch's name of the type.
 const char* name_of(Element element) {
   switch (element) {
     case Element::kBytes:
@@ -42,7 +42,7 @@ RecordFormOptions TierSpec::form() const {
   RecordFormOptions form{.keys = keys_from(encryption_key_files)};
   if (compress == Compress::kNone) return form;
   CompressionOptions options{.compress = compress, .elements = elements};
-  // Asked by I/O threads, one at a time: the choice sees to that.
+  // Called by I/O threads, one at a time: CompressionChoice serializes the calls.
   struct Cores {
     SteadyClock clock;
     IdleCores idle{clock};

@@ -6,14 +6,14 @@
 namespace kv_offload::bindings {
 namespace {
 
-// A RankWorker with what must outlive it.
+// A RankWorker together with the objects that must outlive it.
 struct BoundWorker {
   py::object keep_alive;  // the cache tensors
   std::shared_ptr<HostRegion> region;
   std::shared_ptr<Metrics> metrics;
   std::unique_ptr<RankWorker> worker;
 
-  ~BoundWorker() {  // waits for the copies under way
+  ~BoundWorker() {  // waits for copies in flight
     const py::gil_scoped_release release;
     worker.reset();
   }

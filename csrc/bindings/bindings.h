@@ -1,9 +1,8 @@
-// What the binding files share: conversions between Python objects and the
-// words of base/types.h, and the registration function of each file.
+// Shared by all binding files: conversions between Python objects and the types of base/types.h, and the
+// registration function of each file.
 //
-// No logic lives here. A call releases the GIL only if it can block (storage, a
-// copy, another process): taking it back can cost a whole switch interval, so
-// the scheduler's short calls keep it.
+// The bindings contain no logic. A call releases the GIL only if it can block (storage, a copy, another
+// process). Reacquiring the GIL can take a whole switch interval, so the scheduler's short calls keep it.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -38,27 +37,27 @@ void bind_cache(py::module_& module);
 void bind_worker(py::module_& module);
 void bind_replay(py::module_& module);
 
-// TypeError unless bytes; InvalidArgument when the length is out of range.
+// Throws TypeError unless it is a bytes object, InvalidArgument when the length is out of range.
 ChunkKey to_key(py::handle bytes);
-// Any iterable of bytes.
+// Converts any iterable of bytes.
 std::vector<ChunkKey> to_keys(py::handle iterable);
 py::bytes to_bytes(const ChunkKey& key);
 py::list to_bytes_list(std::span<const ChunkKey> keys);
 py::tuple to_tuple(std::span<const std::uint32_t> values);
 
-// InvalidArgument when negative or not a number; `what` is the setting's name.
+// Throws InvalidArgument for a negative value or NaN, and above 1e9 s. `what` is the setting's name.
 Nanos to_nanos(double seconds, std::string_view what);
 
-// ResourceError carrying the status, unless ok.
+// Throws ResourceError with the status text, unless ok.
 void raise_unless_ok(const Status& status);
 
-// A Python callable told (done, total) from C++, by a thread that does not hold
-// the GIL. What it raises is kept, and raised again by the thread that called.
+// A Python callable that C++ calls with (done, total), on a thread that does not hold the GIL. The first
+// exception that it raises is kept; raise_again() raises it on the calling thread.
 class ProgressCall {
  public:
-  // `callable` outlives this; None: nobody is told.
+  // `callable` must outlive this object; None: no calls.
   explicit ProgressCall(const py::object& callable) : callable_(callable) {}
-  // Empty for None.
+  // Returns an empty function for None.
   std::function<void(std::uint64_t, std::uint64_t)> function();
   void raise_again() {
     if (raised_) std::rethrow_exception(raised_);
@@ -69,7 +68,7 @@ class ProgressCall {
   std::exception_ptr raised_;
 };
 
-// The value of `text` among `known`; InvalidArgument naming the known ones.
+// Returns the value that `known` has for `text`. Throws InvalidArgument that lists the known names.
 template <typename Value>
 Value one_of(std::string_view what, std::string_view text,
              std::initializer_list<std::pair<std::string_view, Value>> known) {

@@ -1,6 +1,6 @@
-// BoundCache: a TieredCache together with what must outlive it.
+// BoundCache: a TieredCache together with the objects that must outlive it.
 //
-// Threads: one, under the GIL.
+// Threads: one, which holds the GIL.
 #pragma once
 
 #include <memory>
@@ -12,22 +12,22 @@
 
 namespace kv_offload::bindings {
 
-// The context object last seen by a lookup function, and its request; see lookup.h.
+// The last context object that a lookup function received, and its request; see lookup.h.
 struct LookupState;
 
-// The region may outlive it: a thread stuck in a tier's device shares it. What else such a thread touches is
-// its tier's own (no clock of ours is given to it).
+// The region may outlive this object: a thread that is stuck in a tier's device shares it. All else that such
+// a thread touches belongs to its tier, which does not use our clock.
 struct BoundCache {
   std::shared_ptr<HostRegion> region;
   std::shared_ptr<Metrics> metrics;
   SteadyClock clock;
-  std::unique_ptr<TieredCache> cache;  // last: dies first
-  std::vector<LookupState*> lookups;   // the living functions of make_lookup
-  std::uint64_t handles = 0;           // one more than the largest that begin_request gave
+  std::unique_ptr<TieredCache> cache;  // last member: destroyed first
+  std::vector<LookupState*> lookups;   // the lookup functions that exist
+  std::uint64_t handles = 0;           // one more than the largest handle from begin_request
 
-  // The handle, if begin_request ever gave it: lookups do not check again.
+  // Returns the handle. Throws InvalidArgument unless begin_request returned it: lookups do not check again.
   RequestHandle check_handle(std::uint64_t handle) const {
-    if (handle >= handles) throw_invalid("request handle {} was never given by begin_request", handle);
+    if (handle >= handles) throw_invalid("invalid request handle {}", handle);
     return static_cast<RequestHandle>(handle);
   }
 

@@ -5,9 +5,8 @@
 
 namespace kv_offload::bindings {
 
-// The function's `self`: a type of its own (not a capsule), because it takes
-// part in cycles (manager -> function -> handle_of -> manager) that the garbage
-// collector must see through.
+// The function's `self`. It has its own type (not a capsule), because it takes part in reference cycles
+// (manager -> function -> handle_of -> manager) that the garbage collector must traverse.
 struct LookupState {
   PyObject_HEAD;
   std::shared_ptr<BoundCache> cache;
@@ -15,7 +14,7 @@ struct LookupState {
   PyObject* handle_of;
   PyObject* span_of;
   PyObject* part_of;
-  PyObject* context;  // null, or the object that `request` belongs to
+  PyObject* context;  // the object that `request` belongs to; may be null
   RequestHandle request;
 };
 
@@ -53,7 +52,7 @@ void dealloc(PyObject* object) {
   Py_DECREF(type);
 }
 
-// One type for the process, made on first use and kept; the GIL guards it.
+// One type per process, created on first use and never destroyed; the GIL guards it.
 PyTypeObject* state_type() {
   static PyObject* type = [] {
     static std::array<PyType_Slot, 4> slots = {{{Py_tp_traverse, reinterpret_cast<void*>(&traverse)},
@@ -69,7 +68,7 @@ PyTypeObject* state_type() {
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
-// False with a Python error set.
+// Returns false with a Python error set.
 bool learn_span(LookupState* self, PyObject* context, PyObject* key, RequestHandle request) {
   PyObject* const args[] = {context, key};
   PyObject* answer = PyObject_Vectorcall(self->span_of, args, 2, nullptr);
@@ -82,9 +81,9 @@ bool learn_span(LookupState* self, PyObject* context, PyObject* key, RequestHand
   return true;
 }
 
-// Asks handle_of and remembers its answer. False with a Python error set; throws
-// when the answer is no handle. `*request` is the answer even if dropping the old
-// context runs Python code that looks up for another one.
+// Calls handle_of and stores its result. Returns false with a Python error set; throws when the result is not
+// a valid handle. `*request` is the result even if dropping the old context runs Python code that looks up
+// with another context.
 bool remember(LookupState* self, PyObject* context, PyObject* key, RequestHandle* request) {
   PyObject* answer = PyObject_CallOneArg(self->handle_of, context);
   if (answer == nullptr) return false;
@@ -98,7 +97,8 @@ bool remember(LookupState* self, PyObject* context, PyObject* key, RequestHandle
          learn_span(self, context, key, *request);
 }
 
-// Tokens of the part of a chunk that the key is of, 0 of a whole one. False with a Python error set.
+// *tokens: the length of the partial chunk that the key stands for, 0 for a whole chunk. Returns false with a
+// Python error set.
 bool ask_for_part(LookupState* self, PyObject* context, PyObject* key, std::uint32_t* tokens) {
   if (self->part_of == Py_None) return true;
   PyObject* const args[] = {context, key};

@@ -1,4 +1,4 @@
-// The extension module kv_offload._core; its face is kv_offload/_core.pyi.
+// The extension module kv_offload._core; kv_offload/_core.pyi declares its Python interface.
 #include "bindings/bindings.h"
 
 PYBIND11_MODULE(_core, module) {
@@ -8,7 +8,7 @@ PYBIND11_MODULE(_core, module) {
   bindings::bind_base(module);
   bindings::bind_metrics(module);
   bindings::bind_region(module);
-  bindings::bind_tier(module);  // before the kinds
+  bindings::bind_tier(module);  // before the derived classes
   bindings::bind_fs(module);
   bindings::bind_redis(module);
   bindings::bind_s3(module);

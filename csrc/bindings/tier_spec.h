@@ -1,5 +1,4 @@
-// TierSpec: a tier that TieredCache's constructor opens. Each kind binds a class of its own that derives from
-// it.
+// TierSpec: a tier for TieredCache's constructor to open. Each kind of tier binds its own derived class.
 #pragma once
 
 #include <algorithm>
@@ -15,28 +14,28 @@
 
 namespace kv_offload::bindings {
 
-// Null for none.
+// Null if there are no paths.
 inline std::shared_ptr<const SealingKeys> keys_from(const std::vector<std::string>& paths) {
   return paths.empty() ? nullptr : SealingKeys::from_files(paths);
 }
 
 struct TierSpec {
   TierSlotOptions slot;
-  std::vector<std::string> encryption_key_files;  // empty: not sealed
+  std::vector<std::string> encryption_key_files;  // empty: no encryption
   Compress compress = Compress::kNone;
-  std::vector<Element> elements;  // by position of the group
+  std::vector<Element> elements;  // by group position
   bool memory_outlives = false;   // see FsTierOptions
   virtual ~TierSpec() = default;
-  // Without the GIL. Throws InvalidArgument or ResourceError.
+  // Called without the GIL. Throws InvalidArgument or ResourceError.
   virtual std::unique_ptr<Tier> open() const = 0;
-  // Reads the keys: throws as SealingKeys::from_files.
+  // Reads the keys; throws like SealingKeys::from_files.
   RecordFormOptions form() const;
 };
 
-// "through", "on_evict", "reuse:N", "never"; InvalidArgument naming them.
+// Parses "through", "on_evict", "reuse:N" or "never". Throws InvalidArgument that lists them.
 TierSlotOptions write_policy_of(std::string_view write_policy);
 
-// InvalidArgument unless it has 32 bytes.
+// Throws InvalidArgument unless there are 32 bytes.
 inline NamespaceId namespace_id_of(std::string_view bytes) {
   NamespaceId id{};
   if (bytes.size() != id.size()) {

@@ -1,6 +1,5 @@
-// torch.ops.kv_offload.pack_blocks / unpack_blocks: their schemas and what they
-// do on the CPU. The CUDA half is torch_ops_cuda.cc; the meta half is Python's
-// (kv_offload/torch_ops.py).
+// torch.ops.kv_offload.pack_blocks / unpack_blocks: the schemas and the CPU implementation. torch_ops_cuda.cc
+// has the CUDA implementation; kv_offload/torch_ops.py has the meta one.
 #include "bindings/torch_pages.h"
 #include "copy/host_memcpy.h"
 

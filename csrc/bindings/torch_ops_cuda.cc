@@ -1,7 +1,7 @@
-// The CUDA half of the operators in torch_ops.cc, a library of its own so that
-// the other loads where torch has no CUDA. The launches are on torch's current
-// stream and nothing is waited for: who calls keeps pinned memory until they ran
-// (kv_offload/torch_ops.py), as torch does not know that they use it.
+// The CUDA implementation of the operators in torch_ops.cc. It is a separate library, so that the CPU one
+// loads where torch has no CUDA. The operators launch on torch's current stream and do not wait. The caller
+// must keep pinned memory alive until they have run (kv_offload/torch_ops.py), because torch does not know
+// that they use it.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include "bindings/torch_pages.h"
@@ -10,7 +10,7 @@
 namespace kv_offload::torch_ops {
 namespace {
 
-constexpr unsigned kBlocks = 32;  // nobody else's work stands behind these launches
+constexpr unsigned kBlocks = 32;  // no other work waits for these launches, so they may be wide
 
 void move_pages(const std::vector<PackPiece>& pages, bool to_row, const Tensor& cache) {
   void* stream = nullptr;

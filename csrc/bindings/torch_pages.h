@@ -1,7 +1,6 @@
-// What both torch operators do, whatever the device: check the tensors and list
-// the pages of the blocks, in the order of a row (copy/copy_plan.h): block after
-// block, inside a block the caches in order. libtorch's stable ABI only, so that
-// one binary serves every torch from 2.11 on.
+// Shared by both implementations of the torch operators: checks the tensors and lists the pages of the
+// blocks. The pages are in the order of a row (copy/copy_plan.h): by block, and within a block by cache. Uses
+// only libtorch's stable ABI, so that one binary works with every torch from 2.11 on.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -16,12 +15,12 @@ namespace kv_offload::torch_ops {
 
 using torch::stable::Tensor;
 
-// caches[i]: (num_blocks, elements), rows contiguous, any dtype, all on one
-// device. block_ids: int32 or int64, one dimension, on the CPU. packed: contiguous
-// bytes, len(block_ids) * sum of the caches' row bytes. Throws std::runtime_error
-// (RuntimeError in Python) naming what is wrong.
+// caches[i]: (num_blocks, elements), rows contiguous, any dtype, all on one device. block_ids: int32 or
+// int64, one-dimensional, on the CPU. packed: contiguous, len(block_ids) * the sum of the caches' row bytes.
+// Throws std::runtime_error (RuntimeError in Python) that names the invalid argument.
 inline std::vector<PackPiece> list_pages(const std::vector<Tensor>& caches, const Tensor& block_ids,
                                          const Tensor& packed) {
+  // Every check guards the raw pointers below.
   STD_TORCH_CHECK(!caches.empty(), "caches is empty");
   STD_TORCH_CHECK(block_ids.is_cpu() && block_ids.dim() == 1 && block_ids.is_contiguous(),
                   "block_ids must be a contiguous CPU tensor of one dimension");
@@ -34,6 +33,7 @@ inline std::vector<PackPiece> list_pages(const std::vector<Tensor>& caches, cons
     STD_TORCH_CHECK(cache.dim() == 2 && (cache.size(1) == 1 || cache.stride(1) == 1),
                     "a cache must be (num_blocks, elements) with contiguous rows");
     STD_TORCH_CHECK(cache.size(0) <= 1 || cache.stride(0) >= cache.size(1), "the blocks of a cache overlap");
+    // A block id must be valid in every cache.
     if (cache.size(0) < num_blocks) num_blocks = cache.size(0);
     block_bytes += static_cast<std::uint64_t>(cache.size(1)) * cache.element_size();
   }
@@ -55,6 +55,7 @@ inline std::vector<PackPiece> list_pages(const std::vector<Tensor>& caches, cons
       const std::uint64_t bytes = static_cast<std::uint64_t>(cache.size(1)) * cache.element_size();
       const std::uint64_t stride = static_cast<std::uint64_t>(cache.stride(0)) * cache.element_size();
       auto* page = static_cast<std::byte*>(cache.data_ptr()) + static_cast<std::uint64_t>(id) * stride;
+      // A cache with empty rows has no page.
       if (bytes != 0) pages.push_back({page, row, bytes});
       row += bytes;
     }

@@ -1,17 +1,14 @@
-# The CUDA copier: a shared library of its own beside the extension, loaded only
-# when a CUDA cache is registered; cudart is linked statically, so that a node
-# without CUDA imports and runs everything else.
+# The CUDA copier: a shared library next to the extension, loaded only when a CUDA cache is registered. cudart
+# is linked statically, so that a node without CUDA imports and runs everything else.
 string(TOUPPER "${KV_OFFLOAD_CUDA}" cuda_wanted)
 if(cuda_wanted STREQUAL "OFF")
   return()
 endif()
-# One fat binary for sm_80 to sm_121: code for each generation in use (code for
-# X.0 runs on X.Y: 8.7, 10.3, 12.1), PTX of 8.0 for whatever has none (11.0), PTX of
-# 12.0 for those to come. (Set before the language is enabled, which would choose
-# one of its own.) nvcc 12.8 and 13.x know all of these. A release is made with
-# 12.8: what it makes runs on the drivers of CUDA 12.0 and later (the kernels, for
-# their long parameters, on those of 12.1 and later), and what 13.x makes on those
-# of 13.0 and later only.
+# One fat binary for sm_80 to sm_121. It has code for each generation in use (code for X.0 runs on X.Y: 8.7,
+# 10.3, 12.1), PTX of 8.0 for devices without code (11.0), and PTX of 12.0 for future ones. It must be set
+# before the language is enabled, which would choose a default. nvcc 12.8 and 13.x support all of these.
+# Releases are built with 12.8: its output runs on drivers of CUDA 12.0 and later (the kernels need 12.1, for
+# their long parameters). The output of 13.x runs only on drivers of 13.0 and later.
 if(NOT CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES 80 86-real 89-real 90-real 100-real 120)
 endif()
@@ -24,7 +21,7 @@ if(NOT CMAKE_CUDA_COMPILER)
   message(STATUS "nvcc not found: the CUDA copier is left out (KV_OFFLOAD_CUDA=AUTO)")
   return()
 endif()
-set(CMAKE_CUDA_STANDARD 17)  # kernels include no header of ours that needs more
+set(CMAKE_CUDA_STANDARD 17)  # kernels include none of our headers that need C++20
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
@@ -44,13 +41,13 @@ set_target_properties(kv_offload_cuda_objects PROPERTIES CUDA_VISIBILITY_PRESET 
 
 add_library(kv_offload_cuda SHARED)
 target_link_libraries(kv_offload_cuda PRIVATE kv_offload_cuda_objects)
-# Only the four C symbols of copy/cuda_library.h are for others.
+# Export only the four C symbols of copy/cuda_library.h.
 target_link_options(kv_offload_cuda PRIVATE -Wl,--exclude-libs,ALL -Wl,-z,defs)
 if(SKBUILD OR KV_OFFLOAD_PYTHON)
   install(TARGETS kv_offload_cuda LIBRARY DESTINATION kv_offload)
 endif()
 
-# Built wherever nvcc is, so that they cannot rot; without a device they skip.
+# Built wherever nvcc is available, so that they keep compiling. They skip without a device.
 if(KV_OFFLOAD_DEVELOPER)
   enable_testing()
   file(GLOB_RECURSE gpu_tests CONFIGURE_DEPENDS tests/cpp/gpu_*.cc)
@@ -59,7 +56,8 @@ if(KV_OFFLOAD_DEVELOPER)
   target_link_libraries(kv_offload_gpu_tests PRIVATE kv_offload_cuda_objects kv_offload_warnings
     GTest::gtest GTest::gtest_main)
   add_test(NAME gpu COMMAND kv_offload_gpu_tests)
-  # Streams that share a connection wait for each other, and some tests hold one that others must pass.
+  # Streams that share a hardware connection wait for each other, and some tests block one stream while others
+  # must proceed.
   set_tests_properties(gpu PROPERTIES LABELS gpu TIMEOUT 900 ENVIRONMENT CUDA_DEVICE_MAX_CONNECTIONS=32)
 
   file(GLOB gpu_benchmark CONFIGURE_DEPENDS benchmarks/gpu/*.cc benchmarks/gpu/*.cu)

@@ -1,7 +1,6 @@
-# Libraries by find_package or find_library. One that is missing stops the build
-# with the name of the Debian package, or, when KV_OFFLOAD_FETCH is ON (pip's
-# builds: pyproject.toml), is fetched by git at a pinned commit, whose hash git
-# checks.
+# Finds libraries with find_package or find_library. A missing library stops the build with the name of its
+# Debian package. With KV_OFFLOAD_FETCH=ON (as in pip's builds, see pyproject.toml), git fetches it at a
+# pinned commit and checks the hash.
 include(CheckCXXSourceCompiles)
 include(FetchContent)
 find_package(Threads REQUIRED)
@@ -12,9 +11,8 @@ function(kv_offload_missing library package)
     "Or configure with -DKV_OFFLOAD_FETCH=ON to build a pinned version of it.")
 endfunction()
 
-# Fetches a library and adds its targets without its install rules, so that a
-# wheel holds nothing of it but what is linked. Further arguments are
-# FetchContent_Declare's. Sets <name>_SOURCE_DIR.
+# Fetches a library and adds its targets without its install rules, so that a wheel contains only what is
+# linked. Extra arguments are passed to FetchContent_Declare. Sets <name>_SOURCE_DIR.
 macro(kv_offload_fetch name repository commit)
   find_package(Git QUIET)
   if(NOT GIT_FOUND)
@@ -22,7 +20,7 @@ macro(kv_offload_fetch name repository commit)
       "Install git, or on Debian or Ubuntu: apt install libfmt-dev prometheus-cpp-dev libxxhash-dev libzstd-dev")
   endif()
   message(STATUS "Fetching ${name} at ${commit}")
-  # SOURCE_SUBDIR names nothing on purpose: add_subdirectory is called below.
+  # SOURCE_SUBDIR names no directory on purpose: add_subdirectory is called below.
   FetchContent_Declare(${name} GIT_REPOSITORY ${repository} GIT_TAG ${commit} SOURCE_SUBDIR not_there
     ${ARGN})
   FetchContent_MakeAvailable(${name})
@@ -31,7 +29,7 @@ macro(kv_offload_fetch name repository commit)
   endif()
 endmacro()
 
-find_package(fmt 9 CONFIG QUIET)  # 8 was not tried
+find_package(fmt 9 CONFIG QUIET)  # 8 is untested
 if(NOT fmt_FOUND)
   if(NOT KV_OFFLOAD_FETCH)
     kv_offload_missing(fmt libfmt-dev)
@@ -60,7 +58,7 @@ if(KV_OFFLOAD_XXHASH_INCLUDE AND KV_OFFLOAD_XXHASH_LIBRARY)
   target_include_directories(kv_offload_xxhash INTERFACE ${KV_OFFLOAD_XXHASH_INCLUDE})
   target_link_libraries(kv_offload_xxhash INTERFACE ${KV_OFFLOAD_XXHASH_LIBRARY})
   if(NOT KV_OFFLOAD_XXHASH_LIBRARY STREQUAL "${KV_OFFLOAD_XXHASH_LOOKED_AT}")
-    unset(KV_OFFLOAD_XXHASH_HAS_DISPATCH CACHE)  # of another library
+    unset(KV_OFFLOAD_XXHASH_HAS_DISPATCH CACHE)  # it was the result for another library
   endif()
   set(KV_OFFLOAD_XXHASH_LOOKED_AT ${KV_OFFLOAD_XXHASH_LIBRARY} CACHE INTERNAL "")
   set(CMAKE_REQUIRED_INCLUDES ${KV_OFFLOAD_XXHASH_INCLUDE})
@@ -77,7 +75,7 @@ elseif(KV_OFFLOAD_FETCH)
     bbb27a5efb85b92a0486cf361a8635715a53f6ba)  # 0.8.2
   target_include_directories(kv_offload_xxhash INTERFACE ${xxhash_SOURCE_DIR})
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
-    # SSE2, AVX2 or AVX-512, by the CPU that it runs on. The headers alone would take SSE2.
+    # Dispatches to SSE2, AVX2 or AVX-512 at run time. The headers alone would use SSE2.
     enable_language(C)
     add_library(kv_offload_xxhash_x86 STATIC ${xxhash_SOURCE_DIR}/xxhash.c ${xxhash_SOURCE_DIR}/xxh_x86dispatch.c)
     target_compile_options(kv_offload_xxhash_x86 PRIVATE -w -O3)
@@ -91,8 +89,8 @@ else()
   kv_offload_missing(xxhash libxxhash-dev)
 endif()
 
-# As a static library, whose functions the extension keeps to itself: payload_codec.cc uses what is only for those
-# that link it so, and other parts of the process may have another zstd.
+# A static library with hidden symbols. payload_codec.cc uses zstd's static-only API, and other parts of the
+# process may load another zstd.
 add_library(kv_offload_zstd INTERFACE)
 find_path(KV_OFFLOAD_ZSTD_INCLUDE zstd.h)
 find_library(KV_OFFLOAD_ZSTD_LIBRARY libzstd.a)
@@ -109,7 +107,7 @@ elseif(KV_OFFLOAD_FETCH)
   set(ZSTD_BUILD_TESTS OFF)
   set(ZSTD_LEGACY_SUPPORT OFF)
   kv_offload_fetch(zstd https://github.com/facebook/zstd.git
-    63779c798237346c2b245c546c40b72a5a5913fe)  # 1.5.5; its CMakeLists.txt is not at the top
+    63779c798237346c2b245c546c40b72a5a5913fe)  # 1.5.5; its CMakeLists.txt is in a subdirectory
   add_subdirectory(${zstd_SOURCE_DIR}/build/cmake ${zstd_BINARY_DIR} EXCLUDE_FROM_ALL)
   target_include_directories(kv_offload_zstd SYSTEM INTERFACE ${zstd_SOURCE_DIR}/lib)
   target_link_libraries(kv_offload_zstd INTERFACE libzstd_static)

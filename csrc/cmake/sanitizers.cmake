@@ -1,4 +1,4 @@
-# KV_OFFLOAD_SANITIZE=address,undefined | thread: the whole build, core and tests.
+# KV_OFFLOAD_SANITIZE=address,undefined | thread: applies to the whole build, core and tests.
 if(KV_OFFLOAD_SANITIZE)
   string(REPLACE "," ";" kinds "${KV_OFFLOAD_SANITIZE}")
   foreach(kind IN LISTS kinds)
@@ -7,10 +7,9 @@ if(KV_OFFLOAD_SANITIZE)
     endif()
   endforeach()
   add_compile_options(-fsanitize=${KV_OFFLOAD_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
-  # g++ 12 sees uninitialised members inside its own <regex> and <functional> when
-  # sanitizers keep it from inlining.
+  # False positives of g++ 12 in its own <regex> and <functional>: sanitizers keep it from inlining them.
   add_compile_options($<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
-  # Python loads the module: the runtime of clang has to be a library then, as that of g++ is.
+  # Python loads the module, so clang's sanitizer runtime must be a shared library, as g++'s is by default.
   if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang" AND KV_OFFLOAD_PYTHON)
     add_link_options(-shared-libsan)
   endif()

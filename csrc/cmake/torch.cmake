@@ -1,6 +1,6 @@
-# torch.ops.kv_offload: a library on libtorch's stable ABI, so that one binary
-# serves torch 2.11 and newer; built when the build's Python has torch (whatever
-# version: only its headers and, to link, its libtorch_cpu are used).
+# torch.ops.kv_offload: a library on libtorch's stable ABI, so that one binary works with torch 2.11 and
+# newer. Built if the build's Python has torch. Any such version will do: only its headers are used, and its
+# libtorch_cpu for linking.
 set(KV_OFFLOAD_TORCH AUTO CACHE STRING "Build the torch operators: AUTO (when Python has torch), ON, OFF")
 string(TOUPPER "${KV_OFFLOAD_TORCH}" torch_wanted)
 if(torch_wanted STREQUAL "OFF" OR (torch_wanted STREQUAL "AUTO" AND NOT (SKBUILD OR KV_OFFLOAD_PYTHON)))
@@ -27,7 +27,7 @@ function(kv_offload_torch_library name)
   target_compile_definitions(${name} PRIVATE TORCH_TARGET_VERSION=0x020b000000000000)  # 2.11
   target_link_libraries(${name} PRIVATE kv_offload_core kv_offload_warnings ${KV_OFFLOAD_TORCH_CPU})
   target_link_options(${name} PRIVATE -Wl,--exclude-libs,ALL)
-  # torch is loaded when this is, and its own libraries are found by their names.
+  # torch is loaded before this library, and its libraries are found by name.
   set_target_properties(${name} PROPERTIES SKIP_BUILD_RPATH ON)
   install(TARGETS ${name} LIBRARY DESTINATION kv_offload)
 endfunction()
@@ -35,8 +35,8 @@ endfunction()
 kv_offload_torch_library(kv_offload_torch csrc/bindings/torch_ops.cc)
 
 if(TARGET kv_offload_cuda_objects)
-  # The stream comes from libtorch_cuda, which a CPU build of torch lacks: linked
-  # against a stand-in of that name, which is not installed.
+  # The stream function is in libtorch_cuda, which a CPU build of torch lacks. Link against a stub with that
+  # name; the stub is not installed.
   file(WRITE ${CMAKE_CURRENT_BINARY_DIR}/torch_cuda_stand_in.c
     "int aoti_torch_get_current_cuda_stream(int device, void** stream);\n"
     "int aoti_torch_get_current_cuda_stream(int device, void** stream) { (void)device; (void)stream; return 1; }\n")
@@ -45,6 +45,6 @@ if(TARGET kv_offload_cuda_objects)
   set_target_properties(torch_cuda_stand_in PROPERTIES OUTPUT_NAME torch_cuda
     LIBRARY_OUTPUT_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/stand_in C_VISIBILITY_PRESET default)
   kv_offload_torch_library(kv_offload_torch_cuda csrc/bindings/torch_ops_cuda.cc)
-  target_compile_definitions(kv_offload_torch_cuda PRIVATE USE_CUDA)  # torch's headers declare the call then
+  target_compile_definitions(kv_offload_torch_cuda PRIVATE USE_CUDA)  # makes torch's headers declare the function
   target_link_libraries(kv_offload_torch_cuda PRIVATE kv_offload_cuda_objects torch_cuda_stand_in)
 endif()

@@ -1,9 +1,9 @@
-# KV_OFFLOAD_UNITY: compiles the sources of a folder a few at a time as one file, after headers that are
-# compiled once (kv_offload_unity(TARGET [HEADER...])).
-# The headers are read and the templates made once for all of them: a third of the
-# processor time of a whole build, and more to compile again after a change. So it
-# is for machines that build everything once. Names in anonymous namespaces have to
-# differ between the files of a folder. TESTS: only of the tests, for who changes the core again and again.
+# KV_OFFLOAD_UNITY compiles several sources of a folder as one file, with precompiled headers:
+# kv_offload_unity(TARGET [HEADER...]).
+#
+# A full build takes a third of the CPU time, but a rebuild after a change takes longer. Therefore it is for
+# machines that build everything once. Names in anonymous namespaces must be unique within a folder. TESTS
+# applies it to the tests only, for frequent changes to the core.
 set(KV_OFFLOAD_UNITY OFF CACHE STRING "Compile the sources of a folder together: ON, OFF, TESTS")
 set(KV_OFFLOAD_UNITY_FILES 6 CACHE STRING "How many at once")
 
@@ -12,10 +12,11 @@ function(kv_offload_unity target)
     return()
   endif()
   set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP
-    # Tests say testing::Test inside kv_offload, where another file may have made a testing of ours.
+    # Tests use testing::Test inside kv_offload, where another file of the unit may have declared
+    # kv_offload::testing.
     UNITY_BUILD_CODE_BEFORE_INCLUDE "namespace testing {}\nnamespace kv_offload::testing { using namespace ::testing; }")
   target_precompile_headers(${target} PRIVATE ${ARGN})
-  # g++ takes a source for a header here, and warns of types that others cannot name.
+  # g++ treats a unity source as a header and warns about types with internal linkage.
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
   get_target_property(sources ${target} SOURCES)
   foreach(source IN LISTS sources)

@@ -1,8 +1,8 @@
-# libvalkey 0.5, the client library of the redis tier (BSD-3-Clause). No distribution of today has it; its
-# sources in C are inside the source distribution of the Python package of that name, which pip downloads from
-# whatever index it is set up for, pinned by hash (libvalkey.txt); without pip it comes from PyPI itself. Compiled
-# into the core with hidden symbols.
-# Without a network: -DKV_OFFLOAD_LIBVALKEY=/path/to/libvalkey-4.2.1.tar.gz, or put it into .cache/.
+# libvalkey 0.5, the client library of the redis tier (BSD-3-Clause). No current distribution packages it. Its
+# C sources are part of the source distribution of the Python package libvalkey. pip downloads that from its
+# configured index, pinned by hash (libvalkey.txt); without pip it comes from PyPI directly. It is compiled
+# into the core with hidden symbols. Without a network:
+# -DKV_OFFLOAD_LIBVALKEY=/path/to/libvalkey-4.2.1.tar.gz, or put it into .cache/.
 enable_language(C)
 set(KV_OFFLOAD_LIBVALKEY "" CACHE FILEPATH "Archive of libvalkey, where pip cannot download it")
 set(KV_OFFLOAD_TLS AUTO CACHE STRING "Encrypted connections of the redis tier: AUTO (when OpenSSL is found), ON, OFF")
@@ -22,7 +22,8 @@ foreach(folder ${CMAKE_SOURCE_DIR}/.cache ${CMAKE_BINARY_DIR})
   endif()
 endforeach()
 if(NOT archive)
-  # By pip, which knows the user's index and proxies (pyproject.toml asks for it: a build environment has none).
+  # Prefer pip, which knows the user's index and proxies. pyproject.toml requires it, because an isolated
+  # build environment has none.
   message(STATUS "Downloading libvalkey ${version}")
   set(archive ${CMAKE_BINARY_DIR}/libvalkey-${version}.tar.gz)
   find_package(Python QUIET COMPONENTS Interpreter)
@@ -42,7 +43,7 @@ endif()
 file(SHA256 ${archive} found)
 if(NOT found STREQUAL hash)
   if(NOT archive STREQUAL KV_OFFLOAD_LIBVALKEY)
-    file(REMOVE ${archive})  # or every later build would stop here, too
+    file(REMOVE ${archive})  # otherwise every later build would stop here, too
   endif()
   message(FATAL_ERROR "${archive} is not libvalkey ${version}: its SHA-256 is ${found}, expected ${hash}")
 endif()
@@ -51,7 +52,7 @@ if(NOT EXISTS ${sources}/src/valkey.c)
   file(ARCHIVE_EXTRACT INPUT ${archive} DESTINATION ${CMAKE_BINARY_DIR})
 endif()
 
-# Without its clusters, RDMA and Windows.
+# Excludes libvalkey's cluster, RDMA and Windows sources.
 set(names adlist alloc async conn dict dns net read sds sockcompat timer valkey vkutil)
 string(TOUPPER "${KV_OFFLOAD_TLS}" tls_wanted)
 if(NOT tls_wanted STREQUAL "OFF")
@@ -70,7 +71,7 @@ list(TRANSFORM names APPEND .c)
 add_library(kv_offload_valkey STATIC ${names})
 target_include_directories(kv_offload_valkey SYSTEM
   PUBLIC ${sources}/include PRIVATE ${sources}/include/valkey ${sources}/src)
-# The last two in place of its visibility.h, which would export its functions from the extension.
+# The last two definitions replace its visibility.h, which would export its functions from the extension.
 target_compile_definitions(kv_offload_valkey PRIVATE VALKEY_USE_THREADS VALKEY_VISIBILITY_H LIBVALKEY_API=)
 target_compile_options(kv_offload_valkey PRIVATE -w -O2)
 set_target_properties(kv_offload_valkey PROPERTIES C_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON)

@@ -93,7 +93,7 @@ def test_records_come_back_in_a_new_cache(server, region, namespace, style) -> N
     [
         ({"secret_key": WRONG}, "refuses the signature"),
         ({"access_key": WRONG}, "does not know the access key"),
-        ({"name": "another-bucket"}, "there is no such bucket"),
+        ({"name": "another-bucket"}, "the bucket does not exist"),
     ],
 )
 def test_what_no_waiting_heals_is_refused_in_a_sentence(server, region, namespace, given, sentence) -> None:

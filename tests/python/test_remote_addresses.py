@@ -199,7 +199,9 @@ def test_a_server_that_cannot_be_read_is_no_damage() -> None:
         root_of(records).verify(False, nobody)
     records = Scripted([[record_of(number) for number in range(3)]], ("timeout", "no answer", False))
     assert [bad["kind"] for bad in root_of(records).verify(False, nobody)] == ["timeout"] * 3
-    gone = Scripted([[record_of(number) for number in range(20)]], ("not_found", "it is gone", False))
+    gone = Scripted(
+        [[record_of(number) for number in range(20)]], ("not_found", "it no longer exists", False)
+    )
     assert root_of(gone).verify(False, nobody) == []
 
 

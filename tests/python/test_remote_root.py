@@ -271,7 +271,9 @@ def test_verify_finds_every_planted_damage(filled: Any, damage: str) -> None:
     assert told["kind"] == "corrupt"
     assert told["removed"] == (bad not in filled.names())
     if not told["removed"]:
-        assert "it stays: the store cannot remove an object only if it is still the same" in told["message"]
+        assert (
+            "it was not removed: the store does not support conditional removal (If-Match)" in told["message"]
+        )
 
 
 def test_purge_of_one_namespace_leaves_the_others(filled: Any) -> None:
@@ -363,7 +365,7 @@ def test_a_repair_without_transactions_removes_nothing(
     monkeypatch.setenv("KV_TEST_PASSWORD", PASSWORD)
     address = of_redis.address.replace("unix://", "unix://looker@") + "?password_env=KV_TEST_PASSWORD"
     (told,) = as_json("verify", address, "--repair", status=1)["damaged"]
-    assert "it stays: the user may not use MULTI" in told["message"]
+    assert "it was not removed: the user may not use MULTI" in told["message"]
     assert len(of_redis.names()) == COUNT
 
 

@@ -282,7 +282,7 @@ def test_doctor_says_that_it_is_a_cluster_and_names_the_nodes_it_is_about(cluste
     assert f"{socket} db 0: its maxmemory-policy is noeviction" in measured.text
     assert "hash tag" not in measured.text
     assert "hash tag" in str(cautions(config(url=cluster, key_prefix="{kv}")))
-    assert "database 0 alone" in str(place(config(url=f"{cluster}?db=2").secondary_tiers[0]))
+    assert "only has database 0" in str(place(config(url=f"{cluster}?db=2").secondary_tiers[0]))
 
 
 def test_an_engine_is_served_by_a_cluster(cluster: str) -> None:

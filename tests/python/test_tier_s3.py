@@ -201,7 +201,7 @@ def test_what_the_start_refuses_is_refused_without_a_measurement_too(
 ) -> None:
     with_keys(monkeypatch, KNOWN_SECRET)
     (missing,) = place(tier(bucket="no-such-bucket", endpoint=server.endpoint, **patient))
-    assert (missing.state, "there is no such bucket" in missing.text) == ("refused", True)
+    assert (missing.state, "the bucket does not exist" in missing.text) == ("refused", True)
     address = f"s3://no-such-bucket?endpoint={server.endpoint}"
     assert CliRunner().invoke(app, ["doctor", "--no-measure", "--root", address]).exit_code == 1
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAUNKNOWN")

@@ -19,15 +19,15 @@ namespace {
 
 constexpr std::size_t kMostDescriptors = 2;
 
-Status ended() { return Status::error(StatusKind::kIo, "the process that speaks to Mooncake ended"); }
+Status ended() { return Status::error(StatusKind::kIo, "the Mooncake client process ended"); }
 
-// Up, so that a deadline is never missed by spinning.
+// Rounds up, so that waiting for a deadline never spins.
 int milliseconds_until(Deadline until) {
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - std::chrono::steady_clock::now());
   return static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, 1 << 30));
 }
 
-// Of the character that the text begins with; 0: it begins with none.
+// Returns the length of the UTF-8 character at the start of the text; 0: invalid.
 std::size_t bytes_of_character(std::string_view text) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
   const unsigned first = byte(0);
@@ -37,7 +37,7 @@ std::size_t bytes_of_character(std::string_view text) {
   for (std::size_t i = 1; i < bytes; ++i) {
     if ((byte(i) & 0xC0) != 0x80) return 0;
   }
-  // Too long for what it says, a surrogate, or behind the last one.
+  // Overlong, a surrogate, or above U+10FFFF.
   const unsigned second = byte(1);
   const bool none = (first == 0xE0 && second < 0xA0) || (first == 0xED && second > 0x9F) ||
                     (first == 0xF0 && second < 0x90) || (first == 0xF4 && second > 0x8F);
@@ -96,11 +96,11 @@ Status send_message(int socket, std::span<const std::byte> message, std::span<co
     rights->cmsg_len = CMSG_LEN(descriptors.size_bytes());
     std::memcpy(CMSG_DATA(rights), descriptors.data(), descriptors.size_bytes());
   }
-  // A process that takes no messages is stuck: nothing here waits for it.
+  // Never waits: a process that reads no messages is stuck.
   while (::sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
     if (errno == EINTR) continue;
     if (errno == EAGAIN) {
-      return Status::error(StatusKind::kIo, "the process that speaks to Mooncake is stuck");
+      return Status::error(StatusKind::kIo, "the Mooncake client process is stuck");
     }
     return errno == EPIPE || errno == ECONNRESET ? ended() : Status::from_errno(errno, "sendmsg");
   }
@@ -113,12 +113,14 @@ Status receive_message(int socket, std::span<std::byte> buffer, Deadline until, 
     const int ready = ::poll(&wait, 1, milliseconds_until(until));
     if (ready < 0 && errno != EINTR) return Status::from_errno(errno, "poll");
     if (ready == 0) return Status::error(StatusKind::kTimeout, "Mooncake did not answer in time");
+    // EINTR: wait again for the time left.
     if (ready < 0) continue;
     const ssize_t bytes = ::recv(socket, buffer.data(), buffer.size(), MSG_DONTWAIT);
     if (bytes > 0) {
       *got = static_cast<std::size_t>(bytes);
       return Status::ok();
     }
+    // Both mean that the peer has ended.
     if (bytes == 0 || errno == ECONNRESET) return ended();
     if (errno != EINTR && errno != EAGAIN) return Status::from_errno(errno, "recv");
   }
@@ -129,7 +131,7 @@ Status Channel::make(std::size_t object_bytes, std::uint64_t client, std::unique
   const std::size_t bytes = kNamesBytes + round_up(object_bytes, kPageBytes);
   *memory = Descriptor(::memfd_create("kv_offload mooncake", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (memory->get() < 0) return Status::from_errno(errno, "memfd_create");
-  // Sealed: whatever the process does to it, it does not shrink under us.
+  // Sealed: the process cannot shrink the memory under us.
   if (::ftruncate(memory->get(), static_cast<off_t>(bytes)) != 0 ||
       ::fcntl(memory->get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     return Status::from_errno(errno, "ftruncate");
@@ -160,7 +162,7 @@ Status Channel::call(Verb verb, std::span<const std::string> names, std::uint64_
   std::size_t got = 0;
   if (Status status = receive_message(socket_.get(), buffer, until, &got); !status) return status;
   if (got < sizeof(answer->result)) {
-    return Status::error(StatusKind::kIo, "the process that speaks to Mooncake answers what nobody asked");
+    return Status::error(StatusKind::kIo, "the Mooncake client process sent an unexpected response");
   }
   std::memcpy(&answer->result, buffer.data(), sizeof(answer->result));
   answer->text = text_of(std::span(buffer).first(got).subspan(sizeof(answer->result)));

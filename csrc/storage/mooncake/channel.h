@@ -1,12 +1,12 @@
-// Channel: one conversation with the process that speaks to Mooncake (client.h), for one thread at a time: a
-// socket for questions and answers, and memory that both have mapped, for names and a record.
+// Channel: a connection to the Mooncake client process (client.h), for one thread at a time. It consists of a
+// socket for requests and replies, and a shared memory area for names and one record.
 //
-// The process only ever touches this memory, never a row: whoever calls copies in and out. A call that does
-// not end in time may therefore be left; what the process still does to the memory reaches nobody, as the
-// channel is given up with it.
+// The process touches only this memory and never a host memory row: callers copy data in and out. A call that
+// times out may therefore be abandoned. Whatever the process still writes harms nobody, because the channel
+// is discarded with the memory.
 //
-// On the socket, one message each: a Question, answered by an Answer and a text, which is empty or says what
-// went wrong. kv_offload/mooncake_client.py is the other side.
+// Socket protocol, one message each: a Question, and as reply an Answer followed by a text. The text is empty
+// or describes the error. kv_offload/mooncake_client.py implements the other side.
 #pragma once
 
 #include <chrono>
@@ -25,31 +25,32 @@ namespace kv_offload::mooncake {
 using Deadline = std::chrono::steady_clock::time_point;
 
 enum class Verb : std::uint32_t {
-  kPut = 1,     // unless it is there; the bytes given
-  kSet = 2,     // in place of what is there
-  kGet = 3,     // the object's bytes, which are in object() if they are no more than it holds
-  kExist = 4,   // of each name, a byte of object(): 1 there, 0 not
-  kRemove = 5,  // also one that is just being read
+  kPut = 1,     // write the given bytes, unless the object exists
+  kSet = 2,     // write the given bytes, replacing an existing object
+  kGet = 3,     // returns the object's bytes, which are in object() if they fit
+  kExist = 4,   // one byte of object() per name: 1 present, 0 missing
+  kRemove = 5,  // also removes an object that is being read
 };
 
 struct Question {
   std::uint32_t verb = 0;
-  std::uint32_t names = 0;         // in the memory's first bytes, one after the other, each ended by '\n'
-  std::uint64_t names_bytes = 0;   // all of them
-  std::uint64_t object_bytes = 0;  // put, set: what is to be written; get: what is expected, 0: not known
+  std::uint32_t names = 0;         // at the start of the memory, each followed by '\n'
+  std::uint64_t names_bytes = 0;   // of all names together
+  std::uint64_t object_bytes = 0;  // put, set: bytes to write; get: expected bytes, 0: unknown
 };
 static_assert(sizeof(Question) == 24);
 
-// Below 0: one of Mooncake's error codes.
+// A negative result is a Mooncake error code.
 struct Answer {
   std::int64_t result = 0;
   std::string text;
 };
 
-inline constexpr std::size_t kNamesBytes = std::size_t{256} << 10;  // of the memory; the object lies behind
+// At the start of the memory; the object follows.
+inline constexpr std::size_t kNamesBytes = std::size_t{256} << 10;
 inline constexpr std::size_t kMostText = 1024;
 
-// Closes what it has.
+// Owns a file descriptor and closes it.
 class Descriptor {
  public:
   Descriptor() = default;
@@ -64,32 +65,32 @@ class Descriptor {
   int fd_ = -1;
 };
 
-// Two ends of a socket that keeps messages apart. kIo: the system has none left.
+// Creates a connected pair of message sockets. kIo: the system has no resources left.
 Status make_pair(Descriptor* ours, Descriptor* theirs);
-// A message; with the descriptors, which the other side has then, too. kIo: the other side is gone.
+// Sends one message and optionally duplicates descriptors into the peer. kIo: the peer has ended.
 Status send_message(int socket, std::span<const std::byte> message, std::span<const int> descriptors = {});
-// kTimeout, kIo. *got: of the message, which is cut to the buffer.
+// kTimeout, kIo. *got: bytes received. A message longer than the buffer is truncated.
 Status receive_message(int socket, std::span<std::byte> buffer, Deadline until, std::size_t* got);
 
-// What the other side says, for a person: bytes that are no UTF-8 become '?'.
+// Returns the peer's text for users: bytes that are not valid UTF-8 become '?'.
 std::string text_of(std::span<const std::byte> said);
 
 class Channel {
  public:
-  // Its memory holds an object of so many bytes; `theirs` and the memory's descriptor are for the other side.
+  // Creates a channel with memory for an object of `object_bytes`. `theirs` and `memory` must be sent to the
+  // process.
   static Status make(std::size_t object_bytes, std::uint64_t client, std::unique_ptr<Channel>* made,
                      Descriptor* theirs, Descriptor* memory);
   ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
-  std::uint64_t client() const {
-    return client_;
-  }  // which of the processes that there were is at the other end
+  // The number of the process at the other end (Client::starts()).
+  std::uint64_t client() const { return client_; }
   std::span<std::byte> object() const { return memory_.subspan(kNamesBytes); }
 
-  // kTimeout: no answer came; kIo: the process ended, or answers what fits no question. The channel is of no
-  // use then. REQUIRES: 1 or more names, which fit into kNamesBytes; object_bytes <= object().size().
+  // kTimeout: no reply arrived. kIo: the process ended or sent a malformed reply. Discard the channel then.
+  // REQUIRES: at least one name; all names fit into kNamesBytes; object_bytes <= object().size().
   Status call(Verb verb, std::span<const std::string> names, std::uint64_t object_bytes, Deadline until,
               Answer* answer) const;
 

@@ -19,32 +19,33 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr std::size_t kMostIdle = 64;
-// Memory of a channel is got in steps, so that groups of nearly one size share channels.
+// Channel memory is allocated in steps, so that groups of nearly equal record size share channels.
 constexpr std::size_t kStep = std::size_t{256} << 10;
 constexpr std::chrono::seconds kToGoByItself{1};
-// One that ran for so long is not what keeps failing.
+// A process that ran this long does not count as a failing start.
 constexpr std::chrono::seconds kAWhile{60};
 
-// What the process says first: "ready VERSION", "refused SENTENCE" or "failed SENTENCE".
+// Parses the first message of the process: "ready VERSION", "refused SENTENCE" or "failed SENTENCE".
 bool starts_with_word(std::string_view text, std::string_view word, std::string* rest) {
   if (!text.starts_with(word) || text.size() <= word.size()) return false;
   *rest = text.substr(word.size() + 1);
   return true;
 }
 
-// "it ended with status 127" tells more than that its socket was closed.
+// "it ended with status 127" says more than a closed socket.
 Status end_before_a_word(Process* process) {
   process->wait_until(steady_clock::now() + kToGoByItself);
   const std::string how = process->how_it_ended();
-  return Status::error(StatusKind::kIo, fmt::format("the process that speaks to Mooncake said nothing: {}",
-                                                    how.empty() ? "it closed its socket" : how));
+  return Status::error(StatusKind::kIo,
+                       fmt::format("the Mooncake client process did not report its start: {}",
+                                   how.empty() ? "it closed its socket" : how));
 }
 
 }  // namespace
 
 Client::Client(ClientOptions options)
     : options_(std::move(options)), wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (wake_.get() < 0) throw_resource("the system gives no eventfd (errno {})", errno);
+  if (wake_.get() < 0) throw_resource("cannot create an eventfd (errno {})", errno);
   keeper_ = std::thread([this] { keep(); });
 }
 
@@ -70,7 +71,7 @@ void Client::wake() const {
 // ---- the keeper
 
 void Client::keep() {
-  // Its share of the CPU is the process's, which reads records that somebody waits for.
+  // The child inherits this thread's CPU share. It reads records that requests wait for.
   begin_thread("kv-mooncake", CpuShare::kFull);
   Nanos next_pause = options_.shortest_pause;
   while (true) {
@@ -80,15 +81,14 @@ void Client::keep() {
     Status status = begin(&control, &process);
     if (status) {
       const bool hung = wait_for_end(control.get());
-      // Of one that was killed for hanging the calls beside it must end now, too.
+      // Closing the socket ends concurrent calls; they must end now if the process was killed for hanging.
       control.reset();
       if (process && !hung) process->wait_until(steady_clock::now() + kToGoByItself);
       const std::string how = process ? process->how_it_ended() : "";
-      status = Status::error(StatusKind::kIo,
-                             fmt::format("the process that speaks to Mooncake is being started again: {}",
-                                         hung          ? "a call did not end in time, and it was killed"
-                                         : how.empty() ? "it ended"
-                                                       : how));
+      status = Status::error(StatusKind::kIo, fmt::format("the Mooncake client process is restarting: {}",
+                                                          hung ? "it was killed because a call timed out"
+                                                          : how.empty() ? "it ended"
+                                                                        : how));
       note_end(status, false);
     }
     process.reset();
@@ -108,7 +108,7 @@ Status Client::begin(Descriptor* control, std::unique_ptr<Process>* process) {
     if (!send_message(control->get(), std::as_bytes(std::span(options_.setup)))) {
       return end_before_a_word(process->get());
     }
-    // Closing does not wait for one that is slow to start.
+    // Waits for close(), too, so that closing does not wait for a slow start.
     std::array<std::byte, kMostText> buffer{};
     std::size_t got = 0;
     const auto until = steady_clock::now() + options_.start_deadline;
@@ -129,7 +129,7 @@ Status Client::begin(Descriptor* control, std::unique_ptr<Process>* process) {
     said = text_of(std::span(buffer).first(got));
     if (starts_with_word(said, "ready", &rest)) return Status::ok();
     refused = starts_with_word(said, "refused", &rest);
-    if (!refused && !starts_with_word(said, "failed", &rest)) rest = "it says what fits no start";
+    if (!refused && !starts_with_word(said, "failed", &rest)) rest = "unexpected start message";
     return Status::error(StatusKind::kIo, rest);
   };
   Status status = start();
@@ -166,11 +166,12 @@ bool Client::wait_for_end(int control) {
     const int ready = ::poll(either, 2, until_calls_end());
     const bool closed = was_closed();
     const MutexLock lock(mutex_);
-    // Before the keeper closes it: nobody may send by a number that is another's then.
+    // Cleared before the keeper closes the descriptor: its number may be reused at once.
     if (hung_ || closed) control_ = -1;
     if (hung_) return true;
     if (closed) return false;
-    if (ready > 0 && either[0].revents != 0) {  // it says nothing after its start: this is its end
+    // The process sends nothing after its start, so this is its end.
+    if (ready > 0 && either[0].revents != 0) {
       control_ = -1;
       return false;
     }
@@ -206,7 +207,7 @@ bool Client::pause(Nanos time) {
   return false;
 }
 
-// ---- those who use it
+// ---- callers
 
 Status Client::wait_for_start(Deadline until, bool* refused) {
   const MutexLock lock(mutex_);
@@ -226,10 +227,10 @@ Status Client::take(std::size_t object_bytes, std::unique_ptr<Channel>* channel)
   const MutexLock lock(mutex_);
   if (closed_) return Status::error(StatusKind::kUnavailable, "the tier is closed");
   if (state_ == State::kStarting) {
-    return Status::error(StatusKind::kIo, "the process that speaks to Mooncake has not started yet");
+    return Status::error(StatusKind::kIo, "the Mooncake client process has not started yet");
   }
   if (state_ != State::kRunning) return why_;
-  if (control_ < 0) return Status::error(StatusKind::kIo, "the process that speaks to Mooncake ended");
+  if (control_ < 0) return Status::error(StatusKind::kIo, "the Mooncake client process ended");
   const auto fits = std::find_if(idle_.begin(), idle_.end(), [&](const std::unique_ptr<Channel>& one) {
     return one->object().size() >= object_bytes;
   });
@@ -238,7 +239,7 @@ Status Client::take(std::size_t object_bytes, std::unique_ptr<Channel>* channel)
     idle_.erase(fits);
     return Status::ok();
   }
-  // In place of one that is too small: there are as many as are used at once.
+  // Replaces one that is too small: there are as many channels as are in use at once.
   if (!idle_.empty()) idle_.pop_back();
   Descriptor theirs, memory;
   std::unique_ptr<Channel> made;

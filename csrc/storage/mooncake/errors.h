@@ -1,5 +1,5 @@
-// What Mooncake's error codes say to a tier. They are those of its ErrorCode, which its clients return as
-// they are.
+// The meaning of Mooncake's error codes for a tier. The codes are those of its ErrorCode, which its clients
+// return unchanged.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace kv_offload::mooncake {
 inline constexpr std::int64_t kHolderGone = -101, kNoSpaceLeft = -200, kBadLength = -600, kNotComplete = -703,
                               kNoObject = -704;
 
-// REQUIRES: code < 0. `text`: what the process adds, which may be empty.
+// REQUIRES: code < 0. `text`: the process's description, which may be empty.
 Status refusal(std::int64_t code, std::string_view text);
 
 }  // namespace kv_offload::mooncake

@@ -54,7 +54,7 @@ class Prober {
     std::fill(record.begin(), record.end(), std::byte{0x5a});
     unsigned written = 0, read = 0;
     auto start = steady_clock::now();
-    // A slow store is measured by fewer: what was written must still be read.
+    // A slow store gets fewer records: time must be left to read them.
     const auto enough = start + (until_ - start) / 3;
     for (; written < records && (written == 0 || steady_clock::now() < enough); ++written) {
       const std::int64_t code = call(Verb::kPut, name(written));
@@ -70,7 +70,7 @@ class Prober {
     for (unsigned i = 0; i < written; ++i) (void)call(Verb::kRemove, name(i));
     if (!found->write_refused.empty()) return;
     if (read < written) {
-      found->write_refused = "the store does not give back what it took";
+      found->write_refused = "the store does not return the records that it accepted";
       return;
     }
     const double total = static_cast<double>(record_bytes_) * written;

@@ -1,4 +1,4 @@
-// What `kv-offload doctor` and `bench` ask of a Mooncake Store, by a process of their own.
+// Measurements of a Mooncake Store for `kv-offload doctor` and `bench`, in a separate client process.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,16 @@
 namespace kv_offload::mooncake {
 
 struct Probe {
-  std::string version;        // of Mooncake, on this side
-  double start_seconds = 0;   // of the process
-  double answer_seconds = 0;  // of the master, to the question for a key that is not there
+  std::string version;        // of the Mooncake package on this host
+  double start_seconds = 0;   // start time of the process
+  double answer_seconds = 0;  // the master's reply time to a lookup of a missing key
   double write_bytes_per_second = 0, read_bytes_per_second = 0;  // one at a time
-  std::string write_refused;                                     // why there are no speeds; empty: there are
+  std::string write_refused;  // why no speeds were measured; empty: they were
 };
 
-// Records of so many bytes, of nobody else, which are removed again; none: only who answers. Throws
-// ResourceError when it cannot be used.
+// Writes, reads and removes `records` temporary records of `record_bytes`. With 0 records it only measures
+// lookups. Throws ResourceError when the store cannot be used, InvalidArgument when something is missing on
+// this host.
 Probe probe(const ClientOptions& options, const std::string& place, const std::string& key_prefix,
             std::uint64_t record_bytes, unsigned records, Nanos deadline);
 

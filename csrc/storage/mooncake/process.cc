@@ -22,7 +22,8 @@ namespace {
 
 constexpr int kTheirDescriptor = 3;
 constexpr std::chrono::milliseconds kLookEvery{5};
-// A killed process that the kernel does not let go (it waits for a device) is left to who reaps orphans.
+// If the kernel does not release a killed process in this time (it waits for a device), the process is
+// abandoned to init.
 constexpr std::chrono::seconds kKilledWithin{5};
 
 class Child final : public Process {
@@ -38,14 +39,14 @@ class Child final : public Process {
   std::string how_it_ended() override { return has_ended() ? how_ : ""; }
 
  private:
-  // While it was not waited for, its number is nobody else's.
+  // Until waitpid() reaps the child, its pid cannot be reused.
   bool has_ended() {
     if (!how_.empty()) return true;
     int state = 0;
     const pid_t found = ::waitpid(pid_, &state, WNOHANG);
     if (found == 0 || (found < 0 && errno == EINTR)) return false;
     if (found < 0) {
-      how_ = "it ended";  // who else waits for children has taken it
+      how_ = "it ended";  // another waiter in this process reaped it
     } else if (WIFSIGNALED(state)) {
       how_ = fmt::format("it was ended by signal {}", WTERMSIG(state));
     } else {
@@ -58,9 +59,9 @@ class Child final : public Process {
   std::string how_;
 };
 
-// What the client needs of the engine's environment: where programs, modules and temporary files are, the
-// locale, how the network is reached, and the settings of Mooncake, its transports and of sanitizers. All
-// else stays with the engine: it holds passwords, tokens and keys of others.
+// The part of the engine's environment that the client needs: paths of programs, modules and temporary files,
+// the locale, proxies and certificates, and the settings of Mooncake, its transports and sanitizers. Nothing
+// else is passed: the engine's environment holds unrelated passwords, tokens and keys.
 constexpr std::string_view kPassedNames[] = {"PATH",
                                              "HOME",
                                              "USER",
@@ -104,7 +105,7 @@ std::vector<char*> passed_environment() {
   return passed;
 }
 
-// As a shell would begin it: what the engine's threads do with signals is theirs.
+// Default signal handling, as if started by a shell: the engine's signal settings do not apply.
 void set_signals(posix_spawnattr_t* attributes) {
   sigset_t none, all;
   sigemptyset(&none);
@@ -115,7 +116,8 @@ void set_signals(posix_spawnattr_t* attributes) {
 }
 
 Status spawn(const std::vector<std::string>& argv, Descriptor theirs, std::unique_ptr<Process>* begun) {
-  // Above those that it gets: one that is moved onto itself would stay closed for it.
+  // Uses a descriptor above the target number: dup2() of a descriptor onto itself would leave it
+  // close-on-exec.
   const Descriptor above(::fcntl(theirs.get(), F_DUPFD_CLOEXEC, kTheirDescriptor + 1));
   if (above.get() < 0) return Status::from_errno(errno, "dup");
   std::vector<char*> words;

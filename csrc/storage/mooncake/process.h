@@ -1,5 +1,6 @@
-// Process: a program beside the engine, which it never outlives: it is begun by a thread that lives as long,
-// at the end of a socket that nobody else has.
+// Process: a child process that never outlives the engine. The kernel kills it when the thread that started
+// it ends (mooncake_client.py sets PR_SET_PDEATHSIG). It also holds one end of a socket pair that no other
+// process has, so it sees the engine's end.
 #pragma once
 
 #include <functional>
@@ -12,20 +13,20 @@
 
 namespace kv_offload::mooncake {
 
-// One that runs. Its end: the destructor, which kills it and waits for it.
+// A running process. The destructor kills it and waits for it.
 class Process {
  public:
   virtual ~Process() = default;
-  // Its socket was closed: has it until then to go by itself.
+  // Waits for the process to exit. Call it after closing its socket.
   virtual void wait_until(Deadline until) = 0;
-  // "it was killed by signal 9"; empty while it runs.
+  // "it was ended by signal 9"; empty while it runs.
   virtual std::string how_it_ended() = 0;
 };
 
-// Begins one that has `theirs` as its descriptor 3. From one thread, whose end would be the process's.
+// Starts a process with `theirs` as its descriptor 3. Call it from one thread that outlives the process.
 using Launch = std::function<Status(Descriptor theirs, std::unique_ptr<Process>* begun)>;
 
-// Of this program; argv[0] is its path, and where it is not one, looked for in PATH.
+// Launches this program. argv[0] is a path, or a name to find in PATH.
 Launch launch_of(std::vector<std::string> argv);
 
 }  // namespace kv_offload::mooncake

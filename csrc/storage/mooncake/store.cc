@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kMostLeftWrong = 4096;
 
-// The record in one piece. What lies in place is summed while it is copied.
+// Writes the record to one contiguous buffer. In-place shards are checksummed while they are copied.
 Status pack(OutgoingRecord& record, const TierOp& op, std::span<std::byte> object) {
   std::span<std::byte> to = object;
   const auto copy = [&to](const std::byte* from, std::size_t bytes) {
@@ -44,7 +44,8 @@ Status pack(OutgoingRecord& record, const TierOp& op, std::span<std::byte> objec
   return Status::ok();
 }
 
-// Into the rows, step by step, and verified there: what the process does to its memory later is not seen.
+// Copies the object into the host memory rows step by step and verifies it there. Later changes by the
+// process to its memory have no effect.
 Status unpack(IncomingRecord& record, std::span<const std::byte> object, std::uint64_t length) {
   if (Status status = record.check_length(length); !status) return status;
   OpenedAsItComes opened(record);
@@ -61,16 +62,17 @@ Status unpack(IncomingRecord& record, std::span<const std::byte> object, std::ui
   return opened.finish(length);
 }
 
-// Nothing is known of what Mooncake still does with a channel's memory after these.
+// True if Mooncake may still use the channel's memory after this code.
 bool leaves_memory_in_use(std::int64_t code) {
   return code < 0 && code != kNoObject && code != kNotComplete && code != kNoSpaceLeft &&
          code != kBadLength && code != kHolderGone;
 }
 
-// Of a write it is no miss: one who began to write it before us did not end, or is at it.
+// For a write, these codes are not a miss: another writer began this record and has failed or is still
+// writing.
 Status refusal_of_write(const Answer& answer) {
   if (answer.result == kNotComplete || answer.result == kNoObject) {
-    return Status::error(StatusKind::kUnavailable, "another began to write this record and has not ended");
+    return Status::error(StatusKind::kUnavailable, "another process has not finished writing this record");
   }
   return refusal(answer.result, answer.text);
 }
@@ -85,7 +87,8 @@ MooncakeStore::MooncakeStore(const MooncakeTierOptions& options)
       form_(options.form) {
   bool refused = false;
   std::string found;
-  // To its end, which start_deadline bounds: a refusal that came later would never be told.
+  // Waits until the start ends, which start_deadline limits: a refusal that comes later could not be
+  // reported.
   Status status = client_.wait_for_start(Deadline::max(), &refused);
   if (refused) throw_resource("mooncake tier at {}: {}", options.place, status.message());
   if (status) status = ask_for_start(&found);
@@ -135,15 +138,15 @@ Status MooncakeStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64
     client_.give_back(std::move(channel));
     return status;
   }
-  // What was done here is not Mooncake's time.
+  // The time spent on encoding does not count against Mooncake.
   const Deadline until = std::chrono::steady_clock::now() + left;
   Answer answer;
   const Status status =
       call(&channel, replace ? Verb::kSet : Verb::kPut, {&key, 1}, record.bytes(), until, &answer);
   if (channel) client_.give_back(std::move(channel));
   if (!status || answer.result < 0) {
-    // A put of what is there sends nothing and looks like one that does. Whether bytes can be written again
-    // is seen by one that asked.
+    // A put of an existing object sends nothing and returns the same result as a real write. Therefore the
+    // next writes check first, which shows whether writing works again.
     ask_first_.start_over();
     return status ? refusal_of_write(answer) : status;
   }
@@ -157,7 +160,7 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
   ChannelPtr channel;
   if (Status status = client_.take(record.most_bytes(), &channel); !status) return status;
   const std::string key = key_of(op.key, epoch);
-  // Of those of a group that are encoded the length is not known.
+  // The length of an encoded record is unknown.
   const std::uint64_t group = std::uint64_t{1} << op.group % 64;
   const std::uint64_t expected = (encoded_ & group) == 0 ? record.most_bytes() : 0;
   Answer answer;
@@ -175,7 +178,7 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
   }
   status = unpack(record, channel->object(), length);
   if (status) *moved = record.payload_bytes();
-  // Damaged, or of another version of the format.
+  // Damaged, or written in another version of the format.
   const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
   if (wrong && !options_.read_only) {
     const bool possible = static_cast<bool>(record.check_length(length));
@@ -189,9 +192,9 @@ Status MooncakeStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_
   return status;
 }
 
-// What was found wrong is removed only if it is still there: one of a possible length and another header
-// has taken its place. One that takes it between the two calls is lost, and is a miss. With little time left
-// it is not tried: the next write goes over it.
+// Removes the bad object only if it is still there. An object of a valid length with another header has
+// replaced it. An object written between the two calls is lost; that is a miss. If little time is left,
+// nothing is removed and the next write replaces the object.
 bool MooncakeStore::remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
                                  std::span<const std::byte> header_page, ChannelPtr channel) {
   Answer answer;
@@ -199,6 +202,7 @@ bool MooncakeStore::remove_wrong(const std::string& key, const IncomingRecord& r
     client_.give_back(std::move(channel));
     return false;
   }
+  // Either of these proves that the object is still bad: an impossible length, the same header.
   if (!call(&channel, Verb::kGet, {&key, 1}, 0, until, &answer) || !channel) return false;
   const bool there = answer.result >= 0;
   const bool other_length = there && !record.check_length(static_cast<std::uint64_t>(answer.result));
@@ -213,7 +217,7 @@ bool MooncakeStore::remove_wrong(const std::string& key, const IncomingRecord& r
   return gone;
 }
 
-// Once for each time that it was read.
+// True once for each read that left a damaged object behind.
 bool MooncakeStore::was_left_wrong(const std::string& key) {
   const MutexLock lock(mutex_);
   return left_wrong_.erase(key) > 0;
@@ -249,7 +253,7 @@ Status MooncakeStore::read_start(Deadline until, std::string* found, bool* stran
   Status status;
   if (answer.result < 0 && answer.result != kNoObject) {
     status = refusal(answer.result, answer.text);
-    // Another is just putting it there.
+    // Another process is writing it right now.
     if (status.kind() == StatusKind::kNotFound) status = Status::error(StatusKind::kIo, status.message());
   } else if (answer.result >= 0) {
     const auto bytes = channel->object().first(NamedEpochs::kNameDigits);
@@ -281,24 +285,24 @@ Status MooncakeStore::ask_for_start(std::string* found) {
   const std::string known = epochs_.of_those_who_start();
   const Deadline until = deadline();
   const std::string name = known.empty() ? NamedEpochs::new_name() : known;
-  // What lies there after we put one there is what counts: another may have been faster.
+  // Reads again after writing, because another process may have been faster.
   for (int tries = 0; tries < 3; ++tries) {
     bool strange = false;
     if (Status status = read_start(until, found, &strange); !status) return status;
     if (!found->empty() || options_.read_only) return Status::ok();
-    // What lies there and is no name is in nobody's use.
+    // Nobody uses an object that is not an epoch name, so it may be replaced.
     if (Status status = put_start(strange ? Verb::kSet : Verb::kPut, name, until); !status) return status;
   }
-  return Status::error(StatusKind::kIo, "the store keeps no epoch");
+  return Status::error(StatusKind::kIo, "the store does not keep the epoch");
 }
 
 void MooncakeStore::maintain() {
-  if (stopped_) return;  // nothing here would be lost
+  if (stopped_) return;  // there is nothing to flush
   const std::string known = epochs_.of_those_who_start();
   std::string found;
   if (!ask_for_start(&found)) return;
   if (!epochs_.has_ended(found)) return epochs_.note_kept(known, found, options_.read_only);
-  // In place of one that a reset of ours ended, and that another has put back.
+  // Another process restored an epoch that our reset had ended: replace it.
   if (known.empty() || epochs_.has_ended(known)) return;
   (void)put_start(Verb::kSet, known, deadline());
 }
@@ -317,7 +321,7 @@ void MooncakeStore::figures(TierStats* stats) const {
 }  // namespace mooncake
 
 std::unique_ptr<Tier> make_mooncake_tier(const MooncakeTierOptions& options) {
-  check_options(options);  // before a process is begun
+  check_options(options);  // before a process is started
   return with_sealed_names(make_pooled_tier(std::make_unique<mooncake::MooncakeStore>(options), options),
                            options.form.keys, options.namespace_id);
 }

@@ -1,4 +1,4 @@
-// MooncakeStore: the synchronous half of the mooncake tier (tier.h says what lies in the store).
+// MooncakeStore: the synchronous half of the mooncake tier (tier.h documents the objects in the store).
 #pragma once
 
 #include <atomic>
@@ -43,21 +43,22 @@ class MooncakeStore final : public RecordStore {
 
   Deadline deadline() const { return std::chrono::steady_clock::now() + options_.op_deadline; }
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
-  // As Client::call; a channel after which nothing is known of its memory is dropped: *channel is null then.
-  // A code below 0 of Mooncake's is in *answer.
+  // Like Client::call. Drops the channel and sets *channel to null if Mooncake may still use its memory.
+  // Mooncake's negative codes are returned in *answer.
   Status call(ChannelPtr* channel, Verb verb, std::span<const std::string> names, std::uint64_t object_bytes,
               Deadline until, Answer* answer);
   Status is_there(const std::string& key, Deadline until, bool* there);
-  // Whatever is wrong with what lies under the key, unless another took its place. False: it may still be
+  // Removes the damaged object under the key, unless another record replaced it. False: it may still be
   // there.
   bool remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
                     std::span<const std::byte> header_page, ChannelPtr channel);
   bool was_left_wrong(const std::string& key) EXCLUDES(mutex_);
-  // The name that the epoch's object holds; empty: there is none, or what lies there is no name (*strange).
+  // Reads the name from the epoch object. *found is empty: there is no object, or its content is not a name
+  // (*strange).
   Status read_start(Deadline until, std::string* found, bool* strange);
   Status put_start(Verb verb, const std::string& name, Deadline until);
-  // The epoch of those who start, which the store has or now gets from us. Empty: it has none, and we may
-  // not give it one.
+  // Returns the startup epoch from the store; publishes one if there is none. *found is empty: the store has
+  // none and this process must not publish one.
   Status ask_for_start(std::string* found);
 
   const MooncakeTierOptions options_;
@@ -66,12 +67,12 @@ class MooncakeStore final : public RecordStore {
   RecordForm form_;
   AskFirst ask_first_;
   std::atomic<bool> stopped_{false};
-  // Bit g % 64: the record of group g that was read last was shorter than a raw one. Where it is known how
-  // long an object is, it is read with less CPU time (kv_offload/mooncake_records.py).
+  // Bit g % 64: the last record read from group g was shorter than a raw one. Reading an object of known
+  // length takes less CPU time (kv_offload/mooncake_records.py).
   std::atomic<std::uint64_t> encoded_{0};
   NamedEpochs epochs_;
   Mutex mutex_;
-  std::set<std::string> left_wrong_ GUARDED_BY(mutex_);  // could not be removed: the next write replaces it
+  std::set<std::string> left_wrong_ GUARDED_BY(mutex_);  // could not be removed: the next write replaces them
 };
 
 }  // namespace kv_offload::mooncake

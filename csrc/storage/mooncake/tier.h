@@ -1,14 +1,14 @@
-// The mooncake tier: records as objects of a Mooncake Store, shared by all engines that use it.
+// The mooncake tier stores records as objects of a Mooncake Store. All engines that use the store share them.
 //
-//   PREFIX:<namespace, 64 hex digits>:epoch                    the epoch of those who start
+//   PREFIX:<namespace, 64 hex digits>:epoch                    the startup epoch: new processes join it
 //   PREFIX:<namespace>:<epoch, 32 hex digits>:<key, hex>       a record, as on disk (specs/RECORD_FORMAT.md)
 //
-// Epochs are named at random (named_epochs.h). The epoch's object is looked at once a second, which also
-// keeps it from being evicted, and is put back when it is gone: a master that was restarted has forgotten
-// all.
+// Epoch names are random (named_epochs.h). The tier reads the epoch object once a second and writes it again
+// when it is missing: a restarted master has forgotten everything. Each read also keeps the object from being
+// evicted.
 //
-// Mooncake bounds itself: what it evicted or forgot is a miss, and a write that it has no room for is
-// refused. What older epochs left is evicted there.
+// Mooncake enforces its own limits: an evicted or forgotten record is a miss, and a write that does not fit
+// is refused. Mooncake evicts the records of older epochs.
 #pragma once
 
 #include <cstdint>
@@ -23,15 +23,15 @@ namespace kv_offload {
 
 struct MooncakeTierOptions : PooledTierOptions {
   mooncake::ClientOptions client;
-  std::string place;  // what errors call it: the master's address
+  std::string place;  // the name in error messages: the master's address
   std::string key_prefix = "kv_offload";
   NamespaceId namespace_id{};
-  bool read_only = false;  // others fill it: never writes, nor removes what is damaged
+  bool read_only = false;  // other processes fill the store: no writes, no removal of damaged records
 };
 
-// Throws ResourceError when something is missing on this side: the package, a version of it that is new
-// enough. A master that does not answer is waited for by upkeep; until then the tier is empty and takes
-// nothing.
+// Throws ResourceError when something is missing on this host: the package, or a recent enough version of it.
+// If the master does not respond, upkeep keeps trying in the background; until it succeeds the tier is empty
+// and accepts no writes.
 std::unique_ptr<Tier> make_mooncake_tier(const MooncakeTierOptions& options);
 
 }  // namespace kv_offload

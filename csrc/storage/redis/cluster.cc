@@ -9,8 +9,8 @@ namespace {
 
 constexpr unsigned kLearnEvery = 60;  // calls of keep_up()
 
-// A Sentinel answers PING and INFO like a server and keeps no keys. Every server names cluster_enabled in the
-// section that was asked for; only where that is missing a second question is needed.
+// Refuses a Sentinel, which answers PING and INFO like a server but stores no keys. Every real server reports
+// cluster_enabled in the requested section; a second command is needed only if it is missing.
 Status refuse_sentinel(Connection& connection, const Reply& info, Deadline until, bool* refused) {
   if (info.kind == Reply::Kind::kError || info.text.find("cluster_enabled:") != info.text.npos) {
     return Status::ok();
@@ -24,19 +24,18 @@ Status refuse_sentinel(Connection& connection, const Reply& info, Deadline until
                        "that always leads to it (a proxy or a service), or use a cluster");
 }
 
-// Nodes are told apart by it: one whose certificate must carry another name now is another.
+// The identity of a node. A node whose certificate must carry another name is another node.
 std::string id_of(const Server& server) { return address_of(server) + " " + server.tls_name; }
 
 Status not_known() {
-  return Status::error(StatusKind::kIo, "no server has answered yet, so it is not known which has the key");
+  return Status::error(StatusKind::kIo, "no server has responded yet, so the owner of the key is unknown");
 }
-// That others are served says that the device works.
+// kUnavailable: other slots are still served, so the device works.
 Status no_owner(std::uint16_t slot) {
   return Status::error(StatusKind::kUnavailable, fmt::format("no node of the cluster has slot {}", slot));
 }
 Status no_map(std::string_view why) {
-  return Status::error(StatusKind::kIo,
-                       fmt::format("the node gives no map of its cluster (CLUSTER SLOTS): {}", why));
+  return Status::error(StatusKind::kIo, fmt::format("the node reports no slot map (CLUSTER SLOTS): {}", why));
 }
 
 }  // namespace
@@ -97,8 +96,8 @@ void Cluster::close() {
 
 // ---- learning the map
 
-// Nodes that have keys and are well, other nodes, those that rest; of each the seeds first, which an operator
-// gave.
+// Returns the nodes to ask for the map: healthy owners, then other nodes, then resting nodes. Within each
+// group the seeds come first, because an operator configured them.
 std::vector<NodePtr> Cluster::sources() {
   const std::vector<NodePtr> having = owners();
   const std::set<NodePtr> owning(having.begin(), having.end());
@@ -122,7 +121,7 @@ std::vector<NodePtr> Cluster::sources() {
   return all;
 }
 
-// *alone: it is no node of a cluster.
+// *alone: the server is not a cluster node.
 Status Cluster::ask_for_map(Node& source, Deadline until, bool* refused, std::vector<SlotRange>* ranges,
                             bool* alone) {
   std::unique_ptr<Connection> connection;
@@ -132,7 +131,7 @@ Status Cluster::ask_for_map(Node& source, Deadline until, bool* refused, std::ve
   if (info.kind == Reply::Kind::kError && is_passing(info.text)) return refusal(info.text);
   if (Status status = refuse_sentinel(*connection, info, until, refused); !status) return status;
   const bool is_node = info.text.find("cluster_enabled:1") != std::string::npos;
-  // Several nodes were named, and INFO is not for this user.
+  // Several nodes are configured, and this user may not run INFO.
   const bool untold = info.kind == Reply::Kind::kError && seeds_.size() > 1;
   *alone = !is_node && !was_redirected_ && !untold;
   if (*alone) {
@@ -146,16 +145,16 @@ Status Cluster::ask_for_map(Node& source, Deadline until, bool* refused, std::ve
   if (map.kind == Reply::Kind::kError && !is_node && !untold) {
     *refused = true;
     return Status::error(StatusKind::kIo,
-                         "it sends keys to other servers (MOVED), yet is no node of a cluster: give the "
-                         "address of a node, or of a server that keeps all keys itself");
+                         "the server redirects keys (MOVED) but is not a cluster node: give the address of a "
+                         "node, or of a server that stores all keys itself");
   }
   if (map.kind == Reply::Kind::kError) {
     *refused = is_setting(map.text);
     return refusal(map.text);
   }
   auto found = slot_ranges(map);
-  if (!found) return no_map("what it says is none");
-  if (found->empty()) return no_map("no slot is given to any node yet");
+  if (!found) return no_map("malformed reply");
+  if (found->empty()) return no_map("no slot is assigned to a node yet");
   *ranges = std::move(*found);
   return Status::ok();
 }
@@ -184,33 +183,34 @@ Status Cluster::adopt(const NodePtr& source, const std::vector<SlotRange>& range
 }
 
 Status Cluster::learn(Deadline until, bool* refused) {
-  stale_ = false;  // before asking: what is found out meanwhile counts
+  stale_ = false;  // cleared before asking, so that changes found meanwhile count
   const std::vector<NodePtr> asked = sources();
   const bool was_cluster = is_cluster();
   Status failure = not_known();
   bool any_refused = false;
   for (std::size_t i = 0; i < asked.size(); ++i) {
-    // Each look-up of a name has a time of its own.
+    // An attempt may use up the time left for the others.
     if (i > 0 && std::chrono::steady_clock::now() >= until) break;
     const NodePtr& source = asked[i];
     std::vector<SlotRange> ranges;
     bool alone = false, no = false;
     Status status = ask_for_map(*source, share_of(until, asked.size() - i), &no, &ranges, &alone);
-    if (status && alone && was_cluster) status = no_map("it has left it");
+    if (status && alone && was_cluster) status = no_map("the node has left the cluster");
     if (status && alone && !was_cluster) {
       const MutexLock lock(mutex_);
       if (seeds_.size() > 1) {
         *refused = true;
-        return Status::error(StatusKind::kIo,
-                             fmt::format("{} is no node of a cluster, and other_nodes is given: leave it out",
-                                         address_of(source->server)));
+        return Status::error(
+            StatusKind::kIo,
+            fmt::format("{} is not a cluster node, but other_nodes is set: remove other_nodes",
+                        address_of(source->server)));
       }
       owners_ = {source};
       return Status::ok();
     }
     if (status) status = adopt(source, ranges);
     if (status) return status;
-    // What was refused is worth telling before what did not answer.
+    // A refusal is more useful to report than a timeout.
     if (!any_refused || no) failure = std::move(status);
     any_refused |= no;
   }
@@ -230,14 +230,14 @@ void Cluster::keep_up(Deadline until, const std::atomic<bool>& stopped) {
   if (stale_ || resting || due) (void)learn(share_of(until, 2), &refused);
   const std::vector<NodePtr> resting_now = those_that_rest();
   for (std::size_t i = 0; i < resting_now.size(); ++i) {
-    // Another is the first each time: silent ones take all the time there is.
+    // Starts with another node each time: silent nodes may use up the whole time.
     if (stopped || std::chrono::steady_clock::now() >= until) return;
     Node& node = *resting_now[(calls + i) % resting_now.size()];
     ping(node, std::min(until, std::chrono::steady_clock::now() + kPingAtMost));
   }
 }
 
-// Those that have keys, and others that were sent keys for a command alone.
+// Covers owners of keys, and nodes that only received ASK redirects.
 std::vector<NodePtr> Cluster::those_that_rest() const {
   std::vector<NodePtr> found;
   const MutexLock lock(mutex_);
@@ -271,8 +271,8 @@ Cluster::Target Cluster::owner_of(std::uint16_t slot) const {
 Cluster::Target Cluster::follow(const Redirect& redirect, std::uint16_t slot, const Node& from) {
   const MutexLock lock(mutex_);
   const Server to = server_at(redirect.to, from.server);
-  // The map may know a name that its certificate carries (the last of those at the address); a redirect does
-  // not say.
+  // Prefer a known node at this address: the map may have given it a certificate name, which a redirect does
+  // not carry. If there are several, use the last one.
   NodePtr node;
   const std::string start = address_of(to) + " ";
   for (auto known = nodes_.lower_bound(start); known != nodes_.end() && known->first.starts_with(start);
@@ -291,23 +291,21 @@ Status Cluster::next_of(const Redirect& redirect, std::string_view key, const No
   if (!redirect.asking) stale_ = true;
   if (!is_cluster()) {
     stale_ = was_redirected_ = true;
-    return Status::error(StatusKind::kIo,
-                         "the server sends the key to another (MOVED), as nodes of a cluster do: it is asked "
-                         "whether it is one");
+    return Status::error(
+        StatusKind::kIo,
+        "the server redirected the key (MOVED), as cluster nodes do: checking whether it is one");
   }
   if (redirects >= kMostRedirects) {
-    return Status::error(StatusKind::kIo, "the nodes of the cluster send the key from one to another");
+    return Status::error(StatusKind::kIo, "too many redirects between the cluster's nodes");
   }
   const std::uint16_t slot = slot_of(key);
   if (redirect.slot != slot) {
-    return Status::error(StatusKind::kIo,
-                         "the node sends the key elsewhere for a slot that is not the key's");
+    return Status::error(StatusKind::kIo, "the node redirected the key with the number of another slot");
   }
   *target = redirect.nowhere ? Target{} : follow(redirect, slot, from);
   if (target->node) return Status::ok();
-  stale_ = true;  // the map may tell more
-  return Status::error(StatusKind::kUnavailable,
-                       "the node sends the key to another and names no address of it that can be used");
+  stale_ = true;  // the map may have a usable address
+  return Status::error(StatusKind::kUnavailable, "the node redirected the key without a usable address");
 }
 
 Status Cluster::rest_of(const Node& node, OpKind kind) const {
@@ -316,7 +314,7 @@ Status Cluster::rest_of(const Node& node, OpKind kind) const {
     if (!other->rests_for(kind)) {
       return Status::error(
           StatusKind::kUnavailable,
-          fmt::format("the node {} failed, and is left alone until it answers", address_of(node.server)));
+          fmt::format("the node {} failed and is out of service until it answers", address_of(node.server)));
     }
   }
   return Status::ok();
@@ -341,7 +339,7 @@ Status Cluster::on_node(const Target& target, OpKind kind, Deadline until, Reply
   Status status = node.connections.take(until, &connection, &refused);
   if (status && target.asking) status = connection->call({"ASKING"}, until, reply);
   if (status && reply->kind != Reply::Kind::kError) status = work(*connection, reply);
-  // What broke one connection broke those that lie idle, as far as is known.
+  // The failure probably broke the idle connections, too.
   if (!status) node.connections.drop_idle();
   if (reply->kind == Reply::Kind::kError && reply->text.starts_with("READONLY ")) {
     connection.reset();

@@ -1,5 +1,5 @@
-// The records of all masters of a cluster: lists go from one to the next, and what is done to a record is
-// done where its slot lies.
+// The records of all masters of a cluster. Lists go from one master to the next; operations on a record run
+// on the owner of its slot.
 #include <algorithm>
 #include <charconv>
 #include <chrono>
@@ -50,7 +50,7 @@ class ClusterRecords final : public RemoteRecords {
     std::unique_ptr<RemoteRecords> records;
   };
 
-  // What is wrong with a record is told as it is; what is wrong with a node, with its name.
+  // Adds the node's address to a node's failure. Failures of a record stay unchanged.
   static Status named(const Part& part, Status status) {
     if (status || status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound)
       return status;
@@ -61,16 +61,16 @@ class ClusterRecords final : public RemoteRecords {
     bool refused = false;
     return cluster.learn(std::chrono::steady_clock::now() + options_.deadline, &refused);
   }
-  // Slots that went from a node still to be listed to one that was listed are in no page.
+  // Slots that moved from an unlisted node to a listed one appear in no page.
   Status has_stayed() const {
     Cluster now({options_.server});
     if (Status status = learn(now); !status) return status;
     for (std::uint32_t slot = 0; slot < kSlots; ++slot) {
       const NodePtr before = cluster_.owner_of_slot(slot), after = now.owner_of_slot(slot);
       if (after && address_of(before->server) == address_of(after->server)) continue;
-      return Status::error(StatusKind::kIo,
-                           "slots of the cluster went to other nodes while it was listed, so that what was "
-                           "seen is a part: run it again");
+      return Status::error(
+          StatusKind::kIo,
+          "cluster slots moved to other nodes during the listing, so the list is incomplete: run it again");
     }
     return Status::ok();
   }
@@ -80,20 +80,20 @@ class ClusterRecords final : public RemoteRecords {
   Part& part_of(const RemoteRecord& record) { return nodes_[index_of(record)]; }
 
   const RedisRecordsOptions options_;
-  Cluster cluster_;  // its map stays as it was when this was opened: nobody asks it for keys
+  Cluster cluster_;  // a snapshot of the map from opening time: at() is never called on it
   std::vector<Part> nodes_;
   std::map<const Node*, std::size_t> index_of_;
 };
 
-// The page that would be the last one says whether it was all. "2@17": the third node, and where to go on
-// there.
+// Continuation tokens have the form "2@17": the third node, and its cursor. The last page verifies that no
+// slot moved meanwhile.
 Status ClusterRecords::list(const std::string& namespace_id, std::string from, bool sizes, RemotePage* page) {
   std::size_t at = 0;
   if (!from.empty()) {
     const char* const end = from.data() + from.size();
     const auto [stop, error] = std::from_chars(from.data(), end, at);
     if (error != std::errc() || stop == end || *stop != '@' || at >= nodes_.size())
-      throw_invalid("{:?} is no place where a list of {} nodes goes on", from, nodes_.size());
+      throw_invalid("{:?} does not continue a list of {} nodes", from, nodes_.size());
     from.erase(0, static_cast<std::size_t>(stop - from.data()) + 1);
   }
   const Part& part = nodes_[at];

@@ -18,16 +18,16 @@ namespace {
 using Bytes = std::span<std::byte>;
 using ConstBytes = std::span<const std::byte>;
 
-// The replies of no call are longer together (INFO's is by far the longest), so that no server makes us keep
-// what it likes. The bytes of records are not among them.
+// The limit for all replies of one call, so that a server cannot make us buffer arbitrary amounts. INFO has
+// by far the longest reply. Record bytes do not count.
 constexpr std::size_t kMostReplyBytes = 256 << 10;
 constexpr long long kMostElements = 16384;  // a page of names, or a map of slots
-// Each slot in a range of its own, with a master and two replicas.
+// Enough for a map in which each slot is a range of its own with a master and two replicas.
 constexpr std::size_t kMostMapBytes = 8 << 20;
 
-Status nonsense() { return Status::error(StatusKind::kIo, "what the server sent is no reply"); }
+Status nonsense() { return Status::error(StatusKind::kIo, "malformed reply"); }
 
-// False: of a kind that no command of ours is answered by.
+// False: a type that no command of ours returns.
 bool to_reply(const valkeyReply& from, Reply* reply) {
   const std::string_view text =
       from.str == nullptr ? std::string_view() : std::string_view(from.str, from.len);
@@ -83,7 +83,7 @@ std::vector<iovec> vectors_of(std::span<const Span> pieces) {
   }
   return vectors;
 }
-// Leaves what is still to be moved.
+// Returns what is left to move.
 std::span<iovec> without(std::span<iovec> vectors, std::size_t moved) {
   while (!vectors.empty() && moved >= vectors.front().iov_len) {
     moved -= vectors.front().iov_len;
@@ -95,7 +95,7 @@ std::span<iovec> without(std::span<iovec> vectors, std::size_t moved) {
   }
   return vectors;
 }
-// Of what is still to be moved, what is looked at while it is in the CPU's cache.
+// Returns the next part to move, small enough to be processed while it is in the CPU cache.
 std::vector<iovec> next_step(std::span<const iovec> vectors) {
   std::vector<iovec> step;
   std::size_t room = RecordForm::kStepBytes;
@@ -107,7 +107,7 @@ std::vector<iovec> next_step(std::span<const iovec> vectors) {
   return step;
 }
 
-// The bytes of the pieces from `begin` up to `end`, which have come.
+// Passes the received bytes of the pieces from `begin` up to `end` to the observer.
 void tell(FillObserver* observer, std::span<const std::span<std::byte>> pieces, std::uint64_t begin,
           std::uint64_t end, std::uint64_t announced) {
   if (observer == nullptr) return;
@@ -121,8 +121,8 @@ void tell(FillObserver* observer, std::span<const std::span<std::byte>> pieces, 
 
 }  // namespace
 
-// The library parses replies; reading and writing is done here, because the library's own would copy each
-// value twice and know no time for the whole of it.
+// The library only parses replies. We do the I/O ourselves: the library's own I/O would copy each value twice
+// and has no deadline for a whole reply.
 struct Connection::Stream {
   explicit Stream(std::unique_ptr<Socket> connected) : socket(std::move(connected)) {
     if (reader == nullptr) throw std::bad_alloc();
@@ -159,7 +159,7 @@ Status Connection::open(const Server& server, const std::shared_ptr<TlsContext>&
   return Status::ok();
 }
 
-// A reply to AUTH is never quoted: it may repeat what was sent.
+// Never quotes a reply to AUTH: it may contain the credentials.
 Status Connection::log_in(const Server& server, Deadline deadline, bool* refused) {
   std::vector<Words> commands;
   const std::string database = std::to_string(server.database);
@@ -172,22 +172,25 @@ Status Connection::log_in(const Server& server, Deadline deadline, bool* refused
   std::vector<Reply> replies;
   if (Status status = call_all(commands, deadline, &replies); !status) return status;
   for (std::size_t i = 0; i < commands.size(); ++i) {
+    // PING may fail while reads still work (MISCONF).
     if (replies[i].kind != Reply::Kind::kError) continue;
     const std::string_view verb = commands[i][0];
     if (verb == "PING" && is_only_of_writes(replies[i].text)) continue;
-    // What has nothing to do with who asks, such as too many clients, answers whichever command is first.
+    // Errors unrelated to the login, such as too many clients, can hit whichever command is first.
     if (is_passing(replies[i].text)) return refusal(replies[i].text);
     *refused = verb != "PING" || is_setting(replies[i].text);
+    // The remaining errors name the setting to change.
     if (verb == "AUTH")
       return Status::error(StatusKind::kIo, "the server refuses the user name or the password");
     if (verb == "SELECT" && replies[i].text.find("cluster mode") != std::string::npos) {
-      return Status::error(StatusKind::kIo,
-                           fmt::format("the server is a node of a cluster, which has database 0 alone: leave "
-                                       "database {} out of url",
-                                       database));
+      return Status::error(
+          StatusKind::kIo,
+          fmt::format("the server is a cluster node, which only has database 0: remove database {} from url",
+                      database));
     }
     if (verb == "SELECT" && replies[i].text.starts_with("ERR unknown command")) {
-      return Status::error(StatusKind::kIo, "the server has no databases: it is a Sentinel, or no Redis");
+      return Status::error(StatusKind::kIo,
+                           "the server does not support databases: it is a Sentinel or not a Redis server");
     }
     if (verb == "SELECT" && !is_setting(replies[i].text)) {
       return Status::error(StatusKind::kIo, fmt::format("the server has no database {}", database));
@@ -197,14 +200,14 @@ Status Connection::log_in(const Server& server, Deadline deadline, bool* refused
   return Status::ok();
 }
 
-// Not usable until the call has ended well, so that whatever ends it early (an exception too) leaves nothing
-// behind that a later call would take for its own reply.
+// Marks the connection as not usable until the call succeeds. If the call ends early (also by an exception),
+// no later call can take leftover bytes for its own reply.
 Status Connection::begin_call() {
   fed_ = 0;
   if (std::exchange(usable_, false)) return Status::ok();
   return Status::error(StatusKind::kIo, "the connection was lost by an earlier failure");
 }
-// More than was asked for is an answer to another question, and so may be the one before it.
+// Extra bytes belong to another command's reply, and then the reply before them may, too.
 Status Connection::end_call() {
   const valkeyReader* reader = stream_->reader;
   if (reader->pos != reader->len) return nonsense();
@@ -232,7 +235,7 @@ Status Connection::next_reply(Deadline deadline, Reply* reply) {
     if (found != nullptr) {
       return to_reply(*static_cast<valkeyReply*>(found), reply) ? Status::ok() : nonsense();
     }
-    if (fed_ > most_reply_bytes_) return Status::error(StatusKind::kIo, "the answer is too long", EMSGSIZE);
+    if (fed_ > most_reply_bytes_) return Status::error(StatusKind::kIo, "the reply is too long", EMSGSIZE);
     iovec vector{buffer.data(), buffer.size()};
     std::size_t moved = 0;
     if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
@@ -303,7 +306,7 @@ Status Connection::get(const Words& command, std::span<const Bytes> pieces, std:
   append_command(&text, command);
   const ConstBytes bytes = std::as_bytes(std::span(text));
   if (Status status = send({&bytes, 1}, deadline); !status) return status;
-  // The line before the value, and what came with it.
+  // The header line of the value, and the bytes that arrived with it.
   std::array<char, 64> start;
   std::size_t have = 0;
   std::string_view line;
@@ -313,7 +316,7 @@ Status Connection::get(const Words& command, std::span<const Bytes> pieces, std:
     if (Status status = stream_->socket->read_some({&vector, 1}, deadline, &moved); !status) return status;
     have += moved;
     const std::string_view seen(start.data(), have);
-    if (have > 0 && seen[0] != '$') {  // an error, which the library's reader takes
+    if (have > 0 && seen[0] != '$') {  // an error: the library parses it
       if (valkeyReaderFeed(stream_->reader, start.data(), have) != VALKEY_OK) return nonsense();
       if (Status status = next_reply(deadline, reply); !status) return status;
       return reply->kind == Reply::Kind::kError ? end_call() : nonsense();

@@ -1,4 +1,5 @@
-// Idle connections to one server, at most one for each thread that ever needed one at once. Any thread.
+// A pool of idle connections to one server. It grows to the largest number of connections in use at once.
+// Thread-safe.
 #pragma once
 
 #include <memory>
@@ -12,17 +13,18 @@ namespace kv_offload::redis {
 class Connections {
  public:
   explicit Connections(const Server& server) : Connections(server, make_tls_context(server)) {}
-  // `tls`: what the nodes of a cluster share; null without TLS.
+  // `tls` is shared by all nodes of a cluster; null without TLS.
   Connections(const Server& server, std::shared_ptr<TlsContext> tls)
       : server_(server), tls_(std::move(tls)) {}
 
-  // An idle one that is still good, or a new one.
+  // Returns an idle connection that still works, or opens a new one.
   Status take(Deadline deadline, std::unique_ptr<Connection>* connection, bool* refused) EXCLUDES(mutex_);
   void give_back(std::unique_ptr<Connection> connection) EXCLUDES(mutex_);
-  // Whoever is connected to next may be another: a name or a virtual address moves with a failover.
+  // Closes all idle connections. The next connection may reach another server: a failover moves a name or a
+  // virtual address.
   void drop_idle() EXCLUDES(mutex_);
   bool has_idle() EXCLUDES(mutex_);
-  void close() EXCLUDES(mutex_);  // those that are in use are closed when they come back
+  void close() EXCLUDES(mutex_);  // connections in use are closed when they are given back
 
  private:
   const Server server_;

@@ -1,4 +1,4 @@
-// Cluster::at_each: many keys, each asked for where it lies, and all nodes at the same time.
+// Cluster::at_each: looks up many keys on their owners, on all nodes concurrently.
 #include <poll.h>
 
 #include <algorithm>
@@ -9,17 +9,17 @@
 
 namespace kv_offload::redis {
 
-// What one node is asked in one round.
+// The keys that one node is asked for in one round.
 struct Cluster::Asked {
   Target target;
-  std::vector<std::size_t> keys;  // by number
+  std::vector<std::size_t> keys;  // indexes into the keys
   std::unique_ptr<Connection> connection;
-  std::vector<Reply> replies;  // one for each key
+  std::vector<Reply> replies;  // one per key
 };
 
 namespace {
 
-// The first that has something to read; any of them when the time is over.
+// Returns the first node with something to read, or the first of the list after the timeout.
 template <typename Asked>
 std::size_t first_ready(const std::vector<Asked>& asked, Deadline until) {
   std::vector<pollfd> watched;
@@ -69,11 +69,11 @@ Status Cluster::receive_from(Asked& asked, Deadline until) {
     if (status) status = std::move(meant);
     asked.replies.push_back(std::move(replies[i]));
   }
-  // One that refuses some keys and answers others has not failed.
+  // A node that refuses some keys and answers others has not failed.
   return any ? Status::ok() : failed_at(node, OpKind::kRead, std::move(status));
 }
 
-// In rounds: each asks all nodes, and leaves what was redirected for the next.
+// Works in rounds. Each round asks all nodes and leaves redirected keys for the next.
 struct Cluster::Gathering {
   Cluster& cluster;
   const std::span<const std::string> keys;
@@ -81,22 +81,22 @@ struct Cluster::Gathering {
   const Deadline until;
   std::vector<Reply>* const replies;
   std::vector<bool>* const answered;
-  std::vector<std::pair<std::size_t, Target>> waiting{};  // keys, by number
+  std::vector<std::pair<std::size_t, Target>> waiting{};  // index of the key, and where to ask for it
   Status failure{};
   bool any = false;
 
   void failed(Status status) {
-    // One that rests says less than the failure that made it rest.
+    // The original failure says more than kUnavailable from a resting node.
     if (failure || failure.kind() == StatusKind::kUnavailable) failure = std::move(status);
   }
-  // To each node what it is to be asked.
+  // Sends each node its keys.
   std::vector<Asked> send() {
     std::map<std::pair<const Node*, bool>, Asked> round;
     for (auto& [key, target] : waiting) {
       if (!target.node) {
         cluster.stale_ = true;
         failed(Status::error(cluster.is_known() ? StatusKind::kUnavailable : StatusKind::kIo,
-                             "it is not known which node has the key"));
+                             "the owner of the key is unknown"));
         continue;
       }
       Asked& asked = round[{target.node.get(), target.asking}];
@@ -107,11 +107,11 @@ struct Cluster::Gathering {
     std::vector<Asked> sent;
     std::vector<Asked*> order;
     for (auto& [id, asked] : round) order.push_back(&asked);
-    // First those that need not be connected to, which may take long.
+    // Nodes with an idle connection first, because connecting may take long.
     std::stable_partition(order.begin(), order.end(),
                           [](Asked* asked) { return asked->target.node->connections.has_idle(); });
     for (Asked* asked : order) {
-      // One that cannot be connected to leaves the others time for their answers.
+      // Limits the connect time, so that the others have time left for their replies.
       Status status = cluster.send_to(*asked, keys, verb, share_of(until, round.size()));
       if (status) sent.push_back(std::move(*asked));
       if (!status) failed(std::move(status));
@@ -145,7 +145,7 @@ Status Cluster::at_each(std::span<const std::string> keys, std::string_view verb
   Gathering all{*this, keys, verb, until, replies, answered};
   for (std::size_t i = 0; i < keys.size(); ++i) all.waiting.emplace_back(i, owner_of(slot_of(keys[i])));
   for (int redirects = 0; !all.waiting.empty(); ++redirects) {
-    // The first that is ready is heard first, so that one that is silent costs the others nothing.
+    // Reads whichever reply is ready first, so that a silent node does not delay the others.
     for (std::vector<Asked> sent = all.send(); !sent.empty();) {
       const std::size_t ready = first_ready(sent, share_of(until, sent.size()));
       Asked asked = std::move(sent[ready]);

@@ -16,8 +16,8 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr int kPings = 9;
-// Of the memory of the server that a record may take: its allocator rounds up, by half at most, and the
-// buffers of a connection hold each value once more while it is sent.
+// Server memory per record byte, as an upper bound: the allocator rounds up by at most half, and connection
+// buffers hold each value once more while it is sent.
 constexpr double kMemoryPerByte = 2.5;
 constexpr std::uint64_t kFreePart = 4;
 
@@ -46,7 +46,7 @@ class Prober {
     if (refused) throw_invalid("{}: {}", address_of(seed_), status.message());
     check(status);
   }
-  // One that does not answer takes no time from the others.
+  // A node that does not respond must not use up the others' time.
   void ask(Probe* found) {
     found->cluster = cluster_.is_cluster();
     const std::vector<NodePtr> nodes = cluster_.owners();
@@ -56,7 +56,7 @@ class Prober {
       Status status =
           ask_node(*nodes[i], share_of(until_, nodes.size() - i + 1), &probed, &found->ping_seconds);
       if (!status) probed.failure = status.message();
-      if (!status && found->cluster) {  // its keys are not to be waited for
+      if (!status && found->cluster) {  // transfer() must not wait for its keys
         for (auto& rests : nodes[i]->rests) rests = true;
       }
       if (!status && !found->cluster) check(status);
@@ -73,7 +73,7 @@ class Prober {
     std::vector<std::string> written, sent;
     Status failure;
     Reply reply;
-    double writing = 0, reading = 0;  // of what came to pass: not the wait for a node that is away
+    double writing = 0, reading = 0;  // successful transfers only, without the wait for a node that is down
     for (unsigned i = 0; i < 2 * records && written.size() < records && found->write_refused.empty(); ++i) {
       std::string name = key(i);
       reply = {};
@@ -83,6 +83,7 @@ class Prober {
         return connection.set(name, {&from, 1}, {"EX", "60"}, soon(), answer);
       });
       const bool refused = reply.kind == Reply::Kind::kError;
+      // In a cluster one node may be loading or refuse writes; the others are still measured.
       if (refused && !(cluster_.is_cluster() && (is_passing(reply.text) || is_only_of_writes(reply.text)))) {
         found->write_refused = refusal(reply.text).message();
       } else if (!status) {
@@ -126,12 +127,12 @@ class Prober {
   void check(const Status& status) const {
     if (!status) throw_resource("{}: {}", address_of(seed_), status.message());
   }
-  // Also what a write without an answer may have left. What cannot be removed now expires.
+  // Also removes records whose write got no reply. What cannot be removed now expires.
   void remove(const std::vector<std::string>& names) {
     Reply reply;
     for (const std::string& name : names) (void)call(name, {"DEL", name}, &reply);
   }
-  // Keys are spread over the nodes at random: the fullest of them decides.
+  // Keys are spread over the nodes at random, so the fullest node sets the limit.
   static unsigned records_that_fit(const Probe& found, std::uint64_t bytes, unsigned most) {
     for (const NodeProbe& node : found.nodes) {
       const auto free = node.failure.empty() ? node.free_bytes() : std::nullopt;
@@ -142,7 +143,7 @@ class Prober {
     }
     return most;
   }
-  // Of one that is silent time is left for the others.
+  // Leaves time for the other nodes when one is silent.
   Deadline soon() const { return share_of(until_, 3); }
   Status at(std::string_view key, OpKind kind, Reply* reply, const Cluster::Work& work) {
     return cluster_.at(key, kind, soon(), reply, work);
@@ -151,10 +152,11 @@ class Prober {
     return at(key, OpKind::kRead, reply,
               [&](Connection& connection, Reply* answer) { return connection.call(words, soon(), answer); });
   }
-  // Of a value with its key, as the server's allocator gives it; 0: the server does not say.
+  // Returns the server memory that the value takes with its key, including allocator overhead; 0: not
+  // reported.
   std::uint64_t memory_usage(const std::string& key) {
     Reply reply;
-    // That the user may not ask, or the server does not know, is no failure of the node.
+    // A missing permission or an unknown command is not a failure of the node.
     const Status status = at(key, OpKind::kRead, &reply, [&](Connection& connection, Reply* answer) {
       Status asked = connection.call({"MEMORY", "USAGE", key}, soon(), answer);
       if (asked && answer->kind == Reply::Kind::kError && !redirect_of(*answer)) *answer = {};

@@ -15,14 +15,14 @@ using Words = Connection::Words;
 using Kind = Reply::Kind;
 
 constexpr std::size_t kPieceBytes = std::size_t{1} << 20;
-constexpr int kMostLooks = 3;  // at a record that others write meanwhile
+constexpr int kMostLooks = 3;  // attempts at a record that others keep writing
 constexpr std::size_t kCursorDigits = 20;
 
 Status is_restarted() {
   return Status::error(StatusKind::kIo,
-                       "the server was restarted, or is another one, while it was listed: run it again");
+                       "the server was restarted or replaced during the listing: run it again");
 }
-Status is_gone() { return Status::error(StatusKind::kNotFound, "it is gone"); }
+Status is_gone() { return Status::error(StatusKind::kNotFound, "it no longer exists"); }
 
 bool is_word(const Reply& reply, std::string_view word) {
   return reply.kind == Kind::kError &&
@@ -36,11 +36,11 @@ bool is_unknown(const Reply& reply) {
 
 Status has_moved() {
   return Status::error(StatusKind::kIo,
-                       "the server sends the key to another, as a node of a cluster does whose slots are "
-                       "moving: run it again when they have (redis-cli --cluster check)");
+                       "the server redirected the key, as a cluster node does while its slots move: run it "
+                       "again when they have moved (redis-cli --cluster check)");
 }
 
-// "run_id:..." of INFO; empty: the server shows none.
+// Returns "run_id:..." from an INFO reply; empty: the server does not report one.
 std::string run_id_of(const Reply& info) {
   const std::size_t at = info.kind == Kind::kError ? info.text.npos : info.text.find("run_id:");
   return at == info.text.npos ? "" : info.text.substr(at, info.text.find_first_of("\r\n", at) - at);
@@ -52,28 +52,31 @@ std::string lower_of(std::string_view text) {
   return lower;
 }
 
-// Of a command that was sent on its own behalf, so that what is missing can be named.
+// The status of a refused command, with the missing permission by name. REQUIRES: the command was sent by
+// itself, so that the error belongs to it.
 Status refusal_of(const Words& command, const Reply& reply, std::string_view prefix) {
   const bool twofold = command[0] == "MEMORY" || command[0] == "OBJECT";
   const std::string name = twofold ? fmt::format("{}|{}", command[0], command[1]) : std::string(command[0]);
   const bool exec_refused =
       name == "EXEC" && is_word(reply, "EXECABORT") && reply.text.find(" NOPERM ") != reply.text.npos;
+  // The ACL lacks this command or these keys.
   if (is_word(reply, "NOPERM") || exec_refused) {
     return Status::error(
         StatusKind::kIo,
         fmt::format("the user may not use {} here: allow +{} and the keys ~{}:* (ACL SETUSER)", name,
                     lower_of(name), prefix));
   }
+  // A failover has demoted the primary, or this address leads to a replica.
   if (is_word(reply, "READONLY")) {
     return Status::error(StatusKind::kIo,
-                         "the server is a read-only replica, where nothing can be removed: give the address "
-                         "of its primary, or of a cluster run it again");
+                         "the server is a read-only replica and cannot remove records: give the address of "
+                         "its primary; in a cluster, run it again");
   }
   if (is_word(reply, "MOVED") || is_word(reply, "ASK") || is_word(reply, "TRYAGAIN")) return has_moved();
   return refusal(reply.text);
 }
 
-// What MATCH takes for itself and nothing else.
+// Returns a MATCH pattern that matches exactly this text.
 std::string quoted(std::string_view text) {
   std::string pattern;
   for (const char c : text) {
@@ -95,7 +98,7 @@ class RedisRecords final : public RemoteRecords {
         prefix_(options.key_prefix + ":"),
         tls_(make_tls_context(options.server)),
         may_be_node_(may_be_node) {}
-  // Throws ResourceError. False: it is a node, and may not be one.
+  // Throws ResourceError. False: the server is a cluster node, and may_be_node_ is false.
   bool open() {
     const Status status = connect();
     if (is_node_ && !may_be_node_) return false;
@@ -121,7 +124,7 @@ class RedisRecords final : public RemoteRecords {
   Status read_payload(const RemoteRecord& record, std::uint64_t length, RecordCheck* check);
   struct Settled {
     bool unchanged = false;
-    bool in_doubt = false;  // the removal was sent, and no answer came
+    bool in_doubt = false;  // the removal was sent, but no reply arrived
   };
   Status settle(const RemoteRecord& record, bool repair, Settled* settled);
 
@@ -129,15 +132,15 @@ class RedisRecords final : public RemoteRecords {
   const std::string prefix_;
   const std::shared_ptr<TlsContext> tls_;
   const bool may_be_node_;
-  bool is_node_ = false;  // as far as is known
+  bool is_node_ = false;  // according to the last INFO reply
   std::unique_ptr<Connection> connection_;
   std::uint64_t connections_ = 0;
-  // The process that connection_ leads to, and the one that gave the last cursor, which means something to it
-  // alone. A connection stands for a process that does not name itself.
+  // The process behind connection_, and the process that issued the last cursor, which is valid only there.
+  // If a process does not report a run id, the connection's number stands for it.
   std::string process_, listed_by_;
   bool names_itself_ = false;
   bool no_touch_ = false;
-  bool memory_usage_ = true;  // as far as is known
+  bool memory_usage_ = true;  // until the server refuses MEMORY USAGE
   const AlignedBuffer piece_{kPieceBytes};
 };
 
@@ -147,8 +150,8 @@ Status RedisRecords::connect() {
   const Deadline until = deadline();
   if (Status status = Connection::open(options_.server, tls_, until, &connection_, &refused); !status)
     return status;
-  // CLIENT may be refused or unknown, which means that reading is a use; INFO unknown, which means no
-  // cluster.
+  // CLIENT may be refused or unknown: then reads count as uses. INFO may be unknown: then the server is not a
+  // cluster node.
   const std::array greet{Words{"CLIENT", "NO-TOUCH", "ON"}, Words{"INFO", "cluster"},
                          Words{"INFO", "server"}};
   std::vector<Reply> replies;
@@ -176,7 +179,7 @@ Status RedisRecords::ask(std::span<const Words> commands, std::vector<Reply>* re
 
 // ---- lists
 
-// A page with names of any length may be too long to keep: smaller ones are asked for then.
+// A page of long names may exceed the reply limit: try again with fewer keys.
 Status RedisRecords::scan(const std::string& match, const std::string& cursor, Reply* reply) {
   unsigned keys = options_.page;
   for (;;) {
@@ -195,11 +198,11 @@ Status RedisRecords::scan(const std::string& match, const std::string& cursor, R
     if (status.error_number() != EMSGSIZE) return status;
     if (keys == 1) {
       return Status::error(StatusKind::kIo,
-                           "a key under the prefix has a name far longer than those of records, which keeps "
-                           "all others from being listed: remove it");
+                           "a key under the prefix has a name far longer than a record's, so the other keys "
+                           "cannot be listed: remove that key");
     }
     keys = std::max(1u, keys / 16);
-    if (!names_itself_) listed_by_.clear();  // it is we who connect again
+    if (!names_itself_) listed_by_.clear();  // we reconnected, so the number changed on the same server
   }
 }
 
@@ -209,19 +212,22 @@ Status RedisRecords::list(const std::string& namespace_id, std::string from, boo
   const std::string below = namespace_id.empty() ? prefix_ : prefix_ + namespace_id + ":";
   Reply found;
   if (Status status = scan(quoted(below) + "*", cursor, &found); !status) return status;
+  // Reject malformed replies: the server is not trusted.
   if (found.kind != Kind::kArray || found.elements.size() != 2 || found.elements[0].kind != Kind::kString ||
       found.elements[1].kind != Kind::kArray)
     return unexpected_reply();
   const std::string& next = found.elements[0].text;
   if (next.empty() || next.size() > kCursorDigits || next.find_first_not_of("0123456789") != next.npos)
     return unexpected_reply();
+  // A cursor that repeats would make the caller list forever.
   if (next == cursor && next != "0") {
-    return Status::error(StatusKind::kIo, "the server lists the same page again and again");
+    return Status::error(StatusKind::kIo, "the server repeats the same page of the list");
   }
   if (next != "0") page->next = next;
   std::unordered_set<std::string> seen;
   for (Reply& name : found.elements[1].elements) {
     if (name.kind != Kind::kString || !name.text.starts_with(below)) return unexpected_reply();
+    // SCAN may return a key twice.
     if (!seen.insert(name.text).second) continue;
     RemoteRecord record;
     record.name = std::move(name.text);
@@ -231,7 +237,7 @@ Status RedisRecords::list(const std::string& namespace_id, std::string from, boo
   return sizes ? measure(&page->records) : Status::ok();
 }
 
-// Those that vanished meanwhile are left out.
+// Leaves out records that vanished meanwhile.
 Status RedisRecords::measure(std::vector<RemoteRecord>* records) {
   std::vector<Words> commands;
   for (const RemoteRecord& record : *records) {
@@ -241,6 +247,7 @@ Status RedisRecords::measure(std::vector<RemoteRecord>* records) {
   if (commands.empty()) return Status::ok();
   std::vector<Reply> replies;
   if (Status status = ask(commands, &replies); !status) return status;
+  // Without MEMORY USAGE, fall back to STRLEN.
   if (memory_usage_ && (is_word(replies[0], "NOPERM") || is_unknown(replies[0]))) {
     memory_usage_ = false;
     return measure(records);
@@ -250,7 +257,8 @@ Status RedisRecords::measure(std::vector<RemoteRecord>* records) {
   for (std::size_t i = 0; i < records->size(); ++i) {
     const Reply &size = replies[2 * i], &idle = replies[2 * i + 1];
     if (size.kind == Kind::kNil || idle.kind == Kind::kNil) continue;
-    // The length of a value of another type is not known. That there is no idle time is no fault: with LFU.
+    // A value of another type has no known length. With an LFU policy there is no idle time; that is not an
+    // error.
     if (size.kind == Kind::kError && !is_word(size, "WRONGTYPE"))
       return refusal_of(commands[2 * i], size, options_.key_prefix);
     RemoteRecord record = std::move((*records)[i]);
@@ -282,18 +290,20 @@ Status RedisRecords::written(const RemoteRecord& record, std::int64_t* unix_nano
 
 // ---- verification
 
-// The record is watched from here on, until settle() or the next look.
+// Reads and checks the record. It stays watched until settle() or the next look().
 Status RedisRecords::look(const RemoteRecord& record) {
   const std::string end = std::to_string(kRecordHeaderBytes - 1);
   const std::array commands{Words{"UNWATCH"}, Words{"WATCH", record.name}, Words{"EXISTS", record.name},
                             Words{"STRLEN", record.name}, Words{"GETRANGE", record.name, "0", end}};
   std::vector<Reply> replies;
   if (Status status = ask(commands, &replies); !status) return status;
+  // A failed command is reported with the permission it needs.
   for (std::size_t i = 0; i < commands.size(); ++i) {
     if (replies[i].kind != Kind::kError) continue;
     return is_word(replies[i], "WRONGTYPE") ? refusal(replies[i].text)
                                             : refusal_of(commands[i], replies[i], options_.key_prefix);
   }
+  // The remaining checks go from cheap to expensive: replies, existence, header, payload.
   const Reply &there = replies[2], &length = replies[3], &header = replies[4];
   if (there.kind != Kind::kInteger || length.kind != Kind::kInteger || length.integer < 0 ||
       header.kind != Kind::kString)
@@ -329,8 +339,8 @@ Status RedisRecords::read_payload(const RemoteRecord& record, std::uint64_t leng
   return Status::ok();
 }
 
-// Was it the same all the time since look(); with `repair` it is gone then. Nothing follows a MULTI that was
-// refused: outside of a transaction it would be done whatever another wrote meanwhile.
+// Checks that the record is unchanged since look(); with `repair` removes it then. Sends nothing after a
+// refused MULTI: outside a transaction the command would run whatever another process wrote meanwhile.
 Status RedisRecords::settle(const RemoteRecord& record, bool repair, Settled* settled) {
   *settled = {};
   if (!connection_->usable()) return Status::ok();
@@ -346,13 +356,13 @@ Status RedisRecords::settle(const RemoteRecord& record, bool repair, Settled* se
   const Reply& done = replies[1];
   if (done.kind == Kind::kError) {
     settled->in_doubt = false;
-    // It may still be open where EXEC was refused.
+    // The transaction may still be open if EXEC was refused.
     if (Status status = connection_->call({"DISCARD"}, deadline(), &begun); !status) return status;
     const std::size_t refused = replies[0].kind == Kind::kError ? 0 : 1;
     return refusal_of(commands[refused], replies[refused], options_.key_prefix);
   }
   settled->in_doubt = repair && done.kind != Kind::kNil;
-  if (done.kind == Kind::kNil) return Status::ok();  // another wrote it
+  if (done.kind == Kind::kNil) return Status::ok();  // another process wrote it
   if (done.kind != Kind::kArray || done.elements.size() != 1) return unexpected_reply();
   const Reply& removed = done.elements[0];
   settled->in_doubt = false;
@@ -368,14 +378,14 @@ Status RedisRecords::verify(const RemoteRecord& record, bool repair, bool* remov
     if (status.kind() != StatusKind::kCorrupt) return status;
     Settled settled;
     if (Status failed = settle(record, repair, &settled); !failed) {
-      const char* const then = settled.in_doubt ? "it may have been removed" : "it stays";
+      const char* const then = settled.in_doubt ? "it may have been removed" : "it was not removed";
       return Status::error(failed.kind(),
                            fmt::format("{}; {}: {}", status.message(), then, failed.message()));
     }
     *removed = settled.unchanged && repair;
     if (settled.unchanged) return status;
   }
-  return Status::error(StatusKind::kIo, "others write it again and again while it is read");
+  return Status::error(StatusKind::kIo, "other processes keep writing it while it is read");
 }
 
 // ---- removal
@@ -387,7 +397,7 @@ Status RedisRecords::remove(std::span<const RemoteRecord> records, RemoteRemoved
     for (const RemoteRecord& record : some) commands.push_back({"DEL", record.name});
     std::vector<Reply> replies;
     if (Status status = ask(commands, &replies); !status) return status;
-    Status refused;  // the first; those behind it were done
+    Status refused;  // the first refusal; the commands after it were still executed
     for (std::size_t i = 0; i < some.size(); ++i) {
       if (replies[i].kind != Kind::kInteger && refused) {
         refused = replies[i].kind == Kind::kError ? refusal_of(commands[i], replies[i], options_.key_prefix)

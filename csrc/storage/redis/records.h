@@ -1,9 +1,9 @@
-// The records under a prefix of a Redis or Valkey server, or of all nodes of a cluster, for the commands
-// (remote_records.h).
+// The records under a prefix of a Redis or Valkey server, or of all nodes of a cluster, for the command-line
+// tools (remote_records.h).
 //
-// Looking changes no order of eviction where the server lets it: lists ask for sizes and ages in ways that
-// are no use of a key, and where the server knows CLIENT NO-TOUCH (Redis 7.2, Valkey) nothing else is one
-// either. On an older server verify() is a use of each record, and written() therefore knows nothing.
+// Reads do not change the eviction order if the server allows it. Listing uses commands that report size and
+// age without touching the key. Where the server knows CLIENT NO-TOUCH (Redis 7.2, Valkey), no other command
+// touches it either. On an older server verify() touches each record, and written() therefore returns 0.
 #pragma once
 
 #include <cstdint>
@@ -19,18 +19,19 @@ namespace kv_offload {
 struct RedisRecordsOptions {
   redis::Server server;
   std::string key_prefix = "kv_offload";
-  Nanos deadline{10'000'000'000};  // for each answer
-  unsigned page = 512;             // keys that the server looks at for one page
+  Nanos deadline{10'000'000'000};  // for each reply
+  unsigned page = 512;             // keys that the server scans for one page
 };
 
-// One thread at a time. Of a cluster all of its masters; what one of them has is not left out: while it is
-// away, lists fail, and so does the last page when slots moved meanwhile. Throws ResourceError when a server
-// does not answer or refuses how it is spoken to, and when slots of a cluster are on no node.
+// One thread at a time. In a cluster, covers all masters and never omits one silently: while a master is
+// down, lists fail; the last page fails if slots moved meanwhile. Throws ResourceError when a server does not
+// respond or rejects the connection settings, and when cluster slots have no node.
 std::unique_ptr<RemoteRecords> open_redis_records(const RedisRecordsOptions& options);
 
 namespace redis {
 
-// Those that one server has; null, and *is_node: it is a node of a cluster. Without is_node it may be one.
+// Opens the records of one server. Null, and *is_node is true: it is a cluster node. If is_node is null, a
+// cluster node is accepted.
 std::unique_ptr<RemoteRecords> open_records_of_server(const RedisRecordsOptions& options, bool* is_node);
 // REQUIRES: the server is a node of a cluster.
 std::unique_ptr<RemoteRecords> open_records_of_cluster(const RedisRecordsOptions& options);

@@ -16,15 +16,14 @@ struct Meaning {
 constexpr std::array kMeanings{
     Meaning{"OOM", StatusKind::kNoSpace, false,
             "the server is full (maxmemory) and evicts nothing (maxmemory-policy noeviction)"},
-    Meaning{"WRONGTYPE", StatusKind::kCorrupt, false, "the key holds a value that is no record"},
-    Meaning{
-        "READONLY", StatusKind::kIo, false,
-        "the server is a read-only replica: give the address of its primary, or write_policy never. After a "
-        "failover behind one address the next operation has a connection of its own"},
+    Meaning{"WRONGTYPE", StatusKind::kCorrupt, false, "the key holds a value that is not a record"},
+    Meaning{"READONLY", StatusKind::kIo, false,
+            "the server is a read-only replica: give the address of its primary, or write_policy never. "
+            "After a failover behind one address, the next operation opens a new connection"},
     Meaning{"LOADING", StatusKind::kIo, false, "the server is still loading its data"},
     Meaning{"MASTERDOWN", StatusKind::kIo, false, "the server is a replica that has lost its primary"},
     Meaning{"MISCONF", StatusKind::kIo, false,
-            "the server cannot save its data and therefore takes no writes"},
+            "the server cannot save its data and therefore refuses writes"},
     Meaning{"BUSY", StatusKind::kIo, false, "the server is busy with a script"},
     Meaning{"NOAUTH", StatusKind::kIo, true,
             "the server asks for a password: set password_env or password_file"},
@@ -33,10 +32,10 @@ constexpr std::array kMeanings{
         "NOPERM", StatusKind::kIo, true,
         "the user lacks a permission: +ping +select +info +get +set +exists +expire +del +getrange +strlen "
         "+watch +unwatch +multi +exec on the keys of the prefix; in a cluster also +cluster|slots +asking"},
-    Meaning{"MOVED", StatusKind::kIo, false, "the server says that another has the key"},
-    Meaning{"ASK", StatusKind::kIo, false, "the server says that another is taking the key over"},
+    Meaning{"MOVED", StatusKind::kIo, false, "another server has the key"},
+    Meaning{"ASK", StatusKind::kIo, false, "the key is moving to another server"},
     Meaning{"CLUSTERDOWN", StatusKind::kIo, false,
-            "the cluster is down: a slot has no node, or this one sees no majority of the others "
+            "the cluster is down: a slot has no node, or this node cannot reach a majority of the others "
             "(cluster-require-full-coverage no keeps the other slots in service)"},
     Meaning{"TRYAGAIN", StatusKind::kIo, false, "the key's slot is being moved"},
 };
@@ -50,7 +49,7 @@ const Meaning* meaning_of(std::string_view text) {
 
 constexpr std::string_view kTooManyClients = "ERR max number of clients";
 
-// "WRONGTYPE"; of a server that says something else there, nothing.
+// Returns the error code, such as "WRONGTYPE", or "no code" if the first word does not look like one.
 std::string_view code_of(std::string_view text) {
   const std::string_view word = text.substr(0, text.find(' '));
   const bool code =
@@ -64,7 +63,7 @@ Status unexpected_reply() { return Status::error(StatusKind::kIo, "unexpected re
 
 Status refusal(std::string_view text) {
   if (text.starts_with(kTooManyClients)) {
-    return Status::error(StatusKind::kIo, "the server has as many clients as it takes (maxclients)");
+    return Status::error(StatusKind::kIo, "the server has reached its client limit (maxclients)");
   }
   if (const Meaning* meaning = meaning_of(text)) {
     return Status::error(meaning->kind, std::string(meaning->sentence));

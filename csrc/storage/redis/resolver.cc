@@ -84,20 +84,20 @@ Status Resolver::resolve(const std::string& host, std::uint16_t port, Deadline d
   const MutexLock lock(state_->mutex);
   auto found = state_->running.find(name);
   if (found == state_->running.end()) {
-    if (state_->running.size() >= kMostLookups) return no_address("too many other lookups are not answered");
+    if (state_->running.size() >= kMostLookups) return no_address("too many other lookups are pending");
     found = state_->running.emplace(name, std::make_shared<State::Answer>()).first;
     try {
       std::thread([state = state_, name, answer = found->second] { state->run(name, answer); }).detach();
     } catch (const std::exception&) {
       state_->running.erase(found);
-      return no_address("the system refused a thread");
+      return no_address("no thread could be started");
     }
   }
   const std::shared_ptr<State::Answer> answer = found->second;
   while (!answer->done) {
     const auto left = deadline - std::chrono::steady_clock::now();
     if (left <= left.zero()) {
-      return Status::error(StatusKind::kTimeout, "the server's name was not looked up in time");
+      return Status::error(StatusKind::kTimeout, "the lookup of the server's name timed out");
     }
     state_->changed.wait_for(state_->mutex, left);
   }

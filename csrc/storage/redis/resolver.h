@@ -1,14 +1,14 @@
 // Resolver: looks up the addresses of a host, with a deadline.
 //
-// getaddrinfo() knows no deadline: where the name server does not answer it blocks for half a minute and
-// more, and with it whichever thread calls it. So a thread of its own looks a name up, and callers wait for
-// the answer until their deadline. Callers that ask for the same name wait for one thread; at most
-// kMostLookups run at once, so that a name server that is silent costs a bounded number of threads. A numeric
-// address needs neither a thread nor a wait.
+// getaddrinfo() has no deadline: with an unresponsive name server it blocks its thread for half a minute or
+// more. Therefore a separate thread does each lookup, and callers wait for the result until their deadline.
+// Callers that need the same name share one lookup thread. At most kMostLookups run at once, which bounds the
+// threads that a silent name server can block. A numeric address needs neither a thread nor a wait.
 //
-// The threads are detached: nobody can end a getaddrinfo(). They share what they touch.
+// The threads are detached, because a getaddrinfo() call cannot be cancelled. They share ownership of the
+// state that they touch.
 //
-// Threads: any.
+// Thread-safe.
 #pragma once
 
 #include <sys/socket.h>
@@ -35,15 +35,15 @@ struct SocketAddress {
 class Resolver {
  public:
   static constexpr std::size_t kMostLookups = 16;
-  // 0, or an error of getaddrinfo(). May block for any time. Does not throw.
+  // Returns 0 or a getaddrinfo() error. May block for any time. Must not throw.
   using Lookup =
       std::function<int(const std::string& host, std::uint16_t port, std::vector<SocketAddress>* addresses)>;
 
-  // getaddrinfo(). Tests give another.
+  // Uses getaddrinfo(). Tests pass another lookup.
   Resolver();
   explicit Resolver(Lookup lookup);
 
-  // At least one address when ok. kTimeout: the deadline passed.
+  // When ok, there is at least one address. kTimeout: the deadline passed.
   Status resolve(const std::string& host, std::uint16_t port, Deadline deadline,
                  std::vector<SocketAddress>* addresses);
 

@@ -7,10 +7,10 @@
 namespace kv_offload::redis {
 namespace {
 
-constexpr std::size_t kLongestHost = 255;  // of a name in the DNS
-constexpr std::size_t kMostReplicas = 64;  // of one master, remembered
+constexpr std::size_t kLongestHost = 255;  // the longest DNS name
+constexpr std::size_t kMostReplicas = 64;  // kept per master
 
-// CRC16-CCITT (XMODEM), as the cluster specification has it.
+// CRC16-CCITT (XMODEM), as in the Redis cluster specification.
 constexpr std::array<std::uint16_t, 256> crc16_table() {
   std::array<std::uint16_t, 256> table{};
   for (unsigned i = 0; i < 256; ++i) {
@@ -21,8 +21,10 @@ constexpr std::array<std::uint16_t, 256> crc16_table() {
   return table;
 }
 
-// Into a name look-up, a certificate's verification and messages goes only what a host can be.
+// Accepts only characters that a host can contain. The text is used in name lookups, certificate verification
+// and messages.
 bool is_host(std::string_view text) {
+  // ':' and '%' occur in IPv6 addresses and their zones.
   return text.size() <= kLongestHost && std::all_of(text.begin(), text.end(), [](char c) {
            return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
                   c == ':' || c == '-' || c == '_' || c == '%';
@@ -57,7 +59,7 @@ std::optional<Endpoint> endpoint_of(const Reply& reply) {
     }
   }
   if (is_text(parts[0])) endpoint.host = parts[0].text;
-  if (endpoint.host == "?") endpoint.host = address;  // it prefers names and has none
+  if (endpoint.host == "?") endpoint.host = address;  // the node prefers host names and has none
   if (parts[0].text == "?" && address.empty()) return std::nullopt;
   if (!is_host(endpoint.host)) return std::nullopt;
   const bool beside = !name.empty() && !endpoint.host.empty() && is_address(endpoint.host);
@@ -85,7 +87,7 @@ std::uint16_t slot_of(std::string_view key) {
 
 Server server_at(const Endpoint& endpoint, const Server& said_by) {
   Server server = said_by;
-  if (endpoint.host.empty() && said_by.host.empty()) return server;  // on its unix socket
+  if (endpoint.host.empty() && said_by.host.empty()) return server;  // on its Unix socket
   server.unix_socket.clear();
   if (endpoint.host.empty()) {
     server.port = endpoint.port;
@@ -134,7 +136,7 @@ std::optional<Redirect> redirect_of(const Reply& reply) {
   const std::size_t space = rest.find(' ');
   if (space == rest.npos || !to_number(rest.substr(0, space), &redirect.slot)) return std::nullopt;
   rest.remove_prefix(space + 1);
-  const std::size_t colon = rest.rfind(':');  // an address of IPv6 has more of them
+  const std::size_t colon = rest.rfind(':');  // the last colon: an IPv6 address contains more of them
   if (colon == rest.npos || !to_number(rest.substr(colon + 1), &redirect.to.port)) return std::nullopt;
   redirect.to.host = rest.substr(0, colon);
   redirect.nowhere = redirect.to.host == "?";

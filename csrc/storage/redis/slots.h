@@ -1,5 +1,5 @@
-// What nodes of a cluster say of who keeps which keys: slots, the map of them, redirects. Nothing of it is
-// believed to be well formed.
+// Parses what cluster nodes report about key placement: slots, the slot map, redirects. The parsers trust no
+// input to be well formed.
 #pragma once
 
 #include <cstdint>
@@ -14,17 +14,18 @@ namespace kv_offload::redis {
 
 constexpr std::uint32_t kSlots = 16384;
 
-// CRC16 of the key, or of its hash tag: what stands between its first '{' and the first '}' behind it, unless
-// that is nothing.
+// CRC16 of the key, or of its hash tag: the text between the first '{' and the first '}' after it, if it is
+// not empty.
 std::uint16_t slot_of(std::string_view key);
 
-// Where a node says that it, or another, is reached.
+// The address of a node, as reported by that node or another one.
 struct Endpoint {
-  std::string host;  // a name or an address; empty: that of the node that says so
+  std::string host;  // a name or an address; empty: the host of the reporting node
   std::uint16_t port = 0;
-  std::string tls_name;  // of its certificate, where that is announced beside another host; else empty
+  // the certificate's name, where the node announces it in addition to another host; else empty
+  std::string tls_name;
 };
-// The server at the endpoint, spoken to as the one that named it.
+// Returns the server at the endpoint, with the connection settings of the server that reported it.
 Server server_at(const Endpoint& endpoint, const Server& said_by);
 
 struct SlotRange {
@@ -32,16 +33,16 @@ struct SlotRange {
   Endpoint owner;
   std::vector<Endpoint> replicas;
 };
-// Of what CLUSTER SLOTS answers. nullopt: that is no map. A range whose owner is unknown is left out.
+// Parses a CLUSTER SLOTS reply. nullopt: malformed. Ranges with an unknown owner are omitted.
 std::optional<std::vector<SlotRange>> slot_ranges(const Reply& reply);
 
 struct Redirect {
-  bool asking = false;   // ASK: for this command alone
-  bool nowhere = false;  // "?": the node knows no address that it may tell
+  bool asking = false;   // ASK: applies to this command only
+  bool nowhere = false;  // "?": the node knows no address to redirect to
   std::uint16_t slot = 0;
   Endpoint to;
 };
-// Of an error reply "MOVED 3999 host:port" or "ASK ..."; nullopt: it is another error.
+// Parses an error reply "MOVED 3999 host:port" or "ASK ..."; nullopt: another error.
 std::optional<Redirect> redirect_of(const Reply& reply);
 
 }  // namespace kv_offload::redis

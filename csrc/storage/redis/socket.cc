@@ -26,7 +26,7 @@ milliseconds until(Deadline deadline) {
   return std::max(left, milliseconds(0));
 }
 
-// Asked before each step: a server that always has a byte ready makes nobody wait, and would never end.
+// Checked before each step: a server that always has a byte ready would never let a wait time out.
 bool passed(Deadline deadline) { return until(deadline).count() == 0; }
 
 Status too_late() { return Status::error(StatusKind::kTimeout, "the server did not answer in time"); }
@@ -36,7 +36,7 @@ Status lost(int error) {
       fmt::format("the connection was lost: {}", error == 0 ? "closed" : std::strerror(error)), error);
 }
 Status no_connection(std::string_view why) {
-  return Status::error(StatusKind::kIo, fmt::format("it cannot be connected to: {}", why));
+  return Status::error(StatusKind::kIo, fmt::format("cannot connect: {}", why));
 }
 
 Status wait_for(int fd, short events, Deadline deadline) {
@@ -50,7 +50,7 @@ Status wait_for(int fd, short events, Deadline deadline) {
   }
 }
 
-// A connection that a firewall has forgotten is noticed while it is idle, and not by an operation.
+// Detects a connection that a firewall dropped while it is idle, before an operation uses it.
 void keep_alive(int fd) {
   const int on = 1, idle = 60, between = 15, tries = 4;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
@@ -70,7 +70,7 @@ Status connect_to(int fd, const sockaddr* address, socklen_t length, Deadline de
   return error == 0 ? Status::ok() : no_connection(std::strerror(error));
 }
 
-// Not inherited by the processes that an engine starts.
+// Close-on-exec: child processes of the engine must not inherit the socket.
 Status connect_new(int family, const sockaddr* address, socklen_t length, Deadline deadline, int* made) {
   const int fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) return no_connection(std::strerror(errno));
@@ -91,7 +91,7 @@ Status connect_unix(const std::string& path, Deadline deadline, int* made) {
   return connect_new(AF_UNIX, reinterpret_cast<const sockaddr*>(&address), sizeof address, deadline, made);
 }
 
-// Never destroyed: a thread that was let go may use it while the process ends.
+// Never destroyed: a detached thread may use it while the process exits.
 Resolver& resolver() {
   static Resolver* const one = new Resolver;
   return *one;
@@ -147,7 +147,7 @@ Status Socket::read_some(std::span<iovec> vectors, Deadline deadline, std::size_
   *moved = 0;
   if (passed(deadline)) return too_late();
   if (session_ != nullptr) {
-    const NoSigpipe no_signal;  // TLS may have to answer
+    const NoSigpipe no_signal;  // TLS may have to send a response
     const TlsStep step = tls_read(session_, vectors.front().iov_base, vectors.front().iov_len);
     *moved = step.moved;
     if (step.broken) return lost(0);

@@ -1,5 +1,5 @@
-// A stream of bytes to a server, with TLS or without. No call waits past its deadline, however slowly the
-// other side sends or takes bytes; after one that is not ok the stream may be anywhere.
+// A byte stream to a server, with or without TLS. No call waits past its deadline, even if the peer sends or
+// receives slowly. After a call that is not ok, the stream position is unknown.
 //
 // One thread at a time.
 #pragma once
@@ -18,19 +18,19 @@ namespace kv_offload::redis {
 
 class Socket {
  public:
-  // Connects, and with TLS makes sure of the server's certificate and name. Of a name with several addresses
-  // each has its share of the time that looking the name up has left.
-  // *refused: the certificate is not trusted or of another name.
+  // Connects; with TLS it also verifies the server's certificate and name. If the name has several addresses,
+  // they share the time that is left after the name lookup. *refused: the certificate is not trusted or
+  // carries another name.
   static Status open(const Server& server, const TlsContext* tls, Deadline deadline,
                      std::unique_ptr<Socket>* opened, bool* refused);
   ~Socket();
   Socket(const Socket&) = delete;
   Socket& operator=(const Socket&) = delete;
 
-  // Some of what the vectors ask for, which is at least a byte; 0 only when it is to be tried again.
+  // Moves at least one byte into or out of the vectors. *moved may be 0 when ok: try again.
   Status read_some(std::span<iovec> vectors, Deadline deadline, std::size_t* moved);
   Status write_some(std::span<iovec> vectors, Deadline deadline, std::size_t* moved);
-  // Idle until now: has the server closed it, or sent what nobody asked for.
+  // True if the server closed this idle connection or sent unexpected bytes.
   bool stale() const;
   int descriptor() const { return fd_; }
 
@@ -39,7 +39,7 @@ class Socket {
   Status begin_tls(const TlsContext& tls, const std::string& name, Deadline deadline, bool* refused);
 
   const int fd_;
-  ssl_st* session_ = nullptr;  // none: without TLS
+  ssl_st* session_ = nullptr;  // null without TLS
 };
 
 }  // namespace kv_offload::redis

@@ -15,7 +15,7 @@ namespace {
 
 constexpr unsigned kMemoryEvery = 10;  // calls of maintain()
 
-// "used_memory:123\r\n" of what INFO answers; 0 when it is not there.
+// Parses "used_memory:123\r\n" from an INFO reply; 0 if missing.
 std::uint64_t figure_of(std::string_view info, std::string_view name) {
   const std::string start = fmt::format("\n{}:", name);
   const std::size_t at = info.find(start);
@@ -28,9 +28,10 @@ std::uint64_t figure_of(std::string_view info, std::string_view name) {
 
 Status absent() { return Status::error(StatusKind::kNotFound, "no record of this key"); }
 
-// The command, in a transaction of its own on a connection that watches. It is sent once MULTI was answered:
-// behind one that is refused it would be run at once, whatever became of the key. *reply: the first that is
-// refused by what the server is, and not by who asks, so that it is seen that a primary has become a replica.
+// Runs the command in its own transaction on a connection that watches a key. The command is sent only after
+// MULTI succeeded: after a refused MULTI the server would run it at once, even if the key has changed.
+// *reply: the first error caused by server state rather than by permissions, so that a demoted primary is
+// detected.
 Status in_transaction(Connection& connection, const Connection::Words& command, Deadline until,
                       Reply* reply) {
   std::vector<Reply> done(1);
@@ -72,8 +73,8 @@ std::string RedisStore::key_of(const ChunkKey& key, const EpochPtr& epoch) const
   return fmt::format("{}{}:{}", prefix_, NamedEpochs::name_of(epoch), key.hex());
 }
 
-// Half of it in a cluster: a node that is silent is to end its own ops, and not to be taken by the tier for a
-// device that is stuck.
+// In a cluster, half of the op deadline: a silent node then fails its own ops before the tier treats the
+// whole device as stuck.
 Deadline RedisStore::deadline() const {
   return std::chrono::steady_clock::now() +
          (cluster_.is_cluster() ? options_.op_deadline / 2 : options_.op_deadline);
@@ -94,7 +95,7 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
   const bool expires = options_.ttl_seconds > 0;
   Reply reply;
   if (ask_first_.should_ask()) {
-    // One that expires lives on.
+    // EXPIRE also renews the TTL of a record that exists.
     const Connection::Words ask =
         expires ? Connection::Words{"EXPIRE", key, ttl} : Connection::Words{"EXISTS", key};
     if (Status status = call(OpKind::kWrite, ask, until, &reply); !status) return status;
@@ -121,7 +122,7 @@ Status RedisStore::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t*
 Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const Deadline until = deadline();
   const std::string key = key_of(op.key, epoch);
-  // Anew for each node that is asked.
+  // Created again for each node that is asked.
   std::optional<IncomingRecord> record;
   std::optional<OpenedAsItComes> opened;
   Reply reply;
@@ -148,7 +149,7 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
       if (status) status = opened->finish(length);
       if (status) *moved = record->payload_bytes();
   }
-  // Damaged, or of another version of the format.
+  // Damaged, or written in another version of the format.
   const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
   if (wrong && !options_.read_only) {
     remove_wrong(key, *record, until,
@@ -157,9 +158,9 @@ Status RedisStore::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* 
   return status;
 }
 
-// What was found wrong is removed only if it is still there: one of a possible length and another header has
-// taken its place. WATCH makes sure of the time in between. In a slot that is just being moved only the first
-// command is answered, and nothing is removed until it is read again.
+// Removes the bad value only if it is still there. A value of a valid length with another header has replaced
+// it. WATCH covers the time between the check and DEL. While its slot is being moved, the node answers only
+// the first command; then nothing is removed until the next read.
 void RedisStore::remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
                               std::span<const std::byte> header_page) {
   const std::string end = std::to_string(kRecordHeaderBytes - 1);
@@ -170,6 +171,7 @@ void RedisStore::remove_wrong(const std::string& key, const IncomingRecord& reco
     if (Status status = connection.call_all(look, until, &seen); !status) return status;
     *reply = seen[0];
     const Reply &length = seen[1], &header = seen[2];
+    // Each of these proves that the value is still bad: a wrong type, an impossible length, the same header.
     const bool other_type = length.kind == Reply::Kind::kError && length.text.starts_with("WRONGTYPE");
     const bool other_length = length.kind == Reply::Kind::kInteger &&
                               !record.check_length(static_cast<std::uint64_t>(length.integer));
@@ -217,7 +219,7 @@ Status RedisStore::put_start(const std::string& name, bool if_none, bool* done) 
   return Status::ok();
 }
 
-// A server that was not one may have become a node of a cluster: INFO tells, or that it sends the key away.
+// A standalone server may have become a cluster node. INFO reports it, or a redirect of the key.
 Status RedisStore::look_for_start(Deadline until, Reply* start, bool* refused) {
   const auto ask = [&](Connection& connection, Reply* answer) {
     const std::array words{Connection::Words{"GET", start_key_}, Connection::Words{"INFO", "cluster"}};
@@ -234,14 +236,14 @@ Status RedisStore::look_for_start(Deadline until, Reply* start, bool* refused) {
     asked = cluster_.at(start_key_, OpKind::kRead, until, start, ask);
     if (!cluster_.is_in_doubt()) break;
   }
-  if (!asked && !learnt) return learnt;  // it sends us elsewhere, and does not say who is there
+  if (!asked && !learnt) return learnt;  // it redirects us, but does not say who the nodes are
   *refused = !asked && start->kind == Reply::Kind::kError && is_setting(start->text);
   return asked;
 }
 
 Status RedisStore::ask_for_start(std::string* found, bool* refused) {
   const std::string known = epochs_.of_those_who_start();
-  // Twice: another may be faster in putting one there, or the server drops it just now.
+  // Two attempts: another process may publish first, or the server may drop the key right now.
   for (int tries = 0; tries < 2; ++tries) {
     Reply start;
     if (Status status = look_for_start(deadline(), &start, refused); !status) return status;
@@ -252,7 +254,7 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
     found->clear();
     if (start.kind == Reply::Kind::kString && NamedEpochs::is_name(start.text)) *found = start.text;
     if (!found->empty() || options_.read_only) return Status::ok();
-    // What lies there and is no name is in nobody's use.
+    // Nobody uses a value that is not an epoch name, so it may be overwritten.
     const bool if_none = start.kind == Reply::Kind::kNil;
     const std::string name = known.empty() ? NamedEpochs::new_name() : known;
     bool done = false;
@@ -260,10 +262,10 @@ Status RedisStore::ask_for_start(std::string* found, bool* refused) {
     if (done) *found = name;
     if (done) return Status::ok();
   }
-  return Status::error(StatusKind::kIo, "the server keeps no epoch");
+  return Status::error(StatusKind::kIo, "the server does not keep the epoch");
 }
 
-// In place of the one that a reset of ours ended, and of no other: a later reset may have put another there.
+// Replaces the epoch that our reset ended, and no other: a later reset may have published another one.
 void RedisStore::tell_again(const std::string& ended, const std::string& name) {
   if (name.empty() || epochs_.has_ended(name)) return;
   const Deadline until = deadline();
@@ -277,24 +279,24 @@ void RedisStore::tell_again(const std::string& ended, const std::string& name) {
     return connection.call_all(std::array{Connection::Words{"UNWATCH"}}, until, &done);
   };
   Reply reply;
-  (void)cluster_.at(start_key_, OpKind::kWrite, until, &reply, work);  // looked at again in a second
+  (void)cluster_.at(start_key_, OpKind::kWrite, until, &reply, work);  // maintain() tries again in a second
 }
 
 void RedisStore::maintain() {
-  if (stopped_) return;  // nothing here would be lost
+  if (stopped_) return;  // there is nothing to flush
   cluster_.keep_up(deadline(), stopped_);
   const std::string known = epochs_.of_those_who_start();
   std::string found;
   bool refused = false;
   const bool looked = ask_for_start(&found, &refused).is_ok();
-  // Of the nodes that are well, also while that of the epoch is not.
+  // Covers the nodes that respond, even while the owner of the epoch key does not.
   if ((looked || cluster_.is_cluster()) && maintained_++ % kMemoryEvery == 0) look_at_memory();
   if (!looked) return;
   if (epochs_.has_ended(found)) return tell_again(found, known);
   epochs_.note_kept(known, found, options_.read_only);
 }
 
-// Of nodes that do not answer nothing is known: the sum of the others is that of what can be used now.
+// Nodes that do not respond report nothing. The sum of the others is the memory that can be used now.
 void RedisStore::look_at_memory() {
   const Deadline until = deadline();
   std::uint64_t used = 0, bound = 0;
@@ -329,7 +331,7 @@ Status RedisStore::begin_epoch() {
   const auto put = [&](const std::string& name) {
     bool done = false;
     if (Status status = put_start(name, false, &done); !status) return status;
-    return done ? Status::ok() : Status::error(StatusKind::kIo, "the server took no new epoch");
+    return done ? Status::ok() : Status::error(StatusKind::kIo, "the server did not store the new epoch");
   };
   return epochs_.begin(ask, put);
 }

@@ -1,4 +1,4 @@
-// RedisStore: the synchronous half of the redis tier (tier.h says what lies on the server).
+// RedisStore: the synchronous half of the redis tier (tier.h documents the keys on the server).
 #pragma once
 
 #include <atomic>
@@ -35,15 +35,15 @@ class RedisStore final : public RecordStore {
 
  private:
   Deadline deadline() const;
-  // A command whose second word is a key, at the node that has it.
+  // Runs a command whose second word is a key, on the node that owns the key.
   Status call(OpKind kind, const Connection::Words& words, Deadline until, Reply* reply);
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
-  // What lies under the key and is wrong, unless another took its place: a value of another type, of a length
-  // that no record of the op has, or with this header.
+  // Removes a bad value under the key, unless another record replaced it. A value is bad if it has another
+  // type, a length that no record of this op can have, or this header.
   void remove_wrong(const std::string& key, const IncomingRecord& record, Deadline until,
                     std::span<const std::byte> header_page);
-  // The epoch of those who start, which the server has or now gets from us. Empty: it has none, and we may
-  // not give it one.
+  // Returns the startup epoch from the server; publishes one if the server has none. *found is empty: the
+  // server has none and this process must not publish one (read_only).
   Status ask_for_start(std::string* found, bool* refused);
   Status look_for_start(Deadline until, Reply* start, bool* refused);
   Status put_start(const std::string& name, bool if_none, bool* done);

@@ -1,16 +1,17 @@
-// The redis tier: records as values of a Redis or Valkey server, shared by all engines that use it.
+// The redis tier stores records as values of a Redis or Valkey server. All engines that use the server share
+// them.
 //
-//   PREFIX:<namespace, 64 hex digits>:epoch                    the epoch of those who start
+//   PREFIX:<namespace, 64 hex digits>:epoch                    the startup epoch: new processes join it
 //   PREFIX:<namespace>:<epoch, 32 hex digits>:<key, hex>       a record, as on disk (specs/RECORD_FORMAT.md)
 //
-// Epochs are named at random (named_epochs.h). The epoch's key is looked at once a second, which also keeps
-// it from being the one that was not used for longest, and is put back when it is gone.
+// Epoch names are random (named_epochs.h). The tier reads the epoch key once a second and writes it again
+// when it is missing. Each read also keeps the key from becoming the least recently used one.
 //
-// One server, or a cluster: that is asked of it at the start, and the slots of keys are followed from node to
-// node (cluster.h).
+// The server may be standalone or a node of a cluster. The tier asks at startup; in a cluster it follows
+// slots from node to node (cluster.h).
 //
-// The server bounds itself (maxmemory, a TTL): a key that vanished is a miss, and a write that it has no room
-// for is refused. What older epochs left ages out there.
+// The server enforces its own limits (maxmemory, a TTL). A key that vanished is a miss, and a write that does
+// not fit is refused. Records of older epochs age out on the server.
 #pragma once
 
 #include <cstdint>
@@ -26,17 +27,17 @@ namespace kv_offload {
 
 struct RedisTierOptions : PooledTierOptions {
   redis::Server server;
-  std::vector<redis::Server>
-      other_nodes;  // of the same cluster, asked who has which keys when `server` is away
+  // Other nodes of the same cluster, asked for the slot map when `server` is down.
+  std::vector<redis::Server> other_nodes;
   std::string key_prefix = "kv_offload";
   NamespaceId namespace_id{};
-  std::uint64_t ttl_seconds = 0;  // since it was written last, by anybody; 0: for ever
-  bool read_only = false;         // others fill it: never writes, nor removes what is damaged
+  std::uint64_t ttl_seconds = 0;  // seconds since the last write by any process; 0: never expires
+  bool read_only = false;         // other processes fill the server: no writes, no removal of damaged records
 };
 
-// Throws ResourceError when the server refuses how it is spoken to: credentials, certificate, permissions, a
-// database that a cluster does not have. One that does not answer is waited for by upkeep; until then the
-// tier is empty and takes nothing.
+// Throws ResourceError when the server rejects the connection: credentials, certificate, permissions, or a
+// database that a cluster does not have. If the server does not respond, upkeep keeps trying in the
+// background; until it succeeds the tier is empty and accepts no writes.
 std::unique_ptr<Tier> make_redis_tier(const RedisTierOptions& options);
 
 }  // namespace kv_offload

@@ -17,7 +17,7 @@ bool has_tls() { return true; }
 
 TlsContext::TlsContext(const Server& server) {
   context_ = SSL_CTX_new(TLS_client_method());
-  if (context_ == nullptr) throw_resource("OpenSSL gives no context for TLS");
+  if (context_ == nullptr) throw_resource("OpenSSL cannot create a TLS context");
   SSL_CTX_set_min_proto_version(context_, TLS1_2_VERSION);
   SSL_CTX_set_verify(context_, SSL_VERIFY_PEER, nullptr);
   const int trusted = server.ca_file.empty()
@@ -25,13 +25,13 @@ TlsContext::TlsContext(const Server& server) {
                           : SSL_CTX_load_verify_locations(context_, server.ca_file.c_str(), nullptr);
   if (trusted == 1) return;
   SSL_CTX_free(context_);
-  throw_resource("ca_file {}: no certificate can be read from it", server.ca_file);
+  throw_resource("ca_file {}: cannot read a certificate from it", server.ca_file);
 }
 TlsContext::~TlsContext() { SSL_CTX_free(context_); }
 
 Status TlsContext::make_session(int fd, const std::string& name, ssl_st** session) const {
   SSL* ssl = SSL_new(context_);
-  if (ssl == nullptr) return Status::error(StatusKind::kIo, "OpenSSL gives no session for TLS");
+  if (ssl == nullptr) return Status::error(StatusKind::kIo, "OpenSSL cannot create a TLS session");
   *session = ssl;
   in6_addr address;
   const bool is_address =
@@ -40,7 +40,7 @@ Status TlsContext::make_session(int fd, const std::string& name, ssl_st** sessio
                                : SSL_set1_host(ssl, name.c_str());
   if (named != 1 || (!is_address && SSL_set_tlsext_host_name(ssl, name.c_str()) != 1) ||
       SSL_set_fd(ssl, fd) != 1) {
-    return Status::error(StatusKind::kIo, "OpenSSL does not take the server's name");
+    return Status::error(StatusKind::kIo, "OpenSSL rejects the server's name");
   }
   SSL_set_mode(ssl, SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
   SSL_set_connect_state(ssl);
@@ -99,8 +99,8 @@ void tls_end(ssl_st* session) { SSL_free(session); }
 bool has_tls() { return false; }
 TlsContext::TlsContext(const Server&) {
   throw_resource(
-      "rediss:// needs TLS, and this build has none: build it where OpenSSL's headers are "
-      "(libssl-dev), or connect by redis://");
+      "rediss:// needs TLS, and this build has none: build it with OpenSSL's headers "
+      "installed (libssl-dev), or connect with redis://");
 }
 TlsContext::~TlsContext() = default;
 Status TlsContext::make_session(int, const std::string&, ssl_st**) const {

@@ -1,4 +1,4 @@
-// TLS of a connection, on OpenSSL: certificates and names are always verified.
+// TLS for connections, based on OpenSSL. Certificates and names are always verified.
 #pragma once
 
 #include <memory>
@@ -18,16 +18,16 @@ class TlsContext {
   TlsContext(const TlsContext&) = delete;
   TlsContext& operator=(const TlsContext&) = delete;
 
-  // On a socket that is connected and does not block; nothing is sent yet. `name`: a name or an address, that
-  // the certificate must carry. The caller ends it.
+  // Creates a session on a connected, non-blocking socket; sends nothing yet. `name`: the host name or
+  // address that the certificate must carry. The caller must free the session with tls_end().
   Status make_session(int fd, const std::string& name, ssl_st** session) const;
 
  private:
   [[maybe_unused]] ssl_ctx_st* context_ = nullptr;
 };
 
-// What came of a step: bytes moved; or what the socket must be ready for (POLLIN, POLLOUT) before it is tried
-// again, with the same bytes; or that the connection is lost.
+// The result of one step. `moved`: bytes moved. `wants`: the event (POLLIN, POLLOUT) to wait for before a
+// retry with the same bytes. `broken`: the connection is lost.
 struct TlsStep {
   std::size_t moved = 0;
   short wants = 0;
@@ -36,9 +36,10 @@ struct TlsStep {
 TlsStep tls_handshake(ssl_st* session);
 TlsStep tls_read(ssl_st* session, void* to, std::size_t bytes);
 TlsStep tls_write(ssl_st* session, const void* from, std::size_t bytes);
-// Why a handshake was lost. *refused: the certificate is not trusted or of another name.
+// Returns why a handshake failed. *refused: the certificate is not trusted or carries another name.
 Status tls_verdict(ssl_st* session, bool* refused);
-bool tls_has_more(ssl_st* session);  // decrypted already, so that the socket does not tell
-void tls_end(ssl_st* session);       // frees it; sends nothing
+// true if decrypted bytes are pending, which poll() on the socket does not show
+bool tls_has_more(ssl_st* session);
+void tls_end(ssl_st* session);  // frees it; sends nothing
 
 }  // namespace kv_offload::redis

@@ -14,11 +14,11 @@ struct Meaning {
 };
 
 constexpr std::array kMeanings{
-    Meaning{"NoSuchBucket", StatusKind::kIo, true, "there is no such bucket: make it, or correct bucket"},
-    Meaning{"AccessDenied", StatusKind::kIo, true,
-            "access is denied: allow s3:GetObject, s3:PutObject and s3:DeleteObject on the objects of the "
-            "prefix, "
-            "and s3:ListBucket on the bucket (without it what is missing is answered as denied)"},
+    Meaning{"NoSuchBucket", StatusKind::kIo, true, "the bucket does not exist: create it, or correct bucket"},
+    Meaning{
+        "AccessDenied", StatusKind::kIo, true,
+        "access is denied: allow s3:GetObject, s3:PutObject and s3:DeleteObject on the objects of the "
+        "prefix, and s3:ListBucket on the bucket (without it the store reports missing objects as denied)"},
     Meaning{"InvalidAccessKeyId", StatusKind::kIo, true, "the store does not know the access key"},
     Meaning{"SignatureDoesNotMatch", StatusKind::kIo, true,
             "the store refuses the signature: the secret key or the region is wrong"},
@@ -29,14 +29,14 @@ constexpr std::array kMeanings{
     Meaning{"AuthorizationHeaderMalformed", StatusKind::kIo, true,
             "the store refuses the region or the access key: correct region"},
     Meaning{"PermanentRedirect", StatusKind::kIo, true,
-            "the bucket is elsewhere: correct region or endpoint"},
+            "the bucket is at another endpoint: correct region or endpoint"},
     Meaning{"SlowDown", StatusKind::kIo, false, "the store asks for fewer requests"},
     Meaning{"Throttling", StatusKind::kIo, false, "the store asks for fewer requests"},
     Meaning{"RequestLimitExceeded", StatusKind::kIo, false, "the store asks for fewer requests"},
     Meaning{"RequestTimeout", StatusKind::kIo, false, "the store waited too long for the request"},
-    Meaning{"QuotaExceeded", StatusKind::kNoSpace, false, "the store has no room for more"},
-    Meaning{"XMinioStorageFull", StatusKind::kNoSpace, false, "the store has no room for more"},
-    Meaning{"InsufficientStorage", StatusKind::kNoSpace, false, "the store has no room for more"},
+    Meaning{"QuotaExceeded", StatusKind::kNoSpace, false, "the store is full"},
+    Meaning{"XMinioStorageFull", StatusKind::kNoSpace, false, "the store is full"},
+    Meaning{"InsufficientStorage", StatusKind::kNoSpace, false, "the store is full"},
 };
 
 const Meaning* meaning_of(std::string_view code) {
@@ -45,19 +45,16 @@ const Meaning* meaning_of(std::string_view code) {
   return found == kMeanings.end() ? nullptr : &*found;
 }
 
-// Of an answer to HEAD, which has no body.
+// The message for a response to HEAD, which has no body.
 std::string_view sentence_without_code(long status) {
   switch (status) {
     case 400:
       return "the store refuses the request and does not say why: credentials may have expired, or the "
-             "region or "
-             "the clock of this host is wrong";
+             "region or the clock of this host is wrong";
     case 403:
       return "access is denied and the store does not say why: the keys are wrong or have expired, the clock "
-             "of this "
-             "host is wrong, or a permission is missing (s3:GetObject, s3:PutObject and s3:DeleteObject on "
-             "the "
-             "objects of the prefix, s3:ListBucket on the bucket)";
+             "of this host is wrong, or a permission is missing (s3:GetObject, s3:PutObject and "
+             "s3:DeleteObject on the objects of the prefix, s3:ListBucket on the bucket)";
     case 429:
     case 503:
       return "the store asks for fewer requests";
@@ -77,6 +74,7 @@ bool is_region(std::string_view text) {
 }  // namespace
 
 Status refusal(const Answer& answer, const Bucket& bucket) {
+  // A wrong region shows in a redirect or a 400.
   if (is_region(answer.region) && answer.region != bucket.region &&
       (is_redirect(answer) || answer.status == 400)) {
     return Status::error(StatusKind::kIo, fmt::format("the bucket is in region {}, not in {}: correct region",
@@ -85,6 +83,7 @@ Status refusal(const Answer& answer, const Bucket& bucket) {
   if (const Meaning* meaning = meaning_of(answer.code)) {
     return Status::error(meaning->kind, std::string(meaning->sentence));
   }
+  // Without a known code, the HTTP status decides.
   if (is_redirect(answer)) return refusal({.status = 400, .code = "PermanentRedirect"}, bucket);
   if (answer.status == 404) return Status::error(StatusKind::kNotFound, "no record of this key");
   if (answer.status == 507) return refusal({.status = 400, .code = "InsufficientStorage"}, bucket);
@@ -98,7 +97,7 @@ bool is_setting(const Answer& answer) {
   const Meaning* meaning = meaning_of(answer.code);
   if (answer.misconfigured || is_redirect(answer)) return true;
   if (meaning != nullptr) return meaning->setting;
-  // 408 and 429 pass; 404, 409 and 412 tell what lies there.
+  // 408 and 429 are temporary. 404, 409 and 412 describe the object.
   constexpr std::array kOther{404L, 408L, 409L, 412L, 429L};
   return answer.status >= 400 && answer.status < 500 &&
          std::find(kOther.begin(), kOther.end(), answer.status) == kOther.end();

@@ -27,9 +27,9 @@ std::string base_of(const Bucket& bucket) {
   return fmt::format("https://s3.{}.amazonaws.com{}", bucket.region, china ? ".cn" : "");
 }
 
-// Where a request goes, in the parts that are signed.
+// The URL of a request, in the parts that are signed.
 struct Target {
-  std::string scheme, host, path;  // "https://", "host[:port]" as it is sent, "/..."
+  std::string scheme, host, path;  // "https://", "host[:port]" as sent, "/..."
 };
 
 Target target_of(const Bucket& bucket, const std::string& key) {
@@ -58,14 +58,14 @@ std::string_view method_of(Verb verb) {
   return {};
 }
 
-// What is sent without TLS is signed with its bytes: or who overhears a request could send others under its
-// signature, as long as it is valid.
+// Without TLS the body's checksum is signed. Otherwise an eavesdropper could send other bytes under the same
+// signature while it is valid.
 std::string sum_of_body(const Request& request, const Bucket& bucket) {
   const bool with_tls = base_of(bucket).starts_with("https:");
   return request.verb == Verb::kPut && with_tls ? "UNSIGNED-PAYLOAD" : sha256_hex(request.from);
 }
 
-// Between half of it and all of it.
+// Returns a random pause between half of it and all of it.
 Nanos jittered(Nanos pause) {
   thread_local std::minstd_rand random{std::random_device{}()};
   return pause / 2 + Nanos(std::uniform_int_distribution<Nanos::rep>(0, pause.count() / 2)(random));
@@ -81,7 +81,7 @@ int open_socket(void*, int, curl::Address* address) noexcept {
 
 const curl::Library& library() { return curl::loaded().library; }
 
-// Of "If-Match: x", such as Request::condition.
+// Splits a header line such as "If-Match: x" (Request::condition).
 std::pair<std::string, std::string> header_of(const std::string& line) {
   const std::size_t colon = line.find(": ");
   std::string name = line.substr(0, colon);
@@ -109,7 +109,7 @@ std::string address_of(const Bucket& bucket) {
 
 std::string unavailable_reason() {
   if (can_sign()) return curl::loaded().problem;
-  return "this build has no s3 tier: build it where the headers of OpenSSL are (libssl-dev, openssl-devel)";
+  return "this build has no s3 tier: build it with OpenSSL's headers installed (libssl-dev, openssl-devel)";
 }
 std::string library_version() { return can_sign() ? curl::loaded().version : std::string(); }
 
@@ -118,7 +118,7 @@ struct Client::Handle {
     if (easy == nullptr) throw std::bad_alloc();
   }
   ~Handle() {
-    const NoSigpipe no_signal;  // TLS says good-bye
+    const NoSigpipe no_signal;  // TLS sends a close notification
     library().easy_cleanup(easy);
   }
   Handle(const Handle&) = delete;
@@ -131,7 +131,8 @@ namespace {
 template <typename Value>
 void set(curl::Easy* easy, curl::Option option, Value value) {
   static_assert(std::is_same_v<Value, long> || std::is_pointer_v<Value>, "as libcurl reads it");
-  // Not known to this libcurl, or no memory: what would follow is not what was asked for.
+  // Either this libcurl does not know the option or it is out of memory. The request would not be the
+  // intended one.
   if (const int done = library().easy_setopt(easy, option, value); done != curl::kOk) {
     throw_resource("libcurl refuses a setting: {}", library().easy_strerror(done));
   }
@@ -145,7 +146,7 @@ Keys keys_of(const Bucket& bucket) {
 static_assert(sizeof(long) == sizeof(std::int64_t), "kInFileSize is given as a long");
 
 void set_how(curl::Easy* easy, const Bucket& bucket, milliseconds left) {
-  // At the deadline nothing waits for the system's look-up of a name; older ones cannot do so.
+  // Makes the deadline also end a name lookup of the system; older versions cannot.
   (void)library().easy_setopt(easy, curl::kQuickExit, 1L);
   (void)library().easy_setopt(easy, curl::kUploadBufferSize, 2L << 20);
   set(easy, curl::kNoSignal, 1L);
@@ -163,7 +164,7 @@ void set_how(curl::Easy* easy, const Bucket& bucket, milliseconds left) {
   set(easy, curl::kProtocols, curl::kHttpAndHttps);
   if (bucket.ca_file.empty()) return;
   set(easy, curl::kCaInfo, bucket.ca_file.c_str());
-  set(easy, curl::kCaPath, static_cast<const char*>(nullptr));  // and nobody else whom the system trusts
+  set(easy, curl::kCaPath, static_cast<const char*>(nullptr));  // trust no other CA of the system
 }
 
 void set_what(curl::Easy* easy, const Request& request, Transfer* transfer) {
@@ -171,12 +172,12 @@ void set_what(curl::Easy* easy, const Request& request, Transfer* transfer) {
   set(easy, curl::kHeaderData, transfer);
   set(easy, curl::kWriteFunction, &Transfer::on_body);
   set(easy, curl::kWriteData, transfer);
-  // On a connection that was kept alive, libcurl itself would send it a second time.
+  // On a kept-alive connection, libcurl itself would send the request a second time.
   if (request.once) set(easy, curl::kFreshConnect, 1L);
   if (request.verb == Verb::kHead) set(easy, curl::kNoBody, 1L);
   if (request.verb == Verb::kDelete) set(easy, curl::kCustomRequest, "DELETE");
   if (request.verb != Verb::kPut) return;
-  long bytes = 0;  // which is curl_off_t here
+  long bytes = 0;  // curl_off_t on this platform
   for (const auto& piece : request.from) bytes += static_cast<long>(piece.size());
   set(easy, curl::kUpload, 1L);
   set(easy, curl::kInFileSize, bytes);
@@ -195,7 +196,7 @@ Status failure(int result, Answer* answer) {
                           result == curl::kUnsupportedProtocol;
   answer->lost = result == curl::kSendError || result == curl::kGotNothing;
   return Status::error(StatusKind::kIo,
-                       fmt::format("no answer of the store: {}", library().easy_strerror(result)));
+                       fmt::format("no response from the store: {}", library().easy_strerror(result)));
 }
 
 }  // namespace
@@ -219,7 +220,7 @@ std::unique_ptr<Client::Handle> Client::take() {
 }
 
 void Client::give_back(std::unique_ptr<Handle> handle) {
-  library().easy_reset(handle->easy);  // leaves its connections; nothing of the request is kept
+  library().easy_reset(handle->easy);  // keeps the connections, but nothing of the request
   const MutexLock lock(mutex_);
   if (!closed_) idle_.push_back(std::move(handle));
 }
@@ -264,7 +265,8 @@ Status Client::call_once(const Request& request, const std::string& sum, Deadlin
                          Nanos* retry_after) {
   *answer = {};
   const auto left = std::chrono::duration_cast<milliseconds>(deadline - steady_clock::now());
-  if (left <= milliseconds(0)) return Status::error(StatusKind::kTimeout, "no time is left to ask the store");
+  if (left <= milliseconds(0))
+    return Status::error(StatusKind::kTimeout, "no time is left for a request to the store");
   const Target target = target_of(bucket_, request.key);
   HeaderMap signed_headers{{"host", target.host}};
   if (!request.condition.empty()) signed_headers.insert(header_of(request.condition));
@@ -274,7 +276,7 @@ Status Client::call_once(const Request& request, const std::string& sum, Deadlin
   }
   Headers headers;
   for (const auto& [name, value] : signed_headers) add(&headers, fmt::format("{}: {}", name, value));
-  add(&headers, "Expect:");  // a record is sent without waiting for "100 Continue"
+  add(&headers, "Expect:");  // send a record without waiting for "100 Continue"
   Transfer transfer(request);
   std::unique_ptr<Handle> handle = take();
   curl::Easy* easy = handle->easy;
@@ -284,10 +286,11 @@ Status Client::call_once(const Request& request, const std::string& sum, Deadlin
   set(easy, curl::kUrl, url.c_str());
   set(easy, curl::kHttpHeader, headers.get());
   set_what(easy, request, &transfer);
-  // kNoSignal leaves it to us, and a libcurl before 7.87 writes TLS by write(2).
+  // With kNoSignal we must handle SIGPIPE, and libcurl before 7.87 writes TLS data with write(2).
   const NoSigpipe no_signal;
   const int result = library().easy_perform(easy);
-  if (result != curl::kOk && !transfer.was_stopped()) return failure(result, answer);  // with the connection
+  // A failure drops the connection, too.
+  if (result != curl::kOk && !transfer.was_stopped()) return failure(result, answer);
   if (result == curl::kOk) give_back(std::move(handle));
   *retry_after = std::chrono::seconds(std::min<std::uint64_t>(transfer.retry_after_seconds(), 3600));
   return transfer.take(answer);

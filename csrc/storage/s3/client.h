@@ -1,8 +1,8 @@
-// Requests to a bucket of an S3 store, each within a time: signed here, transferred by libcurl, and the bytes
-// of records go from and into the rows themselves.
+// Requests to a bucket of an S3 store, each within a deadline. We sign them; libcurl transfers them. Record
+// bytes move directly between libcurl and the host memory rows.
 //
-// No redirect is followed, no proxy of the environment is used, certificates and names are always verified.
-// What a store says in an error is never quoted but for its code: it repeats what was signed.
+// Follows no redirects, ignores proxy environment variables, and always verifies certificates and names.
+// Error messages quote only the error code of a response: its body repeats what was signed.
 #pragma once
 
 #include <chrono>
@@ -27,7 +27,7 @@ struct Keys {
   std::string access_key, secret_key, session_token;
 };
 
-// Keys that replace those of a bucket while it is in use. Any thread.
+// Credentials that replace those of a bucket while it is in use. Thread-safe.
 class NewerKeys {
  public:
   void set(Keys keys) EXCLUDES(mutex_) {
@@ -45,86 +45,90 @@ class NewerKeys {
 };
 
 struct Bucket {
-  std::string endpoint;  // "https://host[:port]"; empty: AWS's of the region
+  std::string endpoint;  // "https://host[:port]"; empty: the AWS endpoint of the region
   std::string region = "us-east-1";
   std::string name;
-  bool path_style = false;  // the bucket in the path, not in the host's name
-  std::string ca_file;      // who may have signed the store's certificate; empty: the system's
+  bool path_style = false;  // the bucket is part of the path, not of the host name
+  std::string ca_file;      // CA certificates to trust; empty: the system's
   std::string access_key, secret_key, session_token;
-  std::shared_ptr<NewerKeys> newer_keys = {};  // none: those above are used for ever
+  std::shared_ptr<NewerKeys> newer_keys = {};  // null: the credentials above never change
 };
-// "s3://bucket at https://host"; no credentials.
+// Returns "s3://bucket at https://host", without credentials.
 std::string address_of(const Bucket& bucket);
-// Why no bucket can be used in this process: no OpenSSL when it was built, no libcurl here that will do.
-// Empty: one can.
+// Returns why this process cannot use a bucket: built without OpenSSL, or no suitable libcurl on this system.
+// Empty if it can.
 std::string unavailable_reason();
-std::string library_version();  // "7.88.1 (/usr/lib/libcurl.so.4)"; empty without one
+std::string library_version();  // "7.88.1 (/usr/lib/libcurl.so.4)"; empty without libcurl
 
-// A moment of real time by which a call has ended: what it waits for is a socket.
+// The real time by which a call must end. Calls wait for sockets, so this is not engine time.
 using Deadline = std::chrono::steady_clock::time_point;
 
 enum class Verb : std::uint8_t { kGet, kHead, kPut, kDelete };
 
-// Gets a body that has no place of its own, as it comes.
+// Receives a response body piece by piece, instead of `into`.
 class BodySink {
  public:
   virtual ~BodySink() = default;
-  virtual bool take(std::span<const std::byte> bytes) noexcept = 0;  // false: enough
+  virtual bool take(std::span<const std::byte> bytes) noexcept = 0;  // false: stop the transfer
 };
 
 struct Request {
   Verb verb = Verb::kGet;
-  std::string key = {};                               // letters, digits and -_./ only: signed as it is
+  std::string key = {};                               // letters, digits and -_./ only: signed unencoded
   std::vector<std::span<const std::byte>> from = {};  // kPut
-  std::vector<std::span<std::byte>> into = {};        // kGet: what a body of status 200 fills
-  FillObserver* observer = nullptr;                   // of `into`, and a body of status 200
-  std::size_t least_bytes = SIZE_MAX;  // of that body, filling it from the front; default: all of `into`
-  std::string condition = {};          // a header, such as "If-None-Match: *"
-  bool once = false;           // sent once and no more: what it does must not be done a second time, later
-  std::string query = {};      // as it is signed: names in order, each with a "=", values percent-encoded
-  std::size_t text_bytes = 0;  // kGet, in place of `into`: a body of status 200 is text, of at most so many
-  BodySink* sink = nullptr;    // kGet, in place of `into`, for a body of status 200
+  std::vector<std::span<std::byte>> into = {};        // kGet: the buffers for the body of a 200 response
+  FillObserver* observer = nullptr;                   // called for `into`, with the body of a 200 response
+  // Minimum length of that body, which fills `into` from the front; default: all of `into`.
+  std::size_t least_bytes = SIZE_MAX;
+  std::string condition = {};  // a header, such as "If-None-Match: *"
+  bool once = false;           // sent at most once: a late repetition would do harm
+  std::string query = {};      // as signed: names in order, each with a "=", values percent-encoded
+  // kGet, instead of `into`: the body of a 200 response is text of at most this many bytes.
+  std::size_t text_bytes = 0;
+  BodySink* sink = nullptr;  // kGet, instead of `into`: receives the body of a 200 response
 };
 
 struct Answer {
   long status = 0;
-  std::string code = {};  // <Code> of an error; empty where there is none, as of each HEAD
-  std::string text = {};  // of status 200 to a kGet with text_bytes
+  std::string code = {};  // <Code> of an error; empty if there is none, as for every HEAD
+  std::string text = {};  // the body of a 200 response to a kGet with text_bytes
   std::string etag = {};
-  std::string region = {};  // where the bucket is, of an answer that says so
-  // Of status 200 to a kGet: the body is longer than `into` or shorter than least_bytes, and `into` holds
-  // nothing of use; or it is longer than text_bytes.
+  std::string region = {};  // the bucket's region, if the response has it
+  // For a 200 response to a kGet: the body is longer than `into` or shorter than least_bytes, and `into`
+  // holds nothing usable; or the body is longer than text_bytes.
   bool wrong_length = false;
-  std::uint64_t length = 0;  // of that body, as announced, or as far as it came
-  bool told_length = false;  // of a body for a sink: it came whole
+  std::uint64_t length = 0;  // body length: announced, or else received so far
+  bool told_length = false;  // for a sink: the response says where its body ends, by a length or as chunks
   bool versioned = false;    // the bucket keeps older versions
-  // No answer at all:
-  bool misconfigured = false;  // the store's certificate is not one to believe, or there is no such address
-  bool lost = false;           // the connection ended before a byte of it
+  // Set if there is no response at all:
+  // The certificate is not trusted, ca_file is unusable, or the address is invalid.
+  bool misconfigured = false;
+  bool lost = false;  // the connection ended before the first response byte
 };
 
-// What an answer that is not 2xx stands for. 404 is kNotFound, unless the bucket is missing.
+// Returns the status for a response other than 2xx. 404 is kNotFound, unless the bucket is missing.
 Status refusal(const Answer& answer, const Bucket& bucket);
-// The kinds that a start does not get over by waiting: credentials, permissions, no such bucket, another
+// True for errors that waiting does not fix at startup: credentials, permissions, a missing bucket, another
 // region.
 bool is_setting(const Answer& answer);
 
-// Any thread. Connections are kept alive, at most one for each thread that ever needed one at once.
+// Thread-safe. Keeps idle connections open; the pool grows to the largest number of connections in use at
+// once.
 class Client {
  public:
-  // Throws ResourceError: unavailable_reason(). `pause` (for tests) is called
-  // in place of waiting before a request is sent again.
+  // Throws ResourceError with unavailable_reason(). Tests pass `pause`, which is called instead of waiting
+  // before a retry.
   explicit Client(const Bucket& bucket, std::function<void(Nanos)> pause = {});
   ~Client();
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
 
-  // Ok: the store answered, whatever it said; a store that is overloaded or fails (429, 5xx) is asked again
-  // while there is time. Not ok: no whole answer.
+  // Ok: the store responded with any status. Responses that mean overload or failure (429, 5xx) are retried
+  // while there is time. Not ok: no complete response.
   Status call(const Request& request, Deadline deadline, Answer* answer) EXCLUDES(mutex_);
   const Bucket& bucket() const { return bucket_; }
-  void stop() EXCLUDES(mutex_);   // nothing is asked again
-  void close() EXCLUDES(mutex_);  // connections in use are closed when they come back
+  void stop() EXCLUDES(mutex_);   // no more retries
+  void close() EXCLUDES(mutex_);  // connections in use are closed when they are given back
 
  private:
   struct Handle;

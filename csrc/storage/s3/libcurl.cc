@@ -9,7 +9,7 @@
 namespace kv_offload::s3::curl {
 namespace {
 
-constexpr unsigned kOldest = 0x073d00;  // 7.61: Red Hat 8; older ones were never tried
+constexpr unsigned kOldest = 0x073d00;  // 7.61: Red Hat 8; older versions are untested
 constexpr const char* kHowToGetIt =
     "install it (Debian, Ubuntu: apt install libcurl4; Red Hat: dnf install libcurl), or name one in "
     "KV_OFFLOAD_LIBCURL, such as /opt/conda/lib/libcurl.so.4";
@@ -33,30 +33,30 @@ bool find_all(void* handle, Library* library) {
          find(handle, "curl_slist_free_all", &library->slist_free_all);
 }
 
-// The file, as several of one name may be on a machine.
+// Returns the file path, because a machine may have several libraries of one name.
 std::string where_is(void* handle, const std::string& name) {
   const link_map* map = nullptr;
   const bool found = dlinfo(handle, RTLD_DI_LINKMAP, static_cast<void*>(&map)) == 0;
   return found && map != nullptr && map->l_name != nullptr && *map->l_name != '\0' ? map->l_name : name;
 }
 
-// Empty: it is the library, and started.
+// Loads and initializes one library. Returns the problem, or an empty string on success.
 std::string load_one(const std::string& name, Loaded* found) {
-  // Never closed: it has threads, and state of the libraries below it. Local, so that its OpenSSL is not
-  // taken for the wheel's, nor the other way round.
+  // Never closed: the library has threads, and state in its dependencies. RTLD_LOCAL keeps its OpenSSL and
+  // the wheel's apart.
   void* const handle = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
     const char* error = dlerror();
     return error != nullptr ? error : name;
   }
   const std::string path = where_is(handle, name);
-  if (!find_all(handle, &found->library)) return fmt::format("{} is no libcurl", path);
+  if (!find_all(handle, &found->library)) return fmt::format("{} is not libcurl", path);
   const Version& version = *found->library.version_info(0);
   found->version = fmt::format("{} ({})", version.version, path);
   if (std::string problem = problem_of(version, path); !problem.empty()) return problem;
   const int started = found->library.global_init(kGlobalDefault);
   if (started == kOk) return {};
-  return fmt::format("{} cannot be started: {}", found->version, found->library.easy_strerror(started));
+  return fmt::format("{} cannot be initialized: {}", found->version, found->library.easy_strerror(started));
 }
 
 }  // namespace
@@ -76,9 +76,8 @@ Loaded load(const std::vector<std::string>& names) {
     problems += fmt::format("{}{}", problems.empty() ? "" : "; ", problem);
   }
   Loaded none;
-  none.problem =
-      fmt::format("the s3 tier needs libcurl 7.61 or newer with TLS, and none can be used ({}): {}", problems,
-                  kHowToGetIt);
+  none.problem = fmt::format("the s3 tier needs libcurl 7.61 or newer with TLS, but none is usable ({}): {}",
+                             problems, kHowToGetIt);
   return none;
 }
 
@@ -88,7 +87,7 @@ const Loaded& loaded() {
     if (named != nullptr && *named != '\0') return new Loaded(load({named}));
     return new Loaded(load({"libcurl.so.4", "libcurl-gnutls.so.4"}));
   }();
-  return *found;  // for as long as threads that are stuck in it
+  return *found;  // never destroyed: threads may be stuck in the library
 }
 
 }  // namespace kv_offload::s3::curl

@@ -1,8 +1,8 @@
-// libcurl, loaded from the system when the first bucket is opened: a build needs no headers of it, and wheels
-// carry none, as it brings some thirty libraries along.
+// libcurl, loaded from the system when the first bucket is opened. Builds need no libcurl headers. Wheels do
+// not bundle libcurl, because it depends on about thirty libraries.
 //
-// What is declared here is the part of its ABI that the tier calls. Names and numbers are those of
-// curl/curl.h, which libcurl never changes under the soname libcurl.so.4; libcurl_test.cc compares them.
+// This header declares the part of libcurl's ABI that the tier calls. Names and numbers are those of
+// curl/curl.h. libcurl never changes them under the soname libcurl.so.4; libcurl_test.cc compares them.
 #pragma once
 
 #include <sys/socket.h>
@@ -17,7 +17,7 @@ namespace kv_offload::s3::curl {
 struct Easy;  // CURL
 struct List;  // curl_slist
 
-// CURLcode. 51 is 60 of before 7.62.
+// CURLcode. Versions before 7.62 use 51 in place of 60.
 inline constexpr int kOk = 0, kUnsupportedProtocol = 1, kUrlMalformat = 3, kTimedOut = 28,
                      kPeerFailedOfOld = 51, kGotNothing = 52, kSendError = 55, kPeerFailed = 60,
                      kCaBadFile = 77;
@@ -25,7 +25,8 @@ inline constexpr int kSeekOk = 0, kCannotSeek = 2;  // CURL_SEEKFUNC_*
 inline constexpr long kGlobalDefault = 3, kHttp11 = 2, kHttpAndHttps = 3, kMaxReadSize = 512 * 1024;
 inline constexpr int kWithTls = 1 << 2;  // CURL_VERSION_SSL
 
-// CURLoption: what is a long, a pointer, a function, a 64-bit number.
+// CURLoption. The ranges are: long below 10000, pointer from 10000, function from 20000, 64-bit number from
+// 30000.
 enum Option : int {
   kFollowLocation = 52,
   kNoBody = 44,
@@ -61,7 +62,7 @@ enum Option : int {
   kInFileSize = 30115,
 };
 
-// curl_version_info_data, as far as it is read.
+// The leading fields of curl_version_info_data that we read.
 struct Version {
   int age;
   const char* version;
@@ -92,17 +93,17 @@ struct Library {
 struct Loaded {
   Library library;
   std::string version;  // "7.88.1 (/usr/lib/x86_64-linux-gnu/libcurl.so.4)"
-  std::string problem;  // empty: it can be used
+  std::string problem;  // empty if the library can be used
 };
 
-// The first of these that will do is taken, and stays loaded as long as the process lives; it is started.
-// Otherwise the problem says what is wrong with each. Any thread, but for a libcurl before 7.84: no other
-// user of it in this process may start it now.
+// Loads and initializes the first usable library. It stays loaded until the process exits. If none is usable,
+// `problem` gives the reason for each. Thread-safe, except with libcurl before 7.84: no other user of it in
+// this process may initialize it at the same time.
 Loaded load(const std::vector<std::string>& names);
-// Why a libcurl of this version is none for us; empty: it is one.
+// Returns why we cannot use a libcurl of this version; empty if we can.
 std::string problem_of(const Version& version, const std::string& name);
-// That of this process, looked for once: KV_OFFLOAD_LIBCURL if it is set, else libcurl.so.4 or Debian's with
-// GnuTLS. Any thread.
+// Returns the library of this process, searched for once: KV_OFFLOAD_LIBCURL if set, else libcurl.so.4 or
+// Debian's GnuTLS build. Thread-safe.
 const Loaded& loaded();
 
 }  // namespace kv_offload::s3::curl

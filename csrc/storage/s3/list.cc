@@ -8,10 +8,10 @@
 namespace kv_offload::s3 {
 namespace {
 
-Status no_list() { return Status::error(StatusKind::kIo, "what the store sent is no list of objects"); }
+Status no_list() { return Status::error(StatusKind::kIo, "the store sent a malformed list of objects"); }
 
-// What stands between <name> and </name>, from *at on, which goes behind it. Names are searched with their
-// brackets, so that text, in which both are escaped, is never taken for one.
+// Returns the text between <name> and </name>, searched from *at, and moves *at past the end tag. Text cannot
+// match a tag by accident, because brackets in text are escaped.
 std::optional<std::string_view> element(std::string_view xml, std::string_view name, std::size_t* at) {
   const std::string start = fmt::format("<{}>", name), end = fmt::format("</{}>", name);
   const std::size_t from = xml.find(start, *at);
@@ -45,10 +45,11 @@ void append_utf8(std::string* to, std::uint32_t sign) {
   }
 }
 
-// False: no reference that XML knows.
+// False: not a valid XML reference.
 bool append_reference(std::string* to, std::string_view name) {
   constexpr std::array<std::pair<std::string_view, char>, 5> kNamed{
       {{"amp", '&'}, {"lt", '<'}, {"gt", '>'}, {"quot", '"'}, {"apos", '\''}}};
+  // Either a named reference or a decimal or hexadecimal character number.
   for (const auto& [known, sign] : kNamed) {
     if (name != known) continue;
     to->push_back(sign);
@@ -109,8 +110,9 @@ bool read_number(std::string_view text, Number* value) {
   return !text.empty() && error == std::errc() && end == text.data() + text.size();
 }
 
-// "2026-11-23T10:02:03.000Z"; 0 for anything else.
+// Parses "2026-11-23T10:02:03.000Z"; 0 for anything else.
 std::int64_t unix_nanos_of(std::string_view text) {
+  // Punctuation first, then the numbers, then their ranges (a leap second is allowed).
   if (text.size() < 20 || text[4] != '-' || text[7] != '-' || text[10] != 'T' || text[13] != ':' ||
       text[16] != ':' || text.back() != 'Z')
     return 0;
@@ -142,6 +144,7 @@ Status read_object(std::string_view xml, bool encoded, Listed* object) {
 std::string percent_encoded(std::string_view text) {
   std::string encoded;
   for (const char c : text) {
+    // The unreserved characters of RFC 3986, which signatures require unencoded.
     const bool plain = (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') ||
                        c == '-' || c == '_' || c == '.' || c == '~';
     encoded += plain ? std::string(1, c) : fmt::format("%{:02X}", static_cast<unsigned char>(c));
@@ -153,10 +156,11 @@ Status parse_list(std::string_view xml, std::size_t most, ListPage* page) {
   *page = {};
   const std::size_t start = xml.find("<ListBucketResult");
   if (start == xml.npos || xml.find("</ListBucketResult>", start) == xml.npos) return no_list();
-  // Stores that do not know encoding-type do not repeat it, and names stand there as they are.
+  // Stores that do not support encoding-type do not repeat it, and then names are not encoded.
   const bool encoded = element(xml, "EncodingType") == "url";
   std::size_t at = start;
-  // One that is written in another way, or not to its end, would otherwise be left out without a word.
+  // Finds every "<Contents". An element with another spelling or without an end would otherwise be skipped
+  // silently.
   constexpr std::string_view kStart = "<Contents";
   for (std::size_t from; (from = xml.find(kStart, at)) != xml.npos;) {
     at = from;
@@ -165,7 +169,7 @@ Status parse_list(std::string_view xml, std::size_t most, ListPage* page) {
         contents->find(kStart) != contents->npos)
       return no_list();
     if (page->objects.size() == most) {
-      return Status::error(StatusKind::kIo, "the store lists far more objects at once than it was asked for");
+      return Status::error(StatusKind::kIo, "the store lists far more objects than requested");
     }
     Listed object;
     if (Status status = read_object(*contents, encoded, &object); !status) return status;
@@ -177,7 +181,7 @@ Status parse_list(std::string_view xml, std::size_t most, ListPage* page) {
   const auto next = element(xml, "NextContinuationToken");
   const std::optional<std::string> token = next ? unescaped(*next) : std::nullopt;
   if (!token || token->empty() || token->size() > 8192) {
-    return Status::error(StatusKind::kIo, "the store lists a part and does not say how to go on");
+    return Status::error(StatusKind::kIo, "the store truncated the list without a continuation token");
   }
   page->next = *token;
   return Status::ok();

@@ -1,5 +1,5 @@
-// A page of names as a store lists them (ListObjectsV2), read without trust: nothing in it makes more memory
-// than the page itself has.
+// Parses a page of object names (ListObjectsV2). The page is untrusted: parsing never uses more memory than
+// the page itself has.
 #pragma once
 
 #include <cstdint>
@@ -14,17 +14,17 @@ namespace kv_offload::s3 {
 struct Listed {
   std::string key;  // any bytes
   std::uint64_t bytes = 0;
-  std::int64_t modified_unix_nanos = 0;  // 0: not told
+  std::int64_t modified_unix_nanos = 0;  // 0: not reported
 };
 
 struct ListPage {
   std::vector<Listed> objects;
-  std::string next;  // the continuation token; empty: that was all
+  std::string next;  // the continuation token; empty: this was the last page
 };
 
-// Letters, digits and -_.~ as they are, all else as %XX.
+// Keeps letters, digits and -_.~ and encodes all other bytes as %XX.
 std::string percent_encoded(std::string_view text);
-// kIo: it is no whole list, or it has more than `most` objects.
+// kIo: the list is incomplete or malformed, or has more than `most` objects.
 Status parse_list(std::string_view xml, std::size_t most, ListPage* page);
 
 }  // namespace kv_offload::s3

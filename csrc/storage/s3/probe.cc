@@ -23,7 +23,7 @@ class Prober {
   Prober(const Bucket& bucket, std::string prefix, Deadline until)
       : client_(bucket), prefix_(std::move(prefix)), until_(until) {}
 
-  // Of an object that need not be there: a GET, as the answer to a HEAD does not say why.
+  // Requests an object that need not exist, with GET, because a HEAD response carries no error code.
   void ask(Probe* found) {
     std::vector<double> times;
     for (int i = 0; i < kQuestions; ++i) {
@@ -45,7 +45,7 @@ class Prober {
     std::fill(record.span().begin(), record.span().end(), std::byte{0x5a});
     unsigned written = 0;
     auto start = steady_clock::now();
-    // A slow store is measured by fewer: what was written must still be read.
+    // A slow store gets fewer records: time must be left to read them.
     const auto enough = start + (until_ - start) / 3;
     for (; written < records && (written == 0 || steady_clock::now() < enough); ++written) {
       Request put{.verb = Verb::kPut, .key = key(written)};
@@ -68,7 +68,7 @@ class Prober {
     for (unsigned i = 0; i < written; ++i) (void)call({.verb = Verb::kDelete, .key = key(i)});
     if (!found->write_refused.empty()) return;
     if (!all) {
-      found->write_refused = "the store does not give back what it took";
+      found->write_refused = "the store does not return the records that it accepted";
       return;
     }
     found->records = written;
@@ -89,7 +89,7 @@ class Prober {
   }
 
   Client client_;
-  const std::string prefix_, name_ = NamedEpochs::new_name();  // of nobody else's
+  const std::string prefix_, name_ = NamedEpochs::new_name();  // unique
   const Deadline until_;
 };
 
@@ -110,7 +110,7 @@ Answer ask_bucket(const Bucket& bucket, const std::string& query, Nanos deadline
   const Request ask{.verb = Verb::kGet, .query = query, .text_bytes = 65536};
   const Status status = client.call(ask, steady_clock::now() + deadline, &answer);
   if (!status) throw_resource("{}: {}", address_of(bucket), status.message());
-  if (answer.wrong_length) throw_resource("{}: an answer that is too long", address_of(bucket));
+  if (answer.wrong_length) throw_resource("{}: the response is too long", address_of(bucket));
   return answer;
 }
 

@@ -1,4 +1,4 @@
-// How fast a bucket answers, by a few records of its own that are removed again.
+// Measures how fast a bucket responds, with a few temporary records.
 #pragma once
 
 #include <cstdint>
@@ -11,17 +11,18 @@ namespace kv_offload::s3 {
 
 struct Probe {
   double answer_seconds = 0;                                     // the median of a few small requests
-  unsigned records = 0;                                          // written and read: as many as time allows
+  unsigned records = 0;                                          // written and read, as many as time allows
   double write_bytes_per_second = 0, read_bytes_per_second = 0;  // 0: not measured
-  std::string write_refused;                                     // why not
+  std::string write_refused;                                     // why no speed was measured
 };
 
-// On one connection. Throws ResourceError when the store does not answer or refuses us.
+// Uses one connection. Throws ResourceError when the store does not respond or refuses a request,
+// InvalidArgument when a setting is wrong.
 Probe probe(const Bucket& bucket, const std::string& prefix, std::uint64_t record_bytes, unsigned records,
             Nanos deadline);
 
-// What the store says of the bucket itself: the answer to "GET /?lifecycle=" and the like, with at most 64
-// KiB of text. Throws ResourceError when there is none.
+// Returns the response to a query about the bucket itself, such as "GET /?lifecycle=", with at most 64 KiB of
+// text. Throws ResourceError when there is no response or it is longer.
 Answer ask_bucket(const Bucket& bucket, const std::string& query, Nanos deadline);
 
 }  // namespace kv_offload::s3

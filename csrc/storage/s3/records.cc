@@ -13,11 +13,11 @@ namespace kv_offload {
 namespace s3 {
 namespace {
 
-// A page of 1000 names, each of 1024 bytes of which every one is encoded, and what stands around them.
+// A page of 1000 names of 1024 bytes each, all bytes encoded, and the XML around them.
 constexpr std::size_t kMostListBytes = std::size_t{8} << 20;
-constexpr int kMostReads = 3;  // of a record that others write meanwhile
+constexpr int kMostReads = 3;  // attempts at a record that others keep writing
 
-// Collects a list as far as it may be long.
+// Collects a list up to the maximum length.
 class ListSink final : public BodySink {
  public:
   bool take(std::span<const std::byte> bytes) noexcept override {
@@ -36,7 +36,7 @@ class ListSink final : public BodySink {
   bool too_long_ = false;
 };
 
-// Sums a record up as it comes, and ends the answer when it becomes longer than its header says.
+// Checks a record while it arrives, and stops the transfer when it becomes longer than its header says.
 class RecordSink final : public BodySink {
  public:
   bool take(std::span<const std::byte> bytes) noexcept override {
@@ -44,7 +44,7 @@ class RecordSink final : public BodySink {
     check.add(bytes);
     try {
       if (!had_header && check.has_header()) most_ = check.announced();
-    } catch (...) {  // no memory: nothing is known of it
+    } catch (...) {  // out of memory: the record cannot be judged
       failed_ = true;
     }
     ended_ = failed_ || check.total() > most_;
@@ -67,7 +67,7 @@ class S3Records final : public RemoteRecords {
 
   Status list(const std::string& namespace_id, std::string from, bool sizes, RemotePage* page) override
       EXCLUDES(mutex_);
-  // The time of an object is that of its record, and every list has it.
+  // An object's time is its record's, and every list contains it.
   Status written(const RemoteRecord& record, std::int64_t* unix_nanos) override {
     *unix_nanos = record.written_unix_nanos;
     return Status::ok();
@@ -82,10 +82,10 @@ class S3Records final : public RemoteRecords {
   Status refused(const Answer& answer, std::string_view permission) const;
   Status look(const RemoteRecord& record, std::string* etag);
   enum class Removal {
-    kNone,     // it is as it was
-    kDone,     // by us
-    kOther,    // the store has none, or another, by now
-    kInDoubt,  // it was sent, and no answer came
+    kNone,     // unchanged
+    kDone,     // by this call
+    kOther,    // the object is missing or was replaced meanwhile
+    kInDoubt,  // the request was sent, but no response arrived
   };
   Status remove_this(const std::string& key, const std::string& etag, Removal* removal, bool* other_etag)
       EXCLUDES(mutex_);
@@ -98,7 +98,7 @@ class S3Records final : public RemoteRecords {
   std::atomic<bool> versions_{false};
   Mutex mutex_;
   std::optional<bool> conditional_ GUARDED_BY(mutex_);
-  Status not_asked_ GUARDED_BY(mutex_);  // why that is not known, until the next page
+  Status not_asked_ GUARDED_BY(mutex_);  // why conditional_ is unknown; cleared with the next page
 };
 
 Status S3Records::refused(const Answer& answer, std::string_view permission) const {
@@ -107,7 +107,8 @@ Status S3Records::refused(const Answer& answer, std::string_view permission) con
   }
   const Status status = refusal(answer, options_.bucket);
   return status.kind() == StatusKind::kNotFound
-             ? Status::error(StatusKind::kIo, "the store found no such bucket, or knows no such request")
+             ? Status::error(StatusKind::kIo,
+                             "the bucket does not exist, or the store does not support this request")
              : status;
 }
 
@@ -120,7 +121,7 @@ Status S3Records::list(const std::string& namespace_id, std::string from, bool, 
     not_asked_ = Status::ok();
   }
   const std::string below = namespace_id.empty() ? prefix_ : prefix_ + namespace_id + "/";
-  // In the order in which it is signed.
+  // The parameters in the order in which they are signed.
   std::string query = from.empty() ? "" : fmt::format("continuation-token={}&", percent_encoded(from));
   query += fmt::format("encoding-type=url&list-type=2&max-keys={}&prefix={}", options_.page,
                        percent_encoded(below));
@@ -135,14 +136,14 @@ Status S3Records::list(const std::string& namespace_id, std::string from, bool, 
   if (Status status = parse_list(sink.text(), 2 * std::size_t{options_.page} + 1000, &listed); !status)
     return status;
   if (!from.empty() && listed.next == from) {
-    return Status::error(StatusKind::kIo, "the store lists the same page again and again");
+    return Status::error(StatusKind::kIo, "the store repeats the same page of the list");
   }
   page->next = listed.next;
   for (Listed& object : listed.objects) {
     if (!object.key.starts_with(below)) {
-      return Status::error(StatusKind::kIo, "the store lists objects that were not asked for");
+      return Status::error(StatusKind::kIo, "the store lists objects outside the prefix");
     }
-    if (object.key == prefix_ + "conditions") continue;  // ours, and nobody's record
+    if (object.key == prefix_ + "conditions") continue;  // our own object, not a record
     RemoteRecord record;
     record.name = std::move(object.key);
     record.bytes = object.bytes;
@@ -161,22 +162,22 @@ Status S3Records::look(const RemoteRecord& record, std::string* etag) {
   Answer answer;
   if (Status status = client_.call(request, deadline(), &answer); !status) return status;
   if (answer.status == 404 && answer.code != "NoSuchBucket")
-    return Status::error(StatusKind::kNotFound, "it is gone");
+    return Status::error(StatusKind::kNotFound, "it no longer exists");
   if (answer.status != 200) return refused(answer, "s3:GetObject on the objects of the prefix");
   if (answer.versioned) versions_ = true;
   *etag = answer.etag;
   RecordCheck& check = sink.check;
-  if (sink.failed()) return Status::error(StatusKind::kIo, "no memory to look at it");
+  if (sink.failed()) return Status::error(StatusKind::kIo, "not enough memory to check it");
   if (sink.ended()) return check.check_header(record, std::max(answer.length, check.total()));
-  // Without a length, a connection that was cut looks like the end.
-  if (!answer.told_length) return Status::error(StatusKind::kIo, "the store does not say how long it is");
+  // Without a length or chunks, a cut connection looks like the end.
+  if (!answer.told_length) return Status::error(StatusKind::kIo, "the store does not report its length");
   if (check.total() != answer.length)
-    return Status::error(StatusKind::kIo, "the answer of the store ended too soon");
+    return Status::error(StatusKind::kIo, "the store's response ended too early");
   return check.finish(record);
 }
 
-// Does the store remove nothing when told to remove another version than the one that is there. Tried on the
-// object that tells whether it knows conditions at all (tier.h).
+// Finds out whether the store respects If-Match in a DELETE: it must refuse to remove another version than
+// the present one. Uses the object that also shows whether the store knows conditions at all (tier.h).
 Status S3Records::ask_conditional_removal() {
   Answer answer;
   const Request put{.verb = Verb::kPut, .key = prefix_ + "conditions"};
@@ -191,7 +192,7 @@ Status S3Records::ask_conditional_removal() {
 
 Status S3Records::knows_conditional_removal(bool* known) {
   const MutexLock lock(mutex_);
-  // A failure is remembered: each of those who wait here would otherwise wait for a store that hangs.
+  // Failures are remembered. Otherwise each waiting thread would wait for a store that hangs.
   if (!not_asked_) return not_asked_;
   if (!conditional_) not_asked_ = ask_conditional_removal();
   *known = conditional_.value_or(false);
@@ -205,8 +206,8 @@ Status S3Records::remove_this(const std::string& key, const std::string& etag, R
   if (Status status = knows_conditional_removal(&conditional); !status) return status;
   if (!conditional || etag.empty()) {
     return Status::error(StatusKind::kUnavailable,
-                         "the store cannot remove an object only if it is still the same (If-Match), so that "
-                         "what another wrote meanwhile could be lost; remove it yourself, or purge");
+                         "the store does not support conditional removal (If-Match), so a newer object could "
+                         "be lost; remove it yourself, or purge");
   }
   const Request request{.verb = Verb::kDelete, .key = key, .condition = "If-Match: " + etag, .once = true};
   Answer answer;
@@ -216,7 +217,7 @@ Status S3Records::remove_this(const std::string& key, const std::string& etag, R
   *other_etag = answer.status == 412;
   if (*other_etag || answer.status == 409 || (answer.status == 404 && answer.code != "NoSuchBucket"))
     return Status::ok();
-  // What failed in the store may have been done.
+  // A request that failed in the store may have been executed.
   *removal = answer.status >= 500 ? Removal::kInDoubt : Removal::kNone;
   if (answer.status != 204 && answer.status != 200)
     return refused(answer, "s3:DeleteObject on the objects of the prefix");
@@ -234,14 +235,15 @@ Status S3Records::verify(const RemoteRecord& record, bool repair, bool* removed)
     if (status.kind() != StatusKind::kCorrupt || !repair) return status;
     if (!etag.empty() && etag == refused_etag) {
       return Status::error(StatusKind::kCorrupt,
-                           fmt::format("{}; it stays: the store does not know its own ETag in If-Match, "
+                           fmt::format("{}; it was not removed: the store rejects its own ETag in If-Match; "
                                        "remove it yourself, or purge",
                                        status.message()));
     }
     Removal removal = Removal::kNone;
     bool other_etag = false;
     if (Status done = remove_this(record.name, etag, &removal, &other_etag); !done) {
-      const char* const then = removal == Removal::kInDoubt ? "it may have been removed" : "it stays";
+      const char* const then =
+          removal == Removal::kInDoubt ? "it may have been removed" : "it was not removed";
       return Status::error(StatusKind::kCorrupt,
                            fmt::format("{}; {}: {}", status.message(), then, done.message()));
     }
@@ -249,7 +251,7 @@ Status S3Records::verify(const RemoteRecord& record, bool repair, bool* removed)
     if (*removed) return status;
     refused_etag = other_etag ? etag : "";
   }
-  return Status::error(StatusKind::kIo, "others write it again and again while it is read");
+  return Status::error(StatusKind::kIo, "other processes keep writing it while it is read");
 }
 
 // ---- removal

@@ -1,4 +1,5 @@
-// The records under a prefix of a bucket, for the commands (remote_records.h). Looking changes nothing there.
+// The records under a prefix of a bucket, for the command-line tools (remote_records.h). Read operations
+// change nothing.
 #pragma once
 
 #include <functional>
@@ -14,13 +15,13 @@ namespace kv_offload {
 struct S3RecordsOptions {
   s3::Bucket bucket;
   std::string prefix = "kv_offload";
-  Nanos deadline{10'000'000'000};    // for each answer
-  unsigned page = 1000;              // objects that are asked for at once
-  std::function<void(Nanos)> pause;  // for tests: in place of waiting before a request is sent again
+  Nanos deadline{10'000'000'000};    // for each response
+  unsigned page = 1000;              // objects per request
+  std::function<void(Nanos)> pause;  // for tests: called instead of waiting before a retry
 };
 
-// Any thread. Throws ResourceError when this build has no libcurl; a store that refuses or does not answer
-// shows with the first call.
+// Thread-safe. Throws ResourceError when OpenSSL or libcurl is not available. If the store refuses a request
+// or does not respond, the first call reports it.
 std::unique_ptr<RemoteRecords> open_s3_records(const S3RecordsOptions& options);
 
 }  // namespace kv_offload

@@ -64,6 +64,7 @@ bool sign(const ToSign& request, const Keys& keys, std::time_t now, HeaderMap* h
   (*headers)["x-amz-content-sha256"] = request.body_sum;
   if (!keys.session_token.empty()) (*headers)["x-amz-security-token"] = keys.session_token;
 
+  // The canonical request: the map keeps the headers in the required order.
   std::string canonical = fmt::format("{}\n{}\n{}\n", request.method, request.path, request.query), names;
   for (const auto& [name, value] : *headers) {
     canonical += fmt::format("{}:{}\n", name, value);
@@ -72,6 +73,7 @@ bool sign(const ToSign& request, const Keys& keys, std::time_t now, HeaderMap* h
   canonical += fmt::format("\n{}\n{}", names, request.body_sum);
   const std::string scope = fmt::format("{}/{}/s3/aws4_request", day, request.region);
   const std::string sum = sha256_hex(canonical);
+  // The signing key is derived in four steps. An empty string means that OpenSSL failed.
   std::string key = hmac_sha256("AWS4" + keys.secret_key, day);
   for (const std::string_view part :
        {request.region, std::string_view("s3"), std::string_view("aws4_request")}) {

@@ -15,7 +15,7 @@ constexpr std::size_t kMostLeftWrong = 4096;
 constexpr unsigned kLookEvery = 30;  // calls of maintain(): each look is a request that costs money
 
 bool is_done(const Answer& answer) { return answer.status == 200 || answer.status == 204; }
-// Another was faster, or is about to be.
+// Another process was faster, or is about to be.
 bool is_refused_condition(const Answer& answer) { return answer.status == 412 || answer.status == 409; }
 
 }  // namespace
@@ -52,9 +52,9 @@ Status S3Store::is_there(const std::string& key, Deadline until, bool* there) {
   return *there || answer.status == 404 ? Status::ok() : refusal(answer, options_.bucket);
 }
 
-// A record may be there also where a look-up found none: that is as old as the prompt took to compute, and of
-// a prefix not every key was looked at. No If-None-Match: two who write a record at once write the same, and
-// not every store knows it.
+// A record may exist even if a lookup missed it: the lookup is as old as the prompt took to compute, and for
+// a prefix it does not check every key. If-None-Match is not used: concurrent writers of a key write the same
+// bytes, and not every store supports it.
 Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) {
   const Deadline until = deadline();
   Request request{.verb = Verb::kPut, .key = key_of(op.key, epoch)};
@@ -73,9 +73,9 @@ Status S3Store::write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mo
   if (Status status = client_.call(request, until, &answer); !status) return status;
   if (!is_done(answer)) {
     const Status status = refusal(answer, options_.bucket);
-    // Of a write it is no miss.
+    // For a write, 404 is not a miss.
     return status.kind() == StatusKind::kNotFound
-               ? Status::error(StatusKind::kIo, "the store found no place to write to")
+               ? Status::error(StatusKind::kIo, "the store answered a write with 404")
                : status;
   }
   *moved = record.written();
@@ -102,7 +102,7 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
     if (status) status = opened.finish(answer.length);
     if (status) *moved = record.payload_bytes();
   }
-  // Damaged, or of another version of the format.
+  // Damaged, or written in another version of the format.
   const bool wrong = status.kind() == StatusKind::kCorrupt || status.kind() == StatusKind::kNotFound;
   if (wrong && !options_.read_only) {
     const bool gone = remove_wrong(request.key, answer.etag, until);
@@ -112,22 +112,25 @@ Status S3Store::read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* mov
   return status;
 }
 
-// Once for each time that it was read.
+// True once for each read that left a damaged object behind.
 bool S3Store::was_left_wrong(const std::string& key) {
   const MutexLock lock(mutex_);
   return left_wrong_.erase(key) > 0;
 }
 
-// It is removed only if it is still there; if it cannot be, the next write goes over it. Where the store does
-// not know If-Match for this, one that takes its place between the two requests is lost, too, and is a miss.
+// Removes the object only if it is still there. If the removal fails, the next write replaces it. If the
+// store does not support If-Match in DELETE, an object written between the two requests is lost, too; that is
+// a miss.
 bool S3Store::remove_wrong(const std::string& key, const std::string& etag, Deadline until) {
   Request request{.verb = Verb::kHead, .key = key};
   Answer answer;
   if (!client_.call(request, until, &answer)) return false;
+  // Removed or replaced meanwhile.
   if (answer.status != 200 || answer.etag != etag) return answer.status == 200 || answer.status == 404;
   request.verb = Verb::kDelete;
   if (!etag.empty()) request.condition = "If-Match: " + etag;
   bool answered = static_cast<bool>(client_.call(request, until, &answer));
+  // 501: the store does not support the condition.
   if (answered && answer.status == 501) {
     request.condition.clear();
     answered = static_cast<bool>(client_.call(request, until, &answer));
@@ -147,10 +150,10 @@ Status S3Store::locate(std::span<const ChunkKey> keys, KeyOrder order, const Epo
     }
     return Status::ok();
   }
-  // The first `known` are there; the one at `missing` is not.
+  // The first `known` keys are present; the key at `missing` is not.
   std::size_t known = 0, missing = keys.size(), step = 1;
   while (known < missing) {
-    // Twice as far each time, until one is missing; then half of what is between.
+    // Doubles the step until a key is missing; then bisects.
     const std::size_t at =
         missing == keys.size() ? std::min(known + step, missing) - 1 : known + (missing - known) / 2;
     if (Status status = is_there(key_of(keys[at], epoch), until, &there); !status) return status;
@@ -186,7 +189,7 @@ Status S3Store::read_start(Deadline until, std::string* found, std::string* etag
   *etag = answer.etag;
   if (answer.status == 200) {
     if (!answer.wrong_length && NamedEpochs::is_name(text)) *found = text;
-    if (found->empty() && etag->empty()) etag->assign(1, '*');  // g++ 12 at -O2 warns of "*"
+    if (found->empty() && etag->empty()) etag->assign(1, '*');  // g++ 12 at -O2 warns about "*"
     return Status::ok();
   }
   etag->clear();
@@ -194,8 +197,8 @@ Status S3Store::read_start(Deadline until, std::string* found, std::string* etag
   return refused_by.kind() == StatusKind::kNotFound ? Status::ok() : refused_by;
 }
 
-// The store heeds If-None-Match: what is there for certain after the first request is not written by the
-// second.
+// True if the store respects If-None-Match. After the first request the object certainly exists, so the
+// second one must be refused.
 bool S3Store::knows_conditions(Deadline until) {
   Answer answer;
   for (int tries = 0; tries < 2; ++tries) {
@@ -212,7 +215,8 @@ Status S3Store::ask_for_start(std::string* found, bool* refused) {
     std::string etag;
     if (Status status = read_start(until, found, &etag, refused); !status) return status;
     if (!found->empty() || options_.read_only) return Status::ok();
-    // What lies there and is no name is in nobody's use. An old name is put back only where nothing is.
+    // Nobody uses an object that is not an epoch name, so it may be replaced. An older name is restored only
+    // if no object is there.
     if (!known.empty() && (!etag.empty() || !knows_conditions(until))) return Status::ok();
     const std::string condition = etag.empty() ? "If-None-Match: *" : "If-Match: " + etag;
     const std::string name = known.empty() ? NamedEpochs::new_name() : known;
@@ -221,18 +225,18 @@ Status S3Store::ask_for_start(std::string* found, bool* refused) {
     if (answer.status == 501 && known.empty()) {
       if (Status status = put(start_key_, name, {}, until, &answer); !status) return status;
     }
-    if (is_done(answer) || is_refused_condition(answer)) continue;  // what lies there now is read
+    if (is_done(answer) || is_refused_condition(answer)) continue;  // read the object that is there now
     *refused = is_setting(answer);
     const Status status = refusal(answer, options_.bucket);
     return status.kind() == StatusKind::kNotFound
-               ? Status::error(StatusKind::kIo, "the store found no place to write to")
+               ? Status::error(StatusKind::kIo, "the store answered a write with 404")
                : status;
   }
-  return Status::error(StatusKind::kIo, "the store keeps no epoch");
+  return Status::error(StatusKind::kIo, "the store does not keep the epoch");
 }
 
 void S3Store::maintain() {
-  if (stopped_) return;  // nothing here would be lost
+  if (stopped_) return;  // there is nothing to flush
   if (epochs_.current() != nullptr && maintained_++ % kLookEvery != 0) return;
   const std::string known = epochs_.of_those_who_start();
   std::string found;
@@ -249,7 +253,7 @@ Status S3Store::begin_epoch() {
     Answer answer;
     if (Status status = put(start_key_, name, {}, deadline(), &answer); !status) return status;
     if (is_done(answer)) return Status::ok();
-    return Status::error(StatusKind::kIo, fmt::format("the store took no new epoch: {}",
+    return Status::error(StatusKind::kIo, fmt::format("the store did not store the new epoch: {}",
                                                       refusal(answer, options_.bucket).message()));
   };
   return epochs_.begin(ask, put_new);

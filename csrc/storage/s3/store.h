@@ -1,4 +1,4 @@
-// S3Store: the synchronous half of the s3 tier (tier.h says what lies in the bucket).
+// S3Store: the synchronous half of the s3 tier (tier.h documents the objects in the bucket).
 #pragma once
 
 #include <atomic>
@@ -21,10 +21,10 @@ class S3Store final : public RecordStore {
 
   Status write(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
   Status read(const TierOp& op, const EpochPtr& epoch, std::uint64_t* moved) override;
-  // Of a prefix: twice the logarithm of its length in requests, one after the other. Else one for each key.
+  // For a prefix: sequential requests, twice the logarithm of its length. Otherwise one request per key.
   Status locate(std::span<const ChunkKey> keys, KeyOrder order, const EpochPtr& epoch,
                 std::vector<bool>* present) override;
-  // Those that are no prefix are asked for side by side: each is a request, and takes its time.
+  // Keys that are not a prefix are looked up concurrently: each needs a request of its own.
   std::size_t keys_per_locate(KeyOrder order) const override { return order == KeyOrder::kPrefix ? 4096 : 1; }
   void maintain() override;
   Status begin_epoch() override;
@@ -40,10 +40,10 @@ class S3Store final : public RecordStore {
   std::string key_of(const ChunkKey& key, const EpochPtr& epoch) const;
   Status is_there(const std::string& key, Deadline until, bool* there);
   bool was_left_wrong(const std::string& key) EXCLUDES(mutex_);
-  // The object of this ETag. False: it may still be there.
+  // Removes the object with this ETag. False: it may still be there.
   bool remove_wrong(const std::string& key, const std::string& etag, Deadline until);
-  // The epoch of those who start, which the bucket has or now gets from us. Empty: it has none, and we may
-  // not give it one.
+  // Returns the startup epoch from the bucket; publishes one if there is none. *found is empty: the bucket
+  // has none and this process must not publish one.
   Status ask_for_start(std::string* found, bool* refused);
   Status read_start(Deadline until, std::string* found, std::string* etag, bool* refused);
   Status put(const std::string& key, std::string_view text, const std::string& condition, Deadline until,
@@ -59,8 +59,8 @@ class S3Store final : public RecordStore {
   std::atomic<bool> stopped_{false};
   NamedEpochs epochs_;
   Mutex mutex_;
-  std::unordered_set<std::string> left_wrong_
-      GUARDED_BY(mutex_);  // names of damaged objects that could not be removed
+  // Names of damaged objects that could not be removed.
+  std::unordered_set<std::string> left_wrong_ GUARDED_BY(mutex_);
 };
 
 }  // namespace kv_offload::s3

@@ -1,22 +1,22 @@
-// The s3 tier: records as objects of a bucket, in AWS S3 or a store that speaks as it does, shared by all
-// engines that use it.
+// The s3 tier stores records as objects of a bucket, in AWS S3 or an S3-compatible store. All engines that
+// use the bucket share them.
 //
-//   PREFIX/<namespace, 64 hex digits>/epoch                    the epoch of those who start
+//   PREFIX/<namespace, 64 hex digits>/epoch                    the startup epoch: new processes join it
 //   PREFIX/<namespace>/<epoch, 32 hex digits>/<key, hex>       a record, as on disk (specs/RECORD_FORMAT.md)
-//   PREFIX/conditions                                          empty; shows whether the store knows
-//   conditions
+//   PREFIX/conditions                                          empty; an object to test conditional writes on
 //
-// Epochs are named at random (named_epochs.h). They rely on what S3 promises: who reads after a write sees
-// it.
+// Epoch names are random (named_epochs.h). Epochs rely on S3's strong consistency: a read after a write
+// returns the written object.
 //
-// Two who start at once and find no epoch: the one whose `If-None-Match: *` comes second is refused, reads
-// again and takes the first one's. A store that does not know the condition keeps the one written last; both
-// read again after writing, and if they still differ, each has an epoch of its own: they are apart, and share
-// nothing until a restart. An epoch that is gone (a lifecycle rule) is put back only by If-None-Match, and
-// only where the store was seen to heed it: or an epoch of before a reset could take the place of the one
-// after it.
+// Two processes may start at once and find no epoch. The store refuses the second `If-None-Match: *`; that
+// process reads again and joins the first one's epoch. A store that does not support the condition keeps the
+// last write. Both processes read again after writing. If they still differ, each has its own epoch and they
+// share nothing until a restart.
 //
-// The bucket is bounded by a lifecycle rule: an object that vanished is a miss.
+// A missing epoch (removed by a lifecycle rule) is restored only with If-None-Match, and only if the store
+// was seen to respect it. Otherwise an epoch from before a reset could replace the one from after it.
+//
+// A lifecycle rule limits the bucket's size: an object that vanished is a miss.
 #pragma once
 
 #include <functional>
@@ -31,15 +31,15 @@ namespace kv_offload {
 
 struct S3TierOptions : PooledTierOptions {
   s3::Bucket bucket;
-  std::string prefix = "kv_offload";  // of letters, digits and -_./
+  std::string prefix = "kv_offload";  // letters, digits and -_./
   NamespaceId namespace_id{};
-  bool read_only = false;            // others fill it: never writes, nor removes what is damaged
-  std::function<void(Nanos)> pause;  // for tests: in place of waiting before a request is sent again
+  bool read_only = false;  // other processes fill the bucket: no writes, no removal of damaged records
+  std::function<void(Nanos)> pause;  // for tests: called instead of waiting before a retry
 };
 
-// Throws ResourceError when there is no libcurl in this build, or the store refuses how it is spoken to:
-// credentials, permissions, certificate, no such bucket, another region. One that does not answer is waited
-// for by upkeep; until then the tier is empty and takes nothing.
+// Throws ResourceError when OpenSSL or libcurl is not available, or the store rejects the connection
+// settings: credentials, permissions, certificate, a missing bucket, another region. If the store does not
+// respond, upkeep keeps trying in the background; until it succeeds the tier is empty and accepts no writes.
 std::unique_ptr<Tier> make_s3_tier(const S3TierOptions& options);
 
 }  // namespace kv_offload

@@ -11,7 +11,7 @@
 namespace kv_offload::s3 {
 namespace {
 
-constexpr std::size_t kMostAnswerBytes = 65536;  // of headers, and of what is not a record
+constexpr std::size_t kMostAnswerBytes = 65536;  // for headers, and for bodies that are not records
 
 std::uint64_t number_of(std::string_view text) {
   std::uint64_t value = 0;
@@ -43,10 +43,10 @@ std::size_t Transfer::on_header(char* data, std::size_t size, std::size_t count,
 }
 
 void Transfer::header(std::string_view line) {
-  // A trailer of a chunked body: what came is what was answered. It would be sent again for a status that
-  // came behind it, and whoever is told of `into` would have seen parts of two bodies.
+  // Ignores trailers of a chunked body. A status in a trailer could cause a retry, and the observer would
+  // then see parts of two bodies.
   if (came_ > 0 || error_bytes_ > 0) return;
-  if (line.starts_with("HTTP/")) {  // a new answer: after "100 Continue"
+  if (line.starts_with("HTTP/")) {  // also after "100 Continue"
     const std::size_t space = line.find(' ');
     status_ = space == line.npos ? 0 : static_cast<long>(number_of(line.substr(space + 1)));
     has_length_ = chunked_ = false;
@@ -74,7 +74,7 @@ void Transfer::header(std::string_view line) {
   } else if (is("transfer-encoding")) {
     chunked_ = true;
   } else if (is("x-amz-version-id")) {
-    versioned_ = value != "null";  // as of a bucket that keeps none any more
+    versioned_ = value != "null";  // "null": the bucket no longer keeps versions
   }
 }
 
@@ -84,6 +84,7 @@ std::size_t Transfer::on_body(char* data, std::size_t size, std::size_t count, v
 }
 
 bool Transfer::body(const char* data, std::size_t bytes) {
+  // An error body, or the body of a PUT or DELETE: keep the part with the error code.
   if (status_ != 200 || request_.verb != Verb::kGet) {
     const std::size_t kept = std::min(error_bytes_, error_.size());
     std::memcpy(error_.data() + kept, data, std::min(bytes, error_.size() - kept));
@@ -101,6 +102,7 @@ bool Transfer::body(const char* data, std::size_t bytes) {
     sink_ended_ = !request_.sink->take(std::as_bytes(std::span(data, bytes)));
     return !sink_ended_;
   }
+  // Stop before the first byte if the announced length cannot fit.
   wrong_length_ = (has_length_ && (announced_ > most_ || announced_ < least_)) || came_ > most_;
   if (wrong_length_) return false;
   std::uint64_t offset = came_ - bytes;
@@ -134,7 +136,7 @@ std::size_t Transfer::on_read(char* data, std::size_t size, std::size_t count, v
   return done;
 }
 
-// libcurl begins anew when a connection that was kept alive turns out to be closed.
+// libcurl rewinds when a kept-alive connection turns out to be closed.
 int Transfer::on_seek(void* self, std::int64_t offset, int) noexcept {
   if (offset != 0) return curl::kCannotSeek;
   auto& transfer = *static_cast<Transfer*>(self);
@@ -160,9 +162,9 @@ Status Transfer::take(Answer* answer) const {
     answer->length = came_;
     return Status::ok();
   }
-  // Without a length, a connection that was cut looks like the end.
+  // Without a length or chunks, a cut connection looks like the end.
   if (!has_length_ && came_ < most_ && (came_ < least_ || !chunked_)) {
-    return Status::error(StatusKind::kIo, "the answer of the store ended too soon");
+    return Status::error(StatusKind::kIo, "the store's response ended too early");
   }
   answer->length = has_length_ ? announced_ : came_;
   answer->wrong_length = wrong_length_ || came_ > most_ || came_ < least_ || came_ != answer->length;

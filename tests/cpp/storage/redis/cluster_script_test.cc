@@ -91,7 +91,7 @@ TEST(RedisClusterScriptTest, nodes_that_redirect_a_key_in_circles_are_abandoned_
     const std::size_t before = script.commands("EXISTS");
     const Status status = asker.write(key);
     EXPECT_EQ(status.kind(), StatusKind::kIo);
-    EXPECT_NE(status.message().find("from one to another"), std::string::npos) << status.to_string();
+    EXPECT_NE(status.message().find("too many redirects"), std::string::npos) << status.to_string();
     EXPECT_EQ(script.commands("EXISTS") - before, 1u + Cluster::kMostRedirects) << word;
     EXPECT_EQ(asker.locate({key}).kind(), StatusKind::kIo);
     EXPECT_EQ(script.commands("EXISTS") - before, 2u + 2 * Cluster::kMostRedirects) << word;
@@ -459,7 +459,7 @@ TEST(RedisClusterScriptTest, missing_cluster_permissions_are_reported_at_the_sta
                               RedisScript::On::kPort);
   RedisTierOptions options = options_of(selecting);
   options.server.database = 3;
-  EXPECT_NE(refused(options).find("database 0 alone"), std::string::npos) << refused(options);
+  EXPECT_NE(refused(options).find("only has database 0"), std::string::npos) << refused(options);
 }
 
 // A proxy that answers for a cluster and reports that it is none.
@@ -469,7 +469,7 @@ TEST(RedisClusterScriptTest, a_server_that_redirects_and_has_no_map_is_refused) 
       RedisScript::usual(
           {{"GET", moved}, {"CLUSTER", "-ERR This instance has cluster support disabled\r\n"}}),
       RedisScript::On::kPort);
-  EXPECT_NE(refused(options_of(script)).find("no node of a cluster"), std::string::npos)
+  EXPECT_NE(refused(options_of(script)).find("not a cluster node"), std::string::npos)
       << refused(options_of(script));
 }
 

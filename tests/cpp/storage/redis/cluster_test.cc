@@ -213,7 +213,7 @@ TEST_F(RedisClusterTest, the_commands_see_the_records_of_all_nodes) {
     status = records->list(hex_of(namespace_id_), next, false, &last);
     next = last.next;
   } while (status && !next.empty());
-  EXPECT_NE(status.message().find("went to other nodes"), std::string::npos) << status.to_string();
+  EXPECT_NE(status.message().find("moved to other nodes"), std::string::npos) << status.to_string();
   servers_->begin_move(slot, 1, 0);
   servers_->end_move(slot, 1, 0);
   RemotePage page;

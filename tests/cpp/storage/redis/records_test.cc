@@ -160,8 +160,8 @@ TEST_F(RedisRecordsTest, nothing_is_removed_without_transactions) {
   medium_.damage(key_of(1));
   const auto records = opened(server);
   for (const auto& [rights, expected] :
-       {std::pair("-multi", "it stays: the user may not use MULTI here: allow +multi"),
-        std::pair("+multi", "it stays: the user may not use EXEC here: allow +exec")}) {
+       {std::pair("-multi", "it was not removed: the user may not use MULTI here: allow +multi"),
+        std::pair("+multi", "it was not removed: the user may not use EXEC here: allow +exec")}) {
     medium_.server.call({"ACL", "SETUSER", "looker", rights});
     for (int again = 0; again < 2; ++again) {
       bool removed = true;
@@ -230,7 +230,7 @@ TEST(RedisRecordsScriptTest, a_removal_without_an_answer_is_not_reported_as_fail
   EXPECT_FALSE(removed);
   server.answer("MULTI", "");
   const Status before = opened(server.address())->verify(record, true, &removed);
-  EXPECT_NE(before.message().find("it stays"), std::string::npos) << before.to_string();
+  EXPECT_NE(before.message().find("it was not removed"), std::string::npos) << before.to_string();
 }
 
 TEST(RedisRecordsScriptTest, a_server_that_does_not_report_its_mode_is_refused) {
@@ -301,7 +301,7 @@ TEST(RedisRecordsScriptTest, refusals_name_the_remedy_and_repeat_no_secret) {
   const std::string secret = "hunter2-never-shown";
   for (const auto& [answer, expected] : std::vector<std::pair<std::string, std::string>>{
            {"NOPERM User x " + secret, "may not use SCAN here: allow +scan and the keys ~kv_offload:*"},
-           {"MOVED 1 " + secret + ":1", "whose slots are moving"},
+           {"MOVED 1 " + secret + ":1", "while its slots move"},
            {"LOADING " + secret, "still loading"},
            {"ERR " + secret, "refused the command"}}) {
     const RedisScript server(RedisScript::usual({{"CLIENT", "+OK\r\n"}, {"SCAN", "-" + answer + "\r\n"}}));
@@ -334,7 +334,7 @@ TEST(RedisRecordsScriptTest, an_incomplete_or_missing_cluster_map_is_refused) {
   const std::string port = "*2\r\n$0\r\n\r\n:6379\r\n";
   for (const auto& [map, expected] : std::vector<std::pair<std::string, std::string>>{
            {"*1\r\n*3\r\n:0\r\n:99\r\n" + port, "16284 of the cluster's 16384 slots are on no node"},
-           {"*0\r\n", "no slot is given to any node yet"},
+           {"*0\r\n", "no slot is assigned to a node yet"},
            {"-ERR x\r\n", "refused the command"}}) {
     const RedisScript server(RedisScript::usual(
         {{"CLIENT", "+OK\r\n"}, {"INFO", bulk("# Cluster\r\ncluster_enabled:1\r\n")}, {"CLUSTER", map}}));

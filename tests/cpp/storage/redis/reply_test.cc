@@ -22,8 +22,8 @@ TEST(RedisReplyTest, refusals_are_distinguished) {
   for (const auto& [text, sentence] :
        {std::pair{"READONLY You can't write", "read-only replica"},
         std::pair{"LOADING Redis is loading", "still loading"},
-        std::pair{"MOVED 3999 127.0.0.1:6381", "another has the key"},
-        std::pair{"ASK 3999 127.0.0.1:6381", "taking the key over"},
+        std::pair{"MOVED 3999 127.0.0.1:6381", "another server has the key"},
+        std::pair{"ASK 3999 127.0.0.1:6381", "the key is moving to another server"},
         std::pair{"CLUSTERDOWN Hash slot not served", "the cluster is down"},
         std::pair{"TRYAGAIN Multiple keys", "being moved"}, std::pair{"MISCONF Redis is", "cannot save"},
         std::pair{"NOAUTH Authentication required.", "password_env"}}) {

@@ -150,12 +150,13 @@ TEST_F(S3TierTest, permanent_refusals_fail_the_open_with_a_specific_message) {
       {error_of("403 Forbidden", "InvalidAccessKeyId"), "does not know the access key"},
       {error_of("403 Forbidden", "ExpiredToken"), "have expired"},
       {error_of("403 Forbidden", "RequestTimeTooSkewed"), "clock"},
-      {error_of("404 Not Found", "NoSuchBucket"), "no such bucket"},
+      {error_of("404 Not Found", "NoSuchBucket"), "the bucket does not exist"},
       {error_of("301 Moved", "PermanentRedirect", "x-amz-bucket-region: eu-west-9\r\n"),
        "in region eu-west-9"},
       {error_of("405 No", "MethodNotAllowed"), "MethodNotAllowed"},
       {error_of("400 Bad Request", "InvalidRequest"), "InvalidRequest"},
-      {error_of("307 Moved", "TemporaryRedirect", "Location: http://127.0.0.1:1/\r\n"), "elsewhere"}};
+      {error_of("307 Moved", "TemporaryRedirect", "Location: http://127.0.0.1:1/\r\n"),
+       "at another endpoint"}};
   for (const auto& [text, sentence] : cases) {
     server_.answer(Verb::kEpoch, text, 1);
     const std::string said = refused(options());

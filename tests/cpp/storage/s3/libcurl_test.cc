@@ -74,7 +74,7 @@ TEST(LibcurlTest, the_first_available_library_is_used) {
 TEST(LibcurlTest, the_next_library_is_tried_after_an_unusable_one) {
   EXPECT_EQ(load({"libm.so.6", "libcurl.so.4"}).problem, "");
   EXPECT_THAT(load({"libm.so.6", "libcurl-nowhere.so.4"}).problem,
-              AllOf(HasSubstr("libm.so.6 is no libcurl; libcurl-nowhere.so.4: cannot open")));
+              AllOf(HasSubstr("libm.so.6 is not libcurl; libcurl-nowhere.so.4: cannot open")));
 }
 
 TEST(LibcurlTest, without_a_library_the_error_lists_the_attempts_and_what_to_install) {
@@ -85,7 +85,7 @@ TEST(LibcurlTest, without_a_library_the_error_lists_the_attempts_and_what_to_ins
 }
 
 TEST(LibcurlTest, another_library_is_distinguished) {
-  EXPECT_THAT(load({"libm.so.6"}).problem, HasSubstr("libm.so.6 is no libcurl"));
+  EXPECT_THAT(load({"libm.so.6"}).problem, HasSubstr("libm.so.6 is not libcurl"));
 }
 
 TEST(LibcurlTest, a_library_that_is_too_old_or_lacks_tls_is_refused) {

@@ -142,7 +142,8 @@ TEST_F(S3RecordsTest, nothing_is_removed_from_a_store_that_ignores_conditions) {
   bool removed = true;
   const Status status = opened()->verify(record, true, &removed);
   EXPECT_EQ(status.kind(), StatusKind::kCorrupt);
-  EXPECT_NE(status.message().find("it stays: the store cannot remove an object only if"), std::string::npos)
+  EXPECT_NE(status.message().find("it was not removed: the store does not support conditional removal"),
+            std::string::npos)
       << status.to_string();
   EXPECT_FALSE(removed);
   EXPECT_TRUE(server_.has(record.name));
@@ -195,10 +196,10 @@ TEST_F(S3RecordsTest, the_outcome_of_a_removal_is_reported_as_far_as_it_is_known
   };
   server_.answer(Verb::kRemove, error_of("412 Precondition Failed", "PreconditionFailed"), kAlways);
   const std::string refused = verified();
-  EXPECT_NE(refused.find("it stays: the store does not know its own ETag"), std::string::npos) << refused;
+  EXPECT_NE(refused.find("it was not removed: the store rejects its own ETag"), std::string::npos) << refused;
   server_.answer(Verb::kRemove, error_of("403 Forbidden", "AccessDenied"), kAlways);
   const std::string denied = verified();
-  EXPECT_NE(denied.find("it stays: access is denied"), std::string::npos) << denied;
+  EXPECT_NE(denied.find("it was not removed: access is denied"), std::string::npos) << denied;
   server_.answer_after(Verb::kRemove, "", kAlways);
   const std::string cut = verified();
   EXPECT_NE(cut.find("it may have been removed"), std::string::npos) << cut;
@@ -281,7 +282,7 @@ TEST_F(S3RecordsTest, invalid_listings_are_refused) {
   EXPECT_NE(refused_list(ok_of(list_of(std::string(9 << 20, ' ')))).find("longer than 8 MiB"),
             std::string::npos);
   EXPECT_NE(refused_list(error_of("403 Forbidden", "AccessDenied")).find("s3:ListBucket"), std::string::npos);
-  EXPECT_NE(refused_list(error_of("404 Not Found", "NoSuchBucket")).find("no such bucket"),
+  EXPECT_NE(refused_list(error_of("404 Not Found", "NoSuchBucket")).find("the bucket does not exist"),
             std::string::npos);
   for (const auto& [status, code] :
        {std::pair("403 Forbidden", "SignatureDoesNotMatch"), std::pair("403 Forbidden", "AccessDenied")}) {
