@@ -36,8 +36,8 @@ class Charges {
   // pages.
   void learn(std::uint64_t blocks, std::uint64_t whole) {
     if (whole == 0) return;
-    constexpr std::uint64_t kMostExcess =
-        3;  // more means a file tree that is not ours; counts keep the bound there
+    // A larger excess means a file tree that is not ours; counts keep the bound there.
+    constexpr std::uint64_t kMostExcess = 3;
     const double excess = static_cast<double>(blocks - std::min(blocks, whole)) / static_cast<double>(whole);
     excess_.store(std::min(excess, static_cast<double>(kMostExcess)));
   }

@@ -22,8 +22,8 @@ struct Draft {
   // The temporary file, once there is one: a new file, or the file of an evicted record of the same size.
   Fd fd;
   std::string path;
-  bool published =
-      false;  // the record has its name, or another process wrote the same record: no temporary is left
+  // True once no temporary is left: the record has its name, or another process wrote the same record.
+  bool published = false;
 };
 
 }  // namespace kv_offload

@@ -92,8 +92,8 @@ Status Evictor::make_space(std::uint64_t bytes, Draft* draft, Reservation* reser
   if (!failure) return failure;
   if (has_more) return Status::ok();
   ran_dry_.store(ordered);
-  if (root_.changes->suspected())
-    return sum_is_doubtful();  // there is room, but the sum is not corrected yet
+  // There is room, but the sum is not corrected yet.
+  if (root_.changes->suspected()) return sum_is_doubtful();
   return Status::error(StatusKind::kNoSpace, "nothing is left to evict");
 }
 

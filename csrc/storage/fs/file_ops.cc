@@ -27,8 +27,8 @@ bool FileInfo::is_symlink() const { return S_ISLNK(mode); }
 std::uint64_t FileInfo::charge() const { return is_regular() ? charged_bytes(disk_bytes, size) : disk_bytes; }
 
 std::uint64_t charged_bytes(std::uint64_t disk_bytes, std::uint64_t size) {
-  constexpr std::uint64_t kMostBytes = std::uint64_t{1}
-                                       << 38;  // larger than any record: a sparse file, not ours
+  // Larger than any record: a sparse file that is not ours.
+  constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 38;
   return size > kMostBytes ? disk_bytes : std::max(disk_bytes, round_up(size, kPageBytes));
 }
 

@@ -68,8 +68,8 @@ class FileOps {
   virtual int mkdir(int directory, const std::string& path, unsigned mode) = 0;
   virtual int fsync(int fd, bool data_only) = 0;
   virtual int fstat(int fd, FileInfo* info) = 0;
-  virtual int stat(int directory, const std::string& path,
-                   FileInfo* info) = 0;  // does not follow symbolic links
+  // Does not follow symbolic links.
+  virtual int stat(int directory, const std::string& path, FileInfo* info) = 0;
   virtual int set_mtime(int directory, const std::string& path, std::int64_t nanos) = 0;
   virtual int statvfs(int fd, SpaceInfo* info) = 0;
   virtual int flock(int fd, int operation) = 0;

@@ -163,8 +163,8 @@ std::optional<KnownRecords::Next> KnownRecords::next() const {
 bool KnownRecords::begin(GenerationPtr generation, const Next& made_for, Extent extent) {
   const MutexLock lock(mutex_);
   if (next_.by_reset != made_for.by_reset) return false;
-  next_.by_reset |=
-      generation->by_reset;  // kept separate from servers that were reset, and so are the epochs after it
+  // Not shared with servers that were reset; neither are the epochs after it.
+  next_.by_reset |= generation->by_reset;
   generation_ = std::move(generation);
   leaves_.assign(layout::kLeaves, {});
   extent_ = extent;

@@ -40,8 +40,8 @@ struct OpenRoot {
   bool direct = false;        // O_DIRECT works here
   bool reads_direct = false;  // O_DIRECT is used for reads too
   bool fresh = false;         // new, used by this process alone, and counted already: no scan is needed
-  std::uint64_t writer =
-      0;  // random, not 0; part of the names of our temporaries, and the id of our slot in the page
+  // Random, not 0. Part of the names of our temporaries, and the id of our slot in the page.
+  std::uint64_t writer = 0;
 
   std::string namespace_path() const { return path + "/" + namespace_name; }
   // Counts a file or directory that was created without a reservation.
