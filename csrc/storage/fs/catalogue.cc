@@ -64,7 +64,7 @@ bool FsCatalogue::insert_in_order(const Record& record) {
   return true;
 }
 
-// Tells the policy the chunk id of an unordered record; the record takes the place of one inserted now.
+// Gives the policy the chunk id of an unordered record; the record takes the place of one inserted now.
 void FsCatalogue::make_known(Slot slot) {
   Entry& entry = entries_[slot];
   if (!entry.unordered) return;

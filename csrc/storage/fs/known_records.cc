@@ -230,7 +230,7 @@ void KnownRecords::close() {
 
 void KnownRecords::note_newer(const GenerationPtr& generation, bool newer) {
   const MutexLock lock(mutex_);
-  // A process that was reset itself does not share records either, but that is no condition to report.
+  // A process that was reset itself does not share records either, but is not reported as split off.
   if (generation == generation_) apart_ = newer && !next_.by_reset;
 }
 

@@ -12,7 +12,8 @@
 // records. Long lists are processed in pieces, and waiting threads get the lock between two pieces. Tables
 // grow in small steps. A reset only sets the old state aside; other calls go through it and free it. So the
 // scheduler thread waits neither for storage nor for a scan. It does not close files either, which may wait
-// for a file server: an epoch stays open until free_unused(), whoever drops the last other reference.
+// for a file server: an epoch stays open until free_unused(), whichever thread drops the last other
+// reference.
 #pragma once
 
 #include <atomic>
