@@ -54,8 +54,8 @@ Status Evictor::reserve(std::uint64_t bytes, Draft* draft, Reservation* reservat
 }
 
 Status Evictor::sum_is_doubtful() const {
-  return Status::error(StatusKind::kIo, "records were removed by another program: the root is counted again",
-                       ENOENT, root_.path);
+  return Status::error(StatusKind::kIo, "another program removed records: the root is counted again", ENOENT,
+                       root_.path);
 }
 
 // Eviction order: records that no process can hit any more, our records by policy, records of other sharers.
@@ -101,7 +101,7 @@ Status Evictor::evict_own(Draft* draft, Reservation* reservation, Progress* prog
   bool own = false;
   const std::uint32_t spared = draft != nullptr ? draft->spared_request : 0;
   const std::optional<KnownRecords::Victim> victim = records_.take_victim(spared, &own);
-  if (own) return Status::error(StatusKind::kDeclined, "what would go for it is of its own prompt");
+  if (own) return Status::error(StatusKind::kDeclined, "the next record to evict belongs to the same prompt");
   if (!victim) return Status::error(StatusKind::kNotFound, "no record is left to evict");
   const Generation& generation = *victim->generation;
   const std::string path = layout::record_path(victim->record.key, victim->record.file_bytes);

@@ -41,7 +41,7 @@ bool takes_direct(FileOps& ops, const OpenRoot& open, DirectMode mode) {
 SpaceInfo space_of(FileOps& ops, const OpenRoot& open) {
   SpaceInfo space;
   if (const int rc = ops.statvfs(open.directory.get(), &space); rc < 0)
-    fail(open.path, "ask for free space of", -rc);
+    fail(open.path, "get the free space of", -rc);
   return space;
 }
 
@@ -107,13 +107,13 @@ OpenRoot open_root(const FsTierOptions& options, FileOps& ops, std::shared_ptr<G
   open.open_lock = std::move(files.open_lock);
   const std::string path = open.namespace_path();
   if (const int rc = open_newest_generation(ops, open.namespace_directory.get(), path, generation); rc < 0)
-    fail(path, "open the newest generation of", -rc);
+    fail(path, "open the newest epoch of", -rc);
   const Generation& own = **generation;
   open.space->share_as(sharer(open.namespace_name, own.number));
   if (own.made) open.count(own.directory);
   if (own.made && own.number > 1 && options.warn) {
     options.warn(fmt::format(
-        "{} was reset: what was recorded before, and by the process that was reset after it, is not used",
+        "{} was reset: records written before the reset, or by the reset process after it, are not used",
         path));
   }
   open.direct = takes_direct(ops, open, options.o_direct);

@@ -35,7 +35,7 @@ Status OwnGeneration::begin() {
     rc = -EBUSY;
   }
   return Status::error(rc == -ENOSPC || rc == -EDQUOT ? StatusKind::kNoSpace : StatusKind::kIo,
-                       Status::from_errno(-rc, "make the next generation").message(), -rc, path);
+                       Status::from_errno(-rc, "create the next epoch").message(), -rc, path);
 }
 
 int OwnGeneration::make_next(const KnownRecords::Next& next, const std::vector<std::uint64_t>& numbers,

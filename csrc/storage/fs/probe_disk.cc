@@ -54,7 +54,7 @@ double run(Tier& tier, OpKind kind, std::uint64_t count, const std::vector<Align
 DiskProbe probe_disk(const std::string& directory, std::uint64_t total_bytes, std::uint64_t record_bytes) {
   if (record_bytes == 0 || record_bytes % kPageBytes != 0 || total_bytes < record_bytes) {
     throw_invalid(
-        "a disk probe of {} bytes in records of {} was asked; records are whole 4 KiB pages, at least one",
+        "invalid disk probe of {} bytes in records of {} bytes: a record is one or more whole 4 KiB pages",
         total_bytes, record_bytes);
   }
   struct Removed {

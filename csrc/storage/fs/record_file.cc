@@ -70,7 +70,7 @@ Status transfer_all(FileOps& ops, int fd, std::vector<iovec> parts, Transfer dir
     }
     if (direct) moved = static_cast<std::int64_t>(round_down(static_cast<std::size_t>(moved), kPageBytes));
     if (moved == 0 && ++stalls >= kMaxStalls) {
-      return Status::error(StatusKind::kIo, "the transfer does not go on", EIO, path);
+      return Status::error(StatusKind::kIo, "the transfer makes no progress", EIO, path);
     }
     if (moved > 0) stalls = 0;
     first = skip(parts, first, static_cast<std::size_t>(moved));

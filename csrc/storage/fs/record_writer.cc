@@ -84,7 +84,7 @@ Status RecordWriter::write_once(const TierOp& op, const std::shared_ptr<Generati
   if (!status || present) return status;
   if (op.may_decline && records_.is_declined(op.about.parent, op.about.request)) {
     records_.note_declined(op.key, op.about.request, generation);
-    return Status::error(StatusKind::kDeclined, "what lies before it in its prompt was declined");
+    return Status::error(StatusKind::kDeclined, "an earlier chunk of its prompt was declined");
   }
   OutgoingRecord record(form_, options_.namespace_id, op);
   status = record.encode();  // before the reservation, which is for the encoded size
@@ -185,7 +185,7 @@ Status RecordWriter::make_leaf(Generation& generation, std::uint32_t leaf, Reser
   if (rc == -EEXIST) return Status::ok();
   if (rc < 0) {
     return Status::error(rc == -ENOSPC || rc == -EDQUOT ? StatusKind::kNoSpace : StatusKind::kIo,
-                         Status::from_errno(-rc, "make directory").message(), -rc,
+                         Status::from_errno(-rc, "create directory").message(), -rc,
                          generation.path + "/" + path);
   }
   if (ops_.stat(generation.directory.get(), path, &info) != 0) info.disk_bytes = kPageBytes;
@@ -228,7 +228,8 @@ Status RecordWriter::publish(Draft* draft, const std::string& path, std::uint64_
     FileInfo old;
     const int known = ops_.stat(directory, path, &old);
     if (known == 0 && !old.is_regular()) {
-      return Status::error(StatusKind::kIo, "something that is no record is in its place", EEXIST,
+      return Status::error(StatusKind::kIo,
+                           "the name of the record is taken by something that is not a regular file", EEXIST,
                            generation.path + "/" + path);
     }
     if (known == 0 && is_complete(*draft, path, old.size)) {

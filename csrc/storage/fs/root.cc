@@ -46,7 +46,7 @@ std::vector<std::string> namespaces_of(int root, const std::optional<std::string
   (void)list_namespaces(posix_file_ops(), root, &names);
   if (!only) return names;
   if (std::find(names.begin(), names.end(), *only) == names.end()) {
-    throw_invalid("there is no namespace '{}' in {}; `stat` lists those that are there", *only, path);
+    throw_invalid("namespace '{}' not found in {}; `stat` lists the existing ones", *only, path);
   }
   return {*only};
 }
@@ -139,7 +139,7 @@ FsRoot::FsRoot(std::string root_dir) : impl_(std::make_unique<Impl>()) {
     error = -read_text(posix_file_ops(), impl_->root.get(), std::string(layout::kRootFile), &text);
   }
   if (error != 0) {
-    throw_invalid("{} is no root of kv_offload: {} ({} marks one)", impl_->path, std::strerror(error),
+    throw_invalid("{} is not a kv_offload root: {} (a root contains {})", impl_->path, std::strerror(error),
                   layout::kRootFile);
   }
   if (text != layout::kRootText) {
@@ -216,7 +216,7 @@ std::vector<DamagedRecord> FsRoot::verify(bool repair,
   for (const std::string& name : namespaces_of(impl_->root.get(), std::nullopt, impl_->path)) {
     for (const std::string& stray : stray_records(impl_->root.get(), name)) {
       found(impl_->path + "/" + stray,
-            Status::error(StatusKind::kCorrupt, "no record can have this name here; it is never read"));
+            Status::error(StatusKind::kCorrupt, "misplaced or misnamed record; it is never read"));
     }
   }
   return damaged;

@@ -71,7 +71,7 @@ void RootCounter::look(std::vector<std::string> lost) {
   if (figures.state == SpaceState::kNotExclusive && !std::exchange(told_not_exclusive_, true)) {
     options_.warn(fmt::format(
         "the file locks of {} do not keep other hosts out (mounted with nolock, local_lock or localflock?): "
-        "this server reads from it and writes nothing more; give each host a root_dir of its own",
+        "this server still reads from it but no longer writes; give each host a root_dir of its own",
         root_.path));
   }
   foreign_.look(figures.writes_by_others);  // first: records must be known before they can be evicted
@@ -92,11 +92,10 @@ void RootCounter::note_lost(std::vector<std::string> lost, const SpaceFigures& f
   next_count_ = Nanos{0};
   root_.changes->note_rebuilt();
   root_.changes->explain(root_.changes->missing());  // no second line for the records
-  options_.warn(
-      fmt::format("{}: another program removed, replaced or damaged {} while this server used it: made "
-                  "again. Chunks whose "
-                  "records are missing are computed again; `kv-offload purge` clears a root that is in use",
-                  root_.path, fmt::join(lost, ", ")));
+  options_.warn(fmt::format(
+      "{}: another program removed, replaced or damaged {} while this server used it: created again. "
+      "Chunks whose records are missing are recomputed; `kv-offload purge` clears a root that is in use",
+      root_.path, fmt::join(lost, ", ")));
 }
 
 // Warns once each time max_bytes turns out to be too much.
@@ -224,11 +223,10 @@ void RootCounter::explain(const SpaceFigures& figures, std::uint64_t missing, st
     suspicion_.records += forgotten;
   }
   if (suspicion_.bytes == 0 || now < suspicion_.next_line) return;
-  options_.warn(
-      fmt::format("{}: another program removed or cut files of this server: {} are gone, {} records are "
-                  "missing. The space is "
-                  "used again; `kv-offload evict` makes room in a root that is in use",
-                  root_.path, format_bytes(suspicion_.bytes), suspicion_.records));
+  options_.warn(fmt::format(
+      "{}: another program removed or truncated files of this server: {} are lost, {} records are "
+      "missing. The space is reused; `kv-offload evict` frees space in a root that is in use",
+      root_.path, format_bytes(suspicion_.bytes), suspicion_.records));
   suspicion_.bytes = suspicion_.records = 0;
   suspicion_.next_line = now + kLineEvery;
 }

@@ -79,7 +79,7 @@ std::string write_once(const FsTierOptions& options, FileOps& ops, int directory
   int rc = read_text(ops, directory, name, &found);
   const bool torn = rc == 0 && damaged(found);
   if (torn && options.warn)
-    options.warn(fmt::format("{}/{} was damaged and is written anew; look at the device", where, name));
+    options.warn(fmt::format("{}/{} was damaged and is written again; check the device", where, name));
   if (rc == -ENOENT || torn) {
     Fd fd;
     std::string temporary;
@@ -141,11 +141,11 @@ Fd open_root_directory(const FsTierOptions& options, FileOps& ops) {
     const int rc = ops.mkdir(AT_FDCWD, made, 0700);
     FileInfo info;
     // Some file systems return EACCES or EROFS for an existing directory.
-    if (rc < 0 && rc != -EEXIST && ops.stat(AT_FDCWD, made, &info) != 0) fail(made, "make directory", -rc);
+    if (rc < 0 && rc != -EEXIST && ops.stat(AT_FDCWD, made, &info) != 0) fail(made, "create directory", -rc);
     if (rc == 0) sync_directory(ops, AT_FDCWD, made + "/..");
   }
   FileInfo info;
-  if (const int rc = ops.stat(AT_FDCWD, path, &info); rc < 0) fail(path, "look at", -rc);
+  if (const int rc = ops.stat(AT_FDCWD, path, &info); rc < 0) fail(path, "inspect", -rc);
   if (info.is_symlink())
     throw_resource("root_dir {} is a symbolic link; give the directory it points to", path);
   if (!info.is_directory()) throw_resource("root_dir {} is not a directory", path);
@@ -191,7 +191,7 @@ NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const 
   int error = 0;
   for (int attempt = 0; attempt < 100; ++attempt) {
     const int rc = ops.mkdir(open.directory.get(), open.namespace_name, 0700);
-    if (rc < 0 && rc != -EEXIST) fail(path, "make directory", -rc);
+    if (rc < 0 && rc != -EEXIST) fail(path, "create directory", -rc);
     files.directory = open_fd(ops, open.directory.get(), open.namespace_name, kOpenDirectory, 0, &error);
     // A reclaimer removed the directory meanwhile.
     if (!files.directory && error == ENOENT) continue;
@@ -199,7 +199,7 @@ NamespaceFiles open_namespace(const FsTierOptions& options, FileOps& ops, const 
     if (rc == 0) sync_directory(ops, open.directory.get(), ".");
     const int directory = files.directory.get();
     FileInfo mine, named;
-    if (const int known = ops.fstat(directory, &mine); known < 0) fail(path, "look at", -known);
+    if (const int known = ops.fstat(directory, &mine); known < 0) fail(path, "inspect", -known);
     // Another user could forge or read records.
     if (mine.owner != ::geteuid()) {
       throw_resource("{} belongs to uid {}, this process is uid {}; remove it or use another root_dir", path,

@@ -55,8 +55,8 @@ void RootMender::mend_root(std::vector<std::string>* lost) {
   if (missing ? !parent_is_there || parent.device != device_ : named.device != device_) {
     problem_ = fmt::format(
         "{} is no longer the directory that this server opened, and another file system is there "
-        "(unmounted?): this server makes nothing there and keeps to the directory that it opened; mount the "
-        "file system again",
+        "(unmounted?): this server creates nothing there and keeps using the directory that it opened; "
+        "mount the file system again",
         root_.path);
     return;
   }

@@ -126,15 +126,14 @@ Status Space::refuse(const SpacePage& page, const SpaceSlot* own) const {
   if (own == nullptr) {
     return Status::error(
         StatusKind::kUnavailable,
-        fmt::format("{} processes have this root open, and there is no place for more", SpacePage::kSlots), 0,
-        path_);
+        fmt::format("{} processes have this root open, which is the maximum", SpacePage::kSlots), 0, path_);
   }
   if (not_exclusive_) {
-    return Status::error(StatusKind::kUnavailable,
-                         "the locks of this file system do not keep other hosts out (mounted with nolock, "
-                         "local_lock or localflock?): nothing more is written; give each host a root_dir of "
-                         "its own",
-                         0, path_);
+    return Status::error(
+        StatusKind::kUnavailable,
+        "the locks of this file system do not keep other hosts out (mounted with nolock, "
+        "local_lock or localflock?): writes are disabled; give each host a root_dir of its own",
+        0, path_);
   }
   if (vouched_ && page.trusted == 0) {  // not at a start: the page was trusted before
     return Status::error(StatusKind::kIo, "the ledger was removed or damaged: the root is counted again",
@@ -185,8 +184,8 @@ Status Space::reserve(Reservation* reservation, std::uint64_t bytes, std::uint64
     own->evicting += reservation->evicting_ ? 0 : 1;
     answer = Status::error(
         StatusKind::kNoSpace,
-        fmt::format("{} in use, {} asked, {} is {}", format_bytes(others), format_bytes(bytes),
-                    bound < max_bytes_ ? "the room on the file system" : "max_bytes", format_bytes(bound)),
+        fmt::format("{} in use, {} requested, {} is {}", format_bytes(others), format_bytes(bytes),
+                    bound < max_bytes_ ? "the space on the file system" : "max_bytes", format_bytes(bound)),
         0, path_);
   });
   if (!written) return written;  // nothing changed
@@ -266,7 +265,8 @@ Status Space::finish_count(std::uint64_t number, std::uint64_t counted, std::uin
     too_high -= std::min(too_high, explained);
   });
   if (!written) return written;
-  if (!known) return Status::error(StatusKind::kCancelled, "the page was made anew meanwhile", 0, path_);
+  if (!known)
+    return Status::error(StatusKind::kCancelled, "the ledger was replaced during the count", 0, path_);
   vouched_ = true;
   if (surplus != nullptr) *surplus = too_high;
   return Status::ok();

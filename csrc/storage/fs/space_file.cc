@@ -174,7 +174,7 @@ Status Space::update_locked(const Change& change) {
     finished_.store(page.finished, std::memory_order_release);
     return Status::ok();
   }
-  return Status::error(StatusKind::kTimeout, "it is replaced again and again", EBUSY, path_);
+  return Status::error(StatusKind::kTimeout, "it is replaced repeatedly", EBUSY, path_);
 }
 
 std::optional<std::uint64_t> recorded_usage(FileOps& ops, int root) {
