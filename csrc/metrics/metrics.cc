@@ -25,22 +25,22 @@ namespace {
 struct Series {
   const MetricDefinition* definition = nullptr;
   std::vector<std::string> label_values;
-  prometheus::Counter* counter = nullptr;  // one of the three, the registry's
+  prometheus::Counter* counter = nullptr;  // exactly one of the three is set; owned by the registry
   prometheus::Gauge* gauge = nullptr;
   prometheus::Histogram* histogram = nullptr;
-  double value = 0;    // as Metrics::value()
-  double drained = 0;  // of a counter: what drain() has handed out
+  double value = 0;    // see Metrics::value()
+  double drained = 0;  // counters: the part that drain() has returned
   std::vector<double> observations;
-  bool changed = false;  // since the last drain, and so in Impl::changed
+  bool changed = false;  // since the last drain; then it is in Impl::changed
 };
 
-// The registry's family of a metric, and its series.
+// The registry's family of a metric, with its series.
 struct Family {
   const MetricDefinition* definition = nullptr;
   prometheus::Family<prometheus::Counter>* counters = nullptr;
   prometheus::Family<prometheus::Gauge>* gauges = nullptr;
   prometheus::Family<prometheus::Histogram>* histograms = nullptr;
-  std::deque<Series> series;  // few; a deque keeps their addresses
+  std::deque<Series> series;  // few; a deque keeps their addresses stable
 };
 
 Family make_family(const MetricDefinition& definition, prometheus::Registry& registry) {
@@ -71,7 +71,7 @@ struct Metrics::Impl {
   Mutex mutex;
   std::unordered_map<std::string_view, Family> families GUARDED_BY(mutex);
   std::vector<Series*> changed GUARDED_BY(mutex);
-  std::vector<std::unique_ptr<prometheus::Exposer>> exposers GUARDED_BY(mutex);  // stop first
+  std::vector<std::unique_ptr<prometheus::Exposer>> exposers GUARDED_BY(mutex);  // must stop first
 
   Impl();
   Family& family_of(std::string_view name, LabelSpan label_values) REQUIRES(mutex);
@@ -86,7 +86,7 @@ Metrics::Impl::Impl() {
   const MutexLock lock(mutex);
   for (const MetricDefinition& definition : metric_definitions()) {
     Family& family = families.emplace(definition.name, make_family(definition, *registry)).first->second;
-    if (definition.labels.empty()) make_series(family, {});  // shown as 0 from the start
+    if (definition.labels.empty()) make_series(family, {});  // exported as 0 from the start
   }
 }
 
@@ -116,7 +116,7 @@ Series& Metrics::Impl::series_of(std::string_view name, LabelSpan label_values, 
   if (!std::isfinite(value)) throw std::logic_error(fmt::format("metric {} was given {}", name, value));
   if (Series* series = find(family, label_values)) return *series;
   Series& made = make_series(family, label_values);
-  mark_changed(made);  // so that vLLM shows it, be it 0
+  mark_changed(made);  // so that vLLM exports it, even at 0
   return made;
 }
 
