@@ -23,9 +23,8 @@ std::string hex_of(std::span<const std::uint8_t> bytes) {
 
 ChunkKey::ChunkKey(std::string_view bytes) {
   if (!fits(bytes.size())) {
-    throw_invalid(
-        "a chunk key of {} bytes was given; {}..{} bytes are possible (hash and 4 bytes of group id)",
-        bytes.size(), kMinBytes, kMaxBytes);
+    throw_invalid("invalid chunk key of {} bytes: a key has {}..{} bytes (a hash and 4 bytes of group id)",
+                  bytes.size(), kMinBytes, kMaxBytes);
   }
   size_ = static_cast<std::uint8_t>(bytes.size());
   std::memcpy(bytes_.data(), bytes.data(), bytes.size());

@@ -92,7 +92,7 @@ Metrics::Impl::Impl() {
 
 Family& Metrics::Impl::family_of(std::string_view name, LabelSpan label_values) {
   const auto found = families.find(name);
-  if (found == families.end()) throw std::logic_error(fmt::format("there is no metric {}", name));
+  if (found == families.end()) throw std::logic_error(fmt::format("unknown metric {}", name));
   const MetricDefinition& definition = *found->second.definition;
   if (label_values.size() != definition.labels.size()) {
     throw std::logic_error(fmt::format("metric {} has {} labels, {} were given", name,
@@ -112,8 +112,9 @@ Series& Metrics::Impl::series_of(std::string_view name, LabelSpan label_values, 
                                  double value) {
   Family& family = family_of(name, label_values);
   if (family.definition->type != type)
-    throw std::logic_error(fmt::format("metric {} is of another type", name));
-  if (!std::isfinite(value)) throw std::logic_error(fmt::format("metric {} was given {}", name, value));
+    throw std::logic_error(fmt::format("metric {} has another type", name));
+  if (!std::isfinite(value))
+    throw std::logic_error(fmt::format("metric {} cannot record the value {}", name, value));
   if (Series* series = find(family, label_values)) return *series;
   Series& made = make_series(family, label_values);
   mark_changed(made);  // so that vLLM exports it, even at 0
@@ -155,7 +156,7 @@ Metrics::~Metrics() {
 
 void Metrics::add(std::string_view name, LabelSpan label_values, double increase) {
   const MutexLock lock(impl_->mutex);
-  if (increase < 0) throw std::logic_error(fmt::format("counter {} was to grow by {}", name, increase));
+  if (increase < 0) throw std::logic_error(fmt::format("counter {} cannot grow by {}", name, increase));
   Series& series = impl_->series_of(name, label_values, MetricType::kCounter, increase);
   if (increase == 0) return;
   series.value += increase;
